@@ -1,0 +1,1 @@
+"""Train language models that search, with token- and turn-level PPO."""

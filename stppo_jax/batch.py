@@ -1,0 +1,50 @@
+"""TokenBatch: the device arrays of one collection, token-aligned.
+
+B trajectories, L tokens. Index l of every [B, L] array speaks about token l.
+"""
+
+import dataclasses
+
+import jax
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TokenBatch:
+  """Trajectories as arrays; the last block is filled by `annotate`.
+
+  Attributes:
+    tokens_BL: int32 ids, right-padded (the padding's id has no meaning).
+    lengths_B: int32, tokens before padding; 0 marks an empty row.
+    turn_ids_BL: int32, 0 = not written by the policy, 1..T = its turn.
+    loss_mask_BL: bool, written by the policy and to be trained on
+      (called response_mask in verl). False everywhere in a failed row.
+    sampler_logprobs_BL: float32, the sampler's report; 0 off the policy tokens.
+    rewards_BL: float32, the outcome on the last policy token, else 0.
+    group_ids_B: int32, rows of one question share an id.
+    old_logprobs_BL: float32, the trainer's log-probabilities before the first
+      update: the ratio's denominator.
+    ref_logprobs_BL: float32, under the frozen reference.
+    values_BL: float32, V before this token, of the value model before the
+      first update.
+    advantages_BL, returns_BL: float32.
+  """
+
+  tokens_BL: Array
+  lengths_B: Array
+  turn_ids_BL: Array
+  loss_mask_BL: Array
+  sampler_logprobs_BL: Array
+  rewards_BL: Array
+  group_ids_B: Array
+  old_logprobs_BL: Array | None = None
+  ref_logprobs_BL: Array | None = None
+  values_BL: Array | None = None
+  advantages_BL: Array | None = None
+  returns_BL: Array | None = None
+
+  def replace(self, **arrays: Array) -> 'TokenBatch':
+    """A copy with some arrays exchanged."""
+    return dataclasses.replace(self, **arrays)
