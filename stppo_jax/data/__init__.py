@@ -1,0 +1,1 @@
+"""Questions and corpora: synthetic worlds and files."""

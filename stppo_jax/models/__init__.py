@@ -1,0 +1,1 @@
+"""The transformer (policy and value), its heads and its files."""

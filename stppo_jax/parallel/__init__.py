@@ -1,0 +1,1 @@
+"""Meshes, shardings and the copy of weights to the engine."""

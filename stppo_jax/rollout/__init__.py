@@ -1,0 +1,1 @@
+"""Collecting trajectories and packing them into arrays."""

@@ -1,0 +1,1 @@
+"""Token in, token out: tokenizer, stops and the decoding engine."""

@@ -1,0 +1,1 @@
+"""The loop, the update, supervised start, checkpoints and reports."""
