@@ -1,0 +1,74 @@
+# Everything a newcomer or the CI runs. `make help` lists it.
+
+PYTHON ?= python3
+VENV ?= .venv
+ROW ?= st_ppo
+SEED ?= 0
+CONFIG ?= configs/quickstart.py
+WORKDIR ?= runs/quickstart-$(ROW)-seed$(SEED)
+JOBS ?= 2
+
+BIN := $(VENV)/bin
+# The stamps name what was installed: unchanged files install nothing.
+RUNTIME := $(VENV)/.installed-runtime
+TESTING := $(VENV)/.installed-testing
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test test-slow lint bench lock
+
+help:  ## list these targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) \
+	  | sed -E 's/:[^#]*## */\t/' | expand -t 14
+
+quickstart: $(RUNTIME)  ## train on a synthetic wiki (ROW=token_ppo SEED=1)
+	$(BIN)/python -m stppo_jax train --config=$(CONFIG):$(ROW) \
+	  --config.seed=$(SEED) --workdir=$(WORKDIR)
+
+test: $(TESTING)  ## all tests but the slow ones
+	$(BIN)/python -m pytest -q -n $(JOBS) -m 'not slow' tests
+
+test-slow: $(TESTING)  ## the slow tests
+	$(BIN)/python -m pytest -q -m slow tests
+
+lint: $(TESTING)  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(RUNTIME)  ## every benchmark, each against its peer
+	@for file in benchmarks/*_bench.py; do \
+	  echo "== $$file"; $(BIN)/python "$$file" || exit 1; \
+	done
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Some tools make environments without pip.
+$(BIN)/pip: | $(BIN)/python
+	$(BIN)/python -m ensurepip --default-pip
+
+$(RUNTIME): requirements.txt | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	@touch $@
+
+# Holds the runtime's pins too, so testing needs no second install.
+$(TESTING): requirements-test.txt | $(BIN)/pip
+	$(BIN)/python -m pip install --quiet --requirement requirements-test.txt
+	@touch $@ $(RUNTIME)
+
+# The reason of each direct dependency, from the .in files, behind its pin.
+REASONS := awk ' \
+  function name(s) { sub(/[<>=!~; \[].*/, "", s); return tolower(s) } \
+  FILENAME ~ /[.]in$$/ { \
+    if ((i = index($$0, "  \#"))) reason[name($$0)] = substr($$0, i); next } \
+  { print $$0 reason[name($$0)] }'
+COMPILE := uv pip compile --quiet --upgrade --universal \
+  --python-version 3.11 --no-annotate --no-header
+
+# Never a prerequisite: a fresh clone has no meaningful file times.
+lock:  ## pin the newest allowed requirements
+	$(COMPILE) requirements.in > .lock.new
+	@$(REASONS) requirements.in .lock.new > requirements.txt
+	$(COMPILE) --constraint requirements.txt requirements-test.in > .lock.new
+	@$(REASONS) requirements.in requirements-test.in .lock.new \
+	  > requirements-test.txt
+	@rm .lock.new

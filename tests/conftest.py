@@ -1,0 +1,23 @@
+"""Every test runs on eight virtual CPU devices, alone with itself.
+
+The environment is set before jax is imported anywhere.
+"""
+
+import os
+import pathlib
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_NUM_DEVICES = 8
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['JAX_NUM_CPU_DEVICES'] = str(_NUM_DEVICES)
+# Compiled programs outlive a run of the tests, also in their subprocesses.
+os.environ['JAX_COMPILATION_CACHE_DIR'] = str(_ROOT / '.cache' / 'jax')
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
+os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
+# [B] + [B, L] is a bug far more often than a wish.
+os.environ['JAX_NUMPY_RANK_PROMOTION'] = 'raise'
+os.environ['HF_HUB_OFFLINE'] = '1'
+for _name in ('http_proxy', 'https_proxy', 'all_proxy', 'no_proxy'):
+  os.environ.pop(_name, None)
+  os.environ.pop(_name.upper(), None)

@@ -1,0 +1,156 @@
+"""What must not stand in the package: unsafe loading, hidden defaults, attics.
+
+Read from the syntax tree, so that a docstring may speak of what it avoids.
+"""
+
+import ast
+from collections.abc import Iterator
+import pathlib
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_FOLDERS = ('stppo_jax', 'configs', 'launch', 'benchmarks')
+_UNSAFE_MODULES = ('pickle', 'cPickle', 'cloudpickle', 'dill', 'joblib')
+_UNSAFE_MODULES += ('marshal', 'shelve')
+_UNSAFE_CALLS = ('eval', 'exec', '__import__')
+_UNSAFE_OPTIONS = ('shell', 'allow_pickle', 'trust_remote_code')
+_ATTICS = ('utils', 'util', 'helpers', 'common', 'misc')
+_MAX_LINES = 350
+
+
+def findings(source: str) -> Iterator[str]:
+  """One line for each thing that must not be in the source of a module."""
+  for node in ast.walk(ast.parse(source)):
+    for problem in _problems(node):
+      yield f'{node.lineno}: {problem}'
+
+
+def _problems(node: ast.AST) -> Iterator[str]:
+  if isinstance(node, ast.Import):
+    modules = [alias.name for alias in node.names]
+  elif isinstance(node, ast.ImportFrom):
+    modules = [node.module or '']
+  else:
+    modules = []
+  for module in modules:
+    if module.split('.')[0] in _UNSAFE_MODULES:
+      yield f'import {module}'
+  if isinstance(node, ast.Call):
+    yield from _call_problems(node)
+  if isinstance(node, ast.ExceptHandler):
+    if node.type is None:
+      yield 'bare except'
+    elif _last_name(node.type) in ('Exception', 'BaseException'):
+      if all(_is_silence(statement) for statement in node.body):
+        yield 'except Exception that hides the error'
+
+
+def _call_problems(call: ast.Call) -> Iterator[str]:
+  function = call.func
+  if isinstance(function, ast.Name) and function.id in _UNSAFE_CALLS:
+    yield f'{function.id}()'
+  if isinstance(function, ast.Attribute):
+    if function.attr == 'get' and 'config' in _names(function.value):
+      yield 'config.get(): a hidden default'
+    if function.attr == 'system' and _last_name(function.value) == 'os':
+      yield 'os.system()'
+    if (
+      function.attr in ('load', 'load_all')
+      and _last_name(function.value) == 'yaml'
+    ):
+      yield f'yaml.{function.attr}()'
+  for option in call.keywords:
+    if option.arg in _UNSAFE_OPTIONS:
+      value = option.value
+      if not (isinstance(value, ast.Constant) and value.value is False):
+        yield f'{option.arg}=True'
+
+
+def _names(node: ast.AST) -> set[str]:
+  """The parts of a dotted name: {'self', 'config'} of `self.config`."""
+  names = set()
+  while isinstance(node, ast.Attribute):
+    names.add(node.attr)
+    node = node.value
+  if isinstance(node, ast.Name):
+    names.add(node.id)
+  return names
+
+
+def _last_name(node: ast.AST) -> str:
+  if isinstance(node, ast.Attribute):
+    return node.attr
+  return node.id if isinstance(node, ast.Name) else ''
+
+
+def _is_silence(statement: ast.stmt) -> bool:
+  """pass, continue, ..., or a returned constant: the error leaves no trace."""
+  if isinstance(statement, ast.Return):
+    return statement.value is None or isinstance(statement.value, ast.Constant)
+  if isinstance(statement, ast.Expr):
+    return isinstance(statement.value, ast.Constant)
+  return isinstance(statement, ast.Pass | ast.Continue)
+
+
+def _files() -> list[pathlib.Path]:
+  return [
+    path
+    for folder in _FOLDERS
+    for path in sorted((_ROOT / folder).rglob('*.py'))
+  ]
+
+
+def test_the_tree_is_clean():
+  found = [
+    f'{path.relative_to(_ROOT)}:{line}'
+    for path in _files()
+    for line in findings(path.read_text(encoding='utf-8'))
+  ]
+  assert not found, '\n'.join(found)
+
+
+def test_files_are_small_and_named_by_a_noun():
+  found = []
+  for path in _files():
+    if path.stem in _ATTICS:
+      found.append(f'{path.relative_to(_ROOT)}: an attic; name the idea')
+    lines = len(path.read_text(encoding='utf-8').splitlines())
+    if lines > _MAX_LINES:
+      found.append(f'{path.relative_to(_ROOT)}: {lines} > {_MAX_LINES} lines')
+  assert not found, '\n'.join(found)
+
+
+@pytest.mark.parametrize(
+  ('source', 'expected'),
+  [
+    ('import pickle', 'import pickle'),
+    ('from pickle import loads', 'import pickle'),
+    ('def f():\n  import cloudpickle', 'import cloudpickle'),
+    ('eval(text)', 'eval()'),
+    ('exec(text)', 'exec()'),
+    ('os.system(text)', 'os.system()'),
+    ('yaml.load(text)', 'yaml.load()'),
+    ('subprocess.run(text, shell=True)', 'shell=True'),
+    ('subprocess.run(text, shell=1)', 'shell=True'),
+    ('np.load(path, allow_pickle=True)', 'allow_pickle=True'),
+    ('load(path, trust_remote_code=True)', 'trust_remote_code=True'),
+    ('config.get("seed", 0)', 'config.get()'),
+    ('self.config.model.get("seed")', 'config.get()'),
+    ('try:\n  f()\nexcept Exception:\n  pass', 'hides the error'),
+    ('try:\n  f()\nexcept Exception:\n  return_ = ""', ''),
+    ('try:\n  f()\nexcept (Exception):\n  ...', 'hides the error'),
+    ('try:\n  f()\nexcept:\n  raise', 'bare except'),
+    (
+      'def f():\n  try:\n    g()\n  except Exception as e:\n    return ""',
+      'hides the error',
+    ),
+    ('ast.literal_eval(text); model.eval(); rows.get("a")', ''),
+    ('np.load(path, allow_pickle=False)\n"""No pickle, no eval()."""', ''),
+    ('try:\n  f()\nexcept OSError:\n  pass', ''),
+  ],
+)
+def test_planted_lines_are_found(source, expected):
+  found = list(findings(source))
+  assert len(found) == bool(expected), found
+  assert not expected or expected in found[0]
