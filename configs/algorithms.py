@@ -54,6 +54,8 @@ _TOKEN_PPO = {
         'gamma': 1.0,
         'lambda_': 1.0,
         'steps': 'token',  # token | turn
+        # Of token steps: skipped | included (as in the reference run).
+        'observation_tokens': 'skipped',
         'whiten': 'policy',  # none | policy
     },
     # where: reward | loss | nowhere; estimator: k1 | k2 | k3.

@@ -1,0 +1,1 @@
+"""Pure maths: arrays in, arrays out. No models, no files, no logging."""

@@ -1,0 +1,234 @@
+"""What an update did to the ratios, at every level, whichever is optimised.
+
+B trajectories, L tokens, T turns. A `Diagnostics` is a pytree of sums, minima
+and maxima which merges over microbatches, updates and hosts; `summarize` makes
+the metrics of it. Everything is token-weighted: a turn's ratio counts once
+for each of its policy tokens.
+
+Names, {level} being token, turn and sequence:
+
+  ratio/{level}/{mean,std,min,max}
+  ratio/{level}/ess            (sum r)^2 / (n sum r^2), 1 if all are equal
+  clipfrac/{level}/{low,high}  share of tokens outside the band, sign ignored
+  clipfrac/{level}/{low,high}/turn_{k}  the same in turn k = 1, 2, ...; absent
+                               where no row has that turn
+  actor/pg_clipfrac            share of tokens whose gradient was cut
+  actor/ppo_kl                 mean of log pi_old - log pi
+  actor/entropy                mean over tokens
+  stab/norm_clipped, stab/norm_unclipped, stab/rho
+                               N_U, N_V and their quotient, see corrections.py
+  stab/scale                   mean multiplier of the policy terms
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.rl import corrections
+from stppo_jax.rl import losses
+from stppo_jax.rl import masking
+from stppo_jax.rl import ratios
+from stppo_jax.rl import segments as segments_lib
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Diagnostics:
+  """Sums, minima and maxima by name."""
+
+  sums: dict[str, Array]
+  minima: dict[str, Array]
+  maxima: dict[str, Array]
+
+
+def merge(a: Diagnostics, b: Diagnostics) -> Diagnostics:
+  """The diagnostics of both together."""
+  return Diagnostics(
+    jax.tree.map(jnp.add, a.sums, b.sums),
+    jax.tree.map(jnp.minimum, a.minima, b.minima),
+    jax.tree.map(jnp.maximum, a.maxima, b.maxima),
+  )
+
+
+def merge_stacked(stacked: Diagnostics) -> Diagnostics:
+  """Merges along the leading axis, such as a scan's."""
+  return Diagnostics(
+    jax.tree.map(lambda x: jnp.sum(x, axis=0), stacked.sums),
+    jax.tree.map(lambda x: jnp.min(x, axis=0), stacked.minima),
+    jax.tree.map(lambda x: jnp.max(x, axis=0), stacked.maxima),
+  )
+
+
+def policy_diagnostics(
+  algorithm: algorithm_lib.Algorithm,
+  loss: losses.PolicyLoss,
+  logprobs_BL: Array,
+  entropy_BL: Array,
+  batch: batch_lib.TokenBatch,
+  *,
+  num_turns: int,
+  implementation: str = 'auto',
+) -> Diagnostics:
+  """The diagnostics of one microbatch.
+
+  Args:
+    algorithm: the row.
+    loss: what `losses.policy_loss` made of the same arrays.
+    logprobs_BL: log pi_theta.
+    entropy_BL: of the policy at each token.
+    batch: with old log-probabilities and advantages.
+    num_turns: static, the most turns a row can have.
+    implementation: of the segment sums.
+  """
+  mask_BL = batch.loss_mask_BL
+  log_ratio_BL = ratios.token_log_ratio(
+    logprobs_BL, batch.old_logprobs_BL, mask_BL
+  )
+  low, high = losses.trusted_bounds(
+    algorithm, loss.statistics['bounds'], entropy_BL
+  )
+  turns = segments_lib.segment_ids(
+    'turn', batch.turn_ids_BL, mask_BL, num_turns=num_turns
+  )
+
+  def total(x_BL):
+    return jnp.sum(masking.select(x_BL, mask_BL))
+
+  def by_turn(event_BL):
+    counted_BL = masking.select(event_BL.astype(log_ratio_BL.dtype), mask_BL)
+    return jnp.sum(
+      segments_lib.segment_totals(
+        counted_BL, turns, implementation=implementation
+      ),
+      axis=0,
+    )
+
+  sums = {
+    'tokens': jnp.sum(mask_BL, dtype=log_ratio_BL.dtype),
+    'tokens_T': by_turn(mask_BL),
+    'cut': total(loss.cut_BL.astype(log_ratio_BL.dtype)),
+    'log_ratio': total(log_ratio_BL),
+    'entropy': total(entropy_BL),
+    'scale': total(loss.weights_BL),
+  }
+  minima, maxima, ratio_by_level = {}, {}, {}
+  for level in segments_lib.LEVELS:
+    ratio_BL = ratio_by_level[level] = jnp.exp(
+      ratios.level_log_ratio(
+        log_ratio_BL,
+        batch.turn_ids_BL,
+        mask_BL,
+        level=level,
+        gradient='segment',
+        reduce=algorithm.ratio.reduce,
+        num_turns=num_turns,
+        implementation=implementation,
+      )
+    )
+    # Sums around 1: squares of ratios near 1 would cancel in float32.
+    sums[f'{level}/excess'] = total(ratio_BL - 1)
+    sums[f'{level}/excess_squared'] = total(jnp.square(ratio_BL - 1))
+    minima[level] = jnp.min(jnp.where(mask_BL, ratio_BL, jnp.inf))
+    maxima[level] = jnp.max(jnp.where(mask_BL, ratio_BL, -jnp.inf))
+    outside = {'low': ratio_BL < low, 'high': ratio_BL > high}
+    for side, event_BL in outside.items():
+      event_BL = event_BL & mask_BL
+      sums[f'{level}/{side}'] = jnp.sum(event_BL, dtype=log_ratio_BL.dtype)
+      sums[f'{level}/{side}_T'] = by_turn(event_BL)
+  bias = corrections.clipping_bias_sums(
+    ratio_by_level[algorithm.correction.clipping_bias.level],
+    batch.advantages_BL,
+    mask_BL,
+    low,
+    high,
+  )
+  sums.update(bias._asdict())
+  return Diagnostics(
+    sums=jax.lax.stop_gradient(sums),  # for the eye only
+    minima=jax.lax.stop_gradient(minima),
+    maxima=jax.lax.stop_gradient(maxima),
+  )
+
+
+def _share(total: float, count: float) -> float:
+  return float(total / count) if count else 0.0
+
+
+def summarize(diagnostics: Diagnostics) -> dict[str, float]:
+  """The metrics, on the host. Without tokens all are 0."""
+  sums, minima, maxima = jax.tree.map(
+    lambda x: np.asarray(x, np.float64),
+    (diagnostics.sums, diagnostics.minima, diagnostics.maxima),
+  )
+  tokens, tokens_T = float(sums['tokens']), sums['tokens_T']
+  metrics = {}
+  for level in minima:
+    excess = _share(sums[f'{level}/excess'], tokens)
+    squared = _share(sums[f'{level}/excess_squared'], tokens)
+    mean = 1 + excess if tokens else 0.0
+    variance = max(squared - excess**2, 0.0)
+    name = f'ratio/{level}'
+    metrics[f'{name}/mean'] = mean
+    metrics[f'{name}/std'] = float(np.sqrt(variance))
+    metrics[f'{name}/min'] = float(minima[level]) if tokens else 0.0
+    metrics[f'{name}/max'] = float(maxima[level]) if tokens else 0.0
+    metrics[f'{name}/ess'] = _share(mean**2, mean**2 + variance)
+    for side in ('low', 'high'):
+      name = f'clipfrac/{level}/{side}'
+      metrics[name] = _share(sums[f'{level}/{side}'], tokens)
+      for turn, count in enumerate(tokens_T, start=1):
+        if count:
+          outside = sums[f'{level}/{side}_T'][turn - 1]
+          metrics[f'{name}/turn_{turn}'] = _share(outside, count)
+  clipped = np.sqrt(_share(sums['clipped_squares'], sums['clipped_count']))
+  kept = np.sqrt(_share(sums['kept_squares'], sums['kept_count']))
+  return metrics | {
+    'actor/pg_clipfrac': _share(sums['cut'], tokens),
+    'actor/ppo_kl': -_share(sums['log_ratio'], tokens),
+    'actor/entropy': _share(sums['entropy'], tokens),
+    'stab/rho': float(clipped / (kept + corrections.RHO_EPSILON)),
+    'stab/scale': _share(sums['scale'], tokens),
+    'stab/norm_clipped': float(clipped),
+    'stab/norm_unclipped': float(kept),
+  }
+
+
+def critic_diagnostics(
+  batch: batch_lib.TokenBatch, value_mask_BL: Array
+) -> dict[str, Array]:
+  """Metrics of values, returns and advantages over a collected batch.
+
+  `critic/vf_explained_var` is 1 - var(returns - values) / var(returns) over the
+  critic's steps, and 0 where the returns do not vary.
+
+  Returns:
+    Scalars: that, and critic/{values,returns,advantages}/{mean,min,max}
+    (advantages over all policy tokens); 0 where there is no token.
+  """
+
+  def describe(name, x_BL, mask_BL):
+    some = jnp.any(mask_BL)
+    least = jnp.min(jnp.where(mask_BL, x_BL, jnp.inf))
+    most = jnp.max(jnp.where(mask_BL, x_BL, -jnp.inf))
+    return {
+      f'critic/{name}/mean': masking.masked_mean(x_BL, mask_BL),
+      f'critic/{name}/min': jnp.where(some, least, 0),
+      f'critic/{name}/max': jnp.where(some, most, 0),
+    }
+
+  values_BL = masking.select(batch.values_BL, value_mask_BL)
+  returns_BL = masking.select(batch.returns_BL, value_mask_BL)
+  _, variance = masking.masked_moments(returns_BL, value_mask_BL)
+  _, missed = masking.masked_moments(returns_BL - values_BL, value_mask_BL)
+  return {
+    'critic/vf_explained_var': masking.divide(variance - missed, variance),
+    **describe('values', values_BL, value_mask_BL),
+    **describe('returns', returns_BL, value_mask_BL),
+    **describe('advantages', batch.advantages_BL, batch.loss_mask_BL),
+  }

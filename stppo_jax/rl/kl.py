@@ -1,0 +1,61 @@
+"""Estimates of KL(pi || reference) from one sampled token, and the penalty.
+
+With x = log pi - log reference of the sampled token:
+
+  k1 = x                   unbiased; its own gradient has expectation 0, so it
+                           belongs into the reward rather than into the loss
+  k2 = x^2 / 2             biased, low variance
+  k3 = exp(-x) - 1 + x     unbiased, never negative
+
+Source: J. Schulman, "Approximating KL divergence", 2020.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from stppo_jax.rl import ratios
+
+Array = jax.Array
+
+
+def _k1(x_BL):
+  return x_BL
+
+
+def _k2(x_BL):
+  return 0.5 * jnp.square(x_BL)
+
+
+def _k3(x_BL):
+  return jnp.expm1(-x_BL) + x_BL
+
+
+KL_ESTIMATORS = {'k1': _k1, 'k2': _k2, 'k3': _k3}
+KL_PLACES = ('reward', 'loss', 'nowhere')
+
+
+def kl_estimate(
+  logprobs_BL: Array,
+  ref_logprobs_BL: Array,
+  loss_mask_BL: Array,
+  *,
+  estimator: str,
+) -> Array:
+  """The estimate per token, 0 off the mask; x is clipped to [-20, 20]."""
+  x_BL = ratios.token_log_ratio(logprobs_BL, ref_logprobs_BL, loss_mask_BL)
+  return KL_ESTIMATORS[estimator](x_BL)
+
+
+def penalized_rewards(
+  rewards_BL: Array,
+  kl_BL: Array,
+  loss_mask_BL: Array,
+  *,
+  coefficient: Array | float,
+) -> Array:
+  """rewards - coefficient * kl on the mask, 0 elsewhere."""
+  chex.assert_equal_shape([rewards_BL, kl_BL, loss_mask_BL])
+  zero_BL = jnp.zeros_like(rewards_BL)
+  rewards_BL = jnp.where(loss_mask_BL, rewards_BL, zero_BL)
+  return rewards_BL - coefficient * jnp.where(loss_mask_BL, kl_BL, zero_BL)

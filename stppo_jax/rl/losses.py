@@ -1,0 +1,352 @@
+"""The policy loss, built from the five axes, and the value loss.
+
+B trajectories, L tokens. The policy loss of a microbatch, N the aggregate's
+count of the whole minibatch:
+
+  policy = sum_l a_l s_l term_l / N          a: aggregate weight, s: correction
+  loss   = policy + kl_coefficient * kl - entropy_coefficient * entropy
+
+kl (0 unless kl.where is 'loss') and entropy go through the same aggregate,
+unscaled. All of it adds up over microbatches.
+
+For norm='gradient' pull back `(policy, bias, other)`: the update's gradient is
+g_policy / max(|c|, floor) + g_other, with c that of `bias`.
+"""
+
+import dataclasses
+import typing
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.rl import aggregation
+from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.rl import bounds as bounds_lib
+from stppo_jax.rl import corrections
+from stppo_jax.rl import kl as kl_lib
+from stppo_jax.rl import masking
+from stppo_jax.rl import objectives
+from stppo_jax.rl import ratios
+
+Array = jax.Array
+Statistics = dict[str, typing.Any]
+sg = jax.lax.stop_gradient
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PolicyLoss:
+  """The parts of the policy loss; scalars are divided by the global count.
+
+  Attributes:
+    loss: policy + other.
+    policy: the policy terms, corrected unless norm is 'gradient'.
+    bias: scalar whose gradient is c; 0 unless norm is 'gradient'.
+    other: the KL term minus the entropy bonus, with their coefficients.
+    entropy: without its coefficient.
+    kl: without its coefficient; 0 unless it is in the loss.
+    ratio_BL: at the level that is optimised, 1 off the mask.
+    weights_BL: the correction's multiplier of the policy terms.
+    value_weights_BL: its multiplier of the value terms.
+    cut_BL: bool, tokens whose gradient the objective cut.
+    statistics: additive sums of this microbatch, see `policy_statistics`.
+  """
+
+  loss: Array
+  policy: Array
+  bias: Array
+  other: Array
+  entropy: Array
+  kl: Array
+  ratio_BL: Array
+  weights_BL: Array
+  value_weights_BL: Array
+  cut_BL: Array
+  statistics: Statistics
+
+
+def _ratio_at(algorithm, logprobs_BL, batch, num_turns, implementation):
+  """A function: level -> differentiable ratio [B, L]."""
+  mask_BL = batch.loss_mask_BL
+  log_ratio_BL = ratios.token_log_ratio(
+    logprobs_BL, batch.old_logprobs_BL, mask_BL
+  )
+
+  def ratio_at(level):
+    return jnp.exp(
+      ratios.level_log_ratio(
+        log_ratio_BL,
+        batch.turn_ids_BL,
+        mask_BL,
+        level=level,
+        gradient=algorithm.ratio.gradient,
+        reduce=algorithm.ratio.reduce,
+        num_turns=num_turns,
+        implementation=implementation,
+      )
+    )
+
+  return ratio_at
+
+
+def _bounds_sums(algorithm, ratio_BL, advantages_BL, batch):
+  options = algorithm.bounds.arguments()
+  gather = bounds_lib.BOUNDS_SUMS[options.pop('name')]
+  return gather(
+    sg(ratio_BL),
+    advantages_BL,
+    batch.old_logprobs_BL,
+    batch.loss_mask_BL,
+    **options,
+  )
+
+
+def trusted_bounds(
+  algorithm: algorithm_lib.Algorithm, sums, entropy_BL: Array | None
+) -> tuple[Array, Array]:
+  """The absolute (low, high) in force."""
+  options = algorithm.bounds.arguments()
+  rule = bounds_lib.BOUNDS[options.pop('name')]
+  # A trusted interval that moves is still not something to be learned.
+  return jax.tree.map(sg, rule(sums, entropy_BL, **options))
+
+
+def _correction_options(algorithm):
+  for name in algorithm.correction.names:
+    yield name, getattr(algorithm.correction, name).arguments()
+
+
+def policy_statistics(
+  algorithm: algorithm_lib.Algorithm,
+  logprobs_BL: Array,
+  batch: batch_lib.TokenBatch,
+  *,
+  num_turns: int,
+  entropy_BL: Array | None = None,
+  implementation: str = 'auto',
+) -> Statistics:
+  """What the loss must know of the whole minibatch: sums that add up.
+
+  Add the results of all microbatches leaf by leaf, then hand the sum to
+  `policy_loss`. No gradient flows through it.
+  """
+  logprobs_BL = sg(logprobs_BL)
+  advantages_BL = masking.select(batch.advantages_BL, batch.loss_mask_BL)
+  ratio_at = _ratio_at(algorithm, logprobs_BL, batch, num_turns, implementation)
+  bounds_sums = _bounds_sums(
+    algorithm, ratio_at(algorithm.ratio.level), advantages_BL, batch
+  )
+  low, high = trusted_bounds(algorithm, bounds_sums, entropy_BL)
+  evidence = corrections.Evidence(
+    ratio_at=ratio_at,
+    advantages_BL=advantages_BL,
+    low=low,
+    high=high,
+    batch=batch,
+    num_turns=num_turns,
+    implementation=implementation,
+  )
+  return {
+    'bounds': bounds_sums,
+    'corrections': {
+      name: corrections.CORRECTION_SUMS[name](evidence, **options)
+      for name, options in _correction_options(algorithm)
+    },
+  }
+
+
+def late_scales(
+  algorithm: algorithm_lib.Algorithm, statistics: Statistics
+) -> dict[str, Array | float]:
+  """What 'policy' and 'value' gradients are multiplied by, after the fact.
+
+  The way to correct over a minibatch of several microbatches in one pass:
+  give `policy_loss` statistics of zeros (then the minibatch scope scales by
+  exactly 1), accumulate the gradients of `policy` and `other` apart and add up
+  `PolicyLoss.statistics`; then the update's gradient is
+  scale['policy'] * g_policy + g_other. All other scopes and norms give 1.
+
+  Args:
+    algorithm: the row; its bounds must not depend on statistics.
+    statistics: merged over the whole minibatch.
+  """
+  scales = {name: 1.0 for name in corrections.LOSSES}
+  for name, options in _correction_options(algorithm):
+    late = corrections.CORRECTION_LATE_SCALES[name](
+      statistics['corrections'][name], **options
+    )
+    scales = {loss: scales[loss] * late[loss] for loss in scales}
+  return scales
+
+
+def policy_loss(
+  algorithm: algorithm_lib.Algorithm,
+  logprobs_BL: Array,
+  entropy_BL: Array,
+  batch: batch_lib.TokenBatch,
+  *,
+  statistics: Statistics | None,
+  count: Array | None,
+  entropy_coefficient: Array | float,
+  num_turns: int,
+  implementation: str = 'auto',
+) -> PolicyLoss:
+  """The loss of one microbatch; see the module's docstring.
+
+  Args:
+    algorithm: the row.
+    logprobs_BL: log pi_theta of the tokens, differentiable; anything off the
+      loss mask.
+    entropy_BL: of the policy at each token, differentiable.
+    batch: with old log-probabilities and advantages; with reference
+      log-probabilities where the KL is in the loss.
+    statistics: `policy_statistics` merged over the minibatch; None forms them
+      from this microbatch.
+    count: `aggregation.aggregate_count` of the minibatch; None counts this
+      microbatch.
+    entropy_coefficient: of the entropy bonus.
+    num_turns: static, the most turns a row can have.
+    implementation: of the segment sums.
+  """
+  mask_BL = batch.loss_mask_BL
+  chex.assert_equal_shape(
+    [logprobs_BL, entropy_BL, mask_BL, batch.old_logprobs_BL]
+  )
+  chex.assert_equal_shape([mask_BL, batch.advantages_BL])
+  logprobs_BL = masking.select(logprobs_BL, mask_BL)
+  # Advantages are data, whatever made them.
+  advantages_BL = sg(masking.select(batch.advantages_BL, mask_BL))
+  own = policy_statistics(
+    algorithm,
+    logprobs_BL,
+    batch,
+    num_turns=num_turns,
+    entropy_BL=entropy_BL,
+    implementation=implementation,
+  )
+  statistics = own if statistics is None else statistics
+
+  ratio_at = _ratio_at(algorithm, logprobs_BL, batch, num_turns, implementation)
+  ratio_BL = ratio_at(algorithm.ratio.level)
+  low, high = trusted_bounds(algorithm, statistics['bounds'], entropy_BL)
+  objective = algorithm.objective.arguments()
+  term_BL, cut_BL = objectives.OBJECTIVES[objective.pop('name')](
+    ratio_BL, logprobs_BL, advantages_BL, low, high, **objective
+  )
+
+  evidence = corrections.Evidence(
+    ratio_at=ratio_at,
+    advantages_BL=advantages_BL,
+    low=low,
+    high=high,
+    batch=batch,
+    num_turns=num_turns,
+    implementation=implementation,
+  )
+  scale_BL = value_scale_BL = jnp.ones_like(term_BL)
+  bias_BL = jnp.zeros_like(term_BL)
+  for name, options in _correction_options(algorithm):
+    correction = corrections.CORRECTIONS[name](
+      evidence, statistics['corrections'][name], **options
+    )
+    scale_BL = scale_BL * correction.weights_BL
+    value_scale_BL = value_scale_BL * correction.value_weights_BL
+    bias_BL = bias_BL + correction.bias_BL
+
+  weights_BL, own_count = aggregation.aggregate_weights(
+    batch.turn_ids_BL,
+    mask_BL,
+    logprobs_BL.dtype,
+    name=algorithm.aggregate.name,
+    num_turns=num_turns,
+    implementation=implementation,
+  )
+  count = own_count if count is None else count
+
+  def aggregate(x_BL):
+    return masking.divide(
+      jnp.sum(weights_BL * masking.select(x_BL, mask_BL)), count
+    )
+
+  policy = aggregate(scale_BL * term_BL)
+  entropy = aggregate(entropy_BL)
+  kl = jnp.zeros_like(policy)
+  if algorithm.kl.where == 'loss':
+    kl = aggregate(
+      kl_lib.kl_estimate(
+        logprobs_BL,
+        batch.ref_logprobs_BL,
+        mask_BL,
+        estimator=algorithm.kl.estimator,
+      )
+    )
+  other = algorithm.kl.coefficient * kl - entropy_coefficient * entropy
+  return PolicyLoss(
+    loss=policy + other,
+    policy=policy,
+    bias=aggregate(bias_BL * logprobs_BL),
+    other=other,
+    entropy=entropy,
+    kl=kl,
+    ratio_BL=sg(ratio_BL),
+    weights_BL=scale_BL,
+    value_weights_BL=value_scale_BL,
+    cut_BL=cut_BL & mask_BL,
+    statistics=own,
+  )
+
+
+class ValueLoss(typing.NamedTuple):
+  """Sums of the value loss; the loss is total / (global) count.
+
+  Attributes:
+    total: sum of the terms.
+    count: steps at which the critic is trained.
+    clipped: steps where the clipped error was the larger one.
+  """
+
+  total: Array
+  count: Array
+  clipped: Array
+
+
+def value_loss(
+  values_BL: Array,
+  old_values_BL: Array,
+  returns_BL: Array,
+  value_mask_BL: Array,
+  *,
+  clip: Array | float,
+  weights_BL: Array | None = None,
+) -> ValueLoss:
+  """0.5 max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2).
+
+  Args:
+    values_BL: V of the value model in training, differentiable.
+    old_values_BL: V before the first update.
+    returns_BL: the targets.
+    value_mask_BL: bool, the steps at which the critic is trained.
+    clip: distance from the old value that is trusted.
+    weights_BL: multiplier of the terms, `PolicyLoss.value_weights_BL`; the
+      count is unchanged. None: 1.
+  """
+  chex.assert_equal_shape([values_BL, old_values_BL, returns_BL, value_mask_BL])
+  values_BL = masking.select(values_BL, value_mask_BL)
+  # Old values and targets are data.
+  old_BL = sg(masking.select(old_values_BL, value_mask_BL))
+  returns_BL = sg(masking.select(returns_BL, value_mask_BL))
+  near_BL = jnp.clip(values_BL, old_BL - clip, old_BL + clip)
+  plain_BL = jnp.square(values_BL - returns_BL)
+  clipped_BL = jnp.square(near_BL - returns_BL)
+  # A selection: at a tie, max() would halve the gradient of both.
+  larger_BL = clipped_BL > plain_BL
+  term_BL = 0.5 * jnp.where(larger_BL, clipped_BL, plain_BL)
+  if weights_BL is not None:
+    term_BL = sg(weights_BL) * term_BL
+  total, count = masking.masked_total(term_BL, value_mask_BL)
+  clipped, _ = masking.masked_total(
+    larger_BL.astype(values_BL.dtype), value_mask_BL
+  )
+  return ValueLoss(total, count, clipped)

@@ -1,0 +1,111 @@
+"""Importance ratios: which tokens share one, and where its gradient goes.
+
+B trajectories, L tokens, T turns. With l = log pi_theta - log pi_old, the
+ratio of segment k is
+
+  log r_k = sum_{l in k} l / |k|   (reduce='mean', the geometric mean)
+  log r_k = sum_{l in k} l         (reduce='sum')
+
+and all tokens of the segment share it: the turn ratio of arXiv 2511.20718
+Eq. 4, the sequence ratio of GSPO (arXiv 2507.18071).
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from stppo_jax.rl import masking
+from stppo_jax.rl import segments as segments_lib
+
+Array = jax.Array
+sg = jax.lax.stop_gradient
+
+LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: large, and its square is finite
+
+
+def token_log_ratio(
+  logprobs_BL: Array, old_logprobs_BL: Array, loss_mask_BL: Array
+) -> Array:
+  """clip(log pi_theta - log pi_old, -20, 20) on the mask, 0 elsewhere.
+
+  A clipped token carries no gradient.
+  """
+  chex.assert_equal_shape([logprobs_BL, old_logprobs_BL, loss_mask_BL])
+  new_BL = masking.select(logprobs_BL, loss_mask_BL)
+  # The old policy is data.
+  old_BL = sg(masking.select(old_logprobs_BL, loss_mask_BL))
+  return jnp.clip(new_BL - old_BL, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def _mean(totals_BT, counts_BT):
+  return masking.divide(totals_BT, counts_BT)
+
+
+def _sum(totals_BT, counts_BT):
+  del counts_BT
+  # A long segment's sum would overflow in exp().
+  return jnp.clip(totals_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+REDUCES = {'mean': _mean, 'sum': _sum}
+
+
+def _through_segment(shared_BL, log_ratio_BL):
+  """Each token sees the gradient of the whole segment."""
+  del log_ratio_BL
+  return shared_BL
+
+
+def _through_token(shared_BL, log_ratio_BL):
+  """The segment's value, the token's own gradient (GSPO-token)."""
+  return sg(shared_BL) + (log_ratio_BL - sg(log_ratio_BL))
+
+
+GRADIENTS = {'segment': _through_segment, 'token': _through_token}
+
+
+def level_log_ratio(
+  log_ratio_BL: Array,
+  turn_ids_BL: Array,
+  loss_mask_BL: Array,
+  *,
+  level: str,
+  gradient: str,
+  reduce: str,
+  num_turns: int,
+  implementation: str = 'auto',
+) -> Array:
+  """The log-ratio of every token at a level.
+
+  Args:
+    log_ratio_BL: the token log-ratio, 0 off the mask.
+    turn_ids_BL: int, 0 or 1..num_turns.
+    loss_mask_BL: bool.
+    level: a key of `segments.LEVELS`; at 'token' the next two change nothing.
+    gradient: 'segment': d log r_k is the mean (or sum) over the segment of
+      d log pi. 'token': same value, each token keeps its own gradient.
+    reduce: 'mean' or 'sum'.
+    num_turns: static, the most turns a row can have.
+    implementation: of the segment sums.
+
+  Returns:
+    [B, L], 0 off the mask, where the ratio is therefore 1.
+  """
+  chex.assert_equal_shape([log_ratio_BL, turn_ids_BL, loss_mask_BL])
+  if level == 'token':  # a segment of one token is its own mean and sum
+    return log_ratio_BL
+  segments = segments_lib.segment_ids(
+    level, turn_ids_BL, loss_mask_BL, num_turns=num_turns
+  )
+  totals_BT = segments_lib.segment_totals(
+    log_ratio_BL, segments, implementation=implementation
+  )
+  counts_BT = segments_lib.segment_counts(
+    segments, log_ratio_BL.dtype, implementation=implementation
+  )
+  shared_BL = segments_lib.segment_spread(
+    REDUCES[reduce](totals_BT, counts_BT),
+    segments,
+    implementation=implementation,
+  )
+  return GRADIENTS[gradient](shared_BL, log_ratio_BL)
