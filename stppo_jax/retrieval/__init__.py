@@ -1,0 +1,1 @@
+"""Search over passages: index, server, client. Pure python, no jax."""

@@ -1,0 +1,101 @@
+"""Passages as they stand in files and in replies.
+
+Two shapes: `{"id", "contents"}`, where contents is the quoted title, a newline
+and the body (Search-R1), and `{"pid" | "id", "title", "text"}`.
+"""
+
+from collections.abc import Mapping
+import json
+import os
+from typing import Any
+
+from stppo_jax import types
+
+
+def read_corpus(path: str | os.PathLike[str]) -> list[types.Passage]:
+  """Reads passages, one JSON object a line; empty lines are skipped.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: a line is no passage, an id came before, or no line is left;
+      names file and line.
+  """
+  if not os.path.isfile(path):
+    raise FileNotFoundError(f'{path}: no such file')
+  passages = []
+  line_of_id: dict[str, int] = {}
+  with open(path, encoding='utf-8', errors='strict') as file:
+    number = 0
+    try:
+      for number, line in enumerate(file, start=1):
+        if not line.strip():
+          continue
+        passage = passage_of(json.loads(line))
+        if not passage.id:
+          raise ValueError('no "id" or "pid"')
+        if passage.id in line_of_id:
+          raise ValueError(
+            f'id {passage.id!r} stands in line {line_of_id[passage.id]} too'
+          )
+        line_of_id[passage.id] = number
+        passages.append(passage)
+    except UnicodeDecodeError as error:
+      # Text is decoded ahead in blocks: the line is not known.
+      raise ValueError(f'{path}: not UTF-8: {error}') from error
+    except (ValueError, RecursionError) as error:
+      raise ValueError(f'{path}:{number}: {error}') from error
+  if not passages:
+    raise ValueError(f'{path}: no passages')
+  return passages
+
+
+def passage_of(document: Any, *, score: float = 0.0) -> types.Passage:
+  """Reads either shape. A missing id reads as '': some servers send none.
+
+  Raises:
+    ValueError: neither shape, or a value of the wrong type.
+  """
+  if not isinstance(document, Mapping):
+    raise ValueError(f'expected an object, got {_short(document)}')
+  name = 'pid' if 'pid' in document else 'id'
+  identity = document[name] if name in document else ''
+  # bool is an int to isinstance.
+  if isinstance(identity, bool) or not isinstance(identity, str | int):
+    raise ValueError(f'"{name}": expected a string, got {_short(identity)}')
+  if 'contents' in document:
+    title, text = _split_contents(_string(document, 'contents'))
+  elif 'title' in document and 'text' in document:
+    title, text = _string(document, 'title'), _string(document, 'text')
+  else:
+    raise ValueError('expected "contents", or "title" and "text"')
+  return types.Passage(id=str(identity), title=title, text=text, score=score)
+
+
+def document_of(passage: types.Passage) -> dict[str, str]:
+  """The `{"id", "contents"}` shape of a passage."""
+  title = ' '.join(passage.title.splitlines())  # the first line, whole
+  return {'id': passage.id, 'contents': f'"{title}"\n{passage.text}'}
+
+
+def _split_contents(contents: str) -> tuple[str, str]:
+  """Title and body; contents of a single line have no title."""
+  title, newline, text = contents.partition('\n')
+  if not newline:
+    return '', contents
+  title = title.strip()
+  if len(title) >= 2 and title[0] == title[-1] == '"':
+    title = title[1:-1]
+  return title, text
+
+
+def _string(document: Mapping[str, Any], name: str) -> str:
+  value = document[name]
+  if not isinstance(value, str):
+    raise ValueError(f'"{name}": expected a string, got {_short(value)}')
+  return value
+
+
+def _short(value: Any) -> str:
+  """A value in at most 40 characters of one line."""
+  text = repr(value)
+  return text if len(text) <= 40 else text[:37] + '...'

@@ -1,0 +1,47 @@
+"""A retriever without a network, for tests and tutorials."""
+
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+from stppo_jax import types
+from stppo_jax.retrieval import protocol
+
+Passages = Sequence[types.Passage]
+
+
+class FakeRetriever:
+  """Answers from a table or a function, and fails where it is told to.
+
+  Attributes:
+    calls: (corpus, query) of every call, in order, failed ones included.
+  """
+
+  def __init__(
+    self,
+    passages: Mapping[str, Passages] | Callable[[str], Passages],
+    *,
+    fail_on: Collection[str] = (),
+  ):
+    """Makes a retriever.
+
+    Args:
+      passages: query to passages (a query not in it finds nothing), or a
+        function of the query.
+      fail_on: queries that raise RetrievalError.
+    """
+    self._passages = passages
+    self._fail_on = frozenset(fail_on)
+    self.calls: list[tuple[str, str]] = []
+
+  async def retrieve(
+    self, query: str, *, corpus: str = ''
+  ) -> list[types.Passage]:
+    """See `protocol.Retriever`."""
+    self.calls.append((corpus, query))
+    if query in self._fail_on:
+      raise protocol.RetrievalError(f'told to fail on {query!r}')
+    if callable(self._passages):
+      return list(self._passages(query))
+    return list(self._passages[query]) if query in self._passages else []
