@@ -45,11 +45,13 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
           'rms_norm_eps': 1e-6,
           'qkv_bias': True,
           'tie_embeddings': True,
+          'scan_unroll': 1,  # layers per iteration of the scan over layers
       },
       'mesh': {  # devices per axis; -1 = all that remain
           'data': -1,
           'fsdp': 1,
           'tensor': 1,
+          'cpu_devices': 1,  # virtual devices to make of a CPU
       },
       'data': {
           'name': 'synthetic_wiki',  # synthetic_wiki | jsonl

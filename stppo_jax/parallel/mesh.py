@@ -1,0 +1,39 @@
+"""The device mesh: (data, fsdp, tensor)."""
+
+from collections.abc import Sequence
+import math
+
+import jax
+import numpy as np
+
+AXES = ('data', 'fsdp', 'tensor')
+BATCH_AXES = ('data', 'fsdp')
+
+
+def make_mesh(
+    *,
+    data: int,
+    fsdp: int,
+    tensor: int,
+    devices: Sequence[jax.Device] | None = None,
+) -> jax.sharding.Mesh:
+  """A mesh over all devices; one size may be -1: what remains.
+
+  Raises:
+    ValueError: the sizes do not multiply to the number of devices.
+  """
+  devices = jax.devices() if devices is None else devices
+  sizes = [data, fsdp, tensor]
+  if sizes.count(-1) == 1:
+    known = math.prod(size for size in sizes if size != -1)
+    sizes[sizes.index(-1)] = len(devices) // known
+  if math.prod(sizes) != len(devices):
+    raise ValueError(
+        f'mesh data={data} fsdp={fsdp} tensor={tensor} does not fit '
+        f'{len(devices)} devices: the sizes must multiply to that number'
+    )
+  return jax.sharding.Mesh(
+      np.asarray(devices).reshape(sizes),
+      AXES,
+      axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
+  )
