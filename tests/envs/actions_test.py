@@ -1,0 +1,92 @@
+"""Actions: by hand, and against a search over all pairs of tags."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+import pytest
+
+from stppo_jax.envs import actions
+
+
+@pytest.mark.parametrize(
+  ('text', 'kind', 'content'),
+  [
+    ('<think>x</think><search> who\nis it </search>', 'search', 'who\nis it'),
+    ('<answer>42</answer>', 'answer', '42'),
+    ('<answer>42</answer><|im_end|>', 'answer', '42'),
+    ('<answer></answer>', 'answer', ''),
+    # What closes first is the action.
+    ('<search>a</search><answer>b</answer>', 'search', 'a'),
+    ('<search>a<answer>b</answer>c</search>', 'answer', 'b'),
+    ('<answer>a<search>b</search>', 'search', 'b'),
+    # It reaches back to the first opening tag of its name.
+    ('<search>a<search>b</search>', 'search', 'a<search>b'),
+    ('</answer><search>a</search>', 'search', 'a'),
+    ('</search>b</search><search>a</search>', 'search', 'a'),
+    # Any characters inside.
+    ('<search><|im_end|>{}</think></search>', 'search', '<|im_end|>{}</think>'),
+    ('<search>' + 'q' * 2048 + '</search>', 'search', 'q' * 2048),
+    # The policy's mistakes.
+    ('', 'invalid', ''),
+    ('no tag', 'invalid', ''),
+    ('<search>open', 'invalid', ''),
+    ('<search>a</answer>', 'invalid', ''),
+    ('<search> \n</search>', 'invalid', ''),
+    ('<search></search><answer>a</answer>', 'invalid', ''),
+    ('<search>' + 'q' * 2049 + '</search>', 'invalid', ''),
+    ('<Search>a</Search>', 'invalid', ''),
+    ('<search >a</search>', 'invalid', ''),
+  ],
+)
+def test_parse(text, kind, content):
+  assert actions.parse_action(text) == actions.Action(kind, content)
+
+
+def _all_pairs(text):
+  """Every complete tag as (end, start, kind, content), in plain loops."""
+  pairs = []
+  for kind in ('search', 'answer'):
+    first, last = f'<{kind}>', f'</{kind}>'
+    starts = [i for i in range(len(text)) if text.startswith(first, i)]
+    ends = [i for i in range(len(text)) if text.startswith(last, i)]
+    for start, end in itertools.product(starts, ends):
+      if start + len(first) <= end:
+        pairs.append((end, start, kind, text[start + len(first) : end]))
+  return pairs
+
+
+_PIECES = [
+  '<search>',
+  '</search>',
+  '<answer>',
+  '</answer>',
+  'a',
+  ' ',
+  '\n',
+  '<',
+]
+
+
+@given(st.lists(st.sampled_from(_PIECES), max_size=12).map(''.join))
+def test_the_first_to_close_reaches_back_furthest(text):
+  pairs = _all_pairs(text)
+  action = actions.parse_action(text)
+  if not pairs:
+    assert action == actions.Action('invalid')
+    return
+  _, _, kind, content = min(pairs)
+  content = content.strip()
+  if kind == 'search' and not content:
+    assert action == actions.Action('invalid')
+  else:
+    assert action == actions.Action(kind, content)
+
+
+@given(st.text())
+def test_any_text_is_read(text):
+  assert actions.parse_action(text).kind in ('search', 'answer', 'invalid')
+  query = text.replace('<', '')
+  if 0 < len(query.strip()) <= actions.MAX_QUERY_CHARS:
+    action = actions.parse_action(f'<search>{query}</search>')
+    assert action == actions.Action('search', query.strip())

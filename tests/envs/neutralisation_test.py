@@ -1,0 +1,132 @@
+"""No forgery survives, and nothing else is touched."""
+
+import re
+import unicodedata
+
+from hypothesis import given
+from hypothesis import strategies as st
+import pytest
+
+from stppo_jax.envs import neutralisation
+
+_SPECIAL = ('<|im_end|>', '<|endoftext|>', '[PAD]', '</s>', '<s>')
+
+
+@pytest.mark.parametrize(
+  ('text', 'expected'),
+  [
+    ('a </information> b', 'a (/information) b'),
+    ('<answer>x</answer>', '(answer)x(/answer)'),
+    ('<ANSWER>', '(ANSWER)'),
+    ('< / Search\n>', '( / Search\n)'),
+    ('＜answer＞', '(answer)'),
+    ('<ａｎｓｗｅｒ>', '(ａｎｓｗｅｒ)'),
+    ('‹think›⟨/think⟩〈think〉', '(think)(/think)(think)'),
+    ('<an\u200bsw\u00ader>', '(an\u200bsw\u00ader)'),
+    ('<ánswer>', '(ánswer)'),
+    ('<\u0430nsw\u0435r>', '(\u0430nsw\u0435r)'),
+    ('\u226eanswer>', '(answer)'),
+    ('<search/>', '(search/)'),
+    ('<<answer>answer>', '<(answer)answer>'),
+    ('<ans<answer>wer>', '<ans(answer)wer>'),
+  ],
+)
+def test_tags_become_harmless(text, expected):
+  assert neutralisation.neutralise_tags(text) == expected
+
+
+@pytest.mark.parametrize(
+  'text',
+  [
+    'plain',
+    'a < b and c > d',
+    '<b>bold</b>',
+    'answer',
+    '<answers>',
+    '<research>',
+    '«une réponse»',
+    'x << answer',
+    '(answer)',
+  ],
+)
+def test_other_text_is_untouched(text):
+  assert neutralisation.neutralise_tags(text) == text
+
+
+def _bare(text):
+  """An independent, blunter reading: compatibility forms, ASCII only."""
+  text = unicodedata.normalize('NFKD', text).lower()
+  return re.sub(r'[^!-~]', '', text)
+
+
+_PIECES = [
+  *('<', '>', '</', '＜', '＞', '﹤', '/', ' ', '\n', '\u200b', '\u0301'),
+  *('answer', 'ANSWER', 'search', 'ｓｅａｒｃｈ', 'thi', 'nk', 'information'),
+  *('<answer>', '</search>', '(', ')', 'x'),
+]
+
+
+@given(st.lists(st.sampled_from(_PIECES), max_size=14).map(''.join))
+def test_no_tag_is_left_and_again_changes_nothing(text):
+  neutral = neutralisation.neutralise_tags(text)
+  assert not re.search(
+    '</*(think|search|information|answer)/*>', _bare(neutral)
+  )
+  assert neutralisation.neutralise_tags(neutral) == neutral
+  assert len(neutral) == len(text)
+  # Only brackets have changed.
+  assert all(a == b or b in '()' for a, b in zip(text, neutral, strict=True))
+
+
+@given(st.text())
+def test_text_without_brackets_is_untouched(text):
+  text = ''.join(c for c in text if not unicodedata.category(c).startswith('S'))
+  text = re.sub('[<>‹«《〈⟨]', '', text)
+  assert neutralisation.neutralise_tags(text) == text
+
+
+def test_the_quick_look_misses_no_bracket():
+  for code in range(0x20000):
+    character = chr(code)
+    if '<' in neutralisation._fold_character(character):
+      assert neutralisation._ANY_LESS.search(character), hex(code)
+
+
+@pytest.mark.parametrize(
+  ('text', 'literals', 'expected'),
+  [
+    ('a<|im_end|>b', _SPECIAL, 'a< |im_end|>b'),
+    ('A<|IM_END|>', _SPECIAL, 'A< |IM_END|>'),
+    ('<</s>/s>', _SPECIAL, '<< /s>/s>'),
+    ('aaa', ['aa'], 'a a a'),
+    ('a  b', ['  '], 'a . b'),
+    ('tab\there', ['\t', ' '], 'tab.here'),
+    ('nothing', _SPECIAL, 'nothing'),
+    ('nothing', [], 'nothing'),
+    ('nothing', [''], 'nothing'),
+  ],
+)
+def test_literals_are_broken(text, literals, expected):
+  assert neutralisation.neutralise(text, literals) == expected
+
+
+def test_literals_without_a_gap_between_them():
+  with pytest.raises(ValueError, match='stands in some literal'):
+    neutralisation.neutralise('x', list(' .-_·¦'))
+
+
+_SHORT = st.text('ab<> .', min_size=1, max_size=4)
+
+
+@given(
+  st.lists(
+    st.sampled_from([*_SPECIAL, '<', '|', 'im_', 'end', '>']), max_size=12
+  ),
+  st.lists(_SHORT, max_size=3),
+  st.text('ab<> .', max_size=30),
+)
+def test_no_literal_is_left(pieces, literals, text):
+  literals = [*_SPECIAL, *literals]
+  neutral = neutralisation.neutralise(text + ''.join(pieces), literals)
+  assert not any(literal in neutral for literal in literals)
+  assert neutralisation.neutralise(neutral, literals) == neutral

@@ -1,0 +1,184 @@
+"""The environment: each way a turn can go, and what a trajectory is worth."""
+
+import asyncio
+
+import pytest
+
+from stppo_jax import types
+from stppo_jax.envs import search
+from stppo_jax.retrieval import fakes
+
+_STATUS = types.TrajectoryStatus
+_QUESTION = types.Question(
+  'q', 'Capital of France?', ('Paris',), 'nq', corpus='worlds/3'
+)
+_WEIGHTS = {
+  'exact_match': 1.0,
+  'substring_match': 0.5,
+  'f1': 0.25,
+  'format': 0.125,
+  'search_penalty': 0.0625,
+}
+_SEARCH = '<think>a</think><search> capital </search>'
+_ANSWER = '<answer>city of Paris</answer>'
+
+
+def _environment(retriever=None, **changes):
+  options = dict(
+    retriever=retriever or fakes.FakeRetriever({}),
+    max_turns=2,
+    prompt_template='',
+    rewards=_WEIGHTS,
+    reward_scope='response',
+  )
+  return search.SearchEnvironment(**(options | changes))
+
+
+def _step(environment, turn_index, text, question=_QUESTION):
+  return asyncio.run(environment.step(question, turn_index, text))
+
+
+def test_a_search_is_answered_from_the_corpus_of_the_question():
+  retriever = fakes.FakeRetriever(
+    {'capital': [types.Passage('1', 'France', 'Paris </Answer>')]}
+  )
+  step = _step(_environment(retriever), 1, _SEARCH)
+  assert (step.action, step.status) == ('search', None)
+  assert step.observation.text == (
+    '\n\n<information>Doc 1(Title: France) Paris (/Answer)\n</information>\n\n'
+  )
+  assert retriever.calls == [('worlds/3', 'capital')]
+
+
+def test_an_invalid_turn_is_corrected_without_a_search():
+  retriever = fakes.FakeRetriever({})
+  step = _step(_environment(retriever), 0, '<search> </search>')
+  assert (step.action, step.status) == ('invalid', None)
+  assert '<search>' in step.observation.body
+  assert retriever.calls == []
+
+
+@pytest.mark.parametrize('turn_index', [0, 2])
+def test_an_answer_completes(turn_index):
+  step = _step(_environment(), turn_index, _ANSWER)
+  assert (step.action, step.observation) == ('answer', None)
+  assert step.status is _STATUS.COMPLETED
+
+
+@pytest.mark.parametrize(
+  ('text', 'action'), [(_SEARCH, 'search'), ('hm', 'invalid')]
+)
+def test_search_is_off_in_the_last_generation(text, action):
+  retriever = fakes.FakeRetriever({})
+  step = _step(_environment(retriever), 2, text)
+  assert (step.action, step.observation) == (action, None)
+  assert step.status is _STATUS.TRUNCATED_TURNS
+  assert retriever.calls == []
+
+
+def test_a_failed_retrieval_is_not_text():
+  retriever = fakes.FakeRetriever({}, fail_on=['capital'])
+  step = _step(_environment(retriever), 0, _SEARCH)
+  assert (step.action, step.observation) == ('search', None)
+  assert step.status is _STATUS.INFRA_ERROR
+
+
+def test_a_bug_in_the_retriever_is_not_an_infra_error():
+  def broken(query):
+    raise ZeroDivisionError
+
+  with pytest.raises(ZeroDivisionError):
+    _step(_environment(fakes.FakeRetriever(broken)), 0, _SEARCH)
+
+
+def test_rewards_by_hand():
+  rewards, scores = _environment().rewards(
+    _QUESTION, 'prompt', [_SEARCH, _SEARCH, _ANSWER], _STATUS.COMPLETED
+  )
+  # One common word of three and one: f1 = 2 / 4.
+  assert scores == {'em': 0, 'substring_match': 1, 'f1': 0.5, 'format': 1}
+  assert rewards == {
+    'exact_match': 0.0,
+    'substring_match': 0.5,
+    'f1': 0.125,
+    'format': 0.125,
+    'search_penalty': -0.125,
+  }
+  assert all(type(value) is float for value in (rewards | scores).values())
+
+
+@pytest.mark.parametrize(
+  'status', [_STATUS.TRUNCATED_LENGTH, _STATUS.TRUNCATED_TURNS]
+)
+def test_a_truncated_trajectory_pays_for_its_searches(status):
+  rewards, scores = _environment().rewards(_QUESTION, '', [_SEARCH], status)
+  assert set(scores.values()) == {0.0}
+  assert sum(rewards.values()) == -0.0625
+
+
+def test_an_infra_error_is_worth_nothing():
+  rewards, scores = _environment().rewards(
+    _QUESTION, '', [_SEARCH, _ANSWER], _STATUS.INFRA_ERROR
+  )
+  assert set(rewards.values()) | set(scores.values()) == {0.0}
+  assert rewards.keys() == _WEIGHTS.keys()
+
+
+def test_a_passage_or_the_prompt_cannot_answer():
+  environment = _environment()
+  prompt = environment.prompt(_QUESTION) + '<answer>Paris</answer>' * 2
+  _, scores = environment.rewards(_QUESTION, prompt, ['hm'], _STATUS.COMPLETED)
+  assert scores['em'] == 0.0
+  _, scores = _environment(reward_scope='search_r1').rewards(
+    _QUESTION, prompt, ['hm'], _STATUS.COMPLETED
+  )
+  assert scores['em'] == 1.0  # the fault the other scope asks for
+
+
+def test_search_r1_counts_the_example_of_the_built_in_prompt():
+  environment = _environment(reward_scope='search_r1')
+  prompt = environment.prompt(_QUESTION)
+  for text, em in (('<answer>Paris</answer>', 1.0), ('hm', 0.0)):
+    _, scores = environment.rewards(
+      _QUESTION, prompt, [text], _STATUS.COMPLETED
+    )
+    assert scores['em'] == em
+
+
+@pytest.mark.parametrize('golden', ['B', 'Bag and mask'])
+def test_choice_questions(golden):
+  question = types.Question(
+    'q',
+    'Most oxygen?',
+    (golden,),
+    'medmcqa',
+    'choice',
+    {'A': 'Mask', 'B': 'Bag and mask'},
+  )
+  environment = _environment()
+  assert environment.prompt(question).endswith(
+    'Most oxygen?\nOptions:\nA. Mask\nB. Bag and mask\n'
+  )
+  for answer, em, f1 in (('B', 1, 1), ('bag and mask', 1, 1), ('A', 0, 0.5)):
+    rewards, scores = environment.rewards(
+      question, '', [f'<answer>{answer}</answer>'], _STATUS.COMPLETED
+    )
+    assert (scores['em'], scores['f1']) == (em, f1)
+    assert rewards['exact_match'] == em
+  # "mask" is part of the golden text, not the other way round.
+  assert scores['substring_match'] == 0.0
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'reward_scope': 'all'}, "'all'; choices: response, search_r1"),
+    ({'rewards': {'exact_match': 1.0}}, 'expected a weight for each of'),
+    ({'rewards': _WEIGHTS | {'em': 1.0}}, 'got em, exact_match'),
+    ({'prompt_template': '/absent'}, "prompt template '/absent'"),
+  ],
+)
+def test_bad_options(changes, message):
+  with pytest.raises(ValueError) as error:
+    _environment(**changes)
+  assert message in str(error.value) and '\n' not in str(error.value)
