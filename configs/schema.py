@@ -1,0 +1,284 @@
+"""Which configurations make sense. `check` names all that does not, at once.
+
+A rule is a predicate and its wording; `RULES` has one for every key that has
+one, `_RELATIONS` hold several keys together. Nothing here touches a device.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+import math
+import pathlib
+from typing import Any
+from typing import NamedTuple
+
+from ml_collections import config_dict
+
+from configs import algorithms
+from configs import base
+
+
+class Rule(NamedTuple):
+  """`holds(value)`, and what is allowed in words."""
+
+  holds: Callable[[Any], bool]
+  allowed: str
+
+
+def _one_of(*choices):
+  return Rule(lambda value: value in choices, 'one of ' + ', '.join(choices))
+
+
+_POSITIVE = Rule(lambda x: 0 < x < math.inf, 'greater than 0')
+_NOT_NEGATIVE = Rule(lambda x: 0 <= x < math.inf, '0 or greater')
+_FRACTION = Rule(lambda x: 0 <= x <= 1, 'in [0, 1]')
+_BETA = Rule(lambda x: 0 <= x < 1, 'in [0, 1)')
+_FINITE = Rule(math.isfinite, 'a finite number')
+_AXIS = Rule(lambda x: x == -1 or x > 0, 'greater than 0, or -1 for the rest')
+_EVEN = Rule(lambda x: x > 0 and x % 2 == 0, 'even and greater than 0')
+_HOPS = Rule(
+  lambda x: len(x) > 0 and set(x) <= {1, 2}, 'some of 1 and 2, such as (1, 2)'
+)
+_MODEL = Rule(
+  lambda x: not x or (pathlib.Path(x) / 'config.json').is_file(),
+  'empty, or a folder that holds config.json',
+)
+_PATH = Rule(lambda x: not x or pathlib.Path(x).exists(), 'empty, or a path')
+
+_OPTIMIZER = {
+  'learning_rate': _NOT_NEGATIVE,
+  'warmup_updates': _NOT_NEGATIVE,
+  'b1': _BETA,
+  'b2': _BETA,
+  'eps': _POSITIVE,
+  'weight_decay': _NOT_NEGATIVE,
+  'max_grad_norm': _POSITIVE,
+}
+
+RULES: Mapping[str, Rule] = {
+  'seed': _NOT_NEGATIVE,
+  'num_steps': _POSITIVE,
+  'model.path': _MODEL,
+  'model.reference_path': _MODEL,
+  'model.tokenizer_path': _PATH,
+  'model.dtype': _one_of('float32', 'bfloat16'),
+  'model.hidden_size': _POSITIVE,
+  'model.intermediate_size': _POSITIVE,
+  'model.num_layers': _POSITIVE,
+  'model.num_heads': _POSITIVE,
+  'model.num_kv_heads': _POSITIVE,
+  'model.head_dim': _EVEN,  # rotary pairs
+  'model.rope_theta': _POSITIVE,
+  'model.rms_norm_eps': _POSITIVE,
+  'model.scan_unroll': _POSITIVE,
+  'mesh.data': _AXIS,
+  'mesh.fsdp': _AXIS,
+  'mesh.tensor': _AXIS,
+  'mesh.cpu_devices': _POSITIVE,
+  'data.name': _one_of('synthetic_wiki', 'jsonl'),
+  'data.tokenizer_vocab_size': Rule(
+    lambda x: x > 256, 'greater than 256, the bytes'
+  ),
+  'data.synthetic_wiki.hops': _HOPS,
+  'data.synthetic_wiki.entities_per_type': _POSITIVE,
+  'data.synthetic_wiki.name_pieces': _POSITIVE,
+  'data.synthetic_wiki.distractors': _NOT_NEGATIVE,
+  'data.synthetic_wiki.think_words': _NOT_NEGATIVE,
+  'env.max_turns': _NOT_NEGATIVE,
+  'env.max_turn_tokens': _POSITIVE,
+  'env.max_observation_tokens': _POSITIVE,
+  'env.max_length': _POSITIVE,
+  'env.rewards.exact_match': _FINITE,
+  'env.rewards.substring_match': _FINITE,
+  'env.rewards.f1': _FINITE,
+  'env.rewards.format': _FINITE,
+  'env.rewards.search_penalty': _NOT_NEGATIVE,
+  'env.reward_scope': _one_of('response', 'search_r1'),
+  'retrieval.topk': _POSITIVE,
+  'retrieval.timeout': _POSITIVE,
+  'retrieval.retries': _NOT_NEGATIVE,
+  'retrieval.start_grace': _NOT_NEGATIVE,
+  'retrieval.max_queries_per_request': _POSITIVE,
+  'rollout.trajectories_per_step': _POSITIVE,
+  'rollout.group_size': _POSITIVE,
+  'rollout.temperature': _POSITIVE,
+  'rollout.decode_chunk': _POSITIVE,
+  'rollout.length_bucket': _POSITIVE,
+  'rollout.min_valid_fraction': _FRACTION,
+  'update.minibatch_size': _POSITIVE,
+  'update.num_epochs': _POSITIVE,
+  'update.microbatch_size': _NOT_NEGATIVE,
+  'update.remat': _one_of('none', 'full'),
+  **{f'policy_optimizer.{key}': rule for key, rule in _OPTIMIZER.items()},
+  **{f'value_optimizer.{key}': rule for key, rule in _OPTIMIZER.items()},
+  'loss.entropy_coefficient': _NOT_NEGATIVE,
+  'loss.value_clip': _POSITIVE,
+  'loss.value_warmup_steps': _NOT_NEGATIVE,
+  'evaluate.every': _NOT_NEGATIVE,
+  'evaluate.num_questions': _POSITIVE,
+  'evaluate.batch_size': _POSITIVE,
+  'checkpoint.every': _POSITIVE,
+  'checkpoint.keep': _POSITIVE,
+  'writer.trajectories': _NOT_NEGATIVE,
+  'writer.samples': _NOT_NEGATIVE,
+}
+
+
+def check(config: config_dict.ConfigDict) -> list[str]:
+  """All that is wrong, a line each: `key=value: what is allowed`.
+
+  Keys and types are those of `configs/base.py`, which a config file may
+  have missed; rules and relations are then checked on what is well-formed.
+  """
+  values = flatten(config)
+  expected = flatten(base.get_config())
+  for key in [*values, *expected]:
+    if key.startswith('algorithm.'):  # its options depend on its names
+      values.pop(key, None)
+      expected.pop(key, None)
+  errors = []
+  for key in sorted(values.keys() - expected.keys()):
+    errors.append(f'{key}={values.pop(key)!r}: no such key in configs/base.py')
+  for key in sorted(expected.keys() - values.keys()):
+    errors.append(f'{key}: missing')
+  for key, value in list(values.items()):
+    if not _same_type(value, expected[key]):
+      kind = type(expected[key]).__name__
+      errors.append(f'{key}={value!r}: must be of type {kind}')
+      del values[key]
+  for key, rule in RULES.items():
+    if key in values and not rule.holds(values[key]):
+      errors.append(f'{key}={values[key]!r}: must be {rule.allowed}')
+      del values[key]
+  for keys, relation in _RELATIONS:
+    if all(key in values for key in keys):
+      errors += relation(*(values[key] for key in keys))
+  return errors + _algorithm(config) + _retriever(values)
+
+
+def flatten(
+  config: config_dict.ConfigDict, prefix: str = ''
+) -> dict[str, object]:
+  """Dotted key to value, blocks opened."""
+  flat = {}
+  for key, value in config.items():
+    if isinstance(value, config_dict.ConfigDict):
+      flat |= flatten(value, f'{prefix}{key}.')
+    else:
+      flat[f'{prefix}{key}'] = value
+  return flat
+
+
+def _same_type(value, like):
+  if isinstance(like, bool) or isinstance(value, bool):
+    return isinstance(like, bool) and isinstance(value, bool)
+  if isinstance(like, float):
+    return isinstance(value, int | float)
+  if isinstance(like, tuple | list):
+    return isinstance(value, tuple | list)
+  return isinstance(value, type(like))
+
+
+def _algorithm(config):
+  if 'algorithm' not in config:
+    return ['algorithm: missing']
+  rows = algorithms.ALGORITHMS.values()
+  if config.algorithm.to_dict() in rows:  # these are right, by a test
+    return []
+  # Late, like the client below: most errors are told in a tenth of a second,
+  # this one needs the maths and therefore jax (its code, not its devices).
+  from stppo_jax.rl import algorithm
+
+  return algorithm.check_algorithm(config.algorithm)
+
+
+def _retriever(values):
+  url = values.get('retrieval.url', '')
+  if not url:
+    return []
+  from stppo_jax.retrieval import client
+
+  problem = client.check_url(url)
+  return [f'retrieval.url: {problem}'] if problem else []
+
+
+def _multiple(key, of) -> tuple:
+  """The relation: `key` is divisible by `of` (0 of it means no division)."""
+
+  def relation(number, divisor) -> Iterator[str]:
+    if divisor and number % divisor:
+      yield f'{key}={number}: must be a multiple of {of}={divisor}'
+
+  return (key, of), relation
+
+
+def _one_rest(data, fsdp, tensor) -> Iterator[str]:
+  sizes = {'data': data, 'fsdp': fsdp, 'tensor': tensor}
+  rest = [f'mesh.{axis}' for axis, size in sizes.items() if size == -1]
+  if len(rest) > 1:
+    yield f'{rest[1]}=-1: at most one axis may be -1, {rest[0]} is'
+
+
+def _turn_fits(max_turn_tokens, max_length) -> Iterator[str]:
+  if max_turn_tokens >= max_length:
+    yield (
+      f'env.max_turn_tokens={max_turn_tokens}: must be smaller than '
+      f'env.max_length={max_length}'
+    )
+
+
+def _template(path) -> Iterator[str]:
+  if not path:
+    return
+  key = f'env.prompt_template={path!r}'
+  try:
+    text = pathlib.Path(path).read_text(encoding='utf-8')
+  except (OSError, UnicodeDecodeError) as error:
+    yield f'{key}: must be empty, or a text file that can be read ({error})'
+    return
+  if '{question}' not in text:
+    yield f'{key}: must contain {{question}}'
+
+
+def _files(name, root, train, evaluation, corpus, url) -> Iterator[str]:
+  """Files of a jsonl data set exist and lie under its root."""
+  if name != 'jsonl':
+    return
+  folder = pathlib.Path(root).resolve()
+  if not root or not folder.is_dir():
+    yield f'data.root={root!r}: must be a folder when data.name=jsonl'
+    return
+  needed = {'train': True, 'evaluation': False, 'corpus': not url}
+  files = {'train': train, 'evaluation': evaluation, 'corpus': corpus}
+  for key, file in files.items():
+    path = (folder / file).resolve()
+    if not file:
+      if needed[key]:
+        yield f"data.{key}='': must name a file when data.name=jsonl"
+    elif not path.is_relative_to(folder):
+      yield f'data.{key}={file!r}: must lie under data.root={root}'
+    elif not path.is_file():
+      yield f'data.{key}={file!r}: must be a file in data.root={root}'
+
+
+# (keys, function of their values that yields the errors)
+_RELATIONS = (
+  _multiple('rollout.trajectories_per_step', 'update.minibatch_size'),
+  _multiple('rollout.trajectories_per_step', 'rollout.group_size'),
+  _multiple('update.minibatch_size', 'update.microbatch_size'),
+  _multiple('model.num_heads', 'model.num_kv_heads'),
+  (('mesh.data', 'mesh.fsdp', 'mesh.tensor'), _one_rest),
+  (('env.max_turn_tokens', 'env.max_length'), _turn_fits),
+  (('env.prompt_template',), _template),
+  (
+    (
+      'data.name',
+      'data.root',
+      'data.train',
+      'data.evaluation',
+      'data.corpus',
+      'retrieval.url',
+    ),
+    _files,
+  ),
+)

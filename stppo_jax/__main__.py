@@ -1,0 +1,62 @@
+"""`python -m stppo_jax COMMAND FLAGS`: lists the commands and calls one.
+
+A command is a file of `stppo_jax/commands` with `main(argv) -> exit code`; the
+first line of its docstring is its help. Exit codes: 0 done, 2 configuration or
+usage, 70 a bug, 130 interrupted; an exception that carries an `exit_code` is a
+foreseen end, told in its own words.
+"""
+
+import ast
+from collections.abc import Sequence
+import importlib
+import pathlib
+import sys
+import traceback
+
+_COMMANDS = pathlib.Path(__file__).parent / 'commands'
+_SHARED = ('__init__', 'configuration')
+_USAGE, _BUG, _INTERRUPTED = 2, 70, 130
+
+
+def commands() -> dict[str, str]:
+  """Name to docstring of every command, none of them imported."""
+  return {
+    path.stem: ast.get_docstring(ast.parse(path.read_text('utf-8'))) or ''
+    for path in sorted(_COMMANDS.glob('*.py'))
+    if path.stem not in _SHARED
+  }
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs the command `argv[0]` with the flags that follow it."""
+  found = commands()
+  if not argv or argv[0] in ('--help', '-h', 'help'):
+    print('usage: python -m stppo_jax COMMAND [FLAGS | --help]\n')
+    for name, doc in found.items():
+      print(f'  {name:10} {doc.partition(chr(10))[0]}')
+    return 0 if argv else _USAGE
+  name, *flags = argv
+  if name not in found:
+    print(
+      f'{name}: unknown command; choices: {", ".join(found)}', file=sys.stderr
+    )
+    return _USAGE
+  if '--help' in flags or '-h' in flags:
+    print(found[name])
+    return 0
+  try:
+    command = importlib.import_module(f'stppo_jax.commands.{name}')
+    return command.main(flags)
+  except KeyboardInterrupt:
+    print('interrupted', file=sys.stderr)
+    return _INTERRUPTED
+  except Exception as error:
+    if hasattr(error, 'exit_code'):
+      print(error, file=sys.stderr)
+      return error.exit_code
+    traceback.print_exc()
+    return _BUG
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,280 @@
+"""Checkpoints that are verified when read, and set aside when bad.
+
+    workdir/checkpoints/<step>/state      the arrays, as Orbax writes them
+                              /manifest   JSON: what they must be, host state
+                       /<step>.corrupt    found bad, kept for inspection
+
+Orbax commits a step by one rename, so that a killed save leaves none. It
+verifies nothing, though: a flipped bit loads silently and another dtype is
+cast. Hence the manifest: shape, dtype and a fingerprint of every leaf.
+"""
+
+import hashlib
+import json
+import logging
+import pathlib
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+_log = logging.getLogger(__name__)
+_VERSION = 1
+_ODD = np.uint32(0x9E3779B1)  # spreads positions over the 32 bits
+
+
+class CorruptCheckpoints(RuntimeError):
+  """There are checkpoints, and not one of them is valid."""
+
+  exit_code = 3
+
+
+class SaveFailed(RuntimeError):
+  """A step could not be saved; the ones before it are untouched."""
+
+  exit_code = 75
+
+
+class _Damaged(Exception):
+  """This step must not be loaded; the message says why."""
+
+
+class Checkpointer:
+  """Saves and restores a pytree of arrays with a JSON record beside it.
+
+  Collective: with several processes, all of them call every method.
+  """
+
+  def __init__(self, workdir: str | pathlib.Path, *, keep: int):
+    """Opens or makes `workdir/checkpoints`; `keep` newest steps stay."""
+    self._folder = pathlib.Path(workdir).resolve() / 'checkpoints'
+    self._manager = ocp.CheckpointManager(
+      self._folder,
+      options=ocp.CheckpointManagerOptions(
+        max_to_keep=keep,
+        create=True,
+        cleanup_tmp_directories=True,  # of a save that was killed
+        enable_async_checkpointing=False,
+      ),
+      item_names=('state', 'manifest'),
+    )
+
+  def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
+    """Writes the step; when this returns it is on disk.
+
+    A step that is there already is left alone: states are functions of the
+    step.
+
+    Args:
+      step: how many steps are done.
+      state: pytree of arrays, sharded in any way.
+      host: what is not an array; survives JSON.
+
+    Raises:
+      SaveFailed: nothing of this step remains, older ones are intact.
+    """
+    if step in self._manager.all_steps():
+      return
+    leaves = _named(state)
+    manifest = {
+      'version': _VERSION,
+      'step': step,
+      'leaves': {
+        name: {**_kind(leaf), 'fingerprint': fingerprint}
+        for (name, leaf), fingerprint in zip(
+          leaves.items(), fingerprints(list(leaves.values()))
+        )
+      },
+      'host': json.loads(json.dumps(host, allow_nan=False)),
+    }
+    manifest['digest'] = _digest(manifest)
+    # Whatever stops a save (a full disk above all) is one error to the loop.
+    try:
+      self._manager.save(
+        step,
+        args=ocp.args.Composite(
+          state=ocp.args.StandardSave(leaves),
+          manifest=ocp.args.JsonSave(manifest),
+        ),
+        force=True,
+      )
+      self._manager.wait_until_finished()
+    except Exception as error:
+      self._manager.reload()  # its list of steps may name this one
+      raise SaveFailed(
+        f'step {step} could not be saved in {self._folder}: {error}'
+      ) from error
+
+  def restore_latest(
+    self, abstract_state: Any
+  ) -> tuple[int, Any, dict[str, Any]] | None:
+    """The newest valid step, or None where nothing was ever saved.
+
+    A damaged step (truncated, flipped bits, other shapes or dtypes, foreign)
+    is renamed to `<step>.corrupt` with a warning, and the next older is tried.
+
+    Args:
+      abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings, or of
+        arrays: the structure, and where each leaf goes.
+
+    Returns:
+      (step, state, host); leaves have the shardings of `abstract_state`.
+
+    Raises:
+      CorruptCheckpoints: there were steps, all are bad.
+    """
+    for step in sorted(self._manager.all_steps(), reverse=True):
+      try:
+        state, host = self._restore(step, abstract_state)
+      except _Damaged as error:
+        aside = self._set_aside(step)
+        _log.warning(
+          'checkpoint %d is not valid (%s); set aside as %s',
+          step,
+          error,
+          aside,
+        )
+      else:
+        return step, state, host
+    # Those set aside by earlier starts count: training anew beside them would
+    # hide that a run was lost.
+    corrupt = sorted(path.name for path in self._folder.glob('*.corrupt*'))
+    if corrupt:
+      raise CorruptCheckpoints(
+        f'{self._folder}: only corrupt checkpoints left: {", ".join(corrupt)}'
+      )
+    return None
+
+  def close(self) -> None:
+    self._manager.close()
+
+  def _restore(self, step, abstract_state):
+    wanted = _named(abstract_state)
+    manifest = self._attempt(lambda: self._read_manifest(step, wanted))
+    abstract = {
+      name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+      for name, leaf in wanted.items()
+    }
+    restored = self._attempt(
+      lambda: self._manager.restore(
+        step,
+        args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract)),
+      )['state']
+    )
+    leaves = [restored[name] for name in wanted]
+    for name, found in zip(wanted, fingerprints(leaves)):
+      expected = manifest['leaves'][name]['fingerprint']
+      if found != expected:
+        raise _Damaged(f'{name}: fingerprint {found}, saved as {expected}')
+    treedef = jax.tree.structure(abstract_state)
+    return jax.tree.unflatten(treedef, leaves), manifest['host']
+
+  def _read_manifest(self, step, wanted):
+    """The manifest of the step, if it describes the leaves `wanted`."""
+    manifest = self._manager.restore(
+      step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore())
+    )['manifest']
+    if not isinstance(manifest, dict) or manifest.get('version') != _VERSION:
+      raise _Damaged('not a manifest of this program')
+    if manifest.pop('digest', None) != _digest(manifest):
+      raise _Damaged('the manifest does not match its digest')
+    if manifest['step'] != step:
+      raise _Damaged(f'the manifest is of step {manifest["step"]}')
+    saved = manifest['leaves']
+    for name in sorted(saved.keys() ^ wanted.keys()):
+      where = 'saved, not expected' if name in saved else 'expected, not saved'
+      raise _Damaged(f'{name}: {where}')
+    for name, leaf in wanted.items():
+      kind = {key: saved[name][key] for key in ('shape', 'dtype')}
+      if kind != _kind(leaf):
+        raise _Damaged(f'{name}: saved as {kind}, expected {_kind(leaf)}')
+    return manifest
+
+  def _attempt(self, read):
+    """`read()`; an error on any process is damage on all of them."""
+    # A damaged file can raise anything in its readers. What is no evidence of
+    # damage (no memory, no permission) passes through.
+    result, problem = None, None
+    try:
+      result = read()
+    except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+      raise
+    except Exception as error:
+      text = ' '.join(str(error).split())[:300]
+      problem = text if isinstance(error, _Damaged) else repr(text)
+    if jax.process_count() > 1:
+      failed = multihost_utils.process_allgather(np.bool_(problem is not None))
+      if failed.any() and problem is None:
+        problem = f'unreadable on process {np.flatnonzero(failed).tolist()}'
+    if problem is not None:
+      raise _Damaged(problem)
+    return result
+
+  def _set_aside(self, step):
+    """Renames the folder of the step, on the first process; its new name."""
+    source = self._folder / str(step)
+    target = self._folder / f'{step}.corrupt'
+    count = 1
+    while target.exists():
+      count += 1
+      target = self._folder / f'{step}.corrupt{count}'
+    if jax.process_count() > 1:
+      multihost_utils.sync_global_devices('checkpoint.set_aside.before')
+    if jax.process_index() == 0:
+      source.rename(target)
+    if jax.process_count() > 1:
+      multihost_utils.sync_global_devices('checkpoint.set_aside.after')
+    self._manager.reload()
+    return target.name
+
+
+def fingerprints(arrays: list[jax.Array]) -> list[int]:
+  """One number in [0, 2^32) for each array, the same under every sharding.
+
+      sum_i weight(i) bits(x_i)  mod 2^32,  weight(i) odd, i row-major
+
+  An odd weight times a power of two is not 0 mod 2^32: no single flipped bit
+  is missed. Integer sums do not depend on their order, hence not on the mesh.
+  """
+  results = [_fingerprint(array) for array in arrays]  # dispatched together
+  return [int(np.asarray(result)) for result in results]
+
+
+@jax.jit
+def _fingerprint(x: jax.Array) -> jax.Array:
+  if x.dtype == jnp.bool_:
+    x = x.astype(jnp.uint8)
+  size = x.dtype.itemsize
+  unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[size]
+  # Eight bytes become two words on a new last axis.
+  words = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+  position = jnp.zeros(words.shape, jnp.uint32)
+  stride = 1
+  for axis in reversed(range(words.ndim)):
+    index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+    position = position + index * np.uint32(stride % 2**32)
+    stride *= words.shape[axis]
+  return jnp.sum(words * (position * _ODD | np.uint32(1)), dtype=jnp.uint32)
+
+
+def _named(tree: Any) -> dict[str, Any]:
+  """Leaves by dotted path, such as 'policy.layers.norm'."""
+  named = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    name = jax.tree_util.keystr(path, simple=True, separator='.') or 'state'
+    if name in named:
+      raise ValueError(f'two leaves of the state are named {name!r}')
+    named[name] = leaf
+  return named
+
+
+def _kind(leaf: Any) -> dict[str, Any]:
+  return {'shape': list(leaf.shape), 'dtype': str(leaf.dtype)}
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+  text = json.dumps(manifest, sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,267 @@
+"""Command lines as a user types them: what they give, and every error."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+import time
+
+from ml_collections import config_dict
+import pytest
+
+from stppo_jax.commands import configuration
+
+_REPO = pathlib.Path(__file__).resolve().parents[2]
+_BASE = f'--config={_REPO}/configs/base.py'
+
+
+def _errors(*argv, **kwargs):
+  with pytest.raises(configuration.ConfigurationError) as caught:
+    configuration.parse(argv, **kwargs)
+  assert all('\n' not in line for line in caught.value.lines)
+  return caught.value.lines
+
+
+def _config(*argv):
+  return configuration.parse([_BASE, *argv], workdir=False).config
+
+
+@pytest.mark.parametrize(
+  ('flag', 'expected'),
+  [
+    ('--config.seed=7', 7),
+    ('--config.rollout.temperature=2', 2.0),
+    ('--config.rollout.temperature=5e-1', 0.5),
+    ('--config.mesh.fsdp=1', 1),
+    ('--config.writer.tensorboard=False', False),
+    ('--config.data.synthetic_wiki.hops=[2]', (2,)),
+    ('--config.data.synthetic_wiki.hops=(1,)', (1,)),
+    ("--config.update.remat='full'", 'full'),
+    ('--config.update.remat=full', 'full'),
+    ('--config.data.corpus=12', '12'),
+    ('--config.data.corpus=a=b', 'a=b'),
+    ('--config.data.corpus=', ''),
+    ('--config.algorithm.correction.clipping_bias.tau=5', 5.0),
+    (
+      "--config.algorithm.correction.names=['clipping_bias']",
+      ('clipping_bias',),
+    ),
+  ],
+)
+def test_values_take_the_type_of_their_key(flag, expected):
+  config = _config(flag)
+  for name in flag.partition('=')[0].removeprefix('--config.').split('.'):
+    config = config[name]
+  assert config == expected and type(config) is type(expected)
+
+
+def test_row_workdir_options_and_separate_values(tmp_path):
+  arguments = configuration.parse(
+      [
+          '--config', f'{_REPO}/configs/base.py:turn_ppo',
+          '--workdir', str(tmp_path / 'run'),
+          '--config.mesh.data', '-1',
+          '--config.seed=1', '--config.seed=2',
+          '--steps=12',
+      ],
+      options={'steps': 5, 'name': 'x'},
+  )  # fmt: skip
+  config = arguments.config
+  assert config.algorithm.ratio.level == 'turn'
+  assert (config.seed, config.mesh.data) == (2, -1)
+  assert arguments.options == {'steps': 12, 'name': 'x'}
+  assert arguments.workdir == tmp_path / 'run'
+  assert not arguments.workdir.exists()
+  with pytest.raises((AttributeError, KeyError)):
+    config.new_key = 1
+  assert isinstance(config, config_dict.ConfigDict)
+
+
+@pytest.mark.parametrize(
+  ('flag', 'expected'),
+  [
+    ('--config.sed=1', "no key 'sed' in config; did you mean seed?"),
+    (
+      '--config.rollout.temprature=1',
+      "no key 'temprature' in config.rollout; did you mean temperature?",
+    ),
+    ('--config.rolout.temperature=1', 'did you mean rollout?'),
+    ('--config.zzz=1', "no key 'zzz' in config; choices: algorithm, "),
+    ('--config.seed.x=1', 'config.seed is a value and has no keys'),
+    ('--config.update=1', 'a block, not a value; set one of its keys: mi'),
+    ('--config.seed=1.0', 'expected int, such as 0'),
+    ('--config.seed=True', 'expected int, such as 0'),
+    ('--config.seed=abc', 'expected int, such as 0'),
+    ('--config.rollout.temperature=hot', 'expected a number (float)'),
+    ('--config.rollout.temperature=True', 'expected a number (float)'),
+    ('--config.writer.tensorboard=1', 'expected True or False'),
+    ('--config.writer.tensorboard=yes', 'expected True or False'),
+    ('--config.data.synthetic_wiki.hops=1', 'expected a tuple'),
+    ('--config.update.num_epochs=__import__("os")', 'expected int'),
+    ('--config.rollout.temperature=0', 'must be greater than 0'),
+    ('--config.rollout.temperature=1e999', 'must be greater than 0'),
+    ('--config.seed', 'has no value'),
+    ('config.seed=1', 'not a flag'),
+    ('--zzz=1', 'unknown flag; choices: --config, --workdir, --steps'),
+    ('--workdri=1', 'unknown flag; did you mean --workdir?'),
+    ('--steps=many', 'expected int, such as 5'),
+  ],
+)
+def test_a_wrong_flag_is_one_line(flag, expected):
+  (line,) = _errors(_BASE, '--workdir=x', flag, options={'steps': 5})
+  assert flag.lstrip('-').partition('=')[0] in line and expected in line
+
+
+def test_missing_flags_and_a_file_for_a_folder():
+  assert _errors() == ['--config: missing', '--workdir: missing']
+  (line,) = _errors(_BASE, f'--workdir={__file__}')
+  assert 'exists and is not a folder' in line
+
+
+@pytest.mark.parametrize(
+  ('source', 'expected'),
+  [
+    ('x = (', 'fails with SyntaxError'),
+    ('import no_such_module', 'fails with ModuleNotFoundError'),
+    ('x = 1', "fails with AttributeError: module 'mine' has no attribute"),
+    ('def get_config(): return {}', 'returns dict, expected a ConfigDict'),
+    ('def get_config(): return 1 / 0', 'fails with ZeroDivisionError'),
+    ('def get_config(): raise ValueError("a\\nb")', ': a b'),
+  ],
+)
+def test_a_config_file_that_fails(tmp_path, source, expected):
+  file = tmp_path / 'mine.py'
+  file.write_text(source, encoding='utf-8')
+  (line,) = _errors(f'--config={file}', '--workdir=x')
+  assert line.startswith(f'--config={file}: ') and expected in line
+
+
+def test_missing_file_and_unknown_row():
+  (line,) = _errors(f'--config={_REPO}/configs/bse.py', '--workdir=x')
+  assert 'no such file; did you mean' in line and 'configs/base.py' in line
+  (line,) = _errors(_BASE + ':st_pp', '--workdir=x')
+  assert 'choices: s_ppo, st_ppo, token_ppo, turn_ppo' in line
+
+
+def test_errors_of_all_kinds_come_together():
+  lines = _errors(
+    _BASE,
+    '--workdri=x',
+    '--config.sed=1',
+    '--config.seed=x',
+    '--config.env.max_length=-1',
+    '--config.algorithm.objective.name=hope',
+    '--config.retrieval.url=nowhere',
+  )
+  starts = [line.split(':')[0].split('=')[0] for line in lines]
+  assert starts == [
+    '--workdri',
+    '--workdir',
+    '--config.sed',
+    '--config.seed',
+    'config.env.max_length',
+    'config.algorithm.objective.name',
+    'config.retrieval.url',
+  ]
+
+
+def _run(*argv):
+  """Exit code, stdout, stderr, seconds of a real process without devices."""
+  start = time.monotonic()
+  # A platform that does not exist: touching a device would be an error.
+  environ = os.environ | {'JAX_PLATFORMS': 'none_such'}
+  done = subprocess.run(
+    [sys.executable, '-m', 'stppo_jax', *argv],
+    capture_output=True,
+    text=True,
+    cwd=_REPO,
+    env=environ,
+    timeout=60,
+    check=False,
+  )
+  seconds = time.monotonic() - start
+  return done.returncode, done.stdout, done.stderr, seconds
+
+
+@pytest.mark.parametrize('command', ['train', 'sft', 'evaluate'])
+def test_a_wrong_command_line_exits_2_fast(tmp_path, command):
+  code, out, err, seconds = _run(
+    command,
+    '--config=configs/base.py',
+    f'--workdir={tmp_path}/run',
+    '--config.rollout.temperature=0',
+    '--config.sed=1',
+  )
+  assert (code, out) == (2, '')
+  assert len(err.splitlines()) == 2 and 'Traceback' not in err
+  assert seconds < 2
+  assert not (tmp_path / 'run').exists()
+
+
+def test_a_wrong_algorithm_exits_2_without_a_device(tmp_path):
+  code, _, err, _ = _run(
+    'train',
+    '--config=configs/base.py',
+    f'--workdir={tmp_path}/run',
+    '--config.algorithm.bounds.name=loose',
+  )
+  line = "config.algorithm.bounds.name='loose': must be one of fixed"
+  assert code == 2
+  assert err.startswith(line) and len(err.splitlines()) == 1
+
+
+def test_config_prints_overrides_that_give_the_same_config():
+  code, out, err, _ = _run(
+    'config', '--config=configs/base.py', '--config.seed=3'
+  )
+  assert (code, err) == (0, '')
+  assert 'seed = 3' in out.splitlines()
+  assert "model.dtype = 'float32'" in out.splitlines()
+  flags = [
+    f'--config.{line.replace(" = ", "=", 1)}' for line in out.split('\n')
+  ]
+  again = _config(*flags[:-1])
+  assert again.to_dict() == _config('--config.seed=3').to_dict()
+
+
+def test_the_list_of_commands():
+  code, out, _, _ = _run()
+  assert code == 2
+  for name in ('config', 'evaluate', 'sft', 'train'):
+    assert f'\n  {name:10} ' in out
+  assert 'configuration' not in out
+  assert _run('--help')[:2] == (0, out)
+  code, out, err, _ = _run('trian')
+  assert (code, out) == (2, '') and len(err.splitlines()) == 1
+  assert 'unknown command' in err and 'train' in err
+  code, out, err, _ = _run('train', '--help')
+  assert code == 0 and out.startswith('Train a policy') and not err
+
+
+def test_exit_codes_of_what_a_command_raises(tmp_path):
+  program = textwrap.dedent("""
+      import sys
+      from stppo_jax import __main__
+      from stppo_jax.commands import config
+      class Foreseen(Exception):
+        exit_code = 75
+      def main(argv):
+        raise {'a': Foreseen('the retriever is away'), 'b': KeyError('bug'),
+               'c': KeyboardInterrupt()}[argv[0]]
+      config.main = main
+      sys.exit(__main__.main(['config', sys.argv[1]]))
+  """)
+  for name, code, expected in (
+    ('a', 75, 'the retriever is away\n'),
+    ('b', 70, 'Traceback'),
+    ('c', 130, 'interrupted\n'),
+  ):
+    done = subprocess.run(
+      [sys.executable, '-c', program, name],
+      capture_output=True,
+      text=True,
+      cwd=_REPO,
+      check=False,
+    )
+    assert done.returncode == code and done.stderr.startswith(expected)

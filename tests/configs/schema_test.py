@@ -1,0 +1,223 @@
+"""Every rule of a configuration, broken once; the rows as they are."""
+
+import copy
+import math
+
+from ml_collections import config_dict
+import pytest
+
+from configs import algorithms
+from configs import base
+from configs import schema
+from stppo_jax.rl import algorithm
+
+
+def _config(**changes):
+  config = base.get_config()
+  for key, value in changes.items():
+    config.update_from_flattened_dict({key.replace('__', '.'): value})
+  return config
+
+
+@pytest.mark.parametrize('row', algorithms.ALGORITHMS)
+def test_the_rows_are_right(row):
+  assert schema.check(base.get_config(row)) == []
+  # `schema` trusts the rows of the table, so they are checked here.
+  assert algorithm.check_algorithm(algorithms.ALGORITHMS[row]) == []
+
+
+@pytest.mark.parametrize(
+  ('key', 'value', 'allowed'),
+  [
+    ('seed', -1, '0 or greater'),
+    ('num_steps', 0, 'greater than 0'),
+    ('model.dtype', 'float16', 'one of float32, bfloat16'),
+    ('model.path', 'no/such/model', 'a folder that holds config.json'),
+    ('model.reference_path', 'no/such/model', 'holds config.json'),
+    ('model.tokenizer_path', 'no/such/path', 'empty, or a path'),
+    ('model.num_layers', 0, 'greater than 0'),
+    ('model.head_dim', 33, 'even'),
+    ('mesh.fsdp', 0, '-1 for the rest'),
+    ('mesh.tensor', -2, '-1 for the rest'),
+    ('data.name', 'nq', 'one of synthetic_wiki, jsonl'),
+    ('data.tokenizer_vocab_size', 256, 'greater than 256'),
+    ('data.synthetic_wiki.hops', (), 'some of 1 and 2'),
+    ('data.synthetic_wiki.hops', (1, 3), 'some of 1 and 2'),
+    ('env.max_turns', -1, '0 or greater'),
+    ('env.rewards.f1', math.nan, 'a finite number'),
+    ('env.rewards.search_penalty', -0.1, '0 or greater'),
+    ('env.reward_scope', 'all', 'one of response, search_r1'),
+    ('retrieval.timeout', 0.0, 'greater than 0'),
+    ('retrieval.timeout', math.inf, 'greater than 0'),
+    ('rollout.temperature', 0.0, 'greater than 0'),
+    ('rollout.temperature', math.nan, 'greater than 0'),
+    ('rollout.min_valid_fraction', 1.5, 'in [0, 1]'),
+    ('update.microbatch_size', -1, '0 or greater'),
+    ('update.remat', 'some', 'one of none, full'),
+    ('policy_optimizer.b1', 1.0, 'in [0, 1)'),
+    ('policy_optimizer.learning_rate', -1e-6, '0 or greater'),
+    ('value_optimizer.max_grad_norm', 0.0, 'greater than 0'),
+    ('loss.value_clip', 0.0, 'greater than 0'),
+    ('checkpoint.keep', 0, 'greater than 0'),
+    ('checkpoint.every', 0, 'greater than 0'),
+  ],
+)
+def test_a_broken_rule_is_one_line(key, value, allowed):
+  (line,) = schema.check(_config(**{key.replace('.', '__'): value}))
+  assert line.startswith(f'{key}={value!r}: ') and allowed in line
+
+
+@pytest.mark.parametrize(
+  ('changes', 'expected'),
+  [
+    (
+      {'rollout__trajectories_per_step': 500},
+      'rollout.trajectories_per_step=500: must be a multiple of '
+      'update.minibatch_size=256',
+    ),
+    (
+      {'rollout__group_size': 3},
+      'rollout.trajectories_per_step=512: must be a multiple of '
+      'rollout.group_size=3',
+    ),
+    (
+      {'update__microbatch_size': 48},
+      'update.minibatch_size=256: must be a multiple of '
+      'update.microbatch_size=48',
+    ),
+    (
+      {'model__num_heads': 3, 'model__num_kv_heads': 2},
+      'model.num_heads=3: must be a multiple of model.num_kv_heads=2',
+    ),
+    (
+      {'mesh__tensor': -1},
+      'mesh.tensor=-1: at most one axis may be -1, mesh.data is',
+    ),
+    (
+      {'env__max_turn_tokens': 4096},
+      'env.max_turn_tokens=4096: must be smaller than env.max_length=4096',
+    ),
+    (
+      {'retrieval__url': 'ftp://host'},
+      "retrieval.url: 'ftp://host' is no http:// or https:// URL",
+    ),
+    (
+      {'algorithm__bounds__clip_low': -1.0},
+      'algorithm.bounds.clip_low=-1.0: must be a finite number >= 0',
+    ),
+    (
+      {'data__name': 'jsonl', 'data__root': ''},
+      "data.root='': must be a folder when data.name=jsonl",
+    ),
+  ],
+)
+def test_keys_that_contradict_each_other(changes, expected):
+  assert schema.check(_config(**changes)) == [expected]
+
+
+def test_all_errors_at_once():
+  lines = schema.check(
+    _config(
+      num_steps=0,
+      update__num_epochs=0,
+      rollout__group_size=3,
+      mesh__fsdp=-1,
+      env__prompt_template='no/such/file',
+      retrieval__url='x',
+      algorithm__kl__where='somewhere',
+    )
+  )
+  keys = [line.split('=')[0].split(':')[0] for line in lines]
+  assert sorted(keys) == [
+    'algorithm.kl.where',
+    'env.prompt_template',
+    'mesh.fsdp',
+    'num_steps',
+    'retrieval.url',
+    'rollout.trajectories_per_step',
+    'update.num_epochs',
+  ]
+
+
+def test_a_config_file_cannot_invent_forget_or_retype_keys():
+  config = base.get_config().to_dict()
+  config['rollout']['temprature'] = 0.7
+  del config['rollout']['temperature']
+  config['update']['num_epochs'] = 1.5
+  config['writer']['tensorboard'] = 1
+  config['seed'] = True
+  config['evaluate'] = 3
+  config['algorithm']['ratio']['levle'] = 'turn'
+  assert schema.check(config_dict.ConfigDict(config)) == [
+    'evaluate=3: no such key in configs/base.py',
+    'rollout.temprature=0.7: no such key in configs/base.py',
+    'evaluate.batch_size: missing',
+    'evaluate.every: missing',
+    'evaluate.num_questions: missing',
+    'rollout.temperature: missing',
+    'seed=True: must be of type int',
+    'update.num_epochs=1.5: must be of type int',
+    'writer.tensorboard=1: must be of type bool',
+    'algorithm.ratio.levle: unknown option; the options are level, '
+    'gradient, reduce',
+  ]
+
+
+def test_every_key_has_a_rule_or_a_reason():
+  ruled = set(schema.RULES)
+  for keys, _ in schema._RELATIONS:
+    ruled |= set(keys)
+  free = {'model.qkv_bias', 'model.tie_embeddings', 'writer.tensorboard'}
+  keys = {
+    key
+    for key in schema.flatten(base.get_config())
+    if not key.startswith('algorithm.')
+  }
+  assert keys - ruled == free
+  assert ruled <= keys
+
+
+def test_files_of_a_jsonl_data_set(tmp_path):
+  root = tmp_path / 'data'
+  root.mkdir()
+  (root / 'train.jsonl').touch()
+  (tmp_path / 'outside.jsonl').touch()
+  changes = {
+    'data__name': 'jsonl',
+    'data__root': str(root),
+    'data__train': 'train.jsonl',
+    'data__corpus': 'train.jsonl',
+  }
+  assert schema.check(_config(**changes)) == []
+  remote = {'data__corpus': '', 'retrieval__url': 'http://127.0.0.1:1'}
+  assert schema.check(_config(**(changes | remote))) == []
+  broken = {
+    'data__train': '../outside.jsonl',
+    'data__evaluation': 'none.jsonl',
+    'data__corpus': '',
+  }
+  assert schema.check(_config(**(changes | broken))) == [
+    f"data.train='../outside.jsonl': must lie under data.root={root}",
+    f"data.evaluation='none.jsonl': must be a file in data.root={root}",
+    "data.corpus='': must name a file when data.name=jsonl",
+  ]
+
+
+def test_prompt_template(tmp_path):
+  template = tmp_path / 'template.txt'
+  template.write_text('Answer {question}', encoding='utf-8')
+  config = _config(env__prompt_template=str(template))
+  assert schema.check(config) == []
+  template.write_text('Answer', encoding='utf-8')
+  (line,) = schema.check(config)
+  assert line.endswith('must contain {question}')
+  template.write_bytes(b'\xff{question}')
+  (line,) = schema.check(config)
+  assert 'can be read' in line and '\n' not in line
+
+
+def test_check_leaves_the_config_alone():
+  config = _config(num_steps=0)
+  before = copy.deepcopy(config.to_dict())
+  schema.check(config)
+  assert config.to_dict() == before
