@@ -95,11 +95,12 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
           'trajectories_per_step': 512,
           'group_size': 1,  # trajectories of one question
           'temperature': 1.0,
+          'extend_chunk': 64,  # tokens appended to a slot per call
           'decode_chunk': 16,  # tokens decoded between looks from the host
           'length_bucket': 256,  # batches are padded to a multiple of this
           'min_valid_fraction': 0.5,  # below it, no update happens
       },
-      'update': {
+      'updates': {
           'minibatch_size': 256,  # trajectories per optimiser step
           'num_epochs': 1,  # passes over one collected batch
           'microbatch_size': 0,  # trajectories per forward; 0 = minibatch
@@ -127,6 +128,21 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
           'entropy_coefficient': 0.001,
           'value_clip': 0.5,
           'value_warmup_steps': 0,  # first steps update the critic only
+      },
+      'sft': {  # the supervised start on noisy demonstrations
+          'num_steps': 2000,
+          'batch_size': 64,  # dialogues
+          'error_rate': 0.3,  # at each decision of the demonstrator
+          'clean_one_hop_steps': 0,  # first steps: one hop, no errors
+          'optimizer': {
+              'learning_rate': 2e-3,
+              'warmup_updates': 50,
+              'b1': 0.9,
+              'b2': 0.98,
+              'eps': 1e-8,
+              'weight_decay': 0.0,
+              'max_grad_norm': 1.0,
+          },
       },
       'evaluate': {
           'every': 50,  # steps; 0 = never; the last step is always evaluated

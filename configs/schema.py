@@ -105,10 +105,10 @@ RULES: Mapping[str, Rule] = {
   'rollout.decode_chunk': _POSITIVE,
   'rollout.length_bucket': _POSITIVE,
   'rollout.min_valid_fraction': _FRACTION,
-  'update.minibatch_size': _POSITIVE,
-  'update.num_epochs': _POSITIVE,
-  'update.microbatch_size': _NOT_NEGATIVE,
-  'update.remat': _one_of('none', 'full'),
+  'updates.minibatch_size': _POSITIVE,
+  'updates.num_epochs': _POSITIVE,
+  'updates.microbatch_size': _NOT_NEGATIVE,
+  'updates.remat': _one_of('none', 'full'),
   **{f'policy_optimizer.{key}': rule for key, rule in _OPTIMIZER.items()},
   **{f'value_optimizer.{key}': rule for key, rule in _OPTIMIZER.items()},
   'loss.entropy_coefficient': _NOT_NEGATIVE,
@@ -263,9 +263,9 @@ def _files(name, root, train, evaluation, corpus, url) -> Iterator[str]:
 
 # (keys, function of their values that yields the errors)
 _RELATIONS = (
-  _multiple('rollout.trajectories_per_step', 'update.minibatch_size'),
+  _multiple('rollout.trajectories_per_step', 'updates.minibatch_size'),
   _multiple('rollout.trajectories_per_step', 'rollout.group_size'),
-  _multiple('update.minibatch_size', 'update.microbatch_size'),
+  _multiple('updates.minibatch_size', 'updates.microbatch_size'),
   _multiple('model.num_heads', 'model.num_kv_heads'),
   (('mesh.data', 'mesh.fsdp', 'mesh.tensor'), _one_rest),
   (('env.max_turn_tokens', 'env.max_length'), _turn_fits),

@@ -30,6 +30,7 @@ class TokenBatch:
     values_BL: float32, V before this token, of the value model before the
       first update.
     advantages_BL, returns_BL: float32.
+    value_mask_BL: bool, the steps at which the value model is trained.
   """
 
   tokens_BL: Array
@@ -44,6 +45,7 @@ class TokenBatch:
   values_BL: Array | None = None
   advantages_BL: Array | None = None
   returns_BL: Array | None = None
+  value_mask_BL: Array | None = None
 
   def replace(self, **arrays: Array) -> 'TokenBatch':
     """A copy with some arrays exchanged."""

@@ -54,7 +54,12 @@ class ModelConfig:
 
   @classmethod
   def from_hf(
-      cls, hf: Mapping[str, Any], *, dtype: str, remat: str
+      cls,
+      hf: Mapping[str, Any],
+      *,
+      dtype: str,
+      remat: str,
+      scan_unroll: int,
   ) -> 'ModelConfig':
     """From the contents of a Hugging Face `config.json`.
 
@@ -86,6 +91,7 @@ class ModelConfig:
         tie_embeddings=hf.get('tie_word_embeddings', False),
         dtype=dtype,
         remat=remat,
+        scan_unroll=scan_unroll,
     )
 
   def to_hf(self) -> dict[str, Any]:

@@ -1,0 +1,43 @@
+"""An asyncio loop on a thread of its own, for environments and retrievers."""
+
+import asyncio
+from collections.abc import Coroutine
+import threading
+from typing import Any, TypeVar
+
+Result = TypeVar('Result')
+
+
+class EventLoop:
+  """Runs coroutines from synchronous code; one loop for a whole run.
+
+  A context manager. Retriever connections belong to the loop that made them,
+  so everything that touches them must run here.
+  """
+
+  def __init__(self):
+    self._loop = asyncio.new_event_loop()
+    self._thread = threading.Thread(
+        target=self._loop.run_forever, name='event-loop', daemon=True
+    )
+
+  def __enter__(self) -> 'EventLoop':
+    self._thread.start()
+    return self
+
+  def __exit__(self, *_) -> None:
+    self._loop.call_soon_threadsafe(self._loop.stop)
+    self._thread.join()
+    self._loop.close()
+
+  def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+    """The coroutine's result, or its exception.
+
+    An interrupt of the waiting thread cancels the coroutine.
+    """
+    future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    try:
+      return future.result()
+    except BaseException:
+      future.cancel()
+      raise

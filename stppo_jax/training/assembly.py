@@ -1,0 +1,180 @@
+"""From a config to the parts of a run. Below this line, no config is known."""
+
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+import pathlib
+
+import jax
+
+from stppo_jax.data import questions as questions_lib
+from stppo_jax.data import synthetic_wiki
+from stppo_jax.envs import prompts
+from stppo_jax.envs import search
+from stppo_jax.models import config as model_config
+from stppo_jax.models import functional
+from stppo_jax.models import load_hf
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.retrieval import client
+from stppo_jax.retrieval import server
+from stppo_jax.rollout import collect
+from stppo_jax.rollout import event_loop
+from stppo_jax.sampling import engine as engine_lib
+from stppo_jax.sampling import stops
+from stppo_jax.sampling import tokenizer as tokenizer_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+  """What the policy lives in: where questions come from, who answers them."""
+
+  questions: questions_lib.Questions
+  environment: search.SearchEnvironment
+  retriever: client.HttpRetriever
+  loop: event_loop.EventLoop
+
+
+def build_questions(config) -> questions_lib.Questions:
+  """The data set of a config."""
+  if config.data.name == 'synthetic_wiki':
+    options = config.data.synthetic_wiki
+    return questions_lib.SyntheticQuestions(
+        seed=config.seed,
+        hops=tuple(options.hops),
+        world_options={
+            'entities_per_type': options.entities_per_type,
+            'name_pieces': options.name_pieces,
+            'distractors': options.distractors,
+        },
+    )
+  root = pathlib.Path(config.data.root)
+  evaluation = config.data.evaluation
+  return questions_lib.FileQuestions(
+      seed=config.seed,
+      train=root / config.data.train,
+      evaluation=root / evaluation if evaluation else None,
+      corpus=root / config.data.corpus,
+  )
+
+
+@contextlib.contextmanager
+def build_surroundings(config) -> Iterator[Surroundings]:
+  """Starts the event loop and, without a URL, a retrieval server of our own.
+
+  Raises:
+    RetrieverUnreachable: nobody answers within retrieval.start_grace.
+  """
+  questions = build_questions(config)
+  with contextlib.ExitStack() as stack:
+    loop = stack.enter_context(event_loop.EventLoop())
+    url = config.retrieval.url
+    if not url:
+      embedded = server.EmbeddedServer(
+          questions.passages(), passages_of=questions.passages_of
+      )
+      url = stack.enter_context(embedded).url
+    retriever = client.HttpRetriever(
+        url,
+        topk=config.retrieval.topk,
+        timeout=config.retrieval.timeout,
+        retries=config.retrieval.retries,
+        start_grace=config.retrieval.start_grace,
+        max_queries_per_request=config.retrieval.max_queries_per_request,
+    )
+    stack.callback(lambda: loop.run(retriever.close()))
+    loop.run(retriever.wait_until_ready())
+    environment = search.SearchEnvironment(
+        retriever=retriever,
+        max_turns=config.env.max_turns,
+        prompt_template=config.env.prompt_template,
+        rewards=config.env.rewards.to_dict(),
+        reward_scope=config.env.reward_scope,
+    )
+    yield Surroundings(questions, environment, retriever, loop)
+
+
+def build_tokenizer(
+    config, questions: questions_lib.Questions
+) -> tokenizer_lib.Tokenizer:
+  """The tokenizer of the model, or one made from the data.
+
+  A synthetic world has its own phrases; files get a byte-level BPE trained on
+  their passages.
+  """
+  path = config.model.tokenizer_path or config.model.path
+  if path:
+    return tokenizer_lib.Tokenizer.load(path)
+  if config.data.name == 'synthetic_wiki':
+    phrases = synthetic_wiki.vocabulary()
+    phrases.append(prompts.correction().body)
+    return tokenizer_lib.phrase_tokenizer(phrases)
+  texts = [
+      f'Doc 1(Title: {passage.title}) {passage.text}\n'
+      for passage in questions.passages()
+  ]
+  # The tags come up in every dialogue: let the merges know them.
+  texts += list(tokenizer_lib.TAGS) * len(texts)
+  return tokenizer_lib.train_byte_level_bpe(
+      texts, config.data.tokenizer_vocab_size
+  )
+
+
+def build_model_config(
+    config, tokenizer: tokenizer_lib.Tokenizer
+) -> model_config.ModelConfig:
+  """The shape: from the model's directory, or from the config."""
+  model = config.model
+  runtime = {
+      'dtype': model.dtype,
+      'remat': config.updates.remat,
+      'scan_unroll': model.scan_unroll,
+  }
+  if model.path:
+    return load_hf.read_config(model.path, **runtime)
+  shape = {
+      field.name: model[field.name]
+      for field in dataclasses.fields(model_config.ModelConfig)
+      if field.name in model and field.name not in runtime
+  }
+  return model_config.ModelConfig(
+      vocab_size=tokenizer.vocab_size, **shape, **runtime
+  )
+
+
+def build_mesh(config, *, local: bool = False) -> jax.sharding.Mesh:
+  """The mesh of the run, or one of the same axes over this host's devices."""
+  if local:
+    devices = jax.local_devices()
+    return mesh_lib.make_mesh(data=-1, fsdp=1, tensor=1, devices=devices)
+  axes = config.mesh
+  return mesh_lib.make_mesh(data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor)
+
+
+def build_collector(
+    config,
+    surroundings: Surroundings,
+    tokenizer: tokenizer_lib.Tokenizer,
+    policy: functional.Model,
+    *,
+    slots: int,
+) -> tuple[collect.Collector, engine_lib.Engine]:
+  """A collector and its engine; publish weights to the engine before use."""
+  engine = engine_lib.Engine(
+      policy,
+      mesh=build_mesh(config, local=True),
+      automaton=stops.build(tokenizer.token_bytes(), eos_id=tokenizer.eos_id),
+      slots=slots,
+      max_length=config.env.max_length,
+      temperature=config.rollout.temperature,
+      extend_chunk=config.rollout.extend_chunk,
+      decode_chunk=config.rollout.decode_chunk,
+  )
+  collector = collect.Collector(
+      engine=engine,
+      environment=surroundings.environment,
+      tokenizer=tokenizer,
+      loop=surroundings.loop,
+      max_turn_tokens=config.env.max_turn_tokens,
+      max_observation_tokens=config.env.max_observation_tokens,
+  )
+  return collector, engine

@@ -1,0 +1,66 @@
+"""Scores on fixed questions that training never sees."""
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from stppo_jax import types
+from stppo_jax.models import functional
+from stppo_jax.training import assembly
+from stppo_jax.training import keys as keys_lib
+
+
+class Evaluator:
+  """Plays the evaluation questions of a run, always the same ones.
+
+  Args:
+    config: of the run.
+    surroundings: questions, environment, retriever.
+    tokenizer: of the policy.
+    policy: the model that plays.
+  """
+
+  def __init__(
+      self,
+      config,
+      surroundings: assembly.Surroundings,
+      tokenizer,
+      policy: functional.Model,
+  ):
+    self._questions = surroundings.questions.evaluation(
+        config.evaluate.num_questions
+    )
+    self._slots = config.evaluate.batch_size
+    self._collector, self._engine = assembly.build_collector(
+        config, surroundings, tokenizer, policy, slots=self._slots
+    )
+    self._key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
+
+  def run(
+      self, params: functional.Params, *, greedy: bool = True
+  ) -> tuple[dict[str, float], list[types.Trajectory]]:
+    """Mean exact match per data set, and everything that was played.
+
+    Trajectories that the infrastructure failed count in no mean.
+    """
+    self._engine.publish(params)
+    questions = [q for group in self._questions.values() for q in group]
+    trajectories = []
+    for batch in _chunks(questions, self._slots):
+      keys = keys_lib.row_keys(self._key, len(trajectories), self._slots)
+      trajectories += self._collector.collect(batch, keys, greedy=greedy)
+    scores = {}
+    for trajectory in trajectories:
+      if trajectory.status is not types.TrajectoryStatus.INFRA_ERROR:
+        name = trajectory.question.data_set
+        scores.setdefault(name, []).append(trajectory.scores['em'])
+    means = {name: float(np.mean(values)) for name, values in scores.items()}
+    return means, trajectories
+
+
+def _chunks(
+    items: Sequence[types.Question], size: int
+) -> Iterator[Sequence[types.Question]]:
+  for start in range(0, len(items), size):
+    yield items[start : start + size]

@@ -1,0 +1,29 @@
+"""Random keys are derived, never stored: a function of (seed, step, row)."""
+
+import enum
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+
+class Purpose(enum.IntEnum):
+  """What a key is for; two purposes never share one."""
+
+  COLLECT = 0
+  EVALUATE = 1
+  SHUFFLE = 2
+  INIT = 3
+
+
+def step_key(seed: int, step: int, purpose: Purpose) -> Array:
+  """The key of one purpose at one step."""
+  key = jax.random.fold_in(jax.random.key(seed), step)
+  return jax.random.fold_in(key, purpose)
+
+
+def row_keys(key: Array, first_row: int, count: int) -> Array:
+  """Keys of rows first_row, first_row + 1, ..., one each."""
+  rows = jnp.arange(first_row, first_row + count)
+  return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)

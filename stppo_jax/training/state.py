@@ -1,0 +1,80 @@
+"""What training changes: weights and optimiser states."""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from stppo_jax.models import functional
+from stppo_jax.parallel import sharding
+
+Tree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ModelState:
+  """One model in training: float32 weights and the optimiser's moments."""
+
+  params: Tree
+  optimizer: optax.OptState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+  """All that a checkpoint must hold on the device side.
+
+  Attributes:
+    policy: the policy.
+    value: the value model.
+    updates: int32 scalar, optimiser steps done, skipped ones not counted.
+  """
+
+  policy: ModelState
+  value: ModelState
+  updates: jax.Array
+
+
+def create(
+    make_policy: Callable[[], functional.Params],
+    make_value: Callable[[functional.Params], functional.Params],
+    policy_optimizer: optax.GradientTransformation,
+    value_optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+) -> TrainState:
+  """A fresh state, made where it will live: sharded by the parameter rules.
+
+  Args:
+    make_policy: weights of the policy.
+    make_value: weights of the value model, given those of the policy.
+    policy_optimizer: of the policy.
+    value_optimizer: of the value model.
+    mesh: where.
+  """
+
+  def make() -> TrainState:
+    policy = make_policy()
+    value = make_value(policy)
+    return TrainState(
+        policy=ModelState(policy, policy_optimizer.init(policy)),
+        value=ModelState(value, value_optimizer.init(value)),
+        updates=jnp.zeros((), jnp.int32),
+    )
+
+  shardings = sharding.param_shardings(jax.eval_shape(make), mesh)
+  return jax.jit(make, out_shardings=shardings)()
+
+
+def value_from_policy(
+    model: functional.Model, key: jax.Array, policy: functional.Params
+) -> functional.Params:
+  """A value model that starts from the policy's backbone, its head at zero."""
+  fresh = model.init(key)
+  return {
+      name: policy[name] if name in policy else leaf
+      for name, leaf in fresh.items()
+  }
