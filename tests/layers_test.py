@@ -59,7 +59,7 @@ HOMES = {
   'bm25s': ('retrieval',),
   'ml_collections': ('configs', 'commands'),
   'matplotlib': ('analysis',),
-  'tensorboardX': ('training.writer',),
+  'tensorboardX': ('training.tensorboard',),
   'rich': ('training.progress', 'analysis'),
   'absl': ('training', 'analysis', 'commands'),
 }

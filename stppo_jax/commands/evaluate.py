@@ -1,4 +1,4 @@
-"""Evaluate the newest checkpoint of a run on its evaluation questions.
+"""Evaluate the newest checkpoint of a run on held-out questions.
 
 python -m stppo_jax evaluate --config=FILE.py[:ROW] --workdir=DIR
     [--config.KEY=VALUE ...]

@@ -1,4 +1,4 @@
-"""Teach a policy the form of the dialogue from demonstrations, before RL.
+"""Teach the form of the dialogue from demonstrations, before RL.
 
 python -m stppo_jax sft --config=FILE.py[:ROW] --workdir=DIR
     [--config.KEY=VALUE ...]

@@ -37,8 +37,8 @@ def _config(*argv):
     ('--config.writer.tensorboard=False', False),
     ('--config.data.synthetic_wiki.hops=[2]', (2,)),
     ('--config.data.synthetic_wiki.hops=(1,)', (1,)),
-    ("--config.update.remat='full'", 'full'),
-    ('--config.update.remat=full', 'full'),
+    ("--config.updates.remat='full'", 'full'),
+    ('--config.updates.remat=full', 'full'),
     ('--config.data.corpus=12', '12'),
     ('--config.data.corpus=a=b', 'a=b'),
     ('--config.data.corpus=', ''),
@@ -89,7 +89,7 @@ def test_row_workdir_options_and_separate_values(tmp_path):
     ('--config.rolout.temperature=1', 'did you mean rollout?'),
     ('--config.zzz=1', "no key 'zzz' in config; choices: algorithm, "),
     ('--config.seed.x=1', 'config.seed is a value and has no keys'),
-    ('--config.update=1', 'a block, not a value; set one of its keys: mi'),
+    ('--config.updates=1', 'a block, not a value; set one of its keys: mi'),
     ('--config.seed=1.0', 'expected int, such as 0'),
     ('--config.seed=True', 'expected int, such as 0'),
     ('--config.seed=abc', 'expected int, such as 0'),
@@ -98,7 +98,7 @@ def test_row_workdir_options_and_separate_values(tmp_path):
     ('--config.writer.tensorboard=1', 'expected True or False'),
     ('--config.writer.tensorboard=yes', 'expected True or False'),
     ('--config.data.synthetic_wiki.hops=1', 'expected a tuple'),
-    ('--config.update.num_epochs=__import__("os")', 'expected int'),
+    ('--config.updates.num_epochs=__import__("os")', 'expected int'),
     ('--config.rollout.temperature=0', 'must be greater than 0'),
     ('--config.rollout.temperature=1e999', 'must be greater than 0'),
     ('--config.seed', 'has no value'),
@@ -230,7 +230,7 @@ def test_the_list_of_commands():
   assert code == 2
   for name in ('config', 'evaluate', 'sft', 'train'):
     assert f'\n  {name:10} ' in out
-  assert 'configuration' not in out
+  assert '\n  configuration' not in out
   assert _run('--help')[:2] == (0, out)
   code, out, err, _ = _run('trian')
   assert (code, out) == (2, '') and len(err.splitlines()) == 1

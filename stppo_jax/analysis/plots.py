@@ -1,0 +1,149 @@
+"""Pictures of a run, drawn from its `metrics.jsonl`."""
+
+from collections.abc import Mapping
+import json
+import math
+import os
+import pathlib
+
+import matplotlib
+from matplotlib import figure
+from matplotlib import ticker
+import numpy as np
+
+_SCORE = 'critic/score/mean'
+_VAL_PREFIX = 'val/em/'
+_LEVELS = ('token', 'turn', 'sequence')
+_KL = {
+  'actor/ppo_kl': 'to the sampling policy',
+  'critic/kl': 'to the reference',
+}
+_WINDOW = 5  # steps
+# Okabe and Ito: told apart by the colour-blind, and in grey.
+_COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
+_GREY = '#666666'
+_STYLE = {
+  'font.family': 'sans-serif',
+  'font.size': 9,
+  'axes.spines.top': False,
+  'axes.spines.right': False,
+  'axes.edgecolor': _GREY,
+  'axes.labelcolor': '#222222',
+  'axes.titlesize': 9,
+  'axes.titlelocation': 'left',
+  'axes.grid': True,
+  'axes.grid.axis': 'y',
+  'grid.color': '#E5E5E5',
+  'grid.linewidth': 0.6,
+  'axes.axisbelow': True,
+  'xtick.color': _GREY,
+  'ytick.color': _GREY,
+  'legend.frameon': False,
+  'lines.linewidth': 1.6,
+  'savefig.dpi': 200,
+}
+
+
+def read_metrics(path: str | pathlib.Path) -> dict[str, np.ndarray]:
+  """Columns of a `metrics.jsonl`: name to [N] float64, nan where absent.
+
+  Raises:
+    ValueError: no line yet; the message names the file.
+  """
+  text = pathlib.Path(path).read_text(encoding='utf-8')
+  rows = [json.loads(line) for line in text.splitlines() if line]
+  if not rows:
+    raise ValueError(f'{path}: no steps yet')
+  numbers = [
+    {k: v for k, v in row.items() if isinstance(v, int | float)} for row in rows
+  ]
+  names = dict.fromkeys(name for row in numbers for name in row)
+  return {
+    name: np.array([row.get(name, math.nan) for row in numbers], np.float64)
+    for name in names
+  }
+
+
+def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
+  """Mean of the last `window` values at each place, nans left out."""
+  means = np.full(len(values), math.nan)
+  for i in range(len(values)):
+    seen = values[max(i + 1 - window, 0) : i + 1]
+    seen = seen[~np.isnan(seen)]
+    if len(seen):
+      means[i] = seen.mean()
+  return means
+
+
+def learning_curve(
+  metrics_path: str | pathlib.Path, png_path: str | pathlib.Path
+) -> None:
+  """Draws score, clip fraction and KL over steps, one below the other.
+
+  Top: the training score of each step (dots) and its mean of five steps, and
+  the exact match of every evaluation set. Middle: the share of tokens outside
+  the band, by level. Bottom: KL divergence. What was not logged is left out.
+
+  Raises:
+    ValueError: the metrics have no line.
+  """
+  metrics = read_metrics(metrics_path)
+  with matplotlib.rc_context(_STYLE):
+    page = figure.Figure(figsize=(6.0, 6.4), layout='constrained')
+    score, clip, kl = page.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
+    _draw_score(score, metrics)
+    _draw_clip(clip, metrics)
+    _draw_kl(kl, metrics)
+    kl.set_xlabel('step')
+    kl.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    for axes in (score, clip, kl):
+      if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc='upper left', bbox_to_anchor=(1.0, 1.0))
+    target = pathlib.Path(png_path)
+    part = target.with_name(target.name + '.part')
+    page.savefig(part, format='png')
+    os.replace(part, target)
+
+
+def _draw_score(axes, metrics: Mapping[str, np.ndarray]):
+  axes.set_title('Score')
+  axes.set_ylim(-0.03, 1.03)
+  steps = metrics['step']
+  if _SCORE in metrics:
+    values = metrics[_SCORE]
+    axes.plot(steps, values, '.', color=_GREY, alpha=0.35, markersize=4)
+    mean = trailing_mean(values, _WINDOW)
+    label = f'train, mean of {_WINDOW} steps'
+    axes.plot(steps, mean, color=_GREY, label=label)
+    top = max(1.0, float(np.nanmax(values, initial=1.0)))
+    bottom = min(0.0, float(np.nanmin(values, initial=0.0)))
+    margin = 0.03 * (top - bottom)
+    axes.set_ylim(bottom - margin, top + margin)
+  sets = sorted(name for name in metrics if name.startswith(_VAL_PREFIX))
+  for i, name in enumerate(sets):
+    seen = ~np.isnan(metrics[name])
+    axes.plot(
+      steps[seen],
+      metrics[name][seen],
+      'o-',
+      color=_COLOURS[i % len(_COLOURS)],
+      markersize=4,
+      label='exact match, ' + name.removeprefix(_VAL_PREFIX),
+    )
+
+
+def _draw_clip(axes, metrics):
+  axes.set_title('Share of tokens outside the clipping band')
+  for level, colour in zip(_LEVELS, _COLOURS):
+    low, high = f'clipfrac/{level}/low', f'clipfrac/{level}/high'
+    if low in metrics and high in metrics:
+      share = metrics[low] + metrics[high]
+      axes.plot(metrics['step'], share, color=colour, label=f'{level} ratio')
+  axes.set_ylim(bottom=0.0)
+
+
+def _draw_kl(axes, metrics):
+  axes.set_title('KL divergence (nats per token)')
+  for (name, label), colour in zip(_KL.items(), _COLOURS):
+    if name in metrics:
+      axes.plot(metrics['step'], metrics[name], color=colour, label=label)

@@ -1,0 +1,94 @@
+"""How far the run is: a live bar on a terminal, a plain line a step elsewhere.
+
+step 12/100  reward 0.534  val/em 0.610  2,345 tokens/s  eta 0:12:30
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import datetime
+import time
+
+import rich.console
+import rich.progress
+
+# What is shown, and the metrics that it is made of (CONTRACTS.md names).
+_REWARD = 'critic/score/mean'
+_VAL_PREFIX = 'val/em/'
+_THROUGHPUT = 'perf/throughput'
+
+
+class Progress:
+  """Shows each step; a metric that is not in one step keeps its last value."""
+
+  def __init__(
+    self,
+    num_steps: int,
+    *,
+    console: rich.console.Console | None = None,
+    clock: Callable[[], float] = time.monotonic,
+  ):
+    """Starts the clock.
+
+    Args:
+      num_steps: of the whole run.
+      console: where to; a terminal decides between the bar and the lines.
+      clock: seconds, for the time that remains.
+    """
+    self._num_steps = num_steps
+    self._console = console or rich.console.Console(highlight=False)
+    self._clock = clock
+    self._start = clock()
+    self._first = None  # the first step seen; a resumed run starts late
+    self._shown = {}
+    self._bar = None
+    if self._console.is_terminal:
+      self._bar = rich.progress.Progress(
+        rich.progress.BarColumn(bar_width=None),
+        rich.progress.TextColumn('{task.description}', markup=False),
+        console=self._console,
+        expand=True,
+      )
+      self._task = self._bar.add_task('starting', total=num_steps)
+      self._bar.start()
+
+  def update(self, done: int, metrics: Mapping[str, float]) -> None:
+    """Shows that `done` steps of the run are done."""
+    line = self._line(done, metrics)
+    if self._bar is not None:
+      self._bar.update(self._task, completed=done, description=line)
+    else:
+      self._console.print(line, markup=False, soft_wrap=True)
+
+  def show(self, text: str) -> None:
+    """Prints text above the bar, as it is."""
+    self._console.print(
+      rich.text.Text.from_ansi(text), markup=False, soft_wrap=True
+    )
+
+  def close(self) -> None:
+    if self._bar is not None:
+      self._bar.stop()
+
+  def _line(self, done, metrics):
+    scores = [v for k, v in metrics.items() if k.startswith(_VAL_PREFIX)]
+    if scores:
+      self._shown['val/em'] = sum(scores) / len(scores)
+    for name, key in (('reward', _REWARD), ('speed', _THROUGHPUT)):
+      if key in metrics:
+        self._shown[name] = metrics[key]
+    parts = [f'step {done}/{self._num_steps}']
+    for name in ('reward', 'val/em'):
+      if name in self._shown:
+        parts.append(f'{name} {self._shown[name]:.3f}')
+    if 'speed' in self._shown:
+      parts.append(f'{self._shown["speed"]:,.0f} tokens/s')
+    parts.append(f'eta {self._eta(done)}')
+    return '  '.join(parts)
+
+  def _eta(self, done):
+    """h:mm:ss that remain at the mean pace of the steps seen here."""
+    if self._first is None:
+      self._first = done - 1
+    pace = (self._clock() - self._start) / max(done - self._first, 1)
+    seconds = pace * max(self._num_steps - done, 0)
+    return str(datetime.timedelta(seconds=round(seconds)))
