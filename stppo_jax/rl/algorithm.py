@@ -127,8 +127,8 @@ class Kl(_Block):
 
 
 # A block whose options depend on its name is a table of dataclasses.
-_BOUNDS = {'fixed': FixedBounds}
-_ADVANTAGES = {'gae': Gae}
+BOUNDS_BLOCKS = {'fixed': FixedBounds}
+ADVANTAGE_BLOCKS = {'gae': Gae}
 
 
 @_block
@@ -136,11 +136,11 @@ class Algorithm(_Block):
   """A row; see `configs/algorithms.py` for the meaning of every option."""
 
   ratio: Ratio = options.nested(Ratio)
-  bounds: FixedBounds = options.nested(_BOUNDS)
+  bounds: FixedBounds = options.nested(BOUNDS_BLOCKS)
   objective: Objective = options.nested(Objective)
   correction: Correction = options.nested(Correction)
   aggregate: Aggregate = options.nested(Aggregate)
-  advantage: Gae = options.nested(_ADVANTAGES)
+  advantage: Gae = options.nested(ADVANTAGE_BLOCKS)
   kl: Kl = options.nested(Kl)
 
 

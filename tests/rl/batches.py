@@ -1,0 +1,113 @@
+"""Random batches with everything that happens: gaps, holes, a failed row."""
+
+import copy
+
+import jax.numpy as jnp
+import numpy as np
+
+from configs import algorithms
+from stppo_jax import batch as batch_lib
+from stppo_jax.rl import algorithm as algorithm_lib
+
+B, L, T = 6, 16, 4
+FAILED_ROW = 3
+
+
+def layout(rng):
+  """Turn ids and loss mask: turns of 1 to 4 tokens, observations of 0 to 2."""
+  turn_ids = np.zeros((B, L), np.int32)
+  for b in range(B):
+    i = rng.integers(1, 3)
+    for turn in range(1, rng.integers(2, T + 1) + 1):
+      size = rng.integers(1, 5)
+      turn_ids[b, i : i + size] = turn
+      i += size + rng.integers(0, 3)
+  mask = turn_ids > 0
+  mask[FAILED_ROW] = False
+  hole = np.flatnonzero(mask[0])[1]  # written, but not to be trained on
+  mask[0, hole] = False
+  return turn_ids, mask
+
+
+def make(seed=0, spread=0.4, dtype=np.float64):
+  """A batch with finite numbers in every slot, and log-probs and entropy."""
+  rng = np.random.default_rng(seed)
+  turn_ids, mask = layout(rng)
+  draw = lambda: rng.normal(size=(B, L)).astype(dtype)
+  old = -np.abs(draw())
+  batch = batch_lib.TokenBatch(
+    tokens_BL=rng.integers(0, 9, (B, L)).astype(np.int32),
+    lengths_B=np.full(B, L, np.int32),
+    turn_ids_BL=turn_ids,
+    loss_mask_BL=mask,
+    sampler_logprobs_BL=old,
+    rewards_BL=draw(),
+    group_ids_B=np.arange(B, dtype=np.int32),
+    old_logprobs_BL=old,
+    ref_logprobs_BL=old + 0.3 * draw(),
+    values_BL=draw(),
+    advantages_BL=draw(),
+    returns_BL=draw(),
+  )
+  logprobs = old + spread * draw()
+  return batch, logprobs, np.abs(draw())
+
+
+def fields(batch):
+  """The arrays of a batch by name, those that are there."""
+  arrays = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
+  return {name: x for name, x in arrays.items() if x is not None}
+
+
+def rows(batch, index):
+  """The batch of the given rows."""
+  return batch_lib.TokenBatch(
+    **{name: x[index] for name, x in fields(batch).items()}
+  )
+
+
+FLOATS = (
+  'sampler_logprobs_BL',
+  'rewards_BL',
+  'old_logprobs_BL',
+  'ref_logprobs_BL',
+  'values_BL',
+  'advantages_BL',
+  'returns_BL',
+)
+
+
+def poison_array(x, mask, value):
+  return np.where(mask, x, np.asarray(value, x.dtype))
+
+
+def poison(batch, value):
+  """The value in every slot of every float array off the loss mask."""
+  mask = batch.loss_mask_BL
+  return batch.replace(
+    **{name: poison_array(getattr(batch, name), mask, value) for name in FLOATS}
+  )
+
+
+def row_of(name='token_ppo', **changes):
+  """A row of the table, changed at dotted keys written with `__`."""
+  row = copy.deepcopy(algorithms.ALGORITHMS[name])
+  for key, value in changes.items():
+    *path, last = key.split('__')
+    block = row
+    for step in path:
+      block = block[step]
+    assert last in block, key
+    block[last] = value
+  return row
+
+
+def algorithm(name='token_ppo', **changes):
+  return algorithm_lib.build_algorithm(row_of(name, **changes))
+
+
+def device(batch):
+  """The batch with jax arrays."""
+  return batch_lib.TokenBatch(
+    **{name: jnp.asarray(x) for name, x in fields(batch).items()}
+  )

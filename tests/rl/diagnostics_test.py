@@ -1,0 +1,185 @@
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stppo_jax.rl import diagnostics
+from stppo_jax.rl import losses
+from tests.rl import batches
+from tests.rl import twins
+
+NAME = 'st_ppo'
+
+
+@functools.partial(jax.jit, static_argnames='implementation')
+def _diagnose(logprobs, entropy, batch, implementation='auto'):
+  algorithm = batches.algorithm(
+    NAME, correction__clipping_bias__tau=1.1, bounds__clip_low=0.1
+  )
+  loss = losses.policy_loss(
+    algorithm,
+    logprobs,
+    entropy,
+    batch,
+    statistics=None,
+    count=None,
+    entropy_coefficient=0.0,
+    num_turns=batches.T + 1,  # nobody reaches the last turn
+    implementation=implementation,
+  )
+  return (
+    diagnostics.policy_diagnostics(
+      algorithm,
+      loss,
+      logprobs,
+      entropy,
+      batch,
+      num_turns=batches.T + 1,
+      implementation=implementation,
+    ),
+    loss,
+  )
+
+
+def _twin(logprobs, entropy, batch, scales):
+  mask, turn_ids = batch.loss_mask_BL, batch.turn_ids_BL
+  low, high = 0.9, 1.2
+  out = {}
+  for level in ('token', 'turn', 'sequence'):
+    ratio = twins.ratios(logprobs, batch.old_logprobs_BL, turn_ids, mask, level)
+    r = ratio[mask]
+    out[f'ratio/{level}/mean'] = r.mean()
+    out[f'ratio/{level}/std'] = r.std()
+    out[f'ratio/{level}/min'] = r.min()
+    out[f'ratio/{level}/max'] = r.max()
+    out[f'ratio/{level}/ess'] = r.sum() ** 2 / (r.size * (r**2).sum())
+    sides = {'low': ratio < low, 'high': ratio > high}
+    for side, outside in sides.items():
+      name = f'clipfrac/{level}/{side}'
+      out[name] = outside[mask].mean()
+      for turn in range(1, batches.T + 1):
+        own = mask & (turn_ids == turn)
+        out[f'{name}/turn_{turn}'] = outside[own].mean()
+    if level == 'turn':
+      a = batch.advantages_BL
+      cut = (sides['high'] & (a > 0)) | (sides['low'] & (a < 0))
+      out['actor/pg_clipfrac'] = cut[mask].mean()
+    if level == 'token':
+      outside = (sides['low'] | sides['high'])[mask]
+      weighted = r * batch.advantages_BL[mask]
+      n_u = math.sqrt((weighted[outside] ** 2).mean())
+      n_v = math.sqrt((weighted[~outside] ** 2).mean())
+      out['stab/norm_clipped'], out['stab/norm_unclipped'] = n_u, n_v
+      out['stab/rho'] = n_u / (n_v + 1e-8)
+  out['stab/scale'] = scales[mask].mean()
+  log_ratio = (logprobs - batch.old_logprobs_BL)[mask]
+  out['actor/ppo_kl'] = -log_ratio.mean()
+  out['actor/entropy'] = entropy[mask].mean()
+  return out
+
+
+def _assert_metrics(actual, expected, rtol=1e-10):
+  assert actual.keys() == expected.keys()
+  for name, value in expected.items():
+    assert isinstance(actual[name], float), name
+    np.testing.assert_allclose(
+      actual[name], value, rtol=rtol, atol=1e-14, err_msg=name
+    )
+
+
+@pytest.mark.parametrize('implementation', ['segment_sum', 'unrolled'])
+def test_metrics_are_the_loop(implementation):
+  batch, logprobs, entropy = batches.make(spread=0.6)
+  found, loss = _diagnose(logprobs, entropy, batch, implementation)
+  scales = np.asarray(loss.weights_BL)
+  assert scales.min() < 1
+  _assert_metrics(
+    diagnostics.summarize(found), _twin(logprobs, entropy, batch, scales)
+  )
+
+
+def test_microbatches_merge_to_the_whole():
+  batch, logprobs, entropy = batches.make(spread=0.02)  # no scale
+  whole, _ = _diagnose(logprobs, entropy, batch)
+  parts = [
+    _diagnose(logprobs[i], entropy[i], batches.rows(batch, i))[0]
+    for i in (slice(0, 2), slice(2, 4), slice(4, 6))
+  ]
+  expected = diagnostics.summarize(whole)
+  merged = functools.reduce(diagnostics.merge, parts)
+  _assert_metrics(diagnostics.summarize(merged), expected)
+  stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+  _assert_metrics(
+    diagnostics.summarize(diagnostics.merge_stacked(stacked)), expected
+  )
+
+
+def test_poison_and_failed_rows_are_not_seen():
+  batch, logprobs, entropy = batches.make(spread=0.6)
+  mask = batch.loss_mask_BL
+  expected = diagnostics.summarize(_diagnose(logprobs, entropy, batch)[0])
+  poisoned, _ = _diagnose(
+    batches.poison_array(logprobs, mask, np.nan),
+    batches.poison_array(entropy, mask, np.inf),
+    batches.poison(batch, np.nan),
+  )
+  _assert_metrics(diagnostics.summarize(poisoned), expected, rtol=0)
+  rows = np.arange(batches.B) != batches.FAILED_ROW
+  without, _ = _diagnose(
+    logprobs[rows], entropy[rows], batches.rows(batch, rows)
+  )
+  _assert_metrics(diagnostics.summarize(without), expected)
+
+
+def test_no_tokens_are_zeros():
+  batch, logprobs, entropy = batches.make()
+  empty = batch.replace(loss_mask_BL=np.zeros_like(batch.loss_mask_BL))
+  metrics = diagnostics.summarize(_diagnose(logprobs, entropy, empty)[0])
+  assert set(metrics.values()) == {0.0}
+  assert not any('turn_' in name for name in metrics)
+
+
+def test_small_spreads_survive_float32():
+  batch, logprobs, entropy = batches.make(spread=1e-4)
+  precise = diagnostics.summarize(_diagnose(logprobs, entropy, batch)[0])
+  single = jax.tree.map(
+    lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, batch
+  )
+  found, _ = _diagnose(
+    logprobs.astype(np.float32), entropy.astype(np.float32), single
+  )
+  # The log-ratio itself is rounded to about 1e-7 of 1e-4.
+  np.testing.assert_allclose(
+    diagnostics.summarize(found)['ratio/token/std'],
+    precise['ratio/token/std'],
+    rtol=1e-2,
+  )
+
+
+def test_critic():
+  batch, _, _ = batches.make()
+  mask = batch.loss_mask_BL
+  poisoned = batches.poison(batch, np.nan)
+  critic = jax.jit(diagnostics.critic_diagnostics)
+  metrics = critic(poisoned, mask)
+  values, returns = batch.values_BL[mask], batch.returns_BL[mask]
+  expected = {
+    'critic/vf_explained_var': 1 - np.var(returns - values) / np.var(returns)
+  }
+  for name in ('values', 'returns', 'advantages'):
+    x = getattr(batch, f'{name}_BL')[mask]
+    expected[f'critic/{name}/mean'] = x.mean()
+    expected[f'critic/{name}/min'] = x.min()
+    expected[f'critic/{name}/max'] = x.max()
+  assert metrics.keys() == expected.keys()
+  for name, value in expected.items():
+    np.testing.assert_allclose(metrics[name], value, rtol=1e-12, err_msg=name)
+  flat = batch.replace(returns_BL=np.ones(mask.shape))
+  found = critic(flat, mask)
+  assert found['critic/vf_explained_var'] == 0
+  nobody = np.zeros_like(mask)
+  none = critic(batch.replace(loss_mask_BL=nobody), nobody)
+  assert all(value == 0 for value in none.values())

@@ -1,0 +1,62 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stppo_jax.rl import kl
+from tests.rl import batches
+
+X = np.array([[0.5, -1.0, 0.0, 30.0]])
+MASK = np.array([[True, True, True, False]])
+
+
+def _estimate(x, estimator):
+  return kl.kl_estimate(x, np.zeros_like(X), MASK, estimator=estimator)
+
+
+@pytest.mark.parametrize(
+  'estimator,expected',
+  [
+    ('k1', [0.5, -1.0, 0.0, 0.0]),
+    ('k2', [0.125, 0.5, 0.0, 0.0]),
+    ('k3', [math.exp(-0.5) - 0.5, math.exp(1) - 2, 0.0, 0.0]),
+  ],
+)
+def test_hand_computed(estimator, expected):
+  np.testing.assert_allclose(
+    _estimate(X, estimator), [expected], rtol=1e-14, atol=1e-16
+  )
+
+
+@pytest.mark.parametrize('estimator', ['k1', 'k3'])
+def test_unbiased(estimator):
+  policy = np.array([0.5, 0.3, 0.2])
+  reference = np.array([0.2, 0.2, 0.6])
+  estimate = kl.kl_estimate(
+    np.log(policy)[None],
+    np.log(reference)[None],
+    np.ones((1, 3), bool),
+    estimator=estimator,
+  )
+  divergence = np.sum(policy * np.log(policy / reference))
+  np.testing.assert_allclose(np.sum(policy * estimate[0]), divergence)
+
+
+@pytest.mark.parametrize('estimator', kl.KL_ESTIMATORS)
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+def test_poison(estimator, value):
+  total = lambda x: jnp.sum(_estimate(x, estimator))
+  clean = jax.value_and_grad(total)(X)
+  poisoned = jax.value_and_grad(total)(batches.poison_array(X, MASK, value))
+  np.testing.assert_array_equal(poisoned[0], clean[0])
+  np.testing.assert_array_equal(poisoned[1], clean[1])
+
+
+def test_penalized_rewards_stand_on_policy_tokens_only():
+  rewards = np.array([[0.0, 0.0, 1.0, np.nan]])
+  penalized = kl.penalized_rewards(
+    rewards, np.array([[2.0, -4.0, 6.0, np.inf]]), MASK, coefficient=0.5
+  )
+  np.testing.assert_array_equal(penalized, [[-1.0, 2.0, -2.0, 0.0]])

@@ -1,0 +1,561 @@
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import algorithms
+from stppo_jax.rl import aggregation
+from stppo_jax.rl import corrections
+from stppo_jax.rl import losses
+from tests.rl import batches
+from tests.rl import twins
+
+ENTROPY = 0.01
+TAU = 1.1  # below the rho of the random batches, so that the scale acts
+
+_BIAS = 'correction__clipping_bias__'
+# Every option of every axis is in at least one of these.
+CASES = {
+  'token_ppo': ('token_ppo', {}),
+  'turn_ppo': ('turn_ppo', {}),
+  's_ppo': ('s_ppo', {_BIAS + 'tau': TAU}),
+  'st_ppo': ('st_ppo', {_BIAS + 'tau': TAU}),
+  'st_turn': (
+    'st_ppo',
+    {
+      _BIAS + 'tau': TAU,
+      _BIAS + 'scope': 'turn',
+      _BIAS + 'level': 'turn',
+      'aggregate__name': 'turn_mean',
+    },
+  ),
+  'so_sequence': (
+    'st_ppo',
+    {
+      _BIAS + 'tau': TAU,
+      _BIAS + 'scope': 'sequence',
+      'aggregate__name': 'sequence_mean',
+      'kl__where': 'loss',
+      'kl__estimator': 'k3',
+      'kl__coefficient': 0.3,
+    },
+  ),
+  'sequence_sum_k2': (
+    'token_ppo',
+    {
+      'ratio__level': 'sequence',
+      'ratio__reduce': 'sum',
+      'kl__where': 'loss',
+      'kl__estimator': 'k2',
+      'kl__coefficient': 0.3,
+    },
+  ),
+}
+ALL = pytest.mark.parametrize('case', CASES)
+
+
+def _row(case):
+  name, changes = CASES[case]
+  return batches.row_of(name, **changes)
+
+
+def _algorithm(case):
+  name, changes = CASES[case]
+  return batches.algorithm(name, **changes)
+
+
+def _loss(
+  algorithm,
+  logprobs,
+  entropy,
+  batch,
+  statistics=None,
+  count=None,
+  implementation='auto',
+):
+  return losses.policy_loss(
+    algorithm,
+    logprobs,
+    entropy,
+    batch,
+    statistics=statistics,
+    count=count,
+    entropy_coefficient=ENTROPY,
+    num_turns=batches.T,
+    implementation=implementation,
+  )
+
+
+@functools.partial(jax.jit, static_argnames='implementation')
+def _run(algorithm, logprobs, entropy, *rest, implementation='auto'):
+  """The loss and its gradient by log-probabilities and by entropy."""
+
+  def total(x, e):
+    loss = _loss(algorithm, x, e, *rest, implementation=implementation)
+    return loss.loss, loss
+
+  gradient, loss = jax.grad(total, argnums=(0, 1), has_aux=True)(
+    logprobs, entropy
+  )
+  return loss, gradient
+
+
+@ALL
+@pytest.mark.parametrize('implementation', ['segment_sum', 'unrolled'])
+def test_value_is_the_loop_and_gradient_its_differences(case, implementation):
+  batch, logprobs, entropy = batches.make(spread=0.6)
+  mask = batch.loss_mask_BL
+  row, algorithm = _row(case), _algorithm(case)
+  loss, (gradient, entropy_gradient) = _run(
+    algorithm, logprobs, entropy, batch, implementation=implementation
+  )
+  value, policy, scales = twins.policy_loss(
+    row, logprobs, entropy, batch, ENTROPY
+  )
+  np.testing.assert_allclose(loss.loss, value, rtol=1e-12)
+  np.testing.assert_allclose(loss.policy, policy, rtol=1e-12)
+  np.testing.assert_allclose(loss.weights_BL, scales, rtol=1e-12)
+  assert loss.bias == 0
+  if row['correction']['names']:
+    assert scales.min() < 1
+
+  frozen = lambda x: twins.policy_loss(row, x, entropy, batch, ENTROPY, scales)[
+    0
+  ]
+  expected = twins.differences(frozen, logprobs, np.argwhere(mask))
+  np.testing.assert_allclose(gradient, expected, rtol=2e-6, atol=1e-9)
+  weights, count = aggregation.aggregate_weights(
+    batch.turn_ids_BL,
+    mask,
+    float,
+    name=row['aggregate']['name'],
+    num_turns=batches.T,
+  )
+  np.testing.assert_allclose(
+    entropy_gradient, -ENTROPY * weights / count, rtol=1e-12
+  )
+
+
+@ALL
+def test_jit_changes_nothing(case):
+  batch, logprobs, entropy = batches.make(spread=0.6)
+  algorithm = _algorithm(case)
+  with jax.disable_jit():
+    plain = _run(algorithm, logprobs, entropy, batch)
+  jitted = _run(algorithm, logprobs, entropy, batch)
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-15),
+    plain,
+    jitted,
+  )
+
+
+def test_token_ppo_by_hand():
+  turns = np.array([[0, 1, 1, 0, 2]], np.int32)
+  batch, _, _ = batches.make()
+  one = batches.rows(batch, slice(0, 1))
+  ratio = np.array([[7.0, 1.5, 0.5, 7.0, 1.1]])
+  old = np.full((1, 5), -1.0)
+  batch = one.replace(
+    turn_ids_BL=turns,
+    loss_mask_BL=turns > 0,
+    old_logprobs_BL=old,
+    advantages_BL=np.array([[9.0, 2.0, -3.0, 9.0, 1.0]]),
+  )
+  entropy = np.array([[9.0, 1.0, 2.0, 9.0, 3.0]])
+  token = _loss(batches.algorithm(), old + np.log(ratio), entropy, batch)
+  policy = (-2 * 1.2 + 3 * 0.8 - 1.1) / 3
+  np.testing.assert_allclose(token.policy, policy)
+  np.testing.assert_allclose(token.entropy, 2.0)
+  np.testing.assert_allclose(token.loss, policy - ENTROPY * 2.0)
+  np.testing.assert_array_equal(token.cut_BL, [[0, 1, 1, 0, 0]])
+  # The first turn's ratio is sqrt(1.5 * 0.5), inside the bounds.
+  turn = _loss(
+    batches.algorithm('turn_ppo'), old + np.log(ratio), entropy, batch
+  )
+  shared = math.sqrt(0.75)
+  np.testing.assert_allclose(
+    turn.ratio_BL, [[1, shared, shared, 1, 1.1]], rtol=1e-14
+  )
+  np.testing.assert_allclose(turn.policy, (-2 * shared + 3 * shared - 1.1) / 3)
+  assert not np.any(turn.cut_BL)
+
+
+@pytest.mark.parametrize('aggregate', aggregation.AGGREGATES)
+@pytest.mark.parametrize('level', ['token', 'turn', 'sequence'])
+def test_at_the_old_policy(level, aggregate):
+  batch, _, entropy = batches.make()
+  mask = batch.loss_mask_BL
+  algorithm = batches.algorithm(
+    's_ppo', ratio__level=level, aggregate__name=aggregate
+  )
+  old = batch.old_logprobs_BL
+  loss, (gradient, _) = _run(algorithm, old, entropy, batch)
+  np.testing.assert_array_equal(loss.ratio_BL, np.ones(mask.shape))
+  np.testing.assert_array_equal(loss.weights_BL, np.ones(mask.shape))
+  assert not np.any(loss.cut_BL)
+  weights, count = aggregation.aggregate_weights(
+    batch.turn_ids_BL, mask, float, name=aggregate, num_turns=batches.T
+  )
+  pull = np.asarray(-batch.advantages_BL * weights / count)
+  expected = np.zeros(mask.shape)
+  for tokens in twins.members(level, batch.turn_ids_BL, mask):
+    for b, i in tokens:
+      expected[b, i] = sum(pull[token] for token in tokens) / len(tokens)
+  np.testing.assert_allclose(gradient, expected, rtol=1e-12)
+
+
+def _same(a, b):
+  jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+# Two programs may round differently, so equal formulas agree to the last bits.
+_close = functools.partial(
+  jax.tree.map,
+  functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-15),
+)
+
+
+def _loss_and_gradient(ran):
+  return ran[0].loss, ran[1]
+
+
+@pytest.mark.parametrize(
+  'corrected,plain', [('st_ppo', 'turn_ppo'), ('s_ppo', 'token_ppo')]
+)
+def test_infinite_tau_is_no_correction(corrected, plain):
+  batch, logprobs, entropy = batches.make(spread=0.6)
+  infinite = batches.algorithm(corrected, **{_BIAS + 'tau': math.inf})
+  corrects = batches.algorithm(corrected, **{_BIAS + 'tau': TAU})
+  plain = batches.algorithm(plain)
+  rest = (logprobs, entropy, batch)
+  expected = _run(plain, *rest)
+  _close(
+    _loss_and_gradient(_run(infinite, *rest)), _loss_and_gradient(expected)
+  )
+  assert abs(_run(corrects, *rest)[0].loss - expected[0].loss) > 1e-4
+
+
+@pytest.mark.parametrize(
+  'corrected,plain', [('st_ppo', 'turn_ppo'), ('s_ppo', 'token_ppo')]
+)
+def test_nothing_clipped_is_no_correction(corrected, plain):
+  batch, logprobs, entropy = batches.make(spread=0.02)
+  rest = (logprobs, entropy, batch)
+  tiny = batches.algorithm(corrected, **{_BIAS + 'tau': 1e-6})
+  _close(
+    _loss_and_gradient(_run(tiny, *rest)),
+    _loss_and_gradient(_run(batches.algorithm(plain), *rest)),
+  )
+
+
+def test_one_token_turns_are_token_ppo_and_one_turn_the_sequence_ratio():
+  batch, logprobs, entropy = batches.make(spread=0.6)
+  mask = batch.loss_mask_BL
+  number = np.where(mask, np.cumsum(mask, axis=1), 0).astype(np.int32)
+  turn, token = batches.algorithm('turn_ppo'), batches.algorithm('token_ppo')
+  few = np.where(number <= batches.T, number, 0)
+  alone = batch.replace(turn_ids_BL=few, loss_mask_BL=few > 0)
+  _close(
+    _loss_and_gradient(_run(turn, logprobs, entropy, alone)),
+    _loss_and_gradient(_run(token, logprobs, entropy, alone)),
+  )
+  whole = batch.replace(turn_ids_BL=mask.astype(np.int32))
+  sequence = batches.algorithm(ratio__level='sequence')
+  _close(
+    _loss_and_gradient(_run(turn, logprobs, entropy, whole)),
+    _loss_and_gradient(_run(sequence, logprobs, entropy, whole)),
+  )
+
+
+@ALL
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+def test_poison_reaches_neither_value_nor_gradient(case, value):
+  batch, logprobs, entropy = batches.make(spread=0.6)
+  mask = batch.loss_mask_BL
+  algorithm = _algorithm(case)
+  poisoned = (
+    batches.poison_array(logprobs, mask, value),
+    batches.poison_array(entropy, mask, value),
+    batches.poison(batch, value),
+  )
+  clean = (logprobs, entropy, batch)
+  for implementation in ('segment_sum', 'unrolled'):
+    run = functools.partial(_run, algorithm, implementation=implementation)
+    loss, gradient = run(*poisoned)
+    _same((loss, gradient), run(*clean))
+    for array in gradient:
+      assert np.all(np.asarray(array)[~mask] == 0)
+
+
+def _merge(parts):
+  return jax.tree.map(lambda *x: sum(x), *parts)
+
+
+def _cut(batch, *arrays):
+  for i in range(0, batches.B, 2):
+    index = slice(i, i + 2)
+    yield batches.rows(batch, index), *(x[index] for x in arrays)
+
+
+@jax.jit
+def _statistics(algorithm, logprobs, batch):
+  return losses.policy_statistics(
+    algorithm, logprobs, batch, num_turns=batches.T
+  )
+
+
+@pytest.mark.parametrize('case', [c for c in CASES if c != 'sequence_sum_k2'])
+def test_microbatches_are_one_batch(case):
+  batch, logprobs, entropy = batches.make(spread=0.6)
+  algorithm = _algorithm(case)
+  whole, (gradient, _) = _run(algorithm, logprobs, entropy, batch)
+
+  statistics = _merge(
+    [_statistics(algorithm, x, part) for part, x in _cut(batch, logprobs)]
+  )
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-12),
+    statistics,
+    whole.statistics,
+  )
+  count = aggregation.aggregate_count(
+    batch.turn_ids_BL,
+    batch.loss_mask_BL,
+    float,
+    name=algorithm.aggregate.name,
+    num_turns=batches.T,
+  )
+  total, gradients = 0.0, []
+  for part, x, e in _cut(batch, logprobs, entropy):
+    loss, (pulled, _) = _run(algorithm, x, e, part, statistics, count)
+    total += loss.loss
+    gradients.append(pulled)
+  np.testing.assert_allclose(total, whole.loss, rtol=1e-12)
+  np.testing.assert_allclose(
+    np.concatenate(gradients), gradient, rtol=1e-11, atol=1e-15
+  )
+
+
+@pytest.mark.parametrize('case', ['st_ppo', 's_ppo', 'st_turn', 'token_ppo'])
+def test_one_pass_with_late_scales_is_two_passes(case):
+  batch, logprobs, entropy = batches.make(spread=0.6)
+  algorithm = _algorithm(case)
+  _, (expected, _) = _run(algorithm, logprobs, entropy, batch)
+  count = aggregation.aggregate_count(
+    batch.turn_ids_BL,
+    batch.loss_mask_BL,
+    float,
+    name=algorithm.aggregate.name,
+    num_turns=batches.T,
+  )
+  zeros = jax.tree.map(jnp.zeros_like, _statistics(algorithm, logprobs, batch))
+
+  @jax.jit
+  def pull_back(x, e, part):
+    def parts(x):
+      loss = _loss(algorithm, x, e, part, zeros, count)
+      return (loss.policy, loss.other), loss.statistics
+
+    _, pull, own = jax.vjp(parts, x, has_aux=True)
+    return pull((1.0, 0.0))[0], pull((0.0, 1.0))[0], own
+
+  policies, others, statistics = zip(
+    *(pull_back(x, e, part) for part, x, e in _cut(batch, logprobs, entropy)),
+    strict=True,
+  )
+  scales = losses.late_scales(algorithm, _merge(statistics))
+  assert (scales['policy'] < 1) == (case in ('st_ppo', 's_ppo'))
+  assert scales['value'] == 1
+  actual = scales['policy'] * np.concatenate(policies) + np.concatenate(others)
+  np.testing.assert_allclose(actual, expected, rtol=1e-11, atol=1e-15)
+
+
+def test_gradient_norm_pulls_back_policy_bias_and_other():
+  batch, logprobs, entropy = batches.make(spread=0.6)
+  norm = batches.algorithm('st_ppo', **{_BIAS + 'norm': 'gradient'})
+
+  def parts(x):
+    loss = _loss(norm, x, entropy, batch)
+    return loss.policy, loss.bias, loss.other
+
+  _, pull = jax.vjp(parts, logprobs)
+  policy, bias, other = (
+    np.asarray(pull(seed)[0])
+    for seed in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
+  )
+  uncorrected = batches.algorithm('turn_ppo')
+  _, (turn, _) = _run(uncorrected, logprobs, entropy, batch)
+  np.testing.assert_allclose(policy + other, turn, rtol=1e-12, atol=1e-15)
+  ratio = np.exp(logprobs - batch.old_logprobs_BL)
+  outside = batch.loss_mask_BL & ((ratio < 0.8) | (ratio > 1.2))
+  expected = np.where(outside, ratio * batch.advantages_BL, 0)
+  np.testing.assert_allclose(
+    bias, expected / batch.loss_mask_BL.sum(), rtol=1e-12
+  )
+  scale = corrections.gradient_scale(
+    jnp.linalg.norm(bias), floor=norm.correction.clipping_bias.floor
+  )
+  assert scale <= 1
+
+
+@ALL
+def test_failed_row_is_an_absent_row_and_rows_may_be_permuted(case):
+  batch, logprobs, entropy = batches.make(spread=0.6)
+  algorithm = _algorithm(case)
+  whole, (gradient, _) = _run(algorithm, logprobs, entropy, batch)
+  assert not np.any(gradient[batches.FAILED_ROW])
+  for order in ([0, 1, 2, 4, 5], [5, 3, 1, 0, 2, 4]):
+    rest = (logprobs[order], entropy[order], batches.rows(batch, order))
+    loss, (permuted, _) = _run(algorithm, *rest)
+    _close((loss.loss, permuted), (whole.loss, np.asarray(gradient)[order]))
+
+
+@ALL
+def test_an_empty_batch_has_a_zero_loss_and_gradient(case):
+  batch, logprobs, entropy = batches.make()
+  empty = batches.poison(
+    batch.replace(loss_mask_BL=np.zeros_like(batch.loss_mask_BL)), np.nan
+  )
+  algorithm = _algorithm(case)
+  loss, gradient = _run(algorithm, logprobs, entropy, empty)
+  assert loss.loss == 0
+  for array in gradient:
+    assert not np.any(array)
+
+
+def test_advantages_and_the_old_policy_are_data():
+  batch, logprobs, entropy = batches.make(spread=0.6)
+  algorithm = _algorithm('so_sequence')
+
+  def loss(arrays):
+    return _loss(algorithm, logprobs, entropy, batch.replace(**arrays)).loss
+
+  names = ('advantages_BL', 'old_logprobs_BL', 'ref_logprobs_BL')
+  gradients = jax.jit(jax.grad(loss))(
+    {name: getattr(batch, name) for name in names}
+  )
+  for array in gradients.values():
+    assert not np.any(array)
+
+
+def test_numbers_are_traced_and_names_are_not():
+  batch, logprobs, entropy = batches.make(spread=0.6)
+  traces = []
+
+  @jax.jit
+  def run(algorithm, logprobs, batch):
+    traces.append(algorithm.ratio.level)
+    return losses.policy_loss(
+      algorithm,
+      logprobs,
+      entropy,
+      batch,
+      statistics=None,
+      count=None,
+      entropy_coefficient=ENTROPY,
+      num_turns=batches.T,
+    ).loss
+
+  results = {
+    float(run(batches.algorithm('st_ppo', **changes), logprobs, batch))
+    for changes in (
+      {},
+      {'bounds__clip_high': 0.3},
+      {_BIAS + 'tau': 0.5},
+      {'bounds__clip_low': 0.3},
+    )
+  }
+  assert traces == ['turn'] and len(results) == 4
+  run(batches.algorithm('s_ppo'), logprobs, batch)
+  assert traces == ['turn', 'token']
+
+
+@pytest.mark.parametrize('name', algorithms.ALGORITHMS)
+def test_float32_in_float32_out(name):
+  batch, logprobs, entropy = batches.make(dtype=np.float32, spread=0.6)
+  loss = _run(
+    batches.algorithm(name),
+    logprobs.astype(np.float32),
+    entropy.astype(np.float32),
+    batch,
+  )
+  assert {x.dtype for x in jax.tree.leaves(loss)} == {
+    np.dtype(np.float32),
+    np.dtype(bool),
+  }
+
+
+@pytest.mark.parametrize('case', ['st_ppo', 'st_turn', 'so_sequence'])
+def test_unrolled_loss_and_gradient_have_no_scatter(case):
+  batch, logprobs, entropy = batches.make()
+  rest = (_algorithm(case), logprobs, entropy, batches.device(batch))
+
+  def compiled(implementation):
+    return _run.lower(*rest, implementation=implementation).as_text()
+
+  assert 'scatter' not in compiled('unrolled')
+  assert 'gather' not in compiled('unrolled')
+  assert 'scatter' in compiled('segment_sum')
+
+
+def _value_loss(values, old, returns, mask, **options):
+  return losses.value_loss(values, old, returns, mask, clip=0.5, **options)
+
+
+def test_value_loss_by_hand():
+  old = np.zeros((1, 4))
+  #         near  overshoots  moves away and is clipped back  masked
+  values = np.array([[0.3, 2.0, -1.0, 9.0]])
+  returns = np.array([[1.0, 1.0, -1.0, 9.0]])
+  mask = np.array([[True, True, True, False]])
+  loss = _value_loss(values, old, returns, mask)
+  # max((-.7)^2, same), max(1^2, (.5 - 1)^2), max(0, (-.5 + 1)^2)
+  np.testing.assert_allclose(loss.total, 0.5 * (0.49 + 1 + 0.25))
+  assert (loss.count, loss.clipped) == (3, 1)
+  gradient = jax.grad(lambda v: _value_loss(v, old, returns, mask).total)(
+    values
+  )
+  np.testing.assert_allclose(gradient, [[-0.7, 1.0, 0.0, 0.0]])
+  weighted = _value_loss(
+    values, old, returns, mask, weights_BL=np.array([[2.0, 1, 0, 1]])
+  )
+  np.testing.assert_allclose(weighted.total, 0.5 * (0.98 + 1))
+  assert weighted.count == 3
+
+
+def test_value_loss_gradient_is_its_differences_and_masks_hold():
+  batch, _, _ = batches.make()
+  mask = batch.loss_mask_BL
+  rng = np.random.default_rng(1)
+  values = batch.values_BL + rng.normal(size=mask.shape)
+
+  def twin(values):
+    total = 0.0
+    for b, i in twins.policy_tokens(mask):
+      v, old = values[b, i], batch.values_BL[b, i]
+      target = batch.returns_BL[b, i]
+      near = min(max(v, old - 0.5), old + 0.5)
+      total += 0.5 * max((v - target) ** 2, (near - target) ** 2)
+    return total
+
+  run = jax.value_and_grad(
+    lambda v, old, returns: _value_loss(v, old, returns, mask).total
+  )
+  value, gradient = run(values, batch.values_BL, batch.returns_BL)
+  np.testing.assert_allclose(value, twin(values), rtol=1e-12)
+  np.testing.assert_allclose(
+    gradient,
+    twins.differences(twin, values, np.argwhere(mask)),
+    rtol=1e-6,
+    atol=1e-8,
+  )
+  for poison in (np.nan, np.inf):
+    arrays = (values, batch.values_BL, batch.returns_BL)
+    poisoned = run(*(batches.poison_array(x, mask, poison) for x in arrays))
+    _same(poisoned, (value, gradient))
+  empty = _value_loss(*arrays, np.zeros_like(mask))
+  assert tuple(empty) == (0, 0, 0)

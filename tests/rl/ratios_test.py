@@ -1,0 +1,162 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stppo_jax.rl import ratios
+from stppo_jax.rl import segments
+from tests.rl import batches
+from tests.rl import twins
+
+
+@functools.partial(
+  jax.jit, static_argnames=('level', 'gradient', 'reduce', 'implementation')
+)
+def _ratio(
+  logprobs,
+  batch,
+  *,
+  level,
+  gradient='segment',
+  reduce='mean',
+  implementation='auto',
+):
+  log_ratio = ratios.token_log_ratio(
+    logprobs, batch.old_logprobs_BL, batch.loss_mask_BL
+  )
+  return jnp.exp(
+    ratios.level_log_ratio(
+      log_ratio,
+      batch.turn_ids_BL,
+      batch.loss_mask_BL,
+      level=level,
+      gradient=gradient,
+      reduce=reduce,
+      num_turns=batches.T,
+      implementation=implementation,
+    )
+  )
+
+
+@pytest.mark.parametrize('implementation', segments.IMPLEMENTATIONS)
+@pytest.mark.parametrize('reduce', ratios.REDUCES)
+@pytest.mark.parametrize('gradient', ratios.GRADIENTS)
+@pytest.mark.parametrize('level', segments.LEVELS)
+def test_ratio_is_the_loop(level, gradient, reduce, implementation):
+  batch, logprobs, _ = batches.make()
+  actual = _ratio(
+    logprobs,
+    batch,
+    level=level,
+    gradient=gradient,
+    reduce=reduce,
+    implementation=implementation,
+  )
+  expected = twins.ratios(
+    logprobs,
+    batch.old_logprobs_BL,
+    batch.turn_ids_BL,
+    batch.loss_mask_BL,
+    level,
+    reduce,
+  )
+  np.testing.assert_allclose(actual, expected, rtol=1e-13)
+
+
+def test_turn_ratio_by_hand():
+  log_ratio = np.log([[2.0, 8.0, 5.0, 3.0]])
+  turn_ids = np.array([[1, 1, 0, 2]], np.int32)
+  shared = ratios.level_log_ratio(
+    masked := np.where(turn_ids > 0, log_ratio, 0.0),
+    turn_ids,
+    turn_ids > 0,
+    level='turn',
+    gradient='segment',
+    reduce='mean',
+    num_turns=2,
+  )
+  np.testing.assert_allclose(np.exp(shared), [[4, 4, 1, 3]], rtol=1e-14)
+  assert masked[0, 2] == 0
+
+
+@pytest.mark.parametrize('reduce', ratios.REDUCES)
+@pytest.mark.parametrize('level', segments.LEVELS)
+def test_segment_gradient_is_finite_differences(level, reduce):
+  batch, logprobs, _ = batches.make()
+  mask = batch.loss_mask_BL
+  weight = np.where(mask, batch.advantages_BL, 0)  # varies inside segments
+
+  def twin(logprobs):
+    out = twins.ratios(
+      logprobs,
+      batch.old_logprobs_BL,
+      batch.turn_ids_BL,
+      mask,
+      level,
+      reduce,
+    )
+    return np.sum(weight * out)
+
+  actual = jax.grad(
+    lambda x: jnp.sum(weight * _ratio(x, batch, level=level, reduce=reduce))
+  )(logprobs)
+  expected = twins.differences(twin, logprobs, np.argwhere(mask))
+  np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-8)
+  assert np.all(np.asarray(actual)[~mask] == 0)
+
+
+@pytest.mark.parametrize('level', segments.LEVELS)
+def test_token_gradient_stays_with_the_token(level):
+  batch, logprobs, _ = batches.make()
+  weight = np.where(batch.loss_mask_BL, batch.advantages_BL, 0)
+  ratio = _ratio(logprobs, batch, level=level)
+  actual = jax.grad(
+    lambda x: jnp.sum(weight * _ratio(x, batch, level=level, gradient='token'))
+  )(logprobs)
+  np.testing.assert_allclose(actual, weight * ratio, rtol=1e-13)
+
+
+def test_one_token_turns_are_tokens_and_one_turn_is_the_sequence():
+  batch, logprobs, _ = batches.make()
+  mask = batch.loss_mask_BL
+  number = np.where(mask, np.cumsum(mask, axis=1), 0).astype(np.int32)
+  few = np.where(number <= batches.T, number, 0)
+  alone = batch.replace(turn_ids_BL=few, loss_mask_BL=few > 0)
+  np.testing.assert_allclose(
+    _ratio(logprobs, alone, level='turn'),
+    _ratio(logprobs, alone, level='token'),
+    rtol=1e-14,
+  )
+  whole = batch.replace(turn_ids_BL=mask.astype(np.int32))
+  np.testing.assert_allclose(
+    _ratio(logprobs, whole, level='turn'),
+    _ratio(logprobs, whole, level='sequence'),
+    rtol=1e-14,
+  )
+
+
+def test_limits():
+  mask = np.ones((1, 3), bool)
+  log_ratio = ratios.token_log_ratio(
+    np.array([[50.0, -60.0, 1.0]]), np.zeros((1, 3)), mask
+  )
+  np.testing.assert_array_equal(log_ratio, [[20.0, -20.0, 1.0]])
+  total = ratios.level_log_ratio(
+    np.full((1, 3), 19.0),
+    mask.astype(np.int32),
+    mask,
+    level='sequence',
+    gradient='segment',
+    reduce='sum',
+    num_turns=1,
+  )
+  np.testing.assert_array_equal(total, np.full((1, 3), 20.0))
+
+
+def test_float32_stays_float32():
+  batch, logprobs, _ = batches.make(dtype=np.float32)
+  assert _ratio(logprobs.astype(np.float32), batch, level='turn').dtype == (
+    np.float32
+  )

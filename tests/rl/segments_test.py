@@ -1,0 +1,111 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stppo_jax.rl import segments
+from tests.rl import batches
+from tests.rl import twins
+
+IDS = np.array([[0, 1, 1, 0, 2, 3], [2, 2, 2, 2, 0, 0]], np.int32)
+X = np.array([[9.0, 1, 2, 9, 3, 4], [1, 1, 1, 2, 9, 9]])
+BOTH = pytest.mark.parametrize('implementation', segments.IMPLEMENTATIONS)
+
+
+@BOTH
+def test_hand_computed(implementation):
+  three = segments.Segments(jnp.asarray(IDS), 3)
+  totals = segments.segment_totals(X, three, implementation=implementation)
+  np.testing.assert_array_equal(totals, [[3, 3, 4], [0, 5, 0]])
+  counts = segments.segment_counts(three, implementation=implementation)
+  np.testing.assert_array_equal(counts, [[2, 1, 1], [0, 4, 0]])
+  spread = segments.segment_spread(totals, three, implementation=implementation)
+  np.testing.assert_array_equal(
+    spread, [[0, 3, 3, 0, 3, 4], [5, 5, 5, 5, 0, 0]]
+  )
+
+
+@BOTH
+@pytest.mark.parametrize('level', segments.LEVELS)
+def test_every_level_sums_its_members(level, implementation):
+  batch, x, _ = batches.make()
+  turn_ids, mask = batch.turn_ids_BL, batch.loss_mask_BL
+  chosen = segments.segment_ids(level, turn_ids, mask, num_turns=batches.T)
+  run = jax.jit(
+    lambda x: segments.segment_spread(
+      segments.segment_totals(x, chosen, implementation=implementation),
+      chosen,
+      implementation=implementation,
+    )
+  )
+  expected = np.zeros(x.shape)
+  for tokens in twins.members(level, turn_ids, mask):
+    for b, i in tokens:
+      expected[b, i] = sum(x[token] for token in tokens)
+  np.testing.assert_allclose(run(x), expected, rtol=1e-13)
+
+
+@BOTH
+def test_gradient_and_poison(implementation):
+  three = segments.Segments(jnp.asarray(IDS), 3)
+  weight = np.arange(6.0).reshape(2, 3)
+
+  def loss(x):
+    totals = segments.segment_totals(x, three, implementation=implementation)
+    spread = segments.segment_spread(
+      totals**2, three, implementation=implementation
+    )
+    return jnp.sum(weight * totals) + jnp.sum(spread)
+
+  expected = np.zeros(IDS.shape)
+  counts = {(0, 1): 2, (0, 2): 1, (0, 3): 1, (1, 2): 4}
+  for b, i in np.argwhere(IDS > 0):
+    own = IDS[b, i]
+    total = X[b][IDS[b] == own].sum()
+    expected[b, i] = weight[b, own - 1] + 2 * total * counts[b, own]
+  for x in (X, np.where(IDS > 0, X, np.nan), np.where(IDS > 0, X, np.inf)):
+    value, gradient = jax.value_and_grad(loss)(x)
+    assert np.isfinite(value)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-13)
+
+
+@BOTH
+def test_ids_beyond_the_last_segment_are_in_none(implementation):
+  two = segments.Segments(jnp.asarray(IDS), 2)
+  totals = segments.segment_totals(X, two, implementation=implementation)
+  np.testing.assert_array_equal(totals, [[3, 3], [0, 5]])
+  spread = segments.segment_spread(totals, two, implementation=implementation)
+  assert spread[0, 5] == 0
+
+
+def test_starts():
+  starts = segments.segment_starts(segments.Segments(jnp.asarray(IDS), 3))
+  np.testing.assert_array_equal(
+    starts,
+    np.array([[0, 1, 0, 0, 1, 1], [1, 0, 0, 0, 0, 0]], bool),
+  )
+
+
+def _hlo(x, segmented, implementation):
+  totals = lambda x: segments.segment_totals(
+    x, segmented, implementation=implementation
+  )
+  return jax.jit(totals).lower(x).as_text()
+
+
+def test_auto_scatters_on_cpu_and_unrolls_elsewhere(monkeypatch):
+  many = segments.Segments(jnp.asarray(IDS), 3)
+  one = segments.Segments(jnp.asarray(IDS), 1)
+  assert 'scatter' in _hlo(X, many, 'auto')
+  assert 'scatter' not in _hlo(X, one, 'auto')
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  assert 'scatter' not in _hlo(X, many, 'auto')
+  assert 'scatter' in _hlo(X, many._replace(num=33), 'auto')
+
+
+def test_errors_name_the_choices():
+  many = segments.Segments(jnp.asarray(IDS), 33)
+  with pytest.raises(ValueError, match="'sorted'.*auto, segment_sum, unroll"):
+    segments.segment_totals(X, many, implementation='sorted')
+  with pytest.raises(ValueError, match='33 segments; at most 32'):
+    segments.segment_totals(X, many, implementation='unrolled')
