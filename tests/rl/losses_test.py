@@ -1,5 +1,6 @@
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -559,3 +560,26 @@ def test_value_loss_gradient_is_its_differences_and_masks_hold():
     _same(poisoned, (value, gradient))
   empty = _value_loss(*arrays, np.zeros_like(mask))
   assert tuple(empty) == (0, 0, 0)
+
+
+@pytest.mark.parametrize('implementation', ['segment_sum', 'unrolled'])
+@pytest.mark.parametrize('case', ['st_ppo', 'st_turn', 'so_sequence'])
+def test_devices_share_scalars_only(case, implementation):
+  batch, logprobs, entropy = batches.make(spread=0.6)
+  algorithm = _algorithm(case)
+  auto = (jax.sharding.AxisType.Auto,)
+  mesh = jax.make_mesh((3,), ('data',), auto, devices=jax.devices()[:3])
+  by_row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
+  rest = jax.device_put((logprobs, entropy, batch), by_row)
+  program = _run.lower(
+    algorithm, *rest, implementation=implementation
+  ).compile()
+  collectives = re.findall(
+    r'= (\S.*?) (all-\w+|collective-\w+|reduce-scatter)\(', program.as_text()
+  )
+  assert collectives
+  for shapes, kind in collectives:
+    assert kind == 'all-reduce'
+    assert not re.search(r'\[\d', shapes), shapes
+  sharded = program(algorithm, *rest)
+  _close(sharded, _run(algorithm, logprobs, entropy, batch))
