@@ -20,6 +20,8 @@ class RetrieverUnreachable(Exception):
   one query: the command exits with 75, try again.
   """
 
+  exit_code = 75
+
 
 class Retriever(Protocol):
   """Finds passages for a query."""

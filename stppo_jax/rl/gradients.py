@@ -25,20 +25,20 @@ def _divides(algorithm: algorithm_lib.Algorithm) -> bool:
   """Whether the gradient itself is divided by the norm of the bias."""
   correction = algorithm.correction
   return (
-      'clipping_bias' in correction.names
-      and correction.clipping_bias.norm == 'gradient'
+    'clipping_bias' in correction.names
+    and correction.clipping_bias.norm == 'gradient'
   )
 
 
 def pull_backs(
-    algorithm: algorithm_lib.Algorithm,
+  algorithm: algorithm_lib.Algorithm,
 ) -> dict[str, frozenset[str]]:
   """Which parts of `PolicyLoss` are differentiated together, by name."""
   return _APART if _divides(algorithm) else _TOGETHER
 
 
 def combine(
-    algorithm: algorithm_lib.Algorithm, gradients: Mapping[str, Tree]
+  algorithm: algorithm_lib.Algorithm, gradients: Mapping[str, Tree]
 ) -> tuple[Tree, dict[str, Array]]:
   """The gradient of the update, from one gradient per pull-back.
 
@@ -55,11 +55,11 @@ def combine(
   squares = [jnp.sum(jnp.square(x)) for x in jax.tree.leaves(gradients['bias'])]
   norm = jnp.sqrt(sum(squares))
   scale = corrections.gradient_scale(
-      norm, floor=algorithm.correction.clipping_bias.floor
+    norm, floor=algorithm.correction.clipping_bias.floor
   )
   gradient = jax.tree.map(
-      lambda policy, other: scale * policy + other,
-      gradients['policy'],
-      gradients['other'],
+    lambda policy, other: scale * policy + other,
+    gradients['policy'],
+    gradients['other'],
   )
   return gradient, {'stab/bias_grad_norm': norm}

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 import contextlib
 import dataclasses
+import math
 import pathlib
 
 import jax
@@ -22,6 +23,21 @@ from stppo_jax.rollout import event_loop
 from stppo_jax.sampling import engine as engine_lib
 from stppo_jax.sampling import stops
 from stppo_jax.sampling import tokenizer as tokenizer_lib
+
+
+class Misconfigured(Exception):
+  """A config that does not fit its files or the devices; one line each."""
+
+  exit_code = 2
+
+
+@contextlib.contextmanager
+def misconfigured() -> Iterator[None]:
+  """Turns errors of building parts from a config into `Misconfigured`."""
+  try:
+    yield
+  except (ValueError, OSError) as error:
+    raise Misconfigured(str(error)) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +80,8 @@ def build_surroundings(config) -> Iterator[Surroundings]:
   Raises:
     RetrieverUnreachable: nobody answers within retrieval.start_grace.
   """
-  questions = build_questions(config)
+  with misconfigured():
+    questions = build_questions(config)
   with contextlib.ExitStack() as stack:
     loop = stack.enter_context(event_loop.EventLoop())
     url = config.retrieval.url
@@ -148,6 +165,30 @@ def build_mesh(config, *, local: bool = False) -> jax.sharding.Mesh:
     return mesh_lib.make_mesh(data=-1, fsdp=1, tensor=1, devices=devices)
   axes = config.mesh
   return mesh_lib.make_mesh(data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor)
+
+
+def check_division(config, mesh: jax.sharding.Mesh) -> None:
+  """Rows must divide over the devices.
+
+  Raises:
+    ValueError: one line for each size that does not.
+  """
+  shards = math.prod(mesh.shape[axis] for axis in mesh_lib.BATCH_AXES)
+  updates = config.updates
+  sizes = {
+      'rollout.trajectories_per_step': config.rollout.trajectories_per_step,
+      'updates.minibatch_size': updates.minibatch_size,
+      'updates.microbatch_size': updates.microbatch_size,
+      'evaluate.batch_size': config.evaluate.batch_size,
+  }
+  lines = [
+      f'{key}={size}: must be a multiple of the {shards} devices of the '
+      'axes data and fsdp'
+      for key, size in sizes.items()
+      if size % shards
+  ]
+  if lines:
+    raise ValueError('\n'.join(lines))
 
 
 def build_collector(

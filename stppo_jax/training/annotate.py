@@ -1,0 +1,92 @@
+"""What a collected batch must know before its updates.
+
+B trajectories, L tokens. Log-probabilities of the old policy and of the
+reference, values, the KL penalty, advantages and returns: one jitted function
+over the whole collected batch, so that whitening is over all of it.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.models import functional
+from stppo_jax.rl import advantages as advantages_lib
+from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.rl import diagnostics
+from stppo_jax.rl import kl as kl_lib
+from stppo_jax.rl import masking
+from stppo_jax.training import state as state_lib
+
+Array = jax.Array
+
+
+def annotate(
+    batch: batch_lib.TokenBatch,
+    state: state_lib.TrainState,
+    reference: functional.Params,
+    algorithm: algorithm_lib.Algorithm,
+    *,
+    policy: functional.Model,
+    value: functional.Model,
+    temperature: float,
+) -> tuple[batch_lib.TokenBatch, dict[str, Array]]:
+  """Fills the second block of a batch.
+
+  Args:
+    batch: as packed.
+    state: the policy that sampled it, and the value model.
+    reference: weights of the frozen reference policy.
+    algorithm: the row.
+    policy: the model of the policy and of the reference.
+    value: the value model.
+    temperature: of sampling.
+
+  Returns:
+    The annotated batch and scalar metrics: the sampler's mismatch, the
+    divergence from the reference, values, returns and advantages.
+  """
+  mask_BL = batch.loss_mask_BL
+  logprobs = lambda params: policy.logprobs_and_entropy(
+      params, batch.tokens_BL, temperature=temperature
+  )[0]
+  old_BL = masking.select(logprobs(state.policy.params), mask_BL)
+  ref_BL = masking.select(logprobs(reference), mask_BL)
+  values_BL = value.values(state.value.params, batch.tokens_BL)
+  batch = batch.replace(
+      old_logprobs_BL=old_BL, ref_logprobs_BL=ref_BL, values_BL=values_BL
+  )
+  kl_BL = kl_lib.kl_estimate(
+      old_BL, ref_BL, mask_BL, estimator=algorithm.kl.estimator
+  )
+  rewards_BL = batch.rewards_BL
+  if algorithm.kl.where == 'reward':
+    rewards_BL = kl_lib.penalized_rewards(
+        rewards_BL, kl_BL, mask_BL, coefficient=algorithm.kl.coefficient
+    )
+  estimate = advantages_lib.estimate_advantages(
+      rewards_BL, batch, **algorithm.advantage.arguments()
+  )
+  batch = batch.replace(
+      advantages_BL=estimate.advantages_BL,
+      returns_BL=estimate.returns_BL,
+      value_mask_BL=estimate.value_mask_BL,
+  )
+  metrics = diagnostics.critic_diagnostics(batch, estimate.value_mask_BL)
+  metrics['critic/kl'] = masking.masked_mean(kl_BL, mask_BL)
+  metrics['critic/kl_coef'] = jnp.asarray(algorithm.kl.coefficient)
+  metrics |= _mismatch(old_BL, batch.sampler_logprobs_BL, mask_BL)
+  return batch, metrics
+
+
+def _mismatch(old_BL, sampler_BL, mask_BL) -> dict[str, Array]:
+  """How far sampler and trainer are apart on the same tokens and weights."""
+  # x = log(sampler / trainer), so that k3 = e^-x - 1 + x is of the sampler.
+  x_BL = masking.select(sampler_BL - old_BL, mask_BL)
+  k3_BL = jnp.expm1(-x_BL) + x_BL
+  return {
+      'mismatch/logprob_abs_diff': jnp.max(jnp.abs(x_BL)),
+      'mismatch/k3': masking.masked_mean(k3_BL, mask_BL),
+      'mismatch/weight_raw_max': jnp.max(
+          jnp.where(mask_BL, jnp.exp(-x_BL), 0.0)
+      ),
+  }

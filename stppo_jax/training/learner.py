@@ -1,0 +1,168 @@
+"""The device side of a run: state, and jitted annotate and update."""
+
+from collections.abc import Iterator, Sequence
+import functools
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.models import functional
+from stppo_jax.models import load_hf
+from stppo_jax.parallel import distributed
+from stppo_jax.parallel import sharding
+from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.rl import diagnostics as diagnostics_lib
+from stppo_jax.training import annotate as annotate_lib
+from stppo_jax.training import keys
+from stppo_jax.training import optimizer as optimizer_lib
+from stppo_jax.training import state as state_lib
+from stppo_jax.training import step as step_lib
+
+_ADAM = ('b1', 'b2', 'eps')
+
+
+class Learner:
+  """Makes, annotates with, and updates the train state of a config.
+
+  Args:
+    config: of the run.
+    shape: of policy and value model.
+    mesh: of the run.
+
+  Raises:
+    ValueError: weights that do not fit the shape.
+  """
+
+  def __init__(self, config, shape, mesh: jax.sharding.Mesh):
+    self.policy = functional.Model(shape, 'vocabulary')
+    self.value = functional.Model(shape, 'scalar')
+    self.mesh = mesh
+    self._config = config
+    self._rows = sharding.batch_sharding(mesh)
+    self._algorithm = algorithm_lib.build_algorithm(config.algorithm)
+    self._optimizers = {}
+    self._numbers = {
+        'entropy_coefficient': config.loss.entropy_coefficient,
+        'value_clip': config.loss.value_clip,
+    }
+    for name in ('policy', 'value'):
+      options = config[f'{name}_optimizer'].to_dict()
+      self._optimizers[name] = optimizer_lib.build_optimizer(
+          **{option: options.pop(option) for option in _ADAM}
+      )
+      self._numbers[name] = {k: float(v) for k, v in options.items()}
+    updates = config.updates
+    rows = updates.minibatch_size
+    models = {'policy': self.policy, 'value': self.value}
+    temperature = config.rollout.temperature
+    self._annotate = jax.jit(
+        functools.partial(
+            annotate_lib.annotate, temperature=temperature, **models
+        ),
+    )
+    self._update = jax.jit(
+        functools.partial(
+            step_lib.update,
+            **models,
+            policy_optimizer=self._optimizers['policy'],
+            value_optimizer=self._optimizers['value'],
+            temperature=temperature,
+            num_turns=config.env.max_turns + 1,
+            num_microbatches=rows // (updates.microbatch_size or rows),
+        ),
+        donate_argnums=0,
+    )
+    self._take = jax.jit(
+        lambda batch, rows: jax.tree.map(lambda x: x[rows], batch),
+        out_shardings=self._rows,
+    )
+
+  def start(self) -> state_lib.TrainState:
+    """The state before the first update."""
+    make_policy = self._weights(self._config.model.path)
+    key = keys.step_key(self._config.seed, 0, keys.Purpose.INIT)
+    return state_lib.create(
+        make_policy,
+        functools.partial(
+            state_lib.value_from_policy, self.value, jax.random.fold_in(key, 1)
+        ),
+        self._optimizers['policy'],
+        self._optimizers['value'],
+        self.mesh,
+    )
+
+  def reference(self) -> functional.Params:
+    """The frozen reference: its own directory, or the start of the run."""
+    make = self._weights(
+        self._config.model.reference_path or self._config.model.path
+    )
+    placed = sharding.param_shardings(jax.eval_shape(make), self.mesh)
+    return jax.jit(make, out_shardings=placed)()
+
+  def annotate(
+      self,
+      packed: batch_lib.TokenBatch,
+      state: state_lib.TrainState,
+      reference: functional.Params,
+  ) -> tuple[batch_lib.TokenBatch, dict[str, Any]]:
+    """See `annotate.annotate`; the batch comes as numpy arrays."""
+    batch = distributed.from_local_rows(packed, self._rows)
+    return self._annotate(batch, state, reference, self._algorithm)
+
+  def update_epochs(
+      self,
+      state: state_lib.TrainState,
+      batch: batch_lib.TokenBatch,
+      step: int,
+  ) -> tuple[state_lib.TrainState, dict[str, float]]:
+    """All updates of a step; `state` is consumed.
+
+    Returns:
+      The new state and the metrics: means over the updates, ratios pooled.
+    """
+    numbers = self._numbers_at(step)
+    reports, pooled = [], None
+    for rows in self._minibatches(len(batch.lengths_B), step):
+      state, metrics, diagnostics = self._update(
+          state, self._take(batch, rows), self._algorithm, numbers
+      )
+      reports.append(metrics)
+      pooled = (
+          diagnostics
+          if pooled is None
+          else diagnostics_lib.merge(pooled, diagnostics)
+      )
+    reports, pooled = jax.device_get((reports, pooled))
+    return state, _mean_of(reports) | diagnostics_lib.summarize(pooled)
+
+  def _minibatches(self, num_rows: int, step: int) -> Iterator[np.ndarray]:
+    """Row numbers of each minibatch; a new permutation every epoch."""
+    size = self._config.updates.minibatch_size
+    for epoch in range(self._config.updates.num_epochs):
+      generator = np.random.default_rng((self._config.seed, step, epoch))
+      order = generator.permutation(num_rows).astype(np.int32)
+      yield from np.split(order, num_rows // size)
+
+  def _numbers_at(self, step: int):
+    """The update's runtime numbers; the policy rests while values warm up."""
+    if step >= self._config.loss.value_warmup_steps:
+      return self._numbers
+    resting = {**self._numbers['policy'], 'learning_rate': 0.0}
+    return {**self._numbers, 'policy': resting}
+
+  def _weights(self, path: str):
+    if path:
+      weights = load_hf.read_params(pathlib.Path(path), self.policy.config)
+      return lambda: jax.tree.map(jax.numpy.asarray, weights)
+    key = keys.step_key(self._config.seed, 0, keys.Purpose.INIT)
+    return functools.partial(self.policy.init, key)
+
+
+def _mean_of(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
+  return {
+      name: float(np.mean([report[name] for report in reports]))
+      for name in reports[0]
+  }
