@@ -95,7 +95,9 @@ def learning_curve(
     _draw_clip(clip, metrics)
     _draw_kl(kl, metrics)
     kl.set_xlabel('step')
-    kl.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+    kl.xaxis.set_major_locator(
+      ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10])
+    )
     for axes in (score, clip, kl):
       if axes.get_legend_handles_labels()[0]:
         axes.legend(loc='upper left', bbox_to_anchor=(1.0, 1.0))

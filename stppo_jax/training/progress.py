@@ -10,6 +10,7 @@ import time
 
 import rich.console
 import rich.progress
+import rich.text
 
 # What is shown, and the metrics that it is made of (CONTRACTS.md names).
 _REWARD = 'critic/score/mean'
@@ -57,13 +58,11 @@ class Progress:
     if self._bar is not None:
       self._bar.update(self._task, completed=done, description=line)
     else:
-      self._console.print(line, markup=False, soft_wrap=True)
+      self._console.print(line, soft_wrap=True)
 
   def show(self, text: str) -> None:
     """Prints text above the bar, as it is."""
-    self._console.print(
-      rich.text.Text.from_ansi(text), markup=False, soft_wrap=True
-    )
+    self._console.print(rich.text.Text.from_ansi(text), soft_wrap=True)
 
   def close(self) -> None:
     if self._bar is not None:

@@ -52,8 +52,8 @@ def test_the_rows_are_right(row):
     ('rollout.temperature', 0.0, 'greater than 0'),
     ('rollout.temperature', math.nan, 'greater than 0'),
     ('rollout.min_valid_fraction', 1.5, 'in [0, 1]'),
-    ('update.microbatch_size', -1, '0 or greater'),
-    ('update.remat', 'some', 'one of none, full'),
+    ('updates.microbatch_size', -1, '0 or greater'),
+    ('updates.remat', 'some', 'one of none, full'),
     ('policy_optimizer.b1', 1.0, 'in [0, 1)'),
     ('policy_optimizer.learning_rate', -1e-6, '0 or greater'),
     ('value_optimizer.max_grad_norm', 0.0, 'greater than 0'),
@@ -73,7 +73,7 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
     (
       {'rollout__trajectories_per_step': 500},
       'rollout.trajectories_per_step=500: must be a multiple of '
-      'update.minibatch_size=256',
+      'updates.minibatch_size=256',
     ),
     (
       {'rollout__group_size': 3},
@@ -81,9 +81,9 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
       'rollout.group_size=3',
     ),
     (
-      {'update__microbatch_size': 48},
-      'update.minibatch_size=256: must be a multiple of '
-      'update.microbatch_size=48',
+      {'updates__microbatch_size': 48},
+      'updates.minibatch_size=256: must be a multiple of '
+      'updates.microbatch_size=48',
     ),
     (
       {'model__num_heads': 3, 'model__num_kv_heads': 2},
@@ -119,7 +119,7 @@ def test_all_errors_at_once():
   lines = schema.check(
     _config(
       num_steps=0,
-      update__num_epochs=0,
+      updates__num_epochs=0,
       rollout__group_size=3,
       mesh__fsdp=-1,
       env__prompt_template='no/such/file',
@@ -135,7 +135,7 @@ def test_all_errors_at_once():
     'num_steps',
     'retrieval.url',
     'rollout.trajectories_per_step',
-    'update.num_epochs',
+    'updates.num_epochs',
   ]
 
 
@@ -143,7 +143,7 @@ def test_a_config_file_cannot_invent_forget_or_retype_keys():
   config = base.get_config().to_dict()
   config['rollout']['temprature'] = 0.7
   del config['rollout']['temperature']
-  config['update']['num_epochs'] = 1.5
+  config['updates']['num_epochs'] = 1.5
   config['writer']['tensorboard'] = 1
   config['seed'] = True
   config['evaluate'] = 3
@@ -156,7 +156,7 @@ def test_a_config_file_cannot_invent_forget_or_retype_keys():
     'evaluate.num_questions: missing',
     'rollout.temperature: missing',
     'seed=True: must be of type int',
-    'update.num_epochs=1.5: must be of type int',
+    'updates.num_epochs=1.5: must be of type int',
     'writer.tensorboard=1: must be of type bool',
     'algorithm.ratio.levle: unknown option; the options are level, '
     'gradient, reduce',

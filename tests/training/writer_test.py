@@ -79,12 +79,23 @@ def test_resuming_is_as_if_never_interrupted(tmp_path):
   writer = _writer(broken)
   writer.truncate_after(2)
   assert [line['step'] for line in _lines(broken)] == [1, 2]
+  dialogues = sorted(path.name for path in broken.glob('trajectories-*'))
+  assert [name[-7] for name in dialogues] == ['1', '2']
   for step in (3, 4):
     writer.write(step, {'a': step})
     writer.write_trajectories(step, [{'step': step}])
   files = {path.name: path.read_bytes() for path in whole.iterdir()}
   assert files == {p.name: p.read_bytes() for p in broken.iterdir()}
   assert len(files) == 5
+
+
+def test_a_line_without_its_end_is_torn(tmp_path):
+  # Read as JSON it looks whole; the next line would be glued to it.
+  (tmp_path / 'metrics.jsonl').write_text('{"step": 1}\n{"step": 2}')
+  writer = _writer(tmp_path)
+  writer.truncate_after(2)
+  writer.write(2, {})
+  assert [line['step'] for line in _lines(tmp_path)] == [1, 2]
 
 
 def test_truncating_without_a_file_or_below_all_steps(tmp_path):
