@@ -1,0 +1,114 @@
+"""Serve a corpus, or the worlds of the synthetic encyclopedia, over HTTP.
+
+python -m stppo_jax serve --corpus=FILE.jsonl [--host=ADDRESS] [--port=PORT]
+python -m stppo_jax serve --synthetic_seed=N [--entities_per_type=N] ...
+
+Prints its URL when it is ready and runs until SIGINT or SIGTERM. An address
+other than loopback needs a bearer token in STPPO_RETRIEVAL_TOKEN.
+"""
+
+import argparse
+import asyncio
+from collections.abc import Callable
+from collections.abc import Sequence
+import functools
+import os
+import signal
+import sys
+
+from configs import base
+from stppo_jax import types
+from stppo_jax.data import synthetic_wiki
+from stppo_jax.retrieval import corpus
+from stppo_jax.retrieval import server
+
+_WORLD_OPTIONS = ('entities_per_type', 'name_pieces', 'distractors')
+
+
+class _UsageError(Exception):
+  """A flag is wrong; the message is one line."""
+
+
+class _Parser(argparse.ArgumentParser):
+  def error(self, message: str):
+    raise _UsageError(message)
+
+
+def main(
+  argv: Sequence[str],
+  *,
+  passages_of_world: Callable[
+    ..., Sequence[types.Passage]
+  ] = synthetic_wiki.passages_of_world,
+) -> int:
+  """Runs the server; returns the exit code.
+
+  Args:
+    argv: flags, without the command's name.
+    passages_of_world: called with (seed, world, **options) for a world's
+      passages.
+  """
+  try:
+    app, host, port = _app(argv, passages_of_world)
+    return asyncio.run(_serve(app, host, port))
+  except (_UsageError, ValueError, OSError) as error:
+    print(f'serve: {" ".join(str(error).split())}', file=sys.stderr)
+    return 2
+
+
+def _app(argv, passages_of_world):
+  flags = _parser().parse_args(argv)
+  if not 0 <= flags.port <= 65535:
+    raise _UsageError(f'--port: {flags.port} is not in 0..65535')
+  token = os.environ.get(server.TOKEN_VARIABLE, '')
+  server.check_exposure(flags.host, token)
+  if flags.corpus is not None:
+    passages = corpus.read_corpus(flags.corpus)
+    app = server.make_app(passages, token=token)
+  else:
+    options = {name: getattr(flags, name) for name in _WORLD_OPTIONS}
+    passages_of = functools.partial(
+      passages_of_world, flags.synthetic_seed, **options
+    )
+    passages_of(0)  # Options that cannot make a world are refused here.
+    app = server.make_app(passages_of=passages_of, token=token)
+  return app, flags.host, flags.port
+
+
+def _parser() -> argparse.ArgumentParser:
+  parser = _Parser(
+    prog='python -m stppo_jax serve',
+    description='Serve passages over HTTP (the protocol of Search-R1).',
+    allow_abbrev=False,
+  )
+  source = parser.add_mutually_exclusive_group(required=True)
+  source.add_argument('--corpus', help='JSONL file of passages')
+  source.add_argument(
+    '--synthetic_seed', type=int, help='seed of a synthetic encyclopedia'
+  )
+  parser.add_argument('--host', default=server.LOOPBACK)
+  parser.add_argument('--port', type=int, default=8000, help='0 = a free one')
+  # As a run has them, or the two would speak of different worlds.
+  defaults = base.get_config().data.synthetic_wiki
+  for name in _WORLD_OPTIONS:
+    parser.add_argument(
+      f'--{name}',
+      type=int,
+      default=defaults[name],
+      help='of --synthetic_seed: config.data.synthetic_wiki of the run',
+    )
+  return parser
+
+
+async def _serve(app, host: str, port: int) -> int:
+  stopping = asyncio.Event()
+  loop = asyncio.get_running_loop()
+  for number in (signal.SIGINT, signal.SIGTERM):
+    loop.add_signal_handler(number, stopping.set)
+  runner, url = await server.start(app, host, port)
+  try:
+    print(url, flush=True)
+    await stopping.wait()
+  finally:
+    await runner.cleanup()
+  return 0

@@ -1,0 +1,125 @@
+"""Questions from JSONL files.
+
+One object a line:
+
+    {"id", "dataset", "kind": "open" | "mcq", "question", "answers": [...],
+     "options": {"A": ...}, "answer_key": "A"}
+
+The last two belong to "mcq". Other keys are ignored.
+"""
+
+from collections.abc import Mapping
+import json
+import os
+from typing import Any
+
+from stppo_jax import types
+
+_KINDS = {'open': 'open', 'mcq': 'choice'}
+
+
+def read_questions(path: str | os.PathLike[str]) -> list[types.Question]:
+  """Reads questions in the order of the file; empty lines are skipped.
+
+  Raises:
+    FileNotFoundError: there is no such file.
+    ValueError: a line is no question, its id came before in its data set, or
+      no line is left; names file and line.
+  """
+  if not os.path.isfile(path):
+    raise FileNotFoundError(f'{path}: no such file')
+  questions = []
+  line_of_id: dict[tuple[str, str], int] = {}
+  with open(path, encoding='utf-8') as file:
+    number = 0
+    try:
+      for number, line in enumerate(file, start=1):
+        if not line.strip():
+          continue
+        question = question_of(json.loads(line))
+        key = (question.data_set, question.id)
+        if key in line_of_id:
+          raise ValueError(
+            f'id {question.id!r} stands in line {line_of_id[key]} too'
+          )
+        line_of_id[key] = number
+        questions.append(question)
+    except UnicodeDecodeError as error:
+      # Text is decoded ahead in blocks: the line is not known.
+      raise ValueError(f'{path}: not UTF-8: {error}') from error
+    except (ValueError, RecursionError) as error:
+      raise ValueError(f'{path}:{number}: {error}') from error
+  if not questions:
+    raise ValueError(f'{path}: no questions')
+  return questions
+
+
+def question_of(row: Any) -> types.Question:
+  """Reads one object.
+
+  The golden answers of a choice question are texts of options: that of
+  `answer_key` is added if it is not among `answers`.
+
+  Raises:
+    ValueError: a key is missing or its value is not as it should be.
+  """
+  if not isinstance(row, Mapping):
+    raise ValueError('expected an object')
+  kind = _string(row, 'kind')
+  if kind not in _KINDS:
+    raise ValueError(f'"kind": {kind!r}; choices: {", ".join(_KINDS)}')
+  answers = _answers(row)
+  options = {}
+  if _KINDS[kind] == 'choice':
+    options = _options(row)
+    if 'answer_key' in row:
+      key = _string(row, 'answer_key')
+      if key not in options:
+        raise ValueError(f'"answer_key": {key!r} is not among the options')
+      if options[key] not in answers:
+        answers += (options[key],)
+    elif not set(answers) & (set(options) | set(options.values())):
+      raise ValueError('"answers": none is an option, and no "answer_key"')
+  return types.Question(
+    id=_string(row, 'id'),
+    text=_string(row, 'question'),
+    golden_answers=answers,
+    data_set=_string(row, 'dataset'),
+    kind=_KINDS[kind],
+    options=options,
+  )
+
+
+def _string(row: Mapping[str, Any], name: str) -> str:
+  if name not in row:
+    raise ValueError(f'no "{name}"')
+  value = row[name]
+  if not isinstance(value, str) or not value.strip():
+    raise ValueError(f'"{name}": expected a string that is not empty')
+  return value
+
+
+def _answers(row: Mapping[str, Any]) -> tuple[str, ...]:
+  if 'answers' not in row:
+    raise ValueError('no "answers"')
+  answers = row['answers']
+  if (
+    not isinstance(answers, list)
+    or not answers
+    or not all(isinstance(answer, str) for answer in answers)
+  ):
+    raise ValueError('"answers": expected a list of strings, one at least')
+  return tuple(answers)
+
+
+def _options(row: Mapping[str, Any]) -> dict[str, str]:
+  if 'options' not in row:
+    raise ValueError('no "options"')
+  options = row['options']
+  if (
+    not isinstance(options, Mapping)
+    or not options
+    or not all(isinstance(text, str) for text in options.values())
+  ):
+    raise ValueError('"options": expected an object of strings, one at least')
+  return dict(options)

@@ -1,0 +1,119 @@
+"""`serve` as a process: ready line, answers, signals, refusals."""
+
+import asyncio
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+from urllib import request
+
+import pytest
+
+from stppo_jax import types
+from stppo_jax.commands import serve
+from stppo_jax.retrieval import server
+
+_MAIN = (
+  'import sys; from stppo_jax.commands import serve; '
+  'sys.exit(serve.main(sys.argv[1:]))'
+)
+
+
+@contextlib.contextmanager
+def _serving(*flags):
+  process = subprocess.Popen(
+    [sys.executable, '-c', _MAIN, '--port=0', *flags],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  )
+  try:
+    yield process, process.stdout.readline().strip()
+  finally:
+    process.kill()
+    process.communicate()
+
+
+def _ask(url, query):
+  body = json.dumps({'queries': [query], 'topk': 1}).encode()
+  with request.urlopen(request.Request(url, body), timeout=10) as reply:
+    return json.load(reply)['result'][0]
+
+
+def _corpus(tmp_path):
+  path = tmp_path / 'corpus.jsonl'
+  path.write_text('{"pid": "7", "title": "Paris", "text": "In France."}\n')
+  return path
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_serves_a_corpus_until_told_to_stop(tmp_path, number):
+  with _serving(f'--corpus={_corpus(tmp_path)}') as (process, url):
+    assert url.startswith('http://127.0.0.1:')
+    assert _ask(f'{url}/retrieve', 'france') == [
+      {'id': '7', 'contents': '"Paris"\nIn France.'}
+    ]
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=10)
+    assert (process.returncode, output, errors) == (0, '', '')
+
+
+def test_serves_worlds(monkeypatch):
+  asked = []
+
+  async def one_request(app, host, port):
+    runner, url = await server.start(app, host, port)
+    try:
+      return await asyncio.to_thread(_ask, f'{url}/worlds/5/retrieve', 'town')
+    finally:
+      await runner.cleanup()
+
+  def passages_of_world(seed, world, **options):
+    asked.append((seed, world, options))
+    return [types.Passage(f'{seed}/{world}', 'Town', 'x')]
+
+  monkeypatch.setattr(serve, '_serve', one_request)
+  flags = ['--synthetic_seed=3', '--port=0', '--distractors=9']
+  result = serve.main(flags, passages_of_world=passages_of_world)
+  assert result == [{'id': '3/5', 'contents': '"Town"\nx'}]
+  options = {'entities_per_type': 42, 'name_pieces': 2, 'distractors': 9}
+  assert asked == [(3, 0, options), (3, 5, options)]
+
+
+@pytest.mark.parametrize(
+  ('flags', 'message'),
+  [
+    ([], 'one of the arguments --corpus --synthetic_seed is required'),
+    (['--corpus=/absent'], '/absent: no such file'),
+    (['--corpus=/absent', '--synthetic_seed=1'], 'not allowed with'),
+    (['--synthetic_seed=x'], "invalid int value: 'x'"),
+    (['--synthetic_seed=1', '--port=70000'], '--port: 70000'),
+    (['--synthetic_seed=1', '--host=0.0.0.0'], 'STPPO_RETRIEVAL_TOKEN'),
+    (['--synthetic_seed=1', '--unknown'], '--unknown'),
+    (['--synthetic_seed=1', '--host=192.0.2.1', '--token'], '--token'),
+  ],
+)
+def test_a_bad_value_is_one_line_and_2(capsys, monkeypatch, flags, message):
+  monkeypatch.delenv(server.TOKEN_VARIABLE, raising=False)
+  assert serve.main(flags) == 2
+  output, errors = capsys.readouterr()
+  assert output == ''
+  assert message in errors and errors.count('\n') == 1
+
+
+def test_a_taken_port_is_one_line_and_2(tmp_path, capsys):
+  with server.EmbeddedServer([types.Passage('1', 'a', 'b')]) as embedded:
+    port = embedded.url.rpartition(':')[2]
+    flags = [f'--corpus={_corpus(tmp_path)}', f'--port={port}']
+    assert serve.main(flags) == 2
+  assert capsys.readouterr().err.count('\n') == 1
+
+
+def test_options_that_make_no_world_are_refused_at_the_start(capsys):
+  def passages_of_world(seed, world, **options):
+    raise ValueError(f'cannot make {options["entities_per_type"]} entities')
+
+  flags = ['--synthetic_seed=1', '--entities_per_type=-1', '--port=0']
+  assert serve.main(flags, passages_of_world=passages_of_world) == 2
+  assert capsys.readouterr().err == 'serve: cannot make -1 entities\n'

@@ -1,0 +1,105 @@
+"""Questions from files, and errors that name file and line."""
+
+import json
+
+import pytest
+
+from stppo_jax import types
+from stppo_jax.data import readers
+
+_OPEN = {
+  'id': 'n1',
+  'dataset': 'nq',
+  'kind': 'open',
+  'question': 'who?',
+  'answers': ['x', 'y'],
+  'gold_pids': ['p'],
+  'hops': 2,
+}
+_CHOICE = {
+  'id': 'm1',
+  'dataset': 'medmcqa',
+  'kind': 'mcq',
+  'question': 'which?',
+  'answers': ['two'],
+  'options': {'A': 'one', 'B': 'two'},
+  'answer_key': 'B',
+}
+
+
+def _write(tmp_path, *rows):
+  path = tmp_path / 'questions.jsonl'
+  path.write_text(
+    '\n'.join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+  )
+  return path
+
+
+def test_both_kinds(tmp_path):
+  assert readers.read_questions(_write(tmp_path, _OPEN, ' ', _CHOICE)) == [
+    types.Question('n1', 'who?', ('x', 'y'), 'nq'),
+    types.Question(
+      'm1',
+      'which?',
+      ('two',),
+      'medmcqa',
+      'choice',
+      {'A': 'one', 'B': 'two'},
+    ),
+  ]
+
+
+def test_the_text_of_the_answer_key_is_golden():
+  question = readers.question_of(_CHOICE | {'answers': ['2']})
+  assert question.golden_answers == ('2', 'two')
+
+
+def test_equal_ids_in_different_sets_are_different_questions(tmp_path):
+  path = _write(tmp_path, _OPEN, _OPEN | {'dataset': 'other'})
+  assert len(readers.read_questions(path)) == 2
+
+
+def _without(row, name):
+  return {key: value for key, value in row.items() if key != name}
+
+
+@pytest.mark.parametrize(
+  ('row', 'message'),
+  [
+    ('{"id"', 'delimiter'),
+    ('[' * 100000, 'recursion'),
+    ('[]', 'expected an object'),
+    (_without(_CHOICE, 'id'), 'no "id"'),
+    (_without(_CHOICE, 'answers'), 'no "answers"'),
+    (_without(_CHOICE, 'options'), 'no "options"'),
+    (_CHOICE | {'question': ' '}, '"question": expected a string'),
+    (_CHOICE | {'dataset': 3}, '"dataset": expected a string'),
+    (_CHOICE | {'kind': 'choice'}, "'choice'; choices: open, mcq"),
+    (_CHOICE | {'answers': []}, '"answers": expected a list'),
+    (_CHOICE | {'answers': 'two'}, '"answers": expected a list'),
+    (_CHOICE | {'options': {}}, '"options": expected an object'),
+    (_CHOICE | {'options': {'A': 1}}, '"options": expected an object'),
+    (_CHOICE | {'answer_key': 'C'}, "'C' is not among the options"),
+    (
+      _without(_CHOICE, 'answer_key') | {'answers': ['six']},
+      'none is an option',
+    ),
+    (_OPEN, "id 'n1' stands in line 1 too"),
+  ],
+)
+def test_a_bad_line_is_named(tmp_path, row, message):
+  path = _write(tmp_path, _OPEN, row)
+  with pytest.raises(ValueError) as error:
+    readers.read_questions(path)
+  assert str(error.value).startswith(f'{path}:2: ')
+  assert message in str(error.value) and '\n' not in str(error.value)
+
+
+def test_missing_empty_and_binary_files(tmp_path):
+  with pytest.raises(FileNotFoundError, match='absent: no such file'):
+    readers.read_questions(tmp_path / 'absent')
+  with pytest.raises(ValueError, match='no questions'):
+    readers.read_questions(_write(tmp_path, ''))
+  (tmp_path / 'binary').write_bytes(b'\xff\xfe')
+  with pytest.raises(ValueError, match='not UTF-8'):
+    readers.read_questions(tmp_path / 'binary')
