@@ -10,22 +10,18 @@ import collections
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence
 import dataclasses
-import os
 import random
-import re
 import time
-from urllib import parse
 
 import aiohttp
 import numpy as np
-import yarl
 
 from stppo_jax import types
+from stppo_jax.retrieval import address
 from stppo_jax.retrieval import protocol
 from stppo_jax.retrieval import replies
-from stppo_jax.retrieval import server
+from stppo_jax.retrieval import transport
 
-_MAX_REPLY_BYTES = 64 << 20
 _MAX_CONCURRENT_REQUESTS = 16
 _CACHED_QUERIES = 4096
 _LATENCIES_KEPT = 65536
@@ -35,56 +31,7 @@ _MAX_RETRY_AFTER = 60.0  # seconds: a wrong clock must not stop the run
 _SPLIT = 4  # a suspicious batch is asked again in that many parts
 _HEALTH_PERIOD = 0.2  # seconds between looks at a server that is not up
 
-_SEGMENT = '[A-Za-z0-9_-][A-Za-z0-9_.-]*'  # no dot in front: no '..'
-_CORPUS = re.compile(f'{_SEGMENT}(/{_SEGMENT})*')
-# Waiting will not change these: they are about the address or the token.
-_PERMANENT = frozenset({401, 403, 404, 405})
-# The server is overloaded or away; what was asked is not to blame.
-_OVERLOADED = frozenset({408, 429, 502, 503, 504})
-
-
-def check_url(url: str) -> str | None:
-  """What is wrong with a retriever's URL, in one line; None if it is fine.
-
-  Touches no network. A trailing /retrieve is allowed, as users write it.
-  """
-  if any(c.isspace() or not c.isprintable() for c in url):
-    return f'{url!r} contains white space or control characters'
-  try:
-    parts = parse.urlsplit(url)
-    port = parts.port
-  except ValueError as error:
-    return f'{url!r} is no URL: {error}'
-  if parts.scheme not in ('http', 'https') or not parts.hostname:
-    return f'{url!r} is no http:// or https:// URL'
-  if port == 0:
-    return f'{url!r} names port 0'
-  if parts.username is not None or parts.password is not None:
-    return (
-      'user and password in the URL are not allowed; set a bearer token in '
-      f'{server.TOKEN_VARIABLE}'
-    )
-  if parts.query or parts.fragment:
-    return f'{url!r} has a query or a fragment'
-  return None
-
-
-class _Failure(Exception):
-  """One request failed.
-
-  Attributes:
-    permanent: asking again is of no use.
-    suspicious: one of the queries may be to blame: ask in smaller parts.
-    retry_after: seconds the server asked to wait; 0 = did not.
-  """
-
-  def __init__(
-    self, line, *, permanent=False, suspicious=False, retry_after=0.0
-  ):
-    super().__init__(line)
-    self.permanent = permanent
-    self.suspicious = suspicious
-    self.retry_after = retry_after
+check_url = address.check_url
 
 
 @dataclasses.dataclass
@@ -139,10 +86,7 @@ class HttpRetriever:
     Raises:
       ValueError: bad URL; one line.
     """
-    problem = check_url(url)
-    if problem:
-      raise ValueError(problem)
-    self._url = url.rstrip('/').removesuffix('/retrieve').rstrip('/')
+    self._url = address.base_of(url)
     self._topk = topk
     self._timeout = timeout
     self._retries = retries
@@ -166,8 +110,7 @@ class HttpRetriever:
       protocol.RetrievalError: after the last retry, one line.
       ValueError: corpus is no plain relative path.
     """
-    if corpus and not _CORPUS.fullmatch(corpus):
-      raise ValueError(f'corpus {corpus!r} is no plain relative path')
+    address.check_corpus(corpus)
     key = (corpus, query)
     if key in self._cache:
       self.cache_hits += 1
@@ -185,29 +128,18 @@ class HttpRetriever:
   async def wait_until_ready(self) -> None:
     """Asks /health until the server answers.
 
-    A server without /health that answers at all is ready: the original one
-    has none, and listens only once its index is loaded.
-
     Raises:
       protocol.RetrieverUnreachable: not within `start_grace` seconds.
     """
     connection = await self._connect()
     deadline = time.monotonic() + self._start_grace
     while True:
-      left = deadline - time.monotonic()
-      try:
-        async with connection.session.get(
-          _encoded(f'{self._url}/health'),
-          allow_redirects=False,
-          timeout=aiohttp.ClientTimeout(
-            total=min(self._timeout, max(left, _HEALTH_PERIOD))
-          ),
-        ) as response:
-          if response.status in (200, 404, 405):
-            return
-          reason = f'status {response.status}'
-      except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        reason = _line(error)
+      left = max(deadline - time.monotonic(), _HEALTH_PERIOD)
+      reason = await transport.why_not_ready(
+        connection.session, self._url, timeout=min(self._timeout, left)
+      )
+      if not reason:
+        return
       if time.monotonic() + _HEALTH_PERIOD > deadline:
         raise protocol.RetrieverUnreachable(
           f'retriever {self._url} not ready within {self._start_grace} s: '
@@ -261,7 +193,7 @@ class HttpRetriever:
     if current is not None and current.under_way and current.loop.is_running():
       raise RuntimeError('HttpRetriever is in use in another event loop')
     # Nothing below gives way to another task, so no other call comes between.
-    generator = _sessions()
+    generator = transport.sessions()
     self._connection = _Connection(
       loop=loop,
       generator=generator,
@@ -338,8 +270,8 @@ class HttpRetriever:
     """Asks for `queries`; what fails is asked again, one attempt higher."""
     try:
       answers = await self._post(connection, corpus, queries)
-      failure = _Failure('malformed list of passages')
-    except _Failure as error:
+      failure = transport.Failure('malformed list of passages')
+    except transport.Failure as error:
       answers, failure = [None] * len(queries), error
     failed = []
     for query, passages in zip(queries, answers, strict=True):
@@ -372,7 +304,7 @@ class HttpRetriever:
       )
     )
 
-  def _pause(self, attempt: int, failure: _Failure) -> float:
+  def _pause(self, attempt: int, failure: transport.Failure) -> float:
     """Seconds until the next attempt: exponential, never less than asked for.
 
     Jittered by half to one and a half, lest all clients return at once.
@@ -384,81 +316,21 @@ class HttpRetriever:
   async def _post(
     self, connection: _Connection, corpus: str, queries: Sequence[str]
   ) -> list[list[types.Passage] | None]:
-    """One request. Raises `_Failure`, whatever the network does."""
-    path = f'/{corpus}/retrieve' if corpus else '/retrieve'
+    """One request; None for a malformed list. Raises `transport.Failure`."""
     # The original server fails on return_scores: false.
     body = {'queries': list(queries), 'topk': self._topk, 'return_scores': True}
-    try:
-      # The timeout starts when there is room, or a burst would expire in line.
-      async with connection.requests:
-        async with connection.session.post(
-          _encoded(self._url + path),
-          json=body,
-          allow_redirects=False,
-          timeout=aiohttp.ClientTimeout(total=self._timeout),
-        ) as response:
-          if response.status != 200:
-            raise _failure_of_status(response)
-          reply = await _read(response)
-    except (aiohttp.ClientError, OSError) as error:
-      timed_out = isinstance(error, TimeoutError)
-      raise _Failure(_line(error), suspicious=timed_out) from error
+    # The timeout starts when there is room, or a burst would expire in line.
+    async with connection.requests:
+      reply = await transport.post(
+        connection.session,
+        self._url + address.path_of(corpus),
+        body,
+        timeout=self._timeout,
+      )
     try:
       return replies.parse_result(reply, len(queries))
     except ValueError as error:
-      raise _Failure(str(error), suspicious=True) from error
-
-
-async def _sessions() -> AsyncGenerator[aiohttp.ClientSession, None]:
-  """Yields one session and closes it when the generator is closed.
-
-  The event loop closes a suspended generator before it ends; nothing else
-  tells us that it does, and a session must not outlive its loop.
-  """
-  headers = {'Accept-Encoding': 'identity'}
-  token = os.environ.get(server.TOKEN_VARIABLE, '')
-  if token:
-    headers['Authorization'] = f'Bearer {token}'
-  async with aiohttp.ClientSession(
-    headers=headers,
-    auto_decompress=False,  # A small reply must not grow large in memory.
-    cookie_jar=aiohttp.DummyCookieJar(),
-    trust_env=False,  # no proxy from the environment
-  ) as session:
-    yield session
-
-
-def _encoded(url: str) -> yarl.URL:
-  return yarl.URL(url, encoded=True)
-
-
-def _failure_of_status(response: aiohttp.ClientResponse) -> _Failure:
-  status = response.status
-  return _Failure(
-    f'status {status}',
-    permanent=status in _PERMANENT or 300 <= status < 400,
-    suspicious=status not in _OVERLOADED,
-    retry_after=replies.retry_after_seconds(
-      response.headers.get('Retry-After')
-    ),
-  )
-
-
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-  """The body; `_Failure` if it is too large."""
-  body = bytearray()
-  async for chunk in response.content.iter_any():
-    body += chunk
-    if len(body) > _MAX_REPLY_BYTES:
-      raise _Failure(
-        f'the reply exceeds {_MAX_REPLY_BYTES} bytes', suspicious=True
-      )
-  return bytes(body)
-
-
-def _line(error: BaseException) -> str:
-  text = ' '.join(str(error).split())
-  return f'{type(error).__name__}: {text}' if text else type(error).__name__
+      raise transport.Failure(str(error), suspicious=True) from error
 
 
 def _parts(items: list[str], size: int) -> list[list[str]]:

@@ -31,11 +31,12 @@ from typing import Any
 from aiohttp import web
 
 from stppo_jax import types
+from stppo_jax.retrieval import address
 from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import corpus as corpus_lib
 
 LOOPBACK = '127.0.0.1'
-TOKEN_VARIABLE = 'STPPO_RETRIEVAL_TOKEN'
+TOKEN_VARIABLE = address.TOKEN_VARIABLE
 PassagesOf = Callable[[int], Sequence[types.Passage]]
 
 # Eighteen digits fit an int64, and int() of a longer text costs its square.

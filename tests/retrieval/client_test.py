@@ -13,6 +13,7 @@ from stppo_jax import types
 from stppo_jax.retrieval import client
 from stppo_jax.retrieval import protocol
 from stppo_jax.retrieval import server
+from stppo_jax.retrieval import transport
 
 
 @pytest.fixture(autouse=True)
@@ -294,7 +295,7 @@ def test_a_slow_answer_times_out_and_others_go_on():
 
 
 def test_an_enormous_reply_is_cut_off(monkeypatch):
-  monkeypatch.setattr(client, '_MAX_REPLY_BYTES', 1000)
+  monkeypatch.setattr(transport, '_MAX_REPLY_BYTES', 1000)
   padded = lambda body: web.Response(text=' ' * 100_000)
   [error], _ = _ask(_Server(padded), ['a'], retries=0)
   assert isinstance(error, protocol.RetrievalError)
