@@ -133,17 +133,15 @@ def policy_statistics(
   `policy_loss`. No gradient flows through it.
   """
   logprobs_BL = sg(logprobs_BL)
-  advantages_BL = masking.select(batch.advantages_BL, batch.loss_mask_BL)
+  advantages_BL = sg(masking.select(batch.advantages_BL, batch.loss_mask_BL))
   ratio_at = _ratio_at(algorithm, logprobs_BL, batch, num_turns, implementation)
   bounds_sums = _bounds_sums(
     algorithm, ratio_at(algorithm.ratio.level), advantages_BL, batch
   )
-  low, high = trusted_bounds(algorithm, bounds_sums, entropy_BL)
   evidence = corrections.Evidence(
-    ratio_at=ratio_at,
-    advantages_BL=advantages_BL,
-    low=low,
-    high=high,
+    ratio_at,
+    advantages_BL,
+    *trusted_bounds(algorithm, bounds_sums, entropy_BL),
     batch=batch,
     num_turns=num_turns,
     implementation=implementation,
@@ -237,10 +235,10 @@ def policy_loss(
   )
 
   evidence = corrections.Evidence(
-    ratio_at=ratio_at,
-    advantages_BL=advantages_BL,
-    low=low,
-    high=high,
+    ratio_at,
+    advantages_BL,
+    low,
+    high,
     batch=batch,
     num_turns=num_turns,
     implementation=implementation,
@@ -274,14 +272,11 @@ def policy_loss(
   entropy = aggregate(entropy_BL)
   kl = jnp.zeros_like(policy)
   if algorithm.kl.where == 'loss':
-    kl = aggregate(
-      kl_lib.kl_estimate(
-        logprobs_BL,
-        batch.ref_logprobs_BL,
-        mask_BL,
-        estimator=algorithm.kl.estimator,
-      )
+    estimator = algorithm.kl.estimator
+    kl_BL = kl_lib.kl_estimate(
+      logprobs_BL, batch.ref_logprobs_BL, mask_BL, estimator=estimator
     )
+    kl = aggregate(kl_BL)
   other = algorithm.kl.coefficient * kl - entropy_coefficient * entropy
   return PolicyLoss(
     loss=policy + other,

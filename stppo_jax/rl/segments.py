@@ -21,8 +21,6 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from stppo_jax.rl import masking
-
 Array = jax.Array
 
 MAX_UNROLLED = 32
@@ -101,7 +99,8 @@ def _totals_segment_sum(x_BL, ids_BL, num_segments):
   row_total = functools.partial(
     jax.ops.segment_sum, num_segments=num_segments + 1
   )
-  totals = jax.vmap(row_total)(masking.select(x_BL, ids_BL > 0), ids_BL)
+  totals = jax.vmap(row_total)(x_BL, ids_BL)
+  # Segment 0, which may hold NaN, is dropped whole.
   return jax.lax.slice_in_dim(totals, 1, num_segments + 1, axis=1)
 
 

@@ -185,6 +185,10 @@ def test_the_scale_is_data_to_the_gradient():
     logprobs, batch.advantages_BL
   )
   assert not np.any(by_logprobs) and not np.any(by_advantages)
+  by_sums = jax.grad(
+    lambda sums: corrections.clipping_bias_scale(sums, tau=3.0)
+  )(_sums())
+  assert not np.any(by_sums)
 
 
 @pytest.mark.parametrize('level', corrections.RATIO_LEVELS)
