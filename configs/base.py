@@ -5,8 +5,9 @@ Configs are Python and run when loaded: open one only if you trust it.
 
 import copy
 
-from configs import algorithms
 from ml_collections import config_dict
+
+from configs import algorithms
 
 
 def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
@@ -20,142 +21,147 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
   """
   if row not in algorithms.ALGORITHMS:
     raise ValueError(
-        f'unknown algorithm row {row!r}; choices: '
-        + ', '.join(sorted(algorithms.ALGORITHMS))
+      f'unknown algorithm row {row!r}; choices: '
+      + ', '.join(sorted(algorithms.ALGORITHMS))
     )
-  return config_dict.ConfigDict({
+  return config_dict.ConfigDict(
+    {
       'seed': 0,
       'num_steps': 100,  # collections, each followed by its updates
       'algorithm': copy.deepcopy(algorithms.ALGORITHMS[row]),
       'model': {
-          # A Hugging Face directory (config.json, safetensors, tokenizer);
-          # '' = random weights of the shape below.
-          'path': '',
-          # The reference policy; '' = the start of this run.
-          'reference_path': '',
-          'tokenizer_path': '',  # '' = the tokenizer in model.path
-          'dtype': 'float32',  # compute: float32 | bfloat16 (weights: float32)
-          'hidden_size': 64,
-          'intermediate_size': 176,
-          'num_layers': 3,
-          'num_heads': 2,
-          'num_kv_heads': 2,
-          'head_dim': 32,
-          'rope_theta': 10000.0,
-          'rms_norm_eps': 1e-6,
-          'qkv_bias': True,
-          'tie_embeddings': True,
-          'scan_unroll': 1,  # layers per iteration of the scan over layers
+        # A Hugging Face directory (config.json, safetensors, tokenizer);
+        # '' = random weights of the shape below.
+        'path': '',
+        # The reference policy; '' = the start of this run.
+        'reference_path': '',
+        'tokenizer_path': '',  # '' = the tokenizer in model.path
+        'dtype': 'float32',  # compute: float32 | bfloat16 (weights: float32)
+        'hidden_size': 64,
+        'intermediate_size': 176,
+        'num_layers': 3,
+        'num_heads': 2,
+        'num_kv_heads': 2,
+        'head_dim': 32,
+        'rope_theta': 10000.0,
+        'rms_norm_eps': 1e-6,
+        'qkv_bias': True,
+        'tie_embeddings': True,
+        'scan_unroll': 1,  # layers per iteration of the scan over layers
       },
       'mesh': {  # devices per axis; -1 = all that remain
-          'data': -1,
-          'fsdp': 1,
-          'tensor': 1,
-          'cpu_devices': 1,  # virtual devices to make of a CPU
+        'data': -1,
+        'fsdp': 1,
+        'tensor': 1,
+        'cpu_devices': 1,  # virtual devices to make of a CPU
       },
       'data': {
-          'name': 'synthetic_wiki',  # synthetic_wiki | jsonl
-          'root': '',  # jsonl: folder that holds the files below
-          'train': '',  # jsonl: questions, relative to root
-          'evaluation': '',  # jsonl: questions, relative to root; '' = none
-          'corpus': '',  # jsonl: passages, relative to root
-          'tokenizer_vocab_size': 4096,  # jsonl without tokenizer: BPE size
-          'synthetic_wiki': {
-              'hops': (1, 2),  # drawn with equal chance
-              'entities_per_type': 42,
-              'name_pieces': 2,  # sub-word pieces per name
-              'distractors': 0,  # passages of entities no fact points to
-              'think_words': 0,  # free words in a demonstrated <think>
-          },
+        'name': 'synthetic_wiki',  # synthetic_wiki | jsonl
+        'root': '',  # jsonl: folder that holds the files below
+        'train': '',  # jsonl: questions, relative to root
+        'evaluation': '',  # jsonl: questions, relative to root; '' = none
+        'corpus': '',  # jsonl: passages, relative to root
+        'tokenizer_vocab_size': 4096,  # jsonl without tokenizer: BPE size
+        'synthetic_wiki': {
+          'hops': (1, 2),  # drawn with equal chance
+          'entities_per_type': 42,
+          'name_pieces': 2,  # sub-word pieces per name
+          'distractors': 0,  # passages of entities no fact points to
+          'think_words': 0,  # free words in a demonstrated <think>
+        },
       },
       'env': {
-          'max_turns': 4,  # searches; one last generation follows
-          'max_turn_tokens': 500,
-          'max_observation_tokens': 500,
-          'max_length': 4096,  # prompt, turns and observations, in tokens
-          'prompt_template': '',  # a text file with {question}; '' = built in
-          'rewards': {  # weight of each part in the outcome reward
-              'exact_match': 1.0,
-              'substring_match': 0.0,
-              'f1': 0.0,
-              'format': 0.0,
-              'search_penalty': 0.0,  # subtracted per search
-          },
-          'reward_scope': 'response',  # response | search_r1
+        'max_turns': 4,  # searches; one last generation follows
+        'max_turn_tokens': 500,
+        'max_observation_tokens': 500,
+        'max_length': 4096,  # prompt, turns and observations, in tokens
+        'prompt_template': '',  # a text file with {question}; '' = built in
+        'rewards': {  # weight of each part in the outcome reward
+          'exact_match': 1.0,
+          'substring_match': 0.0,
+          'f1': 0.0,
+          'format': 0.0,
+          'search_penalty': 0.0,  # subtracted per search
+        },
+        'reward_scope': 'response',  # response | search_r1
       },
       'retrieval': {
-          'url': '',  # '' = an embedded server on a free loopback port
-          'topk': 3,  # passages per search
-          'timeout': 30.0,  # seconds per request
-          'retries': 4,  # per query, beyond the first attempt
-          'start_grace': 60.0,  # seconds to wait for the server at start
-          'max_queries_per_request': 64,
+        'url': '',  # '' = an embedded server on a free loopback port
+        'topk': 3,  # passages per search
+        'timeout': 30.0,  # seconds per request
+        'retries': 4,  # per query, beyond the first attempt
+        'start_grace': 60.0,  # seconds to wait for the server at start
+        'max_queries_per_request': 64,
       },
       'rollout': {
-          'trajectories_per_step': 512,
-          'group_size': 1,  # trajectories of one question
-          'temperature': 1.0,
-          'extend_chunk': 64,  # tokens appended to a slot per call
-          'decode_chunk': 16,  # tokens decoded between looks from the host
-          'length_bucket': 256,  # batches are padded to a multiple of this
-          'min_valid_fraction': 0.5,  # below it, no update happens
+        'trajectories_per_step': 512,
+        'group_size': 1,  # trajectories of one question
+        'temperature': 1.0,
+        'extend_chunk': 64,  # tokens appended to a slot per call
+        'decode_chunk': 16,  # tokens decoded between looks from the host
+        'length_bucket': 256,  # batches are padded to a multiple of this
+        'min_valid_fraction': 0.5,  # below it, no update happens
       },
       'updates': {
-          'minibatch_size': 256,  # trajectories per optimiser step
-          'num_epochs': 1,  # passes over one collected batch
-          'microbatch_size': 0,  # trajectories per forward; 0 = minibatch
-          'remat': 'none',  # none | full: recompute layers in the backward
+        'minibatch_size': 256,  # trajectories per optimiser step
+        'num_epochs': 1,  # passes over one collected batch
+        'microbatch_size': 0,  # trajectories per forward; 0 = minibatch
+        'remat': 'none',  # none | full: recompute layers in the backward
       },
       'policy_optimizer': {
-          'learning_rate': 1e-6,
-          'warmup_updates': 0,  # linear from 0
-          'b1': 0.9,
-          'b2': 0.999,
-          'eps': 1e-8,
-          'weight_decay': 0.01,
-          'max_grad_norm': 1.0,
+        'learning_rate': 1e-6,
+        'warmup_updates': 0,  # linear from 0
+        'b1': 0.9,
+        'b2': 0.999,
+        'eps': 1e-8,
+        'weight_decay': 0.01,
+        'max_grad_norm': 1.0,
       },
       'value_optimizer': {
-          'learning_rate': 1e-5,
-          'warmup_updates': 0,
-          'b1': 0.9,
-          'b2': 0.999,
-          'eps': 1e-8,
-          'weight_decay': 0.01,
-          'max_grad_norm': 1.0,
+        'learning_rate': 1e-5,
+        'warmup_updates': 0,
+        'b1': 0.9,
+        'b2': 0.999,
+        'eps': 1e-8,
+        'weight_decay': 0.01,
+        'max_grad_norm': 1.0,
       },
       'loss': {
-          'entropy_coefficient': 0.001,
-          'value_clip': 0.5,
-          'value_warmup_steps': 0,  # first steps update the critic only
+        'entropy_coefficient': 0.001,
+        'value_clip': 0.5,
+        'value_warmup_steps': 0,  # first steps update the critic only
       },
       'sft': {  # the supervised start on noisy demonstrations
-          'num_steps': 2000,
-          'batch_size': 64,  # dialogues
-          'error_rate': 0.3,  # at each decision of the demonstrator
-          'clean_one_hop_steps': 0,  # first steps: one hop, no errors
-          'optimizer': {
-              'learning_rate': 2e-3,
-              'warmup_updates': 50,
-              'b1': 0.9,
-              'b2': 0.98,
-              'eps': 1e-8,
-              'weight_decay': 0.0,
-              'max_grad_norm': 1.0,
-          },
+        'num_steps': 2000,
+        # Let `train` begin with it when there is no model.path; the result
+        # is kept in WORKDIR/start.
+        'before_training': False,
+        'batch_size': 64,  # dialogues
+        'error_rate': 0.3,  # at each decision of the demonstrator
+        'clean_one_hop_steps': 0,  # first steps: one hop, no errors
+        'optimizer': {
+          'learning_rate': 2e-3,
+          'warmup_updates': 50,
+          'b1': 0.9,
+          'b2': 0.98,
+          'eps': 1e-8,
+          'weight_decay': 0.0,
+          'max_grad_norm': 1.0,
+        },
       },
       'evaluate': {
-          'every': 50,  # steps; 0 = never; the last step is always evaluated
-          'num_questions': 512,  # of each data set, always the same ones
-          'batch_size': 256,  # trajectories decoded together
+        'every': 50,  # steps; 0 = never; the last step is always evaluated
+        'num_questions': 512,  # of each data set, always the same ones
+        'batch_size': 256,  # trajectories decoded together
       },
       'checkpoint': {
-          'every': 50,  # steps; the last step is always saved
-          'keep': 2,
+        'every': 50,  # steps; the last step is always saved
+        'keep': 2,
       },
       'writer': {
-          'tensorboard': True,
-          'trajectories': 16,  # dialogues kept per step
-          'samples': 2,  # dialogues printed at an evaluation
+        'tensorboard': True,
+        'trajectories': 16,  # dialogues kept per step
+        'samples': 2,  # dialogues printed at an evaluation
       },
-  })
+    }
+  )

@@ -32,10 +32,10 @@ def get_config(row: str = 'st_ppo'):
   config.updates.minibatch_size = 64
   config.updates.num_epochs = 2
   config.policy_optimizer.update(
-      learning_rate=2.5e-4, warmup_updates=20, weight_decay=0.0
+    learning_rate=2.5e-4, warmup_updates=20, weight_decay=0.0
   )
   config.value_optimizer.update(
-      learning_rate=3e-4, warmup_updates=20, weight_decay=0.0
+    learning_rate=3e-4, warmup_updates=20, weight_decay=0.0
   )
   config.evaluate.every = 25
   config.checkpoint.every = 25

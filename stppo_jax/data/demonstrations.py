@@ -1,23 +1,109 @@
-"""Noisy demonstrations of searching in the synthetic encyclopedia.
+"""Noisy demonstrations of searching, for the supervised start.
 
 At each decision the demonstrator errs with probability p: whether to search
-at all, what to ask, which fact of the passage to believe. The supervised start
-is therefore a mixture of good and bad habits, which is what reinforcement
+at all, what to ask, which fact of the passage to believe. The start is
+therefore a mixture of good and bad habits, which is what reinforcement
 learning is given to sort out.
 """
 
+import dataclasses
+from typing import Protocol
+
 import numpy as np
 
+from stppo_jax import types
+from stppo_jax.data import questions as questions_lib
 from stppo_jax.data import synthetic_wiki
+
+Demonstration = tuple[types.Question, list[str]]
+
+
+class Demonstrations(Protocol):
+  """Dialogues to imitate: a question and the turns it should lead to."""
+
+  def batch(self, step: int, count: int) -> list[Demonstration]:
+    """`count` demonstrations of that step, always the same ones."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class SyntheticDemonstrations:
+  """Demonstrations in synthetic worlds that no training step uses.
+
+  Attributes:
+    questions: of the same encyclopedia.
+    error_rate: probability of an error at each decision.
+    clean_one_hop_steps: before this step, one hop and no errors: copying is
+      learned first.
+    think_words: free words at the head of each <think>.
+  """
+
+  questions: questions_lib.SyntheticQuestions
+  error_rate: float
+  clean_one_hop_steps: int
+  think_words: int
+
+  def batch(self, step: int, count: int) -> list[Demonstration]:
+    """See `Demonstrations`."""
+    clean = step < self.clean_one_hop_steps
+    world, chains = self.questions.demonstration_chains(
+      step, count, hops=(1,) if clean else self.questions.hops
+    )
+    rng = np.random.default_rng((self.questions.seed, step))
+    rate = 0.0 if clean else self.error_rate
+    return [
+      (
+        chain.question,
+        demonstrate(
+          world, chain, rng, error_rate=rate, think_words=self.think_words
+        ),
+      )
+      for chain in chains
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class LookupDemonstrations:
+  """Asks the search engine the question itself, then gives a golden answer.
+
+  All that files allow: no facts are known beyond the answer. It teaches the
+  form of the dialogue, not how to read.
+
+  Attributes:
+    questions: to take them from.
+    seed: of the errors.
+    error_rate: probability of answering without a search.
+  """
+
+  questions: questions_lib.Questions
+  seed: int
+  error_rate: float
+
+  def batch(self, step: int, count: int) -> list[Demonstration]:
+    """See `Demonstrations`."""
+    rng = np.random.default_rng((self.seed, step))
+    result = []
+    for question in self.questions.train(step, count):
+      turns = []
+      if rng.random() >= self.error_rate:
+        turns.append(
+          f'<think> I look it up. </think><search> {question.text} </search>'
+        )
+      turns.append(
+        '<think> I know it now. </think>'
+        f'<answer> {question.golden_answers[0]} </answer>'
+      )
+      result.append((question, turns))
+    return result
 
 
 def demonstrate(
-    world: synthetic_wiki.World,
-    chain: synthetic_wiki.Chain,
-    rng: np.random.Generator,
-    *,
-    error_rate: float,
-    think_words: int = 0,
+  world: synthetic_wiki.World,
+  chain: synthetic_wiki.Chain,
+  rng: np.random.Generator,
+  *,
+  error_rate: float,
+  think_words: int = 0,
 ) -> list[str]:
   """The turns of one dialogue, each ending in its closing tag.
 
@@ -32,15 +118,17 @@ def demonstrate(
   names = list(world.entities)
   for relation in chain.relations:
     if rng.random() < error_rate:  # answers what it has not looked up
-      return turns + [_answer(names[rng.integers(len(names))], rng, think_words)]
+      return turns + [
+        _answer(names[rng.integers(len(names))], rng, think_words)
+      ]
     query = entity.name
     believed = relation
     if rng.random() < error_rate:  # asks for half a name: finds nothing
       query = query[:3]
       entity = world.entities[names[rng.integers(len(names))]]
     turns.append(
-        f'<think>{_filler(rng, think_words)} find {relation}</think>'
-        f'<search> {query}</search>'
+      f'<think>{_filler(rng, think_words)} find {relation}</think>'
+      f'<search> {query}</search>'
     )
     if rng.random() < error_rate:  # believes another fact of the passage
       believed = list(entity.facts)[rng.integers(len(entity.facts))]

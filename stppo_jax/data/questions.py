@@ -60,7 +60,7 @@ class SyntheticQuestions:
     return [chain.question for chain in chains]
 
   def demonstration_chains(
-      self, step: int, count: int, *, hops: tuple[int, ...]
+    self, step: int, count: int, *, hops: tuple[int, ...]
   ) -> tuple[synthetic_wiki.World, list[synthetic_wiki.Chain]]:
     """A world that no training step uses, with solved questions."""
     world = self._world(_index(0, step))
@@ -91,9 +91,7 @@ class SyntheticQuestions:
 def _index(run: int, step: int) -> int:
   if not 0 <= step < _WORLDS_PER_RUN - synthetic_wiki.NUM_EVALUATION_WORLDS:
     raise ValueError(f'step {step}: a run has at most {_WORLDS_PER_RUN} worlds')
-  return (
-      _WORLDS_PER_RUN * run + synthetic_wiki.NUM_EVALUATION_WORLDS + step
-  )
+  return _WORLDS_PER_RUN * run + synthetic_wiki.NUM_EVALUATION_WORLDS + step
 
 
 class FileQuestions:
@@ -113,12 +111,12 @@ class FileQuestions:
   """
 
   def __init__(
-      self,
-      *,
-      seed: int,
-      train: pathlib.Path,
-      evaluation: pathlib.Path | None,
-      corpus: pathlib.Path,
+    self,
+    *,
+    seed: int,
+    train: pathlib.Path,
+    evaluation: pathlib.Path | None,
+    corpus: pathlib.Path,
   ):
     self._seed = seed
     self._train = readers.read_questions(train)

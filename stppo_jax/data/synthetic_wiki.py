@@ -19,26 +19,26 @@ NUM_EVALUATION_WORLDS = 1000
 
 # Type -> relation -> type of the entity it points to.
 RELATIONS = {
-    'person': {'birthplace': 'city', 'employer': 'company', 'mentor': 'person'},
-    'film': {'director': 'person', 'setting': 'city', 'producer': 'company'},
-    'city': {'mayor': 'person', 'country': 'country', 'twin': 'city'},
-    'company': {
-        'founder': 'person',
-        'headquarters': 'city',
-        'rival': 'company',
-    },
-    'country': {
-        'capital': 'city',
-        'president': 'person',
-        'neighbour': 'country',
-    },
+  'person': {'birthplace': 'city', 'employer': 'company', 'mentor': 'person'},
+  'film': {'director': 'person', 'setting': 'city', 'producer': 'company'},
+  'city': {'mayor': 'person', 'country': 'country', 'twin': 'city'},
+  'company': {
+    'founder': 'person',
+    'headquarters': 'city',
+    'rival': 'company',
+  },
+  'country': {
+    'capital': 'city',
+    'president': 'person',
+    'neighbour': 'country',
+  },
 }
 
 # Templates start with the word that asks for the type of the answer.
 _TEMPLATES = (
-    '{who} is the {path} of {name}?',
-    'Name the {path} of {name}.',
-    'Tell me the {path} of {name}.',
+  '{who} is the {path} of {name}?',
+  'Name the {path} of {name}.',
+  'Tell me the {path} of {name}.',
 )
 
 _CONSONANTS = 'bdfgklmnprstvz'
@@ -52,7 +52,7 @@ _HOP_NAMES = {1: 'one_hop', 2: 'two_hop'}
 def _pieces() -> tuple[list[str], list[str]]:
   """64 openings ('Bam') and 64 endings ('kol'), always the same ones."""
   syllables = [
-      a + v + b for a in _CONSONANTS for v in _VOWELS for b in _CONSONANTS
+    a + v + b for a in _CONSONANTS for v in _VOWELS for b in _CONSONANTS
   ]
   order = np.random.default_rng(7).permutation(len(syllables))
   chosen = [syllables[i] for i in order[: 2 * _NUM_PIECES]]
@@ -102,12 +102,12 @@ class World:
   def passages(self) -> list[types.Passage]:
     """One passage an entity."""
     return [
-        types.Passage(id=entity.name, title=entity.name, text=entity.text)
-        for entity in self.entities.values()
+      types.Passage(id=entity.name, title=entity.name, text=entity.text)
+      for entity in self.entities.values()
     ]
 
   def chains(
-      self, count: int, *, hops: Sequence[int], seed: int
+    self, count: int, *, hops: Sequence[int], seed: int
   ) -> list[Chain]:
     """`count` different questions; the i-th has hops[i % len(hops)] hops.
 
@@ -130,33 +130,33 @@ class World:
         seen.add((start, *path))
         chains.append(self._chain(start, tuple(path), entity, template))
     raise ValueError(
-        f'world {self.index} has fewer than {count} questions of '
-        f'{tuple(hops)} hops; raise data.synthetic_wiki.entities_per_type'
+      f'world {self.index} has fewer than {count} questions of '
+      f'{tuple(hops)} hops; raise data.synthetic_wiki.entities_per_type'
     )
 
   def _chain(self, start, path, answer, template) -> Chain:
     text = template.format(
-        who='Who' if answer.type == 'person' else 'What',
-        path=' of the '.join(reversed(path)),
-        name=start,
+      who='Who' if answer.type == 'person' else 'What',
+      path=' of the '.join(reversed(path)),
+      name=start,
     )
     question = types.Question(
-        id=f'{self.index}/{start}/{"/".join(path)}',
-        text=text,
-        golden_answers=(answer.name,),
-        data_set=_HOP_NAMES[len(path)],
-        corpus=self.corpus,
+      id=f'{self.index}/{start}/{"/".join(path)}',
+      text=text,
+      golden_answers=(answer.name,),
+      data_set=_HOP_NAMES[len(path)],
+      corpus=self.corpus,
     )
     return Chain(question, start, path)
 
 
 def make_world(
-    seed: int,
-    index: int,
-    *,
-    entities_per_type: int,
-    name_pieces: int,
-    distractors: int,
+  seed: int,
+  index: int,
+  *,
+  entities_per_type: int,
+  name_pieces: int,
+  distractors: int,
 ) -> World:
   """World `index` of `seed`: the same one on every host and in every run.
 
@@ -190,7 +190,7 @@ def make_world(
 
 
 def passages_of_world(
-    seed: int, world: int, **options: int
+  seed: int, world: int, **options: int
 ) -> list[types.Passage]:
   """The passages of one world; options as for `make_world`."""
   return make_world(seed, world, **options).passages()
@@ -207,13 +207,13 @@ def _draw_names(rng, count, name_pieces, evaluation) -> list[str]:
     if len(names) == count:
       return list(names)
     name = OPENINGS[rng.integers(_NUM_PIECES)] + ''.join(
-        ENDINGS[rng.integers(_NUM_PIECES)] for _ in range(name_pieces - 1)
+      ENDINGS[rng.integers(_NUM_PIECES)] for _ in range(name_pieces - 1)
     )
     if is_evaluation_name(name) == evaluation:
       names[name] = None
   raise ValueError(
-      f'cannot form {count} names of {name_pieces} pieces; raise '
-      'data.synthetic_wiki.name_pieces or lower entities_per_type'
+    f'cannot form {count} names of {name_pieces} pieces; raise '
+    'data.synthetic_wiki.name_pieces or lower entities_per_type'
   )
 
 
@@ -228,6 +228,6 @@ def vocabulary() -> list[str]:
 
 
 FILLER_WORDS = [
-    f' {word}'
-    for word in 'well so now then perhaps maybe first next let me see'.split()
+  f' {word}'
+  for word in 'well so now then perhaps maybe first next let me see'.split()
 ]

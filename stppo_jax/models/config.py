@@ -46,20 +46,20 @@ class ModelConfig:
   def __post_init__(self):
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
-          f'num_heads={self.num_heads} must be a multiple of '
-          f'num_kv_heads={self.num_kv_heads}'
+        f'num_heads={self.num_heads} must be a multiple of '
+        f'num_kv_heads={self.num_kv_heads}'
       )
     if self.head_dim % 2:
       raise ValueError(f'head_dim={self.head_dim} must be even')
 
   @classmethod
   def from_hf(
-      cls,
-      hf: Mapping[str, Any],
-      *,
-      dtype: str,
-      remat: str,
-      scan_unroll: int,
+    cls,
+    hf: Mapping[str, Any],
+    *,
+    dtype: str,
+    remat: str,
+    scan_unroll: int,
   ) -> 'ModelConfig':
     """From the contents of a Hugging Face `config.json`.
 
@@ -69,7 +69,7 @@ class ModelConfig:
     """
     if hf['model_type'] != 'qwen2':
       raise ValueError(
-          f'unsupported model_type {hf["model_type"]!r}; supported: qwen2'
+        f'unsupported model_type {hf["model_type"]!r}; supported: qwen2'
       )
     rope = hf.get('rope_scaling') or hf.get('rope_parameters') or {}
     if rope.get('rope_type', 'default') != 'default':
@@ -78,20 +78,20 @@ class ModelConfig:
       raise ValueError('use_sliding_window=true is not supported')
     heads = hf['num_attention_heads']
     return cls(
-        vocab_size=hf['vocab_size'],
-        hidden_size=hf['hidden_size'],
-        intermediate_size=hf['intermediate_size'],
-        num_layers=hf['num_hidden_layers'],
-        num_heads=heads,
-        num_kv_heads=hf.get('num_key_value_heads', heads),
-        head_dim=hf.get('head_dim') or hf['hidden_size'] // heads,
-        rope_theta=float(hf.get('rope_theta', rope.get('rope_theta', 10000.0))),
-        rms_norm_eps=hf.get('rms_norm_eps', 1e-6),
-        qkv_bias=True,
-        tie_embeddings=hf.get('tie_word_embeddings', False),
-        dtype=dtype,
-        remat=remat,
-        scan_unroll=scan_unroll,
+      vocab_size=hf['vocab_size'],
+      hidden_size=hf['hidden_size'],
+      intermediate_size=hf['intermediate_size'],
+      num_layers=hf['num_hidden_layers'],
+      num_heads=heads,
+      num_kv_heads=hf.get('num_key_value_heads', heads),
+      head_dim=hf.get('head_dim') or hf['hidden_size'] // heads,
+      rope_theta=float(hf.get('rope_theta', rope.get('rope_theta', 10000.0))),
+      rms_norm_eps=hf.get('rms_norm_eps', 1e-6),
+      qkv_bias=True,
+      tie_embeddings=hf.get('tie_word_embeddings', False),
+      dtype=dtype,
+      remat=remat,
+      scan_unroll=scan_unroll,
     )
 
   def to_hf(self) -> dict[str, Any]:
@@ -103,19 +103,19 @@ class ModelConfig:
     if not self.qkv_bias:
       raise ValueError('qkv_bias=False has no equivalent in Qwen2')
     return {
-        'architectures': ['Qwen2ForCausalLM'],
-        'model_type': 'qwen2',
-        'vocab_size': self.vocab_size,
-        'hidden_size': self.hidden_size,
-        'intermediate_size': self.intermediate_size,
-        'num_hidden_layers': self.num_layers,
-        'num_attention_heads': self.num_heads,
-        'num_key_value_heads': self.num_kv_heads,
-        'head_dim': self.head_dim,
-        'rope_theta': self.rope_theta,
-        'rms_norm_eps': self.rms_norm_eps,
-        'tie_word_embeddings': self.tie_embeddings,
-        'hidden_act': 'silu',
-        'max_position_embeddings': 32768,
-        'torch_dtype': 'float32',
+      'architectures': ['Qwen2ForCausalLM'],
+      'model_type': 'qwen2',
+      'vocab_size': self.vocab_size,
+      'hidden_size': self.hidden_size,
+      'intermediate_size': self.intermediate_size,
+      'num_hidden_layers': self.num_layers,
+      'num_attention_heads': self.num_heads,
+      'num_key_value_heads': self.num_kv_heads,
+      'head_dim': self.head_dim,
+      'rope_theta': self.rope_theta,
+      'rms_norm_eps': self.rms_norm_eps,
+      'tie_word_embeddings': self.tie_embeddings,
+      'hidden_act': 'silu',
+      'max_position_embeddings': 32768,
+      'torch_dtype': 'float32',
     }

@@ -13,9 +13,9 @@ from stppo_jax.models import name_map
 
 
 def export(
-    directory: str | pathlib.Path,
-    config: model_config.ModelConfig,
-    params: functional.Params,
+  directory: str | pathlib.Path,
+  config: model_config.ModelConfig,
+  params: functional.Params,
 ) -> None:
   """Writes config.json and model.safetensors (float32).
 

@@ -34,7 +34,7 @@ class Model:
   def init(self, key: Array) -> Params:
     """Random weights, float32."""
     module = transformer.Transformer(
-        self.config, head=self.head, rngs=nnx.Rngs(params=key)
+      self.config, head=self.head, rngs=nnx.Rngs(params=key)
     )
     return nnx.to_pure_dict(nnx.state(module))
 
@@ -52,20 +52,20 @@ class Model:
     return params['embedding' if self.config.tie_embeddings else 'lm_head']
 
   def logprobs_and_entropy(
-      self, params: Params, tokens_BL: Array, *, temperature: float
+    self, params: Params, tokens_BL: Array, *, temperature: float
   ) -> tuple[Array, Array]:
     """logprobs_BL and entropy_BL of a policy on whole sequences."""
     return heads.token_logprobs_and_entropy(
-        self.hidden(params, tokens_BL),
-        self.output_VD(params),
-        tokens_BL,
-        temperature=temperature,
+      self.hidden(params, tokens_BL),
+      self.output_VD(params),
+      tokens_BL,
+      temperature=temperature,
     )
 
   def values(self, params: Params, tokens_BL: Array) -> Array:
     """values_BL of a value model on whole sequences."""
     return heads.token_values(
-        self.hidden(params, tokens_BL), params['scalar_head']
+      self.hidden(params, tokens_BL), params['scalar_head']
     )
 
   def _module(self, params: Params) -> transformer.Transformer:

@@ -17,7 +17,7 @@ def logits(hidden: Array, output_VD: Array) -> Array:
 
 
 def token_logprobs_and_entropy(
-    hidden_BLD: Array, output_VD: Array, tokens_BL: Array, *, temperature: float
+  hidden_BLD: Array, output_VD: Array, tokens_BL: Array, *, temperature: float
 ) -> tuple[Array, Array]:
   """log π(token l | tokens before l) and the entropy of that distribution.
 

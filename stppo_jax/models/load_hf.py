@@ -14,7 +14,7 @@ from stppo_jax.models import name_map
 
 
 def read_config(
-    directory: str | pathlib.Path, *, dtype: str, remat: str, scan_unroll: int
+  directory: str | pathlib.Path, *, dtype: str, remat: str, scan_unroll: int
 ) -> model_config.ModelConfig:
   """The shape in `config.json`.
 
@@ -25,15 +25,15 @@ def read_config(
   if not path.is_file():
     raise ValueError(f'no config.json in {directory}')
   return model_config.ModelConfig.from_hf(
-      json.loads(path.read_text(encoding='utf-8')),
-      dtype=dtype,
-      remat=remat,
-      scan_unroll=scan_unroll,
+    json.loads(path.read_text(encoding='utf-8')),
+    dtype=dtype,
+    remat=remat,
+    scan_unroll=scan_unroll,
   )
 
 
 def read_params(
-    directory: str | pathlib.Path, config: model_config.ModelConfig
+  directory: str | pathlib.Path, config: model_config.ModelConfig
 ) -> functional.Params:
   """The weights of a policy as numpy arrays, float32.
 
@@ -51,8 +51,8 @@ def read_params(
     found = set(tensors.keys())
     names = {entry.hf_name for entry in wanted}
     for kind, differing in (
-        ('missing', names - found),
-        ('unexpected', found - names),
+      ('missing', names - found),
+      ('unexpected', found - names),
     ):
       if differing:
         raise ValueError(f'{path}: {kind} tensors {sorted(differing)}')
@@ -69,7 +69,7 @@ def _fill(params: Any, entry: name_map.Entry, tensor: np.ndarray, path) -> None:
   tensor = tensor.T if entry.transposed else tensor
   if tensor.shape != target.shape:
     raise ValueError(
-        f'{path}: {entry.hf_name} gives shape {tensor.shape}, '
-        f'expected {target.shape}'
+      f'{path}: {entry.hf_name} gives shape {tensor.shape}, '
+      f'expected {target.shape}'
     )
   target[...] = tensor

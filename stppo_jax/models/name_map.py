@@ -5,23 +5,23 @@ import dataclasses
 from stppo_jax.models import config as model_config
 
 _LAYER = {
-    'attention_norm/scale': 'input_layernorm.weight',
-    'q_proj/kernel': 'self_attn.q_proj.weight',
-    'q_proj/bias': 'self_attn.q_proj.bias',
-    'k_proj/kernel': 'self_attn.k_proj.weight',
-    'k_proj/bias': 'self_attn.k_proj.bias',
-    'v_proj/kernel': 'self_attn.v_proj.weight',
-    'v_proj/bias': 'self_attn.v_proj.bias',
-    'o_proj/kernel': 'self_attn.o_proj.weight',
-    'mlp_norm/scale': 'post_attention_layernorm.weight',
-    'gate_proj/kernel': 'mlp.gate_proj.weight',
-    'up_proj/kernel': 'mlp.up_proj.weight',
-    'down_proj/kernel': 'mlp.down_proj.weight',
+  'attention_norm/scale': 'input_layernorm.weight',
+  'q_proj/kernel': 'self_attn.q_proj.weight',
+  'q_proj/bias': 'self_attn.q_proj.bias',
+  'k_proj/kernel': 'self_attn.k_proj.weight',
+  'k_proj/bias': 'self_attn.k_proj.bias',
+  'v_proj/kernel': 'self_attn.v_proj.weight',
+  'v_proj/bias': 'self_attn.v_proj.bias',
+  'o_proj/kernel': 'self_attn.o_proj.weight',
+  'mlp_norm/scale': 'post_attention_layernorm.weight',
+  'gate_proj/kernel': 'mlp.gate_proj.weight',
+  'up_proj/kernel': 'mlp.up_proj.weight',
+  'down_proj/kernel': 'mlp.down_proj.weight',
 }
 _TOP = {
-    'embedding': 'model.embed_tokens.weight',
-    'norm/scale': 'model.norm.weight',
-    'lm_head': 'lm_head.weight',
+  'embedding': 'model.embed_tokens.weight',
+  'norm/scale': 'model.norm.weight',
+  'lm_head': 'lm_head.weight',
 }
 
 

@@ -51,7 +51,8 @@ class RMSNorm(nnx.Module):
     x32 = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     normed = x32 * jax.lax.rsqrt(mean_square + self.eps)
-    return normed.astype(x.dtype) * self.scale[...].astype(x.dtype)
+    scale = self.scale[...].astype(x.dtype).reshape(*[1] * (x.ndim - 1), -1)
+    return normed.astype(x.dtype) * scale
 
 
 class Block(nnx.Module):
@@ -73,10 +74,10 @@ class Block(nnx.Module):
     self.down_proj = Linear(c.intermediate_size, c.hidden_size, **plain)
 
   def __call__(
-      self,
-      x_BLD: Array,
-      rotation: tuple[Array, Array],
-      attend: Callable[[Array, Array, Array], Array],
+    self,
+    x_BLD: Array,
+    rotation: tuple[Array, Array],
+    attend: Callable[[Array, Array, Array], Array],
   ) -> Array:
     """One layer; `attend(q_BLQH, k_BLKH, v_BLKH) -> BLQH` looks where it may."""
     B, L, _ = x_BLD.shape
@@ -103,7 +104,7 @@ class Transformer(nnx.Module):
   """
 
   def __init__(
-      self, config: model_config.ModelConfig, *, head: str, rngs: nnx.Rngs
+    self, config: model_config.ModelConfig, *, head: str, rngs: nnx.Rngs
   ):
     self.config = config
     shape = (config.vocab_size, config.hidden_size)
@@ -134,22 +135,22 @@ class Transformer(nnx.Module):
 
     def layer(x_BLD, params):
       attend = lambda q, k, v: _attention(
-          q, k.swapaxes(1, 2), v.swapaxes(1, 2), causal_LL[None]
+        q, k.swapaxes(1, 2), v.swapaxes(1, 2), causal_LL[None]
       )
       return nnx.merge(graph, params)(x_BLD, rotation, attend), None
 
     if self.config.remat == 'full':
       layer = jax.checkpoint(layer)
     x_BLD, _ = jax.lax.scan(
-        layer,
-        self._embed(tokens_BL),
-        stacked,
-        unroll=self.config.scan_unroll,
+      layer,
+      self._embed(tokens_BL),
+      stacked,
+      unroll=self.config.scan_unroll,
     )
     return self.norm(x_BLD)
 
   def extend(
-      self, tokens_BC: Array, cache: Cache, lengths_B: Array, counts_B: Array
+    self, tokens_BC: Array, cache: Cache, lengths_B: Array, counts_B: Array
   ) -> tuple[Array, Cache]:
     """Appends tokens to cached rows; decoding is the case C = 1.
 
@@ -192,7 +193,7 @@ class Transformer(nnx.Module):
 
 
 def empty_cache(
-    config: model_config.ModelConfig, rows: int, size: int
+  config: model_config.ModelConfig, rows: int, size: int
 ) -> Cache:
   """Zeroed keys and values for `rows` sequences of at most `size` tokens."""
   shape = (rows, config.num_kv_heads, size, config.head_dim)
@@ -201,7 +202,7 @@ def empty_cache(
 
 
 def _attention(
-    q_BLQH: Array, k_BKSH: Array, v_BKSH: Array, visible_BLS: Array
+  q_BLQH: Array, k_BKSH: Array, v_BKSH: Array, visible_BLS: Array
 ) -> Array:
   """softmax(q k / √H) v in float32 scores; keys are shared, never repeated."""
   B, L, Q, H = q_BLQH.shape
@@ -209,7 +210,7 @@ def _attention(
   q_BLKGH = q_BLQH.reshape(B, L, K, Q // K, H)
   scores = jnp.einsum('blkgh,bksh->bkgls', q_BLKGH * H**-0.5, k_BKSH)
   scores = jnp.where(
-      visible_BLS[:, None, None], scores.astype(jnp.float32), _MASKED
+    visible_BLS[:, None, None], scores.astype(jnp.float32), _MASKED
   )
   # Normalised after the product with v: H divisions a query, not S.
   largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
@@ -220,7 +221,7 @@ def _attention(
 
 
 def _rotation(
-    config: model_config.ModelConfig, positions_BL: Array
+  config: model_config.ModelConfig, positions_BL: Array
 ) -> tuple[Array, Array]:
   """cos and sin [B, L, 1, H/2] of the rotary angles."""
   half = config.head_dim // 2

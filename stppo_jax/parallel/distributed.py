@@ -7,9 +7,7 @@ import jax
 Tree = Any
 
 
-def from_local_rows(
-    tree: Tree, sharding: jax.sharding.NamedSharding
-) -> Tree:
+def from_local_rows(tree: Tree, sharding: jax.sharding.NamedSharding) -> Tree:
   """Global arrays from the rows that each process holds.
 
   Args:
@@ -17,5 +15,5 @@ def from_local_rows(
     sharding: of the rows.
   """
   return jax.tree.map(
-      lambda x: jax.make_array_from_process_local_data(sharding, x), tree
+    lambda x: jax.make_array_from_process_local_data(sharding, x), tree
   )

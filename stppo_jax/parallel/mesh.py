@@ -11,11 +11,11 @@ BATCH_AXES = ('data', 'fsdp')
 
 
 def make_mesh(
-    *,
-    data: int,
-    fsdp: int,
-    tensor: int,
-    devices: Sequence[jax.Device] | None = None,
+  *,
+  data: int,
+  fsdp: int,
+  tensor: int,
+  devices: Sequence[jax.Device] | None = None,
 ) -> jax.sharding.Mesh:
   """A mesh over all devices; one size may be -1: what remains.
 
@@ -29,13 +29,13 @@ def make_mesh(
     sizes[sizes.index(-1)] = len(devices) // known
   if math.prod(sizes) != len(devices):
     raise ValueError(
-        f'mesh data={data} fsdp={fsdp} tensor={tensor} does not fit '
-        f'{len(devices)} devices: the sizes must multiply to that number'
+      f'mesh data={data} fsdp={fsdp} tensor={tensor} does not fit '
+      f'{len(devices)} devices: the sizes must multiply to that number'
     )
   return jax.sharding.Mesh(
-      np.asarray(devices).reshape(sizes),
-      AXES,
-      axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
+    np.asarray(devices).reshape(sizes),
+    AXES,
+    axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
   )
 
 
@@ -53,6 +53,6 @@ def use_cpu_devices(count: int) -> None:
   except RuntimeError as error:
     if jax.default_backend() == 'cpu' and jax.device_count() < count:
       raise ValueError(
-          f'mesh.cpu_devices={count}: the {jax.device_count()} devices of this '
-          'process are in use already'
+        f'mesh.cpu_devices={count}: the {jax.device_count()} devices of this '
+        'process are in use already'
       ) from error

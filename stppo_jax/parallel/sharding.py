@@ -15,19 +15,19 @@ Tree = Any
 # The first rule whose pattern is found in 'layers/q_proj/kernel' applies.
 # Stacked layers carry a leading layer axis, which is never cut.
 RULES: tuple[tuple[str, P], ...] = (
-    (r'(embedding|lm_head)$', P('tensor', 'fsdp')),
-    (r'(q|k|v|gate|up)_proj/kernel$', P(None, 'fsdp', 'tensor')),
-    (r'(o|down)_proj/kernel$', P(None, 'tensor', 'fsdp')),
-    (r'(q|k|v)_proj/bias$', P(None, 'tensor')),
-    (r'norm/scale$', P()),
-    (r'scalar_head$', P('fsdp')),
+  (r'(embedding|lm_head)$', P('tensor', 'fsdp')),
+  (r'(q|k|v|gate|up)_proj/kernel$', P(None, 'fsdp', 'tensor')),
+  (r'(o|down)_proj/kernel$', P(None, 'tensor', 'fsdp')),
+  (r'(q|k|v)_proj/bias$', P(None, 'tensor')),
+  (r'norm/scale$', P()),
+  (r'scalar_head$', P('fsdp')),
 )
 
 
 def param_shardings(
-    params: Tree,
-    mesh: jax.sharding.Mesh,
-    rules: Sequence[tuple[str, P]] = RULES,
+  params: Tree,
+  mesh: jax.sharding.Mesh,
+  rules: Sequence[tuple[str, P]] = RULES,
 ) -> Tree:
   """A NamedSharding per leaf, by the first matching rule.
 
@@ -67,14 +67,14 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 def _fitting(spec: P, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> P:
   axes = [
-      axis if axis is not None and size % mesh.shape[axis] == 0 else None
-      for axis, size in zip(spec, shape)
+    axis if axis is not None and size % mesh.shape[axis] == 0 else None
+    for axis, size in zip(spec, shape)
   ]
   return P(*axes)
 
 
 def _name(path) -> str:
   return '/'.join(
-      str(getattr(key, 'key', getattr(key, 'name', getattr(key, 'idx', key))))
-      for key in path
+    str(getattr(key, 'key', getattr(key, 'name', getattr(key, 'idx', key))))
+    for key in path
   )

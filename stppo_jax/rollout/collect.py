@@ -6,7 +6,8 @@ policy wrote apart from what it was told.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 from typing import Protocol
 
@@ -45,7 +46,7 @@ class Engine(Protocol):
   def remaining(self, slot: int) -> int: ...
   def extend(self, ids_by_slot: Mapping[int, np.ndarray]) -> None: ...
   def generate(
-      self, slots, *, keys_S, max_tokens, greedy
+    self, slots, *, keys_S, max_tokens, greedy
   ) -> Mapping[int, Written]: ...
 
 
@@ -75,14 +76,14 @@ class Collector:
   """
 
   def __init__(
-      self,
-      *,
-      engine: Engine,
-      environment: protocol.Environment,
-      tokenizer: Tokenizer,
-      loop: event_loop.EventLoop,
-      max_turn_tokens: int,
-      max_observation_tokens: int,
+    self,
+    *,
+    engine: Engine,
+    environment: protocol.Environment,
+    tokenizer: Tokenizer,
+    loop: event_loop.EventLoop,
+    max_turn_tokens: int,
+    max_observation_tokens: int,
   ):
     self._engine = engine
     self._environment = environment
@@ -92,7 +93,7 @@ class Collector:
     self._max_observation_tokens = max_observation_tokens
 
   def collect(
-      self, questions: Sequence[types.Question], keys, *, greedy: bool = False
+    self, questions: Sequence[types.Question], keys, *, greedy: bool = False
   ) -> list[types.Trajectory]:
     """One trajectory per question, in order.
 
@@ -106,7 +107,7 @@ class Collector:
     """
     if len(questions) > self._engine.slots:
       raise ValueError(
-          f'{len(questions)} questions for {self._engine.slots} slots'
+        f'{len(questions)} questions for {self._engine.slots} slots'
       )
     rows = [self._open(question) for question in questions]
     self._engine.reset()
@@ -114,13 +115,13 @@ class Collector:
     active = list(range(len(rows)))
     while active:
       written = self._engine.generate(
-          active, keys_S=keys, max_tokens=self._max_turn_tokens, greedy=greedy
+        active, keys_S=keys, max_tokens=self._max_turn_tokens, greedy=greedy
       )
       steps = self._loop.run(self._answers(rows, written))
       observations = {}
       for slot in active:
         observation_ids = self._close_turn(
-            slot, rows[slot], written[slot], steps[slot]
+          slot, rows[slot], written[slot], steps[slot]
         )
         if rows[slot].status is None:
           observations[slot] = observation_ids
@@ -133,13 +134,13 @@ class Collector:
     ids = self._tokenizer.encode_prompt(prompt)
     if len(ids) >= self._engine.max_length:
       raise ValueError(
-          f'the prompt of question {question.id!r} has {len(ids)} tokens; '
-          f'env.max_length={self._engine.max_length} leaves no room to write'
+        f'the prompt of question {question.id!r} has {len(ids)} tokens; '
+        f'env.max_length={self._engine.max_length} leaves no room to write'
       )
     return _Row(question, prompt, ids)
 
   async def _answers(
-      self, rows: Sequence[_Row], written: Mapping[int, Written]
+    self, rows: Sequence[_Row], written: Mapping[int, Written]
   ) -> dict[int, protocol.Step]:
     """What the environment says to every turn, all at once."""
 
@@ -147,14 +148,14 @@ class Collector:
       row = rows[slot]
       row.texts.append(self._tokenizer.decode(written[slot].token_ids))
       return await self._environment.step(
-          row.question, len(row.turns), row.texts[-1]
+        row.question, len(row.turns), row.texts[-1]
       )
 
     steps = await asyncio.gather(*(answer(slot) for slot in written))
     return dict(zip(written, steps))
 
   def _close_turn(
-      self, slot: int, row: _Row, written: Written, step: protocol.Step
+    self, slot: int, row: _Row, written: Written, step: protocol.Step
   ) -> np.ndarray:
     """Appends the turn; sets the status if the trajectory ends here."""
     observation_ids = np.zeros(0, np.int32)
@@ -171,29 +172,29 @@ class Collector:
     if row.status is not None:
       observation_ids = np.zeros(0, np.int32)
     row.turns.append(
-        types.Turn(
-            written.token_ids, written.logprobs, observation_ids, step.action
-        )
+      types.Turn(
+        written.token_ids, written.logprobs, observation_ids, step.action
+      )
     )
     return observation_ids
 
   def _observe(self, observation: protocol.Observation) -> np.ndarray:
     prefix, body, suffix = (
-        self._tokenizer.encode_text(part)
-        for part in (observation.prefix, observation.body, observation.suffix)
+      self._tokenizer.encode_text(part)
+      for part in (observation.prefix, observation.body, observation.suffix)
     )
     room = self._max_observation_tokens - len(prefix) - len(suffix)
     return np.concatenate([prefix, body[: max(room, 0)], suffix])
 
   def _finish(self, row: _Row) -> types.Trajectory:
     rewards, scores = self._environment.rewards(
-        row.question, row.prompt, row.texts, row.status
+      row.question, row.prompt, row.texts, row.status
     )
     return types.Trajectory(
-        question=row.question,
-        prompt_ids=row.prompt_ids,
-        turns=tuple(row.turns),
-        rewards=rewards,
-        status=row.status,
-        scores=scores,
+      question=row.question,
+      prompt_ids=row.prompt_ids,
+      turns=tuple(row.turns),
+      rewards=rewards,
+      status=row.status,
+      scores=scores,
     )

@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import Coroutine
 import threading
-from typing import Any, TypeVar
+from typing import Any
+from typing import TypeVar
 
 Result = TypeVar('Result')
 
@@ -18,7 +19,7 @@ class EventLoop:
   def __init__(self):
     self._loop = asyncio.new_event_loop()
     self._thread = threading.Thread(
-        target=self._loop.run_forever, name='event-loop', daemon=True
+      target=self._loop.run_forever, name='event-loop', daemon=True
     )
 
   def __enter__(self) -> 'EventLoop':

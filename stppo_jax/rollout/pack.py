@@ -12,7 +12,7 @@ from stppo_jax import types
 
 
 def pack(
-    trajectories: Sequence[types.Trajectory], *, length_bucket: int
+  trajectories: Sequence[types.Trajectory], *, length_bucket: int
 ) -> batch_lib.TokenBatch:
   """Right-padded numpy arrays; lengths are a multiple of `length_bucket`.
 
@@ -23,26 +23,26 @@ def pack(
   longest = max(len(row['tokens']) for row in rows)
   shape = (len(rows), -(-longest // length_bucket) * length_bucket)
   arrays = {
-      name: np.zeros(shape, value.dtype) for name, value in rows[0].items()
+    name: np.zeros(shape, value.dtype) for name, value in rows[0].items()
   }
   for n, row in enumerate(rows):
     for name, value in row.items():
       arrays[name][n, : len(value)] = value
   groups = {}
   return batch_lib.TokenBatch(
-      tokens_BL=arrays['tokens'],
-      lengths_B=np.array([len(row['tokens']) for row in rows], np.int32),
-      turn_ids_BL=arrays['turn_ids'],
-      loss_mask_BL=arrays['loss_mask'],
-      sampler_logprobs_BL=arrays['sampler_logprobs'],
-      rewards_BL=arrays['rewards'],
-      group_ids_B=np.array(
-          [
-              groups.setdefault(trajectory.question.id, len(groups))
-              for trajectory in trajectories
-          ],
-          np.int32,
-      ),
+    tokens_BL=arrays['tokens'],
+    lengths_B=np.array([len(row['tokens']) for row in rows], np.int32),
+    turn_ids_BL=arrays['turn_ids'],
+    loss_mask_BL=arrays['loss_mask'],
+    sampler_logprobs_BL=arrays['sampler_logprobs'],
+    rewards_BL=arrays['rewards'],
+    group_ids_B=np.array(
+      [
+        groups.setdefault(trajectory.question.id, len(groups))
+        for trajectory in trajectories
+      ],
+      np.int32,
+    ),
   )
 
 
@@ -60,11 +60,11 @@ def _row(trajectory: types.Trajectory) -> dict[str, np.ndarray]:
   if loss_mask.any():
     rewards[np.flatnonzero(loss_mask)[-1]] = trajectory.reward
   return {
-      'tokens': np.concatenate([ids for ids, _, _ in parts]).astype(np.int32),
-      'turn_ids': turn_ids.astype(np.int32),
-      'loss_mask': loss_mask,
-      'sampler_logprobs': np.concatenate([x for _, _, x in parts]).astype(
-          np.float32
-      ),
-      'rewards': rewards,
+    'tokens': np.concatenate([ids for ids, _, _ in parts]).astype(np.int32),
+    'turn_ids': turn_ids.astype(np.int32),
+    'loss_mask': loss_mask,
+    'sampler_logprobs': np.concatenate([x for _, _, x in parts]).astype(
+      np.float32
+    ),
+    'rewards': rewards,
   }

@@ -66,16 +66,16 @@ class Engine:
   """
 
   def __init__(
-      self,
-      model: functional.Model,
-      *,
-      mesh: jax.sharding.Mesh,
-      automaton: stops.StopAutomaton,
-      slots: int,
-      max_length: int,
-      temperature: float,
-      extend_chunk: int,
-      decode_chunk: int,
+    self,
+    model: functional.Model,
+    *,
+    mesh: jax.sharding.Mesh,
+    automaton: stops.StopAutomaton,
+    slots: int,
+    max_length: int,
+    temperature: float,
+    extend_chunk: int,
+    decode_chunk: int,
   ):
     self.slots = slots
     self.max_length = max_length
@@ -87,13 +87,13 @@ class Engine:
     whole = sharding.replicated(mesh)
     self._table_SV = jax.device_put(automaton.next_state_SV, whole)
     self._copy = jax.jit(
-        lambda params: jax.tree.map(jnp.copy, params), out_shardings=whole
+      lambda params: jax.tree.map(jnp.copy, params), out_shardings=whole
     )
     self._empty = jax.jit(self._empty_state, out_shardings=self._rows)
     self._extend = jax.jit(self._extend_state, donate_argnums=1)
     self._decode = jax.jit(
-        functools.partial(self._decode_state, temperature=temperature),
-        donate_argnums=1,
+      functools.partial(self._decode_state, temperature=temperature),
+      donate_argnums=1,
     )
     self._params = None
     self._state = None
@@ -121,8 +121,8 @@ class Engine:
     for slot, ids in ids_by_slot.items():
       if len(ids) > self.remaining(slot):
         raise ValueError(
-            f'{len(ids)} tokens do not fit into the {self.remaining(slot)} '
-            f'left of max_length={self.max_length}'
+          f'{len(ids)} tokens do not fit into the {self.remaining(slot)} '
+          f'left of max_length={self.max_length}'
         )
     longest = max((len(ids) for ids in ids_by_slot.values()), default=0)
     chunk = self._extend_chunk
@@ -134,17 +134,17 @@ class Engine:
         tokens_SC[slot, : len(part)] = part
         counts_S[slot] = len(part)
       self._state = self._extend(
-          self._params, self._state, *self._put(tokens_SC, counts_S)
+        self._params, self._state, *self._put(tokens_SC, counts_S)
       )
       self._lengths += counts_S
 
   def generate(
-      self,
-      slots: Sequence[int],
-      *,
-      keys_S: Array,
-      max_tokens: int,
-      greedy: bool,
+    self,
+    slots: Sequence[int],
+    *,
+    keys_S: Array,
+    max_tokens: int,
+    greedy: bool,
   ) -> dict[int, Written]:
     """Lets the policy write one turn in each of the given slots.
 
@@ -167,12 +167,12 @@ class Engine:
     busy = budgets_S > 0
     while busy.any():
       self._state, out = self._decode(
-          self._params,
-          self._state,
-          self._table_SV,
-          keys_S,
-          *self._put(automaton_S, np.where(busy, budgets_S, 0)),
-          greedy,
+        self._params,
+        self._state,
+        self._table_SV,
+        keys_S,
+        *self._put(automaton_S, np.where(busy, budgets_S, 0)),
+        greedy,
       )
       tokens_SN, logprobs_SN, counts_S, automaton_S = jax.device_get(out)
       for slot in slots:
@@ -182,12 +182,12 @@ class Engine:
       budgets_S = budgets_S - counts_S
       busy = busy & (automaton_S != self._stopped) & (budgets_S > 0)
     return {
-        slot: Written(
-            np.concatenate([np.zeros(0, np.int32), *ids[slot]]),
-            np.concatenate([np.zeros(0, np.float32), *logprobs[slot]]),
-            bool(automaton_S[slot] == self._stopped),
-        )
-        for slot in slots
+      slot: Written(
+        np.concatenate([np.zeros(0, np.int32), *ids[slot]]),
+        np.concatenate([np.zeros(0, np.float32), *logprobs[slot]]),
+        bool(automaton_S[slot] == self._stopped),
+      )
+      for slot in slots
     }
 
   def _put(self, *arrays):
@@ -196,34 +196,34 @@ class Engine:
   def _empty_state(self) -> SlotState:
     config = self._model.config
     return SlotState(
-        transformer.empty_cache(config, self.slots, self.max_length),
-        jnp.zeros(self.slots, jnp.int32),
-        jnp.zeros((self.slots, config.hidden_size), config.dtype),
+      transformer.empty_cache(config, self.slots, self.max_length),
+      jnp.zeros(self.slots, jnp.int32),
+      jnp.zeros((self.slots, config.hidden_size), config.dtype),
     )
 
   def _extend_state(self, params, state, tokens_SC, counts_S) -> SlotState:
     hidden_SCD, cache = self._model.extend(
-        params, tokens_SC, state.cache, state.lengths_S, counts_S
+      params, tokens_SC, state.cache, state.lengths_S, counts_S
     )
     last_S = jnp.maximum(counts_S - 1, 0)
     last_SD = jnp.take_along_axis(hidden_SCD, last_S[:, None, None], axis=1)
     return SlotState(
-        cache,
-        state.lengths_S + counts_S,
-        jnp.where(counts_S[:, None] > 0, last_SD[:, 0], state.hidden_SD),
+      cache,
+      state.lengths_S + counts_S,
+      jnp.where(counts_S[:, None] > 0, last_SD[:, 0], state.hidden_SD),
     )
 
   def _decode_state(
-      self,
-      params,
-      state,
-      table_SV,
-      keys_S,
-      automaton_S,
-      budgets_S,
-      greedy,
-      *,
-      temperature,
+    self,
+    params,
+    state,
+    table_SV,
+    keys_S,
+    automaton_S,
+    budgets_S,
+    greedy,
+    *,
+    temperature,
   ):
     """At most decode_chunk tokens for the slots that have a budget."""
     N = self._decode_chunk
@@ -245,25 +245,25 @@ class Engine:
       log_all_SV = jax.nn.log_softmax(scores_SV, axis=-1)
       logprobs_S = jnp.take_along_axis(log_all_SV, tokens_S[:, None], axis=1)
       state = self._extend_state(
-          params, state, tokens_S[:, None], write_S.astype(jnp.int32)
+        params, state, tokens_S[:, None], write_S.astype(jnp.int32)
       )
       moved_S = table_SV[automaton_S, tokens_S].astype(jnp.int32)
       return (
-          state,
-          tokens_SN.at[:, step].set(tokens_S),
-          logprobs_SN.at[:, step].set(logprobs_S[:, 0]),
-          counts_S + write_S,
-          jnp.where(write_S, moved_S, automaton_S),
-          step + 1,
+        state,
+        tokens_SN.at[:, step].set(tokens_S),
+        logprobs_SN.at[:, step].set(logprobs_S[:, 0]),
+        counts_S + write_S,
+        jnp.where(write_S, moved_S, automaton_S),
+        step + 1,
       )
 
     start = (
-        state,
-        jnp.zeros((S, N), jnp.int32),
-        jnp.zeros((S, N), jnp.float32),
-        jnp.zeros(S, jnp.int32),
-        automaton_S,
-        0,
+      state,
+      jnp.zeros((S, N), jnp.int32),
+      jnp.zeros((S, N), jnp.float32),
+      jnp.zeros(S, jnp.int32),
+      automaton_S,
+      0,
     )
     state, *out, _ = jax.lax.while_loop(busy, write_one, start)
     return state, tuple(out)

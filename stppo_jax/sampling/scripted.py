@@ -38,7 +38,7 @@ class ScriptedEngine:
       self._lengths[slot] += len(ids)
 
   def generate(
-      self, slots: Sequence[int], *, keys_S=None, max_tokens: int, greedy=False
+    self, slots: Sequence[int], *, keys_S=None, max_tokens: int, greedy=False
   ) -> dict[int, engine.Written]:
     """The next turn of each slot's script, cut to what fits."""
     del keys_S, greedy
@@ -50,6 +50,6 @@ class ScriptedEngine:
       self._turns[slot] += 1
       self._lengths[slot] += len(kept)
       written[slot] = engine.Written(
-          kept, np.zeros(len(kept), np.float32), len(kept) == len(ids)
+        kept, np.zeros(len(kept), np.float32), len(kept) == len(ids)
       )
     return written

@@ -30,10 +30,10 @@ class StopAutomaton:
 
 
 def build(
-    token_bytes: Sequence[bytes],
-    *,
-    stop_strings: Sequence[str] = STOP_STRINGS,
-    eos_id: int,
+  token_bytes: Sequence[bytes],
+  *,
+  stop_strings: Sequence[str] = STOP_STRINGS,
+  eos_id: int,
 ) -> StopAutomaton:
   """The automaton of a tokenizer's vocabulary.
 
@@ -50,7 +50,7 @@ def build(
     missing = set(stop.encode()) - alphabet
     if missing:
       raise ValueError(
-          f'no token can spell {stop!r}: bytes {sorted(missing)} are in none'
+        f'no token can spell {stop!r}: bytes {sorted(missing)} are in none'
       )
   step_SA = _byte_automaton([stop.encode() for stop in stop_strings])
   num_states = len(step_SA)

@@ -4,7 +4,8 @@ The one home of `transformers` tokenizers. Model output is never decoded and
 encoded again: decoding serves the environment and the reader only.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence
 import json
 import pathlib
 
@@ -18,9 +19,9 @@ import transformers
 
 END_OF_TEXT = '<|endoftext|>'
 TAGS = tuple(
-    f'<{slash}{tag}>'
-    for tag in ('think', 'search', 'information', 'answer')
-    for slash in ('', '/')
+  f'<{slash}{tag}>'
+  for tag in ('think', 'search', 'information', 'answer')
+  for slash in ('', '/')
 )
 
 
@@ -64,7 +65,7 @@ class Tokenizer:
     if self._fast.chat_template:
       message = [{'role': 'user', 'content': text}]
       text = self._fast.apply_chat_template(
-          message, tokenize=False, add_generation_prompt=True
+        message, tokenize=False, add_generation_prompt=True
       )
     ids = self._fast.encode(text, add_special_tokens=False)
     return np.asarray(ids, np.int32)
@@ -80,7 +81,7 @@ class Tokenizer:
     """
     text = _without_literals(text, self.added_literals)
     ids = self._fast.encode(
-        text, add_special_tokens=False, split_special_tokens=True
+      text, add_special_tokens=False, split_special_tokens=True
     )
     forged = set(ids) & set(self._added)
     if forged:
@@ -90,9 +91,9 @@ class Tokenizer:
   def decode(self, ids: Sequence[int]) -> str:
     """The text of ids, special tokens included."""
     return self._fast.decode(
-        list(map(int, ids)),
-        skip_special_tokens=False,
-        clean_up_tokenization_spaces=False,
+      list(map(int, ids)),
+      skip_special_tokens=False,
+      clean_up_tokenization_spaces=False,
     )
 
   def token_bytes(self) -> list[bytes]:
@@ -139,9 +140,9 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
   backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   backend.decoder = decoders.ByteLevel()
   trainer = trainers.BpeTrainer(
-      vocab_size=vocab_size - 1,  # one more is added below
-      initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-      show_progress=False,
+    vocab_size=vocab_size - 1,  # one more is added below
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
   )
   backend.train_from_iterator(texts, trainer)
   return _wrap(backend)
@@ -149,7 +150,7 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def _wrap(backend: tokenizers.Tokenizer) -> Tokenizer:
   fast = transformers.PreTrainedTokenizerFast(
-      tokenizer_object=backend, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
+    tokenizer_object=backend, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT
   )
   return Tokenizer(fast)
 

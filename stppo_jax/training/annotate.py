@@ -21,14 +21,14 @@ Array = jax.Array
 
 
 def annotate(
-    batch: batch_lib.TokenBatch,
-    state: state_lib.TrainState,
-    reference: functional.Params,
-    algorithm: algorithm_lib.Algorithm,
-    *,
-    policy: functional.Model,
-    value: functional.Model,
-    temperature: float,
+  batch: batch_lib.TokenBatch,
+  state: state_lib.TrainState,
+  reference: functional.Params,
+  algorithm: algorithm_lib.Algorithm,
+  *,
+  policy: functional.Model,
+  value: functional.Model,
+  temperature: float,
 ) -> tuple[batch_lib.TokenBatch, dict[str, Array]]:
   """Fills the second block of a batch.
 
@@ -47,29 +47,29 @@ def annotate(
   """
   mask_BL = batch.loss_mask_BL
   logprobs = lambda params: policy.logprobs_and_entropy(
-      params, batch.tokens_BL, temperature=temperature
+    params, batch.tokens_BL, temperature=temperature
   )[0]
   old_BL = masking.select(logprobs(state.policy.params), mask_BL)
   ref_BL = masking.select(logprobs(reference), mask_BL)
   values_BL = value.values(state.value.params, batch.tokens_BL)
   batch = batch.replace(
-      old_logprobs_BL=old_BL, ref_logprobs_BL=ref_BL, values_BL=values_BL
+    old_logprobs_BL=old_BL, ref_logprobs_BL=ref_BL, values_BL=values_BL
   )
   kl_BL = kl_lib.kl_estimate(
-      old_BL, ref_BL, mask_BL, estimator=algorithm.kl.estimator
+    old_BL, ref_BL, mask_BL, estimator=algorithm.kl.estimator
   )
   rewards_BL = batch.rewards_BL
   if algorithm.kl.where == 'reward':
     rewards_BL = kl_lib.penalized_rewards(
-        rewards_BL, kl_BL, mask_BL, coefficient=algorithm.kl.coefficient
+      rewards_BL, kl_BL, mask_BL, coefficient=algorithm.kl.coefficient
     )
   estimate = advantages_lib.estimate_advantages(
-      rewards_BL, batch, **algorithm.advantage.arguments()
+    rewards_BL, batch, **algorithm.advantage.arguments()
   )
   batch = batch.replace(
-      advantages_BL=estimate.advantages_BL,
-      returns_BL=estimate.returns_BL,
-      value_mask_BL=estimate.value_mask_BL,
+    advantages_BL=estimate.advantages_BL,
+    returns_BL=estimate.returns_BL,
+    value_mask_BL=estimate.value_mask_BL,
   )
   metrics = diagnostics.critic_diagnostics(batch, estimate.value_mask_BL)
   metrics['critic/kl'] = masking.masked_mean(kl_BL, mask_BL)
@@ -84,9 +84,7 @@ def _mismatch(old_BL, sampler_BL, mask_BL) -> dict[str, Array]:
   x_BL = masking.select(sampler_BL - old_BL, mask_BL)
   k3_BL = jnp.expm1(-x_BL) + x_BL
   return {
-      'mismatch/logprob_abs_diff': jnp.max(jnp.abs(x_BL)),
-      'mismatch/k3': masking.masked_mean(k3_BL, mask_BL),
-      'mismatch/weight_raw_max': jnp.max(
-          jnp.where(mask_BL, jnp.exp(-x_BL), 0.0)
-      ),
+    'mismatch/logprob_abs_diff': jnp.max(jnp.abs(x_BL)),
+    'mismatch/k3': masking.masked_mean(k3_BL, mask_BL),
+    'mismatch/weight_raw_max': jnp.max(jnp.where(mask_BL, jnp.exp(-x_BL), 0.0)),
   }

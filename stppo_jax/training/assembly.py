@@ -1,13 +1,16 @@
 """From a config to the parts of a run. Below this line, no config is known."""
 
+from collections.abc import Callable
 from collections.abc import Iterator
 import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
 
 import jax
 
+from stppo_jax.data import demonstrations
 from stppo_jax.data import questions as questions_lib
 from stppo_jax.data import synthetic_wiki
 from stppo_jax.envs import prompts
@@ -23,6 +26,7 @@ from stppo_jax.rollout import event_loop
 from stppo_jax.sampling import engine as engine_lib
 from stppo_jax.sampling import stops
 from stppo_jax.sampling import tokenizer as tokenizer_lib
+from stppo_jax.training import keys
 
 
 class Misconfigured(Exception):
@@ -55,21 +59,37 @@ def build_questions(config) -> questions_lib.Questions:
   if config.data.name == 'synthetic_wiki':
     options = config.data.synthetic_wiki
     return questions_lib.SyntheticQuestions(
-        seed=config.seed,
-        hops=tuple(options.hops),
-        world_options={
-            'entities_per_type': options.entities_per_type,
-            'name_pieces': options.name_pieces,
-            'distractors': options.distractors,
-        },
+      seed=config.seed,
+      hops=tuple(options.hops),
+      world_options={
+        'entities_per_type': options.entities_per_type,
+        'name_pieces': options.name_pieces,
+        'distractors': options.distractors,
+      },
     )
   root = pathlib.Path(config.data.root)
   evaluation = config.data.evaluation
   return questions_lib.FileQuestions(
-      seed=config.seed,
-      train=root / config.data.train,
-      evaluation=root / evaluation if evaluation else None,
-      corpus=root / config.data.corpus,
+    seed=config.seed,
+    train=root / config.data.train,
+    evaluation=root / evaluation if evaluation else None,
+    corpus=root / config.data.corpus,
+  )
+
+
+def build_demonstrations(
+  config, questions: questions_lib.Questions
+) -> demonstrations.Demonstrations:
+  """What the supervised start imitates."""
+  if config.data.name == 'synthetic_wiki':
+    return demonstrations.SyntheticDemonstrations(
+      questions=questions,
+      error_rate=config.sft.error_rate,
+      clean_one_hop_steps=config.sft.clean_one_hop_steps,
+      think_words=config.data.synthetic_wiki.think_words,
+    )
+  return demonstrations.LookupDemonstrations(
+    questions=questions, seed=config.seed, error_rate=config.sft.error_rate
   )
 
 
@@ -87,31 +107,31 @@ def build_surroundings(config) -> Iterator[Surroundings]:
     url = config.retrieval.url
     if not url:
       embedded = server.EmbeddedServer(
-          questions.passages(), passages_of=questions.passages_of
+        questions.passages(), passages_of=questions.passages_of
       )
       url = stack.enter_context(embedded).url
     retriever = client.HttpRetriever(
-        url,
-        topk=config.retrieval.topk,
-        timeout=config.retrieval.timeout,
-        retries=config.retrieval.retries,
-        start_grace=config.retrieval.start_grace,
-        max_queries_per_request=config.retrieval.max_queries_per_request,
+      url,
+      topk=config.retrieval.topk,
+      timeout=config.retrieval.timeout,
+      retries=config.retrieval.retries,
+      start_grace=config.retrieval.start_grace,
+      max_queries_per_request=config.retrieval.max_queries_per_request,
     )
     stack.callback(lambda: loop.run(retriever.close()))
     loop.run(retriever.wait_until_ready())
     environment = search.SearchEnvironment(
-        retriever=retriever,
-        max_turns=config.env.max_turns,
-        prompt_template=config.env.prompt_template,
-        rewards=config.env.rewards.to_dict(),
-        reward_scope=config.env.reward_scope,
+      retriever=retriever,
+      max_turns=config.env.max_turns,
+      prompt_template=config.env.prompt_template,
+      rewards=config.env.rewards.to_dict(),
+      reward_scope=config.env.reward_scope,
     )
     yield Surroundings(questions, environment, retriever, loop)
 
 
 def build_tokenizer(
-    config, questions: questions_lib.Questions
+  config, questions: questions_lib.Questions
 ) -> tokenizer_lib.Tokenizer:
   """The tokenizer of the model, or one made from the data.
 
@@ -126,36 +146,51 @@ def build_tokenizer(
     phrases.append(prompts.correction().body)
     return tokenizer_lib.phrase_tokenizer(phrases)
   texts = [
-      f'Doc 1(Title: {passage.title}) {passage.text}\n'
-      for passage in questions.passages()
+    f'Doc 1(Title: {passage.title}) {passage.text}\n'
+    for passage in questions.passages()
   ]
   # The tags come up in every dialogue: let the merges know them.
   texts += list(tokenizer_lib.TAGS) * len(texts)
   return tokenizer_lib.train_byte_level_bpe(
-      texts, config.data.tokenizer_vocab_size
+    texts, config.data.tokenizer_vocab_size
   )
 
 
 def build_model_config(
-    config, tokenizer: tokenizer_lib.Tokenizer
+  config, tokenizer: tokenizer_lib.Tokenizer
 ) -> model_config.ModelConfig:
   """The shape: from the model's directory, or from the config."""
   model = config.model
   runtime = {
-      'dtype': model.dtype,
-      'remat': config.updates.remat,
-      'scan_unroll': model.scan_unroll,
+    'dtype': model.dtype,
+    'remat': config.updates.remat,
+    'scan_unroll': model.scan_unroll,
   }
   if model.path:
     return load_hf.read_config(model.path, **runtime)
   shape = {
-      field.name: model[field.name]
-      for field in dataclasses.fields(model_config.ModelConfig)
-      if field.name in model and field.name not in runtime
+    field.name: model[field.name]
+    for field in dataclasses.fields(model_config.ModelConfig)
+    if field.name in model and field.name not in runtime
   }
   return model_config.ModelConfig(
-      vocab_size=tokenizer.vocab_size, **shape, **runtime
+    vocab_size=tokenizer.vocab_size, **shape, **runtime
   )
+
+
+def initial_weights(
+  config, path: str, policy: functional.Model
+) -> Callable[[], functional.Params]:
+  """Makes a policy's weights: those of a directory, or random where path is ''.
+
+  Raises:
+    ValueError: files that do not fit the model.
+  """
+  if path:
+    weights = load_hf.read_params(path, policy.config)
+    return lambda: jax.tree.map(jax.numpy.asarray, weights)
+  key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
+  return functools.partial(policy.init, key)
 
 
 def build_mesh(config, *, local: bool = False) -> jax.sharding.Mesh:
@@ -176,46 +211,46 @@ def check_division(config, mesh: jax.sharding.Mesh) -> None:
   shards = math.prod(mesh.shape[axis] for axis in mesh_lib.BATCH_AXES)
   updates = config.updates
   sizes = {
-      'rollout.trajectories_per_step': config.rollout.trajectories_per_step,
-      'updates.minibatch_size': updates.minibatch_size,
-      'updates.microbatch_size': updates.microbatch_size,
-      'evaluate.batch_size': config.evaluate.batch_size,
+    'rollout.trajectories_per_step': config.rollout.trajectories_per_step,
+    'updates.minibatch_size': updates.minibatch_size,
+    'updates.microbatch_size': updates.microbatch_size,
+    'evaluate.batch_size': config.evaluate.batch_size,
   }
   lines = [
-      f'{key}={size}: must be a multiple of the {shards} devices of the '
-      'axes data and fsdp'
-      for key, size in sizes.items()
-      if size % shards
+    f'{key}={size}: must be a multiple of the {shards} devices of the '
+    'axes data and fsdp'
+    for key, size in sizes.items()
+    if size % shards
   ]
   if lines:
     raise ValueError('\n'.join(lines))
 
 
 def build_collector(
-    config,
-    surroundings: Surroundings,
-    tokenizer: tokenizer_lib.Tokenizer,
-    policy: functional.Model,
-    *,
-    slots: int,
+  config,
+  surroundings: Surroundings,
+  tokenizer: tokenizer_lib.Tokenizer,
+  policy: functional.Model,
+  *,
+  slots: int,
 ) -> tuple[collect.Collector, engine_lib.Engine]:
   """A collector and its engine; publish weights to the engine before use."""
   engine = engine_lib.Engine(
-      policy,
-      mesh=build_mesh(config, local=True),
-      automaton=stops.build(tokenizer.token_bytes(), eos_id=tokenizer.eos_id),
-      slots=slots,
-      max_length=config.env.max_length,
-      temperature=config.rollout.temperature,
-      extend_chunk=config.rollout.extend_chunk,
-      decode_chunk=config.rollout.decode_chunk,
+    policy,
+    mesh=build_mesh(config, local=True),
+    automaton=stops.build(tokenizer.token_bytes(), eos_id=tokenizer.eos_id),
+    slots=slots,
+    max_length=config.env.max_length,
+    temperature=config.rollout.temperature,
+    extend_chunk=config.rollout.extend_chunk,
+    decode_chunk=config.rollout.decode_chunk,
   )
   collector = collect.Collector(
-      engine=engine,
-      environment=surroundings.environment,
-      tokenizer=tokenizer,
-      loop=surroundings.loop,
-      max_turn_tokens=config.env.max_turn_tokens,
-      max_observation_tokens=config.env.max_observation_tokens,
+    engine=engine,
+    environment=surroundings.environment,
+    tokenizer=tokenizer,
+    loop=surroundings.loop,
+    max_turn_tokens=config.env.max_turn_tokens,
+    max_observation_tokens=config.env.max_observation_tokens,
   )
   return collector, engine

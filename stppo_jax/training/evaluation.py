@@ -1,8 +1,8 @@
 """Scores on fixed questions that training never sees."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence
 
-import jax
 import numpy as np
 
 from stppo_jax import types
@@ -22,23 +22,23 @@ class Evaluator:
   """
 
   def __init__(
-      self,
-      config,
-      surroundings: assembly.Surroundings,
-      tokenizer,
-      policy: functional.Model,
+    self,
+    config,
+    surroundings: assembly.Surroundings,
+    tokenizer,
+    policy: functional.Model,
   ):
     self._questions = surroundings.questions.evaluation(
-        config.evaluate.num_questions
+      config.evaluate.num_questions
     )
     self._slots = config.evaluate.batch_size
     self._collector, self._engine = assembly.build_collector(
-        config, surroundings, tokenizer, policy, slots=self._slots
+      config, surroundings, tokenizer, policy, slots=self._slots
     )
     self._key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
 
   def run(
-      self, params: functional.Params, *, greedy: bool = True
+    self, params: functional.Params, *, greedy: bool = True
   ) -> tuple[dict[str, float], list[types.Trajectory]]:
     """Mean exact match per data set, and everything that was played.
 
@@ -60,7 +60,7 @@ class Evaluator:
 
 
 def _chunks(
-    items: Sequence[types.Question], size: int
+  items: Sequence[types.Question], size: int
 ) -> Iterator[Sequence[types.Question]]:
   for start in range(0, len(items), size):
     yield items[start : start + size]

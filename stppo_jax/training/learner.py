@@ -1,8 +1,8 @@
 """The device side of a run: state, and jitted annotate and update."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from collections.abc import Sequence
 import functools
-import pathlib
 from typing import Any
 
 import jax
@@ -10,12 +10,12 @@ import numpy as np
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.models import functional
-from stppo_jax.models import load_hf
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import sharding
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.training import annotate as annotate_lib
+from stppo_jax.training import assembly
 from stppo_jax.training import keys
 from stppo_jax.training import optimizer as optimizer_lib
 from stppo_jax.training import state as state_lib
@@ -45,13 +45,13 @@ class Learner:
     self._algorithm = algorithm_lib.build_algorithm(config.algorithm)
     self._optimizers = {}
     self._numbers = {
-        'entropy_coefficient': config.loss.entropy_coefficient,
-        'value_clip': config.loss.value_clip,
+      'entropy_coefficient': config.loss.entropy_coefficient,
+      'value_clip': config.loss.value_clip,
     }
     for name in ('policy', 'value'):
       options = config[f'{name}_optimizer'].to_dict()
       self._optimizers[name] = optimizer_lib.build_optimizer(
-          **{option: options.pop(option) for option in _ADAM}
+        **{option: options.pop(option) for option in _ADAM}
       )
       self._numbers[name] = {k: float(v) for k, v in options.items()}
     updates = config.updates
@@ -59,64 +59,67 @@ class Learner:
     models = {'policy': self.policy, 'value': self.value}
     temperature = config.rollout.temperature
     self._annotate = jax.jit(
-        functools.partial(
-            annotate_lib.annotate, temperature=temperature, **models
-        ),
+      functools.partial(
+        annotate_lib.annotate, temperature=temperature, **models
+      ),
     )
     self._update = jax.jit(
-        functools.partial(
-            step_lib.update,
-            **models,
-            policy_optimizer=self._optimizers['policy'],
-            value_optimizer=self._optimizers['value'],
-            temperature=temperature,
-            num_turns=config.env.max_turns + 1,
-            num_microbatches=rows // (updates.microbatch_size or rows),
-        ),
-        donate_argnums=0,
+      functools.partial(
+        step_lib.update,
+        **models,
+        policy_optimizer=self._optimizers['policy'],
+        value_optimizer=self._optimizers['value'],
+        temperature=temperature,
+        num_turns=config.env.max_turns + 1,
+        num_microbatches=rows // (updates.microbatch_size or rows),
+      ),
+      donate_argnums=0,
     )
     self._take = jax.jit(
-        lambda batch, rows: jax.tree.map(lambda x: x[rows], batch),
-        out_shardings=self._rows,
+      lambda batch, rows: jax.tree.map(lambda x: x[rows], batch),
+      out_shardings=self._rows,
     )
 
   def start(self) -> state_lib.TrainState:
     """The state before the first update."""
-    make_policy = self._weights(self._config.model.path)
+    make_policy = assembly.initial_weights(
+      self._config, self._config.model.path, self.policy
+    )
     key = keys.step_key(self._config.seed, 0, keys.Purpose.INIT)
     return state_lib.create(
-        make_policy,
-        functools.partial(
-            state_lib.value_from_policy, self.value, jax.random.fold_in(key, 1)
-        ),
-        self._optimizers['policy'],
-        self._optimizers['value'],
-        self.mesh,
+      make_policy,
+      functools.partial(
+        state_lib.value_from_policy, self.value, jax.random.fold_in(key, 1)
+      ),
+      self._optimizers['policy'],
+      self._optimizers['value'],
+      self.mesh,
     )
 
   def reference(self) -> functional.Params:
     """The frozen reference: its own directory, or the start of the run."""
-    make = self._weights(
-        self._config.model.reference_path or self._config.model.path
+    model = self._config.model
+    make = assembly.initial_weights(
+      self._config, model.reference_path or model.path, self.policy
     )
     placed = sharding.param_shardings(jax.eval_shape(make), self.mesh)
     return jax.jit(make, out_shardings=placed)()
 
   def annotate(
-      self,
-      packed: batch_lib.TokenBatch,
-      state: state_lib.TrainState,
-      reference: functional.Params,
+    self,
+    packed: batch_lib.TokenBatch,
+    state: state_lib.TrainState,
+    reference: functional.Params,
   ) -> tuple[batch_lib.TokenBatch, dict[str, Any]]:
     """See `annotate.annotate`; the batch comes as numpy arrays."""
     batch = distributed.from_local_rows(packed, self._rows)
     return self._annotate(batch, state, reference, self._algorithm)
 
   def update_epochs(
-      self,
-      state: state_lib.TrainState,
-      batch: batch_lib.TokenBatch,
-      step: int,
+    self,
+    state: state_lib.TrainState,
+    batch: batch_lib.TokenBatch,
+    step: int,
   ) -> tuple[state_lib.TrainState, dict[str, float]]:
     """All updates of a step; `state` is consumed.
 
@@ -127,13 +130,13 @@ class Learner:
     reports, pooled = [], None
     for rows in self._minibatches(len(batch.lengths_B), step):
       state, metrics, diagnostics = self._update(
-          state, self._take(batch, rows), self._algorithm, numbers
+        state, self._take(batch, rows), self._algorithm, numbers
       )
       reports.append(metrics)
       pooled = (
-          diagnostics
-          if pooled is None
-          else diagnostics_lib.merge(pooled, diagnostics)
+        diagnostics
+        if pooled is None
+        else diagnostics_lib.merge(pooled, diagnostics)
       )
     reports, pooled = jax.device_get((reports, pooled))
     return state, _mean_of(reports) | diagnostics_lib.summarize(pooled)
@@ -153,16 +156,9 @@ class Learner:
     resting = {**self._numbers['policy'], 'learning_rate': 0.0}
     return {**self._numbers, 'policy': resting}
 
-  def _weights(self, path: str):
-    if path:
-      weights = load_hf.read_params(pathlib.Path(path), self.policy.config)
-      return lambda: jax.tree.map(jax.numpy.asarray, weights)
-    key = keys.step_key(self._config.seed, 0, keys.Purpose.INIT)
-    return functools.partial(self.policy.init, key)
-
 
 def _mean_of(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
   return {
-      name: float(np.mean([report[name] for report in reports]))
-      for name in reports[0]
+    name: float(np.mean([report[name] for report in reports]))
+    for name in reports[0]
   }

@@ -26,6 +26,7 @@ from stppo_jax.training import evaluation
 from stppo_jax.training import interruption
 from stppo_jax.training import keys
 from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import sft
 from stppo_jax.training import trajectory_metrics
 from stppo_jax.training import writer as writer_lib
 
@@ -43,9 +44,10 @@ def train(config, workdir: str | pathlib.Path) -> int:
   mesh_lib.use_cpu_devices(config.mesh.cpu_devices)
   workdir = pathlib.Path(workdir)
   with (
-      interruption.Interruption() as interrupt,
-      assembly.build_surroundings(config) as surroundings,
+    interruption.Interruption() as interrupt,
+    assembly.build_surroundings(config) as surroundings,
   ):
+    config = _with_start(config, workdir, surroundings)
     run = _Run(config, workdir, surroundings)
     try:
       return run.play(interrupt)
@@ -73,12 +75,24 @@ def evaluate(config, workdir: str | pathlib.Path) -> int:
       saved.close()
       done, state = found[:2] if found else (0, state)
     evaluator = evaluation.Evaluator(
-        config, surroundings, tokenizer, learner.policy
+      config, surroundings, tokenizer, learner.policy
     )
     scores, _ = evaluator.run(state.policy.params)
     for name, score in sorted(scores.items()):
       print(f'step {done} val/em/{name} {score:.4f}')
   return 0
+
+
+def _with_start(config, workdir: pathlib.Path, surroundings):
+  """The config with the start of the run as its model, made if missing."""
+  if config.model.path or not config.sft.before_training:
+    return config
+  start = workdir / 'start'
+  if not (start / 'tokenizer.json').is_file():  # written last
+    sft.imitate(config, surroundings, start)
+  config = config.copy_and_resolve_references()
+  config.model.path = str(start)
+  return config
 
 
 class _Run:
@@ -97,23 +111,23 @@ class _Run:
       self._state = self._learner.start()
       self._reference = self._learner.reference()
       self._collector, self._engine = assembly.build_collector(
-          config,
-          surroundings,
-          self._tokenizer,
-          self._learner.policy,
-          slots=config.rollout.trajectories_per_step,
+        config,
+        surroundings,
+        self._tokenizer,
+        self._learner.policy,
+        slots=config.rollout.trajectories_per_step,
       )
     self._evaluator = evaluation.Evaluator(
-        config, surroundings, self._tokenizer, self._learner.policy
+      config, surroundings, self._tokenizer, self._learner.policy
     )
     self._checkpointer = checkpoint.Checkpointer(
-        workdir, keep=config.checkpoint.keep
+      workdir, keep=config.checkpoint.keep
     )
     self._writer = writer_lib.Writer(
-        workdir,
-        num_steps=config.num_steps,
-        tensorboard=config.writer.tensorboard,
-        trajectories=config.writer.trajectories,
+      workdir,
+      num_steps=config.num_steps,
+      tensorboard=config.writer.tensorboard,
+      trajectories=config.writer.trajectories,
     )
     self._done = self._resume()
 
@@ -135,8 +149,7 @@ class _Run:
     except interruption.Interrupted:
       self._save()
       self._writer.show(
-          f'interrupted after step {self._done}, saved; the same command '
-          'resumes'
+        f'interrupted after step {self._done}, saved; the same command resumes'
       )
       return interrupt.exit_code
     self._finish()
@@ -151,18 +164,16 @@ class _Run:
     timer.lap('collect')
     metrics = trajectory_metrics.measure(trajectories)
     metrics |= self._surroundings.retriever.statistics()
-    packed = pack.pack(
-        trajectories, length_bucket=config.rollout.length_bucket
-    )
+    packed = pack.pack(trajectories, length_bucket=config.rollout.length_bucket)
     batch, annotations = self._learner.annotate(
-        packed, self._state, self._reference
+      packed, self._state, self._reference
     )
     metrics |= {k: float(v) for k, v in jax.device_get(annotations).items()}
     timer.lap('annotate')
     valid = metrics['rollout/valid_fraction']
     if valid > 0 and valid >= config.rollout.min_valid_fraction:
       self._state, report = self._learner.update_epochs(
-          self._state, batch, step
+        self._state, batch, step
       )
       metrics |= report
       self._engine.publish(self._state.policy.params)
@@ -179,18 +190,18 @@ class _Run:
     metrics |= _speed(packed, metrics, config.updates.num_epochs)
     self._writer.write(self._done, metrics)
     self._writer.write_trajectories(
-        self._done,
-        [
-            trajectory_metrics.record(trajectory, self._tokenizer)
-            for trajectory in trajectories[: config.writer.trajectories]
-        ],
+      self._done,
+      [
+        trajectory_metrics.record(trajectory, self._tokenizer)
+        for trajectory in trajectories[: config.writer.trajectories]
+      ],
     )
 
   def _collect(self, step: int):
     config = self._config.rollout
     count = config.trajectories_per_step
     questions = self._surroundings.questions.train(
-        step, count // config.group_size
+      step, count // config.group_size
     )
     repeated = [q for q in questions for _ in range(config.group_size)]
     key = keys.step_key(self._config.seed, step, keys.Purpose.COLLECT)
@@ -202,9 +213,9 @@ class _Run:
     if not trajectories:
       return {}
     shown = self._config.writer.samples
-    for trajectory in trajectories[:: max(len(trajectories) // max(shown, 1), 1)][
-        :shown
-    ]:
+    for trajectory in trajectories[
+      :: max(len(trajectories) // max(shown, 1), 1)
+    ][:shown]:
       record = trajectory_metrics.record(trajectory, self._tokenizer)
       self._writer.show(f'evaluation after step {done}')
       self._writer.show(dialogues.render(record, colour=False))
@@ -232,14 +243,14 @@ class _Run:
     plots.learning_curve(self._workdir / 'metrics.jsonl', curve)
     policy = self._workdir / 'policy'
     export_hf.export(
-        policy, self._learner.policy.config, self._state.policy.params
+      policy, self._learner.policy.config, self._state.policy.params
     )
     self._tokenizer.save(policy)
     self._writer.show(
-        f'done. metrics: {self._workdir / "metrics.jsonl"}\n'
-        f'curve: {curve}\n'
-        f'dialogues: {self._workdir}/trajectories-*.jsonl\n'
-        f'policy (Hugging Face format): {policy}'
+      f'done. metrics: {self._workdir / "metrics.jsonl"}\n'
+      f'curve: {curve}\n'
+      f'dialogues: {self._workdir}/trajectories-*.jsonl\n'
+      f'policy (Hugging Face format): {policy}'
     )
 
 
@@ -265,9 +276,9 @@ def _speed(packed, metrics, num_epochs: int) -> dict[str, float]:
   tokens = float(packed.lengths_B.sum())
   written = float((packed.turn_ids_BL > 0).sum())
   return {
-      'perf/throughput': tokens / metrics['timing_s/step'],
-      'perf/collect_tokens_per_second': written / metrics['timing_s/collect'],
-      'perf/update_tokens_per_second': (
-          tokens * num_epochs / metrics['timing_s/update']
-      ),
+    'perf/throughput': tokens / metrics['timing_s/step'],
+    'perf/collect_tokens_per_second': written / metrics['timing_s/collect'],
+    'perf/update_tokens_per_second': (
+      tokens * num_epochs / metrics['timing_s/update']
+    ),
   }

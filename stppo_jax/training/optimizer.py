@@ -15,19 +15,19 @@ Tree = Any
 
 
 def build_optimizer(
-    *, b1: float, b2: float, eps: float
+  *, b1: float, b2: float, eps: float
 ) -> optax.GradientTransformation:
   """Adam's direction; `apply_update` scales it."""
   return optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
 
 
 def apply_update(
-    optimizer: optax.GradientTransformation,
-    params: Tree,
-    state: optax.OptState,
-    gradient: Tree,
-    count: Array,
-    numbers: Mapping[str, Array | float],
+  optimizer: optax.GradientTransformation,
+  params: Tree,
+  state: optax.OptState,
+  gradient: Tree,
+  count: Array,
+  numbers: Mapping[str, Array | float],
 ) -> tuple[Tree, optax.OptState, dict[str, Array]]:
   """One optimiser step.
 
@@ -52,6 +52,6 @@ def apply_update(
   rate = numbers['learning_rate'] * jnp.minimum(1.0, warm)
   decay = numbers['weight_decay']
   params = jax.tree.map(
-      lambda p, d: p - rate * (d + decay * p), params, direction
+    lambda p, d: p - rate * (d + decay * p), params, direction
   )
   return params, state, {'grad_norm': norm, 'lr': rate}

@@ -40,11 +40,11 @@ class TrainState:
 
 
 def create(
-    make_policy: Callable[[], functional.Params],
-    make_value: Callable[[functional.Params], functional.Params],
-    policy_optimizer: optax.GradientTransformation,
-    value_optimizer: optax.GradientTransformation,
-    mesh: jax.sharding.Mesh,
+  make_policy: Callable[[], functional.Params],
+  make_value: Callable[[functional.Params], functional.Params],
+  policy_optimizer: optax.GradientTransformation,
+  value_optimizer: optax.GradientTransformation,
+  mesh: jax.sharding.Mesh,
 ) -> TrainState:
   """A fresh state, made where it will live: sharded by the parameter rules.
 
@@ -60,9 +60,9 @@ def create(
     policy = make_policy()
     value = make_value(policy)
     return TrainState(
-        policy=ModelState(policy, policy_optimizer.init(policy)),
-        value=ModelState(value, value_optimizer.init(value)),
-        updates=jnp.zeros((), jnp.int32),
+      policy=ModelState(policy, policy_optimizer.init(policy)),
+      value=ModelState(value, value_optimizer.init(value)),
+      updates=jnp.zeros((), jnp.int32),
     )
 
   shardings = sharding.param_shardings(jax.eval_shape(make), mesh)
@@ -70,11 +70,11 @@ def create(
 
 
 def value_from_policy(
-    model: functional.Model, key: jax.Array, policy: functional.Params
+  model: functional.Model, key: jax.Array, policy: functional.Params
 ) -> functional.Params:
   """A value model that starts from the policy's backbone, its head at zero."""
   fresh = model.init(key)
   return {
-      name: policy[name] if name in policy else leaf
-      for name, leaf in fresh.items()
+    name: policy[name] if name in policy else leaf
+    for name, leaf in fresh.items()
   }

@@ -7,7 +7,8 @@ formed over the whole minibatch, so that cutting it changes nothing.
 Order, always: clipping-bias correction, global-norm clip, Adam.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -29,21 +30,19 @@ Tree = Any
 
 
 def update(
-    state: state_lib.TrainState,
-    batch: batch_lib.TokenBatch,
-    algorithm: algorithm_lib.Algorithm,
-    numbers: Mapping[str, Any],
-    *,
-    policy: functional.Model,
-    value: functional.Model,
-    policy_optimizer: optax.GradientTransformation,
-    value_optimizer: optax.GradientTransformation,
-    temperature: float,
-    num_turns: int,
-    num_microbatches: int,
-) -> tuple[
-    state_lib.TrainState, dict[str, Array], diagnostics_lib.Diagnostics
-]:
+  state: state_lib.TrainState,
+  batch: batch_lib.TokenBatch,
+  algorithm: algorithm_lib.Algorithm,
+  numbers: Mapping[str, Any],
+  *,
+  policy: functional.Model,
+  value: functional.Model,
+  policy_optimizer: optax.GradientTransformation,
+  value_optimizer: optax.GradientTransformation,
+  temperature: float,
+  num_turns: int,
+  num_microbatches: int,
+) -> tuple[state_lib.TrainState, dict[str, Array], diagnostics_lib.Diagnostics]:
   """Updates both models on one annotated minibatch.
 
   A minibatch whose gradient is not finite changes nothing and is counted in
@@ -65,52 +64,52 @@ def update(
     The new state, scalar metrics, and mergeable diagnostics of the ratios.
   """
   count = aggregation.aggregate_count(
-      batch.turn_ids_BL,
-      batch.loss_mask_BL,
-      name=algorithm.aggregate.name,
-      num_turns=num_turns,
+    batch.turn_ids_BL,
+    batch.loss_mask_BL,
+    name=algorithm.aggregate.name,
+    num_turns=num_turns,
   )
   value_count = jnp.maximum(jnp.sum(batch.value_mask_BL), 1)
   microbatches = jax.tree.map(lambda x: _cut(x, num_microbatches), batch)
   statistics = None  # one microbatch forms its own
   if num_microbatches > 1:
     statistics = _statistics(
-        state.policy.params,
-        microbatches,
-        algorithm,
-        policy=policy,
-        temperature=temperature,
-        num_turns=num_turns,
+      state.policy.params,
+      microbatches,
+      algorithm,
+      policy=policy,
+      temperature=temperature,
+      num_turns=num_turns,
     )
 
   def policy_parts(params, part):
     logprobs_BL, entropy_BL = policy.logprobs_and_entropy(
-        params, part.tokens_BL, temperature=temperature
+      params, part.tokens_BL, temperature=temperature
     )
     loss = losses.policy_loss(
-        algorithm,
-        logprobs_BL,
-        entropy_BL,
-        part,
-        statistics=statistics,
-        count=count,
-        entropy_coefficient=numbers['entropy_coefficient'],
-        num_turns=num_turns,
+      algorithm,
+      logprobs_BL,
+      entropy_BL,
+      part,
+      statistics=statistics,
+      count=count,
+      entropy_coefficient=numbers['entropy_coefficient'],
+      num_turns=num_turns,
     )
     diagnostics = diagnostics_lib.policy_diagnostics(
-        algorithm, loss, logprobs_BL, entropy_BL, part, num_turns=num_turns
+      algorithm, loss, logprobs_BL, entropy_BL, part, num_turns=num_turns
     )
     heads = {'policy': loss.policy, 'bias': loss.bias, 'other': loss.other}
     return heads, (loss, diagnostics)
 
   def value_part(params, part, weights_BL):
     loss = losses.value_loss(
-        value.values(params, part.tokens_BL),
-        part.values_BL,
-        part.returns_BL,
-        part.value_mask_BL,
-        clip=numbers['value_clip'],
-        weights_BL=weights_BL,
+      value.values(params, part.tokens_BL),
+      part.values_BL,
+      part.returns_BL,
+      part.value_mask_BL,
+      clip=numbers['value_clip'],
+      weights_BL=weights_BL,
     )
     return loss.total / value_count, loss.clipped / value_count
 
@@ -118,52 +117,50 @@ def update(
 
   def measure(part):
     heads, pull, (loss, diagnostics) = jax.vjp(
-        lambda params: policy_parts(params, part),
-        state.policy.params,
-        has_aux=True,
+      lambda params: policy_parts(params, part),
+      state.policy.params,
+      has_aux=True,
     )
     gradients = {
-        name: pull(
-            {head: jnp.float32(head in cotangent) for head in heads}
-        )[0]
-        for name, cotangent in wanted.items()
+      name: pull({head: jnp.float32(head in cotangent) for head in heads})[0]
+      for name, cotangent in wanted.items()
     }
     (value_loss, clipped), value_gradient = jax.value_and_grad(
-        value_part, has_aux=True
+      value_part, has_aux=True
     )(state.value.params, part, loss.value_weights_BL)
     scalars = {
-        'actor/pg_loss': loss.policy,
-        'actor/kl_loss': loss.kl,
-        'critic/vf_loss': value_loss,
-        'critic/vf_clipfrac': clipped,
+      'actor/pg_loss': loss.policy,
+      'actor/kl_loss': loss.kl,
+      'critic/vf_loss': value_loss,
+      'critic/vf_clipfrac': clipped,
     }
     return (gradients, value_gradient, scalars), diagnostics
 
   sums, stacked = _sum_over(measure, microbatches, num_microbatches)
   gradients, value_gradient, metrics = sums
   policy_gradient, correction_metrics = gradients_lib.combine(
-      algorithm, gradients
+    algorithm, gradients
   )
   new_policy, policy_report = _apply(
-      policy_optimizer,
-      state.policy,
-      policy_gradient,
-      state.updates,
-      numbers['policy'],
+    policy_optimizer,
+    state.policy,
+    policy_gradient,
+    state.updates,
+    numbers['policy'],
   )
   new_value, value_report = _apply(
-      value_optimizer,
-      state.value,
-      value_gradient,
-      state.updates,
-      numbers['value'],
+    value_optimizer,
+    state.value,
+    value_gradient,
+    state.updates,
+    numbers['value'],
   )
   finite = jnp.isfinite(policy_report['grad_norm']) & jnp.isfinite(
-      value_report['grad_norm']
+    value_report['grad_norm']
   )
   new_state = state_lib.TrainState(new_policy, new_value, state.updates + 1)
   new_state = jax.tree.map(
-      lambda new, old: jnp.where(finite, new, old), new_state, state
+    lambda new, old: jnp.where(finite, new, old), new_state, state
   )
   metrics |= {f'actor/{name}': x for name, x in policy_report.items()}
   metrics |= {f'critic/{name}': x for name, x in value_report.items()}
@@ -174,26 +171,26 @@ def update(
 
 def _apply(optimizer, model, gradient, count, numbers):
   params, optimizer_state, report = optimizer_lib.apply_update(
-      optimizer, model.params, model.optimizer, gradient, count, numbers
+    optimizer, model.params, model.optimizer, gradient, count, numbers
   )
   return state_lib.ModelState(params, optimizer_state), report
 
 
 def _statistics(
-    params, microbatches, algorithm, *, policy, temperature, num_turns
+  params, microbatches, algorithm, *, policy, temperature, num_turns
 ):
   """The loss's statistics over the minibatch: a pass without gradient."""
 
   def one(_, part):
     logprobs_BL, entropy_BL = policy.logprobs_and_entropy(
-        params, part.tokens_BL, temperature=temperature
+      params, part.tokens_BL, temperature=temperature
     )
     return None, losses.policy_statistics(
-        algorithm,
-        logprobs_BL,
-        part,
-        num_turns=num_turns,
-        entropy_BL=entropy_BL,
+      algorithm,
+      logprobs_BL,
+      part,
+      num_turns=num_turns,
+      entropy_BL=entropy_BL,
     )
 
   _, stacked = jax.lax.scan(one, None, microbatches)
@@ -201,9 +198,9 @@ def _statistics(
 
 
 def _sum_over(
-    measure: Callable[[Tree], tuple[Tree, Tree]],
-    microbatches: Tree,
-    num_microbatches: int,
+  measure: Callable[[Tree], tuple[Tree, Tree]],
+  microbatches: Tree,
+  num_microbatches: int,
 ) -> tuple[Tree, Tree]:
   """Sums over microbatches, and what is stacked; no loop for a single one."""
   first = jax.tree.map(lambda x: x[0], microbatches)

@@ -1,6 +1,7 @@
 """What a collection looked like: numbers and readable records."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,10 @@ def measure(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
   and in nothing else.
   """
   metrics = {
-      f'rollout/status/{status.value}': float(
-          sum(t.status is status for t in trajectories)
-      )
-      for status in types.TrajectoryStatus
+    f'rollout/status/{status.value}': float(
+      sum(t.status is status for t in trajectories)
+    )
+    for status in types.TrajectoryStatus
   }
   valid = [t for t in trajectories if t.status is not _INFRA_ERROR]
   metrics['rollout/valid_fraction'] = len(valid) / len(trajectories)
@@ -29,12 +30,12 @@ def measure(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
   actions = [[turn.action for turn in t.turns] for t in valid]
   metrics |= _describe('critic/score', [t.reward for t in valid])
   metrics |= _describe(
-      'response_length',
-      [sum(len(turn.token_ids) for turn in t.turns) for t in valid],
+    'response_length',
+    [sum(len(turn.token_ids) for turn in t.turns) for t in valid],
   )
   metrics |= _describe('num_turns', [len(t.turns) for t in valid])
   metrics |= _describe(
-      'turn_length', [len(turn.token_ids) for t in valid for turn in t.turns]
+    'turn_length', [len(turn.token_ids) for t in valid for turn in t.turns]
   )
   for name in valid[0].rewards:
     metrics[f'reward/{name}/mean'] = _mean([t.rewards[name] for t in valid])
@@ -42,17 +43,17 @@ def measure(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
     metrics[f'score/{name}/mean'] = _mean([t.scores[name] for t in valid])
   for data_set in sorted({t.question.data_set for t in valid}):
     metrics[f'train/em/{data_set}'] = _mean(
-        [t.scores['em'] for t in valid if t.question.data_set == data_set]
+      [t.scores['em'] for t in valid if t.question.data_set == data_set]
     )
   every = [action for row in actions for action in row]
   metrics |= {
-      'env/number_of_valid_search': _mean(
-          [row.count('search') for row in actions]
-      ),
-      'env/ratio_of_valid_action': _mean([a != 'invalid' for a in every]),
-      'env/finish_ratio': _mean(
-          [t.status is types.TrajectoryStatus.COMPLETED for t in valid]
-      ),
+    'env/number_of_valid_search': _mean(
+      [row.count('search') for row in actions]
+    ),
+    'env/ratio_of_valid_action': _mean([a != 'invalid' for a in every]),
+    'env/finish_ratio': _mean(
+      [t.status is types.TrajectoryStatus.COMPLETED for t in valid]
+    ),
   }
   return metrics
 
@@ -66,22 +67,22 @@ def record(trajectory: types.Trajectory, tokenizer) -> dict[str, Any]:
   """
   question = trajectory.question
   return {
-      'id': question.id,
-      'question': question.text,
-      'golden_answers': list(question.golden_answers),
-      'data_set': question.data_set,
-      'prompt': tokenizer.decode(trajectory.prompt_ids),
-      'turns': [
-          {
-              'text': tokenizer.decode(turn.token_ids),
-              'observation': tokenizer.decode(turn.observation_ids),
-              'action': turn.action,
-          }
-          for turn in trajectory.turns
-      ],
-      'rewards': _plain(trajectory.rewards),
-      'scores': _plain(trajectory.scores),
-      'status': trajectory.status.value,
+    'id': question.id,
+    'question': question.text,
+    'golden_answers': list(question.golden_answers),
+    'data_set': question.data_set,
+    'prompt': tokenizer.decode(trajectory.prompt_ids),
+    'turns': [
+      {
+        'text': tokenizer.decode(turn.token_ids),
+        'observation': tokenizer.decode(turn.observation_ids),
+        'action': turn.action,
+      }
+      for turn in trajectory.turns
+    ],
+    'rewards': _plain(trajectory.rewards),
+    'scores': _plain(trajectory.scores),
+    'status': trajectory.status.value,
   }
 
 
@@ -95,7 +96,7 @@ def _mean(values: Sequence[float]) -> float:
 
 def _describe(name: str, values: Sequence[float]) -> dict[str, float]:
   return {
-      f'{name}/mean': _mean(values),
-      f'{name}/max': float(np.max(values)),
-      f'{name}/min': float(np.min(values)),
+    f'{name}/mean': _mean(values),
+    f'{name}/max': float(np.max(values)),
+    f'{name}/min': float(np.min(values)),
   }

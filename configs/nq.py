@@ -1,0 +1,45 @@
+"""Natural Questions with real passages behind a real server: proves the path.
+
+    python -m stppo_jax train --config=configs/nq.py:st_ppo \
+        --config.data.root=DATA --workdir=runs/nq
+
+DATA holds general/nq_train.questions.jsonl and general/nq_train.corpus.jsonl.
+Hardware: two CPU cores, a few minutes. A byte-level BPE is trained on the
+passages; a small random model first imitates the form of the dialogue (it
+could not search otherwise) and then takes five steps of the row. It is far too
+small to answer anything: expect finite metrics and readable dialogues.
+"""
+
+from configs import base
+
+
+def get_config(row: str = 'st_ppo'):
+  config = base.get_config(row)
+  config.num_steps = 5
+  config.data.update(
+    name='jsonl',
+    train='general/nq_train.questions.jsonl',
+    corpus='general/nq_train.corpus.jsonl',
+  )
+
+  config.model.hidden_size = 128
+  config.model.intermediate_size = 352
+  config.model.num_layers = 2
+  config.model.num_heads = 4
+  config.model.num_kv_heads = 2
+  config.sft.before_training = True
+  config.sft.num_steps = 120
+  config.sft.batch_size = 16
+
+  config.env.max_turns = 2
+  config.env.max_turn_tokens = 48
+  config.env.max_observation_tokens = 256
+  config.env.max_length = 1024
+  config.rollout.trajectories_per_step = 16
+  config.rollout.length_bucket = 256
+  config.updates.minibatch_size = 8
+  config.policy_optimizer.learning_rate = 1e-5
+  config.value_optimizer.learning_rate = 1e-4
+  config.evaluate.every = 0
+  config.checkpoint.every = 5
+  return config
