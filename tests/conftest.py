@@ -6,6 +6,8 @@ The environment is set before jax is imported anywhere.
 import os
 import pathlib
 
+import hypothesis
+
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _NUM_DEVICES = 8
 
@@ -21,3 +23,7 @@ os.environ['HF_HUB_OFFLINE'] = '1'
 for _name in ('http_proxy', 'https_proxy', 'all_proxy', 'no_proxy'):
   os.environ.pop(_name, None)
   os.environ.pop(_name.upper(), None)
+
+# The same cases in every run, and no failure because a machine is busy.
+hypothesis.settings.register_profile('tests', deadline=None, derandomize=True)
+hypothesis.settings.load_profile('tests')
