@@ -39,7 +39,7 @@ class Progress:
     self._console = console or rich.console.Console(highlight=False)
     self._clock = clock
     self._start = clock()
-    self._first = None  # the first step seen; a resumed run starts late
+    self._first = None  # steps done before this start; a run can resume
     self._shown = {}
     self._bar = None
     if self._console.is_terminal:
@@ -53,7 +53,7 @@ class Progress:
       self._bar.start()
 
   def update(self, done: int, metrics: Mapping[str, float]) -> None:
-    """Shows that `done` steps of the run are done."""
+    """Shows that `done` steps of the run are done (0: before the first)."""
     line = self._line(done, metrics)
     if self._bar is not None:
       self._bar.update(self._task, completed=done, description=line)
@@ -81,13 +81,14 @@ class Progress:
         parts.append(f'{name} {self._shown[name]:.3f}')
     if 'speed' in self._shown:
       parts.append(f'{self._shown["speed"]:,.0f} tokens/s')
-    parts.append(f'eta {self._eta(done)}')
+    if self._first is None:
+      self._first = max(done - 1, 0)
+    if done > self._first:
+      parts.append(f'eta {self._eta(done)}')
     return '  '.join(parts)
 
   def _eta(self, done):
     """h:mm:ss that remain at the mean pace of the steps seen here."""
-    if self._first is None:
-      self._first = done - 1
-    pace = (self._clock() - self._start) / max(done - self._first, 1)
+    pace = (self._clock() - self._start) / (done - self._first)
     seconds = pace * max(self._num_steps - done, 0)
     return str(datetime.timedelta(seconds=round(seconds)))

@@ -24,6 +24,12 @@ from stppo_jax.training import checkpoint
 
 _REPO = pathlib.Path(__file__).resolve().parents[2]
 
+# Orbax reads the leaves concurrently and gives up at the first that is damaged.
+# The reads still under way then die without a listener, now or a little later.
+pytestmark = pytest.mark.filterwarnings(
+  'ignore::pytest.PytestUnraisableExceptionWarning'
+)
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

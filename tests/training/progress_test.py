@@ -41,6 +41,16 @@ def test_a_resumed_run_counts_its_own_steps():
   assert file.getvalue() == 'step 51/100  eta 0:01:38\n'
 
 
+def test_before_the_first_step_nothing_is_known_of_the_pace():
+  shown, file = _progress(10, [0.0, 6.0])
+  shown.update(0, {'val/em/a': 0.125})
+  shown.update(1, {})
+  assert file.getvalue().splitlines() == [
+    'step 0/10  val/em 0.125',
+    'step 1/10  val/em 0.125  eta 0:00:54',
+  ]
+
+
 def test_a_terminal_shows_a_bar_and_text_above_it():
   shown, file = _progress(4, [0.0, 1.0], terminal=True)
   shown.update(1, {'critic/score/mean': 0.5})
