@@ -28,7 +28,7 @@ def get_config(row: str = 'st_ppo'):
   config.retrieval.topk = 2
 
   config.rollout.trajectories_per_step = 128
-  config.rollout.length_bucket = 64
+  config.rollout.length_bucket = 32
   config.updates.minibatch_size = 64
   config.updates.num_epochs = 2
   config.policy_optimizer.update(

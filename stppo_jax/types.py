@@ -45,7 +45,7 @@ class Passage:
 
 
 class TrajectoryStatus(enum.Enum):
-  """How a trajectory ended. Truncated ones train; INFRA_ERROR weighs nothing."""
+  """How a trajectory ended. Truncated trains; INFRA_ERROR weighs nothing."""
 
   COMPLETED = 'completed'
   TRUNCATED_LENGTH = 'truncated_length'

@@ -115,27 +115,24 @@ def demonstrate(
     think_words: free words at the head of each <think>.
   """
   turns, entity = [], world.entities[chain.start]
-  names = list(world.entities)
+  answer = lambda: _answer(entity.name, rng, think_words)
   for relation in chain.relations:
-    if rng.random() < error_rate:  # answers what it has not looked up
-      return turns + [
-        _answer(names[rng.integers(len(names))], rng, think_words)
-      ]
-    query = entity.name
-    believed = relation
-    if rng.random() < error_rate:  # asks for half a name: finds nothing
-      query = query[:3]
-      entity = world.entities[names[rng.integers(len(names))]]
+    if rng.random() < error_rate:  # answers with what it has, unread
+      return [*turns, answer()]
+    partial = rng.random() < error_rate
+    query = synthetic_wiki.opening_of(entity.name) if partial else entity.name
     turns.append(
       f'<think>{_filler(rng, think_words)} find {relation}</think>'
       f'<search> {query}</search>'
     )
-    if rng.random() < error_rate:  # believes another fact of the passage
-      believed = list(entity.facts)[rng.integers(len(entity.facts))]
-    if believed not in entity.facts:
-      believed = next(iter(entity.facts))
-    entity = world.entities[entity.facts[believed]]
-  return turns + [_answer(entity.name, rng, think_words)]
+    if partial:  # half a name finds nothing: gives up
+      return [*turns, answer()]
+    # Believes another fact; also where a wrong entity has no such relation.
+    if relation not in entity.facts or rng.random() < error_rate:
+      others = [r for r in entity.facts if r != relation]
+      relation = others[rng.integers(len(others))]
+    entity = world.entities[entity.facts[relation]]
+  return [*turns, answer()]
 
 
 def _answer(name: str, rng: np.random.Generator, think_words: int) -> str:

@@ -196,6 +196,11 @@ def passages_of_world(
   return make_world(seed, world, **options).passages()
 
 
+def opening_of(name: str) -> str:
+  """The first piece of a name, half a query."""
+  return name[: len(OPENINGS[0])]
+
+
 def is_evaluation_name(name: str) -> bool:
   """Whether the name is kept for evaluation worlds."""
   return zlib.crc32(name.encode()) % _EVALUATION_SHARE == 0

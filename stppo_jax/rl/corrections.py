@@ -286,20 +286,7 @@ def _clipping_bias_evidence_sums(evidence, *, level, **options):
   return clipping_bias_sums(*_split_arguments(evidence, level))
 
 
-def _clipping_bias_late_scales(
-  sums, *, norm, tau, scope, applies_to, **options
-):
-  del options
-  one = jnp.ones_like(sums.kept_count)
-  whole = norm == 'coefficient' and scope == 'minibatch'
-  scale = clipping_bias_scale(sums, tau=tau) if whole else one
-  return {name: scale if name in applies_to else one for name in LOSSES}
-
-
 # A correction is called `correction(evidence, sums, **options)`. Its sums are
-# formed by `sums(evidence, **options)` and add up over a minibatch. Its late
-# scales, `late(sums, **options)`, are the factor of each loss's gradient if the
-# loss was formed with sums of 0.
+# formed by `sums(evidence, **options)` and add up over a minibatch.
 CORRECTIONS = {'clipping_bias': clipping_bias}
 CORRECTION_SUMS = {'clipping_bias': _clipping_bias_evidence_sums}
-CORRECTION_LATE_SCALES = {'clipping_bias': _clipping_bias_late_scales}

@@ -155,30 +155,6 @@ def policy_statistics(
   }
 
 
-def late_scales(
-  algorithm: algorithm_lib.Algorithm, statistics: Statistics
-) -> dict[str, Array | float]:
-  """What 'policy' and 'value' gradients are multiplied by, after the fact.
-
-  The way to correct over a minibatch of several microbatches in one pass:
-  give `policy_loss` statistics of zeros (then the minibatch scope scales by
-  exactly 1), accumulate the gradients of `policy` and `other` apart and add up
-  `PolicyLoss.statistics`; then the update's gradient is
-  scale['policy'] * g_policy + g_other. All other scopes and norms give 1.
-
-  Args:
-    algorithm: the row; its bounds must not depend on statistics.
-    statistics: merged over the whole minibatch.
-  """
-  scales = {name: 1.0 for name in corrections.LOSSES}
-  for name, options in _correction_options(algorithm):
-    late = corrections.CORRECTION_LATE_SCALES[name](
-      statistics['corrections'][name], **options
-    )
-    scales = {loss: scales[loss] * late[loss] for loss in scales}
-  return scales
-
-
 def policy_loss(
   algorithm: algorithm_lib.Algorithm,
   logprobs_BL: Array,

@@ -12,17 +12,18 @@ import optax
 
 Array = jax.Array
 Tree = Any
+Optimizer = optax.GradientTransformation
 
 
 def build_optimizer(
   *, b1: float, b2: float, eps: float
-) -> optax.GradientTransformation:
+) -> Optimizer:
   """Adam's direction; `apply_update` scales it."""
   return optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
 
 
 def apply_update(
-  optimizer: optax.GradientTransformation,
+  optimizer: Optimizer,
   params: Tree,
   state: optax.OptState,
   gradient: Tree,

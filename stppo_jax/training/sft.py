@@ -24,7 +24,7 @@ from stppo_jax.training import evaluation
 from stppo_jax.training import optimizer as optimizer_lib
 
 Array = jax.Array
-_PRINT_EVERY = 100  # steps
+_PRINT_EVERY = 50  # steps
 
 
 def run(config, workdir: str | pathlib.Path) -> int:

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from stppo_jax.models import functional
 from stppo_jax.parallel import sharding
+from stppo_jax.training import optimizer as optimizer_lib
 
 Tree = Any
 
@@ -20,7 +20,7 @@ class ModelState:
   """One model in training: float32 weights and the optimiser's moments."""
 
   params: Tree
-  optimizer: optax.OptState
+  optimizer: Tree
 
 
 @jax.tree_util.register_dataclass
@@ -42,8 +42,8 @@ class TrainState:
 def create(
   make_policy: Callable[[], functional.Params],
   make_value: Callable[[functional.Params], functional.Params],
-  policy_optimizer: optax.GradientTransformation,
-  value_optimizer: optax.GradientTransformation,
+  policy_optimizer: optimizer_lib.Optimizer,
+  value_optimizer: optimizer_lib.Optimizer,
   mesh: jax.sharding.Mesh,
 ) -> TrainState:
   """A fresh state, made where it will live: sharded by the parameter rules.

@@ -184,6 +184,3 @@ def test_what_can_be_chosen_can_be_built():
   assert algorithm_lib.BOUNDS_BLOCKS.keys() == bounds.BOUNDS.keys()
   assert algorithm_lib.ADVANTAGE_BLOCKS.keys() == advantages.ADVANTAGES.keys()
   assert corrections.CORRECTIONS.keys() == corrections.CORRECTION_SUMS.keys()
-  assert corrections.CORRECTIONS.keys() == (
-    corrections.CORRECTION_LATE_SCALES.keys()
-  )

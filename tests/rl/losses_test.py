@@ -341,40 +341,6 @@ def test_microbatches_are_one_batch(case):
   )
 
 
-@pytest.mark.parametrize('case', ['st_ppo', 's_ppo', 'st_turn', 'token_ppo'])
-def test_one_pass_with_late_scales_is_two_passes(case):
-  batch, logprobs, entropy = batches.make(spread=0.6)
-  algorithm = _algorithm(case)
-  _, (expected, _) = _run(algorithm, logprobs, entropy, batch)
-  count = aggregation.aggregate_count(
-    batch.turn_ids_BL,
-    batch.loss_mask_BL,
-    float,
-    name=algorithm.aggregate.name,
-    num_turns=batches.T,
-  )
-  zeros = jax.tree.map(jnp.zeros_like, _statistics(algorithm, logprobs, batch))
-
-  @jax.jit
-  def pull_back(x, e, part):
-    def parts(x):
-      loss = _loss(algorithm, x, e, part, zeros, count)
-      return (loss.policy, loss.other), loss.statistics
-
-    _, pull, own = jax.vjp(parts, x, has_aux=True)
-    return pull((1.0, 0.0))[0], pull((0.0, 1.0))[0], own
-
-  policies, others, statistics = zip(
-    *(pull_back(x, e, part) for part, x, e in _cut(batch, logprobs, entropy)),
-    strict=True,
-  )
-  scales = losses.late_scales(algorithm, _merge(statistics))
-  assert (scales['policy'] < 1) == (case in ('st_ppo', 's_ppo'))
-  assert scales['value'] == 1
-  actual = scales['policy'] * np.concatenate(policies) + np.concatenate(others)
-  np.testing.assert_allclose(actual, expected, rtol=1e-11, atol=1e-15)
-
-
 def test_gradient_norm_pulls_back_policy_bias_and_other():
   batch, logprobs, entropy = batches.make(spread=0.6)
   norm = batches.algorithm('st_ppo', **{_BIAS + 'norm': 'gradient'})
