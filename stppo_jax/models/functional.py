@@ -23,6 +23,8 @@ Params = Mapping[str, Any]
 class Model:
   """A transformer without its weights: what to compute, not on what.
 
+  Parameters that do not fit the shape are a ValueError that names them.
+
   Attributes:
     config: the shape.
     head: 'vocabulary' (a policy) or 'scalar' (a value model).
@@ -70,9 +72,30 @@ class Model:
 
   def _module(self, params: Params) -> transformer.Transformer:
     graph, abstract = _abstract(self.config, self.head)
+    _check_shapes(params, nnx.to_pure_dict(abstract))
     state = jax.tree.map(lambda x: x, abstract)  # a copy: filled below
     nnx.replace_by_pure_dict(state, dict(params))
     return nnx.merge(graph, state)
+
+
+def _check_shapes(params: Params, expected: Params) -> None:
+  """Raises ValueError that names every leaf which does not fit the model."""
+  found, wanted = _shapes(params), _shapes(expected)
+  wrong = [
+    f'{name} {found.get(name, "missing")}, '
+    f'expected {wanted.get(name, "no such parameter")}'
+    for name in sorted(found.keys() | wanted.keys())
+    if found.get(name) != wanted.get(name)
+  ]
+  if wrong:
+    raise ValueError('parameters do not fit the model: ' + '; '.join(wrong))
+
+
+def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): leaf.shape
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+  }
 
 
 def _abstract(config: model_config.ModelConfig, head: str):

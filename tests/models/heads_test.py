@@ -1,0 +1,43 @@
+"""The one next-token shift, on numbers one can check by hand."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stppo_jax.models import heads
+
+_HIDDEN = jnp.array([[[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]]])  # [1, 3, 2]
+_OUTPUT = jnp.array([[0.0, 0.0], [np.log(3.0), np.log(2.0)]])  # [2, 2]
+
+
+@pytest.mark.parametrize(('temperature', 'odds'), [(1.0, 3.0), (0.5, 9.0)])
+def test_logprobs_and_entropy_speak_about_the_token_itself(temperature, odds):
+  logprobs_BL, entropy_BL = heads.token_logprobs_and_entropy(
+    _HIDDEN, _OUTPUT, jnp.array([[1, 1, 0]]), temperature=temperature
+  )
+  # After (1, 0) the odds of token 1 are 3, after (0, 1) they are 2; a
+  # temperature of one half squares both. The last state predicts nothing.
+  second = 2.0 ** (1 / temperature)
+  p = np.array([odds / (1 + odds), second / (1 + second)])
+  np.testing.assert_allclose(
+    logprobs_BL[0], [0.0, np.log(p[0]), np.log(1 - p[1])], atol=1e-6
+  )
+  entropies = -p * np.log(p) - (1 - p) * np.log(1 - p)
+  np.testing.assert_allclose(entropy_BL[0], [0.0, *entropies], atol=1e-6)
+
+
+def test_a_value_is_that_before_the_token():
+  values_BL = heads.token_values(_HIDDEN, jnp.array([[2.0], [-3.0]]))
+  np.testing.assert_array_equal(values_BL, [[0.0, 2.0, -3.0]])
+
+
+def test_everything_is_float32_from_the_logits_on():
+  hidden = _HIDDEN.astype(jnp.bfloat16)
+  outputs = (
+    heads.logits(hidden, _OUTPUT),
+    *heads.token_logprobs_and_entropy(
+      hidden, _OUTPUT, jnp.array([[1, 1, 0]]), temperature=1.0
+    ),
+    heads.token_values(hidden, jnp.array([[2.0], [-3.0]])),
+  )
+  assert all(output.dtype == jnp.float32 for output in outputs)

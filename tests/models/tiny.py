@@ -1,0 +1,43 @@
+"""Models small enough to compile in a second, with weights that matter."""
+
+import functools
+
+import jax
+import numpy as np
+
+from stppo_jax.models import config as model_config
+from stppo_jax.models import functional
+
+
+def model(head: str = 'vocabulary', **changes) -> functional.Model:
+  """Hidden 16, 2 layers, 2 heads; `changes` are of the config."""
+  shape = dict(
+    vocab_size=11,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    rope_theta=100.0,
+    rms_norm_eps=1e-6,
+    qkv_bias=True,
+    tie_embeddings=False,
+  )
+  config = model_config.ModelConfig(**(shape | changes))
+  return functional.Model(config, head)
+
+
+def params(model: functional.Model, seed: int = 0, scale: float = 0.4):
+  """Normal weights, biases and heads included; nothing is compiled."""
+  rng = np.random.default_rng(seed)
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  return jax.tree.map(
+    lambda s: (scale * rng.standard_normal(s.shape)).astype(np.float32), shapes
+  )
+
+
+@functools.cache
+def hidden(model: functional.Model):
+  """`model.hidden`, compiled once per model and shape."""
+  return jax.jit(model.hidden)
