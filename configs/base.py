@@ -53,7 +53,6 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'data': -1,
         'fsdp': 1,
         'tensor': 1,
-        'cpu_devices': 1,  # virtual devices to make of a CPU
       },
       'data': {
         'name': 'synthetic_wiki',  # synthetic_wiki | jsonl
@@ -140,7 +139,7 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'error_rate': 0.3,  # at each decision of the demonstrator
         'clean_one_hop_steps': 0,  # first steps: one hop, no errors
         'optimizer': {
-          'learning_rate': 2e-3,
+          'learning_rate': 2e-3,  # linear to 0 in the second half
           'warmup_updates': 50,
           'b1': 0.9,
           'b2': 0.98,

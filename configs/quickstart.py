@@ -18,7 +18,6 @@ def get_config(row: str = 'st_ppo'):
 
   config.model.path = 'assets/quickstart'
   config.model.scan_unroll = 3
-  config.mesh.cpu_devices = 2
 
   config.env.max_turns = 3
   config.env.max_turn_tokens = 16

@@ -74,7 +74,6 @@ RULES: Mapping[str, Rule] = {
   'mesh.data': _AXIS,
   'mesh.fsdp': _AXIS,
   'mesh.tensor': _AXIS,
-  'mesh.cpu_devices': _POSITIVE,
   'data.name': _one_of('synthetic_wiki', 'jsonl'),
   'data.tokenizer_vocab_size': Rule(
     lambda x: x > 256, 'greater than 256, the bytes'

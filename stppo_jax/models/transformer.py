@@ -79,7 +79,7 @@ class Block(nnx.Module):
     rotation: tuple[Array, Array],
     attend: Callable[[Array, Array, Array], Array],
   ) -> Array:
-    """One layer; `attend(q_BLQH, k_BLKH, v_BLKH) -> mixed_BLQH` mixes values."""
+    """One layer; `attend(q_BLQH, k_BLKH, v_BLKH)` mixes values: BLQH."""
     B, L, _ = x_BLD.shape
     H = self.config.head_dim
     y_BLD = self.attention_norm(x_BLD)

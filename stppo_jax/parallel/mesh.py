@@ -37,22 +37,3 @@ def make_mesh(
     AXES,
     axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
   )
-
-
-def use_cpu_devices(count: int) -> None:
-  """Makes the CPU look like `count` devices; before any device is touched.
-
-  Small models run faster as two devices on two cores than as one device with
-  two threads. Without effect on accelerators.
-
-  Raises:
-    ValueError: devices are in use already and there are fewer of them.
-  """
-  try:
-    jax.config.update('jax_num_cpu_devices', count)
-  except RuntimeError as error:
-    if jax.default_backend() == 'cpu' and jax.device_count() < count:
-      raise ValueError(
-        f'mesh.cpu_devices={count}: the {jax.device_count()} devices of this '
-        'process are in use already'
-      ) from error

@@ -38,8 +38,9 @@ def pack(
     rewards_BL=arrays['rewards'],
     group_ids_B=np.array(
       [
-        groups.setdefault(trajectory.question.id, len(groups))
-        for trajectory in trajectories
+        # Ids are unique within a data set only.
+        groups.setdefault((question.data_set, question.id), len(groups))
+        for question in (trajectory.question for trajectory in trajectories)
       ],
       np.int32,
     ),

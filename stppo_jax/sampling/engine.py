@@ -57,7 +57,7 @@ class Engine:
   Args:
     model: the policy.
     mesh: local devices; rows are cut over its batch axes.
-    automaton: where turns end.
+    automaton: where turns end, over the ids of the tokenizer.
     slots: rows decoded together; divisible by the mesh's batch axes.
     max_length: tokens a row can hold.
     temperature: of sampling; log-probabilities are of softmax(z/temperature).
@@ -85,7 +85,9 @@ class Engine:
     self._stopped = automaton.stopped
     self._rows = sharding.batch_sharding(mesh)
     whole = sharding.replicated(mesh)
-    self._table_SV = jax.device_put(automaton.next_state_SV, whole)
+    self._table_SV = jax.device_put(
+      automaton.table(model.config.vocab_size), whole
+    )
     self._copy = jax.jit(
       lambda params: jax.tree.map(jnp.copy, params), out_shardings=whole
     )

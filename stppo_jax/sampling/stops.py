@@ -28,6 +28,24 @@ class StopAutomaton:
 
   START = 0
 
+  def table(self, vocab_size: int) -> np.ndarray:
+    """next_state_SV with a column for each id of a model.
+
+    A model may have more ids than its tokenizer: those are padding, add
+    nothing to the text and leave the state as it is.
+
+    Raises:
+      ValueError: the model has fewer ids.
+    """
+    states, known = self.next_state_SV.shape
+    if vocab_size < known:
+      raise ValueError(
+        f'the tokenizer has {known} ids, the model only {vocab_size}'
+      )
+    padding_S1 = np.arange(states, dtype=np.int16)[:, None]
+    padding_SP = np.repeat(padding_S1, vocab_size - known, axis=1)
+    return np.concatenate([self.next_state_SV, padding_SP], axis=1)
+
 
 def build(
   token_bytes: Sequence[bytes],
@@ -45,13 +63,9 @@ def build(
   Raises:
     ValueError: a stop string that no sequence of tokens can spell.
   """
-  alphabet = set().union(*token_bytes)
   for stop in stop_strings:
-    missing = set(stop.encode()) - alphabet
-    if missing:
-      raise ValueError(
-        f'no token can spell {stop!r}: bytes {sorted(missing)} are in none'
-      )
+    if not _spellable(stop.encode(), token_bytes):
+      raise ValueError(f'no sequence of tokens can spell {stop!r}')
   step_SA = _byte_automaton([stop.encode() for stop in stop_strings])
   num_states = len(step_SA)
   width = max(len(token) for token in token_bytes)
@@ -66,6 +80,21 @@ def build(
   stopped = num_states - 1
   state_SV[:, eos_id] = stopped
   return StopAutomaton(state_SV.astype(np.int16), stopped)
+
+
+def _spellable(stop: bytes, token_bytes: Sequence[bytes]) -> bool:
+  """Whether tokens can complete the string, be it with text around it."""
+  tokens = set(token_bytes)
+  ends = {
+    n for n in range(1, len(stop)) if any(t.endswith(stop[:n]) for t in tokens)
+  }
+  for n in range(1, len(stop)):
+    if n in ends:
+      ends.update(m for m in range(n + 1, len(stop)) if stop[n:m] in tokens)
+  return any(
+    stop in token or any(token.startswith(stop[n:]) for n in ends)
+    for token in tokens
+  )
 
 
 def _byte_automaton(stops: Sequence[bytes]) -> np.ndarray:

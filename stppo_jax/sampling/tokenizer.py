@@ -24,6 +24,8 @@ TAGS = tuple(
   for slash in ('', '/')
 )
 
+_GAPS = ' .-_~^'  # put into a literal to break it
+
 
 class Tokenizer:
   """A fast Hugging Face tokenizer behind three verbs.
@@ -97,19 +99,26 @@ class Tokenizer:
     )
 
   def token_bytes(self) -> list[bytes]:
-    """The bytes each id contributes to the text; b'' for special tokens."""
+    """The bytes each id contributes to `decode`'s text.
+
+    Raises:
+      ValueError: the tokenizer's decoder does more than join its tokens.
+    """
     spec = json.loads(self._fast.backend_tokenizer.to_str())
-    byte_level = 'ByteLevel' in json.dumps(spec['decoder'])
+    decoder = (spec['decoder'] or {}).get('type')
+    if decoder not in ('ByteLevel', 'Fuse'):
+      raise ValueError(
+        f'unsupported decoder {decoder!r} of the tokenizer; '
+        'supported: ByteLevel, Fuse'
+      )
     table = _byte_level_alphabet()
     result = []
     for token_id in range(self.vocab_size):
       if token_id in self._added:
-        special = self._added[token_id].special
-        content = '' if special else self._added[token_id].content
-        result.append(content.encode())
+        result.append(self._added[token_id].content.encode())
         continue
       token = self._fast.convert_ids_to_tokens(token_id)
-      if byte_level:
+      if decoder == 'ByteLevel':
         result.append(bytes(table[char] for char in token))
       else:
         result.append(token.encode())
@@ -156,13 +165,24 @@ def _wrap(backend: tokenizers.Tokenizer) -> Tokenizer:
 
 
 def _without_literals(text: str, literals: Sequence[str]) -> str:
-  """Splits every literal after its first character, to a fixed point."""
-  while True:
-    found = [literal for literal in literals if literal and literal in text]
-    if not found:
-      return text
+  """Breaks every literal behind its first character, to a fixed point.
+
+  The gap is a character that no literal contains: each round breaks what is
+  there and makes nothing new. A literal of one character becomes a gap.
+
+  Raises:
+    ValueError: the literals leave no character to break them with.
+  """
+  literals = [literal for literal in literals if literal]
+  free = [gap for gap in _GAPS if not any(gap in one for one in literals)]
+  if not free:
+    raise ValueError(f'every one of {_GAPS!r} stands in some added token')
+  gap = free[0]
+  while found := [literal for literal in literals if literal in text]:
     for literal in found:
-      text = text.replace(literal, f'{literal[0]} {literal[1:]}')
+      head, tail = literal[0], literal[1:]
+      text = text.replace(literal, head + gap + tail if tail else gap)
+  return text
 
 
 def _byte_level_alphabet() -> dict[str, int]:

@@ -18,7 +18,6 @@ import jax
 from stppo_jax.analysis import dialogues
 from stppo_jax.analysis import plots
 from stppo_jax.models import export_hf
-from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rollout import pack
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint
@@ -41,7 +40,6 @@ def train(config, workdir: str | pathlib.Path) -> int:
     Exceptions with an `exit_code`: a config that does not fit its files or
     devices (2), corrupt checkpoints (3), a retriever out of reach (75).
   """
-  mesh_lib.use_cpu_devices(config.mesh.cpu_devices)
   workdir = pathlib.Path(workdir)
   with (
     interruption.Interruption() as interrupt,
@@ -61,7 +59,6 @@ def evaluate(config, workdir: str | pathlib.Path) -> int:
   Returns:
     The exit code.
   """
-  mesh_lib.use_cpu_devices(config.mesh.cpu_devices)
   with assembly.build_surroundings(config) as surroundings:
     with assembly.misconfigured():
       tokenizer = assembly.build_tokenizer(config, surroundings.questions)
@@ -129,6 +126,7 @@ class _Run:
       tensorboard=config.writer.tensorboard,
       trajectories=config.writer.trajectories,
     )
+    self._save_seconds = 0.0
     self._done = self._resume()
 
   def close(self) -> None:
@@ -183,10 +181,10 @@ class _Run:
       # Not abandoned: the step is done, its numbers belong to it.
       metrics |= self._evaluate(self._done)
       timer.lap('evaluate')
-    if self._due(config.checkpoint.every):
-      self._save()
-      timer.lap('checkpoint')
     metrics |= timer.metrics()
+    # The save follows the line it belongs to: its time stands in the next one.
+    metrics['timing_s/checkpoint'] = self._save_seconds
+    self._save_seconds = 0.0
     metrics |= _speed(packed, metrics, config.updates.num_epochs)
     self._writer.write(self._done, metrics)
     self._writer.write_trajectories(
@@ -196,6 +194,12 @@ class _Run:
         for trajectory in trajectories[: config.writer.trajectories]
       ],
     )
+    # Last: killed in between, the lines are written again, never missing.
+    if self._due(config.checkpoint.every):
+      saving = _Timer()
+      self._save()
+      saving.lap('checkpoint')
+      self._save_seconds = saving.metrics()['timing_s/checkpoint']
 
   def _collect(self, step: int):
     config = self._config.rollout
@@ -275,8 +279,9 @@ def _speed(packed, metrics, num_epochs: int) -> dict[str, float]:
   """Tokens per second: of the step, of writing, of updating."""
   tokens = float(packed.lengths_B.sum())
   written = float((packed.turn_ids_BL > 0).sum())
+  phases = ('collect', 'annotate', 'update')
   return {
-    'perf/throughput': tokens / metrics['timing_s/step'],
+    'perf/throughput': tokens / sum(metrics[f'timing_s/{p}'] for p in phases),
     'perf/collect_tokens_per_second': written / metrics['timing_s/collect'],
     'perf/update_tokens_per_second': (
       tokens * num_epochs / metrics['timing_s/update']

@@ -13,7 +13,6 @@ from stppo_jax.data import demonstrations
 from stppo_jax.models import export_hf
 from stppo_jax.models import functional
 from stppo_jax.parallel import distributed
-from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import pack
@@ -36,7 +35,6 @@ def run(config, workdir: str | pathlib.Path) -> int:
   Returns:
     The exit code.
   """
-  mesh_lib.use_cpu_devices(config.mesh.cpu_devices)
   with assembly.build_surroundings(config) as surroundings:
     policy, params, tokenizer = imitate(config, surroundings, workdir)
     evaluator = evaluation.Evaluator(config, surroundings, tokenizer, policy)
@@ -82,7 +80,12 @@ def imitate(
     batch = distributed.from_local_rows(
       _play(config, surroundings, tokenizer, dialogues), rows
     )
-    params, adam_state, loss = update(params, adam_state, batch, step, options)
+    left = 1 - step / config.sft.num_steps
+    numbers = {
+      **options,
+      'learning_rate': options['learning_rate'] * min(1.0, 2 * left),
+    }
+    params, adam_state, loss = update(params, adam_state, batch, step, numbers)
     if step % _PRINT_EVERY == 0 or step == config.sft.num_steps - 1:
       seconds = time.monotonic() - start
       print(f'sft step {step} loss {loss:.4f} {seconds:.0f}s', flush=True)
