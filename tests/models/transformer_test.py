@@ -100,6 +100,6 @@ def test_layers_are_rematerialised_and_unrolled_as_asked():
     model = tiny.model(**runtime)
     return str(jax.make_jaxpr(model.hidden)(tiny.params(model), tokens_BL))
 
-  assert 'checkpoint' not in program() and 'unroll=1' in program()
-  assert 'checkpoint' in program(remat='full')
+  assert 'remat' not in program() and 'unroll=1' in program()
+  assert 'remat' in program(remat='full')
   assert 'unroll=2' in program(scan_unroll=2)

@@ -1,0 +1,167 @@
+"""Stops on token ids agree with what one reads in the text."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from stppo_jax.sampling import stops
+from tests.sampling import vocabularies
+
+_MAKERS = {'phrases': vocabularies.phrases, 'bpe': vocabularies.bpe}
+
+
+def _automaton(tokenizer):
+  return stops.build(tokenizer.token_bytes(), eos_id=tokenizer.eos_id)
+
+
+def _check(tokenizer, automaton, ids):
+  """Follows the automaton; True if it stopped."""
+  state = automaton.START
+  for count, token_id in enumerate(ids, start=1):
+    state = automaton.next_state_SV[state, token_id]
+    text = tokenizer.decode(ids[:count])
+    expected = tokenizer.eos_id in ids[:count] or any(
+      stop in text for stop in ('</search>', '</answer>')
+    )
+    assert (state == automaton.stopped) == expected, (ids[:count], text)
+  return state == automaton.stopped
+
+
+def _random_ids(rng, token_bytes):
+  """Tags in random spellings, damaged now and then, among random tokens."""
+  ids = []
+  for _ in range(rng.integers(1, 4)):
+    ids += rng.integers(0, len(token_bytes), rng.integers(0, 4)).tolist()
+    rest = (b'</search>', b'</answer>')[rng.integers(2)]
+    while rest:
+      fitting = [
+        n
+        for n, token in enumerate(token_bytes)
+        if token and (rest.startswith(token) or token.startswith(rest))
+      ]
+      if rng.random() < 0.1:  # one token left out, or another in its place
+        ids += rng.integers(0, len(token_bytes), rng.integers(2)).tolist()
+      ids.append(fitting[rng.integers(len(fitting))])
+      rest = rest[len(token_bytes[ids[-1]]) :]
+  return ids
+
+
+@pytest.mark.parametrize('name', _MAKERS)
+def test_stopped_means_that_the_text_holds_a_stop_string(name):
+  tokenizer = _MAKERS[name]()
+  token_bytes = tokenizer.token_bytes()
+  automaton = _automaton(tokenizer)
+  rng = np.random.default_rng(0)
+  count = 1000
+  stopped = sum(
+    _check(tokenizer, automaton, _random_ids(rng, token_bytes))
+    for _ in range(count)
+  )
+  assert 0.2 * count < stopped < 0.98 * count  # both happen
+
+
+@given(st.data())
+@pytest.mark.parametrize('name', _MAKERS)
+def test_no_counterexample_is_found(name, data):
+  tokenizer = _MAKERS[name]()
+  parts = (b'<', b'/', b'se', b'arch', b'ans', b'wer', b'>')
+  telling = [
+    n
+    for n, token in enumerate(tokenizer.token_bytes())
+    if any(part in token for part in parts) or n == tokenizer.eos_id
+  ]
+  _check(
+    tokenizer,
+    _automaton(tokenizer),
+    data.draw(st.lists(st.sampled_from(telling), min_size=1, max_size=12)),
+  )
+
+
+def test_the_vocabularies_are_as_hard_as_they_should_be():
+  tokens = vocabularies.bpe().token_bytes()
+  assert not {b'</search>', b'</answer>'} & set(tokens)
+  assert any(t.startswith(b'>') and len(t) > 1 for t in tokens)
+  assert {b'</search>', b'</answer>', b'<'} <= set(
+    vocabularies.phrases().token_bytes()
+  )
+
+
+@pytest.mark.parametrize(
+  ('tokens', 'stops_at'),
+  [
+    ([b'</search>'], 0),
+    ([b'</answer>'], 0),
+    ([b'x</search>y'], 0),
+    ([b'<', b'</sea', b'rch>'], 2),
+    ([b'</s', b'</search', b'> so'], 2),
+    ([b'</answe', b'', b'r', b'>'], 3),
+    ([b'</search', b'x', b'>'], None),
+    ([b'</sea', b'swer>'], None),
+    ([b'<search>', b'/search>'], None),
+    ([b'</search>', b'x', b'y'], 0),
+  ],
+)
+def test_where_it_stops(tokens, stops_at):
+  vocabulary = [*tokens, b'</search></answer>', b'eos']
+  automaton = stops.build(vocabulary, eos_id=len(vocabulary) - 1)
+  state, states = automaton.START, []
+  for token_id in range(len(tokens)):
+    state = automaton.next_state_SV[state, token_id]
+    states.append(state == automaton.stopped)
+  if stops_at is None:
+    assert not any(states)
+  else:  # ... and stays there
+    assert states == [n >= stops_at for n in range(len(tokens))]
+
+
+def test_the_end_of_sequence_stops_from_every_state():
+  tokenizer = vocabularies.phrases()
+  automaton = _automaton(tokenizer)
+  column = automaton.next_state_SV[:, tokenizer.eos_id]
+  assert (column == automaton.stopped).all()
+
+
+@pytest.mark.parametrize(
+  'tokens',
+  [
+    [b'<search>', b'answer', b'<', b'>'],  # no slash at all
+    [b'</', b'xsearch>', b'</answer>'],  # all its bytes, and yet
+    [b'</sea', b'ch>', b'search', b'</answer>'],
+  ],
+)
+def test_a_stop_that_no_tokens_spell_is_refused_by_name(tokens):
+  with pytest.raises(ValueError, match="can spell '</search>'"):
+    stops.build([*tokens, b''], eos_id=len(tokens))
+
+
+@pytest.mark.parametrize(
+  'tokens',
+  [
+    [b'a</search>b'],
+    [b'a<', b'/', b'se', b'arch>b'],
+    [bytes([byte]) for byte in b'</search>'],
+  ],
+)
+def test_a_stop_that_tokens_spell_is_accepted(tokens):
+  vocabulary = [*tokens, b'']
+  stops.build(vocabulary, stop_strings=('</search>',), eos_id=len(tokens))
+
+
+def test_padding_ids_of_the_model_change_nothing():
+  tokenizer = vocabularies.phrases()
+  automaton = _automaton(tokenizer)
+  size = tokenizer.vocab_size
+  table_SV = automaton.table(size + 3)
+  np.testing.assert_array_equal(table_SV[:, :size], automaton.next_state_SV)
+  states = np.arange(len(table_SV))
+  for padding in range(size, size + 3):
+    np.testing.assert_array_equal(table_SV[:, padding], states)
+    assert tokenizer.decode([padding]) == ''
+
+
+def test_a_model_with_too_few_ids_is_refused():
+  tokenizer = vocabularies.phrases()
+  size = tokenizer.vocab_size
+  with pytest.raises(ValueError, match=f'{size} ids, the model only 7'):
+    _automaton(tokenizer).table(7)
