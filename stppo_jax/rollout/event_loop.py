@@ -8,12 +8,15 @@ from typing import TypeVar
 
 Result = TypeVar('Result')
 
+_GRACE = 5.0  # seconds that coroutines have to end when the loop does
+
 
 class EventLoop:
   """Runs coroutines from synchronous code; one loop for a whole run.
 
-  A context manager. Retriever connections belong to the loop that made them,
-  so everything that touches them must run here.
+  A context manager; what still runs when it is left is cancelled. Retriever
+  connections belong to the loop that made them, so everything that touches
+  them must run here.
   """
 
   def __init__(self):
@@ -27,6 +30,7 @@ class EventLoop:
     return self
 
   def __exit__(self, *_) -> None:
+    self.run(_cancel_others())
     self._loop.call_soon_threadsafe(self._loop.stop)
     self._thread.join()
     self._loop.close()
@@ -42,3 +46,12 @@ class EventLoop:
     except BaseException:
       future.cancel()
       raise
+
+
+async def _cancel_others() -> None:
+  """Lets every other coroutine of this loop run its `finally` blocks."""
+  others = asyncio.all_tasks() - {asyncio.current_task()}
+  for task in others:
+    task.cancel()
+  if others:
+    await asyncio.wait(others, timeout=_GRACE)

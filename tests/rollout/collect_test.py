@@ -1,0 +1,196 @@
+"""Dialogues, each way they can end, token by token."""
+
+import numpy as np
+import pytest
+
+from stppo_jax import types
+from stppo_jax.rollout import collect
+from stppo_jax.rollout import event_loop
+from stppo_jax.rollout import pack
+from stppo_jax.sampling import scripted
+from tests.rollout import dialogues
+
+_STATUS = types.TrajectoryStatus
+_DONE = dialogues.end(_STATUS.COMPLETED)
+
+
+def _text(ids):
+  return dialogues.Letters().decode(ids)
+
+
+def test_a_dialogue_by_hand():
+  environment = dialogues.Told({'ab!': dialogues.go_on('xyz'), 'c.': _DONE})
+  (trajectory,) = dialogues.play(
+    [['ab!', 'c.']], environment, [dialogues.question('Q:')]
+  )
+  assert _text(trajectory.prompt_ids) == 'Q:'
+  turns = [
+    (_text(turn.token_ids), _text(turn.observation_ids), turn.action)
+    for turn in trajectory.turns
+  ]
+  assert turns == [('ab!', '[xyz]', 'search'), ('c.', '', 'answer')]
+  assert trajectory.status is _STATUS.COMPLETED
+  assert trajectory.reward == 1.0 and trajectory.scores == {'em': 1.0}
+  # The environment is told what the policy wrote, and nothing else.
+  assert environment.calls == [('q', 0, 'ab!'), ('q', 1, 'c.')]
+  assert environment.ends == [('q', 'Q:', ['ab!', 'c.'], _STATUS.COMPLETED)]
+  batch = pack.pack([trajectory], length_bucket=4)
+  line = 'Q:ab![xyz]c.'
+  assert _text(batch.tokens_BL[0, : len(line)]) == line
+  assert batch.turn_ids_BL[0].tolist() == [int(c) for c in '001110000022']
+  assert batch.loss_mask_BL[0].tolist() == [c != '0' for c in '001110000022']
+  assert batch.rewards_BL[0].tolist() == [0.0] * 11 + [1.0]
+
+
+def test_rows_go_their_own_ways_and_keep_their_order():
+  environment = dialogues.Told(
+    {
+      'a': dialogues.go_on('1'),
+      'b': dialogues.go_on('2'),
+      'x': dialogues.end(_STATUS.INFRA_ERROR, 'search'),
+      'y': dialogues.end(_STATUS.TRUNCATED_TURNS, 'search'),
+      'z': _DONE,
+    }
+  )
+  questions = [dialogues.question(f'Q{n}', f'q{n}') for n in range(4)]
+  trajectories = dialogues.play(
+    [['a', 'b', 'z'], ['z'], ['b', 'x'], ['b', 'a', 'y']],
+    environment,
+    questions,
+  )
+  assert [t.question for t in trajectories] == questions
+  assert [t.status for t in trajectories] == [
+    _STATUS.COMPLETED,
+    _STATUS.COMPLETED,
+    _STATUS.INFRA_ERROR,
+    _STATUS.TRUNCATED_TURNS,
+  ]
+  assert [
+    ''.join(
+      _text(turn.token_ids) + _text(turn.observation_ids) for turn in t.turns
+    )
+    for t in trajectories
+  ] == ['a[1]b[2]z', 'z', 'b[2]x', 'b[2]a[1]y']
+  # Rows are asked about their own turns only.
+  assert [call[1:] for call in environment.calls if call[0] == 'q3'] == [
+    (0, 'b'),
+    (1, 'a'),
+    (2, 'y'),
+  ]
+
+
+@pytest.mark.parametrize(
+  ('max_length', 'status', 'observation', 'last'),
+  [
+    # Q: ab! [xyz] take ten places; one more is needed to go on.
+    (10, _STATUS.TRUNCATED_LENGTH, '', 'ab!'),
+    (11, _STATUS.COMPLETED, '[xyz]', 'c'),
+  ],
+)
+def test_an_observation_must_leave_room_to_write(
+  max_length, status, observation, last
+):
+  environment = dialogues.Told({'ab!': dialogues.go_on('xyz'), 'c': _DONE})
+  (trajectory,) = dialogues.play(
+    [['ab!', 'c']],
+    environment,
+    [dialogues.question('Q:')],
+    max_length=max_length,
+  )
+  assert trajectory.status is status
+  assert _text(trajectory.turns[0].observation_ids) == observation
+  assert _text(trajectory.turns[-1].token_ids) == last
+  assert environment.ends[0][3] is status
+
+
+@pytest.mark.parametrize(
+  ('step', 'status'),
+  [
+    # Cut in the middle of its last turn: the length is to blame.
+    (dialogues.end(_STATUS.TRUNCATED_TURNS, 'invalid'), 'TRUNCATED_LENGTH'),
+    (dialogues.go_on('', 'invalid'), 'TRUNCATED_LENGTH'),
+    # A valid action got through, or none could.
+    (dialogues.end(_STATUS.TRUNCATED_TURNS, 'search'), 'TRUNCATED_TURNS'),
+    (dialogues.end(_STATUS.COMPLETED), 'COMPLETED'),
+    (dialogues.end(_STATUS.INFRA_ERROR, 'search'), 'INFRA_ERROR'),
+  ],
+)
+def test_a_turn_that_length_cuts(step, status):
+  (trajectory,) = dialogues.play(
+    [['abcdef']],
+    dialogues.Told({'abc': step}),
+    [dialogues.question('Q:')],
+    max_length=5,
+  )
+  assert _text(trajectory.turns[0].token_ids) == 'abc'
+  assert trajectory.status is _STATUS[status]
+
+
+def test_a_turn_that_its_own_limit_cuts_may_go_on():
+  environment = dialogues.Told(
+    {'abc': dialogues.go_on('?', 'invalid'), 'd': _DONE}
+  )
+  (trajectory,) = dialogues.play(
+    [['abcdef', 'd']],
+    environment,
+    [dialogues.question('Q:')],
+    max_turn_tokens=3,
+  )
+  assert [turn.action for turn in trajectory.turns] == ['invalid', 'answer']
+  assert trajectory.status is _STATUS.COMPLETED
+
+
+@pytest.mark.parametrize(
+  ('limit', 'observation'),
+  [(8, '[123456]'), (7, '[12345]'), (3, '[1]'), (2, '[]'), (1, '[]')],
+)
+def test_an_observation_is_cut_inside(limit, observation):
+  (trajectory,) = dialogues.play(
+    [['a', 'b']],
+    dialogues.Told({'a': dialogues.go_on('123456'), 'b': _DONE}),
+    [dialogues.question('Q:')],
+    max_observation_tokens=limit,
+  )
+  assert _text(trajectory.turns[0].observation_ids) == observation
+
+
+def test_a_prompt_without_room_is_refused_by_name():
+  with pytest.raises(ValueError, match="'q7' has 5 tokens; env.max_length=5"):
+    dialogues.play(
+      [['a']],
+      dialogues.Told({}),
+      [dialogues.question('12345', 'q7')],
+      max_length=5,
+    )
+
+
+def test_more_questions_than_slots_are_refused():
+  with pytest.raises(ValueError, match='2 questions for 1 slots'):
+    dialogues.play([['a']], dialogues.Told({}), [dialogues.question('Q')] * 2)
+
+
+def test_fewer_questions_than_slots_leave_slots_alone():
+  (trajectory,) = dialogues.play(
+    [['a'], ['b']], dialogues.Told({'a': _DONE}), [dialogues.question('Q')]
+  )
+  assert _text(trajectory.turns[0].token_ids) == 'a'
+
+
+def test_a_collector_starts_anew_every_time():
+  letters = dialogues.Letters()
+  with event_loop.EventLoop() as loop:
+    collector = collect.Collector(
+      engine=scripted.ScriptedEngine([[letters.encode_text('a')]], 6),
+      environment=dialogues.Told({'a': _DONE}),
+      tokenizer=letters,
+      loop=loop,
+      max_turn_tokens=4,
+      max_observation_tokens=4,
+    )
+    first, second = (
+      collector.collect([dialogues.question('Q:12')], keys=None)[0]
+      for _ in range(2)
+    )
+  np.testing.assert_array_equal(
+    first.turns[0].token_ids, second.turns[0].token_ids
+  )

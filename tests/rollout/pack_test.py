@@ -1,0 +1,112 @@
+"""Trajectories as arrays: positions, masks, rewards, groups."""
+
+import numpy as np
+
+from stppo_jax import types
+from stppo_jax.rollout import pack
+
+_STATUS = types.TrajectoryStatus
+
+
+def _question(question_id='q', data_set='nq'):
+  return types.Question(question_id, 'why?', ('x',), data_set)
+
+
+def _turn(ids, logprobs, observation):
+  return types.Turn(
+    np.array(ids, np.int32),
+    np.array(logprobs, np.float32),
+    np.array(observation, np.int32),
+    'search',
+  )
+
+
+def _trajectory(turns, prompt=(1, 2), status=_STATUS.COMPLETED, question=None):
+  return types.Trajectory(
+    question=question or _question(),
+    prompt_ids=np.array(prompt, np.int32),
+    turns=tuple(_turn(*turn) for turn in turns),
+    rewards={'a': 0.75, 'b': -0.5},
+    status=status,
+  )
+
+
+_SHORT = [([7], [-0.7], [])]
+_LONG = [
+  ([3, 4], [-0.3, -0.4], [5, 5, 5]),
+  ([6], [-0.6], [8]),
+  ([9, 9], [-0.8, -0.9], []),
+]
+
+
+def test_every_array_speaks_about_the_same_token():
+  batch = pack.pack([_trajectory(_SHORT), _trajectory(_LONG)], length_bucket=4)
+  # Eleven tokens need three buckets of four.
+  assert batch.tokens_BL.tolist() == [
+    [1, 2, 7, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+    [1, 2, 3, 4, 5, 5, 5, 6, 8, 9, 9, 0],
+  ]
+  assert batch.turn_ids_BL.tolist() == [
+    [0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+    [0, 0, 1, 1, 0, 0, 0, 2, 0, 3, 3, 0],
+  ]
+  np.testing.assert_array_equal(batch.loss_mask_BL, batch.turn_ids_BL > 0)
+  zeros = np.zeros(12)
+  expected = np.stack([zeros, zeros])
+  expected[0, 2] = -0.7
+  expected[1, [2, 3, 7, 9, 10]] = [-0.3, -0.4, -0.6, -0.8, -0.9]
+  np.testing.assert_allclose(batch.sampler_logprobs_BL, expected, atol=1e-7)
+  assert batch.lengths_B.tolist() == [3, 11]
+  dtypes = [
+    getattr(batch, name).dtype.name
+    for name in ('tokens_BL', 'lengths_B', 'turn_ids_BL', 'loss_mask_BL')
+  ]
+  assert dtypes == ['int32', 'int32', 'int32', 'bool']
+  assert batch.sampler_logprobs_BL.dtype == batch.rewards_BL.dtype == np.float32
+
+
+def test_the_reward_stands_on_the_last_policy_token():
+  # The last turn was cut off before it began; what was told stands behind.
+  turns = [([3, 4], [-1, -1], [5, 5]), ([], [], [6])]
+  batch = pack.pack([_trajectory(turns)], length_bucket=8)
+  assert batch.rewards_BL.tolist() == [[0, 0, 0, 0.25, 0, 0, 0, 0]]
+
+
+def test_a_row_that_the_infrastructure_failed_weighs_nothing():
+  failed = _trajectory(_LONG, status=_STATUS.INFRA_ERROR)
+  sound = _trajectory(_LONG)
+  batch = pack.pack([failed, sound], length_bucket=4)
+  np.testing.assert_array_equal(batch.tokens_BL[0], batch.tokens_BL[1])
+  np.testing.assert_array_equal(batch.turn_ids_BL[0], batch.turn_ids_BL[1])
+  assert not batch.loss_mask_BL[0].any() and not batch.rewards_BL[0].any()
+  assert batch.loss_mask_BL[1].sum() == 5
+  assert batch.rewards_BL[1].sum() == 0.25
+
+
+def test_truncated_rows_train():
+  for status in (_STATUS.TRUNCATED_LENGTH, _STATUS.TRUNCATED_TURNS):
+    batch = pack.pack([_trajectory(_LONG, status=status)], length_bucket=4)
+    assert batch.loss_mask_BL.sum() == 5 and batch.rewards_BL.sum() == 0.25
+
+
+def test_lengths_are_whole_buckets():
+  for prompt, length in ((6, 8), (7, 8), (8, 16)):
+    trajectory = _trajectory(_SHORT, prompt=range(prompt))
+    batch = pack.pack([trajectory], length_bucket=8)
+    assert batch.tokens_BL.shape == (1, length)
+
+
+def test_rows_of_one_question_share_a_group():
+  questions = [
+    _question('a'),
+    _question('b'),
+    _question('a'),
+    _question('a', 'hotpotqa'),  # another question with the same id
+    _question('b'),
+  ]
+  batch = pack.pack(
+    [_trajectory(_SHORT, question=question) for question in questions],
+    length_bucket=4,
+  )
+  assert batch.group_ids_B.tolist() == [0, 1, 0, 2, 1]
+  assert batch.group_ids_B.dtype == np.int32
