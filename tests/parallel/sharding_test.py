@@ -1,0 +1,110 @@
+"""Every parameter has a layout, and so has what an optimiser makes of it."""
+
+import jax
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import sharding
+from tests.models import tiny
+
+# Divisible by two everywhere.
+_EVEN = {'vocab_size': 12, 'num_kv_heads': 2}
+
+
+def _mesh():
+  return mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
+
+
+def _shapes(head='vocabulary', **changes):
+  model = tiny.model(head, **(_EVEN | changes))
+  return jax.eval_shape(model.init, jax.random.key(0))
+
+
+def _specs(shapes, mesh=None):
+  layout = sharding.param_shardings(shapes, mesh or _mesh())
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): leaf.spec
+    for path, leaf in jax.tree_util.tree_leaves_with_path(layout)
+  }
+
+
+def test_the_layout_of_a_policy():
+  into, out_of = P(None, 'fsdp', 'tensor'), P(None, 'tensor', 'fsdp')
+  assert _specs(_shapes()) == {
+    'embedding': P('tensor', 'fsdp'),
+    'lm_head': P('tensor', 'fsdp'),
+    'layers/attention_norm/scale': P(),
+    'layers/q_proj/kernel': into,
+    'layers/q_proj/bias': P(None, 'tensor'),
+    'layers/k_proj/kernel': into,
+    'layers/k_proj/bias': P(None, 'tensor'),
+    'layers/v_proj/kernel': into,
+    'layers/v_proj/bias': P(None, 'tensor'),
+    'layers/o_proj/kernel': out_of,
+    'layers/mlp_norm/scale': P(),
+    'layers/gate_proj/kernel': into,
+    'layers/up_proj/kernel': into,
+    'layers/down_proj/kernel': out_of,
+    'norm/scale': P(),
+  }
+
+
+def test_value_models_and_tied_policies_have_layouts_too():
+  value, policy = _specs(_shapes('scalar')), _specs(_shapes())
+  assert value.pop('scalar_head') == P('fsdp')
+  assert value.items() < policy.items()
+  tied = _specs(_shapes(tie_embeddings=True, qkv_bias=False))
+  assert tied.items() < policy.items() and 'lm_head' not in tied
+
+
+def test_a_name_without_a_rule_is_printed():
+  shapes = _shapes()
+  shapes['layers']['router'] = {'kernel': shapes['embedding']}
+  with pytest.raises(ValueError, match="parameter 'layers/router/kernel'"):
+    sharding.param_shardings(shapes, _mesh())
+  # Rules are tried in order, and are given by the caller if need be.
+  rules = (('router/kernel$', P('data')), *sharding.RULES)
+  layout = sharding.param_shardings(shapes, _mesh(), rules)
+  assert layout['layers']['router']['kernel'].spec == P('data')
+  rules = (('kernel$', P()), *rules)
+  layout = sharding.param_shardings(shapes, _mesh(), rules)
+  assert layout['layers']['router']['kernel'].spec == P()
+
+
+def test_what_does_not_divide_stays_whole():
+  policy = _specs(_shapes(vocab_size=11, num_kv_heads=1, head_dim=6))
+  assert policy['embedding'] == P(None, 'fsdp')  # 11 rows
+  mesh = mesh_lib.make_mesh(data=1, fsdp=2, tensor=4)
+  policy = _specs(_shapes(num_kv_heads=1, head_dim=6), mesh)
+  assert policy['layers/k_proj/kernel'] == P(None, 'fsdp', None)  # 6 columns
+  assert policy['layers/k_proj/bias'] == P(None, None)
+  assert policy['layers/q_proj/kernel'] == P(None, 'fsdp', 'tensor')
+
+
+@pytest.mark.parametrize('head', ['vocabulary', 'scalar'])
+def test_moments_are_cut_as_their_parameters(head):
+  params = _shapes(head)
+  state = jax.eval_shape(optax.adamw(1e-3).init, params)
+  layout = sharding.param_shardings({'state': state, 'params': params}, _mesh())
+  adam = layout['state'][0]
+  assert adam.mu == adam.nu == layout['params']
+  assert adam.count.is_fully_replicated
+
+
+def test_layouts_hold_on_devices():
+  mesh = _mesh()
+  shapes = _shapes()
+  params = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), shapes)
+  placed = jax.device_put(params, sharding.param_shardings(shapes, mesh))
+  kernel = placed['layers']['gate_proj']['kernel']
+  assert kernel.shape == (2, 16, 24)
+  assert {shard.data.shape for shard in kernel.addressable_shards} == {
+    (2, 8, 12)
+  }
+  rows = jax.device_put(np.zeros((8, 3)), sharding.batch_sharding(mesh))
+  assert {shard.data.shape for shard in rows.addressable_shards} == {(2, 3)}
+  whole = jax.device_put(np.zeros((8, 3)), sharding.replicated(mesh))
+  assert {shard.data.shape for shard in whole.addressable_shards} == {(8, 3)}
