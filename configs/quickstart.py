@@ -8,22 +8,28 @@ Hardware: two CPU cores. See the README for what to expect. Any row of
 `configs/algorithms.py` can stand in the place of st_ppo.
 """
 
+import pathlib
+
 from configs import base
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def get_config(row: str = 'st_ppo'):
   config = base.get_config(row)
-  config.num_steps = 100
+  config.num_steps = 60
   config.algorithm.advantage.lambda_ = 0.95
 
-  config.model.path = 'assets/quickstart'
+  config.model.path = str(_ROOT / 'assets' / 'quickstart')
   config.model.scan_unroll = 3
 
   config.env.max_turns = 3
   config.env.max_turn_tokens = 16
   config.env.max_observation_tokens = 64
   config.env.max_length = 192
-  config.env.prompt_template = 'configs/prompts/quickstart.txt'
+  config.env.prompt_template = str(
+    _ROOT / 'configs' / 'prompts' / 'quickstart.txt'
+  )
   config.retrieval.topk = 2
 
   config.rollout.trajectories_per_step = 128
@@ -36,6 +42,8 @@ def get_config(row: str = 'st_ppo'):
   config.value_optimizer.update(
     learning_rate=3e-4, warmup_updates=20, weight_decay=0.0
   )
-  config.evaluate.every = 25
-  config.checkpoint.every = 25
+  config.sft.num_steps = 1800
+  config.sft.clean_one_hop_steps = 500
+  config.evaluate.every = 20
+  config.checkpoint.every = 20
   return config

@@ -199,6 +199,18 @@ def summarize(diagnostics: Diagnostics) -> dict[str, float]:
   }
 
 
+def describe(name: str, x: Array, mask: Array) -> dict[str, Array]:
+  """{name}/{mean,min,max} over the mask; 0 where it is empty."""
+  some = jnp.any(mask)
+  least = jnp.min(jnp.where(mask, x, jnp.inf))
+  most = jnp.max(jnp.where(mask, x, -jnp.inf))
+  return {
+    f'{name}/mean': masking.masked_mean(x, mask),
+    f'{name}/min': jnp.where(some, least, 0),
+    f'{name}/max': jnp.where(some, most, 0),
+  }
+
+
 def critic_diagnostics(
   batch: batch_lib.TokenBatch, value_mask_BL: Array
 ) -> dict[str, Array]:
@@ -212,23 +224,13 @@ def critic_diagnostics(
     (advantages over all policy tokens); 0 where there is no token.
   """
 
-  def describe(name, x_BL, mask_BL):
-    some = jnp.any(mask_BL)
-    least = jnp.min(jnp.where(mask_BL, x_BL, jnp.inf))
-    most = jnp.max(jnp.where(mask_BL, x_BL, -jnp.inf))
-    return {
-      f'critic/{name}/mean': masking.masked_mean(x_BL, mask_BL),
-      f'critic/{name}/min': jnp.where(some, least, 0),
-      f'critic/{name}/max': jnp.where(some, most, 0),
-    }
-
   values_BL = masking.select(batch.values_BL, value_mask_BL)
   returns_BL = masking.select(batch.returns_BL, value_mask_BL)
   _, variance = masking.masked_moments(returns_BL, value_mask_BL)
   _, missed = masking.masked_moments(returns_BL - values_BL, value_mask_BL)
   return {
     'critic/vf_explained_var': masking.divide(variance - missed, variance),
-    **describe('values', values_BL, value_mask_BL),
-    **describe('returns', returns_BL, value_mask_BL),
-    **describe('advantages', batch.advantages_BL, batch.loss_mask_BL),
+    **describe('critic/values', values_BL, value_mask_BL),
+    **describe('critic/returns', returns_BL, value_mask_BL),
+    **describe('critic/advantages', batch.advantages_BL, batch.loss_mask_BL),
   }

@@ -72,6 +72,11 @@ def annotate(
     value_mask_BL=estimate.value_mask_BL,
   )
   metrics = diagnostics.critic_diagnostics(batch, estimate.value_mask_BL)
+  metrics |= diagnostics.describe(
+    'critic/rewards',
+    jnp.sum(masking.select(rewards_BL, mask_BL), axis=1),
+    jnp.any(mask_BL, axis=1),
+  )
   metrics['critic/kl'] = masking.masked_mean(kl_BL, mask_BL)
   metrics['critic/kl_coef'] = jnp.asarray(algorithm.kl.coefficient)
   metrics |= _mismatch(old_BL, batch.sampler_logprobs_BL, mask_BL)
