@@ -1,0 +1,154 @@
+"""Which questions a step asks, again and again the same."""
+
+import collections
+import itertools
+import json
+
+import pytest
+
+from stppo_jax.data import questions as questions_lib
+from stppo_jax.data import synthetic_wiki
+
+_OPTIONS = {'entities_per_type': 8, 'name_pieces': 2, 'distractors': 0}
+
+
+def _synthetic(seed=0, hops=(1, 2)):
+  return questions_lib.SyntheticQuestions(
+    seed=seed, hops=hops, world_options=_OPTIONS
+  )
+
+
+def _worlds(questions):
+  return {int(q.corpus.removeprefix('worlds/')) for q in questions}
+
+
+def test_a_step_is_a_world_of_its_own():
+  questions = _synthetic()
+  steps = [questions.train(step, 10) for step in range(5)]
+  assert steps == [_synthetic().train(step, 10) for step in range(5)]
+  worlds = [_worlds(step) for step in steps]
+  assert all(len(world) == 1 for world in worlds)
+  assert len(set().union(*worlds)) == 5
+  assert all(len({q.id for q in step}) == 10 for step in steps)
+
+
+def test_worlds_of_training_demonstrations_and_evaluation_are_disjoint():
+  limit = synthetic_wiki.NUM_EVALUATION_WORLDS
+  last = 10**6 - limit - 1  # the last step of a run
+  training = {}
+  for seed, step in itertools.product((0, 1, 7), (0, 1, last)):
+    (training[seed, step],) = _worlds(_synthetic(seed).train(step, 2))
+  demonstrated = set()
+  for seed, step in itertools.product((0, 1), (0, 1, last)):
+    world, chains = _synthetic(seed).demonstration_chains(step, 2, hops=(1,))
+    assert _worlds(chain.question for chain in chains) == {world.index}
+    demonstrated.add(world.index)
+  assert len(set(training.values())) == len(training)
+  assert len(demonstrated) == 3  # the same for every seed
+  assert not demonstrated & set(training.values())
+  assert min(*training.values(), *demonstrated) >= limit
+  evaluation = _synthetic().evaluation(4)
+  assert _worlds(itertools.chain(*evaluation.values())) == {0}
+  # No step lies in the worlds of another run.
+  assert training[0, last] < training[1, 0]
+  assert max(demonstrated) < training[0, 0]
+
+
+@pytest.mark.parametrize('step', [-1, 10**6 - 1000])
+def test_a_step_past_the_worlds_of_a_run_is_refused(step):
+  with pytest.raises(ValueError, match=f'step {step}: a run has at most'):
+    _synthetic().train(step, 1)
+
+
+def test_evaluation_is_the_same_for_every_seed():
+  evaluation = _synthetic(0).evaluation(20)
+  assert evaluation == _synthetic(5).evaluation(20)
+  assert {name: len(group) for name, group in evaluation.items()} == {
+    'one_hop': 20,
+    'two_hop': 20,
+  }
+  for name, group in evaluation.items():
+    assert {question.data_set for question in group} == {name}
+    assert len({question.id for question in group}) == 20
+  assert _synthetic(0, hops=(2,)).evaluation(3).keys() == {'two_hop'}
+
+
+def test_the_passages_are_those_of_the_world_that_is_asked_about():
+  questions = _synthetic()
+  assert questions.passages() is None
+  (question,) = questions.train(3, 1)
+  (world,) = _worlds([question])
+  texts = {p.title: p.text for p in questions.passages_of(world)}
+  name = question.id.split('/')[1]
+  assert f'is {question.golden_answers[0]}' in texts[name]
+
+
+def _row(question_id, data_set='nq'):
+  return {
+    'id': str(question_id),
+    'dataset': data_set,
+    'kind': 'open',
+    'question': f'Q{question_id}?',
+    'answers': ['x'],
+  }
+
+
+def _files(tmp_path, *, train=7, evaluation=None, seed=0):
+  paths = {'train': tmp_path / 'train.jsonl', 'evaluation': None}
+  rows = {'train': [_row(n) for n in range(train)]}
+  if evaluation is not None:
+    paths['evaluation'] = tmp_path / 'evaluation.jsonl'
+    rows['evaluation'] = evaluation
+  for name, lines in rows.items():
+    paths[name].write_text('\n'.join(map(json.dumps, lines)))
+  corpus = tmp_path / 'corpus.jsonl'
+  corpus.write_text('{"id": "1", "contents": "\\"Title\\"\\nbody"}\n')
+  return questions_lib.FileQuestions(seed=seed, corpus=corpus, **paths)
+
+
+@pytest.mark.parametrize('count', [1, 3, 7, 10])
+def test_every_epoch_is_a_new_permutation(tmp_path, count):
+  questions = _files(tmp_path)
+  stream = [
+    question.id
+    for step in range(-(-35 // count))
+    for question in questions.train(step, count)
+  ]
+  epochs = [stream[7 * n : 7 * n + 7] for n in range(5)]
+  for epoch in epochs:
+    assert sorted(epoch) == [str(n) for n in range(7)]
+  assert len(set(map(tuple, epochs))) == 5
+  # A step can be asked for out of order, as after a resumption.
+  assert [q.id for q in questions.train(2, count)] == stream[
+    2 * count : 3 * count
+  ]
+  other = _files(tmp_path, seed=1).train(0, 7)
+  assert [question.id for question in other] != epochs[0]
+
+
+def test_evaluation_is_a_fixed_sample_of_each_data_set(tmp_path):
+  rows = [_row(n, 'nq' if n % 3 else 'popqa') for n in range(30)]
+  questions = _files(tmp_path, evaluation=rows, seed=3)
+  sample = questions.evaluation(8)
+  assert {name: len(group) for name, group in sample.items()} == {
+    'nq': 8,
+    'popqa': 8,
+  }
+  for name, group in sample.items():
+    assert {question.data_set for question in group} == {name}
+    assert len({question.id for question in group}) == 8
+  assert _files(tmp_path, evaluation=rows, seed=4).evaluation(8) == sample
+  # A sample, not the head of the file.
+  assert [int(q.id) for q in sample['popqa']] != list(range(0, 24, 3))
+  everything = questions.evaluation(100)
+  counts = collections.Counter({k: len(v) for k, v in everything.items()})
+  assert counts == {'nq': 20, 'popqa': 10}
+  assert _files(tmp_path).evaluation(8) == {}
+
+
+def test_a_file_is_one_corpus(tmp_path):
+  questions = _files(tmp_path)
+  (passage,) = questions.passages()
+  assert (passage.title, passage.text) == ('Title', 'body')
+  with pytest.raises(LookupError, match='no world 3'):
+    questions.passages_of(3)
