@@ -138,6 +138,7 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'batch_size': 64,  # dialogues
         'error_rate': 0.3,  # at each decision of the demonstrator
         'clean_one_hop_steps': 0,  # first steps: one hop, no errors
+        'clean_steps': 0,  # steps after those: all hops, no errors
         'optimizer': {
           'learning_rate': 2e-3,  # linear to 0 in the second half
           'warmup_updates': 50,

@@ -20,6 +20,7 @@ def get_config(row: str = 'st_ppo'):
     name='jsonl',
     train='general/nq_train.questions.jsonl',
     corpus='general/nq_train.corpus.jsonl',
+    tokenizer_vocab_size=2048,
   )
 
   config.model.hidden_size = 128
@@ -28,15 +29,16 @@ def get_config(row: str = 'st_ppo'):
   config.model.num_heads = 4
   config.model.num_kv_heads = 2
   config.sft.before_training = True
-  config.sft.num_steps = 120
+  config.sft.num_steps = 200
   config.sft.batch_size = 16
 
   config.env.max_turns = 2
   config.env.max_turn_tokens = 48
-  config.env.max_observation_tokens = 256
-  config.env.max_length = 1024
+  config.env.max_observation_tokens = 160
+  config.env.max_length = 640
+  config.retrieval.topk = 2
   config.rollout.trajectories_per_step = 16
-  config.rollout.length_bucket = 256
+  config.rollout.length_bucket = 128
   config.updates.minibatch_size = 8
   config.policy_optimizer.learning_rate = 1e-5
   config.value_optimizer.learning_rate = 1e-4

@@ -118,6 +118,7 @@ RULES: Mapping[str, Rule] = {
   'sft.batch_size': _POSITIVE,
   'sft.error_rate': _FRACTION,
   'sft.clean_one_hop_steps': _NOT_NEGATIVE,
+  'sft.clean_steps': _NOT_NEGATIVE,
   **{f'sft.optimizer.{key}': rule for key, rule in _OPTIMIZER.items()},
   'evaluate.every': _NOT_NEGATIVE,
   'evaluate.num_questions': _POSITIVE,

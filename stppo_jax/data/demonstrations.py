@@ -1,8 +1,8 @@
 """Noisy demonstrations of searching, for the supervised start.
 
-At each decision the demonstrator errs with probability p: what to do (it
-answers without searching, or asks for half a name) and what to believe (it
-takes another fact of the passage). The start is therefore a mixture of good and bad habits, which is what reinforcement
+At each decision the demonstrator errs with probability p: whether to search
+(it answers unread), what to ask (half a name, which finds nothing) and what to
+believe (another fact of the passage). The start is therefore a mixture of good and bad habits, which is what reinforcement
 learning is given to sort out.
 """
 
@@ -33,21 +33,24 @@ class SyntheticDemonstrations:
   Attributes:
     questions: of the same encyclopedia.
     error_rate: probability of an error at each decision.
-    clean_one_hop_steps: before this step, one hop and no errors: copying is
-      learned first.
+    clean_one_hop_steps: first steps, with one hop and no errors: copying is
+      learned there.
+    clean_steps: steps after those, with all hops and no errors.
     think_words: free words at the head of each <think>.
   """
 
   questions: questions_lib.SyntheticQuestions
   error_rate: float
   clean_one_hop_steps: int
+  clean_steps: int
   think_words: int
 
   def batch(self, step: int, count: int) -> list[Demonstration]:
     """See `Demonstrations`."""
-    clean = step < self.clean_one_hop_steps
+    one_hop = step < self.clean_one_hop_steps
+    clean = step < self.clean_one_hop_steps + self.clean_steps
     world, chains = self.questions.demonstration_chains(
-      step, count, hops=(1,) if clean else self.questions.hops
+      step, count, hops=(1,) if one_hop else self.questions.hops
     )
     rng = np.random.default_rng((self.questions.seed, step))
     rate = 0.0 if clean else self.error_rate
@@ -111,25 +114,23 @@ def demonstrate(
     world: the world the question is about.
     chain: the question and the relations that lead to its answer.
     rng: source of the errors.
-    error_rate: probability of an error at each decision (two a hop).
+    error_rate: probability of an error at each decision (three a hop).
     think_words: free words at the head of each <think>.
   """
   turns, entity = [], world.entities[chain.start]
   answer = lambda: _answer(entity.name, rng, think_words)
   for relation in chain.relations:
-    # What to do: search, or answer unread, or ask for half a name.
-    errs = rng.random() < error_rate
-    if errs and rng.random() < 0.5:
+    if rng.random() < error_rate:  # answers with what it has, unread
       return [*turns, answer()]
-    query = synthetic_wiki.opening_of(entity.name) if errs else entity.name
+    partial = rng.random() < error_rate
+    query = synthetic_wiki.opening_of(entity.name) if partial else entity.name
     turns.append(
       f'<think>{_filler(rng, think_words)} find {relation}</think>'
       f'<search> {query}</search>'
     )
-    if errs:  # half a name finds nothing: gives up
+    if partial:  # half a name finds nothing: gives up
       return [*turns, answer()]
-    # What to believe: the fact, or another one of the passage (also where a
-    # wrong entity has no such relation).
+    # Believes another fact; also where a wrong entity has no such relation.
     if relation not in entity.facts or rng.random() < error_rate:
       others = [r for r in entity.facts if r != relation]
       relation = others[rng.integers(len(others))]

@@ -86,6 +86,7 @@ def build_demonstrations(
       questions=questions,
       error_rate=config.sft.error_rate,
       clean_one_hop_steps=config.sft.clean_one_hop_steps,
+      clean_steps=config.sft.clean_steps,
       think_words=config.data.synthetic_wiki.think_words,
     )
   return demonstrations.LookupDemonstrations(
