@@ -48,6 +48,8 @@ def test_phrases_are_single_tokens():
   for phrase in ('</search>', '\n\n<information>', ' the', 'Doc 3(Title:'):
     assert len(tokenizer.encode_text(phrase)) == 1
   assert len(tokenizer.encode_text('<think> the of</think>')) == 4
+  # However short the phrase is.
+  assert len(tokenizer_lib.phrase_tokenizer(['xy']).encode_text('xy')) == 1
   assert len(vocabularies.bpe().encode_text('</search>')) > 1
 
 

@@ -1,0 +1,162 @@
+"""Demonstrations played in the environment they demonstrate."""
+
+import re
+
+import numpy as np
+import pytest
+
+from stppo_jax import types
+from stppo_jax.data import demonstrations as demonstrations_lib
+from stppo_jax.data import questions as questions_lib
+from stppo_jax.data import synthetic_wiki
+from stppo_jax.envs import search
+from stppo_jax.retrieval import bm25
+from stppo_jax.retrieval import fakes
+from stppo_jax.sampling import tokenizer as tokenizer_lib
+from tests.rollout import dialogues
+
+_OPTIONS = {'entities_per_type': 42, 'name_pieces': 2, 'distractors': 0}
+
+
+def _demonstrations(
+  hops=(1, 2), seed=0, error_rate=0.0, clean_one_hop_steps=0, think_words=0
+):
+  return demonstrations_lib.SyntheticDemonstrations(
+    questions=questions_lib.SyntheticQuestions(
+      seed=seed, hops=hops, world_options=_OPTIONS
+    ),
+    error_rate=error_rate,
+    clean_one_hop_steps=clean_one_hop_steps,
+    think_words=think_words,
+  )
+
+
+def _play(demonstrations, step, count):
+  """Trajectories in the real environment, over a real index."""
+  batch = demonstrations.batch(step, count)
+  (world,) = {question.corpus for question, _ in batch}
+  passages = demonstrations.questions.passages_of(int(world.split('/')[1]))
+  index = bm25.Bm25Index(passages)
+  weights = dict.fromkeys(search.REWARD_NAMES, 0.0)
+  environment = search.SearchEnvironment(
+    retriever=fakes.FakeRetriever(lambda query: index.search([query], 2)[0]),
+    max_turns=3,
+    prompt_template='',
+    rewards=weights | {'exact_match': 1.0, 'format': 2.0},
+    reward_scope='response',
+  )
+  return dialogues.play(
+    [turns for _, turns in batch],
+    environment,
+    [question for question, _ in batch],
+    tokenizer=tokenizer_lib.phrase_tokenizer(synthetic_wiki.vocabulary()),
+    max_length=1000,
+  )
+
+
+@pytest.mark.parametrize('hops', [1, 2])
+def test_without_errors_every_answer_is_right_and_was_read(hops):
+  trajectories = _play(_demonstrations((hops,)), step=3, count=64)
+  assert {t.scores['em'] for t in trajectories} == {1.0}
+  assert {t.reward for t in trajectories} == {3.0}  # well formed too
+  tokenizer = tokenizer_lib.phrase_tokenizer(synthetic_wiki.vocabulary())
+  for trajectory in trajectories:
+    assert trajectory.status is types.TrajectoryStatus.COMPLETED
+    actions = [turn.action for turn in trajectory.turns]
+    assert actions == ['search'] * hops + ['answer']
+    # The answer stands in what the last search found.
+    found = tokenizer.decode(trajectory.turns[-2].observation_ids)
+    assert f' is {trajectory.question.golden_answers[0]}.' in found
+
+
+def test_errors_cost_their_share():
+  # Two decisions of a hop must go well: what to do, and what to believe. A
+  # few wrong ways end at the right place.
+  rate, count, steps = 0.3, 80, 6
+  demonstrations = _demonstrations(error_rate=rate)
+  right = {1: [], 2: []}
+  for step in range(steps):
+    for trajectory in _play(demonstrations, step, count):
+      hops = 1 + (trajectory.question.data_set == 'two_hop')
+      right[hops].append(trajectory.scores['em'])
+  for hops, scores in right.items():
+    expected = (1 - rate) ** (2 * hops)
+    deviation = np.sqrt(expected * (1 - expected) / len(scores))
+    assert abs(np.mean(scores) - expected) < 3 * deviation + 0.01, hops
+
+
+def test_errors_are_of_every_kind():
+  demonstrations = _demonstrations((2,), error_rate=0.3)
+  searches, queries, believed = set(), [], 0
+  for step in range(3):
+    for question, turns in demonstrations.batch(step, 60):
+      *asked, answer = turns
+      searches.add(len(asked))
+      assert re.fullmatch('.*<answer> [A-Z][a-z]+</answer>', answer)
+      queries += [re.search('<search> (.*)</search>', t)[1] for t in asked]
+      golden = f'<answer> {question.golden_answers[0]}</answer>'
+      believed += len(asked) == 2 and golden not in answer
+  assert searches == {0, 1, 2}
+  half = sum(query in synthetic_wiki.OPENINGS for query in queries)
+  assert 0.1 < half / len(queries) < 0.25  # 0.15 / 0.85
+  assert believed > 5
+
+
+def test_the_first_steps_are_clean_and_short():
+  demonstrations = _demonstrations(
+    (1, 2), error_rate=1.0, clean_one_hop_steps=2
+  )
+  for step, clean in ((0, True), (1, True), (2, False)):
+    batch = demonstrations.batch(step, 8)
+    data_sets = {question.data_set for question, _ in batch}
+    assert data_sets == ({'one_hop'} if clean else {'one_hop', 'two_hop'})
+    for question, turns in batch:
+      assert (question.golden_answers[0] in turns[-1]) == clean
+
+
+@pytest.mark.parametrize('error_rate', [0.0, 0.3])
+def test_think_words_lengthen_the_thought_alone(error_rate):
+  plain, wordy = (
+    _demonstrations((1,), error_rate=error_rate, think_words=n).batch(0, 8)
+    for n in (0, 5)
+  )
+  thought = re.compile('<think>(.*?)</think>')
+  words = [word.strip() for word in synthetic_wiki.FILLER_WORDS]
+  for _, turns in plain:
+    for turn in turns:
+      # Nothing but what is done next.
+      assert len(thought.match(turn)[1].split()) <= 2
+  for _, turns in wordy:
+    for turn in turns:
+      head = thought.match(turn)[1].split()[:5]
+      assert len(head) == 5 and set(head) <= set(words)
+  if not error_rate:  # the words are drawn from the stream of the errors
+    assert [
+      [thought.sub('', turn) for turn in turns] for _, turns in plain
+    ] == [[thought.sub('', turn) for turn in turns] for _, turns in wordy]
+
+
+def test_a_step_is_always_the_same():
+  one = _demonstrations(error_rate=0.3).batch(5, 16)
+  assert _demonstrations(error_rate=0.3).batch(5, 16) == one
+  assert _demonstrations(error_rate=0.3).batch(6, 16) != one
+  other = _demonstrations(error_rate=0.3, seed=1).batch(5, 16)
+  assert [q for q, _ in other] == [q for q, _ in one]  # other errors
+  assert other != one
+
+
+@pytest.mark.parametrize(('error_rate', 'searches'), [(0.0, 1), (1.0, 0)])
+def test_files_allow_looking_up_the_question(error_rate, searches):
+  questions = _demonstrations().questions
+  lookup = demonstrations_lib.LookupDemonstrations(
+    questions, seed=0, error_rate=error_rate
+  )
+  batch = lookup.batch(2, 6)
+  assert [question for question, _ in batch] == questions.train(2, 6)
+  for question, turns in batch:
+    assert len(turns) == searches + 1
+    if searches:
+      assert f'<search> {question.text} </search>' in turns[0]
+    assert turns[-1].endswith(
+      f'<answer> {question.golden_answers[0]} </answer>'
+    )
