@@ -9,6 +9,7 @@ foreseen end, told in its own words.
 import ast
 from collections.abc import Sequence
 import importlib
+import os
 import pathlib
 import sys
 import traceback
@@ -44,6 +45,8 @@ def main(argv: Sequence[str]) -> int:
   if '--help' in flags or '-h' in flags:
     print(found[name])
     return 0
+  # transformers would tell every run that it misses PyTorch.
+  os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
   try:
     command = importlib.import_module(f'stppo_jax.commands.{name}')
     return command.main(flags)

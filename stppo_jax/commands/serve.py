@@ -1,4 +1,4 @@
-"""Serve a corpus, or the worlds of the synthetic encyclopedia, over HTTP.
+"""Serve a corpus, or the synthetic encyclopedia, over HTTP.
 
 python -m stppo_jax serve --corpus=FILE.jsonl [--host=ADDRESS] [--port=PORT]
 python -m stppo_jax serve --synthetic_seed=N [--entities_per_type=N] ...

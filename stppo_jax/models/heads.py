@@ -12,8 +12,12 @@ Array = jax.Array
 
 def logits(hidden: Array, output_VD: Array) -> Array:
   """[..., V] float32 scores of the token that follows each hidden state."""
-  product = jnp.einsum('...d,vd->...v', hidden, output_VD.astype(hidden.dtype))
-  return product.astype(jnp.float32)
+  return jnp.einsum(
+    '...d,vd->...v',
+    hidden,
+    output_VD.astype(hidden.dtype),
+    preferred_element_type=jnp.float32,
+  )
 
 
 def token_logprobs_and_entropy(

@@ -208,10 +208,13 @@ def _attention(
   B, L, Q, H = q_BLQH.shape
   K = k_BKSH.shape[1]
   q_BLKGH = q_BLQH.reshape(B, L, K, Q // K, H)
-  scores = jnp.einsum('blkgh,bksh->bkgls', q_BLKGH * H**-0.5, k_BKSH)
-  scores = jnp.where(
-    visible_BLS[:, None, None], scores.astype(jnp.float32), _MASKED
+  scores = jnp.einsum(
+    'blkgh,bksh->bkgls',
+    q_BLKGH * H**-0.5,
+    k_BKSH,
+    preferred_element_type=jnp.float32,
   )
+  scores = jnp.where(visible_BLS[:, None, None], scores, _MASKED)
   # Normalised after the product with v: H divisions a query, not S.
   largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
   weights = jnp.exp(scores - largest)
