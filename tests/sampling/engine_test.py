@@ -152,35 +152,36 @@ def test_reported_logprobs_are_those_of_the_trainer():
 
 
 def test_a_row_depends_on_itself_only():
-  keys = _keys(8)
-  together = _play(_fresh(), keys[:4], {n: n for n in range(4)})
+  keys = _keys(4)
+  together = _play(_fresh(), keys, {n: n for n in range(4)})
   assert len({tuple(tokens) for tokens, _, _ in together.values()}) == 4
   # Alone in its slot; what the other slots hold is left from before.
   engine = _engine()
   engine.reset()
-  _assert_same(_play(engine, keys[:4], {2: 2})[2], together[2])
-  # Another number of slots, other chunks, another slot, other company.
-  moved = keys[jnp.array([5, 2, 6, 0, 7, 1])]
-  wide = _fresh(slots=6, extend_chunk=7, decode_chunk=1)
-  others = _play(wide, moved, {0: 9, 1: 2, 3: 0, 4: 8, 5: 1})
-  for slot, before in ((1, 2), (3, 0), (5, 1)):
-    _assert_same(others[slot], together[before])
+  _assert_same(_play(engine, keys, {2: 2})[2], together[2])
 
 
 def test_eight_devices_write_what_one_writes():
+  # Twice the slots, other chunks, rows in other slots and other company.
   keys = _keys(8)
-  rows = {n: n for n in range(4)}
-  alone = _play(_fresh(), keys[:4], rows)
+  alone = _play(_fresh(), keys[:4], {n: n for n in range(4)})
   # Trained weights arrive cut over the mesh; the engine gathers them.
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
   layout = sharding.param_shardings(_PARAMS, mesh)
   assert not layout['lm_head'].is_fully_replicated
   wide = _fresh(
-    jax.device_put(_PARAMS, layout), devices=8, slots=8, decode_chunk=5
+    jax.device_put(_PARAMS, layout),
+    devices=8,
+    slots=8,
+    extend_chunk=7,
+    decode_chunk=1,
   )
   assert wide._state.lengths_S.sharding.shard_shape((8,)) == (1,)
-  for slot, dialogue in _play(wide, keys, rows).items():
-    _assert_same(dialogue, alone[slot])
+  moved = keys[jnp.array([5, 2, 6, 0, 7, 1, 4, 3])]
+  rows = {0: 9, 1: 2, 3: 0, 4: 8, 5: 1, 7: 3}
+  dialogues = _play(wide, moved, rows)
+  for slot, before in ((1, 2), (3, 0), (5, 1), (7, 3)):
+    _assert_same(dialogues[slot], alone[before])
 
 
 def test_keys_decide():
