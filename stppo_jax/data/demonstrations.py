@@ -2,8 +2,8 @@
 
 At each decision the demonstrator errs with probability p: whether to search
 (it answers unread), what to ask (half a name, which finds nothing) and what to
-believe (another fact of the passage). The start is therefore a mixture of good and bad habits, which is what reinforcement
-learning is given to sort out.
+believe (another fact of the passage). The start is therefore a mixture of good
+and bad habits, which is what reinforcement learning is given to sort out.
 """
 
 import dataclasses

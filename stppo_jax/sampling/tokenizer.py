@@ -128,8 +128,9 @@ class Tokenizer:
 def phrase_tokenizer(phrases: Iterable[str]) -> Tokenizer:
   """One token per phrase, printable ASCII for the rest (a Unigram model).
 
-  Segmentation takes the fewest tokens. Tags of the dialogue are phrases, not
-  added tokens.
+  Segmentation spells out the fewest characters with the fewest phrases (one
+  character costs as much as ten). Tags of the dialogue are phrases, not added
+  tokens.
   """
   phrases = [*TAGS, '\n\n<information>', '</information>\n\n', *phrases]
   phrases += ['Question:', *(f'Doc {i}(Title:' for i in range(1, 10)), ')']
