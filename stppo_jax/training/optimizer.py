@@ -15,9 +15,7 @@ Tree = Any
 Optimizer = optax.GradientTransformation
 
 
-def build_optimizer(
-  *, b1: float, b2: float, eps: float
-) -> Optimizer:
+def build_optimizer(*, b1: float, b2: float, eps: float) -> Optimizer:
   """Adam's direction; `apply_update` scales it."""
   return optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
 
@@ -45,7 +43,7 @@ def apply_update(
   Returns:
     New weights, new state, and `grad_norm` (before clipping) and `lr`.
   """
-  norm = optax.global_norm(gradient)
+  norm = optax.tree.norm(gradient)
   scale = jnp.minimum(1.0, numbers['max_grad_norm'] / (norm + 1e-6))
   gradient = jax.tree.map(lambda g: g * scale, gradient)
   direction, state = optimizer.update(gradient, state, params)
