@@ -42,9 +42,9 @@ def get_config(row: str = 'st_ppo'):
   config.value_optimizer.update(
     learning_rate=3e-4, warmup_updates=20, weight_decay=0.0
   )
-  config.sft.num_steps = 1500
+  config.sft.num_steps = 1600
   config.sft.clean_one_hop_steps = 600
-  config.sft.clean_steps = 300
+  config.sft.clean_steps = 200
   config.evaluate.every = 10
   config.checkpoint.every = 20
   return config

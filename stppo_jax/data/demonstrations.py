@@ -1,8 +1,8 @@
 """Noisy demonstrations of searching, for the supervised start.
 
-At each decision the demonstrator errs with probability p: whether to search
-(it answers unread), what to ask (half a name, which finds nothing) and what to
-believe (another fact of the passage). The start is therefore a mixture of good
+At each decision the demonstrator errs with probability p: what to do (it
+answers without searching, or asks for half a name) and what to believe (it
+takes another fact of the passage). The start is therefore a mixture of good
 and bad habits, which is what reinforcement learning is given to sort out.
 """
 
@@ -114,23 +114,26 @@ def demonstrate(
     world: the world the question is about.
     chain: the question and the relations that lead to its answer.
     rng: source of the errors.
-    error_rate: probability of an error at each decision (three a hop).
+    error_rate: probability of an error at each decision (two a hop).
     think_words: free words at the head of each <think>.
   """
   turns, entity = [], world.entities[chain.start]
   answer = lambda: _answer(entity.name, rng, think_words)
   for relation in chain.relations:
-    if rng.random() < error_rate:  # answers with what it has, unread
+    # What to do: search for the name; or answer unread; or search for half of
+    # the name, find nothing, and give up.
+    errs = rng.random() < error_rate
+    if errs and rng.random() < 0.5:
       return [*turns, answer()]
-    partial = rng.random() < error_rate
-    query = synthetic_wiki.opening_of(entity.name) if partial else entity.name
+    query = synthetic_wiki.opening_of(entity.name) if errs else entity.name
     turns.append(
       f'<think>{_filler(rng, think_words)} find {relation}</think>'
       f'<search> {query}</search>'
     )
-    if partial:  # half a name finds nothing: gives up
+    if errs:
       return [*turns, answer()]
-    # Believes another fact; also where a wrong entity has no such relation.
+    # What to believe: the fact; or another one of the passage, also where a
+    # wrong entity has no such relation.
     if relation not in entity.facts or rng.random() < error_rate:
       others = [r for r in entity.facts if r != relation]
       relation = others[rng.integers(len(others))]

@@ -86,7 +86,7 @@ def test_errors_cost_their_share():
       hops = 1 + (trajectory.question.data_set == 'two_hop')
       right[hops].append(trajectory.scores['em'])
   for hops, scores in right.items():
-    expected = (1 - rate) ** (3 * hops)
+    expected = (1 - rate) ** (2 * hops)
     deviation = np.sqrt(expected * (1 - expected) / len(scores))
     assert abs(np.mean(scores) - expected) < 3 * deviation + 0.01, hops
 
