@@ -70,4 +70,5 @@ ALGORITHMS = {
   'turn_ppo': _row(**_TURN),
   's_ppo': _row(**_BIAS),
   'st_ppo': _row(**_TURN, **_BIAS),
+  'so_ppo': _row(**_TURN, **_BIAS),  # what version 2 of the paper calls it
 }

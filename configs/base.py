@@ -62,7 +62,8 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'corpus': '',  # jsonl: passages, relative to root
         'tokenizer_vocab_size': 4096,  # jsonl without tokenizer: BPE size
         'synthetic_wiki': {
-          'hops': (1, 2),  # drawn with equal chance
+          'seed': 0,  # of the encyclopedia; runs of any seed share it
+          'hops': (1, 2),  # in turn
           'entities_per_type': 42,
           'name_pieces': 2,  # sub-word pieces per name
           'distractors': 0,  # passages of entities no fact points to

@@ -30,6 +30,7 @@ def _one_of(*choices):
 
 
 _POSITIVE = Rule(lambda x: 0 < x < math.inf, 'greater than 0')
+_AT_LEAST_2 = Rule(lambda x: x >= 2, '2 or greater')
 _NOT_NEGATIVE = Rule(lambda x: 0 <= x < math.inf, '0 or greater')
 _FRACTION = Rule(lambda x: 0 <= x <= 1, 'in [0, 1]')
 _BETA = Rule(lambda x: 0 <= x < 1, 'in [0, 1)')
@@ -37,7 +38,8 @@ _FINITE = Rule(math.isfinite, 'a finite number')
 _AXIS = Rule(lambda x: x == -1 or x > 0, 'greater than 0, or -1 for the rest')
 _EVEN = Rule(lambda x: x > 0 and x % 2 == 0, 'even and greater than 0')
 _HOPS = Rule(
-  lambda x: len(x) > 0 and set(x) <= {1, 2}, 'some of 1 and 2, such as (1, 2)'
+  lambda x: len(x) > 0 and all(h in (1, 2) for h in x),
+  'some of 1 and 2, such as (1, 2)',
 )
 _MODEL = Rule(
   lambda x: not x or (pathlib.Path(x) / 'config.json').is_file(),
@@ -78,9 +80,10 @@ RULES: Mapping[str, Rule] = {
   'data.tokenizer_vocab_size': Rule(
     lambda x: x > 256, 'greater than 256, the bytes'
   ),
+  'data.synthetic_wiki.seed': _NOT_NEGATIVE,
   'data.synthetic_wiki.hops': _HOPS,
-  'data.synthetic_wiki.entities_per_type': _POSITIVE,
-  'data.synthetic_wiki.name_pieces': _POSITIVE,
+  'data.synthetic_wiki.entities_per_type': _AT_LEAST_2,
+  'data.synthetic_wiki.name_pieces': _AT_LEAST_2,
   'data.synthetic_wiki.distractors': _NOT_NEGATIVE,
   'data.synthetic_wiki.think_words': _NOT_NEGATIVE,
   'env.max_turns': _NOT_NEGATIVE,

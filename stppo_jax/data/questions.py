@@ -45,11 +45,13 @@ class SyntheticQuestions:
 
   Attributes:
     seed: of the run.
-    hops: numbers of hops, mixed evenly.
+    world_seed: of the encyclopedia.
+    hops: numbers of hops, in turn.
     world_options: of `synthetic_wiki.make_world`.
   """
 
   seed: int
+  world_seed: int
   hops: tuple[int, ...]
   world_options: dict[str, int]
 
@@ -85,7 +87,9 @@ class SyntheticQuestions:
     return self._world(world).passages()
 
   def _world(self, index: int) -> synthetic_wiki.World:
-    return synthetic_wiki.make_world(0, index, **self.world_options)
+    return synthetic_wiki.make_world(
+      self.world_seed, index, **self.world_options
+    )
 
 
 def _index(run: int, step: int) -> int:

@@ -4,7 +4,6 @@ Both functions end at a fixed point: applied again they change nothing, so a
 forgery cannot be assembled from the remains of another.
 """
 
-from collections.abc import Iterable
 import functools
 import re
 import unicodedata
@@ -62,46 +61,6 @@ def neutralise_tags(text: str) -> str:
       break
     text = neutral
   return text
-
-
-def neutralise(text: str, literals: Iterable[str]) -> str:
-  """Breaks every occurrence of the literals, in any case, to a fixed point.
-
-  A character that no literal contains is put behind the first character of
-  each occurrence (in its place, if it is the only one).
-
-  Args:
-    text: text from outside.
-    literals: such as the added vocabulary entries of a tokenizer.
-
-  Raises:
-    ValueError: the literals leave no character to break them with.
-  """
-  pattern, gap = _breaker(tuple(sorted(set(literals) - {''})))
-  if pattern is None:
-    return text
-
-  def broken(match: re.Match[str]) -> str:
-    literal = match[0]
-    return f'{literal[0]}{gap}{literal[1:]}' if len(literal) > 1 else gap
-
-  # Every round breaks at least one occurrence and makes no new one: the gap is
-  # in no literal, and what stands on its sides stood there before.
-  while pattern.search(text):
-    text = pattern.sub(broken, text)
-  return text
-
-
-@functools.lru_cache(maxsize=16)
-def _breaker(literals: tuple[str, ...]) -> tuple[re.Pattern[str] | None, str]:
-  if not literals:
-    return None, ''
-  together = ''.join(literals)
-  for gap in _BREAKS:
-    if gap not in together:
-      pattern = '|'.join(map(re.escape, literals))
-      return re.compile(pattern, re.IGNORECASE), gap
-  raise ValueError(f'every one of {_BREAKS!r} stands in some literal')
 
 
 def _fold(text: str) -> tuple[str, list[int]]:

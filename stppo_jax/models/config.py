@@ -4,6 +4,9 @@ from collections.abc import Mapping
 import dataclasses
 from typing import Any
 
+# The same network, with and without biases on query, key and value.
+_SUPPORTED = ('qwen2', 'llama')
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -64,13 +67,16 @@ class ModelConfig:
     """From the contents of a Hugging Face `config.json`.
 
     Raises:
-      ValueError: an architecture other than Qwen2, or options of it that are
-        not implemented.
+      ValueError: another architecture than Qwen2 and Llama, or options of them
+        that are not implemented.
     """
-    if hf['model_type'] != 'qwen2':
+    kind = hf.get('model_type')
+    if kind not in _SUPPORTED:
       raise ValueError(
-        f'unsupported model_type {hf["model_type"]!r}; supported: qwen2'
+        f'unsupported model_type {kind!r}; supported: {", ".join(_SUPPORTED)}'
       )
+    if hf.get('attention_bias') or hf.get('mlp_bias'):
+      raise ValueError('attention_bias and mlp_bias are not supported')
     rope = hf.get('rope_scaling') or hf.get('rope_parameters') or {}
     if rope.get('rope_type', 'default') != 'default':
       raise ValueError(f'unsupported rope scaling {rope!r}')
@@ -87,7 +93,7 @@ class ModelConfig:
       head_dim=hf.get('head_dim') or hf['hidden_size'] // heads,
       rope_theta=float(hf.get('rope_theta', rope.get('rope_theta', 10000.0))),
       rms_norm_eps=hf.get('rms_norm_eps', 1e-6),
-      qkv_bias=True,
+      qkv_bias=kind == 'qwen2',
       tie_embeddings=hf.get('tie_word_embeddings', False),
       dtype=dtype,
       remat=remat,
@@ -95,16 +101,11 @@ class ModelConfig:
     )
 
   def to_hf(self) -> dict[str, Any]:
-    """The contents of a `config.json` that `transformers` loads.
-
-    Raises:
-      ValueError: the shape has no Qwen2 equivalent (no QKV bias).
-    """
-    if not self.qkv_bias:
-      raise ValueError('qkv_bias=False has no equivalent in Qwen2')
+    """The contents of a `config.json` that `transformers` loads."""
+    kind = 'qwen2' if self.qkv_bias else 'llama'
     return {
-      'architectures': ['Qwen2ForCausalLM'],
-      'model_type': 'qwen2',
+      'architectures': [f'{kind.capitalize()}ForCausalLM'],
+      'model_type': kind,
       'vocab_size': self.vocab_size,
       'hidden_size': self.hidden_size,
       'intermediate_size': self.intermediate_size,

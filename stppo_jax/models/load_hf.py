@@ -32,6 +32,18 @@ def read_config(
   )
 
 
+def weights_file(directory: str | pathlib.Path) -> pathlib.Path:
+  """Where the weights are.
+
+  Raises:
+    ValueError: nowhere.
+  """
+  path = pathlib.Path(directory) / 'model.safetensors'
+  if not path.is_file():
+    raise ValueError(f'no model.safetensors in {directory}')
+  return path
+
+
 def read_params(
   directory: str | pathlib.Path, config: model_config.ModelConfig
 ) -> functional.Params:
@@ -40,9 +52,7 @@ def read_params(
   Raises:
     ValueError: no weights, a missing, extra or mis-shaped tensor.
   """
-  path = pathlib.Path(directory) / 'model.safetensors'
-  if not path.is_file():
-    raise ValueError(f'no model.safetensors in {directory}')
+  path = weights_file(directory)
   model = functional.Model(config, 'vocabulary')
   shapes = jax.eval_shape(model.init, jax.random.key(0))
   params = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), shapes)

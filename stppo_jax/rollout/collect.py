@@ -102,17 +102,20 @@ class Collector:
       keys: typed jax keys, one per slot of the engine.
       greedy: take the likeliest token instead of drawing.
 
+    A question whose prompt leaves no room to write becomes TRUNCATED_LENGTH
+    without a turn.
+
     Raises:
-      ValueError: too many questions, or a prompt that leaves no room.
+      ValueError: too many questions.
     """
     if len(questions) > self._engine.slots:
       raise ValueError(
         f'{len(questions)} questions for {self._engine.slots} slots'
       )
     rows = [self._open(question) for question in questions]
+    active = [n for n, row in enumerate(rows) if row.status is None]
     self._engine.reset()
-    self._engine.extend({n: row.prompt_ids for n, row in enumerate(rows)})
-    active = list(range(len(rows)))
+    self._engine.extend({n: rows[n].prompt_ids for n in active})
     while active:
       written = self._engine.generate(
         active, keys_S=keys, max_tokens=self._max_turn_tokens, greedy=greedy
@@ -132,12 +135,10 @@ class Collector:
   def _open(self, question: types.Question) -> _Row:
     prompt = self._environment.prompt(question)
     ids = self._tokenizer.encode_prompt(prompt)
+    row = _Row(question, prompt, ids[: self._engine.max_length])
     if len(ids) >= self._engine.max_length:
-      raise ValueError(
-        f'the prompt of question {question.id!r} has {len(ids)} tokens; '
-        f'env.max_length={self._engine.max_length} leaves no room to write'
-      )
-    return _Row(question, prompt, ids)
+      row.status = Status.TRUNCATED_LENGTH
+    return row
 
   async def _answers(
     self, rows: Sequence[_Row], written: Mapping[int, Written]

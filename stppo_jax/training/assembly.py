@@ -1,4 +1,7 @@
-"""From a config to the parts of a run. Below this line, no config is known."""
+"""From a config to the parts of a run.
+
+Only `training` and `commands` know configs; everything below takes numbers.
+"""
 
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -60,6 +63,7 @@ def build_questions(config) -> questions_lib.Questions:
     options = config.data.synthetic_wiki
     return questions_lib.SyntheticQuestions(
       seed=config.seed,
+      world_seed=options.seed,
       hops=tuple(options.hops),
       world_options={
         'entities_per_type': options.entities_per_type,
@@ -98,17 +102,23 @@ def build_demonstrations(
 def build_surroundings(config) -> Iterator[Surroundings]:
   """Starts the event loop and, without a URL, a retrieval server of our own.
 
+  What can be wrong with the config, its files and the devices is found out
+  before anybody is waited for.
+
   Raises:
+    Misconfigured: see `check`.
     RetrieverUnreachable: nobody answers within retrieval.start_grace.
   """
   with misconfigured():
     questions = build_questions(config)
+    passages = questions.passages()
+    check(config, questions)
   with contextlib.ExitStack() as stack:
     loop = stack.enter_context(event_loop.EventLoop())
     url = config.retrieval.url
     if not url:
       embedded = server.EmbeddedServer(
-        questions.passages(), passages_of=questions.passages_of
+        passages, passages_of=questions.passages_of
       )
       url = stack.enter_context(embedded).url
     retriever = client.HttpRetriever(
@@ -203,12 +213,25 @@ def build_mesh(config, *, local: bool = False) -> jax.sharding.Mesh:
   return mesh_lib.make_mesh(data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor)
 
 
-def check_division(config, mesh: jax.sharding.Mesh) -> None:
-  """Rows must divide over the devices.
+def check(config, questions: questions_lib.Questions) -> None:
+  """Whether devices, model files and questions suffice.
 
   Raises:
-    ValueError: one line for each size that does not.
+    ValueError: they do not; a line each.
   """
+  if jax.process_count() != 1:
+    raise ValueError(
+      f'{jax.process_count()} processes: runs of several are not supported'
+    )
+  _check_division(config, build_mesh(config))
+  if config.model.path:
+    load_hf.weights_file(config.model.path)
+    build_model_config(config, build_tokenizer(config, questions))
+  questions.train(0, config.rollout.trajectories_per_step)
+  questions.evaluation(config.evaluate.num_questions)
+
+
+def _check_division(config, mesh: jax.sharding.Mesh) -> None:
   shards = math.prod(mesh.shape[axis] for axis in mesh_lib.BATCH_AXES)
   updates = config.updates
   sizes = {
@@ -216,6 +239,7 @@ def check_division(config, mesh: jax.sharding.Mesh) -> None:
     'updates.minibatch_size': updates.minibatch_size,
     'updates.microbatch_size': updates.microbatch_size,
     'evaluate.batch_size': config.evaluate.batch_size,
+    'sft.batch_size': config.sft.batch_size,
   }
   lines = [
     f'{key}={size}: must be a multiple of the {shards} devices of the '

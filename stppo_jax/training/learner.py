@@ -151,10 +151,8 @@ class Learner:
 
   def _numbers_at(self, step: int):
     """The update's runtime numbers; the policy rests while values warm up."""
-    if step >= self._config.loss.value_warmup_steps:
-      return self._numbers
-    resting = {**self._numbers['policy'], 'learning_rate': 0.0}
-    return {**self._numbers, 'policy': resting}
+    learns = step >= self._config.loss.value_warmup_steps
+    return {**self._numbers, 'policy_learns': learns}
 
 
 def _mean_of(reports: Sequence[dict[str, Any]]) -> dict[str, float]:

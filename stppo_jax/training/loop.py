@@ -103,7 +103,6 @@ class _Run:
       self._tokenizer = assembly.build_tokenizer(config, surroundings.questions)
       shape = assembly.build_model_config(config, self._tokenizer)
       mesh = assembly.build_mesh(config)
-      assembly.check_division(config, mesh)
       self._learner = learner_lib.Learner(config, shape, mesh)
       self._state = self._learner.start()
       self._reference = self._learner.reference()

@@ -125,12 +125,29 @@ def _play(
   tokenizer,
   dialogues: Sequence[demonstrations.Demonstration],
 ) -> batch_lib.TokenBatch:
-  """Demonstrations as a batch, played in the real environment."""
-  scripts = [
-    [tokenizer.encode_text(text) for text in turns] for _, turns in dialogues
+  """Demonstrations as a batch, played in the real environment.
+
+  A turn that env.max_turn_tokens would cut is nothing to imitate: a dialogue
+  with one is replaced by another of the batch.
+
+  Raises:
+    Misconfigured: all of them have one.
+  """
+  played = [
+    (question, [tokenizer.encode_text(text) for text in turns])
+    for question, turns in dialogues
   ]
+  room = config.env.max_turn_tokens
+  whole = [d for d in played if max(len(ids) for ids in d[1]) <= room]
+  if not whole:
+    raise assembly.Misconfigured(
+      f'env.max_turn_tokens={room}: no demonstrated turn fits'
+    )
+  played = [whole[n % len(whole)] for n in range(len(played))]
   collector = collect.Collector(
-    engine=scripted.ScriptedEngine(scripts, config.env.max_length),
+    engine=scripted.ScriptedEngine(
+      [script for _, script in played], config.env.max_length
+    ),
     environment=surroundings.environment,
     tokenizer=tokenizer,
     loop=surroundings.loop,
@@ -138,6 +155,6 @@ def _play(
     max_observation_tokens=config.env.max_observation_tokens,
   )
   trajectories = collector.collect(
-    [question for question, _ in dialogues], keys=None
+    [question for question, _ in played], keys=None
   )
   return pack.pack(trajectories, length_bucket=config.rollout.length_bucket)

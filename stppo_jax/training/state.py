@@ -17,10 +17,17 @@ Tree = Any
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ModelState:
-  """One model in training: float32 weights and the optimiser's moments."""
+  """One model in training.
+
+  Attributes:
+    params: float32 weights.
+    optimizer: the optimiser's moments.
+    updates: int32 scalar, optimiser steps done; skipped ones do not count.
+  """
 
   params: Tree
   optimizer: Tree
+  updates: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -31,12 +38,10 @@ class TrainState:
   Attributes:
     policy: the policy.
     value: the value model.
-    updates: int32 scalar, optimiser steps done, skipped ones not counted.
   """
 
   policy: ModelState
   value: ModelState
-  updates: jax.Array
 
 
 def create(
@@ -60,9 +65,8 @@ def create(
     policy = make_policy()
     value = make_value(policy)
     return TrainState(
-      policy=ModelState(policy, policy_optimizer.init(policy)),
-      value=ModelState(value, value_optimizer.init(value)),
-      updates=jnp.zeros((), jnp.int32),
+      policy=ModelState(policy, policy_optimizer.init(policy), _zero()),
+      value=ModelState(value, value_optimizer.init(value), _zero()),
     )
 
   shardings = sharding.param_shardings(jax.eval_shape(make), mesh)
@@ -78,3 +82,7 @@ def value_from_policy(
     name: policy[name] if name in policy else leaf
     for name, leaf in fresh.items()
   }
+
+
+def _zero() -> jax.Array:
+  return jnp.zeros((), jnp.int32)

@@ -53,7 +53,8 @@ def update(
     batch: annotated minibatch.
     algorithm: the row; its numbers are leaves.
     numbers: 'policy' and 'value' (see `optimizer.apply_update`),
-      'entropy_coefficient', 'value_clip'; runtime values.
+      'entropy_coefficient', 'value_clip', 'policy_learns' (False: only the
+      value model is updated); runtime values.
     policy, value: models.
     policy_optimizer, value_optimizer: from `optimizer.build_optimizer`.
     temperature: of sampling.
@@ -142,25 +143,17 @@ def update(
     algorithm, gradients
   )
   new_policy, policy_report = _apply(
-    policy_optimizer,
-    state.policy,
-    policy_gradient,
-    state.updates,
-    numbers['policy'],
+    policy_optimizer, state.policy, policy_gradient, numbers['policy']
   )
   new_value, value_report = _apply(
-    value_optimizer,
-    state.value,
-    value_gradient,
-    state.updates,
-    numbers['value'],
+    value_optimizer, state.value, value_gradient, numbers['value']
   )
   finite = jnp.isfinite(policy_report['grad_norm']) & jnp.isfinite(
     value_report['grad_norm']
   )
-  new_state = state_lib.TrainState(new_policy, new_value, state.updates + 1)
-  new_state = jax.tree.map(
-    lambda new, old: jnp.where(finite, new, old), new_state, state
+  new_state = state_lib.TrainState(
+    _chosen(finite & numbers['policy_learns'], new_policy, state.policy),
+    _chosen(finite, new_value, state.value),
   )
   metrics |= {f'actor/{name}': x for name, x in policy_report.items()}
   metrics |= {f'critic/{name}': x for name, x in value_report.items()}
@@ -169,11 +162,16 @@ def update(
   return new_state, metrics, diagnostics_lib.merge_stacked(stacked)
 
 
-def _apply(optimizer, model, gradient, count, numbers):
+def _apply(optimizer, model, gradient, numbers):
   params, optimizer_state, report = optimizer_lib.apply_update(
-    optimizer, model.params, model.optimizer, gradient, count, numbers
+    optimizer, model.params, model.optimizer, gradient, model.updates, numbers
   )
-  return state_lib.ModelState(params, optimizer_state), report
+  new = state_lib.ModelState(params, optimizer_state, model.updates + 1)
+  return new, report
+
+
+def _chosen(condition: Array, new: Tree, old: Tree) -> Tree:
+  return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
 
 
 def _statistics(

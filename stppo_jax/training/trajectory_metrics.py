@@ -91,12 +91,12 @@ def _plain(parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def _mean(values: Sequence[float]) -> float:
-  return float(np.mean(values))
+  return float(np.mean(values)) if len(values) else 0.0
 
 
 def _describe(name: str, values: Sequence[float]) -> dict[str, float]:
   return {
     f'{name}/mean': _mean(values),
-    f'{name}/max': float(np.max(values)),
-    f'{name}/min': float(np.min(values)),
+    f'{name}/max': float(np.max(values)) if len(values) else 0.0,
+    f'{name}/min': float(np.min(values)) if len(values) else 0.0,
   }

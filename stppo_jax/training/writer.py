@@ -29,7 +29,7 @@ _TRAJECTORIES = re.compile(r'trajectories-(\d{6,})\.jsonl')
 
 
 class Writer:
-  """The only door out; on several hosts only the first one has it."""
+  """The only door out of a run."""
 
   def __init__(
     self,

@@ -28,7 +28,7 @@ def _demonstrations(
 ):
   return demonstrations_lib.SyntheticDemonstrations(
     questions=questions_lib.SyntheticQuestions(
-      seed=seed, hops=hops, world_options=_OPTIONS
+      seed=seed, world_seed=0, hops=hops, world_options=_OPTIONS
     ),
     error_rate=error_rate,
     clean_one_hop_steps=clean_one_hop_steps,
@@ -76,8 +76,8 @@ def test_without_errors_every_answer_is_right_and_was_read(hops):
 
 
 def test_errors_cost_their_share():
-  # Three decisions of a hop must go well: to search, to ask for the whole
-  # name, and to believe the right fact. A few wrong ways end there too.
+  # Two decisions of a hop must go well: to search for the whole name, and to
+  # believe the right fact. A few wrong ways end there too.
   rate, count, steps = 0.3, 80, 6
   demonstrations = _demonstrations(error_rate=rate)
   right = {1: [], 2: []}
@@ -104,7 +104,8 @@ def test_errors_are_of_every_kind():
       believed += len(asked) == 2 and golden not in answer
   assert searches == {0, 1, 2}
   half = sum(query in synthetic_wiki.OPENINGS for query in queries)
-  assert 0.2 < half / len(queries) < 0.4
+  # 0.15 of the decisions ask for half a name, 0.7 for a whole one.
+  assert 0.12 < half / len(queries) < 0.24
   assert believed > 5
 
 

@@ -14,7 +14,7 @@ _OPTIONS = {'entities_per_type': 8, 'name_pieces': 2, 'distractors': 0}
 
 def _synthetic(seed=0, hops=(1, 2)):
   return questions_lib.SyntheticQuestions(
-    seed=seed, hops=hops, world_options=_OPTIONS
+    seed=seed, world_seed=0, hops=hops, world_options=_OPTIONS
   )
 
 

@@ -47,7 +47,8 @@ def test_there_and_back_is_the_same():
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'model_type': 'gpt2'}, "model_type 'gpt2'; supported: qwen2"),
+    ({'model_type': 'gpt2'}, "model_type 'gpt2'; supported: qwen2, llama"),
+    ({'model_type': 'llama', 'attention_bias': True}, 'attention_bias'),
     ({'rope_scaling': {'rope_type': 'yarn'}}, 'rope scaling .*yarn'),
     ({'use_sliding_window': True}, 'use_sliding_window'),
   ],
@@ -57,7 +58,9 @@ def test_what_is_not_implemented_is_named(changes, message):
     model_config.ModelConfig.from_hf(_HF | changes, **_RUNTIME)
 
 
-def test_a_shape_without_an_equivalent_is_not_exported():
+def test_without_biases_it_is_a_llama():
   config = dataclasses.replace(tiny.model().config, qkv_bias=False)
-  with pytest.raises(ValueError, match='qkv_bias=False'):
-    config.to_hf()
+  hf = config.to_hf()
+  assert hf['model_type'] == 'llama'
+  assert hf['architectures'] == ['LlamaForCausalLM']
+  assert model_config.ModelConfig.from_hf(hf, **_RUNTIME) == config

@@ -154,14 +154,18 @@ def test_an_observation_is_cut_inside(limit, observation):
   assert _text(trajectory.turns[0].observation_ids) == observation
 
 
-def test_a_prompt_without_room_is_refused_by_name():
-  with pytest.raises(ValueError, match="'q7' has 5 tokens; env.max_length=5"):
-    dialogues.play(
-      [['a']],
-      dialogues.Told({}),
-      [dialogues.question('12345', 'q7')],
-      max_length=5,
-    )
+def test_a_prompt_without_room_is_truncated_and_the_others_play_on():
+  long, short = dialogues.play(
+    [['a'], ['b']],
+    dialogues.Told({'b': _DONE}),
+    [dialogues.question('1234567', 'q7'), dialogues.question('12', 'q8')],
+    max_length=5,
+  )
+  assert long.status is types.TrajectoryStatus.TRUNCATED_LENGTH
+  assert long.turns == () and len(long.prompt_ids) == 5
+  assert short.status is types.TrajectoryStatus.COMPLETED
+  batch = pack.pack([long, short], length_bucket=8)
+  assert not batch.loss_mask_BL[0].any() and batch.loss_mask_BL[1].any()
 
 
 def test_more_questions_than_slots_are_refused():

@@ -22,7 +22,8 @@ def test_a_fresh_state_is_sharded_with_its_moments():
     mesh,
   )
   jax.tree.map(np.testing.assert_array_equal, state.policy.params, weights)
-  assert state.updates == 0 and state.updates.dtype == np.int32
+  for model in (state.policy, state.value):
+    assert model.updates == 0 and model.updates.dtype == np.int32
 
   # The value model: the policy's backbone, its own head, at zero.
   assert state.value.params.keys() == weights.keys() - {'lm_head'} | {
@@ -38,4 +39,5 @@ def test_a_fresh_state_is_sharded_with_its_moments():
     moment = model.optimizer.mu['layers']['q_proj']['kernel']
     assert kernel.sharding == moment.sharding
     assert 4 * kernel.addressable_shards[0].data.size == kernel.size
+    assert model.updates == 0 and model.updates.dtype == np.int32
     assert model.optimizer.count.sharding.is_fully_replicated

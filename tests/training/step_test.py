@@ -70,6 +70,7 @@ def test_every_cut_is_the_same(name, mesh, num_microbatches):
   updates.assert_same(many, updates.update(algorithm, batch, models), models)
 
 
+@pytest.mark.slow
 def test_a_transformer_on_eight_devices():
   models, algorithm = updates.transformers(), _ALGORITHMS['st_ppo']
   batch = updates.batch(models)
@@ -78,6 +79,7 @@ def test_a_transformer_on_eight_devices():
   updates.assert_same(many, one, models)
 
 
+@pytest.mark.slow
 def test_recomputed_layers_change_nothing():
   models, algorithm = updates.transformers(), _ALGORITHMS['st_ppo']
   batch = updates.batch(models)
@@ -117,7 +119,7 @@ def test_a_poisoned_minibatch_changes_nothing_and_is_counted(name, value):
   batch = updates.batch(models)
   healthy = updates.update(algorithm, batch, models)
   assert healthy.metrics['update/skipped'] == 0
-  assert healthy.state.updates == 1
+  assert healthy.state.policy.updates == healthy.state.value.updates == 1
   poisoned_BL = getattr(batch, name).copy()
   poisoned_BL[0, 3] = value
   assert batch.loss_mask_BL[0, 3]
@@ -128,6 +130,21 @@ def test_a_poisoned_minibatch_changes_nothing_and_is_counted(name, value):
   jax.tree.map(
     np.testing.assert_array_equal, poisoned.state, updates.state(models)
   )
+
+
+def test_a_policy_that_does_not_learn_rests_bitwise():
+  models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
+  batch = updates.batch(models)
+  numbers = updates.NUMBERS | {'policy_learns': False}
+  learned = updates.update(algorithm, batch, models)
+  rested = updates.update(algorithm, batch, models, numbers=numbers)
+  old = updates.state(models)
+  jax.tree.map(np.testing.assert_array_equal, rested.state.policy, old.policy)
+  jax.tree.map(
+    np.testing.assert_array_equal, rested.state.value, learned.state.value
+  )
+  assert rested.state.value.updates == 1
+  assert rested.metrics == learned.metrics
 
 
 def test_other_numbers_do_not_compile_again():
@@ -252,6 +269,7 @@ def test_losses_fall_on_a_repeated_batch():
     'policy': gentle,
     'value': gentle,
     'entropy_coefficient': 0.0,
+    'policy_learns': True,
     'value_clip': 9.0,
   }
   state, losses = updates.state(models), []
@@ -264,4 +282,4 @@ def test_losses_fall_on_a_repeated_batch():
   assert list(policy) == sorted(policy, reverse=True)
   assert list(value) == sorted(value, reverse=True)
   assert policy[-1] < policy[0] - 0.01 and value[-1] < value[0] - 0.01
-  assert state.updates == 5
+  assert state.policy.updates == state.value.updates == 5

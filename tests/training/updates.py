@@ -49,7 +49,9 @@ NUMBERS = {
   'policy': DESCENT,
   'value': DESCENT,
   'entropy_coefficient': 0.01,
+  'policy_learns': True,
   'value_clip': 0.5,
+  'policy_learns': True,
 }
 
 
@@ -98,9 +100,8 @@ def state(models: Models) -> state_lib.TrainState:
   """The state of plain descent, as numpy arrays."""
   policy, value = _params(models.policy, 1), _params(models.value, 2)
   return state_lib.TrainState(
-    state_lib.ModelState(policy, optax.EmptyState()),
-    state_lib.ModelState(value, optax.EmptyState()),
-    np.zeros((), np.int32),
+    state_lib.ModelState(policy, optax.EmptyState(), np.int32(0)),
+    state_lib.ModelState(value, optax.EmptyState(), np.int32(0)),
   )
 
 
