@@ -38,6 +38,12 @@ class SaveFailed(RuntimeError):
   exit_code = 75
 
 
+class OtherState(RuntimeError):
+  """A sound checkpoint of another model: the config is wrong, not the file."""
+
+  exit_code = 2
+
+
 class _Damaged(Exception):
   """This step must not be loaded; the message says why."""
 
@@ -48,15 +54,30 @@ class Checkpointer:
   Collective: with several processes, all of them call every method.
   """
 
-  def __init__(self, workdir: str | pathlib.Path, *, keep: int):
-    """Opens or makes `workdir/checkpoints`; `keep` newest steps stay."""
+  def __init__(
+    self,
+    workdir: str | pathlib.Path,
+    *,
+    keep: int | None = None,
+    read_only: bool = False,
+  ):
+    """Opens `workdir/checkpoints`, and makes it unless `read_only`.
+
+    Args:
+      workdir: the run's folder.
+      keep: how many of the newest steps stay; None = all.
+      read_only: change nothing, for looking into a run that may be alive:
+        what seems an orphan of a killed save may be a save under way.
+    """
     self._folder = pathlib.Path(workdir).resolve() / 'checkpoints'
+    self._read_only = read_only
     self._manager = ocp.CheckpointManager(
       self._folder,
       options=ocp.CheckpointManagerOptions(
         max_to_keep=keep,
-        create=True,
-        cleanup_tmp_directories=True,  # of a save that was killed
+        create=not read_only,
+        cleanup_tmp_directories=not read_only,  # of a save that was killed
+        read_only=read_only,
         enable_async_checkpointing=False,
       ),
       item_names=('state', 'manifest'),
@@ -75,7 +96,10 @@ class Checkpointer:
 
     Raises:
       SaveFailed: nothing of this step remains, older ones are intact.
+      ValueError: opened read-only.
     """
+    if self._read_only:
+      raise ValueError(f'{self._folder} is open for reading only')
     if step in self._manager.all_steps():
       return
     leaves = _named(state)
@@ -113,8 +137,9 @@ class Checkpointer:
   ) -> tuple[int, Any, dict[str, Any]] | None:
     """The newest valid step, or None where nothing was ever saved.
 
-    A damaged step (truncated, flipped bits, other shapes or dtypes, foreign)
-    is renamed to `<step>.corrupt` with a warning, and the next older is tried.
+    A damaged step (truncated, flipped bits, foreign) is renamed to
+    `<step>.corrupt` with a warning, and the next older is tried. Read-only, it
+    is passed over.
 
     Args:
       abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings, or of
@@ -125,23 +150,26 @@ class Checkpointer:
 
     Raises:
       CorruptCheckpoints: there were steps, all are bad.
+      OtherState: the newest sound step is of another structure, or its leaves
+        have other shapes or dtypes. Nothing is renamed.
     """
+    passed_over = []
     for step in sorted(self._manager.all_steps(), reverse=True):
       try:
         state, host = self._restore(step, abstract_state)
       except _Damaged as error:
-        aside = self._set_aside(step)
-        _log.warning(
-          'checkpoint %d is not valid (%s); set aside as %s',
-          step,
-          error,
-          aside,
-        )
+        if self._read_only:
+          passed_over.append(str(step))
+          fate = 'passed over'
+        else:
+          fate = f'set aside as {self._set_aside(step)}'
+        _log.warning('checkpoint %d is not valid (%s); %s', step, error, fate)
       else:
         return step, state, host
     # Those set aside by earlier starts count: training anew beside them would
     # hide that a run was lost.
     corrupt = sorted(path.name for path in self._folder.glob('*.corrupt*'))
+    corrupt += passed_over
     if corrupt:
       raise CorruptCheckpoints(
         f'{self._folder}: only corrupt checkpoints left: {", ".join(corrupt)}'
@@ -153,7 +181,8 @@ class Checkpointer:
 
   def _restore(self, step, abstract_state):
     wanted = _named(abstract_state)
-    manifest = self._attempt(lambda: self._read_manifest(step, wanted))
+    manifest = self._attempt(lambda: self._read_manifest(step))
+    self._check_leaves(step, manifest['leaves'], wanted)
     abstract = {
       name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
       for name, leaf in wanted.items()
@@ -172,8 +201,8 @@ class Checkpointer:
     treedef = jax.tree.structure(abstract_state)
     return jax.tree.unflatten(treedef, leaves), manifest['host']
 
-  def _read_manifest(self, step, wanted):
-    """The manifest of the step, if it describes the leaves `wanted`."""
+  def _read_manifest(self, step):
+    """The manifest of the step, which its digest proves."""
     manifest = self._manager.restore(
       step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore())
     )['manifest']
@@ -183,15 +212,18 @@ class Checkpointer:
       raise _Damaged('the manifest does not match its digest')
     if manifest['step'] != step:
       raise _Damaged(f'the manifest is of step {manifest["step"]}')
-    saved = manifest['leaves']
-    for name in sorted(saved.keys() ^ wanted.keys()):
-      where = 'saved, not expected' if name in saved else 'expected, not saved'
-      raise _Damaged(f'{name}: {where}')
-    for name, leaf in wanted.items():
-      kind = {key: saved[name][key] for key in ('shape', 'dtype')}
-      if kind != _kind(leaf):
-        raise _Damaged(f'{name}: saved as {kind}, expected {_kind(leaf)}')
     return manifest
+
+  def _check_leaves(self, step, saved, wanted):
+    """Raises `OtherState` at the first leaf by name that differs."""
+    for name in sorted(saved.keys() | wanted.keys()):
+      expected = _describe(_kind(wanted[name])) if name in wanted else 'nothing'
+      found = _describe(saved[name]) if name in saved else 'nothing'
+      if found != expected:
+        raise OtherState(
+          f'{self._folder}: step {step} does not fit this config: leaf {name}: '
+          f'expected {expected}, found {found}'
+        )
 
   def _attempt(self, read):
     """`read()`; an error on any process is damage on all of them."""
@@ -273,6 +305,11 @@ def _named(tree: Any) -> dict[str, Any]:
 
 def _kind(leaf: Any) -> dict[str, Any]:
   return {'shape': list(leaf.shape), 'dtype': str(leaf.dtype)}
+
+
+def _describe(kind: dict[str, Any]) -> str:
+  """Such as float32[16,8]."""
+  return f'{kind["dtype"]}[{",".join(map(str, kind["shape"]))}]'
 
 
 def _digest(manifest: dict[str, Any]) -> str:

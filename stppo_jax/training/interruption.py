@@ -13,10 +13,13 @@ class Interrupted(BaseException):
 
 
 class Interruption:
-  """While entered, the first signal is a request, a second Ctrl-C an end.
+  """While entered, the first signal is a request, the second an end.
 
-  Collecting and evaluating may be dropped half-way, because they are
-  functions of the step; an update in progress is finished.
+  Starting, collecting and evaluating may be dropped half-way, because they
+  can be done again; an update in progress is finished, and saved.
+
+  Attributes:
+    exit_code: of the process after the first signal; None without one.
   """
 
   def __init__(self):
@@ -45,8 +48,11 @@ class Interruption:
       self._abandonable = False
 
   def _receive(self, number: int, _) -> None:
-    if self.exit_code is not None and number == signal.SIGINT:
-      raise KeyboardInterrupt
+    if self.exit_code is not None:
+      # Whoever insists cannot wait for the save; the one before it stands.
+      if number == signal.SIGINT:
+        raise KeyboardInterrupt
+      raise SystemExit(_EXIT_CODES[signal.Signals(number)])
     self.exit_code = _EXIT_CODES[signal.Signals(number)]
     if self._abandonable:
       raise Interrupted

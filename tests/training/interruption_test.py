@@ -37,13 +37,16 @@ def test_work_that_may_not_is_finished_first(number):
   assert finished and interrupt.exit_code == _CODES[number]
 
 
-def test_a_second_ctrl_c_is_the_end_and_a_second_sigterm_is_not():
+@pytest.mark.parametrize('first', _CODES)
+def test_the_second_signal_is_the_end(first):
   with interruption.Interruption() as interrupt:
-    _send(signal.SIGTERM)
-    _send(signal.SIGTERM)
-    assert interrupt.exit_code == 75
+    _send(first)
+    with pytest.raises(SystemExit) as caught:
+      _send(signal.SIGTERM)
+    assert caught.value.code == 75
     with pytest.raises(KeyboardInterrupt):
       _send(signal.SIGINT)
+    assert interrupt.exit_code == _CODES[first]
 
 
 def test_handlers_are_given_back():
