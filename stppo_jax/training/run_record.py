@@ -1,0 +1,81 @@
+"""Which config a folder belongs to: WORKDIR/config.json.
+
+A run is a function of its config. Resumed with another one it would be a
+mixture that no config describes, so that is refused, naming what differs.
+"""
+
+from collections.abc import Mapping
+import json
+import os
+import pathlib
+from typing import Any
+
+# How long a run lasts, what is looked at and kept, where it computes and whom
+# it asks: none of these changes what the steps done so far were meant to be.
+_FREE = ('num_steps', 'evaluate', 'checkpoint', 'writer', 'retrieval', 'mesh')
+# A run has begun when it has left one of these; before that, a config that
+# turned out wrong (weights that do not fit, say) may be corrected.
+_PRODUCTS = ('start', 'metrics.jsonl', 'checkpoints/*')
+_ABSENT = '(absent)'
+
+
+class OtherRun(Exception):
+  """The folder belongs to a run of another config; a line for each key."""
+
+  exit_code = 2
+
+
+def settle(config: Mapping[str, Any], workdir: str | pathlib.Path) -> None:
+  """Records the config of a run that starts or resumes in `workdir`.
+
+  Makes the folder. Keys that may change between starts are rewritten.
+
+  Args:
+    config: nested, resolved; plain values that JSON can hold.
+    workdir: the run's folder.
+
+  Raises:
+    OtherRun: a run has begun here with another config; nothing is changed.
+  """
+  workdir = pathlib.Path(workdir)
+  path = workdir / 'config.json'
+  text = json.dumps(config, indent=2, sort_keys=True, allow_nan=False) + '\n'
+  if path.is_file() and any(any(workdir.glob(p)) for p in _PRODUCTS):
+    # Through JSON, which knows no tuples.
+    lines = _differences(json.loads(text), _read(path), workdir)
+    if lines:
+      raise OtherRun('\n'.join(lines))
+  workdir.mkdir(parents=True, exist_ok=True)
+  # By a rename: killed here, the file is the old one or the new one.
+  new = path.with_suffix('.new')
+  new.write_text(text, encoding='utf-8')
+  os.replace(new, path)
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+  try:
+    return json.loads(path.read_text(encoding='utf-8'))
+  except ValueError as error:
+    raise OtherRun(f'{path}: not the record of a run ({error})') from error
+
+
+def _differences(config, recorded, workdir) -> list[str]:
+  ours, theirs = _flatten(config), _flatten(recorded)
+  return [
+    f'{key}={ours.get(key, _ABSENT)}: the run in {workdir} was started with '
+    f'{theirs.get(key, _ABSENT)}'
+    for key in sorted(ours.keys() | theirs.keys())
+    if key.partition('.')[0] not in _FREE
+    and (key not in ours or key not in theirs or ours[key] != theirs[key])
+  ]
+
+
+def _flatten(block: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
+  """Dotted key to value, blocks opened."""
+  flat = {}
+  for key, value in block.items():
+    if isinstance(value, dict):
+      flat |= _flatten(value, f'{prefix}{key}.')
+    else:
+      flat[f'{prefix}{key}'] = value
+  return flat

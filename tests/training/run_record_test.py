@@ -1,0 +1,101 @@
+"""One folder, one run, one config."""
+
+import copy
+import json
+
+import pytest
+
+from configs import base
+from stppo_jax.training import run_record
+
+
+def _config():
+  return base.get_config('st_ppo').to_dict()
+
+
+def _begin(workdir, config):
+  run_record.settle(config, workdir)
+  (workdir / 'metrics.jsonl').touch()
+
+
+def test_the_record_is_the_config_sorted_and_whole(tmp_path):
+  workdir = tmp_path / 'runs' / 'new'
+  run_record.settle(_config(), workdir)
+  text = (workdir / 'config.json').read_text()
+  recorded = json.loads(text)
+  assert list(recorded) == sorted(recorded)
+  assert recorded['seed'] == 0
+  assert recorded['data']['synthetic_wiki']['hops'] == [1, 2]
+  assert recorded['policy_optimizer']['learning_rate'] == 1e-6
+  assert recorded.keys() == _config().keys()
+  assert [p.name for p in workdir.iterdir()] == ['config.json']
+
+
+def test_the_same_config_resumes(tmp_path):
+  _begin(tmp_path, _config())
+  before = (tmp_path / 'config.json').read_bytes()
+  run_record.settle(_config(), tmp_path)  # (1, 2) and [1, 2] are the same
+  assert (tmp_path / 'config.json').read_bytes() == before
+
+
+def test_another_config_is_refused_with_a_line_a_key(tmp_path):
+  _begin(tmp_path, _config())
+  before = (tmp_path / 'config.json').read_bytes()
+  other = _config()
+  other['seed'] = 3
+  other['policy_optimizer']['learning_rate'] = 0.5
+  other['sft']['num_steps'] = 7  # not the num_steps of the run
+  del other['rollout']['temperature']
+  other['algorithm']['extra'] = 'x'
+  other['num_steps'] = 1000
+  with pytest.raises(run_record.OtherRun) as caught:
+    run_record.settle(other, tmp_path)
+  was = f': the run in {tmp_path} was started with '
+  assert str(caught.value).split('\n') == [
+    f'algorithm.extra=x{was}(absent)',
+    f'policy_optimizer.learning_rate=0.5{was}1e-06',
+    f'rollout.temperature=(absent){was}1.0',
+    f'seed=3{was}0',
+    f'sft.num_steps=7{was}2000',
+  ]
+  assert caught.value.exit_code == 2
+  assert (tmp_path / 'config.json').read_bytes() == before
+
+
+@pytest.mark.parametrize(
+  ('block', 'key', 'value'),
+  [
+    (None, 'num_steps', 1000),
+    ('evaluate', 'every', 3),
+    ('checkpoint', 'keep', 9),
+    ('writer', 'samples', 0),
+    ('retrieval', 'url', 'http://127.0.0.1:9'),
+    ('mesh', 'fsdp', 2),
+  ],
+)
+def test_what_may_differ_is_rewritten(tmp_path, block, key, value):
+  _begin(tmp_path, _config())
+  other = copy.deepcopy(_config())
+  (other[block] if block else other)[key] = value
+  run_record.settle(other, tmp_path)
+  recorded = json.loads((tmp_path / 'config.json').read_text())
+  assert (recorded[block] if block else recorded)[key] == value
+
+
+@pytest.mark.parametrize('product', ['start', 'metrics.jsonl', 'checkpoints/4'])
+def test_a_run_that_never_began_may_be_corrected(tmp_path, product):
+  run_record.settle(_config(), tmp_path)
+  (tmp_path / 'checkpoints').mkdir()  # made empty at every start
+  other = _config()
+  other['seed'] = 1
+  run_record.settle(other, tmp_path)
+  (tmp_path / product).mkdir()
+  with pytest.raises(run_record.OtherRun, match='seed=0.*started with 1'):
+    run_record.settle(_config(), tmp_path)
+
+
+def test_a_record_that_is_none_is_refused(tmp_path):
+  _begin(tmp_path, _config())
+  (tmp_path / 'config.json').write_text('{"seed": 0')
+  with pytest.raises(run_record.OtherRun, match='config.json: not the record'):
+    run_record.settle(_config(), tmp_path)
