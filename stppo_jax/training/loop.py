@@ -10,6 +10,7 @@ Everything a step does is a function of (config, seed, step, state), so the
 same command resumes from the last checkpoint as if nothing had happened.
 """
 
+import contextlib
 import pathlib
 import time
 
@@ -41,11 +42,15 @@ def train(config, workdir: str | pathlib.Path) -> int:
     devices (2), corrupt checkpoints (3), a retriever out of reach (75).
   """
   workdir = pathlib.Path(workdir)
-  with (
-    interruption.Interruption() as interrupt,
-    assembly.build_surroundings(config) as surroundings,
-  ):
-    config = _with_start(config, workdir, surroundings)
+  with contextlib.ExitStack() as stack:
+    interrupt = stack.enter_context(interruption.Interruption())
+    try:
+      with interrupt.abandonable():
+        surroundings = stack.enter_context(assembly.build_surroundings(config))
+        config = _with_start(config, workdir, surroundings)
+    except interruption.Interrupted:
+      print('interrupted before the first step; the same command starts anew')
+      return interrupt.exit_code
     run = _Run(config, workdir, surroundings)
     try:
       return run.play(interrupt)
@@ -237,7 +242,8 @@ class _Run:
       self._writer.truncate_after(-1)
       return 0
     done, self._state, _ = found
-    self._writer.truncate_after(done)
+    # A run interrupted before its first step begins with its evaluation again.
+    self._writer.truncate_after(done or -1)
     return done
 
   def _finish(self) -> None:

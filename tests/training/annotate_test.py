@@ -91,9 +91,8 @@ def _annotate(case, temperature=1.0, **changes):
     group_ids_B=np.arange(len(_MASK), dtype=np.int32),
   )
   state = state_lib.TrainState(
-    state_lib.ModelState(case.old, None),
-    state_lib.ModelState(case.values, None),
-    np.int32(0),
+    state_lib.ModelState(case.old, None, np.int32(0)),
+    state_lib.ModelState(case.values, None, np.int32(0)),
   )
   algorithm = batches.algorithm('st_ppo', **changes)
   batch, metrics = _jitted(temperature)(batch, state, case.reference, algorithm)

@@ -1,0 +1,321 @@
+"""A run from the first step to its files; interrupted, it is the same run."""
+
+import json
+import math
+import os
+import random
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from stppo_jax import __main__
+from stppo_jax.models import functional
+from stppo_jax.models import load_hf
+from stppo_jax.rollout import collect
+from stppo_jax.training import assembly
+from stppo_jax.training import checkpoint
+from stppo_jax.training import evaluation
+from stppo_jax.training import learner as learner_lib
+from tests.training import runs
+
+_STEPS = 4
+# Orbax reads the leaves concurrently; see checkpoint_test.py.
+pytestmark = pytest.mark.filterwarnings(
+  'ignore::pytest.PytestUnraisableExceptionWarning'
+)
+
+
+def _train(workdir, **changes):
+  flags = runs.flags(num_steps=_STEPS, **changes)
+  return __main__.main(['train', *flags, f'--workdir={workdir}'])
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory):
+  """The folder of a run that nothing happened to."""
+  workdir = tmp_path_factory.mktemp('finished')
+  assert _train(workdir) == 0
+  return workdir
+
+
+def _learner():
+  config = runs.config()
+  with assembly.build_surroundings(config) as surroundings:
+    tokenizer = assembly.build_tokenizer(config, surroundings.questions)
+  shape = assembly.build_model_config(config, tokenizer)
+  return learner_lib.Learner(config, shape, assembly.build_mesh(config))
+
+
+def _final_state(workdir):
+  """The state of the last step, all leaves as numpy arrays."""
+  saved = checkpoint.Checkpointer(workdir, keep=2)
+  step, state, _ = saved.restore_latest(_learner().start())
+  saved.close()
+  assert step == _STEPS
+  return jax.device_get(state)
+
+
+_TIMES = ('timing_s/', 'perf/', 'retrieval/latency')
+
+
+def _timeless(workdir):
+  return [
+    {k: v for k, v in line.items() if not k.startswith(_TIMES)}
+    for line in runs.metrics(workdir)
+  ]
+
+
+def _assert_same_run(workdir, finished):
+  """Parameters, moments, metrics and dialogues, bit for bit."""
+  assert _timeless(workdir) == _timeless(finished)
+  for step in range(1, _STEPS + 1):
+    name = f'trajectories-{step:06d}.jsonl'
+    assert (workdir / name).read_bytes() == (finished / name).read_bytes()
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    _final_state(workdir),
+    _final_state(finished),
+  )
+
+
+_LEVELS = ('token', 'turn', 'sequence')
+# Names that users know, and ours; of every step of a run that updates.
+_NAMES = {
+  *(
+    f'actor/{name}'
+    for name in (
+      'pg_loss pg_clipfrac ppo_kl entropy kl_loss grad_norm lr'.split()
+    )
+  ),
+  *(
+    f'critic/{name}'
+    for name in (
+      'vf_loss vf_clipfrac vf_explained_var grad_norm lr kl kl_coef'.split()
+    )
+  ),
+  *(
+    f'{name}/{statistic}'
+    for name in (
+      'critic/score',
+      'critic/rewards',
+      'critic/advantages',
+      'critic/returns',
+      'critic/values',
+      'response_length',
+      'num_turns',
+    )
+    for statistic in ('mean', 'max', 'min')
+  ),
+  'env/number_of_valid_search',
+  'env/ratio_of_valid_action',
+  'env/finish_ratio',
+  *(
+    f'timing_s/{phase}'
+    for phase in ('collect', 'annotate', 'update', 'checkpoint', 'step')
+  ),
+  'perf/throughput',
+  *(
+    f'ratio/{level}/{statistic}'
+    for level in _LEVELS
+    for statistic in ('mean', 'std', 'min', 'max', 'ess')
+  ),
+  *(
+    f'clipfrac/{level}/{side}{turn}'
+    for level in _LEVELS
+    for side in ('low', 'high')
+    for turn in ('', '/turn_1', '/turn_2', '/turn_3')
+  ),
+  *(
+    f'stab/{name}'
+    for name in ('rho scale norm_clipped norm_unclipped bias_grad_norm'.split())
+  ),
+  *(
+    f'mismatch/{name}' for name in 'logprob_abs_diff k3 weight_raw_max'.split()
+  ),
+  *(
+    f'retrieval/{name}'
+    for name in 'ok retries failures latency_p50 latency_p99'.split()
+  ),
+  *(
+    f'rollout/status/{name}'
+    for name in (
+      'completed truncated_length truncated_turns infra_error'.split()
+    )
+  ),
+  'update/skipped',
+}
+
+
+def test_metrics_have_their_names_and_are_finite(finished):
+  lines = runs.metrics(finished)
+  assert [line['step'] for line in lines] == [0, 1, 2, 3, 4]
+  evaluated = {'val/em/one_hop', 'val/em/two_hop'}
+  assert evaluated <= lines[0].keys()
+  for line in lines[1:]:
+    assert not _NAMES - line.keys()
+    assert all(math.isfinite(value) for value in line.values())
+    # Evaluated every second step.
+    due = line['step'] % 2 == 0
+    assert (evaluated <= line.keys()) == due
+    assert ('timing_s/evaluate' in line) == due
+  # The save of a step is timed in the line of the next.
+  assert lines[1]['timing_s/checkpoint'] == 0
+  assert lines[2]['timing_s/checkpoint'] > 0
+
+
+def test_numbers_of_a_run_make_sense(finished):
+  for line in runs.metrics(finished)[1:]:
+    # Sampler and trainer are two programs over the same weights.
+    assert line['mismatch/logprob_abs_diff'] < 1e-4
+    assert abs(line['mismatch/weight_raw_max'] - 1) < 1e-4
+    statuses = [v for k, v in line.items() if k.startswith('rollout/status/')]
+    assert sum(statuses) == 16
+    assert line['update/skipped'] == 0
+    assert abs(line['critic/advantages/mean']) < 1e-5
+    # 20 updates of warm-up, two in a step: the mean of both.
+    updates = 2 * line['step']
+    assert line['actor/lr'] == pytest.approx(2.5e-4 * (updates - 0.5) / 20)
+  first, *_, last = runs.metrics(finished)[1:]
+  assert first['critic/kl'] == 0  # the reference is the start
+  assert last['critic/kl'] != 0
+
+
+def test_dialogues_can_be_read(finished):
+  for step in range(1, _STEPS + 1):
+    records = runs.trajectories(finished, step)
+    assert len(records) == 16
+    for record in records:
+      assert record['prompt'] == f'Question: {record["question"]}\n'
+      assert 1 <= len(record['turns']) <= 3
+      assert record['turns'][-1]['observation'] == ''
+      for turn in record['turns'][:-1]:
+        assert turn['observation'].startswith('\n\n')
+  questions = [
+    {r['question'] for r in runs.trajectories(finished, step)}
+    for step in (1, 2)
+  ]
+  assert len(questions[0]) == 16 and not questions[0] & questions[1]
+
+
+def test_the_curve_is_a_picture(finished):
+  data = (finished / 'learning_curve.png').read_bytes()
+  assert data.startswith(b'\x89PNG') and len(data) > 1000
+
+
+def test_the_exported_policy_is_the_trained_one(finished):
+  tokens_BL = np.arange(24).reshape(2, 12) * 7 % 290
+  state = _final_state(finished)
+  config = load_hf.read_config(
+    finished / 'policy', dtype='float32', remat='none', scan_unroll=1
+  )
+  model = functional.Model(config, 'vocabulary')
+  exported = load_hf.read_params(finished / 'policy', config)
+  logprobs = jax.jit(
+    lambda params: model.logprobs_and_entropy(
+      params, tokens_BL, temperature=1.0
+    )[0]
+  )
+  np.testing.assert_array_equal(
+    logprobs(exported), logprobs(state.policy.params)
+  )
+  start = _learner().start()
+  assert np.abs(logprobs(exported) - logprobs(start.policy.params)).max() > 1e-4
+
+
+def test_the_command_again_changes_nothing(finished):
+  before = (finished / 'metrics.jsonl').read_bytes()
+  assert _train(finished) == 0
+  assert (finished / 'metrics.jsonl').read_bytes() == before
+
+
+def test_evaluating_the_checkpoint_gives_the_score_of_its_step(
+  finished, capsys
+):
+  flags = runs.flags(num_steps=_STEPS)
+  assert __main__.main(['evaluate', *flags, f'--workdir={finished}']) == 0
+  last = runs.metrics(finished)[-1]
+  expected = [
+    f'step {_STEPS} {name} {last[name]:.4f}'
+    for name in ('val/em/one_hop', 'val/em/two_hop')
+  ]
+  assert capsys.readouterr().out.splitlines() == expected
+
+
+class _Signals:
+  """Sends a signal to this process at the nth call of a method."""
+
+  def __init__(self, monkeypatch):
+    self._patch = monkeypatch
+
+  def at(self, owner, name, call, number):
+    method, count = getattr(owner, name), 0
+
+    def counted(*args, **kwargs):
+      nonlocal count
+      count += 1
+      if count == call:
+        os.kill(os.getpid(), number)
+      return method(*args, **kwargs)
+
+    self._patch.setattr(owner, name, counted)
+
+
+def test_interrupted_anywhere_it_is_the_same_run(
+  finished, tmp_path, monkeypatch, capsys
+):
+  """Twelve devices would not do: see the exit code, then the same command."""
+  for owner, name, call, number, code, saved in (
+    # The first collection; an evaluation came before it.
+    (collect.Collector, 'collect', 2, signal.SIGTERM, 75, 0),
+    # An update: finished, and the step with it.
+    (learner_lib.Learner, 'update_epochs', 2, signal.SIGINT, 130, 2),
+    # The evaluation of the last step: finished too, nothing is left to do.
+    (evaluation.Evaluator, 'run', 1, signal.SIGTERM, 0, _STEPS),
+  ):
+    with monkeypatch.context() as patch:
+      _Signals(patch).at(owner, name, call, number)
+      assert _train(tmp_path) == code
+    text = capsys.readouterr().out
+    assert (f'interrupted after step {saved}, saved' in text) == (code != 0)
+  _assert_same_run(tmp_path, finished)
+
+
+def _killed_at_random(workdir, seed):
+  """Starts the run as a process and kills it, some time after a step."""
+  delay = random.Random(seed).uniform(0.0, 1.0)
+  flags = runs.flags(num_steps=_STEPS)
+  process = runs.start('train', *flags, f'--workdir={workdir}')
+  try:
+    for line in process.stdout:
+      if line.startswith('step 1/'):
+        break
+    else:
+      pytest.fail(process.stderr.read())
+    time.sleep(delay)
+  finally:
+    process.kill()
+    process.communicate()
+  assert process.returncode in (0, -signal.SIGKILL)
+
+
+def test_killed_it_is_the_same_run(finished, tmp_path):
+  _killed_at_random(tmp_path, seed=time.time_ns())
+  assert _train(tmp_path) == 0
+  _assert_same_run(tmp_path, finished)
+
+
+@pytest.mark.slow
+def test_killed_again_and_again_it_is_the_same_run(finished, tmp_path):
+  for seed in range(5):
+    workdir = tmp_path / str(seed)
+    _killed_at_random(workdir, seed)
+    assert _train(workdir) == 0
+    _assert_same_run(workdir, finished)
+
+
+def test_a_line_is_json_whatever_happens(finished):
+  for line in (finished / 'metrics.jsonl').read_text().splitlines():
+    json.loads(line, parse_constant=pytest.fail)

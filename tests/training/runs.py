@@ -1,0 +1,80 @@
+"""Whole runs, small enough to be a test; all share their compiled programs."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+from ml_collections import config_dict
+
+from stppo_jax.commands import configuration
+
+REPO = pathlib.Path(__file__).resolve().parents[2]
+_TINY: dict[str, Any] = {
+  'num_steps': 4,
+  'model.path': '',
+  'model.hidden_size': 16,
+  'model.intermediate_size': 24,
+  'model.num_layers': 1,
+  'model.num_heads': 2,
+  'model.num_kv_heads': 1,
+  'model.head_dim': 8,
+  'model.scan_unroll': 1,
+  'data.synthetic_wiki.entities_per_type': 8,
+  'env.max_turns': 2,
+  'env.max_turn_tokens': 8,
+  'env.max_observation_tokens': 32,
+  'env.max_length': 128,
+  'rollout.trajectories_per_step': 16,
+  'rollout.length_bucket': 128,
+  'updates.minibatch_size': 8,
+  'updates.num_epochs': 1,
+  'sft.num_steps': 4,
+  'sft.batch_size': 8,
+  'evaluate.every': 2,
+  'evaluate.num_questions': 8,
+  'evaluate.batch_size': 16,
+  'checkpoint.every': 1,
+}
+
+
+def flags(row: str = 'st_ppo', **changes) -> list[str]:
+  """The command's flags but for the workdir.
+
+  `changes` are of config keys, their dots written as `__`.
+  """
+  changes = {key.replace('__', '.'): x for key, x in changes.items()}
+  return [f'--config={REPO}/configs/quickstart.py:{row}'] + [
+    f'--config.{key}={value}' for key, value in (_TINY | changes).items()
+  ]
+
+
+def config(row: str = 'st_ppo', **changes) -> config_dict.ConfigDict:
+  """The configuration that these flags make."""
+  return configuration.parse(flags(row, **changes), workdir=False).config
+
+
+def start(command: str, *arguments: str) -> subprocess.Popen:
+  """A command as a process of its own, with standard streams as text."""
+  return subprocess.Popen(
+    [sys.executable, '-u', '-m', 'stppo_jax', command, *arguments],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    cwd=REPO,
+    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+  )
+
+
+def metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:
+  """The lines of metrics.jsonl."""
+  text = (workdir / 'metrics.jsonl').read_text('utf-8')
+  return [json.loads(line) for line in text.splitlines()]
+
+
+def trajectories(workdir: pathlib.Path, step: int) -> list[dict[str, Any]]:
+  """The dialogues of a step."""
+  path = workdir / f'trajectories-{step:06d}.jsonl'
+  return [json.loads(line) for line in path.read_text('utf-8').splitlines()]
