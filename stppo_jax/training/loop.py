@@ -11,14 +11,16 @@ same command resumes from the last checkpoint as if nothing had happened.
 """
 
 import contextlib
+import json
 import pathlib
-import time
+import sys
 
 import jax
 
 from stppo_jax.analysis import dialogues
 from stppo_jax.analysis import plots
 from stppo_jax.models import export_hf
+from stppo_jax.retrieval import protocol
 from stppo_jax.rollout import pack
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint
@@ -26,9 +28,19 @@ from stppo_jax.training import evaluation
 from stppo_jax.training import interruption
 from stppo_jax.training import keys
 from stppo_jax.training import learner as learner_lib
-from stppo_jax.training import sft
+from stppo_jax.training import run_record
+from stppo_jax.training import supervised_start
+from stppo_jax.training import timing
 from stppo_jax.training import trajectory_metrics
 from stppo_jax.training import writer as writer_lib
+
+_MAX_COLLECTIONS = 3  # of one step, by a retriever that answers but fails
+
+
+class CollectionFailed(Exception):
+  """The retriever answers, yet fails too many queries of one step."""
+
+  exit_code = 75
 
 
 def train(config, workdir: str | pathlib.Path) -> int:
@@ -38,44 +50,58 @@ def train(config, workdir: str | pathlib.Path) -> int:
     The exit code: 0 done, 130 interrupted and saved, 75 preempted and saved.
 
   Raises:
-    Exceptions with an `exit_code`: a config that does not fit its files or
-    devices (2), corrupt checkpoints (3), a retriever out of reach (75).
+    Exceptions with an `exit_code`: a config that does not fit its files,
+    devices or workdir (2), corrupt checkpoints (3), a retriever out of reach
+    or a checkpoint that cannot be saved (75).
   """
   workdir = pathlib.Path(workdir)
-  with contextlib.ExitStack() as stack:
-    interrupt = stack.enter_context(interruption.Interruption())
+  with (
+    interruption.Interruption() as interrupt,
+    contextlib.ExitStack() as stack,
+  ):
     try:
+      # All that a start leaves is whole, or made anew by the next one.
       with interrupt.abandonable():
+        with assembly.misconfigured():
+          run_record.settle(config.to_dict(), workdir)
         surroundings = stack.enter_context(assembly.build_surroundings(config))
-        config = _with_start(config, workdir, surroundings)
+        supervised_start.make(config, workdir, surroundings)
+        run = _Run(
+          supervised_start.chosen(config, workdir), workdir, surroundings
+        )
+        stack.callback(run.close)
+        run.resume()
     except interruption.Interrupted:
       print('interrupted before the first step; the same command starts anew')
       return interrupt.exit_code
-    run = _Run(config, workdir, surroundings)
-    try:
-      return run.play(interrupt)
-    finally:
-      run.close()
+    return run.play(interrupt)
 
 
 def evaluate(config, workdir: str | pathlib.Path) -> int:
   """Prints the greedy scores of the newest checkpoint, or of the start.
 
+  Changes nothing in `workdir`, so that the run may be alive.
+
   Returns:
     The exit code.
+
+  Raises:
+    Exceptions with an `exit_code`, see `train`.
   """
+  workdir = pathlib.Path(workdir)
+  if not workdir.is_dir():
+    raise assembly.Misconfigured(f'--workdir={workdir}: no such folder')
+  config = supervised_start.chosen(config, workdir)
   with assembly.build_surroundings(config) as surroundings:
     with assembly.misconfigured():
       tokenizer = assembly.build_tokenizer(config, surroundings.questions)
       shape = assembly.build_model_config(config, tokenizer)
       learner = learner_lib.Learner(config, shape, assembly.build_mesh(config))
       state = learner.start()
-    done = 0
-    if (pathlib.Path(workdir) / 'checkpoints').is_dir():
-      saved = checkpoint.Checkpointer(workdir, keep=config.checkpoint.keep)
-      found = saved.restore_latest(state)
-      saved.close()
-      done, state = found[:2] if found else (0, state)
+    saved = checkpoint.Checkpointer(workdir, read_only=True)
+    found = saved.restore_latest(state)
+    saved.close()
+    done, state = found[:2] if found else (0, state)
     evaluator = evaluation.Evaluator(
       config, surroundings, tokenizer, learner.policy
     )
@@ -83,18 +109,6 @@ def evaluate(config, workdir: str | pathlib.Path) -> int:
     for name, score in sorted(scores.items()):
       print(f'step {done} val/em/{name} {score:.4f}')
   return 0
-
-
-def _with_start(config, workdir: pathlib.Path, surroundings):
-  """The config with the start of the run as its model, made if missing."""
-  if config.model.path or not config.sft.before_training:
-    return config
-  start = workdir / 'start'
-  if not (start / 'tokenizer.json').is_file():  # written last
-    sft.imitate(config, surroundings, start)
-  config = config.copy_and_resolve_references()
-  config.model.path = str(start)
-  return config
 
 
 class _Run:
@@ -130,8 +144,24 @@ class _Run:
       tensorboard=config.writer.tensorboard,
       trajectories=config.writer.trajectories,
     )
+    self._evaluates = config.evaluate.every > 0 and bool(
+      surroundings.questions.evaluation(config.evaluate.num_questions)
+    )
+    self._done = 0
+    # Metrics and dialogues of a step that waits for its evaluation.
+    self._unwritten: tuple[dict, list] | None = None
     self._save_seconds = 0.0
-    self._done = self._resume()
+
+  def resume(self) -> None:
+    """Goes to the newest checkpoint, and forgets what was written after it."""
+    found = self._checkpointer.restore_latest(self._state)
+    if found is not None:
+      self._done, self._state, host = found
+      if 'unwritten' in host:
+        self._unwritten = json.loads(host['unwritten'])
+    # The line of the start, and one that waited, are about to be written.
+    again = self._done == 0 or self._unwritten is not None
+    self._writer.truncate_after(self._done - again)
 
   def close(self) -> None:
     """Ends the display and releases the files."""
@@ -140,13 +170,15 @@ class _Run:
 
   def play(self, interrupt: interruption.Interruption) -> int:
     """Plays the remaining steps; the exit code."""
-    config = self._config
     self._engine.publish(self._state.policy.params)
     try:
-      if self._done == 0 and config.evaluate.every:
+      if self._done == 0 and self._config.evaluate.every:
         with interrupt.abandonable():
-          self._writer.write(0, self._evaluate(0))
-      while self._done < config.num_steps:
+          scores = self._evaluate()
+        self._writer.write(0, scores)
+      if self._unwritten is not None:
+        self._conclude(interrupt)
+      while self._done < self._config.num_steps:
         self._step(interrupt)
     except interruption.Interrupted:
       self._save()
@@ -154,58 +186,78 @@ class _Run:
         f'interrupted after step {self._done}, saved; the same command resumes'
       )
       return interrupt.exit_code
+    except (protocol.RetrieverUnreachable, CollectionFailed):
+      self._save()
+      raise
     self._finish()
     return 0
 
   def _step(self, interrupt: interruption.Interruption) -> None:
     """One step. Interrupted while collecting, it has not happened."""
     config, step = self._config, self._done
-    timer = _Timer()
+    timer = timing.Timer()
     with interrupt.abandonable():
-      trajectories = self._collect(step)
+      trajectories, metrics = self._collect(step)
     timer.lap('collect')
-    metrics = trajectory_metrics.measure(trajectories)
-    metrics |= self._surroundings.retriever.statistics()
     packed = pack.pack(trajectories, length_bucket=config.rollout.length_bucket)
     batch, annotations = self._learner.annotate(
       packed, self._state, self._reference
     )
     metrics |= {k: float(v) for k, v in jax.device_get(annotations).items()}
     timer.lap('annotate')
-    valid = metrics['rollout/valid_fraction']
-    if valid > 0 and valid >= config.rollout.min_valid_fraction:
-      self._state, report = self._learner.update_epochs(
-        self._state, batch, step
-      )
-      metrics |= report
-      self._engine.publish(self._state.policy.params)
+    self._state, report = self._learner.update_epochs(self._state, batch, step)
+    self._engine.publish(self._state.policy.params)
     timer.lap('update')
     self._done += 1
-    if self._due(config.evaluate.every):
-      # Not abandoned: the step is done, its numbers belong to it.
-      metrics |= self._evaluate(self._done)
-      timer.lap('evaluate')
-    metrics |= timer.metrics()
+    metrics |= report | timer.metrics()
+    metrics |= timing.speed(packed, metrics, config.updates.num_epochs)
     # The save follows the line it belongs to: its time stands in the next one.
     metrics['timing_s/checkpoint'] = self._save_seconds
     self._save_seconds = 0.0
-    metrics |= _speed(packed, metrics, config.updates.num_epochs)
-    self._writer.write(self._done, metrics)
-    self._writer.write_trajectories(
-      self._done,
+    kept = max(config.writer.trajectories, config.writer.samples)
+    self._unwritten = (
+      metrics,
       [
-        trajectory_metrics.record(trajectory, self._tokenizer)
-        for trajectory in trajectories[: config.writer.trajectories]
+        trajectory_metrics.record(t, self._tokenizer)
+        for t in trajectories[:kept]
       ],
     )
+    self._conclude(interrupt)
+
+  def _conclude(self, interrupt: interruption.Interruption) -> None:
+    """Evaluates, writes and saves an updated step.
+
+    Interrupted while evaluating, its update is not lost: what is unwritten is
+    saved with the state, and the next start concludes it in the same way.
+    """
+    metrics, records = self._unwritten
+    if self._due(self._config.evaluate.every):
+      timer = timing.Timer()
+      with interrupt.abandonable():
+        metrics = metrics | self._evaluate()
+      timer.lap('evaluate')
+      seconds = timer.metrics()['timing_s/evaluate']
+      metrics['timing_s/evaluate'] = seconds
+      metrics['timing_s/step'] += seconds
+    self._unwritten = None
+    self._writer.write(self._done, metrics)
+    self._writer.write_trajectories(self._done, records)
+    if not self._due(self._config.checkpoint.every):
+      return
+    if not self._evaluates:
+      self._show(f'step {self._done}', self._samples(records))
     # Last: killed in between, the lines are written again, never missing.
-    if self._due(config.checkpoint.every):
-      saving = _Timer()
-      self._save()
-      saving.lap('checkpoint')
-      self._save_seconds = saving.metrics()['timing_s/checkpoint']
+    timer = timing.Timer()
+    self._save()
+    timer.lap('checkpoint')
+    self._save_seconds = timer.metrics()['timing_s/checkpoint']
 
   def _collect(self, step: int):
+    """The trajectories of a step, and their metrics.
+
+    Where the retriever failed too many, the step has not happened: once it
+    answers again, the same step is collected again.
+    """
     config = self._config.rollout
     count = config.trajectories_per_step
     questions = self._surroundings.questions.train(
@@ -213,38 +265,58 @@ class _Run:
     )
     repeated = [q for q in questions for _ in range(config.group_size)]
     key = keys.step_key(self._config.seed, step, keys.Purpose.COLLECT)
-    return self._collector.collect(repeated, keys.row_keys(key, 0, count))
+    retriever = self._surroundings.retriever
+    retriever.statistics()  # forgets the queries of an evaluation
+    for _ in range(_MAX_COLLECTIONS):
+      trajectories = self._collector.collect(
+        repeated, keys.row_keys(key, 0, count)
+      )
+      metrics = trajectory_metrics.measure(trajectories)
+      valid = metrics['rollout/valid_fraction']
+      if valid > 0 and valid >= config.min_valid_fraction:
+        return trajectories, metrics | retriever.statistics()
+      self._writer.show(
+        f'step {step + 1}: the retriever failed {1 - valid:.0%} of the '
+        'trajectories; they are collected again when it is ready'
+      )
+      self._surroundings.loop.run(retriever.wait_until_ready())
+    raise CollectionFailed(
+      f'step {step + 1}: the retriever answers, yet failed {1 - valid:.0%} of '
+      f'the trajectories in the last of {_MAX_COLLECTIONS} collections; step '
+      f'{step} is saved, the same command resumes'
+    )
 
-  def _evaluate(self, done: int) -> dict[str, float]:
+  def _evaluate(self) -> dict[str, float]:
     """Greedy scores of the fixed questions; shows a few of the dialogues."""
     scores, trajectories = self._evaluator.run(self._state.policy.params)
-    if not trajectories:
-      return {}
-    shown = self._config.writer.samples
-    for trajectory in trajectories[
-      :: max(len(trajectories) // max(shown, 1), 1)
-    ][:shown]:
-      record = trajectory_metrics.record(trajectory, self._tokenizer)
-      self._writer.show(f'evaluation after step {done}')
-      self._writer.show(dialogues.render(record, colour=False))
+    records = [
+      trajectory_metrics.record(trajectory, self._tokenizer)
+      for trajectory in self._samples(trajectories)
+    ]
+    self._show(f'evaluation after step {self._done}', records)
     return {f'val/em/{name}': score for name, score in scores.items()}
+
+  def _samples(self, items: list) -> list:
+    """As many as are printed, from all over."""
+    count = self._config.writer.samples
+    return items[:: max(len(items) // max(count, 1), 1)][:count]
+
+  def _show(self, title: str, records: list) -> None:
+    for record in records:
+      self._writer.show(title)
+      text = dialogues.render(record, colour=sys.stdout.isatty())
+      self._writer.show(text)
 
   def _due(self, every: int) -> bool:
     last = self._done == self._config.num_steps
     return every > 0 and (last or self._done % every == 0)
 
   def _save(self) -> None:
-    self._checkpointer.save(self._done, self._state, {})
-
-  def _resume(self) -> int:
-    found = self._checkpointer.restore_latest(self._state)
-    if found is None:
-      self._writer.truncate_after(-1)
-      return 0
-    done, self._state, _ = found
-    # A run interrupted before its first step begins with its evaluation again.
-    self._writer.truncate_after(done or -1)
-    return done
+    host = {}
+    if self._unwritten is not None:
+      # Text, because a metric may be nan and a manifest may not.
+      host['unwritten'] = json.dumps(self._unwritten)
+    self._checkpointer.save(self._done, self._state, host)
 
   def _finish(self) -> None:
     """The files a person opens first, and where they are."""
@@ -261,34 +333,3 @@ class _Run:
       f'dialogues: {self._workdir}/trajectories-*.jsonl\n'
       f'policy (Hugging Face format): {policy}'
     )
-
-
-class _Timer:
-  """Seconds since the last lap, by name."""
-
-  def __init__(self):
-    self._start = self._last = time.monotonic()
-    self._laps = {}
-
-  def lap(self, name: str) -> None:
-    now = time.monotonic()
-    self._laps[name] = now - self._last
-    self._last = now
-
-  def metrics(self) -> dict[str, float]:
-    whole = {'timing_s/step': time.monotonic() - self._start}
-    return whole | {f'timing_s/{k}': v for k, v in self._laps.items()}
-
-
-def _speed(packed, metrics, num_epochs: int) -> dict[str, float]:
-  """Tokens per second: of the step, of writing, of updating."""
-  tokens = float(packed.lengths_B.sum())
-  written = float((packed.turn_ids_BL > 0).sum())
-  phases = ('collect', 'annotate', 'update')
-  return {
-    'perf/throughput': tokens / sum(metrics[f'timing_s/{p}'] for p in phases),
-    'perf/collect_tokens_per_second': written / metrics['timing_s/collect'],
-    'perf/update_tokens_per_second': (
-      tokens * num_epochs / metrics['timing_s/update']
-    ),
-  }
