@@ -1,5 +1,6 @@
 """The device side of a run: state, and jitted annotate and update."""
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import functools
@@ -54,6 +55,10 @@ class Learner:
         **{option: options.pop(option) for option in _ADAM}
       )
       self._numbers[name] = {k: float(v) for k, v in options.items()}
+    random = assembly.initial_weights(config, '', self.policy)
+    self._layout = sharding.param_shardings(
+      jax.eval_shape(self._fresh(random)), mesh
+    )
     updates = config.updates
     rows = updates.minibatch_size
     models = {'policy': self.policy, 'value': self.value}
@@ -74,6 +79,9 @@ class Learner:
         num_microbatches=rows // (updates.microbatch_size or rows),
       ),
       donate_argnums=0,
+      # Pinned: left to the compiler, an updated state would lie elsewhere than
+      # a fresh or restored one, and be computed with by another program.
+      out_shardings=(self._layout, None, None),
     )
     self._take = jax.jit(
       lambda batch, rows: jax.tree.map(lambda x: x[rows], batch),
@@ -85,16 +93,8 @@ class Learner:
     make_policy = assembly.initial_weights(
       self._config, self._config.model.path, self.policy
     )
-    key = keys.step_key(self._config.seed, 0, keys.Purpose.INIT)
-    return state_lib.create(
-      make_policy,
-      functools.partial(
-        state_lib.value_from_policy, self.value, jax.random.fold_in(key, 1)
-      ),
-      self._optimizers['policy'],
-      self._optimizers['value'],
-      self.mesh,
-    )
+    make = self._fresh(make_policy)
+    return jax.jit(make, out_shardings=self._layout)()
 
   def reference(self) -> functional.Params:
     """The frozen reference: its own directory, or the start of the run."""
@@ -140,6 +140,21 @@ class Learner:
       )
     reports, pooled = jax.device_get((reports, pooled))
     return state, _mean_of(reports) | diagnostics_lib.summarize(pooled)
+
+  def _fresh(
+    self, make_policy: Callable[[], functional.Params]
+  ) -> Callable[[], state_lib.TrainState]:
+    """Makes the state that starts from the weights of a policy."""
+    key = keys.step_key(self._config.seed, 0, keys.Purpose.INIT)
+    return functools.partial(
+      state_lib.fresh,
+      make_policy,
+      functools.partial(
+        state_lib.value_from_policy, self.value, jax.random.fold_in(key, 1)
+      ),
+      self._optimizers['policy'],
+      self._optimizers['value'],
+    )
 
   def _minibatches(self, num_rows: int, step: int) -> Iterator[np.ndarray]:
     """Row numbers of each minibatch; a new permutation every epoch."""

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax.models import functional
-from stppo_jax.parallel import sharding
 from stppo_jax.training import optimizer as optimizer_lib
 
 Tree = Any
@@ -44,33 +43,26 @@ class TrainState:
   value: ModelState
 
 
-def create(
+def fresh(
   make_policy: Callable[[], functional.Params],
   make_value: Callable[[functional.Params], functional.Params],
   policy_optimizer: optimizer_lib.Optimizer,
   value_optimizer: optimizer_lib.Optimizer,
-  mesh: jax.sharding.Mesh,
 ) -> TrainState:
-  """A fresh state, made where it will live: sharded by the parameter rules.
+  """The state before the first update; to be jitted, or asked for its shape.
 
   Args:
     make_policy: weights of the policy.
     make_value: weights of the value model, given those of the policy.
     policy_optimizer: of the policy.
     value_optimizer: of the value model.
-    mesh: where.
   """
-
-  def make() -> TrainState:
-    policy = make_policy()
-    value = make_value(policy)
-    return TrainState(
-      policy=ModelState(policy, policy_optimizer.init(policy), _zero()),
-      value=ModelState(value, value_optimizer.init(value), _zero()),
-    )
-
-  shardings = sharding.param_shardings(jax.eval_shape(make), mesh)
-  return jax.jit(make, out_shardings=shardings)()
+  policy = make_policy()
+  value = make_value(policy)
+  return TrainState(
+    policy=ModelState(policy, policy_optimizer.init(policy), _zero()),
+    value=ModelState(value, value_optimizer.init(value), _zero()),
+  )
 
 
 def value_from_policy(

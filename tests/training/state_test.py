@@ -1,10 +1,13 @@
 """A fresh state lies where its layout says, and starts from the policy."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
 
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import sharding
 from stppo_jax.training import state as state_lib
 from tests.models import tiny
 
@@ -14,13 +17,15 @@ def test_a_fresh_state_is_sharded_with_its_moments():
   weights = tiny.params(policy)
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
   adam = optax.scale_by_adam()
-  state = state_lib.create(
+  make = functools.partial(
+    state_lib.fresh,
     lambda: jax.tree.map(jax.numpy.asarray, weights),
     lambda made: state_lib.value_from_policy(value, jax.random.key(0), made),
     adam,
     adam,
-    mesh,
   )
+  layout = sharding.param_shardings(jax.eval_shape(make), mesh)
+  state = jax.jit(make, out_shardings=layout)()
   jax.tree.map(np.testing.assert_array_equal, state.policy.params, weights)
   for model in (state.policy, state.value):
     assert model.updates == 0 and model.updates.dtype == np.int32

@@ -49,7 +49,6 @@ NUMBERS = {
   'policy': DESCENT,
   'value': DESCENT,
   'entropy_coefficient': 0.01,
-  'policy_learns': True,
   'value_clip': 0.5,
   'policy_learns': True,
 }

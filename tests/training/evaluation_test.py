@@ -1,0 +1,93 @@
+"""Scores on fixed questions: who is asked, with which keys, what counts."""
+
+import types as python_types
+
+import jax
+import numpy as np
+import pytest
+
+from stppo_jax import types
+from stppo_jax.training import assembly
+from stppo_jax.training import evaluation
+from tests.training import runs
+
+_STATUS = types.TrajectoryStatus
+
+
+class _Questions:
+  """Three questions of one data set, two of another."""
+
+  def evaluation(self, count):
+    self.count = count
+    return {
+      name: [types.Question(f'{name}{n}', '?', ('x',), name) for n in range(k)]
+      for name, k in (('nq', 3), ('hotpotqa', 2))
+    }
+
+
+class _Player:
+  """Collector and engine in one; every answer is in a table."""
+
+  ems = {'nq0': 1.0, 'nq1': 0.0, 'nq2': 1.0, 'hotpotqa0': 0.0}
+
+  def __init__(self):
+    self.published, self.calls = [], []
+
+  def publish(self, params):
+    self.published.append(params)
+
+  def collect(self, questions, keys, *, greedy):
+    bits = np.asarray(jax.random.key_data(keys)).tolist()
+    self.calls.append(([q.id for q in questions], bits, greedy))
+    return [
+      types.Trajectory(
+        question,
+        np.zeros(1, np.int32),
+        (),
+        {},
+        _STATUS.COMPLETED if question.id in self.ems else _STATUS.INFRA_ERROR,
+        {'em': self.ems.get(question.id, 9.0)},
+      )
+      for question in questions
+    ]
+
+
+@pytest.fixture
+def played(monkeypatch):
+  """(evaluator, player, questions), two slots."""
+  player, questions = _Player(), _Questions()
+  monkeypatch.setattr(
+    assembly, 'build_collector', lambda *_, **__: (player, player)
+  )
+  config = runs.config(evaluate__batch_size=2, evaluate__num_questions=7)
+  surroundings = python_types.SimpleNamespace(questions=questions)
+  evaluator = evaluation.Evaluator(config, surroundings, None, None)
+  return evaluator, player, questions
+
+
+def test_means_are_of_a_data_set_and_without_failures(played):
+  evaluator, player, questions = played
+  scores, trajectories = evaluator.run('weights')
+  assert player.published == ['weights']
+  assert questions.count == 7
+  # The second question of hotpotqa was failed by the infrastructure.
+  assert scores == pytest.approx({'nq': 2 / 3, 'hotpotqa': 0.0})
+  ids = [trajectory.question.id for trajectory in trajectories]
+  assert ids == ['nq0', 'nq1', 'nq2', 'hotpotqa0', 'hotpotqa1']
+
+
+def test_every_slot_has_a_key_of_its_own_always_the_same(played):
+  evaluator, player, _ = played
+  evaluator.run('a')
+  evaluator.run('b', greedy=False)
+  first, second = player.calls[:3], player.calls[3:]
+  assert [ids for ids, _, _ in first] == [
+    ['nq0', 'nq1'],
+    ['nq2', 'hotpotqa0'],
+    ['hotpotqa1'],
+  ]
+  assert [greedy for _, _, greedy in first + second] == [True] * 3 + [False] * 3
+  bits = [tuple(key) for _, keys, _ in first for key in keys]
+  # As many keys as slots, also in the last, smaller, batch.
+  assert len(set(bits)) == len(bits) == 6
+  assert [tuple(key) for _, keys, _ in second for key in keys] == bits
