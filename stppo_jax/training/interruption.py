@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: stop where nothing is lost, then save."""
+"""What ends a run from outside: stop where nothing is lost, then save."""
 
 from collections.abc import Iterator
 import contextlib
@@ -12,8 +12,14 @@ class Interrupted(BaseException):
   """Raised inside `abandonable` work; not an error, hence no Exception."""
 
 
+class Outage(Exception):
+  """The retriever answers, yet fails too many queries of one step."""
+
+  exit_code = 75
+
+
 class Interruption:
-  """While entered, the first signal is a request, the second an end.
+  """Ctrl-C and SIGTERM while entered: the first asks, the second ends.
 
   Starting, collecting and evaluating may be dropped half-way, because they
   can be done again; an update in progress is finished, and saved.

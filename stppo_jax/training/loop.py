@@ -14,6 +14,7 @@ import contextlib
 import json
 import pathlib
 import sys
+import time
 
 import jax
 
@@ -29,18 +30,10 @@ from stppo_jax.training import interruption
 from stppo_jax.training import keys
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import run_record
-from stppo_jax.training import supervised_start
-from stppo_jax.training import timing
 from stppo_jax.training import trajectory_metrics
 from stppo_jax.training import writer as writer_lib
 
 _MAX_COLLECTIONS = 3  # of one step, by a retriever that answers but fails
-
-
-class CollectionFailed(Exception):
-  """The retriever answers, yet fails too many queries of one step."""
-
-  exit_code = 75
 
 
 def train(config, workdir: str | pathlib.Path) -> int:
@@ -55,19 +48,17 @@ def train(config, workdir: str | pathlib.Path) -> int:
     or a checkpoint that cannot be saved (75).
   """
   workdir = pathlib.Path(workdir)
-  with (
-    interruption.Interruption() as interrupt,
-    contextlib.ExitStack() as stack,
-  ):
+  with contextlib.ExitStack() as stack:
+    interrupt = stack.enter_context(interruption.Interruption())
     try:
       # All that a start leaves is whole, or made anew by the next one.
       with interrupt.abandonable():
         with assembly.misconfigured():
           run_record.settle(config.to_dict(), workdir)
         surroundings = stack.enter_context(assembly.build_surroundings(config))
-        supervised_start.make(config, workdir, surroundings)
+        run_record.make_start(config, workdir, surroundings)
         run = _Run(
-          supervised_start.chosen(config, workdir), workdir, surroundings
+          run_record.with_start(config, workdir), workdir, surroundings
         )
         stack.callback(run.close)
         run.resume()
@@ -91,7 +82,7 @@ def evaluate(config, workdir: str | pathlib.Path) -> int:
   workdir = pathlib.Path(workdir)
   if not workdir.is_dir():
     raise assembly.Misconfigured(f'--workdir={workdir}: no such folder')
-  config = supervised_start.chosen(config, workdir)
+  config = run_record.with_start(config, workdir)
   with assembly.build_surroundings(config) as surroundings:
     with assembly.misconfigured():
       tokenizer = assembly.build_tokenizer(config, surroundings.questions)
@@ -186,7 +177,7 @@ class _Run:
         f'interrupted after step {self._done}, saved; the same command resumes'
       )
       return interrupt.exit_code
-    except (protocol.RetrieverUnreachable, CollectionFailed):
+    except (protocol.RetrieverUnreachable, interruption.Outage):
       self._save()
       raise
     self._finish()
@@ -195,7 +186,7 @@ class _Run:
   def _step(self, interrupt: interruption.Interruption) -> None:
     """One step. Interrupted while collecting, it has not happened."""
     config, step = self._config, self._done
-    timer = timing.Timer()
+    timer = _Timer()
     with interrupt.abandonable():
       trajectories, metrics = self._collect(step)
     timer.lap('collect')
@@ -209,19 +200,14 @@ class _Run:
     self._engine.publish(self._state.policy.params)
     timer.lap('update')
     self._done += 1
-    metrics |= report | timer.metrics()
-    metrics |= timing.speed(packed, metrics, config.updates.num_epochs)
+    metrics |= report | timer.laps
+    metrics['timing_s/step'] = sum(timer.laps.values())
+    metrics |= _speed(packed, metrics, config.updates.num_epochs)
     # The save follows the line it belongs to: its time stands in the next one.
     metrics['timing_s/checkpoint'] = self._save_seconds
     self._save_seconds = 0.0
     kept = max(config.writer.trajectories, config.writer.samples)
-    self._unwritten = (
-      metrics,
-      [
-        trajectory_metrics.record(t, self._tokenizer)
-        for t in trajectories[:kept]
-      ],
-    )
+    self._unwritten = metrics, self._records(trajectories[:kept])
     self._conclude(interrupt)
 
   def _conclude(self, interrupt: interruption.Interruption) -> None:
@@ -232,13 +218,12 @@ class _Run:
     """
     metrics, records = self._unwritten
     if self._due(self._config.evaluate.every):
-      timer = timing.Timer()
+      timer = _Timer()
       with interrupt.abandonable():
         metrics = metrics | self._evaluate()
       timer.lap('evaluate')
-      seconds = timer.metrics()['timing_s/evaluate']
-      metrics['timing_s/evaluate'] = seconds
-      metrics['timing_s/step'] += seconds
+      metrics |= timer.laps
+      metrics['timing_s/step'] += metrics['timing_s/evaluate']
     self._unwritten = None
     self._writer.write(self._done, metrics)
     self._writer.write_trajectories(self._done, records)
@@ -247,10 +232,10 @@ class _Run:
     if not self._evaluates:
       self._show(f'step {self._done}', self._samples(records))
     # Last: killed in between, the lines are written again, never missing.
-    timer = timing.Timer()
+    timer = _Timer()
     self._save()
     timer.lap('checkpoint')
-    self._save_seconds = timer.metrics()['timing_s/checkpoint']
+    self._save_seconds = timer.laps['timing_s/checkpoint']
 
   def _collect(self, step: int):
     """The trajectories of a step, and their metrics.
@@ -280,7 +265,7 @@ class _Run:
         'trajectories; they are collected again when it is ready'
       )
       self._surroundings.loop.run(retriever.wait_until_ready())
-    raise CollectionFailed(
+    raise interruption.Outage(
       f'step {step + 1}: the retriever answers, yet failed {1 - valid:.0%} of '
       f'the trajectories in the last of {_MAX_COLLECTIONS} collections; step '
       f'{step} is saved, the same command resumes'
@@ -289,12 +274,12 @@ class _Run:
   def _evaluate(self) -> dict[str, float]:
     """Greedy scores of the fixed questions; shows a few of the dialogues."""
     scores, trajectories = self._evaluator.run(self._state.policy.params)
-    records = [
-      trajectory_metrics.record(trajectory, self._tokenizer)
-      for trajectory in self._samples(trajectories)
-    ]
+    records = self._records(self._samples(trajectories))
     self._show(f'evaluation after step {self._done}', records)
     return {f'val/em/{name}': score for name, score in scores.items()}
+
+  def _records(self, trajectories: list) -> list[dict]:
+    return [trajectory_metrics.record(t, self._tokenizer) for t in trajectories]
 
   def _samples(self, items: list) -> list:
     """As many as are printed, from all over."""
@@ -304,8 +289,7 @@ class _Run:
   def _show(self, title: str, records: list) -> None:
     for record in records:
       self._writer.show(title)
-      text = dialogues.render(record, colour=sys.stdout.isatty())
-      self._writer.show(text)
+      self._writer.show(dialogues.render(record, colour=sys.stdout.isatty()))
 
   def _due(self, every: int) -> bool:
     last = self._done == self._config.num_steps
@@ -333,3 +317,30 @@ class _Run:
       f'dialogues: {self._workdir}/trajectories-*.jsonl\n'
       f'policy (Hugging Face format): {policy}'
     )
+
+
+class _Timer:
+  """Seconds since the last lap, by name."""
+
+  def __init__(self):
+    self._last = time.monotonic()
+    self.laps = {}
+
+  def lap(self, name: str) -> None:
+    now = time.monotonic()
+    self.laps[f'timing_s/{name}'] = now - self._last
+    self._last = now
+
+
+def _speed(packed, metrics, num_epochs: int) -> dict[str, float]:
+  """Tokens per second: of the step, of writing, of updating."""
+  tokens = float(packed.lengths_B.sum())
+  written = float((packed.turn_ids_BL > 0).sum())
+  phases = ('collect', 'annotate', 'update')
+  return {
+    'perf/throughput': tokens / sum(metrics[f'timing_s/{p}'] for p in phases),
+    'perf/collect_tokens_per_second': written / metrics['timing_s/collect'],
+    'perf/update_tokens_per_second': (
+      tokens * num_epochs / metrics['timing_s/update']
+    ),
+  }

@@ -1,4 +1,7 @@
-"""Which config a folder belongs to: WORKDIR/config.json.
+"""What a folder holds of its run before the first step.
+
+    WORKDIR/config.json    the config it was started with
+           /start          the policy it starts from, unless model.path is one
 
 A run is a function of its config. Resumed with another one it would be a
 mixture that no config describes, so that is refused, naming what differs.
@@ -8,7 +11,11 @@ from collections.abc import Mapping
 import json
 import os
 import pathlib
+import shutil
 from typing import Any
+
+from stppo_jax.training import assembly
+from stppo_jax.training import sft
 
 # How long a run lasts, what is looked at and kept, where it computes and whom
 # it asks: none of these changes what the steps done so far were meant to be.
@@ -50,6 +57,41 @@ def settle(config: Mapping[str, Any], workdir: str | pathlib.Path) -> None:
   new = path.with_suffix('.new')
   new.write_text(text, encoding='utf-8')
   os.replace(new, path)
+
+
+def make_start(
+  config, workdir: pathlib.Path, surroundings: assembly.Surroundings
+) -> None:
+  """Makes the supervised start, where the config wants one and none is there.
+
+  Killed meanwhile, it leaves none.
+  """
+  start, partial = workdir / 'start', workdir / 'start.partial'
+  if _wants_start(config) and not start.is_dir():
+    if partial.is_dir():
+      shutil.rmtree(partial)
+    sft.imitate(config, surroundings, partial)
+    partial.rename(start)
+
+
+def with_start(config, workdir: pathlib.Path):
+  """The config with the supervised start as its model, where it wants one.
+
+  Raises:
+    Misconfigured: there is none.
+  """
+  if not _wants_start(config):
+    return config
+  start = workdir / 'start'
+  if not start.is_dir():
+    raise assembly.Misconfigured(f'{start}: missing, the run has not begun')
+  config = config.copy_and_resolve_references()
+  config.model.path = str(start)
+  return config
+
+
+def _wants_start(config) -> bool:
+  return config.sft.before_training and not config.model.path
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:

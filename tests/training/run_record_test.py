@@ -6,6 +6,7 @@ import json
 import pytest
 
 from configs import base
+from stppo_jax.training import assembly
 from stppo_jax.training import run_record
 
 
@@ -99,3 +100,43 @@ def test_a_record_that_is_none_is_refused(tmp_path):
   (tmp_path / 'config.json').write_text('{"seed": 0')
   with pytest.raises(run_record.OtherRun, match='config.json: not the record'):
     run_record.settle(_config(), tmp_path)
+
+
+class _Imitation:
+  """Stands for `sft.imitate`: two files, killed before the second if told."""
+
+  def __init__(self):
+    self.calls, self.killed = 0, False
+
+  def __call__(self, config, surroundings, directory):
+    self.calls += 1
+    directory.mkdir()
+    (directory / 'tokenizer.json').write_text('x')
+    if self.killed:
+      raise KeyboardInterrupt
+    (directory / 'model.safetensors').write_text('x')
+
+
+def test_a_start_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
+  imitation = _Imitation()
+  monkeypatch.setattr(run_record.sft, 'imitate', imitation)
+  config = base.get_config('st_ppo')
+  run_record.make_start(config, tmp_path, None)  # none is wanted
+  assert run_record.with_start(config, tmp_path) is config
+  assert imitation.calls == 0
+  config.sft.before_training = True
+  imitation.killed = True
+  with pytest.raises(KeyboardInterrupt):
+    run_record.make_start(config, tmp_path, None)
+  with pytest.raises(assembly.Misconfigured, match='has not begun') as caught:
+    run_record.with_start(config, tmp_path)
+  assert caught.value.exit_code == 2
+  imitation.killed = False
+  run_record.make_start(config, tmp_path, None)
+  assert {p.name for p in tmp_path.iterdir()} == {'start'}
+  assert len(list((tmp_path / 'start').iterdir())) == 2
+  run_record.make_start(config, tmp_path, None)  # it is there
+  assert imitation.calls == 2
+  started = run_record.with_start(config.lock(), tmp_path)
+  assert started.model.path == str(tmp_path / 'start')
+  assert config.model.path == ''  # what is recorded
