@@ -1,11 +1,12 @@
 """Noisy demonstrations of searching, for the supervised start.
 
-At each decision the demonstrator errs with probability p: what to do (it
-answers without searching, or asks for half a name) and what to believe (it
-takes another fact of the passage). The start is therefore a mixture of good
+Every turn is a decision, at which the demonstrator errs with probability p: it
+answers without searching, asks for half a name, or believes another fact of
+the passage it has just read. The start is therefore a mixture of good
 and bad habits, which is what reinforcement learning is given to sort out.
 """
 
+from collections.abc import Sequence
 import dataclasses
 from typing import Protocol
 
@@ -16,6 +17,9 @@ from stppo_jax.data import questions as questions_lib
 from stppo_jax.data import synthetic_wiki
 
 Demonstration = tuple[types.Question, list[str]]
+
+# What can go wrong at a search; the first has no passage to misread.
+_SEARCH_ERRORS = ('no_search', 'partial_query', 'wrong_fact')
 
 
 class Demonstrations(Protocol):
@@ -114,31 +118,50 @@ def demonstrate(
     world: the world the question is about.
     chain: the question and the relations that lead to its answer.
     rng: source of the errors.
-    error_rate: probability of an error at each decision (two a hop).
+    error_rate: probability of an error at each decision (a turn).
     think_words: free words at the head of each <think>.
   """
-  turns, entity = [], world.entities[chain.start]
+  entity = before = world.entities[chain.start]
+  turns = []
   answer = lambda: _answer(entity.name, rng, think_words)
-  for relation in chain.relations:
-    # What to do: search for the name; or answer unread; or search for half of
-    # the name, find nothing, and give up.
-    errs = rng.random() < error_rate
-    if errs and rng.random() < 0.5:
+  for hop, relation in enumerate(chain.relations):
+    error = _draw(rng, error_rate, _SEARCH_ERRORS[: 3 if hop else 2])
+    if error == 'wrong_fact':
+      entity = _misread(world, rng, before, entity)
+    if error == 'no_search' or relation not in entity.facts:
       return [*turns, answer()]
-    query = synthetic_wiki.opening_of(entity.name) if errs else entity.name
+    partial = error == 'partial_query'
+    query = synthetic_wiki.opening_of(entity.name) if partial else entity.name
     turns.append(
       f'<think>{_filler(rng, think_words)} find {relation}</think>'
       f'<search> {query}</search>'
     )
-    if errs:
+    if partial:  # finds nothing, and gives up
       return [*turns, answer()]
-    # What to believe: the fact; or another one of the passage, also where a
-    # wrong entity has no such relation.
-    if relation not in entity.facts or rng.random() < error_rate:
-      others = [r for r in entity.facts if r != relation]
-      relation = others[rng.integers(len(others))]
-    entity = world.entities[entity.facts[relation]]
+    before, entity = entity, world.entities[entity.facts[relation]]
+  if _draw(rng, error_rate, ('wrong_fact',)):
+    entity = _misread(world, rng, before, entity)
   return [*turns, answer()]
+
+
+def _draw(
+  rng: np.random.Generator, error_rate: float, errors: Sequence[str]
+) -> str | None:
+  """One of the errors with probability `error_rate`, else None."""
+  if rng.random() >= error_rate:
+    return None
+  return errors[rng.integers(len(errors))]
+
+
+def _misread(
+  world: synthetic_wiki.World,
+  rng: np.random.Generator,
+  source: synthetic_wiki.Entity,
+  right: synthetic_wiki.Entity,
+) -> synthetic_wiki.Entity:
+  """Another entity that the passage on `source` mentions."""
+  others = [name for name in source.facts.values() if name != right.name]
+  return world.entities[others[rng.integers(len(others))]]
 
 
 def _answer(name: str, rng: np.random.Generator, think_words: int) -> str:

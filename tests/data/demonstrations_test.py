@@ -76,8 +76,7 @@ def test_without_errors_every_answer_is_right_and_was_read(hops):
 
 
 def test_errors_cost_their_share():
-  # Two decisions of a hop must go well: to search for the whole name, and to
-  # believe the right fact. A few wrong ways end there too.
+  # Every search and the answer must go well. A few wrong ways end there too.
   rate, count, steps = 0.3, 80, 6
   demonstrations = _demonstrations(error_rate=rate)
   right = {1: [], 2: []}
@@ -86,7 +85,7 @@ def test_errors_cost_their_share():
       hops = 1 + (trajectory.question.data_set == 'two_hop')
       right[hops].append(trajectory.scores['em'])
   for hops, scores in right.items():
-    expected = (1 - rate) ** (2 * hops)
+    expected = (1 - rate) ** (hops + 1)
     deviation = np.sqrt(expected * (1 - expected) / len(scores))
     assert abs(np.mean(scores) - expected) < 3 * deviation + 0.01, hops
 
