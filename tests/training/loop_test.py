@@ -244,42 +244,39 @@ def test_evaluating_the_checkpoint_gives_the_score_of_its_step(
   assert capsys.readouterr().out.splitlines() == expected
 
 
-class _Signals:
+def _signal_at(patch, owner, name, call, number):
   """Sends a signal to this process at the nth call of a method."""
+  method, count = getattr(owner, name), 0
 
-  def __init__(self, monkeypatch):
-    self._patch = monkeypatch
+  def counted(*args, **kwargs):
+    nonlocal count
+    count += 1
+    if count == call:
+      os.kill(os.getpid(), number)
+    return method(*args, **kwargs)
 
-  def at(self, owner, name, call, number):
-    method, count = getattr(owner, name), 0
-
-    def counted(*args, **kwargs):
-      nonlocal count
-      count += 1
-      if count == call:
-        os.kill(os.getpid(), number)
-      return method(*args, **kwargs)
-
-    self._patch.setattr(owner, name, counted)
+  patch.setattr(owner, name, counted)
 
 
 def test_interrupted_anywhere_it_is_the_same_run(
   finished, tmp_path, monkeypatch, capsys
 ):
-  """Twelve devices would not do: see the exit code, then the same command."""
-  for owner, name, call, number, code, saved in (
+  start = 'interrupted before the first step'
+  after = 'interrupted after step {}, saved'.format
+  for owner, name, call, number, code, told in (
+    (learner_lib.Learner, 'start', 1, signal.SIGINT, 130, start),
     # The first collection; an evaluation came before it.
-    (collect.Collector, 'collect', 2, signal.SIGTERM, 75, 0),
-    # An update: finished, and the step with it.
-    (learner_lib.Learner, 'update_epochs', 2, signal.SIGINT, 130, 2),
-    # The evaluation of the last step: finished too, nothing is left to do.
-    (evaluation.Evaluator, 'run', 1, signal.SIGTERM, 0, _STEPS),
+    (collect.Collector, 'collect', 2, signal.SIGTERM, 75, after(0)),
+    # An update: finished and saved, while its evaluation is due.
+    (learner_lib.Learner, 'update_epochs', 2, signal.SIGINT, 130, after(2)),
+    # That evaluation.
+    (evaluation.Evaluator, 'run', 1, signal.SIGTERM, 75, after(2)),
   ):
     with monkeypatch.context() as patch:
-      _Signals(patch).at(owner, name, call, number)
+      _signal_at(patch, owner, name, call, number)
       assert _train(tmp_path) == code
-    text = capsys.readouterr().out
-    assert (f'interrupted after step {saved}, saved' in text) == (code != 0)
+    assert told in capsys.readouterr().out
+  assert _train(tmp_path) == 0
   _assert_same_run(tmp_path, finished)
 
 
