@@ -1,0 +1,280 @@
+"""`train` and `sft` as users call them: data, rows, servers, signals, errors."""
+
+import contextlib
+import io
+import json
+import math
+import os
+import re
+import signal
+
+import pytest
+
+from stppo_jax import __main__
+from stppo_jax import types
+from stppo_jax.data import demonstrations
+from stppo_jax.retrieval import server
+from tests.training import runs
+
+# Demonstrations without errors, and a rate at which a hundred steps suffice.
+_TEACHING = {
+  'sft__batch_size': 16,
+  'sft__error_rate': 0.0,
+  'sft__optimizer__learning_rate': 2e-2,
+  'sft__optimizer__warmup_updates': 5,
+}
+
+
+def _train(workdir, row='st_ppo', **changes):
+  return __main__.main(
+    ['train', *runs.flags(row, **changes), f'--workdir={workdir}']
+  )
+
+
+def _one_step(workdir, row='st_ppo', **changes):
+  """Trains one step without evaluation; its line and its dialogues."""
+  assert _train(workdir, row, num_steps=1, evaluate__every=0, **changes) == 0
+  (line,) = runs.metrics(workdir)
+  assert all(math.isfinite(value) for value in line.values())
+  assert line['update/skipped'] == 0
+  assert line['mismatch/logprob_abs_diff'] < 1e-4
+  return line, runs.trajectories(workdir, 1)
+
+
+@pytest.fixture(scope='module')
+def taught(tmp_path_factory):
+  """(folder of a policy that knows the form of the dialogue, what was told)."""
+  folder = tmp_path_factory.mktemp('taught')
+  flags = runs.flags(sft__num_steps=60, env__max_turn_tokens=16, **_TEACHING)
+  with contextlib.redirect_stdout(io.StringIO()) as told:
+    assert __main__.main(['sft', *flags, f'--workdir={folder}']) == 0
+  return folder, told.getvalue()
+
+
+def test_the_supervised_start_lowers_the_loss_and_is_scored(taught):
+  _, told = taught
+  losses = [float(x) for x in re.findall(r'sft step \d+ loss ([0-9.]+)', told)]
+  assert losses[0] == pytest.approx(math.log(290), rel=0.02)  # uniform
+  assert losses[-1] < 0.5 * losses[0]
+  scores = re.findall(r'^(\w+) (\w+) \d\.\d{3}$', told, re.MULTILINE)
+  assert scores == [
+    ('sampled', 'one_hop'),
+    ('sampled', 'two_hop'),
+    ('greedy', 'one_hop'),
+    ('greedy', 'two_hop'),
+  ]
+
+
+@pytest.mark.parametrize(
+  'row',
+  [
+    'token_ppo',
+    pytest.param('turn_ppo', marks=pytest.mark.slow),
+    pytest.param('s_ppo', marks=pytest.mark.slow),
+    pytest.param('st_ppo', marks=pytest.mark.slow),
+    pytest.param('so_ppo', marks=pytest.mark.slow),
+  ],
+)
+def test_every_row_goes_on_from_the_supervised_start(tmp_path, taught, row):
+  line, records = _one_step(
+    tmp_path, row, model__path=taught[0], env__max_turn_tokens=16
+  )
+  # What it was taught: it searches and answers.
+  actions = {turn['action'] for r in records for turn in r['turns']}
+  assert {'search', 'answer'} <= actions
+  assert line['retrieval/ok'] > 0
+
+
+def test_a_running_server_is_used(tmp_path, taught):
+  asked = []
+
+  def passages_of(world):
+    asked.append(world)
+    return [types.Passage('1', 'Elsewhere', 'Zzz.')]
+
+  with server.EmbeddedServer(None, passages_of=passages_of) as running:
+    line, _ = _one_step(
+      tmp_path,
+      'turn_ppo',
+      model__path=taught[0],
+      env__max_turn_tokens=16,
+      retrieval__url=running.url,
+    )
+  assert len(set(asked)) == 1  # the world of the step
+  assert line['retrieval/ok'] > 0
+
+
+def _write_lines(path, rows):
+  path.write_text(''.join(json.dumps(row) + '\n' for row in rows), 'utf-8')
+
+
+@pytest.fixture
+def files(tmp_path):
+  """Flags of a small data set in files, and of a start that knows its form."""
+  towns = 'Paris Rome Oslo Bern Lima Cairo Quito Delhi'.split()
+  root = tmp_path / 'data'
+  root.mkdir()
+  _write_lines(
+    root / 'questions.jsonl',
+    [
+      {
+        'id': f'{town}{mark}',
+        'dataset': 'nq',
+        'kind': 'open',
+        'question': town + mark,
+        'answers': [town],
+        'gold_pids': [town],
+      }
+      for mark in ('', '?')
+      for town in towns
+    ],
+  )
+  _write_lines(
+    root / 'corpus.jsonl',
+    [{'pid': t, 'title': t, 'text': f'{t} is a town.'} for t in towns],
+  )
+  return {
+    'data__name': 'jsonl',
+    'data__root': root,
+    'data__train': 'questions.jsonl',
+    'data__corpus': 'corpus.jsonl',
+    # As many as the phrases of the synthetic wiki: the same programs.
+    'data__tokenizer_vocab_size': 290,
+    'sft__before_training': True,
+    'sft__num_steps': 100,
+    'env__max_turn_tokens': 40,
+    **_TEACHING,
+  }
+
+
+def test_questions_and_passages_from_files(tmp_path, files):
+  workdir = tmp_path / 'run'
+  line, records = _one_step(workdir, 's_ppo', **files)
+  assert line['env/number_of_valid_search'] > 0
+  assert 'train/em/nq' in line
+  found = [
+    re.match(r'\n\n<information>Doc 1\(Title: (\w+)\) \1 ', text)
+    for record in records
+    for turn in record['turns']
+    if '<information>' in (text := turn['observation'])
+  ]
+  assert any(found)  # a real passage, under its own title
+  # The start is kept, and not made again.
+  made = (workdir / 'start' / 'model.safetensors').stat().st_mtime_ns
+  assert _train(workdir, 's_ppo', **files | {'evaluate__every': 0}) == 0
+  start = workdir / 'start' / 'model.safetensors'
+  assert start.stat().st_mtime_ns == made
+  assert len(runs.metrics(workdir)) == 4
+
+
+def test_an_interrupted_start_leaves_none_and_is_made_anew(
+  tmp_path, files, monkeypatch, capsys
+):
+  workdir, calls = tmp_path / 'run', []
+  batch = demonstrations.LookupDemonstrations.batch
+
+  def interrupted(self, step, count):
+    calls.append(step)
+    if step == 3:
+      os.kill(os.getpid(), signal.SIGINT)
+    return batch(self, step, count)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(demonstrations.LookupDemonstrations, 'batch', interrupted)
+    assert _train(workdir, **files) == 130
+  assert calls == [0, 1, 2, 3]
+  assert 'the same command starts anew' in capsys.readouterr().out
+  assert not (workdir / 'start').exists()
+  assert not (workdir / 'metrics.jsonl').exists()
+
+
+def test_a_retriever_that_does_not_answer_is_one_line_and_75(tmp_path, capsys):
+  code = _train(
+    tmp_path / 'run',
+    retrieval__url='http://127.0.0.1:9',
+    retrieval__start_grace=1,
+  )
+  out, err = capsys.readouterr()
+  assert (code, out) == (75, '')
+  assert 'retriever http://127.0.0.1:9' in err and 'not ready within 1' in err
+  assert err.count('\n') == 1
+
+
+@pytest.mark.parametrize(
+  ('row', 'changes', 'expected'),
+  [
+    ('st_ppo', {'rollout__temprature': 1}, 'did you mean temperature?'),
+    ('st_pp', {}, "unknown algorithm row 'st_pp'"),
+    ('st_ppo', {'retrieval__url': 'localhost:80'}, 'retrieval.url'),
+    ('st_ppo', {'model__path': '/absent'}, "model.path='/absent'"),
+    (
+      'st_ppo',
+      {'data__name': 'jsonl', 'data__root': '/absent'},
+      "data.root='/absent'",
+    ),
+    # These need the devices: eight.
+    ('st_ppo', {'evaluate__batch_size': 12}, 'multiple of the 8 devices'),
+    ('st_ppo', {'updates__microbatch_size': 4}, 'multiple of the 8 devices'),
+    ('st_ppo', {'mesh__data': 3}, 'does not fit 8 devices'),
+    (
+      'st_ppo',
+      {'data__synthetic_wiki__entities_per_type': 2},
+      'raise data.synthetic_wiki.entities_per_type',
+    ),
+  ],
+)
+def test_a_wrong_config_is_one_line_and_2(
+  tmp_path, capsys, row, changes, expected
+):
+  assert _train(tmp_path / 'run', row, **changes) == 2
+  out, err = capsys.readouterr()
+  assert out == '' and err.count('\n') == 1
+  assert expected in err
+
+
+def test_a_file_that_does_not_fit_is_one_line_and_2(tmp_path, files, capsys):
+  with open(files['data__root'] / 'questions.jsonl', 'a') as file:
+    file.write('{"id": 7}\n')
+  assert _train(tmp_path / 'run', **files) == 2
+  out, err = capsys.readouterr()
+  assert out == '' and err.count('\n') == 1
+  assert 'questions.jsonl:17: ' in err
+
+
+def test_a_folder_without_a_run_cannot_be_evaluated(tmp_path, capsys):
+  flags = runs.flags()
+  code = __main__.main(['evaluate', *flags, f'--workdir={tmp_path}/absent'])
+  assert code == 2
+  assert 'no such folder' in capsys.readouterr().err
+  assert not (tmp_path / 'absent').exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('number', 'code'), [(signal.SIGINT, 130), (signal.SIGTERM, 75)]
+)
+def test_a_signal_saves_and_the_same_command_resumes(tmp_path, number, code):
+  flags = runs.flags(num_steps=40, evaluate__every=0, checkpoint__every=99)
+  process = runs.start('train', *flags, f'--workdir={tmp_path}')
+  try:
+    for line in process.stdout:
+      if line.startswith('step 2/'):
+        break
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+  finally:
+    process.kill()
+  assert process.returncode == code
+  (step,) = re.findall(r'interrupted after step (\d+), saved', out)
+  assert 2 <= int(step) < 40
+  assert err == ''
+  told = io.StringIO()
+  with contextlib.redirect_stdout(told):
+    steps = int(step) + 1
+    flags = runs.flags(num_steps=steps, evaluate__every=0, checkpoint__every=99)
+    assert __main__.main(['train', *flags, f'--workdir={tmp_path}']) == 0
+  # Nothing was done twice.
+  shown = re.findall(r'^step (\d+)/', told.getvalue(), re.MULTILINE)
+  assert shown == [str(steps)]
+  lines = [line['step'] for line in runs.metrics(tmp_path)]
+  assert lines == list(range(1, steps + 1))
