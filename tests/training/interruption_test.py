@@ -13,6 +13,7 @@ from stppo_jax.retrieval import protocol
 from stppo_jax.rollout import collect
 from stppo_jax.training import evaluation
 from stppo_jax.training import interruption
+from stppo_jax.training import learner
 from stppo_jax.training import run_record
 from tests.training import runs
 
@@ -123,6 +124,32 @@ def _before_call(monkeypatch, owner, name, act):
     return method(*args, **kwargs)
 
   monkeypatch.setattr(owner, name, counted)
+
+
+def test_a_line_that_is_written_again_stands_once(
+  finished, tmp_path, monkeypatch
+):
+  def crash(n):
+    raise RuntimeError('a bug, or a power cut')
+
+  def crash_in_update():
+    with monkeypatch.context() as patch:
+      _before_call(patch, learner.Learner, 'update_epochs', crash)
+      assert _train(tmp_path) == 70
+
+  def interrupt(owner, name, call):
+    with monkeypatch.context() as patch:
+      send = lambda n: _send(signal.SIGTERM) if n == call else None
+      _before_call(patch, owner, name, send)
+      assert _train(tmp_path) == 75
+
+  interrupt(collect.Collector, 'collect', 2)  # saves step 0, which has a line
+  crash_in_update()
+  interrupt(evaluation.Evaluator, 'run', 2)  # saves step 1, which has none
+  crash_in_update()  # after it was evaluated and written, not saved again
+  assert [x['step'] for x in runs.metrics(tmp_path)] == [0, 1]
+  assert _train(tmp_path) == 0
+  _assert_same_run(tmp_path, finished)
 
 
 def test_an_evaluation_is_dropped_and_its_step_is_not(
