@@ -1,4 +1,4 @@
-"""`train` and `sft` as users call them: data, rows, servers, signals, errors."""
+"""`train` and `sft` as users do: rows, data, servers, signals, errors."""
 
 import contextlib
 import io
@@ -218,7 +218,10 @@ def test_a_retriever_that_does_not_answer_is_one_line_and_75(tmp_path, capsys):
     ('st_ppo', {'mesh__data': 3}, 'does not fit 8 devices'),
     (
       'st_ppo',
-      {'data__synthetic_wiki__entities_per_type': 2},
+      {
+        'data__synthetic_wiki__entities_per_type': 2,
+        'rollout__trajectories_per_step': 128,
+      },
       'raise data.synthetic_wiki.entities_per_type',
     ),
   ],
