@@ -38,7 +38,8 @@ def settle(config: Mapping[str, Any], workdir: str | pathlib.Path) -> None:
   Makes the folder. Keys that may change between starts are rewritten.
 
   Args:
-    config: nested, resolved; plain values that JSON can hold.
+    config: nested, resolved; values that Python's JSON can hold, such as an
+      infinite tau.
     workdir: the run's folder.
 
   Raises:
@@ -46,7 +47,7 @@ def settle(config: Mapping[str, Any], workdir: str | pathlib.Path) -> None:
   """
   workdir = pathlib.Path(workdir)
   path = workdir / 'config.json'
-  text = json.dumps(config, indent=2, sort_keys=True, allow_nan=False) + '\n'
+  text = json.dumps(config, indent=2, sort_keys=True) + '\n'
   if path.is_file() and any(any(workdir.glob(p)) for p in _PRODUCTS):
     # Through JSON, which knows no tuples.
     lines = _differences(json.loads(text), _read(path), workdir)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 
 import pytest
 
@@ -140,3 +141,11 @@ def test_a_start_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
   started = run_record.with_start(config.lock(), tmp_path)
   assert started.model.path == str(tmp_path / 'start')
   assert config.model.path == ''  # what is recorded
+
+
+def test_an_infinite_number_is_recorded_and_compared(tmp_path):
+  run_record.settle({'tau': math.inf}, tmp_path)
+  (tmp_path / 'metrics.jsonl').touch()
+  run_record.settle({'tau': math.inf}, tmp_path)
+  with pytest.raises(run_record.OtherRun, match='tau=3.0: .* with inf'):
+    run_record.settle({'tau': 3.0}, tmp_path)
