@@ -114,7 +114,9 @@ def _serves(command, folder):
     url = re.search(r'http://\S+', server.stdout.readline()).group()
     request = urllib.request.Request(
       url.rstrip('/') + '/retrieve',
-      json.dumps({'queries': ['lake 7'], 'topk': 1}).encode(),
+      json.dumps(
+        {'queries': ['lake 7'], 'topk': 1, 'return_scores': True}
+      ).encode(),
       {'Content-Type': 'application/json'},
     )
     with urllib.request.urlopen(request, timeout=30) as reply:
@@ -152,7 +154,9 @@ def test_every_command_in_the_documents_runs(command, tmp_path):
     workdir = _trains(_python(command), folder)
     assert (workdir / 'model.safetensors').is_file()
   elif ' evaluate ' in command:
-    assert 'val/em/two_hop' in _run([*_python(command), *_SMOKE], folder)
+    words = _python(command)
+    _trains([w.replace('evaluate', 'train') for w in words], folder)
+    assert 'step 1 val/em/two_hop' in _run([*words, *_SMOKE], folder)
   else:
     assert _run(_python(command), folder)
 
