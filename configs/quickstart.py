@@ -4,8 +4,12 @@
     python -m stppo_jax train --config=configs/quickstart.py:st_ppo \
         --workdir=runs/quickstart
 
-Hardware: two CPU cores. See the README for what to expect. Any row of
-`configs/algorithms.py` can stand in the place of st_ppo.
+Hardware: two CPU cores, some four minutes. Expect val/em/one_hop and
+val/em/two_hop of at least 0.99 at the end. Any row of `configs/algorithms.py`
+can stand in the place of st_ppo. The start was made by
+
+    python -m stppo_jax sft --config=configs/quickstart.py \
+        --config.model.path= --workdir=assets/quickstart
 """
 
 import pathlib
