@@ -37,7 +37,7 @@ def _serving(*flags):
 
 def _ask(url, query):
   body = json.dumps({'queries': [query], 'topk': 1}).encode()
-  with request.urlopen(request.Request(url, body), timeout=10) as reply:
+  with request.urlopen(request.Request(url, body), timeout=60) as reply:
     return json.load(reply)['result'][0]
 
 
@@ -55,7 +55,7 @@ def test_serves_a_corpus_until_told_to_stop(tmp_path, number):
       {'id': '7', 'contents': '"Paris"\nIn France.'}
     ]
     process.send_signal(number)
-    output, errors = process.communicate(timeout=10)
+    output, errors = process.communicate(timeout=60)
     assert (process.returncode, output, errors) == (0, '', '')
 
 
