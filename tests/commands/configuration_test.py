@@ -10,6 +10,7 @@ import textwrap
 from ml_collections import config_dict
 import pytest
 
+from configs import algorithms
 from stppo_jax.commands import configuration
 
 _REPO = pathlib.Path(__file__).resolve().parents[2]
@@ -141,7 +142,7 @@ def test_missing_file_and_unknown_row():
   (line,) = _errors(f'--config={_REPO}/configs/bse.py', '--workdir=x')
   assert 'no such file; did you mean' in line and 'configs/base.py' in line
   (line,) = _errors(_BASE + ':st_pp', '--workdir=x')
-  assert 'choices: s_ppo, st_ppo, token_ppo, turn_ppo' in line
+  assert 'choices: ' + ', '.join(sorted(algorithms.ALGORITHMS)) in line
 
 
 def test_errors_of_all_kinds_come_together():
