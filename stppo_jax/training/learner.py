@@ -70,7 +70,7 @@ class Learner:
     )
     self._update = jax.jit(
       functools.partial(
-        step_lib.update,
+        self._update_rows,
         **models,
         policy_optimizer=self._optimizers['policy'],
         value_optimizer=self._optimizers['value'],
@@ -82,10 +82,6 @@ class Learner:
       # Pinned: left to the compiler, an updated state would lie elsewhere than
       # a fresh or restored one, and be computed with by another program.
       out_shardings=(self._layout, None, None),
-    )
-    self._take = jax.jit(
-      lambda batch, rows: jax.tree.map(lambda x: x[rows], batch),
-      out_shardings=self._rows,
     )
 
   def start(self) -> state_lib.TrainState:
@@ -127,19 +123,15 @@ class Learner:
       The new state and the metrics: means over the updates, ratios pooled.
     """
     numbers = self._numbers_at(step)
-    reports, pooled = [], None
+    reports = []
     for rows in self._minibatches(len(batch.lengths_B), step):
-      state, metrics, diagnostics = self._update(
-        state, self._take(batch, rows), self._algorithm, numbers
+      state, *report = self._update(
+        state, batch, rows, self._algorithm, numbers
       )
-      reports.append(metrics)
-      pooled = (
-        diagnostics
-        if pooled is None
-        else diagnostics_lib.merge(pooled, diagnostics)
-      )
-    reports, pooled = jax.device_get((reports, pooled))
-    return state, _mean_of(reports) | diagnostics_lib.summarize(pooled)
+      reports.append(report)
+    metrics, diagnostics = zip(*jax.device_get(reports))
+    pooled = functools.reduce(diagnostics_lib.merge, diagnostics)
+    return state, _mean_of(metrics) | diagnostics_lib.summarize(pooled)
 
   def _fresh(
     self, make_policy: Callable[[], functional.Params]
@@ -163,6 +155,17 @@ class Learner:
       generator = np.random.default_rng((self._config.seed, step, epoch))
       order = generator.permutation(num_rows).astype(np.int32)
       yield from np.split(order, num_rows // size)
+
+  def _update_rows(self, state, batch, rows, algorithm, numbers, **static):
+    """Updates on some rows of a batch.
+
+    One program, because taking the rows apart from the update would leave two
+    programs with collectives in flight, which can block each other on CPU.
+    """
+    minibatch = jax.tree.map(
+      lambda x: jax.lax.with_sharding_constraint(x[rows], self._rows), batch
+    )
+    return step_lib.update(state, minibatch, algorithm, numbers, **static)
 
   def _numbers_at(self, step: int):
     """The update's runtime numbers; the policy rests while values warm up."""

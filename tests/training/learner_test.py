@@ -90,9 +90,9 @@ def test_the_state_is_consumed(learner, packed):
 def test_the_whole_state_is_written_in_place(learner, packed):
   state = learner.start()
   batch, _ = learner.annotate(packed, state, learner.reference())
-  minibatch = learner._take(batch, np.arange(8, dtype=np.int32))
+  rows = np.arange(8, dtype=np.int32)
   program = learner._update.lower(
-    state, minibatch, learner._algorithm, learner._numbers_at(0)
+    state, batch, rows, learner._algorithm, learner._numbers_at(0)
   )
   memory = program.compile().memory_analysis()
   # Every leaf is whole on every device: the mesh is of the data axis only.
