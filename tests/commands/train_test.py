@@ -160,11 +160,11 @@ def test_questions_and_passages_from_files(tmp_path, files):
   ]
   assert any(found)  # a real passage, under its own title
   # The start is kept, and not made again.
-  made = (workdir / 'start' / 'model.safetensors').stat().st_mtime_ns
-  assert _train(workdir, 's_ppo', **files | {'evaluate__every': 0}) == 0
   start = workdir / 'start' / 'model.safetensors'
+  made = start.stat().st_mtime_ns
+  again = files | {'num_steps': 1, 'evaluate__every': 0}
+  assert _train(workdir, 's_ppo', **again) == 0
   assert start.stat().st_mtime_ns == made
-  assert len(runs.metrics(workdir)) == 4
 
 
 def test_an_interrupted_start_leaves_none_and_is_made_anew(
