@@ -65,15 +65,10 @@ def test_the_supervised_start_lowers_the_loss_and_is_scored(taught):
   ]
 
 
+# Of the four rows the other tests here take two, and loop_test.py one.
+@pytest.mark.slow
 @pytest.mark.parametrize(
-  'row',
-  [
-    'token_ppo',
-    pytest.param('turn_ppo', marks=pytest.mark.slow),
-    pytest.param('s_ppo', marks=pytest.mark.slow),
-    pytest.param('st_ppo', marks=pytest.mark.slow),
-    pytest.param('so_ppo', marks=pytest.mark.slow),
-  ],
+  'row', ['token_ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'so_ppo']
 )
 def test_every_row_goes_on_from_the_supervised_start(tmp_path, taught, row):
   line, records = _one_step(

@@ -1,5 +1,6 @@
 """A run from the first step to its files; interrupted, it is the same run."""
 
+import functools
 import json
 import math
 import os
@@ -39,18 +40,21 @@ def finished(tmp_path_factory):
   return workdir
 
 
-def _learner():
+@functools.cache
+def _start():
+  """The state of these runs before the first step."""
   config = runs.config()
   with assembly.build_surroundings(config) as surroundings:
     tokenizer = assembly.build_tokenizer(config, surroundings.questions)
   shape = assembly.build_model_config(config, tokenizer)
-  return learner_lib.Learner(config, shape, assembly.build_mesh(config))
+  mesh = assembly.build_mesh(config)
+  return learner_lib.Learner(config, shape, mesh).start()
 
 
 def _final_state(workdir):
   """The state of the last step, all leaves as numpy arrays."""
   saved = checkpoint.Checkpointer(workdir, keep=2)
-  step, state, _ = saved.restore_latest(_learner().start())
+  step, state, _ = saved.restore_latest(_start())
   saved.close()
   assert step == _STEPS
   return jax.device_get(state)
@@ -219,8 +223,9 @@ def test_the_exported_policy_is_the_trained_one(finished):
   np.testing.assert_array_equal(
     logprobs(exported), logprobs(state.policy.params)
   )
-  start = _learner().start()
-  assert np.abs(logprobs(exported) - logprobs(start.policy.params)).max() > 1e-4
+  assert (
+    np.abs(logprobs(exported) - logprobs(_start().policy.params)).max() > 1e-4
+  )
 
 
 def test_the_command_again_changes_nothing(finished):
