@@ -24,6 +24,10 @@ class TokenBatch:
     sampler_logprobs_BL: float32, the sampler's report; 0 off the policy tokens.
     rewards_BL: float32, the outcome on the last policy token, else 0.
     group_ids_B: int32, rows of one question share an id.
+    sentence_ids_BL: int32, 0 = not written by the policy, 1..L = its sentence,
+      counted through the row. None where no row of the table asks for it.
+    state_ids_BL: int32, 0 = not written by the policy; turns that began in the
+      same state (same question, same latest observation) share an id.
     old_logprobs_BL: float32, the trainer's log-probabilities before the first
       update: the ratio's denominator.
     ref_logprobs_BL: float32, under the frozen reference.
@@ -40,6 +44,8 @@ class TokenBatch:
   sampler_logprobs_BL: Array
   rewards_BL: Array
   group_ids_B: Array
+  sentence_ids_BL: Array | None = None
+  state_ids_BL: Array | None = None
   old_logprobs_BL: Array | None = None
   ref_logprobs_BL: Array | None = None
   values_BL: Array | None = None
