@@ -64,6 +64,26 @@ class Model:
       temperature=temperature,
     )
 
+  def divergence(
+    self,
+    params: Params,
+    reference: Params,
+    tokens_BL: Array,
+    *,
+    temperature: float,
+    chunk: int,
+  ) -> tuple[Array, Array, Array]:
+    """A policy beside its reference; see `heads.token_divergence`."""
+    return heads.token_divergence(
+      self.hidden(params, tokens_BL),
+      self.output_VD(params),
+      self.hidden(reference, tokens_BL),
+      self.output_VD(reference),
+      tokens_BL,
+      temperature=temperature,
+      chunk=chunk,
+    )
+
   def values(self, params: Params, tokens_BL: Array) -> Array:
     """values_BL of a value model on whole sequences."""
     return heads.token_values(

@@ -1,0 +1,126 @@
+"""Token-level direct preference optimisation on pairs of trajectories.
+
+P pairs, 2 = (preferred w, dispreferred l), L tokens. With sums over the loss
+mask of a trajectory y and KL over the whole vocabulary at each of its tokens,
+
+  R(y) = sum_t log pi(y_t) - log reference(y_t)
+  K(y) = sum_t KL(reference || pi), called SeqKL in the paper
+  u    = R(w) - R(l)
+
+  loss = -log sigmoid(beta (u - shift)),    sg: stop-gradient
+  tdpo1: shift = K(l) - K(w)
+  tdpo2: shift = alpha (K(l) - sg K(w))
+
+Without the shift it is DPO, and so is the gradient at pi = reference, where K
+is least. The sums leave observations out: the policy did not write them, and
+the paper, which has one turn, does not speak of them [ours].
+
+Source: Zeng et al., "Token-level Direct Preference Optimization",
+arXiv 2404.11999.
+"""
+
+import typing
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from stppo_jax.rl import masking
+
+Array = jax.Array
+sg = jax.lax.stop_gradient
+
+
+def _tdpo1(preferred_P, dispreferred_P, *, alpha):
+  del alpha  # the divergences count whole
+  return dispreferred_P - preferred_P
+
+
+def _tdpo2(preferred_P, dispreferred_P, *, alpha):
+  # Detached: only the dispreferred trajectory is held near the reference.
+  return alpha * (dispreferred_P - sg(preferred_P))
+
+
+PREFERENCES = {'tdpo1': _tdpo1, 'tdpo2': _tdpo2}
+
+
+class PreferenceLoss(typing.NamedTuple):
+  """Sums over pairs; each is divided by the (global) count.
+
+  A pair counts if both of its trajectories have a token in the loss mask;
+  another, such as padding, is in no sum.
+
+  Attributes:
+    total: of the loss.
+    count: pairs.
+    margin: of beta u, the margin of the implied rewards.
+    correct: of pairs with u > 0.
+    log_ratio_2: of R, the preferred first.
+    divergence_2: of K.
+  """
+
+  total: Array
+  count: Array
+  margin: Array
+  correct: Array
+  log_ratio_2: Array
+  divergence_2: Array
+
+
+def preference_loss(
+  logprobs_P2L: Array,
+  ref_logprobs_P2L: Array,
+  divergence_P2L: Array,
+  loss_mask_P2L: Array,
+  *,
+  name: str,
+  beta: Array | float,
+  alpha: Array | float,
+) -> PreferenceLoss:
+  """The loss of the module's docstring.
+
+  Args:
+    logprobs_P2L: log pi of the tokens, differentiable; off the loss mask this
+      and the next two may be anything.
+    ref_logprobs_P2L: the same of the reference, which is data.
+    divergence_P2L: KL(reference || pi) over the vocabulary in nats, of the
+      distribution that each token was drawn from; differentiable.
+    loss_mask_P2L: bool, tokens of the policy that are trained on.
+    name: a key of `PREFERENCES`.
+    beta: how firmly the policy is held to the reference.
+    alpha: weight of the divergences in tdpo2.
+
+  Raises:
+    ValueError: unknown name.
+  """
+  if name not in PREFERENCES:
+    raise ValueError(
+      f'unknown preference {name!r}; choices: {", ".join(PREFERENCES)}'
+    )
+  chex.assert_equal_shape(
+    [logprobs_P2L, ref_logprobs_P2L, divergence_P2L, loss_mask_P2L]
+  )
+  chex.assert_axis_dimension(loss_mask_P2L, 1, 2)
+  chosen = lambda x_P2L: masking.select(x_P2L, loss_mask_P2L)
+  # Subtracted token by token: the sums of a long trajectory would cancel.
+  log_ratio_P2L = chosen(logprobs_P2L) - chosen(sg(ref_logprobs_P2L))
+  log_ratio_P2 = jnp.sum(log_ratio_P2L, axis=2)
+  divergence_P2 = jnp.sum(chosen(divergence_P2L), axis=2)
+  margin_P = beta * (log_ratio_P2[:, 0] - log_ratio_P2[:, 1])
+  shift_P = PREFERENCES[name](
+    divergence_P2[:, 0], divergence_P2[:, 1], alpha=alpha
+  )
+  loss_P = jax.nn.softplus(beta * shift_P - margin_P)
+
+  valid_P = jnp.all(jnp.any(loss_mask_P2L, axis=2), axis=1)
+  valid_P2 = jnp.broadcast_to(valid_P[:, None], divergence_P2.shape)
+  total, count = masking.masked_total(loss_P, valid_P)
+  over_pairs = lambda x, mask: sg(masking.masked_total(x, mask, axis=0)[0])
+  return PreferenceLoss(
+    total=total,
+    count=count,
+    margin=over_pairs(margin_P, valid_P),
+    correct=over_pairs((margin_P > 0).astype(loss_P.dtype), valid_P),
+    log_ratio_2=over_pairs(log_ratio_P2, valid_P2),
+    divergence_2=over_pairs(divergence_P2, valid_P2),
+  )

@@ -1,0 +1,178 @@
+"""The divergence of two policies: its twin, its gradient, and its memory."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stppo_jax.models import heads
+from tests.models import tiny
+
+_B, _L, _D, _V = 3, 7, 4, 9
+
+
+def _arguments(seed=0, spread=0.5):
+  """hidden, output, and those of a reference `spread` away; tokens."""
+  rng = np.random.default_rng(seed)
+  draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  hidden, output = draw(_B, _L, _D), draw(_V, _D)
+  near = lambda x: x + spread * draw(*x.shape)
+  tokens = rng.integers(0, _V, (_B, _L)).astype(np.int32)
+  return hidden, output, near(hidden), near(output), tokens
+
+
+def _log_softmax(scores):
+  scores = [float(s) for s in scores]
+  largest = max(scores)
+  total = math.log(sum(math.exp(s - largest) for s in scores))
+  return [s - largest - total for s in scores]
+
+
+def _twin(hidden, output, ref_hidden, ref_output, tokens, temperature):
+  """Loops over rows, tokens and the vocabulary, in float64."""
+  hidden, output, ref_hidden, ref_output = (
+    np.asarray(x, np.float64) for x in (hidden, output, ref_hidden, ref_output)
+  )
+  logprobs, ref_logprobs, divergence = np.zeros((3, _B, _L))
+  for b in range(_B):
+    for i in range(1, _L):
+      log_pi = _log_softmax(output @ hidden[b, i - 1] / temperature)
+      log_ref = _log_softmax(ref_output @ ref_hidden[b, i - 1] / temperature)
+      logprobs[b, i] = log_pi[tokens[b, i]]
+      ref_logprobs[b, i] = log_ref[tokens[b, i]]
+      divergence[b, i] = sum(
+        math.exp(r) * (r - p) for r, p in zip(log_ref, log_pi, strict=True)
+      )
+  return logprobs, ref_logprobs, divergence
+
+
+@functools.cache
+def _jitted(temperature, chunk):
+  return jax.jit(
+    functools.partial(
+      heads.token_divergence, temperature=temperature, chunk=chunk
+    )
+  )
+
+
+@pytest.mark.parametrize('temperature', [1.0, 0.7])
+@pytest.mark.parametrize('chunk', [1, 4, 6, 64])
+def test_it_is_its_twin(temperature, chunk):
+  arguments = _arguments()
+  found = _jitted(temperature, chunk)(*arguments)
+  for x, expected in zip(found, _twin(*arguments, temperature), strict=True):
+    assert x.dtype == jnp.float32
+    np.testing.assert_allclose(x, expected, rtol=2e-6, atol=2e-6)
+
+
+def test_a_coin_by_hand():
+  # The state (1, 0) gives pi = (1/4, 3/4); the reference is a fair coin.
+  hidden = jnp.array([[[1.0, 0.0], [5.0, 5.0]]])
+  output = jnp.array([[0.0, 0.0], [np.log(3.0), 1.0]])
+  _, ref_logprobs_BL, divergence_BL = heads.token_divergence(
+    hidden,
+    output,
+    hidden,
+    jnp.zeros_like(output),
+    jnp.array([[0, 1]]),
+    temperature=1.0,
+    chunk=8,
+  )
+  expected = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
+  np.testing.assert_allclose(divergence_BL, [[0.0, expected]], rtol=1e-6)
+  np.testing.assert_allclose(ref_logprobs_BL, [[0.0, math.log(0.5)]], rtol=1e-6)
+
+
+def test_log_probabilities_are_those_of_the_policy_head():
+  hidden, output, ref_hidden, ref_output, tokens = _arguments()
+  logprobs, ref_logprobs, _ = _jitted(0.7, 4)(*_arguments())
+  plain = functools.partial(heads.token_logprobs_and_entropy, temperature=0.7)
+  expected, _ = plain(hidden, output, tokens)
+  np.testing.assert_allclose(logprobs, expected, atol=1e-6)
+  expected, _ = plain(ref_hidden, ref_output, tokens)
+  np.testing.assert_allclose(ref_logprobs, expected, atol=1e-6)
+
+
+def test_at_the_reference_it_is_0_and_so_is_its_gradient():
+  hidden, output, _, _, tokens = _arguments()
+  total = lambda hidden, output: jnp.sum(
+    _jitted(1.0, 4)(hidden, output, *_arguments()[:2], tokens)[2]
+  )
+  value, gradient = jax.value_and_grad(total, (0, 1))(hidden, output)
+  assert abs(value) < 1e-5
+  jax.tree.map(lambda g: np.testing.assert_allclose(g, 0, atol=1e-5), gradient)
+
+
+def test_the_gradient_is_that_of_the_whole_and_stops_at_the_reference():
+  weights = np.random.default_rng(1).normal(size=(3, _B, _L))
+  weights = weights.astype(np.float32)
+
+  def total(chunk, *parts):
+    found = heads.token_divergence(
+      *parts, _arguments()[4], temperature=0.7, chunk=chunk
+    )
+    return sum(jnp.sum(w * x) for w, x in zip(weights, found, strict=True))
+
+  gradient = lambda chunk: jax.jit(
+    jax.grad(functools.partial(total, chunk), (0, 1, 2, 3))
+  )(*_arguments()[:4])
+  cut, whole = gradient(4), gradient(_L - 1)
+  for c, w in zip(cut, whole, strict=True):
+    np.testing.assert_allclose(c, w, rtol=1e-5, atol=1e-5)
+  assert not np.any(cut[2]) and not np.any(cut[3])
+  # d divergence / d log pi = -ref: finite differences of the twin.
+  hidden, output, ref_hidden, ref_output, tokens = _arguments()
+
+  def twin(hidden):
+    found = _twin(hidden, output, ref_hidden, ref_output, tokens, 0.7)
+    return sum(np.sum(w * x) for w, x in zip(weights, found, strict=True))
+
+  for slot in ((0, 0, 1), (1, 3, 2), (2, 5, 0), (2, 6, 0)):
+    step = np.zeros(hidden.shape)
+    step[slot] = 1e-5
+    difference = (twin(hidden + step) - twin(hidden - step)) / 2e-5
+    assert cut[0][slot] == pytest.approx(difference, rel=1e-4, abs=1e-4)
+
+
+def test_the_scores_of_a_batch_are_never_held():
+  B, L, D, V, chunk = 4, 64, 8, 512, 8
+  shapes = [(B, L, D), (V, D), (B, L, D), (V, D)]
+  parts = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+  tokens = jax.ShapeDtypeStruct((B, L), jnp.int32)
+
+  def total(hidden, output, *rest):
+    found = heads.token_divergence(
+      hidden, output, *rest, temperature=1.0, chunk=chunk
+    )
+    return sum(jnp.sum(x) for x in found)
+
+  program = jax.jit(jax.grad(total, (0, 1))).lower(*parts, tokens).compile()
+  sizes = [
+    math.prod(int(n) for n in shape.split(','))
+    for shape in re.findall(r'f32\[([\d,]+)\]', program.as_text())
+  ]
+  assert max(sizes) == B * chunk * V  # of a chunk, and nothing larger
+
+
+def test_a_model_is_that_far_from_another():
+  model = tiny.model()
+  params, reference = tiny.params(model, 1), tiny.params(model, 2)
+  tokens = np.random.default_rng(0).integers(0, 11, (2, 8)).astype(np.int32)
+  found = jax.jit(
+    functools.partial(model.divergence, temperature=0.7, chunk=4)
+  )(params, reference, tokens)
+  hidden = lambda params: tiny.hidden(model)(params, tokens)
+  expected = _jitted(0.7, 64)(
+    hidden(params),
+    params['lm_head'],
+    hidden(reference),
+    reference['lm_head'],
+    tokens,
+  )
+  for x, e in zip(found, expected, strict=True):
+    np.testing.assert_allclose(x, e, rtol=1e-5, atol=1e-5)
+  assert np.all(found[2][:, 1:] > 0)
