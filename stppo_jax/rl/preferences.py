@@ -101,7 +101,11 @@ def preference_loss(
     [logprobs_P2L, ref_logprobs_P2L, divergence_P2L, loss_mask_P2L]
   )
   chex.assert_axis_dimension(loss_mask_P2L, 1, 2)
-  chosen = lambda x_P2L: masking.select(x_P2L, loss_mask_P2L)
+  valid_P = jnp.all(jnp.any(loss_mask_P2L, axis=2), axis=1)
+  # At the tokens: selected later, a nan of half a pair is in the gradient.
+  chosen = lambda x_P2L: masking.select(
+    x_P2L, loss_mask_P2L & valid_P[:, None, None]
+  )
   # Subtracted token by token: the sums of a long trajectory would cancel.
   log_ratio_P2L = chosen(logprobs_P2L) - chosen(sg(ref_logprobs_P2L))
   log_ratio_P2 = jnp.sum(log_ratio_P2L, axis=2)
@@ -112,15 +116,13 @@ def preference_loss(
   )
   loss_P = jax.nn.softplus(beta * shift_P - margin_P)
 
-  valid_P = jnp.all(jnp.any(loss_mask_P2L, axis=2), axis=1)
-  valid_P2 = jnp.broadcast_to(valid_P[:, None], divergence_P2.shape)
   total, count = masking.masked_total(loss_P, valid_P)
-  over_pairs = lambda x, mask: sg(masking.masked_total(x, mask, axis=0)[0])
+  over_pairs = lambda x_P: sg(masking.masked_total(x_P, valid_P)[0])
   return PreferenceLoss(
     total=total,
     count=count,
-    margin=over_pairs(margin_P, valid_P),
-    correct=over_pairs((margin_P > 0).astype(loss_P.dtype), valid_P),
-    log_ratio_2=over_pairs(log_ratio_P2, valid_P2),
-    divergence_2=over_pairs(divergence_P2, valid_P2),
+    margin=over_pairs(margin_P),
+    correct=over_pairs((margin_P > 0).astype(margin_P.dtype)),
+    log_ratio_2=sg(jnp.sum(log_ratio_P2, axis=0)),  # 0 where not valid
+    divergence_2=sg(jnp.sum(divergence_P2, axis=0)),
   )

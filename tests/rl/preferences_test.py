@@ -1,0 +1,225 @@
+"""TDPO on pairs: its twin, its gradient, identities, and poison."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stppo_jax.rl import preferences
+from tests.rl import twins
+
+P, L = 5, 12
+FAILED = 3  # the pair whose dispreferred trajectory has no token
+BETA, ALPHA = 0.3, 0.4
+NAMES = tuple(preferences.PREFERENCES)
+
+
+def _pairs(seed=0, spread=0.5):
+  """logprobs, those of the reference, divergence, mask; observations inside."""
+  rng = np.random.default_rng(seed)
+  draw = lambda: rng.normal(size=(P, 2, L))
+  mask = rng.random((P, 2, L)) < 0.6
+  mask[FAILED, 1] = False
+  logprobs = -np.abs(draw())
+  return logprobs, logprobs + spread * draw(), np.abs(draw()), mask
+
+
+def _loss(*arrays, name, beta=BETA, alpha=ALPHA):
+  return jax.jit(
+    lambda *arrays: preferences.preference_loss(
+      *arrays, name=name, beta=beta, alpha=alpha
+    )
+  )(*arrays)
+
+
+def _twin(logprobs, ref, divergence, mask, name, frozen=None):
+  """(total, count, margin, correct, log ratios, divergences) by loops.
+
+  `frozen` gives the divergences behind the stop-gradient of tdpo2.
+  """
+  total = count = margin = correct = 0
+  log_ratios, divergences = np.zeros((2, 2))
+  for p in range(P):
+    if not all(mask[p, side].any() for side in (0, 1)):
+      continue
+    ratio, kl, held = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
+    for side in (0, 1):
+      for i in range(L):
+        if mask[p, side, i]:
+          ratio[side] += logprobs[p, side, i] - ref[p, side, i]
+          kl[side] += divergence[p, side, i]
+          behind = divergence if frozen is None else frozen
+          held[side] += behind[p, side, i]
+    u = ratio[0] - ratio[1]
+    if name == 'tdpo1':
+      shift = kl[1] - kl[0]
+    else:
+      shift = ALPHA * (kl[1] - held[0])
+    total += -math.log(1 / (1 + math.exp(-BETA * (u - shift))))
+    count += 1
+    margin += BETA * u
+    correct += u > 0
+    log_ratios += ratio
+    divergences += kl
+  return total, count, margin, correct, log_ratios, divergences
+
+
+@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('seed', [0, 1])
+def test_it_is_its_twin(name, seed):
+  arrays = _pairs(seed)
+  found = _loss(*arrays, name=name)
+  assert found.count == P - 1
+  for x, expected in zip(found, _twin(*arrays, name), strict=True):
+    np.testing.assert_allclose(x, expected, rtol=1e-12)
+
+
+def test_one_pair_by_hand():
+  logprobs = jnp.array([[[-1.0, -2.0], [-3.0, -1.0]]])
+  ref = jnp.array([[[-2.0, -2.0], [-1.0, -1.0]]])
+  divergence = jnp.array([[[0.1, 0.3], [0.5, 0.2]]])
+  mask = jnp.ones((1, 2, 2), bool)
+  # u = (1 + 0) - (-2 + 0) = 3; K(w) = 0.4, K(l) = 0.7.
+  sigmoid = lambda x: 1 / (1 + math.exp(-x))
+  one = _loss(logprobs, ref, divergence, mask, name='tdpo1', beta=0.1)
+  np.testing.assert_allclose(one.total, -math.log(sigmoid(0.1 * (3 - 0.3))))
+  two = _loss(logprobs, ref, divergence, mask, name='tdpo2', beta=0.1)
+  np.testing.assert_allclose(two.total, -math.log(sigmoid(0.1 * (3 - 0.12))))
+  np.testing.assert_allclose([two.margin, two.correct], [0.3, 1])
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_the_gradient_is_that_of_finite_differences(name):
+  logprobs, ref, divergence, mask = _pairs()
+  total = lambda *arrays: _loss(*arrays, mask, name=name).total
+  of_logprobs, of_ref, of_divergence = jax.grad(total, (0, 1, 2))(
+    logprobs, ref, divergence
+  )
+  slots = [(p, side, i) for p in (0, FAILED) for side in (0, 1) for i in (2, 7)]
+  slots += [tuple(slot) for slot in np.argwhere(mask)[::7]]
+  expected = twins.differences(
+    lambda x: _twin(x, ref, divergence, mask, name)[0], logprobs, slots
+  )
+  for slot in slots:
+    assert of_logprobs[slot] == pytest.approx(expected[slot], abs=1e-8)
+  expected = twins.differences(
+    lambda x: _twin(logprobs, ref, x, mask, name, frozen=divergence)[0],
+    divergence,
+    slots,
+  )
+  for slot in slots:
+    assert of_divergence[slot] == pytest.approx(expected[slot], abs=1e-8)
+  assert not np.any(of_ref)
+
+
+def test_tdpo2_lets_the_preferred_go_where_it_wants():
+  *arrays, mask = _pairs()
+  gradient = {
+    name: jax.grad(lambda x: _loss(*arrays[:2], x, mask, name=name).total)(
+      arrays[2]
+    )
+    for name in NAMES
+  }
+  assert not np.any(gradient['tdpo2'][:, 0])
+  assert np.all(gradient['tdpo2'][:, 1] >= 0)  # the dispreferred is held
+  assert np.any(gradient['tdpo2'][:, 1] > 0)
+  assert np.any(gradient['tdpo1'][:, 0] < 0)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_at_the_reference_the_loss_is_log_2(name):
+  logprobs, _, divergence, mask = _pairs()
+  zero = np.zeros_like(divergence)
+  total = lambda x: _loss(x, logprobs, zero, mask, name=name).total
+  value, gradient = jax.value_and_grad(total)(logprobs)
+  np.testing.assert_allclose(value, (P - 1) * math.log(2), rtol=1e-12)
+  # -beta/2 at each token of the preferred, +beta/2 of the dispreferred.
+  sign = np.broadcast_to(np.array([-1.0, 1.0])[None, :, None], mask.shape)
+  counted = mask & (np.arange(P) != FAILED)[:, None, None]
+  expected = np.where(counted, BETA / 2 * sign, 0.0)
+  np.testing.assert_allclose(gradient, expected, atol=1e-15)
+
+
+def test_without_divergences_both_are_dpo():
+  logprobs, ref, divergence, mask = _pairs()
+  one = _loss(logprobs, ref, np.zeros_like(divergence), mask, name='tdpo1')
+  two = _loss(logprobs, ref, divergence, mask, name='tdpo2', alpha=0.0)
+  np.testing.assert_allclose(one.total, two.total, rtol=1e-12)
+  whole = _loss(logprobs, ref, divergence, mask, name='tdpo1')
+  two = _loss(logprobs, ref, divergence, mask, name='tdpo2', alpha=1.0)
+  np.testing.assert_allclose(whole.total, two.total, rtol=1e-12)
+
+
+@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+def test_poison_off_the_mask_changes_nothing(name, value):
+  *arrays, mask = _pairs()
+  bad = [np.where(mask, x, value) for x in arrays]
+  total = lambda *arrays: _loss(*arrays, mask, name=name).total
+  for x, expected in zip(
+    _loss(*bad, mask, name=name), _loss(*arrays, mask, name=name), strict=True
+  ):
+    np.testing.assert_array_equal(x, expected)
+  for g, expected in zip(
+    jax.grad(total, (0, 1, 2))(*bad),
+    jax.grad(total, (0, 1, 2))(*arrays),
+    strict=True,
+  ):
+    np.testing.assert_array_equal(g, expected)
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_a_pair_that_failed_is_not_there(name):
+  arrays = list(_pairs())
+  # Its other trajectory is not looked at either.
+  arrays[0][FAILED, 0] = np.nan
+  there = np.arange(P) != FAILED
+  found = _loss(*arrays, name=name)
+  without = _loss(*(x[there] for x in arrays), name=name)
+  for x, expected in zip(found, without, strict=True):
+    np.testing.assert_allclose(x, expected, rtol=1e-12)
+  gradient = jax.grad(lambda x: _loss(x, *arrays[1:], name=name).total)
+  assert not np.any(gradient(arrays[0])[FAILED])
+
+
+def test_nothing_at_all_is_0():
+  *arrays, mask = _pairs()
+  found = _loss(*arrays, np.zeros_like(mask), name='tdpo2')
+  assert not any(np.any(x) for x in found)
+
+
+def test_sums_add_up_over_parts():
+  arrays = _pairs()
+  whole = _loss(*arrays, name='tdpo2')
+  parts = [
+    _loss(*(x[cut] for x in arrays), name='tdpo2')
+    for cut in (slice(0, 2), slice(2, P))
+  ]
+  for x, a, b in zip(whole, *parts, strict=True):
+    np.testing.assert_allclose(x, a + b, rtol=1e-12)
+
+
+def test_far_apart_it_is_finite_and_linear():
+  logprobs, ref, divergence, mask = _pairs()
+  for sign in (-1, 1):
+    far = logprobs + 1e4 * np.array([sign, -sign])[None, :, None]
+    total = lambda x: _loss(x, ref, divergence, mask, name='tdpo1').total
+    value, gradient = jax.value_and_grad(total)(far)
+    assert np.isfinite(value) and np.all(np.isfinite(gradient))
+    assert (value == 0) == (sign == 1)
+    assert np.abs(gradient).max() == (0 if sign == 1 else BETA)
+
+
+def test_an_unknown_name_lists_the_choices():
+  with pytest.raises(ValueError, match="'tdpo3'; choices: tdpo1, tdpo2"):
+    _loss(*_pairs(), name='tdpo3')
+
+
+def test_unequal_shapes_are_refused():
+  logprobs, ref, divergence, mask = _pairs()
+  with pytest.raises(AssertionError):
+    _loss(logprobs, ref[:, :, :-1], divergence, mask, name='tdpo1')
+  with pytest.raises(AssertionError):
+    _loss(*(x[:, :1] for x in _pairs()), name='tdpo1')
