@@ -63,12 +63,15 @@ class Turn:
       the sampler at the run's temperature, untruncated.
     observation_ids: [M] int32, what the environment answered; may be empty.
     action: 'search', 'answer' or 'invalid', as the environment read the turn.
+    reward: what the turn itself earned, already weighted; no part of the
+      outcome.
   """
 
   token_ids: np.ndarray
   sampler_logprobs: np.ndarray
   observation_ids: np.ndarray
   action: str
+  reward: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,5 +96,10 @@ class Trajectory:
 
   @property
   def reward(self) -> float:
-    """The outcome reward: the sum of its parts."""
+    """The outcome reward: the sum of its parts, without the turns' rewards."""
     return float(sum(self.rewards.values()))
+
+  @property
+  def turn_reward(self) -> float:
+    """What the turns themselves earned, all together."""
+    return float(sum(turn.reward for turn in self.turns))

@@ -19,8 +19,20 @@ _WORLDS_PER_RUN = 1_000_000
 class Questions(Protocol):
   """Training questions by step, evaluation questions by data set."""
 
-  def train(self, step: int, count: int) -> list[types.Question]:
-    """`count` different questions of that step, always the same ones."""
+  def train(
+    self, step: int, count: int, *, further: int = 0
+  ) -> list[types.Question]:
+    """`count` different questions of that step, always the same ones.
+
+    Args:
+      step: of the run.
+      count: questions.
+      further: which further `count` questions of that step; 0 are the first.
+        They repeat none of those before them.
+
+    Raises:
+      ValueError: there are not so many questions.
+    """
     ...
 
   def evaluation(self, count: int) -> dict[str, list[types.Question]]:
@@ -55,11 +67,13 @@ class SyntheticQuestions:
   hops: tuple[int, ...]
   world_options: dict[str, int]
 
-  def train(self, step: int, count: int) -> list[types.Question]:
-    """See `Questions`."""
+  def train(
+    self, step: int, count: int, *, further: int = 0
+  ) -> list[types.Question]:
+    """See `Questions`; further ones are of the same world."""
     world = self._world(_index(self.seed + 1, step))
-    chains = world.chains(count, hops=self.hops, seed=0)
-    return [chain.question for chain in chains]
+    chains = world.chains((further + 1) * count, hops=self.hops, seed=0)
+    return [chain.question for chain in chains[further * count :]]
 
   def demonstration_chains(
     self, step: int, count: int, *, hops: tuple[int, ...]
@@ -102,7 +116,8 @@ class FileQuestions:
   """Questions and passages from JSONL files.
 
   Every epoch is a new permutation of the training questions; a step takes the
-  next `count` of them.
+  next `count` of them. Its further questions are a random sample of all others,
+  which the epoch asks all the same.
 
   Args:
     seed: of the permutations.
@@ -127,15 +142,33 @@ class FileQuestions:
     self._evaluation = readers.read_questions(evaluation) if evaluation else []
     self._corpus = corpus
 
-  def train(self, step: int, count: int) -> list[types.Question]:
+  def train(
+    self, step: int, count: int, *, further: int = 0
+  ) -> list[types.Question]:
     """See `Questions`."""
+    total = len(self._train)
+    if further and (further + 1) * count > total:
+      raise ValueError(
+        f'{total} training questions are fewer than {further + 1} times '
+        f'{count}, which a step may ask with its resampled groups'
+      )
+    chosen = self._next(step, count)
+    if further:
+      asked = set(chosen)
+      order = np.random.default_rng((self._seed, step, 1)).permutation(total)
+      rest = [index for index in order if index not in asked]
+      chosen = rest[(further - 1) * count : further * count]
+    return [self._train[index] for index in chosen]
+
+  def _next(self, step: int, count: int) -> list[int]:
+    """Indices of the questions that are due in the epochs' order."""
     total = len(self._train)
     chosen = []
     for place in range(step * count, (step + 1) * count):
       epoch, index = divmod(place, total)
       if index == 0 or not chosen:
         order = np.random.default_rng((self._seed, epoch)).permutation(total)
-      chosen.append(self._train[order[index]])
+      chosen.append(int(order[index]))
     return chosen
 
   def evaluation(self, count: int) -> dict[str, list[types.Question]]:

@@ -37,11 +37,13 @@ class Step:
     action: 'search', 'answer' or 'invalid'.
     observation: what follows the turn; None when the trajectory ends here.
     status: how the trajectory ended; None while it goes on.
+    reward: what this turn earned, whatever the outcome; already weighted.
   """
 
   action: str
   observation: Observation | None
   status: types.TrajectoryStatus | None
+  reward: float = 0.0
 
 
 class Environment(Protocol):

@@ -1,5 +1,6 @@
 """Question answering with a search engine."""
 
+from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
 
@@ -10,13 +11,15 @@ from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards as rewards_lib
 from stppo_jax.retrieval import protocol as retrieval
 
-REWARD_NAMES = (
+OUTCOME_NAMES = (
   'exact_match',
   'substring_match',
   'f1',
   'format',
   'search_penalty',
 )
+TURN_NAMES = ('turn_search', 'turn_answer_found')
+REWARD_NAMES = OUTCOME_NAMES + TURN_NAMES
 
 
 class SearchEnvironment:
@@ -40,8 +43,9 @@ class SearchEnvironment:
       retriever: finds the passages.
       max_turns: searches per question.
       prompt_template: file with `{question}`; '' = the built-in prompt.
-      rewards: weight of each of REWARD_NAMES; `search_penalty` is subtracted
-        per search.
+      rewards: weight of each of REWARD_NAMES. `search_penalty` is subtracted
+        per search; `turn_search` goes to a turn whose search found passages,
+        `turn_answer_found` to one that found a golden answer in them.
       reward_scope: 'response' | 'search_r1', see `rewards.SCOPES`.
 
     Raises:
@@ -91,7 +95,12 @@ class SearchEnvironment:
     except retrieval.RetrievalError:
       # Counted by the retriever; the status carries it from here.
       return protocol.Step('search', None, types.TrajectoryStatus.INFRA_ERROR)
-    return protocol.Step('search', prompts.information(passages), None)
+    return protocol.Step(
+      'search',
+      prompts.information(passages),
+      None,
+      self._turn_reward(question, passages),
+    )
 
   def rewards(
     self,
@@ -102,12 +111,13 @@ class SearchEnvironment:
   ) -> tuple[dict[str, float], dict[str, float]]:
     """See `protocol.Environment`.
 
-    Scores are 'em' (for choice questions the accuracy of the choice), 'f1',
+    Parts are OUTCOME_NAMES; what turns earned is in their steps. Scores are
+    'em' (for choice questions the accuracy of the choice), 'f1',
     'substring_match' and 'format'.
     """
     scores = dict.fromkeys(('em', 'f1', 'substring_match', 'format'), 0.0)
     if status is types.TrajectoryStatus.INFRA_ERROR:
-      return dict.fromkeys(REWARD_NAMES, 0.0), scores
+      return dict.fromkeys(OUTCOME_NAMES, 0.0), scores
     answer = self._find_answer(prompt, texts)
     if answer is not None:
       scores |= _answer_scores(question, answer)
@@ -120,22 +130,34 @@ class SearchEnvironment:
       'search_penalty': 0.0 - rewards_lib.count_searches(texts),
     }
     return {
-      name: self._weights[name] * measures[name] for name in REWARD_NAMES
+      name: self._weights[name] * measures[name] for name in OUTCOME_NAMES
     }, scores
+
+  def _turn_reward(
+    self, question: types.Question, passages: Sequence[types.Passage]
+  ) -> float:
+    """What a search is worth by what it found, cut or not (MT-GRPO)."""
+    if not passages:
+      return 0.0
+    golden = _golden_texts(question)
+    found = max(
+      rewards_lib.substring_match(f'{passage.title}\n{passage.text}', golden)
+      for passage in passages
+    )
+    weights = self._weights
+    return weights['turn_search'] + weights['turn_answer_found'] * found
 
 
 def _answer_scores(question: types.Question, answer: str) -> dict[str, float]:
-  golden, options = question.golden_answers, question.options
+  golden = _golden_texts(question)
   if question.kind == 'choice':
-    em = rewards_lib.choice_accuracy(answer, options, golden)
+    options = question.options
+    em = rewards_lib.choice_accuracy(answer, options, question.golden_answers)
     chosen = rewards_lib.choose(answer, options)
     # Words are compared with words: "C" has none in common with its option.
     if len(chosen) == 1:
       (letter,) = chosen
       answer = options[letter]
-    golden = [
-      options[key] for key in rewards_lib.golden_choices(options, golden)
-    ]
   else:
     em = rewards_lib.exact_match(answer, golden)
   return {
@@ -143,3 +165,12 @@ def _answer_scores(question: types.Question, answer: str) -> dict[str, float]:
     'f1': rewards_lib.token_f1(answer, golden),
     'substring_match': rewards_lib.substring_match(answer, golden),
   }
+
+
+def _golden_texts(question: types.Question) -> Collection[str]:
+  """The golden answers in words; of choice questions the options' texts."""
+  if question.kind != 'choice':
+    return question.golden_answers
+  options = question.options
+  golden = rewards_lib.golden_choices(options, question.golden_answers)
+  return [options[key] for key in golden]

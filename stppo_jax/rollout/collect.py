@@ -42,7 +42,9 @@ class Engine(Protocol):
   slots: int
   max_length: int
 
-  def reset(self) -> None: ...
+  def prefill(
+    self, ids_by_group: Mapping[int, np.ndarray], *, group_size: int
+  ) -> None: ...
   def remaining(self, slot: int) -> int: ...
   def extend(self, ids_by_slot: Mapping[int, np.ndarray]) -> None: ...
   def generate(
@@ -73,6 +75,7 @@ class Collector:
     max_turn_tokens: longest turn, in tokens.
     max_observation_tokens: longest observation; its body is cut, never its
       closing tag.
+    group_size: trajectories of each question; their prompt is computed once.
   """
 
   def __init__(
@@ -84,6 +87,7 @@ class Collector:
     loop: event_loop.EventLoop,
     max_turn_tokens: int,
     max_observation_tokens: int,
+    group_size: int = 1,
   ):
     self._engine = engine
     self._environment = environment
@@ -91,14 +95,15 @@ class Collector:
     self._loop = loop
     self._max_turn_tokens = max_turn_tokens
     self._max_observation_tokens = max_observation_tokens
+    self._group_size = group_size
 
   def collect(
     self, questions: Sequence[types.Question], keys, *, greedy: bool = False
   ) -> list[types.Trajectory]:
-    """One trajectory per question, in order.
+    """`group_size` adjacent trajectories per question, in order.
 
     Args:
-      questions: at most as many as the engine has slots.
+      questions: no more than the engine has slots for their trajectories.
       keys: typed jax keys, one per slot of the engine.
       greedy: take the likeliest token instead of drawing.
 
@@ -108,14 +113,18 @@ class Collector:
     Raises:
       ValueError: too many questions.
     """
-    if len(questions) > self._engine.slots:
+    size = self._group_size
+    if len(questions) * size > self._engine.slots:
       raise ValueError(
-        f'{len(questions)} questions for {self._engine.slots} slots'
+        f'{len(questions)} questions for {self._engine.slots} slots, '
+        f'{size} of them for each'
       )
-    rows = [self._open(question) for question in questions]
+    groups = [self._open(question) for question in questions]
+    rows = [row for group in groups for row in group]
     active = [n for n, row in enumerate(rows) if row.status is None]
-    self._engine.reset()
-    self._engine.extend({n: rows[n].prompt_ids for n in active})
+    self._engine.prefill(
+      {n // size: rows[n].prompt_ids for n in active}, group_size=size
+    )
     while active:
       written = self._engine.generate(
         active, keys_S=keys, max_tokens=self._max_turn_tokens, greedy=greedy
@@ -132,13 +141,16 @@ class Collector:
       active = list(observations)
     return [self._finish(row) for row in rows]
 
-  def _open(self, question: types.Question) -> _Row:
+  def _open(self, question: types.Question) -> list[_Row]:
+    """The rows of a group: one prompt, one beginning."""
     prompt = self._environment.prompt(question)
     ids = self._tokenizer.encode_prompt(prompt)
-    row = _Row(question, prompt, ids[: self._engine.max_length])
-    if len(ids) >= self._engine.max_length:
-      row.status = Status.TRUNCATED_LENGTH
-    return row
+    room = self._engine.max_length
+    status = Status.TRUNCATED_LENGTH if len(ids) >= room else None
+    return [
+      _Row(question, prompt, ids[:room], status=status)
+      for _ in range(self._group_size)
+    ]
 
   async def _answers(
     self, rows: Sequence[_Row], written: Mapping[int, Written]
@@ -174,7 +186,11 @@ class Collector:
       observation_ids = np.zeros(0, np.int32)
     row.turns.append(
       types.Turn(
-        written.token_ids, written.logprobs, observation_ids, step.action
+        written.token_ids,
+        written.logprobs,
+        observation_ids,
+        step.action,
+        step.reward,
       )
     )
     return observation_ids

@@ -3,6 +3,7 @@
 B trajectories, L tokens.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,16 +11,37 @@ import numpy as np
 from stppo_jax import batch as batch_lib
 from stppo_jax import types
 
+# The tokens of a turn to the number of each one's sentence: 1, 2, ...
+Sentences = Callable[[np.ndarray], np.ndarray]
+
 
 def pack(
-  trajectories: Sequence[types.Trajectory], *, length_bucket: int
+  trajectories: Sequence[types.Trajectory],
+  *,
+  length_bucket: int,
+  sentences: Sentences | None = None,
 ) -> batch_lib.TokenBatch:
   """Right-padded numpy arrays; lengths are a multiple of `length_bucket`.
 
   Rows keep their order. A row that ended in INFRA_ERROR keeps its tokens but
-  an empty loss mask and no reward: it weighs nothing anywhere.
+  an empty loss mask and no reward: it weighs nothing anywhere. What a turn
+  earned stands on its last token, the outcome on the row's last policy token,
+  where the two add up.
+
+  Args:
+    trajectories: the rows.
+    length_bucket: tokens.
+    sentences: see `sentences.SentenceSplitter`; without it the batch has no
+      sentence ids.
   """
-  rows = [_row(trajectory) for trajectory in trajectories]
+  groups, states = {}, {}
+  group_ids, rows = [], []
+  for trajectory in trajectories:
+    question = trajectory.question
+    # Ids are unique within a data set only.
+    key = question.data_set, question.id
+    group_ids.append(groups.setdefault(key, len(groups)))
+    rows.append(_row(trajectory, group_ids[-1], states, sentences))
   longest = max(len(row['tokens']) for row in rows)
   shape = (len(rows), -(-longest // length_bucket) * length_bucket)
   arrays = {
@@ -28,44 +50,61 @@ def pack(
   for n, row in enumerate(rows):
     for name, value in row.items():
       arrays[name][n, : len(value)] = value
-  groups = {}
   return batch_lib.TokenBatch(
-    tokens_BL=arrays['tokens'],
     lengths_B=np.array([len(row['tokens']) for row in rows], np.int32),
-    turn_ids_BL=arrays['turn_ids'],
-    loss_mask_BL=arrays['loss_mask'],
-    sampler_logprobs_BL=arrays['sampler_logprobs'],
-    rewards_BL=arrays['rewards'],
-    group_ids_B=np.array(
-      [
-        # Ids are unique within a data set only.
-        groups.setdefault((question.data_set, question.id), len(groups))
-        for question in (trajectory.question for trajectory in trajectories)
-      ],
-      np.int32,
-    ),
+    group_ids_B=np.array(group_ids, np.int32),
+    **{f'{name}_BL': array for name, array in arrays.items()},
   )
 
 
-def _row(trajectory: types.Trajectory) -> dict[str, np.ndarray]:
-  """The arrays of one trajectory, unpadded."""
-  parts = [(trajectory.prompt_ids, 0, np.zeros(len(trajectory.prompt_ids)))]
+def _row(
+  trajectory: types.Trajectory,
+  group_id: int,
+  states: dict[tuple[int, bytes | None], int],
+  sentences: Sentences | None,
+) -> dict[str, np.ndarray]:
+  """The arrays of one trajectory, unpadded; numbers the states it meets."""
+  tokens, logprobs = [trajectory.prompt_ids], [_zeros(trajectory.prompt_ids)]
+  turn_ids, state_ids, sentence_ids, rewards = (
+    [_zeros(trajectory.prompt_ids)] for _ in range(4)
+  )
+  observation, num_sentences = None, 0  # nothing observed: the first turn
   for turn_id, turn in enumerate(trajectory.turns, start=1):
-    parts.append((turn.token_ids, turn_id, turn.sampler_logprobs))
-    ids = turn.observation_ids
-    parts.append((ids, 0, np.zeros(len(ids))))
-  turn_ids = np.concatenate([np.full(len(ids), k) for ids, k, _ in parts])
+    written, told = turn.token_ids, turn.observation_ids
+    state_id = states.setdefault((group_id, observation), len(states) + 1)
+    tokens += [written, told]
+    logprobs += [turn.sampler_logprobs, _zeros(told)]
+    turn_ids += [np.full(len(written), turn_id), _zeros(told)]
+    state_ids += [np.full(len(written), state_id), _zeros(told)]
+    if sentences is not None:
+      numbers = num_sentences + sentences(written)
+      num_sentences = max(numbers, default=num_sentences)
+      sentence_ids += [numbers, _zeros(told)]
+    earned = _zeros(written)
+    earned[-1:] = turn.reward
+    rewards += [earned, _zeros(told)]
+    observation = np.asarray(told, np.int32).tobytes()
   valid = trajectory.status is not types.TrajectoryStatus.INFRA_ERROR
-  loss_mask = (turn_ids > 0) & valid
-  rewards = np.zeros(len(turn_ids), np.float32)
-  if loss_mask.any():
-    rewards[np.flatnonzero(loss_mask)[-1]] = trajectory.reward
-  return {
-    'tokens': np.concatenate([ids for ids, _, _ in parts]).astype(np.int32),
-    'turn_ids': turn_ids.astype(np.int32),
-    'loss_mask': loss_mask,
-    'sampler_logprobs': np.concatenate([x for _, _, x in parts]).astype(
-      np.float32
-    ),
-    'rewards': rewards,
+  row = {
+    'tokens': _joined(tokens, np.int32),
+    'turn_ids': _joined(turn_ids, np.int32),
+    'sampler_logprobs': _joined(logprobs, np.float32),
+    'rewards': _joined(rewards, np.float32),
+    'state_ids': _joined(state_ids, np.int32),
   }
+  row['loss_mask'] = (row['turn_ids'] > 0) & valid
+  if sentences is not None:
+    row['sentence_ids'] = _joined(sentence_ids, np.int32)
+  if valid:
+    row['rewards'][np.flatnonzero(row['turn_ids'])[-1:]] += trajectory.reward
+  else:
+    row['rewards'][:] = 0.0
+  return row
+
+
+def _zeros(ids: np.ndarray) -> np.ndarray:
+  return np.zeros(len(ids))
+
+
+def _joined(parts: Sequence[np.ndarray], dtype) -> np.ndarray:
+  return np.concatenate(parts).astype(dtype)

@@ -2,13 +2,16 @@
 
 S slots, C tokens appended at once, V vocabulary. Two programs do everything:
 `extend` appends a prompt or an observation to some slots, `decode` lets the
-policy write until its turn ends. Nothing is ever prefilled twice. All slots
-run in every call, so shapes never depend on which rows are busy.
+policy write until its turn ends. Nothing is ever prefilled twice: a prompt
+that several slots share is computed once and copied. All slots run in every
+call, so shapes never depend on which rows are busy.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +20,7 @@ import numpy as np
 from stppo_jax.models import functional
 from stppo_jax.models import heads
 from stppo_jax.models import transformer
+from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.sampling import stops
 
@@ -84,6 +88,7 @@ class Engine:
     self._decode_chunk = decode_chunk
     self._stopped = automaton.stopped
     self._rows = sharding.batch_sharding(mesh)
+    self._shards = math.prod(mesh.shape[axis] for axis in mesh_lib.BATCH_AXES)
     whole = sharding.replicated(mesh)
     self._table_SV = jax.device_put(
       automaton.table(model.config.vocab_size), whole
@@ -91,7 +96,12 @@ class Engine:
     self._copy = jax.jit(
       lambda params: jax.tree.map(jnp.copy, params), out_shardings=whole
     )
-    self._empty = jax.jit(self._empty_state, out_shardings=self._rows)
+    self._empty = jax.jit(
+      self._empty_state, static_argnums=0, out_shardings=self._rows
+    )
+    self._spread = jax.jit(
+      self._spread_state, static_argnums=1, out_shardings=self._rows
+    )
     self._extend = jax.jit(self._extend_state, donate_argnums=1)
     self._decode = jax.jit(
       functools.partial(self._decode_state, temperature=temperature),
@@ -107,38 +117,87 @@ class Engine:
 
   def reset(self) -> None:
     """Empties all slots."""
-    self._state = self._empty()
+    self._state = self._empty(self.slots)
     self._lengths[:] = 0
 
   def remaining(self, slot: int) -> int:
     """Tokens that still fit into a slot."""
     return self.max_length - int(self._lengths[slot])
 
-  def extend(self, ids_by_slot: dict[int, np.ndarray]) -> None:
+  def prefill(
+    self, ids_by_group: Mapping[int, np.ndarray], *, group_size: int
+  ) -> None:
+    """Empties all slots and opens groups of adjacent slots with a prompt each.
+
+    Slot g * group_size + i belongs to group g. A prompt is computed once, in a
+    cache with a slot for each group (a shape of its own), then cache, length
+    and hidden state are copied to all slots of the group. While that lasts,
+    1 + 1 / group_size caches are in memory. With group_size 1 nothing is
+    copied.
+
+    Args:
+      ids_by_group: prompts; a group without one stays empty.
+      group_size: slots of a group, a divisor of `slots`.
+
+    Raises:
+      ValueError: a group size that does not divide the slots, or more tokens
+        than fit into a slot.
+    """
+    if self.slots % group_size:
+      raise ValueError(
+        f'{self.slots} slots are no multiple of group_size={group_size}'
+      )
+    if group_size == 1:
+      self.reset()
+      self.extend(ids_by_group)
+      return
+    # Devices may be more than groups: the slots that pad the rows stay empty.
+    groups = self.slots // group_size
+    rows = -(-groups // self._shards) * self._shards
+    self._state = None  # its memory is needed
+    self._lengths[:] = 0
+    prompts, lengths = self._append(
+      self._empty(rows), np.zeros(rows, np.int32), ids_by_group
+    )
+    self._state = self._spread(prompts, group_size)
+    self._lengths[:] = np.repeat(lengths[:groups], group_size)
+
+  def extend(self, ids_by_slot: Mapping[int, np.ndarray]) -> None:
     """Appends tokens that the policy did not write.
 
     Raises:
       ValueError: more tokens than fit into a slot.
     """
-    for slot, ids in ids_by_slot.items():
-      if len(ids) > self.remaining(slot):
+    self._state, self._lengths = self._append(
+      self._state, self._lengths, ids_by_slot
+    )
+
+  def _append(
+    self,
+    state: SlotState,
+    lengths: np.ndarray,
+    ids_by_row: Mapping[int, np.ndarray],
+  ) -> tuple[SlotState, np.ndarray]:
+    """A state (donated) with tokens appended to some rows, and its lengths."""
+    for row, ids in ids_by_row.items():
+      room = self.max_length - int(lengths[row])
+      if len(ids) > room:
         raise ValueError(
-          f'{len(ids)} tokens do not fit into the {self.remaining(slot)} '
-          f'left of max_length={self.max_length}'
+          f'{len(ids)} tokens do not fit into the {room} left of '
+          f'max_length={self.max_length}'
         )
-    longest = max((len(ids) for ids in ids_by_slot.values()), default=0)
+    longest = max((len(ids) for ids in ids_by_row.values()), default=0)
     chunk = self._extend_chunk
     for start in range(0, longest, chunk):
-      tokens_SC = np.zeros((self.slots, chunk), np.int32)
-      counts_S = np.zeros(self.slots, np.int32)
-      for slot, ids in ids_by_slot.items():
+      tokens_RC = np.zeros((len(lengths), chunk), np.int32)
+      counts_R = np.zeros(len(lengths), np.int32)
+      for row, ids in ids_by_row.items():
         part = ids[start : start + chunk]
-        tokens_SC[slot, : len(part)] = part
-        counts_S[slot] = len(part)
-      self._state = self._extend(
-        self._params, self._state, *self._put(tokens_SC, counts_S)
-      )
-      self._lengths += counts_S
+        tokens_RC[row, : len(part)] = part
+        counts_R[row] = len(part)
+      state = self._extend(self._params, state, *self._put(tokens_RC, counts_R))
+      lengths = lengths + counts_R
+    return state, lengths
 
   def generate(
     self,
@@ -195,12 +254,19 @@ class Engine:
   def _put(self, *arrays):
     return jax.device_put(arrays, self._rows)
 
-  def _empty_state(self) -> SlotState:
+  def _empty_state(self, rows: int) -> SlotState:
     config = self._model.config
     return SlotState(
-      transformer.empty_cache(config, self.slots, self.max_length),
-      jnp.zeros(self.slots, jnp.int32),
-      jnp.zeros((self.slots, config.hidden_size), config.dtype),
+      transformer.empty_cache(config, rows, self.max_length),
+      jnp.zeros(rows, jnp.int32),
+      jnp.zeros((rows, config.hidden_size), config.dtype),
+    )
+
+  def _spread_state(self, prompts: SlotState, group_size: int) -> SlotState:
+    """Row g of the prompts in slots g * group_size and those that follow."""
+    groups = self.slots // group_size
+    return jax.tree.map(
+      lambda x: jnp.repeat(x[:groups], group_size, axis=0), prompts
     )
 
   def _extend_state(self, params, state, tokens_SC, counts_S) -> SlotState:

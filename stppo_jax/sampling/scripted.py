@@ -1,5 +1,6 @@
 """A policy that plays back what it was given: for demonstrations and tests."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,11 +29,20 @@ class ScriptedEngine:
     self._lengths = [0] * self.slots
     self._turns = [0] * self.slots
 
+  def prefill(
+    self, ids_by_group: Mapping[int, np.ndarray], *, group_size: int
+  ) -> None:
+    """Back to the first turns; counts a group's tokens in each of its slots."""
+    self.reset()
+    for group, ids in ids_by_group.items():
+      first = group * group_size
+      self.extend(dict.fromkeys(range(first, first + group_size), ids))
+
   def remaining(self, slot: int) -> int:
     """Tokens that still fit into a slot."""
     return self.max_length - self._lengths[slot]
 
-  def extend(self, ids_by_slot: dict[int, np.ndarray]) -> None:
+  def extend(self, ids_by_slot: Mapping[int, np.ndarray]) -> None:
     """Counts the tokens."""
     for slot, ids in ids_by_slot.items():
       self._lengths[slot] += len(ids)

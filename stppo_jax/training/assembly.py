@@ -26,6 +26,7 @@ from stppo_jax.retrieval import client
 from stppo_jax.retrieval import server
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import event_loop
+from stppo_jax.rollout import sentences
 from stppo_jax.sampling import engine as engine_lib
 from stppo_jax.sampling import stops
 from stppo_jax.sampling import tokenizer as tokenizer_lib
@@ -227,7 +228,12 @@ def check(config, questions: questions_lib.Questions) -> None:
   if config.model.path:
     load_hf.weights_file(config.model.path)
     build_model_config(config, build_tokenizer(config, questions))
-  questions.train(0, config.rollout.trajectories_per_step)
+  rollout = config.rollout
+  questions.train(
+    0,
+    rollout.trajectories_per_step // rollout.group_size,
+    further=rollout.resample_rounds,
+  )
   questions.evaluation(config.evaluate.num_questions)
 
 
@@ -258,6 +264,7 @@ def build_collector(
   policy: functional.Model,
   *,
   slots: int,
+  group_size: int = 1,
 ) -> tuple[collect.Collector, engine_lib.Engine]:
   """A collector and its engine; publish weights to the engine before use."""
   engine = engine_lib.Engine(
@@ -277,5 +284,15 @@ def build_collector(
     loop=surroundings.loop,
     max_turn_tokens=config.env.max_turn_tokens,
     max_observation_tokens=config.env.max_observation_tokens,
+    group_size=group_size,
   )
   return collector, engine
+
+
+def build_sentences(
+  config, tokenizer: tokenizer_lib.Tokenizer
+) -> sentences.SentenceSplitter | None:
+  """What cuts turns into sentences, if the algorithm looks at them."""
+  if config.algorithm.ratio.level != 'sentence':
+    return None
+  return sentences.SentenceSplitter(tokenizer.token_bytes())

@@ -15,6 +15,7 @@ class Purpose(enum.IntEnum):
   EVALUATE = 1
   SHUFFLE = 2
   INIT = 3
+  RESAMPLE = 4
 
 
 def step_key(seed: int, step: int, purpose: Purpose) -> Array:

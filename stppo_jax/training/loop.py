@@ -25,15 +25,13 @@ from stppo_jax.retrieval import protocol
 from stppo_jax.rollout import pack
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint
+from stppo_jax.training import collection
 from stppo_jax.training import evaluation
 from stppo_jax.training import interruption
-from stppo_jax.training import keys
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import run_record
 from stppo_jax.training import trajectory_metrics
 from stppo_jax.training import writer as writer_lib
-
-_MAX_COLLECTIONS = 3  # of one step, by a retriever that answers but fails
 
 
 def train(config, workdir: str | pathlib.Path) -> int:
@@ -116,13 +114,15 @@ class _Run:
       self._learner = learner_lib.Learner(config, shape, mesh)
       self._state = self._learner.start()
       self._reference = self._learner.reference()
-      self._collector, self._engine = assembly.build_collector(
+      collector, self._engine = assembly.build_collector(
         config,
         surroundings,
         self._tokenizer,
         self._learner.policy,
         slots=config.rollout.trajectories_per_step,
+        group_size=config.rollout.group_size,
       )
+      self._sentences = assembly.build_sentences(config, self._tokenizer)
     self._evaluator = evaluation.Evaluator(
       config, surroundings, self._tokenizer, self._learner.policy
     )
@@ -134,6 +134,9 @@ class _Run:
       num_steps=config.num_steps,
       tensorboard=config.writer.tensorboard,
       trajectories=config.writer.trajectories,
+    )
+    self._collector = collection.StepCollector(
+      config, surroundings, collector, self._writer.show
     )
     self._evaluates = config.evaluate.every > 0 and bool(
       surroundings.questions.evaluation(config.evaluate.num_questions)
@@ -188,9 +191,13 @@ class _Run:
     config, step = self._config, self._done
     timer = _Timer()
     with interrupt.abandonable():
-      trajectories, metrics = self._collect(step)
+      trajectories, metrics = self._collector.collect(step)
     timer.lap('collect')
-    packed = pack.pack(trajectories, length_bucket=config.rollout.length_bucket)
+    packed = pack.pack(
+      trajectories,
+      length_bucket=config.rollout.length_bucket,
+      sentences=self._sentences,
+    )
     batch, annotations = self._learner.annotate(
       packed, self._state, self._reference
     )
@@ -236,40 +243,6 @@ class _Run:
     self._save()
     timer.lap('checkpoint')
     self._save_seconds = timer.laps['timing_s/checkpoint']
-
-  def _collect(self, step: int):
-    """The trajectories of a step, and their metrics.
-
-    Where the retriever failed too many, the step has not happened: once it
-    answers again, the same step is collected again.
-    """
-    config = self._config.rollout
-    count = config.trajectories_per_step
-    questions = self._surroundings.questions.train(
-      step, count // config.group_size
-    )
-    repeated = [q for q in questions for _ in range(config.group_size)]
-    key = keys.step_key(self._config.seed, step, keys.Purpose.COLLECT)
-    retriever = self._surroundings.retriever
-    retriever.statistics()  # forgets the queries of an evaluation
-    for _ in range(_MAX_COLLECTIONS):
-      trajectories = self._collector.collect(
-        repeated, keys.row_keys(key, 0, count)
-      )
-      metrics = trajectory_metrics.measure(trajectories)
-      valid = metrics['rollout/valid_fraction']
-      if valid > 0 and valid >= config.min_valid_fraction:
-        return trajectories, metrics | retriever.statistics()
-      self._writer.show(
-        f'step {step + 1}: the retriever failed {1 - valid:.0%} of the '
-        'trajectories; they are collected again when it is ready'
-      )
-      self._surroundings.loop.run(retriever.wait_until_ready())
-    raise interruption.Outage(
-      f'step {step + 1}: the retriever answers, yet failed {1 - valid:.0%} of '
-      f'the trajectories in the last of {_MAX_COLLECTIONS} collections; step '
-      f'{step} is saved, the same command resumes'
-    )
 
   def _evaluate(self) -> dict[str, float]:
     """Greedy scores of the fixed questions; shows a few of the dialogues."""

@@ -11,6 +11,31 @@ from stppo_jax import types
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 
 
+def valid_fraction(trajectories: Sequence[types.Trajectory]) -> float:
+  """The share that the infrastructure did not fail."""
+  return len(_valid(trajectories)) / len(trajectories)
+
+
+def zero_variance(group: Sequence[types.Trajectory]) -> bool:
+  """Whether at least two valid rows all earned the same: nothing to compare.
+
+  Called a group that is all right or all wrong, where the outcome is 0 or 1.
+  Totals count, the turns' rewards included, in float32, as the trainer sees
+  them.
+  """
+  valid = _valid(group)
+  totals = {np.float32(t.reward + t.turn_reward) for t in valid}
+  return len(valid) >= 2 and len(totals) == 1
+
+
+def measure_groups(
+  groups: Sequence[Sequence[types.Trajectory]],
+) -> dict[str, float]:
+  """The share of groups without variance among those of two valid rows."""
+  idle = [zero_variance(group) for group in groups if len(_valid(group)) >= 2]
+  return {'rollout/zero_variance_groups': _mean(idle)}
+
+
 def measure(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
   """Rewards, scores, lengths, turns, actions and statuses of a collection.
 
@@ -23,8 +48,8 @@ def measure(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
     )
     for status in types.TrajectoryStatus
   }
-  valid = [t for t in trajectories if t.status is not _INFRA_ERROR]
-  metrics['rollout/valid_fraction'] = len(valid) / len(trajectories)
+  valid = _valid(trajectories)
+  metrics['rollout/valid_fraction'] = valid_fraction(trajectories)
   if not valid:
     return metrics
   actions = [[turn.action for turn in t.turns] for t in valid]
@@ -39,6 +64,7 @@ def measure(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
   )
   for name in valid[0].rewards:
     metrics[f'reward/{name}/mean'] = _mean([t.rewards[name] for t in valid])
+  metrics['reward/turns/mean'] = _mean([t.turn_reward for t in valid])
   for name in valid[0].scores:
     metrics[f'score/{name}/mean'] = _mean([t.scores[name] for t in valid])
   for data_set in sorted({t.question.data_set for t in valid}):
@@ -63,7 +89,7 @@ def record(trajectory: types.Trajectory, tokenizer) -> dict[str, Any]:
 
   Returns:
     question, golden_answers, data_set, prompt, turns (each with text,
-    observation and action), rewards, scores and status.
+    observation, action and reward), rewards, scores and status.
   """
   question = trajectory.question
   return {
@@ -77,6 +103,7 @@ def record(trajectory: types.Trajectory, tokenizer) -> dict[str, Any]:
         'text': tokenizer.decode(turn.token_ids),
         'observation': tokenizer.decode(turn.observation_ids),
         'action': turn.action,
+        'reward': float(turn.reward),
       }
       for turn in trajectory.turns
     ],
@@ -84,6 +111,12 @@ def record(trajectory: types.Trajectory, tokenizer) -> dict[str, Any]:
     'scores': _plain(trajectory.scores),
     'status': trajectory.status.value,
   }
+
+
+def _valid(
+  trajectories: Sequence[types.Trajectory],
+) -> list[types.Trajectory]:
+  return [t for t in trajectories if t.status is not _INFRA_ERROR]
 
 
 def _plain(parts: Mapping[str, float]) -> dict[str, float]:

@@ -46,6 +46,9 @@ def test_the_rows_are_right(row):
     ('env.max_turns', -1, '0 or greater'),
     ('env.rewards.f1', math.nan, 'a finite number'),
     ('env.rewards.search_penalty', -0.1, '0 or greater'),
+    ('env.rewards.turn_search', math.inf, 'a finite number'),
+    ('env.rewards.turn_answer_found', math.nan, 'a finite number'),
+    ('rollout.resample_rounds', -1, '0 or greater'),
     ('env.reward_scope', 'all', 'one of response, search_r1'),
     ('retrieval.timeout', 0.0, 'greater than 0'),
     ('retrieval.timeout', math.inf, 'greater than 0'),
@@ -79,6 +82,11 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
       {'rollout__group_size': 3},
       'rollout.trajectories_per_step=512: must be a multiple of '
       'rollout.group_size=3',
+    ),
+    (
+      {'rollout__resample_rounds': 2},
+      'rollout.resample_rounds=2: must be 0 when rollout.group_size=1: one '
+      'reward has no variance',
     ),
     (
       {'updates__microbatch_size': 48},

@@ -126,6 +126,34 @@ def test_every_epoch_is_a_new_permutation(tmp_path, count):
   assert [question.id for question in other] != epochs[0]
 
 
+@pytest.mark.parametrize('step', [0, 1, 4])
+def test_further_questions_of_a_file_repeat_none_of_the_step(tmp_path, step):
+  questions = _files(tmp_path, train=12)
+  parts = [
+    [q.id for q in questions.train(step, 3, further=further)]
+    for further in range(4)
+  ]
+  assert parts[0] == [q.id for q in questions.train(step, 3)]
+  assert sorted(sum(parts, [])) == sorted(str(n) for n in range(12))
+  other = questions.train(step + 4, 3, further=1)  # of the next epoch
+  assert [q.id for q in other] != parts[1]
+  with pytest.raises(ValueError, match='12 training questions .* 5 times 3'):
+    questions.train(step, 3, further=4)
+
+
+def test_further_questions_of_a_world():
+  questions = _synthetic()
+  parts = [questions.train(2, 10, further=further) for further in range(3)]
+  assert parts[0] == questions.train(2, 10)
+  assert len({q.id for part in parts for q in part}) == 30
+  assert len(set.union(*map(_worlds, parts))) == 1
+  for part in parts:  # hops in turn, as among the first
+    assert [q.data_set for q in part] == ['one_hop', 'two_hop'] * 5
+  assert parts[1] == _synthetic().train(2, 10, further=1)
+  with pytest.raises(ValueError, match='fewer than 2000 questions'):
+    questions.train(2, 100, further=19)
+
+
 def test_evaluation_is_a_fixed_sample_of_each_data_set(tmp_path):
   rows = [_row(n, 'nq' if n % 3 else 'popqa') for n in range(30)]
   questions = _files(tmp_path, evaluation=rows, seed=3)

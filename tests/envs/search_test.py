@@ -18,6 +18,8 @@ _WEIGHTS = {
   'f1': 0.25,
   'format': 0.125,
   'search_penalty': 0.0625,
+  'turn_search': 0.03125,
+  'turn_answer_found': 2.0,
 }
 _SEARCH = '<think>a</think><search> capital </search>'
 _ANSWER = '<answer>city of Paris</answer>'
@@ -48,6 +50,52 @@ def test_a_search_is_answered_from_the_corpus_of_the_question():
     '\n\n<information>Doc 1(Title: France) Paris (/Answer)\n</information>\n\n'
   )
   assert retriever.calls == [('worlds/3', 'capital')]
+
+
+@pytest.mark.parametrize(
+  ('passages', 'reward'),
+  [
+    ([], 0.0),
+    ([types.Passage('1', 'Lyon', 'A town.')], 0.03125),
+    ([types.Passage('1', 'PARIS!', 'A town.')], 2.03125),
+    (
+      [
+        types.Passage('1', 'Lyon', 'A town.'),
+        types.Passage('2', 'France', 'Its capital is paris, not Lyon.'),
+        types.Passage('3', 'Paris', 'Found twice counts once.'),
+      ],
+      2.03125,
+    ),
+  ],
+)
+def test_a_turn_is_worth_what_its_search_found(passages, reward):
+  retriever = fakes.FakeRetriever({'capital': passages})
+  step = _step(_environment(retriever), 1, _SEARCH)
+  assert step.reward == reward
+
+
+def test_turns_that_find_nothing_earn_nothing():
+  found = [types.Passage('1', 'Paris', 'Paris')]
+  retriever = fakes.FakeRetriever({'capital': found}, fail_on=['broken'])
+  environment = _environment(retriever)
+  broken = '<search>broken</search>'
+  for turn_index, text in (
+    (0, _ANSWER),
+    (0, '<search> </search>'),
+    (2, _SEARCH),  # the last generation: nothing is looked up
+    (0, broken),
+  ):
+    assert _step(environment, turn_index, text).reward == 0.0
+
+
+@pytest.mark.parametrize(
+  ('text', 'reward'), [('Vitamin B', 0.03125), ('a Bag and mask', 2.03125)]
+)
+def test_choice_questions_look_for_the_text_of_the_golden_option(text, reward):
+  options = {'A': 'Mask', 'B': 'Bag and mask'}
+  question = types.Question('q', '?', ('B',), 'medmcqa', 'choice', options)
+  retriever = fakes.FakeRetriever({'capital': [types.Passage('1', '', text)]})
+  assert _step(_environment(retriever), 0, _SEARCH, question).reward == reward
 
 
 def test_an_invalid_turn_is_corrected_without_a_search():
@@ -121,7 +169,7 @@ def test_an_infra_error_is_worth_nothing():
     _QUESTION, '', [_SEARCH, _ANSWER], _STATUS.INFRA_ERROR
   )
   assert set(rewards.values()) | set(scores.values()) == {0.0}
-  assert rewards.keys() == _WEIGHTS.keys()
+  assert rewards.keys() == set(search.OUTCOME_NAMES)
 
 
 def test_a_passage_or_the_prompt_cannot_answer():

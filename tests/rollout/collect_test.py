@@ -168,9 +168,87 @@ def test_a_prompt_without_room_is_truncated_and_the_others_play_on():
   assert not batch.loss_mask_BL[0].any() and batch.loss_mask_BL[1].any()
 
 
+def test_a_group_has_one_question_and_goes_many_ways():
+  environment = dialogues.Told(
+    {'a': dialogues.go_on('1', reward=0.25), 'b': _DONE, 'c': _DONE}
+  )
+  questions = [
+    dialogues.question('Q1', 'q1'),
+    dialogues.question('1234567', 'long'),
+    dialogues.question('Q2', 'q2'),
+  ]
+  trajectories = dialogues.play(
+    [['a', 'b'], ['c'], ['b'], ['b'], ['c'], ['a', 'c']],
+    environment,
+    questions,
+    max_length=7,
+    group_size=2,
+  )
+  assert [t.question.id for t in trajectories] == [
+    'q1',
+    'q1',
+    'long',
+    'long',
+    'q2',
+    'q2',
+  ]
+  written = [
+    ''.join(_text(turn.token_ids) for turn in t.turns) for t in trajectories
+  ]
+  assert written == ['ab', 'c', '', '', 'c', 'ac']
+  assert [t.status is _STATUS.COMPLETED for t in trajectories] == [
+    text != '' for text in written
+  ]
+  assert environment.prompted == ['q1', 'long', 'q2']
+  assert pack.pack(trajectories, length_bucket=1).group_ids_B.tolist() == [
+    0,
+    0,
+    1,
+    1,
+    2,
+    2,
+  ]
+  # What a turn earned is its own, whatever the outcome.
+  earned = [[turn.reward for turn in t.turns] for t in trajectories]
+  assert earned == [[0.25, 0], [0], [], [], [0], [0.25, 0]]
+  assert [t.turn_reward for t in trajectories] == [0.25, 0, 0, 0, 0, 0.25]
+  assert {t.reward for t in trajectories} == {1.0}
+
+
+def test_a_prompt_is_computed_once_for_its_group():
+  letters = dialogues.Letters()
+  engine = scripted.ScriptedEngine([[letters.encode_text('a')]] * 4, 9)
+  calls, prefill = [], engine.prefill
+
+  def counted(ids_by_group, *, group_size):
+    calls.append(({g: _text(x) for g, x in ids_by_group.items()}, group_size))
+    prefill(ids_by_group, group_size=group_size)
+
+  engine.prefill = counted
+  with event_loop.EventLoop() as loop:
+    collector = collect.Collector(
+      engine=engine,
+      environment=dialogues.Told({'a': _DONE}),
+      tokenizer=letters,
+      loop=loop,
+      max_turn_tokens=4,
+      max_observation_tokens=4,
+      group_size=2,
+    )
+    questions = [dialogues.question(text) for text in ('Q1', 'Q22')]
+    collector.collect(questions, keys=None)
+  assert calls == [({0: 'Q1', 1: 'Q22'}, 2)]
+
+
 def test_more_questions_than_slots_are_refused():
-  with pytest.raises(ValueError, match='2 questions for 1 slots'):
-    dialogues.play([['a']], dialogues.Told({}), [dialogues.question('Q')] * 2)
+  for slots, group_size in ((1, 1), (3, 2)):
+    with pytest.raises(ValueError, match=f'2 questions for {slots} slots'):
+      dialogues.play(
+        [['a']] * slots,
+        dialogues.Told({}),
+        [dialogues.question('Q')] * 2,
+        group_size=group_size,
+      )
 
 
 def test_fewer_questions_than_slots_leave_slots_alone():

@@ -27,6 +27,7 @@ class Told:
   """An environment that answers from a table of what the policy wrote.
 
   Attributes:
+    prompted: question id of every prompt.
     calls: (question id, turn index, text) of every step.
     ends: (question id, prompt, texts, status) of every trajectory.
   """
@@ -36,9 +37,10 @@ class Told:
   def __init__(self, steps: Mapping[str, protocol.Step], rewards=None):
     self._steps = steps
     self._rewards = rewards or {'right': 0.75, 'form': 0.25}
-    self.calls, self.ends = [], []
+    self.prompted, self.calls, self.ends = [], [], []
 
   def prompt(self, question):
+    self.prompted.append(question.id)
     return question.text
 
   async def step(self, question, turn_index, text):
@@ -50,9 +52,10 @@ class Told:
     return self._rewards, {'em': 1.0}
 
 
-def go_on(body, action='search'):
+def go_on(body, action='search', reward=0.0):
   """A step that answers [body]."""
-  return protocol.Step(action, protocol.Observation('[', body, ']'), None)
+  observation = protocol.Observation('[', body, ']')
+  return protocol.Step(action, observation, None, reward)
 
 
 def end(status, action='answer'):
@@ -73,6 +76,7 @@ def play(
   max_length=100,
   max_turn_tokens=100,
   max_observation_tokens=100,
+  group_size=1,
 ):
   """Trajectories in which the policy writes the texts of its script."""
   tokenizer = tokenizer or Letters()
@@ -85,5 +89,6 @@ def play(
       loop=loop,
       max_turn_tokens=max_turn_tokens,
       max_observation_tokens=max_observation_tokens,
+      group_size=group_size,
     )
     return collector.collect(questions, keys=None)

@@ -12,12 +12,13 @@ def _question(question_id='q', data_set='nq'):
   return types.Question(question_id, 'why?', ('x',), data_set)
 
 
-def _turn(ids, logprobs, observation):
+def _turn(ids, logprobs, observation, reward=0.0):
   return types.Turn(
     np.array(ids, np.int32),
     np.array(logprobs, np.float32),
     np.array(observation, np.int32),
     'search',
+    reward,
   )
 
 
@@ -110,3 +111,80 @@ def test_rows_of_one_question_share_a_group():
   )
   assert batch.group_ids_B.tolist() == [0, 1, 0, 2, 1]
   assert batch.group_ids_B.dtype == np.int32
+
+
+def test_what_a_turn_earned_stands_on_its_last_token():
+  turns = [
+    ([3, 4], [-1, -1], [5, 5], 2.0),
+    ([6], [-1], [8], 0.0),
+    ([9, 9], [-1, -1], [7], -4.0),
+  ]
+  batch = pack.pack([_trajectory(turns)], length_bucket=1)
+  # The outcome, 0.25, is added where the last turn ends.
+  expected = [0, 0, 0, 2.0, 0, 0, 0, 0, 0, -3.75, 0]
+  assert batch.rewards_BL.tolist() == [expected]
+  failed = _trajectory(turns, status=_STATUS.INFRA_ERROR)
+  assert not pack.pack([failed], length_bucket=1).rewards_BL.any()
+
+
+def test_the_outcome_joins_what_an_earlier_turn_earned():
+  turns = [([3, 4], [-1, -1], [5], 2.0), ([], [], [])]
+  batch = pack.pack([_trajectory(turns)], length_bucket=1)
+  assert batch.rewards_BL.tolist() == [[0, 0, 0, 2.25, 0]]
+
+
+def _turns(*observations):
+  """Turns of two tokens, each followed by one of the observations."""
+  return [([3, 4], [-1, -1], told) for told in observations]
+
+
+def test_states_are_what_was_seen_last_of_a_question():
+  rows = [
+    (_question('a'), _turns([5, 5], [6], [])),
+    (_question('a'), _turns([6], [5, 5], [])),  # the same in another order
+    (_question('b'), _turns([5, 5], [])),  # the same of another question
+    (_question('a', 'hotpotqa'), _turns([])),
+    # A turn after an empty observation is no first turn.
+    (_question('a'), _turns([], [6, 6], [])),
+  ]
+  batch = pack.pack(
+    [_trajectory(turns, question=question) for question, turns in rows],
+    length_bucket=1,
+  )
+  policy_BL = batch.turn_ids_BL > 0
+  assert ((batch.state_ids_BL > 0) == policy_BL).all()
+  assert batch.state_ids_BL.dtype == np.int32
+  seen = {}  # state -> ids, read by plain loops
+  for n, (question, turns) in enumerate(rows):
+    observation = 'nothing'
+    for turn_id, (_, _, told) in enumerate(turns, start=1):
+      state = question.data_set, question.id, str(observation)
+      own = batch.state_ids_BL[n][batch.turn_ids_BL[n] == turn_id]
+      seen.setdefault(state, set()).update(own.tolist())
+      observation = told
+  assert all(len(ids) == 1 for ids in seen.values())
+  assert len(set.union(*seen.values())) == len(seen) == 8
+
+
+def test_a_failed_row_has_states_too():
+  sound = _trajectory(_LONG)
+  failed = _trajectory(_LONG, status=_STATUS.INFRA_ERROR)
+  batch = pack.pack([failed, sound], length_bucket=1)
+  np.testing.assert_array_equal(batch.state_ids_BL[0], batch.state_ids_BL[1])
+
+
+def test_sentences_are_counted_through_the_row():
+  # Even tokens end a sentence; what was told is in none.
+  turns = [
+    ([3, 4, 5], [-1] * 3, [2, 2]),  # ends in the middle, goes on to the end
+    ([6], [-1], []),
+    ([], [], [9]),
+    ([7, 7, 8, 2], [-1] * 4, []),
+  ]
+  splits = lambda ids: 1 + np.cumsum(ids % 2 == 0) - (ids % 2 == 0)
+  rows = [_trajectory(turns), _trajectory(_SHORT)]
+  batch = pack.pack(rows, length_bucket=16, sentences=splits)
+  row = [0, 0, 1, 1, 2, 0, 0, 3, 0, 4, 4, 4, 5, 0, 0, 0]
+  assert batch.sentence_ids_BL.tolist() == [row, [0, 0, 1] + [0] * 13]
+  assert batch.sentence_ids_BL.dtype == np.int32
+  assert pack.pack(rows, length_bucket=16).sentence_ids_BL is None

@@ -184,6 +184,96 @@ def test_eight_devices_write_what_one_writes():
     _assert_same(dialogues[slot], alone[before])
 
 
+def _counted(engine, monkeypatch):
+  """The shapes of all tokens given to `extend` from now on, one a call."""
+  shapes, extend = [], engine._extend
+
+  def counted(params, state, tokens_SC, counts_S):
+    shapes.append(tokens_SC.shape)
+    return extend(params, state, tokens_SC, counts_S)
+
+  monkeypatch.setattr(engine, '_extend', counted)
+  return shapes
+
+
+@pytest.mark.parametrize(
+  ('devices', 'slots', 'group_size', 'rows'),
+  [
+    (1, 6, 2, 3),
+    (1, 6, 6, 1),
+    (8, 16, 2, 8),
+    (8, 16, 4, 8),  # four groups on eight devices: four rows are padding
+  ],
+)
+def test_a_group_continues_its_one_prompt(
+  devices, slots, group_size, rows, monkeypatch
+):
+  keys = _keys(slots)
+  groups = slots // group_size
+  prompts = {group: _ids(group, 3 + group % 7) for group in range(groups)}
+  if groups > 1:
+    del prompts[1]  # too long, say: its slots stay empty
+  opened = [g * group_size + i for g in prompts for i in range(group_size)]
+  engine = _fresh(devices=devices, slots=slots)
+  told = {slot: _ids(50 + slot, 1 + slot % 4) for slot in opened}
+
+  def turns():
+    """Two turns of every open slot, an observation between them."""
+    options = {'keys_S': keys, 'max_tokens': 5, 'greedy': False}
+    first = engine.generate(opened, **options)
+    engine.extend(told)
+    return first, engine.generate(opened, **options)
+
+  engine.extend({slot: prompts[slot // group_size] for slot in opened})
+  expected = turns()
+  shapes = _counted(engine, monkeypatch)
+  # What the slots hold from before must not shine through.
+  engine.prefill(prompts, group_size=group_size)
+  longest = max(map(len, prompts.values()))
+  assert shapes == [(rows, 4)] * -(-longest // 4)
+  for slot in range(slots):
+    held = len(prompts[slot // group_size]) if slot in opened else 0
+    assert engine.remaining(slot) == _MAX_LENGTH - held
+  for written, wanted in zip(turns(), expected):
+    for slot in opened:
+      assert written[slot].token_ids.tolist() == wanted[slot].token_ids.tolist()
+      np.testing.assert_allclose(
+        written[slot].logprobs, wanted[slot].logprobs, atol=1e-5
+      )
+  # One prompt, as many ways to go on as the keys have.
+  ways = {tuple(wanted[s].token_ids) for s in range(slots) if s in opened}
+  assert len(ways) > len(prompts)
+
+
+def test_a_group_of_one_is_not_copied(monkeypatch):
+  engine = _fresh()
+  shapes = _counted(engine, monkeypatch)
+  monkeypatch.setattr(engine, '_spread', pytest.fail)
+  engine.prefill({0: _ids(0, 5), 3: _ids(3, 2)}, group_size=1)
+  assert shapes == [(4, 4)] * 2
+  assert [engine.remaining(slot) for slot in range(4)] == [35, 40, 40, 38]
+
+
+def test_copying_stays_on_its_device():
+  engine = _engine(devices=8, slots=16)
+  prompts = jax.eval_shape(lambda: engine._empty_state(8))
+  prompts = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=engine._rows),
+    prompts,
+  )
+  program = engine._spread.lower(prompts, 2).compile().as_text()
+  for collective in ('all-', 'collective-permute', 'reduce-scatter'):
+    assert collective not in program
+
+
+def test_groups_that_do_not_fit_are_refused():
+  engine = _fresh()
+  with pytest.raises(ValueError, match='4 slots are no multiple .*size=3'):
+    engine.prefill({0: _ids(0, 2)}, group_size=3)
+  with pytest.raises(ValueError, match='41 tokens .* 40 left of max_length'):
+    engine.prefill({1: _ids(0, _MAX_LENGTH + 1)}, group_size=2)
+
+
 def test_keys_decide():
   rows = {n: n for n in range(4)}
   one = _play(_fresh(), _keys(4), rows)

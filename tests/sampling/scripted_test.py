@@ -25,6 +25,22 @@ def test_each_slot_plays_its_own_script():
   assert [engine.remaining(slot) for slot in range(3)] == [3, 6, 6]
 
 
+def test_a_group_shares_its_prompt():
+  scripts = [[_ids(slot)] for slot in range(4)]
+  engine = scripted.ScriptedEngine(scripts, max_length=8)
+  engine.extend({0: _ids(9)})
+  engine.generate([0], max_tokens=4)
+  engine.prefill({1: _ids(7, 7, 7)}, group_size=2)
+  assert [engine.remaining(slot) for slot in range(4)] == [8, 8, 5, 5]
+  written = engine.generate(range(4), max_tokens=4)
+  assert [written[slot].token_ids.tolist() for slot in range(4)] == [
+    [0],
+    [1],
+    [2],
+    [3],
+  ]
+
+
 def test_length_cuts_and_scripts_run_out():
   engine = scripted.ScriptedEngine([[_ids(1, 2, 3)]], max_length=4)
   engine.extend({0: _ids(9, 9)})

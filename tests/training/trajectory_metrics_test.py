@@ -12,7 +12,7 @@ from tests.rollout import dialogues
 _STATUS = types.TrajectoryStatus
 
 
-def _turn(text, observation, action):
+def _turn(text, observation, action, reward=0.0):
   letters = dialogues.Letters()
   ids = letters.encode_text(text)
   return types.Turn(
@@ -20,6 +20,7 @@ def _turn(text, observation, action):
     np.zeros(len(ids), np.float32),
     letters.encode_text(observation),
     action,
+    reward,
   )
 
 
@@ -37,7 +38,7 @@ def _trajectory(turns, status, *, em, data_set='nq', penalty=0.0):
 def _collection():
   return [
     _trajectory(
-      [('abc', 'told', 'search'), ('abcde', '', 'answer')],
+      [('abc', 'told', 'search', 0.5), ('abcde', '', 'answer')],
       _STATUS.COMPLETED,
       em=1.0,
       penalty=-0.25,
@@ -51,7 +52,7 @@ def _collection():
     ),
     # Whatever a failed one holds must not be seen.
     _trajectory(
-      [('a' * 99, '', 'search')] * 9,
+      [('a' * 99, '', 'search', 7.0)] * 9,
       _STATUS.INFRA_ERROR,
       em=9.0,
       data_set='ghost',
@@ -80,6 +81,7 @@ def test_by_hand():
     'turn_length/min': 1,
     'reward/exact_match/mean': 1 / 3,
     'reward/search_penalty/mean': -0.25 / 3,
+    'reward/turns/mean': 0.5 / 3,
     'score/em/mean': 1 / 3,
     'score/f1/mean': 0.5,
     'train/em/nq': 0.5,
@@ -102,6 +104,47 @@ def test_nothing_but_failures():
   }
 
 
+def _earned(em, turn_reward=0.0, status=_STATUS.COMPLETED):
+  return _trajectory([('a', '', 'answer', turn_reward)], status, em=em)
+
+
+_FAILED = _earned(9.0, status=_STATUS.INFRA_ERROR)
+
+
+@pytest.mark.parametrize(
+  ('group', 'expected'),
+  [
+    ([_earned(1.0), _earned(1.0), _earned(1.0)], True),
+    ([_earned(1.0), _earned(1.0), _earned(0.0)], False),
+    ([_earned(1.0), _FAILED, _earned(1.0)], True),
+    # One row that is left has nothing to be compared with.
+    ([_earned(1.0), _FAILED, _FAILED], False),
+    ([_FAILED, _FAILED], False),
+    ([_earned(1.0)], False),
+    # Turns are part of what is earned.
+    ([_earned(1.0), _earned(1.0, 0.5)], False),
+    ([_earned(1.0), _earned(0.5, 0.5)], True),
+    # In float32, as the trainer sees them: 0.1 + 0.2 is 0.3.
+    ([_earned(0.1, 0.2), _earned(0.3)], True),
+  ],
+)
+def test_groups_without_variance(group, expected):
+  assert trajectory_metrics.zero_variance(group) == expected
+
+
+def test_groups_of_one_valid_row_are_not_counted():
+  groups = [
+    [_earned(1.0), _earned(1.0)],
+    [_earned(1.0), _earned(0.0)],
+    [_earned(0.0), _earned(0.0)],
+    [_earned(1.0), _FAILED],
+  ]
+  name = 'rollout/zero_variance_groups'
+  measure = trajectory_metrics.measure_groups
+  assert measure(groups) == {name: pytest.approx(2 / 3)}
+  assert measure(groups[3:]) == {name: 0.0}
+
+
 def test_a_record_is_plain_and_complete():
   record = trajectory_metrics.record(_collection()[0], dialogues.Letters())
   assert json.loads(json.dumps(record)) == {
@@ -111,8 +154,18 @@ def test_a_record_is_plain_and_complete():
     'data_set': 'nq',
     'prompt': 'why?',
     'turns': [
-      {'text': 'abc', 'observation': 'told', 'action': 'search'},
-      {'text': 'abcde', 'observation': '', 'action': 'answer'},
+      {
+        'text': 'abc',
+        'observation': 'told',
+        'action': 'search',
+        'reward': 0.5,
+      },
+      {
+        'text': 'abcde',
+        'observation': '',
+        'action': 'answer',
+        'reward': 0.0,
+      },
     ],
     'rewards': {'exact_match': 1.0, 'search_penalty': -0.25},
     'scores': {'em': 1.0, 'f1': 0.5},

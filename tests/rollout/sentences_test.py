@@ -1,0 +1,81 @@
+"""Sentences of tokens against those of the text they spell."""
+
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from stppo_jax.rollout import sentences
+from tests.sampling import vocabularies
+
+_TOKENIZERS = {'phrases': vocabularies.phrases, 'bpe': vocabularies.bpe}
+
+
+def test_by_hand():
+  pieces = [
+    b'Yes',
+    b'.',
+    b' No',
+    b'?! So',
+    b'\n',
+    b'3.14',
+    b' \xe3\x80',
+    b'\x82',
+  ]
+  split = sentences.SentenceSplitter(pieces)
+  # Yes. | No?! So | 3.14 | a full stop of another alphabet, in two tokens
+  ids = np.array([0, 1, 2, 3, 5, 6, 7, 0])
+  assert split(ids).tolist() == [1, 1, 2, 2, 3, 4, 4, 4]
+  assert split(np.array([4, 4, 0])).tolist() == [1, 2, 3]
+  assert split(ids).dtype == np.int32
+  assert split(np.zeros(0, np.int32)).tolist() == []
+
+
+def test_ids_that_no_tokenizer_knows_are_silent():
+  split = sentences.SentenceSplitter([b'a', b'.'])
+  assert split(np.array([0, 2, 99, 1, 2])).tolist() == [1, 1, 1, 1, 2]
+
+
+def _slow(token_bytes, ids):
+  """Ends are found in the whole text, then looked up in its tokens."""
+  owners = [n for n, i in enumerate(ids) for _ in token_bytes[i]]
+  text = b''.join(token_bytes[i] for i in ids).decode()
+  closed, place = set(), 0
+  for character in text:
+    if character in '.?!\n':
+      closed.add(owners[place])
+    place += len(character.encode())
+  assert place == len(owners)
+  numbers, number = [], 1
+  for n in range(len(ids)):
+    numbers.append(number)
+    if n in closed:
+      number += 1
+  return numbers
+
+
+@settings(max_examples=60)
+@given(
+  text=st.lists(
+    st.one_of(
+      st.sampled_from(
+        ['.', '?', '!', '\n', '...', '</think>', 'é', '。', '😀']
+      ),
+      st.text(st.characters(codec='utf-8'), max_size=4),
+    ),
+    max_size=12,
+  ).map(''.join)
+)
+@pytest.mark.parametrize('name', _TOKENIZERS)
+def test_sentences_are_those_of_the_text(name, text):
+  tokenizer = _TOKENIZERS[name]()
+  ids = tokenizer.encode_text(text)
+  pieces = tokenizer.token_bytes()
+  split = sentences.SentenceSplitter(pieces)
+  assert split(ids).tolist() == _slow(pieces, ids)
+
+
+def test_several_ends_in_one_token_close_one_sentence():
+  split = sentences.SentenceSplitter([b'...', b'a'])
+  assert split(np.array([1, 0, 0, 1])).tolist() == [1, 1, 2, 3]
