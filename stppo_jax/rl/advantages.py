@@ -1,11 +1,16 @@
 """Advantages, returns and the steps at which the critic is trained.
 
 B trajectories, L tokens. `values_BL[:, l]` is V before token l. An estimator
-is called `estimator(rewards_BL, batch, **options)`.
+is called `estimator(rewards_BL, batch, **options)`; GAE stands here, those
+that compare the rows of a question in `group_advantages`.
 
 Only rewards on policy tokens count, so the outcome must stand on the last
 policy token. Nothing is bootstrapped at the end of a row. A row whose loss
 mask is false everywhere is as if it were absent.
+
+What an estimator gives to observation tokens is seen by `whiten='all'` alone:
+GAE with included observations has an advantage of their own for them, and
+else they repeat the turn, or the token, before them.
 """
 
 import dataclasses
@@ -15,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.rl import group_advantages
 from stppo_jax.rl import masking
 from stppo_jax.rl import segments as segments_lib
 
@@ -27,7 +33,8 @@ class Advantages:
   """What an estimator made; all 0 (false) off the loss mask.
 
   Attributes:
-    advantages_BL: as the policy loss uses them.
+    advantages_BL: as the policy loss uses them. (Those of an estimator in
+      `ADVANTAGES` are not selected yet: whitening may be over more tokens.)
     returns_BL: the critic's targets, formed before any whitening.
     value_mask_BL: bool, the steps at which the critic is trained.
   """
@@ -41,6 +48,7 @@ def gae(
   rewards_BL: Array,
   values_BL: Array,
   step_mask_BL: Array,
+  end_mask_BL: Array | None = None,
   *,
   gamma: Array | float,
   lambda_: Array | float,
@@ -56,15 +64,28 @@ def gae(
   equals deleting those tokens. A reward between two steps belongs to the
   step before it.
 
+  Args:
+    rewards_BL: finite everywhere.
+    values_BL: read at the steps only.
+    step_mask_BL: bool, the steps.
+    end_mask_BL: bool, steps after which the recursion starts anew
+      (V_{i+1} = A_{i+1} = 0); None: the last step of a row alone.
+    gamma: discount per step.
+    lambda_: trace decay per step.
+
   Returns:
     A at the steps, 0 elsewhere.
   """
-  chex.assert_equal_shape([rewards_BL, values_BL, step_mask_BL])
+  if end_mask_BL is None:
+    end_mask_BL = jnp.zeros_like(step_mask_BL)
+  chex.assert_equal_shape([rewards_BL, values_BL, step_mask_BL, end_mask_BL])
   values_BL = masking.select(values_BL, step_mask_BL)
 
   def previous(carry, token):
     value_B, advantage_B, reward_B = carry  # of the step to the right
-    reward_now_B, value_now_B, step_B = token
+    reward_now_B, value_now_B, step_B, end_B = token
+    value_B = jnp.where(end_B, 0, value_B)
+    advantage_B = jnp.where(end_B, 0, advantage_B)
     reward_B = reward_B + reward_now_B
     delta_B = reward_B + gamma * value_B - value_now_B
     advantage_B = jnp.where(
@@ -78,7 +99,7 @@ def gae(
   _, advantages_LB = jax.lax.scan(
     previous,
     (zero_B, zero_B, zero_B),
-    (rewards_BL.T, values_BL.T, step_mask_BL.T),
+    (rewards_BL.T, values_BL.T, step_mask_BL.T, end_mask_BL.T),
     reverse=True,
   )
   return masking.select(advantages_LB.T, step_mask_BL)
@@ -100,24 +121,71 @@ def _included(loss_mask_BL):
 OBSERVATION_TOKENS = {'skipped': _skipped, 'included': _included}
 
 
-def _token_steps(batch, observation_tokens):
-  return OBSERVATION_TOKENS[observation_tokens](batch.loss_mask_BL)
-
-
-def _turn_steps(batch, observation_tokens):
-  del observation_tokens  # a turn's step is its first token, always skipped
-  turn_ids_BL = jnp.where(batch.loss_mask_BL, batch.turn_ids_BL, 0)
-  return segments_lib.segment_starts(segments_lib.Segments(turn_ids_BL, 0))
-
-
-STEPS = {'token': _token_steps, 'turn': _turn_steps}
-
-
 def _latest(x_BL, step_mask_BL):
   """The value at the last step at or before each token."""
   position_BL = jax.lax.broadcasted_iota(jnp.int32, x_BL.shape, 1)
   step_BL = jax.lax.cummax(jnp.where(step_mask_BL, position_BL, 0), axis=1)
   return jnp.take_along_axis(x_BL, step_BL, axis=1)
+
+
+def _turn_ids(batch):
+  return jnp.where(batch.loss_mask_BL, batch.turn_ids_BL, 0)
+
+
+def _turn_starts(batch):
+  """The first token of each turn; turn ids never decrease in a row."""
+  return segments_lib.segment_starts(segments_lib.Segments(_turn_ids(batch), 0))
+
+
+def _turn_ends(batch):
+  """The last token of each turn."""
+  none = jnp.iinfo(batch.turn_ids_BL.dtype).max
+  ids_BL = jnp.where(batch.loss_mask_BL, batch.turn_ids_BL, none)
+  to_come_BL = jax.lax.cummin(ids_BL, axis=1, reverse=True)
+  after_BL = jnp.pad(to_come_BL[:, 1:], ((0, 0), (0, 1)), constant_values=none)
+  return ids_BL < after_BL
+
+
+def _token_steps(rewards_BL, batch, *, gamma, lambda_, observation_tokens, **_):
+  step_mask_BL = OBSERVATION_TOKENS[observation_tokens](batch.loss_mask_BL)
+  advantages_BL = gae(
+    rewards_BL, batch.values_BL, step_mask_BL, gamma=gamma, lambda_=lambda_
+  )
+  return advantages_BL, step_mask_BL
+
+
+def _turn_steps(rewards_BL, batch, *, gamma, lambda_, **_):
+  starts_BL = _turn_starts(batch)
+  advantages_BL = gae(
+    rewards_BL, batch.values_BL, starts_BL, gamma=gamma, lambda_=lambda_
+  )
+  return advantages_BL, starts_BL
+
+
+def _bilevel_steps(
+  rewards_BL, batch, *, gamma, lambda_, gamma_turn, lambda_turn, **_
+):
+  turns_BL, starts_BL = _turn_steps(
+    rewards_BL, batch, gamma=gamma_turn, lambda_=lambda_turn
+  )
+  turns_BL = turns_BL + masking.select(batch.values_BL, starts_BL)  # returns
+  ends_BL = _turn_ends(batch)
+  advantages_BL = gae(
+    masking.select(_latest(turns_BL, starts_BL), ends_BL),
+    batch.values_BL,
+    batch.loss_mask_BL,
+    ends_BL,
+    gamma=gamma,
+    lambda_=lambda_,
+  )
+  return advantages_BL, batch.loss_mask_BL
+
+
+STEPS = {
+  'token': _token_steps,
+  'turn': _turn_steps,
+  'bilevel': _bilevel_steps,
+}
 
 
 def gae_estimator(
@@ -128,8 +196,25 @@ def gae_estimator(
   lambda_: Array | float,
   steps: str,
   observation_tokens: str,
+  gamma_turn: Array | float,
+  lambda_turn: Array | float,
 ) -> Advantages:
-  """GAE at token or turn steps, spread over the policy tokens.
+  """GAE at token, turn or bi-level steps, spread over the policy tokens.
+
+  Bi-level (RAGEN, arXiv 2504.20073): GAE over turns with gamma_turn and
+  lambda_turn gives each turn k a return,
+
+    A_k = r_k + gamma_turn V_{k+1} - V_k + gamma_turn lambda_turn A_{k+1}
+    G_k = A_k + V_k
+
+  which becomes the one reward of the turn, on its last token; then GAE with
+  gamma and lambda_ over the tokens of each turn alone. The return of a token
+  is that of its own recursion, and the critic is trained at every policy
+  token [code]. That V_k is read before the first token of turn k is [ours]:
+  the code reads it at the token with the turn's reward, has one lambda for
+  both levels, and knows a turn by its reward, so that one with reward 0 is
+  none. With lambda_turn = 1, rewards on the last tokens of all turns and none
+  of them 0, both are the same.
 
   Args:
     rewards_BL: the outcome, minus a KL penalty where there is one.
@@ -138,22 +223,26 @@ def gae_estimator(
     lambda_: trace decay per step.
     steps: 'token': every policy token. 'turn': the first token of a turn; the
       turn's rewards are summed into it, its advantage goes to all its tokens,
-      and the critic is trained there only.
+      and the critic is trained there only. 'bilevel': every policy token, in
+      the light of the turns.
     observation_tokens: of token steps: 'skipped', or 'included' between the
-      first and the last policy token of a row.
+      first and the last policy token of a row. Turns never include them.
+    gamma_turn: of bi-level steps, discount per turn.
+    lambda_turn: of bi-level steps, trace decay per turn.
   """
   mask_BL = batch.loss_mask_BL
-  step_mask_BL = STEPS[steps](batch, observation_tokens)
-  at_steps_BL = gae(
+  at_steps_BL, step_mask_BL = STEPS[steps](
     masking.select(rewards_BL, mask_BL),
-    batch.values_BL,
-    step_mask_BL,
+    batch,
     gamma=gamma,
     lambda_=lambda_,
+    observation_tokens=observation_tokens,
+    gamma_turn=gamma_turn,
+    lambda_turn=lambda_turn,
   )
   values_BL = masking.select(batch.values_BL, step_mask_BL)
   return Advantages(
-    advantages_BL=masking.select(_latest(at_steps_BL, step_mask_BL), mask_BL),
+    advantages_BL=_latest(at_steps_BL, step_mask_BL),
     returns_BL=masking.select(
       _latest(at_steps_BL + values_BL, step_mask_BL), mask_BL
     ),
@@ -161,7 +250,48 @@ def gae_estimator(
   )
 
 
-ADVANTAGES = {'gae': gae_estimator}
+def _without_critic(estimate_BL):
+  """The estimator of some advantages with nothing to train a critic on."""
+
+  def estimator(rewards_BL, batch, **options):
+    return Advantages(
+      advantages_BL=estimate_BL(rewards_BL, batch, **options),
+      returns_BL=jnp.zeros_like(rewards_BL),
+      value_mask_BL=jnp.zeros_like(batch.loss_mask_BL),
+    )
+
+  return estimator
+
+
+def monte_carlo(
+  rewards_BL: Array, batch: batch_lib.TokenBatch, *, gamma: Array | float
+) -> Array:
+  """The discounted reward to go of every policy token: REINFORCE.
+
+  Whitening it subtracts the batch's mean, the baseline of REINFORCE++.
+  """
+  mask_BL = batch.loss_mask_BL
+  to_go_BL = gae(
+    masking.select(rewards_BL, mask_BL),
+    jnp.zeros_like(rewards_BL),
+    mask_BL,
+    gamma=gamma,
+    lambda_=1.0,
+  )
+  return _latest(to_go_BL, mask_BL)
+
+
+ADVANTAGES = {
+  'gae': gae_estimator,
+  'monte_carlo': _without_critic(monte_carlo),
+  'group_normalized': _without_critic(group_advantages.group_normalized),
+  'group_centered': _without_critic(group_advantages.group_centered),
+  'leave_one_out': _without_critic(group_advantages.leave_one_out),
+  'turn_group': _without_critic(group_advantages.turn_group),
+  'gigpo': _without_critic(group_advantages.gigpo),
+}
+USES_VALUES = frozenset({'gae'})  # read batch.values_BL
+USES_TURNS = frozenset({'gigpo'})  # take the static num_turns
 
 
 def _as_is(x_BL, mask_BL):
@@ -169,7 +299,12 @@ def _as_is(x_BL, mask_BL):
   return x_BL
 
 
-WHITENS = {'none': _as_is, 'policy': masking.whiten}
+def _whiten_response(x_BL, mask_BL):
+  return masking.whiten(x_BL, _included(mask_BL))
+
+
+# 'all' is what the reference run of arXiv 2511.20718 did [code].
+WHITENS = {'none': _as_is, 'policy': masking.whiten, 'all': _whiten_response}
 
 
 def estimate_advantages(
@@ -178,23 +313,35 @@ def estimate_advantages(
   *,
   name: str,
   whiten: str,
+  num_turns: int,
   **options,
 ) -> Advantages:
   """Advantages of a whole collected batch, before it is cut in minibatches.
 
   Call it with `**algorithm.advantage.arguments()`. Under jit on global arrays
-  the whitening is over all hosts.
+  groups and whitening are over all hosts.
 
   Args:
     rewards_BL: the outcome, minus a KL penalty where there is one.
-    batch: masks, turn ids, group ids and values.
+    batch: masks, turn ids, group ids; values for the estimators in
+      `USES_VALUES`, state ids for gigpo.
     name: a key of `ADVANTAGES`.
-    whiten: 'none', or 'policy': mean 0 and variance 1 over the policy tokens,
-      the variance unbiased.
+    whiten: 'none', or to mean 0 and variance 1 (unbiased) over 'policy': the
+      loss mask, or 'all': the tokens from a row's first policy token to its
+      last, observations included. They count in mean and variance only.
+    num_turns: static, the most turns a row can have.
     **options: of the estimator.
+
+  Raises:
+    ValueError: the batch lacks an array of the estimator.
   """
+  if name in USES_TURNS:
+    options['num_turns'] = num_turns
+  if name in USES_VALUES and batch.values_BL is None:
+    raise ValueError(f'the estimator {name} needs values_BL')
   estimate = ADVANTAGES[name](rewards_BL, batch, **options)
+  mask_BL = batch.loss_mask_BL
+  white_BL = WHITENS[whiten](estimate.advantages_BL, mask_BL)
   return dataclasses.replace(
-    estimate,
-    advantages_BL=WHITENS[whiten](estimate.advantages_BL, batch.loss_mask_BL),
+    estimate, advantages_BL=masking.select(white_BL, mask_BL)
   )

@@ -6,33 +6,58 @@ import numpy as np
 import pytest
 
 from stppo_jax.rl import advantages
+from tests.rl import advantage_twins
 from tests.rl import batches
 from tests.rl import twins
 
 GAMMA, LAMBDA = 0.9, 0.7
+GAMMA_TURN, LAMBDA_TURN = 0.8, 0.6
+FIELDS = ('advantages_BL', 'returns_BL', 'value_mask_BL')
 
 
 @functools.partial(
   jax.jit, static_argnames=('whiten', 'steps', 'observation_tokens')
 )
 def _estimate(
-  batch, whiten='none', steps='token', observation_tokens='skipped'
+  batch,
+  whiten='none',
+  steps='token',
+  observation_tokens='skipped',
+  gamma=GAMMA,
+  lambda_=LAMBDA,
+  gamma_turn=GAMMA_TURN,
+  lambda_turn=LAMBDA_TURN,
 ):
   return advantages.estimate_advantages(
     batch.rewards_BL,
     batch,
     name='gae',
-    gamma=GAMMA,
-    lambda_=LAMBDA,
+    gamma=gamma,
+    lambda_=lambda_,
     steps=steps,
     observation_tokens=observation_tokens,
+    gamma_turn=gamma_turn,
+    lambda_turn=lambda_turn,
     whiten=whiten,
+    num_turns=batches.T,
   )
+
+
+def _agree(one, other, fields=FIELDS):
+  for name in fields:
+    np.testing.assert_allclose(
+      getattr(one, name), getattr(other, name), rtol=1e-10, atol=1e-12
+    )
 
 
 VARIANTS = pytest.mark.parametrize(
   'steps,observation_tokens',
-  [('token', 'skipped'), ('token', 'included'), ('turn', 'skipped')],
+  [
+    ('token', 'skipped'),
+    ('token', 'included'),
+    ('turn', 'skipped'),
+    ('bilevel', 'skipped'),
+  ],
 )
 
 
@@ -116,16 +141,135 @@ def test_turn_steps_are_a_loop_over_turns():
   np.testing.assert_array_equal(actual.value_mask_BL, first_tokens)
 
 
+def test_the_recursion_starts_anew_after_an_end():
+  # Two turns of two tokens: as two rows would give.
+  rewards = np.array([[0.0, 2.0, 0.0, 1.0]])
+  values = np.array([[0.5, -1.0, 0.25, 3.0]])
+  together = advantages.gae(
+    rewards,
+    values,
+    np.ones((1, 4), bool),
+    np.array([[False, True, False, True]]),
+    gamma=0.5,
+    lambda_=0.5,
+  )
+  alone = advantages.gae(
+    rewards.reshape(2, 2),
+    values.reshape(2, 2),
+    np.ones((2, 2), bool),
+    gamma=0.5,
+    lambda_=0.5,
+  )
+  np.testing.assert_allclose(together, np.reshape(alone, (1, 4)))
+  # By hand, of the first: delta = 0 + 0.5 * -1 - 0.5, and 3 to its right.
+  np.testing.assert_allclose(np.ravel(together)[:2], [-1 + 0.25 * 3, 3])
+
+
+def test_bilevel_by_hand():
+  # Turns of two tokens and of one, an observation between them.
+  batch, _, _ = batches.make()
+  arrays = {
+    'turn_ids_BL': np.array([[1, 1, 0, 2]], np.int32),
+    'rewards_BL': np.array([[0.0, 1.0, 0.0, 4.0]]),
+    'values_BL': np.array([[2.0, 3.0, 99.0, 1.0]]),
+  }
+  out = _estimate(
+    batch.replace(**arrays, loss_mask_BL=arrays['turn_ids_BL'] > 0),
+    steps='bilevel',
+    gamma=0.5,
+    lambda_=0.5,
+    gamma_turn=0.5,
+    lambda_turn=0.5,
+  )
+  last_turn = 4 - 1
+  first_turn = 1 + 0.5 * 1 - 2 + 0.25 * last_turn  # 0.25, return 2.25
+  second_token = 2.25 - 3
+  first_token = 0.5 * 3 - 2 + 0.25 * second_token
+  assert first_turn == 0.25
+  expected = [[first_token, second_token, 0, last_turn]]
+  np.testing.assert_allclose(out.advantages_BL, expected)
+  np.testing.assert_allclose(
+    out.returns_BL, [[first_token + 2, 2.25, 0, last_turn + 1]]
+  )
+  np.testing.assert_array_equal(out.value_mask_BL, [[True, True, False, True]])
+
+
+def test_bilevel_steps_are_two_loops():
+  batch, _, _ = batches.make()
+  actual = _estimate(batch, steps='bilevel')
+  expected, returns = advantage_twins.bilevel(
+    batch, batch.rewards_BL, GAMMA, LAMBDA, GAMMA_TURN, LAMBDA_TURN
+  )
+  np.testing.assert_allclose(actual.advantages_BL, expected, rtol=1e-12)
+  np.testing.assert_allclose(actual.returns_BL, returns, rtol=1e-12)
+  np.testing.assert_array_equal(actual.value_mask_BL, batch.loss_mask_BL)
+
+
+def test_bilevel_with_full_turn_traces_forgets_the_values_between_turns():
+  # RAGEN's code reads V at the last token of a turn, this at the first.
+  batch, _, _ = batches.make()
+  expected, returns = advantage_twins.bilevel(
+    batch, batch.rewards_BL, GAMMA, LAMBDA, GAMMA_TURN, 1.0, turn_value=-1
+  )
+  actual = _estimate(batch, steps='bilevel', lambda_turn=1.0)
+  np.testing.assert_allclose(actual.advantages_BL, expected, atol=1e-12)
+  np.testing.assert_allclose(actual.returns_BL, returns, atol=1e-12)
+
+
+def _ends_of_turns(batch):
+  """Where the last trained token of a turn stands."""
+  out = np.zeros(batch.loss_mask_BL.shape, bool)
+  for b in range(batches.B):
+    for turn in advantage_twins.turns_of(batch, b):
+      out[b, turn[-1]] = True
+  return out
+
+
+def _one_token_turns(batch):
+  ids = np.where(batch.loss_mask_BL, np.cumsum(batch.loss_mask_BL, axis=1), 0)
+  return batch.replace(turn_ids_BL=ids.astype(np.int32))
+
+
+def test_turns_of_one_token_are_token_steps():
+  batch, _, _ = batches.make()
+  batch = _one_token_turns(batch)
+  _agree(_estimate(batch, steps='turn'), _estimate(batch))
+  _agree(
+    _estimate(batch, steps='bilevel', gamma_turn=GAMMA, lambda_turn=LAMBDA),
+    _estimate(batch),
+  )
+
+
+def test_bilevel_with_one_turn_is_token_steps_rewarded_at_the_end():
+  batch, _, _ = batches.make()
+  batch = batch.replace(turn_ids_BL=(batch.turn_ids_BL > 0).astype(np.int32))
+  at_end = np.where(_ends_of_turns(batch), batch.rewards_BL, 0)
+  batch = batch.replace(rewards_BL=at_end)
+  _agree(_estimate(batch, steps='bilevel'), _estimate(batch))
+
+
+def test_undiscounted_bilevel_returns_are_the_rewards_to_go_of_turns():
+  batch, _, _ = batches.make()
+  batch = batch.replace(
+    rewards_BL=np.where(_ends_of_turns(batch), batch.rewards_BL, 0)
+  )
+  plain = {'gamma': 1.0, 'lambda_': 1.0}
+  turns = {'gamma_turn': 1.0, 'lambda_turn': 1.0}
+  _agree(
+    _estimate(batch, steps='bilevel', **plain, **turns),
+    _estimate(batch, **plain),
+  )
+  # Every token of a turn has the turn's return, whatever that is.
+  _agree(
+    _estimate(batch, steps='bilevel', **plain),
+    _estimate(batch, steps='turn', gamma=GAMMA_TURN, lambda_=LAMBDA_TURN),
+    ('returns_BL',),
+  )
+
+
 def test_undiscounted_returns_are_rewards_to_go():
   batch, _, _ = batches.make()
-  estimate = advantages.gae_estimator(
-    batch.rewards_BL,
-    batch,
-    gamma=1.0,
-    lambda_=1.0,
-    steps='token',
-    observation_tokens='skipped',
-  )
+  estimate = _estimate(batch, gamma=1.0, lambda_=1.0)
   rewards = np.where(batch.loss_mask_BL, batch.rewards_BL, 0)
   to_go = np.cumsum(rewards[:, ::-1], axis=1)[:, ::-1]
   np.testing.assert_allclose(
@@ -146,6 +290,35 @@ def test_whitening_touches_advantages_only(steps, observation_tokens):
   np.testing.assert_array_equal(white.returns_BL, plain.returns_BL)
 
 
+def test_whitening_all_looks_at_observation_tokens_too():
+  batch, _, _ = batches.make()
+  mask = batch.loss_mask_BL
+  response = advantage_twins.response(mask)
+  assert (response & ~mask).sum() > 5
+  plain = np.zeros(mask.shape)
+  for b, row in enumerate(response):
+    rewards = np.where(mask, batch.rewards_BL, 0)[b, row]
+    plain[b, row] = twins.gae(rewards, batch.values_BL[b, row], GAMMA, LAMBDA)
+  expected = np.where(mask, twins.whiten(plain, response), 0)
+  actual = _estimate(batch, 'all', observation_tokens='included')
+  np.testing.assert_allclose(actual.advantages_BL, expected, rtol=1e-10)
+  policy = _estimate(batch, 'policy', observation_tokens='included')
+  assert np.abs(actual.advantages_BL - policy.advantages_BL).max() > 0.01
+  _agree(actual, policy, ('returns_BL', 'value_mask_BL'))
+
+
+@pytest.mark.parametrize('steps', ['turn', 'bilevel'])
+def test_whitening_all_lets_an_observation_repeat_the_token_before(steps):
+  batch, _, _ = batches.make()
+  plain = np.array(_estimate(batch, steps=steps).advantages_BL)
+  response = advantage_twins.response(batch.loss_mask_BL)
+  for b, i in np.argwhere(response & ~batch.loss_mask_BL):
+    plain[b, i] = plain[b, i - 1]
+  expected = np.where(batch.loss_mask_BL, twins.whiten(plain, response), 0)
+  actual = _estimate(batch, 'all', steps)
+  np.testing.assert_allclose(actual.advantages_BL, expected, rtol=1e-10)
+
+
 @VARIANTS
 def test_failed_row_is_an_absent_row(steps, observation_tokens):
   batch, _, _ = batches.make()
@@ -154,7 +327,7 @@ def test_failed_row_is_an_absent_row(steps, observation_tokens):
   without = _estimate(
     batches.rows(batch, present), 'policy', steps, observation_tokens
   )
-  for name in ('advantages_BL', 'returns_BL', 'value_mask_BL'):
+  for name in FIELDS:
     whole_BL = np.asarray(getattr(whole, name))
     np.testing.assert_allclose(
       whole_BL[present], getattr(without, name), rtol=1e-12
@@ -214,14 +387,56 @@ def test_included_poison_outside_the_response():
     values_BL=batches.poison_array(batch.values_BL, inside, np.nan),
     rewards_BL=batches.poison_array(batch.rewards_BL, mask, np.nan),
   )
-  np.testing.assert_array_equal(
-    _estimate(poisoned, observation_tokens='included').advantages_BL,
-    _estimate(batch, observation_tokens='included').advantages_BL,
-  )
+  for whiten in advantages.WHITENS:
+    np.testing.assert_array_equal(
+      _estimate(poisoned, whiten, 'token', 'included').advantages_BL,
+      _estimate(batch, whiten, 'token', 'included').advantages_BL,
+    )
 
 
 def test_an_unknown_option_is_a_type_error():
   batch, _, _ = batches.make()
-  options = batches.algorithm().advantage.arguments() | {'lambd': 1.0}
   with pytest.raises(TypeError, match='lambd'):
-    advantages.estimate_advantages(batch.rewards_BL, batch, **options)
+    advantages.estimate_advantages(
+      batch.rewards_BL,
+      batch,
+      name='gae',
+      whiten='none',
+      num_turns=batches.T,
+      lambd=1.0,
+    )
+
+
+def test_missing_values_are_named():
+  batch, _, _ = batches.make()
+  with pytest.raises(ValueError, match='gae needs values_BL'):
+    _estimate(batch.replace(values_BL=None))
+
+
+@pytest.mark.parametrize('whiten', ['none', 'all'])
+def test_monte_carlo_is_the_reward_to_go_and_needs_no_values(whiten):
+  batch, _, _ = batches.make()
+  mask = batch.loss_mask_BL
+  plain = np.zeros(mask.shape)
+  for b, row in enumerate(mask):
+    to_go = 0.0
+    for i in np.flatnonzero(row)[::-1]:
+      to_go = batch.rewards_BL[b, i] + GAMMA * to_go
+      plain[b, i] = to_go
+  expected = plain
+  if whiten == 'all':
+    response = advantage_twins.response(mask)
+    repeated = advantage_twins.repeated(plain, mask)
+    expected = np.where(mask, twins.whiten(repeated, response), 0)
+  batch = batches.poison(batch, np.nan).replace(values_BL=None)
+  actual = advantages.estimate_advantages(
+    batch.rewards_BL,
+    batch,
+    name='monte_carlo',
+    whiten=whiten,
+    num_turns=batches.T,
+    gamma=GAMMA,
+  )
+  np.testing.assert_allclose(actual.advantages_BL, expected, rtol=1e-10)
+  assert not np.any(actual.returns_BL)
+  assert not np.any(actual.value_mask_BL)

@@ -1,0 +1,147 @@
+"""Slow float64 references of the advantage estimators, row by row."""
+
+import math
+
+import numpy as np
+
+from tests.rl import twins
+
+
+def turns_of(batch, b):
+  """The trained tokens of each turn of a row, in order."""
+  mask, ids = batch.loss_mask_BL[b], batch.turn_ids_BL[b]
+  return [np.flatnonzero(mask & (ids == k)) for k in np.unique(ids[mask])]
+
+
+def bilevel(
+  batch, rewards, gamma, lambda_, gamma_turn, lambda_turn, turn_value=0
+):
+  """(advantages, returns) of GAE inside each turn, after GAE over turns.
+
+  `turn_value` is the token of a turn at which its value is read.
+  """
+  advantages, returns = np.zeros((2, *batch.loss_mask_BL.shape))
+  for b in range(len(rewards)):
+    turns = turns_of(batch, b)
+    turn_values = [batch.values_BL[b, turn[turn_value]] for turn in turns]
+    turn_rewards = [rewards[b, turn].sum() for turn in turns]
+    found = twins.gae(turn_rewards, turn_values, gamma_turn, lambda_turn)
+    for turn, own_value, advantage in zip(
+      turns, turn_values, found, strict=True
+    ):
+      alone = [0.0] * (len(turn) - 1) + [advantage + own_value]
+      values = list(batch.values_BL[b, turn])
+      advantages[b, turn] = twins.gae(alone, values, gamma, lambda_)
+      returns[b, turn] = advantages[b, turn] + values
+  return advantages, returns
+
+
+def response(mask):
+  """The tokens from a row's first policy token to its last."""
+  out = np.zeros_like(mask)
+  for b, row in enumerate(mask):
+    if row.any():
+      first, last = np.flatnonzero(row)[[0, -1]]
+      out[b, first : last + 1] = True
+  return out
+
+
+def repeated(x, mask):
+  """x where an observation token takes what stands before it."""
+  out = x.copy()
+  for b, i in np.argwhere(response(mask) & ~mask):
+    out[b, i] = out[b, i - 1]
+  return out
+
+
+def compare(values, epsilon):
+  """Each value's (x - mean) / (std + epsilon); epsilon None: x - mean."""
+  if len(values) == 1:
+    return [0.0]
+  mean = sum(values) / len(values)
+  centered = [value - mean for value in values]
+  if epsilon is None:
+    return centered
+  variance = sum(c * c for c in centered) / (len(values) - 1)
+  return [c / (math.sqrt(variance) + epsilon) for c in centered]
+
+
+def compare_in_groups(values, groups, epsilon):
+  """`compare` among the keys of equal group; both are dicts by key."""
+  out = {}
+  for group in set(groups.values()):
+    keys = [key for key in values if groups[key] == group]
+    compared = compare([values[key] for key in keys], epsilon)
+    out |= dict(zip(keys, compared, strict=True))
+  return out
+
+
+def present_rows(batch):
+  return [b for b in range(len(batch.loss_mask_BL)) if turns_of(batch, b)]
+
+
+def compare_rows(batch, reward_of, epsilon):
+  rows = present_rows(batch)
+  return compare_in_groups(
+    {b: reward_of(b) for b in rows},
+    {b: batch.group_ids_B[b] for b in rows},
+    epsilon,
+  )
+
+
+def total(batch, b):
+  return batch.rewards_BL[b, batch.loss_mask_BL[b]].sum()
+
+
+def over_rows(batch, epsilon):
+  """`group_normalized`, or `group_centered` with epsilon None."""
+  out = np.zeros(batch.loss_mask_BL.shape)
+  found = compare_rows(batch, lambda b: total(batch, b), epsilon)
+  for b, advantage in found.items():
+    out[b, batch.loss_mask_BL[b]] = advantage
+  return out
+
+
+def leave_one_out(batch):
+  out = np.zeros(batch.loss_mask_BL.shape)
+  rows = present_rows(batch)
+  for b in rows:
+    others = [
+      total(batch, other)
+      for other in rows
+      if other != b and batch.group_ids_B[other] == batch.group_ids_B[b]
+    ]
+    if others:
+      baseline = sum(others) / len(others)
+      out[b, batch.loss_mask_BL[b]] = total(batch, b) - baseline
+  return out
+
+
+def turn_group(batch, turn_weight, epsilon):
+  last = {b: turns_of(batch, b)[-1][-1] for b in present_rows(batch)}
+  outcome = compare_rows(batch, lambda b: batch.rewards_BL[b, last[b]], epsilon)
+  early = compare_rows(
+    batch, lambda b: total(batch, b) - batch.rewards_BL[b, last[b]], epsilon
+  )
+  out = np.zeros(batch.loss_mask_BL.shape)
+  for b in last:
+    *before, final = turns_of(batch, b)
+    out[b, final] = outcome[b]
+    for turn in before:
+      out[b, turn] = outcome[b] + turn_weight * early[b]
+  return out
+
+
+def gigpo(batch, omega, gamma, epsilon):
+  returns, states = {}, {}
+  for b in present_rows(batch):
+    to_go = 0.0
+    for k, turn in reversed(list(enumerate(turns_of(batch, b)))):
+      to_go = batch.rewards_BL[b, turn].sum() + gamma * to_go
+      returns[b, k] = to_go
+      states[b, k] = batch.state_ids_BL[b, turn[0]]
+  steps = compare_in_groups(returns, states, epsilon)
+  out = over_rows(batch, epsilon)
+  for b, k in returns:
+    out[b, turns_of(batch, b)[k]] += omega * steps[b, k]
+  return out

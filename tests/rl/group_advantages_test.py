@@ -1,0 +1,321 @@
+import functools
+
+import hypothesis
+from hypothesis import strategies
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stppo_jax.rl import advantages
+from tests.rl import advantage_twins
+from tests.rl import batches
+from tests.rl import twins
+
+EPSILON, WEIGHT, OMEGA, GAMMA = 0.1, 0.7, 0.6, 0.8
+
+OPTIONS = {
+  'group_normalized': {'epsilon': EPSILON},
+  'group_centered': {},
+  'leave_one_out': {},
+  'turn_group': {'turn_weight': WEIGHT, 'epsilon': EPSILON},
+  'gigpo': {
+    'omega': OMEGA,
+    'gamma': GAMMA,
+    'normalize': 'std',
+    'epsilon': EPSILON,
+  },
+}
+TWINS = {
+  'group_normalized': lambda batch: advantage_twins.over_rows(batch, EPSILON),
+  'group_centered': lambda batch: advantage_twins.over_rows(batch, None),
+  'leave_one_out': advantage_twins.leave_one_out,
+  'turn_group': lambda batch: advantage_twins.turn_group(
+    batch, WEIGHT, EPSILON
+  ),
+  'gigpo': lambda batch: advantage_twins.gigpo(batch, OMEGA, GAMMA, EPSILON),
+}
+NAMES = pytest.mark.parametrize('name', OPTIONS)
+
+
+@functools.partial(jax.jit, static_argnames=('name', 'normalize', 'whiten'))
+def _jitted(batch, name, whiten, normalize=None, **options):
+  if normalize is not None:
+    options['normalize'] = normalize
+  return advantages.estimate_advantages(
+    batch.rewards_BL,
+    batch,
+    name=name,
+    whiten=whiten,
+    num_turns=batches.T,
+    **options,
+  )
+
+
+def _estimate(batch, name, whiten='none', **changes):
+  out = _jitted(batch, name, whiten, **(OPTIONS[name] | changes))
+  return np.asarray(out.advantages_BL)
+
+
+def _make(seed=0):
+  """Groups of 2, of 3 with a failed row, and of 1; states that recur."""
+  batch, _, _ = batches.make(seed)
+  rng = np.random.default_rng(seed)
+  # By row and turn, two states a group: also twice in one row.
+  states = 10 * GROUPS[:, None] + rng.integers(
+    1, 3, size=(batches.B, batches.T + 1)
+  )
+  state_ids = np.take_along_axis(states, batch.turn_ids_BL, axis=1)
+  return batch.replace(
+    group_ids_B=GROUPS,
+    state_ids_BL=np.where(batch.turn_ids_BL > 0, state_ids, 0).astype(np.int32),
+  )
+
+
+GROUPS = np.array([4, 7, 4, 7, 2, 7], np.int32)
+ALONE = 4
+assert GROUPS[batches.FAILED_ROW] == 7
+
+
+@NAMES
+@pytest.mark.parametrize('seed', [0, 1])
+def test_twin(name, seed):
+  batch = _make(seed)
+  expected = TWINS[name](batch)
+  np.testing.assert_allclose(
+    _estimate(batch, name), expected, rtol=1e-10, atol=1e-12
+  )
+  in_groups = np.delete(expected, [ALONE, batches.FAILED_ROW], axis=0)
+  assert np.all(np.abs(in_groups).max(axis=1) > 1e-3)
+
+
+def test_gigpo_twin_without_normalisation():
+  batch = _make()
+  np.testing.assert_allclose(
+    _estimate(batch, 'gigpo', normalize='none'),
+    advantage_twins.gigpo(batch, OMEGA, GAMMA, None),
+    rtol=1e-10,
+    atol=1e-12,
+  )
+
+
+def _three_rows(dtype=np.float64):
+  """One question, rewards 3, 0, 0; the second row earns 1, then loses it."""
+  turn_ids = np.array([[0, 1, 0, 2], [0, 1, 0, 2], [0, 1, 1, 0]], np.int32)
+  rewards = np.array([[9, 0, 9, 3], [9, 1, 9, -1], [9, 0, 0, 9]], dtype)
+  states = np.array([[0, 5, 0, 6], [0, 5, 0, 8], [0, 5, 5, 0]], np.int32)
+  return batches.rows(batches.make()[0], np.arange(3)).replace(
+    rewards_BL=rewards,
+    group_ids_B=np.array([1, 1, 1], np.int32),
+    turn_ids_BL=turn_ids,
+    loss_mask_BL=turn_ids > 0,
+    state_ids_BL=states,
+  )
+
+
+def test_by_hand():
+  batch = _three_rows()
+  root3 = np.sqrt(3.0)  # the unbiased deviation of 3, 0, 0
+  z = np.array([2, -1, -1]) / root3
+  per_row = lambda x: np.where(batch.loss_mask_BL, np.asarray(x)[:, None], 0)
+  near = functools.partial(np.testing.assert_allclose, atol=1e-12)
+  near(_estimate(batch, 'group_normalized', epsilon=0.0), per_row(z))
+  near(_estimate(batch, 'group_centered'), per_row([2, -1, -1]))
+  near(_estimate(batch, 'leave_one_out'), per_row([3, -1.5, -1.5]))
+
+  # Outcomes 3, -1, 0: mean 2/3; turn rewards 0, 1, 0: mean 1/3.
+  outcome = np.array([7, -5, -2]) / 3 / np.sqrt(13 / 3)
+  turn = np.array([-1, 2, -1]) / 3 / np.sqrt(1 / 3)
+  expected = per_row(outcome)
+  expected[:2, 1] += 0.5 * turn[:2]  # the third row has a last turn only
+  near(_estimate(batch, 'turn_group', turn_weight=0.5, epsilon=0.0), expected)
+
+  # Rewards-to-go: 1.5 and 3; 0.5 and -1; 0. State 5 holds 1.5, 0.5 and 0.
+  expected = per_row([2.0, -1.0, -1.0])
+  expected[:, 1] += np.array([2.5, -0.5, -2]) / 3
+  expected[2, 2] = expected[2, 1]
+  near(
+    _estimate(batch, 'gigpo', omega=1.0, gamma=0.5, normalize='none'), expected
+  )
+
+
+@NAMES
+def test_no_critic(name):
+  out = _jitted(_make(), name, 'none', **OPTIONS[name])
+  assert not np.any(out.returns_BL)
+  assert not np.any(out.value_mask_BL)
+  assert out.value_mask_BL.dtype == bool
+  assert name not in advantages.USES_VALUES
+  without = _make().replace(values_BL=None)
+  np.testing.assert_array_equal(_estimate(without, name), out.advantages_BL)
+
+
+def test_no_group_estimator_is_forgotten_here():
+  others = {'gae', 'monte_carlo'}
+  assert advantages.ADVANTAGES.keys() == OPTIONS.keys() | others
+
+
+def test_leave_one_out_is_centred_times_group_over_others():
+  batch = _make().replace(group_ids_B=np.zeros(batches.B, np.int32))
+  size = batches.B - 1  # one row failed
+  np.testing.assert_allclose(
+    _estimate(batch, 'leave_one_out'),
+    size / (size - 1) * _estimate(batch, 'group_centered'),
+    rtol=1e-12,
+  )
+
+
+def test_one_turn_and_no_step_weight_are_group_normalized():
+  batch = _make()
+  normalized = _estimate(batch, 'group_normalized')
+  np.testing.assert_array_equal(
+    _estimate(batch, 'gigpo', omega=0.0), normalized
+  )
+  last = np.zeros(batch.loss_mask_BL.shape, bool)
+  for b in advantage_twins.present_rows(batch):
+    last[b, np.flatnonzero(batch.loss_mask_BL[b])[-1]] = True
+  batch = batch.replace(rewards_BL=np.where(last, batch.rewards_BL, 0))
+  np.testing.assert_array_equal(
+    _estimate(batch, 'turn_group'), _estimate(batch, 'group_normalized')
+  )
+
+
+@NAMES
+def test_a_group_of_one_gives_zero(name):
+  batch = _make()
+  batch = batch.replace(
+    group_ids_B=np.arange(batches.B, dtype=np.int32),
+    # Turns of one state in no two rows, and in no row twice.
+    state_ids_BL=batch.turn_ids_BL + 10 * np.arange(batches.B)[:, None],
+  )
+  assert not _estimate(batch, name).any()
+  assert not _estimate(batch, name, 'all').any()
+
+
+@NAMES
+@pytest.mark.parametrize('epsilon', [1e-6, 0.0])
+@pytest.mark.parametrize('reward', [0.1, 1 / 3, 1e6 + 0.1])
+def test_equal_rewards_give_exactly_zero_in_float32(name, epsilon, reward):
+  # The mean of three float32 0.1 is not 0.1: (R - mean) / (std + 1e-6) of a
+  # rounded mean would be seen.
+  batch = _three_rows(np.float32)
+  rewards = np.zeros(batch.rewards_BL.shape, np.float32)
+  last = np.array([3, 3, 2])
+  rewards[np.arange(3), last] = reward
+  batch = batch.replace(
+    rewards_BL=rewards,
+    # Turns as far from the end share a state.
+    state_ids_BL=np.array([[0, 5, 0, 6], [0, 5, 0, 6], [0, 6, 6, 0]], np.int32),
+  )
+  changes = {'epsilon': epsilon} if 'epsilon' in OPTIONS[name] else {}
+  out = _estimate(batch, name, **changes)
+  assert out.dtype == np.float32
+  assert not out.any()
+
+
+@NAMES
+@pytest.mark.parametrize('whiten', ['none', 'all'])
+def test_failed_row_is_an_absent_row(name, whiten):
+  batch = _make()
+  present = np.arange(batches.B) != batches.FAILED_ROW
+  whole = _estimate(batch, name, whiten)
+  np.testing.assert_allclose(
+    whole[present],
+    _estimate(batches.rows(batch, present), name, whiten),
+    rtol=1e-12,
+    atol=1e-14,
+  )
+  assert not whole[batches.FAILED_ROW].any()
+
+
+@NAMES
+@pytest.mark.parametrize('value', [np.nan, np.inf])
+def test_poison(name, value):
+  batch = _make()
+
+  def total(rewards_BL, batch):
+    out = _jitted(
+      batch.replace(rewards_BL=rewards_BL), name, 'all', **OPTIONS[name]
+    )
+    return jnp.sum(jnp.sin(jnp.arange(batches.L))[None] * out.advantages_BL)
+
+  run = jax.value_and_grad(total)
+  clean, clean_gradient = run(jnp.asarray(batch.rewards_BL), batch)
+  poisoned = batches.poison(batch, value)
+  dirty, gradient = run(jnp.asarray(poisoned.rewards_BL), poisoned)
+  np.testing.assert_array_equal(dirty, clean)
+  np.testing.assert_array_equal(gradient, clean_gradient)
+  assert np.all(np.isfinite(gradient))
+  assert not np.asarray(gradient)[~batch.loss_mask_BL].any()
+
+
+@NAMES
+def test_whitening_all_lets_an_observation_repeat_the_token_before(name):
+  batch = _make()
+  mask = batch.loss_mask_BL
+  white = twins.whiten(
+    advantage_twins.repeated(TWINS[name](batch), mask),
+    advantage_twins.response(mask),
+  )
+  np.testing.assert_allclose(
+    _estimate(batch, name, 'all'), np.where(mask, white, 0), rtol=1e-9
+  )
+
+
+def test_a_turn_with_no_trained_token_takes_no_time():
+  batch = _make()
+  mask = batch.loss_mask_BL & (batch.turn_ids_BL != 2)
+  batch = batch.replace(loss_mask_BL=mask)
+  np.testing.assert_allclose(
+    _estimate(batch, 'gigpo'), TWINS['gigpo'](batch), rtol=1e-10, atol=1e-12
+  )
+
+
+def test_gigpo_without_states_says_so():
+  batch = _make().replace(state_ids_BL=None)
+  with pytest.raises(ValueError, match='gigpo needs state_ids_BL'):
+    _estimate(batch, 'gigpo')
+
+
+@hypothesis.settings(
+  max_examples=15,
+  deadline=None,
+  derandomize=True,
+  database=None,
+  suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@hypothesis.given(
+  name=strategies.sampled_from(list(OPTIONS)),
+  groups=strategies.lists(
+    strategies.integers(0, 3), min_size=batches.B, max_size=batches.B
+  ),
+  rewards=strategies.lists(
+    strategies.sampled_from([0.0, 0.1, 1.0]),
+    min_size=batches.B,
+    max_size=batches.B,
+  ),
+  failed=strategies.sets(strategies.integers(0, batches.B - 1)),
+  order=strategies.permutations(range(batches.B)),
+  names_of_groups=strategies.permutations([-3, 0, 5, 2**30]),
+)
+def test_any_groups(name, groups, rewards, failed, order, names_of_groups):
+  batch = _make()
+  mask = batch.turn_ids_BL > 0
+  mask[list(failed)] = False
+  last = np.zeros_like(mask)
+  for b in set(range(batches.B)) - failed:
+    last[b, np.flatnonzero(mask[b])[-1]] = True
+  batch = batch.replace(
+    loss_mask_BL=mask,
+    rewards_BL=np.where(last, np.asarray(rewards)[:, None], 0.0),
+    group_ids_B=np.asarray(groups, np.int32),
+  )
+  out = _estimate(batch, name)
+  np.testing.assert_allclose(out, TWINS[name](batch), atol=1e-9)
+
+  renamed = np.asarray(names_of_groups)[np.asarray(groups)]
+  other = batch.replace(group_ids_B=renamed.astype(np.int32))
+  np.testing.assert_array_equal(_estimate(other, name), out)
+
+  permuted = _estimate(batches.rows(batch, np.asarray(order)), name)
+  np.testing.assert_allclose(permuted, out[np.asarray(order)], atol=1e-12)
