@@ -150,6 +150,15 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
           'max_grad_norm': 1.0,
         },
       },
+      'preference': {  # `prefer`: offline, on pairs of trajectories
+        'name': 'tdpo2',  # tdpo1 | tdpo2
+        'beta': 0.1,  # how firmly the policy is held to the reference
+        'alpha': 0.5,  # tdpo2: weight of the divergences
+        'batch_size': 64,  # pairs per update; the rate: policy_optimizer
+        'microbatch_size': 0,  # pairs per forward; 0 = batch_size
+        'num_epochs': 1,  # passes over the pairs
+        'chunk': 128,  # tokens of a row whose scores are held at once
+      },
       'evaluate': {
         'every': 50,  # steps; 0 = never; the last step is always evaluated
         'num_questions': 512,  # of each data set, always the same ones

@@ -1,0 +1,25 @@
+"""Train on pairs of collected trajectories (TDPO); resumes like train.
+
+python -m stppo_jax prefer --config=FILE.py --batch=FILE.npz --workdir=DIR
+    [--config.preference.name=tdpo1 --config.KEY=VALUE ...]
+
+FILE.npz holds arrays named as in stppo_jax/batch.py: tokens_BL, loss_mask_BL,
+rewards_BL and group_ids_B. The best and the worst trajectory of each group
+are a pair; a group of equal rewards gives none. The policy starts from
+model.path and is left in DIR/policy.
+"""
+
+from collections.abc import Sequence
+
+from stppo_jax.commands import configuration
+
+
+def main(argv: Sequence[str]) -> int:
+  arguments = configuration.parse(argv, options={'batch': ''})
+  file = arguments.options['batch']
+  if not file:
+    raise configuration.ConfigurationError(['--batch: missing'])
+  # Late, so that a wrong flag is answered before jax is imported.
+  from stppo_jax.training import preference
+
+  return preference.prefer(arguments.config, file, arguments.workdir)

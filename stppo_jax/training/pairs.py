@@ -1,0 +1,159 @@
+"""Pairs of trajectories from a file of collected ones.
+
+B trajectories, P pairs, 2 = (preferred, dispreferred), L tokens.
+"""
+
+import hashlib
+import pathlib
+from typing import BinaryIO
+from typing import NamedTuple
+import zipfile
+import zlib
+
+import numpy as np
+
+# Of a `TokenBatch`: the name says the axes. The kinds are those of numpy.
+_NEEDED = {
+  'tokens_BL': ('integers', 'iu'),
+  'loss_mask_BL': ('booleans, or 0 and 1', 'biu'),
+  'rewards_BL': ('numbers', 'fiu'),
+  'group_ids_B': ('integers', 'iu'),
+}
+
+
+class Pairs(NamedTuple):
+  """Two trajectories of one question each, the better one first.
+
+  Attributes:
+    tokens_P2L: int32, 0 behind the last token of the loss mask.
+    loss_mask_P2L: bool, tokens of the policy to be trained on; all false in
+      the pairs that only fill up a batch.
+  """
+
+  tokens_P2L: np.ndarray
+  loss_mask_P2L: np.ndarray
+
+
+def read(path: str | pathlib.Path) -> tuple[Pairs, str]:
+  """The pairs in an npz file with arrays named as in `TokenBatch`.
+
+  Needed are tokens_BL, loss_mask_BL, rewards_BL and group_ids_B.
+
+  Returns:
+    The pairs, see `pairs`, and the SHA-256 of the file.
+
+  Raises:
+    OSError: no such file.
+    ValueError: not an npz file, a missing or unfit array, no pair; one line.
+  """
+  path = pathlib.Path(path)
+  with open(path, 'rb') as file:
+    digest = hashlib.file_digest(file, 'sha256').hexdigest()
+    file.seek(0)
+    try:
+      return pairs(**_arrays(file)), digest
+    except ValueError as error:
+      raise ValueError(f'{path}: {error}') from error
+
+
+def pairs(
+  tokens_BL: np.ndarray,
+  loss_mask_BL: np.ndarray,
+  rewards_BL: np.ndarray,
+  group_ids_B: np.ndarray,
+) -> Pairs:
+  """The best and the worst trajectory of each group, by total reward.
+
+  Of equal ones, the first. A group gives no pair if all its rewards are equal
+  or fewer than two of its rows have a token in the loss mask (the others
+  failed). Rewards off the loss mask do not count.
+
+  Raises:
+    ValueError: unequal shapes, a total reward that is not finite, no pair.
+  """
+  shape = tokens_BL.shape
+  if len(shape) != 2:
+    raise ValueError(f'tokens_BL has shape {shape}, expected [B, L]')
+  for name, array, wanted in (
+    ('loss_mask_BL', loss_mask_BL, shape),
+    ('rewards_BL', rewards_BL, shape),
+    ('group_ids_B', group_ids_B, shape[:1]),
+  ):
+    if array.shape != wanted:
+      raise ValueError(f'{name} has shape {array.shape}, expected {wanted}')
+  mask_BL = loss_mask_BL != 0
+  totals_B = np.where(mask_BL, rewards_BL, 0.0).sum(axis=1, dtype=np.float64)
+  if not np.isfinite(totals_B).all():
+    row = int(np.flatnonzero(~np.isfinite(totals_B))[0])
+    raise ValueError(f'rewards_BL: row {row} sums to {totals_B[row]}')
+  chosen = []
+  for group in np.unique(group_ids_B):
+    rows = np.flatnonzero((group_ids_B == group) & mask_BL.any(axis=1))
+    if len(rows):
+      best = rows[totals_B[rows].argmax()]
+      worst = rows[totals_B[rows].argmin()]
+      if totals_B[best] > totals_B[worst]:
+        chosen.append((best, worst))
+  if not chosen:
+    raise ValueError(
+      'no pair: no group_ids_B has two rows of unequal total reward'
+    )
+  rows_P2 = np.array(chosen)
+  mask_P2L = mask_BL[rows_P2]
+  # True up to the last token of the mask: nothing behind it has a say.
+  read_P2L = np.flip(np.logical_or.accumulate(np.flip(mask_P2L, 2), 2), 2)
+  tokens_P2L = np.where(read_P2L, tokens_BL[rows_P2], 0)
+  return Pairs(tokens_P2L.astype(np.int32), mask_P2L)
+
+
+def resized(whole: Pairs, *, bucket: int) -> Pairs:
+  """The shortest L that holds every token and is a multiple of `bucket`."""
+  longest = int(np.flatnonzero(whole.loss_mask_P2L.any(axis=(0, 1)))[-1]) + 1
+  size = -(-longest // bucket) * bucket
+  padding = ((0, 0), (0, 0), (0, max(size - whole.tokens_P2L.shape[2], 0)))
+  return Pairs(*(np.pad(x, padding)[:, :, :size] for x in whole))
+
+
+def minibatch(whole: Pairs, number: int, *, size: int, seed: int) -> Pairs:
+  """The pairs of one update; every epoch is another permutation of all.
+
+  What the last minibatch of an epoch lacks is filled up with pairs of no
+  token, which weigh nothing.
+
+  Args:
+    whole: all pairs.
+    number: of the update, from 0.
+    size: pairs of a minibatch.
+    seed: of the permutations.
+  """
+  count = len(whole.tokens_P2L)
+  epoch, place = divmod(number, updates_per_epoch(count, size))
+  order = np.random.default_rng((seed, epoch)).permutation(count)
+  rows = order[place * size : (place + 1) * size]
+  padding = ((0, size - len(rows)), (0, 0), (0, 0))
+  return Pairs(*(np.pad(x[rows], padding) for x in whole))
+
+
+def updates_per_epoch(count: int, size: int) -> int:
+  """Minibatches of `size` that hold `count` pairs."""
+  return -(-count // size)
+
+
+def _arrays(file: BinaryIO) -> dict[str, np.ndarray]:
+  """The needed arrays of a file, each of the right kind of number."""
+  try:
+    archive = np.load(file, allow_pickle=False)
+    if not isinstance(archive, np.lib.npyio.NpzFile):
+      raise ValueError('a single array')
+    missing = [name for name in _NEEDED if name not in archive.files]
+    arrays = {n: archive[n] for n in _NEEDED if n not in missing}
+  except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    reason = ' '.join(str(error).split())
+    raise ValueError(f'not a sound npz file ({reason})') from error
+  if missing:
+    raise ValueError(f'lacks {", ".join(missing)}')
+  for name, array in arrays.items():
+    words, kinds = _NEEDED[name]
+    if array.dtype.kind not in kinds:
+      raise ValueError(f'{name} is {array.dtype}, expected {words}')
+  return arrays

@@ -1,0 +1,117 @@
+"""One optimiser step of a policy on pairs of trajectories.
+
+P pairs, cut into microbatches; 2 = (preferred, dispreferred); L tokens.
+Order, always: global-norm clip, Adam.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stppo_jax.models import functional
+from stppo_jax.rl import preferences
+from stppo_jax.training import optimizer as optimizer_lib
+from stppo_jax.training import pairs as pairs_lib
+from stppo_jax.training import state as state_lib
+
+Array = jax.Array
+
+
+def update(
+  state: state_lib.ModelState,
+  reference: functional.Params,
+  batch: pairs_lib.Pairs,
+  numbers: Mapping[str, Any],
+  *,
+  policy: functional.Model,
+  optimizer: optimizer_lib.Optimizer,
+  name: str,
+  temperature: float,
+  chunk: int,
+  num_microbatches: int,
+) -> tuple[state_lib.ModelState, dict[str, Array]]:
+  """One optimiser step on the mean loss of the pairs.
+
+  Sums are divided once, by the pairs of the whole minibatch, so that cutting
+  it changes nothing. A gradient that is not finite changes nothing and is
+  counted in `update/skipped`.
+
+  Args:
+    state: before; donate it.
+    reference: weights of the frozen reference.
+    batch: the pairs.
+    numbers: 'optimizer' (see `optimizer.apply_update`), 'beta' and 'alpha'
+      (see `preferences.preference_loss`); runtime values.
+    policy: the model of policy and reference.
+    optimizer: from `optimizer.build_optimizer`.
+    name: of the loss.
+    temperature: of sampling.
+    chunk: tokens of a row whose scores are held at once.
+    num_microbatches: static; divides the pairs.
+
+  Returns:
+    The new state and scalar metrics.
+  """
+
+  def total(params, part):
+    # Rows are 0's preferred, 0's dispreferred, 1's ...: each device its own.
+    found = policy.divergence(
+      params,
+      reference,
+      part.tokens_P2L.reshape(-1, part.tokens_P2L.shape[2]),
+      temperature=temperature,
+      chunk=chunk,
+    )
+    loss = preferences.preference_loss(
+      *(x_BL.reshape(part.tokens_P2L.shape) for x_BL in found),
+      part.loss_mask_P2L,
+      name=name,
+      beta=numbers['beta'],
+      alpha=numbers['alpha'],
+    )
+    return loss.total, loss
+
+  measure = jax.grad(total, has_aux=True)
+
+  def accumulate(sums, part):
+    return jax.tree.map(jnp.add, sums, measure(state.params, part)), None
+
+  # Interleaved, so that each device cuts its own pairs.
+  microbatches = jax.tree.map(
+    lambda x: x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1),
+    batch,
+  )
+  shapes = jax.eval_shape(
+    measure, state.params, jax.tree.map(lambda x: x[0], microbatches)
+  )
+  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+  (gradient, sums), _ = jax.lax.scan(accumulate, zeros, microbatches)
+  count = jnp.maximum(sums.count, 1)
+  gradient, mean = jax.tree.map(lambda x: x / count, (gradient, sums))
+  params, optimizer_state, report = optimizer_lib.apply_update(
+    optimizer,
+    state.params,
+    state.optimizer,
+    gradient,
+    state.updates,
+    numbers['optimizer'],
+  )
+  finite = jnp.isfinite(report['grad_norm'])
+  new_state = jax.tree.map(
+    lambda new, old: jnp.where(finite, new, old),
+    state_lib.ModelState(params, optimizer_state, state.updates + 1),
+    state,
+  )
+  metrics = {
+    'preference/loss': mean.total,
+    'preference/margin': mean.margin,
+    'preference/accuracy': mean.correct,
+    'preference/pairs': sums.count,
+    'update/skipped': 1.0 - finite.astype(jnp.float32),
+  }
+  for side, kind in enumerate(('preferred', 'dispreferred')):
+    metrics[f'preference/{kind}/log_ratio'] = mean.log_ratio_2[side]
+    metrics[f'preference/{kind}/kl'] = mean.divergence_2[side]
+  return new_state, metrics | {f'actor/{k}': x for k, x in report.items()}

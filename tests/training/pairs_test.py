@@ -1,0 +1,165 @@
+"""Which pairs a file holds, in what order they come, and bad files."""
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from stppo_jax.training import pairs as pairs_lib
+
+_REWARDS = (0.5, 1.0, 0.0, 1.0, 0.3, 0.3, 0.0, 0.9)
+_GROUPS = (7, 7, 7, 7, 2, 2, 5, 5)
+
+
+def arrays(rewards=_REWARDS, groups=_GROUPS, length=6):
+  """One turn of tokens 2..4 in every row; the row's number is its tokens."""
+  shape = (len(rewards), length)
+  mask = np.zeros(shape, bool)
+  mask[:, 2:5] = True
+  placed = np.zeros(shape, np.float32)
+  placed[:, 4] = rewards
+  rows = np.arange(len(rewards), dtype=np.int32)[:, None]
+  return {
+    'tokens_BL': np.broadcast_to(rows, shape),
+    'loss_mask_BL': mask,
+    'rewards_BL': placed,
+    'group_ids_B': np.array(groups, np.int32),
+  }
+
+
+def _rows(found):
+  """The rows that became pairs, by the numbers that they are made of."""
+  return found.tokens_P2L[:, :, 2].tolist()
+
+
+def test_the_best_and_the_worst_of_each_group_are_a_pair():
+  # Group 2 is all equal; of group 7 the first of the two best.
+  found = pairs_lib.pairs(**arrays())
+  assert _rows(found) == [[7, 6], [1, 2]]
+  assert found.tokens_P2L.dtype == np.int32
+  assert found.loss_mask_P2L.dtype == bool
+  np.testing.assert_array_equal(found.loss_mask_P2L[0, 0], [0, 0, 1, 1, 1, 0])
+
+
+def test_failed_rows_are_not_there():
+  given = arrays()
+  given['loss_mask_BL'][[1, 6]] = False
+  given['rewards_BL'][[1, 6]] = np.nan
+  # The other best is taken; group 5 has one row left.
+  assert _rows(pairs_lib.pairs(**given)) == [[3, 2]]
+
+
+def test_rewards_of_all_turns_count_and_none_off_the_mask():
+  given = arrays((1.0, 0.9), (0, 0))
+  given['rewards_BL'][1, 2] = 0.2
+  given['rewards_BL'][:, 0] = np.nan
+  given['rewards_BL'][0, 5] = 9.0
+  assert _rows(pairs_lib.pairs(**given)) == [[1, 0]]
+
+
+def test_what_stands_behind_the_last_token_is_dropped():
+  given = arrays()
+  given['tokens_BL'] = given['tokens_BL'].copy()
+  given['tokens_BL'][:, 5] = -(2**31)  # the padding's id has no meaning
+  found = pairs_lib.pairs(**given)
+  assert not found.tokens_P2L[:, :, 5].any()
+  np.testing.assert_array_equal(found.tokens_P2L[0, 0, :5], [7] * 5)
+
+
+@pytest.mark.parametrize(('bucket', 'length'), [(1, 5), (4, 8), (6, 6)])
+def test_the_length_is_the_least_that_fits(bucket, length):
+  whole = pairs_lib.pairs(**arrays())
+  found = pairs_lib.resized(whole, bucket=bucket)
+  for x, before in zip(found, whole, strict=True):
+    assert x.shape == (2, 2, length)
+    np.testing.assert_array_equal(x[:, :, :5], before[:, :, :5])
+    assert not x[:, :, 5:].any()
+
+
+def test_an_epoch_sees_every_pair_once_and_is_filled_up():
+  rewards = np.arange(14) % 2
+  whole = pairs_lib.pairs(**arrays(rewards, np.arange(14) // 2))
+  assert pairs_lib.updates_per_epoch(7, 3) == 3
+  orders = []
+  for epoch in range(2):
+    seen = []
+    for place in range(3):
+      part = pairs_lib.minibatch(whole, 3 * epoch + place, size=3, seed=0)
+      assert part.tokens_P2L.shape == (3, 2, 6)
+      there = part.loss_mask_P2L.any(axis=(1, 2))
+      assert there.sum() == (3, 3, 1)[place]
+      assert not part.tokens_P2L[~there].any()
+      seen += part.tokens_P2L[there][:, 0, 0].tolist()
+    assert sorted(seen) == list(range(1, 14, 2))
+    orders.append(seen)
+  assert orders[0] != orders[1]
+  again = pairs_lib.minibatch(whole, 4, size=3, seed=0)
+  assert again.tokens_P2L[:, 0, 0].tolist() == orders[1][3:6]
+
+
+def test_a_file_is_read_and_known_again(tmp_path):
+  path = tmp_path / 'batch.npz'
+  np.savez_compressed(path, **arrays(), values_BL=np.zeros(3))
+  found, digest = pairs_lib.read(path)
+  assert _rows(found) == [[7, 6], [1, 2]]
+  assert digest == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _changed(**changes):
+  return {**arrays(), **changes}
+
+
+@pytest.mark.parametrize(
+  ('given', 'expected'),
+  [
+    ({'tokens_BL': np.zeros((8, 6), int)}, 'lacks loss_mask_BL, rewards_BL, g'),
+    (_changed(tokens_BL=np.zeros(8, int)), r'tokens_BL has shape \(8,\)'),
+    (
+      _changed(rewards_BL=np.zeros((8, 5))),
+      r'rewards_BL has shape \(8, 5\), expected \(8, 6\)',
+    ),
+    (
+      _changed(loss_mask_BL=np.zeros((7, 6), bool)),
+      r'loss_mask_BL has shape \(7, 6\), expected \(8, 6\)',
+    ),
+    (
+      _changed(group_ids_B=np.zeros(7, int)),
+      r'group_ids_B has shape \(7,\), expected \(8,\)',
+    ),
+    (_changed(tokens_BL=np.zeros((8, 6))), 'tokens_BL is float64, expected in'),
+    (_changed(group_ids_B=np.array(['a'] * 8)), 'group_ids_B is <U1'),
+    (_changed(rewards_BL=np.full((8, 6), np.nan)), 'row 0 sums to nan'),
+    (_changed(rewards_BL=np.zeros((8, 6))), 'no pair: '),
+    (_changed(group_ids_B=np.arange(8)), 'no pair: '),
+    (_changed(loss_mask_BL=np.zeros((8, 6), bool)), 'no pair: '),
+    (_changed(tokens_BL=np.full((8, 6), None)), 'not a sound npz file'),
+    (
+      {name: x[:0] for name, x in arrays().items()},
+      'no pair: ',
+    ),
+  ],
+)
+def test_a_file_that_does_not_do_is_one_line(tmp_path, given, expected):
+  path = tmp_path / 'batch.npz'
+  np.savez(path, **given)
+  with pytest.raises(ValueError, match=expected) as error:
+    pairs_lib.read(path)
+  assert str(error.value).startswith(f'{path}: ')
+  assert '\n' not in str(error.value)
+
+
+def test_what_is_no_npz_file_is_named(tmp_path):
+  path = tmp_path / 'batch.npz'
+  np.savez(path, **arrays())
+  whole = path.read_bytes()
+  damaged = whole.replace(b'\x01\x00\x00\x00' * 3, b'\x02\x00\x00\x00' * 3)
+  assert damaged != whole
+  for content in (b'', b'text', whole[: len(whole) // 2], damaged):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match='not a sound npz file'):
+      pairs_lib.read(path)
+  np.save(tmp_path / 'one.npy', np.zeros(3))
+  with pytest.raises(ValueError, match='a single array'):
+    pairs_lib.read(tmp_path / 'one.npy')
+  with pytest.raises(FileNotFoundError):
+    pairs_lib.read(tmp_path / 'absent.npz')

@@ -1,0 +1,170 @@
+"""Whole runs on pairs: they learn, resume bit for bit, and leave a policy."""
+
+import math
+import os
+import signal
+
+import numpy as np
+import pytest
+
+from stppo_jax.models import load_hf
+from stppo_jax.training import assembly
+from stppo_jax.training import checkpoint
+from stppo_jax.training import preference
+from stppo_jax.training import run_record
+from stppo_jax.training import writer
+from tests.training import runs
+
+_GROUPS, _LENGTH = 11, 32
+_SMALL = {
+  'preference__batch_size': 8,
+  'preference__num_epochs': 4,
+  'policy_optimizer__learning_rate': 5e-3,
+  'policy_optimizer__warmup_updates': 0,
+  'rollout__length_bucket': 32,
+  'checkpoint__every': 99,
+  'writer__tensorboard': False,
+}
+
+
+def _write(path, seed=0):
+  """Eleven groups of three rows of two turns, as a run collects them."""
+  rng = np.random.default_rng(seed)
+  shape = (3 * _GROUPS, _LENGTH)
+  mask = np.zeros(shape, bool)
+  mask[:, 8:14] = mask[:, 20:26] = True
+  rewards = np.zeros(shape, np.float32)
+  rewards[:, 25] = np.tile([0.0, 1.0, 0.5], _GROUPS)
+  np.savez(
+    path,
+    tokens_BL=rng.integers(0, 290, shape).astype(np.int32),
+    loss_mask_BL=mask,
+    rewards_BL=rewards,
+    group_ids_B=np.arange(len(mask), dtype=np.int32) // 3,
+  )
+  return path
+
+
+@pytest.fixture(scope='module')
+def file(tmp_path_factory):
+  return _write(tmp_path_factory.mktemp('batch') / 'batch.npz')
+
+
+@pytest.fixture(scope='module')
+def whole(file, tmp_path_factory):
+  """The folder of a run that nothing interrupted."""
+  folder = tmp_path_factory.mktemp('whole')
+  assert preference.prefer(runs.config(**_SMALL), file, folder) == 0
+  return folder
+
+
+def _lines(folder):
+  """All that does not depend on the clock."""
+  return [
+    {name: x for name, x in line.items() if not name.startswith('timing_s/')}
+    for line in runs.metrics(folder)
+  ]
+
+
+def test_the_preferred_becomes_likelier_than_the_other(whole):
+  lines = runs.metrics(whole)
+  # Two updates an epoch; the second holds what the first left.
+  assert [line['step'] for line in lines] == list(range(1, 9))
+  assert [line['preference/pairs'] for line in lines] == [8, 3] * 4
+  first, last = lines[0], lines[-1]
+  assert first['preference/loss'] == pytest.approx(math.log(2), abs=1e-5)
+  assert first['preference/margin'] == pytest.approx(0, abs=1e-5)
+  assert first['preference/preferred/kl'] == pytest.approx(0, abs=1e-5)
+  margins = [line['preference/margin'] for line in lines]
+  assert margins[-1] > 0.5 and margins[-1] > margins[3] > margins[0]
+  assert last['preference/accuracy'] == 1
+  assert last['preference/loss'] < 0.5
+  assert last['preference/dispreferred/kl'] > 0
+  assert not any(line['update/skipped'] for line in lines)
+
+
+def test_interrupted_and_resumed_it_is_the_same_run(
+  file, whole, tmp_path, monkeypatch, capsys
+):
+  write = writer.Writer.write
+
+  def interrupted(self, step, metrics):
+    write(self, step, metrics)
+    if step == 3:
+      os.kill(os.getpid(), signal.SIGTERM)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(writer.Writer, 'write', interrupted)
+    code = preference.prefer(runs.config(**_SMALL), file, tmp_path)
+  assert code == 75
+  assert 'interrupted after update 3, saved' in capsys.readouterr().out
+  assert len(runs.metrics(tmp_path)) == 3
+  # Written, not saved: as if killed in between.
+  with open(tmp_path / 'metrics.jsonl', 'a', encoding='utf-8') as lines:
+    lines.write('{"step": 4}\n')
+  assert preference.prefer(runs.config(**_SMALL), file, tmp_path) == 0
+  assert _lines(tmp_path) == _lines(whole)
+  exported = 'policy/model.safetensors'
+  assert (tmp_path / exported).read_bytes() == (whole / exported).read_bytes()
+
+
+def test_the_policy_that_it_leaves_is_the_last_state(whole):
+  shape = load_hf.read_config(
+    whole / 'policy', dtype='float32', remat='none', scan_unroll=1
+  )
+  params = load_hf.read_params(whole / 'policy', shape)
+  assert (whole / 'policy' / 'tokenizer.json').is_file()
+  saved = checkpoint.Checkpointer(whole, read_only=True)
+  assert saved._manager.all_steps() == [8]
+  saved.close()
+  assert np.isfinite(params['embedding']).all()
+
+
+def test_another_file_or_config_is_another_run(file, whole, tmp_path):
+  before = _lines(whole)
+  other = _write(tmp_path / 'other.npz', seed=1)
+  with pytest.raises(run_record.OtherRun, match='^batch_sha256='):
+    preference.prefer(runs.config(**_SMALL), other, whole)
+  changed = runs.config(**_SMALL, preference__beta=0.2)
+  with pytest.raises(run_record.OtherRun, match=r'^preference\.beta=0\.2'):
+    preference.prefer(changed, file, whole)
+  assert _lines(whole) == before
+
+
+def test_interrupted_while_starting_it_leaves_nothing(
+  file, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.setattr(
+    assembly,
+    'build_questions',
+    lambda config: os.kill(os.getpid(), signal.SIGINT),
+  )
+  assert preference.prefer(runs.config(**_SMALL), file, tmp_path / 'run') == 130
+  assert 'the same command starts anew' in capsys.readouterr().out
+  assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize(
+  ('batch', 'microbatch', 'expected'),
+  [
+    (12, 0, r'^preference\.batch_size=12: must be a multiple of the 8 devices'),
+    (16, 4, r'^preference\.microbatch_size=4: must be a multiple of the 8 dev'),
+  ],
+)
+def test_it_must_fit_the_devices(file, tmp_path, batch, microbatch, expected):
+  sizes = {'batch_size': batch, 'microbatch_size': microbatch}
+  changes = {f'preference__{key}': size for key, size in sizes.items()}
+  with pytest.raises(assembly.Misconfigured, match=expected):
+    preference.prefer(runs.config(**{**_SMALL, **changes}), file, tmp_path)
+  assert not (tmp_path / 'config.json').exists()
+
+
+def test_it_must_fit_the_vocabulary(file, tmp_path):
+  foreign = tmp_path / 'foreign.npz'
+  with np.load(file) as arrays:
+    np.savez(foreign, **{**arrays, 'tokens_BL': arrays['tokens_BL'] + 9000})
+  with pytest.raises(
+    assembly.Misconfigured, match=r'tokens_BL has the id 9\d+, .* vocabulary'
+  ):
+    preference.prefer(runs.config(**_SMALL), foreign, tmp_path)
+  assert not (tmp_path / 'config.json').exists()
