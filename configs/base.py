@@ -10,6 +10,12 @@ from ml_collections import config_dict
 from configs import algorithms
 
 
+def _compares(row: str) -> bool:
+  """Whether the row's advantages compare the trajectories of a question."""
+  name = algorithms.ALGORITHMS[row]['advantage']['name']
+  return name in algorithms.GROUP_ADVANTAGES
+
+
 def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
   """The base configuration with the algorithm row of that name.
 
@@ -76,12 +82,15 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'max_observation_tokens': 500,
         'max_length': 4096,  # prompt, turns and observations, in tokens
         'prompt_template': '',  # a text file with {question}; '' = built in
-        'rewards': {  # weight of each part in the outcome reward
+        'rewards': {  # weight of each part
           'exact_match': 1.0,
           'substring_match': 0.0,
           'f1': 0.0,
           'format': 0.0,
           'search_penalty': 0.0,  # subtracted per search
+          # Of a turn, on its last token, beside the outcome:
+          'turn_search': 0.0,  # its search found passages
+          'turn_answer_found': 0.0,  # a golden answer stands in them
         },
         'reward_scope': 'response',  # response | search_r1
       },
@@ -95,7 +104,11 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
       },
       'rollout': {
         'trajectories_per_step': 512,
-        'group_size': 1,  # trajectories of one question
+        # Trajectories of one question; 8 where the row compares them.
+        'group_size': 8 if _compares(row) else 1,
+        # Groups whose rewards are all equal are replaced by groups of further
+        # questions, in at most so many further collections (DAPO); 0 = never.
+        'resample_rounds': 0,
         'temperature': 1.0,
         'extend_chunk': 64,  # tokens appended to a slot per call
         'decode_chunk': 16,  # tokens decoded between looks from the host

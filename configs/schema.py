@@ -95,6 +95,8 @@ RULES: Mapping[str, Rule] = {
   'env.rewards.f1': _FINITE,
   'env.rewards.format': _FINITE,
   'env.rewards.search_penalty': _NOT_NEGATIVE,
+  'env.rewards.turn_search': _FINITE,
+  'env.rewards.turn_answer_found': _FINITE,
   'env.reward_scope': _one_of('response', 'search_r1'),
   'retrieval.topk': _POSITIVE,
   'retrieval.timeout': _POSITIVE,
@@ -103,6 +105,7 @@ RULES: Mapping[str, Rule] = {
   'retrieval.max_queries_per_request': _POSITIVE,
   'rollout.trajectories_per_step': _POSITIVE,
   'rollout.group_size': _POSITIVE,
+  'rollout.resample_rounds': _NOT_NEGATIVE,
   'rollout.temperature': _POSITIVE,
   'rollout.decode_chunk': _POSITIVE,
   'rollout.extend_chunk': _POSITIVE,
@@ -243,6 +246,14 @@ def _turn_fits(max_turn_tokens, max_length) -> Iterator[str]:
     )
 
 
+def _resampling(rounds, group_size) -> Iterator[str]:
+  if rounds > 0 and group_size < 2:
+    yield (
+      f'rollout.resample_rounds={rounds}: must be 0 when '
+      f'rollout.group_size={group_size}: one reward has no variance'
+    )
+
+
 def _template(path) -> Iterator[str]:
   if not path:
     return
@@ -286,6 +297,7 @@ _RELATIONS = (
   _multiple('preference.batch_size', 'preference.microbatch_size'),
   (('mesh.data', 'mesh.fsdp', 'mesh.tensor'), _one_rest),
   (('env.max_turn_tokens', 'env.max_length'), _turn_fits),
+  (('rollout.resample_rounds', 'rollout.group_size'), _resampling),
   (('env.prompt_template',), _template),
   (
     (

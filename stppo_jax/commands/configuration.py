@@ -1,7 +1,8 @@
 """From command-line flags to a checked configuration, or to every error.
 
     --config=FILE.py[:ROW]     get_config(ROW) of that file, a Python program
-    --config.a.b=VALUE         one key set; also `--config.a.b VALUE`
+    --config.a.b=VALUE         one key set; also `--config.a.b VALUE`; a name of
+                               a block is set before its options
     --workdir=DIR              where the run lives
 
 Nothing here imports jax or touches a device.
@@ -17,9 +18,12 @@ import pathlib
 
 from ml_collections import config_dict
 
+from configs import algorithms
 from configs import schema
 
 _OVERRIDE = 'config.'
+# The key of a block's name, to the kind of block.
+_NAMES = {f'algorithm.{kind}.name': kind for kind in algorithms.BLOCKS}
 
 
 class ConfigurationError(Exception):
@@ -87,9 +91,9 @@ def parse(
     except ValueError as error:
       errors.append(f'--config={flags["config"]}: {error}')
   if config is not None:
-    for key, text in overrides.items():
+    for key, text in sorted(overrides.items(), key=_names_first):
       try:
-        _override(config, key, text)
+        override(config, key, text)
       except ValueError as error:
         errors.append(f'--config.{key}={text}: {error}')
     errors += [f'config.{line}' for line in schema.check(config)]
@@ -155,8 +159,26 @@ def _split(argv, known):
   return flags, overrides, errors
 
 
-def _override(config, key, text):
-  """Sets the dotted key, or raises ValueError with the rule it breaks."""
+def _names_first(item):
+  """Sort key: the name of a block of options comes before its options."""
+  return item[0] not in _NAMES
+
+
+def override(config: config_dict.ConfigDict, key: str, text: str) -> None:
+  """Sets a dotted key to a value of its type.
+
+  Another name of a block whose options depend on its name (`BLOCKS` of
+  `configs/algorithms.py`) brings that block's options, with their defaults.
+
+  Raises:
+    ValueError: no such key, or a value of another type; one line.
+  """
+  if key in _NAMES and text in algorithms.BLOCKS[_NAMES[key]]:
+    kind = _NAMES[key]
+    if config.algorithm[kind]['name'] != text:
+      block = algorithms.block(kind, text)
+      config.algorithm[kind] = config_dict.ConfigDict(block)
+    return
   *blocks, leaf = key.split('.')
   level, seen = config, 'config'
   for name in blocks:

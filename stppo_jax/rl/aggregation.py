@@ -4,113 +4,129 @@ B trajectories, L tokens, T turns. Every aggregate is a weighted sum over the
 loss mask divided by a count, where weights and count depend on the masks
 only:
 
-  token_mean     weight 1                    count: tokens
-  turn_mean      1 / tokens of the turn      count: turns with a token
-  sequence_mean  1 / tokens of the row       count: rows with a token
+  token_mean       weight 1                   count: tokens
+  turn_mean        1 / tokens of the turn     count: turns with a token
+  sequence_mean    1 / tokens of the row      count: rows with a token
+  sequence_sum     weight 1                   count: rows with a token
+  constant_length  1 / max_response_tokens    count: rows with a token
 
 Totals and counts add up over microbatches and devices. Divide once, by the
 count of the whole minibatch, and cutting the batch changes nothing.
 """
 
 from collections.abc import Callable
+import functools
 
 import jax
 import jax.numpy as jnp
 
+from stppo_jax import batch as batch_lib
 from stppo_jax.rl import masking
 from stppo_jax.rl import segments as segments_lib
 
 Array = jax.Array
 
 
+def _ones(batch, dtype):
+  return batch.loss_mask_BL.astype(dtype)
+
+
+def _valid_rows(batch, dtype):
+  return jnp.sum(jnp.any(batch.loss_mask_BL, axis=1), dtype=dtype)
+
+
+def segment_weights(
+  level: str,
+  batch: batch_lib.TokenBatch,
+  dtype=jnp.float32,
+  *,
+  num_turns: int,
+  implementation: str = 'auto',
+) -> tuple[Array, Array]:
+  """Weights [B, L] under which each segment of a level counts once.
+
+  Returns:
+    1 / tokens of the segment for each of its tokens, 0 off the mask, and the
+    number of segments with a token.
+  """
+  if level == 'token':
+    return _ones(batch, dtype), jnp.sum(batch.loss_mask_BL, dtype=dtype)
+  segments = segments_lib.level_segments(level, batch, num_turns=num_turns)
+  counts_BT = segments_lib.segment_counts(
+    segments, dtype, implementation=implementation
+  )
+  weights_BL = segments_lib.segment_spread(
+    masking.divide(jnp.ones_like(counts_BT), counts_BT),
+    segments,
+    implementation=implementation,
+  )
+  return weights_BL, jnp.sum(counts_BT > 0, dtype=dtype)
+
+
 def _mean_over(level: str) -> Callable[..., tuple[Array, Array]]:
-  """Each segment of the level counts once, its tokens share it equally."""
-
-  def weigh(turn_ids_BL, loss_mask_BL, dtype, *, num_turns, implementation):
-    segments = segments_lib.segment_ids(
-      level, turn_ids_BL, loss_mask_BL, num_turns=num_turns
-    )
-    counts_BT = segments_lib.segment_counts(
-      segments, dtype, implementation=implementation
-    )
-    weights_BL = segments_lib.segment_spread(
-      masking.divide(jnp.ones_like(counts_BT), counts_BT),
-      segments,
-      implementation=implementation,
-    )
-    return weights_BL, jnp.sum(counts_BT > 0, dtype=dtype)
-
-  return weigh
+  return functools.partial(segment_weights, level)
 
 
-def _token_mean(turn_ids_BL, loss_mask_BL, dtype, *, num_turns, implementation):
-  del turn_ids_BL, num_turns, implementation
-  return loss_mask_BL.astype(dtype), jnp.sum(loss_mask_BL, dtype=dtype)
+def _sequence_sum(batch, dtype, *, num_turns, implementation):
+  del num_turns, implementation
+  return _ones(batch, dtype), _valid_rows(batch, dtype)
+
+
+def _constant_length(
+  batch, dtype, *, num_turns, implementation, max_response_tokens
+):
+  del num_turns, implementation
+  return _ones(batch, dtype) / max_response_tokens, _valid_rows(batch, dtype)
 
 
 AGGREGATES = {
-  'token_mean': _token_mean,
+  'token_mean': _mean_over('token'),
   'turn_mean': _mean_over('turn'),
   'sequence_mean': _mean_over('sequence'),
+  'sequence_sum': _sequence_sum,
+  'constant_length': _constant_length,
 }
 
 
 def aggregate_weights(
-  turn_ids_BL: Array,
-  loss_mask_BL: Array,
+  batch: batch_lib.TokenBatch,
   dtype=jnp.float32,
   *,
   name: str,
   num_turns: int,
   implementation: str = 'auto',
+  **options: Array | float,
 ) -> tuple[Array, Array]:
-  """The weight of every token [B, L] (0 off the mask) and the count."""
+  """The weight of every token [B, L] (0 off the mask) and the count.
+
+  Args:
+    batch: of it the loss mask and the turn ids.
+    dtype: of both.
+    name: a key of `AGGREGATES`.
+    num_turns: static, the most turns a row can have.
+    implementation: of the segment sums.
+    **options: of the aggregate, such as max_response_tokens.
+  """
   return AGGREGATES[name](
-    turn_ids_BL,
-    loss_mask_BL,
+    batch,
     dtype,
     num_turns=num_turns,
     implementation=implementation,
+    **options,
   )
 
 
 def aggregate(
-  x_BL: Array,
-  turn_ids_BL: Array,
-  loss_mask_BL: Array,
-  *,
-  name: str,
-  num_turns: int,
-  implementation: str = 'auto',
+  x_BL: Array, batch: batch_lib.TokenBatch, **arguments
 ) -> tuple[Array, Array]:
   """(total, count) of x; the aggregate is `total / count`."""
-  weights_BL, count = aggregate_weights(
-    turn_ids_BL,
-    loss_mask_BL,
-    x_BL.dtype,
-    name=name,
-    num_turns=num_turns,
-    implementation=implementation,
-  )
-  return jnp.sum(weights_BL * masking.select(x_BL, loss_mask_BL)), count
+  weights_BL, count = aggregate_weights(batch, x_BL.dtype, **arguments)
+  return jnp.sum(weights_BL * masking.select(x_BL, batch.loss_mask_BL)), count
 
 
 def aggregate_count(
-  turn_ids_BL: Array,
-  loss_mask_BL: Array,
-  dtype=jnp.float32,
-  *,
-  name: str,
-  num_turns: int,
-  implementation: str = 'auto',
+  batch: batch_lib.TokenBatch, dtype=jnp.float32, **arguments
 ) -> Array:
   """The count alone, from the masks of a (whole) minibatch."""
-  _, count = aggregate_weights(
-    turn_ids_BL,
-    loss_mask_BL,
-    dtype,
-    name=name,
-    num_turns=num_turns,
-    implementation=implementation,
-  )
+  _, count = aggregate_weights(batch, dtype, **arguments)
   return count

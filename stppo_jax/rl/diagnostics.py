@@ -5,7 +5,8 @@ and maxima which merges over microbatches, updates and hosts; `summarize` makes
 the metrics of it. Everything is token-weighted: a turn's ratio counts once
 for each of its policy tokens.
 
-Names, {level} being token, turn and sequence:
+Names, {level} being token, turn and sequence, and sentence where the batch has
+its ids; ratios as they are, before any normalisation:
 
   ratio/{level}/{mean,std,min,max}
   ratio/{level}/ess            (sum r)^2 / (n sum r^2), 1 if all are equal
@@ -16,8 +17,10 @@ Names, {level} being token, turn and sequence:
   actor/ppo_kl                 mean of log pi_old - log pi
   actor/entropy                mean over tokens
   stab/norm_clipped, stab/norm_unclipped, stab/rho
-                               N_U, N_V and their quotient, see corrections.py
+                               N_U, N_V and their quotient, see clipping_bias.py
   stab/scale                   mean multiplier of the policy terms
+  stab/rejected                share of tokens whose multiplier is 0
+  bounds/low, bounds/high      mean bounds in force
 """
 
 import dataclasses
@@ -28,7 +31,7 @@ import numpy as np
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.rl import algorithm as algorithm_lib
-from stppo_jax.rl import corrections
+from stppo_jax.rl import clipping_bias
 from stppo_jax.rl import losses
 from stppo_jax.rl import masking
 from stppo_jax.rl import ratios
@@ -65,6 +68,12 @@ def merge_stacked(stacked: Diagnostics) -> Diagnostics:
   )
 
 
+def _levels(batch):
+  """All levels, but for one whose ids the batch lacks."""
+  lacking = {'sentence'} if batch.sentence_ids_BL is None else set()
+  return [level for level in segments_lib.LEVELS if level not in lacking]
+
+
 def policy_diagnostics(
   algorithm: algorithm_lib.Algorithm,
   loss: losses.PolicyLoss,
@@ -90,12 +99,8 @@ def policy_diagnostics(
   log_ratio_BL = ratios.token_log_ratio(
     logprobs_BL, batch.old_logprobs_BL, mask_BL
   )
-  low, high = losses.trusted_bounds(
-    algorithm, loss.statistics['bounds'], entropy_BL
-  )
-  turns = segments_lib.segment_ids(
-    'turn', batch.turn_ids_BL, mask_BL, num_turns=num_turns
-  )
+  low, high = loss.low, loss.high
+  turns = segments_lib.level_segments('turn', batch, num_turns=num_turns)
 
   def total(x_BL):
     return jnp.sum(masking.select(x_BL, mask_BL))
@@ -116,14 +121,16 @@ def policy_diagnostics(
     'log_ratio': total(log_ratio_BL),
     'entropy': total(entropy_BL),
     'scale': total(loss.weights_BL),
+    'rejected': total((loss.weights_BL == 0).astype(log_ratio_BL.dtype)),
+    'low': total(jnp.broadcast_to(low, mask_BL.shape)),
+    'high': total(jnp.broadcast_to(high, mask_BL.shape)),
   }
   minima, maxima, ratio_by_level = {}, {}, {}
-  for level in segments_lib.LEVELS:
+  for level in _levels(batch):
     ratio_BL = ratio_by_level[level] = jnp.exp(
       ratios.level_log_ratio(
         log_ratio_BL,
-        batch.turn_ids_BL,
-        mask_BL,
+        batch,
         level=level,
         gradient='segment',
         reduce=algorithm.ratio.reduce,
@@ -141,7 +148,7 @@ def policy_diagnostics(
       event_BL = event_BL & mask_BL
       sums[f'{level}/{side}'] = jnp.sum(event_BL, dtype=log_ratio_BL.dtype)
       sums[f'{level}/{side}_T'] = by_turn(event_BL)
-  bias = corrections.clipping_bias_sums(
+  bias = clipping_bias.batch_sums(
     ratio_by_level[algorithm.correction.clipping_bias.level],
     batch.advantages_BL,
     mask_BL,
@@ -192,10 +199,13 @@ def summarize(diagnostics: Diagnostics) -> dict[str, float]:
     'actor/pg_clipfrac': _share(sums['cut'], tokens),
     'actor/ppo_kl': -_share(sums['log_ratio'], tokens),
     'actor/entropy': _share(sums['entropy'], tokens),
-    'stab/rho': float(clipped / (kept + corrections.RHO_EPSILON)),
+    'stab/rho': float(clipped / (kept + clipping_bias.RHO_EPSILON)),
     'stab/scale': _share(sums['scale'], tokens),
     'stab/norm_clipped': float(clipped),
     'stab/norm_unclipped': float(kept),
+    'stab/rejected': _share(sums['rejected'], tokens),
+    'bounds/low': _share(sums['low'], tokens),
+    'bounds/high': _share(sums['high'], tokens),
   }
 
 
@@ -211,19 +221,17 @@ def describe(name: str, x: Array, mask: Array) -> dict[str, Array]:
   }
 
 
-def critic_diagnostics(
-  batch: batch_lib.TokenBatch, value_mask_BL: Array
-) -> dict[str, Array]:
-  """Metrics of values, returns and advantages over a collected batch.
+def critic_diagnostics(batch: batch_lib.TokenBatch) -> dict[str, Array]:
+  """Metrics of values and returns over the critic's steps of a batch.
 
   `critic/vf_explained_var` is 1 - var(returns - values) / var(returns) over the
   critic's steps, and 0 where the returns do not vary.
 
   Returns:
-    Scalars: that, and critic/{values,returns,advantages}/{mean,min,max}
-    (advantages over all policy tokens); 0 where there is no token.
+    Scalars: that, and critic/{values,returns}/{mean,min,max}; 0 where there is
+    no step.
   """
-
+  value_mask_BL = batch.value_mask_BL
   values_BL = masking.select(batch.values_BL, value_mask_BL)
   returns_BL = masking.select(batch.returns_BL, value_mask_BL)
   _, variance = masking.masked_moments(returns_BL, value_mask_BL)
@@ -232,5 +240,4 @@ def critic_diagnostics(
     'critic/vf_explained_var': masking.divide(variance - missed, variance),
     **describe('critic/values', values_BL, value_mask_BL),
     **describe('critic/returns', returns_BL, value_mask_BL),
-    **describe('critic/advantages', batch.advantages_BL, batch.loss_mask_BL),
   }

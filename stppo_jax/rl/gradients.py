@@ -1,7 +1,7 @@
 """From the parts of the policy loss to one gradient.
 
 A correction with norm='gradient' needs gradients of its own: of the policy
-term, of the bias, and of the rest (see `corrections`). Everything else takes
+term, of the bias, and of the rest (see `clipping_bias`). Everything else takes
 one pull-back of the sum.
 """
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax.rl import algorithm as algorithm_lib
-from stppo_jax.rl import corrections
+from stppo_jax.rl import clipping_bias
 
 Array = jax.Array
 Tree = Any
@@ -54,7 +54,7 @@ def combine(
     return gradients['loss'], {'stab/bias_grad_norm': jnp.zeros(())}
   squares = [jnp.sum(jnp.square(x)) for x in jax.tree.leaves(gradients['bias'])]
   norm = jnp.sqrt(sum(squares))
-  scale = corrections.gradient_scale(
+  scale = clipping_bias.gradient_scale(
     norm, floor=algorithm.correction.clipping_bias.floor
   )
   gradient = jax.tree.map(

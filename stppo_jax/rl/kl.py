@@ -59,3 +59,36 @@ def penalized_rewards(
   zero_BL = jnp.zeros_like(rewards_BL)
   rewards_BL = jnp.where(loss_mask_BL, rewards_BL, zero_BL)
   return rewards_BL - coefficient * jnp.where(loss_mask_BL, kl_BL, zero_BL)
+
+
+def fixed_coefficient(coefficient, kl, *, num_trajectories, target, horizon):
+  """The same coefficient."""
+  del kl, num_trajectories, target, horizon
+  return coefficient
+
+
+def adaptive_coefficient(
+  coefficient: float,
+  kl: float,
+  *,
+  num_trajectories: int,
+  target: float,
+  horizon: float,
+) -> float:
+  """The coefficient for the next step (arXiv 1909.08593 Eq. 4).
+
+    e = clip(kl / target - 1, -0.2, 0.2)
+    coefficient * (1 + e * num_trajectories / horizon)
+
+  Args:
+    coefficient: of this step.
+    kl: divergence from the reference in this step, nats per trajectory.
+    num_trajectories: of this step.
+    target: nats per trajectory.
+    horizon: trajectories.
+  """
+  error = min(max(kl / target - 1, -0.2), 0.2)
+  return coefficient * (1 + error * num_trajectories / horizon)
+
+
+CONTROLLERS = {'fixed': fixed_coefficient, 'adaptive': adaptive_coefficient}

@@ -25,8 +25,10 @@ from stppo_jax.rl import aggregation
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import bounds as bounds_lib
 from stppo_jax.rl import corrections
+from stppo_jax.rl import evidence as evidence_lib
 from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import masking
+from stppo_jax.rl import normalization
 from stppo_jax.rl import objectives
 from stppo_jax.rl import ratios
 
@@ -48,10 +50,10 @@ class PolicyLoss:
     entropy: without its coefficient.
     kl: without its coefficient; 0 unless it is in the loss.
     ratio_BL: at the level that is optimised, 1 off the mask.
-    weights_BL: the correction's multiplier of the policy terms.
-    value_weights_BL: its multiplier of the value terms.
+    weights_BL: the corrections' multiplier of the policy terms.
+    value_weights_BL: their multiplier of the value terms.
     cut_BL: bool, tokens whose gradient the objective cut.
-    statistics: additive sums of this microbatch, see `policy_statistics`.
+    low, high: the bounds in force, scalars or [B, L].
   """
 
   loss: Array
@@ -64,93 +66,109 @@ class PolicyLoss:
   weights_BL: Array
   value_weights_BL: Array
   cut_BL: Array
-  statistics: Statistics
+  low: Array
+  high: Array
 
 
-def _ratio_at(algorithm, logprobs_BL, batch, num_turns, implementation):
-  """A function: level -> differentiable ratio [B, L]."""
-  mask_BL = batch.loss_mask_BL
+def _normalized(algorithm, logprobs_BL, batch, statistics, **sums):
+  """The token log-ratio as the row has it, and a multiplier of the terms."""
   log_ratio_BL = ratios.token_log_ratio(
-    logprobs_BL, batch.old_logprobs_BL, mask_BL
+    logprobs_BL, batch.old_logprobs_BL, batch.loss_mask_BL
   )
+  rule = normalization.NORMALIZATIONS[algorithm.ratio.normalize]
+  return rule(log_ratio_BL, batch, statistics, **sums)
+
+
+def _evidence(
+  algorithm, log_ratio_BL, entropy_BL, batch, **sums
+) -> evidence_lib.Evidence:
+  mask_BL = batch.loss_mask_BL
 
   def ratio_at(level):
     return jnp.exp(
       ratios.level_log_ratio(
         log_ratio_BL,
-        batch.turn_ids_BL,
-        mask_BL,
+        batch,
         level=level,
         gradient=algorithm.ratio.gradient,
         reduce=algorithm.ratio.reduce,
-        num_turns=num_turns,
-        implementation=implementation,
+        **sums,
       )
     )
 
-  return ratio_at
-
-
-def _bounds_sums(algorithm, ratio_BL, advantages_BL, batch):
-  options = algorithm.bounds.arguments()
-  gather = bounds_lib.BOUNDS_SUMS[options.pop('name')]
-  return gather(
-    sg(ratio_BL),
-    advantages_BL,
-    batch.old_logprobs_BL,
-    batch.loss_mask_BL,
-    **options,
+  return evidence_lib.Evidence(
+    ratio_at,
+    algorithm.ratio.level,
+    # Advantages are data, whatever made them; the entropy only measures.
+    sg(masking.select(batch.advantages_BL, mask_BL)),
+    sg(masking.select(entropy_BL, mask_BL)),
+    batch,
+    **sums,
   )
 
 
-def trusted_bounds(
-  algorithm: algorithm_lib.Algorithm, sums, entropy_BL: Array | None
-) -> tuple[Array, Array]:
+def _trusted(algorithm, evidence, statistics) -> tuple[Array, Array]:
   """The absolute (low, high) in force."""
   options = algorithm.bounds.arguments()
   rule = bounds_lib.BOUNDS[options.pop('name')]
-  # A trusted interval that moves is still not something to be learned.
-  return jax.tree.map(sg, rule(sums, entropy_BL, **options))
+  dtype = evidence.advantages_BL.dtype
+  # An interval that moves is still not something to be learned.
+  return tuple(
+    sg(jnp.asarray(bound, dtype))
+    for bound in rule(evidence, statistics, **options)
+  )
 
 
-def _correction_options(algorithm):
+def _corrections(algorithm):
   for name in algorithm.correction.names:
     yield name, getattr(algorithm.correction, name).arguments()
 
 
-def policy_statistics(
+def minibatch_statistics(
   algorithm: algorithm_lib.Algorithm,
   logprobs_BL: Array,
+  entropy_BL: Array,
   batch: batch_lib.TokenBatch,
   *,
   num_turns: int,
-  entropy_BL: Array | None = None,
   implementation: str = 'auto',
 ) -> Statistics:
-  """What the loss must know of the whole minibatch: sums that add up.
+  """What the loss must know of the whole minibatch, without gradient.
 
-  Add the results of all microbatches leaf by leaf, then hand the sum to
-  `policy_loss`. No gradient flows through it.
+  Args:
+    algorithm: the row.
+    logprobs_BL, entropy_BL: of the policy, for every row of the minibatch.
+    batch: the minibatch.
+    num_turns: static, the most turns a row can have.
+    implementation: of the segment sums.
+
+  Returns:
+    A tree for `policy_loss`; it has no leaves where the row needs nothing.
   """
-  logprobs_BL = sg(logprobs_BL)
-  advantages_BL = sg(masking.select(batch.advantages_BL, batch.loss_mask_BL))
-  ratio_at = _ratio_at(algorithm, logprobs_BL, batch, num_turns, implementation)
-  bounds_sums = _bounds_sums(
-    algorithm, ratio_at(algorithm.ratio.level), advantages_BL, batch
+  sums = {'num_turns': num_turns, 'implementation': implementation}
+  logprobs_BL = sg(masking.select(logprobs_BL, batch.loss_mask_BL))
+  log_ratio_BL = ratios.token_log_ratio(
+    logprobs_BL, batch.old_logprobs_BL, batch.loss_mask_BL
   )
-  evidence = corrections.Evidence(
-    ratio_at,
-    advantages_BL,
-    *trusted_bounds(algorithm, bounds_sums, entropy_BL),
-    batch=batch,
-    num_turns=num_turns,
-    implementation=implementation,
+  normalize = algorithm.ratio.normalize
+  normal = normalization.NORMALIZATION_STATISTICS[normalize](
+    log_ratio_BL, batch, **sums
   )
+  log_ratio_BL, _ = _normalized(algorithm, logprobs_BL, batch, normal, **sums)
+  evidence = _evidence(algorithm, log_ratio_BL, entropy_BL, batch, **sums)
+  options = algorithm.bounds.arguments()
+  bounds = bounds_lib.BOUNDS_STATISTICS[options.pop('name')](
+    evidence, **options
+  )
+  low, high = _trusted(algorithm, evidence, bounds)
   return {
-    'bounds': bounds_sums,
+    'normalize': normal,
+    'bounds': bounds,
     'corrections': {
-      name: corrections.CORRECTION_SUMS[name](evidence, **options)
-      for name, options in _correction_options(algorithm)
+      name: corrections.CORRECTION_STATISTICS[name](
+        evidence, low, high, **options
+      )
+      for name, options in _corrections(algorithm)
     },
   }
 
@@ -175,67 +193,51 @@ def policy_loss(
       loss mask.
     entropy_BL: of the policy at each token, differentiable.
     batch: with old log-probabilities and advantages; with reference
-      log-probabilities where the KL is in the loss.
-    statistics: `policy_statistics` merged over the minibatch; None forms them
-      from this microbatch.
+      log-probabilities where the KL is in the loss, the sampler's where a
+      mismatch is corrected, sentence ids where the level is 'sentence'.
+    statistics: `minibatch_statistics` of the minibatch; None forms them from
+      this microbatch.
     count: `aggregation.aggregate_count` of the minibatch; None counts this
       microbatch.
     entropy_coefficient: of the entropy bonus.
     num_turns: static, the most turns a row can have.
     implementation: of the segment sums.
   """
+  sums = {'num_turns': num_turns, 'implementation': implementation}
   mask_BL = batch.loss_mask_BL
   chex.assert_equal_shape(
     [logprobs_BL, entropy_BL, mask_BL, batch.old_logprobs_BL]
   )
   chex.assert_equal_shape([mask_BL, batch.advantages_BL])
   logprobs_BL = masking.select(logprobs_BL, mask_BL)
-  # Advantages are data, whatever made them.
-  advantages_BL = sg(masking.select(batch.advantages_BL, mask_BL))
-  own = policy_statistics(
-    algorithm,
-    logprobs_BL,
-    batch,
-    num_turns=num_turns,
-    entropy_BL=entropy_BL,
-    implementation=implementation,
-  )
-  statistics = own if statistics is None else statistics
+  if statistics is None:
+    statistics = minibatch_statistics(
+      algorithm, logprobs_BL, entropy_BL, batch, **sums
+    )
 
-  ratio_at = _ratio_at(algorithm, logprobs_BL, batch, num_turns, implementation)
-  ratio_BL = ratio_at(algorithm.ratio.level)
-  low, high = trusted_bounds(algorithm, statistics['bounds'], entropy_BL)
+  log_ratio_BL, scale_BL = _normalized(
+    algorithm, logprobs_BL, batch, statistics['normalize'], **sums
+  )
+  evidence = _evidence(algorithm, log_ratio_BL, entropy_BL, batch, **sums)
+  low, high = _trusted(algorithm, evidence, statistics['bounds'])
+  ratio_BL = evidence.ratio_at(algorithm.ratio.level)
   objective = algorithm.objective.arguments()
   term_BL, cut_BL = objectives.OBJECTIVES[objective.pop('name')](
-    ratio_BL, logprobs_BL, advantages_BL, low, high, **objective
+    ratio_BL, logprobs_BL, evidence.advantages_BL, low, high, **objective
   )
 
-  evidence = corrections.Evidence(
-    ratio_at,
-    advantages_BL,
-    low,
-    high,
-    batch=batch,
-    num_turns=num_turns,
-    implementation=implementation,
-  )
-  scale_BL = value_scale_BL = jnp.ones_like(term_BL)
+  value_scale_BL = jnp.ones_like(term_BL)
   bias_BL = jnp.zeros_like(term_BL)
-  for name, options in _correction_options(algorithm):
+  for name, options in _corrections(algorithm):
     correction = corrections.CORRECTIONS[name](
-      evidence, statistics['corrections'][name], **options
+      evidence, low, high, statistics['corrections'][name], **options
     )
     scale_BL = scale_BL * correction.weights_BL
     value_scale_BL = value_scale_BL * correction.value_weights_BL
     bias_BL = bias_BL + correction.bias_BL
 
   weights_BL, own_count = aggregation.aggregate_weights(
-    batch.turn_ids_BL,
-    mask_BL,
-    logprobs_BL.dtype,
-    name=algorithm.aggregate.name,
-    num_turns=num_turns,
-    implementation=implementation,
+    batch, logprobs_BL.dtype, **algorithm.aggregate.arguments(), **sums
   )
   count = own_count if count is None else count
 
@@ -265,7 +267,8 @@ def policy_loss(
     weights_BL=scale_BL,
     value_weights_BL=value_scale_BL,
     cut_BL=cut_BL & mask_BL,
-    statistics=own,
+    low=low,
+    high=high,
   )
 
 

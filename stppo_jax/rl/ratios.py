@@ -14,6 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from stppo_jax import batch as batch_lib
 from stppo_jax.rl import masking
 from stppo_jax.rl import segments as segments_lib
 
@@ -66,8 +67,7 @@ GRADIENTS = {'segment': _through_segment, 'token': _through_token}
 
 def level_log_ratio(
   log_ratio_BL: Array,
-  turn_ids_BL: Array,
-  loss_mask_BL: Array,
+  batch: batch_lib.TokenBatch,
   *,
   level: str,
   gradient: str,
@@ -79,8 +79,7 @@ def level_log_ratio(
 
   Args:
     log_ratio_BL: the token log-ratio, 0 off the mask.
-    turn_ids_BL: int, 0 or 1..num_turns.
-    loss_mask_BL: bool.
+    batch: of it the loss mask and the ids of the level.
     level: a key of `segments.LEVELS`; at 'token' the next two change nothing.
     gradient: 'segment': d log r_k is the mean (or sum) over the segment of
       d log pi. 'token': same value, each token keeps its own gradient.
@@ -91,12 +90,10 @@ def level_log_ratio(
   Returns:
     [B, L], 0 off the mask, where the ratio is therefore 1.
   """
-  chex.assert_equal_shape([log_ratio_BL, turn_ids_BL, loss_mask_BL])
+  chex.assert_equal_shape([log_ratio_BL, batch.loss_mask_BL])
   if level == 'token':  # a segment of one token is its own mean and sum
     return log_ratio_BL
-  segments = segments_lib.segment_ids(
-    level, turn_ids_BL, loss_mask_BL, num_turns=num_turns
-  )
+  segments = segments_lib.level_segments(level, batch, num_turns=num_turns)
   totals_BT = segments_lib.segment_totals(
     log_ratio_BL, segments, implementation=implementation
   )

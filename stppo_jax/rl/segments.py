@@ -1,16 +1,19 @@
 """Sums over the segments of a row, and the way back to its tokens.
 
 B trajectories, L tokens, T segments of a row. `ids_BL` says to which segment
-a token belongs: 1..T, and 0 for none. Token, turn and sequence level differ
-in the ids only.
+a token belongs: 1..T, and 0 for none. Token, turn, sentence and sequence level
+differ in the ids only.
 
-Two implementations give the same numbers:
+Three implementations give the same numbers:
 
   segment_sum: a scatter-add, vmapped over rows. (One flat table of B * T
     segments would be all-reduced whole on a mesh.) The fastest on CPU.
   unrolled: one masked reduction per segment, unrolled over the static T. No
     scatter, neither in the value nor in the gradient, so it is deterministic
     and fast on GPU and TPU.
+  broadcast: the same masks in one comparison [B, T, L], which an accelerator's
+    compiler fuses into the reduction. No scatter; for more segments than are
+    sensibly unrolled, such as sentences.
 
 An id above T is a caller's error; its token then counts as in no segment.
 """
@@ -20,6 +23,8 @@ import typing
 
 import jax
 import jax.numpy as jnp
+
+from stppo_jax import batch as batch_lib
 
 Array = jax.Array
 
@@ -33,37 +38,52 @@ class Segments(typing.NamedTuple):
   num: int
 
 
-def _token(turn_ids_BL, loss_mask_BL, num_turns):
+def _token(batch, num_turns):
   del num_turns
-  length = turn_ids_BL.shape[1]
-  numbers_BL = jax.lax.broadcasted_iota(jnp.int32, turn_ids_BL.shape, 1) + 1
-  return Segments(jnp.where(loss_mask_BL, numbers_BL, 0), length)
+  numbers_BL = jax.lax.broadcasted_iota(jnp.int32, batch.loss_mask_BL.shape, 1)
+  return numbers_BL + 1, batch.loss_mask_BL.shape[1]
 
 
-def _turn(turn_ids_BL, loss_mask_BL, num_turns):
-  return Segments(jnp.where(loss_mask_BL, turn_ids_BL, 0), num_turns)
+def _turn(batch, num_turns):
+  return batch.turn_ids_BL, num_turns
 
 
-def _sequence(turn_ids_BL, loss_mask_BL, num_turns):
-  del turn_ids_BL, num_turns
-  return Segments(loss_mask_BL.astype(jnp.int32), 1)
+def _sentence(batch, num_turns):
+  del num_turns
+  if batch.sentence_ids_BL is None:
+    raise ValueError('the level sentence needs sentence_ids_BL')
+  # A row has no more sentences than tokens.
+  return batch.sentence_ids_BL, batch.loss_mask_BL.shape[1]
 
 
-LEVELS = {'token': _token, 'turn': _turn, 'sequence': _sequence}
+def _sequence(batch, num_turns):
+  del num_turns
+  return jnp.ones(batch.loss_mask_BL.shape, jnp.int32), 1
 
 
-def segment_ids(
-  level: str, turn_ids_BL: Array, loss_mask_BL: Array, *, num_turns: int
+LEVELS = {
+  'token': _token,
+  'turn': _turn,
+  'sentence': _sentence,
+  'sequence': _sequence,
+}
+
+
+def level_segments(
+  level: str, batch: batch_lib.TokenBatch, *, num_turns: int
 ) -> Segments:
   """The segments of a level: every token of the loss mask is in one.
 
   Args:
     level: a key of `LEVELS`.
-    turn_ids_BL: int, 0 or 1..num_turns.
-    loss_mask_BL: bool, written by the policy and to be trained on.
+    batch: of it the loss mask, and the turn or sentence ids.
     num_turns: static, the most turns a row can have.
+
+  Raises:
+    ValueError: the batch lacks the ids of the level.
   """
-  return LEVELS[level](turn_ids_BL, loss_mask_BL, num_turns)
+  ids_BL, num = LEVELS[level](batch, num_turns)
+  return Segments(jnp.where(batch.loss_mask_BL, ids_BL, 0), num)
 
 
 def _columns(ids_BL, num_segments):
@@ -109,6 +129,23 @@ def _spread_segment_sum(x_BT, ids_BL, num_segments):
   return jnp.take_along_axis(padded, _known(ids_BL, num_segments), axis=1)
 
 
+def _broadcast_masks(ids_BL, num_segments):
+  shape = (ids_BL.shape[0], num_segments, ids_BL.shape[1])
+  numbers_BTL = jax.lax.broadcasted_iota(ids_BL.dtype, shape, 1) + 1
+  return ids_BL[:, None, :] == numbers_BTL
+
+
+def _totals_broadcast(x_BL, ids_BL, num_segments):
+  own_BTL = _broadcast_masks(ids_BL, num_segments)
+  return jnp.sum(jnp.where(own_BTL, x_BL[:, None, :], 0), axis=2)
+
+
+def _spread_broadcast(x_BT, ids_BL, num_segments):
+  own_BTL = _broadcast_masks(ids_BL, num_segments)
+  # A token is in one segment at most: the sum picks, it does not add.
+  return jnp.sum(jnp.where(own_BTL, x_BT[:, :, None], 0), axis=1)
+
+
 class _Implementation(typing.NamedTuple):
   totals: typing.Callable
   spread: typing.Callable
@@ -117,16 +154,19 @@ class _Implementation(typing.NamedTuple):
 IMPLEMENTATIONS = {
   'segment_sum': _Implementation(_totals_segment_sum, _spread_segment_sum),
   'unrolled': _Implementation(_totals_unrolled, _spread_unrolled),
+  'broadcast': _Implementation(_totals_broadcast, _spread_broadcast),
 }
 
 
 def _choose(implementation: str, num_segments: int) -> _Implementation:
   if implementation == 'auto':
-    # One segment is a plain masked sum: unrolled wins everywhere.
-    unrolled = num_segments == 1 or (
-      jax.default_backend() != 'cpu' and num_segments <= MAX_UNROLLED
-    )
-    implementation = 'unrolled' if unrolled else 'segment_sum'
+    if num_segments == 1:  # a plain masked sum: this wins everywhere
+      implementation = 'unrolled'
+    elif jax.default_backend() == 'cpu':
+      implementation = 'segment_sum'
+    else:
+      few = num_segments <= MAX_UNROLLED
+      implementation = 'unrolled' if few else 'broadcast'
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(
       f'unknown implementation {implementation!r}; choices: auto, '

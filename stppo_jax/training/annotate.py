@@ -27,8 +27,9 @@ def annotate(
   algorithm: algorithm_lib.Algorithm,
   *,
   policy: functional.Model,
-  value: functional.Model,
+  value: functional.Model | None,
   temperature: float,
+  num_turns: int,
 ) -> tuple[batch_lib.TokenBatch, dict[str, Array]]:
   """Fills the second block of a batch.
 
@@ -38,8 +39,9 @@ def annotate(
     reference: weights of the frozen reference policy.
     algorithm: the row.
     policy: the model of the policy and of the reference.
-    value: the value model.
+    value: the value model; None where the row has none.
     temperature: of sampling.
+    num_turns: static, the most turns of a row.
 
   Returns:
     The annotated batch and scalar metrics: the sampler's mismatch, the
@@ -51,7 +53,9 @@ def annotate(
   )[0]
   old_BL = masking.select(logprobs(state.policy.params), mask_BL)
   ref_BL = masking.select(logprobs(reference), mask_BL)
-  values_BL = value.values(state.value.params, batch.tokens_BL)
+  values_BL = None
+  if value is not None:
+    values_BL = value.values(state.value.params, batch.tokens_BL)
   batch = batch.replace(
     old_logprobs_BL=old_BL, ref_logprobs_BL=ref_BL, values_BL=values_BL
   )
@@ -64,32 +68,55 @@ def annotate(
       rewards_BL, kl_BL, mask_BL, coefficient=algorithm.kl.coefficient
     )
   estimate = advantages_lib.estimate_advantages(
-    rewards_BL, batch, **algorithm.advantage.arguments()
+    rewards_BL,
+    batch,
+    num_turns=num_turns,
+    **algorithm.advantage.arguments(),
   )
   batch = batch.replace(
     advantages_BL=estimate.advantages_BL,
     returns_BL=estimate.returns_BL,
     value_mask_BL=estimate.value_mask_BL,
   )
-  metrics = diagnostics.critic_diagnostics(batch, estimate.value_mask_BL)
+  metrics = diagnostics.describe(
+    'critic/advantages', batch.advantages_BL, mask_BL
+  )
+  if value is not None:
+    metrics |= diagnostics.critic_diagnostics(batch)
   metrics |= diagnostics.describe(
     'critic/rewards',
     jnp.sum(masking.select(rewards_BL, mask_BL), axis=1),
     jnp.any(mask_BL, axis=1),
   )
   metrics['critic/kl'] = masking.masked_mean(kl_BL, mask_BL)
+  metrics['critic/kl_per_trajectory'] = masking.masked_mean(
+    jnp.sum(kl_BL, axis=1), jnp.any(mask_BL, axis=1)
+  )
   metrics['critic/kl_coef'] = jnp.asarray(algorithm.kl.coefficient)
   metrics |= _mismatch(old_BL, batch.sampler_logprobs_BL, mask_BL)
   return batch, metrics
 
 
 def _mismatch(old_BL, sampler_BL, mask_BL) -> dict[str, Array]:
-  """How far sampler and trainer are apart on the same tokens and weights."""
-  # x = log(sampler / trainer), so that k3 = e^-x - 1 + x is of the sampler.
-  x_BL = masking.select(sampler_BL - old_BL, mask_BL)
-  k3_BL = jnp.expm1(-x_BL) + x_BL
+  """How far sampler and trainer are apart on the same tokens and weights.
+
+  The weights are those of `rl.mismatch`, before any truncation.
+  """
+  log_k_BL = masking.select(old_BL - sampler_BL, mask_BL)
+  k_BL = jnp.exp(log_k_BL)
+  valid_B = jnp.any(mask_BL, axis=1)
+  # -log k = log(sampler / trainer): its k3 is of the divergence of the two.
+  k3_BL = jnp.expm1(log_k_BL) - log_k_BL
+  log_k_B = jnp.sum(log_k_BL, axis=1)
+  mean = masking.masked_mean(k_BL, mask_BL)
+  squared = masking.masked_mean(jnp.square(k_BL), mask_BL)
   return {
-    'mismatch/logprob_abs_diff': jnp.max(jnp.abs(x_BL)),
+    'mismatch/logprob_abs_diff': jnp.max(jnp.abs(log_k_BL)),
     'mismatch/k3': masking.masked_mean(k3_BL, mask_BL),
-    'mismatch/weight_raw_max': jnp.max(jnp.where(mask_BL, jnp.exp(-x_BL), 0.0)),
+    'mismatch/weight_raw_mean': mean,
+    'mismatch/weight_raw_max': jnp.max(jnp.where(mask_BL, k_BL, 0.0)),
+    'mismatch/sequence_weight_raw_max': jnp.max(
+      jnp.where(valid_B, jnp.exp(log_k_B), 0.0)
+    ),
+    'mismatch/ess': masking.divide(jnp.square(mean), squared),
   }

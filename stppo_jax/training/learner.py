@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
+import dataclasses
 import functools
 from typing import Any
 
@@ -15,6 +16,7 @@ from stppo_jax.parallel import distributed
 from stppo_jax.parallel import sharding
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
+from stppo_jax.rl import kl as kl_lib
 from stppo_jax.training import annotate as annotate_lib
 from stppo_jax.training import assembly
 from stppo_jax.training import keys
@@ -38,12 +40,14 @@ class Learner:
   """
 
   def __init__(self, config, shape, mesh: jax.sharding.Mesh):
+    self._algorithm = algorithm_lib.build_algorithm(config.algorithm)
     self.policy = functional.Model(shape, 'vocabulary')
-    self.value = functional.Model(shape, 'scalar')
+    self.value = None
+    if self._algorithm.uses_values:
+      self.value = functional.Model(shape, 'scalar')
     self.mesh = mesh
     self._config = config
     self._rows = sharding.batch_sharding(mesh)
-    self._algorithm = algorithm_lib.build_algorithm(config.algorithm)
     self._optimizers = {}
     self._numbers = {
       'entropy_coefficient': config.loss.entropy_coefficient,
@@ -63,9 +67,13 @@ class Learner:
     rows = updates.minibatch_size
     models = {'policy': self.policy, 'value': self.value}
     temperature = config.rollout.temperature
+    num_turns = config.env.max_turns + 1
     self._annotate = jax.jit(
       functools.partial(
-        annotate_lib.annotate, temperature=temperature, **models
+        annotate_lib.annotate,
+        temperature=temperature,
+        num_turns=num_turns,
+        **models,
       ),
     )
     self._update = jax.jit(
@@ -75,7 +83,7 @@ class Learner:
         policy_optimizer=self._optimizers['policy'],
         value_optimizer=self._optimizers['value'],
         temperature=temperature,
-        num_turns=config.env.max_turns + 1,
+        num_turns=num_turns,
         num_microbatches=rows // (updates.microbatch_size or rows),
       ),
       donate_argnums=0,
@@ -100,6 +108,35 @@ class Learner:
     )
     placed = sharding.param_shardings(jax.eval_shape(make), self.mesh)
     return jax.jit(make, out_shardings=placed)()
+
+  @property
+  def kl_coefficient(self) -> float:
+    """The weight of the divergence from the reference, in force now.
+
+    With an adaptive controller it is state: a checkpoint must hold it.
+    """
+    return float(self._algorithm.kl.coefficient)
+
+  @kl_coefficient.setter
+  def kl_coefficient(self, coefficient: float) -> None:
+    kl = dataclasses.replace(self._algorithm.kl, coefficient=coefficient)
+    self._algorithm = dataclasses.replace(self._algorithm, kl=kl)
+
+  def adapt_kl(self, kl: float, num_trajectories: int) -> None:
+    """Lets the controller set the coefficient for the next step.
+
+    Args:
+      kl: divergence in this step, nats per trajectory.
+      num_trajectories: of this step.
+    """
+    options = self._algorithm.kl
+    self.kl_coefficient = kl_lib.CONTROLLERS[options.controller](
+      self.kl_coefficient,
+      kl,
+      num_trajectories=num_trajectories,
+      target=options.target,
+      horizon=options.horizon,
+    )
 
   def annotate(
     self,
@@ -137,13 +174,16 @@ class Learner:
     self, make_policy: Callable[[], functional.Params]
   ) -> Callable[[], state_lib.TrainState]:
     """Makes the state that starts from the weights of a policy."""
-    key = keys.step_key(self._config.seed, 0, keys.Purpose.INIT)
+    make_value = None
+    if self.value is not None:
+      key = keys.step_key(self._config.seed, 0, keys.Purpose.INIT)
+      make_value = functools.partial(
+        state_lib.value_from_policy, self.value, jax.random.fold_in(key, 1)
+      )
     return functools.partial(
       state_lib.fresh,
       make_policy,
-      functools.partial(
-        state_lib.value_from_policy, self.value, jax.random.fold_in(key, 1)
-      ),
+      make_value,
       self._optimizers['policy'],
       self._optimizers['value'],
     )

@@ -36,16 +36,16 @@ class TrainState:
 
   Attributes:
     policy: the policy.
-    value: the value model.
+    value: the value model; None where the advantages need none.
   """
 
   policy: ModelState
-  value: ModelState
+  value: ModelState | None
 
 
 def fresh(
   make_policy: Callable[[], functional.Params],
-  make_value: Callable[[functional.Params], functional.Params],
+  make_value: Callable[[functional.Params], functional.Params] | None,
   policy_optimizer: optimizer_lib.Optimizer,
   value_optimizer: optimizer_lib.Optimizer,
 ) -> TrainState:
@@ -53,15 +53,19 @@ def fresh(
 
   Args:
     make_policy: weights of the policy.
-    make_value: weights of the value model, given those of the policy.
+    make_value: weights of the value model, given those of the policy; None
+      for no value model.
     policy_optimizer: of the policy.
     value_optimizer: of the value model.
   """
   policy = make_policy()
-  value = make_value(policy)
+  value = None
+  if make_value is not None:
+    params = make_value(policy)
+    value = ModelState(params, value_optimizer.init(params), _zero())
   return TrainState(
     policy=ModelState(policy, policy_optimizer.init(policy), _zero()),
-    value=ModelState(value, value_optimizer.init(value), _zero()),
+    value=value,
   )
 
 

@@ -9,6 +9,7 @@ Order, always: clipping-bias correction, global-norm clip, Adam.
 
 from collections.abc import Callable
 from collections.abc import Mapping
+import functools
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ def update(
   numbers: Mapping[str, Any],
   *,
   policy: functional.Model,
-  value: functional.Model,
+  value: functional.Model | None,
   policy_optimizer: optax.GradientTransformation,
   value_optimizer: optax.GradientTransformation,
   temperature: float,
@@ -55,7 +56,7 @@ def update(
     numbers: 'policy' and 'value' (see `optimizer.apply_update`),
       'entropy_coefficient', 'value_clip', 'policy_learns' (False: only the
       value model is updated); runtime values.
-    policy, value: models.
+    policy, value: models; the value model is None where the row has none.
     policy_optimizer, value_optimizer: from `optimizer.build_optimizer`.
     temperature: of sampling.
     num_turns: static, the most turns of a row.
@@ -65,28 +66,28 @@ def update(
     The new state, scalar metrics, and mergeable diagnostics of the ratios.
   """
   count = aggregation.aggregate_count(
-    batch.turn_ids_BL,
-    batch.loss_mask_BL,
-    name=algorithm.aggregate.name,
-    num_turns=num_turns,
+    batch, num_turns=num_turns, **algorithm.aggregate.arguments()
   )
   value_count = jnp.maximum(jnp.sum(batch.value_mask_BL), 1)
   microbatches = jax.tree.map(lambda x: _cut(x, num_microbatches), batch)
+
+  def score(params, part):
+    return policy.logprobs_and_entropy(
+      params, part.tokens_BL, temperature=temperature
+    )
+
   statistics = None  # one microbatch forms its own
   if num_microbatches > 1:
     statistics = _statistics(
-      state.policy.params,
+      functools.partial(score, state.policy.params),
+      batch,
       microbatches,
       algorithm,
-      policy=policy,
-      temperature=temperature,
       num_turns=num_turns,
     )
 
   def policy_parts(params, part):
-    logprobs_BL, entropy_BL = policy.logprobs_and_entropy(
-      params, part.tokens_BL, temperature=temperature
-    )
+    logprobs_BL, entropy_BL = score(params, part)
     loss = losses.policy_loss(
       algorithm,
       logprobs_BL,
@@ -126,15 +127,14 @@ def update(
       name: pull({head: jnp.float32(head in cotangent) for head in heads})[0]
       for name, cotangent in wanted.items()
     }
-    (value_loss, clipped), value_gradient = jax.value_and_grad(
-      value_part, has_aux=True
-    )(state.value.params, part, loss.value_weights_BL)
-    scalars = {
-      'actor/pg_loss': loss.policy,
-      'actor/kl_loss': loss.kl,
-      'critic/vf_loss': value_loss,
-      'critic/vf_clipfrac': clipped,
-    }
+    scalars = {'actor/pg_loss': loss.policy, 'actor/kl_loss': loss.kl}
+    value_gradient = None
+    if value is not None:
+      (value_loss, clipped), value_gradient = jax.value_and_grad(
+        value_part, has_aux=True
+      )(state.value.params, part, loss.value_weights_BL)
+      scalars['critic/vf_loss'] = value_loss
+      scalars['critic/vf_clipfrac'] = clipped
     return (gradients, value_gradient, scalars), diagnostics
 
   sums, stacked = _sum_over(measure, microbatches, num_microbatches)
@@ -145,18 +145,19 @@ def update(
   new_policy, policy_report = _apply(
     policy_optimizer, state.policy, policy_gradient, numbers['policy']
   )
-  new_value, value_report = _apply(
-    value_optimizer, state.value, value_gradient, numbers['value']
-  )
-  finite = jnp.isfinite(policy_report['grad_norm']) & jnp.isfinite(
-    value_report['grad_norm']
-  )
+  finite = jnp.isfinite(policy_report['grad_norm'])
+  metrics |= {f'actor/{name}': x for name, x in policy_report.items()}
+  new_value = None
+  if value is not None:
+    new_value, value_report = _apply(
+      value_optimizer, state.value, value_gradient, numbers['value']
+    )
+    finite &= jnp.isfinite(value_report['grad_norm'])
+    metrics |= {f'critic/{name}': x for name, x in value_report.items()}
   new_state = state_lib.TrainState(
     _chosen(finite & numbers['policy_learns'], new_policy, state.policy),
     _chosen(finite, new_value, state.value),
   )
-  metrics |= {f'actor/{name}': x for name, x in policy_report.items()}
-  metrics |= {f'critic/{name}': x for name, x in value_report.items()}
   metrics |= correction_metrics
   metrics['update/skipped'] = 1.0 - finite.astype(jnp.float32)
   return new_state, metrics, diagnostics_lib.merge_stacked(stacked)
@@ -174,25 +175,22 @@ def _chosen(condition: Array, new: Tree, old: Tree) -> Tree:
   return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
 
 
-def _statistics(
-  params, microbatches, algorithm, *, policy, temperature, num_turns
-):
-  """The loss's statistics over the minibatch: a pass without gradient."""
+def _statistics(score, batch, microbatches, algorithm, *, num_turns):
+  """What the loss must know of the minibatch: a pass without gradient.
 
-  def one(_, part):
-    logprobs_BL, entropy_BL = policy.logprobs_and_entropy(
-      params, part.tokens_BL, temperature=temperature
-    )
-    return None, losses.policy_statistics(
-      algorithm,
-      logprobs_BL,
-      part,
-      num_turns=num_turns,
-      entropy_BL=entropy_BL,
-    )
-
-  _, stacked = jax.lax.scan(one, None, microbatches)
-  return jax.tree.map(lambda x: jnp.sum(x, axis=0), stacked)
+  None of it where the row needs nothing.
+  """
+  measure = functools.partial(
+    losses.minibatch_statistics, algorithm, num_turns=num_turns
+  )
+  zeros_BL = jnp.zeros(batch.loss_mask_BL.shape, jnp.float32)
+  if not jax.tree.leaves(jax.eval_shape(measure, zeros_BL, zeros_BL, batch)):
+    return measure(zeros_BL, zeros_BL, batch)
+  _, scores = jax.lax.scan(
+    lambda _, part: (None, score(part)), None, microbatches
+  )
+  logprobs_BL, entropy_BL = jax.tree.map(_join, scores)
+  return measure(logprobs_BL, entropy_BL, batch)
 
 
 def _sum_over(
@@ -221,3 +219,8 @@ def _cut(x_M: Array, num_microbatches: int) -> Array:
   Interleaved, so that each device cuts its own rows.
   """
   return x_M.reshape(-1, num_microbatches, *x_M.shape[1:]).swapaxes(0, 1)
+
+
+def _join(x_nm: Array) -> Array:
+  """The inverse of `_cut`."""
+  return x_nm.swapaxes(0, 1).reshape(-1, *x_nm.shape[2:])

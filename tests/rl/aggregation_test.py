@@ -2,6 +2,7 @@ import jax
 import numpy as np
 import pytest
 
+from configs import algorithms
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import segments
 from tests.rl import batches
@@ -13,9 +14,18 @@ X = np.array([[1.0, 3.0, 50.0, 8.0], [6.0, 50.0, 50.0, 50.0]])
 TURNS = np.array([[1, 1, 0, 2], [1, 0, 0, 0]], np.int32)
 
 
-def _aggregate(x, turn_ids, mask, name, **options):
+def _batch(turn_ids, mask):
+  made, _, _ = batches.make()
+  return made.replace(turn_ids_BL=turn_ids, loss_mask_BL=mask)
+
+
+def _aggregate(x, batch, name, implementation='auto'):
   return aggregation.aggregate(
-    x, turn_ids, mask, name=name, num_turns=batches.T, **options
+    x,
+    batch,
+    num_turns=batches.T,
+    implementation=implementation,
+    **algorithms.block('aggregate', name),
   )
 
 
@@ -25,27 +35,27 @@ def _aggregate(x, turn_ids, mask, name, **options):
     ('token_mean', 18.0, 4.0),
     ('turn_mean', 2.0 + 8.0 + 6.0, 3.0),
     ('sequence_mean', 4.0 + 6.0, 2.0),
+    ('sequence_sum', 18.0, 2.0),
+    ('constant_length', 18.0 / 4096, 2.0),
   ],
 )
 def test_hand_computed(name, total, count):
-  assert _aggregate(X, TURNS, TURNS > 0, name) == (total, count)
+  assert _aggregate(X, _batch(TURNS, TURNS > 0), name) == (total, count)
 
 
 @NAMES
 @pytest.mark.parametrize('implementation', segments.IMPLEMENTATIONS)
 def test_is_the_loop(name, implementation):
   batch, x, _ = batches.make()
-  total, count = jax.jit(_aggregate, static_argnums=3)(
-    x, batch.turn_ids_BL, batch.loss_mask_BL, name
+  total, count = jax.jit(_aggregate, static_argnums=(2, 3))(
+    x, batch, name, implementation
   )
-  expected = twins.aggregate(x, batch.turn_ids_BL, batch.loss_mask_BL, name)
-  np.testing.assert_allclose(total / count, expected, rtol=1e-12)
+  options = algorithms.block('aggregate', name)
+  np.testing.assert_allclose(
+    total / count, twins.aggregate(x, batch, **options), rtol=1e-12
+  )
   alone = aggregation.aggregate_count(
-    batch.turn_ids_BL,
-    batch.loss_mask_BL,
-    name=name,
-    num_turns=batches.T,
-    implementation=implementation,
+    batch, num_turns=batches.T, implementation=implementation, **options
   )
   assert alone == count
 
@@ -53,18 +63,33 @@ def test_is_the_loop(name, implementation):
 @NAMES
 def test_totals_and_counts_add_up_over_rows(name):
   batch, x, _ = batches.make()
-  turn_ids, mask = batch.turn_ids_BL, batch.loss_mask_BL
   parts = [
-    _aggregate(x[i : i + 2], turn_ids[i : i + 2], mask[i : i + 2], name)
+    _aggregate(x[i : i + 2], batches.rows(batch, slice(i, i + 2)), name)
     for i in range(0, batches.B, 2)
   ]
   np.testing.assert_allclose(
     np.sum(np.asarray(parts), axis=0),
-    _aggregate(x, turn_ids, mask, name),
+    _aggregate(x, batch, name),
     rtol=1e-13,
   )
 
 
 @NAMES
 def test_nothing_to_train_on_is_zero_of_zero(name):
-  assert _aggregate(X, TURNS, np.zeros((2, 4), bool), name) == (0, 0)
+  batch = _batch(TURNS, np.zeros((2, 4), bool))
+  assert _aggregate(X, batch, name) == (0, 0)
+
+
+@pytest.mark.parametrize('level', segments.LEVELS)
+def test_every_segment_of_a_level_weighs_one(level):
+  batch, _, _ = batches.make()
+  weights, count = aggregation.segment_weights(
+    level, batch, float, num_turns=batches.T
+  )
+  members = twins.members(level, batch)
+  expected = np.zeros(batch.loss_mask_BL.shape)
+  for tokens in members:
+    for token in tokens:
+      expected[token] = 1 / len(tokens)
+  np.testing.assert_allclose(weights, expected, rtol=1e-15)
+  assert count == len(members)

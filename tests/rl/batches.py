@@ -29,20 +29,36 @@ def layout(rng):
   return turn_ids, mask
 
 
+def sentences(turn_ids):
+  """Sentences of at most two tokens, counted through the row."""
+  ids = np.zeros_like(turn_ids)
+  for b, row in enumerate(turn_ids):
+    number = size = 0
+    for i in np.flatnonzero(row):
+      if size == 2 or i == 0 or row[i] != row[i - 1]:
+        number, size = number + 1, 0
+      ids[b, i] = number
+      size += 1
+  return ids
+
+
 def make(seed=0, spread=0.4, dtype=np.float64):
   """A batch with finite numbers in every slot, and log-probs and entropy."""
   rng = np.random.default_rng(seed)
   turn_ids, mask = layout(rng)
   draw = lambda: rng.normal(size=(B, L)).astype(dtype)
   old = -np.abs(draw())
+  # A sampler of its own, so that a mismatch shows.
+  sampler = old + 0.3 * np.random.default_rng(seed + 1).normal(size=(B, L))
   batch = batch_lib.TokenBatch(
     tokens_BL=rng.integers(0, 9, (B, L)).astype(np.int32),
     lengths_B=np.full(B, L, np.int32),
     turn_ids_BL=turn_ids,
     loss_mask_BL=mask,
-    sampler_logprobs_BL=old,
+    sampler_logprobs_BL=sampler.astype(dtype),
     rewards_BL=draw(),
     group_ids_B=np.arange(B, dtype=np.int32),
+    sentence_ids_BL=sentences(turn_ids),
     old_logprobs_BL=old,
     ref_logprobs_BL=old + 0.3 * draw(),
     values_BL=draw(),
@@ -98,7 +114,10 @@ def row_of(name='token_ppo', **changes):
     for step in path:
       block = block[step]
     assert last in block, key
-    block[last] = value
+    if last == 'name':  # brings its own options
+      row[path[0]] = algorithms.block(path[0], value)
+    else:
+      block[last] = value
   return row
 
 

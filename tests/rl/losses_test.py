@@ -9,21 +9,24 @@ import pytest
 
 from configs import algorithms
 from stppo_jax.rl import aggregation
-from stppo_jax.rl import corrections
+from stppo_jax.rl import clipping_bias
 from stppo_jax.rl import losses
+from stppo_jax.rl import segments
 from tests.rl import batches
+from tests.rl import loss_twin
 from tests.rl import twins
 
 ENTROPY = 0.01
 TAU = 1.1  # below the rho of the random batches, so that the scale acts
 
 _BIAS = 'correction__clipping_bias__'
-# Every option of every axis is in at least one of these.
-CASES = {
-  'token_ppo': ('token_ppo', {}),
-  'turn_ppo': ('turn_ppo', {}),
+_KL_LOSS = {'kl__where': 'loss', 'kl__coefficient': 0.3}
+# Every row of the table, and every option of every axis at least once.
+CASES = {name: (name, {}) for name in algorithms.ALGORITHMS} | {
   's_ppo': ('s_ppo', {_BIAS + 'tau': TAU}),
   'st_ppo': ('st_ppo', {_BIAS + 'tau': TAU}),
+  'so_ppo': ('so_ppo', {_BIAS + 'tau': TAU}),
+  'so_grpo': ('so_grpo', {_BIAS + 'tau': TAU}),
   'st_turn': (
     'st_ppo',
     {
@@ -39,9 +42,8 @@ CASES = {
       _BIAS + 'tau': TAU,
       _BIAS + 'scope': 'sequence',
       'aggregate__name': 'sequence_mean',
-      'kl__where': 'loss',
       'kl__estimator': 'k3',
-      'kl__coefficient': 0.3,
+      **_KL_LOSS,
     },
   ),
   'sequence_sum_k2': (
@@ -49,10 +51,48 @@ CASES = {
     {
       'ratio__level': 'sequence',
       'ratio__reduce': 'sum',
-      'kl__where': 'loss',
       'kl__estimator': 'k2',
-      'kl__coefficient': 0.3,
+      **_KL_LOSS,
     },
+  ),
+  'turn_sum_k1': (
+    'turn_ppo',
+    {'ratio__reduce': 'sum', 'kl__estimator': 'k1', **_KL_LOSS},
+  ),
+  'turn_token_gradient': ('turn_ppo', {'ratio__gradient': 'token'}),
+  'dual_clip': (
+    'turn_ppo',
+    {'objective__name': 'dual_clip', 'objective__c': 1.3},
+  ),
+  'everything_corrects': (
+    'st_ppo',
+    {
+      'correction__names': ('clipping_bias', 'tis', 'mis', 'icepop', 'geo_rs'),
+      _BIAS + 'tau': TAU,
+      'correction__tis__cap': 1.1,
+      'correction__tis__level': 'sequence',
+      'correction__mis__cap': 1.4,
+      'correction__icepop__least': 0.8,
+      'correction__icepop__most': 1.3,
+      'correction__geo_rs__band': 0.1,
+    },
+  ),
+  'mis_sequence': (
+    'sspo',
+    {
+      'correction__names': ('mis',),
+      'correction__mis__level': 'sequence',
+      'correction__mis__cap': 1.2,
+    },
+  ),
+  'turn_entropy': ('turn_ppo', {'bounds__name': 'entropy_scaled'}),
+  'turn_balanced': (
+    'turn_ppo',
+    {'bounds__name': 'balanced', 'bounds__positive_share': 0.55},
+  ),
+  'guarded_st_ppo': (
+    'st_ppo',
+    {'ratio__normalize': 'guard', _BIAS + 'tau': TAU},
   ),
 }
 ALL = pytest.mark.parametrize('case', CASES)
@@ -90,6 +130,12 @@ def _loss(
   )
 
 
+def _weights(algorithm, batch):
+  return aggregation.aggregate_weights(
+    batch, float, num_turns=batches.T, **algorithm.aggregate.arguments()
+  )
+
+
 @functools.partial(jax.jit, static_argnames='implementation')
 def _run(algorithm, logprobs, entropy, *rest, implementation='auto'):
   """The loss and its gradient by log-probabilities and by entropy."""
@@ -105,7 +151,7 @@ def _run(algorithm, logprobs, entropy, *rest, implementation='auto'):
 
 
 @ALL
-@pytest.mark.parametrize('implementation', ['segment_sum', 'unrolled'])
+@pytest.mark.parametrize('implementation', segments.IMPLEMENTATIONS)
 def test_value_is_the_loop_and_gradient_its_differences(case, implementation):
   batch, logprobs, entropy = batches.make(spread=0.6)
   mask = batch.loss_mask_BL
@@ -113,34 +159,36 @@ def test_value_is_the_loop_and_gradient_its_differences(case, implementation):
   loss, (gradient, entropy_gradient) = _run(
     algorithm, logprobs, entropy, batch, implementation=implementation
   )
-  value, policy, scales = twins.policy_loss(
-    row, logprobs, entropy, batch, ENTROPY
+  twin = functools.partial(
+    loss_twin.policy_loss,
+    row,
+    entropy=entropy,
+    batch=batch,
+    entropy_coefficient=ENTROPY,
   )
-  np.testing.assert_allclose(loss.loss, value, rtol=1e-12)
-  np.testing.assert_allclose(loss.policy, policy, rtol=1e-12)
-  np.testing.assert_allclose(loss.weights_BL, scales, rtol=1e-12)
+  expected = twin(logprobs)
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-11)
+  close(loss.loss, expected.loss)
+  close(loss.policy, expected.policy)
+  close(np.where(mask, loss.weights_BL, 1), expected.scales)
+  close(np.where(mask, loss.low, 0), np.where(mask, expected.low, 0))
+  close(np.where(mask, loss.high, 0), np.where(mask, expected.high, 0))
+  np.testing.assert_array_equal(loss.cut_BL, expected.cut)
   assert loss.bias == 0
   if row['correction']['names']:
-    assert scales.min() < 1
+    assert expected.scales.min() < 1
 
-  frozen = lambda x: twins.policy_loss(row, x, entropy, batch, ENTROPY, scales)[
-    0
-  ]
-  expected = twins.differences(frozen, logprobs, np.argwhere(mask))
+  frozen = lambda x: twin(x, frozen=logprobs).loss
+  slots = np.argwhere(mask)
+  expected = twins.differences(frozen, logprobs, slots)
   np.testing.assert_allclose(gradient, expected, rtol=2e-6, atol=1e-9)
-  weights, count = aggregation.aggregate_weights(
-    batch.turn_ids_BL,
-    mask,
-    float,
-    name=row['aggregate']['name'],
-    num_turns=batches.T,
-  )
+  weights, count = _weights(algorithm, batch)
   np.testing.assert_allclose(
     entropy_gradient, -ENTROPY * weights / count, rtol=1e-12
   )
 
 
-@ALL
+@pytest.mark.parametrize('case', ['so_sequence', 'guarded_st_ppo', 'sspo'])
 def test_jit_changes_nothing(case):
   batch, logprobs, entropy = batches.make(spread=0.6)
   algorithm = _algorithm(case)
@@ -186,7 +234,7 @@ def test_token_ppo_by_hand():
 
 
 @pytest.mark.parametrize('aggregate', aggregation.AGGREGATES)
-@pytest.mark.parametrize('level', ['token', 'turn', 'sequence'])
+@pytest.mark.parametrize('level', segments.LEVELS)
 def test_at_the_old_policy(level, aggregate):
   batch, _, entropy = batches.make()
   mask = batch.loss_mask_BL
@@ -198,12 +246,10 @@ def test_at_the_old_policy(level, aggregate):
   np.testing.assert_array_equal(loss.ratio_BL, np.ones(mask.shape))
   np.testing.assert_array_equal(loss.weights_BL, np.ones(mask.shape))
   assert not np.any(loss.cut_BL)
-  weights, count = aggregation.aggregate_weights(
-    batch.turn_ids_BL, mask, float, name=aggregate, num_turns=batches.T
-  )
+  weights, count = _weights(algorithm, batch)
   pull = np.asarray(-batch.advantages_BL * weights / count)
   expected = np.zeros(mask.shape)
-  for tokens in twins.members(level, batch.turn_ids_BL, mask):
+  for tokens in twins.members(level, batch):
     for b, i in tokens:
       expected[b, i] = sum(pull[token] for token in tokens) / len(tokens)
   np.testing.assert_allclose(gradient, expected, rtol=1e-12)
@@ -273,7 +319,7 @@ def test_one_token_turns_are_token_ppo_and_one_turn_the_sequence_ratio():
 
 
 @ALL
-@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize('value', [np.nan, -np.inf])
 def test_poison_reaches_neither_value_nor_gradient(case, value):
   batch, logprobs, entropy = batches.make(spread=0.6)
   mask = batch.loss_mask_BL
@@ -292,10 +338,6 @@ def test_poison_reaches_neither_value_nor_gradient(case, value):
       assert np.all(np.asarray(array)[~mask] == 0)
 
 
-def _merge(parts):
-  return jax.tree.map(lambda *x: sum(x), *parts)
-
-
 def _cut(batch, *arrays):
   for i in range(0, batches.B, 2):
     index = slice(i, i + 2)
@@ -303,33 +345,19 @@ def _cut(batch, *arrays):
 
 
 @jax.jit
-def _statistics(algorithm, logprobs, batch):
-  return losses.policy_statistics(
-    algorithm, logprobs, batch, num_turns=batches.T
+def _statistics(algorithm, logprobs, entropy, batch):
+  return losses.minibatch_statistics(
+    algorithm, logprobs, entropy, batch, num_turns=batches.T
   )
 
 
-@pytest.mark.parametrize('case', [c for c in CASES if c != 'sequence_sum_k2'])
+@ALL
 def test_microbatches_are_one_batch(case):
   batch, logprobs, entropy = batches.make(spread=0.6)
   algorithm = _algorithm(case)
   whole, (gradient, _) = _run(algorithm, logprobs, entropy, batch)
-
-  statistics = _merge(
-    [_statistics(algorithm, x, part) for part, x in _cut(batch, logprobs)]
-  )
-  jax.tree.map(
-    functools.partial(np.testing.assert_allclose, rtol=1e-12),
-    statistics,
-    whole.statistics,
-  )
-  count = aggregation.aggregate_count(
-    batch.turn_ids_BL,
-    batch.loss_mask_BL,
-    float,
-    name=algorithm.aggregate.name,
-    num_turns=batches.T,
-  )
+  statistics = _statistics(algorithm, logprobs, entropy, batch)
+  _, count = _weights(algorithm, batch)
   total, gradients = 0.0, []
   for part, x, e in _cut(batch, logprobs, entropy):
     loss, (pulled, _) = _run(algorithm, x, e, part, statistics, count)
@@ -339,6 +367,16 @@ def test_microbatches_are_one_batch(case):
   np.testing.assert_allclose(
     np.concatenate(gradients), gradient, rtol=1e-11, atol=1e-15
   )
+
+
+_WHOLE = {'s_ppo', 'st_ppo', 'so_ppo', 'sspo', 'bapo', 'grpo_guard'}
+
+
+@pytest.mark.parametrize('name', algorithms.ALGORITHMS)
+def test_only_some_rows_need_the_whole_minibatch(name):
+  batch, logprobs, entropy = batches.make()
+  statistics = _statistics(batches.algorithm(name), logprobs, entropy, batch)
+  assert bool(jax.tree.leaves(statistics)) == (name in _WHOLE)
 
 
 def test_gradient_norm_pulls_back_policy_bias_and_other():
@@ -363,7 +401,7 @@ def test_gradient_norm_pulls_back_policy_bias_and_other():
   np.testing.assert_allclose(
     bias, expected / batch.loss_mask_BL.sum(), rtol=1e-12
   )
-  scale = corrections.gradient_scale(
+  scale = clipping_bias.gradient_scale(
     jnp.linalg.norm(bias), floor=norm.correction.clipping_bias.floor
   )
   assert scale <= 1

@@ -29,8 +29,7 @@ def _ratio(
   return jnp.exp(
     ratios.level_log_ratio(
       log_ratio,
-      batch.turn_ids_BL,
-      batch.loss_mask_BL,
+      batch,
       level=level,
       gradient=gradient,
       reduce=reduce,
@@ -54,24 +53,18 @@ def test_ratio_is_the_loop(level, gradient, reduce, implementation):
     reduce=reduce,
     implementation=implementation,
   )
-  expected = twins.ratios(
-    logprobs,
-    batch.old_logprobs_BL,
-    batch.turn_ids_BL,
-    batch.loss_mask_BL,
-    level,
-    reduce,
-  )
+  expected = twins.ratios(logprobs, batch.old_logprobs_BL, batch, level, reduce)
   np.testing.assert_allclose(actual, expected, rtol=1e-13)
 
 
 def test_turn_ratio_by_hand():
   log_ratio = np.log([[2.0, 8.0, 5.0, 3.0]])
   turn_ids = np.array([[1, 1, 0, 2]], np.int32)
+  batch, _, _ = batches.make()
+  batch = batch.replace(turn_ids_BL=turn_ids, loss_mask_BL=turn_ids > 0)
   shared = ratios.level_log_ratio(
     masked := np.where(turn_ids > 0, log_ratio, 0.0),
-    turn_ids,
-    turn_ids > 0,
+    batch,
     level='turn',
     gradient='segment',
     reduce='mean',
@@ -89,14 +82,7 @@ def test_segment_gradient_is_finite_differences(level, reduce):
   weight = np.where(mask, batch.advantages_BL, 0)  # varies inside segments
 
   def twin(logprobs):
-    out = twins.ratios(
-      logprobs,
-      batch.old_logprobs_BL,
-      batch.turn_ids_BL,
-      mask,
-      level,
-      reduce,
-    )
+    out = twins.ratios(logprobs, batch.old_logprobs_BL, batch, level, reduce)
     return np.sum(weight * out)
 
   actual = jax.grad(
@@ -143,10 +129,10 @@ def test_limits():
     np.array([[50.0, -60.0, 1.0]]), np.zeros((1, 3)), mask
   )
   np.testing.assert_array_equal(log_ratio, [[20.0, -20.0, 1.0]])
+  batch, _, _ = batches.make()
   total = ratios.level_log_ratio(
     np.full((1, 3), 19.0),
-    mask.astype(np.int32),
-    mask,
+    batch.replace(loss_mask_BL=mask),
     level='sequence',
     gradient='segment',
     reduce='sum',

@@ -23,37 +23,52 @@ def whiten(x, mask):
   return out
 
 
-def members(level, turn_ids, mask):
+def members(level, batch):
   """The lists of tokens [(b, i), ...] of all segments of a level."""
   name = {
     'token': lambda b, i: (b, i),
-    'turn': lambda b, i: (b, turn_ids[b, i]),
+    'turn': lambda b, i: (b, batch.turn_ids_BL[b, i]),
+    'sentence': lambda b, i: (b, batch.sentence_ids_BL[b, i]),
     'sequence': lambda b, i: b,
   }[level]
   groups = {}
-  for b, i in policy_tokens(mask):
+  for b, i in policy_tokens(batch.loss_mask_BL):
     groups.setdefault(name(b, i), []).append((b, i))
   return list(groups.values())
 
 
-def ratios(logprobs, old, turn_ids, mask, level, reduce='mean'):
-  out = np.ones(mask.shape)
-  for tokens in members(level, turn_ids, mask):
-    logs = [
-      min(max(logprobs[b, i] - old[b, i], -20.0), 20.0) for b, i in tokens
-    ]
-    total = sum(logs) / (len(logs) if reduce == 'mean' else 1)
-    for b, i in tokens:
-      out[b, i] = math.exp(min(max(total, -20.0), 20.0))
+def clipped_log(x):
+  return min(max(x, -20.0), 20.0)
+
+
+def log_ratios(logs, batch, level, reduce='mean'):
+  """Token log-ratios, gathered over the segments of a level."""
+  out = np.zeros(batch.loss_mask_BL.shape)
+  for tokens in members(level, batch):
+    total = sum(logs[token] for token in tokens)
+    for token in tokens:
+      out[token] = (
+        total / len(tokens) if reduce == 'mean' else clipped_log(total)
+      )
   return out
 
 
-def aggregate(x, turn_ids, mask, name):
-  """The mean over tokens, or over segments of the segment's mean."""
-  level = name.removesuffix('_mean')
+def ratios(logprobs, old, batch, level, reduce='mean'):
+  logs = np.zeros(batch.loss_mask_BL.shape)
+  for token in policy_tokens(batch.loss_mask_BL):
+    logs[token] = clipped_log(logprobs[token] - old[token])
+  return np.exp(log_ratios(logs, batch, level, reduce))
+
+
+def aggregate(x, batch, name, max_response_tokens=None):
+  """The mean over tokens, or over segments of the segment's mean, or a sum."""
+  if name in ('sequence_sum', 'constant_length'):
+    rows = members('sequence', batch)
+    total = sum(x[token] for tokens in rows for token in tokens)
+    return total / len(rows) / (max_response_tokens or 1)
   means = [
-    sum(x[b, i] for b, i in tokens) / len(tokens)
-    for tokens in members(level, turn_ids, mask)
+    sum(x[token] for token in tokens) / len(tokens)
+    for tokens in members(name.removesuffix('_mean'), batch)
   ]
   return sum(means) / len(means)
 
@@ -69,9 +84,10 @@ def bias_scale(weighted, outside, tokens, tau, kept_empty):
   return 1 / rho if rho > tau else 1.0
 
 
-def bias_scales(ratio, advantages, turn_ids, mask, *, scope, tau, low, high):
+def bias_scales(ratio, advantages, batch, *, scope, tau, low, high):
+  mask = batch.loss_mask_BL
   level = {'minibatch': None, 'microbatch': None}.get(scope, scope)
-  groups = members(level, turn_ids, mask) if level else [policy_tokens(mask)]
+  groups = members(level, batch) if level else [policy_tokens(mask)]
   outside = (ratio < low) | (ratio > high)
   out = np.ones(mask.shape)
   for tokens in groups:
@@ -90,52 +106,6 @@ def gae(rewards, values, gamma, lambda_):
     following = value
     out.append(advantage)
   return out[::-1]
-
-
-def policy_loss(
-  row, logprobs, entropy, batch, entropy_coefficient, scales=None
-):
-  """(loss, policy term, scales [B, L]); `scales` freezes the correction."""
-  mask, turn_ids = batch.loss_mask_BL, batch.turn_ids_BL
-  advantages, old = batch.advantages_BL, batch.old_logprobs_BL
-  low = 1 - row['bounds']['clip_low']
-  high = 1 + row['bounds']['clip_high']
-
-  def ratio_at(level):
-    return ratios(logprobs, old, turn_ids, mask, level, row['ratio']['reduce'])
-
-  options = row['correction']['clipping_bias']
-  if scales is None:
-    scales = np.ones(mask.shape)
-    selected = 'clipping_bias' in row['correction']['names']
-    if selected and options['norm'] == 'coefficient':
-      scales = bias_scales(
-        ratio_at(options['level']),
-        advantages,
-        turn_ids,
-        mask,
-        scope=options['scope'],
-        tau=options['tau'],
-        low=low,
-        high=high,
-      )
-  ratio = ratio_at(row['ratio']['level'])
-  term, divergence = np.zeros(mask.shape), np.zeros(mask.shape)
-  for b, i in policy_tokens(mask):
-    clipped = min(max(ratio[b, i], low), high)
-    a = advantages[b, i]
-    term[b, i] = scales[b, i] * max(-a * ratio[b, i], -a * clipped)
-    if row['kl']['where'] == 'loss':
-      x = logprobs[b, i] - batch.ref_logprobs_BL[b, i]
-      divergence[b, i] = {
-        'k1': x,
-        'k2': x * x / 2,
-        'k3': math.exp(-x) - 1 + x,
-      }[row['kl']['estimator']]
-  mean = lambda x: aggregate(x, turn_ids, mask, row['aggregate']['name'])
-  policy = mean(term)
-  other = row['kl']['coefficient'] * mean(divergence)
-  return policy + other - entropy_coefficient * mean(entropy), policy, scales
 
 
 def differences(function, x, slots, epsilon=1e-6):

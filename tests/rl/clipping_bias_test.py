@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stppo_jax.rl import corrections
+from stppo_jax.rl import clipping_bias
 from stppo_jax.rl import losses
 from stppo_jax.rl import segments
 from tests.rl import batches
@@ -22,21 +22,19 @@ N_V = math.sqrt((1.0**2 + 2.2**2) / 2)
 
 
 def _sums(ratio=RATIO, advantages=ADVANTAGES, mask=MASK):
-  return corrections.clipping_bias_sums(ratio, advantages, mask, LOW, HIGH)
+  return clipping_bias.batch_sums(ratio, advantages, mask, LOW, HIGH)
 
 
 def test_hand_computed():
   sums = _sums()
   np.testing.assert_allclose(sums, [80.0, 2.0, 5.84, 2.0])
-  np.testing.assert_allclose(corrections.clipping_bias_norms(sums), (N_U, N_V))
+  np.testing.assert_allclose(clipping_bias.norms(sums), (N_U, N_V))
   rho = N_U / (N_V + 1e-8)
   assert 3 < rho < 5
-  np.testing.assert_allclose(corrections.clipping_bias_rho(sums), rho)
-  np.testing.assert_allclose(
-    corrections.clipping_bias_scale(sums, tau=3.0), 1 / rho
-  )
-  assert corrections.clipping_bias_scale(sums, tau=5.0) == 1
-  assert corrections.clipping_bias_scale(sums, tau=math.inf) == 1
+  np.testing.assert_allclose(clipping_bias.rho_of(sums), rho)
+  np.testing.assert_allclose(clipping_bias.scale_of(sums, tau=3.0), 1 / rho)
+  assert clipping_bias.scale_of(sums, tau=5.0) == 1
+  assert clipping_bias.scale_of(sums, tau=math.inf) == 1
 
 
 def test_a_ratio_on_a_bound_is_inside():
@@ -46,31 +44,29 @@ def test_a_ratio_on_a_bound_is_inside():
 
 def test_nothing_clipped_scales_by_one():
   sums = _sums(ratio=np.ones((1, 5)))
-  assert corrections.clipping_bias_rho(sums) == 0
-  assert corrections.clipping_bias_scale(sums, tau=1e-6) == 1
+  assert clipping_bias.rho_of(sums) == 0
+  assert clipping_bias.scale_of(sums, tau=1e-6) == 1
 
 
 def test_no_tokens_scale_by_one():
   sums = _sums(mask=np.zeros_like(MASK))
-  assert corrections.clipping_bias_scale(sums, tau=3.0) == 1
+  assert clipping_bias.scale_of(sums, tau=3.0) == 1
 
 
 def test_everything_clipped():
   sums = _sums(ratio=np.full((1, 5), 2.0))
   n_u = 2 * math.sqrt((1 + 16 + 64 + 4) / 4)
+  np.testing.assert_allclose(clipping_bias.scale_of(sums, tau=3.0), 1e-8 / n_u)
   np.testing.assert_allclose(
-    corrections.clipping_bias_scale(sums, tau=3.0), 1e-8 / n_u
-  )
-  np.testing.assert_allclose(
-    corrections.clipping_bias_scale(sums, tau=3.0, kept_empty=1.0),
+    clipping_bias.scale_of(sums, tau=3.0, kept_empty=1.0),
     (1 + 1e-8) / n_u,
   )
 
 
 def test_gradient_scale_never_enlarges_below_its_floor():
-  assert corrections.gradient_scale(jnp.asarray(4.0), floor=1.0) == 0.25
-  assert corrections.gradient_scale(jnp.asarray(0.1), floor=1.0) == 1
-  assert corrections.gradient_scale(jnp.asarray(0.1), floor=0.5) == 2
+  assert clipping_bias.gradient_scale(jnp.asarray(4.0), floor=1.0) == 0.25
+  assert clipping_bias.gradient_scale(jnp.asarray(0.1), floor=1.0) == 1
+  assert clipping_bias.gradient_scale(jnp.asarray(0.1), floor=0.5) == 2
 
 
 def test_sums_add_up_and_scales_do_not_need_the_whole():
@@ -102,8 +98,8 @@ def _loss(batch, logprobs, entropy, **changes):
 
 
 @pytest.mark.parametrize('implementation', segments.IMPLEMENTATIONS)
-@pytest.mark.parametrize('level', corrections.RATIO_LEVELS)
-@pytest.mark.parametrize('scope', corrections.SCOPES)
+@pytest.mark.parametrize('level', clipping_bias.RATIO_LEVELS)
+@pytest.mark.parametrize('scope', clipping_bias.SCOPES)
 def test_every_scope_is_the_loop(scope, level, implementation):
   batch, logprobs, entropy = batches.make(spread=0.8)
   # Some turns wholly clipped, some wholly inside.
@@ -128,18 +124,11 @@ def test_every_scope_is_the_loop(scope, level, implementation):
     num_turns=batches.T,
     implementation=implementation,
   )
-  ratio = twins.ratios(
-    logprobs,
-    batch.old_logprobs_BL,
-    batch.turn_ids_BL,
-    batch.loss_mask_BL,
-    level,
-  )
+  ratio = twins.ratios(logprobs, batch.old_logprobs_BL, batch, level)
   expected = twins.bias_scales(
     ratio,
     batch.advantages_BL,
-    batch.turn_ids_BL,
-    batch.loss_mask_BL,
+    batch,
     scope=scope,
     tau=tau,
     low=LOW,
@@ -177,21 +166,21 @@ def test_the_scale_is_data_to_the_gradient():
 
   def scale(logprobs, advantages):
     ratio = jnp.exp(logprobs - batch.old_logprobs_BL)
-    sums = corrections.clipping_bias_sums(ratio, advantages, mask, LOW, HIGH)
-    return corrections.clipping_bias_scale(sums, tau=1e-3)
+    sums = clipping_bias.batch_sums(ratio, advantages, mask, LOW, HIGH)
+    return clipping_bias.scale_of(sums, tau=1e-3)
 
   assert scale(logprobs, batch.advantages_BL) != 1
   by_logprobs, by_advantages = jax.grad(scale, argnums=(0, 1))(
     logprobs, batch.advantages_BL
   )
   assert not np.any(by_logprobs) and not np.any(by_advantages)
-  by_sums = jax.grad(
-    lambda sums: corrections.clipping_bias_scale(sums, tau=3.0)
-  )(_sums())
+  by_sums = jax.grad(lambda sums: clipping_bias.scale_of(sums, tau=3.0))(
+    _sums()
+  )
   assert not np.any(by_sums)
 
 
-@pytest.mark.parametrize('level', corrections.RATIO_LEVELS)
+@pytest.mark.parametrize('level', clipping_bias.RATIO_LEVELS)
 @pytest.mark.parametrize('aggregate', ['token_mean', 'sequence_mean'])
 def test_gradient_norm_gives_the_clipped_part_of_the_gradient(level, aggregate):
   batch, logprobs, entropy = batches.make(spread=0.8)
@@ -207,9 +196,7 @@ def test_gradient_norm_gives_the_clipped_part_of_the_gradient(level, aggregate):
       aggregate__name=aggregate,
     ).bias
 
-  ratio = twins.ratios(
-    logprobs, batch.old_logprobs_BL, batch.turn_ids_BL, mask, level
-  )
+  ratio = twins.ratios(logprobs, batch.old_logprobs_BL, batch, level)
   outside = mask & ((ratio < LOW) | (ratio > HIGH))
   share = np.zeros(mask.shape)
   for b, i in np.argwhere(mask):

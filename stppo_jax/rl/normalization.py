@@ -1,0 +1,105 @@
+"""What is done to the log-ratio before anything is formed of it.
+
+B trajectories, L tokens. A rule is called `rule(log_ratio_BL, batch,
+statistics, *, num_turns, implementation)` and returns the new log-ratio and a
+detached multiplier of each policy term.
+
+`guard` is GRPO-Guard (arXiv 2510.22319) carried over from flow matching to
+tokens; experimental, and our reading: the published form is
+r = exp((l + b) sigma sqrt(dt)). With a turn as the unit k,
+
+  l' = (l + b_k) s_k       b_k = mean over the turn of e^l - 1 - l
+                           s_k = target / std over the turn of l
+
+b_k undoes the systematic shift of the mean log-ratio (E_old[l] is minus the
+divergence that b_k estimates), s_k gives every turn the same spread, `target`
+being the mean spread of the minibatch's turns. The terms of turn k are divided
+by s_k, so that the gradient of a turn is not enlarged with its log-ratio;
+aggregate by turn_mean and the turns contribute equally.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from stppo_jax.rl import masking
+from stppo_jax.rl import segments as segments_lib
+
+Array = jax.Array
+sg = jax.lax.stop_gradient
+
+# Our choices: the limit of the scale s_k and of its inverse, and the spread of
+# log-ratios below which a turn has none but rounding.
+GUARD_LIMIT = 10.0
+GUARD_LEAST_SPREAD = 1e-6
+
+
+def _none(log_ratio_BL, batch, statistics, *, num_turns, implementation):
+  del batch, statistics, num_turns, implementation
+  return log_ratio_BL, jnp.ones_like(log_ratio_BL)
+
+
+def _no_statistics(log_ratio_BL, batch, *, num_turns, implementation):
+  del log_ratio_BL, batch, num_turns, implementation
+  return ()
+
+
+class _Turns(NamedTuple):
+  """Of each turn [B, T]: the shift b, the spread, and where there is one."""
+
+  segments: segments_lib.Segments
+  shift_BT: Array
+  spread_BT: Array
+  spreads_BT: Array  # bool: the spread is more than rounding
+
+
+def _turns(log_ratio_BL, batch, num_turns, implementation):
+  turns = segments_lib.level_segments('turn', batch, num_turns=num_turns)
+  log_ratio_BL = sg(log_ratio_BL)  # a measure
+
+  def means(x_BL):
+    totals_BT = segments_lib.segment_totals(
+      x_BL, turns, implementation=implementation
+    )
+    return masking.divide(totals_BT, counts_BT)
+
+  counts_BT = segments_lib.segment_counts(
+    turns, log_ratio_BL.dtype, implementation=implementation
+  )
+  mean_BT = means(log_ratio_BL)
+  mean_BL = segments_lib.segment_spread(
+    mean_BT, turns, implementation=implementation
+  )
+  spread_BT = jnp.sqrt(means(jnp.square(log_ratio_BL - mean_BL)))
+  shift_BT = means(jnp.expm1(log_ratio_BL) - log_ratio_BL)
+  return _Turns(turns, shift_BT, spread_BT, spread_BT > GUARD_LEAST_SPREAD)
+
+
+def _guard(log_ratio_BL, batch, target, *, num_turns, implementation):
+  turns = _turns(log_ratio_BL, batch, num_turns, implementation)
+  scale_BT = jnp.clip(
+    target / jnp.where(turns.spreads_BT, turns.spread_BT, 1),
+    1 / GUARD_LIMIT,
+    GUARD_LIMIT,
+  )
+  scale_BT = jnp.where(turns.spreads_BT, scale_BT, 1)
+
+  def spread(x_BT):
+    return segments_lib.segment_spread(
+      x_BT, turns.segments, implementation=implementation
+    )
+
+  scale_BL = jnp.where(batch.loss_mask_BL, spread(scale_BT), 1)
+  normal_BL = (log_ratio_BL + spread(turns.shift_BT)) * scale_BL
+  return masking.select(normal_BL, batch.loss_mask_BL), 1 / scale_BL
+
+
+def _guard_target(log_ratio_BL, batch, *, num_turns, implementation):
+  """The mean spread of the turns that have one."""
+  turns = _turns(log_ratio_BL, batch, num_turns, implementation)
+  return masking.masked_mean(turns.spread_BT, turns.spreads_BT)
+
+
+NORMALIZATIONS = {'none': _none, 'guard': _guard}
+NORMALIZATION_STATISTICS = {'none': _no_statistics, 'guard': _guard_target}
