@@ -15,6 +15,7 @@ import pytest
 from stppo_jax import __main__
 from stppo_jax.models import functional
 from stppo_jax.models import load_hf
+from stppo_jax.rollout import collect as collect_lib
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
@@ -147,6 +148,11 @@ _NAMES = {
       'completed truncated_length truncated_turns infra_error'.split()
     )
   ),
+  *(
+    f'rollout/{name}'
+    for name in 'zero_variance_groups resampled_groups resample_rounds'.split()
+  ),
+  'reward/turns/mean',
   'update/skipped',
 }
 
@@ -305,3 +311,46 @@ def test_killed_again_and_again_it_is_the_same_run(finished, tmp_path):
 def test_a_line_is_json_whatever_happens(finished):
   for line in (finished / 'metrics.jsonl').read_text().splitlines():
     json.loads(line, parse_constant=pytest.fail)
+
+
+def _train_groups(workdir):
+  """Two steps; no reward varies, so that both ask further questions."""
+  changes = {
+    'num_steps': 2,
+    'rollout__group_size': 4,
+    'rollout__resample_rounds': 1,
+    'evaluate__every': 0,
+  }
+  flags = runs.flags(**changes)
+  return __main__.main(['train', *flags, f'--workdir={workdir}'])
+
+
+def test_a_run_of_groups_is_the_same_when_cut_in_two(
+  tmp_path, monkeypatch, capsys
+):
+  whole, cut = tmp_path / 'whole', tmp_path / 'cut'
+  assert _train_groups(whole) == 0
+  collect, calls = collect_lib.Collector.collect, []
+
+  def signalled(*args):
+    calls.append(args)
+    if len(calls) == 4:  # in the further round of the second step
+      os.kill(os.getpid(), signal.SIGTERM)
+    return collect(*args)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(collect_lib.Collector, 'collect', signalled)
+    assert _train_groups(cut) == 75
+  assert len(calls) == 4
+  assert 'interrupted after step 1, saved' in capsys.readouterr().out
+  assert _train_groups(cut) == 0
+  assert _timeless(cut) == _timeless(whole)
+  for step, line in enumerate(runs.metrics(whole), start=1):
+    name = f'trajectories-{step:06d}.jsonl'
+    assert (cut / name).read_bytes() == (whole / name).read_bytes()
+    asked = [r['question'] for r in runs.trajectories(whole, step)]
+    assert len(asked) == 16 and len(set(asked)) == 4
+    assert asked == sorted(asked, key=asked.index)  # groups are adjacent
+    assert line['rollout/zero_variance_groups'] == 1
+    assert line['rollout/resample_rounds'] == 1
+    assert line['rollout/resampled_groups'] == 0

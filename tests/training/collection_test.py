@@ -1,0 +1,178 @@
+"""A step's collection: which groups stay, which are replaced, with what keys.
+
+Four groups of two; a letter is what both rows of a group earned: 'v' differ
+(varied), '=' are equal (idle), 'x' were failed by the infrastructure.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from stppo_jax import types
+from stppo_jax.training import assembly
+from stppo_jax.training import collection
+from stppo_jax.training import interruption
+from stppo_jax.training import keys
+from tests.training import runs
+
+_STATUS = types.TrajectoryStatus
+_REWARDS = {'v': (0.0, 1.0), '=': (1.0, 1.0), 'x': (None, None)}
+_STEP = 5
+
+
+class _World:
+  """Questions, collector, retriever and event loop in one.
+
+  Attributes:
+    asked: (step, count, further) of each round of questions.
+    keys: bits of the keys of each collection.
+    waits: how often the retriever was waited for.
+  """
+
+  def __init__(self, *rounds):
+    self._rounds = list(rounds)
+    self.asked, self.keys, self.waits = [], [], 0
+    self._queries = 0
+    self.questions = self.retriever = self.loop = self
+
+  def train(self, step, count, *, further):
+    self.asked.append((step, count, further))
+    return [
+      types.Question(f'{further}{n}', '?', ('x',), 'nq') for n in range(count)
+    ]
+
+  def collect(self, questions, row_keys):
+    self._queries += 1
+    self.keys.append(np.asarray(jax.random.key_data(row_keys)).tolist())
+    played = self._rounds.pop(0)
+    return [
+      _trajectory(question, reward)
+      for question, letter in zip(questions, played, strict=True)
+      for reward in _REWARDS[letter]
+    ]
+
+  def statistics(self):
+    queries, self._queries = self._queries, 0
+    return {'retrieval/ok': queries}
+
+  async def wait_until_ready(self):
+    self.waits += 1
+
+  def run(self, coroutine):
+    with pytest.raises(StopIteration):
+      coroutine.send(None)
+
+
+def _trajectory(question, reward):
+  failed = reward is None
+  return types.Trajectory(
+    question=question,
+    prompt_ids=np.zeros(1, np.int32),
+    turns=(),
+    rewards={'exact_match': 0.0 if failed else reward},
+    status=_STATUS.INFRA_ERROR if failed else _STATUS.COMPLETED,
+    scores={'em': 0.0 if failed else reward},
+  )
+
+
+def _collect(world, rounds, show=lambda line: None):
+  """(question id of each group, metrics) of a step."""
+  config = runs.config(
+    rollout__trajectories_per_step=8,
+    rollout__group_size=2,
+    rollout__resample_rounds=rounds,
+    rollout__min_valid_fraction=0.5,
+  )
+  collector = collection.StepCollector(config, world, world, show)
+  trajectories, metrics = collector.collect(_STEP)
+  ids = [trajectory.question.id for trajectory in trajectories]
+  assert ids[::2] == ids[1::2]
+  return ids[::2], metrics
+
+
+@pytest.mark.parametrize(
+  ('rounds', 'played', 'expected', 'replaced'),
+  [
+    (0, ['v==v'], '00 01 02 03', 0),
+    # Nothing to replace: no round.
+    (3, ['vvvv'], '00 01 02 03', 0),
+    # In place, as many as needed, in the order of the questions.
+    (3, ['v==v', '=vvv'], '00 11 12 03', 2),
+    # Another round for what is left.
+    (3, ['v===', '==v=', 'v==v'], '00 12 20 23', 3),
+    # Out of rounds: the idle ones collected last fill the places.
+    (1, ['=v==', '=v=='], '11 01 13 12', 1),
+    (2, ['====', '===v', '===='], '13 23 22 21', 1),
+    # Failed rows are no sign of a lack of variance.
+    (1, ['x=vv', 'v==='], '00 10 02 03', 1),
+  ],
+)
+def test_idle_groups_are_replaced(rounds, played, expected, replaced):
+  world = _World(*played)
+  ids, metrics = _collect(world, rounds)
+  assert ids == expected.split()
+  used = len(played) - 1
+  assert metrics['rollout/resampled_groups'] == replaced
+  assert metrics['rollout/resample_rounds'] == used
+  assert world.asked == [(_STEP, 4, n) for n in range(used + 1)]
+  # What is told of the step is told of its first questions.
+  valid = played[0].replace('x', '')
+  idle = valid.count('=') / len(valid)
+  assert metrics['rollout/zero_variance_groups'] == idle
+  assert metrics['train/em/nq'] == pytest.approx(0.5 + 0.5 * idle)
+  assert metrics['rollout/valid_fraction'] == len(valid) / 4
+  assert metrics['retrieval/ok'] == used + 1
+
+
+def test_keys_are_of_step_and_round():
+  first, again = _World('====', '====', '===='), _World('====', '====', '====')
+  _collect(first, 2)
+  _collect(again, 2)
+  assert first.keys == again.keys
+  bits = [tuple(key) for collected in first.keys for key in collected]
+  assert len(set(bits)) == len(bits) == 3 * 8
+  # The first round has the keys that a step has always had.
+  key = keys.step_key(runs.config().seed, _STEP, keys.Purpose.COLLECT)
+  own = np.asarray(jax.random.key_data(keys.row_keys(key, 0, 8))).tolist()
+  assert first.keys[0] == own
+
+
+def test_a_round_in_an_outage_is_played_again():
+  world, lines = _World('v=v=', 'xxxv', 'xxxx', 'v=v='), []
+  ids, metrics = _collect(world, 1, lines.append)
+  assert ids == '00 10 02 12'.split()
+  assert world.waits == 2 and world.keys[1] == world.keys[2] == world.keys[3]
+  assert lines[0].startswith('step 6: the retriever failed 75% of the traj')
+  assert metrics['rollout/valid_fraction'] == 1.0
+  assert metrics['rollout/resample_rounds'] == 1
+
+
+def test_an_outage_that_stays_ends_the_step():
+  world = _World('v=v=', 'xxxx', 'xxxx', 'xxxx')
+  with pytest.raises(interruption.Outage, match='step 6: .* failed 100% of'):
+    _collect(world, 1)
+  assert world.waits == 3
+
+
+def test_a_start_with_too_few_questions_is_refused():
+  config = runs.config(
+    rollout__group_size=2, data__synthetic_wiki__entities_per_type=2
+  )
+  questions = assembly.build_questions(config)
+  assembly.check(config, questions)
+  config.rollout.resample_rounds = 50
+  with pytest.raises(ValueError, match='fewer than 408 questions'):
+    assembly.check(config, questions)
+
+
+@pytest.mark.parametrize('level', ['token', 'sentence'])
+def test_sentences_are_cut_where_the_row_looks_at_them(level):
+  config = runs.config()
+  config.algorithm.ratio.level = level
+  questions = assembly.build_questions(config)
+  tokenizer = assembly.build_tokenizer(config, questions)
+  split = assembly.build_sentences(config, tokenizer)
+  assert (split is None) == (level == 'token')
+  if split:
+    ids = tokenizer.encode_text('done. find it.\n')
+    assert split(ids).max() > 1
