@@ -1,0 +1,103 @@
+"""The one batch that all of tests/golden/family is about, and its options."""
+
+import types
+
+import numpy as np
+import torch
+
+B, L, T = 8, 32, 4
+FAILED_ROW = 7
+NEVER = 1e9  # a dual clip, or a cap, that nothing reaches
+
+# What every implementation is told, where it has such an option.
+OPTIONS = {
+  'low': 0.2,
+  'high': 0.28,
+  'sequence_low': 0.05,
+  'sequence_high': 0.08,
+  'dual_clip': 2.0,
+  'kl_coefficient': 0.05,
+  'entropy_coefficient': 0.01,
+  'cap': 1.5,
+  'icepop_least': 0.7,
+  'icepop_most': 1.4,
+  'band': 0.05,
+  'minirl_cap': 2.0,
+  'value_clip': 0.5,
+  'max_response_tokens': 100,
+  'gamma': 0.97,
+  'lambda_': 0.9,
+}
+
+
+def _layout(rng):
+  """Turns of 1 to 7 tokens with observations of 1 to 2 between them."""
+  turn_ids_BL = np.zeros((B, L), np.int32)
+  for b in range(B):
+    start = rng.integers(0, 3)
+    for turn in range(1, rng.integers(2, T + 1) + 1):
+      size = rng.integers(1, 8)
+      turn_ids_BL[b, start : start + size] = turn
+      start += size + rng.integers(1, 3)
+  loss_mask_BL = turn_ids_BL > 0
+  loss_mask_BL[0, np.flatnonzero(loss_mask_BL[0])[1]] = False
+  loss_mask_BL[FAILED_ROW] = False
+  return turn_ids_BL, loss_mask_BL
+
+
+def make_arrays():
+  """The inputs, by our names; finite everywhere."""
+  rng = np.random.default_rng(20)
+  turn_ids_BL, loss_mask_BL = _layout(rng)
+  normal = lambda scale=1.0: scale * rng.normal(size=(B, L))
+  old_BL = -np.abs(normal())
+  return {
+    'turn_ids_BL': turn_ids_BL,
+    'loss_mask_BL': loss_mask_BL,
+    'old_logprobs_BL': old_BL,
+    'logprobs_BL': old_BL + normal(0.6),
+    'sampler_logprobs_BL': old_BL + normal(0.3),
+    'ref_logprobs_BL': old_BL + normal(0.3),
+    'entropy_BL': np.abs(normal()),
+    'advantages_BL': normal(),
+    'advantages_B': rng.normal(size=B),  # one for the whole row
+    'values_BL': normal(),
+    'old_values_BL': normal(),
+    'rewards_BL': normal(),
+    'returns_BL': normal(),
+    # Two questions with three trajectories, one with one, and a failed row.
+    'group_ids_B': np.asarray([0, 0, 0, 1, 1, 1, 2, 3], np.int32),
+  }
+
+
+def tensors(arrays):
+  """The arrays as attributes; the mask is a number there."""
+  tensors = {name: torch.from_numpy(x) for name, x in arrays.items()}
+  tensors['loss_mask_BL'] = tensors['loss_mask_BL'].to(torch.float64)
+  return types.SimpleNamespace(**tensors)
+
+
+def by_turn(x):
+  """The rows cut by turn: a row of [turns, L] is one turn and nothing else."""
+  written = torch.where(x.loss_mask_BL > 0, x.turn_ids_BL, 0)
+  pairs = [
+    (b, turn)
+    for b in range(B)
+    for turn in range(1, T + 1)
+    if (written[b] == turn).any()
+  ]
+  rows = torch.tensor([b for b, _ in pairs])
+  turns = torch.tensor([turn for _, turn in pairs])
+  cut = {
+    name: array[rows] for name, array in vars(x).items() if array.ndim == 2
+  }
+  cut['loss_mask_BL'] = (written[rows] == turns[:, None]).to(torch.float64)
+  return types.SimpleNamespace(**cut)
+
+
+def differentiated(loss, x, name='logprobs_BL'):
+  """A loss and its gradient with respect to an array."""
+  at = getattr(x, name).clone().requires_grad_()
+  value = loss(types.SimpleNamespace(**{**vars(x), name: at}))
+  (gradient,) = torch.autograd.grad(value, at)
+  return {'loss': value.detach().numpy(), 'gradient_BL': gradient.numpy()}

@@ -1,0 +1,121 @@
+"""What trl makes of the batch; see make_family.py.
+
+Its losses are methods of trainers that ask a model for log-probabilities:
+they get an object that returns ours.
+"""
+
+import collections
+import types
+
+import family_batch
+import torch
+from trl.trainer import grpo_trainer
+from trl.trainer import rloo_trainer
+
+OPTIONS = family_batch.OPTIONS
+
+
+def _loss(x, **options):
+  """`GRPOTrainer._compute_loss`, in evaluation: no gradient accumulation."""
+  arguments = types.SimpleNamespace(
+    use_bias_correction_kl=False, delta=options.pop('delta', None)
+  )
+  same = lambda tensor, **_: tensor
+  trainer = types.SimpleNamespace(
+    _get_per_token_logps_and_entropies=lambda *_, **__: (
+      x.logprobs_BL,
+      x.entropy_BL,
+      None,
+    ),
+    _entropy_bonus_enabled='entropy_coef' in options,
+    _metrics={'eval': collections.defaultdict(list)},
+    accelerator=types.SimpleNamespace(
+      num_processes=1, sync_gradients=False, gather=same, reduce=same
+    ),
+    args=arguments,
+    aux_loss_enabled=False,
+    max_completion_length=OPTIONS['max_response_tokens'],
+    model=types.SimpleNamespace(training=False),
+    off_policy_mask_threshold=None,
+    top_entropy_quantile=1.0,
+    use_adaptive_entropy=False,
+    use_vllm=False,
+    **{
+      'beta': 0.0,
+      'epsilon_low': OPTIONS['low'],
+      'epsilon_high': OPTIONS['high'],
+      'importance_sampling_level': 'token',
+      **options,
+    },
+  )
+  ids_BL = torch.zeros(x.loss_mask_BL.shape, dtype=torch.int64)
+  inputs = {
+    'prompt_ids': ids_BL[:, :1],
+    'prompt_mask': ids_BL[:, :1],
+    'completion_ids': ids_BL,
+    'completion_mask': x.loss_mask_BL,
+    'advantages': x.advantages_BL,
+    'old_per_token_logps': x.old_logprobs_BL,
+    'ref_per_token_logps': x.ref_logprobs_BL,
+    'num_items_in_batch': x.loss_mask_BL.sum(),
+  }
+  return grpo_trainer.GRPOTrainer._compute_loss(trainer, None, inputs)
+
+
+def _rloo_loss(x):
+  same = lambda tensor, **_: tensor
+  trainer = types.SimpleNamespace(
+    _get_per_token_logps_and_entropies=lambda *_, **__: (
+      x.logprobs_BL,
+      x.entropy_BL,
+      None,
+    ),
+    _metrics={'eval': collections.defaultdict(list)},
+    accelerator=types.SimpleNamespace(gather=same, reduce=same),
+    aux_loss_enabled=False,
+    epsilon_low=OPTIONS['low'],
+    epsilon_high=OPTIONS['high'],
+    model=types.SimpleNamespace(training=False),
+  )
+  ids_BL = torch.zeros(x.loss_mask_BL.shape, dtype=torch.int64)
+  inputs = {
+    'prompt_ids': ids_BL[:, :1],
+    'prompt_mask': ids_BL[:, :1],
+    'completion_ids': ids_BL,
+    'completion_mask': x.loss_mask_BL,
+    'advantages': torch.where(x.loss_mask_BL.any(1), x.advantages_B, 0),
+    'old_logps': (x.old_logprobs_BL * x.loss_mask_BL).sum(1),
+  }
+  return rloo_trainer.RLOOTrainer._compute_loss(trainer, None, inputs)
+
+
+def make(arrays):
+  sequence = {'importance_sampling_level': 'sequence'}
+  near = {
+    'epsilon_low': OPTIONS['sequence_low'],
+    'epsilon_high': OPTIONS['sequence_high'],
+  }
+  calls = {
+    'grpo': {'loss_type': 'grpo', 'beta': OPTIONS['kl_coefficient']},
+    'bnpo': {
+      'loss_type': 'bnpo',
+      'entropy_coef': OPTIONS['entropy_coefficient'],
+    },
+    'dr_grpo': {'loss_type': 'dr_grpo'},
+    'dapo': {'loss_type': 'dapo'},
+    'cispo': {'loss_type': 'cispo', 'epsilon_high': 1 + OPTIONS['high']},
+    'two_sided': {'loss_type': 'bnpo', 'delta': OPTIONS['dual_clip']},
+    'gspo': {'loss_type': 'grpo', **sequence, **near},
+    'luspo': {'loss_type': 'luspo', **sequence, **near},
+    'turn': {'loss_type': 'bnpo', **sequence},
+    'turn_mean': {'loss_type': 'grpo', **sequence},
+  }
+  x = family_batch.tensors(arrays)
+  results = {}
+  for case, options in calls.items():
+    cut = family_batch.by_turn if case.startswith('turn') else lambda x: x
+    results[case] = family_batch.differentiated(
+      lambda x: _loss(cut(x), **options), x
+    )
+  results['rloo'] = family_batch.differentiated(_rloo_loss, x)
+  return results

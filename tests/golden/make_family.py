@@ -1,0 +1,58 @@
+"""Makes tests/golden/family: what public implementations make of one batch.
+
+    pip install numpy verl==0.9.1 trl==1.16.0 google-tunix==0.1.7 torch==2.13.0
+    python tests/golden/make_family.py
+
+(The three packages bring much that is not needed. With `--no-deps`, these are:
+for verl tensordict, omegaconf, hydra-core, codetiming, ray, numba, torchdata,
+pylatexenc, datasets, pandas, transformers; for trl accelerate, datasets,
+transformers; for tunix jax, flax, optax, orbax-checkpoint, humanize.)
+
+Every function gets the same arrays, in float64. `arrays.npz` has them under
+the names of `TokenBatch`; `verl.npz`, `trl.npz` and `tunix.npz` have what came
+out: `CASE.loss` with `CASE.gradient_BL`, its gradient with respect to the
+log-probabilities (of a value loss: the values), and `CASE.WHAT` for all else;
+`sources.json` has the versions and the options. `tests/rl/golden_test.py` holds
+our rows against them and says where an implementation deviates.
+
+No public code has a ratio per turn. A turn fed to a ratio per sequence, as a
+row of its own, is one: `family_batch.by_turn`.
+"""
+
+import importlib.metadata
+import json
+import pathlib
+
+import family_batch
+import family_trl
+import family_tunix
+import family_verl
+import jax
+import numpy as np
+
+_HERE = pathlib.Path(__file__).parent / 'family'
+_SOURCES = {
+  'verl': family_verl.make,
+  'trl': family_trl.make,
+  'google-tunix': family_tunix.make,
+}
+
+
+def main():
+  jax.config.update('jax_enable_x64', True)
+  arrays = family_batch.make_arrays()
+  np.savez(_HERE / 'arrays.npz', **arrays)
+  for package, make in _SOURCES.items():
+    numbers = {
+      f'{case}.{name}': np.asarray(x)
+      for case, parts in make(arrays).items()
+      for name, x in parts.items()
+    }
+    np.savez(_HERE / f'{package.removeprefix("google-")}.npz', **numbers)
+  versions = {name: importlib.metadata.version(name) for name in _SOURCES}
+  sources = {'versions': versions, 'options': family_batch.OPTIONS}
+  (_HERE / 'sources.json').write_text(json.dumps(sources, indent=2) + '\n')
+
+
+if __name__ == '__main__':
+  main()
