@@ -7,9 +7,12 @@ import pytest
 
 from configs import algorithms
 from stppo_jax.rl import advantages
+from stppo_jax.rl import aggregation
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import bounds
 from stppo_jax.rl import corrections
+from stppo_jax.rl import normalization
+from stppo_jax.rl import objectives
 from tests.rl import batches
 
 
@@ -27,7 +30,10 @@ def test_every_row_of_the_table_builds(name, wrap):
 def test_numbers_are_leaves_and_names_are_static():
   st_ppo = batches.algorithm('st_ppo')
   assert sorted(jax.tree.leaves(st_ppo)) == sorted(
-    [0.2, 0.2, 3.0, 1.0, 1.0, 1.0, 0.001]
+    # bounds, tau and floor, cap, cap, least and most, band
+    [0.2, 0.2, 3.0, 1.0, 2.0, 2.0, 0.5, 5.0, 0.001]
+    # gamma and lambda of steps and of turns; KL: coefficient, target, horizon
+    + [1.0, 1.0, 0.95, 1.0, 0.001, 6.0, 10000.0]
   )
   other = batches.algorithm('st_ppo', bounds__clip_low=0.1)
   assert jax.tree.structure(st_ppo) == jax.tree.structure(other)
@@ -46,12 +52,14 @@ _BIAS = 'correction__clipping_bias__'
     (
       'ratio__level',
       'word',
-      "algorithm.ratio.level='word': must be one of token, turn, sequence",
+      "algorithm.ratio.level='word': must be one of token, turn, sentence, "
+      'sequence',
     ),
     (
       'ratio__level',
       ['turn'],
-      "algorithm.ratio.level=['turn']: must be one of token, turn, sequence",
+      "algorithm.ratio.level=['turn']: must be one of token, turn, sentence, "
+      'sequence',
     ),
     (
       'bounds__clip_low',
@@ -105,29 +113,36 @@ _BIAS = 'correction__clipping_bias__'
       'correction__names',
       'clipping_bias',
       "algorithm.correction.names='clipping_bias': must be a tuple of "
-      'any of clipping_bias',
+      'any of clipping_bias, tis, mis, icepop, geo_rs',
     ),
     (
       'correction__names',
       ('clipping_bias', 'clipping_bias'),
       "algorithm.correction.names=('clipping_bias', 'clipping_bias'): "
-      'must be a tuple of any of clipping_bias',
+      'must be a tuple of any of clipping_bias, tis, mis, icepop, geo_rs',
     ),
     (
       'objective__name',
       'optimistic',
-      "algorithm.objective.name='optimistic': must be one of pessimistic",
+      "algorithm.objective.name='optimistic': must be one of pessimistic, "
+      'dual_clip, detached, masked, unclipped',
     ),
     (
       'bounds__name',
       'loose',
-      "algorithm.bounds.name='loose': must be one of fixed",
+      "algorithm.bounds.name='loose': must be one of fixed, "
+      'entropy_scaled, balanced',
     ),
     ('kl', 3, 'algorithm.kl=3: must be a block of options'),
   ],
 )
 def test_one_problem_is_one_line(key, value, line):
-  row = batches.row_of(**{key: value})
+  row = batches.row_of()
+  block = row
+  *path, last = key.split('__')
+  for step in path:
+    block = block[step]
+  block[last] = value
   assert algorithm_lib.check_algorithm(row) == [line]
   with pytest.raises(ValueError) as error:
     algorithm_lib.build_algorithm(row)
@@ -171,16 +186,80 @@ def test_all_problems_at_once(wrap):
     'algorithm.bound: unknown option; the options are ratio, bounds, '
     'objective, correction, aggregate, advantage, kl',
     'algorithm.ratio.levels: unknown option; the options are level, '
-    'gradient, reduce',
+    'gradient, reduce, normalize',
     "algorithm.ratio.reduce='max': must be one of mean, sum",
     'algorithm.correction.clipping_bias.floor=0.0: must be a finite number > 0',
     'algorithm.aggregate: missing',
-    'algorithm.advantage.name: missing; must be one of gae',
+    'algorithm.advantage.name: missing; must be one of gae, monte_carlo, '
+    'group_normalized, group_centered, leave_one_out, turn_group, gigpo',
     'algorithm.kl.where: missing',
   ]
 
 
+@pytest.mark.parametrize(
+  'changes,line',
+  [
+    (
+      {'bounds__name': 'entropy_scaled', 'bounds__most': 0.1},
+      'algorithm.bounds.most=0.1: must be 0.5 or greater, as least is',
+    ),
+    (
+      {'bounds__name': 'balanced', 'bounds__high_limit': 1.1},
+      'algorithm.bounds.high_limit=1.1: must be 1.2 or greater, as high is',
+    ),
+    (
+      {'bounds__name': 'balanced', 'bounds__low_limit': 0.5},
+      'algorithm.bounds.low_limit=0.5: must be 0.6 or greater, as low is',
+    ),
+    (
+      {'objective__name': 'dual_clip', 'objective__c': 1.0},
+      'algorithm.objective.c=1.0: must be a finite number > 1',
+    ),
+    (
+      {'advantage__whiten': 'all'},
+      "algorithm.advantage.whiten='all': must be none or policy when "
+      "observation_tokens is 'skipped'",
+    ),
+    (
+      {'correction__icepop__most': 0.7},
+      'algorithm.correction.icepop.most=0.7: must be 1 or greater',
+    ),
+  ],
+)
+def test_options_of_a_block_that_do_not_fit(changes, line):
+  assert algorithm_lib.check_algorithm(batches.row_of(**changes)) == [line]
+
+
 def test_what_can_be_chosen_can_be_built():
-  assert algorithm_lib.BOUNDS_BLOCKS.keys() == bounds.BOUNDS.keys()
-  assert algorithm_lib.ADVANTAGE_BLOCKS.keys() == advantages.ADVANTAGES.keys()
-  assert corrections.CORRECTIONS.keys() == corrections.CORRECTION_SUMS.keys()
+  tables = {
+    'bounds': (algorithm_lib.BOUNDS_BLOCKS, bounds.BOUNDS),
+    'objective': (algorithm_lib.OBJECTIVE_BLOCKS, objectives.OBJECTIVES),
+    'aggregate': (algorithm_lib.AGGREGATE_BLOCKS, aggregation.AGGREGATES),
+    'advantage': (algorithm_lib.ADVANTAGE_BLOCKS, advantages.ADVANTAGES),
+  }
+  assert tables.keys() == algorithms.BLOCKS.keys()
+  for kind, (blocks, functions) in tables.items():
+    assert blocks.keys() == functions.keys() == algorithms.BLOCKS[kind].keys()
+    for name in blocks:
+      row = batches.row_of()
+      row[kind] = algorithms.block(kind, name)
+      assert algorithm_lib.check_algorithm(row) == []
+  assert bounds.BOUNDS.keys() == bounds.BOUNDS_STATISTICS.keys()
+  names = corrections.CORRECTIONS.keys()
+  assert names == corrections.CORRECTION_STATISTICS.keys()
+  assert (
+    normalization.NORMALIZATIONS.keys()
+    == normalization.NORMALIZATION_STATISTICS.keys()
+  )
+
+
+def test_the_table_knows_which_rows_compare_and_which_have_a_critic():
+  for name, row in algorithms.ALGORITHMS.items():
+    built = batches.algorithm(name)
+    compares = row['advantage']['name'] in algorithms.GROUP_ADVANTAGES
+    assert not (compares and built.uses_values)
+  assert batches.algorithm('st_ppo').uses_values
+  assert not batches.algorithm('reinforce').uses_values
+  assert batches.algorithm('sspo').needs == {'sentence_ids_BL'}
+  assert batches.algorithm('minirl').needs == {'sampler_logprobs_BL'}
+  assert batches.algorithm('grpo').needs == {'ref_logprobs_BL'}

@@ -48,8 +48,8 @@ def _twin(logprobs, entropy, batch, scales):
   mask, turn_ids = batch.loss_mask_BL, batch.turn_ids_BL
   low, high = 0.9, 1.2
   out = {}
-  for level in ('token', 'turn', 'sequence'):
-    ratio = twins.ratios(logprobs, batch.old_logprobs_BL, turn_ids, mask, level)
+  for level in ('token', 'turn', 'sentence', 'sequence'):
+    ratio = twins.ratios(logprobs, batch.old_logprobs_BL, batch, level)
     r = ratio[mask]
     out[f'ratio/{level}/mean'] = r.mean()
     out[f'ratio/{level}/std'] = r.std()
@@ -75,6 +75,8 @@ def _twin(logprobs, entropy, batch, scales):
       out['stab/norm_clipped'], out['stab/norm_unclipped'] = n_u, n_v
       out['stab/rho'] = n_u / (n_v + 1e-8)
   out['stab/scale'] = scales[mask].mean()
+  out['stab/rejected'] = (scales[mask] == 0).mean()
+  out['bounds/low'], out['bounds/high'] = low, high
   log_ratio = (logprobs - batch.old_logprobs_BL)[mask]
   out['actor/ppo_kl'] = -log_ratio.mean()
   out['actor/entropy'] = entropy[mask].mean()
@@ -159,27 +161,64 @@ def test_small_spreads_survive_float32():
   )
 
 
+def test_levels_without_ids_are_left_out():
+  batch, logprobs, entropy = batches.make()
+  found, _ = _diagnose(logprobs, entropy, batch.replace(sentence_ids_BL=None))
+  metrics = diagnostics.summarize(found)
+  assert not any('sentence' in name for name in metrics)
+  assert 'ratio/turn/mean' in metrics
+
+
+def test_rejected_terms_are_counted():
+  batch, logprobs, entropy = batches.make()
+  algorithm = batches.algorithm(
+    correction__names=('icepop',), correction__icepop__least=0.9
+  )
+  loss = losses.policy_loss(
+    algorithm,
+    logprobs,
+    entropy,
+    batch,
+    statistics=None,
+    count=None,
+    entropy_coefficient=0.0,
+    num_turns=batches.T,
+  )
+  found = diagnostics.policy_diagnostics(
+    algorithm, loss, logprobs, entropy, batch, num_turns=batches.T
+  )
+  mask = batch.loss_mask_BL
+  k = np.exp(batch.old_logprobs_BL - batch.sampler_logprobs_BL)[mask]
+  share = np.mean((k < 0.9) | (k > 5.0))
+  assert 0 < share < 1
+  np.testing.assert_allclose(
+    diagnostics.summarize(found)['stab/rejected'], share
+  )
+
+
 def test_critic():
   batch, _, _ = batches.make()
-  mask = batch.loss_mask_BL
-  poisoned = batches.poison(batch, np.nan)
+  steps = batch.loss_mask_BL & (np.arange(batches.L) % 3 > 0)
+  batch = batch.replace(value_mask_BL=steps)
   critic = jax.jit(diagnostics.critic_diagnostics)
-  metrics = critic(poisoned, mask)
-  values, returns = batch.values_BL[mask], batch.returns_BL[mask]
+  off = {
+    name: batches.poison_array(getattr(batch, name), steps, np.nan)
+    for name in ('values_BL', 'returns_BL')
+  }
+  metrics = critic(batch.replace(**off))
+  values, returns = batch.values_BL[steps], batch.returns_BL[steps]
   expected = {
     'critic/vf_explained_var': 1 - np.var(returns - values) / np.var(returns)
   }
-  for name in ('values', 'returns', 'advantages'):
-    x = getattr(batch, f'{name}_BL')[mask]
+  for name in ('values', 'returns'):
+    x = getattr(batch, f'{name}_BL')[steps]
     expected[f'critic/{name}/mean'] = x.mean()
     expected[f'critic/{name}/min'] = x.min()
     expected[f'critic/{name}/max'] = x.max()
   assert metrics.keys() == expected.keys()
   for name, value in expected.items():
     np.testing.assert_allclose(metrics[name], value, rtol=1e-12, err_msg=name)
-  flat = batch.replace(returns_BL=np.ones(mask.shape))
-  found = critic(flat, mask)
+  found = critic(batch.replace(returns_BL=np.ones(steps.shape)))
   assert found['critic/vf_explained_var'] == 0
-  nobody = np.zeros_like(mask)
-  none = critic(batch.replace(loss_mask_BL=nobody), nobody)
+  none = critic(batch.replace(value_mask_BL=np.zeros_like(steps)))
   assert all(value == 0 for value in none.values())

@@ -60,3 +60,18 @@ def test_penalized_rewards_stand_on_policy_tokens_only():
     rewards, np.array([[2.0, -4.0, 6.0, np.inf]]), MASK, coefficient=0.5
   )
   np.testing.assert_array_equal(penalized, [[-1.0, 2.0, -2.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+  'divergence,error', [(6.0, 0.0), (6.6, 0.1), (60.0, 0.2), (0.0, -0.2)]
+)
+def test_the_adaptive_coefficient_by_hand(divergence, error):
+  new = kl.CONTROLLERS['adaptive'](
+    0.5, divergence, num_trajectories=100, target=6.0, horizon=10000.0
+  )
+  assert new == pytest.approx(0.5 * (1 + error * 0.01), rel=1e-12)
+
+
+def test_the_fixed_coefficient_stays():
+  options = {'num_trajectories': 100, 'target': 6.0, 'horizon': 10000.0}
+  assert kl.CONTROLLERS['fixed'](0.5, 99.0, **options) == 0.5

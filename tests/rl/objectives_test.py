@@ -1,19 +1,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from stppo_jax.rl import bounds
 from stppo_jax.rl import objectives
-
-
-def test_fixed_bounds_are_distances_from_one():
-  low, high = bounds.BOUNDS['fixed']((), None, clip_low=0.2, clip_high=0.25)
-  assert (low, high) == (0.8, 1.25)
-
-
-def test_every_table_entry_has_its_sums():
-  assert bounds.BOUNDS.keys() == bounds.BOUNDS_SUMS.keys()
-
 
 #                  below  inside  above, for A > 0 and then A < 0
 RATIO = np.array([[0.5, 1.1, 1.5, 0.5, 1.1, 1.5]])
@@ -56,3 +46,46 @@ def test_a_ratio_on_the_bound_keeps_its_whole_gradient():
 def test_zero_advantage_is_never_cut():
   term, cut = _pessimistic(RATIO, np.zeros_like(RATIO))
   assert not np.any(cut) and not np.any(term)
+
+
+LOGPROBS = np.array([[-1.0, -2.0, -3.0, -1.0, -2.0, -3.0]])
+
+
+def _of(name, **options):
+  def run(ratio, logprobs):
+    return objectives.OBJECTIVES[name](
+      ratio, logprobs, ADVANTAGES, 0.8, 1.2, **options
+    )
+
+  return run
+
+
+@pytest.mark.parametrize(
+  'name,options,term,cut',
+  [
+    # Only the last, A < 0 far above, is held back by c.
+    (
+      'dual_clip',
+      {'c': 1.4},
+      [-1.0, -2.2, -2.4, 1.6, 2.2, 2.8],
+      [0, 0, 1, 1, 0, 1],
+    ),
+    # -clip(r) A log pi
+    ('detached', {}, [1.6, 4.4, 7.2, -1.6, -4.4, -7.2], [0] * 6),
+    # -r A log pi where it is not harmful
+    ('masked', {}, [1.0, 4.4, 0, 0, -4.4, -9.0], CUT[0]),
+    ('unclipped', {}, [1.0, 4.4, 9.0, -1.0, -4.4, -9.0], [0] * 6),
+  ],
+)
+def test_the_others_by_hand(name, options, term, cut):
+  run = _of(name, **options)
+  np.testing.assert_allclose(run(RATIO, LOGPROBS)[0], [term], rtol=1e-14)
+  np.testing.assert_array_equal(run(RATIO, LOGPROBS)[1], [cut])
+  # All have the gradient of the surrogate where it is not cut, if the ratio
+  # moves with log pi; only `detached` has another weight.
+  total = lambda x: jnp.sum(run(RATIO * jnp.exp(x - LOGPROBS), x)[0])
+  weight = np.clip(RATIO, 0.8, 1.2) if name == 'detached' else RATIO
+  expected = np.where(np.asarray([cut], bool), 0, -ADVANTAGES * weight)
+  np.testing.assert_allclose(
+    jax.grad(total)(LOGPROBS), expected, rtol=1e-14, atol=1e-15
+  )

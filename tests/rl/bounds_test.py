@@ -1,0 +1,96 @@
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from configs import algorithms
+from stppo_jax.rl import bounds
+from stppo_jax.rl import evidence
+from tests.rl import batches
+
+_BAPO = algorithms.BLOCKS['bounds']['balanced']
+
+
+def _evidence(ratio, advantages, entropy=None, level='token', mask=None):
+  """Evidence whose only level is the given ratio; one turn a row."""
+  batch, _, _ = batches.make()
+  mask = np.ones(ratio.shape, bool) if mask is None else mask
+  batch = batch.replace(
+    loss_mask_BL=mask,
+    turn_ids_BL=mask.astype(np.int32),
+    old_logprobs_BL=np.zeros(ratio.shape),
+  )
+  entropy = np.ones(ratio.shape) if entropy is None else entropy
+  return evidence.Evidence(
+    lambda level: ratio, level, advantages, entropy, batch, num_turns=1
+  )
+
+
+def test_fixed_bounds_are_distances_from_one():
+  low, high = bounds.BOUNDS['fixed'](None, (), clip_low=0.2, clip_high=0.25)
+  assert (low, high) == (0.8, 1.25)
+
+
+def test_entropy_scales_both_distances():
+  entropy = np.array([[0.0, 1.0, 2.0, 9.0]])
+  seen = _evidence(np.ones((1, 4)), np.ones((1, 4)), entropy)
+  options = algorithms.BLOCKS['bounds']['entropy_scaled']
+  mean = bounds.BOUNDS_STATISTICS['entropy_scaled'](seen, **options)
+  assert mean == 3.0
+  low, high = bounds.BOUNDS['entropy_scaled'](seen, mean, **options)
+  f = np.array([[0.5, 0.5, 2 / 3, 2.0]])
+  np.testing.assert_allclose(low, 1 - 0.2 * f)
+  np.testing.assert_allclose(high, 1 + 0.2 * f)
+
+
+def test_a_segment_has_one_entropy_and_no_entropy_scales_nothing():
+  entropy = np.array([[0.0, 4.0], [1.0, 1.0]])
+  seen = _evidence(np.ones((2, 2)), np.ones((2, 2)), entropy, level='sequence')
+  options = algorithms.BLOCKS['bounds']['entropy_scaled']
+  mean = bounds.BOUNDS_STATISTICS['entropy_scaled'](seen, **options)
+  assert mean == 1.5
+  low, _ = bounds.BOUNDS['entropy_scaled'](seen, mean, **options)
+  f = np.array([[4 / 3, 4 / 3], [2 / 3, 2 / 3]])
+  np.testing.assert_allclose(low, 1 - 0.2 * f)
+  still = _evidence(np.ones((1, 2)), np.ones((1, 2)), np.zeros((1, 2)))
+  low, high = bounds.BOUNDS['entropy_scaled'](still, np.zeros(()), **options)
+  np.testing.assert_allclose((low, high), [[[0.8, 0.8]], [[1.2, 1.2]]])
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _balanced(ratio, advantages, options):
+  seen = _evidence(ratio, advantages)
+  found = bounds.BOUNDS_STATISTICS['balanced'](seen, **dict(options))
+  return bounds.BOUNDS['balanced'](seen, found, **dict(options))
+
+
+def _interval(ratio, advantages, **changes):
+  options = tuple((_BAPO | changes).items())
+  return _balanced(np.array([ratio]), np.array([advantages]), options)
+
+
+def test_enough_positive_terms_keep_the_start():
+  low, high = _interval([1.0, 1.0], [1.0, -1.0])  # a share of one half
+  np.testing.assert_allclose((low, high), (0.6, 1.2))
+
+
+def test_high_grows_until_the_share_is_reached():
+  # min(2, high) / (min(2, high) + 2) >= 0.4 first holds at high = 1.35.
+  low, high = _interval([2.0, 1.0, 1.0], [1.0, -1.0, -1.0])
+  np.testing.assert_allclose((low, high), (0.6, 1.35))
+
+
+def test_then_low_grows_and_limits_end_it():
+  # No positive terms at all: everything is tried.
+  low, high = _interval([1.0, 1.0], [-1.0, -1.0])
+  np.testing.assert_allclose((low, high), (0.9, 3.0))
+  # Low matters where a negative term lies below it, and makes it larger:
+  # the share only falls, so the limit ends this too.
+  low, high = _interval([1.0, 0.1], [0.1, -1.0], high_limit=1.2)
+  np.testing.assert_allclose((low, high), (0.9, 1.2))
+
+
+@pytest.mark.parametrize('advantages', [[0.0, 0.0], [1.0, 2.0]])
+def test_nothing_negative_keeps_the_start(advantages):
+  np.testing.assert_allclose(_interval([1.0, 3.0], advantages), (0.6, 1.2))
