@@ -17,6 +17,8 @@ from stppo_jax.training import state as state_lib
 from tests.training import updates
 
 P, L = 8, 12
+_FAILED = 6  # the pair whose dispreferred trajectory has no token
+_VALID = P - 1
 BETA, ALPHA, TEMPERATURE = 0.4, 0.6, 0.8
 _POLICY = updates.sums().policy
 _NAMES = ('tdpo1', 'tdpo2')
@@ -29,6 +31,7 @@ def _pairs():
   mask = rng.random((P, 2, L)) < 0.5
   mask[:, :, 0] = False
   mask[:, :, 5] = True
+  mask[_FAILED, 1] = False
   return pairs_lib.Pairs(tokens.astype(np.int32), mask)
 
 
@@ -100,6 +103,8 @@ def test_its_numbers_are_those_of_the_formula(name):
   loss = margin = correct = 0
   kls, ratios = np.zeros((2, P, 2))
   for p in range(P):
+    if p == _FAILED:
+      continue
     for side in (0, 1):
       for i in np.flatnonzero(pairs.loss_mask_P2L[p, side]):
         row, token = 2 * p + side, pairs.tokens_P2L[p, side, i]
@@ -108,19 +113,19 @@ def test_its_numbers_are_those_of_the_formula(name):
         kls[p, side] += sum(np.exp(r) * (r - q))
     u = ratios[p, 0] - ratios[p, 1]
     shift = (kls[p, 1] - kls[p, 0]) * (1 if name == 'tdpo1' else ALPHA)
-    loss += math.log1p(math.exp(-BETA * (u - shift))) / P
-    margin += BETA * u / P
-    correct += (u > 0) / P
+    loss += math.log1p(math.exp(-BETA * (u - shift))) / _VALID
+    margin += BETA * u / _VALID
+    correct += (u > 0) / _VALID
   _, metrics, new = _update(pairs, name=name)
   expected = {
     'preference/loss': loss,
     'preference/margin': margin,
     'preference/accuracy': correct,
-    'preference/pairs': P,
-    'preference/preferred/kl': kls[:, 0].mean(),
-    'preference/dispreferred/kl': kls[:, 1].mean(),
-    'preference/preferred/log_ratio': ratios[:, 0].mean(),
-    'preference/dispreferred/log_ratio': ratios[:, 1].mean(),
+    'preference/pairs': _VALID,
+    'preference/preferred/kl': kls[:, 0].sum() / _VALID,
+    'preference/dispreferred/kl': kls[:, 1].sum() / _VALID,
+    'preference/preferred/log_ratio': ratios[:, 0].sum() / _VALID,
+    'preference/dispreferred/log_ratio': ratios[:, 1].sum() / _VALID,
     'update/skipped': 0,
     'actor/lr': 1,
   }
@@ -141,8 +146,9 @@ def test_at_the_reference_it_pulls_the_two_apart(name):
       params, pairs.tokens_P2L.reshape(-1, L), temperature=TEMPERATURE
     )
     logprobs_P2L = logprobs_BL.reshape(P, 2, L)
-    sums = jnp.sum(jnp.where(pairs.loss_mask_P2L, logprobs_P2L, 0), axis=2)
-    return jnp.sum(sums[:, 0] - sums[:, 1]) / P
+    sums_P2 = jnp.sum(jnp.where(pairs.loss_mask_P2L, logprobs_P2L, 0), axis=2)
+    apart_P = sums_P2[:, 0] - sums_P2[:, 1]
+    return jnp.sum(apart_P.at[_FAILED].set(0)) / _VALID
 
   expected = jax.tree.map(lambda g: -BETA / 2 * g, jax.grad(apart)(params))
   jax.tree.map(
