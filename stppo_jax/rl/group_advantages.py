@@ -211,7 +211,7 @@ def gigpo(
   turns = segments_lib.level_segments('turn', batch, num_turns=num_turns)
   starts_BL = segments_lib.segment_starts(turns)
   total = lambda x_BL: segments_lib.segment_totals(x_BL, turns)
-  rewards_BT = total(masking.select(rewards_BL, batch.loss_mask_BL))
+  rewards_BT = total(rewards_BL)  # of the turns: no other token is in one
   present_BT = total(starts_BL.astype(jnp.int32)) > 0
   states_BT = total(masking.select(batch.state_ids_BL, starts_BL))
 
