@@ -1,0 +1,60 @@
+"""Random batches of the usual shape: a prompt, then turns and observations.
+
+B trajectories, L tokens.
+"""
+
+import numpy as np
+
+from stppo_jax import batch as batch_lib
+
+
+def turn_ids(
+  rng: np.random.Generator, rows: int, length: int, num_turns: int
+) -> np.ndarray:
+  """int32 [B, L]: 1..num_turns where the policy wrote, else 0.
+
+  One part of num_turns + 1 is the prompt, each of the others a turn of a fifth
+  to three fifths of it, followed by its observation. Every turn has a token.
+  """
+  part = length // (num_turns + 1)
+  ids_BL = np.zeros((rows, length), np.int32)
+  sizes_BT = rng.integers(
+    max(part // 5, 1), max(3 * part // 5, 1) + 1, (rows, num_turns)
+  )
+  for b in range(rows):
+    for turn in range(1, num_turns + 1):
+      begin = part * turn
+      ids_BL[b, begin : begin + sizes_BT[b, turn - 1]] = turn
+  return ids_BL
+
+
+def token_batch(
+  *, rows: int, length: int, num_turns: int, seed: int = 0
+) -> tuple[batch_lib.TokenBatch, np.ndarray, np.ndarray]:
+  """An annotated batch with log-probabilities and entropy, all float32.
+
+  The new policy is so far from the old one that a band of 0.2 clips a tenth
+  of the turns and more of the tokens.
+  """
+  rng = np.random.default_rng(seed)
+  ids_BL = turn_ids(rng, rows, length, num_turns)
+
+  def draw():
+    return rng.normal(size=ids_BL.shape).astype(np.float32)
+
+  old_BL = -np.abs(draw())
+  # A shift of each row makes whole turns leave the band.
+  shift_B1 = 0.15 * rng.normal(size=(rows, 1)).astype(np.float32)
+  logprobs_BL = old_BL + shift_B1 + np.float32(0.2) * draw()
+  batch = batch_lib.TokenBatch(
+    tokens_BL=np.zeros(ids_BL.shape, np.int32),
+    lengths_B=np.full(rows, length, np.int32),
+    turn_ids_BL=ids_BL,
+    loss_mask_BL=ids_BL > 0,
+    sampler_logprobs_BL=old_BL,
+    rewards_BL=draw(),
+    group_ids_B=np.arange(rows, dtype=np.int32),
+    old_logprobs_BL=old_BL,
+    advantages_BL=draw(),
+  )
+  return batch, logprobs_BL, np.abs(draw())

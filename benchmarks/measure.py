@@ -1,0 +1,166 @@
+"""Interleaved timing, and how it is told.
+
+Everything that is compared is timed in the same process, round by round: a
+round times each case once, the next round in the opposite order. So what else
+the machine does in the meantime falls on all cases alike, and the quotient of
+two cases is formed within a round.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import os
+import platform
+import time
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+MIN_REPEATS = 7
+_WARM_CALLS = 2
+# Long enough that neither the clock nor the threads that another library left
+# spinning matter.
+SAMPLE_SECONDS = 0.05
+_FLAGS = ('XLA_FLAGS', 'OMP_NUM_THREADS', 'GLIBC_TUNABLES', 'JAX_PLATFORMS')
+
+
+class Case(NamedTuple):
+  """Something to be timed.
+
+  Attributes:
+    run: is timed, and must not return before its work is done. Gets what
+      `prepare` returned.
+    prepare: is not timed; for arguments that `run` consumes. None: `run` takes
+      nothing and is called as often as makes a sample of some 50 ms.
+  """
+
+  run: Callable[..., Any]
+  prepare: Callable[[], Any] | None = None
+
+
+class Compiled(NamedTuple):
+  """A compiled program and the seconds it took to trace and compile."""
+
+  program: Callable[..., Any]
+  seconds: float
+
+  def case(self, *arguments: Any) -> Case:
+    """A call that waits for the result."""
+    return Case(lambda: jax.block_until_ready(self.program(*arguments)))
+
+
+def compiled(function: Callable[..., Any], *arguments: Any) -> Compiled:
+  """Compiles for these arguments, apart from running."""
+  begin = time.perf_counter()
+  program = jax.jit(function).lower(*arguments).compile()
+  return Compiled(program, time.perf_counter() - begin)
+
+
+def once(case: Case) -> tuple[float, Any]:
+  """Seconds of one call, and what it returned."""
+  arguments = () if case.prepare is None else (case.prepare(),)
+  begin = time.perf_counter()
+  result = case.run(*arguments)
+  return time.perf_counter() - begin, result
+
+
+def _sample(case: Case, calls: int) -> float:
+  """Seconds per call."""
+  if case.prepare is not None:
+    return once(case)[0]
+  case.run()  # takes the processor over from the case before
+  begin = time.perf_counter()
+  for _ in range(calls):
+    case.run()
+  return (time.perf_counter() - begin) / calls
+
+
+def interleave(
+  cases: Mapping[str, Case], *, repeats: int
+) -> dict[str, np.ndarray]:
+  """Seconds per call: an array of `repeats` samples for each case.
+
+  Raises:
+    ValueError: fewer than seven repeats, of which a median says little.
+  """
+  if repeats < MIN_REPEATS:
+    raise ValueError(f'repeats={repeats}: must be {MIN_REPEATS} or greater')
+  calls = {}
+  for name, case in cases.items():
+    seconds = [_sample(case, 1) for _ in range(_WARM_CALLS)]
+    calls[name] = max(int(SAMPLE_SECONDS / min(seconds)), 1)
+  samples = {name: [] for name in cases}
+  order = list(cases)
+  for _ in range(repeats):
+    for name in order:
+      samples[name].append(_sample(cases[name], calls[name]))
+    order.reverse()
+  return {name: np.array(seconds) for name, seconds in samples.items()}
+
+
+def milliseconds(seconds: np.ndarray) -> str:
+  """The median, and the least and the greatest."""
+  low, middle, high = 1e3 * np.quantile(seconds, (0, 0.5, 1))
+  return f'{middle:.2f} ({low:.2f}-{high:.2f})'
+
+
+class Quotient(NamedTuple):
+  """How many times as long as another case.
+
+  Attributes:
+    median, low, high: of the quotients of the rounds, and their middle half.
+    least: the quotient of the shortest samples, which other work on the
+      machine disturbs the least.
+  """
+
+  median: float
+  low: float
+  high: float
+  least: float
+
+  def __str__(self):
+    return f'{self.median:.3f} ({self.low:.3f}-{self.high:.3f})'
+
+
+def quotient(above: np.ndarray, below: np.ndarray) -> Quotient:
+  """Of the samples of two cases, which were taken in the same rounds."""
+  low, middle, high = np.quantile(above / below, (0.25, 0.5, 0.75))
+  least = np.min(above) / np.min(below)
+  return Quotient(*(float(x) for x in (middle, low, high, least)))
+
+
+def environment(**versions: str) -> str:
+  """Where and with what it was measured, a line each."""
+  cores = sorted(os.sched_getaffinity(0))
+  versions = {
+    'python': platform.python_version(),
+    'jax': jax.__version__,
+    'numpy': np.__version__,
+    **versions,
+  }
+  flags = {name: os.environ[name] for name in _FLAGS if name in os.environ}
+  load = ' '.join(f'{x:.2f}' for x in os.getloadavg())
+  device = jax.devices()[0].device_kind
+  return '\n'.join(
+    (
+      'versions: ' + ', '.join(f'{k} {v}' for k, v in versions.items()),
+      f'device: {jax.device_count()} x {jax.default_backend()} ({device})',
+      f'machine: {platform.machine()}, {len(cores)} cores, load {load}',
+      'flags: ' + (', '.join(f'{k}={v}' for k, v in flags.items()) or 'none'),
+    )
+  )
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  """A Markdown table that is also aligned."""
+  lines = [header, *rows]
+  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+  rule = ['-' * width for width in widths]
+  return '\n'.join(
+    '| '
+    + ' | '.join(cell.ljust(w) for cell, w in zip(line, widths, strict=True))
+    + ' |'
+    for line in (header, rule, *rows)
+  )

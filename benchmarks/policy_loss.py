@@ -1,0 +1,191 @@
+"""The policy loss and its gradient, against the same formula in plain torch.
+
+    python -m benchmarks.policy_loss
+
+Both start from log-probabilities [B, L] and end with the loss and its gradient
+with respect to them, in float32 on all cores of the process. Ours is jitted;
+torch is eager, in the fastest of the forms of `torch_reference.py`, all of
+which are shown. Nothing is timed before loss and gradient agree to 1e-6.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import torch
+
+from benchmarks import batches
+from benchmarks import measure
+from benchmarks import torch_reference
+from configs import algorithms
+from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.rl import losses
+
+PARITY = 1e-6  # of the loss, and of the gradient relative to its largest
+HEADER = (
+  'row',
+  'torch form',
+  'ours, ms',
+  'torch, ms',
+  'torch / ours',
+  'of the least',
+  'goal',
+)
+
+
+class Row(NamedTuple):
+  """What torch must do for a row of the table, and the least quotient."""
+
+  level: str
+  corrected: bool
+  goal: float
+
+
+ROWS = {
+  'token_ppo': Row('token', False, 3.0),
+  'turn_ppo': Row('turn', False, 1.2),
+  'st_ppo': Row('turn', True, 1.2),
+}
+
+
+def _ours(name, batch, logprobs_BL, entropy_BL, num_turns, implementation):
+  """The compiled program and its arguments, on the device."""
+
+  def loss(logprobs_BL, entropy_BL, algorithm, batch):
+    return losses.policy_loss(
+      algorithm,
+      logprobs_BL,
+      entropy_BL,
+      batch,
+      statistics=None,  # the batch is the whole minibatch
+      count=None,
+      entropy_coefficient=torch_reference.ENTROPY_COEFFICIENT,
+      num_turns=num_turns,
+      implementation=implementation,
+    ).loss
+
+  algorithm = algorithm_lib.build_algorithm(algorithms.ALGORITHMS[name])
+  arrays = jax.device_put((logprobs_BL, entropy_BL))
+  arguments = (*arrays, algorithm, jax.device_put(batch))
+  return measure.compiled(jax.value_and_grad(loss), *arguments), arguments
+
+
+def _torch(row, turn_means, batch, logprobs_BL, entropy_BL, num_turns):
+  """A function: () -> (loss, gradient)."""
+  leaf_BL = torch.tensor(logprobs_BL, requires_grad=True)
+  arguments = [
+    torch.tensor(x)
+    for x in (
+      batch.old_logprobs_BL,
+      batch.advantages_BL,
+      entropy_BL,
+      batch.loss_mask_BL,
+      batch.turn_ids_BL.astype(np.int64),
+    )
+  ]
+
+  def run():
+    loss = torch_reference.policy_loss(
+      leaf_BL,
+      *arguments,
+      num_turns=num_turns,
+      turn_means=turn_means,
+      corrected=row.corrected,
+    )
+    (gradient_BL,) = torch.autograd.grad(loss, leaf_BL)
+    return loss.detach(), gradient_BL
+
+  return run
+
+
+def _assert_parity(ours, theirs, name):
+  (loss, gradient_BL), (their_loss, their_gradient_BL) = ours, theirs
+  np.testing.assert_allclose(loss, their_loss, rtol=PARITY, err_msg=name)
+  largest = float(their_gradient_BL.abs().max())
+  np.testing.assert_allclose(
+    gradient_BL, their_gradient_BL, 0, PARITY * largest, err_msg=name
+  )
+
+
+def run(
+  *,
+  rows: int,
+  length: int,
+  num_turns: int,
+  repeats: int,
+  implementation: str = 'auto',
+) -> str:
+  """The table, and the compile times below it.
+
+  Raises:
+    AssertionError: ours and torch disagree; nothing is timed then.
+  """
+  batch, logprobs_BL, entropy_BL = batches.token_batch(
+    rows=rows, length=length, num_turns=num_turns
+  )
+  lines, compiling = [], []
+  for name, row in ROWS.items():
+    data = (batch, logprobs_BL, entropy_BL, num_turns)
+    ours, arguments = _ours(name, *data, implementation)
+    compiling.append(f'{name} {ours.seconds:.2f}')
+    forms = {'': None}
+    if row.level == 'turn':
+      forms = torch_reference.TURN_MEANS
+    cases = {'ours': ours.case(*arguments)}
+    for form, turn_means in forms.items():
+      theirs = _torch(row, turn_means, *data)
+      _assert_parity(ours.program(*arguments), theirs(), f'{name} {form}')
+      cases[form] = measure.Case(theirs)
+    seconds = measure.interleave(cases, repeats=repeats)
+    for form in forms:
+      quotient = measure.quotient(seconds[form], seconds['ours'])
+      lines.append(
+        (
+          name,
+          form or 'plain',
+          measure.milliseconds(seconds['ours']),
+          measure.milliseconds(seconds[form]),
+          str(quotient),
+          f'{quotient.least:.2f}',
+          f'{row.goal:g}',
+        )
+      )
+  return (
+    measure.table(HEADER, lines) + '\n\ncompile, s: ' + ', '.join(compiling)
+  )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints what was measured, and where."""
+  parser = argparse.ArgumentParser(prog='python -m benchmarks.policy_loss')
+  parser.add_argument('--rows', type=int, default=64)
+  parser.add_argument('--length', type=int, default=4096)
+  parser.add_argument('--turns', type=int, default=16)
+  parser.add_argument('--repeats', type=int, default=9)
+  parser.add_argument('--implementation', default='auto')
+  flags = parser.parse_args(arguments)
+  print(
+    f'loss and gradient, float32 [{flags.rows}, {flags.length}], '
+    f'{flags.turns} turns; ms: median (least-greatest) of {flags.repeats}, '
+    'quotient: median (middle half)\n'
+  )
+  threads = str(torch.get_num_threads())
+  print(
+    measure.environment(torch=torch.__version__, torch_threads=threads),
+    end='\n\n',
+  )
+  print(
+    run(
+      rows=flags.rows,
+      length=flags.length,
+      num_turns=flags.turns,
+      repeats=flags.repeats,
+      implementation=flags.implementation,
+    )
+  )
+
+
+if __name__ == '__main__':
+  main()

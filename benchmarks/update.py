@@ -1,0 +1,172 @@
+"""The whole update of the quickstart's models: turn level against token level.
+
+    python -m benchmarks.update
+
+Both rows are updated from the same state on the same annotated batch: all the
+updates of a step, policy and value model, diagnostics included, as training
+does them. The state is donated, so each sample gets a copy, which is not
+timed. The token row is there twice, compiled twice: the quotient of it with
+itself is how far the quotient of the levels can be trusted.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import batches
+from benchmarks import measure
+from configs import quickstart
+from stppo_jax import batch as batch_lib
+from stppo_jax.training import assembly
+from stppo_jax.training import learner as learner_lib
+
+TOKEN, TURN = 'token_ppo', 'turn_ppo'
+ROWS = {TOKEN: TOKEN, TURN: TURN, 'token_ppo again': TOKEN}
+GOAL = 1.01  # turn level / token level, at most
+PARITY = 1e-6
+HEADER = (
+  'row',
+  'updates, ms',
+  '/ token_ppo',
+  'of the least',
+  'compile and first, s',
+)
+_NUM_TURNS = 3  # a question of two hops
+_WARM_STEPS = 1
+
+
+class Subject(NamedTuple):
+  """A learner with a state, which is not to be consumed, and a batch."""
+
+  learner: learner_lib.Learner
+  state: object
+  batch: batch_lib.TokenBatch
+
+  def fresh(self):
+    """A copy of the state."""
+    return jax.block_until_ready(jax.tree.map(jnp.copy, self.state))
+
+  def rest(self, state) -> dict[str, float]:
+    """A step that leaves the policy alone: every ratio is 1."""
+    return self._step(state, 0)
+
+  def update(self, state) -> dict[str, float]:
+    """A step that updates both models."""
+    return self._step(state, _WARM_STEPS)
+
+  def _step(self, state, number):
+    state, metrics = self.learner.update_epochs(state, self.batch, number)
+    jax.block_until_ready(state)
+    return metrics
+
+
+def _packed(config, vocab_size: int, length: int) -> batch_lib.TokenBatch:
+  """What `pack` makes of a collection, with random tokens."""
+  rng = np.random.default_rng(0)
+  rows = config.rollout.trajectories_per_step
+  ids_BL = batches.turn_ids(rng, rows, length, _NUM_TURNS)
+  last_BL = (ids_BL == _NUM_TURNS) & (np.roll(ids_BL, -1, axis=1) == 0)
+  successes_B1 = rng.integers(0, 2, (rows, 1))
+  zeros_BL = np.zeros(ids_BL.shape, np.float32)
+  return batch_lib.TokenBatch(
+    tokens_BL=rng.integers(0, vocab_size, ids_BL.shape).astype(np.int32),
+    lengths_B=np.full(rows, length, np.int32),
+    turn_ids_BL=ids_BL,
+    loss_mask_BL=ids_BL > 0,
+    sampler_logprobs_BL=zeros_BL,
+    rewards_BL=np.where(last_BL, successes_B1, zeros_BL),
+    group_ids_B=np.arange(rows, dtype=np.int32),
+  )
+
+
+def subject(config, length: int) -> Subject:
+  """The learner of a config, at its start, with a random annotated batch."""
+  questions = assembly.build_questions(config)
+  tokenizer = assembly.build_tokenizer(config, questions)
+  shape = assembly.build_model_config(config, tokenizer)
+  learner = learner_lib.Learner(config, shape, assembly.build_mesh(config))
+  state = learner.start()
+  packed = _packed(config, tokenizer.vocab_size, length)
+  batch, _ = learner.annotate(packed, state, learner.reference())
+  return Subject(learner, state, jax.block_until_ready(batch))
+
+
+def _assert_parity(metrics: Sequence[dict[str, float]]) -> None:
+  """At a ratio of 1 the levels are the same algorithm."""
+  one, *others = metrics
+  for other in others:
+    for name in ('actor/pg_loss', 'actor/entropy', 'critic/vf_loss'):
+      np.testing.assert_allclose(
+        other[name], one[name], PARITY, PARITY, err_msg=name
+      )
+
+
+def _with_row(config, row: str):
+  """A copy with another algorithm, whose first step leaves the policy alone."""
+  config = config.copy_and_resolve_references()
+  config.algorithm = quickstart.get_config(row).algorithm
+  config.loss.value_warmup_steps = _WARM_STEPS
+  return config
+
+
+def run(config, *, length: int, repeats: int) -> str:
+  """The table.
+
+  Args:
+    config: of a run; its algorithm is exchanged for that of each row.
+    length: tokens of a row.
+    repeats: of each case.
+
+  Raises:
+    AssertionError: the rows differ where they must not; nothing is timed then.
+  """
+  cases, compiling, metrics = {}, {}, []
+  for name, row in ROWS.items():
+    chosen = subject(_with_row(config, row), length)
+    compiling[name], resting = measure.once(
+      measure.Case(chosen.rest, chosen.fresh)
+    )
+    metrics.append(resting)
+    cases[name] = measure.Case(chosen.update, chosen.fresh)
+  _assert_parity(metrics)
+  seconds = measure.interleave(cases, repeats=repeats)
+  lines = []
+  for name in ROWS:
+    quotient = measure.quotient(seconds[name], seconds[TOKEN])
+    lines.append(
+      (
+        name,
+        measure.milliseconds(seconds[name]),
+        str(quotient),
+        f'{quotient.least:.3f}',
+        f'{compiling[name]:.1f}',
+      )
+    )
+  return measure.table(HEADER, lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints what was measured, and where."""
+  parser = argparse.ArgumentParser(prog='python -m benchmarks.update')
+  parser.add_argument('--length', type=int, default=160)
+  parser.add_argument('--repeats', type=int, default=21)
+  flags = parser.parse_args(arguments)
+  config = quickstart.get_config(TOKEN)
+  config.updates.num_epochs = 1  # shorter rounds
+  rows = config.updates.minibatch_size
+  updates = config.rollout.trajectories_per_step // rows
+  print(
+    f'{updates} updates of the quickstart, [{rows}, {flags.length}] each; ms: '
+    f'median (least-greatest) of {flags.repeats}, quotient: median (middle '
+    f'half), goal at most {GOAL}\n'
+  )
+  print(measure.environment(), end='\n\n')
+  print(run(config, length=flags.length, repeats=flags.repeats))
+
+
+if __name__ == '__main__':
+  main()

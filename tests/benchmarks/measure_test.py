@@ -1,0 +1,101 @@
+"""The stop-watch itself."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import batches
+from benchmarks import measure
+
+
+def test_rounds_alternate_and_only_run_is_repeated():
+  called = []
+
+  def prepare():
+    called.append('prepare')
+    return 'argument'
+
+  def consume(argument):
+    assert argument == 'argument'
+    called.append('consume')
+
+  cases = {
+    'one': measure.Case(consume, prepare),
+    'two': measure.Case(lambda: called.append('two')),
+  }
+  seconds = measure.interleave(cases, repeats=7)
+  assert {name: len(x) for name, x in seconds.items()} == {'one': 7, 'two': 7}
+  assert all((x > 0).all() for x in seconds.values())
+  # One preparation for each call, right before it.
+  firsts = [i for i, name in enumerate(called) if name == 'prepare']
+  assert [called[i + 1] for i in firsts] == ['consume'] * len(firsts)
+  assert called.count('consume') == len(firsts)
+  # one, two, two, one, one, ...: in order, then in the opposite order.
+  order = [
+    name
+    for name, before in zip(called, ['', *called], strict=False)
+    if name != before and name != 'prepare'
+  ]
+  assert order[:8] == ['consume'] * 2 + ['two'] + ['consume', 'two'] + [
+    'consume'
+  ] * 2 + ['two']
+
+
+def test_few_repeats_are_refused():
+  with pytest.raises(ValueError, match='repeats=1: must be 2 or greater'):
+    measure.interleave({'one': measure.Case(int)}, repeats=1)
+
+
+def test_once_returns_what_was_returned():
+  seconds, result = measure.once(measure.Case(lambda: 5))
+  assert seconds >= 0 and result == 5
+  _, result = measure.once(measure.Case(lambda x: x + 1, lambda: 1))
+  assert result == 2
+
+
+def test_compiling_is_apart():
+  doubled = measure.compiled(lambda x: 2 * x, jnp.float32(3))
+  assert doubled.seconds > 0
+  assert doubled.case(jnp.float32(4)).run() == 8
+
+
+def test_quotients_are_formed_within_a_round():
+  below = np.array([1.0, 10.0, 1.0, 2.0, 1.0])
+  quotient = measure.quotient(3 * below, below)
+  assert quotient == (3, 3, 3, 3)
+  # Of the shortest samples, whichever rounds they are of.
+  quotient = measure.quotient(np.array([4.0, 2.0, 4.0]), np.array([1.0, 1, 2]))
+  assert quotient == (2, 2, 3, 2)
+  assert str(quotient) == '2.000 (2.000-3.000)'
+  assert measure.milliseconds(np.array([0.002, 0.001, 0.004])) == (
+    '2.00 (1.00-4.00)'
+  )
+
+
+def test_the_table_is_markdown():
+  assert measure.table(('a', 'bcd'), [('efg', 'h')]).splitlines() == [
+    '| a   | bcd |',
+    '| --- | --- |',
+    '| efg | h   |',
+  ]
+
+
+def test_the_environment_is_told(monkeypatch):
+  monkeypatch.setenv('XLA_FLAGS', '--xla_cpu_enable_fast_math=false')
+  text = measure.environment(torch='9.9')
+  assert 'jax ' in text and 'torch 9.9' in text and 'cores' in text
+  assert 'XLA_FLAGS=--xla_cpu_enable_fast_math=false' in text
+
+
+def test_batches_have_every_turn_in_order():
+  batch, logprobs, entropy = batches.token_batch(rows=3, length=40, num_turns=4)
+  for row in batch.turn_ids_BL:
+    written = row[row > 0]
+    assert (np.diff(written) >= 0).all()
+    assert set(written) == {1, 2, 3, 4}
+    assert row[0] == 0 and row[-1] == 0
+  assert (batch.loss_mask_BL == (batch.turn_ids_BL > 0)).all()
+  assert logprobs.dtype == entropy.dtype == np.float32
+  # A turn takes a token even where a part is hardly longer than that.
+  short = batches.turn_ids(np.random.default_rng(0), 2, 10, 4)
+  assert all(set(row) == {0, 1, 2, 3, 4} for row in short)

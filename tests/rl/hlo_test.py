@@ -1,0 +1,244 @@
+"""What an accelerator is given: no scatter, and devices share scalars only.
+
+Read from the compiled program of loss and gradient, the pass that forms the
+minibatch's statistics included, with the rows sharded over eight devices.
+"""
+
+import functools
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import algorithms
+from stppo_jax.rl import losses
+from tests.rl import batches
+
+_MESH_SIZE = 8
+# The forms of the segment sums that are meant for accelerators.
+_ACCELERATED = ('unrolled', 'broadcast')
+# Instructions that read or write where the data says. A compiler may turn a
+# scatter into a loop of dynamic updates, so these give it away too.
+_INDEXED = frozenset(
+  {'scatter', 'gather', 'dynamic-slice', 'dynamic-update-slice', 'sort'}
+)
+_COLLECTIVE = re.compile(
+  r'(all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all'
+  r'|collective-permute|collective-broadcast)(-start)?'
+)
+# `ROOT %name = f32[8,4]{1,0} opcode(`, or a tuple of shapes before the opcode.
+_INSTRUCTION = re.compile(
+  r'^\s*(?:ROOT )?%?[\w.-]+ = (?P<shape>.+?) (?P<opcode>[a-z][a-z0-9-]*)\(',
+  re.MULTILINE,
+)
+_DIMENSIONS = re.compile(r'\w+\[([\d,<=]*)\]')
+_COMPILER_OPTIONS = {
+  'xla_backend_optimization_level': 0,
+  'xla_llvm_disable_expensive_passes': True,
+}
+
+
+class Instruction(NamedTuple):
+  """An opcode and the shape it makes, as HLO writes them."""
+
+  opcode: str
+  shape: str
+
+  @property
+  def is_scalar(self) -> bool:
+    """Whether all arrays of the shape are of rank 0."""
+    dimensions = _DIMENSIONS.findall(self.shape)
+    assert dimensions, self.shape
+    return not any(dimensions)
+
+
+def instructions(program) -> list[Instruction]:
+  """All instructions of a compiled program, those of its loops included."""
+  found = [
+    Instruction(match['opcode'], match['shape'])
+    for match in _INSTRUCTION.finditer(program.as_text())
+  ]
+  assert any(i.opcode == 'parameter' for i in found), 'not HLO text'
+  return found
+
+
+def collectives(program) -> list[Instruction]:
+  """What the devices tell each other."""
+  return [i for i in instructions(program) if _COLLECTIVE.fullmatch(i.opcode)]
+
+
+def indexed(program) -> list[Instruction]:
+  """Where the data decides what is read or written."""
+  return [i for i in instructions(program) if i.opcode in _INDEXED]
+
+
+def _compile(function, *arguments):
+  return (
+    jax.jit(function)
+    .lower(*arguments)
+    .compile(compiler_options=_COMPILER_OPTIONS)
+  )
+
+
+def _by_row(tree):
+  """The rows of every array, spread over the devices."""
+  axis = (jax.sharding.AxisType.Auto,)
+  mesh = jax.make_mesh((_MESH_SIZE,), ('data',), axis)
+  rows = jax.sharding.PartitionSpec('data')
+  return jax.device_put(tree, jax.sharding.NamedSharding(mesh, rows))
+
+
+def _arguments():
+  """(logprobs, entropy, batch) with a row for each device."""
+  batch, logprobs, entropy = batches.make(spread=0.6)
+  index = np.arange(_MESH_SIZE) % len(logprobs)
+  return logprobs[index], entropy[index], batches.rows(batch, index)
+
+
+def _loss_and_gradients(algorithm, implementation):
+  """All parts of the loss, each with its gradient."""
+  sums = {'num_turns': batches.T, 'implementation': implementation}
+
+  def run(logprobs_BL, entropy_BL, batch):
+    statistics = losses.minibatch_statistics(
+      algorithm, logprobs_BL, entropy_BL, batch, **sums
+    )
+
+    def parts(logprobs_BL, entropy_BL):
+      loss = losses.policy_loss(
+        algorithm,
+        logprobs_BL,
+        entropy_BL,
+        batch,
+        statistics=statistics,
+        count=None,
+        entropy_coefficient=0.01,
+        **sums,
+      )
+      return {'loss': loss.loss, 'bias': loss.bias}, loss
+
+    heads, pull, loss = jax.vjp(parts, logprobs_BL, entropy_BL, has_aux=True)
+    ones = jax.tree.map(jnp.ones_like, heads)
+    return loss, pull(ones)
+
+  return run
+
+
+def _row(name, **changes):
+  changes = {f'correction__clipping_bias__{k}': x for k, x in changes.items()}
+  return name, changes
+
+
+_CASES = {
+  'token': _row('token_ppo'),
+  'turn': _row('turn_ppo'),
+  'sequence': _row('gspo'),
+  'minibatch scope': _row('st_ppo', scope='minibatch'),
+  'microbatch scope': _row('st_ppo', scope='microbatch'),
+  'sequence scope': _row('st_ppo', scope='sequence'),
+  'turn scope': _row('st_ppo', scope='turn', level='turn'),
+  'norm of the gradient': _row('st_ppo', norm='gradient'),
+}
+
+
+@functools.cache
+def _alone(case):
+  """The same on one device, in the form that is meant for CPUs."""
+  name, changes = _CASES[case]
+  algorithm = batches.algorithm(name, **changes)
+  run = _loss_and_gradients(algorithm, 'segment_sum')
+  return _compile(run, *_arguments())(*_arguments())
+
+
+def _check(algorithm, implementation):
+  arguments = _by_row(_arguments())
+  run = _loss_and_gradients(algorithm, implementation)
+  program = _compile(run, *arguments)
+  assert indexed(program) == []
+  told = collectives(program)
+  assert told, 'the devices must agree on a loss'
+  for instruction in told:
+    assert instruction.opcode == 'all-reduce', instruction
+    assert instruction.is_scalar, instruction
+  return program(*arguments)
+
+
+@pytest.mark.parametrize('implementation', _ACCELERATED)
+@pytest.mark.parametrize('case', _CASES)
+def test_no_scatter_and_scalars_between_devices(case, implementation):
+  name, changes = _CASES[case]
+  algorithm = batches.algorithm(name, **changes)
+  sharded = _check(algorithm, implementation)
+  jax.tree.map(
+    lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-10, atol=1e-12),
+    sharded,
+    _alone(case),
+  )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', algorithms.ALGORITHMS)
+def test_every_row_of_the_table(name):
+  _check(batches.algorithm(name), 'broadcast')
+
+
+def test_a_planted_scatter_is_found():
+  arguments = _by_row(_arguments())
+  run = _loss_and_gradients(batches.algorithm('turn_ppo'), 'segment_sum')
+  assert indexed(_compile(run, *arguments))
+
+
+@pytest.mark.parametrize(
+  ('function', 'opcode'),
+  [
+    (lambda x, ids: jnp.zeros(9).at[ids].add(x), 'scatter'),
+    (lambda x, ids: x[ids], 'gather'),
+    (lambda x, ids: jax.lax.dynamic_slice(x, ids[:1], (2,)), 'dynamic-slice'),
+    (lambda x, ids: jnp.sort(x), 'sort'),
+    (
+      # A loop's body counts.
+      lambda x, ids: jax.lax.fori_loop(
+        0, ids[0], lambda i, y: y.at[i % 9].add(1), x
+      ),
+      'dynamic-update-slice',
+    ),
+  ],
+)
+def test_planted_instructions_are_found(function, opcode):
+  program = _compile(function, jnp.ones(9), jnp.arange(9))
+  assert opcode in {i.opcode for i in indexed(program)}
+
+
+@pytest.mark.parametrize(
+  ('function', 'opcode', 'is_scalar'),
+  [
+    (lambda x: jnp.sum(x), 'all-reduce', True),
+    (lambda x: jnp.sum(x, axis=0), 'all-reduce', False),
+    (lambda x: jnp.cumsum(x, axis=0), None, False),
+    (lambda x: x[::-1], None, False),
+  ],
+)
+def test_planted_collectives_are_found(function, opcode, is_scalar):
+  told = collectives(_compile(function, _by_row(jnp.ones((8, 16)))))
+  assert told
+  assert opcode is None or {i.opcode for i in told} == {opcode}
+  assert all(i.is_scalar for i in told) == is_scalar
+
+
+def test_tuples_of_shapes_are_read():
+  text = """
+  %a = f32[64,4]{1,0:T(8,128)} parameter(0)
+  %b = (f32[], s32[], /*index=2*/f64[]) all-reduce(%x, %y), to_apply=%sum
+  ROOT %c = (f32[], f32[64,16]{1,0}) all-reduce-start(%x, %a), to_apply=%sum
+  """
+
+  class Program:
+    def as_text(self):
+      return text
+
+  told = collectives(Program())
+  assert [i.opcode for i in told] == ['all-reduce', 'all-reduce-start']
+  assert [i.is_scalar for i in told] == [True, False]
