@@ -256,7 +256,8 @@ ALGORITHMS = {
   ),
 }
 
-# Estimators that compare the trajectories of one question.
+# Estimators that compare the trajectories of one question, and all that need
+# no value model.
 GROUP_ADVANTAGES = frozenset(
   {
     'group_normalized',
@@ -266,3 +267,4 @@ GROUP_ADVANTAGES = frozenset(
     'gigpo',
   }
 )
+WITHOUT_CRITIC = GROUP_ADVANTAGES | {'monte_carlo'}

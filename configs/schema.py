@@ -172,7 +172,7 @@ def check(config: config_dict.ConfigDict) -> list[str]:
   for keys, relation in _RELATIONS:
     if all(key in values for key in keys):
       errors += relation(*(values[key] for key in keys))
-  return errors + _algorithm(config) + _retriever(values)
+  return errors + _algorithm(config) + _estimator(config) + _retriever(values)
 
 
 def flatten(
@@ -209,6 +209,26 @@ def _algorithm(config):
   from stppo_jax.rl import algorithm
 
   return algorithm.check_algorithm(config.algorithm)
+
+
+def _estimator(config):
+  """What the advantages ask of the rest of the configuration."""
+  flat = flatten(config)
+  name = flat.get('algorithm.advantage.name')
+  group_size = flat.get('rollout.group_size')
+  warmup = flat.get('loss.value_warmup_steps')
+  errors = []
+  if name in algorithms.GROUP_ADVANTAGES and group_size == 1:
+    errors.append(
+      f'rollout.group_size=1: must be 2 or greater when '
+      f'algorithm.advantage.name={name}, which compares trajectories'
+    )
+  if name in algorithms.WITHOUT_CRITIC and warmup:
+    errors.append(
+      f'loss.value_warmup_steps={warmup}: must be 0 when '
+      f'algorithm.advantage.name={name}, which has no value model'
+    )
+  return errors
 
 
 def _retriever(values):

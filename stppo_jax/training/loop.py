@@ -151,6 +151,7 @@ class _Run:
     found = self._checkpointer.restore_latest(self._state)
     if found is not None:
       self._done, self._state, host = found
+      self._learner.kl_coefficient = host['kl_coefficient']
       if 'unwritten' in host:
         self._unwritten = json.loads(host['unwritten'])
     # The line of the start, and one that waited, are about to be written.
@@ -207,6 +208,10 @@ class _Run:
     self._engine.publish(self._state.policy.params)
     timer.lap('update')
     self._done += 1
+    self._learner.adapt_kl(
+      metrics['critic/kl_per_trajectory'],
+      num_trajectories=int(packed.loss_mask_BL.any(axis=1).sum()),
+    )
     metrics |= report | timer.laps
     metrics['timing_s/step'] = sum(timer.laps.values())
     metrics |= _speed(packed, metrics, config.updates.num_epochs)
@@ -269,7 +274,7 @@ class _Run:
     return every > 0 and (last or self._done % every == 0)
 
   def _save(self) -> None:
-    host = {}
+    host = {'kl_coefficient': self._learner.kl_coefficient}
     if self._unwritten is not None:
       # Text, because a metric may be nan and a manifest may not.
       host['unwritten'] = json.dumps(self._unwritten)

@@ -167,7 +167,7 @@ def test_a_config_file_cannot_invent_forget_or_retype_keys():
     'updates.num_epochs=1.5: must be of type int',
     'writer.tensorboard=1: must be of type bool',
     'algorithm.ratio.levle: unknown option; the options are level, '
-    'gradient, reduce',
+    'gradient, reduce, normalize',
   ]
 
 

@@ -9,6 +9,7 @@ from configs import algorithms
 from stppo_jax.rl import advantages
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.rl import blocks
 from stppo_jax.rl import bounds
 from stppo_jax.rl import corrections
 from stppo_jax.rl import normalization
@@ -221,6 +222,11 @@ def test_all_problems_at_once(wrap):
       "observation_tokens is 'skipped'",
     ),
     (
+      {'advantage__name': 'turn_group'},
+      "algorithm.kl.where='reward': must be 'loss' or 'nowhere' when "
+      "advantage.name is 'turn_group'",
+    ),
+    (
       {'correction__icepop__most': 0.7},
       'algorithm.correction.icepop.most=0.7: must be 1 or greater',
     ),
@@ -232,17 +238,18 @@ def test_options_of_a_block_that_do_not_fit(changes, line):
 
 def test_what_can_be_chosen_can_be_built():
   tables = {
-    'bounds': (algorithm_lib.BOUNDS_BLOCKS, bounds.BOUNDS),
-    'objective': (algorithm_lib.OBJECTIVE_BLOCKS, objectives.OBJECTIVES),
-    'aggregate': (algorithm_lib.AGGREGATE_BLOCKS, aggregation.AGGREGATES),
-    'advantage': (algorithm_lib.ADVANTAGE_BLOCKS, advantages.ADVANTAGES),
+    'bounds': (blocks.BOUNDS, bounds.BOUNDS),
+    'objective': (blocks.OBJECTIVES, objectives.OBJECTIVES),
+    'aggregate': (blocks.AGGREGATES, aggregation.AGGREGATES),
+    'advantage': (blocks.ADVANTAGES, advantages.ADVANTAGES),
   }
   assert tables.keys() == algorithms.BLOCKS.keys()
-  for kind, (blocks, functions) in tables.items():
-    assert blocks.keys() == functions.keys() == algorithms.BLOCKS[kind].keys()
-    for name in blocks:
+  for kind, (options, functions) in tables.items():
+    assert options.keys() == functions.keys() == algorithms.BLOCKS[kind].keys()
+    for name in options:
       row = batches.row_of()
       row[kind] = algorithms.block(kind, name)
+      row['kl']['where'] = 'nowhere'
       assert algorithm_lib.check_algorithm(row) == []
   assert bounds.BOUNDS.keys() == bounds.BOUNDS_STATISTICS.keys()
   names = corrections.CORRECTIONS.keys()
@@ -256,8 +263,8 @@ def test_what_can_be_chosen_can_be_built():
 def test_the_table_knows_which_rows_compare_and_which_have_a_critic():
   for name, row in algorithms.ALGORITHMS.items():
     built = batches.algorithm(name)
-    compares = row['advantage']['name'] in algorithms.GROUP_ADVANTAGES
-    assert not (compares and built.uses_values)
+    without = row['advantage']['name'] in algorithms.WITHOUT_CRITIC
+    assert built.uses_values is not without
   assert batches.algorithm('st_ppo').uses_values
   assert not batches.algorithm('reinforce').uses_values
   assert batches.algorithm('sspo').needs == {'sentence_ids_BL'}

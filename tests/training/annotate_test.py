@@ -76,6 +76,7 @@ def _jitted(temperature):
       policy=_Told(),
       value=_Told(),
       temperature=temperature,
+      num_turns=2,
     )
   )
 

@@ -26,6 +26,14 @@ _ALGORITHMS = {
     **_BIAS,
   ),
 }
+# What these know of the whole minibatch is more than sums, or is of others.
+_NEIGHBOURS = {
+  'bapo': batches.algorithm('bapo', bounds__positive_share=0.6),
+  'sspo': batches.algorithm('sspo'),
+  'grpo_guard': batches.algorithm('grpo_guard'),
+  'minirl': batches.algorithm('minirl'),
+  'so_grpo': batches.algorithm('so_grpo', **_BIAS),
+}
 _MANY = {'mesh': (2, 2, 2), 'num_microbatches': 2}
 
 
@@ -53,6 +61,28 @@ def test_eight_devices_and_two_microbatches_are_one(name):
     gradient = algorithm.correction.clipping_bias.norm == 'gradient'
     assert (one.metrics['stab/bias_grad_norm'] > 0.02) == gradient
     assert (one.metrics['stab/scale'] != 1) != gradient
+  many = updates.update(algorithm, batch, models, **_MANY)
+  updates.assert_same(many, one, models)
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    'bapo',
+    'grpo_guard',
+    pytest.param('sspo', marks=pytest.mark.slow),
+    pytest.param('minirl', marks=pytest.mark.slow),
+    pytest.param('so_grpo', marks=pytest.mark.slow),
+  ],
+)
+def test_a_neighbour_without_a_critic_is_the_same_however_cut(name):
+  models, algorithm = updates.policy_alone(), _NEIGHBOURS[name]
+  batch = updates.batch(updates.sums())
+  one = updates.update(algorithm, batch, models)
+  assert one.state.value is None
+  assert not any('critic' in metric for metric in one.metrics)
+  if name == 'bapo':
+    assert one.metrics['bounds/high'] > 1.25  # it moved
   many = updates.update(algorithm, batch, models, **_MANY)
   updates.assert_same(many, one, models)
 

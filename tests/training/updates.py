@@ -18,6 +18,7 @@ from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.training import state as state_lib
 from stppo_jax.training import step
 from tests.models import tiny
+from tests.rl import batches
 
 # One row each: who wrote the token, '.' nobody, else the turn.
 _LAYOUT = (
@@ -63,7 +64,7 @@ class _Sums(functional.Model):
 
 class Models(NamedTuple):
   policy: functional.Model
-  value: functional.Model
+  value: functional.Model | None
 
 
 @functools.cache
@@ -79,6 +80,11 @@ def sums() -> Models:
   return Models(
     _Sums(policy.config, 'vocabulary'), _Sums(value.config, 'scalar')
   )
+
+
+def policy_alone() -> Models:
+  """For rows without a critic."""
+  return Models(sums().policy, None)
 
 
 def _params(model, seed):
@@ -97,11 +103,13 @@ def _params(model, seed):
 
 def state(models: Models) -> state_lib.TrainState:
   """The state of plain descent, as numpy arrays."""
-  policy, value = _params(models.policy, 1), _params(models.value, 2)
-  return state_lib.TrainState(
-    state_lib.ModelState(policy, optax.EmptyState(), np.int32(0)),
-    state_lib.ModelState(value, optax.EmptyState(), np.int32(0)),
-  )
+
+  def fresh(model, seed):
+    params = _params(model, seed)
+    return state_lib.ModelState(params, optax.EmptyState(), np.int32(0))
+
+  value = None if models.value is None else fresh(models.value, 2)
+  return state_lib.TrainState(fresh(models.policy, 1), value)
 
 
 @functools.cache
@@ -123,7 +131,7 @@ def batch(models: Models, *, spread: float = 0.4) -> batch_lib.TokenBatch:
   tokens = tokens.astype(np.int32)
   logprobs, _ = _logprobs(models.policy)(state(models).policy.params, tokens)
   old = np.asarray(logprobs) + spread * draw()
-  return batch_lib.TokenBatch(
+  annotated = batch_lib.TokenBatch(
     tokens_BL=tokens,
     lengths_B=np.full(B, L, np.int32),
     turn_ids_BL=turn_ids,
@@ -137,6 +145,10 @@ def batch(models: Models, *, spread: float = 0.4) -> batch_lib.TokenBatch:
     advantages_BL=draw(),
     returns_BL=draw(),
     value_mask_BL=turn_ids > 0,
+  )
+  return annotated.replace(
+    sampler_logprobs_BL=old + 0.2 * draw(),
+    sentence_ids_BL=batches.sentences(turn_ids),
   )
 
 
@@ -193,12 +205,9 @@ def update(
 
 def gradients(result: Result, models: Models) -> tuple[Any, Any]:
   """Of policy and value, which plain descent subtracted."""
-  old = state(models)
-  subtract = lambda before, after: jax.tree.map(np.subtract, before, after)
-  return (
-    subtract(old.policy.params, result.state.policy.params),
-    subtract(old.value.params, result.state.value.params),
-  )
+  params = lambda of: (of.policy.params, of.value and of.value.params)
+  old, new = params(state(models)), params(result.state)
+  return jax.tree.map(np.subtract, old, new)
 
 
 def rows(batch: batch_lib.TokenBatch, chosen) -> batch_lib.TokenBatch:
