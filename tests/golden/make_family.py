@@ -3,10 +3,8 @@
     pip install numpy verl==0.9.1 trl==1.16.0 google-tunix==0.1.7 torch==2.13.0
     python tests/golden/make_family.py
 
-(The three packages bring much that is not needed. With `--no-deps`, these are:
-for verl tensordict, omegaconf, hydra-core, codetiming, ray, numba, torchdata,
-pylatexenc, datasets, pandas, transformers; for trl accelerate, datasets,
-transformers; for tunix jax, flax, optax, orbax-checkpoint, humanize.)
+(The three packages bring much that is not needed: `--no-deps`, and what the
+imports then ask for, will do.)
 
 Every function gets the same arrays, in float64. `arrays.npz` has them under
 the names of `TokenBatch`; `verl.npz`, `trl.npz` and `tunix.npz` have what came

@@ -16,8 +16,6 @@ clipping bias, BAPO, SSPO, GRPO-Guard, MT-GRPO, GiGPO, and GAE over turns.
 
 import collections
 import functools
-import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +29,14 @@ from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import losses
 from stppo_jax.rl import masking
 from tests.rl import batches
+from tests.rl import golden_rows
 
-_FAMILY = pathlib.Path(__file__).parents[1] / 'golden' / 'family'
-_OPTIONS = json.loads((_FAMILY / 'sources.json').read_text())['options']
 T = 4
 TOLERANCE = {'rtol': 1e-6, 'atol': 1e-9}
 
 
 def _load(name):
-  with np.load(_FAMILY / f'{name}.npz') as file:
+  with np.load(golden_rows.FAMILY / f'{name}.npz') as file:
     return dict(file)
 
 
@@ -100,151 +97,6 @@ def _close(ours, theirs, mask=True):
   )
 
 
-def _fixed(low='low', high='high'):
-  return algorithms.block(
-    'bounds', 'fixed', clip_low=_OPTIONS[low], clip_high=_OPTIONS[high]
-  )
-
-
-def _aggregate(name, **options):
-  return {'aggregate': algorithms.block('aggregate', name, **options)}
-
-
-def _objective(name, **options):
-  return {'objective': algorithms.block('objective', name, **options)}
-
-
-def _kl(estimator):
-  return {
-    'kl__where': 'loss',
-    'kl__estimator': estimator,
-    'kl__coefficient': _OPTIONS['kl_coefficient'],
-  }
-
-
-def _correct(*names, **options):
-  return {'correction__names': names} | {
-    f'correction__{name}': x for name, x in options.items()
-  }
-
-
-PLAIN = {'bounds': _fixed(), 'kl__where': 'nowhere'}
-NEAR = {'bounds': _fixed('sequence_low', 'sequence_high')}
-CAP = _OPTIONS['cap']
-DUAL_CLIP = _objective('dual_clip', c=_OPTIONS['dual_clip'])
-UNCLIPPED = _objective('unclipped')
-CISPO = {
-  'bounds': algorithms.block(
-    'bounds', 'fixed', clip_low=1.0, clip_high=_OPTIONS['high']
-  ),
-  **_objective('detached'),
-}
-TIS = _correct('tis', tis__cap=CAP)
-GEO_RS = {'correction__geo_rs__band': _OPTIONS['band']}
-
-# Rows of the table, and the options that theirs are told.
-POLICIES = {
-  'verl.token_mean': ('dapo', {}),
-  'verl.sequence_mean': ('token_ppo', _aggregate('sequence_mean')),
-  'verl.sequence_sum': ('token_ppo', _aggregate('sequence_sum')),
-  'verl.constant_length': (
-    'dr_grpo',
-    _aggregate('constant_length', max_response_tokens=float(MASK.shape[1])),
-  ),
-  'verl.dual_clip': ('token_ppo', DUAL_CLIP),
-  'verl.gspo_token': ('gspo_token', NEAR),
-  # A turn as a row of its own, its gradient through the token.
-  'verl.turn_token': ('turn_ppo', {'ratio__gradient': 'token'}),
-  'verl.turn_token_mean': (
-    'turn_ppo',
-    {'ratio__gradient': 'token', **_aggregate('turn_mean')},
-  ),
-  'verl.cispo': ('cispo', CISPO),
-  'verl.reinforce': ('reinforce', {}),
-  'verl.unclipped': ('reinforce', {}),
-  'verl.unclipped_product': (
-    'reinforce',
-    _correct('tis', tis__cap=CAP, tis__truncated='product'),
-  ),
-  # Two public pieces: PPO says which tokens are cut, REINFORCE weighs.
-  'verl.minirl': (
-    'minirl',
-    {'correction__tis__cap': _OPTIONS['minirl_cap']},
-  ),
-  'verl.tis': ('token_ppo', TIS),
-  'verl.tis_sequence': (
-    'token_ppo',
-    TIS | {'correction__tis__level': 'sequence'},
-  ),
-  'verl.mis': ('token_ppo', _correct('mis', mis__cap=CAP)),
-  'verl.mis_sequence': (
-    'token_ppo',
-    _correct('mis', mis__cap=CAP, mis__level='sequence'),
-  ),
-  'verl.icepop': (
-    'token_ppo',
-    _correct(
-      'icepop',
-      icepop__least=_OPTIONS['icepop_least'],
-      icepop__most=_OPTIONS['icepop_most'],
-    ),
-  ),
-  'verl.geo_rs': ('token_ppo', _correct('geo_rs') | GEO_RS),
-  'verl.tis_geo_rs': (
-    'token_ppo',
-    TIS | GEO_RS | {'correction__names': ('tis', 'geo_rs')},
-  ),
-  'verl.kl_k1': ('token_ppo', _kl('k1')),
-  'verl.kl_k2': ('token_ppo', _kl('k2')),
-  'verl.kl_k3': ('token_ppo', _kl('k3')),
-  'trl.grpo': ('grpo', _kl('k3')),
-  'trl.bnpo': ('token_ppo', {}),
-  'trl.dr_grpo': (
-    'dr_grpo',
-    _aggregate(
-      'constant_length',
-      max_response_tokens=float(_OPTIONS['max_response_tokens']),
-    ),
-  ),
-  'trl.dapo': ('dapo', {}),
-  'trl.cispo': ('cispo', CISPO),
-  # With a bound above 1 + high, what it calls delta is c.
-  'trl.two_sided': ('token_ppo', DUAL_CLIP),
-  'trl.gspo': ('gspo', NEAR),
-  'trl.luspo': ('gspo', NEAR | _aggregate('sequence_sum')),
-  'trl.turn': ('turn_ppo', {}),
-  'trl.turn_mean': ('turn_ppo', _aggregate('turn_mean')),
-  # PPO on the product of a row's ratios; our `rloo` does not clip.
-  'trl.rloo': (
-    'token_ppo',
-    {
-      'ratio__level': 'sequence',
-      'ratio__reduce': 'sum',
-      **_aggregate('sequence_mean'),
-    },
-  ),
-  'tunix.ppo': ('token_ppo', DUAL_CLIP | _kl('k1')),
-  'tunix.token_mean': ('dapo', _kl('k2')),
-  'tunix.grpo': ('grpo', _kl('k3')),
-  'tunix.constant_length': (
-    'dr_grpo',
-    _aggregate('constant_length', max_response_tokens=float(MASK.shape[1]))
-    | _kl('k3'),
-  ),
-  'tunix.sequence_sum': ('token_ppo', _aggregate('sequence_sum') | _kl('k3')),
-  'tunix.gspo_token': ('gspo_token', NEAR),
-}
-
-ALL_ROWS_COUNT = (
-  'trl.grpo',
-  'trl.dr_grpo',
-  'trl.gspo',
-  'trl.luspo',
-  'trl.rloo',
-)
-ENTROPY = ('verl.kl_k1', 'verl.kl_k2', 'verl.kl_k3', 'trl.bnpo')
-
-
 @functools.partial(jax.jit, static_argnames='num_turns')
 def _policy_loss(algorithm, arrays, entropy_coefficient, num_turns):
   batch = _batch(arrays)
@@ -267,7 +119,7 @@ def _policy_loss(algorithm, arrays, entropy_coefficient, num_turns):
 
 def _scale(case):
   """What their loss is multiplied by to have our denominator."""
-  if case in ALL_ROWS_COUNT:
+  if case in golden_rows.ALL_ROWS_COUNT:
     return ROWS.size / ROWS.sum()
   if case.endswith('geo_rs'):  # verl: rejected tokens leave the count too
     return GOLDEN[case]['kept_BL'].sum() / MASK.sum()
@@ -283,13 +135,17 @@ def _changes(case):
   return {}
 
 
-@pytest.mark.parametrize('case', POLICIES)
+@pytest.mark.parametrize('case', golden_rows.POLICIES)
 def test_the_loss_and_its_gradient_are_theirs(case):
-  row, changes = POLICIES[case]
+  row, changes = golden_rows.POLICIES[case]
   golden = GOLDEN[case]
-  coefficient = _OPTIONS['entropy_coefficient'] if case in ENTROPY else 0.0
+  coefficient = (
+    golden_rows.OPTIONS['entropy_coefficient']
+    if case in golden_rows.ENTROPY
+    else 0.0
+  )
   gradient_BL, out = _policy_loss(
-    batches.algorithm(row, **{**PLAIN, **changes}),
+    batches.algorithm(row, **{**golden_rows.PLAIN, **changes}),
     _poisoned(**_changes(case)),
     coefficient,
     T,
@@ -305,14 +161,16 @@ def test_the_loss_and_its_gradient_are_theirs(case):
 
 
 def test_every_golden_number_is_compared():
-  compared = set(POLICIES) | set(VALUES) | set(ADVANTAGES) | OTHERS
+  compared = set().union(
+    golden_rows.POLICIES,
+    golden_rows.VALUES,
+    golden_rows.ADVANTAGES,
+    golden_rows.OTHERS,
+  )
   assert set(GOLDEN) == compared
 
 
-VALUES = ('verl.value_loss', 'tunix.value_loss')
-
-
-@pytest.mark.parametrize('case', VALUES)
+@pytest.mark.parametrize('case', golden_rows.VALUES)
 def test_the_value_loss_is_theirs(case):
   arrays = _poisoned()
 
@@ -323,7 +181,7 @@ def test_the_value_loss_is_theirs(case):
       arrays['old_values_BL'],
       arrays['returns_BL'],
       MASK,
-      clip=_OPTIONS['value_clip'],
+      clip=golden_rows.OPTIONS['value_clip'],
     )
     return total / count
 
@@ -332,25 +190,9 @@ def test_the_value_loss_is_theirs(case):
   _close(gradient_BL, GOLDEN[case]['gradient_BL'])
 
 
-DECAYED = {'gamma': _OPTIONS['gamma'], 'lambda_': _OPTIONS['lambda_']}
-ADVANTAGES = {
-  'verl.gae': ('gae', {}),
-  'verl.gae_decayed': ('gae', DECAYED),
-  'verl.group_normalized': ('group_normalized', {}),
-  'verl.group_centered': ('group_centered', {}),
-  'verl.leave_one_out': ('leave_one_out', {}),
-  # REINFORCE++ is the whitened return-to-go.
-  'verl.monte_carlo': ('monte_carlo', {'gamma': _OPTIONS['gamma']}),
-  'tunix.gae_decayed': ('gae', DECAYED),
-  'tunix.group_normalized': ('group_normalized', {}),
-  'tunix.group_centered': ('group_centered', {}),
-  'tunix.leave_one_out': ('leave_one_out', {}),
-}
-
-
-@pytest.mark.parametrize('case', ADVANTAGES)
+@pytest.mark.parametrize('case', golden_rows.ADVANTAGES)
 def test_the_advantages_are_theirs(case):
-  name, changes = ADVANTAGES[case]
+  name, changes = golden_rows.ADVANTAGES[case]
   golden = GOLDEN[case]
   options = algorithms.block('advantage', name, **changes)
 
@@ -371,9 +213,6 @@ def test_the_advantages_are_theirs(case):
   _close(ours.advantages_BL, theirs_BL, MASK)
   if 'returns_BL' in golden:
     _close(ours.returns_BL, golden['returns_BL'], MASK)
-
-
-OTHERS = {'verl.whiten', 'verl.kl_reward', 'verl.adaptive_kl'}
 
 
 def test_whitening_is_theirs():
@@ -397,7 +236,10 @@ def test_rewards_with_a_penalty_are_theirs():
     arrays['old_logprobs_BL'], arrays['ref_logprobs_BL'], MASK, estimator='k1'
   )
   rewards_BL = kl_lib.penalized_rewards(
-    arrays['rewards_BL'], kl_BL, MASK, coefficient=_OPTIONS['kl_coefficient']
+    arrays['rewards_BL'],
+    kl_BL,
+    MASK,
+    coefficient=golden_rows.OPTIONS['kl_coefficient'],
   )
   _close(rewards_BL, GOLDEN['verl.kl_reward']['rewards_BL'], MASK)
 

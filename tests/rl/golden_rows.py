@@ -1,0 +1,177 @@
+"""Rows of our table for the cases of tests/golden/family.
+
+A case is `SOURCE.CASE` as in the files there; its row is a name of the table
+and what to change in it, so that it is what theirs was told.
+"""
+
+import json
+import pathlib
+
+from configs import algorithms
+
+FAMILY = pathlib.Path(__file__).parents[1] / 'golden' / 'family'
+OPTIONS = json.loads((FAMILY / 'sources.json').read_text())['options']
+LENGTH = 32.0  # of a row
+
+
+def _fixed(low='low', high='high'):
+  return algorithms.block(
+    'bounds', 'fixed', clip_low=OPTIONS[low], clip_high=OPTIONS[high]
+  )
+
+
+def _aggregate(name, **options):
+  return {'aggregate': algorithms.block('aggregate', name, **options)}
+
+
+def _objective(name, **options):
+  return {'objective': algorithms.block('objective', name, **options)}
+
+
+def _kl(estimator):
+  return {
+    'kl__where': 'loss',
+    'kl__estimator': estimator,
+    'kl__coefficient': OPTIONS['kl_coefficient'],
+  }
+
+
+def _correct(*names, **options):
+  return {'correction__names': names} | {
+    f'correction__{name}': x for name, x in options.items()
+  }
+
+
+PLAIN = {'bounds': _fixed(), 'kl__where': 'nowhere'}
+NEAR = {'bounds': _fixed('sequence_low', 'sequence_high')}
+CAP = OPTIONS['cap']
+DUAL_CLIP = _objective('dual_clip', c=OPTIONS['dual_clip'])
+CISPO = {
+  'bounds': algorithms.block(
+    'bounds', 'fixed', clip_low=1.0, clip_high=OPTIONS['high']
+  ),
+  **_objective('detached'),
+}
+TIS = _correct('tis', tis__cap=CAP)
+GEO_RS = {'correction__geo_rs__band': OPTIONS['band']}
+
+# Rows of the table, and the options that theirs are told.
+POLICIES = {
+  'verl.token_mean': ('dapo', {}),
+  'verl.sequence_mean': ('token_ppo', _aggregate('sequence_mean')),
+  'verl.sequence_sum': ('token_ppo', _aggregate('sequence_sum')),
+  'verl.constant_length': (
+    'dr_grpo',
+    _aggregate('constant_length', max_response_tokens=LENGTH),
+  ),
+  'verl.dual_clip': ('token_ppo', DUAL_CLIP),
+  'verl.gspo_token': ('gspo_token', NEAR),
+  # A turn as a row of its own, its gradient through the token.
+  'verl.turn_token': ('turn_ppo', {'ratio__gradient': 'token'}),
+  'verl.turn_token_mean': (
+    'turn_ppo',
+    {'ratio__gradient': 'token', **_aggregate('turn_mean')},
+  ),
+  'verl.cispo': ('cispo', CISPO),
+  'verl.reinforce': ('reinforce', {}),
+  'verl.unclipped': ('reinforce', {}),
+  'verl.unclipped_product': (
+    'reinforce',
+    _correct('tis', tis__cap=CAP, tis__truncated='product'),
+  ),
+  # Two public pieces: PPO says which tokens are cut, REINFORCE weighs.
+  'verl.minirl': (
+    'minirl',
+    {'correction__tis__cap': OPTIONS['minirl_cap']},
+  ),
+  'verl.tis': ('token_ppo', TIS),
+  'verl.tis_sequence': (
+    'token_ppo',
+    TIS | {'correction__tis__level': 'sequence'},
+  ),
+  'verl.mis': ('token_ppo', _correct('mis', mis__cap=CAP)),
+  'verl.mis_sequence': (
+    'token_ppo',
+    _correct('mis', mis__cap=CAP, mis__level='sequence'),
+  ),
+  'verl.icepop': (
+    'token_ppo',
+    _correct(
+      'icepop',
+      icepop__least=OPTIONS['icepop_least'],
+      icepop__most=OPTIONS['icepop_most'],
+    ),
+  ),
+  'verl.geo_rs': ('token_ppo', _correct('geo_rs') | GEO_RS),
+  'verl.tis_geo_rs': (
+    'token_ppo',
+    TIS | GEO_RS | {'correction__names': ('tis', 'geo_rs')},
+  ),
+  'verl.kl_k1': ('token_ppo', _kl('k1')),
+  'verl.kl_k2': ('token_ppo', _kl('k2')),
+  'verl.kl_k3': ('token_ppo', _kl('k3')),
+  'trl.grpo': ('grpo', _kl('k3')),
+  'trl.bnpo': ('token_ppo', {}),
+  'trl.dr_grpo': (
+    'dr_grpo',
+    _aggregate(
+      'constant_length',
+      max_response_tokens=float(OPTIONS['max_response_tokens']),
+    ),
+  ),
+  'trl.dapo': ('dapo', {}),
+  'trl.cispo': ('cispo', CISPO),
+  # With a bound above 1 + high, what it calls delta is c.
+  'trl.two_sided': ('token_ppo', DUAL_CLIP),
+  'trl.gspo': ('gspo', NEAR),
+  'trl.luspo': ('gspo', NEAR | _aggregate('sequence_sum')),
+  'trl.turn': ('turn_ppo', {}),
+  'trl.turn_mean': ('turn_ppo', _aggregate('turn_mean')),
+  # PPO on the product of a row's ratios; our `rloo` does not clip.
+  'trl.rloo': (
+    'token_ppo',
+    {
+      'ratio__level': 'sequence',
+      'ratio__reduce': 'sum',
+      **_aggregate('sequence_mean'),
+    },
+  ),
+  'tunix.ppo': ('token_ppo', DUAL_CLIP | _kl('k1')),
+  'tunix.token_mean': ('dapo', _kl('k2')),
+  'tunix.grpo': ('grpo', _kl('k3')),
+  'tunix.constant_length': (
+    'dr_grpo',
+    _aggregate('constant_length', max_response_tokens=LENGTH) | _kl('k3'),
+  ),
+  'tunix.sequence_sum': ('token_ppo', _aggregate('sequence_sum') | _kl('k3')),
+  'tunix.gspo_token': ('gspo_token', NEAR),
+}
+# trl's means over rows count the row without tokens.
+ALL_ROWS_COUNT = (
+  'trl.grpo',
+  'trl.dr_grpo',
+  'trl.gspo',
+  'trl.luspo',
+  'trl.rloo',
+)
+# With an entropy bonus.
+ENTROPY = ('verl.kl_k1', 'verl.kl_k2', 'verl.kl_k3', 'trl.bnpo')
+
+VALUES = ('verl.value_loss', 'tunix.value_loss')
+
+DECAYED = {'gamma': OPTIONS['gamma'], 'lambda_': OPTIONS['lambda_']}
+ADVANTAGES = {
+  'verl.gae': ('gae', {}),
+  'verl.gae_decayed': ('gae', DECAYED),
+  'verl.group_normalized': ('group_normalized', {}),
+  'verl.group_centered': ('group_centered', {}),
+  'verl.leave_one_out': ('leave_one_out', {}),
+  # REINFORCE++ is the whitened return-to-go.
+  'verl.monte_carlo': ('monte_carlo', {'gamma': OPTIONS['gamma']}),
+  'tunix.gae_decayed': ('gae', DECAYED),
+  'tunix.group_normalized': ('group_normalized', {}),
+  'tunix.group_centered': ('group_centered', {}),
+  'tunix.leave_one_out': ('leave_one_out', {}),
+}
+
+OTHERS = ('verl.whiten', 'verl.kl_reward', 'verl.adaptive_kl')
