@@ -22,7 +22,10 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 def get_config(row: str = 'st_ppo'):
   config = base.get_config(row)
   config.num_steps = 60
-  config.algorithm.advantage.lambda_ = 0.95
+  if config.algorithm.advantage.name == 'gae':
+    config.algorithm.advantage.lambda_ = 0.95
+  if config.algorithm.aggregate.name == 'constant_length':
+    config.algorithm.aggregate.max_response_tokens = 64.0  # four turns
 
   config.model.path = str(_ROOT / 'assets' / 'quickstart')
   config.model.scan_unroll = 3
