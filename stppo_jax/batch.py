@@ -22,7 +22,8 @@ class TokenBatch:
     loss_mask_BL: bool, written by the policy and to be trained on
       (called response_mask in verl). False everywhere in a failed row.
     sampler_logprobs_BL: float32, the sampler's report; 0 off the policy tokens.
-    rewards_BL: float32, the outcome on the last policy token, else 0.
+    rewards_BL: float32, the outcome on the last policy token, a turn's own
+      reward on the turn's last token, else 0.
     group_ids_B: int32, rows of one question share an id.
     sentence_ids_BL: int32, 0 = not written by the policy, 1..L = its sentence,
       counted through the row. None where no row of the table asks for it.

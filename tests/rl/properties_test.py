@@ -1,0 +1,207 @@
+"""What no layout of turns, masks and numbers may break, for any row.
+
+Shapes are fixed, so that a row compiles once; everything else is drawn.
+"""
+
+import functools
+
+from hypothesis import given
+from hypothesis import settings
+from hypothesis import strategies as st
+import jax
+import numpy as np
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.rl import aggregation
+from stppo_jax.rl import losses
+from tests.rl import batches
+
+B, L, T = 4, 12, 6
+# Between them: every level, bounds, objective, aggregate and normalisation.
+ROWS = ('st_ppo', 'so_grpo', 'gspo', 'sspo', 'bapo', 'minirl', 'grpo_guard')
+_CHANGES = {
+  'correction__clipping_bias__tau': 0.5,
+  'kl__coefficient': 0.1,
+  'bounds__clip_low': 0.1,
+}
+
+
+def _algorithm(name):
+  changes = dict(_CHANGES)
+  if name == 'bapo':
+    del changes['bounds__clip_low']
+  return batches.algorithm(name, **changes)
+
+
+@functools.partial(jax.jit, static_argnames='num_turns')
+def _run(algorithm, logprobs, entropy, batch, num_turns=T):
+  """(loss, gradient, ratio, weights) of the row."""
+
+  def total(x):
+    loss = losses.policy_loss(
+      algorithm,
+      x,
+      entropy,
+      batch,
+      statistics=None,
+      count=None,
+      entropy_coefficient=0.01,
+      num_turns=num_turns,
+    )
+    return loss.loss, loss
+
+  (value, loss), gradient = jax.value_and_grad(total, has_aux=True)(logprobs)
+  return value, gradient, loss.ratio_BL, loss.weights_BL
+
+
+@st.composite
+def _row_layouts(draw):
+  """Who wrote each token: gaps and turns, with holes in the loss mask."""
+  lengths = draw(st.lists(st.integers(0, 4), min_size=2 * T, max_size=2 * T))
+  ids = []
+  for turn in range(1, T + 1):
+    gap, size = lengths[2 * turn - 2 : 2 * turn]
+    ids += [0] * gap + [turn] * size
+  ids = (ids + [0] * L)[:L]
+  holes = draw(st.lists(st.booleans(), min_size=L, max_size=L))
+  return ids, [i > 0 and not hole for i, hole in zip(ids, holes)]
+
+
+@st.composite
+def _cases(draw):
+  """A batch, log-probabilities and entropy."""
+  layouts = [draw(_row_layouts()) for _ in range(B)]
+  turn_ids = np.array([ids for ids, _ in layouts], np.int32)
+  mask = np.array([mask for _, mask in layouts], bool)
+  mask[draw(st.integers(0, B - 1))] &= draw(st.booleans())  # a failed row
+  rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+  spread = draw(st.sampled_from([0.0, 0.05, 0.5, 3.0]))
+  normal = lambda: rng.normal(size=(B, L))
+  old = -np.abs(normal())
+  batch = batch_lib.TokenBatch(
+    tokens_BL=np.zeros((B, L), np.int32),
+    lengths_B=np.full(B, L, np.int32),
+    turn_ids_BL=turn_ids,
+    loss_mask_BL=mask,
+    sampler_logprobs_BL=old + 0.3 * spread * normal(),
+    rewards_BL=normal(),
+    group_ids_B=np.zeros(B, np.int32),
+    sentence_ids_BL=batches.sentences(turn_ids),
+    old_logprobs_BL=old,
+    ref_logprobs_BL=old + 0.3 * normal(),
+    values_BL=normal(),
+    advantages_BL=np.where(rng.random((B, L)) < 0.2, 0.0, normal()),
+    returns_BL=normal(),
+  )
+  return batch, old + spread * normal(), np.abs(normal())
+
+
+CASE = given(case=_cases(), name=st.sampled_from(ROWS))
+QUICK = settings(max_examples=60)
+
+
+def _assert_close(actual, expected):
+  jax.tree.map(
+    functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-12),
+    actual,
+    expected,
+  )
+
+
+@QUICK
+@CASE
+def test_all_is_finite_and_off_the_mask_nothing_moves(case, name):
+  batch, logprobs, entropy = case
+  value, gradient, ratio, weights = _run(
+    _algorithm(name), logprobs, entropy, batch
+  )
+  assert np.isfinite(value) and np.all(np.isfinite(weights))
+  assert np.all(np.isfinite(gradient)) and np.all(np.isfinite(ratio))
+  assert not np.any(np.asarray(gradient)[~batch.loss_mask_BL])
+  assert np.all(np.asarray(ratio)[~batch.loss_mask_BL] == 1)
+
+
+@QUICK
+@CASE
+def test_what_stands_in_masked_slots_is_not_seen(case, name):
+  batch, logprobs, entropy = case
+  mask = batch.loss_mask_BL
+  expected = _run(_algorithm(name), logprobs, entropy, batch)
+  for value in (np.nan, np.inf):
+    actual = _run(
+      _algorithm(name),
+      batches.poison_array(logprobs, mask, value),
+      batches.poison_array(entropy, mask, value),
+      batches.poison(batch, value),
+    )
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@QUICK
+@given(
+  case=_cases(),
+  name=st.sampled_from(ROWS),
+  order=st.permutations(range(B)),
+)
+def test_permuted_rows_are_permuted_results(case, name, order):
+  batch, logprobs, entropy = case
+  order = list(order)
+  value, *rows = _run(_algorithm(name), logprobs, entropy, batch)
+  actual = _run(
+    _algorithm(name),
+    logprobs[order],
+    entropy[order],
+    batches.rows(batch, order),
+  )
+  _assert_close(actual, (value, *(np.asarray(x)[order] for x in rows)))
+
+
+@QUICK
+@CASE
+def test_turns_may_be_called_by_other_numbers(case, name):
+  batch, logprobs, entropy = case
+  expected = _run(_algorithm(name), logprobs, entropy, batch, num_turns=2 * T)
+  # Any growing numbers, with gaps: turns of no token.
+  ids = np.where(batch.turn_ids_BL > 0, 2 * batch.turn_ids_BL - 1, 0)
+  other = batch.replace(turn_ids_BL=ids.astype(np.int32))
+  actual = _run(_algorithm(name), logprobs, entropy, other, num_turns=2 * T)
+  _assert_close(actual, expected)
+
+
+@QUICK
+@CASE
+def test_microbatches_are_one_batch(case, name):
+  batch, logprobs, entropy = case
+  algorithm = _algorithm(name)
+  value, gradient = _run(algorithm, logprobs, entropy, batch)[:2]
+  parts = [
+    _part(algorithm, logprobs, entropy, batch, batches.rows(batch, rows), rows)
+    for rows in (np.array([0, 2]), np.array([1, 3]))
+  ]
+  _assert_close(sum(part for part, _ in parts), value)
+  _assert_close(sum(part for _, part in parts), gradient)
+
+
+@jax.jit
+def _part(algorithm, logprobs, entropy, whole, part, rows):
+  """Loss and gradient of some rows, with what is known of all of them."""
+  statistics = losses.minibatch_statistics(
+    algorithm, logprobs, entropy, whole, num_turns=T
+  )
+  count = aggregation.aggregate_count(
+    whole, logprobs.dtype, num_turns=T, **algorithm.aggregate.arguments()
+  )
+
+  def total(x):
+    return losses.policy_loss(
+      algorithm,
+      x[rows],
+      entropy[rows],
+      part,
+      statistics=statistics,
+      count=count,
+      entropy_coefficient=0.01,
+      num_turns=T,
+    ).loss
+
+  return jax.value_and_grad(total)(logprobs)
