@@ -9,6 +9,8 @@ Nothing here imports jax or touches a device.
 """
 
 import ast
+from collections.abc import Collection
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -71,7 +73,8 @@ def parse(
   """
   options = dict(options or {})
   known = ['config', *(['workdir'] if workdir else []), *options]
-  flags, overrides, errors = _split(argv, known)
+  given = split(argv, known, overrides=True)
+  flags, errors = given.values, list(given.errors)
   for name in ('config', 'workdir'):
     if name in known and not flags.get(name):
       errors.append(f'--{name}: missing')
@@ -91,11 +94,7 @@ def parse(
     except ValueError as error:
       errors.append(f'--config={flags["config"]}: {error}')
   if config is not None:
-    for key, text in sorted(overrides.items(), key=_names_first):
-      try:
-        override(config, key, text)
-      except ValueError as error:
-        errors.append(f'--config.{key}={text}: {error}')
+    errors += override_all(config, given.overrides.items(), flag='--config.')
     errors += [f'config.{line}' for line in schema.check(config)]
   if errors:
     raise ConfigurationError(errors)
@@ -112,7 +111,7 @@ def load(name: str) -> config_dict.ConfigDict:
   path = pathlib.Path(file)
   if not path.is_file():
     there = sorted(str(p) for p in path.parent.glob('*.py'))
-    raise ValueError('no such file' + _closest(file, there))
+    raise ValueError('no such file' + closest(file, there))
   spec = importlib.util.spec_from_file_location(path.stem, path)
   if spec is None or spec.loader is None:
     raise ValueError('not a Python file')
@@ -133,35 +132,99 @@ def load(name: str) -> config_dict.ConfigDict:
   return config.copy_and_resolve_references()
 
 
-def _split(argv, known):
-  """Flags by name, overrides by key, and what is neither."""
-  flags, overrides, errors = {}, {}, []
+@dataclasses.dataclass(frozen=True)
+class Flags:
+  """A command line taken apart, nothing of it interpreted.
+
+  Attributes:
+    values: of the flags that have one, the last one given.
+    lists: of the flags that may be given several times, all in order.
+    switches: those given.
+    overrides: key to value of `--config.KEY=VALUE`.
+    errors: what is none of these, one line each.
+  """
+
+  values: dict[str, str]
+  lists: dict[str, list[str]]
+  switches: set[str]
+  overrides: dict[str, str]
+  errors: list[str]
+
+
+def split(
+  argv: Sequence[str],
+  known: Sequence[str],
+  *,
+  lists: Collection[str] = (),
+  switches: Collection[str] = (),
+  overrides: bool = False,
+) -> Flags:
+  """Takes a command line apart; `--flag=value` and `--flag value` are one.
+
+  Args:
+    argv: flags without the program's and the command's name.
+    known: names of the flags with a value.
+    lists: those that may be given several times.
+    switches: those without a value.
+    overrides: whether `--config.KEY=VALUE` is known.
+  """
+  found = Flags({}, {name: [] for name in lists}, set(), {}, [])
+  choices = [f'--{name}' for name in (*known, *lists, *switches)]
+  choices += ['--config.KEY'] if overrides else []
   rest = list(argv)
   while rest:
     flag = rest.pop(0)
     name, equals, value = flag.removeprefix('--').partition('=')
+    overrides_key = overrides and name.startswith(_OVERRIDE)
     if not flag.startswith('--'):
-      errors.append(f'{flag}: not a flag; flags start with --')
+      found.errors.append(f'{flag}: not a flag; flags start with --')
       continue
-    if name not in known and not name.startswith(_OVERRIDE):
-      choices = [f'--{k}' for k in known] + ['--config.KEY']
-      errors.append(f'{flag}: unknown flag' + _closest(f'--{name}', choices))
+    if f'--{name}' not in choices and not overrides_key:
+      unknown = 'unknown flag' + closest(f'--{name}', choices)
+      found.errors.append(f'{flag}: {unknown}')
+      continue
+    if name in switches:
+      if equals:
+        found.errors.append(f'{flag}: takes no value')
+      found.switches.add(name)
       continue
     if not equals:
       if not rest or rest[0].startswith('--'):
-        errors.append(f'{flag}: has no value')
+        found.errors.append(f'{flag}: has no value')
         continue
       value = rest.pop(0)
-    if name in known:
-      flags[name] = value
+    if name in lists:
+      found.lists[name].append(value)
+    elif overrides_key:
+      found.overrides[name.removeprefix(_OVERRIDE)] = value
     else:
-      overrides[name.removeprefix(_OVERRIDE)] = value
-  return flags, overrides, errors
+      found.values[name] = value
+  return found
 
 
-def _names_first(item):
-  """Sort key: the name of a block of options comes before its options."""
-  return item[0] not in _NAMES
+def override_all(
+  config: config_dict.ConfigDict,
+  overrides: Iterable[tuple[str, str]],
+  *,
+  flag: str,
+  block: str = '',
+) -> list[str]:
+  """Sets several keys, names of blocks first; all errors, one line each.
+
+  Args:
+    config: changed in place.
+    overrides: keys and the text of their values.
+    flag: what stands before the key on the command line, for the messages.
+    block: dotted, what the keys are relative to; '' = the whole config.
+  """
+  errors = []
+  prefix = f'{block}.' if block else ''
+  for key, text in sorted(overrides, key=lambda x: prefix + x[0] not in _NAMES):
+    try:
+      override(config, prefix + key, text)
+    except ValueError as error:
+      errors.append(f'{flag}{key}={text}: {error}')
+  return errors
 
 
 def override(config: config_dict.ConfigDict, key: str, text: str) -> None:
@@ -197,7 +260,7 @@ def override(config: config_dict.ConfigDict, key: str, text: str) -> None:
 def _unknown(name, level, seen):
   if name in level:
     return f'{seen}.{name} is a value and has no keys'
-  return f'no key {name!r} in {seen}' + _closest(name, list(level.keys()))
+  return f'no key {name!r} in {seen}' + closest(name, list(level.keys()))
 
 
 def _typed(text, current):
@@ -219,6 +282,8 @@ def _typed(text, current):
       return value
     raise ValueError('expected True or False')
   if isinstance(current, float):
+    if value in ('inf', '-inf'):  # no literal of the language
+      return float(value)
     if isinstance(value, int | float) and not isinstance(value, bool):
       return float(value)
     raise ValueError(f'expected a number (float), such as {current}')
@@ -231,7 +296,7 @@ def _typed(text, current):
   return value
 
 
-def _closest(name, choices):
+def closest(name: str, choices: Sequence[str]) -> str:
   """'; did you mean ...? choices: ...' for a name that is not a choice."""
   near = difflib.get_close_matches(name, choices, n=2)
   hint = f' did you mean {" or ".join(near)}?' if near else ''
