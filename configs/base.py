@@ -110,8 +110,20 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         # questions, in at most so many further collections (DAPO); 0 = never.
         'resample_rounds': 0,
         'temperature': 1.0,
+        # What may be drawn, one after the other: the top_k most probable
+        # tokens (0 = all), the fewest that hold top_p of the mass, those with
+        # min_p times the largest probability.
+        'top_k': 0,
+        'top_p': 1.0,
+        'min_p': 0.0,
+        'slots': 0,  # dialogues decoded together; 0 = trajectories_per_step
+        # True: the same bits whenever the retriever answers; a slot is used
+        # once per wave. False: slots are refilled at once, and only the rows
+        # at work are computed: faster, the same to rounding.
+        'deterministic': True,
         'extend_chunk': 64,  # tokens appended to a slot per call
         'decode_chunk': 16,  # tokens decoded between looks from the host
+        'lookahead': 1,  # chunks started before the last one is looked at
         'length_bucket': 256,  # batches are padded to a multiple of this
         'min_valid_fraction': 0.5,  # below it, no update happens
       },

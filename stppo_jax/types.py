@@ -65,6 +65,8 @@ class Turn:
     action: 'search', 'answer' or 'invalid', as the environment read the turn.
     reward: what the turn itself earned, already weighted; no part of the
       outcome.
+    drawn_logprobs: [N] float32, under the truncated distribution (top-k, top-p,
+      min-p) that was drawn from; None where that is not known.
   """
 
   token_ids: np.ndarray
@@ -72,6 +74,7 @@ class Turn:
   observation_ids: np.ndarray
   action: str
   reward: float = 0.0
+  drawn_logprobs: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +88,7 @@ class Trajectory:
     rewards: named float parts, already weighted; their sum is the outcome.
     status: how it ended.
     scores: named, unweighted measures (exact match, F1, ...) for reports.
+    version: number of the step whose policy wrote it, 0 for the start.
   """
 
   question: Question
@@ -93,6 +97,7 @@ class Trajectory:
   rewards: Mapping[str, float]
   status: TrajectoryStatus
   scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  version: int = 0
 
   @property
   def reward(self) -> float:

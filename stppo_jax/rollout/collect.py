@@ -3,11 +3,14 @@
 Token in, token out: what the policy sampled is stored as sampled, text is
 decoded for the environment only. Masks are born here: a `Turn` holds what the
 policy wrote apart from what it was told.
+
+Nobody waits for anybody: the environment answers on the event loop's thread
+while the engine writes on, and a row goes on as soon as its answer is there.
 """
 
-import asyncio
 from collections.abc import Mapping
 from collections.abc import Sequence
+import concurrent.futures
 import dataclasses
 from typing import Protocol
 
@@ -18,6 +21,8 @@ from stppo_jax.envs import protocol
 from stppo_jax.rollout import event_loop
 
 Status = types.TrajectoryStatus
+
+_LINGER = 0.003  # seconds without a further answer
 
 
 class Tokenizer(Protocol):
@@ -33,23 +38,30 @@ class Written(Protocol):
 
   token_ids: np.ndarray
   logprobs: np.ndarray
+  drawn_logprobs: np.ndarray
   stopped: bool
 
 
 class Engine(Protocol):
   """See `sampling.engine.Engine`."""
 
-  slots: int
   max_length: int
+  version: int
+  busy: bool
 
-  def prefill(
-    self, ids_by_group: Mapping[int, np.ndarray], *, group_size: int
+  def begin(
+    self,
+    prompts: Sequence[np.ndarray | None],
+    keys,
+    *,
+    group_size: int,
+    max_turn_tokens: int,
+    greedy: bool,
   ) -> None: ...
-  def remaining(self, slot: int) -> int: ...
-  def extend(self, ids_by_slot: Mapping[int, np.ndarray]) -> None: ...
-  def generate(
-    self, slots, *, keys_S, max_tokens, greedy
-  ) -> Mapping[int, Written]: ...
+  def poll(self) -> Mapping[int, Written]: ...
+  def remaining(self, row: int) -> int: ...
+  def resume(self, row: int, token_ids: np.ndarray) -> None: ...
+  def close(self, row: int) -> None: ...
 
 
 @dataclasses.dataclass
@@ -64,8 +76,16 @@ class _Row:
   status: Status | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+  """A turn that the environment is answering."""
+
+  row: int
+  written: Written
+
+
 class Collector:
-  """Plays questions on the slots of an engine.
+  """Plays questions on an engine.
 
   Args:
     engine: decodes; weights have been published to it.
@@ -103,43 +123,69 @@ class Collector:
     """`group_size` adjacent trajectories per question, in order.
 
     Args:
-      questions: no more than the engine has slots for their trajectories.
-      keys: typed jax keys, one per slot of the engine.
+      questions: as many as there are groups.
+      keys: typed jax keys, one per trajectory.
       greedy: take the likeliest token instead of drawing.
 
     A question whose prompt leaves no room to write becomes TRUNCATED_LENGTH
     without a turn.
-
-    Raises:
-      ValueError: too many questions.
     """
-    size = self._group_size
-    if len(questions) * size > self._engine.slots:
-      raise ValueError(
-        f'{len(questions)} questions for {self._engine.slots} slots, '
-        f'{size} of them for each'
-      )
     groups = [self._open(question) for question in questions]
     rows = [row for group in groups for row in group]
-    active = [n for n, row in enumerate(rows) if row.status is None]
-    self._engine.prefill(
-      {n // size: rows[n].prompt_ids for n in active}, group_size=size
+    self._engine.begin(
+      [g[0].prompt_ids if g[0].status is None else None for g in groups],
+      keys,
+      group_size=self._group_size,
+      max_turn_tokens=self._max_turn_tokens,
+      greedy=greedy,
     )
-    while active:
-      written = self._engine.generate(
-        active, keys_S=keys, max_tokens=self._max_turn_tokens, greedy=greedy
-      )
-      steps = self._loop.run(self._answers(rows, written))
-      observations = {}
-      for slot in active:
-        observation_ids = self._close_turn(
-          slot, rows[slot], written[slot], steps[slot]
-        )
-        if rows[slot].status is None:
-          observations[slot] = observation_ids
-      self._engine.extend(observations)
-      active = list(observations)
+    playing = sum(row.status is None for row in rows)
+    asked: dict[concurrent.futures.Future, _Asked] = {}
+    try:
+      while playing:
+        for future in self._answered(asked):
+          turn = asked.pop(future)
+          playing -= self._go_on(turn, rows[turn.row], future.result())
+        asked |= self._ask(rows, self._engine.poll())
+    finally:
+      for future in asked:  # of an interrupted collection
+        future.cancel()
     return [self._finish(row) for row in rows]
+
+  def _answered(self, asked) -> list[concurrent.futures.Future]:
+    """The turns that are answered; waits where there is nothing else to do."""
+    if not self._engine.busy:
+      done, waiting = concurrent.futures.wait(
+        asked, return_when=concurrent.futures.FIRST_COMPLETED
+      )
+      # Questions that went together are answered together: going on with the
+      # first answer alone would cost as much as going on with all of them.
+      while waiting and done:
+        done, waiting = concurrent.futures.wait(waiting, timeout=_LINGER)
+    return [future for future in asked if future.done()]
+
+  def _ask(
+    self, rows: Sequence[_Row], ended: Mapping[int, Written]
+  ) -> dict[concurrent.futures.Future, _Asked]:
+    """Shows turns to the environment, which answers on another thread."""
+    steps = []
+    for number, written in ended.items():
+      row = rows[number]
+      row.texts.append(self._tokenizer.decode(written.token_ids))
+      steps.append(
+        self._environment.step(row.question, len(row.turns), row.texts[-1])
+      )
+    turns = [_Asked(number, written) for number, written in ended.items()]
+    return dict(zip(self._loop.submit(steps), turns, strict=True))
+
+  def _go_on(self, turn: _Asked, row: _Row, step: protocol.Step) -> bool:
+    """Closes a turn with its answer; whether the trajectory ends with it."""
+    observation_ids = self._close_turn(turn.row, row, turn.written, step)
+    if row.status is None:
+      self._engine.resume(turn.row, observation_ids)
+      return False
+    self._engine.close(turn.row)
+    return True
 
   def _open(self, question: types.Question) -> list[_Row]:
     """The rows of a group: one prompt, one beginning."""
@@ -152,23 +198,8 @@ class Collector:
       for _ in range(self._group_size)
     ]
 
-  async def _answers(
-    self, rows: Sequence[_Row], written: Mapping[int, Written]
-  ) -> dict[int, protocol.Step]:
-    """What the environment says to every turn, all at once."""
-
-    async def answer(slot):
-      row = rows[slot]
-      row.texts.append(self._tokenizer.decode(written[slot].token_ids))
-      return await self._environment.step(
-        row.question, len(row.turns), row.texts[-1]
-      )
-
-    steps = await asyncio.gather(*(answer(slot) for slot in written))
-    return dict(zip(written, steps))
-
   def _close_turn(
-    self, slot: int, row: _Row, written: Written, step: protocol.Step
+    self, number: int, row: _Row, written: Written, step: protocol.Step
   ) -> np.ndarray:
     """Appends the turn; sets the status if the trajectory ends here."""
     observation_ids = np.zeros(0, np.int32)
@@ -176,10 +207,10 @@ class Collector:
     if row.status is None:
       observation_ids = self._observe(step.observation)
       # The policy must be able to write at least one token after it.
-      if len(observation_ids) >= self._engine.remaining(slot):
+      if len(observation_ids) >= self._engine.remaining(number):
         row.status = Status.TRUNCATED_LENGTH
     elif row.status is not Status.INFRA_ERROR:
-      out_of_room = not written.stopped and not self._engine.remaining(slot)
+      out_of_room = not written.stopped and not self._engine.remaining(number)
       if step.action == 'invalid' and out_of_room:
         row.status = Status.TRUNCATED_LENGTH
     if row.status is not None:
@@ -191,6 +222,7 @@ class Collector:
         observation_ids,
         step.action,
         step.reward,
+        written.drawn_logprobs,
       )
     )
     return observation_ids
@@ -214,4 +246,5 @@ class Collector:
       rewards=rewards,
       status=row.status,
       scores=scores,
+      version=self._engine.version,
     )

@@ -28,6 +28,7 @@ from stppo_jax.rollout import collect
 from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import sentences
 from stppo_jax.sampling import engine as engine_lib
+from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import keys
@@ -242,6 +243,7 @@ def _check_division(config, mesh: jax.sharding.Mesh) -> None:
   updates = config.updates
   sizes = {
     'rollout.trajectories_per_step': config.rollout.trajectories_per_step,
+    'rollout.slots': config.rollout.slots,
     'updates.minibatch_size': updates.minibatch_size,
     'updates.microbatch_size': updates.microbatch_size,
     'evaluate.batch_size': config.evaluate.batch_size,
@@ -267,15 +269,23 @@ def build_collector(
   group_size: int = 1,
 ) -> tuple[collect.Collector, engine_lib.Engine]:
   """A collector and its engine; publish weights to the engine before use."""
+  rollout = config.rollout
   engine = engine_lib.Engine(
     policy,
     mesh=build_mesh(config, local=True),
     automaton=stops.build(tokenizer.token_bytes(), eos_id=tokenizer.eos_id),
     slots=slots,
     max_length=config.env.max_length,
-    temperature=config.rollout.temperature,
-    extend_chunk=config.rollout.extend_chunk,
-    decode_chunk=config.rollout.decode_chunk,
+    sampling=sampler.Sampling(
+      temperature=rollout.temperature,
+      top_k=rollout.top_k,
+      top_p=rollout.top_p,
+      min_p=rollout.min_p,
+    ),
+    extend_chunk=rollout.extend_chunk,
+    decode_chunk=rollout.decode_chunk,
+    lookahead=rollout.lookahead,
+    deterministic=rollout.deterministic,
   )
   collector = collect.Collector(
     engine=engine,

@@ -44,12 +44,10 @@ class Evaluator:
 
     Trajectories that the infrastructure failed count in no mean.
     """
-    self._engine.publish(params)
+    self._engine.publish(params, 0)
     questions = [q for group in self._questions.values() for q in group]
-    trajectories = []
-    for batch in _chunks(questions, self._slots):
-      keys = keys_lib.row_keys(self._key, len(trajectories), self._slots)
-      trajectories += self._collector.collect(batch, keys, greedy=greedy)
+    keys = keys_lib.row_keys(self._key, 0, len(questions))
+    trajectories = self._collector.collect(questions, keys, greedy=greedy)
     scores = {}
     for trajectory in trajectories:
       if trajectory.status is not types.TrajectoryStatus.INFRA_ERROR:

@@ -119,7 +119,7 @@ class _Run:
         surroundings,
         self._tokenizer,
         self._learner.policy,
-        slots=config.rollout.trajectories_per_step,
+        slots=config.rollout.slots or config.rollout.trajectories_per_step,
         group_size=config.rollout.group_size,
       )
       self._sentences = assembly.build_sentences(config, self._tokenizer)
@@ -165,7 +165,7 @@ class _Run:
 
   def play(self, interrupt: interruption.Interruption) -> int:
     """Plays the remaining steps; the exit code."""
-    self._engine.publish(self._state.policy.params)
+    self._engine.publish(self._state.policy.params, self._done)
     try:
       if self._done == 0 and self._config.evaluate.every:
         with interrupt.abandonable():
@@ -205,9 +205,9 @@ class _Run:
     metrics |= {k: float(v) for k, v in jax.device_get(annotations).items()}
     timer.lap('annotate')
     self._state, report = self._learner.update_epochs(self._state, batch, step)
-    self._engine.publish(self._state.policy.params)
-    timer.lap('update')
     self._done += 1
+    self._engine.publish(self._state.policy.params, self._done)
+    timer.lap('update')
     self._learner.adapt_kl(
       metrics['critic/kl_per_trajectory'],
       num_trajectories=int(packed.loss_mask_BL.any(axis=1).sum()),
