@@ -19,7 +19,7 @@ RUNTIME := $(VENV)/.installed-runtime
 TESTING := $(VENV)/.installed-testing
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow lint lock
+.PHONY: help quickstart test test-slow lint docs lock
 
 help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) \
@@ -38,6 +38,9 @@ test-slow: $(TESTING)  ## the slow tests
 lint: $(TESTING)  ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+docs: $(RUNTIME)  ## docs/algorithms.md from the table
+	PYTHONPATH=. $(BIN)/python docs/make_algorithms.py
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
