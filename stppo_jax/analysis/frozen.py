@@ -83,6 +83,9 @@ def load(path: str | pathlib.Path) -> dict[str, np.ndarray]:
       if not isinstance(archive, np.lib.npyio.NpzFile):
         raise ValueError('a single array')
       arrays = {name: archive[name] for name in KINDS if name in archive.files}
+      for name, array in arrays.items():
+        if not isinstance(array, np.ndarray):  # numpy hands on what it is not
+          raise ValueError(f'{name} is not an array')
     except (
       ValueError,
       EOFError,

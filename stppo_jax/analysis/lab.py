@@ -21,6 +21,7 @@ import numpy as np
 from stppo_jax.analysis import frozen
 from stppo_jax.rl import advantages as advantages_lib
 from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.rl import blocks
 from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.rl import gradients as gradients_lib
 from stppo_jax.rl import losses
@@ -180,12 +181,10 @@ def build_estimator(options: Mapping) -> typing.Any:
   Raises:
     ValueError: every option that is wrong, one line each.
   """
-  problems = options_lib.check(
-    algorithm_lib.ADVANTAGE_BLOCKS, options, 'advantage'
-  )
+  problems = options_lib.check(blocks.ADVANTAGES, options, 'advantage')
   if problems:
     raise ValueError('\n'.join(problems))
-  return options_lib.build(algorithm_lib.ADVANTAGE_BLOCKS, options)
+  return options_lib.build(blocks.ADVANTAGES, options)
 
 
 def advantages_needs(
