@@ -26,7 +26,7 @@ _NAMES = {
     'verl: `adv_estimator=reinforce_plus_plus`.',
   ),
   'group_normalized': entry.Description(
-    f'A = (R - mean R) / (std R + epsilon) {_GROUPS}; std is unbiased',
+    f'A = (R - mean R) / (std R + epsilon) {_GROUPS};\nstd is unbiased',
     'GRPO, arXiv 2402.03300.',
     entry.CODE + ' That a group of one gives 0 is ours.',
     'Without a value model.',

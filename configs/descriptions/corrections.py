@@ -139,8 +139,8 @@ _LEVELS = {
     'verl: `rollout_is=token`.',
   ),
   'sequence': entry.Description(
-    f"{_K}: the product over the trajectory's policy tokens, of which the "
-    'log\n  is clipped to [-20, 20]',
+    f'{_K}: the product over the policy tokens of the\n'
+    'trajectory; log k is clipped to [-20, 20]',
     '—',
     entry.CODE,
     'The unbiased weight. Over long trajectories it is 0 or above any cap.',
