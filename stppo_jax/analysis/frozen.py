@@ -179,8 +179,10 @@ def select(
       found[name] = np.where(mask_BL, array, 0).astype(np.int32)
     elif name == 'group_ids_B':
       found[name] = _renumbered(array)
-    else:
+    elif name == 'state_ids_BL':
       found[name] = np.where(mask_BL, _renumbered(array) + 1, 0)
+    else:
+      found[name] = array.astype(np.int32)
   _raise_if(problems)
   return found
 

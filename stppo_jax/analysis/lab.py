@@ -244,8 +244,8 @@ def estimate(estimator: typing.Any, rollouts: frozen.Arrays) -> Estimate:
   """
   shape = rollouts['loss_mask_BL'].shape
   arrays = frozen.nonempty(rollouts)
-  if 'values_BL' in arrays:
-    arrays['old_values_BL'] = arrays.pop('values_BL')
+  if 'values_BL' in arrays and 'old_values_BL' not in arrays:
+    arrays['old_values_BL'] = arrays['values_BL']
   found, metrics = jax.device_get(
     _estimate(
       estimator,

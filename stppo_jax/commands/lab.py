@@ -157,8 +157,8 @@ def _compare(argv: Sequence[str]) -> int:
     }
     rollouts = _read(flags, lambda _: needs, lab.SCORE_USES)
     found = comparison.compare(rows, rollouts)
-  for name, metrics in found.rows.items():
-    _check_finite(metrics, f'{name}: ')
+  for metrics in found.rows.values():
+    _check_finite(flags, metrics)
   if 'json' in flags.switches:
     print(_json({'rows': found.rows, 'cosines': found.cosines}))
   else:
@@ -282,21 +282,21 @@ def _read(flags: configuration.Flags, needs, uses):
 
 def _tell(flags: configuration.Flags, found) -> int:
   """Writes the arrays where they are wanted, prints the metrics."""
-  _check_finite(found.metrics)
+  _check_finite(flags, found.metrics)
   if flags.values['out']:
     _save(flags.values['out'], found.arrays)
   print(_json(found.metrics))
   return 0
 
 
-def _check_finite(metrics, prefix: str = '') -> None:
-  _raise_if(
-    [
-      f'{prefix}{name} is {value}: too large a number for its precision'
-      for name, value in metrics.items()
-      if not math.isfinite(value)
-    ]
-  )
+def _check_finite(flags: configuration.Flags, metrics) -> None:
+  """What is computed from finite numbers may still be too large for them."""
+  names = [name for name, x in metrics.items() if not math.isfinite(x)]
+  if names:
+    kind = 'float64' if 'float64' in flags.switches else 'float32'
+    _raise_if(
+      [f'{", ".join(names)}: not finite in {kind}, for too large numbers']
+    )
 
 
 def _json(values) -> str:
