@@ -82,7 +82,7 @@ def collect(
   )
   annotated, _ = learner.annotate(packed, state, reference)
   batch = jax.device_get(annotated)
-  for rows in _minibatches(config, len(batch.lengths_B), step, num_updates):
+  for rows in minibatches(config, len(batch.lengths_B), step, num_updates):
     part = jax.tree.map(lambda x: x[rows], batch)
     state, _ = learner.update_epochs(state, part, step)
   arrays = _arrays(batch) | _updated(config, learner, state, batch)
@@ -128,7 +128,7 @@ def _newest(
   return step, state
 
 
-def _minibatches(
+def minibatches(
   config, num_rows: int, step: int, num_updates: int | None
 ) -> Iterator[np.ndarray]:
   """The row numbers of so many minibatches: those of the step of a run."""
