@@ -46,33 +46,42 @@ QUESTIONS = {
 }
 
 
-def rules() -> dict[str, Any]:
-  """Every option of a row to its rule; a name's block is not in the key.
-
-  The options of all blocks of a kind share their keys: `bounds.clip_low` is
-  that of both blocks that have one.
-  """
-  return dict(_rules(algorithm_lib.Algorithm, ''))
-
-
-def _rules(block: options.Block, prefix: str) -> Iterator[tuple[str, Any]]:
-  classes = block.values() if isinstance(block, dict) else [block]
-  for cls in dict.fromkeys(classes):
-    for field in dataclasses.fields(cls):
-      if 'block' in field.metadata:
-        yield from _rules(field.metadata['block'], f'{prefix}{field.name}.')
-      else:
-        yield f'{prefix}{field.name}', field.metadata['rule']
+def rules(row: Row) -> dict[str, Any]:
+  """Every option of a row to its rule."""
+  return dict(_rules(algorithm_lib.Algorithm, row, ''))
 
 
 def choices() -> dict[str, list[str]]:
-  """Every option that is a name, or names, to its choices."""
+  """Every option that is a name, or names, to its choices.
+
+  Blocks of one kind share their keys: `advantage.whiten` is of all estimators.
+  """
   found: dict[str, list[str]] = {}
-  for key, rule in _rules(algorithm_lib.Algorithm, ''):
+  for key, rule in _rules(algorithm_lib.Algorithm, None, ''):
     if hasattr(rule, 'names'):
       names = found.setdefault(key, [])
       names += [name for name in rule.names if name not in names]
   return found
+
+
+def _rules(
+  block: options.Block, values: Mapping[str, Any] | None, prefix: str
+) -> Iterator[tuple[str, Any]]:
+  """(key, rule) of the blocks that values name, of all blocks without."""
+  if not isinstance(block, dict):
+    classes = [block]
+  elif values is None:
+    classes = list(dict.fromkeys(block.values()))
+  else:
+    classes = [block[values['name']]]
+  for cls in classes:
+    for field in dataclasses.fields(cls):
+      key = f'{prefix}{field.name}'
+      if 'block' in field.metadata:
+        within = None if values is None else values[field.name]
+        yield from _rules(field.metadata['block'], within, f'{key}.')
+      else:
+        yield key, field.metadata['rule']
 
 
 def flatten(block: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
@@ -258,10 +267,10 @@ def _summary(rows):
 def _every_option(base):
   """Key, default and what is allowed."""
   lines = ['| option | default | allowed |', '| --- | --- | --- |']
-  known, names = rules(), choices()
+  known = rules(base)
   for key, value in flatten(base).items():
-    if key in names:
-      allowed = ', '.join(f'`{name}`' for name in names[key])
+    if hasattr(known[key], 'names'):
+      allowed = ', '.join(f'`{name}`' for name in known[key].names)
     else:
       allowed = known[key].problem(None).removeprefix('must be ')
     lines.append(f'| `{key}` | `{value}` | {allowed} |')

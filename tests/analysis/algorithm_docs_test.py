@@ -65,10 +65,9 @@ def test_every_row_has_a_description_and_the_other_way_round():
 
 
 def test_every_choice_has_a_description_and_the_other_way_round():
-  told = {key: set(texts) for key, texts in descriptions.CHOICES.items()}
-  there = algorithm_docs.choices()
-  assert told == {key: set(names) for key, names in there.items()}
-  assert list(algorithm_docs.QUESTIONS) == list(there)
+  told = {key: list(texts) for key, texts in descriptions.CHOICES.items()}
+  assert told == algorithm_docs.choices()
+  assert list(algorithm_docs.QUESTIONS) == list(algorithm_docs.choices())
 
 
 @pytest.mark.parametrize('missing', ['row', 'choice'])
@@ -134,11 +133,32 @@ def test_options_of_a_choice_are_those_of_the_table(kind):
       assert '**Options' not in entry
 
 
+def test_options_of_a_correction_are_those_of_the_table():
+  section = _FILE.read_text(encoding='utf-8').split('\n### correction.names\n')
+  section = section[1].split('\n### ')[0]
+  options = algorithms.ALGORITHMS['token_ppo']['correction']
+  for name in descriptions.CHOICES['correction.names']:
+    entry = _entry(f'`{name}`', section, '####')
+    assert _bullet('Options', entry) == _as_told(options[name])
+
+
 def test_every_default_is_that_of_the_table():
   table = _entry('Every option of `token_ppo`', heading='##')
   told = dict(re.findall(r'^\| `(\S+)` \| `(.*?)` \|', table, re.M))
   flat = algorithm_docs.flatten(algorithms.ALGORITHMS['token_ppo'])
   assert told == {key: str(value) for key, value in flat.items()}
+
+
+def test_what_is_allowed_is_the_rule_of_the_row_s_own_block():
+  row = copy.deepcopy(algorithms.ALGORITHMS['token_ppo'])
+  row['objective'] = algorithms.block('objective', 'dual_clip')
+  rules = algorithm_docs.rules(row)
+  assert list(rules) == list(algorithm_docs.flatten(row))
+  assert rules['objective.c'].problem(1.0) == 'must be a finite number > 1'
+  assert rules['advantage.whiten'].names == ('none', 'policy', 'all')
+  table = _entry('Every option of `token_ppo`', heading='##')
+  assert '| `bounds.clip_low` | `0.2` | a finite number >= 0 |' in table
+  assert '| `kl.controller` | `fixed` | `fixed`, `adaptive` |' in table
 
 
 def test_a_row_tells_what_differs():
@@ -147,10 +167,11 @@ def test_a_row_tells_what_differs():
   assert _bullet('Differs from `token_ppo`', _entry('`st_ppo`')) == (
     "`ratio.level=turn`, `correction.names=('clipping_bias',)`."
   )
-  bapo = _bullet('Differs from `token_ppo`', _entry('`bapo`'))
-  balanced = algorithms.BLOCKS['bounds']['balanced']
-  for key, value in balanced.items():
-    assert f'`bounds.{key}={value}`' in bapo
+  # Of another block all options, those too that are as in the first row.
+  for row, bounds in {'bapo': 'balanced', 'sspo': 'entropy_scaled'}.items():
+    told = _bullet('Differs from `token_ppo`', _entry(f'`{row}`'))
+    for key, value in algorithms.BLOCKS['bounds'][bounds].items():
+      assert f'`bounds.{key}={value}`' in told
   assert 'Differs' not in _entry('`token_ppo`')
   twice = dict(algorithms.ALGORITHMS, so_ppo=base)
   entry = _entry('`so_ppo`', _markdown(twice))
