@@ -8,6 +8,7 @@ CONFIG ?= configs/quickstart.py
 WORKDIR ?= runs/quickstart-$(ROW)-seed$(SEED)
 JOBS ?= 2
 ARGS ?=
+BENCH ?= .cache/bench
 
 # Huge pages on Linux spare a page fault every 4 KiB of a large CPU buffer;
 # compiled programs are kept for the next run.
@@ -19,7 +20,7 @@ RUNTIME := $(VENV)/.installed-runtime
 TESTING := $(VENV)/.installed-testing
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow lint lock
+.PHONY: help quickstart test test-slow lint docs lock
 
 help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) \
@@ -38,6 +39,21 @@ test-slow: $(TESTING)  ## the slow tests
 lint: $(TESTING)  ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+docs: $(RUNTIME)  ## docs/algorithms.md from the table
+	PYTHONPATH=. $(BIN)/python docs/make_algorithms.py
+
+bench: $(BENCH)/.installed  ## measure sums, losses and updates
+	$(BENCH)/bin/python -m benchmarks.turn_sums $(ARGS)
+	$(BENCH)/bin/python -m benchmarks.policy_loss $(ARGS)
+	$(BENCH)/bin/python -m benchmarks.update $(ARGS)
+
+# An environment of its own: with torch beside it, transformers is another.
+$(BENCH)/.installed: requirements.txt benchmarks/requirements.txt
+	$(PYTHON) -m venv $(BENCH)
+	$(BENCH)/bin/python -m pip install --quiet \
+	  --requirement requirements.txt --requirement benchmarks/requirements.txt
+	@touch $@
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -6,6 +6,7 @@ the machine does in the meantime falls on all cases alike, and the quotient of
 two cases is formed within a round.
 """
 
+import argparse
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ _WARM_CALLS = 2
 # Long enough that neither the clock nor the threads that another library left
 # spinning matter.
 SAMPLE_SECONDS = 0.05
+# Upper quartile / least of samples that cannot be trusted.
+_DISTURBED = 1.5
 _FLAGS = ('XLA_FLAGS', 'OMP_NUM_THREADS', 'GLIBC_TUNABLES', 'JAX_PLATFORMS')
 
 
@@ -106,6 +109,25 @@ def milliseconds(seconds: np.ndarray) -> str:
   return f'{middle:.2f} ({low:.2f}-{high:.2f})'
 
 
+def verdict(seconds: Mapping[Any, np.ndarray]) -> str:
+  """Whether the samples of each case agree; a line.
+
+  Other work on the machine does not fall on all alike after all: libraries
+  whose threads wait for each other in a loop become a hundred times slower
+  when there is no core for each of them.
+  """
+  disturbed = [
+    ' '.join(name) if isinstance(name, tuple) else name
+    for name, samples in seconds.items()
+    if np.quantile(samples, 0.75) > _DISTURBED * np.min(samples)
+  ]
+  if not disturbed:
+    return 'undisturbed'
+  return 'NOT A RESULT, the machine was busy: samples disagree of ' + ', '.join(
+    disturbed
+  )
+
+
 class Quotient(NamedTuple):
   """How many times as long as another case.
 
@@ -129,6 +151,26 @@ def quotient(above: np.ndarray, below: np.ndarray) -> Quotient:
   low, middle, high = np.quantile(above / below, (0.25, 0.5, 0.75))
   least = np.min(above) / np.min(below)
   return Quotient(*(float(x) for x in (middle, low, high, least)))
+
+
+def add_cores(parser: argparse.ArgumentParser) -> None:
+  """Adds the flag that `use_cores` obeys."""
+  parser.add_argument(
+    '--cores', type=int, default=0, help='how many to use; 0: all there are'
+  )
+
+
+def use_cores(count: int) -> int:
+  """Binds this process to some of its cores, before jax counts them.
+
+  Returns:
+    How many there are then.
+  """
+  cores = sorted(os.sched_getaffinity(0))
+  if count:
+    cores = cores[-count:]
+    os.sched_setaffinity(0, cores)
+  return len(cores)
 
 
 def environment(**versions: str) -> str:

@@ -117,7 +117,7 @@ def run(
   repeats: int,
   implementation: str = 'auto',
 ) -> str:
-  """The table, and the compile times below it.
+  """The table; below it compile times and whether it can be trusted.
 
   Raises:
     AssertionError: ours and torch disagree; nothing is timed then.
@@ -125,7 +125,7 @@ def run(
   batch, logprobs_BL, entropy_BL = batches.token_batch(
     rows=rows, length=length, num_turns=num_turns
   )
-  lines, compiling = [], []
+  lines, compiling, timed = [], [], {}
   for name, row in ROWS.items():
     data = (batch, logprobs_BL, entropy_BL, num_turns)
     ours, arguments = _ours(name, *data, implementation)
@@ -139,6 +139,7 @@ def run(
       _assert_parity(ours.program(*arguments), theirs(), f'{name} {form}')
       cases[form] = measure.Case(theirs)
     seconds = measure.interleave(cases, repeats=repeats)
+    timed |= {(name, form or 'plain'): x for form, x in seconds.items()}
     for form in forms:
       quotient = measure.quotient(seconds[form], seconds['ours'])
       lines.append(
@@ -152,8 +153,13 @@ def run(
           f'{row.goal:g}',
         )
       )
-  return (
-    measure.table(HEADER, lines) + '\n\ncompile, s: ' + ', '.join(compiling)
+  return '\n'.join(
+    (
+      measure.table(HEADER, lines),
+      '',
+      'compile, s: ' + ', '.join(compiling),
+      measure.verdict(timed),
+    )
   )
 
 
@@ -165,7 +171,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument('--turns', type=int, default=16)
   parser.add_argument('--repeats', type=int, default=9)
   parser.add_argument('--implementation', default='auto')
+  measure.add_cores(parser)
   flags = parser.parse_args(arguments)
+  cores = measure.use_cores(flags.cores)
+  torch.set_num_threads(cores)
   print(
     f'loss and gradient, float32 [{flags.rows}, {flags.length}], '
     f'{flags.turns} turns; ms: median (least-greatest) of {flags.repeats}, '

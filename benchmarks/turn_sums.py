@@ -129,7 +129,7 @@ def small_turn_error(form, ids_BL: np.ndarray, num_turns: int) -> float:
 
 
 def run(*, rows: int, length: int, num_turns: int, repeats: int) -> str:
-  """The table.
+  """The table, and whether it can be trusted.
 
   Raises:
     AssertionError: a form's sums are wrong; nothing is timed then.
@@ -189,7 +189,9 @@ def run(*, rows: int, length: int, num_turns: int, repeats: int) -> str:
     )
     for name in FORMS
   ]
-  return measure.table(HEADER, lines)
+  timed = dict(sums)
+  timed |= {f'{name} with gradient': gradients[name] for name in FORMS}
+  return measure.table(HEADER, lines) + '\n\n' + measure.verdict(timed)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -199,7 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument('--length', type=int, default=4096)
   parser.add_argument('--turns', type=int, default=16)
   parser.add_argument('--repeats', type=int, default=9)
+  measure.add_cores(parser)
   flags = parser.parse_args(arguments)
+  measure.use_cores(flags.cores)
   print(
     f'turn sums of float32 [{flags.rows}, {flags.length}], {flags.turns} '
     f'turns; median (least-greatest) of {flags.repeats}\n'

@@ -44,7 +44,7 @@ class Arguments:
 
   Attributes:
     config: complete and checked; locked, so that a new key is an error.
-    workdir: as given; it may not exist yet. None for commands without one.
+    workdir: as given; it may not exist yet. None where there is none.
     options: the command's own flags, each of the type of its default.
   """
 
@@ -64,7 +64,8 @@ def parse(
   Args:
     argv: flags without the program's and the command's name. A flag given
       twice counts as given last.
-    workdir: whether the command has (and then needs) `--workdir`.
+    workdir: whether the command needs `--workdir`; one that merely may have
+      it names it in `options`.
     options: name to default of the command's own flags; a flag's value must
       have the type of its default.
 
@@ -72,11 +73,12 @@ def parse(
     ConfigurationError: with all errors of flags, keys, values and rules.
   """
   options = dict(options or {})
-  known = ['config', *(['workdir'] if workdir else []), *options]
+  needed = ['config', *(['workdir'] if workdir else [])]
+  known = [*needed, *options]
   given = split(argv, known, overrides=True)
   flags, errors = given.values, list(given.errors)
-  for name in ('config', 'workdir'):
-    if name in known and not flags.get(name):
+  for name in needed:
+    if not flags.get(name):
       errors.append(f'--{name}: missing')
   for name in options:
     if name in flags:

@@ -1,5 +1,8 @@
 """The stop-watch itself."""
 
+import argparse
+import os
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -72,6 +75,14 @@ def test_quotients_are_formed_within_a_round():
   )
 
 
+def test_a_busy_machine_is_told():
+  calm, one_late = np.array([1, 1.1, 1.2, 1.1]), np.array([1, 1, 1, 1, 9])
+  assert measure.verdict({'a': calm, 'b': one_late}) == 'undisturbed'
+  busy = np.array([1, 1, 5, 9])
+  verdict = measure.verdict({'a': calm, ('b', 'c'): busy, 'd': busy})
+  assert verdict.startswith('NOT A RESULT') and verdict.endswith('of b c, d')
+
+
 def test_the_table_is_markdown():
   assert measure.table(('a', 'bcd'), [('efg', 'h')]).splitlines() == [
     '| a   | bcd |',
@@ -99,3 +110,16 @@ def test_batches_have_every_turn_in_order():
   # A turn takes a token even where a part is hardly longer than that.
   short = batches.turn_ids(np.random.default_rng(0), 2, 10, 4)
   assert all(set(row) == {0, 1, 2, 3, 4} for row in short)
+
+
+def test_cores_are_bound(monkeypatch):
+  bound = []
+  monkeypatch.setattr(os, 'sched_getaffinity', lambda pid: {2, 0, 5})
+  monkeypatch.setattr(
+    os, 'sched_setaffinity', lambda pid, cores: bound.append(list(cores))
+  )
+  parser = argparse.ArgumentParser()
+  measure.add_cores(parser)
+  assert measure.use_cores(parser.parse_args([]).cores) == 3 and not bound
+  assert measure.use_cores(parser.parse_args(['--cores=2']).cores) == 2
+  assert bound == [[2, 5]]

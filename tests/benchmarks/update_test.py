@@ -1,20 +1,29 @@
 """The benchmark of the update runs, on the shapes of the tests' runs."""
 
+import re
+
 import pytest
 
 from benchmarks import update
 from tests.training import runs
 
 
-@pytest.mark.slow
-def test_levels_start_equal_and_are_timed():
-  table = update.run(runs.config(), length=128, repeats=2)
-  assert [line.split('|')[1].strip() for line in table.splitlines()[2:]] == [
-    'token_ppo',
-    'turn_ppo',
-    'token_ppo again',
+def test_another_loss_is_not_parity():
+  metrics = [
+    {'actor/pg_loss': x, 'actor/entropy': 1.0, 'critic/vf_loss': 1.0}
+    for x in (1.0, 1.0 + 1e-8, 1.1)
   ]
-  # Another loss is not the same algorithm at a ratio of 1.
-  metrics = [{'actor/pg_loss': x} for x in (1.0, 1.1)]
+  update._assert_parity(metrics[:2])
   with pytest.raises(AssertionError, match='actor/pg_loss'):
     update._assert_parity(metrics)
+
+
+@pytest.mark.slow
+def test_levels_start_equal_and_are_timed():
+  told = update.run(runs.config(), length=128, repeats=2)
+  rows = re.findall(r'^\| (\w+_ppo) +\| (\w+) +\|', told, re.M)
+  assert rows == list(update.CASES)
+  assert re.search(
+    r'^turn_ppo / token_ppo: \d\.\d+ .*at most 1.01$', told, re.M
+  )
+  assert re.search(r'^second / first: \d\.\d+ ', told, re.M)

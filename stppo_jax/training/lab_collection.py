@@ -1,0 +1,175 @@
+"""One collection, annotated and then updated on, as arrays for the lab.
+
+B trajectories, L tokens. The policy plays, the trainer annotates, and some
+updates move the models, so that ratios differ from 1; then the whole
+collection is scored again with the models as they have become. What is
+collected, and with which random numbers, is what the step of a run would
+collect that starts from the same weights.
+"""
+
+from collections.abc import Iterator
+import contextlib
+import pathlib
+import sys
+
+import jax
+import numpy as np
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.analysis import frozen
+from stppo_jax.parallel import distributed
+from stppo_jax.parallel import sharding
+from stppo_jax.rollout import pack
+from stppo_jax.rollout import sentences
+from stppo_jax.training import assembly
+from stppo_jax.training import checkpoint
+from stppo_jax.training import collection
+from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import run_record
+from stppo_jax.training import state as state_lib
+
+# Of a `TokenBatch`, the ones that have another name in the file.
+_RENAMED = {'values_BL': 'old_values_BL'}
+
+
+def collect(
+  config, *, workdir: str | pathlib.Path | None, num_updates: int | None
+) -> dict[str, np.ndarray]:
+  """The arrays of `analysis.frozen`.
+
+  Values are there only if the row has a value model, ids of sentences and
+  states always.
+
+  Args:
+    config: of a run.
+    workdir: of a run whose newest checkpoint plays (it is not changed); None:
+      the start of the config.
+    num_updates: optimiser steps after annotating; None: as many as the step of
+      a run makes.
+
+  Raises:
+    Exceptions with an `exit_code`, see `loop.train`.
+  """
+  config = _with_start(config, workdir)
+  with assembly.build_surroundings(config) as surroundings:
+    with assembly.misconfigured():
+      tokenizer = assembly.build_tokenizer(config, surroundings.questions)
+      shape = assembly.build_model_config(config, tokenizer)
+      mesh = assembly.build_mesh(config)
+      learner = learner_lib.Learner(_one_epoch(config), shape, mesh)
+      state = learner.start()
+      reference = learner.reference()
+      collector, engine = assembly.build_collector(
+        config,
+        surroundings,
+        tokenizer,
+        learner.policy,
+        slots=config.rollout.trajectories_per_step,
+        group_size=config.rollout.group_size,
+      )
+    step = 0
+    if workdir is not None:
+      step, state = _newest(learner, state, workdir)
+    engine.publish(state.policy.params)
+    player = collection.StepCollector(
+      config, surroundings, collector, lambda text: print(text, file=sys.stderr)
+    )
+    trajectories, _ = player.collect(step)
+  packed = pack.pack(
+    trajectories,
+    length_bucket=config.rollout.length_bucket,
+    sentences=sentences.SentenceSplitter(tokenizer.token_bytes()),
+  )
+  annotated, _ = learner.annotate(packed, state, reference)
+  batch = jax.device_get(annotated)
+  for rows in minibatches(config, len(batch.lengths_B), step, num_updates):
+    part = jax.tree.map(lambda x: x[rows], batch)
+    state, _ = learner.update_epochs(state, part, step)
+  arrays = _arrays(batch) | _updated(config, learner, state, batch)
+  return {name: arrays[name] for name in frozen.KINDS if name in arrays}
+
+
+def _with_start(config, workdir):
+  """The config with the weights it starts from.
+
+  Raises:
+    Misconfigured: nobody has made them, or there is no such workdir.
+  """
+  if workdir is None:
+    if config.sft.before_training and not config.model.path:
+      raise assembly.Misconfigured(
+        '--workdir: missing; the start of this config is made by its run'
+      )
+    return config
+  if not pathlib.Path(workdir).is_dir():
+    raise assembly.Misconfigured(f'--workdir={workdir}: no such folder')
+  return run_record.with_start(config, pathlib.Path(workdir))
+
+
+def _one_epoch(config):
+  """For a learner that is handed one minibatch at a time."""
+  config = config.copy_and_resolve_references()
+  config.updates.num_epochs = 1
+  return config
+
+
+def _newest(
+  learner: learner_lib.Learner, state: state_lib.TrainState, workdir
+) -> tuple[int, state_lib.TrainState]:
+  """(steps done, state) of the newest checkpoint, or of the start."""
+  with contextlib.closing(
+    checkpoint.Checkpointer(workdir, read_only=True)
+  ) as saved:
+    found = saved.restore_latest(state)
+  if found is None:
+    return 0, state
+  step, state, host = found
+  learner.kl_coefficient = host['kl_coefficient']
+  return step, state
+
+
+def minibatches(
+  config, num_rows: int, step: int, num_updates: int | None
+) -> Iterator[np.ndarray]:
+  """The row numbers of so many minibatches: those of the step of a run."""
+  size = config.updates.minibatch_size
+  per_epoch = num_rows // size
+  if num_updates is None:
+    num_updates = config.updates.num_epochs * per_epoch
+  for number in range(num_updates):
+    epoch, place = divmod(number, per_epoch)
+    generator = np.random.default_rng((config.seed, step, epoch))
+    order = generator.permutation(num_rows)
+    yield order[place * size : (place + 1) * size]
+
+
+def _arrays(batch: batch_lib.TokenBatch) -> dict[str, np.ndarray]:
+  """The arrays of an annotated batch by the names of the file."""
+  named = {
+    _RENAMED[name] if name in _RENAMED else name: getattr(batch, name)
+    for name in batch.__dataclass_fields__
+  }
+  return {name: np.asarray(x) for name, x in named.items() if x is not None}
+
+
+def _updated(
+  config, learner: learner_lib.Learner, state: state_lib.TrainState, batch
+) -> dict[str, np.ndarray]:
+  """What the models of a state say of a batch."""
+  tokens_BL = distributed.from_local_rows(
+    batch.tokens_BL, sharding.batch_sharding(learner.mesh)
+  )
+
+  @jax.jit
+  def scores(state, tokens_BL):
+    logprobs_BL, entropy_BL = learner.policy.logprobs_and_entropy(
+      state.policy.params,
+      tokens_BL,
+      temperature=config.rollout.temperature,
+    )
+    found = {'logprobs_BL': logprobs_BL, 'entropy_BL': entropy_BL}
+    if learner.value is not None:
+      found['values_BL'] = learner.value.values(state.value.params, tokens_BL)
+    return found
+
+  return jax.device_get(scores(state, tokens_BL))

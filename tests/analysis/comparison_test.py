@@ -1,0 +1,110 @@
+"""Rows side by side: cosines, silence, and the table of them."""
+
+import jax
+import numpy as np
+import pytest
+
+from stppo_jax.analysis import comparison
+from stppo_jax.analysis import frozen
+from stppo_jax.analysis import lab
+from tests.analysis import rollout_arrays
+from tests.rl import batches
+
+_NAMES = ('token_ppo', 's_ppo', 'turn_ppo')
+
+
+@pytest.fixture(autouse=True)
+def _double_precision():
+  with jax.enable_x64(True):
+    yield
+
+
+def _rollouts(arrays):
+  needs = lab.score_needs(batches.algorithm('st_ppo'), entropy_coefficient=0.0)
+  return frozen.select(
+    arrays, dict.fromkeys(needs, 'it'), lab.SCORE_USES, dtype=np.float64
+  )
+
+
+def _compare(arrays, names=_NAMES):
+  rows = {name: batches.algorithm(name) for name in names}
+  return comparison.compare(rows, _rollouts(arrays))
+
+
+@pytest.fixture(scope='module')
+def compared():
+  with jax.enable_x64(True):
+    arrays, batch, logprobs, _ = rollout_arrays.arrays()
+    return _compare(arrays), arrays, batch, logprobs
+
+
+def test_cosines_are_those_of_the_gradients(compared):
+  found, arrays, _, _ = compared
+  gradients = {
+    name: lab.score(
+      batches.algorithm(name), _rollouts(arrays), entropy_coefficient=0.0
+    ).arrays['dloss_dlogprobs_BL']
+    for name in _NAMES
+  }
+  for a, x in gradients.items():
+    assert found.cosines[a][a] == pytest.approx(1, rel=1e-12)
+    for b, y in gradients.items():
+      expected = (x * y).sum() / np.sqrt((x**2).sum() * (y**2).sum())
+      assert found.cosines[a][b] == pytest.approx(expected, rel=1e-12)
+  assert found.cosines['token_ppo']['turn_ppo'] < 0.99
+  # A scale of all terms turns nothing.
+  assert found.cosines['token_ppo']['s_ppo'] == pytest.approx(1, rel=1e-12)
+
+
+def test_silence_is_an_advantage_without_a_gradient(compared):
+  found, _, batch, logprobs = compared
+  mask, advantages = batch.loss_mask_BL, batch.advantages_BL
+  ratio = np.exp(logprobs - batch.old_logprobs_BL)
+  cut = (ratio > 1.2) & (advantages > 0) | (ratio < 0.8) & (advantages < 0)
+  share = (cut & mask).sum() / mask.sum()
+  assert found.rows['token_ppo']['silenced'] == pytest.approx(share)
+  assert found.rows['token_ppo']['actor/pg_clipfrac'] == pytest.approx(share)
+  # A token that is cut still moves the ratio of those of its turn.
+  turn = found.rows['turn_ppo']
+  assert 0 < turn['silenced'] < turn['actor/pg_clipfrac']
+
+
+def test_a_token_without_advantage_is_not_silenced():
+  arrays, *_ = rollout_arrays.arrays()
+  arrays['advantages_BL'] = np.zeros_like(arrays['advantages_BL'])
+  found = _compare(arrays, ('token_ppo', 'turn_ppo'))
+  for a in found.rows:
+    assert found.rows[a]['silenced'] == found.rows[a]['actor/grad_norm'] == 0
+    assert set(found.cosines[a].values()) == {0.0}  # no direction, no NaN
+
+
+def test_the_smallest_gradients_have_a_direction():
+  arrays, *_ = rollout_arrays.arrays()
+  arrays['advantages_BL'] = arrays['advantages_BL'] * 1e-250
+  found = _compare(arrays, ('token_ppo', 'turn_ppo'))
+  assert found.cosines['turn_ppo']['turn_ppo'] == pytest.approx(1)
+
+
+def test_the_table_has_a_line_for_each_row_and_the_matrix(compared):
+  found, *_ = compared
+  upper, lower = comparison.table(found).split('\n\n')
+  head, *lines = (line.split() for line in upper.splitlines())
+  assert head == ['row', 'loss', 'grad', 'norm', 'cut', 'below', 'above'] + [
+    'silenced'
+  ]
+  for name, line in zip(_NAMES, lines):
+    metrics = found.rows[name]
+    band = 'turn' if name == 'turn_ppo' else 'token'
+    assert line == [
+      name,
+      f'{metrics["loss"]:.6g}',
+      f'{metrics["actor/grad_norm"]:.6g}',
+      f'{metrics["actor/pg_clipfrac"]:.2%}',
+      f'{metrics[f"clipfrac/{band}/low"]:.2%}',
+      f'{metrics[f"clipfrac/{band}/high"]:.2%}',
+      f'{metrics["silenced"]:.2%}',
+    ]
+  head, *lines = (line.split() for line in lower.splitlines())
+  assert head == ['cosine', *_NAMES]
+  for a, line in zip(_NAMES, lines, strict=True):
+    assert line == [a, *(f'{found.cosines[a][b]:.4f}' for b in _NAMES)]

@@ -1,0 +1,26 @@
+"""The random batches of tests/rl as a user's file has them."""
+
+import numpy as np
+
+from tests.rl import batches
+
+
+def arrays(seed=0, spread=0.4, poison=np.nan):
+  """(arrays by the names of a file, batch, logprobs, entropy).
+
+  The arrays have masks of integers, sparse ids, and poison wherever the loss
+  mask is false; the others do not.
+  """
+  batch, logprobs, entropy = batches.make(seed, spread)
+  mask = batch.loss_mask_BL
+  found = batches.fields(batch)
+  found['old_values_BL'] = found.pop('values_BL')
+  found |= {'logprobs_BL': logprobs, 'entropy_BL': entropy}
+  for name, x in found.items():
+    if name.endswith('_BL') and x.dtype.kind == 'f':
+      found[name] = batches.poison_array(x, mask, poison)
+  for name in ('turn_ids_BL', 'sentence_ids_BL'):
+    found[name] = np.where(mask, found[name], -7).astype(np.int64)
+  found['loss_mask_BL'] = mask.astype(np.uint8)
+  found['group_ids_B'] = found['group_ids_B'].astype(np.int64) * 2**40
+  return found, batch, logprobs, entropy

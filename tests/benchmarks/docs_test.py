@@ -1,0 +1,41 @@
+"""The page names every benchmark, and nothing that is not one."""
+
+import importlib
+import pathlib
+import re
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_PAGE = (_ROOT / 'docs' / 'benchmarks.md').read_text(encoding='utf-8')
+_MAKEFILE = (_ROOT / 'Makefile').read_text(encoding='utf-8')
+_MODULES = re.findall(r'^\| `python -m (benchmarks\.\w+)` \|', _PAGE, re.M)
+
+
+def test_page_makefile_and_folder_agree():
+  runnable = {
+    f'benchmarks.{path.stem}'
+    for path in (_ROOT / 'benchmarks').glob('*.py')
+    if '__main__' in path.read_text(encoding='utf-8')
+  }
+  assert len(_MODULES) == len(set(_MODULES)) and set(_MODULES) == runnable
+  assert re.findall(r'-m (benchmarks\.\w+) \$\(ARGS\)', _MAKEFILE) == _MODULES
+
+
+@pytest.mark.parametrize('name', _MODULES)
+def test_each_has_help_and_the_flag_of_the_page(name, capsys):
+  if name == 'benchmarks.policy_loss':
+    pytest.importorskip('torch', exc_type=ImportError)
+  main = importlib.import_module(name).main
+  with pytest.raises(SystemExit, match='^0$'):
+    main(['--help'])
+  told = capsys.readouterr().out
+  assert told.startswith(f'usage: python -m {name}') and '--cores' in told
+
+
+def test_a_benchmark_tells_where_and_what(capsys):
+  main = importlib.import_module('benchmarks.turn_sums').main
+  main(['--rows=2', '--length=64', '--turns=2', '--repeats=2'])
+  told = capsys.readouterr().out
+  assert 'float32 [2, 64], 2 turns' in told and 'jax ' in told
+  assert told.rstrip().splitlines()[-1].startswith(('undist', 'NOT A RESULT'))

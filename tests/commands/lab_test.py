@@ -1,0 +1,421 @@
+"""`lab` as users call it: four commands, their files, and every error."""
+
+import json
+import math
+import re
+import shlex
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from stppo_jax import __main__
+from stppo_jax.analysis import frozen
+from tests.analysis import rollout_arrays
+from tests.rl import batches
+from tests.rl import loss_twin
+from tests.training import runs
+
+_TAU = 'correction.clipping_bias.tau'
+_PAGE = (runs.REPO / 'docs' / 'lab.md').read_text(encoding='utf-8')
+
+
+@pytest.fixture(scope='module')
+def file(tmp_path_factory):
+  """A file of any origin."""
+  arrays, *_ = rollout_arrays.arrays()
+  path = tmp_path_factory.mktemp('file') / 'F.npz'
+  np.savez(path, notes=np.zeros(3), **arrays)
+  return path
+
+
+def _lab(*flags):
+  return __main__.main(['lab', *map(str, flags)])
+
+
+def _metrics(capsys, *flags):
+  code = _lab(*flags)
+  out, err = capsys.readouterr()
+  assert (code, err, out.count('\n')) == (0, '', 1), err
+
+  def refuse(constant):
+    raise AssertionError(constant)
+
+  return json.loads(out, parse_constant=refuse)
+
+
+def _error(capsys, *flags):
+  assert _lab(*flags) == 2
+  out, err = capsys.readouterr()
+  assert out == '' and err.count('\n') == 1, err
+  return err
+
+
+def _arrays(path):
+  with np.load(path, allow_pickle=False) as archive:
+    return dict(archive)
+
+
+def test_score_is_the_twin(file, tmp_path, capsys):
+  _, batch, logprobs, entropy = rollout_arrays.arrays()
+  out = tmp_path / 'O.npz'
+  metrics = _metrics(
+    capsys, 'score', '--batch', file, '--row=st_ppo', '--float64',
+    '--set', f'{_TAU}=1.1', '--set=ratio.gradient=token',
+    '--set', 'bounds.clip_low=0.1', f'--out={out}',
+  )  # fmt: skip
+  row = batches.row_of(
+    'st_ppo',
+    correction__clipping_bias__tau=1.1,
+    ratio__gradient='token',
+    bounds__clip_low=0.1,
+  )
+  twin = loss_twin.policy_loss(row, logprobs, entropy, batch, 0.0)
+  assert metrics['loss'] == pytest.approx(twin.loss, rel=1e-12)
+  found = _arrays(out)
+  assert found.keys() == {
+    'loss',
+    'dloss_dlogprobs_BL',
+    'ratio_BL',
+    'weights_BL',
+    'clipped_BL',
+  }
+  assert found['loss'] == metrics['loss']
+  assert found['dloss_dlogprobs_BL'].dtype == np.float64
+  np.testing.assert_array_equal(found['clipped_BL'], twin.cut)
+  np.testing.assert_allclose(found['weights_BL'], twin.scales, rtol=1e-12)
+  assert metrics['actor/entropy'] == pytest.approx(
+    entropy[batch.loss_mask_BL].mean()
+  )
+  for level in ('token', 'turn', 'sentence', 'sequence'):
+    assert metrics[f'ratio/{level}/ess'] <= 1
+  assert {'stab/rho', 'actor/pg_clipfrac', 'mismatch/k3'} <= metrics.keys()
+
+
+def test_an_infinite_tau_and_single_precision(file, tmp_path, capsys):
+  corrected = _metrics(
+    capsys, 'score', f'--batch={file}', '--row=st_ppo', f'--set={_TAU}=inf',
+    f'--out={tmp_path}/a',
+  )  # fmt: skip
+  plain = _metrics(
+    capsys, 'score', f'--batch={file}', '--row=turn_ppo', f'--out={tmp_path}/b'
+  )
+  assert corrected == pytest.approx(plain, rel=1e-6, abs=1e-7)
+  a, b = _arrays(tmp_path / 'a'), _arrays(tmp_path / 'b')
+  assert a['dloss_dlogprobs_BL'].dtype == np.float32
+  for name in a:
+    np.testing.assert_allclose(a[name], b[name], rtol=1e-6)
+
+
+def test_an_entropy_bonus_is_in_the_loss(file, capsys):
+  flags = 'score', f'--batch={file}', '--row=st_ppo', '--float64'
+  without = _metrics(capsys, *flags)
+  bonus = _metrics(capsys, *flags, '--entropy_coefficient', '0.25')
+  lower = without['loss'] - 0.25 * without['actor/entropy']
+  assert bonus['loss'] == pytest.approx(lower)
+
+
+def test_a_block_brings_its_options(file, capsys):
+  metrics = _metrics(
+    capsys, 'score', f'--batch={file}', '--row=token_ppo',
+    '--set=bounds.positive_share=0.99', '--set=bounds.name=balanced',
+    '--set=correction.names=("tis", "icepop")', '--set=kl.where=nowhere',
+  )  # fmt: skip
+  assert metrics['bounds/high'] == pytest.approx(3.0)
+
+
+def test_advantages_by_hand(tmp_path, capsys):
+  arrays = {
+    'turn_ids_BL': np.array([[0, 1, 0, 2, 2, 0]]),
+    'loss_mask_BL': np.array([[0, 1, 0, 1, 1, 0]]),
+    'rewards_BL': np.array([[9.0, 0, 9, 0, 1, 9]]),
+    'values_BL': np.array([[9.0, 0.5, np.nan, 0.25, 0, 9]]),
+  }
+  np.savez(tmp_path / 'F.npz', **arrays)
+  metrics = _metrics(
+    capsys, 'advantages', f'--batch={tmp_path}/F.npz', '--estimator', 'gae',
+    '--set', 'gamma=1', '--set', 'lambda_=0.5', '--set', 'whiten=none',
+    '--out', tmp_path / 'A.npz', '--float64',
+  )  # fmt: skip
+  # delta = 0.25 - 0.5, 0 - 0.25, 1 - 0
+  third, second = 1.0, -0.25 + 0.5 * 1.0
+  first = -0.25 + 0.5 * second
+  found = _arrays(tmp_path / 'A.npz')
+  assert found.keys() == {'advantages_BL', 'returns_BL', 'value_mask_BL'}
+  assert found['advantages_BL'].tolist() == [[0, first, 0, second, third, 0]]
+  returns = [0, first + 0.5, 0, second + 0.25, third, 0]
+  assert found['returns_BL'].tolist() == [returns]
+  assert metrics['advantages/max'] == 1 and metrics['returns/min'] == 0.375
+  spread = np.std([first, second, third], ddof=1)
+  assert metrics['advantages/std'] == pytest.approx(spread)
+
+
+def test_compare_as_a_table_and_as_json(file, capsys):
+  names = ['turn_ppo', 'st_ppo']
+  rows = '--rows=turn_ppo,st_ppo,turn_ppo'
+  found = _metrics(capsys, 'compare', f'--batch={file}', rows, '--json')
+  assert list(found['rows']) == names
+  for a in names:
+    assert found['rows'][a].keys() >= {'loss', 'actor/grad_norm', 'stab/rho'}
+    assert 0 <= found['rows'][a]['silenced'] < 1
+    for b in names:  # the scale of all terms turns nothing
+      assert found['cosines'][a][b] == pytest.approx(1, abs=1e-6)
+  assert _lab('compare', f'--batch={file}', rows) == 0
+  out, err = capsys.readouterr()
+  assert err == ''
+  assert [line.split()[0] for line in out.splitlines()[1:3]] == names
+  assert f'{found["rows"]["st_ppo"]["silenced"]:.2%}' in out
+
+
+def test_what_the_page_says_is_true(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'configs').symlink_to(runs.REPO / 'configs')
+  (block,) = re.findall(r'```text\n(.*?)```', _PAGE, re.DOTALL)
+  lines = [shlex.split(line) for line in block.splitlines()]
+  # The last of equal flags counts.
+  small = {
+    'collect': runs.flags()[1:],
+    'score': [],
+    'advantages': [],
+    'compare': ['--rows=st_ppo'],  # whose program is there already
+  }
+  assert [words[4] for words in lines] == list(small)
+  for words in lines:
+    assert words[:4] == ['python', '-m', 'stppo_jax', 'lab']
+    assert __main__.main([*words[3:], *small[words[4]]]) == 0
+    out, err = capsys.readouterr()
+    assert err == ''
+    if words[4] == 'collect':
+      mask = _arrays('F.npz')['loss_mask_BL']
+      assert re.fullmatch(
+        rf'F.npz: 16 rows, \d+ tokens, {mask.sum()} policy tokens\n', out
+      )
+    if words[4] == 'score':
+      assert 0.5 < json.loads(out)['ratio/token/min'] < 1
+  (example,) = re.findall(r'```python\n(.*?)```', _PAGE, re.DOTALL)
+  done = subprocess.run(
+    [sys.executable, '-c', example], capture_output=True, text=True
+  )
+  assert done.stderr == '' and done.stdout.startswith('turn 1: ')
+  table = re.findall(r'^\| `(\w+_BL?)` \| ', _PAGE, re.MULTILINE)
+  assert sorted(table) == sorted(frozen.KINDS)
+
+
+@pytest.mark.parametrize(
+  ('flags', 'expected'),
+  [
+    ([], 'lab: no command; choices: collect, score, advantages, compare'),
+    (['scor'], 'lab scor: unknown command; did you mean score? choices: '),
+    (['score', '--row=st_ppo'], '--batch: missing'),
+    (['score', '--batch=F'], '--row: missing'),
+    (['score', '--batch=F', '--row='], '--row: missing'),
+    (['score', '--batch=F', '--row=st_pp'], '--row=st_pp: unknown row; did yo'),
+    (['score', '--batch=F', '--row=st_ppo', '--sett=a'], '--sett=a: unknown f'),
+    (['score', '--batch=F', '--row=st_ppo', 'x'], 'x: not a flag'),
+    (['score', '--batch=F', '--row=st_ppo', '--set'], '--set: has no value'),
+    (
+      ['score', '--batch=F', '--row=st_ppo', '--float64=1'],
+      '--float64=1: takes no value',
+    ),
+    (
+      ['score', '--batch=F', '--row=st_ppo', '--entropy_coefficient=nan'],
+      '--entropy_coefficient=nan: must be a finite number',
+    ),
+    (
+      ['score', '--batch=F', '--row=st_ppo', '--out=absent/O.npz'],
+      '--out=absent/O.npz: a folder, or in a folder that does not exist',
+    ),
+    (
+      ['score', '--batch=F', '--row=st_ppo', '--out=./F'],
+      '--out=./F: is the file of --batch',
+    ),
+    (['advantages', '--batch=F', '--estimator=gea'], 'did you mean gae? choic'),
+    (
+      ['compare', '--batch=F', '--rows=st_ppo,st_pp'],
+      '--rows=st_pp: unknown r',
+    ),
+    (['compare', '--batch=F'], '--rows: missing'),
+    (['collect', '--out=F'], '--config: missing'),
+    (['collect', *runs.flags()], '--out: missing'),
+    (
+      ['collect', *runs.flags(), '--out=F', '--updates=-1'],
+      '--updates=-1: mus',
+    ),
+    (
+      ['collect', *runs.flags(), '--out=F', '--updates=x'],
+      '--updates=x: must ',
+    ),
+    (
+      ['collect', *runs.flags(), '--out=F', '--workdir=absent'],
+      '--workdir=absent: no such folder',
+    ),
+    (['collect', *runs.flags('st_pp'), '--out=F'], 'unknown algorithm row'),
+  ],
+)
+def test_a_wrong_flag_is_one_line_and_2(capsys, flags, expected):
+  assert expected in _error(capsys, *flags)
+
+
+@pytest.mark.parametrize(
+  ('change', 'expected'),
+  [
+    ('correction.clipping_bias.tauu=5', "no key 'tauu' in config.algorithm.co"),
+    ('tau=5', "no key 'tau' in config.algorithm; "),
+    ('correction.clipping_bias.tau=high', 'expected a number (float)'),
+    ('correction.clipping_bias.tau=nan', 'expected a number (float)'),
+    ('correction.clipping_bias.tau=0', 'tau=0.0: must be a number > 0'),
+    ('correction.names=("tiss",)', 'must be a tuple of any of clipping_bias'),
+    ('correction=tis', 'a block, not a value; set one of its keys: '),
+    ('ratio.level=word', "level='word': must be one of token, turn, sente"),
+    ('bounds.name=adaptive', "name='adaptive': must be one of fixed, entropy"),
+    ('bounds.low=0.6', "no key 'low' in config.algorithm.bounds; "),
+    ('objective.c=2', "no key 'c' in config.algorithm.objective; choices: na"),
+    ('ratio.level', '--set ratio.level: expected KEY=VALUE'),
+  ],
+)
+def test_a_wrong_option_is_one_line_and_2(file, capsys, change, expected):
+  flags = 'score', f'--batch={file}', '--row=st_ppo'
+  line = _error(capsys, *flags, '--set', change)
+  assert line.startswith('--set') and expected in line
+  assert _error(capsys, *flags, f'--set={change}') == line
+
+
+@pytest.mark.parametrize(
+  ('change', 'expected'),
+  [
+    ('gama=1', "no key 'gama' in config.algorithm.advantage; did you mean gam"),
+    ('gamma=2', 'advantage.gamma=2.0: must be a finite number >= 0 and <= 1'),
+    ('whiten=some', "advantage.whiten='some': must be one of none, policy"),
+    ('steps=word', "advantage.steps='word': must be one of token, turn"),
+    ('whiten=all', "must be none or policy when observation_tokens is 'skip"),
+  ],
+)
+def test_a_wrong_option_of_an_estimator_too(file, capsys, change, expected):
+  line = _error(
+    capsys, 'advantages', f'--batch={file}', '--estimator=gae', '--set', change
+  )
+  assert line.startswith('--set') and expected in line
+
+
+def _without(name):
+  return lambda arrays: arrays.pop(name)
+
+
+def _broken(name, value, number=0):
+  def change(arrays):
+    slot = tuple(np.argwhere(arrays['loss_mask_BL'])[number])
+    arrays[name][slot] = value
+
+  return change
+
+
+def _short(arrays):
+  arrays['advantages_BL'] = arrays['advantages_BL'][:, :-1]
+
+
+@pytest.mark.parametrize(
+  ('flags', 'change', 'expected'),
+  [
+    (['--row=st_ppo'], _without('logprobs_BL'), 'lacks logprobs_BL, which st'),
+    (['--row=sspo'], _without('entropy_BL'), 'lacks entropy_BL, which sspo re'),
+    (['--row=minirl'], _without('sampler_logprobs_BL'), 'lacks sampler_logpro'),
+    (
+      ['--row=st_ppo', '--set=kl.where=loss'],
+      _without('ref_logprobs_BL'),
+      'lacks ref_logprobs_BL, which st_ppo reads',
+    ),
+    (['--row=st_ppo'], _short, 'advantages_BL has shape (6, 15), expected (6'),
+    (
+      ['--row=st_ppo'],
+      _broken('advantages_BL', math.nan),
+      'advantages_BL: not finite in float32; 1 slots, the first at [0, ',
+    ),
+    (
+      ['--row=st_ppo'],
+      _broken('turn_ids_BL', 0),
+      'turn_ids_BL: must be in 1..',
+    ),
+    (
+      ['--row=st_ppo'],
+      _broken('advantages_BL', 3e38),
+      'stab/norm_clipped: not finite in float32, for too large numbers',
+    ),
+  ],
+)
+def test_a_wrong_file_is_one_line_and_2(
+  tmp_path, capsys, flags, change, expected
+):
+  arrays, *_ = rollout_arrays.arrays()
+  change(arrays)
+  np.savez(tmp_path / 'F.npz', **arrays)
+  line = _error(capsys, 'score', f'--batch={tmp_path}/F.npz', *flags)
+  assert expected in line
+  assert f'--batch={tmp_path}/F.npz: ' in line or 'float32, for' in line
+
+
+def test_compare_names_the_row_that_lacks_an_array(tmp_path, capsys):
+  arrays, *_ = rollout_arrays.arrays()
+  del arrays['sentence_ids_BL']
+  np.savez(tmp_path / 'F.npz', **arrays)
+  rows = '--rows=token_ppo,sspo'
+  line = _error(capsys, 'compare', f'--batch={tmp_path}/F.npz', rows)
+  assert 'lacks sentence_ids_BL, which sspo reads' in line
+
+
+@pytest.mark.parametrize(
+  ('name', 'lacks'),
+  [
+    ('gae', 'old_values_BL'),
+    ('group_centered', 'group_ids_B'),
+    ('gigpo', 'state_ids_BL'),
+    ('monte_carlo', 'rewards_BL'),
+  ],
+)
+def test_an_estimator_names_what_it_lacks(tmp_path, capsys, name, lacks):
+  arrays, *_ = rollout_arrays.arrays()
+  np.savez(
+    tmp_path / 'F.npz', **{n: x for n, x in arrays.items() if n != lacks}
+  )
+  line = _error(
+    capsys, 'advantages', f'--batch={tmp_path}/F.npz', f'--estimator={name}'
+  )
+  assert f'lacks {lacks}, which {name} reads' in line
+
+
+def test_what_is_no_file_is_one_line_and_2(tmp_path, capsys):
+  (tmp_path / 'text').write_text('no archive', encoding='utf-8')
+  for path, expected in (
+    (tmp_path / 'absent', 'No such file or directory'),
+    (tmp_path, 'Is a directory'),
+    (tmp_path / 'text', 'not a sound npz file'),
+  ):
+    for flags in (
+      ('score', '--row=st_ppo'),
+      ('advantages', '--estimator=gae'),
+      ('compare', '--rows=st_ppo'),
+    ):
+      line = _error(capsys, *flags, f'--batch={path}')
+      assert line.startswith(f'--batch={path}: {expected}')
+
+
+def test_it_computes_on_cpu_and_says_how(tmp_path):
+  environment = {'JAX_PLATFORMS': 'tpu', 'PATH': ''}
+  arrays, *_ = rollout_arrays.arrays()
+  np.savez(tmp_path / 'F.npz', **arrays)
+  done = subprocess.run(
+    [
+      sys.executable, '-m', 'stppo_jax', 'lab', 'score',
+      f'--batch={tmp_path}/F.npz', '--row', 'token_ppo',
+    ],
+    env=environment, cwd=runs.REPO, capture_output=True, text=True,
+  )  # fmt: skip
+  assert (done.returncode, done.stderr) == (0, '')
+  assert math.isfinite(json.loads(done.stdout)['loss'])
+
+
+def test_help_names_every_command_and_row_of_flags(capsys):
+  assert _lab('score', '--help') == 0
+  out, _ = capsys.readouterr()
+  for name in ('collect', 'score', 'advantages', 'compare'):
+    assert f'python -m stppo_jax lab {name} --' in out

@@ -1,0 +1,52 @@
+"""The metrics of the sampler's mismatch, by hand and against plain numpy."""
+
+import jax
+import numpy as np
+import pytest
+
+from stppo_jax.rl import mismatch_metrics
+from tests.rl import batches
+
+_measure = jax.jit(mismatch_metrics.measure)
+
+
+def test_by_hand():
+  old = np.log([[0.5, 0.2, 0.9], [0.4, 0.1, 0.1]])
+  sampler = np.log([[0.25, 0.4, 0.1], [0.4, 0.1, 0.1]])
+  mask = np.array([[True, True, False], [True, False, False]])
+  found = _measure(old, sampler, mask)  # k = 2, 1/2, 1
+  expected = {
+    'mismatch/logprob_abs_diff': np.log(2),
+    'mismatch/k3': (2 - 1 - np.log(2) + 0.5 - 1 + np.log(2) + 0) / 3,
+    'mismatch/weight_raw_mean': 3.5 / 3,
+    'mismatch/weight_raw_max': 2,
+    'mismatch/sequence_weight_raw_max': 1,
+    'mismatch/ess': 3.5**2 / (3 * 5.25),
+  }
+  assert found.keys() == expected.keys()
+  for name, value in expected.items():
+    assert found[name] == pytest.approx(value, rel=1e-12), name
+
+
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+def test_what_is_off_the_mask_does_not_count(value):
+  batch, *_ = batches.make()
+  mask = batch.loss_mask_BL
+  clean = _measure(batch.old_logprobs_BL, batch.sampler_logprobs_BL, mask)
+  poisoned = _measure(
+    batches.poison_array(batch.old_logprobs_BL, mask, value),
+    batches.poison_array(batch.sampler_logprobs_BL, mask, value),
+    mask,
+  )
+  assert clean == poisoned
+  log_k = (batch.old_logprobs_BL - batch.sampler_logprobs_BL)[mask]
+  assert clean['mismatch/k3'] == pytest.approx(
+    (np.exp(log_k) - 1 - log_k).mean()
+  )
+
+
+def test_without_a_token_all_are_0():
+  batch, *_ = batches.make()
+  none = np.zeros_like(batch.loss_mask_BL)
+  found = _measure(batch.old_logprobs_BL, batch.sampler_logprobs_BL, none)
+  assert set(float(x) for x in found.values()) == {0.0}
