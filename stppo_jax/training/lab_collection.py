@@ -70,7 +70,7 @@ def collect(
     step = 0
     if workdir is not None:
       step, state = _newest(learner, state, workdir)
-    engine.publish(state.policy.params)
+    engine.publish(state.policy.params, 0)
     player = collection.StepCollector(
       config, surroundings, collector, lambda text: print(text, file=sys.stderr)
     )
