@@ -7,8 +7,8 @@ keys and values stay through all turns of a dialogue: nothing is computed
 twice.
 
 Every program works on all slots (`rows_A=None`: no copy of the cache is made)
-or on the slots `rows_A`, which are taken out and put back. A row of `rows_A` that
-is S or more stands for none.
+or on the slots `rows_A`, which are taken out and put back. A row of `rows_A`
+that is S or more stands for none.
 """
 
 import dataclasses
