@@ -1,0 +1,202 @@
+"""Whole dialogues against `transformers` `generate`, greedy, token by token.
+
+The numbers were made by golden/make_dialogues.py, which plays each dialogue on
+its own and computes it anew for every turn; here rows share slots, chunks and
+calls, and the retriever answers in another order than it was asked.
+"""
+
+import asyncio
+import functools
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from stppo_jax import types
+from stppo_jax.envs import protocol
+from stppo_jax.models import functional
+from stppo_jax.models import load_hf
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.rollout import collect
+from stppo_jax.rollout import event_loop
+from stppo_jax.sampling import engine as engine_lib
+from stppo_jax.sampling import sampler
+from stppo_jax.sampling import stops
+from tests.golden import make_dialogues as golden
+
+_SCRIPTS = golden.scripts()
+
+
+class _Numbers:
+  """Text is ids in decimal: what is decoded is what was written."""
+
+  def encode_text(self, text):
+    return np.array([int(word) for word in text.split()], np.int32)
+
+  encode_prompt = encode_text
+
+  def decode(self, ids):
+    return ' '.join(map(str, ids))
+
+
+class _Scripted:
+  """Answers what the script says, out of order; question n is script n.
+
+  Attributes:
+    texts: what the policy wrote, by question.
+  """
+
+  max_turns = max(len(script.observations) for script in _SCRIPTS)
+
+  def __init__(self):
+    self._random = random.Random(0)
+    self.texts = {}
+
+  def prompt(self, question):
+    return _text(_SCRIPTS[int(question.id)].prompt)
+
+  async def step(self, question, turn_index, text):
+    self.texts.setdefault(int(question.id), []).append(text)
+    observations = _SCRIPTS[int(question.id)].observations
+    if turn_index == len(observations):
+      return protocol.Step('answer', None, types.TrajectoryStatus.COMPLETED)
+    await asyncio.sleep(self._random.uniform(0, 0.01))
+    body = _text(observations[turn_index])
+    return protocol.Step('search', protocol.Observation('', body, ''), None)
+
+  def rewards(self, question, prompt, texts, status):
+    return {}, {}
+
+
+def _text(ids):
+  return ' '.join(map(str, ids))
+
+
+@functools.cache
+def _policy(name):
+  config = load_hf.read_config(
+    golden.HERE / name, dtype='float32', remat='none', scan_unroll=1
+  )
+  params = load_hf.read_params(golden.HERE / name, config)
+  scale = lambda path, x: (
+    x * np.float32(golden.SCALE) if path[-1].key == 'kernel' else x
+  )
+  return (
+    functional.Model(config, 'vocabulary'),
+    jax.tree_util.tree_map_with_path(scale, params),
+  )
+
+
+@functools.cache
+def _engine(name, **options):
+  model, params = _policy(name)
+  engine = engine_lib.Engine(
+    model,
+    mesh=mesh_lib.make_mesh(
+      data=1, fsdp=1, tensor=1, devices=jax.devices()[:1]
+    ),
+    automaton=stops.build(
+      golden.TOKENS, stop_strings=golden.STOP_STRINGS, eos_id=golden.EOS
+    ),
+    max_length=golden.MAX_LENGTH,
+    sampling=sampler.Sampling(temperature=1.0),
+    **options,
+  )
+  engine.publish(params, 0)
+  return engine
+
+
+def _collect(engine, limit):
+  """The parts of each dialogue, and what the environment was shown."""
+  environment = _Scripted()
+  questions = [
+    types.Question(str(n), '', (), 'scripted') for n in range(len(_SCRIPTS))
+  ]
+  with event_loop.EventLoop() as loop:
+    trajectories = collect.Collector(
+      engine=engine,
+      environment=environment,
+      tokenizer=_Numbers(),
+      loop=loop,
+      max_turn_tokens=limit,
+      max_observation_tokens=golden.MAX_LENGTH,
+    ).collect(
+      questions,
+      jax.random.split(jax.random.key(0), len(questions)),
+      greedy=True,
+    )
+  rows = []
+  for trajectory in trajectories:
+    parts = [trajectory.prompt_ids]
+    for turn in trajectory.turns:
+      parts += [turn.token_ids, turn.observation_ids]
+    rows.append(parts[:-1])  # nothing follows the last turn
+    assert not len(parts[-1])
+  return rows, environment.texts
+
+
+def _lists(rows):
+  return [[ids.tolist() for ids in parts] for parts in rows]
+
+
+def _assert_same(rows, texts, expected):
+  for n, (parts, wanted) in enumerate(
+    zip(_lists(rows), _lists(expected), strict=True)
+  ):
+    assert parts == wanted, f'row {n}'
+    assert texts[n] == [_text(ids) for ids in wanted[1::2]]
+
+
+_ENGINES = {
+  # Waves of four slots, all of them in every call.
+  'waves': dict(
+    slots=4, extend_chunk=64, decode_chunk=5, lookahead=1, deterministic=True
+  ),
+  # One wave that all rows fit into, and nothing is started ahead.
+  'one wave': dict(
+    slots=12, extend_chunk=37, decode_chunk=16, lookahead=0, deterministic=True
+  ),
+  # Slots are refilled, programs run on the rows at work.
+  'refilled': dict(
+    slots=4, extend_chunk=50, decode_chunk=3, lookahead=2, deterministic=False
+  ),
+}
+
+
+@pytest.mark.parametrize('engine', _ENGINES)
+@pytest.mark.parametrize('name', golden.MODELS)
+def test_dialogues_equal_those_of_generate(name, engine):
+  for limit in golden.LIMITS:
+    rows, texts = _collect(_engine(name, **_ENGINES[engine]), limit)
+    _assert_same(rows, texts, golden.read(name, limit))
+
+
+def test_the_dialogues_have_everything_in_them():
+  ends, turns, told, prompts, room = set(), set(), set(), set(), set()
+  for name in golden.MODELS:
+    for limit in golden.LIMITS:
+      for script, parts in zip(_SCRIPTS, golden.read(name, limit), strict=True):
+        prompts.add(len(parts[0]))
+        told.update(len(ids) for ids in parts[2::2])
+        turns.add(len(parts[2::2]))
+        for turn in parts[1::2]:
+          assert 1 <= len(turn) <= limit
+          # Nothing is written behind a stop, and nothing stops too early.
+          assert not golden.is_over(turn[:-1])
+          over = golden.is_over(turn)
+          assert over or len(turn) == limit
+          ends.add('eos' if golden.EOS in turn else over)
+        room.add(len(parts) == 2 * len(script.observations) + 2)
+  assert ends == {True, False, 'eos'}  # a stop string, the limit, eos
+  assert room == {True, False}  # some rows are full before the script ends
+  assert turns == {0, 1, 2, 3, 4}
+  assert {3, 300} <= prompts and {0, 200} <= told
+
+
+def test_the_stored_dialogues_are_those_of_this_transformers():
+  pytest.importorskip('torch', exc_type=ImportError)
+  (name, _), limit = golden.MODELS, golden.LIMITS[0]
+  model = golden.load_model(name)
+  played = [golden.play(model, script, limit) for script in _SCRIPTS]
+  assert _lists(played) == _lists(golden.read(name, limit))
