@@ -117,6 +117,14 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'top_p': 1.0,
         'min_p': 0.0,
         'slots': 0,  # dialogues decoded together; 0 = trajectories_per_step
+        'engine': 'local',  # local | remote: a server that others run
+        'remote': {  # docs/engines.md
+          'url': '',  # of vLLM, SGLang or sampling/completions_server.py
+          'model': '',  # name under which the server knows the model
+          'timeout': 300.0,  # seconds per turn, and for it to be ready
+          'retries': 4,  # per turn, beyond the first attempt
+          'concurrency': 256,  # turns asked for at once
+        },
         # True: the same bits whenever the retriever answers; a slot is used
         # once per wave. False: slots are refilled at once, and only the rows
         # at work are computed: faster, the same to rounding.
@@ -126,12 +134,23 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'lookahead': 1,  # chunks started before the last one is looked at
         'length_bucket': 256,  # batches are padded to a multiple of this
         'min_valid_fraction': 0.5,  # below it, no update happens
+        # Step n is collected with the policy after n - steps_ahead steps,
+        # while the ones before it are learned from; 0 = with the newest.
+        'steps_ahead': 0,
+        # Largest difference of engine and trainer in the log-probability of a
+        # token that is rounding: beyond it, a run ends at its first step. For
+        # float32; bfloat16 needs a larger one; 0 = no limit.
+        'mismatch_limit': 1e-4,
       },
       'updates': {
         'minibatch_size': 256,  # trajectories per optimiser step
         'num_epochs': 1,  # passes over one collected batch
         'microbatch_size': 0,  # trajectories per forward; 0 = minibatch
         'remat': 'none',  # none | full: recompute layers in the backward
+        # Whose log-probabilities the ratio divides by: those of the policy
+        # that sampled (the ratio holds the staleness), or of the one about to
+        # be updated (a mismatch correction's weight holds it).
+        'old_policy': 'sampled',  # sampled | current
       },
       'policy_optimizer': {
         'learning_rate': 1e-6,

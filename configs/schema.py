@@ -111,15 +111,22 @@ RULES: Mapping[str, Rule] = {
   'rollout.top_p': Rule(lambda x: 0 < x <= 1, 'in (0, 1]'),
   'rollout.min_p': Rule(lambda x: 0 <= x < 1, 'in [0, 1)'),
   'rollout.slots': _NOT_NEGATIVE,
+  'rollout.engine': _one_of('local', 'remote'),
+  'rollout.remote.timeout': _POSITIVE,
+  'rollout.remote.retries': _NOT_NEGATIVE,
+  'rollout.remote.concurrency': _POSITIVE,
   'rollout.decode_chunk': _POSITIVE,
   'rollout.lookahead': _NOT_NEGATIVE,
   'rollout.extend_chunk': _POSITIVE,
   'rollout.length_bucket': _POSITIVE,
   'rollout.min_valid_fraction': _FRACTION,
+  'rollout.steps_ahead': _NOT_NEGATIVE,
+  'rollout.mismatch_limit': _NOT_NEGATIVE,
   'updates.minibatch_size': _POSITIVE,
   'updates.num_epochs': _POSITIVE,
   'updates.microbatch_size': _NOT_NEGATIVE,
   'updates.remat': _one_of('none', 'full'),
+  'updates.old_policy': _one_of('sampled', 'current'),
   **{f'policy_optimizer.{key}': rule for key, rule in _OPTIMIZER.items()},
   **{f'value_optimizer.{key}': rule for key, rule in _OPTIMIZER.items()},
   'loss.entropy_coefficient': _NOT_NEGATIVE,
@@ -279,6 +286,11 @@ def _resampling(rounds, group_size) -> Iterator[str]:
     )
 
 
+def _served(engine, url, model) -> Iterator[str]:
+  if engine == 'remote' and not (url and model):
+    yield 'rollout.engine=remote: rollout.remote.url and .model must be set'
+
+
 def _template(path) -> Iterator[str]:
   if not path:
     return
@@ -325,6 +337,7 @@ _RELATIONS = (
   (('env.max_turn_tokens', 'env.max_length'), _turn_fits),
   (('rollout.resample_rounds', 'rollout.group_size'), _resampling),
   (('env.prompt_template',), _template),
+  (('rollout.engine', 'rollout.remote.url', 'rollout.remote.model'), _served),
   (
     (
       'data.name',

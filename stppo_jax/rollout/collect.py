@@ -38,12 +38,15 @@ class Written(Protocol):
 
   token_ids: np.ndarray
   logprobs: np.ndarray
-  drawn_logprobs: np.ndarray
+  drawn_logprobs: np.ndarray | None  # where that is not known
   stopped: bool
 
 
 class Engine(Protocol):
-  """See `sampling.engine.Engine`."""
+  """See `sampling.engine.Engine`.
+
+  A polled row without a turn (None) was failed by the engine's infrastructure.
+  """
 
   max_length: int
   version: int
@@ -58,7 +61,7 @@ class Engine(Protocol):
     max_turn_tokens: int,
     greedy: bool,
   ) -> None: ...
-  def poll(self) -> Mapping[int, Written]: ...
+  def poll(self) -> Mapping[int, Written | None]: ...
   def remaining(self, row: int) -> int: ...
   def resume(self, row: int, token_ids: np.ndarray) -> None: ...
   def close(self, row: int) -> None: ...
@@ -146,7 +149,9 @@ class Collector:
         for future in self._answered(asked):
           turn = asked.pop(future)
           playing -= self._go_on(turn, rows[turn.row], future.result())
-        asked |= self._ask(rows, self._engine.poll())
+        ended = self._engine.poll()
+        asked |= self._ask(rows, {n: w for n, w in ended.items() if w})
+        playing -= self._give_up(rows, [n for n, w in ended.items() if not w])
     finally:
       for future in asked:  # of an interrupted collection
         future.cancel()
@@ -177,6 +182,13 @@ class Collector:
       )
     turns = [_Asked(number, written) for number, written in ended.items()]
     return dict(zip(self._loop.submit(steps), turns, strict=True))
+
+  def _give_up(self, rows: Sequence[_Row], failed: Sequence[int]) -> int:
+    """Closes rows whose turn the engine failed; how many."""
+    for number in failed:
+      rows[number].status = Status.INFRA_ERROR
+      self._engine.close(number)
+    return len(failed)
 
   def _go_on(self, turn: _Asked, row: _Row, step: protocol.Step) -> bool:
     """Closes a turn with its answer; whether the trajectory ends with it."""

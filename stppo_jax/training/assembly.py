@@ -27,7 +27,9 @@ from stppo_jax.retrieval import server
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import sentences
+from stppo_jax.sampling import completions_client
 from stppo_jax.sampling import engine as engine_lib
+from stppo_jax.sampling import remote
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from stppo_jax.sampling import tokenizer as tokenizer_lib
@@ -267,26 +269,38 @@ def build_collector(
   *,
   slots: int,
   group_size: int = 1,
-) -> tuple[collect.Collector, engine_lib.Engine]:
-  """A collector and its engine; publish weights to the engine before use."""
+) -> tuple[collect.Collector, engine_lib.Engine | remote.RemoteEngine]:
+  """A collector and its engine; publish weights to the engine before use.
+
+  Raises:
+    EngineUnreachable, EngineUnsuited: of `rollout.engine='remote'`.
+  """
   rollout = config.rollout
-  engine = engine_lib.Engine(
-    policy,
-    mesh=build_mesh(config, local=True),
-    automaton=stops.build(tokenizer.token_bytes(), eos_id=tokenizer.eos_id),
-    slots=slots,
-    max_length=config.env.max_length,
-    sampling=sampler.Sampling(
+  options = {
+    'automaton': stops.build(tokenizer.token_bytes(), eos_id=tokenizer.eos_id),
+    'max_length': config.env.max_length,
+    'sampling': sampler.Sampling(
       temperature=rollout.temperature,
       top_k=rollout.top_k,
       top_p=rollout.top_p,
       min_p=rollout.min_p,
     ),
-    extend_chunk=rollout.extend_chunk,
-    decode_chunk=rollout.decode_chunk,
-    lookahead=rollout.lookahead,
-    deterministic=rollout.deterministic,
-  )
+  }
+  if rollout.engine == 'remote':
+    engine = _build_remote(
+      config, surroundings.loop, policy, eos_id=tokenizer.eos_id, **options
+    )
+  else:
+    engine = engine_lib.Engine(
+      policy,
+      mesh=build_mesh(config, local=True),
+      slots=slots,
+      extend_chunk=rollout.extend_chunk,
+      decode_chunk=rollout.decode_chunk,
+      lookahead=rollout.lookahead,
+      deterministic=rollout.deterministic,
+      **options,
+    )
   collector = collect.Collector(
     engine=engine,
     environment=surroundings.environment,
@@ -297,6 +311,24 @@ def build_collector(
     group_size=group_size,
   )
   return collector, engine
+
+
+def _build_remote(
+  config, loop: event_loop.EventLoop, policy: functional.Model, **options
+) -> remote.RemoteEngine:
+  served = config.rollout.remote
+  client = completions_client.Client(
+    loop, served.url, timeout=served.timeout, retries=served.retries
+  )
+  return remote.RemoteEngine(
+    client,
+    loop=loop,
+    model=served.model,
+    shape=policy.config,
+    stop_strings=stops.STOP_STRINGS,
+    concurrency=served.concurrency,
+    **options,
+  )
 
 
 def build_sentences(
