@@ -1,0 +1,182 @@
+"""A tiny engine, and dialogues played on it with an environment that dawdles.
+
+One tiny vocabulary: a stop string that comes up by chance every few tokens,
+an end of sequence, and two padding ids that no tokenizer knows.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.sampling import engine as engine_lib
+from stppo_jax.sampling import sampler
+from stppo_jax.sampling import stops
+from tests.models import tiny
+
+TOKENS = (b'a', b'b', b'c', b'ba', b'cb', b'd', b'e', b'f', b'eos')
+EOS = 8
+MODEL = tiny.model()  # 11 ids: two more than tokens
+PARAMS = tiny.params(MODEL)
+MAX_LENGTH = 40
+TEMPERATURE = 1.3
+
+
+def mesh(devices: int = 1) -> jax.sharding.Mesh:
+  """Devices that cut nothing but rows."""
+  return mesh_lib.make_mesh(
+    data=-1, fsdp=1, tensor=1, devices=jax.devices()[:devices]
+  )
+
+
+@functools.cache
+def engine(
+  *,
+  devices: int = 1,
+  slots: int = 4,
+  extend_chunk: int = 4,
+  decode_chunk: int = 3,
+  lookahead: int = 1,
+  deterministic: bool = True,
+  top_k: int = 0,
+) -> engine_lib.Engine:
+  """One engine for all tests that want the same, weights published."""
+  made = engine_lib.Engine(
+    MODEL,
+    mesh=mesh(devices),
+    automaton=stops.build(TOKENS, stop_strings=('ab',), eos_id=EOS),
+    slots=slots,
+    max_length=MAX_LENGTH,
+    sampling=sampler.Sampling(temperature=TEMPERATURE, top_k=top_k),
+    extend_chunk=extend_chunk,
+    decode_chunk=decode_chunk,
+    lookahead=lookahead,
+    deterministic=deterministic,
+  )
+  made.publish(PARAMS, 0)
+  return made
+
+
+def keys(count: int, seed: int = 0) -> jax.Array:
+  """A key for each row."""
+  return jax.random.split(jax.random.key(seed), count)
+
+
+def ids(seed: int, count: int) -> np.ndarray:
+  """Tokens that do not end the sequence."""
+  rng = np.random.default_rng(seed)
+  return rng.integers(0, EOS, count).astype(np.int32)
+
+
+def prompts(count: int) -> list[np.ndarray]:
+  """Of 2 to 10 tokens: up to three calls of `extend`."""
+  return [ids(n, 2 + 5 * n % 9) for n in range(count)]
+
+
+def stops_at(written: Sequence[int]) -> bool:
+  """Whether a turn is over, read from its text."""
+  text = b''.join(TOKENS[n] for n in written if n < len(TOKENS))
+  return b'ab' in text or EOS in written
+
+
+@dataclasses.dataclass
+class Dialogue:
+  """All tokens of a row; log-probs are 0 where they were told to it.
+
+  Attributes:
+    spans: first token of each turn, and the one after its last.
+  """
+
+  tokens: list[int]
+  logprobs: list[float]
+  drawn_logprobs: list[float]
+  spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+  def tell(self, token_ids: np.ndarray) -> None:
+    self.tokens += token_ids.tolist()
+    self.logprobs += [0.0] * len(token_ids)
+    self.drawn_logprobs += [0.0] * len(token_ids)
+
+  def write(self, written: engine_lib.Written) -> None:
+    start = len(self.tokens)
+    self.tokens += written.token_ids.tolist()
+    self.logprobs += written.logprobs.tolist()
+    self.drawn_logprobs += written.drawn_logprobs.tolist()
+    self.spans.append((start, len(self.tokens)))
+
+
+def play(
+  engine: engine_lib.Engine,
+  prompts: Sequence[np.ndarray | None],
+  row_keys: jax.Array,
+  *,
+  group_size: int = 1,
+  greedy: bool = False,
+  max_turn_tokens: int = 5,
+  delays: int | None = None,
+  who: Sequence[int] | None = None,
+) -> Mapping[int, Dialogue]:
+  """Dialogues of one to three turns, with observations of 0 to 5 tokens.
+
+  Args:
+    engine: where.
+    prompts: see `Engine.begin`.
+    row_keys: likewise.
+    group_size: likewise.
+    greedy: likewise.
+    max_turn_tokens: likewise.
+    delays: seed of the polls that each observation takes; None = all come at
+      once.
+    who: number of each row that decides what it is told; its own otherwise.
+  """
+  engine.begin(
+    prompts,
+    row_keys,
+    group_size=group_size,
+    max_turn_tokens=max_turn_tokens,
+    greedy=greedy,
+  )
+  dawdle = np.random.default_rng(delays)
+  rows = [n for n in range(len(prompts) * group_size)]
+  rows = [n for n in rows if prompts[n // group_size] is not None]
+  who = who if who is not None else range(len(prompts) * group_size)
+  dialogues = {n: Dialogue([], [], []) for n in rows}
+  for n in rows:
+    dialogues[n].tell(prompts[n // group_size])
+  due: dict[int, int] = {}  # polls that a row still waits
+  left = set(rows)
+  while left:
+    due = {n: wait - 1 for n, wait in due.items()}
+    now = [n for n, wait in due.items() if wait < 0]
+    if not engine.busy and not now:
+      now = [min(due, key=due.get)]
+    for n in now:
+      del due[n]
+      turn = len(dialogues[n].spans)
+      told = ids(100 * who[n] + turn, (who[n] + turn) % 6)
+      if turn > who[n] % 3 or len(told) >= engine.remaining(n):
+        engine.close(n)
+        left.remove(n)
+      else:
+        engine.resume(n, told)
+        dialogues[n].tell(told)
+    for n, written in engine.poll().items():
+      dialogues[n].write(written)
+      assert engine.remaining(n) == MAX_LENGTH - len(dialogues[n].tokens)
+      due[n] = 0 if delays is None else int(dawdle.integers(8))
+  assert not engine.busy and not engine.poll()
+  return dialogues
+
+
+def assert_same(one: Dialogue, other: Dialogue) -> None:
+  """The same tokens; log-probs to 1e-5, as other shapes sum in other orders."""
+  assert one.tokens == other.tokens
+  assert one.spans == other.spans
+  for name in ('logprobs', 'drawn_logprobs'):
+    np.testing.assert_allclose(
+      getattr(one, name), getattr(other, name), atol=1e-5
+    )
