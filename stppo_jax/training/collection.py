@@ -67,7 +67,9 @@ class StepCollector:
     metrics = trajectory_metrics.measure(_rows(groups))
     metrics |= trajectory_metrics.measure_groups(groups)
     metrics |= self._replace_idle(groups, step)
-    return _rows(groups), metrics | retriever.statistics()
+    rows = _rows(groups)
+    metrics |= trajectory_metrics.measure_staleness(rows, step)
+    return rows, metrics | retriever.statistics()
 
   def _replace_idle(self, groups: Groups, step: int) -> dict[str, float]:
     """Replaces groups without variance, in place; how many, in what rounds."""

@@ -8,6 +8,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax import batch as batch_lib
@@ -63,6 +64,10 @@ class Learner:
     self._layout = sharding.param_shardings(
       jax.eval_shape(self._fresh(random)), mesh
     )
+    self._copy = jax.jit(
+      lambda params: jax.tree.map(jnp.copy, params),
+      out_shardings=self._layout.policy.params,
+    )
     updates = config.updates
     rows = updates.minibatch_size
     models = {'policy': self.policy, 'value': self.value}
@@ -99,6 +104,15 @@ class Learner:
     )
     make = self._fresh(make_policy)
     return jax.jit(make, out_shardings=self._layout)()
+
+  def saved_form(self, state: state_lib.TrainState) -> state_lib.TrainState:
+    """A tree like those in the checkpoints of the run, to restore one."""
+    published = (state.policy.params,) * self._config.rollout.steps_ahead
+    return dataclasses.replace(state, published=published)
+
+  def copy_policy(self, state: state_lib.TrainState) -> functional.Params:
+    """The policy's weights, for longer than until the next update."""
+    return self._copy(state.policy.params)
 
   def reference(self) -> functional.Params:
     """The frozen reference: its own directory, or the start of the run."""
@@ -143,10 +157,11 @@ class Learner:
     packed: batch_lib.TokenBatch,
     state: state_lib.TrainState,
     reference: functional.Params,
+    old: functional.Params | None = None,
   ) -> tuple[batch_lib.TokenBatch, dict[str, Any]]:
     """See `annotate.annotate`; the batch comes as numpy arrays."""
     batch = distributed.from_local_rows(packed, self._rows)
-    return self._annotate(batch, state, reference, self._algorithm)
+    return self._annotate(batch, state, reference, self._algorithm, old)
 
   def update_epochs(
     self,

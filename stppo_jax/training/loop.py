@@ -1,20 +1,21 @@
-"""The loop: collect, pack, annotate, update, publish, write.
+"""The loop: publish, collect, pack, annotate, update, write.
 
     for step in range(first_step, num_steps):
+      publish the policy, k steps old where steps are collected ahead
       trajectories = collect(questions of the step, keys of the step)
       batch        = annotate(pack(trajectories))
       state        = update on every minibatch of every epoch
-      publish, write, evaluate, checkpoint
+      write, evaluate, checkpoint
 
 Everything a step does is a function of (config, seed, step, state), so the
 same command resumes from the last checkpoint as if nothing had happened.
 """
 
 import contextlib
+import dataclasses
 import json
 import pathlib
 import sys
-import time
 
 import jax
 
@@ -23,6 +24,8 @@ from stppo_jax.analysis import plots
 from stppo_jax.models import export_hf
 from stppo_jax.retrieval import protocol
 from stppo_jax.rollout import pack
+from stppo_jax.training import agreement
+from stppo_jax.training import ahead
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint
 from stppo_jax.training import collection
@@ -30,6 +33,7 @@ from stppo_jax.training import evaluation
 from stppo_jax.training import interruption
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import run_record
+from stppo_jax.training import timing
 from stppo_jax.training import trajectory_metrics
 from stppo_jax.training import writer as writer_lib
 
@@ -42,7 +46,8 @@ def train(config, workdir: str | pathlib.Path) -> int:
 
   Raises:
     Exceptions with an `exit_code`: a config that does not fit its files,
-    devices or workdir (2), corrupt checkpoints (3), a retriever out of reach
+    devices or workdir, or an engine that plays another policy than the one
+    that is trained (2), corrupt checkpoints (3), a retriever out of reach
     or a checkpoint that cannot be saved (75).
   """
   workdir = pathlib.Path(workdir)
@@ -88,7 +93,7 @@ def evaluate(config, workdir: str | pathlib.Path) -> int:
       learner = learner_lib.Learner(config, shape, assembly.build_mesh(config))
       state = learner.start()
     saved = checkpoint.Checkpointer(workdir, read_only=True)
-    found = saved.restore_latest(state)
+    found = saved.restore_latest(learner.saved_form(state))
     saved.close()
     done, state = found[:2] if found else (0, state)
     evaluator = evaluation.Evaluator(
@@ -114,14 +119,6 @@ class _Run:
       self._learner = learner_lib.Learner(config, shape, mesh)
       self._state = self._learner.start()
       self._reference = self._learner.reference()
-      collector, self._engine = assembly.build_collector(
-        config,
-        surroundings,
-        self._tokenizer,
-        self._learner.policy,
-        slots=config.rollout.slots or config.rollout.trajectories_per_step,
-        group_size=config.rollout.group_size,
-      )
       self._sentences = assembly.build_sentences(config, self._tokenizer)
     self._evaluator = evaluation.Evaluator(
       config, surroundings, self._tokenizer, self._learner.policy
@@ -135,9 +132,8 @@ class _Run:
       tensorboard=config.writer.tensorboard,
       trajectories=config.writer.trajectories,
     )
-    self._collector = collection.StepCollector(
-      config, surroundings, collector, self._writer.show
-    )
+    with assembly.misconfigured():
+      self._ahead = self._build_ahead(mesh)
     self._evaluates = config.evaluate.every > 0 and bool(
       surroundings.questions.evaluation(config.evaluate.num_questions)
     )
@@ -146,11 +142,42 @@ class _Run:
     self._unwritten: tuple[dict, list] | None = None
     self._save_seconds = 0.0
 
+  def _build_ahead(self, mesh: jax.sharding.Mesh) -> ahead.AheadCollector:
+    """What collects: on another thread where that pays and is safe."""
+    config, surroundings = self._config, self._surroundings
+    rollout, loop = config.rollout, None
+    devices = max(mesh.size, assembly.build_mesh(config, local=True).size)
+    if rollout.steps_ahead and devices == 1:
+      loop = ahead.StoppableLoop(surroundings.loop)
+      surroundings = dataclasses.replace(surroundings, loop=loop)
+    collector, engine = assembly.build_collector(
+      config,
+      surroundings,
+      self._tokenizer,
+      self._learner.policy,
+      slots=rollout.slots or rollout.trajectories_per_step,
+      group_size=rollout.group_size,
+    )
+    player = collection.StepCollector(
+      config, surroundings, collector, self._writer.show
+    )
+    return ahead.AheadCollector(
+      player.collect,
+      engine.publish,
+      steps_ahead=rollout.steps_ahead,
+      num_steps=config.num_steps,
+      loop=loop,
+    )
+
   def resume(self) -> None:
     """Goes to the newest checkpoint, and forgets what was written after it."""
-    found = self._checkpointer.restore_latest(self._state)
+    found = self._checkpointer.restore_latest(
+      self._learner.saved_form(self._state)
+    )
     if found is not None:
-      self._done, self._state, host = found
+      self._done, saved, host = found
+      self._state = dataclasses.replace(saved, published=())
+      self._ahead.restore(self._done, saved.published)
       self._learner.kl_coefficient = host['kl_coefficient']
       if 'unwritten' in host:
         self._unwritten = json.loads(host['unwritten'])
@@ -159,13 +186,13 @@ class _Run:
     self._writer.truncate_after(self._done - again)
 
   def close(self) -> None:
-    """Ends the display and releases the files."""
+    """Ends collecting and the display, and releases the files."""
+    self._ahead.close()
     self._writer.close()
     self._checkpointer.close()
 
   def play(self, interrupt: interruption.Interruption) -> int:
     """Plays the remaining steps; the exit code."""
-    self._engine.publish(self._state.policy.params, self._done)
     try:
       if self._done == 0 and self._config.evaluate.every:
         with interrupt.abandonable():
@@ -190,37 +217,53 @@ class _Run:
   def _step(self, interrupt: interruption.Interruption) -> None:
     """One step. Interrupted while collecting, it has not happened."""
     config, step = self._config, self._done
-    timer = _Timer()
+    timer = timing.Timer()
     with interrupt.abandonable():
-      trajectories, metrics = self._collector.collect(step)
-    timer.lap('collect')
+      self._offer()
+      collected = self._ahead.take(step)
+    timer.lap('wait')
+    trajectories, metrics = collected.trajectories, collected.metrics
     packed = pack.pack(
       trajectories,
       length_bucket=config.rollout.length_bucket,
       sentences=self._sentences,
     )
+    old = None
+    if config.rollout.steps_ahead and config.updates.old_policy == 'sampled':
+      old = self._ahead.policy(step)
     batch, annotations = self._learner.annotate(
-      packed, self._state, self._reference
+      packed, self._state, self._reference, old
     )
     metrics |= {k: float(v) for k, v in jax.device_get(annotations).items()}
+    if step == 0:  # later ones are of other weights, if collected ahead
+      agreement.check(metrics, limit=config.rollout.mismatch_limit)
     timer.lap('annotate')
     self._state, report = self._learner.update_epochs(self._state, batch, step)
     self._done += 1
-    self._engine.publish(self._state.policy.params, self._done)
     timer.lap('update')
     self._learner.adapt_kl(
       metrics['critic/kl_per_trajectory'],
       num_trajectories=int(packed.loss_mask_BL.any(axis=1).sum()),
     )
     metrics |= report | timer.laps
+    metrics['timing_s/collect'] = collected.seconds
     metrics['timing_s/step'] = sum(timer.laps.values())
-    metrics |= _speed(packed, metrics, config.updates.num_epochs)
+    metrics |= timing.speed(
+      packed, metrics, num_epochs=config.updates.num_epochs
+    )
     # The save follows the line it belongs to: its time stands in the next one.
     metrics['timing_s/checkpoint'] = self._save_seconds
     self._save_seconds = 0.0
     kept = max(config.writer.trajectories, config.writer.samples)
     self._unwritten = metrics, self._records(trajectories[:kept])
     self._conclude(interrupt)
+
+  def _offer(self) -> None:
+    """Lets collections begin that wait for the policy of now."""
+    params = self._state.policy.params
+    if self._config.rollout.steps_ahead:
+      params = self._learner.copy_policy(self._state)
+    self._ahead.offer(self._done, params)
 
   def _conclude(self, interrupt: interruption.Interruption) -> None:
     """Evaluates, writes and saves an updated step.
@@ -230,7 +273,7 @@ class _Run:
     """
     metrics, records = self._unwritten
     if self._due(self._config.evaluate.every):
-      timer = _Timer()
+      timer = timing.Timer()
       with interrupt.abandonable():
         metrics = metrics | self._evaluate()
       timer.lap('evaluate')
@@ -244,13 +287,15 @@ class _Run:
     if not self._evaluates:
       self._show(f'step {self._done}', self._samples(records))
     # Last: killed in between, the lines are written again, never missing.
-    timer = _Timer()
+    timer = timing.Timer()
     self._save()
     timer.lap('checkpoint')
     self._save_seconds = timer.laps['timing_s/checkpoint']
 
   def _evaluate(self) -> dict[str, float]:
     """Greedy scores of the fixed questions; shows a few of the dialogues."""
+    # The retriever's statistics are of one or the other.
+    self._ahead.settle()
     scores, trajectories = self._evaluator.run(self._state.policy.params)
     records = self._records(self._samples(trajectories))
     self._show(f'evaluation after step {self._done}', records)
@@ -278,7 +323,9 @@ class _Run:
     if self._unwritten is not None:
       # Text, because a metric may be nan and a manifest may not.
       host['unwritten'] = json.dumps(self._unwritten)
-    self._checkpointer.save(self._done, self._state, host)
+    published = self._ahead.published(self._done, self._state.policy.params)
+    state = dataclasses.replace(self._state, published=published)
+    self._checkpointer.save(self._done, state, host)
 
   def _finish(self) -> None:
     """The files a person opens first, and where they are."""
@@ -295,30 +342,3 @@ class _Run:
       f'dialogues: {self._workdir}/trajectories-*.jsonl\n'
       f'policy (Hugging Face format): {policy}'
     )
-
-
-class _Timer:
-  """Seconds since the last lap, by name."""
-
-  def __init__(self):
-    self._last = time.monotonic()
-    self.laps = {}
-
-  def lap(self, name: str) -> None:
-    now = time.monotonic()
-    self.laps[f'timing_s/{name}'] = now - self._last
-    self._last = now
-
-
-def _speed(packed, metrics, num_epochs: int) -> dict[str, float]:
-  """Tokens per second: of the step, of writing, of updating."""
-  tokens = float(packed.lengths_B.sum())
-  written = float((packed.turn_ids_BL > 0).sum())
-  phases = ('collect', 'annotate', 'update')
-  return {
-    'perf/throughput': tokens / sum(metrics[f'timing_s/{p}'] for p in phases),
-    'perf/collect_tokens_per_second': written / metrics['timing_s/collect'],
-    'perf/update_tokens_per_second': (
-      tokens * num_epochs / metrics['timing_s/update']
-    ),
-  }

@@ -19,7 +19,15 @@ from stppo_jax.training import sft
 
 # How long a run lasts, what is looked at and kept, where it computes and whom
 # it asks: none of these changes what the steps done so far were meant to be.
-_FREE = ('num_steps', 'evaluate', 'checkpoint', 'writer', 'retrieval', 'mesh')
+_FREE = (
+  'num_steps',
+  'evaluate',
+  'checkpoint',
+  'writer',
+  'retrieval',
+  'mesh',
+  'rollout.mismatch_limit',
+)
 # A run has begun when it has left one of these; before that, a config that
 # turned out wrong (weights that do not fit, say) may be corrected.
 _PRODUCTS = ('start', 'metrics.jsonl', 'checkpoints/*')
@@ -108,7 +116,7 @@ def _differences(config, recorded, workdir) -> list[str]:
     f'{key}={ours.get(key, _ABSENT)}: the run in {workdir} was started with '
     f'{theirs.get(key, _ABSENT)}'
     for key in sorted(ours.keys() | theirs.keys())
-    if key.partition('.')[0] not in _FREE
+    if not f'{key}.'.startswith(tuple(f'{free}.' for free in _FREE))
     and (key not in ours or key not in theirs or ours[key] != theirs[key])
   ]
 

@@ -37,10 +37,13 @@ class TrainState:
   Attributes:
     policy: the policy.
     value: the value model; None where the advantages need none.
+    published: in a checkpoint, the weights of earlier policies that steps to
+      come are collected with, see `ahead`; no update knows of them.
   """
 
   policy: ModelState
   value: ModelState | None
+  published: tuple[functional.Params, ...] = ()
 
 
 def fresh(

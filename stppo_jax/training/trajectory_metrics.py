@@ -36,6 +36,14 @@ def measure_groups(
   return {'rollout/zero_variance_groups': _mean(idle)}
 
 
+def measure_staleness(
+  trajectories: Sequence[types.Trajectory], step: int
+) -> dict[str, float]:
+  """By how many steps the policies that wrote are behind the step's own."""
+  behind = [step - trajectory.version for trajectory in trajectories]
+  return {'rollout/staleness': _mean(behind)}
+
+
 def measure(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
   """Rewards, scores, lengths, turns, actions and statuses of a collection.
 
@@ -71,6 +79,15 @@ def measure(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
     metrics[f'train/em/{data_set}'] = _mean(
       [t.scores['em'] for t in valid if t.question.data_set == data_set]
     )
+  truncated = [
+    turn.drawn_logprobs - turn.sampler_logprobs
+    for t in valid
+    for turn in t.turns
+    if turn.drawn_logprobs is not None
+  ]
+  if truncated:
+    # -log of the mass that may be drawn: 0 where nothing is cut off.
+    metrics['mismatch/truncation'] = _mean(np.concatenate(truncated))
   every = [action for row in actions for action in row]
   metrics |= {
     'env/number_of_valid_search': _mean(
