@@ -173,14 +173,14 @@ class Collector:
     self, rows: Sequence[_Row], ended: Mapping[int, Written]
   ) -> dict[concurrent.futures.Future, _Asked]:
     """Shows turns to the environment, which answers on another thread."""
-    steps = []
-    for number, written in ended.items():
-      row = rows[number]
-      row.texts.append(self._tokenizer.decode(written.token_ids))
-      steps.append(
-        self._environment.step(row.question, len(row.turns), row.texts[-1])
-      )
     turns = [_Asked(number, written) for number, written in ended.items()]
+    asking = [rows[turn.row] for turn in turns]
+    for turn, row in zip(turns, asking):
+      row.texts.append(self._tokenizer.decode(turn.written.token_ids))
+    steps = [
+      self._environment.step(row.question, len(row.turns), row.texts[-1])
+      for row in asking
+    ]
     return dict(zip(self._loop.submit(steps), turns, strict=True))
 
   def _give_up(self, rows: Sequence[_Row], failed: Sequence[int]) -> int:

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from stppo_jax import types
-from stppo_jax.rollout import collect
 from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import pack
 from stppo_jax.sampling import scripted
@@ -215,40 +214,28 @@ def test_a_group_has_one_question_and_goes_many_ways():
   assert {t.reward for t in trajectories} == {1.0}
 
 
-def test_a_prompt_is_computed_once_for_its_group():
-  letters = dialogues.Letters()
-  engine = scripted.ScriptedEngine([[letters.encode_text('a')]] * 4, 9)
-  calls, prefill = [], engine.prefill
+def test_a_prompt_is_given_once_for_its_group():
+  engine = scripted.ScriptedEngine(dialogues.letters(*[['a']] * 6), 5)
+  calls, begin = [], engine.begin
 
-  def counted(ids_by_group, *, group_size):
-    calls.append(({g: _text(x) for g, x in ids_by_group.items()}, group_size))
-    prefill(ids_by_group, group_size=group_size)
+  def counted(prompts, keys, **options):
+    texts = [None if ids is None else _text(ids) for ids in prompts]
+    calls.append((texts, keys, options))
+    begin(prompts, keys, **options)
 
-  engine.prefill = counted
+  engine.begin = counted
+  questions = [dialogues.question(text) for text in ('Q1', '1234567', 'Q22')]
   with event_loop.EventLoop() as loop:
-    collector = collect.Collector(
-      engine=engine,
-      environment=dialogues.Told({'a': _DONE}),
-      tokenizer=letters,
-      loop=loop,
+    collector = dialogues.collector(
+      engine,
+      dialogues.Told({'a': _DONE}),
+      loop,
       max_turn_tokens=4,
-      max_observation_tokens=4,
       group_size=2,
     )
-    questions = [dialogues.question(text) for text in ('Q1', 'Q22')]
-    collector.collect(questions, keys=None)
-  assert calls == [({0: 'Q1', 1: 'Q22'}, 2)]
-
-
-def test_more_questions_than_slots_are_refused():
-  for slots, group_size in ((1, 1), (3, 2)):
-    with pytest.raises(ValueError, match=f'2 questions for {slots} slots'):
-      dialogues.play(
-        [['a']] * slots,
-        dialogues.Told({}),
-        [dialogues.question('Q')] * 2,
-        group_size=group_size,
-      )
+    collector.collect(questions, 'keys', greedy=True)
+  options = {'group_size': 2, 'max_turn_tokens': 4, 'greedy': True}
+  assert calls == [(['Q1', None, 'Q22'], 'keys', options)]
 
 
 def test_fewer_questions_than_slots_leave_slots_alone():
@@ -259,16 +246,9 @@ def test_fewer_questions_than_slots_leave_slots_alone():
 
 
 def test_a_collector_starts_anew_every_time():
-  letters = dialogues.Letters()
+  engine = scripted.ScriptedEngine(dialogues.letters(['a']), 6)
   with event_loop.EventLoop() as loop:
-    collector = collect.Collector(
-      engine=scripted.ScriptedEngine([[letters.encode_text('a')]], 6),
-      environment=dialogues.Told({'a': _DONE}),
-      tokenizer=letters,
-      loop=loop,
-      max_turn_tokens=4,
-      max_observation_tokens=4,
-    )
+    collector = dialogues.collector(engine, dialogues.Told({'a': _DONE}), loop)
     first, second = (
       collector.collect([dialogues.question('Q:12')], keys=None)[0]
       for _ in range(2)
@@ -276,3 +256,12 @@ def test_a_collector_starts_anew_every_time():
   np.testing.assert_array_equal(
     first.turns[0].token_ids, second.turns[0].token_ids
   )
+
+
+def test_the_version_is_the_engine_s():
+  engine = scripted.ScriptedEngine(dialogues.letters(['a']), 6)
+  engine.version = 17
+  with event_loop.EventLoop() as loop:
+    collector = dialogues.collector(engine, dialogues.Told({'a': _DONE}), loop)
+    (trajectory,) = collector.collect([dialogues.question('Q')], keys=None)
+  assert trajectory.version == 17

@@ -82,13 +82,41 @@ def play(
   tokenizer = tokenizer or Letters()
   ids = [[tokenizer.encode_text(turn) for turn in turns] for turns in scripts]
   with event_loop.EventLoop() as loop:
-    collector = collect.Collector(
-      engine=scripted.ScriptedEngine(ids, max_length),
-      environment=environment,
+    player = collector(
+      scripted.ScriptedEngine(ids, max_length),
+      environment,
+      loop,
       tokenizer=tokenizer,
-      loop=loop,
       max_turn_tokens=max_turn_tokens,
       max_observation_tokens=max_observation_tokens,
       group_size=group_size,
     )
-    return collector.collect(questions, keys=None)
+    return player.collect(questions, keys=None)
+
+
+def collector(
+  engine,
+  environment,
+  loop,
+  *,
+  tokenizer=None,
+  max_turn_tokens=100,
+  max_observation_tokens=100,
+  group_size=1,
+):
+  """A collector that cuts nothing."""
+  return collect.Collector(
+    engine=engine,
+    environment=environment,
+    tokenizer=tokenizer or Letters(),
+    loop=loop,
+    max_turn_tokens=max_turn_tokens,
+    max_observation_tokens=max_observation_tokens,
+    group_size=group_size,
+  )
+
+
+def letters(*scripts):
+  """Scripts of `ScriptedEngine`, a text for each turn."""
+  encode = Letters().encode_text
+  return [[encode(text) for text in turns] for turns in scripts]

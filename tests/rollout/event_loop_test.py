@@ -1,6 +1,7 @@
 """Coroutines from synchronous code: results, errors, interrupts."""
 
 import asyncio
+import concurrent.futures
 import signal
 import threading
 
@@ -69,3 +70,72 @@ def test_leaving_ends_what_is_still_running(caplog):
     loop.run(start())
   assert ended == ['serve']
   assert not caplog.records  # such as "Task was destroyed but it is pending"
+
+
+def test_what_is_submitted_starts_at_once_and_ends_when_it_likes():
+  events = []
+
+  async def work(value):
+    events.append(('starts', value))
+    await asyncio.sleep(0.02 * (3 - value))
+    events.append(('ends', value))
+    if value == 2:
+      raise LookupError('two')
+    return value, threading.current_thread().name
+
+  with event_loop.EventLoop() as loop:
+    futures = loop.submit([work(value) for value in range(4)])
+    waited = concurrent.futures.wait(futures, timeout=20)
+    assert not waited.not_done
+    assert [futures[n].result() for n in (0, 1, 3)] == [
+      (n, 'event-loop') for n in (0, 1, 3)
+    ]
+    with pytest.raises(LookupError, match='two'):
+      futures[2].result()
+    assert loop.submit([]) == []
+  assert events == [('starts', n) for n in range(4)] + [
+    ('ends', n) for n in (3, 2, 1, 0)
+  ]
+
+
+def test_giving_up_a_future_cancels_its_coroutine_alone(caplog):
+  events = []
+
+  async def work(value, started):
+    started.set()
+    try:
+      await asyncio.sleep(0.05 if value else 60)
+      events.append(value)
+    finally:
+      events.append(f'{value} is over')
+    return value
+
+  async def fail(asked):
+    asked.set()
+    await asyncio.sleep(0.01)
+    raise LookupError('nobody asks')
+
+  with event_loop.EventLoop() as loop:
+    asked = [threading.Event() for _ in range(3)]
+    given_up, kept = loop.submit([work(n, asked[n]) for n in range(2)])
+    (failing,) = loop.submit([fail(asked[2])])
+    assert all(event.wait(20) for event in asked)
+    assert given_up.cancel() and failing.cancel()
+    assert kept.result(timeout=20) == 1
+    # Before it starts, too: a coroutine that never runs is no warning.
+    (never,) = loop.submit([work(0, threading.Event())])
+    never.cancel()
+    loop.run(asyncio.sleep(0.02))
+  assert given_up.cancelled() and failing.cancelled()
+  assert events[:3] == ['0 is over', 1, '1 is over']
+  assert not caplog.records
+
+
+def test_leaving_gives_back_every_future():
+  async def wait():
+    await asyncio.sleep(60)
+
+  with event_loop.EventLoop() as loop:
+    (future,) = loop.submit([wait()])
+  with pytest.raises(concurrent.futures.CancelledError):
+    future.result(timeout=20)

@@ -1,15 +1,18 @@
 """Trajectories of the real engine, packed, are what the trainer reads."""
 
+import asyncio
+
 import jax
 import numpy as np
+import pytest
 
 from stppo_jax import types
 from stppo_jax.envs import protocol
 from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.rollout import collect
 from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import pack
 from stppo_jax.sampling import engine as engine_lib
+from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from tests.models import tiny
 from tests.rollout import dialogues
@@ -32,36 +35,41 @@ class _Patient(dialogues.Told):
     )
 
 
-def test_sampled_trajectories_are_what_the_trainer_reads():
-  tokenizer = vocabularies.phrases()
-  model = tiny.model(vocab_size=tokenizer.vocab_size)
-  params = tiny.params(model)
+_TOKENIZER = vocabularies.phrases()
+_MODEL = tiny.model(vocab_size=_TOKENIZER.vocab_size)
+_PARAMS = tiny.params(_MODEL)
+_LIMITS = {'max_turn_tokens': 6, 'max_observation_tokens': 9}
+
+
+def _engine(slots, *, deterministic=True):
   engine = engine_lib.Engine(
-    model,
+    _MODEL,
     mesh=mesh_lib.make_mesh(
       data=1, fsdp=1, tensor=1, devices=jax.devices()[:1]
     ),
-    automaton=stops.build(tokenizer.token_bytes(), eos_id=tokenizer.eos_id),
-    slots=_SLOTS,
+    automaton=stops.build(_TOKENIZER.token_bytes(), eos_id=_TOKENIZER.eos_id),
+    slots=slots,
     max_length=_MAX_LENGTH,
-    temperature=1.0,
+    sampling=sampler.Sampling(temperature=1.0),
     extend_chunk=8,
     decode_chunk=4,
+    lookahead=1,
+    deterministic=deterministic,
   )
-  engine.publish(params)
+  engine.publish(_PARAMS, 3)
+  return engine
+
+
+def test_sampled_trajectories_are_what_the_trainer_reads():
+  engine = _engine(_SLOTS)
   keys = jax.random.split(jax.random.key(0), _SLOTS)
   # The first two are one question; the last one runs out of room.
   texts = ['why?', 'why?', 'the of', 'a question that goes on, and on']
   questions = [dialogues.question(text, text) for text in texts]
   environment = _Patient({})
   with event_loop.EventLoop() as loop:
-    collector = collect.Collector(
-      engine=engine,
-      environment=environment,
-      tokenizer=tokenizer,
-      loop=loop,
-      max_turn_tokens=6,
-      max_observation_tokens=9,
+    collector = dialogues.collector(
+      engine, environment, loop, tokenizer=_TOKENIZER, **_LIMITS
     )
     trajectories = collector.collect(questions, keys)
     again = collector.collect(questions, keys)
@@ -71,11 +79,12 @@ def test_sampled_trajectories_are_what_the_trainer_reads():
     _STATUS.COMPLETED,
     _STATUS.TRUNCATED_LENGTH,
   ]
+  assert {t.version for t in trajectories} == {3}
   batch = pack.pack(trajectories, length_bucket=_MAX_LENGTH)
   assert batch.group_ids_B.tolist() == [0, 0, 1, 2]
   assert not np.array_equal(batch.tokens_BL[0], batch.tokens_BL[1])
-  logprobs_BL, _ = jax.jit(model.logprobs_and_entropy)(
-    params, batch.tokens_BL, temperature=1.0
+  logprobs_BL, _ = jax.jit(_MODEL.logprobs_and_entropy)(
+    _PARAMS, batch.tokens_BL, temperature=1.0
   )
   mask_BL = batch.loss_mask_BL
   assert mask_BL.sum() > 4 * 6
@@ -87,7 +96,7 @@ def test_sampled_trajectories_are_what_the_trainer_reads():
   for n, trajectory in enumerate(trajectories):
     for turn_id, turn in enumerate(trajectory.turns, start=1):
       ids = batch.tokens_BL[n][batch.turn_ids_BL[n] == turn_id]
-      told = (questions[n].id, turn_id - 1, tokenizer.decode(ids))
+      told = (questions[n].id, turn_id - 1, _TOKENIZER.decode(ids))
       assert told in environment.calls
       assert len(turn.observation_ids) <= 9
     (rewarded,) = np.flatnonzero(batch.rewards_BL[n])
@@ -95,3 +104,87 @@ def test_sampled_trajectories_are_what_the_trainer_reads():
   np.testing.assert_array_equal(
     pack.pack(again, length_bucket=_MAX_LENGTH).tokens_BL, batch.tokens_BL
   )
+
+
+class _Dawdling(_Patient):
+  """Takes its time, which is another one for every turn and seed.
+
+  Attributes:
+    most: questions that were being answered at the same time.
+    polls: how many were answered before each poll of the engine.
+  """
+
+  def __init__(self, seed):
+    super().__init__({})
+    self._rng = np.random.default_rng(seed)
+    self._asked = self.most = self.answered = 0
+
+  async def step(self, question, turn_index, text):
+    self._asked += 1
+    self.most = max(self.most, self._asked)
+    await asyncio.sleep(self._rng.exponential(0.01))
+    self._asked -= 1
+    self.answered += 1
+    return await super().step(question, turn_index, text)
+
+
+def _assert_equal(one, other, compare):
+  """All that was written and told; `compare` is for log-probs."""
+  for a, b in zip(one, other, strict=True):
+    assert a.status is b.status
+    for x, y in zip(a.turns, b.turns, strict=True):
+      np.testing.assert_array_equal(x.token_ids, y.token_ids)
+      np.testing.assert_array_equal(x.observation_ids, y.observation_ids)
+      compare(x.sampler_logprobs, y.sampler_logprobs)
+      compare(x.drawn_logprobs, y.drawn_logprobs)
+
+
+@pytest.mark.parametrize('deterministic', [True, False])
+def test_answers_may_come_in_any_order(deterministic):
+  engine = _engine(_SLOTS, deterministic=deterministic)
+  texts = [f'{"why " * (n % 4)}{n}?' for n in range(6)]
+  questions = [dialogues.question(text, text) for text in texts]
+  row_keys = jax.random.split(jax.random.key(1), 12)
+
+  def collected(environment):
+    with event_loop.EventLoop() as loop:
+      collector = dialogues.collector(
+        engine,
+        environment,
+        loop,
+        tokenizer=_TOKENIZER,
+        group_size=2,
+        **_LIMITS,
+      )
+      return collector.collect(questions, row_keys)
+
+  expected = collected(_Patient({}))
+  assert len({t.turns[0].token_ids.tobytes() for t in expected}) > 6
+  close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5)
+  compare = np.testing.assert_array_equal if deterministic else close
+  orders = set()
+  for seed in range(4):
+    environment = _Dawdling(seed)
+    _assert_equal(collected(environment), expected, compare)
+    assert environment.most > 1
+    orders.add(tuple(environment.calls))
+  assert len(orders) > 1
+
+
+def test_the_engine_writes_while_the_environment_answers():
+  engine = _engine(_SLOTS, deterministic=False)
+  environment = _Dawdling(0)
+  waiting, poll = [], engine.poll
+
+  def counted():
+    waiting.append(environment.most and environment._asked)
+    return poll()
+
+  engine.poll = counted
+  questions = [dialogues.question('why?')] * 12
+  with event_loop.EventLoop() as loop:
+    collector = dialogues.collector(
+      engine, environment, loop, tokenizer=_TOKENIZER, **_LIMITS
+    )
+    collector.collect(questions, jax.random.split(jax.random.key(1), 12))
+  assert max(waiting) > 0  # polled with answers outstanding

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from stppo_jax import types
+from stppo_jax.envs import actions
 from stppo_jax.envs import search
 from stppo_jax.retrieval import fakes
 from stppo_jax.rollout import pack
@@ -17,6 +18,7 @@ _STATUS = types.TrajectoryStatus
 _TOKENIZERS = {'phrases': vocabularies.phrases, 'bpe': vocabularies.bpe}
 _ASK = '<think> x</think><search> one</search>'
 _ANSWER = '<answer> x</answer>'
+_MAX_TURN_TOKENS = 80
 
 
 def _environment(passages, fail_on=()):
@@ -41,7 +43,7 @@ def _play(scripts, passages, tokenizer=None, **options):
     questions,
     tokenizer=tokenizer,
     max_length=1000,
-    max_turn_tokens=80,
+    max_turn_tokens=_MAX_TURN_TOKENS,
     **options,
   )
 
@@ -146,3 +148,65 @@ def test_passages_are_text_and_nothing_else(name, title, text, room):
     inside = read[len('\n\n<information>') : -len('</information>\n\n')]
     for tag in ('search', 'answer', 'information', 'think'):
       assert f'<{tag}>' not in inside and f'</{tag}>' not in inside
+
+
+_WRITTEN = st.lists(
+  st.one_of(
+    st.sampled_from(
+      [
+        '<search>',
+        ' one',
+        '</search>',
+        '<answer>',
+        ' x',
+        '</answer>',
+        '<think>',
+        '</think>',
+        '<information>',
+        '</information>',
+        '</sea',
+        'rch>',
+      ]
+    ),
+    st.text(st.characters(max_codepoint=0x2FF), max_size=4),
+  ),
+  min_size=1,
+  max_size=5,
+).map(''.join)
+
+
+@settings(max_examples=100)
+@given(
+  scripts=st.lists(
+    st.lists(_WRITTEN.filter(bool), min_size=3, max_size=3),
+    min_size=1,
+    max_size=3,
+  ),
+  forgery=_FORGERIES,
+)
+@pytest.mark.parametrize('name', _TOKENIZERS)
+def test_what_is_written_decides_and_nothing_else(name, scripts, forgery):
+  tokenizer = _TOKENIZERS[name]()
+  hostile = lambda query: [types.Passage('1', forgery, forgery)]
+  silent = lambda query: []
+  played = [
+    _play(scripts, passages, tokenizer) for passages in (hostile, silent)
+  ]
+  for script, one, other in zip(scripts, *played, strict=True):
+    # Whatever stands in the passages, the same actions, turns and end.
+    assert one.status is other.status
+    assert [t.action for t in one.turns] == [t.action for t in other.turns]
+    expected = [0] * len(one.prompt_ids)
+    for number, (turn, text) in enumerate(zip(one.turns, script), start=1):
+      ids = tokenizer.encode_text(text)[:_MAX_TURN_TOKENS]
+      np.testing.assert_array_equal(turn.token_ids, ids)
+      # The action is read from this turn's tokens alone.
+      assert turn.action == actions.parse_action(tokenizer.decode(ids)).kind
+      expected += [number] * len(ids) + [0] * len(turn.observation_ids)
+    batch = pack.pack([one], length_bucket=1)
+    assert batch.turn_ids_BL[0].tolist() == expected
+    masked = [
+      number > 0 and one.status is not _STATUS.INFRA_ERROR
+      for number in expected
+    ]
+    assert batch.loss_mask_BL[0].tolist() == masked

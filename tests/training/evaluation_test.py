@@ -33,8 +33,8 @@ class _Player:
   def __init__(self):
     self.published, self.calls = [], []
 
-  def publish(self, params):
-    self.published.append(params)
+  def publish(self, params, version):
+    self.published.append((params, version))
 
   def collect(self, questions, keys, *, greedy):
     bits = np.asarray(jax.random.key_data(keys)).tolist()
@@ -54,7 +54,7 @@ class _Player:
 
 @pytest.fixture
 def played(monkeypatch):
-  """(evaluator, player, questions), two slots."""
+  """(evaluator, player, questions), fewer slots than questions."""
   player, questions = _Player(), _Questions()
   monkeypatch.setattr(
     assembly, 'build_collector', lambda *_, **__: (player, player)
@@ -68,7 +68,7 @@ def played(monkeypatch):
 def test_means_are_of_a_data_set_and_without_failures(played):
   evaluator, player, questions = played
   scores, trajectories = evaluator.run('weights')
-  assert player.published == ['weights']
+  assert player.published == [('weights', 0)]
   assert questions.count == 7
   # The second question of hotpotqa was failed by the infrastructure.
   assert scores == pytest.approx({'nq': 2 / 3, 'hotpotqa': 0.0})
@@ -76,18 +76,13 @@ def test_means_are_of_a_data_set_and_without_failures(played):
   assert ids == ['nq0', 'nq1', 'nq2', 'hotpotqa0', 'hotpotqa1']
 
 
-def test_every_slot_has_a_key_of_its_own_always_the_same(played):
+def test_every_question_has_a_key_of_its_own_always_the_same(played):
   evaluator, player, _ = played
   evaluator.run('a')
   evaluator.run('b', greedy=False)
-  first, second = player.calls[:3], player.calls[3:]
-  assert [ids for ids, _, _ in first] == [
-    ['nq0', 'nq1'],
-    ['nq2', 'hotpotqa0'],
-    ['hotpotqa1'],
-  ]
-  assert [greedy for _, _, greedy in first + second] == [True] * 3 + [False] * 3
-  bits = [tuple(key) for _, keys, _ in first for key in keys]
-  # As many keys as slots, also in the last, smaller, batch.
-  assert len(set(bits)) == len(bits) == 6
-  assert [tuple(key) for _, keys, _ in second for key in keys] == bits
+  # All of them at once: the engine has its slots filled.
+  (first, keys, greedy), (second, same_keys, drawn) = player.calls
+  assert first == second == ['nq0', 'nq1', 'nq2', 'hotpotqa0', 'hotpotqa1']
+  assert greedy and not drawn
+  assert len(set(map(tuple, keys))) == len(keys) == 5
+  assert same_keys == keys

@@ -1,0 +1,159 @@
+"""Who waits for whom in a collection, and what errors and interrupts end."""
+
+import asyncio
+import signal
+import threading
+import time
+
+import pytest
+
+from stppo_jax import types
+from stppo_jax.rollout import event_loop
+from stppo_jax.sampling import scripted
+from tests.rollout import dialogues
+
+_STATUS = types.TrajectoryStatus
+_DONE = dialogues.end(_STATUS.COMPLETED)
+_PATIENCE = 20.0  # seconds until a test that hangs fails
+
+
+class _Slow(dialogues.Told):
+  """Answers turns that say 's' only when it is let.
+
+  Attributes:
+    events: what happened, in order.
+  """
+
+  def __init__(self, steps):
+    super().__init__(steps)
+    self.events = []
+    self.let = threading.Event()
+    self.reached = threading.Event()
+
+  async def step(self, question, turn_index, text):
+    self.events.append(f'{question.id} asks {text}')
+    if text == 's':
+      self.reached.set()
+      try:
+        deadline = time.monotonic() + _PATIENCE
+        while not self.let.is_set():
+          assert time.monotonic() < deadline
+          await asyncio.sleep(0.001)
+      finally:
+        self.events.append(f'{question.id} is let go')
+    step = await super().step(question, turn_index, text)
+    if step.status:
+      self.events.append(f'{question.id} ends')
+    if question.id == 'last' and step.status:
+      self.let.set()
+    return step
+
+
+_ON = dialogues.go_on('.')
+
+
+def test_a_slow_answer_keeps_nobody_waiting():
+  # Were one answer waited for, nobody would let it go.
+  environment = _Slow({'s': _ON, 'a': _ON, 'b': _ON, 'c': _DONE})
+  questions = [dialogues.question('Q', n) for n in ('slow', 'other', 'last')]
+  trajectories = dialogues.play(
+    [['s', 'c'], ['a', 'c'], ['a', 'b', 'a', 'c']], environment, questions
+  )
+  assert [len(t.turns) for t in trajectories] == [2, 2, 4]
+  assert {t.status for t in trajectories} == {_STATUS.COMPLETED}
+  events = environment.events
+  let = events.index('slow is let go')
+  assert events.index('other ends') < events.index('last ends') < let
+  assert events[let:] == ['slow is let go', 'slow asks c', 'slow ends']
+
+
+def test_turns_that_end_together_are_asked_together():
+  # Their queries meet in one request: none may wait for an answer to another.
+  seen = []
+
+  class Counting(dialogues.Told):
+    async def step(self, question, turn_index, text):
+      seen.append(('asks', text))
+      await asyncio.sleep(0)
+      seen.append(('gets', text))
+      return await super().step(question, turn_index, text)
+
+  dialogues.play(
+    [['a', 'd'], ['b', 'd'], ['c', 'd']],
+    Counting({'a': _ON, 'b': _ON, 'c': _ON, 'd': _DONE}),
+    [dialogues.question('Q')] * 3,
+  )
+  expected = [(verb, text) for verb in ('asks', 'gets') for text in 'abc']
+  expected += [(verb, 'd') for verb in ('asks', 'gets') for _ in range(3)]
+  assert seen == expected
+
+
+def test_an_error_of_the_environment_ends_the_collection():
+  environment = _Slow({'s': _DONE, 'a': _ON, 'c': _DONE})
+  engine = scripted.ScriptedEngine(
+    dialogues.letters(['s'], ['a', '?'], ['c']), 9
+  )
+  questions = [dialogues.question('Q', f'q{n}') for n in range(3)]
+  with event_loop.EventLoop() as loop:
+    collector = dialogues.collector(engine, environment, loop)
+    with pytest.raises(KeyError, match=r'\?'):
+      collector.collect(questions, keys=None)
+    loop.run(asyncio.sleep(0.01))
+    # Nobody asks for the other answers any more.
+    assert environment.events[-1] == 'q0 is let go'
+    assert environment.ends == []
+    # The next collection knows nothing of it.
+    environment.let.set()
+    engine._scripts = dialogues.letters(['c'], ['s'], ['a', 'c'])
+    again = collector.collect(questions, keys=None)
+  assert [len(t.turns) for t in again] == [1, 1, 2]
+
+
+def test_an_error_of_the_tokenizer_leaves_nothing_behind():
+  class Broken(dialogues.Letters):
+    def decode(self, ids):
+      if ids[0] == ord('b'):
+        raise LookupError('no such letter')
+      return super().decode(ids)
+
+  environment = dialogues.Told({'a': _DONE})
+  with pytest.raises(LookupError, match='no such letter'):
+    dialogues.play(
+      [['a'], ['b']],
+      environment,
+      [dialogues.question('Q')] * 2,
+      tokenizer=Broken(),
+    )
+  assert environment.calls == []
+
+
+def test_an_interruption_cancels_what_was_asked():
+  environment = _Slow({'s': _DONE, 'a': _ON, 'c': _DONE})
+  engine = scripted.ScriptedEngine(dialogues.letters(['s'], ['a', 's']), 9)
+  questions = [dialogues.question('Q', f'q{n}') for n in range(2)]
+
+  def interrupt(*_):
+    raise KeyboardInterrupt
+
+  def send():
+    environment.reached.wait(_PATIENCE)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+
+  before = signal.signal(signal.SIGALRM, interrupt)
+  sender = threading.Thread(target=send)
+  try:
+    with event_loop.EventLoop() as loop:
+      collector = dialogues.collector(engine, environment, loop)
+      sender.start()
+      with pytest.raises(KeyboardInterrupt):
+        collector.collect(questions, keys=None)
+      loop.run(asyncio.sleep(0.01))
+      assert not environment.let.is_set()
+      assert {'q0 is let go', 'q1 is let go'} < set(environment.events)
+      assert not any('ends' in event for event in environment.events)
+      environment.let.set()
+      again = collector.collect(questions, keys=None)
+      assert [t.status for t in again] == [_STATUS.COMPLETED] * 2
+  finally:
+    sender.join()
+    signal.signal(signal.SIGALRM, before)
