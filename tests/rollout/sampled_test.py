@@ -110,33 +110,35 @@ class _Dawdling(_Patient):
   """Takes its time, which is another one for every turn and seed.
 
   Attributes:
-    most: questions that were being answered at the same time.
-    polls: how many were answered before each poll of the engine.
+    asked: questions that are being answered.
+    most: most of them at the same time.
   """
 
   def __init__(self, seed):
     super().__init__({})
     self._rng = np.random.default_rng(seed)
-    self._asked = self.most = self.answered = 0
+    self.asked = self.most = 0
 
   async def step(self, question, turn_index, text):
-    self._asked += 1
-    self.most = max(self.most, self._asked)
+    self.asked += 1
+    self.most = max(self.most, self.asked)
     await asyncio.sleep(self._rng.exponential(0.01))
-    self._asked -= 1
-    self.answered += 1
+    self.asked -= 1
     return await super().step(question, turn_index, text)
 
 
-def _assert_equal(one, other, compare):
-  """All that was written and told; `compare` is for log-probs."""
+def _assert_equal(one, other, *, exact):
+  """What was written and told; log-probs bit for bit, or to 1e-5."""
+  atol = 0.0 if exact else 1e-5
   for a, b in zip(one, other, strict=True):
     assert a.status is b.status
     for x, y in zip(a.turns, b.turns, strict=True):
       np.testing.assert_array_equal(x.token_ids, y.token_ids)
       np.testing.assert_array_equal(x.observation_ids, y.observation_ids)
-      compare(x.sampler_logprobs, y.sampler_logprobs)
-      compare(x.drawn_logprobs, y.drawn_logprobs)
+      for name in ('sampler_logprobs', 'drawn_logprobs'):
+        np.testing.assert_allclose(
+          getattr(x, name), getattr(y, name), rtol=0, atol=atol
+        )
 
 
 @pytest.mark.parametrize('deterministic', [True, False])
@@ -160,12 +162,10 @@ def test_answers_may_come_in_any_order(deterministic):
 
   expected = collected(_Patient({}))
   assert len({t.turns[0].token_ids.tobytes() for t in expected}) > 6
-  close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5)
-  compare = np.testing.assert_array_equal if deterministic else close
   orders = set()
   for seed in range(4):
     environment = _Dawdling(seed)
-    _assert_equal(collected(environment), expected, compare)
+    _assert_equal(collected(environment), expected, exact=deterministic)
     assert environment.most > 1
     orders.add(tuple(environment.calls))
   assert len(orders) > 1
@@ -177,7 +177,7 @@ def test_the_engine_writes_while_the_environment_answers():
   waiting, poll = [], engine.poll
 
   def counted():
-    waiting.append(environment.most and environment._asked)
+    waiting.append(environment.asked)
     return poll()
 
   engine.poll = counted
@@ -188,3 +188,34 @@ def test_the_engine_writes_while_the_environment_answers():
     )
     collector.collect(questions, jax.random.split(jax.random.key(1), 12))
   assert max(waiting) > 0  # polled with answers outstanding
+
+
+@pytest.mark.parametrize('deterministic', [True, False])
+def test_an_interrupted_collection_leaves_no_trace(deterministic):
+  engine = _engine(_SLOTS, deterministic=deterministic)
+  questions = [dialogues.question(text) for text in ('why?', 'the of', 'so')]
+  row_keys = jax.random.split(jax.random.key(2), 6)
+  poll, until = engine.poll, []
+
+  def interrupted():
+    if until and not until.pop():
+      raise KeyboardInterrupt
+    return poll()
+
+  engine.poll = interrupted
+  with event_loop.EventLoop() as loop:
+    collector = dialogues.collector(
+      engine,
+      _Patient({}),
+      loop,
+      tokenizer=_TOKENIZER,
+      group_size=2,
+      **_LIMITS,
+    )
+    expected = collector.collect(questions, row_keys)
+    for polls in (0, 1, 3):
+      until += [False] + polls * [True]
+      with pytest.raises(KeyboardInterrupt):
+        collector.collect(questions, row_keys)
+      again = collector.collect(questions, row_keys)
+      _assert_equal(again, expected, exact=deterministic)

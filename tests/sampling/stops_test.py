@@ -53,7 +53,7 @@ def test_stopped_means_that_the_text_holds_a_stop_string(name):
   token_bytes = tokenizer.token_bytes()
   automaton = _automaton(tokenizer)
   rng = np.random.default_rng(0)
-  count = 1000
+  count = 5000  # of each vocabulary
   stopped = sum(
     _check(tokenizer, automaton, _random_ids(rng, token_bytes))
     for _ in range(count)
