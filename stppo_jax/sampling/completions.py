@@ -279,7 +279,8 @@ DIALECTS: Mapping[str, Dialect] = {
     tempered=False,
     update_path='/collective_rpc',
     update_body=_reload_weights,
-    flush_path='/reset_prefix_cache',
+    # Without the flag nothing is dropped as long as any request runs.
+    flush_path='/reset_prefix_cache?reset_running_requests=true',
     version_path='',
   ),
 }

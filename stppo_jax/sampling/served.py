@@ -66,8 +66,9 @@ async def meet(
   found = ServedModel(client, model, dialect)
   try:
     await found.ask(first, lambda _, answer: answer)
+    await found.held()
   except EngineError as error:
-    # What fails the first turn would fail all of them.
+    # What fails now would fail all along.
     raise EngineUnsuited(str(error)) from error
   return found
 
@@ -123,37 +124,43 @@ class ServedModel:
       EngineUnreachable: it is not ready, or does not take them.
     """
     await self._client.wait_until_ready()
-    if not label or await self._held() == label:
+    if not label:
       return
-    dialect = self._dialect
     try:
-      await self._client.post(
-        dialect.update_path,
-        dialect.update_body(os.fspath(folder), label),
-        _check_success,
-      )
-      if dialect.flush_path:
-        await self._client.post(dialect.flush_path, {}, bytes)
+      if await self.held() == label:
+        return
+      await self._update(folder, label)
+      held = await self.held()
     except EngineError as error:
       raise EngineUnreachable(f'weights were not taken: {error}') from error
-    held = await self._held()
     if held not in (None, label):
       raise EngineUnreachable(
         f'{self._client.url} holds weights {held!r} after an update to '
         f'{label!r}; does another run use it?'
       )
 
-  async def _held(self) -> str | None:
-    """The label of the weights that are held; None where it is not told."""
+  async def held(self) -> str | None:
+    """The label of the weights that are held; None where it is not told.
+
+    Raises:
+      EngineError: no answer, all retries included.
+    """
     path = self._dialect.version_path
     if not path:
       return None
-    try:
-      return await self._client.retried(
-        path, functools.partial(self._ask_version, path)
-      )
-    except EngineError as error:
-      raise EngineUnreachable(str(error)) from error
+    return await self._client.retried(
+      path, functools.partial(self._ask_version, path)
+    )
+
+  async def _update(self, folder: pathlib.Path, label: str) -> None:
+    dialect = self._dialect
+    await self._client.post(
+      dialect.update_path,
+      dialect.update_body(os.fspath(folder), label),
+      _check_success,
+    )
+    if dialect.flush_path:
+      await self._client.post(dialect.flush_path, {}, bytes)
 
   async def _ask_version(self, path: str) -> str | None:
     reply = await self._client.get(path)

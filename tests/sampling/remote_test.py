@@ -1,6 +1,7 @@
 """The remote engine against a real server; see `serving`."""
 
 import asyncio
+import dataclasses
 import functools
 import gc
 import logging
@@ -18,6 +19,7 @@ from stppo_jax.envs import protocol
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import event_loop
+from stppo_jax.sampling import completions
 from stppo_jax.sampling import completions_client
 from stppo_jax.sampling import completions_server
 from stppo_jax.sampling import engine as engine_lib
@@ -53,7 +55,7 @@ def served(_module_server, monkeypatch):
   """One server for all tests; each finds it as it was."""
   monkeypatch.setattr(completions_client, '_BACKOFF', 0.01)
   server = _module_server
-  server.faults.answers, server.faults.seen = [], 0
+  server.faults.answers, server.faults.paths = [], []
   server.model.requests.clear()
   server.model._params, server.model._version = serving.PARAMS, 'default'
   return server
@@ -325,6 +327,20 @@ def test_weights_that_are_published_play(served):
   )
 
 
+def test_weights_are_sent_to_those_who_do_not_hold_them(served):
+  engine = served.engine()
+  engine.publish(serving.PARAMS, 1)
+
+  def sent():
+    _begin(engine, [[0]])
+    _turns(engine)
+    return served.faults.paths.count('/update_weights_from_disk')
+
+  assert sent() == sent() == 1
+  served.model._version = 'default'  # as after a restart
+  assert sent() == sent() == 2
+
+
 def test_engines_that_share_a_server_each_play_their_own(served):
   mine, another = served.engine(), served.engine()
   mine.publish(serving.PARAMS, 1)
@@ -387,6 +403,16 @@ def test_a_stranger_is_refused(served, monkeypatch):
     served.engine()
 
 
+def test_a_server_that_does_not_tell_its_weights_is_refused(
+  served, monkeypatch
+):
+  dialect = completions.DIALECTS['stppo_jax']
+  silent = dataclasses.replace(dialect, version_path='/get_model_info')
+  monkeypatch.setitem(completions.DIALECTS, 'stppo_jax', silent)
+  with pytest.raises(completions_client.EngineUnsuited, match='status 404'):
+    served.engine()
+
+
 def test_log_probs_of_another_temperature_are_refused(served, monkeypatch):
   _card(served, monkeypatch, 'vllm')
   with pytest.raises(
@@ -420,7 +446,8 @@ def test_vllm_reloads_before_every_collection(served, monkeypatch):
   assert reload[1]['method'] == 'reload_weights'
   folder = pathlib.Path(reload[1]['kwargs']['weights_path'])
   assert (folder / 'model.safetensors').is_file()
-  assert flush == ('/reset_prefix_cache', {})
+  flag = '?reset_running_requests=true'
+  assert flush == (f'/reset_prefix_cache{flag}', {})
   assert served.noted[2:] == served.noted[:2]
 
 
@@ -487,8 +514,11 @@ def test_a_new_collection_forgets_the_one_before(served):
   served.faults.answers = ['slow', 'slow']
   _begin(engine, [[0], [1]])
   engine.poll()
+  asked = list(engine._in_flight.values())
+  assert len(asked) == 2
   served.faults.answers = []
   _begin(engine, [[2]])
+  assert all(future.cancelled() for future in asked)
   assert _turns(engine).keys() == {0}
 
 

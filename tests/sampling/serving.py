@@ -52,12 +52,12 @@ class Faults:
   Attributes:
     answers: what answers the next completions, in order; None lets one
       through. A function gets the server's own reply, already parsed.
-    seen: how many completions came.
+    paths: of all requests.
   """
 
   def __init__(self):
     self.answers = []
-    self.seen = 0
+    self.paths = []
 
   def middleware(self):
     @web.middleware
@@ -67,9 +67,9 @@ class Faults:
     return answer
 
   async def _answer(self, request, handler):
+    self.paths.append(request.path)
     if request.path != '/v1/completions':
       return await handler(request)
-    self.seen += 1
     fault = self.answers.pop(0) if self.answers else None
     if fault is None:
       return await handler(request)
@@ -127,7 +127,7 @@ class Served:
 
   async def _note(self, request):
     """What vLLM is told about weights."""
-    self.noted.append((request.path, await request.json()))
+    self.noted.append((request.path_qs, await request.json()))
     return web.Response()
 
   async def _generate(self, request):
