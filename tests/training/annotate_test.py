@@ -81,7 +81,7 @@ def _jitted(temperature):
   )
 
 
-def _annotate(case, temperature=1.0, **changes):
+def _annotate(case, temperature=1.0, *, sampled_by=None, **changes):
   batch = batch_lib.TokenBatch(
     tokens_BL=np.zeros(_MASK.shape, np.int32),
     lengths_B=np.full(len(_MASK), _MASK.shape[1], np.int32),
@@ -96,7 +96,9 @@ def _annotate(case, temperature=1.0, **changes):
     state_lib.ModelState(case.values, None, np.int32(0)),
   )
   algorithm = batches.algorithm('st_ppo', **changes)
-  batch, metrics = _jitted(temperature)(batch, state, case.reference, algorithm)
+  batch, metrics = _jitted(temperature)(
+    batch, state, case.reference, algorithm, sampled_by
+  )
   return jax.device_get(batch), {k: float(v) for k, v in metrics.items()}
 
 
@@ -158,6 +160,18 @@ def test_temperature_reaches_the_log_probabilities():
   batch, _ = _annotate(case, temperature=2.0)
   _assert_close(batch.old_logprobs_BL, np.where(_MASK, case.old / 2, 0))
   _assert_close(batch.ref_logprobs_BL, np.where(_MASK, case.reference / 2, 0))
+
+
+def test_an_older_policy_may_be_the_denominator():
+  case = _case()
+  state = dataclasses.replace(case, old=case.old - 1)
+  expected, theirs = _annotate(case)
+  batch, metrics = _annotate(state, sampled_by=case.old)
+  # As if it were the policy of now, with whatever follows from it.
+  jax.tree.map(np.testing.assert_array_equal, batch, expected)
+  assert metrics == theirs and metrics['mismatch/logprob_abs_diff'] == 0
+  _, metrics = _annotate(state)
+  assert metrics['mismatch/logprob_abs_diff'] == pytest.approx(1)
 
 
 def test_a_sampler_that_agrees_has_no_mismatch():

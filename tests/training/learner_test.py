@@ -87,6 +87,29 @@ def test_the_state_is_consumed(learner, packed):
   assert all(leaf.is_deleted() for leaf in leaves)
 
 
+def test_a_copied_policy_outlives_the_updates(learner, packed):
+  state = learner.start()
+  before = jax.device_get(state.policy.params)
+  kept = learner.copy_policy(state)
+  _stepped(learner, packed, 5, state=state)
+  _assert_equal(kept, before)
+  # It lies where a restored one does: the same program annotates with both.
+  assert jax.tree.map(lambda x: x.sharding, kept) == jax.tree.map(
+    lambda x: x.sharding, learner.start().policy.params
+  )
+
+
+def test_a_checkpoint_holds_the_policies_that_were_published():
+  config = runs.config(rollout__steps_ahead=2)
+  questions = assembly.build_questions(config)
+  tokenizer = assembly.build_tokenizer(config, questions)
+  shape = assembly.build_model_config(config, tokenizer)
+  learner = learner_lib.Learner(config, shape, assembly.build_mesh(config))
+  form = learner.saved_form(learner.start())
+  kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.sharding), tree)
+  assert kinds(form.published) == (kinds(form.policy.params),) * 2
+
+
 def test_the_whole_state_is_written_in_place(learner, packed):
   state = learner.start()
   batch, _ = learner.annotate(packed, state, learner.reference())

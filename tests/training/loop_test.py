@@ -117,7 +117,7 @@ _NAMES = {
   'env/finish_ratio',
   *(
     f'timing_s/{phase}'
-    for phase in ('collect', 'annotate', 'update', 'checkpoint', 'step')
+    for phase in 'collect wait annotate update checkpoint step'.split()
   ),
   'perf/throughput',
   *(
@@ -136,7 +136,8 @@ _NAMES = {
     for name in ('rho scale norm_clipped norm_unclipped bias_grad_norm'.split())
   ),
   *(
-    f'mismatch/{name}' for name in 'logprob_abs_diff k3 weight_raw_max'.split()
+    f'mismatch/{name}'
+    for name in 'logprob_abs_diff k3 weight_raw_max truncation'.split()
   ),
   *(
     f'retrieval/{name}'
@@ -150,7 +151,9 @@ _NAMES = {
   ),
   *(
     f'rollout/{name}'
-    for name in 'zero_variance_groups resampled_groups resample_rounds'.split()
+    for name in (
+      'zero_variance_groups resampled_groups resample_rounds staleness'.split()
+    )
   ),
   'reward/turns/mean',
   'update/skipped',
@@ -182,6 +185,9 @@ def test_numbers_of_a_run_make_sense(finished):
     statuses = [v for k, v in line.items() if k.startswith('rollout/status/')]
     assert sum(statuses) == 16
     assert line['update/skipped'] == 0
+    # Nothing is cut off, and nothing is collected ahead.
+    assert line['mismatch/truncation'] == line['rollout/staleness'] == 0
+    assert 0 <= line['timing_s/wait'] - line['timing_s/collect'] < 1
     assert abs(line['critic/advantages/mean']) < 1e-5
     # 20 updates of warm-up, two in a step: the mean of both.
     updates = 2 * line['step']

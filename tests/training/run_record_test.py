@@ -73,6 +73,7 @@ def test_another_config_is_refused_with_a_line_a_key(tmp_path):
     ('writer', 'samples', 0),
     ('retrieval', 'url', 'http://127.0.0.1:9'),
     ('mesh', 'fsdp', 2),
+    ('rollout', 'mismatch_limit', 0.0),
   ],
 )
 def test_what_may_differ_is_rewritten(tmp_path, block, key, value):

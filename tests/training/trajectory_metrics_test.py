@@ -1,5 +1,6 @@
 """Counts of a collection by hand, and records that JSON takes."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -101,6 +102,40 @@ def test_nothing_but_failures():
     'rollout/status/truncated_turns': 0,
     'rollout/status/infra_error': 1,
     'rollout/valid_fraction': 0,
+  }
+
+
+def _drawn(status, *differences):
+  """A trajectory of a turn for each list; None: of an engine that is silent."""
+  turns = []
+  for difference in differences:
+    turn = _turn('a' * len(difference or 'a'), '', 'answer')
+    if difference is not None:
+      drawn = turn.sampler_logprobs + np.float32(difference)
+      turn = dataclasses.replace(turn, drawn_logprobs=drawn)
+    turns.append(turn)
+  trajectory = _trajectory([], status, em=1.0)
+  return dataclasses.replace(trajectory, turns=tuple(turns))
+
+
+def test_truncation_is_a_mean_over_tokens():
+  measure = trajectory_metrics.measure
+  trajectories = [
+    _drawn(_STATUS.COMPLETED, [0.5, 0.0, 1.0], [0.25]),
+    _drawn(_STATUS.COMPLETED, None, [0.0, 0.0]),
+    _drawn(_STATUS.INFRA_ERROR, [99.0]),
+  ]
+  name = 'mismatch/truncation'
+  assert measure(trajectories)[name] == pytest.approx(1.75 / 6)
+  assert name not in measure([_drawn(_STATUS.COMPLETED, None)])
+
+
+def test_staleness_is_a_mean_over_trajectories():
+  trajectories = [
+    dataclasses.replace(_earned(1.0), version=version) for version in (3, 3, 4)
+  ]
+  assert trajectory_metrics.measure_staleness(trajectories, 5) == {
+    'rollout/staleness': pytest.approx(5 / 3)
   }
 
 
