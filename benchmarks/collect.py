@@ -1,0 +1,290 @@
+"""Collecting: against `generate`, under latency, with refilled slots.
+
+    python -m benchmarks.collect
+    python -m benchmarks.collect --only=latency --rows=1024
+
+Dialogues are scripted (see `dialogues`): random, of known lengths, from a model
+that costs what any of its shape costs. All cases of a table play the same
+dialogues greedily and write the same tokens, which is asserted before anything
+is timed and checked again in what is timed; log-probabilities agree to 1e-4.
+Each time is of a whole collection: texts encoded and decoded, queries answered
+on the event loop's thread, rows begun and ended.
+
+`generate`: prompts of 40 to 100 tokens, 1 to 3 searches, observations of 20 to
+64, turns log-normal around 12. The peer calls `transformers` `generate` once a
+turn on all rows that still play, from the whole dialogues, and waits for the
+last one; it stops by the ids of the closing tokens. `original` knows no stops:
+it writes 500 tokens, or to the end of sequence, and cuts; what it is slower by
+is removed waste, not speed. No peer waits for a retriever here.
+
+`latency`: the same sizes, rows four times the slots, and each search answered
+after 0, 0.2 or 1 s, or log-normal around 0.2 s (sigma 1; the mean is 0.33 s).
+Slots are oversubscribed: those that wait are left out of the batches. `sharing`
+tells what is predicted from the time without latency.
+
+`refill`: turns log-normal around 10 (sigma 1), rows four times the slots: a
+slot is given to the next row at once, against waves, which end with their
+longest dialogue (`deterministic=True`).
+"""
+
+import argparse
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import pathlib
+import tempfile
+from typing import Any
+
+import numpy as np
+
+from benchmarks import dialogues
+from benchmarks import measure
+from benchmarks import playing
+from benchmarks import sharing
+from stppo_jax import types
+from stppo_jax.models import export_hf
+from stppo_jax.rollout import event_loop
+
+TABLES = ('generate', 'latency', 'refill')
+# Work of a token that is told, of that of a token that is written.
+_TOLD_COST = 0.4
+_GOALS = {
+  'generate': 3.0,
+  'original': 8.0,
+  'latency': 0.85,
+  'refill': 1.4,
+}
+_SIZES = {
+  'prompt': dialogues.between(40, 100),
+  'observation': dialogues.between(20, 64),
+  'max_searches': 3,
+}
+_TURNS = dialogues.Shape(turn=dialogues.log_normal(12, 0.6), **_SIZES)
+_UNEVEN = dialogues.Shape(turn=dialogues.log_normal(10, 1.0), **_SIZES)
+_LATENCIES: Mapping[str, Callable[[np.random.Generator], float]] = {
+  '0 s': lambda rng: 0.0,
+  '0.2 s': lambda rng: 0.2,
+  '1 s': lambda rng: 1.0,
+  'log-normal': lambda rng: float(rng.lognormal(np.log(0.2), 1.0)),
+}
+
+
+def generate(
+  played: playing.Policy,
+  loop: event_loop.EventLoop,
+  *,
+  rows: int,
+  repeats: int,
+  original: bool,
+) -> str:
+  """Ours beside loops on `generate`.
+
+  Raises:
+    AssertionError: they write other tokens, or score them differently.
+  """
+  from benchmarks import generate_reference  # torch is needed here only
+
+  environment = dialogues.Scripted(
+    dialogues.scripts(rows, _TURNS, filler=played.filler)
+  )
+  players: dict[str, Any] = {
+    'refilled': playing.Player(played, loop, slots=rows, deterministic=False),
+    'waves': playing.Player(played, loop, slots=rows, deterministic=True),
+  }
+  ours = players['refilled'].collect(environment)
+  playing.assert_parity(ours, players['waves'].collect(environment))
+  peers = {'generate': True, 'original': False}
+  if not original:
+    del peers['original']
+  with tempfile.TemporaryDirectory() as directory:
+    export_hf.export(directory, played.model.config, played.params)
+    for name, stops_early in peers.items():
+      players[name] = generate_reference.GenerateLoop(
+        pathlib.Path(directory),
+        played.words,
+        loop,
+        stops=stops_early,
+        max_turn_tokens=playing.MAX_TURN_TOKENS,
+      )
+  for name in peers:
+    theirs = players[name].collect(environment)
+    playing.assert_parity(ours, players[name].scored(theirs))
+  seconds = measure.interleave(
+    {
+      name: playing.case(player, environment)
+      for name, player in players.items()
+    },
+    repeats=repeats,
+  )
+  goals = [(name, 'refilled', _GOALS[name]) for name in peers]
+  return _told(seconds, rows, [*goals, ('generate', 'waves', None)])
+
+
+def latency(
+  played: playing.Policy, loop: event_loop.EventLoop, *, rows: int, repeats: int
+) -> str:
+  """Answers that take time beside answers at once, and the prediction.
+
+  Raises:
+    AssertionError: other tokens or log-probabilities with latency.
+  """
+  slots = rows // 4
+  player = playing.Player(played, loop, slots=slots, deterministic=False)
+  played_by = {
+    name: dialogues.scripts(rows, _TURNS, filler=played.filler, latency=draw)
+    for name, draw in _LATENCIES.items()
+  }
+  environments = {
+    name: dialogues.Scripted(scripts) for name, scripts in played_by.items()
+  }
+  expected = player.collect(environments['0 s'])
+  playing.assert_parity(expected, player.collect(environments['log-normal']))
+  seconds = measure.interleave(
+    {name: playing.case(player, x) for name, x in environments.items()},
+    repeats=repeats,
+  )
+  at_once = float(np.median(seconds['0 s']))
+  goals = [
+    ('0 s', name, _GOALS['latency'] if name == '0.2 s' else None)
+    for name in _LATENCIES
+    if name != '0 s'
+  ]
+  predicted = ', '.join(
+    f'{name} {at_once / _predicted(expected, scripts, slots, at_once):.3f}'
+    for name, scripts in played_by.items()
+  )
+  return '\n'.join(
+    (_told(seconds, rows, goals), f'predicted, of 0 s: {predicted}')
+  )
+
+
+def _predicted(
+  trajectories: Sequence[types.Trajectory],
+  scripts: Sequence[dialogues.Script],
+  slots: int,
+  at_once: float,
+) -> float:
+  """Seconds, from those without latency; see `sharing`."""
+  work = []
+  for trajectory in trajectories:
+    told = [len(trajectory.prompt_ids)]
+    told += [len(turn.observation_ids) for turn in trajectory.turns]
+    work.append(
+      [
+        len(turn.token_ids) + _TOLD_COST * length
+        for turn, length in zip(trajectory.turns, told)
+      ]
+    )
+  scale = at_once / sum(map(sum, work))
+  rows = [
+    sharing.Row([scale * x for x in turns], script.latencies)
+    for turns, script in zip(work, scripts, strict=True)
+  ]
+  return sharing.makespan(rows, slots)
+
+
+def refill(
+  played: playing.Policy, loop: event_loop.EventLoop, *, rows: int, repeats: int
+) -> str:
+  """Slots that are refilled beside waves.
+
+  Raises:
+    AssertionError: other tokens or log-probabilities.
+  """
+  environment = dialogues.Scripted(
+    dialogues.scripts(rows, _UNEVEN, filler=played.filler)
+  )
+  players = {
+    'refilled': playing.Player(
+      played, loop, slots=rows // 4, deterministic=False
+    ),
+    'waves': playing.Player(played, loop, slots=rows // 4, deterministic=True),
+  }
+  playing.assert_parity(
+    *(player.collect(environment) for player in players.values())
+  )
+  seconds = measure.interleave(
+    {
+      name: playing.case(player, environment)
+      for name, player in players.items()
+    },
+    repeats=repeats,
+  )
+  return _told(seconds, rows, [('waves', 'refilled', _GOALS['refill'])])
+
+
+def _told(
+  seconds: Mapping[str, np.ndarray],
+  rows: int,
+  quotients: Sequence[tuple[str, str, float | None]],
+) -> str:
+  """A table, and quotients of cases with their goals."""
+  table = measure.table(
+    ('case', 'collection, ms', 'trajectories/s'),
+    [
+      (name, measure.milliseconds(x), f'{rows / np.median(x):.1f}')
+      for name, x in seconds.items()
+    ],
+  )
+  lines = []
+  for above, below, goal in quotients:
+    found = measure.quotient(seconds[above], seconds[below])
+    line = f'{above} / {below}: {found}; of the least {found.least:.3f}'
+    lines.append(line if goal is None else f'{line}; goal: at least {goal}')
+  return '\n'.join((table, '', *lines, measure.verdict(seconds)))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints what was measured, and where."""
+  parser = argparse.ArgumentParser(prog='python -m benchmarks.collect')
+  parser.add_argument('--only', choices=TABLES, help='one table')
+  parser.add_argument(
+    '--widths', nargs='+', choices=playing.WIDTHS, default=['tiny']
+  )
+  parser.add_argument(
+    '--rows', type=int, default=64, help='of `generate`; others: four times'
+  )
+  parser.add_argument(
+    '--no_original', action='store_true', help='it takes by far the longest'
+  )
+  parser.add_argument('--repeats', type=int, default=measure.MIN_REPEATS)
+  measure.add_cores(parser)
+  flags = parser.parse_args(arguments)
+  cores = measure.use_cores(flags.cores)
+  tables = (flags.only,) if flags.only else TABLES
+  versions = {}
+  if 'generate' in tables:
+    versions = _peer_versions(cores)
+  print(
+    'whole collections; ms: median (least-greatest), quotients: median (middle '
+    f'half) of {flags.repeats}\n'
+  )
+  print(measure.environment(**versions))
+  sizes = {'repeats': flags.repeats}
+  for width in flags.widths:
+    played = playing.policy(width)
+    with event_loop.EventLoop() as loop:
+      for name in tables:
+        print(f'\n{name}, {width}\n', flush=True)
+        if name == 'generate':
+          original = not flags.no_original
+          text = generate(
+            played, loop, rows=flags.rows, original=original, **sizes
+          )
+        else:
+          play = {'latency': latency, 'refill': refill}[name]
+          text = play(played, loop, rows=4 * flags.rows, **sizes)
+        print(text, flush=True)
+
+
+def _peer_versions(cores: int) -> dict[str, str]:
+  """Of torch, which gets as many threads as there are cores."""
+  import torch
+  import transformers
+
+  torch.set_num_threads(cores)
+  return {'torch': torch.__version__, 'transformers': transformers.__version__}
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,143 @@
+"""Collecting with `transformers` `generate`, one call a turn for all rows.
+
+What a loop around a library's generate looks like: every turn starts from the
+whole dialogues, padded to the longest; all rows wait until the last one has
+written, and then until the last answer is there. Rows that have ended are left
+out of further turns. Greedy.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from collections.abc import Sequence
+import dataclasses
+import pathlib
+
+import numpy as np
+import torch
+import transformers
+
+from benchmarks import dialogues
+from stppo_jax import types
+from stppo_jax.rollout import event_loop
+from stppo_jax.sampling import tokenizer as tokenizer_lib
+
+
+class GenerateLoop:
+  """Plays dialogues on a Hugging Face model.
+
+  Args:
+    directory: of the model.
+    words: its tokenizer.
+    loop: where the environment's coroutines run.
+    stops: end a row's turn where it is closed, as `generate` does it fastest:
+      by the ids of the closing tokens. False: write `max_turn_tokens` tokens,
+      or to the end of sequence, and cut what follows the closing one.
+    max_turn_tokens: of a turn.
+  """
+
+  def __init__(
+    self,
+    directory: pathlib.Path,
+    words: tokenizer_lib.Tokenizer,
+    loop: event_loop.EventLoop,
+    *,
+    stops: bool,
+    max_turn_tokens: int,
+  ):
+    self._model = transformers.Qwen2ForCausalLM.from_pretrained(
+      directory, dtype=torch.float32
+    ).eval()
+    self._words = words
+    self._loop = loop
+    self._closing = dialogues.closing_ids(words)
+    self._options = {
+      'max_new_tokens': max_turn_tokens,
+      'do_sample': False,
+      'pad_token_id': words.eos_id,
+      'eos_token_id': self._closing if stops else [words.eos_id],
+    }
+
+  def collect(self, environment: dialogues.Scripted) -> list[types.Trajectory]:
+    """All dialogues, without log-probabilities (see `scored`)."""
+    questions = environment.questions()
+    prompts = [
+      self._words.encode_prompt(environment.prompt(q)) for q in questions
+    ]
+    so_far = [prompt.tolist() for prompt in prompts]
+    turns: list[list[types.Turn]] = [[] for _ in questions]
+    active = list(range(len(questions)))
+    while active:
+      written = self._generate([so_far[row] for row in active])
+      steps = self._loop.run(
+        _together(
+          environment.step(
+            questions[row], len(turns[row]), self._words.decode(ids)
+          )
+          for row, ids in zip(active, written, strict=True)
+        )
+      )
+      going_on = []
+      for row, ids, step in zip(active, written, steps, strict=True):
+        told = np.zeros(0, np.int32)
+        if step.status is None:
+          told = self._words.encode_text(step.observation.text)
+          going_on.append(row)
+        unknown = np.zeros(len(ids), np.float32)
+        turns[row].append(types.Turn(ids, unknown, told, step.action))
+        so_far[row] += [*ids.tolist(), *told.tolist()]
+      active = going_on
+    return [
+      types.Trajectory(
+        question, prompt, tuple(row), {}, types.TrajectoryStatus.COMPLETED
+      )
+      for question, prompt, row in zip(questions, prompts, turns, strict=True)
+    ]
+
+  def _generate(self, rows: Sequence[list[int]]) -> list[np.ndarray]:
+    """What each row writes, its closing token included."""
+    longest = max(map(len, rows))
+    ids_BL = torch.full((len(rows), longest), self._options['pad_token_id'])
+    mask_BL = torch.zeros_like(ids_BL)
+    for n, row in enumerate(rows):
+      ids_BL[n, longest - len(row) :] = torch.tensor(row)
+      mask_BL[n, longest - len(row) :] = 1
+    with torch.inference_mode():
+      out_BN = self._model.generate(
+        ids_BL, attention_mask=mask_BL, **self._options
+      )[:, longest:]
+    closed_BN = np.isin(out_BN.numpy(), self._closing)
+    ends_B = np.where(
+      closed_BN.any(1), closed_BN.argmax(1) + 1, closed_BN.shape[1]
+    )
+    return [
+      row[:end].astype(np.int32)
+      for row, end in zip(out_BN.numpy(), ends_B, strict=True)
+    ]
+
+  def scored(
+    self, trajectories: Sequence[types.Trajectory]
+  ) -> list[types.Trajectory]:
+    """The same with log-probabilities, of whole forward passes."""
+    return [
+      dataclasses.replace(trajectory, turns=tuple(self._scored(trajectory)))
+      for trajectory in trajectories
+    ]
+
+  def _scored(self, trajectory: types.Trajectory) -> Iterator[types.Turn]:
+    parts = [trajectory.prompt_ids]
+    for turn in trajectory.turns:
+      parts += [turn.token_ids, turn.observation_ids]
+    ids_1L = torch.tensor(np.concatenate(parts)[None], dtype=torch.long)
+    with torch.inference_mode():
+      scores_LV = self._model(ids_1L).logits[0].log_softmax(-1)
+    # Of each token after those before it.
+    logprobs_L = scores_LV[:-1].gather(1, ids_1L[0, 1:, None])[:, 0].numpy()
+    begin = len(trajectory.prompt_ids) - 1
+    for turn in trajectory.turns:
+      end = begin + len(turn.token_ids)
+      yield dataclasses.replace(turn, sampler_logprobs=logprobs_L[begin:end])
+      begin = end + len(turn.observation_ids)
+
+
+async def _together(coroutines):
+  return await asyncio.gather(*coroutines)

@@ -1,0 +1,140 @@
+"""Our side of `collect`: policies of two sizes, players, parity."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks import dialogues
+from benchmarks import measure
+from stppo_jax import types
+from stppo_jax.models import functional
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.rollout import collect
+from stppo_jax.rollout import event_loop
+from stppo_jax.sampling import engine as engine_lib
+from stppo_jax.sampling import sampler
+from stppo_jax.sampling import stops
+from stppo_jax.sampling import tokenizer as tokenizer_lib
+
+PARITY = 1e-4  # of log-probabilities
+MAX_TURN_TOKENS = 500
+MAX_LENGTH = 576  # the longest: 100 + 4 * 64 + 3 * 64, and a few
+# The quickstart's (with an output matrix of its own), and a wider one.
+WIDTHS = {
+  'tiny': {
+    'filler': 44,  # words: 290 ids
+    'hidden_size': 64,
+    'intermediate_size': 176,
+    'num_layers': 3,
+    'num_heads': 2,
+    'num_kv_heads': 2,
+    'head_dim': 32,
+  },
+  'wide': {
+    'filler': 3850,  # words: 4096 ids
+    'hidden_size': 256,
+    'intermediate_size': 704,
+    'num_layers': 6,
+    'num_heads': 8,
+    'num_kv_heads': 2,
+    'head_dim': 32,
+  },
+}
+
+
+class Policy(NamedTuple):
+  """A model that counts, and its words."""
+
+  words: tokenizer_lib.Tokenizer
+  model: functional.Model
+  params: functional.Params
+  filler: int
+
+
+def policy(width: str) -> Policy:
+  """One of the two sizes."""
+  shape = dict(WIDTHS[width])
+  filler = shape.pop('filler')
+  words = dialogues.tokenizer(filler)
+  return Policy(words, *dialogues.model(words, **shape), filler)
+
+
+class Player:
+  """Our side: plays dialogues on an engine with weights."""
+
+  def __init__(
+    self,
+    played: Policy,
+    loop: event_loop.EventLoop,
+    *,
+    slots: int,
+    deterministic: bool,
+  ):
+    self._played = played
+    self._loop = loop
+    self._engine = engine_lib.Engine(
+      played.model,
+      mesh=mesh_lib.make_mesh(
+        data=1, fsdp=1, tensor=1, devices=jax.devices()[:1]
+      ),
+      automaton=stops.build(
+        played.words.token_bytes(), eos_id=played.words.eos_id
+      ),
+      slots=slots,
+      max_length=MAX_LENGTH,
+      sampling=sampler.Sampling(temperature=1.0),
+      extend_chunk=64,
+      decode_chunk=16,
+      lookahead=1,
+      deterministic=deterministic,
+    )
+    self._engine.publish(played.params, 0)
+
+  def collect(self, environment: dialogues.Scripted) -> list[types.Trajectory]:
+    """All dialogues of the environment.
+
+    Raises:
+      ValueError: another text than that of the script was written.
+    """
+    questions = environment.questions()
+    return collect.Collector(
+      engine=self._engine,
+      environment=environment,
+      tokenizer=self._played.words,
+      loop=self._loop,
+      max_turn_tokens=MAX_TURN_TOKENS,
+      max_observation_tokens=MAX_TURN_TOKENS,
+    ).collect(
+      questions,
+      jax.random.split(jax.random.key(0), len(questions)),
+      greedy=True,
+    )
+
+
+def case(player, environment: dialogues.Scripted) -> measure.Case:
+  """A collection; it is long enough to be a sample of its own."""
+  return measure.Case(lambda _: player.collect(environment), lambda: None)
+
+
+def assert_parity(
+  trajectories: Sequence[types.Trajectory],
+  others: Sequence[types.Trajectory],
+) -> None:
+  """The same tokens in the same turns, log-probabilities to PARITY.
+
+  Raises:
+    AssertionError: they differ; which row.
+  """
+  for n, (one, other) in enumerate(zip(trajectories, others, strict=True)):
+    for mine, theirs in zip(one.turns, other.turns, strict=True):
+      np.testing.assert_array_equal(
+        mine.token_ids, theirs.token_ids, f'tokens of row {n}'
+      )
+      np.testing.assert_allclose(
+        mine.sampler_logprobs,
+        theirs.sampler_logprobs,
+        atol=PARITY,
+        err_msg=f'log-probabilities of row {n}',
+      )

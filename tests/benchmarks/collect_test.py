@@ -1,0 +1,157 @@
+"""The benchmark of collecting: its dialogues, its prediction, and that it runs.
+
+No time is looked at.
+"""
+
+import asyncio
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+
+from benchmarks import collect
+from benchmarks import dialogues
+from benchmarks import playing
+from benchmarks import sharing
+from stppo_jax.rollout import event_loop
+
+_ROWS = 8
+_SHAPE = dialogues.Shape(
+  prompt=dialogues.between(3, 9),
+  turn=dialogues.between(1, 5),
+  observation=dialogues.between(1, 6),
+  max_searches=2,
+)
+
+
+@pytest.fixture(scope='module')
+def policy():
+  return playing.policy('tiny')
+
+
+@pytest.fixture
+def small(monkeypatch):
+  """Dialogues of a few tokens, answers within milliseconds."""
+  monkeypatch.setattr(collect, '_TURNS', _SHAPE)
+  monkeypatch.setattr(collect, '_UNEVEN', _SHAPE)
+  monkeypatch.setattr(playing, 'MAX_LENGTH', 64)
+  monkeypatch.setattr(playing, 'MAX_TURN_TOKENS', 8)
+  monkeypatch.setattr(
+    collect,
+    '_LATENCIES',
+    {name: lambda rng: 0.001 * rng.random() for name in collect._LATENCIES}
+    | {'0 s': lambda rng: 0.0},
+  )
+
+
+@pytest.fixture(scope='module')
+def loop():
+  with event_loop.EventLoop() as running:
+    yield running
+
+
+def _scripts(policy, count=_ROWS, **options):
+  return dialogues.scripts(count, _SHAPE, filler=policy.filler, **options)
+
+
+def test_scripts_have_the_lengths_that_were_drawn(policy):
+  constant = dialogues.Shape(*(lambda rng, n=n: n for n in (7, 4, 5)), 3)
+  scripts = dialogues.scripts(
+    40, constant, filler=policy.filler, latency=lambda rng: rng.random()
+  )
+  encode = policy.words.encode_prompt
+  for script in scripts:
+    assert [len(encode(text)) for text in script.told[:1]] == [7]
+    assert {len(encode(text)) for text in script.told[1:]} == {5}
+    assert {len(encode(text)) for text in script.written} == {4}
+    assert [text.count('<') for text in script.written[:-1]] == [1] * (
+      len(script.told) - 1
+    )
+    assert script.written[-1] == ' r3 r2 r1</answer>'
+    assert len(script.latencies) == len(script.told) - 1
+  assert {len(script.latencies) for script in scripts} == {1, 2, 3}
+  # The same dialogues, whatever the latency.
+  again = dialogues.scripts(40, constant, filler=policy.filler)
+  assert [s.told for s in again] == [s.told for s in scripts]
+
+
+def test_another_text_is_no_collection(policy):
+  environment = dialogues.Scripted(_scripts(policy))
+  question = environment.questions()[0]
+  with pytest.raises(ValueError, match="'other' is not "):
+    asyncio.run(environment.step(question, 0, 'other'))
+
+
+def test_the_policy_counts_and_weighs_what_was_said(policy, loop, small):
+  """Certain of the token, but its log-probability tells the history."""
+  player = playing.Player(policy, loop, slots=_ROWS, deterministic=True)
+  before, after = (
+    player.collect(dialogues.Scripted(scripts))
+    for scripts in (_scripts(policy), [_other(s) for s in _scripts(policy)])
+  )
+  moved = [
+    np.abs(one.sampler_logprobs - other.sampler_logprobs).max()
+    for a, b in zip(before, after, strict=True)
+    for one, other in zip(a.turns, b.turns, strict=True)
+  ]
+  assert np.median(moved) > 100 * playing.PARITY
+  with pytest.raises(AssertionError, match='log-probabilities of row 0'):
+    playing.assert_parity(before, after)
+  with pytest.raises(AssertionError):
+    playing.assert_parity(before, before[::-1])
+  playing.assert_parity(before, before)
+
+
+def _other(script):
+  """The same turns after another first word of the prompt."""
+  told = list(script.told)
+  told[0] = ' w1' + told[0][told[0].index(' ', 1) :]
+  assert told[0] != script.told[0]
+  return dataclasses.replace(script, told=told)
+
+
+@pytest.mark.parametrize(
+  ('rows', 'slots', 'expected'),
+  [
+    ([((3, 2), (5,))], 1, 10),  # alone: work, wait, work
+    ([((3,), ()), ((3,), ())], 2, 6),  # shared
+    ([((1,), ()), ((3,), ())], 2, 4),  # till 2 shared, then alone
+    ([((1, 1), (4,)), ((4,), ())], 1, 10),  # a slot is kept while it waits
+    # Waiting costs nothing where others work meanwhile: from 2 to 5 alone, the
+    # answer comes at 2 + 4 = 6.
+    ([((1, 1), (4,)), ((4,), ())], 2, 7),
+    # The answer comes while the other one works: 2 + 1 = 3, then shared.
+    ([((1, 1), (1,)), ((4,), ())], 2, 6),
+  ],
+)
+def test_the_prediction_by_hand(rows, slots, expected):
+  rows = [sharing.Row(*row) for row in rows]
+  assert sharing.makespan(rows, slots) == pytest.approx(expected)
+
+
+def test_work_without_waits_is_its_sum():
+  rng = np.random.default_rng(0)
+  rows = [sharing.Row(rng.random(3), (0.0, 0.0)) for _ in range(20)]
+  total = sum(sum(row.work) for row in rows)
+  for slots in (1, 3, 20, 30):
+    assert sharing.makespan(rows, slots) == pytest.approx(total)
+
+
+def test_latency_is_measured_beside_the_prediction(policy, loop, small):
+  told = collect.latency(policy, loop, rows=_ROWS, repeats=2)
+  assert re.search(r'^0 s / 0.2 s: \d\S+ .* goal: at least 0.85$', told, re.M)
+  assert re.search(r'^predicted, of 0 s: 0 s 1.000, 0.2 s \d\.\d+', told, re.M)
+
+
+def test_refilled_slots_are_measured_beside_waves(policy, loop, small):
+  told = collect.refill(policy, loop, rows=_ROWS, repeats=2)
+  assert re.findall(r'^\| (\w+)', told, re.M) == ['case', 'refilled', 'waves']
+  assert re.search(r'^waves / refilled: \d\S+ .* at least 1.4$', told, re.M)
+
+
+def test_generate_writes_the_same(policy, loop, small):
+  pytest.importorskip('torch', exc_type=ImportError)
+  told = collect.generate(policy, loop, rows=4, repeats=2, original=True)
+  assert re.search(r'^generate / refilled: \d\S+ .* at least 3', told, re.M)
+  assert re.search(r'^original / refilled: \d\S+ .* at least 8', told, re.M)
