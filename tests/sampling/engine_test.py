@@ -212,35 +212,47 @@ def test_a_group_continues_its_one_prompt(devices, slots, group_size, mode):
   assert len(ways) > len(alone)
 
 
-def test_waves_wait_for_the_last_row_and_refilling_does_not():
-  orders = {}
-  for mode, deterministic in _MODES.items():
-    engine = players.engine(slots=2, deterministic=deterministic, lookahead=0)
-    engine.begin(
-      players.prompts(4),
-      players.keys(4),
-      group_size=1,
-      max_turn_tokens=3,
-      greedy=False,
-    )
-    orders[mode], held = [], None
-    while engine.busy:
-      for row in engine.poll():
-        orders[mode].append(row)
-        if row == 0 and held is None:
-          held = row  # its observation takes for ever
-        else:
-          engine.close(row)
-    assert held == 0
-    engine.close(0)
-    # What was left out plays now.
-    while engine.busy:
-      for row in engine.poll():
-        orders[mode].append(row)
+@pytest.mark.parametrize('mode', _MODES)
+def test_waves_wait_for_the_last_row_and_refilling_does_not(mode):
+  engine = players.engine(slots=2, deterministic=_MODES[mode])
+  _begun(engine, players.prompts(4), max_turn_tokens=3)
+  ended = set()
+  while engine.busy:
+    for row in engine.poll():
+      ended.add(row)
+      if row != 0:  # whose observation takes for ever
         engine.close(row)
-    assert sorted(orders[mode]) == [0, 1, 2, 3]
-  assert set(orders['waves'][:2]) == {0, 1}
-  assert orders['refill'][-1] == 3
+  assert ended == ({0, 1} if mode == 'waves' else {0, 1, 2, 3})
+  engine.close(0)
+  while engine.busy:
+    for row in engine.poll():
+      ended.add(row)
+      engine.close(row)
+  assert ended == {0, 1, 2, 3}
+
+
+def test_a_prompt_whose_slot_is_given_away_is_not_copied():
+  prompts = players.prompts(4)
+  engine = players.engine(deterministic=False)
+  options = {'keys': 8, 'group_size': 2, 'max_turn_tokens': 3}
+
+  def first_turns(order):
+    """Of all rows; those in `order` are closed one after the other."""
+    _begun(engine, prompts, **options)
+    turns = {}
+    while len(turns) < 4:
+      turns |= engine.poll()
+    for together in order:
+      for row in together:
+        engine.close(row)
+      while engine.busy:
+        turns |= engine.poll()
+    return {row: turn.token_ids.tolist() for row, turn in turns.items()}
+
+  # The first row of the third group plays in slot 1 and ends; its fellow gets
+  # slot 0, and slot 1, the only one that holds their prompt, is overwritten.
+  expected = first_turns([(0, 1, 2, 3)])
+  assert first_turns([(1,), (0, 4), (2,)]) == expected
 
 
 def test_keys_decide():
