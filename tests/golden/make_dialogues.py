@@ -59,6 +59,7 @@ def scripts() -> list[Script]:
     (211, (200, 200)),
     (5, (0, 0, 0, 0)),
     (90, (33, 2, 150)),
+    (300, (200, 133)),  # the last turn is cut short by MAX_LENGTH
   )
   return [Script(draw(n), [draw(m) for m in told]) for n, told in sizes]
 

@@ -173,23 +173,28 @@ def test_dialogues_equal_those_of_generate(name, engine):
 
 
 def test_the_dialogues_have_everything_in_them():
-  ends, turns, told, prompts, room = set(), set(), set(), set(), set()
+  ends, turns, told, prompts, whole = set(), set(), set(), set(), set()
   for name in golden.MODELS:
     for limit in golden.LIMITS:
       for script, parts in zip(_SCRIPTS, golden.read(name, limit), strict=True):
         prompts.add(len(parts[0]))
         told.update(len(ids) for ids in parts[2::2])
         turns.add(len(parts[2::2]))
-        for turn in parts[1::2]:
-          assert 1 <= len(turn) <= limit
-          # Nothing is written behind a stop, and nothing stops too early.
-          assert not golden.is_over(turn[:-1])
-          over = golden.is_over(turn)
-          assert over or len(turn) == limit
-          ends.add('eos' if golden.EOS in turn else over)
-        room.add(len(parts) == 2 * len(script.observations) + 2)
-  assert ends == {True, False, 'eos'}  # a stop string, the limit, eos
-  assert room == {True, False}  # some rows are full before the script ends
+        whole.add(len(parts) == 2 * len(script.observations) + 2)
+        for part, turn in enumerate(parts[1::2]):
+          # Nothing is written behind a stop, and no turn ends for no reason.
+          assert len(turn) and not golden.is_over(turn[:-1])
+          so_far = sum(len(ids) for ids in parts[: 2 * part + 2])
+          reasons = {
+            'eos': golden.EOS in turn,
+            'stop string': golden.is_over(turn) and golden.EOS not in turn,
+            'turn limit': len(turn) == limit,
+            'row is full': len(turn) < limit and so_far == golden.MAX_LENGTH,
+          }
+          assert any(reasons.values())
+          ends.update(name for name, holds in reasons.items() if holds)
+  assert ends == {'eos', 'stop string', 'turn limit', 'row is full'}
+  assert whole == {True, False}  # some observations do not fit
   assert turns == {0, 1, 2, 3, 4}
   assert {3, 300} <= prompts and {0, 200} <= told
 
