@@ -13,7 +13,8 @@ on the event loop's thread, rows begun and ended.
 `generate`: prompts of 40 to 100 tokens, 1 to 3 searches, observations of 20 to
 64, turns log-normal around 12. The peer calls `transformers` `generate` once a
 turn on all rows that still play, from the whole dialogues, and waits for the
-last one; it stops by the ids of the closing tokens. `original` knows no stops:
+last one; it stops by the ids of the closing tokens, and has one thread or all,
+whatever is faster. `original` knows no stops:
 it writes 500 tokens, or to the end of sequence, and cuts; what it is slower by
 is removed waste, not speed. No peer waits for a retriever here.
 
@@ -106,6 +107,9 @@ def generate(
         stops=stops_early,
         max_turn_tokens=playing.MAX_TURN_TOKENS,
       )
+  threads = generate_reference.use_fastest_threads(
+    lambda: players['generate'].collect(environment)
+  )
   for name in peers:
     theirs = players[name].collect(environment)
     playing.assert_parity(ours, players[name].scored(theirs))
@@ -117,7 +121,8 @@ def generate(
     repeats=repeats,
   )
   goals = [(name, 'refilled', _GOALS[name]) for name in peers]
-  return _told(seconds, rows, [*goals, ('generate', 'waves', None)])
+  table = _told(seconds, rows, [*goals, ('generate', 'waves', None)])
+  return f'{threads}\n\n{table}'
 
 
 def latency(

@@ -7,6 +7,7 @@ out of further turns. Greedy.
 """
 
 import asyncio
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
@@ -17,6 +18,7 @@ import torch
 import transformers
 
 from benchmarks import dialogues
+from benchmarks import measure
 from stppo_jax import types
 from stppo_jax.rollout import event_loop
 from stppo_jax.sampling import tokenizer as tokenizer_lib
@@ -137,6 +139,25 @@ class GenerateLoop:
       end = begin + len(turn.token_ids)
       yield dataclasses.replace(turn, sampler_logprobs=logprobs_L[begin:end])
       begin = end + len(turn.observation_ids)
+
+
+def use_fastest_threads(run: Callable[[], object]) -> str:
+  """Gives torch one thread or as many as it has, whatever is faster; a line.
+
+  Small models are slower with more threads, much so on a busy machine.
+
+  Args:
+    run: what it is to be fast at; called twice with each number.
+  """
+  case = measure.Case(lambda _: run(), lambda: None)
+  seconds = {}
+  for threads in dict.fromkeys((1, torch.get_num_threads())):
+    torch.set_num_threads(threads)
+    seconds[threads] = min(measure.once(case)[0] for _ in range(2))
+  fastest = min(seconds, key=seconds.get)
+  torch.set_num_threads(fastest)
+  tried = ', '.join(f'{n}: {1e3 * x:.0f} ms' for n, x in seconds.items())
+  return f'torch threads: {fastest} (tried {tried})'
 
 
 async def _together(coroutines):
