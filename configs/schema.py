@@ -56,6 +56,7 @@ _OPTIMIZER = {
   'weight_decay': _NOT_NEGATIVE,
   'max_grad_norm': _POSITIVE,
 }
+_SIZES = ('hidden_size', 'intermediate_size', 'num_layers', 'num_heads')
 
 RULES: Mapping[str, Rule] = {
   'seed': _NOT_NEGATIVE,
@@ -64,10 +65,7 @@ RULES: Mapping[str, Rule] = {
   'model.reference_path': _MODEL,
   'model.tokenizer_path': _PATH,
   'model.dtype': _one_of('float32', 'bfloat16'),
-  'model.hidden_size': _POSITIVE,
-  'model.intermediate_size': _POSITIVE,
-  'model.num_layers': _POSITIVE,
-  'model.num_heads': _POSITIVE,
+  **{f'model.{size}': _POSITIVE for size in _SIZES},
   'model.num_kv_heads': _POSITIVE,
   'model.head_dim': _EVEN,  # rotary pairs
   'model.rope_theta': _POSITIVE,

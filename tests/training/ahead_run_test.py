@@ -275,6 +275,8 @@ def test_evaluations_are_of_the_policy_of_now_and_alone(tmp_path, monkeypatch):
   def counted(self, *args, **options):
     playing.add(self)
     together.append(len(playing))
+    if threading.current_thread() is not threading.main_thread():
+      time.sleep(0.5)  # longer than what comes before an evaluation
     try:
       return method(self, *args, **options)
     finally:
