@@ -109,7 +109,7 @@ def test_an_infinite_tau_and_single_precision(file, tmp_path, capsys):
 
 
 def test_an_entropy_bonus_is_in_the_loss(file, capsys):
-  flags = 'score', f'--batch={file}', '--row=st_ppo', '--float64'
+  flags = 'score', f'--batch={file}', '--row=st_ppo'
   without = _metrics(capsys, *flags)
   bonus = _metrics(capsys, *flags, '--entropy_coefficient', '0.25')
   lower = without['loss'] - 0.25 * without['actor/entropy']
