@@ -1,5 +1,6 @@
 """Command lines as a user types them: what they give, and every error."""
 
+import math
 import os
 import pathlib
 import resource
@@ -44,6 +45,7 @@ def _config(*argv):
     ('--config.data.corpus=a=b', 'a=b'),
     ('--config.data.corpus=', ''),
     ('--config.algorithm.correction.clipping_bias.tau=5', 5.0),
+    ('--config.algorithm.correction.clipping_bias.tau=inf', math.inf),
     (
       "--config.algorithm.correction.names=['clipping_bias']",
       ('clipping_bias',),
@@ -79,6 +81,32 @@ def test_row_workdir_options_and_separate_values(tmp_path):
   assert isinstance(config, config_dict.ConfigDict)
 
 
+def test_a_workdir_may_be_optional(tmp_path):
+  optional = {'workdir': False, 'options': {'workdir': ''}}
+  assert configuration.parse([_BASE], **optional).workdir is None
+  arguments = configuration.parse([_BASE, f'--workdir={tmp_path}'], **optional)
+  assert arguments.workdir == tmp_path
+  (line,) = _errors(_BASE, f'--workdir={__file__}', **optional)
+  assert 'exists and is not a folder' in line
+
+
+def test_flags_that_repeat_and_flags_without_a_value():
+  argv = ['--set', 'a=1', '--fast', '--x', '-1', '--set=b=2', '--x=3']
+  found = configuration.split(argv, ['x'], lists=['set'], switches=['fast'])
+  assert found.values == {'x': '3'}
+  assert found.lists == {'set': ['a=1', 'b=2']}
+  assert found.switches == {'fast'} and not found.errors
+  argv = ['--fats', '--fast=1', '--set', '--config.seed=1', 'x']
+  found = configuration.split(argv, ['x'], lists=['set'], switches=['fast'])
+  assert found.errors == [
+    '--fats: unknown flag; did you mean --fast? choices: --x, --set, --fast',
+    '--fast=1: takes no value',
+    '--set: has no value',
+    '--config.seed=1: unknown flag; choices: --x, --set, --fast',
+    'x: not a flag; flags start with --',
+  ]
+
+
 @pytest.mark.parametrize(
   ('flag', 'expected'),
   [
@@ -96,6 +124,7 @@ def test_row_workdir_options_and_separate_values(tmp_path):
     ('--config.seed=abc', 'expected int, such as 0'),
     ('--config.rollout.temperature=hot', 'expected a number (float)'),
     ('--config.rollout.temperature=True', 'expected a number (float)'),
+    ('--config.rollout.temperature=nan', 'expected a number (float)'),
     ('--config.writer.tensorboard=1', 'expected True or False'),
     ('--config.writer.tensorboard=yes', 'expected True or False'),
     ('--config.data.synthetic_wiki.hops=1', 'expected a tuple'),

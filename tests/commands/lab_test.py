@@ -361,6 +361,11 @@ def test_compare_names_the_row_that_lacks_an_array(tmp_path, capsys):
   rows = '--rows=token_ppo,sspo'
   line = _error(capsys, 'compare', f'--batch={tmp_path}/F.npz', rows)
   assert 'lacks sentence_ids_BL, which sspo reads' in line
+  del arrays['logprobs_BL'], arrays['entropy_BL']
+  np.savez(tmp_path / 'F.npz', **arrays)
+  rows = '--rows=token_ppo,turn_ppo'
+  line = _error(capsys, 'compare', f'--batch={tmp_path}/F.npz', rows)
+  assert 'lacks logprobs_BL, which token_ppo reads' in line  # the first
 
 
 @pytest.mark.parametrize(
