@@ -127,7 +127,7 @@ def test_a_block_brings_its_options(file, capsys):
 
 def test_advantages_by_hand(tmp_path, capsys):
   arrays = {
-    'turn_ids_BL': np.array([[0, 1, 0, 2, 2, 0]]),
+    'turn_ids_BL': np.array([[0, 1, 0, 3, 3, 0]]),  # turn 2 is empty
     'loss_mask_BL': np.array([[0, 1, 0, 1, 1, 0]]),
     'rewards_BL': np.array([[9.0, 0, 9, 0, 1, 9]]),
     'values_BL': np.array([[9.0, 0.5, np.nan, 0.25, 0, 9]]),
