@@ -73,7 +73,9 @@ def _collect(argv: Sequence[str]) -> int:
 def _score(argv: Sequence[str]) -> int:
   flags = _split(argv, 'batch', 'row', out='', entropy_coefficient='0')
   values = flags.values
-  errors = flags.errors + _unknown_rows('row', values['row'])
+  errors = flags.errors
+  if values['row']:
+    errors = errors + _unknown_rows('row', values['row'])
   text = values['entropy_coefficient']
   try:
     coefficient = float(text)
@@ -140,7 +142,10 @@ def _advantages(argv: Sequence[str]) -> int:
 def _compare(argv: Sequence[str]) -> int:
   flags = _split(argv, 'batch', 'rows', lists=(), switches=('json',))
   names = list(dict.fromkeys(flags.values['rows'].split(',')))
-  _raise_if(flags.errors + _unknown_rows('rows', *names))
+  errors = flags.errors
+  if flags.values['rows']:
+    errors = errors + _unknown_rows('rows', *names)
+  _raise_if(errors)
   with _on_cpu(flags):
     from stppo_jax.analysis import comparison
     from stppo_jax.analysis import lab
@@ -204,7 +209,7 @@ def _unknown_rows(flag: str, *names: str) -> list[str]:
   return [
     f'--{flag}={name}: unknown row' + configuration.closest(name, known)
     for name in names
-    if name and name not in known
+    if name not in known
   ]
 
 

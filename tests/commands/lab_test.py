@@ -236,6 +236,7 @@ def test_what_the_page_says_is_true(tmp_path, monkeypatch, capsys):
       '--rows=st_pp: unknown r',
     ),
     (['compare', '--batch=F'], '--rows: missing'),
+    (['compare', '--batch=F', '--rows=st_ppo,'], '--rows=: unknown row; choic'),
     (['collect', '--out=F'], '--config: missing'),
     (['collect', *runs.flags()], '--out: missing'),
     (
