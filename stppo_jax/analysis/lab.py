@@ -40,7 +40,6 @@ _SCORED = (
 SCORE_USES = ('entropy_BL', 'sentence_ids_BL', 'sampler_logprobs_BL')
 ADVANTAGES_USES = ('group_ids_B', 'state_ids_BL')
 _VALUES = frozenset({'old_values_BL', 'values_BL'})
-_USES_STATES = frozenset({'gigpo'})  # estimators that read state_ids_BL
 
 
 _HEADS = ('policy', 'bias', 'other')  # of a `PolicyLoss`
@@ -202,7 +201,7 @@ def advantages_needs(
   if estimator.name in advantages_lib.USES_VALUES:
     only = 'values_BL' in rollouts and 'old_values_BL' not in rollouts
     needs.add('values_BL' if only else 'old_values_BL')
-  if estimator.name in _USES_STATES:
+  if estimator.name in advantages_lib.USES_STATES:
     needs.add('state_ids_BL')
   if compares:
     needs.add('group_ids_B')

@@ -15,6 +15,7 @@ from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics
 from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import masking
+from stppo_jax.rl import mismatch_metrics
 from stppo_jax.training import state as state_lib
 
 Array = jax.Array
@@ -93,30 +94,7 @@ def annotate(
     jnp.sum(kl_BL, axis=1), jnp.any(mask_BL, axis=1)
   )
   metrics['critic/kl_coef'] = jnp.asarray(algorithm.kl.coefficient)
-  metrics |= _mismatch(old_BL, batch.sampler_logprobs_BL, mask_BL)
+  metrics |= mismatch_metrics.measure(
+    old_BL, batch.sampler_logprobs_BL, mask_BL
+  )
   return batch, metrics
-
-
-def _mismatch(old_BL, sampler_BL, mask_BL) -> dict[str, Array]:
-  """How far sampler and trainer are apart on the same tokens and weights.
-
-  The weights are those of `rl.mismatch`, before any truncation.
-  """
-  log_k_BL = masking.select(old_BL - sampler_BL, mask_BL)
-  k_BL = jnp.exp(log_k_BL)
-  valid_B = jnp.any(mask_BL, axis=1)
-  # -log k = log(sampler / trainer): its k3 is of the divergence of the two.
-  k3_BL = jnp.expm1(log_k_BL) - log_k_BL
-  log_k_B = jnp.sum(log_k_BL, axis=1)
-  mean = masking.masked_mean(k_BL, mask_BL)
-  squared = masking.masked_mean(jnp.square(k_BL), mask_BL)
-  return {
-    'mismatch/logprob_abs_diff': jnp.max(jnp.abs(log_k_BL)),
-    'mismatch/k3': masking.masked_mean(k3_BL, mask_BL),
-    'mismatch/weight_raw_mean': mean,
-    'mismatch/weight_raw_max': jnp.max(jnp.where(mask_BL, k_BL, 0.0)),
-    'mismatch/sequence_weight_raw_max': jnp.max(
-      jnp.where(valid_B, jnp.exp(log_k_B), 0.0)
-    ),
-    'mismatch/ess': masking.divide(jnp.square(mean), squared),
-  }
