@@ -10,7 +10,6 @@ from collections.abc import Callable
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.rl import masking
@@ -96,7 +95,6 @@ class Evidence:
     x_BL = masking.select(x_BL, self.mask_BL)
     if level == 'token':
       return x_BL
-    segments = self.segments(level)
-    counts_BT = self.totals(jnp.ones_like(x_BL), segments)
-    means_BT = masking.divide(self.totals(x_BL, segments), counts_BT)
-    return self.spread(means_BT, segments)
+    return segments_lib.segment_means(
+      x_BL, self.segments(level), implementation=self.implementation
+    )
