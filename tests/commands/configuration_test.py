@@ -50,6 +50,13 @@ def _config(*argv):
       "--config.algorithm.correction.names=['clipping_bias']",
       ('clipping_bias',),
     ),
+    ('--config.algorithm.correction.names=tis', ('tis',)),
+    ("--config.algorithm.correction.names='tis'", ('tis',)),
+    ('--config.algorithm.correction.names=tis,mis', ('tis', 'mis')),
+    ('--config.algorithm.correction.names=[tis, mis]', ('tis', 'mis')),
+    ('--config.algorithm.correction.names=(tis,)', ('tis',)),
+    ('--config.algorithm.correction.names=', ()),
+    ('--config.algorithm.correction.names=()', ()),
   ],
 )
 def test_values_take_the_type_of_their_key(flag, expected):
@@ -105,6 +112,16 @@ def test_flags_that_repeat_and_flags_without_a_value():
     '--config.seed=1: unknown flag; choices: --x, --set, --fast',
     'x: not a flag; flags start with --',
   ]
+  assert found.meant == {'fast', 'x'}
+
+
+@pytest.mark.parametrize('flag', ['--fats', '-fast', '--fsat'])
+def test_the_value_of_a_misspelt_flag_is_no_error_of_its_own(flag):
+  found = configuration.split([flag, '-1', flag, 'y', flag, '--x=1'], ['x'])
+  first, second, third, fourth = found.errors
+  assert first == third == fourth and first.startswith(f'{flag}: ')
+  assert second.startswith('-1: ')  # it may be a flag too
+  assert found.values == {'x': '1'}
 
 
 @pytest.mark.parametrize(
@@ -128,6 +145,10 @@ def test_flags_that_repeat_and_flags_without_a_value():
     ('--config.writer.tensorboard=1', 'expected True or False'),
     ('--config.writer.tensorboard=yes', 'expected True or False'),
     ('--config.data.synthetic_wiki.hops=1', 'expected a tuple'),
+    ('--config.data.synthetic_wiki.hops=one', 'expected a tuple'),
+    ('--config.algorithm.correction.names=1', 'expected a tuple'),
+    ('--config.algorithm.correction.names=(tis', 'expected a tuple'),
+    ('--config.algorithm.correction.names=tis mis', 'expected a tuple'),
     ('--config.updates.num_epochs=__import__("os")', 'expected int'),
     ('--config.rollout.temperature=0', 'must be greater than 0'),
     ('--config.rollout.temperature=1e999', 'must be greater than 0'),
@@ -186,8 +207,7 @@ def test_errors_of_all_kinds_come_together():
   )
   starts = [line.split(':')[0].split('=')[0] for line in lines]
   assert starts == [
-    '--workdri',
-    '--workdir',
+    '--workdri',  # and no --workdir that is missing
     '--config.sed',
     '--config.seed',
     'config.env.max_length',

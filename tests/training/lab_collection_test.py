@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.analysis import estimates
 from stppo_jax.analysis import frozen
-from stppo_jax.analysis import lab
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint
 from stppo_jax.training import lab_collection
@@ -113,9 +113,16 @@ def test_the_newest_checkpoint_plays_and_nothing_is_changed(
   mask = later['loss_mask_BL']
   apart = later['old_logprobs_BL'] - later['ref_logprobs_BL']
   assert np.abs(apart[mask]).max() > 1e-4
-  penalized = later['rewards_BL'] - _COEFFICIENT * apart
-  estimator = lab.build_estimator(config.algorithm.advantage)
-  found = lab.estimate(estimator, {**later, 'rewards_BL': penalized})
+  assert later['kl_coefficient'] == np.float64(_COEFFICIENT)
+  assert collected['kl_coefficient'] == config.algorithm.kl.coefficient
+  assert config.algorithm.kl.where == 'reward'
+  penalized = estimates.penalized(
+    later,
+    estimator=config.algorithm.kl.estimator,
+    coefficient=float(later['kl_coefficient']),
+  )
+  estimator = estimates.build_estimator(config.algorithm.advantage)
+  found = estimates.estimate(estimator, penalized)
   for name in ('advantages_BL', 'returns_BL'):
     assert np.abs(later[name]).max() > 0
     np.testing.assert_allclose(found.arrays[name], later[name], atol=1e-5)
