@@ -268,3 +268,11 @@ GROUP_ADVANTAGES = frozenset(
   }
 )
 WITHOUT_CRITIC = GROUP_ADVANTAGES | {'monte_carlo'}
+
+# How rows whose advantages compare are collected; `so_grpo` as in its reference
+# run, 512 questions of 5 trajectories.
+ROLLOUTS = {
+  name: {'group_size': 8}
+  for name, row in ALGORITHMS.items()
+  if row['advantage']['name'] in GROUP_ADVANTAGES
+} | {'so_grpo': {'group_size': 5, 'trajectories_per_step': 2560}}

@@ -10,12 +10,6 @@ from ml_collections import config_dict
 from configs import algorithms
 
 
-def _compares(row: str) -> bool:
-  """Whether the row's advantages compare the trajectories of a question."""
-  name = algorithms.ALGORITHMS[row]['advantage']['name']
-  return name in algorithms.GROUP_ADVANTAGES
-
-
 def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
   """The base configuration with the algorithm row of that name.
 
@@ -30,7 +24,7 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
       f'unknown algorithm row {row!r}; choices: '
       + ', '.join(sorted(algorithms.ALGORITHMS))
     )
-  return config_dict.ConfigDict(
+  config = config_dict.ConfigDict(
     {
       'seed': 0,
       'num_steps': 100,  # collections, each followed by its updates
@@ -104,8 +98,9 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
       },
       'rollout': {
         'trajectories_per_step': 512,
-        # Trajectories of one question; 8 where the row compares them.
-        'group_size': 8 if _compares(row) else 1,
+        # Trajectories of one question; more where the row compares them, see
+        # `ROLLOUTS` in algorithms.py.
+        'group_size': 1,
         # Groups whose rewards are all equal are replaced by groups of further
         # questions, in at most so many further collections (DAPO); 0 = never.
         'resample_rounds': 0,
@@ -219,3 +214,6 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
       },
     }
   )
+  if row in algorithms.ROLLOUTS:
+    config.rollout.update(algorithms.ROLLOUTS[row])
+  return config

@@ -38,6 +38,8 @@ def get_config(row: str = 'st_ppo'):
   config.env.max_length = 640
   config.retrieval.topk = 2
   config.rollout.trajectories_per_step = 16
+  if config.rollout.group_size > 1:
+    config.rollout.group_size = 8  # a divisor
   config.rollout.length_bucket = 128
   config.updates.minibatch_size = 8
   config.policy_optimizer.learning_rate = 1e-5

@@ -40,6 +40,8 @@ def get_config(row: str = 'st_ppo'):
   config.retrieval.topk = 2
 
   config.rollout.trajectories_per_step = 128
+  if config.rollout.group_size > 1:
+    config.rollout.group_size = 8  # a divisor
   config.rollout.length_bucket = 32
   config.updates.minibatch_size = 64
   config.updates.num_epochs = 2

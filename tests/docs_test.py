@@ -42,6 +42,10 @@ def _commands():
   return found
 
 
+# Makes the file that the commands after it read.
+(_COLLECT,) = (line for line in _commands() if ' lab collect ' in line)
+
+
 def _environment():
   environment = dict(os.environ, JAX_NUM_CPU_DEVICES='1')
   environment['PYTHONPATH'] = str(_ROOT)
@@ -120,9 +124,9 @@ def _serves(command, folder):
       {'Content-Type': 'application/json'},
     )
     with urllib.request.urlopen(request, timeout=30) as reply:
-      assert '"Lake 7"' in json.load(reply)['result'][0][0]['document'][
-        'contents'
-      ]
+      assert (
+        '"Lake 7"' in json.load(reply)['result'][0][0]['document']['contents']
+      )
   finally:
     server.send_signal(signal.SIGTERM)
     assert server.wait(timeout=30) == 0
@@ -145,6 +149,11 @@ def test_every_command_in_the_documents_runs(command, tmp_path):
     _check_metrics(workdir / 'metrics.jsonl')
   elif ' serve ' in command:
     _serves(command, folder)
+  elif ' lab ' in command or ' prefer ' in command:
+    (folder / 'runs').mkdir()
+    _run([*_python(_COLLECT), *_SMOKE], folder)
+    if command != _COLLECT:
+      assert _run(_python(command), folder)
   elif ' train ' in command:
     if 'DATA' in command:
       _question_files(folder / 'DATA')
@@ -192,15 +201,20 @@ def _check_metrics(path):
 
 
 def test_the_readme_table_is_the_table():
-  rows = re.findall(r'^\| `(\w+)` \| (\w+) \| ([\w ]+) \|$', _README, re.M)
-  table = {
-    name: (
-      row['ratio']['level'],
-      ', '.join(row['correction']['names']).replace('_', ' ') or 'none',
-    )
+  table = [
+    ' | '.join(
+      [
+        f'`{name}`',
+        row['ratio']['level'],
+        row['objective']['name'],
+        ', '.join(row['correction']['names']) or 'none',
+        row['advantage']['name'],
+      ]
+    ).replace('_', ' ')
     for name, row in algorithms.ALGORITHMS.items()
-  }
-  assert {name: (level, names) for name, level, names in rows} == table
+  ]
+  rows = re.findall(r'^\| (`\w+`(?: \| [\w ,]+){4}) \|$', _README, re.M)
+  assert [row.replace('_', ' ') for row in rows] == table
 
 
 def test_the_readme_tree_is_the_tree():

@@ -31,8 +31,10 @@ OURS = {
   'rollout': ('types', 'batch', 'envs', 'retrieval.protocol', 'rollout'),
   'training': _ALL,
   'analysis': _ALL,
-  # Not each other: what two commands share stands in `configuration`.
-  'commands': _ALL + ('commands.configuration', 'configs'),
+  # Not each other: what commands share stands in these three.
+  'commands': _ALL
+  + tuple(f'commands.{n}' for n in ('configuration', 'lab_flags', 'lab_rows'))
+  + ('configs',),
   '__main__': ('commands',),
   'configs': ('rl.algorithm', 'retrieval.client', 'configs'),
 }

@@ -20,7 +20,7 @@ SILENCED = 'silenced'
 
 
 class Comparison(typing.NamedTuple):
-  """Rows by name.
+  """Rows by what they are called: a row may come with several settings.
 
   Attributes:
     rows: of each the metrics of `lab.score`, and `silenced`.
@@ -39,12 +39,19 @@ def compare(
   """Scores every row, without an entropy bonus.
 
   Args:
-    algorithms: the rows by name.
+    algorithms: the rows, by what they shall be called.
     rollouts: from `frozen.select`, with what `lab.score_needs` names for each.
+
+  Raises:
+    frozen.NotFinite: what a row makes of them is too large for the precision;
+      the message begins with its name.
   """
   rows, units = {}, {}
   for name, algorithm in algorithms.items():
-    score = lab.score(algorithm, rollouts, entropy_coefficient=0.0)
+    try:
+      score = lab.score(algorithm, rollouts, entropy_coefficient=0.0)
+    except frozen.NotFinite as error:
+      raise frozen.NotFinite(f'{name}: {error}') from error
     gradient_BL = score.arrays['dloss_dlogprobs_BL'].astype(np.float64)
     share = _silenced(gradient_BL, rollouts)
     rows[name] = score.metrics | {SILENCED: share}

@@ -1,13 +1,18 @@
-"""Frozen rollouts: the arrays of one collection, in a file.
+"""Frozen rollouts: the arrays of one collection, and what they must be.
 
-B trajectories, L tokens. An npz file whose arrays have the names, axes and
-meanings of `batch.TokenBatch`, but for these three of the policy and the value
-model after some updates, and the fourth, which a `TokenBatch` calls values_BL:
+B trajectories, L tokens. The arrays of a file (see `rollout_file`) have the
+names, axes and meanings of `batch.TokenBatch`, but for these three of the
+policy and the value model after some updates, and the fourth, which a
+`TokenBatch` calls values_BL:
 
   logprobs_BL    log pi_theta
   entropy_BL     of pi_theta at each token, nats
   values_BL      V of the updated value model
   old_values_BL  V before the first update
+
+and one number:
+
+  kl_coefficient  of the KL penalty in force when it was collected
 
 Such a file need not be ours: any origin will do, with the arrays a command
 reads and no others. What stands off the loss mask has no meaning and may be
@@ -15,18 +20,19 @@ anything. Arrays of other names are passed over.
 """
 
 from collections.abc import Collection
+from collections.abc import Iterator
 from collections.abc import Mapping
-import os
-import pathlib
 import typing
-import zipfile
-import zlib
 
 import numpy as np
 
 from stppo_jax import batch as batch_lib
 
 Arrays = Mapping[str, np.ndarray]
+
+
+class NotFinite(ValueError):
+  """What was computed of finite numbers is too large for the precision."""
 
 
 class Kind(typing.NamedTuple):
@@ -45,7 +51,7 @@ _IDS = Kind('integers', 'iu')
 _MASK = Kind('booleans, or 0 and 1', 'biu')
 _REALS = Kind('real numbers', 'fiu')
 
-# The name says the axes.
+# The name says the axes; without an ending it is one number.
 KINDS: Mapping[str, Kind] = {
   'tokens_BL': _IDS,
   'lengths_B': _IDS,
@@ -65,68 +71,16 @@ KINDS: Mapping[str, Kind] = {
   'advantages_BL': _REALS,
   'returns_BL': _REALS,
   'value_mask_BL': _MASK,
+  'kl_coefficient': _REALS,
 }
 # Numbered through the row from 1, so that no id is above L.
 _NUMBERED = ('turn_ids_BL', 'sentence_ids_BL')
-
-
-def load(path: str | pathlib.Path) -> dict[str, np.ndarray]:
-  """The arrays of a file that have a name of `KINDS`, as they are.
-
-  Raises:
-    OSError: no such file.
-    ValueError: not an npz file, or shapes that do not fit together.
-  """
-  with open(path, 'rb') as file:
-    try:
-      archive = np.load(file, allow_pickle=False)
-      if not isinstance(archive, np.lib.npyio.NpzFile):
-        raise ValueError('a single array')
-      arrays = {name: archive[name] for name in KINDS if name in archive.files}
-      for name, array in arrays.items():
-        if not isinstance(array, np.ndarray):  # numpy hands on what it is not
-          raise ValueError(f'{name} is not an array')
-    except (
-      ValueError,
-      EOFError,
-      RuntimeError,  # encrypted, or a compression that zipfile does not know
-      zipfile.BadZipFile,
-      zlib.error,
-    ) as error:
-      reason = ' '.join(str(error).split())
-      raise ValueError(f'not a sound npz file ({reason})') from error
-  _check_shapes(arrays)
-  return arrays
-
-
-def _check_shapes(arrays: Arrays) -> None:
-  """Raises ValueError, a line for each array of another shape."""
-  standard = next((name for name in arrays if name.endswith('_BL')), None)
-  if standard is None:
-    raise ValueError(f'holds none of {", ".join(KINDS)}')
-  if 'loss_mask_BL' in arrays:
-    standard = 'loss_mask_BL'
-  shape = arrays[standard].shape
-  if len(shape) != 2:
-    raise ValueError(f'{standard} has shape {shape}, expected [B, L]')
-  lines = []
-  for name, array in arrays.items():
-    expected = shape if name.endswith('_BL') else shape[:1]
-    if array.shape != expected:
-      lines.append(
-        f'{name} has shape {array.shape}, expected {expected}, as '
-        f'{standard} has {shape}'
-      )
-  if lines:
-    raise ValueError('\n'.join(lines))
+# Of the models after the updates, or about the collection: in no `TokenBatch`.
+_OUTSIDE = ('logprobs_BL', 'entropy_BL', 'values_BL', 'kl_coefficient')
 
 
 def select(
-  arrays: Arrays,
-  needs: Mapping[str, str],
-  uses: Collection[str] = (),
-  *,
-  dtype: type[np.floating],
+  arrays: Arrays, needs: Mapping[str, str], *, dtype: type[np.floating]
 ) -> dict[str, np.ndarray]:
   """The arrays that a computation reads, checked and in its types.
 
@@ -134,14 +88,13 @@ def select(
   numbered anew, so that any integers will do. Off the loss mask ids are 0.
 
   Args:
-    arrays: from `load`.
+    arrays: from `rollout_file.load`.
     needs: names that must be there, to who reads them; 'loss_mask_BL' is one.
-    uses: names that are read where they are there.
     dtype: of the computation.
 
   Raises:
-    ValueError: a line for each array that is missing, of another kind, or
-      wrong on the loss mask.
+    ValueError: a line for each array that is missing, of another shape or
+      kind, or wrong on the loss mask. Arrays of other names may be anything.
   """
   missing = [
     f'lacks {name}, which {reader} reads'
@@ -149,11 +102,8 @@ def select(
     if name not in arrays
   ]
   _raise_if(missing)
-  chosen = {
-    name: array
-    for name, array in arrays.items()
-    if name in needs or name in uses
-  }
+  chosen = {name: x for name, x in arrays.items() if name in needs}
+  _raise_if(_misshapen(chosen))
   _raise_if(
     f'{name} is {array.dtype}, expected {KINDS[name].words}'
     for name, array in chosen.items()
@@ -187,8 +137,54 @@ def select(
   return found
 
 
+def usable(
+  arrays: Arrays, uses: Collection[str], *, dtype: type[np.floating]
+) -> tuple[dict[str, np.ndarray], list[str]]:
+  """Those of some arrays that can be read, and why the others cannot.
+
+  Args:
+    arrays: from `rollout_file.load`, with a sound loss_mask_BL.
+    uses: names of arrays that nobody needs; they may be missing.
+    dtype: of the computation.
+
+  Returns:
+    The arrays as `select` gives them, and a line for each that it refuses.
+  """
+  found, lines = {}, []
+  for name in (name for name in uses if name in arrays):
+    needs = dict.fromkeys(('loss_mask_BL', name), 'it')
+    try:
+      found[name] = select(arrays, needs, dtype=dtype)[name]
+    except ValueError as error:
+      lines += str(error).splitlines()
+  return found, lines
+
+
+def _misshapen(arrays: Arrays) -> Iterator[str]:
+  """A line for each array that does not fit to loss_mask_BL."""
+  shape = arrays['loss_mask_BL'].shape
+  if len(shape) != 2:
+    yield f'loss_mask_BL has shape {shape}, expected [B, L]'
+    return
+  for name, array in arrays.items():
+    expected = shape[: _num_axes(name)]
+    if array.shape != expected:
+      yield (
+        f'{name} has shape {array.shape}, expected {expected}, as '
+        f'loss_mask_BL has {shape}'
+      )
+
+
+def _num_axes(name: str) -> int:
+  axes = name.rpartition('_')[2]
+  return len(axes) if axes in ('B', 'BL') else 0
+
+
 def not_finite(name: str, x_BL: np.ndarray, mask_BL: np.ndarray) -> list[str]:
   """The line about numbers that are not finite on the mask, if there are."""
+  if not x_BL.ndim:  # one number, which speaks for the whole batch
+    fine = np.isfinite(x_BL)
+    return [] if fine else [f'{name}: not finite in {x_BL.dtype}']
   wrong_BL = mask_BL & ~np.isfinite(x_BL)
   if not wrong_BL.any():
     return []
@@ -239,9 +235,8 @@ def token_batch(arrays: Arrays) -> batch_lib.TokenBatch:
     'rewards_BL': None,
   }
   names = {'old_values_BL': 'values_BL'}
-  outside = ('logprobs_BL', 'entropy_BL', 'values_BL')
   for name, array in arrays.items():
-    if name not in outside:
+    if name not in _OUTSIDE:
       fields[names.get(name, name)] = array
   return batch_lib.TokenBatch(**fields)
 
@@ -255,21 +250,26 @@ def nonempty(arrays: Arrays) -> dict[str, np.ndarray]:
   """The arrays with a row and a token at least: one that counts nowhere."""
   return {
     name: np.pad(x, [(0, 0 if size else 1) for size in x.shape])
+    if x.ndim
+    else x
     for name, x in arrays.items()
   }
 
 
-def save(path: str | pathlib.Path, arrays: Arrays) -> None:
-  """Writes an npz file; killed meanwhile, it leaves the old one or none.
+def cut(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+  """Without the row and the token that `nonempty` may have added."""
+  return x[: shape[0], : shape[1]] if x.ndim == 2 else x
+
+
+def check_finite(arrays: Arrays) -> None:
+  """Looks at what was computed of finite numbers.
 
   Raises:
-    OSError: it cannot be written.
+    NotFinite: names what is not.
   """
-  path = pathlib.Path(path)
-  partial = path.with_name(path.name + '.partial')
-  try:
-    with open(partial, 'wb') as file:
-      np.savez(file, allow_pickle=False, **arrays)
-    os.replace(partial, path)
-  finally:
-    partial.unlink(missing_ok=True)
+  names = [name for name, x in arrays.items() if not np.isfinite(x).all()]
+  if names:
+    dtype = arrays[names[0]].dtype
+    raise NotFinite(
+      f'{", ".join(names)}: not finite in {dtype}, for too large numbers'
+    )

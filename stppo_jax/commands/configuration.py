@@ -78,7 +78,7 @@ def parse(
   given = split(argv, known, overrides=True)
   flags, errors = given.values, list(given.errors)
   for name in needed:
-    if not flags.get(name):
+    if not flags.get(name) and name not in given.meant:
       errors.append(f'--{name}: missing')
   for name in options:
     if name in flags:
@@ -143,6 +143,7 @@ class Flags:
     lists: of the flags that may be given several times, all in order.
     switches: those given.
     overrides: key to value of `--config.KEY=VALUE`.
+    meant: flags that a misspelt one may have meant; they are not missing.
     errors: what is none of these, one line each.
   """
 
@@ -150,6 +151,7 @@ class Flags:
   lists: dict[str, list[str]]
   switches: set[str]
   overrides: dict[str, str]
+  meant: set[str]
   errors: list[str]
 
 
@@ -170,20 +172,25 @@ def split(
     switches: those without a value.
     overrides: whether `--config.KEY=VALUE` is known.
   """
-  found = Flags({}, {name: [] for name in lists}, set(), {}, [])
+  found = Flags({}, {name: [] for name in lists}, set(), {}, set(), [])
   choices = [f'--{name}' for name in (*known, *lists, *switches)]
   choices += ['--config.KEY'] if overrides else []
   rest = list(argv)
   while rest:
     flag = rest.pop(0)
-    name, equals, value = flag.removeprefix('--').partition('=')
+    name, equals, value = flag.lstrip('-').partition('=')
+    is_flag = flag.startswith('--')
     overrides_key = overrides and name.startswith(_OVERRIDE)
-    if not flag.startswith('--'):
-      found.errors.append(f'{flag}: not a flag; flags start with --')
-      continue
-    if f'--{name}' not in choices and not overrides_key:
-      unknown = 'unknown flag' + closest(f'--{name}', choices)
-      found.errors.append(f'{flag}: {unknown}')
+    if not is_flag or not (f'--{name}' in choices or overrides_key):
+      problem = 'not a flag; flags start with --'
+      if is_flag:
+        problem = 'unknown flag' + closest(f'--{name}', choices)
+      found.errors.append(f'{flag}: {problem}')
+      near = difflib.get_close_matches(f'--{name}', choices)
+      found.meant.update(choice.removeprefix('--') for choice in near)
+      if flag.startswith('-') and not equals and rest:
+        if not rest[0].startswith('-'):
+          rest.pop(0)  # its value
       continue
     if name in switches:
       if equals:
@@ -290,6 +297,8 @@ def _typed(text, current):
       return float(value)
     raise ValueError(f'expected a number (float), such as {current}')
   if isinstance(current, tuple | list):
+    if isinstance(value, str) and all(isinstance(x, str) for x in current):
+      value = _names(value)
     if isinstance(value, tuple | list):
       return type(current)(value)
     raise ValueError("expected a tuple, such as (1, 2) or ('a',)")
@@ -298,11 +307,25 @@ def _typed(text, current):
   return value
 
 
+def _names(text):
+  """`tis,mis`, `(tis,mis)` or `[tis,mis]` as a tuple; others as they are."""
+  if text[:1] + text[-1:] in ('()', '[]'):
+    text = text[1:-1]
+  names = tuple(name.strip() for name in text.split(',') if name.strip())
+  return names if all(name.isidentifier() for name in names) else text
+
+
 def closest(name: str, choices: Sequence[str]) -> str:
   """'; did you mean ...? choices: ...' for a name that is not a choice."""
-  near = difflib.get_close_matches(name, choices, n=2)
-  hint = f' did you mean {" or ".join(near)}?' if near else ''
+  hint = nearest(name, choices)
+  hint = f' {hint}' if hint else ''
   return f';{hint} choices: {", ".join(choices)}' if choices else ''
+
+
+def nearest(name: str, choices: Sequence[str]) -> str:
+  """'did you mean ...?', '' where no choice is near."""
+  near = difflib.get_close_matches(name, choices, n=2)
+  return f'did you mean {" or ".join(near)}?' if near else ''
 
 
 def _one_line(error):

@@ -3,17 +3,20 @@
 python -m stppo_jax lab collect --config=FILE.py[:ROW] --out=F.npz
     [--config.KEY=VALUE ...] [--workdir=DIR] [--updates=N]
 python -m stppo_jax lab score --batch=F.npz --row=st_ppo [--out=O.npz]
-    [--set KEY=VALUE ...] [--entropy_coefficient=X] [--float64]
-python -m stppo_jax lab advantages --batch=F.npz --estimator=gae [--out=O.npz]
-    [--set KEY=VALUE ...] [--float64]
-python -m stppo_jax lab compare --batch=F.npz --rows=turn_ppo,st_ppo
-    [--float64] [--json]
+    [--config=FILE.py[:ROW]] [--set KEY=VALUE ...] [--advantages=A.npz]
+    [--entropy_coefficient=X] [--float64]
+python -m stppo_jax lab advantages --batch=F.npz --estimator=gae [--out=A.npz]
+    [--config=FILE.py[:ROW]] [--set KEY=VALUE ...]
+    [--kl=k1 [--kl_coefficient=X]] [--float64]
+python -m stppo_jax lab compare --batch=F.npz --rows=ROW[:KEY=VALUE ...],...
+    [--config=FILE.py] [--advantages=A.npz] [--float64] [--json]
 
 collect plays one collection, from the newest checkpoint of the run in DIR or
 from the start, annotates it, makes N updates (default: those of one step) and
 saves the arrays. The others need no model, run on CPU, and read any file with
 the arrays they use, whoever wrote it. KEY is an option of the row, such as
-correction.clipping_bias.tau, or of the estimator, such as gamma. score and
+correction.clipping_bias.tau, or of the estimator, such as gamma. Options are
+those of the table, or with --config those of a run of that file. score and
 advantages print one JSON object. docs/lab.md has the arrays.
 """
 
@@ -21,17 +24,15 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
-import copy
-import dataclasses
 import json
 import math
 import os
-import pathlib
-
-from ml_collections import config_dict
+import sys
 
 from configs import algorithms
 from stppo_jax.commands import configuration
+from stppo_jax.commands import lab_flags
+from stppo_jax.commands import lab_rows
 
 
 def main(argv: Sequence[str]) -> int:
@@ -49,12 +50,13 @@ def _collect(argv: Sequence[str]) -> int:
   )
   options = arguments.options
   num_updates = options['updates']
-  errors = _missing(options, 'out') + _unwritable(options)
+  errors = [] if options['out'] else ['--out: missing']
+  errors += lab_flags.unwritable(options)
   if num_updates is not None and (
     type(num_updates) is not int or num_updates < 0
   ):
     errors.append(f'--updates={num_updates}: must be an integer, 0 or greater')
-  _raise_if(errors)
+  lab_flags.raise_if(errors)
   # Late, so that a wrong flag is answered before jax is imported.
   from stppo_jax.training import lab_collection
 
@@ -71,96 +73,114 @@ def _collect(argv: Sequence[str]) -> int:
 
 
 def _score(argv: Sequence[str]) -> int:
-  flags = _split(argv, 'batch', 'row', out='', entropy_coefficient='0')
+  flags = lab_flags.split(
+    argv,
+    ('batch', 'row'),
+    ('out', 'config', 'advantages', 'entropy_coefficient'),
+  )
   values = flags.values
-  errors = flags.errors + _unknown_rows('row', values['row'])
-  text = values['entropy_coefficient']
-  try:
-    coefficient = float(text)
-  except ValueError:
-    coefficient = math.nan
-  if not math.isfinite(coefficient):
-    errors.append(f'--entropy_coefficient={text}: must be a finite number')
-  _raise_if(errors)
-  row = _changed(
-    'algorithm', algorithms.ALGORITHMS[values['row']], flags.lists['set']
+  lab_flags.raise_if(flags.errors)
+  coefficient = lab_flags.number(flags, 'entropy_coefficient') or 0.0
+  options = lab_rows.row(
+    values['row'], flags.lists['set'], config=values['config']
   )
   with _on_cpu(flags):
+    from stppo_jax.analysis import frozen
     from stppo_jax.analysis import lab
     from stppo_jax.rl import algorithm as algorithm_lib
 
-    with _naming('--set'):
-      algorithm = algorithm_lib.build_algorithm(row)
-    needs = lab.score_needs(algorithm, entropy_coefficient=coefficient)
-    rollouts = _read(
-      flags,
-      lambda _: {name: values['row'] for name in sorted(needs)},
-      lab.SCORE_USES,
-    )
-    found = lab.score(algorithm, rollouts, entropy_coefficient=coefficient)
+    row = options.build(algorithm_lib.build_algorithm)
+    needs = lab.score_needs(row, entropy_coefficient=coefficient)
+    rollouts = _scored(flags, dict.fromkeys(sorted(needs), values['row']))
+    with lab_flags.naming(f'--row={values["row"]}', (frozen.NotFinite,)):
+      found = lab.score(row, rollouts, entropy_coefficient=coefficient)
   return _tell(flags, found)
 
 
 def _advantages(argv: Sequence[str]) -> int:
-  flags = _split(argv, 'batch', 'estimator', out='')
-  name, table = flags.values['estimator'], algorithms.BLOCKS['advantage']
-  errors = flags.errors
-  if name and name not in table:
-    choices = configuration.closest(name, list(table))
-    errors.append(f'--estimator={name}: unknown estimator{choices}')
-  _raise_if(errors)
-  block = _changed(
-    'algorithm.advantage',
-    algorithms.block('advantage', name),
-    flags.lists['set'],
+  flags = lab_flags.split(
+    argv, ('batch',), ('estimator', 'out', 'config', 'kl', 'kl_coefficient')
+  )
+  values, errors = flags.values, list(flags.errors)
+  if not values['config']:
+    errors += lab_flags.missing(flags, 'estimator')
+  if values['kl_coefficient'] and not values['kl']:
+    errors.append('--kl_coefficient: goes with --kl only')
+  lab_flags.raise_if(errors)
+  coefficient = lab_flags.number(flags, 'kl_coefficient')
+  options = lab_rows.estimator(
+    values['estimator'], flags.lists['set'], config=values['config']
   )
   with _on_cpu(flags):
-    from stppo_jax.analysis import lab
+    from stppo_jax.analysis import estimates
+    from stppo_jax.analysis import frozen
 
-    with _naming('--set'):
-      estimator = lab.build_estimator(block)
-    compares = estimator.name in algorithms.GROUP_ADVANTAGES
-
-    def needs(arrays):
-      found = lab.advantages_needs(estimator, arrays, compares=compares)
-      return {array: estimator.name for array in sorted(found)}
-
-    rollouts = _read(flags, needs, lab.ADVANTAGES_USES)
-    batch = flags.values['batch']
-    _raise_if(
-      [
-        f'--batch={batch}: {problem}'
-        for problem in lab.estimate_problems(estimator, rollouts)
-      ]
+    estimator = options.build(estimates.build_estimator)
+    arrays = _load(flags)
+    needs = estimates.needs(
+      estimator,
+      arrays,
+      compares=estimator.name in algorithms.GROUP_ADVANTAGES,
     )
-    found = lab.estimate(estimator, rollouts)
+    readers = dict.fromkeys(sorted(needs), estimator.name)
+    if values['kl']:
+      with lab_flags.naming(f'--kl={values["kl"]}'):
+        estimates.check_penalty(estimator, values['kl'])
+      readers |= dict.fromkeys(estimates.PENALTY_NEEDS, '--kl')
+      if coefficient is None:
+        readers['kl_coefficient'] = '--kl without --kl_coefficient'
+    with _naming_batch(flags):
+      rollouts = frozen.select(arrays, readers, dtype=_dtype(flags))
+      estimates.check(estimator, rollouts)
+    if values['kl']:
+      if coefficient is None:
+        coefficient = float(rollouts['kl_coefficient'])
+      rollouts = estimates.penalized(
+        rollouts, estimator=values['kl'], coefficient=coefficient
+      )
+    with lab_flags.naming(f'--estimator={estimator.name}', (frozen.NotFinite,)):
+      found = estimates.estimate(estimator, rollouts)
   return _tell(flags, found)
 
 
 def _compare(argv: Sequence[str]) -> int:
-  flags = _split(argv, 'batch', 'rows', lists=(), switches=('json',))
-  names = list(dict.fromkeys(flags.values['rows'].split(',')))
-  _raise_if(flags.errors + _unknown_rows('rows', *names))
+  flags = lab_flags.split(
+    argv, ('batch', 'rows'), ('config', 'advantages'), lists=(),
+    switches=('json',),
+  )  # fmt: skip
+  options, errors = {}, list(flags.errors)
+  labels = lab_rows.labels(flags.values['rows'])
+  for label in labels if flags.values['rows'] else ():
+    try:
+      config = flags.values['config']
+      options[label] = lab_rows.labelled(label, config=config)
+    except configuration.ConfigurationError as error:
+      errors += error.lines
+  lab_flags.raise_if(errors)
   with _on_cpu(flags):
     from stppo_jax.analysis import comparison
+    from stppo_jax.analysis import frozen
     from stppo_jax.analysis import lab
     from stppo_jax.rl import algorithm as algorithm_lib
 
     rows = {
-      name: algorithm_lib.build_algorithm(algorithms.ALGORITHMS[name])
-      for name in names
+      label: row.build(algorithm_lib.build_algorithm)
+      for label, row in options.items()
     }
-    needs = {
-      array: name
-      for name, row in reversed(rows.items())
+    readers = {
+      array: label
+      for label, row in reversed(rows.items())
       for array in sorted(lab.score_needs(row, entropy_coefficient=0.0))
     }
-    rollouts = _read(flags, lambda _: needs, lab.SCORE_USES)
-    found = comparison.compare(rows, rollouts)
-  for metrics in found.rows.values():
-    _check_finite(flags, metrics)
+    rollouts = _scored(flags, readers)
+    with lab_flags.naming('--rows', (frozen.NotFinite,)):
+      found = comparison.compare(rows, rollouts)
   if 'json' in flags.switches:
-    print(_json({'rows': found.rows, 'cosines': found.cosines}))
+    metrics = {
+      label: _finite(flags, metrics, f'{label}: ')
+      for label, metrics in found.rows.items()
+    }
+    print(_json({'rows': metrics, 'cosines': found.cosines}))
   else:
     print(comparison.table(found))
   return 0
@@ -174,80 +194,6 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 }
 
 
-def _split(
-  argv: Sequence[str],
-  *needed: str,
-  lists: Sequence[str] = ('set',),
-  switches: Sequence[str] = (),
-  **optional: str,
-) -> configuration.Flags:
-  """The flags of a command on a batch; `values` has all, the optional too."""
-  flags = configuration.split(
-    argv,
-    (*needed, *optional),
-    lists=lists,
-    switches=('float64', *switches),
-  )
-  values = dict.fromkeys(needed, '') | optional | flags.values
-  errors = flags.errors + _missing(values, *needed)
-  if 'out' in optional:
-    errors += _unwritable(values)
-  return dataclasses.replace(flags, values=values, errors=errors)
-
-
-def _missing(values, *names: str) -> list[str]:
-  return [f'--{name}: missing' for name in names if not values[name]]
-
-
-def _unknown_rows(flag: str, *names: str) -> list[str]:
-  known = list(algorithms.ALGORITHMS)
-  return [
-    f'--{flag}={name}: unknown row' + configuration.closest(name, known)
-    for name in names
-    if name and name not in known
-  ]
-
-
-def _raise_if(errors: Sequence[str]) -> None:
-  if errors:
-    raise configuration.ConfigurationError(errors)
-
-
-@contextlib.contextmanager
-def _naming(subject: str) -> Iterator[None]:
-  """Turns a ValueError into lines that name what is wrong."""
-  try:
-    yield
-  except ValueError as error:
-    lines = str(error).splitlines()
-    raise configuration.ConfigurationError(
-      [f'{subject}: {line}' for line in lines]
-    ) from error
-
-
-def _changed(block: str, defaults, changes: Sequence[str]):
-  """The options of a block, changed by `--set KEY=VALUE`."""
-  config = config_dict.ConfigDict()
-  *outer, leaf = block.split('.')
-  level = config
-  for name in outer:
-    level[name] = config_dict.ConfigDict()
-    level = level[name]
-  level[leaf] = config_dict.ConfigDict(copy.deepcopy(defaults))
-  pairs, errors = {}, []
-  for change in changes:
-    key, equals, text = change.partition('=')
-    if key and equals:
-      pairs[key] = text
-    else:
-      errors.append(f'--set {change}: expected KEY=VALUE')
-  errors += configuration.override_all(
-    config, pairs.items(), flag='--set ', block=block
-  )
-  _raise_if(errors)
-  return level[leaf]
-
-
 @contextlib.contextmanager
 def _on_cpu(flags: configuration.Flags) -> Iterator[None]:
   """jax on CPU, in the precision asked for; imported here at the earliest."""
@@ -258,72 +204,80 @@ def _on_cpu(flags: configuration.Flags) -> Iterator[None]:
     yield
 
 
-def _read(flags: configuration.Flags, needs, uses):
-  """The arrays of `--batch` that are needed or used; see `frozen.select`.
+def _dtype(flags: configuration.Flags):
+  import numpy as np
+
+  return np.float64 if 'float64' in flags.switches else np.float32
+
+
+def _naming_batch(flags: configuration.Flags):
+  return lab_flags.naming(f'--batch={flags.values["batch"]}')
+
+
+def _load(flags: configuration.Flags):
+  """The arrays of `--batch` as they are."""
+  from stppo_jax.analysis import rollout_file
+
+  with _naming_batch(flags):
+    return rollout_file.load(flags.values['batch'])
+
+
+def _scored(flags: configuration.Flags, readers):
+  """What rows are scored on.
 
   Args:
     flags: of the command.
-    needs: from the loaded arrays to what must be there, and who reads it.
-    uses: what is read if it is there.
+    readers: names of the arrays that must be there, to the row that reads it.
+      Others may say more; one that is not sound is told of and left out.
   """
-  import numpy as np
-
   from stppo_jax.analysis import frozen
+  from stppo_jax.analysis import lab
+  from stppo_jax.analysis import rollout_file
 
-  path = flags.values['batch']
-  dtype = np.float64 if 'float64' in flags.switches else np.float32
-  with _naming(f'--batch={path}'):
-    try:
-      arrays = frozen.load(path)
-    except OSError as error:
-      raise ValueError(error.strerror) from error
-    return frozen.select(arrays, needs(arrays), uses, dtype=dtype)
+  arrays, dtype = _load(flags), _dtype(flags)
+  path = flags.values['advantages']
+  if path:
+    readers = {n: row for n, row in readers.items() if n != 'advantages_BL'}
+  with _naming_batch(flags):
+    rollouts = frozen.select(arrays, readers, dtype=dtype)
+  if path:
+    with lab_flags.naming(f'--advantages={path}'):
+      rollouts['advantages_BL'] = rollout_file.load_advantages(
+        path, rollouts['loss_mask_BL'], dtype=dtype
+      )
+  uses = [name for name in lab.SCORE_USES if name not in rollouts]
+  more, problems = frozen.usable(arrays, uses, dtype=dtype)
+  for problem in problems:
+    left_out = f'--batch={flags.values["batch"]}: {problem}; left out'
+    print(left_out, file=sys.stderr)
+  return rollouts | more
 
 
 def _tell(flags: configuration.Flags, found) -> int:
   """Writes the arrays where they are wanted, prints the metrics."""
-  _check_finite(flags, found.metrics)
+  metrics = _finite(flags, found.metrics)
   if flags.values['out']:
     _save(flags.values['out'], found.arrays)
-  print(_json(found.metrics))
+  print(_json(metrics))
   return 0
 
 
-def _check_finite(flags: configuration.Flags, metrics) -> None:
-  """What is computed from finite numbers may still be too large for them."""
+def _finite(flags: configuration.Flags, metrics, subject: str = ''):
+  """Without the diagnostics that are too large; JSON has no name for them."""
   names = [name for name, x in metrics.items() if not math.isfinite(x)]
   if names:
-    kind = 'float64' if 'float64' in flags.switches else 'float32'
-    _raise_if(
-      [f'{", ".join(names)}: not finite in {kind}, for too large numbers']
-    )
+    kind = _dtype(flags).__name__
+    told = f'{subject}{", ".join(names)}: not finite in {kind}; left out'
+    print(told, file=sys.stderr)
+  return {name: x for name, x in metrics.items() if name not in names}
 
 
 def _json(values) -> str:
   return json.dumps(values, allow_nan=False)
 
 
-def _unwritable(values) -> list[str]:
-  """Why `--out` cannot be there; before anything is computed for it."""
-  out = values['out']
-  path = pathlib.Path(out)
-  if out and (path.is_dir() or not path.parent.is_dir()):
-    return [f'--out={out}: a folder, or in a folder that does not exist']
-  if out and 'batch' in values and path.resolve() == _resolved(values):
-    return [f'--out={out}: is the file of --batch']
-  return []
-
-
-def _resolved(values) -> pathlib.Path:
-  return pathlib.Path(values['batch']).resolve()
-
-
 def _save(out: str, arrays) -> None:
-  from stppo_jax.analysis import frozen
+  from stppo_jax.analysis import rollout_file
 
-  try:
-    frozen.save(out, arrays)
-  except OSError as error:
-    raise configuration.ConfigurationError(
-      [f'--out={out}: {error.strerror}']
-    ) from error
+  with lab_flags.naming(f'--out={out}'):
+    rollout_file.save(out, arrays)

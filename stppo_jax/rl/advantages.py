@@ -292,6 +292,7 @@ ADVANTAGES = {
 }
 USES_VALUES = frozenset({'gae'})  # read batch.values_BL
 USES_TURNS = frozenset({'gigpo'})  # take the static num_turns
+USES_STATES = frozenset({'gigpo'})  # read batch.state_ids_BL
 
 
 def _as_is(x_BL, mask_BL):

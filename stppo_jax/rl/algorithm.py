@@ -27,7 +27,12 @@ class Algorithm(blocks.Block):
   kl: blocks.Kl = options.nested(blocks.Kl)
 
   @staticmethod
-  def conflicts(advantage, kl, **_):
+  def conflicts(ratio, objective, advantage, kl, **_):
+    clips = ('pessimistic', 'dual_clip')
+    if ratio['normalize'] == 'guard' and objective['name'] not in clips:
+      rule = "'none' unless objective.name is " + ' or '.join(clips)
+      # It undoes a factor in the gradient of the ratio, which others lack.
+      yield 'ratio.normalize', ratio['normalize'], rule
     if advantage['name'] == 'turn_group' and kl['where'] == 'reward':
       rule = "'loss' or 'nowhere' when advantage.name is 'turn_group'"
       # It would count as a reward of the turns.

@@ -90,7 +90,15 @@ class BalancedBounds(Block):
   positive_share: float = options.number(at_most=1.0)
 
   @staticmethod
-  def conflicts(low, high, low_limit, high_limit, **_):
+  def conflicts(low, high, low_limit, high_limit, low_step, high_step, **_):
+    steps = {
+      'low_step': (low_step, (low_limit - low) / low_step),
+      'high_step': (high_step, (high_limit - high) / high_step),
+    }
+    for name, (step, count) in steps.items():
+      if count > bounds.MAX_STEPS:
+        rule = f'large enough to reach its limit in {bounds.MAX_STEPS} steps'
+        yield name, step, rule
     if high < 1:
       yield 'high', high, '1 or greater'
     if low_limit < low:
@@ -211,14 +219,10 @@ class Gae(Block):
   whiten: str = options.choice(advantages.WHITENS)
 
   @staticmethod
-  def conflicts(steps, observation_tokens, whiten, **_):
-    included = observation_tokens == 'included'
-    if steps != 'token' and included:
+  def conflicts(steps, observation_tokens, **_):
+    if steps != 'token' and observation_tokens == 'included':
       rule = f"'skipped' when steps is {steps!r}"
       yield 'observation_tokens', observation_tokens, rule
-    if whiten == 'all' and not included:
-      rule = "none or policy when observation_tokens is 'skipped'"
-      yield 'whiten', whiten, rule
 
 
 @block
@@ -227,7 +231,7 @@ class MonteCarlo(Block):
 
   name: str = options.choice(advantages.ADVANTAGES)
   gamma: float = options.number(at_most=1.0)
-  whiten: str = options.choice(('none', 'policy'))
+  whiten: str = options.choice(advantages.WHITENS)
 
 
 @block

@@ -67,7 +67,12 @@ def _mean_entropy(evidence, **options):
   return masking.divide(jnp.sum(weights_BL * evidence.entropy_BL), count)
 
 
+MAX_STEPS = 10_000  # that the bounds of `balanced` may take to their limits
+
+
 class _Interval(typing.NamedTuple):
+  """Of bounds, or of steps that bounds have taken."""
+
   low: Array
   high: Array
 
@@ -106,27 +111,42 @@ def _balance(
   old_BL = masking.select(evidence.batch.old_logprobs_BL, mask_BL)
   weight_BL = masking.select(jnp.exp(old_BL), mask_BL)
 
-  def wanting(interval):
+  dtype = ratio_BL.dtype
+  # Counted in steps: sums of steps would round, and a step below the rounding
+  # would never arrive.
+  most = _Interval(
+    _steps(low, low_limit, low_step), _steps(high, high_limit, high_step)
+  )
+
+  def interval_at(steps):
+    return _Interval(
+      jnp.minimum(low + steps.low * low_step, low_limit).astype(dtype),
+      jnp.minimum(high + steps.high * high_step, high_limit).astype(dtype),
+    )
+
+  def wanting(steps):
+    interval = interval_at(steps)
     clipped_BL = jnp.clip(ratio_BL, interval.low, interval.high)
     term_BL = weight_BL * jnp.minimum(
       ratio_BL * advantages_BL, clipped_BL * advantages_BL
     )
     positive = jnp.sum(jnp.maximum(term_BL, 0))
     everything = jnp.sum(jnp.abs(term_BL))
-    room = (interval.high < high_limit) | (interval.low < low_limit)
+    room = (steps.high < most.high) | (steps.low < most.low)
     return (positive < positive_share * everything) & room
 
-  def widen(interval):
-    wider = jnp.minimum(interval.high + high_step, high_limit)
-    lifted = jnp.minimum(interval.low + low_step, low_limit)
-    can_widen = interval.high < high_limit
-    return _Interval(
-      jnp.where(can_widen, interval.low, lifted),
-      jnp.where(can_widen, wider, interval.high),
-    )
+  def widen(steps):
+    widens = (steps.high < most.high).astype(jnp.int32)
+    return _Interval(steps.low + 1 - widens, steps.high + widens)
 
-  start = [jnp.asarray(x, ratio_BL.dtype) for x in (low, high)]
-  return jax.lax.while_loop(wanting, widen, _Interval(*start))
+  zero = jnp.zeros((), jnp.int32)
+  return interval_at(jax.lax.while_loop(wanting, widen, _Interval(zero, zero)))
+
+
+def _steps(start, limit, step):
+  """How many steps lead from the start to the limit."""
+  count = jnp.ceil((limit - start) / step)
+  return jnp.clip(count, 0, MAX_STEPS).astype(jnp.int32)
 
 
 def _nothing(evidence, **options):

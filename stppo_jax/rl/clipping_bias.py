@@ -31,7 +31,6 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from stppo_jax.rl import correction
 from stppo_jax.rl import evidence as evidence_lib
 from stppo_jax.rl import masking
 from stppo_jax.rl import segments as segments_lib
@@ -198,7 +197,7 @@ def _coefficient(evidence, weighed, minibatch_sums, *, tau, scope, applies_to):
   weights = {
     name: scale_BL if name in applies_to else ones_BL for name in LOSSES
   }
-  return correction.Correction(
+  return evidence_lib.Correction(
     weights['policy'], weights['value'], jnp.zeros_like(ones_BL)
   )
 
@@ -208,7 +207,7 @@ def _gradient(evidence, weighed, minibatch_sums, *, tau, scope, applies_to):
   del evidence, minibatch_sums, tau, scope, applies_to
   weighted_BL, clipped_BL, _ = _split(*weighed)
   ones_BL = jnp.ones_like(weighted_BL)
-  return correction.Correction(
+  return evidence_lib.Correction(
     ones_BL, ones_BL, masking.select(weighted_BL, clipped_BL)
   )
 
@@ -226,7 +225,7 @@ def clipping_bias(
   level: str,
   floor: Array | float,
   **options,
-) -> correction.Correction:
+) -> evidence_lib.Correction:
   """The correction of this module's docstring.
 
   Args:

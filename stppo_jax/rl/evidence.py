@@ -1,4 +1,4 @@
-"""What the rules of the five axes may look at.
+"""What the rules of the five axes may look at, and what a correction asks for.
 
 B trajectories, L tokens. Bounds and corrections decide from the same arrays:
 ratios at every level, advantages, entropies, masks. Two of their needs differ:
@@ -8,6 +8,7 @@ The latter are `statistics`, formed before the loss by a pass without gradient.
 
 from collections.abc import Callable
 import dataclasses
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,31 @@ from stppo_jax.rl import segments as segments_lib
 
 Array = jax.Array
 sg = jax.lax.stop_gradient
+
+
+class Correction(typing.NamedTuple):
+  """What one correction asks for: detached, [B, L].
+
+  Attributes:
+    weights_BL: multiplier of the policy terms.
+    value_weights_BL: multiplier of the value terms.
+    bias_BL: factor of log pi in the bias whose gradient is c, see
+      `clipping_bias`.
+  """
+
+  weights_BL: Array
+  value_weights_BL: Array
+  bias_BL: Array
+
+
+def of_policy(weights_BL: Array) -> Correction:
+  """Multiplies the policy terms and nothing else."""
+  return Correction(
+    # A weight measures; it is not what is learned.
+    sg(weights_BL),
+    jnp.ones_like(weights_BL),
+    jnp.zeros_like(weights_BL),
+  )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +122,6 @@ class Evidence:
     x_BL = masking.select(x_BL, self.mask_BL)
     if level == 'token':
       return x_BL
-    segments = self.segments(level)
-    counts_BT = self.totals(jnp.ones_like(x_BL), segments)
-    means_BT = masking.divide(self.totals(x_BL, segments), counts_BT)
-    return self.spread(means_BT, segments)
+    return segments_lib.segment_means(
+      x_BL, self.segments(level), implementation=self.implementation
+    )

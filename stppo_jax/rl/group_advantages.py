@@ -192,8 +192,7 @@ def gigpo(
 
   Args:
     rewards_BL: the outcome, and rewards of turns where there are some.
-    batch: masks, turn ids, group ids, and state ids that differ between
-      questions.
+    batch: masks, turn ids, group ids, and state ids within a question.
     omega: weight of the step's part.
     gamma: discount per turn.
     normalize: 'std': N(x) = (x - mean) / (std + epsilon). 'none': x - mean.
@@ -216,7 +215,11 @@ def gigpo(
   states_BT = total(masking.select(batch.state_ids_BL, starts_BL))
 
   to_go_BT = _to_go(rewards_BT, present_BT, gamma)
-  pairs_NN = _pairs(states_BT.reshape(-1), present_BT.reshape(-1))
+  present_N = present_BT.reshape(-1)
+  groups_N = jnp.repeat(batch.group_ids_B, num_turns)
+  # States of two questions are never one state, whatever their numbers.
+  pairs_NN = _pairs(states_BT.reshape(-1), present_N)
+  pairs_NN &= _pairs(groups_N, present_N)
   step_N = normalization(to_go_BT.reshape(-1), pairs_NN, epsilon)
   step_BL = segments_lib.segment_spread(
     step_N.reshape(to_go_BT.shape),

@@ -23,13 +23,12 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from stppo_jax.rl import correction
 from stppo_jax.rl import evidence as evidence_lib
 
 Array = jax.Array
 Number = Array | float
 Evidence = evidence_lib.Evidence
-Correction = correction.Correction
+Correction = evidence_lib.Correction
 sg = jax.lax.stop_gradient
 
 NAMES = frozenset({'tis', 'mis', 'icepop', 'geo_rs'})
@@ -66,7 +65,7 @@ def tis(
   del low, high, statistics
   factor_BL = TRUNCATED[truncated](evidence)
   k_BL = jnp.exp(evidence.log_mismatch(level))
-  return correction.of_policy(jnp.minimum(k_BL * factor_BL, cap) / factor_BL)
+  return evidence_lib.of_policy(jnp.minimum(k_BL * factor_BL, cap) / factor_BL)
 
 
 def mis(
@@ -81,7 +80,7 @@ def mis(
   """k where k <= cap, else 0."""
   del low, high, statistics
   k_BL = jnp.exp(evidence.log_mismatch(level))
-  return correction.of_policy(jnp.where(k_BL <= cap, k_BL, 0))
+  return evidence_lib.of_policy(jnp.where(k_BL <= cap, k_BL, 0))
 
 
 def icepop(
@@ -97,7 +96,7 @@ def icepop(
   del low, high, statistics
   k_BL = jnp.exp(evidence.log_mismatch('token'))
   inside_BL = (k_BL >= least) & (k_BL <= most)
-  return correction.of_policy(jnp.where(inside_BL, k_BL, 0))
+  return evidence_lib.of_policy(jnp.where(inside_BL, k_BL, 0))
 
 
 def geo_rs(
@@ -113,4 +112,4 @@ def geo_rs(
   log_k_BL = evidence.log_mismatch('token')
   mean_BL = evidence.mean(log_k_BL, 'sequence')
   near_BL = jnp.abs(mean_BL) <= band
-  return correction.of_policy(near_BL.astype(log_k_BL.dtype))
+  return evidence_lib.of_policy(near_BL.astype(log_k_BL.dtype))

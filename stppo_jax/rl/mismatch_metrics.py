@@ -3,11 +3,15 @@
 B trajectories, L tokens. With k = pi_old (trainer) / mu (sampler) of a token,
 before any truncation (what `rl.mismatch` does with it comes later):
 
-  mismatch/logprob_abs_diff          max |log k|
-  mismatch/k3                        mean of k - 1 - log k: KL(mu || pi_old)
-  mismatch/weight_raw_{mean,max}     of k
-  mismatch/sequence_weight_raw_max   of the product of a row's k
-  mismatch/ess                       (sum k)^2 / (n sum k^2)
+  mismatch/logprob_abs_diff             max |log k|
+  mismatch/k3                           mean of k - 1 - log k: KL(mu || pi_old)
+  mismatch/weight_raw_{mean,max}        of k
+  mismatch/sequence_log_weight_raw_max  max over rows of |sum log k|
+  mismatch/ess                          (sum k)^2 / (n sum k^2)
+
+The product of a long row's k leaves every float, so its log is measured. Where
+k itself does (log k > 60, a token the sampler could not have drawn), k, k3 and
+ess are those of log k = 60, a number that nobody takes for a sound one.
 """
 
 import chex
@@ -18,6 +22,9 @@ from stppo_jax.rl import masking
 
 Array = jax.Array
 
+# e^60 is 1e26: a sum over 1e12 such tokens is finite in float32.
+LOG_WEIGHT_LIMIT = 60.0
+
 
 def measure(
   old_logprobs_BL: Array, sampler_logprobs_BL: Array, loss_mask_BL: Array
@@ -25,20 +32,25 @@ def measure(
   """The metrics of the module's docstring; all 0 without a token."""
   chex.assert_equal_shape([old_logprobs_BL, sampler_logprobs_BL, loss_mask_BL])
   log_k_BL = masking.select(old_logprobs_BL - sampler_logprobs_BL, loss_mask_BL)
-  k_BL = masking.select(jnp.exp(log_k_BL), loss_mask_BL)
-  k_B = jnp.exp(jnp.sum(log_k_BL, axis=1))
-  mean = masking.masked_mean(k_BL, loss_mask_BL)
+  bounded_BL = jnp.minimum(log_k_BL, LOG_WEIGHT_LIMIT)
+  k_BL = masking.select(jnp.exp(bounded_BL), loss_mask_BL)
+  # The effective sample size of k / max k is the same, and its squares neither
+  # overflow nor all vanish.
+  top = jnp.max(bounded_BL, where=loss_mask_BL, initial=-jnp.inf)
+  share_BL = masking.select(jnp.exp(bounded_BL - top), loss_mask_BL)
+  mean_share = masking.masked_mean(share_BL, loss_mask_BL)
   return {
     'mismatch/logprob_abs_diff': jnp.max(jnp.abs(log_k_BL)),
     'mismatch/k3': masking.masked_mean(
-      jnp.expm1(log_k_BL) - log_k_BL, loss_mask_BL
+      jnp.expm1(bounded_BL) - bounded_BL, loss_mask_BL
     ),
-    'mismatch/weight_raw_mean': mean,
+    'mismatch/weight_raw_mean': masking.masked_mean(k_BL, loss_mask_BL),
     'mismatch/weight_raw_max': jnp.max(k_BL),
-    'mismatch/sequence_weight_raw_max': jnp.max(
-      masking.select(k_B, jnp.any(loss_mask_BL, axis=1))
+    'mismatch/sequence_log_weight_raw_max': jnp.max(
+      jnp.abs(jnp.sum(log_k_BL, axis=1))
     ),
     'mismatch/ess': masking.divide(
-      jnp.square(mean), masking.masked_mean(jnp.square(k_BL), loss_mask_BL)
+      jnp.square(mean_share),
+      masking.masked_mean(jnp.square(share_BL), loss_mask_BL),
     ),
   }

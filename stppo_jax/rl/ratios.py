@@ -38,17 +38,18 @@ def token_log_ratio(
   return jnp.clip(new_BL - old_BL, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def _mean(totals_BT, counts_BT):
-  return masking.divide(totals_BT, counts_BT)
-
-
-def _sum(totals_BT, counts_BT):
-  del counts_BT
+def _sum(log_ratio_BL, segments, *, implementation):
+  totals_BT = segments_lib.segment_totals(
+    log_ratio_BL, segments, implementation=implementation
+  )
   # A long segment's sum would overflow in exp().
-  return jnp.clip(totals_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+  totals_BT = jnp.clip(totals_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+  return segments_lib.segment_spread(
+    totals_BT, segments, implementation=implementation
+  )
 
 
-REDUCES = {'mean': _mean, 'sum': _sum}
+REDUCES = {'mean': segments_lib.segment_means, 'sum': _sum}
 
 
 def _through_segment(shared_BL, log_ratio_BL):
@@ -94,15 +95,7 @@ def level_log_ratio(
   if level == 'token':  # a segment of one token is its own mean and sum
     return log_ratio_BL
   segments = segments_lib.level_segments(level, batch, num_turns=num_turns)
-  totals_BT = segments_lib.segment_totals(
+  shared_BL = REDUCES[reduce](
     log_ratio_BL, segments, implementation=implementation
-  )
-  counts_BT = segments_lib.segment_counts(
-    segments, log_ratio_BL.dtype, implementation=implementation
-  )
-  shared_BL = segments_lib.segment_spread(
-    REDUCES[reduce](totals_BT, counts_BT),
-    segments,
-    implementation=implementation,
   )
   return GRADIENTS[gradient](shared_BL, log_ratio_BL)

@@ -7,7 +7,10 @@ differ in the ids only.
 Three implementations give the same numbers:
 
   segment_sum: a scatter-add, vmapped over rows. (One flat table of B * T
-    segments would be all-reduced whole on a mesh.) The fastest on CPU.
+    segments would be all-reduced whole on a mesh.) The fastest on CPU. Each
+    row has several tables, used in turn and added up last: tokens that follow
+    each other are mostly of one segment, and an addition to the same place
+    must wait for the one before. Shorter sums round less, too.
   unrolled: one masked reduction per segment, unrolled over the static T. No
     scatter, neither in the value nor in the gradient, so it is deterministic
     and fast on GPU and TPU.
@@ -25,10 +28,12 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.rl import masking
 
 Array = jax.Array
 
 MAX_UNROLLED = 32
+_NUM_TABLES = 8  # of a row, in segment_sum; more are not faster
 
 
 class Segments(typing.NamedTuple):
@@ -111,22 +116,48 @@ def _spread_unrolled(x_BT, ids_BL, num_segments):
 
 
 def _known(ids_BL, num_segments):
-  return jnp.where(ids_BL <= num_segments, ids_BL, 0)
+  return jnp.where((ids_BL > 0) & (ids_BL <= num_segments), ids_BL, 0)
 
 
 def _totals_segment_sum(x_BL, ids_BL, num_segments):
-  ids_BL = _known(ids_BL, num_segments)
-  row_total = functools.partial(
-    jax.ops.segment_sum, num_segments=num_segments + 1
+  """Sums of numbers, or of vectors [B, L, ...]."""
+  num_tables = _NUM_TABLES if num_segments <= MAX_UNROLLED else 1
+  # Table i holds tokens i, i + n, i + 2 n, ...; its slot 0 those of none.
+  table_BL = jax.lax.broadcasted_iota(ids_BL.dtype, ids_BL.shape, 1)
+  slots_BL = (table_BL % num_tables) * (num_segments + 1) + _known(
+    ids_BL, num_segments
   )
-  totals = jax.vmap(row_total)(x_BL, ids_BL)
-  # Segment 0, which may hold NaN, is dropped whole.
-  return jax.lax.slice_in_dim(totals, 1, num_segments + 1, axis=1)
+  row_tables = functools.partial(
+    jax.ops.segment_sum,
+    num_segments=num_tables * (num_segments + 1),
+    mode='promise_in_bounds',
+  )
+  tables = jax.vmap(row_tables)(x_BL, slots_BL)
+  tables = tables.reshape(
+    len(x_BL), num_tables, num_segments + 1, *x_BL.shape[2:]
+  )
+  # Slot 0, which may hold NaN, is dropped whole.
+  return jnp.sum(tables[:, :, 1:], axis=1)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _spread_segment_sum(x_BT, ids_BL, num_segments):
-  padded = jnp.pad(x_BT, ((0, 0), (1, 0)))  # segment 0 reads 0
-  return jnp.take_along_axis(padded, _known(ids_BL, num_segments), axis=1)
+  padded = jnp.pad(x_BT, ((0, 0), (1, 0)))  # slot 0 reads 0
+  return jnp.take_along_axis(
+    padded, _known(ids_BL, num_segments), axis=1, mode='promise_in_bounds'
+  )
+
+
+def _spread_forward(x_BT, ids_BL, num_segments):
+  return _spread_segment_sum(x_BT, ids_BL, num_segments), ids_BL
+
+
+def _spread_backward(num_segments, ids_BL, pulled_BL):
+  return _totals_segment_sum(pulled_BL, ids_BL, num_segments), None
+
+
+# The gradient of a gather would be a scatter into a single table.
+_spread_segment_sum.defvjp(_spread_forward, _spread_backward)
 
 
 def _broadcast_masks(ids_BL, num_segments):
@@ -146,15 +177,40 @@ def _spread_broadcast(x_BT, ids_BL, num_segments):
   return jnp.sum(jnp.where(own_BTL, x_BT[:, :, None], 0), axis=1)
 
 
+def _measured_apart(totals):
+  def totals_and_counts(x_BL, ids_BL, num_segments):
+    ones_BL = jnp.ones_like(x_BL)
+    return (
+      totals(x_BL, ids_BL, num_segments),
+      totals(ones_BL, ids_BL, num_segments),
+    )
+
+  return totals_and_counts
+
+
+def _measured_together(x_BL, ids_BL, num_segments):
+  """One scatter of pairs costs little more than one of numbers."""
+  pairs_BL2 = jnp.stack([x_BL, jnp.ones_like(x_BL)], axis=-1)
+  both_BT2 = _totals_segment_sum(pairs_BL2, ids_BL, num_segments)
+  return both_BT2[..., 0], both_BT2[..., 1]
+
+
 class _Implementation(typing.NamedTuple):
   totals: typing.Callable
   spread: typing.Callable
+  totals_and_counts: typing.Callable
 
 
 IMPLEMENTATIONS = {
-  'segment_sum': _Implementation(_totals_segment_sum, _spread_segment_sum),
-  'unrolled': _Implementation(_totals_unrolled, _spread_unrolled),
-  'broadcast': _Implementation(_totals_broadcast, _spread_broadcast),
+  'segment_sum': _Implementation(
+    _totals_segment_sum, _spread_segment_sum, _measured_together
+  ),
+  'unrolled': _Implementation(
+    _totals_unrolled, _spread_unrolled, _measured_apart(_totals_unrolled)
+  ),
+  'broadcast': _Implementation(
+    _totals_broadcast, _spread_broadcast, _measured_apart(_totals_broadcast)
+  ),
 }
 
 
@@ -205,6 +261,37 @@ def segment_spread(
   """Gives every token its segment's value: [B, L]; 0 outside all segments."""
   chosen = _choose(implementation, segments.num)
   return chosen.spread(x_BT, segments.ids_BL, segments.num)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _means(x_BL, ids_BL, num_segments, implementation):
+  return _means_forward(x_BL, ids_BL, num_segments, implementation)[0]
+
+
+def _means_forward(x_BL, ids_BL, num_segments, implementation):
+  chosen = _choose(implementation, num_segments)
+  totals_BT, counts_BT = chosen.totals_and_counts(x_BL, ids_BL, num_segments)
+  means_BT = masking.divide(totals_BT, counts_BT)
+  return chosen.spread(means_BT, ids_BL, num_segments), (ids_BL, counts_BT)
+
+
+def _means_backward(num_segments, implementation, residuals, pulled_BL):
+  """Taking means is its own transpose; the counts are known already."""
+  ids_BL, counts_BT = residuals
+  chosen = _choose(implementation, num_segments)
+  totals_BT = chosen.totals(pulled_BL, ids_BL, num_segments)
+  means_BT = masking.divide(totals_BT, counts_BT)
+  return chosen.spread(means_BT, ids_BL, num_segments), None
+
+
+_means.defvjp(_means_forward, _means_backward)
+
+
+def segment_means(
+  x_BL: Array, segments: Segments, *, implementation: str = 'auto'
+) -> Array:
+  """Gives every token the mean of its segment: [B, L]; 0 outside all."""
+  return _means(x_BL, segments.ids_BL, segments.num, implementation)
 
 
 def segment_starts(segments: Segments) -> Array:

@@ -38,7 +38,8 @@ def collect(
   """The arrays of `analysis.frozen`.
 
   Values are there only if the row has a value model, ids of sentences and
-  states always.
+  states always, and so is the coefficient of the KL penalty: with an adaptive
+  controller nobody else knows it.
 
   Args:
     config: of a run.
@@ -81,11 +82,13 @@ def collect(
     sentences=sentences.SentenceSplitter(tokenizer.token_bytes()),
   )
   annotated, _ = learner.annotate(packed, state, reference)
+  kl_coefficient = np.asarray(learner.kl_coefficient)
   batch = jax.device_get(annotated)
   for rows in minibatches(config, len(batch.lengths_B), step, num_updates):
     part = jax.tree.map(lambda x: x[rows], batch)
     state, _ = learner.update_epochs(state, part, step)
   arrays = _arrays(batch) | _updated(config, learner, state, batch)
+  arrays['kl_coefficient'] = kl_coefficient
   return {name: arrays[name] for name in frozen.KINDS if name in arrays}
 
 

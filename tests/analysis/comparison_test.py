@@ -21,9 +21,7 @@ def _double_precision():
 
 def _rollouts(arrays):
   needs = lab.score_needs(batches.algorithm('st_ppo'), entropy_coefficient=0.0)
-  return frozen.select(
-    arrays, dict.fromkeys(needs, 'it'), lab.SCORE_USES, dtype=np.float64
-  )
+  return frozen.select(arrays, dict.fromkeys(needs, 'it'), dtype=np.float64)
 
 
 def _compare(arrays, names=_NAMES):
@@ -108,3 +106,15 @@ def test_the_table_has_a_line_for_each_row_and_the_matrix(compared):
   assert head == ['cosine', *_NAMES]
   for a, line in zip(_NAMES, lines, strict=True):
     assert line == [a, *(f'{found.cosines[a][b]:.4f}' for b in _NAMES)]
+
+
+def test_what_is_too_large_is_told_with_its_row():
+  arrays, *_ = rollout_arrays.arrays()
+  arrays['advantages_BL'] = arrays['advantages_BL'] * 1e200
+  rows = {n: batches.algorithm(n) for n in ('token_ppo', 's_ppo')}
+  with pytest.raises(frozen.NotFinite, match='^s_ppo: stab/norm_clipped, '):
+    comparison.compare(rows, _rollouts(arrays))
+  del rows['s_ppo']
+  assert 'nan' not in comparison.table(
+    comparison.compare(rows, _rollouts(arrays))
+  )

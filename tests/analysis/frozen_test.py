@@ -1,8 +1,6 @@
-"""Files of frozen rollouts: what is read, and everything that is refused."""
+"""Frozen rollouts: what is read of them, and everything that is refused."""
 
-import io
-import os
-import zipfile
+import math
 
 import numpy as np
 import pytest
@@ -19,8 +17,8 @@ _NEEDS = {
 }
 
 
-def _select(arrays, needs=None, uses=(), dtype=np.float64):
-  return frozen.select(arrays, needs or _NEEDS, uses, dtype=dtype)
+def _select(arrays, needs=None, dtype=np.float64):
+  return frozen.select(arrays, needs or _NEEDS, dtype=dtype)
 
 
 def _refused(arrays, *lines, **options):
@@ -32,77 +30,10 @@ def _refused(arrays, *lines, **options):
     assert line.startswith(start), line
 
 
-def test_a_file_comes_back_as_it_was_saved(tmp_path):
-  arrays, *_ = rollout_arrays.arrays()
-  path = tmp_path / 'a name without ending'
-  frozen.save(path, arrays | {'another': np.zeros(3)})
-  assert os.listdir(tmp_path) == [path.name]
-  found = frozen.load(path)
-  assert found.keys() == arrays.keys()
-  for name, array in arrays.items():
-    np.testing.assert_array_equal(found[name], array)
-    assert found[name].dtype == array.dtype
-  with np.load(path, allow_pickle=False) as archive:
-    assert 'another' in archive.files
-
-
-def test_a_save_that_fails_leaves_the_old_file(tmp_path):
-  path = tmp_path / 'F.npz'
-  frozen.save(path, {'loss_mask_BL': np.ones((1, 2), bool)})
-  with pytest.raises(ValueError, match='allow_pickle'):
-    frozen.save(path, {'loss_mask_BL': np.array([object()])})
-  assert os.listdir(tmp_path) == ['F.npz']
-  assert frozen.load(path)['loss_mask_BL'].shape == (1, 2)
-
-
 def test_every_array_has_its_place_in_a_batch():
   fields = set(batch_lib.TokenBatch.__dataclass_fields__)
-  ours = {'logprobs_BL', 'entropy_BL', 'old_values_BL'}
+  ours = {'logprobs_BL', 'entropy_BL', 'old_values_BL', 'kl_coefficient'}
   assert set(frozen.KINDS) == fields | ours
-
-
-def _zip(**members):
-  file = io.BytesIO()
-  with zipfile.ZipFile(file, 'w') as archive:
-    for name, content in members.items():
-      archive.writestr(f'{name}.npy', content)
-  return file.getvalue()
-
-
-def _npy(array, **options):
-  file = io.BytesIO()
-  np.save(file, array, **options)
-  return file.getvalue()
-
-
-@pytest.mark.parametrize(
-  'content',
-  [
-    b'',
-    b'no archive',
-    b'PK\x03\x04 cut off',
-    _zip(loss_mask_BL=b'no array'),
-    _zip(loss_mask_BL=_npy(np.ones((2, 2)))[:-4]),
-    _zip(loss_mask_BL=_npy(np.array([[None]]), allow_pickle=True)),
-    _npy(np.ones((2, 2))),
-  ],
-)
-def test_what_is_no_sound_file_is_one_line(tmp_path, content):
-  path = tmp_path / 'F.npz'
-  path.write_bytes(content)
-  with pytest.raises(ValueError, match='^not a sound npz file [(].*[)]$'):
-    frozen.load(path)
-
-
-def test_objects_under_other_names_are_never_unpacked(tmp_path):
-  path = tmp_path / 'F.npz'
-  path.write_bytes(
-    _zip(
-      loss_mask_BL=_npy(np.ones((2, 3), bool)),
-      notes=_npy(np.array([{}]), allow_pickle=True),
-    )
-  )
-  assert frozen.load(path).keys() == {'loss_mask_BL'}
 
 
 @pytest.mark.parametrize(
@@ -115,35 +46,31 @@ def test_objects_under_other_names_are_never_unpacked(tmp_path):
         'logprobs_BL has shape (6, 9), expected (6, 16), as loss_mask_BL has',
       ],
     ),
-    ({'loss_mask_BL': np.zeros(6)}, ['loss_mask_BL has shape (6,), expected']),
-    ({'loss_mask_BL': np.zeros((6, 1))}, ['turn_ids_BL has shape (6, 16), ex']),
+    (
+      {'loss_mask_BL': np.zeros(6, int)},
+      ['loss_mask_BL has shape (6,), expected'],
+    ),
+    (
+      {'loss_mask_BL': np.zeros((6, 1), int)},
+      ['turn_ids_BL has shape (6, 16), ex'],
+    ),
   ],
 )
-def test_shapes_that_do_not_fit_are_named(tmp_path, changes, lines):
+def test_shapes_that_do_not_fit_are_named(changes, lines):
   arrays, *_ = rollout_arrays.arrays()
-  names = ('loss_mask_BL', 'turn_ids_BL', 'logprobs_BL', 'group_ids_B')
-  path = tmp_path / 'F.npz'
-  kept = {name: arrays[name] for name in names} | changes
+  needs = {name: 'it' for name in _NEEDS}
   if 'loss_mask_BL' in changes:
-    kept = {name: kept[name] for name in names[:2]}
-  frozen.save(path, kept)
-  with pytest.raises(ValueError) as caught:
-    frozen.load(path)
-  found = str(caught.value).splitlines()
-  assert all(a.startswith(b) for a, b in zip(found, lines, strict=True)), found
-
-
-def test_a_file_without_any_of_them_lists_them(tmp_path):
-  frozen.save(tmp_path / 'F.npz', {'x': np.zeros(3)})
-  with pytest.raises(ValueError, match='holds none of tokens_BL, lengths_B, '):
-    frozen.load(tmp_path / 'F.npz')
+    needs = {name: 'it' for name in ('loss_mask_BL', 'turn_ids_BL')}
+  _refused(arrays | changes, *lines, needs=needs)
+  _select(arrays | {'advantages_BL': np.zeros(3)})  # nobody reads it
 
 
 def test_what_is_selected_is_in_the_types_of_the_computation():
   arrays, batch, logprobs, _ = rollout_arrays.arrays()
   arrays['state_ids_BL'] = np.where(batch.loss_mask_BL, 2**40, -(2**50))
-  found = _select(arrays, uses=('state_ids_BL', 'old_values_BL'))
-  assert found.keys() == {*_NEEDS, 'state_ids_BL', 'old_values_BL'}
+  more = dict.fromkeys(('state_ids_BL', 'old_values_BL'), 'it')
+  found = _select(arrays, _NEEDS | more)
+  assert found.keys() == _NEEDS.keys() | more.keys()
   mask = batch.loss_mask_BL
   assert found['loss_mask_BL'].dtype == bool
   np.testing.assert_array_equal(found['loss_mask_BL'], mask)
@@ -242,3 +169,67 @@ def test_an_empty_batch_gets_a_token_that_counts_nowhere():
     assert found['group_ids_B'].shape == (rows,)
     assert found['loss_mask_BL'].sum() == arrays['loss_mask_BL'].sum()
     assert frozen.num_turns(arrays) == 1
+
+
+def test_what_nobody_needs_is_read_where_it_is_sound():
+  arrays, batch, *_ = rollout_arrays.arrays()
+  uses = (
+    'entropy_BL',
+    'sentence_ids_BL',
+    'sampler_logprobs_BL',
+    'state_ids_BL',
+  )
+  needs = dict.fromkeys(('loss_mask_BL', *uses[:3]), 'it')
+  found, lines = frozen.usable(arrays, uses, dtype=np.float32)
+  assert not lines and found.keys() == set(uses[:3])
+  for name, x in _select(arrays, needs, np.float32).items():
+    if name in found:
+      np.testing.assert_array_equal(found[name], x)
+  arrays['sampler_logprobs_BL'][:] = np.nan
+  arrays['sentence_ids_BL'][:] = 0
+  arrays['entropy_BL'] = np.zeros((2, 2))
+  found, lines = frozen.usable(arrays, uses, dtype=np.float32)
+  assert not found
+  number = batch.loss_mask_BL.sum()
+  for line, start in zip(
+    lines,
+    (
+      'entropy_BL has shape (2, 2), expected (6, 16)',
+      'sentence_ids_BL: must be in 1..16 where loss_mask_BL is true; '
+      f'{number} slots',
+      f'sampler_logprobs_BL: not finite in float32; {number} slots',
+    ),
+    strict=True,
+  ):
+    assert line.startswith(start)
+
+
+def test_one_number_is_no_array():
+  arrays, *_ = rollout_arrays.arrays()
+  needs = _NEEDS | {'kl_coefficient': 'it'}
+  arrays['kl_coefficient'] = np.asarray(0.25)
+  found = _select(arrays, needs)
+  assert found['kl_coefficient'] == 0.25
+  assert frozen.nonempty(found)['kl_coefficient'].shape == ()
+  assert frozen.token_batch(found | {'rewards_BL': None})
+  for value, line in (
+    (math.nan, 'kl_coefficient: not finite in float64'),
+    ([0.25], 'kl_coefficient has shape (1,), expected (), as loss_mask_BL'),
+    ('high', 'kl_coefficient is <U4, expected real numbers'),
+  ):
+    arrays['kl_coefficient'] = np.asarray(value)
+    _refused(arrays, line, needs=needs)
+
+
+def test_what_was_cut_is_as_before_and_what_overflowed_is_told():
+  arrays = {
+    'loss_mask_BL': np.ones((0, 3), bool),
+    'turn_ids_BL': np.ones((0, 3)),
+  }
+  for x in frozen.nonempty(arrays).values():
+    assert frozen.cut(x, (0, 3)).shape == (0, 3)
+  frozen.check_finite(arrays)
+  with pytest.raises(frozen.NotFinite, match='^b: not finite in float32, for'):
+    frozen.check_finite(
+      {'a': np.ones(2), 'b': np.array([1, np.inf], np.float32)}
+    )

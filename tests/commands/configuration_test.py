@@ -1,5 +1,6 @@
 """Command lines as a user types them: what they give, and every error."""
 
+import math
 import os
 import pathlib
 import resource
@@ -44,10 +45,18 @@ def _config(*argv):
     ('--config.data.corpus=a=b', 'a=b'),
     ('--config.data.corpus=', ''),
     ('--config.algorithm.correction.clipping_bias.tau=5', 5.0),
+    ('--config.algorithm.correction.clipping_bias.tau=inf', math.inf),
     (
       "--config.algorithm.correction.names=['clipping_bias']",
       ('clipping_bias',),
     ),
+    ('--config.algorithm.correction.names=tis', ('tis',)),
+    ("--config.algorithm.correction.names='tis'", ('tis',)),
+    ('--config.algorithm.correction.names=tis,mis', ('tis', 'mis')),
+    ('--config.algorithm.correction.names=[tis, mis]', ('tis', 'mis')),
+    ('--config.algorithm.correction.names=(tis,)', ('tis',)),
+    ('--config.algorithm.correction.names=', ()),
+    ('--config.algorithm.correction.names=()', ()),
   ],
 )
 def test_values_take_the_type_of_their_key(flag, expected):
@@ -79,6 +88,42 @@ def test_row_workdir_options_and_separate_values(tmp_path):
   assert isinstance(config, config_dict.ConfigDict)
 
 
+def test_a_workdir_may_be_optional(tmp_path):
+  optional = {'workdir': False, 'options': {'workdir': ''}}
+  assert configuration.parse([_BASE], **optional).workdir is None
+  arguments = configuration.parse([_BASE, f'--workdir={tmp_path}'], **optional)
+  assert arguments.workdir == tmp_path
+  (line,) = _errors(_BASE, f'--workdir={__file__}', **optional)
+  assert 'exists and is not a folder' in line
+
+
+def test_flags_that_repeat_and_flags_without_a_value():
+  argv = ['--set', 'a=1', '--fast', '--x', '-1', '--set=b=2', '--x=3']
+  found = configuration.split(argv, ['x'], lists=['set'], switches=['fast'])
+  assert found.values == {'x': '3'}
+  assert found.lists == {'set': ['a=1', 'b=2']}
+  assert found.switches == {'fast'} and not found.errors
+  argv = ['--fats', '--fast=1', '--set', '--config.seed=1', 'x']
+  found = configuration.split(argv, ['x'], lists=['set'], switches=['fast'])
+  assert found.errors == [
+    '--fats: unknown flag; did you mean --fast? choices: --x, --set, --fast',
+    '--fast=1: takes no value',
+    '--set: has no value',
+    '--config.seed=1: unknown flag; choices: --x, --set, --fast',
+    'x: not a flag; flags start with --',
+  ]
+  assert found.meant == {'fast', 'x'}
+
+
+@pytest.mark.parametrize('flag', ['--fats', '-fast', '--fsat'])
+def test_the_value_of_a_misspelt_flag_is_no_error_of_its_own(flag):
+  found = configuration.split([flag, '-1', flag, 'y', flag, '--x=1'], ['x'])
+  first, second, third, fourth = found.errors
+  assert first == third == fourth and first.startswith(f'{flag}: ')
+  assert second.startswith('-1: ')  # it may be a flag too
+  assert found.values == {'x': '1'}
+
+
 @pytest.mark.parametrize(
   ('flag', 'expected'),
   [
@@ -96,9 +141,14 @@ def test_row_workdir_options_and_separate_values(tmp_path):
     ('--config.seed=abc', 'expected int, such as 0'),
     ('--config.rollout.temperature=hot', 'expected a number (float)'),
     ('--config.rollout.temperature=True', 'expected a number (float)'),
+    ('--config.rollout.temperature=nan', 'expected a number (float)'),
     ('--config.writer.tensorboard=1', 'expected True or False'),
     ('--config.writer.tensorboard=yes', 'expected True or False'),
     ('--config.data.synthetic_wiki.hops=1', 'expected a tuple'),
+    ('--config.data.synthetic_wiki.hops=one', 'expected a tuple'),
+    ('--config.algorithm.correction.names=1', 'expected a tuple'),
+    ('--config.algorithm.correction.names=(tis', 'expected a tuple'),
+    ('--config.algorithm.correction.names=tis mis', 'expected a tuple'),
     ('--config.updates.num_epochs=__import__("os")', 'expected int'),
     ('--config.rollout.temperature=0', 'must be greater than 0'),
     ('--config.rollout.temperature=1e999', 'must be greater than 0'),
@@ -157,8 +207,7 @@ def test_errors_of_all_kinds_come_together():
   )
   starts = [line.split(':')[0].split('=')[0] for line in lines]
   assert starts == [
-    '--workdri',
-    '--workdir',
+    '--workdri',  # and no --workdir that is missing
     '--config.sed',
     '--config.seed',
     'config.env.max_length',

@@ -139,7 +139,8 @@ def gigpo(batch, omega, gamma, epsilon):
     for k, turn in reversed(list(enumerate(turns_of(batch, b)))):
       to_go = batch.rewards_BL[b, turn].sum() + gamma * to_go
       returns[b, k] = to_go
-      states[b, k] = batch.state_ids_BL[b, turn[0]]
+      # States are those of a question, whatever their numbers.
+      states[b, k] = batch.group_ids_B[b], batch.state_ids_BL[b, turn[0]]
   steps = compare_in_groups(returns, states, epsilon)
   out = over_rows(batch, epsilon)
   for b, k in returns:

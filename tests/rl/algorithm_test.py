@@ -217,9 +217,14 @@ def test_all_problems_at_once(wrap):
       'algorithm.objective.c=1.0: must be a finite number > 1',
     ),
     (
-      {'advantage__whiten': 'all'},
-      "algorithm.advantage.whiten='all': must be none or policy when "
-      "observation_tokens is 'skipped'",
+      {'bounds__name': 'balanced', 'bounds__high_step': 1e-9},
+      'algorithm.bounds.high_step=1e-09: must be large enough to reach its '
+      'limit in 10000 steps',
+    ),
+    (
+      {'ratio__normalize': 'guard', 'objective__name': 'detached'},
+      "algorithm.ratio.normalize='guard': must be 'none' unless "
+      'objective.name is pessimistic or dual_clip',
     ),
     (
       {'advantage__name': 'turn_group'},

@@ -94,3 +94,14 @@ def test_then_low_grows_and_limits_end_it():
 @pytest.mark.parametrize('advantages', [[0.0, 0.0], [1.0, 2.0]])
 def test_nothing_negative_keeps_the_start(advantages):
   np.testing.assert_allclose(_interval([1.0, 3.0], advantages), (0.6, 1.2))
+
+
+def test_a_step_below_the_rounding_ends_too():
+  # Refused by the rules of a row; the loop must not rely on that.
+  low, high = _interval([1.0, 1.0], [-1.0, -1.0], high_step=1e-12)
+  np.testing.assert_allclose((low, high), (0.9, 1.2), rtol=1e-6)
+
+
+def test_many_steps_arrive_exactly():
+  _, high = _interval([1.0, 1.0], [-1.0, -1.0], high_step=0.001)
+  assert high == 3.0

@@ -1,6 +1,5 @@
 import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -494,19 +493,6 @@ def test_float32_in_float32_out(name):
   }
 
 
-@pytest.mark.parametrize('case', ['st_ppo', 'st_turn', 'so_sequence'])
-def test_unrolled_loss_and_gradient_have_no_scatter(case):
-  batch, logprobs, entropy = batches.make()
-  rest = (_algorithm(case), logprobs, entropy, batches.device(batch))
-
-  def compiled(implementation):
-    return _run.lower(*rest, implementation=implementation).as_text()
-
-  assert 'scatter' not in compiled('unrolled')
-  assert 'gather' not in compiled('unrolled')
-  assert 'scatter' in compiled('segment_sum')
-
-
 def _value_loss(values, old, returns, mask, **options):
   return losses.value_loss(values, old, returns, mask, clip=0.5, **options)
 
@@ -564,26 +550,3 @@ def test_value_loss_gradient_is_its_differences_and_masks_hold():
     _same(poisoned, (value, gradient))
   empty = _value_loss(*arrays, np.zeros_like(mask))
   assert tuple(empty) == (0, 0, 0)
-
-
-@pytest.mark.parametrize('implementation', ['segment_sum', 'unrolled'])
-@pytest.mark.parametrize('case', ['st_ppo', 'st_turn', 'so_sequence'])
-def test_devices_share_scalars_only(case, implementation):
-  batch, logprobs, entropy = batches.make(spread=0.6)
-  algorithm = _algorithm(case)
-  auto = (jax.sharding.AxisType.Auto,)
-  mesh = jax.make_mesh((3,), ('data',), auto, devices=jax.devices()[:3])
-  by_row = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('data'))
-  rest = jax.device_put((logprobs, entropy, batch), by_row)
-  program = _run.lower(
-    algorithm, *rest, implementation=implementation
-  ).compile()
-  collectives = re.findall(
-    r'= (\S.*?) (all-\w+|collective-\w+|reduce-scatter)\(', program.as_text()
-  )
-  assert collectives
-  for shapes, kind in collectives:
-    assert kind == 'all-reduce'
-    assert not re.search(r'\[\d', shapes), shapes
-  sharded = program(algorithm, *rest)
-  _close(sharded, _run(algorithm, logprobs, entropy, batch))

@@ -20,12 +20,38 @@ def test_by_hand():
     'mismatch/k3': (2 - 1 - np.log(2) + 0.5 - 1 + np.log(2) + 0) / 3,
     'mismatch/weight_raw_mean': 3.5 / 3,
     'mismatch/weight_raw_max': 2,
-    'mismatch/sequence_weight_raw_max': 1,
+    'mismatch/sequence_log_weight_raw_max': 0,
     'mismatch/ess': 3.5**2 / (3 * 5.25),
   }
   assert found.keys() == expected.keys()
   for name, value in expected.items():
-    assert found[name] == pytest.approx(value, rel=1e-12), name
+    assert found[name] == pytest.approx(value, rel=1e-12, abs=1e-15), name
+
+
+def test_the_rows_product_is_measured_by_its_log():
+  old = np.log([[0.5, 0.2, 0.9], [0.4, 0.1, 0.1]])
+  sampler = np.log([[0.6, 0.8, 0.1], [0.1, 0.1, 0.1]])
+  mask = np.array([[True, True, False], [True, True, True]])
+  found = _measure(old, sampler, mask)
+  # Products 5/6 * 1/4 and 4: the small one is further from 1.
+  assert found['mismatch/sequence_log_weight_raw_max'] == pytest.approx(
+    np.log(24 / 5), rel=1e-12
+  )
+
+
+@pytest.mark.parametrize('apart', [2.0, 50.0, 1000.0, -50.0, -1000.0])
+def test_nothing_overflows_and_nothing_vanishes(apart):
+  mask = np.ones((3, 4000), bool)
+  old = np.full(mask.shape, apart / 2, np.float32)
+  with jax.enable_x64(False):
+    found = jax.device_get(_measure(old, -old, mask))
+  assert all(np.isfinite(x) for x in found.values())
+  assert found['mismatch/ess'] == pytest.approx(1, rel=1e-5)  # all are equal
+  assert found['mismatch/logprob_abs_diff'] == abs(apart)
+  product = found['mismatch/sequence_log_weight_raw_max']
+  assert product == pytest.approx(4000 * abs(apart), rel=1e-5)
+  largest = np.exp(min(apart, mismatch_metrics.LOG_WEIGHT_LIMIT))
+  assert found['mismatch/weight_raw_max'] == pytest.approx(largest, rel=1e-5)
 
 
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])

@@ -1,3 +1,5 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,10 +121,34 @@ def test_a_level_whose_ids_are_lacking_is_named():
 
 
 @BOTH
-def test_a_large_turn_does_not_drown_a_small_one(implementation):
-  # In float32; sums that run on from one turn to the next would give 0.
-  turns = np.repeat(np.array([[1, 2]], np.int32), 10, axis=1)
-  x = np.where(turns == 1, 1e3, 1e-4).astype(np.float32)
-  two = segments.Segments(jnp.asarray(turns), 2)
-  totals = segments.segment_totals(x, two, implementation=implementation)
-  np.testing.assert_allclose(totals, [[1e4, 1e-3]], rtol=1e-6)
+def test_a_small_segment_after_a_large_one_keeps_its_digits(implementation):
+  # In float32; sums that run on from one segment to the next would lose them.
+  sizes = {1: (1e4, 150), 2: (1e-3, 366)}
+  ids = np.concatenate([np.full(size, k) for k, (_, size) in sizes.items()])
+  parts = [np.full(n, total / n) for total, n in sizes.values()]
+  x = np.concatenate(parts).astype(np.float32)
+  two = segments.Segments(jnp.asarray(ids[None], jnp.int32), 2)
+  totals = segments.segment_totals(x[None], two, implementation=implementation)
+  exact = [math.fsum(x[ids == 1]), math.fsum(x[ids == 2])]
+  np.testing.assert_allclose(totals, [exact], rtol=1e-6)
+
+
+@BOTH
+def test_means_are_totals_over_counts_and_their_own_transpose(implementation):
+  batch, x, pulled = batches.make()
+  turns = segments.level_segments('turn', batch, num_turns=batches.T)
+  poisoned = batches.poison_array(x, batch.loss_mask_BL, np.nan)
+
+  def means(x):
+    return segments.segment_means(x, turns, implementation=implementation)
+
+  def twin(x):
+    out = np.zeros(x.shape)
+    for tokens in twins.members('turn', batch):
+      for token in tokens:
+        out[token] = sum(x[t] for t in tokens) / len(tokens)
+    return out
+
+  value, pull = jax.vjp(means, poisoned)
+  np.testing.assert_allclose(value, twin(x), rtol=1e-13)
+  np.testing.assert_allclose(pull(pulled)[0], twin(pulled), rtol=1e-13)

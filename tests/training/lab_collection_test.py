@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.analysis import estimates
 from stppo_jax.analysis import frozen
-from stppo_jax.analysis import lab
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint
 from stppo_jax.training import lab_collection
@@ -32,18 +32,12 @@ def collected(config):
 
 
 @pytest.fixture(scope='module')
-def trained(config, collected):
-  """(learner, annotated batch, state after the step) of the trainer itself."""
+def learner(config):
+  """The trainer."""
   questions = assembly.build_questions(config)
   tokenizer = assembly.build_tokenizer(config, questions)
   shape = assembly.build_model_config(config, tokenizer)
-  learner = learner_lib.Learner(config, shape, assembly.build_mesh(config))
-  names = [f.name for f in dataclasses.fields(batch_lib.TokenBatch)[:9]]
-  packed = batch_lib.TokenBatch(**{name: collected[name] for name in names})
-  state = learner.start()
-  batch, _ = learner.annotate(packed, state, learner.reference())
-  state, _ = learner.update_epochs(state, batch, 0)
-  return learner, jax.device_get(batch), state
+  return learner_lib.Learner(config, shape, assembly.build_mesh(config))
 
 
 def _files(folder):
@@ -63,13 +57,22 @@ def test_it_holds_every_array_of_the_file(collected):
   for name in ('sentence_ids_BL', 'state_ids_BL'):
     np.testing.assert_array_equal(collected[name] > 0, mask)
   assert frozen.num_turns(chosen) <= 3
+  sampled = collected['sampler_logprobs_BL'] - collected['old_logprobs_BL']
+  assert np.abs(sampled[mask]).max() < 1e-4
+  assert _moved(collected, 'logprobs') > 1e-4
   assert collected['lengths_B'].shape == collected['group_ids_B'].shape == (16,)
 
 
+@pytest.mark.slow
 def test_it_is_annotated_and_updated_as_by_the_trainer(
-  config, collected, trained
+  config, collected, learner
 ):
-  learner, batch, state = trained
+  names = [f.name for f in dataclasses.fields(batch_lib.TokenBatch)[:9]]
+  packed = batch_lib.TokenBatch(**{name: collected[name] for name in names})
+  state = learner.start()
+  batch, _ = learner.annotate(packed, state, learner.reference())
+  state, _ = learner.update_epochs(state, batch, 0)
+  batch = jax.device_get(batch)
   for name in ('old_logprobs_BL', 'ref_logprobs_BL', 'advantages_BL'):
     np.testing.assert_array_equal(collected[name], getattr(batch, name))
   np.testing.assert_array_equal(collected['old_values_BL'], batch.values_BL)
@@ -84,8 +87,6 @@ def test_it_is_annotated_and_updated_as_by_the_trainer(
     )
   # More than that apart from the policy before.
   assert _moved(collected, 'logprobs') > 1e-4
-  sampled = collected['sampler_logprobs_BL'] - collected['old_logprobs_BL']
-  assert np.abs(sampled[mask]).max() < 1e-4
 
 
 def _moved(arrays, name):
@@ -94,9 +95,12 @@ def _moved(arrays, name):
 
 
 def test_the_newest_checkpoint_plays_and_nothing_is_changed(
-  config, collected, trained, tmp_path
+  config, collected, learner, tmp_path
 ):
-  _, _, state = trained
+  start = learner.start()
+  params = jax.tree.map(lambda x: 1.1 * x, start.policy.params)
+  policy = dataclasses.replace(start.policy, params=params)
+  state = dataclasses.replace(start, policy=policy)
   saved = checkpoint.Checkpointer(tmp_path)
   saved.save(1, state, {'kl_coefficient': _COEFFICIENT})
   saved.close()
@@ -109,15 +113,23 @@ def test_the_newest_checkpoint_plays_and_nothing_is_changed(
   mask = later['loss_mask_BL']
   apart = later['old_logprobs_BL'] - later['ref_logprobs_BL']
   assert np.abs(apart[mask]).max() > 1e-4
-  penalized = later['rewards_BL'] - _COEFFICIENT * apart
-  estimator = lab.build_estimator(config.algorithm.advantage)
-  found = lab.estimate(estimator, {**later, 'rewards_BL': penalized})
+  assert later['kl_coefficient'] == np.float64(_COEFFICIENT)
+  assert collected['kl_coefficient'] == config.algorithm.kl.coefficient
+  assert config.algorithm.kl.where == 'reward'
+  penalized = estimates.penalized(
+    later,
+    estimator=config.algorithm.kl.estimator,
+    coefficient=float(later['kl_coefficient']),
+  )
+  estimator = estimates.build_estimator(config.algorithm.advantage)
+  found = estimates.estimate(estimator, penalized)
   for name in ('advantages_BL', 'returns_BL'):
     assert np.abs(later[name]).max() > 0
     np.testing.assert_allclose(found.arrays[name], later[name], atol=1e-5)
   assert _moved(later, 'logprobs') > 1e-4 and _moved(later, 'values') > 1e-6
 
 
+@pytest.mark.slow
 def test_a_row_without_values_has_none_in_the_file():
   config = runs.config('so_grpo', rollout__group_size=4)
   found = lab_collection.collect(config, workdir=None, num_updates=0)
