@@ -43,10 +43,11 @@ lint: $(TESTING)  ## ruff: rules and format
 docs: $(RUNTIME)  ## docs/algorithms.md from the table
 	PYTHONPATH=. $(BIN)/python docs/make_algorithms.py
 
-bench: $(BENCH)/.installed  ## measure sums, losses and updates
+bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting
 	$(BENCH)/bin/python -m benchmarks.turn_sums $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.policy_loss $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.update $(ARGS)
+	$(BENCH)/bin/python -m benchmarks.collect $(ARGS)
 
 # An environment of its own: with torch beside it, transformers is another.
 $(BENCH)/.installed: requirements.txt benchmarks/requirements.txt

@@ -29,8 +29,8 @@ class TokenBatch:
       counted through the row. None where no row of the table asks for it.
     state_ids_BL: int32, 0 = not written by the policy; turns that began in the
       same state (same question, same latest observation) share an id.
-    old_logprobs_BL: float32, the trainer's log-probabilities before the first
-      update: the ratio's denominator.
+    old_logprobs_BL: float32, the trainer's log-probabilities under the policy
+      that sampled, before the first update: the ratio's denominator.
     ref_logprobs_BL: float32, under the frozen reference.
     values_BL: float32, V before this token, of the value model before the
       first update.

@@ -52,7 +52,11 @@ HOMES = {
   'tokenizers': ('sampling.tokenizer',),
   'tensorflow': (),
   'tensorflow_datasets': ('data',),
-  'aiohttp': ('retrieval', 'sampling.remote'),
+  'aiohttp': (
+    'retrieval',
+    'sampling.completions_client',
+    'sampling.completions_server',
+  ),
   'requests': (),
   'httpx': (),
   'http.client': ('retrieval', 'sampling.remote'),

@@ -9,6 +9,7 @@ collect that starts from the same weights.
 
 from collections.abc import Iterator
 import contextlib
+import dataclasses
 import pathlib
 import sys
 
@@ -123,12 +124,12 @@ def _newest(
   with contextlib.closing(
     checkpoint.Checkpointer(workdir, read_only=True)
   ) as saved:
-    found = saved.restore_latest(state)
+    found = saved.restore_latest(learner.saved_form(state))
   if found is None:
     return 0, state
   step, state, host = found
   learner.kl_coefficient = host['kl_coefficient']
-  return step, state
+  return step, dataclasses.replace(state, published=())
 
 
 def minibatches(

@@ -24,6 +24,7 @@ from stppo_jax.analysis import plots
 from stppo_jax.models import export_hf
 from stppo_jax.retrieval import protocol
 from stppo_jax.rollout import pack
+from stppo_jax.sampling import completions_client
 from stppo_jax.training import agreement
 from stppo_jax.training import ahead
 from stppo_jax.training import assembly
@@ -208,7 +209,11 @@ class _Run:
         f'interrupted after step {self._done}, saved; the same command resumes'
       )
       return interrupt.exit_code
-    except (protocol.RetrieverUnreachable, interruption.Outage):
+    except (
+      protocol.RetrieverUnreachable,
+      completions_client.EngineUnreachable,
+      interruption.Outage,
+    ):
       self._save()
       raise
     self._finish()
