@@ -10,14 +10,14 @@ JOBS ?= 2
 ARGS ?=
 BENCH ?= .cache/bench
 
-# One order of the operations, whatever stands beside them: on two cores an
-# update is faster and needs less memory (python -m benchmarks.update).
+# One order of the operations, whatever stands beside them: for comparing two
+# programs that differ in little. A run is faster without.
 XLA := XLA_FLAGS="$(XLA_FLAGS) \
   --xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 # Huge pages on Linux spare a page fault every 4 KiB of a large CPU buffer;
 # compiled programs are kept for the next run.
-FAST := GLIBC_TUNABLES=glibc.malloc.hugetlb=1 JAX_COMPILATION_CACHE_DIR=.cache/jax $(XLA)
+FAST := GLIBC_TUNABLES=glibc.malloc.hugetlb=1 JAX_COMPILATION_CACHE_DIR=.cache/jax
 
 BIN := $(VENV)/bin
 # The stamps name what was installed: unchanged files install nothing.
