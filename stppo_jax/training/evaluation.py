@@ -1,8 +1,5 @@
 """Scores on fixed questions that training never sees."""
 
-from collections.abc import Iterator
-from collections.abc import Sequence
-
 import numpy as np
 
 from stppo_jax import types
@@ -31,9 +28,8 @@ class Evaluator:
     self._questions = surroundings.questions.evaluation(
       config.evaluate.num_questions
     )
-    self._slots = config.evaluate.batch_size
     self._collector, self._engine = assembly.build_collector(
-      config, surroundings, tokenizer, policy, slots=self._slots
+      config, surroundings, tokenizer, policy, slots=config.evaluate.batch_size
     )
     self._key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
 
@@ -55,10 +51,3 @@ class Evaluator:
         scores.setdefault(name, []).append(trajectory.scores['em'])
     means = {name: float(np.mean(values)) for name, values in scores.items()}
     return means, trajectories
-
-
-def _chunks(
-  items: Sequence[types.Question], size: int
-) -> Iterator[Sequence[types.Question]]:
-  for start in range(0, len(items), size):
-    yield items[start : start + size]

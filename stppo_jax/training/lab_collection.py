@@ -72,7 +72,7 @@ def collect(
     step = 0
     if workdir is not None:
       step, state = _newest(learner, state, workdir)
-    engine.publish(state.policy.params, 0)
+    engine.publish(state.policy.params, step)
     player = collection.StepCollector(
       config, surroundings, collector, lambda text: print(text, file=sys.stderr)
     )
