@@ -23,6 +23,7 @@ import numpy as np
 
 from stppo_jax.models import functional
 from stppo_jax.sampling import decoder as decoder_lib
+from stppo_jax.sampling import rows
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 
@@ -148,15 +149,9 @@ class Engine:
       raise ValueError(
         f'{self.slots} slots are no multiple of group_size={group_size}'
       )
-    for prompt in prompts:
-      if prompt is not None and not 0 < len(prompt) < self.max_length:
-        raise ValueError(
-          f'a prompt of {len(prompt)} tokens; it needs at least one, and room '
-          f'to write in max_length={self.max_length}'
-        )
-    if len(keys) < len(prompts) * group_size:
-      rows = f'{len(prompts)} prompts of group_size={group_size}'
-      raise ValueError(f'{len(keys)} keys for {rows}')
+    rows.check_begin(
+      prompts, keys, group_size=group_size, max_length=self.max_length
+    )
     self._forget()
     self._group_size = group_size
     self._max_turn_tokens = max_turn_tokens
@@ -190,11 +185,9 @@ class Engine:
       ValueError: it leaves no room to write, or no turn of the row has ended.
     """
     self._check_rests(row)
-    if len(token_ids) >= self.remaining(row):
-      raise ValueError(
-        f'{len(token_ids)} tokens leave no room to write in the '
-        f'{self.remaining(row)} left of max_length={self.max_length}'
-      )
+    rows.check_room(
+      token_ids, remaining=self.remaining(row), max_length=self.max_length
+    )
     self._told[row] = token_ids
 
   def close(self, row: int) -> None:

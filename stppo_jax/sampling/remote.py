@@ -32,6 +32,7 @@ from stppo_jax.models import functional
 from stppo_jax.sampling import completions
 from stppo_jax.sampling import completions_client
 from stppo_jax.sampling import engine
+from stppo_jax.sampling import rows
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import served
 from stppo_jax.sampling import stops
@@ -146,15 +147,9 @@ class RemoteEngine:
         keys.
       EngineUnreachable: the server is not ready, or does not take the weights.
     """
-    for prompt in prompts:
-      if prompt is not None and not 0 < len(prompt) < self.max_length:
-        raise ValueError(
-          f'a prompt of {len(prompt)} tokens; it needs at least one, and room '
-          f'to write in max_length={self.max_length}'
-        )
-    if len(keys) < len(prompts) * group_size:
-      rows = f'{len(prompts)} prompts of group_size={group_size}'
-      raise ValueError(f'{len(keys)} keys for {rows}')
+    rows.check_begin(
+      prompts, keys, group_size=group_size, max_length=self.max_length
+    )
     self._forget()
     self._max_turn_tokens = max_turn_tokens
     # Not temperature 0, whose log-probabilities would be those of another one.
@@ -192,11 +187,9 @@ class RemoteEngine:
       ValueError: it leaves no room to write, or no turn of the row has ended.
     """
     self._check_rests(row)
-    if len(token_ids) >= self.remaining(row):
-      raise ValueError(
-        f'{len(token_ids)} tokens leave no room to write in the '
-        f'{self.remaining(row)} left of max_length={self.max_length}'
-      )
+    rows.check_room(
+      token_ids, remaining=self.remaining(row), max_length=self.max_length
+    )
     self._rows[row].ids.extend(np.asarray(token_ids).tolist())
     # Before those that have not begun: its dialogue is still in the cache.
     self._waiting.appendleft(row)
