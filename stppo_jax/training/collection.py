@@ -112,16 +112,16 @@ class StepCollector:
           trajectories[n : n + size] for n in range(0, len(trajectories), size)
         ]
       self._show(
-        f'step {step + 1}: the retriever failed {1 - valid:.0%} of the '
-        'trajectories; they are collected again when it is ready'
+        f'step {step + 1}: the infrastructure failed {1 - valid:.0%} of the '
+        'trajectories; they are collected again when the retriever is ready'
       )
       self._surroundings.loop.run(
         self._surroundings.retriever.wait_until_ready()
       )
     raise interruption.Outage(
-      f'step {step + 1}: the retriever answers, yet failed {1 - valid:.0%} of '
-      f'the trajectories in the last of {_MAX_COLLECTIONS} collections; step '
-      f'{step} is saved, the same command resumes'
+      f'step {step + 1}: the retriever answers, yet {1 - valid:.0%} of '
+      f'the trajectories failed in the last of {_MAX_COLLECTIONS} collections; '
+      f'step {step} is saved, the same command resumes'
     )
 
   def _key(self, step: int, further: int) -> jax.Array:

@@ -35,6 +35,8 @@ _INSTRUCTION = re.compile(
   re.MULTILINE,
 )
 _DIMENSIONS = re.compile(r'\w+\[([\d,<=]*)\]')
+# Quick to compile. It is the form that is made for accelerators, compiled for
+# CPU: what their own compilers make of it is not read here.
 _COMPILER_OPTIONS = {
   'xla_backend_optimization_level': 0,
   'xla_llvm_disable_expensive_passes': True,

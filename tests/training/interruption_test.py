@@ -219,7 +219,7 @@ def test_a_step_in_an_outage_is_collected_again(
   assert _train(tmp_path) == 0
   assert collections() == _STEPS + 2
   assert len(waits) == 1 + 2  # at the start, and after either
-  told = 'step 2: the retriever failed 75% of the trajectories'
+  told = 'step 2: the infrastructure failed 75% of the trajectories'
   assert capsys.readouterr().out.count(told) == 2
   _assert_same_run(tmp_path, finished)
 
@@ -256,7 +256,9 @@ def test_a_server_that_only_seems_healthy_ends_the_run(
     assert _train(tmp_path) == 75
     assert collections() == 1 + 3
   (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith('step 2: the retriever answers, yet failed 100%')
+  assert line.startswith(
+    'step 2: the retriever answers, yet 100% of the trajectories failed'
+  )
   assert (tmp_path / 'checkpoints' / '1').is_dir()
   assert _train(tmp_path) == 0
   _assert_same_run(tmp_path, finished)
