@@ -151,7 +151,9 @@ def test_a_round_in_an_outage_is_played_again():
 
 def test_an_outage_that_stays_ends_the_step():
   world = _World('v=v=', 'xxxx', 'xxxx', 'xxxx')
-  with pytest.raises(interruption.Outage, match='step 6: .* 100% of the .* failed'):
+  with pytest.raises(
+    interruption.Outage, match='step 6: .* 100% of the .* failed'
+  ):
     _collect(world, 1)
   assert world.waits == 3
 
