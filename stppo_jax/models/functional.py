@@ -11,6 +11,7 @@ from typing import Any
 from flax import nnx
 import jax
 
+from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import heads
 from stppo_jax.models import transformer
@@ -45,9 +46,9 @@ class Model:
     return self._module(params)(tokens_BL)
 
   def extend(self, params, tokens_BC, cache, lengths_B, counts_B):
-    """See `Transformer.extend`."""
+    """See `cache.extend`."""
     module = self._module(params)
-    return module.extend(tokens_BC, cache, lengths_B, counts_B)
+    return cache_lib.extend(module, tokens_BC, cache, lengths_B, counts_B)
 
   def output_VD(self, params: Params) -> Array:
     """The matrix that scores the vocabulary: tied or its own."""

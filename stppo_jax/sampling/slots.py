@@ -16,9 +16,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import functional
 from stppo_jax.models import heads
-from stppo_jax.models import transformer
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 
@@ -39,7 +39,7 @@ class SlotState:
     budgets_S: int32, tokens that may still be written in it; 0 = not its turn.
   """
 
-  cache: transformer.Cache
+  cache: cache_lib.Cache
   lengths_S: Array
   hidden_SD: Array
   prompt_hidden_SD: Array
@@ -97,7 +97,7 @@ def empty(
   hidden_SD = jnp.zeros((num_slots, config.hidden_size), config.dtype)
   zeros_S = jnp.zeros(num_slots, jnp.int32)
   return SlotState(
-    transformer.empty_cache(config, num_slots, max_length),
+    cache_lib.empty(config, num_slots, max_length),
     lengths_S=zeros_S,
     hidden_SD=hidden_SD,
     prompt_hidden_SD=hidden_SD,

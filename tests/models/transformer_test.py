@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stppo_jax.models import transformer
+from stppo_jax.models import cache as cache_lib
 from tests.models import tiny
 
 _B, _L, _C = 3, 14, 4
@@ -26,7 +26,7 @@ def test_extending_in_random_chunks_equals_the_whole(num_kv_heads):
     # Poison: what the cache holds past a row's length must not matter.
     cache = jax.tree.map(
       lambda x: jnp.full_like(x, 1e3),
-      transformer.empty_cache(model.config, _B, _L),
+      cache_lib.empty(model.config, _B, _L),
     )
     lengths_B = np.zeros(_B, np.int32)
     seen_counts = set()

@@ -1,0 +1,42 @@
+"""The two layers everything is made of: a matrix product and a norm."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+
+INITIALIZER = nnx.initializers.normal(stddev=0.02)
+
+
+class Linear(nnx.Module):
+  """x @ kernel (+ bias), the kernel stored [in, out]."""
+
+  def __init__(self, din: int, dout: int, *, use_bias: bool, rngs: nnx.Rngs):
+    self.kernel = nnx.Param(INITIALIZER(rngs.params(), (din, dout)))
+    if use_bias:
+      self.bias = nnx.Param(jnp.zeros((dout,)))
+    self.use_bias = use_bias
+
+  def __call__(self, x: Array) -> Array:
+    # As one matrix: on CPU the gradient of a batched product is half as fast.
+    flat = x.reshape(-1, x.shape[-1])
+    y = flat @ self.kernel[...].astype(x.dtype)
+    if self.use_bias:
+      y = y + self.bias[...].astype(x.dtype)[None]
+    return y.reshape(*x.shape[:-1], -1)
+
+
+class RMSNorm(nnx.Module):
+  """x / rms(x) · scale, the mean square taken in float32."""
+
+  def __init__(self, size: int, *, eps: float):
+    self.scale = nnx.Param(jnp.ones((size,)))
+    self.eps = eps
+
+  def __call__(self, x: Array) -> Array:
+    x32 = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    normed = x32 * jax.lax.rsqrt(mean_square + self.eps)
+    scale = self.scale[...].astype(x.dtype).reshape(*[1] * (x.ndim - 1), -1)
+    return normed.astype(x.dtype) * scale
