@@ -29,10 +29,12 @@ class Model:
   Attributes:
     config: the shape.
     head: 'vocabulary' (a policy) or 'scalar' (a value model).
+    mesh: that activations are laid out on; None leaves them to the compiler.
   """
 
   config: model_config.ModelConfig
   head: str
+  mesh: jax.sharding.Mesh | None = None
 
   def init(self, key: Array) -> Params:
     """Random weights, float32."""
@@ -92,7 +94,7 @@ class Model:
     )
 
   def _module(self, params: Params) -> transformer.Transformer:
-    graph, abstract = _abstract(self.config, self.head)
+    graph, abstract = _abstract(self.config, self.head, self.mesh)
     _check_shapes(params, nnx.to_pure_dict(abstract))
     state = jax.tree.map(lambda x: x, abstract)  # a copy: filled below
     nnx.replace_by_pure_dict(state, dict(params))
@@ -119,7 +121,13 @@ def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
   }
 
 
-def _abstract(config: model_config.ModelConfig, head: str):
+def _abstract(
+  config: model_config.ModelConfig,
+  head: str,
+  mesh: jax.sharding.Mesh | None,
+):
   """Graph and abstract state of the module, built without arrays."""
-  make = lambda: transformer.Transformer(config, head=head, rngs=nnx.Rngs(0))
+  make = lambda: transformer.Transformer(
+    config, head=head, mesh=mesh, rngs=nnx.Rngs(0)
+  )
   return nnx.split(nnx.eval_shape(make))

@@ -16,6 +16,7 @@ from stppo_jax.models import attention
 from stppo_jax.models import config as model_config
 from stppo_jax.models import layers
 from stppo_jax.models import rotary
+from stppo_jax.parallel import activations
 
 Array = jax.Array
 
@@ -23,9 +24,16 @@ Array = jax.Array
 class Block(nnx.Module):
   """Attention and gated MLP, each with a norm before and a residual around."""
 
-  def __init__(self, config: model_config.ModelConfig, *, rngs: nnx.Rngs):
+  def __init__(
+    self,
+    config: model_config.ModelConfig,
+    mesh: jax.sharding.Mesh | None,
+    *,
+    rngs: nnx.Rngs,
+  ):
     c = config
     self.config = c
+    self.mesh = mesh
     self.attention_norm = layers.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
     bias = {'use_bias': c.qkv_bias, 'rngs': rngs}
     self.q_proj = layers.Linear(c.hidden_size, c.num_heads * c.head_dim, **bias)
@@ -53,15 +61,27 @@ class Block(nnx.Module):
     """One layer; `attend(q_BLQH, k_BLKH, v_BLKH)` mixes values: BLQH."""
     B, L, _ = x_BLD.shape
     H = self.config.head_dim
+
+    def heads(x):
+      x_BLNH = x.reshape(B, L, -1, H)
+      rows, tensor = activations.ROWS, activations.TENSOR
+      return activations.constrain(x_BLNH, self.mesh, rows, None, tensor)
+
     y_BLD = self.attention_norm(x_BLD)
-    q_BLQH = rotary.rotate(self.q_proj(y_BLD).reshape(B, L, -1, H), rotation)
-    k_BLKH = rotary.rotate(self.k_proj(y_BLD).reshape(B, L, -1, H), rotation)
-    v_BLKH = self.v_proj(y_BLD).reshape(B, L, -1, H)
+    q_BLQH = rotary.rotate(heads(self.q_proj(y_BLD)), rotation)
+    k_BLKH = rotary.rotate(heads(self.k_proj(y_BLD)), rotation)
+    v_BLKH = heads(self.v_proj(y_BLD))
     mixed_BLQH = attend(q_BLQH, k_BLKH, v_BLKH)
-    x_BLD = x_BLD + self.o_proj(mixed_BLQH.reshape(B, L, -1))
+    x_BLD = self._residual(x_BLD + self.o_proj(mixed_BLQH.reshape(B, L, -1)))
     y_BLD = self.mlp_norm(x_BLD)
     gated = jax.nn.silu(self.gate_proj(y_BLD)) * self.up_proj(y_BLD)
-    return x_BLD + self.down_proj(gated)
+    gated = activations.constrain(
+      gated, self.mesh, activations.ROWS, None, activations.TENSOR
+    )
+    return self._residual(x_BLD + self.down_proj(gated))
+
+  def _residual(self, x_BLD: Array) -> Array:
+    return activations.constrain(x_BLD, self.mesh, activations.ROWS)
 
 
 class Transformer(nnx.Module):
@@ -71,20 +91,27 @@ class Transformer(nnx.Module):
     config: the shape.
     head: 'vocabulary' (a policy: an output matrix unless tied) or 'scalar' (a
       value model: one number per token, starting at zero).
+    mesh: that activations are laid out on; None leaves them alone.
     rngs: source of the initial weights.
   """
 
   def __init__(
-    self, config: model_config.ModelConfig, *, head: str, rngs: nnx.Rngs
+    self,
+    config: model_config.ModelConfig,
+    *,
+    head: str,
+    mesh: jax.sharding.Mesh | None = None,
+    rngs: nnx.Rngs,
   ):
     self.config = config
+    self.mesh = mesh
     shape = (config.vocab_size, config.hidden_size)
     self.embedding = nnx.Param(layers.INITIALIZER(rngs.params(), shape))
 
     @nnx.split_rngs(splits=config.num_layers)
     @nnx.vmap(in_axes=0, out_axes=0)
     def stack(rngs):
-      return Block(config, rngs=rngs)
+      return Block(config, mesh, rngs=rngs)
 
     self.layers = stack(rngs)
     self.norm = layers.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -122,4 +149,5 @@ class Transformer(nnx.Module):
 
   def embed(self, tokens_BL: Array) -> Array:
     """[B, L, D] of the first layer."""
-    return self.embedding[...][tokens_BL].astype(self.config.dtype)
+    x_BLD = self.embedding[...][tokens_BL].astype(self.config.dtype)
+    return activations.constrain(x_BLD, self.mesh, activations.ROWS)

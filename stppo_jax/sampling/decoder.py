@@ -59,7 +59,7 @@ class Decoder:
   """The device side of an engine.
 
   Args:
-    model: the policy.
+    model: the policy; its own mesh is not used.
     mesh: local devices; slots are cut over its batch axes.
     automaton: where turns end, over the ids of the tokenizer.
     slots: rows decoded together; divisible by the mesh's batch axes.
@@ -87,6 +87,7 @@ class Decoder:
     decode_chunk: int,
     compacts: bool,
   ):
+    model = dataclasses.replace(model, mesh=mesh)
     self._slots = slots
     self._extend_chunk = extend_chunk
     self._shards = math.prod(mesh.shape[axis] for axis in mesh_lib.BATCH_AXES)

@@ -42,10 +42,10 @@ class Learner:
 
   def __init__(self, config, shape, mesh: jax.sharding.Mesh):
     self._algorithm = algorithm_lib.build_algorithm(config.algorithm)
-    self.policy = functional.Model(shape, 'vocabulary')
+    self.policy = functional.Model(shape, 'vocabulary', mesh)
     self.value = None
     if self._algorithm.uses_values:
-      self.value = functional.Model(shape, 'scalar')
+      self.value = functional.Model(shape, 'scalar', mesh)
     self.mesh = mesh
     self._config = config
     self._rows = sharding.batch_sharding(mesh)

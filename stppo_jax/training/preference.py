@@ -87,7 +87,7 @@ class _Run:
       _check(config, whole, shape, mesh, file)
       # Resumed with other pairs, it would be a run that no command describes.
       run_record.settle({**config.to_dict(), 'batch_sha256': digest}, workdir)
-      self._policy = functional.Model(shape, 'vocabulary')
+      self._policy = functional.Model(shape, 'vocabulary', mesh)
       make_start, make_reference = (
         assembly.initial_weights(config, path, self._policy)
         for path in (

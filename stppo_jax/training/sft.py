@@ -59,8 +59,8 @@ def imitate(
   with assembly.misconfigured():
     tokenizer = assembly.build_tokenizer(config, surroundings.questions)
     shape = assembly.build_model_config(config, tokenizer)
-    policy = functional.Model(shape, 'vocabulary')
     mesh = assembly.build_mesh(config)
+    policy = functional.Model(shape, 'vocabulary', mesh)
     weights = assembly.initial_weights(config, config.model.path, policy)
   options = config.sft.optimizer.to_dict()
   adam = optimizer_lib.build_optimizer(

@@ -1,0 +1,47 @@
+"""Where activations lie on the mesh.
+
+Parameters and rows alone leave the compiler a choice, and it may choose to move
+activations where moving a layer's weights is cheaper. So the model says: rows
+over `data` and `fsdp`, heads and the MLP's hidden width over `tensor`.
+"""
+
+import math
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from stppo_jax.parallel import mesh as mesh_lib
+
+Array = jax.Array
+Axes = str | tuple[str, ...] | None
+
+ROWS = mesh_lib.BATCH_AXES
+TENSOR = 'tensor'
+
+
+def constrain(x: Array, mesh: jax.sharding.Mesh | None, *axes: Axes) -> Array:
+  """The same numbers, in a layout.
+
+  A dimension that its axes do not divide is whole: single rows, and key and
+  value heads that several devices share.
+
+  Args:
+    x: an activation, or its cotangent: the gradient lies likewise.
+    mesh: from `make_mesh`; None does nothing.
+    *axes: of the leading dimensions; the others are whole.
+  """
+  if mesh is None or mesh.size == 1:
+    return x
+  fitting = (
+    axis if axis is not None and size % extent(mesh, axis) == 0 else None
+    for axis, size in zip(axes, x.shape)
+  )
+  layout = NamedSharding(mesh, P(*fitting))
+  return jax.lax.with_sharding_constraint(x, layout)
+
+
+def extent(mesh: jax.sharding.Mesh, axes: Axes) -> int:
+  """Devices along one or several axes."""
+  names = (axes,) if isinstance(axes, str) else axes or ()
+  return math.prod(mesh.shape[name] for name in names)

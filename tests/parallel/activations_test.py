@@ -1,0 +1,47 @@
+"""Activations lie where they are told, and their gradients beside them."""
+
+import jax
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from stppo_jax.parallel import activations
+from stppo_jax.parallel import mesh as mesh_lib
+
+_ROWS, _TENSOR = activations.ROWS, activations.TENSOR
+
+
+def _mesh():
+  return mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
+
+
+@pytest.mark.parametrize(
+  ('shape', 'axes', 'expected'),
+  [
+    ((8, 5, 4), (_ROWS,), P(_ROWS)),
+    ((8, 5, 4), (_ROWS, None, _TENSOR), P(_ROWS, None, _TENSOR)),
+    # What does not divide is whole, the other dimensions are still cut.
+    ((6, 5, 4), (_ROWS, None, _TENSOR), P(None, None, _TENSOR)),
+    ((8, 5, 3), (_ROWS, None, _TENSOR), P(_ROWS)),
+  ],
+)
+def test_layouts(shape, axes, expected):
+  mesh, x = _mesh(), np.ones(shape, np.float32)
+  layout = jax.sharding.NamedSharding(mesh, expected)
+  place = jax.jit(lambda x: activations.constrain(x, mesh, *axes))
+  assert place(x).sharding.is_equivalent_to(layout, x.ndim)
+  gradient = jax.jit(jax.grad(lambda x: place(x).sum()))(x)
+  assert gradient.sharding.is_equivalent_to(layout, x.ndim)
+
+
+def test_without_a_mesh_nothing_is_said():
+  x = np.ones((8, 4), np.float32)
+  one = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+  assert activations.constrain(x, None, _ROWS) is x
+  assert activations.constrain(x, one, _ROWS) is x
+
+
+def test_extents():
+  mesh = mesh_lib.make_mesh(data=2, fsdp=4, tensor=1)
+  for axes, devices in ((_ROWS, 8), ('fsdp', 4), (_TENSOR, 1), (None, 1)):
+    assert activations.extent(mesh, axes) == devices
