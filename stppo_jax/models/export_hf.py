@@ -28,7 +28,7 @@ def export(
     leaf = params
     for key in entry.path:
       leaf = leaf[key]
-    array = np.asarray(leaf if entry.layer is None else leaf[entry.layer])
+    array = np.asarray(leaf[entry.index] if entry.index else leaf)
     array = array.T if entry.transposed else array
     tensors[entry.hf_name] = np.ascontiguousarray(array)
   partial = directory / 'model.safetensors.partial'

@@ -75,7 +75,7 @@ def _fill(params: Any, entry: name_map.Entry, tensor: np.ndarray, path) -> None:
   for key in entry.path[:-1]:
     params = params[key]
   leaf = params[entry.path[-1]]
-  target = leaf if entry.layer is None else leaf[entry.layer]
+  target = leaf[entry.index]
   tensor = tensor.T if entry.transposed else tensor
   if tensor.shape != target.shape:
     raise ValueError(

@@ -27,18 +27,19 @@ _TOP = {
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """One tensor there, one (layer of a) leaf here.
+  """One tensor there, one leaf or a part of one here.
 
   Attributes:
     hf_name: name of the tensor.
     path: keys of the leaf in the parameter tree.
-    layer: index on the leaf's layer axis; None outside the layers.
+    index: of the part, on the leaf's leading axes (the layer, say); () where
+      the tensor is the whole leaf.
     transposed: kernels are [in, out] here and [out, in] there.
   """
 
   hf_name: str
   path: tuple[str, ...]
-  layer: int | None
+  index: tuple[int, ...]
   transposed: bool
 
 
@@ -48,12 +49,12 @@ def entries(config: model_config.ModelConfig) -> list[Entry]:
   for ours, theirs in _TOP.items():
     if ours == 'lm_head' and config.tie_embeddings:
       continue
-    result.append(Entry(theirs, tuple(ours.split('/')), None, False))
+    result.append(Entry(theirs, tuple(ours.split('/')), (), False))
   for layer in range(config.num_layers):
     for ours, theirs in _LAYER.items():
       if ours.endswith('bias') and not config.qkv_bias:
         continue
       path = ('layers', *ours.split('/'))
       name = f'model.layers.{layer}.{theirs}'
-      result.append(Entry(name, path, layer, ours.endswith('kernel')))
+      result.append(Entry(name, path, (layer,), ours.endswith('kernel')))
   return result
