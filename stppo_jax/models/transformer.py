@@ -149,5 +149,9 @@ class Transformer(nnx.Module):
 
   def embed(self, tokens_BL: Array) -> Array:
     """[B, L, D] of the first layer."""
-    x_BLD = self.embedding[...][tokens_BL].astype(self.config.dtype)
+    # Whole rows, of the ids at hand: looked up there, summed over `tensor`.
+    embedding_VD = activations.constrain(
+      self.embedding[...], self.mesh, activations.TENSOR
+    )
+    x_BLD = embedding_VD[tokens_BL].astype(self.config.dtype)
     return activations.constrain(x_BLD, self.mesh, activations.ROWS)
