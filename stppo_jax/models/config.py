@@ -3,19 +3,105 @@
 from collections.abc import Mapping
 import dataclasses
 from typing import Any
+from typing import NamedTuple
 
-# The same network, with and without biases on query, key and value.
-_SUPPORTED = ('qwen2', 'llama')
+
+class _Architecture(NamedTuple):
+  """What tells a network from the others, and the class it is there."""
+
+  class_name: str
+  qkv_bias: bool
+  qk_norm: bool
+  experts: bool
+
+
+ARCHITECTURES: Mapping[str, _Architecture] = {
+  'qwen2': _Architecture('Qwen2ForCausalLM', True, False, False),
+  'qwen3': _Architecture('Qwen3ForCausalLM', False, True, False),
+  'llama': _Architecture('LlamaForCausalLM', False, False, False),
+  'qwen3_moe': _Architecture('Qwen3MoeForCausalLM', False, True, True),
+}
+
+# What a `config.json` may ask for; null and a missing key always pass.
+_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+  'hidden_act': ('silu',),
+  'attention_bias': (False,),
+  'mlp_bias': (False,),
+  'use_sliding_window': (False,),
+  'partial_rotary_factor': (1.0,),
+  'decoder_sparse_step': (1,),
+  'mlp_only_layers': ([],),
+  'quantization_config': (None,),
+}
+
+# Fields of each kind of rope scaling, beside the kind.
+_ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
+  'linear': ('factor',),
+  'llama3': (
+    'factor',
+    'low_freq_factor',
+    'high_freq_factor',
+    'original_max_position_embeddings',
+  ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+  """How rotary angles are stretched for long texts; see `models/rotary.py`.
+
+  Attributes:
+    rope_type: 'linear' or 'llama3'.
+    factor: positions count 1 / factor.
+    low_freq_factor, high_freq_factor, original_max_position_embeddings: of
+      llama3, which stretches only angles that turn slowly.
+  """
+
+  rope_type: str
+  factor: float = 0.0
+  low_freq_factor: float = 0.0
+  high_freq_factor: float = 0.0
+  original_max_position_embeddings: int = 0
+
+  def __post_init__(self):
+    if self.rope_type not in _ROPE_FIELDS:
+      raise ValueError(
+        f'unsupported rope scaling {self.rope_type!r}; supported: default, '
+        + ', '.join(_ROPE_FIELDS)
+      )
+    for name in _ROPE_FIELDS[self.rope_type]:
+      if not getattr(self, name) > 0:
+        raise ValueError(
+          f'rope scaling {self.rope_type}: {name}={getattr(self, name)!r} '
+          'must be greater than 0'
+        )
+    if self.rope_type == 'llama3' and (
+      self.low_freq_factor >= self.high_freq_factor
+    ):
+      raise ValueError(
+        f'rope scaling llama3: low_freq_factor={self.low_freq_factor} must be '
+        f'smaller than high_freq_factor={self.high_freq_factor}'
+      )
+
+  def to_hf(self) -> dict[str, Any]:
+    """As `rope_scaling` of a `config.json`."""
+    fields = ('rope_type', *_ROPE_FIELDS[self.rope_type])
+    return {name: getattr(self, name) for name in fields}
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """A Qwen2-shaped decoder. Field names follow this project's configs.
+  """A decoder of the Qwen and Llama family.
+
+  Biases, norms of queries and keys, and experts tell the architectures apart;
+  other combinations than those of `ARCHITECTURES` are refused, so that every
+  model can be exported. Field names follow this project's configs.
 
   Attributes:
     vocab_size: rows of the embedding.
     hidden_size: D, width of the residual stream.
-    intermediate_size: width of the gated MLP.
+    intermediate_size: width of the gated MLP; without meaning where experts
+      replace it.
     num_layers: blocks.
     num_heads: query heads; a multiple of num_kv_heads.
     num_kv_heads: key and value heads.
@@ -24,11 +110,20 @@ class ModelConfig:
     rms_norm_eps: added to the mean square.
     qkv_bias: biases on the query, key and value projections.
     tie_embeddings: the output head is the embedding.
+    qk_norm: a norm over each head of queries and keys, before they turn.
+    num_experts: E, gated MLPs a token is routed among; 0 for one dense MLP.
+    num_experts_per_tok: how many of them a token visits.
+    moe_intermediate_size: width of one expert.
+    norm_topk_prob: weights of the visited experts sum to one.
+    router_aux_loss_coef: weight of the load-balance loss, for the export.
+    rope_scaling: None for positions as they are.
+    max_position_embeddings: tokens the model was made for; for the export.
     dtype: of the activations; weights are stored in float32.
     remat: 'none' keeps every activation for the backward pass, 'full'
       recomputes each layer.
     scan_unroll: layers per iteration of the scan; more compiles longer and,
       for small models on CPU, runs faster.
+    attention: how whole sequences attend; a key of `attention.WHOLE`.
   """
 
   vocab_size: int
@@ -42,9 +137,18 @@ class ModelConfig:
   rms_norm_eps: float
   qkv_bias: bool
   tie_embeddings: bool
+  qk_norm: bool = False
+  num_experts: int = 0
+  num_experts_per_tok: int = 0
+  moe_intermediate_size: int = 0
+  norm_topk_prob: bool = True
+  router_aux_loss_coef: float = 0.001
+  rope_scaling: RopeScaling | None = None
+  max_position_embeddings: int = 32768
   dtype: str = 'float32'
   remat: str = 'none'
   scan_unroll: int = 1
+  attention: str = 'xla'
 
   def __post_init__(self):
     if self.num_heads % self.num_kv_heads:
@@ -54,6 +158,34 @@ class ModelConfig:
       )
     if self.head_dim % 2:
       raise ValueError(f'head_dim={self.head_dim} must be even')
+    if self.num_experts:
+      if not 0 < self.num_experts_per_tok <= self.num_experts:
+        raise ValueError(
+          f'num_experts_per_tok={self.num_experts_per_tok} must be 1 to '
+          f'num_experts={self.num_experts}'
+        )
+      if self.moe_intermediate_size <= 0:
+        raise ValueError(
+          f'moe_intermediate_size={self.moe_intermediate_size} must be greater '
+          f'than 0 when num_experts={self.num_experts}'
+        )
+    _ = self.architecture  # refuses what is none
+
+  @property
+  def architecture(self) -> str:
+    """The `model_type` of Hugging Face; a key of `ARCHITECTURES`."""
+    found = (self.qkv_bias, self.qk_norm, self.num_experts > 0)
+    for kind, architecture in ARCHITECTURES.items():
+      if architecture[1:] == found:
+        return kind
+    choices = '; '.join(
+      f'{kind} ({a.qkv_bias}, {a.qk_norm}, {"> 0" if a.experts else "0"})'
+      for kind, a in ARCHITECTURES.items()
+    )
+    raise ValueError(
+      f'qkv_bias={self.qkv_bias}, qk_norm={self.qk_norm}, num_experts='
+      f'{self.num_experts} is no architecture; choices: {choices}'
+    )
 
   @classmethod
   def from_hf(
@@ -67,45 +199,60 @@ class ModelConfig:
     """From the contents of a Hugging Face `config.json`.
 
     Raises:
-      ValueError: another architecture than Qwen2 and Llama, or options of them
-        that are not implemented.
+      ValueError: an architecture that is not in `ARCHITECTURES`, options of it
+        that are not implemented, or a key that is missing; one line.
     """
     kind = hf.get('model_type')
-    if kind not in _SUPPORTED:
+    if kind not in ARCHITECTURES:
       raise ValueError(
-        f'unsupported model_type {kind!r}; supported: {", ".join(_SUPPORTED)}'
+        f'unsupported model_type {kind!r}; supported: '
+        + ', '.join(ARCHITECTURES)
       )
-    if hf.get('attention_bias') or hf.get('mlp_bias'):
-      raise ValueError('attention_bias and mlp_bias are not supported')
-    rope = hf.get('rope_scaling') or hf.get('rope_parameters') or {}
-    if rope.get('rope_type', 'default') != 'default':
-      raise ValueError(f'unsupported rope scaling {rope!r}')
-    if hf.get('use_sliding_window'):
-      raise ValueError('use_sliding_window=true is not supported')
-    heads = hf['num_attention_heads']
+    _refuse(hf)
+    architecture = ARCHITECTURES[kind]
+    hidden_size = _needed(hf, 'hidden_size')
+    heads = _needed(hf, 'num_attention_heads')
+    # Qwen3 is the one whose heads are not a share of the width by default.
+    head_dim = 128 if kind == 'qwen3' else hidden_size // heads
+    rope_theta, rope_scaling = _rope(hf)
+    experts = {}
+    if architecture.experts:
+      experts = {
+        'num_experts': _needed(hf, 'num_experts', 'num_local_experts'),
+        'num_experts_per_tok': _needed(hf, 'num_experts_per_tok'),
+        'moe_intermediate_size': _needed(hf, 'moe_intermediate_size'),
+        'norm_topk_prob': hf.get('norm_topk_prob', False),
+        'router_aux_loss_coef': hf.get('router_aux_loss_coef', 0.001),
+      }
     return cls(
-      vocab_size=hf['vocab_size'],
-      hidden_size=hf['hidden_size'],
-      intermediate_size=hf['intermediate_size'],
-      num_layers=hf['num_hidden_layers'],
+      vocab_size=_needed(hf, 'vocab_size'),
+      hidden_size=hidden_size,
+      intermediate_size=_needed(hf, 'intermediate_size'),
+      num_layers=_needed(hf, 'num_hidden_layers'),
       num_heads=heads,
-      num_kv_heads=hf.get('num_key_value_heads', heads),
-      head_dim=hf.get('head_dim') or hf['hidden_size'] // heads,
-      rope_theta=float(hf.get('rope_theta', rope.get('rope_theta', 10000.0))),
+      num_kv_heads=hf.get('num_key_value_heads') or heads,
+      head_dim=hf.get('head_dim') or head_dim,
+      rope_theta=rope_theta,
       rms_norm_eps=hf.get('rms_norm_eps', 1e-6),
-      qkv_bias=kind == 'qwen2',
+      qkv_bias=architecture.qkv_bias,
       tie_embeddings=hf.get('tie_word_embeddings', False),
+      qk_norm=architecture.qk_norm,
+      rope_scaling=rope_scaling,
+      max_position_embeddings=hf.get('max_position_embeddings', 32768),
       dtype=dtype,
       remat=remat,
       scan_unroll=scan_unroll,
+      **experts,
     )
 
   def to_hf(self) -> dict[str, Any]:
-    """The contents of a `config.json` that `transformers` loads."""
-    kind = 'qwen2' if self.qkv_bias else 'llama'
-    return {
-      'architectures': [f'{kind.capitalize()}ForCausalLM'],
-      'model_type': kind,
+    """The contents of a `config.json` that `transformers` loads.
+
+    Positions are written the way old and new versions read them.
+    """
+    hf = {
+      'architectures': [ARCHITECTURES[self.architecture].class_name],
+      'model_type': self.architecture,
       'vocab_size': self.vocab_size,
       'hidden_size': self.hidden_size,
       'intermediate_size': self.intermediate_size,
@@ -117,6 +264,63 @@ class ModelConfig:
       'rms_norm_eps': self.rms_norm_eps,
       'tie_word_embeddings': self.tie_embeddings,
       'hidden_act': 'silu',
-      'max_position_embeddings': 32768,
+      'max_position_embeddings': self.max_position_embeddings,
       'torch_dtype': 'float32',
     }
+    if self.rope_scaling:
+      hf['rope_scaling'] = self.rope_scaling.to_hf()
+    if self.num_experts:
+      hf |= {
+        'num_experts': self.num_experts,
+        'num_experts_per_tok': self.num_experts_per_tok,
+        'moe_intermediate_size': self.moe_intermediate_size,
+        'norm_topk_prob': self.norm_topk_prob,
+        'router_aux_loss_coef': self.router_aux_loss_coef,
+        'decoder_sparse_step': 1,
+        'mlp_only_layers': [],
+      }
+    return hf
+
+
+def _needed(hf: Mapping[str, Any], *names: str) -> Any:
+  """The value under the first of the names that has one."""
+  for name in names:
+    if hf.get(name) is not None:
+      return hf[name]
+  raise ValueError(f'config.json lacks {" or ".join(names)}')
+
+
+def _refuse(hf: Mapping[str, Any]) -> None:
+  """Raises ValueError on an option that is not implemented."""
+  for key, values in _SUPPORTED.items():
+    value = hf.get(key)
+    if value is not None and value not in values:
+      raise ValueError(
+        f'config.json: {key}={value!r} is not supported; supported: '
+        + ', '.join(map(repr, values))
+      )
+  others = set(hf.get('layer_types') or ()) - {'full_attention'}
+  if others:
+    raise ValueError(
+      f'config.json: layer_types {", ".join(sorted(others))} are not '
+      'supported; supported: full_attention'
+    )
+
+
+def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+  """Base and scaling, from either of the two ways to write them."""
+  rope = hf.get('rope_scaling') or hf.get('rope_parameters') or {}
+  rope = rope.get('full_attention', rope)  # written by kind of layer
+  theta = rope.get('rope_theta') or hf.get('rope_theta') or 10000.0
+  kind = rope.get('rope_type') or rope.get('type') or 'default'
+  _refuse({'partial_rotary_factor': rope.get('partial_rotary_factor')})
+  if kind == 'default':
+    return float(theta), None
+  made_for = {
+    'original_max_position_embeddings': hf.get('max_position_embeddings')
+  }
+  fields = {
+    name: rope.get(name) or made_for.get(name) or 0
+    for name in _ROPE_FIELDS.get(kind, ())
+  }
+  return float(theta), RopeScaling(kind, **fields)

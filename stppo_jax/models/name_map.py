@@ -1,4 +1,8 @@
-"""Our parameter names and those of Hugging Face's Qwen2, one to one."""
+"""Our parameter names and those of Hugging Face, one to one.
+
+All architectures of `models/config.py` share their names. The experts of a
+layer are one leaf here, [layers, experts, in, out], and a tensor each there.
+"""
 
 import dataclasses
 
@@ -8,15 +12,25 @@ _LAYER = {
   'attention_norm/scale': 'input_layernorm.weight',
   'q_proj/kernel': 'self_attn.q_proj.weight',
   'q_proj/bias': 'self_attn.q_proj.bias',
+  'q_norm/scale': 'self_attn.q_norm.weight',
   'k_proj/kernel': 'self_attn.k_proj.weight',
   'k_proj/bias': 'self_attn.k_proj.bias',
+  'k_norm/scale': 'self_attn.k_norm.weight',
   'v_proj/kernel': 'self_attn.v_proj.weight',
   'v_proj/bias': 'self_attn.v_proj.bias',
   'o_proj/kernel': 'self_attn.o_proj.weight',
   'mlp_norm/scale': 'post_attention_layernorm.weight',
+}
+_DENSE = {
   'gate_proj/kernel': 'mlp.gate_proj.weight',
   'up_proj/kernel': 'mlp.up_proj.weight',
   'down_proj/kernel': 'mlp.down_proj.weight',
+}
+_ROUTER = {'moe/router/kernel': 'mlp.gate.weight'}
+_EXPERT = {
+  'moe/gate_proj/kernel': 'gate_proj.weight',
+  'moe/up_proj/kernel': 'up_proj.weight',
+  'moe/down_proj/kernel': 'down_proj.weight',
 }
 _TOP = {
   'embedding': 'model.embed_tokens.weight',
@@ -50,11 +64,23 @@ def entries(config: model_config.ModelConfig) -> list[Entry]:
     if ours == 'lm_head' and config.tie_embeddings:
       continue
     result.append(Entry(theirs, tuple(ours.split('/')), (), False))
+  names = {
+    ours: theirs
+    for ours, theirs in _LAYER.items()
+    if (config.qkv_bias or not ours.endswith('bias'))
+    and (config.qk_norm or ours not in ('q_norm/scale', 'k_norm/scale'))
+  } | (_ROUTER if config.num_experts else _DENSE)
   for layer in range(config.num_layers):
-    for ours, theirs in _LAYER.items():
-      if ours.endswith('bias') and not config.qkv_bias:
-        continue
-      path = ('layers', *ours.split('/'))
-      name = f'model.layers.{layer}.{theirs}'
-      result.append(Entry(name, path, (layer,), ours.endswith('kernel')))
+    prefix = f'model.layers.{layer}.'
+    for ours, theirs in names.items():
+      result.append(_entry(ours, prefix + theirs, (layer,)))
+    for expert in range(config.num_experts):
+      for ours, theirs in _EXPERT.items():
+        name = f'{prefix}mlp.experts.{expert}.{theirs}'
+        result.append(_entry(ours, name, (layer, expert)))
   return result
+
+
+def _entry(ours: str, theirs: str, index: tuple[int, ...]) -> Entry:
+  path = ('layers', *ours.split('/'))
+  return Entry(theirs, path, index, ours.endswith('kernel'))

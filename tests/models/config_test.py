@@ -1,6 +1,7 @@
 """Shapes that cannot be, and Hugging Face configs that are not ours."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -16,6 +17,19 @@ _HF = {
   'num_hidden_layers': 2,
   'num_attention_heads': 4,
   'rope_theta': 1e6,
+}
+_MOE = {
+  'model_type': 'qwen3_moe',
+  'num_experts': 4,
+  'num_experts_per_tok': 2,
+  'moe_intermediate_size': 8,
+}
+_LLAMA3 = {
+  'rope_type': 'llama3',
+  'factor': 8.0,
+  'low_freq_factor': 1.0,
+  'high_freq_factor': 4.0,
+  'original_max_position_embeddings': 32,
 }
 
 
@@ -38,29 +52,120 @@ def test_what_a_config_leaves_out_is_derived():
   assert config.rope_theta == 1e6
 
 
-def test_there_and_back_is_the_same():
-  config = tiny.model(num_kv_heads=2, rope_theta=1e6).config
-  again = model_config.ModelConfig.from_hf(config.to_hf(), **_RUNTIME)
-  assert again == config
-
-
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'model_type': 'gpt2'}, "model_type 'gpt2'; supported: qwen2, llama"),
-    ({'model_type': 'llama', 'attention_bias': True}, 'attention_bias'),
-    ({'rope_scaling': {'rope_type': 'yarn'}}, 'rope scaling .*yarn'),
-    ({'use_sliding_window': True}, 'use_sliding_window'),
+    (
+      {'model_type': 'gpt2'},
+      "model_type 'gpt2'; supported: qwen2, qwen3, llama, qwen3_moe$",
+    ),
+    (
+      {'model_type': 'llama', 'attention_bias': True},
+      'attention_bias=True .*supported: False$',
+    ),
+    ({'mlp_bias': True}, 'mlp_bias=True'),
+    ({'hidden_act': 'gelu'}, "hidden_act='gelu' .*supported: 'silu'$"),
+    ({'use_sliding_window': True}, 'use_sliding_window=True'),
+    (
+      {'layer_types': ['full_attention', 'sliding_attention']},
+      'layer_types sliding_attention .*supported: full_attention$',
+    ),
+    ({'partial_rotary_factor': 0.5}, 'partial_rotary_factor=0.5'),
+    ({'quantization_config': {'bits': 4}}, 'quantization_config='),
+    (
+      {'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0}},
+      "rope scaling 'yarn'; supported: default, linear, llama3$",
+    ),
+    ({'rope_parameters': {'rope_type': 'linear'}}, 'linear: factor=0 must'),
+    (
+      {'rope_scaling': _LLAMA3 | {'high_freq_factor': 1.0}},
+      'low_freq_factor=1.0 must be smaller than high_freq_factor=1.0',
+    ),
+    ({'num_hidden_layers': None}, 'config.json lacks num_hidden_layers$'),
+    (_MOE | {'mlp_only_layers': [1]}, r'mlp_only_layers=\[1\]'),
+    (_MOE | {'decoder_sparse_step': 2}, 'decoder_sparse_step=2'),
+    (_MOE | {'num_experts': None}, 'lacks num_experts or num_local_experts$'),
+    (_MOE | {'num_experts_per_tok': 5}, 'num_experts_per_tok=5 must be 1 to'),
+    (_MOE | {'moe_intermediate_size': 0}, 'moe_intermediate_size=0 must'),
   ],
 )
 def test_what_is_not_implemented_is_named(changes, message):
-  with pytest.raises(ValueError, match=message):
+  with pytest.raises(ValueError, match=message) as caught:
     model_config.ModelConfig.from_hf(_HF | changes, **_RUNTIME)
+  assert '\n' not in str(caught.value)
 
 
-def test_without_biases_it_is_a_llama():
-  config = dataclasses.replace(tiny.model().config, qkv_bias=False)
+@pytest.mark.parametrize(
+  ('changes', 'kind', 'name'),
+  [
+    ({}, 'qwen2', 'Qwen2ForCausalLM'),
+    ({'qkv_bias': False}, 'llama', 'LlamaForCausalLM'),
+    ({'qkv_bias': False, 'qk_norm': True}, 'qwen3', 'Qwen3ForCausalLM'),
+    (
+      {
+        'qkv_bias': False,
+        'qk_norm': True,
+        'num_experts': 4,
+        'num_experts_per_tok': 2,
+        'moe_intermediate_size': 6,
+        'norm_topk_prob': False,
+        'router_aux_loss_coef': 0.5,
+      },
+      'qwen3_moe',
+      'Qwen3MoeForCausalLM',
+    ),
+  ],
+)
+@pytest.mark.parametrize(
+  'rope',
+  [
+    None,
+    model_config.RopeScaling('linear', 4.0),
+    model_config.RopeScaling(**_LLAMA3),
+  ],
+)
+def test_there_and_back_is_the_same(changes, kind, name, rope):
+  config = dataclasses.replace(
+    tiny.model().config, **changes, rope_scaling=rope, max_position_embeddings=9
+  )
   hf = config.to_hf()
-  assert hf['model_type'] == 'llama'
-  assert hf['architectures'] == ['LlamaForCausalLM']
+  assert (hf['model_type'], hf['architectures']) == (kind, [name])
+  hf = json.loads(json.dumps(hf))
   assert model_config.ModelConfig.from_hf(hf, **_RUNTIME) == config
+
+
+def test_what_no_architecture_is_made_of_is_refused():
+  with pytest.raises(ValueError, match=r'choices: qwen2 \(True, False, 0\);'):
+    tiny.model(qkv_bias=True, qk_norm=True)
+
+
+@pytest.mark.parametrize(
+  'rope',
+  [
+    {'rope_scaling': _LLAMA3, 'rope_theta': 5e5},
+    {'rope_parameters': _LLAMA3 | {'rope_theta': 5e5}},
+    {'rope_parameters': {'full_attention': _LLAMA3 | {'rope_theta': 5e5}}},
+  ],
+)
+def test_the_ways_to_write_rope_scaling_are_one(rope):
+  hf = {key: value for key, value in _HF.items() if key != 'rope_theta'}
+  config = model_config.ModelConfig.from_hf(hf | rope, **_RUNTIME)
+  assert config.rope_theta == 5e5
+  assert config.rope_scaling == model_config.RopeScaling(**_LLAMA3)
+
+
+def test_old_names_and_defaults():
+  old = {'rope_scaling': {'type': 'linear', 'factor': 2.0}}
+  config = model_config.ModelConfig.from_hf(_HF | old, **_RUNTIME)
+  assert config.rope_scaling == model_config.RopeScaling('linear', 2.0)
+  # Llama 3's scaling is of the length the model was made for.
+  shorter = {key: _LLAMA3[key] for key in list(_LLAMA3)[:-1]}
+  config = model_config.ModelConfig.from_hf(
+    _HF | {'rope_scaling': shorter, 'max_position_embeddings': 77}, **_RUNTIME
+  )
+  assert config.rope_scaling.original_max_position_embeddings == 77
+  qwen3 = _HF | {'model_type': 'qwen3'}
+  assert model_config.ModelConfig.from_hf(qwen3, **_RUNTIME).head_dim == 128
+  moe = _HF | _MOE
+  moe['num_local_experts'] = moe.pop('num_experts')
+  assert model_config.ModelConfig.from_hf(moe, **_RUNTIME).num_experts == 4
