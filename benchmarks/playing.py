@@ -84,6 +84,7 @@ class Player:
       ),
       slots=slots,
       max_length=MAX_LENGTH,
+      cache_blocks=4,
       sampling=sampler.Sampling(temperature=1.0),
       extend_chunk=64,
       decode_chunk=16,

@@ -127,6 +127,9 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'extend_chunk': 64,  # tokens appended to a slot per call
         'decode_chunk': 16,  # tokens decoded between looks from the host
         'lookahead': 1,  # chunks started before the last one is looked at
+        # Parts of a slot's keys and values; programs read those begun by the
+        # longest dialogue at work. More of them compile more programs.
+        'cache_blocks': 4,
         'length_bucket': 256,  # batches are padded to a multiple of this
         'min_valid_fraction': 0.5,  # below it, no update happens
         # Step n is collected with the policy after n - steps_ahead steps,

@@ -115,6 +115,7 @@ RULES: Mapping[str, Rule] = {
   'rollout.remote.concurrency': _POSITIVE,
   'rollout.decode_chunk': _POSITIVE,
   'rollout.lookahead': _NOT_NEGATIVE,
+  'rollout.cache_blocks': _POSITIVE,
   'rollout.extend_chunk': _POSITIVE,
   'rollout.length_bucket': _POSITIVE,
   'rollout.min_valid_fraction': _FRACTION,

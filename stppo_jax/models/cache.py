@@ -1,8 +1,19 @@
 """Keys and values of what was read, and reading on from there.
 
-B rows, C appended tokens, D width, K key/value heads, H head size, S cache
-positions.
+B rows, C tokens read at once, D width, K key/value heads, H head size, S
+positions of a block, N positions of what is recent.
+
+A row's keys and values lie in blocks of S positions. Reading goes on from the
+first blocks only, as many as the longest row has begun: a token costs what its
+row is long, not what it may become. Each block is looked at by itself, and one
+that a row has not reached adds nothing at all to it: how many blocks are
+looked at changes no bit of the result.
+
+What is being read stands beside the blocks (`Recent`) until `store` puts it
+there, so that a loop over tokens never carries the blocks.
 """
+
+from collections.abc import Sequence
 
 from flax import nnx
 import jax
@@ -14,55 +25,135 @@ from stppo_jax.models import rotary
 from stppo_jax.models import transformer
 
 Array = jax.Array
-Cache = tuple[tuple[Array, Array], ...]  # per layer: keys, values [B, K, S, H]
+KeysValues = tuple[Array, Array]  # [B, K, positions, H] each
+Cache = tuple[tuple[KeysValues, ...], ...]  # of each layer, of each block
+Recent = tuple[KeysValues, ...]  # of each layer, [B, K, N, H]
 
 
-def empty(config: model_config.ModelConfig, rows: int, size: int) -> Cache:
-  """Zeroed keys and values for `rows` sequences of at most `size` tokens."""
+def empty(
+  config: model_config.ModelConfig, rows: int, blocks: Sequence[int]
+) -> Cache:
+  """Zeroed keys and values.
+
+  Args:
+    config: the shape.
+    rows: B.
+    blocks: S of each block; a row holds at most their sum.
+  """
+  return tuple(
+    tuple(_zeros(config, rows, size) for size in blocks)
+    for _ in range(config.num_layers)
+  )
+
+
+def nothing_recent(
+  config: model_config.ModelConfig, rows: int, size: int
+) -> Recent:
+  """Room for N = `size` tokens of each row."""
+  return tuple(_zeros(config, rows, size) for _ in range(config.num_layers))
+
+
+def _zeros(config, rows, size) -> KeysValues:
   shape = (rows, config.num_kv_heads, size, config.head_dim)
-  zeros = lambda: jnp.zeros(shape, config.dtype)
-  return tuple((zeros(), zeros()) for _ in range(config.num_layers))
+  return jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
 
 
 def extend(
   module: transformer.Transformer,
+  layers: Sequence,
   tokens_BC: Array,
   cache: Cache,
   lengths_B: Array,
-  counts_B: Array,
-) -> tuple[Array, Cache]:
-  """Appends tokens to cached rows; decoding is the case C = 1.
+  recent: Recent,
+  first: Array | int,
+) -> tuple[Array, Recent]:
+  """Reads tokens; decoding is the case C = 1.
 
   Args:
-    tokens_BC: the first counts_B of each row are appended, the rest ignored.
-    cache: keys and values of the first lengths_B tokens.
-    lengths_B: tokens in the cache; lengths_B + counts_B <= S.
-    counts_B: tokens to append, 0..C.
+    module: all but its layers is used.
+    layers: parameters of each layer.
+    tokens_BC: a row that has fewer ends with any others: they change nothing
+      that stands before them.
+    cache: blocks that hold at least the first lengths_B tokens.
+    lengths_B: tokens in the cache.
+    recent: of the `first` tokens that followed them.
+    first: the place of the first new token among the recent ones; the same in
+      all rows.
 
   Returns:
-    Hidden states [B, C, D] (meaningless past counts_B) and the new cache.
+    Hidden states [B, C, D] and what is recent now.
   """
-  B, C = tokens_BC.shape
-  size = cache[0][0].shape[2]
-  positions_BC = lengths_B[:, None] + jnp.arange(C)[None]
-  rotation = rotary.rotation(module.config, positions_BC)
-  visible_BCS = jnp.arange(size)[None, None] <= positions_BC[:, :, None]
-  # Slots past the end are dropped by the scatter.
-  valid_BC = jnp.arange(C)[None] < counts_B[:, None]
-  slots_BC = jnp.where(valid_BC, positions_BC, size)
-  rows_BC = jnp.broadcast_to(jnp.arange(B)[:, None], slots_BC.shape)
-  graph, stacked = nnx.split(module.layers)
-
+  C = tokens_BC.shape[1]
+  at_C = first + jnp.arange(C)
+  rotation = rotary.rotation(module.config, lengths_B[:, None] + at_C[None])
+  graph, _ = nnx.split(module.layers)
   x_BCD, updated = module.embed(tokens_BC), []
-  for index, (keys_BKSH, values_BKSH) in enumerate(cache):
+  for params, blocks, (keys_BKNH, values_BKNH) in zip(layers, cache, recent):
 
-    def attend(q, k, v, keys=keys_BKSH, values=values_BKSH):
-      at = (rows_BC, slice(None), slots_BC)
-      keys = keys.at[at].set(k.astype(keys.dtype), mode='drop')
-      values = values.at[at].set(v.astype(values.dtype), mode='drop')
+    def attend(q, k, v, blocks=blocks, keys=keys_BKNH, values=values_BKNH):
+      place = lambda old, new: jax.lax.dynamic_update_slice_in_dim(
+        old, new.swapaxes(1, 2).astype(old.dtype), first, axis=2
+      )
+      keys, values = place(keys, k), place(values, v)
       updated.append((keys, values))
-      return attention.attention(q, keys, values, visible_BCS)
+      parts = [
+        (*block, _filled(blocks, n, lengths_B))
+        for n, block in enumerate(blocks)
+      ]
+      before_1CN = jnp.arange(keys.shape[2])[None] <= at_C[:, None]
+      return attention.over_parts(q, [*parts, (keys, values, before_1CN[None])])
 
-    params = jax.tree.map(lambda p: p[index], stacked)
     x_BCD = nnx.merge(graph, params)(x_BCD, rotation, attend)
   return module.norm(x_BCD), tuple(updated)
+
+
+def _filled(blocks, n: int, lengths_B: Array) -> Array:
+  """[B, 1, S], the positions of block n that a row has reached."""
+  begin = sum(keys.shape[2] for keys, _ in blocks[:n])
+  positions_S = begin + jnp.arange(blocks[n][0].shape[2])
+  return positions_S[None, None] < lengths_B[:, None, None]
+
+
+def store(
+  cache: Cache,
+  recent: Recent,
+  lengths_B: Array,
+  counts_B: Array,
+  rows_B: Array | None = None,
+) -> Cache:
+  """Puts what is recent behind what the blocks hold; donate the cache.
+
+  Args:
+    cache: all blocks.
+    recent: of the tokens after the first lengths_B.
+    lengths_B: tokens in the cache.
+    counts_B: how many recent tokens to keep.
+    rows_B: the cache's row of each of these; None: they are its rows. One that
+      it has not is left out.
+  """
+  N = recent[0][0].shape[2]
+  rows = len(cache[0][0][0])
+  if rows_B is None:
+    rows_B = jnp.arange(rows)
+  kept_BN = jnp.arange(N)[None] < counts_B[:, None]
+  rows_BN = jnp.where(kept_BN, rows_B[:, None], rows)
+  positions_BN = lengths_B[:, None] + jnp.arange(N)[None]
+
+  def one_layer(blocks, recent):
+    begin, stored = 0, []
+    for block in blocks:
+      S = block[0].shape[2]
+      # One before the block is no place from its end.
+      inside_BN = (positions_BN >= begin) & (positions_BN < begin + S)
+      at = (jnp.where(inside_BN, rows_BN, rows), slice(None))
+      at = (*at, positions_BN - begin)
+      stored.append(
+        tuple(
+          old.at[at].set(new.swapaxes(1, 2), mode='drop')
+          for old, new in zip(block, recent)
+        )
+      )
+      begin += S
+    return tuple(stored)
+
+  return tuple(one_layer(*layer) for layer in zip(cache, recent))

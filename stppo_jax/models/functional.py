@@ -47,10 +47,37 @@ class Model:
     """Final hidden states [B, L, D] of whole sequences."""
     return self._module(params)(tokens_BL)
 
-  def extend(self, params, tokens_BC, cache, lengths_B, counts_B):
-    """See `cache.extend`."""
-    module = self._module(params)
-    return cache_lib.extend(module, tokens_BC, cache, lengths_B, counts_B)
+  def by_layer(self, params: Params) -> Params:
+    """The same weights, a tree for each layer: what `extend` takes.
+
+    So no layer is cut out of the stack for every token that is decoded.
+    """
+    layer = lambda n: jax.tree.map(lambda x: x[n], params['layers'])
+    return {
+      **params,
+      'layers': tuple(layer(n) for n in range(self.config.num_layers)),
+    }
+
+  def extend(self, params, tokens_BC, cache, lengths_B, recent, first):
+    """See `cache.extend`; `params` are those of `by_layer`."""
+    graph, abstract = _abstract(self.config, self.head, self.mesh)
+    state = jax.tree.map(lambda x: x, abstract)
+    whole = {**params, 'layers': nnx.to_pure_dict(abstract)['layers']}
+    nnx.replace_by_pure_dict(state, whole)
+    layers = []
+    for tree in params['layers']:
+      layer = jax.tree.map(lambda x: x, abstract['layers'])
+      nnx.replace_by_pure_dict(layer, dict(tree))
+      layers.append(layer)
+    return cache_lib.extend(
+      nnx.merge(graph, state),
+      layers,
+      tokens_BC,
+      cache,
+      lengths_B,
+      recent,
+      first,
+    )
 
   def output_VD(self, params: Params) -> Array:
     """The matrix that scores the vocabulary: tied or its own."""

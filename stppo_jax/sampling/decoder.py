@@ -5,6 +5,7 @@ told and who writes is given by slot; here it becomes arrays of one of a few
 shapes, so that no program is compiled anew once each shape has come up.
 """
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -31,12 +32,13 @@ class Append:
 
   Attributes:
     token_ids: [N] int32.
-    starts: they are a prompt, and the slot is emptied before.
+    length: tokens that the slot holds before; 0: they are a prompt, and what
+      the slot held is forgotten.
     budget: tokens the policy may write after them.
   """
 
   token_ids: np.ndarray
-  starts: bool
+  length: int
   budget: int
 
 
@@ -55,6 +57,19 @@ class Copy:
   budget: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Write:
+  """A slot in which the policy goes on writing.
+
+  Attributes:
+    key_data: uint32 [2].
+    length: tokens that the slot holds, at most.
+  """
+
+  key_data: np.ndarray
+  length: int
+
+
 class Decoder:
   """The device side of an engine.
 
@@ -64,6 +79,8 @@ class Decoder:
     automaton: where turns end, over the ids of the tokenizer.
     slots: rows decoded together; divisible by the mesh's batch axes.
     max_length: tokens a slot can hold.
+    cache_blocks: parts of a slot's cache; programs read as many of them as the
+      slots at work have begun.
     sampling: temperature and truncation.
     extend_chunk: C.
     decode_chunk: N.
@@ -82,6 +99,7 @@ class Decoder:
     automaton: stops.StopAutomaton,
     slots: int,
     max_length: int,
+    cache_blocks: int,
     sampling: sampler.Sampling,
     extend_chunk: int,
     decode_chunk: int,
@@ -90,6 +108,8 @@ class Decoder:
     model = dataclasses.replace(model, mesh=mesh)
     self._slots = slots
     self._extend_chunk = extend_chunk
+    self._block = -(-max_length // cache_blocks)
+    blocks = (self._block,) * cache_blocks
     self._shards = math.prod(mesh.shape[axis] for axis in mesh_lib.BATCH_AXES)
     # Taking single rows out of cut ones would move caches between devices.
     self.compacts = compacts and self._shards == 1
@@ -101,19 +121,22 @@ class Decoder:
     # The same layout in and out, or the next call would be another program.
     by_row = {'out_shardings': self._by_row}
     self._copy_params = jax.jit(
-      lambda params: jax.tree.map(jnp.copy, params), out_shardings=whole
+      lambda params: jax.tree.map(jnp.copy, model.by_layer(params)),
+      out_shardings=whole,
     )
     self._empty = jax.jit(
-      lambda num_slots: slots_lib.empty(model, num_slots, max_length),
+      lambda num_slots: slots_lib.empty(model, num_slots, blocks),
       static_argnums=0,
       **by_row,
     )
+    by_row |= {'static_argnames': 'num_blocks'}
     self._extend = jax.jit(
       functools.partial(slots_lib.extend, model=model),
       donate_argnums=1,
       **by_row,
     )
     self._copy = jax.jit(slots_lib.copy, donate_argnums=0, **by_row)
+    del by_row['static_argnames']
     self._repeat = jax.jit(slots_lib.repeat, static_argnums=(1, 2), **by_row)
     self._decode = jax.jit(
       functools.partial(
@@ -124,6 +147,7 @@ class Decoder:
         num_tokens=decode_chunk,
       ),
       donate_argnums=1,
+      static_argnames='num_blocks',
       **by_row,
     )
     self._params = None
@@ -164,35 +188,38 @@ class Decoder:
       arrays[:, place] = copy.source, copy.length, copy.budget
     sources, lengths, budgets = arrays
     self._state = self._copy(
-      self._state, *self._send(sources, rows, lengths, budgets)
+      self._state,
+      *self._send(sources, rows, lengths, budgets),
+      num_blocks=self._num_blocks(copies.values()),
     )
 
   def write(
-    self, keys: Mapping[int, np.ndarray], greedy: bool
+    self, writes: Mapping[int, Write], greedy: bool
   ) -> tuple[list[int | None], slots_lib.Chunk]:
     """Lets the policy write in slots; does not wait for it.
 
     Args:
-      keys: slot -> key data, uint32 [2].
+      writes: by slot.
       greedy: take the likeliest token instead of drawing.
 
     Returns:
       The slot of each of the chunk's rows (None: of none), and the chunk.
     """
-    slots = sorted(keys)
+    slots = sorted(writes)
     rows, A = self._at_work(slots, self._slots)
     placed: list[int | None] = [None] * A
     key_data_A2 = np.zeros((A, 2), np.uint32)
     for n, slot in enumerate(slots):
       place = slot if rows is None else n
       placed[place] = slot
-      key_data_A2[place] = keys[slot]
+      key_data_A2[place] = writes[slot].key_data
     self._state, chunk = self._decode(
       self._params,
       self._state,
       *self._send(rows, key_data_A2),
       self._table_SV,
       greedy,
+      num_blocks=self._num_blocks(writes.values()),
     )
     return placed, chunk
 
@@ -225,11 +252,22 @@ class Decoder:
         last = first + C >= len(append.token_ids)
         appended.tokens_AC[place, : len(part)] = part
         appended.counts_A[place] = len(part)
-        appended.starts_A[place] = append.starts and not first
-        appended.prompts_A[place] = append.starts and last
+        appended.starts_A[place] = not append.length and not first
+        appended.prompts_A[place] = not append.length and last
         appended.budgets_A[place] = append.budget if last else -1
-      state = self._extend(self._params, state, *self._send(rows, appended))
+      state = self._extend(
+        self._params,
+        state,
+        *self._send(rows, appended),
+        num_blocks=self._num_blocks(now.values(), first),
+      )
     return state
+
+  def _num_blocks(
+    self, slots: Iterable[Append | Copy | Write], further: int = 0
+  ) -> int:
+    """Blocks that hold what slots have read, and so many tokens more."""
+    return -(-max(slot.length + further for slot in slots) // self._block)
 
   def _at_work(
     self, slots: Sequence[int], num_slots: int

@@ -70,6 +70,8 @@ class Engine:
     automaton: where turns end, over the ids of the tokenizer.
     slots: rows decoded together; divisible by the mesh's batch axes.
     max_length: tokens a row can hold.
+    cache_blocks: parts of a slot's cache: a token costs as many as the longest
+      row has begun; more of them compile more programs.
     sampling: temperature and truncation.
     extend_chunk: tokens appended per call of `extend`.
     decode_chunk: most tokens written per call of `decode`.
@@ -87,6 +89,7 @@ class Engine:
     automaton: stops.StopAutomaton,
     slots: int,
     max_length: int,
+    cache_blocks: int,
     sampling: sampler.Sampling,
     extend_chunk: int,
     decode_chunk: int,
@@ -97,6 +100,7 @@ class Engine:
     self.max_length = max_length
     self.version = 0
     self._lookahead = lookahead
+    self._decode_chunk = decode_chunk
     self._refills = not deterministic
     self._decoder = decoder_lib.Decoder(
       model,
@@ -104,6 +108,7 @@ class Engine:
       automaton=automaton,
       slots=slots,
       max_length=max_length,
+      cache_blocks=cache_blocks,
       sampling=sampling,
       extend_chunk=extend_chunk,
       decode_chunk=decode_chunk,
@@ -254,7 +259,7 @@ class Engine:
       self._place(self._queue.popleft(), group * size + number % size)
       self._start_turn(row, len(row.prompt))
       self._group_at[row.slot] = row.group
-      prompts[group] = decoder_lib.Append(row.prompt, True, self._budget(row))
+      prompts[group] = decoder_lib.Append(row.prompt, 0, self._budget(row))
     self._decoder.open(prompts, size)
 
   def _start_turn(self, row: _Row, new_tokens: int) -> None:
@@ -286,14 +291,15 @@ class Engine:
     appends, copied = {}, []
     for number, token_ids in told.items():
       row = self._rows[number]
-      starts = row.length == 0
+      length = row.length
+      starts = length == 0
       self._start_turn(row, len(token_ids))
       if starts and row.group in self._group_at:
         copied.append(row)
         continue
       if starts:
         self._group_at[row.slot] = row.group
-      append = decoder_lib.Append(token_ids, starts, self._budget(row))
+      append = decoder_lib.Append(token_ids, length, self._budget(row))
       appends[row.slot] = append
     if appends:
       self._decoder.append(appends)
@@ -312,10 +318,13 @@ class Engine:
     writing = {row.slot: n for n, row in self._rows.items() if row.writing}
     if not writing:
       return False
-    slots, chunk = self._decoder.write(
-      {slot: self._rows[n].key_data for slot, n in writing.items()},
-      self._greedy,
-    )
+    ahead = len(self._flights) * self._decode_chunk  # not known of yet
+    writes = {}
+    for slot, n in writing.items():
+      row = self._rows[n]
+      length = min(row.length + ahead, self.max_length)
+      writes[slot] = decoder_lib.Write(row.key_data, length)
+    slots, chunk = self._decoder.write(writes, self._greedy)
     numbers = [None if slot is None else writing[slot] for slot in slots]
     places = [n if n is None else (n, self._rows[n].turn) for n in numbers]
     self._flights.append((places, chunk))

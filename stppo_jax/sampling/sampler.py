@@ -70,8 +70,11 @@ def draw(
   """
   scores_SV = logits_SV / sampling.temperature
   left_SV = truncate(scores_SV, sampling)
-  noise_SV = _gumbel(keys_S, positions_S, scores_SV.shape[1])
-  noisy_SV = left_SV + jnp.where(greedy, 0.0, noise_SV)
+  noisy_SV = jax.lax.cond(
+    greedy,
+    lambda: left_SV,
+    lambda: left_SV + _gumbel(keys_S, positions_S, scores_SV.shape[1]),
+  )
   tokens_S = jnp.argmax(noisy_SV, axis=-1).astype(jnp.int32)
   logprobs_S = _logprobs(scores_SV, tokens_S)
   if left_SV is scores_SV:

@@ -7,10 +7,12 @@ keys and values stay through all turns of a dialogue: nothing is computed
 twice.
 
 Every program works on all slots (`rows_A=None`: no copy of the cache is made)
-or on the slots `rows_A`, which are taken out and put back. A row of `rows_A`
-that is S or more stands for none.
+or on the slots `rows_A`, of which it takes out what it needs. A row of `rows_A`
+that is S or more stands for none. `num_blocks`, static, is how many blocks of
+the cache hold all that those slots have read so far.
 """
 
+from collections.abc import Sequence
 import dataclasses
 
 import jax
@@ -90,14 +92,14 @@ class Chunk:
 
 
 def empty(
-  model: functional.Model, num_slots: int, max_length: int
+  model: functional.Model, num_slots: int, blocks: Sequence[int]
 ) -> SlotState:
-  """Slots without a token."""
+  """Slots without a token; `blocks`: see `cache.empty`."""
   config = model.config
   hidden_SD = jnp.zeros((num_slots, config.hidden_size), config.dtype)
   zeros_S = jnp.zeros(num_slots, jnp.int32)
   return SlotState(
-    cache_lib.empty(config, num_slots, max_length),
+    cache_lib.empty(config, num_slots, blocks),
     lengths_S=zeros_S,
     hidden_SD=hidden_SD,
     prompt_hidden_SD=hidden_SD,
@@ -113,16 +115,26 @@ def extend(
   told: Appended,
   *,
   model: functional.Model,
+  num_blocks: int,
 ) -> SlotState:
   """Appends tokens that the policy did not write; donate the state."""
-  part = _take(state, rows_A)
+  part = _take(state, rows_A, num_blocks)
+  A, C = told.tokens_AC.shape
   lengths_A = jnp.where(told.starts_A, 0, part.lengths_S)
-  hidden_ACD, cache = model.extend(
-    params, told.tokens_AC, part.cache, lengths_A, told.counts_A
+  hidden_ACD, recent = model.extend(
+    params,
+    told.tokens_AC,
+    part.cache,
+    lengths_A,
+    cache_lib.nothing_recent(model.config, A, C),
+    0,
   )
   hidden_AD = _last(hidden_ACD, told.counts_A, part.hidden_SD)
   opens_A = told.budgets_A >= 0
-  part = SlotState(
+  cache = cache_lib.store(state.cache, recent, lengths_A, told.counts_A, rows_A)
+  return _put(
+    state,
+    rows_A,
     cache,
     lengths_S=lengths_A + told.counts_A,
     hidden_SD=hidden_AD,
@@ -132,7 +144,6 @@ def extend(
     automaton_S=jnp.where(opens_A, stops.StopAutomaton.START, part.automaton_S),
     budgets_S=jnp.where(opens_A, told.budgets_A, part.budgets_S),
   )
-  return _put(state, rows_A, part)
 
 
 def copy(
@@ -141,6 +152,8 @@ def copy(
   rows_A: Array,
   lengths_A: Array,
   budgets_A: Array,
+  *,
+  num_blocks: int,
 ) -> SlotState:
   """Gives the prompts of `sources_A` to `rows_A`, whose turn begins.
 
@@ -151,16 +164,23 @@ def copy(
     rows_A: slots that are overwritten.
     lengths_A: int32, tokens of the prompt.
     budgets_A: int32, tokens the policy may write.
+    num_blocks: static, blocks that hold the prompts.
   """
-  part = _take(state, sources_A)
-  part = dataclasses.replace(
-    part,
+  part = _take(state, sources_A, num_blocks)
+  layers = [
+    (*_set_rows(blocks[:num_blocks], rows_A, copied), *blocks[num_blocks:])
+    for blocks, copied in zip(state.cache, part.cache)
+  ]
+  return _put(
+    state,
+    rows_A,
+    tuple(layers),
     lengths_S=lengths_A,
     hidden_SD=part.prompt_hidden_SD,
+    prompt_hidden_SD=part.prompt_hidden_SD,
     automaton_S=jnp.full_like(part.automaton_S, stops.StopAutomaton.START),
     budgets_S=budgets_A,
   )
-  return _put(state, rows_A, part)
 
 
 def repeat(prompts: SlotState, num_groups: int, group_size: int) -> SlotState:
@@ -182,6 +202,7 @@ def decode(
   stopped: int,
   sampling: sampler.Sampling,
   num_tokens: int,
+  num_blocks: int,
 ) -> tuple[SlotState, Chunk]:
   """At most `num_tokens` tokens for the rows that have a budget.
 
@@ -196,8 +217,9 @@ def decode(
     stopped: the automaton's last state.
     sampling: how tokens are drawn.
     num_tokens: N.
+    num_blocks: see the module.
   """
-  part = _take(state, rows_A)
+  part = _take(state, rows_A, num_blocks)
   keys_A = jax.random.wrap_key_data(key_data_A2)
   output_VD = model.output_VD(params)
   A, N = len(part.lengths_S), num_tokens
@@ -209,35 +231,38 @@ def decode(
     return (part.budgets_S > 0) & (part.automaton_S != stopped)
 
   def busy(carry):
-    part, _, step = carry
+    part, *_, step = carry
     return (step < N) & jnp.any(waiting(part))
 
   def write_one(carry):
-    part, chunk, step = carry
+    part, recent, chunk, step = carry
     write_A = waiting(part)
+    *written, counts_A = chunk
     drawn = sampler.draw(
       heads.logits(part.hidden_SD, output_VD),
       keys_A,
-      part.lengths_S,
+      begin.lengths_S + counts_A,
       sampling,
       greedy,
     )
-    counts_A = write_A.astype(jnp.int32)
-    hidden_A1D, cache = model.extend(
-      params, drawn.tokens_S[:, None], part.cache, part.lengths_S, counts_A
+    hidden_A1D, recent = model.extend(
+      params,
+      drawn.tokens_S[:, None],
+      begin.cache,
+      begin.lengths_S,
+      recent,
+      step,
     )
     moved_A = table_SV[part.automaton_S, drawn.tokens_S].astype(jnp.int32)
+    one_A = write_A.astype(jnp.int32)
     part = dataclasses.replace(
       part,
-      cache=cache,
-      lengths_S=part.lengths_S + counts_A,
-      hidden_SD=_last(hidden_A1D, counts_A, part.hidden_SD),
+      hidden_SD=jnp.where(write_A[:, None], hidden_A1D[:, 0], part.hidden_SD),
       automaton_S=jnp.where(write_A, moved_A, part.automaton_S),
-      budgets_S=part.budgets_S - counts_A,
+      budgets_S=part.budgets_S - one_A,
     )
-    *written, so_far_A = chunk
     written = [x_AN.at[:, step].set(x_A) for x_AN, x_A in zip(written, drawn)]
-    return part, (*written, so_far_A + counts_A), step + 1
+    return part, recent, (*written, counts_A + one_A), step + 1
 
   nothing_AN = jnp.zeros((A, N), jnp.float32)
   chunk = (
@@ -246,10 +271,29 @@ def decode(
     nothing_AN,
     jnp.zeros(A, jnp.int32),
   )
-  part, chunk, _ = jax.lax.while_loop(busy, write_one, (part, chunk, 0))
+  recent = cache_lib.nothing_recent(model.config, A, N)
+  # The blocks are only looked at: what the loop carries is small.
+  begin, part = part, dataclasses.replace(part, cache=())
+  part, recent, chunk, _ = jax.lax.while_loop(
+    busy, write_one, (part, recent, chunk, 0)
+  )
+  counts_A = chunk[-1]
   stopped_A = part.automaton_S == stopped
   out = Chunk(*chunk, stopped_A, stopped_A | (part.budgets_S == 0))
-  return _put(state, rows_A, part), out
+  cache = cache_lib.store(
+    state.cache, recent, begin.lengths_S, counts_A, rows_A
+  )
+  state = _put(
+    state,
+    rows_A,
+    cache,
+    lengths_S=begin.lengths_S + counts_A,
+    hidden_SD=part.hidden_SD,
+    prompt_hidden_SD=part.prompt_hidden_SD,
+    automaton_S=part.automaton_S,
+    budgets_S=part.budgets_S,
+  )
+  return state, out
 
 
 def _last(hidden_ACD, counts_A, otherwise_AD):
@@ -259,15 +303,30 @@ def _last(hidden_ACD, counts_A, otherwise_AD):
   return jnp.where(counts_A[:, None] > 0, last_A1D[:, 0], otherwise_AD)
 
 
-def _take(state: SlotState, rows_A: Array | None) -> SlotState:
-  if rows_A is None:
-    return state
-  return jax.tree.map(lambda x: x.at[rows_A].get(mode='clip'), state)
-
-
-def _put(state: SlotState, rows_A: Array | None, part: SlotState) -> SlotState:
+def _take(state: SlotState, rows_A: Array | None, num_blocks: int) -> SlotState:
+  """The slots at work, with the first blocks of their cache."""
+  part = dataclasses.replace(
+    state, cache=tuple(blocks[:num_blocks] for blocks in state.cache)
+  )
   if rows_A is None:
     return part
+  return jax.tree.map(lambda x: x.at[rows_A].get(mode='clip'), part)
+
+
+def _put(
+  state: SlotState,
+  rows_A: Array | None,
+  cache: cache_lib.Cache,
+  **fields_A: Array,
+) -> SlotState:
+  """The state with the fields of the slots at work, and another cache."""
+  if rows_A is None:
+    return SlotState(cache, **fields_A)
+  fields = {name: getattr(state, name) for name in fields_A}
+  return SlotState(cache, **_set_rows(fields, rows_A, fields_A))
+
+
+def _set_rows(tree, rows_A: Array, new):
   return jax.tree.map(
-    lambda x, new: x.at[rows_A].set(new, mode='drop'), state, part
+    lambda x, new: x.at[rows_A].set(new, mode='drop'), tree, new
   )

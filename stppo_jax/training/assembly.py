@@ -298,6 +298,7 @@ def build_collector(
       extend_chunk=rollout.extend_chunk,
       decode_chunk=rollout.decode_chunk,
       lookahead=rollout.lookahead,
+      cache_blocks=rollout.cache_blocks,
       deterministic=rollout.deterministic,
       **options,
     )

@@ -1,52 +1,16 @@
-"""The decoder from a cache, under padding and rematerialised: twins."""
+"""The decoder under padding and rematerialised: twins."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from stppo_jax.models import cache as cache_lib
 from tests.models import tiny
 
-_B, _L, _C = 3, 14, 4
+_B, _L = 3, 14
 
 
 def _tokens(seed=0, shape=(_B, _L)):
   return np.random.default_rng(seed).integers(0, 11, shape).astype(np.int32)
-
-
-@pytest.mark.parametrize('num_kv_heads', [1, 2])
-def test_extending_in_random_chunks_equals_the_whole(num_kv_heads):
-  model = tiny.model(num_kv_heads=num_kv_heads)
-  params, tokens_BL = tiny.params(model), _tokens()
-  whole_BLD = np.asarray(tiny.hidden(model)(params, tokens_BL))
-  extend = jax.jit(model.extend)
-  rng = np.random.default_rng(1)
-  for _ in range(3):
-    # Poison: what the cache holds past a row's length must not matter.
-    cache = jax.tree.map(
-      lambda x: jnp.full_like(x, 1e3),
-      cache_lib.empty(model.config, _B, _L),
-    )
-    lengths_B = np.zeros(_B, np.int32)
-    seen_counts = set()
-    while (lengths_B < _L).any():
-      counts_B = np.minimum(rng.integers(0, _C + 1, _B), _L - lengths_B)
-      tokens_BC = _tokens(rng.integers(1000), (_B, _C))  # poison too
-      for b, (length, count) in enumerate(zip(lengths_B, counts_B)):
-        tokens_BC[b, :count] = tokens_BL[b, length : length + count]
-      hidden_BCD, cache = extend(
-        params, tokens_BC, cache, lengths_B, counts_B.astype(np.int32)
-      )
-      for b, (length, count) in enumerate(zip(lengths_B, counts_B)):
-        np.testing.assert_allclose(
-          hidden_BCD[b, :count],
-          whole_BLD[b, length : length + count],
-          atol=1e-5,
-        )
-      seen_counts |= set(counts_B.tolist())
-      lengths_B = (lengths_B + counts_B).astype(np.int32)
-    assert {0, _C} <= seen_counts
 
 
 def test_nothing_sees_what_follows_it():

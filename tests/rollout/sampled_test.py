@@ -54,6 +54,7 @@ def _engine(slots, *, deterministic=True):
     extend_chunk=8,
     decode_chunk=4,
     lookahead=1,
+    cache_blocks=2,
     deterministic=deterministic,
   )
   engine.publish(_PARAMS, 3)

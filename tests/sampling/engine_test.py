@@ -119,10 +119,14 @@ def test_a_row_depends_on_itself_only(mode):
 
 
 @pytest.mark.parametrize(
-  ('devices', 'slots', 'group_size'), [(1, 4, 1), (1, 4, 2), (8, 8, 2)]
+  ('devices', 'slots', 'group_size', 'cache_blocks'),
+  [(1, 4, 1, 1), (1, 4, 2, 4), (8, 8, 2, 1)],
 )
-def test_the_same_bits_whenever_observations_come(devices, slots, group_size):
+def test_the_same_bits_whenever_observations_come(
+  devices, slots, group_size, cache_blocks
+):
   options = {'devices': devices, 'slots': slots, 'group_size': group_size}
+  options['cache_blocks'] = cache_blocks
   expected = _play(**options)
   for delays in range(6):
     # Equality of floats, not closeness.
@@ -140,7 +144,8 @@ def test_the_same_bits_whenever_observations_come(devices, slots, group_size):
     {'decode_chunk': 50},
     {'devices': 8, 'slots': 8},
     {'deterministic': False},
-    {'deterministic': False, 'slots': 3, 'lookahead': 2},
+    {'cache_blocks': 4},
+    {'deterministic': False, 'slots': 3, 'lookahead': 2, 'cache_blocks': 3},
     {'deterministic': False, 'slots': 16, 'lookahead': 0},
     {'deterministic': False, 'devices': 8, 'slots': 8},
   ],
@@ -426,6 +431,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused():
       ),
       slots=1,
       max_length=8,
+      cache_blocks=1,
       sampling=sampler.Sampling(temperature=1.0),
       extend_chunk=4,
       decode_chunk=4,

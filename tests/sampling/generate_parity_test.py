@@ -151,15 +151,30 @@ def _assert_same(rows, texts, expected):
 _ENGINES = {
   # Waves of four slots, all of them in every call.
   'waves': dict(
-    slots=4, extend_chunk=64, decode_chunk=5, lookahead=1, deterministic=True
+    slots=4,
+    extend_chunk=64,
+    decode_chunk=5,
+    lookahead=1,
+    cache_blocks=4,
+    deterministic=True,
   ),
   # One wave that all rows fit into, and nothing is started ahead.
   'one wave': dict(
-    slots=12, extend_chunk=37, decode_chunk=16, lookahead=0, deterministic=True
+    slots=12,
+    extend_chunk=37,
+    decode_chunk=16,
+    lookahead=0,
+    cache_blocks=4,
+    deterministic=True,
   ),
   # Slots are refilled, programs run on the rows at work.
   'refilled': dict(
-    slots=4, extend_chunk=50, decode_chunk=3, lookahead=2, deterministic=False
+    slots=4,
+    extend_chunk=50,
+    decode_chunk=3,
+    lookahead=2,
+    cache_blocks=4,
+    deterministic=False,
   ),
 }
 

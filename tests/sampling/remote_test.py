@@ -75,6 +75,7 @@ def _local():
     extend_chunk=4,
     decode_chunk=4,
     lookahead=1,
+    cache_blocks=2,
     deterministic=True,
   )
   made.publish(serving.PARAMS, 0)

@@ -1,0 +1,113 @@
+"""Reading on from a cache: the twin is reading all at once."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stppo_jax.models import cache as cache_lib
+from tests.models import tiny
+
+_B, _L, _C = 3, 14, 4
+_BLOCKS = (5, 5, 4)
+
+
+def _tokens(seed=0, shape=(_B, _L)):
+  return np.random.default_rng(seed).integers(0, 11, shape).astype(np.int32)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6))
+def _read(model, params, tokens_BC, cache, lengths_B, counts_B, num_blocks):
+  """Tokens at once, from so many blocks; stored in all of them."""
+  B, C = tokens_BC.shape
+  hidden_BCD, recent = model.extend(
+    params,
+    tokens_BC,
+    tuple(blocks[:num_blocks] for blocks in cache),
+    lengths_B,
+    cache_lib.nothing_recent(model.config, B, C),
+    0,
+  )
+  return hidden_BCD, cache_lib.store(cache, recent, lengths_B, counts_B)
+
+
+def _poisoned(model, rows=_B):
+  """What the cache holds past a row's length must not matter."""
+  empty = cache_lib.empty(model.config, rows, _BLOCKS)
+  return jax.tree.map(lambda x: jnp.full_like(x, 1e3), empty)
+
+
+@pytest.mark.parametrize('num_kv_heads', [1, 2])
+def test_extending_in_random_chunks_equals_the_whole(num_kv_heads):
+  model = tiny.model(num_kv_heads=num_kv_heads)
+  params, tokens_BL = tiny.params(model), _tokens()
+  whole_BLD = np.asarray(tiny.hidden(model)(params, tokens_BL))
+  params = model.by_layer(params)
+  rng = np.random.default_rng(1)
+  for _ in range(3):
+    cache = _poisoned(model)
+    lengths_B = np.zeros(_B, np.int32)
+    seen_counts = set()
+    while (lengths_B < _L).any():
+      counts_B = np.minimum(rng.integers(0, _C + 1, _B), _L - lengths_B)
+      tokens_BC = _tokens(rng.integers(1000), (_B, _C))  # poison too
+      for b, (length, count) in enumerate(zip(lengths_B, counts_B)):
+        tokens_BC[b, :count] = tokens_BL[b, length : length + count]
+      counts_B = counts_B.astype(np.int32)
+      needed = int(np.searchsorted(np.cumsum(_BLOCKS), lengths_B.max()) + 1)
+      hidden_BCD, cache = _read(
+        model, params, tokens_BC, cache, lengths_B, counts_B, needed
+      )
+      for b, (length, count) in enumerate(zip(lengths_B, counts_B)):
+        np.testing.assert_allclose(
+          hidden_BCD[b, :count],
+          whole_BLD[b, length : length + count],
+          atol=1e-5,
+        )
+      seen_counts |= set(counts_B.tolist())
+      lengths_B = lengths_B + counts_B
+    assert {0, _C} <= seen_counts
+
+
+def test_more_blocks_than_needed_change_no_bit():
+  model = tiny.model()
+  params = model.by_layer(tiny.params(model))
+  lengths_B, counts_B = np.zeros(_B, np.int32), np.array([4, 3, 1], np.int32)
+  tokens_BC, further_BC = _tokens(1, (_B, _C)), _tokens(2, (_B, _C))
+  _, cache = _read(
+    model, params, tokens_BC, _poisoned(model), lengths_B, counts_B, 0
+  )
+  found = [
+    _read(model, params, further_BC, cache, counts_B, counts_B, n)
+    for n in (1, 2, 3)
+  ]
+  for other in found[1:]:
+    jax.tree.map(np.testing.assert_array_equal, other, found[0])
+
+
+def test_storing_is_the_plain_loop():
+  model = tiny.model()
+  cache = jax.tree.map(np.asarray, _poisoned(model, rows=4))
+  rng = np.random.default_rng(0)
+  N = 6
+  recent = jax.tree.map(
+    lambda x: rng.normal(size=x.shape).astype(np.float32),
+    cache_lib.nothing_recent(model.config, _B, N),
+  )
+  lengths_B, counts_B = np.array([0, 4, 9]), np.array([3, 6, 5])
+  for rows_B in (np.array([2, 0, 1]), np.array([3, 4, 0])):  # 4: there is none
+    stored = jax.jit(cache_lib.store)(
+      cache, recent, lengths_B, counts_B, rows_B
+    )
+    for blocks, expected_blocks, layer in zip(stored, cache, recent):
+      for part in (0, 1):
+        expected = np.concatenate([b[part] for b in expected_blocks], axis=2)
+        for b, row in enumerate(rows_B):
+          if row < 4:
+            end = lengths_B[b] + counts_B[b]
+            kept = layer[part][b, :, : counts_B[b]]
+            expected[row, :, lengths_B[b] : end] = kept
+        found = np.concatenate([b[part] for b in blocks], axis=2)
+        np.testing.assert_array_equal(found, expected)
