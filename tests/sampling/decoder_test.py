@@ -238,7 +238,7 @@ def _shapes(decoder, slots):
 
 @pytest.mark.parametrize('name', ['_decode', '_extend'])
 def test_all_slots_are_worked_on_in_place(name):
-  slots, length, C = 8, 4096, 4
+  slots, length, C = 8, 4096, 1
   decoder = _decoder(max_length=length, extend_chunk=C, cache_blocks=4)
   params, state = _shapes(decoder, slots)
   if name == '_decode':
@@ -256,7 +256,7 @@ def test_all_slots_are_worked_on_in_place(name):
   cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
   assert cache == 2 * 2 * slots * length * 8 * 4  # layers, keys and values
   assert memory.alias_size_in_bytes >= cache
-  assert memory.temp_size_in_bytes < cache / 4
+  assert memory.temp_size_in_bytes < cache / 2
 
 
 def test_repeating_prompts_stays_on_its_device():
