@@ -20,6 +20,8 @@ from stppo_jax.parallel import activations
 
 Array = jax.Array
 
+HEADS = ('vocabulary', 'scalar', 'both')
+
 
 class Block(nnx.Module):
   """Attention and gated MLP, each with a norm before and a residual around."""
@@ -47,6 +49,9 @@ class Block(nnx.Module):
     self.o_proj = layers.Linear(
       c.num_heads * c.head_dim, c.hidden_size, **plain
     )
+    if c.qk_norm:
+      self.q_norm = layers.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
+      self.k_norm = layers.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
     self.mlp_norm = layers.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
     self.gate_proj = layers.Linear(c.hidden_size, c.intermediate_size, **plain)
     self.up_proj = layers.Linear(c.hidden_size, c.intermediate_size, **plain)
@@ -68,17 +73,22 @@ class Block(nnx.Module):
       return activations.constrain(x_BLNH, self.mesh, rows, None, tensor)
 
     y_BLD = self.attention_norm(x_BLD)
-    q_BLQH = rotary.rotate(heads(self.q_proj(y_BLD)), rotation)
-    k_BLKH = rotary.rotate(heads(self.k_proj(y_BLD)), rotation)
+    q_BLQH, k_BLKH = heads(self.q_proj(y_BLD)), heads(self.k_proj(y_BLD))
+    if self.config.qk_norm:
+      q_BLQH, k_BLKH = self.q_norm(q_BLQH), self.k_norm(k_BLKH)
+    q_BLQH, k_BLKH = (rotary.rotate(x, rotation) for x in (q_BLQH, k_BLKH))
     v_BLKH = heads(self.v_proj(y_BLD))
     mixed_BLQH = attend(q_BLQH, k_BLKH, v_BLKH)
     x_BLD = self._residual(x_BLD + self.o_proj(mixed_BLQH.reshape(B, L, -1)))
-    y_BLD = self.mlp_norm(x_BLD)
-    gated = jax.nn.silu(self.gate_proj(y_BLD)) * self.up_proj(y_BLD)
+    return self._residual(x_BLD + self._mlp(self.mlp_norm(x_BLD)))
+
+  def _mlp(self, x_BLD: Array) -> Array:
+    """down(silu(gate) * up)."""
+    gated = jax.nn.silu(self.gate_proj(x_BLD)) * self.up_proj(x_BLD)
     gated = activations.constrain(
       gated, self.mesh, activations.ROWS, None, activations.TENSOR
     )
-    return self._residual(x_BLD + self.down_proj(gated))
+    return self.down_proj(gated)
 
   def _residual(self, x_BLD: Array) -> Array:
     return activations.constrain(x_BLD, self.mesh, activations.ROWS)
@@ -89,8 +99,8 @@ class Transformer(nnx.Module):
 
   Args:
     config: the shape.
-    head: 'vocabulary' (a policy: an output matrix unless tied) or 'scalar' (a
-      value model: one number per token, starting at zero).
+    head: 'vocabulary' (a policy: an output matrix unless tied), 'scalar' (a
+      value model: one number per token, starting at zero) or 'both'.
     mesh: that activations are laid out on; None leaves them alone.
     rngs: source of the initial weights.
   """
@@ -115,13 +125,12 @@ class Transformer(nnx.Module):
 
     self.layers = stack(rngs)
     self.norm = layers.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-    if head == 'scalar':
+    if head not in HEADS:
+      raise ValueError(f'head={head!r}; choices: ' + ', '.join(HEADS))
+    if head != 'vocabulary':
       self.scalar_head = nnx.Param(jnp.zeros((config.hidden_size, 1)))
-    elif head == 'vocabulary':
-      if not config.tie_embeddings:
-        self.lm_head = nnx.Param(layers.INITIALIZER(rngs.params(), shape))
-    else:
-      raise ValueError(f'head={head!r}; choices: vocabulary, scalar')
+    if head != 'scalar' and not config.tie_embeddings:
+      self.lm_head = nnx.Param(layers.INITIALIZER(rngs.params(), shape))
 
   def __call__(self, tokens_BL: Array) -> Array:
     """Final hidden states [B, L, D] of whole sequences, causal."""
