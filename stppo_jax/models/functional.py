@@ -14,10 +14,19 @@ import jax
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import heads
+from stppo_jax.models import layers
+from stppo_jax.models import lora as lora_lib
 from stppo_jax.models import transformer
+from stppo_jax.parallel import division
 
 Array = jax.Array
 Params = Mapping[str, Any]
+
+# Sizes that an axis of the mesh must divide, by their names in the config.
+_CUT = {
+  'fsdp': ('hidden_size',),
+  'tensor': ('num_heads', 'intermediate_size', 'vocab_size'),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,20 +37,64 @@ class Model:
 
   Attributes:
     config: the shape.
-    head: 'vocabulary' (a policy) or 'scalar' (a value model).
+    head: 'vocabulary' (a policy), 'scalar' (a value model) or 'both' (a policy
+      that estimates values too).
     mesh: that activations are laid out on; None leaves them to the compiler.
+      One that does not divide the model is a ValueError, see `division`.
+    lora: of adapters, which parameters may then have. Those without are still
+      welcome: they are the base alone.
   """
 
   config: model_config.ModelConfig
   head: str
   mesh: jax.sharding.Mesh | None = None
+  lora: lora_lib.Lora | None = None
+
+  def __post_init__(self):
+    if self.mesh is not None:
+      sizes = dataclasses.asdict(self.config)
+      division.check(
+        self.mesh,
+        {axis: {n: sizes[n] for n in names} for axis, names in _CUT.items()},
+        num_kv_heads=sizes['num_kv_heads'],
+      )
 
   def init(self, key: Array) -> Params:
-    """Random weights, float32."""
+    """Random weights, float32, without adapters."""
     module = transformer.Transformer(
       self.config, head=self.head, rngs=nnx.Rngs(params=key)
     )
     return nnx.to_pure_dict(nnx.state(module))
+
+  def init_adapters(self, key: Array) -> Params:
+    """Fresh adapters; see `lora.init`.
+
+    Raises:
+      ValueError: targets that match none of the linear layers.
+    """
+    shapes = jax.eval_shape(self.init, key)
+    return lora_lib.init(self.lora, self._kernels(shapes), key)
+
+  def joined(self, frozen: Params, params: Params) -> Params:
+    """The tree to compute with: what is trained, and the base it needs.
+
+    Args:
+      frozen: a policy's weights, or {} where everything is trained.
+      params: adapters and heads, or all weights.
+    """
+    if self.head == 'scalar':
+      frozen = {name: x for name, x in frozen.items() if name != 'lm_head'}
+    return lora_lib.joined(frozen, params)
+
+  def merged(self, params: Params) -> Params:
+    """Weights of the same policy for a model without adapters and values."""
+    params = {name: x for name, x in params.items() if name != 'scalar_head'}
+    return params if self.lora is None else lora_lib.merged(self.lora, params)
+
+  @property
+  def plain(self) -> 'Model':
+    """The model of merged weights, and of the base."""
+    return dataclasses.replace(self, head='vocabulary', lora=None)
 
   def hidden(self, params: Params, tokens_BL: Array) -> Array:
     """Final hidden states [B, L, D] of whole sequences."""
@@ -94,11 +147,43 @@ class Model:
     )
 
   def _module(self, params: Params) -> transformer.Transformer:
+    adapters = {}
+    if self.lora is not None:
+      params, adapters = lora_lib.split(params)
     graph, abstract = _abstract(self.config, self.head, self.mesh)
     _check_shapes(params, nnx.to_pure_dict(abstract))
     state = jax.tree.map(lambda x: x, abstract)  # a copy: filled below
     nnx.replace_by_pure_dict(state, dict(params))
-    return nnx.merge(graph, state)
+    module = nnx.merge(graph, state)
+    if adapters:
+      linear = _linear_layers(module)
+      kernels = {name: layer.kernel for name, layer in linear.items()}
+      lora_lib.check(self.lora, kernels, adapters)
+      for name, pair in adapters.items():
+        linear[name].adapt(
+          pair[lora_lib.A], pair[lora_lib.B], scale=self.lora.scale
+        )
+    return module
+
+  def _kernels(self, params: Params) -> dict[str, Any]:
+    """Name of a linear layer -> its kernel, or the shape of it."""
+    graph, abstract = _abstract(self.config, self.head, self.mesh)
+    kernels = {}
+    for name in _linear_layers(nnx.merge(graph, abstract)):
+      leaf = params
+      for key in name.split('/'):
+        leaf = leaf[key]
+      kernels[name] = leaf['kernel']
+    return kernels
+
+
+def _linear_layers(module: nnx.Module) -> dict[str, layers.Linear]:
+  """The layers that may have adapters, by names like 'layers/q_proj'."""
+  return {
+    '/'.join(map(str, path)): part
+    for path, part in nnx.iter_modules(module)
+    if isinstance(part, layers.Linear)
+  }
 
 
 def _check_shapes(params: Params, expected: Params) -> None:

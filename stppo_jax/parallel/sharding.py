@@ -18,6 +18,11 @@ RULES: tuple[tuple[str, P], ...] = (
   (r'(embedding|lm_head)$', P('tensor', 'fsdp')),
   (r'(q|k|v|gate|up)_proj/kernel$', P(None, 'fsdp', 'tensor')),
   (r'(o|down)_proj/kernel$', P(None, 'tensor', 'fsdp')),
+  # Of an adapter, the side that meets the kernel's is cut likewise.
+  (r'(q|k|v|gate|up)_proj/lora_a$', P(None, 'fsdp')),
+  (r'(q|k|v|gate|up)_proj/lora_b$', P(None, None, 'tensor')),
+  (r'(o|down)_proj/lora_a$', P(None, 'tensor')),
+  (r'(o|down)_proj/lora_b$', P(None, None, 'fsdp')),
   (r'(q|k|v)_proj/bias$', P(None, 'tensor')),
   (r'norm/scale$', P()),
   (r'scalar_head$', P('fsdp')),
@@ -31,7 +36,8 @@ def param_shardings(
 ) -> Tree:
   """A NamedSharding per leaf, by the first matching rule.
 
-  An axis that a dimension does not divide by is left whole.
+  An axis that does not divide a dimension leaves it whole. What is large is
+  divided: a model refuses a mesh that does not (`division`).
 
   Args:
     params: arrays or shapes; also trees that contain parameter trees, such as

@@ -227,10 +227,13 @@ def check(config, questions: questions_lib.Questions) -> None:
     raise ValueError(
       f'{jax.process_count()} processes: runs of several are not supported'
     )
-  _check_division(config, build_mesh(config))
+  mesh = build_mesh(config)
+  _check_division(config, mesh)
   if config.model.path:
     load_hf.weights_file(config.model.path)
-    build_model_config(config, build_tokenizer(config, questions))
+  if config.model.path or mesh.shape['fsdp'] * mesh.shape['tensor'] > 1:
+    shape = build_model_config(config, build_tokenizer(config, questions))
+    functional.Model(shape, 'vocabulary', mesh)  # refuses what it cannot cut
   rollout = config.rollout
   questions.train(
     0,
