@@ -72,8 +72,9 @@ class Model:
     Raises:
       ValueError: targets that match none of the linear layers.
     """
-    shapes = jax.eval_shape(self.init, key)
-    return lora_lib.init(self.lora, self._kernels(shapes), key)
+    graph, abstract = _abstract(self.config, self.head, self.mesh)
+    kernels = _kernels(_linear_layers(nnx.merge(graph, abstract)))
+    return lora_lib.init(self.lora, kernels, key)
 
   def joined(self, frozen: Params, params: Params) -> Params:
     """The tree to compute with: what is trained, and the base it needs.
@@ -146,6 +147,20 @@ class Model:
       self.hidden(params, tokens_BL), params['scalar_head']
     )
 
+  def logprobs_entropy_and_values(
+    self, params: Params, tokens_BL: Array, *, temperature: float
+  ) -> tuple[Array, Array, Array]:
+    """All that a model with both heads says, of one pass."""
+    hidden_BLD = self.hidden(params, tokens_BL)
+    logprobs_BL, entropy_BL = heads.token_logprobs_and_entropy(
+      hidden_BLD,
+      self.output_VD(params),
+      tokens_BL,
+      temperature=temperature,
+    )
+    values_BL = heads.token_values(hidden_BLD, params['scalar_head'])
+    return logprobs_BL, entropy_BL, values_BL
+
   def _module(self, params: Params) -> transformer.Transformer:
     adapters = {}
     if self.lora is not None:
@@ -157,24 +172,12 @@ class Model:
     module = nnx.merge(graph, state)
     if adapters:
       linear = _linear_layers(module)
-      kernels = {name: layer.kernel for name, layer in linear.items()}
-      lora_lib.check(self.lora, kernels, adapters)
+      lora_lib.check(self.lora, _kernels(linear), adapters)
       for name, pair in adapters.items():
         linear[name].adapt(
           pair[lora_lib.A], pair[lora_lib.B], scale=self.lora.scale
         )
     return module
-
-  def _kernels(self, params: Params) -> dict[str, Any]:
-    """Name of a linear layer -> its kernel, or the shape of it."""
-    graph, abstract = _abstract(self.config, self.head, self.mesh)
-    kernels = {}
-    for name in _linear_layers(nnx.merge(graph, abstract)):
-      leaf = params
-      for key in name.split('/'):
-        leaf = leaf[key]
-      kernels[name] = leaf['kernel']
-    return kernels
 
 
 def _linear_layers(module: nnx.Module) -> dict[str, layers.Linear]:
@@ -184,6 +187,10 @@ def _linear_layers(module: nnx.Module) -> dict[str, layers.Linear]:
     for path, part in nnx.iter_modules(module)
     if isinstance(part, layers.Linear)
   }
+
+
+def _kernels(linear: Mapping[str, layers.Linear]) -> dict[str, Any]:
+  return {name: layer.kernel for name, layer in linear.items()}
 
 
 def _check_shapes(params: Params, expected: Params) -> None:
