@@ -46,7 +46,17 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'rope_theta': 10000.0,
         'rms_norm_eps': 1e-6,
         'qkv_bias': True,
+        'qk_norm': False,  # of each head, as in Qwen3; then without qkv_bias
         'tie_embeddings': True,
+        # A mixture in place of the MLP, as in Qwen3-MoE; 0 = none.
+        'num_experts': 0,
+        'num_experts_per_tok': 0,  # how many of them a token visits
+        'moe_intermediate_size': 0,  # width of one expert
+        'norm_topk_prob': True,  # the weights of the visited sum to one
+        'router_aux_loss_coef': 0.001,  # of the load-balance loss
+        # auto | xla | cudnn | splash: auto is cudnn on GPU for bfloat16,
+        # splash on TPU, xla elsewhere. Decoding always uses xla.
+        'attention': 'auto',
         'scan_unroll': 1,  # layers per iteration of the scan over layers
       },
       'mesh': {  # devices per axis; -1 = all that remain
@@ -141,7 +151,9 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'minibatch_size': 256,  # trajectories per optimiser step
         'num_epochs': 1,  # passes over one collected batch
         'microbatch_size': 0,  # trajectories per forward; 0 = minibatch
-        'remat': 'none',  # none | full: recompute layers in the backward
+        # What of a layer is kept for the backward pass: all; all products;
+        # those with weights, not attention's; its input.
+        'remat': 'none',  # none | all_dots | dots | full
         # Whose log-probabilities the ratio divides by: those of the policy
         # that sampled (the ratio holds the staleness), or of the one about to
         # be updated (a mismatch correction's weight holds it).
