@@ -19,11 +19,11 @@ from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.rl import kl as kl_lib
 from stppo_jax.training import annotate as annotate_lib
-from stppo_jax.training import assembly
 from stppo_jax.training import keys
 from stppo_jax.training import optimizer as optimizer_lib
 from stppo_jax.training import state as state_lib
 from stppo_jax.training import step as step_lib
+from stppo_jax.training import weights as weights_lib
 
 _ADAM = ('b1', 'b2', 'eps')
 
@@ -60,7 +60,7 @@ class Learner:
         **{option: options.pop(option) for option in _ADAM}
       )
       self._numbers[name] = {k: float(v) for k, v in options.items()}
-    random = assembly.initial_weights(config, '', self.policy)
+    random = lambda: self.policy.init(jax.random.key(0))
     self._layout = sharding.param_shardings(
       jax.eval_shape(self._fresh(random)), mesh
     )
@@ -99,11 +99,14 @@ class Learner:
 
   def start(self) -> state_lib.TrainState:
     """The state before the first update."""
-    make_policy = assembly.initial_weights(
-      self._config, self._config.model.path, self.policy
+    path = self._config.model.path
+    params = weights_lib.initial(self._config, path, self.policy, self.mesh)
+    # All but the policy's weights, of which the program would make a copy.
+    beside = jax.jit(
+      lambda params: _with_weights(self._fresh(lambda: params)(), ()),
+      out_shardings=_with_weights(self._layout, ()),
     )
-    make = self._fresh(make_policy)
-    return jax.jit(make, out_shardings=self._layout)()
+    return _with_weights(beside(params), params)
 
   def saved_form(self, state: state_lib.TrainState) -> state_lib.TrainState:
     """A tree like those in the checkpoints of the run, to restore one."""
@@ -117,11 +120,8 @@ class Learner:
   def reference(self) -> functional.Params:
     """The frozen reference: its own directory, or the start of the run."""
     model = self._config.model
-    make = assembly.initial_weights(
-      self._config, model.reference_path or model.path, self.policy
-    )
-    placed = sharding.param_shardings(jax.eval_shape(make), self.mesh)
-    return jax.jit(make, out_shardings=placed)()
+    path = model.reference_path or model.path
+    return weights_lib.initial(self._config, path, self.policy, self.mesh)
 
   @property
   def kl_coefficient(self) -> float:
@@ -226,6 +226,14 @@ class Learner:
     """The update's runtime numbers; the policy rests while values warm up."""
     learns = step >= self._config.loss.value_warmup_steps
     return {**self._numbers, 'policy_learns': learns}
+
+
+def _with_weights(
+  state: state_lib.TrainState, params: functional.Params
+) -> state_lib.TrainState:
+  """The state with other weights of the policy."""
+  policy = dataclasses.replace(state.policy, params=params)
+  return dataclasses.replace(state, policy=policy)
 
 
 def _mean_of(reports: Sequence[dict[str, Any]]) -> dict[str, float]:

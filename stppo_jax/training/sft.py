@@ -21,6 +21,7 @@ from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import assembly
 from stppo_jax.training import evaluation
 from stppo_jax.training import optimizer as optimizer_lib
+from stppo_jax.training import weights as weights_lib
 
 Array = jax.Array
 _PRINT_EVERY = 50  # steps
@@ -61,14 +62,13 @@ def imitate(
     shape = assembly.build_model_config(config, tokenizer)
     mesh = assembly.build_mesh(config)
     policy = functional.Model(shape, 'vocabulary', mesh)
-    weights = assembly.initial_weights(config, config.model.path, policy)
+    params = weights_lib.initial(config, config.model.path, policy, mesh)
   options = config.sft.optimizer.to_dict()
   adam = optimizer_lib.build_optimizer(
     **{name: options.pop(name) for name in ('b1', 'b2', 'eps')}
   )
-  make = lambda: (params := weights(), adam.init(params))
-  placed = sharding.param_shardings(jax.eval_shape(make), mesh)
-  params, adam_state = jax.jit(make, out_shardings=placed)()
+  placed = sharding.param_shardings(jax.eval_shape(adam.init, params), mesh)
+  adam_state = jax.jit(adam.init, out_shardings=placed)(params)
   update = jax.jit(
     functools.partial(_update, policy, adam), donate_argnums=(0, 1)
   )
