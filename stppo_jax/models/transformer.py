@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from stppo_jax.models import attention
 from stppo_jax.models import config as model_config
 from stppo_jax.models import layers
+from stppo_jax.models import remat
 from stppo_jax.models import rotary
 from stppo_jax.parallel import activations
 
@@ -146,13 +147,12 @@ class Transformer(nnx.Module):
       )
       return nnx.merge(graph, params)(x_BLD, rotation, attend), None
 
-    if self.config.remat == 'full':
-      layer = jax.checkpoint(layer)
+    unroll = self.config.scan_unroll
     x_BLD, _ = jax.lax.scan(
-      layer,
+      remat.recomputed(layer, self.config.remat, unrolled=unroll > 1),
       self.embed(tokens_BL),
       stacked,
-      unroll=self.config.scan_unroll,
+      unroll=unroll,
     )
     return self.norm(x_BLD)
 
