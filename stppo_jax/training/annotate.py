@@ -5,6 +5,8 @@ reference, values, the KL penalty, advantages and returns: one jitted function
 over the whole collected batch, so that whitening is over all of it.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -24,7 +26,7 @@ Array = jax.Array
 def annotate(
   batch: batch_lib.TokenBatch,
   state: state_lib.TrainState,
-  reference: functional.Params,
+  reference: functional.Params | None,
   algorithm: algorithm_lib.Algorithm,
   old: functional.Params | None = None,
   *,
@@ -38,12 +40,15 @@ def annotate(
   Args:
     batch: as packed.
     state: the policy about to be updated, and the value model.
-    reference: weights of the frozen reference policy.
+    reference: weights of the frozen reference policy; None: the base under the
+      adapters of the state.
     algorithm: the row.
-    old: weights of the policy that the ratio's denominator is of; None: those
-      of the state.
-    policy: the model of the policy and of the reference.
-    value: the value model; None where the row has none.
+    old: weights (under LoRA, adapters) of the policy that the ratio's
+      denominator is of; None: those of the state.
+    policy: the model of the policy; without adapters and value head, that of
+      the reference.
+    value: the value model; None where the row or the policy's own head needs
+      none.
     temperature: of sampling.
     num_turns: static, the most turns of a row.
 
@@ -52,16 +57,26 @@ def annotate(
     divergence from the reference, values, returns and advantages.
   """
   mask_BL = batch.loss_mask_BL
-  logprobs = lambda params: policy.logprobs_and_entropy(
+  whole = functools.partial(state_lib.whole, frozen=state.frozen)
+  score = lambda model, params: model.logprobs_and_entropy(
     params, batch.tokens_BL, temperature=temperature
-  )[0]
-  if old is None:
-    old = state.policy.params
-  old_BL = masking.select(logprobs(old), mask_BL)
-  ref_BL = masking.select(logprobs(reference), mask_BL)
-  values_BL = None
+  )
+  current, values_BL = whole(policy, params=state.policy.params), None
+  if policy.head == 'both':
+    old_BL, _, values_BL = policy.logprobs_entropy_and_values(
+      current, batch.tokens_BL, temperature=temperature
+    )
+  else:
+    old_BL, _ = score(policy, current)
+  if old is not None:
+    old_BL, _ = score(policy, whole(policy, params=old))
+  if reference is None:
+    reference = state.frozen
+  ref_BL, _ = score(policy.plain, reference)
+  old_BL, ref_BL = (masking.select(x_BL, mask_BL) for x_BL in (old_BL, ref_BL))
   if value is not None:
-    values_BL = value.values(state.value.params, batch.tokens_BL)
+    params = whole(value, params=state.value.params)
+    values_BL = value.values(params, batch.tokens_BL)
   batch = batch.replace(
     old_logprobs_BL=old_BL, ref_logprobs_BL=ref_BL, values_BL=values_BL
   )
@@ -87,7 +102,7 @@ def annotate(
   metrics = diagnostics.describe(
     'critic/advantages', batch.advantages_BL, mask_BL
   )
-  if value is not None:
+  if values_BL is not None:
     metrics |= diagnostics.critic_diagnostics(batch)
   metrics |= diagnostics.describe(
     'critic/rewards',

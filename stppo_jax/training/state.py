@@ -1,4 +1,8 @@
-"""What training changes: weights and optimiser states."""
+"""What training changes: weights and optimiser states.
+
+Under LoRA a run holds one copy of the base. It is the frozen part of policy and
+value model, which train adapters (and the value head), and the reference.
+"""
 
 from collections.abc import Callable
 import dataclasses
@@ -19,7 +23,7 @@ class ModelState:
   """One model in training.
 
   Attributes:
-    params: float32 weights.
+    params: float32 weights that are trained: all, or adapters and heads.
     optimizer: the optimiser's moments.
     updates: int32 scalar, optimiser steps done; skipped ones do not count.
   """
@@ -36,14 +40,33 @@ class TrainState:
 
   Attributes:
     policy: the policy.
-    value: the value model; None where the advantages need none.
+    value: the value model; None where the advantages need none, or where the
+      policy has the value head.
     published: in a checkpoint, the weights of earlier policies that steps to
       come are collected with, see `ahead`; no update knows of them.
+    frozen: the base under adapters; None where everything is trained. Never
+      donated, nor in a checkpoint: a start makes it again.
   """
 
   policy: ModelState
   value: ModelState | None
   published: tuple[functional.Params, ...] = ()
+  frozen: functional.Params | None = None
+
+
+def whole(
+  model: functional.Model,
+  frozen: functional.Params | None,
+  params: functional.Params,
+) -> functional.Params:
+  """The tree that a model computes with.
+
+  Args:
+    model: the policy or the value model.
+    frozen: of the state.
+    params: of its `ModelState`, now or earlier.
+  """
+  return params if frozen is None else model.joined(frozen, params)
 
 
 def fresh(

@@ -35,6 +35,7 @@ def update(
   batch: batch_lib.TokenBatch,
   algorithm: algorithm_lib.Algorithm,
   numbers: Mapping[str, Any],
+  frozen: functional.Params | None = None,
   *,
   policy: functional.Model,
   value: functional.Model | None,
@@ -50,13 +51,17 @@ def update(
   `update/skipped`.
 
   Args:
-    state: before; donate it.
+    state: before; donate it. It comes without its frozen part.
     batch: annotated minibatch.
     algorithm: the row; its numbers are leaves.
     numbers: 'policy' and 'value' (see `optimizer.apply_update`),
       'entropy_coefficient', 'value_clip', 'policy_learns' (False: only the
-      value model is updated); runtime values.
-    policy, value: models; the value model is None where the row has none.
+      value model is updated), 'value_coefficient' (of the value loss beside
+      the policy's, where one backbone learns from both); runtime values.
+    frozen: the base under adapters, which no gradient is of; None: everything
+      is trained.
+    policy, value: models; the value model is None where the row has none, and
+      where the policy has the value head.
     policy_optimizer, value_optimizer: from `optimizer.build_optimizer`.
     temperature: of sampling.
     num_turns: static, the most turns of a row.
@@ -71,9 +76,12 @@ def update(
   value_count = jnp.maximum(jnp.sum(batch.value_mask_BL), 1)
   microbatches = jax.tree.map(lambda x: _cut(x, num_microbatches), batch)
 
+  shared = policy.head == 'both'
+  whole = functools.partial(state_lib.whole, frozen=frozen)
+
   def score(params, part):
     return policy.logprobs_and_entropy(
-      params, part.tokens_BL, temperature=temperature
+      whole(policy, params=params), part.tokens_BL, temperature=temperature
     )
 
   statistics = None  # one microbatch forms its own
@@ -87,7 +95,12 @@ def update(
     )
 
   def policy_parts(params, part):
-    logprobs_BL, entropy_BL = score(params, part)
+    if shared:
+      logprobs_BL, entropy_BL, values_BL = policy.logprobs_entropy_and_values(
+        whole(policy, params=params), part.tokens_BL, temperature=temperature
+      )
+    else:
+      logprobs_BL, entropy_BL = score(params, part)
     loss = losses.policy_loss(
       algorithm,
       logprobs_BL,
@@ -102,11 +115,17 @@ def update(
       algorithm, loss, logprobs_BL, entropy_BL, part, num_turns=num_turns
     )
     heads = {'policy': loss.policy, 'bias': loss.bias, 'other': loss.other}
-    return heads, (loss, diagnostics)
+    scalars = {'actor/pg_loss': loss.policy, 'actor/kl_loss': loss.kl}
+    if shared:
+      value_loss, clipped = value_part(values_BL, part, loss.value_weights_BL)
+      # Among the rest: a correction of the policy's gradient leaves it alone.
+      heads['other'] += numbers['value_coefficient'] * value_loss
+      scalars |= {'critic/vf_loss': value_loss, 'critic/vf_clipfrac': clipped}
+    return heads, (scalars, loss.value_weights_BL, diagnostics)
 
-  def value_part(params, part, weights_BL):
+  def value_part(values_BL, part, weights_BL):
     loss = losses.value_loss(
-      value.values(params, part.tokens_BL),
+      values_BL,
       part.values_BL,
       part.returns_BL,
       part.value_mask_BL,
@@ -118,7 +137,7 @@ def update(
   wanted = gradients_lib.pull_backs(algorithm)
 
   def measure(part):
-    heads, pull, (loss, diagnostics) = jax.vjp(
+    heads, pull, (scalars, weights_BL, diagnostics) = jax.vjp(
       lambda params: policy_parts(params, part),
       state.policy.params,
       has_aux=True,
@@ -127,12 +146,16 @@ def update(
       name: pull({head: jnp.float32(head in cotangent) for head in heads})[0]
       for name, cotangent in wanted.items()
     }
-    scalars = {'actor/pg_loss': loss.policy, 'actor/kl_loss': loss.kl}
     value_gradient = None
     if value is not None:
       (value_loss, clipped), value_gradient = jax.value_and_grad(
-        value_part, has_aux=True
-      )(state.value.params, part, loss.value_weights_BL)
+        lambda params: value_part(
+          value.values(whole(value, params=params), part.tokens_BL),
+          part,
+          weights_BL,
+        ),
+        has_aux=True,
+      )(state.value.params)
       scalars['critic/vf_loss'] = value_loss
       scalars['critic/vf_clipfrac'] = clipped
     return (gradients, value_gradient, scalars), diagnostics

@@ -31,6 +31,12 @@ _REWARDS = 1.0, -0.5, 0.25
 class _Told:
   """The parameters are the answer; the temperature divides log-probs."""
 
+  head = 'vocabulary'
+
+  @property
+  def plain(self):
+    return self
+
   def logprobs_and_entropy(self, params, tokens_BL, *, temperature):
     del tokens_BL
     return params / temperature, jnp.zeros_like(params)
