@@ -73,18 +73,6 @@ def read_config(
     raise ValueError(f'{path}: lacks the key {error}') from error
 
 
-def weights_file(directory: str | pathlib.Path) -> pathlib.Path:
-  """Where the weights are.
-
-  Raises:
-    ValueError: nowhere.
-  """
-  for name in (weight_files.SINGLE, weight_files.INDEX):
-    if (pathlib.Path(directory) / name).is_file():
-      return pathlib.Path(directory) / name
-  raise ValueError(f'no {weight_files.SINGLE} in {directory}')
-
-
 def check_weights(
   directory: str | pathlib.Path, config: model_config.ModelConfig
 ) -> None:

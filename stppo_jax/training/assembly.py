@@ -3,11 +3,9 @@
 Only `training` and `commands` know configs; everything below takes numbers.
 """
 
-from collections.abc import Callable
 from collections.abc import Iterator
 import contextlib
 import dataclasses
-import functools
 import math
 import pathlib
 
@@ -33,7 +31,7 @@ from stppo_jax.sampling import remote
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from stppo_jax.sampling import tokenizer as tokenizer_lib
-from stppo_jax.training import keys
+from stppo_jax.training import weights
 
 
 class Misconfigured(Exception):
@@ -175,12 +173,7 @@ def build_model_config(
   config, tokenizer: tokenizer_lib.Tokenizer
 ) -> model_config.ModelConfig:
   """The shape: from the model's directory, or from the config."""
-  model = config.model
-  runtime = {
-    'dtype': model.dtype,
-    'remat': config.updates.remat,
-    'scan_unroll': model.scan_unroll,
-  }
+  model, runtime = config.model, weights.computed_as(config)
   if model.path:
     return load_hf.read_config(model.path, **runtime)
   shape = {
@@ -191,21 +184,6 @@ def build_model_config(
   return model_config.ModelConfig(
     vocab_size=tokenizer.vocab_size, **shape, **runtime
   )
-
-
-def initial_weights(
-  config, path: str, policy: functional.Model
-) -> Callable[[], functional.Params]:
-  """Makes a policy's weights: those of a directory, or random where path is ''.
-
-  Raises:
-    ValueError: files that do not fit the model.
-  """
-  if path:
-    weights = load_hf.read_params(path, policy.config)
-    return lambda: jax.tree.map(jax.numpy.asarray, weights)
-  key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
-  return functools.partial(policy.init, key)
 
 
 def build_mesh(config, *, local: bool = False) -> jax.sharding.Mesh:
@@ -227,10 +205,9 @@ def check(config, questions: questions_lib.Questions) -> None:
     raise ValueError(
       f'{jax.process_count()} processes: runs of several are not supported'
     )
+  weights.check(config)
   mesh = build_mesh(config)
   _check_division(config, mesh)
-  if config.model.path:
-    load_hf.weights_file(config.model.path)
   if config.model.path or mesh.shape['fsdp'] * mesh.shape['tensor'] > 1:
     shape = build_model_config(config, build_tokenizer(config, questions))
     functional.Model(shape, 'vocabulary', mesh)  # refuses what it cannot cut

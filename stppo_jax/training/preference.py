@@ -79,6 +79,7 @@ class _Run:
     self._workdir = workdir
     options = config.preference
     with assembly.misconfigured():
+      weights_lib.check(config)
       whole, digest = pairs_lib.read(file)
       self._tokenizer = assembly.build_tokenizer(
         config, assembly.build_questions(config)

@@ -1,11 +1,57 @@
-"""Where a policy's weights come from, laid out on the devices of a run."""
+"""The models' files: whether they fit the run, and their weights on devices."""
+
+import dataclasses
+from typing import Any
 
 import jax
 
 from stppo_jax.models import functional
 from stppo_jax.models import load_hf
 from stppo_jax.parallel import sharding
+from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import keys
+
+
+def computed_as(config) -> dict[str, Any]:
+  """How the models of a run are computed, whatever their shape."""
+  return {
+    'dtype': config.model.dtype,
+    'remat': config.updates.remat,
+    'scan_unroll': config.model.scan_unroll,
+  }
+
+
+def check(config) -> None:
+  """Whether the models' files are whole and fit each other.
+
+  Reads no weight and touches no device.
+
+  Raises:
+    ValueError: they do not; one line.
+  """
+  model = config.model
+  if not model.path:
+    return
+  shape = load_hf.read_config(model.path, **computed_as(config))
+  load_hf.check_weights(model.path, shape)
+  home = model.tokenizer_path or model.path
+  tokens = tokenizer_lib.Tokenizer.load(home).vocab_size
+  if tokens > shape.vocab_size:
+    raise ValueError(
+      f'{home}: the tokenizer has {tokens} tokens, the embedding in '
+      f'{model.path} only {shape.vocab_size} rows'
+    )
+  if not model.reference_path:
+    return
+  reference = load_hf.read_config(model.reference_path, **computed_as(config))
+  ours, theirs = dataclasses.asdict(shape), dataclasses.asdict(reference)
+  for name, value in ours.items():
+    if theirs[name] != value:
+      raise ValueError(
+        f'{model.reference_path}: {name}={theirs[name]}, but the policy in '
+        f'{model.path} has {value}'
+      )
+  load_hf.check_weights(model.reference_path, reference)
 
 
 def initial(
