@@ -97,9 +97,11 @@ class Model:
     """The model of merged weights, and of the base."""
     return dataclasses.replace(self, head='vocabulary', lora=None)
 
-  def hidden(self, params: Params, tokens_BL: Array) -> Array:
-    """Final hidden states [B, L, D] of whole sequences."""
-    return self._module(params)(tokens_BL)
+  def hidden(
+    self, params: Params, tokens_BL: Array, lengths_B: Array | None = None
+  ) -> Array:
+    """Final hidden states [B, L, D] of whole sequences; see `Transformer`."""
+    return self._module(params)(tokens_BL, lengths_B)
 
   def extend(self, params, tokens_BC, cache, lengths_B, counts_B):
     """See `cache.extend`."""

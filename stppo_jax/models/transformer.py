@@ -133,18 +133,21 @@ class Transformer(nnx.Module):
     if head != 'scalar' and not config.tie_embeddings:
       self.lm_head = nnx.Param(layers.INITIALIZER(rngs.params(), shape))
 
-  def __call__(self, tokens_BL: Array) -> Array:
-    """Final hidden states [B, L, D] of whole sequences, causal."""
+  def __call__(self, tokens_BL: Array, lengths_B: Array | None = None) -> Array:
+    """Final hidden states [B, L, D] of whole sequences, causal.
+
+    Args:
+      tokens_BL: right-padded.
+      lengths_B: tokens of each row without padding. Only saves work: states of
+        padding are meaningless with them, and unread without.
+    """
     L = tokens_BL.shape[1]
     positions_BL = jnp.broadcast_to(jnp.arange(L), tokens_BL.shape)
     rotation = rotary.rotation(self.config, positions_BL)
-    causal_LL = jnp.tril(jnp.ones((L, L), bool))
+    attend = attention.whole(self.config.attention, L, lengths_B, self.mesh)
     graph, stacked = nnx.split(self.layers)
 
     def layer(x_BLD, params):
-      attend = lambda q, k, v: attention.attention(
-        q, k.swapaxes(1, 2), v.swapaxes(1, 2), causal_LL[None]
-      )
       return nnx.merge(graph, params)(x_BLD, rotation, attend), None
 
     unroll = self.config.scan_unroll

@@ -16,6 +16,7 @@ from stppo_jax.data import questions as questions_lib
 from stppo_jax.data import synthetic_wiki
 from stppo_jax.envs import prompts
 from stppo_jax.envs import search
+from stppo_jax.models import attention
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models import load_hf
@@ -172,18 +173,30 @@ def build_tokenizer(
 def build_model_config(
   config, tokenizer: tokenizer_lib.Tokenizer
 ) -> model_config.ModelConfig:
-  """The shape: from the model's directory, or from the config."""
+  """The shape: from the model's directory, or from the config.
+
+  Raises:
+    ValueError: no model of ours, or a `model.attention` that does not run here.
+  """
   model, runtime = config.model, weights.computed_as(config)
   if model.path:
-    return load_hf.read_config(model.path, **runtime)
-  shape = {
-    field.name: model[field.name]
-    for field in dataclasses.fields(model_config.ModelConfig)
-    if field.name in model and field.name not in runtime
-  }
-  return model_config.ModelConfig(
-    vocab_size=tokenizer.vocab_size, **shape, **runtime
+    shape = load_hf.read_config(model.path, **runtime)
+  else:
+    sizes = {
+      field.name: model[field.name]
+      for field in dataclasses.fields(model_config.ModelConfig)
+      if field.name in model and field.name not in runtime
+    }
+    shape = model_config.ModelConfig(
+      vocab_size=tokenizer.vocab_size, **sizes, **runtime
+    )
+  attends = attention.choose(
+    model.attention,
+    dtype=shape.dtype,
+    head_dim=shape.head_dim,
+    platform=jax.default_backend(),
   )
+  return dataclasses.replace(shape, attention=attends)
 
 
 def build_mesh(config, *, local: bool = False) -> jax.sharding.Mesh:
@@ -208,7 +221,8 @@ def check(config, questions: questions_lib.Questions) -> None:
   weights.check(config)
   mesh = build_mesh(config)
   _check_division(config, mesh)
-  if config.model.path or mesh.shape['fsdp'] * mesh.shape['tensor'] > 1:
+  cut = mesh.shape['fsdp'] * mesh.shape['tensor'] > 1
+  if config.model.path or cut or config.model.attention != 'auto':
     shape = build_model_config(config, build_tokenizer(config, questions))
     functional.Model(shape, 'vocabulary', mesh)  # refuses what it cannot cut
   rollout = config.rollout
