@@ -30,10 +30,8 @@ from stppo_jax.models import weight_files
 _FREQUENCIES = re.compile(r'\.rotary_emb\.inv_freq$')
 _HEAD = 'lm_head.weight'
 _PIECE_BYTES = 2**26
-_ALIGNMENT = 64  # bytes; where the CPU backend takes an array without a copy
+_ALIGNMENT = 64  # bytes; of the arrays that the CPU backend takes as they are
 _SHOWN = 3  # mis-shaped tensors in an error
-
-_Index = tuple[slice, ...]
 
 
 class _Part(NamedTuple):
@@ -209,25 +207,28 @@ def _write_rows(array, piece, start):
 def _place_rows(
   leaf: _Leaf, sharding: jax.sharding.Sharding, start: int, stop: int
 ) -> jax.Array:
-  """Some rows of a leaf, every device's slice of them read once."""
+  """Some rows of a leaf; one slice of them is on the host at a time."""
   shape = (stop - start, *leaf.shape[1:])
-  read: dict[Any, np.ndarray] = {}
-
-  def slice_of(index: _Index) -> np.ndarray:
+  holders: dict[tuple, list[jax.Device]] = {}
+  for device, index in sharding.addressable_devices_indices_map(shape).items():
     bounds = [i.indices(size)[:2] for i, size in zip(index, shape)]
-    key = tuple(bounds)
-    if key not in read:
-      first, *others = (slice(*bound) for bound in bounds)
-      first = slice(first.start + start, first.stop + start)
-      read[key] = _read(leaf, (first, *others))
-    return read[key]
+    holders.setdefault(tuple(bounds), []).append(device)
+  arrays: list[jax.Array] = []
+  for (rows, *others), devices in holders.items():
+    first = slice(rows[0] + start, rows[1] + start)
+    values = _read(leaf, (first, *(slice(*bound) for bound in others)))
+    for device in devices:
+      place = jax.sharding.SingleDeviceSharding(
+        device, memory_kind=sharding.memory_kind
+      )
+      arrays.append(jax.device_put(values, place))
+    jax.block_until_ready(arrays)
+  return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
-  return jax.make_array_from_callback(shape, sharding, slice_of)
 
-
-def _read(leaf: _Leaf, index: _Index) -> np.ndarray:
+def _read(leaf: _Leaf, index: tuple[slice, ...]) -> np.ndarray:
   """A slice of a leaf, float32; only what it covers is read."""
-  result = _aligned(tuple(i.stop - i.start for i in index))
+  result = _empty(tuple(i.stop - i.start for i in index))
   depth = len(next(iter(leaf.parts)))
   leading, rest = index[:depth], index[depth:]
   for position in itertools.product(*(range(i.start, i.stop) for i in leading)):
@@ -239,11 +240,15 @@ def _read(leaf: _Leaf, index: _Index) -> np.ndarray:
   return result
 
 
-def _aligned(shape: tuple[int, ...]) -> np.ndarray:
-  """float32, uninitialised, at an address that devices like."""
+def _empty(shape: tuple[int, ...]) -> np.ndarray:
+  """float32, uninitialised, at an address that no backend takes as it is.
+
+  The CPU backend would: an array on foreign memory cannot be donated, so the
+  first program to consume it would copy it.
+  """
   size = 4 * math.prod(shape)
   raw = np.empty(size + _ALIGNMENT, np.uint8)
-  offset = -raw.ctypes.data % _ALIGNMENT
+  offset = -raw.ctypes.data % _ALIGNMENT + 4
   return raw[offset : offset + size].view(np.float32).reshape(shape)
 
 

@@ -9,7 +9,7 @@ is checked when it is opened, and no byte of a tensor is read for that. The
 tensors are views of the mapped file: a slice costs what it covers.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from collections.abc import Mapping
 import dataclasses
 import json
@@ -134,21 +134,22 @@ def write(
   file: BinaryIO,
   shapes: Mapping[str, tuple[int, ...]],
   dtype: str,
-  tensors: Iterator[np.ndarray],
+  chunks: Iterable[np.ndarray],
 ) -> None:
-  """Writes a file tensor by tensor; one of them is in memory at a time.
+  """Writes a file piece by piece; one of them is in memory at a time.
 
   Args:
     file: open for writing.
     shapes: name to shape of all tensors.
     dtype: of all of them, in the file; a key of `DTYPES`.
-    tensors: the values in the order of `shapes`; cast to `dtype`.
+    chunks: the values in the order of `shapes`, each a tensor or some rows of
+      one; cast to `dtype`.
 
   Raises:
-    ValueError: other tensors than `shapes` promises.
+    ValueError: more or fewer values than `shapes` promises.
   """
   header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
-  end = 0
+  end = written = 0
   for name, shape in shapes.items():
     begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
     header[name] = {
@@ -159,9 +160,9 @@ def write(
   text = json.dumps(header, separators=(',', ':')).encode()
   text += b' ' * (-len(text) % _ALIGNMENT)
   file.write(len(text).to_bytes(8, 'little') + text)
-  for (name, shape), tensor in zip(shapes.items(), tensors, strict=True):
-    if tensor.shape != shape:
-      raise ValueError(f'{name}: shape {tensor.shape}, promised {shape}')
+  for chunk in chunks:
     # Through bytes, because a file takes no array of bfloat16.
-    whole = np.ascontiguousarray(tensor, DTYPES[dtype])
-    file.write(whole.reshape(-1).view(np.uint8).data)
+    whole = np.ascontiguousarray(chunk, DTYPES[dtype])
+    written += file.write(whole.reshape(-1).view(np.uint8).data)
+  if written != end:
+    raise ValueError(f'{written} bytes of tensors were written, promised {end}')

@@ -18,7 +18,6 @@ import time
 import jax
 import jax.numpy as jnp
 
-from stppo_jax.models import export_hf
 from stppo_jax.models import functional
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import mesh as mesh_lib
@@ -187,8 +186,10 @@ class _Run:
 
   def _finish(self) -> None:
     policy = self._workdir / 'policy'
-    export_hf.export(policy, self._policy.config, self._state.params)
-    self._tokenizer.save(policy)
+    params = self._state.params
+    weights_lib.export(
+      self._config, policy, self._policy, params, self._tokenizer
+    )
     self._writer.show(
       f'done. metrics: {self._workdir / "metrics.jsonl"}\n'
       f'policy (Hugging Face format): {policy}'

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.data import demonstrations
-from stppo_jax.models import export_hf
 from stppo_jax.models import functional
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import sharding
@@ -89,8 +88,7 @@ def imitate(
     if step % _PRINT_EVERY == 0 or step == config.sft.num_steps - 1:
       seconds = time.monotonic() - start
       print(f'sft step {step} loss {loss:.4f} {seconds:.0f}s', flush=True)
-  export_hf.export(directory, shape, params)
-  tokenizer.save(directory)
+  weights_lib.export(config, directory, policy, params, tokenizer)
   return policy, params, tokenizer
 
 

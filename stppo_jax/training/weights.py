@@ -1,10 +1,13 @@
 """The models' files: whether they fit the run, and their weights on devices."""
 
 import dataclasses
+import functools
+import pathlib
 from typing import Any
 
 import jax
 
+from stppo_jax.models import export_hf
 from stppo_jax.models import functional
 from stppo_jax.models import load_hf
 from stppo_jax.parallel import sharding
@@ -69,3 +72,36 @@ def initial(
   if path:
     return load_hf.load_params(path, policy.config, layout)
   return jax.jit(policy.init, out_shardings=layout)(key)
+
+
+def export(
+  config,
+  directory: str | pathlib.Path,
+  model: functional.Model,
+  params: functional.Params,
+  tokenizer: tokenizer_lib.Tokenizer,
+  *,
+  dtype: str = 'float32',
+) -> None:
+  """Writes a policy of a run as a directory that `transformers` loads.
+
+  Files that the model came with are copied as they are. Where they have gone
+  since the run began, what the run knows of them is written anew.
+
+  Raises:
+    OSError, ValueError: see `export_hf.export`.
+  """
+  source = pathlib.Path(config.model.path)
+  home = pathlib.Path(config.model.tokenizer_path or config.model.path)
+  save = tokenizer.save
+  if home.name and (home / 'tokenizer.json').is_file():
+    save = functools.partial(export_hf.copy_tokenizer, home)
+  known = config.model.path and (source / 'config.json').is_file()
+  export_hf.export(
+    directory,
+    model.config,
+    params,
+    dtype=dtype,
+    source=source if known else '',
+    save_tokenizer=save,
+  )
