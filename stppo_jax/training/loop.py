@@ -21,7 +21,6 @@ import jax
 
 from stppo_jax.analysis import dialogues
 from stppo_jax.analysis import plots
-from stppo_jax.models import export_hf
 from stppo_jax.retrieval import protocol
 from stppo_jax.rollout import pack
 from stppo_jax.sampling import completions_client
@@ -36,6 +35,7 @@ from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import run_record
 from stppo_jax.training import timing
 from stppo_jax.training import trajectory_metrics
+from stppo_jax.training import weights
 from stppo_jax.training import writer as writer_lib
 
 
@@ -58,6 +58,7 @@ def train(config, workdir: str | pathlib.Path) -> int:
       # All that a start leaves is whole, or made anew by the next one.
       with interrupt.abandonable():
         with assembly.misconfigured():
+          weights.check(config)  # before anything is written
           run_record.settle(config.to_dict(), workdir)
         surroundings = stack.enter_context(assembly.build_surroundings(config))
         run_record.make_start(config, workdir, surroundings)
@@ -337,10 +338,10 @@ class _Run:
     curve = self._workdir / 'learning_curve.png'
     plots.learning_curve(self._workdir / 'metrics.jsonl', curve)
     policy = self._workdir / 'policy'
-    export_hf.export(
-      policy, self._learner.policy.config, self._state.policy.params
+    params = self._state.policy.params
+    weights.export(
+      self._config, policy, self._learner.policy, params, self._tokenizer
     )
-    self._tokenizer.save(policy)
     self._writer.show(
       f'done. metrics: {self._workdir / "metrics.jsonl"}\n'
       f'curve: {curve}\n'
