@@ -1,11 +1,11 @@
 """Chunks of tokens against the words of a vocabulary, on one device or many.
 
-B rows, M tokens of each, C of them in a chunk, D width, V vocabulary, W words
-of one device. Chunks are cut along M, so that rows stay whole and devices keep
-their own. On a mesh the output matrix is gathered over `fsdp` once, before the
-chunks, and its gradient, which grows in float32 as they go by, is scattered
-once, after them. In between, devices of the axis `tensor` tell each other sums
-over words, a number per token; scores stay where they are.
+B rows, M tokens of each, C of them in a chunk, N = B C tokens of a chunk on one
+device, D width, V vocabulary, W words of one device. Chunks are cut along M, so
+that devices keep their own rows. On a mesh the output matrix is gathered over
+`fsdp` once, before the chunks, and its gradient, which grows in float32 as they
+go by, is scattered once, after them. In between, devices of the axis `tensor`
+tell each other sums over words, a number per token; scores stay where they are.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,8 @@ import math
 from typing import NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec as P
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from stppo_jax.parallel import mesh as mesh_lib
 
@@ -51,41 +51,65 @@ class Words(NamedTuple):
   temperature: float
   axis: str | None
 
-  def scores(self, hidden_BCD: Array, number: int = 0) -> Array:
-    """[B, C, W] float32, with the matrix of that number."""
-    matrix_WD = self.matrices[number]
-    return logits(hidden_BCD, matrix_WD) / self.temperature
+  def scores(self, hidden_ND: Array, number: int = 0) -> Array:
+    """[N, W] float32, with the matrix of that number."""
+    return logits(hidden_ND, self.matrices[number]) / self.temperature
 
-  def are(self, tokens_BC: Array) -> Array:
-    """bool [B, C, W]: which word each token is."""
-    count = self.matrices[0].shape[0]
-    first = jax.lax.axis_index(self.axis) * count if self.axis else 0
-    words_W = first + jnp.arange(count, dtype=tokens_BC.dtype)
-    return tokens_BC[..., None] == words_W[None, None]
+  def top(self, x_NW: Array) -> Array:
+    """[N], the largest of all words."""
+    top_N = jnp.max(x_NW, axis=-1)
+    return jax.lax.pmax(top_N, self.axis) if self.axis else top_N
 
-  def max(self, x_BCW: Array) -> Array:
-    """[B, C, 1], over all words."""
-    top_BC1 = jnp.max(x_BCW, axis=-1, keepdims=True)
-    return jax.lax.pmax(top_BC1, self.axis) if self.axis else top_BC1
+  def sums(self, *parts: Array) -> tuple[Array, ...]:
+    """Of each [N, W] the sum [N] over all words."""
+    return self._total(tuple(jnp.sum(x_NW, axis=-1) for x_NW in parts))
 
-  def sum(self, *parts: Array) -> tuple[Array, ...]:
-    """Of each [B, C, W] the sum [B, C] over all words."""
-    return self._total(tuple(jnp.sum(x_BCW, axis=-1) for x_BCW in parts))
+  def chosen(self, x_NW: Array, tokens_N: Array) -> Array:
+    """[N]: x of each token's word."""
+    places_N1 = self._places(tokens_N)[:, None]
+    # A select over all words would read all scores once more.
+    found_N1 = jnp.take_along_axis(
+      x_NW, places_N1, axis=1, mode='fill', fill_value=0
+    )
+    return self._total(found_N1[:, 0])
 
   def pull(
-    self, of_scores_BCW: Array, hidden_BCD: Array
+    self,
+    of_scores_NW: Array,
+    of_chosen_N: Array,
+    hidden_ND: Array,
+    tokens_N: Array,
   ) -> tuple[Array, Array]:
-    """The gradients of hidden states, and of the words' own matrix.
+    """From the gradient of scores to those of states and of the own matrix.
+
+    Args:
+      of_scores_NW: right but at each token's word.
+      of_chosen_N: there.
+      hidden_ND, tokens_N: of the chunk.
 
     Returns:
-      [B, C, D] in the dtype of the hidden states; [W, D] float32.
+      [N, D] in the dtype of the hidden states; [W, D] float32.
     """
-    dtype = hidden_BCD.dtype
-    of_scores_BCW = (of_scores_BCW / self.temperature).astype(dtype)
-    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    of_hidden_BCD = product('bcw,wd->bcd', of_scores_BCW, self.matrices[0])
-    of_matrix_WD = product('bcw,bcd->wd', of_scores_BCW, hidden_BCD)
-    return self._total(of_hidden_BCD).astype(dtype), of_matrix_WD
+    dtype = hidden_ND.dtype
+    scaled = lambda x: (x / self.temperature).astype(dtype)
+    places_N = self._places(tokens_N)
+    of_scores_NW = (
+      scaled(of_scores_NW)
+      .at[jnp.arange(len(places_N)), places_N]
+      .set(scaled(of_chosen_N), mode='drop', unique_indices=True)
+    )
+    product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    of_hidden_ND = product(of_scores_NW, self.matrices[0])
+    of_matrix_WD = product(of_scores_NW.T, hidden_ND)
+    return self._total(of_hidden_ND).astype(dtype), of_matrix_WD
+
+  def _places(self, tokens_N: Array) -> Array:
+    """Where each token is among the words here; W: it is not."""
+    count = self.matrices[0].shape[0]
+    if self.axis:
+      tokens_N = tokens_N - jax.lax.axis_index(self.axis) * count
+    here_N = (tokens_N >= 0) & (tokens_N < count)
+    return jnp.where(here_N, tokens_N, count)
 
   def _total(self, x):
     return jax.lax.psum(x, self.axis) if self.axis else x
@@ -111,7 +135,7 @@ def forward(
 
   Args:
     options: see `Options`.
-    about: (words, chunk [B, C, ...] of each part) to arrays [B, C].
+    about: (words, chunk [N, ...] of each part) to arrays [N].
     matrices: [V, D] each.
     parts: [B, M, ...] each; the first are the hidden states.
 
@@ -131,7 +155,7 @@ def forward(
 
 def backward(
   options: Options,
-  pull: Callable[..., Array],
+  pull: Callable[..., tuple[Array, Array]],
   matrices: Sequence[Array],
   parts: Sequence[Array],
 ) -> tuple[Array, Array]:
@@ -139,7 +163,8 @@ def backward(
 
   Args:
     options: see `Options`.
-    pull: (words, chunk of each part) to the gradient of the scores [B, C, W].
+    pull: (words, chunk of each part) to gradients of hidden states and matrix,
+      as `Words.pull` gives them.
     matrices, parts: as for `forward`.
 
   Returns:
@@ -150,9 +175,8 @@ def backward(
     words = Words(matrices, options.temperature, layout.tensor)
 
     def step(sum_WD, chunk):
-      hidden_BCD = chunk[0]
-      of_hidden_BCD, of_matrix_WD = words.pull(pull(words, *chunk), hidden_BCD)
-      return sum_WD + of_matrix_WD, (of_hidden_BCD,)
+      of_hidden_ND, of_matrix_WD = pull(words, *chunk)
+      return sum_WD + of_matrix_WD, (of_hidden_ND,)
 
     zeros_WD = jnp.zeros(matrices[0].shape, jnp.float32)
     of_matrix_WD, (of_hidden_BMD,) = _over_chunks(
@@ -235,23 +259,37 @@ class _Layout(NamedTuple):
 
 
 def _over_chunks(step, carry, parts, chunk: int):
-  """Scans `step` over chunks along axis 1; no loop for a single one.
+  """Scans `step` over chunks [N, ...] of parts [B, M, ...].
 
-  The last chunk is filled up with zeros: no token.
+  No loop for a single one. The last is filled up with zeros: no token.
+
+  Returns:
+    The last carry, and what `step` gave about tokens, [B, M, ...].
   """
-  size = parts[0].shape[1]
-  count = -(-size // chunk) if chunk else 1
-  if count <= 1:
-    return step(carry, parts)
-  cut = lambda x_BM: jnp.moveaxis(
-    jnp.pad(
-      x_BM, [(0, 0), (0, count * chunk - size)] + [(0, 0)] * (x_BM.ndim - 2)
-    ).reshape(x_BM.shape[0], count, chunk, *x_BM.shape[2:]),
-    1,
-    0,
-  )
-  carry, stacked = jax.lax.scan(step, carry, tuple(cut(x) for x in parts))
-  whole = lambda x_nBC: jnp.moveaxis(x_nBC, 0, 1).reshape(
-    x_nBC.shape[1], count * chunk, *x_nBC.shape[3:]
-  )
-  return carry, tuple(whole(x)[:, :size] for x in stacked)
+  rows, size = parts[0].shape[:2]
+  count = max(-(-size // chunk), 1) if chunk else 1
+  length = chunk if count > 1 else size
+
+  def cut(x_BM):
+    """[n, N, ...]"""
+    missing = count * length - size
+    padding = [(0, 0), (0, missing)] + [(0, 0)] * (x_BM.ndim - 2)
+    x_BnC = jnp.pad(x_BM, padding).reshape(rows, count, length, *x_BM.shape[2:])
+    return jnp.moveaxis(x_BnC, 1, 0).reshape(
+      count, rows * length, *x_BM.shape[2:]
+    )
+
+  def whole(x_nN):
+    """[B, M, ...]"""
+    x_nBC = x_nN.reshape(count, rows, length, *x_nN.shape[2:])
+    x_Bm = jnp.moveaxis(x_nBC, 0, 1).reshape(
+      rows, count * length, *x_nN.shape[2:]
+    )
+    return x_Bm[:, :size]
+
+  cuts = tuple(cut(x) for x in parts)
+  if count == 1:
+    carry, found = step(carry, tuple(x[0] for x in cuts))
+    return carry, tuple(whole(x[None]) for x in found)
+  carry, stacked = jax.lax.scan(step, carry, cuts)
+  return carry, tuple(whole(x) for x in stacked)

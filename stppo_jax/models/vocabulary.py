@@ -1,6 +1,7 @@
 """What all words of the vocabulary say together about some tokens.
 
-B rows, M tokens of each, C of them in a chunk, D width, V vocabulary. The
+B rows, M tokens of each, N tokens of a chunk, D width, V vocabulary, W words of
+one device, X some of them. The
 scores of a chunk are formed, used and dropped, and formed again in the backward
 pass; what stays between the passes is a few numbers per token. With
 z = hidden . output / temperature, p = softmax(z) and H its entropy,
@@ -35,40 +36,48 @@ def logprobs_and_entropy(
 
 
 def _entropy_forward(options, hidden_BMD, output_VD, tokens_BM):
-  def about(words, hidden_BCD, tokens_BC):
-    z_BCV = words.scores(hidden_BCD)
-    top_BC1 = words.max(z_BCV)
-    z_BCV -= top_BC1
-    e_BCV = jnp.exp(z_BCV)
-    total_BC, weighted_BC, chosen_BC = words.sum(
-      e_BCV, e_BCV * z_BCV, jnp.where(words.are(tokens_BC), z_BCV, 0.0)
-    )
-    log_BC = jnp.log(total_BC)
+  def about(words, hidden_ND, tokens_N):
+    z_NW = words.scores(hidden_ND)
+    top_N = words.top(z_NW)
+    below_NW = z_NW - top_N[:, None]
+    e_NW = jnp.exp(below_NW)
+    total_N, weighted_N = words.sums(e_NW, e_NW * below_NW)
+    log_N = jnp.log(total_N)
+    normalizer_N = top_N + log_N
     return (
-      chosen_BC - log_BC,
-      log_BC - weighted_BC / total_BC,
-      top_BC1[..., 0] + log_BC,
+      words.chosen(z_NW, tokens_N) - normalizer_N,
+      log_N - weighted_N / total_N,
+      normalizer_N,
     )
 
   matrices = (output_VD,)
   logprobs_BM, entropy_BM, normalizer_BM = chunks.forward(
     options, about, matrices, (hidden_BMD, tokens_BM)
   )
-  about_tokens = tokens_BM, normalizer_BM, entropy_BM
+  about_tokens = tokens_BM, logprobs_BM, entropy_BM, normalizer_BM
   return (logprobs_BM, entropy_BM), (hidden_BMD, matrices, about_tokens)
 
 
 def _entropy_backward(options, kept, gradients):
   hidden_BMD, matrices, about_tokens = kept
 
-  def pull(words, hidden_BCD, tokens_BC, *numbers):
-    normalizer_BC1, entropy_BC1, of_logprobs_BC1, of_entropy_BC1 = (
-      x_BC[..., None] for x_BC in numbers
+  def pull(words, hidden_ND, tokens_N, logprobs_N, entropy_N, *others):
+    normalizer_N, of_logprobs_N, of_entropy_N = others
+
+    def rule(log_p_NX):
+      """Of words that are not the token."""
+      entropy_N1, of_logprobs_N1, of_entropy_N1 = (
+        x_N[:, None] for x_N in (entropy_N, of_logprobs_N, of_entropy_N)
+      )
+      of_p_NX = of_logprobs_N1 + of_entropy_N1 * (log_p_NX + entropy_N1)
+      return -jnp.exp(log_p_NX) * of_p_NX
+
+    return words.pull(
+      rule(words.scores(hidden_ND) - normalizer_N[:, None]),
+      rule(logprobs_N[:, None])[:, 0] + of_logprobs_N,
+      hidden_ND,
+      tokens_N,
     )
-    log_p_BCV = words.scores(hidden_BCD) - normalizer_BC1
-    of_p_BCV = of_logprobs_BC1 + of_entropy_BC1 * (log_p_BCV + entropy_BC1)
-    chosen_BCV = jnp.where(words.are(tokens_BC), of_logprobs_BC1, 0.0)
-    return chosen_BCV - jnp.exp(log_p_BCV) * of_p_BCV
 
   gradient_BMD, gradient_VD = chunks.backward(
     options, pull, matrices, (hidden_BMD, *about_tokens, *gradients)
@@ -100,33 +109,40 @@ def divergence(
 def _divergence_forward(
   options, hidden_BMD, output_VD, ref_hidden_BMD, ref_output_VD, tokens_BM
 ):
-  def about(words, hidden_BCD, ref_hidden_BCD, tokens_BC):
-    z_BCV = words.scores(hidden_BCD)
-    ref_z_BCV = words.scores(ref_hidden_BCD, 1)
-    tops = words.max(z_BCV), words.max(ref_z_BCV)
-    z_BCV, ref_z_BCV = z_BCV - tops[0], ref_z_BCV - tops[1]
-    e_BCV, are_BCV = jnp.exp(ref_z_BCV), words.are(tokens_BC)
-    total_BC, ref_total_BC, apart_BC, chosen_BC, ref_chosen_BC = words.sum(
-      jnp.exp(z_BCV),
-      e_BCV,
-      e_BCV * (ref_z_BCV - z_BCV),
-      jnp.where(are_BCV, z_BCV, 0.0),
-      jnp.where(are_BCV, ref_z_BCV, 0.0),
+  def about(words, hidden_ND, ref_hidden_ND, tokens_N):
+    z_NW, ref_z_NW = words.scores(hidden_ND), words.scores(ref_hidden_ND, 1)
+    top_N, ref_top_N = words.top(z_NW), words.top(ref_z_NW)
+    below_NW, ref_below_NW = (
+      z_NW - top_N[:, None],
+      ref_z_NW - ref_top_N[:, None],
     )
-    log_BC, ref_log_BC = jnp.log(total_BC), jnp.log(ref_total_BC)
+    ref_e_NW = jnp.exp(ref_below_NW)
+    total_N, ref_total_N, apart_N = words.sums(
+      jnp.exp(below_NW), ref_e_NW, ref_e_NW * (ref_below_NW - below_NW)
+    )
+    log_N, ref_log_N = jnp.log(total_N), jnp.log(ref_total_N)
+    normalizer_N, ref_normalizer_N = top_N + log_N, ref_top_N + ref_log_N
     return (
-      chosen_BC - log_BC,
-      ref_chosen_BC - ref_log_BC,
-      apart_BC / ref_total_BC + log_BC - ref_log_BC,
-      tops[0][..., 0] + log_BC,
-      tops[1][..., 0] + ref_log_BC,
+      words.chosen(z_NW, tokens_N) - normalizer_N,
+      words.chosen(ref_z_NW, tokens_N) - ref_normalizer_N,
+      apart_N / ref_total_N + log_N - ref_log_N,
+      normalizer_N,
+      ref_normalizer_N,
     )
 
   matrices = output_VD, ref_output_VD
   *found, normalizer_BM, ref_normalizer_BM = chunks.forward(
     options, about, matrices, (hidden_BMD, ref_hidden_BMD, tokens_BM)
   )
-  about_tokens = ref_hidden_BMD, tokens_BM, normalizer_BM, ref_normalizer_BM
+  logprobs_BM, ref_logprobs_BM, _ = found
+  about_tokens = (
+    ref_hidden_BMD,
+    tokens_BM,
+    logprobs_BM,
+    ref_logprobs_BM,
+    normalizer_BM,
+    ref_normalizer_BM,
+  )
   return tuple(found), (hidden_BMD, matrices, about_tokens)
 
 
@@ -134,26 +150,25 @@ def _divergence_backward(options, kept, gradients):
   hidden_BMD, matrices, about_tokens = kept
   of_logprobs_BM, _, of_divergence_BM = gradients
 
-  def pull(
-    words,
-    hidden_BCD,
-    ref_hidden_BCD,
-    tokens_BC,
-    normalizer_BC,
-    ref_normalizer_BC,
-    of_logprobs_BC,
-    of_divergence_BC,
-  ):
-    by_token = lambda x_BC: x_BC[..., None]
-    p_BCV = jnp.exp(words.scores(hidden_BCD) - by_token(normalizer_BC))
-    ref_BCV = jnp.exp(
-      words.scores(ref_hidden_BCD, 1) - by_token(ref_normalizer_BC)
-    )
-    chosen_BCV = jnp.where(words.are(tokens_BC), by_token(of_logprobs_BC), 0.0)
-    return (
-      chosen_BCV
-      + by_token(of_divergence_BC - of_logprobs_BC) * p_BCV
-      - by_token(of_divergence_BC) * ref_BCV
+  def pull(words, hidden_ND, ref_hidden_ND, tokens_N, *numbers):
+    logprobs_N, ref_logprobs_N, *numbers = numbers
+    normalizer_N, ref_normalizer_N, of_logprobs_N, of_divergence_N = numbers
+
+    def rule(log_p_NX, log_ref_NX):
+      """Of words that are not the token."""
+      return (of_divergence_N - of_logprobs_N)[:, None] * jnp.exp(
+        log_p_NX
+      ) - of_divergence_N[:, None] * jnp.exp(log_ref_NX)
+
+    of_chosen_N1 = rule(logprobs_N[:, None], ref_logprobs_N[:, None])
+    return words.pull(
+      rule(
+        words.scores(hidden_ND) - normalizer_N[:, None],
+        words.scores(ref_hidden_ND, 1) - ref_normalizer_N[:, None],
+      ),
+      of_chosen_N1[:, 0] + of_logprobs_N,
+      hidden_ND,
+      tokens_N,
     )
 
   gradient_BMD, gradient_VD = chunks.backward(
