@@ -42,6 +42,25 @@ def extend(
   Returns:
     Hidden states [B, C, D] (meaningless past counts_B) and the new cache.
   """
+  hidden_BCD, cache, _ = extend_routed(
+    module, tokens_BC, cache, lengths_B, counts_B
+  )
+  return hidden_BCD, cache
+
+
+def extend_routed(
+  module: transformer.Transformer,
+  tokens_BC: Array,
+  cache: Cache,
+  lengths_B: Array,
+  counts_B: Array,
+) -> tuple[Array, Cache, Array | None]:
+  """`extend`, and the experts that the tokens visited.
+
+  Returns:
+    Hidden states [B, C, D], the new cache, and expert_ids_BCNE of N layers and
+    E visits (meaningless past counts_B); None without experts.
+  """
   B, C = tokens_BC.shape
   size = cache[0][0].shape[2]
   positions_BC = lengths_B[:, None] + jnp.arange(C)[None]
@@ -53,7 +72,7 @@ def extend(
   rows_BC = jnp.broadcast_to(jnp.arange(B)[:, None], slots_BC.shape)
   graph, stacked = nnx.split(module.layers)
 
-  x_BCD, updated = module.embed(tokens_BC), []
+  x_BCD, updated, visited = module.embed(tokens_BC), [], []
   for index, (keys_BKSH, values_BKSH) in enumerate(cache):
 
     def attend(q, k, v, keys=keys_BKSH, values=values_BKSH):
@@ -64,5 +83,8 @@ def extend(
       return attention.attention(q, keys, values, visible_BCS)
 
     params = jax.tree.map(lambda p: p[index], stacked)
-    x_BCD = nnx.merge(graph, params)(x_BCD, rotation, attend)
-  return module.norm(x_BCD), tuple(updated)
+    x_BCD, routing = nnx.merge(graph, params)(x_BCD, rotation, attend)
+    if routing is not None:
+      visited.append(routing.expert_ids)
+  expert_ids_BCNE = jnp.stack(visited, axis=2) if visited else None
+  return module.norm(x_BCD), tuple(updated), expert_ids_BCNE

@@ -16,6 +16,7 @@ from stppo_jax.models import config as model_config
 from stppo_jax.models import heads
 from stppo_jax.models import layers
 from stppo_jax.models import lora as lora_lib
+from stppo_jax.models import moe
 from stppo_jax.models import transformer
 from stppo_jax.parallel import division
 
@@ -26,6 +27,10 @@ Params = Mapping[str, Any]
 _CUT = {
   'fsdp': ('hidden_size',),
   'tensor': ('num_heads', 'intermediate_size', 'vocab_size'),
+}
+_CUT_OF_EXPERTS = {
+  'fsdp': ('hidden_size',),
+  'tensor': ('num_heads', 'moe_intermediate_size', 'vocab_size'),
 }
 
 
@@ -53,9 +58,10 @@ class Model:
   def __post_init__(self):
     if self.mesh is not None:
       sizes = dataclasses.asdict(self.config)
+      cut = _CUT_OF_EXPERTS if self.config.num_experts else _CUT
       division.check(
         self.mesh,
-        {axis: {n: sizes[n] for n in names} for axis, names in _CUT.items()},
+        {axis: {n: sizes[n] for n in names} for axis, names in cut.items()},
         num_kv_heads=sizes['num_kv_heads'],
       )
 
@@ -102,6 +108,23 @@ class Model:
   ) -> Array:
     """Final hidden states [B, L, D] of whole sequences; see `Transformer`."""
     return self._module(params)(tokens_BL, lengths_B)
+
+  def routed(
+    self,
+    params: Params,
+    tokens_BL: Array,
+    lengths_B: Array | None = None,
+    expert_ids_BLNE: Array | None = None,
+  ) -> tuple[Array, moe.Routing | None]:
+    """Those and the experts that were visited; see `Transformer.routed`."""
+    module = self._module(params)
+    return module.routed(tokens_BL, lengths_B, expert_ids_BLNE)
+
+  def extend_routed(self, params, tokens_BC, cache, lengths_B, counts_B):
+    """See `cache.extend_routed`."""
+    return cache_lib.extend_routed(
+      self._module(params), tokens_BC, cache, lengths_B, counts_B
+    )
 
   def extend(self, params, tokens_BC, cache, lengths_B, counts_B):
     """See `cache.extend`."""

@@ -31,25 +31,29 @@ Array = jax.Array
 class Routing:
   """Where the tokens went, and what the load-balance loss is made of.
 
-  Of one layer; with a leading layer axis, of several.
+  Of one layer, or of a whole model: then N layers have an axis in the ids, and
+  the sums are over them too.
 
   Attributes:
-    expert_ids_BLE: int32, the experts that each token visited.
+    expert_ids: int32, the experts that each token visited, [B, L, E] or
+      [B, L, N, E].
     visits_BX: float32, the row's visits of each expert, a sum over the tokens
       that count; no gradient.
     probs_BX: float32, the sum of p over the same tokens; differentiable.
   """
 
-  expert_ids_BLE: Array
+  expert_ids: Array
   visits_BX: Array
   probs_BX: Array
 
 
-class Experts(nnx.Module):
-  """One matrix of every expert, stacked: kernel [X, in, out]."""
+class Kernel(nnx.Module):
+  """The router [D, X], or a matrix of every expert, stacked: [X, in, out].
 
-  def __init__(self, count: int, din: int, dout: int, *, rngs: nnx.Rngs):
-    shape = (count, din, dout)
+  No `layers.Linear`: adapters have no part in it.
+  """
+
+  def __init__(self, *shape: int, rngs: nnx.Rngs):
     self.kernel = nnx.Param(layers.INITIALIZER(rngs.params(), shape))
 
 
@@ -74,11 +78,11 @@ class MixtureOfExperts(nnx.Module):
     self.config = c
     self.mesh = mesh
     self.implementation = implementation(c.moe)
-    sizes = (c.num_experts, c.hidden_size, c.moe_intermediate_size)
-    self.router = layers.Linear(*sizes[1::-1], use_bias=False, rngs=rngs)
-    self.gate_proj = Experts(*sizes, rngs=rngs)
-    self.up_proj = Experts(*sizes, rngs=rngs)
-    self.down_proj = Experts(sizes[0], *sizes[:0:-1], rngs=rngs)
+    X, D, F = c.num_experts, c.hidden_size, c.moe_intermediate_size
+    self.router = Kernel(D, X, rngs=rngs)
+    self.gate_proj = Kernel(X, D, F, rngs=rngs)
+    self.up_proj = Kernel(X, D, F, rngs=rngs)
+    self.down_proj = Kernel(X, F, D, rngs=rngs)
 
   def __call__(
     self,

@@ -1,6 +1,7 @@
 """The decoder: one definition for policy and value.
 
-B rows, L tokens, D width, Q query heads, K key/value heads, H head size.
+B rows, L tokens, N layers, D width, Q query heads, K key/value heads, H head
+size, X experts, E of them that a token visits.
 
 Sequences are right-padded. Under a causal mask a token never sees what follows
 it, so padding needs no mask: it changes only itself.
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from stppo_jax.models import attention
 from stppo_jax.models import config as model_config
 from stppo_jax.models import layers
+from stppo_jax.models import moe
 from stppo_jax.models import remat
 from stppo_jax.models import rotary
 from stppo_jax.parallel import activations
@@ -25,7 +27,10 @@ HEADS = ('vocabulary', 'scalar', 'both')
 
 
 class Block(nnx.Module):
-  """Attention and gated MLP, each with a norm before and a residual around."""
+  """Attention and gated MLP, each with a norm before and a residual around.
+
+  Where the config has experts, a mixture of them is in the MLP's place.
+  """
 
   def __init__(
     self,
@@ -54,6 +59,9 @@ class Block(nnx.Module):
       self.q_norm = layers.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
       self.k_norm = layers.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
     self.mlp_norm = layers.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+    if c.num_experts:
+      self.moe = moe.MixtureOfExperts(c, mesh, rngs=rngs)
+      return
     self.gate_proj = layers.Linear(c.hidden_size, c.intermediate_size, **plain)
     self.up_proj = layers.Linear(c.hidden_size, c.intermediate_size, **plain)
     self.down_proj = layers.Linear(c.intermediate_size, c.hidden_size, **plain)
@@ -63,8 +71,17 @@ class Block(nnx.Module):
     x_BLD: Array,
     rotation: tuple[Array, Array],
     attend: Callable[[Array, Array, Array], Array],
-  ) -> Array:
-    """One layer; `attend(q_BLQH, k_BLKH, v_BLKH)` mixes values: BLQH."""
+    expert_ids_BLE: Array | None = None,
+    mask_BL: Array | None = None,
+  ) -> tuple[Array, moe.Routing | None]:
+    """One layer, and its routing; None without experts.
+
+    Args:
+      x_BLD: the residual stream.
+      rotation: see `rotary.rotation`.
+      attend: (q_BLQH, k_BLKH, v_BLKH) to mixed values BLQH.
+      expert_ids_BLE, mask_BL: see `moe.MixtureOfExperts`.
+    """
     B, L, _ = x_BLD.shape
     H = self.config.head_dim
 
@@ -81,7 +98,12 @@ class Block(nnx.Module):
     v_BLKH = heads(self.v_proj(y_BLD))
     mixed_BLQH = attend(q_BLQH, k_BLKH, v_BLKH)
     x_BLD = self._residual(x_BLD + self.o_proj(mixed_BLQH.reshape(B, L, -1)))
-    return self._residual(x_BLD + self._mlp(self.mlp_norm(x_BLD)))
+    y_BLD, routing = self.mlp_norm(x_BLD), None
+    if self.config.num_experts:
+      y_BLD, routing = self.moe(y_BLD, expert_ids_BLE, mask_BL)
+    else:
+      y_BLD = self._mlp(y_BLD)
+    return self._residual(x_BLD + y_BLD), routing
 
   def _mlp(self, x_BLD: Array) -> Array:
     """down(silu(gate) * up)."""
@@ -141,23 +163,58 @@ class Transformer(nnx.Module):
       lengths_B: tokens of each row without padding. Only saves work: states of
         padding are meaningless with them, and unread without.
     """
+    return self.routed(tokens_BL, lengths_B)[0]
+
+  def routed(
+    self,
+    tokens_BL: Array,
+    lengths_B: Array | None = None,
+    expert_ids_BLNE: Array | None = None,
+  ) -> tuple[Array, moe.Routing | None]:
+    """Hidden states, and the routing of a mixture of experts.
+
+    Args:
+      tokens_BL, lengths_B: as above; the sums of the routing are over tokens
+        that are no padding.
+      expert_ids_BLNE: experts to visit in each layer, see
+        `moe.MixtureOfExperts`; None leaves them to the routers.
+
+    Returns:
+      Hidden states [B, L, D]; expert_ids_BLNE, and visits and probabilities
+      [B, X] summed over the layers. None without experts.
+    """
     L = tokens_BL.shape[1]
     positions_BL = jnp.broadcast_to(jnp.arange(L), tokens_BL.shape)
     rotation = rotary.rotation(self.config, positions_BL)
     attend = attention.whole(self.config.attention, L, lengths_B, self.mesh)
     graph, stacked = nnx.split(self.layers)
 
-    def layer(x_BLD, params):
-      return nnx.merge(graph, params)(x_BLD, rotation, attend), None
+    mask_BL = None
+    if lengths_B is not None:
+      mask_BL = positions_BL < lengths_B[:, None]
+    given_NBLE = None
+    if expert_ids_BLNE is not None:
+      given_NBLE = jnp.moveaxis(expert_ids_BLNE, 2, 0)
+
+    def layer(x_BLD, of_layer):
+      params, given_BLE = of_layer
+      block = nnx.merge(graph, params)
+      return block(x_BLD, rotation, attend, given_BLE, mask_BL)
 
     unroll = self.config.scan_unroll
-    x_BLD, _ = jax.lax.scan(
+    x_BLD, routing = jax.lax.scan(
       remat.recomputed(layer, self.config.remat, unrolled=unroll > 1),
       self.embed(tokens_BL),
-      stacked,
+      (stacked, given_NBLE),
       unroll=unroll,
     )
-    return self.norm(x_BLD)
+    if routing is not None:
+      routing = moe.Routing(
+        jnp.moveaxis(routing.expert_ids, 0, 2),
+        jnp.sum(routing.visits_BX, axis=0),
+        jnp.sum(routing.probs_BX, axis=0),
+      )
+    return self.norm(x_BLD), routing
 
   def embed(self, tokens_BL: Array) -> Array:
     """[B, L, D] of the first layer."""

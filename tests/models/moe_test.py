@@ -15,16 +15,10 @@ from stppo_jax.models import moe
 from stppo_jax.parallel import mesh as mesh_lib
 from tests.models import tiny
 
+SHAPE = tiny.model(**tiny.MIXTURE).config
 B, L, D, X, E, F = 4, 5, 16, 6, 2, 8
 TOKENS = np.random.default_rng(1).standard_normal((B, L, D), np.float32)
 MASK = np.arange(L)[None] < np.array([5, 3, 1, 0])[:, None]
-SHAPE = dataclasses.replace(
-  tiny.model(qkv_bias=False).config,
-  qk_norm=True,
-  num_experts=X,
-  num_experts_per_tok=E,
-  moe_intermediate_size=F,
-)
 
 
 def _parts(mesh=None, seed=0, **changes):
@@ -74,7 +68,7 @@ def test_every_token_visits_its_experts(name, normed):
   apply, weights = _parts(moe=name, norm_topk_prob=normed)
   y, routing = jax.jit(apply)(weights, TOKENS)
   wanted, ids = _twin(weights, TOKENS, normed=normed)
-  np.testing.assert_array_equal(routing.expert_ids_BLE, ids)
+  np.testing.assert_array_equal(routing.expert_ids, ids)
   np.testing.assert_allclose(y, wanted, atol=1e-5)
   assert np.abs(wanted).max() > 0.5
 
@@ -127,7 +121,7 @@ def test_given_experts_are_visited_by_the_weights_of_the_router(name):
   chosen[..., 1] = chosen[..., 0] + 1
   apply, weights = _parts(moe=name)
   y, routing = jax.jit(apply)(weights, TOKENS, jnp.asarray(chosen))
-  np.testing.assert_array_equal(routing.expert_ids_BLE, chosen)
+  np.testing.assert_array_equal(routing.expert_ids, chosen)
   np.testing.assert_allclose(
     y, _twin(weights, TOKENS, chosen=chosen)[0], atol=1e-5
   )
@@ -144,8 +138,8 @@ def test_a_negative_id_leaves_its_token_to_the_router():
   given = (own + 1) % X
   given[0] = -1
   _, routing = jax.jit(apply)(weights, TOKENS, jnp.asarray(given))
-  np.testing.assert_array_equal(routing.expert_ids_BLE[0], own[0])
-  np.testing.assert_array_equal(routing.expert_ids_BLE[1:], given[1:])
+  np.testing.assert_array_equal(routing.expert_ids[0], own[0])
+  np.testing.assert_array_equal(routing.expert_ids[1:], given[1:])
 
 
 def _sums(seed, mask):
@@ -222,7 +216,7 @@ def test_the_block_of_transformers_agrees(name, normed):
   y, routing = jax.jit(apply)(weights, TOKENS, None, mask)
   np.testing.assert_allclose(y, wanted, atol=1e-5)
   np.testing.assert_array_equal(
-    routing.expert_ids_BLE, ids.numpy().reshape(B, L, E)
+    routing.expert_ids, ids.numpy().reshape(B, L, E)
   )
   found = moe.load_balance(
     jnp.sum(routing.visits_BX, axis=0),
