@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 import functools
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ import optax
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.models import functional
+from stppo_jax.models import precision
+from stppo_jax.parallel import sharding
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
@@ -30,6 +33,22 @@ Array = jax.Array
 Tree = Any
 
 
+class Gradients(NamedTuple):
+  """Of one minibatch; float32, laid out as the parameters.
+
+  Attributes:
+    policy: of the policy's loss, corrected.
+    value: of the value loss; None without a value model.
+    metrics: scalars, the losses among them.
+    diagnostics: mergeable, of the ratios.
+  """
+
+  policy: functional.Params
+  value: functional.Params | None
+  metrics: dict[str, Array]
+  diagnostics: diagnostics_lib.Diagnostics
+
+
 def update(
   state: state_lib.TrainState,
   batch: batch_lib.TokenBatch,
@@ -37,13 +56,9 @@ def update(
   numbers: Mapping[str, Any],
   frozen: functional.Params | None = None,
   *,
-  policy: functional.Model,
-  value: functional.Model | None,
   policy_optimizer: optax.GradientTransformation,
   value_optimizer: optax.GradientTransformation,
-  temperature: float,
-  num_turns: int,
-  num_microbatches: int,
+  **static,
 ) -> tuple[state_lib.TrainState, dict[str, Array], diagnostics_lib.Diagnostics]:
   """Updates both models on one annotated minibatch.
 
@@ -60,16 +75,68 @@ def update(
       the policy's, where one backbone learns from both); runtime values.
     frozen: the base under adapters, which no gradient is of; None: everything
       is trained.
-    policy, value: models; the value model is None where the row has none, and
-      where the policy has the value head.
     policy_optimizer, value_optimizer: from `optimizer.build_optimizer`.
-    temperature: of sampling.
-    num_turns: static, the most turns of a row.
-    num_microbatches: static; divides the rows.
+    **static: see `gradients`.
 
   Returns:
     The new state, scalar metrics, and mergeable diagnostics of the ratios.
   """
+  found = gradients(state, batch, algorithm, numbers, frozen, **static)
+  metrics = dict(found.metrics)
+  new_policy, policy_report = _apply(
+    policy_optimizer, state.policy, found.policy, numbers['policy']
+  )
+  finite = jnp.isfinite(policy_report['grad_norm'])
+  metrics |= {f'actor/{name}': x for name, x in policy_report.items()}
+  new_value = None
+  if found.value is not None:
+    new_value, value_report = _apply(
+      value_optimizer, state.value, found.value, numbers['value']
+    )
+    finite &= jnp.isfinite(value_report['grad_norm'])
+    metrics |= {f'critic/{name}': x for name, x in value_report.items()}
+  new_state = state_lib.TrainState(
+    _chosen(finite & numbers['policy_learns'], new_policy, state.policy),
+    _chosen(finite, new_value, state.value),
+  )
+  metrics['update/skipped'] = 1.0 - finite.astype(jnp.float32)
+  return new_state, metrics, found.diagnostics
+
+
+def gradients(
+  state: state_lib.TrainState,
+  batch: batch_lib.TokenBatch,
+  algorithm: algorithm_lib.Algorithm,
+  numbers: Mapping[str, Any],
+  frozen: functional.Params | None = None,
+  *,
+  policy: functional.Model,
+  value: functional.Model | None,
+  temperature: float,
+  num_turns: int,
+  num_microbatches: int,
+) -> Gradients:
+  """What an update follows, before norms are clipped.
+
+  Weights are cast to the dtype of the activations once, and gradients are
+  summed over microbatches in float32.
+
+  Args:
+    state, batch, algorithm, numbers, frozen: see `update`.
+    policy, value: models; the value model is None where the row has none, and
+      where the policy has the value head.
+    temperature: of sampling.
+    num_turns: static, the most turns of a row.
+    num_microbatches: static; divides the rows.
+  """
+  policy_params, value_params, frozen = (
+    precision.computed(params, policy.config.dtype)
+    for params in (
+      state.policy.params,
+      None if value is None else state.value.params,
+      frozen,
+    )
+  )
   count = aggregation.aggregate_count(
     batch, num_turns=num_turns, **algorithm.aggregate.arguments()
   )
@@ -87,7 +154,7 @@ def update(
   statistics = None  # one microbatch forms its own
   if num_microbatches > 1:
     statistics = _statistics(
-      functools.partial(score, state.policy.params),
+      functools.partial(score, policy_params),
       batch,
       microbatches,
       algorithm,
@@ -138,11 +205,9 @@ def update(
 
   def measure(part):
     heads, pull, (scalars, weights_BL, diagnostics) = jax.vjp(
-      lambda params: policy_parts(params, part),
-      state.policy.params,
-      has_aux=True,
+      lambda params: policy_parts(params, part), policy_params, has_aux=True
     )
-    gradients = {
+    parts = {
       name: pull({head: jnp.float32(head in cotangent) for head in heads})[0]
       for name, cotangent in wanted.items()
     }
@@ -155,35 +220,27 @@ def update(
           weights_BL,
         ),
         has_aux=True,
-      )(state.value.params)
+      )(value_params)
       scalars['critic/vf_loss'] = value_loss
       scalars['critic/vf_clipfrac'] = clipped
-    return (gradients, value_gradient, scalars), diagnostics
+    parts, value_gradient = jax.tree.map(
+      lambda g: g.astype(jnp.float32), (parts, value_gradient)
+    )
+    # Here, or every device would sum whole gradients of every microbatch.
+    parts, value_gradient = sharding.laid_out(
+      (parts, value_gradient), policy.mesh
+    )
+    return (parts, value_gradient, scalars), diagnostics
 
   sums, stacked = _sum_over(measure, microbatches, num_microbatches)
-  gradients, value_gradient, metrics = sums
-  policy_gradient, correction_metrics = gradients_lib.combine(
-    algorithm, gradients
+  parts, value_gradient, metrics = sums
+  policy_gradient, corrected = gradients_lib.combine(algorithm, parts)
+  return Gradients(
+    policy_gradient,
+    value_gradient,
+    metrics | corrected,
+    diagnostics_lib.merge_stacked(stacked),
   )
-  new_policy, policy_report = _apply(
-    policy_optimizer, state.policy, policy_gradient, numbers['policy']
-  )
-  finite = jnp.isfinite(policy_report['grad_norm'])
-  metrics |= {f'actor/{name}': x for name, x in policy_report.items()}
-  new_value = None
-  if value is not None:
-    new_value, value_report = _apply(
-      value_optimizer, state.value, value_gradient, numbers['value']
-    )
-    finite &= jnp.isfinite(value_report['grad_norm'])
-    metrics |= {f'critic/{name}': x for name, x in value_report.items()}
-  new_state = state_lib.TrainState(
-    _chosen(finite & numbers['policy_learns'], new_policy, state.policy),
-    _chosen(finite, new_value, state.value),
-  )
-  metrics |= correction_metrics
-  metrics['update/skipped'] = 1.0 - finite.astype(jnp.float32)
-  return new_state, metrics, diagnostics_lib.merge_stacked(stacked)
 
 
 def _apply(optimizer, model, gradient, numbers):
