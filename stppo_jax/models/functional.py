@@ -48,12 +48,15 @@ class Model:
       One that does not divide the model is a ValueError, see `division`.
     lora: of adapters, which parameters may then have. Those without are still
       welcome: they are the base alone.
+    chunk: tokens of a row whose scores over the vocabulary are held at once;
+      0 = all.
   """
 
   config: model_config.ModelConfig
   head: str
   mesh: jax.sharding.Mesh | None = None
   lora: lora_lib.Lora | None = None
+  chunk: int = 0
 
   def __post_init__(self):
     if self.mesh is not None:
@@ -136,14 +139,24 @@ class Model:
     return params['embedding' if self.config.tie_embeddings else 'lm_head']
 
   def logprobs_and_entropy(
-    self, params: Params, tokens_BL: Array, *, temperature: float
+    self,
+    params: Params,
+    tokens_BL: Array,
+    positions_BM: Array | None = None,
+    *,
+    temperature: float,
   ) -> tuple[Array, Array]:
-    """logprobs_BL and entropy_BL of a policy on whole sequences."""
-    return heads.token_logprobs_and_entropy(
+    """logprobs_BL and entropy_BL of a policy on whole sequences.
+
+    At the positions only; None: everywhere. See
+    `heads.token_logprobs_and_entropy`.
+    """
+    return self._about_tokens(
+      params,
       self.hidden(params, tokens_BL),
-      self.output_VD(params),
       tokens_BL,
-      temperature=temperature,
+      positions_BM,
+      temperature,
     )
 
   def divergence(
@@ -164,6 +177,7 @@ class Model:
       tokens_BL,
       temperature=temperature,
       chunk=chunk,
+      mesh=self.mesh,
     )
 
   def values(self, params: Params, tokens_BL: Array) -> Array:
@@ -173,18 +187,36 @@ class Model:
     )
 
   def logprobs_entropy_and_values(
-    self, params: Params, tokens_BL: Array, *, temperature: float
+    self,
+    params: Params,
+    tokens_BL: Array,
+    positions_BM: Array | None = None,
+    *,
+    temperature: float,
   ) -> tuple[Array, Array, Array]:
-    """All that a model with both heads says, of one pass."""
+    """All that a model with both heads says, of one pass.
+
+    Values everywhere, the rest at the positions.
+    """
     hidden_BLD = self.hidden(params, tokens_BL)
-    logprobs_BL, entropy_BL = heads.token_logprobs_and_entropy(
-      hidden_BLD,
-      self.output_VD(params),
-      tokens_BL,
-      temperature=temperature,
+    logprobs_BL, entropy_BL = self._about_tokens(
+      params, hidden_BLD, tokens_BL, positions_BM, temperature
     )
     values_BL = heads.token_values(hidden_BLD, params['scalar_head'])
     return logprobs_BL, entropy_BL, values_BL
+
+  def _about_tokens(
+    self, params, hidden_BLD, tokens_BL, positions_BM, temperature
+  ):
+    return heads.token_logprobs_and_entropy(
+      hidden_BLD,
+      self.output_VD(params),
+      tokens_BL,
+      positions_BM,
+      temperature=temperature,
+      chunk=self.chunk,
+      mesh=self.mesh,
+    )
 
   def _module(self, params: Params) -> transformer.Transformer:
     adapters = {}
