@@ -1,6 +1,6 @@
 """The only door from trajectories to arrays.
 
-B trajectories, L tokens.
+B trajectories, L tokens, M of which carry loss at most.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from stppo_jax import types
 
 # The tokens of a turn to the number of each one's sentence: 1, 2, ...
 Sentences = Callable[[np.ndarray], np.ndarray]
+_LOSS_BUCKETS = 4  # of a length: each other M is another program
 
 
 def pack(
@@ -51,10 +52,26 @@ def pack(
     for name, value in row.items():
       arrays[name][n, : len(value)] = value
   return batch_lib.TokenBatch(
+    loss_positions_BM=loss_positions(arrays['loss_mask']),
     lengths_B=np.array([len(row['tokens']) for row in rows], np.int32),
     group_ids_B=np.array(group_ids, np.int32),
     **{f'{name}_BL': array for name, array in arrays.items()},
   )
+
+
+def loss_positions(loss_mask_BL: np.ndarray) -> np.ndarray:
+  """int32 [B, M]: where each row's mask is true, in order, then L.
+
+  M is the least of a quarter, half, three quarters and all of L that suffices.
+  """
+  length = loss_mask_BL.shape[1]
+  counts_B = loss_mask_BL.sum(axis=1)
+  bucket = -(-length // _LOSS_BUCKETS)
+  size = min(max(-(-counts_B.max() // bucket), 1) * bucket, length)
+  # Stable: true ones first, each kind in order.
+  order_BL = np.argsort(~loss_mask_BL, axis=1, kind='stable')
+  real_BM = np.arange(size) < counts_B[:, None]
+  return np.where(real_BM, order_BL[:, :size], length).astype(np.int32)
 
 
 def _row(
