@@ -1,6 +1,6 @@
-"""Writing a policy as a Hugging Face directory, piece by piece.
+"""Writing a policy as a Hugging Face directory, block by block.
 
-The host holds one piece of one leaf at a time beside what is on the devices.
+The host holds one block of one leaf at a time beside what is on the devices.
 The directory stands under its name only when it is whole.
 """
 
@@ -41,7 +41,7 @@ TOKENIZER_FILES = (
 _GENERATION = 'generation_config.json'
 _OURS = ('config.json', _GENERATION, 'model*.safetensors', weight_files.INDEX)
 _MAX_SHARD_BYTES = 5 * 10**9
-_PIECE_BYTES = 2**26
+_BLOCK_BYTES = 2**24
 
 _Leaf = np.ndarray | jax.Array
 
@@ -110,7 +110,7 @@ def _config(
 
 
 def _write_weights(folder, config, params, dtype, max_shard_bytes) -> None:
-  # Leaf by leaf, so that pieces of leaves are pieces of files.
+  # Leaf by leaf, so that a block of a leaf is a piece of a file.
   entries = sorted(name_map.entries(config), key=lambda e: (e.path, e.index))
   shapes = {e.hf_name: _shape(e, _leaf(params, e.path)) for e in entries}
   width = safetensors_file.DTYPES[dtype].itemsize
@@ -142,46 +142,52 @@ def _chunks(
   params: functional.Params, entries: Sequence[name_map.Entry]
 ) -> Iterator[np.ndarray]:
   """The values of tensors, in their order."""
-  for path, group in itertools.groupby(entries, key=lambda e: e.path):
+  row = lambda entry: (entry.path, entry.index[:-1])
+  for (path, outer), group in itertools.groupby(entries, key=row):
     leaf, tensors = _leaf(params, path), list(group)
-    step = max(1, _PIECE_BYTES // (4 * math.prod(leaf.shape[1:])))
+    axis = len(outer)
+    step = max(1, _BLOCK_BYTES // (4 * math.prod(leaf.shape[axis + 1 :])))
     if not tensors[0].index:
       (entry,) = tensors
       # Rows of a transposed tensor are columns here.
       step = len(leaf) if entry.transposed else step
       for start in range(0, len(leaf), step):
-        rows = _rows(leaf, start, min(start + step, len(leaf)))
+        rows = _block(leaf, [slice(start, min(start + step, len(leaf)))])
         yield rows.T if entry.transposed else rows
       continue
-    start = stop = 0
-    for entry in tensors:
-      if entry.index[0] >= stop:
-        start = entry.index[0]
-        stop = min(start + step, tensors[-1].index[0] + 1)
-        rows = _rows(leaf, start, stop)
-      tensor = rows[(entry.index[0] - start, *entry.index[1:])]
-      yield tensor.T if entry.transposed else tensor
+    for run in (tensors[n : n + step] for n in range(0, len(tensors), step)):
+      first, last = run[0].index[-1], run[-1].index[-1]
+      here = [*(slice(n, n + 1) for n in outer), slice(first, last + 1)]
+      block = _block(leaf, here)[(0,) * axis]
+      for entry in run:
+        tensor = block[entry.index[-1] - first]
+        yield tensor.T if entry.transposed else tensor
 
 
-def _rows(leaf: _Leaf, start: int, stop: int) -> np.ndarray:
-  """Rows of a leaf, from the devices that hold them."""
+def _block(leaf: _Leaf, index: Sequence[slice]) -> np.ndarray:
+  """A slice of a leaf along its first axes, from the devices that hold it."""
   if isinstance(leaf, np.ndarray):
-    return leaf[start:stop]
+    return leaf[tuple(index)]
   if not leaf.is_fully_addressable:
     raise ValueError('other hosts hold parts of the weights')
-  result = np.empty((stop - start, *leaf.shape[1:]), leaf.dtype)
+  wanted = [(i.start, i.stop) for i in index]
+  wanted += [(0, size) for size in leaf.shape[len(index) :]]
+  result = np.empty([stop - start for start, stop in wanted], leaf.dtype)
   for shard in leaf.addressable_shards:
     if shard.replica_id:
       continue
-    begin, end, _ = shard.index[0].indices(len(leaf))
-    first, last = max(start, begin), min(stop, end)
-    if first >= last:
+    held = [i.indices(n)[:2] for i, n in zip(shard.index, leaf.shape)]
+    both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, held)]
+    if any(start >= stop for start, stop in both):
       continue
     data = shard.data
-    if (first, last) != (begin, end):
+    if both != held:
       # Cut on the device: the host keeps a copy of all that it is shown.
-      data = jax.lax.dynamic_slice_in_dim(data, first - begin, last - first)
-    result[(slice(first - start, last - start), *shard.index[1:])] = data
+      starts = [start - begin for (start, _), (begin, _) in zip(both, held)]
+      sizes = [stop - start for start, stop in both]
+      data = jax.lax.dynamic_slice(data, starts, sizes)
+    place = (slice(a - c, b - c) for (a, b), (c, _) in zip(both, wanted))
+    result[tuple(place)] = data
   return result
 
 

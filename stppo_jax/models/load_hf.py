@@ -3,9 +3,10 @@
 What can be wrong is found out from the headers of the files, before any
 weight is read: every tensor there has its place here, and every leaf here its
 tensors. Weights become float32 whatever they are stored as, slice by slice:
-the host holds one piece of a leaf at a time beside what is on its devices.
+the host holds one block of a leaf at a time beside what is on its devices.
 """
 
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import itertools
@@ -29,9 +30,11 @@ from stppo_jax.models import weight_files
 # follow from the config, and the head of a model whose head is its embedding.
 _FREQUENCIES = re.compile(r'\.rotary_emb\.inv_freq$')
 _HEAD = 'lm_head.weight'
-_PIECE_BYTES = 2**26
+_BLOCK_BYTES = 2**24
 _ALIGNMENT = 64  # bytes; of the arrays that the CPU backend takes as they are
 _SHOWN = 3  # mis-shaped tensors in an error
+
+_Index = tuple[slice, ...]
 
 
 class _Part(NamedTuple):
@@ -185,38 +188,65 @@ def _problems(part: _Part, leaf_shape: Sequence[int]) -> list[str]:
 
 
 def _place(leaf: _Leaf, sharding: jax.sharding.Sharding) -> jax.Array:
-  """A leaf on its devices, in pieces along an axis that is not cut."""
-  rows, *rest = leaf.shape
-  step = max(1, _PIECE_BYTES // (4 * math.prod(rest)))
-  if step >= rows or sharding.shard_shape(leaf.shape)[0] != rows:
-    return jax.block_until_ready(_place_rows(leaf, sharding, 0, rows))
+  """A leaf on its devices, in blocks along axes that are not cut."""
+  local = sharding.shard_shape(leaf.shape)
+  whole = [here == size for here, size in zip(local, leaf.shape)] + [False]
+  blocks = list(_blocks(leaf.shape, whole.index(False)))
+  if len(blocks) == 1:
+    return _place_block(leaf, sharding, blocks[0])
   zeros = jax.jit(lambda: jnp.zeros(leaf.shape), out_shardings=sharding)
-  write = jax.jit(_write_rows, donate_argnums=0, out_shardings=sharding)
+  write = jax.jit(_write_block, donate_argnums=0, out_shardings=sharding)
   array = zeros()
-  for start in range(0, rows, step):
-    piece = _place_rows(leaf, sharding, start, min(rows, start + step))
-    # Waited for: pieces under way would be held by the host.
-    array = jax.block_until_ready(write(array, piece, start))
+  for block in blocks:
+    values = _place_block(leaf, sharding, block)
+    # Waited for: blocks under way would be held by the host.
+    array = jax.block_until_ready(
+      write(array, values, [i.start for i in block])
+    )
   return array
 
 
-def _write_rows(array, piece, start):
-  return jax.lax.dynamic_update_slice_in_dim(array, piece, start, 0)
+def _blocks(shape: tuple[int, ...], uncut: int) -> Iterator[_Index]:
+  """Cuts a leaf along its first `uncut` axes into blocks of _BLOCK_BYTES."""
+  rows = [4 * math.prod(shape[axis + 1 :]) for axis in range(uncut)]
+  # The first axis of which a step is small enough, or the last there is.
+  small = (axis for axis, size in enumerate(rows) if size <= _BLOCK_BYTES)
+  axis = next(small, uncut - 1)
+  if axis < 0:
+    yield tuple(slice(0, size) for size in shape)
+    return
+  step = max(1, _BLOCK_BYTES // rows[axis])
+  for outer in itertools.product(*map(range, shape[:axis])):
+    for start in range(0, shape[axis], step):
+      yield (
+        *(slice(n, n + 1) for n in outer),
+        slice(start, min(start + step, shape[axis])),
+        *(slice(0, size) for size in shape[axis + 1 :]),
+      )
 
 
-def _place_rows(
-  leaf: _Leaf, sharding: jax.sharding.Sharding, start: int, stop: int
+def _write_block(array, values, starts):
+  return jax.lax.dynamic_update_slice(array, values, starts)
+
+
+def _place_block(
+  leaf: _Leaf, sharding: jax.sharding.Sharding, block: _Index
 ) -> jax.Array:
-  """Some rows of a leaf; one slice of them is on the host at a time."""
-  shape = (stop - start, *leaf.shape[1:])
+  """A block of a leaf; one device's slice of it is on the host at a time."""
+  shape = tuple(i.stop - i.start for i in block)
   holders: dict[tuple, list[jax.Device]] = {}
   for device, index in sharding.addressable_devices_indices_map(shape).items():
     bounds = [i.indices(size)[:2] for i, size in zip(index, shape)]
     holders.setdefault(tuple(bounds), []).append(device)
   arrays: list[jax.Array] = []
-  for (rows, *others), devices in holders.items():
-    first = slice(rows[0] + start, rows[1] + start)
-    values = _read(leaf, (first, *(slice(*bound) for bound in others)))
+  for bounds, devices in holders.items():
+    values = _read(
+      leaf,
+      tuple(
+        slice(i.start + begin, i.start + end)
+        for i, (begin, end) in zip(block, bounds)
+      ),
+    )
     for device in devices:
       place = jax.sharding.SingleDeviceSharding(
         device, memory_kind=sharding.memory_kind
@@ -226,7 +256,7 @@ def _place_rows(
   return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _read(leaf: _Leaf, index: tuple[slice, ...]) -> np.ndarray:
+def _read(leaf: _Leaf, index: _Index) -> np.ndarray:
   """A slice of a leaf, float32; only what it covers is read."""
   result = _empty(tuple(i.stop - i.start for i in index))
   depth = len(next(iter(leaf.parts)))
