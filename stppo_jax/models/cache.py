@@ -1,7 +1,10 @@
 """Keys and values of what was read, and reading on from there.
 
 B rows, C appended tokens, D width, K key/value heads, H head size, S cache
-positions.
+positions, N layers, E experts that a token visits.
+
+Beside keys and values, a mixture of experts keeps where each token went: to
+send it there again (routing replay).
 """
 
 from flax import nnx
@@ -14,14 +17,27 @@ from stppo_jax.models import rotary
 from stppo_jax.models import transformer
 
 Array = jax.Array
-Cache = tuple[tuple[Array, Array], ...]  # per layer: keys, values [B, K, S, H]
+# Per layer: keys, values [B, K, S, H] and, with experts, their ids [B, 1, S, E].
+Cache = tuple[tuple[Array, ...], ...]
 
 
 def empty(config: model_config.ModelConfig, rows: int, size: int) -> Cache:
   """Zeroed keys and values for `rows` sequences of at most `size` tokens."""
   shape = (rows, config.num_kv_heads, size, config.head_dim)
   zeros = lambda: jnp.zeros(shape, config.dtype)
-  return tuple((zeros(), zeros()) for _ in range(config.num_layers))
+
+  def layer():
+    if not config.num_experts:
+      return zeros(), zeros()
+    visits = (rows, 1, size, config.num_experts_per_tok)
+    return zeros(), zeros(), jnp.zeros(visits, jnp.int32)
+
+  return tuple(layer() for _ in range(config.num_layers))
+
+
+def expert_ids(cache: Cache) -> Array:
+  """expert_ids_BSNE of the tokens in the cache of a mixture of experts."""
+  return jnp.stack([visits[:, 0] for _, _, visits in cache], axis=2)
 
 
 def extend(
@@ -42,25 +58,6 @@ def extend(
   Returns:
     Hidden states [B, C, D] (meaningless past counts_B) and the new cache.
   """
-  hidden_BCD, cache, _ = extend_routed(
-    module, tokens_BC, cache, lengths_B, counts_B
-  )
-  return hidden_BCD, cache
-
-
-def extend_routed(
-  module: transformer.Transformer,
-  tokens_BC: Array,
-  cache: Cache,
-  lengths_B: Array,
-  counts_B: Array,
-) -> tuple[Array, Cache, Array | None]:
-  """`extend`, and the experts that the tokens visited.
-
-  Returns:
-    Hidden states [B, C, D], the new cache, and expert_ids_BCNE of N layers and
-    E visits (meaningless past counts_B); None without experts.
-  """
   B, C = tokens_BC.shape
   size = cache[0][0].shape[2]
   positions_BC = lengths_B[:, None] + jnp.arange(C)[None]
@@ -72,19 +69,21 @@ def extend_routed(
   rows_BC = jnp.broadcast_to(jnp.arange(B)[:, None], slots_BC.shape)
   graph, stacked = nnx.split(module.layers)
 
-  x_BCD, updated, visited = module.embed(tokens_BC), [], []
-  for index, (keys_BKSH, values_BKSH) in enumerate(cache):
+  def put(x, new):
+    at = (rows_BC, slice(None), slots_BC)
+    return x.at[at].set(new.astype(x.dtype), mode='drop')
 
-    def attend(q, k, v, keys=keys_BKSH, values=values_BKSH):
-      at = (rows_BC, slice(None), slots_BC)
-      keys = keys.at[at].set(k.astype(keys.dtype), mode='drop')
-      values = values.at[at].set(v.astype(values.dtype), mode='drop')
-      updated.append((keys, values))
-      return attention.attention(q, keys, values, visible_BCS)
+  x_BCD, updated = module.embed(tokens_BC), []
+  for index, (keys_BKSH, values_BKSH, *visits) in enumerate(cache):
+    now = []
+
+    def attend(q, k, v, now=now, keys=keys_BKSH, values=values_BKSH):
+      now += [put(keys, k), put(values, v)]
+      return attention.attention(q, *now, visible_BCS)
 
     params = jax.tree.map(lambda p: p[index], stacked)
     x_BCD, routing = nnx.merge(graph, params)(x_BCD, rotation, attend)
     if routing is not None:
-      visited.append(routing.expert_ids)
-  expert_ids_BCNE = jnp.stack(visited, axis=2) if visited else None
-  return module.norm(x_BCD), tuple(updated), expert_ids_BCNE
+      now += [put(*visits, routing.expert_ids[:, :, None])]
+    updated.append(tuple(now))
+  return module.norm(x_BCD), tuple(updated)

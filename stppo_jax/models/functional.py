@@ -123,12 +123,6 @@ class Model:
     module = self._module(params)
     return module.routed(tokens_BL, lengths_B, expert_ids_BLNE)
 
-  def extend_routed(self, params, tokens_BC, cache, lengths_B, counts_B):
-    """See `cache.extend_routed`."""
-    return cache_lib.extend_routed(
-      self._module(params), tokens_BC, cache, lengths_B, counts_B
-    )
-
   def extend(self, params, tokens_BC, cache, lengths_B, counts_B):
     """See `cache.extend`."""
     module = self._module(params)
