@@ -57,6 +57,19 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         # auto | xla | cudnn | splash: auto is cudnn on GPU for bfloat16,
         # splash on TPU, xla elsewhere. Decoding always uses xla.
         'attention': 'auto',
+        # `train` trains adapters beside the frozen weights, which are then the
+        # reference too (unless reference_path names one). They learn at about
+        # ten times the rate. docs/models.md
+        'lora': {
+          'rank': 0,  # 0 = none: all weights are trained
+          'alpha': 32.0,  # scaled by alpha / rank
+          # Searched for in names of linear layers, such as layers/q_proj.
+          'targets': '(q|k|v|o|gate|up|down)_proj$',
+        },
+        # own: the value model has layers of its own, and an optimiser. shared:
+        # it is a head on the policy's layers; one pass and one optimiser, the
+        # policy's, for both losses.
+        'value_backbone': 'own',
         'scan_unroll': 1,  # layers per iteration of the scan over layers
       },
       'mesh': {  # devices per axis; -1 = all that remain
@@ -180,6 +193,7 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
       'loss': {
         'entropy_coefficient': 0.001,
         'value_clip': 0.5,
+        'value_coefficient': 0.5,  # of the value loss; value_backbone=shared
         'value_warmup_steps': 0,  # first steps update the critic only
       },
       'sft': {  # the supervised start on noisy demonstrations

@@ -41,6 +41,14 @@ def _resampling(rounds, group_size) -> Iterator[str]:
     )
 
 
+def _warmed_up(warmup, backbone) -> Iterator[str]:
+  if warmup > 0 and backbone == 'shared':
+    yield (
+      f'loss.value_warmup_steps={warmup}: must be 0 when '
+      'model.value_backbone=shared: values are learned with the policy'
+    )
+
+
 def _served(engine, url, model) -> Iterator[str]:
   if engine == 'remote' and not (url and model):
     yield 'rollout.engine=remote: rollout.remote.url and .model must be set'
@@ -108,6 +116,7 @@ RELATIONS = (
   _multiple('rollout.slots', 'rollout.group_size'),
   _multiple('updates.minibatch_size', 'updates.microbatch_size'),
   _multiple('model.num_heads', 'model.num_kv_heads'),
+  (('loss.value_warmup_steps', 'model.value_backbone'), _warmed_up),
   (
     (
       'model.qkv_bias',

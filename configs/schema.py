@@ -9,6 +9,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 import math
 import pathlib
+import re
 from typing import Any
 from typing import NamedTuple
 
@@ -30,6 +31,14 @@ def _one_of(*choices):
   return Rule(lambda value: value in choices, 'one of ' + ', '.join(choices))
 
 
+def _compiles(pattern):
+  try:
+    re.compile(pattern)
+  except re.error:
+    return False
+  return True
+
+
 _POSITIVE = Rule(lambda x: 0 < x < math.inf, 'greater than 0')
 _AT_LEAST_2 = Rule(lambda x: x >= 2, '2 or greater')
 _NOT_NEGATIVE = Rule(lambda x: 0 <= x < math.inf, '0 or greater')
@@ -46,6 +55,7 @@ _MODEL = Rule(
   lambda x: not x or (pathlib.Path(x) / 'config.json').is_file(),
   'empty, or a folder that holds config.json',
 )
+_REGEX = Rule(_compiles, 'a regular expression')
 _PATH = Rule(lambda x: not x or pathlib.Path(x).exists(), 'empty, or a path')
 
 _OPTIMIZER = {
@@ -76,6 +86,10 @@ RULES: Mapping[str, Rule] = {
   'model.moe_intermediate_size': _NOT_NEGATIVE,
   'model.router_aux_loss_coef': _NOT_NEGATIVE,
   'model.attention': _one_of('auto', 'xla', 'cudnn', 'splash'),
+  'model.lora.rank': _NOT_NEGATIVE,
+  'model.lora.alpha': _POSITIVE,
+  'model.lora.targets': _REGEX,
+  'model.value_backbone': _one_of('own', 'shared'),
   'model.scan_unroll': _POSITIVE,
   'mesh.data': _AXIS,
   'mesh.fsdp': _AXIS,
@@ -135,6 +149,7 @@ RULES: Mapping[str, Rule] = {
   **{f'value_optimizer.{key}': rule for key, rule in _OPTIMIZER.items()},
   'loss.entropy_coefficient': _NOT_NEGATIVE,
   'loss.value_clip': _POSITIVE,
+  'loss.value_coefficient': _POSITIVE,
   'loss.value_warmup_steps': _NOT_NEGATIVE,
   'sft.num_steps': _POSITIVE,
   'sft.batch_size': _POSITIVE,
@@ -233,6 +248,7 @@ def _estimator(config):
   name = flat.get('algorithm.advantage.name')
   group_size = flat.get('rollout.group_size')
   warmup = flat.get('loss.value_warmup_steps')
+  shared = flat.get('model.value_backbone') == 'shared'
   errors = []
   if name in algorithms.GROUP_ADVANTAGES and group_size == 1:
     errors.append(
@@ -242,6 +258,11 @@ def _estimator(config):
   if name in algorithms.WITHOUT_CRITIC and warmup:
     errors.append(
       f'loss.value_warmup_steps={warmup}: must be 0 when '
+      f'algorithm.advantage.name={name}, which has no value model'
+    )
+  if name in algorithms.WITHOUT_CRITIC and shared:
+    errors.append(
+      f'model.value_backbone=shared: must be own when '
       f'algorithm.advantage.name={name}, which has no value model'
     )
   return errors

@@ -5,8 +5,6 @@ reference, values, the KL penalty, advantages and returns: one jitted function
 over the whole collected batch, so that whitening is over all of it.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -18,6 +16,7 @@ from stppo_jax.rl import diagnostics
 from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import masking
 from stppo_jax.rl import mismatch_metrics
+from stppo_jax.training import scoring
 from stppo_jax.training import state as state_lib
 
 Array = jax.Array
@@ -57,26 +56,27 @@ def annotate(
     divergence from the reference, values, returns and advantages.
   """
   mask_BL = batch.loss_mask_BL
-  whole = functools.partial(state_lib.whole, frozen=state.frozen)
-  score = lambda model, params: model.logprobs_and_entropy(
-    params, batch.tokens_BL, temperature=temperature
+  current = scoring.score(
+    state,
+    batch.tokens_BL,
+    batch.loss_positions_BM,
+    policy=policy,
+    value=value,
+    temperature=temperature,
   )
-  current, values_BL = whole(policy, params=state.policy.params), None
-  if policy.head == 'both':
-    old_BL, _, values_BL = policy.logprobs_entropy_and_values(
-      current, batch.tokens_BL, temperature=temperature
-    )
-  else:
-    old_BL, _ = score(policy, current)
+  logprobs = lambda model, params: model.logprobs_and_entropy(
+    params,
+    batch.tokens_BL,
+    batch.loss_positions_BM,
+    temperature=temperature,
+  )[0]
+  old_BL, values_BL = current.logprobs_BL, current.values_BL
   if old is not None:
-    old_BL, _ = score(policy, whole(policy, params=old))
+    old_BL = logprobs(policy, state_lib.whole(policy, state.frozen, old))
   if reference is None:
     reference = state.frozen
-  ref_BL, _ = score(policy.plain, reference)
+  ref_BL = logprobs(policy.plain, reference)
   old_BL, ref_BL = (masking.select(x_BL, mask_BL) for x_BL in (old_BL, ref_BL))
-  if value is not None:
-    params = whole(value, params=state.value.params)
-    values_BL = value.values(params, batch.tokens_BL)
   batch = batch.replace(
     old_logprobs_BL=old_BL, ref_logprobs_BL=ref_BL, values_BL=values_BL
   )

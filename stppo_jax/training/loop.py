@@ -33,6 +33,7 @@ from stppo_jax.training import evaluation
 from stppo_jax.training import interruption
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import run_record
+from stppo_jax.training import saved
 from stppo_jax.training import timing
 from stppo_jax.training import trajectory_metrics
 from stppo_jax.training import weights
@@ -71,40 +72,6 @@ def train(config, workdir: str | pathlib.Path) -> int:
       print('interrupted before the first step; the same command starts anew')
       return interrupt.exit_code
     return run.play(interrupt)
-
-
-def evaluate(config, workdir: str | pathlib.Path) -> int:
-  """Prints the greedy scores of the newest checkpoint, or of the start.
-
-  Changes nothing in `workdir`, so that the run may be alive.
-
-  Returns:
-    The exit code.
-
-  Raises:
-    Exceptions with an `exit_code`, see `train`.
-  """
-  workdir = pathlib.Path(workdir)
-  if not workdir.is_dir():
-    raise assembly.Misconfigured(f'--workdir={workdir}: no such folder')
-  config = run_record.with_start(config, workdir)
-  with assembly.build_surroundings(config) as surroundings:
-    with assembly.misconfigured():
-      tokenizer = assembly.build_tokenizer(config, surroundings.questions)
-      shape = assembly.build_model_config(config, tokenizer)
-      learner = learner_lib.Learner(config, shape, assembly.build_mesh(config))
-      state = learner.start()
-    saved = checkpoint.Checkpointer(workdir, read_only=True)
-    found = saved.restore_latest(learner.saved_form(state))
-    saved.close()
-    done, state = found[:2] if found else (0, state)
-    evaluator = evaluation.Evaluator(
-      config, surroundings, tokenizer, learner.policy
-    )
-    scores, _ = evaluator.run(state.policy.params)
-    for name, score in sorted(scores.items()):
-      print(f'step {done} val/em/{name} {score:.4f}')
-  return 0
 
 
 class _Run:
@@ -165,7 +132,9 @@ class _Run:
     )
     return ahead.AheadCollector(
       player.collect,
-      engine.publish,
+      lambda params, version: engine.publish(
+        self._learner.playable(self._state, params), version
+      ),
       steps_ahead=rollout.steps_ahead,
       num_steps=config.num_steps,
       loop=loop,
@@ -173,13 +142,11 @@ class _Run:
 
   def resume(self) -> None:
     """Goes to the newest checkpoint, and forgets what was written after it."""
-    found = self._checkpointer.restore_latest(
-      self._learner.saved_form(self._state)
-    )
+    found = saved.newest(self._checkpointer, self._learner, self._state)
     if found is not None:
-      self._done, saved, host = found
-      self._state = dataclasses.replace(saved, published=())
-      self._ahead.restore(self._done, saved.published)
+      self._done, state, host = found
+      self._state = dataclasses.replace(state, published=())
+      self._ahead.restore(self._done, state.published)
       self._learner.kl_coefficient = host['kl_coefficient']
       if 'unwritten' in host:
         self._unwritten = json.loads(host['unwritten'])
@@ -302,7 +269,9 @@ class _Run:
     """Greedy scores of the fixed questions; shows a few of the dialogues."""
     # The retriever's statistics are of one or the other.
     self._ahead.settle()
-    scores, trajectories = self._evaluator.run(self._state.policy.params)
+    scores, trajectories = self._evaluator.run(
+      self._learner.playable(self._state)
+    )
     records = self._records(self._samples(trajectories))
     self._show(f'evaluation after step {self._done}', records)
     return {f'val/em/{name}': score for name, score in scores.items()}
@@ -331,14 +300,14 @@ class _Run:
       host['unwritten'] = json.dumps(self._unwritten)
     published = self._ahead.published(self._done, self._state.policy.params)
     state = dataclasses.replace(self._state, published=published)
-    self._checkpointer.save(self._done, state, host)
+    saved.save(self._checkpointer, self._done, state, host)
 
   def _finish(self) -> None:
     """The files a person opens first, and where they are."""
     curve = self._workdir / 'learning_curve.png'
     plots.learning_curve(self._workdir / 'metrics.jsonl', curve)
     policy = self._workdir / 'policy'
-    params = self._state.policy.params
+    params = self._learner.playable(self._state)
     weights.export(
       self._config, policy, self._learner.policy, params, self._tokenizer
     )

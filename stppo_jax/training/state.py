@@ -4,7 +4,6 @@ Under LoRA a run holds one copy of the base. It is the frozen part of policy and
 value model, which train adapters (and the value head), and the reference.
 """
 
-from collections.abc import Callable
 import dataclasses
 from typing import Any
 
@@ -70,41 +69,43 @@ def whole(
 
 
 def fresh(
-  make_policy: Callable[[], functional.Params],
-  make_value: Callable[[functional.Params], functional.Params] | None,
+  weights: functional.Params,
+  key: jax.Array,
+  *,
+  policy: functional.Model,
+  value: functional.Model | None,
   policy_optimizer: optimizer_lib.Optimizer,
   value_optimizer: optimizer_lib.Optimizer,
 ) -> TrainState:
   """The state before the first update; to be jitted, or asked for its shape.
 
+  The value model starts from the policy's layers too. Value heads are zero.
+
   Args:
-    make_policy: weights of the policy.
-    make_value: weights of the value model, given those of the policy; None
-      for no value model.
-    policy_optimizer: of the policy.
-    value_optimizer: of the value model.
+    weights: of a policy, without adapters; donate them: they become those of
+      the state, or its frozen part.
+    key: of the adapters.
+    policy, value: models.
+    policy_optimizer, value_optimizer: of them.
+
+  Raises:
+    ValueError: adapters for names that no layer has.
   """
-  policy = make_policy()
-  value = None
-  if make_value is not None:
-    params = make_value(policy)
-    value = ModelState(params, value_optimizer.init(params), _zero())
+  lora = policy.lora is not None
+
+  def trained(model, number, optimizer):
+    if lora:
+      params = model.init_adapters(jax.random.fold_in(key, number))
+    else:
+      params = model.joined(weights, {})
+    if model.head != 'vocabulary':
+      params = params | {
+        'scalar_head': jnp.zeros((model.config.hidden_size, 1))
+      }
+    return ModelState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+
   return TrainState(
-    policy=ModelState(policy, policy_optimizer.init(policy), _zero()),
-    value=value,
+    policy=trained(policy, 0, policy_optimizer),
+    value=None if value is None else trained(value, 1, value_optimizer),
+    frozen=weights if lora else None,
   )
-
-
-def value_from_policy(
-  model: functional.Model, key: jax.Array, policy: functional.Params
-) -> functional.Params:
-  """A value model that starts from the policy's backbone, its head at zero."""
-  fresh = model.init(key)
-  return {
-    name: policy[name] if name in policy else leaf
-    for name, leaf in fresh.items()
-  }
-
-
-def _zero() -> jax.Array:
-  return jnp.zeros((), jnp.int32)

@@ -37,8 +37,10 @@ class _Told:
   def plain(self):
     return self
 
-  def logprobs_and_entropy(self, params, tokens_BL, *, temperature):
-    del tokens_BL
+  def logprobs_and_entropy(
+    self, params, tokens_BL, positions_BM, *, temperature
+  ):
+    del tokens_BL, positions_BM
     return params / temperature, jnp.zeros_like(params)
 
   def values(self, params, tokens_BL):
