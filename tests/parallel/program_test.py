@@ -34,7 +34,7 @@ replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_0'}, use_ids=true
   %some = f32[4,6]{1,0} all-reduce(%p), \
 replica_groups=mesh['axis_0'=8] {'axis_0':(1)2}, to_apply=%add
   %begun = (f32[4,6]{1,0}, f32[32,6]{1,0}) all-gather-start(%p)
-  ROOT %moved = f32[4,6]{1,0} collective-permute(%p), source_target_pairs={{0,1}}
+  ROOT %moved = f32[4,6]{1,0} collective-permute(%p), pairs={{0,1}}
 }
 """
 
