@@ -148,7 +148,10 @@ def gradients(
 
   def score(params, part):
     return policy.logprobs_and_entropy(
-      whole(policy, params=params), part.tokens_BL, temperature=temperature
+      whole(policy, params=params),
+      part.tokens_BL,
+      part.loss_positions_BM,
+      temperature=temperature,
     )
 
   statistics = None  # one microbatch forms its own
@@ -164,7 +167,10 @@ def gradients(
   def policy_parts(params, part):
     if shared:
       logprobs_BL, entropy_BL, values_BL = policy.logprobs_entropy_and_values(
-        whole(policy, params=params), part.tokens_BL, temperature=temperature
+        whole(policy, params=params),
+        part.tokens_BL,
+        part.loss_positions_BM,
+        temperature=temperature,
       )
     else:
       logprobs_BL, entropy_BL = score(params, part)
