@@ -30,7 +30,8 @@ def build(
   """
   options = config.model.lora.to_dict()
   adapters = lora.Lora(**options) if options['rank'] else None
-  model = lambda head: functional.Model(shape, head, mesh, adapters)
+  chunk = config.updates.head_chunk
+  model = lambda head: functional.Model(shape, head, mesh, adapters, chunk)
   if not uses_values:
     return {'policy': model('vocabulary'), 'value': None}
   if config.model.value_backbone == 'shared':

@@ -60,7 +60,9 @@ def imitate(
     tokenizer = assembly.build_tokenizer(config, surroundings.questions)
     shape = assembly.build_model_config(config, tokenizer)
     mesh = assembly.build_mesh(config)
-    policy = functional.Model(shape, 'vocabulary', mesh)
+    policy = functional.Model(
+      shape, 'vocabulary', mesh, chunk=config.updates.head_chunk
+    )
     params = weights_lib.initial(config, config.model.path, policy, mesh)
   options = config.sft.optimizer.to_dict()
   adam = optimizer_lib.build_optimizer(
