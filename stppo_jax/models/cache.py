@@ -17,7 +17,7 @@ from stppo_jax.models import rotary
 from stppo_jax.models import transformer
 
 Array = jax.Array
-# Per layer: keys, values [B, K, S, H] and, with experts, their ids [B, 1, S, E].
+# Per layer: keys, values [B, K, S, H]; with experts, their ids [B, 1, S, E].
 Cache = tuple[tuple[Array, ...], ...]
 
 

@@ -7,6 +7,7 @@ A parameter tree is a nested dict of arrays ({'embedding': ..., 'layers': {...},
 from collections.abc import Mapping
 import dataclasses
 from typing import Any
+from typing import NamedTuple
 
 from flax import nnx
 import jax
@@ -32,6 +33,22 @@ _CUT_OF_EXPERTS = {
   'fsdp': ('hidden_size',),
   'tensor': ('num_heads', 'moe_intermediate_size', 'vocab_size'),
 }
+
+
+class Scores(NamedTuple):
+  """What a policy says of whole sequences, of one pass.
+
+  Attributes:
+    logprobs_BM, entropy_BM: at the positions that were asked for; see
+      `heads.token_logprobs_and_entropy`.
+    values_BL: everywhere; None without a value head.
+    routing: of its experts; None without.
+  """
+
+  logprobs_BM: Array
+  entropy_BM: Array
+  values_BL: Array | None
+  routing: moe.Routing | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,13 +162,45 @@ class Model:
     At the positions only; None: everywhere. See
     `heads.token_logprobs_and_entropy`.
     """
-    return self._about_tokens(
-      params,
-      self.hidden(params, tokens_BL),
+    return self.scores(
+      params, tokens_BL, positions_BM, temperature=temperature
+    )[:2]
+
+  def scores(
+    self,
+    params: Params,
+    tokens_BL: Array,
+    positions_BM: Array | None = None,
+    lengths_B: Array | None = None,
+    expert_ids_BLNE: Array | None = None,
+    *,
+    temperature: float,
+  ) -> Scores:
+    """All that a policy says of whole sequences.
+
+    Args:
+      params: its weights.
+      tokens_BL: the sequences.
+      positions_BM: where; None: everywhere.
+      lengths_B, expert_ids_BLNE: see `Transformer.routed`.
+      temperature: of the distributions.
+    """
+    hidden_BLD, routing = self.routed(
+      params, tokens_BL, lengths_B, expert_ids_BLNE
+    )
+    logprobs_BM, entropy_BM = heads.token_logprobs_and_entropy(
+      hidden_BLD,
+      self.output_VD(params),
       tokens_BL,
       positions_BM,
-      temperature,
+      temperature=temperature,
+      chunk=self.chunk,
+      mesh=self.mesh,
     )
+    values_BL = None
+    if self.head == 'both':
+      values_BL = heads.token_values(hidden_BLD, params['scalar_head'])
+    return Scores(logprobs_BM, entropy_BM, values_BL, routing)
 
   def divergence(
     self,
@@ -192,25 +241,9 @@ class Model:
 
     Values everywhere, the rest at the positions.
     """
-    hidden_BLD = self.hidden(params, tokens_BL)
-    logprobs_BL, entropy_BL = self._about_tokens(
-      params, hidden_BLD, tokens_BL, positions_BM, temperature
-    )
-    values_BL = heads.token_values(hidden_BLD, params['scalar_head'])
-    return logprobs_BL, entropy_BL, values_BL
-
-  def _about_tokens(
-    self, params, hidden_BLD, tokens_BL, positions_BM, temperature
-  ):
-    return heads.token_logprobs_and_entropy(
-      hidden_BLD,
-      self.output_VD(params),
-      tokens_BL,
-      positions_BM,
-      temperature=temperature,
-      chunk=self.chunk,
-      mesh=self.mesh,
-    )
+    return self.scores(
+      params, tokens_BL, positions_BM, temperature=temperature
+    )[:3]
 
   def _module(self, params: Params) -> transformer.Transformer:
     adapters = {}
