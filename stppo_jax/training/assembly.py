@@ -171,9 +171,13 @@ def build_tokenizer(
 
 
 def build_model_config(
-  config, tokenizer: tokenizer_lib.Tokenizer
+  config, tokenizer: tokenizer_lib.Tokenizer | None
 ) -> model_config.ModelConfig:
   """The shape: from the model's directory, or from the config.
+
+  Args:
+    config: of the run.
+    tokenizer: its size is the vocabulary where there is no directory.
 
   Raises:
     ValueError: no model of ours, or a `model.attention` that does not run here.
@@ -220,7 +224,7 @@ def check(config, questions: questions_lib.Questions) -> None:
     )
   weights.check(config)
   mesh = build_mesh(config)
-  _check_division(config, mesh)
+  check_rows(config, mesh)
   cut = mesh.shape['fsdp'] * mesh.shape['tensor'] > 1
   if config.model.path or cut or config.model.attention != 'auto':
     shape = build_model_config(config, build_tokenizer(config, questions))
@@ -234,7 +238,8 @@ def check(config, questions: questions_lib.Questions) -> None:
   questions.evaluation(config.evaluate.num_questions)
 
 
-def _check_division(config, mesh: jax.sharding.Mesh) -> None:
+def check_rows(config, mesh: jax.sharding.Mesh) -> None:
+  """Whether the mesh divides every number of rows, or a ValueError."""
   shards = math.prod(mesh.shape[axis] for axis in mesh_lib.BATCH_AXES)
   updates = config.updates
   sizes = {

@@ -124,6 +124,36 @@ class Learner:
     make = jax.jit(self._fresh, donate_argnums=0, out_shardings=self._layout)
     return make(params)
 
+  def lowered_update(
+    self, packed: batch_lib.TokenBatch
+  ) -> tuple[state_lib.TrainState, functional.Params | None, Any]:
+    """An update on shapes alone: nothing is loaded, held or computed.
+
+    Args:
+      packed: shapes of a batch, as packed.
+
+    Returns:
+      Shapes and layouts of state and reference, and the lowered update.
+    """
+    weights = jax.eval_shape(self.policy.init, jax.random.key(0))
+    state = _placed(jax.eval_shape(self._fresh, weights), self._layout)
+    reference = None
+    if self._has_reference:
+      layout = sharding.param_shardings(weights, self.mesh)
+      reference = _placed(weights, layout)
+    batch, _ = jax.eval_shape(
+      self._annotate, packed, state, reference, self._algorithm
+    )
+    lowered = self._update.lower(
+      dataclasses.replace(state, frozen=None),
+      _placed(batch, jax.tree.map(lambda _: self._rows, batch)),
+      np.arange(self._config.updates.minibatch_size, dtype=np.int32),
+      self._algorithm,
+      self._numbers_at(0),
+      state.frozen,
+    )
+    return state, reference, lowered
+
   def saved_form(self, state: state_lib.TrainState) -> state_lib.TrainState:
     """A tree like those in the checkpoints of the run, to restore one."""
     published = (state.policy.params,) * self._config.rollout.steps_ahead
@@ -158,10 +188,15 @@ class Learner:
     None under adapters whose base it is: the state has it.
     """
     model = self._config.model
-    if model.lora.rank and not model.reference_path:
+    if not self._has_reference:
       return None
     path = model.reference_path or model.path
     return weights_lib.initial(self._config, path, self.policy, self.mesh)
+
+  @property
+  def _has_reference(self) -> bool:
+    model = self._config.model
+    return bool(not model.lora.rank or model.reference_path)
 
   @property
   def kl_coefficient(self) -> float:
@@ -263,6 +298,15 @@ class Learner:
     """The update's runtime numbers; the policy rests while values warm up."""
     learns = step >= self._config.loss.value_warmup_steps
     return {**self._numbers, 'policy_learns': learns}
+
+
+def _placed(shapes, layouts):
+  """Shapes that know their layouts."""
+  return jax.tree.map(
+    lambda s, layout: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=layout),
+    shapes,
+    layouts,
+  )
 
 
 def _mean_of(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
