@@ -82,6 +82,25 @@ def update(
     The new state, scalar metrics, and mergeable diagnostics of the ratios.
   """
   found = gradients(state, batch, algorithm, numbers, frozen, **static)
+  new_state, metrics = apply(
+    state,
+    found,
+    numbers,
+    policy_optimizer=policy_optimizer,
+    value_optimizer=value_optimizer,
+  )
+  return new_state, metrics, found.diagnostics
+
+
+def apply(
+  state: state_lib.TrainState,
+  found: Gradients,
+  numbers: Mapping[str, Any],
+  *,
+  policy_optimizer: optax.GradientTransformation,
+  value_optimizer: optax.GradientTransformation,
+) -> tuple[state_lib.TrainState, dict[str, Array]]:
+  """The state after a step along gradients, and all metrics; see `update`."""
   metrics = dict(found.metrics)
   new_policy, policy_report = _apply(
     policy_optimizer, state.policy, found.policy, numbers['policy']
@@ -100,7 +119,7 @@ def update(
     _chosen(finite, new_value, state.value),
   )
   metrics['update/skipped'] = 1.0 - finite.astype(jnp.float32)
-  return new_state, metrics, found.diagnostics
+  return new_state, metrics
 
 
 def gradients(
