@@ -7,6 +7,7 @@ Beside a model as `transformers` saves it stand the numbers of its torch class
 in float32: logits, and for a mixture the experts that each token visited.
 """
 
+import copy
 import pathlib
 import sys
 
@@ -69,7 +70,7 @@ _CASES = {
 
 def save(directory, kind, num_heads, num_kv_heads, tied, options):
   """A model of random weights, biases and scales away from 0 and 1."""
-  options = KINDS[kind] | options
+  options = KINDS[kind] | copy.deepcopy(options)  # transformers adds to it
   dtype = getattr(torch, options.pop('dtype'))
   options = {key: x for key, x in options.items() if x is not None}
   torch.manual_seed(0)
@@ -87,11 +88,16 @@ def save(directory, kind, num_heads, num_kv_heads, tied, options):
   model.to(dtype).save_pretrained(directory)
 
 
-def numbers(directory, shape):
-  """What the model there computes in float32, as arrays by name."""
-  model = transformers.AutoModelForCausalLM.from_pretrained(
+def load(directory):
+  """The model there, in float32."""
+  return transformers.AutoModelForCausalLM.from_pretrained(
     directory, dtype=torch.float32, experts_implementation='eager'
   )
+
+
+def numbers(directory, shape):
+  """What the model there computes, as arrays by name."""
+  model = load(directory)
   tokens = torch.randint(0, model.config.vocab_size, shape)
   visited = []
   for layer in model.model.layers:
