@@ -39,14 +39,14 @@ class Scores(NamedTuple):
   """What a policy says of whole sequences, of one pass.
 
   Attributes:
-    logprobs_BM, entropy_BM: at the positions that were asked for; see
+    logprobs_BL, entropy_BL: at the positions that were asked for; see
       `heads.token_logprobs_and_entropy`.
     values_BL: everywhere; None without a value head.
     routing: of its experts; None without.
   """
 
-  logprobs_BM: Array
-  entropy_BM: Array
+  logprobs_BL: Array
+  entropy_BL: Array
   values_BL: Array | None
   routing: moe.Routing | None
 
@@ -126,8 +126,8 @@ class Model:
   def hidden(
     self, params: Params, tokens_BL: Array, lengths_B: Array | None = None
   ) -> Array:
-    """Final hidden states [B, L, D] of whole sequences; see `Transformer`."""
-    return self._module(params)(tokens_BL, lengths_B)
+    """Final hidden states [B, L, D] of whole sequences."""
+    return self.routed(params, tokens_BL, lengths_B)[0]
 
   def routed(
     self,
@@ -188,7 +188,7 @@ class Model:
     hidden_BLD, routing = self.routed(
       params, tokens_BL, lengths_B, expert_ids_BLNE
     )
-    logprobs_BM, entropy_BM = heads.token_logprobs_and_entropy(
+    logprobs_BL, entropy_BL = heads.token_logprobs_and_entropy(
       hidden_BLD,
       self.output_VD(params),
       tokens_BL,
@@ -200,7 +200,7 @@ class Model:
     values_BL = None
     if self.head == 'both':
       values_BL = heads.token_values(hidden_BLD, params['scalar_head'])
-    return Scores(logprobs_BM, entropy_BM, values_BL, routing)
+    return Scores(logprobs_BL, entropy_BL, values_BL, routing)
 
   def divergence(
     self,
