@@ -41,7 +41,7 @@ TOKENIZER_FILES = (
 _GENERATION = 'generation_config.json'
 _OURS = ('config.json', _GENERATION, 'model*.safetensors', weight_files.INDEX)
 _MAX_SHARD_BYTES = 5 * 10**9
-_BLOCK_BYTES = 2**24
+_BLOCK_BYTES = 2**23
 
 _Leaf = np.ndarray | jax.Array
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import itertools
 import math
+import mmap
 import pathlib
 import re
 from typing import Any
@@ -30,8 +31,7 @@ from stppo_jax.models import weight_files
 # follow from the config, and the head of a model whose head is its embedding.
 _FREQUENCIES = re.compile(r'\.rotary_emb\.inv_freq$')
 _HEAD = 'lm_head.weight'
-_BLOCK_BYTES = 2**24
-_ALIGNMENT = 64  # bytes; of the arrays that the CPU backend takes as they are
+_BLOCK_BYTES = 2**23
 _SHOWN = 3  # mis-shaped tensors in an error
 
 _Index = tuple[slice, ...]
@@ -193,16 +193,15 @@ def _place(leaf: _Leaf, sharding: jax.sharding.Sharding) -> jax.Array:
   whole = [here == size for here, size in zip(local, leaf.shape)] + [False]
   blocks = list(_blocks(leaf.shape, whole.index(False)))
   if len(blocks) == 1:
-    return _place_block(leaf, sharding, blocks[0])
+    return _place_block(leaf, sharding, blocks[0], owned=True)
   zeros = jax.jit(lambda: jnp.zeros(leaf.shape), out_shardings=sharding)
   write = jax.jit(_write_block, donate_argnums=0, out_shardings=sharding)
   array = zeros()
   for block in blocks:
-    values = _place_block(leaf, sharding, block)
-    # Waited for: blocks under way would be held by the host.
-    array = jax.block_until_ready(
-      write(array, values, [i.start for i in block])
-    )
+    starts = [i.start for i in block]
+    # Waited for, and not kept: the host would hold several blocks.
+    array = write(array, _place_block(leaf, sharding, block), starts)
+    jax.block_until_ready(array)
   return array
 
 
@@ -230,9 +229,21 @@ def _write_block(array, values, starts):
 
 
 def _place_block(
-  leaf: _Leaf, sharding: jax.sharding.Sharding, block: _Index
+  leaf: _Leaf,
+  sharding: jax.sharding.Sharding,
+  block: _Index,
+  *,
+  owned: bool = False,
 ) -> jax.Array:
-  """A block of a leaf; one device's slice of it is on the host at a time."""
+  """A block of a leaf; one device's slice of it is on the host at a time.
+
+  Args:
+    leaf: of which the block is.
+    sharding: of the leaf, and of the block.
+    block: bounds on each axis.
+    owned: never on memory of the host, as the CPU backend would have it: such
+      an array cannot be donated, so the program to consume it would copy it.
+  """
   shape = tuple(i.stop - i.start for i in block)
   holders: dict[tuple, list[jax.Device]] = {}
   for device, index in sharding.addressable_devices_indices_map(shape).items():
@@ -246,6 +257,7 @@ def _place_block(
         slice(i.start + begin, i.start + end)
         for i, (begin, end) in zip(block, bounds)
       ),
+      offset=4 * owned,  # the backend takes no address like this
     )
     for device in devices:
       place = jax.sharding.SingleDeviceSharding(
@@ -256,9 +268,9 @@ def _place_block(
   return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _read(leaf: _Leaf, index: _Index) -> np.ndarray:
+def _read(leaf: _Leaf, index: _Index, offset: int = 0) -> np.ndarray:
   """A slice of a leaf, float32; only what it covers is read."""
-  result = _empty(tuple(i.stop - i.start for i in index))
+  result = _memory(tuple(i.stop - i.start for i in index), offset)
   depth = len(next(iter(leaf.parts)))
   leading, rest = index[:depth], index[depth:]
   for position in itertools.product(*(range(i.start, i.stop) for i in leading)):
@@ -270,16 +282,16 @@ def _read(leaf: _Leaf, index: _Index) -> np.ndarray:
   return result
 
 
-def _empty(shape: tuple[int, ...]) -> np.ndarray:
-  """float32, uninitialised, at an address that no backend takes as it is.
+def _memory(shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
+  """Zeros, float32, at `offset` bytes in pages of their own.
 
-  The CPU backend would: an array on foreign memory cannot be donated, so the
-  first program to consume it would copy it.
+  They go back to the system when they are let go of; those of malloc stay.
   """
   size = 4 * math.prod(shape)
-  raw = np.empty(size + _ALIGNMENT, np.uint8)
-  offset = -raw.ctypes.data % _ALIGNMENT + 4
-  return raw[offset : offset + size].view(np.float32).reshape(shape)
+  private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+  pages = mmap.mmap(-1, max(size, 1) + offset, flags=private)
+  values = np.frombuffer(pages, np.float32, size // 4, offset)
+  return values.reshape(shape)
 
 
 def _nested(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
