@@ -159,6 +159,12 @@ class Learner:
     published = (state.policy.params,) * self._config.rollout.steps_ahead
     return dataclasses.replace(state, published=published, frozen=None)
 
+  def trained_form(self) -> Any:
+    """Shapes and layout of the policy's trained weights."""
+    weights = jax.eval_shape(self.policy.init, jax.random.key(0))
+    state = _placed(jax.eval_shape(self._fresh, weights), self._layout)
+    return state.policy.params
+
   def copy_policy(self, state: state_lib.TrainState) -> functional.Params:
     """The policy's trained weights, for longer than until the next update."""
     return self._copy(state.policy.params)

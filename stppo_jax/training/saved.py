@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from stppo_jax.models import functional
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import state as state_lib
@@ -54,12 +55,47 @@ def newest(
   if found is None:
     return None
   step, state, host = found
-  if start.frozen is not None and host[_BASE] != _fingerprints(start.frozen):
+  _check_base(step, host, start.frozen)
+  return step, dataclasses.replace(state, frozen=start.frozen), host
+
+
+def policy(
+  checkpointer: checkpoint.Checkpointer,
+  learner: learner_lib.Learner,
+  frozen: functional.Params | None,
+  *,
+  step: int | None,
+) -> tuple[int, functional.Params] | None:
+  """(steps done, weights for `learner.policy`); no other leaf is read.
+
+  Args:
+    checkpointer: of the run, read-only.
+    learner: of the run.
+    frozen: the base under adapters, if there are any.
+    step: the one that is wanted; None: the newest valid one.
+
+  Raises:
+    OtherBase: that base is not the one of the run.
+    Exceptions of `Checkpointer.restore_latest`.
+  """
+  found = checkpointer.restore_latest(
+    learner.trained_form(), part='policy.params', step=step
+  )
+  if found is None:
+    return None
+  done, params, host = found
+  _check_base(done, host, frozen)
+  trained = state_lib.ModelState(params, optimizer=None, updates=None)
+  state = state_lib.TrainState(policy=trained, value=None, frozen=frozen)
+  return done, learner.playable(state)
+
+
+def _check_base(step, host, frozen) -> None:
+  if frozen is not None and host[_BASE] != _fingerprints(frozen):
     raise OtherBase(
       f'the weights under the adapters are not those that step {step} was '
       'trained with: restore the files of model.path, or use another workdir'
     )
-  return step, dataclasses.replace(state, frozen=start.frozen), host
 
 
 def _fingerprints(params) -> list[int]:
