@@ -154,6 +154,7 @@ class Model:
     params: Params,
     tokens_BL: Array,
     positions_BM: Array | None = None,
+    lengths_B: Array | None = None,
     *,
     temperature: float,
   ) -> tuple[Array, Array]:
@@ -163,7 +164,7 @@ class Model:
     `heads.token_logprobs_and_entropy`.
     """
     return self.scores(
-      params, tokens_BL, positions_BM, temperature=temperature
+      params, tokens_BL, positions_BM, lengths_B, temperature=temperature
     )[:2]
 
   def scores(
@@ -223,10 +224,12 @@ class Model:
       mesh=self.mesh,
     )
 
-  def values(self, params: Params, tokens_BL: Array) -> Array:
+  def values(
+    self, params: Params, tokens_BL: Array, lengths_B: Array | None = None
+  ) -> Array:
     """values_BL of a value model on whole sequences."""
     return heads.token_values(
-      self.hidden(params, tokens_BL), params['scalar_head']
+      self.hidden(params, tokens_BL, lengths_B), params['scalar_head']
     )
 
   def logprobs_entropy_and_values(
@@ -234,6 +237,7 @@ class Model:
     params: Params,
     tokens_BL: Array,
     positions_BM: Array | None = None,
+    lengths_B: Array | None = None,
     *,
     temperature: float,
   ) -> tuple[Array, Array, Array]:
@@ -242,7 +246,7 @@ class Model:
     Values everywhere, the rest at the positions.
     """
     return self.scores(
-      params, tokens_BL, positions_BM, temperature=temperature
+      params, tokens_BL, positions_BM, lengths_B, temperature=temperature
     )[:3]
 
   def _module(self, params: Params) -> transformer.Transformer:

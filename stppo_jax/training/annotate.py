@@ -60,6 +60,7 @@ def annotate(
     state,
     batch.tokens_BL,
     batch.loss_positions_BM,
+    batch.lengths_B,
     policy=policy,
     value=value,
     temperature=temperature,
@@ -68,6 +69,7 @@ def annotate(
     params,
     batch.tokens_BL,
     batch.loss_positions_BM,
+    batch.lengths_B,
     temperature=temperature,
   )[0]
   old_BL, values_BL = current.logprobs_BL, current.values_BL

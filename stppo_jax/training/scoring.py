@@ -26,6 +26,7 @@ def score(
   state: state_lib.TrainState,
   tokens_BL: Array,
   positions_BM: Array | None = None,
+  lengths_B: Array | None = None,
   *,
   policy: functional.Model,
   value: functional.Model | None,
@@ -38,6 +39,7 @@ def score(
     tokens_BL: the sequences.
     positions_BM: tokens whose log-probability and entropy are asked for; None:
       all.
+    lengths_B: tokens of each row without padding; None: all.
     policy, value: models, see `roles.build`.
     temperature: of sampling.
   """
@@ -46,13 +48,15 @@ def score(
   if policy.head == 'both':
     return Scores(
       *policy.logprobs_entropy_and_values(
-        params, tokens_BL, positions_BM, temperature=temperature
+        params, tokens_BL, positions_BM, lengths_B, temperature=temperature
       )
     )
   logprobs_BL, entropy_BL = policy.logprobs_and_entropy(
-    params, tokens_BL, positions_BM, temperature=temperature
+    params, tokens_BL, positions_BM, lengths_B, temperature=temperature
   )
   values_BL = None
   if value is not None:
-    values_BL = value.values(whole(value, params=state.value.params), tokens_BL)
+    values_BL = value.values(
+      whole(value, params=state.value.params), tokens_BL, lengths_B
+    )
   return Scores(logprobs_BL, entropy_BL, values_BL)

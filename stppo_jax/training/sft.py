@@ -107,7 +107,11 @@ def _update(
 
   def negative_log_likelihood(params):
     logprobs_BL, _ = policy.logprobs_and_entropy(
-      params, batch.tokens_BL, batch.loss_positions_BM, temperature=1.0
+      params,
+      batch.tokens_BL,
+      batch.loss_positions_BM,
+      batch.lengths_B,
+      temperature=1.0,
     )
     chosen_BL = jnp.where(batch.loss_mask_BL, logprobs_BL, 0.0)
     return -jnp.sum(chosen_BL) / jnp.sum(batch.loss_mask_BL)

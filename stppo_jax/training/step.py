@@ -170,6 +170,7 @@ def gradients(
       whole(policy, params=params),
       part.tokens_BL,
       part.loss_positions_BM,
+      part.lengths_B,
       temperature=temperature,
     )
 
@@ -189,6 +190,7 @@ def gradients(
         whole(policy, params=params),
         part.tokens_BL,
         part.loss_positions_BM,
+        part.lengths_B,
         temperature=temperature,
       )
     else:
@@ -240,7 +242,9 @@ def gradients(
     if value is not None:
       (value_loss, clipped), value_gradient = jax.value_and_grad(
         lambda params: value_part(
-          value.values(whole(value, params=params), part.tokens_BL),
+          value.values(
+            whole(value, params=params), part.tokens_BL, part.lengths_B
+          ),
           part,
           weights_BL,
         ),

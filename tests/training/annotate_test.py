@@ -38,13 +38,13 @@ class _Told:
     return self
 
   def logprobs_and_entropy(
-    self, params, tokens_BL, positions_BM, *, temperature
+    self, params, tokens_BL, positions_BM, lengths_B, *, temperature
   ):
-    del tokens_BL, positions_BM
+    del tokens_BL, positions_BM, lengths_B
     return params / temperature, jnp.zeros_like(params)
 
-  def values(self, params, tokens_BL):
-    del tokens_BL
+  def values(self, params, tokens_BL, lengths_B):
+    del tokens_BL, lengths_B
     return params
 
 
