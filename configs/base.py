@@ -35,6 +35,9 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'path': '',
         # The reference policy; '' = the start of this run.
         'reference_path': '',
+        # Where its weights wait while they are not asked: device | host. The
+        # base under adapters, which is always at work, stays.
+        'reference_memory': 'device',
         'tokenizer_path': '',  # '' = the tokenizer in model.path
         'dtype': 'float32',  # compute: float32 | bfloat16 (weights: float32)
         'hidden_size': 64,

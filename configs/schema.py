@@ -74,6 +74,7 @@ RULES: Mapping[str, Rule] = {
   'num_steps': _POSITIVE,
   'model.path': _MODEL,
   'model.reference_path': _MODEL,
+  'model.reference_memory': _one_of('device', 'host'),
   'model.tokenizer_path': _PATH,
   'model.dtype': _one_of('float32', 'bfloat16'),
   **{f'model.{size}': _POSITIVE for size in _SIZES},

@@ -13,6 +13,7 @@ import numpy as np
 from stppo_jax import batch as batch_lib
 from stppo_jax.models import functional
 from stppo_jax.parallel import distributed
+from stppo_jax.parallel import memory
 from stppo_jax.parallel import sharding
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
@@ -38,7 +39,8 @@ class Learner:
     mesh: of the run.
 
   Raises:
-    ValueError: weights that do not fit the shape.
+    ValueError: weights that do not fit the shape, a mesh that does not divide
+      it, or no host memory for the reference where it shall wait there.
   """
 
   def __init__(self, config, shape, mesh: jax.sharding.Mesh):
@@ -51,6 +53,8 @@ class Learner:
     self.mesh = mesh
     self._config = config
     self._rows = sharding.batch_sharding(mesh)
+    if self._reference_waits:
+      memory.check_host(mesh)
     self._optimizers = {}
     self._numbers = {
       'entropy_coefficient': config.loss.entropy_coefficient,
@@ -197,7 +201,12 @@ class Learner:
     if not self._has_reference:
       return None
     path = model.reference_path or model.path
-    return weights_lib.initial(self._config, path, self.policy, self.mesh)
+    params = weights_lib.initial(self._config, path, self.policy, self.mesh)
+    return memory.on_host(params) if self._reference_waits else params
+
+  @property
+  def _reference_waits(self) -> bool:
+    return self._config.model.reference_memory == 'host'
 
   @property
   def _has_reference(self) -> bool:
@@ -242,6 +251,8 @@ class Learner:
   ) -> tuple[batch_lib.TokenBatch, dict[str, Any]]:
     """See `annotate.annotate`; the batch comes as numpy arrays."""
     batch = distributed.from_local_rows(packed, self._rows)
+    if self._reference_waits and reference is not None:
+      reference = memory.on_devices(reference)
     return self._annotate(batch, state, reference, self._algorithm, old)
 
   def score(
