@@ -56,7 +56,10 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'num_experts_per_tok': 0,  # how many of them a token visits
         'moe_intermediate_size': 0,  # width of one expert
         'norm_topk_prob': True,  # the weights of the visited sum to one
-        'router_aux_loss_coef': 0.001,  # of the load-balance loss
+        'router_aux_loss_coef': 0.001,  # told to others when exported
+        # How experts are computed, auto | dense | grouped: all on every token,
+        # or visits sorted by expert. auto is dense on CPU, grouped elsewhere.
+        'moe': 'auto',
         # auto | xla | cudnn | splash: auto is cudnn on GPU for bfloat16,
         # splash on TPU, xla elsewhere. Decoding always uses xla.
         'attention': 'auto',
@@ -177,6 +180,10 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         # that sampled (the ratio holds the staleness), or of the one about to
         # be updated (a mismatch correction's weight holds it).
         'old_policy': 'sampled',  # sampled | current
+        # Whose experts the tokens visit in an update, so that routing adds
+        # nothing to the ratio: those that its own router chooses; that the old
+        # policy chose in the trainer (R2); in the local engine (R3).
+        'routing_replay': 'nowhere',  # nowhere | trainer | sampler
       },
       'policy_optimizer': {
         'learning_rate': 1e-6,
@@ -201,6 +208,8 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'value_clip': 0.5,
         'value_coefficient': 0.5,  # of the value loss; value_backbone=shared
         'value_warmup_steps': 0,  # first steps update the critic only
+        # Of the load-balance loss of the policy's experts, if it has any.
+        'load_balance_coefficient': 0.001,
       },
       'sft': {  # the supervised start on noisy demonstrations
         'num_steps': 2000,

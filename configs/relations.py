@@ -49,6 +49,17 @@ def _warmed_up(warmup, backbone) -> Iterator[str]:
     )
 
 
+def _replayed(replay, path, experts, engine) -> Iterator[str]:
+  key = f'updates.routing_replay={replay}'
+  if replay != 'nowhere' and not (path or experts):
+    yield f'{key}: must be nowhere when model.num_experts=0'
+  if replay == 'sampler' and engine != 'local':
+    yield (
+      f'{key}: must be nowhere or trainer when rollout.engine={engine}, which '
+      'does not tell its experts'
+    )
+
+
 def _served(engine, url, model) -> Iterator[str]:
   if engine == 'remote' and not (url and model):
     yield 'rollout.engine=remote: rollout.remote.url and .model must be set'
@@ -132,6 +143,15 @@ RELATIONS = (
   (('env.max_turn_tokens', 'env.max_length'), _turn_fits),
   (('rollout.resample_rounds', 'rollout.group_size'), _resampling),
   (('env.prompt_template',), _template),
+  (
+    (
+      'updates.routing_replay',
+      'model.path',
+      'model.num_experts',
+      'rollout.engine',
+    ),
+    _replayed,
+  ),
   (('rollout.engine', 'rollout.remote.url', 'rollout.remote.model'), _served),
   (
     (

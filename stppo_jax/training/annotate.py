@@ -33,6 +33,7 @@ def annotate(
   value: functional.Model | None,
   temperature: float,
   num_turns: int,
+  routing_replay: str = 'nowhere',
 ) -> tuple[batch_lib.TokenBatch, dict[str, Array]]:
   """Fills the second block of a batch.
 
@@ -50,6 +51,12 @@ def annotate(
       none.
     temperature: of sampling.
     num_turns: static, the most turns of a row.
+    routing_replay: static, whose experts the updates visit: 'nowhere' (their
+      own choice), 'trainer' (the old policy's) or 'sampler' (those of the
+      batch, which then the old policy visits too).
+
+  Raises:
+    ValueError: a replay of experts that are not known.
 
   Returns:
     The annotated batch and scalar metrics: the sampler's mismatch, the
@@ -61,6 +68,7 @@ def annotate(
     batch.tokens_BL,
     batch.loss_positions_BM,
     batch.lengths_B,
+    batch.expert_ids_BLNE,
     policy=policy,
     value=value,
     temperature=temperature,
@@ -72,9 +80,18 @@ def annotate(
     batch.lengths_B,
     temperature=temperature,
   )[0]
-  old_BL, values_BL = current.logprobs_BL, current.values_BL
+  values_BL, sampled = current.values_BL, current
   if old is not None:
-    old_BL = logprobs(policy, state_lib.whole(policy, state.frozen, old))
+    sampled = policy.scores(
+      state_lib.whole(policy, state.frozen, old),
+      batch.tokens_BL,
+      batch.loss_positions_BM,
+      batch.lengths_B,
+      batch.expert_ids_BLNE,
+      temperature=temperature,
+    )
+  batch = _with_routing(batch, sampled.routing, routing_replay)
+  old_BL = sampled.logprobs_BL
   if reference is None:
     reference = state.frozen
   ref_BL = logprobs(policy.plain, reference)
@@ -120,3 +137,21 @@ def annotate(
     old_BL, batch.sampler_logprobs_BL, mask_BL
   )
   return batch, metrics
+
+
+def _with_routing(batch, routing, routing_replay) -> batch_lib.TokenBatch:
+  """The batch with what updates must know of the old policy's routing."""
+  given = batch.expert_ids_BLNE is not None
+  if (routing_replay == 'sampler') != given:
+    state = 'have' if given else 'lack'
+    raise ValueError(
+      f'routing_replay={routing_replay}: the trajectories {state} the experts '
+      'that the sampler chose'
+    )
+  if routing is None:
+    if routing_replay != 'nowhere':
+      raise ValueError(f'routing_replay={routing_replay}: there are no experts')
+    return batch
+  if routing_replay == 'trainer':
+    batch = batch.replace(expert_ids_BLNE=routing.expert_ids)
+  return batch.replace(expert_visits_BX=routing.visits_BX)

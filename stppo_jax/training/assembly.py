@@ -180,7 +180,8 @@ def build_model_config(
     tokenizer: its size is the vocabulary where there is no directory.
 
   Raises:
-    ValueError: no model of ours, or a `model.attention` that does not run here.
+    ValueError: no model of ours, a `model.attention` that does not run here, or
+      a replay of experts that are not there.
   """
   model, runtime = config.model, weights.computed_as(config)
   if model.path:
@@ -200,7 +201,13 @@ def build_model_config(
     head_dim=shape.head_dim,
     platform=jax.default_backend(),
   )
-  return dataclasses.replace(shape, attention=attends)
+  replay = config.updates.routing_replay
+  if replay != 'nowhere' and not shape.num_experts:
+    raise ValueError(
+      f'updates.routing_replay={replay}: must be nowhere, the model in '
+      f'{model.path} has no experts'
+    )
+  return dataclasses.replace(shape, attention=attends, moe=model.moe)
 
 
 def build_mesh(config, *, local: bool = False) -> jax.sharding.Mesh:
@@ -298,6 +305,7 @@ def build_collector(
       decode_chunk=rollout.decode_chunk,
       lookahead=rollout.lookahead,
       deterministic=rollout.deterministic,
+      replays=config.updates.routing_replay == 'sampler',
       **options,
     )
   collector = collect.Collector(

@@ -82,6 +82,7 @@ def collect(
     trajectories,
     length_bucket=config.rollout.length_bucket,
     sentences=sentences.SentenceSplitter(tokenizer.token_bytes()),
+    replays=config.updates.routing_replay == 'sampler',
   )
   annotated, _ = learner.annotate(packed, state, reference)
   kl_coefficient = np.asarray(learner.kl_coefficient)

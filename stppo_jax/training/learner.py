@@ -60,6 +60,7 @@ class Learner:
       'entropy_coefficient': config.loss.entropy_coefficient,
       'value_clip': config.loss.value_clip,
       'value_coefficient': config.loss.value_coefficient,
+      'load_balance_coefficient': config.loss.load_balance_coefficient,
     }
     for name in ('policy', 'value'):
       options = config[f'{name}_optimizer'].to_dict()
@@ -97,6 +98,7 @@ class Learner:
         annotate_lib.annotate,
         temperature=temperature,
         num_turns=num_turns,
+        routing_replay=updates.routing_replay,
         **models,
       ),
     )
@@ -257,7 +259,7 @@ class Learner:
 
   def score(
     self, state: state_lib.TrainState, tokens_BL: jax.Array
-  ) -> scoring.Scores:
+  ) -> functional.Scores:
     """See `scoring.score`; the rows come laid out like those of a batch."""
     return self._score(state, tokens_BL)
 

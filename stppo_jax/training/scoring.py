@@ -1,10 +1,10 @@
 """What the models of a state say of whole sequences.
 
-B trajectories, L tokens, M of which are asked for.
+B trajectories, L tokens, M of which are asked for; of a mixture of experts, N
+layers, E experts that a token visits.
 """
 
 import functools
-from typing import NamedTuple
 
 import jax
 
@@ -14,24 +14,17 @@ from stppo_jax.training import state as state_lib
 Array = jax.Array
 
 
-class Scores(NamedTuple):
-  """Per token; see `heads`. Without a value model, values_BL is None."""
-
-  logprobs_BL: Array
-  entropy_BL: Array
-  values_BL: Array | None
-
-
 def score(
   state: state_lib.TrainState,
   tokens_BL: Array,
   positions_BM: Array | None = None,
   lengths_B: Array | None = None,
+  expert_ids_BLNE: Array | None = None,
   *,
   policy: functional.Model,
   value: functional.Model | None,
   temperature: float,
-) -> Scores:
+) -> functional.Scores:
   """Scores by policy and value model: one pass where they are one.
 
   Args:
@@ -40,23 +33,23 @@ def score(
     positions_BM: tokens whose log-probability and entropy are asked for; None:
       all.
     lengths_B: tokens of each row without padding; None: all.
+    expert_ids_BLNE: experts that the policy must visit; None: its own choice.
     policy, value: models, see `roles.build`.
     temperature: of sampling.
   """
   whole = functools.partial(state_lib.whole, frozen=state.frozen)
   params = whole(policy, params=state.policy.params)
-  if policy.head == 'both':
-    return Scores(
-      *policy.logprobs_entropy_and_values(
-        params, tokens_BL, positions_BM, lengths_B, temperature=temperature
-      )
-    )
-  logprobs_BL, entropy_BL = policy.logprobs_and_entropy(
-    params, tokens_BL, positions_BM, lengths_B, temperature=temperature
+  scores = policy.scores(
+    params,
+    tokens_BL,
+    positions_BM,
+    lengths_B,
+    expert_ids_BLNE,
+    temperature=temperature,
   )
-  values_BL = None
-  if value is not None:
-    values_BL = value.values(
-      whole(value, params=state.value.params), tokens_BL, lengths_B
-    )
-  return Scores(logprobs_BL, entropy_BL, values_BL)
+  if value is None:
+    return scores
+  values_BL = value.values(
+    whole(value, params=state.value.params), tokens_BL, lengths_B
+  )
+  return scores._replace(values_BL=values_BL)

@@ -26,6 +26,7 @@ from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.rl import gradients as gradients_lib
 from stppo_jax.rl import losses
+from stppo_jax.training import load_balance
 from stppo_jax.training import optimizer as optimizer_lib
 from stppo_jax.training import state as state_lib
 
@@ -72,7 +73,8 @@ def update(
     numbers: 'policy' and 'value' (see `optimizer.apply_update`),
       'entropy_coefficient', 'value_clip', 'policy_learns' (False: only the
       value model is updated), 'value_coefficient' (of the value loss beside
-      the policy's, where one backbone learns from both); runtime values.
+      the policy's, where one backbone learns from both),
+      'load_balance_coefficient' (of a policy with experts); runtime values.
     frozen: the base under adapters, which no gradient is of; None: everything
       is trained.
     policy_optimizer, value_optimizer: from `optimizer.build_optimizer`.
@@ -166,18 +168,19 @@ def gradients(
   whole = functools.partial(state_lib.whole, frozen=frozen)
 
   def score(params, part):
-    return policy.logprobs_and_entropy(
+    return policy.scores(
       whole(policy, params=params),
       part.tokens_BL,
       part.loss_positions_BM,
       part.lengths_B,
+      part.expert_ids_BLNE,
       temperature=temperature,
     )
 
   statistics = None  # one microbatch forms its own
   if num_microbatches > 1:
     statistics = _statistics(
-      functools.partial(score, policy_params),
+      lambda part: score(policy_params, part)[:2],
       batch,
       microbatches,
       algorithm,
@@ -185,16 +188,7 @@ def gradients(
     )
 
   def policy_parts(params, part):
-    if shared:
-      logprobs_BL, entropy_BL, values_BL = policy.logprobs_entropy_and_values(
-        whole(policy, params=params),
-        part.tokens_BL,
-        part.loss_positions_BM,
-        part.lengths_B,
-        temperature=temperature,
-      )
-    else:
-      logprobs_BL, entropy_BL = score(params, part)
+    logprobs_BL, entropy_BL, values_BL, routing = score(params, part)
     loss = losses.policy_loss(
       algorithm,
       logprobs_BL,
@@ -215,6 +209,15 @@ def gradients(
       # Among the rest: a correction of the policy's gradient leaves it alone.
       heads['other'] += numbers['value_coefficient'] * value_loss
       scalars |= {'critic/vf_loss': value_loss, 'critic/vf_clipfrac': clipped}
+    if routing is not None:
+      balance = load_balance.loss(
+        routing.probs_BX,
+        part,
+        of=batch,
+        visited=policy.config.num_experts_per_tok,
+      )
+      heads['other'] += numbers['load_balance_coefficient'] * balance
+      scalars['actor/load_balance'] = balance
     return heads, (scalars, loss.value_weights_BL, diagnostics)
 
   def value_part(values_BL, part, weights_BL):
