@@ -25,6 +25,7 @@ from benchmarks import batches
 from benchmarks import measure
 from configs import quickstart
 from stppo_jax import batch as batch_lib
+from stppo_jax.rollout import pack
 from stppo_jax.training import assembly
 from stppo_jax.training import learner as learner_lib
 
@@ -79,6 +80,7 @@ def _packed(config, vocab_size: int, length: int) -> batch_lib.TokenBatch:
     sampler_logprobs_BL=zeros_BL,
     rewards_BL=np.where(last_BL, successes_B1, zeros_BL),
     group_ids_B=np.arange(rows, dtype=np.int32),
+    loss_positions_BM=pack.loss_positions(ids_BL > 0),
   )
 
 

@@ -35,6 +35,9 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'path': '',
         # The reference policy; '' = the start of this run.
         'reference_path': '',
+        # Where its weights wait while they are not asked: device | host. The
+        # base under adapters, which is always at work, stays.
+        'reference_memory': 'device',
         'tokenizer_path': '',  # '' = the tokenizer in model.path
         'dtype': 'float32',  # compute: float32 | bfloat16 (weights: float32)
         'hidden_size': 64,
@@ -46,7 +49,33 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'rope_theta': 10000.0,
         'rms_norm_eps': 1e-6,
         'qkv_bias': True,
+        'qk_norm': False,  # of each head, as in Qwen3; then without qkv_bias
         'tie_embeddings': True,
+        # A mixture in place of the MLP, as in Qwen3-MoE; 0 = none.
+        'num_experts': 0,
+        'num_experts_per_tok': 0,  # how many of them a token visits
+        'moe_intermediate_size': 0,  # width of one expert
+        'norm_topk_prob': True,  # the weights of the visited sum to one
+        'router_aux_loss_coef': 0.001,  # told to others when exported
+        # How experts are computed, auto | dense | grouped: all on every token,
+        # or visits sorted by expert. auto is dense on CPU, grouped elsewhere.
+        'moe': 'auto',
+        # auto | xla | cudnn | splash: auto is cudnn on GPU for bfloat16,
+        # splash on TPU, xla elsewhere. Decoding always uses xla.
+        'attention': 'auto',
+        # `train` trains adapters beside the frozen weights, which are then the
+        # reference too (unless reference_path names one). They learn at about
+        # ten times the rate. docs/models.md
+        'lora': {
+          'rank': 0,  # 0 = none: all weights are trained
+          'alpha': 32.0,  # scaled by alpha / rank
+          # Searched for in names of linear layers, such as layers/q_proj.
+          'targets': '(q|k|v|o|gate|up|down)_proj$',
+        },
+        # own: the value model has layers of its own, and an optimiser. shared:
+        # it is a head on the policy's layers; one pass and one optimiser, the
+        # policy's, for both losses.
+        'value_backbone': 'own',
         'scan_unroll': 1,  # layers per iteration of the scan over layers
       },
       'mesh': {  # devices per axis; -1 = all that remain
@@ -144,11 +173,20 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'minibatch_size': 256,  # trajectories per optimiser step
         'num_epochs': 1,  # passes over one collected batch
         'microbatch_size': 0,  # trajectories per forward; 0 = minibatch
-        'remat': 'none',  # none | full: recompute layers in the backward
+        # Tokens of a row whose scores over the vocabulary are held at once,
+        # and computed again in the backward; 0 = all, which are then kept.
+        'head_chunk': 128,
+        # What of a layer is kept for the backward pass: all; all products;
+        # those with weights, not attention's; its input.
+        'remat': 'none',  # none | all_dots | dots | full
         # Whose log-probabilities the ratio divides by: those of the policy
         # that sampled (the ratio holds the staleness), or of the one about to
         # be updated (a mismatch correction's weight holds it).
         'old_policy': 'sampled',  # sampled | current
+        # Whose experts the tokens visit in an update, so that routing adds
+        # nothing to the ratio: those that its own router chooses; that the old
+        # policy chose in the trainer (R2); in the local engine (R3).
+        'routing_replay': 'nowhere',  # nowhere | trainer | sampler
       },
       'policy_optimizer': {
         'learning_rate': 1e-6,
@@ -171,7 +209,10 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
       'loss': {
         'entropy_coefficient': 0.001,
         'value_clip': 0.5,
+        'value_coefficient': 0.5,  # of the value loss; value_backbone=shared
         'value_warmup_steps': 0,  # first steps update the critic only
+        # Of the load-balance loss of the policy's experts, if it has any.
+        'load_balance_coefficient': 0.001,
       },
       'sft': {  # the supervised start on noisy demonstrations
         'num_steps': 2000,

@@ -1,14 +1,15 @@
 """Which configurations make sense. `check` names all that does not, at once.
 
 A rule is a predicate and its wording; `RULES` has one for every key that has
-one, `_RELATIONS` hold several keys together. Nothing here touches a device.
+one, `configs/relations.py` holds several keys together. Nothing here touches a
+device.
 """
 
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Mapping
 import math
 import pathlib
+import re
 from typing import Any
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from ml_collections import config_dict
 
 from configs import algorithms
 from configs import base
+from configs import relations
 
 
 class Rule(NamedTuple):
@@ -27,6 +29,14 @@ class Rule(NamedTuple):
 
 def _one_of(*choices):
   return Rule(lambda value: value in choices, 'one of ' + ', '.join(choices))
+
+
+def _compiles(pattern):
+  try:
+    re.compile(pattern)
+  except re.error:
+    return False
+  return True
 
 
 _POSITIVE = Rule(lambda x: 0 < x < math.inf, 'greater than 0')
@@ -45,6 +55,7 @@ _MODEL = Rule(
   lambda x: not x or (pathlib.Path(x) / 'config.json').is_file(),
   'empty, or a folder that holds config.json',
 )
+_REGEX = Rule(_compiles, 'a regular expression')
 _PATH = Rule(lambda x: not x or pathlib.Path(x).exists(), 'empty, or a path')
 
 _OPTIMIZER = {
@@ -63,6 +74,7 @@ RULES: Mapping[str, Rule] = {
   'num_steps': _POSITIVE,
   'model.path': _MODEL,
   'model.reference_path': _MODEL,
+  'model.reference_memory': _one_of('device', 'host'),
   'model.tokenizer_path': _PATH,
   'model.dtype': _one_of('float32', 'bfloat16'),
   **{f'model.{size}': _POSITIVE for size in _SIZES},
@@ -70,6 +82,16 @@ RULES: Mapping[str, Rule] = {
   'model.head_dim': _EVEN,  # rotary pairs
   'model.rope_theta': _POSITIVE,
   'model.rms_norm_eps': _POSITIVE,
+  'model.num_experts': _NOT_NEGATIVE,
+  'model.num_experts_per_tok': _NOT_NEGATIVE,
+  'model.moe_intermediate_size': _NOT_NEGATIVE,
+  'model.router_aux_loss_coef': _NOT_NEGATIVE,
+  'model.moe': _one_of('auto', 'dense', 'grouped'),
+  'model.attention': _one_of('auto', 'xla', 'cudnn', 'splash'),
+  'model.lora.rank': _NOT_NEGATIVE,
+  'model.lora.alpha': _POSITIVE,
+  'model.lora.targets': _REGEX,
+  'model.value_backbone': _one_of('own', 'shared'),
   'model.scan_unroll': _POSITIVE,
   'mesh.data': _AXIS,
   'mesh.fsdp': _AXIS,
@@ -124,12 +146,16 @@ RULES: Mapping[str, Rule] = {
   'updates.minibatch_size': _POSITIVE,
   'updates.num_epochs': _POSITIVE,
   'updates.microbatch_size': _NOT_NEGATIVE,
-  'updates.remat': _one_of('none', 'full'),
+  'updates.head_chunk': _NOT_NEGATIVE,
+  'updates.remat': _one_of('none', 'all_dots', 'dots', 'full'),
   'updates.old_policy': _one_of('sampled', 'current'),
+  'updates.routing_replay': _one_of('nowhere', 'trainer', 'sampler'),
   **{f'policy_optimizer.{key}': rule for key, rule in _OPTIMIZER.items()},
   **{f'value_optimizer.{key}': rule for key, rule in _OPTIMIZER.items()},
   'loss.entropy_coefficient': _NOT_NEGATIVE,
+  'loss.load_balance_coefficient': _NOT_NEGATIVE,
   'loss.value_clip': _POSITIVE,
+  'loss.value_coefficient': _POSITIVE,
   'loss.value_warmup_steps': _NOT_NEGATIVE,
   'sft.num_steps': _POSITIVE,
   'sft.batch_size': _POSITIVE,
@@ -180,7 +206,7 @@ def check(config: config_dict.ConfigDict) -> list[str]:
     if key in values and not rule.holds(values[key]):
       errors.append(f'{key}={values[key]!r}: must be {rule.allowed}')
       del values[key]
-  for keys, relation in _RELATIONS:
+  for keys, relation in relations.RELATIONS:
     if all(key in values for key in keys):
       errors += relation(*(values[key] for key in keys))
   return errors + _algorithm(config) + _estimator(config) + _retriever(values)
@@ -228,6 +254,7 @@ def _estimator(config):
   name = flat.get('algorithm.advantage.name')
   group_size = flat.get('rollout.group_size')
   warmup = flat.get('loss.value_warmup_steps')
+  shared = flat.get('model.value_backbone') == 'shared'
   errors = []
   if name in algorithms.GROUP_ADVANTAGES and group_size == 1:
     errors.append(
@@ -237,6 +264,11 @@ def _estimator(config):
   if name in algorithms.WITHOUT_CRITIC and warmup:
     errors.append(
       f'loss.value_warmup_steps={warmup}: must be 0 when '
+      f'algorithm.advantage.name={name}, which has no value model'
+    )
+  if name in algorithms.WITHOUT_CRITIC and shared:
+    errors.append(
+      f'model.value_backbone=shared: must be own when '
       f'algorithm.advantage.name={name}, which has no value model'
     )
   return errors
@@ -250,102 +282,3 @@ def _retriever(values):
 
   problem = client.check_url(url)
   return [f'retrieval.url: {problem}'] if problem else []
-
-
-def _multiple(key, of) -> tuple:
-  """The relation: `key` is divisible by `of` (0 of it means no division)."""
-
-  def relation(number, divisor) -> Iterator[str]:
-    if divisor and number % divisor:
-      yield f'{key}={number}: must be a multiple of {of}={divisor}'
-
-  return (key, of), relation
-
-
-def _one_rest(data, fsdp, tensor) -> Iterator[str]:
-  sizes = {'data': data, 'fsdp': fsdp, 'tensor': tensor}
-  rest = [f'mesh.{axis}' for axis, size in sizes.items() if size == -1]
-  if len(rest) > 1:
-    yield f'{rest[1]}=-1: at most one axis may be -1, {rest[0]} is'
-
-
-def _turn_fits(max_turn_tokens, max_length) -> Iterator[str]:
-  if max_turn_tokens >= max_length:
-    yield (
-      f'env.max_turn_tokens={max_turn_tokens}: must be smaller than '
-      f'env.max_length={max_length}'
-    )
-
-
-def _resampling(rounds, group_size) -> Iterator[str]:
-  if rounds > 0 and group_size < 2:
-    yield (
-      f'rollout.resample_rounds={rounds}: must be 0 when '
-      f'rollout.group_size={group_size}: one reward has no variance'
-    )
-
-
-def _served(engine, url, model) -> Iterator[str]:
-  if engine == 'remote' and not (url and model):
-    yield 'rollout.engine=remote: rollout.remote.url and .model must be set'
-
-
-def _template(path) -> Iterator[str]:
-  if not path:
-    return
-  key = f'env.prompt_template={path!r}'
-  try:
-    text = pathlib.Path(path).read_text(encoding='utf-8')
-  except (OSError, UnicodeDecodeError) as error:
-    yield f'{key}: must be empty, or a text file that can be read ({error})'
-    return
-  if '{question}' not in text:
-    yield f'{key}: must contain {{question}}'
-
-
-def _files(name, root, train, evaluation, corpus, url) -> Iterator[str]:
-  """Files of a jsonl data set exist and lie under its root."""
-  if name != 'jsonl':
-    return
-  folder = pathlib.Path(root).resolve()
-  if not root or not folder.is_dir():
-    yield f'data.root={root!r}: must be a folder when data.name=jsonl'
-    return
-  needed = {'train': True, 'evaluation': False, 'corpus': not url}
-  files = {'train': train, 'evaluation': evaluation, 'corpus': corpus}
-  for key, file in files.items():
-    path = (folder / file).resolve()
-    if not file:
-      if needed[key]:
-        yield f"data.{key}='': must name a file when data.name=jsonl"
-    elif not path.is_relative_to(folder):
-      yield f'data.{key}={file!r}: must lie under data.root={root}'
-    elif not path.is_file():
-      yield f'data.{key}={file!r}: must be a file in data.root={root}'
-
-
-# (keys, function of their values that yields the errors)
-_RELATIONS = (
-  _multiple('rollout.trajectories_per_step', 'updates.minibatch_size'),
-  _multiple('rollout.trajectories_per_step', 'rollout.group_size'),
-  _multiple('rollout.slots', 'rollout.group_size'),
-  _multiple('updates.minibatch_size', 'updates.microbatch_size'),
-  _multiple('model.num_heads', 'model.num_kv_heads'),
-  _multiple('preference.batch_size', 'preference.microbatch_size'),
-  (('mesh.data', 'mesh.fsdp', 'mesh.tensor'), _one_rest),
-  (('env.max_turn_tokens', 'env.max_length'), _turn_fits),
-  (('rollout.resample_rounds', 'rollout.group_size'), _resampling),
-  (('env.prompt_template',), _template),
-  (('rollout.engine', 'rollout.remote.url', 'rollout.remote.model'), _served),
-  (
-    (
-      'data.name',
-      'data.root',
-      'data.train',
-      'data.evaluation',
-      'data.corpus',
-      'retrieval.url',
-    ),
-    _files,
-  ),
-)

@@ -1,6 +1,8 @@
 """TokenBatch: the device arrays of one collection, token-aligned.
 
-B trajectories, L tokens. Index l of every [B, L] array speaks about token l.
+B trajectories, L tokens, M of which carry loss at most. Index l of every [B, L]
+array speaks about token l. Of a mixture of experts: N layers, X experts, E that
+a token visits.
 """
 
 import dataclasses
@@ -29,6 +31,14 @@ class TokenBatch:
       counted through the row. None where no row of the table asks for it.
     state_ids_BL: int32, 0 = not written by the policy; turns that began in the
       same state (same question, same latest observation) share an id.
+    loss_positions_BM: int32, the l of the loss mask in order, then L. None: to
+      be scored everywhere.
+    expert_ids_BLNE: int, the experts that the policy must visit in an update
+      (routing replay), below 0 where its router chooses. Those of the sampler
+      come with the batch, those of the old policy from `annotate`. None: its
+      router chooses everywhere.
+    expert_visits_BX: float32, how often a row's tokens visited each expert in
+      all layers of the old policy; None without experts.
     old_logprobs_BL: float32, the trainer's log-probabilities under the policy
       that sampled, before the first update: the ratio's denominator.
     ref_logprobs_BL: float32, under the frozen reference.
@@ -47,6 +57,9 @@ class TokenBatch:
   group_ids_B: Array
   sentence_ids_BL: Array | None = None
   state_ids_BL: Array | None = None
+  loss_positions_BM: Array | None = None
+  expert_ids_BLNE: Array | None = None
+  expert_visits_BX: Array | None = None
   old_logprobs_BL: Array | None = None
   ref_logprobs_BL: Array | None = None
   values_BL: Array | None = None

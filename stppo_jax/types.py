@@ -89,6 +89,9 @@ class Trajectory:
     status: how it ended.
     scores: named, unweighted measures (exact match, F1, ...) for reports.
     version: number of the step whose policy wrote it, 0 for the start.
+    expert_ids: [tokens, layers, experts of a token] int16, the experts that
+      each token visited in the sampler, prompt and observations included; None
+      where that is not known.
   """
 
   question: Question
@@ -98,6 +101,7 @@ class Trajectory:
   status: TrajectoryStatus
   scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
   version: int = 0
+  expert_ids: np.ndarray | None = None
 
   @property
   def reward(self) -> float:

@@ -166,6 +166,12 @@ def test_every_command_in_the_documents_runs(command, tmp_path):
     words = _python(command)
     _trains([w.replace('evaluate', 'train') for w in words], folder)
     assert 'step 1 val/em/two_hop' in _run([*words, *_SMOKE], folder)
+  elif ' export ' in command:
+    words = _python(command)
+    (workdir,) = (w for w in words if w.startswith('--workdir='))
+    config = '--config=configs/quickstart.py:st_ppo'
+    _trains([*words[:3], 'train', config, workdir], folder)
+    assert 'the policy after step 1' in _run(words, folder)
   else:
     assert _run(_python(command), folder)
 

@@ -1,7 +1,8 @@
 """Keys and values of what was read, and reading on from there.
 
 B rows, C tokens read at once, D width, K key/value heads, H head size, S
-positions of a block, N positions of what is recent.
+positions of a block, N positions of what is recent, E experts that a token
+visits.
 
 A row's keys and values lie in blocks of S positions. Reading goes on from the
 first blocks only, as many as the longest row has begun: a token costs what its
@@ -11,6 +12,9 @@ looked at changes no bit of the result.
 
 What is being read stands beside the blocks (`Recent`) until `store` puts it
 there, so that a loop over tokens never carries the blocks.
+
+Beside keys and values, a mixture of experts keeps where each token went: to
+send it there again (routing replay).
 """
 
 from collections.abc import Sequence
@@ -25,9 +29,10 @@ from stppo_jax.models import rotary
 from stppo_jax.models import transformer
 
 Array = jax.Array
-KeysValues = tuple[Array, Array]  # [B, K, positions, H] each
-Cache = tuple[tuple[KeysValues, ...], ...]  # of each layer, of each block
-Recent = tuple[KeysValues, ...]  # of each layer, [B, K, N, H]
+# Keys, values [B, K, positions, H]; with experts, their ids [B, 1, positions, E].
+Block = tuple[Array, ...]
+Cache = tuple[tuple[Block, ...], ...]  # of each layer
+Recent = tuple[Block, ...]  # of each layer
 
 
 def empty(
@@ -53,9 +58,22 @@ def nothing_recent(
   return tuple(_zeros(config, rows, size) for _ in range(config.num_layers))
 
 
-def _zeros(config, rows, size) -> KeysValues:
+def _zeros(config, rows, size) -> Block:
   shape = (rows, config.num_kv_heads, size, config.head_dim)
-  return jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
+  block = jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
+  if not config.num_experts:
+    return block
+  visits = (rows, 1, size, config.num_experts_per_tok)
+  return *block, jnp.zeros(visits, jnp.int32)
+
+
+def expert_ids(cache: Cache) -> Array:
+  """expert_ids_BSNE of the tokens in the cache of a mixture of experts.
+
+  N is layers, S the positions of all blocks.
+  """
+  visits = [[block[2][:, 0] for block in blocks] for blocks in cache]
+  return jnp.stack([jnp.concatenate(x, axis=1) for x in visits], axis=2)
 
 
 def extend(
@@ -88,28 +106,34 @@ def extend(
   rotation = rotary.rotation(module.config, lengths_B[:, None] + at_C[None])
   graph, _ = nnx.split(module.layers)
   x_BCD, updated = module.embed(tokens_BC), []
-  for params, blocks, (keys_BKNH, values_BKNH) in zip(layers, cache, recent):
+  for params, blocks, held in zip(layers, cache, recent):
+    now = []
 
-    def attend(q, k, v, blocks=blocks, keys=keys_BKNH, values=values_BKNH):
-      place = lambda old, new: jax.lax.dynamic_update_slice_in_dim(
-        old, new.swapaxes(1, 2).astype(old.dtype), first, axis=2
-      )
-      keys, values = place(keys, k), place(values, v)
-      updated.append((keys, values))
+    def put(new_BCNH, held=held, now=now):
+      old = held[len(now)]
+      new = new_BCNH.swapaxes(1, 2).astype(old.dtype)
+      now.append(jax.lax.dynamic_update_slice_in_dim(old, new, first, axis=2))
+      return now[-1]
+
+    def attend(q, k, v, put=put, blocks=blocks):
       parts = [
-        (*block, _filled(blocks, n, lengths_B))
+        (*block[:2], _filled(blocks, n, lengths_B))
         for n, block in enumerate(blocks)
       ]
-      before_1CN = jnp.arange(keys.shape[2])[None] <= at_C[:, None]
-      return attention.over_parts(q, [*parts, (keys, values, before_1CN[None])])
+      keys, values = put(k), put(v)
+      before_1CN = jnp.arange(keys.shape[2])[None, None] <= at_C[None, :, None]
+      return attention.over_parts(q, [*parts, (keys, values, before_1CN)])
 
-    x_BCD = nnx.merge(graph, params)(x_BCD, rotation, attend)
+    x_BCD, routing = nnx.merge(graph, params)(x_BCD, rotation, attend)
+    if routing is not None:
+      put(routing.expert_ids[:, :, None])
+    updated.append(tuple(now))
   return module.norm(x_BCD), tuple(updated)
 
 
 def _filled(blocks, n: int, lengths_B: Array) -> Array:
   """[B, 1, S], the positions of block n that a row has reached."""
-  begin = sum(keys.shape[2] for keys, _ in blocks[:n])
+  begin = sum(keys.shape[2] for keys, *_ in blocks[:n])
   positions_S = begin + jnp.arange(blocks[n][0].shape[2])
   return positions_S[None, None] < lengths_B[:, None, None]
 

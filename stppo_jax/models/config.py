@@ -124,6 +124,7 @@ class ModelConfig:
     scan_unroll: layers per iteration of the scan; more compiles longer and,
       for small models on CPU, runs faster.
     attention: how whole sequences attend; a key of `attention.WHOLE`.
+    moe: how experts are computed; 'auto' or a key of `moe.IMPLEMENTATIONS`.
   """
 
   vocab_size: int
@@ -149,6 +150,7 @@ class ModelConfig:
   remat: str = 'none'
   scan_unroll: int = 1
   attention: str = 'xla'
+  moe: str = 'auto'
 
   def __post_init__(self):
     if self.num_heads % self.num_kv_heads:

@@ -7,6 +7,7 @@ A parameter tree is a nested dict of arrays ({'embedding': ..., 'layers': {...},
 from collections.abc import Mapping
 import dataclasses
 from typing import Any
+from typing import NamedTuple
 
 from flax import nnx
 import jax
@@ -14,10 +15,40 @@ import jax
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import heads
+from stppo_jax.models import layers
+from stppo_jax.models import lora as lora_lib
+from stppo_jax.models import moe
 from stppo_jax.models import transformer
+from stppo_jax.parallel import division
 
 Array = jax.Array
 Params = Mapping[str, Any]
+
+# Sizes that an axis of the mesh must divide, by their names in the config.
+_CUT = {
+  'fsdp': ('hidden_size',),
+  'tensor': ('num_heads', 'intermediate_size', 'vocab_size'),
+}
+_CUT_OF_EXPERTS = {
+  'fsdp': ('hidden_size',),
+  'tensor': ('num_heads', 'moe_intermediate_size', 'vocab_size'),
+}
+
+
+class Scores(NamedTuple):
+  """What a policy says of whole sequences, of one pass.
+
+  Attributes:
+    logprobs_BL, entropy_BL: at the positions that were asked for; see
+      `heads.token_logprobs_and_entropy`.
+    values_BL: everywhere; None without a value head.
+    routing: of its experts; None without.
+  """
+
+  logprobs_BL: Array
+  entropy_BL: Array
+  values_BL: Array | None
+  routing: moe.Routing | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,24 +59,86 @@ class Model:
 
   Attributes:
     config: the shape.
-    head: 'vocabulary' (a policy) or 'scalar' (a value model).
+    head: 'vocabulary' (a policy), 'scalar' (a value model) or 'both' (a policy
+      that estimates values too).
     mesh: that activations are laid out on; None leaves them to the compiler.
+      One that does not divide the model is a ValueError, see `division`.
+    lora: of adapters, which parameters may then have. Those without are still
+      welcome: they are the base alone.
+    chunk: tokens of a row whose scores over the vocabulary are held at once;
+      0 = all.
   """
 
   config: model_config.ModelConfig
   head: str
   mesh: jax.sharding.Mesh | None = None
+  lora: lora_lib.Lora | None = None
+  chunk: int = 0
+
+  def __post_init__(self):
+    if self.mesh is not None:
+      sizes = dataclasses.asdict(self.config)
+      cut = _CUT_OF_EXPERTS if self.config.num_experts else _CUT
+      division.check(
+        self.mesh,
+        {axis: {n: sizes[n] for n in names} for axis, names in cut.items()},
+        num_kv_heads=sizes['num_kv_heads'],
+      )
 
   def init(self, key: Array) -> Params:
-    """Random weights, float32."""
+    """Random weights, float32, without adapters."""
     module = transformer.Transformer(
       self.config, head=self.head, rngs=nnx.Rngs(params=key)
     )
     return nnx.to_pure_dict(nnx.state(module))
 
-  def hidden(self, params: Params, tokens_BL: Array) -> Array:
+  def init_adapters(self, key: Array) -> Params:
+    """Fresh adapters; see `lora.init`.
+
+    Raises:
+      ValueError: targets that match none of the linear layers.
+    """
+    graph, abstract = _abstract(self.config, self.head, self.mesh)
+    kernels = _kernels(_linear_layers(nnx.merge(graph, abstract)))
+    return lora_lib.init(self.lora, kernels, key)
+
+  def joined(self, frozen: Params, params: Params) -> Params:
+    """The tree to compute with: what is trained, and the base it needs.
+
+    Args:
+      frozen: a policy's weights, or {} where everything is trained.
+      params: adapters and heads, or all weights.
+    """
+    if self.head == 'scalar':
+      frozen = {name: x for name, x in frozen.items() if name != 'lm_head'}
+    return lora_lib.joined(frozen, params)
+
+  def merged(self, params: Params) -> Params:
+    """Weights of the same policy for a model without adapters and values."""
+    params = {name: x for name, x in params.items() if name != 'scalar_head'}
+    return params if self.lora is None else lora_lib.merged(self.lora, params)
+
+  @property
+  def plain(self) -> 'Model':
+    """The model of merged weights, and of the base."""
+    return dataclasses.replace(self, head='vocabulary', lora=None)
+
+  def hidden(
+    self, params: Params, tokens_BL: Array, lengths_B: Array | None = None
+  ) -> Array:
     """Final hidden states [B, L, D] of whole sequences."""
-    return self._module(params)(tokens_BL)
+    return self.routed(params, tokens_BL, lengths_B)[0]
+
+  def routed(
+    self,
+    params: Params,
+    tokens_BL: Array,
+    lengths_B: Array | None = None,
+    expert_ids_BLNE: Array | None = None,
+  ) -> tuple[Array, moe.Routing | None]:
+    """Those and the experts that were visited; see `Transformer.routed`."""
+    module = self._module(params)
+    return module.routed(tokens_BL, lengths_B, expert_ids_BLNE)
 
   def by_layer(self, params: Params) -> Params:
     """The same weights, a tree for each layer: what `extend` takes.
@@ -84,15 +177,58 @@ class Model:
     return params['embedding' if self.config.tie_embeddings else 'lm_head']
 
   def logprobs_and_entropy(
-    self, params: Params, tokens_BL: Array, *, temperature: float
+    self,
+    params: Params,
+    tokens_BL: Array,
+    positions_BM: Array | None = None,
+    lengths_B: Array | None = None,
+    *,
+    temperature: float,
   ) -> tuple[Array, Array]:
-    """logprobs_BL and entropy_BL of a policy on whole sequences."""
-    return heads.token_logprobs_and_entropy(
-      self.hidden(params, tokens_BL),
+    """logprobs_BL and entropy_BL of a policy on whole sequences.
+
+    At the positions only; None: everywhere. See
+    `heads.token_logprobs_and_entropy`.
+    """
+    return self.scores(
+      params, tokens_BL, positions_BM, lengths_B, temperature=temperature
+    )[:2]
+
+  def scores(
+    self,
+    params: Params,
+    tokens_BL: Array,
+    positions_BM: Array | None = None,
+    lengths_B: Array | None = None,
+    expert_ids_BLNE: Array | None = None,
+    *,
+    temperature: float,
+  ) -> Scores:
+    """All that a policy says of whole sequences.
+
+    Args:
+      params: its weights.
+      tokens_BL: the sequences.
+      positions_BM: where; None: everywhere.
+      lengths_B, expert_ids_BLNE: see `Transformer.routed`.
+      temperature: of the distributions.
+    """
+    hidden_BLD, routing = self.routed(
+      params, tokens_BL, lengths_B, expert_ids_BLNE
+    )
+    logprobs_BL, entropy_BL = heads.token_logprobs_and_entropy(
+      hidden_BLD,
       self.output_VD(params),
       tokens_BL,
+      positions_BM,
       temperature=temperature,
+      chunk=self.chunk,
+      mesh=self.mesh,
     )
+    values_BL = None
+    if self.head == 'both':
+      values_BL = heads.token_values(hidden_BLD, params['scalar_head'])
+    return Scores(logprobs_BL, entropy_BL, values_BL, routing)
 
   def divergence(
     self,
@@ -112,20 +248,64 @@ class Model:
       tokens_BL,
       temperature=temperature,
       chunk=chunk,
+      mesh=self.mesh,
     )
 
-  def values(self, params: Params, tokens_BL: Array) -> Array:
+  def values(
+    self, params: Params, tokens_BL: Array, lengths_B: Array | None = None
+  ) -> Array:
     """values_BL of a value model on whole sequences."""
     return heads.token_values(
-      self.hidden(params, tokens_BL), params['scalar_head']
+      self.hidden(params, tokens_BL, lengths_B), params['scalar_head']
     )
 
+  def logprobs_entropy_and_values(
+    self,
+    params: Params,
+    tokens_BL: Array,
+    positions_BM: Array | None = None,
+    lengths_B: Array | None = None,
+    *,
+    temperature: float,
+  ) -> tuple[Array, Array, Array]:
+    """All that a model with both heads says, of one pass.
+
+    Values everywhere, the rest at the positions.
+    """
+    return self.scores(
+      params, tokens_BL, positions_BM, lengths_B, temperature=temperature
+    )[:3]
+
   def _module(self, params: Params) -> transformer.Transformer:
+    adapters = {}
+    if self.lora is not None:
+      params, adapters = lora_lib.split(params)
     graph, abstract = _abstract(self.config, self.head, self.mesh)
     _check_shapes(params, nnx.to_pure_dict(abstract))
     state = jax.tree.map(lambda x: x, abstract)  # a copy: filled below
     nnx.replace_by_pure_dict(state, dict(params))
-    return nnx.merge(graph, state)
+    module = nnx.merge(graph, state)
+    if adapters:
+      linear = _linear_layers(module)
+      lora_lib.check(self.lora, _kernels(linear), adapters)
+      for name, pair in adapters.items():
+        linear[name].adapt(
+          pair[lora_lib.A], pair[lora_lib.B], scale=self.lora.scale
+        )
+    return module
+
+
+def _linear_layers(module: nnx.Module) -> dict[str, layers.Linear]:
+  """The layers that may have adapters, by names like 'layers/q_proj'."""
+  return {
+    '/'.join(map(str, path)): part
+    for path, part in nnx.iter_modules(module)
+    if isinstance(part, layers.Linear)
+  }
+
+
+def _kernels(linear: Mapping[str, layers.Linear]) -> dict[str, Any]:
+  return {name: layer.kernel for name, layer in linear.items()}
 
 
 def _check_shapes(params: Params, expected: Params) -> None:

@@ -1,41 +1,57 @@
 """From hidden states to numbers about tokens: the one next-token shift.
 
-B rows, L tokens, D width, V vocabulary. The hidden state at l - 1 speaks about
-token l. Nobody else shifts. From the logits on, everything is float32.
+B rows, L tokens, M asked-for tokens of a row, D width, V vocabulary. The hidden
+state at l - 1 speaks about token l. Nobody else shifts. From the logits on,
+everything is float32.
 """
 
 import jax
 import jax.numpy as jnp
 
+from stppo_jax.models import chunks
+from stppo_jax.models import vocabulary
+
 Array = jax.Array
-
-
-def logits(hidden: Array, output_VD: Array) -> Array:
-  """[..., V] float32 scores of the token that follows each hidden state."""
-  return jnp.einsum(
-    '...d,vd->...v',
-    hidden,
-    output_VD.astype(hidden.dtype),
-    preferred_element_type=jnp.float32,
-  )
+logits = chunks.logits
 
 
 def token_logprobs_and_entropy(
-  hidden_BLD: Array, output_VD: Array, tokens_BL: Array, *, temperature: float
+  hidden_BLD: Array,
+  output_VD: Array,
+  tokens_BL: Array,
+  positions_BM: Array | None = None,
+  *,
+  temperature: float,
+  chunk: int = 0,
+  mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[Array, Array]:
   """log π(token l | tokens before l) and the entropy of that distribution.
 
-  Both are of softmax(logits / temperature), untruncated, in nats; the first
-  token, which nothing predicts, gets 0 in both.
+  Both are of softmax(logits / temperature), untruncated, in nats. Scores live
+  for one chunk at a time, also in the backward pass, which computes them again:
+  [B, L, V] is never held. What is not asked for has no say, in the gradient
+  neither.
+
+  Args:
+    hidden_BLD, output_VD: differentiable.
+    tokens_BL: the sequences.
+    positions_BM: int32, distinct l of the tokens asked for; what is not in
+      1..L - 1 is none. None: all tokens.
+    temperature: of the distribution.
+    chunk: asked-for tokens of each row at a time; 0 = all.
+    mesh: that the arrays are laid out on; None: one device.
 
   Returns:
-    logprobs_BL, entropy_BL float32.
+    logprobs_BL, entropy_BL float32; 0 at tokens not asked for and at the first
+    token, which nothing predicts.
   """
-  scores_BLV = logits(hidden_BLD[:, :-1], output_VD) / temperature
-  log_all_BLV = jax.nn.log_softmax(scores_BLV, axis=-1)
-  chosen = jnp.take_along_axis(log_all_BLV, tokens_BL[:, 1:, None], axis=-1)
-  entropy = -jnp.sum(jnp.exp(log_all_BLV) * log_all_BLV, axis=-1)
-  return _shifted(chosen[..., 0]), _shifted(entropy)
+  found = vocabulary.logprobs_and_entropy(
+    chunks.Options(temperature, chunk, mesh),
+    _before(hidden_BLD, positions_BM),
+    output_VD,
+    _at(tokens_BL, positions_BM),
+  )
+  return tuple(_back(x, tokens_BL, positions_BM) for x in found)
 
 
 def token_divergence(
@@ -44,58 +60,37 @@ def token_divergence(
   ref_hidden_BLD: Array,
   ref_output_VD: Array,
   tokens_BL: Array,
+  positions_BM: Array | None = None,
   *,
   temperature: float,
   chunk: int,
+  mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[Array, Array, Array]:
-  """A policy beside its reference at every token, over the whole vocabulary.
+  """A policy beside its reference, over the whole vocabulary.
 
       divergence_l = KL(reference || pi) = sum_v ref_v (log ref_v - log pi_v)
 
-  of the two distributions of token l, softmax(logits / temperature); in nats,
-  and 0 at the first token. Scores live for one chunk at a time, also in the
-  backward pass, which computes them again: [B, L, V] is never held.
+  of the two distributions of token l, softmax(logits / temperature); in nats.
 
   Args:
     hidden_BLD, output_VD: of the policy; differentiable.
     ref_hidden_BLD, ref_output_VD: of the reference, which is data.
-    tokens_BL: the sequences.
-    temperature: of both.
-    chunk: tokens of each row at a time.
+    tokens_BL, positions_BM, temperature, chunk, mesh: see
+      `token_logprobs_and_entropy`.
 
   Returns:
-    logprobs_BL, ref_logprobs_BL, divergence_BL float32.
+    logprobs_BL, ref_logprobs_BL, divergence_BL float32; 0 where not asked for
+    and at the first token.
   """
-  ref_hidden_BLD, ref_output_VD = jax.lax.stop_gradient(
-    (ref_hidden_BLD, ref_output_VD)
+  found = vocabulary.divergence(
+    chunks.Options(temperature, chunk, mesh),
+    _before(hidden_BLD, positions_BM),
+    output_VD,
+    jax.lax.stop_gradient(_before(ref_hidden_BLD, positions_BM)),
+    jax.lax.stop_gradient(ref_output_VD),
+    _at(tokens_BL, positions_BM),
   )
-
-  def about_next(_, part):
-    hidden_BCD, ref_hidden_BCD, next_BC = part
-    log_all_BCV, ref_log_all_BCV = (
-      jax.nn.log_softmax(logits(hidden, output) / temperature, axis=-1)
-      for hidden, output in (
-        (hidden_BCD, output_VD),
-        (ref_hidden_BCD, ref_output_VD),
-      )
-    )
-    logprobs_BC, ref_logprobs_BC = (
-      jnp.take_along_axis(x_BCV, next_BC[..., None], axis=-1)[..., 0]
-      for x_BCV in (log_all_BCV, ref_log_all_BCV)
-    )
-    divergence_BC = jnp.sum(
-      jnp.exp(ref_log_all_BCV) * (ref_log_all_BCV - log_all_BCV), axis=-1
-    )
-    return None, (logprobs_BC, ref_logprobs_BC, divergence_BC)
-
-  parts = (hidden_BLD[:, :-1], ref_hidden_BLD[:, :-1], tokens_BL[:, 1:])
-  _, stacked = jax.lax.scan(
-    jax.checkpoint(about_next, prevent_cse=False),  # not needed in a scan
-    None,
-    tuple(_chunks(x, chunk) for x in parts),
-  )
-  size = tokens_BL.shape[1] - 1
-  return tuple(_shifted(_whole(x)[:, :size]) for x in stacked)
+  return tuple(_back(x, tokens_BL, positions_BM) for x in found)
 
 
 def token_values(hidden_BLD: Array, scalar_D1: Array) -> Array:
@@ -108,16 +103,44 @@ def _shifted(about_next: Array) -> Array:
   return jnp.pad(about_next, ((0, 0), (1, 0)))
 
 
-def _chunks(x_BL: Array, chunk: int) -> Array:
-  """[B, L, ...] -> [n, B, chunk, ...], padded with zeros; rows stay whole."""
-  rows, size, *rest = x_BL.shape
-  count = -(-size // chunk)
-  padding = [(0, 0)] * x_BL.ndim
-  padding[1] = (0, count * chunk - size)
-  cut = jnp.pad(x_BL, padding).reshape(rows, count, chunk, *rest)
-  return cut.swapaxes(0, 1)
+def _before(hidden_BLD: Array, positions_BM: Array | None) -> Array:
+  """[B, M, D]: the states that speak about the tokens; 0 about none."""
+  if positions_BM is None:
+    return hidden_BLD[:, :-1]
+  places_BM = _places(positions_BM, hidden_BLD.shape[1]) - 1
+  take = lambda x_LD, places_M: x_LD.at[places_M].get(
+    mode='fill', fill_value=0, unique_indices=True
+  )
+  return jax.vmap(take)(hidden_BLD, places_BM)
 
 
-def _whole(x_nBC: Array) -> Array:
-  """[n, B, C] -> [B, n C]."""
-  return x_nBC.swapaxes(0, 1).reshape(x_nBC.shape[1], -1)
+def _at(tokens_BL: Array, positions_BM: Array | None) -> Array:
+  """[B, M]: the tokens; any about none."""
+  if positions_BM is None:
+    return tokens_BL[:, 1:]
+  return jnp.take_along_axis(tokens_BL, positions_BM, axis=1, mode='clip')
+
+
+def _back(
+  about_BM: Array, tokens_BL: Array, positions_BM: Array | None
+) -> Array:
+  """[B, L]: each number at its token."""
+  if positions_BM is None:
+    return _shifted(about_BM)
+  length = tokens_BL.shape[1]
+  put = lambda x_M, places_M: (
+    jnp.zeros(length, x_M.dtype)
+    .at[places_M]
+    .set(x_M, mode='drop', unique_indices=True)
+  )
+  return jax.vmap(put)(about_BM, _places(positions_BM, length))
+
+
+def _places(positions_BM: Array, length: int) -> Array:
+  """The positions; those of no token lie outside, each in another place.
+
+  The place before is outside, too.
+  """
+  outside_M = length + 1 + jnp.arange(positions_BM.shape[1])
+  real_BM = (positions_BM > 0) & (positions_BM < length)
+  return jnp.where(real_BM, positions_BM, outside_M[None])

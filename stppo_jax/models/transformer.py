@@ -1,6 +1,7 @@
 """The decoder: one definition for policy and value.
 
-B rows, L tokens, D width, Q query heads, K key/value heads, H head size.
+B rows, L tokens, N layers, D width, Q query heads, K key/value heads, H head
+size, X experts, E of them that a token visits.
 
 Sequences are right-padded. Under a causal mask a token never sees what follows
 it, so padding needs no mask: it changes only itself.
@@ -15,14 +16,21 @@ import jax.numpy as jnp
 from stppo_jax.models import attention
 from stppo_jax.models import config as model_config
 from stppo_jax.models import layers
+from stppo_jax.models import moe
+from stppo_jax.models import remat
 from stppo_jax.models import rotary
 from stppo_jax.parallel import activations
 
 Array = jax.Array
 
+HEADS = ('vocabulary', 'scalar', 'both')
+
 
 class Block(nnx.Module):
-  """Attention and gated MLP, each with a norm before and a residual around."""
+  """Attention and gated MLP, each with a norm before and a residual around.
+
+  Where the config has experts, a mixture of them is in the MLP's place.
+  """
 
   def __init__(
     self,
@@ -47,7 +55,13 @@ class Block(nnx.Module):
     self.o_proj = layers.Linear(
       c.num_heads * c.head_dim, c.hidden_size, **plain
     )
+    if c.qk_norm:
+      self.q_norm = layers.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
+      self.k_norm = layers.RMSNorm(c.head_dim, eps=c.rms_norm_eps)
     self.mlp_norm = layers.RMSNorm(c.hidden_size, eps=c.rms_norm_eps)
+    if c.num_experts:
+      self.moe = moe.MixtureOfExperts(c, mesh, rngs=rngs)
+      return
     self.gate_proj = layers.Linear(c.hidden_size, c.intermediate_size, **plain)
     self.up_proj = layers.Linear(c.hidden_size, c.intermediate_size, **plain)
     self.down_proj = layers.Linear(c.intermediate_size, c.hidden_size, **plain)
@@ -57,8 +71,17 @@ class Block(nnx.Module):
     x_BLD: Array,
     rotation: tuple[Array, Array],
     attend: Callable[[Array, Array, Array], Array],
-  ) -> Array:
-    """One layer; `attend(q_BLQH, k_BLKH, v_BLKH)` mixes values: BLQH."""
+    expert_ids_BLE: Array | None = None,
+    mask_BL: Array | None = None,
+  ) -> tuple[Array, moe.Routing | None]:
+    """One layer, and its routing; None without experts.
+
+    Args:
+      x_BLD: the residual stream.
+      rotation: see `rotary.rotation`.
+      attend: (q_BLQH, k_BLKH, v_BLKH) to mixed values BLQH.
+      expert_ids_BLE, mask_BL: see `moe.MixtureOfExperts`.
+    """
     B, L, _ = x_BLD.shape
     H = self.config.head_dim
 
@@ -68,17 +91,27 @@ class Block(nnx.Module):
       return activations.constrain(x_BLNH, self.mesh, rows, None, tensor)
 
     y_BLD = self.attention_norm(x_BLD)
-    q_BLQH = rotary.rotate(heads(self.q_proj(y_BLD)), rotation)
-    k_BLKH = rotary.rotate(heads(self.k_proj(y_BLD)), rotation)
+    q_BLQH, k_BLKH = heads(self.q_proj(y_BLD)), heads(self.k_proj(y_BLD))
+    if self.config.qk_norm:
+      q_BLQH, k_BLKH = self.q_norm(q_BLQH), self.k_norm(k_BLKH)
+    q_BLQH, k_BLKH = (rotary.rotate(x, rotation) for x in (q_BLQH, k_BLKH))
     v_BLKH = heads(self.v_proj(y_BLD))
     mixed_BLQH = attend(q_BLQH, k_BLKH, v_BLKH)
     x_BLD = self._residual(x_BLD + self.o_proj(mixed_BLQH.reshape(B, L, -1)))
-    y_BLD = self.mlp_norm(x_BLD)
-    gated = jax.nn.silu(self.gate_proj(y_BLD)) * self.up_proj(y_BLD)
+    y_BLD, routing = self.mlp_norm(x_BLD), None
+    if self.config.num_experts:
+      y_BLD, routing = self.moe(y_BLD, expert_ids_BLE, mask_BL)
+    else:
+      y_BLD = self._mlp(y_BLD)
+    return self._residual(x_BLD + y_BLD), routing
+
+  def _mlp(self, x_BLD: Array) -> Array:
+    """down(silu(gate) * up)."""
+    gated = jax.nn.silu(self.gate_proj(x_BLD)) * self.up_proj(x_BLD)
     gated = activations.constrain(
       gated, self.mesh, activations.ROWS, None, activations.TENSOR
     )
-    return self._residual(x_BLD + self.down_proj(gated))
+    return self.down_proj(gated)
 
   def _residual(self, x_BLD: Array) -> Array:
     return activations.constrain(x_BLD, self.mesh, activations.ROWS)
@@ -89,8 +122,8 @@ class Transformer(nnx.Module):
 
   Args:
     config: the shape.
-    head: 'vocabulary' (a policy: an output matrix unless tied) or 'scalar' (a
-      value model: one number per token, starting at zero).
+    head: 'vocabulary' (a policy: an output matrix unless tied), 'scalar' (a
+      value model: one number per token, starting at zero) or 'both'.
     mesh: that activations are laid out on; None leaves them alone.
     rngs: source of the initial weights.
   """
@@ -115,37 +148,73 @@ class Transformer(nnx.Module):
 
     self.layers = stack(rngs)
     self.norm = layers.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-    if head == 'scalar':
+    if head not in HEADS:
+      raise ValueError(f'head={head!r}; choices: ' + ', '.join(HEADS))
+    if head != 'vocabulary':
       self.scalar_head = nnx.Param(jnp.zeros((config.hidden_size, 1)))
-    elif head == 'vocabulary':
-      if not config.tie_embeddings:
-        self.lm_head = nnx.Param(layers.INITIALIZER(rngs.params(), shape))
-    else:
-      raise ValueError(f'head={head!r}; choices: vocabulary, scalar')
+    if head != 'scalar' and not config.tie_embeddings:
+      self.lm_head = nnx.Param(layers.INITIALIZER(rngs.params(), shape))
 
-  def __call__(self, tokens_BL: Array) -> Array:
-    """Final hidden states [B, L, D] of whole sequences, causal."""
+  def __call__(self, tokens_BL: Array, lengths_B: Array | None = None) -> Array:
+    """Final hidden states [B, L, D] of whole sequences, causal.
+
+    Args:
+      tokens_BL: right-padded.
+      lengths_B: tokens of each row without padding. Only saves work: states of
+        padding are meaningless with them, and unread without.
+    """
+    return self.routed(tokens_BL, lengths_B)[0]
+
+  def routed(
+    self,
+    tokens_BL: Array,
+    lengths_B: Array | None = None,
+    expert_ids_BLNE: Array | None = None,
+  ) -> tuple[Array, moe.Routing | None]:
+    """Hidden states, and the routing of a mixture of experts.
+
+    Args:
+      tokens_BL, lengths_B: as above; the sums of the routing are over tokens
+        that are no padding.
+      expert_ids_BLNE: experts to visit in each layer, see
+        `moe.MixtureOfExperts`; None leaves them to the routers.
+
+    Returns:
+      Hidden states [B, L, D]; expert_ids_BLNE, and visits and probabilities
+      [B, X] summed over the layers. None without experts.
+    """
     L = tokens_BL.shape[1]
     positions_BL = jnp.broadcast_to(jnp.arange(L), tokens_BL.shape)
     rotation = rotary.rotation(self.config, positions_BL)
-    causal_LL = jnp.tril(jnp.ones((L, L), bool))
+    attend = attention.whole(self.config.attention, L, lengths_B, self.mesh)
     graph, stacked = nnx.split(self.layers)
 
-    def layer(x_BLD, params):
-      attend = lambda q, k, v: attention.attention(
-        q, k.swapaxes(1, 2), v.swapaxes(1, 2), causal_LL[None]
-      )
-      return nnx.merge(graph, params)(x_BLD, rotation, attend), None
+    mask_BL = None
+    if lengths_B is not None:
+      mask_BL = positions_BL < lengths_B[:, None]
+    given_NBLE = None
+    if expert_ids_BLNE is not None:
+      given_NBLE = jnp.moveaxis(expert_ids_BLNE, 2, 0)
 
-    if self.config.remat == 'full':
-      layer = jax.checkpoint(layer)
-    x_BLD, _ = jax.lax.scan(
-      layer,
+    def layer(x_BLD, of_layer):
+      params, given_BLE = of_layer
+      block = nnx.merge(graph, params)
+      return block(x_BLD, rotation, attend, given_BLE, mask_BL)
+
+    unroll = self.config.scan_unroll
+    x_BLD, routing = jax.lax.scan(
+      remat.recomputed(layer, self.config.remat, unrolled=unroll > 1),
       self.embed(tokens_BL),
-      stacked,
-      unroll=self.config.scan_unroll,
+      (stacked, given_NBLE),
+      unroll=unroll,
     )
-    return self.norm(x_BLD)
+    if routing is not None:
+      routing = moe.Routing(
+        jnp.moveaxis(routing.expert_ids, 0, 2),
+        jnp.sum(routing.visits_BX, axis=0),
+        jnp.sum(routing.probs_BX, axis=0),
+      )
+    return self.norm(x_BLD), routing
 
   def embed(self, tokens_BL: Array) -> Array:
     """[B, L, D] of the first layer."""

@@ -16,8 +16,17 @@ Tree = Any
 # Stacked layers carry a leading layer axis, which is never cut.
 RULES: tuple[tuple[str, P], ...] = (
   (r'(embedding|lm_head)$', P('tensor', 'fsdp')),
+  # Every device has a slice of every expert: tokens do not travel.
+  (r'moe/router/kernel$', P(None, 'fsdp')),
+  (r'moe/(gate|up)_proj/kernel$', P(None, None, 'fsdp', 'tensor')),
+  (r'moe/down_proj/kernel$', P(None, None, 'tensor', 'fsdp')),
   (r'(q|k|v|gate|up)_proj/kernel$', P(None, 'fsdp', 'tensor')),
   (r'(o|down)_proj/kernel$', P(None, 'tensor', 'fsdp')),
+  # Of an adapter, the side that meets the kernel's is cut likewise.
+  (r'(q|k|v|gate|up)_proj/lora_a$', P(None, 'fsdp')),
+  (r'(q|k|v|gate|up)_proj/lora_b$', P(None, None, 'tensor')),
+  (r'(o|down)_proj/lora_a$', P(None, 'tensor')),
+  (r'(o|down)_proj/lora_b$', P(None, None, 'fsdp')),
   (r'(q|k|v)_proj/bias$', P(None, 'tensor')),
   (r'norm/scale$', P()),
   (r'scalar_head$', P('fsdp')),
@@ -31,7 +40,8 @@ def param_shardings(
 ) -> Tree:
   """A NamedSharding per leaf, by the first matching rule.
 
-  An axis that a dimension does not divide by is left whole.
+  An axis that does not divide a dimension leaves it whole. What is large is
+  divided: a model refuses a mesh that does not (`division`).
 
   Args:
     params: arrays or shapes; also trees that contain parameter trees, such as
@@ -53,6 +63,23 @@ def param_shardings(
     raise ValueError(f'no sharding rule matches parameter {name!r}')
 
   return jax.tree_util.tree_map_with_path(one, params)
+
+
+def laid_out(
+  params: Tree,
+  mesh: jax.sharding.Mesh | None,
+  rules: Sequence[tuple[str, P]] = RULES,
+) -> Tree:
+  """Parameters or their gradients, inside a program, where the rules say.
+
+  Raises:
+    ValueError: a name that no rule matches.
+  """
+  if mesh is None or mesh.size == 1:
+    return params
+  return jax.lax.with_sharding_constraint(
+    params, param_shardings(params, mesh, rules)
+  )
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:

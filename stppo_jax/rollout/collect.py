@@ -64,7 +64,7 @@ class Engine(Protocol):
   def poll(self) -> Mapping[int, Written | None]: ...
   def remaining(self, row: int) -> int: ...
   def resume(self, row: int, token_ids: np.ndarray) -> None: ...
-  def close(self, row: int) -> None: ...
+  def close(self, row: int) -> np.ndarray | None: ...  # its expert_ids
 
 
 @dataclasses.dataclass
@@ -77,6 +77,7 @@ class _Row:
   turns: list[types.Turn] = dataclasses.field(default_factory=list)
   texts: list[str] = dataclasses.field(default_factory=list)
   status: Status | None = None
+  expert_ids: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +197,7 @@ class Collector:
     if row.status is None:
       self._engine.resume(turn.row, observation_ids)
       return False
-    self._engine.close(turn.row)
+    row.expert_ids = self._engine.close(turn.row)
     return True
 
   def _open(self, question: types.Question) -> list[_Row]:
@@ -259,4 +260,5 @@ class Collector:
       status=row.status,
       scores=scores,
       version=self._engine.version,
+      expert_ids=row.expert_ids,
     )

@@ -1,6 +1,7 @@
 """The only door from trajectories to arrays.
 
-B trajectories, L tokens.
+B trajectories, L tokens, M of which carry loss at most; of a mixture of
+experts, N layers, E experts that a token visits.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from stppo_jax import types
 
 # The tokens of a turn to the number of each one's sentence: 1, 2, ...
 Sentences = Callable[[np.ndarray], np.ndarray]
+_LOSS_BUCKETS = 4  # of a length: each other M is another program
 
 
 def pack(
@@ -20,6 +22,7 @@ def pack(
   *,
   length_bucket: int,
   sentences: Sentences | None = None,
+  replays: bool = False,
 ) -> batch_lib.TokenBatch:
   """Right-padded numpy arrays; lengths are a multiple of `length_bucket`.
 
@@ -33,6 +36,10 @@ def pack(
     length_bucket: tokens.
     sentences: see `sentences.SentenceSplitter`; without it the batch has no
       sentence ids.
+    replays: the batch has the experts that the sampler chose.
+
+  Raises:
+    ValueError: they are not known.
   """
   groups, states = {}, {}
   group_ids, rows = [], []
@@ -51,10 +58,57 @@ def pack(
     for name, value in row.items():
       arrays[name][n, : len(value)] = value
   return batch_lib.TokenBatch(
+    expert_ids_BLNE=_expert_ids(trajectories, shape) if replays else None,
+    loss_positions_BM=loss_positions(arrays['loss_mask']),
     lengths_B=np.array([len(row['tokens']) for row in rows], np.int32),
     group_ids_B=np.array(group_ids, np.int32),
     **{f'{name}_BL': array for name, array in arrays.items()},
   )
+
+
+def _expert_ids(
+  trajectories: Sequence[types.Trajectory], shape: tuple[int, int]
+) -> np.ndarray:
+  """int16 [B, L, N, E]; -1, the router's choice, at padding.
+
+  And in rows that failed, or that nobody played: they carry no loss.
+  """
+  known = [t.expert_ids for t in trajectories if t.expert_ids is not None]
+  lacking = [
+    trajectory.question.id
+    for trajectory in trajectories
+    if trajectory.expert_ids is None and _trains(trajectory)
+  ]
+  if lacking or not known:
+    raise ValueError(
+      'the experts that the sampler chose are not known of '
+      f'{len(lacking)} of {len(trajectories)} trajectories'
+    )
+  arrays = np.full((*shape, *known[0].shape[1:]), -1, np.int16)
+  for n, trajectory in enumerate(trajectories):
+    if _trains(trajectory):
+      arrays[n, : len(trajectory.expert_ids)] = trajectory.expert_ids
+  return arrays
+
+
+def _trains(trajectory: types.Trajectory) -> bool:
+  sound = trajectory.status is not types.TrajectoryStatus.INFRA_ERROR
+  return sound and len(trajectory.turns) > 0
+
+
+def loss_positions(loss_mask_BL: np.ndarray) -> np.ndarray:
+  """int32 [B, M]: where each row's mask is true, in order, then L.
+
+  M is the least of a quarter, half, three quarters and all of L that suffices.
+  """
+  length = loss_mask_BL.shape[1]
+  counts_B = loss_mask_BL.sum(axis=1)
+  bucket = -(-length // _LOSS_BUCKETS)
+  size = min(max(-(-counts_B.max() // bucket), 1) * bucket, length)
+  # Stable: true ones first, each kind in order.
+  order_BL = np.argsort(~loss_mask_BL, axis=1, kind='stable')
+  real_BM = np.arange(size) < counts_B[:, None]
+  return np.where(real_BM, order_BL[:, :size], length).astype(np.int32)
 
 
 def _row(

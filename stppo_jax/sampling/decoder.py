@@ -86,6 +86,7 @@ class Decoder:
     decode_chunk: N.
     compacts: run programs on the slots at work where these are few; not
       possible where slots are cut over devices.
+    replays: `expert_ids` is asked for.
 
   Attributes:
     compacts: whether it does.
@@ -104,6 +105,7 @@ class Decoder:
     extend_chunk: int,
     decode_chunk: int,
     compacts: bool,
+    replays: bool = False,
   ):
     model = dataclasses.replace(model, mesh=mesh)
     self._slots = slots
@@ -150,6 +152,9 @@ class Decoder:
       static_argnames='num_blocks',
       **by_row,
     )
+    self._expert_ids = None
+    if replays:
+      self._expert_ids = jax.jit(slots_lib.expert_ids, out_shardings=whole)
     self._params = None
     self._state = None
 
@@ -222,6 +227,16 @@ class Decoder:
       num_blocks=self._num_blocks(writes.values()),
     )
     return placed, chunk
+
+  def expert_ids(self, slot: int, length: int) -> np.ndarray | None:
+    """int16 [length, layers, experts of a token]: where a slot's tokens went.
+
+    None unless that is replayed. Waits for the chunks that are being written.
+    """
+    if self._expert_ids is None:
+      return None
+    ids_LNE = jax.device_get(self._expert_ids(self._state, slot))
+    return ids_LNE[:length]
 
   def _append_to(
     self,

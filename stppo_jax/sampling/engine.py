@@ -77,6 +77,7 @@ class Engine:
     decode_chunk: most tokens written per call of `decode`.
     lookahead: chunks that are started before the last one is looked at.
     deterministic: see the module.
+    replays: `close` tells where the row's tokens went.
 
   `version` is what `publish` was told last.
   """
@@ -95,6 +96,7 @@ class Engine:
     decode_chunk: int,
     lookahead: int,
     deterministic: bool,
+    replays: bool = False,
   ):
     self.slots = slots
     self.max_length = max_length
@@ -113,6 +115,7 @@ class Engine:
       extend_chunk=extend_chunk,
       decode_chunk=decode_chunk,
       compacts=not deterministic,
+      replays=replays,
     )
     self._forget()
 
@@ -195,14 +198,16 @@ class Engine:
     )
     self._told[row] = token_ids
 
-  def close(self, row: int) -> None:
-    """Ends a row; its slot is free.
+  def close(self, row: int) -> np.ndarray | None:
+    """Ends a row; its slot is free. See `Decoder.expert_ids`.
 
     Raises:
       ValueError: no turn of the row has ended.
     """
     self._check_rests(row)
-    self._row_at[self._rows.pop(row).slot] = None
+    closed = self._rows.pop(row)
+    self._row_at[closed.slot] = None
+    return self._decoder.expert_ids(closed.slot, closed.length)
 
   def _check_rests(self, number: int) -> None:
     row = self._rows[number]

@@ -190,6 +190,16 @@ def repeat(prompts: SlotState, num_groups: int, group_size: int) -> SlotState:
   )
 
 
+def expert_ids(state: SlotState, slot: Array) -> Array:
+  """int16 [L, N, E]: the E experts that each token of a slot visited.
+
+  In each of N layers; L positions of the cache, of which those before the
+  slot's length mean something.
+  """
+  row = jax.tree.map(lambda x: x[slot][None], state.cache)
+  return cache_lib.expert_ids(row)[0].astype(jnp.int16)
+
+
 def decode(
   params: functional.Params,
   state: SlotState,

@@ -16,6 +16,7 @@ from stppo_jax.rl import diagnostics
 from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import masking
 from stppo_jax.rl import mismatch_metrics
+from stppo_jax.training import scoring
 from stppo_jax.training import state as state_lib
 
 Array = jax.Array
@@ -24,7 +25,7 @@ Array = jax.Array
 def annotate(
   batch: batch_lib.TokenBatch,
   state: state_lib.TrainState,
-  reference: functional.Params,
+  reference: functional.Params | None,
   algorithm: algorithm_lib.Algorithm,
   old: functional.Params | None = None,
   *,
@@ -32,36 +33,69 @@ def annotate(
   value: functional.Model | None,
   temperature: float,
   num_turns: int,
+  routing_replay: str = 'nowhere',
 ) -> tuple[batch_lib.TokenBatch, dict[str, Array]]:
   """Fills the second block of a batch.
 
   Args:
     batch: as packed.
     state: the policy about to be updated, and the value model.
-    reference: weights of the frozen reference policy.
+    reference: weights of the frozen reference policy; None: the base under the
+      adapters of the state.
     algorithm: the row.
-    old: weights of the policy that the ratio's denominator is of; None: those
-      of the state.
-    policy: the model of the policy and of the reference.
-    value: the value model; None where the row has none.
+    old: weights (under LoRA, adapters) of the policy that the ratio's
+      denominator is of; None: those of the state.
+    policy: the model of the policy; without adapters and value head, that of
+      the reference.
+    value: the value model; None where the row or the policy's own head needs
+      none.
     temperature: of sampling.
     num_turns: static, the most turns of a row.
+    routing_replay: static, whose experts the updates visit: 'nowhere' (their
+      own choice), 'trainer' (the old policy's) or 'sampler' (those of the
+      batch, which then the old policy visits too).
+
+  Raises:
+    ValueError: a replay of experts that are not known.
 
   Returns:
     The annotated batch and scalar metrics: the sampler's mismatch, the
     divergence from the reference, values, returns and advantages.
   """
   mask_BL = batch.loss_mask_BL
-  logprobs = lambda params: policy.logprobs_and_entropy(
-    params, batch.tokens_BL, temperature=temperature
+  current = scoring.score(
+    state,
+    batch.tokens_BL,
+    batch.loss_positions_BM,
+    batch.lengths_B,
+    batch.expert_ids_BLNE,
+    policy=policy,
+    value=value,
+    temperature=temperature,
+  )
+  logprobs = lambda model, params: model.logprobs_and_entropy(
+    params,
+    batch.tokens_BL,
+    batch.loss_positions_BM,
+    batch.lengths_B,
+    temperature=temperature,
   )[0]
-  if old is None:
-    old = state.policy.params
-  old_BL = masking.select(logprobs(old), mask_BL)
-  ref_BL = masking.select(logprobs(reference), mask_BL)
-  values_BL = None
-  if value is not None:
-    values_BL = value.values(state.value.params, batch.tokens_BL)
+  values_BL, sampled = current.values_BL, current
+  if old is not None:
+    sampled = policy.scores(
+      state_lib.whole(policy, state.frozen, old),
+      batch.tokens_BL,
+      batch.loss_positions_BM,
+      batch.lengths_B,
+      batch.expert_ids_BLNE,
+      temperature=temperature,
+    )
+  batch = _with_routing(batch, sampled.routing, routing_replay)
+  old_BL = sampled.logprobs_BL
+  if reference is None:
+    reference = state.frozen
+  ref_BL = logprobs(policy.plain, reference)
+  old_BL, ref_BL = (masking.select(x_BL, mask_BL) for x_BL in (old_BL, ref_BL))
   batch = batch.replace(
     old_logprobs_BL=old_BL, ref_logprobs_BL=ref_BL, values_BL=values_BL
   )
@@ -87,7 +121,7 @@ def annotate(
   metrics = diagnostics.describe(
     'critic/advantages', batch.advantages_BL, mask_BL
   )
-  if value is not None:
+  if values_BL is not None:
     metrics |= diagnostics.critic_diagnostics(batch)
   metrics |= diagnostics.describe(
     'critic/rewards',
@@ -103,3 +137,21 @@ def annotate(
     old_BL, batch.sampler_logprobs_BL, mask_BL
   )
   return batch, metrics
+
+
+def _with_routing(batch, routing, routing_replay) -> batch_lib.TokenBatch:
+  """The batch with what updates must know of the old policy's routing."""
+  given = batch.expert_ids_BLNE is not None
+  if (routing_replay == 'sampler') != given:
+    state = 'have' if given else 'lack'
+    raise ValueError(
+      f'routing_replay={routing_replay}: the trajectories {state} the experts '
+      'that the sampler chose'
+    )
+  if routing is None:
+    if routing_replay != 'nowhere':
+      raise ValueError(f'routing_replay={routing_replay}: there are no experts')
+    return batch
+  if routing_replay == 'trainer':
+    batch = batch.replace(expert_ids_BLNE=routing.expert_ids)
+  return batch.replace(expert_visits_BX=routing.visits_BX)

@@ -3,11 +3,9 @@
 Only `training` and `commands` know configs; everything below takes numbers.
 """
 
-from collections.abc import Callable
 from collections.abc import Iterator
 import contextlib
 import dataclasses
-import functools
 import math
 import pathlib
 
@@ -18,6 +16,7 @@ from stppo_jax.data import questions as questions_lib
 from stppo_jax.data import synthetic_wiki
 from stppo_jax.envs import prompts
 from stppo_jax.envs import search
+from stppo_jax.models import attention
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models import load_hf
@@ -33,7 +32,7 @@ from stppo_jax.sampling import remote
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from stppo_jax.sampling import tokenizer as tokenizer_lib
-from stppo_jax.training import keys
+from stppo_jax.training import weights
 
 
 class Misconfigured(Exception):
@@ -172,40 +171,43 @@ def build_tokenizer(
 
 
 def build_model_config(
-  config, tokenizer: tokenizer_lib.Tokenizer
+  config, tokenizer: tokenizer_lib.Tokenizer | None
 ) -> model_config.ModelConfig:
-  """The shape: from the model's directory, or from the config."""
-  model = config.model
-  runtime = {
-    'dtype': model.dtype,
-    'remat': config.updates.remat,
-    'scan_unroll': model.scan_unroll,
-  }
-  if model.path:
-    return load_hf.read_config(model.path, **runtime)
-  shape = {
-    field.name: model[field.name]
-    for field in dataclasses.fields(model_config.ModelConfig)
-    if field.name in model and field.name not in runtime
-  }
-  return model_config.ModelConfig(
-    vocab_size=tokenizer.vocab_size, **shape, **runtime
-  )
+  """The shape: from the model's directory, or from the config.
 
-
-def initial_weights(
-  config, path: str, policy: functional.Model
-) -> Callable[[], functional.Params]:
-  """Makes a policy's weights: those of a directory, or random where path is ''.
+  Args:
+    config: of the run.
+    tokenizer: its size is the vocabulary where there is no directory.
 
   Raises:
-    ValueError: files that do not fit the model.
+    ValueError: no model of ours, a `model.attention` that does not run here, or
+      a replay of experts that are not there.
   """
-  if path:
-    weights = load_hf.read_params(path, policy.config)
-    return lambda: jax.tree.map(jax.numpy.asarray, weights)
-  key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
-  return functools.partial(policy.init, key)
+  model, runtime = config.model, weights.computed_as(config)
+  if model.path:
+    shape = load_hf.read_config(model.path, **runtime)
+  else:
+    sizes = {
+      field.name: model[field.name]
+      for field in dataclasses.fields(model_config.ModelConfig)
+      if field.name in model and field.name not in runtime
+    }
+    shape = model_config.ModelConfig(
+      vocab_size=tokenizer.vocab_size, **sizes, **runtime
+    )
+  attends = attention.choose(
+    model.attention,
+    dtype=shape.dtype,
+    head_dim=shape.head_dim,
+    platform=jax.default_backend(),
+  )
+  replay = config.updates.routing_replay
+  if replay != 'nowhere' and not shape.num_experts:
+    raise ValueError(
+      f'updates.routing_replay={replay}: must be nowhere, the model in '
+      f'{model.path} has no experts'
+    )
+  return dataclasses.replace(shape, attention=attends, moe=model.moe)
 
 
 def build_mesh(config, *, local: bool = False) -> jax.sharding.Mesh:
@@ -227,10 +229,13 @@ def check(config, questions: questions_lib.Questions) -> None:
     raise ValueError(
       f'{jax.process_count()} processes: runs of several are not supported'
     )
-  _check_division(config, build_mesh(config))
-  if config.model.path:
-    load_hf.weights_file(config.model.path)
-    build_model_config(config, build_tokenizer(config, questions))
+  weights.check(config)
+  mesh = build_mesh(config)
+  check_rows(config, mesh)
+  cut = mesh.shape['fsdp'] * mesh.shape['tensor'] > 1
+  if config.model.path or cut or config.model.attention != 'auto':
+    shape = build_model_config(config, build_tokenizer(config, questions))
+    functional.Model(shape, 'vocabulary', mesh)  # refuses what it cannot cut
   rollout = config.rollout
   questions.train(
     0,
@@ -240,7 +245,8 @@ def check(config, questions: questions_lib.Questions) -> None:
   questions.evaluation(config.evaluate.num_questions)
 
 
-def _check_division(config, mesh: jax.sharding.Mesh) -> None:
+def check_rows(config, mesh: jax.sharding.Mesh) -> None:
+  """Whether the mesh divides every number of rows, or a ValueError."""
   shards = math.prod(mesh.shape[axis] for axis in mesh_lib.BATCH_AXES)
   updates = config.updates
   sizes = {
@@ -300,6 +306,7 @@ def build_collector(
       lookahead=rollout.lookahead,
       cache_blocks=rollout.cache_blocks,
       deterministic=rollout.deterministic,
+      replays=config.updates.routing_replay == 'sampler',
       **options,
     )
   collector = collect.Collector(

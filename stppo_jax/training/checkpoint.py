@@ -132,8 +132,12 @@ class Checkpointer:
         f'step {step} could not be saved in {self._folder}: {error}'
       ) from error
 
+  def steps(self) -> list[int]:
+    """The steps that are there, valid or not, in order."""
+    return sorted(self._manager.all_steps())
+
   def restore_latest(
-    self, abstract_state: Any
+    self, abstract_state: Any, *, part: str = '', step: int | None = None
   ) -> tuple[int, Any, dict[str, Any]] | None:
     """The newest valid step, or None where nothing was ever saved.
 
@@ -144,6 +148,10 @@ class Checkpointer:
     Args:
       abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings, or of
         arrays: the structure, and where each leaf goes.
+      part: dotted path, such as 'policy.params', to the part of the saved state
+        that is wanted; nothing else is read. '' = all of it. Only for a
+        checkpointer that is read-only and reads no whole state.
+      step: the only one that will do; None: any.
 
     Returns:
       (step, state, host); leaves have the shardings of `abstract_state`.
@@ -152,20 +160,25 @@ class Checkpointer:
       CorruptCheckpoints: there were steps, all are bad.
       OtherState: the newest sound step is of another structure, or its leaves
         have other shapes or dtypes. Nothing is renamed.
+      ValueError: a part of checkpoints that are open for writing.
     """
+    if part and not self._read_only:
+      raise ValueError(f'part={part!r}: {self._folder} is open for writing')
     passed_over = []
-    for step in sorted(self._manager.all_steps(), reverse=True):
+    for found in reversed(self.steps()):
+      if step not in (None, found):
+        continue
       try:
-        state, host = self._restore(step, abstract_state)
+        state, host = self._restore(found, abstract_state, part)
       except _Damaged as error:
         if self._read_only:
-          passed_over.append(str(step))
+          passed_over.append(str(found))
           fate = 'passed over'
         else:
-          fate = f'set aside as {self._set_aside(step)}'
-        _log.warning('checkpoint %d is not valid (%s); %s', step, error, fate)
+          fate = f'set aside as {self._set_aside(found)}'
+        _log.warning('checkpoint %d is not valid (%s); %s', found, error, fate)
       else:
-        return step, state, host
+        return found, state, host
     # Those set aside by earlier starts count: training anew beside them would
     # hide that a run was lost.
     corrupt = sorted(path.name for path in self._folder.glob('*.corrupt*'))
@@ -179,18 +192,27 @@ class Checkpointer:
   def close(self) -> None:
     self._manager.close()
 
-  def _restore(self, step, abstract_state):
-    wanted = _named(abstract_state)
+  def _restore(self, step, abstract_state, part):
+    prefix = f'{part}.' if part else ''
+    wanted = {f'{prefix}{k}': x for k, x in _named(abstract_state).items()}
     manifest = self._attempt(lambda: self._read_manifest(step))
-    self._check_leaves(step, manifest['leaves'], wanted)
+    saved = manifest['leaves']
+    saved = {name: saved[name] for name in saved if name.startswith(prefix)}
+    self._check_leaves(step, saved, wanted)
     abstract = {
       name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
       for name, leaf in wanted.items()
     }
+    restore = ocp.args.StandardRestore(abstract)
+    if part:
+      restore = ocp.args.PyTreeRestore(
+        abstract,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+        partial_restore=True,
+      )
     restored = self._attempt(
       lambda: self._manager.restore(
-        step,
-        args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract)),
+        step, args=ocp.args.Composite(state=restore)
       )['state']
     )
     leaves = [restored[name] for name in wanted]

@@ -27,6 +27,7 @@ from stppo_jax.training import checkpoint
 from stppo_jax.training import collection
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import run_record
+from stppo_jax.training import saved
 from stppo_jax.training import state as state_lib
 
 # Of a `TokenBatch`, the ones that have another name in the file.
@@ -72,7 +73,7 @@ def collect(
     step = 0
     if workdir is not None:
       step, state = _newest(learner, state, workdir)
-    engine.publish(state.policy.params, step)
+    engine.publish(learner.playable(state), step)
     player = collection.StepCollector(
       config, surroundings, collector, lambda text: print(text, file=sys.stderr)
     )
@@ -81,6 +82,7 @@ def collect(
     trajectories,
     length_bucket=config.rollout.length_bucket,
     sentences=sentences.SentenceSplitter(tokenizer.token_bytes()),
+    replays=config.updates.routing_replay == 'sampler',
   )
   annotated, _ = learner.annotate(packed, state, reference)
   kl_coefficient = np.asarray(learner.kl_coefficient)
@@ -88,7 +90,7 @@ def collect(
   for rows in minibatches(config, len(batch.lengths_B), step, num_updates):
     part = jax.tree.map(lambda x: x[rows], batch)
     state, _ = learner.update_epochs(state, part, step)
-  arrays = _arrays(batch) | _updated(config, learner, state, batch)
+  arrays = _arrays(batch) | _updated(learner, state, batch)
   arrays['kl_coefficient'] = kl_coefficient
   return {name: arrays[name] for name in frozen.KINDS if name in arrays}
 
@@ -123,8 +125,8 @@ def _newest(
   """(steps done, state) of the newest checkpoint, or of the start."""
   with contextlib.closing(
     checkpoint.Checkpointer(workdir, read_only=True)
-  ) as saved:
-    found = saved.restore_latest(learner.saved_form(state))
+  ) as checkpoints:
+    found = saved.newest(checkpoints, learner, state)
   if found is None:
     return 0, state
   step, state, host = found
@@ -157,23 +159,11 @@ def _arrays(batch: batch_lib.TokenBatch) -> dict[str, np.ndarray]:
 
 
 def _updated(
-  config, learner: learner_lib.Learner, state: state_lib.TrainState, batch
+  learner: learner_lib.Learner, state: state_lib.TrainState, batch
 ) -> dict[str, np.ndarray]:
   """What the models of a state say of a batch."""
   tokens_BL = distributed.from_local_rows(
     batch.tokens_BL, sharding.batch_sharding(learner.mesh)
   )
-
-  @jax.jit
-  def scores(state, tokens_BL):
-    logprobs_BL, entropy_BL = learner.policy.logprobs_and_entropy(
-      state.policy.params,
-      tokens_BL,
-      temperature=config.rollout.temperature,
-    )
-    found = {'logprobs_BL': logprobs_BL, 'entropy_BL': entropy_BL}
-    if learner.value is not None:
-      found['values_BL'] = learner.value.values(state.value.params, tokens_BL)
-    return found
-
-  return jax.device_get(scores(state, tokens_BL))
+  scores = jax.device_get(learner.score(state, tokens_BL))
+  return {name: x for name, x in scores._asdict().items() if x is not None}

@@ -1,6 +1,5 @@
 """The device side of a run: state, and jitted annotate and update."""
 
-from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
@@ -14,16 +13,19 @@ import numpy as np
 from stppo_jax import batch as batch_lib
 from stppo_jax.models import functional
 from stppo_jax.parallel import distributed
+from stppo_jax.parallel import memory
 from stppo_jax.parallel import sharding
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.rl import kl as kl_lib
 from stppo_jax.training import annotate as annotate_lib
-from stppo_jax.training import assembly
 from stppo_jax.training import keys
 from stppo_jax.training import optimizer as optimizer_lib
+from stppo_jax.training import roles
+from stppo_jax.training import scoring
 from stppo_jax.training import state as state_lib
 from stppo_jax.training import step as step_lib
+from stppo_jax.training import weights as weights_lib
 
 _ADAM = ('b1', 'b2', 'eps')
 
@@ -37,22 +39,28 @@ class Learner:
     mesh: of the run.
 
   Raises:
-    ValueError: weights that do not fit the shape.
+    ValueError: weights that do not fit the shape, a mesh that does not divide
+      it, or no host memory for the reference where it shall wait there.
   """
 
   def __init__(self, config, shape, mesh: jax.sharding.Mesh):
     self._algorithm = algorithm_lib.build_algorithm(config.algorithm)
-    self.policy = functional.Model(shape, 'vocabulary', mesh)
-    self.value = None
-    if self._algorithm.uses_values:
-      self.value = functional.Model(shape, 'scalar', mesh)
+    models = roles.build(
+      config, shape, mesh, uses_values=self._algorithm.uses_values
+    )
+    self._trained, self._value = models['policy'], models['value']
+    self.policy = self._trained.plain
     self.mesh = mesh
     self._config = config
     self._rows = sharding.batch_sharding(mesh)
+    if self._reference_waits:
+      memory.check_host(mesh)
     self._optimizers = {}
     self._numbers = {
       'entropy_coefficient': config.loss.entropy_coefficient,
       'value_clip': config.loss.value_clip,
+      'value_coefficient': config.loss.value_coefficient,
+      'load_balance_coefficient': config.loss.load_balance_coefficient,
     }
     for name in ('policy', 'value'):
       options = config[f'{name}_optimizer'].to_dict()
@@ -60,24 +68,37 @@ class Learner:
         **{option: options.pop(option) for option in _ADAM}
       )
       self._numbers[name] = {k: float(v) for k, v in options.items()}
-    random = assembly.initial_weights(config, '', self.policy)
+    key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
+    self._fresh = functools.partial(
+      state_lib.fresh,
+      key=jax.random.fold_in(key, 1),
+      **models,
+      **{f'{name}_optimizer': x for name, x in self._optimizers.items()},
+    )
+    weights = jax.eval_shape(self.policy.init, key)
     self._layout = sharding.param_shardings(
-      jax.eval_shape(self._fresh(random)), mesh
+      jax.eval_shape(self._fresh, weights), mesh
     )
     self._copy = jax.jit(
       lambda params: jax.tree.map(jnp.copy, params),
       out_shardings=self._layout.policy.params,
     )
+    self._merge = jax.jit(
+      self._merged, out_shardings=sharding.param_shardings(weights, mesh)
+    )
     updates = config.updates
     rows = updates.minibatch_size
-    models = {'policy': self.policy, 'value': self.value}
     temperature = config.rollout.temperature
     num_turns = config.env.max_turns + 1
+    self._score = jax.jit(
+      functools.partial(scoring.score, temperature=temperature, **models)
+    )
     self._annotate = jax.jit(
       functools.partial(
         annotate_lib.annotate,
         temperature=temperature,
         num_turns=num_turns,
+        routing_replay=updates.routing_replay,
         **models,
       ),
     )
@@ -94,34 +115,105 @@ class Learner:
       donate_argnums=0,
       # Pinned: left to the compiler, an updated state would lie elsewhere than
       # a fresh or restored one, and be computed with by another program.
-      out_shardings=(self._layout, None, None),
+      out_shardings=(
+        dataclasses.replace(self._layout, frozen=None),
+        None,
+        None,
+      ),
     )
 
   def start(self) -> state_lib.TrainState:
     """The state before the first update."""
-    make_policy = assembly.initial_weights(
-      self._config, self._config.model.path, self.policy
+    path = self._config.model.path
+    params = weights_lib.initial(self._config, path, self.policy, self.mesh)
+    # Donated, so that no second copy of them is made.
+    make = jax.jit(self._fresh, donate_argnums=0, out_shardings=self._layout)
+    return make(params)
+
+  def lowered_update(
+    self, packed: batch_lib.TokenBatch
+  ) -> tuple[state_lib.TrainState, functional.Params | None, Any]:
+    """An update on shapes alone: nothing is loaded, held or computed.
+
+    Args:
+      packed: shapes of a batch, as packed.
+
+    Returns:
+      Shapes and layouts of state and reference, and the lowered update.
+    """
+    weights = jax.eval_shape(self.policy.init, jax.random.key(0))
+    state = _placed(jax.eval_shape(self._fresh, weights), self._layout)
+    reference = None
+    if self._has_reference:
+      layout = sharding.param_shardings(weights, self.mesh)
+      reference = _placed(weights, layout)
+    batch, _ = jax.eval_shape(
+      self._annotate, packed, state, reference, self._algorithm
     )
-    make = self._fresh(make_policy)
-    return jax.jit(make, out_shardings=self._layout)()
+    lowered = self._update.lower(
+      dataclasses.replace(state, frozen=None),
+      _placed(batch, jax.tree.map(lambda _: self._rows, batch)),
+      np.arange(self._config.updates.minibatch_size, dtype=np.int32),
+      self._algorithm,
+      self._numbers_at(0),
+      state.frozen,
+    )
+    return state, reference, lowered
 
   def saved_form(self, state: state_lib.TrainState) -> state_lib.TrainState:
     """A tree like those in the checkpoints of the run, to restore one."""
     published = (state.policy.params,) * self._config.rollout.steps_ahead
-    return dataclasses.replace(state, published=published)
+    return dataclasses.replace(state, published=published, frozen=None)
+
+  def trained_form(self) -> Any:
+    """Shapes and layout of the policy's trained weights."""
+    weights = jax.eval_shape(self.policy.init, jax.random.key(0))
+    state = _placed(jax.eval_shape(self._fresh, weights), self._layout)
+    return state.policy.params
 
   def copy_policy(self, state: state_lib.TrainState) -> functional.Params:
-    """The policy's weights, for longer than until the next update."""
+    """The policy's trained weights, for longer than until the next update."""
     return self._copy(state.policy.params)
 
-  def reference(self) -> functional.Params:
-    """The frozen reference: its own directory, or the start of the run."""
+  def playable(
+    self,
+    state: state_lib.TrainState,
+    params: functional.Params | None = None,
+  ) -> functional.Params:
+    """Weights for `self.policy`: those that play, and those for others.
+
+    Adapters are merged into copies of their matrices; without adapters nothing
+    is copied.
+
+    Args:
+      state: of the run.
+      params: trained weights of an earlier policy; None: those of the state.
+    """
+    if params is None:
+      params = state.policy.params
+    merge = self._merged if state.frozen is None else self._merge
+    return merge(state.frozen, params)
+
+  def reference(self) -> functional.Params | None:
+    """The frozen reference: its own directory, or the start of the run.
+
+    None under adapters whose base it is: the state has it.
+    """
     model = self._config.model
-    make = assembly.initial_weights(
-      self._config, model.reference_path or model.path, self.policy
-    )
-    placed = sharding.param_shardings(jax.eval_shape(make), self.mesh)
-    return jax.jit(make, out_shardings=placed)()
+    if not self._has_reference:
+      return None
+    path = model.reference_path or model.path
+    params = weights_lib.initial(self._config, path, self.policy, self.mesh)
+    return memory.on_host(params) if self._reference_waits else params
+
+  @property
+  def _reference_waits(self) -> bool:
+    return self._config.model.reference_memory == 'host'
+
+  @property
+  def _has_reference(self) -> bool:
+    model = self._config.model
+    return bool(not model.lora.rank or model.reference_path)
 
   @property
   def kl_coefficient(self) -> float:
@@ -156,12 +248,20 @@ class Learner:
     self,
     packed: batch_lib.TokenBatch,
     state: state_lib.TrainState,
-    reference: functional.Params,
+    reference: functional.Params | None,
     old: functional.Params | None = None,
   ) -> tuple[batch_lib.TokenBatch, dict[str, Any]]:
     """See `annotate.annotate`; the batch comes as numpy arrays."""
     batch = distributed.from_local_rows(packed, self._rows)
+    if self._reference_waits and reference is not None:
+      reference = memory.on_devices(reference)
     return self._annotate(batch, state, reference, self._algorithm, old)
+
+  def score(
+    self, state: state_lib.TrainState, tokens_BL: jax.Array
+  ) -> functional.Scores:
+    """See `scoring.score`; the rows come laid out like those of a batch."""
+    return self._score(state, tokens_BL)
 
   def update_epochs(
     self,
@@ -169,39 +269,26 @@ class Learner:
     batch: batch_lib.TokenBatch,
     step: int,
   ) -> tuple[state_lib.TrainState, dict[str, float]]:
-    """All updates of a step; `state` is consumed.
+    """All updates of a step; `state` is consumed, but for its frozen part.
 
     Returns:
       The new state and the metrics: means over the updates, ratios pooled.
     """
     numbers = self._numbers_at(step)
+    frozen, state = state.frozen, dataclasses.replace(state, frozen=None)
     reports = []
     for rows in self._minibatches(len(batch.lengths_B), step):
       state, *report = self._update(
-        state, batch, rows, self._algorithm, numbers
+        state, batch, rows, self._algorithm, numbers, frozen
       )
       reports.append(report)
     metrics, diagnostics = zip(*jax.device_get(reports))
     pooled = functools.reduce(diagnostics_lib.merge, diagnostics)
+    state = dataclasses.replace(state, frozen=frozen)
     return state, _mean_of(metrics) | diagnostics_lib.summarize(pooled)
 
-  def _fresh(
-    self, make_policy: Callable[[], functional.Params]
-  ) -> Callable[[], state_lib.TrainState]:
-    """Makes the state that starts from the weights of a policy."""
-    make_value = None
-    if self.value is not None:
-      key = keys.step_key(self._config.seed, 0, keys.Purpose.INIT)
-      make_value = functools.partial(
-        state_lib.value_from_policy, self.value, jax.random.fold_in(key, 1)
-      )
-    return functools.partial(
-      state_lib.fresh,
-      make_policy,
-      make_value,
-      self._optimizers['policy'],
-      self._optimizers['value'],
-    )
+  def _merged(self, frozen, params):
+    return self._trained.merged(state_lib.whole(self._trained, frozen, params))
 
   def _minibatches(self, num_rows: int, step: int) -> Iterator[np.ndarray]:
     """Row numbers of each minibatch; a new permutation every epoch."""
@@ -211,7 +298,9 @@ class Learner:
       order = generator.permutation(num_rows).astype(np.int32)
       yield from np.split(order, num_rows // size)
 
-  def _update_rows(self, state, batch, rows, algorithm, numbers, **static):
+  def _update_rows(
+    self, state, batch, rows, algorithm, numbers, frozen=None, **static
+  ):
     """Updates on some rows of a batch.
 
     One program, because taking the rows apart from the update would leave two
@@ -220,12 +309,23 @@ class Learner:
     minibatch = jax.tree.map(
       lambda x: jax.lax.with_sharding_constraint(x[rows], self._rows), batch
     )
-    return step_lib.update(state, minibatch, algorithm, numbers, **static)
+    return step_lib.update(
+      state, minibatch, algorithm, numbers, frozen, **static
+    )
 
   def _numbers_at(self, step: int):
     """The update's runtime numbers; the policy rests while values warm up."""
     learns = step >= self._config.loss.value_warmup_steps
     return {**self._numbers, 'policy_learns': learns}
+
+
+def _placed(shapes, layouts):
+  """Shapes that know their layouts."""
+  return jax.tree.map(
+    lambda s, layout: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=layout),
+    shapes,
+    layouts,
+  )
 
 
 def _mean_of(reports: Sequence[dict[str, Any]]) -> dict[str, float]:

@@ -21,7 +21,6 @@ import jax
 
 from stppo_jax.analysis import dialogues
 from stppo_jax.analysis import plots
-from stppo_jax.models import export_hf
 from stppo_jax.retrieval import protocol
 from stppo_jax.rollout import pack
 from stppo_jax.sampling import completions_client
@@ -34,8 +33,10 @@ from stppo_jax.training import evaluation
 from stppo_jax.training import interruption
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import run_record
+from stppo_jax.training import saved
 from stppo_jax.training import timing
 from stppo_jax.training import trajectory_metrics
+from stppo_jax.training import weights
 from stppo_jax.training import writer as writer_lib
 
 
@@ -58,6 +59,7 @@ def train(config, workdir: str | pathlib.Path) -> int:
       # All that a start leaves is whole, or made anew by the next one.
       with interrupt.abandonable():
         with assembly.misconfigured():
+          weights.check(config)  # before anything is written
           run_record.settle(config.to_dict(), workdir)
         surroundings = stack.enter_context(assembly.build_surroundings(config))
         run_record.make_start(config, workdir, surroundings)
@@ -70,40 +72,6 @@ def train(config, workdir: str | pathlib.Path) -> int:
       print('interrupted before the first step; the same command starts anew')
       return interrupt.exit_code
     return run.play(interrupt)
-
-
-def evaluate(config, workdir: str | pathlib.Path) -> int:
-  """Prints the greedy scores of the newest checkpoint, or of the start.
-
-  Changes nothing in `workdir`, so that the run may be alive.
-
-  Returns:
-    The exit code.
-
-  Raises:
-    Exceptions with an `exit_code`, see `train`.
-  """
-  workdir = pathlib.Path(workdir)
-  if not workdir.is_dir():
-    raise assembly.Misconfigured(f'--workdir={workdir}: no such folder')
-  config = run_record.with_start(config, workdir)
-  with assembly.build_surroundings(config) as surroundings:
-    with assembly.misconfigured():
-      tokenizer = assembly.build_tokenizer(config, surroundings.questions)
-      shape = assembly.build_model_config(config, tokenizer)
-      learner = learner_lib.Learner(config, shape, assembly.build_mesh(config))
-      state = learner.start()
-    saved = checkpoint.Checkpointer(workdir, read_only=True)
-    found = saved.restore_latest(learner.saved_form(state))
-    saved.close()
-    done, state = found[:2] if found else (0, state)
-    evaluator = evaluation.Evaluator(
-      config, surroundings, tokenizer, learner.policy
-    )
-    scores, _ = evaluator.run(state.policy.params)
-    for name, score in sorted(scores.items()):
-      print(f'step {done} val/em/{name} {score:.4f}')
-  return 0
 
 
 class _Run:
@@ -164,7 +132,9 @@ class _Run:
     )
     return ahead.AheadCollector(
       player.collect,
-      engine.publish,
+      lambda params, version: engine.publish(
+        self._learner.playable(self._state, params), version
+      ),
       steps_ahead=rollout.steps_ahead,
       num_steps=config.num_steps,
       loop=loop,
@@ -172,13 +142,11 @@ class _Run:
 
   def resume(self) -> None:
     """Goes to the newest checkpoint, and forgets what was written after it."""
-    found = self._checkpointer.restore_latest(
-      self._learner.saved_form(self._state)
-    )
+    found = saved.newest(self._checkpointer, self._learner, self._state)
     if found is not None:
-      self._done, saved, host = found
-      self._state = dataclasses.replace(saved, published=())
-      self._ahead.restore(self._done, saved.published)
+      self._done, state, host = found
+      self._state = dataclasses.replace(state, published=())
+      self._ahead.restore(self._done, state.published)
       self._learner.kl_coefficient = host['kl_coefficient']
       if 'unwritten' in host:
         self._unwritten = json.loads(host['unwritten'])
@@ -232,6 +200,7 @@ class _Run:
       trajectories,
       length_bucket=config.rollout.length_bucket,
       sentences=self._sentences,
+      replays=config.updates.routing_replay == 'sampler',
     )
     old = None
     if config.rollout.steps_ahead and config.updates.old_policy == 'sampled':
@@ -301,7 +270,9 @@ class _Run:
     """Greedy scores of the fixed questions; shows a few of the dialogues."""
     # The retriever's statistics are of one or the other.
     self._ahead.settle()
-    scores, trajectories = self._evaluator.run(self._state.policy.params)
+    scores, trajectories = self._evaluator.run(
+      self._learner.playable(self._state)
+    )
     records = self._records(self._samples(trajectories))
     self._show(f'evaluation after step {self._done}', records)
     return {f'val/em/{name}': score for name, score in scores.items()}
@@ -330,17 +301,17 @@ class _Run:
       host['unwritten'] = json.dumps(self._unwritten)
     published = self._ahead.published(self._done, self._state.policy.params)
     state = dataclasses.replace(self._state, published=published)
-    self._checkpointer.save(self._done, state, host)
+    saved.save(self._checkpointer, self._done, state, host)
 
   def _finish(self) -> None:
     """The files a person opens first, and where they are."""
     curve = self._workdir / 'learning_curve.png'
     plots.learning_curve(self._workdir / 'metrics.jsonl', curve)
     policy = self._workdir / 'policy'
-    export_hf.export(
-      policy, self._learner.policy.config, self._state.policy.params
+    params = self._learner.playable(self._state)
+    weights.export(
+      self._config, policy, self._learner.policy, params, self._tokenizer
     )
-    self._tokenizer.save(policy)
     self._writer.show(
       f'done. metrics: {self._workdir / "metrics.jsonl"}\n'
       f'curve: {curve}\n'

@@ -18,7 +18,6 @@ import time
 import jax
 import jax.numpy as jnp
 
-from stppo_jax.models import export_hf
 from stppo_jax.models import functional
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import mesh as mesh_lib
@@ -31,6 +30,7 @@ from stppo_jax.training import pairs as pairs_lib
 from stppo_jax.training import preference_step
 from stppo_jax.training import run_record
 from stppo_jax.training import state as state_lib
+from stppo_jax.training import weights as weights_lib
 from stppo_jax.training import writer as writer_lib
 
 _ADAM = ('b1', 'b2', 'eps')
@@ -78,6 +78,7 @@ class _Run:
     self._workdir = workdir
     options = config.preference
     with assembly.misconfigured():
+      weights_lib.check(config)
       whole, digest = pairs_lib.read(file)
       self._tokenizer = assembly.build_tokenizer(
         config, assembly.build_questions(config)
@@ -88,8 +89,8 @@ class _Run:
       # Resumed with other pairs, it would be a run that no command describes.
       run_record.settle({**config.to_dict(), 'batch_sha256': digest}, workdir)
       self._policy = functional.Model(shape, 'vocabulary', mesh)
-      make_start, make_reference = (
-        assembly.initial_weights(config, path, self._policy)
+      params, self._reference = (
+        weights_lib.initial(config, path, self._policy, mesh)
         for path in (
           config.model.path,
           config.model.reference_path or config.model.path,
@@ -108,8 +109,7 @@ class _Run:
       'alpha': float(options.alpha),
     }
     self._rows = sharding.batch_sharding(mesh)
-    self._state, layout = _placed(lambda: _fresh(make_start(), optimizer), mesh)
-    self._reference, _ = _placed(make_reference, mesh)
+    self._state, layout = _fresh(params, optimizer, mesh)
     size = options.batch_size
     self._update = jax.jit(
       functools.partial(
@@ -186,24 +186,24 @@ class _Run:
 
   def _finish(self) -> None:
     policy = self._workdir / 'policy'
-    export_hf.export(policy, self._policy.config, self._state.params)
-    self._tokenizer.save(policy)
+    params = self._state.params
+    weights_lib.export(
+      self._config, policy, self._policy, params, self._tokenizer
+    )
     self._writer.show(
       f'done. metrics: {self._workdir / "metrics.jsonl"}\n'
       f'policy (Hugging Face format): {policy}'
     )
 
 
-def _fresh(params, optimizer) -> state_lib.ModelState:
-  """The state before the first update."""
-  count = jnp.zeros((), jnp.int32)
-  return state_lib.ModelState(params, optimizer.init(params), count)
-
-
-def _placed(make, mesh: jax.sharding.Mesh):
-  """What `make` makes, laid out on the mesh, and the layout."""
-  layout = sharding.param_shardings(jax.eval_shape(make), mesh)
-  return jax.jit(make, out_shardings=layout)(), layout
+def _fresh(params, optimizer, mesh: jax.sharding.Mesh):
+  """The state before the first update, and the layout of its leaves."""
+  shapes = jax.eval_shape(optimizer.init, params)
+  placed = sharding.param_shardings(shapes, mesh)
+  moments = jax.jit(optimizer.init, out_shardings=placed)(params)
+  count = jax.device_put(jnp.zeros((), jnp.int32), sharding.replicated(mesh))
+  state = state_lib.ModelState(params, moments, count)
+  return state, jax.tree.map(lambda leaf: leaf.sharding, state)
 
 
 def _check(config, whole, shape, mesh, file) -> None:

@@ -26,6 +26,7 @@ _FREE = (
   'writer',
   'retrieval',
   'mesh',
+  'model.reference_memory',
   'rollout.mismatch_limit',
 )
 # A run has begun when it has left one of these; before that, a config that

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.data import demonstrations
-from stppo_jax.models import export_hf
 from stppo_jax.models import functional
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import sharding
@@ -21,6 +20,7 @@ from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import assembly
 from stppo_jax.training import evaluation
 from stppo_jax.training import optimizer as optimizer_lib
+from stppo_jax.training import weights as weights_lib
 
 Array = jax.Array
 _PRINT_EVERY = 50  # steps
@@ -60,15 +60,16 @@ def imitate(
     tokenizer = assembly.build_tokenizer(config, surroundings.questions)
     shape = assembly.build_model_config(config, tokenizer)
     mesh = assembly.build_mesh(config)
-    policy = functional.Model(shape, 'vocabulary', mesh)
-    weights = assembly.initial_weights(config, config.model.path, policy)
+    policy = functional.Model(
+      shape, 'vocabulary', mesh, chunk=config.updates.head_chunk
+    )
+    params = weights_lib.initial(config, config.model.path, policy, mesh)
   options = config.sft.optimizer.to_dict()
   adam = optimizer_lib.build_optimizer(
     **{name: options.pop(name) for name in ('b1', 'b2', 'eps')}
   )
-  make = lambda: (params := weights(), adam.init(params))
-  placed = sharding.param_shardings(jax.eval_shape(make), mesh)
-  params, adam_state = jax.jit(make, out_shardings=placed)()
+  placed = sharding.param_shardings(jax.eval_shape(adam.init, params), mesh)
+  adam_state = jax.jit(adam.init, out_shardings=placed)(params)
   update = jax.jit(
     functools.partial(_update, policy, adam), donate_argnums=(0, 1)
   )
@@ -89,8 +90,7 @@ def imitate(
     if step % _PRINT_EVERY == 0 or step == config.sft.num_steps - 1:
       seconds = time.monotonic() - start
       print(f'sft step {step} loss {loss:.4f} {seconds:.0f}s', flush=True)
-  export_hf.export(directory, shape, params)
-  tokenizer.save(directory)
+  weights_lib.export(config, directory, policy, params, tokenizer)
   return policy, params, tokenizer
 
 
@@ -107,7 +107,11 @@ def _update(
 
   def negative_log_likelihood(params):
     logprobs_BL, _ = policy.logprobs_and_entropy(
-      params, batch.tokens_BL, temperature=1.0
+      params,
+      batch.tokens_BL,
+      batch.loss_positions_BM,
+      batch.lengths_B,
+      temperature=1.0,
     )
     chosen_BL = jnp.where(batch.loss_mask_BL, logprobs_BL, 0.0)
     return -jnp.sum(chosen_BL) / jnp.sum(batch.loss_mask_BL)

@@ -1,6 +1,9 @@
-"""What training changes: weights and optimiser states."""
+"""What training changes: weights and optimiser states.
 
-from collections.abc import Callable
+Under LoRA a run holds one copy of the base. It is the frozen part of policy and
+value model, which train adapters (and the value head), and the reference.
+"""
+
 import dataclasses
 from typing import Any
 
@@ -19,7 +22,7 @@ class ModelState:
   """One model in training.
 
   Attributes:
-    params: float32 weights.
+    params: float32 weights that are trained: all, or adapters and heads.
     optimizer: the optimiser's moments.
     updates: int32 scalar, optimiser steps done; skipped ones do not count.
   """
@@ -36,52 +39,73 @@ class TrainState:
 
   Attributes:
     policy: the policy.
-    value: the value model; None where the advantages need none.
+    value: the value model; None where the advantages need none, or where the
+      policy has the value head.
     published: in a checkpoint, the weights of earlier policies that steps to
       come are collected with, see `ahead`; no update knows of them.
+    frozen: the base under adapters; None where everything is trained. Never
+      donated, nor in a checkpoint: a start makes it again.
   """
 
   policy: ModelState
   value: ModelState | None
   published: tuple[functional.Params, ...] = ()
+  frozen: functional.Params | None = None
+
+
+def whole(
+  model: functional.Model,
+  frozen: functional.Params | None,
+  params: functional.Params,
+) -> functional.Params:
+  """The tree that a model computes with.
+
+  Args:
+    model: the policy or the value model.
+    frozen: of the state.
+    params: of its `ModelState`, now or earlier.
+  """
+  return params if frozen is None else model.joined(frozen, params)
 
 
 def fresh(
-  make_policy: Callable[[], functional.Params],
-  make_value: Callable[[functional.Params], functional.Params] | None,
+  weights: functional.Params,
+  key: jax.Array,
+  *,
+  policy: functional.Model,
+  value: functional.Model | None,
   policy_optimizer: optimizer_lib.Optimizer,
   value_optimizer: optimizer_lib.Optimizer,
 ) -> TrainState:
   """The state before the first update; to be jitted, or asked for its shape.
 
+  The value model starts from the policy's layers too. Value heads are zero.
+
   Args:
-    make_policy: weights of the policy.
-    make_value: weights of the value model, given those of the policy; None
-      for no value model.
-    policy_optimizer: of the policy.
-    value_optimizer: of the value model.
+    weights: of a policy, without adapters; donate them: they become those of
+      the state, or its frozen part.
+    key: of the adapters.
+    policy, value: models.
+    policy_optimizer, value_optimizer: of them.
+
+  Raises:
+    ValueError: adapters for names that no layer has.
   """
-  policy = make_policy()
-  value = None
-  if make_value is not None:
-    params = make_value(policy)
-    value = ModelState(params, value_optimizer.init(params), _zero())
+  lora = policy.lora is not None
+
+  def trained(model, number, optimizer):
+    if lora:
+      params = model.init_adapters(jax.random.fold_in(key, number))
+    else:
+      params = model.joined(weights, {})
+    if model.head != 'vocabulary':
+      params = params | {
+        'scalar_head': jnp.zeros((model.config.hidden_size, 1))
+      }
+    return ModelState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
+
   return TrainState(
-    policy=ModelState(policy, policy_optimizer.init(policy), _zero()),
-    value=value,
+    policy=trained(policy, 0, policy_optimizer),
+    value=None if value is None else trained(value, 1, value_optimizer),
+    frozen=weights if lora else None,
   )
-
-
-def value_from_policy(
-  model: functional.Model, key: jax.Array, policy: functional.Params
-) -> functional.Params:
-  """A value model that starts from the policy's backbone, its head at zero."""
-  fresh = model.init(key)
-  return {
-    name: policy[name] if name in policy else leaf
-    for name, leaf in fresh.items()
-  }
-
-
-def _zero() -> jax.Array:
-  return jnp.zeros((), jnp.int32)

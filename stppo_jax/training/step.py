@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 import functools
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,14 @@ import optax
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.models import functional
+from stppo_jax.models import precision
+from stppo_jax.parallel import sharding
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.rl import gradients as gradients_lib
 from stppo_jax.rl import losses
+from stppo_jax.training import load_balance
 from stppo_jax.training import optimizer as optimizer_lib
 from stppo_jax.training import state as state_lib
 
@@ -30,19 +34,32 @@ Array = jax.Array
 Tree = Any
 
 
+class Gradients(NamedTuple):
+  """Of one minibatch; float32, laid out as the parameters.
+
+  Attributes:
+    policy: of the policy's loss, corrected.
+    value: of the value loss; None without a value model.
+    metrics: scalars, the losses among them.
+    diagnostics: mergeable, of the ratios.
+  """
+
+  policy: functional.Params
+  value: functional.Params | None
+  metrics: dict[str, Array]
+  diagnostics: diagnostics_lib.Diagnostics
+
+
 def update(
   state: state_lib.TrainState,
   batch: batch_lib.TokenBatch,
   algorithm: algorithm_lib.Algorithm,
   numbers: Mapping[str, Any],
+  frozen: functional.Params | None = None,
   *,
-  policy: functional.Model,
-  value: functional.Model | None,
   policy_optimizer: optax.GradientTransformation,
   value_optimizer: optax.GradientTransformation,
-  temperature: float,
-  num_turns: int,
-  num_microbatches: int,
+  **static,
 ) -> tuple[state_lib.TrainState, dict[str, Array], diagnostics_lib.Diagnostics]:
   """Updates both models on one annotated minibatch.
 
@@ -50,36 +67,120 @@ def update(
   `update/skipped`.
 
   Args:
-    state: before; donate it.
+    state: before; donate it. It comes without its frozen part.
     batch: annotated minibatch.
     algorithm: the row; its numbers are leaves.
     numbers: 'policy' and 'value' (see `optimizer.apply_update`),
       'entropy_coefficient', 'value_clip', 'policy_learns' (False: only the
-      value model is updated); runtime values.
-    policy, value: models; the value model is None where the row has none.
+      value model is updated), 'value_coefficient' (of the value loss beside
+      the policy's, where one backbone learns from both),
+      'load_balance_coefficient' (of a policy with experts); runtime values.
+    frozen: the base under adapters, which no gradient is of; None: everything
+      is trained.
     policy_optimizer, value_optimizer: from `optimizer.build_optimizer`.
-    temperature: of sampling.
-    num_turns: static, the most turns of a row.
-    num_microbatches: static; divides the rows.
+    **static: see `gradients`.
 
   Returns:
     The new state, scalar metrics, and mergeable diagnostics of the ratios.
   """
+  found = gradients(state, batch, algorithm, numbers, frozen, **static)
+  new_state, metrics = apply(
+    state,
+    found,
+    numbers,
+    policy_optimizer=policy_optimizer,
+    value_optimizer=value_optimizer,
+  )
+  return new_state, metrics, found.diagnostics
+
+
+def apply(
+  state: state_lib.TrainState,
+  found: Gradients,
+  numbers: Mapping[str, Any],
+  *,
+  policy_optimizer: optax.GradientTransformation,
+  value_optimizer: optax.GradientTransformation,
+) -> tuple[state_lib.TrainState, dict[str, Array]]:
+  """The state after a step along gradients, and all metrics; see `update`."""
+  metrics = dict(found.metrics)
+  new_policy, policy_report = _apply(
+    policy_optimizer, state.policy, found.policy, numbers['policy']
+  )
+  finite = jnp.isfinite(policy_report['grad_norm'])
+  metrics |= {f'actor/{name}': x for name, x in policy_report.items()}
+  new_value = None
+  if found.value is not None:
+    new_value, value_report = _apply(
+      value_optimizer, state.value, found.value, numbers['value']
+    )
+    finite &= jnp.isfinite(value_report['grad_norm'])
+    metrics |= {f'critic/{name}': x for name, x in value_report.items()}
+  new_state = state_lib.TrainState(
+    _chosen(finite & numbers['policy_learns'], new_policy, state.policy),
+    _chosen(finite, new_value, state.value),
+  )
+  metrics['update/skipped'] = 1.0 - finite.astype(jnp.float32)
+  return new_state, metrics
+
+
+def gradients(
+  state: state_lib.TrainState,
+  batch: batch_lib.TokenBatch,
+  algorithm: algorithm_lib.Algorithm,
+  numbers: Mapping[str, Any],
+  frozen: functional.Params | None = None,
+  *,
+  policy: functional.Model,
+  value: functional.Model | None,
+  temperature: float,
+  num_turns: int,
+  num_microbatches: int,
+) -> Gradients:
+  """What an update follows, before norms are clipped.
+
+  Weights are cast to the dtype of the activations once, and gradients are
+  summed over microbatches in float32.
+
+  Args:
+    state, batch, algorithm, numbers, frozen: see `update`.
+    policy, value: models; the value model is None where the row has none, and
+      where the policy has the value head.
+    temperature: of sampling.
+    num_turns: static, the most turns of a row.
+    num_microbatches: static; divides the rows.
+  """
+  policy_params, value_params, frozen = (
+    precision.computed(params, policy.config.dtype)
+    for params in (
+      state.policy.params,
+      None if value is None else state.value.params,
+      frozen,
+    )
+  )
   count = aggregation.aggregate_count(
     batch, num_turns=num_turns, **algorithm.aggregate.arguments()
   )
   value_count = jnp.maximum(jnp.sum(batch.value_mask_BL), 1)
   microbatches = jax.tree.map(lambda x: _cut(x, num_microbatches), batch)
 
+  shared = policy.head == 'both'
+  whole = functools.partial(state_lib.whole, frozen=frozen)
+
   def score(params, part):
-    return policy.logprobs_and_entropy(
-      params, part.tokens_BL, temperature=temperature
+    return policy.scores(
+      whole(policy, params=params),
+      part.tokens_BL,
+      part.loss_positions_BM,
+      part.lengths_B,
+      part.expert_ids_BLNE,
+      temperature=temperature,
     )
 
   statistics = None  # one microbatch forms its own
   if num_microbatches > 1:
     statistics = _statistics(
-      functools.partial(score, state.policy.params),
+      lambda part: score(policy_params, part)[:2],
       batch,
       microbatches,
       algorithm,
@@ -87,7 +188,7 @@ def update(
     )
 
   def policy_parts(params, part):
-    logprobs_BL, entropy_BL = score(params, part)
+    logprobs_BL, entropy_BL, values_BL, routing = score(params, part)
     loss = losses.policy_loss(
       algorithm,
       logprobs_BL,
@@ -102,11 +203,26 @@ def update(
       algorithm, loss, logprobs_BL, entropy_BL, part, num_turns=num_turns
     )
     heads = {'policy': loss.policy, 'bias': loss.bias, 'other': loss.other}
-    return heads, (loss, diagnostics)
+    scalars = {'actor/pg_loss': loss.policy, 'actor/kl_loss': loss.kl}
+    if shared:
+      value_loss, clipped = value_part(values_BL, part, loss.value_weights_BL)
+      # Among the rest: a correction of the policy's gradient leaves it alone.
+      heads['other'] += numbers['value_coefficient'] * value_loss
+      scalars |= {'critic/vf_loss': value_loss, 'critic/vf_clipfrac': clipped}
+    if routing is not None:
+      balance = load_balance.loss(
+        routing.probs_BX,
+        part,
+        of=batch,
+        visited=policy.config.num_experts_per_tok,
+      )
+      heads['other'] += numbers['load_balance_coefficient'] * balance
+      scalars['actor/load_balance'] = balance
+    return heads, (scalars, loss.value_weights_BL, diagnostics)
 
-  def value_part(params, part, weights_BL):
+  def value_part(values_BL, part, weights_BL):
     loss = losses.value_loss(
-      value.values(params, part.tokens_BL),
+      values_BL,
       part.values_BL,
       part.returns_BL,
       part.value_mask_BL,
@@ -118,49 +234,45 @@ def update(
   wanted = gradients_lib.pull_backs(algorithm)
 
   def measure(part):
-    heads, pull, (loss, diagnostics) = jax.vjp(
-      lambda params: policy_parts(params, part),
-      state.policy.params,
-      has_aux=True,
+    heads, pull, (scalars, weights_BL, diagnostics) = jax.vjp(
+      lambda params: policy_parts(params, part), policy_params, has_aux=True
     )
-    gradients = {
+    parts = {
       name: pull({head: jnp.float32(head in cotangent) for head in heads})[0]
       for name, cotangent in wanted.items()
     }
-    scalars = {'actor/pg_loss': loss.policy, 'actor/kl_loss': loss.kl}
     value_gradient = None
     if value is not None:
       (value_loss, clipped), value_gradient = jax.value_and_grad(
-        value_part, has_aux=True
-      )(state.value.params, part, loss.value_weights_BL)
+        lambda params: value_part(
+          value.values(
+            whole(value, params=params), part.tokens_BL, part.lengths_B
+          ),
+          part,
+          weights_BL,
+        ),
+        has_aux=True,
+      )(value_params)
       scalars['critic/vf_loss'] = value_loss
       scalars['critic/vf_clipfrac'] = clipped
-    return (gradients, value_gradient, scalars), diagnostics
+    parts, value_gradient = jax.tree.map(
+      lambda g: g.astype(jnp.float32), (parts, value_gradient)
+    )
+    # Here, or every device would sum whole gradients of every microbatch.
+    parts, value_gradient = sharding.laid_out(
+      (parts, value_gradient), policy.mesh
+    )
+    return (parts, value_gradient, scalars), diagnostics
 
   sums, stacked = _sum_over(measure, microbatches, num_microbatches)
-  gradients, value_gradient, metrics = sums
-  policy_gradient, correction_metrics = gradients_lib.combine(
-    algorithm, gradients
+  parts, value_gradient, metrics = sums
+  policy_gradient, corrected = gradients_lib.combine(algorithm, parts)
+  return Gradients(
+    policy_gradient,
+    value_gradient,
+    metrics | corrected,
+    diagnostics_lib.merge_stacked(stacked),
   )
-  new_policy, policy_report = _apply(
-    policy_optimizer, state.policy, policy_gradient, numbers['policy']
-  )
-  finite = jnp.isfinite(policy_report['grad_norm'])
-  metrics |= {f'actor/{name}': x for name, x in policy_report.items()}
-  new_value = None
-  if value is not None:
-    new_value, value_report = _apply(
-      value_optimizer, state.value, value_gradient, numbers['value']
-    )
-    finite &= jnp.isfinite(value_report['grad_norm'])
-    metrics |= {f'critic/{name}': x for name, x in value_report.items()}
-  new_state = state_lib.TrainState(
-    _chosen(finite & numbers['policy_learns'], new_policy, state.policy),
-    _chosen(finite, new_value, state.value),
-  )
-  metrics |= correction_metrics
-  metrics['update/skipped'] = 1.0 - finite.astype(jnp.float32)
-  return new_state, metrics, diagnostics_lib.merge_stacked(stacked)
 
 
 def _apply(optimizer, model, gradient, numbers):

@@ -213,6 +213,21 @@ def test_a_retriever_that_does_not_answer_is_one_line_and_75(tmp_path, capsys):
     ('st_ppo', {'mesh__data': 3}, 'does not fit 8 devices'),
     (
       'st_ppo',
+      {'model__attention': 'flash'},
+      'one of auto, xla, cudnn, splash',
+    ),
+    (
+      'st_ppo',
+      {'model__attention': 'cudnn'},
+      'model.attention=cudnn: does not run on cpu',
+    ),
+    (
+      'st_ppo',
+      {'mesh__tensor': 8},
+      'tensor=8 does not divide num_heads=2, vocab_size=',
+    ),
+    (
+      'st_ppo',
       {
         'data__synthetic_wiki__entities_per_type': 2,
         'rollout__trajectories_per_step': 128,

@@ -8,6 +8,15 @@ import numpy as np
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 
+# Of a config: a mixture of experts in place of the MLP, as in Qwen3-MoE.
+MIXTURE = dict(
+  qkv_bias=False,
+  qk_norm=True,
+  num_experts=6,
+  num_experts_per_tok=2,
+  moe_intermediate_size=8,
+)
+
 
 def model(head: str = 'vocabulary', **changes) -> functional.Model:
   """Hidden 16, 2 layers, 2 heads; `changes` are of the config."""

@@ -66,6 +66,36 @@ def test_every_array_speaks_about_the_same_token():
   assert batch.sampler_logprobs_BL.dtype == batch.rewards_BL.dtype == np.float32
 
 
+def test_loss_positions_are_those_of_the_mask():
+  rows = [_SHORT, _LONG, _LONG]
+  status = [_STATUS.COMPLETED, _STATUS.COMPLETED, _STATUS.INFRA_ERROR]
+  batch = pack.pack(
+    [_trajectory(r, status=s) for r, s in zip(rows, status, strict=True)],
+    length_bucket=4,
+  )
+  # Five of twelve tokens: two quarters.
+  assert batch.loss_positions_BM.tolist() == [
+    [2, 12, 12, 12, 12, 12],
+    [2, 3, 7, 9, 10, 12],
+    [12] * 6,
+  ]
+  assert batch.loss_positions_BM.dtype == np.int32
+
+
+def test_loss_positions_take_few_shapes():
+  rng = np.random.default_rng(0)
+  sizes = {}
+  for count in range(11):
+    mask_BL = np.zeros((2, 10), bool)
+    mask_BL[0, rng.choice(10, count, replace=False)] = True
+    found_BM = pack.loss_positions(mask_BL)
+    sizes.setdefault(found_BM.shape[1], []).append(count)
+    assert found_BM[0, :count].tolist() == np.flatnonzero(mask_BL[0]).tolist()
+    assert (found_BM[0, count:] == 10).all() and (found_BM[1] == 10).all()
+  # A quarter of ten is rounded up, the whole is the whole.
+  assert sizes == {3: [0, 1, 2, 3], 6: [4, 5, 6], 9: [7, 8, 9], 10: [10]}
+
+
 def test_the_reward_stands_on_the_last_policy_token():
   # The last turn was cut off before it began; what was told stands behind.
   turns = [([3, 4], [-1, -1], [5, 5]), ([], [], [6])]

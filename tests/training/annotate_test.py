@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.models import functional
 from stppo_jax.training import annotate as annotate_lib
 from stppo_jax.training import state as state_lib
 from tests.rl import batches
@@ -31,12 +32,36 @@ _REWARDS = 1.0, -0.5, 0.25
 class _Told:
   """The parameters are the answer; the temperature divides log-probs."""
 
-  def logprobs_and_entropy(self, params, tokens_BL, *, temperature):
-    del tokens_BL
+  head = 'vocabulary'
+
+  @property
+  def plain(self):
+    return self
+
+  def logprobs_and_entropy(
+    self, params, tokens_BL, positions_BM, lengths_B, *, temperature
+  ):
+    del tokens_BL, positions_BM, lengths_B
     return params / temperature, jnp.zeros_like(params)
 
-  def values(self, params, tokens_BL):
-    del tokens_BL
+  def scores(
+    self,
+    params,
+    tokens_BL,
+    positions_BM,
+    lengths_B,
+    expert_ids_BLNE,
+    *,
+    temperature,
+  ):
+    del expert_ids_BLNE
+    logprobs_and_entropy = self.logprobs_and_entropy(
+      params, tokens_BL, positions_BM, lengths_B, temperature=temperature
+    )
+    return functional.Scores(*logprobs_and_entropy, None, None)
+
+  def values(self, params, tokens_BL, lengths_B):
+    del tokens_BL, lengths_B
     return params
 
 

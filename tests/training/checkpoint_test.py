@@ -1,5 +1,6 @@
 """Saved bits come back, on any mesh; anything else is set aside."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -374,3 +375,27 @@ def test_kill_at_any_moment_leaves_only_whole_steps(tmp_path):
     saved = step
   names = [p.name for p in (tmp_path / 'checkpoints').iterdir()]
   assert not [name for name in names if not name.isdigit()], names
+
+
+def test_a_part_is_read_alone(tmp_path):
+  layout = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  whole = {'policy': {'w': jnp.arange(6.0)}, 'value': {'w': jnp.ones(3)}}
+  with contextlib.closing(checkpoint.Checkpointer(tmp_path)) as saving:
+    for step in (1, 2):
+      saving.save(step, jax.tree.map(lambda x: x + step, whole), {'n': step})
+    with pytest.raises(ValueError, match='open for writing'):
+      saving.restore_latest(whole['policy'], part='policy')
+  shape = {'w': jax.ShapeDtypeStruct((6,), jnp.float32, sharding=layout)}
+  reading = checkpoint.Checkpointer(tmp_path, read_only=True)
+  with contextlib.closing(reading):
+    assert reading.steps() == [1, 2]
+    for wanted, found in ((None, 2), (1, 1)):
+      step, part, host = reading.restore_latest(
+        shape, part='policy', step=wanted
+      )
+      assert (step, host) == (found, {'n': found})
+      assert part.keys() == {'w'}
+      np.testing.assert_array_equal(part['w'], np.arange(6.0) + found)
+    assert reading.restore_latest(shape, part='policy', step=3) is None
+    with pytest.raises(checkpoint.OtherState, match='leaf value.w: expected f'):
+      reading.restore_latest(shape, part='value')

@@ -167,6 +167,23 @@ def test_value_and_policy_share_a_start(learner):
     _assert_equal(state.value.params[name], state.policy.params[name])
 
 
+def test_a_reference_may_wait_in_host_memory(learner, packed):
+  config = runs.config(model__reference_memory='host')
+  questions = assembly.build_questions(config)
+  tokenizer = assembly.build_tokenizer(config, questions)
+  shape = assembly.build_model_config(config, tokenizer)
+  other = learner_lib.Learner(config, shape, assembly.build_mesh(config))
+  waiting = other.reference()
+  kinds = lambda tree: {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
+  assert kinds(waiting) == {'pinned_host'}
+  state = learner.start()
+  expected, _ = learner.annotate(packed, state, learner.reference())
+  actual, _ = other.annotate(packed, state, waiting)
+  _assert_equal(actual.ref_logprobs_BL, expected.ref_logprobs_BL)
+  assert np.abs(expected.ref_logprobs_BL).max() > 1
+  assert kinds(waiting) == {'pinned_host'}  # and still there
+
+
 def test_a_state_stays_where_it_is(learner, packed):
   state = learner.start()
   places = jax.tree.map(lambda leaf: leaf.sharding, state)

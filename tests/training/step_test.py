@@ -1,10 +1,13 @@
 """An update is the same however it is cut, and wrong input changes nothing."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stppo_jax.rollout import pack
 from tests.rl import batches
 from tests.training import updates
 
@@ -63,6 +66,17 @@ def test_eight_devices_and_two_microbatches_are_one(name):
     assert (one.metrics['stab/scale'] != 1) != gradient
   many = updates.update(algorithm, batch, models, **_MANY)
   updates.assert_same(many, one, models)
+
+
+def test_scores_of_tokens_with_loss_suffice():
+  models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
+  batch = updates.batch(models)
+  everywhere = updates.update(algorithm, batch, models)
+  positions_BM = pack.loss_positions(batch.loss_mask_BL)
+  batch = batch.replace(loss_positions_BM=positions_BM)
+  models = models._replace(policy=dataclasses.replace(models.policy, chunk=2))
+  there = updates.update(algorithm, batch, models, **_MANY)
+  updates.assert_same(there, everywhere, models)
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,13 @@ NUMBERS = {
 class _Sums(functional.Model):
   """Hidden states from running sums of embeddings; the heads are real."""
 
-  def hidden(self, params, tokens_BL):
+  def hidden(self, params, tokens_BL, lengths_B=None):
+    del lengths_B
     return jnp.tanh(jnp.cumsum(params['embedding'][tokens_BL], axis=1))
+
+  def routed(self, params, tokens_BL, lengths_B=None, expert_ids_BLNE=None):
+    del lengths_B, expert_ids_BLNE
+    return self.hidden(params, tokens_BL), None
 
 
 class Models(NamedTuple):
@@ -183,6 +188,7 @@ def update(
   models,
   *,
   state=None,
+  frozen=None,
   mesh=ONE_DEVICE,
   num_microbatches=1,
   numbers=NUMBERS,
@@ -193,9 +199,11 @@ def update(
   made = mesh_lib.make_mesh(**axes, devices=devices)
   state = globals()['state'](models) if state is None else state
   state = jax.device_put(state, sharding.param_shardings(state, made))
+  if frozen is not None:
+    frozen = jax.device_put(frozen, sharding.param_shardings(frozen, made))
   rows = jax.device_put(batch, sharding.batch_sharding(made))
   new, metrics, diagnostics = compiled(models, num_microbatches)(
-    state, rows, algorithm, numbers
+    state, rows, algorithm, numbers, frozen
   )
   metrics = {name: float(x) for name, x in metrics.items()}
   return Result(

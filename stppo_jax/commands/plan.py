@@ -1,0 +1,70 @@
+"""Say what an update takes of devices that need not be at hand.
+
+python -m stppo_jax plan --config=FILE.py[:ROW] [--config.KEY=VALUE ...]
+    [--devices=64] [--hbm_gib=80.0] [--length=0] [--loss_fraction=0.5]
+    [--compile=True]
+
+Lays the run's models out on so many virtual devices, by the shape in
+`model.path` (its config.json suffices), and prints bytes per device and what
+the devices tell each other, on rows of `length` tokens (0: env.max_length).
+`--compile=False` lowers the update only. Exit code 2 where it does not fit.
+"""
+
+from collections.abc import Sequence
+
+from stppo_jax.commands import configuration
+
+_GIB = 2**30
+_OPTIONS = {
+  'devices': 64,
+  'hbm_gib': 80.0,
+  'length': 0,
+  'loss_fraction': 0.5,
+  'compile': True,
+}
+
+
+def main(argv: Sequence[str]) -> int:
+  arguments = configuration.parse(argv, workdir=False, options=_OPTIONS)
+  options, config = arguments.options, arguments.config
+  for name in ('devices', 'hbm_gib', 'loss_fraction'):
+    if not options[name] > 0:
+      raise configuration.ConfigurationError(
+        [f'--{name}={options[name]}: must be greater than 0']
+      )
+  import jax
+
+  if jax.config.jax_num_cpu_devices != options['devices']:
+    jax.config.update('jax_platforms', 'cpu')
+    jax.config.update('jax_num_cpu_devices', options['devices'])
+  from stppo_jax.training import plan as plan_lib
+
+  plan = plan_lib.make(
+    config,
+    length=options['length'] or config.env.max_length,
+    loss_fraction=options['loss_fraction'],
+    compiles=options['compile'],
+  )
+  for line in describe(plan):
+    print(line)
+  fits = plan.total <= options['hbm_gib'] * _GIB
+  print(f'{"fits" if fits else "does not fit"} in {options["hbm_gib"]} GiB')
+  return 0 if fits else 2
+
+
+def describe(plan) -> list[str]:
+  """The plan, a line each; sizes are of one device."""
+  lines = [' '.join(f'{axis}={size}' for axis, size in plan.axes.items())]
+  if plan.temporaries is None:
+    during = {'gradients (not compiled: no other temporaries)': plan.gradients}
+  else:
+    during = {'temporaries, as planned for CPU': plan.temporaries}
+  for name, size in {**plan.parts, **during, 'total': plan.total}.items():
+    lines.append(f'{size / _GIB:10.3f} GiB  {name}')
+  for kind in sorted({c.kind for c in plan.collectives}):
+    of_kind = [c for c in plan.collectives if c.kind == kind]
+    sent, times = sum(c.sent for c in of_kind), sum(c.times for c in of_kind)
+    lines.append(f'{sent / _GIB:10.3f} GiB  sent by {times} {kind}')
+  if plan.operations:
+    lines.append(f'{plan.operations / 1e12:10.3f} TFLOP of matrix products')
+  return lines

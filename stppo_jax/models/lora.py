@@ -1,0 +1,194 @@
+"""LoRA: low-rank adapters beside frozen matrices (Hu et al., 2021).
+
+    y = x W + (alpha / rank) (x A) B
+
+with W [in, out], A [in, rank] and B [rank, out].
+
+Weights are then two trees of the same nesting: the frozen base, and the
+adapters, leaves `lora_a` and `lora_b` beside each adapted `kernel`. Joined,
+they are a tree that a model computes with; merged, they are the base with other
+kernels. A is drawn and B is zero: at first the whole is the base, bit by bit.
+
+N layers, stacked on the leading axis.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+Params = Mapping[str, Any]
+
+A, B = 'lora_a', 'lora_b'
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+  """Which matrices have adapters, and how large they are.
+
+  Attributes:
+    rank: of A B.
+    alpha: the product is scaled by alpha / rank.
+    targets: regular expression, searched for in names like 'layers/q_proj'.
+
+  Raises:
+    ValueError: a rank or alpha that is not positive, a malformed expression.
+  """
+
+  rank: int
+  alpha: float
+  targets: str
+
+  def __post_init__(self):
+    for name in ('rank', 'alpha'):
+      value = getattr(self, name)
+      if not value > 0:
+        raise ValueError(f'lora {name}={value}: must be greater than 0')
+    try:
+      re.compile(self.targets)
+    except re.error as error:
+      raise ValueError(
+        f'lora targets={self.targets!r}: not a regular expression ({error})'
+      ) from error
+
+  @property
+  def scale(self) -> float:
+    return self.alpha / self.rank
+
+
+def adapted(options: Lora, names: Iterable[str]) -> list[str]:
+  """Which of the linear layers have adapters.
+
+  Raises:
+    ValueError: none.
+  """
+  names = sorted(names)
+  found = [name for name in names if re.search(options.targets, name)]
+  if not found:
+    raise ValueError(
+      f'lora targets={options.targets!r}: matches none of ' + ', '.join(names)
+    )
+  return found
+
+
+def init(options: Lora, kernels: Mapping[str, Any], key: Array) -> Params:
+  """Fresh adapters.
+
+  A is uniform in ±1 / sqrt(in), as in the authors' code; B is zero.
+
+  Args:
+    options: rank and targets.
+    kernels: name of a linear layer -> its stacked kernel [N, in, out], or the
+      shape of it.
+    key: of the draw.
+
+  Raises:
+    ValueError: targets that match no name.
+  """
+  adapters = {}
+  for number, name in enumerate(adapted(options, kernels)):
+    layers, din, dout = kernels[name].shape
+    bound = 1 / math.sqrt(din)
+    pair = {
+      A: jax.random.uniform(
+        jax.random.fold_in(key, number),
+        (layers, din, options.rank),
+        minval=-bound,
+        maxval=bound,
+      ),
+      B: jnp.zeros((layers, options.rank, dout)),
+    }
+    adapters = joined(adapters, _nested(name, pair))
+  return adapters
+
+
+def check(
+  options: Lora, kernels: Mapping[str, Any], adapters: Mapping[str, Params]
+) -> None:
+  """Raises ValueError that names each adapter which fits no linear layer.
+
+  Args:
+    options: rank and targets.
+    kernels: name of a linear layer -> its stacked kernel [N, in, out].
+    adapters: name -> leaves `lora_a` and `lora_b`.
+  """
+  chosen = adapted(options, kernels)
+  if sorted(adapters) != chosen:
+    raise ValueError(
+      f'adapters are beside {sorted(adapters)}, expected {chosen}'
+    )
+  for name, pair in adapters.items():
+    layers, din, dout = kernels[name].shape
+    for leaf, wanted in (
+      (A, (layers, din, options.rank)),
+      (B, (layers, options.rank, dout)),
+    ):
+      found = pair[leaf].shape if leaf in pair else 'missing'
+      if found != wanted:
+        raise ValueError(f'{name}/{leaf} {found}, expected {wanted}')
+
+
+def joined(one: Params, other: Params) -> Params:
+  """Both trees as one; no array is copied.
+
+  Raises:
+    ValueError: a leaf that both have.
+  """
+  result = dict(one)
+  for name, value in other.items():
+    if name not in result:
+      result[name] = value
+    elif isinstance(value, Mapping) and isinstance(result[name], Mapping):
+      result[name] = joined(result[name], value)
+    else:
+      raise ValueError(f'parameter {name!r} is in both trees')
+  return result
+
+
+def merged(options: Lora, params: Params) -> Params:
+  """The weights without adapters that compute the same: W + alpha/rank A B.
+
+  Args:
+    options: of the adapters.
+    params: joined; a tree without adapters comes back as it is.
+  """
+  result = {
+    name: merged(options, value) if isinstance(value, Mapping) else value
+    for name, value in params.items()
+    if name not in (A, B)
+  }
+  if A in params:
+    product = jnp.matmul(
+      params[A], params[B], precision=jax.lax.Precision.HIGHEST
+    )
+    kernel = params['kernel']
+    result['kernel'] = kernel + (options.scale * product).astype(kernel.dtype)
+  return result
+
+
+def split(params: Params) -> tuple[Params, dict[str, Params]]:
+  """(the tree without adapters, name of a linear layer -> its adapters)."""
+  base, adapters = {}, {}
+  for name, value in params.items():
+    if not isinstance(value, Mapping):
+      base[name] = value
+      continue
+    pair = {leaf: value[leaf] for leaf in (A, B) if leaf in value}
+    if pair:
+      adapters[name] = pair
+    rest = {leaf: x for leaf, x in value.items() if leaf not in pair}
+    base[name], deeper = split(rest)
+    adapters |= {f'{name}/{path}': pair for path, pair in deeper.items()}
+  return base, adapters
+
+
+def _nested(name: str, leaf: Any) -> dict[str, Any]:
+  for key in reversed(name.split('/')):
+    leaf = {key: leaf}
+  return leaf

@@ -1,0 +1,192 @@
+"""What a compiled program does on each of its devices, read from its text.
+
+Instructions count as often as they run: those of a loop as often as it turns.
+Bytes and operations are of one device.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import math
+import re
+
+# Kind -> bytes that a device sends, of n that work on `size` bytes (the larger
+# of what goes in and what comes out) in a ring.
+_SENT = {
+  'all-gather': lambda size, n: size * (n - 1) / n,
+  'reduce-scatter': lambda size, n: size * (n - 1) / n,
+  'all-reduce': lambda size, n: 2 * size * (n - 1) / n,
+  'all-to-all': lambda size, n: size * (n - 1) / n,
+  'ragged-all-to-all': lambda size, n: size * (n - 1) / n,
+  'collective-permute': lambda size, n: size,
+  'collective-broadcast': lambda size, n: size,
+}
+# `ROOT %name = f32[8,4]{1,0} opcode(...`, or a tuple of shapes.
+_INSTRUCTION = re.compile(
+  r'^\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<shape>.+?) '
+  r'(?P<opcode>[a-z][a-z0-9-]*)\((?P<rest>.*)$'
+)
+_COMPUTATION = re.compile(r'^(?:ENTRY )?%?(?P<name>[\w.-]+) .*\{$')
+_ARRAY = re.compile(r'\b([a-z]\w*)\[([\d,<=]*)\]')
+_CALLED = re.compile(
+  r'\b(condition|body|calls|to_apply|true_computation|false_computation'
+  r'|branch_computations)=(?:%?([\w.-]+)|\{([^}]*)\})'
+)
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+  """One line of a program.
+
+  Attributes:
+    opcode: as HLO writes it.
+    arrays: (element type, dimensions) of what it makes, on each device.
+    operands: (element type, dimensions) of its arguments.
+    rest: the text from the arguments on.
+    times: how often it runs.
+  """
+
+  opcode: str
+  arrays: tuple[tuple[str, tuple[int, ...]], ...]
+  operands: tuple[tuple[str, tuple[int, ...]], ...]
+  rest: str
+  times: int
+
+  @property
+  def size(self) -> int:
+    """Bytes of what it makes."""
+    return sum(map(_size, self.arrays))
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+  """What devices tell each other.
+
+  Attributes:
+    kind: 'all-gather', 'all-reduce', ...
+    arrays: (element type, dimensions) of what comes of it.
+    size: bytes, the larger of what goes in and what comes out.
+    devices: that take part together.
+    times: how often it runs.
+  """
+
+  kind: str
+  arrays: tuple[tuple[str, tuple[int, ...]], ...]
+  size: int
+  devices: int
+  times: int
+
+  @property
+  def sent(self) -> float:
+    """Bytes a device sends, all times together, in a ring."""
+    return self.times * _SENT[self.kind](self.size, self.devices)
+
+
+def instructions(text: str) -> list[Instruction]:
+  """All instructions of a program; a loop without a known count turns once."""
+  computations = dict(_computations(text))
+  times = defaultdict(int)
+  times[next(reversed(computations))] = 1  # the entry is last
+  for name, lines in reversed(computations.items()):
+    for line in lines:
+      for kind, callee in _called(line['rest']):
+        trips = _TRIPS.search(line['rest']) if kind == 'body' else None
+        times[callee] += times[name] * (int(trips[1]) if trips else 1)
+  found = []
+  for name, lines in computations.items():
+    arrays = {line['name']: _arrays(line['shape']) for line in lines}
+    for line in lines:
+      arguments = re.findall(r'%([\w.-]+)', line['rest'].partition(')')[0])
+      found.append(
+        Instruction(
+          line['opcode'],
+          arrays[line['name']],
+          tuple(x for a in arguments for x in arrays.get(a, ())),
+          line['rest'],
+          times[name],
+        )
+      )
+  return found
+
+
+def collectives(text: str) -> list[Collective]:
+  """What the devices of a program tell each other."""
+  partitions = re.search(r'num_partitions=(\d+)', text)
+  everybody = int(partitions[1]) if partitions else 1
+  found = []
+  for line in instructions(text):
+    kind = line.opcode.removesuffix('-start')
+    if kind in _SENT:
+      # A started gather makes (what went in, what comes out).
+      size = max(*map(_size, line.arrays)) if len(line.arrays) > 1 else 0
+      if not (line.opcode.endswith('-start') and kind != 'all-reduce'):
+        size = line.size
+      size = max(size, sum(map(_size, line.operands)))
+      devices = _group_size(line.rest) or everybody
+      found.append(Collective(kind, line.arrays, size, devices, line.times))
+  return found
+
+
+def operations(text: str) -> int:
+  """Multiplications and additions of all matrix products."""
+  total = 0
+  for line in instructions(text):
+    if line.opcode == 'dot':
+      contracted = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', line.rest)
+      dims = [int(d) for d in contracted[1].split(',') if d]
+      _, left = line.operands[0]
+      _, made = line.arrays[0]
+      inner = math.prod(left[d] for d in dims)
+      total += 2 * line.times * inner * math.prod(made)
+  return total
+
+
+def _computations(text) -> Iterator[tuple[str, list[Mapping[str, str]]]]:
+  name, lines = None, []
+  for line in text.splitlines():
+    if match := _INSTRUCTION.match(line):
+      lines.append(match.groupdict())
+    elif line.startswith('}') and name is not None:
+      yield name, lines
+      name = None
+    elif match := _COMPUTATION.match(line):
+      name, lines = match['name'], []
+
+
+def _called(rest) -> Iterator[tuple[str, str]]:
+  for kind, one, several in _CALLED.findall(rest):
+    names = [one] if one else several.split(',')
+    for name in names:
+      yield kind, name.strip().removeprefix('%')
+
+
+def _arrays(shape) -> tuple[tuple[str, tuple[int, ...]], ...]:
+  return tuple(
+    (kind, tuple(int(d.removeprefix('<=')) for d in dims.split(',') if d))
+    for kind, dims in _ARRAY.findall(shape)
+  )
+
+
+def _size(array: tuple[str, Sequence[int]]) -> int:
+  kind, dims = array
+  bits = 8 if kind == 'pred' else int(re.search(r'\d+|$', kind)[0] or 0)
+  return math.prod(dims) * bits // 8
+
+
+def _group_size(rest) -> int:
+  """Devices of one group; 0 where all are in one."""
+  if match := re.search(r'replica_groups=\[\d+,(\d+)\]', rest):
+    return int(match[1])
+  if match := re.search(r'replica_groups=\{\{([\d,]+)\}', rest):
+    return match[1].count(',') + 1
+  match = re.search(r'replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}', rest)
+  if not match:
+    return 0
+  sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+  return math.prod(
+    int(part or sizes[axis])
+    for axis, part in re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])
+  )

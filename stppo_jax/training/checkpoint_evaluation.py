@@ -1,0 +1,46 @@
+"""Greedy scores of a run as far as it has come."""
+
+import contextlib
+import pathlib
+
+from stppo_jax.training import assembly
+from stppo_jax.training import checkpoint
+from stppo_jax.training import evaluation
+from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import run_record
+from stppo_jax.training import saved
+
+
+def evaluate(config, workdir: str | pathlib.Path) -> int:
+  """Prints the greedy scores of the newest checkpoint, or of the start.
+
+  Changes nothing in `workdir`, so that the run may be alive.
+
+  Returns:
+    The exit code.
+
+  Raises:
+    Exceptions with an `exit_code`, see `loop.train`.
+  """
+  workdir = pathlib.Path(workdir)
+  if not workdir.is_dir():
+    raise assembly.Misconfigured(f'--workdir={workdir}: no such folder')
+  config = run_record.with_start(config, workdir)
+  with assembly.build_surroundings(config) as surroundings:
+    with assembly.misconfigured():
+      tokenizer = assembly.build_tokenizer(config, surroundings.questions)
+      shape = assembly.build_model_config(config, tokenizer)
+      learner = learner_lib.Learner(config, shape, assembly.build_mesh(config))
+      state = learner.start()
+    with contextlib.closing(
+      checkpoint.Checkpointer(workdir, read_only=True)
+    ) as checkpoints:
+      found = saved.newest(checkpoints, learner, state)
+    done, state = found[:2] if found else (0, state)
+    evaluator = evaluation.Evaluator(
+      config, surroundings, tokenizer, learner.policy
+    )
+    scores, _ = evaluator.run(learner.playable(state))
+    for name, score in sorted(scores.items()):
+      print(f'step {done} val/em/{name} {score:.4f}')
+  return 0

@@ -1,0 +1,104 @@
+"""From a checkpoint of a run to a directory that others load."""
+
+import os
+import pathlib
+
+import jax
+
+from stppo_jax.models import export_hf
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.training import assembly
+from stppo_jax.training import checkpoint
+from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import run_record
+from stppo_jax.training import saved
+from stppo_jax.training import weights
+
+
+class ExportFailed(RuntimeError):
+  """Nothing was exported; what stood there before is as it was."""
+
+  exit_code = 75
+
+
+def export(
+  config,
+  workdir: str | pathlib.Path,
+  out: str | pathlib.Path,
+  *,
+  step: int | None,
+  dtype: str,
+) -> int:
+  """Writes the policy of a checkpoint; prints the step it is of.
+
+  Reads the policy's weights alone, onto all devices, whatever the mesh of the
+  run was. Changes nothing in `workdir`, so that the run may be alive.
+
+  Args:
+    config: of the run.
+    workdir: its folder.
+    out: the directory to write.
+    step: of the checkpoint; None: the newest valid one.
+    dtype: of the weights in the files.
+
+  Returns:
+    The exit code.
+
+  Raises:
+    Misconfigured: no such checkpoint, or `out` has other files.
+    ExportFailed: a full disk, say.
+    Exceptions with an `exit_code`, see `loop.train`.
+  """
+  out = pathlib.Path(out)
+  with assembly.misconfigured():
+    config = run_record.with_start(config, pathlib.Path(workdir))
+    _check_out(out)
+    weights.check(config)
+    path = config.model.path or config.model.tokenizer_path
+    questions = None if path else assembly.build_questions(config)
+    tokenizer = assembly.build_tokenizer(config, questions)
+    shape = assembly.build_model_config(config, tokenizer)
+    mesh = mesh_lib.make_mesh(data=1, fsdp=len(jax.devices()), tensor=1)
+    learner = learner_lib.Learner(config, shape, mesh)
+  checkpointer = checkpoint.Checkpointer(workdir, read_only=True)
+  steps = checkpointer.steps()
+  if not steps or step not in (None, *steps):
+    wanted = 'checkpoint' if step is None else f'checkpoint of step {step}'
+    there = ', '.join(map(str, steps)) or 'none'
+    raise assembly.Misconfigured(f'{workdir}: no {wanted}; there are: {there}')
+  frozen = None
+  if config.model.lora.rank:
+    with assembly.misconfigured():
+      frozen = weights.initial(config, config.model.path, learner.policy, mesh)
+  found = saved.policy(checkpointer, learner, frozen, step=step)
+  checkpointer.close()
+  if found is None:
+    raise assembly.Misconfigured(f'{workdir}: no checkpoint of step {step}')
+  done, params = found
+  try:
+    weights.export(config, out, learner.policy, params, tokenizer, dtype=dtype)
+  except OSError as error:
+    raise ExportFailed(f'{out}: {error}') from error
+  print(f'{out}: the policy after step {done}, {dtype}')
+  return 0
+
+
+def _check_out(out: pathlib.Path) -> None:
+  """Raises ValueError where an export would be mixed with other files."""
+  if out.exists() and not out.is_dir():
+    raise ValueError(f'--out={out}: exists and is not a folder')
+  others = sorted(
+    path.name
+    for path in (out.iterdir() if out.is_dir() else ())
+    if not export_hf.is_ours(path.name)
+  )
+  if others:
+    raise ValueError(
+      f'--out={out}: has files of others, such as {others[0]}; name a folder '
+      'that is new, empty or an earlier export'
+    )
+  parent = out.resolve().parent
+  while not parent.exists():
+    parent = parent.parent
+  if not os.access(parent, os.W_OK):
+    raise ValueError(f'--out={out}: {parent} is not writable')

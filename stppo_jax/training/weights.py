@@ -1,0 +1,107 @@
+"""The models' files: whether they fit the run, and their weights on devices."""
+
+import dataclasses
+import functools
+import pathlib
+from typing import Any
+
+import jax
+
+from stppo_jax.models import export_hf
+from stppo_jax.models import functional
+from stppo_jax.models import load_hf
+from stppo_jax.parallel import sharding
+from stppo_jax.sampling import tokenizer as tokenizer_lib
+from stppo_jax.training import keys
+
+
+def computed_as(config) -> dict[str, Any]:
+  """How the models of a run are computed, whatever their shape."""
+  return {
+    'dtype': config.model.dtype,
+    'remat': config.updates.remat,
+    'scan_unroll': config.model.scan_unroll,
+  }
+
+
+def check(config) -> None:
+  """Whether the models' files are whole and fit each other.
+
+  Reads no weight and touches no device.
+
+  Raises:
+    ValueError: they do not; one line.
+  """
+  model = config.model
+  if not model.path:
+    return
+  shape = load_hf.read_config(model.path, **computed_as(config))
+  load_hf.check_weights(model.path, shape)
+  home = model.tokenizer_path or model.path
+  tokens = tokenizer_lib.Tokenizer.load(home).vocab_size
+  if tokens > shape.vocab_size:
+    raise ValueError(
+      f'{home}: the tokenizer has {tokens} tokens, the embedding in '
+      f'{model.path} only {shape.vocab_size} rows'
+    )
+  if not model.reference_path:
+    return
+  reference = load_hf.read_config(model.reference_path, **computed_as(config))
+  ours, theirs = dataclasses.asdict(shape), dataclasses.asdict(reference)
+  for name, value in ours.items():
+    if theirs[name] != value:
+      raise ValueError(
+        f'{model.reference_path}: {name}={theirs[name]}, but the policy in '
+        f'{model.path} has {value}'
+      )
+  load_hf.check_weights(model.reference_path, reference)
+
+
+def initial(
+  config, path: str, policy: functional.Model, mesh: jax.sharding.Mesh
+) -> functional.Params:
+  """A policy's weights: those of a directory, or random ones where path is ''.
+
+  No host and no device ever holds more of them than its part.
+
+  Raises:
+    ValueError: files that do not fit the model.
+  """
+  key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
+  layout = sharding.param_shardings(jax.eval_shape(policy.init, key), mesh)
+  if path:
+    return load_hf.load_params(path, policy.config, layout)
+  return jax.jit(policy.init, out_shardings=layout)(key)
+
+
+def export(
+  config,
+  directory: str | pathlib.Path,
+  model: functional.Model,
+  params: functional.Params,
+  tokenizer: tokenizer_lib.Tokenizer,
+  *,
+  dtype: str = 'float32',
+) -> None:
+  """Writes a policy of a run as a directory that `transformers` loads.
+
+  Files that the model came with are copied as they are. Where they have gone
+  since the run began, what the run knows of them is written anew.
+
+  Raises:
+    OSError, ValueError: see `export_hf.export`.
+  """
+  source = pathlib.Path(config.model.path)
+  home = pathlib.Path(config.model.tokenizer_path or config.model.path)
+  save = tokenizer.save
+  if home.name and (home / 'tokenizer.json').is_file():
+    save = functools.partial(export_hf.copy_tokenizer, home)
+  known = config.model.path and (source / 'config.json').is_file()
+  export_hf.export(
+    directory,
+    model.config,
+    params,
+    dtype=dtype,
+    source=source if known else '',
+    save_tokenizer=save,
+  )

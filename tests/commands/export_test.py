@@ -1,0 +1,116 @@
+"""`export` as users do: any checkpoint of a run, and every refusal."""
+
+import contextlib
+import io
+import json
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from stppo_jax import __main__
+from stppo_jax.models import load_hf
+from tests.training import runs
+
+_RUN = {'num_steps': 2, 'evaluate__every': 0}
+
+
+@pytest.fixture(scope='module')
+def workdir(tmp_path_factory):
+  workdir = tmp_path_factory.mktemp('run')
+  with contextlib.redirect_stdout(io.StringIO()):
+    flags = runs.flags(**_RUN)
+    assert __main__.main(['train', *flags, f'--workdir={workdir}']) == 0
+  return workdir
+
+
+def _export(*flags):
+  return __main__.main(['export', *flags])
+
+
+def _tensors(folder):
+  return safetensors.numpy.load_file(folder / 'model.safetensors')
+
+
+def test_the_newest_is_the_policy_of_the_finished_run(
+  workdir, tmp_path, capsys
+):
+  out = tmp_path / 'deep' / 'out'
+  assert _export(f'--workdir={workdir}', f'--out={out}') == 0
+  assert f'{out}: the policy after step 2, float32' in capsys.readouterr().out
+  theirs = workdir / 'policy'
+  assert {p.name for p in out.iterdir()} == {p.name for p in theirs.iterdir()}
+  for path in theirs.iterdir():
+    assert (out / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_an_earlier_step_in_bfloat16(workdir, tmp_path):
+  flags = [f'--workdir={workdir}', f'--out={tmp_path}', '--step=1']
+  assert _export(*flags) == 0
+  whole = _tensors(tmp_path)
+  newest = _tensors(workdir / 'policy')
+  assert any((whole[name] != newest[name]).any() for name in whole)
+  assert _export(*flags, '--dtype=bfloat16') == 0  # in place of the other
+  rounded = _tensors(tmp_path)
+  for name, value in whole.items():
+    assert rounded[name].dtype == ml_dtypes.bfloat16
+    np.testing.assert_array_equal(
+      rounded[name], value.astype(ml_dtypes.bfloat16)
+    )
+  config = json.loads((tmp_path / 'config.json').read_text())
+  assert config['torch_dtype'] == 'bfloat16'
+  runtime = {'dtype': 'float32', 'remat': 'none', 'scan_unroll': 1}
+  assert load_hf.read_config(tmp_path, **runtime) == load_hf.read_config(
+    workdir / 'policy', **runtime
+  )
+
+
+@pytest.mark.parametrize(
+  ('flags', 'expected'),
+  [
+    (['--step=7'], ['no checkpoint of step 7; there are: 1, 2']),
+    (
+      ['--step=x', '--dtype=int8'],
+      ['--dtype=int8: must be one of float32, bf', '--step=x: must be an int'],
+    ),
+    (['--stpe=1'], ['--stpe=1: unknown flag; did you mean --step']),
+    (['--workdir=/absent'], ['--workdir=/absent: no config.json']),
+    (['--out=/proc/version'], ['--out=/proc/version: exists and is not a f']),
+    (['--out=/'], ['--out=/: has files of others, such as']),
+    (['--out='], ['--out: missing']),
+  ],
+)
+def test_a_wrong_flag_is_a_line(workdir, tmp_path, capsys, flags, expected):
+  out = tmp_path / 'out'
+  assert _export(f'--workdir={workdir}', f'--out={out}', *flags) == 2
+  told, err = capsys.readouterr()
+  lines = err.splitlines()
+  assert told == '' and len(lines) == len(expected), err
+  for line, beginning in zip(lines, expected):
+    assert beginning in line
+  assert not out.exists()
+
+
+def test_a_record_of_something_else_is_refused(tmp_path, capsys):
+  for content, expected in (
+    ('{', 'config.json is not JSON'),
+    ('{"model_type": "qwen2"}', 'not the record of a run'),
+    ('{"algorithm": {}, "batch_sha256": ""}', 'a run of prefer'),
+  ):
+    (tmp_path / 'config.json').write_text(content)
+    assert _export(f'--workdir={tmp_path}', f'--out={tmp_path}/out') == 2
+    assert expected in capsys.readouterr().err
+  assert os.listdir(tmp_path) == ['config.json']
+
+
+def test_a_full_disk_is_a_line_and_75(workdir, tmp_path, capsys, monkeypatch):
+  def full(*_, **__):
+    raise OSError(28, 'No space left on device')
+
+  monkeypatch.setattr('stppo_jax.models.safetensors_file.write', full)
+  assert _export(f'--workdir={workdir}', f'--out={tmp_path}/out') == 75
+  err = capsys.readouterr().err
+  assert 'No space left on device' in err and err.count('\n') == 1
+  assert os.listdir(tmp_path) == []

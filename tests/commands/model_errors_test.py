@@ -1,0 +1,134 @@
+"""Model directories that do not fit: one line, 2, and nothing written."""
+
+import json
+import shutil
+
+import pytest
+
+from configs import base
+from stppo_jax import __main__
+from stppo_jax.models import export_hf
+from stppo_jax.training import assembly
+from stppo_jax.training import weights
+from tests.models import tiny
+from tests.training import runs
+
+_SOURCE = runs.REPO / 'assets' / 'quickstart'
+_NORM = 'model.norm.weight'
+
+
+@pytest.fixture
+def model(tmp_path):
+  return shutil.copytree(_SOURCE, tmp_path / 'model')
+
+
+def _config(**changes):
+  def change(model):
+    path = model / 'config.json'
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(content))
+
+  return change
+
+
+def _header(change):
+  """Changes the header of the weights, in as many bytes."""
+
+  def rewrite(model):
+    path = model / 'model.safetensors'
+    whole = path.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], 'little')
+    header = json.loads(whole[8:end])
+    change(header)
+    text = json.dumps(header, separators=(',', ':')).encode().ljust(end - 8)
+    path.write_bytes((len(text)).to_bytes(8, 'little') + text + whole[end:])
+
+  return rewrite
+
+
+def _cut(model):
+  path = model / 'model.safetensors'
+  path.write_bytes(path.read_bytes()[:-100])
+
+
+def _rename(header):
+  header['model.norm.wait'] = header.pop(_NORM)
+
+
+@pytest.mark.parametrize(
+  ('change', 'expected'),
+  [
+    (
+      lambda model: (model / 'config.json').unlink(),
+      'must be empty, or a folder that holds config.json',
+    ),
+    (
+      lambda model: (model / 'config.json').write_text('{"a": '),
+      'config.json: not JSON',
+    ),
+    (
+      lambda model: (model / 'model.safetensors').unlink(),
+      'no model.safetensors and no model.safetensors.index.json in',
+    ),
+    (
+      lambda model: (model / 'tokenizer.json').unlink(),
+      'no tokenizer.json in',
+    ),
+    (_config(model_type='bert'), "unsupported model_type 'bert'; supported: "),
+    (_config(intermediate_size=7), 'expected (7, 64)'),
+    (_config(tie_word_embeddings=False), 'missing tensors lm_head.weight'),
+    (_header(_rename), f'missing tensors {_NORM}: expected'),
+    (
+      _header(lambda header: header[_NORM].update(shape=[32, 2])),
+      f'{_NORM} gives shape (32, 2), expected (64,)',
+    ),
+    (_cut, 'model.safetensors: truncated: expected '),
+    (
+      lambda model: (model / 'model.safetensors').write_bytes(b''),
+      'model.safetensors: not a safetensors file',
+    ),
+  ],
+)
+def test_a_model_that_does_not_fit_is_one_line_and_2(
+  tmp_path, model, capsys, monkeypatch, change, expected
+):
+  # No device is asked for, and no retriever is waited for.
+  monkeypatch.setattr(assembly, 'build_mesh', None)
+  monkeypatch.setattr(assembly, 'build_surroundings', None)
+  change(model)
+  flags = runs.flags(model__path=model)
+  workdir = tmp_path / 'run'
+  assert __main__.main(['train', *flags, f'--workdir={workdir}']) == 2
+  out, err = capsys.readouterr()
+  assert out == '' and err.count('\n') == 1
+  assert expected in err and 'Error' not in err
+  assert not workdir.exists()
+
+
+def test_a_tokenizer_larger_than_the_embedding(tmp_path, capsys):
+  model, small = tmp_path / 'model', tiny.model()
+  export_hf.export(model, small.config, tiny.params(small))
+  export_hf.copy_tokenizer(_SOURCE, model)
+  flags = runs.flags(model__path=model)
+  assert __main__.main(['train', *flags, f'--workdir={tmp_path}/run']) == 2
+  assert capsys.readouterr().err == (
+    f'{model}: the tokenizer has 290 tokens, the embedding in {model} only '
+    '11 rows\n'
+  )
+  assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize(
+  ('change', 'expected'),
+  [
+    (_config(rope_theta=5.0), r'rope_theta=5.0, but the policy in .* has 10'),
+    (_header(_rename), f'missing tensors {_NORM}'),
+  ],
+)
+def test_a_reference_is_of_the_policys_shape(model, change, expected):
+  change(model)
+  config = base.get_config()
+  config.model.path, config.model.reference_path = str(_SOURCE), str(model)
+  with pytest.raises(ValueError, match=expected) as caught:
+    weights.check(config)
+  assert str(caught.value).startswith(str(model))

@@ -1,0 +1,117 @@
+"""Plans of small models counted by hand, of published ones on 64 devices."""
+
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from stppo_jax import __main__
+from tests.training import runs
+
+_PUBLISHED = pathlib.Path(__file__).parents[1] / 'models' / 'published'
+_GIB = 2**30
+_LINE = re.compile(r'^ *([\d.]+) GiB  (.*)$', re.MULTILINE)
+# Weights of the tiny model of `runs`: width 16, one layer, two heads of 8, one
+# key/value head, biases, tied.
+_LAYER = 16 * 16 + 16 * 8 * 2 + 16 * 16 + 16 + 8 * 2 + 3 * 16 * 24 + 2 * 16
+
+
+def _plan(capsys, *flags):
+  code = __main__.main(['plan', *runs.flags(), '--devices=8', *flags])
+  out, err = capsys.readouterr()
+  return code, out, err
+
+
+def _sizes(out):
+  """GiB by what they are of."""
+  return {name: float(size) for size, name in _LINE.findall(out)}
+
+
+def test_bytes_of_a_small_model(capsys, monkeypatch):
+  # In bytes, for a model that has no thousandth of a GiB.
+  monkeypatch.setattr('stppo_jax.commands.plan._GIB', 1)
+  code, out, _ = _plan(
+    capsys, '--compile=False', '--hbm_gib=1e9', '--config.mesh.fsdp=2'
+  )
+  assert code == 0
+  assert out.startswith('data=4 fsdp=2 tensor=1\n')
+  assert out.endswith('fits in 1000000000.0 GiB\n')
+  sizes = _sizes(out)
+  # All but norms and biases are cut in two; the value head is one column.
+  whole = 4 * (16 + 8 * 2 + 3 * 16)
+  words = sizes['policy parameters'] - 4 * (_LAYER + 16) / 2 - whole / 2
+  assert words > 0 and words % (4 * 16 / 2) == 0  # rows of half a width
+  assert sizes['value parameters'] - sizes['policy parameters'] == 4 * 16 / 2
+  assert sizes['reference'] == sizes['policy parameters']
+  for name in ('policy', 'value'):
+    # Two moments and a counter.
+    expected = 2 * sizes[f'{name} parameters'] + 4
+    assert sizes[f'{name} optimizer'] == expected
+  parts = [size for name, size in sizes.items() if name != 'total']
+  assert sizes['total'] == sum(parts)
+
+
+def test_a_compiled_plan_tells_of_the_program(capsys):
+  code, out, _ = _plan(capsys, '--hbm_gib=1e-6', '--config.mesh.fsdp=2')
+  assert code == 2 and out.endswith('does not fit in 1e-06 GiB\n')
+  assert re.search(r'sent by \d+ all-gather\n', out)
+  assert re.search(r'[\d.]+ TFLOP of matrix products\n', out)
+  assert 'temporaries, as planned for CPU' in out
+
+
+@pytest.mark.parametrize(
+  ('flag', 'expected'),
+  [
+    ('--config.mesh.tensor=8', 'tensor=8 does not divide num_heads=2'),
+    ('--devices=0', '--devices=0: must be greater than 0'),
+    ('--config.updates.microbatch_size=4', 'multiple of the 8 devices'),
+  ],
+)
+def test_a_wrong_plan_is_one_line_and_2(capsys, flag, expected):
+  code, out, err = _plan(capsys, flag)
+  assert code == 2 and out == ''
+  assert err.count('\n') == 1 and expected in err
+
+
+# Name -> billions of parameters, with embedding and output matrix.
+_PARAMETERS = {'qwen2_5_7b': 7.616, 'qwen3_30b_a3b': 30.532}
+
+
+def _published(name, *flags):
+  command = [
+    *(sys.executable, '-m', 'stppo_jax', 'plan', '--config=configs/base.py'),
+    f'--config.model.path={_PUBLISHED / name}',
+    '--config.model.dtype=bfloat16',
+    *('--config.mesh.data=1', '--config.mesh.fsdp=16'),
+    *('--config.mesh.tensor=4', '--config.updates.remat=full'),
+    '--config.updates.microbatch_size=64',
+    *flags,
+  ]
+  done = subprocess.run(command, cwd=runs.REPO, capture_output=True, text=True)
+  assert done.returncode == 0, done.stderr
+  return done.stdout
+
+
+@pytest.mark.parametrize(
+  'name',
+  ['qwen2_5_7b', pytest.param('qwen3_30b_a3b', marks=pytest.mark.slow)],
+)
+def test_published_models_are_laid_out_on_64_devices(name):
+  sizes = _sizes(_published(name, '--compile=False'))
+  per_device = 4e9 * _PARAMETERS[name] / 64 / _GIB
+  # Norms and biases are whole on every device.
+  assert sizes['policy parameters'] == pytest.approx(per_device, rel=0.005)
+  assert sizes['policy optimizer'] == pytest.approx(2 * per_device, rel=0.005)
+
+
+@pytest.mark.slow
+def test_the_update_of_7b_compiles_for_64_devices():
+  out = _published('qwen2_5_7b')
+  # 256 rows of 4096 tokens: two multiplications and additions a parameter and
+  # token, forward, recomputed and twice backward; policy and value model.
+  assert 'fits in 80.0 GiB' in out
+  operations = float(re.search(r'([\d.]+) TFLOP', out)[1])
+  parameters = 2 * 7.616e9 - 2 * 152064 * 3584  # in products
+  assert operations > 8 * parameters * 256 * 4096 / 64 / 1e12

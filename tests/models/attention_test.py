@@ -1,0 +1,180 @@
+"""Attention: against sums by hand, and the kernels against the definition."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stppo_jax.models import attention
+from stppo_jax.models import splash
+from stppo_jax.parallel import mesh as mesh_lib
+from tests.models import tiny
+
+_H = 8
+_SPLASH = functools.partial(splash.attend, interpret=True)
+
+
+def _inputs(rows, size, num_heads, num_kv_heads, seed=0):
+  rng = np.random.default_rng(seed)
+  return tuple(
+    rng.normal(size=(rows, size, heads, _H)).astype(np.float32)
+    for heads in (num_heads, num_kv_heads, num_kv_heads)
+  )
+
+
+def _by_hand(q_BLQH, k_BLKH, v_BLKH):
+  """One query at a time, in float64."""
+  mixed = np.zeros(q_BLQH.shape)
+  shared = q_BLQH.shape[2] // k_BLKH.shape[2]
+  for b, at, head in np.ndindex(q_BLQH.shape[:3]):
+    keys = k_BLKH[b, : at + 1, head // shared].astype(np.float64)
+    scores = keys @ q_BLQH[b, at, head] / np.sqrt(_H)
+    weights = np.exp(scores - scores.max())
+    values = v_BLKH[b, : at + 1, head // shared]
+    mixed[b, at, head] = weights @ values / weights.sum()
+  return mixed
+
+
+@pytest.mark.parametrize('num_kv_heads', [1, 2, 4])
+def test_attention_by_hand(num_kv_heads):
+  inputs = _inputs(2, 9, 4, num_kv_heads)
+  attend = attention.whole('xla', 9, None, None)
+  np.testing.assert_allclose(attend(*inputs), _by_hand(*inputs), atol=1e-5)
+
+
+def test_padding_is_before_nobody():
+  # What follows a token does not reach it, whatever it is: no mask for it.
+  lengths_B = np.array([3, 7], np.int32)
+  inputs = _inputs(2, 7, 2, 1)
+  attend = attention.whole('xla', 7, lengths_B, None)
+  mixed = attend(*inputs)
+  poisoned = [x.copy() for x in inputs]
+  for x in poisoned:
+    x[0, 3:] = 1e6
+  np.testing.assert_array_equal(attend(*poisoned)[0, :3], mixed[0, :3])
+
+
+def _value_and_gradients(attend, inputs, lengths_B):
+  size = inputs[0].shape[1]
+  valid_BL11 = (np.arange(size)[None] < lengths_B[:, None])[..., None, None]
+  weights = np.random.default_rng(9).normal(size=inputs[0].shape)
+
+  def loss(inputs):
+    mixed_BLQH = jnp.where(valid_BL11, attend(*inputs), 0)
+    return jnp.sum(mixed_BLQH * weights), mixed_BLQH
+
+  (_, mixed), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(
+    inputs
+  )
+  return mixed, *gradients
+
+
+@pytest.mark.parametrize(
+  ('size', 'num_heads', 'num_kv_heads', 'lengths'),
+  [
+    (130, 4, 2, (130, 77)),  # a second, nearly empty block
+    (5, 7, 1, (5, 0)),  # a row of nothing
+  ],
+)
+def test_splash_equals_the_definition(size, num_heads, num_kv_heads, lengths):
+  lengths_B = np.array(lengths, np.int32)
+  inputs = _inputs(2, size, num_heads, num_kv_heads)
+  expected, found = (
+    _value_and_gradients(make(size, lengths_B, None), inputs, lengths_B)
+    for make in (attention.WHOLE['xla'], _SPLASH)
+  )
+  for ours, theirs in zip(found, expected):
+    np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+@pytest.mark.parametrize('lengths', [(9, 4, 0), None])
+def test_cudnn_is_asked_for_the_same(lengths, monkeypatch):
+  # A stand-in that keeps to its interface and leaves rubbish at padding.
+  plain = jax.nn.dot_product_attention
+  padding = np.arange(9)[None] >= np.array(lengths or (9, 9, 9))[:, None]
+
+  def stand_in(q, k, v, *, implementation, **options):
+    assert implementation == 'cudnn'
+    mixed_BLQH = plain(q, k, v, implementation='xla', **options)
+    return jnp.where(padding[..., None, None], jnp.nan, mixed_BLQH)
+
+  monkeypatch.setattr(jax.nn, 'dot_product_attention', stand_in)
+  lengths_B = None if lengths is None else np.array(lengths, np.int32)
+  inputs = _inputs(3, 9, 4, 2)
+  expected, found = (
+    _value_and_gradients(
+      attention.whole(name, 9, lengths_B, None), inputs, (~padding).sum(1)
+    )
+    for name in ('xla', 'cudnn')
+  )
+  for ours, theirs in zip(found, expected):
+    np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+def test_a_kernel_is_cut_over_the_mesh():
+  mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
+  lengths_B = np.array([4, 9, 1, 6], np.int32)
+  inputs = _inputs(4, 9, 4, 2)
+  expected, found = (
+    _value_and_gradients(make(9, lengths_B, mesh), inputs, lengths_B)
+    for make in (attention.WHOLE['xla'], _SPLASH)
+  )
+  for ours, theirs in zip(found, expected):
+    np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+def test_a_model_attends_as_configured(monkeypatch):
+  monkeypatch.setitem(attention.WHOLE, 'splash', _SPLASH)
+  tokens_BL = np.random.default_rng(0).integers(0, 11, (2, 6)).astype(np.int32)
+  lengths_B = np.array([6, 3], np.int32)
+  hidden = {}
+  for name in ('xla', 'splash'):
+    model = tiny.model(attention=name)
+    hidden[name] = jax.jit(model.hidden)(
+      tiny.params(model), tokens_BL, lengths_B
+    )
+  for b, length in enumerate(lengths_B):
+    np.testing.assert_allclose(
+      hidden['splash'][b, :length], hidden['xla'][b, :length], atol=1e-4
+    )
+  # The kernel masks padding; the definition does not need to.
+  assert np.abs(hidden['splash'][1, 3:] - hidden['xla'][1, 3:]).max() > 1e-2
+  assert np.isfinite(hidden['splash']).all()
+
+
+@pytest.mark.parametrize(
+  ('platform', 'dtype', 'head_dim', 'expected'),
+  [
+    ('cpu', 'float32', 64, 'xla'),
+    ('cpu', 'bfloat16', 64, 'xla'),
+    ('gpu', 'bfloat16', 64, 'cudnn'),
+    ('gpu', 'float32', 64, 'xla'),
+    ('gpu', 'bfloat16', 36, 'xla'),
+    ('tpu', 'float32', 64, 'splash'),
+  ],
+)
+def test_the_fastest_that_runs_here_is_chosen(
+  platform, dtype, head_dim, expected
+):
+  here = {'platform': platform, 'dtype': dtype, 'head_dim': head_dim}
+  assert attention.choose('auto', **here) == expected
+  assert attention.choose(expected, **here) == expected
+  assert attention.choose('xla', **here) == 'xla'
+
+
+@pytest.mark.parametrize(
+  ('name', 'platform', 'dtype', 'choices'),
+  [
+    ('cudnn', 'cpu', 'bfloat16', 'auto, xla'),
+    ('cudnn', 'gpu', 'float32', 'auto, xla'),
+    ('splash', 'gpu', 'bfloat16', 'auto, cudnn, xla'),
+    ('cudnn', 'tpu', 'bfloat16', 'auto, splash, xla'),
+    ('flash', 'cpu', 'float32', 'auto, xla'),
+  ],
+)
+def test_what_does_not_run_here_is_refused(name, platform, dtype, choices):
+  message = rf'^model.attention={name}: .*; choices here: {choices}$'
+  with pytest.raises(ValueError, match=message):
+    attention.choose(name, dtype=dtype, head_dim=64, platform=platform)

@@ -1,0 +1,213 @@
+"""Adapters: nothing at first, then what a dense product says, then merged."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stppo_jax.models import cache
+from stppo_jax.models import export_hf
+from stppo_jax.models import load_hf
+from stppo_jax.models import lora
+from tests.models import tiny
+
+_TOKENS = np.array([[1, 5, 2, 7], [3, 3, 9, 0]], np.int32)
+_LORA = lora.Lora(rank=3, alpha=6.0, targets='layers/(q|o|down)_proj$')
+_ADAPTED = ['layers/down_proj', 'layers/o_proj', 'layers/q_proj']
+
+
+def _model(head='vocabulary', options=_LORA):
+  return dataclasses.replace(tiny.model(head), lora=options)
+
+
+def _adapters(model, scale=None):
+  """As drawn, or with a B that matters."""
+  fresh = jax.device_get(model.init_adapters(jax.random.key(0)))
+  if scale is None:
+    return fresh
+  rng = np.random.default_rng(5)
+  return jax.tree.map(
+    lambda x: (scale * rng.standard_normal(x.shape)).astype(np.float32), fresh
+  )
+
+
+def _names(tree):
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): leaf.shape
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+def test_fresh_adapters_are_the_base_bit_by_bit():
+  model = _model()
+  base, adapters = tiny.params(model), _adapters(model)
+  assert _names(adapters) == {
+    'layers/q_proj/lora_a': (2, 16, 3),
+    'layers/q_proj/lora_b': (2, 3, 16),
+    'layers/o_proj/lora_a': (2, 16, 3),
+    'layers/o_proj/lora_b': (2, 3, 16),
+    'layers/down_proj/lora_a': (2, 24, 3),
+    'layers/down_proj/lora_b': (2, 3, 16),
+  }
+  a = adapters['layers']['down_proj']['lora_a']
+  assert 0.8 < np.abs(a).max() * np.sqrt(24) <= 1
+  assert not np.array_equal(a[0], a[1])
+  hidden = jax.jit(model.hidden)
+  np.testing.assert_array_equal(
+    hidden(model.joined(base, adapters), _TOKENS), hidden(base, _TOKENS)
+  )
+
+
+def test_the_product_is_scaled_by_alpha_over_rank():
+  model = _model()
+  base, adapters = tiny.params(model), _adapters(model, 0.3)
+  params = model.joined(base, adapters)
+  by_hand = jax.tree.map(np.copy, base)
+  for name in _ADAPTED:
+    _, layer = name.split('/')
+    pair = adapters['layers'][layer]
+    for n in range(2):
+      by_hand['layers'][layer]['kernel'][n] += (
+        2.0 * pair['lora_a'][n] @ pair['lora_b'][n]
+      )
+  merged = jax.jit(model.merged)(params)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), merged, by_hand
+  )
+  with_adapters = jax.jit(model.hidden)(params, _TOKENS)
+  without = tiny.hidden(model.plain)
+  np.testing.assert_allclose(with_adapters, without(merged, _TOKENS), atol=1e-5)
+  assert np.abs(with_adapters - without(base, _TOKENS)).max() > 0.1
+
+
+def test_cached_decoding_knows_adapters():
+  model = _model()
+  params = model.joined(tiny.params(model), _adapters(model, 0.3))
+  empty = cache.empty(model.config, 2, 4)
+  counts = np.full(2, 4, np.int32)
+  extended, _ = jax.jit(model.extend)(
+    params, _TOKENS, empty, np.zeros(2, np.int32), counts
+  )
+  np.testing.assert_allclose(
+    extended, jax.jit(model.hidden)(params, _TOKENS), atol=1e-5
+  )
+
+
+def test_the_backward_pass_forms_no_gradient_of_the_base():
+  """Of a product X W: forward and dX, 2 of the 3 products of training W."""
+  shape = dict(hidden_size=64, intermediate_size=256, head_dim=32)
+  # One layer after another: XLA counts the body of a loop once.
+  plain = tiny.model(**shape, scan_unroll=2)
+  options = lora.Lora(rank=1, alpha=1.0, targets='proj')
+  model = dataclasses.replace(plain, lora=options)
+  base = tiny.params(plain)
+  tokens = np.zeros((4, 16), np.int32)
+
+  def flops(loss, params):
+    compiled = jax.jit(jax.grad(loss)).lower(params).compile()
+    return compiled.cost_analysis()['flops']
+
+  of_all = flops(lambda p: jnp.sum(plain.hidden(p, tokens)), base)
+  of_adapters = flops(
+    lambda p: jnp.sum(model.hidden(model.joined(base, p), tokens)),
+    _adapters(model),
+  )
+  assert 0.6 < of_adapters / of_all < 0.75
+
+
+def test_a_value_model_takes_the_backbone_of_a_policy():
+  policy, value = _model(), _model('scalar')
+  base = tiny.params(policy)
+  trained = _adapters(value, 0.3) | {'scalar_head': np.ones((16, 1))}
+  params = value.joined(base, trained)
+  assert 'lm_head' in base and 'lm_head' not in params
+  values_BL = jax.jit(value.values)(params, _TOKENS)
+  assert values_BL.shape == _TOKENS.shape and np.any(values_BL)
+
+
+def test_one_pass_of_both_heads_is_the_two_models():
+  both = tiny.model('both')
+  params = tiny.params(both)
+  assert {'lm_head', 'scalar_head'} <= params.keys()
+  logprobs_BL, entropy_BL, values_BL = jax.jit(
+    lambda p: both.logprobs_entropy_and_values(p, _TOKENS, temperature=0.7)
+  )(params)
+  expected = jax.jit(
+    lambda p: both.plain.logprobs_and_entropy(p, _TOKENS, temperature=0.7)
+  )(both.merged(params))
+  for found, wanted in zip((logprobs_BL, entropy_BL), expected):
+    np.testing.assert_array_equal(found, wanted)
+  backbone = {name: x for name, x in params.items() if name != 'lm_head'}
+  values = jax.jit(tiny.model('scalar').values)(backbone, _TOKENS)
+  np.testing.assert_array_equal(values_BL, values)
+  assert np.any(values_BL)
+
+
+def test_the_exported_directory_is_the_merged_policy(tmp_path):
+  model = _model()
+  params = model.joined(tiny.params(model), _adapters(model, 0.3))
+  merged = jax.device_get(jax.jit(model.merged)(params))
+  export_hf.export(tmp_path, model.config, merged)
+  config = load_hf.read_config(
+    tmp_path, dtype='float32', remat='none', scan_unroll=1
+  )
+  loaded = load_hf.read_params(tmp_path, config)
+  jax.tree.map(np.testing.assert_array_equal, loaded, merged)
+
+
+@pytest.mark.parametrize(
+  ('options', 'message'),
+  [
+    ({'rank': 0}, 'lora rank=0: must be greater than 0'),
+    ({'alpha': -1.0}, 'lora alpha=-1.0: must be greater than 0'),
+    ({'targets': '('}, "lora targets='(': not a regular expression"),
+    (
+      {'targets': 'query'},
+      "lora targets='query': matches none of layers/down_proj, "
+      'layers/gate_proj, layers/k_proj, layers/o_proj, layers/q_proj, '
+      'layers/up_proj, layers/v_proj',
+    ),
+  ],
+)
+def test_wrong_options_are_named(options, message):
+  with pytest.raises(ValueError, match=re.escape(message)):
+    model = _model(options=dataclasses.replace(_LORA, **options))
+    model.init_adapters(jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    (
+      lambda layers: layers.pop('q_proj'),
+      r"adapters are beside \['layers/down_proj', 'layers/o_proj'\], expected",
+    ),
+    (
+      lambda layers: layers['q_proj'].pop('lora_b'),
+      r'layers/q_proj/lora_b missing, expected \(2, 3, 16\)',
+    ),
+    (
+      lambda layers: layers['q_proj'].update(lora_a=np.zeros((2, 16, 4))),
+      r'layers/q_proj/lora_a \(2, 16, 4\), expected \(2, 16, 3\)',
+    ),
+  ],
+)
+def test_adapters_that_do_not_fit_are_named(change, message):
+  model = _model()
+  adapters = _adapters(model)
+  change(adapters['layers'])
+  params = model.joined(tiny.params(model), adapters)
+  with pytest.raises(ValueError, match=message):
+    jax.eval_shape(model.hidden, params, _TOKENS)
+
+
+def test_a_model_without_adapters_refuses_them():
+  model = _model()
+  params = model.joined(tiny.params(model), _adapters(model))
+  with pytest.raises(ValueError, match='lora_a .* expected no such parameter'):
+    jax.eval_shape(model.plain.hidden, params, _TOKENS)
+  with pytest.raises(ValueError, match="'embedding' is in both trees"):
+    model.joined(params, {'embedding': params['embedding']})

@@ -1,0 +1,226 @@
+"""A mixture of experts against a loop over tokens, and against itself.
+
+B rows, L tokens, D width, X experts, E visited experts, F width of an expert.
+"""
+
+import dataclasses
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stppo_jax.models import moe
+from stppo_jax.parallel import mesh as mesh_lib
+from tests.models import tiny
+
+SHAPE = tiny.model(**tiny.MIXTURE).config
+B, L, D, X, E, F = 4, 5, 16, 6, 2, 8
+TOKENS = np.random.default_rng(1).standard_normal((B, L, D), np.float32)
+MASK = np.arange(L)[None] < np.array([5, 3, 1, 0])[:, None]
+
+
+def _parts(mesh=None, seed=0, **changes):
+  """A function of (weights, x, expert ids, mask), and weights that matter."""
+  make = lambda: moe.MixtureOfExperts(
+    dataclasses.replace(SHAPE, **changes), mesh, rngs=nnx.Rngs(0)
+  )
+  graph, abstract = nnx.split(nnx.eval_shape(make))
+  rng = np.random.default_rng(seed)
+  weights = jax.tree.map(
+    lambda s: (0.4 * rng.standard_normal(s.shape)).astype(np.float32), abstract
+  )
+  return lambda weights, *args: nnx.merge(graph, weights)(*args), weights
+
+
+def _matrices(weights):
+  tree = nnx.to_pure_dict(weights)
+  names = ('router', 'gate_proj', 'up_proj', 'down_proj')
+  return [tree[name]['kernel'].astype(np.float64) for name in names]
+
+
+def _softmax(scores):
+  powers = np.exp(scores - np.max(scores))
+  return powers / np.sum(powers)
+
+
+def _twin(weights, tokens, *, chosen=None, normed=True):
+  """One token and one expert after the other, in float64."""
+  router, gates, ups, downs = _matrices(weights)
+  outputs = np.zeros(tokens.shape)
+  ids = np.zeros((*tokens.shape[:2], E), int)
+  for place in np.ndindex(tokens.shape[:2]):
+    x = tokens[place].astype(np.float64)
+    probs = _softmax(x @ router)
+    ids[place] = np.argsort(-probs)[:E] if chosen is None else chosen[place]
+    share = np.sum(probs[ids[place]]) if normed else 1.0
+    for e in ids[place]:
+      gate, up = x @ gates[e], x @ ups[e]
+      y = (gate / (1 + np.exp(-gate)) * up) @ downs[e]
+      outputs[place] += probs[e] / share * y
+  return outputs, ids
+
+
+@pytest.mark.parametrize('normed', (True, False))
+@pytest.mark.parametrize('name', tuple(moe.IMPLEMENTATIONS))
+def test_every_token_visits_its_experts(name, normed):
+  apply, weights = _parts(moe=name, norm_topk_prob=normed)
+  y, routing = jax.jit(apply)(weights, TOKENS)
+  wanted, ids = _twin(weights, TOKENS, normed=normed)
+  np.testing.assert_array_equal(routing.expert_ids, ids)
+  np.testing.assert_allclose(y, wanted, atol=1e-5)
+  assert np.abs(wanted).max() > 0.5
+
+
+@pytest.mark.parametrize('visited', (1, E, X))
+def test_grouped_is_dense_also_in_the_gradient(visited):
+  ids = np.random.default_rng(visited).permuted(
+    np.broadcast_to(np.arange(X), (B, L, X)), axis=-1
+  )[..., :visited]
+  ids = np.where(ids == 3, (ids + visited) % X, ids)  # nobody visits one
+  ids = ids if visited == 1 else np.sort(ids)
+  found = []
+  for name in moe.IMPLEMENTATIONS:
+    apply, weights = _parts(moe=name, num_experts_per_tok=visited)
+
+    def loss(weights, tokens, apply=apply):
+      y, _ = apply(weights, tokens, jnp.asarray(ids))
+      return jnp.mean(jnp.square(y - 1.0)), y
+
+    grad = jax.grad(loss, argnums=(0, 1), has_aux=True)
+    found.append(jax.jit(grad)(weights, TOKENS))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *found)
+
+
+def test_eight_devices_are_one():
+  eight = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
+  found = []
+  for mesh in (None, eight):
+    apply, weights = _parts(mesh, moe='grouped')
+
+    def loss(weights, tokens, apply=apply):
+      y, routing = apply(weights, tokens)
+      balance = moe.load_balance(
+        jnp.sum(routing.visits_BX, axis=0),
+        jnp.sum(routing.probs_BX, axis=0),
+        jnp.float32(B * L),
+      )
+      return jnp.mean(jnp.square(y - 1.0)) + balance
+
+    value_and_grad = jax.value_and_grad(loss, argnums=(0, 1))
+    found.append(jax.jit(value_and_grad)(weights, TOKENS))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-5), *found
+  )
+
+
+@pytest.mark.parametrize('name', tuple(moe.IMPLEMENTATIONS))
+def test_given_experts_are_visited_by_the_weights_of_the_router(name):
+  chosen = np.random.default_rng(2).integers(0, X - 1, (B, L, E))
+  chosen[..., 1] = chosen[..., 0] + 1
+  apply, weights = _parts(moe=name)
+  y, routing = jax.jit(apply)(weights, TOKENS, jnp.asarray(chosen))
+  np.testing.assert_array_equal(routing.expert_ids, chosen)
+  np.testing.assert_allclose(
+    y, _twin(weights, TOKENS, chosen=chosen)[0], atol=1e-5
+  )
+  loss = lambda weights: jnp.sum(
+    jnp.square(apply(weights, TOKENS, jnp.asarray(chosen))[0])
+  )
+  gradient = nnx.to_pure_dict(jax.jit(jax.grad(loss))(weights))
+  assert np.abs(gradient['router']['kernel']).max() > 1e-3
+
+
+def test_a_negative_id_leaves_its_token_to_the_router():
+  apply, weights = _parts()
+  _, own = _twin(weights, TOKENS)
+  given = (own + 1) % X
+  given[0] = -1
+  _, routing = jax.jit(apply)(weights, TOKENS, jnp.asarray(given))
+  np.testing.assert_array_equal(routing.expert_ids[0], own[0])
+  np.testing.assert_array_equal(routing.expert_ids[1:], given[1:])
+
+
+def _sums(seed, mask):
+  apply, weights = _parts(seed=seed)
+  tokens = np.where(mask[..., None], TOKENS, np.nan)
+  _, routing = jax.jit(apply)(weights, tokens, None, jnp.asarray(mask))
+  return weights, routing
+
+
+def test_the_load_is_balanced_over_all_layers_and_tokens_that_count():
+  visits, probs, tokens = np.zeros(X), np.zeros(X), 0
+  found = []
+  for seed in (0, 1):  # two layers
+    weights, routing = _sums(seed, MASK)
+    found.append(routing)
+    router, *_ = _matrices(weights)
+    _, ids = _twin(weights, TOKENS)
+    for place in zip(*np.nonzero(MASK)):
+      visits[ids[place]] += 1
+      probs += _softmax(TOKENS[place].astype(np.float64) @ router)
+      tokens += 1
+  sums = jax.tree.map(lambda *x: sum(x), *found)
+  of_all = jnp.sum(sums.visits_BX, axis=0)
+  np.testing.assert_array_equal(of_all, visits)
+  balance = lambda probs_BX: moe.load_balance(
+    of_all, jnp.sum(probs_BX, axis=0), jnp.float32(tokens)
+  )
+  wanted = X * np.sum(visits / tokens * probs / tokens)
+  np.testing.assert_allclose(balance(sums.probs_BX), wanted, rtol=1e-6)
+  parts = balance(sums.probs_BX[:1]) + balance(sums.probs_BX[1:])
+  np.testing.assert_allclose(parts, wanted, rtol=1e-6)
+  assert wanted > E + 0.05  # an even load costs E
+
+
+def test_an_even_load_costs_as_much_as_a_token_visits_experts():
+  visits = jnp.full(X, 10.0 * E / X)
+  found = moe.load_balance(visits, jnp.full(X, 10.0 / X), jnp.float32(10))
+  np.testing.assert_allclose(found, E, rtol=1e-6)
+  assert moe.load_balance(0 * visits, 0 * visits, jnp.float32(0)) == 0
+
+
+def test_an_unknown_implementation_is_one_line():
+  with pytest.raises(ValueError, match="moe='x'; choices: auto, dense"):
+    _parts(moe='x')
+
+
+@pytest.mark.parametrize('name', tuple(moe.IMPLEMENTATIONS))
+@pytest.mark.parametrize('normed', (True, False))
+def test_the_block_of_transformers_agrees(name, normed):
+  torch = pytest.importorskip('torch')
+  from transformers.models.qwen3_moe import modeling_qwen3_moe as theirs
+
+  config = theirs.Qwen3MoeConfig(
+    hidden_size=D,
+    num_experts=X,
+    num_experts_per_tok=E,
+    moe_intermediate_size=F,
+    norm_topk_prob=normed,
+  )
+  apply, weights = _parts(moe=name, norm_topk_prob=normed)
+  router, gates, ups, downs = map(torch.tensor, _matrices(weights))
+  block = theirs.Qwen3MoeSparseMoeBlock(config)
+  with torch.no_grad():
+    block.gate.weight.copy_(router.T)
+    both = torch.cat((gates, ups), dim=-1)
+    block.experts.gate_up_proj.copy_(both.swapaxes(1, 2))
+    block.experts.down_proj.copy_(downs.swapaxes(1, 2))
+    wanted = block(torch.tensor(TOKENS)).numpy()
+    scores, _, ids = block.gate(torch.tensor(TOKENS))
+    balance = theirs.load_balancing_loss_func(
+      (scores,), X, E, torch.tensor(MASK)
+    )
+  mask = jnp.asarray(MASK)
+  y, routing = jax.jit(apply)(weights, TOKENS, None, mask)
+  np.testing.assert_allclose(y, wanted, atol=1e-5)
+  np.testing.assert_array_equal(
+    routing.expert_ids, ids.numpy().reshape(B, L, E)
+  )
+  found = moe.load_balance(
+    jnp.sum(routing.visits_BX, axis=0),
+    jnp.sum(routing.probs_BX, axis=0),
+    jnp.float32(np.sum(MASK)),
+  )
+  np.testing.assert_allclose(found, balance.item(), rtol=1e-5)

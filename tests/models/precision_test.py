@@ -1,0 +1,32 @@
+"""Weights cast once make the numbers of weights cast where they are used."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stppo_jax.models import precision
+from tests.models import tiny
+
+
+def test_the_numbers_are_those_of_a_model_that_casts_itself():
+  model = tiny.model(dtype='bfloat16')
+  params = tiny.params(model)
+  tokens_BL = np.arange(12).reshape(2, 6) % 11
+  compute = jax.jit(
+    lambda params: model.logprobs_and_entropy(
+      params, tokens_BL, temperature=1.0
+    )
+  )
+  cast = precision.computed(params, 'bfloat16')
+  assert {x.dtype for x in jax.tree.leaves(cast)} == {jnp.dtype('bfloat16')}
+  jax.tree.map(np.testing.assert_array_equal, compute(cast), compute(params))
+
+
+def test_what_computes_in_float32_keeps_it():
+  leaf = np.full((2, 3), 1 / 3, np.float32)
+  params = {'layers': {'mlp': {'router': {'kernel': leaf}, 'gate_proj': leaf}}}
+  cast = precision.computed(params, 'bfloat16')['layers']['mlp']
+  assert cast['router']['kernel'] is leaf
+  assert cast['gate_proj'].dtype == jnp.bfloat16
+  same = precision.computed(params, 'float32')
+  jax.tree.map(np.testing.assert_array_equal, same, params)

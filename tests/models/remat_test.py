@@ -1,0 +1,64 @@
+"""What is kept changes memory, never the gradient."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import schema
+from stppo_jax.models import remat
+from tests.models import tiny
+
+# Long enough for attention's scores to count.
+_TOKENS_BL = np.arange(2 * 64).reshape(2, 64) % 11
+
+
+def _loss(model, params):
+  logprobs_BL, entropy_BL = model.logprobs_and_entropy(
+    params, _TOKENS_BL, temperature=1.3
+  )
+  return jnp.mean(logprobs_BL + 0.1 * entropy_BL)
+
+
+def _kept(name):
+  """Bytes between the forward and the backward pass."""
+  model = tiny.model(remat=name)
+  linear = lambda params: jax.vjp(functools.partial(_loss, model), params)[1]
+  return sum(
+    leaf.size * leaf.dtype.itemsize
+    for leaf in jax.tree.leaves(jax.eval_shape(linear, tiny.params(model)))
+  )
+
+
+@functools.cache
+def _gradient(name):
+  model = tiny.model(remat=name)
+  return jax.jit(jax.grad(functools.partial(_loss, model)))(tiny.params(model))
+
+
+@pytest.mark.parametrize('name', [n for n in remat.POLICIES if n != 'none'])
+def test_gradients_are_the_same(name):
+  plain = _gradient('none')
+  assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(plain))
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+    _gradient(name),
+    plain,
+  )
+
+
+def test_every_policy_keeps_less_than_the_one_before():
+  kept = [_kept(name) for name in remat.POLICIES]
+  assert kept == sorted(set(kept), reverse=True)
+
+
+def test_other_names_are_refused_with_the_choices():
+  with pytest.raises(ValueError, match="'some'; choices: none, all_dots, dots"):
+    remat.recomputed(lambda x: x, 'some', unrolled=False)
+
+
+def test_configs_know_the_policies():
+  rule = schema.RULES['updates.remat']
+  assert rule.allowed == 'one of ' + ', '.join(remat.POLICIES)

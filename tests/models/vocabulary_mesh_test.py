@@ -1,0 +1,132 @@
+"""The vocabulary spread over devices: the same numbers, and who tells what.
+
+Meshes of 8 devices are (data, fsdp, tensor).
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from stppo_jax.models import heads
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import program
+from stppo_jax.parallel import sharding
+from tests.models import shapes
+
+_B, _L, _M, _D, _V, _CHUNK = 8, 33, 32, 8, 512, 16
+_KINDS = ('entropy', 'divergence')
+# Compiling is most of the time of these tests.
+_COMPILER_OPTIONS = {
+  'xla_backend_optimization_level': 0,
+  'xla_llvm_disable_expensive_passes': True,
+}
+
+
+def _arguments(words=_V, rows=_B):
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  hidden, output = draw(rows, _L, _D), draw(words, _D)
+  tokens = rng.integers(0, words, (rows, _L)).astype(np.int32)
+  order = rng.permuted(np.tile(np.arange(_L), (rows, 1)), axis=1)[:, :_M]
+  return hidden, output, tokens, order.astype(np.int32)
+
+
+def _total(kind, mesh, hidden, output, tokens, positions):
+  """A sum that weighs every token, for both heads."""
+  options = {'temperature': 0.7, 'chunk': _CHUNK, 'mesh': mesh}
+  if kind == 'entropy':
+    found = heads.token_logprobs_and_entropy(
+      hidden, output, tokens, positions, **options
+    )
+  else:
+    found = heads.token_divergence(
+      hidden, output, 0.5 - hidden, output, tokens, positions, **options
+    )
+  weights_L = jnp.cos(jnp.arange(_L))[None]
+  weighted = [(n + 1) * weights_L * x_BL for n, x_BL in enumerate(found)]
+  return sum(jnp.sum(x) for x in weighted), found
+
+
+def _placed(mesh, arguments):
+  """Rows over data and fsdp, the matrix over tensor and fsdp."""
+  rows = sharding.batch_sharding(mesh)
+  if len(arguments[0]) % 4:
+    rows = NamedSharding(mesh, P())
+  fits = len(arguments[1]) % mesh.shape['tensor'] == 0
+  matrix = NamedSharding(mesh, P('tensor' if fits else None, 'fsdp'))
+  layout = rows, matrix, rows, rows
+  return jax.device_put(arguments, layout), layout
+
+
+def _function(kind, mesh):
+  return jax.value_and_grad(
+    functools.partial(_total, kind, mesh), (0, 1), has_aux=True
+  )
+
+
+@functools.cache
+def _jitted(kind, mesh):
+  return jax.jit(_function(kind, mesh), compiler_options=_COMPILER_OPTIONS)
+
+
+def _assert_same(actual, expected):
+  """Numbers about tokens and gradients; the total cancels."""
+  (_, found), gradients = jax.device_get(actual)
+  (_, expected_found), expected_gradients = jax.device_get(expected)
+  jax.tree.map(
+    lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5),
+    (found, gradients),
+    (expected_found, expected_gradients),
+  )
+
+
+@pytest.mark.parametrize('kind', _KINDS)
+@pytest.mark.parametrize('axes', [(2, 2, 2), (1, 1, 8)])
+def test_devices_find_what_one_finds(kind, axes):
+  mesh = mesh_lib.make_mesh(**dict(zip(mesh_lib.AXES, axes, strict=True)))
+  arguments = _arguments()
+  placed, _ = _placed(mesh, arguments)
+  _assert_same(_jitted(kind, mesh)(*placed), _jitted(kind, None)(*arguments))
+
+
+@pytest.mark.parametrize(('words', 'rows'), [(511, _B), (_V, 3)])
+def test_what_an_axis_does_not_divide_is_whole(words, rows):
+  mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
+  arguments = _arguments(words, rows)
+  placed, _ = _placed(mesh, arguments)
+  _assert_same(
+    _jitted('entropy', mesh)(*placed), _jitted('entropy', None)(*arguments)
+  )
+
+
+@pytest.mark.parametrize('kind', _KINDS)
+def test_no_scores_travel_and_the_matrix_travels_once_a_pass(kind):
+  mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
+  placed, (rows, matrix, *_) = _placed(mesh, _arguments())
+  compiled = (
+    jax.jit(_function(kind, mesh), out_shardings=((None, rows), (rows, matrix)))
+    .lower(*placed)
+    .compile()
+  )
+  # A chunk of a device: a quarter of the rows, half of the words.
+  chunk = _B // 4 * _CHUNK * _V // 2
+  assert shapes.largest(compiled) == chunk
+  found = program.collectives(compiled.as_text())
+  size = lambda c: max(math.prod(dims) for _, dims in c.arrays)
+  # Half of the words with all columns, for either pass; of two models, too.
+  own = _V // 2 * _D
+  gathers = [c for c in found if c.kind == 'all-gather']
+  assert gathers and all(size(c) == own and c.times == 1 for c in gathers)
+  assert len(gathers) <= 2
+  # The gradient of the matrix, once; in the loop, numbers and states.
+  once = [c for c in found if c.times == 1 and c not in gathers]
+  inside = [c for c in found if c.times > 1]
+  assert max(map(size, once)) <= own
+  assert {c.times for c in inside} == {_M // _CHUNK}
+  assert max(map(size, inside)) == _B // 4 * _CHUNK * _D

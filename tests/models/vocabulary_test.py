@@ -1,0 +1,156 @@
+"""Chunks of the vocabulary's scores: their twin, gradients, poison, memory."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stppo_jax.models import heads
+from tests.models import shapes
+
+_B, _L, _D, _V = 3, 9, 4, 10
+_TEMPERATURE = 0.7
+# Row 1 asks for nothing, row 2 for the last token; 0 and L are no positions.
+_POSITIONS = np.array(
+  [[2, 3, 5, 8, 1], [9, 9, 9, 9, 0], [8, 9, 9, 9, 9]], np.int32
+)
+_ASKED = np.zeros((_B, _L), bool)
+_ASKED[0, [1, 2, 3, 5, 8]] = _ASKED[2, 8] = True
+_EVERYWHERE = np.arange(_L) > 0
+
+
+def _arguments():
+  """hidden, output, tokens; cotangents of log-probabilities and entropy."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
+  tokens = rng.integers(0, _V, (_B, _L)).astype(np.int32)
+  return draw(_B, _L, _D), draw(_V, _D), tokens, draw(_B, _L), draw(_B, _L)
+
+
+def _twin(hidden, output, tokens, asked):
+  """Loops over tokens, in float64."""
+  logprobs, entropy = np.zeros((2, _B, _L))
+  for b, token in np.argwhere(asked):
+    z = np.float64(output) @ np.float64(hidden[b, token - 1]) / _TEMPERATURE
+    log_p = z - z.max() - math.log(np.exp(z - z.max()).sum())
+    logprobs[b, token] = log_p[tokens[b, token]]
+    entropy[b, token] = -(np.exp(log_p) * log_p).sum()
+  return logprobs, entropy
+
+
+@functools.cache
+def _value_and_gradient(chunk, asks=True):
+  def total(hidden, output, tokens, of_logprobs, of_entropy, positions):
+    found = heads.token_logprobs_and_entropy(
+      hidden,
+      output,
+      tokens,
+      positions if asks else None,
+      temperature=_TEMPERATURE,
+      chunk=chunk,
+    )
+    of = of_logprobs, of_entropy
+    weighted = [jnp.where(x != 0, o * x, 0.0) for o, x in zip(of, found)]
+    return sum(jnp.sum(x) for x in weighted), found
+
+  return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
+
+
+@pytest.mark.parametrize('chunk', [0, 1, 2, 3, 5, 64])
+@pytest.mark.parametrize('asks', [True, False])
+def test_it_is_its_twin_and_so_is_the_gradient(chunk, asks):
+  arguments = _arguments()
+  hidden, output, tokens, *of = arguments
+  asked = _ASKED if asks else np.broadcast_to(_EVERYWHERE, _ASKED.shape)
+  (_, found), gradients = _value_and_gradient(chunk, asks)(
+    *arguments, _POSITIONS
+  )
+  expected = _twin(hidden, output, tokens, asked)
+  for x, e in zip(found, expected, strict=True):
+    assert x.dtype == jnp.float32
+    np.testing.assert_allclose(x, e, atol=2e-6)
+    assert not np.any(np.asarray(x)[~asked])
+
+  def total(hidden, output):
+    found = _twin(hidden, output, tokens, asked)
+    return sum(np.sum(o * x) for o, x in zip(of, found, strict=True))
+
+  places = [(0, 0, 1), (0, 4, 3), (0, 7, 0), (2, 7, 2), (1, 3, 0)]
+  for slot in places:
+    step = np.zeros(hidden.shape)
+    step[slot] = 1e-6
+    by = total(hidden + step, output) - total(hidden - step, output)
+    np.testing.assert_allclose(gradients[0][slot], by / 2e-6, atol=1e-5)
+  for slot in np.ndindex(_V, _D):
+    step = np.zeros(output.shape)
+    step[slot] = 1e-6
+    by = total(hidden, output + step) - total(hidden, output - step)
+    np.testing.assert_allclose(gradients[1][slot], by / 2e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize('chunk', [0, 2])
+@pytest.mark.parametrize('poison', [np.nan, np.inf])
+def test_what_is_not_asked_for_has_no_say(chunk, poison):
+  hidden, output, tokens, *of = _arguments()
+  clean = _value_and_gradient(chunk)(hidden, output, tokens, *of, _POSITIONS)
+  before = np.roll(_ASKED, -1, axis=1)  # states that speak about asked tokens
+  hidden = np.where(before[..., None], hidden, np.float32(poison))
+  tokens = np.where(_ASKED, tokens, np.int32(2**31 - 1))
+  of = [np.where(_ASKED, o, np.float32(poison)) for o in of]
+  found = _value_and_gradient(chunk)(hidden, output, tokens, *of, _POSITIONS)
+  jax.tree.map(np.testing.assert_array_equal, found, clean)
+  assert not np.any(np.asarray(found[1][0])[~before])
+
+
+def test_scores_of_an_extreme_temperature_stay_finite():
+  hidden, output, tokens, *of = _arguments()
+  (_, (logprobs, entropy)), gradients = _value_and_gradient(2)(
+    1e4 * hidden, output, tokens, *of, _POSITIONS
+  )
+  jax.tree.map(lambda x: np.testing.assert_(np.isfinite(x).all()), gradients)
+  assert np.max(np.abs(entropy)) < 1e-6
+  assert np.all(logprobs < 1e-6)
+
+
+def test_products_take_the_dtype_of_the_states():
+  hidden, output, tokens, *of = _arguments()
+  rounded = hidden.astype(jnp.bfloat16)
+  run = _value_and_gradient(2)
+  (_, found), gradients = run(rounded, output, tokens, *of, _POSITIONS)
+  assert [x.dtype.name for x in found] == ['float32'] * 2
+  assert [x.dtype.name for x in gradients] == ['bfloat16', 'float32']
+  (_, expected), exact = run(
+    rounded.astype(np.float32),
+    output.astype(jnp.bfloat16).astype(np.float32),
+    tokens,
+    *of,
+    _POSITIONS,
+  )
+  for x, e in zip(found, expected, strict=True):
+    np.testing.assert_allclose(x, e, atol=2e-6)
+  for x, e in zip(gradients, exact, strict=True):
+    np.testing.assert_allclose(
+      x.astype(np.float32), e, atol=2e-2 * np.abs(e).max()
+    )
+
+
+def test_the_scores_of_all_tokens_are_never_held():
+  B, L, M, D, V, chunk = 4, 64, 32, 8, 512, 4
+  draw = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+  ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+
+  def total(hidden, output, tokens, positions):
+    found = heads.token_logprobs_and_entropy(
+      hidden, output, tokens, positions, temperature=1.0, chunk=chunk
+    )
+    return sum(jnp.sum(x) for x in found)
+
+  program = (
+    jax.jit(jax.grad(total, (0, 1)))
+    .lower(draw(B, L, D), draw(V, D), ints(B, L), ints(B, M))
+    .compile()
+  )
+  assert shapes.largest(program) == B * chunk * V  # a chunk, nothing larger

@@ -1,0 +1,54 @@
+"""A mesh cuts all it was asked to, or is refused with what would do."""
+
+import pytest
+
+from stppo_jax.parallel import division
+from stppo_jax.parallel import mesh as mesh_lib
+
+_CUT = {
+  'fsdp': {'hidden_size': 48},
+  'tensor': {'num_heads': 24, 'vocab_size': 120},
+}
+
+
+def _check(fsdp, tensor, num_kv_heads=4, cut=_CUT):
+  mesh = mesh_lib.make_mesh(data=-1, fsdp=fsdp, tensor=tensor)
+  division.check(mesh, cut, num_kv_heads=num_kv_heads)
+
+
+@pytest.mark.parametrize(
+  ('fsdp', 'tensor', 'num_kv_heads'),
+  # The last two: key and value heads on two and on four devices each.
+  [(1, 1, 4), (8, 1, 4), (2, 4, 4), (1, 8, 4), (2, 4, 1)],
+)
+def test_meshes_that_divide(fsdp, tensor, num_kv_heads):
+  _check(fsdp, tensor, num_kv_heads)
+
+
+@pytest.mark.parametrize(
+  ('sizes', 'changes', 'message'),
+  [
+    (
+      (1, 8),
+      {'cut': {'tensor': {'num_heads': 28, 'vocab_size': 124}}},
+      'mesh tensor=8 does not divide num_heads=28, vocab_size=124; '
+      'of up to 8 devices, tensor may have 1, 2, 4',
+    ),
+    (
+      (1, 2),
+      {'num_kv_heads': 3},
+      'mesh tensor=2 does not divide num_kv_heads=3 (nor is it a multiple); '
+      'of up to 8 devices, tensor may have 1, 3, 6',
+    ),
+    (
+      (8, 1),
+      {'cut': {'fsdp': {'hidden_size': 12}}},
+      'mesh fsdp=8 does not divide hidden_size=12; '
+      'of up to 8 devices, fsdp may have 1, 2, 3, 4, 6',
+    ),
+  ],
+)
+def test_others_are_refused_with_those_that_would_do(sizes, changes, message):
+  with pytest.raises(ValueError) as refusal:
+    _check(*sizes, **changes)
+  assert str(refusal.value) == message

@@ -1,0 +1,46 @@
+"""Arrays go to the host and come back, cut as they were."""
+
+import types
+
+import jax
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from stppo_jax.parallel import memory
+from stppo_jax.parallel import mesh as mesh_lib
+
+
+def _kinds(tree):
+  return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
+
+
+def test_there_and_back():
+  mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
+  memory.check_host(mesh)
+  layouts = {
+    'a': jax.sharding.NamedSharding(mesh, P('fsdp', 'tensor')),
+    'b': jax.sharding.NamedSharding(mesh, P()),
+  }
+  tree = jax.device_put(
+    {'a': np.arange(16.0).reshape(4, 4), 'b': np.arange(3)}, layouts
+  )
+  there = memory.on_host(tree)
+  assert _kinds(there) == {'pinned_host'}
+  assert {n: x.sharding.spec for n, x in there.items()} == {
+    n: layout.spec for n, layout in layouts.items()
+  }
+  back = memory.on_devices(there)
+  assert {n: x.sharding for n, x in back.items()} == layouts
+  assert _kinds(there) == {'pinned_host'}
+  jax.tree.map(np.testing.assert_array_equal, back, tree)
+
+
+def test_devices_that_do_not_reach_the_host_are_named():
+  kind = types.SimpleNamespace(kind='hbm')
+  device = types.SimpleNamespace(
+    platform='abacus', addressable_memories=lambda: [kind]
+  )
+  mesh = types.SimpleNamespace(local_devices=[device])
+  with pytest.raises(ValueError, match='^abacus devices .*pinned_host.*hbm$'):
+    memory.check_host(mesh)

@@ -1,0 +1,79 @@
+"""Bytes and operations of programs that were counted by hand."""
+
+import jax
+from jax.sharding import PartitionSpec as P
+import numpy as np
+
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import program
+
+_TEXT = """HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%body (arg: (s32[], f32[4,6])) -> (s32[], f32[4,6]) {
+  %part = f32[4,6]{1,0:T(8,128)} get-tuple-element(%arg), index=1
+  %both = (f32[4,6]{1,0}, /*index=1*/bf16[2]{0}) all-reduce(%part, %small), \
+replica_groups=[2,4]<=[8], to_apply=%add
+  %whole = f32[8,6]{1,0} all-gather(%part), replica_groups={{0,1},{2,3}}
+}
+
+%cond (arg: (s32[], f32[4,6])) -> pred[] {
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (p: f32[4,6]) -> f32[4,6] {
+  %p = f32[4,6]{1,0} parameter(0)
+  %loop = (s32[], f32[4,6]{1,0}) while(%p), condition=%cond, body=%body, \
+backend_config={"known_trip_count":{"n":"5"}}
+  %piece = f32[1,6]{1,0} reduce-scatter(%p), \
+replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_0'}, use_ids=true
+  %some = f32[4,6]{1,0} all-reduce(%p), \
+replica_groups=mesh['axis_0'=8] {'axis_0':(1)2}, to_apply=%add
+  %begun = (f32[4,6]{1,0}, f32[32,6]{1,0}) all-gather-start(%p)
+  ROOT %moved = f32[4,6]{1,0} collective-permute(%p), pairs={{0,1}}
+}
+"""
+
+
+def test_collectives_of_a_text():
+  found = [
+    (c.kind, c.size, c.devices, c.times, c.sent)
+    for c in program.collectives(_TEXT)
+  ]
+  assert found == [
+    ('all-reduce', 100, 4, 5, 5 * 2 * 100 * 3 / 4),
+    ('all-gather', 192, 2, 5, 5 * 192 / 2),
+    ('reduce-scatter', 96, 4, 1, 96 * 3 / 4),
+    ('all-reduce', 96, 2, 1, 96),
+    ('all-gather', 768, 8, 1, 768 * 7 / 8),
+    ('collective-permute', 96, 8, 1, 96),
+  ]
+
+
+def _compiled(function, mesh, *arrays):
+  columns, whole = (
+    jax.sharding.NamedSharding(mesh, s) for s in (P(None, 'fsdp'), P())
+  )
+  jitted = jax.jit(function, in_shardings=(columns, whole), out_shardings=whole)
+  return jitted.lower(*arrays).compile().as_text()
+
+
+def test_a_loop_of_products():
+  mesh = mesh_lib.make_mesh(data=1, fsdp=8, tensor=1)
+
+  def seven_products(x_AB, w_BC):
+    step = lambda _, w_BC: (None, x_AB @ w_BC)
+    return jax.lax.scan(step, None, w_BC + np.zeros((7, 1, 1)))[1]
+
+  arrays = np.ones((5, 16), np.float32), np.ones((1, 16, 6), np.float32)
+  text = _compiled(seven_products, mesh, *arrays)
+  (told,) = program.collectives(text)
+  assert (told.kind, told.devices) == ('all-reduce', 8)
+  # [5, 6] float32 are 120 bytes: each device has a part of the sum of each.
+  assert told.sent == 7 * 2 * 120 * 7 / 8
+  # Two of the sixteen columns are on a device.
+  assert program.operations(text) == 7 * 2 * 5 * 2 * 6

@@ -1,0 +1,191 @@
+"""Experts of the old policy, or of the sampler, forced in the update.
+
+B trajectories, L tokens, N layers, E experts that a token visits, X experts.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from stppo_jax import __main__
+from stppo_jax.models import moe
+from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.training import annotate as annotate_lib
+from stppo_jax.training import step
+from tests.models import tiny
+from tests.training import runs
+from tests.training import updates
+
+# One expert, its weight normalised to 1: a router decides where a token goes,
+# and nothing else.
+CHOICE = {**tiny.MIXTURE, 'num_experts_per_tok': 1}
+N, X = 2, tiny.MIXTURE['num_experts']
+ALGORITHM = algorithm_lib.build_algorithm(runs.config().algorithm)
+# Plain descent, and a load that weighs as much as the policy's loss.
+NUMBERS = updates.NUMBERS | {'load_balance_coefficient': 1.0}
+
+
+def _models(**changes):
+  return updates.Models(tiny.model(**changes), tiny.model('scalar', **changes))
+
+
+def _batch(models, **arrays):
+  """As packed, with padding, and one row that failed."""
+  batch = updates.batch(models)
+  lengths_B = batch.lengths_B - np.arange(updates.B, dtype=np.int32) % 3
+  mask_BL = batch.loss_mask_BL & (np.arange(updates.L) < lengths_B[:, None])
+  mask_BL[2] = False
+  return batch.replace(lengths_B=lengths_B, loss_mask_BL=mask_BL, **arrays)
+
+
+def _annotated(models, batch, routing_replay, params=None):
+  state = updates.state(models)
+  annotate = jax.jit(
+    functools.partial(
+      annotate_lib.annotate,
+      policy=models.policy,
+      value=models.value,
+      temperature=1.0,
+      num_turns=updates.NUM_TURNS,
+      routing_replay=routing_replay,
+    )
+  )
+  reference = state.policy.params
+  annotated, _ = annotate(batch, state, reference, ALGORITHM, params)
+  return jax.device_get(annotated)
+
+
+def _log_ratio(policy, params, batch, **changes):
+  """Of the policy, as an update sees it, to the annotated old one."""
+  batch = batch.replace(**changes)
+  scores = jax.jit(functools.partial(policy.scores, temperature=1.0))(
+    params, batch.tokens_BL, None, batch.lengths_B, batch.expert_ids_BLNE
+  )
+  difference_BL = scores.logprobs_BL - batch.old_logprobs_BL
+  return np.abs(np.where(batch.loss_mask_BL, difference_BL, 0.0)).max()
+
+
+def _other_router(params):
+  """The same weights, but other experts are the likeliest."""
+  mixture = params['layers']['moe']
+  kernel = np.roll(mixture['router']['kernel'], 1, axis=-1)
+  mixture = {**mixture, 'router': {'kernel': kernel}}
+  return {**params, 'layers': {**params['layers'], 'moe': mixture}}
+
+
+def test_the_ratio_is_one_whatever_another_router_would_choose():
+  models = _models(**CHOICE)
+  params = updates.state(models).policy.params
+  batch = _annotated(models, _batch(models), 'trainer')
+  other = _other_router(params)
+  assert _log_ratio(models.policy, params, batch) < 1e-6
+  assert _log_ratio(models.policy, other, batch) < 1e-6
+  assert _log_ratio(models.policy, other, batch, expert_ids_BLNE=None) > 0.1
+
+
+@pytest.mark.parametrize('replay', ('nowhere', 'trainer'))
+def test_what_is_kept_is_of_the_old_policy(replay):
+  models = _models(**tiny.MIXTURE)
+  old = tiny.params(models.policy, seed=5)
+  batch = _batch(models)
+  annotated = _annotated(models, batch, replay, old)
+  _, routing = jax.jit(models.policy.routed)(
+    old, batch.tokens_BL, batch.lengths_B
+  )
+  np.testing.assert_array_equal(annotated.expert_visits_BX, routing.visits_BX)
+  if replay == 'nowhere':
+    assert annotated.expert_ids_BLNE is None
+  else:
+    np.testing.assert_array_equal(annotated.expert_ids_BLNE, routing.expert_ids)
+
+
+def test_the_experts_of_the_sampler_are_those_of_the_old_policy_too():
+  models = _models(**tiny.MIXTURE)
+  params = updates.state(models).policy.params
+  ids = np.random.default_rng(0).permuted(
+    np.broadcast_to(np.arange(X), (updates.B, updates.L, N, X)), axis=-1
+  )
+  batch = _batch(models, expert_ids_BLNE=ids[..., :2].astype(np.int16))
+  annotated = _annotated(models, batch, 'sampler')
+  np.testing.assert_array_equal(annotated.expert_ids_BLNE, ids[..., :2])
+  assert _log_ratio(models.policy, params, annotated) < 1e-6
+  own = {'expert_ids_BLNE': None}
+  assert _log_ratio(models.policy, params, annotated, **own) > 0.1
+
+
+@pytest.mark.parametrize(
+  ('replay', 'changes', 'message'),
+  (
+    ('sampler', tiny.MIXTURE, 'trajectories lack'),
+    ('trainer', {}, 'there are no experts'),
+  ),
+)
+def test_what_is_not_known_cannot_be_replayed(replay, changes, message):
+  models = _models(**changes)
+  with pytest.raises(ValueError, match=message):
+    _annotated(models, _batch(models), replay)
+
+
+def _gradients(models, batch, num_microbatches, numbers=NUMBERS):
+  return jax.jit(
+    functools.partial(
+      step.gradients,
+      policy=models.policy,
+      value=None,
+      temperature=1.0,
+      num_turns=updates.NUM_TURNS,
+      num_microbatches=num_microbatches,
+    )
+  )(updates.state(models), batch, ALGORITHM, numbers)
+
+
+def test_the_load_is_balanced_over_the_minibatch_however_it_is_cut():
+  models = _models(**tiny.MIXTURE)
+  batch = _annotated(models, _batch(models), 'nowhere')
+  whole = _gradients(models, batch, 1)
+  parts = _gradients(models, batch, 4)
+  name = 'actor/load_balance'
+  rows = batch.loss_mask_BL.any(axis=1)
+  _, routing = jax.jit(models.policy.routed)(
+    updates.state(models).policy.params, batch.tokens_BL, batch.lengths_B
+  )
+  wanted = moe.load_balance(
+    routing.visits_BX[rows].sum(axis=0),
+    routing.probs_BX[rows].sum(axis=0),
+    np.float32(N * batch.lengths_B[rows].sum()),
+  )
+  for found in (whole, parts):
+    np.testing.assert_allclose(found.metrics[name], wanted, rtol=1e-5)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+    whole.policy,
+    parts.policy,
+  )
+  without = _gradients(
+    models, batch, 1, NUMBERS | {'load_balance_coefficient': 0.0}
+  )
+  router = lambda found: found.policy['layers']['moe']['router']['kernel']
+  assert np.abs(router(whole) - router(without)).max() > 1e-3
+
+
+def test_a_run_replays_the_experts_of_its_engine(tmp_path):
+  flags = runs.flags(
+    num_steps=2,
+    model__num_layers=2,
+    model__qkv_bias=False,
+    model__qk_norm=True,
+    model__num_experts=4,
+    model__num_experts_per_tok=2,
+    model__moe_intermediate_size=8,
+    updates__routing_replay='sampler',
+    evaluate__every=0,
+  )
+  assert __main__.main(['train', *flags, f'--workdir={tmp_path}']) == 0
+  lines = [line for line in runs.metrics(tmp_path) if 'actor/pg_loss' in line]
+  assert len(lines) == 2
+  for line in lines:
+    assert all(np.isfinite(x) for x in line.values() if isinstance(x, float))
+    assert 1.9 < line['actor/load_balance'] < 4
+    assert line['mismatch/logprob_abs_diff'] < 1e-5
