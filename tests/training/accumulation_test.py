@@ -1,0 +1,77 @@
+"""Microbatches of a bfloat16 model: one cast, sums in float32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from stppo_jax.training import step
+from tests.rl import batches
+from tests.training import updates
+
+_FLOAT32, _BFLOAT16 = jnp.dtype('float32'), jnp.dtype('bfloat16')
+
+
+@functools.cache
+def _program(num_microbatches):
+  """The jaxpr of the gradients, and their shapes."""
+  models = updates.transformers(dtype='bfloat16')
+  return jax.make_jaxpr(
+    functools.partial(
+      step.gradients,
+      policy=models.policy,
+      value=models.value,
+      temperature=1.0,
+      num_turns=updates.NUM_TURNS,
+      num_microbatches=num_microbatches,
+    ),
+    return_shape=True,
+  )(
+    updates.state(models),
+    updates.batch(updates.sums()),
+    batches.algorithm('st_ppo'),
+    updates.NUMBERS,
+  )
+
+
+def _accumulation():
+  """The loop over microbatches that sums: it carries the most."""
+  jaxpr, _ = _program(4)
+  loops = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == 'scan']
+  return max(loops, key=lambda e: e.params['num_carry'])
+
+
+@pytest.mark.parametrize('num_microbatches', [1, 4])
+def test_gradients_are_float32_of_every_weight(num_microbatches):
+  _, found = _program(num_microbatches)
+  state = updates.state(updates.transformers(dtype='bfloat16'))
+  for gradient, model in (
+    (found.policy, state.policy),
+    (found.value, state.value),
+  ):
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), gradient)
+    wanted = jax.tree.map(lambda x: (x.shape, _FLOAT32), model.params)
+    assert shapes == wanted
+
+
+def test_sums_are_carried_in_float32():
+  loop = _accumulation()
+  consts, carry = loop.params['num_consts'], loop.params['num_carry']
+  assert loop.params['length'] == 4
+  carried = [v.aval for v in loop.invars[consts : consts + carry]]
+  assert {aval.dtype for aval in carried} == {_FLOAT32}
+  params = updates.state(updates.transformers()).policy.params
+  shapes = [aval.shape for aval in carried]
+  for leaf in jax.tree.leaves(params):
+    assert leaf.shape in shapes
+
+
+def test_weights_are_cast_before_the_loop():
+  loop = _accumulation()
+  consts = [v.aval for v in loop.invars[: loop.params['num_consts']]]
+  for model in ('policy', 'value'):
+    state = getattr(updates.state(updates.transformers()), model)
+    for leaf in jax.tree.leaves(state.params):
+      dtypes = {aval.dtype for aval in consts if aval.shape == leaf.shape}
+      assert dtypes == {_BFLOAT16}, leaf.shape
