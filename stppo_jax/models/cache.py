@@ -29,7 +29,7 @@ from stppo_jax.models import rotary
 from stppo_jax.models import transformer
 
 Array = jax.Array
-# Keys, values [B, K, positions, H]; with experts, their ids [B, 1, positions, E].
+# Keys, values [B, K, S or N, H]; with experts, their ids [B, 1, S or N, E].
 Block = tuple[Array, ...]
 Cache = tuple[tuple[Block, ...], ...]  # of each layer
 Recent = tuple[Block, ...]  # of each layer

@@ -155,6 +155,7 @@ class Model:
     """See `cache.extend`; `params` are those of `by_layer`."""
     graph, abstract = _abstract(self.config, self.head, self.mesh)
     state = jax.tree.map(lambda x: x, abstract)
+    # Of the stacked layers only their graph is used.
     whole = {**params, 'layers': nnx.to_pure_dict(abstract)['layers']}
     nnx.replace_by_pure_dict(state, whole)
     layers = []

@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
 
 class Written(Protocol):
-  """See `sampling.engine.Written`."""
+  """See `sampling.rows.Written`."""
 
   token_ids: np.ndarray
   logprobs: np.ndarray

@@ -30,23 +30,6 @@ from stppo_jax.sampling import stops
 _COMPANY = 0.25  # rows to be told something, for each that writes
 
 
-@dataclasses.dataclass(frozen=True)
-class Written:
-  """One row's turn.
-
-  Attributes:
-    token_ids: [N] int32; at least one wherever one fits.
-    logprobs: [N] float32, under softmax(logits / temperature).
-    drawn_logprobs: [N] float32, under the truncated distribution.
-    stopped: False where a length limit ended the turn.
-  """
-
-  token_ids: np.ndarray
-  logprobs: np.ndarray
-  drawn_logprobs: np.ndarray
-  stopped: bool
-
-
 @dataclasses.dataclass
 class _Row:
   """A dialogue, as the host knows it."""
@@ -220,7 +203,7 @@ class Engine:
     writing = any(row.writing for row in self._rows.values())
     return bool(writing or self._told or (self._queue and self._free()))
 
-  def poll(self) -> dict[int, Written]:
+  def poll(self) -> dict[int, rows.Written]:
     """Goes on for a while; the turns that ended, by row."""
     self._admit()
     if self._should_append():
@@ -335,7 +318,7 @@ class Engine:
     self._flights.append((places, chunk))
     return True
 
-  def _land(self) -> dict[int, Written]:
+  def _land(self) -> dict[int, rows.Written]:
     """Looks at the oldest chunk; the turns that ended with it."""
     places, chunk = self._flights.popleft()
     chunk = jax.device_get(chunk)
@@ -353,5 +336,7 @@ class Engine:
       if chunk.ended_A[place]:
         row.writing = False
         ids, *logprobs = (np.concatenate(x) for x in zip(*row.chunks))
-        ended[number] = Written(ids, *logprobs, bool(chunk.stopped_A[place]))
+        ended[number] = rows.Written(
+          ids, *logprobs, bool(chunk.stopped_A[place])
+        )
     return ended

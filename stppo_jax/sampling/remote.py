@@ -31,7 +31,6 @@ from stppo_jax.models import export_hf
 from stppo_jax.models import functional
 from stppo_jax.sampling import completions
 from stppo_jax.sampling import completions_client
-from stppo_jax.sampling import engine
 from stppo_jax.sampling import rows
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import served
@@ -207,7 +206,7 @@ class RemoteEngine:
     if number in self._in_flight or number in self._waiting:
       raise ValueError(f'row {number} is not between two turns')
 
-  def poll(self) -> dict[int, engine.Written | None]:
+  def poll(self) -> dict[int, rows.Written | None]:
     """Waits a moment; the turns that ended, by row.
 
     None for a row whose turn the server failed, its retries included.
@@ -260,7 +259,7 @@ class RemoteEngine:
 
   def _end(
     self, number: int, future: concurrent.futures.Future
-  ) -> engine.Written | None:
+  ) -> rows.Written | None:
     try:
       written = future.result()
     except completions_client.EngineError as error:
@@ -274,7 +273,7 @@ class RemoteEngine:
 
   def _written(
     self, ask: completions.Ask, answer: completions.Answer
-  ) -> engine.Written:
+  ) -> rows.Written:
     """The turn in an answer.
 
     Raises:
@@ -292,7 +291,7 @@ class RemoteEngine:
       )
     logprobs = np.asarray(answer.logprobs[:count], np.float32)
     whole = dataclasses.replace(ask.sampling, top_k=0, top_p=1.0, min_p=0.0)
-    return engine.Written(
+    return rows.Written(
       token_ids=np.asarray(answer.token_ids[:count], np.int32),
       logprobs=logprobs,
       # Under a truncated distribution nobody tells.

@@ -1,8 +1,27 @@
-"""What every engine refuses of the rows it is to play."""
+"""Rows as every engine plays them: what it refuses, and what comes back."""
 
 from collections.abc import Sequence
+import dataclasses
 
 import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+  """One row's turn.
+
+  Attributes:
+    token_ids: [N] int32; at least one wherever one fits.
+    logprobs: [N] float32, under softmax(logits / temperature).
+    drawn_logprobs: [N] float32, under the truncated distribution; None where
+      that is not known.
+    stopped: False where a length limit ended the turn.
+  """
+
+  token_ids: np.ndarray
+  logprobs: np.ndarray
+  drawn_logprobs: np.ndarray | None
+  stopped: bool
 
 
 def check_begin(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stppo_jax.sampling import engine
+from stppo_jax.sampling import rows
 
 
 class ScriptedEngine:
@@ -70,7 +70,7 @@ class ScriptedEngine:
     """Ends a row."""
     del self._lengths[row]
 
-  def poll(self) -> dict[int, engine.Written]:
+  def poll(self) -> dict[int, rows.Written]:
     """The next turn of every row whose turn it is, cut to what fits."""
     written = {}
     for row in sorted(self._writing):
@@ -80,6 +80,6 @@ class ScriptedEngine:
       self._turns[row] += 1
       self._lengths[row] += len(kept)
       zeros = np.zeros(len(kept), np.float32)
-      written[row] = engine.Written(kept, zeros, zeros, len(kept) == len(ids))
+      written[row] = rows.Written(kept, zeros, zeros, len(kept) == len(ids))
     self._writing.clear()
     return written

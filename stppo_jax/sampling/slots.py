@@ -131,7 +131,11 @@ def extend(
   )
   hidden_AD = _last(hidden_ACD, told.counts_A, part.hidden_SD)
   opens_A = told.budgets_A >= 0
-  cache = cache_lib.store(state.cache, recent, lengths_A, told.counts_A, rows_A)
+  # What is not finite stays out of the cache. And so it is certain that blocks
+  # are overwritten when all of them have been read: else they were copied.
+  finite_A = jnp.all(jnp.isfinite(hidden_AD), axis=1)
+  counts_A = jnp.where(finite_A, told.counts_A, 0)
+  cache = cache_lib.store(state.cache, recent, lengths_A, counts_A, rows_A)
   return _put(
     state,
     rows_A,

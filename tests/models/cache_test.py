@@ -1,7 +1,5 @@
 """Reading on from a cache: the twin is reading all at once."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,21 +16,6 @@ def _tokens(seed=0, shape=(_B, _L)):
   return np.random.default_rng(seed).integers(0, 11, shape).astype(np.int32)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 6))
-def _read(model, params, tokens_BC, cache, lengths_B, counts_B, num_blocks):
-  """Tokens at once, from so many blocks; stored in all of them."""
-  B, C = tokens_BC.shape
-  hidden_BCD, recent = model.extend(
-    params,
-    tokens_BC,
-    tuple(blocks[:num_blocks] for blocks in cache),
-    lengths_B,
-    cache_lib.nothing_recent(model.config, B, C),
-    0,
-  )
-  return hidden_BCD, cache_lib.store(cache, recent, lengths_B, counts_B)
-
-
 def _poisoned(model, rows=_B):
   """What the cache holds past a row's length must not matter."""
   empty = cache_lib.empty(model.config, rows, _BLOCKS)
@@ -44,7 +27,6 @@ def test_extending_in_random_chunks_equals_the_whole(num_kv_heads):
   model = tiny.model(num_kv_heads=num_kv_heads)
   params, tokens_BL = tiny.params(model), _tokens()
   whole_BLD = np.asarray(tiny.hidden(model)(params, tokens_BL))
-  params = model.by_layer(params)
   rng = np.random.default_rng(1)
   for _ in range(3):
     cache = _poisoned(model)
@@ -57,8 +39,14 @@ def test_extending_in_random_chunks_equals_the_whole(num_kv_heads):
         tokens_BC[b, :count] = tokens_BL[b, length : length + count]
       counts_B = counts_B.astype(np.int32)
       needed = int(np.searchsorted(np.cumsum(_BLOCKS), lengths_B.max()) + 1)
-      hidden_BCD, cache = _read(
-        model, params, tokens_BC, cache, lengths_B, counts_B, needed
+      hidden_BCD, cache = tiny.read_on(
+        model,
+        params,
+        tokens_BC,
+        cache,
+        lengths_B,
+        counts_B,
+        num_blocks=needed,
       )
       for b, (length, count) in enumerate(zip(lengths_B, counts_B)):
         np.testing.assert_allclose(
@@ -73,14 +61,22 @@ def test_extending_in_random_chunks_equals_the_whole(num_kv_heads):
 
 def test_more_blocks_than_needed_change_no_bit():
   model = tiny.model()
-  params = model.by_layer(tiny.params(model))
+  params = tiny.params(model)
   lengths_B, counts_B = np.zeros(_B, np.int32), np.array([4, 3, 1], np.int32)
   tokens_BC, further_BC = _tokens(1, (_B, _C)), _tokens(2, (_B, _C))
-  _, cache = _read(
-    model, params, tokens_BC, _poisoned(model), lengths_B, counts_B, 0
+  _, cache = tiny.read_on(
+    model,
+    params,
+    tokens_BC,
+    _poisoned(model),
+    lengths_B,
+    counts_B,
+    num_blocks=0,
   )
   found = [
-    _read(model, params, further_BC, cache, counts_B, counts_B, n)
+    tiny.read_on(
+      model, params, further_BC, cache, counts_B, counts_B, num_blocks=n
+    )
     for n in (1, 2, 3)
   ]
   for other in found[1:]:

@@ -15,6 +15,7 @@ from stppo_jax.models import export_hf
 from stppo_jax.models import functional
 from stppo_jax.models import heads
 from stppo_jax.models import load_hf
+from tests.models import tiny
 
 torch = pytest.importorskip('torch', exc_type=ImportError)
 make_models = importlib.import_module('tests.golden.make_models')  # needs torch
@@ -87,13 +88,14 @@ def test_an_export_generates_the_same_tokens_there(kind, tmp_path):
       pad_token_id=0,
     ).numpy()
   B, L = golden['tokens_BL'].shape
-  extend = jax.jit(model.extend)
-  cache = cache_lib.empty(model.config, B, L + 8)
+  cache = cache_lib.empty(model.config, B, [L + 8])
   tokens_BL = appended = golden['tokens_BL'].astype(np.int32)
   for _ in range(8):
     lengths_B = np.full(B, tokens_BL.shape[1] - appended.shape[1], np.int32)
     counts_B = np.full(B, appended.shape[1], np.int32)
-    hidden_BCD, cache = extend(params, appended, cache, lengths_B, counts_B)
+    hidden_BCD, cache = tiny.read_on(
+      model, params, appended, cache, lengths_B, counts_B
+    )
     logits_BV = heads.logits(hidden_BCD[:, -1], model.output_VD(params))
     appended = np.argmax(logits_BV, axis=-1).astype(np.int32)[:, None]
     tokens_BL = np.concatenate([tokens_BL, appended], axis=1)

@@ -18,6 +18,7 @@ from stppo_jax.models import export_hf
 from stppo_jax.models import functional
 from stppo_jax.models import heads
 from stppo_jax.models import load_hf
+from tests.models import tiny
 
 _GOLDEN = pathlib.Path(__file__).parent.parent / 'golden'
 _NAMES = (
@@ -67,14 +68,15 @@ def test_decoding_from_a_cache_gives_the_same_logits(name):
   tokens_BL = golden['tokens_BL'].astype(np.int32)
   B, L = tokens_BL.shape
   model = functional.Model(config, 'vocabulary')
-  extend = jax.jit(model.extend)
-  cache = cache_lib.empty(config, B, L)
+  cache = cache_lib.empty(config, B, [L // 2, L - L // 2])
   for start in range(0, L, 5):
     count = min(5, L - start)
     tokens_BC = np.zeros((B, 5), np.int32)
     tokens_BC[:, :count] = tokens_BL[:, start : start + count]
     lengths_B, counts_B = (np.full(B, n, np.int32) for n in (start, count))
-    hidden_BCD, cache = extend(params, tokens_BC, cache, lengths_B, counts_B)
+    hidden_BCD, cache = tiny.read_on(
+      model, params, tokens_BC, cache, lengths_B, counts_B
+    )
     logits_BCV = heads.logits(hidden_BCD[:, :count], model.output_VD(params))
     np.testing.assert_allclose(
       logits_BCV, golden['logits_BLV'][:, start : start + count], atol=1e-4

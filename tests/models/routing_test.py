@@ -76,12 +76,11 @@ def test_a_replay_holds_the_experts_of_other_routers():
 def test_reading_in_chunks_visits_the_same_experts():
   params = tiny.params(MODEL)
   _, routing = jax.jit(MODEL.routed)(params, TOKENS)
-  cache = cache_lib.empty(MODEL.config, B, L)
-  extend = jax.jit(MODEL.extend)
+  cache = cache_lib.empty(MODEL.config, B, [4, L - 4])
   for start in range(0, L, 3):
     at = np.full(B, start, np.int32)
     tokens_BC = TOKENS[:, start : start + 3]
-    _, cache = extend(params, tokens_BC, cache, at, np.full(B, 3))
+    _, cache = tiny.read_on(MODEL, params, tokens_BC, cache, at, np.full(B, 3))
   np.testing.assert_array_equal(cache_lib.expert_ids(cache), routing.expert_ids)
 
 

@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 
+from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 
@@ -44,6 +45,33 @@ def params(model: functional.Model, seed: int = 0, scale: float = 0.4):
   return jax.tree.map(
     lambda s: (scale * rng.standard_normal(s.shape)).astype(np.float32), shapes
   )
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames='num_blocks')
+def read_on(
+  model: functional.Model,
+  params,
+  tokens_BC,
+  cache: cache_lib.Cache,
+  lengths_B,
+  counts_B,
+  *,
+  num_blocks: int | None = None,
+):
+  """Hidden states of tokens read on, and the cache that holds them, too.
+
+  `num_blocks` of the cache are looked at; None: all.
+  """
+  B, C = tokens_BC.shape
+  hidden_BCD, recent = model.extend(
+    model.by_layer(params),
+    tokens_BC,
+    tuple(blocks[:num_blocks] for blocks in cache),
+    lengths_B,
+    cache_lib.nothing_recent(model.config, B, C),
+    0,
+  )
+  return hidden_BCD, cache_lib.store(cache, recent, lengths_B, counts_B)
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import numpy as np
 
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.sampling import engine as engine_lib
+from stppo_jax.sampling import rows
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from tests.models import tiny
@@ -103,7 +104,7 @@ class Dialogue:
     self.logprobs += [0.0] * len(token_ids)
     self.drawn_logprobs += [0.0] * len(token_ids)
 
-  def write(self, written: engine_lib.Written) -> None:
+  def write(self, written: rows.Written) -> None:
     start = len(self.tokens)
     self.tokens += written.token_ids.tolist()
     self.logprobs += written.logprobs.tolist()
