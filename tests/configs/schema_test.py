@@ -46,6 +46,11 @@ def test_the_rows_are_right(row):
     ('model.tokenizer_path', 'no/such/path', 'empty, or a path'),
     ('model.num_layers', 0, 'greater than 0'),
     ('model.head_dim', 33, 'even'),
+    ('model.lora.rank', -1, '0 or greater'),
+    ('model.lora.alpha', 0.0, 'greater than 0'),
+    ('model.lora.targets', '(q', 'a regular expression'),
+    ('model.value_backbone', 'none', 'one of own, shared'),
+    ('loss.value_coefficient', 0.0, 'greater than 0'),
     ('mesh.fsdp', 0, '-1 for the rest'),
     ('mesh.tensor', -2, '-1 for the rest'),
     ('data.name', 'nq', 'one of synthetic_wiki, jsonl'),
@@ -127,6 +132,11 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
       'model.num_experts=4',
     ),
     (
+      {'model__value_backbone': 'shared', 'loss__value_warmup_steps': 2},
+      'loss.value_warmup_steps=2: must be 0 when model.value_backbone=shared: '
+      'values are learned with the policy',
+    ),
+    (
       {'mesh__tensor': -1},
       'mesh.tensor=-1: at most one axis may be -1, mesh.data is',
     ),
@@ -150,6 +160,15 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
 )
 def test_keys_that_contradict_each_other(changes, expected):
   assert schema.check(_config(**changes)) == [expected]
+
+
+def test_a_row_without_values_has_no_backbone_to_share():
+  config = base.get_config('grpo')
+  config.model.value_backbone = 'shared'
+  assert schema.check(config) == [
+    'model.value_backbone=shared: must be own when '
+    'algorithm.advantage.name=group_normalized, which has no value model'
+  ]
 
 
 def test_a_mixture_of_experts_is_right():
