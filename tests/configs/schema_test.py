@@ -74,6 +74,9 @@ def test_the_rows_are_right(row):
     ('updates.microbatch_size', -1, '0 or greater'),
     ('updates.remat', 'some', 'one of none, all_dots, dots, full'),
     ('updates.old_policy', 'newest', 'one of sampled, current'),
+    ('updates.routing_replay', 'R2', 'one of nowhere, trainer, sampler'),
+    ('loss.load_balance_coefficient', -0.1, '0 or greater'),
+    ('model.moe', 'sparse', 'one of auto, dense, grouped'),
     ('policy_optimizer.b1', 1.0, 'in [0, 1)'),
     ('policy_optimizer.learning_rate', -1e-6, '0 or greater'),
     ('value_optimizer.max_grad_norm', 0.0, 'greater than 0'),
@@ -130,6 +133,18 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
       _MOE | {'model__moe_intermediate_size': 0},
       'model.moe_intermediate_size=0: must be greater than 0 when '
       'model.num_experts=4',
+    ),
+    (
+      {'updates__routing_replay': 'trainer'},
+      'updates.routing_replay=trainer: must be nowhere when '
+      'model.num_experts=0',
+    ),
+    (
+      _MOE
+      | {'updates__routing_replay': 'sampler', 'rollout__engine': 'remote'}
+      | {'rollout__remote__url': 'http://x', 'rollout__remote__model': 'y'},
+      'updates.routing_replay=sampler: must be nowhere or trainer when '
+      'rollout.engine=remote, which does not tell its experts',
     ),
     (
       {'model__value_backbone': 'shared', 'loss__value_warmup_steps': 2},
