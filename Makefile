@@ -17,7 +17,8 @@ XLA := XLA_FLAGS="$(XLA_FLAGS) \
 
 # Huge pages on Linux spare a page fault every 4 KiB of a large CPU buffer;
 # compiled programs are kept for the next run.
-FAST := GLIBC_TUNABLES=glibc.malloc.hugetlb=1 JAX_COMPILATION_CACHE_DIR=.cache/jax
+PAGES := GLIBC_TUNABLES=glibc.malloc.hugetlb=1
+FAST := $(PAGES) JAX_COMPILATION_CACHE_DIR=.cache/jax
 
 BIN := $(VENV)/bin
 # The stamps name what was installed: unchanged files install nothing.
@@ -52,6 +53,7 @@ bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting
 	$(BENCH)/bin/python -m benchmarks.turn_sums $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.policy_loss $(ARGS)
 	$(XLA) $(BENCH)/bin/python -m benchmarks.update $(ARGS)
+	$(PAGES) $(BENCH)/bin/python -m benchmarks.vocabulary $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.collect $(ARGS)
 
 # An environment of its own: with torch beside it, transformers is another.

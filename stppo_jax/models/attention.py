@@ -142,11 +142,11 @@ def _cudnn(size: int, lengths_B: Array | None, mesh) -> Attend:
   options = {'is_causal': True, 'implementation': 'cudnn'}
   valid_BL11 = None
   if lengths_B is not None:
+    valid_BL = jnp.arange(size)[None] < lengths_B[:, None]
+    valid_BL11 = valid_BL[:, :, None, None]
     # A row of nothing would divide by zero.
     lengths_B = jnp.maximum(lengths_B, 1).astype(jnp.int32)
     options['query_seq_lengths'] = options['key_value_seq_lengths'] = lengths_B
-    valid_BL = jnp.arange(size)[None] < lengths_B[:, None]
-    valid_BL11 = valid_BL[:, :, None, None]
 
   def attend(q_BLQH, k_BLKH, v_BLKH):
     inputs = (q_BLQH, k_BLKH, v_BLKH)

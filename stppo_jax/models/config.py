@@ -34,6 +34,9 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
   'quantization_config': (None,),
 }
 
+# Fields of a `ModelConfig` that are kept for the export and change no number.
+FOR_EXPORT = ('max_position_embeddings', 'router_aux_loss_coef')
+
 # Fields of each kind of rope scaling, beside the kind.
 _ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
   'linear': ('factor',),

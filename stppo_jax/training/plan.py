@@ -28,7 +28,8 @@ class Plan:
 
   Attributes:
     axes: the mesh.
-    parts: bytes that are held between updates, by what they are.
+    parts: bytes that are held during an update, by what they are: before it, a
+      reference that waits in host memory comes to the devices.
     gradients: bytes of the float32 gradients; they live during an update.
     temporaries: bytes that the compiled update needs beside its arguments,
       gradients included; None where it was only lowered.
@@ -95,7 +96,8 @@ def make(
     )
   }
   parts['frozen base'] = _bytes_per_device(state.frozen)
-  parts['reference'] = _bytes_per_device(reference)
+  if config.model.reference_memory == 'device':
+    parts['reference'] = _bytes_per_device(reference)
   gradients = sum(
     parts[f'{name} parameters'] for name, m in models.items() if m is not None
   )

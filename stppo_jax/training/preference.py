@@ -16,7 +16,6 @@ import pathlib
 import time
 
 import jax
-import jax.numpy as jnp
 
 from stppo_jax.models import functional
 from stppo_jax.parallel import distributed
@@ -25,10 +24,13 @@ from stppo_jax.parallel import sharding
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint
 from stppo_jax.training import interruption
+from stppo_jax.training import keys
 from stppo_jax.training import optimizer as optimizer_lib
 from stppo_jax.training import pairs as pairs_lib
 from stppo_jax.training import preference_step
+from stppo_jax.training import roles
 from stppo_jax.training import run_record
+from stppo_jax.training import saved
 from stppo_jax.training import state as state_lib
 from stppo_jax.training import weights as weights_lib
 from stppo_jax.training import writer as writer_lib
@@ -88,33 +90,27 @@ class _Run:
       _check(config, whole, shape, mesh, file)
       # Resumed with other pairs, it would be a run that no command describes.
       run_record.settle({**config.to_dict(), 'batch_sha256': digest}, workdir)
-      self._policy = functional.Model(shape, 'vocabulary', mesh)
-      params, self._reference = (
-        weights_lib.initial(config, path, self._policy, mesh)
-        for path in (
-          config.model.path,
-          config.model.reference_path or config.model.path,
-        )
-      )
+      models = roles.build(config, shape, mesh, uses_values=False)
+      self._trained = models['policy']
+      self._policy = self._trained.plain
+      optimizer, self._numbers = _optimizer(config)
+      start, layout = _start(config, self._trained, optimizer, mesh)
+      self._state, self._frozen = start.policy, start.frozen
+      # Under adapters the base is the reference.
+      self._reference = self._frozen
+      if self._frozen is None or config.model.reference_path:
+        path = config.model.reference_path or config.model.path
+        self._reference = weights_lib.initial(config, path, self._policy, mesh)
     self._pairs = pairs_lib.resized(whole, bucket=config.rollout.length_bucket)
     self._num_updates = options.num_epochs * pairs_lib.updates_per_epoch(
       len(whole.tokens_P2L), options.batch_size
     )
-    numbers = config.policy_optimizer.to_dict()
-    adam = {name: numbers.pop(name) for name in _ADAM}
-    optimizer = optimizer_lib.build_optimizer(**adam)
-    self._numbers = {
-      'optimizer': {name: float(x) for name, x in numbers.items()},
-      'beta': float(options.beta),
-      'alpha': float(options.alpha),
-    }
     self._rows = sharding.batch_sharding(mesh)
-    self._state, layout = _fresh(params, optimizer, mesh)
     size = options.batch_size
     self._update = jax.jit(
       functools.partial(
         preference_step.update,
-        policy=self._policy,
+        policy=self._trained,
         optimizer=optimizer,
         name=options.name,
         temperature=config.rollout.temperature,
@@ -123,7 +119,7 @@ class _Run:
       ),
       donate_argnums=0,
       # Pinned, so that a restored state is computed with by the same program.
-      out_shardings=(layout, None),
+      out_shardings=(layout.policy, None),
     )
     self._checkpointer = checkpoint.Checkpointer(
       workdir, keep=config.checkpoint.keep
@@ -140,7 +136,8 @@ class _Run:
     """Goes to the newest checkpoint, and forgets what was written after it."""
     found = self._checkpointer.restore_latest(self._state)
     if found is not None:
-      self._done, self._state, _ = found
+      self._done, self._state, host = found
+      saved.check_base(self._done, host, self._frozen)
     self._writer.truncate_after(self._done)
 
   def close(self) -> None:
@@ -154,7 +151,7 @@ class _Run:
     self._writer.show(f'{len(self._pairs.tokens_P2L)} pairs')
     while self._done < self._num_updates:
       if interrupt.exit_code is not None:
-        self._checkpointer.save(self._done, self._state, {})
+        self._save()
         self._writer.show(
           f'interrupted after update {self._done}, saved; '
           'the same command resumes'
@@ -172,6 +169,7 @@ class _Run:
         self._reference,
         distributed.from_local_rows(batch, self._rows),
         self._numbers,
+        self._frozen,
       )
       metrics = jax.device_get(metrics)
       metrics['timing_s/step'] = time.monotonic() - start
@@ -180,13 +178,18 @@ class _Run:
       # Last: killed in between, the line is written again, never missing.
       last = self._done == self._num_updates
       if last or self._done % self._config.checkpoint.every == 0:
-        self._checkpointer.save(self._done, self._state, {})
+        self._save()
     self._finish()
     return 0
 
+  def _save(self) -> None:
+    host = saved.base_record(self._frozen)
+    self._checkpointer.save(self._done, self._state, host)
+
   def _finish(self) -> None:
     policy = self._workdir / 'policy'
-    params = self._state.params
+    whole = state_lib.whole(self._trained, self._frozen, self._state.params)
+    params = jax.jit(self._trained.merged)(whole)
     weights_lib.export(
       self._config, policy, self._policy, params, self._tokenizer
     )
@@ -196,14 +199,32 @@ class _Run:
     )
 
 
-def _fresh(params, optimizer, mesh: jax.sharding.Mesh):
+def _optimizer(config):
+  """The optimiser, and the runtime numbers of an update."""
+  numbers = config.policy_optimizer.to_dict()
+  adam = {name: numbers.pop(name) for name in _ADAM}
+  return optimizer_lib.build_optimizer(**adam), {
+    'optimizer': {name: float(x) for name, x in numbers.items()},
+    'beta': float(config.preference.beta),
+    'alpha': float(config.preference.alpha),
+  }
+
+
+def _start(config, policy: functional.Model, optimizer, mesh):
   """The state before the first update, and the layout of its leaves."""
-  shapes = jax.eval_shape(optimizer.init, params)
-  placed = sharding.param_shardings(shapes, mesh)
-  moments = jax.jit(optimizer.init, out_shardings=placed)(params)
-  count = jax.device_put(jnp.zeros((), jnp.int32), sharding.replicated(mesh))
-  state = state_lib.ModelState(params, moments, count)
-  return state, jax.tree.map(lambda leaf: leaf.sharding, state)
+  params = weights_lib.initial(config, config.model.path, policy.plain, mesh)
+  key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
+  make = functools.partial(
+    state_lib.fresh,
+    key=jax.random.fold_in(key, 1),
+    policy=policy,
+    value=None,
+    policy_optimizer=optimizer,
+    value_optimizer=optimizer,
+  )
+  layout = sharding.param_shardings(jax.eval_shape(make, params), mesh)
+  make = jax.jit(make, donate_argnums=0, out_shardings=layout)
+  return make(params), layout
 
 
 def _check(config, whole, shape, mesh, file) -> None:

@@ -24,6 +24,7 @@ def update(
   reference: functional.Params,
   batch: pairs_lib.Pairs,
   numbers: Mapping[str, Any],
+  frozen: functional.Params | None = None,
   *,
   policy: functional.Model,
   optimizer: optimizer_lib.Optimizer,
@@ -44,6 +45,7 @@ def update(
     batch: the pairs.
     numbers: 'optimizer' (see `optimizer.apply_update`), 'beta' and 'alpha'
       (see `preferences.preference_loss`); runtime values.
+    frozen: the base under adapters; None: everything is trained.
     policy: the model of policy and reference.
     optimizer: from `optimizer.build_optimizer`.
     name: of the loss.
@@ -58,7 +60,7 @@ def update(
   def total(params, part):
     # Rows are 0's preferred, 0's dispreferred, 1's ...: each device its own.
     found = policy.divergence(
-      params,
+      state_lib.whole(policy, frozen, params),
       reference,
       part.tokens_P2L.reshape(-1, part.tokens_P2L.shape[2]),
       temperature=temperature,

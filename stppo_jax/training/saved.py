@@ -30,8 +30,7 @@ def save(
   host: dict[str, Any],
 ) -> None:
   """See `Checkpointer.save`."""
-  if state.frozen is not None:
-    host = host | {_BASE: _fingerprints(state.frozen)}
+  host = host | base_record(state.frozen)
   checkpointer.save(step, dataclasses.replace(state, frozen=None), host)
 
 
@@ -55,7 +54,7 @@ def newest(
   if found is None:
     return None
   step, state, host = found
-  _check_base(step, host, start.frozen)
+  check_base(step, host, start.frozen)
   return step, dataclasses.replace(state, frozen=start.frozen), host
 
 
@@ -84,13 +83,21 @@ def policy(
   if found is None:
     return None
   done, params, host = found
-  _check_base(done, host, frozen)
+  check_base(done, host, frozen)
   trained = state_lib.ModelState(params, optimizer=None, updates=None)
   state = state_lib.TrainState(policy=trained, value=None, frozen=frozen)
   return done, learner.playable(state)
 
 
-def _check_base(step, host, frozen) -> None:
+def base_record(frozen: functional.Params | None) -> dict[str, Any]:
+  """What tells the base under adapters from others; {} without one."""
+  return {} if frozen is None else {_BASE: _fingerprints(frozen)}
+
+
+def check_base(
+  step: int, host: dict[str, Any], frozen: functional.Params | None
+) -> None:
+  """Raises `OtherBase` where `frozen` is not what the step was saved with."""
   if frozen is not None and host[_BASE] != _fingerprints(frozen):
     raise OtherBase(
       f'the weights under the adapters are not those that step {step} was '

@@ -8,6 +8,7 @@ import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _PAGE = (_ROOT / 'docs' / 'benchmarks.md').read_text(encoding='utf-8')
+_WITH_TORCH = ('benchmarks.policy_loss', 'benchmarks.vocabulary')
 _MAKEFILE = (_ROOT / 'Makefile').read_text(encoding='utf-8')
 _MODULES = re.findall(r'^\| `python -m (benchmarks\.\w+)` \|', _PAGE, re.M)
 
@@ -24,7 +25,7 @@ def test_page_makefile_and_folder_agree():
 
 @pytest.mark.parametrize('name', _MODULES)
 def test_each_has_help_and_the_flag_of_the_page(name, capsys):
-  if name == 'benchmarks.policy_loss':
+  if name in _WITH_TORCH:
     pytest.importorskip('torch', exc_type=ImportError)
   main = importlib.import_module(name).main
   with pytest.raises(SystemExit, match='^0$'):

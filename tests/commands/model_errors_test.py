@@ -132,3 +132,10 @@ def test_a_reference_is_of_the_policys_shape(model, change, expected):
   with pytest.raises(ValueError, match=expected) as caught:
     weights.check(config)
   assert str(caught.value).startswith(str(model))
+
+
+def test_a_reference_may_be_made_for_other_lengths(model):
+  _config(max_position_embeddings=77)(model)
+  config = base.get_config()
+  config.model.path, config.model.reference_path = str(_SOURCE), str(model)
+  weights.check(config)

@@ -46,6 +46,11 @@ def test_the_rows_are_right(row):
     ('model.tokenizer_path', 'no/such/path', 'empty, or a path'),
     ('model.num_layers', 0, 'greater than 0'),
     ('model.head_dim', 33, 'even'),
+    ('model.lora.rank', -1, '0 or greater'),
+    ('model.lora.alpha', 0.0, 'greater than 0'),
+    ('model.lora.targets', '(q', 'a regular expression'),
+    ('model.value_backbone', 'none', 'one of own, shared'),
+    ('loss.value_coefficient', 0.0, 'greater than 0'),
     ('mesh.fsdp', 0, '-1 for the rest'),
     ('mesh.tensor', -2, '-1 for the rest'),
     ('data.name', 'nq', 'one of synthetic_wiki, jsonl'),
@@ -69,6 +74,9 @@ def test_the_rows_are_right(row):
     ('updates.microbatch_size', -1, '0 or greater'),
     ('updates.remat', 'some', 'one of none, all_dots, dots, full'),
     ('updates.old_policy', 'newest', 'one of sampled, current'),
+    ('updates.routing_replay', 'R2', 'one of nowhere, trainer, sampler'),
+    ('loss.load_balance_coefficient', -0.1, '0 or greater'),
+    ('model.moe', 'sparse', 'one of auto, dense, grouped'),
     ('policy_optimizer.b1', 1.0, 'in [0, 1)'),
     ('policy_optimizer.learning_rate', -1e-6, '0 or greater'),
     ('value_optimizer.max_grad_norm', 0.0, 'greater than 0'),
@@ -127,6 +135,23 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
       'model.num_experts=4',
     ),
     (
+      {'updates__routing_replay': 'trainer'},
+      'updates.routing_replay=trainer: must be nowhere when '
+      'model.num_experts=0',
+    ),
+    (
+      _MOE
+      | {'updates__routing_replay': 'sampler', 'rollout__engine': 'remote'}
+      | {'rollout__remote__url': 'http://x', 'rollout__remote__model': 'y'},
+      'updates.routing_replay=sampler: must be nowhere or trainer when '
+      'rollout.engine=remote, which does not tell its experts',
+    ),
+    (
+      {'model__value_backbone': 'shared', 'loss__value_warmup_steps': 2},
+      'loss.value_warmup_steps=2: must be 0 when model.value_backbone=shared: '
+      'values are learned with the policy',
+    ),
+    (
       {'mesh__tensor': -1},
       'mesh.tensor=-1: at most one axis may be -1, mesh.data is',
     ),
@@ -150,6 +175,15 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
 )
 def test_keys_that_contradict_each_other(changes, expected):
   assert schema.check(_config(**changes)) == [expected]
+
+
+def test_a_row_without_values_has_no_backbone_to_share():
+  config = base.get_config('grpo')
+  config.model.value_backbone = 'shared'
+  assert schema.check(config) == [
+    'model.value_backbone=shared: must be own when '
+    'algorithm.advantage.name=group_normalized, which has no value model'
+  ]
 
 
 def test_a_mixture_of_experts_is_right():

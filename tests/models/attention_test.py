@@ -91,18 +91,31 @@ def test_splash_equals_the_definition(size, num_heads, num_kv_heads, lengths):
 
 @pytest.mark.parametrize('lengths', [(9, 4, 0), None])
 def test_cudnn_is_asked_for_the_same(lengths, monkeypatch):
-  # A stand-in that keeps to its interface and leaves rubbish at padding.
+  # A stand-in that keeps to its interface and leaves rubbish at padding, also
+  # in the gradients.
   plain = jax.nn.dot_product_attention
   padding = np.arange(9)[None] >= np.array(lengths or (9, 9, 9))[:, None]
+  spoiled = lambda x: jnp.where(padding[..., None, None], jnp.nan, x)
+  leaves_rubbish = jax.custom_vjp(lambda x: x)
+  leaves_rubbish.defvjp(lambda x: (x, None), lambda _, g: (spoiled(g),))
 
   def stand_in(q, k, v, *, implementation, **options):
     assert implementation == 'cudnn'
-    mixed_BLQH = plain(q, k, v, implementation='xla', **options)
-    return jnp.where(padding[..., None, None], jnp.nan, mixed_BLQH)
+    for name in ('query_seq_lengths', 'key_value_seq_lengths'):
+      found = options.get(name)
+      if lengths is None:
+        assert found is None
+      else:  # a row of nothing would divide by zero
+        np.testing.assert_array_equal(found, np.maximum(lengths, 1))
+        assert found.dtype == np.int32
+    inputs = map(leaves_rubbish, (q, k, v))
+    return spoiled(plain(*inputs, implementation='xla', **options))
 
   monkeypatch.setattr(jax.nn, 'dot_product_attention', stand_in)
   lengths_B = None if lengths is None else np.array(lengths, np.int32)
   inputs = _inputs(3, 9, 4, 2)
+  mixed_BLQH = attention.whole('cudnn', 9, lengths_B, None)(*inputs)
+  assert np.isfinite(mixed_BLQH).all()
   expected, found = (
     _value_and_gradients(
       attention.whole(name, 9, lengths_B, None), inputs, (~padding).sum(1)

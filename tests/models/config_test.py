@@ -168,4 +168,5 @@ def test_old_names_and_defaults():
   assert model_config.ModelConfig.from_hf(qwen3, **_RUNTIME).head_dim == 128
   moe = _HF | _MOE
   moe['num_local_experts'] = moe.pop('num_experts')
-  assert model_config.ModelConfig.from_hf(moe, **_RUNTIME).num_experts == 4
+  config = model_config.ModelConfig.from_hf(moe, **_RUNTIME)
+  assert config.num_experts == 4 and not config.norm_topk_prob

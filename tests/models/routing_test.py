@@ -105,6 +105,35 @@ def test_gradients_do_not_depend_on_how_experts_and_layers_are_computed():
   )
 
 
+def test_eight_devices_are_one():
+  mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
+  config = dataclasses.replace(
+    MODEL.config, vocab_size=12, moe='grouped', remat='full'
+  )
+  tokens = np.concatenate([TOKENS, TOKENS[:1]])  # rows for four devices
+  lengths = np.array([*LENGTHS, L], np.int32)
+
+  def gradient(mesh):
+    model = functional.Model(config, 'vocabulary', mesh)
+
+    def loss(params, tokens, lengths):
+      hidden, routing = model.routed(params, tokens, lengths)
+      states = jnp.mean(jnp.square(hidden[:, :1]))  # no padding among them
+      return states + jnp.mean(routing.probs_BX * routing.visits_BX)
+
+    params, rows = tiny.params(model), (tokens, lengths)
+    if mesh is not None:
+      params = jax.device_put(params, sharding.param_shardings(params, mesh))
+      rows = jax.device_put(rows, sharding.batch_sharding(mesh))
+    return jax.jit(jax.value_and_grad(loss))(params, *rows)
+
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+    gradient(None),
+    gradient(mesh),
+  )
+
+
 def test_every_device_holds_a_slice_of_every_expert():
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
   params = jax.eval_shape(MODEL.init, jax.random.key(0))

@@ -97,3 +97,20 @@ def test_killed_at_any_change_it_is_old_or_new(tmp_path, monkeypatch, survived):
   _replace(target, 'newer')
   assert _content(target) == dict.fromkeys(_NEW, 'newer') | {'notes': 'old'}
   assert os.listdir(tmp_path) == ['policy']
+
+
+def test_a_name_that_cannot_be_given_keeps_the_old_one(tmp_path, monkeypatch):
+  target = tmp_path / 'policy'
+  _fill(target, 'old')
+  rename = pathlib.Path.rename
+
+  def refused(path, new):
+    if path.suffix == '.partial':
+      raise OSError('refused')
+    return rename(path, new)
+
+  monkeypatch.setattr(pathlib.Path, 'rename', refused)
+  with pytest.raises(OSError, match='refused'):
+    _replace(target)
+  assert _content(target) == _OLD
+  assert os.listdir(tmp_path) == ['policy']

@@ -1,6 +1,9 @@
 """Trajectories as arrays: positions, masks, rewards, groups."""
 
+import dataclasses
+
 import numpy as np
+import pytest
 
 from stppo_jax import types
 from stppo_jax.rollout import pack
@@ -218,3 +221,34 @@ def test_sentences_are_counted_through_the_row():
   assert batch.sentence_ids_BL.tolist() == [row, [0, 0, 1] + [0] * 13]
   assert batch.sentence_ids_BL.dtype == np.int32
   assert pack.pack(rows, length_bucket=16).sentence_ids_BL is None
+
+
+def _with_experts(trajectory, first):
+  """Numbered from `first` on: two layers, three experts of a token."""
+  turns = trajectory.turns
+  size = len(trajectory.prompt_ids) + sum(
+    len(turn.token_ids) + len(turn.observation_ids) for turn in turns
+  )
+  ids = first + np.arange(size * 6, dtype=np.int16).reshape(size, 2, 3)
+  return dataclasses.replace(trajectory, expert_ids=ids)
+
+
+def test_experts_stand_at_their_tokens_and_nowhere_else():
+  long, short = _trajectory(_LONG), _trajectory(_SHORT)
+  failed = _trajectory(_SHORT, status=_STATUS.INFRA_ERROR)
+  unplayed = _trajectory([], status=_STATUS.TRUNCATED_LENGTH)
+  rows = [_with_experts(long, 0), _with_experts(short, 500), failed, unplayed]
+  batch = pack.pack(rows, length_bucket=4, replays=True)
+  found = batch.expert_ids_BLNE
+  assert found.shape == (4, 12, 2, 3) and found.dtype == np.int16
+  np.testing.assert_array_equal(found[0, :11], rows[0].expert_ids)
+  np.testing.assert_array_equal(found[1, :3], rows[1].expert_ids)
+  assert (found[0, 11:] == -1).all() and (found[1, 3:] == -1).all()
+  assert (found[2:] == -1).all()
+  assert pack.pack(rows, length_bucket=4).expert_ids_BLNE is None
+
+
+def test_experts_that_nobody_told_cannot_be_replayed():
+  rows = [_with_experts(_trajectory(_LONG), 0), _trajectory(_SHORT)]
+  with pytest.raises(ValueError, match='not known of 1 of 2 trajectories'):
+    pack.pack(rows, length_bucket=4, replays=True)

@@ -66,6 +66,18 @@ def _lines(folder):
   ]
 
 
+def _interrupt_at(step, monkeypatch):
+  """Ends a run once that update is written, in the context of `monkeypatch`."""
+  write = writer.Writer.write
+
+  def interrupted(self, done, metrics):
+    write(self, done, metrics)
+    if done == step:
+      os.kill(os.getpid(), signal.SIGTERM)
+
+  monkeypatch.setattr(writer.Writer, 'write', interrupted)
+
+
 def test_the_preferred_becomes_likelier_than_the_other(whole):
   lines = runs.metrics(whole)
   # Two updates an epoch; the second holds what the first left.
@@ -86,15 +98,8 @@ def test_the_preferred_becomes_likelier_than_the_other(whole):
 def test_interrupted_and_resumed_it_is_the_same_run(
   file, whole, tmp_path, monkeypatch, capsys
 ):
-  write = writer.Writer.write
-
-  def interrupted(self, step, metrics):
-    write(self, step, metrics)
-    if step == 3:
-      os.kill(os.getpid(), signal.SIGTERM)
-
   with monkeypatch.context() as patch:
-    patch.setattr(writer.Writer, 'write', interrupted)
+    _interrupt_at(3, patch)
     code = preference.prefer(runs.config(**_SMALL), file, tmp_path)
   assert code == 75
   assert 'interrupted after update 3, saved' in capsys.readouterr().out
@@ -106,6 +111,45 @@ def test_interrupted_and_resumed_it_is_the_same_run(
   assert _lines(tmp_path) == _lines(whole)
   exported = 'policy/model.safetensors'
   assert (tmp_path / exported).read_bytes() == (whole / exported).read_bytes()
+
+
+def test_adapters_alone_learn_beside_the_reference(file, tmp_path, monkeypatch):
+  lora = {'model__lora__rank': 4, 'model__lora__targets': '(q|down)_proj'}
+  config = runs.config(
+    **(_SMALL | lora | {'policy_optimizer__learning_rate': 0.02})
+  )
+  with monkeypatch.context() as patch:
+    _interrupt_at(3, patch)
+    assert preference.prefer(config, file, tmp_path) == 75
+  assert preference.prefer(config, file, tmp_path) == 0
+  first, *_, last = runs.metrics(tmp_path)
+  # The base is the reference.
+  for name in ('preferred/kl', 'dispreferred/kl', 'margin'):
+    assert first[f'preference/{name}'] == pytest.approx(0, abs=1e-6)
+  assert last['preference/margin'] > 0.01
+  saved = checkpoint.Checkpointer(tmp_path, read_only=True)
+  leaves = saved._read_manifest(6)['leaves']
+  saved.close()
+  adapters = [name for name in leaves if name.startswith('params.')]
+  assert adapters == [
+    f'params.layers.{layer}.{leaf}'
+    for layer in ('down_proj', 'q_proj')
+    for leaf in ('lora_a', 'lora_b')
+  ]
+  shape = load_hf.read_config(
+    tmp_path / 'policy', dtype='float32', remat='none', scan_unroll=1
+  )
+  exported = load_hf.read_params(tmp_path / 'policy', shape)['layers']
+  start = preference._Run(config, file, tmp_path)
+  frozen = start._frozen['layers']
+  start.close()
+  changed = {
+    name
+    for name, leaves in exported.items()
+    for leaf, x in leaves.items()
+    if np.any(x != np.asarray(frozen[name][leaf]))
+  }
+  assert changed == {'down_proj', 'q_proj'}
 
 
 def test_the_policy_that_it_leaves_is_the_last_state(whole):

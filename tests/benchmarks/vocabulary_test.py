@@ -1,0 +1,51 @@
+"""Parity with a torch model comes before timing, and bites."""
+
+import re
+
+import pytest
+
+torch = pytest.importorskip('torch', exc_type=ImportError)
+
+from benchmarks import torch_reference  # noqa: E402
+from benchmarks import vocabulary  # noqa: E402
+
+_TINY = vocabulary.Sizes(vocabulary=64, width=16, rows=2, length=40, chunk=3)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+  """Threads that wait for each other in a loop are slow on a busy machine."""
+  count = torch.get_num_threads()
+  torch.set_num_threads(1)
+  yield
+  torch.set_num_threads(count)
+
+
+def test_time_and_memory_stand_beside_torch(monkeypatch):
+  # A process each takes seconds; one number is like the other.
+  monkeypatch.setattr(vocabulary, '_peak_apart', vocabulary.peak)
+  told = vocabulary.run(_TINY, repeats=2)
+  assert re.findall(r'^\| (\w+)', told, re.M) == ['case', 'ours', 'torch']
+  assert re.search(r'^torch / ours: \d\S+ .* at least 1$', told, re.M)
+  assert re.search(r'^memory, ours / torch: \d\S+; goal: .* 0.4$', told, re.M)
+
+
+@pytest.mark.parametrize('constant', ['CLIP', 'ENTROPY_COEFFICIENT'])
+def test_another_formula_is_not_timed(monkeypatch, constant):
+  compiled = vocabulary.measure.compiled
+
+  def first_compiled(*arguments):
+    found = compiled(*arguments)
+    value = getattr(torch_reference, constant)
+    monkeypatch.setattr(torch_reference, constant, 0.1 * value)
+    return found
+
+  monkeypatch.setattr(vocabulary.measure, 'compiled', first_compiled)
+  with pytest.raises(AssertionError):
+    vocabulary.run(_TINY, repeats=2)
+
+
+def test_memory_grows_with_the_length():
+  told = vocabulary.slope(_TINY, (40, 80))
+  assert re.findall(r'^\| (\d+)', told, re.M) == ['40', '80']
+  assert re.search(r'^slope \d\.\d+; goal: at most 1.15$', told, re.M)

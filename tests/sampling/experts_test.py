@@ -1,0 +1,68 @@
+"""Where an engine's tokens went: as in a whole pass over the dialogue."""
+
+import jax
+import numpy as np
+import pytest
+
+from stppo_jax.sampling import engine as engine_lib
+from stppo_jax.sampling import sampler
+from stppo_jax.sampling import stops
+from tests.models import tiny
+from tests.sampling import players
+
+_MODEL = tiny.model(**tiny.MIXTURE)
+_PARAMS = tiny.params(_MODEL)
+_ROWS, _GROUP = 8, 2
+
+
+def _engine(**options):
+  engine = engine_lib.Engine(
+    _MODEL,
+    mesh=players.mesh(),
+    automaton=stops.build(
+      players.TOKENS, stop_strings=('ab',), eos_id=players.EOS
+    ),
+    slots=4,
+    max_length=players.MAX_LENGTH,
+    sampling=sampler.Sampling(temperature=players.TEMPERATURE),
+    extend_chunk=4,
+    decode_chunk=3,
+    lookahead=1,
+    **options,
+  )
+  engine.publish(_PARAMS, 0)
+  return engine
+
+
+def _play(engine):
+  """Dialogues by row, and what the engine said as each was closed."""
+  told, close = {}, engine.close
+  engine.close = lambda row: told.setdefault(row, close(row))
+  dialogues = players.play(
+    engine,
+    players.prompts(_ROWS // _GROUP),
+    players.keys(_ROWS),
+    group_size=_GROUP,
+    delays=1,
+  )
+  return dialogues, told
+
+
+@pytest.mark.parametrize('deterministic', (True, False))
+def test_every_token_of_a_dialogue_tells_its_experts(deterministic):
+  # Slots are used again, and half of the prompts are copied.
+  dialogues, told = _play(_engine(deterministic=deterministic, replays=True))
+  assert dialogues.keys() == told.keys() == set(range(_ROWS))
+  tokens = np.zeros((_ROWS, players.MAX_LENGTH), np.int32)
+  for row, dialogue in dialogues.items():
+    tokens[row, : len(dialogue.tokens)] = dialogue.tokens
+  _, routing = jax.jit(_MODEL.routed)(_PARAMS, tokens)
+  for row, dialogue in dialogues.items():
+    count = len(dialogue.tokens)
+    assert told[row].dtype == np.int16
+    np.testing.assert_array_equal(told[row], routing.expert_ids[row, :count])
+
+
+def test_nothing_is_told_that_is_not_replayed():
+  _, told = _play(_engine(deterministic=True))
+  assert set(told.values()) == {None}
