@@ -336,7 +336,6 @@ class Engine:
       if chunk.ended_A[place]:
         row.writing = False
         ids, *logprobs = (np.concatenate(x) for x in zip(*row.chunks))
-        ended[number] = rows.Written(
-          ids, *logprobs, bool(chunk.stopped_A[place])
-        )
+        stopped = bool(chunk.stopped_A[place])
+        ended[number] = rows.Written(ids, *logprobs, stopped)
     return ended

@@ -1,6 +1,7 @@
 """Trajectories of the real engine, packed, are what the trainer reads."""
 
 import asyncio
+import functools
 
 import jax
 import numpy as np
@@ -84,9 +85,8 @@ def test_sampled_trajectories_are_what_the_trainer_reads():
   batch = pack.pack(trajectories, length_bucket=_MAX_LENGTH)
   assert batch.group_ids_B.tolist() == [0, 0, 1, 2]
   assert not np.array_equal(batch.tokens_BL[0], batch.tokens_BL[1])
-  logprobs_BL, _ = jax.jit(_MODEL.logprobs_and_entropy)(
-    _PARAMS, batch.tokens_BL, temperature=1.0
-  )
+  score = functools.partial(_MODEL.logprobs_and_entropy, temperature=1.0)
+  logprobs_BL, _ = jax.jit(score)(_PARAMS, batch.tokens_BL)
   mask_BL = batch.loss_mask_BL
   assert mask_BL.sum() > 4 * 6
   np.testing.assert_allclose(

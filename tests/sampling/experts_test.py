@@ -28,6 +28,7 @@ def _engine(**options):
     extend_chunk=4,
     decode_chunk=3,
     lookahead=1,
+    cache_blocks=2,
     **options,
   )
   engine.publish(_PARAMS, 0)
