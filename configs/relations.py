@@ -63,8 +63,9 @@ def _replayed(replay, path, experts, engine) -> Iterator[str]:
 def _reference_waits(rank, path, memory) -> Iterator[str]:
   if rank > 0 and not path and memory == 'host':
     yield (
-      f'model.reference_memory=host: must be device when model.lora.rank={rank} '
-      'and model.reference_path is empty: the base is the reference'
+      'model.reference_memory=host: must be device when '
+      f'model.lora.rank={rank} and model.reference_path is empty: the base is '
+      'the reference'
     )
 
 
