@@ -60,6 +60,15 @@ def _replayed(replay, path, experts, engine) -> Iterator[str]:
     )
 
 
+def _reference_waits(rank, path, memory) -> Iterator[str]:
+  if rank > 0 and not path and memory == 'host':
+    yield (
+      'model.reference_memory=host: must be device when '
+      f'model.lora.rank={rank} and model.reference_path is empty: the base is '
+      'the reference'
+    )
+
+
 def _served(engine, url, model) -> Iterator[str]:
   if engine == 'remote' and not (url and model):
     yield 'rollout.engine=remote: rollout.remote.url and .model must be set'
@@ -128,6 +137,10 @@ RELATIONS = (
   _multiple('updates.minibatch_size', 'updates.microbatch_size'),
   _multiple('model.num_heads', 'model.num_kv_heads'),
   (('loss.value_warmup_steps', 'model.value_backbone'), _warmed_up),
+  (
+    ('model.lora.rank', 'model.reference_path', 'model.reference_memory'),
+    _reference_waits,
+  ),
   (
     (
       'model.qkv_bias',

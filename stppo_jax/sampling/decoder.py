@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax.models import functional
+from stppo_jax.models import precision
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.sampling import sampler
@@ -122,8 +123,12 @@ class Decoder:
     )
     # The same layout in and out, or the next call would be another program.
     by_row = {'out_shardings': self._by_row}
+    # As they are computed with: every token reads them all.
     self._copy_params = jax.jit(
-      lambda params: jax.tree.map(jnp.copy, model.by_layer(params)),
+      lambda params: jax.tree.map(
+        jnp.copy,
+        model.by_layer(precision.computed(params, model.config.dtype)),
+      ),
       out_shardings=whole,
     )
     self._empty = jax.jit(

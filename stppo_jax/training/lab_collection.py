@@ -162,8 +162,9 @@ def _updated(
   learner: learner_lib.Learner, state: state_lib.TrainState, batch
 ) -> dict[str, np.ndarray]:
   """What the models of a state say of a batch."""
-  tokens_BL = distributed.from_local_rows(
-    batch.tokens_BL, sharding.batch_sharding(learner.mesh)
+  arrays = distributed.from_local_rows(
+    (batch.tokens_BL, batch.expert_ids_BLNE),
+    sharding.batch_sharding(learner.mesh),
   )
-  scores = jax.device_get(learner.score(state, tokens_BL))
+  scores = jax.device_get(learner.score(state, *arrays))
   return {name: x for name, x in scores._asdict().items() if x is not None}

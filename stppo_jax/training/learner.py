@@ -258,10 +258,13 @@ class Learner:
     return self._annotate(batch, state, reference, self._algorithm, old)
 
   def score(
-    self, state: state_lib.TrainState, tokens_BL: jax.Array
+    self,
+    state: state_lib.TrainState,
+    tokens_BL: jax.Array,
+    expert_ids_BLNE: jax.Array | None = None,
   ) -> functional.Scores:
     """See `scoring.score`; the rows come laid out like those of a batch."""
-    return self._score(state, tokens_BL)
+    return self._score(state, tokens_BL, None, None, expert_ids_BLNE)
 
   def update_epochs(
     self,

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax.models import functional
+from stppo_jax.models import precision
+from stppo_jax.parallel import sharding
 from stppo_jax.rl import preferences
 from stppo_jax.training import optimizer as optimizer_lib
 from stppo_jax.training import pairs as pairs_lib
@@ -75,19 +77,26 @@ def update(
     )
     return loss.total, loss
 
-  measure = jax.grad(total, has_aux=True)
+  # Cast once an update; sums in float32, where the weights lie.
+  computed, reference, frozen = (
+    precision.computed(params, policy.config.dtype)
+    for params in (state.params, reference, frozen)
+  )
+
+  def measure(part):
+    gradient, loss = jax.grad(total, has_aux=True)(computed, part)
+    gradient = jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
+    return sharding.laid_out(gradient, policy.mesh), loss
 
   def accumulate(sums, part):
-    return jax.tree.map(jnp.add, sums, measure(state.params, part)), None
+    return jax.tree.map(jnp.add, sums, measure(part)), None
 
   # Interleaved, so that each device cuts its own pairs.
   microbatches = jax.tree.map(
     lambda x: x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1),
     batch,
   )
-  shapes = jax.eval_shape(
-    measure, state.params, jax.tree.map(lambda x: x[0], microbatches)
-  )
+  shapes = jax.eval_shape(measure, jax.tree.map(lambda x: x[0], microbatches))
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
   (gradient, sums), _ = jax.lax.scan(accumulate, zeros, microbatches)
   count = jnp.maximum(sums.count, 1)

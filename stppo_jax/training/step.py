@@ -258,7 +258,7 @@ def gradients(
     parts, value_gradient = jax.tree.map(
       lambda g: g.astype(jnp.float32), (parts, value_gradient)
     )
-    # Here, or every device would sum whole gradients of every microbatch.
+    # Said, not left to the compiler: no device sums a whole gradient.
     parts, value_gradient = sharding.laid_out(
       (parts, value_gradient), policy.mesh
     )

@@ -152,6 +152,11 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
       'values are learned with the policy',
     ),
     (
+      {'model__lora__rank': 8, 'model__reference_memory': 'host'},
+      'model.reference_memory=host: must be device when model.lora.rank=8 and '
+      'model.reference_path is empty: the base is the reference',
+    ),
+    (
       {'mesh__tensor': -1},
       'mesh.tensor=-1: at most one axis may be -1, mesh.data is',
     ),

@@ -93,11 +93,12 @@ def test_grouped_is_dense_also_in_the_gradient(visited):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *found)
 
 
-def test_eight_devices_are_one():
+@pytest.mark.parametrize('name', tuple(moe.IMPLEMENTATIONS))
+def test_eight_devices_are_one(name):
   eight = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
   found = []
   for mesh in (None, eight):
-    apply, weights = _parts(mesh, moe='grouped')
+    apply, weights = _parts(mesh, moe=name)
 
     def loss(weights, tokens, apply=apply):
       y, routing = apply(weights, tokens)

@@ -1,6 +1,7 @@
 """Every parameter has a layout, and so has what an optimiser makes of it."""
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
@@ -92,6 +93,16 @@ def test_moments_are_cut_as_their_parameters(head):
   adam = layout['state'][0]
   assert adam.mu == adam.nu == layout['params']
   assert adam.count.is_fully_replicated
+
+
+def test_inside_a_program_too():
+  mesh, shapes = _mesh(), _shapes()
+  zeros = lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+  placed = jax.jit(lambda: sharding.laid_out(zeros(), mesh))()
+  layout = sharding.param_shardings(shapes, mesh)
+  for leaf, expected in zip(jax.tree.leaves(placed), jax.tree.leaves(layout)):
+    assert leaf.sharding.is_equivalent_to(expected, leaf.ndim)
+  assert sharding.laid_out(shapes, None) is shapes
 
 
 def test_layouts_hold_on_devices():

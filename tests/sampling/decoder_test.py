@@ -9,6 +9,7 @@ from stppo_jax.sampling import decoder as decoder_lib
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import slots as slots_lib
 from stppo_jax.sampling import stops
+from tests.models import tiny
 from tests.sampling import players
 
 _PROGRAMS = ('_empty', '_extend', '_copy', '_repeat', '_decode')
@@ -28,7 +29,7 @@ def _decoder(**changes):
     decode_chunk=3,
     compacts=True,
   )
-  return decoder_lib.Decoder(players.MODEL, **(options | changes))
+  return decoder_lib.Decoder(**({'model': players.MODEL} | options | changes))
 
 
 def _spied(decoder, name, monkeypatch):
@@ -181,6 +182,15 @@ def _written(decoder, slots):
         written[slot] += chunk.tokens_AN[place, :count].tolist()
     if all(chunk.ended_A[n] for n, s in enumerate(placed) if s is not None):
       return written
+
+
+def test_weights_are_held_as_they_are_computed_with():
+  for dtype in ('float32', 'bfloat16'):
+    model = tiny.model(dtype=dtype)
+    decoder = _decoder(model=model)
+    decoder.publish(players.PARAMS)
+    held = jax.tree.leaves(decoder._params)
+    assert {x.dtype for x in held} == {jnp.dtype(dtype)}
 
 
 def test_a_prompt_is_copied_wherever_it_lies():

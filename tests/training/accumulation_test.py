@@ -4,8 +4,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
+from stppo_jax.training import pairs as pairs_lib
+from stppo_jax.training import preference_step
 from stppo_jax.training import step
 from tests.rl import batches
 from tests.training import updates
@@ -35,9 +39,30 @@ def _program(num_microbatches):
   )
 
 
-def _accumulation():
+@functools.cache
+def _program_of_pairs():
+  """The jaxpr of an update on pairs."""
+  policy = updates.transformers(dtype='bfloat16').policy
+  start = updates.state(updates.transformers()).policy
+  pairs = pairs_lib.Pairs(
+    np.zeros((8, 2, 12), np.int32), np.ones((8, 2, 12), bool)
+  )
+  numbers = {'optimizer': updates.DESCENT, 'beta': 0.1, 'alpha': 0.5}
+  return jax.make_jaxpr(
+    functools.partial(
+      preference_step.update,
+      policy=policy,
+      optimizer=optax.identity(),
+      name='tdpo2',
+      temperature=1.0,
+      chunk=5,
+      num_microbatches=4,
+    )
+  )(start, start.params, pairs, numbers)
+
+
+def _accumulation(jaxpr):
   """The loop over microbatches that sums: it carries the most."""
-  jaxpr, _ = _program(4)
   loops = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == 'scan']
   return max(loops, key=lambda e: e.params['num_carry'])
 
@@ -56,7 +81,7 @@ def test_gradients_are_float32_of_every_weight(num_microbatches):
 
 
 def test_sums_are_carried_in_float32():
-  loop = _accumulation()
+  loop = _accumulation(_program(4)[0])
   consts, carry = loop.params['num_consts'], loop.params['num_carry']
   assert loop.params['length'] == 4
   carried = [v.aval for v in loop.invars[consts : consts + carry]]
@@ -67,10 +92,12 @@ def test_sums_are_carried_in_float32():
     assert leaf.shape in shapes
 
 
-def test_weights_are_cast_before_the_loop():
-  loop = _accumulation()
+@pytest.mark.parametrize('of_pairs', [False, True])
+def test_weights_are_cast_before_the_loop(of_pairs):
+  program = _program_of_pairs() if of_pairs else _program(4)[0]
+  loop = _accumulation(program)
   consts = [v.aval for v in loop.invars[: loop.params['num_consts']]]
-  for model in ('policy', 'value'):
+  for model in ('policy', 'value')[: 1 if of_pairs else 2]:
     state = getattr(updates.state(updates.transformers()), model)
     for leaf in jax.tree.leaves(state.params):
       dtypes = {aval.dtype for aval in consts if aval.shape == leaf.shape}

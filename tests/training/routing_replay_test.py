@@ -39,6 +39,13 @@ def _batch(models, **arrays):
   return batch.replace(lengths_B=lengths_B, loss_mask_BL=mask_BL, **arrays)
 
 
+def _expert_ids():
+  """Of a sampler that chooses blindly."""
+  every = np.broadcast_to(np.arange(X), (updates.B, updates.L, N, X))
+  ids = np.random.default_rng(0).permuted(every, axis=-1)
+  return ids[..., :2].astype(np.int16)
+
+
 def _annotated(models, batch, routing_replay, params=None):
   state = updates.state(models)
   annotate = jax.jit(
@@ -103,12 +110,9 @@ def test_what_is_kept_is_of_the_old_policy(replay):
 def test_the_experts_of_the_sampler_are_those_of_the_old_policy_too():
   models = _models(**tiny.MIXTURE)
   params = updates.state(models).policy.params
-  ids = np.random.default_rng(0).permuted(
-    np.broadcast_to(np.arange(X), (updates.B, updates.L, N, X)), axis=-1
-  )
-  batch = _batch(models, expert_ids_BLNE=ids[..., :2].astype(np.int16))
+  batch = _batch(models, expert_ids_BLNE=_expert_ids())
   annotated = _annotated(models, batch, 'sampler')
-  np.testing.assert_array_equal(annotated.expert_ids_BLNE, ids[..., :2])
+  np.testing.assert_array_equal(annotated.expert_ids_BLNE, _expert_ids())
   assert _log_ratio(models.policy, params, annotated) < 1e-6
   own = {'expert_ids_BLNE': None}
   assert _log_ratio(models.policy, params, annotated, **own) > 0.1
@@ -127,9 +131,10 @@ def test_what_is_not_known_cannot_be_replayed(replay, changes, message):
     _annotated(models, _batch(models), replay)
 
 
-def test_the_load_is_balanced_over_the_minibatch_however_it_is_cut():
+def test_updates_replay_and_balance_the_load_however_they_are_cut():
   models = _models(**tiny.MIXTURE)
-  batch = _annotated(models, _batch(models), 'nowhere')
+  batch = _batch(models, expert_ids_BLNE=_expert_ids())
+  batch = _annotated(models, batch, 'sampler')
   # No trajectory of a group of one has an advantage.
   batch = batch.replace(advantages_BL=updates.batch(models).advantages_BL)
   update = functools.partial(
@@ -138,7 +143,10 @@ def test_the_load_is_balanced_over_the_minibatch_however_it_is_cut():
   whole, parts = update(), update(num_microbatches=4)
   rows = batch.loss_mask_BL.any(axis=1)
   _, routing = jax.jit(models.policy.routed)(
-    updates.state(models).policy.params, batch.tokens_BL, batch.lengths_B
+    updates.state(models).policy.params,
+    batch.tokens_BL,
+    batch.lengths_B,
+    batch.expert_ids_BLNE,
   )
   wanted = moe.load_balance(
     routing.visits_BX[rows].sum(axis=0),
@@ -149,6 +157,8 @@ def test_the_load_is_balanced_over_the_minibatch_however_it_is_cut():
     whole.metrics['actor/load_balance'], wanted, rtol=1e-5
   )
   updates.assert_same(parts, whole, models)
+  for bound in ('min', 'max'):
+    assert abs(whole.metrics[f'ratio/token/{bound}'] - 1) < 1e-6
   without = update(numbers=NUMBERS | {'load_balance_coefficient': 0.0})
   change, _ = updates.gradients(whole, models)
   rest, _ = updates.gradients(without, models)

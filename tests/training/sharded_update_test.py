@@ -22,6 +22,7 @@ from tests.training import updates
 _NUM_UPDATES = 3
 # One key/value head: two devices of `tensor` share it.
 _SHAPE = {'vocab_size': 12, 'num_kv_heads': 1, 'num_heads': 2}
+_EXPERTS = tiny.MIXTURE | {'moe': 'grouped'}
 # The clipping-bias correction is at work: two gradients are formed.
 _ALGORITHM = batches.algorithm(
   'st_ppo',
@@ -29,7 +30,8 @@ _ALGORITHM = batches.algorithm(
   correction__clipping_bias__norm='gradient',
 )
 _ADAM = optimizer_lib.build_optimizer(b1=0.9, b2=0.999, eps=1e-8)
-_NUMBERS = updates.NUMBERS | {
+_NUMBERS = updates.NUMBERS | {'load_balance_coefficient': 0.1}
+_NUMBERS |= {
   name: updates.DESCENT | {'learning_rate': 1e-3, 'max_grad_norm': 1.0}
   for name in ('policy', 'value')
 }
@@ -40,12 +42,17 @@ _COMPILER_OPTIONS = {
 
 
 class _Way(NamedTuple):
-  """How an update is computed; never what."""
+  """How an update is computed; never what, but for a mixture of experts."""
 
   mesh: tuple[int, int, int] = (1, 1, 1)
   num_microbatches: int = 1
   remat: str = 'none'
   chunk: int = 0
+  experts: bool = False
+
+  @property
+  def shape(self):
+    return _SHAPE | (_EXPERTS if self.experts else {})
 
 
 def _models(way):
@@ -54,19 +61,14 @@ def _models(way):
     **dict(zip(mesh_lib.AXES, way.mesh)),
     devices=jax.devices()[: math.prod(way.mesh)],
   )
-  config = tiny.model(**_SHAPE, remat=way.remat).config
+  config = tiny.model(**way.shape, remat=way.remat).config
   return mesh, updates.Models(
     functional.Model(config, 'vocabulary', mesh, chunk=way.chunk),
     functional.Model(config, 'scalar', mesh),
   )
 
 
-@functools.cache
-def _batch():
-  return updates.batch(updates.transformers(**_SHAPE))
-
-
-def _start():
+def _start(way):
   """Random weights, moments of nothing."""
 
   def fresh(model, seed):
@@ -74,7 +76,7 @@ def _start():
     moments = jax.tree.map(np.asarray, _ADAM.init(params))
     return state_lib.ModelState(params, moments, np.int32(0))
 
-  policy, value = updates.transformers(**_SHAPE)
+  policy, value = updates.transformers(**way.shape)
   return state_lib.TrainState(fresh(policy, 1), fresh(value, 2))
 
 
@@ -98,7 +100,7 @@ def _played(way) -> list[tuple[dict[str, float], Any]]:
     )
     return state, metrics, (found.policy, found.value)
 
-  state = _start()
+  state = _start(way)
   layout = sharding.param_shardings(state, mesh)
   compiled = jax.jit(
     update,
@@ -106,7 +108,11 @@ def _played(way) -> list[tuple[dict[str, float], Any]]:
     compiler_options=_COMPILER_OPTIONS,
   )
   state = jax.device_put(state, layout)
-  batch = jax.device_put(_batch(), sharding.batch_sharding(mesh))
+  batch = updates.batch(updates.transformers(**way.shape))
+  if way.experts:
+    visits_BX = np.arange(updates.B * 6, dtype=np.float32).reshape(-1, 6)
+    batch = batch.replace(expert_visits_BX=visits_BX)
+  batch = jax.device_put(batch, sharding.batch_sharding(mesh))
   found = []
   for _ in range(_NUM_UPDATES):
     state, metrics, gradients = compiled(state, batch)
@@ -118,19 +124,23 @@ def _played(way) -> list[tuple[dict[str, float], Any]]:
 @pytest.mark.parametrize(
   'way',
   [
-    _Way((2, 2, 2)),
     _Way((2, 2, 2), num_microbatches=2, remat='full', chunk=5),
+    pytest.param(_Way((2, 2, 2)), marks=pytest.mark.slow),
     pytest.param(_Way((1, 1, 1), num_microbatches=2), marks=pytest.mark.slow),
     pytest.param(_Way((8, 1, 1)), marks=pytest.mark.slow),
     pytest.param(_Way((1, 8, 1), remat='dots'), marks=pytest.mark.slow),
     pytest.param(_Way((2, 2, 2), remat='dots'), marks=pytest.mark.slow),
     pytest.param(_Way((2, 2, 2), num_microbatches=2), marks=pytest.mark.slow),
+    pytest.param(
+      _Way((2, 2, 2), num_microbatches=2, remat='full', experts=True),
+      marks=pytest.mark.slow,
+    ),
   ],
 )
 def test_three_updates_in_a_row_are_those_of_one_device(way):
-  played, alone = _played(way), _played(_Way())
+  played, alone = _played(way), _played(_Way(experts=way.experts))
   for (losses, gradients), (losses_1, gradients_1) in zip(played, alone):
-    assert losses.keys() == losses_1.keys() and len(losses) == 3
+    assert losses.keys() == losses_1.keys() and len(losses) >= 3
     for name, loss in losses_1.items():
       np.testing.assert_allclose(losses[name], loss, 1e-6, 1e-6, err_msg=name)
     # Gradients, not weights: Adam makes whole steps of rounding.
