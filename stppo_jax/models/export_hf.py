@@ -41,7 +41,6 @@ TOKENIZER_FILES = (
 _GENERATION = 'generation_config.json'
 _OURS = ('config.json', _GENERATION, 'model*.safetensors', weight_files.INDEX)
 _MAX_SHARD_BYTES = 5 * 10**9
-_BLOCK_BYTES = 2**23
 
 _Leaf = np.ndarray | jax.Array
 
@@ -146,7 +145,8 @@ def _chunks(
   for (path, outer), group in itertools.groupby(entries, key=row):
     leaf, tensors = _leaf(params, path), list(group)
     axis = len(outer)
-    step = max(1, _BLOCK_BYTES // (4 * math.prod(leaf.shape[axis + 1 :])))
+    row_bytes = 4 * math.prod(leaf.shape[axis + 1 :])
+    step = max(1, weight_files.BLOCK_BYTES // row_bytes)
     if not tensors[0].index:
       (entry,) = tensors
       # Rows of a transposed tensor are columns here.

@@ -260,23 +260,6 @@ class Model:
       self.hidden(params, tokens_BL, lengths_B), params['scalar_head']
     )
 
-  def logprobs_entropy_and_values(
-    self,
-    params: Params,
-    tokens_BL: Array,
-    positions_BM: Array | None = None,
-    lengths_B: Array | None = None,
-    *,
-    temperature: float,
-  ) -> tuple[Array, Array, Array]:
-    """All that a model with both heads says, of one pass.
-
-    Values everywhere, the rest at the positions.
-    """
-    return self.scores(
-      params, tokens_BL, positions_BM, lengths_B, temperature=temperature
-    )[:3]
-
   def _module(self, params: Params) -> transformer.Transformer:
     adapters = {}
     if self.lora is not None:

@@ -31,7 +31,6 @@ from stppo_jax.models import weight_files
 # follow from the config, and the head of a model whose head is its embedding.
 _FREQUENCIES = re.compile(r'\.rotary_emb\.inv_freq$')
 _HEAD = 'lm_head.weight'
-_BLOCK_BYTES = 2**23
 _SHOWN = 3  # mis-shaped tensors in an error
 
 _Index = tuple[slice, ...]
@@ -57,21 +56,19 @@ def read_config(
   """The shape in `config.json`.
 
   Raises:
-    ValueError: no such file, no JSON, a key that it lacks, or an unsupported
-      architecture; one line.
+    ValueError: no such file, no JSON, a key that it lacks or that is not what
+      it may be, or an unsupported architecture; one line that names the file.
   """
   path = pathlib.Path(directory) / 'config.json'
   if not path.is_file():
     raise ValueError(f'no config.json in {directory}')
+  content = weight_files.read_json(path)
   try:
     return model_config.ModelConfig.from_hf(
-      weight_files.read_json(path),
-      dtype=dtype,
-      remat=remat,
-      scan_unroll=scan_unroll,
+      content, dtype=dtype, remat=remat, scan_unroll=scan_unroll
     )
-  except KeyError as error:
-    raise ValueError(f'{path}: lacks the key {error}') from error
+  except ValueError as error:
+    raise ValueError(f'{path}: {error}') from error
 
 
 def check_weights(
@@ -206,15 +203,17 @@ def _place(leaf: _Leaf, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def _blocks(shape: tuple[int, ...], uncut: int) -> Iterator[_Index]:
-  """Cuts a leaf along its first `uncut` axes into blocks of _BLOCK_BYTES."""
+  """Cuts a leaf along its first `uncut` axes into blocks of BLOCK_BYTES."""
   rows = [4 * math.prod(shape[axis + 1 :]) for axis in range(uncut)]
   # The first axis of which a step is small enough, or the last there is.
-  small = (axis for axis, size in enumerate(rows) if size <= _BLOCK_BYTES)
+  small = (
+    axis for axis, size in enumerate(rows) if size <= weight_files.BLOCK_BYTES
+  )
   axis = next(small, uncut - 1)
   if axis < 0:
     yield tuple(slice(0, size) for size in shape)
     return
-  step = max(1, _BLOCK_BYTES // rows[axis])
+  step = max(1, weight_files.BLOCK_BYTES // rows[axis])
   for outer in itertools.product(*map(range, shape[:axis])):
     for start in range(0, shape[axis], step):
       yield (

@@ -17,6 +17,7 @@ from stppo_jax.models import safetensors_file
 
 SINGLE = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
+BLOCK_BYTES = 2**23  # of a leaf in float32, that the host holds at once
 _SHOWN = 3  # names in an error
 
 

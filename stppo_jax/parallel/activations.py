@@ -17,7 +17,7 @@ Array = jax.Array
 Axes = str | tuple[str, ...] | None
 
 ROWS = mesh_lib.BATCH_AXES
-TENSOR = 'tensor'
+TENSOR = mesh_lib.AXES[-1]
 
 
 def constrain(x: Array, mesh: jax.sharding.Mesh | None, *axes: Axes) -> Array:

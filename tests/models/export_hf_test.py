@@ -58,7 +58,7 @@ def test_any_layout_gives_the_same_file(
 ):
   model = _MODELS[name]
   export_hf.export(tmp_path / 'host', model.config, tiny.params(model))
-  monkeypatch.setattr(export_hf, '_BLOCK_BYTES', block_bytes)
+  monkeypatch.setattr(weight_files, 'BLOCK_BYTES', block_bytes)
   export_hf.export(tmp_path / 'mesh', model.config, _placed(model, sizes))
   _same_bits(_tensors(tmp_path / 'mesh'), _tensors(tmp_path / 'host'))
   again = load_hf.read_params(tmp_path / 'mesh', model.config)

@@ -132,8 +132,8 @@ def test_one_pass_of_both_heads_is_the_two_models():
   both = tiny.model('both')
   params = tiny.params(both)
   assert {'lm_head', 'scalar_head'} <= params.keys()
-  logprobs_BL, entropy_BL, values_BL = jax.jit(
-    lambda p: both.logprobs_entropy_and_values(p, _TOKENS, temperature=0.7)
+  logprobs_BL, entropy_BL, values_BL, _ = jax.jit(
+    lambda p: both.scores(p, _TOKENS, temperature=0.7)
   )(params)
   expected = jax.jit(
     lambda p: both.plain.logprobs_and_entropy(p, _TOKENS, temperature=0.7)
