@@ -18,6 +18,9 @@ XLA := XLA_FLAGS="$(XLA_FLAGS) \
 # Huge pages on Linux spare a page fault every 4 KiB of a large CPU buffer;
 # compiled programs are kept for the next run.
 PAGES := GLIBC_TUNABLES=glibc.malloc.hugetlb=1
+# What a step frees waits in the process for the next one, which else would have
+# the system clear it again; for comparing, not for long runs.
+KEPT := $(PAGES):glibc.malloc.arena_max=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184
 FAST := $(PAGES) JAX_COMPILATION_CACHE_DIR=.cache/jax
 
 BIN := $(VENV)/bin
@@ -53,7 +56,8 @@ bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting
 	$(BENCH)/bin/python -m benchmarks.turn_sums $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.policy_loss $(ARGS)
 	$(XLA) $(BENCH)/bin/python -m benchmarks.update $(ARGS)
-	$(PAGES) $(BENCH)/bin/python -m benchmarks.vocabulary $(ARGS)
+	$(KEPT) $(BENCH)/bin/python -m benchmarks.torch_update $(ARGS)
+	$(KEPT) $(BENCH)/bin/python -m benchmarks.vocabulary $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.collect $(ARGS)
 
 # An environment of its own: with torch beside it, transformers is another.

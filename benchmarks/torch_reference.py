@@ -111,3 +111,18 @@ def policy_loss(
   if corrected:
     policy = policy * clipping_bias_scale(token_BL, advantages_BL, mask_BL)
   return policy - ENTROPY_COEFFICIENT * _mean(entropy_BL, mask_BL)
+
+
+def value_loss(
+  values_BL: Tensor,
+  old_values_BL: Tensor,
+  returns_BL: Tensor,
+  mask_BL: Tensor,
+  *,
+  clip: float,
+) -> Tensor:
+  """Half the mean of the larger squared error, of values and clipped ones."""
+  near_BL = old_values_BL + (values_BL - old_values_BL).clamp(-clip, clip)
+  plain_BL = (values_BL - returns_BL).square()
+  clipped_BL = (near_BL - returns_BL).square()
+  return 0.5 * _mean(torch.maximum(plain_BL, clipped_BL), mask_BL)

@@ -8,7 +8,11 @@ import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _PAGE = (_ROOT / 'docs' / 'benchmarks.md').read_text(encoding='utf-8')
-_WITH_TORCH = ('benchmarks.policy_loss', 'benchmarks.vocabulary')
+_WITH_TORCH = (
+  'benchmarks.policy_loss',
+  'benchmarks.torch_update',
+  'benchmarks.vocabulary',
+)
 _MAKEFILE = (_ROOT / 'Makefile').read_text(encoding='utf-8')
 _MODULES = re.findall(r'^\| `python -m (benchmarks\.\w+)` \|', _PAGE, re.M)
 

@@ -1,0 +1,142 @@
+"""Our whole update, as a run does it: policy and value model, state donated.
+
+B trajectories, L tokens, M of which carry loss at most. Weights and numbers of
+the batch are random; some ratios and values are clipped, others are not.
+"""
+
+import dataclasses
+import math
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks import batches
+from configs import quickstart
+from stppo_jax import batch as batch_lib
+from stppo_jax.models import config as model_config
+from stppo_jax.parallel import sharding
+from stppo_jax.rollout import pack
+from stppo_jax.training import assembly
+from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import state as state_lib
+
+ROW = 'token_ppo'
+NUM_TURNS = 4
+_WEIGHT_DECAY = 0.01
+
+
+class Sizes(NamedTuple):
+  """Of both models and the batch; `chunk` is `updates.head_chunk`."""
+
+  vocabulary: int
+  width: int
+  layers: int
+  rows: int
+  length: int
+  chunk: int = 128
+
+  @property
+  def shape(self) -> model_config.ModelConfig:
+    """Of both models; heads are 32 wide, from width 256 on 64."""
+    head_dim = 64 if self.width >= 256 else min(32, self.width // 2)
+    return model_config.ModelConfig(
+      vocab_size=self.vocabulary,
+      hidden_size=self.width,
+      intermediate_size=11 * self.width // 4,
+      num_layers=self.layers,
+      num_heads=self.width // head_dim,
+      num_kv_heads=2,
+      head_dim=head_dim,
+      rope_theta=10000.0,
+      rms_norm_eps=1e-6,
+      qkv_bias=True,
+      tie_embeddings=True,
+      scan_unroll=self.layers,
+    )
+
+  def __str__(self):
+    return (
+      f'{self.width} x {self.layers}, [{self.rows}, {self.length}], '
+      f'{self.vocabulary}'
+    )
+
+
+def run_config(sizes: Sizes):
+  """A run of the quickstart with models and batches of these sizes."""
+  config = quickstart.get_config(ROW)
+  config.model.path = ''
+  config.updates.minibatch_size = sizes.rows
+  config.updates.num_epochs = 1
+  config.updates.head_chunk = sizes.chunk
+  config.rollout.trajectories_per_step = sizes.rows
+  config.env.max_turns = NUM_TURNS - 1
+  for name in ('policy', 'value'):
+    config[f'{name}_optimizer'].update(
+      warmup_updates=0, weight_decay=_WEIGHT_DECAY
+    )
+  return config
+
+
+def random_batch(sizes: Sizes) -> batch_lib.TokenBatch:
+  """Annotated, rows of full length; the old policy is near random weights."""
+  batch, _, _ = batches.token_batch(
+    rows=sizes.rows, length=sizes.length, num_turns=NUM_TURNS
+  )
+  rng = np.random.default_rng(1)
+  shape = batch.tokens_BL.shape
+  normal = lambda: rng.normal(size=shape).astype(np.float32)
+  return batch.replace(
+    tokens_BL=rng.integers(0, sizes.vocabulary, shape).astype(np.int32),
+    loss_positions_BM=pack.loss_positions(batch.loss_mask_BL),
+    old_logprobs_BL=0.2 * normal() - np.float32(math.log(sizes.vocabulary)),
+    values_BL=normal(),
+    returns_BL=normal(),
+    value_mask_BL=batch.loss_mask_BL,
+  )
+
+
+class Trainer:
+  """A learner, its state and a batch, on which it learns again and again.
+
+  Attributes:
+    config: of the run.
+    shape: of both models.
+    batch: on the host.
+    state: of both models; consumed by the next step.
+  """
+
+  def __init__(self, sizes: Sizes):
+    self.config = run_config(sizes)
+    self.shape = sizes.shape
+    self.batch = random_batch(sizes)
+    mesh = assembly.build_mesh(self.config)
+    self._learner = learner_lib.Learner(self.config, self.shape, mesh)
+    self._rows = sharding.batch_sharding(mesh)
+    self._placed = jax.device_put(self.batch, self._rows)
+    self.state = _with_head(self._learner.start())
+
+  def step(self) -> dict[str, float]:
+    """An update of both models; its metrics."""
+    self.state, metrics = self._learner.update_epochs(
+      self.state, self._placed, 0
+    )
+    jax.block_until_ready(self.state)
+    return metrics
+
+  def weights(self) -> tuple[Any, Any]:
+    """Copies on the host of what policy and value model are now."""
+    return jax.tree.map(
+      lambda x: np.array(x), (self.state.policy.params, self.state.value.params)
+    )
+
+
+def _with_head(state: state_lib.TrainState) -> state_lib.TrainState:
+  """With a value head that is not zero: else its layers have no gradient."""
+  head_D1 = state.value.params['scalar_head']
+  drawn_D1 = 0.1 * np.random.default_rng(2).normal(size=head_D1.shape)
+  head_D1 = jax.device_put(drawn_D1.astype(np.float32), head_D1.sharding)
+  params = {**state.value.params, 'scalar_head': head_D1}
+  value = dataclasses.replace(state.value, params=params)
+  return dataclasses.replace(state, value=value)

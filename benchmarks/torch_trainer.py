@@ -1,0 +1,188 @@
+"""The whole update in plain torch: what a user of `transformers` would write.
+
+B trajectories, L tokens, V vocabulary. Policy and value model are Qwen2 of
+`transformers`, attention is torch's `scaled_dot_product_attention`, the scores
+are those of all tokens, then come `clip_grad_norm_` and `AdamW`. All rows are
+full, so no mask is needed: the fastest case of that attention.
+"""
+
+import tempfile
+from typing import Any
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import transformers
+
+from benchmarks import generate_reference
+from benchmarks import measure
+from benchmarks import torch_reference
+from stppo_jax import batch as batch_lib
+from stppo_jax.models import config as model_config
+from stppo_jax.models import export_hf
+
+# Ways of AdamW; which is the fastest depends on the machine.
+FORMS = ('fused', 'foreach')
+
+
+class _Data(NamedTuple):
+  """A batch as torch has it; index l of all but tokens is of token l + 1."""
+
+  tokens_BL: torch.Tensor
+  old_logprobs_BL: torch.Tensor
+  advantages_BL: torch.Tensor
+  mask_BL: torch.Tensor
+  turn_ids_BL: torch.Tensor
+  old_values_BL: torch.Tensor
+  returns_BL: torch.Tensor
+  value_mask_BL: torch.Tensor
+
+  @classmethod
+  def of(cls, batch: batch_lib.TokenBatch) -> '_Data':
+    """The same numbers."""
+    tensor = lambda x: torch.tensor(np.ascontiguousarray(x))
+    return cls(
+      tensor(batch.tokens_BL.astype(np.int64)),
+      tensor(batch.old_logprobs_BL[:, 1:]),
+      tensor(batch.advantages_BL[:, 1:]),
+      tensor(batch.loss_mask_BL[:, 1:]),
+      tensor(batch.turn_ids_BL[:, 1:].astype(np.int64)),
+      tensor(batch.values_BL[:, 1:]),
+      tensor(batch.returns_BL[:, 1:]),
+      tensor(batch.value_mask_BL[:, 1:]),
+    )
+
+
+class Trainer:
+  """Two models, their optimisers and a batch.
+
+  Args:
+    config: of a run: its optimisers and the clipping of values.
+    shape: of both models.
+    weights: of policy and value model, as parameter trees.
+    batch: annotated, rows of full length.
+    compiled: whether the losses go through `torch.compile`.
+    form: of AdamW; one of `FORMS`.
+
+  Attributes:
+    policy, value: modules; the parameters have the names of Hugging Face.
+  """
+
+  def __init__(
+    self,
+    config,
+    shape: model_config.ModelConfig,
+    weights: tuple[Any, Any],
+    batch: batch_lib.TokenBatch,
+    *,
+    compiled: bool,
+    form: str,
+  ):
+    self.policy = _qwen2(shape, weights[0])
+    self.value = torch.nn.Module()
+    self.value.model = _qwen2(shape, weights[1]).model
+    self.value.head = torch.nn.Linear(shape.hidden_size, 1, bias=False)
+    with torch.no_grad():
+      self.value.head.weight.copy_(torch.tensor(weights[1]['scalar_head'].T))
+    self._data = _Data.of(batch)
+    self._value_clip = config.loss.value_clip
+    self._losses = {'policy': self._policy_loss, 'value': self._value_loss}
+    if compiled:
+      self._losses = {
+        name: torch.compile(loss, dynamic=False)
+        for name, loss in self._losses.items()
+      }
+    self._options = {name: config[f'{name}_optimizer'] for name in self._losses}
+    self.use(form)
+
+  def use(self, form: str) -> None:
+    """Starts another form of AdamW, with moments of zero."""
+    self._foreach = form == 'foreach'
+    self._optimizers = {
+      name: torch.optim.AdamW(
+        getattr(self, name).parameters(),
+        lr=options.learning_rate,
+        betas=(options.b1, options.b2),
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        **{form: True},
+      )
+      for name, options in self._options.items()
+    }
+
+  def step(self) -> dict[str, float]:
+    """An update of both models: their losses, and norms before clipping."""
+    found = {}
+    for name, loss_of in self._losses.items():
+      optimizer = self._optimizers[name]
+      optimizer.zero_grad()
+      loss = loss_of(*self._data)
+      loss.backward()
+      norm = torch.nn.utils.clip_grad_norm_(
+        getattr(self, name).parameters(),
+        self._options[name].max_grad_norm,
+        foreach=self._foreach,
+      )
+      optimizer.step()
+      found[f'{name}_loss'] = float(loss.detach())
+      found[f'{name}_norm'] = float(norm)
+    return found
+
+  def moments(self, name: str) -> dict[str, np.ndarray]:
+    """Adam's first moment of each parameter of a model."""
+    state = self._optimizers[name].state
+    return {
+      key: state[parameter]['exp_avg'].numpy()
+      for key, parameter in getattr(self, name).named_parameters()
+    }
+
+  def _policy_loss(self, tokens_BL, old_BL, advantages_BL, mask_BL, ids_BL, *_):
+    scores_BLV = self.policy(tokens_BL, use_cache=False).logits
+    log_all_BLV = torch.log_softmax(scores_BLV, dim=-1)
+    # Rolled and cut afterwards: cutting the scores would copy them.
+    next_BL1 = tokens_BL.roll(-1, 1)[..., None]
+    logprobs_BL = log_all_BLV.gather(-1, next_BL1)[:, :-1, 0]
+    entropy_BL = -(log_all_BLV.exp() * log_all_BLV).sum(-1)[:, :-1]
+    return torch_reference.policy_loss(
+      logprobs_BL,
+      old_BL,
+      advantages_BL,
+      entropy_BL,
+      mask_BL,
+      ids_BL,
+      num_turns=0,
+      turn_means=None,
+      corrected=False,
+    )
+
+  def _value_loss(self, tokens_BL, *others):
+    *_, old_BL, returns_BL, mask_BL = others
+    hidden_BLD = self.value.model(tokens_BL, use_cache=False).last_hidden_state
+    values_BL = self.value.head(hidden_BLD)[:, :-1, 0]
+    return torch_reference.value_loss(
+      values_BL, old_BL, returns_BL, mask_BL, clip=self._value_clip
+    )
+
+
+def use_fastest(trainer: Trainer) -> str:
+  """Gives torch the threads, and the trainer the AdamW, that it is fast with.
+
+  Returns:
+    The form of AdamW.
+  """
+  seconds = {}
+  for form in FORMS:
+    trainer.use(form)
+    if not seconds:  # threads matter to both alike
+      generate_reference.use_fastest_threads(trainer.step)
+    case = measure.Case(lambda _: trainer.step(), lambda: None)
+    seconds[form] = min(measure.once(case)[0] for _ in range(2))
+  return min(seconds, key=seconds.get)
+
+
+def _qwen2(shape: model_config.ModelConfig, params) -> torch.nn.Module:
+  with tempfile.TemporaryDirectory() as directory:
+    export_hf.export(directory, shape, params)
+    return transformers.Qwen2ForCausalLM.from_pretrained(
+      directory, dtype=torch.float32, attn_implementation='sdpa'
+    )

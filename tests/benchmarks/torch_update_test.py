@@ -1,0 +1,66 @@
+"""The whole update against a torch trainer: parity comes before timing."""
+
+import re
+
+import pytest
+
+torch = pytest.importorskip('torch', exc_type=ImportError)
+
+from benchmarks import learners  # noqa: E402
+from benchmarks import torch_reference  # noqa: E402
+from benchmarks import torch_update  # noqa: E402
+
+_TINY = learners.Sizes(vocabulary=64, width=32, layers=1, rows=8, length=40)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+  """Threads that wait for each other in a loop are slow on a busy machine."""
+  count = torch.get_num_threads()
+  torch.set_num_threads(1)
+  yield
+  torch.set_num_threads(count)
+
+
+def test_updates_are_equal_and_stand_beside_torch():
+  told = torch_update.run([_TINY], repeats=2, compiled=False)
+  row = (
+    r'^\| 32 x 1, \[8, 40\], 64 .* \| torch, eager \| \d\.\d+ .*1, f\w+ +\|$'
+  )
+  assert re.search(row, told, re.M)
+  assert told.splitlines()[-1].startswith(('undist', 'NOT A RESULT'))
+
+
+@pytest.mark.parametrize('changed', ['CLIP', 'ENTROPY_COEFFICIENT', 'value'])
+def test_another_update_is_not_timed(monkeypatch, changed):
+  if changed == 'value':
+    value_loss = torch_reference.value_loss
+    monkeypatch.setattr(
+      torch_reference,
+      'value_loss',
+      lambda *arguments, clip: value_loss(*arguments, clip=0.1 * clip),
+    )
+  else:
+    value = getattr(torch_reference, changed)
+    monkeypatch.setattr(torch_reference, changed, 0.1 * value)
+  with pytest.raises(AssertionError):
+    torch_update.Pair(_TINY, compiled=False)
+
+
+def test_other_gradients_are_not_parity():
+  pair = torch_update.Pair(_TINY, compiled=False)
+  theirs = pair._torch('fused', compiled=False)
+  found = theirs.step()
+  check = lambda: torch_update.assert_parity(
+    pair.mine, pair._metrics, theirs, found, pair._before
+  )
+  check()
+  norm = theirs.value.model.norm.weight
+  norm.data += 0.01  # a weight elsewhere
+  with pytest.raises(AssertionError, match='value'):
+    check()
+  norm.data -= 0.01
+  policy = theirs.policy.model.layers[0].self_attn.q_proj.weight
+  theirs._optimizers['policy'].state[policy]['exp_avg'].mul_(1.5)
+  with pytest.raises(AssertionError, match='policy model.layers.0.*q_proj'):
+    check()
