@@ -84,10 +84,11 @@ class Player:
       ),
       slots=slots,
       max_length=MAX_LENGTH,
-      cache_blocks=4,
+      cache_blocks=8,
       sampling=sampler.Sampling(temperature=1.0),
       extend_chunk=64,
       decode_chunk=16,
+      early_exit=0.25,
       lookahead=1,
       deterministic=deterministic,
     )

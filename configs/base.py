@@ -155,6 +155,9 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'deterministic': True,
         'extend_chunk': 64,  # tokens appended to a slot per call
         'decode_chunk': 16,  # tokens decoded between looks from the host
+        # Share of the turns at work after whose end the host looks at once;
+        # without `deterministic` only.
+        'early_exit': 0.25,
         'lookahead': 1,  # chunks started before the last one is looked at
         # Parts of a slot's keys and values; programs read those begun by the
         # longest dialogue at work. More of them compile more programs.

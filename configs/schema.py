@@ -138,6 +138,7 @@ RULES: Mapping[str, Rule] = {
   'rollout.decode_chunk': _POSITIVE,
   'rollout.lookahead': _NOT_NEGATIVE,
   'rollout.cache_blocks': _POSITIVE,
+  'rollout.early_exit': _FRACTION,
   'rollout.extend_chunk': _POSITIVE,
   'rollout.length_bucket': _POSITIVE,
   'rollout.min_valid_fraction': _FRACTION,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,48 +30,85 @@ def attention(
   q_BLQH: Array, k_BKSH: Array, v_BKSH: Array, visible_BLS: Array
 ) -> Array:
   """softmax(q k / √H) v in float32 scores; keys are shared, never repeated."""
-  return over_parts(q_BLQH, [(k_BKSH, v_BKSH, visible_BLS)])
+  weights, total, _ = _weights(q_BLQH, k_BKSH, visible_BLS)
+  # Normalised after the product with v: H divisions a query, not S.
+  mixed = _mixed(weights, v_BKSH)
+  return _by_query(mixed / total.astype(mixed.dtype))
 
 
-def over_parts(
-  q_BLQH: Array, parts: Sequence[tuple[Array, Array, Array]]
-) -> Array:
+class Part(NamedTuple):
+  """Some of the keys that queries look at.
+
+  Attributes:
+    k_BKSH, v_BKSH: keys and values; S of each part its own.
+    visible_BLS: what may be seen; its B and L may be 1.
+    needed: a scalar, False where nothing of it is visible: it is not read.
+  """
+
+  k_BKSH: Array
+  v_BKSH: Array
+  visible_BLS: Array
+  needed: Array | bool
+
+
+def over_parts(q_BLQH: Array, parts: Sequence[Part]) -> Array:
   """Attention to keys that lie apart, as if they followed one another.
 
-  Parts are looked at one by one and added up in order, so that one of which
-  nothing is visible adds an exact zero.
-
-  Args:
-    q_BLQH: queries.
-    parts: keys [B, K, S, H], values and what is visible [B or 1, L or 1, S], S
-      of each part its own.
+  Each part is looked at by itself, and added up in order. One of which a query
+  sees nothing adds an exact zero, so that it makes no difference to a bit of
+  the result whether such a part is read.
   """
-  B, L, Q, H = q_BLQH.shape
-  K = parts[0][0].shape[1]
-  q_BLKGH = q_BLQH.reshape(B, L, K, Q // K, H) * H**-0.5
-  scores = []
-  for k_BKSH, _, visible_BLS in parts:
-    part = jnp.einsum(
-      'blkgh,bksh->bkgls',
-      q_BLKGH,
-      k_BKSH,
-      preferred_element_type=jnp.float32,
-    )
-    scores.append(jnp.where(visible_BLS[:, None, None], part, _MASKED))
-  largest = functools.reduce(
-    jnp.maximum, [jnp.max(x, axis=-1, keepdims=True) for x in scores]
-  )
-  largest = jax.lax.stop_gradient(largest)
+
+  def read(part):
+    weights, total, largest = _weights(q_BLQH, *part[:1], part.visible_BLS)
+    return _mixed(weights, part.v_BKSH), total, largest
+
+  def nothing(part):
+    mixed, total, largest = jax.eval_shape(read, part)
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype)
+    return zeros(mixed), zeros(total), jnp.full_like(zeros(largest), _MASKED)
+
+  # Which are read is known when tracing, or a branch is taken when running.
+  found = [
+    jax.lax.cond(part.needed, read, nothing, part._replace(needed=True))
+    for part in parts
+  ]
+  largest = functools.reduce(jnp.maximum, [x for *_, x in found])
   mixed = total = 0.0
-  # Normalised after the product with v: H divisions a query, not S.
-  for part, (_, v_BKSH, _) in zip(scores, parts):
-    weights = jnp.exp(part - largest)
-    total += jnp.sum(weights, axis=-1, keepdims=True)
-    mixed += jnp.einsum(
-      'bkgls,bksh->bkglh', weights.astype(v_BKSH.dtype), v_BKSH
-    )
-  mixed = mixed / total.astype(mixed.dtype)
-  return mixed.transpose(0, 3, 1, 2, 4).reshape(B, L, Q, H)
+  for part_mixed, part_total, part_largest in found:
+    scale = jnp.exp(part_largest - largest)
+    mixed += part_mixed * scale.astype(part_mixed.dtype)
+    total += part_total * scale
+  return _by_query(mixed / total.astype(mixed.dtype))
+
+
+def _weights(
+  q_BLQH: Array, k_BKSH: Array, visible_BLS: Array
+) -> tuple[Array, Array, Array]:
+  """exp(scores - their largest) [B, K, G, L, S], their sum, and the largest."""
+  B, L, Q, H = q_BLQH.shape
+  K = k_BKSH.shape[1]
+  q_BLKGH = q_BLQH.reshape(B, L, K, Q // K, H)
+  scores = jnp.einsum(
+    'blkgh,bksh->bkgls',
+    q_BLKGH * H**-0.5,
+    k_BKSH,
+    preferred_element_type=jnp.float32,
+  )
+  scores = jnp.where(visible_BLS[:, None, None], scores, _MASKED)
+  largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
+  weights = jnp.exp(scores - largest)
+  return weights, jnp.sum(weights, axis=-1, keepdims=True), largest
+
+
+def _mixed(weights: Array, v_BKSH: Array) -> Array:
+  return jnp.einsum('bkgls,bksh->bkglh', weights.astype(v_BKSH.dtype), v_BKSH)
+
+
+def _by_query(mixed: Array) -> Array:
+  """[B, K, G, L, H] -> [B, L, Q, H]."""
+  B, K, G, L, H = mixed.shape
+  return mixed.transpose(0, 3, 1, 2, 4).reshape(B, L, K * G, H)
 
 
 def whole(

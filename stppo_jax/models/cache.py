@@ -4,11 +4,10 @@ B rows, C tokens read at once, D width, K key/value heads, H head size, S
 positions of a block, N positions of what is recent, E experts that a token
 visits.
 
-A row's keys and values lie in blocks of S positions. Reading goes on from the
-first blocks only, as many as the longest row has begun: a token costs what its
-row is long, not what it may become. Each block is looked at by itself, and one
-that a row has not reached adds nothing at all to it: how many blocks are
-looked at changes no bit of the result.
+A row's keys and values lie in blocks of S positions, of which only the first
+ones are looked at, as many as the longest row has begun: a token costs what its
+row is long, not what it may become. How many are looked at changes no bit of
+the result, see `attention.over_parts`.
 
 What is being read stands beside the blocks (`Recent`) until `store` puts it
 there, so that a loop over tokens never carries the blocks.
@@ -84,6 +83,7 @@ def extend(
   lengths_B: Array,
   recent: Recent,
   first: Array | int,
+  num_blocks: Array | int,
 ) -> tuple[Array, Recent]:
   """Reads tokens; decoding is the case C = 1.
 
@@ -92,11 +92,14 @@ def extend(
     layers: parameters of each layer.
     tokens_BC: a row that has fewer ends with any others: they change nothing
       that stands before them.
-    cache: blocks that hold at least the first lengths_B tokens.
+    cache: all blocks.
     lengths_B: tokens in the cache.
     recent: of the `first` tokens that followed them.
     first: the place of the first new token among the recent ones; the same in
       all rows.
+    num_blocks: the first so many blocks hold all that rows of interest have
+      read. An int leaves the others out of the program; an array is for where
+      a branch is cheap, and spares the compiling of a program for each number.
 
   Returns:
     Hidden states [B, C, D] and what is recent now.
@@ -117,12 +120,15 @@ def extend(
 
     def attend(q, k, v, put=put, blocks=blocks):
       parts = [
-        (*block[:2], _filled(blocks, n, lengths_B))
+        attention.Part(
+          *block[:2], _filled(blocks, n, lengths_B), n < num_blocks
+        )
         for n, block in enumerate(blocks)
       ]
       keys, values = put(k), put(v)
       before_1CN = jnp.arange(keys.shape[2])[None, None] <= at_C[None, :, None]
-      return attention.over_parts(q, [*parts, (keys, values, before_1CN)])
+      parts.append(attention.Part(keys, values, before_1CN, True))
+      return attention.over_parts(q, parts)
 
     x_BCD, routing = nnx.merge(graph, params)(x_BCD, rotation, attend)
     if routing is not None:

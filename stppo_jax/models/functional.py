@@ -151,7 +151,9 @@ class Model:
       'layers': tuple(layer(n) for n in range(self.config.num_layers)),
     }
 
-  def extend(self, params, tokens_BC, cache, lengths_B, recent, first):
+  def extend(
+    self, params, tokens_BC, cache, lengths_B, recent, first, num_blocks
+  ):
     """See `cache.extend`; `params` are those of `by_layer`."""
     graph, abstract = _abstract(self.config, self.head, self.mesh)
     state = jax.tree.map(lambda x: x, abstract)
@@ -171,6 +173,7 @@ class Model:
       lengths_B,
       recent,
       first,
+      num_blocks,
     )
 
   def output_VD(self, params: Params) -> Array:

@@ -20,6 +20,7 @@ from stppo_jax.models import functional
 from stppo_jax.models import precision
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
+from stppo_jax.sampling import decoding
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import slots as slots_lib
 from stppo_jax.sampling import stops
@@ -136,26 +137,26 @@ class Decoder:
       static_argnums=0,
       **by_row,
     )
-    by_row |= {'static_argnames': 'num_blocks'}
+    # A program for each number of blocks, but where branches are cheap.
+    cpu = mesh.devices.flat[0].platform == 'cpu'
+    by_blocks = by_row | {'static_argnames': () if cpu else 'num_blocks'}
     self._extend = jax.jit(
-      functools.partial(slots_lib.extend, model=model),
+      functools.partial(decoding.extend, model=model),
       donate_argnums=1,
-      **by_row,
+      **by_blocks,
     )
-    self._copy = jax.jit(slots_lib.copy, donate_argnums=0, **by_row)
-    del by_row['static_argnames']
+    self._copy = jax.jit(slots_lib.copy, donate_argnums=0, **by_blocks)
     self._repeat = jax.jit(slots_lib.repeat, static_argnums=(1, 2), **by_row)
     self._decode = jax.jit(
       functools.partial(
-        slots_lib.decode,
+        decoding.decode,
         model=model,
         stopped=automaton.stopped,
         sampling=sampling,
         num_tokens=decode_chunk,
       ),
       donate_argnums=1,
-      static_argnames='num_blocks',
-      **by_row,
+      **by_blocks,
     )
     self._expert_ids = None
     if replays:
@@ -204,13 +205,14 @@ class Decoder:
     )
 
   def write(
-    self, writes: Mapping[int, Write], greedy: bool
-  ) -> tuple[list[int | None], slots_lib.Chunk]:
+    self, writes: Mapping[int, Write], greedy: bool, enough: int
+  ) -> tuple[list[int | None], decoding.Chunk]:
     """Lets the policy write in slots; does not wait for it.
 
     Args:
       writes: by slot.
       greedy: take the likeliest token instead of drawing.
+      enough: turns after whose end the chunk ends.
 
     Returns:
       The slot of each of the chunk's rows (None: of none), and the chunk.
@@ -229,6 +231,7 @@ class Decoder:
       *self._send(rows, key_data_A2),
       self._table_SV,
       greedy,
+      enough,
       num_blocks=self._num_blocks(writes.values()),
     )
     return placed, chunk
@@ -260,7 +263,7 @@ class Decoder:
       }
       rows, A = self._at_work(list(now), num_slots)
       places = list(now) if rows is None else range(len(now))
-      appended = slots_lib.Appended(
+      appended = decoding.Appended(
         tokens_AC=np.zeros((A, C), np.int32),
         counts_A=np.zeros(A, np.int32),
         starts_A=np.zeros(A, bool),

@@ -17,6 +17,7 @@ fixed sizes: the same tokens, log-probabilities to rounding.
 import collections
 from collections.abc import Sequence
 import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -58,6 +59,8 @@ class Engine:
     sampling: temperature and truncation.
     extend_chunk: tokens appended per call of `extend`.
     decode_chunk: most tokens written per call of `decode`.
+    early_exit: a call of `decode` ends when so large a share of the turns in it
+      has ended; not where `deterministic`.
     lookahead: chunks that are started before the last one is looked at.
     deterministic: see the module.
     replays: `close` tells where the row's tokens went.
@@ -77,6 +80,7 @@ class Engine:
     sampling: sampler.Sampling,
     extend_chunk: int,
     decode_chunk: int,
+    early_exit: float,
     lookahead: int,
     deterministic: bool,
     replays: bool = False,
@@ -86,6 +90,7 @@ class Engine:
     self.version = 0
     self._lookahead = lookahead
     self._decode_chunk = decode_chunk
+    self._early_exit = early_exit
     self._refills = not deterministic
     self._decoder = decoder_lib.Decoder(
       model,
@@ -312,7 +317,10 @@ class Engine:
       row = self._rows[n]
       length = min(row.length + ahead, self.max_length)
       writes[slot] = decoder_lib.Write(row.key_data, length)
-    slots, chunk = self._decoder.write(writes, self._greedy)
+    enough = len(writes)
+    if self._refills:
+      enough = max(math.ceil(enough * self._early_exit), 1)
+    slots, chunk = self._decoder.write(writes, self._greedy, enough)
     numbers = [None if slot is None else writing[slot] for slot in slots]
     places = [n if n is None else (n, self._rows[n].turn) for n in numbers]
     self._flights.append((places, chunk))

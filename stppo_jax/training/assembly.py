@@ -303,6 +303,7 @@ def build_collector(
       slots=slots,
       extend_chunk=rollout.extend_chunk,
       decode_chunk=rollout.decode_chunk,
+      early_exit=rollout.early_exit,
       lookahead=rollout.lookahead,
       cache_blocks=rollout.cache_blocks,
       deterministic=rollout.deterministic,

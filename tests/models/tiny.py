@@ -47,7 +47,7 @@ def params(model: functional.Model, seed: int = 0, scale: float = 0.4):
   )
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames='num_blocks')
+@functools.partial(jax.jit, static_argnums=0)
 def read_on(
   model: functional.Model,
   params,
@@ -66,10 +66,11 @@ def read_on(
   hidden_BCD, recent = model.extend(
     model.by_layer(params),
     tokens_BC,
-    tuple(blocks[:num_blocks] for blocks in cache),
+    cache,
     lengths_B,
     cache_lib.nothing_recent(model.config, B, C),
     0,
+    len(cache[0]) if num_blocks is None else num_blocks,
   )
   return hidden_BCD, cache_lib.store(cache, recent, lengths_B, counts_B)
 

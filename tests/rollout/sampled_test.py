@@ -56,6 +56,7 @@ def _engine(slots, *, deterministic=True):
     decode_chunk=4,
     lookahead=1,
     cache_blocks=2,
+    early_exit=0.25,
     deterministic=deterministic,
   )
   engine.publish(_PARAMS, 3)

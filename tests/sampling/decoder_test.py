@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from stppo_jax.sampling import decoder as decoder_lib
+from stppo_jax.sampling import decoding
 from stppo_jax.sampling import sampler
-from stppo_jax.sampling import slots as slots_lib
 from stppo_jax.sampling import stops
 from tests.models import tiny
 from tests.sampling import players
@@ -67,8 +67,8 @@ def test_nothing_is_compiled_after_the_warm_up(devices, deterministic):
   # Eight, four, two, one: as many shapes as batches at work have sizes.
   most = 4 if decoder.compacts else 1
   assert sizes['_decode'] == most
-  # Prompts begin with no block, and those of groups are a state of their own.
-  assert most + 1 <= sizes['_extend'] <= 2 * most + 2
+  # Prompts of groups are a state of their own.
+  assert most <= sizes['_extend'] <= most + 1
   polls = 0
   poll = engine.poll
 
@@ -93,7 +93,7 @@ def test_programs_run_on_the_rows_at_work(monkeypatch):
   calls = _spied(engine._decoder, '_decode', monkeypatch)
   _play(engine, 12, 0, 1, 3)
   sizes = set()
-  for _, _, rows_A, key_data_A2, _, _ in calls:
+  for _, _, rows_A, key_data_A2, *_ in calls:
     sizes.add(len(key_data_A2))
     if rows_A is None:
       assert len(key_data_A2) == 8
@@ -175,6 +175,7 @@ def _written(decoder, slots):
     placed, chunk = decoder.write(
       {slot: decoder_lib.Write(np.zeros(2, np.uint32), 40) for slot in slots},
       False,
+      len(slots),
     )
     for place, slot in enumerate(placed):
       count = chunk.counts_A[place]
@@ -253,10 +254,10 @@ def test_all_slots_are_worked_on_in_place(name):
   params, state = _shapes(decoder, slots)
   if name == '_decode':
     keys = np.zeros((slots, 2), np.uint32)
-    args = params, state, None, keys, decoder._table_SV, False
+    args = params, state, None, keys, decoder._table_SV, False, slots
   else:
     zeros = np.zeros(slots, np.int32)
-    told = slots_lib.Appended(
+    told = decoding.Appended(
       np.zeros((slots, C), np.int32), zeros, zeros > 0, zeros > 0, zeros
     )
     args = params, state, None, told

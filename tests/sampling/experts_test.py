@@ -29,6 +29,7 @@ def _engine(**options):
     decode_chunk=3,
     lookahead=1,
     cache_blocks=2,
+    early_exit=0.25,
     **options,
   )
   engine.publish(_PARAMS, 0)

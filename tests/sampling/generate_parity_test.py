@@ -156,6 +156,7 @@ _ENGINES = {
     decode_chunk=5,
     lookahead=1,
     cache_blocks=4,
+    early_exit=0.25,
     deterministic=True,
   ),
   # One wave that all rows fit into, and nothing is started ahead.
@@ -165,6 +166,7 @@ _ENGINES = {
     decode_chunk=16,
     lookahead=0,
     cache_blocks=4,
+    early_exit=0.25,
     deterministic=True,
   ),
   # Slots are refilled, programs run on the rows at work.
@@ -174,6 +176,7 @@ _ENGINES = {
     decode_chunk=3,
     lookahead=2,
     cache_blocks=4,
+    early_exit=0.25,
     deterministic=False,
   ),
 }

@@ -76,6 +76,7 @@ def _local():
     decode_chunk=4,
     lookahead=1,
     cache_blocks=2,
+    early_exit=0.25,
     deterministic=True,
   )
   made.publish(serving.PARAMS, 0)
