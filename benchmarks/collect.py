@@ -10,8 +10,10 @@ is timed and checked again in what is timed; log-probabilities agree to 1e-4.
 Each time is of a whole collection: texts encoded and decoded, queries answered
 on the event loop's thread, rows begun and ended.
 
-`generate`: prompts of 40 to 100 tokens, 1 to 3 searches, observations of 20 to
-64, turns log-normal around 12. The peer calls `transformers` `generate` once a
+`generate`: prompts of 40 to 100 tokens, 1 to 3 searches, observations of 60 to
+125, turns log-normal around 20, at most 64: searching as in the paper's setting
+(500 tokens a turn and an observation at most, 3 searches), at a quarter of its
+lengths. Slots are half of the rows where they are refilled. The peer calls `transformers` `generate` once a
 turn on all rows that still play, from the whole dialogues, and waits for the
 last one; it stops by the ids of the closing tokens, and has one thread or all,
 whatever is faster. `original` knows no stops:
@@ -23,7 +25,7 @@ after 0, 0.2 or 1 s, or log-normal around 0.2 s (sigma 1; the mean is 0.33 s).
 Slots are oversubscribed: those that wait are left out of the batches. `sharing`
 tells what is predicted from the time without latency.
 
-`refill`: turns log-normal around 10 (sigma 1), rows four times the slots: a
+`refill`: turns log-normal around 16 (sigma 1), rows four times the slots: a
 slot is given to the next row at once, against waves, which end with their
 longest dialogue (`deterministic=True`).
 """
@@ -57,11 +59,11 @@ _GOALS = {
 }
 _SIZES = {
   'prompt': dialogues.between(40, 100),
-  'observation': dialogues.between(20, 64),
+  'observation': dialogues.between(60, 125),
   'max_searches': 3,
 }
-_TURNS = dialogues.Shape(turn=dialogues.log_normal(12, 0.6), **_SIZES)
-_UNEVEN = dialogues.Shape(turn=dialogues.log_normal(10, 1.0), **_SIZES)
+_TURNS = dialogues.Shape(turn=dialogues.log_normal(20, 0.6), **_SIZES)
+_UNEVEN = dialogues.Shape(turn=dialogues.log_normal(16, 1.0), **_SIZES)
 _LATENCIES: Mapping[str, Callable[[np.random.Generator], float]] = {
   '0 s': lambda rng: 0.0,
   '0.2 s': lambda rng: 0.2,
@@ -89,7 +91,9 @@ def generate(
     dialogues.scripts(rows, _TURNS, filler=played.filler)
   )
   players: dict[str, Any] = {
-    'refilled': playing.Player(played, loop, slots=rows, deterministic=False),
+    'refilled': playing.Player(
+      played, loop, slots=rows // 2, deterministic=False
+    ),
     'waves': playing.Player(played, loop, slots=rows, deterministic=True),
   }
   ours = players['refilled'].collect(environment)
@@ -247,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     '--widths', nargs='+', choices=playing.WIDTHS, default=['tiny']
   )
   parser.add_argument(
-    '--rows', type=int, default=64, help='of `generate`; others: four times'
+    '--rows', type=int, default=128, help='of `generate`; others: twice'
   )
   parser.add_argument(
     '--no_original', action='store_true', help='it takes by far the longest'
@@ -278,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
           )
         else:
           play = {'latency': latency, 'refill': refill}[name]
-          text = play(played, loop, rows=4 * flags.rows, **sizes)
+          text = play(played, loop, rows=2 * flags.rows, **sizes)
         print(text, flush=True)
 
 

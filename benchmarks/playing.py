@@ -20,7 +20,7 @@ from stppo_jax.sampling import tokenizer as tokenizer_lib
 
 PARITY = 1e-4  # of log-probabilities
 MAX_TURN_TOKENS = 500
-MAX_LENGTH = 576  # the longest: 100 + 4 * 64 + 3 * 64, and a few
+MAX_LENGTH = 736  # the longest: 100 + 4 * 64 + 3 * 125, and a few
 # The quickstart's (with an output matrix of its own), and a wider one.
 WIDTHS = {
   'tiny': {
