@@ -13,10 +13,10 @@ on the event loop's thread, rows begun and ended.
 `generate`: prompts of 40 to 100 tokens, 1 to 3 searches, observations of 60 to
 125, turns log-normal around 20, at most 64: searching as in the paper's setting
 (500 tokens a turn and an observation at most, 3 searches), at a quarter of its
-lengths. Slots are half of the rows where they are refilled. The peer calls `transformers` `generate` once a
-turn on all rows that still play, from the whole dialogues, and waits for the
-last one; it stops by the ids of the closing tokens, and has one thread or all,
-whatever is faster. `original` knows no stops:
+lengths. Slots are half of the rows where they are refilled. The peer calls
+`transformers` `generate` once a turn on all rows that still play, from the
+whole dialogues, and waits for the last one; it stops by the ids of the closing
+tokens, and has one thread or all, whatever is faster. `original` knows no stops:
 it writes 500 tokens, or to the end of sequence, and cuts; what it is slower by
 is removed waste, not speed. No peer waits for a retriever here.
 
