@@ -154,7 +154,7 @@ def build_tokenizer(
   """
   path = config.model.tokenizer_path or config.model.path
   if path:
-    return tokenizer_lib.Tokenizer.load(path)
+    return weights.load_tokenizer(path)
   if config.data.name == 'synthetic_wiki':
     phrases = synthetic_wiki.vocabulary()
     phrases.append(prompts.correction().body)

@@ -25,6 +25,23 @@ def computed_as(config) -> dict[str, Any]:
   }
 
 
+def load_tokenizer(home: str | pathlib.Path) -> tokenizer_lib.Tokenizer:
+  """The tokenizer of a directory.
+
+  Raises:
+    ValueError: it is none; one line that names the directory.
+  """
+  try:
+    return tokenizer_lib.Tokenizer.load(home)
+  except Exception as error:  # a damaged file gives any kind of them
+    if str(home) in str(error):
+      raise
+    told = f'{type(error).__name__}: {" ".join(str(error).split())}'
+    raise ValueError(
+      f'{home}: its tokenizer cannot be read ({told})'
+    ) from error
+
+
 def check(config) -> None:
   """Whether the models' files are whole and fit each other.
 
@@ -39,7 +56,7 @@ def check(config) -> None:
   shape = load_hf.read_config(model.path, **computed_as(config))
   load_hf.check_weights(model.path, shape)
   home = model.tokenizer_path or model.path
-  tokens = tokenizer_lib.Tokenizer.load(home).vocab_size
+  tokens = load_tokenizer(home).vocab_size
   if tokens > shape.vocab_size:
     raise ValueError(
       f'{home}: the tokenizer has {tokens} tokens, the embedding in '

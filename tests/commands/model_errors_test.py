@@ -74,7 +74,27 @@ def _rename(header):
       lambda model: (model / 'tokenizer.json').unlink(),
       'no tokenizer.json in',
     ),
-    (_config(model_type='bert'), "unsupported model_type 'bert'; supported: "),
+    (
+      lambda model: (model / 'tokenizer.json').write_text('{"a": '),
+      'model: its tokenizer cannot be read (JSONDecode',
+    ),
+    (
+      lambda model: (model / 'tokenizer.json').write_text('{"a": 1}'),
+      "model: its tokenizer cannot be read (KeyError: 'added_tokens')",
+    ),
+    (
+      _config(model_type='bert'),
+      "model/config.json: unsupported model_type 'bert'; supported: ",
+    ),
+    (
+      _config(num_attention_heads=0),
+      'model/config.json: num_attention_heads=0: must be an integer greater',
+    ),
+    (
+      _config(rope_scaling='linear'),
+      "model/config.json: rope_scaling='linear': must be an object",
+    ),
+    (_config(model_type=['qwen2']), "model_type=['qwen2']: must be a string"),
     (_config(intermediate_size=7), 'expected (7, 64)'),
     (_config(tie_word_embeddings=False), 'missing tensors lm_head.weight'),
     (_header(_rename), f'missing tensors {_NORM}: expected'),
@@ -101,7 +121,7 @@ def test_a_model_that_does_not_fit_is_one_line_and_2(
   assert __main__.main(['train', *flags, f'--workdir={workdir}']) == 2
   out, err = capsys.readouterr()
   assert out == '' and err.count('\n') == 1
-  assert expected in err and 'Error' not in err
+  assert expected in err and 'Traceback' not in err
   assert not workdir.exists()
 
 
