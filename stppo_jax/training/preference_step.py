@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from stppo_jax.models import functional
 from stppo_jax.models import precision
-from stppo_jax.parallel import sharding
 from stppo_jax.rl import preferences
+from stppo_jax.training import accumulation
 from stppo_jax.training import optimizer as optimizer_lib
 from stppo_jax.training import pairs as pairs_lib
 from stppo_jax.training import state as state_lib
@@ -85,20 +85,10 @@ def update(
 
   def measure(part):
     gradient, loss = jax.grad(total, has_aux=True)(computed, part)
-    gradient = jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
-    return sharding.laid_out(gradient, policy.mesh), loss
+    return (accumulation.summand(gradient, policy.mesh), loss), ()
 
-  def accumulate(sums, part):
-    return jax.tree.map(jnp.add, sums, measure(part)), None
-
-  # Interleaved, so that each device cuts its own pairs.
-  microbatches = jax.tree.map(
-    lambda x: x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1),
-    batch,
-  )
-  shapes = jax.eval_shape(measure, jax.tree.map(lambda x: x[0], microbatches))
-  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-  (gradient, sums), _ = jax.lax.scan(accumulate, zeros, microbatches)
+  microbatches = accumulation.cut(batch, num_microbatches)
+  (gradient, sums), _ = accumulation.summed(measure, microbatches)
   count = jnp.maximum(sums.count, 1)
   gradient, mean = jax.tree.map(lambda x: x / count, (gradient, sums))
   params, optimizer_state, report = optimizer_lib.apply_update(
