@@ -243,7 +243,6 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'batch_size': 64,  # pairs per update; the rate: policy_optimizer
         'microbatch_size': 0,  # pairs per forward; 0 = batch_size
         'num_epochs': 1,  # passes over the pairs
-        'chunk': 128,  # tokens of a row whose scores are held at once
       },
       'evaluate': {
         'every': 50,  # steps; 0 = never; the last step is always evaluated

@@ -239,19 +239,21 @@ class Model:
     params: Params,
     reference: Params,
     tokens_BL: Array,
+    positions_BM: Array | None = None,
+    lengths_B: Array | None = None,
     *,
     temperature: float,
-    chunk: int,
   ) -> tuple[Array, Array, Array]:
     """A policy beside its reference; see `heads.token_divergence`."""
     return heads.token_divergence(
-      self.hidden(params, tokens_BL),
+      self.hidden(params, tokens_BL, lengths_B),
       self.output_VD(params),
-      self.hidden(reference, tokens_BL),
+      self.hidden(reference, tokens_BL, lengths_B),
       self.output_VD(reference),
       tokens_BL,
+      positions_BM,
       temperature=temperature,
-      chunk=chunk,
+      chunk=self.chunk,
       mesh=self.mesh,
     )
 

@@ -114,7 +114,6 @@ class _Run:
         optimizer=optimizer,
         name=options.name,
         temperature=config.rollout.temperature,
-        chunk=options.chunk,
         num_microbatches=size // (options.microbatch_size or size),
       ),
       donate_argnums=0,

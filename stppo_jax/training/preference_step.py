@@ -32,7 +32,6 @@ def update(
   optimizer: optimizer_lib.Optimizer,
   name: str,
   temperature: float,
-  chunk: int,
   num_microbatches: int,
 ) -> tuple[state_lib.ModelState, dict[str, Array]]:
   """One optimiser step on the mean loss of the pairs.
@@ -52,7 +51,6 @@ def update(
     optimizer: from `optimizer.build_optimizer`.
     name: of the loss.
     temperature: of sampling.
-    chunk: tokens of a row whose scores are held at once.
     num_microbatches: static; divides the pairs.
 
   Returns:
@@ -61,12 +59,14 @@ def update(
 
   def total(params, part):
     # Rows are 0's preferred, 0's dispreferred, 1's ...: each device its own.
+    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), part)
     found = policy.divergence(
       state_lib.whole(policy, frozen, params),
       reference,
-      part.tokens_P2L.reshape(-1, part.tokens_P2L.shape[2]),
+      rows.tokens_P2L,
+      rows.loss_positions_P2M,
+      rows.lengths_P2,
       temperature=temperature,
-      chunk=chunk,
     )
     loss = preferences.preference_loss(
       *(x_BL.reshape(part.tokens_P2L.shape) for x_BL in found),

@@ -1,5 +1,6 @@
 """The divergence of two policies: its twin, its gradient, and its memory."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -159,12 +160,11 @@ def test_the_scores_of_a_batch_are_never_held():
 
 
 def test_a_model_is_that_far_from_another():
-  model = tiny.model()
+  model = dataclasses.replace(tiny.model(), chunk=4)
   params, reference = tiny.params(model, 1), tiny.params(model, 2)
   tokens = np.random.default_rng(0).integers(0, 11, (2, 8)).astype(np.int32)
-  found = jax.jit(
-    functools.partial(model.divergence, temperature=0.7, chunk=4)
-  )(params, reference, tokens)
+  divergence = jax.jit(functools.partial(model.divergence, temperature=0.7))
+  found = divergence(params, reference, tokens)
   hidden = lambda params: tiny.hidden(model)(params, tokens)
   expected = _jitted(0.7, 64)(
     hidden(params),
@@ -176,3 +176,10 @@ def test_a_model_is_that_far_from_another():
   for x, e in zip(found, expected, strict=True):
     np.testing.assert_allclose(x, e, rtol=1e-5, atol=1e-5)
   assert np.all(found[2][:, 1:] > 0)
+  # Asked of some tokens only, the others are 0.
+  positions = np.array([[2, 5, 8], [7, 8, 9]], np.int32)
+  few = divergence(params, reference, tokens, positions)
+  asked = np.zeros(tokens.shape, bool)
+  asked[[0, 0, 1], [2, 5, 7]] = True
+  for x, e in zip(few, expected, strict=True):
+    np.testing.assert_allclose(x, np.where(asked, e, 0), rtol=1e-5, atol=1e-5)
