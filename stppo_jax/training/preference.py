@@ -187,8 +187,10 @@ class _Run:
 
   def _finish(self) -> None:
     policy = self._workdir / 'policy'
-    whole = state_lib.whole(self._trained, self._frozen, self._state.params)
-    params = jax.jit(self._trained.merged)(whole)
+    params = self._state.params
+    if self._frozen is not None:
+      whole = state_lib.whole(self._trained, self._frozen, params)
+      params = jax.jit(self._trained.merged)(whole)
     weights_lib.export(
       self._config, policy, self._policy, params, self._tokenizer
     )
