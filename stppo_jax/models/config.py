@@ -24,8 +24,12 @@ ARCHITECTURES: Mapping[str, _Architecture] = {
   'qwen3_moe': _Architecture('Qwen3MoeForCausalLM', False, True, True),
 }
 
-# Fields of a `ModelConfig` that are kept for the export and change no number.
-FOR_EXPORT = ('max_position_embeddings', 'router_aux_loss_coef')
+# Fields of a `ModelConfig` that are kept for the export and change no number;
+# those that choose a program; and those of the one or the other kind of MLP.
+_FOR_EXPORT = ('max_position_embeddings', 'router_aux_loss_coef')
+_PROGRAM = ('dtype', 'remat', 'scan_unroll', 'attention', 'moe')
+_OF_DENSE = ('intermediate_size',)
+_OF_EXPERTS = ('num_experts_per_tok', 'moe_intermediate_size', 'norm_topk_prob')
 
 # Fields of each kind of rope scaling, beside the kind.
 _ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -278,6 +282,16 @@ class ModelConfig:
         'mlp_only_layers': [],
       }
     return hf
+
+
+def compared(config: ModelConfig) -> tuple[str, ...]:
+  """Names of the fields in which a model of the same function is equal."""
+  others = _OF_DENSE if config.num_experts else _OF_EXPERTS
+  return tuple(
+    field.name
+    for field in dataclasses.fields(config)
+    if field.name not in _FOR_EXPORT + _PROGRAM + others
+  )
 
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
