@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument('--rows', type=int, default=4)
   parser.add_argument('--length', type=int, default=512)
   parser.add_argument(
-    '--chunk', type=int, default=32, help='tokens of a row scored at once'
+    '--chunk', type=int, default=128, help='tokens scored at once'
   )
   parser.add_argument('--repeats', type=int, default=7)
   parser.add_argument(

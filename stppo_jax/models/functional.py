@@ -65,8 +65,8 @@ class Model:
       One that does not divide the model is a ValueError, see `division`.
     lora: of adapters, which parameters may then have. Those without are still
       welcome: they are the base alone.
-    chunk: tokens of a row whose scores over the vocabulary are held at once;
-      0 = all.
+    chunk: tokens of a device whose scores over the vocabulary are held at
+      once; 0 = all.
   """
 
   config: model_config.ModelConfig

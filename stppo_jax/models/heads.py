@@ -38,7 +38,7 @@ def token_logprobs_and_entropy(
     positions_BM: int32, distinct l of the tokens asked for; what is not in
       1..L - 1 is none. None: all tokens.
     temperature: of the distribution.
-    chunk: asked-for tokens of each row at a time; 0 = all.
+    chunk: asked-for tokens of a device at a time; 0 = all.
     mesh: that the arrays are laid out on; None: one device.
 
   Returns:

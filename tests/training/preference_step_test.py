@@ -21,7 +21,7 @@ P, L = 8, 12
 _FAILED = 6  # the pair whose dispreferred trajectory has no token
 _VALID = P - 1
 BETA, ALPHA, TEMPERATURE = 0.4, 0.6, 0.8
-_POLICY = dataclasses.replace(updates.sums().policy, chunk=5)
+_POLICY = dataclasses.replace(updates.sums().policy, chunk=40)
 _NAMES = ('tdpo1', 'tdpo2')
 
 
