@@ -29,7 +29,7 @@ RUNTIME := $(VENV)/.installed-runtime
 TESTING := $(VENV)/.installed-testing
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow lint docs lock
+.PHONY: help quickstart test test-slow test-torch lint docs bench lock
 
 help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) \
@@ -44,6 +44,12 @@ test: $(TESTING)  ## all tests but the slow ones
 
 test-slow: $(TESTING)  ## the slow tests
 	$(BIN)/python -m pytest -q -m slow tests
+
+# Without torch its tests would be skipped: then this fails.
+test-torch: $(BENCH)/.installed  ## the tests that compare with torch
+	$(BENCH)/bin/python -c 'import torch'
+	$(BENCH)/bin/python -m pytest -q -n $(JOBS) -m 'torch and not slow' \
+	  tests $(ARGS)
 
 lint: $(TESTING)  ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -61,10 +67,11 @@ bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting
 	$(BENCH)/bin/python -m benchmarks.collect $(ARGS)
 
 # An environment of its own: with torch beside it, transformers is another.
-$(BENCH)/.installed: requirements.txt benchmarks/requirements.txt
+$(BENCH)/.installed: requirements-test.txt benchmarks/requirements.txt
 	$(PYTHON) -m venv $(BENCH)
 	$(BENCH)/bin/python -m pip install --quiet \
-	  --requirement requirements.txt --requirement benchmarks/requirements.txt
+	  --requirement requirements-test.txt \
+	  --requirement benchmarks/requirements.txt
 	@touch $@
 
 $(BIN)/python:

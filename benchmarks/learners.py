@@ -35,7 +35,7 @@ class Sizes(NamedTuple):
   layers: int
   rows: int
   length: int
-  chunk: int = 128
+  chunk: int = 8192
 
   @property
   def shape(self) -> model_config.ModelConfig:

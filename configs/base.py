@@ -176,9 +176,10 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'minibatch_size': 256,  # trajectories per optimiser step
         'num_epochs': 1,  # passes over one collected batch
         'microbatch_size': 0,  # trajectories per forward; 0 = minibatch
-        # Tokens of a row whose scores over the vocabulary are held at once,
-        # and computed again in the backward; 0 = all, which are then kept.
-        'head_chunk': 128,
+        # Tokens of a device whose scores over the vocabulary are held at once,
+        # at least one of each row: 4 bytes x words x tokens, a few times. They
+        # are computed again in the backward; 0 = all.
+        'head_chunk': 4096,
         # What of a layer is kept for the backward pass: all; all products;
         # those with weights, not attention's; its input.
         'remat': 'none',  # none | all_dots | dots | full
@@ -243,7 +244,6 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'batch_size': 64,  # pairs per update; the rate: policy_optimizer
         'microbatch_size': 0,  # pairs per forward; 0 = batch_size
         'num_epochs': 1,  # passes over the pairs
-        'chunk': 128,  # tokens of a row whose scores are held at once
       },
       'evaluate': {
         'every': 50,  # steps; 0 = never; the last step is always evaluated

@@ -45,6 +45,7 @@ def get_config(row: str = 'st_ppo'):
   config.rollout.length_bucket = 32
   config.updates.minibatch_size = 64
   config.updates.num_epochs = 2
+  config.updates.head_chunk = 8192  # all: few words, and a loop takes time
   config.policy_optimizer.update(
     learning_rate=2.5e-4, warmup_updates=20, weight_decay=0.0
   )

@@ -170,7 +170,6 @@ RULES: Mapping[str, Rule] = {
   'preference.batch_size': _POSITIVE,
   'preference.microbatch_size': _NOT_NEGATIVE,
   'preference.num_epochs': _POSITIVE,
-  'preference.chunk': _POSITIVE,
   'evaluate.every': _NOT_NEGATIVE,
   'evaluate.num_questions': _POSITIVE,
   'evaluate.batch_size': _POSITIVE,

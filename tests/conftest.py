@@ -16,6 +16,9 @@ os.environ['JAX_NUM_CPU_DEVICES'] = str(_NUM_DEVICES)
 # Threads of XLA's pool. A collective holds one per device until all have come:
 # with no more threads than devices, two programs in flight can starve it.
 os.environ['NPROC'] = str(4 * _NUM_DEVICES)
+# Of torch: threads that wait for each other in a loop are slow on a busy
+# machine.
+os.environ['OMP_NUM_THREADS'] = '1'
 # Compiled programs outlive a run of the tests, also in their subprocesses.
 os.environ['JAX_COMPILATION_CACHE_DIR'] = str(_ROOT / '.cache' / 'jax')
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'

@@ -110,6 +110,24 @@ def test_the_tree_is_clean():
   assert not found, '\n'.join(found)
 
 
+def test_what_needs_torch_is_marked():
+  """`make test-torch` runs the marked ones."""
+  found = []
+  for path in sorted((_ROOT / 'tests').rglob('*_test.py')):
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding='utf-8'))))
+    skips = [
+      node
+      for node in nodes
+      if isinstance(node, ast.Call)
+      and _last_name(node.func) == 'importorskip'
+      and node.args[0].value == 'torch'
+    ]
+    names = [_names(node) for node in nodes if isinstance(node, ast.Attribute)]
+    if len(skips) != names.count({'pytest', 'mark', 'torch'}):
+      found.append(str(path.relative_to(_ROOT)))
+  assert not found
+
+
 def test_files_are_small_and_named_by_a_noun():
   found = []
   for path in _files():

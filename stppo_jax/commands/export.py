@@ -1,9 +1,11 @@
 """Export the policy of a run to a directory that transformers and vLLM load.
 
 python -m stppo_jax export --workdir=RUN --out=DIR [--step=N]
-    [--dtype=float32|bfloat16]
+    [--dtype=float32|bfloat16] [--model=SOURCE]
 
-The newest valid checkpoint, or that of step N. DIR gets config.json, the
+The newest valid checkpoint, or that of step N. SOURCE is the directory that
+the run was started from, where it has moved since; nothing else that the run
+needed must be there. DIR gets config.json, the
 tokenizer, and model.safetensors, or several files with their index; it is
 replaced whole, or left as it was. The run may be alive.
 """
@@ -17,8 +19,21 @@ from ml_collections import config_dict
 from configs import schema
 from stppo_jax.commands import configuration
 
-_DTYPES = ('float32', 'bfloat16')
-_FLAGS = ('workdir', 'out', 'step', 'dtype')
+_DTYPES = ('float32', 'bfloat16')  # keys of `export_hf.DTYPES`
+_FLAGS = ('workdir', 'out', 'step', 'dtype', 'model')
+# Of a run's keys, those that an export reads, by how they begin.
+_READ = (
+  'algorithm',
+  'env.max_turns',
+  'loss.',
+  'model.',
+  'policy_optimizer.',
+  'rollout.',
+  'seed',
+  'sft.before_training',
+  'updates.',
+  'value_optimizer.',
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
   if flags.get('workdir'):
     try:
       config = _recorded(pathlib.Path(flags['workdir']))
-      errors += [f'config.{line}' for line in schema.check(config)]
+      errors += _check(config, flags.get('model'))
     except (OSError, ValueError) as error:
       errors.append(f'--workdir={flags["workdir"]}: {error}')
   if errors:
@@ -53,6 +68,33 @@ def main(argv: Sequence[str]) -> int:
   )
 
 
+def _check(config: config_dict.ConfigDict, model: str | None) -> list[str]:
+  """What an export could not do with a recorded config, a line each.
+
+  What it does not read is set to what needs no file and no device.
+  """
+  with config.model.ignore_type():
+    if model is not None:
+      config.model.path = model
+    config.model.reference_path = ''
+    config.model.reference_memory = 'device'
+    config.model.attention = 'auto'
+  told = schema.check(config)
+  errors = [line for line in told if line.startswith(_READ)]
+  if not errors and not (
+    config.model.path
+    or config.model.tokenizer_path
+    or config.sft.before_training
+  ):
+    # The tokenizer was made from the data, and will be made again.
+    errors = [line for line in told if line.startswith('data.')]
+  hint = '' if model else '; if it has moved: --model=DIR'
+  return [
+    f'config.{line}{hint if line.startswith("model.path=") else ""}'
+    for line in errors
+  ]
+
+
 def _recorded(workdir: pathlib.Path) -> config_dict.ConfigDict:
   """The config that a run was started with.
 
@@ -66,7 +108,9 @@ def _recorded(workdir: pathlib.Path) -> config_dict.ConfigDict:
     content = json.loads(path.read_text(encoding='utf-8'))
   except ValueError as error:
     raise ValueError(f'config.json is not JSON: {error}') from error
-  if not isinstance(content, dict) or 'algorithm' not in content:
+  if not isinstance(content, dict) or not (
+    'algorithm' in content and isinstance(content.get('model'), dict)
+  ):
     raise ValueError('config.json is not the record of a run')
   if 'batch_sha256' in content:
     raise ValueError("a run of prefer: its policy is in the folder's policy/")

@@ -29,7 +29,8 @@ class Options(NamedTuple):
 
   Attributes:
     temperature: divides the scores.
-    chunk: tokens of a row whose scores are held at once; 0 = all.
+    chunk: tokens of a device whose scores are held at once, one of each of its
+      rows at the least; 0 = all.
     mesh: that the arrays are laid out on; None: one device.
   """
 
@@ -261,14 +262,17 @@ class _Layout(NamedTuple):
 def _over_chunks(step, carry, parts, chunk: int):
   """Scans `step` over chunks [N, ...] of parts [B, M, ...].
 
-  No loop for a single one. The last is filled up with zeros: no token.
+  No loop for a single one. All have one size, the smallest that does not make
+  them more; the last is filled up with zeros: no token.
 
   Returns:
     The last carry, and what `step` gave about tokens, [B, M, ...].
   """
   rows, size = parts[0].shape[:2]
-  count = max(-(-size // chunk), 1) if chunk else 1
-  length = chunk if count > 1 else size
+  count = 1
+  if chunk and size:
+    count = math.ceil(size / max(chunk // rows, 1))
+  length = math.ceil(size / count)
 
   def cut(x_BM):
     """[n, N, ...]"""

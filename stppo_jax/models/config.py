@@ -5,6 +5,8 @@ import dataclasses
 from typing import Any
 from typing import NamedTuple
 
+from stppo_jax.models import hf_fields
+
 
 class _Architecture(NamedTuple):
   """What tells a network from the others, and the class it is there."""
@@ -22,20 +24,12 @@ ARCHITECTURES: Mapping[str, _Architecture] = {
   'qwen3_moe': _Architecture('Qwen3MoeForCausalLM', False, True, True),
 }
 
-# What a `config.json` may ask for; null and a missing key always pass.
-_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
-  'hidden_act': ('silu',),
-  'attention_bias': (False,),
-  'mlp_bias': (False,),
-  'use_sliding_window': (False,),
-  'partial_rotary_factor': (1.0,),
-  'decoder_sparse_step': (1,),
-  'mlp_only_layers': ([],),
-  'quantization_config': (None,),
-}
-
-# Fields of a `ModelConfig` that are kept for the export and change no number.
-FOR_EXPORT = ('max_position_embeddings', 'router_aux_loss_coef')
+# Fields of a `ModelConfig` that are kept for the export and change no number;
+# those that choose a program; and those of the one or the other kind of MLP.
+_FOR_EXPORT = ('max_position_embeddings', 'router_aux_loss_coef')
+_PROGRAM = ('dtype', 'remat', 'scan_unroll', 'attention', 'moe')
+_OF_DENSE = ('intermediate_size',)
+_OF_EXPERTS = ('num_experts_per_tok', 'moe_intermediate_size', 'norm_topk_prob')
 
 # Fields of each kind of rope scaling, beside the kind.
 _ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -122,8 +116,8 @@ class ModelConfig:
     rope_scaling: None for positions as they are.
     max_position_embeddings: tokens the model was made for; for the export.
     dtype: of the activations; weights are stored in float32.
-    remat: 'none' keeps every activation for the backward pass, 'full'
-      recomputes each layer.
+    remat: what of a layer is kept for the backward pass; a key of
+      `remat.POLICIES`.
     scan_unroll: layers per iteration of the scan; more compiles longer and,
       for small models on CPU, runs faster.
     attention: how whole sequences attend; a key of `attention.WHOLE`.
@@ -161,8 +155,10 @@ class ModelConfig:
         f'num_heads={self.num_heads} must be a multiple of '
         f'num_kv_heads={self.num_kv_heads}'
       )
-    if self.head_dim % 2:
-      raise ValueError(f'head_dim={self.head_dim} must be even')
+    if self.head_dim <= 0 or self.head_dim % 2:
+      raise ValueError(
+        f'head_dim={self.head_dim} must be even and greater than 0'
+      )
     if self.num_experts:
       if not 0 < self.num_experts_per_tok <= self.num_experts:
         raise ValueError(
@@ -205,35 +201,36 @@ class ModelConfig:
 
     Raises:
       ValueError: an architecture that is not in `ARCHITECTURES`, options of it
-        that are not implemented, or a key that is missing; one line.
+        that are not implemented, a key that is missing, or one that is not
+        what it may be; one line.
     """
+    hf_fields.check(hf)
     kind = hf.get('model_type')
     if kind not in ARCHITECTURES:
       raise ValueError(
         f'unsupported model_type {kind!r}; supported: '
         + ', '.join(ARCHITECTURES)
       )
-    _refuse(hf)
     architecture = ARCHITECTURES[kind]
-    hidden_size = _needed(hf, 'hidden_size')
-    heads = _needed(hf, 'num_attention_heads')
+    hidden_size = hf_fields.needed(hf, 'hidden_size')
+    heads = hf_fields.needed(hf, 'num_attention_heads')
     # Qwen3 is the one whose heads are not a share of the width by default.
     head_dim = 128 if kind == 'qwen3' else hidden_size // heads
     rope_theta, rope_scaling = _rope(hf)
     experts = {}
     if architecture.experts:
       experts = {
-        'num_experts': _needed(hf, 'num_experts', 'num_local_experts'),
-        'num_experts_per_tok': _needed(hf, 'num_experts_per_tok'),
-        'moe_intermediate_size': _needed(hf, 'moe_intermediate_size'),
+        'num_experts': hf_fields.needed(hf, 'num_experts', 'num_local_experts'),
+        'num_experts_per_tok': hf_fields.needed(hf, 'num_experts_per_tok'),
+        'moe_intermediate_size': hf_fields.needed(hf, 'moe_intermediate_size'),
         'norm_topk_prob': hf.get('norm_topk_prob', False),
         'router_aux_loss_coef': hf.get('router_aux_loss_coef', 0.001),
       }
     return cls(
-      vocab_size=_needed(hf, 'vocab_size'),
+      vocab_size=hf_fields.needed(hf, 'vocab_size'),
       hidden_size=hidden_size,
-      intermediate_size=_needed(hf, 'intermediate_size'),
-      num_layers=_needed(hf, 'num_hidden_layers'),
+      intermediate_size=hf_fields.needed(hf, 'intermediate_size'),
+      num_layers=hf_fields.needed(hf, 'num_hidden_layers'),
       num_heads=heads,
       num_kv_heads=hf.get('num_key_value_heads') or heads,
       head_dim=hf.get('head_dim') or head_dim,
@@ -287,38 +284,21 @@ class ModelConfig:
     return hf
 
 
-def _needed(hf: Mapping[str, Any], *names: str) -> Any:
-  """The value under the first of the names that has one."""
-  for name in names:
-    if hf.get(name) is not None:
-      return hf[name]
-  raise ValueError(f'config.json lacks {" or ".join(names)}')
-
-
-def _refuse(hf: Mapping[str, Any]) -> None:
-  """Raises ValueError on an option that is not implemented."""
-  for key, values in _SUPPORTED.items():
-    value = hf.get(key)
-    if value is not None and value not in values:
-      raise ValueError(
-        f'config.json: {key}={value!r} is not supported; supported: '
-        + ', '.join(map(repr, values))
-      )
-  others = set(hf.get('layer_types') or ()) - {'full_attention'}
-  if others:
-    raise ValueError(
-      f'config.json: layer_types {", ".join(sorted(others))} are not '
-      'supported; supported: full_attention'
-    )
+def compared(config: ModelConfig) -> tuple[str, ...]:
+  """Names of the fields in which a model of the same function is equal."""
+  others = _OF_DENSE if config.num_experts else _OF_EXPERTS
+  return tuple(
+    field.name
+    for field in dataclasses.fields(config)
+    if field.name not in _FOR_EXPORT + _PROGRAM + others
+  )
 
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
   """Base and scaling, from either of the two ways to write them."""
-  rope = hf.get('rope_scaling') or hf.get('rope_parameters') or {}
-  rope = rope.get('full_attention', rope)  # written by kind of layer
+  rope = hf_fields.rope(hf)
   theta = rope.get('rope_theta') or hf.get('rope_theta') or 10000.0
   kind = rope.get('rope_type') or rope.get('type') or 'default'
-  _refuse({'partial_rotary_factor': rope.get('partial_rotary_factor')})
   if kind == 'default':
     return float(theta), None
   made_for = {

@@ -65,8 +65,8 @@ class Model:
       One that does not divide the model is a ValueError, see `division`.
     lora: of adapters, which parameters may then have. Those without are still
       welcome: they are the base alone.
-    chunk: tokens of a row whose scores over the vocabulary are held at once;
-      0 = all.
+    chunk: tokens of a device whose scores over the vocabulary are held at
+      once; 0 = all.
   """
 
   config: model_config.ModelConfig
@@ -239,19 +239,21 @@ class Model:
     params: Params,
     reference: Params,
     tokens_BL: Array,
+    positions_BM: Array | None = None,
+    lengths_B: Array | None = None,
     *,
     temperature: float,
-    chunk: int,
   ) -> tuple[Array, Array, Array]:
     """A policy beside its reference; see `heads.token_divergence`."""
     return heads.token_divergence(
-      self.hidden(params, tokens_BL),
+      self.hidden(params, tokens_BL, lengths_B),
       self.output_VD(params),
-      self.hidden(reference, tokens_BL),
+      self.hidden(reference, tokens_BL, lengths_B),
       self.output_VD(reference),
       tokens_BL,
+      positions_BM,
       temperature=temperature,
-      chunk=chunk,
+      chunk=self.chunk,
       mesh=self.mesh,
     )
 

@@ -38,7 +38,7 @@ def token_logprobs_and_entropy(
     positions_BM: int32, distinct l of the tokens asked for; what is not in
       1..L - 1 is none. None: all tokens.
     temperature: of the distribution.
-    chunk: asked-for tokens of each row at a time; 0 = all.
+    chunk: asked-for tokens of a device at a time; 0 = all.
     mesh: that the arrays are laid out on; None: one device.
 
   Returns:
@@ -95,8 +95,12 @@ def token_divergence(
 
 def token_values(hidden_BLD: Array, scalar_D1: Array) -> Array:
   """values_BL float32: V before token l is known; 0 at the first token."""
-  product = hidden_BLD[:, :-1] @ scalar_D1.astype(hidden_BLD.dtype)
-  return _shifted(product[..., 0].astype(jnp.float32))
+  values_BL1 = jnp.matmul(
+    hidden_BLD[:, :-1],
+    scalar_D1.astype(hidden_BLD.dtype),
+    preferred_element_type=jnp.float32,
+  )
+  return _shifted(values_BL1[..., 0])
 
 
 def _shifted(about_next: Array) -> Array:

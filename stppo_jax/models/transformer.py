@@ -184,14 +184,14 @@ class Transformer(nnx.Module):
       [B, X] summed over the layers. None without experts.
     """
     L = tokens_BL.shape[1]
-    positions_BL = jnp.broadcast_to(jnp.arange(L), tokens_BL.shape)
-    rotation = rotary.rotation(self.config, positions_BL)
+    positions_1L = jnp.arange(L)[None]
+    rotation = rotary.rotation(self.config, positions_1L)
     attend = attention.whole(self.config.attention, L, lengths_B, self.mesh)
     graph, stacked = nnx.split(self.layers)
 
     mask_BL = None
     if lengths_B is not None:
-      mask_BL = positions_BL < lengths_B[:, None]
+      mask_BL = positions_1L < lengths_B[:, None]
     given_NBLE = None
     if expert_ids_BLNE is not None:
       given_NBLE = jnp.moveaxis(expert_ids_BLNE, 2, 0)
@@ -222,5 +222,31 @@ class Transformer(nnx.Module):
     embedding_VD = activations.constrain(
       self.embedding[...], self.mesh, activations.TENSOR
     )
-    x_BLD = embedding_VD[tokens_BL].astype(self.config.dtype)
+    x_BLD = _looked_up(embedding_VD, tokens_BL).astype(self.config.dtype)
     return activations.constrain(x_BLD, self.mesh, activations.ROWS)
+
+
+@jax.custom_vjp
+def _looked_up(table_VD: Array, tokens_BL: Array) -> Array:
+  """Rows of the table. Their gradients add up in float32.
+
+  The gradient of an index adds them one by one in the dtype of the table: in
+  bfloat16 the row of a frequent token soon is too large to grow.
+  """
+  return table_VD[tokens_BL]
+
+
+def _looked_up_forward(table_VD, tokens_BL):
+  # Of the table only kind and shape are kept.
+  kind = jnp.zeros((0, *table_VD.shape), table_VD.dtype)
+  return table_VD[tokens_BL], (kind, tokens_BL)
+
+
+def _looked_up_backward(kept, gradient_BLD):
+  kind, tokens_BL = kept
+  sums_VD = jnp.zeros(kind.shape[1:], jnp.float32)
+  sums_VD = sums_VD.at[tokens_BL].add(gradient_BLD.astype(jnp.float32))
+  return sums_VD.astype(kind.dtype), None
+
+
+_looked_up.defvjp(_looked_up_forward, _looked_up_backward)

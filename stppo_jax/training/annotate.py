@@ -2,20 +2,25 @@
 
 B trajectories, L tokens. Log-probabilities of the old policy and of the
 reference, values, the KL penalty, advantages and returns: one jitted function
-over the whole collected batch, so that whitening is over all of it.
+over the whole collected batch, so that whitening is over all of it. Only models
+see it in parts: one of them holds no more rows than in an update.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.models import functional
+from stppo_jax.models import precision
 from stppo_jax.rl import advantages as advantages_lib
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics
 from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import masking
 from stppo_jax.rl import mismatch_metrics
+from stppo_jax.training import accumulation
 from stppo_jax.training import scoring
 from stppo_jax.training import state as state_lib
 
@@ -33,6 +38,7 @@ def annotate(
   value: functional.Model | None,
   temperature: float,
   num_turns: int,
+  microbatch_size: int = 0,
   routing_replay: str = 'nowhere',
 ) -> tuple[batch_lib.TokenBatch, dict[str, Array]]:
   """Fills the second block of a batch.
@@ -51,6 +57,8 @@ def annotate(
       none.
     temperature: of sampling.
     num_turns: static, the most turns of a row.
+    microbatch_size: static, rows that a model sees at once; divides B, or is at
+      least B. 0: all.
     routing_replay: static, whose experts the updates visit: 'nowhere' (their
       own choice), 'trainer' (the old policy's) or 'sampler' (those of the
       batch, which then the old policy visits too).
@@ -63,42 +71,43 @@ def annotate(
     divergence from the reference, values, returns and advantages.
   """
   mask_BL = batch.loss_mask_BL
-  current = scoring.score(
-    state,
-    batch.tokens_BL,
-    batch.loss_positions_BM,
-    batch.lengths_B,
-    batch.expert_ids_BLNE,
-    policy=policy,
-    value=value,
-    temperature=temperature,
-  )
-  logprobs = lambda model, params: model.logprobs_and_entropy(
-    params,
-    batch.tokens_BL,
-    batch.loss_positions_BM,
-    batch.lengths_B,
-    temperature=temperature,
-  )[0]
-  values_BL, sampled = current.values_BL, current
-  if old is not None:
-    sampled = policy.scores(
-      state_lib.whole(policy, state.frozen, old),
+  _check_routing(batch, policy, routing_replay)
+  # Once, not in every part: what travels has the size of the activations'.
+  dtype = policy.config.dtype
+  state = scoring.computed(state, dtype)
+  reference, old = precision.computed((reference, old), dtype)
+  reference = state.frozen if reference is None else reference
+  said = accumulation.each(
+    lambda part: _ask(
+      part,
+      state,
+      reference,
+      old,
+      policy=policy,
+      value=value,
+      temperature=temperature,
+      routing_replay=routing_replay,
+    ),
+    _Asked(
       batch.tokens_BL,
       batch.loss_positions_BM,
       batch.lengths_B,
       batch.expert_ids_BLNE,
-      temperature=temperature,
-    )
-  batch = _with_routing(batch, sampled.routing, routing_replay)
-  old_BL = sampled.logprobs_BL
-  if reference is None:
-    reference = state.frozen
-  ref_BL = logprobs(policy.plain, reference)
-  old_BL, ref_BL = (masking.select(x_BL, mask_BL) for x_BL in (old_BL, ref_BL))
-  batch = batch.replace(
-    old_logprobs_BL=old_BL, ref_logprobs_BL=ref_BL, values_BL=values_BL
+    ),
+    max(len(batch.lengths_B) // microbatch_size, 1) if microbatch_size else 1,
   )
+  values_BL = said.values_BL
+  old_BL, ref_BL = (
+    masking.select(x_BL, mask_BL) for x_BL in (said.old_BL, said.ref_BL)
+  )
+  batch = batch.replace(
+    old_logprobs_BL=old_BL,
+    ref_logprobs_BL=ref_BL,
+    values_BL=values_BL,
+    expert_visits_BX=said.expert_visits_BX,
+  )
+  if routing_replay == 'trainer':
+    batch = batch.replace(expert_ids_BLNE=said.expert_ids_BLNE)
   kl_BL = kl_lib.kl_estimate(
     old_BL, ref_BL, mask_BL, estimator=algorithm.kl.estimator
   )
@@ -139,8 +148,70 @@ def annotate(
   return batch, metrics
 
 
-def _with_routing(batch, routing, routing_replay) -> batch_lib.TokenBatch:
-  """The batch with what updates must know of the old policy's routing."""
+class _Asked(NamedTuple):
+  """What models are asked about, see `TokenBatch`."""
+
+  tokens_BL: Array
+  positions_BM: Array | None
+  lengths_B: Array
+  expert_ids_BLNE: Array | None
+
+
+class _Said(NamedTuple):
+  """What they say: old policy, reference, value model, the old one's routers.
+
+  The experts are None unless updates shall visit them.
+  """
+
+  old_BL: Array
+  ref_BL: Array
+  values_BL: Array | None
+  expert_visits_BX: Array | None
+  expert_ids_BLNE: Array | None
+
+
+def _ask(
+  part: _Asked,
+  state,
+  reference,
+  old,
+  *,
+  policy,
+  value,
+  temperature,
+  routing_replay,
+) -> _Said:
+  """All models about some rows; see `annotate`."""
+  scores = scoring.score(
+    state, *part, policy=policy, value=value, temperature=temperature
+  )
+  values_BL = scores.values_BL
+  if old is not None:
+    scores = policy.scores(
+      state_lib.whole(policy, state.frozen, old),
+      *part,
+      temperature=temperature,
+    )
+  ref_BL, _ = policy.plain.logprobs_and_entropy(
+    reference,
+    part.tokens_BL,
+    part.positions_BM,
+    part.lengths_B,
+    temperature=temperature,
+  )
+  visits_BX = expert_ids_BLNE = None
+  if scores.routing is not None:
+    visits_BX = scores.routing.visits_BX
+  if routing_replay == 'trainer':
+    # As those of a sampler come: no model has more experts than that.
+    expert_ids_BLNE = scores.routing.expert_ids.astype(jnp.int16)
+  return _Said(
+    scores.logprobs_BL, ref_BL, values_BL, visits_BX, expert_ids_BLNE
+  )
+
+
+def _check_routing(batch, policy, routing_replay) -> None:
+  """Raises ValueError where no experts are known that could be replayed."""
   given = batch.expert_ids_BLNE is not None
   if (routing_replay == 'sampler') != given:
     state = 'have' if given else 'lack'
@@ -148,10 +219,5 @@ def _with_routing(batch, routing, routing_replay) -> batch_lib.TokenBatch:
       f'routing_replay={routing_replay}: the trajectories {state} the experts '
       'that the sampler chose'
     )
-  if routing is None:
-    if routing_replay != 'nowhere':
-      raise ValueError(f'routing_replay={routing_replay}: there are no experts')
-    return batch
-  if routing_replay == 'trainer':
-    batch = batch.replace(expert_ids_BLNE=routing.expert_ids)
-  return batch.replace(expert_visits_BX=routing.visits_BX)
+  if routing_replay != 'nowhere' and not policy.config.num_experts:
+    raise ValueError(f'routing_replay={routing_replay}: there are no experts')

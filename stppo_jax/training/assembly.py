@@ -6,7 +6,6 @@ Only `training` and `commands` know configs; everything below takes numbers.
 from collections.abc import Iterator
 import contextlib
 import dataclasses
-import math
 import pathlib
 
 import jax
@@ -19,7 +18,6 @@ from stppo_jax.envs import search
 from stppo_jax.models import attention
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
-from stppo_jax.models import load_hf
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.retrieval import client
 from stppo_jax.retrieval import server
@@ -102,20 +100,17 @@ def build_demonstrations(
 
 
 @contextlib.contextmanager
-def build_surroundings(config) -> Iterator[Surroundings]:
+def build_surroundings(
+  config, questions: questions_lib.Questions
+) -> Iterator[Surroundings]:
   """Starts the event loop and, without a URL, a retrieval server of our own.
 
-  What can be wrong with the config, its files and the devices is found out
-  before anybody is waited for.
-
   Raises:
-    Misconfigured: see `check`.
+    Misconfigured: passages that cannot be read.
     RetrieverUnreachable: nobody answers within retrieval.start_grace.
   """
   with misconfigured():
-    questions = build_questions(config)
     passages = questions.passages()
-    check(config, questions)
   with contextlib.ExitStack() as stack:
     loop = stack.enter_context(event_loop.EventLoop())
     url = config.retrieval.url
@@ -154,7 +149,7 @@ def build_tokenizer(
   """
   path = config.model.tokenizer_path or config.model.path
   if path:
-    return tokenizer_lib.Tokenizer.load(path)
+    return weights.load_tokenizer(path)
   if config.data.name == 'synthetic_wiki':
     phrases = synthetic_wiki.vocabulary()
     phrases.append(prompts.correction().body)
@@ -183,18 +178,7 @@ def build_model_config(
     ValueError: no model of ours, a `model.attention` that does not run here, or
       a replay of experts that are not there.
   """
-  model, runtime = config.model, weights.computed_as(config)
-  if model.path:
-    shape = load_hf.read_config(model.path, **runtime)
-  else:
-    sizes = {
-      field.name: model[field.name]
-      for field in dataclasses.fields(model_config.ModelConfig)
-      if field.name in model and field.name not in runtime
-    }
-    shape = model_config.ModelConfig(
-      vocab_size=tokenizer.vocab_size, **sizes, **runtime
-    )
+  model, shape = config.model, weights.shape(config, tokenizer)
   attends = attention.choose(
     model.attention,
     dtype=shape.dtype,
@@ -217,54 +201,6 @@ def build_mesh(config, *, local: bool = False) -> jax.sharding.Mesh:
     return mesh_lib.make_mesh(data=-1, fsdp=1, tensor=1, devices=devices)
   axes = config.mesh
   return mesh_lib.make_mesh(data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor)
-
-
-def check(config, questions: questions_lib.Questions) -> None:
-  """Whether devices, model files and questions suffice.
-
-  Raises:
-    ValueError: they do not; a line each.
-  """
-  if jax.process_count() != 1:
-    raise ValueError(
-      f'{jax.process_count()} processes: runs of several are not supported'
-    )
-  weights.check(config)
-  mesh = build_mesh(config)
-  check_rows(config, mesh)
-  cut = mesh.shape['fsdp'] * mesh.shape['tensor'] > 1
-  if config.model.path or cut or config.model.attention != 'auto':
-    shape = build_model_config(config, build_tokenizer(config, questions))
-    functional.Model(shape, 'vocabulary', mesh)  # refuses what it cannot cut
-  rollout = config.rollout
-  questions.train(
-    0,
-    rollout.trajectories_per_step // rollout.group_size,
-    further=rollout.resample_rounds,
-  )
-  questions.evaluation(config.evaluate.num_questions)
-
-
-def check_rows(config, mesh: jax.sharding.Mesh) -> None:
-  """Whether the mesh divides every number of rows, or a ValueError."""
-  shards = math.prod(mesh.shape[axis] for axis in mesh_lib.BATCH_AXES)
-  updates = config.updates
-  sizes = {
-    'rollout.trajectories_per_step': config.rollout.trajectories_per_step,
-    'rollout.slots': config.rollout.slots,
-    'updates.minibatch_size': updates.minibatch_size,
-    'updates.microbatch_size': updates.microbatch_size,
-    'evaluate.batch_size': config.evaluate.batch_size,
-    'sft.batch_size': config.sft.batch_size,
-  }
-  lines = [
-    f'{key}={size}: must be a multiple of the {shards} devices of the '
-    'axes data and fsdp'
-    for key, size in sizes.items()
-    if size % shards
-  ]
-  if lines:
-    raise ValueError('\n'.join(lines))
 
 
 def build_collector(

@@ -6,7 +6,7 @@ import pathlib
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint
 from stppo_jax.training import evaluation
-from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import parts as parts_lib
 from stppo_jax.training import run_record
 from stppo_jax.training import saved
 
@@ -26,11 +26,10 @@ def evaluate(config, workdir: str | pathlib.Path) -> int:
   if not workdir.is_dir():
     raise assembly.Misconfigured(f'--workdir={workdir}: no such folder')
   config = run_record.with_start(config, workdir)
-  with assembly.build_surroundings(config) as surroundings:
+  parts = parts_lib.build(config)
+  learner = parts.learner
+  with assembly.build_surroundings(config, parts.questions) as surroundings:
     with assembly.misconfigured():
-      tokenizer = assembly.build_tokenizer(config, surroundings.questions)
-      shape = assembly.build_model_config(config, tokenizer)
-      learner = learner_lib.Learner(config, shape, assembly.build_mesh(config))
       state = learner.start()
     with contextlib.closing(
       checkpoint.Checkpointer(workdir, read_only=True)
@@ -38,7 +37,7 @@ def evaluate(config, workdir: str | pathlib.Path) -> int:
       found = saved.newest(checkpoints, learner, state)
     done, state = found[:2] if found else (0, state)
     evaluator = evaluation.Evaluator(
-      config, surroundings, tokenizer, learner.policy
+      config, surroundings, parts.tokenizer, learner.policy
     )
     scores, _ = evaluator.run(learner.playable(state))
     for name, score in sorted(scores.items()):

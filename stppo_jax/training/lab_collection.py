@@ -26,6 +26,7 @@ from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint
 from stppo_jax.training import collection
 from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import parts as parts_lib
 from stppo_jax.training import run_record
 from stppo_jax.training import saved
 from stppo_jax.training import state as state_lib
@@ -54,12 +55,10 @@ def collect(
     Exceptions with an `exit_code`, see `loop.train`.
   """
   config = _with_start(config, workdir)
-  with assembly.build_surroundings(config) as surroundings:
+  parts = parts_lib.build(_one_epoch(config))
+  tokenizer, learner = parts.tokenizer, parts.learner
+  with assembly.build_surroundings(config, parts.questions) as surroundings:
     with assembly.misconfigured():
-      tokenizer = assembly.build_tokenizer(config, surroundings.questions)
-      shape = assembly.build_model_config(config, tokenizer)
-      mesh = assembly.build_mesh(config)
-      learner = learner_lib.Learner(_one_epoch(config), shape, mesh)
       state = learner.start()
       reference = learner.reference()
       collector, engine = assembly.build_collector(

@@ -88,6 +88,7 @@ class Learner:
     )
     updates = config.updates
     rows = updates.minibatch_size
+    at_once = updates.microbatch_size or rows
     temperature = config.rollout.temperature
     num_turns = config.env.max_turns + 1
     self._score = jax.jit(
@@ -98,6 +99,7 @@ class Learner:
         annotate_lib.annotate,
         temperature=temperature,
         num_turns=num_turns,
+        microbatch_size=at_once,
         routing_replay=updates.routing_replay,
         **models,
       ),
@@ -110,7 +112,7 @@ class Learner:
         value_optimizer=self._optimizers['value'],
         temperature=temperature,
         num_turns=num_turns,
-        num_microbatches=rows // (updates.microbatch_size or rows),
+        num_microbatches=rows // at_once,
       ),
       donate_argnums=0,
       # Pinned: left to the compiler, an updated state would lie elsewhere than

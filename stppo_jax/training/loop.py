@@ -31,7 +31,7 @@ from stppo_jax.training import checkpoint
 from stppo_jax.training import collection
 from stppo_jax.training import evaluation
 from stppo_jax.training import interruption
-from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import parts as parts_lib
 from stppo_jax.training import run_record
 from stppo_jax.training import saved
 from stppo_jax.training import timing
@@ -58,14 +58,17 @@ def train(config, workdir: str | pathlib.Path) -> int:
     try:
       # All that a start leaves is whole, or made anew by the next one.
       with interrupt.abandonable():
+        parts = parts_lib.build(config)  # before anything is written
         with assembly.misconfigured():
-          weights.check(config)  # before anything is written
           run_record.settle(config.to_dict(), workdir)
-        surroundings = stack.enter_context(assembly.build_surroundings(config))
-        run_record.make_start(config, workdir, surroundings)
-        run = _Run(
-          run_record.with_start(config, workdir), workdir, surroundings
+        surroundings = stack.enter_context(
+          assembly.build_surroundings(config, parts.questions)
         )
+        run_record.make_start(config, workdir, surroundings)
+        started = run_record.with_start(config, workdir)
+        if started is not config:
+          parts = parts_lib.build(started)
+        run = _Run(started, workdir, parts, surroundings)
         stack.callback(run.close)
         run.resume()
     except interruption.Interrupted:
@@ -77,15 +80,19 @@ def train(config, workdir: str | pathlib.Path) -> int:
 class _Run:
   """The parts of one run, and what a step does with them."""
 
-  def __init__(self, config, workdir, surroundings: assembly.Surroundings):
+  def __init__(
+    self,
+    config,
+    workdir,
+    parts: parts_lib.Parts,
+    surroundings: assembly.Surroundings,
+  ):
     self._config = config
     self._workdir = workdir
     self._surroundings = surroundings
+    self._tokenizer = parts.tokenizer
+    self._learner = parts.learner
     with assembly.misconfigured():
-      self._tokenizer = assembly.build_tokenizer(config, surroundings.questions)
-      shape = assembly.build_model_config(config, self._tokenizer)
-      mesh = assembly.build_mesh(config)
-      self._learner = learner_lib.Learner(config, shape, mesh)
       self._state = self._learner.start()
       self._reference = self._learner.reference()
       self._sentences = assembly.build_sentences(config, self._tokenizer)
@@ -102,7 +109,7 @@ class _Run:
       trajectories=config.writer.trajectories,
     )
     with assembly.misconfigured():
-      self._ahead = self._build_ahead(mesh)
+      self._ahead = self._build_ahead(self._learner.mesh)
     self._evaluates = config.evaluate.every > 0 and bool(
       surroundings.questions.evaluation(config.evaluate.num_questions)
     )

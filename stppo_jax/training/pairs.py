@@ -1,6 +1,7 @@
 """Pairs of trajectories from a file of collected ones.
 
-B trajectories, P pairs, 2 = (preferred, dispreferred), L tokens.
+B trajectories, P pairs, 2 = (preferred, dispreferred), L tokens, M of them to
+be trained on.
 """
 
 import hashlib
@@ -11,6 +12,8 @@ import zipfile
 import zlib
 
 import numpy as np
+
+from stppo_jax.rollout import pack
 
 # Of a `TokenBatch`: the name says the axes. The kinds are those of numpy.
 _NEEDED = {
@@ -28,10 +31,29 @@ class Pairs(NamedTuple):
     tokens_P2L: int32, 0 behind the last token of the loss mask.
     loss_mask_P2L: bool, tokens of the policy to be trained on; all false in
       the pairs that only fill up a batch.
+    loss_positions_P2M: int32, where the mask is true; see
+      `pack.loss_positions`.
+    lengths_P2: int32, tokens up to the last of the loss mask.
   """
 
   tokens_P2L: np.ndarray
   loss_mask_P2L: np.ndarray
+  loss_positions_P2M: np.ndarray
+  lengths_P2: np.ndarray
+
+
+def packed(tokens_P2L: np.ndarray, loss_mask_P2L: np.ndarray) -> Pairs:
+  """The pairs with what follows from the mask; tokens behind it become 0."""
+  length = loss_mask_P2L.shape[2]
+  positions_BM = pack.loss_positions(loss_mask_P2L.reshape(-1, length))
+  # True up to the last token of the mask: nothing behind it has a say.
+  read_P2L = np.flip(np.logical_or.accumulate(np.flip(loss_mask_P2L, 2), 2), 2)
+  return Pairs(
+    np.where(read_P2L, tokens_P2L, 0).astype(np.int32),
+    loss_mask_P2L,
+    positions_BM.reshape(*loss_mask_P2L.shape[:2], -1),
+    read_P2L.sum(axis=2, dtype=np.int32),
+  )
 
 
 def read(path: str | pathlib.Path) -> tuple[Pairs, str]:
@@ -99,19 +121,17 @@ def pairs(
       'no pair: no group_ids_B has two rows of unequal total reward'
     )
   rows_P2 = np.array(chosen)
-  mask_P2L = mask_BL[rows_P2]
-  # True up to the last token of the mask: nothing behind it has a say.
-  read_P2L = np.flip(np.logical_or.accumulate(np.flip(mask_P2L, 2), 2), 2)
-  tokens_P2L = np.where(read_P2L, tokens_BL[rows_P2], 0)
-  return Pairs(tokens_P2L.astype(np.int32), mask_P2L)
+  return packed(tokens_BL[rows_P2], mask_BL[rows_P2])
 
 
 def resized(whole: Pairs, *, bucket: int) -> Pairs:
   """The shortest L that holds every token and is a multiple of `bucket`."""
-  longest = int(np.flatnonzero(whole.loss_mask_P2L.any(axis=(0, 1)))[-1]) + 1
-  size = -(-longest // bucket) * bucket
+  size = -(-int(whole.lengths_P2.max()) // bucket) * bucket
   padding = ((0, 0), (0, 0), (0, max(size - whole.tokens_P2L.shape[2], 0)))
-  return Pairs(*(np.pad(x, padding)[:, :, :size] for x in whole))
+  return packed(
+    np.pad(whole.tokens_P2L, padding)[:, :, :size],
+    np.pad(whole.loss_mask_P2L, padding)[:, :, :size],
+  )
 
 
 def minibatch(whole: Pairs, number: int, *, size: int, seed: int) -> Pairs:
@@ -130,8 +150,8 @@ def minibatch(whole: Pairs, number: int, *, size: int, seed: int) -> Pairs:
   epoch, place = divmod(number, updates_per_epoch(count, size))
   order = np.random.default_rng((seed, epoch)).permutation(count)
   rows = order[place * size : (place + 1) * size]
-  padding = ((0, size - len(rows)), (0, 0), (0, 0))
-  return Pairs(*(np.pad(x[rows], padding) for x in whole))
+  fill = lambda x: np.zeros((size - len(rows), *x.shape[1:]), x.dtype)
+  return Pairs(*(np.concatenate([x[rows], fill(x)]) for x in whole))
 
 
 def updates_per_epoch(count: int, size: int) -> int:

@@ -18,6 +18,7 @@ from stppo_jax import batch as batch_lib
 from stppo_jax.parallel import program
 from stppo_jax.training import assembly
 from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import parts as parts_lib
 
 Tree = Any
 
@@ -76,7 +77,7 @@ def make(
   """
   with assembly.misconfigured():
     mesh = assembly.build_mesh(config)
-    assembly.check_rows(config, mesh)
+    parts_lib.check_rows(config, mesh)
     tokenizer = None
     if not config.model.path:
       questions = assembly.build_questions(config)

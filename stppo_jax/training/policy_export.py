@@ -31,8 +31,10 @@ def export(
 ) -> int:
   """Writes the policy of a checkpoint; prints the step it is of.
 
-  Reads the policy's weights alone, onto all devices, whatever the mesh of the
-  run was. Changes nothing in `workdir`, so that the run may be alive.
+  Reads the policy's weights alone, onto as many devices as can share them,
+  whatever the mesh of the run was. Of the model's directory it reads shape and
+  tokenizer, and under adapters the weights. Changes nothing in `workdir`, so
+  that the run may be alive.
 
   Args:
     config: of the run.
@@ -53,12 +55,11 @@ def export(
   with assembly.misconfigured():
     config = run_record.with_start(config, pathlib.Path(workdir))
     _check_out(out)
-    weights.check(config)
     path = config.model.path or config.model.tokenizer_path
     questions = None if path else assembly.build_questions(config)
     tokenizer = assembly.build_tokenizer(config, questions)
     shape = assembly.build_model_config(config, tokenizer)
-    mesh = mesh_lib.make_mesh(data=1, fsdp=len(jax.devices()), tensor=1)
+    mesh = _mesh(shape.hidden_size)
     learner = learner_lib.Learner(config, shape, mesh)
   checkpointer = checkpoint.Checkpointer(workdir, read_only=True)
   steps = checkpointer.steps()
@@ -81,6 +82,13 @@ def export(
     raise ExportFailed(f'{out}: {error}') from error
   print(f'{out}: the policy after step {done}, {dtype}')
   return 0
+
+
+def _mesh(hidden_size: int) -> jax.sharding.Mesh:
+  """The most devices that divide the width, all along the axis fsdp."""
+  devices = jax.devices()
+  most = max(n for n in range(1, len(devices) + 1) if hidden_size % n == 0)
+  return mesh_lib.make_mesh(data=1, fsdp=-1, tensor=1, devices=devices[:most])
 
 
 def _check_out(out: pathlib.Path) -> None:

@@ -36,6 +36,13 @@ from stppo_jax.training import weights as weights_lib
 from stppo_jax.training import writer as writer_lib
 
 _ADAM = ('b1', 'b2', 'eps')
+# Keys that speak of models and are not used here: what they may be all the
+# same, which is how it is done here, and the default.
+_UNUSED = {
+  'model.reference_memory': ('device',),
+  'updates.routing_replay': ('nowhere',),
+  'loss.load_balance_coefficient': (0.0, 0.001),
+}
 
 
 def prefer(
@@ -80,21 +87,25 @@ class _Run:
     self._workdir = workdir
     options = config.preference
     with assembly.misconfigured():
-      weights_lib.check(config)
-      whole, digest = pairs_lib.read(file)
+      _check_used(config)
       self._tokenizer = assembly.build_tokenizer(
         config, assembly.build_questions(config)
       )
+      weights_lib.check(config, self._tokenizer)
+      whole, digest = pairs_lib.read(file)
       shape = assembly.build_model_config(config, self._tokenizer)
       mesh = assembly.build_mesh(config)
       _check(config, whole, shape, mesh, file)
-      # Resumed with other pairs, it would be a run that no command describes.
-      run_record.settle({**config.to_dict(), 'batch_sha256': digest}, workdir)
       models = roles.build(config, shape, mesh, uses_values=False)
       self._trained = models['policy']
       self._policy = self._trained.plain
       optimizer, self._numbers = _optimizer(config)
-      start, layout = _start(config, self._trained, optimizer, mesh)
+      make, layout = _fresh(config, self._trained, optimizer, mesh)
+      # Resumed with other pairs, it would be a run that no command describes.
+      run_record.settle({**config.to_dict(), 'batch_sha256': digest}, workdir)
+      start = make(
+        weights_lib.initial(config, config.model.path, self._policy, mesh)
+      )
       self._state, self._frozen = start.policy, start.frozen
       # Under adapters the base is the reference.
       self._reference = self._frozen
@@ -114,7 +125,6 @@ class _Run:
         optimizer=optimizer,
         name=options.name,
         temperature=config.rollout.temperature,
-        chunk=options.chunk,
         num_microbatches=size // (options.microbatch_size or size),
       ),
       donate_argnums=0,
@@ -188,8 +198,10 @@ class _Run:
 
   def _finish(self) -> None:
     policy = self._workdir / 'policy'
-    whole = state_lib.whole(self._trained, self._frozen, self._state.params)
-    params = jax.jit(self._trained.merged)(whole)
+    params = self._state.params
+    if self._frozen is not None:
+      whole = state_lib.whole(self._trained, self._frozen, params)
+      params = jax.jit(self._trained.merged)(whole)
     weights_lib.export(
       self._config, policy, self._policy, params, self._tokenizer
     )
@@ -210,9 +222,8 @@ def _optimizer(config):
   }
 
 
-def _start(config, policy: functional.Model, optimizer, mesh):
-  """The state before the first update, and the layout of its leaves."""
-  params = weights_lib.initial(config, config.model.path, policy.plain, mesh)
+def _fresh(config, policy: functional.Model, optimizer, mesh):
+  """From weights to the state before the first update, and its layout."""
   key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
   make = functools.partial(
     state_lib.fresh,
@@ -222,9 +233,23 @@ def _start(config, policy: functional.Model, optimizer, mesh):
     policy_optimizer=optimizer,
     value_optimizer=optimizer,
   )
-  layout = sharding.param_shardings(jax.eval_shape(make, params), mesh)
-  make = jax.jit(make, donate_argnums=0, out_shardings=layout)
-  return make(params), layout
+  weights = jax.eval_shape(policy.plain.init, key)
+  layout = sharding.param_shardings(jax.eval_shape(make, weights), mesh)
+  return jax.jit(make, donate_argnums=0, out_shardings=layout), layout
+
+
+def _check_used(config) -> None:
+  """Raises ValueError where a key asks for what is not done here."""
+  lines = []
+  for key, done in _UNUSED.items():
+    block, name = key.split('.')
+    if config[block][name] not in done:
+      lines.append(
+        f'{key}={config[block][name]}: must be '
+        f'{" or ".join(map(str, done))} for prefer, which does not use it'
+      )
+  if lines:
+    raise ValueError('\n'.join(lines))
 
 
 def _check(config, whole, shape, mesh, file) -> None:

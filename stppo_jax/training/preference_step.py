@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from stppo_jax.models import functional
 from stppo_jax.models import precision
-from stppo_jax.parallel import sharding
 from stppo_jax.rl import preferences
+from stppo_jax.training import accumulation
 from stppo_jax.training import optimizer as optimizer_lib
 from stppo_jax.training import pairs as pairs_lib
 from stppo_jax.training import state as state_lib
@@ -32,7 +32,6 @@ def update(
   optimizer: optimizer_lib.Optimizer,
   name: str,
   temperature: float,
-  chunk: int,
   num_microbatches: int,
 ) -> tuple[state_lib.ModelState, dict[str, Array]]:
   """One optimiser step on the mean loss of the pairs.
@@ -52,7 +51,6 @@ def update(
     optimizer: from `optimizer.build_optimizer`.
     name: of the loss.
     temperature: of sampling.
-    chunk: tokens of a row whose scores are held at once.
     num_microbatches: static; divides the pairs.
 
   Returns:
@@ -61,12 +59,14 @@ def update(
 
   def total(params, part):
     # Rows are 0's preferred, 0's dispreferred, 1's ...: each device its own.
+    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), part)
     found = policy.divergence(
       state_lib.whole(policy, frozen, params),
       reference,
-      part.tokens_P2L.reshape(-1, part.tokens_P2L.shape[2]),
+      rows.tokens_P2L,
+      rows.loss_positions_P2M,
+      rows.lengths_P2,
       temperature=temperature,
-      chunk=chunk,
     )
     loss = preferences.preference_loss(
       *(x_BL.reshape(part.tokens_P2L.shape) for x_BL in found),
@@ -85,20 +85,10 @@ def update(
 
   def measure(part):
     gradient, loss = jax.grad(total, has_aux=True)(computed, part)
-    gradient = jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
-    return sharding.laid_out(gradient, policy.mesh), loss
+    return (accumulation.summand(gradient, policy.mesh), loss), ()
 
-  def accumulate(sums, part):
-    return jax.tree.map(jnp.add, sums, measure(part)), None
-
-  # Interleaved, so that each device cuts its own pairs.
-  microbatches = jax.tree.map(
-    lambda x: x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1),
-    batch,
-  )
-  shapes = jax.eval_shape(measure, jax.tree.map(lambda x: x[0], microbatches))
-  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-  (gradient, sums), _ = jax.lax.scan(accumulate, zeros, microbatches)
+  microbatches = accumulation.cut(batch, num_microbatches)
+  (gradient, sums), _ = accumulation.summed(measure, microbatches)
   count = jnp.maximum(sums.count, 1)
   gradient, mean = jax.tree.map(lambda x: x / count, (gradient, sums))
   params, optimizer_state, report = optimizer_lib.apply_update(

@@ -9,9 +9,30 @@ import functools
 import jax
 
 from stppo_jax.models import functional
+from stppo_jax.models import precision
 from stppo_jax.training import state as state_lib
 
 Array = jax.Array
+
+
+def computed(state: state_lib.TrainState, dtype: str) -> state_lib.TrainState:
+  """A state's weights, and no more, as they are computed with.
+
+  See `precision.computed`. Called before `score`, the casts are made once, not
+  for each part of the rows.
+  """
+
+  def cast(model):
+    if model is None:
+      return None
+    params = precision.computed(model.params, dtype)
+    return state_lib.ModelState(params, optimizer=None, updates=None)
+
+  return state_lib.TrainState(
+    cast(state.policy),
+    cast(state.value),
+    frozen=precision.computed(state.frozen, dtype),
+  )
 
 
 def score(

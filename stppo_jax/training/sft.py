@@ -20,6 +20,7 @@ from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import assembly
 from stppo_jax.training import evaluation
 from stppo_jax.training import optimizer as optimizer_lib
+from stppo_jax.training import parts as parts_lib
 from stppo_jax.training import weights as weights_lib
 
 Array = jax.Array
@@ -35,7 +36,8 @@ def run(config, workdir: str | pathlib.Path) -> int:
   Returns:
     The exit code.
   """
-  with assembly.build_surroundings(config) as surroundings:
+  questions = parts_lib.build(config).questions
+  with assembly.build_surroundings(config, questions) as surroundings:
     policy, params, tokenizer = imitate(config, surroundings, workdir)
     evaluator = evaluation.Evaluator(config, surroundings, tokenizer, policy)
     for greedy in (False, True):

@@ -7,7 +7,6 @@ formed over the whole minibatch, so that cutting it changes nothing.
 Order, always: clipping-bias correction, global-norm clip, Adam.
 """
 
-from collections.abc import Callable
 from collections.abc import Mapping
 import functools
 from typing import Any
@@ -20,12 +19,12 @@ import optax
 from stppo_jax import batch as batch_lib
 from stppo_jax.models import functional
 from stppo_jax.models import precision
-from stppo_jax.parallel import sharding
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.rl import gradients as gradients_lib
 from stppo_jax.rl import losses
+from stppo_jax.training import accumulation
 from stppo_jax.training import load_balance
 from stppo_jax.training import optimizer as optimizer_lib
 from stppo_jax.training import state as state_lib
@@ -162,7 +161,7 @@ def gradients(
     batch, num_turns=num_turns, **algorithm.aggregate.arguments()
   )
   value_count = jnp.maximum(jnp.sum(batch.value_mask_BL), 1)
-  microbatches = jax.tree.map(lambda x: _cut(x, num_microbatches), batch)
+  microbatches = accumulation.cut(batch, num_microbatches)
 
   shared = policy.head == 'both'
   whole = functools.partial(state_lib.whole, frozen=frozen)
@@ -255,16 +254,12 @@ def gradients(
       )(value_params)
       scalars['critic/vf_loss'] = value_loss
       scalars['critic/vf_clipfrac'] = clipped
-    parts, value_gradient = jax.tree.map(
-      lambda g: g.astype(jnp.float32), (parts, value_gradient)
-    )
-    # Said, not left to the compiler: no device sums a whole gradient.
-    parts, value_gradient = sharding.laid_out(
+    parts, value_gradient = accumulation.summand(
       (parts, value_gradient), policy.mesh
     )
     return (parts, value_gradient, scalars), diagnostics
 
-  sums, stacked = _sum_over(measure, microbatches, num_microbatches)
+  sums, stacked = accumulation.summed(measure, microbatches)
   parts, value_gradient, metrics = sums
   policy_gradient, corrected = gradients_lib.combine(algorithm, parts)
   return Gradients(
@@ -301,38 +296,5 @@ def _statistics(score, batch, microbatches, algorithm, *, num_turns):
   _, scores = jax.lax.scan(
     lambda _, part: (None, score(part)), None, microbatches
   )
-  logprobs_BL, entropy_BL = jax.tree.map(_join, scores)
+  logprobs_BL, entropy_BL = accumulation.joined(scores)
   return measure(logprobs_BL, entropy_BL, batch)
-
-
-def _sum_over(
-  measure: Callable[[Tree], tuple[Tree, Tree]],
-  microbatches: Tree,
-  num_microbatches: int,
-) -> tuple[Tree, Tree]:
-  """Sums over microbatches, and what is stacked; no loop for a single one."""
-  first = jax.tree.map(lambda x: x[0], microbatches)
-  if num_microbatches == 1:
-    sums, extra = measure(first)
-    return sums, jax.tree.map(lambda x: x[None], extra)
-  shapes, _ = jax.eval_shape(measure, first)
-  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-  def accumulate(sums, part):
-    new, extra = measure(part)
-    return jax.tree.map(jnp.add, sums, new), extra
-
-  return jax.lax.scan(accumulate, zeros, microbatches)
-
-
-def _cut(x_M: Array, num_microbatches: int) -> Array:
-  """[M, ...] -> [n, M / n, ...]; microbatch i takes rows i, i + n, ...
-
-  Interleaved, so that each device cuts its own rows.
-  """
-  return x_M.reshape(-1, num_microbatches, *x_M.shape[1:]).swapaxes(0, 1)
-
-
-def _join(x_nm: Array) -> Array:
-  """The inverse of `_cut`."""
-  return x_nm.swapaxes(0, 1).reshape(-1, *x_nm.shape[2:])

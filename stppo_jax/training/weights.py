@@ -25,7 +25,49 @@ def computed_as(config) -> dict[str, Any]:
   }
 
 
-def check(config) -> None:
+def load_tokenizer(home: str | pathlib.Path) -> tokenizer_lib.Tokenizer:
+  """The tokenizer of a directory.
+
+  Raises:
+    ValueError: it is none; one line that names the directory.
+  """
+  try:
+    return tokenizer_lib.Tokenizer.load(home)
+  except Exception as error:  # a damaged file gives any kind of them
+    if str(home) in str(error):
+      raise
+    told = f'{type(error).__name__}: {" ".join(str(error).split())}'
+    raise ValueError(
+      f'{home}: its tokenizer cannot be read ({told})'
+    ) from error
+
+
+def shape(
+  config, tokenizer: tokenizer_lib.Tokenizer | None
+) -> model_config.ModelConfig:
+  """The shape of a run's models, from the directory or from the config.
+
+  Args:
+    config: of the run.
+    tokenizer: its size is the vocabulary where there is no directory.
+
+  Raises:
+    ValueError: no model of ours.
+  """
+  model, runtime = config.model, computed_as(config)
+  if model.path:
+    return load_hf.read_config(model.path, **runtime)
+  sizes = {
+    field.name: model[field.name]
+    for field in dataclasses.fields(model_config.ModelConfig)
+    if field.name in model and field.name not in runtime
+  }
+  return model_config.ModelConfig(
+    vocab_size=tokenizer.vocab_size, **sizes, **runtime
+  )
+
+
+def check(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
   """Whether the models' files are whole and fit each other.
 
   Reads no weight and touches no device.
@@ -33,29 +75,32 @@ def check(config) -> None:
   Raises:
     ValueError: they do not; one line.
   """
-  model = config.model
-  if not model.path:
-    return
-  shape = load_hf.read_config(model.path, **computed_as(config))
-  load_hf.check_weights(model.path, shape)
-  home = model.tokenizer_path or model.path
-  tokens = tokenizer_lib.Tokenizer.load(home).vocab_size
-  if tokens > shape.vocab_size:
-    raise ValueError(
-      f'{home}: the tokenizer has {tokens} tokens, the embedding in '
-      f'{model.path} only {shape.vocab_size} rows'
-    )
-  if not model.reference_path:
-    return
-  reference = load_hf.read_config(model.reference_path, **computed_as(config))
-  ours, theirs = dataclasses.asdict(shape), dataclasses.asdict(reference)
-  for name, value in ours.items():
-    if name not in model_config.FOR_EXPORT and theirs[name] != value:
+  model, policy = config.model, shape(config, tokenizer)
+  if model.path:
+    load_hf.check_weights(model.path, policy)
+    if tokenizer.vocab_size > policy.vocab_size:
+      home = model.tokenizer_path or model.path
       raise ValueError(
-        f'{model.reference_path}: {name}={theirs[name]}, but the policy in '
-        f'{model.path} has {value}'
+        f'{home}: the tokenizer has {tokenizer.vocab_size} tokens, the '
+        f'embedding in {model.path} only {policy.vocab_size} rows'
       )
-  load_hf.check_weights(model.reference_path, reference)
+  if model.reference_path:
+    _check_reference(config, policy)
+
+
+def _check_reference(config, policy: model_config.ModelConfig) -> None:
+  """Raises ValueError where the reference is not of the policy's shape."""
+  model, path = config.model, config.model.reference_path
+  reference = load_hf.read_config(path, **computed_as(config))
+  ours, theirs = dataclasses.asdict(policy), dataclasses.asdict(reference)
+  for name in model_config.compared(policy):
+    if ours[name] != theirs[name]:
+      whose = f'in {model.path}' if model.path else 'of this config'
+      raise ValueError(
+        f'{path}: {name}={theirs[name]}, but the policy {whose} has '
+        f'{ours[name]}'
+      )
+  load_hf.check_weights(path, reference)
 
 
 def initial(

@@ -150,6 +150,7 @@ def test_refilled_slots_are_measured_beside_waves(policy, loop, small):
   assert re.search(r'^waves / refilled: \d\S+ .* at least 1.4$', told, re.M)
 
 
+@pytest.mark.torch
 def test_generate_writes_the_same(policy, loop, small):
   pytest.importorskip('torch', exc_type=ImportError)
   told = collect.generate(policy, loop, rows=4, repeats=2, original=True)

@@ -27,7 +27,13 @@ def test_page_makefile_and_folder_agree():
   assert re.findall(r'-m (benchmarks\.\w+) \$\(ARGS\)', _MAKEFILE) == _MODULES
 
 
-@pytest.mark.parametrize('name', _MODULES)
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(name, marks=pytest.mark.torch if name in _WITH_TORCH else ())
+    for name in _MODULES
+  ],
+)
 def test_each_has_help_and_the_flag_of_the_page(name, capsys):
   if name in _WITH_TORCH:
     pytest.importorskip('torch', exc_type=ImportError)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip('torch', exc_type=ImportError)
+pytestmark = pytest.mark.torch
 
 from benchmarks import policy_loss  # noqa: E402
 from benchmarks import torch_reference  # noqa: E402

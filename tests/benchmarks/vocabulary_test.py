@@ -4,23 +4,15 @@ import re
 
 import pytest
 
-torch = pytest.importorskip('torch', exc_type=ImportError)
+pytest.importorskip('torch', exc_type=ImportError)
+pytestmark = pytest.mark.torch
 
 from benchmarks import learners  # noqa: E402
 from benchmarks import vocabulary  # noqa: E402
 
 _TINY = learners.Sizes(
-  vocabulary=64, width=32, layers=1, rows=8, length=40, chunk=3
+  vocabulary=64, width=32, layers=1, rows=8, length=40, chunk=24
 )
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-  """Threads that wait for each other in a loop are slow on a busy machine."""
-  count = torch.get_num_threads()
-  torch.set_num_threads(1)
-  yield
-  torch.set_num_threads(count)
 
 
 @pytest.mark.slow

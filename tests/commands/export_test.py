@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +12,10 @@ import pytest
 import safetensors.numpy
 
 from stppo_jax import __main__
+from stppo_jax.commands import export
+from stppo_jax.models import export_hf
 from stppo_jax.models import load_hf
+from stppo_jax.training import policy_export
 from tests.training import runs
 
 _RUN = {'num_steps': 2, 'evaluate__every': 0}
@@ -67,6 +71,70 @@ def test_an_earlier_step_in_bfloat16(workdir, tmp_path):
   )
 
 
+def _copy(workdir, folder, **changes):
+  """The folder of the run, its config recorded with other values."""
+  shutil.copytree(workdir, folder)
+  path = folder / 'config.json'
+  config = json.loads(path.read_text())
+  for key, value in changes.items():
+    block, name = key.split('__')
+    config[block][name] = value
+  path.write_text(json.dumps(config))
+  return folder
+
+
+def test_what_an_export_does_not_read_may_be_gone(workdir, tmp_path):
+  run = _copy(
+    workdir,
+    tmp_path / 'run',
+    env__prompt_template='/absent',
+    model__reference_path='/absent',
+    model__reference_memory='host',
+    model__attention='cudnn',
+    writer__samples='none',
+    mesh__fsdp=3,
+  )
+  out = tmp_path / 'out'
+  assert _export(f'--workdir={run}', f'--out={out}') == 0
+  newest = _tensors(workdir / 'policy')
+  for name, value in _tensors(out).items():
+    np.testing.assert_array_equal(value, newest[name])
+
+
+def test_a_source_that_has_moved_is_named(workdir, tmp_path, capsys):
+  run = _copy(workdir, tmp_path / 'run', model__path='/absent')
+  flags = [f'--workdir={run}', f'--out={tmp_path}/out']
+  assert _export(*flags) == 2
+  err = capsys.readouterr().err
+  assert err.startswith("config.model.path='/absent': must be empty, or a fo")
+  assert err.endswith('; if it has moved: --model=DIR\n')
+  source = tmp_path / 'source'
+  shutil.copytree(workdir / 'policy', source)
+  # All weights that are exported are in the checkpoint.
+  (source / 'model.safetensors').unlink()
+  assert _export(*flags, f'--model={source}') == 0
+  theirs = (workdir / 'policy' / 'model.safetensors').read_bytes()
+  assert (tmp_path / 'out' / 'model.safetensors').read_bytes() == theirs
+
+
+def test_what_an_export_reads_is_checked(workdir, tmp_path, capsys):
+  run = _copy(workdir, tmp_path / 'run', model__num_layers='two')
+  assert _export(f'--workdir={run}', f'--out={tmp_path}/out') == 2
+  err = capsys.readouterr().err
+  assert err == "config.model.num_layers='two': must be of type int\n"
+
+
+@pytest.mark.parametrize(
+  ('width', 'shared'), [(16, 8), (12, 6), (7, 7), (11, 1), (10, 5)]
+)
+def test_as_many_devices_share_a_policy_as_divide_its_width(width, shared):
+  assert policy_export._mesh(width).shape['fsdp'] == shared
+
+
+def test_the_flag_knows_every_dtype():
+  assert export._DTYPES == tuple(export_hf.DTYPES)
+
+
 @pytest.mark.parametrize(
   ('flags', 'expected'),
   [
@@ -97,7 +165,7 @@ def test_a_record_of_something_else_is_refused(tmp_path, capsys):
   for content, expected in (
     ('{', 'config.json is not JSON'),
     ('{"model_type": "qwen2"}', 'not the record of a run'),
-    ('{"algorithm": {}, "batch_sha256": ""}', 'a run of prefer'),
+    ('{"algorithm": {}, "model": {}, "batch_sha256": ""}', 'a run of prefer'),
   ):
     (tmp_path / 'config.json').write_text(content)
     assert _export(f'--workdir={tmp_path}', f'--out={tmp_path}/out') == 2

@@ -9,6 +9,7 @@ from configs import base
 from stppo_jax import __main__
 from stppo_jax.models import export_hf
 from stppo_jax.training import assembly
+from stppo_jax.training import parts
 from stppo_jax.training import weights
 from tests.models import tiny
 from tests.training import runs
@@ -74,7 +75,27 @@ def _rename(header):
       lambda model: (model / 'tokenizer.json').unlink(),
       'no tokenizer.json in',
     ),
-    (_config(model_type='bert'), "unsupported model_type 'bert'; supported: "),
+    (
+      lambda model: (model / 'tokenizer.json').write_text('{"a": '),
+      'model: its tokenizer cannot be read (JSONDecode',
+    ),
+    (
+      lambda model: (model / 'tokenizer.json').write_text('{"a": 1}'),
+      "model: its tokenizer cannot be read (KeyError: 'added_tokens')",
+    ),
+    (
+      _config(model_type='bert'),
+      "model/config.json: unsupported model_type 'bert'; supported: ",
+    ),
+    (
+      _config(num_attention_heads=0),
+      'model/config.json: num_attention_heads=0: must be an integer greater',
+    ),
+    (
+      _config(rope_scaling='linear'),
+      "model/config.json: rope_scaling='linear': must be an object",
+    ),
+    (_config(model_type=['qwen2']), "model_type=['qwen2']: must be a string"),
     (_config(intermediate_size=7), 'expected (7, 64)'),
     (_config(tie_word_embeddings=False), 'missing tensors lm_head.weight'),
     (_header(_rename), f'missing tensors {_NORM}: expected'),
@@ -101,7 +122,7 @@ def test_a_model_that_does_not_fit_is_one_line_and_2(
   assert __main__.main(['train', *flags, f'--workdir={workdir}']) == 2
   out, err = capsys.readouterr()
   assert out == '' and err.count('\n') == 1
-  assert expected in err and 'Error' not in err
+  assert expected in err and 'Traceback' not in err
   assert not workdir.exists()
 
 
@@ -130,12 +151,125 @@ def test_a_reference_is_of_the_policys_shape(model, change, expected):
   config = base.get_config()
   config.model.path, config.model.reference_path = str(_SOURCE), str(model)
   with pytest.raises(ValueError, match=expected) as caught:
-    weights.check(config)
+    weights.check(config, weights.load_tokenizer(_SOURCE))
   assert str(caught.value).startswith(str(model))
+
+
+def _refused(workdir, capsys, **changes):
+  """The lines of a run that is refused; it has written nothing."""
+  command = ['train', *runs.flags(**changes), f'--workdir={workdir}']
+  assert __main__.main(command) == 2
+  out, err = capsys.readouterr()
+  assert out == '' and not workdir.exists()
+  return err
+
+
+# The reference is the quickstart's; the policy, of random weights, is not.
+_LIKE_SOURCE = {
+  'model__hidden_size': 64,
+  'model__intermediate_size': 176,
+  'model__num_layers': 3,
+  'model__num_heads': 2,
+  'model__num_kv_heads': 2,
+  'model__head_dim': 32,
+}
+
+
+@pytest.mark.parametrize(
+  ('shape', 'change', 'expected'),
+  [
+    (
+      {'model__rope_theta': 5.0},
+      lambda model: None,
+      'rope_theta=10000.0, but the policy of this config has 5.0\n',
+    ),
+    ({}, _config(vocab_size=291), 'vocab_size=291, but the policy of this con'),
+    ({}, _header(_rename), f'missing tensors {_NORM}'),
+  ],
+)
+def test_a_reference_of_random_weights_is_of_their_shape(
+  tmp_path, model, capsys, shape, change, expected
+):
+  change(model)
+  err = _refused(
+    tmp_path / 'run',
+    capsys,
+    model__reference_path=model,
+    sft__before_training=True,
+    **_LIKE_SOURCE | shape,
+  )
+  assert err.startswith(f'{model}: {expected}') and err.count('\n') == 1
+
+
+def test_experts_that_are_not_there_make_no_difference(model):
+  _config(intermediate_size=176)(model)
+  config = base.get_config()
+  config.model.reference_path = str(model)
+  config.model.norm_topk_prob = False
+  weights.check(config, weights.load_tokenizer(_SOURCE))
+
+
+@pytest.mark.parametrize(
+  ('changes', 'expected'),
+  [
+    (
+      {'model__lora__rank': 2, 'model__lora__targets': 'absent'},
+      "lora targets='absent': matches none of layers/",
+    ),
+    (
+      {'mesh__tensor': 8},
+      'mesh tensor=8 does not divide num_heads=2, vocab_size=290',
+    ),
+    ({'mesh__data': 3, 'mesh__fsdp': 1}, 'mesh data=3 fsdp=1 tensor=1 does'),
+    (
+      {'mesh__tensor': 2, 'evaluate__batch_size': 4},
+      'evaluate.batch_size=4: must be a multiple of the 8 devices of this host',
+    ),
+    (
+      {'mesh__tensor': 2, 'rollout__slots': 12},
+      'rollout.slots=12: must be a multiple of the 8 devices of this host',
+    ),
+    (
+      {
+        'mesh__tensor': 2,
+        'rollout__trajectories_per_step': 12,
+        'updates__minibatch_size': 4,
+      },
+      'rollout.trajectories_per_step=12: must be a multiple of the 8 devices',
+    ),
+    (
+      {'model__path': _SOURCE, 'updates__routing_replay': 'trainer'},
+      'updates.routing_replay=trainer: must be nowhere, the model in ',
+    ),
+  ],
+)
+def test_what_devices_and_models_cannot_do_is_refused_before_the_folder(
+  tmp_path, capsys, monkeypatch, changes, expected
+):
+  # With a supervised start, and no retriever: nobody is waited for.
+  monkeypatch.setattr(assembly, 'build_surroundings', None)
+  err = _refused(tmp_path / 'run', capsys, sft__before_training=True, **changes)
+  assert err.startswith(expected) and err.count('\n') == 1
+
+
+def test_a_served_engine_cuts_no_rows():
+  config = runs.config(
+    mesh__tensor=2,
+    evaluate__batch_size=3,
+    rollout__slots=3,
+    rollout__engine='remote',
+    rollout__remote__url='http://127.0.0.1:9',
+    rollout__remote__model='x',
+  )
+  parts.check_rows(config, assembly.build_mesh(config))
+  config.lock().rollout.engine = 'local'
+  with pytest.raises(ValueError, match='evaluate.batch_size=3') as caught:
+    parts.check_rows(config, assembly.build_mesh(config))
+  assert str(caught.value).count('\n') == 1
 
 
 def test_a_reference_may_be_made_for_other_lengths(model):
   _config(max_position_embeddings=77)(model)
   config = base.get_config()
   config.model.path, config.model.reference_path = str(_SOURCE), str(model)
-  weights.check(config)
+  weights.check(config, weights.load_tokenizer(_SOURCE))

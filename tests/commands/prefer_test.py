@@ -5,9 +5,13 @@ import math
 import numpy as np
 import pytest
 
+from configs import base
 from stppo_jax import __main__
 from stppo_jax.rl import preferences
+from stppo_jax.training import preference
 from tests.training import runs
+
+_SOURCE = runs.REPO / 'assets' / 'quickstart'
 
 # The shapes of tests/training/preference_test.py: the same programs.
 _FLAGS = {
@@ -106,6 +110,46 @@ def test_a_wrong_config_is_one_line_and_2(tmp_path, capsys, changes, expected):
   out, err = capsys.readouterr()
   assert out == '' and err.count('\n') == 1
   assert expected in err
+
+
+@pytest.mark.parametrize(
+  ('changes', 'expected'),
+  [
+    (
+      {'model__reference_memory': 'host'},
+      'model.reference_memory=host: must be device for prefer, which does not',
+    ),
+    (
+      {'updates__routing_replay': 'trainer', 'model__path': _SOURCE},
+      'updates.routing_replay=trainer: must be nowhere for prefer',
+    ),
+    (
+      {'loss__load_balance_coefficient': 0.5},
+      'loss.load_balance_coefficient=0.5: must be 0.0 or 0.001 for prefer',
+    ),
+    (
+      {'model__lora__rank': 2, 'model__lora__targets': 'absent'},
+      "lora targets='absent': matches none of layers/",
+    ),
+    ({'mesh__tensor': 8}, 'mesh tensor=8 does not divide num_heads=2'),
+  ],
+)
+def test_what_it_does_not_do_is_refused_before_the_folder(
+  tmp_path, capsys, changes, expected
+):
+  np.savez(tmp_path / 'batch.npz', **_arrays())
+  code = _prefer(tmp_path / 'run', tmp_path / 'batch.npz', **changes)
+  out, err = capsys.readouterr()
+  assert (code, out) == (2, '') and err.count('\n') == 1
+  assert err.startswith(expected)
+  assert not (tmp_path / 'run').exists()
+
+
+def test_the_defaults_are_no_wish():
+  config = base.get_config()
+  for key, allowed in preference._UNUSED.items():
+    block, name = key.split('.')
+    assert config[block][name] in allowed
 
 
 def test_the_config_knows_every_loss(tmp_path, capsys):

@@ -81,15 +81,60 @@ def test_what_a_config_leaves_out_is_derived():
       {'rope_scaling': _LLAMA3 | {'high_freq_factor': 1.0}},
       'low_freq_factor=1.0 must be smaller than high_freq_factor=1.0',
     ),
-    ({'num_hidden_layers': None}, 'config.json lacks num_hidden_layers$'),
+    ({'num_hidden_layers': None}, '^lacks num_hidden_layers$'),
     (_MOE | {'mlp_only_layers': [1]}, r'mlp_only_layers=\[1\]'),
     (_MOE | {'decoder_sparse_step': 2}, 'decoder_sparse_step=2'),
     (_MOE | {'num_experts': None}, 'lacks num_experts or num_local_experts$'),
     (_MOE | {'num_experts_per_tok': 5}, 'num_experts_per_tok=5 must be 1 to'),
-    (_MOE | {'moe_intermediate_size': 0}, 'moe_intermediate_size=0 must'),
+    (_MOE | {'moe_intermediate_size': 0}, 'moe_intermediate_size=0: must'),
   ],
 )
 def test_what_is_not_implemented_is_named(changes, message):
+  with pytest.raises(ValueError, match=message) as caught:
+    model_config.ModelConfig.from_hf(_HF | changes, **_RUNTIME)
+  assert '\n' not in str(caught.value)
+
+
+_COUNT = 'must be an integer greater than 0$'
+_POSITIVE = 'must be a number greater than 0$'
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'num_attention_heads': 0}, f'^num_attention_heads=0: {_COUNT}'),
+    ({'hidden_size': '64'}, f"^hidden_size='64': {_COUNT}"),
+    ({'num_hidden_layers': 2.5}, f'^num_hidden_layers=2.5: {_COUNT}'),
+    ({'vocab_size': True}, f'^vocab_size=True: {_COUNT}'),
+    ({'num_key_value_heads': 0}, f'^num_key_value_heads=0: {_COUNT}'),
+    ({'head_dim': 0}, f'^head_dim=0: {_COUNT}'),
+    ({'layer_types': 5}, '^layer_types=5: must be a list of strings$'),
+    ({'model_type': ['qwen2']}, r"^model_type=\['qwen2'\]: must be a string$"),
+    ({'rms_norm_eps': None}, f'^rms_norm_eps=None: {_POSITIVE}'),
+    ({'rope_theta': 'big'}, f"^rope_theta='big': {_POSITIVE}"),
+    ({'tie_word_embeddings': 1}, '^tie_word_embeddings=1: must be true or f'),
+    ({'rope_scaling': 'linear'}, "^rope_scaling='linear': must be an object$"),
+    (
+      {'rope_scaling': {'type': 'linear', 'factor': 'x'}},
+      f"^rope_scaling.factor='x': {_POSITIVE}",
+    ),
+    (
+      {'rope_parameters': {'full_attention': 3}},
+      '^rope_parameters.full_attention=3: must be an object$',
+    ),
+    (
+      {'rope_parameters': {'full_attention': {'rope_type': []}}},
+      r'^rope_parameters.full_attention.rope_type=\[\]: must be a string$',
+    ),
+    ({'num_attention_heads': 32}, '^head_dim=0 must be even and greater'),
+    (_MOE | {'norm_topk_prob': 'no'}, '^norm_topk_prob=.no.: must be true or'),
+    (
+      _MOE | {'router_aux_loss_coef': -1},
+      '^router_aux_loss_coef=-1: must be a number, 0 or greater$',
+    ),
+  ],
+)
+def test_a_malformed_field_is_one_line(changes, message):
   with pytest.raises(ValueError, match=message) as caught:
     model_config.ModelConfig.from_hf(_HF | changes, **_RUNTIME)
   assert '\n' not in str(caught.value)

@@ -1,5 +1,6 @@
 """The divergence of two policies: its twin, its gradient, and its memory."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -60,7 +61,7 @@ def _jitted(temperature, chunk):
 
 
 @pytest.mark.parametrize('temperature', [1.0, 0.7])
-@pytest.mark.parametrize('chunk', [1, 4, 6, 64])
+@pytest.mark.parametrize('chunk', [1, 4 * _B, 6 * _B, 64 * _B])
 def test_it_is_its_twin(temperature, chunk):
   arguments = _arguments()
   found = _jitted(temperature, chunk)(*arguments)
@@ -89,7 +90,7 @@ def test_a_coin_by_hand():
 
 def test_log_probabilities_are_those_of_the_policy_head():
   hidden, output, ref_hidden, ref_output, tokens = _arguments()
-  logprobs, ref_logprobs, _ = _jitted(0.7, 4)(*_arguments())
+  logprobs, ref_logprobs, _ = _jitted(0.7, 4 * _B)(*_arguments())
   plain = functools.partial(heads.token_logprobs_and_entropy, temperature=0.7)
   expected, _ = plain(hidden, output, tokens)
   np.testing.assert_allclose(logprobs, expected, atol=1e-6)
@@ -100,7 +101,7 @@ def test_log_probabilities_are_those_of_the_policy_head():
 def test_at_the_reference_it_is_0_and_so_is_its_gradient():
   hidden, output, _, _, tokens = _arguments()
   total = lambda hidden, output: jnp.sum(
-    _jitted(1.0, 4)(hidden, output, *_arguments()[:2], tokens)[2]
+    _jitted(1.0, 4 * _B)(hidden, output, *_arguments()[:2], tokens)[2]
   )
   value, gradient = jax.value_and_grad(total, (0, 1))(hidden, output)
   assert abs(value) < 1e-5
@@ -120,7 +121,7 @@ def test_the_gradient_is_that_of_the_whole_and_stops_at_the_reference():
   gradient = lambda chunk: jax.jit(
     jax.grad(functools.partial(total, chunk), (0, 1, 2, 3))
   )(*_arguments()[:4])
-  cut, whole = gradient(4), gradient(_L - 1)
+  cut, whole = gradient(4 * _B), gradient(0)
   for c, w in zip(cut, whole, strict=True):
     np.testing.assert_allclose(c, w, rtol=1e-5, atol=1e-5)
   assert not np.any(cut[2]) and not np.any(cut[3])
@@ -139,7 +140,7 @@ def test_the_gradient_is_that_of_the_whole_and_stops_at_the_reference():
 
 
 def test_the_scores_of_a_batch_are_never_held():
-  B, L, D, V, chunk = 4, 64, 8, 512, 8
+  B, L, D, V, chunk = 4, 64, 8, 512, 32
   shapes = [(B, L, D), (V, D), (B, L, D), (V, D)]
   parts = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
   tokens = jax.ShapeDtypeStruct((B, L), jnp.int32)
@@ -155,16 +156,15 @@ def test_the_scores_of_a_batch_are_never_held():
     math.prod(int(n) for n in shape.split(','))
     for shape in re.findall(r'f32\[([\d,]+)\]', program.as_text())
   ]
-  assert max(sizes) == B * chunk * V  # of a chunk, and nothing larger
+  assert max(sizes) == chunk * V  # of a chunk, and nothing larger
 
 
 def test_a_model_is_that_far_from_another():
-  model = tiny.model()
+  model = dataclasses.replace(tiny.model(), chunk=8)
   params, reference = tiny.params(model, 1), tiny.params(model, 2)
   tokens = np.random.default_rng(0).integers(0, 11, (2, 8)).astype(np.int32)
-  found = jax.jit(
-    functools.partial(model.divergence, temperature=0.7, chunk=4)
-  )(params, reference, tokens)
+  divergence = jax.jit(functools.partial(model.divergence, temperature=0.7))
+  found = divergence(params, reference, tokens)
   hidden = lambda params: tiny.hidden(model)(params, tokens)
   expected = _jitted(0.7, 64)(
     hidden(params),
@@ -176,3 +176,10 @@ def test_a_model_is_that_far_from_another():
   for x, e in zip(found, expected, strict=True):
     np.testing.assert_allclose(x, e, rtol=1e-5, atol=1e-5)
   assert np.all(found[2][:, 1:] > 0)
+  # Asked of some tokens only, the others are 0.
+  positions = np.array([[2, 5, 8], [7, 8, 9]], np.int32)
+  few = divergence(params, reference, tokens, positions)
+  asked = np.zeros(tokens.shape, bool)
+  asked[[0, 0, 1], [2, 5, 7]] = True
+  for x, e in zip(few, expected, strict=True):
+    np.testing.assert_allclose(x, np.where(asked, e, 0), rtol=1e-5, atol=1e-5)

@@ -173,10 +173,11 @@ def _greedy(model, params, prompt, count):
   return tokens
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('name', _MODELS)
 def test_transformers_loads_it_and_writes_the_same(tmp_path, name, dtype):
-  torch = pytest.importorskip('torch')
+  torch = pytest.importorskip('torch', exc_type=ImportError)
   import transformers
 
   # Byte-level: `transformers` takes no other for these architectures.

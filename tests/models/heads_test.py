@@ -1,5 +1,6 @@
 """The one next-token shift, on numbers one can check by hand."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,3 +42,25 @@ def test_everything_is_float32_from_the_logits_on():
     heads.token_values(hidden, jnp.array([[2.0], [-3.0]])),
   )
   assert all(output.dtype == jnp.float32 for output in outputs)
+
+
+def test_values_are_not_rounded_to_the_dtype_of_the_states():
+  rng = np.random.default_rng(0)
+  hidden_BLD, scalar_D1 = (
+    rng.normal(size=shape).astype(jnp.bfloat16)
+    for shape in ((2, 9, 64), (64, 1))
+  )
+  values_BL = jax.jit(heads.token_values)(hidden_BLD, scalar_D1)
+  wanted_BL = (
+    hidden_BLD[:, :-1].astype(np.float32) @ scalar_D1.astype(np.float32)
+  )[..., 0]
+  np.testing.assert_allclose(values_BL[:, 1:], wanted_BL, rtol=1e-5, atol=1e-5)
+  gradient = jax.jit(
+    jax.grad(lambda *args: jnp.sum(heads.token_values(*args)), argnums=(0, 1))
+  )(hidden_BLD, scalar_D1)
+  assert [x.dtype for x in gradient] == [jnp.bfloat16] * 2
+  np.testing.assert_allclose(
+    gradient[1][:, 0].astype(np.float32),
+    hidden_BLD[:, :-1].astype(np.float32).sum(axis=(0, 1)),
+    rtol=2**-8,
+  )

@@ -1,10 +1,12 @@
 """Against torch models of `transformers`, made here; needs torch.
 
 Every architecture, tied and untied, with one, two and seven query heads to a
-key head. Qwen2 has biases, the others have none.
+key head: one ratio each, the others are slow. Qwen2 has biases, the others have
+none.
 """
 
 import importlib
+import itertools
 
 import jax
 import numpy as np
@@ -18,15 +20,22 @@ from stppo_jax.models import load_hf
 from tests.models import tiny
 
 torch = pytest.importorskip('torch', exc_type=ImportError)
+pytestmark = pytest.mark.torch
 make_models = importlib.import_module('tests.golden.make_models')  # needs torch
 
 _RUNTIME = {'dtype': 'float32', 'remat': 'none', 'scan_unroll': 1}
 _SHAPE = (2, 11)
 _HEADS = {1: (2, 2), 2: (2, 1), 7: (7, 1)}
+_KINDS = tuple(itertools.product(make_models.KINDS, (True, False)))
+_QUICK = dict(zip(_KINDS, itertools.cycle(_HEADS)))
 _CASES = [
-  (kind, tied, ratio, {})
-  for kind in make_models.KINDS
-  for tied in (True, False)
+  pytest.param(
+    *kind,
+    ratio,
+    {},
+    marks=() if ratio == _QUICK[kind] else pytest.mark.slow,
+  )
+  for kind in _KINDS
   for ratio in _HEADS
 ] + [
   ('llama', False, 2, {'rope_scaling': make_models.LLAMA3}),

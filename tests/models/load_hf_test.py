@@ -210,7 +210,7 @@ def test_an_untied_head_must_be_there(tmp_path):
     ('{"model_type": ', 'config.json: not JSON'),
     ('[]', r'config.json: expected an object, found \[\]'),
     ('{"model_type": "bert"}', "unsupported model_type 'bert'.*qwen3_moe"),
-    ('{"model_type": "llama"}', 'config.json lacks '),
+    ('{"model_type": "llama"}', 'config.json: lacks hidden_size'),
   ],
 )
 def test_a_config_that_is_none_is_named(tmp_path, text, expected):

@@ -83,13 +83,18 @@ def test_the_product_is_scaled_by_alpha_over_rank():
   assert np.abs(with_adapters - without(base, _TOKENS)).max() > 0.1
 
 
-def test_cached_decoding_knows_adapters():
+def test_cached_decoding_of_merged_weights_knows_adapters():
   model = _model()
   params = model.joined(tiny.params(model), _adapters(model, 0.3))
-  empty = cache.empty(model.config, 2, 4)
+  empty = cache.empty(model.config, 2, [4])
   counts = np.full(2, 4, np.int32)
-  extended, _ = jax.jit(model.extend)(
-    params, _TOKENS, empty, np.zeros(2, np.int32), counts
+  extended, _ = tiny.read_on(
+    model.plain,
+    model.merged(params),
+    _TOKENS,
+    empty,
+    np.zeros_like(counts),
+    counts,
   )
   np.testing.assert_allclose(
     extended, jax.jit(model.hidden)(params, _TOKENS), atol=1e-5

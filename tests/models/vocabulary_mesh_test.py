@@ -19,7 +19,7 @@ from stppo_jax.parallel import program
 from stppo_jax.parallel import sharding
 from tests.models import shapes
 
-_B, _L, _M, _D, _V, _CHUNK = 8, 33, 32, 8, 512, 16
+_B, _L, _M, _D, _V, _CHUNK = 8, 33, 32, 8, 512, 32
 _KINDS = ('entropy', 'divergence')
 # Compiling is most of the time of these tests.
 _COMPILER_OPTIONS = {
@@ -114,8 +114,8 @@ def test_no_scores_travel_and_the_matrix_travels_once_a_pass(kind):
     .lower(*placed)
     .compile()
   )
-  # A chunk of a device: a quarter of the rows, half of the words.
-  chunk = _B // 4 * _CHUNK * _V // 2
+  # A chunk of a device, which has half of the words.
+  chunk = _CHUNK * _V // 2
   assert shapes.largest(compiled) == chunk
   found = program.collectives(compiled.as_text())
   size = lambda c: max(math.prod(dims) for _, dims in c.arrays)
@@ -128,5 +128,5 @@ def test_no_scores_travel_and_the_matrix_travels_once_a_pass(kind):
   once = [c for c in found if c.times == 1 and c not in gathers]
   inside = [c for c in found if c.times > 1]
   assert max(map(size, once)) <= own
-  assert {c.times for c in inside} == {_M // _CHUNK}
-  assert max(map(size, inside)) == _B // 4 * _CHUNK * _D
+  assert {c.times for c in inside} == {_B // 4 * _M // _CHUNK}
+  assert max(map(size, inside)) == _CHUNK * _D

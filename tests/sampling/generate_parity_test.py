@@ -217,6 +217,7 @@ def test_the_dialogues_have_everything_in_them():
   assert {3, 300} <= prompts and {0, 200} <= told
 
 
+@pytest.mark.torch
 def test_the_stored_dialogues_are_those_of_this_transformers():
   pytest.importorskip('torch', exc_type=ImportError)
   (name, _), limit = golden.MODELS, golden.LIMITS[0]

@@ -44,7 +44,7 @@ def _program_of_pairs():
   """The jaxpr of an update on pairs."""
   policy = updates.transformers(dtype='bfloat16').policy
   start = updates.state(updates.transformers()).policy
-  pairs = pairs_lib.Pairs(
+  pairs = pairs_lib.packed(
     np.zeros((8, 2, 12), np.int32), np.ones((8, 2, 12), bool)
   )
   numbers = {'optimizer': updates.DESCENT, 'beta': 0.1, 'alpha': 0.5}
@@ -55,7 +55,6 @@ def _program_of_pairs():
       optimizer=optax.identity(),
       name='tdpo2',
       temperature=1.0,
-      chunk=5,
       num_microbatches=4,
     )
   )(start, start.params, pairs, numbers)

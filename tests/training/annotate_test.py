@@ -12,7 +12,9 @@ from stppo_jax import batch as batch_lib
 from stppo_jax.models import functional
 from stppo_jax.training import annotate as annotate_lib
 from stppo_jax.training import state as state_lib
+from tests.models import tiny
 from tests.rl import batches
+from tests.training import updates
 
 _TURN_IDS = np.array(
   [
@@ -33,6 +35,7 @@ class _Told:
   """The parameters are the answer; the temperature divides log-probs."""
 
   head = 'vocabulary'
+  config = tiny.model().config
 
   @property
   def plain(self):
@@ -219,3 +222,75 @@ def test_a_planted_mismatch_is_measured_exactly():
   _assert_close(metrics['mismatch/weight_raw_max'], np.exp(0.75))
   k3 = (np.exp(-x) - 1 + x).sum() / _MASK.sum()
   _assert_close(metrics['mismatch/k3'], k3)
+
+
+@functools.cache
+def _compiled(rows, microbatch_size):
+  """`annotate` of policy and value model, and a batch of so many rows."""
+  models = updates.transformers(**tiny.MIXTURE)
+  batch = jax.tree.map(
+    lambda x: np.concatenate([x] * (rows // updates.B)), updates.batch(models)
+  )
+  annotate = jax.jit(
+    functools.partial(
+      annotate_lib.annotate,
+      policy=models.policy,
+      value=models.value,
+      temperature=1.0,
+      num_turns=updates.NUM_TURNS,
+      microbatch_size=microbatch_size,
+      routing_replay='trainer',
+    ),
+    compiler_options=updates.COMPILER_OPTIONS,
+  )
+  algorithm = batches.algorithm('st_ppo', kl__where='reward')
+  reference = tiny.params(models.policy, 7)
+  args = batch, updates.state(models), reference, algorithm
+  return annotate.lower(*args).compile(), args
+
+
+def test_rows_may_be_asked_about_in_parts():
+  whole, parts = (
+    jax.device_get(compiled(*args))
+    for compiled, args in (_compiled(16, size) for size in (0, 4))
+  )
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+    parts,
+    whole,
+  )
+  assert parts[0].expert_ids_BLNE.dtype == np.int16
+
+
+def test_memory_is_that_of_the_parts():
+  of_64, of_16 = (
+    _compiled(rows, 4)[0].memory_analysis().temp_size_in_bytes
+    for rows in (64, 16)
+  )
+  assert of_64 < 2 * of_16
+
+
+def test_no_part_casts_weights_again():
+  models = updates.transformers(dtype='bfloat16')
+  state = updates.state(models)
+  annotate = functools.partial(
+    annotate_lib.annotate,
+    policy=models.policy,
+    value=models.value,
+    temperature=1.0,
+    num_turns=updates.NUM_TURNS,
+    microbatch_size=4,
+  )
+  program = jax.make_jaxpr(annotate)(
+    updates.batch(models),
+    state,
+    state.policy.params,
+    batches.algorithm('st_ppo'),
+    state.policy.params,
+  )
+  loop, *_ = (e for e in program.eqns if e.primitive.name == 'scan')
+  kinds = [x.aval.dtype for x in loop.invars]
+  assert kinds.count(jnp.bfloat16) == 4 * len(
+    jax.tree.leaves(state.policy.params)
+  )
+  assert jnp.dtype('float32') not in kinds

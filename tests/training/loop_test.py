@@ -16,9 +16,9 @@ from stppo_jax import __main__
 from stppo_jax.models import functional
 from stppo_jax.models import load_hf
 from stppo_jax.rollout import collect as collect_lib
-from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import parts
 from tests.training import runs
 
 _STEPS = 4
@@ -44,12 +44,7 @@ def finished(tmp_path_factory):
 @functools.cache
 def _start():
   """The state of these runs before the first step."""
-  config = runs.config()
-  with assembly.build_surroundings(config) as surroundings:
-    tokenizer = assembly.build_tokenizer(config, surroundings.questions)
-  shape = assembly.build_model_config(config, tokenizer)
-  mesh = assembly.build_mesh(config)
-  return learner_lib.Learner(config, shape, mesh).start()
+  return parts.build(runs.config()).learner.start()
 
 
 def _final_state(workdir):

@@ -1,5 +1,6 @@
 """One update on pairs: its gradient, its numbers, and what changes nothing."""
 
+import dataclasses
 import functools
 import math
 
@@ -20,7 +21,7 @@ P, L = 8, 12
 _FAILED = 6  # the pair whose dispreferred trajectory has no token
 _VALID = P - 1
 BETA, ALPHA, TEMPERATURE = 0.4, 0.6, 0.8
-_POLICY = updates.sums().policy
+_POLICY = dataclasses.replace(updates.sums().policy, chunk=40)
 _NAMES = ('tdpo1', 'tdpo2')
 
 
@@ -32,7 +33,7 @@ def _pairs():
   mask[:, :, 0] = False
   mask[:, :, 5] = True
   mask[_FAILED, 1] = False
-  return pairs_lib.Pairs(tokens.astype(np.int32), mask)
+  return pairs_lib.packed(tokens, mask)
 
 
 def _state(seed=1):
@@ -50,7 +51,6 @@ def _compiled(name, num_microbatches):
       optimizer=optax.identity(),
       name=name,
       temperature=TEMPERATURE,
-      chunk=5,
       num_microbatches=num_microbatches,
     )
   )
@@ -171,6 +171,13 @@ def test_pairs_of_no_token_weigh_nothing():
   found = _update(filled, mesh=(4, 2, 1))
   assert found[1]['preference/pairs'] == 3
   _assert_same(found, _update(three))
+
+
+def test_models_are_asked_of_the_tokens_of_the_mask_only():
+  nowhere = np.full_like(_pairs().loss_positions_P2M, L)
+  gradient, metrics, _ = _update(_pairs()._replace(loss_positions_P2M=nowhere))
+  assert metrics['preference/loss'] == pytest.approx(math.log(2), abs=1e-6)
+  assert not any(np.any(g) for g in jax.tree.leaves(gradient))
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():

@@ -124,7 +124,7 @@ def _played(way) -> list[tuple[dict[str, float], Any]]:
 @pytest.mark.parametrize(
   'way',
   [
-    _Way((2, 2, 2), num_microbatches=2, remat='full', chunk=5),
+    _Way((2, 2, 2), num_microbatches=2, remat='full', chunk=10),
     pytest.param(_Way((2, 2, 2)), marks=pytest.mark.slow),
     pytest.param(_Way((1, 1, 1), num_microbatches=2), marks=pytest.mark.slow),
     pytest.param(_Way((8, 1, 1)), marks=pytest.mark.slow),

@@ -74,7 +74,7 @@ def test_scores_of_tokens_with_loss_suffice():
   everywhere = updates.update(algorithm, batch, models)
   positions_BM = pack.loss_positions(batch.loss_mask_BL)
   batch = batch.replace(loss_positions_BM=positions_BM)
-  models = models._replace(policy=dataclasses.replace(models.policy, chunk=2))
+  models = models._replace(policy=dataclasses.replace(models.policy, chunk=8))
   there = updates.update(algorithm, batch, models, **_MANY)
   updates.assert_same(there, everywhere, models)
 

@@ -34,7 +34,7 @@ _LAYOUT = (
 B, L, NUM_TURNS = len(_LAYOUT), len(_LAYOUT[0]), 3
 ONE_DEVICE = (1, 1, 1)
 # Compiling is most of the time of these tests.
-_COMPILER_OPTIONS = {
+COMPILER_OPTIONS = {
   'xla_backend_optimization_level': 0,
   'xla_llvm_disable_expensive_passes': True,
 }
@@ -171,7 +171,7 @@ def compiled(models: Models, num_microbatches: int = 1):
       num_turns=NUM_TURNS,
       num_microbatches=num_microbatches,
     ),
-    compiler_options=_COMPILER_OPTIONS,
+    compiler_options=COMPILER_OPTIONS,
   )
 
 

@@ -1,0 +1,157 @@
+"""What the fields of a Hugging Face `config.json` may be.
+
+Files are anybody's: each field is checked before it is used, and an error names
+the field, its value and what is allowed.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import math
+from typing import Any
+from typing import NamedTuple
+
+
+class Rule(NamedTuple):
+  """`holds(value)`, and what is allowed in words."""
+
+  holds: Callable[[Any], bool]
+  allowed: str
+
+
+def _number(x: Any) -> bool:
+  return type(x) in (int, float) and math.isfinite(x)
+
+
+_BOOL = Rule(lambda x: type(x) is bool, 'true or false')
+_COUNT = Rule(lambda x: type(x) is int and x > 0, 'an integer greater than 0')
+_NOT_NEGATIVE = Rule(lambda x: _number(x) and x >= 0, 'a number, 0 or greater')
+_OBJECT = Rule(lambda x: isinstance(x, Mapping), 'an object')
+_POSITIVE = Rule(lambda x: _number(x) and x > 0, 'a number greater than 0')
+_TEXT = Rule(lambda x: isinstance(x, str), 'a string')
+_TEXTS = Rule(
+  lambda x: isinstance(x, list) and all(isinstance(y, str) for y in x),
+  'a list of strings',
+)
+
+# Where null is no value at all: what it stands for follows from other fields,
+# or is asked for by `needed`, which has words of its own.
+_OR_NULL: Mapping[str, Rule] = {
+  'model_type': _TEXT,
+  'vocab_size': _COUNT,
+  'hidden_size': _COUNT,
+  'intermediate_size': _COUNT,
+  'num_hidden_layers': _COUNT,
+  'num_attention_heads': _COUNT,
+  'num_key_value_heads': _COUNT,
+  'head_dim': _COUNT,
+  'num_experts': _COUNT,
+  'num_local_experts': _COUNT,
+  'num_experts_per_tok': _COUNT,
+  'moe_intermediate_size': _COUNT,
+  'layer_types': _TEXTS,
+  'rope_theta': _POSITIVE,
+  'rope_scaling': _OBJECT,
+  'rope_parameters': _OBJECT,
+}
+_NEVER_NULL: Mapping[str, Rule] = {
+  'max_position_embeddings': _COUNT,
+  'norm_topk_prob': _BOOL,
+  'rms_norm_eps': _POSITIVE,
+  'router_aux_loss_coef': _NOT_NEGATIVE,
+  'tie_word_embeddings': _BOOL,
+}
+_ROPE: Mapping[str, Rule] = {
+  'rope_type': _TEXT,
+  'type': _TEXT,
+  'rope_theta': _POSITIVE,
+  'factor': _POSITIVE,
+  'low_freq_factor': _POSITIVE,
+  'high_freq_factor': _POSITIVE,
+  'original_max_position_embeddings': _COUNT,
+  'full_attention': _OBJECT,  # written by kind of layer
+}
+
+# What is implemented; null and a missing field always pass.
+_SUPPORTED: Mapping[str, tuple[Any, ...]] = {
+  'hidden_act': ('silu',),
+  'attention_bias': (False,),
+  'mlp_bias': (False,),
+  'use_sliding_window': (False,),
+  'partial_rotary_factor': (1.0,),
+  'decoder_sparse_step': (1,),
+  'mlp_only_layers': ([],),
+  'quantization_config': (None,),
+}
+
+
+def check(hf: Mapping[str, Any]) -> None:
+  """Whether every field is what it may be, and asks for what is implemented.
+
+  Raises:
+    ValueError: one is not; one line.
+  """
+  for name, rule in _OR_NULL.items():
+    if hf.get(name) is not None:
+      _check_field(name, hf[name], rule)
+  for name, rule in _NEVER_NULL.items():
+    if name in hf:
+      _check_field(name, hf[name], rule)
+  _check_supported(hf)
+  others = set(hf.get('layer_types') or ()) - {'full_attention'}
+  if others:
+    raise ValueError(
+      f'layer_types {", ".join(sorted(others))} are not supported; supported: '
+      'full_attention'
+    )
+
+
+def needed(hf: Mapping[str, Any], *names: str) -> Any:
+  """The value under the first of the names that has one.
+
+  Raises:
+    ValueError: none has.
+  """
+  for name in names:
+    if hf.get(name) is not None:
+      return hf[name]
+  raise ValueError(f'lacks {" or ".join(names)}')
+
+
+def rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
+  """What a checked config says of positions, in either way to write it.
+
+  Raises:
+    ValueError: a field of it that may not be so.
+  """
+  for name in ('rope_scaling', 'rope_parameters'):
+    if hf.get(name):
+      break
+  else:
+    return {}
+  found = _checked_rope(name, hf[name])
+  if found.get('full_attention') is not None:
+    found = _checked_rope(f'{name}.full_attention', found['full_attention'])
+  return found
+
+
+def _checked_rope(prefix: str, found: Mapping[str, Any]) -> Mapping[str, Any]:
+  for name, rule in _ROPE.items():
+    if found.get(name) is not None:
+      _check_field(f'{prefix}.{name}', found[name], rule)
+  _check_supported(found)
+  return found
+
+
+def _check_supported(fields: Mapping[str, Any]) -> None:
+  for name, values in _SUPPORTED.items():
+    value = fields.get(name)
+    if value is not None and value not in values:
+      raise ValueError(
+        f'{name}={value!r} is not supported; supported: '
+        + ', '.join(map(repr, values))
+      )
+
+
+def _check_field(name: str, value: Any, rule: Rule) -> None:
+  if not rule.holds(value):
+    raise ValueError(f'{name}={value!r}: must be {rule.allowed}')
