@@ -16,9 +16,9 @@ on the event loop's thread, rows begun and ended.
 lengths. Slots are half of the rows where they are refilled. The peer calls
 `transformers` `generate` once a turn on all rows that still play, from the
 whole dialogues, and waits for the last one; it stops by the ids of the closing
-tokens, and has one thread or all, whatever is faster. `original` knows no stops:
-it writes 500 tokens, or to the end of sequence, and cuts; what it is slower by
-is removed waste, not speed. No peer waits for a retriever here.
+tokens, and has one thread or all, whatever is faster. `original` knows no
+stops: it writes 500 tokens, or to the end of sequence, and cuts; what it is
+slower by is removed waste, not speed. No peer waits for a retriever here.
 
 `latency`: the same sizes, rows four times the slots, and each search answered
 after 0, 0.2 or 1 s, or log-normal around 0.2 s (sigma 1; the mean is 0.33 s).

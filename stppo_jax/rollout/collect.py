@@ -65,6 +65,7 @@ class Engine(Protocol):
   def remaining(self, row: int) -> int: ...
   def resume(self, row: int, token_ids: np.ndarray) -> None: ...
   def close(self, row: int) -> np.ndarray | None: ...  # its expert_ids
+  def statistics(self) -> Mapping[str, float]: ...
 
 
 @dataclasses.dataclass
@@ -157,6 +158,10 @@ class Collector:
       for future in asked:  # of an interrupted collection
         future.cancel()
     return [self._finish(row) for row in rows]
+
+  def statistics(self) -> Mapping[str, float]:
+    """What the engine counted since the last call."""
+    return self._engine.statistics()
 
   def _answered(self, asked) -> list[concurrent.futures.Future]:
     """The turns that are answered; waits where there is nothing else to do."""

@@ -90,7 +90,7 @@ class Engine:
     self.version = 0
     self._lookahead = lookahead
     self._decode_chunk = decode_chunk
-    self._early_exit = early_exit
+    self._early_exit = 1.0 if deterministic else early_exit
     self._refills = not deterministic
     self._decoder = decoder_lib.Decoder(
       model,
@@ -196,6 +196,10 @@ class Engine:
     closed = self._rows.pop(row)
     self._row_at[closed.slot] = None
     return self._decoder.expert_ids(closed.slot, closed.length)
+
+  def statistics(self) -> dict[str, float]:
+    """Nothing: no turn can fail here; see `RemoteEngine.statistics`."""
+    return {}
 
   def _check_rests(self, number: int) -> None:
     row = self._rows[number]
@@ -313,13 +317,10 @@ class Engine:
       return False
     ahead = len(self._flights) * self._decode_chunk  # not known of yet
     writes = {}
-    for slot, n in writing.items():
-      row = self._rows[n]
+    for slot, row in ((slot, self._rows[n]) for slot, n in writing.items()):
       length = min(row.length + ahead, self.max_length)
       writes[slot] = decoder_lib.Write(row.key_data, length)
-    enough = len(writes)
-    if self._refills:
-      enough = max(math.ceil(enough * self._early_exit), 1)
+    enough = max(math.ceil(len(writes) * self._early_exit), 1)
     slots, chunk = self._decoder.write(writes, self._greedy, enough)
     numbers = [None if slot is None else writing[slot] for slot in slots]
     places = [n if n is None else (n, self._rows[n].turn) for n in numbers]

@@ -62,14 +62,16 @@ class StepCollector:
       RetrieverUnreachable, Outage: the retriever fails for good.
     """
     retriever = self._surroundings.retriever
-    retriever.statistics()  # forgets the queries of an evaluation
+    # Forgets the queries and turns of an evaluation.
+    retriever.statistics(), self._collector.statistics()
     groups = self._play(step, 0)
     metrics = trajectory_metrics.measure(_rows(groups))
     metrics |= trajectory_metrics.measure_groups(groups)
     metrics |= self._replace_idle(groups, step)
     rows = _rows(groups)
     metrics |= trajectory_metrics.measure_staleness(rows, step)
-    return rows, metrics | retriever.statistics()
+    metrics |= retriever.statistics() | self._collector.statistics()
+    return rows, metrics
 
   def _replace_idle(self, groups: Groups, step: int) -> dict[str, float]:
     """Replaces groups without variance, in place; how many, in what rounds."""
