@@ -5,12 +5,14 @@ python -m stppo_jax plan --config=FILE.py[:ROW] [--config.KEY=VALUE ...]
     [--compile=True]
 
 Lays the run's models out on so many virtual devices, by the shape in
-`model.path` (its config.json suffices), and prints bytes per device and what
-the devices tell each other, on rows of `length` tokens (0: env.max_length).
+`model.path` (its config.json suffices), and prints bytes per device, those of
+the engines included, and what the devices tell each other, on rows of `length`
+tokens (0: env.max_length), of which `loss_fraction` carry loss.
 `--compile=False` lowers the update only. Exit code 2 where it does not fit.
 """
 
 from collections.abc import Sequence
+import math
 
 from stppo_jax.commands import configuration
 
@@ -22,16 +24,25 @@ _OPTIONS = {
   'loss_fraction': 0.5,
   'compile': True,
 }
+_POSITIVE = (lambda x: 0 < x < math.inf, 'greater than 0')
+_RULES = {
+  'devices': _POSITIVE,
+  'hbm_gib': _POSITIVE,
+  'length': (lambda x: x >= 0, '0 or greater'),
+  'loss_fraction': (lambda x: 0 < x <= 1, 'in (0, 1]'),
+}
 
 
 def main(argv: Sequence[str]) -> int:
   arguments = configuration.parse(argv, workdir=False, options=_OPTIONS)
   options, config = arguments.options, arguments.config
-  for name in ('devices', 'hbm_gib', 'loss_fraction'):
-    if not options[name] > 0:
-      raise configuration.ConfigurationError(
-        [f'--{name}={options[name]}: must be greater than 0']
-      )
+  errors = [
+    f'--{name}={options[name]}: must be {allowed}'
+    for name, (holds, allowed) in _RULES.items()
+    if not holds(options[name])
+  ]
+  if errors:
+    raise configuration.ConfigurationError(errors)
   import jax
 
   if jax.config.jax_num_cpu_devices != options['devices']:

@@ -5,9 +5,12 @@ import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from stppo_jax import __main__
+from stppo_jax.training import plan
+from tests.models import tiny
 from tests.training import runs
 
 _PUBLISHED = pathlib.Path(__file__).parents[1] / 'models' / 'published'
@@ -49,8 +52,49 @@ def test_bytes_of_a_small_model(capsys, monkeypatch):
     # Two moments and a counter.
     expected = 2 * sizes[f'{name} parameters'] + 4
     assert sizes[f'{name} optimizer'] == expected
+  # The engine has them all on every device, and two of the 16 slots: keys and
+  # values of 128 tokens, one layer, one head of 8.
+  for name in ('engine', 'evaluating engine'):
+    weights = sizes[f'weights of the {name}']
+    assert weights == 2 * sizes['policy parameters'] - whole
+    assert sizes[f'keys and values of the {name}'] == 2 * 2 * 128 * 8 * 4
   parts = [size for name, size in sizes.items() if name != 'total']
   assert sizes['total'] == sum(parts)
+
+
+def test_an_engine_computes_with_weights_of_its_dtype():
+  config = runs.config(evaluate__every=0)
+  whole = plan._engines(config, tiny.model())
+  # Two rows a device, of two layers with one key/value head of 8.
+  assert whole['weights of the engine'] == 4 * _size(tiny.model())
+  assert whole['keys and values of the engine'] == 2 * 2 * 2 * 128 * 8 * 4
+  halved = plan._engines(config, tiny.model(dtype='bfloat16'))
+  assert halved == {name: size / 2 for name, size in whole.items()}
+  served = runs.config(
+    rollout__engine='remote',
+    rollout__remote__url='http://127.0.0.1:9',
+    rollout__remote__model='x',
+  )
+  assert plan._engines(served, tiny.model()) == {}
+
+
+def _size(model):
+  return sum(leaf.size for leaf in jax.tree.leaves(tiny.params(model)))
+
+
+def test_experts_of_the_engine_that_are_visited_again_have_a_plan(capsys):
+  code, out, err = _plan(
+    capsys,
+    '--compile=False',
+    '--config.model.qkv_bias=False',
+    '--config.model.qk_norm=True',
+    '--config.model.num_experts=4',
+    '--config.model.num_experts_per_tok=2',
+    '--config.model.moe_intermediate_size=8',
+    '--config.updates.routing_replay=sampler',
+  )
+  assert (code, err) == (0, '')
+  assert out.endswith('fits in 80.0 GiB\n')
 
 
 def test_a_compiled_plan_tells_of_the_program(capsys):
@@ -66,6 +110,10 @@ def test_a_compiled_plan_tells_of_the_program(capsys):
   [
     ('--config.mesh.tensor=8', 'tensor=8 does not divide num_heads=2'),
     ('--devices=0', '--devices=0: must be greater than 0'),
+    ('--hbm_gib=inf', '--hbm_gib=inf: must be greater than 0'),
+    ('--length=-64', '--length=-64: must be 0 or greater'),
+    ('--loss_fraction=3.0', '--loss_fraction=3.0: must be in (0, 1]'),
+    ('--config.evaluate.batch_size=4', 'evaluate.batch_size=4: must be a mul'),
     ('--config.updates.microbatch_size=4', 'multiple of the 8 devices'),
   ],
 )
@@ -90,7 +138,7 @@ def _published(name, *flags):
     *flags,
   ]
   done = subprocess.run(command, cwd=runs.REPO, capture_output=True, text=True)
-  assert done.returncode == 0, done.stderr
+  assert done.returncode == 0, done.stdout + done.stderr
   return done.stdout
 
 
@@ -99,7 +147,8 @@ def _published(name, *flags):
   ['qwen2_5_7b', pytest.param('qwen3_30b_a3b', marks=pytest.mark.slow)],
 )
 def test_published_models_are_laid_out_on_64_devices(name):
-  sizes = _sizes(_published(name, '--compile=False'))
+  # The engines of the largest hold 57 GiB of weights each, on every device.
+  sizes = _sizes(_published(name, '--compile=False', '--hbm_gib=160'))
   per_device = 4e9 * _PARAMETERS[name] / 64 / _GIB
   # Norms and biases are whole on every device.
   assert sizes['policy parameters'] == pytest.approx(per_device, rel=0.005)
