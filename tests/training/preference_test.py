@@ -2,11 +2,13 @@
 
 import math
 import os
+import shutil
 import signal
 
 import numpy as np
 import pytest
 
+from stppo_jax.models import functional
 from stppo_jax.models import load_hf
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint
@@ -162,6 +164,19 @@ def test_the_policy_that_it_leaves_is_the_last_state(whole):
   assert saved._manager.all_steps() == [6]
   saved.close()
   assert np.isfinite(params['embedding']).all()
+
+
+def test_without_adapters_an_export_copies_no_weights(
+  file, whole, tmp_path, monkeypatch
+):
+  shutil.copytree(whole, tmp_path / 'run')
+  shutil.rmtree(tmp_path / 'run' / 'policy')
+  monkeypatch.delattr(functional.Model, 'merged')
+  # Nothing is left to do but the export.
+  assert preference.prefer(runs.config(**_SMALL), file, tmp_path / 'run') == 0
+  exported = 'policy/model.safetensors'
+  again = (tmp_path / 'run' / exported).read_bytes()
+  assert again == (whole / exported).read_bytes()
 
 
 def test_another_file_or_config_is_another_run(file, whole, tmp_path):
