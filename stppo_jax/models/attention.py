@@ -4,8 +4,9 @@ B rows, L queries, S keys, Q query heads, K key/value heads, G = Q / K, H head
 size.
 
 `attention` is the definition, takes any mask and runs everywhere. Whole
-sequences may be left to a kernel of the platform, by a name of `WHOLE`; those
-know causal masks only, so decoding from a cache always uses `attention`.
+sequences are attended to in blocks, or by a kernel of the platform, by a name
+of `WHOLE`; those know causal masks only, so decoding from a cache always uses
+`attention`.
 """
 
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from stppo_jax.models import blockwise
 from stppo_jax.models import splash
 from stppo_jax.parallel import activations
 
@@ -24,6 +26,9 @@ Array = jax.Array
 Attend = Callable[[Array, Array, Array], Array]
 
 _MASKED = -1e30  # finite: a row of nothing but masked scores stays finite
+# Tokens of a block; scores of a pair of them stay in a CPU's cache, and are
+# worth the start of a kernel elsewhere.
+_CPU_BLOCK, _BLOCK = 128, 512
 
 
 def attention(
@@ -167,8 +172,14 @@ def choose(name: str, *, dtype: str, head_dim: int, platform: str) -> str:
 
 
 def _xla(size: int, lengths_B: Array | None, mesh) -> Attend:
-  """The oracle. What comes after a query is padding first: no mask for it."""
-  del lengths_B, mesh
+  """Runs everywhere; by the definition up to two blocks, then in blocks.
+
+  What comes after a query is padding first: no mask for it.
+  """
+  del lengths_B
+  block = _CPU_BLOCK if jax.default_backend() == 'cpu' else _BLOCK
+  if size > 2 * block:
+    return blockwise.attend(size, block, mesh)
   causal_1LL = jnp.tril(jnp.ones((size, size), bool))[None]
   return lambda q, k, v: attention(
     q, k.swapaxes(1, 2), v.swapaxes(1, 2), causal_1LL

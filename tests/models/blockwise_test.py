@@ -1,0 +1,169 @@
+"""Attention in blocks: the definition's numbers, memory, and what is local."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from stppo_jax.models import attention
+from stppo_jax.models import blockwise
+from stppo_jax.parallel import activations
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import program
+
+_H = 8
+_ROWS, _HEADS = activations.ROWS, activations.TENSOR
+
+
+def _inputs(size, num_heads, num_kv_heads, *, rows=2, dtype=np.float32):
+  rng = np.random.default_rng(size)
+  return tuple(
+    jnp.asarray(rng.normal(size=(rows, size, heads, _H)), dtype)
+    for heads in (num_heads, num_kv_heads, num_kv_heads)
+  )
+
+
+def _definition(q_BLQH, k_BLKH, v_BLKH):
+  size = q_BLQH.shape[1]
+  causal_1LL = jnp.tril(jnp.ones((1, size, size), bool))
+  k_BKLH, v_BKLH = (x.swapaxes(1, 2) for x in (k_BLKH, v_BLKH))
+  return attention.attention(q_BLQH, k_BKLH, v_BKLH, causal_1LL)
+
+
+def _loss(attend):
+  """A sum with weights of its own for each number that is found."""
+
+  def loss(inputs):
+    mixed = attend(*inputs)
+    weights = np.random.default_rng(9).normal(size=mixed.shape)
+    return jnp.sum(mixed * weights.astype(np.float32)), mixed
+
+  return loss
+
+
+def _found(attend, inputs):
+  (_, mixed), gradients = jax.jit(
+    jax.value_and_grad(_loss(attend), has_aux=True)
+  )(inputs)
+  return mixed, *gradients
+
+
+@pytest.mark.parametrize(
+  ('size', 'block', 'num_heads', 'num_kv_heads'),
+  [
+    (45, 16, 4, 2),  # three blocks of 15
+    (22, 7, 4, 1),  # four of 6, two of whose tokens are none
+    (9, 1, 2, 2),  # each token alone
+    (9, 9, 6, 2),  # one
+  ],
+)
+def test_the_same_as_the_definition(size, block, num_heads, num_kv_heads):
+  inputs = _inputs(size, num_heads, num_kv_heads)
+  # Scores that outgrow those before, and dwarf those behind.
+  q, k, v = inputs
+  inputs = (q, k.at[:, size // 2].multiply(4), v)
+  mixed, *gradients = _found(blockwise.attend(size, block, None), inputs)
+  expected, *expected_gradients = _found(_definition, inputs)
+  np.testing.assert_allclose(mixed, expected, rtol=1e-6, atol=1e-6)
+  for ours, theirs in zip(gradients, expected_gradients, strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_sums_are_in_float32():
+  inputs = _inputs(64, 4, 2, dtype=jnp.bfloat16)
+  exact = _found(_definition, [x.astype(jnp.float32) for x in inputs])
+  for ours, theirs in zip(
+    _found(blockwise.attend(64, 4, None), inputs), exact, strict=True
+  ):
+    assert ours.dtype == jnp.bfloat16
+    scale = np.abs(theirs).max()
+    np.testing.assert_allclose(
+      ours.astype(np.float32) / scale, theirs / scale, atol=2**-7
+    )
+
+
+def test_what_follows_reaches_nobody():
+  attend = blockwise.attend(22, 7, None)
+  inputs = _inputs(22, 4, 2)
+  poisoned = [x.at[0, 13:].set(1e6) for x in inputs]
+  np.testing.assert_array_equal(
+    attend(*poisoned)[0, :13], attend(*inputs)[0, :13]
+  )
+
+
+def _compiled(size, num_heads=2, num_kv_heads=2, mesh=None, rows=1):
+  """Gradients of a run's attention to sequences of this length."""
+  attend = attention.whole('xla', size, None, mesh)
+
+  def shape(heads):
+    sharding = None
+    if mesh is not None:
+      over = _HEADS if heads % activations.extent(mesh, _HEADS) == 0 else None
+      sharding = NamedSharding(mesh, P(_ROWS, None, over))
+    return jax.ShapeDtypeStruct(
+      (rows, size, heads, _H), jnp.float32, sharding=sharding
+    )
+
+  inputs = tuple(map(shape, (num_heads, num_kv_heads, num_kv_heads)))
+
+  def loss(inputs):
+    constrained = (
+      activations.constrain(x, mesh, _ROWS, None, _HEADS) for x in inputs
+    )
+    return _loss(attend)(constrained)[0]
+
+  out_shardings = None
+  if mesh is not None:
+    out_shardings = tuple(x.sharding for x in inputs)
+  return (
+    jax.jit(jax.grad(loss), out_shardings=out_shardings).lower(inputs).compile()
+  )
+
+
+def test_memory_grows_with_the_length():
+  lengths = (2048, 4096)
+  few, many = (
+    _compiled(size).memory_analysis().temp_size_in_bytes for size in lengths
+  )
+  assert math.log2(many / few) < 1.2
+
+
+@pytest.mark.parametrize(('size', 'cut'), [(256, False), (257, True)])
+def test_short_sequences_are_left_alone(size, cut):
+  inputs = _inputs(size, 4, 2, rows=1)
+  attend = attention.whole('xla', size, None, None)
+  assert ('while' in jax.jit(attend).lower(*inputs).as_text()) == cut
+  if not cut:
+    np.testing.assert_array_equal(attend(*inputs), _definition(*inputs))
+
+
+@pytest.mark.parametrize(
+  ('axes', 'num_heads', 'num_kv_heads', 'shared'),
+  [
+    ((2, 2, 2), 4, 2, False),
+    ((2, 1, 4), 4, 2, True),  # two devices to a key/value head
+  ],
+)
+def test_blocks_are_local(axes, num_heads, num_kv_heads, shared):
+  mesh = mesh_lib.make_mesh(**dict(zip(mesh_lib.AXES, axes)))
+  compiled = _compiled(400, num_heads, num_kv_heads, mesh, rows=8)
+  told = program.collectives(compiled.as_text())
+  assert bool(told) == shared
+  # Once, not in every pair of blocks.
+  assert {x.times for x in told} <= {1}
+  assert max(x.times for x in program.instructions(compiled.as_text())) == 10
+
+
+def test_devices_that_share_heads_find_the_same():
+  mesh = mesh_lib.make_mesh(data=2, tensor=4, fsdp=1)
+  inputs = _inputs(22, 4, 2)
+  for ours, theirs in zip(
+    _found(blockwise.attend(22, 7, mesh), inputs),
+    _found(_definition, inputs),
+    strict=True,
+  ):
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
