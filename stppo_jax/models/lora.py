@@ -157,6 +157,10 @@ def merged(options: Lora, params: Params) -> Params:
   Args:
     options: of the adapters.
     params: joined; a tree without adapters comes back as it is.
+
+  Returns:
+    Other kernels, in the wider dtype of both: a base in bfloat16 would round
+    adapters in float32 away.
   """
   result = {
     name: merged(options, value) if isinstance(value, Mapping) else value
@@ -168,7 +172,7 @@ def merged(options: Lora, params: Params) -> Params:
       params[A], params[B], precision=jax.lax.Precision.HIGHEST
     )
     kernel = params['kernel']
-    result['kernel'] = kernel + (options.scale * product).astype(kernel.dtype)
+    result['kernel'] = kernel + options.scale * product
   return result
 
 

@@ -25,7 +25,32 @@ def computed(params: Tree, dtype: str) -> Tree:
   """
 
   def cast(path, leaf):
-    name = jax.tree_util.keystr(path, simple=True, separator='/')
-    return leaf if _FULL.search(name) else leaf.astype(jnp.dtype(dtype))
+    return leaf if _full(path) else leaf.astype(jnp.dtype(dtype))
 
   return jax.tree_util.tree_map_with_path(cast, params)
+
+
+def replaced(params: Tree, dtype: str) -> Tree:
+  """`computed`, for weights that nobody trains: the given ones are deleted.
+
+  One after the other, so that devices never hold all of them twice.
+
+  Args:
+    params: arrays on devices; the new ones lie likewise.
+    dtype: of the activations.
+  """
+
+  def replace(path, leaf):
+    if _full(path) or leaf.dtype == jnp.dtype(dtype):
+      return leaf
+    cast = jax.device_put(leaf.astype(jnp.dtype(dtype)), leaf.sharding)
+    cast.block_until_ready()
+    leaf.delete()
+    return cast
+
+  return jax.tree_util.tree_map_with_path(replace, params)
+
+
+def _full(path) -> bool:
+  name = jax.tree_util.keystr(path, simple=True, separator='/')
+  return _FULL.search(name) is not None

@@ -12,6 +12,7 @@ import numpy as np
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.models import functional
+from stppo_jax.models import precision
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import memory
 from stppo_jax.parallel import sharding
@@ -127,7 +128,8 @@ class Learner:
   def start(self) -> state_lib.TrainState:
     """The state before the first update."""
     path = self._config.model.path
-    params = weights_lib.initial(self._config, path, self.policy, self.mesh)
+    load = weights_lib.frozen if self._trained.lora else weights_lib.initial
+    params = load(self._config, path, self.policy, self.mesh)
     # Donated, so that no second copy of them is made.
     make = jax.jit(self._fresh, donate_argnums=0, out_shardings=self._layout)
     return make(params)
@@ -144,11 +146,16 @@ class Learner:
       Shapes and layouts of state and reference, and the lowered update.
     """
     weights = jax.eval_shape(self.policy.init, jax.random.key(0))
-    state = _placed(jax.eval_shape(self._fresh, weights), self._layout)
+    fixed = jax.eval_shape(
+      lambda params: precision.computed(params, self.policy.config.dtype),
+      weights,
+    )
+    start = fixed if self._trained.lora else weights
+    state = _placed(jax.eval_shape(self._fresh, start), self._layout)
     reference = None
     if self._has_reference:
-      layout = sharding.param_shardings(weights, self.mesh)
-      reference = _placed(weights, layout)
+      layout = sharding.param_shardings(fixed, self.mesh)
+      reference = _placed(fixed, layout)
     batch, _ = jax.eval_shape(
       self._annotate, packed, state, reference, self._algorithm
     )
@@ -205,7 +212,7 @@ class Learner:
     if not self._has_reference:
       return None
     path = model.reference_path or model.path
-    params = weights_lib.initial(self._config, path, self.policy, self.mesh)
+    params = weights_lib.frozen(self._config, path, self.policy, self.mesh)
     return memory.on_host(params) if self._reference_waits else params
 
   @property

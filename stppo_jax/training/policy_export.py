@@ -70,7 +70,7 @@ def export(
   frozen = None
   if config.model.lora.rank:
     with assembly.misconfigured():
-      frozen = weights.initial(config, config.model.path, learner.policy, mesh)
+      frozen = weights.frozen(config, config.model.path, learner.policy, mesh)
   found = saved.policy(checkpointer, learner, frozen, step=step)
   checkpointer.close()
   if found is None:

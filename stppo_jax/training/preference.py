@@ -103,15 +103,14 @@ class _Run:
       make, layout = _fresh(config, self._trained, optimizer, mesh)
       # Resumed with other pairs, it would be a run that no command describes.
       run_record.settle({**config.to_dict(), 'batch_sha256': digest}, workdir)
-      start = make(
-        weights_lib.initial(config, config.model.path, self._policy, mesh)
-      )
+      load = weights_lib.frozen if self._trained.lora else weights_lib.initial
+      start = make(load(config, config.model.path, self._policy, mesh))
       self._state, self._frozen = start.policy, start.frozen
       # Under adapters the base is the reference.
       self._reference = self._frozen
       if self._frozen is None or config.model.reference_path:
         path = config.model.reference_path or config.model.path
-        self._reference = weights_lib.initial(config, path, self._policy, mesh)
+        self._reference = weights_lib.frozen(config, path, self._policy, mesh)
     self._pairs = pairs_lib.resized(whole, bucket=config.rollout.length_bucket)
     self._num_updates = options.num_epochs * pairs_lib.updates_per_epoch(
       len(whole.tokens_P2L), options.batch_size

@@ -43,8 +43,9 @@ class TrainState:
       policy has the value head.
     published: in a checkpoint, the weights of earlier policies that steps to
       come are collected with, see `ahead`; no update knows of them.
-    frozen: the base under adapters; None where everything is trained. Never
-      donated, nor in a checkpoint: a start makes it again.
+    frozen: the base under adapters, in the dtype it is computed in; None where
+      everything is trained. Never donated, nor in a checkpoint: a start makes
+      it again.
   """
 
   policy: ModelState
@@ -83,7 +84,7 @@ def fresh(
 
   Args:
     weights: of a policy, without adapters; donate them: they become those of
-      the state, or its frozen part.
+      the state, or, in the dtype they come in, its frozen part.
     key: of the adapters.
     policy, value: models.
     policy_optimizer, value_optimizer: of them.

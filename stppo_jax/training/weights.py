@@ -11,6 +11,7 @@ from stppo_jax.models import config as model_config
 from stppo_jax.models import export_hf
 from stppo_jax.models import functional
 from stppo_jax.models import load_hf
+from stppo_jax.models import precision
 from stppo_jax.parallel import sharding
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import keys
@@ -118,6 +119,19 @@ def initial(
   if path:
     return load_hf.load_params(path, policy.config, layout)
   return jax.jit(policy.init, out_shardings=layout)(key)
+
+
+def frozen(
+  config, path: str, policy: functional.Model, mesh: jax.sharding.Mesh
+) -> functional.Params:
+  """`initial`, for weights that nobody trains: the base, and the reference.
+
+  In the dtype that they are computed in. What is merged with such a base and
+  exported is what was trained, not the base of the files: where these hold more
+  bits than `model.dtype`, those are gone.
+  """
+  params = initial(config, path, policy, mesh)
+  return precision.replaced(params, policy.config.dtype)
 
 
 def export(

@@ -216,3 +216,12 @@ def test_a_model_without_adapters_refuses_them():
     jax.eval_shape(model.plain.hidden, params, _TOKENS)
   with pytest.raises(ValueError, match="'embedding' is in both trees"):
     model.joined(params, {'embedding': params['embedding']})
+
+
+def test_a_rounded_base_does_not_round_adapters_away():
+  kernel = np.ones((1, 2, 2), jnp.bfloat16)
+  pair = {'lora_a': np.full((1, 2, 1), 1e-3), 'lora_b': np.ones((1, 1, 2))}
+  pair = {name: x.astype(np.float32) for name, x in pair.items()}
+  options = lora.Lora(rank=1, alpha=1.0, targets='q')
+  merged = lora.merged(options, {'q': {'kernel': kernel, **pair}})
+  np.testing.assert_allclose(merged['q']['kernel'], 1.001, rtol=1e-6)

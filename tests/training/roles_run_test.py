@@ -16,6 +16,7 @@ from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint
 from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import saved
+from stppo_jax.training import weights
 from tests.training import runs
 
 _STEPS = 2
@@ -194,6 +195,29 @@ def test_another_base_is_refused(tmp_path):
     saved.newest(checkpoints, learner, other)
   checkpoints.close()
   assert caught.value.exit_code == 2 and '\n' not in str(caught.value)
+
+
+def test_what_nobody_trains_is_held_as_it_is_computed_with(tmp_path):
+  changes = {'model__dtype': 'bfloat16'}
+  kinds = lambda tree: {leaf.dtype.name for leaf in jax.tree.leaves(tree)}
+  assert kinds(_learner(changes).reference()) == {'bfloat16'}
+  learner = _learner(changes | _LORA)
+  start = learner.start()
+  assert kinds(start.frozen) == {'bfloat16'}
+  assert kinds((start.policy.params, start.value.params)) == {'float32'}
+  adapted = learner.playable(start)['layers']['q_proj']['kernel']
+  assert adapted.dtype == np.float32
+  # A later process makes the same base.
+  checkpoints = checkpoint.Checkpointer(tmp_path)
+  saved.save(checkpoints, 3, start, {})
+  checkpoints.close()
+  checkpoints = checkpoint.Checkpointer(tmp_path, read_only=True)
+  config = runs.config(**_changes(changes | _LORA))
+  base = weights.frozen(config, config.model.path, learner.policy, learner.mesh)
+  step, played = saved.policy(checkpoints, learner, base, step=None)
+  checkpoints.close()
+  assert step == 3
+  jax.tree.map(np.testing.assert_array_equal, played, learner.playable(start))
 
 
 def test_targets_that_match_nothing_are_one_line(tmp_path, capsys):
