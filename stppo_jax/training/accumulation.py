@@ -80,7 +80,9 @@ def summed(
 def summand(gradient: Tree, mesh: jax.sharding.Mesh | None) -> Tree:
   """A gradient in float32, each part on the devices that hold its weight.
 
-  Said, not left to the compiler: no device sums a whole gradient.
+  Said, not left to the compiler: sums over microbatches lie like the weights.
+  How devices add up what they found is left to it: the one for CPUs has each of
+  them add all of it, and keep its part.
   """
   gradient = jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
   return sharding.laid_out(gradient, mesh)
