@@ -10,7 +10,11 @@ from configs import algorithms
 from configs import base
 from configs import relations
 from configs import schema
+from stppo_jax.models import attention
+from stppo_jax.models import moe
+from stppo_jax.models import remat
 from stppo_jax.rl import algorithm
+from stppo_jax.rl import preferences
 
 _MOE = {
   'model__qkv_bias': False,
@@ -26,6 +30,20 @@ def _config(**changes):
   for key, value in changes.items():
     config.update_from_flattened_dict({key.replace('__', '.'): value})
   return config
+
+
+@pytest.mark.parametrize(
+  ('key', 'table'),
+  [
+    ('model.attention', ('auto', *attention.WHOLE)),
+    ('model.moe', ('auto', *moe.IMPLEMENTATIONS)),
+    ('updates.remat', tuple(remat.POLICIES)),
+    ('preference.name', tuple(preferences.PREFERENCES)),
+  ],
+)
+def test_choices_are_those_of_the_table(key, table):
+  # Configs import no table of the models: that would import jax.
+  assert schema.RULES[key].allowed == 'one of ' + ', '.join(table)
 
 
 @pytest.mark.parametrize('row', algorithms.ALGORITHMS)
