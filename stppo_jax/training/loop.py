@@ -317,7 +317,12 @@ class _Run:
     policy = self._workdir / 'policy'
     params = self._learner.playable(self._state)
     weights.export(
-      self._config, policy, self._learner.policy, params, self._tokenizer
+      self._config,
+      policy,
+      self._learner.policy,
+      params,
+      self._tokenizer,
+      dtype=weights.TRAINED,
     )
     self._writer.show(
       f'done. metrics: {self._workdir / "metrics.jsonl"}\n'

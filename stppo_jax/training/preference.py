@@ -202,7 +202,12 @@ class _Run:
       whole = state_lib.whole(self._trained, self._frozen, params)
       params = jax.jit(self._trained.merged)(whole)
     weights_lib.export(
-      self._config, policy, self._policy, params, self._tokenizer
+      self._config,
+      policy,
+      self._policy,
+      params,
+      self._tokenizer,
+      dtype=weights_lib.TRAINED,
     )
     self._writer.show(
       f'done. metrics: {self._workdir / "metrics.jsonl"}\n'

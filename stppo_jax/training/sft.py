@@ -92,7 +92,8 @@ def imitate(
     if step % _PRINT_EVERY == 0 or step == config.sft.num_steps - 1:
       seconds = time.monotonic() - start
       print(f'sft step {step} loss {loss:.4f} {seconds:.0f}s', flush=True)
-  weights_lib.export(config, directory, policy, params, tokenizer)
+  dtype = weights_lib.TRAINED
+  weights_lib.export(config, directory, policy, params, tokenizer, dtype=dtype)
   return policy, params, tokenizer
 
 

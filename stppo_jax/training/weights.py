@@ -16,6 +16,8 @@ from stppo_jax.parallel import sharding
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import keys
 
+TRAINED = 'float32'  # what weights are trained in, whatever computes with them
+
 
 def computed_as(config) -> dict[str, Any]:
   """How the models of a run are computed, whatever their shape."""
@@ -141,7 +143,7 @@ def export(
   params: functional.Params,
   tokenizer: tokenizer_lib.Tokenizer,
   *,
-  dtype: str = 'float32',
+  dtype: str,
 ) -> None:
   """Writes a policy of a run as a directory that `transformers` loads.
 
