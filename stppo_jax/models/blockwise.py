@@ -129,10 +129,13 @@ def _backward(block, kept, gradient_BKGPH):
 _mixed.defvjp(_forward, _backward)
 
 
-def _pairs(q_BKGPH: Array, block: int) -> tuple[np.ndarray, np.ndarray]:
+def _pairs(q_BKGPH: Array, block: int) -> tuple[Array, Array]:
   """Blocks of queries, and each with those of keys up to its own."""
-  at, of = np.tril_indices(q_BKGPH.shape[_TOKENS] // block)
-  return at.astype(np.int32), of.astype(np.int32)
+  pairs = np.tril_indices(q_BKGPH.shape[_TOKENS] // block)
+  at, of = (x.astype(np.int32) for x in pairs)
+  # As if they came of the queries. As constants they would let a model that
+  # computes layers again work out the masks of all pairs before, and hold them.
+  return jax.lax.optimization_barrier((at, of, q_BKGPH))[:2]
 
 
 def _scores(q_BKGPH: Array, k_BKPH: Array, pair, block: int) -> Array:

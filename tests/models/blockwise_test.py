@@ -95,18 +95,15 @@ def test_what_follows_reaches_nobody():
   )
 
 
-def _compiled(size, num_heads=2, num_kv_heads=2, mesh=None, rows=1):
+def _compiled(size, num_heads, num_kv_heads, mesh):
   """Gradients of a run's attention to sequences of this length."""
   attend = attention.whole('xla', size, None, mesh)
 
   def shape(heads):
-    sharding = None
-    if mesh is not None:
-      over = _HEADS if heads % activations.extent(mesh, _HEADS) == 0 else None
-      sharding = NamedSharding(mesh, P(_ROWS, None, over))
-    return jax.ShapeDtypeStruct(
-      (rows, size, heads, _H), jnp.float32, sharding=sharding
-    )
+    over = _HEADS if heads % activations.extent(mesh, _HEADS) == 0 else None
+    sharding = NamedSharding(mesh, P(_ROWS, None, over))
+    shape = (8, size, heads, _H)
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
   inputs = tuple(map(shape, (num_heads, num_kv_heads, num_kv_heads)))
 
@@ -124,11 +121,21 @@ def _compiled(size, num_heads=2, num_kv_heads=2, mesh=None, rows=1):
   )
 
 
-def test_memory_grows_with_the_length():
-  lengths = (2048, 4096)
-  few, many = (
-    _compiled(size).memory_analysis().temp_size_in_bytes for size in lengths
-  )
+def _temporary(size, again):
+  """Bytes of the gradient of two layers of attention."""
+  attend = attention.whole('xla', size, None, None)
+  layer = lambda x_BLQH, _: (x_BLQH + attend(x_BLQH, x_BLQH, x_BLQH), None)
+  if again:
+    layer = jax.checkpoint(layer, prevent_cse=False)
+  loss = lambda x_BLQH: jnp.sum(jax.lax.scan(layer, x_BLQH, length=2)[0])
+  x_BLQH = jax.ShapeDtypeStruct((1, size, 2, _H), jnp.float32)
+  compiled = jax.jit(jax.grad(loss)).lower(x_BLQH).compile()
+  return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize('again', [False, True])
+def test_memory_grows_with_the_length(again):
+  few, many = (_temporary(size, again) for size in (2048, 4096))
   assert math.log2(many / few) < 1.2
 
 
@@ -150,7 +157,7 @@ def test_short_sequences_are_left_alone(size, cut):
 )
 def test_blocks_are_local(axes, num_heads, num_kv_heads, shared):
   mesh = mesh_lib.make_mesh(**dict(zip(mesh_lib.AXES, axes)))
-  compiled = _compiled(400, num_heads, num_kv_heads, mesh, rows=8)
+  compiled = _compiled(400, num_heads, num_kv_heads, mesh)
   told = program.collectives(compiled.as_text())
   assert bool(told) == shared
   # Once, not in every pair of blocks.
