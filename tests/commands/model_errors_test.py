@@ -201,6 +201,22 @@ def test_a_reference_of_random_weights_is_of_their_shape(
   assert err.startswith(f'{model}: {expected}') and err.count('\n') == 1
 
 
+def test_a_start_of_another_shape_than_the_reference_is_refused(
+  tmp_path, model, capsys
+):
+  _config(rope_theta=5.0)(model)
+  model.rename(tmp_path / 'start')  # as if the run had made it
+  flags = runs.flags(
+    model__reference_path=_SOURCE, sft__before_training=True, **_LIKE_SOURCE
+  )
+  assert __main__.main(['train', *flags, f'--workdir={tmp_path}']) == 2
+  out, err = capsys.readouterr()
+  assert out == '' and err == (
+    f'{_SOURCE}: rope_theta=10000.0, but the policy in {tmp_path}/start has '
+    '5.0\n'
+  )
+
+
 def test_experts_that_are_not_there_make_no_difference(model):
   _config(intermediate_size=176)(model)
   config = base.get_config()
