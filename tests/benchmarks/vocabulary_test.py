@@ -25,7 +25,23 @@ def test_time_and_memory_stand_beside_torch(monkeypatch):
   assert re.search(r'^memory, ours / torch: \d\S+; goal: .* 0.4$', told, re.M)
 
 
+def test_the_steepest_growth_counts(monkeypatch):
+  # Scores of a chunk, and something that grows with the square of the length.
+  monkeypatch.setattr(
+    vocabulary, 'temporary', lambda x: x.vocabulary * 4096 + x.length**2
+  )
+  sizes = _TINY._replace(vocabulary=100_000)
+  told = vocabulary.slope(sizes, (512, 2048, 8192))
+  rows = re.findall(r'^\| (\d+) .*\| +(\S*) \|.*\| +(\S*) \|$', told, re.M)
+  assert rows == [
+    ('512', '', ''),
+    ('2048', '0.007', '0.456'),
+    ('8192', '0.102', '1.544'),
+  ]
+  assert told.endswith('greatest slope 1.544; goal: at most 1.15')
+
+
 def test_memory_grows_with_the_length():
-  told = vocabulary.slope(_TINY, (40, 80))
-  assert re.findall(r'^\| (\d+)', told, re.M) == ['40', '80']
-  assert re.search(r'^slope \d\.\d+; goal: at most 1.15$', told, re.M)
+  told = vocabulary.slope(_TINY, (512, 1024))
+  slope = float(re.search(r'^greatest slope (\d\.\d+);', told, re.M)[1])
+  assert 0.5 < slope <= vocabulary.SLOPE_GOAL
