@@ -28,7 +28,7 @@ Attend = Callable[[Array, Array, Array], Array]
 _MASKED = -1e30  # finite: a row of nothing but masked scores stays finite
 # Tokens of a block; scores of a pair of them stay in a CPU's cache, and are
 # worth the start of a kernel elsewhere.
-_CPU_BLOCK, _BLOCK = 128, 512
+_CPU_BLOCK, _BLOCK = 80, 512
 
 
 def attention(
@@ -172,13 +172,13 @@ def choose(name: str, *, dtype: str, head_dim: int, platform: str) -> str:
 
 
 def _xla(size: int, lengths_B: Array | None, mesh) -> Attend:
-  """Runs everywhere; by the definition up to two blocks, then in blocks.
+  """Runs everywhere; by the definition up to one block, then in blocks.
 
   What comes after a query is padding first: no mask for it.
   """
   del lengths_B
   block = _CPU_BLOCK if jax.default_backend() == 'cpu' else _BLOCK
-  if size > 2 * block:
+  if size > block:
     return blockwise.attend(size, block, mesh)
   causal_1LL = jnp.tril(jnp.ones((size, size), bool))[None]
   return lambda q, k, v: attention(

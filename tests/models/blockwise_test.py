@@ -139,7 +139,7 @@ def test_memory_grows_with_the_length(again):
   assert math.log2(many / few) < 1.2
 
 
-@pytest.mark.parametrize(('size', 'cut'), [(256, False), (257, True)])
+@pytest.mark.parametrize(('size', 'cut'), [(80, False), (81, True)])
 def test_short_sequences_are_left_alone(size, cut):
   inputs = _inputs(size, 4, 2, rows=1)
   attend = attention.whole('xla', size, None, None)
@@ -162,7 +162,7 @@ def test_blocks_are_local(axes, num_heads, num_kv_heads, shared):
   assert bool(told) == shared
   # Once, not in every pair of blocks.
   assert {x.times for x in told} <= {1}
-  assert max(x.times for x in program.instructions(compiled.as_text())) == 10
+  assert max(x.times for x in program.instructions(compiled.as_text())) == 15
 
 
 def test_devices_that_share_heads_find_the_same():
