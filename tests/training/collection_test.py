@@ -4,6 +4,8 @@ Four groups of two; a letter is what both rows of a group earned: 'v' differ
 (varied), '=' are equal (idle), 'x' were failed by the infrastructure.
 """
 
+import types as types_lib
+
 import jax
 import numpy as np
 import pytest
@@ -84,7 +86,10 @@ def _collect(world, rounds, show=lambda line: None):
     rollout__resample_rounds=rounds,
     rollout__min_valid_fraction=0.5,
   )
-  collector = collection.StepCollector(config, world, world, show)
+  player = types_lib.SimpleNamespace(
+    collect=world.collect, statistics=lambda: {'engine/ok': 7.0}
+  )
+  collector = collection.StepCollector(config, world, player, show)
   trajectories, metrics = collector.collect(_STEP)
   ids = [trajectory.question.id for trajectory in trajectories]
   assert ids[::2] == ids[1::2]
@@ -123,6 +128,7 @@ def test_idle_groups_are_replaced(rounds, played, expected, replaced):
   assert metrics['train/em/nq'] == pytest.approx(0.5 + 0.5 * idle)
   assert metrics['rollout/valid_fraction'] == len(valid) / 4
   assert metrics['retrieval/ok'] == used + 1
+  assert metrics['engine/ok'] == 7
 
 
 def test_keys_are_of_step_and_round():
