@@ -7,6 +7,7 @@ import os
 import pathlib
 
 import hypothesis
+import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _NUM_DEVICES = 8
@@ -33,3 +34,18 @@ for _name in ('http_proxy', 'https_proxy', 'all_proxy', 'no_proxy'):
 # The same cases in every run, and no failure because a machine is busy.
 hypothesis.settings.register_profile('tests', deadline=None, derandomize=True)
 hypothesis.settings.load_profile('tests')
+
+# Of the 65,530 pieces of memory that Linux grants a process; a compiled program
+# takes some ten, and the next one more than granted crashes the compiler.
+_MANY_PIECES = 30_000
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _room_for_programs():
+  """Forgets compiled programs between modules before there are too many."""
+  yield
+  pieces = pathlib.Path('/proc/self/maps')
+  if pieces.exists() and pieces.read_bytes().count(b'\n') > _MANY_PIECES:
+    import jax  # not before the environment is set
+
+    jax.clear_caches()
