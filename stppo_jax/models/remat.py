@@ -28,7 +28,7 @@ def recomputed(
     layer: one iteration.
     name: a key of POLICIES: 'none' keeps all, 'full' the layer's input only,
       'dots' what is multiplied with weights, 'all_dots' attention's scores
-      too.
+      too, where these are not formed in blocks.
     unrolled: several layers are in one iteration, where the compiler would
       find what is computed twice and keep it.
 
