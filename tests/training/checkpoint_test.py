@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import json
 import os
 import pathlib
@@ -30,6 +31,13 @@ _REPO = pathlib.Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.filterwarnings(
   'ignore::pytest.PytestUnraisableExceptionWarning'
 )
+
+
+@pytest.fixture(autouse=True)
+def _no_read_outlives_its_test():
+  """Reads that were given up die here, not in a test of another module."""
+  yield
+  gc.collect()
 
 
 @jax.tree_util.register_dataclass
