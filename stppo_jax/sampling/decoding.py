@@ -92,11 +92,7 @@ def extend(
   )
   hidden_AD = _last(hidden_ACD, told.counts_A, part.hidden_SD)
   opens_A = told.budgets_A >= 0
-  # What is not finite stays out of the cache. And so it is certain that blocks
-  # are overwritten when all of them have been read: else they were copied.
-  finite_A = jnp.all(jnp.isfinite(hidden_AD), axis=1)
-  counts_A = jnp.where(finite_A, told.counts_A, 0)
-  cache = cache_lib.store(state.cache, recent, lengths_A, counts_A, rows_A)
+  cache = _stored(state, rows_A, recent, lengths_A, told.counts_A, hidden_AD)
   return slots.put(
     state,
     rows_A,
@@ -207,8 +203,8 @@ def decode(
   counts_A = chunk[-1]
   stopped_A = part.automaton_S == stopped
   out = Chunk(*chunk, stopped_A, stopped_A | (part.budgets_S == 0))
-  cache = cache_lib.store(
-    state.cache, recent, begin.lengths_S, counts_A, rows_A
+  cache = _stored(
+    state, rows_A, recent, begin.lengths_S, counts_A, part.hidden_SD
   )
   state = slots.put(
     state,
@@ -221,6 +217,18 @@ def decode(
     budgets_S=part.budgets_S,
   )
   return state, out
+
+
+def _stored(state, rows_A, recent, lengths_A, counts_A, hidden_AD):
+  """The cache with what is recent, but for rows that are not finite.
+
+  A slot outlives its row: even where nothing of it is visible, 0 times what it
+  holds must be 0. And so it is certain that blocks are overwritten when all of
+  them have been read: else they were copied.
+  """
+  finite_A = jnp.all(jnp.isfinite(hidden_AD), axis=1)
+  counts_A = jnp.where(finite_A, counts_A, 0)
+  return cache_lib.store(state.cache, recent, lengths_A, counts_A, rows_A)
 
 
 def _last(hidden_ACD, counts_A, otherwise_AD):

@@ -58,7 +58,13 @@ def _play(engine, rows, seed, group_size, delays):
   ('devices', 'deterministic'), [(1, True), (1, False), (8, True), (8, False)]
 )
 def test_nothing_is_compiled_after_the_warm_up(devices, deterministic):
-  engine = players.engine(devices=devices, slots=8, deterministic=deterministic)
+  engine = players.engine(
+    devices=devices,
+    slots=8,
+    deterministic=deterministic,
+    cache_blocks=4,
+    early_exit=0.3,
+  )
   for seed in range(2):
     for group_size in (1, 2):
       _play(engine, 24, seed, group_size, seed)
@@ -231,6 +237,40 @@ def test_a_slot_that_starts_anew_is_as_good_as_new():
   _written(decoder, [0, 1])
   decoder.append({1: prompt})
   assert _written(decoder, [1]) == {1: expected}
+
+
+def test_what_is_not_finite_ends_with_its_row():
+  decoder = _decoder(slots=4, cache_blocks=2)
+  decoder.publish(players.PARAMS)
+  prompt = decoder_lib.Append(players.ids(5, 6), 0, 6)
+  decoder.open({0: prompt}, 1)
+  (expected,) = _written(decoder, [0]).values()
+  # Of a row that reads and writes, and of one whose state is lost as it writes.
+  for lost_first in (True, False):
+    broken = jax.tree.map(lambda x: np.full_like(x, np.nan), players.PARAMS)
+    if lost_first:
+      decoder.publish(broken)
+    decoder.append({1: decoder_lib.Append(players.ids(1, 20), 0, 9)})
+    decoder.publish(broken)
+    _written(decoder, [1])
+    decoder.publish(players.PARAMS)
+    decoder.append({1: prompt})
+    assert _written(decoder, [1]) == {1: expected}
+
+
+def test_a_chunk_ends_with_enough_turns():
+  decoder = _decoder(slots=4, decode_chunk=12)
+  decoder.publish(players.PARAMS)
+  budgets = (1, 2, 3, 3)
+  ids = players.ids(1, 4)
+  for enough, steps in ((1, 1), (2, 2), (4, 3)):
+    decoder.open(
+      {n: decoder_lib.Append(ids, 0, b) for n, b in enumerate(budgets)}, 1
+    )
+    writes = {n: decoder_lib.Write(np.zeros(2, np.uint32), 4) for n in range(4)}
+    _, chunk = decoder.write(writes, False, enough)
+    assert not chunk.stopped_A.any()  # or budgets would not tell
+    assert chunk.counts_A.tolist() == [min(b, steps) for b in budgets]
 
 
 def _compiled(program, *args, **static):
