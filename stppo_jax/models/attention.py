@@ -6,7 +6,7 @@ size.
 `attention` is the definition, takes any mask and runs everywhere. Whole
 sequences are attended to in blocks, or by a kernel of the platform, by a name
 of `WHOLE`; those know causal masks only, so decoding from a cache always uses
-`attention`.
+`over_parts`.
 """
 
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def over_parts(q_BLQH: Array, parts: Sequence[Part]) -> Array:
   """
 
   def read(part):
-    weights, total, largest = _weights(q_BLQH, *part[:1], part.visible_BLS)
+    weights, total, largest = _weights(q_BLQH, part.k_BKSH, part.visible_BLS)
     return _mixed(weights, part.v_BKSH), total, largest
 
   def nothing(part):

@@ -63,7 +63,8 @@ class StepCollector:
     """
     retriever = self._surroundings.retriever
     # Forgets the queries and turns of an evaluation.
-    retriever.statistics(), self._collector.statistics()
+    retriever.statistics()
+    self._collector.statistics()
     groups = self._play(step, 0)
     metrics = trajectory_metrics.measure(_rows(groups))
     metrics |= trajectory_metrics.measure_groups(groups)

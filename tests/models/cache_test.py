@@ -81,6 +81,15 @@ def test_more_blocks_than_needed_change_no_bit():
   ]
   for other in found[1:]:
     jax.tree.map(np.testing.assert_array_equal, other, found[0])
+  # Blocks that are not needed are not even read.
+  cache = tuple(
+    (first, *jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), others))
+    for first, *others in cache
+  )
+  hidden_BCD, _ = tiny.read_on(
+    model, params, further_BC, cache, counts_B, counts_B, num_blocks=1
+  )
+  np.testing.assert_array_equal(hidden_BCD, found[0][0])
 
 
 def test_storing_is_the_plain_loop():
