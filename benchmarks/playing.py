@@ -90,6 +90,8 @@ class Player:
       decode_chunk=16,
       early_exit=0.25,
       lookahead=1,
+      lanes=1,
+      batch_rows=0,
       deterministic=deterministic,
     )
     self._engine.publish(played.params, 0)

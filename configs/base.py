@@ -153,6 +153,13 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         # once per wave. False: slots are refilled at once, and only the rows
         # at work are computed: faster, the same to rounding.
         'deterministic': True,
+        # Most dialogues that a program works on, without `deterministic`; 0 =
+        # all. On CPU 16 are about as fast, each, as all of them are, and more
+        # alike in length.
+        'batch_rows': 0,
+        # Parts of the slots that are decoded side by side, each by its own
+        # thread: for a CPU, as many as it has cores. 1 on several devices.
+        'lanes': 1,
         'extend_chunk': 64,  # tokens appended to a slot per call
         'decode_chunk': 16,  # tokens decoded between looks from the host
         # Share of the turns at work after whose end the host looks at once;

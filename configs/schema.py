@@ -135,6 +135,8 @@ RULES: Mapping[str, Rule] = {
   'rollout.remote.timeout': _POSITIVE,
   'rollout.remote.retries': _NOT_NEGATIVE,
   'rollout.remote.concurrency': _POSITIVE,
+  'rollout.batch_rows': _NOT_NEGATIVE,
+  'rollout.lanes': _POSITIVE,
   'rollout.decode_chunk': _POSITIVE,
   'rollout.lookahead': _NOT_NEGATIVE,
   'rollout.cache_blocks': _POSITIVE,

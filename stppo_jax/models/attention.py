@@ -35,7 +35,8 @@ def attention(
   q_BLQH: Array, k_BKSH: Array, v_BKSH: Array, visible_BLS: Array
 ) -> Array:
   """softmax(q k / √H) v in float32 scores; keys are shared, never repeated."""
-  weights, total, _ = _weights(q_BLQH, k_BKSH, visible_BLS)
+  q_BKGLH = _by_head(q_BLQH, k_BKSH.shape[1])
+  weights, total, _ = _weights(q_BKGLH, k_BKSH, visible_BLS)
   # Normalised after the product with v: H divisions a query, not S.
   mixed = _mixed(weights, v_BKSH)
   return _by_query(mixed / total.astype(mixed.dtype))
@@ -48,12 +49,15 @@ class Part(NamedTuple):
     k_BKSH, v_BKSH: keys and values; S of each part its own.
     visible_BLS: what may be seen; its B and L may be 1.
     needed: a scalar, False where nothing of it is visible: it is not read.
+    rows_B: whose keys and values they are that each row looks at, of keys and
+      values with any number of rows; None: its own.
   """
 
   k_BKSH: Array
   v_BKSH: Array
   visible_BLS: Array
   needed: Array | bool
+  rows_B: Array | None = None
 
 
 def over_parts(q_BLQH: Array, parts: Sequence[Part]) -> Array:
@@ -64,9 +68,16 @@ def over_parts(q_BLQH: Array, parts: Sequence[Part]) -> Array:
   the result whether such a part is read.
   """
 
+  q_BKGLH = _by_head(q_BLQH, parts[0].k_BKSH.shape[1])
+
   def read(part):
-    weights, total, largest = _weights(q_BLQH, part.k_BKSH, part.visible_BLS)
-    return _mixed(weights, part.v_BKSH), total, largest
+    k_BKSH, v_BKSH = part.k_BKSH, part.v_BKSH
+    if part.rows_B is not None:
+      k_BKSH, v_BKSH = (
+        x.at[part.rows_B].get(mode='clip') for x in (k_BKSH, v_BKSH)
+      )
+    weights, total, largest = _weights(q_BKGLH, k_BKSH, part.visible_BLS)
+    return _mixed(weights, v_BKSH), total, largest
 
   def nothing(part):
     mixed, total, largest = jax.eval_shape(read, part)
@@ -87,18 +98,19 @@ def over_parts(q_BLQH: Array, parts: Sequence[Part]) -> Array:
   return _by_query(mixed / total.astype(mixed.dtype))
 
 
+def _by_head(q_BLQH: Array, K: int) -> Array:
+  """q / √H as [B, K, G, L, H]: laid out once, whatever it is compared with."""
+  B, L, Q, H = q_BLQH.shape
+  q_BLKGH = (q_BLQH * H**-0.5).reshape(B, L, K, Q // K, H)
+  return q_BLKGH.transpose(0, 2, 3, 1, 4)
+
+
 def _weights(
-  q_BLQH: Array, k_BKSH: Array, visible_BLS: Array
+  q_BKGLH: Array, k_BKSH: Array, visible_BLS: Array
 ) -> tuple[Array, Array, Array]:
   """exp(scores - their largest) [B, K, G, L, S], their sum, and the largest."""
-  B, L, Q, H = q_BLQH.shape
-  K = k_BKSH.shape[1]
-  q_BLKGH = q_BLQH.reshape(B, L, K, Q // K, H)
-  scores = jnp.einsum(
-    'blkgh,bksh->bkgls',
-    q_BLKGH * H**-0.5,
-    k_BKSH,
-    preferred_element_type=jnp.float32,
+  scores = _by_rows(
+    'bknh,bksh->bkns', q_BKGLH, k_BKSH, preferred_element_type=jnp.float32
   )
   scores = jnp.where(visible_BLS[:, None, None], scores, _MASKED)
   largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
@@ -107,7 +119,14 @@ def _weights(
 
 
 def _mixed(weights: Array, v_BKSH: Array) -> Array:
-  return jnp.einsum('bkgls,bksh->bkglh', weights.astype(v_BKSH.dtype), v_BKSH)
+  return _by_rows('bkns,bksh->bknh', weights.astype(v_BKSH.dtype), v_BKSH)
+
+
+def _by_rows(equation: str, x: Array, y: Array, **options) -> Array:
+  """A product with x [B, K, G, L, ...]: its G and L are rows of one matrix."""
+  B, K, G, L, _ = x.shape
+  flat = jnp.einsum(equation, x.reshape(B, K, G * L, -1), y, **options)
+  return flat.reshape(B, K, G, L, -1)
 
 
 def _by_query(mixed: Array) -> Array:

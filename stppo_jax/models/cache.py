@@ -84,6 +84,7 @@ def extend(
   recent: Recent,
   first: Array | int,
   num_blocks: Array | int,
+  rows_B: Array | None = None,
 ) -> tuple[Array, Recent]:
   """Reads tokens; decoding is the case C = 1.
 
@@ -100,6 +101,8 @@ def extend(
     num_blocks: the first so many blocks hold all that rows of interest have
       read. An int leaves the others out of the program; an array is for where
       a branch is cheap, and spares the compiling of a program for each number.
+    rows_B: the cache's row of each of these, of which only blocks that are
+      looked at are taken out; None: they are its rows.
 
   Returns:
     Hidden states [B, C, D] and what is recent now.
@@ -121,7 +124,7 @@ def extend(
     def attend(q, k, v, put=put, blocks=blocks):
       parts = [
         attention.Part(
-          *block[:2], _filled(blocks, n, lengths_B), n < num_blocks
+          *block[:2], _filled(blocks, n, lengths_B), n < num_blocks, rows_B
         )
         for n, block in enumerate(blocks)
       ]

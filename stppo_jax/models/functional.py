@@ -151,9 +151,7 @@ class Model:
       'layers': tuple(layer(n) for n in range(self.config.num_layers)),
     }
 
-  def extend(
-    self, params, tokens_BC, cache, lengths_B, recent, first, num_blocks
-  ):
+  def extend(self, params, tokens_BC, *cached):
     """See `cache.extend`; `params` are those of `by_layer`."""
     graph, abstract = _abstract(self.config, self.head, self.mesh)
     state = jax.tree.map(lambda x: x, abstract)
@@ -169,11 +167,7 @@ class Model:
       nnx.merge(graph, state),
       layers,
       tokens_BC,
-      cache,
-      lengths_B,
-      recent,
-      first,
-      num_blocks,
+      *cached,
     )
 
   def output_VD(self, params: Params) -> Array:

@@ -1,4 +1,4 @@
-"""Slots on the devices: compiled programs, weights, and the state they pass on.
+"""Slots on the devices: their state, and the programs that are called on it.
 
 S slots, A of them at work, C tokens appended and N written by a call. What is
 told and who writes is given by slot; here it becomes arrays of one of a few
@@ -6,26 +6,19 @@ shapes, so that no program is compiled anew once each shape has come up.
 """
 
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import functools
-import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from stppo_jax.models import functional
-from stppo_jax.models import precision
-from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.parallel import sharding
 from stppo_jax.sampling import decoding
-from stppo_jax.sampling import sampler
+from stppo_jax.sampling import programs as programs_lib
 from stppo_jax.sampling import slots as slots_lib
-from stppo_jax.sampling import stops
 
-_HALVINGS = 4  # of the number of slots: sizes of the batches at work
+_HALVINGS = 4  # of the largest batch: sizes of the batches at work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,100 +66,38 @@ class Write:
 
 
 class Decoder:
-  """The device side of an engine.
+  """Some slots, their state on the device, and programs that work on them.
 
   Args:
-    model: the policy; its own mesh is not used.
-    mesh: local devices; slots are cut over its batch axes.
-    automaton: where turns end, over the ids of the tokenizer.
-    slots: rows decoded together; divisible by the mesh's batch axes.
-    max_length: tokens a slot can hold.
-    cache_blocks: parts of a slot's cache; programs read as many of them as the
-      slots at work have begun.
-    sampling: temperature and truncation.
+    programs: what it calls.
+    slots: rows that stand side by side; divisible by the programs' shards.
     extend_chunk: C.
-    decode_chunk: N.
-    compacts: run programs on the slots at work where these are few; not
-      possible where slots are cut over devices.
-    replays: `expert_ids` is asked for.
+    batch_rows: most rows that a program works on where it works on some only.
+    compacts: run programs on the slots at work only, in batches of a few
+      fixed sizes; not possible where slots are cut over devices.
 
   Attributes:
+    slots: how many.
     compacts: whether it does.
+    batch_rows: most rows of a call of `write`.
   """
 
   def __init__(
     self,
-    model: functional.Model,
+    programs: programs_lib.Programs,
     *,
-    mesh: jax.sharding.Mesh,
-    automaton: stops.StopAutomaton,
     slots: int,
-    max_length: int,
-    cache_blocks: int,
-    sampling: sampler.Sampling,
     extend_chunk: int,
-    decode_chunk: int,
+    batch_rows: int,
     compacts: bool,
-    replays: bool = False,
   ):
-    model = dataclasses.replace(model, mesh=mesh)
-    self._slots = slots
+    self._programs = programs
+    self.slots = slots
     self._extend_chunk = extend_chunk
-    self._block = -(-max_length // cache_blocks)
-    blocks = (self._block,) * cache_blocks
-    self._shards = math.prod(mesh.shape[axis] for axis in mesh_lib.BATCH_AXES)
     # Taking single rows out of cut ones would move caches between devices.
-    self.compacts = compacts and self._shards == 1
-    self._by_row = sharding.batch_sharding(mesh)
-    whole = sharding.replicated(mesh)
-    self._table_SV = jax.device_put(
-      automaton.table(model.config.vocab_size), whole
-    )
-    # The same layout in and out, or the next call would be another program.
-    by_row = {'out_shardings': self._by_row}
-    # As they are computed with: every token reads them all.
-    self._copy_params = jax.jit(
-      lambda params: jax.tree.map(
-        jnp.copy,
-        model.by_layer(precision.computed(params, model.config.dtype)),
-      ),
-      out_shardings=whole,
-    )
-    self._empty = jax.jit(
-      lambda num_slots: slots_lib.empty(model, num_slots, blocks),
-      static_argnums=0,
-      **by_row,
-    )
-    # A program for each number of blocks, but where branches are cheap.
-    cpu = mesh.devices.flat[0].platform == 'cpu'
-    by_blocks = by_row | {'static_argnames': () if cpu else 'num_blocks'}
-    self._extend = jax.jit(
-      functools.partial(decoding.extend, model=model),
-      donate_argnums=1,
-      **by_blocks,
-    )
-    self._copy = jax.jit(slots_lib.copy, donate_argnums=0, **by_blocks)
-    self._repeat = jax.jit(slots_lib.repeat, static_argnums=(1, 2), **by_row)
-    self._decode = jax.jit(
-      functools.partial(
-        decoding.decode,
-        model=model,
-        stopped=automaton.stopped,
-        sampling=sampling,
-        num_tokens=decode_chunk,
-      ),
-      donate_argnums=1,
-      **by_blocks,
-    )
-    self._expert_ids = None
-    if replays:
-      self._expert_ids = jax.jit(slots_lib.expert_ids, out_shardings=whole)
-    self._params = None
+    self.compacts = compacts and programs.shards == 1
+    self.batch_rows = min(batch_rows, slots) if self.compacts else slots
     self._state = None
-
-  def publish(self, params: functional.Params) -> None:
-    """Takes a copy of the weights, in whatever layout they come."""
-    self._params = self._copy_params(params)
 
   def open(self, prompts: Mapping[int, Append], group_size: int) -> None:
     """Fills empty slots: prompts in a state of their own, then copies.
@@ -175,34 +106,49 @@ class Decoder:
       prompts: group -> its prompt, for the slots from group * group_size on.
       group_size: divides the slots.
     """
-    groups = self._slots // group_size
+    groups = self.slots // group_size
     # Places may be more than groups: those that pad them stay empty.
-    places = -(-groups // self._shards) * self._shards
+    shards = self._programs.shards
+    places = -(-groups // shards) * shards
     self._state = None  # its memory is needed
-    state = self._append_to(self._empty(places), prompts, places)
+    state = self._programs.empty(places)
+    for told, first in self._chunks(prompts):
+      state = self._extended(state, told, first, None, places)
     if group_size > 1:
-      state = self._repeat(state, groups, group_size)
+      state = self._programs.repeat(state, groups, group_size)
     self._state = state
 
   def append(self, told: Mapping[int, Append]) -> None:
     """Tells slots what they are told; the policy's turn begins in them."""
-    self._state = self._append_to(self._state, told, self._slots)
+    if self._state is None:
+      self._state = self._programs.empty(self.slots)
+    for now, first in self._chunks(told):
+      # Those that hold about as much together: fewer blocks are read.
+      slots = sorted(now, key=lambda slot: now[slot].length)
+      for some in self._batches(slots):
+        part = {slot: now[slot] for slot in some}
+        rows, A = self._at_work(some)
+        self._state = self._extended(self._state, part, first, rows, A)
 
   def copy(self, copies: Mapping[int, Copy]) -> None:
-    """Slot -> the prompt it gets; the policy's turn begins in them."""
-    rows, A = self._at_work(list(copies), self._slots)
-    if rows is None:  # a copy names its rows in any case
-      rows = np.full(A, self._slots, np.int32)
-      rows[: len(copies)] = list(copies)
-    arrays = np.zeros((3, A), np.int32)
-    for place, copy in enumerate(copies.values()):
-      arrays[:, place] = copy.source, copy.length, copy.budget
-    sources, lengths, budgets = arrays
-    self._state = self._copy(
-      self._state,
-      *self._send(sources, rows, lengths, budgets),
-      num_blocks=self._num_blocks(copies.values()),
-    )
+    """Slot -> the prompt it gets; the policy's turn begins in them.
+
+    Those of a batch are read before any of them is written.
+    """
+    for some in self._batches(list(copies)):
+      rows, A = self._at_work(some)
+      if rows is None:  # a copy names its rows in any case
+        rows = np.full(A, self.slots, np.int32)
+        rows[: len(some)] = some
+      arrays = np.zeros((3, A), np.int32)
+      for place, copy in enumerate(copies[slot] for slot in some):
+        arrays[:, place] = copy.source, copy.length, copy.budget
+      sources, lengths, budgets = arrays
+      self._state = self._programs.copy(
+        self._state,
+        *self._programs.send(sources, rows, lengths, budgets),
+        num_blocks=self._num_blocks(copies[slot] for slot in some),
+      )
 
   def write(
     self, writes: Mapping[int, Write], greedy: bool, enough: int
@@ -210,7 +156,7 @@ class Decoder:
     """Lets the policy write in slots; does not wait for it.
 
     Args:
-      writes: by slot.
+      writes: by slot; at most `batch_rows`.
       greedy: take the likeliest token instead of drawing.
       enough: turns after whose end the chunk ends.
 
@@ -218,18 +164,18 @@ class Decoder:
       The slot of each of the chunk's rows (None: of none), and the chunk.
     """
     slots = sorted(writes)
-    rows, A = self._at_work(slots, self._slots)
+    rows, A = self._at_work(slots)
     placed: list[int | None] = [None] * A
     key_data_A2 = np.zeros((A, 2), np.uint32)
     for n, slot in enumerate(slots):
       place = slot if rows is None else n
       placed[place] = slot
       key_data_A2[place] = writes[slot].key_data
-    self._state, chunk = self._decode(
-      self._params,
+    self._state, chunk = self._programs.decode(
+      self._programs.params,
       self._state,
-      *self._send(rows, key_data_A2),
-      self._table_SV,
+      *self._programs.send(rows, key_data_A2),
+      self._programs.table_SV,
       greedy,
       enough,
       num_blocks=self._num_blocks(writes.values()),
@@ -241,74 +187,79 @@ class Decoder:
 
     None unless that is replayed. Waits for the chunks that are being written.
     """
-    if self._expert_ids is None:
+    if self._programs.expert_ids is None:
       return None
-    ids_LNE = jax.device_get(self._expert_ids(self._state, slot))
+    ids_LNE = jax.device_get(self._programs.expert_ids(self._state, slot))
     return ids_LNE[:length]
 
-  def _append_to(
-    self,
-    state: slots_lib.SlotState,
-    told: Mapping[int, Append],
-    num_slots: int,
-  ) -> slots_lib.SlotState:
-    """The state (donated) with what slots are told, C tokens at a time."""
-    C = self._extend_chunk
+  def _chunks(
+    self, told: Mapping[int, Append]
+  ) -> Iterator[tuple[Mapping[int, Append], int]]:
+    """Who is told something from token `first` on, C tokens at a time."""
     longest = max(len(append.token_ids) for append in told.values())
-    for first in range(0, max(longest, 1), C):
+    for first in range(0, max(longest, 1), self._extend_chunk):
       now = {
         slot: append
         for slot, append in told.items()
         if not first or first < len(append.token_ids)
       }
-      rows, A = self._at_work(list(now), num_slots)
-      places = list(now) if rows is None else range(len(now))
-      appended = decoding.Appended(
-        tokens_AC=np.zeros((A, C), np.int32),
-        counts_A=np.zeros(A, np.int32),
-        starts_A=np.zeros(A, bool),
-        prompts_A=np.zeros(A, bool),
-        budgets_A=np.full(A, -1, np.int32),
-      )
-      for place, append in zip(places, now.values()):
-        part = append.token_ids[first : first + C]
-        last = first + C >= len(append.token_ids)
-        appended.tokens_AC[place, : len(part)] = part
-        appended.counts_A[place] = len(part)
-        appended.starts_A[place] = not append.length and not first
-        appended.prompts_A[place] = not append.length and last
-        appended.budgets_A[place] = append.budget if last else -1
-      state = self._extend(
-        self._params,
-        state,
-        *self._send(rows, appended),
-        num_blocks=self._num_blocks(now.values(), first),
-      )
-    return state
+      yield now, first
+
+  def _extended(
+    self,
+    state: slots_lib.SlotState,
+    told: Mapping[int, Append],
+    first: int,
+    rows: np.ndarray | None,
+    A: int,
+  ) -> slots_lib.SlotState:
+    """The state (donated) with up to C tokens of what slots are told."""
+    C = self._extend_chunk
+    places = told if rows is None else range(len(told))
+    appended = decoding.Appended(
+      tokens_AC=np.zeros((A, C), np.int32),
+      counts_A=np.zeros(A, np.int32),
+      starts_A=np.zeros(A, bool),
+      prompts_A=np.zeros(A, bool),
+      budgets_A=np.full(A, -1, np.int32),
+    )
+    for place, append in zip(places, told.values()):
+      part = append.token_ids[first : first + C]
+      last = first + C >= len(append.token_ids)
+      appended.tokens_AC[place, : len(part)] = part
+      appended.counts_A[place] = len(part)
+      appended.starts_A[place] = not append.length and not first
+      appended.prompts_A[place] = not append.length and last
+      appended.budgets_A[place] = append.budget if last else -1
+    return self._programs.extend(
+      self._programs.params,
+      state,
+      *self._programs.send(rows, appended),
+      num_blocks=self._num_blocks(told.values(), first),
+    )
 
   def _num_blocks(
     self, slots: Iterable[Append | Copy | Write], further: int = 0
   ) -> int:
     """Blocks that hold what slots have read, and so many tokens more."""
-    return -(-max(slot.length + further for slot in slots) // self._block)
+    longest = max(slot.length + further for slot in slots)
+    return -(-longest // self._programs.block)
 
-  def _at_work(
-    self, slots: Sequence[int], num_slots: int
-  ) -> tuple[np.ndarray | None, int]:
+  def _batches(self, slots: Sequence[int]) -> Iterator[Sequence[int]]:
+    for first in range(0, len(slots), self.batch_rows):
+      yield slots[first : first + self.batch_rows]
+
+  def _at_work(self, slots: Sequence[int]) -> tuple[np.ndarray | None, int]:
     """The rows a program runs on (None: all slots) and how many places."""
-    if not self.compacts or num_slots != self._slots:
-      return None, num_slots
-    size = num_slots
+    if not self.compacts:
+      return None, self.slots
+    size = self.batch_rows
     for _ in range(_HALVINGS):
       if size % 2 or len(slots) > size // 2:
         break
       size //= 2
-    if size == num_slots:
-      return None, num_slots
-    rows = np.full(size, num_slots, np.int32)
+    if size == self.slots:
+      return None, size
+    rows = np.full(size, self.slots, np.int32)
     rows[: len(slots)] = slots
     return rows, size
-
-  def _send(self, *trees):
-    """To the devices, cut by row where all slots are meant."""
-    return jax.device_put(trees, self._by_row)

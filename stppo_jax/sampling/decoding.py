@@ -78,17 +78,18 @@ def extend(
   num_blocks: Array | int,
 ) -> slots.SlotState:
   """Appends tokens that the policy did not write; donate the state."""
-  part = slots.take(state, rows_A, num_blocks)
+  part = slots.take(state, rows_A)
   A, C = told.tokens_AC.shape
   lengths_A = jnp.where(told.starts_A, 0, part.lengths_S)
   hidden_ACD, recent = model.extend(
     params,
     told.tokens_AC,
-    part.cache,
+    state.cache,
     lengths_A,
     cache_lib.nothing_recent(model.config, A, C),
     0,
     num_blocks,
+    rows_A,
   )
   hidden_AD = _last(hidden_ACD, told.counts_A, part.hidden_SD)
   opens_A = told.budgets_A >= 0
@@ -138,7 +139,9 @@ def decode(
     num_tokens: N.
     num_blocks: see the module.
   """
-  part = slots.take(state, rows_A, num_blocks)
+  part = slots.take(state, rows_A)
+  # Out of the loop, which reads them for every token.
+  blocks = slots.take_cache(state, rows_A, num_blocks)
   keys_A = jax.random.wrap_key_data(key_data_A2)
   output_VD = model.output_VD(params)
   A, N = len(part.lengths_S), num_tokens
@@ -169,7 +172,7 @@ def decode(
     hidden_A1D, recent = model.extend(
       params,
       drawn.tokens_S[:, None],
-      begin.cache,
+      blocks,
       begin.lengths_S,
       recent,
       step,
@@ -195,7 +198,7 @@ def decode(
   )
   recent = cache_lib.nothing_recent(model.config, A, N)
   # The blocks are only looked at: what the loop carries is small.
-  begin, part = part, dataclasses.replace(part, cache=())
+  begin = part = dataclasses.replace(part, cache=())
   num_begun = jnp.sum(waiting(part))
   part, recent, chunk, _ = jax.lax.while_loop(
     busy, write_one, (part, recent, chunk, 0)

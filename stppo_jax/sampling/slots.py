@@ -77,7 +77,8 @@ def copy(
     budgets_A: int32, tokens the policy may write.
     num_blocks: blocks that hold the prompts.
   """
-  part = take(state, sources_A, num_blocks)
+  part = take(state, sources_A)
+  taken = take_cache(state, sources_A, num_blocks)
   layers = [
     tuple(
       jax.lax.cond(
@@ -88,7 +89,7 @@ def copy(
       )
       for n, pair in enumerate(zip(blocks, copied))
     )
-    for blocks, copied in zip(state.cache, part.cache)
+    for blocks, copied in zip(state.cache, taken)
   ]
   return put(
     state,
@@ -119,27 +120,32 @@ def expert_ids(state: SlotState, slot: Array) -> Array:
   return cache_lib.expert_ids(row)[0].astype(jnp.int16)
 
 
-def take(
+def take(state: SlotState, rows_A: Array | None) -> SlotState:
+  """What is remembered of the slots at work, without their cache."""
+  part = dataclasses.replace(state, cache=())
+  return part if rows_A is None else _rows(part, rows_A)
+
+
+def take_cache(
   state: SlotState, rows_A: Array | None, num_blocks: Array | int
-) -> SlotState:
-  """The slots at work, with the first blocks of their cache."""
+) -> cache_lib.Cache:
+  """The cache of the slots at work: its first blocks, and zeros."""
   if rows_A is None:
-    return state
-  rows = lambda tree: jax.tree.map(
-    lambda x: x.at[rows_A].get(mode='clip'), tree
+    return state.cache
+  nothing = lambda block, rows_A: jax.tree.map(
+    lambda x: jnp.zeros((len(rows_A), *x.shape[1:]), x.dtype), block
   )
-  nothing = lambda tree: jax.tree.map(
-    lambda x: jnp.zeros((len(rows_A), *x.shape[1:]), x.dtype), tree
-  )
-  cache = tuple(
+  return tuple(
     tuple(
-      jax.lax.cond(n < num_blocks, rows, nothing, block)
+      jax.lax.cond(n < num_blocks, _rows, nothing, block, rows_A)
       for n, block in enumerate(blocks)
     )
     for blocks in state.cache
   )
-  part = rows(dataclasses.replace(state, cache=()))
-  return dataclasses.replace(part, cache=cache)
+
+
+def _rows(tree, rows_A: Array):
+  return jax.tree.map(lambda x: x.at[rows_A].get(mode='clip'), tree)
 
 
 def put(

@@ -6,6 +6,7 @@ Only `training` and `commands` know configs; everything below takes numbers.
 from collections.abc import Iterator
 import contextlib
 import dataclasses
+import math
 import pathlib
 
 import jax
@@ -243,6 +244,8 @@ def build_collector(
       lookahead=rollout.lookahead,
       cache_blocks=rollout.cache_blocks,
       deterministic=rollout.deterministic,
+      lanes=math.gcd(rollout.lanes, slots // group_size),
+      batch_rows=rollout.batch_rows,
       replays=config.updates.routing_replay == 'sampler',
       **options,
     )

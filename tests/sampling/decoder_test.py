@@ -7,40 +7,51 @@ import pytest
 
 from stppo_jax.sampling import decoder as decoder_lib
 from stppo_jax.sampling import decoding
+from stppo_jax.sampling import programs as programs_lib
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from tests.models import tiny
 from tests.sampling import players
 
-_PROGRAMS = ('_empty', '_extend', '_copy', '_repeat', '_decode')
+_PROGRAMS = ('empty', 'extend', 'copy', 'repeat', 'decode')
 
 
-def _decoder(**changes):
+def _programs(**changes):
   options = dict(
     mesh=players.mesh(),
     automaton=stops.build(
       players.TOKENS, stop_strings=('ab',), eos_id=players.EOS
     ),
-    slots=8,
     max_length=players.MAX_LENGTH,
     cache_blocks=1,
     sampling=sampler.Sampling(temperature=1.0),
-    extend_chunk=4,
     decode_chunk=3,
-    compacts=True,
   )
-  return decoder_lib.Decoder(**({'model': players.MODEL} | options | changes))
+  return programs_lib.Programs(**({'model': players.MODEL} | options | changes))
 
 
-def _spied(decoder, name, monkeypatch):
+def _decoder(*, slots=8, extend_chunk=4, batch_rows=8, **changes):
+  """A decoder with weights, and its programs."""
+  programs = _programs(**changes)
+  programs.publish(players.PARAMS)
+  return decoder_lib.Decoder(
+    programs,
+    slots=slots,
+    extend_chunk=extend_chunk,
+    batch_rows=batch_rows,
+    compacts=True,
+  ), programs
+
+
+def _spied(programs, name, monkeypatch):
   """The arguments of all calls of a program from now on."""
-  calls, program = [], getattr(decoder, name)
+  calls, program = [], getattr(programs, name)
 
   def spy(*args, **static):
     calls.append(jax.tree.map(np.asarray, args))
     return program(*args, **static)
 
-  monkeypatch.setattr(decoder, name, spy)
+  monkeypatch.setattr(programs, name, spy)
   return calls
 
 
@@ -68,13 +79,13 @@ def test_nothing_is_compiled_after_the_warm_up(devices, deterministic):
   for seed in range(2):
     for group_size in (1, 2):
       _play(engine, 24, seed, group_size, seed)
-  decoder = engine._decoder
-  sizes = {name: getattr(decoder, name)._cache_size() for name in _PROGRAMS}
+  programs = engine._programs
+  sizes = {name: getattr(programs, name)._cache_size() for name in _PROGRAMS}
   # Eight, four, two, one: as many shapes as batches at work have sizes.
-  most = 4 if decoder.compacts else 1
-  assert sizes['_decode'] == most
-  # Prompts of groups are a state of their own.
-  assert most <= sizes['_extend'] <= most + 1
+  most = 1 if deterministic or devices > 1 else 4
+  assert sizes['decode'] == most
+  # Prompts of groups are a state of their own, where all slots are meant.
+  assert most <= sizes['extend'] <= (most if most > 1 else 2)
   polls = 0
   poll = engine.poll
 
@@ -90,13 +101,13 @@ def test_nothing_is_compiled_after_the_warm_up(devices, deterministic):
   finally:
     del engine.poll
   assert polls >= 50
-  after = {name: getattr(decoder, name)._cache_size() for name in _PROGRAMS}
+  after = {name: getattr(programs, name)._cache_size() for name in _PROGRAMS}
   assert after == sizes
 
 
 def test_programs_run_on_the_rows_at_work(monkeypatch):
   engine = players.engine(slots=8, deterministic=False)
-  calls = _spied(engine._decoder, '_decode', monkeypatch)
+  calls = _spied(engine._programs, 'decode', monkeypatch)
   _play(engine, 12, 0, 1, 3)
   sizes = set()
   for _, _, rows_A, key_data_A2, *_ in calls:
@@ -114,9 +125,8 @@ def test_programs_run_on_the_rows_at_work(monkeypatch):
 @pytest.mark.parametrize('devices', [1, 8])
 def test_shapes_never_depend_on_what_happens_when(devices, monkeypatch):
   engine = players.engine(devices=devices, slots=8)
-  decoder = engine._decoder
   calls = [
-    _spied(decoder, name, monkeypatch) for name in ('_decode', '_extend')
+    _spied(engine._programs, name, monkeypatch) for name in ('decode', 'extend')
   ]
   _play(engine, 12, 0, 1, 3)
   for program in calls:
@@ -139,9 +149,9 @@ def test_a_wave_computes_each_prompt_once(
   devices, slots, group_size, places, monkeypatch
 ):
   engine = players.engine(devices=devices, slots=slots)
-  calls = _spied(engine._decoder, '_extend', monkeypatch)
+  calls = _spied(engine._programs, 'extend', monkeypatch)
   if group_size == 1:
-    monkeypatch.setattr(engine._decoder, '_repeat', pytest.fail)
+    monkeypatch.setattr(engine._programs, 'repeat', pytest.fail)
   prompts = players.prompts(slots // group_size)
   engine.begin(
     prompts,
@@ -164,14 +174,14 @@ def test_a_wave_computes_each_prompt_once(
 @pytest.mark.parametrize('delays', range(3))
 def test_refilling_computes_each_prompt_once(slots, delays, monkeypatch):
   engine = players.engine(slots=slots, deterministic=False)
-  calls = _spied(engine._decoder, '_extend', monkeypatch)
-  copies = _spied(engine._decoder, '_copy', monkeypatch)
+  calls = _spied(engine._programs, 'extend', monkeypatch)
+  copies = _spied(engine._programs, 'copy', monkeypatch)
   group_size, rows = 4, 24
   _play(engine, rows, 0, group_size, delays)
   starts = sum(told.starts_A.sum() for *_, told in calls)
   assert starts == rows // group_size
   given = sum((rows_A < slots).sum() for _, _, rows_A, _, _ in copies)
-  assert given == rows - slots - (starts - slots // group_size)
+  assert given == rows - starts
 
 
 def _written(decoder, slots):
@@ -194,15 +204,13 @@ def _written(decoder, slots):
 def test_weights_are_held_as_they_are_computed_with():
   for dtype in ('float32', 'bfloat16'):
     model = tiny.model(dtype=dtype)
-    decoder = _decoder(model=model)
-    decoder.publish(players.PARAMS)
-    held = jax.tree.leaves(decoder._params)
+    _, programs = _decoder(model=model)
+    held = jax.tree.leaves(programs.params)
     assert {x.dtype for x in held} == {jnp.dtype(dtype)}
 
 
 def test_a_prompt_is_copied_wherever_it_lies():
-  decoder = _decoder(slots=4)
-  decoder.publish(players.PARAMS)
+  decoder, _ = _decoder(slots=4)
   prompts = [players.ids(n, 3 + 2 * n) for n in range(4)]
   opened = {n: decoder_lib.Append(ids, 0, 6) for n, ids in enumerate(prompts)}
   decoder.open(opened, 1)
@@ -226,8 +234,7 @@ def test_a_prompt_is_copied_wherever_it_lies():
 
 
 def test_a_slot_that_starts_anew_is_as_good_as_new():
-  decoder = _decoder(slots=4)
-  decoder.publish(players.PARAMS)
+  decoder, _ = _decoder(slots=4)
   prompt = decoder_lib.Append(players.ids(5, 6), 0, 6)
   decoder.open({0: prompt}, 1)
   (expected,) = _written(decoder, [0]).values()
@@ -240,8 +247,7 @@ def test_a_slot_that_starts_anew_is_as_good_as_new():
 
 
 def test_what_is_not_finite_ends_with_its_row():
-  decoder = _decoder(slots=4, cache_blocks=2)
-  decoder.publish(players.PARAMS)
+  decoder, programs = _decoder(slots=4, cache_blocks=2)
   prompt = decoder_lib.Append(players.ids(5, 6), 0, 6)
   decoder.open({0: prompt}, 1)
   (expected,) = _written(decoder, [0]).values()
@@ -249,18 +255,17 @@ def test_what_is_not_finite_ends_with_its_row():
   for lost_first in (True, False):
     broken = jax.tree.map(lambda x: np.full_like(x, np.nan), players.PARAMS)
     if lost_first:
-      decoder.publish(broken)
+      programs.publish(broken)
     decoder.append({1: decoder_lib.Append(players.ids(1, 20), 0, 9)})
-    decoder.publish(broken)
+    programs.publish(broken)
     _written(decoder, [1])
-    decoder.publish(players.PARAMS)
+    programs.publish(players.PARAMS)
     decoder.append({1: prompt})
     assert _written(decoder, [1]) == {1: expected}
 
 
 def test_a_chunk_ends_with_enough_turns():
-  decoder = _decoder(slots=4, decode_chunk=12)
-  decoder.publish(players.PARAMS)
+  decoder, _ = _decoder(slots=4, decode_chunk=12)
   budgets = (1, 2, 3, 3)
   ids = players.ids(1, 4)
   for enough, steps in ((1, 1), (2, 2), (4, 3)):
@@ -277,24 +282,24 @@ def _compiled(program, *args, **static):
   return program.lower(*args, **static).compile()
 
 
-def _shapes(decoder, slots):
+def _shapes(programs, slots):
   """The arguments of `decode` over all slots, as shapes."""
-  state = jax.eval_shape(lambda: decoder._empty(slots))
+  state = jax.eval_shape(lambda: programs.empty(slots))
   shape = lambda x: jax.ShapeDtypeStruct(
-    x.shape, x.dtype, sharding=decoder._by_row
+    x.shape, x.dtype, sharding=programs._by_row
   )
   params = jax.tree.map(jnp.asarray, players.PARAMS)
   return players.MODEL.by_layer(params), jax.tree.map(shape, state)
 
 
-@pytest.mark.parametrize('name', ['_decode', '_extend'])
+@pytest.mark.parametrize('name', ['decode', 'extend'])
 def test_all_slots_are_worked_on_in_place(name):
   slots, length, C = 8, 4096, 1
-  decoder = _decoder(max_length=length, extend_chunk=C, cache_blocks=4)
-  params, state = _shapes(decoder, slots)
-  if name == '_decode':
+  programs = _programs(max_length=length, cache_blocks=4)
+  params, state = _shapes(programs, slots)
+  if name == 'decode':
     keys = np.zeros((slots, 2), np.uint32)
-    args = params, state, None, keys, decoder._table_SV, False, slots
+    args = params, state, None, keys, programs.table_SV, False, slots
   else:
     zeros = np.zeros(slots, np.int32)
     told = decoding.Appended(
@@ -302,7 +307,7 @@ def test_all_slots_are_worked_on_in_place(name):
     )
     args = params, state, None, told
   memory = _compiled(
-    getattr(decoder, name), *args, num_blocks=4
+    getattr(programs, name), *args, num_blocks=4
   ).memory_analysis()
   cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
   assert cache == 2 * 2 * slots * length * 8 * 4  # layers, keys and values
@@ -311,8 +316,8 @@ def test_all_slots_are_worked_on_in_place(name):
 
 
 def test_repeating_prompts_stays_on_its_device():
-  decoder = _decoder(mesh=players.mesh(8), slots=16)
-  prompts = _shapes(decoder, 8)[1]
-  program = _compiled(decoder._repeat, prompts, 8, 2).as_text()
+  programs = _programs(mesh=players.mesh(8))
+  prompts = _shapes(programs, 8)[1]
+  program = _compiled(programs.repeat, prompts, 8, 2).as_text()
   for collective in ('all-', 'collective-permute', 'reduce-scatter'):
     assert collective not in program

@@ -119,14 +119,16 @@ def test_a_row_depends_on_itself_only(mode):
 
 
 @pytest.mark.parametrize(
-  ('devices', 'slots', 'group_size', 'cache_blocks'),
-  [(1, 4, 1, 1), (1, 4, 2, 4), (8, 8, 2, 1)],
+  'options',
+  [
+    {},
+    {'group_size': 2, 'cache_blocks': 4},
+    {'devices': 8, 'slots': 8, 'group_size': 2},
+    {'group_size': 2, 'lanes': 2},
+  ],
+  ids=str,
 )
-def test_the_same_bits_whenever_observations_come(
-  devices, slots, group_size, cache_blocks
-):
-  options = {'devices': devices, 'slots': slots, 'group_size': group_size}
-  options['cache_blocks'] = cache_blocks
+def test_the_same_bits_whenever_observations_come(options):
   expected = _play(**options)
   for delays in range(6):
     # Equality of floats, not closeness.
@@ -148,6 +150,9 @@ def test_the_same_bits_whenever_observations_come(
     {'deterministic': False, 'slots': 3, 'lookahead': 2, 'cache_blocks': 3},
     {'deterministic': False, 'slots': 16, 'lookahead': 0, 'early_exit': 0.3},
     {'deterministic': False, 'devices': 8, 'slots': 8},
+    {'lanes': 2},
+    {'deterministic': False, 'slots': 8, 'batch_rows': 2, 'lookahead': 0},
+    {'deterministic': False, 'slots': 12, 'lanes': 2, 'batch_rows': 4},
   ],
   ids=str,
 )
@@ -174,7 +179,7 @@ def test_rows_may_stand_anywhere():
     players.keys(8)[jnp.array(who)],
     who=who,
   )
-  state = wide._decoder._state
+  state = wide._lanes[0]._decoder._state
   assert state.lengths_S.sharding.shard_shape((8,)) == (1,)
   for row, n in enumerate(who):
     players.assert_same(moved[row], expected[n])
@@ -437,5 +442,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused():
       extend_chunk=4,
       decode_chunk=4,
       lookahead=1,
+      lanes=1,
+      batch_rows=0,
       deterministic=True,
     )

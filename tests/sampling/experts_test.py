@@ -28,6 +28,8 @@ def _engine(**options):
     extend_chunk=4,
     decode_chunk=3,
     lookahead=1,
+    lanes=1,
+    batch_rows=0,
     cache_blocks=2,
     early_exit=0.25,
     **options,

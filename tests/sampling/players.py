@@ -45,6 +45,8 @@ def engine(
   early_exit: float = 1.0,
   lookahead: int = 1,
   deterministic: bool = True,
+  lanes: int = 1,
+  batch_rows: int = 0,
   top_k: int = 0,
 ) -> engine_lib.Engine:
   """One engine for all tests that want the same, weights published."""
@@ -61,6 +63,8 @@ def engine(
     decode_chunk=decode_chunk,
     lookahead=lookahead,
     deterministic=deterministic,
+    lanes=lanes,
+    batch_rows=batch_rows,
   )
   made.publish(PARAMS, 0)
   return made

@@ -75,6 +75,8 @@ def _local():
     extend_chunk=4,
     decode_chunk=4,
     lookahead=1,
+    lanes=1,
+    batch_rows=0,
     cache_blocks=2,
     early_exit=0.25,
     deterministic=True,
