@@ -64,7 +64,7 @@ bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting
 	$(XLA) $(BENCH)/bin/python -m benchmarks.update $(ARGS)
 	$(KEPT) $(BENCH)/bin/python -m benchmarks.torch_update $(ARGS)
 	$(KEPT) $(BENCH)/bin/python -m benchmarks.vocabulary $(ARGS)
-	$(BENCH)/bin/python -m benchmarks.collect $(ARGS)
+	$(KEPT) $(BENCH)/bin/python -m benchmarks.collect $(ARGS)
 
 # An environment of its own: with torch beside it, transformers is another.
 $(BENCH)/.installed: requirements-test.txt benchmarks/requirements.txt

@@ -1,7 +1,7 @@
 """Collecting: against `generate`, under latency, with refilled slots.
 
     python -m benchmarks.collect
-    python -m benchmarks.collect --only=latency --rows=1024
+    python -m benchmarks.collect --only latency refill --rows=1024
 
 Dialogues are scripted (see `dialogues`): random, of known lengths, from a model
 that costs what any of its shape costs. All cases of a table play the same
@@ -10,22 +10,26 @@ is timed and checked again in what is timed; log-probabilities agree to 1e-4.
 Each time is of a whole collection: texts encoded and decoded, queries answered
 on the event loop's thread, rows begun and ended.
 
-`generate`: prompts of 40 to 100 tokens, 1 to 3 searches, observations of 60 to
-125, turns log-normal around 20, at most 64: searching as in the paper's setting
-(500 tokens a turn and an observation at most, 3 searches), at a quarter of its
-lengths. Slots are half of the rows where they are refilled. The peer calls
-`transformers` `generate` once a turn on all rows that still play, from the
-whole dialogues, and waits for the last one; it stops by the ids of the closing
-tokens, and has one thread or all, whatever is faster. `original` knows no
-stops: it writes 500 tokens, or to the end of sequence, and cuts; what it is
-slower by is removed waste, not speed. No peer waits for a retriever here.
+`generate`: 512 dialogues, as many as a step of the paper collects; prompts of
+40 to 100 tokens, 1 to 3 searches, observations of 60 to 125, turns log-normal
+around 20, at most 125: searching as in the paper's setting (500 tokens a turn
+and an observation at most, 3 searches), at a quarter of its lengths, the limits
+too. Slots are a quarter of the rows where they are refilled. The peer calls
+`transformers` `generate` a turn at a time on all rows that still play, from the
+whole dialogues, and waits for the last one of a batch; it stops by the ids of
+the closing tokens. It has the threads and the batches that it is the fastest
+with; ours has a lane for each core.
 
-`latency`: the same sizes, rows four times the slots, and each search answered
-after 0, 0.2 or 1 s, or log-normal around 0.2 s (sigma 1; the mean is 0.33 s).
-Slots are oversubscribed: those that wait are left out of the batches. `sharing`
-tells what is predicted from the time without latency.
+`original`, with a quarter of the rows, knows no stops: it writes 500 tokens, or
+to the end of sequence, and cuts; what it is slower by is removed waste, not
+speed. No peer waits for a retriever.
 
-`refill`: turns log-normal around 16 (sigma 1), rows four times the slots: a
+`latency`: the same sizes, half of the rows, which are four times the slots, and
+each search answered after 0, 0.2 or 1 s, or log-normal around 0.2 s (sigma 1;
+the mean is 0.33 s). Slots are oversubscribed: those that wait are left out of
+the batches. `sharing` tells what is predicted from the time without latency.
+
+`refill`: turns log-normal around 16 (sigma 1), rows as for `latency`: a
 slot is given to the next row at once, against waves, which end with their
 longest dialogue (`deterministic=True`).
 """
@@ -34,6 +38,7 @@ import argparse
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import functools
 import pathlib
 import tempfile
 from typing import Any
@@ -48,7 +53,7 @@ from stppo_jax import types
 from stppo_jax.models import export_hf
 from stppo_jax.rollout import event_loop
 
-TABLES = ('generate', 'latency', 'refill')
+TABLES = ('generate', 'original', 'latency', 'refill')
 # Work of a token that is told, of that of a token that is written.
 _TOLD_COST = 0.4
 _GOALS = {
@@ -72,15 +77,15 @@ _LATENCIES: Mapping[str, Callable[[np.random.Generator], float]] = {
 }
 
 
-def generate(
+def against(
+  peer: str,
   played: playing.Policy,
   loop: event_loop.EventLoop,
   *,
   rows: int,
   repeats: int,
-  original: bool,
 ) -> str:
-  """Ours beside loops on `generate`.
+  """Ours beside a loop on `generate`: with stops, or the 'original' without.
 
   Raises:
     AssertionError: they write other tokens, or score them differently.
@@ -92,31 +97,24 @@ def generate(
   )
   players: dict[str, Any] = {
     'refilled': playing.Player(
-      played, loop, slots=rows // 2, deterministic=False
+      played, loop, slots=rows // 4, deterministic=False
     ),
     'waves': playing.Player(played, loop, slots=rows, deterministic=True),
   }
   ours = players['refilled'].collect(environment)
   playing.assert_parity(ours, players['waves'].collect(environment))
-  peers = {'generate': True, 'original': False}
-  if not original:
-    del peers['original']
   with tempfile.TemporaryDirectory() as directory:
     export_hf.export(directory, played.model.config, played.params)
-    for name, stops_early in peers.items():
-      players[name] = generate_reference.GenerateLoop(
-        pathlib.Path(directory),
-        played.words,
-        loop,
-        stops=stops_early,
-        max_turn_tokens=playing.MAX_TURN_TOKENS,
-      )
-  threads = generate_reference.use_fastest_threads(
-    lambda: players['generate'].collect(environment)
-  )
-  for name in peers:
-    theirs = players[name].collect(environment)
-    playing.assert_parity(ours, players[name].scored(theirs))
+    players[peer] = generate_reference.GenerateLoop(
+      pathlib.Path(directory),
+      played.words,
+      loop,
+      stops=peer == 'generate',
+      max_turn_tokens=playing.MAX_TURN_TOKENS,
+    )
+  chosen = generate_reference.use_fastest(players[peer], environment, rows=rows)
+  theirs = players[peer].collect(environment)
+  playing.assert_parity(ours, players[peer].scored(theirs))
   seconds = measure.interleave(
     {
       name: playing.case(player, environment)
@@ -124,9 +122,8 @@ def generate(
     },
     repeats=repeats,
   )
-  goals = [(name, 'refilled', _GOALS[name]) for name in peers]
-  table = _told(seconds, rows, [*goals, ('generate', 'waves', None)])
-  return f'{threads}\n\n{table}'
+  goals = [(peer, 'refilled', _GOALS[peer]), (peer, 'waves', None)]
+  return f'{chosen}\n\n{_told(seconds, rows, goals)}'
 
 
 def latency(
@@ -243,26 +240,34 @@ def _told(
   return '\n'.join((table, '', *lines, measure.verdict(seconds)))
 
 
+_PEERS = ('generate', 'original')
+# What plays a table, and which part of the rows it has.
+_PLAYED: Mapping[str, tuple[Callable[..., str], int]] = {
+  'generate': (functools.partial(against, 'generate'), 1),
+  'original': (functools.partial(against, 'original'), 4),
+  'latency': (latency, 2),
+  'refill': (refill, 2),
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
   """Prints what was measured, and where."""
   parser = argparse.ArgumentParser(prog='python -m benchmarks.collect')
-  parser.add_argument('--only', choices=TABLES, help='one table')
+  parser.add_argument(
+    '--only', nargs='+', choices=TABLES, default=TABLES, help='some tables'
+  )
   parser.add_argument(
     '--widths', nargs='+', choices=playing.WIDTHS, default=['tiny']
   )
   parser.add_argument(
-    '--rows', type=int, default=128, help='of `generate`; others: twice'
-  )
-  parser.add_argument(
-    '--no_original', action='store_true', help='it takes by far the longest'
+    '--rows', type=int, default=512, help='of `generate`; others have fewer'
   )
   parser.add_argument('--repeats', type=int, default=measure.MIN_REPEATS)
   measure.add_cores(parser)
   flags = parser.parse_args(arguments)
   cores = measure.use_cores(flags.cores)
-  tables = (flags.only,) if flags.only else TABLES
   versions = {}
-  if 'generate' in tables:
+  if set(_PEERS) & set(flags.only):
     versions = _peer_versions(cores)
   print(
     'whole collections; ms: median (least-greatest), quotients: median (middle '
@@ -273,17 +278,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
   for width in flags.widths:
     played = playing.policy(width)
     with event_loop.EventLoop() as loop:
-      for name in tables:
+      for name in flags.only:
         print(f'\n{name}, {width}\n', flush=True)
-        if name == 'generate':
-          original = not flags.no_original
-          text = generate(
-            played, loop, rows=flags.rows, original=original, **sizes
-          )
-        else:
-          play = {'latency': latency, 'refill': refill}[name]
-          text = play(played, loop, rows=2 * flags.rows, **sizes)
-        print(text, flush=True)
+        play, share = _PLAYED[name]
+        print(play(played, loop, rows=flags.rows // share, **sizes), flush=True)
 
 
 def _peer_versions(cores: int) -> dict[str, str]:

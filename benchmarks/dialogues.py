@@ -27,7 +27,7 @@ from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 
-LONGEST = 64  # words of a turn that can be asked for
+LONGEST = 125  # words of a turn that can be asked for
 _SEARCH, _ANSWER = '</search>', '</answer>'
 _EMBEDDING_SCALE = 0.5
 _KERNEL_SCALE = 3.0  # of the usual start: what was said weighs in

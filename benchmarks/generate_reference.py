@@ -1,13 +1,12 @@
-"""Collecting with `transformers` `generate`, one call a turn for all rows.
+"""Collecting with `transformers` `generate`, a turn of all rows at a time.
 
 What a loop around a library's generate looks like: every turn starts from the
-whole dialogues, padded to the longest; all rows wait until the last one has
-written, and then until the last answer is there. Rows that have ended are left
-out of further turns. Greedy.
+whole dialogues, padded to the longest of a batch; the rows of a batch wait
+until the last one has written, and all until the last answer is there. Rows
+that have ended are left out of further turns. Greedy.
 """
 
 import asyncio
-from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
@@ -23,6 +22,8 @@ from stppo_jax import types
 from stppo_jax.rollout import event_loop
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 
+_BATCHES = (128, 32, 16)  # rows of a call of `generate`; also all of them
+
 
 class GenerateLoop:
   """Plays dialogues on a Hugging Face model.
@@ -35,6 +36,9 @@ class GenerateLoop:
       by the ids of the closing tokens. False: write `max_turn_tokens` tokens,
       or to the end of sequence, and cut what follows the closing one.
     max_turn_tokens: of a turn.
+
+  Attributes:
+    batch: most rows of a call of `generate`; 0 = all.
   """
 
   def __init__(
@@ -49,6 +53,7 @@ class GenerateLoop:
     self._model = transformers.Qwen2ForCausalLM.from_pretrained(
       directory, dtype=torch.float32
     ).eval()
+    self.batch = 0
     self._words = words
     self._loop = loop
     self._closing = dialogues.closing_ids(words)
@@ -69,7 +74,14 @@ class GenerateLoop:
     turns: list[list[types.Turn]] = [[] for _ in questions]
     active = list(range(len(questions)))
     while active:
-      written = self._generate([so_far[row] for row in active])
+      size = self.batch or len(active)
+      written = [
+        ids
+        for first in range(0, len(active), size)
+        for ids in self._generate(
+          [so_far[row] for row in active[first : first + size]]
+        )
+      ]
       steps = self._loop.run(
         _together(
           environment.step(
@@ -141,23 +153,40 @@ class GenerateLoop:
       begin = end + len(turn.observation_ids)
 
 
-def use_fastest_threads(run: Callable[[], object]) -> str:
-  """Gives torch one thread or as many as it has, whatever is faster; a line.
+def use_fastest(
+  player: GenerateLoop, environment: dialogues.Scripted, *, rows: int
+) -> str:
+  """Sets the threads and the batch that the peer is the fastest with; a line.
 
-  Small models are slower with more threads, much so on a busy machine.
+  Small models are slower with more threads, much so on a busy machine. Smaller
+  batches wait for fewer rows, and have less padding; larger ones have fewer
+  calls.
 
   Args:
-    run: what it is to be fast at; called twice with each number.
+    player: the peer.
+    environment: what it is to be fast at; played with each setting.
+    rows: of the environment.
   """
-  case = measure.Case(lambda _: run(), lambda: None)
+  case = measure.Case(lambda _: player.collect(environment), lambda: None)
   seconds = {}
-  for threads in dict.fromkeys((1, torch.get_num_threads())):
+
+  def run(threads, batch):
     torch.set_num_threads(threads)
-    seconds[threads] = min(measure.once(case)[0] for _ in range(2))
-  fastest = min(seconds, key=seconds.get)
-  torch.set_num_threads(fastest)
-  tried = ', '.join(f'{n}: {1e3 * x:.0f} ms' for n, x in seconds.items())
-  return f'torch threads: {fastest} (tried {tried})'
+    player.batch = batch
+    seconds[threads, batch], _ = measure.once(case)
+
+  all_threads = torch.get_num_threads()
+  for threads in dict.fromkeys((1, all_threads)):
+    for batch in (rows, *(x for x in _BATCHES if x < rows)):
+      run(threads, batch)
+  threads, batch = min(seconds, key=seconds.get)
+  torch.set_num_threads(threads)
+  player.batch = batch
+  tried = ', '.join(f'{n} x {m}: {x:.2f}' for (n, m), x in seconds.items())
+  return (
+    f'torch: {threads} threads, batches of {batch} rows '
+    f'(tried threads x rows: s; {tried})'
+  )
 
 
 async def _together(coroutines):

@@ -24,7 +24,7 @@ from stppo_jax.sampling import rows as rows_lib
 _COMPANY = 0.25  # rows to be told something, for each that writes
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Row:
   """A dialogue, as the host knows it."""
 
@@ -118,7 +118,7 @@ class Lane:
       self._start_turn(row, len(row.prompt))
       self._group_at[row.slot] = row.group
       prompts[group] = decoder_lib.Append(row.prompt, 0, self._budget(row))
-    self._call(self._decoder.open, prompts, group_size)
+    self._called.append(self._call(self._decoder.open, prompts, group_size))
 
   def place(self, row: Row, slot: int) -> None:
     """Gives a free slot to a row."""
@@ -215,24 +215,22 @@ class Lane:
   def _next(self) -> list[Row]:
     """Rows of the chunk that is to start now; none: it is not yet time.
 
-    Where programs work on all slots, a chunk writes in all rows. Else chunks
-    of other rows are started until there are two, and further ones of full
-    batches; rows of about the same length, that fewer blocks be read.
+    Where programs work on all slots, a chunk writes in all rows. Else two
+    chunks are under way, so that the device need not wait for the host; of the
+    other rows the one that waits longest is next, and those that are the most
+    like it in length: what is read is what the longest one needs.
     """
     size = self._decoder.batch_rows
     if size == self.slots:
       early = len(self._flights) <= self._lookahead
       return list(self._writing.values()) if early else []
-    ready = [row for row in self._writing.values() if not row.flying]
-    if len(ready) >= size:
-      # Who waits longest is in this chunk or in those that follow at once.
-      ready = ready[: len(ready) // size * size]
-      return sorted(ready, key=lambda row: row.length)[:size]
     if len(self._flights) > 1:
       return []
-    ahead = [
-      row for row in self._writing.values() if 0 < row.flying <= self._lookahead
-    ]
+    rows = self._writing.values()
+    ready = [row for row in rows if not row.flying]
+    if len(ready) > size:
+      return _alike(ready, size)
+    ahead = [row for row in rows if 0 < row.flying <= self._lookahead]
     return [*ready, *ahead][:size]
 
   def _start_chunk(self, rows: Sequence[Row]) -> None:
@@ -282,3 +280,16 @@ class Lane:
         stopped = bool(chunk.stopped_A[place])
         ended[row.number] = rows_lib.Written(ids, *logprobs, stopped)
     return ended
+
+
+def _alike(rows: Sequence[Row], size: int) -> Sequence[Row]:
+  """The first row and `size` - 1 others, with the least range of lengths."""
+  by_length = sorted(rows, key=lambda row: row.length)
+  place = by_length.index(rows[0])
+  firsts = range(max(place - size + 1, 0), min(place, len(rows) - size) + 1)
+
+  def range_of(first):
+    return by_length[first + size - 1].length - by_length[first].length
+
+  first = min(firsts, key=range_of)
+  return by_length[first : first + size]

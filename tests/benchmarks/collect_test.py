@@ -151,8 +151,9 @@ def test_refilled_slots_are_measured_beside_waves(policy, loop, small):
 
 
 @pytest.mark.torch
-def test_generate_writes_the_same(policy, loop, small):
+@pytest.mark.parametrize(('peer', 'goal'), [('generate', 3), ('original', 8)])
+def test_a_peer_writes_the_same(policy, loop, small, peer, goal):
   pytest.importorskip('torch', exc_type=ImportError)
-  told = collect.generate(policy, loop, rows=4, repeats=2, original=True)
-  assert re.search(r'^generate / refilled: \d\S+ .* at least 3', told, re.M)
-  assert re.search(r'^original / refilled: \d\S+ .* at least 8', told, re.M)
+  told = collect.against(peer, policy, loop, rows=4, repeats=2)
+  assert re.search(rf'^{peer} / refilled: \d\S+ .* least {goal}', told, re.M)
+  assert re.search(r'^torch: \d threads, batches of 4 rows', told, re.M)
