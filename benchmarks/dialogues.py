@@ -30,7 +30,9 @@ from stppo_jax.sampling import tokenizer as tokenizer_lib
 LONGEST = 125  # words of a turn that can be asked for
 _SEARCH, _ANSWER = '</search>', '</answer>'
 _EMBEDDING_SCALE = 0.5
-_KERNEL_SCALE = 3.0  # of the usual start: what was said weighs in
+# Of the usual start, times the root of the width: what was said weighs in as
+# much at any width.
+_KERNEL_SCALE = 24.0
 _PEAK = 10.0  # the logit of the word that comes next, roughly
 
 Lengths = Callable[[np.random.Generator], int]
@@ -93,8 +95,9 @@ def model(
     **shape,
   )
   policy = functional.Model(config, 'vocabulary')
+  scale = _KERNEL_SCALE / float(np.sqrt(config.hidden_size))
   params = jax.tree_util.tree_map_with_path(
-    lambda path, x: x * _KERNEL_SCALE if path[-1].key == 'kernel' else x,
+    lambda path, x: x * scale if path[-1].key == 'kernel' else x,
     dict(jax.jit(policy.init)(jax.random.key(0))),
   )
   rng = np.random.default_rng(0)
