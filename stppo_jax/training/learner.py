@@ -21,9 +21,11 @@ from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.rl import kl as kl_lib
 from stppo_jax.training import annotate as annotate_lib
 from stppo_jax.training import keys
+from stppo_jax.training import minibatch
 from stppo_jax.training import optimizer as optimizer_lib
 from stppo_jax.training import roles
 from stppo_jax.training import scoring
+from stppo_jax.training import side_by_side
 from stppo_jax.training import state as state_lib
 from stppo_jax.training import step as step_lib
 from stppo_jax.training import weights as weights_lib
@@ -56,7 +58,7 @@ class Learner:
     self._rows = sharding.batch_sharding(mesh)
     if self._reference_waits:
       memory.check_host(mesh)
-    self._optimizers = {}
+    optimizers = {}
     self._numbers = {
       'entropy_coefficient': config.loss.entropy_coefficient,
       'value_clip': config.loss.value_clip,
@@ -65,7 +67,7 @@ class Learner:
     }
     for name in ('policy', 'value'):
       options = config[f'{name}_optimizer'].to_dict()
-      self._optimizers[name] = optimizer_lib.build_optimizer(
+      optimizers[f'{name}_optimizer'] = optimizer_lib.build_optimizer(
         **{option: options.pop(option) for option in _ADAM}
       )
       self._numbers[name] = {k: float(v) for k, v in options.items()}
@@ -74,7 +76,7 @@ class Learner:
       state_lib.fresh,
       key=jax.random.fold_in(key, 1),
       **models,
-      **{f'{name}_optimizer': x for name, x in self._optimizers.items()},
+      **optimizers,
     )
     weights = jax.eval_shape(self.policy.init, key)
     self._layout = sharding.param_shardings(
@@ -88,42 +90,42 @@ class Learner:
       self._merged, out_shardings=sharding.param_shardings(weights, mesh)
     )
     updates = config.updates
-    rows = updates.minibatch_size
-    at_once = updates.microbatch_size or rows
-    temperature = config.rollout.temperature
-    num_turns = config.env.max_turns + 1
-    self._score = jax.jit(
-      functools.partial(scoring.score, temperature=temperature, **models)
-    )
+    at_once = updates.microbatch_size or updates.minibatch_size
+    num_microbatches = updates.minibatch_size // at_once
+    told = {'temperature': config.rollout.temperature, **models}
+    self._score = jax.jit(functools.partial(scoring.score, **told))
+    told['num_turns'] = config.env.max_turns + 1
     self._annotate = jax.jit(
       functools.partial(
         annotate_lib.annotate,
-        temperature=temperature,
-        num_turns=num_turns,
+        **told,
         microbatch_size=at_once,
         routing_replay=updates.routing_replay,
-        **models,
       ),
     )
+    # Pinned: left to the compiler, an updated state would lie elsewhere than
+    # a fresh or restored one, and be computed with by another program.
+    layout = dataclasses.replace(self._layout, frozen=None)
     self._update = jax.jit(
       functools.partial(
         self._update_rows,
-        **models,
-        policy_optimizer=self._optimizers['policy'],
-        value_optimizer=self._optimizers['value'],
-        temperature=temperature,
-        num_turns=num_turns,
-        num_microbatches=rows // at_once,
+        **told,
+        **optimizers,
+        num_microbatches=num_microbatches,
       ),
       donate_argnums=0,
-      # Pinned: left to the compiler, an updated state would lie elsewhere than
-      # a fresh or restored one, and be computed with by another program.
-      out_shardings=(
-        dataclasses.replace(self._layout, frozen=None),
-        None,
-        None,
-      ),
+      out_shardings=(layout, None, None),
     )
+    self._update_minibatch = self._update
+    workers = side_by_side.workers(mesh, num_microbatches)
+    if workers > 1:
+      self._update_minibatch = side_by_side.Updater(
+        minibatch.Losses(**told),
+        num_microbatches=num_microbatches,
+        num_workers=workers,
+        **optimizers,
+        out_shardings=layout,
+      ).update
 
   def start(self) -> state_lib.TrainState:
     """The state before the first update."""
@@ -290,7 +292,7 @@ class Learner:
     frozen, state = state.frozen, dataclasses.replace(state, frozen=None)
     reports = []
     for rows in self._minibatches(len(batch.lengths_B), step):
-      state, *report = self._update(
+      state, *report = self._update_minibatch(
         state, batch, rows, self._algorithm, numbers, frozen
       )
       reports.append(report)

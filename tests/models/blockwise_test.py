@@ -55,8 +55,8 @@ def _found(attend, inputs):
 @pytest.mark.parametrize(
   ('size', 'block', 'num_heads', 'num_kv_heads'),
   [
-    (45, 16, 4, 2),  # three blocks of 15
-    (22, 7, 4, 1),  # four of 6, two of whose tokens are none
+    (45, 8, 4, 2),  # six blocks of 8, three of whose tokens are none
+    (22, 7, 4, 1),  # four of 6, the last one of 4
     (9, 1, 2, 2),  # each token alone
     (9, 9, 6, 2),  # one
   ],
@@ -139,12 +139,16 @@ def test_memory_grows_with_the_length(again):
   assert math.log2(many / few) < 1.2
 
 
-@pytest.mark.parametrize(('size', 'cut'), [(80, False), (81, True)])
-def test_short_sequences_are_left_alone(size, cut):
+@pytest.mark.parametrize(
+  ('size', 'blocks', 'loops'), [(80, 1, 0), (320, 4, 0), (321, 1, 1)]
+)
+def test_many_blocks_are_a_loop(size, blocks, loops):
   inputs = _inputs(size, 4, 2, rows=1)
   attend = attention.whole('xla', size, None, None)
-  assert ('while' in jax.jit(attend).lower(*inputs).as_text()) == cut
-  if not cut:
+  told = jax.jit(attend).lower(*inputs).as_text()
+  assert told.count('stablehlo.while') == loops
+  assert told.count('stablehlo.exponential') == blocks + loops
+  if blocks == 1 and not loops:
     np.testing.assert_array_equal(attend(*inputs), _definition(*inputs))
 
 

@@ -1,0 +1,132 @@
+"""Microbatches on several cores: the numbers of one program, at one time."""
+
+import functools
+import threading
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.rl import diagnostics as diagnostics_lib
+from stppo_jax.training import minibatch
+from stppo_jax.training import side_by_side
+from tests.rl import batches
+from tests.training import updates
+
+_WHOLE = np.arange(updates.B)
+
+
+@functools.cache
+def _updater(models, num_microbatches=4, num_workers=2):
+  return side_by_side.Updater(
+    minibatch.Losses(*models, temperature=1.0, num_turns=updates.NUM_TURNS),
+    num_microbatches=num_microbatches,
+    num_workers=num_workers,
+    policy_optimizer=optax.identity(),
+    value_optimizer=optax.identity(),
+    out_shardings=None,
+  )
+
+
+def _updated(models, algorithm, batch, rows=_WHOLE, **shares):
+  state = jax.device_put(updates.state(models))
+  state, metrics, diagnostics = _updater(models, **shares).update(
+    state, batch, rows, algorithm, updates.NUMBERS, None
+  )
+  metrics = {name: float(x) for name, x in metrics.items()}
+  return updates.Result(
+    jax.device_get(state), metrics | diagnostics_lib.summarize(diagnostics)
+  )
+
+
+@pytest.mark.parametrize(
+  ('row', 'looks'),
+  [
+    ('token_ppo', False),
+    ('st_ppo', True),  # the scale of its correction is of the minibatch
+    ('s_ppo_gradient', False),  # a norm of sums of gradients
+    ('grpo', False),  # without a critic
+  ],
+)
+def test_the_numbers_of_one_program(row, looks):
+  algorithm = _algorithm(row)
+  models = updates.sums() if row != 'grpo' else updates.policy_alone()
+  batch = updates.batch(models)
+  losses = _updater(models)._losses
+  assert losses.looks_first(algorithm, batch) == looks
+  expected = updates.update(algorithm, batch, models, num_microbatches=4)
+  for _ in range(2):  # what compiles runs by itself, what does not beside
+    updates.assert_same(_updated(models, algorithm, batch), expected, models)
+
+
+def _algorithm(row):
+  if row == 's_ppo_gradient':
+    return batches.algorithm(
+      's_ppo', correction__clipping_bias__norm='gradient'
+    )
+  return batches.algorithm(row)
+
+
+def test_rows_are_those_of_the_minibatch():
+  models, algorithm = updates.sums(), batches.algorithm('st_ppo')
+  batch = updates.batch(models)
+  rows = _WHOLE[::-2].copy()
+  found = _updated(
+    models, algorithm, jax.device_put(batch), rows, num_microbatches=2
+  )
+  expected = updates.update(
+    algorithm, updates.rows(batch, rows), models, num_microbatches=2
+  )
+  updates.assert_same(found, expected, models)
+
+
+def test_the_state_is_consumed():
+  models = updates.sums()
+  state = jax.device_put(updates.state(models))
+  leaves = jax.tree.leaves(state)
+  _updater(models).update(
+    state,
+    updates.batch(models),
+    _WHOLE,
+    batches.algorithm('token_ppo'),
+    updates.NUMBERS,
+    None,
+  )
+  assert all(leaf.is_deleted() for leaf in leaves)
+
+
+def test_shares_are_computed_at_the_same_time():
+  updater = _updater(updates.sums())
+  shares = [np.full(1, n) for n in range(2)]
+  together = threading.Barrier(2, timeout=30)
+  calls = []
+
+  def program(known, share):
+    calls.append(share.item())
+    if len(calls) > 2:  # the first time, one after the other
+      together.wait()
+    return known + share.item()
+
+  assert updater._each(program, (10,), shares) == [10, 11]
+  assert calls == [0, 1]
+  assert updater._each(program, (20,), shares) == [20, 21]
+
+
+@pytest.mark.parametrize(
+  ('cores', 'num_microbatches', 'workers'),
+  [(2, 4, 2), (2, 5, 1), (16, 8, 8), (6, 8, 2), (1, 8, 1)],
+)
+def test_cores_share_microbatches_alike(
+  monkeypatch, cores, num_microbatches, workers
+):
+  monkeypatch.setattr(side_by_side, '_cores', lambda: cores)
+  mesh = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+  assert side_by_side.workers(mesh, num_microbatches) == workers
+
+
+def test_devices_share_rows_already(monkeypatch):
+  monkeypatch.setattr(side_by_side, '_cores', lambda: 2)
+  mesh = mesh_lib.make_mesh(data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
+  assert side_by_side.workers(mesh, 8) == 1
