@@ -18,6 +18,7 @@ from stppo_jax.models import heads
 from stppo_jax.models import layers
 from stppo_jax.models import lora as lora_lib
 from stppo_jax.models import moe
+from stppo_jax.models import shapes
 from stppo_jax.models import transformer
 from stppo_jax.parallel import division
 
@@ -124,10 +125,14 @@ class Model:
     return dataclasses.replace(self, head='vocabulary', lora=None)
 
   def hidden(
-    self, params: Params, tokens_BL: Array, lengths_B: Array | None = None
+    self,
+    params: Params,
+    tokens_BL: Array,
+    lengths_B: Array | None = None,
+    places_BM: Array | None = None,
   ) -> Array:
-    """Final hidden states [B, L, D] of whole sequences."""
-    return self.routed(params, tokens_BL, lengths_B)[0]
+    """Final hidden states [B, L, D] of whole sequences, or some of them."""
+    return self.routed(params, tokens_BL, lengths_B, None, places_BM)[0]
 
   def routed(
     self,
@@ -135,10 +140,11 @@ class Model:
     tokens_BL: Array,
     lengths_B: Array | None = None,
     expert_ids_BLNE: Array | None = None,
+    places_BM: Array | None = None,
   ) -> tuple[Array, moe.Routing | None]:
     """Those and the experts that were visited; see `Transformer.routed`."""
     module = self._module(params)
-    return module.routed(tokens_BL, lengths_B, expert_ids_BLNE)
+    return module.routed(tokens_BL, lengths_B, expert_ids_BLNE, places_BM)
 
   def by_layer(self, params: Params) -> Params:
     """The same weights, a tree for each layer: what `extend` takes.
@@ -201,6 +207,7 @@ class Model:
     expert_ids_BLNE: Array | None = None,
     *,
     temperature: float,
+    all_values: bool = True,
   ) -> Scores:
     """All that a policy says of whole sequences.
 
@@ -210,9 +217,16 @@ class Model:
       positions_BM: where; None: everywhere.
       lengths_B, expert_ids_BLNE: see `Transformer.routed`.
       temperature: of the distributions.
+      all_values: whether values are wanted everywhere, not only at the
+        positions.
     """
+    narrowed = positions_BM is not None
+    narrowed &= self.head != 'both' or not all_values
+    places_BM = None
+    if narrowed:
+      places_BM = heads.before(positions_BM, tokens_BL.shape[1])
     hidden_BLD, routing = self.routed(
-      params, tokens_BL, lengths_B, expert_ids_BLNE
+      params, tokens_BL, lengths_B, expert_ids_BLNE, places_BM
     )
     logprobs_BL, entropy_BL = heads.token_logprobs_and_entropy(
       hidden_BLD,
@@ -222,10 +236,13 @@ class Model:
       temperature=temperature,
       chunk=self.chunk,
       mesh=self.mesh,
+      narrowed=narrowed,
     )
     values_BL = None
     if self.head == 'both':
-      values_BL = heads.token_values(hidden_BLD, params['scalar_head'])
+      values_BL = _values(
+        hidden_BLD, params, tokens_BL, positions_BM if narrowed else None
+      )
     return Scores(logprobs_BL, entropy_BL, values_BL, routing)
 
   def divergence(
@@ -252,19 +269,28 @@ class Model:
     )
 
   def values(
-    self, params: Params, tokens_BL: Array, lengths_B: Array | None = None
+    self,
+    params: Params,
+    tokens_BL: Array,
+    lengths_B: Array | None = None,
+    positions_BM: Array | None = None,
   ) -> Array:
-    """values_BL of a value model on whole sequences."""
-    return heads.token_values(
-      self.hidden(params, tokens_BL, lengths_B), params['scalar_head']
-    )
+    """values_BL of a value model on whole sequences.
+
+    At the positions only; None: everywhere.
+    """
+    places_BM = None
+    if positions_BM is not None:
+      places_BM = heads.before(positions_BM, tokens_BL.shape[1])
+    hidden_BLD = self.hidden(params, tokens_BL, lengths_B, places_BM)
+    return _values(hidden_BLD, params, tokens_BL, positions_BM)
 
   def _module(self, params: Params) -> transformer.Transformer:
     adapters = {}
     if self.lora is not None:
       params, adapters = lora_lib.split(params)
     graph, abstract = _abstract(self.config, self.head, self.mesh)
-    _check_shapes(params, nnx.to_pure_dict(abstract))
+    shapes.check(params, nnx.to_pure_dict(abstract))
     state = jax.tree.map(lambda x: x, abstract)  # a copy: filled below
     nnx.replace_by_pure_dict(state, dict(params))
     module = nnx.merge(graph, state)
@@ -278,6 +304,14 @@ class Model:
     return module
 
 
+def _values(hidden_BLD, params, tokens_BL, positions_BM):
+  """Of all states, or of those before the positions."""
+  scalar_D1 = params['scalar_head']
+  if positions_BM is None:
+    return heads.token_values(hidden_BLD, scalar_D1)
+  return heads.token_values_at(hidden_BLD, scalar_D1, tokens_BL, positions_BM)
+
+
 def _linear_layers(module: nnx.Module) -> dict[str, layers.Linear]:
   """The layers that may have adapters, by names like 'layers/q_proj'."""
   return {
@@ -289,26 +323,6 @@ def _linear_layers(module: nnx.Module) -> dict[str, layers.Linear]:
 
 def _kernels(linear: Mapping[str, layers.Linear]) -> dict[str, Any]:
   return {name: layer.kernel for name, layer in linear.items()}
-
-
-def _check_shapes(params: Params, expected: Params) -> None:
-  """Raises ValueError that names every leaf which does not fit the model."""
-  found, wanted = _shapes(params), _shapes(expected)
-  wrong = [
-    f'{name} {found.get(name, "missing")}, '
-    f'expected {wanted.get(name, "no such parameter")}'
-    for name in sorted(found.keys() | wanted.keys())
-    if found.get(name) != wanted.get(name)
-  ]
-  if wrong:
-    raise ValueError('parameters do not fit the model: ' + '; '.join(wrong))
-
-
-def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
-  return {
-    jax.tree_util.keystr(path, simple=True, separator='/'): leaf.shape
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-  }
 
 
 def _abstract(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax.models import chunks
+from stppo_jax.models import transformer
 from stppo_jax.models import vocabulary
 
 Array = jax.Array
@@ -24,6 +25,7 @@ def token_logprobs_and_entropy(
   temperature: float,
   chunk: int = 0,
   mesh: jax.sharding.Mesh | None = None,
+  narrowed: bool = False,
 ) -> tuple[Array, Array]:
   """log π(token l | tokens before l) and the entropy of that distribution.
 
@@ -40,6 +42,7 @@ def token_logprobs_and_entropy(
     temperature: of the distribution.
     chunk: asked-for tokens of a device at a time; 0 = all.
     mesh: that the arrays are laid out on; None: one device.
+    narrowed: the hidden states are [B, M, D], those at `before` the tokens.
 
   Returns:
     logprobs_BL, entropy_BL float32; 0 at tokens not asked for and at the first
@@ -47,7 +50,7 @@ def token_logprobs_and_entropy(
   """
   found = vocabulary.logprobs_and_entropy(
     chunks.Options(temperature, chunk, mesh),
-    _before(hidden_BLD, positions_BM),
+    hidden_BLD if narrowed else _before(hidden_BLD, positions_BM),
     output_VD,
     _at(tokens_BL, positions_BM),
   )
@@ -95,12 +98,29 @@ def token_divergence(
 
 def token_values(hidden_BLD: Array, scalar_D1: Array) -> Array:
   """values_BL float32: V before token l is known; 0 at the first token."""
-  values_BL1 = jnp.matmul(
-    hidden_BLD[:, :-1],
-    scalar_D1.astype(hidden_BLD.dtype),
+  return _shifted(_values(hidden_BLD[:, :-1], scalar_D1))
+
+
+def token_values_at(
+  hidden_BMD: Array, scalar_D1: Array, tokens_BL: Array, positions_BM: Array
+) -> Array:
+  """values_BL of some tokens, from the states `before` them; 0 elsewhere."""
+  values_BM = _values(hidden_BMD, scalar_D1)
+  return _back(values_BM, tokens_BL, positions_BM)
+
+
+def before(positions_BM: Array, length: int) -> Array:
+  """Places of the states that speak about the tokens; see `transformer.at`."""
+  return _places(positions_BM, length) - 1
+
+
+def _values(hidden_BMD: Array, scalar_D1: Array) -> Array:
+  values_BM1 = jnp.matmul(
+    hidden_BMD,
+    scalar_D1.astype(hidden_BMD.dtype),
     preferred_element_type=jnp.float32,
   )
-  return _shifted(values_BL1[..., 0])
+  return values_BM1[..., 0]
 
 
 def _shifted(about_next: Array) -> Array:
@@ -111,11 +131,8 @@ def _before(hidden_BLD: Array, positions_BM: Array | None) -> Array:
   """[B, M, D]: the states that speak about the tokens; 0 about none."""
   if positions_BM is None:
     return hidden_BLD[:, :-1]
-  places_BM = _places(positions_BM, hidden_BLD.shape[1]) - 1
-  take = lambda x_LD, places_M: x_LD.at[places_M].get(
-    mode='fill', fill_value=0, unique_indices=True
-  )
-  return jax.vmap(take)(hidden_BLD, places_BM)
+  places_BM = before(positions_BM, hidden_BLD.shape[1])
+  return transformer.at(hidden_BLD, places_BM)
 
 
 def _at(tokens_BL: Array, positions_BM: Array | None) -> Array:

@@ -1,7 +1,7 @@
 """The decoder: one definition for policy and value.
 
-B rows, L tokens, N layers, D width, Q query heads, K key/value heads, H head
-size, X experts, E of them that a token visits.
+B rows, L tokens, M of them that are asked about, N layers, D width, Q query
+heads, K key/value heads, H head size, X experts, E of them that a token visits.
 
 Sequences are right-padded. Under a causal mask a token never sees what follows
 it, so padding needs no mask: it changes only itself.
@@ -73,6 +73,7 @@ class Block(nnx.Module):
     attend: Callable[[Array, Array, Array], Array],
     expert_ids_BLE: Array | None = None,
     mask_BL: Array | None = None,
+    places_BM: Array | None = None,
   ) -> tuple[Array, moe.Routing | None]:
     """One layer, and its routing; None without experts.
 
@@ -81,6 +82,7 @@ class Block(nnx.Module):
       rotation: see `rotary.rotation`.
       attend: (q_BLQH, k_BLKH, v_BLKH) to mixed values BLQH.
       expert_ids_BLE, mask_BL: see `moe.MixtureOfExperts`.
+      places_BM: see `at`: what comes after attention is of these alone.
     """
     B, L, _ = x_BLD.shape
     H = self.config.head_dim
@@ -96,8 +98,10 @@ class Block(nnx.Module):
       q_BLQH, k_BLKH = self.q_norm(q_BLQH), self.k_norm(k_BLKH)
     q_BLQH, k_BLKH = (rotary.rotate(x, rotation) for x in (q_BLQH, k_BLKH))
     v_BLKH = heads(self.v_proj(y_BLD))
-    mixed_BLQH = attend(q_BLQH, k_BLKH, v_BLKH)
-    x_BLD = self._residual(x_BLD + self.o_proj(mixed_BLQH.reshape(B, L, -1)))
+    mixed = attend(q_BLQH, k_BLKH, v_BLKH).reshape(B, L, -1)
+    if places_BM is not None:
+      x_BLD, mixed = at(x_BLD, places_BM), at(mixed, places_BM)
+    x_BLD = self._residual(x_BLD + self.o_proj(mixed))
     y_BLD, routing = self.mlp_norm(x_BLD), None
     if self.config.num_experts:
       y_BLD, routing = self.moe(y_BLD, expert_ids_BLE, mask_BL)
@@ -170,6 +174,7 @@ class Transformer(nnx.Module):
     tokens_BL: Array,
     lengths_B: Array | None = None,
     expert_ids_BLNE: Array | None = None,
+    places_BM: Array | None = None,
   ) -> tuple[Array, moe.Routing | None]:
     """Hidden states, and the routing of a mixture of experts.
 
@@ -178,10 +183,13 @@ class Transformer(nnx.Module):
         that are no padding.
       expert_ids_BLNE: experts to visit in each layer, see
         `moe.MixtureOfExperts`; None leaves them to the routers.
+      places_BM: see `at`; only states there are wanted. Where the layers are
+        unrolled, the last one's products are of those alone. None: of all.
 
     Returns:
-      Hidden states [B, L, D]; expert_ids_BLNE, and visits and probabilities
-      [B, X] summed over the layers. None without experts.
+      Hidden states [B, L, D], or [B, M, D] at the places; expert_ids_BLNE, and
+      visits and probabilities [B, X] summed over the layers. None without
+      experts.
     """
     L = tokens_BL.shape[1]
     positions_1L = jnp.arange(L)[None]
@@ -196,18 +204,26 @@ class Transformer(nnx.Module):
     if expert_ids_BLNE is not None:
       given_NBLE = jnp.moveaxis(expert_ids_BLNE, 2, 0)
 
-    def layer(x_BLD, of_layer):
+    def layer(x_BLD, of_layer, places_BM=None):
       params, given_BLE = of_layer
       block = nnx.merge(graph, params)
-      return block(x_BLD, rotation, attend, given_BLE, mask_BL)
+      return block(x_BLD, rotation, attend, given_BLE, mask_BL, places_BM)
 
     unroll = self.config.scan_unroll
-    x_BLD, routing = jax.lax.scan(
-      remat.recomputed(layer, self.config.remat, unrolled=unroll > 1),
-      self.embed(tokens_BL),
-      (stacked, given_NBLE),
-      unroll=unroll,
-    )
+    layer = remat.recomputed(layer, self.config.remat, unrolled=unroll > 1)
+    x_BLD = self.embed(tokens_BL)
+    if places_BM is None or not self._ends_apart:
+      x_BLD, routing = jax.lax.scan(
+        layer, x_BLD, (stacked, given_NBLE), unroll=unroll
+      )
+      if places_BM is not None:
+        x_BLD = at(x_BLD, places_BM)
+    else:
+      before, last = (
+        jax.tree.map(lambda x: x[part], stacked) for part in (slice(-1), -1)
+      )
+      x_BLD, _ = jax.lax.scan(layer, x_BLD, (before, None), unroll=unroll)
+      x_BLD, routing = layer(x_BLD, (last, None), places_BM)
     if routing is not None:
       routing = moe.Routing(
         jnp.moveaxis(routing.expert_ids, 0, 2),
@@ -215,6 +231,18 @@ class Transformer(nnx.Module):
         jnp.sum(routing.probs_BX, axis=0),
       )
     return self.norm(x_BLD), routing
+
+  @property
+  def _ends_apart(self) -> bool:
+    """Whether the last layer may be another program than those before.
+
+    Cut out of a loop, its weights would be copied. What experts are visited has
+    to be known of all tokens.
+    """
+    config = self.config
+    return (
+      config.scan_unroll >= config.num_layers > 1 and not config.num_experts
+    )
 
   def embed(self, tokens_BL: Array) -> Array:
     """[B, L, D] of the first layer."""
@@ -224,6 +252,14 @@ class Transformer(nnx.Module):
     )
     x_BLD = _looked_up(embedding_VD, tokens_BL).astype(self.config.dtype)
     return activations.constrain(x_BLD, self.mesh, activations.ROWS)
+
+
+def at(x_BLD: Array, places_BM: Array) -> Array:
+  """[B, M, D]: what stands there; 0 at places outside, all of them distinct."""
+  take = lambda x_LD, places_M: x_LD.at[places_M].get(
+    mode='fill', fill_value=0, unique_indices=True
+  )
+  return jax.vmap(take)(x_BLD, places_BM)
 
 
 @jax.custom_vjp

@@ -134,6 +134,7 @@ class Losses:
       part.lengths_B,
       part.expert_ids_BLNE,
       temperature=self.temperature,
+      all_values=False,  # none is learned where no loss is
     )
 
   def looks_first(
@@ -224,6 +225,7 @@ class Losses:
           state_lib.whole(self.value, weights.frozen, params),
           part.tokens_BL,
           part.lengths_B,
+          part.loss_positions_BM,
         )
         return _value_part(values_BL, part, weights_BL, whole, numbers)
 

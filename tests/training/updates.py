@@ -12,6 +12,7 @@ import optax
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.models import functional
+from stppo_jax.models import transformer
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.rl import diagnostics as diagnostics_lib
@@ -58,13 +59,19 @@ NUMBERS = {
 class _Sums(functional.Model):
   """Hidden states from running sums of embeddings; the heads are real."""
 
-  def hidden(self, params, tokens_BL, lengths_B=None):
-    del lengths_B
-    return jnp.tanh(jnp.cumsum(params['embedding'][tokens_BL], axis=1))
-
-  def routed(self, params, tokens_BL, lengths_B=None, expert_ids_BLNE=None):
+  def routed(
+    self,
+    params,
+    tokens_BL,
+    lengths_B=None,
+    expert_ids_BLNE=None,
+    places_BM=None,
+  ):
     del lengths_B, expert_ids_BLNE
-    return self.hidden(params, tokens_BL), None
+    x_BLD = jnp.tanh(jnp.cumsum(params['embedding'][tokens_BL], axis=1))
+    if places_BM is not None:
+      x_BLD = transformer.at(x_BLD, places_BM)
+    return x_BLD, None
 
 
 class Models(NamedTuple):
