@@ -28,7 +28,10 @@ _WEIGHT_DECAY = 0.01
 
 
 class Sizes(NamedTuple):
-  """Of both models and the batch; `chunk` is `updates.head_chunk`."""
+  """Of both models and the batch.
+
+  `chunk` is `updates.head_chunk`, `microbatch` `updates.microbatch_size`.
+  """
 
   vocabulary: int
   width: int
@@ -36,6 +39,7 @@ class Sizes(NamedTuple):
   rows: int
   length: int
   chunk: int = 8192
+  microbatch: int = 0
 
   @property
   def shape(self) -> model_config.ModelConfig:
@@ -68,6 +72,7 @@ def run_config(sizes: Sizes):
   config = quickstart.get_config(ROW)
   config.model.path = ''
   config.updates.minibatch_size = sizes.rows
+  config.updates.microbatch_size = sizes.microbatch
   config.updates.num_epochs = 1
   config.updates.head_chunk = sizes.chunk
   config.rollout.trajectories_per_step = sizes.rows

@@ -12,6 +12,7 @@ longer rows and runs none of it. Linux only.
 
 import argparse
 from collections.abc import Sequence
+import ctypes
 import dataclasses
 import itertools
 import math
@@ -61,6 +62,7 @@ def peak(side: str, sizes: learners.Sizes) -> float:
   size = sum(x.nbytes for x in jax.tree.leaves(held))
   del held
   # Of the process now; the greatest is from now on.
+  ctypes.CDLL(None).malloc_trim(0)  # what was freed is not held
   _STATUS.with_name('clear_refs').write_text('5')
   before = _kilobytes('VmRSS')
   for _ in range(_STEPS):
@@ -81,8 +83,7 @@ def _peak_apart(side: str, sizes: learners.Sizes) -> float:
   done = subprocess.run(
     [*command, *flags],
     cwd=_ROOT,
-    # What is freed goes back: else it would count as held before.
-    env={**os.environ, 'GLIBC_TUNABLES': ''},
+    env={**os.environ, 'GLIBC_TUNABLES': ''},  # what is freed goes back
     check=True,
     stdout=subprocess.PIPE,
     text=True,
@@ -204,6 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument(
     '--chunk', type=int, default=128, help='tokens scored at once'
   )
+  parser.add_argument('--microbatch', type=int, default=0, help='rows; 0 = all')
   parser.add_argument('--repeats', type=int, default=7)
   parser.add_argument(
     '--lengths',

@@ -11,7 +11,7 @@ from benchmarks import learners  # noqa: E402
 from benchmarks import torch_reference  # noqa: E402
 from benchmarks import torch_update  # noqa: E402
 
-_TINY = learners.Sizes(vocabulary=64, width=32, layers=1, rows=8, length=40)
+_TINY = learners.Sizes(64, 32, layers=1, rows=8, length=40, microbatch=2)
 
 
 def test_updates_are_equal_and_stand_beside_torch():
