@@ -30,7 +30,7 @@ _WEIGHT_DECAY = 0.01
 class Sizes(NamedTuple):
   """Of both models and the batch.
 
-  `chunk` is `updates.head_chunk`, `microbatch` `updates.microbatch_size`.
+  `chunk` is `updates.head_chunk`, `core_rows` `updates.core_rows`.
   """
 
   vocabulary: int
@@ -39,7 +39,7 @@ class Sizes(NamedTuple):
   rows: int
   length: int
   chunk: int = 8192
-  microbatch: int = 0
+  core_rows: int = 0
 
   @property
   def shape(self) -> model_config.ModelConfig:
@@ -72,7 +72,7 @@ def run_config(sizes: Sizes):
   config = quickstart.get_config(ROW)
   config.model.path = ''
   config.updates.minibatch_size = sizes.rows
-  config.updates.microbatch_size = sizes.microbatch
+  config.updates.core_rows = sizes.core_rows
   config.updates.num_epochs = 1
   config.updates.head_chunk = sizes.chunk
   config.rollout.trajectories_per_step = sizes.rows

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import transformers
 
-from benchmarks import generate_reference
 from benchmarks import measure
 from benchmarks import torch_reference
 from stppo_jax import batch as batch_lib
@@ -23,6 +22,8 @@ from stppo_jax.models import export_hf
 
 # Ways of AdamW; which is the fastest depends on the machine.
 FORMS = ('fused', 'foreach')
+# Rows whose gradients are added up one after the other; 0 = all at once.
+MICROBATCHES = (0, 16, 8, 4)
 
 
 class _Data(NamedTuple):
@@ -63,6 +64,7 @@ class Trainer:
     batch: annotated, rows of full length.
     compiled: whether the losses go through `torch.compile`.
     form: of AdamW; one of `FORMS`.
+    microbatch: rows at once, a divisor of all; 0 = all.
 
   Attributes:
     policy, value: modules; the parameters have the names of Hugging Face.
@@ -77,6 +79,7 @@ class Trainer:
     *,
     compiled: bool,
     form: str,
+    microbatch: int = 0,
   ):
     self.policy = _qwen2(shape, weights[0])
     self.value = torch.nn.Module()
@@ -85,6 +88,7 @@ class Trainer:
     with torch.no_grad():
       self.value.head.weight.copy_(torch.tensor(weights[1]['scalar_head'].T))
     self._data = _Data.of(batch)
+    self.cut(microbatch)
     self._value_clip = config.loss.value_clip
     self._losses = {'policy': self._policy_loss, 'value': self._value_loss}
     if compiled:
@@ -110,21 +114,43 @@ class Trainer:
       for name, options in self._options.items()
     }
 
+  @property
+  def rows(self) -> int:
+    """Of the batch."""
+    return len(self._data.tokens_BL)
+
+  def cut(self, microbatch: int) -> None:
+    """From now on so many rows at once, each part by its share of the tokens.
+
+    All of them carry a loss in policy and value model alike.
+    """
+    rows = microbatch or self.rows
+    cut = [x.split(rows) for x in self._data]
+    masks = cut[_Data._fields.index('mask_BL')]
+    total = sum(mask.sum() for mask in masks)
+    self._parts = [
+      (float(mask.sum() / total), part)
+      for mask, part in zip(masks, zip(*cut, strict=True), strict=True)
+    ]
+
   def step(self) -> dict[str, float]:
     """An update of both models: their losses, and norms before clipping."""
     found = {}
     for name, loss_of in self._losses.items():
       optimizer = self._optimizers[name]
       optimizer.zero_grad()
-      loss = loss_of(*self._data)
-      loss.backward()
+      total = 0.0
+      for share, part in self._parts:
+        loss = share * loss_of(*part)
+        loss.backward()
+        total += float(loss.detach())
       norm = torch.nn.utils.clip_grad_norm_(
         getattr(self, name).parameters(),
         self._options[name].max_grad_norm,
         foreach=self._foreach,
       )
       optimizer.step()
-      found[f'{name}_loss'] = float(loss.detach())
+      found[f'{name}_loss'] = total
       found[f'{name}_norm'] = float(norm)
     return found
 
@@ -164,20 +190,41 @@ class Trainer:
     )
 
 
-def use_fastest(trainer: Trainer) -> str:
-  """Gives torch the threads, and the trainer the AdamW, that it is fast with.
+class Fastest(NamedTuple):
+  """What torch is the fastest with; threads are of the process."""
 
-  Returns:
-    The form of AdamW.
+  threads: int
+  microbatch: int
+  form: str
+
+  def __str__(self):
+    rows = f'{self.microbatch} rows' if self.microbatch else 'all rows'
+    return f'{self.threads}, {rows}, {self.form}'
+
+
+def use_fastest(trainer: Trainer) -> Fastest:
+  """Gives torch the threads, microbatches and AdamW that it is fast with.
+
+  One after the other: the least of two samples each. Small models are slower
+  with more threads, much so on a busy machine.
   """
-  seconds = {}
-  for form in FORMS:
-    trainer.use(form)
-    if not seconds:  # threads matter to both alike
-      generate_reference.use_fastest_threads(trainer.step)
-    case = measure.Case(lambda _: trainer.step(), lambda: None)
-    seconds[form] = min(measure.once(case)[0] for _ in range(2))
-  return min(seconds, key=seconds.get)
+  case = measure.Case(lambda _: trainer.step(), lambda: None)
+
+  def fastest(choices, use):
+    seconds = {}
+    for choice in choices:
+      use(choice)
+      seconds[choice] = min(measure.once(case)[0] for _ in range(2))
+    chosen = min(seconds, key=seconds.get)
+    use(chosen)
+    return chosen
+
+  threads = fastest(
+    dict.fromkeys((1, torch.get_num_threads())), torch.set_num_threads
+  )
+  rows = trainer.rows
+  microbatch = fastest([x for x in MICROBATCHES if x < rows], trainer.cut)
+  return Fastest(threads, microbatch, fastest(FORMS, trainer.use))
 
 
 def _qwen2(shape: model_config.ModelConfig, params) -> torch.nn.Module:

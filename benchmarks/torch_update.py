@@ -6,9 +6,9 @@ From the same weights on the same batch, float32: two forward and two backward
 passes, token-level loss with entropy, clipped value loss, norms clipped, AdamW.
 Ours is what a run does (`benchmarks/learners.py`), its metrics and diagnostics
 included, two rows at a time, other ones on each core; torch is
-`benchmarks/torch_trainer.py`, all rows at once, eager and through
-`torch.compile`, with the AdamW and as many threads as are the fastest when it
-is eager. Nothing is timed before the first update agrees. One size after the
+`benchmarks/torch_trainer.py`, eager and through `torch.compile`, with the
+threads, the rows at a time and the AdamW that are the fastest when it is eager.
+Nothing is timed before the first update agrees. One size after the
 other, so that it is seen where either is ahead.
 """
 
@@ -36,11 +36,11 @@ HEADER = (
   'case',
   'torch / ours',
   'of the least',
-  'threads, AdamW',
+  'threads, microbatch, AdamW',
 )
-_MICROBATCH = 2  # rows: they fit the cache of a core
+_CORE_ROWS = 2  # they fit its cache
 SIZES = tuple(
-  learners.Sizes(*sizes, microbatch=_MICROBATCH)
+  learners.Sizes(*sizes, core_rows=_CORE_ROWS)
   for sizes in (
     (290, 64, 3, 64, 160),  # of the quickstart
     (290, 128, 4, 16, 256),
@@ -121,7 +121,7 @@ class Pair:
   Attributes:
     mine: ours.
     theirs: torch, eager.
-    tried: threads and AdamW that torch is the fastest with.
+    fastest: of torch, eager.
     seconds: of first steps, which compile.
   """
 
@@ -132,12 +132,14 @@ class Pair:
     self.seconds[OURS], self._metrics = _timed(self.mine.step)
     self.theirs = self._torch('fused', compiled=False)
     self._check(self.theirs)
-    form = torch_trainer.use_fastest(self.theirs)
-    self.theirs.use(form)
-    self.tried = f'{torch.get_num_threads()}, {form}'
+    self.fastest = torch_trainer.use_fastest(self.theirs)
     self._compiled = None
     if compiled:
-      self._compiled = self._torch(form, compiled=True)
+      self._compiled = self._torch(
+        self.fastest.form,
+        compiled=True,
+        microbatch=self.fastest.microbatch,
+      )
       self.seconds[COMPILED] = self._check(self._compiled)
 
   def cases(self) -> dict[str, measure.Case]:
@@ -150,7 +152,7 @@ class Pair:
       for name, trainer in trainers.items()
     }
 
-  def _torch(self, form, *, compiled):
+  def _torch(self, form, *, compiled, microbatch=0):
     mine = self.mine
     return torch_trainer.Trainer(
       mine.config,
@@ -159,6 +161,7 @@ class Pair:
       mine.batch,
       compiled=compiled,
       form=form,
+      microbatch=microbatch,
     )
 
   def _check(self, trainer) -> float:
@@ -203,7 +206,7 @@ def run(
           name,
           str(quotient),
           f'{quotient.least:.2f}',
-          pair.tried,
+          str(pair.fastest),
         )
       )
   return '\n'.join(
@@ -245,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _sizes(text: str) -> learners.Sizes:
-  return learners.Sizes(*map(int, text.split(',')), microbatch=_MICROBATCH)
+  return learners.Sizes(*map(int, text.split(',')), core_rows=_CORE_ROWS)
 
 
 if __name__ == '__main__':

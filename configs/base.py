@@ -182,8 +182,11 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
       'updates': {
         'minibatch_size': 256,  # trajectories per optimiser step
         'num_epochs': 1,  # passes over one collected batch
-        # Trajectories per forward; 0 = minibatch. Cores of a CPU share them.
-        'microbatch_size': 0,
+        'microbatch_size': 0,  # trajectories per forward; 0 = minibatch
+        # In place of it where one CPU is all the devices: trajectories that a
+        # core computes at a time. Each takes other ones, and holds gradients of
+        # its own. 0 = microbatches as anywhere, one program for all cores.
+        'core_rows': 0,
         # Tokens of a device whose scores over the vocabulary are held at once,
         # at least one of each row: 4 bytes x words x tokens, a few times. They
         # are computed again in the backward; 0 = all.

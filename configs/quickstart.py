@@ -44,7 +44,7 @@ def get_config(row: str = 'st_ppo'):
     config.rollout.group_size = 8  # a divisor
   config.rollout.length_bucket = 32
   config.updates.minibatch_size = 64
-  config.updates.microbatch_size = 4  # they fit the cache of a core
+  config.updates.core_rows = 4  # they fit its cache
   config.updates.num_epochs = 2
   config.updates.head_chunk = 8192  # all: few words, and a loop takes time
   config.policy_optimizer.update(

@@ -130,11 +130,29 @@ def _architecture(qkv_bias, qk_norm, experts, visited, width) -> Iterator[str]:
     )
 
 
+def _of_a_microbatch(rows, names, scope) -> Iterator[str]:
+  if rows and 'clipping_bias' in names and scope == 'microbatch':
+    yield (
+      f'updates.core_rows={rows}: must be 0 when '
+      'algorithm.correction.clipping_bias.scope=microbatch: they would be its '
+      'microbatches'
+    )
+
+
 RELATIONS = (
   _multiple('rollout.trajectories_per_step', 'updates.minibatch_size'),
   _multiple('rollout.trajectories_per_step', 'rollout.group_size'),
   _multiple('rollout.slots', 'rollout.group_size'),
   _multiple('updates.minibatch_size', 'updates.microbatch_size'),
+  _multiple('updates.minibatch_size', 'updates.core_rows'),
+  (
+    (
+      'updates.core_rows',
+      'algorithm.correction.names',
+      'algorithm.correction.clipping_bias.scope',
+    ),
+    _of_a_microbatch,
+  ),
   _multiple('model.num_heads', 'model.num_kv_heads'),
   (('loss.value_warmup_steps', 'model.value_backbone'), _warmed_up),
   (

@@ -149,6 +149,7 @@ RULES: Mapping[str, Rule] = {
   'updates.minibatch_size': _POSITIVE,
   'updates.num_epochs': _POSITIVE,
   'updates.microbatch_size': _NOT_NEGATIVE,
+  'updates.core_rows': _NOT_NEGATIVE,
   'updates.head_chunk': _NOT_NEGATIVE,
   'updates.remat': _one_of('none', 'all_dots', 'dots', 'full'),
   'updates.old_policy': _one_of('sampled', 'current'),

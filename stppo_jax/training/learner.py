@@ -90,7 +90,8 @@ class Learner:
       self._merged, out_shardings=sharding.param_shardings(weights, mesh)
     )
     updates = config.updates
-    at_once = updates.microbatch_size or updates.minibatch_size
+    of_core = side_by_side.on_cpu(mesh) and updates.core_rows
+    at_once = of_core or updates.microbatch_size or updates.minibatch_size
     num_microbatches = updates.minibatch_size // at_once
     told = {'temperature': config.rollout.temperature, **models}
     self._score = jax.jit(functools.partial(scoring.score, **told))
@@ -117,7 +118,7 @@ class Learner:
       out_shardings=(layout, None, None),
     )
     self._update_minibatch = self._update
-    workers = side_by_side.workers(mesh, num_microbatches)
+    workers = side_by_side.workers(num_microbatches) if of_core else 1
     if workers > 1:
       self._update_minibatch = side_by_side.Updater(
         minibatch.Losses(**told),
@@ -320,12 +321,10 @@ class Learner:
     One program, because taking the rows apart from the update would leave two
     programs with collectives in flight, which can block each other on CPU.
     """
-    minibatch = jax.tree.map(
+    taken = jax.tree.map(
       lambda x: jax.lax.with_sharding_constraint(x[rows], self._rows), batch
     )
-    return step_lib.update(
-      state, minibatch, algorithm, numbers, frozen, **static
-    )
+    return step_lib.update(state, taken, algorithm, numbers, frozen, **static)
 
   def _numbers_at(self, step: int):
     """The update's runtime numbers; the policy rests while values warm up."""

@@ -35,10 +35,13 @@ from stppo_jax.training import step
 Tree = Any
 
 
-def workers(mesh: jax.sharding.Mesh, num_microbatches: int) -> int:
-  """How many programs are best run at a time; 1: a single one does it all."""
-  if mesh.size > 1 or mesh.devices.item().platform != 'cpu':
-    return 1
+def on_cpu(mesh: jax.sharding.Mesh) -> bool:
+  """Whether one CPU is all there is."""
+  return mesh.size == 1 and mesh.devices.item().platform == 'cpu'
+
+
+def workers(num_microbatches: int) -> int:
+  """How many programs can share the microbatches alike; 1: there is one."""
   return math.gcd(num_microbatches, _cores())
 
 

@@ -132,6 +132,20 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
       'updates.microbatch_size=48',
     ),
     (
+      {'updates__core_rows': 48},
+      'updates.minibatch_size=256: must be a multiple of updates.core_rows=48',
+    ),
+    (
+      {
+        'updates__core_rows': 4,
+        'algorithm__correction__names': ('clipping_bias',),
+        'algorithm__correction__clipping_bias__scope': 'microbatch',
+      },
+      'updates.core_rows=4: must be 0 when '
+      'algorithm.correction.clipping_bias.scope=microbatch: they would be its '
+      'microbatches',
+    ),
+    (
       {'model__num_heads': 3, 'model__num_kv_heads': 2},
       'model.num_heads=3: must be a multiple of model.num_kv_heads=2',
     ),
@@ -265,14 +279,16 @@ def test_every_key_but_switches_has_a_rule():
   ruled = set(schema.RULES)
   for keys, _ in relations.RELATIONS:
     ruled |= set(keys)
+  flat = schema.flatten(base.get_config())
+  # Options of an algorithm are checked where they are declared.
   values = {
     key: value
-    for key, value in schema.flatten(base.get_config()).items()
+    for key, value in flat.items()
     if not key.startswith('algorithm.')
   }
   switches = {key for key, value in values.items() if isinstance(value, bool)}
   assert values.keys() - ruled == switches - ruled
-  assert ruled <= values.keys()
+  assert ruled <= flat.keys()
 
 
 def test_files_of_a_jsonl_data_set(tmp_path):

@@ -30,7 +30,7 @@ _TINY: dict[str, Any] = {
   'rollout.trajectories_per_step': 16,
   'rollout.length_bucket': 128,
   'updates.minibatch_size': 8,
-  'updates.microbatch_size': 0,
+  'updates.core_rows': 0,
   'updates.num_epochs': 1,
   'sft.num_steps': 4,
   'sft.batch_size': 8,

@@ -8,11 +8,16 @@ import numpy as np
 import optax
 import pytest
 
+from configs import quickstart
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
+from stppo_jax.training import assembly
+from stppo_jax.training import learner as learner_lib
 from stppo_jax.training import minibatch
+from stppo_jax.training import parts
 from stppo_jax.training import side_by_side
 from tests.rl import batches
+from tests.training import runs
 from tests.training import updates
 
 _WHOLE = np.arange(updates.B)
@@ -57,8 +62,10 @@ def test_the_numbers_of_one_program(row, looks):
   losses = _updater(models)._losses
   assert losses.looks_first(algorithm, batch) == looks
   expected = updates.update(algorithm, batch, models, num_microbatches=4)
-  for _ in range(2):  # what compiles runs by itself, what does not beside
-    updates.assert_same(_updated(models, algorithm, batch), expected, models)
+  # What compiles runs by itself, what does not beside: the same bits.
+  first, second = (_updated(models, algorithm, batch) for _ in range(2))
+  updates.assert_same(first, expected, models)
+  jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
 def _algorithm(row):
@@ -122,11 +129,24 @@ def test_cores_share_microbatches_alike(
   monkeypatch, cores, num_microbatches, workers
 ):
   monkeypatch.setattr(side_by_side, '_cores', lambda: cores)
-  mesh = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
-  assert side_by_side.workers(mesh, num_microbatches) == workers
+  assert side_by_side.workers(num_microbatches) == workers
 
 
-def test_devices_share_rows_already(monkeypatch):
+@pytest.mark.parametrize(('devices', 'shares'), [(1, True), (2, False)])
+def test_several_devices_share_rows_already(monkeypatch, devices, shares):
   monkeypatch.setattr(side_by_side, '_cores', lambda: 2)
-  mesh = mesh_lib.make_mesh(data=2, fsdp=1, tensor=1, devices=jax.devices()[:2])
-  assert side_by_side.workers(mesh, 8) == 1
+  config = runs.config(updates__core_rows=2)
+  config.mesh.data = devices
+  questions = assembly.build_questions(config)
+  tokenizer = assembly.build_tokenizer(config, questions)
+  shape = assembly.build_model_config(config, tokenizer)
+  mesh = mesh_lib.make_mesh(
+    data=devices, fsdp=1, tensor=1, devices=jax.devices()[:devices]
+  )
+  learner = learner_lib.Learner(config, shape, mesh)
+  assert (learner._update_minibatch is not learner._update) == shares
+
+
+def test_the_quickstart_runs_on_many_devices():
+  mesh = mesh_lib.make_mesh(data=8, fsdp=1, tensor=1)
+  parts.check_rows(quickstart.get_config(), mesh)
