@@ -154,11 +154,11 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         # at work are computed: faster, the same to rounding.
         'deterministic': True,
         # Most dialogues that a program works on, without `deterministic`; 0 =
-        # all. On CPU 16 are about as fast, each, as all of them are, and more
-        # alike in length.
+        # all. Fewer are more alike in length, which a CPU makes use of.
         'batch_rows': 0,
         # Parts of the slots that are decoded side by side, each by its own
-        # thread: for a CPU, as many as it has cores. 1 on several devices.
+        # thread: for a CPU, as many as it has cores. 1 on several devices;
+        # each has as many slots and whole groups, also when evaluating.
         'lanes': 1,
         'extend_chunk': 64,  # tokens appended to a slot per call
         'decode_chunk': 16,  # tokens decoded between looks from the host
@@ -185,7 +185,7 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
         'microbatch_size': 0,  # trajectories per forward; 0 = minibatch
         # In place of it where one CPU is all the devices: trajectories that a
         # core computes at a time. Each takes other ones, and holds gradients of
-        # its own. 0 = microbatches as anywhere, one program for all cores.
+        # its own. Not where a correction is of a microbatch; 0 = nowhere.
         'core_rows': 0,
         # Tokens of a device whose scores over the vocabulary are held at once,
         # at least one of each row: 4 bytes x words x tokens, a few times. They

@@ -41,6 +41,25 @@ def _resampling(rounds, group_size) -> Iterator[str]:
     )
 
 
+def _cut_into_lanes(
+  lanes, slots, trajectories, group_size, batch_size, engine
+) -> Iterator[str]:
+  """Every lane of an engine has as many slots, and holds whole groups."""
+  if engine != 'local' or lanes == 1:
+    return
+  divisors = f'rollout.lanes={lanes}', f'rollout.group_size={group_size}'
+  key = 'slots' if slots else 'trajectories_per_step'
+  if (slots or trajectories) % (lanes * group_size):
+    yield (
+      f'rollout.{key}={slots or trajectories}: must be a multiple of '
+      f'{lanes * group_size}, which is {" times ".join(divisors)}'
+    )
+  if batch_size % lanes:
+    yield (
+      f'evaluate.batch_size={batch_size}: must be a multiple of {divisors[0]}'
+    )
+
+
 def _warmed_up(warmup, backbone) -> Iterator[str]:
   if warmup > 0 and backbone == 'shared':
     yield (
@@ -130,29 +149,12 @@ def _architecture(qkv_bias, qk_norm, experts, visited, width) -> Iterator[str]:
     )
 
 
-def _of_a_microbatch(rows, names, scope) -> Iterator[str]:
-  if rows and 'clipping_bias' in names and scope == 'microbatch':
-    yield (
-      f'updates.core_rows={rows}: must be 0 when '
-      'algorithm.correction.clipping_bias.scope=microbatch: they would be its '
-      'microbatches'
-    )
-
-
 RELATIONS = (
   _multiple('rollout.trajectories_per_step', 'updates.minibatch_size'),
   _multiple('rollout.trajectories_per_step', 'rollout.group_size'),
   _multiple('rollout.slots', 'rollout.group_size'),
   _multiple('updates.minibatch_size', 'updates.microbatch_size'),
   _multiple('updates.minibatch_size', 'updates.core_rows'),
-  (
-    (
-      'updates.core_rows',
-      'algorithm.correction.names',
-      'algorithm.correction.clipping_bias.scope',
-    ),
-    _of_a_microbatch,
-  ),
   _multiple('model.num_heads', 'model.num_kv_heads'),
   (('loss.value_warmup_steps', 'model.value_backbone'), _warmed_up),
   (
@@ -173,6 +175,17 @@ RELATIONS = (
   (('mesh.data', 'mesh.fsdp', 'mesh.tensor'), _one_rest),
   (('env.max_turn_tokens', 'env.max_length'), _turn_fits),
   (('rollout.resample_rounds', 'rollout.group_size'), _resampling),
+  (
+    (
+      'rollout.lanes',
+      'rollout.slots',
+      'rollout.trajectories_per_step',
+      'rollout.group_size',
+      'evaluate.batch_size',
+      'rollout.engine',
+    ),
+    _cut_into_lanes,
+  ),
   (('env.prompt_template',), _template),
   (
     (

@@ -100,7 +100,7 @@ class Collector:
     max_turn_tokens: longest turn, in tokens.
     max_observation_tokens: longest observation; its body is cut, never its
       closing tag.
-    group_size: trajectories of each question; their prompt is computed once.
+    group_size: trajectories of each question; see `begin` for their prompt.
   """
 
   def __init__(

@@ -6,7 +6,6 @@ Only `training` and `commands` know configs; everything below takes numbers.
 from collections.abc import Iterator
 import contextlib
 import dataclasses
-import math
 import pathlib
 
 import jax
@@ -244,7 +243,7 @@ def build_collector(
       lookahead=rollout.lookahead,
       cache_blocks=rollout.cache_blocks,
       deterministic=rollout.deterministic,
-      lanes=math.gcd(rollout.lanes, slots // group_size),
+      lanes=rollout.lanes,
       batch_rows=rollout.batch_rows,
       replays=config.updates.routing_replay == 'sampler',
       **options,

@@ -66,7 +66,7 @@ def collect(
         surroundings,
         tokenizer,
         learner.policy,
-        slots=config.rollout.trajectories_per_step,
+        slots=config.rollout.slots or config.rollout.trajectories_per_step,
         group_size=config.rollout.group_size,
       )
     step = 0

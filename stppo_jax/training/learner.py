@@ -90,7 +90,8 @@ class Learner:
       self._merged, out_shardings=sharding.param_shardings(weights, mesh)
     )
     updates = config.updates
-    of_core = side_by_side.on_cpu(mesh) and updates.core_rows
+    suits = side_by_side.suits(mesh, self._algorithm)
+    of_core = updates.core_rows if suits else 0
     at_once = of_core or updates.microbatch_size or updates.minibatch_size
     num_microbatches = updates.minibatch_size // at_once
     told = {'temperature': config.rollout.temperature, **models}

@@ -49,7 +49,7 @@ def build(config) -> Parts:
 
 
 def check_rows(config, mesh: jax.sharding.Mesh) -> None:
-  """Whether the devices divide every number of rows.
+  """Whether the devices divide every number of rows, and may have lanes.
 
   Raises:
     ValueError: they do not; a line for each.
@@ -65,10 +65,16 @@ def check_rows(config, mesh: jax.sharding.Mesh) -> None:
   slots = 'slots' if rollout.slots else 'trajectories_per_step'
   played[f'rollout.{slots}'] = rollout[slots]
   checks = [(trained, mesh, 'the axes data and fsdp')]
+  lines = {}
   if rollout.engine == 'local':
     engine = assembly.build_mesh(config, local=True)
-    checks.append((played, engine, 'this host, on which the engine decodes'))
-  lines = {}
+    host = 'this host, on which the engine decodes'
+    checks.append((played, engine, host))
+    if rollout.lanes > 1 and engine.size > 1:
+      lines['rollout.lanes'] = (
+        f'rollout.lanes={rollout.lanes}: must be 1 on the {engine.size} '
+        f'devices of {host}'
+      )
   for sizes, cut, where in checks:
     shards = math.prod(cut.shape[axis] for axis in mesh_lib.BATCH_AXES)
     for key, size in sizes.items():

@@ -35,9 +35,15 @@ from stppo_jax.training import step
 Tree = Any
 
 
-def on_cpu(mesh: jax.sharding.Mesh) -> bool:
-  """Whether one CPU is all there is."""
-  return mesh.size == 1 and mesh.devices.item().platform == 'cpu'
+def suits(mesh: jax.sharding.Mesh, algorithm: algorithm_lib.Algorithm) -> bool:
+  """Whether one CPU is all there is, and microbatches may be any."""
+  correction = algorithm.correction
+  told = (
+    'clipping_bias' in correction.names
+    and correction.clipping_bias.scope == 'microbatch'
+  )
+  one = mesh.size == 1 and mesh.devices.item().platform == 'cpu'
+  return one and not told
 
 
 def workers(num_microbatches: int) -> int:

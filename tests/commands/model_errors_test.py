@@ -254,6 +254,10 @@ def test_experts_that_are_not_there_make_no_difference(model):
       'rollout.trajectories_per_step=12: must be a multiple of the 8 devices',
     ),
     (
+      {'mesh__tensor': 2, 'rollout__lanes': 2},
+      'rollout.lanes=2: must be 1 on the 8 devices of this host, on which',
+    ),
+    (
       {'model__path': _SOURCE, 'updates__routing_replay': 'trainer'},
       'updates.routing_replay=trainer: must be nowhere, the model in ',
     ),
@@ -273,6 +277,7 @@ def test_a_served_engine_cuts_no_rows():
     mesh__tensor=2,
     evaluate__batch_size=3,
     rollout__slots=3,
+    rollout__lanes=3,
     rollout__engine='remote',
     rollout__remote__url='http://127.0.0.1:9',
     rollout__remote__model='x',
@@ -281,7 +286,7 @@ def test_a_served_engine_cuts_no_rows():
   config.lock().rollout.engine = 'local'
   with pytest.raises(ValueError, match='evaluate.batch_size=3') as caught:
     parts.check_rows(config, assembly.build_mesh(config))
-  assert str(caught.value).count('\n') == 1
+  assert str(caught.value).count('\n') == 2
 
 
 def test_a_reference_may_be_made_for_other_lengths(model):

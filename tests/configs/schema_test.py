@@ -127,6 +127,20 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
       'reward has no variance',
     ),
     (
+      {'rollout__lanes': 3, 'evaluate__batch_size': 129},
+      'rollout.trajectories_per_step=512: must be a multiple of 3, which is '
+      'rollout.lanes=3 times rollout.group_size=1',
+    ),
+    (
+      {'rollout__lanes': 2, 'rollout__slots': 12, 'rollout__group_size': 4},
+      'rollout.slots=12: must be a multiple of 8, which is rollout.lanes=2 '
+      'times rollout.group_size=4',
+    ),
+    (
+      {'rollout__lanes': 2, 'evaluate__batch_size': 5},
+      'evaluate.batch_size=5: must be a multiple of rollout.lanes=2',
+    ),
+    (
       {'updates__microbatch_size': 48},
       'updates.minibatch_size=256: must be a multiple of '
       'updates.microbatch_size=48',
@@ -134,16 +148,6 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
     (
       {'updates__core_rows': 48},
       'updates.minibatch_size=256: must be a multiple of updates.core_rows=48',
-    ),
-    (
-      {
-        'updates__core_rows': 4,
-        'algorithm__correction__names': ('clipping_bias',),
-        'algorithm__correction__clipping_bias__scope': 'microbatch',
-      },
-      'updates.core_rows=4: must be 0 when '
-      'algorithm.correction.clipping_bias.scope=microbatch: they would be its '
-      'microbatches',
     ),
     (
       {'model__num_heads': 3, 'model__num_kv_heads': 2},
@@ -223,6 +227,16 @@ def test_a_row_without_values_has_no_backbone_to_share():
   ]
 
 
+def test_a_served_engine_has_no_lanes():
+  remote = {'engine': 'remote', 'remote__url': 'http://x', 'remote__model': 'y'}
+  config = _config(
+    rollout__lanes=3, **{f'rollout__{key}': x for key, x in remote.items()}
+  )
+  assert schema.check(config) == []
+  config.rollout.engine = 'local'
+  assert len(schema.check(config)) == 2
+
+
 def test_a_mixture_of_experts_is_right():
   assert schema.check(_config(**_MOE)) == []
 
@@ -279,16 +293,14 @@ def test_every_key_but_switches_has_a_rule():
   ruled = set(schema.RULES)
   for keys, _ in relations.RELATIONS:
     ruled |= set(keys)
-  flat = schema.flatten(base.get_config())
-  # Options of an algorithm are checked where they are declared.
   values = {
     key: value
-    for key, value in flat.items()
+    for key, value in schema.flatten(base.get_config()).items()
     if not key.startswith('algorithm.')
   }
   switches = {key for key, value in values.items() if isinstance(value, bool)}
   assert values.keys() - ruled == switches - ruled
-  assert ruled <= flat.keys()
+  assert ruled <= values.keys()
 
 
 def test_files_of_a_jsonl_data_set(tmp_path):

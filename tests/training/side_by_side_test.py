@@ -132,10 +132,18 @@ def test_cores_share_microbatches_alike(
   assert side_by_side.workers(num_microbatches) == workers
 
 
-@pytest.mark.parametrize(('devices', 'shares'), [(1, True), (2, False)])
-def test_several_devices_share_rows_already(monkeypatch, devices, shares):
+@pytest.mark.parametrize(
+  ('devices', 'scope', 'shares'),
+  [
+    (1, 'minibatch', True),
+    (1, 'microbatch', False),  # another correction, of other microbatches
+    (2, 'minibatch', False),  # devices share the rows already
+  ],
+)
+def test_who_shares_microbatches(monkeypatch, devices, scope, shares):
   monkeypatch.setattr(side_by_side, '_cores', lambda: 2)
   config = runs.config(updates__core_rows=2)
+  config.algorithm.correction.clipping_bias.scope = scope
   config.mesh.data = devices
   questions = assembly.build_questions(config)
   tokenizer = assembly.build_tokenizer(config, questions)
