@@ -20,7 +20,7 @@ XLA := XLA_FLAGS="$(XLA_FLAGS) \
 PAGES := GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 # What a step frees waits in the process for the next one, which else would have
 # the system clear it again; for comparing, not for long runs.
-KEPT := $(PAGES):glibc.malloc.arena_max=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184
+KEPT := $(PAGES):glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184
 FAST := $(PAGES) JAX_COMPILATION_CACHE_DIR=.cache/jax
 
 BIN := $(VENV)/bin
