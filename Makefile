@@ -62,7 +62,7 @@ bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting
 	$(BENCH)/bin/python -m benchmarks.turn_sums $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.policy_loss $(ARGS)
 	$(XLA) $(BENCH)/bin/python -m benchmarks.update $(ARGS)
-	$(KEPT) $(BENCH)/bin/python -m benchmarks.torch_update $(ARGS)
+	$(PAGES) $(BENCH)/bin/python -m benchmarks.torch_update $(ARGS)
 	$(KEPT) $(BENCH)/bin/python -m benchmarks.vocabulary $(ARGS)
 	$(KEPT) $(BENCH)/bin/python -m benchmarks.collect $(ARGS)
 
