@@ -80,6 +80,7 @@ class Decoder:
     slots: how many.
     compacts: whether it does.
     batch_rows: most rows of a call of `write`.
+    replays: whether `expert_ids` has any to tell.
   """
 
   def __init__(
@@ -97,6 +98,11 @@ class Decoder:
     # Taking single rows out of cut ones would move caches between devices.
     self.compacts = compacts and programs.shards == 1
     self.batch_rows = min(batch_rows, slots) if self.compacts else slots
+    self.replays = programs.expert_ids is not None
+    self._state = None
+
+  def forget(self) -> None:
+    """Drops what slots hold: a call that failed may have left it unusable."""
     self._state = None
 
   def open(self, prompts: Mapping[int, Append], group_size: int) -> None:
@@ -182,13 +188,11 @@ class Decoder:
     )
     return placed, chunk
 
-  def expert_ids(self, slot: int, length: int) -> np.ndarray | None:
+  def expert_ids(self, slot: int, length: int) -> np.ndarray:
     """int16 [length, layers, experts of a token]: where a slot's tokens went.
 
-    None unless that is replayed. Waits for the chunks that are being written.
+    Where `replays` only. Waits for the chunks that are being written.
     """
-    if self._programs.expert_ids is None:
-      return None
     ids_LNE = jax.device_get(self._programs.expert_ids(self._state, slot))
     return ids_LNE[:length]
 

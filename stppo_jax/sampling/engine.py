@@ -137,7 +137,8 @@ class Engine:
 
     Args:
       prompts: token ids, one for each group of adjacent rows; None for rows
-        that are not played. A prompt is computed once for its group.
+        that are not played. A prompt is computed once for its group, or, where
+        slots are refilled, once in each lane that rows of the group come to.
       keys: one typed key per row; token t of a row is drawn with
         fold_in(key, t), t its position in the row.
       group_size: rows of a prompt; divides the slots.
@@ -147,6 +148,8 @@ class Engine:
     Raises:
       ValueError: a group size that does not divide the slots, a prompt that is
         empty or leaves no room to write, or too few keys.
+      Exception: what a lane's thread raised since the last one began, also
+        where a poll has told it.
     """
     if self.slots // len(self._lanes) % group_size:
       of_lanes = f' in {len(self._lanes)} lanes' if len(self._lanes) > 1 else ''
@@ -235,16 +238,11 @@ class Engine:
     if not self._refills:
       self._open_wave()
       return
-    # Groups side by side, and as many of them in each lane.
-    free = [
-      (slot // self._group_size, n, slot)
-      for n, lane in enumerate(self._lanes)
-      for slot in lane.free
-    ]
-    for _, n, slot in sorted(free)[: len(self._queue)]:
+    while self._queue and (free := [x for x in self._lanes if x.free]):
       row = self._queue.popleft()
-      self._lanes[n].place(row, slot)
-      self._lanes[n].tell(row, row.prompt)
+      # To where its prompt is, else to where most of its group find a slot.
+      lane = max(free, key=lambda x: (x.knows(row.group), len(x.free)))
+      lane.admit(row)
 
   def _open_wave(self) -> None:
     """Fills all slots; groups go to the lanes in turn."""

@@ -2,8 +2,8 @@
 
 A lane knows the rows in its slots: who is to be told something, who writes,
 and which chunks are under way. With several lanes each calls its programs on a
-thread of its own: a CPU runs them side by side then, which uses its cores
-better than cutting small operations into smaller ones.
+thread of its own: a CPU runs them side by side then, and its cores need not
+share small operations.
 """
 
 import collections
@@ -85,23 +85,39 @@ class Lane:
     self._early_exit = early_exit
     self._lookahead = lookahead
     self._max_length = max_length
+    self._flights: collections.deque[_Flight] = collections.deque()
+    self._called: list[concurrent.futures.Future] = []
     self._thread = None
     if threaded:
       self._thread = concurrent.futures.ThreadPoolExecutor(1)
     self.begin(max_turn_tokens=1, greedy=False)
 
   def begin(self, *, max_turn_tokens: int, greedy: bool) -> None:
-    """Leaves all slots empty, for rows of which this holds."""
+    """Leaves all slots empty, for rows of which this holds.
+
+    Waits for what is left from before, and raises what that raised: nobody
+    else would hear of it. The next one begins anew.
+    """
     self._max_turn_tokens = max_turn_tokens
     self._greedy = greedy
     self.free = list(range(self.slots))
     # Whose prompt each slot holds: also after its row has gone on or ended,
     # until it is given to a row of another group.
     self._group_at: list[int | None] = [None] * self.slots
+    self._groups: set[int] = set()  # those of which a row came here
     self._told: list[tuple[Row, np.ndarray]] = []
     self._writing: dict[int, Row] = {}  # by slot; who waits longest comes first
-    self._flights: collections.deque[_Flight] = collections.deque()
-    self._called: list[concurrent.futures.Future] = []
+    left = [x for f in self._flights for x in (*f.before, f.chunk)]
+    left += self._called
+    self._flights.clear()
+    self._called = []
+    concurrent.futures.wait(left)
+    try:
+      for future in left:  # as they were called: the cause comes first
+        future.result()
+    except BaseException:
+      self._decoder.forget()
+      raise
 
   @property
   def busy(self) -> bool:
@@ -114,16 +130,38 @@ class Lane:
     self._group_at = [None] * self.slots
     for row in rows:
       group = places.setdefault(row.group, len(places))
-      self.place(row, group * group_size + row.number % group_size)
+      self._place(row, group * group_size + row.number % group_size)
       self._start_turn(row, len(row.prompt))
       self._group_at[row.slot] = row.group
       prompts[group] = decoder_lib.Append(row.prompt, 0, self._budget(row))
     self._called.append(self._call(self._decoder.open, prompts, group_size))
 
-  def place(self, row: Row, slot: int) -> None:
-    """Gives a free slot to a row."""
+  def knows(self, group: int) -> bool:
+    """Whether a row of the group came here."""
+    return group in self._groups
+
+  def admit(self, row: Row) -> None:
+    """Gives a free slot to a row, which is told its prompt.
+
+    If those of a group come one after the other, their prompt is computed once:
+    a slot that holds it is not given away while one of them waits for it.
+    """
+    slot = self.free[0]
+    if self.knows(row.group):
+      held = (n for n in self.free if self._group_at[n] == row.group)
+      slot = next(held, slot)
+    group = self._group_at[slot]
+    if group != row.group and any(
+      other.group == group and not other.length for other, _ in self._told
+    ):
+      self._append()
+    self._place(row, slot)
+    self.tell(row, row.prompt)
+
+  def _place(self, row: Row, slot: int) -> None:
     self.free.remove(slot)
     row.lane, row.slot = self, slot
+    self._groups.add(row.group)
     if self._group_at[slot] != row.group:
       self._group_at[slot] = None
 
@@ -136,9 +174,14 @@ class Lane:
     return not row.writing and all(row is not other for other, _ in self._told)
 
   def close(self, row: Row) -> np.ndarray | None:
-    """Ends a row; its slot is free. See `Decoder.expert_ids`."""
+    """Ends a row; its slot is free. See `Decoder.expert_ids`.
+
+    None unless that is replayed: there is nothing to wait for then.
+    """
     self.free.append(row.slot)
     self.free.sort()
+    if not self._decoder.replays:
+      return None
     return self._call(self._decoder.expert_ids, row.slot, row.length).result()
 
   def go_on(self) -> concurrent.futures.Future | None:
@@ -255,11 +298,12 @@ class Lane:
 
   def land(self) -> dict[int, rows_lib.Written]:
     """Looks at the oldest chunk; the turns that ended with it, by row."""
-    flight = self._flights.popleft()
+    flight = self._flights[0]
     for called in flight.before:
       called.result()  # or what it raised
     slots, chunk = flight.chunk.result()
     chunk = jax.device_get(chunk)
+    self._flights.popleft()  # now: `begin` is to hear of the cause too
     written = chunk.tokens_AN, chunk.logprobs_AN, chunk.drawn_logprobs_AN
     ended = {}
     for place, slot in enumerate(slots):

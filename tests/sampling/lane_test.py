@@ -1,7 +1,10 @@
 """Which rows write together."""
 
 import itertools
+import threading
+import types
 
+import jax
 import numpy as np
 import pytest
 
@@ -51,20 +54,184 @@ def test_a_group_must_fit_into_the_slots_of_a_lane():
     )
 
 
-def test_what_a_thread_raises_comes_up(monkeypatch):
-  engine = players.engine(lanes=2)
+def _begin(engine, prompts, *, group_size=1, max_turn_tokens=1):
+  engine.begin(
+    prompts,
+    players.keys(len(prompts) * group_size),
+    group_size=group_size,
+    max_turn_tokens=max_turn_tokens,
+    greedy=False,
+  )
 
-  def broken(*args, **options):
+
+def _break(engine, monkeypatch):
+  """Its `extend` takes what it was given along."""
+
+  def broken(params, state, *args, **options):
+    jax.tree.map(lambda x: x.delete(), state)
     raise RuntimeError('the device is gone')
 
   monkeypatch.setattr(engine._programs, 'extend', broken)
-  engine.begin(
-    players.prompts(4),
-    players.keys(4),
-    group_size=1,
-    max_turn_tokens=1,
-    greedy=False,
-  )
+
+
+@pytest.fixture
+def fresh():
+  """Two lanes that no other test has."""
+  return players.engine.__wrapped__(lanes=2, deterministic=False)
+
+
+def test_what_a_thread_raises_comes_up_and_again_when_another_begins(
+  fresh, monkeypatch
+):
+  with monkeypatch.context() as patch:
+    _break(fresh, patch)
+    _begin(fresh, players.prompts(1))
+    for _ in range(2):
+      with pytest.raises(RuntimeError, match='the device is gone'):
+        while fresh.busy:
+          fresh.poll()
   with pytest.raises(RuntimeError, match='the device is gone'):
+    _begin(fresh, players.prompts(1))
+  _plays_on(fresh)
+
+
+def test_what_nobody_looked_at_is_told_when_another_begins(fresh, monkeypatch):
+  with monkeypatch.context() as patch:
+    _break(fresh, patch)
+    _begin(fresh, players.prompts(1))
+    fresh._admit()
+    assert [lane.go_on() is None for lane in fresh._lanes] == [False, True]
+    with pytest.raises(RuntimeError, match='the device is gone'):
+      _begin(fresh, players.prompts(1))
+  _plays_on(fresh)
+
+
+def _plays_on(engine):
+  prompts, keys = players.prompts(4), players.keys(4)
+  expected = players.play(players.engine(), prompts, keys)
+  for row, dialogue in players.play(engine, prompts, keys).items():
+    players.assert_same(dialogue, expected[row])
+
+
+def test_closing_waits_for_no_thread_that_has_nothing_to_tell():
+  engine = players.engine(lanes=2)
+  _begin(engine, players.prompts(2))
+  ended = {}
+  while len(ended) < 2:
+    ended |= engine.poll()
+  released = threading.Event()
+  blocked = [
+    lane._thread.submit(released.wait, timeout=5) for lane in engine._lanes
+  ]
+  assert engine.close(0) is None
+  assert not any(future.done() for future in blocked)
+  released.set()
+
+
+@pytest.mark.parametrize(
+  ('order', 'computed'),
+  [
+    # Slots for the last two groups: two of a lane together; two of a lane one
+    # after the other; of each lane one.
+    ([(1, 2, 3), (0,)], 4),
+    ([(2,), (0, 3), (1,)], 4),
+    ([(2,), (0,), (1, 3)], 6),
+  ],
+)
+def test_rows_go_where_the_prompt_of_their_group_is(
+  order, computed, monkeypatch
+):
+  engine = players.engine(lanes=2, deterministic=False)
+  told = _prompts_computed(engine, monkeypatch)
+  _begin(engine, players.prompts(4), group_size=2, max_turn_tokens=3)
+  turns = {}
+  while len(turns) < 4:
+    turns |= engine.poll()
+  for together in order:
+    for row in together:
+      engine.close(row)
     while engine.busy:
-      engine.poll()
+      turns |= engine.poll()
+  assert turns.keys() == set(range(8))
+  assert len(told) == computed
+
+
+@pytest.mark.parametrize(
+  'options', [{'lanes': 2, 'slots': 8}, {'lanes': 1, 'slots': 12}], ids=str
+)
+def test_a_prompt_is_computed_once_in_each_lane(options, monkeypatch):
+  engine = players.engine(deterministic=False, **options)
+  told = _prompts_computed(engine, monkeypatch)
+  for delays in range(4):
+    told.clear()
+    players.play(
+      engine,
+      players.prompts(7),
+      players.keys(28),
+      group_size=4,
+      delays=delays,
+    )
+    assert len(set(told)) == len(told)
+    assert len({prompt for _, prompt in told}) == 7
+
+
+def _prompts_computed(engine, monkeypatch):
+  """(number of a lane, prompt), to be filled."""
+  told = []
+  for n, one in enumerate(engine._lanes):
+
+    def append(appends, n=n, append=one._decoder.append):
+      starts = [x for x in appends.values() if not x.length]
+      told.extend((n, tuple(x.token_ids.tolist())) for x in starts)
+      append(appends)
+
+    monkeypatch.setattr(one._decoder, 'append', append)
+  return told
+
+
+def test_a_slot_is_not_given_away_while_a_row_waits_for_its_prompt():
+  calls = []
+  decoder = types.SimpleNamespace(
+    slots=4,
+    batch_rows=4,
+    compacts=False,
+    replays=False,
+    append=lambda appends: calls.append(('append', [*appends])),
+    copy=lambda copies: calls.append(
+      ('copy', {slot: copy.source for slot, copy in copies.items()})
+    ),
+    write=lambda *_: (None, None),
+  )
+  tested = lane.Lane(
+    decoder,
+    decode_chunk=1,
+    early_exit=1.0,
+    lookahead=0,
+    max_length=9,
+    threaded=False,
+  )
+  groups = (0, 1, 1, 2, 2, 3)
+  rows = [
+    lane.Row(n, np.zeros(2, np.int32), group, np.zeros(2))
+    for n, group in enumerate(groups)
+  ]
+
+  def ends(row):
+    row.writing = False
+    del tested._writing[row.slot]
+    tested.close(row)
+
+  for row in rows[:4]:
+    tested.admit(row)
+  tested.go_on()
+  assert calls == [('append', [0, 1, 3]), ('copy', {2: 1})]
+  calls.clear()
+  ends(rows[0])
+  tested.admit(rows[4])  # it waits for company to be told
+  tested.go_on()
+  assert rows[4].slot == 0 and not calls
+  ends(rows[3])
+  tested.admit(rows[5])  # to where the prompt is that row 4 waits for
+  assert rows[5].slot == 3 and calls == [('copy', {0: 3})]
+  tested._append()
+  assert calls == [('copy', {0: 3}), ('append', [3])]
