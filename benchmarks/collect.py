@@ -18,20 +18,27 @@ too. Slots are a quarter of the rows where they are refilled. The peer calls
 `transformers` `generate` a turn at a time on all rows that still play, from the
 whole dialogues, and waits for the last one of a batch; it stops by the ids of
 the closing tokens. It has the threads and the batches that it is the fastest
-with; ours has a lane for each core.
+with, rows of about the same length in each.
 
-`original`, with a quarter of the rows, knows no stops: it writes 500 tokens, or
-to the end of sequence, and cuts; what it is slower by is removed waste, not
-speed. No peer waits for a retriever.
+Ours has what a CPU wants, not the defaults of `configs/base.py`: as many
+`rollout.lanes` as there are cores, `batch_rows` 16, `early_exit` 0.5,
+`lookahead` 0, ten `cache_blocks`, and `deterministic=False` where slots are
+refilled. Waves (`deterministic=True`) have the lanes and the blocks only: each
+program works on all slots of a lane, and no chunk ends early.
+
+`original`, with a quarter of the rows, knows no stops: it writes 125 tokens,
+the same quarter of the paper's limit, or to the end of sequence, and cuts; what
+it is slower by is removed waste, not speed. No peer waits for a retriever.
 
 `latency`: the same sizes, half of the rows, which are four times the slots, and
 each search answered after 0, 0.2 or 1 s, or log-normal around 0.2 s (sigma 1;
 the mean is 0.33 s). Slots are oversubscribed: those that wait are left out of
 the batches. `sharing` tells what is predicted from the time without latency.
 
-`refill`: turns log-normal around 16 (sigma 1), rows as for `latency`: a
-slot is given to the next row at once, against waves, which end with their
-longest dialogue (`deterministic=True`).
+`refill`: turns log-normal around 16 (sigma 1), rows as for `latency`: a slot is
+given to the next row at once, against waves of as many slots, which end with
+their longest dialogue. It is of both modes as they are: batches of 16 rows of
+like length and chunks that end early are in it, see above.
 """
 
 import argparse
@@ -42,6 +49,7 @@ import functools
 import pathlib
 import tempfile
 from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,7 +61,6 @@ from stppo_jax import types
 from stppo_jax.models import export_hf
 from stppo_jax.rollout import event_loop
 
-TABLES = ('generate', 'original', 'latency', 'refill')
 # Work of a token that is told, of that of a token that is written.
 _TOLD_COST = 0.4
 _GOALS = {
@@ -240,13 +247,19 @@ def _told(
   return '\n'.join((table, '', *lines, measure.verdict(seconds)))
 
 
-_PEERS = ('generate', 'original')
-# What plays a table, and which part of the rows it has.
-_PLAYED: Mapping[str, tuple[Callable[..., str], int]] = {
-  'generate': (functools.partial(against, 'generate'), 1),
-  'original': (functools.partial(against, 'original'), 4),
-  'latency': (latency, 2),
-  'refill': (refill, 2),
+class _Table(NamedTuple):
+  """What plays it, which part of the rows it has, whether torch plays too."""
+
+  play: Callable[..., str]
+  share: int
+  torch: bool = False
+
+
+_TABLES: Mapping[str, _Table] = {
+  'generate': _Table(functools.partial(against, 'generate'), 1, torch=True),
+  'original': _Table(functools.partial(against, 'original'), 4, torch=True),
+  'latency': _Table(latency, 2),
+  'refill': _Table(refill, 2),
 }
 
 
@@ -254,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   """Prints what was measured, and where."""
   parser = argparse.ArgumentParser(prog='python -m benchmarks.collect')
   parser.add_argument(
-    '--only', nargs='+', choices=TABLES, default=TABLES, help='some tables'
+    '--only', nargs='+', choices=_TABLES, default=[*_TABLES], help='some tables'
   )
   parser.add_argument(
     '--widths', nargs='+', choices=playing.WIDTHS, default=['tiny']
@@ -267,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   flags = parser.parse_args(arguments)
   cores = measure.use_cores(flags.cores)
   versions = {}
-  if set(_PEERS) & set(flags.only):
+  if any(_TABLES[name].torch for name in flags.only):
     versions = _peer_versions(cores)
   print(
     'whole collections; ms: median (least-greatest), quotients: median (middle '
@@ -280,8 +293,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with event_loop.EventLoop() as loop:
       for name in flags.only:
         print(f'\n{name}, {width}\n', flush=True)
-        play, share = _PLAYED[name]
-        print(play(played, loop, rows=flags.rows // share, **sizes), flush=True)
+        table = _TABLES[name]
+        rows = flags.rows // table.share
+        print(table.play(played, loop, rows=rows, **sizes), flush=True)
 
 
 def _peer_versions(cores: int) -> dict[str, str]:

@@ -21,7 +21,8 @@ from stppo_jax.sampling import stops
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 
 PARITY = 1e-4  # of log-probabilities
-MAX_TURN_TOKENS = 500
+# Of a turn and of an observation: a quarter of the paper's 500.
+MAX_TURN_TOKENS = dialogues.LONGEST
 MAX_LENGTH = 980  # the longest: 100 + 4 * 125 + 3 * 125, and a few
 # The quickstart's (with an output matrix of its own); the proportions of
 # Qwen2.5-0.5B, whose heads share keys and values by sevens, at a quarter of its
@@ -77,7 +78,9 @@ def policy(width: str) -> Policy:
 class Player:
   """Our side: plays dialogues on an engine with weights; a lane for each core.
 
-  Where it is not deterministic, 16 rows are worked on together.
+  A config has the same settings by the same names (`rollout.lanes`, ...), with
+  other defaults. Where it is deterministic, `batch_rows` and `early_exit` have
+  no effect. Where cores do not divide the slots, there are fewer lanes.
   """
 
   def __init__(
