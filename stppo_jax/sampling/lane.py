@@ -147,9 +147,6 @@ class Lane:
     a slot that holds it is not given away while one of them waits for it.
     """
     slot = self.free[0]
-    if self.knows(row.group):
-      held = (n for n in self.free if self._group_at[n] == row.group)
-      slot = next(held, slot)
     group = self._group_at[slot]
     if group != row.group and any(
       other.group == group and not other.length for other, _ in self._told

@@ -241,7 +241,7 @@ def test_waves_wait_for_the_last_row_and_refilling_does_not(mode):
   assert ended == {0, 1, 2, 3}
 
 
-def test_a_slot_gets_the_prompt_back_that_it_holds():
+def test_a_prompt_is_copied_before_its_slot_is_given_away():
   prompts = players.prompts(4)
   engine = players.engine(deterministic=False)
   options = {'keys': 8, 'group_size': 2, 'max_turn_tokens': 3}
@@ -260,7 +260,7 @@ def test_a_slot_gets_the_prompt_back_that_it_holds():
     return {row: turn.token_ids.tolist() for row, turn in turns.items()}
 
   # The first row of the third group plays in slot 1 and ends; its fellow gets
-  # that slot, not the one before, and starts from what is left there.
+  # slot 0, and slot 1, the only one that holds their prompt, is overwritten.
   expected = first_turns([(0, 1, 2, 3)])
   assert first_turns([(1,), (0, 4), (2,)]) == expected
 
