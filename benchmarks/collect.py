@@ -28,7 +28,8 @@ program works on all slots of a lane, and no chunk ends early.
 
 `original`, with a quarter of the rows, knows no stops: it writes 125 tokens,
 the same quarter of the paper's limit, or to the end of sequence, and cuts; what
-it is slower by is removed waste, not speed. No peer waits for a retriever.
+it is slower by is removed waste, not speed. `--cut_at=500` is the paper's own
+limit beside these shorter dialogues. No peer waits for a retriever.
 
 `latency`: the same sizes, half of the rows, which are four times the slots, and
 each search answered after 0, 0.2 or 1 s, or log-normal around 0.2 s (sigma 1;
@@ -91,8 +92,14 @@ def against(
   *,
   rows: int,
   repeats: int,
+  cut_at: int = 0,
 ) -> str:
   """Ours beside a loop on `generate`: with stops, or the 'original' without.
+
+  Args:
+    peer: 'generate' or 'original'.
+    played, loop, rows, repeats: see `main`.
+    cut_at: tokens of a turn that 'original' writes; 0 = as the longest has.
 
   Raises:
     AssertionError: they write other tokens, or score them differently.
@@ -117,7 +124,7 @@ def against(
       played.words,
       loop,
       stops=peer == 'generate',
-      max_turn_tokens=playing.MAX_TURN_TOKENS,
+      max_turn_tokens=cut_at or playing.MAX_TURN_TOKENS,
     )
   chosen = generate_reference.use_fastest(players[peer], environment, rows=rows)
   theirs = players[peer].collect(environment)
@@ -275,6 +282,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument(
     '--rows', type=int, default=512, help='of `generate`; others have fewer'
   )
+  parser.add_argument(
+    '--cut_at',
+    type=int,
+    default=playing.MAX_TURN_TOKENS,
+    help='tokens that `original` writes in every turn',
+  )
   parser.add_argument('--repeats', type=int, default=measure.MIN_REPEATS)
   measure.add_cores(parser)
   flags = parser.parse_args(arguments)
@@ -295,7 +308,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f'\n{name}, {width}\n', flush=True)
         table = _TABLES[name]
         rows = flags.rows // table.share
-        print(table.play(played, loop, rows=rows, **sizes), flush=True)
+        own = {'cut_at': flags.cut_at} if name == 'original' else {}
+        print(table.play(played, loop, rows=rows, **sizes, **own), flush=True)
 
 
 def _peer_versions(cores: int) -> dict[str, str]:
