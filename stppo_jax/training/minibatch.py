@@ -281,7 +281,7 @@ class Losses:
     )
 
 
-def gradients(
+def combined(
   algorithm: algorithm_lib.Algorithm,
   sums: Sums,
   stacked: diagnostics_lib.Diagnostics,

@@ -83,6 +83,7 @@ class Updater:
     self._shares = (num_microbatches, num_workers)
     self._pool = futures.ThreadPoolExecutor(num_workers, 'update')
     self._compiled = set()
+    self._looks = {}
     self._take = jax.jit(self._taken)
     self._weights = jax.jit(losses.weights)
     self._scores = jax.jit(losses.scores)
@@ -113,12 +114,19 @@ class Updater:
     taken, shares = self._take(batch, rows)
     weights = self._weights(state, frozen)
     scores = None
-    if self._losses.looks_first(algorithm, taken):
+    if self._looks_first(algorithm, taken):
       scores = self._each(self._scores, (weights,), shares)
     whole = self._whole(algorithm, taken, scores)
     known = (weights, whole, algorithm, numbers)
     sums = self._each(self._sums, known, shares)
     return self._apply(state, sums, algorithm, numbers)
+
+  def _looks_first(self, algorithm, taken) -> bool:
+    """See `Losses.looks_first`, traced once for rows of the same options."""
+    kind = jax.tree.structure(algorithm)
+    if kind not in self._looks:
+      self._looks[kind] = self._losses.looks_first(algorithm, taken)
+    return self._looks[kind]
 
   def _each(
     self, program: Callable[..., Tree], known: tuple, shares: Sequence[Tree]
@@ -153,7 +161,7 @@ class Updater:
 def _applied(state, sums, algorithm, numbers, **optimizers):
   summands, stacked = zip(*sums)
   added = jax.tree.map(lambda *x: functools.reduce(jnp.add, x), *summands)
-  found = minibatch.gradients(algorithm, added, _concatenated(stacked))
+  found = minibatch.combined(algorithm, added, _concatenated(stacked))
   state, metrics = step.apply(state, found, numbers, **optimizers)
   return state, metrics, found.diagnostics
 

@@ -132,7 +132,7 @@ def gradients(
     scores = losses.scores(weights, microbatches)
   whole = losses.whole(algorithm, batch, scores, cut=cut)
   sums = losses.sums(weights, whole, algorithm, numbers, microbatches)
-  return minibatch.gradients(algorithm, *sums)
+  return minibatch.combined(algorithm, *sums)
 
 
 def _apply(optimizer, model, gradient, numbers):

@@ -249,14 +249,7 @@ def test_a_prompt_is_copied_before_its_slot_is_given_away():
   def first_turns(order):
     """Of all rows; those in `order` are closed one after the other."""
     _begun(engine, prompts, **options)
-    turns = {}
-    while len(turns) < 4:
-      turns |= engine.poll()
-    for together in order:
-      for row in together:
-        engine.close(row)
-      while engine.busy:
-        turns |= engine.poll()
+    turns = players.first_turns(engine, order)
     return {row: turn.token_ids.tolist() for row, turn in turns.items()}
 
   # The first row of the third group plays in slot 1 and ends; its fellow gets

@@ -144,14 +144,7 @@ def test_rows_go_where_the_prompt_of_their_group_is(
   engine = players.engine(lanes=2, deterministic=False)
   told = _prompts_computed(engine, monkeypatch)
   _begin(engine, players.prompts(4), group_size=2, max_turn_tokens=3)
-  turns = {}
-  while len(turns) < 4:
-    turns |= engine.poll()
-  for together in order:
-    for row in together:
-      engine.close(row)
-    while engine.busy:
-      turns |= engine.poll()
+  turns = players.first_turns(engine, order)
   assert turns.keys() == set(range(8))
   assert len(told) == computed
 

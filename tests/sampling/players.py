@@ -189,3 +189,23 @@ def assert_same(one: Dialogue, other: Dialogue) -> None:
     np.testing.assert_allclose(
       getattr(one, name), getattr(other, name), atol=1e-5
     )
+
+
+def first_turns(
+  engine: engine_lib.Engine, order: Sequence[Sequence[int]]
+) -> dict[int, rows.Written]:
+  """Of all rows of a collection that has begun; no slot is empty at first.
+
+  Args:
+    engine: refills slots.
+    order: rows that are closed together, and then others come; no others are.
+  """
+  turns = {}
+  while len(turns) < engine.slots:
+    turns |= engine.poll()
+  for together in order:
+    for row in together:
+      engine.close(row)
+    while engine.busy:
+      turns |= engine.poll()
+  return turns

@@ -89,6 +89,25 @@ def test_rows_are_those_of_the_minibatch():
   updates.assert_same(found, expected, models)
 
 
+def test_what_a_row_needs_is_found_out_once(monkeypatch):
+  models = updates.sums()
+  updater = _updater(models)
+  asked = []
+
+  def looks_first(losses, algorithm, batch):
+    asked.append(algorithm)
+    return looks(losses, algorithm, batch)
+
+  looks = minibatch.Losses.looks_first
+  monkeypatch.setattr(minibatch.Losses, 'looks_first', looks_first)
+  monkeypatch.setattr(updater, '_looks', {})
+  batch = updates.batch(models)
+  rows = [batches.algorithm(name) for name in ('st_ppo', 'token_ppo')]
+  found = [updater._looks_first(row, batch) for row in [*rows, *rows]]
+  assert found == [True, False, True, False]
+  assert len(asked) == 2
+
+
 def test_the_state_is_consumed():
   models = updates.sums()
   state = jax.device_put(updates.state(models))
