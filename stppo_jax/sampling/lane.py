@@ -106,7 +106,7 @@ class Lane:
     self._group_at: list[int | None] = [None] * self.slots
     self._groups: set[int] = set()  # those of which a row came here
     self._told: list[tuple[Row, np.ndarray]] = []
-    self._writing: dict[int, Row] = {}  # by slot; who waits longest comes first
+    self._writing: dict[int, Row] = {}  # by slot
     left = [x for f in self._flights for x in (*f.before, f.chunk)]
     left += self._called
     self._flights.clear()
@@ -257,8 +257,9 @@ class Lane:
 
     Where programs work on all slots, a chunk writes in all rows. Else two
     chunks are under way, so that the device need not wait for the host; of the
-    other rows the one that waits longest is next, and those that are the most
-    like it in length: what is read is what the longest one needs.
+    other rows the shortest ones are next. They are like each other, and what is
+    read is what the longest one of a batch needs. And whoever has most before
+    it asks its retriever early: at the end few rows are left to wait for.
     """
     size = self._decoder.batch_rows
     if size == self.slots:
@@ -266,12 +267,8 @@ class Lane:
       return list(self._writing.values()) if early else []
     if len(self._flights) > 1:
       return []
-    rows = self._writing.values()
-    ready = [row for row in rows if not row.flying]
-    if len(ready) > size:
-      return _alike(ready, size)
-    ahead = [row for row in rows if 0 < row.flying <= self._lookahead]
-    return [*ready, *ahead][:size]
+    able = [x for x in self._writing.values() if x.flying <= self._lookahead]
+    return sorted(able, key=lambda row: (row.flying, row.length))[:size]
 
   def _start_chunk(self, rows: Sequence[Row]) -> None:
     """Lets the policy write in rows."""
@@ -282,7 +279,6 @@ class Lane:
       writes[row.slot] = decoder_lib.Write(row.key_data, length)
       turns[row.slot] = row, row.turn
       row.flying += 1
-      self._writing[row.slot] = self._writing.pop(row.slot)
     enough = max(math.ceil(len(writes) * self._early_exit), 1)
     chunk = self._call(self._written, writes, self._greedy, enough)
     self._flights.append(_Flight(turns, self._called, chunk))
@@ -321,16 +317,3 @@ class Lane:
         stopped = bool(chunk.stopped_A[place])
         ended[row.number] = rows_lib.Written(ids, *logprobs, stopped)
     return ended
-
-
-def _alike(rows: Sequence[Row], size: int) -> Sequence[Row]:
-  """The first row and `size` - 1 others, with the least range of lengths."""
-  by_length = sorted(rows, key=lambda row: row.length)
-  place = by_length.index(rows[0])
-  firsts = range(max(place - size + 1, 0), min(place, len(rows) - size) + 1)
-
-  def range_of(first):
-    return by_length[first + size - 1].length - by_length[first].length
-
-  first = min(firsts, key=range_of)
-  return by_length[first : first + size]

@@ -1,6 +1,5 @@
 """Which rows write together."""
 
-import itertools
 import threading
 import types
 
@@ -10,24 +9,6 @@ import pytest
 
 from stppo_jax.sampling import lane
 from tests.sampling import players
-
-
-def _row(number, length):
-  return lane.Row(number, np.zeros(0), number, np.zeros(2), length=length)
-
-
-def test_who_waits_longest_writes_with_those_of_its_length():
-  rng = np.random.default_rng(0)
-  for _ in range(20):
-    rows = [_row(n, int(x)) for n, x in enumerate(rng.integers(0, 50, 7))]
-    for size in (1, 3, 7):
-      chosen = lane._alike(rows, size)
-      assert rows[0] in chosen and len({r.number for r in chosen}) == size
-      ranges = [
-        np.ptp([rows[0].length, *(row.length for row in others)])
-        for others in itertools.combinations(rows[1:], size - 1)
-      ]
-      assert np.ptp([row.length for row in chosen]) == min(ranges)
 
 
 @pytest.mark.parametrize(
@@ -182,32 +163,49 @@ def _prompts_computed(engine, monkeypatch):
   return told
 
 
-def test_a_slot_is_not_given_away_while_a_row_waits_for_its_prompt():
-  calls = []
+def _lane(*, slots, batch_rows, lookahead=0):
+  """A lane; calls of its decoder that tell slots something; slots written."""
+  calls, written = [], []
   decoder = types.SimpleNamespace(
-    slots=4,
-    batch_rows=4,
+    slots=slots,
+    batch_rows=batch_rows,
     compacts=False,
     replays=False,
     append=lambda appends: calls.append(('append', [*appends])),
     copy=lambda copies: calls.append(
       ('copy', {slot: copy.source for slot, copy in copies.items()})
     ),
-    write=lambda *_: (None, None),
+    write=lambda writes, *_: written.append([*writes]) or ([], None),
   )
   tested = lane.Lane(
     decoder,
     decode_chunk=1,
     early_exit=1.0,
-    lookahead=0,
+    lookahead=lookahead,
     max_length=9,
     threaded=False,
   )
-  groups = (0, 1, 1, 2, 2, 3)
-  rows = [
-    lane.Row(n, np.zeros(2, np.int32), group, np.zeros(2))
-    for n, group in enumerate(groups)
-  ]
+  return tested, calls, written
+
+
+def _row(number, *, group, length=2):
+  return lane.Row(number, np.zeros(length, np.int32), group, np.zeros(2))
+
+
+@pytest.mark.parametrize(
+  ('lookahead', 'second'), [(0, [2, 0]), (1, [2, 0, 4])], ids=str
+)
+def test_the_shortest_rows_write_first(lookahead, second):
+  tested, _, written = _lane(slots=5, batch_rows=3, lookahead=lookahead)
+  for n, length in enumerate((5, 3, 4, 2, 1)):
+    tested.admit(_row(n, group=n, length=length))
+  tested.go_on()
+  assert written == [[4, 3, 1], second]
+
+
+def test_a_slot_is_not_given_away_while_a_row_waits_for_its_prompt():
+  tested, calls, _ = _lane(slots=4, batch_rows=4)
+  rows = [_row(n, group=group) for n, group in enumerate((0, 1, 1, 2, 2, 3))]
 
   def ends(row):
     row.writing = False
