@@ -26,10 +26,11 @@ Ours has what a CPU wants, not the defaults of `configs/base.py`: as many
 (`deterministic=True`) have the lanes and the blocks only: each program works on
 all slots of a lane, and no chunk ends early.
 
-`original`, with a quarter of the rows, knows no stops: it writes 125 tokens,
-the same quarter of the paper's limit, or to the end of sequence, and cuts; what
-it is slower by is removed waste, not speed. `--cut_at=500` is the paper's own
-limit beside these shorter dialogues. No peer waits for a retriever.
+`original`, with a quarter of the rows, knows no stops: it writes 500 tokens,
+the limit of the loops that the paper builds on, or to the end of sequence, and
+cuts; what it is slower by is removed waste, not speed. `--cut_at=125` is the
+same quarter of that limit as these dialogues are of the paper's. No peer waits
+for a retriever.
 
 `latency`: the same dialogues, and each search answered after 0, 0.2 or 1 s, or
 log-normal around 0.2 s (sigma 1; the mean is 0.33 s). Slots are oversubscribed:
@@ -65,6 +66,7 @@ from stppo_jax import types
 from stppo_jax.models import export_hf
 from stppo_jax.rollout import event_loop
 
+_ORIGINAL_TURN = 500  # tokens that the original loop writes in every turn
 # Work of a token that is told, of that of a token that is written.
 _TOLD_COST = 0.4
 _GOALS = {
@@ -95,14 +97,14 @@ def against(
   *,
   rows: int,
   repeats: int,
-  cut_at: int = 0,
+  cut_at: int = playing.MAX_TURN_TOKENS,
 ) -> str:
   """Ours beside a loop on `generate`: with stops, or the 'original' without.
 
   Args:
     peer: 'generate' or 'original'.
     played, loop, rows, repeats: see `main`.
-    cut_at: tokens of a turn that 'original' writes; 0 = as the longest has.
+    cut_at: most tokens of a turn; 'original' writes as many in every one.
 
   Raises:
     AssertionError: they write other tokens, or score them differently.
@@ -125,7 +127,7 @@ def against(
       played.words,
       loop,
       stops=peer == 'generate',
-      max_turn_tokens=cut_at or playing.MAX_TURN_TOKENS,
+      max_turn_tokens=cut_at,
     )
   chosen = generate_reference.use_fastest(players[peer], environment, rows=rows)
   theirs = players[peer].collect(environment)
@@ -284,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument(
     '--cut_at',
     type=int,
-    default=playing.MAX_TURN_TOKENS,
+    default=_ORIGINAL_TURN,
     help='tokens that `original` writes in every turn',
   )
   parser.add_argument('--repeats', type=int, default=measure.MIN_REPEATS)

@@ -154,6 +154,8 @@ def test_refilled_slots_are_measured_beside_waves(policy, loop, small):
 @pytest.mark.parametrize(('peer', 'goal'), [('generate', 3), ('original', 8)])
 def test_a_peer_writes_the_same(policy, loop, small, peer, goal):
   pytest.importorskip('torch', exc_type=ImportError)
-  told = collect.against(peer, policy, loop, rows=4, repeats=2)
+  told = collect.against(
+    peer, policy, loop, rows=4, repeats=2, cut_at=playing.MAX_TURN_TOKENS
+  )
   assert re.search(rf'^{peer} / refilled: \d\S+ .* least {goal}', told, re.M)
   assert re.search(r'^torch: \d threads, batches of 4 rows', told, re.M)
