@@ -1,10 +1,13 @@
 """A model split from its weights: heads, values, and weights that misfit."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stppo_jax.models import lora
 from tests.models import tiny
 
 _TOKENS = np.array([[1, 5, 2, 7], [3, 3, 9, 0]], np.int32)
@@ -90,11 +93,21 @@ def test_an_unknown_head_prints_the_choices():
     jax.eval_shape(model.init, jax.random.key(0))
 
 
-@pytest.mark.parametrize('unrolled', [1, 2])
-def test_states_that_nobody_asks_for_are_left_out(unrolled):
+@pytest.mark.parametrize(
+  ('unrolled', 'adapted'), [(1, False), (2, False), (2, True)]
+)
+def test_states_that_nobody_asks_for_are_left_out(unrolled, adapted):
   model = tiny.model('both', scan_unroll=unrolled)
   params = tiny.params(model)
   rng = np.random.default_rng(0)
+  if adapted:
+    options = lora.Lora(rank=2, alpha=4.0, targets='layers/.*_proj$')
+    model = dataclasses.replace(model, lora=options)
+    adapters = jax.tree.map(
+      lambda x: rng.normal(scale=0.3, size=x.shape).astype(np.float32),
+      jax.device_get(model.init_adapters(jax.random.key(0))),
+    )
+    params = model.joined(params, adapters)
   tokens_BL = rng.integers(0, model.config.vocab_size, (3, 9)).astype(np.int32)
   # Of the last row nothing is asked; 9 is no token.
   positions_BM = np.array([[1, 4, 8], [3, 5, 9], [9, 9, 9]], np.int32)

@@ -27,7 +27,6 @@ from stppo_jax.training import learner as learner_lib
 from tests.training import runs
 
 _STEPS = 8
-_TIMES = ('timing_s/', 'perf/', 'retrieval/latency')
 # Orbax reads the leaves concurrently; see checkpoint_test.py.
 pytestmark = pytest.mark.filterwarnings(
   'ignore::pytest.PytestUnraisableExceptionWarning'
@@ -93,19 +92,9 @@ def _saved_step(workdir):
   return max(int(path.name) for path in (workdir / 'checkpoints').iterdir())
 
 
-def _timeless(workdir):
-  return [
-    {k: v for k, v in line.items() if not k.startswith(_TIMES)}
-    for line in runs.metrics(workdir)
-  ]
-
-
 def _assert_same_run(workdir, expected, steps_ahead=1):
   """Parameters, moments, published policies, metrics, dialogues: the bits."""
-  assert _timeless(workdir) == _timeless(expected)
-  for step in range(1, _STEPS + 1):
-    name = f'trajectories-{step:06d}.jsonl'
-    assert (workdir / name).read_bytes() == (expected / name).read_bytes()
+  runs.assert_same_told(workdir, expected)
   (step, ours), (_, theirs) = (
     _newest(folder, steps_ahead) for folder in (workdir, expected)
   )
@@ -156,7 +145,7 @@ def test_in_between_it_is_the_same_run_as_in_the_background(
   assert _train(tmp_path, num_steps=3) == 0
   assert threads == {threading.main_thread()}
   # Up to the last step, which is evaluated here.
-  assert _timeless(tmp_path)[:3] == _timeless(finished(1))[:3]
+  assert runs.repeated(tmp_path)[:3] == runs.repeated(finished(1))[:3]
   for step in (1, 2, 3):
     played = (runs.trajectories(x, step) for x in (tmp_path, finished(1)))
     assert next(played) == next(played)

@@ -93,22 +93,11 @@ def finished(tmp_path_factory):
   return workdir
 
 
-_TIMES = ('timing_s/', 'perf/', 'retrieval/latency')
-
-
 def _assert_same_run(workdir, finished):
   """Metrics, dialogues and weights, bit for bit."""
-  lines = [
-    [
-      {k: v for k, v in line.items() if not k.startswith(_TIMES)}
-      for line in runs.metrics(folder)
-    ]
-    for folder in (workdir, finished)
-  ]
-  assert lines[0] == lines[1]
-  names = [f'trajectories-{step:06d}.jsonl' for step in range(1, _STEPS + 1)]
-  for name in [*names, 'policy/model.safetensors']:
-    assert (workdir / name).read_bytes() == (finished / name).read_bytes()
+  runs.assert_same_told(workdir, finished)
+  weights = 'policy/model.safetensors'
+  assert (workdir / weights).read_bytes() == (finished / weights).read_bytes()
 
 
 def _before_call(monkeypatch, owner, name, act):

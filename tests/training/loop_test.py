@@ -56,22 +56,9 @@ def _final_state(workdir):
   return jax.device_get(state)
 
 
-_TIMES = ('timing_s/', 'perf/', 'retrieval/latency')
-
-
-def _timeless(workdir):
-  return [
-    {k: v for k, v in line.items() if not k.startswith(_TIMES)}
-    for line in runs.metrics(workdir)
-  ]
-
-
 def _assert_same_run(workdir, finished):
   """Parameters, moments, metrics and dialogues, bit for bit."""
-  assert _timeless(workdir) == _timeless(finished)
-  for step in range(1, _STEPS + 1):
-    name = f'trajectories-{step:06d}.jsonl'
-    assert (workdir / name).read_bytes() == (finished / name).read_bytes()
+  runs.assert_same_told(workdir, finished)
   jax.tree.map(
     np.testing.assert_array_equal,
     _final_state(workdir),
@@ -345,10 +332,8 @@ def test_a_run_of_groups_is_the_same_when_cut_in_two(
   assert len(calls) == 4
   assert 'interrupted after step 1, saved' in capsys.readouterr().out
   assert _train_groups(cut) == 0
-  assert _timeless(cut) == _timeless(whole)
+  runs.assert_same_told(cut, whole)
   for step, line in enumerate(runs.metrics(whole), start=1):
-    name = f'trajectories-{step:06d}.jsonl'
-    assert (cut / name).read_bytes() == (whole / name).read_bytes()
     asked = [r['question'] for r in runs.trajectories(whole, step)]
     assert len(asked) == 16 and len(set(asked)) == 4
     assert asked == sorted(asked, key=asked.index)  # groups are adjacent

@@ -12,6 +12,7 @@ from ml_collections import config_dict
 from stppo_jax.commands import configuration
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
+_OF_THE_CLOCK = ('timing_s/', 'perf/', 'retrieval/latency')
 _TINY: dict[str, Any] = {
   'num_steps': 4,
   'model.path': '',
@@ -73,6 +74,22 @@ def metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:
   """The lines of metrics.jsonl."""
   text = (workdir / 'metrics.jsonl').read_text('utf-8')
   return [json.loads(line) for line in text.splitlines()]
+
+
+def repeated(workdir: pathlib.Path) -> list[dict[str, Any]]:
+  """The same without what is of the clock: alike in runs that are alike."""
+  return [
+    {k: v for k, v in line.items() if not k.startswith(_OF_THE_CLOCK)}
+    for line in metrics(workdir)
+  ]
+
+
+def assert_same_told(workdir: pathlib.Path, expected: pathlib.Path) -> None:
+  """Metrics and the dialogues of every step, bit for bit."""
+  assert repeated(workdir) == repeated(expected)
+  for step in range(1, metrics(expected)[-1]['step'] + 1):
+    name = f'trajectories-{step:06d}.jsonl'
+    assert (workdir / name).read_bytes() == (expected / name).read_bytes()
 
 
 def trajectories(workdir: pathlib.Path, step: int) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from configs import quickstart
+from stppo_jax import __main__
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.training import assembly
@@ -172,6 +173,35 @@ def test_who_shares_microbatches(monkeypatch, devices, scope, shares):
   )
   learner = learner_lib.Learner(config, shape, mesh)
   assert (learner._update_minibatch is not learner._update) == shares
+
+
+def test_a_run_that_is_cut_off_between_updates_is_the_same_run(
+  tmp_path, monkeypatch
+):
+  one = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+  monkeypatch.setattr(assembly, 'build_mesh', lambda config, local=False: one)
+  monkeypatch.setattr(side_by_side, '_cores', lambda: 2)
+  update, calls = side_by_side.Updater.update, []
+
+  def train(name, last=None):
+    def cut_off(self, *args):
+      calls.append(name)
+      if calls.count(name) == last:
+        raise RuntimeError('a power cut')
+      return update(self, *args)
+
+    monkeypatch.setattr(side_by_side.Updater, 'update', cut_off)
+    flags = runs.flags(num_steps=3, updates__core_rows=2)
+    workdir = tmp_path / name
+    return __main__.main(['train', *flags, f'--workdir={workdir}'])
+
+  assert train('whole') == 0 and len(calls) == 3 * 2
+  assert train('cut', last=4) == 70  # the last one of the second step
+  assert train('cut') == 0 and calls.count('cut') == 4 + 2 * 2
+  runs.assert_same_told(tmp_path / 'cut', tmp_path / 'whole')
+  weights = 'policy/model.safetensors'
+  whole, cut = ((tmp_path / x / weights).read_bytes() for x in ('whole', 'cut'))
+  assert whole == cut
 
 
 def test_the_quickstart_runs_on_many_devices():
