@@ -20,19 +20,21 @@ _ALL = tuple(dict.fromkeys(_TEXT + _DEVICE)) + ('training', 'analysis')
 # Layer -> what of ours it may import; a name covers all that is below it.
 OURS = {
   'types': (),
+  'serving': (),
   'batch': ('types',),
   'rl': ('batch', 'rl'),
   'envs': _TEXT,
-  'retrieval': _TEXT,
+  'retrieval': _TEXT + ('serving',),
   'data': _TEXT,
   'parallel': ('parallel',),
   'models': ('types', 'batch', 'parallel', 'models'),
-  'sampling': ('types', 'batch', 'parallel', 'models', 'sampling'),
+  'sampling': ('types', 'serving', 'batch', 'parallel', 'models', 'sampling'),
   'rollout': ('types', 'batch', 'envs', 'retrieval.protocol', 'rollout'),
   'training': _ALL,
   'analysis': _ALL,
   # Not each other: what commands share stands in these three.
   'commands': _ALL
+  + ('serving',)
   + tuple(f'commands.{n}' for n in ('configuration', 'lab_flags', 'lab_rows'))
   + ('configs',),
   '__main__': ('commands',),
@@ -53,6 +55,7 @@ HOMES = {
   'tensorflow': (),
   'tensorflow_datasets': ('data',),
   'aiohttp': (
+    'serving',
     'retrieval',
     'sampling.completions_client',
     'sampling.completions_server',

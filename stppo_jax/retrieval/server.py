@@ -22,20 +22,17 @@ import dataclasses
 import functools
 import hmac
 import ipaddress
-import json
-import logging
 import re
-import threading
 from typing import Any
 
 from aiohttp import web
 
+from stppo_jax import serving
 from stppo_jax import types
 from stppo_jax.retrieval import address
 from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import corpus as corpus_lib
 
-LOOPBACK = '127.0.0.1'
 TOKEN_VARIABLE = address.TOKEN_VARIABLE
 PassagesOf = Callable[[int], Sequence[types.Passage]]
 
@@ -85,9 +82,7 @@ def make_app(
     limits: what one client may ask for.
   """
   service = _Service(passages, passages_of, token, limits or Limits())
-  app = web.Application(
-    client_max_size=service.limits.max_body_bytes, middlewares=[_one_line]
-  )
+  app = serving.application(service.limits.max_body_bytes)
   app.router.add_get('/health', service.health)
   app.router.add_post('/retrieve', service.retrieve)
   app.router.add_post('/{corpus:.+}/retrieve', service.retrieve)
@@ -108,44 +103,15 @@ def check_exposure(host: str, token: str) -> None:
   if not loopback and not token:
     raise ValueError(
       f'host {host!r} can be reached from other machines: set a bearer token '
-      f'in {TOKEN_VARIABLE}, or serve on {LOOPBACK}'
+      f'in {TOKEN_VARIABLE}, or serve on {serving.LOOPBACK}'
     )
 
 
-async def start(
-  app: web.Application, host: str, port: int
-) -> tuple[web.AppRunner, str]:
-  """Serves in the running loop. Returns the runner, to clean up, and the URL.
+class EmbeddedServer(serving.EmbeddedServer):
+  """A server of `make_app` on a loopback port; see there.
 
-  Args:
-    app: of `make_app`.
-    host: address to bind; see `check_exposure`.
-    port: 0 takes a free one.
-
-  Raises:
-    OSError: the address is taken or is not ours.
-  """
-  # Idle connections of clients that are gone must not delay the end.
-  runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-  await runner.setup()
-  try:
-    await web.TCPSite(runner, host, port).start()
-  except BaseException:
-    await runner.cleanup()
-    raise
-  bound_port = runner.addresses[0][1]
-  name = f'[{host}]' if ':' in host else host
-  return runner, f'http://{name}:{bound_port}'
-
-
-class EmbeddedServer:
-  """A server on a thread and an event loop of its own, on a loopback port.
-
-      with EmbeddedServer(passages) as server:
-        retriever = HttpRetriever(server.url, ...)
-
-  Attributes:
-    url: where it listens, once entered.
+  with EmbeddedServer(passages) as server:
+    retriever = HttpRetriever(server.url, ...)
   """
 
   def __init__(
@@ -155,58 +121,11 @@ class EmbeddedServer:
     passages_of: PassagesOf | None = None,
     limits: Limits | None = None,
   ):
-    self._app = functools.partial(
-      make_app, passages, passages_of=passages_of, limits=limits
+    super().__init__(
+      functools.partial(
+        make_app, passages, passages_of=passages_of, limits=limits
+      )
     )
-    self.url = ''
-
-  def __enter__(self) -> 'EmbeddedServer':
-    started: futures.Future[tuple[str, Callable[[], None]]] = futures.Future()
-    self._thread = threading.Thread(
-      target=lambda: asyncio.run(self._serve(started)),
-      name='retrieval-server',
-      daemon=True,
-    )
-    self._thread.start()
-    self.url, self._stop = started.result()
-    return self
-
-  def __exit__(self, *_) -> None:
-    self._stop()
-    self._thread.join()
-
-  async def _serve(self, started) -> None:
-    """Serves until told to stop; hands errors at the start to `started`."""
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    try:
-      runner, url = await start(self._app(), LOOPBACK, 0)
-    except BaseException as error:
-      started.set_exception(error)
-      return
-    started.set_result((url, lambda: loop.call_soon_threadsafe(stopping.set)))
-    try:
-      await stopping.wait()
-    finally:
-      await runner.cleanup()
-
-
-@web.middleware
-async def _one_line(request: web.Request, handler) -> web.StreamResponse:
-  """Turns whatever is raised into a status and one line."""
-  try:
-    return await handler(request)
-  except web.HTTPException as error:
-    headers = dict(error.headers)
-    headers.pop('Content-Type', None)
-    headers.pop('Content-Length', None)
-    status, detail = error.status, error.text or error.reason
-  except Exception:
-    # The cause is for our log, not for the client.
-    logging.getLogger(__name__).exception('request failed: %s', request.path)
-    headers, status, detail = {}, 500, 'internal error'
-  detail = ' '.join(detail.split())
-  return web.json_response({'detail': detail}, status=status, headers=headers)
 
 
 class _Service:
@@ -236,14 +155,12 @@ class _Service:
   async def retrieve(self, request: web.Request) -> web.Response:
     self._authorize(request)
     if self._under_way >= self.limits.max_concurrent:
-      raise web.HTTPTooManyRequests(
-        text='too many requests under way',
-        headers={'Retry-After': str(self.limits.retry_after)},
-      )
+      raise serving.too_many(self.limits.retry_after)
     self._under_way += 1
     try:
       search = self._search_of(request.match_info.get('corpus', ''))
-      queries, topk, return_scores = self._parse(await self._body(request))
+      fields = await serving.json_object(request, self.limits.body_timeout)
+      queries, topk, return_scores = self._parse(fields)
       found = await asyncio.get_running_loop().run_in_executor(
         self._executor, search, queries, topk
       )
@@ -262,13 +179,6 @@ class _Service:
         text='a valid bearer token is needed',
         headers={'WWW-Authenticate': 'Bearer'},
       )
-
-  async def _body(self, request: web.Request) -> bytes:
-    try:
-      async with asyncio.timeout(self.limits.body_timeout):
-        return await request.read()
-    except TimeoutError:
-      raise web.HTTPRequestTimeout(text='the body came too slowly') from None
 
   def _search_of(self, corpus: str):
     """The search function of a corpus, to run on the executor."""
@@ -291,19 +201,13 @@ class _Service:
     self._worlds.move_to_end(world)
     return self._worlds[world].search(queries, topk)
 
-  def _parse(self, body: bytes) -> tuple[list[str], int, bool]:
+  def _parse(self, fields: dict[str, Any]) -> tuple[list[str], int, bool]:
     """Queries, topk, return_scores of a body; 422 if it is not as it should."""
-    try:
-      fields = json.loads(body)
-    except (ValueError, RecursionError):
-      raise _unprocessable('body: expected JSON in UTF-8') from None
-    if not isinstance(fields, dict):
-      raise _unprocessable('body: expected a JSON object')
     unknown = sorted(set(fields) - {'queries', 'topk', 'return_scores'})
     if unknown:
-      raise _unprocessable(f'unknown field {unknown[0][:40]!r}')
+      raise serving.unprocessable(f'unknown field {unknown[0][:40]!r}')
     if 'queries' not in fields:
-      raise _unprocessable('queries: missing')
+      raise serving.unprocessable('queries: missing')
     # What the original server does where these two are left out.
     fields = {'topk': 3, 'return_scores': False} | fields
     queries, topk = fields['queries'], fields['topk']
@@ -311,28 +215,24 @@ class _Service:
     if not isinstance(queries, list) or not all(
       isinstance(query, str) for query in queries
     ):
-      raise _unprocessable('queries: expected a list of strings')
+      raise serving.unprocessable('queries: expected a list of strings')
     if len(queries) > limits.max_queries:
-      raise _unprocessable(
+      raise serving.unprocessable(
         f'queries: {len(queries)}, at most {limits.max_queries} are allowed'
       )
     if any(len(query) > limits.max_query_chars for query in queries):
-      raise _unprocessable(
+      raise serving.unprocessable(
         f'queries: at most {limits.max_query_chars} characters each'
       )
     if topk is None:
       topk = 3
     if type(topk) is not int or not 1 <= topk <= limits.max_topk:
-      raise _unprocessable(
+      raise serving.unprocessable(
         f'topk: expected an integer from 1 to {limits.max_topk}'
       )
     if not isinstance(fields['return_scores'], bool):
-      raise _unprocessable('return_scores: expected true or false')
+      raise serving.unprocessable('return_scores: expected true or false')
     return queries, topk, fields['return_scores']
-
-
-def _unprocessable(line: str) -> web.HTTPException:
-  return web.HTTPUnprocessableEntity(text=line)
 
 
 def _result(

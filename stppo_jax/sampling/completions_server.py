@@ -8,7 +8,7 @@
 
 It speaks as much of vLLM's and SGLang's protocols as `remote.py` needs, and
 computes every token anew from the whole dialogue: to be read and to test with,
-not to be fast. It listens on the loopback interface only.
+not to be fast. `serving.EmbeddedServer` puts it on the loopback interface.
 
 Every error is one line, `{"detail": "..."}`: 400 weights that cannot be loaded,
 404 model, 408 slow body, 413 body too large, 422 bad body, 429 with Retry-After
@@ -20,10 +20,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent import futures
 import functools
-import json
-import logging
 import pathlib
-import threading
 from typing import Any
 
 from aiohttp import web
@@ -31,20 +28,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from stppo_jax import serving
 from stppo_jax.models import functional
 from stppo_jax.models import heads
 from stppo_jax.models import load_hf
 from stppo_jax.sampling import completions_request
 from stppo_jax.sampling import sampler
 
-LOOPBACK = '127.0.0.1'
 KIND = 'stppo_jax'  # see `completions.DIALECTS`
 
 # What one client may ask for.
 _MAX_BODY_BYTES = 4 << 20
 _MAX_CONCURRENT = 1024
 _BODY_TIMEOUT = 30.0  # seconds
-_RETRY_AFTER = '1'  # seconds, sent with 429
+_RETRY_AFTER = 1  # seconds, sent with 429
 
 
 class ModelServer:
@@ -86,9 +83,7 @@ class ModelServer:
 
   def app(self) -> web.Application:
     """The server as an aiohttp application."""
-    app = web.Application(
-      client_max_size=_MAX_BODY_BYTES, middlewares=[_one_line]
-    )
+    app = serving.application(_MAX_BODY_BYTES)
     app.router.add_get('/health', self._health)
     app.router.add_get('/v1/models', self._models)
     app.router.add_get('/model_info', self._info)
@@ -117,13 +112,10 @@ class ModelServer:
 
   async def _complete(self, request: web.Request) -> web.Response:
     if self._under_way >= _MAX_CONCURRENT:
-      raise web.HTTPTooManyRequests(
-        text='too many requests under way',
-        headers={'Retry-After': _RETRY_AFTER},
-      )
+      raise serving.too_many(_RETRY_AFTER)
     self._under_way += 1
     try:
-      asked = self._parse(await _json_object(request))
+      asked = self._parse(await serving.json_object(request, _BODY_TIMEOUT))
       reply = await self._run(self._write, asked)
     finally:
       self._under_way -= 1
@@ -131,10 +123,12 @@ class ModelServer:
     return web.json_response(reply)
 
   async def _update(self, request: web.Request) -> web.Response:
-    body = await _json_object(request)
+    body = await serving.json_object(request, _BODY_TIMEOUT)
     path, version = body.get('model_path'), body.get('weight_version')
     if not isinstance(path, str) or not isinstance(version, str):
-      raise _unprocessable('model_path, weight_version: expected strings')
+      raise serving.unprocessable(
+        'model_path, weight_version: expected strings'
+      )
     folder = pathlib.Path(path).resolve()
     if not folder.is_relative_to(self._weights_root):
       raise web.HTTPBadRequest(text='model_path: not below weights_root')
@@ -163,7 +157,7 @@ class ModelServer:
     except LookupError as error:
       raise web.HTTPNotFound(text=str(error.args[0])) from error
     except ValueError as error:
-      raise _unprocessable(str(error)) from error
+      raise serving.unprocessable(str(error)) from error
 
   def _write(self, asked: dict[str, Any]) -> dict[str, Any]:
     """The reply to a completion; on the executor's thread."""
@@ -214,60 +208,6 @@ class ModelServer:
     }
 
 
-class EmbeddedServer:
-  """An application on a thread and an event loop of its own.
-
-      with EmbeddedServer(ModelServer(...).app()) as server:
-        client = completions_client.Client(loop, server.url, ...)
-
-  Args:
-    app: is served on a free port of the loopback interface.
-
-  Attributes:
-    url: where it listens, once entered.
-  """
-
-  def __init__(self, app: web.Application):
-    self._app = app
-    self.url = ''
-
-  def __enter__(self) -> 'EmbeddedServer':
-    started: futures.Future[tuple[str, Callable[[], Any]]] = futures.Future()
-    self._thread = threading.Thread(
-      target=lambda: asyncio.run(self._serve(started)),
-      name='completions-server',
-      daemon=True,
-    )
-    self._thread.start()
-    self.url, self._stop = started.result()
-    return self
-
-  def __exit__(self, *_) -> None:
-    self._stop()
-    self._thread.join()
-
-  async def _serve(self, started: futures.Future) -> None:
-    """Serves until told to stop; hands errors at the start to `started`."""
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    # Idle connections of clients that are gone must not delay the end.
-    runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=1.0)
-    try:
-      await runner.setup()
-      await web.TCPSite(runner, LOOPBACK, 0).start()
-    except BaseException as error:
-      await runner.cleanup()
-      started.set_exception(error)
-      return
-    port = runner.addresses[0][1]
-    stop = functools.partial(loop.call_soon_threadsafe, stopping.set)
-    started.set_result((f'http://{LOOPBACK}:{port}', stop))
-    try:
-      await stopping.wait()
-    finally:
-      await runner.cleanup()
-
-
 @functools.partial(jax.jit, static_argnames=('policy', 'sampling'))
 def _next_token(
   params, tokens_1L, length, key, greedy, *, policy, sampling
@@ -278,38 +218,3 @@ def _next_token(
   return sampler.draw(
     logits_1V, key[None], jnp.asarray(length)[None], sampling, greedy
   )
-
-
-@web.middleware
-async def _one_line(request: web.Request, handler) -> web.StreamResponse:
-  """Turns whatever is raised into a status and one line."""
-  try:
-    return await handler(request)
-  except web.HTTPException as error:
-    headers = dict(error.headers)
-    headers.pop('Content-Type', None)
-    headers.pop('Content-Length', None)
-    status, detail = error.status, error.text or error.reason
-  except Exception:
-    # The cause is for our log, not for the client.
-    logging.getLogger(__name__).exception('request failed: %s', request.path)
-    headers, status, detail = {}, 500, 'internal error'
-  detail = ' '.join(detail.split())
-  return web.json_response({'detail': detail}, status=status, headers=headers)
-
-
-async def _json_object(request: web.Request) -> dict[str, Any]:
-  try:
-    async with asyncio.timeout(_BODY_TIMEOUT):
-      body = json.loads(await request.read())
-  except TimeoutError:
-    raise web.HTTPRequestTimeout(text='the body came too slowly') from None
-  except (ValueError, RecursionError):
-    raise _unprocessable('body: expected JSON in UTF-8') from None
-  if not isinstance(body, dict):
-    raise _unprocessable('body: expected a JSON object')
-  return body
-
-
-def _unprocessable(line: str) -> web.HTTPException:
-  return web.HTTPUnprocessableEntity(text=line)

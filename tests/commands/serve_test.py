@@ -10,6 +10,7 @@ from urllib import request
 
 import pytest
 
+from stppo_jax import serving
 from stppo_jax import types
 from stppo_jax.commands import serve
 from stppo_jax.retrieval import server
@@ -63,7 +64,7 @@ def test_serves_worlds(monkeypatch):
   asked = []
 
   async def one_request(app, host, port):
-    runner, url = await server.start(app, host, port)
+    runner, url = await serving.start(app, host, port)
     try:
       return await asyncio.to_thread(_ask, f'{url}/worlds/5/retrieve', 'town')
     finally:

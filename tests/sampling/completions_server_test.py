@@ -6,6 +6,7 @@ from urllib import parse
 
 import pytest
 
+from stppo_jax import serving as serving_lib
 from stppo_jax.models import export_hf
 from stppo_jax.sampling import completions_server
 from tests.models import tiny
@@ -29,7 +30,7 @@ def url(root):
     max_length=serving.MAX_LENGTH,
     weights_root=root,
   )
-  with completions_server.EmbeddedServer(model.app()) as server:
+  with serving_lib.EmbeddedServer(model.app) as server:
     yield server.url
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from configs import base
 from configs import schema
+from stppo_jax import serving as serving_lib
 from stppo_jax import types
 from stppo_jax.envs import protocol
 from stppo_jax.parallel import mesh as mesh_lib
@@ -45,7 +46,7 @@ def _module_server(loop, tmp_path_factory):
   served = serving.Served(loop, root)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr('tempfile.tempdir', str(root))
-    with completions_server.EmbeddedServer(served.app) as server:
+    with serving_lib.EmbeddedServer(lambda: served.app) as server:
       served.url = server.url
       yield served
 
@@ -636,7 +637,7 @@ def test_a_config_plays_on_a_server(loop, tmp_path, monkeypatch):
   config.rollout.remote.model = 'tiny'
   config.env.max_length, config.env.max_turn_tokens = 64, 9
   surroundings = python_types.SimpleNamespace(environment=_Talk(), loop=loop)
-  with completions_server.EmbeddedServer(model.app()) as server:
+  with serving_lib.EmbeddedServer(model.app) as server:
     config.rollout.remote.url = server.url
     assert not schema.check(config)
     collector, engine = assembly.build_collector(
