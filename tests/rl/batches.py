@@ -8,6 +8,7 @@ import numpy as np
 from configs import algorithms
 from stppo_jax import batch as batch_lib
 from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.rl import losses
 
 B, L, T = 6, 16, 4
 FAILED_ROW = 3
@@ -130,3 +131,14 @@ def device(batch):
   return batch_lib.TokenBatch(
     **{name: jnp.asarray(x) for name, x in fields(batch).items()}
   )
+
+
+def policy_loss(algorithm, logprobs, entropy, batch, **options):
+  """`losses.policy_loss` of a batch that is its own minibatch."""
+  options = {
+    'statistics': None,
+    'count': None,
+    'entropy_coefficient': 0.0,
+    'num_turns': T,
+  } | options
+  return losses.policy_loss(algorithm, logprobs, entropy, batch, **options)

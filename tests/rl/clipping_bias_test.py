@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from stppo_jax.rl import clipping_bias
-from stppo_jax.rl import losses
 from stppo_jax.rl import segments
 from tests.rl import batches
 from tests.rl import twins
@@ -85,15 +84,11 @@ def test_sums_add_up_and_scales_do_not_need_the_whole():
 
 def _loss(batch, logprobs, entropy, **changes):
   algorithm = batches.algorithm('st_ppo', **changes)
-  return losses.policy_loss(
+  return batches.policy_loss(
     algorithm,
     logprobs,
     entropy,
     batch,
-    statistics=None,
-    count=None,
-    entropy_coefficient=0.0,
-    num_turns=batches.T,
   )
 
 
@@ -113,15 +108,11 @@ def test_every_scope_is_the_loop(scope, level, implementation):
     correction__clipping_bias__level=level,
     correction__clipping_bias__tau=tau,
   )
-  loss = losses.policy_loss(
+  loss = batches.policy_loss(
     algorithm,
     logprobs,
     entropy,
     batch,
-    statistics=None,
-    count=None,
-    entropy_coefficient=0.0,
-    num_turns=batches.T,
     implementation=implementation,
   )
   ratio = twins.ratios(logprobs, batch.old_logprobs_BL, batch, level)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from stppo_jax.rl import diagnostics
-from stppo_jax.rl import losses
 from tests.rl import batches
 from tests.rl import twins
 
@@ -19,14 +18,11 @@ def _diagnose(logprobs, entropy, batch, implementation='auto'):
   algorithm = batches.algorithm(
     NAME, correction__clipping_bias__tau=1.1, bounds__clip_low=0.1
   )
-  loss = losses.policy_loss(
+  loss = batches.policy_loss(
     algorithm,
     logprobs,
     entropy,
     batch,
-    statistics=None,
-    count=None,
-    entropy_coefficient=0.0,
     num_turns=batches.T + 1,  # nobody reaches the last turn
     implementation=implementation,
   )
@@ -174,15 +170,11 @@ def test_rejected_terms_are_counted():
   algorithm = batches.algorithm(
     correction__names=('icepop',), correction__icepop__least=0.9
   )
-  loss = losses.policy_loss(
+  loss = batches.policy_loss(
     algorithm,
     logprobs,
     entropy,
     batch,
-    statistics=None,
-    count=None,
-    entropy_coefficient=0.0,
-    num_turns=batches.T,
   )
   found = diagnostics.policy_diagnostics(
     algorithm, loss, logprobs, entropy, batch, num_turns=batches.T

@@ -110,13 +110,12 @@ def _loss_and_gradients(algorithm, implementation):
     )
 
     def parts(logprobs_BL, entropy_BL):
-      loss = losses.policy_loss(
+      loss = batches.policy_loss(
         algorithm,
         logprobs_BL,
         entropy_BL,
         batch,
         statistics=statistics,
-        count=None,
         entropy_coefficient=0.01,
         **sums,
       )

@@ -116,7 +116,7 @@ def _loss(
   count=None,
   implementation='auto',
 ):
-  return losses.policy_loss(
+  return batches.policy_loss(
     algorithm,
     logprobs,
     entropy,
@@ -124,7 +124,6 @@ def _loss(
     statistics=statistics,
     count=count,
     entropy_coefficient=ENTROPY,
-    num_turns=batches.T,
     implementation=implementation,
   )
 
@@ -453,15 +452,12 @@ def test_numbers_are_traced_and_names_are_not():
   @jax.jit
   def run(algorithm, logprobs, batch):
     traces.append(algorithm.ratio.level)
-    return losses.policy_loss(
+    return batches.policy_loss(
       algorithm,
       logprobs,
       entropy,
       batch,
-      statistics=None,
-      count=None,
       entropy_coefficient=ENTROPY,
-      num_turns=batches.T,
     ).loss
 
   results = {

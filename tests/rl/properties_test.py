@@ -38,13 +38,11 @@ def _run(algorithm, logprobs, entropy, batch, num_turns=T):
   """(loss, gradient, ratio, weights) of the row."""
 
   def total(x):
-    loss = losses.policy_loss(
+    loss = batches.policy_loss(
       algorithm,
       x,
       entropy,
       batch,
-      statistics=None,
-      count=None,
       entropy_coefficient=0.01,
       num_turns=num_turns,
     )
@@ -193,7 +191,7 @@ def _part(algorithm, logprobs, entropy, whole, part, rows):
   )
 
   def total(x):
-    return losses.policy_loss(
+    return batches.policy_loss(
       algorithm,
       x[rows],
       entropy[rows],
