@@ -28,16 +28,16 @@ all slots of a lane, and no chunk ends early.
 
 `original`, with a quarter of the rows, knows no stops: it writes 500 tokens,
 the limit of the loops that the paper builds on, or to the end of sequence, and
-cuts; what it is slower by is removed waste, not speed. `--cut_at=125` is the
-same quarter of that limit as these dialogues are of the paper's. No peer waits
-for a retriever.
+cuts; what it is slower by is removed waste, not speed. The goal is of these
+500; `--cut_at=125` is the same quarter of that limit as these dialogues are of
+the paper's. No peer waits for a retriever.
 
 `latency`: the same dialogues, and each search answered after 0, 0.2 or 1 s, or
 log-normal around 0.2 s (sigma 1; the mean is 0.33 s). Slots are oversubscribed:
-each row has one, and 16 of a lane write at a time; those that wait are left out
+each row has one, and few of them write at a time; those that wait are left out
 of the batches. `sharing` tells what is predicted from the time without latency.
-A wait at the end is hidden by nobody's work: a second is a third of what this
-small model needs for all dialogues, and less of what a larger one does.
+A wait at the end is hidden by nobody's work, and weighs the less the longer the
+dialogues take: see larger `--widths`.
 
 `refill`: turns log-normal around 16 (sigma 1), half of the rows, which are four
 times the slots: a slot is given to the next row at once, against waves of as
@@ -281,7 +281,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     '--widths', nargs='+', choices=playing.WIDTHS, default=['tiny']
   )
   parser.add_argument(
-    '--rows', type=int, default=512, help='of `generate`; others have fewer'
+    '--rows',
+    type=int,
+    default=512,
+    help='of `generate` and `latency`; others have fewer',
   )
   parser.add_argument(
     '--cut_at',

@@ -4,8 +4,8 @@ Rows of work share one processor evenly (processor sharing): with A rows at work
 each goes on at 1 / A of its speed, as in a batch whose cost is linear in its
 size. S slots; a row that waits for an answer keeps its slot and costs nothing,
 a row that ends gives its slot to the next one at once. What the engine loses
-by waiting for company, by batches of fixed sizes and by chunks is left out, so
-that the difference to what is measured is just that.
+by waiting for company, by batches of fixed sizes and by chunks is left out, and
+so is what it wins by its order: the difference to what is measured is that.
 """
 
 from collections.abc import Sequence

@@ -23,7 +23,7 @@ async def start(
 
   Args:
     app: what is served.
-    host: address to bind.
+    host: address to bind; who is to reach it is for the caller to check.
     port: 0 takes a free one.
 
   Raises:

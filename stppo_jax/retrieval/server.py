@@ -7,10 +7,9 @@
     GET  /health                     {"status": "ok"}
 
 One list per query, in order; without scores the documents stand bare. What
-precedes /retrieve is a question's `corpus`. Every error is one line,
-`{"detail": "..."}`: 401 token, 404 corpus, 408 slow body, 413 body too large,
-422 bad body, 429 with Retry-After when too many requests are under way. No
-reply carries a traceback.
+precedes /retrieve is a question's `corpus`. Errors are told as in `serving`:
+401 token, 404 corpus, 408 slow body, 413 body too large, 422 bad body, 429 with
+Retry-After when too many requests are under way.
 """
 
 import asyncio
@@ -107,25 +106,18 @@ def check_exposure(host: str, token: str) -> None:
     )
 
 
-class EmbeddedServer(serving.EmbeddedServer):
-  """A server of `make_app` on a loopback port; see there.
-
-  with EmbeddedServer(passages) as server:
-    retriever = HttpRetriever(server.url, ...)
-  """
-
-  def __init__(
-    self,
-    passages: Sequence[types.Passage] | None = None,
-    *,
-    passages_of: PassagesOf | None = None,
-    limits: Limits | None = None,
-  ):
-    super().__init__(
-      functools.partial(
-        make_app, passages, passages_of=passages_of, limits=limits
-      )
+def embedded(
+  passages: Sequence[types.Passage] | None = None,
+  *,
+  passages_of: PassagesOf | None = None,
+  limits: Limits | None = None,
+) -> serving.EmbeddedServer:
+  """The server of `make_app` on a loopback port; see `serving`."""
+  return serving.EmbeddedServer(
+    functools.partial(
+      make_app, passages, passages_of=passages_of, limits=limits
     )
+  )
 
 
 class _Service:

@@ -10,9 +10,9 @@ It speaks as much of vLLM's and SGLang's protocols as `remote.py` needs, and
 computes every token anew from the whole dialogue: to be read and to test with,
 not to be fast. `serving.EmbeddedServer` puts it on the loopback interface.
 
-Every error is one line, `{"detail": "..."}`: 400 weights that cannot be loaded,
-404 model, 408 slow body, 413 body too large, 422 bad body, 429 with Retry-After
-when too many requests are under way. No reply carries a traceback.
+Errors are told as there: 400 weights that cannot be loaded, 404 model, 408 slow
+body, 413 body too large, 422 bad body, 429 with Retry-After when too many
+requests are under way.
 """
 
 import asyncio

@@ -218,7 +218,7 @@ class Engine:
       self._admit()
     ended, landing = {}, {}
     for lane in self._lanes:
-      if future := lane.go_on():
+      if future := lane.go_on(queued=bool(self._queue)):
         landing[future] = lane
     done, _ = concurrent.futures.wait(
       landing, return_when=concurrent.futures.FIRST_COMPLETED

@@ -106,7 +106,7 @@ class Lane:
     self._group_at: list[int | None] = [None] * self.slots
     self._groups: set[int] = set()  # those of which a row came here
     self._told: list[tuple[Row, np.ndarray]] = []
-    self._writing: dict[int, Row] = {}  # by slot
+    self._writing: dict[int, Row] = {}  # by slot; who waits longest comes first
     left = [x for f in self._flights for x in (*f.before, f.chunk)]
     left += self._called
     self._flights.clear()
@@ -181,15 +181,18 @@ class Lane:
       return None
     return self._call(self._decoder.expert_ids, row.slot, row.length).result()
 
-  def go_on(self) -> concurrent.futures.Future | None:
+  def go_on(self, *, queued: bool) -> concurrent.futures.Future | None:
     """Starts what can be started.
+
+    Args:
+      queued: whether rows wait for a slot.
 
     Returns:
       Done when there is something to `land`; None: nothing is under way.
     """
     if self._should_append():
       self._append()
-    while rows := self._next():
+    while rows := self._next(queued):
       self._start_chunk(rows)
     return self._flights[0].chunk if self._flights else None
 
@@ -252,14 +255,16 @@ class Lane:
     for row in copied:
       self._group_at[row.slot] = row.group
 
-  def _next(self) -> list[Row]:
+  def _next(self, queued: bool) -> Sequence[Row]:
     """Rows of the chunk that is to start now; none: it is not yet time.
 
     Where programs work on all slots, a chunk writes in all rows. Else two
     chunks are under way, so that the device need not wait for the host; of the
-    other rows the shortest ones are next. They are like each other, and what is
-    read is what the longest one of a batch needs. And whoever has most before
-    it asks its retriever early: at the end few rows are left to wait for.
+    other rows one is next, and those that are the most like it in length: what
+    is read is what the longest one needs. As long as new rows come, it is the
+    one that waits longest, or they would overtake it. Then it is the shortest,
+    which has most before it: so all end at about the same time, and few are
+    left whose answers nobody's work hides.
     """
     size = self._decoder.batch_rows
     if size == self.slots:
@@ -267,8 +272,13 @@ class Lane:
       return list(self._writing.values()) if early else []
     if len(self._flights) > 1:
       return []
-    able = [x for x in self._writing.values() if x.flying <= self._lookahead]
-    return sorted(able, key=lambda row: (row.flying, row.length))[:size]
+    rows = self._writing.values()
+    ready = [row for row in rows if not row.flying]
+    if len(ready) > size:
+      first = ready[0] if queued else min(ready, key=lambda row: row.length)
+      return _alike(first, ready, size)
+    ahead = [row for row in rows if 0 < row.flying <= self._lookahead]
+    return [*ready, *ahead][:size]
 
   def _start_chunk(self, rows: Sequence[Row]) -> None:
     """Lets the policy write in rows."""
@@ -279,6 +289,7 @@ class Lane:
       writes[row.slot] = decoder_lib.Write(row.key_data, length)
       turns[row.slot] = row, row.turn
       row.flying += 1
+      self._writing[row.slot] = self._writing.pop(row.slot)
     enough = max(math.ceil(len(writes) * self._early_exit), 1)
     chunk = self._call(self._written, writes, self._greedy, enough)
     self._flights.append(_Flight(turns, self._called, chunk))
@@ -317,3 +328,16 @@ class Lane:
         stopped = bool(chunk.stopped_A[place])
         ended[row.number] = rows_lib.Written(ids, *logprobs, stopped)
     return ended
+
+
+def _alike(row: Row, rows: Sequence[Row], size: int) -> Sequence[Row]:
+  """A row and `size` - 1 others of these, with the least range of lengths."""
+  by_length = sorted(rows, key=lambda row: row.length)
+  place = by_length.index(row)
+  firsts = range(max(place - size + 1, 0), min(place, len(rows) - size) + 1)
+
+  def range_of(first):
+    return by_length[first + size - 1].length - by_length[first].length
+
+  first = min(firsts, key=range_of)
+  return by_length[first : first + size]

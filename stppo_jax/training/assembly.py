@@ -115,9 +115,7 @@ def build_surroundings(
     loop = stack.enter_context(event_loop.EventLoop())
     url = config.retrieval.url
     if not url:
-      embedded = server.EmbeddedServer(
-        passages, passages_of=questions.passages_of
-      )
+      embedded = server.embedded(passages, passages_of=questions.passages_of)
       url = stack.enter_context(embedded).url
     retriever = client.HttpRetriever(
       url,

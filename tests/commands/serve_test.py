@@ -104,7 +104,7 @@ def test_a_bad_value_is_one_line_and_2(capsys, monkeypatch, flags, message):
 
 
 def test_a_taken_port_is_one_line_and_2(tmp_path, capsys):
-  with server.EmbeddedServer([types.Passage('1', 'a', 'b')]) as embedded:
+  with server.embedded([types.Passage('1', 'a', 'b')]) as embedded:
     port = embedded.url.rpartition(':')[2]
     flags = [f'--corpus={_corpus(tmp_path)}', f'--port={port}']
     assert serve.main(flags) == 2

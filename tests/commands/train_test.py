@@ -87,7 +87,7 @@ def test_a_running_server_is_used(tmp_path, taught):
     asked.append(world)
     return [types.Passage('1', 'Elsewhere', 'Zzz.')]
 
-  with server.EmbeddedServer(None, passages_of=passages_of) as running:
+  with server.embedded(None, passages_of=passages_of) as running:
     line, _ = _one_step(
       tmp_path,
       'turn_ppo',

@@ -376,7 +376,7 @@ def test_equal_queries_at_one_time_are_sent_once_and_failures_not_kept():
 
 
 def test_one_retriever_in_one_loop_after_another():
-  with server.EmbeddedServer([types.Passage('1', 'T', 'cat dog')]) as embedded:
+  with server.embedded([types.Passage('1', 'T', 'cat dog')]) as embedded:
     retriever = _retriever(embedded.url)
     for query in ('cat', 'dog'):
 

@@ -37,9 +37,7 @@ def _world(world):
 
 @pytest.fixture(scope='module')
 def url():
-  embedded = server.EmbeddedServer(
-    _PASSAGES, passages_of=_world, limits=_LIMITS
-  )
+  embedded = server.embedded(_PASSAGES, passages_of=_world, limits=_LIMITS)
   with embedded:
     yield embedded.url
 
@@ -106,7 +104,7 @@ def test_indexes_of_worlds_are_kept_and_bounded():
     built.append(world)
     return _world(world)
 
-  embedded = server.EmbeddedServer(passages_of=passages_of, limits=_LIMITS)
+  embedded = server.embedded(passages_of=passages_of, limits=_LIMITS)
   with embedded:
     for world in (1, 2, 1, 3, 1, 2):
       body = {'queries': ['mayor']}
@@ -196,7 +194,7 @@ def test_a_bug_is_500_without_a_traceback(caplog):
   def broken(world):
     raise RuntimeError('secret detail')
 
-  with server.EmbeddedServer(passages_of=broken) as embedded:
+  with server.embedded(passages_of=broken) as embedded:
     status, _, text = _request(
       embedded.url, '/worlds/1/retrieve', {'queries': ['x']}
     )
@@ -205,9 +203,9 @@ def test_a_bug_is_500_without_a_traceback(caplog):
 
 
 def test_without_a_corpus_of_its_own_only_worlds_are_served():
-  with server.EmbeddedServer(passages_of=_world) as embedded:
+  with server.embedded(passages_of=_world) as embedded:
     assert _request(embedded.url, body={'queries': ['x']})[0] == 404
-  with server.EmbeddedServer(_PASSAGES) as embedded:
+  with server.embedded(_PASSAGES) as embedded:
     body = {'queries': ['x']}
     assert _request(embedded.url, '/worlds/1/retrieve', body)[0] == 404
 
@@ -254,7 +252,7 @@ def test_nothing_is_left_behind():
   gc.collect()
   before = set(threading.enumerate())
   for _ in range(3):
-    with server.EmbeddedServer(_PASSAGES) as embedded:
+    with server.embedded(_PASSAGES) as embedded:
       assert _request(embedded.url, body={'queries': ['x']})[0] == 200
   assert set(threading.enumerate()) == before
   gc.collect()  # An unclosed loop or socket would warn, and fail this test.

@@ -134,7 +134,7 @@ def device(batch):
 
 
 def policy_loss(algorithm, logprobs, entropy, batch, **options):
-  """`losses.policy_loss` of a batch that is its own minibatch."""
+  """`losses.policy_loss`; by default the batch is its own minibatch."""
   options = {
     'statistics': None,
     'count': None,

@@ -241,6 +241,30 @@ def test_waves_wait_for_the_last_row_and_refilling_does_not(mode):
   assert ended == {0, 1, 2, 3}
 
 
+def test_rows_that_come_later_overtake_nobody(monkeypatch):
+  engine = players.engine(
+    slots=4, batch_rows=1, lookahead=0, deterministic=False
+  )
+  (lane,) = engine._lanes
+  written, write = [], lane._decoder.write
+
+  def noted(writes, *args):
+    written.extend(writes)
+    return write(writes, *args)
+
+  monkeypatch.setattr(lane._decoder, 'write', noted)
+  prompts = [players.ids(n, 20 if n == 0 else 3) for n in range(12)]
+  _begun(engine, prompts, keys=12, max_turn_tokens=6)
+  ended = []
+  while engine.busy:
+    for row in engine.poll():
+      ended.append(row)
+      engine.close(row)
+  assert len(ended) == 12 and 0 in ended[:5]
+  # A chunk in each, then another one.
+  assert sorted(written[:4]) == [0, 1, 2, 3]
+
+
 def test_a_prompt_is_copied_before_its_slot_is_given_away():
   prompts = players.prompts(4)
   engine = players.engine(deterministic=False)

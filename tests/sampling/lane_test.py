@@ -1,5 +1,6 @@
 """Which rows write together."""
 
+import itertools
 import threading
 import types
 
@@ -81,7 +82,10 @@ def test_what_nobody_looked_at_is_told_when_another_begins(fresh, monkeypatch):
     _break(fresh, patch)
     _begin(fresh, players.prompts(1))
     fresh._admit()
-    assert [lane.go_on() is None for lane in fresh._lanes] == [False, True]
+    assert [lane.go_on(queued=False) is None for lane in fresh._lanes] == [
+      False,
+      True,
+    ]
     with pytest.raises(RuntimeError, match='the device is gone'):
       _begin(fresh, players.prompts(1))
   _plays_on(fresh)
@@ -192,15 +196,48 @@ def _row(number, *, group, length=2):
   return lane.Row(number, np.zeros(length, np.int32), group, np.zeros(2))
 
 
+def test_a_row_writes_with_those_of_its_length():
+  rng = np.random.default_rng(0)
+  for _ in range(20):
+    rows = [
+      _row(n, group=n, length=int(x))
+      for n, x in enumerate(rng.integers(0, 50, 7))
+    ]
+    for row in rows:
+      row.length = len(row.prompt)
+    for size in (1, 3, 7):
+      chosen = lane._alike(rows[0], rows, size)
+      assert rows[0] in chosen and len({r.number for r in chosen}) == size
+      ranges = [
+        np.ptp([rows[0].length, *(row.length for row in others)])
+        for others in itertools.combinations(rows[1:], size - 1)
+      ]
+      assert np.ptp([row.length for row in chosen]) == min(ranges)
+
+
 @pytest.mark.parametrize(
-  ('lookahead', 'second'), [(0, [2, 0]), (1, [2, 0, 4])], ids=str
+  ('queued', 'lookahead', 'written'),
+  [
+    (False, 0, [[4, 3], [1, 2]]),  # the shortest first
+    (False, 1, [[4, 3], [1, 2]]),
+    (True, 0, [[2, 0], [3, 1]]),  # who waits longest, with whom is like it
+  ],
 )
-def test_the_shortest_rows_write_first(lookahead, second):
-  tested, _, written = _lane(slots=5, batch_rows=3, lookahead=lookahead)
+def test_who_writes_next(queued, lookahead, written):
+  tested, _, found = _lane(slots=6, batch_rows=2, lookahead=lookahead)
   for n, length in enumerate((5, 3, 4, 2, 1)):
     tested.admit(_row(n, group=n, length=length))
-  tested.go_on()
-  assert written == [[4, 3, 1], second]
+  tested.go_on(queued=queued)
+  assert found == written
+
+
+def test_who_has_a_chunk_under_way_joins_where_there_is_room():
+  for lookahead, second in ((0, [2]), (1, [2, 0])):
+    tested, _, written = _lane(slots=4, batch_rows=2, lookahead=lookahead)
+    for n, length in enumerate((2, 3, 6)):
+      tested.admit(_row(n, group=n, length=length))
+    tested.go_on(queued=False)
+    assert written == [[0, 1], second]
 
 
 def test_a_slot_is_not_given_away_while_a_row_waits_for_its_prompt():
@@ -214,12 +251,12 @@ def test_a_slot_is_not_given_away_while_a_row_waits_for_its_prompt():
 
   for row in rows[:4]:
     tested.admit(row)
-  tested.go_on()
+  tested.go_on(queued=False)
   assert calls == [('append', [0, 1, 3]), ('copy', {2: 1})]
   calls.clear()
   ends(rows[0])
   tested.admit(rows[4])  # it waits for company to be told
-  tested.go_on()
+  tested.go_on(queued=False)
   assert rows[4].slot == 0 and not calls
   ends(rows[3])
   tested.admit(rows[5])  # to where the prompt is that row 4 waits for

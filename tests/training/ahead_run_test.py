@@ -94,7 +94,7 @@ def _saved_step(workdir):
 
 def _assert_same_run(workdir, expected, steps_ahead=1):
   """Parameters, moments, published policies, metrics, dialogues: the bits."""
-  runs.assert_same_told(workdir, expected)
+  runs.assert_same_told(workdir, expected, num_steps=_STEPS)
   (step, ours), (_, theirs) = (
     _newest(folder, steps_ahead) for folder in (workdir, expected)
   )

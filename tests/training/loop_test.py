@@ -58,7 +58,7 @@ def _final_state(workdir):
 
 def _assert_same_run(workdir, finished):
   """Parameters, moments, metrics and dialogues, bit for bit."""
-  runs.assert_same_told(workdir, finished)
+  runs.assert_same_told(workdir, finished, num_steps=_STEPS)
   jax.tree.map(
     np.testing.assert_array_equal,
     _final_state(workdir),

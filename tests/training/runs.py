@@ -84,10 +84,13 @@ def repeated(workdir: pathlib.Path) -> list[dict[str, Any]]:
   ]
 
 
-def assert_same_told(workdir: pathlib.Path, expected: pathlib.Path) -> None:
+def assert_same_told(
+  workdir: pathlib.Path, expected: pathlib.Path, *, num_steps: int
+) -> None:
   """Metrics and the dialogues of every step, bit for bit."""
   assert repeated(workdir) == repeated(expected)
-  for step in range(1, metrics(expected)[-1]['step'] + 1):
+  assert metrics(workdir)[-1]['step'] == num_steps
+  for step in range(1, num_steps + 1):
     name = f'trajectories-{step:06d}.jsonl'
     assert (workdir / name).read_bytes() == (expected / name).read_bytes()
 
