@@ -295,6 +295,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument('--repeats', type=int, default=measure.MIN_REPEATS)
   measure.add_cores(parser)
   flags = parser.parse_args(arguments)
+  if flags.cut_at < playing.MAX_TURN_TOKENS:  # it would cut what is asked for
+    parser.error(
+      f'--cut_at={flags.cut_at}: must be {playing.MAX_TURN_TOKENS} or greater'
+    )
   cores = measure.use_cores(flags.cores)
   versions = {}
   if any(_TABLES[name].torch for name in flags.only):

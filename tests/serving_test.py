@@ -10,30 +10,36 @@ import pytest
 from stppo_jax import serving
 
 
-async def _late(app):
-  raise OSError('no such device')
-
-
-def _broken_at_once():
-  raise ValueError('no passages')
-
-
-def _broken_at_setup():
-  app = serving.application(1)
-  app.on_startup.append(_late)
-  return app
-
-
-@pytest.mark.parametrize(
-  ('make_app', 'error'),
-  [(_broken_at_once, ValueError), (_broken_at_setup, OSError)],
-)
-def test_an_error_at_the_start_leaves_nothing_behind(make_app, error):
+def _fails(make_app, error, line):
   embedded = serving.EmbeddedServer(make_app)
-  with pytest.raises(error, match='no '):
+  with pytest.raises(error, match=line):
     embedded.__enter__()
   embedded._thread.join(timeout=10)
   assert not embedded._thread.is_alive()
+
+
+def test_what_cannot_be_made_fails_where_it_is_entered():
+  def make_app():
+    raise ValueError('no passages')
+
+  _fails(make_app, ValueError, 'no passages')
+
+
+def test_what_cannot_listen_is_cleaned_up(monkeypatch):
+  # Of addresses that are for documents, and nobody's.
+  monkeypatch.setattr(serving, 'LOOPBACK', '192.0.2.1')
+  cleaned = []
+
+  async def clean_up(app):
+    cleaned.append(app)
+
+  def make_app():
+    app = serving.application(1)
+    app.on_cleanup.append(clean_up)
+    return app
+
+  _fails(make_app, OSError, '192.0.2.1')
+  assert len(cleaned) == 1
 
 
 def test_it_serves_until_it_is_left():

@@ -84,12 +84,7 @@ def test_sums_add_up_and_scales_do_not_need_the_whole():
 
 def _loss(batch, logprobs, entropy, **changes):
   algorithm = batches.algorithm('st_ppo', **changes)
-  return batches.policy_loss(
-    algorithm,
-    logprobs,
-    entropy,
-    batch,
-  )
+  return batches.policy_loss(algorithm, logprobs, entropy, batch)
 
 
 @pytest.mark.parametrize('implementation', segments.IMPLEMENTATIONS)

@@ -170,12 +170,7 @@ def test_rejected_terms_are_counted():
   algorithm = batches.algorithm(
     correction__names=('icepop',), correction__icepop__least=0.9
   )
-  loss = batches.policy_loss(
-    algorithm,
-    logprobs,
-    entropy,
-    batch,
-  )
+  loss = batches.policy_loss(algorithm, logprobs, entropy, batch)
   found = diagnostics.policy_diagnostics(
     algorithm, loss, logprobs, entropy, batch, num_turns=batches.T
   )

@@ -6,11 +6,11 @@ from urllib import parse
 
 import pytest
 
-from stppo_jax import serving as serving_lib
+from stppo_jax import serving
 from stppo_jax.models import export_hf
 from stppo_jax.sampling import completions_server
 from tests.models import tiny
-from tests.sampling import serving
+from tests.sampling import fake_servers
 
 _ASKED = {'model': 'tiny', 'prompt': [0], 'max_tokens': 2}
 
@@ -24,13 +24,13 @@ def root(tmp_path_factory):
 def url(root):
   model = completions_server.ModelServer(
     'tiny',
-    serving.MODEL,
-    serving.PARAMS,
-    token_bytes=serving.TOKENS,
-    max_length=serving.MAX_LENGTH,
+    fake_servers.MODEL,
+    fake_servers.PARAMS,
+    token_bytes=fake_servers.TOKENS,
+    max_length=fake_servers.MAX_LENGTH,
     weights_root=root,
   )
-  with serving_lib.EmbeddedServer(model.app) as server:
+  with serving.EmbeddedServer(model.app) as server:
     yield server.url
 
 
@@ -96,7 +96,7 @@ def test_a_body_that_is_no_object(url, body):
 
 def test_weights_are_read_from_below_the_root_only(url, root, tmp_path):
   for folder in (root / 'new', tmp_path):
-    export_hf.export(folder, serving.MODEL.config, serving.PARAMS)
+    export_hf.export(folder, fake_servers.MODEL.config, fake_servers.PARAMS)
   wide = tiny.model(vocab_size=20)
   export_hf.export(root / 'wide', wide.config, tiny.params(wide))
   info = '/model_info'

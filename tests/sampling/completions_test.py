@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stppo_jax.sampling import completions
-from tests.sampling import serving
+from tests.sampling import fake_servers
 
 
 @pytest.mark.parametrize(
@@ -23,16 +23,24 @@ from tests.sampling import serving
 def test_sglang_replies(reply, line):
   dialect = completions.DIALECTS['sglang']
   ask = completions.Ask(
-    [0, 1, 2], 5, serving.SAMPLING, 9, serving.STOPS, (serving.EOS,)
+    [0, 1, 2],
+    5,
+    fake_servers.SAMPLING,
+    9,
+    fake_servers.STOPS,
+    (fake_servers.EOS,),
   )
   body = dialect.body('tiny', ask)
   assert body['input_ids'] == [0, 1, 2] and body['return_logprob'] is True
   drawing = body['sampling_params']
   assert drawing['max_new_tokens'] == 5 and drawing['sampling_seed'] == 9
   assert (
-    drawing['stop'] == list(serving.STOPS) and drawing['no_stop_trim'] is True
+    drawing['stop'] == list(fake_servers.STOPS)
+    and drawing['no_stop_trim'] is True
   )
-  assert drawing['top_k'] == -1 and drawing['stop_token_ids'] == [serving.EOS]
+  assert drawing['top_k'] == -1 and drawing['stop_token_ids'] == [
+    fake_servers.EOS
+  ]
 
   def encoded(**changes):
     ids = changes.pop('output_ids', [7, 8])
@@ -52,7 +60,9 @@ def test_sglang_replies(reply, line):
 
 
 def test_vllm_is_told_everything_that_a_model_could_decide():
-  ask = completions.Ask([3], 5, serving.SAMPLING, 9, serving.STOPS, (1,))
+  ask = completions.Ask(
+    [3], 5, fake_servers.SAMPLING, 9, fake_servers.STOPS, (1,)
+  )
   body = completions.DIALECTS['vllm'].body('tiny', ask)
   assert body == {
     'model': 'tiny',

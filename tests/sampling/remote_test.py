@@ -14,7 +14,7 @@ import pytest
 
 from configs import base
 from configs import schema
-from stppo_jax import serving as serving_lib
+from stppo_jax import serving
 from stppo_jax import types
 from stppo_jax.envs import protocol
 from stppo_jax.parallel import mesh as mesh_lib
@@ -28,7 +28,7 @@ from stppo_jax.sampling import sampler
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import assembly
 from tests.models import tiny
-from tests.sampling import serving
+from tests.sampling import fake_servers
 
 _TURN = 9
 _PROMPTS = ([0, 1, 2], [11, 4, 4, 12, 0], [3])
@@ -43,10 +43,10 @@ def loop():
 @pytest.fixture(scope='module')
 def _module_server(loop, tmp_path_factory):
   root = tmp_path_factory.mktemp('weights')
-  served = serving.Served(loop, root)
+  served = fake_servers.Served(loop, root)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr('tempfile.tempdir', str(root))
-    with serving_lib.EmbeddedServer(lambda: served.app) as server:
+    with serving.EmbeddedServer(lambda: served.app) as server:
       served.url = server.url
       yield served
 
@@ -58,21 +58,21 @@ def served(_module_server, monkeypatch):
   server = _module_server
   server.faults.answers, server.faults.paths = [], []
   server.model.requests.clear()
-  server.model._params, server.model._version = serving.PARAMS, 'default'
+  server.model._params, server.model._version = fake_servers.PARAMS, 'default'
   return server
 
 
 @functools.cache
 def _local():
   made = engine_lib.Engine(
-    serving.MODEL,
+    fake_servers.MODEL,
     mesh=mesh_lib.make_mesh(
       data=-1, fsdp=1, tensor=1, devices=jax.devices()[:1]
     ),
-    automaton=serving.AUTOMATON,
+    automaton=fake_servers.AUTOMATON,
     slots=4,
-    max_length=serving.MAX_LENGTH,
-    sampling=serving.SAMPLING,
+    max_length=fake_servers.MAX_LENGTH,
+    sampling=fake_servers.SAMPLING,
     extend_chunk=4,
     decode_chunk=4,
     lookahead=1,
@@ -82,7 +82,7 @@ def _local():
     early_exit=0.25,
     deterministic=True,
   )
-  made.publish(serving.PARAMS, 0)
+  made.publish(fake_servers.PARAMS, 0)
   return made
 
 
@@ -145,8 +145,8 @@ def test_a_turn_asks_for_the_whole_dialogue_in_ids(served):
   one, two = served.model.requests
   assert one['prompt'] == [0, 1]
   assert two['prompt'] == [0, 1, *first.token_ids, 7, 8]
-  assert one['stop'] == list(serving.STOPS) and one['stop_token_ids'] == [
-    serving.EOS
+  assert one['stop'] == list(fake_servers.STOPS) and one['stop_token_ids'] == [
+    fake_servers.EOS
   ]
   assert one['max_tokens'] == _TURN and one['temperature'] == 1.3
   assert one['seed'] != two['seed']
@@ -185,7 +185,7 @@ def test_what_the_server_writes_beyond_a_stop_is_cut(served):
   (turn,) = _turns(engine).values()
   assert turn.token_ids.tolist() == [0, 3, 4, 5] and turn.stopped
   assert turn.logprobs.tolist() == [-1.0, -2.0, -3.0, -4.0]
-  assert engine.remaining(0) == serving.MAX_LENGTH - 5
+  assert engine.remaining(0) == fake_servers.MAX_LENGTH - 5
 
 
 def _choice(**changes):
@@ -227,12 +227,12 @@ _FAULTS = {
   'no logprobs': (_choice(logprobs=None), 1, 'no log-probabilities'),
   'fewer': (_choice(logprobs={'token_logprobs': []}), 1, '0 log-prob'),
   'null': (
-    _choice(token_ids=[serving.EOS], logprobs={'token_logprobs': [None]}),
+    _choice(token_ids=[fake_servers.EOS], logprobs={'token_logprobs': [None]}),
     1,
     'no number up to 0',
   ),
   'positive': (
-    _choice(token_ids=[serving.EOS], logprobs={'token_logprobs': [0.5]}),
+    _choice(token_ids=[fake_servers.EOS], logprobs={'token_logprobs': [0.5]}),
     1,
     'no number up to 0',
   ),
@@ -315,9 +315,9 @@ def test_retry_after_is_honoured(served, monkeypatch):
 
 def test_weights_that_are_published_play(served):
   engine = served.engine()
-  other = tiny.params(serving.MODEL, seed=1)
+  other = tiny.params(fake_servers.MODEL, seed=1)
   played = []
-  for version, params in ((3, other), (4, serving.PARAMS)):
+  for version, params in ((3, other), (4, fake_servers.PARAMS)):
     engine.publish(params, version)
     _begin(engine)
     played.append(_turns(engine))
@@ -334,7 +334,7 @@ def test_weights_that_are_published_play(served):
 
 def test_weights_are_sent_to_those_who_do_not_hold_them(served):
   engine = served.engine()
-  engine.publish(serving.PARAMS, 1)
+  engine.publish(fake_servers.PARAMS, 1)
 
   def sent():
     _begin(engine, [[0]])
@@ -348,8 +348,8 @@ def test_weights_are_sent_to_those_who_do_not_hold_them(served):
 
 def test_engines_that_share_a_server_each_play_their_own(served):
   mine, another = served.engine(), served.engine()
-  mine.publish(serving.PARAMS, 1)
-  another.publish(tiny.params(serving.MODEL, seed=1), 1)
+  mine.publish(fake_servers.PARAMS, 1)
+  another.publish(tiny.params(fake_servers.MODEL, seed=1), 1)
   _begin(mine)
   first = _turns(mine)
   _begin(another)
@@ -360,7 +360,7 @@ def test_engines_that_share_a_server_each_play_their_own(served):
 
 def test_turns_of_other_weights_fail(served):
   engine = served.engine()
-  engine.publish(serving.PARAMS, 1)
+  engine.publish(fake_servers.PARAMS, 1)
   served.faults.answers = [None, _other_weights]
   _begin(engine, [[0], [1]])
   turns = _turns(engine)
@@ -370,7 +370,7 @@ def test_turns_of_other_weights_fail(served):
 def test_weights_that_are_not_taken_end_the_run(served, tmp_path, monkeypatch):
   engine = served.engine(retries=0)
   monkeypatch.setattr(served.model, '_weights_root', tmp_path)
-  engine.publish(serving.PARAMS, 1)
+  engine.publish(fake_servers.PARAMS, 1)
   with pytest.raises(
     completions_client.EngineUnreachable, match='not below weights_root'
   ):
@@ -430,8 +430,8 @@ def test_log_probs_of_another_temperature_are_refused(served, monkeypatch):
 def test_sglang_plays_the_same_dialogues(served, monkeypatch):
   _card(served, monkeypatch, 'sglang')
   engine = served.engine()
-  engine.publish(tiny.params(serving.MODEL, seed=1), 1)
-  engine.publish(serving.PARAMS, 2)
+  engine.publish(tiny.params(fake_servers.MODEL, seed=1), 1)
+  engine.publish(fake_servers.PARAMS, 2)
   theirs = _collect(engine, served.loop)
   _same_trajectories(_collect(_local(), served.loop), theirs)
   assert all(trajectory.version == 2 for trajectory in theirs)
@@ -442,7 +442,7 @@ def test_vllm_reloads_before_every_collection(served, monkeypatch):
   _card(served, monkeypatch, 'vllm')
   engine = served.engine(sampling=sampler.Sampling(1.0))
   served.noted.clear()
-  engine.publish(serving.PARAMS, 1)
+  engine.publish(fake_servers.PARAMS, 1)
   for _ in range(2):
     _begin(engine)
     _turns(engine)
@@ -459,7 +459,7 @@ def test_vllm_reloads_before_every_collection(served, monkeypatch):
 def test_folders_of_old_weights_are_removed(served):
   engine = served.engine()
   for version in range(3):
-    engine.publish(serving.PARAMS, version)
+    engine.publish(fake_servers.PARAMS, version)
   root = engine._root
   assert [path.name.split('-')[0] for path in root.iterdir()] == ['2']
   del engine
@@ -469,7 +469,7 @@ def test_folders_of_old_weights_are_removed(served):
 
 def test_nobody_there_is_try_again(loop):
   with pytest.raises(completions_client.EngineUnreachable) as caught:
-    serving.Served(loop, '/nowhere').engine(
+    fake_servers.Served(loop, '/nowhere').engine(
       url='http://127.0.0.1:9', timeout=0.3
     )
   assert caught.value.exit_code == 75 and '\n' not in str(caught.value)
@@ -509,7 +509,7 @@ def test_only_rows_between_turns_go_on(served):
   assert _turns(engine).keys() == {1}
   with pytest.raises(ValueError, match='leave no room'):
     engine.resume(1, np.zeros(engine.remaining(1), np.int32))
-  for prompt in ([], [0] * serving.MAX_LENGTH):
+  for prompt in ([], [0] * fake_servers.MAX_LENGTH):
     with pytest.raises(ValueError, match='needs at least one, and room'):
       _begin(engine, [prompt])
 
@@ -547,7 +547,7 @@ def _collect(engine, loop):
   collector = collect.Collector(
     engine=engine,
     environment=_Talk(),
-    tokenizer=serving.Tokens(),
+    tokenizer=fake_servers.Tokens(),
     loop=loop,
     max_turn_tokens=_TURN,
     max_observation_tokens=6,
@@ -583,7 +583,7 @@ def test_ids_are_never_made_from_text(served):
     logprobs = {'token_logprobs': [-1.0, -2.0, -3.0]}
     reply['choices'][0] |= {'token_ids': [6, 7, 8], 'logprobs': logprobs}
 
-  tokens = serving.Tokens()
+  tokens = fake_servers.Tokens()
   engine = served.engine(concurrency=1)
   served.model.requests.clear()
   served.faults.answers = [written]
@@ -637,7 +637,7 @@ def test_a_config_plays_on_a_server(loop, tmp_path, monkeypatch):
   config.rollout.remote.model = 'tiny'
   config.env.max_length, config.env.max_turn_tokens = 64, 9
   surroundings = python_types.SimpleNamespace(environment=_Talk(), loop=loop)
-  with serving_lib.EmbeddedServer(model.app) as server:
+  with serving.EmbeddedServer(model.app) as server:
     config.rollout.remote.url = server.url
     assert not schema.check(config)
     collector, engine = assembly.build_collector(
