@@ -63,7 +63,7 @@ from benchmarks import measure
 from benchmarks import playing
 from benchmarks import sharing
 from stppo_jax import types
-from stppo_jax.models import export_hf
+from stppo_jax.models.hf import export
 from stppo_jax.rollout import event_loop
 
 _ORIGINAL_TURN = 500  # tokens that the original loop writes in every turn
@@ -121,7 +121,7 @@ def against(
   ours = players['ours'].collect(environment)
   playing.assert_parity(ours, players['waves'].collect(environment))
   with tempfile.TemporaryDirectory() as directory:
-    export_hf.export(directory, played.model.config, played.params)
+    export.export(directory, played.model.config, played.params)
     players[peer] = generate_reference.GenerateLoop(
       pathlib.Path(directory),
       played.words,

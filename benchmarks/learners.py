@@ -13,14 +13,14 @@ import jax
 import numpy as np
 
 from benchmarks import batches
-from configs import quickstart
 from stppo_jax import batch as batch_lib
+from stppo_jax.configs import quickstart
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import state as state_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.parallel import sharding
 from stppo_jax.rollout import pack
 from stppo_jax.training import assembly
-from stppo_jax.training import learner as learner_lib
-from stppo_jax.training import state as state_lib
 
 ROW = 'token_ppo'
 NUM_TURNS = 4

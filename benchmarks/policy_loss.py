@@ -19,7 +19,7 @@ import torch
 from benchmarks import batches
 from benchmarks import measure
 from benchmarks import torch_reference
-from configs import algorithms
+from stppo_jax.configs import algorithms
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import losses
 

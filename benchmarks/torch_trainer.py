@@ -18,7 +18,7 @@ from benchmarks import measure
 from benchmarks import torch_reference
 from stppo_jax import batch as batch_lib
 from stppo_jax.models import config as model_config
-from stppo_jax.models import export_hf
+from stppo_jax.models.hf import export
 
 # Ways of AdamW; which is the fastest depends on the machine.
 FORMS = ('fused', 'foreach')
@@ -229,7 +229,7 @@ def use_fastest(trainer: Trainer) -> Fastest:
 
 def _qwen2(shape: model_config.ModelConfig, params) -> torch.nn.Module:
   with tempfile.TemporaryDirectory() as directory:
-    export_hf.export(directory, shape, params)
+    export.export(directory, shape, params)
     return transformers.Qwen2ForCausalLM.from_pretrained(
       directory, dtype=torch.float32, attn_implementation='sdpa'
     )

@@ -23,7 +23,7 @@ import torch
 from benchmarks import learners
 from benchmarks import measure
 from benchmarks import torch_trainer
-from stppo_jax.models import name_map
+from stppo_jax.models.hf import names
 
 PARITY = 1e-5  # of losses
 GRADIENTS = 3e-5  # of norms, and of gradients relative to the largest
@@ -108,7 +108,7 @@ def _named(shape, tree) -> dict[str, np.ndarray]:
   Without heads: their gradients are in the norms.
   """
   named = {}
-  for entry in name_map.entries(shape):
+  for entry in names.entries(shape):
     leaf = tree
     for key in entry.path:
       leaf = leaf[key]

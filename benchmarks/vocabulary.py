@@ -29,7 +29,7 @@ from benchmarks import measure
 from benchmarks import torch_reference
 from benchmarks import torch_trainer
 from benchmarks import torch_update
-from configs import algorithms
+from stppo_jax.configs import algorithms
 from stppo_jax.models import functional
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import losses

@@ -7,7 +7,7 @@ import copy
 
 from ml_collections import config_dict
 
-from configs import algorithms
+from stppo_jax.configs import algorithms
 
 
 def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:

@@ -10,7 +10,7 @@ could not search otherwise) and then takes five steps of the row. It is far too
 small to answer anything: expect finite metrics and readable dialogues.
 """
 
-from configs import base
+from stppo_jax.configs import base
 
 
 def get_config(row: str = 'st_ppo'):

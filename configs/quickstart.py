@@ -14,7 +14,7 @@ can stand in the place of st_ppo. The start was made by
 
 import pathlib
 
-from configs import base
+from stppo_jax.configs import base
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 

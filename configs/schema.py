@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from ml_collections import config_dict
 
-from configs import algorithms
-from configs import base
-from configs import relations
+from stppo_jax.configs import algorithms
+from stppo_jax.configs import base
+from stppo_jax.configs import relations
 
 
 class Rule(NamedTuple):

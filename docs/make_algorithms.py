@@ -2,10 +2,10 @@
 
 import pathlib
 
-from configs import algorithms
-from configs import base
-from configs import descriptions
+from docs import texts
 from stppo_jax.analysis import algorithm_docs
+from stppo_jax.configs import algorithms
+from stppo_jax.configs import base
 
 PATH = pathlib.Path(__file__).with_name('algorithms.md')
 
@@ -17,7 +17,7 @@ def text() -> str:
     algorithms.BLOCKS,
     algorithms.GROUP_ADVANTAGES,
     base.get_config().preference.to_dict(),
-    descriptions,
+    texts,
   )
 
 

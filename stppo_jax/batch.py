@@ -6,8 +6,10 @@ a token visits.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
+import numpy as np
 
 Array = jax.Array
 
@@ -70,3 +72,21 @@ class TokenBatch:
   def replace(self, **arrays: Array) -> 'TokenBatch':
     """A copy with some arrays exchanged."""
     return dataclasses.replace(self, **arrays)
+
+
+class PairBatch(NamedTuple):
+  """Two trajectories of one question each, the better one first.
+
+  Attributes:
+    tokens_P2L: int32, 0 behind the last token of the loss mask.
+    loss_mask_P2L: bool, tokens of the policy to be trained on; all false in
+      the pairs that only fill up a batch.
+    loss_positions_P2M: int32, where the mask is true; see
+      `pack.loss_positions`.
+    lengths_P2: int32, tokens up to the last of the loss mask.
+  """
+
+  tokens_P2L: np.ndarray
+  loss_mask_P2L: np.ndarray
+  loss_positions_P2M: np.ndarray
+  lengths_P2: np.ndarray

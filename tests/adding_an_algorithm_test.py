@@ -67,7 +67,7 @@ def _copy(root: pathlib.Path) -> None:
   """What the steps change and the commands read."""
   # Times are kept, so compiled modules stay valid.
   for name in ('configs', 'stppo_jax', 'docs', 'tests'):
-    shutil.copytree(_ROOT / name, root / name)
+    shutil.copytree(_ROOT / name, root / name, symlinks=True)
   for name in ('pyproject.toml', 'README.md', 'Makefile'):
     shutil.copy2(_ROOT / name, root / name)
   for name in ('assets', '.cache'):

@@ -12,7 +12,7 @@ import urllib.request
 
 import pytest
 
-from configs import algorithms
+from stppo_jax.configs import algorithms
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _README = (_ROOT / 'README.md').read_text(encoding='utf-8')

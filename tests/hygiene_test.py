@@ -16,7 +16,7 @@ _UNSAFE_MODULES += ('marshal', 'shelve')
 _UNSAFE_CALLS = ('eval', 'exec', '__import__')
 _UNSAFE_OPTIONS = ('shell', 'allow_pickle', 'trust_remote_code')
 _ATTICS = ('utils', 'util', 'helpers', 'common', 'misc')
-_MAX_LINES = 350
+_MAX_LINES = 420
 
 
 def findings(source: str) -> Iterator[str]:

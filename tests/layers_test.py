@@ -15,26 +15,33 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _PACKAGE = 'stppo_jax'
 _TEXT = ('types', 'envs', 'retrieval', 'data')
 _DEVICE = ('types', 'batch', 'rl', 'parallel', 'models', 'sampling', 'rollout')
-_ALL = tuple(dict.fromkeys(_TEXT + _DEVICE)) + ('training', 'analysis')
+_ALL = tuple(dict.fromkeys(_TEXT + _DEVICE)) + (
+  'learner',
+  'records',
+  'training',
+  'analysis',
+)
 
-# Layer -> what of ours it may import; a name covers all that is below it.
+# Layer -> the modules of ours it may import; a name covers all that is below.
 OURS = {
   'types': (),
-  'serving': (),
+  'http': ('http',),
   'batch': ('types',),
   'rl': ('batch', 'rl'),
   'envs': _TEXT,
-  'retrieval': _TEXT + ('serving',),
+  'retrieval': _TEXT + ('http',),
   'data': _TEXT,
   'parallel': ('parallel',),
   'models': ('types', 'batch', 'parallel', 'models'),
-  'sampling': ('types', 'serving', 'batch', 'parallel', 'models', 'sampling'),
+  'sampling': ('types', 'http', 'batch', 'parallel', 'models', 'sampling'),
   'rollout': ('types', 'batch', 'envs', 'retrieval.protocol', 'rollout'),
+  'learner': ('types', 'batch', 'rl', 'parallel', 'models', 'learner'),
+  'records': ('types', 'batch', 'records'),
   'training': _ALL,
   'analysis': _ALL,
   # Not each other: what commands share stands in these three.
   'commands': _ALL
-  + ('serving',)
+  + ('http',)
   + tuple(f'commands.{n}' for n in ('configuration', 'lab_flags', 'lab_rows'))
   + ('configs',),
   '__main__': ('commands',),
@@ -42,34 +49,35 @@ OURS = {
 }
 
 # Dependency -> the only places that may import it.
-_JAX_LAYERS = _DEVICE[1:] + ('training', 'analysis', 'commands')
+_JAX_LAYERS = _DEVICE[1:] + (
+  'learner',
+  'records.checkpoint',
+  'training',
+  'analysis',
+  'commands',
+)
 HOMES = {
   'jax': _JAX_LAYERS + ('retrieval.dense',),
   'jaxlib': (),
-  'flax': ('models', 'sampling', 'training'),
-  'optax': ('training.optimizer', 'training.step'),
-  'orbax': ('training.checkpoint',),
+  'flax': ('models', 'sampling', 'learner'),
+  'optax': ('learner.optimizer', 'learner.update'),
+  'orbax': ('records.checkpoint',),
   'chex': _JAX_LAYERS,
-  'transformers': ('sampling.tokenizer', 'models.load_hf'),
+  'transformers': ('sampling.tokenizer', 'models.hf'),
   'tokenizers': ('sampling.tokenizer',),
   'tensorflow': (),
   'tensorflow_datasets': ('data',),
-  'aiohttp': (
-    'serving',
-    'retrieval',
-    'sampling.completions_client',
-    'sampling.completions_server',
-  ),
+  'aiohttp': ('http', 'retrieval', 'sampling.remote'),
   'requests': (),
   'httpx': (),
-  'http.client': ('retrieval', 'sampling.remote'),
-  'http.server': ('retrieval',),
-  'urllib.request': ('retrieval', 'sampling.remote'),
+  'http.client': ('http',),
+  'http.server': (),
+  'urllib.request': ('http', 'sampling.remote'),
   'bm25s': ('retrieval',),
   'ml_collections': ('configs', 'commands'),
-  'matplotlib': ('analysis',),
-  'tensorboardX': ('training.tensorboard',),
-  'rich': ('training.progress', 'analysis'),
+  'matplotlib': ('records.plots',),
+  'tensorboardX': ('records.tensorboard',),
+  'rich': ('records',),
   'absl': ('training', 'analysis', 'commands'),
 }
 
@@ -196,13 +204,13 @@ def test_a_planted_violation_is_named(tmp_path, path, source, expected):
 def test_allowed_imports_pass(tmp_path):
   _plant(
     tmp_path,
-    'training/checkpoint.py',
+    'records/checkpoint.py',
     """
       import json
       import jax
       import orbax.checkpoint as ocp
       from stppo_jax import batch
-      from stppo_jax.rl import losses
+      from stppo_jax import types
       """,
   )
   _plant(tmp_path, 'retrieval/dense.py', 'import jax\nimport urllib.parse')

@@ -125,7 +125,7 @@ def markdown(
     groups: the advantage estimators that compare trajectories.
     preference: the defaults of the preference losses.
     texts: has `ROWS`, `PREFERENCES` and `CHOICES` of descriptions, `SURE` and
-      `PREAMBLE`; see `configs/descriptions`.
+      `PREAMBLE`; see `docs/texts`.
 
   Raises:
     KeyError: a row or a choice is not described.

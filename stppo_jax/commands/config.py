@@ -7,8 +7,8 @@ Every line is the override that gives it: --config.KEY=VALUE.
 
 from collections.abc import Sequence
 
-from configs import schema
 from stppo_jax.commands import configuration
+from stppo_jax.configs import schema
 
 
 def main(argv: Sequence[str]) -> int:

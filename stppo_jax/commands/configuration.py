@@ -20,8 +20,8 @@ import pathlib
 
 from ml_collections import config_dict
 
-from configs import algorithms
-from configs import schema
+from stppo_jax.configs import algorithms
+from stppo_jax.configs import schema
 
 _OVERRIDE = 'config.'
 # The key of a block's name, to the kind of block.

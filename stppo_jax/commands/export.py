@@ -16,8 +16,8 @@ import pathlib
 
 from ml_collections import config_dict
 
-from configs import schema
 from stppo_jax.commands import configuration
+from stppo_jax.configs import schema
 
 _DTYPES = ('float32', 'bfloat16')  # keys of `export_hf.DTYPES`
 _FLAGS = ('workdir', 'out', 'step', 'dtype', 'model')

@@ -29,10 +29,10 @@ import math
 import os
 import sys
 
-from configs import algorithms
 from stppo_jax.commands import configuration
 from stppo_jax.commands import lab_flags
 from stppo_jax.commands import lab_rows
+from stppo_jax.configs import algorithms
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,7 +58,7 @@ def _collect(argv: Sequence[str]) -> int:
     errors.append(f'--updates={num_updates}: must be an integer, 0 or greater')
   lab_flags.raise_if(errors)
   # Late, so that a wrong flag is answered before jax is imported.
-  from stppo_jax.training import lab_collection
+  from stppo_jax.analysis import lab_collection
 
   arrays = lab_collection.collect(
     arguments.config, workdir=arguments.workdir, num_updates=num_updates

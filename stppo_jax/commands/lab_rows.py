@@ -19,8 +19,8 @@ import typing
 
 from ml_collections import config_dict
 
-from configs import algorithms
 from stppo_jax.commands import configuration
+from stppo_jax.configs import algorithms
 
 # A comma, unless a closing bracket comes before the next opening one.
 _BETWEEN = re.compile(r',(?![^(\[]*[)\]])')

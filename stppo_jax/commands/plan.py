@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
   if jax.config.jax_num_cpu_devices != options['devices']:
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_num_cpu_devices', options['devices'])
-  from stppo_jax.training import plan as plan_lib
+  from stppo_jax.analysis import plan as plan_lib
 
   plan = plan_lib.make(
     config,

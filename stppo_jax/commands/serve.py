@@ -16,10 +16,10 @@ import os
 import signal
 import sys
 
-from configs import base
-from stppo_jax import serving
 from stppo_jax import types
+from stppo_jax.configs import base
 from stppo_jax.data import synthetic_wiki
+from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import corpus
 from stppo_jax.retrieval import server
 
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
   source.add_argument(
     '--synthetic_seed', type=int, help='seed of a synthetic encyclopedia'
   )
-  parser.add_argument('--host', default=serving.LOOPBACK)
+  parser.add_argument('--host', default=http_server.LOOPBACK)
   parser.add_argument('--port', type=int, default=8000, help='0 = a free one')
   # As a run has them, or the two would speak of different worlds.
   defaults = base.get_config().data.synthetic_wiki
@@ -106,7 +106,7 @@ async def _serve(app, host: str, port: int) -> int:
   loop = asyncio.get_running_loop()
   for number in (signal.SIGINT, signal.SIGTERM):
     loop.add_signal_handler(number, stopping.set)
-  runner, url = await serving.start(app, host, port)
+  runner, url = await http_server.start(app, host, port)
   try:
     print(url, flush=True)
     await stopping.wait()

@@ -5,7 +5,7 @@ import dataclasses
 from typing import Any
 from typing import NamedTuple
 
-from stppo_jax.models import hf_fields
+from stppo_jax.models.hf import fields as fields_lib
 
 
 class _Architecture(NamedTuple):
@@ -204,7 +204,7 @@ class ModelConfig:
         that are not implemented, a key that is missing, or one that is not
         what it may be; one line.
     """
-    hf_fields.check(hf)
+    fields_lib.check(hf)
     kind = hf.get('model_type')
     if kind not in ARCHITECTURES:
       raise ValueError(
@@ -212,25 +212,27 @@ class ModelConfig:
         + ', '.join(ARCHITECTURES)
       )
     architecture = ARCHITECTURES[kind]
-    hidden_size = hf_fields.needed(hf, 'hidden_size')
-    heads = hf_fields.needed(hf, 'num_attention_heads')
+    hidden_size = fields_lib.needed(hf, 'hidden_size')
+    heads = fields_lib.needed(hf, 'num_attention_heads')
     # Qwen3 is the one whose heads are not a share of the width by default.
     head_dim = 128 if kind == 'qwen3' else hidden_size // heads
     rope_theta, rope_scaling = _rope(hf)
     experts = {}
     if architecture.experts:
       experts = {
-        'num_experts': hf_fields.needed(hf, 'num_experts', 'num_local_experts'),
-        'num_experts_per_tok': hf_fields.needed(hf, 'num_experts_per_tok'),
-        'moe_intermediate_size': hf_fields.needed(hf, 'moe_intermediate_size'),
+        'num_experts': fields_lib.needed(
+          hf, 'num_experts', 'num_local_experts'
+        ),
+        'num_experts_per_tok': fields_lib.needed(hf, 'num_experts_per_tok'),
+        'moe_intermediate_size': fields_lib.needed(hf, 'moe_intermediate_size'),
         'norm_topk_prob': hf.get('norm_topk_prob', False),
         'router_aux_loss_coef': hf.get('router_aux_loss_coef', 0.001),
       }
     return cls(
-      vocab_size=hf_fields.needed(hf, 'vocab_size'),
+      vocab_size=fields_lib.needed(hf, 'vocab_size'),
       hidden_size=hidden_size,
-      intermediate_size=hf_fields.needed(hf, 'intermediate_size'),
-      num_layers=hf_fields.needed(hf, 'num_hidden_layers'),
+      intermediate_size=fields_lib.needed(hf, 'intermediate_size'),
+      num_layers=fields_lib.needed(hf, 'num_hidden_layers'),
       num_heads=heads,
       num_kv_heads=hf.get('num_key_value_heads') or heads,
       head_dim=hf.get('head_dim') or head_dim,
@@ -296,7 +298,7 @@ def compared(config: ModelConfig) -> tuple[str, ...]:
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
   """Base and scaling, from either of the two ways to write them."""
-  rope = hf_fields.rope(hf)
+  rope = fields_lib.rope(hf)
   theta = rope.get('rope_theta') or hf.get('rope_theta') or 10000.0
   kind = rope.get('rope_type') or rope.get('type') or 'default'
   if kind == 'default':

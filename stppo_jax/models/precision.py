@@ -12,7 +12,7 @@ Tree = Any
 _FULL = re.compile(r'(^|/)router/')
 
 
-def computed(params: Tree, dtype: str) -> Tree:
+def cast(params: Tree, dtype: str) -> Tree:
   """The weights in `dtype`; what computes in float32 keeps it.
 
   A model casts weights where it uses them, so it makes the same numbers of

@@ -26,8 +26,8 @@ from typing import Any
 
 from aiohttp import web
 
-from stppo_jax import serving
 from stppo_jax import types
+from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import address
 from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import corpus as corpus_lib
@@ -81,7 +81,7 @@ def make_app(
     limits: what one client may ask for.
   """
   service = _Service(passages, passages_of, token, limits or Limits())
-  app = serving.application(service.limits.max_body_bytes)
+  app = http_server.application(service.limits.max_body_bytes)
   app.router.add_get('/health', service.health)
   app.router.add_post('/retrieve', service.retrieve)
   app.router.add_post('/{corpus:.+}/retrieve', service.retrieve)
@@ -102,7 +102,7 @@ def check_exposure(host: str, token: str) -> None:
   if not loopback and not token:
     raise ValueError(
       f'host {host!r} can be reached from other machines: set a bearer token '
-      f'in {TOKEN_VARIABLE}, or serve on {serving.LOOPBACK}'
+      f'in {TOKEN_VARIABLE}, or serve on {http_server.LOOPBACK}'
     )
 
 
@@ -111,9 +111,9 @@ def embedded(
   *,
   passages_of: PassagesOf | None = None,
   limits: Limits | None = None,
-) -> serving.EmbeddedServer:
+) -> http_server.EmbeddedServer:
   """The server of `make_app` on a loopback port; see `serving`."""
-  return serving.EmbeddedServer(
+  return http_server.EmbeddedServer(
     functools.partial(
       make_app, passages, passages_of=passages_of, limits=limits
     )
@@ -147,11 +147,11 @@ class _Service:
   async def retrieve(self, request: web.Request) -> web.Response:
     self._authorize(request)
     if self._under_way >= self.limits.max_concurrent:
-      raise serving.too_many(self.limits.retry_after)
+      raise http_server.too_many(self.limits.retry_after)
     self._under_way += 1
     try:
       search = self._search_of(request.match_info.get('corpus', ''))
-      fields = await serving.json_object(request, self.limits.body_timeout)
+      fields = await http_server.json_object(request, self.limits.body_timeout)
       queries, topk, return_scores = self._parse(fields)
       found = await asyncio.get_running_loop().run_in_executor(
         self._executor, search, queries, topk
@@ -197,9 +197,9 @@ class _Service:
     """Queries, topk, return_scores of a body; 422 if it is not as it should."""
     unknown = sorted(set(fields) - {'queries', 'topk', 'return_scores'})
     if unknown:
-      raise serving.unprocessable(f'unknown field {unknown[0][:40]!r}')
+      raise http_server.unprocessable(f'unknown field {unknown[0][:40]!r}')
     if 'queries' not in fields:
-      raise serving.unprocessable('queries: missing')
+      raise http_server.unprocessable('queries: missing')
     # What the original server does where these two are left out.
     fields = {'topk': 3, 'return_scores': False} | fields
     queries, topk = fields['queries'], fields['topk']
@@ -207,23 +207,23 @@ class _Service:
     if not isinstance(queries, list) or not all(
       isinstance(query, str) for query in queries
     ):
-      raise serving.unprocessable('queries: expected a list of strings')
+      raise http_server.unprocessable('queries: expected a list of strings')
     if len(queries) > limits.max_queries:
-      raise serving.unprocessable(
+      raise http_server.unprocessable(
         f'queries: {len(queries)}, at most {limits.max_queries} are allowed'
       )
     if any(len(query) > limits.max_query_chars for query in queries):
-      raise serving.unprocessable(
+      raise http_server.unprocessable(
         f'queries: at most {limits.max_query_chars} characters each'
       )
     if topk is None:
       topk = 3
     if type(topk) is not int or not 1 <= topk <= limits.max_topk:
-      raise serving.unprocessable(
+      raise http_server.unprocessable(
         f'topk: expected an integer from 1 to {limits.max_topk}'
       )
     if not isinstance(fields['return_scores'], bool):
-      raise serving.unprocessable('return_scores: expected true or false')
+      raise http_server.unprocessable('return_scores: expected true or false')
     return queries, topk, fields['return_scores']
 
 

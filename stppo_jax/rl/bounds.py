@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax.rl import aggregation
-from stppo_jax.rl import evidence as evidence_lib
+from stppo_jax.rl import loss_context as loss_context_lib
 from stppo_jax.rl import masking
 
 Array = jax.Array
 Number = Array | float
-Evidence = evidence_lib.Evidence
+Evidence = loss_context_lib.LossContext
 
 
 def fixed(

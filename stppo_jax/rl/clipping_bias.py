@@ -31,7 +31,7 @@ import typing
 import jax
 import jax.numpy as jnp
 
-from stppo_jax.rl import evidence as evidence_lib
+from stppo_jax.rl import loss_context as loss_context_lib
 from stppo_jax.rl import masking
 from stppo_jax.rl import segments as segments_lib
 
@@ -197,7 +197,7 @@ def _coefficient(evidence, weighed, minibatch_sums, *, tau, scope, applies_to):
   weights = {
     name: scale_BL if name in applies_to else ones_BL for name in LOSSES
   }
-  return evidence_lib.Correction(
+  return loss_context_lib.Correction(
     weights['policy'], weights['value'], jnp.zeros_like(ones_BL)
   )
 
@@ -207,7 +207,7 @@ def _gradient(evidence, weighed, minibatch_sums, *, tau, scope, applies_to):
   del evidence, minibatch_sums, tau, scope, applies_to
   weighted_BL, clipped_BL, _ = _split(*weighed)
   ones_BL = jnp.ones_like(weighted_BL)
-  return evidence_lib.Correction(
+  return loss_context_lib.Correction(
     ones_BL, ones_BL, masking.select(weighted_BL, clipped_BL)
   )
 
@@ -216,7 +216,7 @@ NORMS = {'coefficient': _coefficient, 'gradient': _gradient}
 
 
 def clipping_bias(
-  evidence: evidence_lib.Evidence,
+  evidence: loss_context_lib.LossContext,
   low: Array | float,
   high: Array | float,
   minibatch_sums: Sums | tuple[()],
@@ -225,7 +225,7 @@ def clipping_bias(
   level: str,
   floor: Array | float,
   **options,
-) -> evidence_lib.Correction:
+) -> loss_context_lib.Correction:
   """The correction of this module's docstring.
 
   Args:
@@ -243,7 +243,7 @@ def clipping_bias(
 
 
 def statistics(
-  evidence: evidence_lib.Evidence,
+  evidence: loss_context_lib.LossContext,
   low: Array | float,
   high: Array | float,
   *,

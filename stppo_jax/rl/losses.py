@@ -25,8 +25,8 @@ from stppo_jax.rl import aggregation
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import bounds as bounds_lib
 from stppo_jax.rl import corrections
-from stppo_jax.rl import evidence as evidence_lib
 from stppo_jax.rl import kl as kl_lib
+from stppo_jax.rl import loss_context as loss_context_lib
 from stppo_jax.rl import masking
 from stppo_jax.rl import normalization
 from stppo_jax.rl import objectives
@@ -81,7 +81,7 @@ def _normalized(algorithm, logprobs_BL, batch, statistics, **sums):
 
 def _evidence(
   algorithm, log_ratio_BL, entropy_BL, batch, **sums
-) -> evidence_lib.Evidence:
+) -> loss_context_lib.LossContext:
   mask_BL = batch.loss_mask_BL
 
   def ratio_at(level):
@@ -96,7 +96,7 @@ def _evidence(
       )
     )
 
-  return evidence_lib.Evidence(
+  return loss_context_lib.LossContext(
     ratio_at,
     algorithm.ratio.level,
     # Advantages are data, whatever made them; the entropy only measures.

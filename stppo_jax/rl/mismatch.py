@@ -23,12 +23,12 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from stppo_jax.rl import evidence as evidence_lib
+from stppo_jax.rl import loss_context as loss_context_lib
 
 Array = jax.Array
 Number = Array | float
-Evidence = evidence_lib.Evidence
-Correction = evidence_lib.Correction
+Evidence = loss_context_lib.LossContext
+Correction = loss_context_lib.Correction
 sg = jax.lax.stop_gradient
 
 NAMES = frozenset({'tis', 'mis', 'icepop', 'geo_rs'})
@@ -65,7 +65,9 @@ def tis(
   del low, high, statistics
   factor_BL = TRUNCATED[truncated](evidence)
   k_BL = jnp.exp(evidence.log_mismatch(level))
-  return evidence_lib.of_policy(jnp.minimum(k_BL * factor_BL, cap) / factor_BL)
+  return loss_context_lib.of_policy(
+    jnp.minimum(k_BL * factor_BL, cap) / factor_BL
+  )
 
 
 def mis(
@@ -80,7 +82,7 @@ def mis(
   """k where k <= cap, else 0."""
   del low, high, statistics
   k_BL = jnp.exp(evidence.log_mismatch(level))
-  return evidence_lib.of_policy(jnp.where(k_BL <= cap, k_BL, 0))
+  return loss_context_lib.of_policy(jnp.where(k_BL <= cap, k_BL, 0))
 
 
 def icepop(
@@ -96,7 +98,7 @@ def icepop(
   del low, high, statistics
   k_BL = jnp.exp(evidence.log_mismatch('token'))
   inside_BL = (k_BL >= least) & (k_BL <= most)
-  return evidence_lib.of_policy(jnp.where(inside_BL, k_BL, 0))
+  return loss_context_lib.of_policy(jnp.where(inside_BL, k_BL, 0))
 
 
 def geo_rs(
@@ -112,4 +114,4 @@ def geo_rs(
   log_k_BL = evidence.log_mismatch('token')
   mean_BL = evidence.mean(log_k_BL, 'sequence')
   near_BL = jnp.abs(mean_BL) <= band
-  return evidence_lib.of_policy(near_BL.astype(log_k_BL.dtype))
+  return loss_context_lib.of_policy(near_BL.astype(log_k_BL.dtype))

@@ -22,11 +22,11 @@ import jax
 import numpy as np
 
 from stppo_jax.models import functional
-from stppo_jax.sampling import decoder as decoder_lib
 from stppo_jax.sampling import lane as lane_lib
 from stppo_jax.sampling import programs as programs_lib
 from stppo_jax.sampling import rows
 from stppo_jax.sampling import sampler
+from stppo_jax.sampling import slot_driver as slot_driver_lib
 from stppo_jax.sampling import stops
 
 
@@ -96,7 +96,7 @@ class Engine:
     )
     self._lanes = [
       lane_lib.Lane(
-        decoder_lib.Decoder(
+        slot_driver_lib.Decoder(
           self._programs,
           slots=slots // lanes,
           extend_chunk=extend_chunk,

@@ -17,9 +17,9 @@ import math
 import jax
 import numpy as np
 
-from stppo_jax.sampling import decoder as decoder_lib
-from stppo_jax.sampling import decoding
 from stppo_jax.sampling import rows as rows_lib
+from stppo_jax.sampling import slot_driver as slot_driver_lib
+from stppo_jax.sampling import slot_programs
 
 _COMPANY = 0.25  # rows to be told something, for each that writes
 
@@ -71,7 +71,7 @@ class Lane:
 
   def __init__(
     self,
-    decoder: decoder_lib.Decoder,
+    decoder: slot_driver_lib.Decoder,
     *,
     decode_chunk: int,
     early_exit: float,
@@ -133,7 +133,7 @@ class Lane:
       self._place(row, group * group_size + row.number % group_size)
       self._start_turn(row, len(row.prompt))
       self._group_at[row.slot] = row.group
-      prompts[group] = decoder_lib.Append(row.prompt, 0, self._budget(row))
+      prompts[group] = slot_driver_lib.Append(row.prompt, 0, self._budget(row))
     self._called.append(self._call(self._decoder.open, prompts, group_size))
 
   def knows(self, group: int) -> bool:
@@ -241,14 +241,14 @@ class Lane:
         continue
       if starts:
         self._group_at[row.slot] = row.group
-      append = decoder_lib.Append(token_ids, length, self._budget(row))
+      append = slot_driver_lib.Append(token_ids, length, self._budget(row))
       appends[row.slot] = append
     if appends:
       self._called.append(self._call(self._decoder.append, appends))
     copies = {}
     for row in copied:
       source = self._group_at.index(row.group)
-      copy = decoder_lib.Copy(source, row.length, self._budget(row))
+      copy = slot_driver_lib.Copy(source, row.length, self._budget(row))
       copies[row.slot] = copy
     if copies:
       self._called.append(self._call(self._decoder.copy, copies))
@@ -286,7 +286,7 @@ class Lane:
     for row in rows:
       ahead = row.flying * self._decode_chunk  # not known of yet
       length = min(row.length + ahead, self._max_length)
-      writes[row.slot] = decoder_lib.Write(row.key_data, length)
+      writes[row.slot] = slot_driver_lib.Write(row.key_data, length)
       turns[row.slot] = row, row.turn
       row.flying += 1
       self._writing[row.slot] = self._writing.pop(row.slot)
@@ -295,7 +295,7 @@ class Lane:
     self._flights.append(_Flight(turns, self._called, chunk))
     self._called = []
 
-  def _written(self, *args) -> tuple[list[int | None], decoding.Chunk]:
+  def _written(self, *args) -> tuple[list[int | None], slot_programs.Chunk]:
     slots, chunk = self._decoder.write(*args)
     # Whoever has a thread may wait on it.
     return slots, chunk if self._thread is None else jax.device_get(chunk)

@@ -15,9 +15,9 @@ from stppo_jax.models import functional
 from stppo_jax.models import precision
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
-from stppo_jax.sampling import decoding
 from stppo_jax.sampling import sampler
-from stppo_jax.sampling import slots as slots_lib
+from stppo_jax.sampling import slot_programs
+from stppo_jax.sampling import slot_state as slot_state_lib
 from stppo_jax.sampling import stops
 
 
@@ -71,12 +71,12 @@ class Programs:
     self._copy_params = jax.jit(
       lambda params: jax.tree.map(
         jnp.copy,
-        model.by_layer(precision.computed(params, model.config.dtype)),
+        model.by_layer(precision.cast(params, model.config.dtype)),
       ),
       out_shardings=whole,
     )
     self.empty = jax.jit(
-      lambda num_slots: slots_lib.empty(model, num_slots, blocks),
+      lambda num_slots: slot_state_lib.empty(model, num_slots, blocks),
       static_argnums=0,
       **by_row,
     )
@@ -84,15 +84,17 @@ class Programs:
     cpu = mesh.devices.flat[0].platform == 'cpu'
     by_blocks = by_row | {'static_argnames': () if cpu else 'num_blocks'}
     self.extend = jax.jit(
-      functools.partial(decoding.extend, model=model),
+      functools.partial(slot_programs.extend, model=model),
       donate_argnums=1,
       **by_blocks,
     )
-    self.copy = jax.jit(slots_lib.copy, donate_argnums=0, **by_blocks)
-    self.repeat = jax.jit(slots_lib.repeat, static_argnums=(1, 2), **by_row)
+    self.copy = jax.jit(slot_state_lib.copy, donate_argnums=0, **by_blocks)
+    self.repeat = jax.jit(
+      slot_state_lib.repeat, static_argnums=(1, 2), **by_row
+    )
     self.decode = jax.jit(
       functools.partial(
-        decoding.decode,
+        slot_programs.decode,
         model=model,
         stopped=automaton.stopped,
         sampling=sampling,
@@ -103,7 +105,7 @@ class Programs:
     )
     self.expert_ids = None
     if replays:
-      self.expert_ids = jax.jit(slots_lib.expert_ids, out_shardings=whole)
+      self.expert_ids = jax.jit(slot_state_lib.expert_ids, out_shardings=whole)
 
   def publish(self, params: functional.Params) -> None:
     """Takes a copy of the weights, in whatever layout they come."""

@@ -1,1 +1,1 @@
-"""The loop, the update, supervised start, checkpoints and reports."""
+"""The training loops, what starts and ends a run, and evaluation."""

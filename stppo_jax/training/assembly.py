@@ -24,13 +24,13 @@ from stppo_jax.retrieval import server
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import sentences
-from stppo_jax.sampling import completions_client
 from stppo_jax.sampling import engine as engine_lib
-from stppo_jax.sampling import remote
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from stppo_jax.sampling import tokenizer as tokenizer_lib
-from stppo_jax.training import weights
+from stppo_jax.sampling.remote import client as client_lib
+from stppo_jax.sampling.remote import engine as remote_engine
+from stppo_jax.training import model_files
 
 
 class Misconfigured(Exception):
@@ -49,7 +49,7 @@ def misconfigured() -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Surroundings:
+class Services:
   """What the policy lives in: where questions come from, who answers them."""
 
   questions: questions_lib.Questions
@@ -100,9 +100,9 @@ def build_demonstrations(
 
 
 @contextlib.contextmanager
-def build_surroundings(
+def build_services(
   config, questions: questions_lib.Questions
-) -> Iterator[Surroundings]:
+) -> Iterator[Services]:
   """Starts the event loop and, without a URL, a retrieval server of our own.
 
   Raises:
@@ -134,7 +134,7 @@ def build_surroundings(
       rewards=config.env.rewards.to_dict(),
       reward_scope=config.env.reward_scope,
     )
-    yield Surroundings(questions, environment, retriever, loop)
+    yield Services(questions, environment, retriever, loop)
 
 
 def build_tokenizer(
@@ -147,7 +147,7 @@ def build_tokenizer(
   """
   path = config.model.tokenizer_path or config.model.path
   if path:
-    return weights.load_tokenizer(path)
+    return model_files.load_tokenizer(path)
   if config.data.name == 'synthetic_wiki':
     phrases = synthetic_wiki.vocabulary()
     phrases.append(prompts.correction().body)
@@ -176,7 +176,7 @@ def build_model_config(
     ValueError: no model of ours, a `model.attention` that does not run here, or
       a replay of experts that are not there.
   """
-  model, shape = config.model, weights.shape(config, tokenizer)
+  model, shape = config.model, model_files.shape(config, tokenizer)
   attends = attention.choose(
     model.attention,
     dtype=shape.dtype,
@@ -203,13 +203,13 @@ def build_mesh(config, *, local: bool = False) -> jax.sharding.Mesh:
 
 def build_collector(
   config,
-  surroundings: Surroundings,
+  services: Services,
   tokenizer: tokenizer_lib.Tokenizer,
   policy: functional.Model,
   *,
   slots: int,
   group_size: int = 1,
-) -> tuple[collect.Collector, engine_lib.Engine | remote.RemoteEngine]:
+) -> tuple[collect.Collector, engine_lib.Engine | remote_engine.RemoteEngine]:
   """A collector and its engine; publish weights to the engine before use.
 
   Raises:
@@ -228,7 +228,7 @@ def build_collector(
   }
   if rollout.engine == 'remote':
     engine = _build_remote(
-      config, surroundings.loop, policy, eos_id=tokenizer.eos_id, **options
+      config, services.loop, policy, eos_id=tokenizer.eos_id, **options
     )
   else:
     engine = engine_lib.Engine(
@@ -248,9 +248,9 @@ def build_collector(
     )
   collector = collect.Collector(
     engine=engine,
-    environment=surroundings.environment,
+    environment=services.environment,
     tokenizer=tokenizer,
-    loop=surroundings.loop,
+    loop=services.loop,
     max_turn_tokens=config.env.max_turn_tokens,
     max_observation_tokens=config.env.max_observation_tokens,
     group_size=group_size,
@@ -260,12 +260,12 @@ def build_collector(
 
 def _build_remote(
   config, loop: event_loop.EventLoop, policy: functional.Model, **options
-) -> remote.RemoteEngine:
+) -> remote_engine.RemoteEngine:
   served = config.rollout.remote
-  client = completions_client.Client(
+  client = client_lib.Client(
     loop, served.url, timeout=served.timeout, retries=served.retries
   )
-  return remote.RemoteEngine(
+  return remote_engine.RemoteEngine(
     client,
     loop=loop,
     model=served.model,

@@ -3,12 +3,12 @@
 import contextlib
 import pathlib
 
+from stppo_jax.records import checkpoint
 from stppo_jax.training import assembly
-from stppo_jax.training import checkpoint
+from stppo_jax.training import checkpoint_state
+from stppo_jax.training import components as components_lib
 from stppo_jax.training import evaluation
-from stppo_jax.training import parts as parts_lib
 from stppo_jax.training import run_record
-from stppo_jax.training import saved
 
 
 def evaluate(config, workdir: str | pathlib.Path) -> int:
@@ -26,18 +26,18 @@ def evaluate(config, workdir: str | pathlib.Path) -> int:
   if not workdir.is_dir():
     raise assembly.Misconfigured(f'--workdir={workdir}: no such folder')
   config = run_record.with_start(config, workdir)
-  parts = parts_lib.build(config)
+  parts = components_lib.build(config)
   learner = parts.learner
-  with assembly.build_surroundings(config, parts.questions) as surroundings:
+  with assembly.build_services(config, parts.questions) as services:
     with assembly.misconfigured():
       state = learner.start()
     with contextlib.closing(
       checkpoint.Checkpointer(workdir, read_only=True)
     ) as checkpoints:
-      found = saved.newest(checkpoints, learner, state)
+      found = checkpoint_state.newest(checkpoints, learner, state)
     done, state = found[:2] if found else (0, state)
     evaluator = evaluation.Evaluator(
-      config, surroundings, parts.tokenizer, learner.policy
+      config, services, parts.tokenizer, learner.policy
     )
     scores, _ = evaluator.run(learner.playable(state))
     for name, score in sorted(scores.items()):

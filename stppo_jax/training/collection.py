@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import jax
 
 from stppo_jax import types
+from stppo_jax.learner import keys
+from stppo_jax.records import trajectory_metrics
 from stppo_jax.rollout import collect
 from stppo_jax.training import assembly
 from stppo_jax.training import interruption
-from stppo_jax.training import keys
-from stppo_jax.training import trajectory_metrics
 
 _MAX_COLLECTIONS = 3  # of one round, by a retriever that answers but fails
 
@@ -30,7 +30,7 @@ class StepCollector:
 
   Args:
     config: of the run.
-    surroundings: questions and retriever.
+    services: questions and retriever.
     collector: plays one question per group, `rollout.group_size` times.
     show: prints a line.
   """
@@ -38,13 +38,13 @@ class StepCollector:
   def __init__(
     self,
     config,
-    surroundings: assembly.Surroundings,
+    services: assembly.Services,
     collector: collect.Collector,
     show: Callable[[str], None],
   ):
     self._seed = config.seed
     self._config = config.rollout
-    self._surroundings = surroundings
+    self._services = services
     self._collector = collector
     self._show = show
 
@@ -61,7 +61,7 @@ class StepCollector:
     Raises:
       RetrieverUnreachable, Outage: the retriever fails for good.
     """
-    retriever = self._surroundings.retriever
+    retriever = self._services.retriever
     # Forgets the queries and turns of an evaluation.
     retriever.statistics()
     self._collector.statistics()
@@ -101,7 +101,7 @@ class StepCollector:
     """
     config = self._config
     size = config.group_size
-    questions = self._surroundings.questions.train(
+    questions = self._services.questions.train(
       step, config.trajectories_per_step // size, further=further
     )
     row_keys = keys.row_keys(
@@ -118,9 +118,7 @@ class StepCollector:
         f'step {step + 1}: the infrastructure failed {1 - valid:.0%} of the '
         'trajectories; they are collected again when the retriever is ready'
       )
-      self._surroundings.loop.run(
-        self._surroundings.retriever.wait_until_ready()
-      )
+      self._services.loop.run(self._services.retriever.wait_until_ready())
     raise interruption.Outage(
       f'step {step + 1}: the retriever answers, yet {1 - valid:.0%} of '
       f'the trajectories failed in the last of {_MAX_COLLECTIONS} collections; '

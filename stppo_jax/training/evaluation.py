@@ -3,9 +3,9 @@
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.learner import keys as keys_lib
 from stppo_jax.models import functional
 from stppo_jax.training import assembly
-from stppo_jax.training import keys as keys_lib
 
 
 class Evaluator:
@@ -13,7 +13,7 @@ class Evaluator:
 
   Args:
     config: of the run.
-    surroundings: questions, environment, retriever.
+    services: questions, environment, retriever.
     tokenizer: of the policy.
     policy: the model that plays.
   """
@@ -21,15 +21,15 @@ class Evaluator:
   def __init__(
     self,
     config,
-    surroundings: assembly.Surroundings,
+    services: assembly.Services,
     tokenizer,
     policy: functional.Model,
   ):
-    self._questions = surroundings.questions.evaluation(
+    self._questions = services.questions.evaluation(
       config.evaluate.num_questions
     )
     self._collector, self._engine = assembly.build_collector(
-      config, surroundings, tokenizer, policy, slots=config.evaluate.batch_size
+      config, services, tokenizer, policy, slots=config.evaluate.batch_size
     )
     self._key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
 

@@ -19,25 +19,26 @@ import sys
 
 import jax
 
-from stppo_jax.analysis import dialogues
-from stppo_jax.analysis import plots
+from stppo_jax.learner import weights
+from stppo_jax.records import checkpoint
+from stppo_jax.records import dialogues
+from stppo_jax.records import plots
+from stppo_jax.records import timing
+from stppo_jax.records import trajectory_metrics
+from stppo_jax.records import writer as writer_lib
 from stppo_jax.retrieval import protocol
 from stppo_jax.rollout import pack
-from stppo_jax.sampling import completions_client
-from stppo_jax.training import agreement
-from stppo_jax.training import ahead
+from stppo_jax.sampling.remote import client
 from stppo_jax.training import assembly
-from stppo_jax.training import checkpoint
+from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
+from stppo_jax.training import components as components_lib
 from stppo_jax.training import evaluation
 from stppo_jax.training import interruption
-from stppo_jax.training import parts as parts_lib
+from stppo_jax.training import mismatch_check
+from stppo_jax.training import model_files
+from stppo_jax.training import prefetch
 from stppo_jax.training import run_record
-from stppo_jax.training import saved
-from stppo_jax.training import timing
-from stppo_jax.training import trajectory_metrics
-from stppo_jax.training import weights
-from stppo_jax.training import writer as writer_lib
 
 
 def train(config, workdir: str | pathlib.Path) -> int:
@@ -58,17 +59,17 @@ def train(config, workdir: str | pathlib.Path) -> int:
     try:
       # All that a start leaves is whole, or made anew by the next one.
       with interrupt.abandonable():
-        parts = parts_lib.build(config)  # before anything is written
+        parts = components_lib.build(config)  # before anything is written
         with assembly.misconfigured():
-          run_record.settle(config.to_dict(), workdir)
-        surroundings = stack.enter_context(
-          assembly.build_surroundings(config, parts.questions)
+          run_record.record_config(config.to_dict(), workdir)
+        services = stack.enter_context(
+          assembly.build_services(config, parts.questions)
         )
-        run_record.make_start(config, workdir, surroundings)
+        run_record.make_start(config, workdir, services)
         started = run_record.with_start(config, workdir)
         if started is not config:
-          parts = parts_lib.build(started)
-        run = _Run(started, workdir, parts, surroundings)
+          parts = components_lib.build(started)
+        run = _Run(started, workdir, parts, services)
         stack.callback(run.close)
         run.resume()
     except interruption.Interrupted:
@@ -84,12 +85,12 @@ class _Run:
     self,
     config,
     workdir,
-    parts: parts_lib.Parts,
-    surroundings: assembly.Surroundings,
+    parts: components_lib.Components,
+    services: assembly.Services,
   ):
     self._config = config
     self._workdir = workdir
-    self._surroundings = surroundings
+    self._services = services
     self._tokenizer = parts.tokenizer
     self._learner = parts.learner
     with assembly.misconfigured():
@@ -97,7 +98,7 @@ class _Run:
       self._reference = self._learner.reference()
       self._sentences = assembly.build_sentences(config, self._tokenizer)
     self._evaluator = evaluation.Evaluator(
-      config, surroundings, self._tokenizer, self._learner.policy
+      config, services, self._tokenizer, self._learner.policy
     )
     self._checkpointer = checkpoint.Checkpointer(
       workdir, keep=config.checkpoint.keep
@@ -111,33 +112,33 @@ class _Run:
     with assembly.misconfigured():
       self._ahead = self._build_ahead(self._learner.mesh)
     self._evaluates = config.evaluate.every > 0 and bool(
-      surroundings.questions.evaluation(config.evaluate.num_questions)
+      services.questions.evaluation(config.evaluate.num_questions)
     )
     self._done = 0
     # Metrics and dialogues of a step that waits for its evaluation.
     self._unwritten: tuple[dict, list] | None = None
     self._save_seconds = 0.0
 
-  def _build_ahead(self, mesh: jax.sharding.Mesh) -> ahead.AheadCollector:
+  def _build_ahead(self, mesh: jax.sharding.Mesh) -> prefetch.AheadCollector:
     """What collects: on another thread where that pays and is safe."""
-    config, surroundings = self._config, self._surroundings
+    config, services = self._config, self._services
     rollout, loop = config.rollout, None
     devices = max(mesh.size, assembly.build_mesh(config, local=True).size)
     if rollout.steps_ahead and devices == 1:
-      loop = ahead.StoppableLoop(surroundings.loop)
-      surroundings = dataclasses.replace(surroundings, loop=loop)
+      loop = prefetch.StoppableLoop(services.loop)
+      services = dataclasses.replace(services, loop=loop)
     collector, engine = assembly.build_collector(
       config,
-      surroundings,
+      services,
       self._tokenizer,
       self._learner.policy,
       slots=rollout.slots or rollout.trajectories_per_step,
       group_size=rollout.group_size,
     )
     player = collection.StepCollector(
-      config, surroundings, collector, self._writer.show
+      config, services, collector, self._writer.show
     )
-    return ahead.AheadCollector(
+    return prefetch.AheadCollector(
       player.collect,
       lambda params, version: engine.publish(
         self._learner.playable(self._state, params), version
@@ -149,7 +150,9 @@ class _Run:
 
   def resume(self) -> None:
     """Goes to the newest checkpoint, and forgets what was written after it."""
-    found = saved.newest(self._checkpointer, self._learner, self._state)
+    found = checkpoint_state.newest(
+      self._checkpointer, self._learner, self._state
+    )
     if found is not None:
       self._done, state, host = found
       self._state = dataclasses.replace(state, published=())
@@ -186,7 +189,7 @@ class _Run:
       return interrupt.exit_code
     except (
       protocol.RetrieverUnreachable,
-      completions_client.EngineUnreachable,
+      client.EngineUnreachable,
       interruption.Outage,
     ):
       self._save()
@@ -217,7 +220,7 @@ class _Run:
     )
     metrics |= {k: float(v) for k, v in jax.device_get(annotations).items()}
     if step == 0:  # later ones are of other weights, if collected ahead
-      agreement.check(metrics, limit=config.rollout.mismatch_limit)
+      mismatch_check.check(metrics, limit=config.rollout.mismatch_limit)
     timer.lap('annotate')
     self._state, report = self._learner.update_epochs(self._state, batch, step)
     self._done += 1
@@ -308,7 +311,7 @@ class _Run:
       host['unwritten'] = json.dumps(self._unwritten)
     published = self._ahead.published(self._done, self._state.policy.params)
     state = dataclasses.replace(self._state, published=published)
-    saved.save(self._checkpointer, self._done, state, host)
+    checkpoint_state.save(self._checkpointer, self._done, state, host)
 
   def _finish(self) -> None:
     """The files a person opens first, and where they are."""
@@ -316,7 +319,7 @@ class _Run:
     plots.learning_curve(self._workdir / 'metrics.jsonl', curve)
     policy = self._workdir / 'policy'
     params = self._learner.playable(self._state)
-    weights.export(
+    model_files.export(
       self._config,
       policy,
       self._learner.policy,

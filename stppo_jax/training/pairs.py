@@ -7,12 +7,12 @@ be trained on.
 import hashlib
 import pathlib
 from typing import BinaryIO
-from typing import NamedTuple
 import zipfile
 import zlib
 
 import numpy as np
 
+from stppo_jax import batch as batch_lib
 from stppo_jax.rollout import pack
 
 # Of a `TokenBatch`: the name says the axes. The kinds are those of numpy.
@@ -24,31 +24,15 @@ _NEEDED = {
 }
 
 
-class Pairs(NamedTuple):
-  """Two trajectories of one question each, the better one first.
-
-  Attributes:
-    tokens_P2L: int32, 0 behind the last token of the loss mask.
-    loss_mask_P2L: bool, tokens of the policy to be trained on; all false in
-      the pairs that only fill up a batch.
-    loss_positions_P2M: int32, where the mask is true; see
-      `pack.loss_positions`.
-    lengths_P2: int32, tokens up to the last of the loss mask.
-  """
-
-  tokens_P2L: np.ndarray
-  loss_mask_P2L: np.ndarray
-  loss_positions_P2M: np.ndarray
-  lengths_P2: np.ndarray
-
-
-def packed(tokens_P2L: np.ndarray, loss_mask_P2L: np.ndarray) -> Pairs:
+def packed(
+  tokens_P2L: np.ndarray, loss_mask_P2L: np.ndarray
+) -> batch_lib.PairBatch:
   """The pairs with what follows from the mask; tokens behind it become 0."""
   length = loss_mask_P2L.shape[2]
   positions_BM = pack.loss_positions(loss_mask_P2L.reshape(-1, length))
   # True up to the last token of the mask: nothing behind it has a say.
   read_P2L = np.flip(np.logical_or.accumulate(np.flip(loss_mask_P2L, 2), 2), 2)
-  return Pairs(
+  return batch_lib.PairBatch(
     np.where(read_P2L, tokens_P2L, 0).astype(np.int32),
     loss_mask_P2L,
     positions_BM.reshape(*loss_mask_P2L.shape[:2], -1),
@@ -56,7 +40,7 @@ def packed(tokens_P2L: np.ndarray, loss_mask_P2L: np.ndarray) -> Pairs:
   )
 
 
-def read(path: str | pathlib.Path) -> tuple[Pairs, str]:
+def read(path: str | pathlib.Path) -> tuple[batch_lib.PairBatch, str]:
   """The pairs in an npz file with arrays named as in `TokenBatch`.
 
   Needed are tokens_BL, loss_mask_BL, rewards_BL and group_ids_B.
@@ -83,7 +67,7 @@ def pairs(
   loss_mask_BL: np.ndarray,
   rewards_BL: np.ndarray,
   group_ids_B: np.ndarray,
-) -> Pairs:
+) -> batch_lib.PairBatch:
   """The best and the worst trajectory of each group, by total reward.
 
   Of equal ones, the first. A group gives no pair if all its rewards are equal
@@ -124,7 +108,7 @@ def pairs(
   return packed(tokens_BL[rows_P2], mask_BL[rows_P2])
 
 
-def resized(whole: Pairs, *, bucket: int) -> Pairs:
+def resized(whole: batch_lib.PairBatch, *, bucket: int) -> batch_lib.PairBatch:
   """The shortest L that holds every token and is a multiple of `bucket`."""
   size = -(-int(whole.lengths_P2.max()) // bucket) * bucket
   padding = ((0, 0), (0, 0), (0, max(size - whole.tokens_P2L.shape[2], 0)))
@@ -134,7 +118,9 @@ def resized(whole: Pairs, *, bucket: int) -> Pairs:
   )
 
 
-def minibatch(whole: Pairs, number: int, *, size: int, seed: int) -> Pairs:
+def minibatch(
+  whole: batch_lib.PairBatch, number: int, *, size: int, seed: int
+) -> batch_lib.PairBatch:
   """The pairs of one update; every epoch is another permutation of all.
 
   What the last minibatch of an epoch lacks is filled up with pairs of no
@@ -151,7 +137,9 @@ def minibatch(whole: Pairs, number: int, *, size: int, seed: int) -> Pairs:
   order = np.random.default_rng((seed, epoch)).permutation(count)
   rows = order[place * size : (place + 1) * size]
   fill = lambda x: np.zeros((size - len(rows), *x.shape[1:]), x.dtype)
-  return Pairs(*(np.concatenate([x[rows], fill(x)]) for x in whole))
+  return batch_lib.PairBatch(
+    *(np.concatenate([x[rows], fill(x)]) for x in whole)
+  )
 
 
 def updates_per_epoch(count: int, size: int) -> int:

@@ -5,14 +5,15 @@ import pathlib
 
 import jax
 
-from stppo_jax.models import export_hf
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import weights
+from stppo_jax.models.hf import export as export_lib
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.records import checkpoint
 from stppo_jax.training import assembly
-from stppo_jax.training import checkpoint
-from stppo_jax.training import learner as learner_lib
+from stppo_jax.training import checkpoint_state
+from stppo_jax.training import model_files
 from stppo_jax.training import run_record
-from stppo_jax.training import saved
-from stppo_jax.training import weights
 
 
 class ExportFailed(RuntimeError):
@@ -71,13 +72,15 @@ def export(
   if config.model.lora.rank:
     with assembly.misconfigured():
       frozen = weights.frozen(config, config.model.path, learner.policy, mesh)
-  found = saved.policy(checkpointer, learner, frozen, step=step)
+  found = checkpoint_state.policy(checkpointer, learner, frozen, step=step)
   checkpointer.close()
   if found is None:
     raise assembly.Misconfigured(f'{workdir}: no checkpoint of step {step}')
   done, params = found
   try:
-    weights.export(config, out, learner.policy, params, tokenizer, dtype=dtype)
+    model_files.export(
+      config, out, learner.policy, params, tokenizer, dtype=dtype
+    )
   except OSError as error:
     raise ExportFailed(f'{out}: {error}') from error
   print(f'{out}: the policy after step {done}, {dtype}')
@@ -98,7 +101,7 @@ def _check_out(out: pathlib.Path) -> None:
   others = sorted(
     path.name
     for path in (out.iterdir() if out.is_dir() else ())
-    if not export_hf.is_ours(path.name)
+    if not export_lib.is_ours(path.name)
   )
   if others:
     raise ValueError(

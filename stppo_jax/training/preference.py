@@ -17,23 +17,24 @@ import time
 
 import jax
 
+from stppo_jax.learner import keys
+from stppo_jax.learner import model_roles
+from stppo_jax.learner import optimizer as optimizer_lib
+from stppo_jax.learner import preference_update
+from stppo_jax.learner import state as state_lib
+from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import functional
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
+from stppo_jax.records import checkpoint
+from stppo_jax.records import writer as writer_lib
 from stppo_jax.training import assembly
-from stppo_jax.training import checkpoint
+from stppo_jax.training import checkpoint_state
 from stppo_jax.training import interruption
-from stppo_jax.training import keys
-from stppo_jax.training import optimizer as optimizer_lib
+from stppo_jax.training import model_files
 from stppo_jax.training import pairs as pairs_lib
-from stppo_jax.training import preference_step
-from stppo_jax.training import roles
 from stppo_jax.training import run_record
-from stppo_jax.training import saved
-from stppo_jax.training import state as state_lib
-from stppo_jax.training import weights as weights_lib
-from stppo_jax.training import writer as writer_lib
 
 _ADAM = ('b1', 'b2', 'eps')
 # Keys that speak of models and are not used here: what they may be all the
@@ -91,18 +92,20 @@ class _Run:
       self._tokenizer = assembly.build_tokenizer(
         config, assembly.build_questions(config)
       )
-      weights_lib.check(config, self._tokenizer)
+      model_files.check(config, self._tokenizer)
       whole, digest = pairs_lib.read(file)
       shape = assembly.build_model_config(config, self._tokenizer)
       mesh = assembly.build_mesh(config)
       _check(config, whole, shape, mesh, file)
-      models = roles.build(config, shape, mesh, uses_values=False)
+      models = model_roles.build(config, shape, mesh, uses_values=False)
       self._trained = models['policy']
       self._policy = self._trained.plain
       optimizer, self._numbers = _optimizer(config)
       make, layout = _fresh(config, self._trained, optimizer, mesh)
       # Resumed with other pairs, it would be a run that no command describes.
-      run_record.settle({**config.to_dict(), 'batch_sha256': digest}, workdir)
+      run_record.record_config(
+        {**config.to_dict(), 'batch_sha256': digest}, workdir
+      )
       load = weights_lib.frozen if self._trained.lora else weights_lib.initial
       start = make(load(config, config.model.path, self._policy, mesh))
       self._state, self._frozen = start.policy, start.frozen
@@ -119,7 +122,7 @@ class _Run:
     size = options.batch_size
     self._update = jax.jit(
       functools.partial(
-        preference_step.update,
+        preference_update.update,
         policy=self._trained,
         optimizer=optimizer,
         name=options.name,
@@ -146,7 +149,7 @@ class _Run:
     found = self._checkpointer.restore_latest(self._state)
     if found is not None:
       self._done, self._state, host = found
-      saved.check_base(self._done, host, self._frozen)
+      checkpoint_state.check_base(self._done, host, self._frozen)
     self._writer.truncate_after(self._done)
 
   def close(self) -> None:
@@ -192,16 +195,16 @@ class _Run:
     return 0
 
   def _save(self) -> None:
-    host = saved.base_record(self._frozen)
+    host = checkpoint_state.base_record(self._frozen)
     self._checkpointer.save(self._done, self._state, host)
 
   def _finish(self) -> None:
     policy = self._workdir / 'policy'
     params = self._state.params
     if self._frozen is not None:
-      whole = state_lib.whole(self._trained, self._frozen, params)
+      whole = state_lib.join_frozen(self._trained, self._frozen, params)
       params = jax.jit(self._trained.merged)(whole)
-    weights_lib.export(
+    model_files.export(
       self._config,
       policy,
       self._policy,

@@ -41,7 +41,9 @@ class OtherRun(Exception):
   exit_code = 2
 
 
-def settle(config: Mapping[str, Any], workdir: str | pathlib.Path) -> None:
+def record_config(
+  config: Mapping[str, Any], workdir: str | pathlib.Path
+) -> None:
   """Records the config of a run that starts or resumes in `workdir`.
 
   Makes the folder. Keys that may change between starts are rewritten.
@@ -70,7 +72,7 @@ def settle(config: Mapping[str, Any], workdir: str | pathlib.Path) -> None:
 
 
 def make_start(
-  config, workdir: pathlib.Path, surroundings: assembly.Surroundings
+  config, workdir: pathlib.Path, services: assembly.Services
 ) -> None:
   """Makes the supervised start, where the config wants one and none is there.
 
@@ -80,7 +82,7 @@ def make_start(
   if _wants_start(config) and not start.is_dir():
     if partial.is_dir():
       shutil.rmtree(partial)
-    sft.imitate(config, surroundings, partial)
+    sft.imitate(config, services, partial)
     partial.rename(start)
 
 

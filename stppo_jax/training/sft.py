@@ -10,6 +10,8 @@ import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.data import demonstrations
+from stppo_jax.learner import optimizer as optimizer_lib
+from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import functional
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import sharding
@@ -18,10 +20,9 @@ from stppo_jax.rollout import pack
 from stppo_jax.sampling import scripted
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import assembly
+from stppo_jax.training import components as components_lib
 from stppo_jax.training import evaluation
-from stppo_jax.training import optimizer as optimizer_lib
-from stppo_jax.training import parts as parts_lib
-from stppo_jax.training import weights as weights_lib
+from stppo_jax.training import model_files
 
 Array = jax.Array
 _PRINT_EVERY = 50  # steps
@@ -36,10 +37,10 @@ def run(config, workdir: str | pathlib.Path) -> int:
   Returns:
     The exit code.
   """
-  questions = parts_lib.build(config).questions
-  with assembly.build_surroundings(config, questions) as surroundings:
-    policy, params, tokenizer = imitate(config, surroundings, workdir)
-    evaluator = evaluation.Evaluator(config, surroundings, tokenizer, policy)
+  questions = components_lib.build(config).questions
+  with assembly.build_services(config, questions) as services:
+    policy, params, tokenizer = imitate(config, services, workdir)
+    evaluator = evaluation.Evaluator(config, services, tokenizer, policy)
     for greedy in (False, True):
       scores, _ = evaluator.run(params, greedy=greedy)
       kind = 'greedy' if greedy else 'sampled'
@@ -50,7 +51,7 @@ def run(config, workdir: str | pathlib.Path) -> int:
 
 def imitate(
   config,
-  surroundings: assembly.Surroundings,
+  services: assembly.Services,
   directory: str | pathlib.Path,
 ) -> tuple[functional.Model, functional.Params, tokenizer_lib.Tokenizer]:
   """Trains on demonstrations; writes a Hugging Face directory.
@@ -59,7 +60,7 @@ def imitate(
     The policy, its weights and its tokenizer.
   """
   with assembly.misconfigured():
-    tokenizer = assembly.build_tokenizer(config, surroundings.questions)
+    tokenizer = assembly.build_tokenizer(config, services.questions)
     shape = assembly.build_model_config(config, tokenizer)
     mesh = assembly.build_mesh(config)
     policy = functional.Model(
@@ -76,12 +77,12 @@ def imitate(
     functools.partial(_update, policy, adam), donate_argnums=(0, 1)
   )
   rows = sharding.batch_sharding(mesh)
-  teacher = assembly.build_demonstrations(config, surroundings.questions)
+  teacher = assembly.build_demonstrations(config, services.questions)
   start = time.monotonic()
   for step in range(config.sft.num_steps):
     dialogues = teacher.batch(step, config.sft.batch_size)
     batch = distributed.from_local_rows(
-      _play(config, surroundings, tokenizer, dialogues), rows
+      _play(config, services, tokenizer, dialogues), rows
     )
     left = 1 - step / config.sft.num_steps
     numbers = {
@@ -93,7 +94,7 @@ def imitate(
       seconds = time.monotonic() - start
       print(f'sft step {step} loss {loss:.4f} {seconds:.0f}s', flush=True)
   dtype = weights_lib.TRAINED
-  weights_lib.export(config, directory, policy, params, tokenizer, dtype=dtype)
+  model_files.export(config, directory, policy, params, tokenizer, dtype=dtype)
   return policy, params, tokenizer
 
 
@@ -128,7 +129,7 @@ def _update(
 
 def _play(
   config,
-  surroundings: assembly.Surroundings,
+  services: assembly.Services,
   tokenizer,
   dialogues: Sequence[demonstrations.Demonstration],
 ) -> batch_lib.TokenBatch:
@@ -155,9 +156,9 @@ def _play(
     engine=scripted.ScriptedEngine(
       [script for _, script in played], config.env.max_length
     ),
-    environment=surroundings.environment,
+    environment=services.environment,
     tokenizer=tokenizer,
-    loop=surroundings.loop,
+    loop=services.loop,
     max_turn_tokens=config.env.max_turn_tokens,
     max_observation_tokens=config.env.max_observation_tokens,
   )

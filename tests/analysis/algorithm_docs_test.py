@@ -8,9 +8,9 @@ import re
 
 import pytest
 
-from configs import algorithms
-from configs import descriptions
+from docs import texts
 from stppo_jax.analysis import algorithm_docs
+from stppo_jax.configs import algorithms
 from stppo_jax.rl import preferences
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -26,7 +26,7 @@ def _maker():
   return module
 
 
-def _markdown(rows=algorithms.ALGORITHMS, texts=descriptions):
+def _markdown(rows=algorithms.ALGORITHMS, texts=texts):
   return algorithm_docs.markdown(
     rows,
     algorithms.BLOCKS,
@@ -60,12 +60,12 @@ def test_the_document_is_what_the_table_makes():
 
 
 def test_every_row_has_a_description_and_the_other_way_round():
-  assert list(descriptions.ROWS) == list(algorithms.ALGORITHMS)
-  assert list(descriptions.PREFERENCES) == list(preferences.PREFERENCES)
+  assert list(texts.ROWS) == list(algorithms.ALGORITHMS)
+  assert list(texts.PREFERENCES) == list(preferences.PREFERENCES)
 
 
 def test_every_choice_has_a_description_and_the_other_way_round():
-  told = {key: list(texts) for key, texts in descriptions.CHOICES.items()}
+  told = {key: list(choices) for key, choices in texts.CHOICES.items()}
   assert told == algorithm_docs.choices()
   assert list(algorithm_docs.QUESTIONS) == list(algorithm_docs.choices())
 
@@ -73,28 +73,28 @@ def test_every_choice_has_a_description_and_the_other_way_round():
 @pytest.mark.parametrize('missing', ['row', 'choice'])
 def test_what_is_not_described_is_an_error(missing):
   rows = dict(algorithms.ALGORITHMS)
-  texts = copy.copy(descriptions.__dict__)
+  changed = copy.copy(texts.__dict__)
   if missing == 'row':
     rows['mine'] = rows['st_ppo']
   else:
-    texts['CHOICES'] = copy.deepcopy(descriptions.CHOICES)
-    del texts['CHOICES']['bounds.name']['fixed']
-  texts = type('Texts', (), texts)
+    changed['CHOICES'] = copy.deepcopy(texts.CHOICES)
+    del changed['CHOICES']['bounds.name']['fixed']
+  namespace = type('Texts', (), changed)
   with pytest.raises(KeyError, match='mine' if missing == 'row' else 'fixed'):
-    _markdown(rows, texts)
+    _markdown(rows, namespace)
 
 
-def _all_descriptions():
-  yield from descriptions.ROWS.items()
-  yield from descriptions.PREFERENCES.items()
-  for key, texts in descriptions.CHOICES.items():
-    for name, text in texts.items():
+def _all_texts():
+  yield from texts.ROWS.items()
+  yield from texts.PREFERENCES.items()
+  for key, choices in texts.CHOICES.items():
+    for name, text in choices.items():
       yield f'{key}={name}', text
 
 
 def test_every_entry_says_how_sure_and_says_something():
-  for name, text in _all_descriptions():
-    assert text.sure.startswith(tuple(descriptions.SURE)), name
+  for name, text in _all_texts():
+    assert text.sure.startswith(tuple(texts.SURE)), name
     assert all(text) and len(text.equation) > 5, name
     assert text.when.endswith('.') and text.sure.endswith('.'), name
     widest = max(map(len, inspect.cleandoc(text.equation).splitlines()))
@@ -102,7 +102,7 @@ def test_every_entry_says_how_sure_and_says_something():
 
 
 def test_every_arxiv_id_becomes_a_link():
-  for name, text in _all_descriptions():
+  for name, text in _all_texts():
     ids = re.findall(r'arXiv:? ?(\S+)', text.source)
     assert all(re.match(r'\d{4}\.\d{5}\b', x) for x in ids), name
 
@@ -110,12 +110,12 @@ def test_every_arxiv_id_becomes_a_link():
 def test_equations_name_every_number_of_their_block():
   for kind, blocks in algorithms.BLOCKS.items():
     for name, options in blocks.items():
-      equation = descriptions.CHOICES[f'{kind}.name'][name].equation
+      equation = texts.CHOICES[f'{kind}.name'][name].equation
       for key, value in options.items():
         if not isinstance(value, str):
           assert re.search(rf'\b{key}\b', equation), (kind, name, key)
   corrections = algorithms.ALGORITHMS['token_ppo']['correction']
-  for name, text in descriptions.CHOICES['correction.names'].items():
+  for name, text in texts.CHOICES['correction.names'].items():
     for key, value in corrections[name].items():
       if not isinstance(value, str | tuple):
         assert re.search(rf'\b{key}\b', text.equation), (name, key)
@@ -137,7 +137,7 @@ def test_options_of_a_correction_are_those_of_the_table():
   section = _FILE.read_text(encoding='utf-8').split('\n### correction.names\n')
   section = section[1].split('\n### ')[0]
   options = algorithms.ALGORITHMS['token_ppo']['correction']
-  for name in descriptions.CHOICES['correction.names']:
+  for name in texts.CHOICES['correction.names']:
     entry = _entry(f'`{name}`', section, '####')
     assert _bullet('Options', entry) == _as_told(options[name])
 

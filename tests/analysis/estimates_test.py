@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from configs import algorithms
 from stppo_jax.analysis import estimates
 from stppo_jax.analysis import frozen
+from stppo_jax.configs import algorithms
 from tests.analysis import rollout_arrays
 from tests.rl import batches
 from tests.rl import twins

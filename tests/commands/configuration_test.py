@@ -11,8 +11,8 @@ import textwrap
 from ml_collections import config_dict
 import pytest
 
-from configs import algorithms
 from stppo_jax.commands import configuration
+from stppo_jax.configs import algorithms
 
 _REPO = pathlib.Path(__file__).resolve().parents[2]
 _BASE = f'--config={_REPO}/configs/base.py'

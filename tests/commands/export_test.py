@@ -13,8 +13,8 @@ import safetensors.numpy
 
 from stppo_jax import __main__
 from stppo_jax.commands import export
-from stppo_jax.models import export_hf
-from stppo_jax.models import load_hf
+from stppo_jax.models.hf import export as export_lib
+from stppo_jax.models.hf import load
 from stppo_jax.training import policy_export
 from tests.training import runs
 
@@ -66,7 +66,7 @@ def test_an_earlier_step_in_bfloat16(workdir, tmp_path):
   config = json.loads((tmp_path / 'config.json').read_text())
   assert config['torch_dtype'] == 'bfloat16'
   runtime = {'dtype': 'float32', 'remat': 'none', 'scan_unroll': 1}
-  assert load_hf.read_config(tmp_path, **runtime) == load_hf.read_config(
+  assert load.read_config(tmp_path, **runtime) == load.read_config(
     workdir / 'policy', **runtime
   )
 
@@ -132,7 +132,7 @@ def test_as_many_devices_share_a_policy_as_divide_its_width(width, shared):
 
 
 def test_the_flag_knows_every_dtype():
-  assert export._DTYPES == tuple(export_hf.DTYPES)
+  assert export._DTYPES == tuple(export_lib.DTYPES)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_full_disk_is_a_line_and_75(workdir, tmp_path, capsys, monkeypatch):
   def full(*_, **__):
     raise OSError(28, 'No space left on device')
 
-  monkeypatch.setattr('stppo_jax.models.safetensors_file.write', full)
+  monkeypatch.setattr('stppo_jax.models.hf.safetensors_file.write', full)
   assert _export(f'--workdir={workdir}', f'--out={tmp_path}/out') == 75
   err = capsys.readouterr().err
   assert 'No space left on device' in err and err.count('\n') == 1

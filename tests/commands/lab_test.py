@@ -202,7 +202,7 @@ def test_settings_side_by_side(file, capsys):
 
 
 _CONFIG = """
-from configs import base
+from stppo_jax.configs import base
 def get_config(row='st_ppo'):
   config = base.get_config(row)
   config.algorithm.correction.clipping_bias.tau = 1.1

@@ -5,12 +5,12 @@ import shutil
 
 import pytest
 
-from configs import base
 from stppo_jax import __main__
-from stppo_jax.models import export_hf
+from stppo_jax.configs import base
+from stppo_jax.models.hf import export
 from stppo_jax.training import assembly
-from stppo_jax.training import parts
-from stppo_jax.training import weights
+from stppo_jax.training import components
+from stppo_jax.training import model_files
 from tests.models import tiny
 from tests.training import runs
 
@@ -128,8 +128,8 @@ def test_a_model_that_does_not_fit_is_one_line_and_2(
 
 def test_a_tokenizer_larger_than_the_embedding(tmp_path, capsys):
   model, small = tmp_path / 'model', tiny.model()
-  export_hf.export(model, small.config, tiny.params(small))
-  export_hf.copy_tokenizer(_SOURCE, model)
+  export.export(model, small.config, tiny.params(small))
+  export.copy_tokenizer(_SOURCE, model)
   flags = runs.flags(model__path=model)
   assert __main__.main(['train', *flags, f'--workdir={tmp_path}/run']) == 2
   assert capsys.readouterr().err == (
@@ -151,7 +151,7 @@ def test_a_reference_is_of_the_policys_shape(model, change, expected):
   config = base.get_config()
   config.model.path, config.model.reference_path = str(_SOURCE), str(model)
   with pytest.raises(ValueError, match=expected) as caught:
-    weights.check(config, weights.load_tokenizer(_SOURCE))
+    model_files.check(config, model_files.load_tokenizer(_SOURCE))
   assert str(caught.value).startswith(str(model))
 
 
@@ -222,7 +222,7 @@ def test_experts_that_are_not_there_make_no_difference(model):
   config = base.get_config()
   config.model.reference_path = str(model)
   config.model.norm_topk_prob = False
-  weights.check(config, weights.load_tokenizer(_SOURCE))
+  model_files.check(config, model_files.load_tokenizer(_SOURCE))
 
 
 @pytest.mark.parametrize(
@@ -282,10 +282,10 @@ def test_a_served_engine_cuts_no_rows():
     rollout__remote__url='http://127.0.0.1:9',
     rollout__remote__model='x',
   )
-  parts.check_rows(config, assembly.build_mesh(config))
+  components.check_rows(config, assembly.build_mesh(config))
   config.lock().rollout.engine = 'local'
   with pytest.raises(ValueError, match='evaluate.batch_size=3') as caught:
-    parts.check_rows(config, assembly.build_mesh(config))
+    components.check_rows(config, assembly.build_mesh(config))
   assert str(caught.value).count('\n') == 2
 
 
@@ -293,4 +293,4 @@ def test_a_reference_may_be_made_for_other_lengths(model):
   _config(max_position_embeddings=77)(model)
   config = base.get_config()
   config.model.path, config.model.reference_path = str(_SOURCE), str(model)
-  weights.check(config, weights.load_tokenizer(_SOURCE))
+  model_files.check(config, model_files.load_tokenizer(_SOURCE))

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from stppo_jax import __main__
-from stppo_jax.training import plan
+from stppo_jax.analysis import plan
 from tests.models import tiny
 from tests.training import runs
 

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from configs import base
 from stppo_jax import __main__
+from stppo_jax.configs import base
 from stppo_jax.rl import preferences
 from stppo_jax.training import preference
 from tests.training import runs

@@ -10,9 +10,9 @@ from urllib import request
 
 import pytest
 
-from stppo_jax import serving
 from stppo_jax import types
 from stppo_jax.commands import serve
+from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import server
 
 _MAIN = (
@@ -64,7 +64,7 @@ def test_serves_worlds(monkeypatch):
   asked = []
 
   async def one_request(app, host, port):
-    runner, url = await serving.start(app, host, port)
+    runner, url = await http_server.start(app, host, port)
     try:
       return await asyncio.to_thread(_ask, f'{url}/worlds/5/retrieve', 'town')
     finally:

@@ -6,10 +6,10 @@ import math
 from ml_collections import config_dict
 import pytest
 
-from configs import algorithms
-from configs import base
-from configs import relations
-from configs import schema
+from stppo_jax.configs import algorithms
+from stppo_jax.configs import base
+from stppo_jax.configs import relations
+from stppo_jax.configs import schema
 from stppo_jax.models import attention
 from stppo_jax.models import moe
 from stppo_jax.models import remat

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from stppo_jax.models import cache as cache_lib
-from stppo_jax.models import export_hf
 from stppo_jax.models import functional
 from stppo_jax.models import heads
-from stppo_jax.models import load_hf
+from stppo_jax.models.hf import export
+from stppo_jax.models.hf import load
 from tests.models import tiny
 
 torch = pytest.importorskip('torch', exc_type=ImportError)
@@ -48,10 +48,10 @@ def _make(directory, kind, tied, ratio, options):
   """A model of theirs in `directory`, its numbers, and the same of ours."""
   options = {'dtype': 'float32'} | options
   make_models.save(directory, kind, *_HEADS[ratio], tied, options)
-  config = load_hf.read_config(directory, **_RUNTIME)
+  config = load.read_config(directory, **_RUNTIME)
   assert config.num_heads == ratio * config.num_kv_heads
   assert config.tie_embeddings is tied
-  params = load_hf.read_params(directory, config)
+  params = load.read_params(directory, config)
   numbers = make_models.numbers(directory, _SHAPE)
   return functional.Model(config, 'vocabulary'), params, numbers
 
@@ -84,7 +84,7 @@ def test_the_same_numbers(kind, tied, ratio, options, tmp_path):
 def test_an_export_generates_the_same_tokens_there(kind, tmp_path):
   model, params, golden = _make(tmp_path / 'theirs', kind, False, 2, {})
   # Not from the source's config: what random weights are exported with.
-  export_hf.export(tmp_path / 'ours', model.config, params)
+  export.export(tmp_path / 'ours', model.config, params)
   theirs = make_models.load(tmp_path / 'ours')
   prompt = torch.from_numpy(golden['tokens_BL'])
   with torch.no_grad():

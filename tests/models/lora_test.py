@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from stppo_jax.models import cache
-from stppo_jax.models import export_hf
-from stppo_jax.models import load_hf
 from stppo_jax.models import lora
+from stppo_jax.models.hf import export
+from stppo_jax.models.hf import load
 from tests.models import tiny
 
 _TOKENS = np.array([[1, 5, 2, 7], [3, 3, 9, 0]], np.int32)
@@ -155,11 +155,11 @@ def test_the_exported_directory_is_the_merged_policy(tmp_path):
   model = _model()
   params = model.joined(tiny.params(model), _adapters(model, 0.3))
   merged = jax.device_get(jax.jit(model.merged)(params))
-  export_hf.export(tmp_path, model.config, merged)
-  config = load_hf.read_config(
+  export.export(tmp_path, model.config, merged)
+  config = load.read_config(
     tmp_path, dtype='float32', remat='none', scan_unroll=1
   )
-  loaded = load_hf.read_params(tmp_path, config)
+  loaded = load.read_params(tmp_path, config)
   jax.tree.map(np.testing.assert_array_equal, loaded, merged)
 
 

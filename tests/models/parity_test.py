@@ -14,10 +14,10 @@ import pytest
 import safetensors.numpy
 
 from stppo_jax.models import cache as cache_lib
-from stppo_jax.models import export_hf
 from stppo_jax.models import functional
 from stppo_jax.models import heads
-from stppo_jax.models import load_hf
+from stppo_jax.models.hf import export
+from stppo_jax.models.hf import load
 from tests.models import tiny
 
 _GOLDEN = pathlib.Path(__file__).parent.parent / 'golden'
@@ -35,10 +35,10 @@ _NAMES = (
 
 def _load(name):
   directory = _GOLDEN / name
-  config = load_hf.read_config(
+  config = load.read_config(
     directory, dtype='float32', remat='none', scan_unroll=1
   )
-  return directory, config, load_hf.read_params(directory, config)
+  return directory, config, load.read_params(directory, config)
 
 
 def _golden(directory):
@@ -109,7 +109,7 @@ def test_token_logprobs_are_of_the_token_itself():
 def test_round_trip_is_bit_identical(name, tmp_path):
   directory, config, params = _load(name)
   hf = json.loads((directory / 'config.json').read_text(encoding='utf-8'))
-  export_hf.export(
+  export.export(
     tmp_path / 'out', config, params, dtype=hf['dtype'], source=directory
   )
   before = safetensors.numpy.load_file(directory / 'model.safetensors')

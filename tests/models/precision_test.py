@@ -17,7 +17,7 @@ def test_the_numbers_are_those_of_a_model_that_casts_itself():
       params, tokens_BL, temperature=1.0
     )
   )
-  cast = precision.computed(params, 'bfloat16')
+  cast = precision.cast(params, 'bfloat16')
   assert {x.dtype for x in jax.tree.leaves(cast)} == {jnp.dtype('bfloat16')}
   jax.tree.map(np.testing.assert_array_equal, compute(cast), compute(params))
 
@@ -25,10 +25,10 @@ def test_the_numbers_are_those_of_a_model_that_casts_itself():
 def test_what_computes_in_float32_keeps_it():
   leaf = np.full((2, 3), 1 / 3, np.float32)
   params = {'layers': {'mlp': {'router': {'kernel': leaf}, 'gate_proj': leaf}}}
-  cast = precision.computed(params, 'bfloat16')['layers']['mlp']
+  cast = precision.cast(params, 'bfloat16')['layers']['mlp']
   assert cast['router']['kernel'] is leaf
   assert cast['gate_proj'].dtype == jnp.bfloat16
-  same = precision.computed(params, 'float32')
+  same = precision.cast(params, 'float32')
   jax.tree.map(np.testing.assert_array_equal, same, params)
 
 
@@ -37,7 +37,7 @@ def test_weights_that_nobody_trains_make_room_for_their_cast():
   params = jax.device_put({'router': {'kernel': leaf}, 'norm': leaf})
   cast = precision.replaced(params, 'bfloat16')
   assert cast['router']['kernel'] is params['router']['kernel']
-  expected = precision.computed({'norm': leaf}, 'bfloat16')['norm']
+  expected = precision.cast({'norm': leaf}, 'bfloat16')['norm']
   np.testing.assert_array_equal(cast['norm'], expected)
   assert cast['norm'].dtype == jnp.bfloat16 and params['norm'].is_deleted()
   assert precision.replaced(cast, 'bfloat16')['norm'] is cast['norm']

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import schema
+from stppo_jax.configs import schema
 from stppo_jax.models import remat
 from tests.models import tiny
 

@@ -13,7 +13,7 @@ import pytest
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import functional
 from stppo_jax.models import heads
-from stppo_jax.models import load_hf
+from stppo_jax.models.hf import load
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from tests.models import tiny
@@ -162,9 +162,9 @@ def test_logits_and_routing_equal_those_of_transformers(name, tmp_path):
     answer = theirs.float().eval()(torch.tensor(TOKENS, dtype=torch.long))
   theirs.save_pretrained(tmp_path)
   runtime = dict(dtype='float32', remat='none', scan_unroll=1)
-  config = load_hf.read_config(tmp_path, **runtime)
+  config = load.read_config(tmp_path, **runtime)
   model = functional.Model(dataclasses.replace(config, moe=name), 'vocabulary')
-  params = load_hf.read_params(tmp_path, config)
+  params = load.read_params(tmp_path, config)
   hidden, routing = jax.jit(model.routed)(params, TOKENS)
   np.testing.assert_allclose(
     heads.logits(hidden, model.output_VD(params)),

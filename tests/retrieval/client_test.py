@@ -9,8 +9,8 @@ import time
 from aiohttp import web
 import pytest
 
-from stppo_jax import serving
 from stppo_jax import types
+from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import client
 from stppo_jax.retrieval import protocol
 from stppo_jax.retrieval import server
@@ -65,7 +65,7 @@ class _Server:
   async def running(self):
     app = web.Application()
     app.router.add_post('/{path:.*}', self._handle)
-    runner, url = await serving.start(app, '127.0.0.1', 0)
+    runner, url = await http_server.start(app, '127.0.0.1', 0)
     try:
       yield url
     finally:
@@ -436,7 +436,7 @@ def test_waits_for_a_server_that_comes_up_late():
       return web.Response(status=next(health))
 
     app.router.add_get('/health', handle)
-    runner, url = await serving.start(app, '127.0.0.1', 0)
+    runner, url = await http_server.start(app, '127.0.0.1', 0)
     retriever = _retriever(url, start_grace=5.0)
     await retriever.wait_until_ready()
     await retriever.close()
@@ -461,7 +461,7 @@ def test_the_token_is_sent_and_kept_out_of_errors(monkeypatch):
 
   async def run(token):
     app = server.make_app([types.Passage('1', 'T', 'cat')], token=token)
-    runner, url = await serving.start(app, '127.0.0.1', 0)
+    runner, url = await http_server.start(app, '127.0.0.1', 0)
     retriever = _retriever(url)
     try:
       return await retriever.retrieve('cat')

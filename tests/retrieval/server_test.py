@@ -9,8 +9,8 @@ from urllib import parse
 
 import pytest
 
-from stppo_jax import serving
 from stppo_jax import types
+from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import server
 
 _PASSAGES = [
@@ -213,7 +213,7 @@ def test_without_a_corpus_of_its_own_only_worlds_are_served():
 def test_the_token_is_asked_for():
   async def statuses():
     app = server.make_app(_PASSAGES, token='s3cret')
-    runner, url = await serving.start(app, '127.0.0.1', 0)
+    runner, url = await http_server.start(app, '127.0.0.1', 0)
     try:
       got = []
       for value in (

@@ -2,7 +2,7 @@ import jax
 import numpy as np
 import pytest
 
-from configs import algorithms
+from stppo_jax.configs import algorithms
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import segments
 from tests.rl import batches

@@ -5,7 +5,7 @@ from ml_collections import config_dict
 import numpy as np
 import pytest
 
-from configs import algorithms
+from stppo_jax.configs import algorithms
 from stppo_jax.rl import advantages
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import algorithm as algorithm_lib

@@ -5,8 +5,8 @@ import copy
 import jax.numpy as jnp
 import numpy as np
 
-from configs import algorithms
 from stppo_jax import batch as batch_lib
+from stppo_jax.configs import algorithms
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import losses
 

@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from configs import algorithms
+from stppo_jax.configs import algorithms
 from stppo_jax.rl import bounds
-from stppo_jax.rl import evidence
+from stppo_jax.rl import loss_context
 from tests.rl import batches
 
 _BAPO = algorithms.BLOCKS['bounds']['balanced']
@@ -22,7 +22,7 @@ def _evidence(ratio, advantages, entropy=None, level='token', mask=None):
     old_logprobs_BL=np.zeros(ratio.shape),
   )
   entropy = np.ones(ratio.shape) if entropy is None else entropy
-  return evidence.Evidence(
+  return loss_context.LossContext(
     lambda level: ratio, level, advantages, entropy, batch, num_turns=1
   )
 

@@ -7,7 +7,7 @@ and what to change in it, so that it is what theirs was told.
 import json
 import pathlib
 
-from configs import algorithms
+from stppo_jax.configs import algorithms
 
 FAMILY = pathlib.Path(__file__).parents[1] / 'golden' / 'family'
 OPTIONS = json.loads((FAMILY / 'sources.json').read_text())['options']

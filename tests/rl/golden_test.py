@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import algorithms
 from stppo_jax import batch as batch_lib
+from stppo_jax.configs import algorithms
 from stppo_jax.rl import advantages as advantages_lib
 from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import losses

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import algorithms
+from stppo_jax.configs import algorithms
 from stppo_jax.rl import losses
 from tests.rl import batches
 

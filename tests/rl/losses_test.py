@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import algorithms
+from stppo_jax.configs import algorithms
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import clipping_bias
 from stppo_jax.rl import losses

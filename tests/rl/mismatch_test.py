@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stppo_jax.rl import corrections
-from stppo_jax.rl import evidence
+from stppo_jax.rl import loss_context
 from tests.rl import batches
 
 K = np.array([[0.25, 1.0, 3.0, 8.0]])
@@ -23,7 +23,7 @@ def _weights(name, k=K, **options):
     old_logprobs_BL=old,
     sampler_logprobs_BL=old - np.log(k),
   )
-  seen = evidence.Evidence(
+  seen = loss_context.LossContext(
     lambda level: RATIO, 'token', np.ones(k.shape), k, batch, num_turns=1
   )
   found = corrections.CORRECTIONS[name](seen, 0.8, 1.2, (), **options)
@@ -76,6 +76,6 @@ def test_on_a_bound_is_inside():
 def test_a_missing_array_is_named():
   batch, _, _ = batches.make()
   batch = batch.replace(sampler_logprobs_BL=None)
-  seen = evidence.Evidence(None, 'token', None, None, batch, num_turns=1)
+  seen = loss_context.LossContext(None, 'token', None, None, batch, num_turns=1)
   with pytest.raises(ValueError, match='needs sampler_logprobs_BL'):
     seen.log_mismatch('token')

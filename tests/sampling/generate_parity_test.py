@@ -16,7 +16,7 @@ import pytest
 from stppo_jax import types
 from stppo_jax.envs import protocol
 from stppo_jax.models import functional
-from stppo_jax.models import load_hf
+from stppo_jax.models.hf import load
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import event_loop
@@ -75,10 +75,10 @@ def _text(ids):
 
 @functools.cache
 def _policy(name):
-  config = load_hf.read_config(
+  config = load.read_config(
     golden.HERE / name, dtype='float32', remat='none', scan_unroll=1
   )
-  params = load_hf.read_params(golden.HERE / name, config)
+  params = load.read_params(golden.HERE / name, config)
   scale = lambda path, x: (
     x * np.float32(golden.SCALE) if path[-1].key == 'kernel' else x
   )

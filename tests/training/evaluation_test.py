@@ -60,8 +60,8 @@ def played(monkeypatch):
     assembly, 'build_collector', lambda *_, **__: (player, player)
   )
   config = runs.config(evaluate__batch_size=2, evaluate__num_questions=7)
-  surroundings = python_types.SimpleNamespace(questions=questions)
-  evaluator = evaluation.Evaluator(config, surroundings, None, None)
+  services = python_types.SimpleNamespace(questions=questions)
+  evaluator = evaluation.Evaluator(config, services, None, None)
   return evaluator, player, questions
 
 

@@ -8,12 +8,12 @@ import pytest
 
 from stppo_jax import __main__
 from stppo_jax import types
+from stppo_jax.learner import learner
 from stppo_jax.retrieval import client
 from stppo_jax.retrieval import protocol
 from stppo_jax.rollout import collect
 from stppo_jax.training import evaluation
 from stppo_jax.training import interruption
-from stppo_jax.training import learner
 from stppo_jax.training import run_record
 from tests.training import runs
 
@@ -160,7 +160,7 @@ def test_an_evaluation_is_dropped_and_its_step_is_not(
 
 @pytest.mark.parametrize('number', _CODES)
 def test_a_start_is_dropped(tmp_path, monkeypatch, capsys, number):
-  def imitate(config, surroundings, directory):
+  def imitate(config, services, directory):
     directory.mkdir()
     _send(number)
     pytest.fail('went on')

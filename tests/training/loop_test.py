@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from stppo_jax import __main__
+from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import functional
-from stppo_jax.models import load_hf
+from stppo_jax.models.hf import load
+from stppo_jax.records import checkpoint
 from stppo_jax.rollout import collect as collect_lib
-from stppo_jax.training import checkpoint
-from stppo_jax.training import learner as learner_lib
-from stppo_jax.training import parts
+from stppo_jax.training import components
 from tests.training import runs
 
 _STEPS = 4
@@ -44,7 +44,7 @@ def finished(tmp_path_factory):
 @functools.cache
 def _start():
   """The state of these runs before the first step."""
-  return parts.build(runs.config()).learner.start()
+  return components.build(runs.config()).learner.start()
 
 
 def _final_state(workdir):
@@ -204,11 +204,11 @@ def test_the_curve_is_a_picture(finished):
 def test_the_exported_policy_is_the_trained_one(finished):
   tokens_BL = np.arange(24).reshape(2, 12) * 7 % 290
   state = _final_state(finished)
-  config = load_hf.read_config(
+  config = load.read_config(
     finished / 'policy', dtype='float32', remat='none', scan_unroll=1
   )
   model = functional.Model(config, 'vocabulary')
-  exported = load_hf.read_params(finished / 'policy', config)
+  exported = load.read_params(finished / 'policy', config)
   logprobs = jax.jit(
     lambda params: model.logprobs_and_entropy(
       params, tokens_BL, temperature=1.0

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from stppo_jax.models import functional
-from stppo_jax.models import load_hf
+from stppo_jax.models.hf import load
+from stppo_jax.records import checkpoint
+from stppo_jax.records import writer
 from stppo_jax.training import assembly
-from stppo_jax.training import checkpoint
 from stppo_jax.training import preference
 from stppo_jax.training import run_record
-from stppo_jax.training import writer
 from tests.training import runs
 
 _GROUPS, _LENGTH = 11, 32
@@ -138,10 +138,10 @@ def test_adapters_alone_learn_beside_the_reference(file, tmp_path, monkeypatch):
     for layer in ('down_proj', 'q_proj')
     for leaf in ('lora_a', 'lora_b')
   ]
-  shape = load_hf.read_config(
+  shape = load.read_config(
     tmp_path / 'policy', dtype='float32', remat='none', scan_unroll=1
   )
-  exported = load_hf.read_params(tmp_path / 'policy', shape)['layers']
+  exported = load.read_params(tmp_path / 'policy', shape)['layers']
   start = preference._Run(config, file, tmp_path)
   frozen = start._frozen['layers']
   start.close()
@@ -155,10 +155,10 @@ def test_adapters_alone_learn_beside_the_reference(file, tmp_path, monkeypatch):
 
 
 def test_the_policy_that_it_leaves_is_the_last_state(whole):
-  shape = load_hf.read_config(
+  shape = load.read_config(
     whole / 'policy', dtype='float32', remat='none', scan_unroll=1
   )
-  params = load_hf.read_params(whole / 'policy', shape)
+  params = load.read_params(whole / 'policy', shape)
   assert (whole / 'policy' / 'tokenizer.json').is_file()
   saved = checkpoint.Checkpointer(whole, read_only=True)
   assert saved._manager.all_steps() == [6]

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from stppo_jax import __main__
+from stppo_jax.learner import annotate as annotate_lib
 from stppo_jax.models import moe
 from stppo_jax.rl import algorithm as algorithm_lib
-from stppo_jax.training import annotate as annotate_lib
+from tests.learner import updates
 from tests.models import tiny
 from tests.training import runs
-from tests.training import updates
 
 # One expert, its weight normalised to 1: a router decides where a token goes,
 # and nothing else.

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from configs import base
+from stppo_jax.configs import base
 from stppo_jax.training import assembly
 from stppo_jax.training import run_record
 
@@ -16,13 +16,13 @@ def _config():
 
 
 def _begin(workdir, config):
-  run_record.settle(config, workdir)
+  run_record.record_config(config, workdir)
   (workdir / 'metrics.jsonl').touch()
 
 
 def test_the_record_is_the_config_sorted_and_whole(tmp_path):
   workdir = tmp_path / 'runs' / 'new'
-  run_record.settle(_config(), workdir)
+  run_record.record_config(_config(), workdir)
   text = (workdir / 'config.json').read_text()
   recorded = json.loads(text)
   assert list(recorded) == sorted(recorded)
@@ -36,7 +36,9 @@ def test_the_record_is_the_config_sorted_and_whole(tmp_path):
 def test_the_same_config_resumes(tmp_path):
   _begin(tmp_path, _config())
   before = (tmp_path / 'config.json').read_bytes()
-  run_record.settle(_config(), tmp_path)  # (1, 2) and [1, 2] are the same
+  run_record.record_config(
+    _config(), tmp_path
+  )  # (1, 2) and [1, 2] are the same
   assert (tmp_path / 'config.json').read_bytes() == before
 
 
@@ -51,7 +53,7 @@ def test_another_config_is_refused_with_a_line_a_key(tmp_path):
   other['algorithm']['extra'] = 'x'
   other['num_steps'] = 1000
   with pytest.raises(run_record.OtherRun) as caught:
-    run_record.settle(other, tmp_path)
+    run_record.record_config(other, tmp_path)
   was = f': the run in {tmp_path} was started with '
   assert str(caught.value).split('\n') == [
     f'algorithm.extra=x{was}(absent)',
@@ -80,28 +82,28 @@ def test_what_may_differ_is_rewritten(tmp_path, block, key, value):
   _begin(tmp_path, _config())
   other = copy.deepcopy(_config())
   (other[block] if block else other)[key] = value
-  run_record.settle(other, tmp_path)
+  run_record.record_config(other, tmp_path)
   recorded = json.loads((tmp_path / 'config.json').read_text())
   assert (recorded[block] if block else recorded)[key] == value
 
 
 @pytest.mark.parametrize('product', ['start', 'metrics.jsonl', 'checkpoints/4'])
 def test_a_run_that_never_began_may_be_corrected(tmp_path, product):
-  run_record.settle(_config(), tmp_path)
+  run_record.record_config(_config(), tmp_path)
   (tmp_path / 'checkpoints').mkdir()  # made empty at every start
   other = _config()
   other['seed'] = 1
-  run_record.settle(other, tmp_path)
+  run_record.record_config(other, tmp_path)
   (tmp_path / product).mkdir()
   with pytest.raises(run_record.OtherRun, match='seed=0.*started with 1'):
-    run_record.settle(_config(), tmp_path)
+    run_record.record_config(_config(), tmp_path)
 
 
 def test_a_record_that_is_none_is_refused(tmp_path):
   _begin(tmp_path, _config())
   (tmp_path / 'config.json').write_text('{"seed": 0')
   with pytest.raises(run_record.OtherRun, match='config.json: not the record'):
-    run_record.settle(_config(), tmp_path)
+    run_record.record_config(_config(), tmp_path)
 
 
 class _Imitation:
@@ -110,7 +112,7 @@ class _Imitation:
   def __init__(self):
     self.calls, self.killed = 0, False
 
-  def __call__(self, config, surroundings, directory):
+  def __call__(self, config, services, directory):
     self.calls += 1
     directory.mkdir()
     (directory / 'tokenizer.json').write_text('x')
@@ -145,8 +147,8 @@ def test_a_start_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_an_infinite_number_is_recorded_and_compared(tmp_path):
-  run_record.settle({'tau': math.inf}, tmp_path)
+  run_record.record_config({'tau': math.inf}, tmp_path)
   (tmp_path / 'metrics.jsonl').touch()
-  run_record.settle({'tau': math.inf}, tmp_path)
+  run_record.record_config({'tau': math.inf}, tmp_path)
   with pytest.raises(run_record.OtherRun, match='tau=3.0: .* with inf'):
-    run_record.settle({'tau': 3.0}, tmp_path)
+    run_record.record_config({'tau': 3.0}, tmp_path)

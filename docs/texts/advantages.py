@@ -1,0 +1,226 @@
+"""Advantages and the KL term: what each choice is."""
+
+from docs.texts import entry
+
+_GROUPS = 'over the trajectories of a question'
+
+_NAMES = {
+  'gae': entry.Description(
+    """
+    delta_i = r_i + gamma V_{i+1} - V_i
+    A_i     = delta_i + gamma lambda_ A_{i+1}
+
+    over the steps i of a trajectory, in which only the policy's tokens are.
+    With steps=bilevel gamma_turn and lambda_turn are those of the turns.
+    """,
+    'arXiv 1506.02438.',
+    entry.CODE,
+    'With a value model: credit within a trajectory.',
+    'verl, Search-R1: `adv_estimator=gae`.',
+  ),
+  'monte_carlo': entry.Description(
+    'A = sum of the rewards to come, discounted with gamma per policy token',
+    'REINFORCE; whitened, REINFORCE++, arXiv 2501.03262.',
+    entry.CODE,
+    'The plainest estimate, without value model and groups.',
+    'verl: `adv_estimator=reinforce_plus_plus`.',
+  ),
+  'group_normalized': entry.Description(
+    f'A = (R - mean R) / (std R + epsilon) {_GROUPS};\nstd is unbiased',
+    'GRPO, arXiv 2402.03300.',
+    entry.CODE + ' That a group of one gives 0 is ours.',
+    'Without a value model.',
+    'verl: `adv_estimator=grpo`. TRL: `GRPOTrainer`. Tunix: `grpo`.',
+  ),
+  'group_centered': entry.Description(
+    f'A = R - mean R {_GROUPS}',
+    'Dr. GRPO, arXiv 2503.20783; MiniRL, arXiv 2512.01374.',
+    entry.CODE,
+    'Questions of little variance should not weigh more than others.',
+    'verl: `norm_adv_by_std_in_grpo=False`. TRL: '
+    "`scale_rewards='none'`. Tunix: `drgrpo`. slime: "
+    '`--disable-grpo-std-normalization`.',
+  ),
+  'leave_one_out': entry.Description(
+    "A = R - mean of the R of the question's other trajectories",
+    'RLOO, arXiv 2402.14740.',
+    entry.CODE,
+    'An unbiased baseline, which counts in small groups.',
+    'verl: `adv_estimator=rloo`. TRL: `RLOOTrainer`. Tunix: `rloo`.',
+  ),
+  'turn_group': entry.Description(
+    f"""
+    A = z(outcome) + turn_weight z(turn reward) [before the last turn]
+    z = (x - mean) / (std + epsilon) {_GROUPS}
+    """,
+    'MT-GRPO, arXiv 2505.11821.',
+    entry.CODE + ' For several tool calls: ours.',
+    'Turns have rewards of their own. Not with the KL in the reward, which '
+    'would count as one.',
+  ),
+  'gigpo': entry.Description(
+    """
+    A = N(R) + omega N(G),   G_k = r_k + gamma G_{k+1} over turns
+    N = (x - mean) / (std + epsilon), or x - mean (`normalize`)
+    R among the trajectories of a question, G among turns with one state
+    """,
+    'GiGPO, arXiv 2505.10978.',
+    entry.CODE,
+    'Trajectories of one question pass through the same states.',
+    'verl-agent: `adv_estimator=gigpo`.',
+  ),
+}
+
+_OPTIONS = {
+  'advantage.steps': {
+    'token': entry.Description(
+      'every policy token is a step',
+      '—',
+      entry.CODE,
+      'The default.',
+    ),
+    'turn': entry.Description(
+      """
+      the first token of a turn is the step: its rewards are summed into it,
+      its advantage goes to all its tokens, the critic learns there only
+      """,
+      'arXiv 2511.20718 speaks of turns as actions.',
+      entry.OURS,
+      'Credit per turn; discounts per turn.',
+    ),
+    'bilevel': entry.Description(
+      'GAE over turns, whose returns end a GAE over the tokens of each turn',
+      'RAGEN, arXiv 2504.20073.',
+      entry.CODE,
+      'Discounts per turn, and credit within it.',
+      'RAGEN: `bi_level_gae`.',
+    ),
+  },
+  'advantage.observation_tokens': {
+    'skipped': entry.Description(
+      'GAE as if the tokens of observations were deleted',
+      '—',
+      entry.OURS,
+      'The default: the policy did not write them.',
+    ),
+    'included': entry.Description(
+      """
+      all tokens from a row's first policy token to its last are steps
+      """,
+      'arXiv 2511.20718.',
+      entry.CODE,
+      'To repeat the reference run. With gamma = lambda_ = 1 the difference '
+      'is in whitening.',
+    ),
+  },
+  'advantage.whiten': {
+    'none': entry.Description(
+      'A as it is',
+      '—',
+      entry.PLAIN,
+      'Group estimators, which are centred already.',
+    ),
+    'policy': entry.Description(
+      '(A - mean) / sqrt(var + 1e-8) over the policy tokens of a collection',
+      '—',
+      entry.CODE,
+      'The default with GAE.',
+    ),
+    'all': entry.Description(
+      """
+      the same, mean and variance over observations too, from a row's first
+      policy token to its last
+      """,
+      'arXiv 2511.20718.',
+      entry.CODE,
+      'To repeat the reference run.',
+    ),
+  },
+  'advantage.normalize': {
+    'std': entry.Description(
+      'N(x) = (x - mean) / (std + epsilon)',
+      'GiGPO, arXiv 2505.10978.',
+      entry.CODE,
+      'The default of `gigpo`.',
+      'verl-agent: `gigpo.mode=mean_std_norm`.',
+    ),
+    'none': entry.Description(
+      'N(x) = x - mean',
+      'GiGPO, arXiv 2505.10978.',
+      entry.CODE,
+      'As in `group_centered`.',
+      'verl-agent: `gigpo.mode=mean_norm`.',
+    ),
+  },
+}
+
+_SCHULMAN = 'J. Schulman, "Approximating KL divergence", 2020.'
+
+_KL = {
+  'kl.where': {
+    'reward': entry.Description(
+      'reward of a token <- reward - coefficient * estimate of pi_old',
+      'arXiv 1909.08593.',
+      entry.CODE,
+      'With a value model or `leave_one_out`.',
+      'verl: `use_kl_in_reward`. slime: `--kl-coef`.',
+    ),
+    'loss': entry.Description(
+      'loss <- loss + coefficient * aggregate of the estimate of pi_theta',
+      'GRPO, arXiv 2402.03300.',
+      entry.CODE,
+      'With advantages of groups, where rewards are compared.',
+      'verl: `use_kl_loss`. TRL: `beta`. slime: `--use-kl-loss`.',
+    ),
+    'nowhere': entry.Description(
+      'no term; the divergence is measured all the same',
+      '—',
+      entry.PLAIN,
+      'Start and goal differ much, or no drift is feared.',
+    ),
+  },
+  'kl.estimator': {
+    'k1': entry.Description(
+      'x = log pi - log ref of the sampled token',
+      _SCHULMAN,
+      entry.CODE,
+      'In the reward: unbiased. In the loss its gradient has expectation 0.',
+      'verl: `kl` or `k1`. slime: `--kl-loss-type k1`.',
+    ),
+    'k2': entry.Description(
+      'x^2 / 2',
+      _SCHULMAN,
+      entry.CODE,
+      'In the loss: its gradient is that of the divergence, on policy.',
+      'verl: `mse` or `k2`. slime: `--kl-loss-type k2`.',
+    ),
+    'k3': entry.Description(
+      'exp(-x) - 1 + x',
+      _SCHULMAN,
+      entry.CODE,
+      'In the loss: never negative, low variance.',
+      'verl: `low_var_kl` or `k3`. slime: `--kl-loss-type k3`.',
+    ),
+  },
+  'kl.controller': {
+    'fixed': entry.Description(
+      'coefficient',
+      '—',
+      entry.PLAIN,
+      'The default.',
+    ),
+    'adaptive': entry.Description(
+      """
+      coefficient <- coefficient (1 + e * trajectories / horizon)
+      e = clip(KL per trajectory / target - 1, -0.2, 0.2)
+      """,
+      'arXiv 1909.08593, Eq. 4.',
+      entry.CODE,
+      'A divergence is known that should be kept. The coefficient is '
+      'checkpointed.',
+      'verl: `kl_ctrl.type=adaptive`.',
+    ),
+  },
+}
+
+CHOICES = {'advantage.name': _NAMES} | _OPTIONS | _KL

@@ -1,0 +1,209 @@
+"""Ratio, bounds, objective and aggregate: what each choice is."""
+
+from docs.texts import entry
+
+_RATIO = {
+  'ratio.level': {
+    'token': entry.Description(
+      'log r = l of the token,   l = clip(log pi_theta - log pi_old, -20, 20)',
+      'PPO, arXiv 1707.06347.',
+      entry.CODE,
+      'The usual choice; every token is corrected by itself.',
+      "TRL: `importance_sampling_level='token'`.",
+    ),
+    'turn': entry.Description(
+      'log r = mean of l over the policy tokens of the turn',
+      'arXiv 2511.20718, Eq. 4.',
+      entry.CODE,
+      'What is decided is a turn: a search or an answer.',
+    ),
+    'sentence': entry.Description(
+      'log r = mean of l over the policy tokens of the sentence',
+      'arXiv 2511.04256.',
+      entry.OURS + ' A sentence ends at `.`, `?`, `!` or a line break of the '
+      'decoded turn, with the token that contains it.',
+      'Long turns.',
+    ),
+    'sequence': entry.Description(
+      'log r = mean of l over the policy tokens of the trajectory',
+      'GSPO, arXiv 2507.18071.',
+      entry.CODE,
+      'One reward for the whole trajectory.',
+      "TRL: `importance_sampling_level='sequence'`.",
+    ),
+  },
+  'ratio.gradient': {
+    'segment': entry.Description(
+      'd r = r * mean over the segment of d log pi_theta',
+      'arXiv 2511.20718; GSPO, arXiv 2507.18071.',
+      entry.CODE,
+      'The gradient of the ratio as it is defined.',
+      "TRL: `importance_sampling_level='sequence'`.",
+    ),
+    'token': entry.Description(
+      "d r = r * d log pi_theta of the token; the value is the segment's",
+      'GSPO-token, arXiv 2507.18071.',
+      entry.CODE,
+      'Advantages that vary within a segment, each to act on its own token.',
+      'verl: policy loss `gspo`. Tunix: `loss_algo=gspo-token`.',
+    ),
+  },
+  'ratio.reduce': {
+    'mean': entry.Description(
+      'log r = mean of l over the segment: the geometric mean of the ratios',
+      'arXiv 2511.20718; GSPO, arXiv 2507.18071.',
+      entry.CODE,
+      'Segments of unlike length under the same bounds.',
+    ),
+    'sum': entry.Description(
+      'log r = clip(sum of l over the segment, -20, 20)',
+      'The probability ratio of the segment itself.',
+      entry.CODE,
+      'The exact importance ratio is wanted; its spread grows with length.',
+      'TRL: the ratio of `RLOOTrainer`.',
+    ),
+  },
+  'ratio.normalize': {
+    'none': entry.Description(
+      "l' = l",
+      '—',
+      entry.PLAIN,
+      'Always, but for experiments.',
+    ),
+    'guard': entry.Description(
+      """
+      l' = (l + b_k) s_k,   terms of turn k divided by s_k
+      b_k = mean over turn k of e^l - 1 - l
+      s_k = clip(target / std of l over turn k, 1/10, 10)
+      """,
+      'GRPO-Guard, arXiv 2510.22319.',
+      entry.OURS + ' Experimental; the published form is for flow matching.',
+      'Ratios that drift below 1 as a whole. Aggregate by `turn_mean`.',
+    ),
+  },
+}
+
+_BOUNDS = {
+  'fixed': entry.Description(
+    'low, high = 1 - clip_low, 1 + clip_high',
+    'PPO, arXiv 1707.06347; unequal ones DAPO, arXiv 2503.14476.',
+    entry.CODE,
+    'The usual choice.',
+    'verl: `clip_ratio_low`, `clip_ratio_high`. TRL: `epsilon`, '
+    '`epsilon_high`. slime: `--eps-clip`, `--eps-clip-high`.',
+  ),
+  'entropy_scaled': entry.Description(
+    """
+    low, high = 1 - f clip_low, 1 + f clip_high
+    f = clip(H / mean H, least, most)
+
+    H is the mean entropy of the ratio's segment, mean H that of all segments
+    of the minibatch.
+    """,
+    'SSPO, arXiv 2511.04256.',
+    entry.OURS + " That entropy scales the bounds is the paper's; f is ours.",
+    'Room where the policy is undecided, none where it is sure.',
+  ),
+  'balanced': entry.Description(
+    """
+    Starts from (low, high). While
+      sum_{A > 0} pi_old min(A r, A clip(r))
+        < positive_share * sum pi_old |min(A r, A clip(r))|
+    high grows by high_step up to high_limit, then low by low_step up to
+    low_limit. Over the whole minibatch.
+    """,
+    'BAPO, arXiv 2510.18927.',
+    entry.PAPER + ' The absolute value inside the sum is ours.',
+    'Negative advantages outweigh the positive, as on stale data.',
+  ),
+}
+
+_OBJECTIVE = {
+  'pessimistic': entry.Description(
+    'term = max(-A r, -A clip(r))',
+    'PPO, arXiv 1707.06347, Eq. 7.',
+    entry.CODE,
+    'The usual choice.',
+    'verl: policy loss `vanilla`.',
+  ),
+  'dual_clip': entry.Description(
+    'term = max(-A r, -A clip(r)); where A < 0 at most -A c',
+    'arXiv 1912.09729, Eq. 5.',
+    entry.CODE,
+    'Very large ratios under negative advantages, as on stale data.',
+    'verl: `clip_ratio_c`, always on. TRL: `delta`. Tunix: `epsilon_c`.',
+  ),
+  'detached': entry.Description(
+    'term = -sg(clip(r)) A log pi_theta',
+    'CISPO, arXiv 2506.13585, Eq. 4.',
+    entry.CODE,
+    'Bounded weights, and no token that stops learning.',
+    "verl: policy loss `cispo`. TRL: `loss_type='cispo'`.",
+  ),
+  'masked': entry.Description(
+    """
+    term = -M sg(r) A log pi_theta
+    M    = 0 where r > high and A > 0, or r < low and A < 0; else 1
+    """,
+    'MiniRL, arXiv 2512.01374.',
+    entry.PAPER,
+    'The gradient of `pessimistic`, with a weight that a correction may '
+    'truncate: the ratio is no part of what is differentiated.',
+  ),
+  'unclipped': entry.Description(
+    'term = -sg(r) A log pi_theta',
+    'REINFORCE with an importance weight.',
+    entry.PLAIN,
+    'One update per collection, or to see what clipping does.',
+    'verl: the REINFORCE loss of its bypass mode.',
+  ),
+}
+
+_AGGREGATE = {
+  'token_mean': entry.Description(
+    'sum over policy tokens / policy tokens',
+    'PPO as in most code; DAPO, arXiv 2503.14476.',
+    entry.CODE,
+    'The usual choice. Long trajectories weigh more.',
+    "verl: `token-mean`. TRL: `loss_type='bnpo'` or `'dapo'`. Tunix: "
+    '`token-mean`.',
+  ),
+  'turn_mean': entry.Description(
+    "mean over turns of the mean over the turn's policy tokens",
+    '—',
+    entry.PLAIN,
+    'Every turn should weigh the same, whatever its length.',
+  ),
+  'sequence_mean': entry.Description(
+    """
+    mean over trajectories of the mean over the trajectory's policy tokens
+    """,
+    'GRPO, arXiv 2402.03300.',
+    entry.CODE,
+    'Every trajectory should weigh the same.',
+    "verl: `seq-mean-token-mean`. TRL: `loss_type='grpo'`. Tunix: "
+    '`sequence-mean-token-mean`.',
+  ),
+  'sequence_sum': entry.Description(
+    'sum over policy tokens / trajectories',
+    'The policy gradient of a trajectory is a sum.',
+    entry.CODE,
+    'No length norm. The step grows with length: lower the learning rate.',
+    "verl: `seq-mean-token-sum`. TRL: `loss_type='luspo'`. Tunix: "
+    '`seq-mean-token-sum`.',
+  ),
+  'constant_length': entry.Description(
+    'sum over policy tokens / (trajectories * max_response_tokens)',
+    'Dr. GRPO, arXiv 2503.20783.',
+    entry.CODE,
+    '`sequence_sum` at the scale of a mean.',
+    "verl: `seq-mean-token-sum-norm`. TRL: `loss_type='dr_grpo'`. Tunix: "
+    '`sequence-mean-token-scale`.',
+  ),
+}
+
+CHOICES = _RATIO | {
+  'bounds.name': _BOUNDS,
+  'objective.name': _OBJECTIVE,
+  'aggregate.name': _AGGREGATE,
+}

@@ -1,0 +1,206 @@
+"""What an update would take on devices that are not at hand.
+
+Models are shapes, devices are virtual; the program of the update is the one a
+run would use, laid out and compiled by the compiler for CPUs. What it counts of
+parameters, optimiser states and collectives holds anywhere; temporaries are as
+that compiler plans them, and accelerators plan their own.
+
+An engine of this host holds its weights and its keys and values all the time,
+and so does that of evaluations once it has played: both are counted. Batches
+and the policies of steps collected ahead are not.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.models import cache as cache_lib
+from stppo_jax.models import config as model_config
+from stppo_jax.models import functional
+from stppo_jax.models import precision
+from stppo_jax.parallel import program
+from stppo_jax.training import assembly
+from stppo_jax.training import components as components_lib
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """Of one update, on one device.
+
+  Attributes:
+    axes: the mesh.
+    parts: bytes that are held during an update, by what they are, those of
+      engines included: before it, a reference that waits in host memory comes
+      to the devices.
+    gradients: bytes of the float32 gradients; they live during an update.
+    temporaries: bytes that the compiled update needs beside its arguments,
+      gradients included; None where it was only lowered.
+    collectives: of the compiled update; empty where it was only lowered.
+    operations: multiplications and additions of its matrix products.
+  """
+
+  axes: Mapping[str, int]
+  parts: Mapping[str, int]
+  gradients: int
+  temporaries: int | None
+  collectives: tuple[program.Collective, ...]
+  operations: int
+
+  @property
+  def total(self) -> int:
+    """Bytes at the update's peak."""
+    during = self.temporaries
+    return sum(self.parts.values()) + (
+      self.gradients if during is None else during
+    )
+
+
+def make(
+  config,
+  *,
+  length: int,
+  loss_fraction: float,
+  compiles: bool,
+) -> Plan:
+  """The plan of a configuration on all devices.
+
+  Attention is that of the platform: on CPU it holds scores of length x length,
+  where the kernels of accelerators do not.
+
+  Args:
+    config: of a run; of its model, `config.json` suffices.
+    length: tokens of a row.
+    loss_fraction: of them that carry loss, the most of a row.
+    compiles: whether the update is compiled, or lowered only.
+
+  Raises:
+    Misconfigured: the mesh does not divide the model or the rows.
+  """
+  with assembly.misconfigured():
+    mesh = assembly.build_mesh(config)
+    components_lib.check_rows(config, mesh)
+    tokenizer = None
+    if not config.model.path:
+      questions = assembly.build_questions(config)
+      tokenizer = assembly.build_tokenizer(config, questions)
+    shape = assembly.build_model_config(config, tokenizer)
+    learner = learner_lib.Learner(config, shape, mesh)
+    packed = _packed(config, shape, length, math.ceil(loss_fraction * length))
+    state, reference, lowered = learner.lowered_update(packed)
+  models = {'policy': state.policy, 'value': state.value}
+  parts = {
+    f'{name} {part}': _bytes_per_device(getattr(model, attribute))
+    for name, model in models.items()
+    if model is not None
+    for part, attribute in (
+      ('parameters', 'params'),
+      ('optimizer', 'optimizer'),
+    )
+  }
+  parts['frozen base'] = _bytes_per_device(state.frozen)
+  if config.model.reference_memory == 'device':
+    parts['reference'] = _bytes_per_device(reference)
+  parts |= _engines(config, learner.policy)
+  gradients = sum(
+    parts[f'{name} parameters'] for name, m in models.items() if m is not None
+  )
+  temporaries, told, operations = None, (), 0
+  if compiles:
+    compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    temporaries = (
+      memory.temp_size_in_bytes
+      + memory.output_size_in_bytes
+      - memory.alias_size_in_bytes
+    )
+    text = compiled.as_text()
+    told = tuple(program.collectives(text))
+    operations = program.operations(text)
+  return Plan(
+    axes=dict(mesh.shape),
+    parts={name: size for name, size in parts.items() if size},
+    gradients=gradients,
+    temporaries=temporaries,
+    collectives=told,
+    operations=operations,
+  )
+
+
+def _engines(config, policy: functional.Model) -> dict[str, int]:
+  """Bytes on one device of what the engines hold between updates.
+
+  Each device has all weights, as they are computed with, and its slots' keys
+  and values.
+  """
+  rollout = config.rollout
+  if rollout.engine != 'local':
+    return {}
+  weights = jax.eval_shape(
+    lambda key: precision.cast(policy.init(key), policy.config.dtype),
+    jax.random.key(0),
+  )
+  slots = {'engine': rollout.slots or rollout.trajectories_per_step}
+  if config.evaluate.every:
+    slots['evaluating engine'] = config.evaluate.batch_size
+  devices = assembly.build_mesh(config, local=True).size
+  size = -(-config.env.max_length // rollout.cache_blocks)
+  parts = {}
+  for name, number in slots.items():
+    make = functools.partial(
+      cache_lib.empty,
+      policy.config,
+      number // devices,
+      (size,) * rollout.cache_blocks,
+    )
+    parts[f'weights of the {name}'] = _bytes(weights)
+    parts[f'keys and values of the {name}'] = _bytes(jax.eval_shape(make))
+  return parts
+
+
+def _packed(
+  config, shape: model_config.ModelConfig, length: int, num_losses: int
+) -> batch_lib.TokenBatch:
+  """The shapes of a collected batch, as `pack` makes it."""
+  rows = config.rollout.trajectories_per_step
+  of = lambda dtype, *shape: jax.ShapeDtypeStruct((rows, *shape), dtype)
+  ids_BL, numbers_BL = of(jnp.int32, length), of(jnp.float32, length)
+  by_sentence = config.algorithm.ratio.level == 'sentence'
+  expert_ids_BLNE = None
+  if config.updates.routing_replay == 'sampler':
+    visits = (shape.num_layers, shape.num_experts_per_tok)
+    expert_ids_BLNE = of(jnp.int16, length, *visits)
+  return batch_lib.TokenBatch(
+    tokens_BL=ids_BL,
+    lengths_B=of(jnp.int32),
+    turn_ids_BL=ids_BL,
+    loss_mask_BL=of(jnp.bool_, length),
+    sampler_logprobs_BL=numbers_BL,
+    rewards_BL=numbers_BL,
+    group_ids_B=of(jnp.int32),
+    sentence_ids_BL=ids_BL if by_sentence else None,
+    state_ids_BL=ids_BL,
+    loss_positions_BM=of(jnp.int32, num_losses),
+    expert_ids_BLNE=expert_ids_BLNE,
+  )
+
+
+def _bytes(tree: Tree) -> int:
+  """Of shapes, all on one device."""
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _bytes_per_device(tree: Tree) -> int:
+  """Of shapes with layouts."""
+  return sum(
+    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    for leaf in jax.tree.leaves(tree)
+  )

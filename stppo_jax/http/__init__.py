@@ -1,0 +1,1 @@
+"""HTTP between processes: one client and one server for all protocols."""

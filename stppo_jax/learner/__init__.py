@@ -1,0 +1,1 @@
+"""Everything between a batch and new weights."""

@@ -1,0 +1,204 @@
+"""Writing a policy as a Hugging Face directory, block by block.
+
+The host holds one block of one leaf at a time beside what is on the devices.
+The directory stands under its name only when it is whole.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import fnmatch
+import itertools
+import json
+import math
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import numpy as np
+
+from stppo_jax.models import config as model_config
+from stppo_jax.models import functional
+from stppo_jax.models.hf import atomic_dir
+from stppo_jax.models.hf import names
+from stppo_jax.models.hf import safetensors_file
+from stppo_jax.models.hf import weight_files
+
+DTYPES: Mapping[str, str] = {
+  'float32': 'F32',
+  'bfloat16': 'BF16',
+}
+TOKENIZER_FILES = (
+  'tokenizer*',
+  'vocab.json',
+  'merges.txt',
+  'special_tokens_map.json',
+  'added_tokens.json',
+  'chat_template*',
+)
+_GENERATION = 'generation_config.json'
+_OURS = ('config.json', _GENERATION, 'model*.safetensors', weight_files.INDEX)
+_MAX_SHARD_BYTES = 5 * 10**9
+
+_Leaf = np.ndarray | jax.Array
+
+
+def export(
+  directory: str | pathlib.Path,
+  config: model_config.ModelConfig,
+  params: functional.Params,
+  *,
+  dtype: str = 'float32',
+  source: str | pathlib.Path = '',
+  save_tokenizer: Callable[[pathlib.Path], None] | None = None,
+  max_shard_bytes: int = _MAX_SHARD_BYTES,
+) -> None:
+  """Writes weights, configs and tokenizer; an old export there is replaced.
+
+  Args:
+    directory: other files in it stay.
+    config: shape of the policy.
+    params: its weights, in any layout whose parts are all on this host.
+    dtype: of the weights in the files; a key of `DTYPES`.
+    source: the directory that the policy was read from: what its `config.json`
+      says stays but for the dtype, and its `generation_config.json` comes
+      along. '' where there is none.
+    save_tokenizer: writes the tokenizer's files to a folder.
+    max_shard_bytes: more weights than these are cut into several files.
+
+  Raises:
+    ValueError: an unknown dtype, or weights of which other hosts hold parts.
+    OSError: the disk is full, say; what was there before is as it was.
+  """
+  if dtype not in DTYPES:
+    raise ValueError(f'dtype={dtype!r}; choices: {", ".join(DTYPES)}')
+  with atomic_dir.replace_dir(directory, ours=is_ours) as folder:
+    _write_weights(folder, config, params, DTYPES[dtype], max_shard_bytes)
+    text = json.dumps(_config(config, source, dtype), indent=2) + '\n'
+    (folder / 'config.json').write_text(text, encoding='utf-8')
+    if source and (pathlib.Path(source) / _GENERATION).is_file():
+      shutil.copyfile(pathlib.Path(source) / _GENERATION, folder / _GENERATION)
+    if save_tokenizer is not None:
+      save_tokenizer(folder)
+
+
+def is_ours(name: str) -> bool:
+  """Whether an export may write, and replaces, a file of that name."""
+  patterns = _OURS + TOKENIZER_FILES
+  return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def copy_tokenizer(source: str | pathlib.Path, folder: pathlib.Path) -> None:
+  """Copies the tokenizer's files of a Hugging Face directory."""
+  for path in sorted(pathlib.Path(source).iterdir()):
+    wanted = any(fnmatch.fnmatchcase(path.name, p) for p in TOKENIZER_FILES)
+    if wanted and path.is_file():
+      shutil.copyfile(path, folder / path.name)
+
+
+def _config(
+  config: model_config.ModelConfig, source: str | pathlib.Path, dtype: str
+) -> dict[str, Any]:
+  hf = config.to_hf()
+  if source:
+    hf = weight_files.read_json(pathlib.Path(source) / 'config.json')
+  # The older name, where it stands: later versions read both.
+  return hf | {'torch_dtype' if 'torch_dtype' in hf else 'dtype': dtype}
+
+
+def _write_weights(folder, config, params, dtype, max_shard_bytes) -> None:
+  # Leaf by leaf, so that a block of a leaf is a piece of a file.
+  entries = sorted(names.entries(config), key=lambda e: (e.path, e.index))
+  shapes = {e.hf_name: _shape(e, _leaf(params, e.path)) for e in entries}
+  width = safetensors_file.DTYPES[dtype].itemsize
+  sizes = {name: width * math.prod(shape) for name, shape in shapes.items()}
+  files: list[list[names.Entry]] = [[]]
+  room = max_shard_bytes
+  for entry in entries:
+    if files[-1] and sizes[entry.hf_name] > room:
+      files.append([])
+      room = max_shard_bytes
+    files[-1].append(entry)
+    room -= sizes[entry.hf_name]
+  weight_map = {}
+  for number, part in enumerate(files, 1):
+    name = f'model-{number:05d}-of-{len(files):05d}.safetensors'
+    name = name if len(files) > 1 else weight_files.SINGLE
+    weight_map |= {entry.hf_name: name for entry in part}
+    promised = {entry.hf_name: shapes[entry.hf_name] for entry in part}
+    with open(folder / name, 'wb') as file:
+      safetensors_file.write(file, promised, dtype, _chunks(params, part))
+  if len(files) > 1:
+    total = {'total_size': sum(sizes.values())}
+    index = {'metadata': total, 'weight_map': weight_map}
+    text = json.dumps(index, indent=2) + '\n'
+    (folder / weight_files.INDEX).write_text(text, encoding='utf-8')
+
+
+def _chunks(
+  params: functional.Params, entries: Sequence[names.Entry]
+) -> Iterator[np.ndarray]:
+  """The values of tensors, in their order."""
+  row = lambda entry: (entry.path, entry.index[:-1])
+  for (path, outer), group in itertools.groupby(entries, key=row):
+    leaf, tensors = _leaf(params, path), list(group)
+    axis = len(outer)
+    row_bytes = 4 * math.prod(leaf.shape[axis + 1 :])
+    step = max(1, weight_files.BLOCK_BYTES // row_bytes)
+    if not tensors[0].index:
+      (entry,) = tensors
+      # Rows of a transposed tensor are columns here.
+      step = len(leaf) if entry.transposed else step
+      for start in range(0, len(leaf), step):
+        rows = _block(leaf, [slice(start, min(start + step, len(leaf)))])
+        yield rows.T if entry.transposed else rows
+      continue
+    for run in (tensors[n : n + step] for n in range(0, len(tensors), step)):
+      first, last = run[0].index[-1], run[-1].index[-1]
+      here = [*(slice(n, n + 1) for n in outer), slice(first, last + 1)]
+      block = _block(leaf, here)[(0,) * axis]
+      for entry in run:
+        tensor = block[entry.index[-1] - first]
+        yield tensor.T if entry.transposed else tensor
+
+
+def _block(leaf: _Leaf, index: Sequence[slice]) -> np.ndarray:
+  """A slice of a leaf along its first axes, from the devices that hold it."""
+  if isinstance(leaf, np.ndarray):
+    return leaf[tuple(index)]
+  if not leaf.is_fully_addressable:
+    raise ValueError('other hosts hold parts of the weights')
+  wanted = [(i.start, i.stop) for i in index]
+  wanted += [(0, size) for size in leaf.shape[len(index) :]]
+  result = np.empty([stop - start for start, stop in wanted], leaf.dtype)
+  for shard in leaf.addressable_shards:
+    if shard.replica_id:
+      continue
+    held = [i.indices(n)[:2] for i, n in zip(shard.index, leaf.shape)]
+    both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, held)]
+    if any(start >= stop for start, stop in both):
+      continue
+    data = shard.data
+    if both != held:
+      # Cut on the device: the host keeps a copy of all that it is shown.
+      starts = [start - begin for (start, _), (begin, _) in zip(both, held)]
+      sizes = [stop - start for start, stop in both]
+      data = jax.lax.dynamic_slice(data, starts, sizes)
+    place = (slice(a - c, b - c) for (a, b), (c, _) in zip(both, wanted))
+    result[tuple(place)] = data
+  return result
+
+
+def _leaf(params: functional.Params, path: tuple[str, ...]) -> _Leaf:
+  leaf: Any = params
+  for key in path:
+    leaf = leaf[key]
+  return leaf
+
+
+def _shape(entry: names.Entry, leaf: _Leaf) -> tuple[int, ...]:
+  """Of the tensor in the file."""
+  shape = leaf.shape[len(entry.index) :]
+  return shape[::-1] if entry.transposed else shape

@@ -1,0 +1,88 @@
+"""The weight files of a Hugging Face directory: one, or several with an index.
+
+    model.safetensors                   all tensors, or
+    model.safetensors.index.json        {weight_map: {tensor: file}, ...} and
+    model-00001-of-00002.safetensors    the files it names
+
+Where both are there the single file counts, as with `transformers`. The
+index's metadata (total_size) is not looked at: writers disagree about it.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+import json
+import pathlib
+
+from stppo_jax.models.hf import safetensors_file
+
+SINGLE = 'model.safetensors'
+INDEX = 'model.safetensors.index.json'
+BLOCK_BYTES = 2**23  # of a leaf in float32, that the host holds at once
+_SHOWN = 3  # names in an error
+
+
+def read_headers(
+  directory: str | pathlib.Path,
+) -> dict[str, safetensors_file.Tensor]:
+  """All tensors of a directory by name; none of them is read.
+
+  Raises:
+    ValueError: no weights, a damaged file, or an index that does not fit its
+      files; one line.
+  """
+  directory = pathlib.Path(directory)
+  if (directory / SINGLE).is_file():
+    return safetensors_file.read_header(directory / SINGLE)
+  index = directory / INDEX
+  if not index.is_file():
+    raise ValueError(f'no {SINGLE} and no {INDEX} in {directory}')
+  weight_map = _weight_map(index)
+  tensors = {}
+  for file in sorted(set(weight_map.values())):
+    if not (directory / file).is_file():
+      raise ValueError(f'{index}: names {file}, which is not there')
+    there = safetensors_file.read_header(directory / file)
+    promised = {name for name, where in weight_map.items() if where == file}
+    for problem, names in (
+      ('lacks tensors that the index places in it', promised - there.keys()),
+      ('has tensors that the index does not', there.keys() - promised),
+    ):
+      if names:
+        raise ValueError(f'{directory / file}: {problem}: {shortened(names)}')
+    tensors |= there
+  return tensors
+
+
+def _weight_map(index: pathlib.Path) -> Mapping[str, str]:
+  content = read_json(index)
+  weight_map = content.get('weight_map')
+  if not isinstance(weight_map, dict) or not weight_map:
+    raise ValueError(f'{index}: no weight_map')
+  for file in weight_map.values():
+    # A file of this directory: an index must not lead out of it.
+    if not isinstance(file, str) or pathlib.PurePath(file).name != file:
+      raise ValueError(f'{index}: {file!r} is not a file name')
+  return weight_map
+
+
+def read_json(path: pathlib.Path) -> dict:
+  """The object in a JSON file.
+
+  Raises:
+    ValueError: it holds none; one line.
+  """
+  try:
+    content = json.loads(path.read_text(encoding='utf-8'))
+  except ValueError as error:
+    raise ValueError(f'{path}: not JSON: {error}') from error
+  if not isinstance(content, dict):
+    raise ValueError(f'{path}: expected an object, found {content!r:.40}')
+  return content
+
+
+def shortened(names: Iterable[str]) -> str:
+  """A few of the names, and how many more there are."""
+  names = sorted(names)
+  text = ', '.join(names[:_SHOWN])
+  more = len(names) - _SHOWN
+  return f'{text} and {more} more' if more > 0 else text

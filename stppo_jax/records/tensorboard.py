@@ -1,0 +1,80 @@
+"""A TensorBoard event file, written in the calling thread.
+
+tensorboardX's own `SummaryWriter` hands events to a thread; when the disk is
+full that thread dies, its queue fills, and the next `add_scalar` waits for
+ever. Here an error is raised where it happens. Format: TFRecord frames of
+`Event` messages.
+"""
+
+from collections.abc import Mapping
+import os
+import pathlib
+import struct
+import time
+
+from tensorboardX import record_writer
+from tensorboardX.proto import event_pb2
+from tensorboardX.proto import summary_pb2
+
+from stppo_jax.records import append
+
+
+class EventFile:
+  """One event file of a run; every start of the run has its own."""
+
+  def __init__(self, folder: pathlib.Path, *, purge_step: int | None):
+    """Makes the folder and opens the file.
+
+    Args:
+      folder: what `tensorboard --logdir` is given.
+      purge_step: TensorBoard forgets what earlier files of the folder say
+        about this step and later ones; None for a run that was not resumed.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    # TensorBoard reads the files in the order of their names.
+    name = f'events.out.tfevents.{int(time.time()):010d}.{os.getpid()}'
+    self._path = folder / name
+    first = event_pb2.Event(file_version='brain.Event:2', wall_time=time.time())
+    data = _frame(first)
+    if purge_step is not None:
+      started = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+      data += _frame(
+        event_pb2.Event(
+          step=purge_step, session_log=started, wall_time=time.time()
+        )
+      )
+    append.append(self._path, data)
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Appends the scalars of a step.
+
+    Raises:
+      OSError: nothing was written.
+    """
+    values = [
+      summary_pb2.Summary.Value(tag=name, simple_value=value)
+      for name, value in metrics.items()
+    ]
+    event = event_pb2.Event(
+      step=step,
+      wall_time=time.time(),
+      summary=summary_pb2.Summary(value=values),
+    )
+    append.append(self._path, _frame(event))
+
+
+def _frame(event) -> bytes:
+  """Length, its checksum, the message, its checksum."""
+  data = event.SerializeToString()
+  length = struct.pack('<Q', len(data))
+  return b''.join(
+    (
+      length,
+      struct.pack('<I', record_writer.masked_crc32c(length)),
+      data,
+      struct.pack('<I', record_writer.masked_crc32c(data)),
+    )
+  )

@@ -1,0 +1,159 @@
+"""What a run leaves behind: metrics, dialogues, and a sink that may fail.
+
+    workdir/metrics.jsonl              {"step": n, "name": number, ...} a line
+    workdir/trajectories-000012.jsonl  dialogues of step 12, one a line
+    workdir/tensorboard/               the same metrics again
+
+The first two are the source of truth. Metrics must never stop a run: an
+error of a file or a sink is counted in `writer/sink_errors` and told once.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import json
+import logging
+import math
+import os
+import pathlib
+import re
+
+from stppo_jax.records import append
+from stppo_jax.records import progress
+from stppo_jax.records import tensorboard as tensorboard_lib
+
+_log = logging.getLogger(__name__)
+_SINK_ERRORS = 'writer/sink_errors'
+_NON_FINITE = 'writer/non_finite'
+_TRAJECTORIES = re.compile(r'trajectories-(\d{6,})\.jsonl')
+
+
+class Writer:
+  """The only door out of a run."""
+
+  def __init__(
+    self,
+    workdir: str | pathlib.Path,
+    *,
+    num_steps: int,
+    tensorboard: bool,
+    trajectories: int,
+    display: progress.Progress | None = None,
+  ):
+    """Makes the folder; files are made at the first write.
+
+    Args:
+      workdir: the run's folder.
+      num_steps: of the whole run, for the progress display.
+      tensorboard: whether to write for TensorBoard too.
+      trajectories: dialogues kept of each step.
+      display: the progress display; by default one on standard output.
+    """
+    self._workdir = pathlib.Path(workdir)
+    self._workdir.mkdir(parents=True, exist_ok=True)
+    self._metrics = self._workdir / 'metrics.jsonl'
+    self._tensorboard = tensorboard
+    self._trajectories = trajectories
+    self._display = display or progress.Progress(num_steps)
+    self._sink = None
+    self._purge_step = None
+    self._errors = 0
+    self._told = set()
+
+  def truncate_after(self, step: int) -> None:
+    """Forgets what was written after `step`, so that resuming repeats nothing.
+
+    Call it before the first `write` of a resumed run. Drops the lines of
+    larger steps, a torn last line, and the dialogues of larger steps.
+    """
+    if self._metrics.exists():
+      kept = [
+        line
+        for line in self._metrics.read_bytes().splitlines(keepends=True)
+        if _step_of(line) <= step
+      ]
+      # By a rename: killed here, the file is the old one or the new one.
+      new = self._metrics.with_suffix('.new')
+      new.write_bytes(b''.join(kept))
+      os.replace(new, self._metrics)
+    for path in self._workdir.iterdir():
+      match = _TRAJECTORIES.fullmatch(path.name)
+      if match and int(match[1]) > step:
+        path.unlink()
+    self._purge_step = step + 1
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Appends the metrics of a step and shows it.
+
+    Args:
+      step: how many steps are done with this one.
+      metrics: name to number; what is not finite is written as null, and
+        named with its value under `writer/non_finite`.
+    """
+    finite, record = {}, {'step': int(step)}
+    non_finite = {}
+    for name, value in metrics.items():
+      value = float(value)
+      if math.isfinite(value):
+        finite[name] = record[name] = value
+      else:  # JSON has no nan
+        record[name] = None
+        non_finite[name] = str(value)
+    if self._tensorboard:
+      self._counted('tensorboard', lambda: self._write_sink(step, finite))
+    record[_SINK_ERRORS] = self._errors
+    if non_finite:
+      record[_NON_FINITE] = non_finite
+    line = json.dumps(record, allow_nan=False).encode() + b'\n'
+    self._counted('metrics', lambda: append.append(self._metrics, line))
+    self._display.update(step, finite)
+
+  def write_trajectories(self, step: int, records: Sequence[Mapping]) -> None:
+    """Writes the first dialogues of a step, as many as the run keeps."""
+    kept = records[: self._trajectories]
+    if not kept:
+      return
+    path = self._workdir / f'trajectories-{step:06d}.jsonl'
+    lines = b''.join(json.dumps(record).encode() + b'\n' for record in kept)
+
+    def replace():
+      path.unlink(missing_ok=True)
+      append.append(path, lines)
+
+    self._counted('trajectories', replace)
+
+  def show(self, text: str) -> None:
+    """Prints text to the terminal beside the progress display."""
+    self._display.show(text)
+
+  def close(self) -> None:
+    """Ends the display; all that was written is in its files already."""
+    self._display.close()
+
+  def _write_sink(self, step, metrics):
+    if self._sink is None:
+      self._sink = tensorboard_lib.EventFile(
+        self._workdir / 'tensorboard', purge_step=self._purge_step
+      )
+    self._sink.write(step, metrics)
+
+  def _counted(self, sink: str, call: Callable[[], None]) -> None:
+    """Calls; an error is counted, and told once for each sink."""
+    # Whatever a sink raises, days of training are worth more than a line.
+    try:
+      call()
+    except Exception as error:
+      self._errors += 1
+      if sink not in self._told:
+        self._told.add(sink)
+        _log.warning('cannot write %s, the run goes on: %r', sink, error)
+
+
+def _step_of(line: bytes) -> float:
+  """The step of a line of metrics; infinity where the line is torn."""
+  if not line.endswith(b'\n'):
+    return math.inf
+  try:
+    return json.loads(line)['step']
+  except (ValueError, KeyError, TypeError):
+    return math.inf

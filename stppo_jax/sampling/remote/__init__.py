@@ -1,0 +1,1 @@
+"""Engines that other processes run, and a small server of our own."""

@@ -1,0 +1,123 @@
+"""The files of a run's models: whether they fit the run, and its export."""
+
+import dataclasses
+import functools
+import pathlib
+
+from stppo_jax.learner import weights as weights_lib
+from stppo_jax.models import config as model_config
+from stppo_jax.models import functional
+from stppo_jax.models.hf import export as export_lib
+from stppo_jax.models.hf import load
+from stppo_jax.sampling import tokenizer as tokenizer_lib
+
+
+def load_tokenizer(home: str | pathlib.Path) -> tokenizer_lib.Tokenizer:
+  """The tokenizer of a directory.
+
+  Raises:
+    ValueError: it is none; one line that names the directory.
+  """
+  try:
+    return tokenizer_lib.Tokenizer.load(home)
+  except Exception as error:  # a damaged file gives any kind of them
+    if str(home) in str(error):
+      raise
+    told = f'{type(error).__name__}: {" ".join(str(error).split())}'
+    raise ValueError(
+      f'{home}: its tokenizer cannot be read ({told})'
+    ) from error
+
+
+def shape(
+  config, tokenizer: tokenizer_lib.Tokenizer | None
+) -> model_config.ModelConfig:
+  """The shape of a run's models, from the directory or from the config.
+
+  Args:
+    config: of the run.
+    tokenizer: its size is the vocabulary where there is no directory.
+
+  Raises:
+    ValueError: no model of ours.
+  """
+  model, runtime = config.model, weights_lib.computed_as(config)
+  if model.path:
+    return load.read_config(model.path, **runtime)
+  sizes = {
+    field.name: model[field.name]
+    for field in dataclasses.fields(model_config.ModelConfig)
+    if field.name in model and field.name not in runtime
+  }
+  return model_config.ModelConfig(
+    vocab_size=tokenizer.vocab_size, **sizes, **runtime
+  )
+
+
+def check(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
+  """Whether the models' files are whole and fit each other.
+
+  Reads no weight and touches no device.
+
+  Raises:
+    ValueError: they do not; one line.
+  """
+  model, policy = config.model, shape(config, tokenizer)
+  if model.path:
+    load.check_weights(model.path, policy)
+    if tokenizer.vocab_size > policy.vocab_size:
+      home = model.tokenizer_path or model.path
+      raise ValueError(
+        f'{home}: the tokenizer has {tokenizer.vocab_size} tokens, the '
+        f'embedding in {model.path} only {policy.vocab_size} rows'
+      )
+  if model.reference_path:
+    _check_reference(config, policy)
+
+
+def _check_reference(config, policy: model_config.ModelConfig) -> None:
+  """Raises ValueError where the reference is not of the policy's shape."""
+  model, path = config.model, config.model.reference_path
+  reference = load.read_config(path, **weights_lib.computed_as(config))
+  ours, theirs = dataclasses.asdict(policy), dataclasses.asdict(reference)
+  for name in model_config.compared(policy):
+    if ours[name] != theirs[name]:
+      whose = f'in {model.path}' if model.path else 'of this config'
+      raise ValueError(
+        f'{path}: {name}={theirs[name]}, but the policy {whose} has '
+        f'{ours[name]}'
+      )
+  load.check_weights(path, reference)
+
+
+def export(
+  config,
+  directory: str | pathlib.Path,
+  model: functional.Model,
+  params: functional.Params,
+  tokenizer: tokenizer_lib.Tokenizer,
+  *,
+  dtype: str,
+) -> None:
+  """Writes a policy of a run as a directory that `transformers` loads.
+
+  Files that the model came with are copied as they are. Where they have gone
+  since the run began, what the run knows of them is written anew.
+
+  Raises:
+    OSError, ValueError: see `export_hf.export`.
+  """
+  source = pathlib.Path(config.model.path)
+  home = pathlib.Path(config.model.tokenizer_path or config.model.path)
+  save = tokenizer.save
+  if home.name and (home / 'tokenizer.json').is_file():
+    save = functools.partial(export_lib.copy_tokenizer, home)
+  known = config.model.path and (source / 'config.json').is_file()
+  export_lib.export(
+    directory,
+    model.config,
+    params,
+    dtype=dtype,
+    source=source if known else '',
+    save_tokenizer=save,
+  )

@@ -1,0 +1,296 @@
+"""What annotating adds, by hand: models here tell what is written on them."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.learner import annotate as annotate_lib
+from stppo_jax.learner import state as state_lib
+from stppo_jax.models import functional
+from tests.learner import updates
+from tests.models import tiny
+from tests.rl import batches
+
+_TURN_IDS = np.array(
+  [
+    [0, 0, 1, 1, 0, 0, 2, 2],
+    [0, 1, 1, 1, 0, 2, 0, 0],
+    [0, 0, 1, 0, 2, 2, 2, 0],
+    [0, 1, 1, 0, 0, 0, 0, 0],
+  ],
+  np.int32,
+)
+_FAILED = 2
+_MASK = (_TURN_IDS > 0) & (np.arange(4) != _FAILED)[:, None]
+_LAST = (0, 7), (1, 5), (3, 2)  # the last policy token of each healthy row
+_REWARDS = 1.0, -0.5, 0.25
+
+
+class _Told:
+  """The parameters are the answer; the temperature divides log-probs."""
+
+  head = 'vocabulary'
+  config = tiny.model().config
+
+  @property
+  def plain(self):
+    return self
+
+  def logprobs_and_entropy(
+    self, params, tokens_BL, positions_BM, lengths_B, *, temperature
+  ):
+    del tokens_BL, positions_BM, lengths_B
+    return params / temperature, jnp.zeros_like(params)
+
+  def scores(
+    self,
+    params,
+    tokens_BL,
+    positions_BM,
+    lengths_B,
+    expert_ids_BLNE,
+    *,
+    temperature,
+  ):
+    del expert_ids_BLNE
+    logprobs_and_entropy = self.logprobs_and_entropy(
+      params, tokens_BL, positions_BM, lengths_B, temperature=temperature
+    )
+    return functional.Scores(*logprobs_and_entropy, None, None)
+
+  def values(self, params, tokens_BL, lengths_B):
+    del tokens_BL, lengths_B
+    return params
+
+
+@dataclasses.dataclass
+class _Case:
+  """A batch, and what its models say of it; garbage off the mask."""
+
+  old: np.ndarray
+  reference: np.ndarray
+  values: np.ndarray
+  sampler: np.ndarray
+  rewards: np.ndarray
+
+
+def _case():
+  rng = np.random.default_rng(0)
+  draw = lambda: rng.normal(size=_MASK.shape).astype(np.float32)
+  garbage = lambda x: np.where(_MASK, x, np.float32(np.nan))
+  old, reference, values = -np.abs(draw()), -np.abs(draw()), draw()
+  rewards = np.zeros_like(old)
+  for place, reward in zip(_LAST, _REWARDS):
+    rewards[place] = reward
+  return _Case(
+    old=garbage(old),
+    reference=garbage(reference),
+    values=garbage(values),
+    sampler=old.copy(),
+    rewards=rewards,
+  )
+
+
+@functools.cache
+def _jitted(temperature):
+  return jax.jit(
+    functools.partial(
+      annotate_lib.annotate,
+      policy=_Told(),
+      value=_Told(),
+      temperature=temperature,
+      num_turns=2,
+    )
+  )
+
+
+def _annotate(case, temperature=1.0, *, sampled_by=None, **changes):
+  batch = batch_lib.TokenBatch(
+    tokens_BL=np.zeros(_MASK.shape, np.int32),
+    lengths_B=np.full(len(_MASK), _MASK.shape[1], np.int32),
+    turn_ids_BL=_TURN_IDS,
+    loss_mask_BL=_MASK,
+    sampler_logprobs_BL=case.sampler,
+    rewards_BL=case.rewards,
+    group_ids_B=np.arange(len(_MASK), dtype=np.int32),
+  )
+  state = state_lib.TrainState(
+    state_lib.ModelState(case.old, None, np.int32(0)),
+    state_lib.ModelState(case.values, None, np.int32(0)),
+  )
+  algorithm = batches.algorithm('st_ppo', **changes)
+  batch, metrics = _jitted(temperature)(
+    batch, state, case.reference, algorithm, sampled_by
+  )
+  return jax.device_get(batch), {k: float(v) for k, v in metrics.items()}
+
+
+def _to_go(rewards_BL):
+  """The sum of the rewards from each token on, at the policy tokens."""
+  rewards_BL = np.where(_MASK, rewards_BL, 0)
+  to_go_BL = np.cumsum(rewards_BL[:, ::-1], axis=1)[:, ::-1]
+  return np.where(_MASK, to_go_BL, 0)
+
+
+def _whitened(x_BL):
+  chosen = x_BL[_MASK]
+  white_BL = (x_BL - chosen.mean()) / np.sqrt(chosen.var(ddof=1) + 1e-8)
+  return np.where(_MASK, white_BL, 0)
+
+
+def _assert_close(actual, expected):
+  np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('where', ['reward', 'loss'])
+def test_by_hand(where):
+  case = _case()
+  kl = {'kl__where': where, 'kl__coefficient': 0.3, 'kl__estimator': 'k1'}
+  batch, metrics = _annotate(case, **kl)
+  x_BL = np.where(_MASK, case.old - case.reference, 0)
+  coefficient = 0.3 if where == 'reward' else 0.0
+  rewards_BL = case.rewards - coefficient * x_BL
+  # Gamma and lambda are 1: the return is what is still to come.
+  returns_BL = _to_go(rewards_BL)
+  _assert_close(batch.returns_BL, returns_BL)
+  values_BL = np.where(_MASK, case.values, 0)
+  _assert_close(batch.advantages_BL, _whitened(returns_BL - values_BL))
+  _assert_close(batch.old_logprobs_BL, np.where(_MASK, case.old, 0))
+  _assert_close(batch.ref_logprobs_BL, np.where(_MASK, case.reference, 0))
+  np.testing.assert_array_equal(batch.value_mask_BL, _MASK)
+
+  healthy = np.arange(len(_MASK)) != _FAILED
+  of_rows = rewards_BL.sum(axis=1)[healthy]
+  _assert_close(metrics['critic/rewards/mean'], of_rows.mean())
+  _assert_close(metrics['critic/rewards/max'], of_rows.max())
+  _assert_close(metrics['critic/kl'], x_BL[_MASK].mean())
+  _assert_close(metrics['critic/kl_coef'], 0.3)
+  _assert_close(metrics['critic/values/mean'], values_BL[_MASK].mean())
+  assert all(np.isfinite(list(metrics.values())))
+
+
+def test_whitening_is_over_the_whole_batch():
+  batch, _ = _annotate(_case())
+  advantages = batch.advantages_BL[_MASK]
+  assert abs(advantages.mean()) < 1e-6
+  assert abs(advantages.var(ddof=1) - 1) < 1e-5
+  # Not row by row.
+  assert abs(batch.advantages_BL[0][_MASK[0]].mean()) > 0.05
+
+
+def test_temperature_reaches_the_log_probabilities():
+  case = _case()
+  batch, _ = _annotate(case, temperature=2.0)
+  _assert_close(batch.old_logprobs_BL, np.where(_MASK, case.old / 2, 0))
+  _assert_close(batch.ref_logprobs_BL, np.where(_MASK, case.reference / 2, 0))
+
+
+def test_an_older_policy_may_be_the_denominator():
+  case = _case()
+  state = dataclasses.replace(case, old=case.old - 1)
+  expected, theirs = _annotate(case)
+  batch, metrics = _annotate(state, sampled_by=case.old)
+  # As if it were the policy of now, with whatever follows from it.
+  jax.tree.map(np.testing.assert_array_equal, batch, expected)
+  assert metrics == theirs and metrics['mismatch/logprob_abs_diff'] == 0
+  _, metrics = _annotate(state)
+  assert metrics['mismatch/logprob_abs_diff'] == pytest.approx(1)
+
+
+def test_a_sampler_that_agrees_has_no_mismatch():
+  _, metrics = _annotate(_case())
+  assert metrics['mismatch/logprob_abs_diff'] == 0
+  assert metrics['mismatch/k3'] == 0
+  assert metrics['mismatch/weight_raw_max'] == 1
+
+
+def test_a_planted_mismatch_is_measured_exactly():
+  case = _case()
+  planted = {(0, 2): 0.5, (1, 5): -0.75, (3, 1): 0.125}
+  for place, difference in planted.items():
+    case.sampler[place] += difference
+  case.sampler[_FAILED] += 9.0  # a failed row counts in nothing
+  case.sampler[0, 0] += 9.0  # nor does what the policy did not write
+  _, metrics = _annotate(case)
+  x = np.array(list(planted.values()))
+  _assert_close(metrics['mismatch/logprob_abs_diff'], 0.75)
+  _assert_close(metrics['mismatch/weight_raw_max'], np.exp(0.75))
+  k3 = (np.exp(-x) - 1 + x).sum() / _MASK.sum()
+  _assert_close(metrics['mismatch/k3'], k3)
+
+
+@functools.cache
+def _compiled(rows, microbatch_size):
+  """`annotate` of policy and value model, and a batch of so many rows."""
+  models = updates.transformers(**tiny.MIXTURE)
+  batch = jax.tree.map(
+    lambda x: np.concatenate([x] * (rows // updates.B)), updates.batch(models)
+  )
+  annotate = jax.jit(
+    functools.partial(
+      annotate_lib.annotate,
+      policy=models.policy,
+      value=models.value,
+      temperature=1.0,
+      num_turns=updates.NUM_TURNS,
+      microbatch_size=microbatch_size,
+      routing_replay='trainer',
+    ),
+    compiler_options=updates.COMPILER_OPTIONS,
+  )
+  algorithm = batches.algorithm('st_ppo', kl__where='reward')
+  reference = tiny.params(models.policy, 7)
+  args = batch, updates.state(models), reference, algorithm
+  return annotate.lower(*args).compile(), args
+
+
+def test_rows_may_be_asked_about_in_parts():
+  whole, parts = (
+    jax.device_get(compiled(*args))
+    for compiled, args in (_compiled(16, size) for size in (0, 4))
+  )
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+    parts,
+    whole,
+  )
+  assert parts[0].expert_ids_BLNE.dtype == np.int16
+
+
+def test_memory_is_that_of_the_parts():
+  of_64, of_16 = (
+    _compiled(rows, 4)[0].memory_analysis().temp_size_in_bytes
+    for rows in (64, 16)
+  )
+  assert of_64 < 2 * of_16
+
+
+def test_no_part_casts_weights_again():
+  models = updates.transformers(dtype='bfloat16')
+  state = updates.state(models)
+  annotate = functools.partial(
+    annotate_lib.annotate,
+    policy=models.policy,
+    value=models.value,
+    temperature=1.0,
+    num_turns=updates.NUM_TURNS,
+    microbatch_size=4,
+  )
+  program = jax.make_jaxpr(annotate)(
+    updates.batch(models),
+    state,
+    state.policy.params,
+    batches.algorithm('st_ppo'),
+    state.policy.params,
+  )
+  loop, *_ = (e for e in program.eqns if e.primitive.name == 'scan')
+  kinds = [x.aval.dtype for x in loop.invars]
+  assert kinds.count(jnp.bfloat16) == 4 * len(
+    jax.tree.leaves(state.policy.params)
+  )
+  assert jnp.dtype('float32') not in kinds

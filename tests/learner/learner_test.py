@@ -1,0 +1,191 @@
+"""What a step does to the train state, on the shapes of the whole runs."""
+
+import jax
+import numpy as np
+import pytest
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.training import assembly
+from tests.training import runs
+
+_ROWS, _LENGTH = 16, 128
+_WARM_STEPS = 3
+
+
+@pytest.fixture(scope='module')
+def learner():
+  config = runs.config(loss__value_warmup_steps=_WARM_STEPS)
+  questions = assembly.build_questions(config)
+  tokenizer = assembly.build_tokenizer(config, questions)
+  shape = assembly.build_model_config(config, tokenizer)
+  return learner_lib.Learner(config, shape, assembly.build_mesh(config))
+
+
+@pytest.fixture(scope='module')
+def packed():
+  """Sixteen rows of two turns, as `pack` makes them."""
+  rng = np.random.default_rng(0)
+  turn_ids = np.zeros((_ROWS, _LENGTH), np.int32)
+  turn_ids[:, 10:18], turn_ids[:, 40:48] = 1, 2
+  rewards = np.zeros(turn_ids.shape, np.float32)
+  rewards[:, 47] = rng.normal(size=_ROWS)
+  return batch_lib.TokenBatch(
+    tokens_BL=rng.integers(0, 290, turn_ids.shape).astype(np.int32),
+    lengths_B=np.full(_ROWS, 48, np.int32),
+    turn_ids_BL=turn_ids,
+    loss_mask_BL=turn_ids > 0,
+    sampler_logprobs_BL=np.zeros(turn_ids.shape, np.float32),
+    rewards_BL=rewards,
+    group_ids_B=np.arange(_ROWS, dtype=np.int32),
+  )
+
+
+def _stepped(learner, packed, step, *, state=None):
+  """(state after, metrics) of the updates of that step."""
+  state = learner.start() if state is None else state
+  batch, _ = learner.annotate(packed, state, learner.reference())
+  return learner.update_epochs(state, batch, step)
+
+
+def _assert_equal(actual, expected):
+  jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def _moved(before, after):
+  return max(
+    np.abs(np.asarray(a) - np.asarray(b)).max()
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(after))
+  )
+
+
+def test_the_policy_rests_while_values_warm_up(learner, packed):
+  start = jax.device_get(learner.start())
+  rested, metrics = _stepped(learner, packed, _WARM_STEPS - 1)
+  _assert_equal(rested.policy, start.policy)
+  assert rested.value.updates == 2
+  assert _moved(rested.value.params, start.value.params) > 1e-6
+  assert metrics['critic/lr'] > 0
+  learned, _ = _stepped(learner, packed, _WARM_STEPS)
+  assert learned.policy.updates == 2
+  assert _moved(learned.policy.params, start.policy.params) > 1e-6
+
+
+def test_the_first_ratio_is_one(learner, packed):
+  # The policy rests: the second minibatch is at the old policy too.
+  _, metrics = _stepped(learner, packed, 0)
+  for level in ('token', 'turn', 'sequence'):
+    assert abs(metrics[f'ratio/{level}/min'] - 1) < 1e-6
+    assert abs(metrics[f'ratio/{level}/max'] - 1) < 1e-6
+  assert metrics['actor/pg_clipfrac'] == 0
+
+
+def test_the_state_is_consumed(learner, packed):
+  state = learner.start()
+  leaves = jax.tree.leaves(state)
+  _stepped(learner, packed, 5, state=state)
+  assert all(leaf.is_deleted() for leaf in leaves)
+
+
+def test_a_copied_policy_outlives_the_updates(learner, packed):
+  state = learner.start()
+  before = jax.device_get(state.policy.params)
+  kept = learner.copy_policy(state)
+  _stepped(learner, packed, 5, state=state)
+  _assert_equal(kept, before)
+  # It lies where a restored one does: the same program annotates with both.
+  assert jax.tree.map(lambda x: x.sharding, kept) == jax.tree.map(
+    lambda x: x.sharding, learner.start().policy.params
+  )
+
+
+def test_a_checkpoint_holds_the_policies_that_were_published():
+  config = runs.config(rollout__steps_ahead=2)
+  questions = assembly.build_questions(config)
+  tokenizer = assembly.build_tokenizer(config, questions)
+  shape = assembly.build_model_config(config, tokenizer)
+  learner = learner_lib.Learner(config, shape, assembly.build_mesh(config))
+  form = learner.saved_form(learner.start())
+  kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.sharding), tree)
+  assert kinds(form.published) == (kinds(form.policy.params),) * 2
+
+
+def test_the_whole_state_is_written_in_place(learner, packed):
+  state = learner.start()
+  batch, _ = learner.annotate(packed, state, learner.reference())
+  rows = np.arange(8, dtype=np.int32)
+  program = learner._update.lower(
+    state, batch, rows, learner._algorithm, learner._numbers_at(0)
+  )
+  memory = program.compile().memory_analysis()
+  # Every leaf is whole on every device: the mesh is of the data axis only.
+  size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+  assert memory.alias_size_in_bytes >= 0.99 * size
+
+
+def test_metrics_are_means_over_the_updates(learner, packed):
+  _, metrics = _stepped(learner, packed, _WARM_STEPS)
+  # Rates of updates 1 and 2 of a warm-up of 20.
+  assert metrics['actor/lr'] == pytest.approx(2.5e-4 * 1.5 / 20)
+  assert metrics['update/skipped'] == 0
+
+
+def test_another_step_does_not_compile_again(learner, packed):
+  state, _ = _stepped(learner, packed, 0)
+  programs = learner._update._cache_size()
+  _stepped(learner, packed, _WARM_STEPS, state=state)
+  assert learner._update._cache_size() == programs == 1
+
+
+def test_every_epoch_is_another_permutation():
+  config = runs.config(
+    rollout__trajectories_per_step=32,
+    updates__minibatch_size=8,
+    updates__num_epochs=2,
+  )
+  questions = assembly.build_questions(config)
+  tokenizer = assembly.build_tokenizer(config, questions)
+  shape = assembly.build_model_config(config, tokenizer)
+  learner = learner_lib.Learner(config, shape, assembly.build_mesh(config))
+  orders = []
+  for step in (0, 1):
+    minibatches = list(learner._minibatches(32, step))
+    assert [len(rows) for rows in minibatches] == [8] * 8
+    for epoch in (minibatches[:4], minibatches[4:]):
+      rows = np.concatenate(epoch).tolist()
+      assert sorted(rows) == list(range(32))
+      orders.append(tuple(rows))
+  assert len(set(orders)) == 4
+  again = np.concatenate(list(learner._minibatches(32, 1))).tolist()
+  assert tuple(again) == orders[2] + orders[3]
+
+
+def test_value_and_policy_share_a_start(learner):
+  state = learner.start()
+  _assert_equal(state.policy.params, learner.reference())
+  for name in ('embedding', 'layers', 'norm'):
+    _assert_equal(state.value.params[name], state.policy.params[name])
+
+
+def test_a_reference_may_wait_in_host_memory(learner, packed):
+  config = runs.config(model__reference_memory='host')
+  questions = assembly.build_questions(config)
+  tokenizer = assembly.build_tokenizer(config, questions)
+  shape = assembly.build_model_config(config, tokenizer)
+  other = learner_lib.Learner(config, shape, assembly.build_mesh(config))
+  waiting = other.reference()
+  kinds = lambda tree: {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
+  assert kinds(waiting) == {'pinned_host'}
+  state = learner.start()
+  expected, _ = learner.annotate(packed, state, learner.reference())
+  actual, _ = other.annotate(packed, state, waiting)
+  _assert_equal(actual.ref_logprobs_BL, expected.ref_logprobs_BL)
+  assert np.abs(expected.ref_logprobs_BL).max() > 1
+  assert kinds(waiting) == {'pinned_host'}  # and still there
+
+
+def test_a_state_stays_where_it_is(learner, packed):
+  state = learner.start()
+  places = jax.tree.map(lambda leaf: leaf.sharding, state)
+  state, _ = _stepped(learner, packed, 5, state=state)
+  assert jax.tree.map(lambda leaf: leaf.sharding, state) == places

@@ -1,0 +1,119 @@
+"""Microbatches of a bfloat16 model: one cast, sums in float32."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from stppo_jax.learner import preference_update
+from stppo_jax.learner import update
+from stppo_jax.training import pairs as pairs_lib
+from tests.learner import updates
+from tests.rl import batches
+
+_FLOAT32, _BFLOAT16 = jnp.dtype('float32'), jnp.dtype('bfloat16')
+
+
+@functools.cache
+def _program(num_microbatches):
+  """The jaxpr of the gradients, and their shapes."""
+  models = updates.transformers(dtype='bfloat16')
+  return jax.make_jaxpr(
+    functools.partial(
+      update.gradients,
+      policy=models.policy,
+      value=models.value,
+      temperature=1.0,
+      num_turns=updates.NUM_TURNS,
+      num_microbatches=num_microbatches,
+    ),
+    return_shape=True,
+  )(
+    updates.state(models),
+    updates.batch(updates.sums()),
+    batches.algorithm('st_ppo'),
+    updates.NUMBERS,
+  )
+
+
+@functools.cache
+def _program_of_pairs():
+  """The jaxpr of an update on pairs."""
+  policy = updates.transformers(dtype='bfloat16').policy
+  start = updates.state(updates.transformers()).policy
+  pairs = pairs_lib.packed(
+    np.zeros((8, 2, 12), np.int32), np.ones((8, 2, 12), bool)
+  )
+  numbers = {'optimizer': updates.DESCENT, 'beta': 0.1, 'alpha': 0.5}
+  return jax.make_jaxpr(
+    functools.partial(
+      preference_update.update,
+      policy=policy,
+      optimizer=optax.identity(),
+      name='tdpo2',
+      temperature=1.0,
+      num_microbatches=4,
+    )
+  )(start, start.params, pairs, numbers)
+
+
+def _accumulation(jaxpr):
+  """The loop over microbatches that sums: it carries the most."""
+  loops = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == 'scan']
+  return max(loops, key=lambda e: len(_read_and_carried(e)[1]))
+
+
+def _read_and_carried(loop):
+  """Avals of what all rounds of a scan read, and of what they hand on.
+
+  A round sees both as they are, and slices of the rest: names of jax for their
+  numbers change.
+  """
+  body = loop.params['jaxpr']
+
+  def whole(outside, inside):
+    pairs = zip(outside, inside, strict=True)
+    return [x.aval for x, y in pairs if x.aval.shape == y.aval.shape]
+
+  carried = whole(loop.outvars, body.jaxpr.outvars)
+  kept = whole(loop.invars, body.jaxpr.invars)
+  return kept[: len(kept) - len(carried)], carried
+
+
+@pytest.mark.parametrize('num_microbatches', [1, 4])
+def test_gradients_are_float32_of_every_weight(num_microbatches):
+  _, found = _program(num_microbatches)
+  state = updates.state(updates.transformers(dtype='bfloat16'))
+  for gradient, model in (
+    (found.policy, state.policy),
+    (found.value, state.value),
+  ):
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), gradient)
+    wanted = jax.tree.map(lambda x: (x.shape, _FLOAT32), model.params)
+    assert shapes == wanted
+
+
+def test_sums_are_carried_in_float32():
+  loop = _accumulation(_program(4)[0])
+  assert loop.params['length'] == 4
+  _, carried = _read_and_carried(loop)
+  assert {aval.dtype for aval in carried} == {_FLOAT32}
+  params = updates.state(updates.transformers()).policy.params
+  shapes = [aval.shape for aval in carried]
+  for leaf in jax.tree.leaves(params):
+    assert leaf.shape in shapes
+
+
+@pytest.mark.parametrize('of_pairs', [False, True])
+def test_weights_are_cast_before_the_loop(of_pairs):
+  program = _program_of_pairs() if of_pairs else _program(4)[0]
+  loop = _accumulation(program)
+  consts, _ = _read_and_carried(loop)
+  for model in ('policy', 'value')[: 1 if of_pairs else 2]:
+    state = getattr(updates.state(updates.transformers()), model)
+    for leaf in jax.tree.leaves(state.params):
+      dtypes = {aval.dtype for aval in consts if aval.shape == leaf.shape}
+      assert dtypes == {_BFLOAT16}, leaf.shape

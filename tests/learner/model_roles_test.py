@@ -1,0 +1,273 @@
+"""Adapters and a shared backbone, beside the updates of whole weights."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from stppo_jax.learner import annotate as annotate_lib
+from stppo_jax.learner import model_roles
+from stppo_jax.learner import state as state_lib
+from stppo_jax.models import lora
+from tests.learner import updates
+from tests.models import tiny
+from tests.rl import batches
+from tests.training import runs
+
+_LORA = lora.Lora(rank=2, alpha=3.0, targets='(q|o|up)_proj')
+_COEFFICIENT = 0.3
+_NUMBERS = updates.NUMBERS | {'value_coefficient': _COEFFICIENT}
+_BIAS = {
+  'correction__clipping_bias__tau': 0.1,  # below the batch's rho: it scales
+  'correction__clipping_bias__floor': 0.01,
+}
+_MANY = {'mesh': (2, 2, 2), 'num_microbatches': 2}
+
+
+def _model_state(params):
+  return state_lib.ModelState(params, optax.EmptyState(), np.int32(0))
+
+
+def _close(actual, expected, atol=1e-6):
+  jax.tree.map(
+    lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=atol),
+    actual,
+    expected,
+  )
+
+
+def _norm(tree):
+  return np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
+
+
+@pytest.mark.parametrize(
+  ('norm', 'cut'),
+  [
+    ('coefficient', {}),
+    ('gradient', _MANY),
+    pytest.param('gradient', {}, marks=pytest.mark.slow),
+    pytest.param('coefficient', _MANY, marks=pytest.mark.slow),
+  ],
+)
+def test_a_shared_backbone_learns_the_sum_of_two_gradients(norm, cut):
+  """Of a policy and a value model whose backbones are equal.
+
+  The correction of the policy's gradient does not reach the values.
+  """
+  models = updates.sums()
+  algorithm = batches.algorithm(
+    'st_ppo', correction__clipping_bias__norm=norm, **_BIAS
+  )
+  batch = updates.batch(models)
+  state = updates.state(models)
+  head = state.value.params['scalar_head']
+  backbone = {'embedding': state.policy.params['embedding']}
+  apart = dataclasses.replace(
+    state, value=_model_state(backbone | {'scalar_head': head})
+  )
+  expected = updates.update(algorithm, batch, models, state=apart)
+  policy_gradient, value_gradient = (
+    jax.tree.map(np.subtract, old.params, new.params)
+    for old, new in (
+      (apart.policy, expected.state.policy),
+      (apart.value, expected.state.value),
+    )
+  )
+  scaled = jax.tree.map(lambda g: _COEFFICIENT * g, value_gradient)
+  assert min(_norm(policy_gradient), _norm(scaled)) > 1e-3
+  if norm == 'gradient':
+    assert expected.metrics['stab/bias_grad_norm'] > 0.02
+  else:
+    assert expected.metrics['stab/scale'] != 1
+
+  shared = updates.Models(dataclasses.replace(models.policy, head='both'), None)
+  params = state.policy.params | {'scalar_head': head}
+  found = updates.update(
+    algorithm,
+    batch,
+    shared,
+    state=state_lib.TrainState(_model_state(params), None),
+    numbers=_NUMBERS,
+    **cut,
+  )
+  assert found.state.value is None
+  gradient = jax.tree.map(np.subtract, params, found.state.policy.params)
+  _close(
+    gradient,
+    {
+      'embedding': policy_gradient['embedding'] + scaled['embedding'],
+      'lm_head': policy_gradient['lm_head'],
+      'scalar_head': scaled['scalar_head'],
+    },
+  )
+  metrics = {
+    name: x
+    for name, x in expected.metrics.items()
+    if not name.endswith(('grad_norm', 'lr'))
+  }
+  for name, value in metrics.items():
+    np.testing.assert_allclose(
+      found.metrics[name], value, 1e-5, 1e-6, err_msg=name
+    )
+
+
+def _with_adapters(models):
+  """Models, their state beside a frozen base, and the state merged."""
+  adapted = updates.Models(
+    *(dataclasses.replace(model, lora=_LORA) for model in models)
+  )
+  rng = np.random.default_rng(4)
+  frozen = updates.state(models).policy.params
+
+  def trained(model):
+    shapes = jax.eval_shape(model.init_adapters, jax.random.key(0))
+    if model.head == 'scalar':
+      shapes = shapes | {'scalar_head': np.zeros((16, 1))}
+    return jax.tree.map(
+      lambda s: (0.3 * rng.normal(size=s.shape)).astype(np.float32), shapes
+    )
+
+  state = state_lib.TrainState(*(_model_state(trained(m)) for m in adapted))
+
+  def merged(model, params):
+    return _model_state(lora.merged(_LORA, model.joined(frozen, params)))
+
+  whole = state_lib.TrainState(
+    merged(adapted.policy, state.policy.params),
+    merged(adapted.value, state.value.params),
+  )
+  return adapted, state, frozen, jax.device_get(whole)
+
+
+def _adapter_gradient(pair, kernel_gradient):
+  """Through W + s A B: of A and of B, by the chain rule."""
+  gradient, scale = kernel_gradient, _LORA.alpha / _LORA.rank
+  return {
+    'lora_a': scale * np.einsum('nio,nro->nir', gradient, pair['lora_b']),
+    'lora_b': scale * np.einsum('nir,nio->nro', pair['lora_a'], gradient),
+  }
+
+
+@pytest.mark.parametrize(
+  'cut', [{}, pytest.param(_MANY, marks=pytest.mark.slow, id='many')]
+)
+def test_adapters_get_the_gradient_of_the_merged_weights(cut):
+  models, algorithm = updates.transformers(), batches.algorithm('st_ppo')
+  adapted, state, frozen, whole = _with_adapters(models)
+  batch = updates.batch(models)
+  expected = updates.update(algorithm, batch, models, state=whole)
+  found = updates.update(
+    algorithm, batch, adapted, state=state, frozen=frozen, **cut
+  )
+  for name in ('policy', 'value'):
+    old, new = getattr(whole, name), getattr(expected.state, name)
+    of_all = jax.tree.map(np.subtract, old.params, new.params)
+    before = getattr(state, name).params
+    after = getattr(found.state, name).params
+    wanted = {
+      'layers': {
+        layer: _adapter_gradient(pair, of_all['layers'][layer]['kernel'])
+        for layer, pair in before['layers'].items()
+      }
+    }
+    if name == 'value':
+      wanted['scalar_head'] = of_all['scalar_head']
+    gradient = jax.tree.map(np.subtract, before, after)
+    assert wanted['layers'].keys() == {'q_proj', 'o_proj', 'up_proj'}
+    assert _norm(wanted) > 1e-2
+    _close(gradient, wanted, atol=1e-5)
+
+
+@functools.cache
+def _jitted(models):
+  return jax.jit(
+    functools.partial(
+      annotate_lib.annotate,
+      policy=models.policy,
+      value=models.value,
+      temperature=1.0,
+      num_turns=updates.NUM_TURNS,
+    )
+  )
+
+
+def _annotate(models, state, reference):
+  batch = updates.batch(updates.transformers())
+  algorithm = batches.algorithm('st_ppo')
+  return jax.device_get(_jitted(models)(batch, state, reference, algorithm))
+
+
+def test_the_frozen_base_is_the_reference():
+  models = updates.transformers()
+  adapted, state, frozen, whole = _with_adapters(models)
+  state = dataclasses.replace(state, frozen=frozen)
+  found, metrics = _annotate(adapted, state, None)
+  expected, _ = _annotate(models, whole, frozen)
+  for name in ('old_logprobs_BL', 'ref_logprobs_BL', 'values_BL'):
+    _close(getattr(found, name), getattr(expected, name), atol=1e-5)
+  assert metrics['critic/kl'] != 0
+
+  # Where B is zero, the policy is its reference, to the last bit.
+  params = jax.tree_util.tree_map_with_path(
+    lambda path, x: 0 * x if path[-1].key == 'lora_b' else x,
+    state.policy.params,
+  )
+  fresh = dataclasses.replace(state, policy=_model_state(params))
+  found, metrics = _annotate(adapted, fresh, None)
+  np.testing.assert_array_equal(found.old_logprobs_BL, found.ref_logprobs_BL)
+  assert metrics['critic/kl'] == 0
+
+
+def _flops(models):
+  """Of annotating, and of an update."""
+  state, batch = updates.state(models), updates.batch(updates.transformers())
+  if models.value is None:
+    params = state.policy.params
+    reference = {n: x for n, x in params.items() if n != 'scalar_head'}
+  else:
+    reference = state.policy.params
+  algorithm = batches.algorithm('st_ppo')
+  programs = (
+    _jitted(models).lower(batch, state, reference, algorithm),
+    updates.compiled(models).lower(state, batch, algorithm, _NUMBERS),
+  )
+  return [program.cost_analysis()['flops'] for program in programs]
+
+
+def test_a_shared_backbone_costs_10_n_instead_of_18_n():
+  """Old, reference, values, and three passes for each model that learns."""
+  # Unrolled, because XLA counts the body of a loop once.
+  shape = dict(
+    hidden_size=128, intermediate_size=512, head_dim=64, scan_unroll=2
+  )
+  own = updates.transformers(**shape)
+  shared = updates.Models(tiny.model('both', **shape), None)
+  (annotate, update), (annotate_shared, update_shared) = (
+    _flops(own),
+    _flops(shared),
+  )
+  np.testing.assert_allclose(annotate_shared / annotate, 4 / 6, rtol=0.03)
+  np.testing.assert_allclose(update_shared / update, 6 / 12, rtol=0.03)
+  ratio = (annotate_shared + update_shared) / (annotate + update)
+  np.testing.assert_allclose(ratio, 10 / 18, rtol=0.03)
+
+
+@pytest.mark.parametrize('rank', [0, 2])
+@pytest.mark.parametrize(
+  ('backbone', 'uses_values', 'heads'),
+  [
+    ('own', True, ['vocabulary', 'scalar']),
+    ('own', False, ['vocabulary', None]),
+    ('shared', True, ['both', None]),
+  ],
+)
+def test_which_models_a_run_trains(backbone, uses_values, heads, rank):
+  config = runs.config(model__value_backbone=backbone, model__lora__rank=rank)
+  shape = tiny.model().config
+  models = model_roles.build(config, shape, None, uses_values=uses_values)
+  assert [m and m.head for m in models.values()] == heads
+  for model in models.values():
+    assert model is None or (model.lora is None) == (rank == 0)

@@ -1,0 +1,190 @@
+"""One update on pairs: its gradient, its numbers, and what changes nothing."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.learner import preference_update
+from stppo_jax.learner import state as state_lib
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import sharding
+from stppo_jax.training import pairs as pairs_lib
+from tests.learner import updates
+
+P, L = 8, 12
+_FAILED = 6  # the pair whose dispreferred trajectory has no token
+_VALID = P - 1
+BETA, ALPHA, TEMPERATURE = 0.4, 0.6, 0.8
+_POLICY = dataclasses.replace(updates.sums().policy, chunk=40)
+_NAMES = ('tdpo1', 'tdpo2')
+
+
+@functools.cache
+def _pairs():
+  rng = np.random.default_rng(0)
+  tokens = rng.integers(0, _POLICY.config.vocab_size, (P, 2, L))
+  mask = rng.random((P, 2, L)) < 0.5
+  mask[:, :, 0] = False
+  mask[:, :, 5] = True
+  mask[_FAILED, 1] = False
+  return pairs_lib.packed(tokens, mask)
+
+
+def _state(seed=1):
+  # Plain descent at rate 1: the change of the weights is the gradient.
+  params = updates._params(_POLICY, seed)
+  return state_lib.ModelState(params, optax.EmptyState(), np.int32(0))
+
+
+@functools.cache
+def _compiled(name, num_microbatches):
+  return jax.jit(
+    functools.partial(
+      preference_update.update,
+      policy=_POLICY,
+      optimizer=optax.identity(),
+      name=name,
+      temperature=TEMPERATURE,
+      num_microbatches=num_microbatches,
+    )
+  )
+
+
+def _update(
+  pairs, *, name='tdpo2', reference=2, mesh=(1, 1, 1), num_microbatches=1
+):
+  """(gradient, metrics) of an update, with everything laid out on a mesh."""
+  axes = dict(zip(mesh_lib.AXES, mesh, strict=True))
+  made = mesh_lib.make_mesh(**axes, devices=jax.devices()[: math.prod(mesh)])
+  if isinstance(reference, int):
+    reference = updates._params(_POLICY, reference)
+  place = lambda x: jax.device_put(x, sharding.param_shardings(x, made))
+  numbers = {'optimizer': updates.DESCENT, 'beta': BETA, 'alpha': ALPHA}
+  state = _state()
+  new, metrics = _compiled(name, num_microbatches)(
+    place(state),
+    place(reference),
+    jax.device_put(pairs, sharding.batch_sharding(made)),
+    numbers,
+  )
+  gradient = jax.tree.map(
+    lambda old, new: old - np.asarray(new), state.params, new.params
+  )
+  return gradient, {name: float(x) for name, x in metrics.items()}, new
+
+
+def _assert_same(actual, expected):
+  for x, e in zip(
+    jax.tree.leaves(actual[:2]), jax.tree.leaves(expected[:2]), strict=True
+  ):
+    np.testing.assert_allclose(x, e, rtol=1e-5, atol=2e-6)
+
+
+def _log_all(params, tokens):
+  """log softmax over the whole vocabulary [2P, L - 1, V], in float64."""
+  hidden = np.tanh(np.cumsum(params['embedding'][tokens], axis=1))
+  scores = hidden[:, :-1].astype(np.float64) @ params['lm_head'].T
+  scores = scores / TEMPERATURE
+  return scores - np.log(np.sum(np.exp(scores), axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize('name', _NAMES)
+def test_its_numbers_are_those_of_the_formula(name):
+  pairs = _pairs()
+  tokens = pairs.tokens_P2L.reshape(-1, L)
+  log_pi = _log_all(_state().params, tokens)
+  log_ref = _log_all(updates._params(_POLICY, 2), tokens)
+  loss = margin = correct = 0
+  kls, ratios = np.zeros((2, P, 2))
+  for p in range(P):
+    if p == _FAILED:
+      continue
+    for side in (0, 1):
+      for i in np.flatnonzero(pairs.loss_mask_P2L[p, side]):
+        row, token = 2 * p + side, pairs.tokens_P2L[p, side, i]
+        q, r = log_pi[row, i - 1], log_ref[row, i - 1]
+        ratios[p, side] += q[token] - r[token]
+        kls[p, side] += sum(np.exp(r) * (r - q))
+    u = ratios[p, 0] - ratios[p, 1]
+    shift = (kls[p, 1] - kls[p, 0]) * (1 if name == 'tdpo1' else ALPHA)
+    loss += math.log1p(math.exp(-BETA * (u - shift))) / _VALID
+    margin += BETA * u / _VALID
+    correct += (u > 0) / _VALID
+  _, metrics, new = _update(pairs, name=name)
+  expected = {
+    'preference/loss': loss,
+    'preference/margin': margin,
+    'preference/accuracy': correct,
+    'preference/pairs': _VALID,
+    'preference/preferred/kl': kls[:, 0].sum() / _VALID,
+    'preference/dispreferred/kl': kls[:, 1].sum() / _VALID,
+    'preference/preferred/log_ratio': ratios[:, 0].sum() / _VALID,
+    'preference/dispreferred/log_ratio': ratios[:, 1].sum() / _VALID,
+    'update/skipped': 0,
+    'actor/lr': 1,
+  }
+  norm = metrics.pop('actor/grad_norm')
+  assert norm > 0 and new.updates == 1
+  assert metrics == pytest.approx(expected, rel=2e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize('name', _NAMES)
+def test_at_the_reference_it_pulls_the_two_apart(name):
+  pairs, params = _pairs(), _state().params
+  gradient, metrics, _ = _update(pairs, name=name, reference=1)
+  assert metrics['preference/loss'] == pytest.approx(math.log(2), abs=1e-6)
+  assert metrics['preference/preferred/kl'] == pytest.approx(0, abs=1e-6)
+
+  def apart(params):
+    logprobs_BL, _ = _POLICY.logprobs_and_entropy(
+      params, pairs.tokens_P2L.reshape(-1, L), temperature=TEMPERATURE
+    )
+    logprobs_P2L = logprobs_BL.reshape(P, 2, L)
+    sums_P2 = jnp.sum(jnp.where(pairs.loss_mask_P2L, logprobs_P2L, 0), axis=2)
+    apart_P = sums_P2[:, 0] - sums_P2[:, 1]
+    return jnp.sum(apart_P.at[_FAILED].set(0)) / _VALID
+
+  expected = jax.tree.map(lambda g: -BETA / 2 * g, jax.grad(apart)(params))
+  jax.tree.map(
+    lambda g, e: np.testing.assert_allclose(g, e, rtol=1e-5, atol=1e-6),
+    gradient,
+    expected,
+  )
+
+
+def test_microbatches_and_devices_change_nothing():
+  whole = _update(_pairs())
+  _assert_same(_update(_pairs(), num_microbatches=4), whole)
+  _assert_same(_update(_pairs(), mesh=(2, 2, 2), num_microbatches=2), whole)
+
+
+def test_pairs_of_no_token_weigh_nothing():
+  three = batch_lib.PairBatch(*(x[:3] for x in _pairs()))
+  filled = pairs_lib.minibatch(three, 0, size=P, seed=0)
+  # Over the devices, some of which then have none.
+  found = _update(filled, mesh=(4, 2, 1))
+  assert found[1]['preference/pairs'] == 3
+  _assert_same(found, _update(three))
+
+
+def test_models_are_asked_of_the_tokens_of_the_mask_only():
+  nowhere = np.full_like(_pairs().loss_positions_P2M, L)
+  gradient, metrics, _ = _update(_pairs()._replace(loss_positions_P2M=nowhere))
+  assert metrics['preference/loss'] == pytest.approx(math.log(2), abs=1e-6)
+  assert not any(np.any(g) for g in jax.tree.leaves(gradient))
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+  bad = updates._params(_POLICY, 2)
+  bad['lm_head'][0] = np.nan
+  gradient, metrics, new = _update(_pairs(), reference=bad)
+  assert metrics['update/skipped'] == 1
+  assert new.updates == 0
+  assert not any(np.any(g) for g in jax.tree.leaves(gradient))

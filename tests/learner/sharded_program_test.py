@@ -1,0 +1,174 @@
+"""The compiled update: what devices tell each other, hold and multiply.
+
+Read from the program of a run's learner, compiled for eight virtual devices.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.models import config as model_config
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import program
+from tests.training import runs
+
+# Weights are large beside everything else, as in the models that are cut. The
+# vocabulary is far wider than all that is not scored against it.
+_V, _D, _NUM_LAYERS, _LENGTH, _NUM_LOSSES, _CHUNK = 2048, 32, 2, 64, 48, 24
+_ROWS_PER_DEVICE = 2
+_SHAPE = model_config.ModelConfig(
+  vocab_size=_V,
+  hidden_size=_D,
+  intermediate_size=192,
+  num_layers=_NUM_LAYERS,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=16,
+  rope_theta=1e4,
+  rms_norm_eps=1e-6,
+  qkv_bias=True,
+  tie_embeddings=False,
+  attention='xla',
+)
+_FSDP, _ALL_AXES, _ALONE = (1, 8, 1), (2, 2, 2), (1, 1, 1)
+_COMPILER_OPTIONS = {
+  'xla_backend_optimization_level': 0,
+  'xla_llvm_disable_expensive_passes': True,
+}
+
+
+class _Compiled(NamedTuple):
+  state: object  # shapes and layouts
+  program: object
+  text: str
+
+
+@functools.cache
+def _compiled(axes, num_microbatches=1, remat='none') -> _Compiled:
+  """The update on two rows a device; no gradient but the loss's is formed."""
+  devices = math.prod(axes)
+  rows = devices * _ROWS_PER_DEVICE * num_microbatches
+  mesh = mesh_lib.make_mesh(
+    **dict(zip(mesh_lib.AXES, axes)), devices=jax.devices()[:devices]
+  )
+  config = runs.config(
+    'turn_ppo',
+    rollout__trajectories_per_step=rows,
+    updates__minibatch_size=rows,
+    updates__microbatch_size=rows // num_microbatches,
+    updates__head_chunk=_CHUNK,
+  )
+  shape = dataclasses.replace(_SHAPE, remat=remat)
+  learner = learner_lib.Learner(config, shape, mesh)
+  state, _, lowered = learner.lowered_update(_packed(rows))
+  compiled = lowered.compile(compiler_options=_COMPILER_OPTIONS)
+  return _Compiled(state, compiled, compiled.as_text())
+
+
+def _packed(rows):
+  of = lambda dtype, *shape: jax.ShapeDtypeStruct((rows, *shape), dtype)
+  ids_BL, numbers_BL = of(jnp.int32, _LENGTH), of(jnp.float32, _LENGTH)
+  return batch_lib.TokenBatch(
+    tokens_BL=ids_BL,
+    lengths_B=of(jnp.int32),
+    turn_ids_BL=ids_BL,
+    loss_mask_BL=of(jnp.bool_, _LENGTH),
+    sampler_logprobs_BL=numbers_BL,
+    rewards_BL=numbers_BL,
+    group_ids_B=of(jnp.int32),
+    loss_positions_BM=of(jnp.int32, _NUM_LOSSES),
+  )
+
+
+def _bytes(tree, only=''):
+  """float32, of all devices together."""
+  return sum(
+    4 * leaf.size
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    if re.search(only, jax.tree_util.keystr(path, simple=True, separator='/'))
+  )
+
+
+def _fsdp_formula(state, devices, *, num_microbatches):
+  """Bytes that a device sends in an update, n devices in a ring.
+
+      (n - 1) / n x (gathered + scattered)
+
+  Layers are gathered in the forward and in the backward pass (which also
+  computes again with them) of every microbatch; embeddings and output matrix
+  once, before the loops. Gradients of every microbatch are summed and cut: on
+  CPU by an all-reduce, which sends twice what a reduce-scatter would, but for
+  the output matrix.
+  """
+  params = [state.policy.params, state.value.params]
+  layers, output = _bytes(params, 'layers/.*kernel'), _bytes(params, 'lm_head')
+  embeddings = _bytes(params, 'embedding')
+  gathered = num_microbatches * 2 * layers + embeddings + output
+  scattered = num_microbatches * (2 * (_bytes(params) - output) + output)
+  return (devices - 1) / devices * (gathered + scattered)
+
+
+@pytest.mark.parametrize(
+  ('num_microbatches', 'remat'),
+  [
+    (1, 'none'),
+    pytest.param(2, 'none', marks=pytest.mark.slow),
+    pytest.param(1, 'full', marks=pytest.mark.slow),
+  ],
+)
+def test_bytes_are_those_of_the_fsdp_formula(num_microbatches, remat):
+  state, _, text = _compiled(_FSDP, num_microbatches, remat)
+  sent = sum(c.sent for c in program.collectives(text))
+  expected = _fsdp_formula(state, 8, num_microbatches=num_microbatches)
+  assert sent == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize('axes', [_FSDP, _ALL_AXES])
+def test_scores_are_neither_told_nor_held(axes):
+  _, _, text = _compiled(axes)
+  rows = _ROWS_PER_DEVICE * 8 // (axes[0] * axes[1])
+  width = _V // axes[2]
+  # Half of float32 scores of the tokens that carry loss.
+  limit = rows * _NUM_LOSSES * width * 2
+  for told in program.collectives(text):
+    for _, shape in told.arrays:
+      # Of words, devices tell each other columns of weights only.
+      if set(shape) & {_V, width}:
+        columns = math.prod(shape) // max(shape)
+        assert len(shape) == 2 and _D % columns == 0, told
+  largest = max(
+    line.size
+    for line in program.instructions(text)
+    if len(line.arrays) == 1  # a tuple is no buffer
+  )
+  assert _CHUNK * width * 4 <= largest < limit
+
+
+@pytest.mark.parametrize('axes', [_FSDP, _ALL_AXES])
+def test_the_state_is_written_in_place(axes):
+  state, compiled, _ = _compiled(axes)
+  held = sum(
+    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    for leaf in jax.tree.leaves(state)
+  )
+  assert compiled.memory_analysis().alias_size_in_bytes >= 0.99 * held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('axes', [_FSDP, _ALL_AXES])
+def test_devices_multiply_as_much_as_one_of_its_rows(axes):
+  alone = program.operations(_compiled(_ALONE).text)
+  assert program.operations(_compiled(axes).text) == pytest.approx(
+    alone, rel=0.02
+  )
+  # Forward and backward pass of the layers alone, of all tokens.
+  layers = _bytes(_compiled(_ALONE).state.policy.params, 'layers/.*kernel') / 4
+  assert alone > 2 * 6 * layers * _ROWS_PER_DEVICE * _LENGTH

@@ -1,0 +1,155 @@
+"""Eight devices compute the updates of one, whatever is cut and recomputed."""
+
+import functools
+import math
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from stppo_jax.learner import optimizer as optimizer_lib
+from stppo_jax.learner import state as state_lib
+from stppo_jax.learner import update as update_lib
+from stppo_jax.models import functional
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import sharding
+from tests.learner import updates
+from tests.models import tiny
+from tests.rl import batches
+
+_NUM_UPDATES = 3
+# One key/value head: two devices of `tensor` share it.
+_SHAPE = {'vocab_size': 12, 'num_kv_heads': 1, 'num_heads': 2}
+_EXPERTS = tiny.MIXTURE | {'moe': 'grouped'}
+# The clipping-bias correction is at work: two gradients are formed.
+_ALGORITHM = batches.algorithm(
+  'st_ppo',
+  correction__clipping_bias__tau=0.1,
+  correction__clipping_bias__norm='gradient',
+)
+_ADAM = optimizer_lib.build_optimizer(b1=0.9, b2=0.999, eps=1e-8)
+_NUMBERS = updates.NUMBERS | {'load_balance_coefficient': 0.1}
+_NUMBERS |= {
+  name: updates.DESCENT | {'learning_rate': 1e-3, 'max_grad_norm': 1.0}
+  for name in ('policy', 'value')
+}
+_COMPILER_OPTIONS = {
+  'xla_backend_optimization_level': 0,
+  'xla_llvm_disable_expensive_passes': True,
+}
+
+
+class _Way(NamedTuple):
+  """How an update is computed; never what, but for a mixture of experts."""
+
+  mesh: tuple[int, int, int] = (1, 1, 1)
+  num_microbatches: int = 1
+  remat: str = 'none'
+  chunk: int = 0
+  experts: bool = False
+
+  @property
+  def shape(self):
+    return _SHAPE | (_EXPERTS if self.experts else {})
+
+
+def _models(way):
+  """Policy and value model on the mesh of that shape."""
+  mesh = mesh_lib.make_mesh(
+    **dict(zip(mesh_lib.AXES, way.mesh)),
+    devices=jax.devices()[: math.prod(way.mesh)],
+  )
+  config = tiny.model(**way.shape, remat=way.remat).config
+  return mesh, updates.Models(
+    functional.Model(config, 'vocabulary', mesh, chunk=way.chunk),
+    functional.Model(config, 'scalar', mesh),
+  )
+
+
+def _start(way):
+  """Random weights, moments of nothing."""
+
+  def fresh(model, seed):
+    params = tiny.params(model, seed)
+    moments = jax.tree.map(np.asarray, _ADAM.init(params))
+    return state_lib.ModelState(params, moments, np.int32(0))
+
+  policy, value = updates.transformers(**way.shape)
+  return state_lib.TrainState(fresh(policy, 1), fresh(value, 2))
+
+
+@functools.cache
+def _played(way) -> list[tuple[dict[str, float], Any]]:
+  """(losses, gradients of policy and value) of three updates in a row."""
+  mesh, models = _models(way)
+  gradients = functools.partial(
+    update_lib.gradients,
+    policy=models.policy,
+    value=models.value,
+    temperature=1.0,
+    num_turns=updates.NUM_TURNS,
+    num_microbatches=way.num_microbatches,
+  )
+
+  def update(state, batch):
+    found = gradients(state, batch, _ALGORITHM, _NUMBERS)
+    state, metrics = update_lib.apply(
+      state, found, _NUMBERS, policy_optimizer=_ADAM, value_optimizer=_ADAM
+    )
+    return state, metrics, (found.policy, found.value)
+
+  state = _start(way)
+  layout = sharding.param_shardings(state, mesh)
+  compiled = jax.jit(
+    update,
+    out_shardings=(layout, None, None),
+    compiler_options=_COMPILER_OPTIONS,
+  )
+  state = jax.device_put(state, layout)
+  batch = updates.batch(updates.transformers(**way.shape))
+  if way.experts:
+    visits_BX = np.arange(updates.B * 6, dtype=np.float32).reshape(-1, 6)
+    batch = batch.replace(expert_visits_BX=visits_BX)
+  batch = jax.device_put(batch, sharding.batch_sharding(mesh))
+  found = []
+  for _ in range(_NUM_UPDATES):
+    state, metrics, gradients = compiled(state, batch)
+    losses = {n: float(x) for n, x in metrics.items() if n.endswith('loss')}
+    found.append((losses, jax.device_get(gradients)))
+  return found
+
+
+@pytest.mark.parametrize(
+  'way',
+  [
+    _Way((2, 2, 2), num_microbatches=2, remat='full', chunk=10),
+    pytest.param(_Way((2, 2, 2)), marks=pytest.mark.slow),
+    pytest.param(_Way((1, 1, 1), num_microbatches=2), marks=pytest.mark.slow),
+    pytest.param(_Way((8, 1, 1)), marks=pytest.mark.slow),
+    pytest.param(_Way((1, 8, 1), remat='dots'), marks=pytest.mark.slow),
+    pytest.param(_Way((2, 2, 2), remat='dots'), marks=pytest.mark.slow),
+    pytest.param(_Way((2, 2, 2), num_microbatches=2), marks=pytest.mark.slow),
+    pytest.param(
+      _Way((2, 2, 2), num_microbatches=2, remat='full', experts=True),
+      marks=pytest.mark.slow,
+    ),
+  ],
+)
+def test_three_updates_in_a_row_are_those_of_one_device(way):
+  played, alone = _played(way), _played(_Way(experts=way.experts))
+  for (losses, gradients), (losses_1, gradients_1) in zip(played, alone):
+    assert losses.keys() == losses_1.keys() and len(losses) >= 3
+    for name, loss in losses_1.items():
+      np.testing.assert_allclose(losses[name], loss, 1e-6, 1e-6, err_msg=name)
+    # Gradients, not weights: Adam makes whole steps of rounding.
+    jax.tree.map(
+      lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5),
+      gradients,
+      gradients_1,
+    )
+  # The updates went somewhere: the gradients of the last are others.
+  (_, first), *_, (_, last) = alone
+  moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), first, last)
+  assert max(jax.tree.leaves(moved)) > 1e-3

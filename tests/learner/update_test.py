@@ -1,0 +1,329 @@
+"""An update is the same however it is cut, and wrong input changes nothing."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stppo_jax.rollout import pack
+from tests.learner import updates
+from tests.rl import batches
+
+_BIAS = {
+  'correction__clipping_bias__tau': 0.1,  # below the batch's rho: it scales
+  'correction__clipping_bias__floor': 0.01,  # below the batch's norm: divides
+}
+_ALGORITHMS = {
+  name: batches.algorithm(name, **_BIAS)
+  for name in ('token_ppo', 'turn_ppo', 's_ppo', 'st_ppo')
+} | {
+  's_ppo, rows': batches.algorithm(
+    's_ppo', aggregate__name='sequence_mean', **_BIAS
+  ),
+  'st_ppo, gradient, turns': batches.algorithm(
+    'st_ppo',
+    aggregate__name='turn_mean',
+    correction__clipping_bias__norm='gradient',
+    **_BIAS,
+  ),
+}
+# What these know of the whole minibatch is more than sums, or is of others.
+_NEIGHBOURS = {
+  'bapo': batches.algorithm('bapo', bounds__positive_share=0.6),
+  'sspo': batches.algorithm('sspo'),
+  'grpo_guard': batches.algorithm('grpo_guard'),
+  'minirl': batches.algorithm('minirl'),
+  'so_grpo': batches.algorithm('so_grpo', **_BIAS),
+}
+_MANY = {'mesh': (2, 2, 2), 'num_microbatches': 2}
+
+
+def _assert_differ(one, other, models):
+  """Both gradients are there, and not the same."""
+  for a, b in zip(
+    updates.gradients(one, models), updates.gradients(other, models)
+  ):
+    norms = [
+      np.sqrt(sum(np.sum(x**2) for x in jax.tree.leaves(tree)))
+      for tree in (a, b, jax.tree.map(np.subtract, a, b))
+    ]
+    assert min(norms) > 1e-3
+
+
+@pytest.mark.parametrize(
+  'name', ['st_ppo', 's_ppo, rows', 'st_ppo, gradient, turns']
+)
+def test_eight_devices_and_two_microbatches_are_one(name):
+  models, algorithm = updates.sums(), _ALGORITHMS[name]
+  batch = updates.batch(models)
+  one = updates.update(algorithm, batch, models)
+  assert one.metrics['actor/pg_clipfrac'] > 0.05
+  if algorithm.correction.names:
+    gradient = algorithm.correction.clipping_bias.norm == 'gradient'
+    assert (one.metrics['stab/bias_grad_norm'] > 0.02) == gradient
+    assert (one.metrics['stab/scale'] != 1) != gradient
+  many = updates.update(algorithm, batch, models, **_MANY)
+  updates.assert_same(many, one, models)
+
+
+def test_scores_of_tokens_with_loss_suffice():
+  models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
+  batch = updates.batch(models)
+  everywhere = updates.update(algorithm, batch, models)
+  positions_BM = pack.loss_positions(batch.loss_mask_BL)
+  batch = batch.replace(loss_positions_BM=positions_BM)
+  models = models._replace(policy=dataclasses.replace(models.policy, chunk=8))
+  there = updates.update(algorithm, batch, models, **_MANY)
+  updates.assert_same(there, everywhere, models)
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    'bapo',
+    'grpo_guard',
+    pytest.param('sspo', marks=pytest.mark.slow),
+    pytest.param('minirl', marks=pytest.mark.slow),
+    pytest.param('so_grpo', marks=pytest.mark.slow),
+  ],
+)
+def test_a_neighbour_without_a_critic_is_the_same_however_cut(name):
+  models, algorithm = updates.policy_alone(), _NEIGHBOURS[name]
+  batch = updates.batch(updates.sums())
+  one = updates.update(algorithm, batch, models)
+  assert one.state.value is None
+  assert not any('critic' in metric for metric in one.metrics)
+  if name == 'bapo':
+    assert one.metrics['bounds/high'] > 1.25  # it moved
+  many = updates.update(algorithm, batch, models, **_MANY)
+  updates.assert_same(many, one, models)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('num_microbatches', [1, 2, 4])
+@pytest.mark.parametrize('mesh', [(1, 1, 1), (8, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize('name', _ALGORITHMS)
+def test_every_cut_is_the_same(name, mesh, num_microbatches):
+  models, algorithm = updates.sums(), _ALGORITHMS[name]
+  batch = updates.batch(models)
+  many = updates.update(
+    algorithm, batch, models, mesh=mesh, num_microbatches=num_microbatches
+  )
+  updates.assert_same(many, updates.update(algorithm, batch, models), models)
+
+
+@pytest.mark.slow
+def test_a_transformer_on_eight_devices():
+  models, algorithm = updates.transformers(), _ALGORITHMS['st_ppo']
+  batch = updates.batch(models)
+  one = updates.update(algorithm, batch, models)
+  many = updates.update(algorithm, batch, models, mesh=(2, 2, 2))
+  updates.assert_same(many, one, models)
+
+
+@pytest.mark.slow
+def test_recomputed_layers_change_nothing():
+  models, algorithm = updates.transformers(), _ALGORITHMS['st_ppo']
+  batch = updates.batch(models)
+  remat = updates.transformers(remat='full')
+  program = updates.compiled(remat).trace(
+    updates.state(remat), batch, algorithm, updates.NUMBERS
+  )
+  recomputes = 'remat' in str(program.jaxpr)
+  assert recomputes
+  full = updates.update(algorithm, batch, remat)
+  updates.assert_same(full, updates.update(algorithm, batch, models), models)
+
+
+def test_a_failed_row_is_not_there():
+  models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
+  whole = updates.batch(models)
+  failed = np.arange(updates.B) == 2
+  nothing = lambda mask_BL: mask_BL & ~failed[:, None]
+  batch = whole.replace(
+    loss_mask_BL=nothing(whole.loss_mask_BL),
+    value_mask_BL=nothing(whole.value_mask_BL),
+  )
+  for name in ('old_logprobs', 'ref_logprobs', 'values', 'advantages'):
+    x_BL = getattr(batch, f'{name}_BL').copy()
+    x_BL[failed] = np.nan
+    batch = batch.replace(**{f'{name}_BL': x_BL})
+  with_it = updates.update(algorithm, batch, models)
+  without = updates.update(algorithm, updates.rows(whole, ~failed), models)
+  updates.assert_same(with_it, without, models)
+  _assert_differ(with_it, updates.update(algorithm, whole, models), models)
+
+
+@pytest.mark.parametrize('value', [np.nan, np.inf])
+@pytest.mark.parametrize('name', ['advantages_BL', 'returns_BL'])
+def test_a_poisoned_minibatch_changes_nothing_and_is_counted(name, value):
+  models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
+  batch = updates.batch(models)
+  healthy = updates.update(algorithm, batch, models)
+  assert healthy.metrics['update/skipped'] == 0
+  assert healthy.state.policy.updates == healthy.state.value.updates == 1
+  poisoned_BL = getattr(batch, name).copy()
+  poisoned_BL[0, 3] = value
+  assert batch.loss_mask_BL[0, 3]
+  poisoned = updates.update(
+    algorithm, batch.replace(**{name: poisoned_BL}), models
+  )
+  assert poisoned.metrics['update/skipped'] == 1
+  jax.tree.map(
+    np.testing.assert_array_equal, poisoned.state, updates.state(models)
+  )
+
+
+def test_a_policy_that_does_not_learn_rests_bitwise():
+  models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
+  batch = updates.batch(models)
+  numbers = updates.NUMBERS | {'policy_learns': False}
+  learned = updates.update(algorithm, batch, models)
+  rested = updates.update(algorithm, batch, models, numbers=numbers)
+  old = updates.state(models)
+  jax.tree.map(np.testing.assert_array_equal, rested.state.policy, old.policy)
+  jax.tree.map(
+    np.testing.assert_array_equal, rested.state.value, learned.state.value
+  )
+  assert rested.state.value.updates == 1
+  assert rested.metrics == learned.metrics
+
+
+def test_other_numbers_do_not_compile_again():
+  models, batch = updates.sums(), updates.batch(updates.sums())
+  first = updates.update(_ALGORITHMS['st_ppo'], batch, models)
+  programs = updates.compiled(models)._cache_size()
+  for path, value in (
+    ('bounds__clip_low', 0.05),
+    ('correction__clipping_bias__tau', float('inf')),
+  ):
+    row = batches.algorithm('st_ppo', **(_BIAS | {path: value}))
+    other = updates.update(row, batch, models)
+    changed = other.metrics['actor/grad_norm']
+    assert abs(changed - first.metrics['actor/grad_norm']) > 1e-4, path
+  slow = updates.DESCENT | {'learning_rate': 0.5, 'max_grad_norm': 0.01}
+  numbers = updates.NUMBERS | {'policy': slow, 'value_clip': 0.1}
+  other = updates.update(_ALGORITHMS['st_ppo'], batch, models, numbers=numbers)
+  gradient, _ = updates.gradients(other, models)
+  squares = sum(np.sum(x**2) for x in jax.tree.leaves(gradient))
+  np.testing.assert_allclose(np.sqrt(squares), 0.5 * 0.01, rtol=1e-3)
+  assert updates.compiled(models)._cache_size() == programs
+
+
+def _policy_gradient(weights_BL, batch, models):
+  """Of -sum(weights * log pi) / N, by a pass of its own."""
+
+  def loss(params):
+    logprobs_BL, _ = models.policy.logprobs_and_entropy(
+      params, batch.tokens_BL, temperature=1.0
+    )
+    chosen_BL = jnp.where(batch.loss_mask_BL, weights_BL * logprobs_BL, 0.0)
+    return -jnp.sum(chosen_BL) / batch.loss_mask_BL.sum()
+
+  return jax.jit(jax.grad(loss))(updates.state(models).policy.params)
+
+
+def _turn_means(x_BL, turn_ids_BL):
+  """The mean of each turn at its tokens, by a loop."""
+  means_BL = np.zeros_like(x_BL)
+  for b, row in enumerate(turn_ids_BL):
+    for turn in range(1, row.max() + 1):
+      means_BL[b, row == turn] = x_BL[b, row == turn].mean()
+  return means_BL
+
+
+@pytest.mark.parametrize('name', ['token_ppo', 'st_ppo'])
+def test_at_the_old_policy_it_is_the_policy_gradient(name):
+  models, algorithm = updates.sums(), _ALGORITHMS[name]
+  batch = updates.batch(models, spread=0.0)
+  numbers = updates.NUMBERS | {'entropy_coefficient': 0.0}
+  result = updates.update(algorithm, batch, models, numbers=numbers)
+  for level in ('token', 'turn', 'sequence'):
+    for extreme in ('min', 'max'):
+      ratio = result.metrics[f'ratio/{level}/{extreme}']
+      assert abs(ratio - 1) < 1e-6
+  assert result.metrics['actor/pg_clipfrac'] == 0
+  assert result.metrics['stab/scale'] == 1
+  weights_BL = batch.advantages_BL
+  if algorithm.ratio.level == 'turn':
+    weights_BL = _turn_means(weights_BL, batch.turn_ids_BL)
+  jax.tree.map(
+    lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6),
+    updates.gradients(result, models)[0],
+    _policy_gradient(weights_BL, batch, models),
+  )
+
+
+def _indifferent(models):
+  """A batch without advantages: nothing but entropy and KL act."""
+  batch = updates.batch(models, spread=0.0)
+  return batch.replace(advantages_BL=np.zeros_like(batch.advantages_BL))
+
+
+def test_the_entropy_bonus_raises_entropy():
+  models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
+  entropies = {}
+  for coefficient in (-0.5, 0.0, 0.5):
+    state = updates.state(models)
+    for _ in range(2):  # the second reports the policy after the first
+      numbers = updates.NUMBERS | {'entropy_coefficient': coefficient}
+      state, metrics = updates.update(
+        algorithm, _indifferent(models), models, state=state, numbers=numbers
+      )
+    entropies[coefficient] = metrics['actor/entropy']
+  assert entropies[-0.5] < entropies[0.0] - 0.001
+  assert entropies[0.5] > entropies[0.0] + 0.001
+
+
+def test_the_kl_in_the_loss_pulls_towards_the_reference():
+  models = updates.sums()
+  algorithm = batches.algorithm(
+    'st_ppo', kl__where='loss', kl__estimator='k3', kl__coefficient=1.0
+  )
+  batch = _indifferent(models)
+  # A reference that prefers one token makes a divergence to be reduced.
+  preferred_BL = np.where(batch.tokens_BL == 4, 1.0, -0.1)
+  batch = batch.replace(ref_logprobs_BL=batch.old_logprobs_BL + preferred_BL)
+  numbers = updates.NUMBERS | {'entropy_coefficient': 0.0}
+  state, distances = updates.state(models), []
+  for _ in range(4):
+    state, metrics = updates.update(
+      algorithm, batch, models, state=state, numbers=numbers
+    )
+    distances.append(metrics['actor/kl_loss'])
+  assert distances == sorted(distances, reverse=True)
+  assert distances[-1] < 0.9 * distances[0]
+  # By hand, before the first update: x = log pi - log reference.
+  x_BL = -preferred_BL[batch.loss_mask_BL]
+  expected = np.mean(np.exp(-x_BL) - 1 + x_BL)
+  np.testing.assert_allclose(distances[0], expected, rtol=1e-5)
+
+
+def test_losses_fall_on_a_repeated_batch():
+  models = updates.sums()
+  # Uncorrected: a scale of the terms would show in the loss.
+  algorithm = batches.algorithm(
+    'st_ppo', correction__clipping_bias__tau=float('inf')
+  )
+  batch = updates.batch(models, spread=0.0)
+  gentle = updates.DESCENT | {'learning_rate': 0.2}
+  numbers = {
+    'policy': gentle,
+    'value': gentle,
+    'entropy_coefficient': 0.0,
+    'policy_learns': True,
+    'value_clip': 9.0,
+  }
+  state, losses = updates.state(models), []
+  for _ in range(5):
+    state, metrics = updates.update(
+      algorithm, batch, models, state=state, numbers=numbers
+    )
+    losses.append((metrics['actor/pg_loss'], metrics['critic/vf_loss']))
+  policy, value = zip(*losses)
+  assert list(policy) == sorted(policy, reverse=True)
+  assert list(value) == sorted(value, reverse=True)
+  assert policy[-1] < policy[0] - 0.01 and value[-1] < value[0] - 0.01
+  assert state.policy.updates == state.value.updates == 5

@@ -1,0 +1,245 @@
+"""Annotated batches and updates that compile in a second, on any mesh."""
+
+import functools
+import math
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.learner import state as state_lib
+from stppo_jax.learner import update as update_lib
+from stppo_jax.models import functional
+from stppo_jax.models import transformer
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import sharding
+from stppo_jax.rl import diagnostics as diagnostics_lib
+from tests.models import tiny
+from tests.rl import batches
+
+# One row each: who wrote the token, '.' nobody, else the turn.
+_LAYOUT = (
+  '..111.222.33',
+  '.1.22222.333',
+  '...1111.2222',
+  '.1111.......',
+  '..1.2.3.....',
+  '.11111111111',
+  '..11..22..33',
+  '.1..22..333.',
+)
+B, L, NUM_TURNS = len(_LAYOUT), len(_LAYOUT[0]), 3
+ONE_DEVICE = (1, 1, 1)
+# Compiling is most of the time of these tests.
+COMPILER_OPTIONS = {
+  'xla_backend_optimization_level': 0,
+  'xla_llvm_disable_expensive_passes': True,
+}
+# Plain descent at rate 1: the change of the weights is the gradient. (Adam
+# would turn rounding of a vanishing gradient into a whole step.)
+DESCENT = {
+  'learning_rate': 1.0,
+  'warmup_updates': 0.0,
+  'weight_decay': 0.0,
+  'max_grad_norm': 1e9,
+}
+NUMBERS = {
+  'policy': DESCENT,
+  'value': DESCENT,
+  'entropy_coefficient': 0.01,
+  'value_clip': 0.5,
+  'policy_learns': True,
+}
+
+
+class _Sums(functional.Model):
+  """Hidden states from running sums of embeddings; the heads are real."""
+
+  def routed(
+    self,
+    params,
+    tokens_BL,
+    lengths_B=None,
+    expert_ids_BLNE=None,
+    places_BM=None,
+  ):
+    del lengths_B, expert_ids_BLNE
+    x_BLD = jnp.tanh(jnp.cumsum(params['embedding'][tokens_BL], axis=1))
+    if places_BM is not None:
+      x_BLD = transformer.at(x_BLD, places_BM)
+    return x_BLD, None
+
+
+class Models(NamedTuple):
+  policy: functional.Model
+  value: functional.Model | None
+
+
+@functools.cache
+def transformers(**changes) -> Models:
+  """Small, but the real thing."""
+  return Models(tiny.model(**changes), tiny.model('scalar', **changes))
+
+
+@functools.cache
+def sums() -> Models:
+  """All that an update asks of a model, for a third of the compile time."""
+  policy, value = transformers()
+  return Models(
+    _Sums(policy.config, 'vocabulary'), _Sums(value.config, 'scalar')
+  )
+
+
+def policy_alone() -> Models:
+  """For rows without a critic."""
+  return Models(sums().policy, None)
+
+
+def _params(model, seed):
+  if not isinstance(model, _Sums):
+    return tiny.params(model, seed)
+  rng = np.random.default_rng(seed)
+  draw = lambda *shape: (0.3 * rng.normal(size=shape)).astype(np.float32)
+  head = ('lm_head', 'scalar_head')[model.head == 'scalar']
+  columns = 1 if head == 'scalar_head' else model.config.vocab_size
+  matrix = draw(model.config.hidden_size, columns)
+  return {
+    'embedding': draw(model.config.vocab_size, model.config.hidden_size),
+    head: matrix if head == 'scalar_head' else matrix.T,
+  }
+
+
+def state(models: Models) -> state_lib.TrainState:
+  """The state of plain descent, as numpy arrays."""
+
+  def fresh(model, seed):
+    params = _params(model, seed)
+    return state_lib.ModelState(params, optax.EmptyState(), np.int32(0))
+
+  value = None if models.value is None else fresh(models.value, 2)
+  return state_lib.TrainState(fresh(models.policy, 1), value)
+
+
+@functools.cache
+def _logprobs(policy):
+  return jax.jit(
+    functools.partial(policy.logprobs_and_entropy, temperature=1.0)
+  )
+
+
+@functools.cache
+def batch(models: Models, *, spread: float = 0.4) -> batch_lib.TokenBatch:
+  """An annotated batch, `spread` away from the old policy."""
+  rng = np.random.default_rng(3)
+  draw = lambda: rng.normal(size=(B, L)).astype(np.float32)
+  turn_ids = np.array(
+    [[0 if c == '.' else int(c) for c in row] for row in _LAYOUT], np.int32
+  )
+  tokens = rng.integers(0, models.policy.config.vocab_size, (B, L))
+  tokens = tokens.astype(np.int32)
+  logprobs, _ = _logprobs(models.policy)(state(models).policy.params, tokens)
+  old = np.asarray(logprobs) + spread * draw()
+  annotated = batch_lib.TokenBatch(
+    tokens_BL=tokens,
+    lengths_B=np.full(B, L, np.int32),
+    turn_ids_BL=turn_ids,
+    loss_mask_BL=turn_ids > 0,
+    sampler_logprobs_BL=old,
+    rewards_BL=draw(),
+    group_ids_B=np.arange(B, dtype=np.int32),
+    old_logprobs_BL=old,
+    ref_logprobs_BL=old + 0.1 * draw(),
+    values_BL=0.1 * draw(),
+    advantages_BL=draw(),
+    returns_BL=draw(),
+    value_mask_BL=turn_ids > 0,
+  )
+  return annotated.replace(
+    sampler_logprobs_BL=old + 0.2 * draw(),
+    sentence_ids_BL=batches.sentences(turn_ids),
+  )
+
+
+@functools.cache
+def compiled(models: Models, num_microbatches: int = 1):
+  """`step.update`, jitted: (state, batch, algorithm, numbers)."""
+  return jax.jit(
+    functools.partial(
+      update_lib.update,
+      policy=models.policy,
+      value=models.value,
+      policy_optimizer=optax.identity(),
+      value_optimizer=optax.identity(),
+      temperature=1.0,
+      num_turns=NUM_TURNS,
+      num_microbatches=num_microbatches,
+    ),
+    compiler_options=COMPILER_OPTIONS,
+  )
+
+
+class Result(NamedTuple):
+  """The new state as numpy arrays, and all metrics."""
+
+  state: Any
+  metrics: dict[str, float]
+
+
+def update(
+  algorithm,
+  batch,
+  models,
+  *,
+  state=None,
+  frozen=None,
+  mesh=ONE_DEVICE,
+  num_microbatches=1,
+  numbers=NUMBERS,
+) -> Result:
+  """One update, with everything laid out on a mesh of that shape."""
+  axes = dict(zip(mesh_lib.AXES, mesh))
+  devices = jax.devices()[: math.prod(mesh)]
+  made = mesh_lib.make_mesh(**axes, devices=devices)
+  state = globals()['state'](models) if state is None else state
+  state = jax.device_put(state, sharding.param_shardings(state, made))
+  if frozen is not None:
+    frozen = jax.device_put(frozen, sharding.param_shardings(frozen, made))
+  rows = jax.device_put(batch, sharding.batch_sharding(made))
+  new, metrics, diagnostics = compiled(models, num_microbatches)(
+    state, rows, algorithm, numbers, frozen
+  )
+  metrics = {name: float(x) for name, x in metrics.items()}
+  return Result(
+    jax.device_get(new), metrics | diagnostics_lib.summarize(diagnostics)
+  )
+
+
+def gradients(result: Result, models: Models) -> tuple[Any, Any]:
+  """Of policy and value, which plain descent subtracted."""
+  params = lambda of: (of.policy.params, of.value and of.value.params)
+  old, new = params(state(models)), params(result.state)
+  return jax.tree.map(np.subtract, old, new)
+
+
+def rows(batch: batch_lib.TokenBatch, chosen) -> batch_lib.TokenBatch:
+  """The chosen rows of a batch."""
+  return jax.tree.map(lambda x: x[chosen], batch)
+
+
+def assert_same(actual: Result, expected: Result, models: Models) -> None:
+  """Losses to 1e-6, gradients and the other metrics to 1e-5."""
+  assert actual.metrics.keys() == expected.metrics.keys()
+  for name, value in expected.metrics.items():
+    tolerance = 1e-6 if name.endswith('_loss') else 1e-5
+    np.testing.assert_allclose(
+      actual.metrics[name], value, tolerance, tolerance, err_msg=name
+    )
+  jax.tree.map(
+    lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5),
+    gradients(actual, models),
+    gradients(expected, models),
+  )

@@ -1,0 +1,116 @@
+"""Old or new, never half: whatever happens in between."""
+
+import os
+import pathlib
+import shutil
+
+import pytest
+
+from stppo_jax.models.hf import atomic_dir
+
+
+def _fill(folder, text, names=('weights', 'config')):
+  folder.mkdir(parents=True, exist_ok=True)
+  for name in names:
+    (folder / name).write_text(text)
+
+
+def _content(folder):
+  return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def _replace(target, text='new', names=('weights', 'config')):
+  ours = {'weights', 'config', 'index'}.__contains__
+  with atomic_dir.replace_dir(target, ours=ours) as folder:
+    _fill(folder, text, names)
+
+
+_OLD, _NEW = (
+  {name: text for name in ('weights', 'config')} for text in ('old', 'new')
+)
+
+
+def test_nothing_stands_there_before_it_is_whole(tmp_path):
+  target = tmp_path / 'deep' / 'policy'
+  with atomic_dir.replace_dir(target, ours=bool) as folder:
+    _fill(folder, 'new')
+    assert not target.exists()
+  assert _content(target) == _NEW
+  assert os.listdir(target.parent) == ['policy']
+
+
+@pytest.mark.parametrize('there', [(), ('weights',), ('weights', 'index')])
+def test_the_old_one_is_replaced(tmp_path, there):
+  target = tmp_path / 'policy'
+  _fill(target, 'old', there)
+  _replace(target)
+  assert _content(target) == _NEW
+  assert os.listdir(tmp_path) == ['policy']
+
+
+def test_what_is_not_ours_stays(tmp_path):
+  target = tmp_path / 'policy'
+  _fill(target, 'old', ('weights', 'index', 'notes'))
+  _replace(target)
+  assert _content(target) == _NEW | {'notes': 'old'}
+
+
+@pytest.mark.parametrize('error', [OSError, KeyboardInterrupt])
+def test_an_error_leaves_the_old_one(tmp_path, error):
+  target = tmp_path / 'policy'
+  _fill(target, 'old')
+  with pytest.raises(error):
+    with atomic_dir.replace_dir(target, ours=bool) as folder:
+      _fill(folder, 'new')
+      raise error
+  assert _content(target) == _OLD
+  assert os.listdir(tmp_path) == ['policy']
+
+
+@pytest.mark.parametrize('survived', range(6))
+def test_killed_at_any_change_it_is_old_or_new(tmp_path, monkeypatch, survived):
+  target = tmp_path / 'policy'
+  _fill(target, 'old', ('weights', 'config', 'notes'))
+  left = [survived]
+
+  def mortal(function):
+    def called(*arguments, **options):
+      left[0] -= 1
+      if left[0] < 0:
+        raise SystemExit  # and at every later change: nobody tidies up
+      return function(*arguments, **options)
+
+    return called
+
+  with monkeypatch.context() as patch:
+    patch.setattr(pathlib.Path, 'rename', mortal(pathlib.Path.rename))
+    patch.setattr(os, 'rename', mortal(os.rename))
+    patch.setattr(shutil, 'rmtree', mortal(shutil.rmtree))
+    try:
+      _replace(target)
+    except SystemExit:
+      pass
+  if target.exists():
+    found = _content(target)
+    found.pop('notes', None)
+    assert found in (_OLD, _NEW)
+  _replace(target, 'newer')
+  assert _content(target) == dict.fromkeys(_NEW, 'newer') | {'notes': 'old'}
+  assert os.listdir(tmp_path) == ['policy']
+
+
+def test_a_name_that_cannot_be_given_keeps_the_old_one(tmp_path, monkeypatch):
+  target = tmp_path / 'policy'
+  _fill(target, 'old')
+  rename = pathlib.Path.rename
+
+  def refused(path, new):
+    if path.suffix == '.partial':
+      raise OSError('refused')
+    return rename(path, new)
+
+  monkeypatch.setattr(pathlib.Path, 'rename', refused)
+  with pytest.raises(OSError, match='refused'):
+    _replace(target)
+  assert _content(target) == _OLD
+  assert os.listdir(tmp_path) == ['policy']

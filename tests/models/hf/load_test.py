@@ -1,0 +1,307 @@
+"""Files in, leaves out: values, layouts, memory, and every complaint."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from stppo_jax.models.hf import load
+from stppo_jax.models.hf import names as names_lib
+from stppo_jax.models.hf import safetensors_file
+from stppo_jax.models.hf import weight_files
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import sharding
+from tests.models import tiny
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_DENSE, _TIED = tiny.model(), tiny.model(tie_embeddings=True)
+_MIXTURE = tiny.model(**tiny.MIXTURE)
+_RUNTIME = {'dtype': 'float32', 'remat': 'none', 'scan_unroll': 1}
+
+
+def _tensors(model, dtype=np.float32):
+  """What a file of this model holds; an own reading of the names."""
+  params = tiny.params(model)
+  found = {}
+  for entry in names_lib.entries(model.config):
+    leaf = params
+    for key in entry.path:
+      leaf = leaf[key]
+    value = leaf[entry.index].astype(dtype)
+    value = value.T if entry.transposed else value
+    found[entry.hf_name] = np.ascontiguousarray(value)
+  return found
+
+
+def _write(folder, model, tensors, *, files=1):
+  folder.mkdir(exist_ok=True)
+  text = json.dumps(model.config.to_hf())
+  (folder / 'config.json').write_text(text)
+  if files == 1:
+    safetensors.numpy.save_file(tensors, folder / weight_files.SINGLE)
+    return folder
+  weight_map = {}
+  for number in range(files):
+    file = f'model-{number + 1:05d}-of-{files:05d}.safetensors'
+    names = sorted(tensors)[number::files]
+    part = {name: tensors[name] for name in names}
+    safetensors.numpy.save_file(part, folder / file)
+    weight_map |= dict.fromkeys(names, file)
+  text = json.dumps({'weight_map': weight_map})
+  (folder / weight_files.INDEX).write_text(text)
+  return folder
+
+
+def _equal(actual, expected):
+  assert jax.tree.structure(actual) == jax.tree.structure(expected)
+  jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_kernels_are_turned_and_layers_stacked(tmp_path):
+  tensors = _tensors(_MIXTURE)
+  _write(tmp_path, _MIXTURE, tensors)
+  params = load.read_params(tmp_path, _MIXTURE.config)
+  layers = params['layers']
+  for ours, theirs in (
+    (params['embedding'], tensors['model.embed_tokens.weight']),
+    (
+      layers['k_proj']['kernel'][1],
+      tensors['model.layers.1.self_attn.k_proj.weight'].T,
+    ),
+    (
+      layers['mlp_norm']['scale'][0],
+      tensors['model.layers.0.post_attention_layernorm.weight'],
+    ),
+    (
+      layers['moe']['up_proj']['kernel'][1, 4],
+      tensors['model.layers.1.mlp.experts.4.up_proj.weight'].T,
+    ),
+  ):
+    np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize('dtype', [ml_dtypes.bfloat16, np.float16])
+def test_whatever_is_stored_becomes_float32(tmp_path, dtype):
+  _write(tmp_path, _DENSE, _tensors(_DENSE, dtype), files=3)
+  params = load.read_params(tmp_path, _DENSE.config)
+  rounded = lambda x: x.astype(dtype).astype(np.float32)
+  _equal(params, jax.tree.map(rounded, tiny.params(_DENSE)))
+  assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype('f4')}
+
+
+# Whole leaves; some layers or rows; parts of a layer; single numbers.
+@pytest.mark.parametrize('block_bytes', [2**24, 1500, 200])
+@pytest.mark.parametrize('sizes', [(8, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize('model', [_DENSE, _MIXTURE], ids=['dense', 'mixture'])
+def test_leaves_go_where_they_belong(
+  tmp_path, monkeypatch, model, sizes, block_bytes
+):
+  _write(tmp_path, model, _tensors(model), files=2)
+  monkeypatch.setattr(weight_files, 'BLOCK_BYTES', block_bytes)
+  mesh = mesh_lib.make_mesh(**dict(zip(mesh_lib.AXES, sizes)))
+  layout = sharding.param_shardings(tiny.params(model), mesh)
+  params = load.load_params(tmp_path, model.config, layout)
+  _equal(params, tiny.params(model))
+  assert jax.tree.map(lambda leaf: leaf.sharding, params) == layout
+
+
+def test_what_is_loaded_can_be_donated(tmp_path):
+  # An array on the host's memory is copied by the program that consumes it.
+  _write(tmp_path, _DENSE, _tensors(_DENSE))
+  mesh = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+  layout = sharding.param_shardings(tiny.params(_DENSE), mesh)
+  params = load.load_params(tmp_path, _DENSE.config, layout)
+  places = lambda tree: [
+    leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(tree)
+  ]
+  before = places(params)
+  keep = jax.jit(lambda tree: tree, donate_argnums=0)
+  assert places(keep(params)) == before
+
+
+def test_harmless_extras_are_passed_over(tmp_path):
+  tensors = _tensors(_TIED)
+  tensors['lm_head.weight'] = tensors['model.embed_tokens.weight'].copy()
+  tensors['model.layers.0.self_attn.rotary_emb.inv_freq'] = np.ones(4)
+  _write(tmp_path, _TIED, tensors)
+  _equal(load.read_params(tmp_path, _TIED.config), tiny.params(_TIED))
+
+
+def _without(*names):
+  def change(tensors):
+    for name in names:
+      del tensors[name]
+
+  return change
+
+
+def _with(**changes):
+  return lambda tensors: tensors.update(
+    {name.replace('__', '.'): value for name, value in changes.items()}
+  )
+
+
+@pytest.mark.parametrize(
+  ('change', 'expected'),
+  [
+    (
+      _without('model.norm.weight'),
+      'missing tensors model.norm.weight: expected 27 tensors, found 26',
+    ),
+    (
+      _without(*(n for n in _tensors(_DENSE) if 'layers.1.' in n)),
+      r'missing tensors (model.layers.1.\S+, ){2}model.layers.1.\S+ and 9 more',
+    ),
+    (
+      _with(model__extra=np.zeros(2, np.float32)),
+      'unexpected tensors model.extra: expected 27 tensors, found 28',
+    ),
+    (
+      _with(model__norm__weight=np.zeros(3, np.float32)),
+      r'model.norm.weight gives shape \(3,\), expected \(16,\)',
+    ),
+    (
+      # Square on purpose nowhere: turned around it is another shape.
+      _with(
+        model__layers__1__mlp__up_proj__weight=np.zeros((16, 24), np.float32)
+      ),
+      r'up_proj.weight gives shape \(16, 24\), expected \(24, 16\)',
+    ),
+    (
+      _with(model__norm__weight=np.zeros(16, np.int8)),
+      'model.norm.weight is of dtype I8, supported: F32, BF16, F16',
+    ),
+    (
+      lambda tensors: tensors.update(
+        {name: value[:0] for name, value in tensors.items()}
+      ),
+      'and 24 more$',
+    ),
+  ],
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path, change, expected):
+  tensors = _tensors(_DENSE)
+  change(tensors)
+  _write(tmp_path, _DENSE, tensors)
+  with pytest.raises(ValueError, match=expected) as caught:
+    load.check_weights(tmp_path, _DENSE.config)
+  assert '\n' not in str(caught.value)
+
+
+def test_an_untied_head_must_be_there(tmp_path):
+  _write(tmp_path, _TIED, _tensors(_TIED))
+  config = dataclasses.replace(_TIED.config, tie_embeddings=False)
+  with pytest.raises(ValueError, match='missing tensors lm_head.weight'):
+    load.check_weights(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+  ('text', 'expected'),
+  [
+    (None, 'no config.json in'),
+    ('{"model_type": ', 'config.json: not JSON'),
+    ('[]', r'config.json: expected an object, found \[\]'),
+    ('{"model_type": "bert"}', "unsupported model_type 'bert'.*qwen3_moe"),
+    ('{"model_type": "llama"}', 'config.json: lacks hidden_size'),
+  ],
+)
+def test_a_config_that_is_none_is_named(tmp_path, text, expected):
+  if text is not None:
+    (tmp_path / 'config.json').write_text(text)
+  with pytest.raises(ValueError, match=expected) as caught:
+    load.read_config(tmp_path, **_RUNTIME)
+  assert '\n' not in str(caught.value)
+
+
+# Prints by how much anonymous memory exceeds the parameters, at its peak, in
+# parts of the largest file. What does not grow with the model is paid before.
+_MEASURE = """
+import pathlib, re, sys, threading, time
+import jax
+from stppo_jax.models import load_hf
+from stppo_jax.models import functional
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import sharding
+
+def anonymous():
+  text = pathlib.Path('/proc/self/status').read_text()
+  return 1024 * int(re.search(r'RssAnon:\\s+(\\d+) kB', text).group(1))
+
+def watch():
+  while True:
+    peaks.append(anonymous())
+    time.sleep(0.002)
+
+def load(folder):
+  config = load_hf.read_config(
+    folder, dtype='float32', remat='none', scan_unroll=1
+  )
+  model = functional.Model(config, 'vocabulary')
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  layout = sharding.param_shardings(shapes, mesh)
+  return load_hf.load_params(folder, config, layout)
+
+small, large = map(pathlib.Path, sys.argv[1:])
+mesh = mesh_lib.make_mesh(data=1, fsdp=-1, tensor=1)
+load(small)
+before, peaks = anonymous(), []
+threading.Thread(target=watch, daemon=True).start()
+params = load(large)
+size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+file = max(path.stat().st_size for path in large.glob('*.safetensors'))
+print((max(peaks) - before - size) / file)
+print((anonymous() - before) / size)
+"""
+
+
+def _large(folder, num_layers, hidden_size):
+  """Writes a bfloat16 model of constants; bytes of its file."""
+  model = tiny.model(
+    vocab_size=8 * hidden_size,
+    hidden_size=hidden_size,
+    intermediate_size=4 * hidden_size,
+    num_layers=num_layers,
+  )
+  shapes = {}
+  for entry in names_lib.entries(model.config):
+    leaf = jax.eval_shape(model.init, jax.random.key(0))
+    for key in entry.path:
+      leaf = leaf[key]
+    shape = leaf.shape[len(entry.index) :]
+    shapes[entry.hf_name] = shape[::-1] if entry.transposed else shape
+  folder.mkdir()
+  (folder / 'config.json').write_text(json.dumps(model.config.to_hf()))
+  values = (np.full(shape, 0.5) for shape in shapes.values())
+  with open(folder / weight_files.SINGLE, 'wb') as file:
+    safetensors_file.write(file, shapes, 'BF16', values)
+    return file.tell()
+
+
+@pytest.mark.parametrize(
+  'num_devices', [1, pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_little_memory_is_needed_beside_the_parameters(tmp_path, num_devices):
+  _large(tmp_path / 'small', 2, 64)
+  size = _large(tmp_path / 'large', 5, 1024)
+  assert size > 150e6
+  done = subprocess.run(
+    [sys.executable, '-c', _MEASURE, tmp_path / 'small', tmp_path / 'large'],
+    cwd=_ROOT,
+    env=os.environ | {'JAX_NUM_CPU_DEVICES': str(num_devices)},
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  assert done.returncode == 0, done.stderr
+  excess, kept = map(float, done.stdout.split())
+  assert excess <= 0.3
+  # The parameters are counted: neither mapped nor shared.
+  assert 0.99 < kept

@@ -1,0 +1,115 @@
+"""One file, against the library that defines the format."""
+
+import io
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from stppo_jax.models.hf import safetensors_file
+
+_RNG = np.random.default_rng(0)
+_TENSORS = {
+  'matrix': _RNG.standard_normal((5, 3)).astype(np.float32),
+  'half': _RNG.standard_normal(7).astype(np.float16),
+  'brain': _RNG.standard_normal((2, 2, 3)).astype(ml_dtypes.bfloat16),
+  'scalar': np.array(1.5, np.float32),
+  'ids': np.arange(3),
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+  path = tmp_path / 'some.safetensors'
+  safetensors.numpy.save_file(_TENSORS, path, metadata={'format': 'pt'})
+  return path
+
+
+def test_what_the_library_wrote_is_read(path):
+  tensors = safetensors_file.read_header(path)
+  assert tensors.keys() == _TENSORS.keys()
+  for name, tensor in tensors.items():
+    assert tensor.shape == _TENSORS[name].shape
+    if name != 'ids':
+      np.testing.assert_array_equal(tensor.view(), _TENSORS[name])
+      assert tensor.view().dtype == _TENSORS[name].dtype
+  with pytest.raises(ValueError, match='dtype I64 cannot be read'):
+    tensors['ids'].view()
+
+
+@pytest.mark.parametrize('dtype', ['F32', 'BF16'])
+def test_what_is_written_the_library_reads(tmp_path, dtype):
+  matrix, half = _TENSORS['matrix'], _TENSORS['half']
+  path = tmp_path / 'new.safetensors'
+  with open(path, 'wb') as file:
+    safetensors_file.write(
+      file,
+      {'matrix': (5, 3), 'turned': (3, 5), 'half': (7,)},
+      dtype,
+      # Whole, or by rows; in memory in any order.
+      iter([matrix[:2], matrix[2:], matrix.T, half]),
+    )
+  found = safetensors.numpy.load_file(path)
+  expected = safetensors_file.DTYPES[dtype]
+  for name, value in (('matrix', matrix), ('turned', matrix.T), ('half', half)):
+    assert found[name].dtype == expected
+    np.testing.assert_array_equal(found[name], value.astype(expected))
+
+
+def test_a_promise_that_is_not_kept_is_refused():
+  for chunks in ([], [np.zeros(3)]):
+    with pytest.raises(ValueError, match='promised 8'):
+      safetensors_file.write(io.BytesIO(), {'x': (2,)}, 'F32', iter(chunks))
+
+
+def _header(entries):
+  text = json.dumps(entries).encode()
+  return len(text).to_bytes(8, 'little') + text
+
+
+def _entry(begin, end, shape=(2,), dtype='F32'):
+  return {'dtype': dtype, 'shape': shape, 'data_offsets': [begin, end]}
+
+
+@pytest.mark.parametrize(
+  ('content', 'expected'),
+  [
+    (b'', 'not a safetensors file'),
+    (b'1234567', 'not a safetensors file'),
+    (b'\xff' * 20, 'not a safetensors file'),
+    ((99).to_bytes(8, 'little') + b'{}', 'expected 107 bytes .* found 10$'),
+    ((2).to_bytes(8, 'little') + b'[]', 'header is damaged'),
+    ((2).to_bytes(8, 'little') + b'{"', 'header is damaged'),
+    (_header({'x': {'dtype': 'F32'}}), 'damaged: KeyError..shape'),
+    (_header({'x': _entry(0, 9)}) + bytes(9), 'is inconsistent'),
+    (_header({'x': _entry(0, 8, dtype='F99')}) + bytes(8), "damaged.*'F99'"),
+    (_header({'x': _entry(0, -8, shape=(-2,))}), 'is inconsistent'),
+    (
+      _header({'x': _entry(0, 8), 'y': _entry(4, 12)}) + bytes(12),
+      'y begins at byte .*, expected',
+    ),
+    (
+      _header({'x': _entry(0, 8), 'y': _entry(12, 20)}) + bytes(20),
+      'y begins at byte .*, expected',
+    ),
+    (_header({'x': _entry(0, 8)}) + bytes(9), 'too long: expected'),
+  ],
+)
+def test_a_damaged_file_is_named_in_one_line(tmp_path, content, expected):
+  path = tmp_path / 'bad.safetensors'
+  path.write_bytes(content)
+  with pytest.raises(ValueError, match=expected) as caught:
+    safetensors_file.read_header(path)
+  assert str(caught.value).startswith(f'{path}: ')
+  assert '\n' not in str(caught.value)
+
+
+def test_wherever_it_is_cut_a_file_is_refused(path):
+  whole = path.read_bytes()
+  for size in range(0, len(whole), 7):
+    path.write_bytes(whole[:size])
+    with pytest.raises(ValueError, match='truncated|not a safetensors') as e:
+      safetensors_file.read_header(path)
+  assert f'expected {len(whole)} bytes, found {size}' in str(e.value)

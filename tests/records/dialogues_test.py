@@ -1,0 +1,89 @@
+"""Dialogues on a terminal: readable, told apart, and harmless."""
+
+import io
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+import pytest
+
+from stppo_jax.records import dialogues
+
+_RECORD = {
+  'question': 'Where was Ada born?',
+  'golden_answers': ['London', 'London, England'],
+  'prompt': 'Answer the question.\nWhere was Ada born?',
+  'turns': [
+    {
+      'text': '<search>Ada</search>',
+      'observation': '\n\n<information>Doc 1</information>\n\n',
+      'action': 'search',
+    },
+    {
+      'text': '<answer>London</answer>',
+      'observation': '',
+      'action': 'answer',
+    },
+  ],
+  'rewards': {'exact_match': 1.0, 'format': 0.1},
+  'status': 'completed',
+}
+
+
+def test_a_dialogue_line_by_line():
+  assert dialogues.render(_RECORD, colour=False).splitlines() == [
+    '? Where was Ada born?',
+    '? golden: London | London, England',
+    '. Answer the question.',
+    '. Where was Ada born?',
+    '> <search>Ada</search>',
+    '> [search]',
+    '< <information>Doc 1</information>',
+    '> <answer>London</answer>',
+    '> [answer]',
+    '= completed: reward 1.1 (exact_match 1, format 0.1)',
+  ]
+
+
+def test_colour_only_adds_colour():
+  coloured = dialogues.render(_RECORD, colour=True)
+  assert '\x1b[36m> <answer>London</answer>\x1b[0m' in coloured
+  plain = re.sub(r'\x1b\[[0-9;]*m', '', coloured)
+  assert plain == dialogues.render(_RECORD, colour=False)
+
+
+@pytest.mark.parametrize(
+  ('text', 'expected'),
+  [
+    ('a\x1b[2Jb', 'a\\x1b[2Jb'),
+    ('a\rb\x08c\x7f\x9b', 'a\\rb\\x08c\\x7f\\x9b'),
+    ('pay \u202eevil', 'pay \\u202eevil'),
+    ('a\u2028b\u200bc', 'a\\u2028b\\u200bc'),
+    ('\ud800', '\\ud800'),
+    ('a\nb Zürich 東京', 'a\nb Zürich 東京'),
+    ('[bold]x[/bold]', '[bold]x[/bold]'),
+  ],
+)
+def test_hidden_characters_are_shown(text, expected):
+  assert dialogues.escape(text) == expected
+
+
+@given(st.text())
+def test_nothing_unprintable_is_left(text):
+  record = _RECORD | {'turns': [
+      {'text': text, 'observation': text, 'action': 'invalid'}
+  ]}  # fmt: skip
+  shown = dialogues.render(record, colour=False)
+  assert all(c == '\n' or c == ' ' or not c.isspace() for c in shown if c < '~')
+  assert '\x1b' not in shown and '\r' not in shown
+  assert all(line[0] in '?.><=' for line in shown.splitlines())
+
+
+def test_show_colours_terminals_only():
+  class Terminal(io.StringIO):
+    def isatty(self):
+      return True
+
+  for stream, coloured in ((Terminal(), True), (io.StringIO(), False)):
+    dialogues.show(_RECORD, stream)
+    assert ('\x1b[' in stream.getvalue()) == coloured

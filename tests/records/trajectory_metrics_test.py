@@ -1,0 +1,208 @@
+"""Counts of a collection by hand, and records that JSON takes."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from stppo_jax import types
+from stppo_jax.records import trajectory_metrics
+from tests.rollout import dialogues
+
+_STATUS = types.TrajectoryStatus
+
+
+def _turn(text, observation, action, reward=0.0):
+  letters = dialogues.Letters()
+  ids = letters.encode_text(text)
+  return types.Turn(
+    ids,
+    np.zeros(len(ids), np.float32),
+    letters.encode_text(observation),
+    action,
+    reward,
+  )
+
+
+def _trajectory(turns, status, *, em, data_set='nq', penalty=0.0):
+  return types.Trajectory(
+    question=types.Question('q', 'why?', ('x', 'y'), data_set),
+    prompt_ids=dialogues.Letters().encode_text('why?'),
+    turns=tuple(_turn(*turn) for turn in turns),
+    rewards={'exact_match': np.float32(em), 'search_penalty': penalty},
+    status=status,
+    scores={'em': em, 'f1': 0.5},
+  )
+
+
+def _collection():
+  return [
+    _trajectory(
+      [('abc', 'told', 'search', 0.5), ('abcde', '', 'answer')],
+      _STATUS.COMPLETED,
+      em=1.0,
+      penalty=-0.25,
+    ),
+    _trajectory([('a', 'no', 'invalid')], _STATUS.TRUNCATED_LENGTH, em=0.0),
+    _trajectory(
+      [('ab', 'no', 'invalid'), ('a', 'told', 'search'), ('a', '', 'answer')],
+      _STATUS.COMPLETED,
+      em=0.0,
+      data_set='hotpotqa',
+    ),
+    # Whatever a failed one holds must not be seen.
+    _trajectory(
+      [('a' * 99, '', 'search', 7.0)] * 9,
+      _STATUS.INFRA_ERROR,
+      em=9.0,
+      data_set='ghost',
+    ),
+  ]
+
+
+def test_by_hand():
+  expected = {
+    'rollout/status/completed': 2,
+    'rollout/status/truncated_length': 1,
+    'rollout/status/truncated_turns': 0,
+    'rollout/status/infra_error': 1,
+    'rollout/valid_fraction': 0.75,
+    'critic/score/mean': 0.25,
+    'critic/score/max': 0.75,
+    'critic/score/min': 0,
+    'response_length/mean': (8 + 1 + 4) / 3,
+    'response_length/max': 8,
+    'response_length/min': 1,
+    'num_turns/mean': 2,
+    'num_turns/max': 3,
+    'num_turns/min': 1,
+    'turn_length/mean': 13 / 6,
+    'turn_length/max': 5,
+    'turn_length/min': 1,
+    'reward/exact_match/mean': 1 / 3,
+    'reward/search_penalty/mean': -0.25 / 3,
+    'reward/turns/mean': 0.5 / 3,
+    'score/em/mean': 1 / 3,
+    'score/f1/mean': 0.5,
+    'train/em/nq': 0.5,
+    'train/em/hotpotqa': 0,
+    'env/number_of_valid_search': 2 / 3,
+    'env/ratio_of_valid_action': 4 / 6,
+    'env/finish_ratio': 2 / 3,
+  }
+  assert trajectory_metrics.measure(_collection()) == pytest.approx(expected)
+
+
+def test_nothing_but_failures():
+  metrics = trajectory_metrics.measure(_collection()[-1:])
+  assert metrics == {
+    'rollout/status/completed': 0,
+    'rollout/status/truncated_length': 0,
+    'rollout/status/truncated_turns': 0,
+    'rollout/status/infra_error': 1,
+    'rollout/valid_fraction': 0,
+  }
+
+
+def _drawn(status, *differences):
+  """A trajectory of a turn for each list; None: of an engine that is silent."""
+  turns = []
+  for difference in differences:
+    turn = _turn('a' * len(difference or 'a'), '', 'answer')
+    if difference is not None:
+      drawn = turn.sampler_logprobs + np.float32(difference)
+      turn = dataclasses.replace(turn, drawn_logprobs=drawn)
+    turns.append(turn)
+  trajectory = _trajectory([], status, em=1.0)
+  return dataclasses.replace(trajectory, turns=tuple(turns))
+
+
+def test_truncation_is_a_mean_over_tokens():
+  measure = trajectory_metrics.measure
+  trajectories = [
+    _drawn(_STATUS.COMPLETED, [0.5, 0.0, 1.0], [0.25]),
+    _drawn(_STATUS.COMPLETED, None, [0.0, 0.0]),
+    _drawn(_STATUS.INFRA_ERROR, [99.0]),
+  ]
+  name = 'mismatch/truncation'
+  assert measure(trajectories)[name] == pytest.approx(1.75 / 6)
+  assert name not in measure([_drawn(_STATUS.COMPLETED, None)])
+
+
+def test_staleness_is_a_mean_over_trajectories():
+  trajectories = [
+    dataclasses.replace(_earned(1.0), version=version) for version in (3, 3, 4)
+  ]
+  assert trajectory_metrics.measure_staleness(trajectories, 5) == {
+    'rollout/staleness': pytest.approx(5 / 3)
+  }
+
+
+def _earned(em, turn_reward=0.0, status=_STATUS.COMPLETED):
+  return _trajectory([('a', '', 'answer', turn_reward)], status, em=em)
+
+
+_FAILED = _earned(9.0, status=_STATUS.INFRA_ERROR)
+
+
+@pytest.mark.parametrize(
+  ('group', 'expected'),
+  [
+    ([_earned(1.0), _earned(1.0), _earned(1.0)], True),
+    ([_earned(1.0), _earned(1.0), _earned(0.0)], False),
+    ([_earned(1.0), _FAILED, _earned(1.0)], True),
+    # One row that is left has nothing to be compared with.
+    ([_earned(1.0), _FAILED, _FAILED], False),
+    ([_FAILED, _FAILED], False),
+    ([_earned(1.0)], False),
+    # Turns are part of what is earned.
+    ([_earned(1.0), _earned(1.0, 0.5)], False),
+    ([_earned(1.0), _earned(0.5, 0.5)], True),
+    # In float32, as the trainer sees them: 0.1 + 0.2 is 0.3.
+    ([_earned(0.1, 0.2), _earned(0.3)], True),
+  ],
+)
+def test_groups_without_variance(group, expected):
+  assert trajectory_metrics.zero_variance(group) == expected
+
+
+def test_groups_of_one_valid_row_are_not_counted():
+  groups = [
+    [_earned(1.0), _earned(1.0)],
+    [_earned(1.0), _earned(0.0)],
+    [_earned(0.0), _earned(0.0)],
+    [_earned(1.0), _FAILED],
+  ]
+  name = 'rollout/zero_variance_groups'
+  measure = trajectory_metrics.measure_groups
+  assert measure(groups) == {name: pytest.approx(2 / 3)}
+  assert measure(groups[3:]) == {name: 0.0}
+
+
+def test_a_record_is_plain_and_complete():
+  record = trajectory_metrics.record(_collection()[0], dialogues.Letters())
+  assert json.loads(json.dumps(record)) == {
+    'id': 'q',
+    'question': 'why?',
+    'golden_answers': ['x', 'y'],
+    'data_set': 'nq',
+    'prompt': 'why?',
+    'turns': [
+      {
+        'text': 'abc',
+        'observation': 'told',
+        'action': 'search',
+        'reward': 0.5,
+      },
+      {
+        'text': 'abcde',
+        'observation': '',
+        'action': 'answer',
+        'reward': 0.0,
+      },
+    ],
+    'rewards': {'exact_match': 1.0, 'search_penalty': -0.25},
+    'scores': {'em': 1.0, 'f1': 0.5},
+    'status': 'completed',
+  }

@@ -1,0 +1,163 @@
+"""The files of a run, when all is well and when the disk is full."""
+
+import io
+import json
+import math
+import resource
+
+import pytest
+import rich.console
+from tensorboardX import record_writer
+from tensorboardX.proto import event_pb2
+
+from stppo_jax.records import progress
+from stppo_jax.records import writer as writer_lib
+
+
+def _writer(workdir, *, tensorboard=False, trajectories=2):
+  console = rich.console.Console(file=io.StringIO())
+  return writer_lib.Writer(
+    workdir,
+    num_steps=10,
+    tensorboard=tensorboard,
+    trajectories=trajectories,
+    display=progress.Progress(10, console=console),
+  )
+
+
+def _lines(workdir):
+  text = (workdir / 'metrics.jsonl').read_text()
+  return [json.loads(line) for line in text.splitlines()]
+
+
+def _events(workdir):
+  """Every event of the folder, by the format's description."""
+  events = []
+  for path in sorted((workdir / 'tensorboard').iterdir()):
+    data = path.read_bytes()
+    while data:
+      size = int.from_bytes(data[:8], 'little')
+      body = data[12 : 12 + size]
+      crc = int.from_bytes(data[12 + size : 16 + size], 'little')
+      assert crc == record_writer.masked_crc32c(body)
+      events.append(event_pb2.Event.FromString(body))
+      data = data[16 + size :]
+  return events
+
+
+def test_a_line_a_step_at_once_on_disk(tmp_path):
+  writer = _writer(tmp_path)
+  writer.write(1, {'a': 1, 'b/c': 0.5})
+  assert _lines(tmp_path) == [
+    {'step': 1, 'a': 1.0, 'b/c': 0.5, 'writer/sink_errors': 0}
+  ]
+  writer.write(2, {'a': 2.0})
+  assert [line['step'] for line in _lines(tmp_path)] == [1, 2]
+  assert not (tmp_path / 'tensorboard').exists()
+
+
+def test_what_is_not_finite_is_null_and_named(tmp_path):
+  writer = _writer(tmp_path, tensorboard=True)
+  writer.write(1, {'x': math.nan, 'y': -math.inf, 'z': 3.0})
+  text = (tmp_path / 'metrics.jsonl').read_text()
+  (line,) = [json.loads(text, parse_constant=pytest.fail)]
+  assert line['x'] is line['y'] is None and line['z'] == 3.0
+  assert line['writer/non_finite'] == {'x': 'nan', 'y': '-inf'}
+  (event,) = [e for e in _events(tmp_path) if e.summary.value]
+  assert [(v.tag, v.simple_value) for v in event.summary.value] == [('z', 3.0)]
+
+
+def test_resuming_is_as_if_never_interrupted(tmp_path):
+  whole, broken = tmp_path / 'whole', tmp_path / 'broken'
+  for workdir, last in ((whole, 4), (broken, 3)):
+    writer = _writer(workdir)
+    for step in range(1, last + 1):
+      writer.write(step, {'a': step})
+      writer.write_trajectories(step, [{'step': step}])
+  with open(broken / 'metrics.jsonl', 'a') as file:
+    file.write('{"step": 4, "a": 4.0, "writ')  # killed while writing
+  writer = _writer(broken)
+  writer.truncate_after(2)
+  assert [line['step'] for line in _lines(broken)] == [1, 2]
+  dialogues = sorted(path.name for path in broken.glob('trajectories-*'))
+  assert [name[-7] for name in dialogues] == ['1', '2']
+  for step in (3, 4):
+    writer.write(step, {'a': step})
+    writer.write_trajectories(step, [{'step': step}])
+  files = {path.name: path.read_bytes() for path in whole.iterdir()}
+  assert files == {p.name: p.read_bytes() for p in broken.iterdir()}
+  assert len(files) == 5
+
+
+def test_a_line_without_its_end_is_torn(tmp_path):
+  # Read as JSON it looks whole; the next line would be glued to it.
+  (tmp_path / 'metrics.jsonl').write_text('{"step": 1}\n{"step": 2}')
+  writer = _writer(tmp_path)
+  writer.truncate_after(2)
+  writer.write(2, {})
+  assert [line['step'] for line in _lines(tmp_path)] == [1, 2]
+
+
+def test_truncating_without_a_file_or_below_all_steps(tmp_path):
+  writer = _writer(tmp_path)
+  writer.truncate_after(3)
+  writer.write(1, {})
+  writer.truncate_after(0)
+  assert _lines(tmp_path) == []
+
+
+def test_trajectories_of_a_step_replace_each_other(tmp_path):
+  writer = _writer(tmp_path, trajectories=2)
+  writer.write_trajectories(12, [{'n': 0}])
+  writer.write_trajectories(12, [{'n': 1}, {'n': 'ü'}, {'n': 3}])
+  (path,) = tmp_path.iterdir()
+  assert path.name == 'trajectories-000012.jsonl'
+  records = [json.loads(line) for line in path.read_text().splitlines()]
+  assert records == [{'n': 1}, {'n': 'ü'}]
+  _writer(tmp_path, trajectories=0).write_trajectories(13, [{'n': 0}])
+  assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_tensorboard_has_the_scalars_and_forgets_on_resume(tmp_path):
+  writer = _writer(tmp_path, tensorboard=True)
+  writer.truncate_after(4)
+  writer.write(5, {'a': 0.5, 'b': 2.0})
+  writer.write(6, {'a': 0.25})
+  first, restart, *events = _events(tmp_path)
+  assert first.file_version == 'brain.Event:2'
+  assert restart.session_log.status == event_pb2.SessionLog.START
+  assert restart.step == 5
+  scalars = [
+    (event.step, value.tag, value.simple_value)
+    for event in events
+    for value in event.summary.value
+  ]
+  assert scalars == [(5, 'a', 0.5), (5, 'b', 2.0), (6, 'a', 0.25)]
+
+
+def test_a_dead_sink_is_counted_and_told_once(tmp_path, caplog):
+  (tmp_path / 'tensorboard').write_text('in the way')
+  writer = _writer(tmp_path, tensorboard=True)
+  for step in (1, 2, 3):
+    writer.write(step, {'a': step})
+  assert [line['writer/sink_errors'] for line in _lines(tmp_path)] == [1, 2, 3]
+  assert [line['a'] for line in _lines(tmp_path)] == [1, 2, 3]
+  assert len(caplog.records) == 1 and 'tensorboard' in caplog.text
+
+
+def test_a_full_disk_leaves_whole_lines_and_the_run_goes_on(tmp_path):
+  writer = _writer(tmp_path, tensorboard=True)
+  writer.write(1, {'a': 1.0})
+  size = (tmp_path / 'metrics.jsonl').stat().st_size
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, hard))
+  try:
+    writer.write(2, {'a': 2.0})
+    writer.write_trajectories(2, [{'text': 'x' * 1000}])
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  writer.write(3, {'a': 3.0})
+  assert [line['step'] for line in _lines(tmp_path)] == [1, 3]
+  assert _lines(tmp_path)[-1]['writer/sink_errors'] >= 2
+  assert (tmp_path / 'trajectories-000002.jsonl').read_bytes() == b''
+  assert _events(tmp_path)[-1].step == 3

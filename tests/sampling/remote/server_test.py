@@ -1,0 +1,121 @@
+"""Our small inference server: what it refuses, and how it says so."""
+
+import http.client
+import json
+from urllib import parse
+
+import pytest
+
+from stppo_jax.http import server as http_server
+from stppo_jax.models.hf import export
+from stppo_jax.sampling.remote import server as model_server
+from tests.models import tiny
+from tests.sampling.remote import fake_servers
+
+_ASKED = {'model': 'tiny', 'prompt': [0], 'max_tokens': 2}
+
+
+@pytest.fixture(scope='module')
+def root(tmp_path_factory):
+  return tmp_path_factory.mktemp('weights')
+
+
+@pytest.fixture(scope='module')
+def url(root):
+  model = model_server.ModelServer(
+    'tiny',
+    fake_servers.MODEL,
+    fake_servers.PARAMS,
+    token_bytes=fake_servers.TOKENS,
+    max_length=fake_servers.MAX_LENGTH,
+    weights_root=root,
+  )
+  with http_server.EmbeddedServer(model.app) as server:
+    yield server.url
+
+
+def _post(url, path, body, method='POST'):
+  host = parse.urlsplit(url).netloc
+  connection = http.client.HTTPConnection(host, timeout=20)
+  try:
+    if not isinstance(body, bytes):
+      body = json.dumps(body).encode()
+    connection.request(method, path, body)
+    response = connection.getresponse()
+    return response.status, json.loads(response.read())
+  finally:
+    connection.close()
+
+
+def test_it_listens_on_the_loopback_only(url):
+  assert parse.urlsplit(url).hostname == '127.0.0.1'
+  assert _post(url, '/health', b'', 'GET') == (200, {'status': 'ok'})
+
+
+def test_a_completion(url):
+  status, reply = _post(url, '/v1/completions', _ASKED | {'temperature': 0})
+  (choice,) = reply['choices']
+  assert status == 200 and choice['finish_reason'] == 'length'
+  assert len(choice['token_ids']) == 2 and choice['prompt_token_ids'] == [0]
+  assert len(choice['logprobs']['token_logprobs']) == 2
+  again = _post(url, '/v1/completions', _ASKED | {'temperature': 0, 'seed': 5})
+  assert again[1]['choices'] == [choice]  # greedy: no seed matters
+
+
+@pytest.mark.parametrize(
+  ('changes', 'status', 'line'),
+  [
+    ({'model': 'large'}, 404, "no model 'large'"),
+    ({'model': 3}, 422, 'model: expected str'),
+    ({'prompt': 'abc'}, 422, 'prompt: expected list'),
+    ({'prompt': [99]}, 422, 'expected ids in [0, 16)'),
+    ({'prompt': [True]}, 422, 'expected ids in [0, 16)'),
+    ({'prompt': []}, 422, 'at least one token'),
+    ({'max_tokens': 0}, 422, 'at least one token'),
+    ({'max_tokens': 40}, 422, '41 tokens, 40 fit'),
+    ({'temperature': 'hot'}, 422, 'temperature: expected float'),
+    ({'top_p': 0}, 422, 'expected fractions'),
+    ({'stop': [1]}, 422, 'up to 16 strings'),
+    ({'stop': ['']}, 422, 'up to 16 strings'),
+    ({'n': 2}, 422, 'n: only 1 is served'),
+    ({'echo': True}, 422, 'echo: only false is served'),
+    ({'best_of': 3}, 422, "unknown field 'best_of'"),
+  ],
+)
+def test_a_bad_completion_is_one_line(url, changes, status, line):
+  found, reply = _post(url, '/v1/completions', _ASKED | changes)
+  assert found == status and line in reply['detail']
+  assert '\n' not in reply['detail']
+
+
+@pytest.mark.parametrize('body', [b'{', b'[]', b'\xff'])
+def test_a_body_that_is_no_object(url, body):
+  status, reply = _post(url, '/v1/completions', body)
+  assert status == 422 and reply['detail'].startswith('body: expected')
+
+
+def test_weights_are_read_from_below_the_root_only(url, root, tmp_path):
+  for folder in (root / 'new', tmp_path):
+    export.export(folder, fake_servers.MODEL.config, fake_servers.PARAMS)
+  wide = tiny.model(vocab_size=20)
+  export.export(root / 'wide', wide.config, tiny.params(wide))
+  info = '/model_info'
+  assert _post(url, info, b'', 'GET')[1] == {'weight_version': 'default'}
+
+  def update(folder):
+    body = {'model_path': str(folder), 'weight_version': 'v1'}
+    return _post(url, '/update_weights_from_disk', body)
+
+  for folder, line in (
+    (tmp_path, 'not below weights_root'),
+    (root / '..' / tmp_path.name, 'not below weights_root'),
+    (root / 'none', 'no model.safetensors'),
+    (root / 'wide', 'expected (16, 16)'),
+  ):
+    status, reply = update(folder)
+    assert status == 400 and line in reply['detail']
+    assert _post(url, info, b'', 'GET')[1] == {'weight_version': 'default'}
+  assert update(root / 'new')[0] == 200
+  assert _post(url, info, b'', 'GET')[1] == {'weight_version': 'v1'}
+  status, reply = _post(url, '/update_weights_from_disk', {'model_path': 1})
+  assert status == 422 and 'expected strings' in reply['detail']

@@ -1,0 +1,59 @@
+"""The shape that a config describes; nothing of it is a hidden default."""
+
+import dataclasses
+
+from stppo_jax.configs import base
+from stppo_jax.learner import weights
+from stppo_jax.models import config as model_config
+from stppo_jax.training import model_files
+from tests.training import runs
+
+# Of a shape, what no key of a run says.
+_FROM_TOKENIZER = {'vocab_size'}
+_AS_PUBLISHED = {'rope_scaling', 'max_position_embeddings'}
+_MIXTURE = {
+  'qkv_bias': False,
+  'qk_norm': True,
+  'num_experts': 3,
+  'num_experts_per_tok': 2,
+  'moe_intermediate_size': 5,
+}
+
+
+def _tokenizer():
+  return model_files.load_tokenizer(runs.REPO / 'assets' / 'quickstart')
+
+
+def test_every_other_field_is_a_key():
+  config = base.get_config()
+  fields = {f.name for f in dataclasses.fields(model_config.ModelConfig)}
+  said = set(config.model) | set(weights.computed_as(config))
+  assert fields - said == _FROM_TOKENIZER | _AS_PUBLISHED
+
+
+def test_every_key_arrives():
+  before = model_files.shape(runs.config(), _tokenizer())
+  assert before.vocab_size == 290
+  changes = _MIXTURE | {
+    'num_heads': 4,
+    'num_kv_heads': 2,
+    'head_dim': 6,
+    'rope_theta': 7.0,
+    'norm_topk_prob': False,
+    'router_aux_loss_coef': 0.5,
+    'scan_unroll': 2,
+    'dtype': 'bfloat16',
+  }
+  config = runs.config(**{f'model__{k}': x for k, x in changes.items()})
+  after = model_files.shape(config, _tokenizer())
+  assert after == dataclasses.replace(before, **changes)
+
+
+def test_what_makes_no_difference_is_not_compared():
+  dense = model_files.shape(runs.config(), _tokenizer())
+  names = set(model_config.compared(dense))
+  assert {'hidden_size', 'intermediate_size', 'rope_theta'} < names
+  assert not names & {'norm_topk_prob', 'remat', 'max_position_embeddings'}
+  mixture = dataclasses.replace(dense, **_MIXTURE)
+  names = set(model_config.compared(mixture))
+  assert 'norm_topk_prob' in names and 'intermediate_size' not in names

@@ -1,0 +1,230 @@
+"""Runs of adapters, and of one backbone with both heads."""
+
+import dataclasses
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from stppo_jax import __main__
+from stppo_jax import batch as batch_lib
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import weights
+from stppo_jax.models.hf import load
+from stppo_jax.records import checkpoint
+from stppo_jax.rollout import pack
+from stppo_jax.training import assembly
+from stppo_jax.training import checkpoint_state
+from tests.training import runs
+
+_STEPS = 2
+_LORA = {
+  'model__lora__rank': 2,
+  'model__lora__targets': '(q|o|up)_proj',
+  'policy_optimizer__learning_rate': 0.01,
+  'policy_optimizer__warmup_updates': 0,
+}
+_SHARED = {'model__value_backbone': 'shared'}
+# Orbax reads the leaves concurrently; see checkpoint_test.py.
+pytestmark = pytest.mark.filterwarnings(
+  'ignore::pytest.PytestUnraisableExceptionWarning'
+)
+
+
+def _changes(changes):
+  return changes | {'num_steps': _STEPS, 'evaluate__every': 0}
+
+
+def _train(workdir, changes):
+  flags = runs.flags(**_changes(changes))
+  return __main__.main(['train', *flags, f'--workdir={workdir}'])
+
+
+def _timeless(workdir):
+  times = ('timing_s/', 'perf/', 'retrieval/latency')
+  return [
+    {k: v for k, v in line.items() if not k.startswith(times)}
+    for line in runs.metrics(workdir)
+  ]
+
+
+def _cut_train(workdir, changes, monkeypatch):
+  """The same run, told to end in its first step, and started again."""
+  update_epochs = learner_lib.Learner.update_epochs
+
+  def signalled(*args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return update_epochs(*args)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(learner_lib.Learner, 'update_epochs', signalled)
+    assert _train(workdir, changes) == 75
+  assert len(runs.metrics(workdir)) == 1
+  assert _train(workdir, changes) == 0
+
+
+def _learner(changes):
+  config = runs.config(**_changes(changes))
+  questions = assembly.build_questions(config)
+  tokenizer = assembly.build_tokenizer(config, questions)
+  shape = assembly.build_model_config(config, tokenizer)
+  return learner_lib.Learner(config, shape, assembly.build_mesh(config))
+
+
+def _newest(workdir, changes):
+  """(learner, start, newest state, its host record) of a run."""
+  learner = _learner(changes)
+  start = learner.start()
+  checkpoints = checkpoint.Checkpointer(workdir, read_only=True)
+  step, state, host = checkpoint_state.newest(checkpoints, learner, start)
+  checkpoints.close()
+  assert step == _STEPS
+  return learner, start, state, host
+
+
+def _size(x):
+  return np.abs(np.asarray(x)).max()
+
+
+def _shards(tree):
+  return [
+    shard.data
+    for leaf in jax.tree.leaves(tree)
+    for shard in leaf.addressable_shards
+  ]
+
+
+@pytest.mark.parametrize(
+  'changes',
+  [
+    _LORA,
+    pytest.param(_SHARED, marks=pytest.mark.slow, id='shared'),
+    pytest.param(_LORA | _SHARED, marks=pytest.mark.slow, id='both'),
+    pytest.param(
+      _LORA | {'rollout__steps_ahead': 1}, marks=pytest.mark.slow, id='ahead'
+    ),
+  ],
+)
+def test_a_run_is_the_same_when_cut_in_two(changes, tmp_path, monkeypatch):
+  whole, cut = tmp_path / 'whole', tmp_path / 'cut'
+  assert _train(whole, changes) == 0
+  _cut_train(cut, changes, monkeypatch)
+  assert _timeless(cut) == _timeless(whole)
+  weights = 'policy/model.safetensors'
+  assert (cut / weights).read_bytes() == (whole / weights).read_bytes()
+
+  shared = 'model__value_backbone' in changes
+  lines = runs.metrics(whole)
+  for line in lines:
+    # The engine plays merged weights, the trainer those apart.
+    assert line['mismatch/logprob_abs_diff'] < 1e-5
+    assert line['update/skipped'] == 0 and np.isfinite(line['critic/vf_loss'])
+    assert ('critic/grad_norm' in line) != shared  # of an optimiser
+  assert lines[0]['critic/kl'] == 0  # the reference is the start
+  # Collected ahead, the second step was played by the start, too.
+  ahead = 'rollout__steps_ahead' in changes
+  assert (lines[1]['critic/kl'] == 0) == ahead
+
+  learner, start, state, host = _newest(whole, changes)
+  head = state.policy if shared else state.value
+  # Nobody answers: all there is to predict is the penalty of the divergence.
+  assert (_size(head.params['scalar_head']) == 0) == ahead
+  playable = jax.device_get(learner.playable(state))
+  exported = load.read_params(whole / 'policy', learner.policy.config)
+  jax.tree.map(np.testing.assert_array_equal, exported, playable)
+  if 'model__lora__rank' in changes:
+    # Only what has adapters moved, and the base is no part of a checkpoint.
+    jax.tree.map(np.testing.assert_array_equal, state.frozen, start.frozen)
+    moved = jax.tree.map(lambda a, b: _size(a - b) > 0, playable, state.frozen)
+    layers = moved.pop('layers')
+    adapted = {'q_proj', 'o_proj', 'up_proj'}
+    assert {n for n, x in layers.items() if any(x.values())} == adapted
+    assert not any(jax.tree.leaves(moved))
+    assert len(host['base_fingerprints']) == len(jax.tree.leaves(playable))
+  else:
+    assert state.frozen is None and 'base_fingerprints' not in host
+
+
+def _packed():
+  """Sixteen rows of one turn, as `pack` makes them."""
+  rng = np.random.default_rng(0)
+  turn_ids = np.zeros((16, 128), np.int32)
+  turn_ids[:, 10:18] = 1
+  rewards = np.zeros(turn_ids.shape, np.float32)
+  rewards[:, 17] = rng.normal(size=16)
+  mask = turn_ids > 0
+  return batch_lib.TokenBatch(
+    tokens_BL=rng.integers(0, 290, turn_ids.shape).astype(np.int32),
+    lengths_B=np.full(16, 18, np.int32),
+    turn_ids_BL=turn_ids,
+    loss_mask_BL=mask,
+    sampler_logprobs_BL=np.zeros(turn_ids.shape, np.float32),
+    rewards_BL=rewards,
+    group_ids_B=np.arange(16, dtype=np.int32),
+    loss_positions_BM=pack.loss_positions(mask),
+  )
+
+
+def test_an_updated_state_keeps_the_base_where_it_is():
+  learner = _learner(_LORA)
+  state = learner.start()
+  assert learner.reference() is None
+  places = [x.unsafe_buffer_pointer() for x in _shards(state.frozen)]
+  trained = jax.tree.leaves(dataclasses.replace(state, frozen=None))
+  kept = state.frozen
+  batch = _packed()
+  annotated, _ = learner.annotate(batch, state, None)
+  state, _ = learner.update_epochs(state, annotated, 0)
+  assert all(leaf.is_deleted() for leaf in trained)
+  assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(kept))
+  assert [x.unsafe_buffer_pointer() for x in _shards(state.frozen)] == places
+
+
+def test_another_base_is_refused(tmp_path):
+  learner = _learner(_LORA)
+  start = learner.start()
+  checkpoints = checkpoint.Checkpointer(tmp_path)
+  checkpoint_state.save(checkpoints, 3, start, {'a': 1})
+  step, state, host = checkpoint_state.newest(checkpoints, learner, start)
+  assert step == 3 and state.frozen is start.frozen and host['a'] == 1
+  norm = {'scale': 1.5 * start.frozen['norm']['scale']}
+  other = dataclasses.replace(start, frozen=start.frozen | {'norm': norm})
+  with pytest.raises(
+    checkpoint_state.OtherBase, match='not those that step 3'
+  ) as caught:
+    checkpoint_state.newest(checkpoints, learner, other)
+  checkpoints.close()
+  assert caught.value.exit_code == 2 and '\n' not in str(caught.value)
+
+
+def test_what_nobody_trains_is_held_as_it_is_computed_with(tmp_path):
+  changes = {'model__dtype': 'bfloat16'}
+  kinds = lambda tree: {leaf.dtype.name for leaf in jax.tree.leaves(tree)}
+  assert kinds(_learner(changes).reference()) == {'bfloat16'}
+  learner = _learner(changes | _LORA)
+  start = learner.start()
+  assert kinds(start.frozen) == {'bfloat16'}
+  assert kinds((start.policy.params, start.value.params)) == {'float32'}
+  adapted = learner.playable(start)['layers']['q_proj']['kernel']
+  assert adapted.dtype == np.float32
+  # A later process makes the same base.
+  checkpoints = checkpoint.Checkpointer(tmp_path)
+  checkpoint_state.save(checkpoints, 3, start, {})
+  checkpoints.close()
+  checkpoints = checkpoint.Checkpointer(tmp_path, read_only=True)
+  config = runs.config(**_changes(changes | _LORA))
+  base = weights.frozen(config, config.model.path, learner.policy, learner.mesh)
+  step, played = checkpoint_state.policy(checkpoints, learner, base, step=None)
+  checkpoints.close()
+  assert step == 3
+  jax.tree.map(np.testing.assert_array_equal, played, learner.playable(start))
+
+
+def test_targets_that_match_nothing_are_one_line(tmp_path, capsys):
+  changes = _LORA | {'model__lora__targets': 'query'}
+  assert _train(tmp_path, changes) == 2
+  error = capsys.readouterr().err
+  assert "lora targets='query': matches none of layers/down_proj" in error
+  assert error.count('\n') == 1

@@ -1,0 +1,236 @@
+"""Which policy plays which step, on what thread, and how it ends."""
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from stppo_jax.rollout import event_loop
+from stppo_jax.training import prefetch
+
+_SECONDS = 20.0  # until a test that waits for another thread has failed
+
+
+class _Player:
+  """Plays by writing down what it is told.
+
+  Attributes:
+    events: ('publish', version), ('begin', step) and ('end', step), in order.
+    threads: on which steps were played.
+  """
+
+  def __init__(self, hold=(), fail=()):
+    self.events = []
+    self.threads = set()
+    self.may_end = {step: threading.Event() for step in hold}
+    self._fail = fail
+
+  def publish(self, params, version):
+    assert params == f'policy {version}'
+    self.events.append(('publish', version))
+
+  def play(self, step):
+    self.threads.add(threading.current_thread())
+    self.events.append(('begin', step))
+    if step in self.may_end:
+      assert self.may_end[step].wait(_SECONDS)
+    if step in self._fail:
+      raise LookupError(f'step {step}')
+    self.events.append(('end', step))
+    return [f'trajectory {step}'], {'step': float(step)}
+
+  def wait_for(self, *event):
+    """Returns when it has happened."""
+    until = time.monotonic() + _SECONDS
+    while event not in self.events:
+      assert time.monotonic() < until, f'{event} not in {self.events}'
+      time.sleep(0.001)
+
+
+class _Never:
+  """A loop for players that ask for nothing."""
+
+  def stop(self):
+    pass
+
+
+def _collector(player, steps_ahead, *, background, num_steps=5):
+  return prefetch.AheadCollector(
+    player.play,
+    player.publish,
+    steps_ahead=steps_ahead,
+    num_steps=num_steps,
+    loop=_Never() if background else None,
+  )
+
+
+def _policies(*versions):
+  return tuple(f'policy {version}' for version in versions)
+
+
+def _events(steps, steps_ahead):
+  """What happens, one collection after the other."""
+  return [
+    event
+    for step in steps
+    for event in (
+      ('publish', max(0, step - steps_ahead)),
+      ('begin', step),
+      ('end', step),
+    )
+  ]
+
+
+@pytest.mark.parametrize('background', [False, True])
+@pytest.mark.parametrize('steps_ahead', [0, 1, 2, 7])
+def test_a_step_is_played_by_the_policy_so_far_behind(steps_ahead, background):
+  player = _Player()
+  collector = _collector(player, steps_ahead, background=background)
+  for step in range(5):
+    collector.offer(step, f'policy {step}')
+    played_by = max(0, step - steps_ahead)
+    assert collector.policy(step) == f'policy {played_by}'
+    collected = collector.take(step)
+    assert collected.trajectories == [f'trajectory {step}']
+    assert collected.metrics == {'step': step}
+    assert 0 <= collected.seconds < _SECONDS
+  collector.close()
+  # Weights change between collections only, and nothing is played beyond.
+  assert player.events == _events(range(5), steps_ahead)
+  (thread,) = player.threads
+  assert (thread is threading.current_thread()) != background
+
+
+@pytest.mark.parametrize('background', [False, True])
+@pytest.mark.parametrize('steps_ahead', [0, 1, 2, 7])
+def test_what_was_published_goes_on_as_if_nothing_had_happened(
+  steps_ahead, background
+):
+  for done in range(5):
+    first = _collector(_Player(), steps_ahead, background=False)
+    for step in range(done):
+      first.offer(step, f'policy {step}')
+      first.take(step)
+    published = first.published(done, f'policy {done}')
+    assert published == _policies(
+      *(max(0, done - behind) for behind in range(1, steps_ahead + 1))
+    )
+    player = _Player()
+    collector = _collector(player, steps_ahead, background=background)
+    collector.restore(done, published)
+    # Saved again before anything happens, it is the same.
+    assert collector.published(done, f'policy {done}') == published
+    for step in range(done, 5):
+      collector.offer(step, f'policy {step}')
+      collector.take(step)
+    collector.close()
+    assert player.events == _events(range(done, 5), steps_ahead)
+
+
+@pytest.mark.parametrize('steps_ahead', [1, 2])
+def test_further_steps_are_played_meanwhile_but_not_too_many(steps_ahead):
+  player = _Player(hold=[steps_ahead + 1])
+  collector = _collector(player, steps_ahead, background=True)
+  collector.offer(0, 'policy 0')
+  collector.take(0)
+  # Nobody takes them, and the next policy is not there yet.
+  player.wait_for('end', steps_ahead)
+  collector.settle()
+  assert player.events == _events(range(steps_ahead + 1), steps_ahead)
+  collector.offer(1, 'policy 1')
+  player.wait_for('begin', steps_ahead + 1)
+  assert collector.take(1).metrics == {'step': 1}  # that one goes on
+  player.may_end[steps_ahead + 1].set()
+  collector.settle()
+  assert player.events == _events(range(steps_ahead + 2), steps_ahead)
+  collector.close()
+
+
+def test_old_policies_are_forgotten():
+  collector = _collector(_Player(), 2, background=False)
+  for version in range(5):
+    collector.offer(version, f'policy {version}')
+  assert sorted(collector._policies) == [2, 3, 4]
+
+
+def test_an_error_is_raised_where_the_step_is_taken():
+  player = _Player(fail=[1])
+  collector = _collector(player, 2, background=True)
+  collector.offer(0, 'policy 0')
+  collector.settle()  # does not mind
+  assert collector.take(0).metrics == {'step': 0}
+  with pytest.raises(LookupError, match='step 1'):
+    collector.take(1)
+  with pytest.raises(prefetch.Abandoned):
+    collector.take(2)
+  collector.close()
+  assert ('begin', 2) not in player.events
+
+
+@pytest.fixture
+def loop():
+  with event_loop.EventLoop() as running:
+    yield running
+
+
+def _told(events, name):
+  assert events[name].wait(_SECONDS), name
+
+
+@pytest.mark.parametrize('waits', ['submit', 'run', 'writes'])
+def test_closing_ends_a_collection(loop, waits):
+  """Whether it waits for an answer, for the retriever, or writes on."""
+  stoppable = prefetch.StoppableLoop(loop)
+  events = {name: threading.Event() for name in ('waiting', 'cancelled')}
+
+  async def endless():
+    events['waiting'].set()
+    try:
+      await asyncio.sleep(10 * _SECONDS)
+    except asyncio.CancelledError:
+      events['cancelled'].set()
+      raise
+
+  def play(step):
+    if waits == 'run':
+      stoppable.run(endless())
+    elif waits == 'submit':
+      (future,) = stoppable.submit([endless()])
+      future.result()
+    while True:  # a chunk of tokens that ends no turn
+      events['waiting'].set()
+      stoppable.submit([])
+
+  collector = prefetch.AheadCollector(
+    play,
+    lambda params, version: None,
+    steps_ahead=1,
+    num_steps=9,
+    loop=stoppable,
+  )
+  collector.offer(0, None)
+  _told(events, 'waiting')
+  started = time.monotonic()
+  collector.close()
+  assert time.monotonic() - started < _SECONDS / 2
+  if waits != 'writes':
+    _told(events, 'cancelled')
+  assert not any(t.name.startswith('collect') for t in threading.enumerate())
+
+
+def test_a_stopped_loop_serves_nobody(loop):
+  stoppable = prefetch.StoppableLoop(loop)
+
+  async def answer():
+    return 3
+
+  assert stoppable.run(answer()) == 3
+  assert [f.result() for f in stoppable.submit([answer(), answer()])] == [3, 3]
+  stoppable.stop()
+  # The coroutines are closed: a warning that they never ran is an error here.
+  with pytest.raises(prefetch.Abandoned):
+    stoppable.submit([answer()])
+  with pytest.raises(prefetch.Abandoned):
+    stoppable.run(answer())
+  assert loop.run(answer()) == 3  # others are served
