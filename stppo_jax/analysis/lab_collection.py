@@ -72,7 +72,7 @@ def collect(
     step = 0
     if workdir is not None:
       step, state = _newest(learner, state, workdir)
-    engine.publish(learner.playable(state), step)
+    engine.publish(learner.merged_params(state), step)
     player = collection.StepCollector(
       config, services, collector, lambda text: print(text, file=sys.stderr)
     )

@@ -55,7 +55,7 @@ def score(
       all.
     lengths_B: tokens of each row without padding; None: all.
     expert_ids_BLNE: experts that the policy must visit; None: its own choice.
-    policy, value: models, see `roles.build`.
+    policy, value: models, see `model_roles.build`.
     temperature: of sampling.
   """
   whole = functools.partial(state_lib.join_frozen, frozen=state.frozen)

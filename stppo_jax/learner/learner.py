@@ -173,12 +173,12 @@ class Learner:
     )
     return state, reference, lowered
 
-  def saved_form(self, state: state_lib.TrainState) -> state_lib.TrainState:
+  def abstract_state(self, state: state_lib.TrainState) -> state_lib.TrainState:
     """A tree like those in the checkpoints of the run, to restore one."""
     published = (state.policy.params,) * self._config.rollout.steps_ahead
     return dataclasses.replace(state, published=published, frozen=None)
 
-  def trained_form(self) -> Any:
+  def abstract_policy_params(self) -> Any:
     """Shapes and layout of the policy's trained weights."""
     weights = jax.eval_shape(self.policy.init, jax.random.key(0))
     state = _placed(jax.eval_shape(self._fresh, weights), self._layout)
@@ -188,7 +188,7 @@ class Learner:
     """The policy's trained weights, for longer than until the next update."""
     return self._copy(state.policy.params)
 
-  def playable(
+  def merged_params(
     self,
     state: state_lib.TrainState,
     params: functional.Params | None = None,

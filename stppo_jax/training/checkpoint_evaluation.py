@@ -39,7 +39,7 @@ def evaluate(config, workdir: str | pathlib.Path) -> int:
     evaluator = evaluation.Evaluator(
       config, services, parts.tokenizer, learner.policy
     )
-    scores, _ = evaluator.run(learner.playable(state))
+    scores, _ = evaluator.run(learner.merged_params(state))
     for name, score in sorted(scores.items()):
       print(f'step {done} val/em/{name} {score:.4f}')
   return 0

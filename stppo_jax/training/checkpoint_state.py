@@ -50,7 +50,7 @@ def newest(
     OtherBase: that part is not the one of the run.
     Exceptions of `Checkpointer.restore_latest`.
   """
-  found = checkpointer.restore_latest(learner.saved_form(start))
+  found = checkpointer.restore_latest(learner.abstract_state(start))
   if found is None:
     return None
   step, state, host = found
@@ -78,7 +78,7 @@ def policy(
     Exceptions of `Checkpointer.restore_latest`.
   """
   found = checkpointer.restore_latest(
-    learner.trained_form(), part='policy.params', step=step
+    learner.abstract_policy_params(), part='policy.params', step=step
   )
   if found is None:
     return None
@@ -86,7 +86,7 @@ def policy(
   check_base(done, host, frozen)
   trained = state_lib.ModelState(params, optimizer=None, updates=None)
   state = state_lib.TrainState(policy=trained, value=None, frozen=frozen)
-  return done, learner.playable(state)
+  return done, learner.merged_params(state)
 
 
 def base_record(frozen: functional.Params | None) -> dict[str, Any]:

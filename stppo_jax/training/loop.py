@@ -141,7 +141,7 @@ class _Run:
     return prefetch.AheadCollector(
       player.collect,
       lambda params, version: engine.publish(
-        self._learner.playable(self._state, params), version
+        self._learner.merged_params(self._state, params), version
       ),
       steps_ahead=rollout.steps_ahead,
       num_steps=config.num_steps,
@@ -281,7 +281,7 @@ class _Run:
     # The retriever's statistics are of one or the other.
     self._ahead.settle()
     scores, trajectories = self._evaluator.run(
-      self._learner.playable(self._state)
+      self._learner.merged_params(self._state)
     )
     records = self._records(self._samples(trajectories))
     self._show(f'evaluation after step {self._done}', records)
@@ -318,7 +318,7 @@ class _Run:
     curve = self._workdir / 'learning_curve.png'
     plots.learning_curve(self._workdir / 'metrics.jsonl', curve)
     policy = self._workdir / 'policy'
-    params = self._learner.playable(self._state)
+    params = self._learner.merged_params(self._state)
     model_files.export(
       self._config,
       policy,

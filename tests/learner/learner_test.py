@@ -105,7 +105,7 @@ def test_a_checkpoint_holds_the_policies_that_were_published():
   tokenizer = assembly.build_tokenizer(config, questions)
   shape = assembly.build_model_config(config, tokenizer)
   learner = learner_lib.Learner(config, shape, assembly.build_mesh(config))
-  form = learner.saved_form(learner.start())
+  form = learner.abstract_state(learner.start())
   kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.sharding), tree)
   assert kinds(form.published) == (kinds(form.policy.params),) * 2
 

@@ -131,18 +131,18 @@ def test_a_run_is_the_same_when_cut_in_two(changes, tmp_path, monkeypatch):
   head = state.policy if shared else state.value
   # Nobody answers: all there is to predict is the penalty of the divergence.
   assert (_size(head.params['scalar_head']) == 0) == ahead
-  playable = jax.device_get(learner.playable(state))
+  merged = jax.device_get(learner.merged_params(state))
   exported = load.read_params(whole / 'policy', learner.policy.config)
-  jax.tree.map(np.testing.assert_array_equal, exported, playable)
+  jax.tree.map(np.testing.assert_array_equal, exported, merged)
   if 'model__lora__rank' in changes:
     # Only what has adapters moved, and the base is no part of a checkpoint.
     jax.tree.map(np.testing.assert_array_equal, state.frozen, start.frozen)
-    moved = jax.tree.map(lambda a, b: _size(a - b) > 0, playable, state.frozen)
+    moved = jax.tree.map(lambda a, b: _size(a - b) > 0, merged, state.frozen)
     layers = moved.pop('layers')
     adapted = {'q_proj', 'o_proj', 'up_proj'}
     assert {n for n, x in layers.items() if any(x.values())} == adapted
     assert not any(jax.tree.leaves(moved))
-    assert len(host['base_fingerprints']) == len(jax.tree.leaves(playable))
+    assert len(host['base_fingerprints']) == len(jax.tree.leaves(merged))
   else:
     assert state.frozen is None and 'base_fingerprints' not in host
 
@@ -207,7 +207,7 @@ def test_what_nobody_trains_is_held_as_it_is_computed_with(tmp_path):
   start = learner.start()
   assert kinds(start.frozen) == {'bfloat16'}
   assert kinds((start.policy.params, start.value.params)) == {'float32'}
-  adapted = learner.playable(start)['layers']['q_proj']['kernel']
+  adapted = learner.merged_params(start)['layers']['q_proj']['kernel']
   assert adapted.dtype == np.float32
   # A later process makes the same base.
   checkpoints = checkpoint.Checkpointer(tmp_path)
@@ -219,7 +219,9 @@ def test_what_nobody_trains_is_held_as_it_is_computed_with(tmp_path):
   step, played = checkpoint_state.policy(checkpoints, learner, base, step=None)
   checkpoints.close()
   assert step == 3
-  jax.tree.map(np.testing.assert_array_equal, played, learner.playable(start))
+  jax.tree.map(
+    np.testing.assert_array_equal, played, learner.merged_params(start)
+  )
 
 
 def test_targets_that_match_nothing_are_one_line(tmp_path, capsys):

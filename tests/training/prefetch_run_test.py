@@ -82,7 +82,7 @@ def _newest(workdir, steps_ahead):
   shape = assembly.build_model_config(config, tokenizer)
   learner = learner_lib.Learner(config, shape, assembly.build_mesh(config))
   saved = checkpoint.Checkpointer(workdir, read_only=True)
-  found = saved.restore_latest(learner.saved_form(learner.start()))
+  found = saved.restore_latest(learner.abstract_state(learner.start()))
   saved.close()
   step, state, _ = found
   return step, jax.device_get(state)
