@@ -10,25 +10,25 @@ from ml_collections import config_dict
 from stppo_jax.configs import algorithms
 
 
-def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
-  """The base configuration with the algorithm row of that name.
+def get_config(algorithm: str = 'st_ppo') -> config_dict.ConfigDict:
+  """Returns the base configuration with the algorithm of that name.
 
   Args:
-    row: a key of `configs.algorithms.ALGORITHMS`.
+    algorithm: a key of `configs.algorithms.ALGORITHMS`.
 
   Raises:
-    ValueError: unknown row; the message lists the choices.
+    ValueError: if there is no such algorithm; the message lists the choices.
   """
-  if row not in algorithms.ALGORITHMS:
+  if algorithm not in algorithms.ALGORITHMS:
     raise ValueError(
-      f'unknown algorithm row {row!r}; choices: '
+      f'unknown algorithm {algorithm!r}; choices: '
       + ', '.join(sorted(algorithms.ALGORITHMS))
     )
   config = config_dict.ConfigDict(
     {
       'seed': 0,
       'num_steps': 100,  # collections, each followed by its updates
-      'algorithm': copy.deepcopy(algorithms.ALGORITHMS[row]),
+      'algorithm': copy.deepcopy(algorithms.ALGORITHMS[algorithm]),
       'model': {
         # A Hugging Face directory (config.json, safetensors, tokenizer);
         # '' = random weights of the shape below.
@@ -272,6 +272,6 @@ def get_config(row: str = 'st_ppo') -> config_dict.ConfigDict:
       },
     }
   )
-  if row in algorithms.ROLLOUTS:
-    config.rollout.update(algorithms.ROLLOUTS[row])
+  if algorithm in algorithms.ROLLOUTS:
+    config.rollout.update(algorithms.ROLLOUTS[algorithm])
   return config

@@ -13,8 +13,8 @@ small to answer anything: expect finite metrics and readable dialogues.
 from stppo_jax.configs import base
 
 
-def get_config(row: str = 'st_ppo'):
-  config = base.get_config(row)
+def get_config(algorithm: str = 'st_ppo'):
+  config = base.get_config(algorithm)
   config.num_steps = 5
   config.data.update(
     name='jsonl',

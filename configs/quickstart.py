@@ -19,8 +19,8 @@ from stppo_jax.configs import base
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
-def get_config(row: str = 'st_ppo'):
-  config = base.get_config(row)
+def get_config(algorithm: str = 'st_ppo'):
+  config = base.get_config(algorithm)
   config.num_steps = 60
   if config.algorithm.advantage.name == 'gae':
     config.algorithm.advantage.lambda_ = 0.95

@@ -38,26 +38,26 @@ class _Parser(argparse.ArgumentParser):
 def main(
   argv: Sequence[str],
   *,
-  passages_of_world: Callable[
+  make_passages: Callable[
     ..., Sequence[types.Passage]
-  ] = synthetic_wiki.passages_of_world,
+  ] = synthetic_wiki.make_passages,
 ) -> int:
   """Runs the server; returns the exit code.
 
   Args:
     argv: flags, without the command's name.
-    passages_of_world: called with (seed, world, **options) for a world's
+    make_passages: called with (seed, world, **options) for a world's
       passages.
   """
   try:
-    app, host, port = _app(argv, passages_of_world)
+    app, host, port = _app(argv, make_passages)
     return asyncio.run(_serve(app, host, port))
   except (_UsageError, ValueError, OSError) as error:
     print(f'serve: {" ".join(str(error).split())}', file=sys.stderr)
     return 2
 
 
-def _app(argv, passages_of_world):
+def _app(argv, make_passages):
   flags = _parser().parse_args(argv)
   if not 0 <= flags.port <= 65535:
     raise _UsageError(f'--port: {flags.port} is not in 0..65535')
@@ -68,11 +68,11 @@ def _app(argv, passages_of_world):
     app = server.make_app(passages, token=token)
   else:
     options = {name: getattr(flags, name) for name in _WORLD_OPTIONS}
-    passages_of = functools.partial(
-      passages_of_world, flags.synthetic_seed, **options
+    world_passages = functools.partial(
+      make_passages, flags.synthetic_seed, **options
     )
-    passages_of(0)  # Options that cannot make a world are refused here.
-    app = server.make_app(passages_of=passages_of, token=token)
+    world_passages(0)  # Options that cannot make a world are refused here.
+    app = server.make_app(world_passages=world_passages, token=token)
   return app, flags.host, flags.port
 
 

@@ -131,7 +131,7 @@ def demonstrate(
     if error == 'no_search' or relation not in entity.facts:
       return [*turns, answer()]
     partial = error == 'partial_query'
-    query = synthetic_wiki.opening_of(entity.name) if partial else entity.name
+    query = synthetic_wiki.first_piece(entity.name) if partial else entity.name
     turns.append(
       f'<think>{_filler(rng, think_words)} find {relation}</think>'
       f'<search> {query}</search>'

@@ -20,15 +20,16 @@ class Questions(Protocol):
   """Training questions by step, evaluation questions by data set."""
 
   def train(
-    self, step: int, count: int, *, further: int = 0
+    self, step: int, count: int, *, resample_round: int = 0
   ) -> list[types.Question]:
     """`count` different questions of that step, always the same ones.
 
     Args:
       step: of the run.
       count: questions.
-      further: which further `count` questions of that step; 0 are the first.
-        They repeat none of those before them.
+      resample_round: 0 asks for the questions that the step starts with, n for
+        the n-th `count` questions that replace some of them. No two rounds of
+        a step share a question.
 
     Raises:
       ValueError: there are not so many questions.
@@ -43,7 +44,7 @@ class Questions(Protocol):
     """The corpus an embedded server offers; None if it has none of its own."""
     ...
 
-  def passages_of(self, world: int) -> Sequence[types.Passage]:
+  def world_passages(self, world: int) -> Sequence[types.Passage]:
     """The passages of a world, for questions that live in one."""
     ...
 
@@ -68,12 +69,12 @@ class SyntheticQuestions:
   world_options: dict[str, int]
 
   def train(
-    self, step: int, count: int, *, further: int = 0
+    self, step: int, count: int, *, resample_round: int = 0
   ) -> list[types.Question]:
     """See `Questions`; further ones are of the same world."""
     world = self._world(_index(self.seed + 1, step))
-    chains = world.chains((further + 1) * count, hops=self.hops, seed=0)
-    return [chain.question for chain in chains[further * count :]]
+    chains = world.chains((resample_round + 1) * count, hops=self.hops, seed=0)
+    return [chain.question for chain in chains[resample_round * count :]]
 
   def demonstration_chains(
     self, step: int, count: int, *, hops: tuple[int, ...]
@@ -96,7 +97,7 @@ class SyntheticQuestions:
     """See `Questions`: every passage belongs to a world."""
     return None
 
-  def passages_of(self, world: int) -> list[types.Passage]:
+  def world_passages(self, world: int) -> list[types.Passage]:
     """See `Questions`."""
     return self._world(world).passages()
 
@@ -143,24 +144,24 @@ class FileQuestions:
     self._corpus = corpus
 
   def train(
-    self, step: int, count: int, *, further: int = 0
+    self, step: int, count: int, *, resample_round: int = 0
   ) -> list[types.Question]:
     """See `Questions`."""
     total = len(self._train)
-    if further and (further + 1) * count > total:
+    if resample_round and (resample_round + 1) * count > total:
       raise ValueError(
-        f'{total} training questions are fewer than {further + 1} times '
+        f'{total} training questions are fewer than {resample_round + 1} times '
         f'{count}, which a step may ask with its resampled groups'
       )
-    chosen = self._next(step, count)
-    if further:
+    chosen = self._indices_of_step(step, count)
+    if resample_round:
       asked = set(chosen)
       order = np.random.default_rng((self._seed, step, 1)).permutation(total)
       rest = [index for index in order if index not in asked]
-      chosen = rest[(further - 1) * count : further * count]
+      chosen = rest[(resample_round - 1) * count : resample_round * count]
     return [self._train[index] for index in chosen]
 
-  def _next(self, step: int, count: int) -> list[int]:
+  def _indices_of_step(self, step: int, count: int) -> list[int]:
     """Indices of the questions that are due in the epochs' order."""
     total = len(self._train)
     chosen = []
@@ -186,6 +187,6 @@ class FileQuestions:
     """See `Questions`."""
     return corpus_lib.read_corpus(self._corpus)
 
-  def passages_of(self, world: int) -> list[types.Passage]:
+  def world_passages(self, world: int) -> list[types.Passage]:
     """See `Questions`: files hold no worlds."""
     raise LookupError(f'no world {world}: the corpus is a file')

@@ -36,7 +36,7 @@ def read_questions(path: str | os.PathLike[str]) -> list[types.Question]:
       for number, line in enumerate(file, start=1):
         if not line.strip():
           continue
-        question = question_of(json.loads(line))
+        question = parse_question(json.loads(line))
         key = (question.data_set, question.id)
         if key in line_of_id:
           raise ValueError(
@@ -54,7 +54,7 @@ def read_questions(path: str | os.PathLike[str]) -> list[types.Question]:
   return questions
 
 
-def question_of(row: Any) -> types.Question:
+def parse_question(row: Any) -> types.Question:
   """Reads one object.
 
   The golden answers of a choice question are texts of options: that of

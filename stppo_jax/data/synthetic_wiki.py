@@ -189,14 +189,12 @@ def make_world(
   return World(index, entities)
 
 
-def passages_of_world(
-  seed: int, world: int, **options: int
-) -> list[types.Passage]:
+def make_passages(seed: int, world: int, **options: int) -> list[types.Passage]:
   """The passages of one world; options as for `make_world`."""
   return make_world(seed, world, **options).passages()
 
 
-def opening_of(name: str) -> str:
+def first_piece(name: str) -> str:
   """The first piece of a name, half a query."""
   return name[: len(OPENINGS[0])]
 

@@ -33,7 +33,7 @@ from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import corpus as corpus_lib
 
 TOKEN_VARIABLE = address.TOKEN_VARIABLE
-PassagesOf = Callable[[int], Sequence[types.Passage]]
+WorldPassages = Callable[[int], Sequence[types.Passage]]
 
 # Eighteen digits fit an int64, and int() of a longer text costs its square.
 _WORLD = re.compile(r'worlds/([0-9]{1,18})')
@@ -67,7 +67,7 @@ class Limits:
 def make_app(
   passages: Sequence[types.Passage] | None = None,
   *,
-  passages_of: PassagesOf | None = None,
+  world_passages: WorldPassages | None = None,
   token: str = '',
   limits: Limits | None = None,
 ) -> web.Application:
@@ -75,12 +75,12 @@ def make_app(
 
   Args:
     passages: the server's own corpus, served at /retrieve; None has none.
-    passages_of: gives the passages of a world, served under /worlds; raises
+    world_passages: gives the passages of a world, served under /worlds; raises
       LookupError where there is none such. None serves no worlds.
     token: bearer token every request but /health must show; '' asks none.
     limits: what one client may ask for.
   """
-  service = _Service(passages, passages_of, token, limits or Limits())
+  service = _Service(passages, world_passages, token, limits or Limits())
   app = http_server.application(service.limits.max_body_bytes)
   app.router.add_get('/health', service.health)
   app.router.add_post('/retrieve', service.retrieve)
@@ -109,13 +109,13 @@ def check_exposure(host: str, token: str) -> None:
 def embedded(
   passages: Sequence[types.Passage] | None = None,
   *,
-  passages_of: PassagesOf | None = None,
+  world_passages: WorldPassages | None = None,
   limits: Limits | None = None,
 ) -> http_server.EmbeddedServer:
   """The server of `make_app` on a loopback port; see `serving`."""
   return http_server.EmbeddedServer(
     functools.partial(
-      make_app, passages, passages_of=passages_of, limits=limits
+      make_app, passages, world_passages=world_passages, limits=limits
     )
   )
 
@@ -123,9 +123,9 @@ def embedded(
 class _Service:
   """The handlers with their state."""
 
-  def __init__(self, passages, passages_of, token, limits):
+  def __init__(self, passages, world_passages, token, limits):
     self.limits = limits
-    self._passages_of = passages_of
+    self._world_passages = world_passages
     self._token = token.encode()
     self._own = None if passages is None else bm25.Bm25Index(passages)
     self._worlds: collections.OrderedDict[int, bm25.Bm25Index] = (
@@ -177,14 +177,14 @@ class _Service:
     world = _WORLD.fullmatch(corpus)
     if not corpus and self._own is not None:
       return self._own.search
-    if world and self._passages_of is not None:
+    if world and self._world_passages is not None:
       return functools.partial(self._search_world, int(world[1]))
     raise web.HTTPNotFound(text=f'unknown corpus {corpus[:80]!r}')
 
   def _search_world(self, world: int, queries, topk):
     if world not in self._worlds:
       try:
-        passages = self._passages_of(world)
+        passages = self._world_passages(world)
       except LookupError:
         raise web.HTTPNotFound(text=f'unknown world {world}') from None
       self._worlds[world] = bm25.Bm25Index(passages)

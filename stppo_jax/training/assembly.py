@@ -115,7 +115,9 @@ def build_services(
     loop = stack.enter_context(event_loop.EventLoop())
     url = config.retrieval.url
     if not url:
-      embedded = server.embedded(passages, passages_of=questions.passages_of)
+      embedded = server.embedded(
+        passages, world_passages=questions.world_passages
+      )
       url = stack.enter_context(embedded).url
     retriever = client.HttpRetriever(
       url,

@@ -102,7 +102,7 @@ class StepCollector:
     config = self._config
     size = config.group_size
     questions = self._services.questions.train(
-      step, config.trajectories_per_step // size, further=further
+      step, config.trajectories_per_step // size, resample_round=further
     )
     row_keys = keys.row_keys(
       self._key(step, further), 0, config.trajectories_per_step

@@ -96,6 +96,6 @@ def check_questions(config, questions: questions_lib.Questions) -> None:
   questions.train(
     0,
     rollout.trajectories_per_step // rollout.group_size,
-    further=rollout.resample_rounds,
+    resample_round=rollout.resample_rounds,
   )
   questions.evaluation(config.evaluate.num_questions)

@@ -203,8 +203,8 @@ def test_settings_side_by_side(file, capsys):
 
 _CONFIG = """
 from stppo_jax.configs import base
-def get_config(row='st_ppo'):
-  config = base.get_config(row)
+def get_config(algorithm='st_ppo'):
+  config = base.get_config(algorithm)
   config.algorithm.correction.clipping_bias.tau = 1.1
   config.algorithm.bounds.clip_low = 0.05
   if row == 'st_ppo':
@@ -463,7 +463,7 @@ def test_what_the_page_says_is_true(tmp_path, monkeypatch, capsys):
     ),
     (
       ['score', '--batch=F', f'--config={_QUICKSTART}', '--row=st_pp'],
-      f'--config={_QUICKSTART}:st_pp: unknown algorithm row',
+      f'--config={_QUICKSTART}:st_pp: unknown algorithm',
     ),
     (
       ['score', '--batch=F', '--config=absent.py:st_ppo'],
@@ -522,7 +522,7 @@ def test_what_the_page_says_is_true(tmp_path, monkeypatch, capsys):
       ['collect', *runs.flags(), '--out=F', '--workdir=absent'],
       '--workdir=absent: no such folder',
     ),
-    (['collect', *runs.flags('st_pp'), '--out=F'], 'unknown algorithm row'),
+    (['collect', *runs.flags('st_pp'), '--out=F'], 'unknown algorithm'),
   ],
 )
 def test_a_wrong_flag_is_one_line_and_2(capsys, flags, expected):

@@ -70,13 +70,13 @@ def test_serves_worlds(monkeypatch):
     finally:
       await runner.cleanup()
 
-  def passages_of_world(seed, world, **options):
+  def make_passages(seed, world, **options):
     asked.append((seed, world, options))
     return [types.Passage(f'{seed}/{world}', 'Town', 'x')]
 
   monkeypatch.setattr(serve, '_serve', one_request)
   flags = ['--synthetic_seed=3', '--port=0', '--distractors=9']
-  result = serve.main(flags, passages_of_world=passages_of_world)
+  result = serve.main(flags, make_passages=make_passages)
   assert result == [{'id': '3/5', 'contents': '"Town"\nx'}]
   options = {'entities_per_type': 42, 'name_pieces': 2, 'distractors': 9}
   assert asked == [(3, 0, options), (3, 5, options)]
@@ -112,9 +112,9 @@ def test_a_taken_port_is_one_line_and_2(tmp_path, capsys):
 
 
 def test_options_that_make_no_world_are_refused_at_the_start(capsys):
-  def passages_of_world(seed, world, **options):
+  def make_passages(seed, world, **options):
     raise ValueError(f'cannot make {options["entities_per_type"]} entities')
 
   flags = ['--synthetic_seed=1', '--entities_per_type=-1', '--port=0']
-  assert serve.main(flags, passages_of_world=passages_of_world) == 2
+  assert serve.main(flags, make_passages=make_passages) == 2
   assert capsys.readouterr().err == 'serve: cannot make -1 entities\n'

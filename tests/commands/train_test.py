@@ -83,11 +83,11 @@ def test_every_row_goes_on_from_the_supervised_start(tmp_path, taught, row):
 def test_a_running_server_is_used(tmp_path, taught):
   asked = []
 
-  def passages_of(world):
+  def world_passages(world):
     asked.append(world)
     return [types.Passage('1', 'Elsewhere', 'Zzz.')]
 
-  with server.embedded(None, passages_of=passages_of) as running:
+  with server.embedded(None, world_passages=world_passages) as running:
     line, _ = _one_step(
       tmp_path,
       'turn_ppo',
@@ -199,7 +199,7 @@ def test_a_retriever_that_does_not_answer_is_one_line_and_75(tmp_path, capsys):
   ('row', 'changes', 'expected'),
   [
     ('st_ppo', {'rollout__temprature': 1}, 'did you mean temperature?'),
-    ('st_pp', {}, "unknown algorithm row 'st_pp'"),
+    ('st_pp', {}, "unknown algorithm 'st_pp'"),
     ('st_ppo', {'retrieval__url': 'localhost:80'}, 'retrieval.url'),
     ('st_ppo', {'model__path': '/absent'}, "model.path='/absent'"),
     (

@@ -41,7 +41,7 @@ def _play(demonstrations, step, count):
   """Trajectories in the real environment, over a real index."""
   batch = demonstrations.batch(step, count)
   (world,) = {question.corpus for question, _ in batch}
-  passages = demonstrations.questions.passages_of(int(world.split('/')[1]))
+  passages = demonstrations.questions.world_passages(int(world.split('/')[1]))
   index = bm25.Bm25Index(passages)
   weights = dict.fromkeys(search.REWARD_NAMES, 0.0)
   environment = search.SearchEnvironment(

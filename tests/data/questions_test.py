@@ -78,7 +78,7 @@ def test_the_passages_are_those_of_the_world_that_is_asked_about():
   assert questions.passages() is None
   (question,) = questions.train(3, 1)
   (world,) = _worlds([question])
-  texts = {p.title: p.text for p in questions.passages_of(world)}
+  texts = {p.title: p.text for p in questions.world_passages(world)}
   name = question.id.split('/')[1]
   assert f'is {question.golden_answers[0]}' in texts[name]
 
@@ -130,28 +130,27 @@ def test_every_epoch_is_a_new_permutation(tmp_path, count):
 def test_further_questions_of_a_file_repeat_none_of_the_step(tmp_path, step):
   questions = _files(tmp_path, train=12)
   parts = [
-    [q.id for q in questions.train(step, 3, further=further)]
-    for further in range(4)
+    [q.id for q in questions.train(step, 3, resample_round=n)] for n in range(4)
   ]
   assert parts[0] == [q.id for q in questions.train(step, 3)]
   assert sorted(sum(parts, [])) == sorted(str(n) for n in range(12))
-  other = questions.train(step + 4, 3, further=1)  # of the next epoch
+  other = questions.train(step + 4, 3, resample_round=1)  # of the next epoch
   assert [q.id for q in other] != parts[1]
   with pytest.raises(ValueError, match='12 training questions .* 5 times 3'):
-    questions.train(step, 3, further=4)
+    questions.train(step, 3, resample_round=4)
 
 
 def test_further_questions_of_a_world():
   questions = _synthetic()
-  parts = [questions.train(2, 10, further=further) for further in range(3)]
+  parts = [questions.train(2, 10, resample_round=n) for n in range(3)]
   assert parts[0] == questions.train(2, 10)
   assert len({q.id for part in parts for q in part}) == 30
   assert len(set.union(*map(_worlds, parts))) == 1
   for part in parts:  # hops in turn, as among the first
     assert [q.data_set for q in part] == ['one_hop', 'two_hop'] * 5
-  assert parts[1] == _synthetic().train(2, 10, further=1)
+  assert parts[1] == _synthetic().train(2, 10, resample_round=1)
   with pytest.raises(ValueError, match='fewer than 2000 questions'):
-    questions.train(2, 100, further=19)
+    questions.train(2, 100, resample_round=19)
 
 
 def test_evaluation_is_a_fixed_sample_of_each_data_set(tmp_path):
@@ -179,4 +178,4 @@ def test_a_file_is_one_corpus(tmp_path):
   (passage,) = questions.passages()
   assert (passage.title, passage.text) == ('Title', 'body')
   with pytest.raises(LookupError, match='no world 3'):
-    questions.passages_of(3)
+    questions.world_passages(3)

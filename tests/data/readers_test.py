@@ -50,7 +50,7 @@ def test_both_kinds(tmp_path):
 
 
 def test_the_text_of_the_answer_key_is_golden():
-  question = readers.question_of(_CHOICE | {'answers': ['2']})
+  question = readers.parse_question(_CHOICE | {'answers': ['2']})
   assert question.golden_answers == ('2', 'two')
 
 

@@ -130,7 +130,7 @@ def test_names_are_composed_of_pieces(pieces):
   pattern = re.compile(f'({opening})(?:{ending}){{{pieces - 1}}}')
   for name in _world(1006, name_pieces=pieces).entities:
     match = pattern.fullmatch(name)
-    assert match and synthetic_wiki.opening_of(name) == match[1]
+    assert match and synthetic_wiki.first_piece(name) == match[1]
   assert len({*synthetic_wiki.OPENINGS, *synthetic_wiki.ENDINGS}) == 128
 
 
@@ -146,7 +146,7 @@ def test_every_phrase_of_a_dialogue_has_its_token():
   for table in synthetic_wiki.RELATIONS.values():
     assert {f' {relation}' for relation in table} <= vocabulary
   name = next(iter(_world(1008).entities))
-  opening = synthetic_wiki.opening_of(name)
+  opening = synthetic_wiki.first_piece(name)
   assert {f' {opening}', name.removeprefix(opening)} <= vocabulary
 
 
@@ -162,5 +162,5 @@ def test_a_name_finds_its_own_passage(changes):
   for name, found in zip(names, index.search(names, topk=2)):
     assert found[0].id == name and found[0].text.startswith(f'{name} is a ')
   # Half a name finds nothing, and neither do the words of a question.
-  openings = [synthetic_wiki.opening_of(name) for name in names]
+  openings = [synthetic_wiki.first_piece(name) for name in names]
   assert not any(index.search(openings, topk=2))

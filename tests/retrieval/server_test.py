@@ -37,7 +37,7 @@ def _world(world):
 
 @pytest.fixture(scope='module')
 def url():
-  embedded = server.embedded(_PASSAGES, passages_of=_world, limits=_LIMITS)
+  embedded = server.embedded(_PASSAGES, world_passages=_world, limits=_LIMITS)
   with embedded:
     yield embedded.url
 
@@ -100,11 +100,11 @@ def test_worlds_have_passages_of_their_own(url):
 def test_indexes_of_worlds_are_kept_and_bounded():
   built = []
 
-  def passages_of(world):
+  def world_passages(world):
     built.append(world)
     return _world(world)
 
-  embedded = server.embedded(passages_of=passages_of, limits=_LIMITS)
+  embedded = server.embedded(world_passages=world_passages, limits=_LIMITS)
   with embedded:
     for world in (1, 2, 1, 3, 1, 2):
       body = {'queries': ['mayor']}
@@ -194,7 +194,7 @@ def test_a_bug_is_500_without_a_traceback(caplog):
   def broken(world):
     raise RuntimeError('secret detail')
 
-  with server.embedded(passages_of=broken) as embedded:
+  with server.embedded(world_passages=broken) as embedded:
     status, _, text = _request(
       embedded.url, '/worlds/1/retrieve', {'queries': ['x']}
     )
@@ -203,7 +203,7 @@ def test_a_bug_is_500_without_a_traceback(caplog):
 
 
 def test_without_a_corpus_of_its_own_only_worlds_are_served():
-  with server.embedded(passages_of=_world) as embedded:
+  with server.embedded(world_passages=_world) as embedded:
     assert _request(embedded.url, body={'queries': ['x']})[0] == 404
   with server.embedded(_PASSAGES) as embedded:
     body = {'queries': ['x']}

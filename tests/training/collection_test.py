@@ -27,7 +27,7 @@ class _World:
   """Questions, collector, retriever and event loop in one.
 
   Attributes:
-    asked: (step, count, further) of each round of questions.
+    asked: (step, count, resample_round) of each round of questions.
     keys: bits of the keys of each collection.
     waits: how often the retriever was waited for.
   """
@@ -38,10 +38,11 @@ class _World:
     self._queries = 0
     self.questions = self.retriever = self.loop = self
 
-  def train(self, step, count, *, further):
-    self.asked.append((step, count, further))
+  def train(self, step, count, *, resample_round):
+    self.asked.append((step, count, resample_round))
     return [
-      types.Question(f'{further}{n}', '?', ('x',), 'nq') for n in range(count)
+      types.Question(f'{resample_round}{n}', '?', ('x',), 'nq')
+      for n in range(count)
     ]
 
   def collect(self, questions, row_keys):
