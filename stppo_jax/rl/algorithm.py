@@ -10,7 +10,10 @@ from collections.abc import Mapping
 
 from stppo_jax.rl import advantages
 from stppo_jax.rl import blocks
+from stppo_jax.rl import bounds
+from stppo_jax.rl import clipping_bias
 from stppo_jax.rl import mismatch
+from stppo_jax.rl import normalization
 from stppo_jax.rl import options
 
 
@@ -42,6 +45,31 @@ class Algorithm(blocks.Block):
   def uses_values(self) -> bool:
     """Whether the advantages need a value model."""
     return self.advantage.name in advantages.USES_VALUES
+
+  @property
+  def uses_minibatch_statistics(self) -> bool:
+    """Whether the loss needs numbers formed over the whole minibatch.
+
+    Where it does not, `losses.minibatch_statistics` has no leaves.
+    """
+    bias = self.correction.clipping_bias
+    return (
+      self.ratio.normalize in normalization.USES_STATISTICS
+      or self.bounds.name in bounds.USES_STATISTICS
+      or (
+        'clipping_bias' in self.correction.names
+        and clipping_bias.uses_statistics(norm=bias.norm, scope=bias.scope)
+      )
+    )
+
+  @property
+  def divides_by_bias_norm(self) -> bool:
+    """Whether the policy gradient is divided by the norm of the bias."""
+    correction = self.correction
+    return (
+      'clipping_bias' in correction.names
+      and correction.clipping_bias.norm == 'gradient'
+    )
 
   @property
   def needs(self) -> frozenset[str]:

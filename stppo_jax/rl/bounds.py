@@ -164,3 +164,4 @@ BOUNDS_STATISTICS = {
   'entropy_scaled': _mean_entropy,
   'balanced': _balance,
 }
+USES_STATISTICS = frozenset({'entropy_scaled', 'balanced'})

@@ -242,6 +242,11 @@ def clipping_bias(
   return NORMS[norm](evidence, weighed, minibatch_sums, **options)
 
 
+def uses_statistics(*, norm: str, scope: str) -> bool:
+  """Returns whether rho is formed over the whole minibatch."""
+  return norm == 'coefficient' and scope == 'minibatch'
+
+
 def statistics(
   evidence: loss_context_lib.LossContext,
   low: Array | float,
@@ -254,6 +259,6 @@ def statistics(
 ) -> Sums | tuple[()]:
   """The four sums of a whole minibatch; () where they are not needed."""
   del options
-  if norm == 'gradient' or scope != 'minibatch':
+  if not uses_statistics(norm=norm, scope=scope):
     return ()
   return batch_sums(*_weighed(evidence, level, low, high))

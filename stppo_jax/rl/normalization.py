@@ -103,3 +103,4 @@ def _guard_target(log_ratio_BL, batch, *, num_turns, implementation):
 
 NORMALIZATIONS = {'none': _none, 'guard': _guard}
 NORMALIZATION_STATISTICS = {'none': _no_statistics, 'guard': _guard_target}
+USES_STATISTICS = frozenset({'guard'})

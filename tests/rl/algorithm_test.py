@@ -1,3 +1,4 @@
+import functools
 import math
 
 import jax
@@ -11,7 +12,9 @@ from stppo_jax.rl import aggregation
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import blocks
 from stppo_jax.rl import bounds
+from stppo_jax.rl import clipping_bias
 from stppo_jax.rl import corrections
+from stppo_jax.rl import losses
 from stppo_jax.rl import normalization
 from stppo_jax.rl import objectives
 from tests.rl import batches
@@ -275,3 +278,40 @@ def test_the_table_knows_which_rows_compare_and_which_have_a_critic():
   assert batches.algorithm('sspo').needs == {'sentence_ids_BL'}
   assert batches.algorithm('minirl').needs == {'sampler_logprobs_BL'}
   assert batches.algorithm('grpo').needs == {'ref_logprobs_BL'}
+
+
+def _choices():
+  """Every algorithm, and every choice that may need statistics."""
+  for name in algorithms.ALGORITHMS:
+    yield name, {}
+  for name in bounds.BOUNDS:
+    yield 'token_ppo', {'bounds__name': name}
+  for name in normalization.NORMALIZATIONS:
+    yield 'token_ppo', {'ratio__normalize': name}
+  for name in corrections.CORRECTIONS:
+    yield 'token_ppo', {'correction__names': (name,)}
+  for norm in clipping_bias.NORMS:
+    for scope in clipping_bias.SCOPES:
+      yield 's_ppo', {f'{_BIAS}norm': norm, f'{_BIAS}scope': scope}
+
+
+@pytest.mark.parametrize('name,changes', list(_choices()), ids=str)
+def test_declared_needs_are_what_minibatch_statistics_returns(name, changes):
+  algorithm = batches.algorithm(name, **changes)
+  batch, logprobs, entropy = batches.make()
+  found = jax.eval_shape(
+    functools.partial(losses.minibatch_statistics, num_turns=batches.T),
+    algorithm,
+    logprobs,
+    entropy,
+    batches.device(batch),
+  )
+  assert algorithm.uses_minibatch_statistics is bool(jax.tree.leaves(found))
+
+
+def test_the_policy_gradient_is_divided_by_the_norm_of_the_bias_if_chosen():
+  for name in algorithms.ALGORITHMS:
+    assert not batches.algorithm(name).divides_by_bias_norm
+  gradient = {f'{_BIAS}norm': 'gradient'}
+  assert batches.algorithm('st_ppo', **gradient).divides_by_bias_norm
+  assert not batches.algorithm('turn_ppo', **gradient).divides_by_bias_norm
