@@ -58,9 +58,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks import collectors
 from benchmarks import dialogues
 from benchmarks import measure
-from benchmarks import playing
 from benchmarks import sharing
 from stppo_jax import types
 from stppo_jax.models.hf import export
@@ -92,12 +92,12 @@ _LATENCIES: Mapping[str, Callable[[np.random.Generator], float]] = {
 
 def against(
   peer: str,
-  played: playing.Policy,
+  played: collectors.Policy,
   loop: event_loop.EventLoop,
   *,
   rows: int,
   repeats: int,
-  cut_at: int = playing.MAX_TURN_TOKENS,
+  cut_at: int = collectors.MAX_TURN_TOKENS,
 ) -> str:
   """Ours beside a loop on `generate`: with stops, or the 'original' without.
 
@@ -115,11 +115,11 @@ def against(
     dialogues.scripts(rows, _TURNS, filler=played.filler)
   )
   players: dict[str, Any] = {
-    'ours': playing.Player(played, loop, slots=rows, deterministic=False),
-    'waves': playing.Player(played, loop, slots=rows, deterministic=True),
+    'ours': collectors.Player(played, loop, slots=rows, deterministic=False),
+    'waves': collectors.Player(played, loop, slots=rows, deterministic=True),
   }
   ours = players['ours'].collect(environment)
-  playing.assert_parity(ours, players['waves'].collect(environment))
+  collectors.assert_parity(ours, players['waves'].collect(environment))
   with tempfile.TemporaryDirectory() as directory:
     export.export(directory, played.model.config, played.params)
     players[peer] = generate_reference.GenerateLoop(
@@ -131,10 +131,10 @@ def against(
     )
   chosen = generate_reference.use_fastest(players[peer], environment, rows=rows)
   theirs = players[peer].collect(environment)
-  playing.assert_parity(ours, players[peer].scored(theirs))
+  collectors.assert_parity(ours, players[peer].scored(theirs))
   seconds = measure.interleave(
     {
-      name: playing.case(player, environment)
+      name: collectors.case(player, environment)
       for name, player in players.items()
     },
     repeats=repeats,
@@ -144,14 +144,18 @@ def against(
 
 
 def latency(
-  played: playing.Policy, loop: event_loop.EventLoop, *, rows: int, repeats: int
+  played: collectors.Policy,
+  loop: event_loop.EventLoop,
+  *,
+  rows: int,
+  repeats: int,
 ) -> str:
   """Answers that take time beside answers at once, and the prediction.
 
   Raises:
     AssertionError: other tokens or log-probabilities with latency.
   """
-  player = playing.Player(played, loop, slots=rows, deterministic=False)
+  player = collectors.Player(played, loop, slots=rows, deterministic=False)
   played_by = {
     name: dialogues.scripts(rows, _TURNS, filler=played.filler, latency=draw)
     for name, draw in _LATENCIES.items()
@@ -160,9 +164,9 @@ def latency(
     name: dialogues.Scripted(scripts) for name, scripts in played_by.items()
   }
   expected = player.collect(environments['0 s'])
-  playing.assert_parity(expected, player.collect(environments['log-normal']))
+  collectors.assert_parity(expected, player.collect(environments['log-normal']))
   seconds = measure.interleave(
-    {name: playing.case(player, x) for name, x in environments.items()},
+    {name: collectors.case(player, x) for name, x in environments.items()},
     repeats=repeats,
   )
   at_once = float(np.median(seconds['0 s']))
@@ -205,7 +209,11 @@ def _predicted(
 
 
 def refill(
-  played: playing.Policy, loop: event_loop.EventLoop, *, rows: int, repeats: int
+  played: collectors.Policy,
+  loop: event_loop.EventLoop,
+  *,
+  rows: int,
+  repeats: int,
 ) -> str:
   """Slots that are refilled beside waves.
 
@@ -216,17 +224,19 @@ def refill(
     dialogues.scripts(rows, _UNEVEN, filler=played.filler)
   )
   players = {
-    'refilled': playing.Player(
+    'refilled': collectors.Player(
       played, loop, slots=rows // 4, deterministic=False
     ),
-    'waves': playing.Player(played, loop, slots=rows // 4, deterministic=True),
+    'waves': collectors.Player(
+      played, loop, slots=rows // 4, deterministic=True
+    ),
   }
-  playing.assert_parity(
+  collectors.assert_parity(
     *(player.collect(environment) for player in players.values())
   )
   seconds = measure.interleave(
     {
-      name: playing.case(player, environment)
+      name: collectors.case(player, environment)
       for name, player in players.items()
     },
     repeats=repeats,
@@ -278,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     '--only', nargs='+', choices=_TABLES, default=[*_TABLES], help='some tables'
   )
   parser.add_argument(
-    '--widths', nargs='+', choices=playing.WIDTHS, default=['tiny']
+    '--widths', nargs='+', choices=collectors.WIDTHS, default=['tiny']
   )
   parser.add_argument(
     '--rows',
@@ -295,9 +305,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument('--repeats', type=int, default=measure.MIN_REPEATS)
   measure.add_cores(parser)
   flags = parser.parse_args(arguments)
-  if flags.cut_at < playing.MAX_TURN_TOKENS:  # it would cut what is asked for
+  if (
+    flags.cut_at < collectors.MAX_TURN_TOKENS
+  ):  # it would cut what is asked for
     parser.error(
-      f'--cut_at={flags.cut_at}: must be {playing.MAX_TURN_TOKENS} or greater'
+      f'--cut_at={flags.cut_at}: must be {collectors.MAX_TURN_TOKENS} or greater'
     )
   cores = measure.use_cores(flags.cores)
   versions = {}
@@ -310,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   print(measure.environment(**versions))
   sizes = {'repeats': flags.repeats}
   for width in flags.widths:
-    played = playing.policy(width)
+    played = collectors.policy(width)
     with event_loop.EventLoop() as loop:
       for name in flags.only:
         print(f'\n{name}, {width}\n', flush=True)

@@ -15,7 +15,7 @@ import sys
 import traceback
 
 _COMMANDS = pathlib.Path(__file__).parent / 'commands'
-_SHARED = ('__init__', 'configuration', 'lab_flags', 'lab_rows')
+_SHARED = ('__init__', 'configuration', 'lab_flags', 'lab_algorithms')
 _USAGE, _BUG, _INTERRUPTED = 2, 70, 130
 
 

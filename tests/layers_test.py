@@ -42,7 +42,9 @@ OURS = {
   # Not each other: what commands share stands in these three.
   'commands': _ALL
   + ('http',)
-  + tuple(f'commands.{n}' for n in ('configuration', 'lab_flags', 'lab_rows'))
+  + tuple(
+    f'commands.{n}' for n in ('configuration', 'lab_flags', 'lab_algorithms')
+  )
   + ('configs',),
   '__main__': ('commands',),
   'configs': ('rl.algorithm', 'retrieval.client', 'configs'),

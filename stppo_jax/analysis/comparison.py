@@ -12,8 +12,8 @@ import typing
 
 import numpy as np
 
-from stppo_jax.analysis import frozen
 from stppo_jax.analysis import lab
+from stppo_jax.analysis import saved_batch
 from stppo_jax.rl import algorithm as algorithm_lib
 
 SILENCED = 'silenced'
@@ -34,7 +34,8 @@ class Comparison(typing.NamedTuple):
 
 
 def compare(
-  algorithms: Mapping[str, algorithm_lib.Algorithm], rollouts: frozen.Arrays
+  algorithms: Mapping[str, algorithm_lib.Algorithm],
+  rollouts: saved_batch.Arrays,
 ) -> Comparison:
   """Scores every row, without an entropy bonus.
 
@@ -50,8 +51,8 @@ def compare(
   for name, algorithm in algorithms.items():
     try:
       score = lab.score(algorithm, rollouts, entropy_coefficient=0.0)
-    except frozen.NotFinite as error:
-      raise frozen.NotFinite(f'{name}: {error}') from error
+    except saved_batch.NotFinite as error:
+      raise saved_batch.NotFinite(f'{name}: {error}') from error
     gradient_BL = score.arrays['dloss_dlogprobs_BL'].astype(np.float64)
     share = _silenced(gradient_BL, rollouts)
     rows[name] = score.metrics | {SILENCED: share}

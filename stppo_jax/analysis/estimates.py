@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stppo_jax.analysis import frozen
+from stppo_jax.analysis import saved_batch
 from stppo_jax.rl import advantages as advantages_lib
 from stppo_jax.rl import blocks
 from stppo_jax.rl import diagnostics as diagnostics_lib
@@ -21,7 +21,7 @@ from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import masking
 from stppo_jax.rl import options as options_lib
 
-PENALTY_NEEDS = ('old_logprobs_BL', 'ref_logprobs_BL')
+PENALTY_ARRAYS = ('old_logprobs_BL', 'ref_logprobs_BL')
 _READ_TURN_REWARDS = frozenset({'turn_group'})  # a run refuses it too
 _VALUES = frozenset({'old_values_BL', 'values_BL'})
 
@@ -52,9 +52,9 @@ def build_estimator(options: Mapping) -> typing.Any:
   return options_lib.build(blocks.ADVANTAGES, options)
 
 
-def needs(
+def required_arrays(
   estimator: typing.Any,
-  rollouts: frozen.Arrays,
+  rollouts: saved_batch.Arrays,
   *,
   compares: bool,
 ) -> frozenset[str]:
@@ -62,7 +62,7 @@ def needs(
 
   Args:
     estimator: from `build_estimator`.
-    rollouts: from `rollout_file.load`. The values are the old ones, of the
+    rollouts: from `batch_file.load`. The values are the old ones, of the
       model before the first update; a file without them has one kind only.
     compares: whether it compares the rows of a group.
   """
@@ -77,7 +77,7 @@ def needs(
   return frozenset(found)
 
 
-def check(estimator: typing.Any, rollouts: frozen.Arrays) -> None:
+def check(estimator: typing.Any, rollouts: saved_batch.Arrays) -> None:
   """Looks for what an estimator cannot be had of.
 
   Raises:
@@ -91,14 +91,14 @@ def check(estimator: typing.Any, rollouts: frozen.Arrays) -> None:
   wrong_BL = (ids_BL > 0) & (ids_BL < highest_BL)
   if wrong_BL.any():
     lines.append(
-      frozen.where('turn_ids_BL: must not decrease in a row', wrong_BL)
+      saved_batch.locate('turn_ids_BL: must not decrease in a row', wrong_BL)
     )
   options = estimator.arguments()
   if 'observation_tokens' in options:
     read = advantages_lib.OBSERVATION_TOKENS[options['observation_tokens']]
     read_BL = np.asarray(read(rollouts['loss_mask_BL']))
     for name in _VALUES & rollouts.keys():
-      lines += frozen.not_finite(name, rollouts[name], read_BL)
+      lines += saved_batch.not_finite(name, rollouts[name], read_BL)
   if lines:
     raise ValueError('\n'.join(lines))
 
@@ -118,8 +118,8 @@ def check_penalty(estimator: typing.Any, kl: str) -> None:
 
 
 def penalized(
-  rollouts: frozen.Arrays, *, estimator: str, coefficient: float
-) -> frozen.Arrays:
+  rollouts: saved_batch.Arrays, *, estimator: str, coefficient: float
+) -> saved_batch.Arrays:
   """The rollouts with the rewards of a run whose KL penalty is in them.
 
     rewards_BL - coefficient * KL(old policy, reference)      (see `rl.kl`)
@@ -145,7 +145,7 @@ def penalized(
   return {**rollouts, 'rewards_BL': np.asarray(rewards_BL)}
 
 
-def estimate(estimator: typing.Any, rollouts: frozen.Arrays) -> Estimate:
+def estimate(estimator: typing.Any, rollouts: saved_batch.Arrays) -> Estimate:
   """Advantages and returns of the rewards as they are (see `penalized`).
 
   Args:
@@ -156,20 +156,20 @@ def estimate(estimator: typing.Any, rollouts: frozen.Arrays) -> Estimate:
     frozen.NotFinite: some are too large for the precision.
   """
   shape = rollouts['loss_mask_BL'].shape
-  arrays = frozen.nonempty(rollouts)
+  arrays = saved_batch.pad_empty(rollouts)
   if 'values_BL' in arrays and 'old_values_BL' not in arrays:
     arrays['old_values_BL'] = arrays['values_BL']
   found, metrics = jax.device_get(
     _estimate(
       estimator,
-      frozen.token_batch(arrays),
-      num_turns=frozen.num_turns(arrays),
+      saved_batch.token_batch(arrays),
+      num_turns=saved_batch.num_turns(arrays),
     )
   )
-  frozen.check_finite(found)
+  saved_batch.check_finite(found)
   return Estimate(
     {name: float(x) for name, x in metrics.items()},
-    {name: frozen.cut(x, shape) for name, x in found.items()},
+    {name: saved_batch.unpad(x, shape) for name, x in found.items()},
   )
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stppo_jax.analysis import frozen
+from stppo_jax.analysis import saved_batch
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.rl import gradients as gradients_lib
@@ -33,7 +33,7 @@ _SCORED = (
   'advantages_BL',
 )
 # Read where they are there: they say more, and change nothing of the loss.
-SCORE_USES = ('entropy_BL', 'sentence_ids_BL', 'sampler_logprobs_BL')
+OPTIONAL_ARRAYS = ('entropy_BL', 'sentence_ids_BL', 'sampler_logprobs_BL')
 _HEADS = ('policy', 'bias', 'other')  # of a `PolicyLoss`
 # What corrections form of the batch, and show as a metric: no mere diagnostics.
 _READ_BY_CORRECTIONS = {
@@ -56,7 +56,7 @@ class Score(typing.NamedTuple):
   arrays: dict[str, np.ndarray]
 
 
-def score_needs(
+def required_arrays(
   algorithm: algorithm_lib.Algorithm, *, entropy_coefficient: float
 ) -> frozenset[str]:
   """The arrays without which a row cannot be scored."""
@@ -68,7 +68,7 @@ def score_needs(
 
 def score(
   algorithm: algorithm_lib.Algorithm,
-  rollouts: frozen.Arrays,
+  rollouts: saved_batch.Arrays,
   *,
   entropy_coefficient: float,
 ) -> Score:
@@ -86,17 +86,17 @@ def score(
       precision.
   """
   shape = rollouts['loss_mask_BL'].shape
-  arrays = frozen.nonempty(rollouts)
+  arrays = saved_batch.pad_empty(rollouts)
   zeros_BL = np.zeros_like(arrays['logprobs_BL'])
   with_entropy = 'entropy_BL' in arrays
   found, diagnostics, metrics = jax.device_get(
     _score(
       algorithm,
-      frozen.token_batch(arrays),
+      saved_batch.token_batch(arrays),
       arrays['logprobs_BL'],
       arrays['entropy_BL'] if with_entropy else zeros_BL,
       entropy_coefficient,
-      num_turns=frozen.num_turns(arrays),
+      num_turns=saved_batch.num_turns(arrays),
     )
   )
   metrics = {name: float(x) for name, x in metrics.items()}
@@ -105,7 +105,7 @@ def score(
   if not with_entropy:
     del metrics['actor/entropy']  # not measured, which is not 0
   metrics = {'loss': float(found['loss'])} | metrics  # it comes first
-  frozen.check_finite(
+  saved_batch.check_finite(
     found
     | {
       name: np.asarray(metrics[name], zeros_BL.dtype)
@@ -115,7 +115,7 @@ def score(
     }
   )
   return Score(
-    metrics, {name: frozen.cut(x, shape) for name, x in found.items()}
+    metrics, {name: saved_batch.unpad(x, shape) for name, x in found.items()}
   )
 
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from stppo_jax import batch as batch_lib
-from stppo_jax.analysis import frozen
+from stppo_jax.analysis import saved_batch
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import distributed
@@ -38,7 +38,7 @@ _RENAMED = {'values_BL': 'old_values_BL'}
 def collect(
   config, *, workdir: str | pathlib.Path | None, num_updates: int | None
 ) -> dict[str, np.ndarray]:
-  """The arrays of `analysis.frozen`.
+  """The arrays of `analysis.saved_batch`.
 
   Values are there only if the row has a value model, ids of sentences and
   states always, and so is the coefficient of the KL penalty: with an adaptive
@@ -91,7 +91,9 @@ def collect(
     state, _ = learner.update_epochs(state, part, step)
   arrays = _arrays(batch) | _updated(learner, state, batch)
   arrays['kl_coefficient'] = kl_coefficient
-  return {name: arrays[name] for name in frozen.KINDS if name in arrays}
+  return {
+    name: arrays[name] for name in saved_batch.ARRAY_KINDS if name in arrays
+  }
 
 
 def _with_start(config, workdir):

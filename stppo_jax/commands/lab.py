@@ -30,8 +30,8 @@ import os
 import sys
 
 from stppo_jax.commands import configuration
+from stppo_jax.commands import lab_algorithms
 from stppo_jax.commands import lab_flags
-from stppo_jax.commands import lab_rows
 from stppo_jax.configs import algorithms
 
 
@@ -81,18 +81,18 @@ def _score(argv: Sequence[str]) -> int:
   values = flags.values
   lab_flags.raise_if(flags.errors)
   coefficient = lab_flags.number(flags, 'entropy_coefficient') or 0.0
-  options = lab_rows.row(
+  options = lab_algorithms.row(
     values['row'], flags.lists['set'], config=values['config']
   )
   with _on_cpu(flags):
-    from stppo_jax.analysis import frozen
     from stppo_jax.analysis import lab
+    from stppo_jax.analysis import saved_batch
     from stppo_jax.rl import algorithm as algorithm_lib
 
     row = options.build(algorithm_lib.build_algorithm)
-    needs = lab.score_needs(row, entropy_coefficient=coefficient)
+    needs = lab.required_arrays(row, entropy_coefficient=coefficient)
     rollouts = _scored(flags, dict.fromkeys(sorted(needs), values['row']))
-    with lab_flags.naming(f'--row={values["row"]}', (frozen.NotFinite,)):
+    with lab_flags.naming(f'--row={values["row"]}', (saved_batch.NotFinite,)):
       found = lab.score(row, rollouts, entropy_coefficient=coefficient)
   return _tell(flags, found)
 
@@ -108,16 +108,16 @@ def _advantages(argv: Sequence[str]) -> int:
     errors.append('--kl_coefficient: goes with --kl only')
   lab_flags.raise_if(errors)
   coefficient = lab_flags.number(flags, 'kl_coefficient')
-  options = lab_rows.estimator(
+  options = lab_algorithms.estimator(
     values['estimator'], flags.lists['set'], config=values['config']
   )
   with _on_cpu(flags):
     from stppo_jax.analysis import estimates
-    from stppo_jax.analysis import frozen
+    from stppo_jax.analysis import saved_batch
 
     estimator = options.build(estimates.build_estimator)
     arrays = _load(flags)
-    needs = estimates.needs(
+    needs = estimates.required_arrays(
       estimator,
       arrays,
       compares=estimator.name in algorithms.GROUP_ADVANTAGES,
@@ -126,11 +126,11 @@ def _advantages(argv: Sequence[str]) -> int:
     if values['kl']:
       with lab_flags.naming(f'--kl={values["kl"]}'):
         estimates.check_penalty(estimator, values['kl'])
-      readers |= dict.fromkeys(estimates.PENALTY_NEEDS, '--kl')
+      readers |= dict.fromkeys(estimates.PENALTY_ARRAYS, '--kl')
       if coefficient is None:
         readers['kl_coefficient'] = '--kl without --kl_coefficient'
     with _naming_batch(flags):
-      rollouts = frozen.select(arrays, readers, dtype=_dtype(flags))
+      rollouts = saved_batch.select(arrays, readers, dtype=_dtype(flags))
       estimates.check(estimator, rollouts)
     if values['kl']:
       if coefficient is None:
@@ -138,7 +138,9 @@ def _advantages(argv: Sequence[str]) -> int:
       rollouts = estimates.penalized(
         rollouts, estimator=values['kl'], coefficient=coefficient
       )
-    with lab_flags.naming(f'--estimator={estimator.name}', (frozen.NotFinite,)):
+    with lab_flags.naming(
+      f'--estimator={estimator.name}', (saved_batch.NotFinite,)
+    ):
       found = estimates.estimate(estimator, rollouts)
   return _tell(flags, found)
 
@@ -149,18 +151,18 @@ def _compare(argv: Sequence[str]) -> int:
     switches=('json',),
   )  # fmt: skip
   options, errors = {}, list(flags.errors)
-  labels = lab_rows.labels(flags.values['rows'])
+  labels = lab_algorithms.labels(flags.values['rows'])
   for label in labels if flags.values['rows'] else ():
     try:
       config = flags.values['config']
-      options[label] = lab_rows.labelled(label, config=config)
+      options[label] = lab_algorithms.labelled(label, config=config)
     except configuration.ConfigurationError as error:
       errors += error.lines
   lab_flags.raise_if(errors)
   with _on_cpu(flags):
     from stppo_jax.analysis import comparison
-    from stppo_jax.analysis import frozen
     from stppo_jax.analysis import lab
+    from stppo_jax.analysis import saved_batch
     from stppo_jax.rl import algorithm as algorithm_lib
 
     rows = {
@@ -170,10 +172,10 @@ def _compare(argv: Sequence[str]) -> int:
     readers = {
       array: label
       for label, row in reversed(rows.items())
-      for array in sorted(lab.score_needs(row, entropy_coefficient=0.0))
+      for array in sorted(lab.required_arrays(row, entropy_coefficient=0.0))
     }
     rollouts = _scored(flags, readers)
-    with lab_flags.naming('--rows', (frozen.NotFinite,)):
+    with lab_flags.naming('--rows', (saved_batch.NotFinite,)):
       found = comparison.compare(rows, rollouts)
   if 'json' in flags.switches:
     metrics = {
@@ -216,10 +218,10 @@ def _naming_batch(flags: configuration.Flags):
 
 def _load(flags: configuration.Flags):
   """The arrays of `--batch` as they are."""
-  from stppo_jax.analysis import rollout_file
+  from stppo_jax.analysis import batch_file
 
   with _naming_batch(flags):
-    return rollout_file.load(flags.values['batch'])
+    return batch_file.load(flags.values['batch'])
 
 
 def _scored(flags: configuration.Flags, readers):
@@ -230,23 +232,23 @@ def _scored(flags: configuration.Flags, readers):
     readers: names of the arrays that must be there, to the row that reads it.
       Others may say more; one that is not sound is told of and left out.
   """
-  from stppo_jax.analysis import frozen
+  from stppo_jax.analysis import batch_file
   from stppo_jax.analysis import lab
-  from stppo_jax.analysis import rollout_file
+  from stppo_jax.analysis import saved_batch
 
   arrays, dtype = _load(flags), _dtype(flags)
   path = flags.values['advantages']
   if path:
     readers = {n: row for n, row in readers.items() if n != 'advantages_BL'}
   with _naming_batch(flags):
-    rollouts = frozen.select(arrays, readers, dtype=dtype)
+    rollouts = saved_batch.select(arrays, readers, dtype=dtype)
   if path:
     with lab_flags.naming(f'--advantages={path}'):
-      rollouts['advantages_BL'] = rollout_file.load_advantages(
+      rollouts['advantages_BL'] = batch_file.load_advantages(
         path, rollouts['loss_mask_BL'], dtype=dtype
       )
-  uses = [name for name in lab.SCORE_USES if name not in rollouts]
-  more, problems = frozen.usable(arrays, uses, dtype=dtype)
+  uses = [name for name in lab.OPTIONAL_ARRAYS if name not in rollouts]
+  more, problems = saved_batch.select_optional(arrays, uses, dtype=dtype)
   for problem in problems:
     left_out = f'--batch={flags.values["batch"]}: {problem}; left out'
     print(left_out, file=sys.stderr)
@@ -277,7 +279,7 @@ def _json(values) -> str:
 
 
 def _save(out: str, arrays) -> None:
-  from stppo_jax.analysis import rollout_file
+  from stppo_jax.analysis import batch_file
 
   with lab_flags.naming(f'--out={out}'):
-    rollout_file.save(out, arrays)
+    batch_file.save(out, arrays)

@@ -10,7 +10,7 @@ import pathlib
 import typing
 
 from stppo_jax.commands import configuration
-from stppo_jax.commands import lab_rows
+from stppo_jax.commands import lab_algorithms
 
 
 def split(
@@ -44,7 +44,7 @@ def split(
   values = dict.fromkeys((*needed, *optional), '') | flags.values
   for name in ('row', 'rows'):
     if name in needed and not values[name]:
-      values[name] = lab_rows.row_of(values['config'])
+      values[name] = lab_algorithms.row_of(values['config'])
   flags = dataclasses.replace(flags, values=values)
   errors = flags.errors + missing(flags, *needed)
   if 'out' in optional:

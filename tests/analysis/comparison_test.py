@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from stppo_jax.analysis import comparison
-from stppo_jax.analysis import frozen
 from stppo_jax.analysis import lab
-from tests.analysis import rollout_arrays
+from stppo_jax.analysis import saved_batch
+from tests.analysis import batch_arrays
 from tests.rl import batches
 
 _NAMES = ('token_ppo', 's_ppo', 'turn_ppo')
@@ -20,8 +20,12 @@ def _double_precision():
 
 
 def _rollouts(arrays):
-  needs = lab.score_needs(batches.algorithm('st_ppo'), entropy_coefficient=0.0)
-  return frozen.select(arrays, dict.fromkeys(needs, 'it'), dtype=np.float64)
+  needs = lab.required_arrays(
+    batches.algorithm('st_ppo'), entropy_coefficient=0.0
+  )
+  return saved_batch.select(
+    arrays, dict.fromkeys(needs, 'it'), dtype=np.float64
+  )
 
 
 def _compare(arrays, names=_NAMES):
@@ -32,7 +36,7 @@ def _compare(arrays, names=_NAMES):
 @pytest.fixture(scope='module')
 def compared():
   with jax.enable_x64(True):
-    arrays, batch, logprobs, _ = rollout_arrays.arrays()
+    arrays, batch, logprobs, _ = batch_arrays.arrays()
     return _compare(arrays), arrays, batch, logprobs
 
 
@@ -68,7 +72,7 @@ def test_silence_is_an_advantage_without_a_gradient(compared):
 
 
 def test_a_token_without_advantage_is_not_silenced():
-  arrays, *_ = rollout_arrays.arrays()
+  arrays, *_ = batch_arrays.arrays()
   arrays['advantages_BL'] = np.zeros_like(arrays['advantages_BL'])
   found = _compare(arrays, ('token_ppo', 'turn_ppo'))
   for a in found.rows:
@@ -77,7 +81,7 @@ def test_a_token_without_advantage_is_not_silenced():
 
 
 def test_the_smallest_gradients_have_a_direction():
-  arrays, *_ = rollout_arrays.arrays()
+  arrays, *_ = batch_arrays.arrays()
   arrays['advantages_BL'] = arrays['advantages_BL'] * 1e-250
   found = _compare(arrays, ('token_ppo', 'turn_ppo'))
   assert found.cosines['turn_ppo']['turn_ppo'] == pytest.approx(1)
@@ -109,10 +113,12 @@ def test_the_table_has_a_line_for_each_row_and_the_matrix(compared):
 
 
 def test_what_is_too_large_is_told_with_its_row():
-  arrays, *_ = rollout_arrays.arrays()
+  arrays, *_ = batch_arrays.arrays()
   arrays['advantages_BL'] = arrays['advantages_BL'] * 1e200
   rows = {n: batches.algorithm(n) for n in ('token_ppo', 's_ppo')}
-  with pytest.raises(frozen.NotFinite, match='^s_ppo: stab/norm_clipped, '):
+  with pytest.raises(
+    saved_batch.NotFinite, match='^s_ppo: stab/norm_clipped, '
+  ):
     comparison.compare(rows, _rollouts(arrays))
   del rows['s_ppo']
   assert 'nan' not in comparison.table(

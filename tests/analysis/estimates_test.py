@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from stppo_jax.analysis import estimates
-from stppo_jax.analysis import frozen
+from stppo_jax.analysis import saved_batch
 from stppo_jax.configs import algorithms
-from tests.analysis import rollout_arrays
+from tests.analysis import batch_arrays
 from tests.rl import batches
 from tests.rl import twins
 
@@ -24,14 +24,16 @@ def _estimate(arrays, name, compares=False, **options):
   estimator = estimates.build_estimator(
     algorithms.block('advantage', name, **options)
   )
-  needs = estimates.needs(estimator, arrays, compares=compares)
-  rollouts = frozen.select(arrays, dict.fromkeys(needs, 'it'), dtype=np.float64)
+  needs = estimates.required_arrays(estimator, arrays, compares=compares)
+  rollouts = saved_batch.select(
+    arrays, dict.fromkeys(needs, 'it'), dtype=np.float64
+  )
   estimates.check(estimator, rollouts)
   return estimates.estimate(estimator, rollouts)
 
 
 def test_gae_is_the_twin():
-  arrays, batch, *_ = rollout_arrays.arrays()
+  arrays, batch, *_ = batch_arrays.arrays()
   found = _estimate(arrays, 'gae', gamma=0.9, lambda_=0.8, whiten='none')
   mask = batch.loss_mask_BL
   advantages = np.zeros(mask.shape)
@@ -55,7 +57,7 @@ def test_gae_is_the_twin():
 
 
 def test_old_values_go_before_new_ones():
-  arrays, *_ = rollout_arrays.arrays()
+  arrays, *_ = batch_arrays.arrays()
   old = _estimate(arrays, 'gae')
   arrays['values_BL'] = arrays['old_values_BL'] + 1
   both = _estimate(arrays, 'gae')
@@ -68,7 +70,7 @@ def test_old_values_go_before_new_ones():
 
 
 def test_groups_are_compared_and_one_alone_is_nothing():
-  arrays, batch, *_ = rollout_arrays.arrays()
+  arrays, batch, *_ = batch_arrays.arrays()
   mask = batch.loss_mask_BL
   alone = _estimate(arrays, 'group_normalized', compares=True)
   assert not alone.arrays['advantages_BL'].any()
@@ -90,18 +92,18 @@ def test_groups_are_compared_and_one_alone_is_nothing():
 
 @pytest.mark.parametrize('name', algorithms.BLOCKS['advantage'])
 def test_what_an_estimator_needs_is_enough(name):
-  arrays, batch, *_ = rollout_arrays.arrays()
+  arrays, batch, *_ = batch_arrays.arrays()
   arrays['state_ids_BL'] = batch.turn_ids_BL
   compares = name in algorithms.GROUP_ADVANTAGES
   estimator = estimates.build_estimator(algorithms.block('advantage', name))
-  needs = estimates.needs(estimator, arrays, compares=compares)
+  needs = estimates.required_arrays(estimator, arrays, compares=compares)
   assert ('group_ids_B' in needs) == compares
   found = _estimate({n: arrays[n] for n in needs}, name, compares)
   assert all(math.isfinite(x) for x in found.metrics.values())
 
 
 def test_estimates_of_nothing_are_nothing():
-  arrays, *_ = rollout_arrays.arrays()
+  arrays, *_ = batch_arrays.arrays()
   empty = {name: x[:0] for name, x in arrays.items()}
   found = _estimate(empty, 'group_normalized', compares=True)
   assert set(found.metrics.values()) == {0.0}
@@ -109,7 +111,7 @@ def test_estimates_of_nothing_are_nothing():
 
 
 def test_turns_out_of_order_and_values_that_are_missing_are_told():
-  arrays, batch, *_ = rollout_arrays.arrays()
+  arrays, batch, *_ = batch_arrays.arrays()
   mask = batch.loss_mask_BL
   response = {'observation_tokens': 'included', 'whiten': 'all'}
   with pytest.raises(
@@ -129,9 +131,11 @@ def test_turns_out_of_order_and_values_that_are_missing_are_told():
 @pytest.mark.parametrize('poison', [np.nan, np.inf])
 @pytest.mark.parametrize('kl', ['k1', 'k2', 'k3'])
 def test_a_penalty_is_that_of_a_run(kl, poison):
-  arrays, batch, *_ = rollout_arrays.arrays(poison=poison)
-  names = ('rewards_BL', 'loss_mask_BL', *estimates.PENALTY_NEEDS)
-  rollouts = frozen.select(arrays, dict.fromkeys(names, 'it'), dtype=np.float64)
+  arrays, batch, *_ = batch_arrays.arrays(poison=poison)
+  names = ('rewards_BL', 'loss_mask_BL', *estimates.PENALTY_ARRAYS)
+  rollouts = saved_batch.select(
+    arrays, dict.fromkeys(names, 'it'), dtype=np.float64
+  )
   found = estimates.penalized(rollouts, estimator=kl, coefficient=0.3)
   expected = np.zeros(batch.rewards_BL.shape)
   for at in map(tuple, np.argwhere(batch.loss_mask_BL)):
@@ -159,13 +163,13 @@ def test_a_penalty_that_a_run_cannot_have_is_refused():
 
 
 def test_advantages_that_are_too_large_are_refused_and_a_metric_is_not():
-  arrays, batch, *_ = rollout_arrays.arrays()
+  arrays, batch, *_ = batch_arrays.arrays()
   arrays['rewards_BL'] = np.where(batch.loss_mask_BL, 1e200, np.nan)
   found = _estimate(arrays, 'monte_carlo', whiten='none')
   assert found.metrics['advantages/max'] < math.inf
   assert found.metrics['advantages/std'] == math.inf
   arrays['rewards_BL'] = np.where(batch.loss_mask_BL, 1.7e308, np.nan)
   with pytest.raises(
-    frozen.NotFinite, match='^advantages_BL: not finite in fl'
+    saved_batch.NotFinite, match='^advantages_BL: not finite in fl'
   ):
     _estimate(arrays, 'monte_carlo', whiten='none')

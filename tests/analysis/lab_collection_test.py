@@ -9,8 +9,8 @@ import pytest
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.analysis import estimates
-from stppo_jax.analysis import frozen
 from stppo_jax.analysis import lab_collection
+from stppo_jax.analysis import saved_batch
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.records import checkpoint
 from stppo_jax.training import assembly
@@ -48,15 +48,15 @@ def _files(folder):
 
 
 def test_it_holds_every_array_of_the_file(collected):
-  assert list(collected) == list(frozen.KINDS)
-  needs = dict.fromkeys(frozen.KINDS, 'it')
-  chosen = frozen.select(collected, needs, dtype=np.float32)
+  assert list(collected) == list(saved_batch.ARRAY_KINDS)
+  needs = dict.fromkeys(saved_batch.ARRAY_KINDS, 'it')
+  chosen = saved_batch.select(collected, needs, dtype=np.float32)
   mask, ids = collected['loss_mask_BL'], collected['turn_ids_BL']
   assert mask.sum() > 100
   np.testing.assert_array_equal(mask, ids > 0)  # nothing has failed
   for name in ('sentence_ids_BL', 'state_ids_BL'):
     np.testing.assert_array_equal(collected[name] > 0, mask)
-  assert frozen.num_turns(chosen) <= 3
+  assert saved_batch.num_turns(chosen) <= 3
   sampled = collected['sampler_logprobs_BL'] - collected['old_logprobs_BL']
   assert np.abs(sampled[mask]).max() < 1e-4
   assert _moved(collected, 'logprobs') > 1e-4
@@ -133,7 +133,7 @@ def test_the_newest_checkpoint_plays_and_nothing_is_changed(
 def test_a_row_without_values_has_none_in_the_file():
   config = runs.config('so_grpo', rollout__group_size=4)
   found = lab_collection.collect(config, workdir=None, num_updates=0)
-  assert set(frozen.KINDS) - set(found) == _OF_VALUES
+  assert set(saved_batch.ARRAY_KINDS) - set(found) == _OF_VALUES
   assert np.bincount(found['group_ids_B']).tolist() == [4] * 4
   mask = found['loss_mask_BL']
   assert _moved(found, 'logprobs') < 2e-6  # no update, no step

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
-from stppo_jax.analysis import frozen
 from stppo_jax.analysis import lab
+from stppo_jax.analysis import saved_batch
 from stppo_jax.rl import algorithm as algorithm_lib
-from tests.analysis import rollout_arrays
+from tests.analysis import batch_arrays
 from tests.rl import batches
 from tests.rl import loss_twin
 from tests.rl import twins
@@ -26,9 +26,13 @@ def _double_precision():
 
 
 def _select(arrays, algorithm, coefficient=_ENTROPY):
-  needs = lab.score_needs(algorithm, entropy_coefficient=coefficient)
-  found = frozen.select(arrays, dict.fromkeys(needs, 'it'), dtype=np.float64)
-  more, problems = frozen.usable(arrays, lab.SCORE_USES, dtype=np.float64)
+  needs = lab.required_arrays(algorithm, entropy_coefficient=coefficient)
+  found = saved_batch.select(
+    arrays, dict.fromkeys(needs, 'it'), dtype=np.float64
+  )
+  more, problems = saved_batch.select_optional(
+    arrays, lab.OPTIONAL_ARRAYS, dtype=np.float64
+  )
   assert not problems
   return found | more
 
@@ -57,7 +61,7 @@ def _score(arrays, row, coefficient=_ENTROPY):
 )
 def test_a_score_is_the_twin_and_its_differences(name, changes, poison):
   row = batches.row_of(name, **changes)
-  arrays, batch, logprobs, entropy = rollout_arrays.arrays(poison=poison)
+  arrays, batch, logprobs, entropy = batch_arrays.arrays(poison=poison)
   found = _score(arrays, row)
   twin = loss_twin.policy_loss(row, logprobs, entropy, batch, _ENTROPY)
   assert found.metrics['loss'] == pytest.approx(twin.loss, rel=1e-12)
@@ -91,7 +95,7 @@ def test_a_score_is_the_twin_and_its_differences(name, changes, poison):
 
 
 def test_norm_gradient_divides_by_the_norm_over_logprobs():
-  arrays, batch, logprobs, entropy = rollout_arrays.arrays(spread=0.6)
+  arrays, batch, logprobs, entropy = batch_arrays.arrays(spread=0.6)
   row = batches.row_of('s_ppo', **{_NORM: 'gradient'})
   row['correction']['clipping_bias']['floor'] = 1e-6
   found = _score(arrays, row)
@@ -109,7 +113,7 @@ def test_norm_gradient_divides_by_the_norm_over_logprobs():
 
 
 def test_rows_that_are_the_same_score_the_same():
-  arrays, *_ = rollout_arrays.arrays()
+  arrays, *_ = batch_arrays.arrays()
   a = _score(arrays, batches.row_of('s_ppo', **{_TAU: math.inf}))
   b = _score(arrays, batches.row_of('token_ppo'))
   assert a.metrics == pytest.approx(b.metrics, rel=1e-12, abs=1e-12)
@@ -121,9 +125,11 @@ def test_rows_that_are_the_same_score_the_same():
 
 
 def test_a_file_with_five_arrays_is_enough():
-  arrays, *_ = rollout_arrays.arrays()
+  arrays, *_ = batch_arrays.arrays()
   whole = _score(arrays, batches.row_of('st_ppo'), 0.0)
-  needs = lab.score_needs(batches.algorithm('st_ppo'), entropy_coefficient=0.0)
+  needs = lab.required_arrays(
+    batches.algorithm('st_ppo'), entropy_coefficient=0.0
+  )
   assert len(needs) == 5
   few = _score({n: arrays[n] for n in needs}, batches.row_of('st_ppo'), 0.0)
   for name in few.arrays:
@@ -139,7 +145,7 @@ def test_a_file_with_five_arrays_is_enough():
 
 
 def test_what_a_row_reads_is_what_it_needs():
-  needs = lambda name, coefficient=0.0: lab.score_needs(
+  needs = lambda name, coefficient=0.0: lab.required_arrays(
     batches.algorithm(name), entropy_coefficient=coefficient
   )
   five = needs('st_ppo')
@@ -153,7 +159,7 @@ def test_what_a_row_reads_is_what_it_needs():
 def test_a_batch_without_a_trained_token_gives_zeros(shape):
   arrays = {
     name: np.zeros(shape, int if 'ids' in name or 'mask' in name else float)
-    for name in lab.score_needs(
+    for name in lab.required_arrays(
       batches.algorithm('st_ppo'), entropy_coefficient=0.0
     )
   }
@@ -168,7 +174,7 @@ def test_a_batch_without_a_trained_token_gives_zeros(shape):
 
 def test_a_diagnostic_may_be_too_large_and_what_the_row_uses_may_not():
   """Squares of 1e200 overflow; the loss and its gradient do not."""
-  arrays, batch, *_ = rollout_arrays.arrays()
+  arrays, batch, *_ = batch_arrays.arrays()
   arrays['advantages_BL'] = arrays['advantages_BL'] * 1e200
   found = _score(arrays, batches.row_of('token_ppo'), 0.0)
   assert found.metrics['stab/norm_clipped'] == math.inf
@@ -178,9 +184,11 @@ def test_a_diagnostic_may_be_too_large_and_what_the_row_uses_may_not():
   assert found.metrics['actor/grad_norm'] == pytest.approx(norm, rel=1e-12)
   # The same numbers decide how much st_ppo believes.
   with pytest.raises(
-    frozen.NotFinite, match='^stab/norm_clipped, stab/norm_un'
+    saved_batch.NotFinite, match='^stab/norm_clipped, stab/norm_un'
   ):
     _score(arrays, batches.row_of('s_ppo'), 0.0)
   arrays['advantages_BL'][batch.loss_mask_BL] = 1.7e308
-  with pytest.raises(frozen.NotFinite, match='^loss: not finite in float64'):
+  with pytest.raises(
+    saved_batch.NotFinite, match='^loss: not finite in float64'
+  ):
     _score(arrays, batches.row_of('token_ppo'), 0.0)

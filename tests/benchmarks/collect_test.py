@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from benchmarks import collect
+from benchmarks import collectors
 from benchmarks import dialogues
-from benchmarks import playing
 from benchmarks import sharing
 from stppo_jax.rollout import event_loop
 
@@ -27,7 +27,7 @@ _SHAPE = dialogues.Shape(
 
 @pytest.fixture(scope='module')
 def policy():
-  return playing.policy('tiny')
+  return collectors.policy('tiny')
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def small(monkeypatch):
   """Dialogues of a few tokens, answers within milliseconds."""
   monkeypatch.setattr(collect, '_TURNS', _SHAPE)
   monkeypatch.setattr(collect, '_UNEVEN', _SHAPE)
-  monkeypatch.setattr(playing, 'MAX_LENGTH', 64)
-  monkeypatch.setattr(playing, 'MAX_TURN_TOKENS', 8)
+  monkeypatch.setattr(collectors, 'MAX_LENGTH', 64)
+  monkeypatch.setattr(collectors, 'MAX_TURN_TOKENS', 8)
   monkeypatch.setattr(
     collect,
     '_LATENCIES',
@@ -85,7 +85,7 @@ def test_another_text_is_no_collection(policy):
 
 def test_the_policy_counts_and_weighs_what_was_said(policy, loop, small):
   """Certain of the token, but its log-probability tells the history."""
-  player = playing.Player(policy, loop, slots=_ROWS, deterministic=True)
+  player = collectors.Player(policy, loop, slots=_ROWS, deterministic=True)
   before, after = (
     player.collect(dialogues.Scripted(scripts))
     for scripts in (_scripts(policy), [_other(s) for s in _scripts(policy)])
@@ -95,12 +95,12 @@ def test_the_policy_counts_and_weighs_what_was_said(policy, loop, small):
     for a, b in zip(before, after, strict=True)
     for one, other in zip(a.turns, b.turns, strict=True)
   ]
-  assert np.median(moved) > 100 * playing.PARITY
+  assert np.median(moved) > 100 * collectors.PARITY
   with pytest.raises(AssertionError, match='log-probabilities of row 0'):
-    playing.assert_parity(before, after)
+    collectors.assert_parity(before, after)
   with pytest.raises(AssertionError):
-    playing.assert_parity(before, before[::-1])
-  playing.assert_parity(before, before)
+    collectors.assert_parity(before, before[::-1])
+  collectors.assert_parity(before, before)
 
 
 def _other(script):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from stppo_jax import __main__
-from stppo_jax.analysis import frozen
-from stppo_jax.analysis import rollout_file
-from tests.analysis import rollout_arrays
+from stppo_jax.analysis import batch_file
+from stppo_jax.analysis import saved_batch
+from tests.analysis import batch_arrays
 from tests.rl import batches
 from tests.rl import loss_twin
 from tests.training import runs
@@ -26,7 +26,7 @@ _PAGE = (runs.REPO / 'docs' / 'lab.md').read_text(encoding='utf-8')
 @pytest.fixture(scope='module')
 def file(tmp_path_factory):
   """A file of any origin."""
-  arrays, *_ = rollout_arrays.arrays()
+  arrays, *_ = batch_arrays.arrays()
   path = tmp_path_factory.mktemp('file') / 'F.npz'
   np.savez(path, notes=np.zeros(3), **arrays)
   return path
@@ -67,7 +67,7 @@ def _arrays(path):
 
 
 def test_score_is_the_twin(file, tmp_path, capsys):
-  _, batch, logprobs, entropy = rollout_arrays.arrays()
+  _, batch, logprobs, entropy = batch_arrays.arrays()
   out = tmp_path / 'O.npz'
   metrics = _metrics(
     capsys, 'score', '--batch', file, '--row=st_ppo', '--float64',
@@ -271,8 +271,8 @@ def test_advantages_of_another_estimator(file, tmp_path, capsys):
   _metrics(
     capsys, 'advantages', f'--batch={file}', '--estimator=gae', f'--out={out}'
   )
-  given = rollout_file.load(out)['advantages_BL']
-  arrays, *_ = rollout_arrays.arrays()
+  given = batch_file.load(out)['advantages_BL']
+  arrays, *_ = batch_arrays.arrays()
   np.savez(tmp_path / 'F.npz', **(arrays | {'advantages_BL': given}))
   del arrays['advantages_BL']
   np.savez(tmp_path / 'G.npz', **arrays)
@@ -335,7 +335,7 @@ def test_the_penalty_of_a_run(tmp_path, capsys):
 
 
 def test_what_the_row_does_not_read_is_left_out(tmp_path, capsys):
-  arrays, *_ = rollout_arrays.arrays()
+  arrays, *_ = batch_arrays.arrays()
   flags = 'score', f'--batch={tmp_path}/F.npz', '--row=turn_ppo'
   np.savez(tmp_path / 'F.npz', **arrays)
   whole = _metrics(capsys, *flags)
@@ -358,7 +358,7 @@ def test_what_the_row_does_not_read_is_left_out(tmp_path, capsys):
 
 
 def test_a_diagnostic_that_is_too_large_is_left_out(tmp_path, capsys):
-  arrays, batch, *_ = rollout_arrays.arrays()
+  arrays, batch, *_ = batch_arrays.arrays()
   arrays['advantages_BL'] = arrays['advantages_BL'] * 1e30
   # Far from its sampler, over a row too long for any product.
   arrays['sampler_logprobs_BL'] = arrays['old_logprobs_BL'] - 70
@@ -413,7 +413,7 @@ def test_what_the_page_says_is_true(tmp_path, monkeypatch, capsys):
   )
   assert done.stderr == '' and done.stdout.startswith('turn 1: ')
   table = re.findall(r'^\| `(\w+_BL?|kl_\w+)` \| ', _PAGE, re.MULTILINE)
-  assert sorted(table) == sorted(frozen.KINDS)
+  assert sorted(table) == sorted(saved_batch.ARRAY_KINDS)
 
 
 @pytest.mark.parametrize(
@@ -621,7 +621,7 @@ def _short(arrays):
 def test_a_wrong_file_is_one_line_and_2(
   tmp_path, capsys, flags, change, expected
 ):
-  arrays, *_ = rollout_arrays.arrays()
+  arrays, *_ = batch_arrays.arrays()
   change(arrays)
   np.savez(tmp_path / 'F.npz', **arrays)
   line = _error(capsys, 'score', f'--batch={tmp_path}/F.npz', *flags)
@@ -630,7 +630,7 @@ def test_a_wrong_file_is_one_line_and_2(
 
 
 def test_compare_names_the_row_that_lacks_an_array(tmp_path, capsys):
-  arrays, *_ = rollout_arrays.arrays()
+  arrays, *_ = batch_arrays.arrays()
   del arrays['sentence_ids_BL']
   np.savez(tmp_path / 'F.npz', **arrays)
   rows = '--rows=token_ppo,sspo'
@@ -653,7 +653,7 @@ def test_compare_names_the_row_that_lacks_an_array(tmp_path, capsys):
   ],
 )
 def test_an_estimator_names_what_it_lacks(tmp_path, capsys, name, lacks):
-  arrays, *_ = rollout_arrays.arrays()
+  arrays, *_ = batch_arrays.arrays()
   np.savez(
     tmp_path / 'F.npz', **{n: x for n, x in arrays.items() if n != lacks}
   )
@@ -681,7 +681,7 @@ def test_what_is_no_file_is_one_line_and_2(tmp_path, capsys):
 
 def test_it_computes_on_cpu_and_says_how(tmp_path):
   environment = {'JAX_PLATFORMS': 'tpu', 'PATH': ''}
-  arrays, *_ = rollout_arrays.arrays()
+  arrays, *_ = batch_arrays.arrays()
   np.savez(tmp_path / 'F.npz', **arrays)
   done = subprocess.run(
     [

@@ -1,6 +1,6 @@
 """Frozen rollouts: the arrays of one collection, and what they must be.
 
-B trajectories, L tokens. The arrays of a file (see `rollout_file`) have the
+B trajectories, L tokens. The arrays of a file (see `batch_file`) have the
 names, axes and meanings of `batch.TokenBatch`, but for these three of the
 policy and the value model after some updates, and the fourth, which a
 `TokenBatch` calls values_BL:
@@ -35,7 +35,7 @@ class NotFinite(ValueError):
   """What was computed of finite numbers is too large for the precision."""
 
 
-class Kind(typing.NamedTuple):
+class ArrayKind(typing.NamedTuple):
   """What an array may hold.
 
   Attributes:
@@ -47,12 +47,12 @@ class Kind(typing.NamedTuple):
   codes: str
 
 
-_IDS = Kind('integers', 'iu')
-_MASK = Kind('booleans, or 0 and 1', 'biu')
-_REALS = Kind('real numbers', 'fiu')
+_IDS = ArrayKind('integers', 'iu')
+_MASK = ArrayKind('booleans, or 0 and 1', 'biu')
+_REALS = ArrayKind('real numbers', 'fiu')
 
 # The name says the axes; without an ending it is one number.
-KINDS: Mapping[str, Kind] = {
+ARRAY_KINDS: Mapping[str, ArrayKind] = {
   'tokens_BL': _IDS,
   'lengths_B': _IDS,
   'turn_ids_BL': _IDS,
@@ -88,7 +88,7 @@ def select(
   numbered anew, so that any integers will do. Off the loss mask ids are 0.
 
   Args:
-    arrays: from `rollout_file.load`.
+    arrays: from `batch_file.load`.
     needs: names that must be there, to who reads them; 'loss_mask_BL' is one.
     dtype: of the computation.
 
@@ -105,22 +105,22 @@ def select(
   chosen = {name: x for name, x in arrays.items() if name in needs}
   _raise_if(_misshapen(chosen))
   _raise_if(
-    f'{name} is {array.dtype}, expected {KINDS[name].words}'
+    f'{name} is {array.dtype}, expected {ARRAY_KINDS[name].words}'
     for name, array in chosen.items()
-    if array.dtype.kind not in KINDS[name].codes
+    if array.dtype.kind not in ARRAY_KINDS[name].codes
   )
-  masks = [name for name in chosen if KINDS[name] is _MASK]
+  masks = [name for name in chosen if ARRAY_KINDS[name] is _MASK]
   _raise_if(
-    where(f'{name}: neither 0 nor 1', wrong)
+    locate(f'{name}: neither 0 nor 1', wrong)
     for name in masks
     if (wrong := (chosen[name] != 0) & (chosen[name] != 1)).any()
   )
   mask_BL = chosen['loss_mask_BL'].astype(bool)
   found, problems = {}, []
   for name, array in chosen.items():
-    if KINDS[name] is _MASK:
+    if ARRAY_KINDS[name] is _MASK:
       found[name] = array.astype(bool)
-    elif KINDS[name] is _REALS:
+    elif ARRAY_KINDS[name] is _REALS:
       with np.errstate(over='ignore'):  # it is told of, as inf
         found[name] = array.astype(dtype)
       problems += not_finite(name, found[name], mask_BL)
@@ -137,13 +137,13 @@ def select(
   return found
 
 
-def usable(
+def select_optional(
   arrays: Arrays, uses: Collection[str], *, dtype: type[np.floating]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
   """Those of some arrays that can be read, and why the others cannot.
 
   Args:
-    arrays: from `rollout_file.load`, with a sound loss_mask_BL.
+    arrays: from `batch_file.load`, with a sound loss_mask_BL.
     uses: names of arrays that nobody needs; they may be missing.
     dtype: of the computation.
 
@@ -188,7 +188,7 @@ def not_finite(name: str, x_BL: np.ndarray, mask_BL: np.ndarray) -> list[str]:
   wrong_BL = mask_BL & ~np.isfinite(x_BL)
   if not wrong_BL.any():
     return []
-  return [where(f'{name}: not finite in {x_BL.dtype}', wrong_BL)]
+  return [locate(f'{name}: not finite in {x_BL.dtype}', wrong_BL)]
 
 
 def _outside(name, ids_BL, mask_BL):
@@ -197,10 +197,10 @@ def _outside(name, ids_BL, mask_BL):
   if not wrong_BL.any():
     return []
   rule = f'{name}: must be in 1..{length} where loss_mask_BL is true'
-  return [where(rule, wrong_BL)]
+  return [locate(rule, wrong_BL)]
 
 
-def where(problem: str, wrong: np.ndarray) -> str:
+def locate(problem: str, wrong: np.ndarray) -> str:
   """The line about slots that are wrong: how many, and the first."""
   first = [int(i) for i in np.argwhere(wrong)[0]]
   return f'{problem}; {int(wrong.sum())} slots, the first at {first}'
@@ -246,7 +246,7 @@ def num_turns(arrays: Arrays) -> int:
   return int(arrays['turn_ids_BL'].max(initial=1))
 
 
-def nonempty(arrays: Arrays) -> dict[str, np.ndarray]:
+def pad_empty(arrays: Arrays) -> dict[str, np.ndarray]:
   """The arrays with a row and a token at least: one that counts nowhere."""
   return {
     name: np.pad(x, [(0, 0 if size else 1) for size in x.shape])
@@ -256,7 +256,7 @@ def nonempty(arrays: Arrays) -> dict[str, np.ndarray]:
   }
 
 
-def cut(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def unpad(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
   """Without the row and the token that `nonempty` may have added."""
   return x[: shape[0], : shape[1]] if x.ndim == 2 else x
 

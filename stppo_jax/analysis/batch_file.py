@@ -7,7 +7,7 @@ import zlib
 
 import numpy as np
 
-from stppo_jax.analysis import frozen
+from stppo_jax.analysis import saved_batch
 
 _ZIP = b'PK'  # how every npz file begins
 _UNSOUND = (
@@ -36,11 +36,11 @@ def load(path: str | pathlib.Path) -> dict[str, np.ndarray]:
       raise ValueError('not a sound npz file: cut off or damaged') from error
     arrays = {
       name: _member(archive, name)
-      for name in frozen.KINDS
+      for name in saved_batch.ARRAY_KINDS
       if name in archive.files
     }
   if not arrays:
-    raise ValueError(f'holds none of {", ".join(frozen.KINDS)}')
+    raise ValueError(f'holds none of {", ".join(saved_batch.ARRAY_KINDS)}')
   return arrays
 
 
@@ -76,10 +76,10 @@ def load_advantages(
   """
   arrays = {**load(path), 'loss_mask_BL': loss_mask_BL}
   readers = dict.fromkeys(('loss_mask_BL', 'advantages_BL'), 'every row')
-  return frozen.select(arrays, readers, dtype=dtype)['advantages_BL']
+  return saved_batch.select(arrays, readers, dtype=dtype)['advantages_BL']
 
 
-def save(path: str | pathlib.Path, arrays: frozen.Arrays) -> None:
+def save(path: str | pathlib.Path, arrays: saved_batch.Arrays) -> None:
   """Writes an npz file; killed meanwhile, it leaves the old one or none.
 
   Raises:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from stppo_jax import batch as batch_lib
-from stppo_jax.analysis import frozen
-from tests.analysis import rollout_arrays
+from stppo_jax.analysis import saved_batch
+from tests.analysis import batch_arrays
 
 _NEEDS = {
   'loss_mask_BL': 'it',
@@ -18,7 +18,7 @@ _NEEDS = {
 
 
 def _select(arrays, needs=None, dtype=np.float64):
-  return frozen.select(arrays, needs or _NEEDS, dtype=dtype)
+  return saved_batch.select(arrays, needs or _NEEDS, dtype=dtype)
 
 
 def _refused(arrays, *lines, **options):
@@ -34,7 +34,7 @@ def test_every_array_has_its_place_in_a_batch():
   fields = set(batch_lib.TokenBatch.__dataclass_fields__)
   ours = {'logprobs_BL', 'entropy_BL', 'old_values_BL', 'kl_coefficient'}
   of_models = {'loss_positions_BM', 'expert_ids_BLNE', 'expert_visits_BX'}
-  assert set(frozen.KINDS) == fields - of_models | ours
+  assert set(saved_batch.ARRAY_KINDS) == fields - of_models | ours
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_every_array_has_its_place_in_a_batch():
   ],
 )
 def test_shapes_that_do_not_fit_are_named(changes, lines):
-  arrays, *_ = rollout_arrays.arrays()
+  arrays, *_ = batch_arrays.arrays()
   needs = {name: 'it' for name in _NEEDS}
   if 'loss_mask_BL' in changes:
     needs = {name: 'it' for name in ('loss_mask_BL', 'turn_ids_BL')}
@@ -67,7 +67,7 @@ def test_shapes_that_do_not_fit_are_named(changes, lines):
 
 
 def test_what_is_selected_is_in_the_types_of_the_computation():
-  arrays, batch, logprobs, _ = rollout_arrays.arrays()
+  arrays, batch, logprobs, _ = batch_arrays.arrays()
   arrays['state_ids_BL'] = np.where(batch.loss_mask_BL, 2**40, -(2**50))
   more = dict.fromkeys(('state_ids_BL', 'old_values_BL'), 'it')
   found = _select(arrays, _NEEDS | more)
@@ -87,11 +87,11 @@ def test_what_is_selected_is_in_the_types_of_the_computation():
   np.testing.assert_array_equal(found['logprobs_BL'][mask], logprobs[mask])
   small = _select(arrays, dtype=np.float32)
   assert small['logprobs_BL'].dtype == np.float32
-  assert frozen.num_turns(found) == batch.turn_ids_BL[mask].max()
+  assert saved_batch.num_turns(found) == batch.turn_ids_BL[mask].max()
 
 
 def test_a_missing_array_is_named_with_its_reader():
-  arrays, *_ = rollout_arrays.arrays()
+  arrays, *_ = batch_arrays.arrays()
   del arrays['logprobs_BL'], arrays['group_ids_B']
   _refused(
     arrays,
@@ -110,14 +110,14 @@ def test_a_missing_array_is_named_with_its_reader():
   ],
 )
 def test_another_kind_of_number_is_named(name, dtype, line):
-  arrays, *_ = rollout_arrays.arrays(poison=0.0)
+  arrays, *_ = batch_arrays.arrays(poison=0.0)
   arrays[name] = arrays[name].astype(dtype)
   _refused(arrays, line)
 
 
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
 def test_a_number_that_is_not_finite_is_found_on_the_mask(value):
-  arrays, batch, *_ = rollout_arrays.arrays(poison=value)
+  arrays, batch, *_ = batch_arrays.arrays(poison=value)
   _select(arrays)  # off the mask it may be anything
   slots = np.argwhere(batch.loss_mask_BL)
   arrays['logprobs_BL'][tuple(slots[4])] = value
@@ -132,7 +132,7 @@ def test_a_number_that_is_not_finite_is_found_on_the_mask(value):
 
 
 def test_a_number_too_large_for_the_precision_is_told_of():
-  arrays, batch, *_ = rollout_arrays.arrays()
+  arrays, batch, *_ = batch_arrays.arrays()
   arrays['logprobs_BL'][tuple(np.argwhere(batch.loss_mask_BL)[0])] = -1e300
   _select(arrays)
   _refused(arrays, 'logprobs_BL: not finite in float32; 1', dtype=np.float32)
@@ -140,7 +140,7 @@ def test_a_number_too_large_for_the_precision_is_told_of():
 
 @pytest.mark.parametrize('number', [0, -1, 17, 2**40])
 def test_a_trained_token_needs_the_number_of_a_turn(number):
-  arrays, batch, *_ = rollout_arrays.arrays()
+  arrays, batch, *_ = batch_arrays.arrays()
   slot = np.argwhere(batch.loss_mask_BL)[3]
   arrays['turn_ids_BL'][tuple(slot)] = number
   _refused(
@@ -151,7 +151,7 @@ def test_a_trained_token_needs_the_number_of_a_turn(number):
 
 
 def test_a_mask_has_two_values():
-  arrays, *_ = rollout_arrays.arrays()
+  arrays, *_ = batch_arrays.arrays()
   arrays['loss_mask_BL'][2, 3] = 2
   _refused(arrays, 'loss_mask_BL: neither 0 nor 1; 1 slots, the first at [2, 3')
 
@@ -164,16 +164,16 @@ def test_an_empty_batch_gets_a_token_that_counts_nowhere():
       'turn_ids_BL': np.ones(shape, np.int32),
       'group_ids_B': np.ones(shape[0], np.int32),
     }
-    found = frozen.nonempty(arrays)
+    found = saved_batch.pad_empty(arrays)
     rows, tokens = max(shape[0], 1), max(shape[1], 1)
     assert found['logprobs_BL'].shape == (rows, tokens)
     assert found['group_ids_B'].shape == (rows,)
     assert found['loss_mask_BL'].sum() == arrays['loss_mask_BL'].sum()
-    assert frozen.num_turns(arrays) == 1
+    assert saved_batch.num_turns(arrays) == 1
 
 
 def test_what_nobody_needs_is_read_where_it_is_sound():
-  arrays, batch, *_ = rollout_arrays.arrays()
+  arrays, batch, *_ = batch_arrays.arrays()
   uses = (
     'entropy_BL',
     'sentence_ids_BL',
@@ -181,7 +181,7 @@ def test_what_nobody_needs_is_read_where_it_is_sound():
     'state_ids_BL',
   )
   needs = dict.fromkeys(('loss_mask_BL', *uses[:3]), 'it')
-  found, lines = frozen.usable(arrays, uses, dtype=np.float32)
+  found, lines = saved_batch.select_optional(arrays, uses, dtype=np.float32)
   assert not lines and found.keys() == set(uses[:3])
   for name, x in _select(arrays, needs, np.float32).items():
     if name in found:
@@ -189,7 +189,7 @@ def test_what_nobody_needs_is_read_where_it_is_sound():
   arrays['sampler_logprobs_BL'][:] = np.nan
   arrays['sentence_ids_BL'][:] = 0
   arrays['entropy_BL'] = np.zeros((2, 2))
-  found, lines = frozen.usable(arrays, uses, dtype=np.float32)
+  found, lines = saved_batch.select_optional(arrays, uses, dtype=np.float32)
   assert not found
   number = batch.loss_mask_BL.sum()
   for line, start in zip(
@@ -206,13 +206,13 @@ def test_what_nobody_needs_is_read_where_it_is_sound():
 
 
 def test_one_number_is_no_array():
-  arrays, *_ = rollout_arrays.arrays()
+  arrays, *_ = batch_arrays.arrays()
   needs = _NEEDS | {'kl_coefficient': 'it'}
   arrays['kl_coefficient'] = np.asarray(0.25)
   found = _select(arrays, needs)
   assert found['kl_coefficient'] == 0.25
-  assert frozen.nonempty(found)['kl_coefficient'].shape == ()
-  assert frozen.token_batch(found | {'rewards_BL': None})
+  assert saved_batch.pad_empty(found)['kl_coefficient'].shape == ()
+  assert saved_batch.token_batch(found | {'rewards_BL': None})
   for value, line in (
     (math.nan, 'kl_coefficient: not finite in float64'),
     ([0.25], 'kl_coefficient has shape (1,), expected (), as loss_mask_BL'),
@@ -227,10 +227,12 @@ def test_what_was_cut_is_as_before_and_what_overflowed_is_told():
     'loss_mask_BL': np.ones((0, 3), bool),
     'turn_ids_BL': np.ones((0, 3)),
   }
-  for x in frozen.nonempty(arrays).values():
-    assert frozen.cut(x, (0, 3)).shape == (0, 3)
-  frozen.check_finite(arrays)
-  with pytest.raises(frozen.NotFinite, match='^b: not finite in float32, for'):
-    frozen.check_finite(
+  for x in saved_batch.pad_empty(arrays).values():
+    assert saved_batch.unpad(x, (0, 3)).shape == (0, 3)
+  saved_batch.check_finite(arrays)
+  with pytest.raises(
+    saved_batch.NotFinite, match='^b: not finite in float32, for'
+  ):
+    saved_batch.check_finite(
       {'a': np.ones(2), 'b': np.array([1, np.inf], np.float32)}
     )

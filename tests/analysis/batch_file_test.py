@@ -7,16 +7,16 @@ import zipfile
 import numpy as np
 import pytest
 
-from stppo_jax.analysis import rollout_file
-from tests.analysis import rollout_arrays
+from stppo_jax.analysis import batch_file
+from tests.analysis import batch_arrays
 
 
 def test_a_file_comes_back_as_it_was_saved(tmp_path):
-  arrays, *_ = rollout_arrays.arrays()
+  arrays, *_ = batch_arrays.arrays()
   path = tmp_path / 'a name without ending'
-  rollout_file.save(path, arrays | {'another': np.zeros(3)})
+  batch_file.save(path, arrays | {'another': np.zeros(3)})
   assert os.listdir(tmp_path) == [path.name]
-  found = rollout_file.load(path)
+  found = batch_file.load(path)
   assert found.keys() == arrays.keys()
   for name, array in arrays.items():
     np.testing.assert_array_equal(found[name], array)
@@ -27,11 +27,11 @@ def test_a_file_comes_back_as_it_was_saved(tmp_path):
 
 def test_a_save_that_fails_leaves_the_old_file(tmp_path):
   path = tmp_path / 'F.npz'
-  rollout_file.save(path, {'loss_mask_BL': np.ones((1, 2), bool)})
+  batch_file.save(path, {'loss_mask_BL': np.ones((1, 2), bool)})
   with pytest.raises(ValueError, match='allow_pickle'):
-    rollout_file.save(path, {'loss_mask_BL': np.array([object()])})
+    batch_file.save(path, {'loss_mask_BL': np.array([object()])})
   assert os.listdir(tmp_path) == ['F.npz']
-  assert rollout_file.load(path)['loss_mask_BL'].shape == (1, 2)
+  assert batch_file.load(path)['loss_mask_BL'].shape == (1, 2)
 
 
 def _zip(**members):
@@ -74,7 +74,7 @@ def test_what_is_no_sound_file_is_one_line(tmp_path, content, expected):
   path = tmp_path / 'F.npz'
   path.write_bytes(content)
   with pytest.raises(ValueError) as caught:
-    rollout_file.load(path)
+    batch_file.load(path)
   assert str(caught.value) == expected
 
 
@@ -86,27 +86,27 @@ def test_objects_under_other_names_are_never_unpacked(tmp_path):
       notes=_npy(np.array([{}]), allow_pickle=True),
     )
   )
-  assert rollout_file.load(path).keys() == {'loss_mask_BL'}
+  assert batch_file.load(path).keys() == {'loss_mask_BL'}
 
 
 def test_a_file_without_any_of_them_lists_them(tmp_path):
-  rollout_file.save(tmp_path / 'F.npz', {'x': np.zeros(3)})
+  batch_file.save(tmp_path / 'F.npz', {'x': np.zeros(3)})
   with pytest.raises(ValueError, match='holds none of tokens_BL, lengths_B, '):
-    rollout_file.load(tmp_path / 'F.npz')
+    batch_file.load(tmp_path / 'F.npz')
 
 
 def test_advantages_come_from_their_own_file(tmp_path):
-  arrays, batch, *_ = rollout_arrays.arrays()
+  arrays, batch, *_ = batch_arrays.arrays()
   mask = batch.loss_mask_BL
   path = tmp_path / 'A.npz'
-  load = lambda: rollout_file.load_advantages(path, mask, dtype=np.float32)
+  load = lambda: batch_file.load_advantages(path, mask, dtype=np.float32)
   given = np.where(mask, 7.5, np.nan)
-  rollout_file.save(path, {'advantages_BL': given})
+  batch_file.save(path, {'advantages_BL': given})
   found = load()
   assert found.dtype == np.float32
   np.testing.assert_array_equal(found, given)
   # Its own mask, where it has one, is another's.
-  rollout_file.save(path, {'loss_mask_BL': ~mask, 'advantages_BL': given})
+  batch_file.save(path, {'loss_mask_BL': ~mask, 'advantages_BL': given})
   np.testing.assert_array_equal(load(), given)
   for broken, line in (
     ({'returns_BL': given}, 'lacks advantages_BL, which every row reads'),
@@ -114,6 +114,6 @@ def test_advantages_come_from_their_own_file(tmp_path):
     ({'advantages_BL': given * np.nan}, 'advantages_BL: not finite in float32'),
     ({'advantages_BL': given > 0}, 'advantages_BL is bool, expected real numb'),
   ):
-    rollout_file.save(path, broken)
+    batch_file.save(path, broken)
     with pytest.raises(ValueError, match=line):
       load()
