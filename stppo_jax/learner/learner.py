@@ -1,6 +1,5 @@
 """The device side of a run: state, and jitted annotate and update."""
 
-from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -279,42 +278,69 @@ class Learner:
     """See `scoring.score`; the rows come laid out like those of a batch."""
     return self._score(state, tokens_BL, None, None, expert_ids_BLNE)
 
+  def minibatches(
+    self, num_rows: int, step: int, epoch: int
+  ) -> list[np.ndarray]:
+    """Returns the row numbers of each minibatch of an epoch.
+
+    Every epoch is another permutation of all rows, derived from
+    (seed, step, epoch).
+    """
+    generator = np.random.default_rng((self._config.seed, step, epoch))
+    order = generator.permutation(num_rows).astype(np.int32)
+    return np.split(order, num_rows // self._config.updates.minibatch_size)
+
+  def update(
+    self,
+    state: state_lib.TrainState,
+    batch: batch_lib.TokenBatch,
+    rows: np.ndarray,
+    step: int,
+  ) -> tuple[state_lib.TrainState, tuple[Any, Any]]:
+    """Takes one optimiser step on a minibatch.
+
+    Args:
+      state: consumed, but for its frozen weights.
+      batch: an annotated batch.
+      rows: the row numbers of the minibatch, see `minibatches`.
+      step: steps of the run before this one.
+
+    Returns:
+      The new state and a report on devices, for `summarize`.
+    """
+    frozen, state = state.frozen, dataclasses.replace(state, frozen=None)
+    state, *report = self._update_minibatch(
+      state, batch, rows, self._algorithm, self._numbers_at(step), frozen
+    )
+    return dataclasses.replace(state, frozen=frozen), tuple(report)
+
   def update_epochs(
     self,
     state: state_lib.TrainState,
     batch: batch_lib.TokenBatch,
     step: int,
   ) -> tuple[state_lib.TrainState, dict[str, float]]:
-    """All updates of a step; `state` is consumed, but for its frozen part.
+    """Makes all updates of a step, as `training.loop` does.
+
+    Args:
+      state: consumed, but for its frozen weights.
+      batch: an annotated batch.
+      step: steps of the run before this one.
 
     Returns:
-      The new state and the metrics: means over the updates, ratios pooled.
+      The new state and the metrics of `summarize`.
     """
-    numbers = self._numbers_at(step)
-    frozen, state = state.frozen, dataclasses.replace(state, frozen=None)
     reports = []
-    for rows in self._minibatches(len(batch.lengths_B), step):
-      state, *report = self._update_minibatch(
-        state, batch, rows, self._algorithm, numbers, frozen
-      )
-      reports.append(report)
-    metrics, diagnostics = zip(*jax.device_get(reports))
-    pooled = functools.reduce(diagnostics_lib.merge, diagnostics)
-    state = dataclasses.replace(state, frozen=frozen)
-    return state, _mean_of(metrics) | diagnostics_lib.summarize(pooled)
+    for epoch in range(self._config.updates.num_epochs):
+      for rows in self.minibatches(len(batch.lengths_B), step, epoch):
+        state, report = self.update(state, batch, rows, step)
+        reports.append(report)
+    return state, summarize(reports)
 
   def _merged(self, frozen, params):
     return self._trained.merged(
       state_lib.join_frozen(self._trained, frozen, params)
     )
-
-  def _minibatches(self, num_rows: int, step: int) -> Iterator[np.ndarray]:
-    """Row numbers of each minibatch; a new permutation every epoch."""
-    size = self._config.updates.minibatch_size
-    for epoch in range(self._config.updates.num_epochs):
-      generator = np.random.default_rng((self._config.seed, step, epoch))
-      order = generator.permutation(num_rows).astype(np.int32)
-      yield from np.split(order, num_rows // size)
 
   def _update_rows(
     self, state, batch, rows, algorithm, numbers, frozen=None, **static
@@ -344,8 +370,18 @@ def _placed(shapes, layouts):
   )
 
 
-def _mean_of(reports: Sequence[dict[str, Any]]) -> dict[str, float]:
-  return {
-    name: float(np.mean([report[name] for report in reports]))
-    for name in reports[0]
+def summarize(reports: Sequence[tuple[Any, Any]]) -> dict[str, float]:
+  """Returns the metrics of a step's updates: means, and pooled ratios.
+
+  Waits until the updates are done.
+
+  Args:
+    reports: of `Learner.update`, at least one.
+  """
+  metrics, diagnostics = zip(*jax.device_get(list(reports)))
+  means = {
+    name: float(np.mean([report[name] for report in metrics]))
+    for name in metrics[0]
   }
+  pooled = functools.reduce(diagnostics_lib.merge, diagnostics)
+  return means | diagnostics_lib.summarize(pooled)

@@ -149,15 +149,14 @@ def test_every_epoch_is_another_permutation():
   learner = learner_lib.Learner(config, shape, assembly.build_mesh(config))
   orders = []
   for step in (0, 1):
-    minibatches = list(learner._minibatches(32, step))
-    assert [len(rows) for rows in minibatches] == [8] * 8
-    for epoch in (minibatches[:4], minibatches[4:]):
-      rows = np.concatenate(epoch).tolist()
-      assert sorted(rows) == list(range(32))
-      orders.append(tuple(rows))
-  assert len(set(orders)) == 4
-  again = np.concatenate(list(learner._minibatches(32, 1))).tolist()
-  assert tuple(again) == orders[2] + orders[3]
+    for epoch in (0, 1):
+      minibatches = learner.minibatches(32, step, epoch)
+      assert [len(rows) for rows in minibatches] == [8] * 4
+      orders.append(np.concatenate(minibatches).tolist())
+      assert sorted(orders[-1]) == list(range(32))
+      again = learner.minibatches(32, step, epoch)
+      assert np.concatenate(again).tolist() == orders[-1]
+  assert len(set(map(tuple, orders))) == 4
 
 
 def test_value_and_policy_share_a_start(learner):
