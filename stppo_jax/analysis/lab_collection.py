@@ -28,7 +28,6 @@ from stppo_jax.rollout import sentences
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
-from stppo_jax.training import components as components_lib
 from stppo_jax.training import run_record
 
 # Of a `TokenBatch`, the ones that have another name in the file.
@@ -55,10 +54,10 @@ def collect(
     Exceptions with an `exit_code`, see `loop.train`.
   """
   config = _with_start(config, workdir)
-  parts = components_lib.build(_one_epoch(config))
+  parts = assembly.build_components(_one_epoch(config))
   tokenizer, learner = parts.tokenizer, parts.learner
   with assembly.build_services(config, parts.questions) as services:
-    with assembly.misconfigured():
+    with assembly.config_errors():
       state = learner.start()
       reference = learner.reference()
       collector, engine = assembly.build_collector(

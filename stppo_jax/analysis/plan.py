@@ -27,7 +27,6 @@ from stppo_jax.models import functional
 from stppo_jax.models import precision
 from stppo_jax.parallel import program
 from stppo_jax.training import assembly
-from stppo_jax.training import components as components_lib
 
 Tree = Any
 
@@ -85,9 +84,9 @@ def make(
   Raises:
     Misconfigured: the mesh does not divide the model or the rows.
   """
-  with assembly.misconfigured():
+  with assembly.config_errors():
     mesh = assembly.build_mesh(config)
-    components_lib.check_rows(config, mesh)
+    assembly.check_batch_sizes(config, mesh)
     tokenizer = None
     if not config.model.path:
       questions = assembly.build_questions(config)

@@ -12,6 +12,6 @@ from stppo_jax.commands import configuration
 def main(argv: Sequence[str]) -> int:
   arguments = configuration.parse(argv)
   # Late, so that a wrong flag is answered before jax is imported.
-  from stppo_jax.training import checkpoint_evaluation
+  from stppo_jax.training import evaluation
 
-  return checkpoint_evaluation.evaluate(arguments.config, arguments.workdir)
+  return evaluation.evaluate(arguments.config, arguments.workdir)

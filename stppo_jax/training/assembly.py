@@ -1,11 +1,18 @@
-"""From a config to the parts of a run.
+"""From a config to the components and services of a run.
 
-Only `training` and `commands` know configs; everything below takes numbers.
+`Components` are what a wrong config cannot have: they are built before anything
+is written and before anybody is waited for, so that whatever is wrong with a
+config, its files and the devices is found out at once. `Services` run beside
+the policy: an event loop and a retriever that answers.
+
+Only `training`, `analysis` and `commands` read configs; all rooms below take
+numbers.
 """
 
 from collections.abc import Iterator
 import contextlib
 import dataclasses
+import math
 import pathlib
 
 import jax
@@ -15,6 +22,7 @@ from stppo_jax.data import questions as questions_lib
 from stppo_jax.data import synthetic_wiki
 from stppo_jax.envs import prompts
 from stppo_jax.envs import search
+from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import attention
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
@@ -34,14 +42,14 @@ from stppo_jax.training import model_files
 
 
 class Misconfigured(Exception):
-  """A config that does not fit its files or the devices; one line each."""
+  """A config does not fit its files or the devices; one line per reason."""
 
   exit_code = 2
 
 
 @contextlib.contextmanager
-def misconfigured() -> Iterator[None]:
-  """Turns errors of building parts from a config into `Misconfigured`."""
+def config_errors() -> Iterator[None]:
+  """Raises ValueError and OSError of its body as `Misconfigured`."""
   try:
     yield
   except (ValueError, OSError) as error:
@@ -50,7 +58,14 @@ def misconfigured() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Services:
-  """What the policy lives in: where questions come from, who answers them."""
+  """What runs beside the policy.
+
+  Attributes:
+    questions: the data set.
+    environment: answers the policy's turns.
+    retriever: the client of the retrieval server.
+    loop: the event loop on which the environment and its clients run.
+  """
 
   questions: questions_lib.Questions
   environment: search.SearchEnvironment
@@ -58,8 +73,98 @@ class Services:
   loop: event_loop.EventLoop
 
 
+@dataclasses.dataclass(frozen=True)
+class Components:
+  """What a config that fits its files and the devices describes.
+
+  Attributes:
+    questions: the data set.
+    tokenizer: the policy's tokenizer.
+    learner: models and compiled programs; no weight is read yet.
+  """
+
+  questions: questions_lib.Questions
+  tokenizer: tokenizer_lib.Tokenizer
+  learner: learner_lib.Learner
+
+
+def build_components(config) -> Components:
+  """Builds and checks all that needs no weights and no retriever.
+
+  Raises:
+    Misconfigured: the config does not fit its files or the devices.
+  """
+  with config_errors():
+    questions = build_questions(config)
+    tokenizer = build_tokenizer(config, questions)
+    model_files.check(config, tokenizer)
+    if jax.process_count() != 1:
+      raise ValueError(
+        f'{jax.process_count()} processes: runs of several are not supported'
+      )
+    mesh = build_mesh(config)
+    check_batch_sizes(config, mesh)
+    shape = build_model_config(config, tokenizer)
+    learner = learner_lib.Learner(config, shape, mesh)
+    check_questions(config, questions)
+  return Components(questions, tokenizer, learner)
+
+
+def check_batch_sizes(config, mesh: jax.sharding.Mesh) -> None:
+  """Checks that devices divide every batch size, and that lanes may be used.
+
+  Raises:
+    ValueError: a size that they do not divide; one line for each.
+  """
+  rollout, updates = config.rollout, config.updates
+  trained = {
+    'rollout.trajectories_per_step': rollout.trajectories_per_step,
+    'updates.minibatch_size': updates.minibatch_size,
+    'updates.microbatch_size': updates.microbatch_size,
+    'sft.batch_size': config.sft.batch_size,
+  }
+  sampled = {'evaluate.batch_size': config.evaluate.batch_size}
+  slots = 'slots' if rollout.slots else 'trajectories_per_step'
+  sampled[f'rollout.{slots}'] = rollout[slots]
+  checks = [(trained, mesh, 'the axes data and fsdp')]
+  lines = {}
+  if rollout.engine == 'local':
+    engine = build_mesh(config, local=True)
+    host = 'this host, on which the engine decodes'
+    checks.append((sampled, engine, host))
+    if rollout.lanes > 1 and engine.size > 1:
+      lines['rollout.lanes'] = (
+        f'rollout.lanes={rollout.lanes}: must be 1 on the {engine.size} '
+        f'devices of {host}'
+      )
+  for sizes, cut, where in checks:
+    shards = math.prod(cut.shape[axis] for axis in mesh_lib.BATCH_AXES)
+    for key, size in sizes.items():
+      if size % shards:
+        lines[key] = (
+          f'{key}={size}: must be a multiple of the {shards} devices of {where}'
+        )
+  if lines:
+    raise ValueError('\n'.join(lines.values()))
+
+
+def check_questions(config, questions: questions_lib.Questions) -> None:
+  """Checks that questions suffice for the first step and every evaluation.
+
+  Raises:
+    ValueError: there are too few.
+  """
+  rollout = config.rollout
+  questions.train(
+    0,
+    rollout.trajectories_per_step // rollout.group_size,
+    resample_round=rollout.resample_rounds,
+  )
+  questions.evaluation(config.evaluate.num_questions)
+
+
 def build_questions(config) -> questions_lib.Questions:
-  """The data set of a config."""
+  """Returns the data set of a config."""
   if config.data.name == 'synthetic_wiki':
     options = config.data.synthetic_wiki
     return questions_lib.SyntheticQuestions(
@@ -85,7 +190,7 @@ def build_questions(config) -> questions_lib.Questions:
 def build_demonstrations(
   config, questions: questions_lib.Questions
 ) -> demonstrations.Demonstrations:
-  """What the supervised start imitates."""
+  """Returns the demonstrations that the supervised start imitates."""
   if config.data.name == 'synthetic_wiki':
     return demonstrations.SyntheticDemonstrations(
       questions=questions,
@@ -103,13 +208,13 @@ def build_demonstrations(
 def build_services(
   config, questions: questions_lib.Questions
 ) -> Iterator[Services]:
-  """Starts the event loop and, without a URL, a retrieval server of our own.
+  """Starts an event loop and, without retrieval.url, a server in this process.
 
   Raises:
-    Misconfigured: passages that cannot be read.
+    Misconfigured: the passages cannot be read.
     RetrieverUnreachable: nobody answers within retrieval.start_grace.
   """
-  with misconfigured():
+  with config_errors():
     passages = questions.passages()
   with contextlib.ExitStack() as stack:
     loop = stack.enter_context(event_loop.EventLoop())
@@ -142,9 +247,9 @@ def build_services(
 def build_tokenizer(
   config, questions: questions_lib.Questions
 ) -> tokenizer_lib.Tokenizer:
-  """The tokenizer of the model, or one made from the data.
+  """Returns the tokenizer of the model, or one made from the data.
 
-  A synthetic world has its own phrases; files get a byte-level BPE trained on
+  A synthetic world has its own phrases; for files, byte-level BPE is trained on
   their passages.
   """
   path = config.model.tokenizer_path or config.model.path
@@ -158,7 +263,7 @@ def build_tokenizer(
     f'Doc 1(Title: {passage.title}) {passage.text}\n'
     for passage in questions.passages()
   ]
-  # The tags come up in every dialogue: let the merges know them.
+  # Every dialogue has the tags, but no passage does: repeated, they get merges.
   texts += list(tokenizer_lib.TAGS) * len(texts)
   return tokenizer_lib.train_byte_level_bpe(
     texts, config.data.tokenizer_vocab_size
@@ -168,15 +273,15 @@ def build_tokenizer(
 def build_model_config(
   config, tokenizer: tokenizer_lib.Tokenizer | None
 ) -> model_config.ModelConfig:
-  """The shape: from the model's directory, or from the config.
+  """Returns the models' shape, from the model's directory or the config.
 
   Args:
-    config: of the run.
-    tokenizer: its size is the vocabulary where there is no directory.
+    config: the config of a run.
+    tokenizer: gives the vocabulary's size where there is no directory.
 
   Raises:
-    ValueError: no model of ours, a `model.attention` that does not run here, or
-      a replay of experts that are not there.
+    ValueError: an unsupported model, a `model.attention` that does not run on
+      this backend, or a replay of experts by a model without experts.
   """
   model, shape = config.model, model_files.shape(config, tokenizer)
   attends = attention.choose(
@@ -195,7 +300,7 @@ def build_model_config(
 
 
 def build_mesh(config, *, local: bool = False) -> jax.sharding.Mesh:
-  """The mesh of the run, or one of the same axes over this host's devices."""
+  """Returns the run's mesh, or one with the same axes over local devices."""
   if local:
     devices = jax.local_devices()
     return mesh_lib.make_mesh(data=-1, fsdp=1, tensor=1, devices=devices)
@@ -212,10 +317,10 @@ def build_collector(
   slots: int,
   group_size: int = 1,
 ) -> tuple[collect.Collector, engine_lib.Engine | remote_engine.RemoteEngine]:
-  """A collector and its engine; publish weights to the engine before use.
+  """Returns a collector and its engine, which needs weights before its use.
 
   Raises:
-    EngineUnreachable, EngineUnsuited: of `rollout.engine='remote'`.
+    EngineUnreachable, EngineUnsuited: with rollout.engine=remote only.
   """
   rollout = config.rollout
   options = {
@@ -281,7 +386,7 @@ def _build_remote(
 def build_sentences(
   config, tokenizer: tokenizer_lib.Tokenizer
 ) -> sentences.SentenceSplitter | None:
-  """What cuts turns into sentences, if the algorithm looks at them."""
+  """Returns a splitter of turns if the algorithm's ratio is of sentences."""
   if config.algorithm.ratio.level != 'sentence':
     return None
   return sentences.SentenceSplitter(tokenizer.token_bytes())

@@ -32,13 +32,13 @@ from stppo_jax.sampling.remote import client
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
-from stppo_jax.training import components as components_lib
 from stppo_jax.training import evaluation
 from stppo_jax.training import interruption
 from stppo_jax.training import mismatch_check
 from stppo_jax.training import model_files
 from stppo_jax.training import prefetch
 from stppo_jax.training import run_record
+from stppo_jax.training import sft
 
 
 def train(config, workdir: str | pathlib.Path) -> int:
@@ -59,16 +59,16 @@ def train(config, workdir: str | pathlib.Path) -> int:
     try:
       # All that a start leaves is whole, or made anew by the next one.
       with interrupt.abandonable():
-        parts = components_lib.build(config)  # before anything is written
-        with assembly.misconfigured():
+        parts = assembly.build_components(config)  # before anything is written
+        with assembly.config_errors():
           run_record.record_config(config.to_dict(), workdir)
         services = stack.enter_context(
           assembly.build_services(config, parts.questions)
         )
-        run_record.make_start(config, workdir, services)
+        sft.make_start(config, workdir, services)
         started = run_record.with_start(config, workdir)
         if started is not config:
-          parts = components_lib.build(started)
+          parts = assembly.build_components(started)
         run = _Run(started, workdir, parts, services)
         stack.callback(run.close)
         run.resume()
@@ -85,7 +85,7 @@ class _Run:
     self,
     config,
     workdir,
-    parts: components_lib.Components,
+    parts: assembly.Components,
     services: assembly.Services,
   ):
     self._config = config
@@ -93,7 +93,7 @@ class _Run:
     self._services = services
     self._tokenizer = parts.tokenizer
     self._learner = parts.learner
-    with assembly.misconfigured():
+    with assembly.config_errors():
       self._state = self._learner.start()
       self._reference = self._learner.reference()
       self._sentences = assembly.build_sentences(config, self._tokenizer)
@@ -109,8 +109,8 @@ class _Run:
       tensorboard=config.writer.tensorboard,
       trajectories=config.writer.trajectories,
     )
-    with assembly.misconfigured():
-      self._ahead = self._build_ahead(self._learner.mesh)
+    with assembly.config_errors():
+      self._prefetcher = self._build_prefetcher(self._learner.mesh)
     self._evaluates = config.evaluate.every > 0 and bool(
       services.questions.evaluation(config.evaluate.num_questions)
     )
@@ -119,7 +119,7 @@ class _Run:
     self._unwritten: tuple[dict, list] | None = None
     self._save_seconds = 0.0
 
-  def _build_ahead(self, mesh: jax.sharding.Mesh) -> prefetch.AheadCollector:
+  def _build_prefetcher(self, mesh: jax.sharding.Mesh) -> prefetch.Prefetcher:
     """What collects: on another thread where that pays and is safe."""
     config, services = self._config, self._services
     rollout, loop = config.rollout, None
@@ -138,7 +138,7 @@ class _Run:
     player = collection.StepCollector(
       config, services, collector, self._writer.show
     )
-    return prefetch.AheadCollector(
+    return prefetch.Prefetcher(
       player.collect,
       lambda params, version: engine.publish(
         self._learner.merged_params(self._state, params), version
@@ -156,7 +156,7 @@ class _Run:
     if found is not None:
       self._done, state, host = found
       self._state = dataclasses.replace(state, published=())
-      self._ahead.restore(self._done, state.published)
+      self._prefetcher.restore(self._done, state.published)
       self._learner.kl_coefficient = host['kl_coefficient']
       if 'unwritten' in host:
         self._unwritten = json.loads(host['unwritten'])
@@ -166,7 +166,7 @@ class _Run:
 
   def close(self) -> None:
     """Ends collecting and the display, and releases the files."""
-    self._ahead.close()
+    self._prefetcher.close()
     self._writer.close()
     self._checkpointer.close()
 
@@ -178,7 +178,7 @@ class _Run:
           scores = self._evaluate()
         self._writer.write(0, scores)
       if self._unwritten is not None:
-        self._conclude(interrupt)
+        self._finish_step(interrupt)
       while self._done < self._config.num_steps:
         self._step(interrupt)
     except interruption.Interrupted:
@@ -202,8 +202,8 @@ class _Run:
     config, step = self._config, self._done
     timer = timing.Timer()
     with interrupt.abandonable():
-      self._offer()
-      collected = self._ahead.take(step)
+      self._schedule()
+      collected = self._prefetcher.result(step)
     timer.lap('wait')
     trajectories, metrics = collected.trajectories, collected.metrics
     packed = pack.pack(
@@ -214,7 +214,7 @@ class _Run:
     )
     old = None
     if config.rollout.steps_ahead and config.updates.old_policy == 'sampled':
-      old = self._ahead.policy(step)
+      old = self._prefetcher.policy(step)
     batch, annotations = self._learner.annotate(
       packed, self._state, self._reference, old
     )
@@ -240,16 +240,16 @@ class _Run:
     self._save_seconds = 0.0
     kept = max(config.writer.trajectories, config.writer.samples)
     self._unwritten = metrics, self._records(trajectories[:kept])
-    self._conclude(interrupt)
+    self._finish_step(interrupt)
 
-  def _offer(self) -> None:
+  def _schedule(self) -> None:
     """Lets collections begin that wait for the policy of now."""
     params = self._state.policy.params
     if self._config.rollout.steps_ahead:
       params = self._learner.copy_policy(self._state)
-    self._ahead.offer(self._done, params)
+    self._prefetcher.schedule(self._done, params)
 
-  def _conclude(self, interrupt: interruption.Interruption) -> None:
+  def _finish_step(self, interrupt: interruption.Interruption) -> None:
     """Evaluates, writes and saves an updated step.
 
     Interrupted while evaluating, its update is not lost: what is unwritten is
@@ -279,7 +279,7 @@ class _Run:
   def _evaluate(self) -> dict[str, float]:
     """Greedy scores of the fixed questions; shows a few of the dialogues."""
     # The retriever's statistics are of one or the other.
-    self._ahead.settle()
+    self._prefetcher.drain()
     scores, trajectories = self._evaluator.run(
       self._learner.merged_params(self._state)
     )
@@ -309,7 +309,9 @@ class _Run:
     if self._unwritten is not None:
       # Text, because a metric may be nan and a manifest may not.
       host['unwritten'] = json.dumps(self._unwritten)
-    published = self._ahead.published(self._done, self._state.policy.params)
+    published = self._prefetcher.published(
+      self._done, self._state.policy.params
+    )
     state = dataclasses.replace(self._state, published=published)
     checkpoint_state.save(self._checkpointer, self._done, state, host)
 

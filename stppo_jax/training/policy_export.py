@@ -53,7 +53,7 @@ def export(
     Exceptions with an `exit_code`, see `loop.train`.
   """
   out = pathlib.Path(out)
-  with assembly.misconfigured():
+  with assembly.config_errors():
     config = run_record.with_start(config, pathlib.Path(workdir))
     _check_out(out)
     path = config.model.path or config.model.tokenizer_path
@@ -70,7 +70,7 @@ def export(
     raise assembly.Misconfigured(f'{workdir}: no {wanted}; there are: {there}')
   frozen = None
   if config.model.lora.rank:
-    with assembly.misconfigured():
+    with assembly.config_errors():
       frozen = weights.frozen(config, config.model.path, learner.policy, mesh)
   found = checkpoint_state.policy(checkpointer, learner, frozen, step=step)
   checkpointer.close()

@@ -87,7 +87,7 @@ class _Run:
     self._config = config
     self._workdir = workdir
     options = config.preference
-    with assembly.misconfigured():
+    with assembly.config_errors():
       _check_used(config)
       self._tokenizer = assembly.build_tokenizer(
         config, assembly.build_questions(config)

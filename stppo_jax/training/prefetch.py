@@ -85,7 +85,7 @@ class StoppableLoop:
         future.cancel()
 
 
-class AheadCollector:
+class Prefetcher:
   """Plays every step with the policy of `steps_ahead` steps before.
 
   Args:
@@ -140,7 +140,7 @@ class AheadCollector:
       for behind in range(1, self._steps_ahead + 1)
     )
 
-  def offer(self, version: int, params: functional.Params) -> None:
+  def schedule(self, version: int, params: functional.Params) -> None:
     """Lets the steps be played that are to be played by this policy.
 
     Args:
@@ -163,7 +163,7 @@ class AheadCollector:
     """The weights that play a step."""
     return self._policies[self._version(step)]
 
-  def take(self, step: int) -> Collected:
+  def result(self, step: int) -> Collected:
     """The collection of the next step; waits for it.
 
     Raises:
@@ -173,7 +173,7 @@ class AheadCollector:
       return self._collect(step, self.policy(step))
     return self._under_way.pop(step).result()
 
-  def settle(self) -> None:
+  def drain(self) -> None:
     """Waits until no collection is under way, be it that they failed."""
     concurrent.futures.wait(self._under_way.values())
 

@@ -11,11 +11,9 @@ from collections.abc import Mapping
 import json
 import os
 import pathlib
-import shutil
 from typing import Any
 
 from stppo_jax.training import assembly
-from stppo_jax.training import sft
 
 # How long a run lasts, what is looked at and kept, where it computes and whom
 # it asks: none of these changes what the steps done so far were meant to be.
@@ -71,39 +69,26 @@ def record_config(
   os.replace(new, path)
 
 
-def make_start(
-  config, workdir: pathlib.Path, services: assembly.Services
-) -> None:
-  """Makes the supervised start, where the config wants one and none is there.
-
-  Killed meanwhile, it leaves none.
-  """
-  start, partial = workdir / 'start', workdir / 'start.partial'
-  if _wants_start(config) and not start.is_dir():
-    if partial.is_dir():
-      shutil.rmtree(partial)
-    sft.imitate(config, services, partial)
-    partial.rename(start)
+def start_folder(config, workdir: pathlib.Path) -> pathlib.Path | None:
+  """Returns the folder of the supervised start; None: the config wants none."""
+  wanted = config.sft.before_training and not config.model.path
+  return workdir / 'start' if wanted else None
 
 
 def with_start(config, workdir: pathlib.Path):
-  """The config with the supervised start as its model, where it wants one.
+  """Returns the config with the supervised start as its model, if it has one.
 
   Raises:
-    Misconfigured: there is none.
+    Misconfigured: the start has not been made yet.
   """
-  if not _wants_start(config):
+  start = start_folder(config, workdir)
+  if start is None:
     return config
-  start = workdir / 'start'
   if not start.is_dir():
     raise assembly.Misconfigured(f'{start}: missing, the run has not begun')
   config = config.copy_and_resolve_references()
   config.model.path = str(start)
   return config
-
-
-def _wants_start(config) -> bool:
-  return config.sft.before_training and not config.model.path
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 import functools
 import pathlib
+import shutil
 import time
 
 import jax
@@ -20,9 +21,9 @@ from stppo_jax.rollout import pack
 from stppo_jax.sampling import scripted
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import assembly
-from stppo_jax.training import components as components_lib
 from stppo_jax.training import evaluation
 from stppo_jax.training import model_files
+from stppo_jax.training import run_record
 
 Array = jax.Array
 _PRINT_EVERY = 50  # steps
@@ -37,7 +38,7 @@ def run(config, workdir: str | pathlib.Path) -> int:
   Returns:
     The exit code.
   """
-  questions = components_lib.build(config).questions
+  questions = assembly.build_components(config).questions
   with assembly.build_services(config, questions) as services:
     policy, params, tokenizer = imitate(config, services, workdir)
     evaluator = evaluation.Evaluator(config, services, tokenizer, policy)
@@ -47,6 +48,23 @@ def run(config, workdir: str | pathlib.Path) -> int:
       for name, score in sorted(scores.items()):
         print(f'{kind} {name} {score:.3f}', flush=True)
   return 0
+
+
+def make_start(
+  config, workdir: pathlib.Path, services: assembly.Services
+) -> None:
+  """Makes the supervised start if the config wants one and it is not there.
+
+  Written under another name first: a start that was interrupted leaves none.
+  """
+  start = run_record.start_folder(config, workdir)
+  if start is None or start.is_dir():
+    return
+  partial = start.with_suffix('.partial')
+  if partial.is_dir():
+    shutil.rmtree(partial)
+  imitate(config, services, partial)
+  partial.rename(start)
 
 
 def imitate(
@@ -59,7 +77,7 @@ def imitate(
   Returns:
     The policy, its weights and its tokenizer.
   """
-  with assembly.misconfigured():
+  with assembly.config_errors():
     tokenizer = assembly.build_tokenizer(config, services.questions)
     shape = assembly.build_model_config(config, tokenizer)
     mesh = assembly.build_mesh(config)

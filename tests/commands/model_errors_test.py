@@ -9,7 +9,6 @@ from stppo_jax import __main__
 from stppo_jax.configs import base
 from stppo_jax.models.hf import export
 from stppo_jax.training import assembly
-from stppo_jax.training import components
 from stppo_jax.training import model_files
 from tests.models import tiny
 from tests.training import runs
@@ -282,10 +281,10 @@ def test_a_served_engine_cuts_no_rows():
     rollout__remote__url='http://127.0.0.1:9',
     rollout__remote__model='x',
   )
-  components.check_rows(config, assembly.build_mesh(config))
+  assembly.check_batch_sizes(config, assembly.build_mesh(config))
   config.lock().rollout.engine = 'local'
   with pytest.raises(ValueError, match='evaluate.batch_size=3') as caught:
-    components.check_rows(config, assembly.build_mesh(config))
+    assembly.check_batch_sizes(config, assembly.build_mesh(config))
   assert str(caught.value).count('\n') == 2
 
 

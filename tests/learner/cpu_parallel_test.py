@@ -16,7 +16,6 @@ from stppo_jax.learner import loss
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.training import assembly
-from stppo_jax.training import components
 from tests.learner import updates
 from tests.rl import batches
 from tests.training import runs
@@ -206,4 +205,4 @@ def test_a_run_that_is_cut_off_between_updates_is_the_same_run(
 
 def test_the_quickstart_runs_on_many_devices():
   mesh = mesh_lib.make_mesh(data=8, fsdp=1, tensor=1)
-  components.check_rows(quickstart.get_config(), mesh)
+  assembly.check_batch_sizes(quickstart.get_config(), mesh)

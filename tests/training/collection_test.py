@@ -14,7 +14,6 @@ from stppo_jax import types
 from stppo_jax.learner import keys
 from stppo_jax.training import assembly
 from stppo_jax.training import collection
-from stppo_jax.training import components
 from stppo_jax.training import interruption
 from tests.training import runs
 
@@ -171,10 +170,10 @@ def test_a_start_with_too_few_questions_is_refused():
     rollout__group_size=2, data__synthetic_wiki__entities_per_type=2
   )
   questions = assembly.build_questions(config)
-  components.check_questions(config, questions)
+  assembly.check_questions(config, questions)
   config.rollout.resample_rounds = 50
   with pytest.raises(ValueError, match='fewer than 408 questions'):
-    components.check_questions(config, questions)
+    assembly.check_questions(config, questions)
 
 
 @pytest.mark.parametrize('level', ['token', 'sentence'])

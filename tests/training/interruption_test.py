@@ -14,7 +14,7 @@ from stppo_jax.retrieval import protocol
 from stppo_jax.rollout import collect
 from stppo_jax.training import evaluation
 from stppo_jax.training import interruption
-from stppo_jax.training import run_record
+from stppo_jax.training import sft
 from tests.training import runs
 
 _CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
@@ -165,7 +165,7 @@ def test_a_start_is_dropped(tmp_path, monkeypatch, capsys, number):
     _send(number)
     pytest.fail('went on')
 
-  monkeypatch.setattr(run_record.sft, 'imitate', imitate)
+  monkeypatch.setattr(sft, 'imitate', imitate)
   assert _train(tmp_path, sft__before_training=True) == _CODES[number]
   assert 'interrupted before the first step' in capsys.readouterr().out
   assert {p.name for p in tmp_path.iterdir()} == {

@@ -18,7 +18,7 @@ from stppo_jax.models import functional
 from stppo_jax.models.hf import load
 from stppo_jax.records import checkpoint
 from stppo_jax.rollout import collect as collect_lib
-from stppo_jax.training import components
+from stppo_jax.training import assembly
 from tests.training import runs
 
 _STEPS = 4
@@ -44,7 +44,7 @@ def finished(tmp_path_factory):
 @functools.cache
 def _start():
   """The state of these runs before the first step."""
-  return components.build(runs.config()).learner.start()
+  return assembly.build_components(runs.config()).learner.start()
 
 
 def _final_state(workdir):

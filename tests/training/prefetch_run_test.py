@@ -129,13 +129,13 @@ def test_a_run_is_so_many_steps_stale(finished):
 def test_in_between_it_is_the_same_run_as_in_the_background(
   finished, tmp_path, monkeypatch
 ):
-  collector, threads = prefetch.AheadCollector, set()
+  collector, threads = prefetch.Prefetcher, set()
 
   def in_between(play, publish, *, loop, **options):
     assert loop is not None
     return collector(play, publish, loop=None, **options)
 
-  monkeypatch.setattr(prefetch, 'AheadCollector', in_between)
+  monkeypatch.setattr(prefetch, 'Prefetcher', in_between)
   _before_call(
     monkeypatch,
     collect.Collector,

@@ -56,7 +56,7 @@ class _Never:
 
 
 def _collector(player, steps_ahead, *, background, num_steps=5):
-  return prefetch.AheadCollector(
+  return prefetch.Prefetcher(
     player.play,
     player.publish,
     steps_ahead=steps_ahead,
@@ -88,10 +88,10 @@ def test_a_step_is_played_by_the_policy_so_far_behind(steps_ahead, background):
   player = _Player()
   collector = _collector(player, steps_ahead, background=background)
   for step in range(5):
-    collector.offer(step, f'policy {step}')
+    collector.schedule(step, f'policy {step}')
     played_by = max(0, step - steps_ahead)
     assert collector.policy(step) == f'policy {played_by}'
-    collected = collector.take(step)
+    collected = collector.result(step)
     assert collected.trajectories == [f'trajectory {step}']
     assert collected.metrics == {'step': step}
     assert 0 <= collected.seconds < _SECONDS
@@ -110,8 +110,8 @@ def test_what_was_published_goes_on_as_if_nothing_had_happened(
   for done in range(5):
     first = _collector(_Player(), steps_ahead, background=False)
     for step in range(done):
-      first.offer(step, f'policy {step}')
-      first.take(step)
+      first.schedule(step, f'policy {step}')
+      first.result(step)
     published = first.published(done, f'policy {done}')
     assert published == _policies(
       *(max(0, done - behind) for behind in range(1, steps_ahead + 1))
@@ -122,8 +122,8 @@ def test_what_was_published_goes_on_as_if_nothing_had_happened(
     # Saved again before anything happens, it is the same.
     assert collector.published(done, f'policy {done}') == published
     for step in range(done, 5):
-      collector.offer(step, f'policy {step}')
-      collector.take(step)
+      collector.schedule(step, f'policy {step}')
+      collector.result(step)
     collector.close()
     assert player.events == _events(range(done, 5), steps_ahead)
 
@@ -132,17 +132,17 @@ def test_what_was_published_goes_on_as_if_nothing_had_happened(
 def test_further_steps_are_played_meanwhile_but_not_too_many(steps_ahead):
   player = _Player(hold=[steps_ahead + 1])
   collector = _collector(player, steps_ahead, background=True)
-  collector.offer(0, 'policy 0')
-  collector.take(0)
+  collector.schedule(0, 'policy 0')
+  collector.result(0)
   # Nobody takes them, and the next policy is not there yet.
   player.wait_for('end', steps_ahead)
-  collector.settle()
+  collector.drain()
   assert player.events == _events(range(steps_ahead + 1), steps_ahead)
-  collector.offer(1, 'policy 1')
+  collector.schedule(1, 'policy 1')
   player.wait_for('begin', steps_ahead + 1)
-  assert collector.take(1).metrics == {'step': 1}  # that one goes on
+  assert collector.result(1).metrics == {'step': 1}  # that one goes on
   player.may_end[steps_ahead + 1].set()
-  collector.settle()
+  collector.drain()
   assert player.events == _events(range(steps_ahead + 2), steps_ahead)
   collector.close()
 
@@ -150,20 +150,20 @@ def test_further_steps_are_played_meanwhile_but_not_too_many(steps_ahead):
 def test_old_policies_are_forgotten():
   collector = _collector(_Player(), 2, background=False)
   for version in range(5):
-    collector.offer(version, f'policy {version}')
+    collector.schedule(version, f'policy {version}')
   assert sorted(collector._policies) == [2, 3, 4]
 
 
 def test_an_error_is_raised_where_the_step_is_taken():
   player = _Player(fail=[1])
   collector = _collector(player, 2, background=True)
-  collector.offer(0, 'policy 0')
-  collector.settle()  # does not mind
-  assert collector.take(0).metrics == {'step': 0}
+  collector.schedule(0, 'policy 0')
+  collector.drain()  # does not mind
+  assert collector.result(0).metrics == {'step': 0}
   with pytest.raises(LookupError, match='step 1'):
-    collector.take(1)
+    collector.result(1)
   with pytest.raises(prefetch.Abandoned):
-    collector.take(2)
+    collector.result(2)
   collector.close()
   assert ('begin', 2) not in player.events
 
@@ -202,14 +202,14 @@ def test_closing_ends_a_collection(loop, waits):
       events['waiting'].set()
       stoppable.submit([])
 
-  collector = prefetch.AheadCollector(
+  collector = prefetch.Prefetcher(
     play,
     lambda params, version: None,
     steps_ahead=1,
     num_steps=9,
     loop=stoppable,
   )
-  collector.offer(0, None)
+  collector.schedule(0, None)
   _told(events, 'waiting')
   started = time.monotonic()
   collector.close()

@@ -9,6 +9,7 @@ import pytest
 from stppo_jax.configs import base
 from stppo_jax.training import assembly
 from stppo_jax.training import run_record
+from stppo_jax.training import sft
 
 
 def _config():
@@ -123,23 +124,23 @@ class _Imitation:
 
 def test_a_start_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
   imitation = _Imitation()
-  monkeypatch.setattr(run_record.sft, 'imitate', imitation)
+  monkeypatch.setattr(sft, 'imitate', imitation)
   config = base.get_config('st_ppo')
-  run_record.make_start(config, tmp_path, None)  # none is wanted
+  sft.make_start(config, tmp_path, None)  # none is wanted
   assert run_record.with_start(config, tmp_path) is config
   assert imitation.calls == 0
   config.sft.before_training = True
   imitation.killed = True
   with pytest.raises(KeyboardInterrupt):
-    run_record.make_start(config, tmp_path, None)
+    sft.make_start(config, tmp_path, None)
   with pytest.raises(assembly.Misconfigured, match='has not begun') as caught:
     run_record.with_start(config, tmp_path)
   assert caught.value.exit_code == 2
   imitation.killed = False
-  run_record.make_start(config, tmp_path, None)
+  sft.make_start(config, tmp_path, None)
   assert {p.name for p in tmp_path.iterdir()} == {'start'}
   assert len(list((tmp_path / 'start').iterdir())) == 2
-  run_record.make_start(config, tmp_path, None)  # it is there
+  sft.make_start(config, tmp_path, None)  # it is there
   assert imitation.calls == 2
   started = run_record.with_start(config.lock(), tmp_path)
   assert started.model.path == str(tmp_path / 'start')
