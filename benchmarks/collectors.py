@@ -11,6 +11,7 @@ import numpy as np
 from benchmarks import dialogues
 from benchmarks import measure
 from stppo_jax import types
+from stppo_jax.envs import actions
 from stppo_jax.models import functional
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rollout import collect
@@ -100,7 +101,9 @@ class Player:
         data=1, fsdp=1, tensor=1, devices=jax.devices()[:1]
       ),
       automaton=stops.build(
-        played.words.token_bytes(), eos_id=played.words.eos_id
+        played.words.token_bytes(),
+        stop_strings=actions.STOP_STRINGS,
+        eos_id=played.words.eos_id,
       ),
       slots=slots,
       max_length=MAX_LENGTH,

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.envs import prompts
 from stppo_jax.envs import protocol
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
@@ -78,7 +79,7 @@ def tokenizer(filler: int) -> tokenizer_lib.Tokenizer:
   """Counting words, so many filler words, and the usual tags and letters."""
   counts = [f' {kind}{n}' for kind in 'sr' for n in range(1, LONGEST + 1)]
   return tokenizer_lib.phrase_tokenizer(
-    [*counts, *(f' w{n}' for n in range(filler))]
+    prompts.phrases([*counts, *(f' w{n}' for n in range(filler))])
   )
 
 

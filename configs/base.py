@@ -100,6 +100,7 @@ def get_config(algorithm: str = 'st_ppo') -> config_dict.ConfigDict:
         },
       },
       'env': {
+        'name': 'search',  # a key of ENVIRONMENTS in envs/environments.py
         'max_turns': 4,  # searches; one last generation follows
         'max_turn_tokens': 500,
         'max_observation_tokens': 500,

@@ -18,6 +18,8 @@ from ml_collections import config_dict
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
 from stppo_jax.configs import relations
+from stppo_jax.envs import environments
+from stppo_jax.envs import rewards
 
 
 class Rule(NamedTuple):
@@ -106,6 +108,7 @@ RULES: Mapping[str, Rule] = {
   'data.synthetic_wiki.name_pieces': _AT_LEAST_2,
   'data.synthetic_wiki.distractors': _NOT_NEGATIVE,
   'data.synthetic_wiki.think_words': _NOT_NEGATIVE,
+  'env.name': _one_of(*environments.ENVIRONMENTS),
   'env.max_turns': _NOT_NEGATIVE,
   'env.max_turn_tokens': _POSITIVE,
   'env.max_observation_tokens': _POSITIVE,
@@ -117,7 +120,7 @@ RULES: Mapping[str, Rule] = {
   'env.rewards.search_penalty': _NOT_NEGATIVE,
   'env.rewards.turn_search': _FINITE,
   'env.rewards.turn_answer_found': _FINITE,
-  'env.reward_scope': _one_of('response', 'search_r1'),
+  'env.reward_scope': _one_of(*rewards.SCOPES),
   'retrieval.topk': _POSITIVE,
   'retrieval.timeout': _POSITIVE,
   'retrieval.retries': _NOT_NEGATIVE,

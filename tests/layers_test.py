@@ -36,7 +36,7 @@ OURS = {
   'sampling': ('types', 'http', 'batch', 'parallel', 'models', 'sampling'),
   'rollout': ('types', 'batch', 'envs', 'retrieval.protocol', 'rollout'),
   'learner': ('types', 'batch', 'rl', 'parallel', 'models', 'learner'),
-  'records': ('types', 'batch', 'records'),
+  'records': ('types', 'batch', 'envs.protocol', 'records'),
   'training': _ALL,
   'analysis': _ALL,
   # Not each other: what commands share stands in these three.
@@ -47,7 +47,7 @@ OURS = {
   )
   + ('configs',),
   '__main__': ('commands',),
-  'configs': ('rl.algorithm', 'retrieval.client', 'configs'),
+  'configs': ('rl.algorithm', 'retrieval.client', 'envs', 'configs'),
 }
 
 # Dependency -> the only places that may import it.

@@ -1,21 +1,25 @@
-"""Reading the action out of what the policy wrote in one turn."""
+"""Reads the action out of what the policy wrote in one turn."""
 
 import dataclasses
 import re
 
-# A longer query is no query, so that no server has to refuse one.
-MAX_QUERY_CHARS = 2048
+from stppo_jax.envs import protocol
 
-_CLOSING = re.compile('</(search|answer)>')
+# A longer query counts as invalid, so that no server has to refuse one.
+MAX_QUERY_CHARS = 2048
+STOP_STRINGS: tuple[str, ...] = ('</search>', '</answer>')
+
+_CLOSING_TAG = re.compile('</(search|answer)>')
 
 
 @dataclasses.dataclass(frozen=True)
 class Action:
-  """What a turn does.
+  """What a turn asks the environment to do.
 
   Attributes:
-    kind: 'search', 'answer' or 'invalid'.
-    content: the query or the answer without outer white space; '' if invalid.
+    kind: 'search', 'answer' or `protocol.INVALID`.
+    content: the query or the answer without outer white space; '' if the
+      action is invalid.
   """
 
   kind: str
@@ -23,16 +27,18 @@ class Action:
 
 
 def parse_action(text: str) -> Action:
-  """The first complete <search>...</search> or <answer>...</answer> of a turn.
+  """Returns the first complete <search> or <answer> element of a turn.
 
-  Complete first is what *closes* first, since a closing tag ends the turn; it
-  reaches back to the first opening tag of its name, over any characters, as
-  Search-R1 reads it. Tags are taken literally: `</Search>` is text.
+  The first complete element is the one that *closes* first, since a closing tag
+  ends the turn. It reaches back to the first opening tag of its name, over any
+  characters, as Search-R1 reads it. Tags are taken literally: `</Search>` is
+  text.
 
-  No action, an empty query, and one of more than MAX_QUERY_CHARS characters
-  are 'invalid'. All three are the policy's doing and stay in training.
+  A turn without such an element, with an empty query or with a query of more
+  than MAX_QUERY_CHARS characters is invalid. All three are the policy's own
+  mistakes, so the turn is trained on like any other.
   """
-  for closing in _CLOSING.finditer(text):
+  for closing in _CLOSING_TAG.finditer(text):
     kind = closing[1]
     opening = f'<{kind}>'
     start = text.find(opening, 0, closing.start())
@@ -40,6 +46,6 @@ def parse_action(text: str) -> Action:
       continue
     content = text[start + len(opening) : closing.start()].strip()
     if kind == 'search' and not 0 < len(content) <= MAX_QUERY_CHARS:
-      return Action('invalid')
+      return Action(protocol.INVALID)
     return Action(kind, content)
-  return Action('invalid')
+  return Action(protocol.INVALID)

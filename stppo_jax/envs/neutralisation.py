@@ -1,7 +1,7 @@
-"""Making text from outside harmless: no tags of ours, no special tokens.
+"""Makes text from outside harmless: no tag of ours is left in it.
 
-Both functions end at a fixed point: applied again they change nothing, so a
-forgery cannot be assembled from the remains of another.
+`neutralise_tags` ends at a fixed point: applied again it changes nothing, so a
+tag cannot be assembled from the remains of another.
 """
 
 import functools
@@ -9,12 +9,13 @@ import re
 import unicodedata
 
 TAG_NAMES = ('think', 'search', 'information', 'answer')
+TAGS = tuple(f'<{slash}{name}>' for name in TAG_NAMES for slash in ('', '/'))
 
-# What a reader, or a tokenizer's normaliser, may take for an angle bracket.
-# Full-width, small and upright forms come with NFKD.
+# Characters that a reader, or a tokenizer's normaliser, may take for an angle
+# bracket. NFKD maps full-width, small and upright forms to these.
 _LESS = '<‹«〈⟨⟪《❮❰❬⧼˂ᐸ≺⋖'
 _GREATER = '>›»〉⟩⟫》❯❱❭⧽˃ᐳ≻⋗'
-# Letters of other alphabets that look like those of our tags.
+# Letters of other alphabets that look like letters of our tags.
 _LETTERS = {
   'аɑα': 'a',
   'сϲ': 'c',
@@ -36,20 +37,21 @@ _FOLDED = (
   | dict.fromkeys('∕⁄⧸╱', '/')
   | {char: letter for chars, letter in _LETTERS.items() for char in chars}
 )
-# Nothing is left to do in a text without one of these; those behind _LESS are
-# the characters that NFKD takes apart into one of them.
+# A text without any of these holds no tag, which most passages do not: the slow
+# loop below is skipped. After _LESS come the characters that NFKD decomposes
+# into one of them.
 _ANY_LESS = re.compile(f'[{_LESS}＜﹤≮⊀︿︽\u2329]')
 _TAG = re.compile(f'<[/\\\\]*(?:{"|".join(TAG_NAMES)})[/\\\\]*>')
-# Put into a literal to break it; one is chosen that no literal contains.
-_BREAKS = ' .-_·¦'
 
 
 def neutralise_tags(text: str) -> str:
-  """Turns the angle brackets of our own tags into round ones.
+  """Returns the text with the angle brackets of our own tags made round.
 
   Case, white space, zero-width characters, accents and look-alikes make no
-  difference: `< / ＡＮＳＷＥＲ ＞` is a tag too. All else stays as it is.
+  difference: `< / ＡＮＳＷＥＲ ＞` is a tag too. Everything else is unchanged.
   """
+  # Once more after every change: round brackets are new text, in which another
+  # tag may now be complete.
   while _ANY_LESS.search(text):
     characters = list(text)
     folded, origins = _fold(text)
@@ -64,7 +66,11 @@ def neutralise_tags(text: str) -> str:
 
 
 def _fold(text: str) -> tuple[str, list[int]]:
-  """Text as a lenient reader sees it; for each character, whence it came."""
+  """Returns the text as a lenient reader sees it, and where it came from.
+
+  Returns:
+    The folded text, and for each of its characters the index in `text`.
+  """
   folded, origins = [], []
   for index, character in enumerate(text):
     for plain in _fold_character(character):
@@ -75,15 +81,15 @@ def _fold(text: str) -> tuple[str, list[int]]:
 
 @functools.lru_cache(maxsize=65536)
 def _fold_character(character: str) -> str:
-  """What one character looks like; '' for what is not seen."""
+  """Returns what a character looks like; '' if it is invisible."""
   plain = unicodedata.normalize('NFKD', character).casefold()
   plain = ''.join(_FOLDED.get(c, c) for c in plain)
   return ''.join(
     c
     for c in plain
-    # Separators, controls, formats, and marks on the letter before.
-    if not c.isspace() and unicodedata.category(c) not in _UNSEEN
+    if not c.isspace() and unicodedata.category(c) not in _INVISIBLE
   )
 
 
-_UNSEEN = frozenset({'Zs', 'Zl', 'Zp', 'Cc', 'Cf', 'Mn', 'Me'})
+# Separators, controls, formats, and marks on the letter before.
+_INVISIBLE = frozenset({'Zs', 'Zl', 'Zp', 'Cc', 'Cf', 'Mn', 'Me'})

@@ -1,4 +1,4 @@
-"""All that the policy reads: the prompt, passages, a word of correction."""
+"""The texts of the search dialogue: prompt, passages, correction, phrases."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -22,6 +22,9 @@ give it without any explanation inside the answer tag, for example \
 Question: {question}
 """
 
+_INFORMATION = ('\n\n<information>', '</information>\n\n')
+# Punctuation and headings of the prompt and of observations.
+_FORM = ('Question:', *(f'Doc {i}(Title:' for i in range(1, 10)), ')')
 _CORRECTION = (
   'No valid action. Write a query inside <search> and </search>, or the '
   'answer inside <answer> and </answer>.'
@@ -32,10 +35,11 @@ def load_template(path: str) -> str:
   """Reads a prompt template.
 
   Args:
-    path: a text file that contains `{question}`; '' = the built-in prompt.
+    path: a text file that contains `{question}`; '' for the built-in prompt.
 
   Raises:
-    ValueError: no such file, not UTF-8, or no placeholder; one line.
+    ValueError: if the file is missing, is not UTF-8 or contains no
+      placeholder; one line.
   """
   if not path:
     return BUILT_IN
@@ -50,7 +54,10 @@ def load_template(path: str) -> str:
 
 
 def fill(template: str, question: types.Question) -> str:
-  """The prompt of a question; options follow the question, a line each."""
+  """Returns the prompt of a question.
+
+  The options of a choice question follow it, one a line.
+  """
   text = question.text
   if question.kind == 'choice':
     text += '\nOptions:\n' + _option_lines(question.options)
@@ -59,22 +66,34 @@ def fill(template: str, question: types.Question) -> str:
 
 
 def information(passages: Sequence[types.Passage]) -> protocol.Observation:
-  """Passages as an observation; tags of ours in them are neutralised."""
+  """Returns passages as an observation, with our own tags neutralised."""
   body = ''.join(
     f'Doc {i}(Title: {passage.title}) {passage.text}\n'
     for i, passage in enumerate(passages, start=1)
   )
   return protocol.Observation(
-    prefix='\n\n<information>',
-    # All at once: a tag could be spread over a title and its text.
+    prefix=_INFORMATION[0],
+    # The whole body at once: a tag could be spread over a title and its text.
     body=neutralisation.neutralise_tags(body),
-    suffix='</information>\n\n',
+    suffix=_INFORMATION[1],
   )
 
 
 def correction() -> protocol.Observation:
-  """What follows a turn without a valid action."""
+  """Returns the observation that follows a turn without a valid action."""
   return protocol.Observation(prefix='\n\n', body=_CORRECTION, suffix='\n\n')
+
+
+def phrases(vocabulary: Sequence[str]) -> list[str]:
+  """Returns the strings that deserve a token of their own in this dialogue.
+
+  The order decides token ids: keep it, or models trained before are misread.
+
+  Args:
+    vocabulary: the strings of the questions and passages.
+  """
+  tags = [*neutralisation.TAGS, *_INFORMATION]
+  return [*tags, *vocabulary, _CORRECTION, *_FORM]
 
 
 def _option_lines(options: Mapping[str, str]) -> str:

@@ -1,22 +1,33 @@
-"""What the collector asks of an environment. It speaks text, never token ids.
+"""What an environment is. It speaks text and never sees token ids.
 
 The collector samples a turn, decodes it for `step`, tokenises the observation
-on its own and appends it; `rewards` closes the trajectory.
+on its own and appends it; `rewards` closes the trajectory. What a run must know
+beside that (where a turn ends, which score to report) are class attributes, so
+an environment is one class in one file and one line of
+`environments.ENVIRONMENTS`.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+from typing import Any
 from typing import Protocol
+from typing import Self
 
 from stppo_jax import types
+from stppo_jax.retrieval import protocol as retrieval
+
+# The action of a turn in which the environment could read none. All other names
+# of actions belong to the environment.
+INVALID = 'invalid'
 
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-  """What the environment answered.
+  """What the environment answers to a turn.
 
-  Cut to `max_observation_tokens` inside `body` only, so that a closing tag in
-  `suffix` is always there.
+  It is cut to `max_observation_tokens` inside `body` only, so that a closing
+  tag in `suffix` is always there.
   """
 
   prefix: str
@@ -25,7 +36,7 @@ class Observation:
 
   @property
   def text(self) -> str:
-    """The observation uncut."""
+    """The whole observation, uncut."""
     return self.prefix + self.body + self.suffix
 
 
@@ -34,10 +45,11 @@ class Step:
   """How the environment read one turn.
 
   Attributes:
-    action: 'search', 'answer' or 'invalid'.
-    observation: what follows the turn; None when the trajectory ends here.
+    action: the name of what the turn did; INVALID if it did nothing.
+    observation: what follows the turn; None if the trajectory ends here.
     status: how the trajectory ended; None while it goes on.
-    reward: what this turn earned, whatever the outcome; already weighted.
+    reward: what this turn earned by itself, already weighted; the outcome of
+      the trajectory is not part of it.
   """
 
   action: str
@@ -47,16 +59,58 @@ class Step:
 
 
 class Environment(Protocol):
-  """Asks a question, answers turns, rewards what was written.
+  """Opens a dialogue with a question, answers its turns and rewards it.
 
   Attributes:
-    max_turns: searches allowed; one last generation follows them.
+    stop_strings: the first of them that the policy completes ends its turn.
+    tags: strings that stand in every dialogue; a BPE tokenizer made for this
+      environment is trained on them too.
+    main_score: the score that evaluations report, as
+      `val/{main_score}/{data_set}`.
+    needs_retriever: whether passages must be served before it is built.
   """
 
-  max_turns: int
+  stop_strings: tuple[str, ...]
+  tags: tuple[str, ...]
+  main_score: str
+  needs_retriever: bool
+
+  @classmethod
+  def from_options(
+    cls, options: Mapping[str, Any], retriever: retrieval.Retriever | None
+  ) -> Self:
+    """Builds the environment of a run.
+
+    Args:
+      options: the section `env` of the config; an environment reads the keys
+        that it knows.
+      retriever: finds passages; None unless `needs_retriever`.
+
+    Raises:
+      ValueError: if an option has a bad value; one line.
+    """
+    ...
+
+  @staticmethod
+  def phrases(vocabulary: Sequence[str]) -> list[str]:
+    """Returns the strings that deserve a token of their own, in order.
+
+    Args:
+      vocabulary: those of the questions and passages.
+    """
+    ...
+
+  @staticmethod
+  def statistics(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
+    """Returns the metrics that only this environment has.
+
+    Args:
+      trajectories: at least one; none of them ended in INFRA_ERROR.
+    """
+    ...
 
   def prompt(self, question: types.Question) -> str:
-    """The user message that opens a trajectory."""
+    """Returns the user message that opens a trajectory."""
     ...
 
   async def step(
@@ -65,8 +119,8 @@ class Environment(Protocol):
     """Answers one turn.
 
     Args:
-      question: the question asked.
-      turn_index: from 0; `max_turns` is the last generation.
+      question: the question of the trajectory.
+      turn_index: the number of the turn, from 0.
       text: all that the policy wrote in this turn and nothing else.
     """
     ...
@@ -78,16 +132,17 @@ class Environment(Protocol):
     texts: Sequence[str],
     status: types.TrajectoryStatus,
   ) -> tuple[dict[str, float], dict[str, float]]:
-    """Rewards and scores of a trajectory that has ended.
+    """Returns the rewards and the scores of a trajectory that has ended.
 
     Args:
-      question: the question asked.
-      prompt: as `prompt` gave it.
+      question: the question of the trajectory.
+      prompt: the text that `prompt` returned.
       texts: what the policy wrote, turn by turn, without observations.
-      status: how it ended.
+      status: how the trajectory ended.
 
     Returns:
-      Weighted reward parts, whose sum is the outcome, and unweighted scores
-      for reports. All 0 after INFRA_ERROR.
+      Named, weighted rewards, whose sum is the outcome, and named, unweighted
+      scores for reports, `main_score` among them. The names are the same for
+      every trajectory. All are 0 after INFRA_ERROR.
     """
     ...

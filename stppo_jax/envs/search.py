@@ -3,14 +3,18 @@
 from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
+from typing import Any
+from typing import Self
 
 from stppo_jax import types
 from stppo_jax.envs import actions
+from stppo_jax.envs import neutralisation
 from stppo_jax.envs import prompts
 from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards as rewards_lib
 from stppo_jax.retrieval import protocol as retrieval
 
+# Rewards of the whole trajectory, and rewards of single turns.
 OUTCOME_NAMES = (
   'exact_match',
   'substring_match',
@@ -20,13 +24,20 @@ OUTCOME_NAMES = (
 )
 TURN_NAMES = ('turn_search', 'turn_answer_found')
 REWARD_NAMES = OUTCOME_NAMES + TURN_NAMES
+SCORE_NAMES: tuple[str, ...] = ('em', 'f1', 'substring_match', 'format')
 
 
 class SearchEnvironment:
-  """At most `max_turns` searches, then one last generation without.
+  """Answers at most `max_turns` searches, then lets the policy write once more.
 
-  A `protocol.Environment`.
+  A `protocol.Environment`. Its scores are SCORE_NAMES.
   """
+
+  stop_strings = actions.STOP_STRINGS
+  tags = neutralisation.TAGS
+  main_score = 'em'
+  needs_retriever = True
+  phrases = staticmethod(prompts.phrases)
 
   def __init__(
     self,
@@ -41,15 +52,16 @@ class SearchEnvironment:
 
     Args:
       retriever: finds the passages.
-      max_turns: searches per question.
-      prompt_template: file with `{question}`; '' = the built-in prompt.
-      rewards: weight of each of REWARD_NAMES. `search_penalty` is subtracted
-        per search; `turn_search` goes to a turn whose search found passages,
-        `turn_answer_found` to one that found a golden answer in them.
-      reward_scope: 'response' | 'search_r1', see `rewards.SCOPES`.
+      max_turns: the number of searches per question.
+      prompt_template: a file with `{question}`; '' for the built-in prompt.
+      rewards: the weight of each of REWARD_NAMES. `search_penalty` is
+        subtracted per search; `turn_search` goes to a turn whose search found
+        passages, `turn_answer_found` to one that found a golden answer in them.
+      reward_scope: a key of `rewards.SCOPES`: the text in which the answer is
+        sought.
 
     Raises:
-      ValueError: a bad value; one line.
+      ValueError: if an argument has a bad value; one line.
     """
     if set(rewards) != set(REWARD_NAMES):
       raise ValueError(
@@ -61,11 +73,35 @@ class SearchEnvironment:
         f'unknown reward_scope {reward_scope!r}; choices: '
         + ', '.join(sorted(rewards_lib.SCOPES))
       )
-    self.max_turns = max_turns
+    self._max_turns = max_turns
     self._retriever = retriever
     self._template = prompts.load_template(prompt_template)
     self._weights = dict(rewards)
     self._find_answer = rewards_lib.SCOPES[reward_scope]
+
+  @classmethod
+  def from_options(
+    cls, options: Mapping[str, Any], retriever: retrieval.Retriever | None
+  ) -> Self:
+    """See `protocol.Environment`."""
+    if retriever is None:
+      raise ValueError('the search environment needs a retriever; got None')
+    return cls(
+      retriever=retriever,
+      max_turns=options['max_turns'],
+      prompt_template=options['prompt_template'],
+      rewards=options['rewards'],
+      reward_scope=options['reward_scope'],
+    )
+
+  @staticmethod
+  def statistics(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
+    """Returns the mean number of valid searches of a trajectory."""
+    searches = [
+      sum(turn.action == 'search' for turn in trajectory.turns)
+      for trajectory in trajectories
+    ]
+    return {'env/number_of_valid_search': sum(searches) / len(searches)}
 
   def prompt(self, question: types.Question) -> str:
     """See `protocol.Environment`."""
@@ -76,24 +112,24 @@ class SearchEnvironment:
   ) -> protocol.Step:
     """See `protocol.Environment`.
 
-    A search or an invalid action in the last generation ends the trajectory
+    A search or an invalid action after `max_turns` turns ends the trajectory
     with TRUNCATED_TURNS; a failed retrieval ends it with INFRA_ERROR.
     """
     action = actions.parse_action(text)
     if action.kind == 'answer':
       return protocol.Step('answer', None, types.TrajectoryStatus.COMPLETED)
-    if turn_index >= self.max_turns:
+    if turn_index >= self._max_turns:
       return protocol.Step(
         action.kind, None, types.TrajectoryStatus.TRUNCATED_TURNS
       )
-    if action.kind == 'invalid':
-      return protocol.Step('invalid', prompts.correction(), None)
+    if action.kind == protocol.INVALID:
+      return protocol.Step(protocol.INVALID, prompts.correction(), None)
     try:
       passages = await self._retriever.retrieve(
         action.content, corpus=question.corpus
       )
     except retrieval.RetrievalError:
-      # Counted by the retriever; the status carries it from here.
+      # The retriever has counted the failure; here only the status tells it.
       return protocol.Step('search', None, types.TrajectoryStatus.INFRA_ERROR)
     return protocol.Step(
       'search',
@@ -111,11 +147,10 @@ class SearchEnvironment:
   ) -> tuple[dict[str, float], dict[str, float]]:
     """See `protocol.Environment`.
 
-    Parts are OUTCOME_NAMES; what turns earned is in their steps. Scores are
-    'em' (for choice questions the accuracy of the choice), 'f1',
-    'substring_match' and 'format'.
+    The rewards are OUTCOME_NAMES; the rewards of turns are in their steps. The
+    score 'em' of a choice question is the accuracy of the choice.
     """
-    scores = dict.fromkeys(('em', 'f1', 'substring_match', 'format'), 0.0)
+    scores = dict.fromkeys(SCORE_NAMES, 0.0)
     if status is types.TrajectoryStatus.INFRA_ERROR:
       return dict.fromkeys(OUTCOME_NAMES, 0.0), scores
     answer = self._find_answer(prompt, texts)
@@ -136,7 +171,10 @@ class SearchEnvironment:
   def _turn_reward(
     self, question: types.Question, passages: Sequence[types.Passage]
   ) -> float:
-    """What a search is worth by what it found, cut or not (MT-GRPO)."""
+    """Returns the reward of a search by the passages that it found (MT-GRPO).
+
+    All passages count, also those that the length limit will cut off.
+    """
     if not passages:
       return 0.0
     golden = _golden_texts(question)
@@ -149,12 +187,13 @@ class SearchEnvironment:
 
 
 def _answer_scores(question: types.Question, answer: str) -> dict[str, float]:
+  """Returns the scores that compare the answer with the golden answers."""
   golden = _golden_texts(question)
   if question.kind == 'choice':
     options = question.options
     em = rewards_lib.choice_accuracy(answer, options, question.golden_answers)
     chosen = rewards_lib.choose(answer, options)
-    # Words are compared with words: "C" has none in common with its option.
+    # F1 compares words: the answer "C" has none in common with its option.
     if len(chosen) == 1:
       (letter,) = chosen
       answer = options[letter]
@@ -168,7 +207,7 @@ def _answer_scores(question: types.Question, answer: str) -> dict[str, float]:
 
 
 def _golden_texts(question: types.Question) -> Collection[str]:
-  """The golden answers in words; of choice questions the options' texts."""
+  """Returns the golden answers as texts; for choices, the options' texts."""
   if question.kind != 'choice':
     return question.golden_answers
   options = question.options

@@ -12,7 +12,7 @@ from matplotlib import ticker
 import numpy as np
 
 _SCORE = 'critic/score/mean'
-_VAL_PREFIX = 'val/em/'
+_EVALUATION = 'val/'  # then the name of the score, then of the data set
 _LEVELS = ('token', 'turn', 'sequence')
 _KL = {
   'actor/ppo_kl': 'to the sampling policy',
@@ -81,7 +81,7 @@ def learning_curve(
   """Draws score, clip fraction and KL over steps, one below the other.
 
   Top: the training score of each step (dots) and its mean of five steps, and
-  the exact match of every evaluation set. Middle: the share of tokens outside
+  the main score of every evaluation set. Middle: the share of tokens outside
   the band, by level. Bottom: KL divergence. What was not logged is left out.
 
   Raises:
@@ -121,7 +121,7 @@ def _draw_score(axes, metrics: Mapping[str, np.ndarray]):
     bottom = min(0.0, float(np.nanmin(values, initial=0.0)))
     margin = 0.03 * (top - bottom)
     axes.set_ylim(bottom - margin, top + margin)
-  sets = sorted(name for name in metrics if name.startswith(_VAL_PREFIX))
+  sets = sorted(name for name in metrics if name.startswith(_EVALUATION))
   for i, name in enumerate(sets):
     seen = ~np.isnan(metrics[name])
     axes.plot(
@@ -130,7 +130,7 @@ def _draw_score(axes, metrics: Mapping[str, np.ndarray]):
       'o-',
       color=_COLOURS[i % len(_COLOURS)],
       markersize=4,
-      label='exact match, ' + name.removeprefix(_VAL_PREFIX),
+      label=name,
     )
 
 

@@ -14,7 +14,7 @@ import rich.text
 
 # What is shown, and the metrics that it is made of (CONTRACTS.md names).
 _REWARD = 'critic/score/mean'
-_VAL_PREFIX = 'val/em/'
+_EVALUATION = 'val/'  # then the name of the score, then of the data set
 _THROUGHPUT = 'perf/throughput'
 
 
@@ -41,6 +41,7 @@ class Progress:
     self._start = clock()
     self._first = None  # steps done before this start; a run can resume
     self._shown = {}
+    self._score_name = ''
     self._bar = None
     if self._console.is_terminal:
       self._bar = rich.progress.Progress(
@@ -69,16 +70,18 @@ class Progress:
       self._bar.stop()
 
   def _line(self, done, metrics):
-    scores = [v for k, v in metrics.items() if k.startswith(_VAL_PREFIX)]
+    scores = {k: v for k, v in metrics.items() if k.startswith(_EVALUATION)}
     if scores:
-      self._shown['val/em'] = sum(scores) / len(scores)
+      # The mean over data sets, as val/{score}.
+      self._score_name = '/'.join(next(iter(scores)).split('/')[:2])
+      self._shown['score'] = sum(scores.values()) / len(scores)
     for name, key in (('reward', _REWARD), ('speed', _THROUGHPUT)):
       if key in metrics:
         self._shown[name] = metrics[key]
     parts = [f'step {done}/{self._num_steps}']
-    for name in ('reward', 'val/em'):
-      if name in self._shown:
-        parts.append(f'{name} {self._shown[name]:.3f}')
+    for key, name in (('reward', 'reward'), ('score', self._score_name)):
+      if key in self._shown:
+        parts.append(f'{name} {self._shown[key]:.3f}')
     if 'speed' in self._shown:
       parts.append(f'{self._shown["speed"]:,.0f} tokens/s')
     if self._first is None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.envs import protocol
 
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 
@@ -44,11 +45,17 @@ def measure_staleness(
   return {'rollout/staleness': _mean(behind)}
 
 
-def measure(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
-  """Rewards, scores, lengths, turns, actions and statuses of a collection.
+def measure(
+  trajectories: Sequence[types.Trajectory], environment: protocol.Environment
+) -> dict[str, float]:
+  """Returns rewards, scores, lengths, actions and statuses of a collection.
 
   Trajectories that the infrastructure failed are counted in `rollout/status`
   and in nothing else.
+
+  Args:
+    trajectories: at least one.
+    environment: names the main score and adds statistics of its own.
   """
   metrics = {
     f'rollout/status/{status.value}': float(
@@ -60,7 +67,6 @@ def measure(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
   metrics['rollout/valid_fraction'] = valid_fraction(trajectories)
   if not valid:
     return metrics
-  actions = [[turn.action for turn in t.turns] for t in valid]
   metrics |= _describe('critic/score', [t.reward for t in valid])
   metrics |= _describe(
     'response_length',
@@ -75,9 +81,10 @@ def measure(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
   metrics['reward/turns/mean'] = _mean([t.turn_reward for t in valid])
   for name in valid[0].scores:
     metrics[f'score/{name}/mean'] = _mean([t.scores[name] for t in valid])
+  score = environment.main_score
   for data_set in sorted({t.question.data_set for t in valid}):
-    metrics[f'train/em/{data_set}'] = _mean(
-      [t.scores['em'] for t in valid if t.question.data_set == data_set]
+    metrics[f'train/{score}/{data_set}'] = _mean(
+      [t.scores[score] for t in valid if t.question.data_set == data_set]
     )
   truncated = [
     turn.drawn_logprobs - turn.sampler_logprobs
@@ -88,12 +95,11 @@ def measure(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
   if truncated:
     # -log of the mass that may be drawn: 0 where nothing is cut off.
     metrics['mismatch/truncation'] = _mean(np.concatenate(truncated))
-  every = [action for row in actions for action in row]
+  metrics |= environment.statistics(valid)
   metrics |= {
-    'env/number_of_valid_search': _mean(
-      [row.count('search') for row in actions]
+    'env/ratio_of_valid_action': _mean(
+      [turn.action != protocol.INVALID for t in valid for turn in t.turns]
     ),
-    'env/ratio_of_valid_action': _mean([a != 'invalid' for a in every]),
     'env/finish_ratio': _mean(
       [t.status is types.TrajectoryStatus.COMPLETED for t in valid]
     ),

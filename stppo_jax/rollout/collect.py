@@ -229,7 +229,7 @@ class Collector:
         row.status = Status.TRUNCATED_LENGTH
     elif row.status is not Status.INFRA_ERROR:
       out_of_room = not written.stopped and not self._engine.remaining(number)
-      if step.action == 'invalid' and out_of_room:
+      if step.action == protocol.INVALID and out_of_room:
         row.status = Status.TRUNCATED_LENGTH
     if row.status is not None:
       observation_ids = np.zeros(0, np.int32)

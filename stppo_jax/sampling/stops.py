@@ -10,8 +10,6 @@ import dataclasses
 
 import numpy as np
 
-STOP_STRINGS = ('</search>', '</answer>')
-
 
 @dataclasses.dataclass(frozen=True)
 class StopAutomaton:
@@ -50,7 +48,7 @@ class StopAutomaton:
 def build(
   token_bytes: Sequence[bytes],
   *,
-  stop_strings: Sequence[str] = STOP_STRINGS,
+  stop_strings: Sequence[str],
   eos_id: int,
 ) -> StopAutomaton:
   """The automaton of a tokenizer's vocabulary.

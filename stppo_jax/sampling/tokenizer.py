@@ -18,11 +18,6 @@ from tokenizers import trainers
 import transformers
 
 END_OF_TEXT = '<|endoftext|>'
-TAGS = tuple(
-  f'<{slash}{tag}>'
-  for tag in ('think', 'search', 'information', 'answer')
-  for slash in ('', '/')
-)
 
 _GAPS = ' .-_~^'  # put into a literal to break it
 
@@ -129,11 +124,9 @@ def phrase_tokenizer(phrases: Iterable[str]) -> Tokenizer:
   """One token per phrase, printable ASCII for the rest (a Unigram model).
 
   Segmentation spells out the fewest characters with the fewest phrases (one
-  character costs as much as ten). Tags of the dialogue are phrases, not added
-  tokens.
+  character costs as much as ten). Tags of a dialogue are phrases, not added
+  tokens: an environment lists them in `phrases`.
   """
-  phrases = [*TAGS, '\n\n<information>', '</information>\n\n', *phrases]
-  phrases += ['Question:', *(f'Doc {i}(Title:' for i in range(1, 10)), ')']
   characters = [chr(c) for c in range(32, 127)] + ['\n']
   vocab = [('<unk>', 0.0)]
   vocab += [(phrase, -1.0) for phrase in dict.fromkeys(phrases)]

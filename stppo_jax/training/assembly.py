@@ -20,8 +20,8 @@ import jax
 from stppo_jax.data import demonstrations
 from stppo_jax.data import questions as questions_lib
 from stppo_jax.data import synthetic_wiki
-from stppo_jax.envs import prompts
-from stppo_jax.envs import search
+from stppo_jax.envs import environments
+from stppo_jax.envs import protocol
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import attention
 from stppo_jax.models import config as model_config
@@ -62,14 +62,15 @@ class Services:
 
   Attributes:
     questions: the data set.
-    environment: answers the policy's turns.
-    retriever: the client of the retrieval server.
+    environment: opens the dialogues and answers the policy's turns.
+    retriever: the client of the retrieval server; None if the environment needs
+      none.
     loop: the event loop on which the environment and its clients run.
   """
 
   questions: questions_lib.Questions
-  environment: search.SearchEnvironment
-  retriever: client.HttpRetriever
+  environment: protocol.Environment
+  retriever: client.HttpRetriever | None
   loop: event_loop.EventLoop
 
 
@@ -208,18 +209,35 @@ def build_demonstrations(
 def build_services(
   config, questions: questions_lib.Questions
 ) -> Iterator[Services]:
-  """Starts an event loop and, without retrieval.url, a server in this process.
+  """Builds the environment of a run, and its retriever if it needs one.
 
   Raises:
-    Misconfigured: the passages cannot be read.
-    RetrieverUnreachable: nobody answers within retrieval.start_grace.
+    Misconfigured: if passages cannot be read, or an option of the environment
+      has a bad value.
+    RetrieverUnreachable: if nobody answers within retrieval.start_grace.
   """
-  with config_errors():
-    passages = questions.passages()
   with contextlib.ExitStack() as stack:
+    with config_errors():
+      kind = environments.find(config.env.name)
     loop = stack.enter_context(event_loop.EventLoop())
+    retriever = None
+    if kind.needs_retriever:
+      retriever = stack.enter_context(_retriever(config, questions, loop))
+    with config_errors():
+      environment = kind.from_options(config.env.to_dict(), retriever)
+    yield Services(questions, environment, retriever, loop)
+
+
+@contextlib.contextmanager
+def _retriever(
+  config, questions: questions_lib.Questions, loop: event_loop.EventLoop
+) -> Iterator[client.HttpRetriever]:
+  """Connects to the retriever; without a URL, to an embedded server."""
+  with contextlib.ExitStack() as stack:
     url = config.retrieval.url
     if not url:
+      with config_errors():
+        passages = questions.passages()
       embedded = server.embedded(
         passages, world_passages=questions.world_passages
       )
@@ -234,14 +252,7 @@ def build_services(
     )
     stack.callback(lambda: loop.run(retriever.close()))
     loop.run(retriever.wait_until_ready())
-    environment = search.SearchEnvironment(
-      retriever=retriever,
-      max_turns=config.env.max_turns,
-      prompt_template=config.env.prompt_template,
-      rewards=config.env.rewards.to_dict(),
-      reward_scope=config.env.reward_scope,
-    )
-    yield Services(questions, environment, retriever, loop)
+    yield retriever
 
 
 def build_tokenizer(
@@ -255,16 +266,16 @@ def build_tokenizer(
   path = config.model.tokenizer_path or config.model.path
   if path:
     return model_files.load_tokenizer(path)
+  environment = environments.find(config.env.name)
   if config.data.name == 'synthetic_wiki':
-    phrases = synthetic_wiki.vocabulary()
-    phrases.append(prompts.correction().body)
+    phrases = environment.phrases(synthetic_wiki.vocabulary())
     return tokenizer_lib.phrase_tokenizer(phrases)
   texts = [
     f'Doc 1(Title: {passage.title}) {passage.text}\n'
     for passage in questions.passages()
   ]
   # Every dialogue has the tags, but no passage does: repeated, they get merges.
-  texts += list(tokenizer_lib.TAGS) * len(texts)
+  texts += list(environment.tags) * len(texts)
   return tokenizer_lib.train_byte_level_bpe(
     texts, config.data.tokenizer_vocab_size
   )
@@ -324,7 +335,11 @@ def build_collector(
   """
   rollout = config.rollout
   options = {
-    'automaton': stops.build(tokenizer.token_bytes(), eos_id=tokenizer.eos_id),
+    'automaton': stops.build(
+      tokenizer.token_bytes(),
+      stop_strings=services.environment.stop_strings,
+      eos_id=tokenizer.eos_id,
+    ),
     'max_length': config.env.max_length,
     'sampling': sampler.Sampling(
       temperature=rollout.temperature,
@@ -335,7 +350,7 @@ def build_collector(
   }
   if rollout.engine == 'remote':
     engine = _build_remote(
-      config, services.loop, policy, eos_id=tokenizer.eos_id, **options
+      config, services, policy, eos_id=tokenizer.eos_id, **options
     )
   else:
     engine = engine_lib.Engine(
@@ -366,18 +381,18 @@ def build_collector(
 
 
 def _build_remote(
-  config, loop: event_loop.EventLoop, policy: functional.Model, **options
+  config, services: Services, policy: functional.Model, **options
 ) -> remote_engine.RemoteEngine:
   served = config.rollout.remote
   client = client_lib.Client(
-    loop, served.url, timeout=served.timeout, retries=served.retries
+    services.loop, served.url, timeout=served.timeout, retries=served.retries
   )
   return remote_engine.RemoteEngine(
     client,
-    loop=loop,
+    loop=services.loop,
     model=served.model,
     shape=policy.config,
-    stop_strings=stops.STOP_STRINGS,
+    stop_strings=services.environment.stop_strings,
     concurrency=served.concurrency,
     **options,
   )

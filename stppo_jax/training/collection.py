@@ -61,18 +61,23 @@ class StepCollector:
     Raises:
       RetrieverUnreachable, Outage: the retriever fails for good.
     """
-    retriever = self._services.retriever
     # Forgets the queries and turns of an evaluation.
-    retriever.statistics()
-    self._collector.statistics()
+    self._statistics()
     groups = self._play(step, 0)
-    metrics = trajectory_metrics.measure(_rows(groups))
+    metrics = trajectory_metrics.measure(
+      _rows(groups), self._services.environment
+    )
     metrics |= trajectory_metrics.measure_groups(groups)
     metrics |= self._replace_idle(groups, step)
     rows = _rows(groups)
     metrics |= trajectory_metrics.measure_staleness(rows, step)
-    metrics |= retriever.statistics() | self._collector.statistics()
-    return rows, metrics
+    return rows, metrics | self._statistics()
+
+  def _statistics(self) -> dict[str, float]:
+    """Returns what retriever and engine counted since the last call."""
+    retriever = self._services.retriever
+    counted = {} if retriever is None else retriever.statistics()
+    return {**counted, **self._collector.statistics()}
 
   def _replace_idle(self, groups: Groups, step: int) -> dict[str, float]:
     """Replaces groups without variance, in place; how many, in what rounds."""
@@ -118,7 +123,8 @@ class StepCollector:
         f'step {step + 1}: the infrastructure failed {1 - valid:.0%} of the '
         'trajectories; they are collected again when the retriever is ready'
       )
-      self._services.loop.run(self._services.retriever.wait_until_ready())
+      if self._services.retriever is not None:
+        self._services.loop.run(self._services.retriever.wait_until_ready())
     raise interruption.Outage(
       f'step {step + 1}: the retriever answers, yet {1 - valid:.0%} of '
       f'the trajectories failed in the last of {_MAX_COLLECTIONS} collections; '

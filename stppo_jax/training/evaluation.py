@@ -1,5 +1,6 @@
 """Scores on fixed questions that training never sees."""
 
+from collections.abc import Mapping
 import contextlib
 import pathlib
 
@@ -37,12 +38,13 @@ class Evaluator:
     self._collector, self._engine = assembly.build_collector(
       config, services, tokenizer, policy, slots=config.evaluate.batch_size
     )
+    self._main_score = services.environment.main_score
     self._key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
 
   def run(
     self, params: functional.Params, *, greedy: bool = True
   ) -> tuple[dict[str, float], list[types.Trajectory]]:
-    """Mean exact match per data set, and everything that was played.
+    """Mean main score per data set, and everything that was played.
 
     Trajectories that the infrastructure failed count in no mean.
     """
@@ -54,9 +56,16 @@ class Evaluator:
     for trajectory in trajectories:
       if trajectory.status is not types.TrajectoryStatus.INFRA_ERROR:
         name = trajectory.question.data_set
-        scores.setdefault(name, []).append(trajectory.scores['em'])
+        scores.setdefault(name, []).append(trajectory.scores[self._main_score])
     means = {name: float(np.mean(values)) for name, values in scores.items()}
     return means, trajectories
+
+  def metrics(self, scores: Mapping[str, float]) -> dict[str, float]:
+    """Returns scores of data sets under the names of their metrics."""
+    return {
+      f'val/{self._main_score}/{data_set}': score
+      for data_set, score in scores.items()
+    }
 
 
 def evaluate(config, workdir: str | pathlib.Path) -> int:
@@ -86,6 +95,6 @@ def evaluate(config, workdir: str | pathlib.Path) -> int:
     done, state = found[:2] if found else (0, state)
     evaluator = Evaluator(config, services, parts.tokenizer, learner.policy)
     scores, _ = evaluator.run(learner.merged_params(state))
-    for name, score in sorted(scores.items()):
-      print(f'step {done} val/em/{name} {score:.4f}')
+    for name, score in sorted(evaluator.metrics(scores).items()):
+      print(f'step {done} {name} {score:.4f}')
   return 0

@@ -285,7 +285,7 @@ class _Run:
     )
     records = self._records(self._samples(trajectories))
     self._show(f'evaluation after step {self._done}', records)
-    return {f'val/em/{name}': score for name, score in scores.items()}
+    return self._evaluator.metrics(scores)
 
   def _records(self, trajectories: list) -> list[dict]:
     return [trajectory_metrics.record(t, self._tokenizer) for t in trajectories]

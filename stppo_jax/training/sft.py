@@ -32,7 +32,7 @@ _PRINT_EVERY = 50  # steps
 def run(config, workdir: str | pathlib.Path) -> int:
   """Trains a policy on demonstrations and exports it to `workdir`.
 
-  Prints the loss as it goes and, at the end, the exact match on evaluation
+  Prints the loss as it goes and, at the end, the main score on evaluation
   questions, sampled and greedy.
 
   Returns:

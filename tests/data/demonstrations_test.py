@@ -9,6 +9,7 @@ from stppo_jax import types
 from stppo_jax.data import demonstrations as demonstrations_lib
 from stppo_jax.data import questions as questions_lib
 from stppo_jax.data import synthetic_wiki
+from stppo_jax.envs import prompts
 from stppo_jax.envs import search
 from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import fakes
@@ -55,7 +56,9 @@ def _play(demonstrations, step, count):
     [turns for _, turns in batch],
     environment,
     [question for question, _ in batch],
-    tokenizer=tokenizer_lib.phrase_tokenizer(synthetic_wiki.vocabulary()),
+    tokenizer=tokenizer_lib.phrase_tokenizer(
+      prompts.phrases(synthetic_wiki.vocabulary())
+    ),
     max_length=1000,
   )
 
@@ -65,7 +68,9 @@ def test_without_errors_every_answer_is_right_and_was_read(hops):
   trajectories = _play(_demonstrations((hops,)), step=3, count=64)
   assert {t.scores['em'] for t in trajectories} == {1.0}
   assert {t.reward for t in trajectories} == {3.0}  # well formed too
-  tokenizer = tokenizer_lib.phrase_tokenizer(synthetic_wiki.vocabulary())
+  tokenizer = tokenizer_lib.phrase_tokenizer(
+    prompts.phrases(synthetic_wiki.vocabulary())
+  )
   for trajectory in trajectories:
     assert trajectory.status is types.TrajectoryStatus.COMPLETED
     actions = [turn.action for turn in trajectory.turns]

@@ -71,9 +71,7 @@ def test_the_curves_are_the_metrics(tmp_path, monkeypatch):
   }
   train = lines['train, mean of 5 steps']
   np.testing.assert_allclose(train[-1], [10, 0.8])
-  np.testing.assert_allclose(
-    lines['exact match, one_hop'], [[4, 0.5], [8, 0.5]]
-  )
+  np.testing.assert_allclose(lines['val/em/one_hop'], [[4, 0.5], [8, 0.5]])
   np.testing.assert_allclose(lines['turn ratio'][:, 1], 0.3)
   np.testing.assert_allclose(lines['to the sampling policy'][2], [3, 0.03])
   assert 'to the reference' not in lines

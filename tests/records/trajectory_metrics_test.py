@@ -7,10 +7,15 @@ import numpy as np
 import pytest
 
 from stppo_jax import types
+from stppo_jax.envs import search
 from stppo_jax.records import trajectory_metrics
 from tests.rollout import dialogues
 
 _STATUS = types.TrajectoryStatus
+
+
+def _measure(trajectories):
+  return trajectory_metrics.measure(trajectories, search.SearchEnvironment)
 
 
 def _turn(text, observation, action, reward=0.0):
@@ -91,11 +96,11 @@ def test_by_hand():
     'env/ratio_of_valid_action': 4 / 6,
     'env/finish_ratio': 2 / 3,
   }
-  assert trajectory_metrics.measure(_collection()) == pytest.approx(expected)
+  assert _measure(_collection()) == pytest.approx(expected)
 
 
 def test_nothing_but_failures():
-  metrics = trajectory_metrics.measure(_collection()[-1:])
+  metrics = _measure(_collection()[-1:])
   assert metrics == {
     'rollout/status/completed': 0,
     'rollout/status/truncated_length': 0,
@@ -119,15 +124,14 @@ def _drawn(status, *differences):
 
 
 def test_truncation_is_a_mean_over_tokens():
-  measure = trajectory_metrics.measure
   trajectories = [
     _drawn(_STATUS.COMPLETED, [0.5, 0.0, 1.0], [0.25]),
     _drawn(_STATUS.COMPLETED, None, [0.0, 0.0]),
     _drawn(_STATUS.INFRA_ERROR, [99.0]),
   ]
   name = 'mismatch/truncation'
-  assert measure(trajectories)[name] == pytest.approx(1.75 / 6)
-  assert name not in measure([_drawn(_STATUS.COMPLETED, None)])
+  assert _measure(trajectories)[name] == pytest.approx(1.75 / 6)
+  assert name not in _measure([_drawn(_STATUS.COMPLETED, None)])
 
 
 def test_staleness_is_a_mean_over_trajectories():

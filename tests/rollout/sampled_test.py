@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from stppo_jax import types
+from stppo_jax.envs import actions
 from stppo_jax.envs import protocol
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rollout import event_loop
@@ -48,7 +49,11 @@ def _engine(slots, *, deterministic=True):
     mesh=mesh_lib.make_mesh(
       data=1, fsdp=1, tensor=1, devices=jax.devices()[:1]
     ),
-    automaton=stops.build(_TOKENIZER.token_bytes(), eos_id=_TOKENIZER.eos_id),
+    automaton=stops.build(
+      _TOKENIZER.token_bytes(),
+      stop_strings=actions.STOP_STRINGS,
+      eos_id=_TOKENIZER.eos_id,
+    ),
     slots=slots,
     max_length=_MAX_LENGTH,
     sampling=sampler.Sampling(temperature=1.0),

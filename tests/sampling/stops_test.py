@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
+from stppo_jax.envs import actions
 from stppo_jax.sampling import stops
 from tests.sampling import vocabularies
 
@@ -12,7 +13,11 @@ _MAKERS = {'phrases': vocabularies.phrases, 'bpe': vocabularies.bpe}
 
 
 def _automaton(tokenizer):
-  return stops.build(tokenizer.token_bytes(), eos_id=tokenizer.eos_id)
+  return stops.build(
+    tokenizer.token_bytes(),
+    stop_strings=actions.STOP_STRINGS,
+    eos_id=tokenizer.eos_id,
+  )
 
 
 def _check(tokenizer, automaton, ids):
@@ -104,7 +109,9 @@ def test_the_vocabularies_are_as_hard_as_they_should_be():
 )
 def test_where_it_stops(tokens, stops_at):
   vocabulary = [*tokens, b'</search></answer>', b'eos']
-  automaton = stops.build(vocabulary, eos_id=len(vocabulary) - 1)
+  automaton = stops.build(
+    vocabulary, stop_strings=actions.STOP_STRINGS, eos_id=len(vocabulary) - 1
+  )
   state, states = automaton.START, []
   for token_id in range(len(tokens)):
     state = automaton.next_state_SV[state, token_id]
@@ -132,7 +139,9 @@ def test_the_end_of_sequence_stops_from_every_state():
 )
 def test_a_stop_that_no_tokens_spell_is_refused_by_name(tokens):
   with pytest.raises(ValueError, match="can spell '</search>'"):
-    stops.build([*tokens, b''], eos_id=len(tokens))
+    stops.build(
+      [*tokens, b''], stop_strings=actions.STOP_STRINGS, eos_id=len(tokens)
+    )
 
 
 @pytest.mark.parametrize(

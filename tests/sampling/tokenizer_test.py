@@ -8,6 +8,7 @@ from tokenizers import decoders
 from tokenizers import models
 import transformers
 
+from stppo_jax.envs import prompts
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from tests.sampling import vocabularies
 
@@ -49,7 +50,12 @@ def test_phrases_are_single_tokens():
     assert len(tokenizer.encode_text(phrase)) == 1
   assert len(tokenizer.encode_text('<think> the of</think>')) == 4
   # However short the phrase is.
-  assert len(tokenizer_lib.phrase_tokenizer(['xy']).encode_text('xy')) == 1
+  assert (
+    len(
+      tokenizer_lib.phrase_tokenizer(prompts.phrases(['xy'])).encode_text('xy')
+    )
+    == 1
+  )
   assert len(vocabularies.bpe().encode_text('</search>')) > 1
 
 

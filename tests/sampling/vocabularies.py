@@ -2,13 +2,16 @@
 
 import functools
 
+from stppo_jax.envs import prompts
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 
 
 @functools.cache
 def phrases() -> tokenizer_lib.Tokenizer:
   """Tags are one token each, and can be spelled in characters too."""
-  return tokenizer_lib.phrase_tokenizer([' the', ' of', 'search', 'er>'])
+  return tokenizer_lib.phrase_tokenizer(
+    prompts.phrases([' the', ' of', 'search', 'er>'])
+  )
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from stppo_jax import types
+from stppo_jax.envs import search
 from stppo_jax.learner import keys
 from stppo_jax.training import assembly
 from stppo_jax.training import collection
@@ -36,6 +37,7 @@ class _World:
     self.asked, self.keys, self.waits = [], [], 0
     self._queries = 0
     self.questions = self.retriever = self.loop = self
+    self.environment = search.SearchEnvironment
 
   def train(self, step, count, *, resample_round):
     self.asked.append((step, count, resample_round))

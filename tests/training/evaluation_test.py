@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from stppo_jax import types
+from stppo_jax.envs import search
 from stppo_jax.training import assembly
 from stppo_jax.training import evaluation
 from tests.training import runs
@@ -60,7 +61,9 @@ def played(monkeypatch):
     assembly, 'build_collector', lambda *_, **__: (player, player)
   )
   config = runs.config(evaluate__batch_size=2, evaluate__num_questions=7)
-  services = python_types.SimpleNamespace(questions=questions)
+  services = python_types.SimpleNamespace(
+    questions=questions, environment=search.SearchEnvironment
+  )
   evaluator = evaluation.Evaluator(config, services, None, None)
   return evaluator, player, questions
 
@@ -72,6 +75,7 @@ def test_means_are_of_a_data_set_and_without_failures(played):
   assert questions.count == 7
   # The second question of hotpotqa was failed by the infrastructure.
   assert scores == pytest.approx({'nq': 2 / 3, 'hotpotqa': 0.0})
+  assert set(evaluator.metrics(scores)) == {'val/em/nq', 'val/em/hotpotqa'}
   ids = [trajectory.question.id for trajectory in trajectories]
   assert ids == ['nq0', 'nq1', 'nq2', 'hotpotqa0', 'hotpotqa1']
 

@@ -15,6 +15,8 @@ import pytest
 from stppo_jax import types
 from stppo_jax.configs import base
 from stppo_jax.configs import schema
+from stppo_jax.envs import actions
+from stppo_jax.envs import prompts
 from stppo_jax.envs import protocol
 from stppo_jax.http import server as http_server
 from stppo_jax.parallel import mesh as mesh_lib
@@ -528,6 +530,8 @@ def test_a_new_collection_forgets_the_one_before(served):
 class _Talk:
   """An environment that answers twice and then ends the dialogue."""
 
+  stop_strings = actions.STOP_STRINGS
+
   def prompt(self, question):
     return question.text
 
@@ -618,7 +622,7 @@ def test_a_failed_turn_is_an_infra_error_of_its_row_alone(served):
 
 def test_a_config_plays_on_a_server(loop, tmp_path, monkeypatch):
   monkeypatch.setattr('tempfile.tempdir', str(tmp_path))
-  tokenizer = tokenizer_lib.phrase_tokenizer(['b', 'c'])
+  tokenizer = tokenizer_lib.phrase_tokenizer(prompts.phrases(['b', 'c']))
   policy = tiny.model(vocab_size=tokenizer.vocab_size)
   model = model_server.ModelServer(
     'tiny',

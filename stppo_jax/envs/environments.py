@@ -1,0 +1,24 @@
+"""The table of environments.
+
+An entry is a class that implements `protocol.Environment`; the key is what
+`env.name` of a config says.
+"""
+
+from stppo_jax.envs import protocol
+from stppo_jax.envs import search
+
+ENVIRONMENTS: dict[str, type[protocol.Environment]] = {
+  'search': search.SearchEnvironment,
+}
+
+
+def find(name: str) -> type[protocol.Environment]:
+  """Returns the environment of that name.
+
+  Raises:
+    ValueError: if there is none; the message lists the choices.
+  """
+  if name not in ENVIRONMENTS:
+    choices = ', '.join(sorted(ENVIRONMENTS))
+    raise ValueError(f'unknown environment {name!r}; choices: {choices}')
+  return ENVIRONMENTS[name]
