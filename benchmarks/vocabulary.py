@@ -97,7 +97,10 @@ def _loss(model: functional.Model):
 
   def loss(params, batch):
     logprobs_BL, entropy_BL = model.logprobs_and_entropy(
-      params, batch.tokens_BL, batch.loss_positions_BM, temperature=1.0
+      params,
+      batch.tokens_BL,
+      loss_positions_BM=batch.loss_positions_BM,
+      temperature=1.0,
     )
     return losses.policy_loss(
       algorithm,

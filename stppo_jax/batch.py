@@ -35,7 +35,7 @@ class TokenBatch:
       same state (same question, same latest observation) share an id.
     loss_positions_BM: int32, the l of the loss mask in order, then L. None: to
       be scored everywhere.
-    expert_ids_BLNE: int, the experts that the policy must visit in an update
+    expert_ids: int, the experts that the policy must visit in an update
       (routing replay), below 0 where its router chooses. Those of the sampler
       come with the batch, those of the old policy from `annotate`. None: its
       router chooses everywhere.
@@ -60,7 +60,7 @@ class TokenBatch:
   sentence_ids_BL: Array | None = None
   state_ids_BL: Array | None = None
   loss_positions_BM: Array | None = None
-  expert_ids_BLNE: Array | None = None
+  expert_ids: Array | None = None
   expert_visits_BX: Array | None = None
   old_logprobs_BL: Array | None = None
   ref_logprobs_BL: Array | None = None
@@ -78,15 +78,15 @@ class PairBatch(NamedTuple):
   """Two trajectories of one question each, the better one first.
 
   Attributes:
-    tokens_P2L: int32, 0 behind the last token of the loss mask.
-    loss_mask_P2L: bool, tokens of the policy to be trained on; all false in
+    tokens_Q2L: int32, 0 behind the last token of the loss mask.
+    loss_mask_Q2L: bool, tokens of the policy to be trained on; all false in
       the pairs that only fill up a batch.
-    loss_positions_P2M: int32, where the mask is true; see
+    loss_positions_Q2M: int32, where the mask is true; see
       `pack.loss_positions`.
-    lengths_P2: int32, tokens up to the last of the loss mask.
+    lengths_Q2: int32, tokens up to the last of the loss mask.
   """
 
-  tokens_P2L: np.ndarray
-  loss_mask_P2L: np.ndarray
-  loss_positions_P2M: np.ndarray
-  lengths_P2: np.ndarray
+  tokens_Q2L: np.ndarray
+  loss_mask_Q2L: np.ndarray
+  loss_positions_Q2M: np.ndarray
+  lengths_Q2: np.ndarray

@@ -31,7 +31,7 @@ from stppo_jax.training import collection
 from stppo_jax.training import run_record
 
 # Of a `TokenBatch`, the ones that have another name in the file.
-_RENAMED = {'values_BL': 'old_values_BL'}
+_RENAMED = {'values_BL': 'old_values_BL', 'expert_ids': 'expert_ids_BLNE'}
 
 
 def collect(
@@ -163,7 +163,7 @@ def _updated(
 ) -> dict[str, np.ndarray]:
   """What the models of a state say of a batch."""
   arrays = distributed.from_local_rows(
-    (batch.tokens_BL, batch.expert_ids_BLNE),
+    (batch.tokens_BL, batch.expert_ids),
     sharding.batch_sharding(learner.mesh),
   )
   scores = jax.device_get(learner.score(state, *arrays))

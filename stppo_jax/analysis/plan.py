@@ -173,10 +173,10 @@ def _packed(
   of = lambda dtype, *shape: jax.ShapeDtypeStruct((rows, *shape), dtype)
   ids_BL, numbers_BL = of(jnp.int32, length), of(jnp.float32, length)
   by_sentence = config.algorithm.ratio.level == 'sentence'
-  expert_ids_BLNE = None
+  expert_ids = None
   if config.updates.routing_replay == 'sampler':
     visits = (shape.num_layers, shape.num_experts_per_tok)
-    expert_ids_BLNE = of(jnp.int16, length, *visits)
+    expert_ids = of(jnp.int16, length, *visits)
   return batch_lib.TokenBatch(
     tokens_BL=ids_BL,
     lengths_B=of(jnp.int32),
@@ -188,7 +188,7 @@ def _packed(
     sentence_ids_BL=ids_BL if by_sentence else None,
     state_ids_BL=ids_BL,
     loss_positions_BM=of(jnp.int32, num_losses),
-    expert_ids_BLNE=expert_ids_BLNE,
+    expert_ids=expert_ids,
   )
 
 

@@ -90,9 +90,9 @@ def annotate(
     ),
     _Asked(
       batch.tokens_BL,
-      batch.loss_positions_BM,
       batch.lengths_B,
-      batch.expert_ids_BLNE,
+      batch.loss_positions_BM,
+      batch.expert_ids,
     ),
     max(len(batch.lengths_B) // microbatch_size, 1) if microbatch_size else 1,
   )
@@ -107,7 +107,7 @@ def annotate(
     expert_visits_BX=said.expert_visits_BX,
   )
   if routing_replay == 'trainer':
-    batch = batch.replace(expert_ids_BLNE=said.expert_ids_BLNE)
+    batch = batch.replace(expert_ids=said.expert_ids)
   kl_BL = kl_lib.kl_estimate(
     old_BL, ref_BL, mask_BL, estimator=algorithm.kl.estimator
   )
@@ -152,9 +152,9 @@ class _Asked(NamedTuple):
   """What models are asked about, see `TokenBatch`."""
 
   tokens_BL: Array
-  positions_BM: Array | None
   lengths_B: Array
-  expert_ids_BLNE: Array | None
+  loss_positions_BM: Array | None
+  expert_ids: Array | None
 
 
 class _Said(NamedTuple):
@@ -167,7 +167,7 @@ class _Said(NamedTuple):
   ref_BL: Array
   values_BL: Array | None
   expert_visits_BX: Array | None
-  expert_ids_BLNE: Array | None
+  expert_ids: Array | None
 
 
 def _ask(
@@ -183,36 +183,34 @@ def _ask(
 ) -> _Said:
   """All models about some rows; see `annotate`."""
   scores = forward.score(
-    state, *part, policy=policy, value=value, temperature=temperature
+    state, **part._asdict(), policy=policy, value=value, temperature=temperature
   )
   values_BL = scores.values_BL
   if old is not None:
-    scores = policy.scores(
+    scores = policy.token_outputs(
       state_lib.join_frozen(policy, state.frozen, old),
-      *part,
+      **part._asdict(),
       temperature=temperature,
     )
-  ref_BL, _ = policy.plain.logprobs_and_entropy(
+  ref_BL, _ = policy.plain_policy.logprobs_and_entropy(
     reference,
     part.tokens_BL,
-    part.positions_BM,
-    part.lengths_B,
+    lengths_B=part.lengths_B,
+    loss_positions_BM=part.loss_positions_BM,
     temperature=temperature,
   )
-  visits_BX = expert_ids_BLNE = None
+  visits_BX = expert_ids = None
   if scores.routing is not None:
     visits_BX = scores.routing.visits_BX
   if routing_replay == 'trainer':
     # As those of a sampler come: no model has more experts than that.
-    expert_ids_BLNE = scores.routing.expert_ids.astype(jnp.int16)
-  return _Said(
-    scores.logprobs_BL, ref_BL, values_BL, visits_BX, expert_ids_BLNE
-  )
+    expert_ids = scores.routing.expert_ids.astype(jnp.int16)
+  return _Said(scores.logprobs_BL, ref_BL, values_BL, visits_BX, expert_ids)
 
 
 def _check_routing(batch, policy, routing_replay) -> None:
   """Raises ValueError where no experts are known that could be replayed."""
-  given = batch.expert_ids_BLNE is not None
+  given = batch.expert_ids is not None
   if (routing_replay == 'sampler') != given:
     state = 'have' if given else 'lack'
     raise ValueError(

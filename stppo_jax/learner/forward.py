@@ -38,39 +38,39 @@ def computed(state: state_lib.TrainState, dtype: str) -> state_lib.TrainState:
 def score(
   state: state_lib.TrainState,
   tokens_BL: Array,
-  positions_BM: Array | None = None,
-  lengths_B: Array | None = None,
-  expert_ids_BLNE: Array | None = None,
   *,
+  lengths_B: Array | None = None,
+  loss_positions_BM: Array | None = None,
+  expert_ids: Array | None = None,
   policy: functional.Model,
   value: functional.Model | None,
   temperature: float,
-) -> functional.Scores:
+) -> functional.TokenOutputs:
   """Scores by policy and value model: one pass where they are one.
 
   Args:
     state: its weights, joined with its frozen part.
     tokens_BL: the sequences.
-    positions_BM: tokens whose log-probability and entropy are asked for; None:
-      all.
     lengths_B: tokens of each row without padding; None: all.
-    expert_ids_BLNE: experts that the policy must visit; None: its own choice.
+    loss_positions_BM: tokens whose log-probability and entropy are asked for;
+      None: all.
+    expert_ids: experts that the policy must visit; None: its own choice.
     policy, value: models, see `model_roles.build`.
     temperature: of sampling.
   """
   whole = functools.partial(state_lib.join_frozen, frozen=state.frozen)
   params = whole(policy, params=state.policy.params)
-  scores = policy.scores(
+  scores = policy.token_outputs(
     params,
     tokens_BL,
-    positions_BM,
-    lengths_B,
-    expert_ids_BLNE,
+    lengths_B=lengths_B,
+    loss_positions_BM=loss_positions_BM,
+    expert_ids=expert_ids,
     temperature=temperature,
   )
   if value is None:
     return scores
   values_BL = value.values(
-    whole(value, params=state.value.params), tokens_BL, lengths_B
+    whole(value, params=state.value.params), tokens_BL, lengths_B=lengths_B
   )
   return scores._replace(values_BL=values_BL)

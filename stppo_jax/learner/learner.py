@@ -51,7 +51,7 @@ class Learner:
       config, shape, mesh, uses_values=self._algorithm.uses_values
     )
     self._trained, self._value = models['policy'], models['value']
-    self.policy = self._trained.plain
+    self.policy = self._trained.plain_policy
     self.mesh = mesh
     self._config = config
     self._rows = sharding.batch_sharding(mesh)
@@ -273,10 +273,10 @@ class Learner:
     self,
     state: state_lib.TrainState,
     tokens_BL: jax.Array,
-    expert_ids_BLNE: jax.Array | None = None,
-  ) -> functional.Scores:
+    expert_ids: jax.Array | None = None,
+  ) -> functional.TokenOutputs:
     """See `scoring.score`; the rows come laid out like those of a batch."""
-    return self._score(state, tokens_BL, None, None, expert_ids_BLNE)
+    return self._score(state, tokens_BL, expert_ids=expert_ids)
 
   def minibatches(
     self, num_rows: int, step: int, epoch: int
@@ -338,7 +338,7 @@ class Learner:
     return state, summarize(reports)
 
   def _merged(self, frozen, params):
-    return self._trained.merged(
+    return self._trained.merge_adapters(
       state_lib.join_frozen(self._trained, frozen, params)
     )
 

@@ -124,17 +124,17 @@ class Losses:
     weights: Weights,
     part: batch_lib.TokenBatch,
     params: functional.Params | None = None,
-  ) -> functional.Scores:
+  ) -> functional.TokenOutputs:
     """What the policy says of some rows; `params` in place of its weights."""
     params = weights.policy if params is None else params
-    return self.policy.scores(
+    return self.policy.token_outputs(
       state_lib.join_frozen(self.policy, weights.frozen, params),
       part.tokens_BL,
-      part.loss_positions_BM,
-      part.lengths_B,
-      part.expert_ids_BLNE,
+      lengths_B=part.lengths_B,
+      loss_positions_BM=part.loss_positions_BM,
+      expert_ids=part.expert_ids,
       temperature=self.temperature,
-      all_values=False,  # none is learned where no loss is
+      values_everywhere=False,  # values are trained at loss positions only
     )
 
   def looks_first(
@@ -224,8 +224,8 @@ class Losses:
         values_BL = self.value.values(
           state_lib.join_frozen(self.value, weights.frozen, params),
           part.tokens_BL,
-          part.lengths_B,
-          part.loss_positions_BM,
+          lengths_B=part.lengths_B,
+          loss_positions_BM=part.loss_positions_BM,
         )
         return _value_part(values_BL, part, weights_BL, whole, numbers)
 

@@ -63,14 +63,14 @@ def update(
     found = policy.divergence(
       state_lib.join_frozen(policy, frozen, params),
       reference,
-      rows.tokens_P2L,
-      rows.loss_positions_P2M,
-      rows.lengths_P2,
+      rows.tokens_Q2L,
+      lengths_B=rows.lengths_Q2,
+      loss_positions_BM=rows.loss_positions_Q2M,
       temperature=temperature,
     )
     loss = preferences.preference_loss(
-      *(x_BL.reshape(part.tokens_P2L.shape) for x_BL in found),
-      part.loss_mask_P2L,
+      *(x_BL.reshape(part.tokens_Q2L.shape) for x_BL in found),
+      part.loss_mask_Q2L,
       name=name,
       beta=numbers['beta'],
       alpha=numbers['alpha'],

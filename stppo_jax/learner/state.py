@@ -66,7 +66,7 @@ def join_frozen(
     frozen: of the state.
     params: of its `ModelState`, now or earlier.
   """
-  return params if frozen is None else model.joined(frozen, params)
+  return params if frozen is None else model.join_params(frozen, params)
 
 
 def fresh(
@@ -98,7 +98,7 @@ def fresh(
     if lora:
       params = model.init_adapters(jax.random.fold_in(key, number))
     else:
-      params = model.joined(weights, {})
+      params = model.join_params(weights, {})
     if model.head != 'vocabulary':
       params = params | {
         'scalar_head': jnp.zeros((model.config.hidden_size, 1))

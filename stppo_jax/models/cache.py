@@ -67,7 +67,7 @@ def _zeros(config, rows, size) -> Block:
 
 
 def expert_ids(cache: Cache) -> Array:
-  """expert_ids_BSNE of the tokens in the cache of a mixture of experts.
+  """expert_ids of the tokens in the cache of a mixture of experts.
 
   N is layers, S the positions of all blocks.
   """
@@ -79,12 +79,13 @@ def extend(
   module: transformer.Transformer,
   layers: Sequence,
   tokens_BC: Array,
+  *,
   cache: Cache,
   lengths_B: Array,
   recent: Recent,
   first: Array | int,
   num_blocks: Array | int,
-  rows_B: Array | None = None,
+  slots_B: Array | None = None,
 ) -> tuple[Array, Recent]:
   """Reads tokens; decoding is the case C = 1.
 
@@ -101,7 +102,7 @@ def extend(
     num_blocks: the first so many blocks hold all that rows of interest have
       read. An int leaves the others out of the program; an array is for where
       a branch is cheap, and spares the compiling of a program for each number.
-    rows_B: the cache's row of each of these, of which only blocks that are
+    slots_B: the cache's row of each of these, of which only blocks that are
       looked at are taken out; None: they are its rows.
 
   Returns:
@@ -124,7 +125,7 @@ def extend(
     def attend(q, k, v, put=put, blocks=blocks):
       parts = [
         attention.Part(
-          *block[:2], _filled(blocks, n, lengths_B), n < num_blocks, rows_B
+          *block[:2], _filled(blocks, n, lengths_B), n < num_blocks, slots_B
         )
         for n, block in enumerate(blocks)
       ]
@@ -152,7 +153,7 @@ def store(
   recent: Recent,
   lengths_B: Array,
   counts_B: Array,
-  rows_B: Array | None = None,
+  slots_B: Array | None = None,
 ) -> Cache:
   """Puts what is recent behind what the blocks hold; donate the cache.
 
@@ -161,15 +162,15 @@ def store(
     recent: of the tokens after the first lengths_B.
     lengths_B: tokens in the cache.
     counts_B: how many recent tokens to keep.
-    rows_B: the cache's row of each of these; None: they are its rows. One that
+    slots_B: the cache's row of each of these; None: they are its rows. One that
       it has not is left out.
   """
   N = recent[0][0].shape[2]
   rows = len(cache[0][0][0])
-  if rows_B is None:
-    rows_B = jnp.arange(rows)
+  if slots_B is None:
+    slots_B = jnp.arange(rows)
   kept_BN = jnp.arange(N)[None] < counts_B[:, None]
-  rows_BN = jnp.where(kept_BN, rows_B[:, None], rows)
+  rows_BN = jnp.where(kept_BN, slots_B[:, None], rows)
   positions_BN = lengths_B[:, None] + jnp.arange(N)[None]
 
   def one_layer(blocks, recent):

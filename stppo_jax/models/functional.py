@@ -36,14 +36,14 @@ _CUT_OF_EXPERTS = {
 }
 
 
-class Scores(NamedTuple):
-  """What a policy says of whole sequences, of one pass.
+class TokenOutputs(NamedTuple):
+  """What one forward pass of a policy computes about each token.
 
   Attributes:
-    logprobs_BL, entropy_BL: at the positions that were asked for; see
+    logprobs_BL, entropy_BL: float32, at the loss positions that were given; see
       `heads.token_logprobs_and_entropy`.
-    values_BL: everywhere; None without a value head.
-    routing: of its experts; None without.
+    values_BL: float32, V before each token; None without a value head.
+    routing: which experts the tokens visited; None without experts.
   """
 
   logprobs_BL: Array
@@ -103,53 +103,210 @@ class Model:
     kernels = _kernels(_linear_layers(nnx.merge(graph, abstract)))
     return lora_lib.init(self.lora, kernels, key)
 
-  def joined(self, frozen: Params, params: Params) -> Params:
-    """The tree to compute with: what is trained, and the base it needs.
+  def join_params(self, frozen: Params, params: Params) -> Params:
+    """Returns one tree of all weights; no array is copied.
 
     Args:
       frozen: a policy's weights, or {} where everything is trained.
-      params: adapters and heads, or all weights.
+      params: what is trained: adapters and heads, or all weights.
     """
     if self.head == 'scalar':
       frozen = {name: x for name, x in frozen.items() if name != 'lm_head'}
-    return lora_lib.joined(frozen, params)
+    return lora_lib.join(frozen, params)
 
-  def merged(self, params: Params) -> Params:
-    """Weights of the same policy for a model without adapters and values."""
+  def merge_adapters(self, params: Params) -> Params:
+    """Returns the weights of `plain_policy` that compute the same policy."""
     params = {name: x for name, x in params.items() if name != 'scalar_head'}
-    return params if self.lora is None else lora_lib.merged(self.lora, params)
+    return params if self.lora is None else lora_lib.merge(self.lora, params)
 
   @property
-  def plain(self) -> 'Model':
-    """The model of merged weights, and of the base."""
+  def plain_policy(self) -> 'Model':
+    """The policy of the same shape without adapters and without a value head.
+
+    It computes with merged weights, and with a base model's.
+    """
     return dataclasses.replace(self, head='vocabulary', lora=None)
+
+  def output_VD(self, params: Params) -> Array:
+    """Returns the matrix that makes logits of hidden states [V, D].
+
+    It is the embedding where the config ties the two.
+    """
+    return params['embedding' if self.config.tie_embeddings else 'lm_head']
 
   def hidden(
     self,
     params: Params,
     tokens_BL: Array,
+    *,
     lengths_B: Array | None = None,
-    places_BM: Array | None = None,
+    loss_positions_BM: Array | None = None,
+    expert_ids: Array | None = None,
   ) -> Array:
-    """Final hidden states [B, L, D] of whole sequences, or some of them."""
-    return self.routed(params, tokens_BL, lengths_B, None, places_BM)[0]
+    """Returns the first result of `hidden_and_routing`."""
+    return self.hidden_and_routing(
+      params,
+      tokens_BL,
+      lengths_B=lengths_B,
+      loss_positions_BM=loss_positions_BM,
+      expert_ids=expert_ids,
+    )[0]
 
-  def routed(
+  def hidden_and_routing(
     self,
     params: Params,
     tokens_BL: Array,
+    *,
     lengths_B: Array | None = None,
-    expert_ids_BLNE: Array | None = None,
-    places_BM: Array | None = None,
+    loss_positions_BM: Array | None = None,
+    expert_ids: Array | None = None,
   ) -> tuple[Array, moe.Routing | None]:
-    """Those and the experts that were visited; see `Transformer.routed`."""
+    """Returns final hidden states of whole sequences, and the experts visited.
+
+    The arguments are those of `token_outputs`.
+
+    Returns:
+      Hidden states [B, L, D]; or, where loss positions are given, [B, M, D],
+      those that predict the tokens there. And the routing; None without
+      experts.
+    """
+    places_BM = None
+    if loss_positions_BM is not None:
+      places_BM = heads.before(loss_positions_BM, tokens_BL.shape[1])
     module = self._module(params)
-    return module.routed(tokens_BL, lengths_B, expert_ids_BLNE, places_BM)
+    return module.hidden_and_routing(
+      tokens_BL,
+      lengths_B=lengths_B,
+      expert_ids=expert_ids,
+      places_BM=places_BM,
+    )
 
-  def by_layer(self, params: Params) -> Params:
-    """The same weights, a tree for each layer: what `extend` takes.
+  def token_outputs(
+    self,
+    params: Params,
+    tokens_BL: Array,
+    *,
+    lengths_B: Array | None = None,
+    loss_positions_BM: Array | None = None,
+    expert_ids: Array | None = None,
+    temperature: float,
+    values_everywhere: bool = True,
+  ) -> TokenOutputs:
+    """Returns all that a policy computes about the tokens, in one pass.
 
-    So no layer is cut out of the stack for every token that is decoded.
+    Args:
+      params: the policy's weights.
+      tokens_BL: token ids, right-padded.
+      lengths_B: tokens of each row without padding; None: all. It saves work.
+      loss_positions_BM: int32, distinct positions l of the tokens that results
+        are wanted for; one outside 1..L - 1 stands for no token. None: all
+        tokens.
+      expert_ids: int [B, L, layers, E], the experts to visit; None leaves them
+        to the routers. See `moe.MixtureOfExperts`.
+      temperature: divides the logits.
+      values_everywhere: whether values are wanted at every token, also where
+        loss positions are given.
+    """
+    narrowed = loss_positions_BM is not None
+    narrowed &= self.head != 'both' or not values_everywhere
+    hidden_BLD, routing = self.hidden_and_routing(
+      params,
+      tokens_BL,
+      lengths_B=lengths_B,
+      loss_positions_BM=loss_positions_BM if narrowed else None,
+      expert_ids=expert_ids,
+    )
+    logprobs_BL, entropy_BL = heads.token_logprobs_and_entropy(
+      hidden_BLD,
+      self.output_VD(params),
+      tokens_BL,
+      loss_positions_BM,
+      temperature=temperature,
+      chunk=self.chunk,
+      mesh=self.mesh,
+      narrowed=narrowed,
+    )
+    values_BL = None
+    if self.head == 'both':
+      values_BL = _values(
+        hidden_BLD, params, tokens_BL, loss_positions_BM if narrowed else None
+      )
+    return TokenOutputs(logprobs_BL, entropy_BL, values_BL, routing)
+
+  def logprobs_and_entropy(
+    self,
+    params: Params,
+    tokens_BL: Array,
+    *,
+    lengths_B: Array | None = None,
+    loss_positions_BM: Array | None = None,
+    expert_ids: Array | None = None,
+    temperature: float,
+  ) -> tuple[Array, Array]:
+    """Returns logprobs_BL and entropy_BL of `token_outputs`."""
+    return self.token_outputs(
+      params,
+      tokens_BL,
+      lengths_B=lengths_B,
+      loss_positions_BM=loss_positions_BM,
+      expert_ids=expert_ids,
+      temperature=temperature,
+    )[:2]
+
+  def divergence(
+    self,
+    params: Params,
+    ref_params: Params,
+    tokens_BL: Array,
+    *,
+    lengths_B: Array | None = None,
+    loss_positions_BM: Array | None = None,
+    temperature: float,
+  ) -> tuple[Array, Array, Array]:
+    """Returns log-probabilities of a policy and a reference, and their KL.
+
+    See `heads.token_divergence`. The reference gets no gradient. The other
+    arguments are those of `token_outputs`.
+    """
+    return heads.token_divergence(
+      self.hidden(params, tokens_BL, lengths_B=lengths_B),
+      self.output_VD(params),
+      self.hidden(ref_params, tokens_BL, lengths_B=lengths_B),
+      self.output_VD(ref_params),
+      tokens_BL,
+      loss_positions_BM,
+      temperature=temperature,
+      chunk=self.chunk,
+      mesh=self.mesh,
+    )
+
+  def values(
+    self,
+    params: Params,
+    tokens_BL: Array,
+    *,
+    lengths_B: Array | None = None,
+    loss_positions_BM: Array | None = None,
+    expert_ids: Array | None = None,
+  ) -> Array:
+    """Returns values_BL of a value model; 0 where none is wanted.
+
+    The arguments are those of `token_outputs`.
+    """
+    hidden_BLD = self.hidden(
+      params,
+      tokens_BL,
+      lengths_B=lengths_B,
+      loss_positions_BM=loss_positions_BM,
+      expert_ids=expert_ids,
+    )
+    return _values(hidden_BLD, params, tokens_BL, loss_positions_BM)
+
+  def split_layers(self, params: Params) -> Params:
+    """Returns the same weights with a tree for each layer, as `extend` takes.
+
+    Decoding reads every weight for every token. From a stack of layers each
+    would be cut out, that is copied, again and again.
     """
     layer = lambda n: jax.tree.map(lambda x: x[n], params['layers'])
     return {
@@ -157,8 +314,25 @@ class Model:
       'layers': tuple(layer(n) for n in range(self.config.num_layers)),
     }
 
-  def extend(self, params, tokens_BC, *cached):
-    """See `cache.extend`; `params` are those of `by_layer`."""
+  def extend(
+    self,
+    params: Params,
+    tokens_BC: Array,
+    *,
+    cache: cache_lib.Cache,
+    lengths_B: Array,
+    recent: cache_lib.Recent,
+    first: Array | int,
+    num_blocks: Array | int,
+    slots_B: Array | None = None,
+  ) -> tuple[Array, cache_lib.Recent]:
+    """Reads tokens behind those in a cache; see `cache.extend`.
+
+    Args:
+      params: from `split_layers`.
+      tokens_BC: the next tokens of each row.
+      cache, lengths_B, recent, first, num_blocks, slots_B: see `cache.extend`.
+    """
     graph, abstract = _abstract(self.config, self.head, self.mesh)
     state = jax.tree.map(lambda x: x, abstract)
     # Of the stacked layers only their graph is used.
@@ -173,117 +347,13 @@ class Model:
       nnx.merge(graph, state),
       layers,
       tokens_BC,
-      *cached,
+      cache=cache,
+      lengths_B=lengths_B,
+      recent=recent,
+      first=first,
+      num_blocks=num_blocks,
+      slots_B=slots_B,
     )
-
-  def output_VD(self, params: Params) -> Array:
-    """The matrix that scores the vocabulary: tied or its own."""
-    return params['embedding' if self.config.tie_embeddings else 'lm_head']
-
-  def logprobs_and_entropy(
-    self,
-    params: Params,
-    tokens_BL: Array,
-    positions_BM: Array | None = None,
-    lengths_B: Array | None = None,
-    *,
-    temperature: float,
-  ) -> tuple[Array, Array]:
-    """logprobs_BL and entropy_BL of a policy on whole sequences.
-
-    At the positions only; None: everywhere. See
-    `heads.token_logprobs_and_entropy`.
-    """
-    return self.scores(
-      params, tokens_BL, positions_BM, lengths_B, temperature=temperature
-    )[:2]
-
-  def scores(
-    self,
-    params: Params,
-    tokens_BL: Array,
-    positions_BM: Array | None = None,
-    lengths_B: Array | None = None,
-    expert_ids_BLNE: Array | None = None,
-    *,
-    temperature: float,
-    all_values: bool = True,
-  ) -> Scores:
-    """All that a policy says of whole sequences.
-
-    Args:
-      params: its weights.
-      tokens_BL: the sequences.
-      positions_BM: where; None: everywhere.
-      lengths_B, expert_ids_BLNE: see `Transformer.routed`.
-      temperature: of the distributions.
-      all_values: whether values are wanted everywhere, not only at the
-        positions.
-    """
-    narrowed = positions_BM is not None
-    narrowed &= self.head != 'both' or not all_values
-    places_BM = None
-    if narrowed:
-      places_BM = heads.before(positions_BM, tokens_BL.shape[1])
-    hidden_BLD, routing = self.routed(
-      params, tokens_BL, lengths_B, expert_ids_BLNE, places_BM
-    )
-    logprobs_BL, entropy_BL = heads.token_logprobs_and_entropy(
-      hidden_BLD,
-      self.output_VD(params),
-      tokens_BL,
-      positions_BM,
-      temperature=temperature,
-      chunk=self.chunk,
-      mesh=self.mesh,
-      narrowed=narrowed,
-    )
-    values_BL = None
-    if self.head == 'both':
-      values_BL = _values(
-        hidden_BLD, params, tokens_BL, positions_BM if narrowed else None
-      )
-    return Scores(logprobs_BL, entropy_BL, values_BL, routing)
-
-  def divergence(
-    self,
-    params: Params,
-    reference: Params,
-    tokens_BL: Array,
-    positions_BM: Array | None = None,
-    lengths_B: Array | None = None,
-    *,
-    temperature: float,
-  ) -> tuple[Array, Array, Array]:
-    """A policy beside its reference; see `heads.token_divergence`."""
-    return heads.token_divergence(
-      self.hidden(params, tokens_BL, lengths_B),
-      self.output_VD(params),
-      self.hidden(reference, tokens_BL, lengths_B),
-      self.output_VD(reference),
-      tokens_BL,
-      positions_BM,
-      temperature=temperature,
-      chunk=self.chunk,
-      mesh=self.mesh,
-    )
-
-  def values(
-    self,
-    params: Params,
-    tokens_BL: Array,
-    lengths_B: Array | None = None,
-    positions_BM: Array | None = None,
-  ) -> Array:
-    """values_BL of a value model on whole sequences.
-
-    At the positions only; None: everywhere.
-    """
-    places_BM = None
-    if positions_BM is not None:
-      places_BM = heads.before(positions_BM, tokens_BL.shape[1])
-    hidden_BLD = self.hidden(params, tokens_BL, lengths_B, places_BM)
-    return _values(hidden_BLD, params, tokens_BL, positions_BM)
 
   def _module(self, params: Params) -> transformer.Transformer:
     adapters = {}

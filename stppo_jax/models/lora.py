@@ -104,7 +104,7 @@ def init(options: Lora, kernels: Mapping[str, Any], key: Array) -> Params:
       ),
       B: jnp.zeros((layers, options.rank, dout)),
     }
-    adapters = joined(adapters, _nested(name, pair))
+    adapters = join(adapters, _nested(name, pair))
   return adapters
 
 
@@ -134,7 +134,7 @@ def check(
         raise ValueError(f'{name}/{leaf} {found}, expected {wanted}')
 
 
-def joined(one: Params, other: Params) -> Params:
+def join(one: Params, other: Params) -> Params:
   """Both trees as one; no array is copied.
 
   Raises:
@@ -145,13 +145,13 @@ def joined(one: Params, other: Params) -> Params:
     if name not in result:
       result[name] = value
     elif isinstance(value, Mapping) and isinstance(result[name], Mapping):
-      result[name] = joined(result[name], value)
+      result[name] = join(result[name], value)
     else:
       raise ValueError(f'parameter {name!r} is in both trees')
   return result
 
 
-def merged(options: Lora, params: Params) -> Params:
+def merge(options: Lora, params: Params) -> Params:
   """The weights without adapters that compute the same: W + alpha/rank A B.
 
   Args:
@@ -163,7 +163,7 @@ def merged(options: Lora, params: Params) -> Params:
     adapters in float32 away.
   """
   result = {
-    name: merged(options, value) if isinstance(value, Mapping) else value
+    name: merge(options, value) if isinstance(value, Mapping) else value
     for name, value in params.items()
     if name not in (A, B)
   }

@@ -159,7 +159,9 @@ class Transformer(nnx.Module):
     if head != 'scalar' and not config.tie_embeddings:
       self.lm_head = nnx.Param(layers.INITIALIZER(rngs.params(), shape))
 
-  def __call__(self, tokens_BL: Array, lengths_B: Array | None = None) -> Array:
+  def __call__(
+    self, tokens_BL: Array, *, lengths_B: Array | None = None
+  ) -> Array:
     """Final hidden states [B, L, D] of whole sequences, causal.
 
     Args:
@@ -167,13 +169,14 @@ class Transformer(nnx.Module):
       lengths_B: tokens of each row without padding. Only saves work: states of
         padding are meaningless with them, and unread without.
     """
-    return self.routed(tokens_BL, lengths_B)[0]
+    return self.hidden_and_routing(tokens_BL, lengths_B=lengths_B)[0]
 
-  def routed(
+  def hidden_and_routing(
     self,
     tokens_BL: Array,
+    *,
     lengths_B: Array | None = None,
-    expert_ids_BLNE: Array | None = None,
+    expert_ids: Array | None = None,
     places_BM: Array | None = None,
   ) -> tuple[Array, moe.Routing | None]:
     """Hidden states, and the routing of a mixture of experts.
@@ -181,13 +184,13 @@ class Transformer(nnx.Module):
     Args:
       tokens_BL, lengths_B: as above; the sums of the routing are over tokens
         that are no padding.
-      expert_ids_BLNE: experts to visit in each layer, see
+      expert_ids: experts to visit in each layer, see
         `moe.MixtureOfExperts`; None leaves them to the routers.
       places_BM: see `at`; only states there are wanted. Where the layers are
         unrolled, the last one's products are of those alone. None: of all.
 
     Returns:
-      Hidden states [B, L, D], or [B, M, D] at the places; expert_ids_BLNE, and
+      Hidden states [B, L, D], or [B, M, D] at the places; expert_ids, and
       visits and probabilities [B, X] summed over the layers. None without
       experts.
     """
@@ -200,9 +203,9 @@ class Transformer(nnx.Module):
     mask_BL = None
     if lengths_B is not None:
       mask_BL = positions_1L < lengths_B[:, None]
-    given_NBLE = None
-    if expert_ids_BLNE is not None:
-      given_NBLE = jnp.moveaxis(expert_ids_BLNE, 2, 0)
+    given_ids = None
+    if expert_ids is not None:
+      given_ids = jnp.moveaxis(expert_ids, 2, 0)
 
     def layer(x_BLD, of_layer, places_BM=None):
       params, given_BLE = of_layer
@@ -214,7 +217,7 @@ class Transformer(nnx.Module):
     x_BLD = self.embed(tokens_BL)
     if places_BM is None or not self._ends_apart:
       x_BLD, routing = jax.lax.scan(
-        layer, x_BLD, (stacked, given_NBLE), unroll=unroll
+        layer, x_BLD, (stacked, given_ids), unroll=unroll
       )
       if places_BM is not None:
         x_BLD = at(x_BLD, places_BM)

@@ -1,6 +1,6 @@
 """Token-level direct preference optimisation on pairs of trajectories.
 
-P pairs, 2 = (preferred w, dispreferred l), L tokens. With sums over the loss
+Q pairs, 2 = (preferred w, dispreferred l), L tokens. With sums over the loss
 mask of a trajectory y and KL over the whole vocabulary at each of its tokens,
 
   R(y) = sum_t log pi(y_t) - log reference(y_t)
@@ -31,14 +31,14 @@ Array = jax.Array
 sg = jax.lax.stop_gradient
 
 
-def _tdpo1(preferred_P, dispreferred_P, *, alpha):
+def _tdpo1(preferred_Q, dispreferred_Q, *, alpha):
   del alpha  # the divergences count whole
-  return dispreferred_P - preferred_P
+  return dispreferred_Q - preferred_Q
 
 
-def _tdpo2(preferred_P, dispreferred_P, *, alpha):
+def _tdpo2(preferred_Q, dispreferred_Q, *, alpha):
   # Detached: only the dispreferred trajectory is held near the reference.
-  return alpha * (dispreferred_P - sg(preferred_P))
+  return alpha * (dispreferred_Q - sg(preferred_Q))
 
 
 PREFERENCES = {'tdpo1': _tdpo1, 'tdpo2': _tdpo2}
@@ -68,10 +68,10 @@ class PreferenceLoss(typing.NamedTuple):
 
 
 def preference_loss(
-  logprobs_P2L: Array,
-  ref_logprobs_P2L: Array,
-  divergence_P2L: Array,
-  loss_mask_P2L: Array,
+  logprobs_Q2L: Array,
+  ref_logprobs_Q2L: Array,
+  divergence_Q2L: Array,
+  loss_mask_Q2L: Array,
   *,
   name: str,
   beta: Array | float,
@@ -80,12 +80,12 @@ def preference_loss(
   """The loss of the module's docstring.
 
   Args:
-    logprobs_P2L: log pi of the tokens, differentiable; off the loss mask this
+    logprobs_Q2L: log pi of the tokens, differentiable; off the loss mask this
       and the next two may be anything.
-    ref_logprobs_P2L: the same of the reference, which is data.
-    divergence_P2L: KL(reference || pi) over the vocabulary in nats, of the
+    ref_logprobs_Q2L: the same of the reference, which is data.
+    divergence_Q2L: KL(reference || pi) over the vocabulary in nats, of the
       distribution that each token was drawn from; differentiable.
-    loss_mask_P2L: bool, tokens of the policy that are trained on.
+    loss_mask_Q2L: bool, tokens of the policy that are trained on.
     name: a key of `PREFERENCES`.
     beta: how firmly the policy is held to the reference.
     alpha: weight of the divergences in tdpo2.
@@ -98,31 +98,31 @@ def preference_loss(
       f'unknown preference {name!r}; choices: {", ".join(PREFERENCES)}'
     )
   chex.assert_equal_shape(
-    [logprobs_P2L, ref_logprobs_P2L, divergence_P2L, loss_mask_P2L]
+    [logprobs_Q2L, ref_logprobs_Q2L, divergence_Q2L, loss_mask_Q2L]
   )
-  chex.assert_axis_dimension(loss_mask_P2L, 1, 2)
-  valid_P = jnp.all(jnp.any(loss_mask_P2L, axis=2), axis=1)
+  chex.assert_axis_dimension(loss_mask_Q2L, 1, 2)
+  valid_Q = jnp.all(jnp.any(loss_mask_Q2L, axis=2), axis=1)
   # At the tokens: selected later, a nan of half a pair is in the gradient.
-  chosen = lambda x_P2L: masking.select(
-    x_P2L, loss_mask_P2L & valid_P[:, None, None]
+  chosen = lambda x_Q2L: masking.select(
+    x_Q2L, loss_mask_Q2L & valid_Q[:, None, None]
   )
   # Subtracted token by token: the sums of a long trajectory would cancel.
-  log_ratio_P2L = chosen(logprobs_P2L) - chosen(sg(ref_logprobs_P2L))
-  log_ratio_P2 = jnp.sum(log_ratio_P2L, axis=2)
-  divergence_P2 = jnp.sum(chosen(divergence_P2L), axis=2)
-  margin_P = beta * (log_ratio_P2[:, 0] - log_ratio_P2[:, 1])
-  shift_P = PREFERENCES[name](
-    divergence_P2[:, 0], divergence_P2[:, 1], alpha=alpha
+  log_ratio_Q2L = chosen(logprobs_Q2L) - chosen(sg(ref_logprobs_Q2L))
+  log_ratio_Q2 = jnp.sum(log_ratio_Q2L, axis=2)
+  divergence_Q2 = jnp.sum(chosen(divergence_Q2L), axis=2)
+  margin_Q = beta * (log_ratio_Q2[:, 0] - log_ratio_Q2[:, 1])
+  shift_Q = PREFERENCES[name](
+    divergence_Q2[:, 0], divergence_Q2[:, 1], alpha=alpha
   )
-  loss_P = jax.nn.softplus(beta * shift_P - margin_P)
+  loss_Q = jax.nn.softplus(beta * shift_Q - margin_Q)
 
-  total, count = masking.masked_total(loss_P, valid_P)
-  over_pairs = lambda x_P: sg(masking.masked_total(x_P, valid_P)[0])
+  total, count = masking.masked_total(loss_Q, valid_Q)
+  over_pairs = lambda x_Q: sg(masking.masked_total(x_Q, valid_Q)[0])
   return PreferenceLoss(
     total=total,
     count=count,
-    margin=over_pairs(margin_P),
-    correct=over_pairs((margin_P > 0).astype(margin_P.dtype)),
-    log_ratio_2=sg(jnp.sum(log_ratio_P2, axis=0)),  # 0 where not valid
-    divergence_2=sg(jnp.sum(divergence_P2, axis=0)),
+    margin=over_pairs(margin_Q),
+    correct=over_pairs((margin_Q > 0).astype(margin_Q.dtype)),
+    log_ratio_2=sg(jnp.sum(log_ratio_Q2, axis=0)),  # 0 where not valid
+    divergence_2=sg(jnp.sum(divergence_Q2, axis=0)),
   )

@@ -58,7 +58,7 @@ def pack(
     for name, value in row.items():
       arrays[name][n, : len(value)] = value
   return batch_lib.TokenBatch(
-    expert_ids_BLNE=_expert_ids(trajectories, shape) if replays else None,
+    expert_ids=_expert_ids(trajectories, shape) if replays else None,
     loss_positions_BM=loss_positions(arrays['loss_mask']),
     lengths_B=np.array([len(row['tokens']) for row in rows], np.int32),
     group_ids_B=np.array(group_ids, np.int32),

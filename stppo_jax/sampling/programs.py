@@ -71,7 +71,7 @@ class Programs:
     self._copy_params = jax.jit(
       lambda params: jax.tree.map(
         jnp.copy,
-        model.by_layer(precision.cast(params, model.config.dtype)),
+        model.split_layers(precision.cast(params, model.config.dtype)),
       ),
       out_shardings=whole,
     )

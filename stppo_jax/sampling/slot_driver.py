@@ -193,8 +193,8 @@ class Decoder:
 
     Where `replays` only. Waits for the chunks that are being written.
     """
-    ids_LNE = jax.device_get(self._programs.expert_ids(self._state, slot))
-    return ids_LNE[:length]
+    expert_ids = jax.device_get(self._programs.expert_ids(self._state, slot))
+    return expert_ids[:length]
 
   def _chunks(
     self, told: Mapping[int, Append]

@@ -84,12 +84,12 @@ def extend(
   hidden_ACD, recent = model.extend(
     params,
     told.tokens_AC,
-    state.cache,
-    lengths_A,
-    cache_lib.nothing_recent(model.config, A, C),
-    0,
-    num_blocks,
-    rows_A,
+    cache=state.cache,
+    lengths_B=lengths_A,
+    recent=cache_lib.nothing_recent(model.config, A, C),
+    first=0,
+    num_blocks=num_blocks,
+    slots_B=rows_A,
   )
   hidden_AD = _last(hidden_ACD, told.counts_A, part.hidden_SD)
   opens_A = told.budgets_A >= 0
@@ -172,11 +172,11 @@ def decode(
     hidden_A1D, recent = model.extend(
       params,
       drawn.tokens_S[:, None],
-      blocks,
-      begin.lengths_S,
-      recent,
-      step,
-      num_blocks,
+      cache=blocks,
+      lengths_B=begin.lengths_S,
+      recent=recent,
+      first=step,
+      num_blocks=num_blocks,
     )
     moved_A = table_SV[part.automaton_S, drawn.tokens_S].astype(jnp.int32)
     one_A = write_A.astype(jnp.int32)

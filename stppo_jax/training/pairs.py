@@ -25,18 +25,18 @@ _NEEDED = {
 
 
 def packed(
-  tokens_P2L: np.ndarray, loss_mask_P2L: np.ndarray
+  tokens_Q2L: np.ndarray, loss_mask_Q2L: np.ndarray
 ) -> batch_lib.PairBatch:
   """The pairs with what follows from the mask; tokens behind it become 0."""
-  length = loss_mask_P2L.shape[2]
-  positions_BM = pack.loss_positions(loss_mask_P2L.reshape(-1, length))
+  length = loss_mask_Q2L.shape[2]
+  positions_BM = pack.loss_positions(loss_mask_Q2L.reshape(-1, length))
   # True up to the last token of the mask: nothing behind it has a say.
-  read_P2L = np.flip(np.logical_or.accumulate(np.flip(loss_mask_P2L, 2), 2), 2)
+  read_Q2L = np.flip(np.logical_or.accumulate(np.flip(loss_mask_Q2L, 2), 2), 2)
   return batch_lib.PairBatch(
-    np.where(read_P2L, tokens_P2L, 0).astype(np.int32),
-    loss_mask_P2L,
-    positions_BM.reshape(*loss_mask_P2L.shape[:2], -1),
-    read_P2L.sum(axis=2, dtype=np.int32),
+    np.where(read_Q2L, tokens_Q2L, 0).astype(np.int32),
+    loss_mask_Q2L,
+    positions_BM.reshape(*loss_mask_Q2L.shape[:2], -1),
+    read_Q2L.sum(axis=2, dtype=np.int32),
   )
 
 
@@ -104,17 +104,17 @@ def pairs(
     raise ValueError(
       'no pair: no group_ids_B has two rows of unequal total reward'
     )
-  rows_P2 = np.array(chosen)
-  return packed(tokens_BL[rows_P2], mask_BL[rows_P2])
+  rows_Q2 = np.array(chosen)
+  return packed(tokens_BL[rows_Q2], mask_BL[rows_Q2])
 
 
 def resized(whole: batch_lib.PairBatch, *, bucket: int) -> batch_lib.PairBatch:
   """The shortest L that holds every token and is a multiple of `bucket`."""
-  size = -(-int(whole.lengths_P2.max()) // bucket) * bucket
-  padding = ((0, 0), (0, 0), (0, max(size - whole.tokens_P2L.shape[2], 0)))
+  size = -(-int(whole.lengths_Q2.max()) // bucket) * bucket
+  padding = ((0, 0), (0, 0), (0, max(size - whole.tokens_Q2L.shape[2], 0)))
   return packed(
-    np.pad(whole.tokens_P2L, padding)[:, :, :size],
-    np.pad(whole.loss_mask_P2L, padding)[:, :, :size],
+    np.pad(whole.tokens_Q2L, padding)[:, :, :size],
+    np.pad(whole.loss_mask_Q2L, padding)[:, :, :size],
   )
 
 
@@ -132,7 +132,7 @@ def minibatch(
     size: pairs of a minibatch.
     seed: of the permutations.
   """
-  count = len(whole.tokens_P2L)
+  count = len(whole.tokens_Q2L)
   epoch, place = divmod(number, updates_per_epoch(count, size))
   order = np.random.default_rng((seed, epoch)).permutation(count)
   rows = order[place * size : (place + 1) * size]

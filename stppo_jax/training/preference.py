@@ -99,7 +99,7 @@ class _Run:
       _check(config, whole, shape, mesh, file)
       models = model_roles.build(config, shape, mesh, uses_values=False)
       self._trained = models['policy']
-      self._policy = self._trained.plain
+      self._policy = self._trained.plain_policy
       optimizer, self._numbers = _optimizer(config)
       make, layout = _fresh(config, self._trained, optimizer, mesh)
       # Resumed with other pairs, it would be a run that no command describes.
@@ -116,7 +116,7 @@ class _Run:
         self._reference = weights_lib.frozen(config, path, self._policy, mesh)
     self._pairs = pairs_lib.resized(whole, bucket=config.rollout.length_bucket)
     self._num_updates = options.num_epochs * pairs_lib.updates_per_epoch(
-      len(whole.tokens_P2L), options.batch_size
+      len(whole.tokens_Q2L), options.batch_size
     )
     self._rows = sharding.batch_sharding(mesh)
     size = options.batch_size
@@ -160,7 +160,7 @@ class _Run:
   def play(self, interrupt: interruption.Interruption) -> int:
     """Does the remaining updates; the exit code."""
     options = self._config.preference
-    self._writer.show(f'{len(self._pairs.tokens_P2L)} pairs')
+    self._writer.show(f'{len(self._pairs.tokens_Q2L)} pairs')
     while self._done < self._num_updates:
       if interrupt.exit_code is not None:
         self._save()
@@ -203,7 +203,7 @@ class _Run:
     params = self._state.params
     if self._frozen is not None:
       whole = state_lib.join_frozen(self._trained, self._frozen, params)
-      params = jax.jit(self._trained.merged)(whole)
+      params = jax.jit(self._trained.merge_adapters)(whole)
     model_files.export(
       self._config,
       policy,
@@ -240,7 +240,7 @@ def _fresh(config, policy: functional.Model, optimizer, mesh):
     policy_optimizer=optimizer,
     value_optimizer=optimizer,
   )
-  weights = jax.eval_shape(policy.plain.init, key)
+  weights = jax.eval_shape(policy.plain_policy.init, key)
   layout = sharding.param_shardings(jax.eval_shape(make, weights), mesh)
   return jax.jit(make, donate_argnums=0, out_shardings=layout), layout
 
@@ -272,7 +272,7 @@ def _check(config, whole, shape, mesh, file) -> None:
         f'preference.{key}={config.preference[key]}: must be a multiple of '
         f'the {shards} devices of the axes data and fsdp'
       )
-  low, high = int(whole.tokens_P2L.min()), int(whole.tokens_P2L.max())
+  low, high = int(whole.tokens_Q2L.min()), int(whole.tokens_Q2L.max())
   if low < 0 or high >= shape.vocab_size:
     raise ValueError(
       f'{file}: tokens_BL has the id {low if low < 0 else high}, which is not '

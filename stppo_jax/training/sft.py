@@ -131,8 +131,8 @@ def _update(
     logprobs_BL, _ = policy.logprobs_and_entropy(
       params,
       batch.tokens_BL,
-      batch.loss_positions_BM,
-      batch.lengths_B,
+      lengths_B=batch.lengths_B,
+      loss_positions_BM=batch.loss_positions_BM,
       temperature=1.0,
     )
     chosen_BL = jnp.where(batch.loss_mask_BL, logprobs_BL, 0.0)

@@ -38,32 +38,20 @@ class _Told:
   config = tiny.model().config
 
   @property
-  def plain(self):
+  def plain_policy(self):
     return self
 
-  def logprobs_and_entropy(
-    self, params, tokens_BL, positions_BM, lengths_B, *, temperature
-  ):
-    del tokens_BL, positions_BM, lengths_B
+  def logprobs_and_entropy(self, params, tokens_BL, *, temperature, **options):
+    del tokens_BL, options
     return params / temperature, jnp.zeros_like(params)
 
-  def scores(
-    self,
-    params,
-    tokens_BL,
-    positions_BM,
-    lengths_B,
-    expert_ids_BLNE,
-    *,
-    temperature,
-  ):
-    del expert_ids_BLNE
+  def token_outputs(self, params, tokens_BL, **options):
     logprobs_and_entropy = self.logprobs_and_entropy(
-      params, tokens_BL, positions_BM, lengths_B, temperature=temperature
+      params, tokens_BL, **options
     )
-    return functional.Scores(*logprobs_and_entropy, None, None)
+    return functional.TokenOutputs(*logprobs_and_entropy, None, None)
 
-  def values(self, params, tokens_BL, lengths_B):
+  def values(self, params, tokens_BL, *, lengths_B):
     del tokens_BL, lengths_B
     return params
 
@@ -259,7 +247,7 @@ def test_rows_may_be_asked_about_in_parts():
     parts,
     whole,
   )
-  assert parts[0].expert_ids_BLNE.dtype == np.int16
+  assert parts[0].expert_ids.dtype == np.int16
 
 
 def test_memory_is_that_of_the_parts():

@@ -133,7 +133,7 @@ def _with_adapters(models):
   state = state_lib.TrainState(*(_model_state(trained(m)) for m in adapted))
 
   def merged(model, params):
-    return _model_state(lora.merged(_LORA, model.joined(frozen, params)))
+    return _model_state(lora.merge(_LORA, model.join_params(frozen, params)))
 
   whole = state_lib.TrainState(
     merged(adapted.policy, state.policy.params),

@@ -98,7 +98,7 @@ def _log_all(params, tokens):
 @pytest.mark.parametrize('name', _NAMES)
 def test_its_numbers_are_those_of_the_formula(name):
   pairs = _pairs()
-  tokens = pairs.tokens_P2L.reshape(-1, L)
+  tokens = pairs.tokens_Q2L.reshape(-1, L)
   log_pi = _log_all(_state().params, tokens)
   log_ref = _log_all(updates._params(_POLICY, 2), tokens)
   loss = margin = correct = 0
@@ -107,8 +107,8 @@ def test_its_numbers_are_those_of_the_formula(name):
     if p == _FAILED:
       continue
     for side in (0, 1):
-      for i in np.flatnonzero(pairs.loss_mask_P2L[p, side]):
-        row, token = 2 * p + side, pairs.tokens_P2L[p, side, i]
+      for i in np.flatnonzero(pairs.loss_mask_Q2L[p, side]):
+        row, token = 2 * p + side, pairs.tokens_Q2L[p, side, i]
         q, r = log_pi[row, i - 1], log_ref[row, i - 1]
         ratios[p, side] += q[token] - r[token]
         kls[p, side] += sum(np.exp(r) * (r - q))
@@ -144,12 +144,12 @@ def test_at_the_reference_it_pulls_the_two_apart(name):
 
   def apart(params):
     logprobs_BL, _ = _POLICY.logprobs_and_entropy(
-      params, pairs.tokens_P2L.reshape(-1, L), temperature=TEMPERATURE
+      params, pairs.tokens_Q2L.reshape(-1, L), temperature=TEMPERATURE
     )
-    logprobs_P2L = logprobs_BL.reshape(P, 2, L)
-    sums_P2 = jnp.sum(jnp.where(pairs.loss_mask_P2L, logprobs_P2L, 0), axis=2)
-    apart_P = sums_P2[:, 0] - sums_P2[:, 1]
-    return jnp.sum(apart_P.at[_FAILED].set(0)) / _VALID
+    logprobs_Q2L = logprobs_BL.reshape(P, 2, L)
+    sums_Q2 = jnp.sum(jnp.where(pairs.loss_mask_Q2L, logprobs_Q2L, 0), axis=2)
+    apart_Q = sums_Q2[:, 0] - sums_Q2[:, 1]
+    return jnp.sum(apart_Q.at[_FAILED].set(0)) / _VALID
 
   expected = jax.tree.map(lambda g: -BETA / 2 * g, jax.grad(apart)(params))
   jax.tree.map(
@@ -175,8 +175,8 @@ def test_pairs_of_no_token_weigh_nothing():
 
 
 def test_models_are_asked_of_the_tokens_of_the_mask_only():
-  nowhere = np.full_like(_pairs().loss_positions_P2M, L)
-  gradient, metrics, _ = _update(_pairs()._replace(loss_positions_P2M=nowhere))
+  nowhere = np.full_like(_pairs().loss_positions_Q2M, L)
+  gradient, metrics, _ = _update(_pairs()._replace(loss_positions_Q2M=nowhere))
   assert metrics['preference/loss'] == pytest.approx(math.log(2), abs=1e-6)
   assert not any(np.any(g) for g in jax.tree.leaves(gradient))
 

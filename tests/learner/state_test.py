@@ -99,7 +99,7 @@ def test_under_adapters_there_is_one_base_and_few_moments():
 @pytest.mark.parametrize('options', [None, _LORA])
 def test_a_shared_backbone_is_a_policy_with_a_value_head(options):
   policy = dataclasses.replace(tiny.model('both', vocab_size=12), lora=options)
-  plain = tiny.params(policy.plain)
+  plain = tiny.params(policy.plain_policy)
   make = functools.partial(
     state_lib.fresh,
     key=jax.random.key(0),

@@ -14,6 +14,7 @@ from stppo_jax import batch as batch_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import update as update_lib
 from stppo_jax.models import functional
+from stppo_jax.models import heads
 from stppo_jax.models import transformer
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
@@ -59,17 +60,19 @@ NUMBERS = {
 class _Sums(functional.Model):
   """Hidden states from running sums of embeddings; the heads are real."""
 
-  def routed(
+  def hidden_and_routing(
     self,
     params,
     tokens_BL,
+    *,
     lengths_B=None,
-    expert_ids_BLNE=None,
-    places_BM=None,
+    loss_positions_BM=None,
+    expert_ids=None,
   ):
-    del lengths_B, expert_ids_BLNE
+    del lengths_B, expert_ids
     x_BLD = jnp.tanh(jnp.cumsum(params['embedding'][tokens_BL], axis=1))
-    if places_BM is not None:
+    if loss_positions_BM is not None:
+      places_BM = heads.before(loss_positions_BM, tokens_BL.shape[1])
       x_BLD = transformer.at(x_BLD, places_BM)
     return x_BLD, None
 

@@ -146,7 +146,7 @@ def test_a_model_attends_as_configured(monkeypatch):
   for name in ('xla', 'splash'):
     model = tiny.model(attention=name)
     hidden[name] = jax.jit(model.hidden)(
-      tiny.params(model), tokens_BL, lengths_B
+      tiny.params(model), tokens_BL, lengths_B=lengths_B
     )
   for b, length in enumerate(lengths_B):
     np.testing.assert_allclose(

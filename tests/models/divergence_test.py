@@ -178,7 +178,7 @@ def test_a_model_is_that_far_from_another():
   assert np.all(found[2][:, 1:] > 0)
   # Asked of some tokens only, the others are 0.
   positions = np.array([[2, 5, 8], [7, 8, 9]], np.int32)
-  few = divergence(params, reference, tokens, positions)
+  few = divergence(params, reference, tokens, loss_positions_BM=positions)
   asked = np.zeros(tokens.shape, bool)
   asked[[0, 0, 1], [2, 5, 7]] = True
   for x, e in zip(few, expected, strict=True):

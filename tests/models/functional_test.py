@@ -107,22 +107,26 @@ def test_states_that_nobody_asks_for_are_left_out(unrolled, adapted):
       lambda x: rng.normal(scale=0.3, size=x.shape).astype(np.float32),
       jax.device_get(model.init_adapters(jax.random.key(0))),
     )
-    params = model.joined(params, adapters)
+    params = model.join_params(params, adapters)
   tokens_BL = rng.integers(0, model.config.vocab_size, (3, 9)).astype(np.int32)
   # Of the last row nothing is asked; 9 is no token.
   positions_BM = np.array([[1, 4, 8], [3, 5, 9], [9, 9, 9]], np.int32)
 
-  def scores(params, all_values):
-    found = model.scores(
-      params, tokens_BL, positions_BM, temperature=1.0, all_values=all_values
+  def outputs(params, values_everywhere):
+    found = model.token_outputs(
+      params,
+      tokens_BL,
+      loss_positions_BM=positions_BM,
+      temperature=1.0,
+      values_everywhere=values_everywhere,
     )
     return found.logprobs_BL, found.entropy_BL, found.values_BL
 
-  def loss(params, all_values):
+  def loss(params, values_everywhere):
     asked_BL = np.zeros(tokens_BL.shape, bool)
     for n, places in enumerate(positions_BM):
       asked_BL[n, places[places < 9]] = True
-    logprobs_BL, entropy_BL, values_BL = scores(params, all_values)
+    logprobs_BL, entropy_BL, values_BL = outputs(params, values_everywhere)
     # Values come of all tokens, or of those that are asked for.
     values_BL = jnp.where(asked_BL, values_BL, 0.0)
     total = jnp.sum(jnp.sin(logprobs_BL + entropy_BL + values_BL))
@@ -147,7 +151,7 @@ def test_values_are_told_at_some_tokens():
   tokens_BL = np.arange(12, dtype=np.int32).reshape(2, 6) % 11
   positions_BM = np.array([[1, 3], [5, 6]], np.int32)
   whole_BL = model.values(params, tokens_BL)
-  found_BL = model.values(params, tokens_BL, None, positions_BM)
+  found_BL = model.values(params, tokens_BL, loss_positions_BM=positions_BM)
   expected_BL = np.zeros((2, 6), np.float32)
   for place in ((0, 1), (0, 3), (1, 5)):
     expected_BL[place] = whole_BL[place]

@@ -63,7 +63,7 @@ def test_the_same_numbers(kind, tied, ratio, options, tmp_path):
 
   @jax.jit
   def ours(params):
-    hidden_BLD, routing = model.routed(params, tokens_BL)
+    hidden_BLD, routing = model.hidden_and_routing(params, tokens_BL)
     output_VD = model.output_VD(params)
     logprobs_BL, _ = heads.token_logprobs_and_entropy(
       hidden_BLD, output_VD, tokens_BL, temperature=1.0

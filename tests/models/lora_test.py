@@ -57,14 +57,14 @@ def test_fresh_adapters_are_the_base_bit_by_bit():
   assert not np.array_equal(a[0], a[1])
   hidden = jax.jit(model.hidden)
   np.testing.assert_array_equal(
-    hidden(model.joined(base, adapters), _TOKENS), hidden(base, _TOKENS)
+    hidden(model.join_params(base, adapters), _TOKENS), hidden(base, _TOKENS)
   )
 
 
 def test_the_product_is_scaled_by_alpha_over_rank():
   model = _model()
   base, adapters = tiny.params(model), _adapters(model, 0.3)
-  params = model.joined(base, adapters)
+  params = model.join_params(base, adapters)
   by_hand = jax.tree.map(np.copy, base)
   for name in _ADAPTED:
     _, layer = name.split('/')
@@ -73,24 +73,24 @@ def test_the_product_is_scaled_by_alpha_over_rank():
       by_hand['layers'][layer]['kernel'][n] += (
         2.0 * pair['lora_a'][n] @ pair['lora_b'][n]
       )
-  merged = jax.jit(model.merged)(params)
+  merged = jax.jit(model.merge_adapters)(params)
   jax.tree.map(
     lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), merged, by_hand
   )
   with_adapters = jax.jit(model.hidden)(params, _TOKENS)
-  without = tiny.hidden(model.plain)
+  without = tiny.hidden(model.plain_policy)
   np.testing.assert_allclose(with_adapters, without(merged, _TOKENS), atol=1e-5)
   assert np.abs(with_adapters - without(base, _TOKENS)).max() > 0.1
 
 
 def test_cached_decoding_of_merged_weights_knows_adapters():
   model = _model()
-  params = model.joined(tiny.params(model), _adapters(model, 0.3))
+  params = model.join_params(tiny.params(model), _adapters(model, 0.3))
   empty = cache.empty(model.config, 2, [4])
   counts = np.full(2, 4, np.int32)
   extended, _ = tiny.read_on(
-    model.plain,
-    model.merged(params),
+    model.plain_policy,
+    model.merge_adapters(params),
     _TOKENS,
     empty,
     np.zeros_like(counts),
@@ -117,7 +117,7 @@ def test_the_backward_pass_forms_no_gradient_of_the_base():
 
   of_all = flops(lambda p: jnp.sum(plain.hidden(p, tokens)), base)
   of_adapters = flops(
-    lambda p: jnp.sum(model.hidden(model.joined(base, p), tokens)),
+    lambda p: jnp.sum(model.hidden(model.join_params(base, p), tokens)),
     _adapters(model),
   )
   assert 0.6 < of_adapters / of_all < 0.75
@@ -127,7 +127,7 @@ def test_a_value_model_takes_the_backbone_of_a_policy():
   policy, value = _model(), _model('scalar')
   base = tiny.params(policy)
   trained = _adapters(value, 0.3) | {'scalar_head': np.ones((16, 1))}
-  params = value.joined(base, trained)
+  params = value.join_params(base, trained)
   assert 'lm_head' in base and 'lm_head' not in params
   values_BL = jax.jit(value.values)(params, _TOKENS)
   assert values_BL.shape == _TOKENS.shape and np.any(values_BL)
@@ -138,11 +138,13 @@ def test_one_pass_of_both_heads_is_the_two_models():
   params = tiny.params(both)
   assert {'lm_head', 'scalar_head'} <= params.keys()
   logprobs_BL, entropy_BL, values_BL, _ = jax.jit(
-    lambda p: both.scores(p, _TOKENS, temperature=0.7)
+    lambda p: both.token_outputs(p, _TOKENS, temperature=0.7)
   )(params)
   expected = jax.jit(
-    lambda p: both.plain.logprobs_and_entropy(p, _TOKENS, temperature=0.7)
-  )(both.merged(params))
+    lambda p: both.plain_policy.logprobs_and_entropy(
+      p, _TOKENS, temperature=0.7
+    )
+  )(both.merge_adapters(params))
   for found, wanted in zip((logprobs_BL, entropy_BL), expected):
     np.testing.assert_array_equal(found, wanted)
   backbone = {name: x for name, x in params.items() if name != 'lm_head'}
@@ -153,8 +155,8 @@ def test_one_pass_of_both_heads_is_the_two_models():
 
 def test_the_exported_directory_is_the_merged_policy(tmp_path):
   model = _model()
-  params = model.joined(tiny.params(model), _adapters(model, 0.3))
-  merged = jax.device_get(jax.jit(model.merged)(params))
+  params = model.join_params(tiny.params(model), _adapters(model, 0.3))
+  merged = jax.device_get(jax.jit(model.merge_adapters)(params))
   export.export(tmp_path, model.config, merged)
   config = load.read_config(
     tmp_path, dtype='float32', remat='none', scan_unroll=1
@@ -204,18 +206,18 @@ def test_adapters_that_do_not_fit_are_named(change, message):
   model = _model()
   adapters = _adapters(model)
   change(adapters['layers'])
-  params = model.joined(tiny.params(model), adapters)
+  params = model.join_params(tiny.params(model), adapters)
   with pytest.raises(ValueError, match=message):
     jax.eval_shape(model.hidden, params, _TOKENS)
 
 
 def test_a_model_without_adapters_refuses_them():
   model = _model()
-  params = model.joined(tiny.params(model), _adapters(model))
+  params = model.join_params(tiny.params(model), _adapters(model))
   with pytest.raises(ValueError, match='lora_a .* expected no such parameter'):
-    jax.eval_shape(model.plain.hidden, params, _TOKENS)
+    jax.eval_shape(model.plain_policy.hidden, params, _TOKENS)
   with pytest.raises(ValueError, match="'embedding' is in both trees"):
-    model.joined(params, {'embedding': params['embedding']})
+    model.join_params(params, {'embedding': params['embedding']})
 
 
 def test_a_rounded_base_does_not_round_adapters_away():
@@ -223,5 +225,5 @@ def test_a_rounded_base_does_not_round_adapters_away():
   pair = {'lora_a': np.full((1, 2, 1), 1e-3), 'lora_b': np.ones((1, 1, 2))}
   pair = {name: x.astype(np.float32) for name, x in pair.items()}
   options = lora.Lora(rank=1, alpha=1.0, targets='q')
-  merged = lora.merged(options, {'q': {'kernel': kernel, **pair}})
+  merged = lora.merge(options, {'q': {'kernel': kernel, **pair}})
   np.testing.assert_allclose(merged['q']['kernel'], 1.001, rtol=1e-6)

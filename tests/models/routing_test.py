@@ -34,9 +34,11 @@ def _other_routers(params):
 
 def test_every_layer_reports_its_experts_and_sums():
   params = tiny.params(MODEL)
-  hidden, routing = jax.jit(MODEL.routed)(params, TOKENS, LENGTHS)
+  hidden, routing = jax.jit(MODEL.hidden_and_routing)(
+    params, TOKENS, lengths_B=LENGTHS
+  )
   np.testing.assert_array_equal(
-    hidden, tiny.hidden(MODEL)(params, TOKENS, LENGTHS)
+    hidden, tiny.hidden(MODEL)(params, TOKENS, lengths_B=LENGTHS)
   )
   assert routing.expert_ids.shape == (B, L, N, E)
   visits = np.zeros((B, X))
@@ -50,32 +52,32 @@ def test_every_layer_reports_its_experts_and_sums():
 
 def test_a_model_without_experts_has_no_routing():
   model = tiny.model()
-  _, routing = jax.jit(model.routed)(tiny.params(model), TOKENS)
+  _, routing = jax.jit(model.hidden_and_routing)(tiny.params(model), TOKENS)
   assert routing is None
 
 
 def test_a_replay_of_its_own_experts_changes_nothing():
   params = tiny.params(MODEL)
-  routed = jax.jit(MODEL.routed)
+  routed = jax.jit(MODEL.hidden_and_routing)
   hidden, routing = routed(params, TOKENS)
-  again, _ = routed(params, TOKENS, None, routing.expert_ids)
+  again, _ = routed(params, TOKENS, expert_ids=routing.expert_ids)
   np.testing.assert_allclose(again, hidden, atol=1e-6)
 
 
 def test_a_replay_holds_the_experts_of_other_routers():
   params = tiny.params(MODEL)
   other = _other_routers(params)
-  routed = jax.jit(MODEL.routed)
+  routed = jax.jit(MODEL.hidden_and_routing)
   _, routing = routed(params, TOKENS)
   _, own = routed(other, TOKENS)
-  _, replayed = routed(other, TOKENS, None, routing.expert_ids)
+  _, replayed = routed(other, TOKENS, expert_ids=routing.expert_ids)
   np.testing.assert_array_equal(replayed.expert_ids, routing.expert_ids)
   assert np.mean(own.expert_ids != routing.expert_ids) > 0.2
 
 
 def test_reading_in_chunks_visits_the_same_experts():
   params = tiny.params(MODEL)
-  _, routing = jax.jit(MODEL.routed)(params, TOKENS)
+  _, routing = jax.jit(MODEL.hidden_and_routing)(params, TOKENS)
   cache = cache_lib.empty(MODEL.config, B, [4, L - 4])
   for start in range(0, L, 3):
     at = np.full(B, start, np.int32)
@@ -89,7 +91,7 @@ def test_gradients_do_not_depend_on_how_experts_and_layers_are_computed():
     model = tiny.model(**tiny.MIXTURE, **changes)
 
     def loss(params):
-      hidden, routing = model.routed(params, TOKENS)
+      hidden, routing = model.hidden_and_routing(params, TOKENS)
       return jnp.mean(jnp.square(hidden)) + jnp.mean(
         routing.probs_BX * routing.visits_BX
       )
@@ -117,7 +119,9 @@ def test_eight_devices_are_one():
     model = functional.Model(config, 'vocabulary', mesh)
 
     def loss(params, tokens, lengths):
-      hidden, routing = model.routed(params, tokens, lengths)
+      hidden, routing = model.hidden_and_routing(
+        params, tokens, lengths_B=lengths
+      )
       states = jnp.mean(jnp.square(hidden[:, :1]))  # no padding among them
       return states + jnp.mean(routing.probs_BX * routing.visits_BX)
 
@@ -165,7 +169,7 @@ def test_logits_and_routing_equal_those_of_transformers(name, tmp_path):
   config = load.read_config(tmp_path, **runtime)
   model = functional.Model(dataclasses.replace(config, moe=name), 'vocabulary')
   params = load.read_params(tmp_path, config)
-  hidden, routing = jax.jit(model.routed)(params, TOKENS)
+  hidden, routing = jax.jit(model.hidden_and_routing)(params, TOKENS)
   np.testing.assert_allclose(
     heads.logits(hidden, model.output_VD(params)),
     answer.logits.numpy(),

@@ -64,13 +64,13 @@ def read_on(
   """
   B, C = tokens_BC.shape
   hidden_BCD, recent = model.extend(
-    model.by_layer(params),
+    model.split_layers(params),
     tokens_BC,
-    cache,
-    lengths_B,
-    cache_lib.nothing_recent(model.config, B, C),
-    0,
-    len(cache[0]) if num_blocks is None else num_blocks,
+    cache=cache,
+    lengths_B=lengths_B,
+    recent=cache_lib.nothing_recent(model.config, B, C),
+    first=0,
+    num_blocks=len(cache[0]) if num_blocks is None else num_blocks,
   )
   return hidden_BCD, cache_lib.store(cache, recent, lengths_B, counts_B)
 

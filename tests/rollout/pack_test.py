@@ -239,13 +239,13 @@ def test_experts_stand_at_their_tokens_and_nowhere_else():
   unplayed = _trajectory([], status=_STATUS.TRUNCATED_LENGTH)
   rows = [_with_experts(long, 0), _with_experts(short, 500), failed, unplayed]
   batch = pack.pack(rows, length_bucket=4, replays=True)
-  found = batch.expert_ids_BLNE
+  found = batch.expert_ids
   assert found.shape == (4, 12, 2, 3) and found.dtype == np.int16
   np.testing.assert_array_equal(found[0, :11], rows[0].expert_ids)
   np.testing.assert_array_equal(found[1, :3], rows[1].expert_ids)
   assert (found[0, 11:] == -1).all() and (found[1, 3:] == -1).all()
   assert (found[2:] == -1).all()
-  assert pack.pack(rows, length_bucket=4).expert_ids_BLNE is None
+  assert pack.pack(rows, length_bucket=4).expert_ids is None
 
 
 def test_experts_that_nobody_told_cannot_be_replayed():

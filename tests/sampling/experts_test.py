@@ -60,7 +60,7 @@ def test_every_token_of_a_dialogue_tells_its_experts(deterministic):
   tokens = np.zeros((_ROWS, players.MAX_LENGTH), np.int32)
   for row, dialogue in dialogues.items():
     tokens[row, : len(dialogue.tokens)] = dialogue.tokens
-  _, routing = jax.jit(_MODEL.routed)(_PARAMS, tokens)
+  _, routing = jax.jit(_MODEL.hidden_and_routing)(_PARAMS, tokens)
   for row, dialogue in dialogues.items():
     count = len(dialogue.tokens)
     assert told[row].dtype == np.int16

@@ -296,7 +296,7 @@ def _shapes(programs, slots):
     x.shape, x.dtype, sharding=programs._by_row
   )
   params = jax.tree.map(jnp.asarray, players.PARAMS)
-  return players.MODEL.by_layer(params), jax.tree.map(shape, state)
+  return players.MODEL.split_layers(params), jax.tree.map(shape, state)
 
 
 @pytest.mark.parametrize('name', ['decode', 'extend'])

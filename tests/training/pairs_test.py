@@ -29,16 +29,16 @@ def arrays(rewards=_REWARDS, groups=_GROUPS, length=6):
 
 def _rows(found):
   """The rows that became pairs, by the numbers that they are made of."""
-  return found.tokens_P2L[:, :, 2].tolist()
+  return found.tokens_Q2L[:, :, 2].tolist()
 
 
 def test_the_best_and_the_worst_of_each_group_are_a_pair():
   # Group 2 is all equal; of group 7 the first of the two best.
   found = pairs_lib.pairs(**arrays())
   assert _rows(found) == [[7, 6], [1, 2]]
-  assert found.tokens_P2L.dtype == np.int32
-  assert found.loss_mask_P2L.dtype == bool
-  np.testing.assert_array_equal(found.loss_mask_P2L[0, 0], [0, 0, 1, 1, 1, 0])
+  assert found.tokens_Q2L.dtype == np.int32
+  assert found.loss_mask_Q2L.dtype == bool
+  np.testing.assert_array_equal(found.loss_mask_Q2L[0, 0], [0, 0, 1, 1, 1, 0])
 
 
 def test_failed_rows_are_not_there():
@@ -62,8 +62,8 @@ def test_what_stands_behind_the_last_token_is_dropped():
   given['tokens_BL'] = given['tokens_BL'].copy()
   given['tokens_BL'][:, 5] = -(2**31)  # the padding's id has no meaning
   found = pairs_lib.pairs(**given)
-  assert not found.tokens_P2L[:, :, 5].any()
-  np.testing.assert_array_equal(found.tokens_P2L[0, 0, :5], [7] * 5)
+  assert not found.tokens_Q2L[:, :, 5].any()
+  np.testing.assert_array_equal(found.tokens_Q2L[0, 0, :5], [7] * 5)
 
 
 @pytest.mark.parametrize(('bucket', 'length'), [(1, 5), (4, 8), (6, 6)])
@@ -74,12 +74,12 @@ def test_the_length_is_the_least_that_fits(bucket, length):
     assert x.shape == (2, 2, length)
     np.testing.assert_array_equal(x[:, :, :5], before[:, :, :5])
     assert not x[:, :, 5:].any()
-  positions = found.loss_positions_P2M[..., :3]
+  positions = found.loss_positions_Q2M[..., :3]
   np.testing.assert_array_equal(
     positions, np.broadcast_to([2, 3, 4], (2, 2, 3))
   )
-  assert np.all(found.loss_positions_P2M[..., 3:] == length)  # none
-  assert np.all(found.lengths_P2 == 5)
+  assert np.all(found.loss_positions_Q2M[..., 3:] == length)  # none
+  assert np.all(found.lengths_Q2 == 5)
 
 
 def test_an_epoch_sees_every_pair_once_and_is_filled_up():
@@ -91,18 +91,18 @@ def test_an_epoch_sees_every_pair_once_and_is_filled_up():
     seen = []
     for place in range(3):
       part = pairs_lib.minibatch(whole, 3 * epoch + place, size=3, seed=0)
-      assert part.tokens_P2L.shape == (3, 2, 6)
-      there = part.loss_mask_P2L.any(axis=(1, 2))
+      assert part.tokens_Q2L.shape == (3, 2, 6)
+      there = part.loss_mask_Q2L.any(axis=(1, 2))
       assert there.sum() == (3, 3, 1)[place]
-      assert not part.tokens_P2L[~there].any()
-      assert not part.loss_positions_P2M[~there].any()  # the first: none
-      assert (part.lengths_P2 == 5 * there[:, None]).all()
-      seen += part.tokens_P2L[there][:, 0, 0].tolist()
+      assert not part.tokens_Q2L[~there].any()
+      assert not part.loss_positions_Q2M[~there].any()  # the first: none
+      assert (part.lengths_Q2 == 5 * there[:, None]).all()
+      seen += part.tokens_Q2L[there][:, 0, 0].tolist()
     assert sorted(seen) == list(range(1, 14, 2))
     orders.append(seen)
   assert orders[0] != orders[1]
   again = pairs_lib.minibatch(whole, 4, size=3, seed=0)
-  assert again.tokens_P2L[:, 0, 0].tolist() == orders[1][3:6]
+  assert again.tokens_Q2L[:, 0, 0].tolist() == orders[1][3:6]
 
 
 def test_a_file_is_read_and_known_again(tmp_path):

@@ -171,7 +171,7 @@ def test_without_adapters_an_export_copies_no_weights(
 ):
   shutil.copytree(whole, tmp_path / 'run')
   shutil.rmtree(tmp_path / 'run' / 'policy')
-  monkeypatch.delattr(functional.Model, 'merged')
+  monkeypatch.delattr(functional.Model, 'merge_adapters')
   # Nothing is left to do but the export.
   assert preference.prefer(runs.config(**_SMALL), file, tmp_path / 'run') == 0
   exported = 'policy/model.safetensors'

@@ -66,8 +66,11 @@ def _annotated(models, batch, routing_replay, params=None):
 def _log_ratio(policy, params, batch, **changes):
   """Of the policy, as an update sees it, to the annotated old one."""
   batch = batch.replace(**changes)
-  scores = jax.jit(functools.partial(policy.scores, temperature=1.0))(
-    params, batch.tokens_BL, None, batch.lengths_B, batch.expert_ids_BLNE
+  scores = jax.jit(functools.partial(policy.token_outputs, temperature=1.0))(
+    params,
+    batch.tokens_BL,
+    lengths_B=batch.lengths_B,
+    expert_ids=batch.expert_ids,
   )
   difference_BL = scores.logprobs_BL - batch.old_logprobs_BL
   return np.abs(np.where(batch.loss_mask_BL, difference_BL, 0.0)).max()
@@ -88,7 +91,7 @@ def test_the_ratio_is_one_whatever_another_router_would_choose():
   other = _other_router(params)
   assert _log_ratio(models.policy, params, batch) < 1e-6
   assert _log_ratio(models.policy, other, batch) < 1e-6
-  assert _log_ratio(models.policy, other, batch, expert_ids_BLNE=None) > 0.1
+  assert _log_ratio(models.policy, other, batch, expert_ids=None) > 0.1
 
 
 @pytest.mark.parametrize('replay', ('nowhere', 'trainer'))
@@ -97,24 +100,24 @@ def test_what_is_kept_is_of_the_old_policy(replay):
   old = tiny.params(models.policy, seed=5)
   batch = _batch(models)
   annotated = _annotated(models, batch, replay, old)
-  _, routing = jax.jit(models.policy.routed)(
-    old, batch.tokens_BL, batch.lengths_B
+  _, routing = jax.jit(models.policy.hidden_and_routing)(
+    old, batch.tokens_BL, lengths_B=batch.lengths_B
   )
   np.testing.assert_array_equal(annotated.expert_visits_BX, routing.visits_BX)
   if replay == 'nowhere':
-    assert annotated.expert_ids_BLNE is None
+    assert annotated.expert_ids is None
   else:
-    np.testing.assert_array_equal(annotated.expert_ids_BLNE, routing.expert_ids)
+    np.testing.assert_array_equal(annotated.expert_ids, routing.expert_ids)
 
 
 def test_the_experts_of_the_sampler_are_those_of_the_old_policy_too():
   models = _models(**tiny.MIXTURE)
   params = updates.state(models).policy.params
-  batch = _batch(models, expert_ids_BLNE=_expert_ids())
+  batch = _batch(models, expert_ids=_expert_ids())
   annotated = _annotated(models, batch, 'sampler')
-  np.testing.assert_array_equal(annotated.expert_ids_BLNE, _expert_ids())
+  np.testing.assert_array_equal(annotated.expert_ids, _expert_ids())
   assert _log_ratio(models.policy, params, annotated) < 1e-6
-  own = {'expert_ids_BLNE': None}
+  own = {'expert_ids': None}
   assert _log_ratio(models.policy, params, annotated, **own) > 0.1
 
 
@@ -133,7 +136,7 @@ def test_what_is_not_known_cannot_be_replayed(replay, changes, message):
 
 def test_updates_replay_and_balance_the_load_however_they_are_cut():
   models = _models(**tiny.MIXTURE)
-  batch = _batch(models, expert_ids_BLNE=_expert_ids())
+  batch = _batch(models, expert_ids=_expert_ids())
   batch = _annotated(models, batch, 'sampler')
   # No trajectory of a group of one has an advantage.
   batch = batch.replace(advantages_BL=updates.batch(models).advantages_BL)
@@ -142,11 +145,11 @@ def test_updates_replay_and_balance_the_load_however_they_are_cut():
   )
   whole, parts = update(), update(num_microbatches=4)
   rows = batch.loss_mask_BL.any(axis=1)
-  _, routing = jax.jit(models.policy.routed)(
+  _, routing = jax.jit(models.policy.hidden_and_routing)(
     updates.state(models).policy.params,
     batch.tokens_BL,
-    batch.lengths_B,
-    batch.expert_ids_BLNE,
+    lengths_B=batch.lengths_B,
+    expert_ids=batch.expert_ids,
   )
   wanted = moe.load_balance(
     routing.visits_BX[rows].sum(axis=0),
