@@ -2,12 +2,15 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# ROW is the name that version 0.1 had for it.
 ROW ?= st_ppo
+ALGORITHM ?= $(ROW)
 SEED ?= 0
 CONFIG ?= configs/quickstart.py
-WORKDIR ?= runs/quickstart-$(ROW)-seed$(SEED)
+WORKDIR ?= runs/quickstart-$(ALGORITHM)-seed$(SEED)
 JOBS ?= 2
 ARGS ?=
+FAST_TESTS ?= tests/rl tests/envs tests/rollout tests/configs
 BENCH ?= .cache/bench
 
 # One order of the operations, whatever stands beside them: for comparing two
@@ -32,18 +35,27 @@ RUNTIME := $(VENV)/.installed-runtime
 TESTING := $(VENV)/.installed-testing
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-torch lint docs bench lock
+.PHONY: help quickstart check test test-fast test-slow test-torch lint types
+.PHONY: docs bench lock
 
 help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) \
 	  | sed -E 's/:[^#]*## */\t/' | expand -t 14
 
-quickstart: $(RUNTIME)  ## train on a synthetic wiki (ROW=token_ppo SEED=1)
-	$(FAST) $(BIN)/python -m stppo_jax train --config=$(CONFIG):$(ROW) \
+quickstart: $(RUNTIME)  ## train on a synthetic wiki (ALGORITHM=token_ppo SEED=1)
+	$(FAST) $(BIN)/python -m stppo_jax train --config=$(CONFIG):$(ALGORITHM) \
 	  --config.seed=$(SEED) --workdir=$(WORKDIR) $(ARGS)
 
+# Types are checked on one core while the tests run on another.
+check: $(TESTING)  ## lint, types and the fast tests: before every commit
+	$(MAKE) lint
+	$(MAKE) -j2 types test-fast
+
 test: $(TESTING)  ## all tests but the slow ones
-	$(BIN)/python -m pytest -q -n $(JOBS) -m 'not slow' tests
+	$(BIN)/python -m pytest -q -n $(JOBS) -m 'not slow' tests $(ARGS)
+
+test-fast: $(TESTING)  ## the tests of the folders that answer in seconds
+	$(BIN)/python -m pytest -q -m 'not slow' $(FAST_TESTS) $(ARGS)
 
 test-slow: $(TESTING)  ## the slow tests
 	$(BIN)/python -m pytest -q -m slow tests
@@ -57,6 +69,9 @@ test-torch: $(BENCH)/.installed  ## the tests that compare with torch
 lint: $(TESTING)  ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(TESTING)  ## pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(RUNTIME)  ## docs/algorithms.md from the table
 	PYTHONPATH=. $(BIN)/python docs/make_algorithms.py
@@ -99,14 +114,19 @@ REASONS := awk ' \
   FILENAME ~ /[.]in$$/ { \
     if ((i = index($$0, "  \#"))) reason[name($$0)] = substr($$0, i); next } \
   { print $$0 reason[name($$0)] }'
-COMPILE := uv pip compile --quiet --upgrade --universal \
+UV := .cache/uv
+COMPILE := $(UV)/bin/uv pip compile --quiet --upgrade --universal \
   --python-version 3.11 --no-annotate --no-header
 
 # Never a prerequisite: a fresh clone has no meaningful file times.
-lock:  ## pin the newest allowed requirements
+lock: $(UV)/bin/uv  ## pin the newest allowed requirements
 	$(COMPILE) requirements.in > .lock.new
 	@$(REASONS) requirements.in .lock.new > requirements.txt
 	$(COMPILE) --constraint requirements.txt requirements-test.in > .lock.new
 	@$(REASONS) requirements.in requirements-test.in .lock.new \
 	  > requirements-test.txt
 	@rm .lock.new
+
+$(UV)/bin/uv:
+	$(PYTHON) -m venv $(UV)
+	$(UV)/bin/python -m pip install --quiet uv
