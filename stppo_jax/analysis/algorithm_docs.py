@@ -5,9 +5,7 @@ blocks of `rl/`; the words come from outside. So the document cannot disagree
 with the code: a test compares the file with what is made here.
 """
 
-from collections.abc import Iterator
 from collections.abc import Mapping
-import dataclasses
 import inspect
 import re
 import textwrap
@@ -48,7 +46,7 @@ QUESTIONS = {
 
 def rules(row: Row) -> dict[str, Any]:
   """Every option of a row to its rule."""
-  return dict(_rules(algorithm_lib.Algorithm, row, ''))
+  return dict(options.rules(algorithm_lib.Algorithm, row))
 
 
 def choices() -> dict[str, list[str]]:
@@ -57,31 +55,11 @@ def choices() -> dict[str, list[str]]:
   Blocks of one kind share their keys: `advantage.whiten` is of all estimators.
   """
   found: dict[str, list[str]] = {}
-  for key, rule in _rules(algorithm_lib.Algorithm, None, ''):
+  for key, rule in options.rules(algorithm_lib.Algorithm):
     if hasattr(rule, 'names'):
       names = found.setdefault(key, [])
       names += [name for name in rule.names if name not in names]
   return found
-
-
-def _rules(
-  block: options.Block, values: Mapping[str, Any] | None, prefix: str
-) -> Iterator[tuple[str, Any]]:
-  """(key, rule) of the blocks that values name, of all blocks without."""
-  if not isinstance(block, dict):
-    classes = [block]
-  elif values is None:
-    classes = list(dict.fromkeys(block.values()))
-  else:
-    classes = [block[values['name']]]
-  for cls in classes:
-    for field in dataclasses.fields(cls):
-      key = f'{prefix}{field.name}'
-      if 'block' in field.metadata:
-        within = None if values is None else values[field.name]
-        yield from _rules(field.metadata['block'], within, f'{key}.')
-      else:
-        yield key, field.metadata['rule']
 
 
 def flatten(block: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:

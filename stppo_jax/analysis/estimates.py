@@ -15,7 +15,6 @@ import numpy as np
 
 from stppo_jax.analysis import saved_batch
 from stppo_jax.rl import advantages as advantages_lib
-from stppo_jax.rl import blocks
 from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import masking
@@ -41,15 +40,15 @@ class Estimate(typing.NamedTuple):
 
 
 def build_estimator(options: Mapping) -> typing.Any:
-  """The block of an estimator's options.
+  """Returns the options of an estimator, checked.
 
   Raises:
     ValueError: every option that is wrong, one line each.
   """
-  lines = options_lib.check(blocks.ADVANTAGES, options, 'advantage')
+  lines = options_lib.check(advantages_lib.ADVANTAGES, options, 'advantage')
   if lines:
     raise ValueError('\n'.join(lines))
-  return options_lib.build(blocks.ADVANTAGES, options)
+  return options_lib.build(advantages_lib.ADVANTAGES, options)
 
 
 def required_arrays(

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from stppo_jax import batch as batch_lib
 from stppo_jax.rl import group_advantages
 from stppo_jax.rl import masking
+from stppo_jax.rl import options as options_lib
 from stppo_jax.rl import segments as segments_lib
 
 Array = jax.Array
@@ -109,16 +110,8 @@ def _skipped(loss_mask_BL):
   return loss_mask_BL
 
 
-def _included(loss_mask_BL):
-  """All tokens from a row's first policy token to its last."""
-  policy_BL = loss_mask_BL.astype(jnp.int32)
-  begun_BL = jax.lax.cummax(policy_BL, axis=1) > 0
-  to_come_BL = jax.lax.cummax(policy_BL, axis=1, reverse=True) > 0
-  return begun_BL & to_come_BL
-
-
-# 'included' is what the reference run of arXiv 2511.20718 did.
-OBSERVATION_TOKENS = {'skipped': _skipped, 'included': _included}
+# 'included' is what the reference run of arXiv 2511.20718 did [code].
+OBSERVATION_TOKENS = {'skipped': _skipped, 'included': masking.response_mask}
 
 
 def _latest(x_BL, step_mask_BL):
@@ -188,6 +181,25 @@ STEPS = {
 }
 
 
+@options_lib.dataclass
+class Gae(options_lib.Named):
+  """Options of `gae_estimator`."""
+
+  gamma: float = options_lib.number(at_most=1.0)
+  lambda_: float = options_lib.number(at_most=1.0)
+  gamma_turn: float = options_lib.number(at_most=1.0)
+  lambda_turn: float = options_lib.number(at_most=1.0)
+  steps: str = options_lib.one_of(STEPS)
+  observation_tokens: str = options_lib.one_of(OBSERVATION_TOKENS)
+  whiten: str = options_lib.one_of(masking.WHITENS)
+
+  @staticmethod
+  def conflicts(steps, observation_tokens, **_):
+    if steps != 'token' and observation_tokens == 'included':
+      rule = f"'skipped' when steps is {steps!r}"
+      yield 'observation_tokens', observation_tokens, rule
+
+
 def gae_estimator(
   rewards_BL: Array,
   batch: batch_lib.TokenBatch,
@@ -250,8 +262,8 @@ def gae_estimator(
   )
 
 
-def _without_critic(estimate_BL):
-  """The estimator of some advantages with nothing to train a critic on."""
+def _without_critic(estimate_BL, options):
+  """Returns the choice of an estimator that gives no targets to a critic."""
 
   def estimator(rewards_BL, batch, **options):
     return Advantages(
@@ -260,7 +272,15 @@ def _without_critic(estimate_BL):
       value_mask_BL=jnp.zeros_like(batch.loss_mask_BL),
     )
 
-  return estimator
+  return options_lib.Choice(estimator, options)
+
+
+@options_lib.dataclass
+class MonteCarlo(options_lib.Named):
+  """Options of `monte_carlo`."""
+
+  gamma: float = options_lib.number(at_most=1.0)
+  whiten: str = options_lib.one_of(masking.WHITENS)
 
 
 def monte_carlo(
@@ -282,30 +302,25 @@ def monte_carlo(
 
 
 ADVANTAGES = {
-  'gae': gae_estimator,
-  'monte_carlo': _without_critic(monte_carlo),
-  'group_normalized': _without_critic(group_advantages.group_normalized),
-  'group_centered': _without_critic(group_advantages.group_centered),
-  'leave_one_out': _without_critic(group_advantages.leave_one_out),
-  'turn_group': _without_critic(group_advantages.turn_group),
-  'gigpo': _without_critic(group_advantages.gigpo),
+  'gae': options_lib.Choice(gae_estimator, Gae),
+  'monte_carlo': _without_critic(monte_carlo, MonteCarlo),
+  'group_normalized': _without_critic(
+    group_advantages.group_normalized, group_advantages.GroupNormalized
+  ),
+  'group_centered': _without_critic(
+    group_advantages.group_centered, group_advantages.Group
+  ),
+  'leave_one_out': _without_critic(
+    group_advantages.leave_one_out, group_advantages.Group
+  ),
+  'turn_group': _without_critic(
+    group_advantages.turn_group, group_advantages.TurnGroup
+  ),
+  'gigpo': _without_critic(group_advantages.gigpo, group_advantages.Gigpo),
 }
 USES_VALUES = frozenset({'gae'})  # read batch.values_BL
 USES_TURNS = frozenset({'gigpo'})  # take the static num_turns
 USES_STATES = frozenset({'gigpo'})  # read batch.state_ids_BL
-
-
-def _as_is(x_BL, mask_BL):
-  del mask_BL
-  return x_BL
-
-
-def _whiten_response(x_BL, mask_BL):
-  return masking.whiten(x_BL, _included(mask_BL))
-
-
-# 'all' is what the reference run of arXiv 2511.20718 did [code].
-WHITENS = {'none': _as_is, 'policy': masking.whiten, 'all': _whiten_response}
 
 
 def estimate_advantages(
@@ -340,9 +355,9 @@ def estimate_advantages(
     options['num_turns'] = num_turns
   if name in USES_VALUES and batch.values_BL is None:
     raise ValueError(f'the estimator {name} needs values_BL')
-  estimate = ADVANTAGES[name](rewards_BL, batch, **options)
+  estimate = ADVANTAGES[name].function(rewards_BL, batch, **options)
   mask_BL = batch.loss_mask_BL
-  white_BL = WHITENS[whiten](estimate.advantages_BL, mask_BL)
+  white_BL = masking.WHITENS[whiten](estimate.advantages_BL, mask_BL)
   return dataclasses.replace(
     estimate, advantages_BL=masking.select(white_BL, mask_BL)
   )

@@ -1,8 +1,7 @@
-"""How tokens become a scalar.
+"""Aggregates: how the terms of the tokens become a scalar.
 
 B trajectories, L tokens, T turns. Every aggregate is a weighted sum over the
-loss mask divided by a count, where weights and count depend on the masks
-only:
+loss mask, divided by a count. Weights and count depend on the masks only:
 
   token_mean       weight 1                   count: tokens
   turn_mean        1 / tokens of the turn     count: turns with a token
@@ -10,8 +9,9 @@ only:
   sequence_sum     weight 1                   count: rows with a token
   constant_length  1 / max_response_tokens    count: rows with a token
 
-Totals and counts add up over microbatches and devices. Divide once, by the
-count of the whole minibatch, and cutting the batch changes nothing.
+Totals and counts add up over microbatches and devices. The total is divided
+once, by the count of the whole minibatch, so that cutting the minibatch into
+microbatches changes nothing.
 """
 
 from collections.abc import Callable
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.rl import masking
+from stppo_jax.rl import options as options_lib
 from stppo_jax.rl import segments as segments_lib
 
 Array = jax.Array
@@ -43,10 +44,17 @@ def segment_weights(
   num_turns: int,
   implementation: str = 'auto',
 ) -> tuple[Array, Array]:
-  """Weights [B, L] under which each segment of a level counts once.
+  """Returns weights under which each segment of a level counts once.
+
+  Args:
+    level: a key of `segments.LEVELS`.
+    batch: the batch, whose loss mask and ids of the level are read.
+    dtype: the dtype of weights and count.
+    num_turns: static, the most turns a row can have.
+    implementation: of the segment sums, see `segments`.
 
   Returns:
-    1 / tokens of the segment for each of its tokens, 0 off the mask, and the
+    The weights [B, L], 1 / (tokens of the segment) and 0 off the mask, and the
     number of segments with a token.
   """
   if level == 'token':
@@ -72,6 +80,13 @@ def _sequence_sum(batch, dtype, *, num_turns, implementation):
   return _ones(batch, dtype), _valid_rows(batch, dtype)
 
 
+@options_lib.dataclass
+class ConstantLength(options_lib.Named):
+  """Options of the aggregate constant_length."""
+
+  max_response_tokens: float = options_lib.number(above=0.0)
+
+
 def _constant_length(
   batch, dtype, *, num_turns, implementation, max_response_tokens
 ):
@@ -80,11 +95,11 @@ def _constant_length(
 
 
 AGGREGATES = {
-  'token_mean': _mean_over('token'),
-  'turn_mean': _mean_over('turn'),
-  'sequence_mean': _mean_over('sequence'),
-  'sequence_sum': _sequence_sum,
-  'constant_length': _constant_length,
+  'token_mean': options_lib.Choice(_mean_over('token')),
+  'turn_mean': options_lib.Choice(_mean_over('turn')),
+  'sequence_mean': options_lib.Choice(_mean_over('sequence')),
+  'sequence_sum': options_lib.Choice(_sequence_sum),
+  'constant_length': options_lib.Choice(_constant_length, ConstantLength),
 }
 
 
@@ -97,17 +112,17 @@ def aggregate_weights(
   implementation: str = 'auto',
   **options: Array | float,
 ) -> tuple[Array, Array]:
-  """The weight of every token [B, L] (0 off the mask) and the count.
+  """Returns the weight of every token [B, L], 0 off the mask, and the count.
 
   Args:
-    batch: of it the loss mask and the turn ids.
-    dtype: of both.
+    batch: the batch, whose loss mask and turn ids are read.
+    dtype: the dtype of weights and count.
     name: a key of `AGGREGATES`.
     num_turns: static, the most turns a row can have.
-    implementation: of the segment sums.
-    **options: of the aggregate, such as max_response_tokens.
+    implementation: of the segment sums, see `segments`.
+    **options: the options of the aggregate, such as max_response_tokens.
   """
-  return AGGREGATES[name](
+  return AGGREGATES[name].function(
     batch,
     dtype,
     num_turns=num_turns,
@@ -119,7 +134,7 @@ def aggregate_weights(
 def aggregate(
   x_BL: Array, batch: batch_lib.TokenBatch, **arguments
 ) -> tuple[Array, Array]:
-  """(total, count) of x; the aggregate is `total / count`."""
+  """Returns (total, count) of x [B, L]; the aggregate is total / count."""
   weights_BL, count = aggregate_weights(batch, x_BL.dtype, **arguments)
   return jnp.sum(weights_BL * masking.select(x_BL, batch.loss_mask_BL)), count
 
@@ -127,6 +142,6 @@ def aggregate(
 def aggregate_count(
   batch: batch_lib.TokenBatch, dtype=jnp.float32, **arguments
 ) -> Array:
-  """The count alone, from the masks of a (whole) minibatch."""
+  """Returns the count alone, from the masks of a whole minibatch."""
   _, count = aggregate_weights(batch, dtype, **arguments)
   return count

@@ -1,44 +1,60 @@
-"""An algorithm is a row of data: five axes, an advantage and a KL term.
+"""An algorithm is data: the choices of five axes, an advantage and a KL term.
 
-`build_algorithm` turns a row of `configs/algorithms.py` into dataclasses whose
-numbers are the leaves of a jax pytree (another epsilon does not recompile)
-and whose names are static. The functions behind the names are picked from
-dict literals; nothing asks for a row's name.
+`build_algorithm` turns an entry of the table in `configs/algorithms.py` into
+dataclasses whose numbers are the leaves of a jax pytree (another epsilon does
+not recompile) and whose names are static. The functions behind the names are
+looked up in tables; no code asks for the name of an algorithm.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from stppo_jax.rl import advantages
-from stppo_jax.rl import blocks
+from stppo_jax.rl import aggregation
 from stppo_jax.rl import bounds
-from stppo_jax.rl import clipping_bias
+from stppo_jax.rl import corrections
+from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import mismatch
 from stppo_jax.rl import normalization
+from stppo_jax.rl import objectives
 from stppo_jax.rl import options
+from stppo_jax.rl import ratios
 
 
-@blocks.block
-class Algorithm(blocks.Block):
-  """A row; see `configs/algorithms.py` for the meaning of every option."""
+@options.dataclass
+class Algorithm(options.Options):
+  """An algorithm; `docs/algorithms.md` has the meaning of every option.
 
-  ratio: blocks.Ratio = options.nested(blocks.Ratio)
-  bounds: blocks.Block = options.nested(blocks.BOUNDS)
-  objective: blocks.Block = options.nested(blocks.OBJECTIVES)
-  correction: blocks.Correction = options.nested(blocks.Correction)
-  aggregate: blocks.Block = options.nested(blocks.AGGREGATES)
-  advantage: blocks.Block = options.nested(blocks.ADVANTAGES)
-  kl: blocks.Kl = options.nested(blocks.Kl)
+  Attributes:
+    ratio: which tokens share a ratio, and where its gradient goes.
+    bounds: the trusted interval of the ratio, one of `bounds.BOUNDS`.
+    objective: what happens outside it, one of `objectives.OBJECTIVES`.
+    correction: how much each term is believed; the selected names, and the
+      options of every correction.
+    aggregate: how tokens become a scalar, one of `aggregation.AGGREGATES`.
+    advantage: how good a token was, one of `advantages.ADVANTAGES`.
+    kl: where the divergence from the reference enters.
+  """
+
+  ratio: ratios.Ratio = options.section(ratios.Ratio)
+  bounds: options.Named = options.section(bounds.BOUNDS)
+  objective: options.Named = options.section(objectives.OBJECTIVES)
+  correction: Any = options.section(corrections.Correction)
+  aggregate: options.Named = options.section(aggregation.AGGREGATES)
+  advantage: options.Named = options.section(advantages.ADVANTAGES)
+  kl: kl_lib.Kl = options.section(kl_lib.Kl)
 
   @staticmethod
   def conflicts(ratio, objective, advantage, kl, **_):
     clips = ('pessimistic', 'dual_clip')
     if ratio['normalize'] == 'guard' and objective['name'] not in clips:
+      # The guard undoes a factor in the gradient of the ratio, and only these
+      # objectives have a gradient of the ratio.
       rule = "'none' unless objective.name is " + ' or '.join(clips)
-      # It undoes a factor in the gradient of the ratio, which others lack.
       yield 'ratio.normalize', ratio['normalize'], rule
     if advantage['name'] == 'turn_group' and kl['where'] == 'reward':
+      # The penalty would count as a reward of the turns.
       rule = "'loss' or 'nowhere' when advantage.name is 'turn_group'"
-      # It would count as a reward of the turns.
       yield 'kl.where', kl['where'], rule
 
   @property
@@ -52,15 +68,14 @@ class Algorithm(blocks.Block):
 
     Where it does not, `losses.minibatch_statistics` has no leaves.
     """
-    bias = self.correction.clipping_bias
-    return (
-      self.ratio.normalize in normalization.USES_STATISTICS
-      or self.bounds.name in bounds.USES_STATISTICS
-      or (
-        'clipping_bias' in self.correction.names
-        and clipping_bias.uses_statistics(norm=bias.norm, scope=bias.scope)
-      )
-    )
+    choices = [
+      (normalization.NORMALIZATIONS[self.ratio.normalize], self.ratio),
+      (bounds.BOUNDS[self.bounds.name], self.bounds),
+    ]
+    for name in self.correction.names:
+      choice = corrections.CORRECTIONS[name]
+      choices.append((choice, getattr(self.correction, name)))
+    return any(choice.uses_statistics(chosen) for choice, chosen in choices)
 
   @property
   def divides_by_bias_norm(self) -> bool:
@@ -73,36 +88,40 @@ class Algorithm(blocks.Block):
 
   @property
   def needs(self) -> frozenset[str]:
-    """The optional arrays of `TokenBatch` that the row reads."""
+    """The optional arrays of `TokenBatch` that the loss reads."""
     found = set()
     if self.ratio.level == 'sentence':
       found.add('sentence_ids_BL')
     if self.kl.where == 'loss':
       found.add('ref_logprobs_BL')
-    if set(self.correction.names) & mismatch.NAMES:
+    if mismatch.CORRECTIONS.keys() & set(self.correction.names):
       found.add('sampler_logprobs_BL')
     return frozenset(found)
 
 
-def check_algorithm(row: Mapping) -> list[str]:
-  """All problems of a row, one line each; empty if there are none.
+def check_algorithm(algorithm: Mapping) -> list[str]:
+  """Finds all problems of an algorithm, one line each.
 
   Args:
-    row: nested mappings, such as a `ConfigDict` or a row of the table.
+    algorithm: nested mappings, such as a `ConfigDict` or an entry of the table.
 
   Returns:
-    Lines such as `algorithm.bounds.clip_low=-1: must be a finite number >= 0`.
+    Lines such as `algorithm.bounds.clip_low=-1: must be a finite number >= 0`;
+    none if there is no problem.
   """
-  return options.check(Algorithm, row, 'algorithm')
+  return options.check(Algorithm, algorithm, 'algorithm')
 
 
-def build_algorithm(row: Mapping) -> Algorithm:
-  """The algorithm of a row.
+def build_algorithm(algorithm: Mapping) -> Algorithm:
+  """Returns the algorithm that nested mappings describe.
+
+  Args:
+    algorithm: nested mappings, such as a `ConfigDict` or an entry of the table.
 
   Raises:
     ValueError: every problem of `check_algorithm`, one line each.
   """
-  problems = check_algorithm(row)
+  problems = check_algorithm(algorithm)
   if problems:
     raise ValueError('\n'.join(problems))
-  return options.build(Algorithm, row)
+  return options.build(Algorithm, algorithm)

@@ -1,10 +1,10 @@
 """Trusted intervals of the ratio.
 
-B trajectories, L tokens. A rule is called `rule(evidence, statistics,
+B trajectories, L tokens. A bounds rule is called `rule(context, statistics,
 **options)` and returns the absolute bounds (low, high): scalars, or arrays
-[B, L]. `statistics` is what the rule's entry in `BOUNDS_STATISTICS` made of the
-whole minibatch, () for a rule that needs none. Nothing here is learned from:
-the caller detaches the bounds.
+[B, L]. `statistics` is what the rule's choice in `BOUNDS` formed of the whole
+minibatch, () for a rule that needs none. The caller detaches the bounds: an
+interval is not learned.
 """
 
 import typing
@@ -15,22 +15,50 @@ import jax.numpy as jnp
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import loss_context as loss_context_lib
 from stppo_jax.rl import masking
+from stppo_jax.rl import options as options_lib
 
 Array = jax.Array
 Number = Array | float
-Evidence = loss_context_lib.LossContext
+LossContext = loss_context_lib.LossContext
+
+
+@options_lib.dataclass
+class Fixed(options_lib.Named):
+  """Options of `fixed`."""
+
+  clip_low: float = options_lib.number()
+  clip_high: float = options_lib.number()
 
 
 def fixed(
-  evidence: Evidence, statistics: tuple[()], *, clip_low, clip_high
+  context: LossContext,
+  statistics: tuple[()],
+  *,
+  clip_low: Number,
+  clip_high: Number,
 ) -> tuple[Number, Number]:
-  """[1 - clip_low, 1 + clip_high], both positive distances from 1."""
-  del evidence, statistics
+  """Returns (1 - clip_low, 1 + clip_high), both positive distances from 1."""
+  del context, statistics
   return 1 - clip_low, 1 + clip_high
 
 
+@options_lib.dataclass
+class EntropyScaled(options_lib.Named):
+  """Options of `entropy_scaled`."""
+
+  clip_low: float = options_lib.number()
+  clip_high: float = options_lib.number()
+  least: float = options_lib.number()
+  most: float = options_lib.number()
+
+  @staticmethod
+  def conflicts(least, most, **_):
+    if most < least:
+      yield 'most', most, f'{least} or greater, as least is'
+
+
 def entropy_scaled(
-  evidence: Evidence,
+  context: LossContext,
   mean_entropy: Array,
   *,
   clip_low: Number,
@@ -38,82 +66,112 @@ def entropy_scaled(
   least: Number,
   most: Number,
 ) -> tuple[Array, Array]:
-  """SSPO: distances scaled by the entropy of the ratio's segment.
+  """Returns bounds whose distances from 1 grow with a segment's entropy: SSPO.
 
     f = clip(H / mean H, least, most)
-    [1 - f clip_low, 1 + f clip_high]
+    low, high = 1 - f clip_low, 1 + f clip_high
 
-  H is the mean entropy of the segment's tokens, mean H that of the segments.
-
-  The paper's function f is unknown; this one is our choice.
+  H is the mean entropy of the tokens of the ratio's segment, mean H the mean
+  over the segments of the minibatch. Source: arXiv 2511.04256, whose function
+  f is unknown; this one is our choice.
   """
-  H_BL = evidence.mean(evidence.entropy_BL, evidence.level)
+  H_BL = context.mean(context.entropy_BL, context.level)
   some = mean_entropy > 0
   relative_BL = jnp.where(some, H_BL / jnp.where(some, mean_entropy, 1), 1)
   f_BL = jnp.clip(relative_BL, least, most)
   return 1 - f_BL * clip_low, 1 + f_BL * clip_high
 
 
-def _mean_entropy(evidence, **options):
-  """The mean over segments of their mean entropy."""
+def _mean_entropy(context: LossContext, **options) -> Array:
+  """Returns the mean over segments of their mean entropy."""
   del options
   weights_BL, count = aggregation.segment_weights(
-    evidence.level,
-    evidence.batch,
-    evidence.entropy_BL.dtype,
-    num_turns=evidence.num_turns,
-    implementation=evidence.implementation,
+    context.level,
+    context.batch,
+    context.entropy_BL.dtype,
+    num_turns=context.num_turns,
+    implementation=context.implementation,
   )
-  return masking.divide(jnp.sum(weights_BL * evidence.entropy_BL), count)
+  return masking.divide(jnp.sum(weights_BL * context.entropy_BL), count)
 
 
-MAX_STEPS = 10_000  # that the bounds of `balanced` may take to their limits
+MAX_STEPS = 10_000  # the most steps a bound of `balanced` may take to its limit
+
+
+@options_lib.dataclass
+class Balanced(options_lib.Named):
+  """Options of `balanced`."""
+
+  low: float = options_lib.number(at_most=1.0)
+  high: float = options_lib.number()
+  low_step: float = options_lib.number(above=0.0)
+  high_step: float = options_lib.number(above=0.0)
+  low_limit: float = options_lib.number(at_most=1.0)
+  high_limit: float = options_lib.number()
+  positive_share: float = options_lib.number(at_most=1.0)
+
+  @staticmethod
+  def conflicts(low, high, low_limit, high_limit, low_step, high_step, **_):
+    steps = {
+      'low_step': (low_step, (low_limit - low) / low_step),
+      'high_step': (high_step, (high_limit - high) / high_step),
+    }
+    for name, (step, count) in steps.items():
+      if count > MAX_STEPS:
+        rule = f'large enough to reach its limit in {MAX_STEPS} steps'
+        yield name, step, rule
+    if high < 1:
+      yield 'high', high, '1 or greater'
+    if low_limit < low:
+      yield 'low_limit', low_limit, f'{low} or greater, as low is'
+    if high_limit < high:
+      yield 'high_limit', high_limit, f'{high} or greater, as high is'
 
 
 class _Interval(typing.NamedTuple):
-  """Of bounds, or of steps that bounds have taken."""
+  """A pair of bounds, or the numbers of steps that both bounds have taken."""
 
   low: Array
   high: Array
 
 
 def balanced(
-  evidence: Evidence, statistics: _Interval, **options
+  context: LossContext, interval: _Interval, **options
 ) -> tuple[Array, Array]:
-  """BAPO: the interval that `_balance` found for the minibatch."""
-  del evidence, options
-  return statistics
+  """Returns the interval that `_balance` found for the minibatch: BAPO."""
+  del context, options
+  return interval
 
 
 def _balance(
-  evidence,
+  context: LossContext,
   *,
-  low,
-  high,
-  low_step,
-  high_step,
-  low_limit,
-  high_limit,
-  positive_share,
-):
-  """Widens or lifts the interval until positive terms weigh enough.
+  low: Number,
+  high: Number,
+  low_step: Number,
+  high_step: Number,
+  low_limit: Number,
+  high_limit: Number,
+  positive_share: Number,
+) -> _Interval:
+  """Moves both bounds up until positive terms weigh enough.
 
-  The share of the positive advantages in the clipped objective, of which the
-  absolute value under the sum is our reading (arXiv 2510.18927):
+  The share of the positive advantages in the clipped objective is
 
     sum_{A > 0} pi_old min(r A, clip(r) A) / sum pi_old |min(r A, clip(r) A)|
 
-  While it is below `positive_share`: high grows by its step up to its limit,
-  and after that low does.
+  While it is below `positive_share`, high grows by high_step up to high_limit,
+  and after that low grows by low_step up to low_limit. Source: arXiv
+  2510.18927; the absolute value under the sum is our reading.
   """
-  ratio_BL = evidence.ratio_at(evidence.level)
-  advantages_BL, mask_BL = evidence.advantages_BL, evidence.mask_BL
-  old_BL = masking.select(evidence.batch.old_logprobs_BL, mask_BL)
+  ratio_BL = context.ratio_at(context.level)
+  advantages_BL, mask_BL = context.advantages_BL, context.mask_BL
+  old_BL = masking.select(context.batch.old_logprobs_BL, mask_BL)
   weight_BL = masking.select(jnp.exp(old_BL), mask_BL)
 
   dtype = ratio_BL.dtype
-  # Counted in steps: sums of steps would round, and a step below the rounding
-  # would never arrive.
+  # Steps are counted and multiplied, never added up: a sum of steps would
+  # round, and a step smaller than the rounding would never reach the limit.
   most = _Interval(
     _steps(low, low_limit, low_step), _steps(high, high_limit, high_step)
   )
@@ -124,7 +182,7 @@ def _balance(
       jnp.minimum(high + steps.high * high_step, high_limit).astype(dtype),
     )
 
-  def wanting(steps):
+  def too_negative(steps):
     interval = interval_at(steps)
     clipped_BL = jnp.clip(ratio_BL, interval.low, interval.high)
     term_BL = weight_BL * jnp.minimum(
@@ -135,33 +193,25 @@ def _balance(
     room = (steps.high < most.high) | (steps.low < most.low)
     return (positive < positive_share * everything) & room
 
-  def widen(steps):
+  def take_step(steps):
     widens = (steps.high < most.high).astype(jnp.int32)
     return _Interval(steps.low + 1 - widens, steps.high + widens)
 
   zero = jnp.zeros((), jnp.int32)
-  return interval_at(jax.lax.while_loop(wanting, widen, _Interval(zero, zero)))
+  start = _Interval(zero, zero)
+  return interval_at(jax.lax.while_loop(too_negative, take_step, start))
 
 
 def _steps(start, limit, step):
-  """How many steps lead from the start to the limit."""
+  """Returns how many steps lead from the start to the limit."""
   count = jnp.ceil((limit - start) / step)
   return jnp.clip(count, 0, MAX_STEPS).astype(jnp.int32)
 
 
-def _nothing(evidence, **options):
-  del evidence, options
-  return ()
-
-
 BOUNDS = {
-  'fixed': fixed,
-  'entropy_scaled': entropy_scaled,
-  'balanced': balanced,
+  'fixed': options_lib.Choice(fixed, Fixed),
+  'entropy_scaled': options_lib.Choice(
+    entropy_scaled, EntropyScaled, _mean_entropy
+  ),
+  'balanced': options_lib.Choice(balanced, Balanced, _balance),
 }
-BOUNDS_STATISTICS = {
-  'fixed': _nothing,
-  'entropy_scaled': _mean_entropy,
-  'balanced': _balance,
-}
-USES_STATISTICS = frozenset({'entropy_scaled', 'balanced'})

@@ -1,8 +1,8 @@
 """The clipping-bias correction (arXiv 2511.20718).
 
 B trajectories, L tokens, T turns. The PPO gradient is the off-policy gradient
-minus the part that clipping removed, C = E[1{clipped} w A grad log pi]. With
-the ratio w and the band [low, high], the sign of A ignored,
+minus what clipping removed, C = E[1{clipped} w A grad log pi]. With the ratio
+w and the band [low, high], the sign of A ignored,
 
   U = policy tokens with w outside the band,  V = those inside
   N_U = rms over U of w A                     N_V = rms over V of w A
@@ -11,19 +11,21 @@ norm='coefficient':
 
   rho = N_U / (N_V + 1e-8),  s = 1 / rho if rho > tau else 1
 
-  and s multiplies every term of the loss. Formed over one `scope`:
-  'minibatch' (all of one optimiser step), 'microbatch' (what is handed in),
-  'sequence' (a row) or 'turn'. U empty: s = 1. V empty: N_V = 0 for
-  minibatch and microbatch, and 1 for sequence and turn, where it is common
-  and would silence every short clipped turn.
+  and s multiplies every term of the loss. The option `scope` says over which
+  tokens rho is formed: 'minibatch' (all of one optimiser step), 'microbatch',
+  'sequence' (a row) or 'turn'. Where U is empty, s = 1. Where V is empty,
+  N_V = 0 for minibatch and microbatch, and 1 for sequence and turn: there an
+  empty V is common, and N_V = 0 would silence every short clipped turn.
 
 norm='gradient' (known from the paper's reviews only):
 
-  g_policy <- g_policy / max(|c|_2, floor), c the gradient of the aggregate of
-  w A log pi over U, w and A detached. tau and scope do not apply. The least
-  divisor is our choice: without it small |c| would enlarge steps.
+  g_policy <- g_policy / max(|c|_2, floor)
 
-All of this is data to the gradient.
+  where c is the gradient of the aggregate of w A log pi over U, with w and A
+  detached. tau and scope do not apply. The floor of the divisor is our choice:
+  without it a small |c| would enlarge the step.
+
+Nothing of this is differentiated: rho, s and |c| are measured, not learned.
 """
 
 import typing
@@ -33,16 +35,19 @@ import jax.numpy as jnp
 
 from stppo_jax.rl import loss_context as loss_context_lib
 from stppo_jax.rl import masking
+from stppo_jax.rl import options as options_lib
 from stppo_jax.rl import segments as segments_lib
 
 Array = jax.Array
+Number = Array | float
+LossContext = loss_context_lib.LossContext
 sg = jax.lax.stop_gradient
 
 RHO_EPSILON = 1e-8
 
 
 class Sums(typing.NamedTuple):
-  """Four sums that add up over microbatches and devices.
+  """The four sums of the norms; they add up over microbatches and devices.
 
   Attributes:
     clipped_squares: sum over U of (w A)^2.
@@ -58,8 +63,8 @@ class Sums(typing.NamedTuple):
 
 
 def _split(ratio_BL, advantages_BL, loss_mask_BL, low, high):
-  """w A [B, L] and the masks of U and V, all detached."""
-  # rho measures the batch; nothing is learned by changing the measure.
+  """Returns w A [B, L] and the masks of U and V, all detached."""
+  # Detached: rho measures the batch, and the measure is not to be learned.
   ratio_BL = sg(jnp.where(loss_mask_BL, ratio_BL, 1))
   weighted_BL = ratio_BL * sg(masking.select(advantages_BL, loss_mask_BL))
   inside_BL = (ratio_BL >= low) & (ratio_BL <= high)
@@ -75,7 +80,7 @@ def batch_sums(
   *,
   axis: int | None = None,
 ) -> Sums:
-  """The four sums over the batch, or over each row with `axis=1`."""
+  """Returns the four sums over the batch, or over each row with `axis=1`."""
   weighted_BL, clipped_BL, kept_BL = _split(
     ratio_BL, advantages_BL, loss_mask_BL, low, high
   )
@@ -96,7 +101,7 @@ def turn_sums(
   turns: segments_lib.Segments,
   implementation: str = 'auto',
 ) -> Sums:
-  """The four sums over each turn: arrays [B, T]."""
+  """Returns the four sums over each turn: arrays [B, T]."""
   weighted_BL, clipped_BL, kept_BL = _split(
     ratio_BL, advantages_BL, loss_mask_BL, low, high
   )
@@ -117,14 +122,14 @@ def turn_sums(
 
 
 def norms(sums: Sums, *, kept_empty: float = 0.0) -> tuple[Array, Array]:
-  """(N_U, N_V); N_V is `kept_empty` where V is empty, N_U is 0 where U is."""
+  """Returns (N_U, N_V); where U is empty 0, where V is empty `kept_empty`."""
   clipped = jnp.sqrt(masking.divide(sums.clipped_squares, sums.clipped_count))
   kept = jnp.sqrt(masking.divide(sums.kept_squares, sums.kept_count))
   return clipped, jnp.where(sums.kept_count > 0, kept, kept_empty)
 
 
 def rho_of(sums: Sums, *, kept_empty: float = 0.0) -> Array:
-  """N_U / (N_V + 1e-8); 0 where U is empty."""
+  """Returns rho = N_U / (N_V + 1e-8); 0 where U is empty."""
   clipped, kept = norms(sums, kept_empty=kept_empty)
   return clipped / (kept + RHO_EPSILON)
 
@@ -132,51 +137,51 @@ def rho_of(sums: Sums, *, kept_empty: float = 0.0) -> Array:
 def scale_of(
   sums: Sums, *, tau: Array | float, kept_empty: float = 0.0
 ) -> Array:
-  """s = 1 / rho where rho > tau, else 1; the shape of the sums."""
+  """Returns s = 1 / rho where rho > tau, else 1, in the shape of the sums."""
   rho = rho_of(sums, kept_empty=kept_empty)
   large = rho > tau
   return sg(1 / jnp.where(large, rho, 1))
 
 
 def gradient_scale(bias_grad_norm: Array, *, floor: Array | float) -> Array:
-  """1 / max(|c|_2, floor): the factor of g_policy for norm='gradient'."""
+  """Returns 1 / max(|c|_2, floor), which norm='gradient' multiplies."""
   return 1 / jnp.maximum(bias_grad_norm, floor)
 
 
-def _weighed(evidence, level, low, high):
-  """The arguments of the sums, but for the set they are formed over."""
+def _weighted_ratio(context, level, low, high):
+  """Returns the arguments of the sums: w, A, the mask and the band."""
   return (
-    evidence.ratio_at(level),
-    evidence.advantages_BL,
-    evidence.mask_BL,
+    context.ratio_at(level),
+    context.advantages_BL,
+    context.mask_BL,
     low,
     high,
   )
 
 
-def _minibatch_scale(evidence, weighed, minibatch_sums, tau):
-  del evidence, weighed
+def _minibatch_scale(context, weighted, minibatch_sums, tau):
+  del context, weighted
   return scale_of(minibatch_sums, tau=tau)
 
 
-def _microbatch_scale(evidence, weighed, minibatch_sums, tau):
-  del evidence, minibatch_sums
-  return scale_of(batch_sums(*weighed), tau=tau)
+def _microbatch_scale(context, weighted, minibatch_sums, tau):
+  del context, minibatch_sums
+  return scale_of(batch_sums(*weighted), tau=tau)
 
 
-def _sequence_scale(evidence, weighed, minibatch_sums, tau):
-  del evidence, minibatch_sums
-  sums_B = batch_sums(*weighed, axis=1)
+def _sequence_scale(context, weighted, minibatch_sums, tau):
+  del context, minibatch_sums
+  sums_B = batch_sums(*weighted, axis=1)
   return scale_of(sums_B, tau=tau, kept_empty=1.0)[:, None]
 
 
-def _turn_scale(evidence, weighed, minibatch_sums, tau):
+def _turn_scale(context, weighted, minibatch_sums, tau):
   del minibatch_sums
-  turns = evidence.segments('turn')
+  turns = context.segments('turn')
   sums_BT = turn_sums(
-    *weighed, turns=turns, implementation=evidence.implementation
+    *weighted, turns=turns, implementation=context.implementation
   )
-  return evidence.spread(scale_of(sums_BT, tau=tau, kept_empty=1.0), turns)
+  return context.spread(scale_of(sums_BT, tau=tau, kept_empty=1.0), turns)
 
 
 SCOPES = {
@@ -189,25 +194,26 @@ RATIO_LEVELS = ('token', 'turn')  # of the ratio w in U, V and w A
 LOSSES = ('policy', 'value')
 
 
-def _coefficient(evidence, weighed, minibatch_sums, *, tau, scope, applies_to):
-  mask_BL = evidence.mask_BL
-  ones_BL = jnp.ones_like(evidence.advantages_BL)
-  scale = SCOPES[scope](evidence, weighed, minibatch_sums, tau)
+def _coefficient(context, weighted, sums, *, tau, scope, applies_to):
+  mask_BL = context.mask_BL
+  ones_BL = jnp.ones_like(context.advantages_BL)
+  scale = SCOPES[scope](context, weighted, sums, tau)
   scale_BL = jnp.where(mask_BL, jnp.broadcast_to(scale, mask_BL.shape), ones_BL)
   weights = {
     name: scale_BL if name in applies_to else ones_BL for name in LOSSES
   }
-  return loss_context_lib.Correction(
+  return loss_context_lib.TermWeights(
     weights['policy'], weights['value'], jnp.zeros_like(ones_BL)
   )
 
 
-def _gradient(evidence, weighed, minibatch_sums, *, tau, scope, applies_to):
-  # The caller divides by the norm of c.
-  del evidence, minibatch_sums, tau, scope, applies_to
-  weighted_BL, clipped_BL, _ = _split(*weighed)
+def _gradient(context, weighted, sums, *, tau, scope, applies_to):
+  # The terms keep their weights: the learner divides the gradient itself by
+  # the norm of c, which nobody knows before all microbatches are through.
+  del context, sums, tau, scope, applies_to
+  weighted_BL, clipped_BL, _ = _split(*weighted)
   ones_BL = jnp.ones_like(weighted_BL)
-  return loss_context_lib.Correction(
+  return loss_context_lib.TermWeights(
     ones_BL, ones_BL, masking.select(weighted_BL, clipped_BL)
   )
 
@@ -215,50 +221,58 @@ def _gradient(evidence, weighed, minibatch_sums, *, tau, scope, applies_to):
 NORMS = {'coefficient': _coefficient, 'gradient': _gradient}
 
 
+@options_lib.dataclass
+class ClippingBias(options_lib.Options):
+  """Options of `clipping_bias`."""
+
+  norm: str = options_lib.one_of(NORMS)
+  tau: float = options_lib.number(above=0.0, infinite=True)
+  scope: str = options_lib.one_of(SCOPES)
+  level: str = options_lib.one_of(RATIO_LEVELS)
+  applies_to: tuple[str, ...] = options_lib.some_of(LOSSES, at_least=1)
+  floor: float = options_lib.number(above=0.0)
+
+  @staticmethod
+  def conflicts(norm, applies_to, **_):
+    if norm == 'gradient' and set(applies_to) != {'policy'}:
+      yield 'applies_to', applies_to, "('policy',) when norm is 'gradient'"
+
+
 def clipping_bias(
-  evidence: loss_context_lib.LossContext,
-  low: Array | float,
-  high: Array | float,
-  minibatch_sums: Sums | tuple[()],
+  context: LossContext,
+  low: Number,
+  high: Number,
+  sums: Sums | tuple[()],
   *,
   norm: str,
   level: str,
-  floor: Array | float,
+  floor: Number,
   **options,
-) -> loss_context_lib.Correction:
-  """The correction of this module's docstring.
+) -> loss_context_lib.TermWeights:
+  """Returns the weights of the correction of this module's docstring.
 
   Args:
-    evidence: of this microbatch.
+    context: the microbatch.
     low, high: the bounds in force.
-    minibatch_sums: what `statistics` made of the whole minibatch.
+    sums: `minibatch_sums` of the whole minibatch, () where not needed.
     norm: a key of `NORMS`.
-    level: of the ratio w.
-    floor: of norm='gradient', for the caller (see `gradient_scale`).
+    level: the level of the ratio w, one of `RATIO_LEVELS`.
+    floor: an option of norm='gradient', see `gradient_scale`.
     **options: tau, scope and applies_to.
   """
   del floor
-  weighed = _weighed(evidence, level, low, high)
-  return NORMS[norm](evidence, weighed, minibatch_sums, **options)
+  weighted = _weighted_ratio(context, level, low, high)
+  return NORMS[norm](context, weighted, sums, **options)
 
 
-def uses_statistics(*, norm: str, scope: str) -> bool:
+def needs_minibatch_sums(options: ClippingBias) -> bool:
   """Returns whether rho is formed over the whole minibatch."""
-  return norm == 'coefficient' and scope == 'minibatch'
+  return options.norm == 'coefficient' and options.scope == 'minibatch'
 
 
-def statistics(
-  evidence: loss_context_lib.LossContext,
-  low: Array | float,
-  high: Array | float,
-  *,
-  norm: str,
-  scope: str,
-  level: str,
-  **options,
-) -> Sums | tuple[()]:
-  """The four sums of a whole minibatch; () where they are not needed."""
+def minibatch_sums(
+  context: LossContext, low: Number, high: Number, *, level: str, **options
+) -> Sums:
+  """Returns the four sums over a whole minibatch."""
   del options
-  if not uses_statistics(norm=norm, scope=scope):
-    return ()
-  return batch_sums(*_weighed(evidence, level, low, high))
+  return batch_sums(*_weighted_ratio(context, level, low, high))

@@ -1,33 +1,25 @@
-"""How much each term of the loss is believed: the table of corrections.
+"""The table of corrections: how much each term of the loss is believed.
 
-A correction is called `correction(evidence, low, high, statistics, **options)`
-with the bounds in force and returns a `Correction`. `statistics` is what its
-entry in `CORRECTION_STATISTICS` made of the whole minibatch, () for one that
-needs none. Those that a row selects multiply; denominators never change, so a
-term that is not believed at all still counts.
+A correction is called `correction(context, low, high, statistics, **options)`
+with the bounds in force, and returns `loss_context.TermWeights`. `statistics`
+is what its choice in the table formed of the whole minibatch, () for one that
+needs none. The weights of all selected corrections multiply. Denominators never
+change, so a term of weight 0 still counts.
 """
 
 from stppo_jax.rl import clipping_bias
 from stppo_jax.rl import mismatch
+from stppo_jax.rl import options
 
 CORRECTIONS = {
-  'clipping_bias': clipping_bias.clipping_bias,
-  'tis': mismatch.tis,
-  'mis': mismatch.mis,
-  'icepop': mismatch.icepop,
-  'geo_rs': mismatch.geo_rs,
+  'clipping_bias': options.Choice(
+    clipping_bias.clipping_bias,
+    clipping_bias.ClippingBias,
+    clipping_bias.minibatch_sums,
+    clipping_bias.needs_minibatch_sums,
+  ),
+  **mismatch.CORRECTIONS,
 }
 
-
-def _nothing(evidence, low, high, **options):
-  del evidence, low, high, options
-  return ()
-
-
-CORRECTION_STATISTICS = {
-  'clipping_bias': clipping_bias.statistics,
-  'tis': _nothing,
-  'mis': _nothing,
-  'icepop': _nothing,
-  'geo_rs': _nothing,
-}
+# Which corrections are selected, and the options of all of them.
+Correction = options.selection('Correction', CORRECTIONS)

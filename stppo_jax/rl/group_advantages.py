@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.rl import masking
+from stppo_jax.rl import options as options_lib
 from stppo_jax.rl import segments as segments_lib
 
 Array = jax.Array
@@ -83,6 +84,14 @@ def _to_tokens(x_B, batch):
   return jnp.broadcast_to(x_B[:, None], batch.loss_mask_BL.shape)
 
 
+@options_lib.dataclass
+class GroupNormalized(options_lib.Named):
+  """Options of `group_normalized`."""
+
+  epsilon: float = options_lib.number(above=0.0)
+  whiten: str = options_lib.one_of(masking.WHITENS)
+
+
 def group_normalized(
   rewards_BL: Array,
   batch: batch_lib.TokenBatch,
@@ -96,6 +105,13 @@ def group_normalized(
   """
   reward_B, pairs_BB = _rows(rewards_BL, batch)
   return _to_tokens(_standardized(reward_B, pairs_BB, epsilon), batch)
+
+
+@options_lib.dataclass
+class Group(options_lib.Named):
+  """Options of `group_centered` and of `leave_one_out`."""
+
+  whiten: str = options_lib.one_of(masking.WHITENS)
 
 
 def group_centered(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
@@ -118,6 +134,15 @@ def _turns_so_far(batch):
   """Each token's turn; an observation is of the turn before it; 0 at first."""
   ids_BL = jnp.where(batch.loss_mask_BL, batch.turn_ids_BL, 0)
   return jax.lax.cummax(ids_BL, axis=1)
+
+
+@options_lib.dataclass
+class TurnGroup(options_lib.Named):
+  """Options of `turn_group`."""
+
+  turn_weight: float = options_lib.number()
+  epsilon: float = options_lib.number(above=0.0)
+  whiten: str = options_lib.one_of(masking.WHITENS)
 
 
 def turn_group(
@@ -169,6 +194,17 @@ def _to_go(rewards_BT, present_BT, gamma):
     previous, zero_B, (rewards_BT.T, present_BT.T), reverse=True
   )
   return to_go_TB.T
+
+
+@options_lib.dataclass
+class Gigpo(options_lib.Named):
+  """Options of `gigpo`."""
+
+  omega: float = options_lib.number()
+  gamma: float = options_lib.number(at_most=1.0)
+  normalize: str = options_lib.one_of(NORMALIZATIONS)
+  epsilon: float = options_lib.number(above=0.0)
+  whiten: str = options_lib.one_of(masking.WHITENS)
 
 
 def gigpo(

@@ -2,8 +2,8 @@
 
 With x = log pi - log reference of the sampled token:
 
-  k1 = x                   unbiased; its own gradient has expectation 0, so it
-                           belongs into the reward rather than into the loss
+  k1 = x                   unbiased; in the loss its gradient has expectation
+                           0, so it belongs into the reward
   k2 = x^2 / 2             biased, low variance
   k3 = exp(-x) - 1 + x     unbiased, never negative
 
@@ -14,6 +14,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from stppo_jax.rl import options
 from stppo_jax.rl import ratios
 
 Array = jax.Array
@@ -42,7 +43,7 @@ def kl_estimate(
   *,
   estimator: str,
 ) -> Array:
-  """The estimate per token, 0 off the mask; x is clipped to [-20, 20]."""
+  """Returns the estimate per token, 0 off the mask; x is in [-20, 20]."""
   x_BL = ratios.token_log_ratio(logprobs_BL, ref_logprobs_BL, loss_mask_BL)
   return KL_ESTIMATORS[estimator](x_BL)
 
@@ -54,7 +55,7 @@ def penalized_rewards(
   *,
   coefficient: Array | float,
 ) -> Array:
-  """rewards - coefficient * kl on the mask, 0 elsewhere."""
+  """Returns rewards - coefficient * kl on the mask, 0 elsewhere."""
   chex.assert_equal_shape([rewards_BL, kl_BL, loss_mask_BL])
   zero_BL = jnp.zeros_like(rewards_BL)
   rewards_BL = jnp.where(loss_mask_BL, rewards_BL, zero_BL)
@@ -62,7 +63,7 @@ def penalized_rewards(
 
 
 def fixed_coefficient(coefficient, kl, *, num_trajectories, target, horizon):
-  """The same coefficient."""
+  """Returns the same coefficient for the next step."""
   del kl, num_trajectories, target, horizon
   return coefficient
 
@@ -75,20 +76,34 @@ def adaptive_coefficient(
   target: float,
   horizon: float,
 ) -> float:
-  """The coefficient for the next step (arXiv 1909.08593 Eq. 4).
+  """Returns the coefficient for the next step.
 
     e = clip(kl / target - 1, -0.2, 0.2)
     coefficient * (1 + e * num_trajectories / horizon)
 
+  Source: arXiv 1909.08593 Eq. 4.
+
   Args:
-    coefficient: of this step.
-    kl: divergence from the reference in this step, nats per trajectory.
-    num_trajectories: of this step.
-    target: nats per trajectory.
-    horizon: trajectories.
+    coefficient: the coefficient of this step.
+    kl: the divergence from the reference in this step, nats per trajectory.
+    num_trajectories: the number of trajectories of this step.
+    target: the wanted divergence, nats per trajectory.
+    horizon: the time constant of the controller, in trajectories.
   """
   error = min(max(kl / target - 1, -0.2), 0.2)
   return coefficient * (1 + error * num_trajectories / horizon)
 
 
 CONTROLLERS = {'fixed': fixed_coefficient, 'adaptive': adaptive_coefficient}
+
+
+@options.dataclass
+class Kl(options.Options):
+  """Where the divergence from the reference enters, and how."""
+
+  where: str = options.one_of(KL_PLACES)
+  estimator: str = options.one_of(KL_ESTIMATORS)
+  coefficient: float = options.number()
+  controller: str = options.one_of(CONTROLLERS)
+  target: float = options.number(above=0.0)
+  horizon: float = options.number(above=0.0)

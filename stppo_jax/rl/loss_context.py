@@ -1,9 +1,10 @@
-"""What the rules of the five axes may look at, and what a correction asks for.
+"""What bounds and corrections may look at, and what a correction returns.
 
-B trajectories, L tokens. Bounds and corrections decide from the same arrays:
-ratios at every level, advantages, entropies, masks. Two of their needs differ:
-some of what they look at is of one microbatch, some of the whole minibatch.
-The latter are `statistics`, formed before the loss by a pass without gradient.
+B trajectories, L tokens, T segments of a row. Bounds and corrections decide
+from the same arrays: ratios at every level, advantages, entropies and masks.
+A `LossContext` holds those of one microbatch. What a rule must know of the
+whole minibatch are its `statistics`, formed before the loss, without gradient,
+from the `LossContext` of the whole minibatch.
 """
 
 from collections.abc import Callable
@@ -22,25 +23,25 @@ Array = jax.Array
 sg = jax.lax.stop_gradient
 
 
-class Correction(typing.NamedTuple):
-  """What one correction asks for: detached, [B, L].
+class TermWeights(typing.NamedTuple):
+  """What a correction returns: detached weights of the loss's terms, [B, L].
 
   Attributes:
-    weights_BL: multiplier of the policy terms.
-    value_weights_BL: multiplier of the value terms.
-    bias_BL: factor of log pi in the bias whose gradient is c, see
-      `clipping_bias`.
+    policy_BL: multiplies the policy terms.
+    value_BL: multiplies the value terms.
+    bias_BL: the factor of log pi in the term whose gradient is the bias c, see
+      `clipping_bias`; 0 without such a term.
   """
 
-  weights_BL: Array
-  value_weights_BL: Array
+  policy_BL: Array
+  value_BL: Array
   bias_BL: Array
 
 
-def of_policy(weights_BL: Array) -> Correction:
-  """Multiplies the policy terms and nothing else."""
-  return Correction(
-    # A weight measures; it is not what is learned.
+def policy_weights(weights_BL: Array) -> TermWeights:
+  """Returns term weights that multiply the policy terms and nothing else."""
+  return TermWeights(
+    # Detached: a weight is measured, not learned.
     sg(weights_BL),
     jnp.ones_like(weights_BL),
     jnp.zeros_like(weights_BL),
@@ -52,13 +53,15 @@ class LossContext:
   """The arrays of one microbatch, or of a whole minibatch.
 
   Attributes:
-    ratio_at: gives the ratio [B, L] at a level, differentiable, 1 off the mask.
-    level: at which the row has its ratio.
-    advantages_BL: 0 off the mask.
-    entropy_BL: of the policy at each token, 0 off the mask.
+    ratio_at: returns the ratio [B, L] at a level, differentiable, 1 off the
+      mask.
+    level: the level of the algorithm's ratio, a key of `segments.LEVELS`.
+    advantages_BL: detached, 0 off the mask.
+    entropy_BL: the policy's entropy at each token in nats, detached, 0 off the
+      mask.
     batch: masks, ids, the old and the sampler's log-probabilities.
     num_turns: static, the most turns a row can have.
-    implementation: of the segment sums.
+    implementation: of the segment sums, see `segments`.
   """
 
   ratio_at: Callable[[str], Array]
@@ -75,27 +78,32 @@ class LossContext:
     return self.batch.loss_mask_BL
 
   def segments(self, level: str) -> segments_lib.Segments:
-    """The segments of a level."""
+    """Returns the segments of a level."""
     return segments_lib.level_segments(
       level, self.batch, num_turns=self.num_turns
     )
 
-  def totals(self, x_BL: Array, segments: segments_lib.Segments) -> Array:
-    """Sums over segments: [B, T]."""
-    return segments_lib.segment_totals(
-      x_BL, segments, implementation=self.implementation
-    )
-
   def spread(self, x_BT: Array, segments: segments_lib.Segments) -> Array:
-    """Each token gets its segment's value: [B, L]."""
+    """Gives every token its segment's value: [B, L]."""
     return segments_lib.segment_spread(
       x_BT, segments, implementation=self.implementation
     )
 
-  def log_mismatch(self, level: str) -> Array:
-    """log k = log pi_old (trainer) - log mu (sampler), summed at a level.
+  def mean(self, x_BL: Array, level: str) -> Array:
+    """Gives every token the mean of its segment: [B, L], 0 off the mask."""
+    x_BL = masking.select(x_BL, self.mask_BL)
+    if level == 'token':
+      return x_BL
+    return segments_lib.segment_means(
+      x_BL, self.segments(level), implementation=self.implementation
+    )
 
-    Detached, clipped to [-20, 20], 0 off the mask; [B, L].
+  def log_mismatch(self, level: str) -> Array:
+    """Returns log k = log pi_old (trainer) - log mu (sampler) at a level.
+
+    Returns:
+      The sum over each token's segment, detached, clipped to [-20, 20], 0 off
+      the mask; [B, L].
 
     Raises:
       ValueError: the batch lacks the sampler's log-probabilities.
@@ -105,7 +113,7 @@ class LossContext:
     log_k_BL = ratios.token_log_ratio(
       self.batch.old_logprobs_BL, self.batch.sampler_logprobs_BL, self.mask_BL
     )
-    return sg(  # both are data
+    return sg(  # Detached: both policies are data.
       ratios.level_log_ratio(
         log_k_BL,
         self.batch,
@@ -115,13 +123,4 @@ class LossContext:
         num_turns=self.num_turns,
         implementation=self.implementation,
       )
-    )
-
-  def mean(self, x_BL: Array, level: str) -> Array:
-    """The mean over each token's segment of a level: [B, L], 0 off the mask."""
-    x_BL = masking.select(x_BL, self.mask_BL)
-    if level == 'token':
-      return x_BL
-    return segments_lib.segment_means(
-      x_BL, self.segments(level), implementation=self.implementation
     )

@@ -75,11 +75,11 @@ def _normalized(algorithm, logprobs_BL, batch, statistics, **sums):
   log_ratio_BL = ratios.token_log_ratio(
     logprobs_BL, batch.old_logprobs_BL, batch.loss_mask_BL
   )
-  rule = normalization.NORMALIZATIONS[algorithm.ratio.normalize]
-  return rule(log_ratio_BL, batch, statistics, **sums)
+  normalize = normalization.NORMALIZATIONS[algorithm.ratio.normalize].function
+  return normalize(log_ratio_BL, batch, statistics, **sums)
 
 
-def _evidence(
+def _context(
   algorithm, log_ratio_BL, entropy_BL, batch, **sums
 ) -> loss_context_lib.LossContext:
   mask_BL = batch.loss_mask_BL
@@ -107,21 +107,29 @@ def _evidence(
   )
 
 
-def _trusted(algorithm, evidence, statistics) -> tuple[Array, Array]:
+def _trusted(algorithm, context, statistics) -> tuple[Array, Array]:
   """The absolute (low, high) in force."""
   options = algorithm.bounds.arguments()
-  rule = bounds_lib.BOUNDS[options.pop('name')]
-  dtype = evidence.advantages_BL.dtype
+  rule = bounds_lib.BOUNDS[options.pop('name')].function
+  dtype = context.advantages_BL.dtype
   # An interval that moves is still not something to be learned.
   return tuple(
     sg(jnp.asarray(bound, dtype))
-    for bound in rule(evidence, statistics, **options)
+    for bound in rule(context, statistics, **options)
   )
 
 
 def _corrections(algorithm):
   for name in algorithm.correction.names:
-    yield name, getattr(algorithm.correction, name).arguments()
+    options = getattr(algorithm.correction, name)
+    yield name, corrections.CORRECTIONS[name], options
+
+
+def _statistics(choice, options, *arrays, **arguments):
+  """The statistics of a choice, () where it needs none."""
+  if not choice.uses_statistics(options):
+    return ()
+  return choice.statistics(*arrays, **arguments)
 
 
 def minibatch_statistics(
@@ -150,25 +158,31 @@ def minibatch_statistics(
   log_ratio_BL = ratios.token_log_ratio(
     logprobs_BL, batch.old_logprobs_BL, batch.loss_mask_BL
   )
-  normalize = algorithm.ratio.normalize
-  normal = normalization.NORMALIZATION_STATISTICS[normalize](
-    log_ratio_BL, batch, **sums
+  normal = _statistics(
+    normalization.NORMALIZATIONS[algorithm.ratio.normalize],
+    algorithm.ratio,
+    log_ratio_BL,
+    batch,
+    **sums,
   )
   log_ratio_BL, _ = _normalized(algorithm, logprobs_BL, batch, normal, **sums)
-  evidence = _evidence(algorithm, log_ratio_BL, entropy_BL, batch, **sums)
+  context = _context(algorithm, log_ratio_BL, entropy_BL, batch, **sums)
   options = algorithm.bounds.arguments()
-  bounds = bounds_lib.BOUNDS_STATISTICS[options.pop('name')](
-    evidence, **options
+  bounds = _statistics(
+    bounds_lib.BOUNDS[options.pop('name')],
+    algorithm.bounds,
+    context,
+    **options,
   )
-  low, high = _trusted(algorithm, evidence, bounds)
+  low, high = _trusted(algorithm, context, bounds)
   return {
     'normalize': normal,
     'bounds': bounds,
     'corrections': {
-      name: corrections.CORRECTION_STATISTICS[name](
-        evidence, low, high, **options
+      name: _statistics(
+        choice, options, context, low, high, **options.arguments()
       )
-      for name, options in _corrections(algorithm)
+      for name, choice, options in _corrections(algorithm)
     },
   }
 
@@ -218,23 +232,27 @@ def policy_loss(
   log_ratio_BL, scale_BL = _normalized(
     algorithm, logprobs_BL, batch, statistics['normalize'], **sums
   )
-  evidence = _evidence(algorithm, log_ratio_BL, entropy_BL, batch, **sums)
-  low, high = _trusted(algorithm, evidence, statistics['bounds'])
-  ratio_BL = evidence.ratio_at(algorithm.ratio.level)
+  context = _context(algorithm, log_ratio_BL, entropy_BL, batch, **sums)
+  low, high = _trusted(algorithm, context, statistics['bounds'])
+  ratio_BL = context.ratio_at(algorithm.ratio.level)
   objective = algorithm.objective.arguments()
-  term_BL, cut_BL = objectives.OBJECTIVES[objective.pop('name')](
-    ratio_BL, logprobs_BL, evidence.advantages_BL, low, high, **objective
+  term_BL, cut_BL = objectives.OBJECTIVES[objective.pop('name')].function(
+    ratio_BL, logprobs_BL, context.advantages_BL, low, high, **objective
   )
 
   value_scale_BL = jnp.ones_like(term_BL)
   bias_BL = jnp.zeros_like(term_BL)
-  for name, options in _corrections(algorithm):
-    correction = corrections.CORRECTIONS[name](
-      evidence, low, high, statistics['corrections'][name], **options
+  for name, choice, options in _corrections(algorithm):
+    weights = choice.function(
+      context,
+      low,
+      high,
+      statistics['corrections'][name],
+      **options.arguments(),
     )
-    scale_BL = scale_BL * correction.weights_BL
-    value_scale_BL = value_scale_BL * correction.value_weights_BL
-    bias_BL = bias_BL + correction.bias_BL
+    scale_BL = scale_BL * weights.policy_BL
+    value_scale_BL = value_scale_BL * weights.value_BL
+    bias_BL = bias_BL + weights.bias_BL
 
   weights_BL, own_count = aggregation.aggregate_weights(
     batch, logprobs_BL.dtype, **algorithm.aggregate.arguments(), **sums

@@ -1,4 +1,4 @@
-"""Reductions over the slots a mask selects.
+"""Reductions over the tokens that a mask selects.
 
 B trajectories, L tokens. Every function selects before it computes:
 `mask * nan` is nan, in the gradient too, while `where(mask, x, 0)` is not.
@@ -14,12 +14,12 @@ WHITEN_EPSILON = 1e-8  # added to the variance
 
 
 def select(x_BL: Array, mask_BL: Array) -> Array:
-  """x where the mask is true, else 0."""
+  """Returns x where the mask is true, else 0."""
   return jnp.where(mask_BL, x_BL, jnp.zeros_like(x_BL))
 
 
 def divide(total: Array, count: Array) -> Array:
-  """total / count, and 0 where the count is 0."""
+  """Returns total / count, and 0 where the count is 0."""
   some = count > 0
   return jnp.where(some, total, 0) / jnp.where(some, count, 1)
 
@@ -27,24 +27,23 @@ def divide(total: Array, count: Array) -> Array:
 def masked_total(
   x_BL: Array, mask_BL: Array, *, axis: int | None = None
 ) -> tuple[Array, Array]:
-  """The sum over the mask and the number of slots in it, both in x's dtype.
-
-  A float32 count is exact up to 2**24 tokens.
+  """Returns the sum over the mask and the number of tokens in it.
 
   Returns:
-    (total, count), scalars, or reduced along `axis`.
+    (total, count), both of x's dtype: scalars, or reduced along `axis`. A
+    float32 count is exact up to 2**24 tokens.
   """
   total = jnp.sum(select(x_BL, mask_BL), axis=axis)
   return total, jnp.sum(mask_BL, axis=axis, dtype=x_BL.dtype)
 
 
 def masked_mean(x_BL: Array, mask_BL: Array) -> Array:
-  """The mean over the mask."""
+  """Returns the mean over the mask."""
   return divide(*masked_total(x_BL, mask_BL))
 
 
 def masked_moments(x_BL: Array, mask_BL: Array) -> tuple[Array, Array]:
-  """Mean and unbiased variance (divided by count - 1) over the mask.
+  """Returns mean and unbiased variance (over count - 1) of the mask.
 
   The variance of fewer than two values is 0.
   """
@@ -56,9 +55,31 @@ def masked_moments(x_BL: Array, mask_BL: Array) -> tuple[Array, Array]:
 
 
 def whiten(x_BL: Array, mask_BL: Array) -> Array:
-  """(x - mean) / sqrt(variance + 1e-8) over the mask, 0 elsewhere."""
+  """Returns (x - mean) / sqrt(variance + 1e-8) over the mask, 0 elsewhere."""
   mean, variance = masked_moments(x_BL, mask_BL)
   white_BL = (select(x_BL, mask_BL) - mean) * jax.lax.rsqrt(
     variance + WHITEN_EPSILON
   )
   return select(white_BL, mask_BL)
+
+
+def response_mask(loss_mask_BL: Array) -> Array:
+  """Returns a mask from each row's first policy token to its last."""
+  policy_BL = loss_mask_BL.astype(jnp.int32)
+  begun_BL = jax.lax.cummax(policy_BL, axis=1) > 0
+  to_come_BL = jax.lax.cummax(policy_BL, axis=1, reverse=True) > 0
+  return begun_BL & to_come_BL
+
+
+def _as_is(x_BL, mask_BL):
+  del mask_BL
+  return x_BL
+
+
+def _whiten_response(x_BL, mask_BL):
+  return whiten(x_BL, response_mask(mask_BL))
+
+
+# Over which tokens mean and variance are taken; 'all' includes observations,
+# which is what the reference run of arXiv 2511.20718 did [code].
+WHITENS = {'none': _as_is, 'policy': whiten, 'all': _whiten_response}

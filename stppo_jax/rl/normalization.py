@@ -1,12 +1,14 @@
-"""What is done to the log-ratio before anything is formed of it.
+"""Normalisations of the log-ratio, before a ratio is formed of it.
 
-B trajectories, L tokens. A rule is called `rule(log_ratio_BL, batch,
-statistics, *, num_turns, implementation)` and returns the new log-ratio and a
-detached multiplier of each policy term.
+B trajectories, L tokens, T turns. A normalisation is called
+`normalize(log_ratio_BL, batch, statistics, *, num_turns, implementation)` and
+returns the new log-ratio and a detached multiplier of each policy term.
+`statistics` is what its choice in `NORMALIZATIONS` formed of the whole
+minibatch, () for one that needs none.
 
 `guard` is GRPO-Guard (arXiv 2510.22319) carried over from flow matching to
 tokens; experimental, and our reading: the published form is
-r = exp((l + b) sigma sqrt(dt)). With a turn as the unit k,
+r = exp((l + b) sigma sqrt(dt)). With turn k as the unit,
 
   l' = (l + b_k) s_k       b_k = mean over the turn of e^l - 1 - l
                            s_k = target / std over the turn of l
@@ -24,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax.rl import masking
+from stppo_jax.rl import options
 from stppo_jax.rl import segments as segments_lib
 
 Array = jax.Array
@@ -40,23 +43,25 @@ def _none(log_ratio_BL, batch, statistics, *, num_turns, implementation):
   return log_ratio_BL, jnp.ones_like(log_ratio_BL)
 
 
-def _no_statistics(log_ratio_BL, batch, *, num_turns, implementation):
-  del log_ratio_BL, batch, num_turns, implementation
-  return ()
-
-
 class _Turns(NamedTuple):
-  """Of each turn [B, T]: the shift b, the spread, and where there is one."""
+  """Measures of the log-ratio in each turn.
+
+  Attributes:
+    segments: the turns.
+    shift_BT: b_k.
+    spread_BT: the standard deviation of l.
+    spreads_BT: bool, the spread is more than rounding.
+  """
 
   segments: segments_lib.Segments
   shift_BT: Array
   spread_BT: Array
-  spreads_BT: Array  # bool: the spread is more than rounding
+  spreads_BT: Array
 
 
 def _turns(log_ratio_BL, batch, num_turns, implementation):
   turns = segments_lib.level_segments('turn', batch, num_turns=num_turns)
-  log_ratio_BL = sg(log_ratio_BL)  # a measure
+  log_ratio_BL = sg(log_ratio_BL)  # Detached: shift and scale are measures.
 
   def means(x_BL):
     totals_BT = segments_lib.segment_totals(
@@ -96,11 +101,12 @@ def _guard(log_ratio_BL, batch, target, *, num_turns, implementation):
 
 
 def _guard_target(log_ratio_BL, batch, *, num_turns, implementation):
-  """The mean spread of the turns that have one."""
+  """Returns the mean spread of the turns that have one."""
   turns = _turns(log_ratio_BL, batch, num_turns, implementation)
   return masking.masked_mean(turns.spread_BT, turns.spreads_BT)
 
 
-NORMALIZATIONS = {'none': _none, 'guard': _guard}
-NORMALIZATION_STATISTICS = {'none': _no_statistics, 'guard': _guard_target}
-USES_STATISTICS = frozenset({'guard'})
+NORMALIZATIONS = {
+  'none': options.Choice(_none),
+  'guard': options.Choice(_guard, statistics=_guard_target),
+}

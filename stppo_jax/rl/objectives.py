@@ -1,16 +1,19 @@
 """What a token contributes to the loss, inside and outside the bounds.
 
-An objective is called `objective(ratio_BL, logprobs_BL, advantages_BL, low,
-high, **options)` with arrays that are finite everywhere, and returns the term
-to be minimised and the mask of the tokens whose gradient it cut.
+B trajectories, L tokens. An objective is called `objective(ratio_BL,
+logprobs_BL, advantages_BL, low, high, **options)` with arrays that are finite
+everywhere. It returns (term_BL, cut_BL): the term to be minimised, and bool,
+the tokens whose gradient it cut.
 
-In the last three the ratio is a weight, detached, and the gradient is that of
-log pi of the token itself: where the ratio's own gradient goes
-(`ratio.gradient`) does not matter to them.
+In `detached`, `masked` and `unclipped` the ratio is a detached weight and the
+gradient is that of log pi of the token itself. The option `ratio.gradient`,
+which says where the gradient of the ratio goes, therefore does not change them.
 """
 
 import jax
 import jax.numpy as jnp
+
+from stppo_jax.rl import options as options_lib
 
 Array = jax.Array
 sg = jax.lax.stop_gradient
@@ -23,19 +26,24 @@ def pessimistic(
   low: Array | float,
   high: Array | float,
 ) -> tuple[Array, Array]:
-  """PPO: max(-A r, -A clip(r, low, high)) (arXiv 1707.06347 Eq. 7).
+  """Returns max(-A r, -A clip(r, low, high)), the objective of PPO.
 
-  Written as a selection, which has the same value and at a ratio exactly on
-  a bound keeps the whole gradient, where max and clip would share it out.
-
-  Returns:
-    (term_BL, cut_BL); cut where r is above high with A > 0, or below low
-    with A < 0.
+  A token is cut where r is above high with A > 0, or below low with A < 0.
+  Source: arXiv 1707.06347 Eq. 7.
   """
   del logprobs_BL
   above_BL, below_BL = _harmful(ratio_BL, advantages_BL, low, high)
+  # A selection has the value of max and clip, but where the ratio lies exactly
+  # on a bound it keeps the whole gradient, of which they would keep a half.
   trusted_BL = jnp.where(above_BL, high, jnp.where(below_BL, low, ratio_BL))
   return -advantages_BL * trusted_BL, above_BL | below_BL
+
+
+@options_lib.dataclass
+class DualClip(options_lib.Named):
+  """Options of `dual_clip`."""
+
+  c: float = options_lib.number(above=1.0)
 
 
 def dual_clip(
@@ -47,10 +55,10 @@ def dual_clip(
   *,
   c: Array | float,
 ) -> tuple[Array, Array]:
-  """Pessimistic, and at most -c A where A < 0 (arXiv 1912.09729 Eq. 5).
+  """Returns the pessimistic term, at most -c A where A < 0.
 
-  Returns:
-    (term_BL, cut_BL); cut also where r is above c > 1 with A < 0.
+  A token is cut as in `pessimistic`, and where r is above c with A < 0.
+  Source: arXiv 1912.09729 Eq. 5.
   """
   term_BL, cut_BL = pessimistic(ratio_BL, logprobs_BL, advantages_BL, low, high)
   far_BL = (advantages_BL < 0) & (ratio_BL > c)
@@ -64,11 +72,11 @@ def detached(
   low: Array | float,
   high: Array | float,
 ) -> tuple[Array, Array]:
-  """CISPO: -sg(clip(r, low, high)) A log pi (arXiv 2506.13585 Eq. 4).
+  """Returns -sg(clip(r, low, high)) A log pi, the objective of CISPO.
 
-  The weight is clipped, no gradient is cut.
+  The weight is clipped and no gradient is cut. Source: arXiv 2506.13585 Eq. 4.
   """
-  # The weight corrects for the old policy; it is not what is learned.
+  # Detached: the weight corrects for the old policy and is not learned.
   weight_BL = sg(jnp.clip(ratio_BL, low, high))
   return _weighted(weight_BL, logprobs_BL, advantages_BL), _none(ratio_BL)
 
@@ -80,14 +88,14 @@ def masked(
   low: Array | float,
   high: Array | float,
 ) -> tuple[Array, Array]:
-  """MiniRL: -M sg(r) A log pi (arXiv 2512.01374).
+  """Returns -M sg(r) A log pi, the objective of MiniRL.
 
-  M is 0 on the side of the bounds that the sign of A makes harmful: above
-  high with A > 0, below low with A < 0.
+  M is 0 where r is above high with A > 0, or below low with A < 0; else 1.
+  Source: arXiv 2512.01374.
   """
   above_BL, below_BL = _harmful(ratio_BL, advantages_BL, low, high)
   cut_BL = above_BL | below_BL
-  # As in `detached`.
+  # Detached as in `detached`.
   weight_BL = sg(jnp.where(cut_BL, 0, ratio_BL))
   return _weighted(weight_BL, logprobs_BL, advantages_BL), cut_BL
 
@@ -99,15 +107,15 @@ def unclipped(
   low: Array | float,
   high: Array | float,
 ) -> tuple[Array, Array]:
-  """-sg(r) A log pi: the off-policy gradient, nothing cut."""
+  """Returns -sg(r) A log pi: the off-policy gradient, nothing is cut."""
   del low, high
-  # As in `detached`.
+  # Detached as in `detached`.
   weight_BL = sg(ratio_BL)
   return _weighted(weight_BL, logprobs_BL, advantages_BL), _none(ratio_BL)
 
 
 def _harmful(ratio_BL, advantages_BL, low, high):
-  """(above, below): where moving on would widen the gap for the worse."""
+  """Returns where the ratio is outside on the side that A pushes it to."""
   above_BL = (ratio_BL > high) & (advantages_BL > 0)
   below_BL = (ratio_BL < low) & (advantages_BL < 0)
   return above_BL, below_BL
@@ -122,9 +130,9 @@ def _none(ratio_BL):
 
 
 OBJECTIVES = {
-  'pessimistic': pessimistic,
-  'dual_clip': dual_clip,
-  'detached': detached,
-  'masked': masked,
-  'unclipped': unclipped,
+  'pessimistic': options_lib.Choice(pessimistic),
+  'dual_clip': options_lib.Choice(dual_clip, DualClip),
+  'detached': options_lib.Choice(detached),
+  'masked': options_lib.Choice(masked),
+  'unclipped': options_lib.Choice(unclipped),
 }

@@ -1,10 +1,23 @@
-"""Rules of option blocks: what a row of data may hold, checked all at once.
+"""Options of an algorithm: dataclasses, rules of their values, checks.
 
-A block is a dataclass whose fields are made by `choice`, `choices`, `number`
-or `nested`; the fields' names are the options' names. Numbers become leaves
-of the pytree, names become static metadata.
+A function that can be chosen by name takes its options as keyword arguments.
+The dataclass that holds them stands beside the function, and a table maps the
+name to both:
+
+    @options.dataclass
+    class Fixed(options.Named):
+      clip_low: float = options.number()
+      clip_high: float = options.number()
+
+    BOUNDS = {'fixed': options.Choice(fixed, Fixed), ...}
+
+Every field is made by `one_of`, `some_of`, `number` or `section`, which attach
+the rule of its values. Numbers are leaves of a jax pytree, so that another
+number does not recompile; names are static. `check` finds every problem of a
+mapping of options at once, and `build` turns the mapping into the dataclass.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -12,33 +25,99 @@ import dataclasses
 import math
 import numbers
 import typing
+from typing import Any
 
-Block = typing.Any  # a dataclass, or a dict: name -> dataclass
+import jax
+
+
+@typing.dataclass_transform(frozen_default=True)
+def dataclass(cls):
+  """Makes a class of options a frozen dataclass and a jax pytree."""
+  cls = dataclasses.dataclass(frozen=True)(cls)
+  return jax.tree_util.register_dataclass(cls)
+
+
+class Options:
+  """Base of all options.
+
+  A subclass may have a static method `conflicts(**options)` which yields
+  (option, value, rule in words) for options that do not fit together.
+  """
+
+  def arguments(self) -> dict[str, Any]:
+    """Returns all options by name, to be passed on as keyword arguments."""
+    return {
+      field.name: getattr(self, field.name)
+      for field in dataclasses.fields(typing.cast(Any, self))
+    }
+
+
+@dataclass
+class Named(Options):
+  """Options of a choice from a table; complete for a function without any.
+
+  Attributes:
+    name: the key of the table.
+  """
+
+  # Its rule is the table, which the class does not know.
+  name: str = dataclasses.field(metadata={'static': True})
+
+
+class Choice(typing.NamedTuple):
+  """An entry of a table: a function that can be chosen, with what it needs.
+
+  Attributes:
+    function: what is called, with its options as keyword arguments.
+    options: the dataclass of its options.
+    statistics: forms what the function must know of the whole minibatch; None
+      if the function looks at nothing but its microbatch.
+    needs_statistics: whether the function needs the statistics under the given
+      options.
+  """
+
+  function: Callable[..., Any]
+  options: type[Options] = Named
+  statistics: Callable[..., Any] | None = None
+  needs_statistics: Callable[[Any], bool] = lambda options: True
+
+  def uses_statistics(self, options: Options) -> bool:
+    """Returns whether statistics of the whole minibatch must be formed."""
+    return self.statistics is not None and self.needs_statistics(options)
+
+
+Table = Mapping[str, Choice]
+# The options that a section of the configuration holds: those of one
+# dataclass, or those of the choice that the option `name` takes from a table.
+Section = type[Options] | Table
 
 
 @dataclasses.dataclass(frozen=True)
-class _Choice:
-  """One of some names."""
+class OneOf:
+  """The rule of an option that holds one of some names."""
 
   names: tuple[str, ...]
 
-  def problem(self, value) -> str | None:
+  def problem(self, value: Any) -> str | None:
+    """Returns what is wrong with a value; None if nothing is."""
     if isinstance(value, str) and value in self.names:
       return None
     return 'must be one of ' + ', '.join(self.names)
 
-  def build(self, value):
+  def build(self, value: Any) -> str:
+    """Returns a value that has no problem as the option holds it."""
     return str(value)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Choices:
-  """Some of some names, each at most once."""
+class SomeOf:
+  """The rule of an option that holds some names, each at most once."""
 
   names: tuple[str, ...]
   at_least: int
 
-  def problem(self, value) -> str | None:
+  def problem(self, value: Any) -> str | None:
+    """Returns what is wrong with a value; None if nothing is."""
     if (
       isinstance(value, (tuple, list))
       and all(isinstance(v, str) and v in self.names for v in value)
@@ -48,24 +127,26 @@ class _Choices:
     few = 'any' if not self.at_least else f'at least {self.at_least}'
     return f'must be a tuple of {few} of ' + ', '.join(self.names)
 
-  def build(self, value):
+  def build(self, value: Any) -> tuple[str, ...]:
+    """Returns a value that has no problem as the option holds it."""
     return tuple(str(v) for v in value)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Number:
-  """A number in an interval."""
+class Number:
+  """The rule of an option that holds a number of an interval."""
 
   above: float | None
   at_most: float
   infinite: bool
 
-  def problem(self, value) -> str | None:
+  def problem(self, value: Any) -> str | None:
+    """Returns what is wrong with a value; None if nothing is."""
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
       low_enough = value <= self.at_most
       high_enough = value >= 0 if self.above is None else value > self.above
       finite = self.infinite or math.isfinite(value)
-      if low_enough and high_enough and finite:  # nan is neither
+      if low_enough and high_enough and finite:  # NaN is in no interval
         return None
     kind = 'a number' if self.infinite else 'a finite number'
     least = '>= 0' if self.above is None else f'> {self.above:g}'
@@ -73,22 +154,22 @@ class _Number:
     infinite = ' (inf is allowed)' if self.infinite else ''
     return f'must be {kind} {least}{most}{infinite}'
 
-  def build(self, value):
+  def build(self, value: Any) -> float:
+    """Returns a value that has no problem as the option holds it."""
     return float(value)
 
 
-def _static(rule):
-  return dataclasses.field(metadata={'static': True, 'rule': rule})
+Rule = OneOf | SomeOf | Number
 
 
-def choice(names: Iterable[str]) -> typing.Any:
-  """A field that holds one of these names (the keys of a table)."""
-  return _static(_Choice(tuple(names)))
+def one_of(names: Iterable[str]) -> Any:
+  """Returns a field that holds one of some names (keys of a table)."""
+  return _static(OneOf(tuple(names)))
 
 
-def choices(names: Iterable[str], *, at_least: int = 0) -> typing.Any:
-  """A field that holds some of these names, each at most once."""
-  return _static(_Choices(tuple(names), at_least))
+def some_of(names: Iterable[str], *, at_least: int = 0) -> Any:
+  """Returns a field that holds some of some names, each at most once."""
+  return _static(SomeOf(tuple(names), at_least))
 
 
 def number(
@@ -96,84 +177,138 @@ def number(
   above: float | None = None,
   at_most: float = math.inf,
   infinite: bool = False,
-) -> typing.Any:
-  """A field that holds a number >= 0, or > `above` where that is given."""
-  return dataclasses.field(metadata={'rule': _Number(above, at_most, infinite)})
+) -> Any:
+  """Returns a field that holds a number.
+
+  Args:
+    above: what the number must be greater than; None: it is 0 or greater.
+    at_most: the greatest number allowed.
+    infinite: whether infinity is allowed.
+  """
+  return dataclasses.field(metadata={'rule': Number(above, at_most, infinite)})
 
 
-def nested(block: Block) -> typing.Any:
-  """A field that holds another block."""
-  return dataclasses.field(metadata={'block': block})
+def section(options: Section) -> Any:
+  """Returns a field that holds the options of a dataclass or of a table."""
+  return dataclasses.field(metadata={'rule': options})
+
+
+def selection(name: str, table: Table) -> Any:
+  """Returns a dataclass of options for a table of which several may be chosen.
+
+  Args:
+    name: the name of the class.
+    table: the choices.
+
+  Returns:
+    A class with the field `names`, the chosen keys of the table, and with one
+    field per key, which holds the options of that choice, chosen or not.
+  """
+  fields: list[tuple[str, type, Any]] = [('names', tuple, some_of(table))]
+  fields += [(k, x.options, section(x.options)) for k, x in table.items()]
+  cls = dataclasses.make_dataclass(name, fields, bases=(Options,), frozen=True)
+  return jax.tree_util.register_dataclass(cls)
+
+
+def _static(rule):
+  return dataclasses.field(metadata={'static': True, 'rule': rule})
+
+
+def _entries(section: Section, cls: type[Options]) -> dict[str, Rule | Section]:
+  """Returns the rule, or the section, of every option of a section."""
+  fields = dataclasses.fields(typing.cast(Any, cls))
+  entries = {field.name: field.metadata.get('rule') for field in fields}
+  if isinstance(section, Mapping):
+    entries['name'] = OneOf(tuple(section))
+  return entries
 
 
 def _is_mapping(value):
-  # A ConfigDict speaks like a Mapping without being one.
+  # A ConfigDict has the methods of a Mapping without being one.
   return isinstance(value, Mapping) or (
     hasattr(value, 'keys') and hasattr(value, '__getitem__')
   )
 
 
-def _chosen(block: Block, values) -> type | None:
-  """The dataclass of a block; None if its name is not in the table."""
-  if not isinstance(block, dict):
-    return block
-  name = values['name'] if 'name' in values.keys() else None
-  return block[name] if isinstance(name, str) and name in block else None
-
-
-def check(block: Block, values: typing.Any, key: str) -> list[str]:
-  """All problems of a block's values, one line each.
+def check(section: Section, values: Any, key: str) -> list[str]:
+  """Finds all problems of the values of a section.
 
   Args:
-    block: a dataclass, or a table of dataclasses by the option `name`.
+    section: a dataclass of options, or a table of choices.
     values: the mapping to be checked.
-    key: the dotted key of the block, for the messages.
+    key: the dotted key of the section, for the messages.
+
+  Returns:
+    One line per problem, such as `key.clip_low=-1: must be ...`.
   """
   if not _is_mapping(values):
-    return [f'{key}={values!r}: must be a block of options']
-  cls = _chosen(block, values)
-  if cls is None:
-    names = ', '.join(block)
+    return [f'{key}={values!r}: must be a section of options']
+  cls = section
+  if isinstance(section, Mapping):
+    names = ', '.join(section)
     if 'name' not in values.keys():
       return [f'{key}.name: missing; must be one of {names}']
-    return [f'{key}.name={values["name"]!r}: must be one of {names}']
-  return list(_check_fields(cls, values, key))
+    name = values['name']
+    if not isinstance(name, str) or name not in section:
+      return [f'{key}.name={name!r}: must be one of {names}']
+    cls = section[name].options
+  return list(_check_entries(cls, _entries(section, cls), values, key))
 
 
-def _check_fields(cls, values, key) -> Iterator[str]:
-  fields = {field.name: field for field in dataclasses.fields(cls)}
+def _check_entries(cls, entries, values, key) -> Iterator[str]:
   clean = True
   for name in values.keys():
-    if name not in fields:
-      known = ', '.join(fields)
+    if name not in entries:
+      known = ', '.join(entries)
       yield f'{key}.{name}: unknown option; the options are {known}'
-  for name, field in fields.items():
+  for name, entry in entries.items():
     dotted = f'{key}.{name}'
     if name not in values.keys():
       problems = [f'{dotted}: missing']
-    elif 'block' in field.metadata:
-      problems = check(field.metadata['block'], values[name], dotted)
-    else:
-      problem = field.metadata['rule'].problem(values[name])
+    elif isinstance(entry, Rule):
+      problem = entry.problem(values[name])
       problems = [f'{dotted}={values[name]!r}: {problem}'] if problem else []
+    else:
+      problems = check(entry, values[name], dotted)
     clean = clean and not problems
     yield from problems
   if clean and hasattr(cls, 'conflicts'):
-    found = cls.conflicts(**{name: values[name] for name in fields})
+    found = cls.conflicts(**{name: values[name] for name in entries})
     for name, value, rule in found:
       yield f'{key}.{name}={value!r}: must be {rule}'
 
 
-def build(block: Block, values: typing.Any) -> typing.Any:
-  """The dataclass of values that `check` found no problem in."""
-  cls = _chosen(block, values)
-  return cls(
-    **{
-      field.name: (
-        build(field.metadata['block'], values[field.name])
-        if 'block' in field.metadata
-        else field.metadata['rule'].build(values[field.name])
-      )
-      for field in dataclasses.fields(cls)
-    }
-  )
+def build(section: Section, values: Any) -> Any:
+  """Returns the dataclass of values in which `check` finds no problem."""
+  cls = section
+  if isinstance(section, Mapping):
+    cls = section[values['name']].options
+  options = {
+    name: entry.build(values[name])
+    if isinstance(entry, Rule)
+    else build(entry, values[name])
+    for name, entry in _entries(section, cls).items()
+  }
+  return cls(**options)
+
+
+def rules(section: Section, values: Any = None) -> Iterator[tuple[str, Rule]]:
+  """Yields the dotted key of every option, with its rule.
+
+  Args:
+    section: a dataclass of options, or a table of choices.
+    values: values of the section, which tell the choices that count; None
+      yields the options of all choices of a table, equal keys several times.
+  """
+  classes = [section]
+  if isinstance(section, Mapping):
+    chosen = section.values() if values is None else [section[values['name']]]
+    classes = list(dict.fromkeys(choice.options for choice in chosen))
+  for cls in classes:
+    for name, entry in _entries(section, cls).items():
+      if isinstance(entry, Rule):
+        yield name, entry
+      else:
+        inner = None if values is None else values[name]
+        for key, rule in rules(entry, inner):
+          yield f'{name}.{key}', rule

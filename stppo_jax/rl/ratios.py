@@ -6,8 +6,8 @@ ratio of segment k is
   log r_k = sum_{l in k} l / |k|   (reduce='mean', the geometric mean)
   log r_k = sum_{l in k} l         (reduce='sum')
 
-and all tokens of the segment share it: the turn ratio of arXiv 2511.20718
-Eq. 4, the sequence ratio of GSPO (arXiv 2507.18071).
+and all tokens of the segment share it. Sources: arXiv 2511.20718 Eq. 4 for the
+turn ratio, GSPO (arXiv 2507.18071) for the sequence ratio.
 """
 
 import chex
@@ -16,6 +16,8 @@ import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.rl import masking
+from stppo_jax.rl import normalization
+from stppo_jax.rl import options
 from stppo_jax.rl import segments as segments_lib
 
 Array = jax.Array
@@ -27,13 +29,13 @@ LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: large, and its square is finite
 def token_log_ratio(
   logprobs_BL: Array, old_logprobs_BL: Array, loss_mask_BL: Array
 ) -> Array:
-  """clip(log pi_theta - log pi_old, -20, 20) on the mask, 0 elsewhere.
+  """Returns clip(log pi_theta - log pi_old, -20, 20), 0 off the mask.
 
-  A clipped token carries no gradient.
+  A clipped token has no gradient.
   """
   chex.assert_equal_shape([logprobs_BL, old_logprobs_BL, loss_mask_BL])
   new_BL = masking.select(logprobs_BL, loss_mask_BL)
-  # The old policy is data.
+  # Detached: the old policy is data.
   old_BL = sg(masking.select(old_logprobs_BL, loss_mask_BL))
   return jnp.clip(new_BL - old_BL, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
@@ -42,7 +44,7 @@ def _sum(log_ratio_BL, segments, *, implementation):
   totals_BT = segments_lib.segment_totals(
     log_ratio_BL, segments, implementation=implementation
   )
-  # A long segment's sum would overflow in exp().
+  # Clipped: the sum over a long segment would overflow in exp().
   totals_BT = jnp.clip(totals_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
   return segments_lib.segment_spread(
     totals_BT, segments, implementation=implementation
@@ -53,17 +55,27 @@ REDUCES = {'mean': segments_lib.segment_means, 'sum': _sum}
 
 
 def _through_segment(shared_BL, log_ratio_BL):
-  """Each token sees the gradient of the whole segment."""
+  """Keeps the gradient of the whole segment in every token."""
   del log_ratio_BL
   return shared_BL
 
 
 def _through_token(shared_BL, log_ratio_BL):
-  """The segment's value, the token's own gradient (GSPO-token)."""
+  """Returns the segment's value with the token's own gradient: GSPO-token."""
   return sg(shared_BL) + (log_ratio_BL - sg(log_ratio_BL))
 
 
 GRADIENTS = {'segment': _through_segment, 'token': _through_token}
+
+
+@options.dataclass
+class Ratio(options.Options):
+  """Which tokens share a ratio, and where its gradient goes."""
+
+  level: str = options.one_of(segments_lib.LEVELS)
+  gradient: str = options.one_of(GRADIENTS)
+  reduce: str = options.one_of(REDUCES)
+  normalize: str = options.one_of(normalization.NORMALIZATIONS)
 
 
 def level_log_ratio(
@@ -76,17 +88,18 @@ def level_log_ratio(
   num_turns: int,
   implementation: str = 'auto',
 ) -> Array:
-  """The log-ratio of every token at a level.
+  """Returns the log-ratio of every token at a level.
 
   Args:
     log_ratio_BL: the token log-ratio, 0 off the mask.
-    batch: of it the loss mask and the ids of the level.
-    level: a key of `segments.LEVELS`; at 'token' the next two change nothing.
+    batch: the batch, whose loss mask and ids of the level are read.
+    level: a key of `segments.LEVELS`; at 'token' gradient and reduce change
+      nothing.
     gradient: 'segment': d log r_k is the mean (or sum) over the segment of
-      d log pi. 'token': same value, each token keeps its own gradient.
+      d log pi. 'token': the same value, each token keeps its own gradient.
     reduce: 'mean' or 'sum'.
     num_turns: static, the most turns a row can have.
-    implementation: of the segment sums.
+    implementation: of the segment sums, see `segments`.
 
   Returns:
     [B, L], 0 off the mask, where the ratio is therefore 1.

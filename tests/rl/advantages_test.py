@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from stppo_jax.rl import advantages
+from stppo_jax.rl import masking
 from tests.rl import advantage_twins
 from tests.rl import batches
 from tests.rl import twins
@@ -387,7 +388,7 @@ def test_included_poison_outside_the_response():
     values_BL=batches.poison_array(batch.values_BL, inside, np.nan),
     rewards_BL=batches.poison_array(batch.rewards_BL, mask, np.nan),
   )
-  for whiten in advantages.WHITENS:
+  for whiten in masking.WHITENS:
     np.testing.assert_array_equal(
       _estimate(poisoned, whiten, 'token', 'included').advantages_BL,
       _estimate(batch, whiten, 'token', 'included').advantages_BL,

@@ -10,7 +10,6 @@ from stppo_jax.configs import algorithms
 from stppo_jax.rl import advantages
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import algorithm as algorithm_lib
-from stppo_jax.rl import blocks
 from stppo_jax.rl import bounds
 from stppo_jax.rl import clipping_bias
 from stppo_jax.rl import corrections
@@ -137,7 +136,7 @@ _BIAS = 'correction__clipping_bias__'
       "algorithm.bounds.name='loose': must be one of fixed, "
       'entropy_scaled, balanced',
     ),
-    ('kl', 3, 'algorithm.kl=3: must be a block of options'),
+    ('kl', 3, 'algorithm.kl=3: must be a section of options'),
   ],
 )
 def test_one_problem_is_one_line(key, value, line):
@@ -244,28 +243,22 @@ def test_options_of_a_block_that_do_not_fit(changes, line):
   assert algorithm_lib.check_algorithm(batches.row_of(**changes)) == [line]
 
 
-def test_what_can_be_chosen_can_be_built():
-  tables = {
-    'bounds': (blocks.BOUNDS, bounds.BOUNDS),
-    'objective': (blocks.OBJECTIVES, objectives.OBJECTIVES),
-    'aggregate': (blocks.AGGREGATES, aggregation.AGGREGATES),
-    'advantage': (blocks.ADVANTAGES, advantages.ADVANTAGES),
-  }
-  assert tables.keys() == algorithms.BLOCKS.keys()
-  for kind, (options, functions) in tables.items():
-    assert options.keys() == functions.keys() == algorithms.BLOCKS[kind].keys()
-    for name in options:
-      row = batches.row_of()
-      row[kind] = algorithms.block(kind, name)
-      row['kl']['where'] = 'nowhere'
-      assert algorithm_lib.check_algorithm(row) == []
-  assert bounds.BOUNDS.keys() == bounds.BOUNDS_STATISTICS.keys()
-  names = corrections.CORRECTIONS.keys()
-  assert names == corrections.CORRECTION_STATISTICS.keys()
-  assert (
-    normalization.NORMALIZATIONS.keys()
-    == normalization.NORMALIZATION_STATISTICS.keys()
-  )
+_TABLES = {
+  'bounds': bounds.BOUNDS,
+  'objective': objectives.OBJECTIVES,
+  'aggregate': aggregation.AGGREGATES,
+  'advantage': advantages.ADVANTAGES,
+}
+
+
+@pytest.mark.parametrize('kind', _TABLES)
+def test_every_choice_has_defaults_and_can_be_built(kind):
+  assert _TABLES.keys() == algorithms.BLOCKS.keys()
+  assert _TABLES[kind].keys() == algorithms.BLOCKS[kind].keys()
+  for name in _TABLES[kind]:
+    changes = {f'{kind}__name': name, 'kl__where': 'nowhere'}
+    built = batches.algorithm(**changes)
+    assert getattr(built, kind).name == name
 
 
 def test_the_table_knows_which_rows_compare_and_which_have_a_critic():

@@ -5,15 +5,16 @@ import numpy as np
 import pytest
 
 from stppo_jax.configs import algorithms
-from stppo_jax.rl import bounds
+from stppo_jax.rl import bounds as bounds_lib
 from stppo_jax.rl import loss_context
 from tests.rl import batches
 
 _BAPO = algorithms.BLOCKS['bounds']['balanced']
+BOUNDS = bounds_lib.BOUNDS
 
 
-def _evidence(ratio, advantages, entropy=None, level='token', mask=None):
-  """Evidence whose only level is the given ratio; one turn a row."""
+def _context(ratio, advantages, entropy=None, level='token', mask=None):
+  """A context whose only level is the given ratio; one turn a row."""
   batch, _, _ = batches.make()
   mask = np.ones(ratio.shape, bool) if mask is None else mask
   batch = batch.replace(
@@ -28,17 +29,17 @@ def _evidence(ratio, advantages, entropy=None, level='token', mask=None):
 
 
 def test_fixed_bounds_are_distances_from_one():
-  low, high = bounds.BOUNDS['fixed'](None, (), clip_low=0.2, clip_high=0.25)
+  low, high = BOUNDS['fixed'].function(None, (), clip_low=0.2, clip_high=0.25)
   assert (low, high) == (0.8, 1.25)
 
 
 def test_entropy_scales_both_distances():
   entropy = np.array([[0.0, 1.0, 2.0, 9.0]])
-  seen = _evidence(np.ones((1, 4)), np.ones((1, 4)), entropy)
+  context = _context(np.ones((1, 4)), np.ones((1, 4)), entropy)
   options = algorithms.BLOCKS['bounds']['entropy_scaled']
-  mean = bounds.BOUNDS_STATISTICS['entropy_scaled'](seen, **options)
+  mean = BOUNDS['entropy_scaled'].statistics(context, **options)
   assert mean == 3.0
-  low, high = bounds.BOUNDS['entropy_scaled'](seen, mean, **options)
+  low, high = BOUNDS['entropy_scaled'].function(context, mean, **options)
   f = np.array([[0.5, 0.5, 2 / 3, 2.0]])
   np.testing.assert_allclose(low, 1 - 0.2 * f)
   np.testing.assert_allclose(high, 1 + 0.2 * f)
@@ -46,23 +47,25 @@ def test_entropy_scales_both_distances():
 
 def test_a_segment_has_one_entropy_and_no_entropy_scales_nothing():
   entropy = np.array([[0.0, 4.0], [1.0, 1.0]])
-  seen = _evidence(np.ones((2, 2)), np.ones((2, 2)), entropy, level='sequence')
+  context = _context(
+    np.ones((2, 2)), np.ones((2, 2)), entropy, level='sequence'
+  )
   options = algorithms.BLOCKS['bounds']['entropy_scaled']
-  mean = bounds.BOUNDS_STATISTICS['entropy_scaled'](seen, **options)
+  mean = BOUNDS['entropy_scaled'].statistics(context, **options)
   assert mean == 1.5
-  low, _ = bounds.BOUNDS['entropy_scaled'](seen, mean, **options)
+  low, _ = BOUNDS['entropy_scaled'].function(context, mean, **options)
   f = np.array([[4 / 3, 4 / 3], [2 / 3, 2 / 3]])
   np.testing.assert_allclose(low, 1 - 0.2 * f)
-  still = _evidence(np.ones((1, 2)), np.ones((1, 2)), np.zeros((1, 2)))
-  low, high = bounds.BOUNDS['entropy_scaled'](still, np.zeros(()), **options)
+  still = _context(np.ones((1, 2)), np.ones((1, 2)), np.zeros((1, 2)))
+  low, high = BOUNDS['entropy_scaled'].function(still, np.zeros(()), **options)
   np.testing.assert_allclose((low, high), [[[0.8, 0.8]], [[1.2, 1.2]]])
 
 
 @functools.partial(jax.jit, static_argnums=2)
 def _balanced(ratio, advantages, options):
-  seen = _evidence(ratio, advantages)
-  found = bounds.BOUNDS_STATISTICS['balanced'](seen, **dict(options))
-  return bounds.BOUNDS['balanced'](seen, found, **dict(options))
+  context = _context(ratio, advantages)
+  found = BOUNDS['balanced'].statistics(context, **dict(options))
+  return BOUNDS['balanced'].function(context, found, **dict(options))
 
 
 def _interval(ratio, advantages, **changes):

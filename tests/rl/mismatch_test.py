@@ -23,13 +23,15 @@ def _weights(name, k=K, **options):
     old_logprobs_BL=old,
     sampler_logprobs_BL=old - np.log(k),
   )
-  seen = loss_context.LossContext(
+  context = loss_context.LossContext(
     lambda level: RATIO, 'token', np.ones(k.shape), k, batch, num_turns=1
   )
-  found = corrections.CORRECTIONS[name](seen, 0.8, 1.2, (), **options)
-  np.testing.assert_array_equal(found.value_weights_BL, np.ones(k.shape))
+  found = corrections.CORRECTIONS[name].function(
+    context, 0.8, 1.2, (), **options
+  )
+  np.testing.assert_array_equal(found.value_BL, np.ones(k.shape))
   np.testing.assert_array_equal(found.bias_BL, np.zeros(k.shape))
-  return np.asarray(found.weights_BL)[0, :3]
+  return np.asarray(found.policy_BL)[0, :3]
 
 
 _PRODUCT = 0.25 * 1.0 * 3.0
@@ -76,6 +78,8 @@ def test_on_a_bound_is_inside():
 def test_a_missing_array_is_named():
   batch, _, _ = batches.make()
   batch = batch.replace(sampler_logprobs_BL=None)
-  seen = loss_context.LossContext(None, 'token', None, None, batch, num_turns=1)
+  context = loss_context.LossContext(
+    None, 'token', None, None, batch, num_turns=1
+  )
   with pytest.raises(ValueError, match='needs sampler_logprobs_BL'):
-    seen.log_mismatch('token')
+    context.log_mismatch('token')

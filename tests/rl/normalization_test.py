@@ -14,11 +14,9 @@ _OPTIONS = {'num_turns': 4, 'implementation': 'auto'}
 def _guard(logs):
   batch, _, _ = batches.make()
   batch = batch.replace(turn_ids_BL=TURNS, loss_mask_BL=TURNS > 0)
-  target = normalization.NORMALIZATION_STATISTICS['guard'](
-    logs, batch, **_OPTIONS
-  )
-  rule = normalization.NORMALIZATIONS['guard']
-  return target, *rule(logs, batch, target, **_OPTIONS)
+  guard = normalization.NORMALIZATIONS['guard']
+  target = guard.statistics(logs, batch, **_OPTIONS)
+  return target, *guard.function(logs, batch, target, **_OPTIONS)
 
 
 def test_guard_by_hand():

@@ -12,7 +12,9 @@ CUT = np.array([[False, False, True, True, False, False]])
 
 
 def _pessimistic(ratio, advantages):
-  return objectives.OBJECTIVES['pessimistic'](ratio, None, advantages, 0.8, 1.2)
+  return objectives.OBJECTIVES['pessimistic'].function(
+    ratio, None, advantages, 0.8, 1.2
+  )
 
 
 def test_pessimistic_by_hand():
@@ -53,7 +55,7 @@ LOGPROBS = np.array([[-1.0, -2.0, -3.0, -1.0, -2.0, -3.0]])
 
 def _of(name, **options):
   def run(ratio, logprobs):
-    return objectives.OBJECTIVES[name](
+    return objectives.OBJECTIVES[name].function(
       ratio, logprobs, ADVANTAGES, 0.8, 1.2, **options
     )
 
