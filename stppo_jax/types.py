@@ -65,8 +65,8 @@ class Turn:
     action: 'search', 'answer' or 'invalid', as the environment read the turn.
     reward: what the turn itself earned, already weighted; no part of the
       outcome.
-    drawn_logprobs: [N] float32, under the truncated distribution (top-k, top-p,
-      min-p) that was drawn from; None where that is not known.
+    truncated_logprobs: [N] float32, under the truncated distribution (top-k,
+      top-p, min-p) that was sampled from; None where that is not known.
   """
 
   token_ids: np.ndarray
@@ -74,7 +74,7 @@ class Turn:
   observation_ids: np.ndarray
   action: str
   reward: float = 0.0
-  drawn_logprobs: np.ndarray | None = None
+  truncated_logprobs: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,9 @@ os.environ['NPROC'] = str(4 * _NUM_DEVICES)
 # machine.
 os.environ['OMP_NUM_THREADS'] = '1'
 # Compiled programs outlive a run of the tests, also in their subprocesses.
-os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(_ROOT / '.cache' / 'jax'))
+os.environ.setdefault(
+  'JAX_COMPILATION_CACHE_DIR', str(_ROOT / '.cache' / 'jax')
+)
 os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
 # [B] + [B, L] is a bug far more often than a wish.

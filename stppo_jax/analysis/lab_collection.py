@@ -80,7 +80,7 @@ def collect(
     trajectories,
     length_bucket=config.rollout.length_bucket,
     sentences=sentences.SentenceSplitter(tokenizer.token_bytes()),
-    replays=config.updates.routing_replay == 'sampler',
+    with_expert_ids=config.updates.routing_replay == 'sampler',
   )
   annotated, _ = learner.annotate(packed, state, reference)
   kl_coefficient = np.asarray(learner.kl_coefficient)

@@ -87,10 +87,10 @@ def measure(
       [t.scores[score] for t in valid if t.question.data_set == data_set]
     )
   truncated = [
-    turn.drawn_logprobs - turn.sampler_logprobs
+    turn.truncated_logprobs - turn.sampler_logprobs
     for t in valid
     for turn in t.turns
-    if turn.drawn_logprobs is not None
+    if turn.truncated_logprobs is not None
   ]
   if truncated:
     # -log of the mass that may be drawn: 0 where nothing is cut off.

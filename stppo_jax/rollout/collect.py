@@ -33,12 +33,12 @@ class Tokenizer(Protocol):
   def decode(self, ids: Sequence[int]) -> str: ...
 
 
-class Written(Protocol):
-  """See `sampling.rows.Written`."""
+class GeneratedTurn(Protocol):
+  """See `sampling.turns.GeneratedTurn`."""
 
   token_ids: np.ndarray
   logprobs: np.ndarray
-  drawn_logprobs: np.ndarray | None  # where that is not known
+  truncated_logprobs: np.ndarray | None  # where that is not known
   stopped: bool
 
 
@@ -61,7 +61,7 @@ class Engine(Protocol):
     max_turn_tokens: int,
     greedy: bool,
   ) -> None: ...
-  def poll(self) -> Mapping[int, Written | None]: ...
+  def poll(self) -> Mapping[int, GeneratedTurn | None]: ...
   def remaining(self, row: int) -> int: ...
   def resume(self, row: int, token_ids: np.ndarray) -> None: ...
   def close(self, row: int) -> np.ndarray | None: ...  # its expert_ids
@@ -86,7 +86,7 @@ class _Asked:
   """A turn that the environment is answering."""
 
   row: int
-  written: Written
+  written: GeneratedTurn
 
 
 class Collector:
@@ -176,7 +176,7 @@ class Collector:
     return [future for future in asked if future.done()]
 
   def _ask(
-    self, rows: Sequence[_Row], ended: Mapping[int, Written]
+    self, rows: Sequence[_Row], ended: Mapping[int, GeneratedTurn]
   ) -> dict[concurrent.futures.Future, _Asked]:
     """Shows turns to the environment, which answers on another thread."""
     turns = [_Asked(number, written) for number, written in ended.items()]
@@ -217,7 +217,7 @@ class Collector:
     ]
 
   def _close_turn(
-    self, number: int, row: _Row, written: Written, step: protocol.Step
+    self, number: int, row: _Row, written: GeneratedTurn, step: protocol.Step
   ) -> np.ndarray:
     """Appends the turn; sets the status if the trajectory ends here."""
     observation_ids = np.zeros(0, np.int32)
@@ -240,7 +240,7 @@ class Collector:
         observation_ids,
         step.action,
         step.reward,
-        written.drawn_logprobs,
+        written.truncated_logprobs,
       )
     )
     return observation_ids

@@ -22,7 +22,7 @@ def pack(
   *,
   length_bucket: int,
   sentences: Sentences | None = None,
-  replays: bool = False,
+  with_expert_ids: bool = False,
 ) -> batch_lib.TokenBatch:
   """Right-padded numpy arrays; lengths are a multiple of `length_bucket`.
 
@@ -36,7 +36,7 @@ def pack(
     length_bucket: tokens.
     sentences: see `sentences.SentenceSplitter`; without it the batch has no
       sentence ids.
-    replays: the batch has the experts that the sampler chose.
+    with_expert_ids: the batch has the experts that the sampler chose.
 
   Raises:
     ValueError: they are not known.
@@ -58,7 +58,7 @@ def pack(
     for name, value in row.items():
       arrays[name][n, : len(value)] = value
   return batch_lib.TokenBatch(
-    expert_ids=_expert_ids(trajectories, shape) if replays else None,
+    expert_ids=_expert_ids(trajectories, shape) if with_expert_ids else None,
     loss_positions_BM=loss_positions(arrays['loss_mask']),
     lengths_B=np.array([len(row['tokens']) for row in rows], np.int32),
     group_ids_B=np.array(group_ids, np.int32),

@@ -22,12 +22,12 @@ import jax
 import numpy as np
 
 from stppo_jax.models import functional
+from stppo_jax.sampling import compiled_programs
 from stppo_jax.sampling import lane as lane_lib
-from stppo_jax.sampling import programs as programs_lib
-from stppo_jax.sampling import rows
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import slot_driver as slot_driver_lib
 from stppo_jax.sampling import stops
+from stppo_jax.sampling import turns
 
 
 class Engine:
@@ -52,7 +52,7 @@ class Engine:
       single device only.
     batch_rows: most rows that a program works on; 0 = all of a lane. Not where
       `deterministic`.
-    replays: `close` tells where the row's tokens went.
+    return_expert_ids: `close` tells where the row's tokens went.
 
   `version` is what `publish` was told last.
   """
@@ -74,7 +74,7 @@ class Engine:
     deterministic: bool,
     lanes: int,
     batch_rows: int,
-    replays: bool = False,
+    return_expert_ids: bool = False,
   ):
     if slots % lanes:
       raise ValueError(f'slots={slots} is no multiple of lanes={lanes}')
@@ -84,7 +84,7 @@ class Engine:
     self.max_length = max_length
     self.version = 0
     self._refills = not deterministic
-    self._programs = programs_lib.Programs(
+    self._programs = compiled_programs.CompiledPrograms(
       model,
       mesh=mesh,
       automaton=automaton,
@@ -92,11 +92,11 @@ class Engine:
       cache_blocks=cache_blocks,
       sampling=sampling,
       decode_chunk=decode_chunk,
-      replays=replays,
+      return_expert_ids=return_expert_ids,
     )
     self._lanes = [
       lane_lib.Lane(
-        slot_driver_lib.Decoder(
+        slot_driver_lib.SlotDriver(
           self._programs,
           slots=slots // lanes,
           extend_chunk=extend_chunk,
@@ -157,7 +157,7 @@ class Engine:
         f'{self.slots} slots{of_lanes} are no multiple of '
         f'group_size={group_size}'
       )
-    rows.check_begin(
+    turns.check_prompts(
       prompts, keys, group_size=group_size, max_length=self.max_length
     )
     for lane in self._lanes:
@@ -182,13 +182,13 @@ class Engine:
       ValueError: it leaves no room to write, or no turn of the row has ended.
     """
     lane = self._resting(row)
-    rows.check_room(
+    turns.check_observation(
       token_ids, remaining=self.remaining(row), max_length=self.max_length
     )
     lane.tell(self._rows[row], token_ids)
 
   def close(self, row: int) -> np.ndarray | None:
-    """Ends a row; its slot is free. See `Decoder.expert_ids`.
+    """Ends a row; its slot is free. See `SlotDriver.expert_ids`.
 
     Raises:
       ValueError: no turn of the row has ended.
@@ -212,7 +212,7 @@ class Engine:
       return True
     return bool(self._queue) and self._may_admit()
 
-  def poll(self) -> dict[int, rows.Written]:
+  def poll(self) -> dict[int, turns.GeneratedTurn]:
     """Goes on for a while; the turns that ended, by row."""
     if self._queue and self._may_admit():
       self._admit()

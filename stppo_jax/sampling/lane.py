@@ -17,9 +17,9 @@ import math
 import jax
 import numpy as np
 
-from stppo_jax.sampling import rows as rows_lib
 from stppo_jax.sampling import slot_driver as slot_driver_lib
 from stppo_jax.sampling import slot_programs
+from stppo_jax.sampling import turns as turns_lib
 
 _COMPANY = 0.25  # rows to be told something, for each that writes
 
@@ -48,7 +48,7 @@ class _Flight:
   Attributes:
     turns: row and turn of each slot in it.
     before: what was called before it, and since the last one.
-    chunk: see `Decoder.write`.
+    chunk: see `SlotDriver.write`.
   """
 
   turns: Mapping[int, tuple[Row, int]]
@@ -71,7 +71,7 @@ class Lane:
 
   def __init__(
     self,
-    decoder: slot_driver_lib.Decoder,
+    decoder: slot_driver_lib.SlotDriver,
     *,
     decode_chunk: int,
     early_exit: float,
@@ -171,13 +171,13 @@ class Lane:
     return not row.writing and all(row is not other for other, _ in self._told)
 
   def close(self, row: Row) -> np.ndarray | None:
-    """Ends a row; its slot is free. See `Decoder.expert_ids`.
+    """Ends a row; its slot is free. See `SlotDriver.expert_ids`.
 
     None unless that is replayed: there is nothing to wait for then.
     """
     self.free.append(row.slot)
     self.free.sort()
-    if not self._decoder.replays:
+    if not self._decoder.return_expert_ids:
       return None
     return self._call(self._decoder.expert_ids, row.slot, row.length).result()
 
@@ -248,7 +248,7 @@ class Lane:
     copies = {}
     for row in copied:
       source = self._group_at.index(row.group)
-      copy = slot_driver_lib.Copy(source, row.length, self._budget(row))
+      copy = slot_driver_lib.CopyPrompt(source, row.length, self._budget(row))
       copies[row.slot] = copy
     if copies:
       self._called.append(self._call(self._decoder.copy, copies))
@@ -286,7 +286,7 @@ class Lane:
     for row in rows:
       ahead = row.flying * self._decode_chunk  # not known of yet
       length = min(row.length + ahead, self._max_length)
-      writes[row.slot] = slot_driver_lib.Write(row.key_data, length)
+      writes[row.slot] = slot_driver_lib.Decode(row.key_data, length)
       turns[row.slot] = row, row.turn
       row.flying += 1
       self._writing[row.slot] = self._writing.pop(row.slot)
@@ -300,7 +300,7 @@ class Lane:
     # Whoever has a thread may wait on it.
     return slots, chunk if self._thread is None else jax.device_get(chunk)
 
-  def land(self) -> dict[int, rows_lib.Written]:
+  def land(self) -> dict[int, turns_lib.GeneratedTurn]:
     """Looks at the oldest chunk; the turns that ended with it, by row."""
     flight = self._flights[0]
     for called in flight.before:
@@ -308,7 +308,7 @@ class Lane:
     slots, chunk = flight.chunk.result()
     chunk = jax.device_get(chunk)
     self._flights.popleft()  # now: `begin` is to hear of the cause too
-    written = chunk.tokens_AN, chunk.logprobs_AN, chunk.drawn_logprobs_AN
+    written = chunk.tokens_AN, chunk.logprobs_AN, chunk.truncated_logprobs_AN
     ended = {}
     for place, slot in enumerate(slots):
       if slot is None:
@@ -326,7 +326,7 @@ class Lane:
         del self._writing[slot]
         ids, *logprobs = (np.concatenate(x) for x in zip(*row.chunks))
         stopped = bool(chunk.stopped_A[place])
-        ended[row.number] = rows_lib.Written(ids, *logprobs, stopped)
+        ended[row.number] = turns_lib.GeneratedTurn(ids, *logprobs, stopped)
     return ended
 
 

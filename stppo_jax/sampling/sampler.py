@@ -37,28 +37,28 @@ class Sampling:
   min_p: float = 0.0
 
 
-class Drawn(typing.NamedTuple):
+class SampledTokens(typing.NamedTuple):
   """One token per row.
 
   Attributes:
     tokens_S: int32.
     logprobs_S: float32, under softmax(logits / temperature), untruncated: what
       the trainer computes.
-    drawn_logprobs_S: float32, under the distribution that was drawn from.
+    truncated_logprobs_S: float32, under the distribution that was drawn from.
   """
 
   tokens_S: Array
   logprobs_S: Array
-  drawn_logprobs_S: Array
+  truncated_logprobs_S: Array
 
 
-def draw(
+def sample(
   logits_SV: Array,
   keys_S: Array,
   positions_S: Array,
   sampling: Sampling,
   greedy: Array | bool,
-) -> Drawn:
+) -> SampledTokens:
   """The next token of every row.
 
   Args:
@@ -78,8 +78,8 @@ def draw(
   tokens_S = jnp.argmax(noisy_SV, axis=-1).astype(jnp.int32)
   logprobs_S = _logprobs(scores_SV, tokens_S)
   if left_SV is scores_SV:
-    return Drawn(tokens_S, logprobs_S, logprobs_S)
-  return Drawn(tokens_S, logprobs_S, _logprobs(left_SV, tokens_S))
+    return SampledTokens(tokens_S, logprobs_S, logprobs_S)
+  return SampledTokens(tokens_S, logprobs_S, _logprobs(left_SV, tokens_S))
 
 
 def truncate(scores_SV: Array, sampling: Sampling) -> Array:

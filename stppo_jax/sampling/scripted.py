@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from stppo_jax.sampling import rows
+from stppo_jax.sampling import turns
 
 
 class ScriptedEngine:
@@ -74,7 +74,7 @@ class ScriptedEngine:
     """Nothing can fail."""
     return {}
 
-  def poll(self) -> dict[int, rows.Written]:
+  def poll(self) -> dict[int, turns.GeneratedTurn]:
     """The next turn of every row whose turn it is, cut to what fits."""
     written = {}
     for row in sorted(self._writing):
@@ -84,6 +84,8 @@ class ScriptedEngine:
       self._turns[row] += 1
       self._lengths[row] += len(kept)
       zeros = np.zeros(len(kept), np.float32)
-      written[row] = rows.Written(kept, zeros, zeros, len(kept) == len(ids))
+      written[row] = turns.GeneratedTurn(
+        kept, zeros, zeros, len(kept) == len(ids)
+      )
     self._writing.clear()
     return written

@@ -14,7 +14,7 @@ import dataclasses
 import jax
 import numpy as np
 
-from stppo_jax.sampling import programs as programs_lib
+from stppo_jax.sampling import compiled_programs
 from stppo_jax.sampling import slot_programs
 from stppo_jax.sampling import slot_state as slot_state_lib
 
@@ -38,7 +38,7 @@ class Append:
 
 
 @dataclasses.dataclass(frozen=True)
-class Copy:
+class CopyPrompt:
   """A prompt that a slot gets from another one, or gets back from itself.
 
   Attributes:
@@ -53,7 +53,7 @@ class Copy:
 
 
 @dataclasses.dataclass(frozen=True)
-class Write:
+class Decode:
   """A slot in which the policy goes on writing.
 
   Attributes:
@@ -65,7 +65,7 @@ class Write:
   length: int
 
 
-class Decoder:
+class SlotDriver:
   """Some slots, their state on the device, and programs that work on them.
 
   Args:
@@ -80,12 +80,12 @@ class Decoder:
     slots: how many.
     compacts: whether it does.
     batch_rows: most rows of a call of `write`.
-    replays: whether `expert_ids` has any to tell.
+    return_expert_ids: whether `expert_ids` has any to tell.
   """
 
   def __init__(
     self,
-    programs: programs_lib.Programs,
+    programs: compiled_programs.CompiledPrograms,
     *,
     slots: int,
     extend_chunk: int,
@@ -98,7 +98,7 @@ class Decoder:
     # Taking single rows out of cut ones would move caches between devices.
     self.compacts = compacts and programs.shards == 1
     self.batch_rows = min(batch_rows, slots) if self.compacts else slots
-    self.replays = programs.expert_ids is not None
+    self.return_expert_ids = programs.expert_ids is not None
     self._state = None
 
   def forget(self) -> None:
@@ -136,7 +136,7 @@ class Decoder:
         rows, A = self._at_work(some)
         self._state = self._extended(self._state, part, first, rows, A)
 
-  def copy(self, copies: Mapping[int, Copy]) -> None:
+  def copy(self, copies: Mapping[int, CopyPrompt]) -> None:
     """Slot -> the prompt it gets; the policy's turn begins in them.
 
     Those of a batch are read before any of them is written.
@@ -157,7 +157,7 @@ class Decoder:
       )
 
   def write(
-    self, writes: Mapping[int, Write], greedy: bool, enough: int
+    self, writes: Mapping[int, Decode], greedy: bool, enough: int
   ) -> tuple[list[int | None], slot_programs.Chunk]:
     """Lets the policy write in slots; does not wait for it.
 
@@ -191,7 +191,7 @@ class Decoder:
   def expert_ids(self, slot: int, length: int) -> np.ndarray:
     """int16 [length, layers, experts of a token]: where a slot's tokens went.
 
-    Where `replays` only. Waits for the chunks that are being written.
+    Where `return_expert_ids` only. Waits for the chunks that are being written.
     """
     expert_ids = jax.device_get(self._programs.expert_ids(self._state, slot))
     return expert_ids[:length]
@@ -220,7 +220,7 @@ class Decoder:
     """The state (donated) with up to C tokens of what slots are told."""
     C = self._extend_chunk
     places = told if rows is None else range(len(told))
-    appended = slot_programs.Appended(
+    appended = slot_programs.AppendBatch(
       tokens_AC=np.zeros((A, C), np.int32),
       counts_A=np.zeros(A, np.int32),
       starts_A=np.zeros(A, bool),
@@ -243,7 +243,7 @@ class Decoder:
     )
 
   def _num_blocks(
-    self, slots: Iterable[Append | Copy | Write], further: int = 0
+    self, slots: Iterable[Append | CopyPrompt | Decode], further: int = 0
   ) -> int:
     """Blocks that hold what slots have read, and so many tokens more."""
     longest = max(slot.length + further for slot in slots)

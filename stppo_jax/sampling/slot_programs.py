@@ -28,7 +28,7 @@ Array = jax.Array
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Appended:
+class AppendBatch:
   """What `extend` is told of each row.
 
   Attributes:
@@ -54,7 +54,7 @@ class Chunk:
 
   Attributes:
     tokens_AN: int32, the first counts_A of each row.
-    logprobs_AN, drawn_logprobs_AN: float32, see `sampler.Drawn`.
+    logprobs_AN, truncated_logprobs_AN: float32, see `sampler.Drawn`.
     counts_A: int32.
     stopped_A: bool, the turn ended with a stop string or EOS.
     ended_A: bool, the turn ended, be it by its budget.
@@ -62,7 +62,7 @@ class Chunk:
 
   tokens_AN: Array
   logprobs_AN: Array
-  drawn_logprobs_AN: Array
+  truncated_logprobs_AN: Array
   counts_A: Array
   stopped_A: Array
   ended_A: Array
@@ -72,13 +72,13 @@ def extend(
   params: functional.Params,
   state: slot_state.SlotState,
   rows_A: Array | None,
-  told: Appended,
+  told: AppendBatch,
   *,
   model: functional.Model,
   num_blocks: Array | int,
 ) -> slot_state.SlotState:
   """Appends tokens that the policy did not write; donate the state."""
-  part = slot_state.take(state, rows_A)
+  part = slot_state.gather_slots(state, rows_A)
   A, C = told.tokens_AC.shape
   lengths_A = jnp.where(told.starts_A, 0, part.lengths_S)
   hidden_ACD, recent = model.extend(
@@ -94,7 +94,7 @@ def extend(
   hidden_AD = _last(hidden_ACD, told.counts_A, part.hidden_SD)
   opens_A = told.budgets_A >= 0
   cache = _stored(state, rows_A, recent, lengths_A, told.counts_A, hidden_AD)
-  return slot_state.put(
+  return slot_state.scatter_slots(
     state,
     rows_A,
     cache,
@@ -139,9 +139,9 @@ def decode(
     num_tokens: N.
     num_blocks: see the module.
   """
-  part = slot_state.take(state, rows_A)
+  part = slot_state.gather_slots(state, rows_A)
   # Out of the loop, which reads them for every token.
-  blocks = slot_state.take_cache(state, rows_A, num_blocks)
+  blocks = slot_state.gather_cache(state, rows_A, num_blocks)
   keys_A = jax.random.wrap_key_data(key_data_A2)
   output_VD = model.output_VD(params)
   A, N = len(part.lengths_S), num_tokens
@@ -162,7 +162,7 @@ def decode(
     part, recent, chunk, step = carry
     write_A = waiting(part)
     *written, counts_A = chunk
-    drawn = sampler.draw(
+    drawn = sampler.sample(
       heads.logits(part.hidden_SD, output_VD),
       keys_A,
       begin.lengths_S + counts_A,
@@ -209,7 +209,7 @@ def decode(
   cache = _stored(
     state, rows_A, recent, begin.lengths_S, counts_A, part.hidden_SD
   )
-  state = slot_state.put(
+  state = slot_state.scatter_slots(
     state,
     rows_A,
     cache,

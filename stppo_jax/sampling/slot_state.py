@@ -57,7 +57,7 @@ def empty(
   )
 
 
-def copy(
+def copy_prompts(
   state: SlotState,
   sources_A: Array,
   rows_A: Array,
@@ -77,8 +77,8 @@ def copy(
     budgets_A: int32, tokens the policy may write.
     num_blocks: blocks that hold the prompts.
   """
-  part = take(state, sources_A)
-  taken = take_cache(state, sources_A, num_blocks)
+  part = gather_slots(state, sources_A)
+  taken = gather_cache(state, sources_A, num_blocks)
   layers = [
     tuple(
       jax.lax.cond(
@@ -91,7 +91,7 @@ def copy(
     )
     for blocks, copied in zip(state.cache, taken)
   ]
-  return put(
+  return scatter_slots(
     state,
     rows_A,
     tuple(layers),
@@ -103,7 +103,9 @@ def copy(
   )
 
 
-def repeat(prompts: SlotState, num_groups: int, group_size: int) -> SlotState:
+def repeat_prompts(
+  prompts: SlotState, num_groups: int, group_size: int
+) -> SlotState:
   """Row g of the prompts in slots g * group_size and those that follow."""
   return jax.tree.map(
     lambda x: jnp.repeat(x[:num_groups], group_size, axis=0), prompts
@@ -120,13 +122,13 @@ def expert_ids(state: SlotState, slot: Array) -> Array:
   return cache_lib.expert_ids(row)[0].astype(jnp.int16)
 
 
-def take(state: SlotState, rows_A: Array | None) -> SlotState:
+def gather_slots(state: SlotState, rows_A: Array | None) -> SlotState:
   """What is remembered of the slots at work, without their cache."""
   part = dataclasses.replace(state, cache=())
   return part if rows_A is None else _rows(part, rows_A)
 
 
-def take_cache(
+def gather_cache(
   state: SlotState, rows_A: Array | None, num_blocks: Array | int
 ) -> cache_lib.Cache:
   """The cache of the slots at work: its first blocks, and zeros."""
@@ -148,7 +150,7 @@ def _rows(tree, rows_A: Array):
   return jax.tree.map(lambda x: x.at[rows_A].get(mode='clip'), tree)
 
 
-def put(
+def scatter_slots(
   state: SlotState,
   rows_A: Array | None,
   cache: cache_lib.Cache,

@@ -365,7 +365,7 @@ def build_collector(
       deterministic=rollout.deterministic,
       lanes=rollout.lanes,
       batch_rows=rollout.batch_rows,
-      replays=config.updates.routing_replay == 'sampler',
+      return_expert_ids=config.updates.routing_replay == 'sampler',
       **options,
     )
   collector = collect.Collector(

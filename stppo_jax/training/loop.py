@@ -210,7 +210,7 @@ class _Run:
       trajectories,
       length_bucket=config.rollout.length_bucket,
       sentences=self._sentences,
-      replays=config.updates.routing_replay == 'sampler',
+      with_expert_ids=config.updates.routing_replay == 'sampler',
     )
     old = None
     if config.rollout.steps_ahead and config.updates.old_policy == 'sampled':

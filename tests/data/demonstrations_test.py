@@ -52,7 +52,7 @@ def _play(demonstrations, step, count):
     rewards=weights | {'exact_match': 1.0, 'format': 2.0},
     reward_scope='response',
   )
-  return dialogues.play(
+  return dialogues.collect_scripts(
     [turns for _, turns in batch],
     environment,
     [question for question, _ in batch],

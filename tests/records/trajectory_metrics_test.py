@@ -117,7 +117,7 @@ def _drawn(status, *differences):
     turn = _turn('a' * len(difference or 'a'), '', 'answer')
     if difference is not None:
       drawn = turn.sampler_logprobs + np.float32(difference)
-      turn = dataclasses.replace(turn, drawn_logprobs=drawn)
+      turn = dataclasses.replace(turn, truncated_logprobs=drawn)
     turns.append(turn)
   trajectory = _trajectory([], status, em=1.0)
   return dataclasses.replace(trajectory, turns=tuple(turns))

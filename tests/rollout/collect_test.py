@@ -18,8 +18,10 @@ def _text(ids):
 
 
 def test_a_dialogue_by_hand():
-  environment = dialogues.Told({'ab!': dialogues.go_on('xyz'), 'c.': _DONE})
-  (trajectory,) = dialogues.play(
+  environment = dialogues.TableEnvironment(
+    {'ab!': dialogues.observe('xyz'), 'c.': _DONE}
+  )
+  (trajectory,) = dialogues.collect_scripts(
     [['ab!', 'c.']], environment, [dialogues.question('Q:')]
   )
   assert _text(trajectory.prompt_ids) == 'Q:'
@@ -42,17 +44,17 @@ def test_a_dialogue_by_hand():
 
 
 def test_rows_go_their_own_ways_and_keep_their_order():
-  environment = dialogues.Told(
+  environment = dialogues.TableEnvironment(
     {
-      'a': dialogues.go_on('1'),
-      'b': dialogues.go_on('2'),
+      'a': dialogues.observe('1'),
+      'b': dialogues.observe('2'),
       'x': dialogues.end(_STATUS.INFRA_ERROR, 'search'),
       'y': dialogues.end(_STATUS.TRUNCATED_TURNS, 'search'),
       'z': _DONE,
     }
   )
   questions = [dialogues.question(f'Q{n}', f'q{n}') for n in range(4)]
-  trajectories = dialogues.play(
+  trajectories = dialogues.collect_scripts(
     [['a', 'b', 'z'], ['z'], ['b', 'x'], ['b', 'a', 'y']],
     environment,
     questions,
@@ -89,8 +91,10 @@ def test_rows_go_their_own_ways_and_keep_their_order():
 def test_an_observation_must_leave_room_to_write(
   max_length, status, observation, last
 ):
-  environment = dialogues.Told({'ab!': dialogues.go_on('xyz'), 'c': _DONE})
-  (trajectory,) = dialogues.play(
+  environment = dialogues.TableEnvironment(
+    {'ab!': dialogues.observe('xyz'), 'c': _DONE}
+  )
+  (trajectory,) = dialogues.collect_scripts(
     [['ab!', 'c']],
     environment,
     [dialogues.question('Q:')],
@@ -107,7 +111,7 @@ def test_an_observation_must_leave_room_to_write(
   [
     # Cut in the middle of its last turn: the length is to blame.
     (dialogues.end(_STATUS.TRUNCATED_TURNS, 'invalid'), 'TRUNCATED_LENGTH'),
-    (dialogues.go_on('', 'invalid'), 'TRUNCATED_LENGTH'),
+    (dialogues.observe('', 'invalid'), 'TRUNCATED_LENGTH'),
     # A valid action got through, or none could.
     (dialogues.end(_STATUS.TRUNCATED_TURNS, 'search'), 'TRUNCATED_TURNS'),
     (dialogues.end(_STATUS.COMPLETED), 'COMPLETED'),
@@ -115,9 +119,9 @@ def test_an_observation_must_leave_room_to_write(
   ],
 )
 def test_a_turn_that_length_cuts(step, status):
-  (trajectory,) = dialogues.play(
+  (trajectory,) = dialogues.collect_scripts(
     [['abcdef']],
-    dialogues.Told({'abc': step}),
+    dialogues.TableEnvironment({'abc': step}),
     [dialogues.question('Q:')],
     max_length=5,
   )
@@ -126,10 +130,10 @@ def test_a_turn_that_length_cuts(step, status):
 
 
 def test_a_turn_that_its_own_limit_cuts_may_go_on():
-  environment = dialogues.Told(
-    {'abc': dialogues.go_on('?', 'invalid'), 'd': _DONE}
+  environment = dialogues.TableEnvironment(
+    {'abc': dialogues.observe('?', 'invalid'), 'd': _DONE}
   )
-  (trajectory,) = dialogues.play(
+  (trajectory,) = dialogues.collect_scripts(
     [['abcdef', 'd']],
     environment,
     [dialogues.question('Q:')],
@@ -144,9 +148,9 @@ def test_a_turn_that_its_own_limit_cuts_may_go_on():
   [(8, '[123456]'), (7, '[12345]'), (3, '[1]'), (2, '[]'), (1, '[]')],
 )
 def test_an_observation_is_cut_inside(limit, observation):
-  (trajectory,) = dialogues.play(
+  (trajectory,) = dialogues.collect_scripts(
     [['a', 'b']],
-    dialogues.Told({'a': dialogues.go_on('123456'), 'b': _DONE}),
+    dialogues.TableEnvironment({'a': dialogues.observe('123456'), 'b': _DONE}),
     [dialogues.question('Q:')],
     max_observation_tokens=limit,
   )
@@ -154,9 +158,9 @@ def test_an_observation_is_cut_inside(limit, observation):
 
 
 def test_a_prompt_without_room_is_truncated_and_the_others_play_on():
-  long, short = dialogues.play(
+  long, short = dialogues.collect_scripts(
     [['a'], ['b']],
-    dialogues.Told({'b': _DONE}),
+    dialogues.TableEnvironment({'b': _DONE}),
     [dialogues.question('1234567', 'q7'), dialogues.question('12', 'q8')],
     max_length=5,
   )
@@ -168,15 +172,15 @@ def test_a_prompt_without_room_is_truncated_and_the_others_play_on():
 
 
 def test_a_group_has_one_question_and_goes_many_ways():
-  environment = dialogues.Told(
-    {'a': dialogues.go_on('1', reward=0.25), 'b': _DONE, 'c': _DONE}
+  environment = dialogues.TableEnvironment(
+    {'a': dialogues.observe('1', reward=0.25), 'b': _DONE, 'c': _DONE}
   )
   questions = [
     dialogues.question('Q1', 'q1'),
     dialogues.question('1234567', 'long'),
     dialogues.question('Q2', 'q2'),
   ]
-  trajectories = dialogues.play(
+  trajectories = dialogues.collect_scripts(
     [['a', 'b'], ['c'], ['b'], ['b'], ['c'], ['a', 'c']],
     environment,
     questions,
@@ -226,9 +230,9 @@ def test_a_prompt_is_given_once_for_its_group():
   engine.begin = counted
   questions = [dialogues.question(text) for text in ('Q1', '1234567', 'Q22')]
   with event_loop.EventLoop() as loop:
-    collector = dialogues.collector(
+    collector = dialogues.make_collector(
       engine,
-      dialogues.Told({'a': _DONE}),
+      dialogues.TableEnvironment({'a': _DONE}),
       loop,
       max_turn_tokens=4,
       group_size=2,
@@ -239,8 +243,10 @@ def test_a_prompt_is_given_once_for_its_group():
 
 
 def test_fewer_questions_than_slots_leave_slots_alone():
-  (trajectory,) = dialogues.play(
-    [['a'], ['b']], dialogues.Told({'a': _DONE}), [dialogues.question('Q')]
+  (trajectory,) = dialogues.collect_scripts(
+    [['a'], ['b']],
+    dialogues.TableEnvironment({'a': _DONE}),
+    [dialogues.question('Q')],
   )
   assert _text(trajectory.turns[0].token_ids) == 'a'
 
@@ -248,7 +254,9 @@ def test_fewer_questions_than_slots_leave_slots_alone():
 def test_a_collector_starts_anew_every_time():
   engine = scripted.ScriptedEngine(dialogues.letters(['a']), 6)
   with event_loop.EventLoop() as loop:
-    collector = dialogues.collector(engine, dialogues.Told({'a': _DONE}), loop)
+    collector = dialogues.make_collector(
+      engine, dialogues.TableEnvironment({'a': _DONE}), loop
+    )
     first, second = (
       collector.collect([dialogues.question('Q:12')], keys=None)[0]
       for _ in range(2)
@@ -262,6 +270,8 @@ def test_the_version_is_the_engine_s():
   engine = scripted.ScriptedEngine(dialogues.letters(['a']), 6)
   engine.version = 17
   with event_loop.EventLoop() as loop:
-    collector = dialogues.collector(engine, dialogues.Told({'a': _DONE}), loop)
+    collector = dialogues.make_collector(
+      engine, dialogues.TableEnvironment({'a': _DONE}), loop
+    )
     (trajectory,) = collector.collect([dialogues.question('Q')], keys=None)
   assert trajectory.version == 17

@@ -23,7 +23,7 @@ class Letters:
     return ''.join(map(chr, ids))
 
 
-class Told:
+class TableEnvironment:
   """An environment that answers from a table of what the policy wrote.
 
   Attributes:
@@ -52,7 +52,7 @@ class Told:
     return self._rewards, {'em': 1.0}
 
 
-def go_on(body, action='search', reward=0.0):
+def observe(body, action='search', reward=0.0):
   """A step that answers [body]."""
   observation = protocol.Observation('[', body, ']')
   return protocol.Step(action, observation, None, reward)
@@ -67,7 +67,7 @@ def question(text, question_id='q'):
   return types.Question(question_id, text, ('x',), 'nq')
 
 
-def play(
+def collect_scripts(
   scripts,
   environment,
   questions,
@@ -82,7 +82,7 @@ def play(
   tokenizer = tokenizer or Letters()
   ids = [[tokenizer.encode_text(turn) for turn in turns] for turns in scripts]
   with event_loop.EventLoop() as loop:
-    player = collector(
+    player = make_collector(
       scripted.ScriptedEngine(ids, max_length),
       environment,
       loop,
@@ -94,7 +94,7 @@ def play(
     return player.collect(questions, keys=None)
 
 
-def collector(
+def make_collector(
   engine,
   environment,
   loop,

@@ -17,7 +17,7 @@ _DONE = dialogues.end(_STATUS.COMPLETED)
 _PATIENCE = 20.0  # seconds until a test that hangs fails
 
 
-class _Slow(dialogues.Told):
+class _Slow(dialogues.TableEnvironment):
   """Answers turns that say 's' only when it is let.
 
   Attributes:
@@ -49,14 +49,14 @@ class _Slow(dialogues.Told):
     return step
 
 
-_ON = dialogues.go_on('.')
+_ON = dialogues.observe('.')
 
 
 def test_a_slow_answer_keeps_nobody_waiting():
   # Were one answer waited for, nobody would let it go.
   environment = _Slow({'s': _ON, 'a': _ON, 'b': _ON, 'c': _DONE})
   questions = [dialogues.question('Q', n) for n in ('slow', 'other', 'last')]
-  trajectories = dialogues.play(
+  trajectories = dialogues.collect_scripts(
     [['s', 'c'], ['a', 'c'], ['a', 'b', 'a', 'c']], environment, questions
   )
   assert [len(t.turns) for t in trajectories] == [2, 2, 4]
@@ -71,14 +71,14 @@ def test_turns_that_end_together_are_asked_together():
   # Their queries meet in one request: none may wait for an answer to another.
   seen = []
 
-  class Counting(dialogues.Told):
+  class Counting(dialogues.TableEnvironment):
     async def step(self, question, turn_index, text):
       seen.append(('asks', text))
       await asyncio.sleep(0)
       seen.append(('gets', text))
       return await super().step(question, turn_index, text)
 
-  dialogues.play(
+  dialogues.collect_scripts(
     [['a', 'd'], ['b', 'd'], ['c', 'd']],
     Counting({'a': _ON, 'b': _ON, 'c': _ON, 'd': _DONE}),
     [dialogues.question('Q')] * 3,
@@ -95,7 +95,7 @@ def test_an_error_of_the_environment_ends_the_collection():
   )
   questions = [dialogues.question('Q', f'q{n}') for n in range(3)]
   with event_loop.EventLoop() as loop:
-    collector = dialogues.collector(engine, environment, loop)
+    collector = dialogues.make_collector(engine, environment, loop)
     with pytest.raises(KeyError, match=r'\?'):
       collector.collect(questions, keys=None)
     loop.run(asyncio.sleep(0.01))
@@ -116,9 +116,9 @@ def test_an_error_of_the_tokenizer_leaves_nothing_behind():
         raise LookupError('no such letter')
       return super().decode(ids)
 
-  environment = dialogues.Told({'a': _DONE})
+  environment = dialogues.TableEnvironment({'a': _DONE})
   with pytest.raises(LookupError, match='no such letter'):
-    dialogues.play(
+    dialogues.collect_scripts(
       [['a'], ['b']],
       environment,
       [dialogues.question('Q')] * 2,
@@ -143,7 +143,7 @@ def test_an_interruption_cancels_what_was_asked():
   sender = threading.Thread(target=send)
   try:
     with event_loop.EventLoop() as loop:
-      collector = dialogues.collector(engine, environment, loop)
+      collector = dialogues.make_collector(engine, environment, loop)
       sender.start()
       with pytest.raises(KeyboardInterrupt):
         collector.collect(questions, keys=None)

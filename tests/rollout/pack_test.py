@@ -238,7 +238,7 @@ def test_experts_stand_at_their_tokens_and_nowhere_else():
   failed = _trajectory(_SHORT, status=_STATUS.INFRA_ERROR)
   unplayed = _trajectory([], status=_STATUS.TRUNCATED_LENGTH)
   rows = [_with_experts(long, 0), _with_experts(short, 500), failed, unplayed]
-  batch = pack.pack(rows, length_bucket=4, replays=True)
+  batch = pack.pack(rows, length_bucket=4, with_expert_ids=True)
   found = batch.expert_ids
   assert found.shape == (4, 12, 2, 3) and found.dtype == np.int16
   np.testing.assert_array_equal(found[0, :11], rows[0].expert_ids)
@@ -251,4 +251,4 @@ def test_experts_stand_at_their_tokens_and_nowhere_else():
 def test_experts_that_nobody_told_cannot_be_replayed():
   rows = [_with_experts(_trajectory(_LONG), 0), _trajectory(_SHORT)]
   with pytest.raises(ValueError, match='not known of 1 of 2 trajectories'):
-    pack.pack(rows, length_bucket=4, replays=True)
+    pack.pack(rows, length_bucket=4, with_expert_ids=True)

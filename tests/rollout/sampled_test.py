@@ -24,7 +24,7 @@ _STATUS = types.TrajectoryStatus
 _SLOTS, _MAX_LENGTH = 4, 48
 
 
-class _Patient(dialogues.Told):
+class _Patient(dialogues.TableEnvironment):
   """Answers two turns, whatever they say; the third is the last."""
 
   async def step(self, question, turn_index, text):
@@ -78,7 +78,7 @@ def test_sampled_trajectories_are_what_the_trainer_reads():
   questions = [dialogues.question(text, text) for text in texts]
   environment = _Patient({})
   with event_loop.EventLoop() as loop:
-    collector = dialogues.collector(
+    collector = dialogues.make_collector(
       engine, environment, loop, tokenizer=_TOKENIZER, **_LIMITS
     )
     trajectories = collector.collect(questions, keys)
@@ -144,7 +144,7 @@ def _assert_equal(one, other, *, exact):
     for x, y in zip(a.turns, b.turns, strict=True):
       np.testing.assert_array_equal(x.token_ids, y.token_ids)
       np.testing.assert_array_equal(x.observation_ids, y.observation_ids)
-      for name in ('sampler_logprobs', 'drawn_logprobs'):
+      for name in ('sampler_logprobs', 'truncated_logprobs'):
         np.testing.assert_allclose(
           getattr(x, name), getattr(y, name), rtol=0, atol=atol
         )
@@ -159,7 +159,7 @@ def test_answers_may_come_in_any_order(deterministic):
 
   def collected(environment):
     with event_loop.EventLoop() as loop:
-      collector = dialogues.collector(
+      collector = dialogues.make_collector(
         engine,
         environment,
         loop,
@@ -192,7 +192,7 @@ def test_the_engine_writes_while_the_environment_answers():
   engine.poll = counted
   questions = [dialogues.question('why?')] * 12
   with event_loop.EventLoop() as loop:
-    collector = dialogues.collector(
+    collector = dialogues.make_collector(
       engine, environment, loop, tokenizer=_TOKENIZER, **_LIMITS
     )
     collector.collect(questions, jax.random.split(jax.random.key(1), 12))
@@ -213,7 +213,7 @@ def test_an_interrupted_collection_leaves_no_trace(deterministic):
 
   engine.poll = interrupted
   with event_loop.EventLoop() as loop:
-    collector = dialogues.collector(
+    collector = dialogues.make_collector(
       engine,
       _Patient({}),
       loop,

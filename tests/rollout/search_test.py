@@ -37,7 +37,7 @@ def _play(scripts, passages, tokenizer=None, **options):
   questions = [
     dialogues.question('Which?', f'q{n}') for n in range(len(scripts))
   ]
-  return dialogues.play(
+  return dialogues.collect_scripts(
     scripts,
     _environment(passages, fail_on=['broken']),
     questions,

@@ -8,7 +8,7 @@ from stppo_jax.sampling import engine as engine_lib
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from tests.models import tiny
-from tests.sampling import players
+from tests.sampling import tiny_engine
 
 _MODEL = tiny.model(**tiny.MIXTURE)
 _PARAMS = tiny.params(_MODEL)
@@ -18,13 +18,13 @@ _ROWS, _GROUP = 8, 2
 def _engine(**options):
   engine = engine_lib.Engine(
     _MODEL,
-    mesh=players.mesh(),
+    mesh=tiny_engine.mesh(),
     automaton=stops.build(
-      players.TOKENS, stop_strings=('ab',), eos_id=players.EOS
+      tiny_engine.TOKENS, stop_strings=('ab',), eos_id=tiny_engine.EOS
     ),
     slots=4,
-    max_length=players.MAX_LENGTH,
-    sampling=sampler.Sampling(temperature=players.TEMPERATURE),
+    max_length=tiny_engine.MAX_LENGTH,
+    sampling=sampler.Sampling(temperature=tiny_engine.TEMPERATURE),
     extend_chunk=4,
     decode_chunk=3,
     lookahead=1,
@@ -42,10 +42,10 @@ def _play(engine):
   """Dialogues by row, and what the engine said as each was closed."""
   told, close = {}, engine.close
   engine.close = lambda row: told.setdefault(row, close(row))
-  dialogues = players.play(
+  dialogues = tiny_engine.play(
     engine,
-    players.prompts(_ROWS // _GROUP),
-    players.keys(_ROWS),
+    tiny_engine.prompts(_ROWS // _GROUP),
+    tiny_engine.keys(_ROWS),
     group_size=_GROUP,
     delays=1,
   )
@@ -55,9 +55,11 @@ def _play(engine):
 @pytest.mark.parametrize('deterministic', (True, False))
 def test_every_token_of_a_dialogue_tells_its_experts(deterministic):
   # Slots are used again, and half of the prompts are copied.
-  dialogues, told = _play(_engine(deterministic=deterministic, replays=True))
+  dialogues, told = _play(
+    _engine(deterministic=deterministic, return_expert_ids=True)
+  )
   assert dialogues.keys() == told.keys() == set(range(_ROWS))
-  tokens = np.zeros((_ROWS, players.MAX_LENGTH), np.int32)
+  tokens = np.zeros((_ROWS, tiny_engine.MAX_LENGTH), np.int32)
   for row, dialogue in dialogues.items():
     tokens[row, : len(dialogue.tokens)] = dialogue.tokens
   _, routing = jax.jit(_MODEL.hidden_and_routing)(_PARAMS, tokens)

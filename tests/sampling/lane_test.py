@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from stppo_jax.sampling import lane
-from tests.sampling import players
+from tests.sampling import tiny_engine
 
 
 @pytest.mark.parametrize(
@@ -21,15 +21,15 @@ from tests.sampling import players
 )
 def test_lanes_that_cannot_be_are_refused(options, message):
   with pytest.raises(ValueError, match=message):
-    players.engine(**options)
+    tiny_engine.engine(**options)
 
 
 def test_a_group_must_fit_into_the_slots_of_a_lane():
-  engine = players.engine(lanes=2)
+  engine = tiny_engine.engine(lanes=2)
   with pytest.raises(ValueError, match='4 slots in 2 lanes .* group_size=4'):
     engine.begin(
-      players.prompts(1),
-      players.keys(4),
+      tiny_engine.prompts(1),
+      tiny_engine.keys(4),
       group_size=4,
       max_turn_tokens=1,
       greedy=False,
@@ -39,7 +39,7 @@ def test_a_group_must_fit_into_the_slots_of_a_lane():
 def _begin(engine, prompts, *, group_size=1, max_turn_tokens=1):
   engine.begin(
     prompts,
-    players.keys(len(prompts) * group_size),
+    tiny_engine.keys(len(prompts) * group_size),
     group_size=group_size,
     max_turn_tokens=max_turn_tokens,
     greedy=False,
@@ -59,7 +59,7 @@ def _break(engine, monkeypatch):
 @pytest.fixture
 def fresh():
   """Two lanes that no other test has."""
-  return players.engine.__wrapped__(lanes=2, deterministic=False)
+  return tiny_engine.engine.__wrapped__(lanes=2, deterministic=False)
 
 
 def test_what_a_thread_raises_comes_up_and_again_when_another_begins(
@@ -67,40 +67,40 @@ def test_what_a_thread_raises_comes_up_and_again_when_another_begins(
 ):
   with monkeypatch.context() as patch:
     _break(fresh, patch)
-    _begin(fresh, players.prompts(1))
+    _begin(fresh, tiny_engine.prompts(1))
     for _ in range(2):
       with pytest.raises(RuntimeError, match='the device is gone'):
         while fresh.busy:
           fresh.poll()
   with pytest.raises(RuntimeError, match='the device is gone'):
-    _begin(fresh, players.prompts(1))
+    _begin(fresh, tiny_engine.prompts(1))
   _plays_on(fresh)
 
 
 def test_what_nobody_looked_at_is_told_when_another_begins(fresh, monkeypatch):
   with monkeypatch.context() as patch:
     _break(fresh, patch)
-    _begin(fresh, players.prompts(1))
+    _begin(fresh, tiny_engine.prompts(1))
     fresh._admit()
     assert [lane.go_on(queued=False) is None for lane in fresh._lanes] == [
       False,
       True,
     ]
     with pytest.raises(RuntimeError, match='the device is gone'):
-      _begin(fresh, players.prompts(1))
+      _begin(fresh, tiny_engine.prompts(1))
   _plays_on(fresh)
 
 
 def _plays_on(engine):
-  prompts, keys = players.prompts(4), players.keys(4)
-  expected = players.play(players.engine(), prompts, keys)
-  for row, dialogue in players.play(engine, prompts, keys).items():
-    players.assert_same(dialogue, expected[row])
+  prompts, keys = tiny_engine.prompts(4), tiny_engine.keys(4)
+  expected = tiny_engine.play(tiny_engine.engine(), prompts, keys)
+  for row, dialogue in tiny_engine.play(engine, prompts, keys).items():
+    tiny_engine.assert_same(dialogue, expected[row])
 
 
 def test_closing_waits_for_no_thread_that_has_nothing_to_tell():
-  engine = players.engine(lanes=2)
-  _begin(engine, players.prompts(2))
+  engine = tiny_engine.engine(lanes=2)
+  _begin(engine, tiny_engine.prompts(2))
   ended = {}
   while len(ended) < 2:
     ended |= engine.poll()
@@ -126,10 +126,10 @@ def test_closing_waits_for_no_thread_that_has_nothing_to_tell():
 def test_rows_go_where_the_prompt_of_their_group_is(
   order, computed, monkeypatch
 ):
-  engine = players.engine(lanes=2, deterministic=False)
+  engine = tiny_engine.engine(lanes=2, deterministic=False)
   told = _prompts_computed(engine, monkeypatch)
-  _begin(engine, players.prompts(4), group_size=2, max_turn_tokens=3)
-  turns = players.first_turns(engine, order)
+  _begin(engine, tiny_engine.prompts(4), group_size=2, max_turn_tokens=3)
+  turns = tiny_engine.first_turns(engine, order)
   assert turns.keys() == set(range(8))
   assert len(told) == computed
 
@@ -138,14 +138,14 @@ def test_rows_go_where_the_prompt_of_their_group_is(
   'options', [{'lanes': 2, 'slots': 8}, {'lanes': 1, 'slots': 12}], ids=str
 )
 def test_a_prompt_is_computed_once_in_each_lane(options, monkeypatch):
-  engine = players.engine(deterministic=False, **options)
+  engine = tiny_engine.engine(deterministic=False, **options)
   told = _prompts_computed(engine, monkeypatch)
   for delays in range(4):
     told.clear()
-    players.play(
+    tiny_engine.play(
       engine,
-      players.prompts(7),
-      players.keys(28),
+      tiny_engine.prompts(7),
+      tiny_engine.keys(28),
       group_size=4,
       delays=delays,
     )
@@ -174,7 +174,7 @@ def _lane(*, slots, batch_rows, lookahead=0):
     slots=slots,
     batch_rows=batch_rows,
     compacts=False,
-    replays=False,
+    return_expert_ids=False,
     append=lambda appends: calls.append(('append', [*appends])),
     copy=lambda copies: calls.append(
       ('copy', {slot: copy.source for slot, copy in copies.items()})

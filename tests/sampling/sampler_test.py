@@ -15,7 +15,7 @@ from stppo_jax.sampling import sampler
 
 _V = 7
 _truncate = jax.jit(sampler.truncate, static_argnums=1)
-_draw = jax.jit(sampler.draw, static_argnums=3)
+_draw = jax.jit(sampler.sample, static_argnums=3)
 
 
 def _left(scores, top_k=0, top_p=1.0, min_p=0.0):
@@ -180,12 +180,12 @@ def test_both_logprobs_are_exact(sampling):
     drawn.logprobs_S, np.log(whole_V)[drawn.tokens_S], atol=1e-5
   )
   np.testing.assert_allclose(
-    drawn.drawn_logprobs_S, np.log(truncated_V[drawn.tokens_S]), atol=1e-5
+    drawn.truncated_logprobs_S, np.log(truncated_V[drawn.tokens_S]), atol=1e-5
   )
   # What was drawn from sums to one over what is left, the rest does not.
   seen, first = np.unique(drawn.tokens_S, return_index=True)
   assert set(seen) == set(np.flatnonzero(truncated_V))
-  assert np.exp(drawn.drawn_logprobs_S[first]).sum() == pytest.approx(1)
+  assert np.exp(drawn.truncated_logprobs_S[first]).sum() == pytest.approx(1)
   mass = np.exp(drawn.logprobs_S[first]).sum()
   assert mass == pytest.approx(whole_V[seen].sum())
 

@@ -32,7 +32,7 @@ def test_each_row_plays_its_own_script_at_its_own_pace():
   assert first[0].token_ids.tolist() == [1, 2] and first[0].stopped
   assert first[2].token_ids.tolist() == [5, 6] and not first[2].stopped
   assert not first[0].logprobs.any() and first[0].logprobs.shape == (2,)
-  assert first[0].drawn_logprobs.shape == (2,)
+  assert first[0].truncated_logprobs.shape == (2,)
   assert [engine.remaining(row) for row in (0, 2)] == [4, 5]
   assert not engine.poll()
   engine.close(2)

@@ -5,36 +5,38 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stppo_jax.sampling import programs as programs_lib
+from stppo_jax.sampling import compiled_programs
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import slot_driver as slot_driver_lib
 from stppo_jax.sampling import slot_programs
 from stppo_jax.sampling import stops
 from tests.models import tiny
-from tests.sampling import players
+from tests.sampling import tiny_engine
 
 _PROGRAMS = ('empty', 'extend', 'copy', 'repeat', 'decode')
 
 
 def _programs(**changes):
   options = dict(
-    mesh=players.mesh(),
+    mesh=tiny_engine.mesh(),
     automaton=stops.build(
-      players.TOKENS, stop_strings=('ab',), eos_id=players.EOS
+      tiny_engine.TOKENS, stop_strings=('ab',), eos_id=tiny_engine.EOS
     ),
-    max_length=players.MAX_LENGTH,
+    max_length=tiny_engine.MAX_LENGTH,
     cache_blocks=1,
     sampling=sampler.Sampling(temperature=1.0),
     decode_chunk=3,
   )
-  return programs_lib.Programs(**({'model': players.MODEL} | options | changes))
+  return compiled_programs.CompiledPrograms(
+    **({'model': tiny_engine.MODEL} | options | changes)
+  )
 
 
 def _decoder(*, slots=8, extend_chunk=4, batch_rows=8, **changes):
   """A decoder with weights, and its programs."""
   programs = _programs(**changes)
-  programs.publish(players.PARAMS)
-  return slot_driver_lib.Decoder(
+  programs.publish(tiny_engine.PARAMS)
+  return slot_driver_lib.SlotDriver(
     programs,
     slots=slots,
     extend_chunk=extend_chunk,
@@ -56,10 +58,10 @@ def _spied(programs, name, monkeypatch):
 
 
 def _play(engine, rows, seed, group_size, delays):
-  return players.play(
+  return tiny_engine.play(
     engine,
-    players.prompts(rows // group_size),
-    players.keys(rows, seed),
+    tiny_engine.prompts(rows // group_size),
+    tiny_engine.keys(rows, seed),
     group_size=group_size,
     delays=delays,
   )
@@ -69,7 +71,7 @@ def _play(engine, rows, seed, group_size, delays):
   ('devices', 'deterministic'), [(1, True), (1, False), (8, True), (8, False)]
 )
 def test_nothing_is_compiled_after_the_warm_up(devices, deterministic):
-  engine = players.engine(
+  engine = tiny_engine.engine(
     devices=devices,
     slots=8,
     deterministic=deterministic,
@@ -106,7 +108,7 @@ def test_nothing_is_compiled_after_the_warm_up(devices, deterministic):
 
 
 def test_programs_run_on_the_rows_at_work(monkeypatch):
-  engine = players.engine(slots=8, deterministic=False)
+  engine = tiny_engine.engine(slots=8, deterministic=False)
   calls = _spied(engine._programs, 'decode', monkeypatch)
   _play(engine, 12, 0, 1, 3)
   sizes = set()
@@ -124,7 +126,7 @@ def test_programs_run_on_the_rows_at_work(monkeypatch):
 
 @pytest.mark.parametrize('devices', [1, 8])
 def test_shapes_never_depend_on_what_happens_when(devices, monkeypatch):
-  engine = players.engine(devices=devices, slots=8)
+  engine = tiny_engine.engine(devices=devices, slots=8)
   calls = [
     _spied(engine._programs, name, monkeypatch) for name in ('decode', 'extend')
   ]
@@ -148,14 +150,14 @@ def test_shapes_never_depend_on_what_happens_when(devices, monkeypatch):
 def test_a_wave_computes_each_prompt_once(
   devices, slots, group_size, places, monkeypatch
 ):
-  engine = players.engine(devices=devices, slots=slots)
+  engine = tiny_engine.engine(devices=devices, slots=slots)
   calls = _spied(engine._programs, 'extend', monkeypatch)
   if group_size == 1:
     monkeypatch.setattr(engine._programs, 'repeat', pytest.fail)
-  prompts = players.prompts(slots // group_size)
+  prompts = tiny_engine.prompts(slots // group_size)
   engine.begin(
     prompts,
-    players.keys(slots),
+    tiny_engine.keys(slots),
     group_size=group_size,
     max_turn_tokens=3,
     greedy=False,
@@ -173,7 +175,7 @@ def test_a_wave_computes_each_prompt_once(
 @pytest.mark.parametrize('slots', [4, 8])
 @pytest.mark.parametrize('delays', range(3))
 def test_refilling_computes_each_prompt_once(slots, delays, monkeypatch):
-  engine = players.engine(slots=slots, deterministic=False)
+  engine = tiny_engine.engine(slots=slots, deterministic=False)
   calls = _spied(engine._programs, 'extend', monkeypatch)
   copies = _spied(engine._programs, 'copy', monkeypatch)
   group_size, rows = 4, 24
@@ -190,7 +192,7 @@ def _written(decoder, slots):
   while True:
     placed, chunk = decoder.write(
       {
-        slot: slot_driver_lib.Write(np.zeros(2, np.uint32), 40)
+        slot: slot_driver_lib.Decode(np.zeros(2, np.uint32), 40)
         for slot in slots
       },
       False,
@@ -214,7 +216,7 @@ def test_weights_are_held_as_they_are_computed_with():
 
 def test_a_prompt_is_copied_wherever_it_lies():
   decoder, _ = _decoder(slots=4)
-  prompts = [players.ids(n, 3 + 2 * n) for n in range(4)]
+  prompts = [tiny_engine.ids(n, 3 + 2 * n) for n in range(4)]
   opened = {
     n: slot_driver_lib.Append(ids, 0, 6) for n, ids in enumerate(prompts)
   }
@@ -222,29 +224,29 @@ def test_a_prompt_is_copied_wherever_it_lies():
   expected = _written(decoder, range(4))
   assert len({tuple(turn) for turn in expected.values()}) == 4
   # The sources have gone on; two slots swap their prompts, one keeps its own.
-  decoder.append({1: slot_driver_lib.Append(players.ids(9, 7), 11, 3)})
+  decoder.append({1: slot_driver_lib.Append(tiny_engine.ids(9, 7), 11, 3)})
   decoder.copy(
     {
-      source: slot_driver_lib.Copy(other, len(prompts[other]), 6)
+      source: slot_driver_lib.CopyPrompt(other, len(prompts[other]), 6)
       for source, other in ((0, 1), (1, 0), (2, 2))
     }
   )
   copied = _written(decoder, [0, 1, 2])
   assert copied == {0: expected[1], 1: expected[0], 2: expected[2]}
   # A copy is as good a source as the first; what was not named is untouched.
-  decoder.copy({2: slot_driver_lib.Copy(0, len(prompts[1]), 6)})
+  decoder.copy({2: slot_driver_lib.CopyPrompt(0, len(prompts[1]), 6)})
   assert _written(decoder, [2]) == {2: expected[1]}
-  decoder.copy({0: slot_driver_lib.Copy(3, len(prompts[3]), 6)})
+  decoder.copy({0: slot_driver_lib.CopyPrompt(3, len(prompts[3]), 6)})
   assert _written(decoder, [0]) == {0: expected[3]}
 
 
 def test_a_slot_that_starts_anew_is_as_good_as_new():
   decoder, _ = _decoder(slots=4)
-  prompt = slot_driver_lib.Append(players.ids(5, 6), 0, 6)
+  prompt = slot_driver_lib.Append(tiny_engine.ids(5, 6), 0, 6)
   decoder.open({0: prompt}, 1)
   (expected,) = _written(decoder, [0]).values()
   decoder.open(
-    {n: slot_driver_lib.Append(players.ids(n, 30), 0, 9) for n in (0, 1)}, 1
+    {n: slot_driver_lib.Append(tiny_engine.ids(n, 30), 0, 9) for n in (0, 1)}, 1
   )
   _written(decoder, [0, 1])
   decoder.append({1: prompt})
@@ -253,18 +255,18 @@ def test_a_slot_that_starts_anew_is_as_good_as_new():
 
 def test_what_is_not_finite_ends_with_its_row():
   decoder, programs = _decoder(slots=4, cache_blocks=2)
-  prompt = slot_driver_lib.Append(players.ids(5, 6), 0, 6)
+  prompt = slot_driver_lib.Append(tiny_engine.ids(5, 6), 0, 6)
   decoder.open({0: prompt}, 1)
   (expected,) = _written(decoder, [0]).values()
   # Of a row that reads and writes, and of one whose state is lost as it writes.
   for lost_first in (True, False):
-    broken = jax.tree.map(lambda x: np.full_like(x, np.nan), players.PARAMS)
+    broken = jax.tree.map(lambda x: np.full_like(x, np.nan), tiny_engine.PARAMS)
     if lost_first:
       programs.publish(broken)
-    decoder.append({1: slot_driver_lib.Append(players.ids(1, 20), 0, 9)})
+    decoder.append({1: slot_driver_lib.Append(tiny_engine.ids(1, 20), 0, 9)})
     programs.publish(broken)
     _written(decoder, [1])
-    programs.publish(players.PARAMS)
+    programs.publish(tiny_engine.PARAMS)
     decoder.append({1: prompt})
     assert _written(decoder, [1]) == {1: expected}
 
@@ -272,13 +274,13 @@ def test_what_is_not_finite_ends_with_its_row():
 def test_a_chunk_ends_with_enough_turns():
   decoder, _ = _decoder(slots=4, decode_chunk=12)
   budgets = (1, 2, 3, 3)
-  ids = players.ids(1, 4)
+  ids = tiny_engine.ids(1, 4)
   for enough, steps in ((1, 1), (2, 2), (4, 3)):
     decoder.open(
       {n: slot_driver_lib.Append(ids, 0, b) for n, b in enumerate(budgets)}, 1
     )
     writes = {
-      n: slot_driver_lib.Write(np.zeros(2, np.uint32), 4) for n in range(4)
+      n: slot_driver_lib.Decode(np.zeros(2, np.uint32), 4) for n in range(4)
     }
     _, chunk = decoder.write(writes, False, enough)
     assert not chunk.stopped_A.any()  # or budgets would not tell
@@ -295,8 +297,8 @@ def _shapes(programs, slots):
   shape = lambda x: jax.ShapeDtypeStruct(
     x.shape, x.dtype, sharding=programs._by_row
   )
-  params = jax.tree.map(jnp.asarray, players.PARAMS)
-  return players.MODEL.split_layers(params), jax.tree.map(shape, state)
+  params = jax.tree.map(jnp.asarray, tiny_engine.PARAMS)
+  return tiny_engine.MODEL.split_layers(params), jax.tree.map(shape, state)
 
 
 @pytest.mark.parametrize('name', ['decode', 'extend'])
@@ -309,7 +311,7 @@ def test_all_slots_are_worked_on_in_place(name):
     args = params, state, None, keys, programs.table_SV, False, slots
   else:
     zeros = np.zeros(slots, np.int32)
-    told = slot_programs.Appended(
+    told = slot_programs.AppendBatch(
       np.zeros((slots, C), np.int32), zeros, zeros > 0, zeros > 0, zeros
     )
     args = params, state, None, told
@@ -323,7 +325,7 @@ def test_all_slots_are_worked_on_in_place(name):
 
 
 def test_repeating_prompts_stays_on_its_device():
-  programs = _programs(mesh=players.mesh(8))
+  programs = _programs(mesh=tiny_engine.mesh(8))
   prompts = _shapes(programs, 8)[1]
   program = _compiled(programs.repeat, prompts, 8, 2).as_text()
   for collective in ('all-', 'collective-permute', 'reduce-scatter'):

@@ -29,9 +29,9 @@ import numpy as np
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models.hf import export
-from stppo_jax.sampling import rows
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
+from stppo_jax.sampling import turns
 from stppo_jax.sampling.remote import client as client_lib
 from stppo_jax.sampling.remote import dialects
 from stppo_jax.sampling.remote import served_model
@@ -146,7 +146,7 @@ class RemoteEngine:
         keys.
       EngineUnreachable: the server is not ready, or does not take the weights.
     """
-    rows.check_begin(
+    turns.check_prompts(
       prompts, keys, group_size=group_size, max_length=self.max_length
     )
     self._forget()
@@ -186,7 +186,7 @@ class RemoteEngine:
       ValueError: it leaves no room to write, or no turn of the row has ended.
     """
     self._check_rests(row)
-    rows.check_room(
+    turns.check_observation(
       token_ids, remaining=self.remaining(row), max_length=self.max_length
     )
     self._rows[row].ids.extend(np.asarray(token_ids).tolist())
@@ -206,7 +206,7 @@ class RemoteEngine:
     if number in self._in_flight or number in self._waiting:
       raise ValueError(f'row {number} is not between two turns')
 
-  def poll(self) -> dict[int, rows.Written | None]:
+  def poll(self) -> dict[int, turns.GeneratedTurn | None]:
     """Waits a moment; the turns that ended, by row.
 
     None for a row whose turn the server failed, its retries included.
@@ -259,7 +259,7 @@ class RemoteEngine:
 
   def _end(
     self, number: int, future: concurrent.futures.Future
-  ) -> rows.Written | None:
+  ) -> turns.GeneratedTurn | None:
     try:
       written = future.result()
     except client_lib.EngineError as error:
@@ -273,7 +273,7 @@ class RemoteEngine:
 
   def _written(
     self, ask: dialects.Request, answer: dialects.Answer
-  ) -> rows.Written:
+  ) -> turns.GeneratedTurn:
     """The turn in an answer.
 
     Raises:
@@ -291,11 +291,11 @@ class RemoteEngine:
       )
     logprobs = np.asarray(answer.logprobs[:count], np.float32)
     whole = dataclasses.replace(ask.sampling, top_k=0, top_p=1.0, min_p=0.0)
-    return rows.Written(
+    return turns.GeneratedTurn(
       token_ids=np.asarray(answer.token_ids[:count], np.int32),
       logprobs=logprobs,
       # Under a truncated distribution nobody tells.
-      drawn_logprobs=logprobs if ask.sampling == whole else None,
+      truncated_logprobs=logprobs if ask.sampling == whole else None,
       stopped=stopped,
     )
 

@@ -211,10 +211,10 @@ class ModelServer:
 @functools.partial(jax.jit, static_argnames=('policy', 'sampling'))
 def _next_token(
   params, tokens_1L, length, key, greedy, *, policy, sampling
-) -> sampler.Drawn:
+) -> sampler.SampledTokens:
   """The token behind the first `length`; its noise depends on its position."""
   hidden_1LD = policy.hidden(params, tokens_1L)
   logits_1V = heads.logits(hidden_1LD[:, length - 1], policy.output_VD(params))
-  return sampler.draw(
+  return sampler.sample(
     logits_1V, key[None], jnp.asarray(length)[None], sampling, greedy
   )

@@ -168,11 +168,13 @@ def test_draws_depend_on_key_and_position_alone(served):
 def test_a_truncated_draw_has_no_known_distribution(served):
   engine = served.engine(sampling=sampler.Sampling(1.3, top_k=3))
   _begin(engine, greedy=False)
-  assert all(turn.drawn_logprobs is None for turn in _turns(engine).values())
+  assert all(
+    turn.truncated_logprobs is None for turn in _turns(engine).values()
+  )
   engine = served.engine()
   _begin(engine, greedy=False)
   for turn in _turns(engine).values():
-    np.testing.assert_array_equal(turn.drawn_logprobs, turn.logprobs)
+    np.testing.assert_array_equal(turn.truncated_logprobs, turn.logprobs)
 
 
 def test_what_the_server_writes_beyond_a_stop_is_cut(served):

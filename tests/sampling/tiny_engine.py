@@ -14,9 +14,9 @@ import numpy as np
 
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.sampling import engine as engine_lib
-from stppo_jax.sampling import rows
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
+from stppo_jax.sampling import turns as turns_lib
 from tests.models import tiny
 
 TOKENS = (b'a', b'b', b'c', b'ba', b'cb', b'd', b'e', b'f', b'eos')
@@ -102,19 +102,19 @@ class Dialogue:
 
   tokens: list[int]
   logprobs: list[float]
-  drawn_logprobs: list[float]
+  truncated_logprobs: list[float]
   spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
   def tell(self, token_ids: np.ndarray) -> None:
     self.tokens += token_ids.tolist()
     self.logprobs += [0.0] * len(token_ids)
-    self.drawn_logprobs += [0.0] * len(token_ids)
+    self.truncated_logprobs += [0.0] * len(token_ids)
 
-  def write(self, written: rows.Written) -> None:
+  def write(self, written: turns_lib.GeneratedTurn) -> None:
     start = len(self.tokens)
     self.tokens += written.token_ids.tolist()
     self.logprobs += written.logprobs.tolist()
-    self.drawn_logprobs += written.drawn_logprobs.tolist()
+    self.truncated_logprobs += written.truncated_logprobs.tolist()
     self.spans.append((start, len(self.tokens)))
 
 
@@ -185,7 +185,7 @@ def assert_same(one: Dialogue, other: Dialogue) -> None:
   """The same tokens; log-probs to 1e-5, as other shapes sum in other orders."""
   assert one.tokens == other.tokens
   assert one.spans == other.spans
-  for name in ('logprobs', 'drawn_logprobs'):
+  for name in ('logprobs', 'truncated_logprobs'):
     np.testing.assert_allclose(
       getattr(one, name), getattr(other, name), atol=1e-5
     )
@@ -193,7 +193,7 @@ def assert_same(one: Dialogue, other: Dialogue) -> None:
 
 def first_turns(
   engine: engine_lib.Engine, order: Sequence[Sequence[int]]
-) -> dict[int, rows.Written]:
+) -> dict[int, turns_lib.GeneratedTurn]:
   """Of all rows of a collection that has begun; no slot is empty at first.
 
   Args:

@@ -7,24 +7,24 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
-class Written:
+class GeneratedTurn:
   """One row's turn.
 
   Attributes:
     token_ids: [N] int32; at least one wherever one fits.
     logprobs: [N] float32, under softmax(logits / temperature).
-    drawn_logprobs: [N] float32, under the truncated distribution; None where
-      that is not known.
+    truncated_logprobs: [N] float32, under the truncated distribution; None
+      where that is not known.
     stopped: False where a length limit ended the turn.
   """
 
   token_ids: np.ndarray
   logprobs: np.ndarray
-  drawn_logprobs: np.ndarray | None
+  truncated_logprobs: np.ndarray | None
   stopped: bool
 
 
-def check_begin(
+def check_prompts(
   prompts: Sequence[np.ndarray | None],
   keys: Sequence,
   *,
@@ -54,7 +54,7 @@ def check_begin(
     raise ValueError(f'{len(keys)} keys for {rows}')
 
 
-def check_room(
+def check_observation(
   token_ids: np.ndarray, *, remaining: int, max_length: int
 ) -> None:
   """Whether the policy can write after these tokens.

@@ -21,7 +21,7 @@ from stppo_jax.sampling import slot_state as slot_state_lib
 from stppo_jax.sampling import stops
 
 
-class Programs:
+class CompiledPrograms:
   """What runs on the devices.
 
   Args:
@@ -33,7 +33,7 @@ class Programs:
       slots at work have begun.
     sampling: temperature and truncation.
     decode_chunk: most tokens that a call of `decode` writes.
-    replays: `expert_ids` is asked for.
+    return_expert_ids: `expert_ids` is asked for.
 
   Attributes:
     block: tokens of a part of the cache.
@@ -53,7 +53,7 @@ class Programs:
     cache_blocks: int,
     sampling: sampler.Sampling,
     decode_chunk: int,
-    replays: bool = False,
+    return_expert_ids: bool = False,
   ):
     model = dataclasses.replace(model, mesh=mesh)
     self.block = -(-max_length // cache_blocks)
@@ -88,9 +88,11 @@ class Programs:
       donate_argnums=1,
       **by_blocks,
     )
-    self.copy = jax.jit(slot_state_lib.copy, donate_argnums=0, **by_blocks)
+    self.copy = jax.jit(
+      slot_state_lib.copy_prompts, donate_argnums=0, **by_blocks
+    )
     self.repeat = jax.jit(
-      slot_state_lib.repeat, static_argnums=(1, 2), **by_row
+      slot_state_lib.repeat_prompts, static_argnums=(1, 2), **by_row
     )
     self.decode = jax.jit(
       functools.partial(
@@ -104,7 +106,7 @@ class Programs:
       **by_blocks,
     )
     self.expert_ids = None
-    if replays:
+    if return_expert_ids:
       self.expert_ids = jax.jit(slot_state_lib.expert_ids, out_shardings=whole)
 
   def publish(self, params: functional.Params) -> None:
