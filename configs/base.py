@@ -4,13 +4,18 @@ Configs are Python and run when loaded: open one only if you trust it.
 """
 
 import copy
+from typing import Any
 
 from ml_collections import config_dict
 
 from stppo_jax.configs import algorithms
 
+# A ConfigDict. Its keys are attributes that exist at run time only, where a
+# type checker cannot follow them.
+Config = Any
 
-def get_config(algorithm: str = 'st_ppo') -> config_dict.ConfigDict:
+
+def get_config(algorithm: str = 'st_ppo') -> Config:
   """Returns the base configuration with the algorithm of that name.
 
   Args:
@@ -24,7 +29,7 @@ def get_config(algorithm: str = 'st_ppo') -> config_dict.ConfigDict:
       f'unknown algorithm {algorithm!r}; choices: '
       + ', '.join(sorted(algorithms.ALGORITHMS))
     )
-  config = config_dict.ConfigDict(
+  config: Config = config_dict.ConfigDict(
     {
       'seed': 0,
       'num_steps': 100,  # collections, each followed by its updates

@@ -13,7 +13,7 @@ small to answer anything: expect finite metrics and readable dialogues.
 from stppo_jax.configs import base
 
 
-def get_config(algorithm: str = 'st_ppo'):
+def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config = base.get_config(algorithm)
   config.num_steps = 5
   config.data.update(

@@ -19,7 +19,7 @@ from stppo_jax.configs import base
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
-def get_config(algorithm: str = 'st_ppo'):
+def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config = base.get_config(algorithm)
   config.num_steps = 60
   if config.algorithm.advantage.name == 'gae':

@@ -1,15 +1,23 @@
-"""Which keys of a configuration go together.
+"""Rules that concern several keys of a config.
 
-A relation is (keys, function of their values that yields the errors), a line
-each. Single keys have their rules in `configs/schema.py`.
+A relation is a pair: keys, and a function of their values that yields the
+errors, a line each. `configs/schema.py` calls it where all its keys have values
+that keep their own rules.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 import pathlib
 
+from stppo_jax.configs import algorithms
+from stppo_jax.envs import environments
+from stppo_jax.envs import prompts
 
-def _multiple(key, of) -> tuple:
-  """The relation: `key` is divisible by `of` (0 of it means no division)."""
+Relation = tuple[tuple[str, ...], Callable[..., Iterator[str]]]
+
+
+def _multiple(key: str, of: str) -> Relation:
+  """Returns the rule that `key` is a multiple of `of`, unless that is 0."""
 
   def relation(number, divisor) -> Iterator[str]:
     if divisor and number % divisor:
@@ -18,7 +26,7 @@ def _multiple(key, of) -> tuple:
   return (key, of), relation
 
 
-def _one_rest(data, fsdp, tensor) -> Iterator[str]:
+def _one_axis_takes_the_rest(data, fsdp, tensor) -> Iterator[str]:
   sizes = {'data': data, 'fsdp': fsdp, 'tensor': tensor}
   rest = [f'mesh.{axis}' for axis, size in sizes.items() if size == -1]
   if len(rest) > 1:
@@ -33,7 +41,7 @@ def _turn_fits(max_turn_tokens, max_length) -> Iterator[str]:
     )
 
 
-def _resampling(rounds, group_size) -> Iterator[str]:
+def _groups_vary(rounds, group_size) -> Iterator[str]:
   if rounds > 0 and group_size < 2:
     yield (
       f'rollout.resample_rounds={rounds}: must be 0 when '
@@ -41,10 +49,10 @@ def _resampling(rounds, group_size) -> Iterator[str]:
     )
 
 
-def _cut_into_lanes(
+def _lanes_divide_slots(
   lanes, slots, trajectories, group_size, batch_size, engine
 ) -> Iterator[str]:
-  """Every lane of an engine has as many slots, and holds whole groups."""
+  """Every lane has the same number of slots, a multiple of the group size."""
   if engine != 'local' or lanes == 1:
     return
   divisors = f'rollout.lanes={lanes}', f'rollout.group_size={group_size}'
@@ -60,7 +68,7 @@ def _cut_into_lanes(
     )
 
 
-def _warmed_up(warmup, backbone) -> Iterator[str]:
+def _no_warmup_of_shared_values(warmup, backbone) -> Iterator[str]:
   if warmup > 0 and backbone == 'shared':
     yield (
       f'loss.value_warmup_steps={warmup}: must be 0 when '
@@ -68,7 +76,7 @@ def _warmed_up(warmup, backbone) -> Iterator[str]:
     )
 
 
-def _replayed(replay, path, experts, engine) -> Iterator[str]:
+def _routing_replay_fits(replay, path, experts, engine) -> Iterator[str]:
   key = f'updates.routing_replay={replay}'
   if replay != 'nowhere' and not (path or experts):
     yield f'{key}: must be nowhere when model.num_experts=0'
@@ -79,7 +87,7 @@ def _replayed(replay, path, experts, engine) -> Iterator[str]:
     )
 
 
-def _reference_waits(rank, path, memory) -> Iterator[str]:
+def _reference_memory_fits(rank, path, memory) -> Iterator[str]:
   if rank > 0 and not path and memory == 'host':
     yield (
       'model.reference_memory=host: must be device when '
@@ -88,33 +96,30 @@ def _reference_waits(rank, path, memory) -> Iterator[str]:
     )
 
 
-def _served(engine, url, model) -> Iterator[str]:
+def _remote_engine_is_named(engine, url, model) -> Iterator[str]:
   if engine == 'remote' and not (url and model):
     yield 'rollout.engine=remote: rollout.remote.url and .model must be set'
 
 
-def _template(path) -> Iterator[str]:
-  if not path:
-    return
-  key = f'env.prompt_template={path!r}'
+def _template_is_readable(path) -> Iterator[str]:
   try:
-    text = pathlib.Path(path).read_text(encoding='utf-8')
-  except (OSError, UnicodeDecodeError) as error:
-    yield f'{key}: must be empty, or a text file that can be read ({error})'
-    return
-  if '{question}' not in text:
-    yield f'{key}: must contain {{question}}'
+    prompts.load_template(path)
+  except ValueError as error:
+    yield f'env.prompt_template={path!r}: must be empty or a template; {error}'
 
 
-def _files(name, root, train, evaluation, corpus, url) -> Iterator[str]:
-  """Files of a jsonl data set exist and lie under its root."""
+def _files_exist(
+  name, root, train, evaluation, corpus, url, environment
+) -> Iterator[str]:
+  """The files of a jsonl data set exist and lie under its root."""
   if name != 'jsonl':
     return
   folder = pathlib.Path(root).resolve()
   if not root or not folder.is_dir():
     yield f'data.root={root!r}: must be a folder when data.name=jsonl'
     return
-  needed = {'train': True, 'evaluation': False, 'corpus': not url}
+  served_here = environments.find(environment).needs_retriever and not url
+  needed = {'train': True, 'evaluation': False, 'corpus': served_here}
   files = {'train': train, 'evaluation': evaluation, 'corpus': corpus}
   for key, file in files.items():
     path = (folder / file).resolve()
@@ -127,7 +132,9 @@ def _files(name, root, train, evaluation, corpus, url) -> Iterator[str]:
       yield f'data.{key}={file!r}: must be a file in data.root={root}'
 
 
-def _architecture(qkv_bias, qk_norm, experts, visited, width) -> Iterator[str]:
+def _architecture_exists(
+  qkv_bias, qk_norm, experts, visited, width
+) -> Iterator[str]:
   if qk_norm and qkv_bias:
     yield ('model.qk_norm=True: model.qkv_bias must be False, as in Qwen3')
   if not experts:
@@ -149,17 +156,54 @@ def _architecture(qkv_bias, qk_norm, experts, visited, width) -> Iterator[str]:
     )
 
 
-RELATIONS = (
+def _groups_are_compared(advantage, group_size) -> Iterator[str]:
+  if advantage in algorithms.GROUP_ADVANTAGES and group_size == 1:
+    yield (
+      'rollout.group_size=1: must be 2 or greater when '
+      f'algorithm.advantage.name={advantage}, which compares trajectories'
+    )
+
+
+def _no_values_to_warm_up(advantage, warmup) -> Iterator[str]:
+  if advantage in algorithms.WITHOUT_CRITIC and warmup:
+    yield (
+      f'loss.value_warmup_steps={warmup}: must be 0 when '
+      f'algorithm.advantage.name={advantage}, which has no value model'
+    )
+
+
+def _no_values_to_share(advantage, backbone) -> Iterator[str]:
+  if advantage in algorithms.WITHOUT_CRITIC and backbone == 'shared':
+    yield (
+      'model.value_backbone=shared: must be own when '
+      f'algorithm.advantage.name={advantage}, which has no value model'
+    )
+
+
+def _url_is_valid(url) -> Iterator[str]:
+  if url:
+    # Imported late: it brings the HTTP client, which most configs do without.
+    from stppo_jax.retrieval import client
+
+    problem = client.check_url(url)
+    if problem:
+      yield f'retrieval.url: {problem}'
+
+
+RELATIONS: tuple[Relation, ...] = (
   _multiple('rollout.trajectories_per_step', 'updates.minibatch_size'),
   _multiple('rollout.trajectories_per_step', 'rollout.group_size'),
   _multiple('rollout.slots', 'rollout.group_size'),
   _multiple('updates.minibatch_size', 'updates.microbatch_size'),
   _multiple('updates.minibatch_size', 'updates.core_rows'),
   _multiple('model.num_heads', 'model.num_kv_heads'),
-  (('loss.value_warmup_steps', 'model.value_backbone'), _warmed_up),
+  (
+    ('loss.value_warmup_steps', 'model.value_backbone'),
+    _no_warmup_of_shared_values,
+  ),
   (
     ('model.lora.rank', 'model.reference_path', 'model.reference_memory'),
-    _reference_waits,
+    _reference_memory_fits,
   ),
   (
     (
@@ -169,12 +213,12 @@ RELATIONS = (
       'model.num_experts_per_tok',
       'model.moe_intermediate_size',
     ),
-    _architecture,
+    _architecture_exists,
   ),
   _multiple('preference.batch_size', 'preference.microbatch_size'),
-  (('mesh.data', 'mesh.fsdp', 'mesh.tensor'), _one_rest),
+  (('mesh.data', 'mesh.fsdp', 'mesh.tensor'), _one_axis_takes_the_rest),
   (('env.max_turn_tokens', 'env.max_length'), _turn_fits),
-  (('rollout.resample_rounds', 'rollout.group_size'), _resampling),
+  (('rollout.resample_rounds', 'rollout.group_size'), _groups_vary),
   (
     (
       'rollout.lanes',
@@ -184,9 +228,9 @@ RELATIONS = (
       'evaluate.batch_size',
       'rollout.engine',
     ),
-    _cut_into_lanes,
+    _lanes_divide_slots,
   ),
-  (('env.prompt_template',), _template),
+  (('env.prompt_template',), _template_is_readable),
   (
     (
       'updates.routing_replay',
@@ -194,9 +238,12 @@ RELATIONS = (
       'model.num_experts',
       'rollout.engine',
     ),
-    _replayed,
+    _routing_replay_fits,
   ),
-  (('rollout.engine', 'rollout.remote.url', 'rollout.remote.model'), _served),
+  (
+    ('rollout.engine', 'rollout.remote.url', 'rollout.remote.model'),
+    _remote_engine_is_named,
+  ),
   (
     (
       'data.name',
@@ -205,7 +252,15 @@ RELATIONS = (
       'data.evaluation',
       'data.corpus',
       'retrieval.url',
+      'env.name',
     ),
-    _files,
+    _files_exist,
   ),
+  (('retrieval.url',), _url_is_valid),
+  (('algorithm.advantage.name', 'rollout.group_size'), _groups_are_compared),
+  (
+    ('algorithm.advantage.name', 'loss.value_warmup_steps'),
+    _no_values_to_warm_up,
+  ),
+  (('algorithm.advantage.name', 'model.value_backbone'), _no_values_to_share),
 )

@@ -1,20 +1,16 @@
-"""Which configurations make sense. `check` names all that does not, at once.
+"""Which configs make sense: `check` lists everything that is wrong at once.
 
-A rule is a predicate and its wording; `RULES` has one for every key that has
-one, `configs/relations.py` holds several keys together. Nothing here touches a
-device.
+`RULES` holds a rule for each key on its own, `configs/relations.py` the rules
+that concern several keys. Nothing here touches a device.
 """
 
-from collections.abc import Callable
 from collections.abc import Mapping
 import math
 import pathlib
 import re
 from typing import Any
-from typing import NamedTuple
 
-from ml_collections import config_dict
-
+from stppo_jax import settings
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
 from stppo_jax.configs import relations
@@ -22,18 +18,13 @@ from stppo_jax.envs import environments
 from stppo_jax.envs import rewards
 
 
-class Rule(NamedTuple):
-  """`holds(value)`, and what is allowed in words."""
-
-  holds: Callable[[Any], bool]
-  allowed: str
-
-
-def _one_of(*choices):
-  return Rule(lambda value: value in choices, 'one of ' + ', '.join(choices))
+def _one_of(*choices: str) -> settings.Rule:
+  return settings.Rule(
+    lambda value: value in choices, 'one of ' + ', '.join(choices)
+  )
 
 
-def _compiles(pattern):
+def _compiles(pattern: str) -> bool:
   try:
     re.compile(pattern)
   except re.error:
@@ -41,24 +32,28 @@ def _compiles(pattern):
   return True
 
 
-_POSITIVE = Rule(lambda x: 0 < x < math.inf, 'greater than 0')
-_AT_LEAST_2 = Rule(lambda x: x >= 2, '2 or greater')
-_NOT_NEGATIVE = Rule(lambda x: 0 <= x < math.inf, '0 or greater')
-_FRACTION = Rule(lambda x: 0 <= x <= 1, 'in [0, 1]')
-_BETA = Rule(lambda x: 0 <= x < 1, 'in [0, 1)')
-_FINITE = Rule(math.isfinite, 'a finite number')
-_AXIS = Rule(lambda x: x == -1 or x > 0, 'greater than 0, or -1 for the rest')
-_EVEN = Rule(lambda x: x > 0 and x % 2 == 0, 'even and greater than 0')
-_HOPS = Rule(
+_POSITIVE = settings.Rule(lambda x: 0 < x < math.inf, 'greater than 0')
+_AT_LEAST_2 = settings.Rule(lambda x: x >= 2, '2 or greater')
+_NOT_NEGATIVE = settings.Rule(lambda x: 0 <= x < math.inf, '0 or greater')
+_FRACTION = settings.Rule(lambda x: 0 <= x <= 1, 'in [0, 1]')
+_BETA = settings.Rule(lambda x: 0 <= x < 1, 'in [0, 1)')
+_FINITE = settings.Rule(math.isfinite, 'a finite number')
+_AXIS = settings.Rule(
+  lambda x: x == -1 or x > 0, 'greater than 0, or -1 for the rest'
+)
+_EVEN = settings.Rule(lambda x: x > 0 and x % 2 == 0, 'even and greater than 0')
+_HOPS = settings.Rule(
   lambda x: len(x) > 0 and all(h in (1, 2) for h in x),
   'some of 1 and 2, such as (1, 2)',
 )
-_MODEL = Rule(
+_MODEL = settings.Rule(
   lambda x: not x or (pathlib.Path(x) / 'config.json').is_file(),
   'empty, or a folder that holds config.json',
 )
-_REGEX = Rule(_compiles, 'a regular expression')
-_PATH = Rule(lambda x: not x or pathlib.Path(x).exists(), 'empty, or a path')
+_REGEX = settings.Rule(_compiles, 'a regular expression')
+_PATH = settings.Rule(
+  lambda x: not x or pathlib.Path(x).exists(), 'empty, or a path'
+)
 
 _OPTIMIZER = {
   'learning_rate': _NOT_NEGATIVE,
@@ -71,7 +66,7 @@ _OPTIMIZER = {
 }
 _SIZES = ('hidden_size', 'intermediate_size', 'num_layers', 'num_heads')
 
-RULES: Mapping[str, Rule] = {
+RULES: Mapping[str, settings.Rule] = {
   'seed': _NOT_NEGATIVE,
   'num_steps': _POSITIVE,
   'model.path': _MODEL,
@@ -99,7 +94,7 @@ RULES: Mapping[str, Rule] = {
   'mesh.fsdp': _AXIS,
   'mesh.tensor': _AXIS,
   'data.name': _one_of('synthetic_wiki', 'jsonl'),
-  'data.tokenizer_vocab_size': Rule(
+  'data.tokenizer_vocab_size': settings.Rule(
     lambda x: x > 256, 'greater than 256, the bytes'
   ),
   'data.synthetic_wiki.seed': _NOT_NEGATIVE,
@@ -131,8 +126,8 @@ RULES: Mapping[str, Rule] = {
   'rollout.resample_rounds': _NOT_NEGATIVE,
   'rollout.temperature': _POSITIVE,
   'rollout.top_k': _NOT_NEGATIVE,
-  'rollout.top_p': Rule(lambda x: 0 < x <= 1, 'in (0, 1]'),
-  'rollout.min_p': Rule(lambda x: 0 <= x < 1, 'in [0, 1)'),
+  'rollout.top_p': settings.Rule(lambda x: 0 < x <= 1, 'in (0, 1]'),
+  'rollout.min_p': settings.Rule(lambda x: 0 <= x < 1, 'in [0, 1)'),
   'rollout.slots': _NOT_NEGATIVE,
   'rollout.engine': _one_of('local', 'remote'),
   'rollout.remote.timeout': _POSITIVE,
@@ -186,18 +181,17 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-def check(config: config_dict.ConfigDict) -> list[str]:
-  """All that is wrong, a line each: `key=value: what is allowed`.
+def check(config: base.Config) -> list[str]:
+  """Returns all errors of a config, a line each: `key=value: must be ...`.
 
-  Keys and types are those of `configs/base.py`, which a config file may
-  have missed; rules and relations are then checked on what is well-formed.
+  The keys and their types are those of `configs/base.py`, from which a config
+  file may have strayed. Rules and relations are then checked on the values that
+  have the right type.
   """
-  values = flatten(config)
-  expected = flatten(base.get_config())
-  for key in [*values, *expected]:
-    if key.startswith('algorithm.'):  # its options depend on its names
-      values.pop(key, None)
-      expected.pop(key, None)
+  values = settings.flatten(config)
+  expected = settings.flatten(base.get_config())
+  options = _pop_algorithm(values)
+  _pop_algorithm(expected)
   errors = []
   for key in sorted(values.keys() - expected.keys()):
     errors.append(f'{key}={values.pop(key)!r}: no such key in configs/base.py')
@@ -212,26 +206,23 @@ def check(config: config_dict.ConfigDict) -> list[str]:
     if key in values and not rule.holds(values[key]):
       errors.append(f'{key}={values[key]!r}: must be {rule.allowed}')
       del values[key]
+  values |= options
   for keys, relation in relations.RELATIONS:
     if all(key in values for key in keys):
       errors += relation(*(values[key] for key in keys))
-  return errors + _algorithm(config) + _estimator(config) + _retriever(values)
+  return errors + _check_algorithm(config)
 
 
-def flatten(
-  config: config_dict.ConfigDict, prefix: str = ''
-) -> dict[str, object]:
-  """Dotted key to value, blocks opened."""
-  flat = {}
-  for key, value in config.items():
-    if isinstance(value, config_dict.ConfigDict):
-      flat |= flatten(value, f'{prefix}{key}.')
-    else:
-      flat[f'{prefix}{key}'] = value
-  return flat
+def _pop_algorithm(values: dict[str, Any]) -> dict[str, Any]:
+  """Removes and returns the options of the algorithm.
+
+  Which options there are depends on its names: `rl/algorithm.py` checks them.
+  """
+  keys = [key for key in values if key.startswith('algorithm.')]
+  return {key: values.pop(key) for key in keys}
 
 
-def _same_type(value, like):
+def _same_type(value: Any, like: Any) -> bool:
   if isinstance(like, bool) or isinstance(value, bool):
     return isinstance(like, bool) and isinstance(value, bool)
   if isinstance(like, float):
@@ -241,50 +232,13 @@ def _same_type(value, like):
   return isinstance(value, type(like))
 
 
-def _algorithm(config):
+def _check_algorithm(config: base.Config) -> list[str]:
   if 'algorithm' not in config:
     return ['algorithm: missing']
-  rows = algorithms.ALGORITHMS.values()
-  if config.algorithm.to_dict() in rows:  # these are right, by a test
-    return []
-  # Late, like the client below: most errors are told in a tenth of a second,
-  # this one needs the maths and therefore jax (its code, not its devices).
+  if config.algorithm.to_dict() in algorithms.ALGORITHMS.values():
+    return []  # a test has checked the table
+  # Imported late: this check needs the maths and therefore jax (its code, not
+  # its devices), while all other errors are found in a tenth of a second.
   from stppo_jax.rl import algorithm
 
   return algorithm.check_algorithm(config.algorithm)
-
-
-def _estimator(config):
-  """What the advantages ask of the rest of the configuration."""
-  flat = flatten(config)
-  name = flat.get('algorithm.advantage.name')
-  group_size = flat.get('rollout.group_size')
-  warmup = flat.get('loss.value_warmup_steps')
-  shared = flat.get('model.value_backbone') == 'shared'
-  errors = []
-  if name in algorithms.GROUP_ADVANTAGES and group_size == 1:
-    errors.append(
-      f'rollout.group_size=1: must be 2 or greater when '
-      f'algorithm.advantage.name={name}, which compares trajectories'
-    )
-  if name in algorithms.WITHOUT_CRITIC and warmup:
-    errors.append(
-      f'loss.value_warmup_steps={warmup}: must be 0 when '
-      f'algorithm.advantage.name={name}, which has no value model'
-    )
-  if name in algorithms.WITHOUT_CRITIC and shared:
-    errors.append(
-      f'model.value_backbone=shared: must be own when '
-      f'algorithm.advantage.name={name}, which has no value model'
-    )
-  return errors
-
-
-def _retriever(values):
-  url = values.get('retrieval.url', '')
-  if not url:
-    return []
-  from stppo_jax.retrieval import client
-
-  problem = client.check_url(url)
-  return [f'retrieval.url: {problem}'] if problem else []

@@ -16,6 +16,7 @@ _PACKAGE = 'stppo_jax'
 _TEXT = ('types', 'envs', 'retrieval', 'data')
 _DEVICE = ('types', 'batch', 'rl', 'parallel', 'models', 'sampling', 'rollout')
 _ALL = tuple(dict.fromkeys(_TEXT + _DEVICE)) + (
+  'settings',
   'learner',
   'records',
   'training',
@@ -25,6 +26,7 @@ _ALL = tuple(dict.fromkeys(_TEXT + _DEVICE)) + (
 # Layer -> the modules of ours it may import; a name covers all that is below.
 OURS = {
   'types': (),
+  'settings': (),
   'http': ('http',),
   'batch': ('types',),
   'rl': ('batch', 'rl'),
@@ -32,7 +34,7 @@ OURS = {
   'retrieval': _TEXT + ('http',),
   'data': _TEXT,
   'parallel': ('parallel',),
-  'models': ('types', 'batch', 'parallel', 'models'),
+  'models': ('types', 'settings', 'batch', 'parallel', 'models'),
   'sampling': ('types', 'http', 'batch', 'parallel', 'models', 'sampling'),
   'rollout': ('types', 'batch', 'envs', 'retrieval.protocol', 'rollout'),
   'learner': ('types', 'batch', 'rl', 'parallel', 'models', 'learner'),
@@ -47,7 +49,13 @@ OURS = {
   )
   + ('configs',),
   '__main__': ('commands',),
-  'configs': ('rl.algorithm', 'retrieval.client', 'envs', 'configs'),
+  'configs': (
+    'settings',
+    'rl.algorithm',
+    'retrieval.client',
+    'envs',
+    'configs',
+  ),
 }
 
 # Dependency -> the only places that may import it.
@@ -88,7 +96,7 @@ _IO = (
   'asyncio http io json logging os pathlib shutil socket subprocess sys '
   'tempfile threading urllib'
 ).split()
-FORBIDDEN = {'rl': _IO, 'batch': _IO, 'types': _IO}
+FORBIDDEN = {'rl': _IO, 'batch': _IO, 'types': _IO, 'settings': _IO}
 
 
 def violations(root: pathlib.Path) -> list[str]:

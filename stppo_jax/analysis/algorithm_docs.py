@@ -11,6 +11,7 @@ import re
 import textwrap
 from typing import Any
 
+from stppo_jax import settings
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import options
 
@@ -62,17 +63,6 @@ def choices() -> dict[str, list[str]]:
   return found
 
 
-def flatten(block: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
-  """Dotted key to value of the leaves of nested mappings."""
-  flat = {}
-  for key, value in block.items():
-    if isinstance(value, Mapping):
-      flat |= flatten(value, f'{prefix}{key}.')
-    else:
-      flat[f'{prefix}{key}'] = value
-  return flat
-
-
 def differences(row: Row, base: Row) -> dict[str, Any]:
   """The leaves of a row that differ from those of another.
 
@@ -80,9 +70,9 @@ def differences(row: Row, base: Row) -> dict[str, Any]:
   """
   changed = {}
   for kind, block in row.items():
-    other = flatten(base[kind], f'{kind}.')
+    other = settings.flatten(base[kind], f'{kind}.')
     named = 'name' in block and block['name'] != base[kind]['name']
-    for key, value in flatten(block, f'{kind}.').items():
+    for key, value in settings.flatten(block, f'{kind}.').items():
       if named or other[key] != value:
         changed[key] = value
   return changed
@@ -246,7 +236,7 @@ def _every_option(base):
   """Key, default and what is allowed."""
   lines = ['| option | default | allowed |', '| --- | --- | --- |']
   known = rules(base)
-  for key, value in flatten(base).items():
+  for key, value in settings.flatten(base).items():
     if hasattr(known[key], 'names'):
       allowed = ', '.join(f'`{name}`' for name in known[key].names)
     else:

@@ -7,12 +7,12 @@ Every line is the override that gives it: --config.KEY=VALUE.
 
 from collections.abc import Sequence
 
+from stppo_jax import settings
 from stppo_jax.commands import configuration
-from stppo_jax.configs import schema
 
 
 def main(argv: Sequence[str]) -> int:
   arguments = configuration.parse(argv, workdir=False)
-  values = schema.flatten(arguments.config)
+  values = settings.flatten(arguments.config)
   print('\n'.join(f'{key} = {value!r}' for key, value in values.items()))
   return 0

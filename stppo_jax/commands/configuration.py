@@ -1,6 +1,7 @@
 """From command-line flags to a checked configuration, or to every error.
 
-    --config=FILE.py[:ROW]     get_config(ROW) of that file, a Python program
+    --config=FILE.py[:ROW]     get_config(ROW) of that file, a Python program;
+                               without such a file, of the packaged one
     --config.a.b=VALUE         one key set; also `--config.a.b VALUE`; a name of
                                a block is set before its options
     --workdir=DIR              where the run lives
@@ -24,6 +25,7 @@ from stppo_jax.configs import algorithms
 from stppo_jax.configs import schema
 
 _OVERRIDE = 'config.'
+_PACKAGE = pathlib.Path(__file__).parent.parent
 # The key of a block's name, to the kind of block.
 _NAMES = {f'algorithm.{kind}.name': kind for kind in algorithms.BLOCKS}
 
@@ -110,10 +112,7 @@ def load(name: str) -> config_dict.ConfigDict:
     ValueError: no such file or row, or a file that fails; one line.
   """
   file, _, row = name.partition(':')
-  path = pathlib.Path(file)
-  if not path.is_file():
-    there = sorted(str(p) for p in path.parent.glob('*.py'))
-    raise ValueError('no such file' + closest(file, there))
+  path = _find(file)
   spec = importlib.util.spec_from_file_location(path.stem, path)
   if spec is None or spec.loader is None:
     raise ValueError('not a Python file')
@@ -132,6 +131,25 @@ def load(name: str) -> config_dict.ConfigDict:
       f'get_config returns {type(config).__name__}, expected a ConfigDict'
     )
   return config.copy_and_resolve_references()
+
+
+def _find(file: str) -> pathlib.Path:
+  """Returns the path of a config file.
+
+  From a folder without such a file, `configs/base.py` is the one that is
+  installed with the package.
+
+  Raises:
+    ValueError: if there is no such file; the message lists those that are.
+  """
+  choices = set()
+  for folder in (pathlib.Path(), _PACKAGE):
+    path = folder / file
+    if path.is_file():
+      return path
+    names = [other.name for other in path.parent.glob('*.py')]
+    choices.update(str(pathlib.Path(file).parent / name) for name in names)
+  raise ValueError('no such file' + closest(file, sorted(choices)))
 
 
 @dataclasses.dataclass(frozen=True)

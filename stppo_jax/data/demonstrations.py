@@ -150,7 +150,7 @@ def _draw(
   """One of the errors with probability `error_rate`, else None."""
   if rng.random() >= error_rate:
     return None
-  return errors[rng.integers(len(errors))]
+  return errors[int(rng.integers(len(errors)))]
 
 
 def _misread(

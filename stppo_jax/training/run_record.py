@@ -13,6 +13,7 @@ import os
 import pathlib
 from typing import Any
 
+from stppo_jax import settings
 from stppo_jax.training import assembly
 
 # How long a run lasts, what is looked at and kept, where it computes and whom
@@ -99,7 +100,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _differences(config, recorded, workdir) -> list[str]:
-  ours, theirs = _flatten(config), _flatten(recorded)
+  ours, theirs = settings.flatten(config), settings.flatten(recorded)
   return [
     f'{key}={ours.get(key, _ABSENT)}: the run in {workdir} was started with '
     f'{theirs.get(key, _ABSENT)}'
@@ -107,14 +108,3 @@ def _differences(config, recorded, workdir) -> list[str]:
     if not f'{key}.'.startswith(tuple(f'{free}.' for free in _FREE))
     and (key not in ours or key not in theirs or ours[key] != theirs[key])
   ]
-
-
-def _flatten(block: Mapping[str, Any], prefix: str = '') -> dict[str, Any]:
-  """Dotted key to value, blocks opened."""
-  flat = {}
-  for key, value in block.items():
-    if isinstance(value, dict):
-      flat |= _flatten(value, f'{prefix}{key}.')
-    else:
-      flat[f'{prefix}{key}'] = value
-  return flat

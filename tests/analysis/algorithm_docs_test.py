@@ -9,6 +9,7 @@ import re
 import pytest
 
 from docs import texts
+from stppo_jax import settings
 from stppo_jax.analysis import algorithm_docs
 from stppo_jax.configs import algorithms
 from stppo_jax.rl import preferences
@@ -145,7 +146,7 @@ def test_options_of_a_correction_are_those_of_the_table():
 def test_every_default_is_that_of_the_table():
   table = _entry('Every option of `token_ppo`', heading='##')
   told = dict(re.findall(r'^\| `(\S+)` \| `(.*?)` \|', table, re.M))
-  flat = algorithm_docs.flatten(algorithms.ALGORITHMS['token_ppo'])
+  flat = settings.flatten(algorithms.ALGORITHMS['token_ppo'])
   assert told == {key: str(value) for key, value in flat.items()}
 
 
@@ -153,7 +154,7 @@ def test_what_is_allowed_is_the_rule_of_the_row_s_own_block():
   row = copy.deepcopy(algorithms.ALGORITHMS['token_ppo'])
   row['objective'] = algorithms.block('objective', 'dual_clip')
   rules = algorithm_docs.rules(row)
-  assert list(rules) == list(algorithm_docs.flatten(row))
+  assert list(rules) == list(settings.flatten(row))
   assert rules['objective.c'].problem(1.0) == 'must be a finite number > 1'
   assert rules['advantage.whiten'].names == ('none', 'policy', 'all')
   table = _entry('Every option of `token_ppo`', heading='##')

@@ -195,6 +195,21 @@ def test_missing_file_and_unknown_row():
   assert 'choices: ' + ', '.join(sorted(algorithms.ALGORITHMS)) in line
 
 
+def test_packaged_configs_load_from_any_folder(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  flags = '--config=configs/quickstart.py:turn_ppo', '--workdir=x'
+  config = configuration.parse(flags).config
+  assert config.algorithm.ratio.level == 'turn'
+  # Files that the config names are found too, and its own files come first.
+  assert '{question}' in pathlib.Path(config.env.prompt_template).read_text()
+  (line,) = _errors('--config=configs/quickstrt.py', '--workdir=x')
+  assert 'no such file; did you mean configs/quickstart.py' in line
+  (tmp_path / 'configs').mkdir()
+  mine = 'from stppo_jax.configs import base\nget_config = base.get_config\n'
+  (tmp_path / 'configs' / 'quickstart.py').write_text(mine)
+  assert configuration.parse(flags).config.model.path == ''
+
+
 def test_errors_of_all_kinds_come_together():
   lines = _errors(
     _BASE,
@@ -211,8 +226,8 @@ def test_errors_of_all_kinds_come_together():
     '--config.sed',
     '--config.seed',
     'config.env.max_length',
-    'config.algorithm.objective.name',
     'config.retrieval.url',
+    'config.algorithm.objective.name',
   ]
 
 

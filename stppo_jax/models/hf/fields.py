@@ -4,38 +4,37 @@ Files are anybody's: each field is checked before it is used, and an error names
 the field, its value and what is allowed.
 """
 
-from collections.abc import Callable
 from collections.abc import Mapping
 import math
 from typing import Any
-from typing import NamedTuple
 
-
-class Rule(NamedTuple):
-  """`holds(value)`, and what is allowed in words."""
-
-  holds: Callable[[Any], bool]
-  allowed: str
+from stppo_jax import settings
 
 
 def _number(x: Any) -> bool:
   return type(x) in (int, float) and math.isfinite(x)
 
 
-_BOOL = Rule(lambda x: type(x) is bool, 'true or false')
-_COUNT = Rule(lambda x: type(x) is int and x > 0, 'an integer greater than 0')
-_NOT_NEGATIVE = Rule(lambda x: _number(x) and x >= 0, 'a number, 0 or greater')
-_OBJECT = Rule(lambda x: isinstance(x, Mapping), 'an object')
-_POSITIVE = Rule(lambda x: _number(x) and x > 0, 'a number greater than 0')
-_TEXT = Rule(lambda x: isinstance(x, str), 'a string')
-_TEXTS = Rule(
+_BOOL = settings.Rule(lambda x: type(x) is bool, 'true or false')
+_COUNT = settings.Rule(
+  lambda x: type(x) is int and x > 0, 'an integer greater than 0'
+)
+_NOT_NEGATIVE = settings.Rule(
+  lambda x: _number(x) and x >= 0, 'a number, 0 or greater'
+)
+_OBJECT = settings.Rule(lambda x: isinstance(x, Mapping), 'an object')
+_POSITIVE = settings.Rule(
+  lambda x: _number(x) and x > 0, 'a number greater than 0'
+)
+_TEXT = settings.Rule(lambda x: isinstance(x, str), 'a string')
+_TEXTS = settings.Rule(
   lambda x: isinstance(x, list) and all(isinstance(y, str) for y in x),
   'a list of strings',
 )
 
 # Where null is no value at all: what it stands for follows from other fields,
 # or is asked for by `needed`, which has words of its own.
-_OR_NULL: Mapping[str, Rule] = {
+_OR_NULL: Mapping[str, settings.Rule] = {
   'model_type': _TEXT,
   'vocab_size': _COUNT,
   'hidden_size': _COUNT,
@@ -53,14 +52,14 @@ _OR_NULL: Mapping[str, Rule] = {
   'rope_scaling': _OBJECT,
   'rope_parameters': _OBJECT,
 }
-_NEVER_NULL: Mapping[str, Rule] = {
+_NEVER_NULL: Mapping[str, settings.Rule] = {
   'max_position_embeddings': _COUNT,
   'norm_topk_prob': _BOOL,
   'rms_norm_eps': _POSITIVE,
   'router_aux_loss_coef': _NOT_NEGATIVE,
   'tie_word_embeddings': _BOOL,
 }
-_ROPE: Mapping[str, Rule] = {
+_ROPE: Mapping[str, settings.Rule] = {
   'rope_type': _TEXT,
   'type': _TEXT,
   'rope_theta': _POSITIVE,
@@ -152,6 +151,6 @@ def _check_supported(fields: Mapping[str, Any]) -> None:
       )
 
 
-def _check_field(name: str, value: Any, rule: Rule) -> None:
+def _check_field(name: str, value: Any, rule: settings.Rule) -> None:
   if not rule.holds(value):
     raise ValueError(f'{name}={value!r}: must be {rule.allowed}')
