@@ -305,12 +305,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument('--repeats', type=int, default=measure.MIN_REPEATS)
   measure.add_cores(parser)
   flags = parser.parse_args(arguments)
-  if (
-    flags.cut_at < collectors.MAX_TURN_TOKENS
-  ):  # it would cut what is asked for
-    parser.error(
-      f'--cut_at={flags.cut_at}: must be {collectors.MAX_TURN_TOKENS} or greater'
-    )
+  longest = collectors.MAX_TURN_TOKENS
+  if flags.cut_at < longest:  # it would cut turns that are asked for
+    parser.error(f'--cut_at={flags.cut_at}: must be {longest} or greater')
   cores = measure.use_cores(flags.cores)
   versions = {}
   if any(_TABLES[name].torch for name in flags.only):

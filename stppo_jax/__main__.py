@@ -1,9 +1,10 @@
 """`python -m stppo_jax COMMAND FLAGS`: lists the commands and calls one.
 
 A command is a file of `stppo_jax/commands` with `main(argv) -> exit code`; the
-first line of its docstring is its help. Exit codes: 0 done, 2 configuration or
-usage, 70 a bug, 130 interrupted; an exception that carries an `exit_code` is a
-foreseen end, told in its own words.
+first line of its docstring describes it in the list, the whole docstring is its
+help. Exit codes: 0 done, 2 configuration or usage, 70 a bug, 130 interrupted.
+An exception with an `exit_code` is an expected end: its message is printed
+without a traceback.
 """
 
 import ast
@@ -15,12 +16,13 @@ import sys
 import traceback
 
 _COMMANDS = pathlib.Path(__file__).parent / 'commands'
+# Modules of that folder that commands share; they are no commands.
 _SHARED = ('__init__', 'configuration', 'lab_flags', 'lab_algorithms')
 _USAGE, _BUG, _INTERRUPTED = 2, 70, 130
 
 
 def commands() -> dict[str, str]:
-  """Name to docstring of every command, none of them imported."""
+  """Returns name to docstring of every command, without importing any."""
   return {
     path.stem: ast.get_docstring(ast.parse(path.read_text('utf-8'))) or ''
     for path in sorted(_COMMANDS.glob('*.py'))
@@ -29,23 +31,23 @@ def commands() -> dict[str, str]:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the command `argv[0]` with the flags that follow it."""
-  found = commands()
+  """Runs the command `argv[0]` with the flags after it; its exit code."""
+  docs = commands()
   if not argv or argv[0] in ('--help', '-h', 'help'):
     print('usage: python -m stppo_jax COMMAND [FLAGS | --help]\n')
-    for name, doc in found.items():
+    for name, doc in docs.items():
       print(f'  {name:10} {doc.partition(chr(10))[0]}')
     return 0 if argv else _USAGE
   name, *flags = argv
-  if name not in found:
+  if name not in docs:
     print(
-      f'{name}: unknown command; choices: {", ".join(found)}', file=sys.stderr
+      f'{name}: unknown command; choices: {", ".join(docs)}', file=sys.stderr
     )
     return _USAGE
   if '--help' in flags or '-h' in flags:
-    print(found[name])
+    print(docs[name])
     return 0
-  # transformers would tell every run that it misses PyTorch.
+  # Without it, transformers warns in every run that PyTorch is missing.
   os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
   try:
     command = importlib.import_module(f'stppo_jax.commands.{name}')
@@ -54,9 +56,10 @@ def main(argv: Sequence[str]) -> int:
     print('interrupted', file=sys.stderr)
     return _INTERRUPTED
   except Exception as error:
-    if hasattr(error, 'exit_code'):
+    exit_code = getattr(error, 'exit_code', None)
+    if exit_code is not None:
       print(error, file=sys.stderr)
-      return error.exit_code
+      return exit_code
     traceback.print_exc()
     return _BUG
 

@@ -1,4 +1,4 @@
-"""Files of frozen rollouts: npz archives, of this program or any other."""
+"""Files of saved batches: npz archives that this or another program wrote."""
 
 import os
 import pathlib
@@ -9,8 +9,8 @@ import numpy as np
 
 from stppo_jax.analysis import saved_batch
 
-_ZIP = b'PK'  # how every npz file begins
-_UNSOUND = (
+_ZIP_MAGIC = b'PK'  # the first bytes of every npz file
+_DAMAGED = (
   ValueError,
   EOFError,
   RuntimeError,  # encrypted, or a compression that zipfile does not know
@@ -20,19 +20,19 @@ _UNSOUND = (
 
 
 def load(path: str | pathlib.Path) -> dict[str, np.ndarray]:
-  """The arrays of a file that have a name of `frozen.KINDS`, as they are.
+  """Returns the arrays of a file that `saved_batch.ARRAY_KINDS` lists.
 
   Raises:
-    OSError: no such file.
-    ValueError: not an npz file, or one without any of them.
+    OSError: there is no such file.
+    ValueError: it is not an npz file, or has none of these arrays.
   """
   with open(path, 'rb') as file:
-    if file.read(len(_ZIP)) != _ZIP:
+    if file.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:
       raise ValueError('not an npz file')
     file.seek(0)
     try:
       archive = np.load(file, allow_pickle=False)
-    except _UNSOUND as error:
+    except _DAMAGED as error:
       raise ValueError('not a sound npz file: cut off or damaged') from error
     arrays = {
       name: _member(archive, name)
@@ -40,18 +40,24 @@ def load(path: str | pathlib.Path) -> dict[str, np.ndarray]:
       if name in archive.files
     }
   if not arrays:
-    raise ValueError(f'holds none of {", ".join(saved_batch.ARRAY_KINDS)}')
+    names = ', '.join(saved_batch.ARRAY_KINDS)
+    raise ValueError(f'has no array of these names: {names}')
   return arrays
 
 
 def _member(archive, name: str) -> np.ndarray:
-  """One array, or a ValueError in our words: numpy advises to unpickle."""
+  """Returns one array of an archive.
+
+  Raises:
+    ValueError: it is no array of numbers. (numpy's own message would advise to
+      unpickle it, which is unsafe.)
+  """
   problem = f'not a sound npz file: {name} is damaged, or no array of numbers'
   try:
     array = archive[name]
-  except _UNSOUND as error:
+  except _DAMAGED as error:
     raise ValueError(problem) from error
-  if not isinstance(array, np.ndarray):  # numpy hands on what it is not
+  if not isinstance(array, np.ndarray):  # numpy returns other members as bytes
     raise ValueError(problem)
   return array
 
@@ -62,28 +68,30 @@ def load_advantages(
   *,
   dtype: type[np.floating],
 ) -> np.ndarray:
-  """The advantages_BL of a file such as `lab advantages` writes.
+  """Returns advantages_BL of a file such as `lab advantages` writes.
 
   Args:
     path: of the file.
-    loss_mask_BL: of the rollouts that they are for.
+    loss_mask_BL: of the saved batch that the advantages are for.
     dtype: of the computation.
 
   Raises:
-    OSError: no such file.
-    ValueError: no file of advantages, or not of these rollouts: of another
-      shape, or not finite on the loss mask.
+    OSError: there is no such file.
+    ValueError: it has no advantages, or advantages that do not fit the batch:
+      of another shape, or not finite on the loss mask.
   """
   arrays = {**load(path), 'loss_mask_BL': loss_mask_BL}
-  readers = dict.fromkeys(('loss_mask_BL', 'advantages_BL'), 'every row')
+  readers = {
+    name: 'every algorithm' for name in ('loss_mask_BL', 'advantages_BL')
+  }
   return saved_batch.select(arrays, readers, dtype=dtype)['advantages_BL']
 
 
 def save(path: str | pathlib.Path, arrays: saved_batch.Arrays) -> None:
-  """Writes an npz file; killed meanwhile, it leaves the old one or none.
+  """Writes an npz file; an interrupted call leaves the old file, or none.
 
   Raises:
-    OSError: it cannot be written.
+    OSError: the file cannot be written.
   """
   path = pathlib.Path(path)
   partial = path.with_name(path.name + '.partial')

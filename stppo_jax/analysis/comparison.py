@@ -1,14 +1,14 @@
-"""Rows side by side on the same frozen rollouts.
+"""Several algorithms beside each other on the same saved batch.
 
-B trajectories, L tokens. How far two rows agree is the cosine between their
-gradients with respect to logprobs_BL; what a row leaves out is the share of
-policy tokens it silences: those whose gradient is exactly 0 although they have
-an advantage.
+B trajectories, L tokens. How far two algorithms agree is the cosine between
+their gradients with respect to logprobs_BL. What an algorithm ignores is the
+share of policy tokens that it silences: tokens whose gradient is exactly 0
+although their advantage is not.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence
-import typing
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,72 +19,76 @@ from stppo_jax.rl import algorithm as algorithm_lib
 SILENCED = 'silenced'
 
 
-class Comparison(typing.NamedTuple):
-  """Rows by what they are called: a row may come with several settings.
+class Comparison(NamedTuple):
+  """A comparison; its keys are the labels under which algorithms were given.
 
   Attributes:
-    rows: of each the metrics of `lab.score`, and `silenced`.
-    cosines: of each pair; 0 where a gradient is 0 everywhere.
-    levels: of each the level of its ratio.
+    metrics: label to the metrics of `lab.score` and `silenced`.
+    cosines: label to label to the cosine of their gradients; 0 where a
+      gradient is 0 everywhere.
+    levels: label to the level of the algorithm's ratio.
   """
 
-  rows: dict[str, dict[str, float]]
+  metrics: dict[str, dict[str, float]]
   cosines: dict[str, dict[str, float]]
   levels: dict[str, str]
 
 
 def compare(
   algorithms: Mapping[str, algorithm_lib.Algorithm],
-  rollouts: saved_batch.Arrays,
+  arrays: saved_batch.Arrays,
 ) -> Comparison:
-  """Scores every row, without an entropy bonus.
+  """Scores every algorithm, without an entropy bonus.
 
   Args:
-    algorithms: the rows, by what they shall be called.
-    rollouts: from `frozen.select`, with what `lab.score_needs` names for each.
+    algorithms: by label; one algorithm may stand there with several settings.
+    arrays: from `saved_batch.select`, with the `lab.required_arrays` of each.
 
   Raises:
-    frozen.NotFinite: what a row makes of them is too large for the precision;
-      the message begins with its name.
+    saved_batch.NotFinite: a result is too large for the precision; the message
+      begins with the label.
   """
-  rows, units = {}, {}
-  for name, algorithm in algorithms.items():
+  metrics, directions = {}, {}
+  for label, algorithm in algorithms.items():
     try:
-      score = lab.score(algorithm, rollouts, entropy_coefficient=0.0)
+      score = lab.score(algorithm, arrays, entropy_coefficient=0.0)
     except saved_batch.NotFinite as error:
-      raise saved_batch.NotFinite(f'{name}: {error}') from error
+      raise saved_batch.NotFinite(f'{label}: {error}') from error
     gradient_BL = score.arrays['dloss_dlogprobs_BL'].astype(np.float64)
-    share = _silenced(gradient_BL, rollouts)
-    rows[name] = score.metrics | {SILENCED: share}
-    units[name] = _unit(gradient_BL)
+    share = _silenced_share(gradient_BL, arrays)
+    metrics[label] = score.metrics | {SILENCED: share}
+    directions[label] = _direction(gradient_BL)
   cosines = {
-    a: {b: float(np.vdot(units[a], units[b])) for b in units} for a in units
+    a: {b: float(np.vdot(directions[a], directions[b])) for b in directions}
+    for a in directions
   }
-  levels = {name: row.ratio.level for name, row in algorithms.items()}
-  return Comparison(rows, cosines, levels)
+  levels = {label: x.ratio.level for label, x in algorithms.items()}
+  return Comparison(metrics, cosines, levels)
 
 
-def _silenced(gradient_BL, rollouts) -> float:
-  mask_BL = rollouts['loss_mask_BL']
-  silent_BL = (gradient_BL == 0) & (rollouts['advantages_BL'] != 0) & mask_BL
+def _silenced_share(
+  gradient_BL: np.ndarray, arrays: saved_batch.Arrays
+) -> float:
+  mask_BL = arrays['loss_mask_BL']
+  silent_BL = (gradient_BL == 0) & (arrays['advantages_BL'] != 0) & mask_BL
   return float(silent_BL.sum() / max(mask_BL.sum(), 1))
 
 
-def _unit(x: np.ndarray) -> np.ndarray:
-  """x / |x|, and 0 where x is. Scaled first: a square may underflow."""
+def _direction(x: np.ndarray) -> np.ndarray:
+  """Returns x / |x|, or 0 where x is 0 everywhere."""
   largest = np.abs(x).max(initial=0.0)
   if not largest:
     return x
-  x = x / largest
+  x = x / largest  # otherwise the squares of small entries underflow
   return x / np.linalg.norm(x)
 
 
 def table(comparison: Comparison) -> str:
-  """Two tables as text: a line for each row, and the matrix of the cosines."""
-  head = ('row', 'loss', 'grad norm', 'cut', 'below', 'above', SILENCED)
-  lines = [head]
-  for name, metrics in comparison.rows.items():
-    band = f'clipfrac/{comparison.levels[name]}'
+  """Returns two tables as text: metrics per algorithm, and the cosines."""
+  head = ('algorithm', 'loss', 'grad norm', 'cut', 'below', 'above', SILENCED)
+  lines: list[tuple[str, ...]] = [head]
+  for label, metrics in comparison.metrics.items():
+    band = f'clipfrac/{comparison.levels[label]}'
     shares = (
       metrics['actor/pg_clipfrac'],
       metrics[f'{band}/low'],
@@ -93,23 +97,23 @@ def table(comparison: Comparison) -> str:
     )
     numbers = metrics['loss'], metrics['actor/grad_norm']
     lines.append(
-      (name, *(f'{x:.6g}' for x in numbers), *(f'{x:.2%}' for x in shares))
+      (label, *(f'{x:.6g}' for x in numbers), *(f'{x:.2%}' for x in shares))
     )
-  names = list(comparison.rows)
-  matrix = [('cosine', *names)]
-  for a in names:
-    cosines = (comparison.cosines[a][b] for b in names)
+  labels = list(comparison.metrics)
+  matrix: list[tuple[str, ...]] = [('cosine', *labels)]
+  for a in labels:
+    cosines = (comparison.cosines[a][b] for b in labels)
     matrix.append((a, *(f'{x:.4f}' for x in cosines)))
   return (
     f'{_aligned(lines)}\n'
-    'cut: tokens whose gradient the objective cut; below, above: tokens '
-    "outside the band\nat the row's level; silenced: policy tokens with an "
-    f'advantage and without a gradient\n\n{_aligned(matrix)}'
+    'cut: tokens whose gradient the objective cut; below, above: tokens whose '
+    "ratio\nat the algorithm's level is outside the band; silenced: policy "
+    f'tokens with an\nadvantage but without a gradient\n\n{_aligned(matrix)}'
   )
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> str:
-  """Columns; the first to the left, numbers to the right."""
+  """Returns a table with its first column left-, the others right-aligned."""
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
   return '\n'.join(
     '  '.join(

@@ -1,13 +1,14 @@
-"""What an advantage estimator makes of frozen rollouts.
+"""The advantages that an estimator computes from a saved batch.
 
-B trajectories, L tokens. Nothing is random and nothing is learned. The rewards
-are those of the file; a run whose KL penalty is in the rewards has others, see
-`penalized`.
+B trajectories, L tokens. Nothing is random and nothing is trained. Rewards are
+those of the file; `penalized` subtracts the KL penalty as a run does that has
+it in its rewards.
 """
 
 from collections.abc import Mapping
 import functools
-import typing
+from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +21,21 @@ from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import masking
 from stppo_jax.rl import options as options_lib
 
+# The arrays of which `penalized` computes the KL penalty.
 PENALTY_ARRAYS = ('old_logprobs_BL', 'ref_logprobs_BL')
-_READ_TURN_REWARDS = frozenset({'turn_group'})  # a run refuses it too
+# Estimators for which a penalty on every token would count as a reward of its
+# turn; a run refuses the combination too.
+_READ_TURN_REWARDS = frozenset({'turn_group'})
 _VALUES = frozenset({'old_values_BL', 'values_BL'})
 
 
-class Estimate(typing.NamedTuple):
-  """What an estimator makes of frozen rollouts.
+class Estimate(NamedTuple):
+  """Advantages and returns of a saved batch.
 
   Attributes:
     metrics: {advantages,returns}/{mean,std,min,max} over the loss mask; std is
-      the root of the unbiased variance. Not finite where they are too large
-      for the precision.
+      the root of the unbiased variance. A metric is not finite where it is too
+      large for the precision.
     arrays: advantages_BL, returns_BL and value_mask_BL.
   """
 
@@ -39,8 +43,8 @@ class Estimate(typing.NamedTuple):
   arrays: dict[str, np.ndarray]
 
 
-def build_estimator(options: Mapping) -> typing.Any:
-  """Returns the options of an estimator, checked.
+def build_estimator(options: Mapping) -> Any:
+  """Returns the estimator that options describe, see `rl.advantages`.
 
   Raises:
     ValueError: every option that is wrong, one line each.
@@ -52,61 +56,61 @@ def build_estimator(options: Mapping) -> typing.Any:
 
 
 def required_arrays(
-  estimator: typing.Any,
-  rollouts: saved_batch.Arrays,
+  estimator: Any,
+  arrays: saved_batch.Arrays,
   *,
-  compares: bool,
+  compares_groups: bool,
 ) -> frozenset[str]:
-  """The arrays without which an estimator cannot be had.
+  """Returns the names of the arrays that an estimator reads.
 
   Args:
     estimator: from `build_estimator`.
-    rollouts: from `batch_file.load`. The values are the old ones, of the
-      model before the first update; a file without them has one kind only.
-    compares: whether it compares the rows of a group.
+    arrays: from `batch_file.load`. Values are those before the first update;
+      only a file without them is read for the values after the updates.
+    compares_groups: whether it compares the trajectories of a group.
   """
-  found = {'rewards_BL', 'loss_mask_BL', 'turn_ids_BL'}
+  names = {'rewards_BL', 'loss_mask_BL', 'turn_ids_BL'}
   if estimator.name in advantages_lib.USES_VALUES:
-    only = 'values_BL' in rollouts and 'old_values_BL' not in rollouts
-    found.add('values_BL' if only else 'old_values_BL')
+    only_new = 'values_BL' in arrays and 'old_values_BL' not in arrays
+    names.add('values_BL' if only_new else 'old_values_BL')
   if estimator.name in advantages_lib.USES_STATES:
-    found.add('state_ids_BL')
-  if compares:
-    found.add('group_ids_B')
-  return frozenset(found)
+    names.add('state_ids_BL')
+  if compares_groups:
+    names.add('group_ids_B')
+  return frozenset(names)
 
 
-def check(estimator: typing.Any, rollouts: saved_batch.Arrays) -> None:
-  """Looks for what an estimator cannot be had of.
+def check(estimator: Any, arrays: saved_batch.Arrays) -> None:
+  """Checks what `saved_batch.select` cannot know of an estimator.
 
   Raises:
-    ValueError: one line each. Turn ids that decrease within a row (a turn
-      would have no beginning), and values of observation tokens that are read
-      and not finite.
+    ValueError: one line each for turn ids that decrease within a row (its turns
+      would have no beginning), and for values of observation tokens that the
+      estimator reads and that are not finite.
   """
   lines = []
-  ids_BL = rollouts['turn_ids_BL']  # 0 off the loss mask
+  ids_BL = arrays['turn_ids_BL']  # 0 off the loss mask
   highest_BL = np.maximum.accumulate(ids_BL, axis=1)
   wrong_BL = (ids_BL > 0) & (ids_BL < highest_BL)
   if wrong_BL.any():
-    lines.append(
-      saved_batch.locate('turn_ids_BL: must not decrease in a row', wrong_BL)
-    )
+    rule = 'turn_ids_BL: must not decrease in a row'
+    lines.append(saved_batch.locate(rule, wrong_BL))
   options = estimator.arguments()
   if 'observation_tokens' in options:
-    read = advantages_lib.OBSERVATION_TOKENS[options['observation_tokens']]
-    read_BL = np.asarray(read(rollouts['loss_mask_BL']))
-    for name in _VALUES & rollouts.keys():
-      lines += saved_batch.not_finite(name, rollouts[name], read_BL)
+    reads = advantages_lib.OBSERVATION_TOKENS[options['observation_tokens']]
+    reads_BL = np.asarray(reads(arrays['loss_mask_BL']))
+    for name in _VALUES & arrays.keys():
+      lines += saved_batch.not_finite(name, arrays[name], reads_BL)
   if lines:
     raise ValueError('\n'.join(lines))
 
 
-def check_penalty(estimator: typing.Any, kl: str) -> None:
-  """Looks whether an estimator of advantages may follow one of the KL.
+def check_penalty(estimator: Any, kl: str) -> None:
+  """Checks that an estimator of the KL goes with an estimator of advantages.
 
   Raises:
-    ValueError: no such estimator of the KL, or rewards that take no penalty.
+    ValueError: there is no such estimator of the KL, or the penalty would
+      count as a reward of the turns.
   """
   if kl not in kl_lib.KL_ESTIMATORS:
     raise ValueError(f'must be one of {", ".join(kl_lib.KL_ESTIMATORS)}')
@@ -117,76 +121,77 @@ def check_penalty(estimator: typing.Any, kl: str) -> None:
 
 
 def penalized(
-  rollouts: saved_batch.Arrays, *, estimator: str, coefficient: float
+  arrays: saved_batch.Arrays, *, estimator: str, coefficient: float
 ) -> saved_batch.Arrays:
-  """The rollouts with the rewards of a run whose KL penalty is in them.
+  """Returns the arrays with the KL penalty subtracted from the rewards.
 
     rewards_BL - coefficient * KL(old policy, reference)      (see `rl.kl`)
 
   Args:
-    rollouts: from `frozen.select`, with what `PENALTY_NEEDS` names.
+    arrays: from `saved_batch.select`, with `PENALTY_ARRAYS`.
     estimator: a key of `kl.KL_ESTIMATORS`.
-    coefficient: in force when the rollouts were collected.
+    coefficient: the penalty's coefficient when the batch was collected.
   """
-  mask_BL = rollouts['loss_mask_BL']
+  mask_BL = jnp.asarray(arrays['loss_mask_BL'])
   kl_BL = kl_lib.kl_estimate(
-    rollouts['old_logprobs_BL'],
-    rollouts['ref_logprobs_BL'],
+    jnp.asarray(arrays['old_logprobs_BL']),
+    jnp.asarray(arrays['ref_logprobs_BL']),
     mask_BL,
     estimator=estimator,
   )
   rewards_BL = kl_lib.penalized_rewards(
-    jnp.asarray(rollouts['rewards_BL']),
+    jnp.asarray(arrays['rewards_BL']),
     kl_BL,
     mask_BL,
     coefficient=coefficient,
   )
-  return {**rollouts, 'rewards_BL': np.asarray(rewards_BL)}
+  return {**arrays, 'rewards_BL': np.asarray(rewards_BL)}
 
 
-def estimate(estimator: typing.Any, rollouts: saved_batch.Arrays) -> Estimate:
-  """Advantages and returns of the rewards as they are (see `penalized`).
+def estimate(estimator: Any, arrays: saved_batch.Arrays) -> Estimate:
+  """Returns the advantages and returns of a saved batch.
 
   Args:
     estimator: from `build_estimator`.
-    rollouts: from `frozen.select`, with what `needs` names, and checked.
+    arrays: from `saved_batch.select`, with the `required_arrays`, and checked;
+      their rewards are used as they are (see `penalized`).
 
   Raises:
-    frozen.NotFinite: some are too large for the precision.
+    saved_batch.NotFinite: a result is too large for the precision.
   """
-  shape = rollouts['loss_mask_BL'].shape
-  arrays = saved_batch.pad_empty(rollouts)
-  if 'values_BL' in arrays and 'old_values_BL' not in arrays:
-    arrays['old_values_BL'] = arrays['values_BL']
-  found, metrics = jax.device_get(
+  shape = arrays['loss_mask_BL'].shape
+  padded = saved_batch.pad_empty(arrays)
+  if 'values_BL' in padded and 'old_values_BL' not in padded:
+    padded['old_values_BL'] = padded['values_BL']
+  results, metrics = jax.device_get(
     _estimate(
       estimator,
-      saved_batch.token_batch(arrays),
-      num_turns=saved_batch.num_turns(arrays),
+      saved_batch.token_batch(padded),
+      num_turns=saved_batch.num_turns(padded),
     )
   )
-  saved_batch.check_finite(found)
+  saved_batch.check_finite(results)
   return Estimate(
     {name: float(x) for name, x in metrics.items()},
-    {name: saved_batch.unpad(x, shape) for name, x in found.items()},
+    {name: saved_batch.unpad(x, shape) for name, x in results.items()},
   )
 
 
 @functools.partial(jax.jit, static_argnames='num_turns')
 def _estimate(estimator, batch, *, num_turns):
-  """(arrays, scalar metrics) on the device."""
-  found = advantages_lib.estimate_advantages(
+  """Returns (arrays, scalar metrics), both on the device."""
+  estimated = advantages_lib.estimate_advantages(
     batch.rewards_BL, batch, num_turns=num_turns, **estimator.arguments()
   )
   metrics = {}
   for name in ('advantages', 'returns'):
-    x_BL = getattr(found, f'{name}_BL')
+    x_BL = getattr(estimated, f'{name}_BL')
     _, variance = masking.masked_moments(x_BL, batch.loss_mask_BL)
     metrics |= diagnostics_lib.describe(name, x_BL, batch.loss_mask_BL)
     metrics[f'{name}/std'] = jnp.sqrt(variance)
   arrays = {
-    'advantages_BL': found.advantages_BL,
-    'returns_BL': found.returns_BL,
-    'value_mask_BL': found.value_mask_BL,
+    'advantages_BL': estimated.advantages_BL,
+    'returns_BL': estimated.returns_BL,
+    'value_mask_BL': estimated.value_mask_BL,
   }
   return arrays, metrics

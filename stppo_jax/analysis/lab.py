@@ -1,17 +1,18 @@
-"""The lab: what a row makes of frozen rollouts.
+"""The loss and the gradient that an algorithm computes on a saved batch.
 
 B trajectories, L tokens. The whole file is one minibatch and one microbatch,
-and the parameters are the log-probabilities themselves: what `score` gives is
-d loss / d logprobs_BL, the gradient that a model would hand on to its weights.
-With a clipping bias of norm 'gradient' it is the combination that the update
-forms (see `rl.gradients`), the norm being that over log-probabilities.
+and the parameters are the log-probabilities themselves: the gradient is
+d loss / d logprobs_BL, what backpropagation would pass on to a model's weights.
+With a clipping bias of norm 'gradient' it is divided by the norm of the bias as
+an update does it (see `rl.gradients`), where the norm is taken over the
+log-probabilities instead of the weights.
 
-Nothing is random and nothing is learned; a row takes a compilation and then
-milliseconds.
+Nothing is random and nothing is trained. An algorithm takes one compilation and
+then milliseconds.
 """
 
 import functools
-import typing
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,31 +26,32 @@ from stppo_jax.rl import losses
 from stppo_jax.rl import masking
 from stppo_jax.rl import mismatch_metrics
 
-_SCORED = (
+_ALWAYS_REQUIRED = (
   'turn_ids_BL',
   'loss_mask_BL',
   'logprobs_BL',
   'old_logprobs_BL',
   'advantages_BL',
 )
-# Read where they are there: they say more, and change nothing of the loss.
+# With these there are more metrics; the loss is the same without them.
 OPTIONAL_ARRAYS = ('entropy_BL', 'sentence_ids_BL', 'sampler_logprobs_BL')
 _HEADS = ('policy', 'bias', 'other')  # of a `PolicyLoss`
-# What corrections form of the batch, and show as a metric: no mere diagnostics.
-_READ_BY_CORRECTIONS = {
+# Metrics of numbers that a correction uses in the loss: unlike those that only
+# describe it, they must be finite.
+_USED_BY_CORRECTION = {
   'clipping_bias': ('stab/norm_clipped', 'stab/norm_unclipped', 'stab/rho'),
 }
 
 
-class Score(typing.NamedTuple):
-  """What a row makes of frozen rollouts.
+class Score(NamedTuple):
+  """Loss, gradient and metrics of an algorithm on a saved batch.
 
   Attributes:
-    metrics: the loss and all diagnostics by name. One that the row does not
-      use may be too large for the precision, and then is not finite.
-    arrays: loss, dloss_dlogprobs_BL, ratio_BL (at the row's level), weights_BL
-      (the corrections' multipliers) and clipped_BL (tokens whose gradient the
-      objective cut); off the loss mask 0, 1, 1 and False.
+    metrics: the loss and all diagnostics by name. A metric that the algorithm
+      does not use is not finite where it is too large for the precision.
+    arrays: loss, dloss_dlogprobs_BL, ratio_BL (at the algorithm's level),
+      weights_BL (the corrections' multipliers) and clipped_BL (tokens whose
+      gradient the objective cut); off the loss mask they are 0, 1, 1 and False.
   """
 
   metrics: dict[str, float]
@@ -59,63 +61,64 @@ class Score(typing.NamedTuple):
 def required_arrays(
   algorithm: algorithm_lib.Algorithm, *, entropy_coefficient: float
 ) -> frozenset[str]:
-  """The arrays without which a row cannot be scored."""
-  needs = algorithm.needs | set(_SCORED)
+  """Returns the names of the arrays that `score` reads for an algorithm."""
+  names = algorithm.needs | set(_ALWAYS_REQUIRED)
   if algorithm.bounds.name == 'entropy_scaled' or entropy_coefficient:
-    needs |= {'entropy_BL'}
-  return frozenset(needs)
+    names |= {'entropy_BL'}
+  return frozenset(names)
 
 
 def score(
   algorithm: algorithm_lib.Algorithm,
-  rollouts: saved_batch.Arrays,
+  arrays: saved_batch.Arrays,
   *,
   entropy_coefficient: float,
 ) -> Score:
-  """Loss, gradient and diagnostics of a row.
+  """Returns loss, gradient and metrics of an algorithm.
 
   Args:
-    algorithm: the row.
-    rollouts: from `frozen.select`, with what `score_needs` names; a batch
-      without a row, a token or a loss mask gives zeros.
-    entropy_coefficient: of the entropy bonus, which adds to the loss and, not
-      depending on `logprobs_BL` here, nothing to the gradient.
+    algorithm: the algorithm.
+    arrays: from `saved_batch.select`, with the `required_arrays`; a batch
+      without any row, token or loss position gives zeros.
+    entropy_coefficient: of the entropy bonus. It changes the loss but not the
+      gradient, as the entropy does not depend on `logprobs_BL` here.
 
   Raises:
-    frozen.NotFinite: what the row makes of the batch is too large for the
-      precision.
+    saved_batch.NotFinite: the loss, its gradient or a number that a correction
+      uses is too large for the precision.
   """
-  shape = rollouts['loss_mask_BL'].shape
-  arrays = saved_batch.pad_empty(rollouts)
-  zeros_BL = np.zeros_like(arrays['logprobs_BL'])
-  with_entropy = 'entropy_BL' in arrays
-  found, diagnostics, metrics = jax.device_get(
+  shape = arrays['loss_mask_BL'].shape
+  padded = saved_batch.pad_empty(arrays)
+  zeros_BL = np.zeros_like(padded['logprobs_BL'])
+  has_entropy = 'entropy_BL' in padded
+  results, diagnostics, metrics = jax.device_get(
     _score(
       algorithm,
-      saved_batch.token_batch(arrays),
-      arrays['logprobs_BL'],
-      arrays['entropy_BL'] if with_entropy else zeros_BL,
+      saved_batch.token_batch(padded),
+      padded['logprobs_BL'],
+      padded['entropy_BL'] if has_entropy else zeros_BL,
       entropy_coefficient,
-      num_turns=saved_batch.num_turns(arrays),
+      num_turns=saved_batch.num_turns(padded),
     )
   )
   metrics = {name: float(x) for name, x in metrics.items()}
-  with np.errstate(over='ignore', invalid='ignore'):  # seen by who reads them
+  # A metric may overflow: the caller leaves out what is not finite.
+  with np.errstate(over='ignore', invalid='ignore'):
     metrics |= diagnostics_lib.summarize(diagnostics)
-  if not with_entropy:
-    del metrics['actor/entropy']  # not measured, which is not 0
-  metrics = {'loss': float(found['loss'])} | metrics  # it comes first
+  if not has_entropy:
+    del metrics['actor/entropy']  # it is unknown, not 0
+  metrics = {'loss': float(results['loss'])} | metrics  # printed in this order
   saved_batch.check_finite(
-    found
+    results
     | {
       name: np.asarray(metrics[name], zeros_BL.dtype)
       for correction in algorithm.correction.names
-      if correction in _READ_BY_CORRECTIONS
-      for name in _READ_BY_CORRECTIONS[correction]
+      if correction in _USED_BY_CORRECTION
+      for name in _USED_BY_CORRECTION[correction]
     }
   )
   return Score(
-    metrics, {name: saved_batch.unpad(x, shape) for name, x in found.items()}
+    metrics, {name: saved_batch.unpad(x, shape) for name, x in results.items()}
   )
 
 
@@ -123,7 +126,7 @@ def score(
 def _score(
   algorithm, batch, logprobs_BL, entropy_BL, entropy_coefficient, *, num_turns
 ):
-  """(arrays, diagnostics, scalar metrics) on the device."""
+  """Returns (arrays, diagnostics, scalar metrics), all on the device."""
 
   def parts(logprobs_BL):
     loss = losses.policy_loss(
@@ -175,6 +178,7 @@ def _score(
 
 
 def _norm(x: jax.Array) -> jax.Array:
-  """|x|_2, finite where it fits: x is scaled before it is squared."""
+  """Returns |x|_2 of an array."""
   largest = jnp.max(jnp.abs(x))
+  # Otherwise squares overflow where the norm itself does not.
   return largest * jnp.sqrt(jnp.sum(jnp.square(masking.divide(x, largest))))

@@ -1,15 +1,16 @@
 """One collection, annotated and then updated on, as arrays for the lab.
 
-B trajectories, L tokens. The policy plays, the trainer annotates, and some
-updates move the models, so that ratios differ from 1; then the whole
-collection is scored again with the models as they have become. What is
-collected, and with which random numbers, is what the step of a run would
-collect that starts from the same weights.
+B trajectories, L tokens. Trajectories are sampled and annotated, then some
+updates change the models, so that ratios differ from 1, and the updated models
+compute log-probabilities, entropies and values of the same tokens. The
+collection is the one that a step of a run from the same weights would make,
+with the same random numbers.
 """
 
 from collections.abc import Iterator
 import contextlib
 import dataclasses
+import itertools
 import pathlib
 import sys
 
@@ -30,33 +31,33 @@ from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
 from stppo_jax.training import run_record
 
-# Of a `TokenBatch`, the ones that have another name in the file.
-_RENAMED = {'values_BL': 'old_values_BL', 'expert_ids': 'expert_ids_BLNE'}
+# Fields of a `TokenBatch` that have another name in the file.
+_NAMES_IN_FILE = {'values_BL': 'old_values_BL'}
 
 
 def collect(
   config, *, workdir: str | pathlib.Path | None, num_updates: int | None
 ) -> dict[str, np.ndarray]:
-  """The arrays of `analysis.saved_batch`.
+  """Returns the arrays of a new saved batch, see `analysis.saved_batch`.
 
-  Values are there only if the row has a value model, ids of sentences and
-  states always, and so is the coefficient of the KL penalty: with an adaptive
-  controller nobody else knows it.
+  There are values only if the algorithm has a value model. The ids of sentences
+  and states are always there. So is the coefficient of the KL penalty, which an
+  adaptive controller changes during a run.
 
   Args:
     config: of a run.
-    workdir: of a run whose newest checkpoint plays (it is not changed); None:
-      the start of the config.
-    num_updates: optimiser steps after annotating; None: as many as the step of
-      a run makes.
+    workdir: folder of a run, whose newest checkpoint samples (the folder is not
+      changed); None = the start of the config.
+    num_updates: optimiser steps after annotating; None = as many as a step of
+      the run makes.
 
   Raises:
     Exceptions with an `exit_code`, see `loop.train`.
   """
   config = _with_start(config, workdir)
-  parts = assembly.build_components(_one_epoch(config))
-  tokenizer, learner = parts.tokenizer, parts.learner
-  with assembly.build_services(config, parts.questions) as services:
+  components = assembly.build_components(_one_epoch(config))
+  tokenizer, learner = components.tokenizer, components.learner
+  with assembly.build_services(config, components.questions) as services:
     with assembly.config_errors():
       state = learner.start()
       reference = learner.reference()
@@ -72,10 +73,10 @@ def collect(
     if workdir is not None:
       step, state = _newest(learner, state, workdir)
     engine.publish(learner.merged_params(state), step)
-    player = collection.StepCollector(
+    step_collector = collection.StepCollector(
       config, services, collector, lambda text: print(text, file=sys.stderr)
     )
-    trajectories, _ = player.collect(step)
+    trajectories, _ = step_collector.collect(step)
   packed = pack.pack(
     trajectories,
     length_bucket=config.rollout.length_bucket,
@@ -85,9 +86,15 @@ def collect(
   annotated, _ = learner.annotate(packed, state, reference)
   kl_coefficient = np.asarray(learner.kl_coefficient)
   batch = jax.device_get(annotated)
-  for rows in minibatches(config, len(batch.lengths_B), step, num_updates):
-    part = jax.tree.map(lambda x: x[rows], batch)
-    state, _ = learner.update_epochs(state, part, step)
+  for rows in minibatches(
+    learner,
+    len(batch.lengths_B),
+    step,
+    num_epochs=config.updates.num_epochs,
+    num_updates=num_updates,
+  ):
+    minibatch = jax.tree.map(lambda x: x[rows], batch)
+    state, _ = learner.update_epochs(state, minibatch, step)
   arrays = _arrays(batch) | _updated(learner, state, batch)
   arrays['kl_coefficient'] = kl_coefficient
   return {
@@ -96,10 +103,10 @@ def collect(
 
 
 def _with_start(config, workdir):
-  """The config with the weights it starts from.
+  """Returns the config with the path of the weights it starts from.
 
   Raises:
-    Misconfigured: nobody has made them, or there is no such workdir.
+    Misconfigured: there are no such weights yet, or no such workdir.
   """
   if workdir is None:
     if config.sft.before_training and not config.model.path:
@@ -113,7 +120,7 @@ def _with_start(config, workdir):
 
 
 def _one_epoch(config):
-  """For a learner that is handed one minibatch at a time."""
+  """Returns the config for a learner that gets one minibatch at a time."""
   config = config.copy_and_resolve_references()
   config.updates.num_epochs = 1
   return config
@@ -122,7 +129,7 @@ def _one_epoch(config):
 def _newest(
   learner: learner_lib.Learner, state: state_lib.TrainState, workdir
 ) -> tuple[int, state_lib.TrainState]:
-  """(steps done, state) of the newest checkpoint, or of the start."""
+  """Returns (steps done, state) of the newest checkpoint, or of the start."""
   with contextlib.closing(
     checkpoint.Checkpointer(workdir, read_only=True)
   ) as checkpoints:
@@ -135,33 +142,44 @@ def _newest(
 
 
 def minibatches(
-  config, num_rows: int, step: int, num_updates: int | None
+  learner: learner_lib.Learner,
+  num_rows: int,
+  step: int,
+  *,
+  num_epochs: int,
+  num_updates: int | None,
 ) -> Iterator[np.ndarray]:
-  """The row numbers of so many minibatches: those of the step of a run."""
-  size = config.updates.minibatch_size
-  per_epoch = num_rows // size
-  if num_updates is None:
-    num_updates = config.updates.num_epochs * per_epoch
-  for number in range(num_updates):
-    epoch, place = divmod(number, per_epoch)
-    generator = np.random.default_rng((config.seed, step, epoch))
-    order = generator.permutation(num_rows)
-    yield order[place * size : (place + 1) * size]
+  """Yields the row numbers of minibatches, in the order of a step of a run.
+
+  Args:
+    learner: which derives the minibatches.
+    num_rows: rows of the collected batch.
+    step: steps done before.
+    num_epochs: epochs of a step, which count where `num_updates` is None.
+    num_updates: how many minibatches, from as many epochs as that takes.
+  """
+  epochs = range(num_epochs) if num_updates is None else itertools.count()
+  every = (
+    rows
+    for epoch in epochs
+    for rows in learner.minibatches(num_rows, step, epoch)
+  )
+  return itertools.islice(every, num_updates)
 
 
 def _arrays(batch: batch_lib.TokenBatch) -> dict[str, np.ndarray]:
-  """The arrays of an annotated batch by the names of the file."""
-  named = {
-    _RENAMED[name] if name in _RENAMED else name: getattr(batch, name)
+  """Returns the arrays of an annotated batch by their names in the file."""
+  arrays = {
+    _NAMES_IN_FILE.get(name, name): getattr(batch, name)
     for name in batch.__dataclass_fields__
   }
-  return {name: np.asarray(x) for name, x in named.items() if x is not None}
+  return {name: np.asarray(x) for name, x in arrays.items() if x is not None}
 
 
 def _updated(
   learner: learner_lib.Learner, state: state_lib.TrainState, batch
 ) -> dict[str, np.ndarray]:
-  """What the models of a state say of a batch."""
+  """Returns what the models of a state compute of a batch's tokens."""
   arrays = distributed.from_local_rows(
     (batch.tokens_BL, batch.expert_ids),
     sharding.batch_sharding(learner.mesh),

@@ -1,13 +1,13 @@
-"""What an update would take on devices that are not at hand.
+"""The memory and communication of an update on devices that are not at hand.
 
-Models are shapes, devices are virtual; the program of the update is the one a
-run would use, laid out and compiled by the compiler for CPUs. What it counts of
-parameters, optimiser states and collectives holds anywhere; temporaries are as
-that compiler plans them, and accelerators plan their own.
+Models are shapes and devices are virtual; the program of the update is the one
+that a run would use, laid out and compiled by the compiler for CPUs. Sizes of
+parameters and optimiser states, and collectives, hold for any device;
+temporaries are those that the CPU compiler plans, accelerators plan their own.
 
-An engine of this host holds its weights and its keys and values all the time,
-and so does that of evaluations once it has played: both are counted. Batches
-and the policies of steps collected ahead are not.
+An engine of this host holds its weights, keys and values all the time, and so
+does the engine of evaluations after the first one: both are counted. Batches
+and the policies of steps that are collected ahead are not.
 """
 
 from collections.abc import Mapping
@@ -33,22 +33,22 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """Of one update, on one device.
+  """The plan of one update; sizes are bytes on one device.
 
   Attributes:
-    axes: the mesh.
-    parts: bytes that are held during an update, by what they are, those of
-      engines included: before it, a reference that waits in host memory comes
-      to the devices.
-    gradients: bytes of the float32 gradients; they live during an update.
+    axes: sizes of the mesh axes.
+    sizes: name to bytes of everything that is held during an update, engines
+      included. A reference in host memory is not: it is on the devices only
+      before an update.
+    gradients: bytes of the float32 gradients, which live during an update.
     temporaries: bytes that the compiled update needs beside its arguments,
-      gradients included; None where it was only lowered.
-    collectives: of the compiled update; empty where it was only lowered.
+      gradients included; None where it was lowered only.
+    collectives: of the compiled update; empty where it was lowered only.
     operations: multiplications and additions of its matrix products.
   """
 
   axes: Mapping[str, int]
-  parts: Mapping[str, int]
+  sizes: Mapping[str, int]
   gradients: int
   temporaries: int | None
   collectives: tuple[program.Collective, ...]
@@ -56,11 +56,9 @@ class Plan:
 
   @property
   def total(self) -> int:
-    """Bytes at the update's peak."""
-    during = self.temporaries
-    return sum(self.parts.values()) + (
-      self.gradients if during is None else during
-    )
+    """Returns the bytes at the peak of an update."""
+    beside = self.gradients if self.temporaries is None else self.temporaries
+    return sum(self.sizes.values()) + beside
 
 
 def make(
@@ -70,16 +68,16 @@ def make(
   loss_fraction: float,
   compiles: bool,
 ) -> Plan:
-  """The plan of a configuration on all devices.
+  """Returns the plan of a configuration on all devices.
 
-  Attention is that of the platform: on CPU it holds scores of length x length,
-  where the kernels of accelerators do not.
+  Attention is that of the platform: on CPU it holds logits of length x length,
+  which the kernels of accelerators do not hold.
 
   Args:
     config: of a run; of its model, `config.json` suffices.
     length: tokens of a row.
-    loss_fraction: of them that carry loss, the most of a row.
-    compiles: whether the update is compiled, or lowered only.
+    loss_fraction: the largest share of a row's tokens that carries loss.
+    compiles: whether the update is compiled; False = it is lowered only.
 
   Raises:
     Misconfigured: the mesh does not divide the model or the rows.
@@ -96,23 +94,23 @@ def make(
     packed = _packed(config, shape, length, math.ceil(loss_fraction * length))
     state, reference, lowered = learner.lowered_update(packed)
   models = {'policy': state.policy, 'value': state.value}
-  parts = {
-    f'{name} {part}': _bytes_per_device(getattr(model, attribute))
+  sizes = {
+    f'{name} {label}': _bytes_per_device(getattr(model, attribute))
     for name, model in models.items()
     if model is not None
-    for part, attribute in (
+    for label, attribute in (
       ('parameters', 'params'),
       ('optimizer', 'optimizer'),
     )
   }
-  parts['frozen base'] = _bytes_per_device(state.frozen)
+  sizes['frozen base'] = _bytes_per_device(state.frozen)
   if config.model.reference_memory == 'device':
-    parts['reference'] = _bytes_per_device(reference)
-  parts |= _engines(config, learner.policy)
+    sizes['reference'] = _bytes_per_device(reference)
+  sizes |= _engines(config, learner.policy)
   gradients = sum(
-    parts[f'{name} parameters'] for name, m in models.items() if m is not None
+    sizes[f'{name} parameters'] for name, m in models.items() if m is not None
   )
-  temporaries, told, operations = None, (), 0
+  temporaries, collectives, operations = None, (), 0
   if compiles:
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
@@ -122,23 +120,23 @@ def make(
       - memory.alias_size_in_bytes
     )
     text = compiled.as_text()
-    told = tuple(program.collectives(text))
+    collectives = tuple(program.collectives(text))
     operations = program.operations(text)
   return Plan(
     axes=dict(mesh.shape),
-    parts={name: size for name, size in parts.items() if size},
+    sizes={name: size for name, size in sizes.items() if size},
     gradients=gradients,
     temporaries=temporaries,
-    collectives=told,
+    collectives=collectives,
     operations=operations,
   )
 
 
 def _engines(config, policy: functional.Model) -> dict[str, int]:
-  """Bytes on one device of what the engines hold between updates.
+  """Returns the bytes that the engines hold on one device.
 
-  Each device has all weights, as they are computed with, and its slots' keys
-  and values.
+  Each device has all weights, in the dtype of the computation, and the keys and
+  values of its share of the slots.
   """
   rollout = config.rollout
   if rollout.engine != 'local':
@@ -152,7 +150,7 @@ def _engines(config, policy: functional.Model) -> dict[str, int]:
     slots['evaluating engine'] = config.evaluate.batch_size
   devices = assembly.build_mesh(config, local=True).size
   size = -(-config.env.max_length // rollout.cache_blocks)
-  parts = {}
+  sizes = {}
   for name, number in slots.items():
     make = functools.partial(
       cache_lib.empty,
@@ -160,23 +158,27 @@ def _engines(config, policy: functional.Model) -> dict[str, int]:
       number // devices,
       (size,) * rollout.cache_blocks,
     )
-    parts[f'weights of the {name}'] = _bytes(weights)
-    parts[f'keys and values of the {name}'] = _bytes(jax.eval_shape(make))
-  return parts
+    sizes[f'weights of the {name}'] = _bytes(weights)
+    sizes[f'keys and values of the {name}'] = _bytes(jax.eval_shape(make))
+  return sizes
 
 
 def _packed(
   config, shape: model_config.ModelConfig, length: int, num_losses: int
 ) -> batch_lib.TokenBatch:
-  """The shapes of a collected batch, as `pack` makes it."""
+  """Returns the shapes of a collected batch, as `pack` makes it."""
   rows = config.rollout.trajectories_per_step
-  of = lambda dtype, *shape: jax.ShapeDtypeStruct((rows, *shape), dtype)
+
+  def of(dtype, *shape: int) -> Any:  # a shape in place of an array
+    return jax.ShapeDtypeStruct((rows, *shape), dtype)
+
   ids_BL, numbers_BL = of(jnp.int32, length), of(jnp.float32, length)
   by_sentence = config.algorithm.ratio.level == 'sentence'
   expert_ids = None
   if config.updates.routing_replay == 'sampler':
-    visits = (shape.num_layers, shape.num_experts_per_tok)
-    expert_ids = of(jnp.int16, length, *visits)
+    expert_ids = of(
+      jnp.int16, length, shape.num_layers, shape.num_experts_per_tok
+    )
   return batch_lib.TokenBatch(
     tokens_BL=ids_BL,
     lengths_B=of(jnp.int32),
@@ -193,12 +195,12 @@ def _packed(
 
 
 def _bytes(tree: Tree) -> int:
-  """Of shapes, all on one device."""
+  """Returns the bytes of a tree of shapes, all on one device."""
   return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _bytes_per_device(tree: Tree) -> int:
-  """Of shapes with layouts."""
+  """Returns the bytes on one device of a tree of shapes with layouts."""
   return sum(
     math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     for leaf in jax.tree.leaves(tree)

@@ -1,28 +1,25 @@
-"""Frozen rollouts: the arrays of one collection, and what they must be.
+"""Saved batches: the arrays of one collection, and what they must hold.
 
 B trajectories, L tokens. The arrays of a file (see `batch_file`) have the
-names, axes and meanings of `batch.TokenBatch`, but for these three of the
-policy and the value model after some updates, and the fourth, which a
-`TokenBatch` calls values_BL:
+names, axes and meanings of `batch.TokenBatch`, except for these:
 
-  logprobs_BL    log pi_theta
-  entropy_BL     of pi_theta at each token, nats
-  values_BL      V of the updated value model
-  old_values_BL  V before the first update
+  logprobs_BL     log pi_theta, the policy after some updates
+  entropy_BL      entropy of pi_theta at each token, nats
+  values_BL       V after the updates
+  old_values_BL   V before the first update (`values_BL` of a `TokenBatch`)
+  kl_coefficient  a number: the KL penalty's coefficient at the collection
 
-and one number:
-
-  kl_coefficient  of the KL penalty in force when it was collected
-
-Such a file need not be ours: any origin will do, with the arrays a command
-reads and no others. What stands off the loss mask has no meaning and may be
-anything. Arrays of other names are passed over.
+Any program may write such a file: a command needs the arrays it reads and no
+others. Entries off the loss mask have no meaning and may be anything. Arrays of
+other names are ignored.
 """
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Mapping
-import typing
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,26 +29,26 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class NotFinite(ValueError):
-  """What was computed of finite numbers is too large for the precision."""
+  """A result that is too large for the precision of the computation."""
 
 
-class ArrayKind(typing.NamedTuple):
-  """What an array may hold.
+class ArrayKind(NamedTuple):
+  """What the entries of an array may be.
 
   Attributes:
-    words: for a person.
-    codes: numpy's kinds of such a dtype.
+    description: for error messages.
+    dtype_kinds: the allowed values of numpy's `dtype.kind`.
   """
 
-  words: str
-  codes: str
+  description: str
+  dtype_kinds: str
 
 
 _IDS = ArrayKind('integers', 'iu')
 _MASK = ArrayKind('booleans, or 0 and 1', 'biu')
 _REALS = ArrayKind('real numbers', 'fiu')
 
-# The name says the axes; without an ending it is one number.
+# The suffix of a name gives the axes; a name without one is a single number.
 ARRAY_KINDS: Mapping[str, ArrayKind] = {
   'tokens_BL': _IDS,
   'lengths_B': _IDS,
@@ -73,41 +70,47 @@ ARRAY_KINDS: Mapping[str, ArrayKind] = {
   'value_mask_BL': _MASK,
   'kl_coefficient': _REALS,
 }
-# Numbered through the row from 1, so that no id is above L.
-_NUMBERED = ('turn_ids_BL', 'sentence_ids_BL')
-# Of the models after the updates, or about the collection: in no `TokenBatch`.
-_OUTSIDE = ('logprobs_BL', 'entropy_BL', 'values_BL', 'kl_coefficient')
+# Ids that count from 1 within a row, so that no id exceeds L.
+_IDS_FROM_1 = ('turn_ids_BL', 'sentence_ids_BL')
+# Arrays that have no field in a `TokenBatch`.
+_NOT_IN_TOKEN_BATCH = (
+  'logprobs_BL',
+  'entropy_BL',
+  'values_BL',
+  'kl_coefficient',
+)
 
 
 def select(
-  arrays: Arrays, needs: Mapping[str, str], *, dtype: type[np.floating]
+  arrays: Arrays, readers: Mapping[str, str], *, dtype: type[np.floating]
 ) -> dict[str, np.ndarray]:
-  """The arrays that a computation reads, checked and in its types.
+  """Returns the arrays that a computation reads, checked and converted.
 
   Masks become bool, ids int32, real numbers `dtype`. Group and state ids are
-  numbered anew, so that any integers will do. Off the loss mask ids are 0.
+  renumbered, so that a file may use any integers. Ids off the loss mask are 0.
 
   Args:
     arrays: from `batch_file.load`.
-    needs: names that must be there, to who reads them; 'loss_mask_BL' is one.
+    readers: names of the arrays that must be there, to what reads each (for
+      error messages); 'loss_mask_BL' is one of them.
     dtype: of the computation.
 
   Raises:
-    ValueError: a line for each array that is missing, of another shape or
-      kind, or wrong on the loss mask. Arrays of other names may be anything.
+    ValueError: a line for each of these arrays that is missing, has the wrong
+      shape or kind, or is wrong on the loss mask.
   """
-  missing = [
-    f'lacks {name}, which {reader} reads'
-    for name, reader in needs.items()
-    if name not in arrays
-  ]
-  _raise_if(missing)
-  chosen = {name: x for name, x in arrays.items() if name in needs}
-  _raise_if(_misshapen(chosen))
   _raise_if(
-    f'{name} is {array.dtype}, expected {ARRAY_KINDS[name].words}'
+    f'lacks {name}, which {reader} reads'
+    for name, reader in readers.items()
+    if name not in arrays
+  )
+  # Each check relies on those before it, so each kind of error has its own end.
+  chosen = {name: x for name, x in arrays.items() if name in readers}
+  _raise_if(_shape_errors(chosen))
+  _raise_if(
+    f'{name} is {array.dtype}, expected {ARRAY_KINDS[name].description}'
     for name, array in chosen.items()
-    if array.dtype.kind not in ARRAY_KINDS[name].codes
+    if array.dtype.kind not in ARRAY_KINDS[name].dtype_kinds
   )
   masks = [name for name in chosen if ARRAY_KINDS[name] is _MASK]
   _raise_if(
@@ -116,52 +119,52 @@ def select(
     if (wrong := (chosen[name] != 0) & (chosen[name] != 1)).any()
   )
   mask_BL = chosen['loss_mask_BL'].astype(bool)
-  found, problems = {}, []
+  converted, problems = {}, []
   for name, array in chosen.items():
     if ARRAY_KINDS[name] is _MASK:
-      found[name] = array.astype(bool)
+      converted[name] = array.astype(bool)
     elif ARRAY_KINDS[name] is _REALS:
-      with np.errstate(over='ignore'):  # it is told of, as inf
-        found[name] = array.astype(dtype)
-      problems += not_finite(name, found[name], mask_BL)
-    elif name in _NUMBERED:
-      problems += _outside(name, array, mask_BL)
-      found[name] = np.where(mask_BL, array, 0).astype(np.int32)
+      with np.errstate(over='ignore'):  # reported below, as inf
+        converted[name] = array.astype(dtype)
+      problems += not_finite(name, converted[name], mask_BL)
+    elif name in _IDS_FROM_1:
+      problems += _out_of_range(name, array, mask_BL)
+      converted[name] = np.where(mask_BL, array, 0).astype(np.int32)
     elif name == 'group_ids_B':
-      found[name] = _renumbered(array)
+      converted[name] = _renumbered(array)
     elif name == 'state_ids_BL':
-      found[name] = np.where(mask_BL, _renumbered(array) + 1, 0)
+      converted[name] = np.where(mask_BL, _renumbered(array) + 1, 0)
     else:
-      found[name] = array.astype(np.int32)
+      converted[name] = array.astype(np.int32)
   _raise_if(problems)
-  return found
+  return converted
 
 
 def select_optional(
-  arrays: Arrays, uses: Collection[str], *, dtype: type[np.floating]
+  arrays: Arrays, names: Iterable[str], *, dtype: type[np.floating]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-  """Those of some arrays that can be read, and why the others cannot.
+  """Returns the valid ones of some optional arrays, and why others are not.
 
   Args:
-    arrays: from `batch_file.load`, with a sound loss_mask_BL.
-    uses: names of arrays that nobody needs; they may be missing.
+    arrays: from `batch_file.load`, with a valid loss_mask_BL.
+    names: names of the arrays; they may be missing.
     dtype: of the computation.
 
   Returns:
-    The arrays as `select` gives them, and a line for each that it refuses.
+    The arrays as `select` converts them, and a line for each invalid one.
   """
-  found, lines = {}, []
-  for name in (name for name in uses if name in arrays):
-    needs = dict.fromkeys(('loss_mask_BL', name), 'it')
+  valid, problems = {}, []
+  for name in (name for name in names if name in arrays):
+    readers = dict.fromkeys(('loss_mask_BL', name), 'the command')
     try:
-      found[name] = select(arrays, needs, dtype=dtype)[name]
+      valid[name] = select(arrays, readers, dtype=dtype)[name]
     except ValueError as error:
-      lines += str(error).splitlines()
-  return found, lines
+      problems += str(error).splitlines()
+  return valid, problems
 
 
-def _misshapen(arrays: Arrays) -> Iterator[str]:
-  """A line for each array that does not fit to loss_mask_BL."""
+def _shape_errors(arrays: Arrays) -> Iterator[str]:
+  """Yields a line for each array whose shape does not fit loss_mask_BL."""
   shape = arrays['loss_mask_BL'].shape
   if len(shape) != 2:
     yield f'loss_mask_BL has shape {shape}, expected [B, L]'
@@ -181,17 +184,24 @@ def _num_axes(name: str) -> int:
 
 
 def not_finite(name: str, x_BL: np.ndarray, mask_BL: np.ndarray) -> list[str]:
-  """The line about numbers that are not finite on the mask, if there are."""
-  if not x_BL.ndim:  # one number, which speaks for the whole batch
-    fine = np.isfinite(x_BL)
-    return [] if fine else [f'{name}: not finite in {x_BL.dtype}']
+  """Returns a line about entries on the mask that are not finite, if any.
+
+  Args:
+    name: of the array.
+    x_BL: the array; or a single number, which needs no mask.
+    mask_BL: where entries must be finite.
+  """
+  problem = f'{name}: not finite in {x_BL.dtype}'
+  if not x_BL.ndim:
+    return [] if np.isfinite(x_BL) else [problem]
   wrong_BL = mask_BL & ~np.isfinite(x_BL)
-  if not wrong_BL.any():
-    return []
-  return [locate(f'{name}: not finite in {x_BL.dtype}', wrong_BL)]
+  return [locate(problem, wrong_BL)] if wrong_BL.any() else []
 
 
-def _outside(name, ids_BL, mask_BL):
+def _out_of_range(
+  name: str, ids_BL: np.ndarray, mask_BL: np.ndarray
+) -> list[str]:
+  """Returns a line about ids on the mask that are not in 1..L, if any."""
   length = mask_BL.shape[1]
   wrong_BL = mask_BL & ((ids_BL < 1) | (ids_BL > length))
   if not wrong_BL.any():
@@ -201,32 +211,32 @@ def _outside(name, ids_BL, mask_BL):
 
 
 def locate(problem: str, wrong: np.ndarray) -> str:
-  """The line about slots that are wrong: how many, and the first."""
+  """Returns a line that says how many entries are wrong, and the first one."""
   first = [int(i) for i in np.argwhere(wrong)[0]]
-  return f'{problem}; {int(wrong.sum())} slots, the first at {first}'
+  return f'{problem}; {int(wrong.sum())} entries, the first at {first}'
 
 
 def _renumbered(ids: np.ndarray) -> np.ndarray:
-  """int32 ids 0, 1, ... that are equal where the given ones are."""
+  """Returns int32 ids 0, 1, ... that are equal where the given ids are."""
   _, numbers = np.unique(ids, return_inverse=True)
   return numbers.reshape(ids.shape).astype(np.int32)
 
 
-def _raise_if(problems) -> None:
+def _raise_if(problems: Iterable[str]) -> None:
   lines = list(problems)
   if lines:
     raise ValueError('\n'.join(lines))
 
 
 def token_batch(arrays: Arrays) -> batch_lib.TokenBatch:
-  """A batch of selected arrays.
+  """Returns the selected arrays as a batch.
 
-  What nobody asked for is 0, or None where a batch may lack it. `values_BL`
-  of the batch is `old_values_BL`.
+  Required fields that were not selected are 0, optional ones None.
+  `values_BL` of the batch is `old_values_BL`.
   """
   mask_BL = arrays['loss_mask_BL']
   zeros_BL = np.zeros(mask_BL.shape, np.int32)
-  fields = {
+  fields: dict[str, Any] = {
     'tokens_BL': zeros_BL,
     'lengths_B': np.zeros(len(mask_BL), np.int32),
     'group_ids_B': np.zeros(len(mask_BL), np.int32),
@@ -234,20 +244,24 @@ def token_batch(arrays: Arrays) -> batch_lib.TokenBatch:
     'sampler_logprobs_BL': None,
     'rewards_BL': None,
   }
-  names = {'old_values_BL': 'values_BL'}
+  field_names = {'old_values_BL': 'values_BL'}
   for name, array in arrays.items():
-    if name not in _OUTSIDE:
-      fields[names.get(name, name)] = array
+    if name not in _NOT_IN_TOKEN_BATCH:
+      fields[field_names.get(name, name)] = array
   return batch_lib.TokenBatch(**fields)
 
 
 def num_turns(arrays: Arrays) -> int:
-  """The largest turn id, and 1 where there is none."""
+  """Returns the largest turn id, at least 1."""
   return int(arrays['turn_ids_BL'].max(initial=1))
 
 
 def pad_empty(arrays: Arrays) -> dict[str, np.ndarray]:
-  """The arrays with a row and a token at least: one that counts nowhere."""
+  """Returns the arrays with at least one row and one token.
+
+  What is added is off the loss mask, so that it counts nowhere. `unpad` takes
+  it away from results.
+  """
   return {
     name: np.pad(x, [(0, 0 if size else 1) for size in x.shape])
     if x.ndim
@@ -256,20 +270,20 @@ def pad_empty(arrays: Arrays) -> dict[str, np.ndarray]:
   }
 
 
-def unpad(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-  """Without the row and the token that `nonempty` may have added."""
+def unpad(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
+  """Returns the array without the row and token that `pad_empty` may add."""
   return x[: shape[0], : shape[1]] if x.ndim == 2 else x
 
 
 def check_finite(arrays: Arrays) -> None:
-  """Looks at what was computed of finite numbers.
+  """Checks results that were computed from finite numbers.
 
   Raises:
-    NotFinite: names what is not.
+    NotFinite: names the results that are not finite.
   """
   names = [name for name, x in arrays.items() if not np.isfinite(x).all()]
   if names:
     dtype = arrays[names[0]].dtype
     raise NotFinite(
-      f'{", ".join(names)}: not finite in {dtype}, for too large numbers'
+      f'{", ".join(names)}: not finite in {dtype}, the numbers are too large'
     )

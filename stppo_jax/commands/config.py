@@ -1,8 +1,9 @@
-"""Print the resolved configuration, one `key = value` a line.
+"""Print the complete configuration, one `key = value` a line.
 
-    python -m stppo_jax config --config=FILE.py[:ROW] [--config.KEY=VALUE ...]
+    python -m stppo_jax config --config=FILE.py[:ALGORITHM]
+        [--config.KEY=VALUE ...]
 
-Every line is the override that gives it: --config.KEY=VALUE.
+Each line is also the flag that sets its key: --config.KEY=VALUE.
 """
 
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from stppo_jax.commands import configuration
 
 
 def main(argv: Sequence[str]) -> int:
+  """Prints the configuration; returns the exit code."""
   arguments = configuration.parse(argv, workdir=False)
   values = settings.flatten(arguments.config)
   print('\n'.join(f'{key} = {value!r}' for key, value in values.items()))

@@ -1,12 +1,14 @@
 """From command-line flags to a checked configuration, or to every error.
 
-    --config=FILE.py[:ROW]     get_config(ROW) of that file, a Python program;
-                               without such a file, of the packaged one
-    --config.a.b=VALUE         one key set; also `--config.a.b VALUE`; a name of
-                               a block is set before its options
-    --workdir=DIR              where the run lives
+    --config=FILE.py[:ALGORITHM]  get_config(ALGORITHM) of that Python file;
+                                  where there is none, of the packaged file
+    --config.a.b=VALUE            sets one key; also `--config.a.b VALUE`
+    --workdir=DIR                 the folder of the run
 
 Nothing here imports jax or touches a device.
+
+A configuration is annotated as `Any`: it is a ConfigDict, whose keys are
+attributes that no type checker knows (`schema.check` checks them instead).
 """
 
 import ast
@@ -18,6 +20,7 @@ import dataclasses
 import difflib
 import importlib.util
 import pathlib
+from typing import Any
 
 from ml_collections import config_dict
 
@@ -26,12 +29,13 @@ from stppo_jax.configs import schema
 
 _OVERRIDE = 'config.'
 _PACKAGE = pathlib.Path(__file__).parent.parent
-# The key of a block's name, to the kind of block.
-_NAMES = {f'algorithm.{kind}.name': kind for kind in algorithms.BLOCKS}
+# Key of an option that chooses other options (such as
+# algorithm.bounds.name), to the section of the algorithm that they are in.
+_CHOOSING_KEYS = {f'algorithm.{kind}.name': kind for kind in algorithms.BLOCKS}
 
 
 class ConfigurationError(Exception):
-  """What is wrong with a command line: `lines`, one each, all of them."""
+  """A wrong command line; `lines` holds every error, one line each."""
 
   exit_code = 2
 
@@ -45,41 +49,43 @@ class Arguments:
   """A parsed command line.
 
   Attributes:
-    config: complete and checked; locked, so that a new key is an error.
-    workdir: as given; it may not exist yet. None where there is none.
+    config: the complete, checked configuration; it is locked, so that setting
+      a new key is an error.
+    workdir: the folder as given; it may not exist yet. None where it is
+      optional and not given.
     options: the command's own flags, each of the type of its default.
   """
 
-  config: config_dict.ConfigDict
+  config: Any
   workdir: pathlib.Path | None
-  options: Mapping[str, object]
+  options: Mapping[str, Any]
 
 
 def parse(
   argv: Sequence[str],
   *,
   workdir: bool = True,
-  options: Mapping[str, object] | None = None,
+  options: Mapping[str, Any] | None = None,
 ) -> Arguments:
-  """The command line as a configuration.
+  """Returns the configuration that a command line describes.
 
   Args:
-    argv: flags without the program's and the command's name. A flag given
-      twice counts as given last.
-    workdir: whether the command needs `--workdir`; one that merely may have
-      it names it in `options`.
+    argv: flags without the program's and the command's name. The last of
+      equal flags counts.
+    workdir: whether `--workdir` must be given; a command for which it is
+      optional names it in `options`.
     options: name to default of the command's own flags; a flag's value must
       have the type of its default.
 
   Raises:
-    ConfigurationError: with all errors of flags, keys, values and rules.
+    ConfigurationError: every error of flags, keys, values and rules.
   """
   options = dict(options or {})
-  needed = ['config', *(['workdir'] if workdir else [])]
-  known = [*needed, *options]
+  required = ['config', *(['workdir'] if workdir else [])]
+  known = [*required, *options]
   given = split(argv, known, overrides=True)
   flags, errors = given.values, list(given.errors)
-  for name in needed:
+  for name in required:
     if not flags.get(name) and name not in given.meant:
       errors.append(f'--{name}: missing')
   for name in options:
@@ -91,36 +97,38 @@ def parse(
   path = pathlib.Path(flags['workdir']) if flags.get('workdir') else None
   if path is not None and path.exists() and not path.is_dir():
     errors.append(f'--workdir={path}: exists and is not a folder')
-  config = None
+  config: Any = None
   if flags.get('config'):
     try:
       config = load(flags['config'])
     except ValueError as error:
       errors.append(f'--config={flags["config"]}: {error}')
-  if config is not None:
-    errors += override_all(config, given.overrides.items(), flag='--config.')
-    errors += [f'config.{line}' for line in schema.check(config)]
+    else:
+      overrides = given.overrides.items()
+      errors += override_all(config, overrides, flag='--config.')
+      errors += [f'config.{line}' for line in schema.check(config)]
   if errors:
     raise ConfigurationError(errors)
+  assert config is not None  # a missing --config is an error
   return Arguments(config.lock(), path, options)
 
 
-def load(name: str) -> config_dict.ConfigDict:
-  """The configuration that the file `FILE.py[:ROW]` describes.
+def load(name: str) -> Any:
+  """Returns the configuration that `FILE.py[:ALGORITHM]` describes.
 
   Raises:
-    ValueError: no such file or row, or a file that fails; one line.
+    ValueError: no such file or algorithm, or a file that fails; one line.
   """
-  file, _, row = name.partition(':')
+  file, _, algorithm = name.partition(':')
   path = _find(file)
   spec = importlib.util.spec_from_file_location(path.stem, path)
   if spec is None or spec.loader is None:
     raise ValueError('not a Python file')
   module = importlib.util.module_from_spec(spec)
-  # The file is anybody's program: whatever it raises is its error, not ours.
+  # The file is the user's program: whatever it raises is an error of usage.
   try:
     spec.loader.exec_module(module)
-    config = module.get_config(row) if row else module.get_config()
+    config = module.get_config(algorithm) if algorithm else module.get_config()
   except ValueError as error:
     raise ValueError(_one_line(error)) from error
   except Exception as error:
@@ -154,15 +162,16 @@ def _find(file: str) -> pathlib.Path:
 
 @dataclasses.dataclass(frozen=True)
 class Flags:
-  """A command line taken apart, nothing of it interpreted.
+  """A command line taken apart; no value is interpreted yet.
 
   Attributes:
-    values: of the flags that have one, the last one given.
-    lists: of the flags that may be given several times, all in order.
-    switches: those given.
+    values: flags with a value, the last of equal flags.
+    lists: flags that may be given several times, all their values in order.
+    switches: flags without a value.
     overrides: key to value of `--config.KEY=VALUE`.
-    meant: flags that a misspelt one may have meant; they are not missing.
-    errors: what is none of these, one line each.
+    meant: flags that a misspelt one may have meant; they are not reported as
+      missing too.
+    errors: one line for each argument that is none of these.
   """
 
   values: dict[str, str]
@@ -180,15 +189,18 @@ def split(
   lists: Collection[str] = (),
   switches: Collection[str] = (),
   overrides: bool = False,
+  former_names: Mapping[str, str] | None = None,
 ) -> Flags:
-  """Takes a command line apart; `--flag=value` and `--flag value` are one.
+  """Takes a command line apart; `--flag=value` and `--flag value` are equal.
 
   Args:
     argv: flags without the program's and the command's name.
     known: names of the flags with a value.
-    lists: those that may be given several times.
-    switches: those without a value.
+    lists: names of the flags that may be given several times.
+    switches: names of the flags without a value.
     overrides: whether `--config.KEY=VALUE` is known.
+    former_names: former to present name of flags that were renamed; the
+      former one is still accepted.
   """
   found = Flags({}, {name: [] for name in lists}, set(), {}, set(), [])
   choices = [f'--{name}' for name in (*known, *lists, *switches)]
@@ -197,6 +209,7 @@ def split(
   while rest:
     flag = rest.pop(0)
     name, equals, value = flag.lstrip('-').partition('=')
+    name = (former_names or {}).get(name, name)
     is_flag = flag.startswith('--')
     overrides_key = overrides and name.startswith(_OVERRIDE)
     if not is_flag or not (f'--{name}' in choices or overrides_key):
@@ -208,7 +221,7 @@ def split(
       found.meant.update(choice.removeprefix('--') for choice in near)
       if flag.startswith('-') and not equals and rest:
         if not rest[0].startswith('-'):
-          rest.pop(0)  # its value
+          rest.pop(0)  # the value of the unknown flag
       continue
     if name in switches:
       if equals:
@@ -230,23 +243,32 @@ def split(
 
 
 def override_all(
-  config: config_dict.ConfigDict,
+  config: Any,
   overrides: Iterable[tuple[str, str]],
   *,
   flag: str,
-  block: str = '',
+  section: str = '',
 ) -> list[str]:
-  """Sets several keys, names of blocks first; all errors, one line each.
+  """Sets several keys of a configuration in place; returns the errors.
+
+  Keys that choose other options (such as algorithm.bounds.name) are set before
+  the options that they bring, in whichever order they were given.
 
   Args:
-    config: changed in place.
+    config: the configuration to change.
     overrides: keys and the text of their values.
     flag: what stands before the key on the command line, for the messages.
-    block: dotted, what the keys are relative to; '' = the whole config.
+    section: dotted name of the section that the keys are relative to; '' = the
+      whole configuration.
+
+  Returns:
+    A line for each key that could not be set.
   """
   errors = []
-  prefix = f'{block}.' if block else ''
-  for key, text in sorted(overrides, key=lambda x: prefix + x[0] not in _NAMES):
+  prefix = f'{section}.' if section else ''
+  for key, text in sorted(
+    overrides, key=lambda item: prefix + item[0] not in _CHOOSING_KEYS
+  ):
     try:
       override(config, prefix + key, text)
     except ValueError as error:
@@ -254,47 +276,53 @@ def override_all(
   return errors
 
 
-def override(config: config_dict.ConfigDict, key: str, text: str) -> None:
-  """Sets a dotted key to a value of its type.
+def override(config: Any, key: str, text: str) -> None:
+  """Sets a dotted key to a value of the type that it has.
 
-  Another name of a block whose options depend on its name (`BLOCKS` of
-  `configs/algorithms.py`) brings that block's options, with their defaults.
+  A key that chooses other options (such as algorithm.bounds.name) brings the
+  options of the new choice with their defaults.
 
   Raises:
     ValueError: no such key, or a value of another type; one line.
   """
-  if key in _NAMES and text in algorithms.BLOCKS[_NAMES[key]]:
-    kind = _NAMES[key]
+  if key in _CHOOSING_KEYS and text in algorithms.BLOCKS[_CHOOSING_KEYS[key]]:
+    kind = _CHOOSING_KEYS[key]
     if config.algorithm[kind]['name'] != text:
-      block = algorithms.block(kind, text)
-      config.algorithm[kind] = config_dict.ConfigDict(block)
+      options = algorithms.block(kind, text)
+      config.algorithm[kind] = config_dict.ConfigDict(options)
     return
-  *blocks, leaf = key.split('.')
-  level, seen = config, 'config'
-  for name in blocks:
-    if name not in level or not isinstance(level[name], config_dict.ConfigDict):
-      raise ValueError(_unknown(name, level, seen))
-    level, seen = level[name], f'{seen}.{name}'
-  if leaf not in level:
-    raise ValueError(_unknown(leaf, level, seen))
-  if isinstance(level[leaf], config_dict.ConfigDict):
-    keys = ', '.join(level[leaf].keys())
-    raise ValueError(f'a block, not a value; set one of its keys: {keys}')
-  with level.ignore_type():  # checked here, with a line that names the key
-    level[leaf] = _typed(text, level[leaf])
+  *names, leaf = key.split('.')
+  section, path = config, 'config'
+  for name in names:
+    if name not in section or not isinstance(
+      section[name], config_dict.ConfigDict
+    ):
+      raise ValueError(_unknown(name, section, path))
+    section, path = section[name], f'{path}.{name}'
+  if leaf not in section:
+    raise ValueError(_unknown(leaf, section, path))
+  if isinstance(section[leaf], config_dict.ConfigDict):
+    keys = ', '.join(section[leaf].keys())
+    raise ValueError(f'a section, not a value; set one of its keys: {keys}')
+  # `_typed` checks the type, with a message that names what is expected.
+  with section.ignore_type():
+    section[leaf] = _typed(text, section[leaf])
 
 
-def _unknown(name, level, seen):
-  if name in level:
-    return f'{seen}.{name} is a value and has no keys'
-  return f'no key {name!r} in {seen}' + closest(name, list(level.keys()))
+def _unknown(name: str, section: Any, path: str) -> str:
+  """Returns the error of a name that is no key of a section."""
+  if name in section:
+    return f'{path}.{name} is a value and has no keys'
+  return f'no key {name!r} in {path}' + closest(name, list(section.keys()))
 
 
-def _typed(text, current):
-  """`text` as a value of the type of `current`; int passes as float.
+def _typed(text: str, current: Any) -> Any:
+  """Returns the value that a text writes, of the type of `current`.
+
+  An int is accepted as a float, and a string needs no quotes.
 
   Raises:
-    ValueError: it has another type; the message names the expected one.
+    ValueError: the value has another type; the message names the expected one.
   """
   try:
     value = ast.literal_eval(text)
@@ -309,14 +337,14 @@ def _typed(text, current):
       return value
     raise ValueError('expected True or False')
   if isinstance(current, float):
-    if value in ('inf', '-inf'):  # no literal of the language
+    if value in ('inf', '-inf'):  # Python has no literal for them
       return float(value)
     if isinstance(value, int | float) and not isinstance(value, bool):
       return float(value)
     raise ValueError(f'expected a number (float), such as {current}')
   if isinstance(current, tuple | list):
     if isinstance(value, str) and all(isinstance(x, str) for x in current):
-      value = _names(value)
+      value = _split_names(value)
     if isinstance(value, tuple | list):
       return type(current)(value)
     raise ValueError("expected a tuple, such as (1, 2) or ('a',)")
@@ -325,8 +353,11 @@ def _typed(text, current):
   return value
 
 
-def _names(text):
-  """`tis,mis`, `(tis,mis)` or `[tis,mis]` as a tuple; others as they are."""
+def _split_names(text: str) -> tuple[str, ...] | str:
+  """Returns `tis,mis`, `(tis,mis)` or `[tis,mis]` as a tuple of names.
+
+  A text that is no list of names is returned as it is.
+  """
   if text[:1] + text[-1:] in ('()', '[]'):
     text = text[1:-1]
   names = tuple(name.strip() for name in text.split(',') if name.strip())
@@ -334,17 +365,17 @@ def _names(text):
 
 
 def closest(name: str, choices: Sequence[str]) -> str:
-  """'; did you mean ...? choices: ...' for a name that is not a choice."""
+  """Returns '; did you mean ...? choices: ...', the end of an error line."""
   hint = nearest(name, choices)
   hint = f' {hint}' if hint else ''
   return f';{hint} choices: {", ".join(choices)}' if choices else ''
 
 
 def nearest(name: str, choices: Sequence[str]) -> str:
-  """'did you mean ...?', '' where no choice is near."""
+  """Returns 'did you mean ...?', or '' where no choice is near."""
   near = difflib.get_close_matches(name, choices, n=2)
   return f'did you mean {" or ".join(near)}?' if near else ''
 
 
-def _one_line(error):
+def _one_line(error: Exception) -> str:
   return ' '.join(str(error).split())

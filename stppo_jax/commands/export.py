@@ -3,16 +3,17 @@
 python -m stppo_jax export --workdir=RUN --out=DIR [--step=N]
     [--dtype=float32|bfloat16] [--model=SOURCE]
 
-The newest valid checkpoint, or that of step N. SOURCE is the directory that
-the run was started from, where it has moved since; nothing else that the run
-needed must be there. DIR gets config.json, the
-tokenizer, and model.safetensors, or several files with their index; it is
-replaced whole, or left as it was. The run may be alive.
+The newest valid checkpoint, or that of step N. SOURCE is the present place of
+the directory that the run was started from, if it has moved; no other input of
+the run is needed. DIR gets config.json, the tokenizer, and model.safetensors,
+or several files with their index; it is replaced as a whole, or left as it was.
+The run may still be going on.
 """
 
 from collections.abc import Sequence
 import json
 import pathlib
+from typing import Any
 
 from ml_collections import config_dict
 
@@ -21,8 +22,8 @@ from stppo_jax.configs import schema
 
 _DTYPES = ('float32', 'bfloat16')  # keys of `export_hf.DTYPES`
 _FLAGS = ('workdir', 'out', 'step', 'dtype', 'model')
-# Of a run's keys, those that an export reads, by how they begin.
-_READ = (
+# The beginnings of the config keys that an export reads.
+_USED_KEYS = (
   'algorithm',
   'env.max_turns',
   'loss.',
@@ -37,6 +38,7 @@ _READ = (
 
 
 def main(argv: Sequence[str]) -> int:
+  """Exports a policy; returns the exit code."""
   given = configuration.split(argv, _FLAGS)
   flags, errors = given.values, list(given.errors)
   for name in ('workdir', 'out'):
@@ -47,16 +49,16 @@ def main(argv: Sequence[str]) -> int:
     errors.append(f'--dtype={dtype}: must be one of {", ".join(_DTYPES)}')
   if step is not None and not step.isdecimal():
     errors.append(f'--step={step}: must be an integer, 0 or greater')
-  config = None
+  config: Any = None
   if flags.get('workdir'):
     try:
-      config = _recorded(pathlib.Path(flags['workdir']))
+      config = _recorded_config(pathlib.Path(flags['workdir']))
       errors += _check(config, flags.get('model'))
     except (OSError, ValueError) as error:
       errors.append(f'--workdir={flags["workdir"]}: {error}')
   if errors:
     raise configuration.ConfigurationError(errors)
-  # Late, so that a wrong flag is answered before jax is imported.
+  # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.training import policy_export
 
   return policy_export.export(
@@ -68,10 +70,11 @@ def main(argv: Sequence[str]) -> int:
   )
 
 
-def _check(config: config_dict.ConfigDict, model: str | None) -> list[str]:
-  """What an export could not do with a recorded config, a line each.
+def _check(config: Any, model: str | None) -> list[str]:
+  """Returns why a recorded config cannot be exported, a line each.
 
-  What it does not read is set to what needs no file and no device.
+  Keys that an export does not use are set to values that need no file and no
+  device, so that the check of the whole config passes without them.
   """
   with config.model.ignore_type():
     if model is not None:
@@ -79,15 +82,15 @@ def _check(config: config_dict.ConfigDict, model: str | None) -> list[str]:
     config.model.reference_path = ''
     config.model.reference_memory = 'device'
     config.model.attention = 'auto'
-  told = schema.check(config)
-  errors = [line for line in told if line.startswith(_READ)]
+  problems = schema.check(config)
+  errors = [line for line in problems if line.startswith(_USED_KEYS)]
   if not errors and not (
     config.model.path
     or config.model.tokenizer_path
     or config.sft.before_training
   ):
-    # The tokenizer was made from the data, and will be made again.
-    errors = [line for line in told if line.startswith('data.')]
+    # The run made its tokenizer from the data; an export makes it again.
+    errors = [line for line in problems if line.startswith('data.')]
   hint = '' if model else '; if it has moved: --model=DIR'
   return [
     f'config.{line}{hint if line.startswith("model.path=") else ""}'
@@ -95,11 +98,11 @@ def _check(config: config_dict.ConfigDict, model: str | None) -> list[str]:
   ]
 
 
-def _recorded(workdir: pathlib.Path) -> config_dict.ConfigDict:
-  """The config that a run was started with.
+def _recorded_config(workdir: pathlib.Path) -> Any:
+  """Returns the config that a run was started with.
 
   Raises:
-    ValueError: not the folder of a run of `train`.
+    ValueError: the folder is not that of a run of `train`.
   """
   path = workdir / 'config.json'
   if not path.is_file():
@@ -117,8 +120,8 @@ def _recorded(workdir: pathlib.Path) -> config_dict.ConfigDict:
   return _with_tuples(config_dict.ConfigDict(content))
 
 
-def _with_tuples(config: config_dict.ConfigDict) -> config_dict.ConfigDict:
-  """JSON knows no tuples; configs know no lists."""
+def _with_tuples(config: Any) -> Any:
+  """Turns the lists that JSON has for tuples back into tuples, in place."""
   with config.ignore_type():
     for key, value in config.items():
       if isinstance(value, config_dict.ConfigDict):

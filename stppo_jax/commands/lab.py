@@ -1,41 +1,49 @@
-"""Save a collection once, and recompute any row or estimator on it offline.
+"""Save a collected batch once, and recompute any algorithm on it offline.
 
-python -m stppo_jax lab collect --config=FILE.py[:ROW] --out=F.npz
+python -m stppo_jax lab collect --config=FILE.py[:ALGORITHM] --out=F.npz
     [--config.KEY=VALUE ...] [--workdir=DIR] [--updates=N]
-python -m stppo_jax lab score --batch=F.npz --row=st_ppo [--out=O.npz]
-    [--config=FILE.py[:ROW]] [--set KEY=VALUE ...] [--advantages=A.npz]
+python -m stppo_jax lab score --batch=F.npz --algorithm=st_ppo [--out=O.npz]
+    [--config=FILE.py[:ALGORITHM]] [--set KEY=VALUE ...] [--advantages=A.npz]
     [--entropy_coefficient=X] [--float64]
 python -m stppo_jax lab advantages --batch=F.npz --estimator=gae [--out=A.npz]
-    [--config=FILE.py[:ROW]] [--set KEY=VALUE ...]
+    [--config=FILE.py[:ALGORITHM]] [--set KEY=VALUE ...]
     [--kl=k1 [--kl_coefficient=X]] [--float64]
-python -m stppo_jax lab compare --batch=F.npz --rows=ROW[:KEY=VALUE ...],...
+python -m stppo_jax lab compare --batch=F.npz
+    --algorithms=ALGORITHM[:KEY=VALUE ...],...
     [--config=FILE.py] [--advantages=A.npz] [--float64] [--json]
 
-collect plays one collection, from the newest checkpoint of the run in DIR or
-from the start, annotates it, makes N updates (default: those of one step) and
-saves the arrays. The others need no model, run on CPU, and read any file with
-the arrays they use, whoever wrote it. KEY is an option of the row, such as
-correction.clipping_bias.tau, or of the estimator, such as gamma. Options are
-those of the table, or with --config those of a run of that file. score and
-advantages print one JSON object. docs/lab.md has the arrays.
+collect samples one batch of trajectories, with the newest checkpoint of the run
+in DIR or with the start of the config, annotates it, makes N updates (default:
+as many as one step makes) and saves the arrays. The other commands need no
+model, run on CPU, and read any file that has the arrays they use, whoever wrote
+it. KEY is an option of the algorithm, such as correction.clipping_bias.tau, or
+of the estimator, such as gamma. Options default to the table of algorithms, or
+with --config to a run of that file. score and advantages print one JSON object.
+docs/lab.md lists the arrays.
 """
 
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import json
 import math
 import os
 import sys
+from typing import Any
 
 from stppo_jax.commands import configuration
 from stppo_jax.commands import lab_algorithms
 from stppo_jax.commands import lab_flags
 from stppo_jax.configs import algorithms
 
+# jax and what imports it is imported inside the functions: a wrong flag is
+# answered at once, and `_on_cpu` must choose the platform first.
+
 
 def main(argv: Sequence[str]) -> int:
+  """Runs the subcommand `argv[0]`; returns its exit code."""
   if not argv or argv[0] not in _COMMANDS:
     name = argv[0] if argv else ''
     problem = f'lab {name}: unknown command' if name else 'lab: no command'
@@ -45,19 +53,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _collect(argv: Sequence[str]) -> int:
+  """Collects, annotates and updates once; saves the arrays."""
   arguments = configuration.parse(
     argv, workdir=False, options={'out': '', 'workdir': '', 'updates': None}
   )
   options = arguments.options
   num_updates = options['updates']
   errors = [] if options['out'] else ['--out: missing']
-  errors += lab_flags.unwritable(options)
+  errors += lab_flags.output_errors(options)
   if num_updates is not None and (
     type(num_updates) is not int or num_updates < 0
   ):
     errors.append(f'--updates={num_updates}: must be an integer, 0 or greater')
   lab_flags.raise_if(errors)
-  # Late, so that a wrong flag is answered before jax is imported.
   from stppo_jax.analysis import lab_collection
 
   arrays = lab_collection.collect(
@@ -73,31 +81,33 @@ def _collect(argv: Sequence[str]) -> int:
 
 
 def _score(argv: Sequence[str]) -> int:
+  """Computes loss, gradient and metrics of one algorithm."""
   flags = lab_flags.split(
     argv,
-    ('batch', 'row'),
+    ('batch', 'algorithm'),
     ('out', 'config', 'advantages', 'entropy_coefficient'),
   )
-  values = flags.values
+  name = flags.values['algorithm']
   lab_flags.raise_if(flags.errors)
   coefficient = lab_flags.number(flags, 'entropy_coefficient') or 0.0
-  options = lab_algorithms.row(
-    values['row'], flags.lists['set'], config=values['config']
+  options = lab_algorithms.algorithm(
+    name, flags.lists['set'], config=flags.values['config']
   )
   with _on_cpu(flags):
     from stppo_jax.analysis import lab
     from stppo_jax.analysis import saved_batch
     from stppo_jax.rl import algorithm as algorithm_lib
 
-    row = options.build(algorithm_lib.build_algorithm)
-    needs = lab.required_arrays(row, entropy_coefficient=coefficient)
-    rollouts = _scored(flags, dict.fromkeys(sorted(needs), values['row']))
-    with lab_flags.naming(f'--row={values["row"]}', (saved_batch.NotFinite,)):
-      found = lab.score(row, rollouts, entropy_coefficient=coefficient)
-  return _tell(flags, found)
+    algorithm = options.build(algorithm_lib.build_algorithm)
+    required = lab.required_arrays(algorithm, entropy_coefficient=coefficient)
+    arrays = _arrays_to_score(flags, dict.fromkeys(sorted(required), name))
+    with lab_flags.errors_name(f'--algorithm={name}', (saved_batch.NotFinite,)):
+      score = lab.score(algorithm, arrays, entropy_coefficient=coefficient)
+  return _finish(flags, score.metrics, score.arrays)
 
 
 def _advantages(argv: Sequence[str]) -> int:
+  """Computes the advantages and returns of one estimator."""
   flags = lab_flags.split(
     argv, ('batch',), ('estimator', 'out', 'config', 'kl', 'kl_coefficient')
   )
@@ -116,43 +126,44 @@ def _advantages(argv: Sequence[str]) -> int:
     from stppo_jax.analysis import saved_batch
 
     estimator = options.build(estimates.build_estimator)
-    arrays = _load(flags)
-    needs = estimates.required_arrays(
+    loaded = _load(flags)
+    required = estimates.required_arrays(
       estimator,
-      arrays,
-      compares=estimator.name in algorithms.GROUP_ADVANTAGES,
+      loaded,
+      compares_groups=estimator.name in algorithms.GROUP_ADVANTAGES,
     )
-    readers = dict.fromkeys(sorted(needs), estimator.name)
+    readers = {name: str(estimator.name) for name in sorted(required)}
     if values['kl']:
-      with lab_flags.naming(f'--kl={values["kl"]}'):
+      with lab_flags.errors_name(f'--kl={values["kl"]}'):
         estimates.check_penalty(estimator, values['kl'])
       readers |= dict.fromkeys(estimates.PENALTY_ARRAYS, '--kl')
       if coefficient is None:
         readers['kl_coefficient'] = '--kl without --kl_coefficient'
-    with _naming_batch(flags):
-      rollouts = saved_batch.select(arrays, readers, dtype=_dtype(flags))
-      estimates.check(estimator, rollouts)
+    with _errors_name_batch(flags):
+      arrays = saved_batch.select(loaded, readers, dtype=_dtype(flags))
+      estimates.check(estimator, arrays)
     if values['kl']:
       if coefficient is None:
-        coefficient = float(rollouts['kl_coefficient'])
-      rollouts = estimates.penalized(
-        rollouts, estimator=values['kl'], coefficient=coefficient
+        coefficient = float(arrays['kl_coefficient'])
+      arrays = estimates.penalized(
+        arrays, estimator=values['kl'], coefficient=coefficient
       )
-    with lab_flags.naming(
+    with lab_flags.errors_name(
       f'--estimator={estimator.name}', (saved_batch.NotFinite,)
     ):
-      found = estimates.estimate(estimator, rollouts)
-  return _tell(flags, found)
+      estimate = estimates.estimate(estimator, arrays)
+  return _finish(flags, estimate.metrics, estimate.arrays)
 
 
 def _compare(argv: Sequence[str]) -> int:
+  """Prints several algorithms beside each other."""
   flags = lab_flags.split(
-    argv, ('batch', 'rows'), ('config', 'advantages'), lists=(),
+    argv, ('batch', 'algorithms'), ('config', 'advantages'), lists=(),
     switches=('json',),
   )  # fmt: skip
   options, errors = {}, list(flags.errors)
-  labels = lab_algorithms.labels(flags.values['rows'])
-  for label in labels if flags.values['rows'] else ():
+  labels = lab_algorithms.labels(flags.values['algorithms'])
+  for label in labels if flags.values['algorithms'] else ():
     try:
       config = flags.values['config']
       options[label] = lab_algorithms.labelled(label, config=config)
@@ -165,26 +176,30 @@ def _compare(argv: Sequence[str]) -> int:
     from stppo_jax.analysis import saved_batch
     from stppo_jax.rl import algorithm as algorithm_lib
 
-    rows = {
-      label: row.build(algorithm_lib.build_algorithm)
-      for label, row in options.items()
+    compared = {
+      label: chosen.build(algorithm_lib.build_algorithm)
+      for label, chosen in options.items()
     }
+    # A missing array is reported for the first algorithm that reads it.
     readers = {
       array: label
-      for label, row in reversed(rows.items())
-      for array in sorted(lab.required_arrays(row, entropy_coefficient=0.0))
+      for label, algorithm in reversed(compared.items())
+      for array in sorted(
+        lab.required_arrays(algorithm, entropy_coefficient=0.0)
+      )
     }
-    rollouts = _scored(flags, readers)
-    with lab_flags.naming('--rows', (saved_batch.NotFinite,)):
-      found = comparison.compare(rows, rollouts)
+    arrays = _arrays_to_score(flags, readers)
+    with lab_flags.errors_name('--algorithms', (saved_batch.NotFinite,)):
+      result = comparison.compare(compared, arrays)
   if 'json' in flags.switches:
     metrics = {
-      label: _finite(flags, metrics, f'{label}: ')
-      for label, metrics in found.rows.items()
+      label: _finite_metrics(flags, metrics, f'{label}: ')
+      for label, metrics in result.metrics.items()
     }
-    print(_json({'rows': metrics, 'cosines': found.cosines}))
+    # Scripts read the key 'rows', as the algorithms were called once.
+    print(_json({'rows': metrics, 'cosines': result.cosines}))
   else:
-    print(comparison.table(found))
+    print(comparison.table(result))
   return 0
 
 
@@ -198,7 +213,10 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 @contextlib.contextmanager
 def _on_cpu(flags: configuration.Flags) -> Iterator[None]:
-  """jax on CPU, in the precision asked for; imported here at the earliest."""
+  """Runs jax on CPU, in double precision with `--float64`.
+
+  This is where jax is imported first, so that the platform can be chosen.
+  """
   os.environ['JAX_PLATFORMS'] = 'cpu'
   import jax
 
@@ -212,65 +230,77 @@ def _dtype(flags: configuration.Flags):
   return np.float64 if 'float64' in flags.switches else np.float32
 
 
-def _naming_batch(flags: configuration.Flags):
-  return lab_flags.naming(f'--batch={flags.values["batch"]}')
+def _errors_name_batch(flags: configuration.Flags):
+  return lab_flags.errors_name(f'--batch={flags.values["batch"]}')
 
 
 def _load(flags: configuration.Flags):
-  """The arrays of `--batch` as they are."""
+  """Returns the arrays of the file `--batch`, unchecked."""
   from stppo_jax.analysis import batch_file
 
-  with _naming_batch(flags):
+  with _errors_name_batch(flags):
     return batch_file.load(flags.values['batch'])
 
 
-def _scored(flags: configuration.Flags, readers):
-  """What rows are scored on.
+def _arrays_to_score(flags: configuration.Flags, readers: Mapping[str, str]):
+  """Returns the checked arrays on which algorithms are scored.
+
+  Optional arrays only add metrics; one that is not valid is left out, with a
+  warning.
 
   Args:
     flags: of the command.
-    readers: names of the arrays that must be there, to the row that reads it.
-      Others may say more; one that is not sound is told of and left out.
+    readers: names of the required arrays, to the algorithm that reads each.
   """
   from stppo_jax.analysis import batch_file
   from stppo_jax.analysis import lab
   from stppo_jax.analysis import saved_batch
 
-  arrays, dtype = _load(flags), _dtype(flags)
+  loaded, dtype = _load(flags), _dtype(flags)
   path = flags.values['advantages']
   if path:
-    readers = {n: row for n, row in readers.items() if n != 'advantages_BL'}
-  with _naming_batch(flags):
-    rollouts = saved_batch.select(arrays, readers, dtype=dtype)
+    readers = {
+      name: reader
+      for name, reader in readers.items()
+      if name != 'advantages_BL'
+    }
+  with _errors_name_batch(flags):
+    arrays = saved_batch.select(loaded, readers, dtype=dtype)
   if path:
-    with lab_flags.naming(f'--advantages={path}'):
-      rollouts['advantages_BL'] = batch_file.load_advantages(
-        path, rollouts['loss_mask_BL'], dtype=dtype
+    with lab_flags.errors_name(f'--advantages={path}'):
+      arrays['advantages_BL'] = batch_file.load_advantages(
+        path, arrays['loss_mask_BL'], dtype=dtype
       )
-  uses = [name for name in lab.OPTIONAL_ARRAYS if name not in rollouts]
-  more, problems = saved_batch.select_optional(arrays, uses, dtype=dtype)
+  names = [name for name in lab.OPTIONAL_ARRAYS if name not in arrays]
+  optional, problems = saved_batch.select_optional(loaded, names, dtype=dtype)
   for problem in problems:
-    left_out = f'--batch={flags.values["batch"]}: {problem}; left out'
-    print(left_out, file=sys.stderr)
-  return rollouts | more
+    warning = f'--batch={flags.values["batch"]}: {problem}; left out'
+    print(warning, file=sys.stderr)
+  return arrays | optional
 
 
-def _tell(flags: configuration.Flags, found) -> int:
-  """Writes the arrays where they are wanted, prints the metrics."""
-  metrics = _finite(flags, found.metrics)
+def _finish(
+  flags: configuration.Flags,
+  metrics: Mapping[str, float],
+  arrays: Mapping[str, Any],
+) -> int:
+  """Writes the arrays to `--out`, if given, and prints the metrics."""
+  metrics = _finite_metrics(flags, metrics)
   if flags.values['out']:
-    _save(flags.values['out'], found.arrays)
+    _save(flags.values['out'], arrays)
   print(_json(metrics))
   return 0
 
 
-def _finite(flags: configuration.Flags, metrics, subject: str = ''):
-  """Without the diagnostics that are too large; JSON has no name for them."""
+def _finite_metrics(
+  flags: configuration.Flags, metrics: Mapping[str, float], subject: str = ''
+) -> dict[str, float]:
+  """Leaves out metrics that are not finite, for which JSON has no name."""
   names = [name for name, x in metrics.items() if not math.isfinite(x)]
   if names:
-    kind = _dtype(flags).__name__
-    told = f'{subject}{", ".join(names)}: not finite in {kind}; left out'
-    print(told, file=sys.stderr)
+    dtype = _dtype(flags).__name__
+    warning = f'{subject}{", ".join(names)}: not finite in {dtype}; left out'
+    print(warning, file=sys.stderr)
   return {name: x for name, x in metrics.items() if name not in names}
 
 
@@ -278,8 +308,8 @@ def _json(values) -> str:
   return json.dumps(values, allow_nan=False)
 
 
-def _save(out: str, arrays) -> None:
+def _save(out: str, arrays: Mapping[str, Any]) -> None:
   from stppo_jax.analysis import batch_file
 
-  with lab_flags.naming(f'--out={out}'):
+  with lab_flags.errors_name(f'--out={out}'):
     batch_file.save(out, arrays)

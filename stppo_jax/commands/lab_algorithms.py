@@ -1,8 +1,9 @@
-"""Which rows and estimators the lab computes, with which options.
+"""The algorithms and estimators that a lab command names, with their options.
 
-Their options are those of the table, or those that a configuration gives them
-(`--config=FILE.py[:ROW]`), changed by settings KEY=VALUE. In a list of rows a
-row has its settings behind it, and a comma within brackets is part of a value:
+Their options are the defaults of the table of algorithms, or the values that a
+configuration gives them (`--config=FILE.py[:ALGORITHM]`), changed by settings
+KEY=VALUE. In a list of algorithms, the settings of an algorithm follow its
+name, and a comma within brackets is part of a value:
 
   st_ppo,st_ppo:correction.clipping_bias.tau=5:ratio.gradient=token
 """
@@ -13,9 +14,8 @@ from collections.abc import Sequence
 import copy
 import dataclasses
 import functools
-import operator
 import re
-import typing
+from typing import Any
 
 from ml_collections import config_dict
 
@@ -24,128 +24,133 @@ from stppo_jax.configs import algorithms
 
 # A comma, unless a closing bracket comes before the next opening one.
 _BETWEEN = re.compile(r',(?![^(\[]*[)\]])')
+# The choices at the end of an error message such as 'must be one of a, b'.
 _CHOICES = re.compile(r'must be .* of ([\w, ]+)$')
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """A block of options that was asked for.
+  """The options of an algorithm or an estimator, and what the user typed.
 
   Attributes:
-    values: the options.
-    key: of the block, as the maths names it in a complaint.
-    typed: key of a setting, to (what was typed for it, its value's text).
-    subject: what was typed for the block itself.
+    values: the options, a section of a configuration.
+    section: the name of that section in the error messages of `rl`.
+    typed: key of each setting, to (flag and text as typed, text of the value).
+    subject: the flag that names the algorithm or estimator, as typed.
   """
 
-  values: config_dict.ConfigDict
-  key: str
+  values: Any
+  section: str
   typed: Mapping[str, tuple[str, str]]
   subject: str
 
-  def build(self, make: Callable[[typing.Any], typing.Any]) -> typing.Any:
-    """`make(values)`; its complaints name what was typed.
+  def build(self, make: Callable[[Any], Any]) -> Any:
+    """Returns `make(values)`; its errors are told in the user's words.
 
     Raises:
-      ConfigurationError: options that cannot be.
+      ConfigurationError: options that `make` refuses with a ValueError.
     """
     try:
       return make(self.values)
     except ValueError as error:
       raise configuration.ConfigurationError(
-        [self._named(line) for line in str(error).splitlines()]
+        [self._in_typed_words(line) for line in str(error).splitlines()]
       ) from error
 
-  def _named(self, line: str) -> str:
+  def _in_typed_words(self, line: str) -> str:
+    """Replaces the key at the start of an error line by what was typed."""
     for key, (typed, text) in self.typed.items():
-      value = self._value(key)
-      head = f'{self.key}.{key}={value!r}: '
-      if line.startswith(head):
-        rule = line.removeprefix(head)
-        return f'{typed}: {rule}{_meant(text, rule)}'
+      value = functools.reduce(
+        lambda section, name: section[name], key.split('.'), self.values
+      )
+      start = f'{self.section}.{key}={value!r}: '
+      if line.startswith(start):
+        rule = line.removeprefix(start)
+        return f'{typed}: {rule}{_suggestion(text, rule)}'
     return f'{self.subject}: {line}'
 
-  def _value(self, key: str):
-    return functools.reduce(operator.getitem, key.split('.'), self.values)
 
-
-def _meant(text: str, rule: str) -> str:
-  """'; did you mean ...?' where the rule names choices near to the text."""
+def _suggestion(text: str, rule: str) -> str:
+  """Returns '; did you mean ...?' where a choice of the rule is near."""
   found = _CHOICES.search(rule)
   if not found:
     return ''
   choices = found[1].split(', ')
   hints = (
-    configuration.nearest(word, choices)
-    for word in re.findall(r'\w+', text)
-    if word not in choices
+    configuration.nearest(name, choices)
+    for name in re.findall(r'\w+', text)
+    if name not in choices
   )
   hint = next(filter(None, hints), '')
   return f'; {hint}' if hint else ''
 
 
 def labels(text: str) -> list[str]:
-  """The rows of a list, with their settings, each once."""
+  """Splits a list of algorithms with settings; drops repetitions."""
   return list(dict.fromkeys(_BETWEEN.split(text)))
 
 
 def labelled(label: str, *, config: str) -> Options:
-  """The row of a label: NAME[:KEY=VALUE]...
+  """Returns the options of a label NAME[:KEY=VALUE]...
 
   Args:
     label: one of `labels`.
-    config: as given, FILE.py[:ROW]; '' for the table.
+    config: FILE.py[:ALGORITHM] as given; '' = the defaults of the table.
 
   Raises:
     ConfigurationError: every error, one line each.
   """
   name, *settings = label.split(':')
-  return row(
-    name, settings, config=config, flag='--rows=', setting=f'--rows={name}:'
+  return algorithm(
+    name,
+    settings,
+    config=config,
+    flag='--algorithms=',
+    setting_flag=f'--algorithms={name}:',
   )
 
 
-def row(
+def algorithm(
   name: str,
   settings: Sequence[str],
   *,
   config: str,
-  flag: str = '--row=',
-  setting: str = '--set ',
+  flag: str = '--algorithm=',
+  setting_flag: str = '--set ',
 ) -> Options:
-  """The options of a row.
+  """Returns the options of an algorithm.
 
   Args:
-    name: of the row.
-    settings: KEY=VALUE, the last one of equal keys counts.
-    config: as given, FILE.py[:ROW]; '' for the table.
+    name: a key of the table of algorithms.
+    settings: KEY=VALUE, of which the last of equal keys counts.
+    config: FILE.py[:ALGORITHM] as given; '' = the defaults of the table.
     flag: what stands before the name on the command line.
-    setting: what stands before a setting.
+    setting_flag: what stands before a setting on the command line.
 
   Raises:
     ConfigurationError: every error, one line each.
   """
   if config:
-    whole = _whole(f'{file_of(config)}:{name}')
+    run = _load(f'{file_of(config)}:{name}')
   elif name in algorithms.ALGORITHMS:
-    block = copy.deepcopy(algorithms.ALGORITHMS[name])
-    whole = config_dict.ConfigDict({'algorithm': block})
+    options = copy.deepcopy(algorithms.ALGORITHMS[name])
+    run = _section({'algorithm': options})
   else:
     choices = configuration.closest(name, list(algorithms.ALGORITHMS))
     raise configuration.ConfigurationError(
-      [f'{flag}{name}: unknown row{choices}']
+      [f'{flag}{name}: unknown algorithm{choices}']
     )
-  typed = _set_all(whole, 'algorithm', settings, setting)
-  return Options(whole.algorithm, 'algorithm', typed, f'{flag}{name}')
+  typed = _apply(run, 'algorithm', settings, setting_flag)
+  return Options(run.algorithm, 'algorithm', typed, f'{flag}{name}')
 
 
 def estimator(name: str, settings: Sequence[str], *, config: str) -> Options:
-  """The options of an advantage estimator.
+  """Returns the options of an advantage estimator.
 
   Args:
-    name: of the estimator; '' for that of the configuration.
-    settings: KEY=VALUE.
-    config: as given, FILE.py[:ROW]; '' for the defaults.
+    name: of the estimator; '' = the estimator of the configuration.
+    settings: KEY=VALUE, of which the last of equal keys counts.
+    config: FILE.py[:ALGORITHM] as given; '' = the estimator's defaults.
 
   Raises:
     ConfigurationError: every error, one line each.
@@ -158,31 +163,39 @@ def estimator(name: str, settings: Sequence[str], *, config: str) -> Options:
       [f'{subject}: unknown estimator{choices}']
     )
   if config:
-    whole = _whole(config)
-    its = whole.algorithm.advantage.name
-    if name and name != its:
+    run = _load(config)
+    configured = run.algorithm.advantage.name
+    if name and name != configured:
       raise configuration.ConfigurationError(
-        [f'{subject}: the row of --config={config} has {its}']
+        [f'{subject}: the algorithm of --config={config} has {configured}']
       )
   else:
-    block = algorithms.block('advantage', name)
-    whole = config_dict.ConfigDict({'algorithm': {'advantage': block}})
-  typed = _set_all(whole, 'algorithm.advantage', settings, '--set ')
-  return Options(whole.algorithm.advantage, 'advantage', typed, subject)
+    options = algorithms.block('advantage', name)
+    run = _section({'algorithm': {'advantage': options}})
+  typed = _apply(run, 'algorithm.advantage', settings, '--set ')
+  return Options(run.algorithm.advantage, 'advantage', typed, subject)
 
 
 def file_of(config: str) -> str:
-  """FILE.py of FILE.py[:ROW]."""
+  """Returns FILE.py of FILE.py[:ALGORITHM]."""
   return config.partition(':')[0]
 
 
-def row_of(config: str) -> str:
-  """ROW of FILE.py[:ROW], '' where there is none."""
+def algorithm_of(config: str) -> str:
+  """Returns ALGORITHM of FILE.py[:ALGORITHM], '' where there is none."""
   return config.partition(':')[2]
 
 
-def _whole(name: str) -> config_dict.ConfigDict:
-  """The configuration, of which the block `algorithm` is read."""
+def _section(values: Mapping[str, Any]) -> Any:
+  return config_dict.ConfigDict(values)
+
+
+def _load(name: str) -> Any:
+  """Returns a configuration that has the section `algorithm`.
+
+  Raises:
+    ConfigurationError: it cannot be loaded, or lacks that section.
+  """
   try:
     config = configuration.load(name)
   except ValueError as error:
@@ -198,13 +211,17 @@ def _whole(name: str) -> config_dict.ConfigDict:
   return config
 
 
-def _set_all(
-  config: config_dict.ConfigDict,
-  block: str,
+def _apply(
+  config: Any,
+  section: str,
   settings: Sequence[str],
   flag: str,
 ) -> dict[str, tuple[str, str]]:
-  """Changes the options of a block; what was typed, for `Options`."""
+  """Changes options of a section; returns `Options.typed`.
+
+  Raises:
+    ConfigurationError: every error, one line each.
+  """
   texts, errors = {}, []
   for setting in settings:
     key, equals, text = setting.partition('=')
@@ -213,7 +230,7 @@ def _set_all(
     else:
       errors.append(f'{flag}{setting}: expected KEY=VALUE')
   errors += configuration.override_all(
-    config, texts.items(), flag=flag, block=block
+    config, texts.items(), flag=flag, section=section
   )
   if errors:
     raise configuration.ConfigurationError(errors)

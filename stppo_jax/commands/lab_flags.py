@@ -1,4 +1,4 @@
-"""The flags of the lab's commands, and lines about what is wrong with them."""
+"""The flags of the lab's commands and their error messages."""
 
 from collections.abc import Iterator
 from collections.abc import Mapping
@@ -7,53 +7,57 @@ import contextlib
 import dataclasses
 import math
 import pathlib
-import typing
+from typing import Any
 
 from stppo_jax.commands import configuration
 from stppo_jax.commands import lab_algorithms
 
+# Flags that had another name once; scripts may still use it.
+FORMER_NAMES: Mapping[str, str] = {'row': 'algorithm', 'rows': 'algorithms'}
+
 
 def split(
   argv: Sequence[str],
-  needed: Sequence[str],
+  required: Sequence[str],
   optional: Sequence[str],
   *,
   lists: Sequence[str] = ('set',),
   switches: Sequence[str] = (),
 ) -> configuration.Flags:
-  """The flags of a command on a batch.
+  """Takes apart the flags of a command that reads a saved batch.
 
   Args:
     argv: flags without the program's and the command's name.
-    needed: names of flags that must be given; the row that `--config` names
-      is as good as one given.
+    required: names of flags that must be given; an algorithm that `--config`
+      names is as good as one given by its flag.
     optional: names of flags that may be given; 'config' is one.
     lists: names of flags that may be given several times.
     switches: names of flags without a value, beside `--float64`.
 
   Returns:
-    All that is wrong is in `errors`, and `values` has '' for what is not
-    given.
+    The flags; `values` has '' for what is not given, `errors` holds a line for
+    everything that is wrong.
   """
   flags = configuration.split(
     argv,
-    (*needed, *optional),
+    (*required, *optional),
     lists=lists,
     switches=('float64', *switches),
+    former_names=FORMER_NAMES,
   )
-  values = dict.fromkeys((*needed, *optional), '') | flags.values
-  for name in ('row', 'rows'):
-    if name in needed and not values[name]:
-      values[name] = lab_algorithms.row_of(values['config'])
+  values = dict.fromkeys((*required, *optional), '') | flags.values
+  for name in ('algorithm', 'algorithms'):
+    if name in required and not values[name]:
+      values[name] = lab_algorithms.algorithm_of(values['config'])
   flags = dataclasses.replace(flags, values=values)
-  errors = flags.errors + missing(flags, *needed)
+  errors = flags.errors + missing(flags, *required)
   if 'out' in optional:
-    errors += unwritable(values)
+    errors += output_errors(values)
   return dataclasses.replace(flags, errors=errors)
 
 
 def missing(flags: configuration.Flags, *names: str) -> list[str]:
-  """A line for each flag that must be given and is not."""
+  """Returns a line for each of these flags that is not given."""
   return [
     f'--{name}: missing'
     for name in names
@@ -61,54 +65,58 @@ def missing(flags: configuration.Flags, *names: str) -> list[str]:
   ]
 
 
-def unwritable(values: Mapping[str, typing.Any]) -> list[str]:
-  """Why `--out` cannot be there; before anything is computed for it."""
+def output_errors(values: Mapping[str, Any]) -> list[str]:
+  """Returns why `--out` cannot be written, before anything is computed."""
   out = values['out']
   path = pathlib.Path(out)
   if out and (path.is_dir() or not path.parent.is_dir()):
     return [f'--out={out}: a folder, or in a folder that does not exist']
   for name in ('batch', 'advantages'):
-    read = values[name] if name in values else ''
-    if out and read and path.resolve() == pathlib.Path(read).resolve():
+    source = values[name] if name in values else ''
+    if out and source and path.resolve() == pathlib.Path(source).resolve():
       return [f'--out={out}: is the file of --{name}']
   return []
 
 
 def number(flags: configuration.Flags, name: str) -> float | None:
-  """The number of a flag; None where the flag is not given.
+  """Returns the number of a flag, None where the flag is not given.
 
   Raises:
-    ConfigurationError: it is not a finite one.
+    ConfigurationError: it is not a finite number.
   """
   text = flags.values[name]
   if not text:
     return None
   try:
-    found = float(text)
+    value = float(text)
   except ValueError:
-    found = math.nan
-  if not math.isfinite(found):
+    value = math.nan
+  if not math.isfinite(value):
     raise_if([f'--{name}={text}: must be a finite number'])
-  return found
+  return value
 
 
 def raise_if(errors: Sequence[str]) -> None:
-  """Raises ConfigurationError if there are any."""
+  """Raises a ConfigurationError if there are any errors."""
   if errors:
     raise configuration.ConfigurationError(errors)
 
 
 @contextlib.contextmanager
-def naming(
+def errors_name(
   subject: str,
   kinds: tuple[type[Exception], ...] = (OSError, ValueError),
 ) -> Iterator[None]:
-  """Turns what a file or a value raises into lines that name it."""
+  """Turns exceptions of these kinds into error lines that name a subject.
+
+  Raises:
+    ConfigurationError: 'SUBJECT: LINE' for each line of the exception.
+  """
   try:
     yield
   except kinds as error:
-    told = error.strerror if isinstance(error, OSError) else None
-    lines = (told or str(error)).splitlines()
+    reason = error.strerror if isinstance(error, OSError) else None
+    lines = (reason or str(error)).splitlines()
     raise configuration.ConfigurationError(
       [f'{subject}: {line}' for line in lines]
     ) from error

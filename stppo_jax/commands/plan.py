@@ -1,14 +1,15 @@
-"""Say what an update takes of devices that need not be at hand.
+"""Estimate the memory of an update on devices that need not be at hand.
 
-python -m stppo_jax plan --config=FILE.py[:ROW] [--config.KEY=VALUE ...]
+python -m stppo_jax plan --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE ...]
     [--devices=64] [--hbm_gib=80.0] [--length=0] [--loss_fraction=0.5]
     [--compile=True]
 
-Lays the run's models out on so many virtual devices, by the shape in
-`model.path` (its config.json suffices), and prints bytes per device, those of
-the engines included, and what the devices tell each other, on rows of `length`
-tokens (0: env.max_length), of which `loss_fraction` carry loss.
-`--compile=False` lowers the update only. Exit code 2 where it does not fit.
+Lays the run's models out on that many virtual devices, by the shape in
+`model.path` (its config.json suffices), and prints the bytes that one device
+holds, the engines included, and the bytes that the devices send each other, for
+rows of `length` tokens (0: env.max_length), of which the share `loss_fraction`
+carries loss. `--compile=False` lowers the update only. The exit code is 2 where
+the update does not fit in `hbm_gib`.
 """
 
 from collections.abc import Sequence
@@ -34,18 +35,20 @@ _RULES = {
 
 
 def main(argv: Sequence[str]) -> int:
+  """Prints the plan; returns the exit code, 2 where it does not fit."""
   arguments = configuration.parse(argv, workdir=False, options=_OPTIONS)
   options, config = arguments.options, arguments.config
   errors = [
     f'--{name}={options[name]}: must be {allowed}'
-    for name, (holds, allowed) in _RULES.items()
-    if not holds(options[name])
+    for name, (is_allowed, allowed) in _RULES.items()
+    if not is_allowed(options[name])
   ]
   if errors:
     raise configuration.ConfigurationError(errors)
+  # Imported late: a wrong flag is answered before jax is loaded.
   import jax
 
-  if jax.config.jax_num_cpu_devices != options['devices']:
+  if jax.config.read('jax_num_cpu_devices') != options['devices']:
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_num_cpu_devices', options['devices'])
   from stppo_jax.analysis import plan as plan_lib
@@ -64,13 +67,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def describe(plan) -> list[str]:
-  """The plan, a line each; sizes are of one device."""
+  """Returns the lines that print a plan; sizes are of one device."""
   lines = [' '.join(f'{axis}={size}' for axis, size in plan.axes.items())]
   if plan.temporaries is None:
     during = {'gradients (not compiled: no other temporaries)': plan.gradients}
   else:
     during = {'temporaries, as planned for CPU': plan.temporaries}
-  for name, size in {**plan.parts, **during, 'total': plan.total}.items():
+  for name, size in {**plan.sizes, **during, 'total': plan.total}.items():
     lines.append(f'{size / _GIB:10.3f} GiB  {name}')
   for kind in sorted({c.kind for c in plan.collectives}):
     of_kind = [c for c in plan.collectives if c.kind == kind]

@@ -15,11 +15,13 @@ from stppo_jax.commands import configuration
 
 
 def main(argv: Sequence[str]) -> int:
+  """Trains on pairs of trajectories; returns the exit code."""
   arguments = configuration.parse(argv, options={'batch': ''})
   file = arguments.options['batch']
   if not file:
     raise configuration.ConfigurationError(['--batch: missing'])
-  # Late, so that a wrong flag is answered before jax is imported.
+  assert arguments.workdir is not None  # parse() has made sure of it
+  # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.training import preference
 
   return preference.prefer(arguments.config, file, arguments.workdir)

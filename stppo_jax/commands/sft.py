@@ -1,6 +1,6 @@
 """Teach the form of the dialogue from demonstrations, before RL.
 
-python -m stppo_jax sft --config=FILE.py[:ROW] --workdir=DIR
+python -m stppo_jax sft --config=FILE.py[:ALGORITHM] --workdir=DIR
     [--config.KEY=VALUE ...]
 """
 
@@ -10,8 +10,10 @@ from stppo_jax.commands import configuration
 
 
 def main(argv: Sequence[str]) -> int:
+  """Trains on demonstrations; returns the exit code."""
   arguments = configuration.parse(argv)
-  # Late, so that a wrong flag is answered before jax is imported.
+  assert arguments.workdir is not None  # parse() has made sure of it
+  # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.training import sft
 
   return sft.run(arguments.config, arguments.workdir)

@@ -91,7 +91,7 @@ def test_objects_under_other_names_are_never_unpacked(tmp_path):
 
 def test_a_file_without_any_of_them_lists_them(tmp_path):
   batch_file.save(tmp_path / 'F.npz', {'x': np.zeros(3)})
-  with pytest.raises(ValueError, match='holds none of tokens_BL, lengths_B, '):
+  with pytest.raises(ValueError, match='has no array .*: tokens_BL, lengths_B'):
     batch_file.load(tmp_path / 'F.npz')
 
 
@@ -109,7 +109,7 @@ def test_advantages_come_from_their_own_file(tmp_path):
   batch_file.save(path, {'loss_mask_BL': ~mask, 'advantages_BL': given})
   np.testing.assert_array_equal(load(), given)
   for broken, line in (
-    ({'returns_BL': given}, 'lacks advantages_BL, which every row reads'),
+    ({'returns_BL': given}, 'lacks advantages_BL, which every algorithm reads'),
     ({'advantages_BL': given[1:]}, r'advantages_BL has shape \(5, 16\), expe'),
     ({'advantages_BL': given * np.nan}, 'advantages_BL: not finite in float32'),
     ({'advantages_BL': given > 0}, 'advantages_BL is bool, expected real numb'),

@@ -64,10 +64,10 @@ def test_silence_is_an_advantage_without_a_gradient(compared):
   ratio = np.exp(logprobs - batch.old_logprobs_BL)
   cut = (ratio > 1.2) & (advantages > 0) | (ratio < 0.8) & (advantages < 0)
   share = (cut & mask).sum() / mask.sum()
-  assert found.rows['token_ppo']['silenced'] == pytest.approx(share)
-  assert found.rows['token_ppo']['actor/pg_clipfrac'] == pytest.approx(share)
+  assert found.metrics['token_ppo']['silenced'] == pytest.approx(share)
+  assert found.metrics['token_ppo']['actor/pg_clipfrac'] == pytest.approx(share)
   # A token that is cut still moves the ratio of those of its turn.
-  turn = found.rows['turn_ppo']
+  turn = found.metrics['turn_ppo']
   assert 0 < turn['silenced'] < turn['actor/pg_clipfrac']
 
 
@@ -75,8 +75,10 @@ def test_a_token_without_advantage_is_not_silenced():
   arrays, *_ = batch_arrays.arrays()
   arrays['advantages_BL'] = np.zeros_like(arrays['advantages_BL'])
   found = _compare(arrays, ('token_ppo', 'turn_ppo'))
-  for a in found.rows:
-    assert found.rows[a]['silenced'] == found.rows[a]['actor/grad_norm'] == 0
+  for a in found.metrics:
+    assert (
+      found.metrics[a]['silenced'] == found.metrics[a]['actor/grad_norm'] == 0
+    )
     assert set(found.cosines[a].values()) == {0.0}  # no direction, no NaN
 
 
@@ -91,11 +93,17 @@ def test_the_table_has_a_line_for_each_row_and_the_matrix(compared):
   found, *_ = compared
   upper, lower = comparison.table(found).split('\n\n')
   head, *lines = (line.split() for line in upper.splitlines())
-  assert head == ['row', 'loss', 'grad', 'norm', 'cut', 'below', 'above'] + [
-    'silenced'
-  ]
+  assert head == [
+    'algorithm',
+    'loss',
+    'grad',
+    'norm',
+    'cut',
+    'below',
+    'above',
+  ] + ['silenced']
   for name, line in zip(_NAMES, lines):
-    metrics = found.rows[name]
+    metrics = found.metrics[name]
     band = 'turn' if name == 'turn_ppo' else 'token'
     assert line == [
       name,

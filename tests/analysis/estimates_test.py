@@ -24,7 +24,7 @@ def _estimate(arrays, name, compares=False, **options):
   estimator = estimates.build_estimator(
     algorithms.block('advantage', name, **options)
   )
-  needs = estimates.required_arrays(estimator, arrays, compares=compares)
+  needs = estimates.required_arrays(estimator, arrays, compares_groups=compares)
   rollouts = saved_batch.select(
     arrays, dict.fromkeys(needs, 'it'), dtype=np.float64
   )
@@ -96,7 +96,7 @@ def test_what_an_estimator_needs_is_enough(name):
   arrays['state_ids_BL'] = batch.turn_ids_BL
   compares = name in algorithms.GROUP_ADVANTAGES
   estimator = estimates.build_estimator(algorithms.block('advantage', name))
-  needs = estimates.required_arrays(estimator, arrays, compares=compares)
+  needs = estimates.required_arrays(estimator, arrays, compares_groups=compares)
   assert ('group_ids_B' in needs) == compares
   found = _estimate({n: arrays[n] for n in needs}, name, compares)
   assert all(math.isfinite(x) for x in found.metrics.values())

@@ -1,6 +1,7 @@
 """What the lab collects is what the step of a run collects and makes of it."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -142,16 +143,17 @@ def test_a_row_without_values_has_none_in_the_file():
   )
 
 
-def test_minibatches_go_through_epochs():
-  config = runs.config()
-  nine = list(lab_collection.minibatches(config, 16, 5, 9))
+def test_minibatches_go_through_epochs(learner):
+  minibatches = functools.partial(
+    lab_collection.minibatches, learner, 16, 5, num_epochs=1
+  )
+  nine = list(minibatches(num_updates=9))
   assert [len(rows) for rows in nine] == [8] * 9
   for n in range(0, 8, 2):
     assert sorted([*nine[n], *nine[n + 1]]) == list(range(16))
   assert len({tuple(rows) for rows in nine}) == 9
-  default = list(lab_collection.minibatches(config, 16, 5, None))
-  np.testing.assert_array_equal(default, nine[:2])
-  assert list(lab_collection.minibatches(config, 16, 5, 0)) == []
+  np.testing.assert_array_equal(list(minibatches(num_updates=None)), nine[:2])
+  assert list(minibatches(num_updates=0)) == []
 
 
 def test_a_start_that_nobody_has_made_is_one_line(tmp_path):

@@ -125,7 +125,7 @@ def test_a_number_that_is_not_finite_is_found_on_the_mask(value):
   place = [int(x) for x in slots[4]]
   _refused(
     arrays,
-    f'logprobs_BL: not finite in float64; 2 slots, the first at {place}',
+    f'logprobs_BL: not finite in float64; 2 entries, the first at {place}',
   )
   other = {name: x for name, x in _NEEDS.items() if name != 'logprobs_BL'}
   _select(arrays, other)  # nobody reads it
@@ -145,7 +145,7 @@ def test_a_trained_token_needs_the_number_of_a_turn(number):
   arrays['turn_ids_BL'][tuple(slot)] = number
   _refused(
     arrays,
-    'turn_ids_BL: must be in 1..16 where loss_mask_BL is true; 1 slots, the '
+    'turn_ids_BL: must be in 1..16 where loss_mask_BL is true; 1 entries, the '
     f'first at {[int(x) for x in slot]}',
   )
 
@@ -153,7 +153,9 @@ def test_a_trained_token_needs_the_number_of_a_turn(number):
 def test_a_mask_has_two_values():
   arrays, *_ = batch_arrays.arrays()
   arrays['loss_mask_BL'][2, 3] = 2
-  _refused(arrays, 'loss_mask_BL: neither 0 nor 1; 1 slots, the first at [2, 3')
+  _refused(
+    arrays, 'loss_mask_BL: neither 0 nor 1; 1 entries, the first at [2, 3'
+  )
 
 
 def test_an_empty_batch_gets_a_token_that_counts_nowhere():
@@ -197,8 +199,8 @@ def test_what_nobody_needs_is_read_where_it_is_sound():
     (
       'entropy_BL has shape (2, 2), expected (6, 16)',
       'sentence_ids_BL: must be in 1..16 where loss_mask_BL is true; '
-      f'{number} slots',
-      f'sampler_logprobs_BL: not finite in float32; {number} slots',
+      f'{number} entries',
+      f'sampler_logprobs_BL: not finite in float32; {number} entries',
     ),
     strict=True,
   ):
@@ -231,7 +233,7 @@ def test_what_was_cut_is_as_before_and_what_overflowed_is_told():
     assert saved_batch.unpad(x, (0, 3)).shape == (0, 3)
   saved_batch.check_finite(arrays)
   with pytest.raises(
-    saved_batch.NotFinite, match='^b: not finite in float32, for'
+    saved_batch.NotFinite, match='^b: not finite in float32, the'
   ):
     saved_batch.check_finite(
       {'a': np.ones(2), 'b': np.array([1, np.inf], np.float32)}

@@ -70,7 +70,7 @@ def test_score_is_the_twin(file, tmp_path, capsys):
   _, batch, logprobs, entropy = batch_arrays.arrays()
   out = tmp_path / 'O.npz'
   metrics = _metrics(
-    capsys, 'score', '--batch', file, '--row=st_ppo', '--float64',
+    capsys, 'score', '--batch', file, '--algorithm=st_ppo', '--float64',
     '--set', f'{_TAU}=1.1', '--set=ratio.gradient=token',
     '--set', 'bounds.clip_low=0.1', f'--out={out}',
   )  # fmt: skip
@@ -104,11 +104,15 @@ def test_score_is_the_twin(file, tmp_path, capsys):
 
 def test_an_infinite_tau_and_single_precision(file, tmp_path, capsys):
   corrected = _metrics(
-    capsys, 'score', f'--batch={file}', '--row=st_ppo', f'--set={_TAU}=inf',
-    f'--out={tmp_path}/a',
+    capsys, 'score', f'--batch={file}', '--algorithm=st_ppo',
+    f'--set={_TAU}=inf', f'--out={tmp_path}/a',
   )  # fmt: skip
   plain = _metrics(
-    capsys, 'score', f'--batch={file}', '--row=turn_ppo', f'--out={tmp_path}/b'
+    capsys,
+    'score',
+    f'--batch={file}',
+    '--algorithm=turn_ppo',
+    f'--out={tmp_path}/b',
   )
   assert corrected == pytest.approx(plain, rel=1e-6, abs=1e-7)
   a, b = _arrays(tmp_path / 'a'), _arrays(tmp_path / 'b')
@@ -118,7 +122,7 @@ def test_an_infinite_tau_and_single_precision(file, tmp_path, capsys):
 
 
 def test_an_entropy_bonus_is_in_the_loss(file, capsys):
-  flags = 'score', f'--batch={file}', '--row=st_ppo'
+  flags = 'score', f'--batch={file}', '--algorithm=st_ppo'
   without = _metrics(capsys, *flags)
   bonus = _metrics(capsys, *flags, '--entropy_coefficient', '0.25')
   lower = without['loss'] - 0.25 * without['actor/entropy']
@@ -127,7 +131,7 @@ def test_an_entropy_bonus_is_in_the_loss(file, capsys):
 
 def test_a_block_brings_its_options(file, capsys):
   metrics = _metrics(
-    capsys, 'score', f'--batch={file}', '--row=token_ppo',
+    capsys, 'score', f'--batch={file}', '--algorithm=token_ppo',
     '--set=bounds.positive_share=0.99', '--set=bounds.name=balanced',
     '--set=correction.names=("tis", "icepop")', '--set=kl.where=nowhere',
   )  # fmt: skip
@@ -162,7 +166,7 @@ def test_advantages_by_hand(tmp_path, capsys):
 
 def test_compare_as_a_table_and_as_json(file, capsys):
   names = ['turn_ppo', 'st_ppo']
-  rows = '--rows=turn_ppo,st_ppo,turn_ppo'
+  rows = '--algorithms=turn_ppo,st_ppo,turn_ppo'
   found = _metrics(capsys, 'compare', f'--batch={file}', rows, '--json')
   assert list(found['rows']) == names
   for a in names:
@@ -180,12 +184,12 @@ def test_compare_as_a_table_and_as_json(file, capsys):
 def test_settings_side_by_side(file, capsys):
   tight = f'st_ppo:{_TAU}=1.1:ratio.gradient=token'
   several = 'st_ppo:correction.names=[tis,clipping_bias]'
-  rows = f'--rows=st_ppo,{tight},{several},{tight}'
+  rows = f'--algorithms=st_ppo,{tight},{several},{tight}'
   found = _metrics(capsys, 'compare', f'--batch={file}', rows, '--json')
   assert list(found['rows']) == ['st_ppo', tight, several]
   alone = _metrics(
-    capsys, 'score', f'--batch={file}', '--row=st_ppo', f'--set={_TAU}=1.1',
-    '--set=ratio.gradient=token',
+    capsys, 'score', f'--batch={file}', '--algorithm=st_ppo',
+    f'--set={_TAU}=1.1', '--set=ratio.gradient=token',
   )  # fmt: skip
   del found['rows'][tight]['silenced']
   assert found['rows'][tight] == alone
@@ -196,9 +200,11 @@ def test_settings_side_by_side(file, capsys):
   assert [line.split()[0] for line in out.splitlines()[1:4]] == [
     'st_ppo', tight, several
   ]  # fmt: skip
-  flag = '--rows=token_ppo,st_ppo:ratio.level=trun'
+  flag = '--algorithms=token_ppo,st_ppo:ratio.level=trun'
   line = _error(capsys, 'compare', f'--batch={file}', flag)
-  assert line.startswith('--rows=st_ppo:ratio.level=trun: must be one of token')
+  assert line.startswith(
+    '--algorithms=st_ppo:ratio.level=trun: must be one of token'
+  )
 
 
 _CONFIG = """
@@ -223,17 +229,17 @@ def config(tmp_path):
 def test_a_row_has_the_options_of_a_run(file, config, capsys):
   flags = 'score', f'--batch={file}', '--float64'
   changes = '--set=bounds.clip_low=0.05', f'--set={_TAU}=1.1'
-  table = _metrics(capsys, *flags, '--row=st_ppo', *changes)
-  assert table != _metrics(capsys, *flags, '--row=st_ppo')
+  table = _metrics(capsys, *flags, '--algorithm=st_ppo', *changes)
+  assert table != _metrics(capsys, *flags, '--algorithm=st_ppo')
   flag = f'--config={config}'
-  assert _metrics(capsys, *flags, '--row=st_ppo', flag) == table
+  assert _metrics(capsys, *flags, '--algorithm=st_ppo', flag) == table
   assert _metrics(capsys, *flags, f'{flag}:st_ppo') == table
   # A row that is named goes before the one of the file, a setting before both.
-  assert _metrics(capsys, *flags, '--row=st_ppo', f'{flag}:gspo') == table
+  assert _metrics(capsys, *flags, '--algorithm=st_ppo', f'{flag}:gspo') == table
   other = _metrics(capsys, *flags, f'{flag}:st_ppo', f'--set={_TAU}=inf')
   assert other['stab/scale'] == 1 > table['stab/scale']
 
-  rows = f'--rows=st_ppo,st_ppo:{_TAU}=inf'
+  rows = f'--algorithms=st_ppo,st_ppo:{_TAU}=inf'
   found = _metrics(
     capsys, 'compare', f'--batch={file}', '--float64', '--json', rows, flag
   )['rows']
@@ -246,7 +252,11 @@ def test_a_config_that_cannot_be_is_one_line_and_2(file, config, capsys):
   flags = 'score', f'--batch={file}', f'--config={config}:st_ppo'
   for old, new, expected in (
     ('tau = 1.1', "tau = 'high'", f'--config={config}:st_ppo: fails with Type'),
-    ('tau = 1.1', 'tau = -1.0', '--row=st_ppo: algorithm.correction.clipping_'),
+    (
+      'tau = 1.1',
+      'tau = -1.0',
+      '--algorithm=st_ppo: algorithm.correction.clipping_',
+    ),
     ('return config', 'return config.optimizer', 'fails with AttributeError'),
     ('return config', 'return config.sft', 'has no algorithm.advantage.name'),
   ):
@@ -277,20 +287,20 @@ def test_advantages_of_another_estimator(file, tmp_path, capsys):
   del arrays['advantages_BL']
   np.savez(tmp_path / 'G.npz', **arrays)
   expected = _metrics(
-    capsys, 'score', f'--batch={tmp_path}/F.npz', '--row=turn_ppo'
+    capsys, 'score', f'--batch={tmp_path}/F.npz', '--algorithm=turn_ppo'
   )
   for batch in (file, tmp_path / 'G.npz'):
     flags = f'--batch={batch}', f'--advantages={out}'
-    assert _metrics(capsys, 'score', *flags, '--row=turn_ppo') == expected
-  found = _metrics(capsys, 'compare', *flags, '--rows=turn_ppo', '--json')[
-    'rows'
-  ]['turn_ppo']
+    assert _metrics(capsys, 'score', *flags, '--algorithm=turn_ppo') == expected
+  found = _metrics(
+    capsys, 'compare', *flags, '--algorithms=turn_ppo', '--json'
+  )['rows']['turn_ppo']
   assert found['loss'] == expected['loss']
   np.savez(out, advantages_BL=given[:, 1:])
-  line = _error(capsys, 'score', *flags, '--row=turn_ppo')
+  line = _error(capsys, 'score', *flags, '--algorithm=turn_ppo')
   assert line.startswith(f'--advantages={out}: advantages_BL has shape (6, 15)')
   line = _error(
-    capsys, 'score', *flags, f'--advantages={out}s', '--row=turn_ppo'
+    capsys, 'score', *flags, f'--advantages={out}s', '--algorithm=turn_ppo'
   )
   assert line == f'--advantages={out}s: No such file or directory\n'
 
@@ -336,7 +346,7 @@ def test_the_penalty_of_a_run(tmp_path, capsys):
 
 def test_what_the_row_does_not_read_is_left_out(tmp_path, capsys):
   arrays, *_ = batch_arrays.arrays()
-  flags = 'score', f'--batch={tmp_path}/F.npz', '--row=turn_ppo'
+  flags = 'score', f'--batch={tmp_path}/F.npz', '--algorithm=turn_ppo'
   np.savez(tmp_path / 'F.npz', **arrays)
   whole = _metrics(capsys, *flags)
   arrays['sampler_logprobs_BL'][:] = np.nan
@@ -353,7 +363,7 @@ def test_what_the_row_does_not_read_is_left_out(tmp_path, capsys):
     x.partition('/')[0] == 'mismatch' or 'sentence' in x for x in gone
   )
   assert found == pytest.approx({n: whole[n] for n in found}, rel=1e-6)
-  row = '--row=sspo'
+  row = '--algorithm=sspo'
   assert 'sentence_ids_BL: must be in 1..' in _error(capsys, *flags, row)
 
 
@@ -363,7 +373,7 @@ def test_a_diagnostic_that_is_too_large_is_left_out(tmp_path, capsys):
   # Far from its sampler, over a row too long for any product.
   arrays['sampler_logprobs_BL'] = arrays['old_logprobs_BL'] - 70
   np.savez(tmp_path / 'F.npz', **arrays)
-  flags = 'score', f'--batch={tmp_path}/F.npz', '--row=turn_ppo'
+  flags = 'score', f'--batch={tmp_path}/F.npz', '--algorithm=turn_ppo'
   found, err = _told(capsys, *flags)
   assert err == (
     'stab/rho, stab/norm_clipped, stab/norm_unclipped: not finite in float32; '
@@ -373,13 +383,13 @@ def test_a_diagnostic_that_is_too_large_is_left_out(tmp_path, capsys):
   longest = batch.loss_mask_BL.sum(axis=1).max()
   key = 'mismatch/sequence_log_weight_raw_max'
   assert found[key] == pytest.approx(70 * longest, rel=1e-5)
-  rows = '--rows=turn_ppo,token_ppo'
+  rows = '--algorithms=turn_ppo,token_ppo'
   _, err = _told(capsys, 'compare', flags[1], rows, '--json')
   assert err.startswith('turn_ppo: stab/rho, ') and err.count('\n') == 2
   assert _lab('compare', flags[1], rows) == 0
   assert capsys.readouterr().err == ''
-  line = _error(capsys, 'compare', flags[1], '--rows=turn_ppo,st_ppo')
-  assert line.startswith('--rows: st_ppo: stab/norm_clipped, ')
+  line = _error(capsys, 'compare', flags[1], '--algorithms=turn_ppo,st_ppo')
+  assert line.startswith('--algorithms: st_ppo: stab/norm_clipped, ')
 
 
 def test_what_the_page_says_is_true(tmp_path, monkeypatch, capsys):
@@ -392,7 +402,7 @@ def test_what_the_page_says_is_true(tmp_path, monkeypatch, capsys):
     'collect': runs.flags()[1:],
     'score': [],
     'advantages': [],
-    'compare': ['--rows=st_ppo'],  # whose program is there already
+    'compare': ['--algorithms=st_ppo'],  # whose program is there already
   }
   assert [words[4] for words in lines] == [*small, 'compare']
   for words in lines:
@@ -421,48 +431,60 @@ def test_what_the_page_says_is_true(tmp_path, monkeypatch, capsys):
   [
     ([], 'lab: no command; choices: collect, score, advantages, compare'),
     (['scor'], 'lab scor: unknown command; did you mean score? choices: '),
-    (['score', '--row=st_ppo'], '--batch: missing'),
-    (['score', '--batch=F'], '--row: missing'),
-    (['score', '--batch=F', '--row='], '--row: missing'),
-    (['score', '--batch=F', '--row=st_pp'], '--row=st_pp: unknown row; did yo'),
-    (['score', '--batch=F', '--row=st_ppo', '--sett=a'], '--sett=a: unknown f'),
-    (['score', '--batch=F', '--row=st_ppo', 'x'], 'x: not a flag'),
-    (['score', '--batch=F', '--row=st_ppo', '--set'], '--set: has no value'),
+    (['score', '--algorithm=st_ppo'], '--batch: missing'),
+    (['score', '--batch=F'], '--algorithm: missing'),
+    (['score', '--batch=F', '--algorithm='], '--algorithm: missing'),
     (
-      ['score', '--batch=F', '--row=st_ppo', '--float64=1'],
+      ['score', '--batch=F', '--algorithm=st_pp'],
+      '--algorithm=st_pp: unknown algorithm; did yo',
+    ),
+    (
+      ['score', '--batch=F', '--algorithm=st_ppo', '--sett=a'],
+      '--sett=a: unknown f',
+    ),
+    (['score', '--batch=F', '--algorithm=st_ppo', 'x'], 'x: not a flag'),
+    (
+      ['score', '--batch=F', '--algorithm=st_ppo', '--set'],
+      '--set: has no value',
+    ),
+    (
+      ['score', '--batch=F', '--algorithm=st_ppo', '--float64=1'],
       '--float64=1: takes no value',
     ),
     (
-      ['score', '--batch=F', '--row=st_ppo', '--entropy_coefficient=nan'],
+      ['score', '--batch=F', '--algorithm=st_ppo', '--entropy_coefficient=nan'],
       '--entropy_coefficient=nan: must be a finite number',
     ),
     (
-      ['score', '--batch=F', '--row=st_ppo', '--out=absent/O.npz'],
+      ['score', '--batch=F', '--algorithm=st_ppo', '--out=absent/O.npz'],
       '--out=absent/O.npz: a folder, or in a folder that does not exist',
     ),
     (
-      ['score', '--batch=F', '--row=st_ppo', '--out=./F'],
+      ['score', '--batch=F', '--algorithm=st_ppo', '--out=./F'],
       '--out=./F: is the file of --batch',
     ),
     (
-      ['score', '--bach', 'F', '--row=st_ppo'],
+      ['score', '--bach', 'F', '--algorithm=st_ppo'],
       '--bach: unknown flag; did you ',
     ),
     (
-      ['score', '--bach=F', '--row=st_ppo'],
+      ['score', '--bach=F', '--algorithm=st_ppo'],
       '--bach=F: unknown flag; did you m',
     ),
-    (['score', '-batch', 'F', '--row=st_ppo'], '-batch: not a flag; flags sta'),
     (
-      ['score', '--batch=F', '--row=st_ppo', '--advantages=A', '--out=A'],
+      ['score', '-batch', 'F', '--algorithm=st_ppo'],
+      '-batch: not a flag; flags sta',
+    ),
+    (
+      ['score', '--batch=F', '--algorithm=st_ppo', '--advantages=A', '--out=A'],
       '--out=A: is the file of --advantages',
     ),
     (
       ['score', '--batch=F', f'--config={_QUICKSTART}'],
-      '--row: missing',
+      '--algorithm: missing',
     ),
     (
-      ['score', '--batch=F', f'--config={_QUICKSTART}', '--row=st_pp'],
+      ['score', '--batch=F', f'--config={_QUICKSTART}', '--algorithm=st_pp'],
       f'--config={_QUICKSTART}:st_pp: unknown algorithm',
     ),
     (
@@ -478,7 +500,7 @@ def test_what_the_page_says_is_true(tmp_path, monkeypatch, capsys):
         '--estimator=gigpo',
         f'--config={_QUICKSTART}:grpo',
       ],
-      f'--estimator=gigpo: the row of --config={_QUICKSTART}:grpo has group_n',
+      f'=gigpo: the algorithm of --config={_QUICKSTART}:grpo has gro',
     ),  # fmt: skip
     (
       ['advantages', '--batch=F', '--estimator=gae', '--kl_coefficient=1'],
@@ -495,19 +517,22 @@ def test_what_the_page_says_is_true(tmp_path, monkeypatch, capsys):
       '--kl_coefficient=x: must be a finite number',
     ),  # fmt: skip
     (
-      ['compare', '--batch=F', '--rows=st_ppo,st_pp'],
-      '--rows=st_pp: unknown r',
+      ['compare', '--batch=F', '--algorithms=st_ppo,st_pp'],
+      '--algorithms=st_pp: unknown a',
     ),
     (
-      ['compare', '--batch=F', '--rows=st_ppo:tau'],
-      '--rows=st_ppo:tau: expected KEY=VALUE',
+      ['compare', '--batch=F', '--algorithms=st_ppo:tau'],
+      '--algorithms=st_ppo:tau: expected KEY=VALUE',
     ),
     (
-      ['compare', '--batch=F', '--rows=st_ppo:ratio.levl=turn'],
-      "--rows=st_ppo:ratio.levl=turn: no key 'levl' in config.algorithm.ratio;",
+      ['compare', '--batch=F', '--algorithms=st_ppo:ratio.levl=turn'],
+      "=st_ppo:ratio.levl=turn: no key 'levl' in config.algorithm.ratio;",
     ),
-    (['compare', '--batch=F'], '--rows: missing'),
-    (['compare', '--batch=F', '--rows=st_ppo,'], '--rows=: unknown row; choic'),
+    (['compare', '--batch=F'], '--algorithms: missing'),
+    (
+      ['compare', '--batch=F', '--algorithms=st_ppo,'],
+      '--algorithms=: unknown algorithm; choic',
+    ),
     (['collect', '--out=F'], '--config: missing'),
     (['collect', *runs.flags()], '--out: missing'),
     (
@@ -539,7 +564,7 @@ def test_a_wrong_flag_is_one_line_and_2(capsys, flags, expected):
     ('correction.clipping_bias.tau=0', 'tau=0: must be a number > 0'),
     ('correction.names=("tiss",)', 'must be a tuple of any of clipping_bias'),
     ('correction.names=mis,tiss', 'geo_rs; did you mean tis'),
-    ('correction=tis', 'a block, not a value; set one of its keys: '),
+    ('correction=tis', 'a section, not a value; set one of its keys: '),
     ('ratio.level=word', 'level=word: must be one of token, turn, sentence'),
     ('ratio.level=trun', 'sequence; did you mean turn?'),
     ('bounds.name=adaptive', 'name=adaptive: must be one of fixed, entropy_'),
@@ -551,7 +576,7 @@ def test_a_wrong_flag_is_one_line_and_2(capsys, flags, expected):
   ],
 )
 def test_a_wrong_option_is_one_line_and_2(file, capsys, change, expected):
-  flags = 'score', f'--batch={file}', '--row=st_ppo'
+  flags = 'score', f'--batch={file}', '--algorithm=st_ppo'
   line = _error(capsys, *flags, '--set', change)
   assert line.startswith(f'--set {change}: ') and expected in line
   assert _error(capsys, *flags, f'--set={change}') == line
@@ -592,29 +617,45 @@ def _short(arrays):
 @pytest.mark.parametrize(
   ('flags', 'change', 'expected'),
   [
-    (['--row=st_ppo'], _without('logprobs_BL'), 'lacks logprobs_BL, which st'),
-    (['--row=sspo'], _without('entropy_BL'), 'lacks entropy_BL, which sspo re'),
-    (['--row=minirl'], _without('sampler_logprobs_BL'), 'lacks sampler_logpro'),
     (
-      ['--row=st_ppo', '--set=kl.where=loss'],
+      ['--algorithm=st_ppo'],
+      _without('logprobs_BL'),
+      'lacks logprobs_BL, which st',
+    ),
+    (
+      ['--algorithm=sspo'],
+      _without('entropy_BL'),
+      'lacks entropy_BL, which sspo re',
+    ),
+    (
+      ['--algorithm=minirl'],
+      _without('sampler_logprobs_BL'),
+      'lacks sampler_logpro',
+    ),
+    (
+      ['--algorithm=st_ppo', '--set=kl.where=loss'],
       _without('ref_logprobs_BL'),
       'lacks ref_logprobs_BL, which st_ppo reads',
     ),
-    (['--row=st_ppo'], _short, 'advantages_BL has shape (6, 15), expected (6'),
     (
-      ['--row=st_ppo'],
-      _broken('advantages_BL', math.nan),
-      'advantages_BL: not finite in float32; 1 slots, the first at [0, ',
+      ['--algorithm=st_ppo'],
+      _short,
+      'advantages_BL has shape (6, 15), expected (6',
     ),
     (
-      ['--row=st_ppo'],
+      ['--algorithm=st_ppo'],
+      _broken('advantages_BL', math.nan),
+      'advantages_BL: not finite in float32; 1 entries, the first at [0, ',
+    ),
+    (
+      ['--algorithm=st_ppo'],
       _broken('turn_ids_BL', 0),
       'turn_ids_BL: must be in 1..',
     ),
     (
-      ['--row=st_ppo'],
+      ['--algorithm=st_ppo'],
       _broken('advantages_BL', 3e38),
-      'stab/rho: not finite in float32, for too large numbers',
+      'stab/rho: not finite in float32, the numbers are too large',
     ),
   ],
 )
@@ -626,19 +667,19 @@ def test_a_wrong_file_is_one_line_and_2(
   np.savez(tmp_path / 'F.npz', **arrays)
   line = _error(capsys, 'score', f'--batch={tmp_path}/F.npz', *flags)
   assert expected in line
-  assert f'--batch={tmp_path}/F.npz: ' in line or 'float32, for' in line
+  assert f'--batch={tmp_path}/F.npz: ' in line or 'float32, the' in line
 
 
 def test_compare_names_the_row_that_lacks_an_array(tmp_path, capsys):
   arrays, *_ = batch_arrays.arrays()
   del arrays['sentence_ids_BL']
   np.savez(tmp_path / 'F.npz', **arrays)
-  rows = '--rows=token_ppo,sspo'
+  rows = '--algorithms=token_ppo,sspo'
   line = _error(capsys, 'compare', f'--batch={tmp_path}/F.npz', rows)
   assert 'lacks sentence_ids_BL, which sspo reads' in line
   del arrays['logprobs_BL'], arrays['entropy_BL']
   np.savez(tmp_path / 'F.npz', **arrays)
-  rows = '--rows=token_ppo,turn_ppo'
+  rows = '--algorithms=token_ppo,turn_ppo'
   line = _error(capsys, 'compare', f'--batch={tmp_path}/F.npz', rows)
   assert 'lacks logprobs_BL, which token_ppo reads' in line  # the first
 
@@ -671,9 +712,9 @@ def test_what_is_no_file_is_one_line_and_2(tmp_path, capsys):
     (tmp_path / 'text', 'not an npz file\n'),
   ):
     for flags in (
-      ('score', '--row=st_ppo'),
+      ('score', '--algorithm=st_ppo'),
       ('advantages', '--estimator=gae'),
-      ('compare', '--rows=st_ppo'),
+      ('compare', '--algorithms=st_ppo'),
     ):
       line = _error(capsys, *flags, f'--batch={path}')
       assert line.startswith(f'--batch={path}: {expected}')
@@ -686,7 +727,7 @@ def test_it_computes_on_cpu_and_says_how(tmp_path):
   done = subprocess.run(
     [
       sys.executable, '-m', 'stppo_jax', 'lab', 'score',
-      f'--batch={tmp_path}/F.npz', '--row', 'token_ppo',
+      f'--batch={tmp_path}/F.npz', '--algorithm', 'token_ppo',
     ],
     env=environment, cwd=runs.REPO, capture_output=True, text=True,
   )  # fmt: skip
