@@ -1,49 +1,60 @@
-"""Where the seconds of a step go, and tokens per second."""
+"""The seconds of a step by phase, and its tokens per second."""
 
 from collections.abc import Mapping
 import time
 
 from stppo_jax import batch as batch_lib
 
-_PHASES = ('wait', 'annotate', 'update')
-
 
 class Timer:
-  """Seconds since the last lap, by name.
+  """Measures the seconds between laps.
 
   Attributes:
-    laps: `timing_s/{name}` to seconds.
+    laps: seconds by `timing_s/{name}`.
   """
 
   def __init__(self):
     self._last = time.monotonic()
-    self.laps = {}
+    self.laps: dict[str, float] = {}
 
   def lap(self, name: str) -> None:
+    """Records the seconds since the last lap, or since the start."""
     now = time.monotonic()
     self.laps[f'timing_s/{name}'] = now - self._last
     self._last = now
 
 
-def speed(
+def step_metrics(
+  laps: Mapping[str, float],
   packed: batch_lib.TokenBatch,
-  metrics: Mapping[str, float],
   *,
+  collect_seconds: float,
+  save_seconds: float,
   num_epochs: int,
 ) -> dict[str, float]:
-  """Tokens per second: of the step, of writing, of updating.
+  """Returns the seconds of a step's phases and its tokens per second.
 
   Args:
+    laps: the seconds of waiting for the collection, annotating and updating,
+      by the names of `Timer`.
     packed: the step's batch.
-    metrics: with the seconds of collecting and of the phases of the step.
+    collect_seconds: how long the collection took; more than the wait for it
+      where it was made ahead.
+    save_seconds: how long the save after the step before took, which its own
+      line could not hold.
     num_epochs: passes over the batch.
   """
   tokens = float(packed.lengths_B.sum())
-  written = float((packed.turn_ids_BL > 0).sum())
+  sampled = float((packed.turn_ids_BL > 0).sum())
+  seconds = sum(laps.values())
   return {
-    'perf/throughput': tokens / sum(metrics[f'timing_s/{p}'] for p in _PHASES),
-    'perf/collect_tokens_per_second': written / metrics['timing_s/collect'],
+    **laps,
+    'timing_s/collect': collect_seconds,
+    'timing_s/step': seconds,
+    'perf/throughput': tokens / seconds,
+    'perf/collect_tokens_per_second': sampled / collect_seconds,
     'perf/update_tokens_per_second': (
-      tokens * num_epochs / metrics['timing_s/update']
+      tokens * num_epochs / laps['timing_s/update']
     ),
+    'timing_s/checkpoint': save_seconds,
   }

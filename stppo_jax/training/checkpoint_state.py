@@ -1,7 +1,8 @@
 """What of a state goes into a checkpoint, and how it comes back.
 
-The base under adapters does not: it is large, never changes, and a start makes
-it again. Its fingerprint does, so that nobody goes on with another base.
+The frozen weights under adapters are not saved: they are large, never change,
+and every start makes them again. Their fingerprints are, so that no run goes on
+with other frozen weights.
 """
 
 import dataclasses
@@ -13,8 +14,10 @@ from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
 from stppo_jax.records import checkpoint
+from stppo_jax.training import prefetch
 
 _BASE = 'base_fingerprints'
+Restored = tuple[int, state_lib.TrainState, dict[str, Any]]
 
 
 class OtherBase(RuntimeError):
@@ -23,31 +26,98 @@ class OtherBase(RuntimeError):
   exit_code = 2
 
 
-def save(
-  checkpointer: checkpoint.Checkpointer,
-  step: int,
-  state: state_lib.TrainState,
-  host: dict[str, Any],
-) -> None:
-  """See `Checkpointer.save`."""
-  host = host | base_record(state.frozen)
-  checkpointer.save(step, dataclasses.replace(state, frozen=None), host)
+class TrainCheckpoints:
+  """Saves a training state with published policies and the KL coefficient.
+
+  Args:
+    learner: holds the KL coefficient in force.
+    collector: holds the policies that collect the steps to come.
+  """
+
+  def __init__(
+    self, learner: learner_lib.Learner, collector: prefetch.Prefetcher
+  ):
+    self._learner = learner
+    self._collector = collector
+
+  def save(
+    self,
+    checkpointer: checkpoint.Checkpointer,
+    step: int,
+    state: state_lib.TrainState,
+    host: dict[str, Any],
+  ) -> None:
+    """Saves the state after `step` steps; see `Checkpointer.save`."""
+    published = self._collector.published(step, state.policy.params)
+    host = {
+      'kl_coefficient': self._learner.kl_coefficient,
+      **host,
+      **base_record(state.frozen),
+    }
+    state = dataclasses.replace(state, published=published, frozen=None)
+    checkpointer.save(step, state, host)
+
+  def restore(
+    self,
+    checkpointer: checkpoint.Checkpointer,
+    start: state_lib.TrainState,
+  ) -> Restored | None:
+    """Restores the newest valid step, in the learner and the collector too."""
+    found = newest(checkpointer, self._learner, start)
+    if found is None:
+      return None
+    step, state, host = found
+    self._collector.restore(step, state.published)
+    self._learner.kl_coefficient = host['kl_coefficient']
+    return step, dataclasses.replace(state, published=()), host
+
+
+class PreferenceCheckpoints:
+  """Saves weights and optimiser of a policy that learns from pairs."""
+
+  def save(
+    self,
+    checkpointer: checkpoint.Checkpointer,
+    step: int,
+    state: state_lib.TrainState,
+    host: dict[str, Any],
+  ) -> None:
+    """Saves the policy after `step` updates; see `Checkpointer.save`."""
+    host = host | base_record(state.frozen)
+    checkpointer.save(step, state.policy, host)
+
+  def restore(
+    self,
+    checkpointer: checkpoint.Checkpointer,
+    start: state_lib.TrainState,
+  ) -> Restored | None:
+    """Restores the newest valid step."""
+    found = checkpointer.restore_latest(start.policy)
+    if found is None:
+      return None
+    step, policy, host = found
+    check_base(step, host, start.frozen)
+    return step, dataclasses.replace(start, policy=policy), host
 
 
 def newest(
   checkpointer: checkpoint.Checkpointer,
   learner: learner_lib.Learner,
   start: state_lib.TrainState,
-) -> tuple[int, state_lib.TrainState, dict[str, Any]] | None:
-  """(steps done, state, host) of the newest valid step; None: none was saved.
+) -> Restored | None:
+  """Returns the newest valid step, or None if none was saved.
 
   Args:
-    checkpointer: of the run.
-    learner: of the run.
-    start: its start, whose frozen part becomes that of the state.
+    checkpointer: the checkpoints of a run.
+    learner: the learner of the run.
+    start: the state before the first step; its frozen weights become those of
+      the restored state.
+
+  Returns:
+    (steps done, state, JSON record).
 
   Raises:
-    OtherBase: that part is not the one of the run.
+    OtherBase: the run has other frozen weights.
     Exceptions of `Checkpointer.restore_latest`.
   """
   found = checkpointer.restore_latest(learner.abstract_state(start))
@@ -58,23 +128,26 @@ def newest(
   return step, dataclasses.replace(state, frozen=start.frozen), host
 
 
-def policy(
+def policy_params(
   checkpointer: checkpoint.Checkpointer,
   learner: learner_lib.Learner,
   frozen: functional.Params | None,
   *,
   step: int | None,
 ) -> tuple[int, functional.Params] | None:
-  """(steps done, weights for `learner.policy`); no other leaf is read.
+  """Reads the weights of a policy, and no other leaf, from a checkpoint.
 
   Args:
-    checkpointer: of the run, read-only.
-    learner: of the run.
-    frozen: the base under adapters, if there are any.
-    step: the one that is wanted; None: the newest valid one.
+    checkpointer: the checkpoints of a run, read-only.
+    learner: the learner of the run.
+    frozen: the weights under adapters; None without adapters.
+    step: the step that is wanted; None: the newest valid one.
+
+  Returns:
+    (steps done, weights for `learner.policy`), or None if none was saved.
 
   Raises:
-    OtherBase: that base is not the one of the run.
+    OtherBase: the run has other frozen weights.
     Exceptions of `Checkpointer.restore_latest`.
   """
   found = checkpointer.restore_latest(
@@ -90,14 +163,14 @@ def policy(
 
 
 def base_record(frozen: functional.Params | None) -> dict[str, Any]:
-  """What tells the base under adapters from others; {} without one."""
+  """Returns the record that identifies frozen weights; {} without them."""
   return {} if frozen is None else {_BASE: _fingerprints(frozen)}
 
 
 def check_base(
   step: int, host: dict[str, Any], frozen: functional.Params | None
 ) -> None:
-  """Raises `OtherBase` where `frozen` is not what the step was saved with."""
+  """Raises `OtherBase` unless `frozen` is what the step was trained with."""
   if frozen is not None and host[_BASE] != _fingerprints(frozen):
     raise OtherBase(
       f'the weights under the adapters are not those that step {step} was '
@@ -105,5 +178,5 @@ def check_base(
     )
 
 
-def _fingerprints(params) -> list[int]:
+def _fingerprints(params: functional.Params) -> list[int]:
   return checkpoint.fingerprints(jax.tree.leaves(params))

@@ -1,4 +1,4 @@
-"""Scores on fixed questions that training never sees."""
+"""Evaluation on fixed questions that training never sees."""
 
 from collections.abc import Mapping
 import contextlib
@@ -16,13 +16,16 @@ from stppo_jax.training import run_record
 
 
 class Evaluator:
-  """Plays the evaluation questions of a run, always the same ones.
+  """Scores a policy on the evaluation questions, always the same ones.
 
   Args:
-    config: of the run.
-    services: questions, environment, retriever.
-    tokenizer: of the policy.
-    policy: the model that plays.
+    config: the config of a run.
+    services: questions, environment and event loop.
+    tokenizer: the policy's tokenizer.
+    policy: the model that is evaluated.
+
+  Attributes:
+    has_questions: whether the data set has questions to evaluate on.
   """
 
   def __init__(
@@ -35,6 +38,7 @@ class Evaluator:
     self._questions = services.questions.evaluation(
       config.evaluate.num_questions
     )
+    self.has_questions = bool(self._questions)
     self._collector, self._engine = assembly.build_collector(
       config, services, tokenizer, policy, slots=config.evaluate.batch_size
     )
@@ -44,15 +48,19 @@ class Evaluator:
   def run(
     self, params: functional.Params, *, greedy: bool = True
   ) -> tuple[dict[str, float], list[types.Trajectory]]:
-    """Mean main score per data set, and everything that was played.
+    """Returns the mean main score by data set, and all trajectories.
 
     Trajectories that the infrastructure failed count in no mean.
+
+    Args:
+      params: weights of the policy.
+      greedy: whether to decode greedily instead of sampling.
     """
     self._engine.publish(params, 0)
     questions = [q for group in self._questions.values() for q in group]
     keys = keys_lib.row_keys(self._key, 0, len(questions))
     trajectories = self._collector.collect(questions, keys, greedy=greedy)
-    scores = {}
+    scores: dict[str, list[float]] = {}
     for trajectory in trajectories:
       if trajectory.status is not types.TrajectoryStatus.INFRA_ERROR:
         name = trajectory.question.data_set
@@ -83,9 +91,9 @@ def evaluate(config, workdir: str | pathlib.Path) -> int:
   if not workdir.is_dir():
     raise assembly.Misconfigured(f'--workdir={workdir}: no such folder')
   config = run_record.with_start(config, workdir)
-  parts = assembly.build_components(config)
-  learner = parts.learner
-  with assembly.build_services(config, parts.questions) as services:
+  components = assembly.build_components(config)
+  learner = components.learner
+  with assembly.build_services(config, components.questions) as services:
     with assembly.config_errors():
       state = learner.start()
     with contextlib.closing(
@@ -93,7 +101,9 @@ def evaluate(config, workdir: str | pathlib.Path) -> int:
     ) as checkpoints:
       found = checkpoint_state.newest(checkpoints, learner, state)
     done, state = found[:2] if found else (0, state)
-    evaluator = Evaluator(config, services, parts.tokenizer, learner.policy)
+    evaluator = Evaluator(
+      config, services, components.tokenizer, learner.policy
+    )
     scores, _ = evaluator.run(learner.merged_params(state))
     for name, score in sorted(evaluator.metrics(scores).items()):
       print(f'step {done} {name} {score:.4f}')

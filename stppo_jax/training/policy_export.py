@@ -72,7 +72,9 @@ def export(
   if config.model.lora.rank:
     with assembly.config_errors():
       frozen = weights.frozen(config, config.model.path, learner.policy, mesh)
-  found = checkpoint_state.policy(checkpointer, learner, frozen, step=step)
+  found = checkpoint_state.policy_params(
+    checkpointer, learner, frozen, step=step
+  )
   checkpointer.close()
   if found is None:
     raise assembly.Misconfigured(f'{workdir}: no checkpoint of step {step}')

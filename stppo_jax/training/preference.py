@@ -1,44 +1,40 @@
 """Learning from pairs of trajectories that were collected before.
 
-    for number in range(first, num_updates):
-      state, metrics = update(state, reference, minibatch(pairs, number))
-      write, checkpoint
-
-No environment and no sampling. Everything an update does is a function of
-(config, file, number, state), so the same command resumes from the last
-checkpoint as if nothing had happened.
+There is no environment and no sampling. Everything that an update does is a
+function of (config, file, number, state), so that the same command resumes from
+the last checkpoint as if nothing had happened.
 """
 
-import contextlib
+import dataclasses
 import functools
 import math
 import pathlib
-import time
+from typing import NamedTuple
 
 import jax
 
+from stppo_jax import batch as batch_lib
 from stppo_jax.learner import keys
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import optimizer as optimizer_lib
 from stppo_jax.learner import preference_update
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import weights as weights_lib
+from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
-from stppo_jax.records import checkpoint
-from stppo_jax.records import writer as writer_lib
+from stppo_jax.records import timing
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint_state
-from stppo_jax.training import interruption
 from stppo_jax.training import model_files
 from stppo_jax.training import pairs as pairs_lib
-from stppo_jax.training import run_record
+from stppo_jax.training import run as run_lib
 
 _ADAM = ('b1', 'b2', 'eps')
-# Keys that speak of models and are not used here: what they may be all the
-# same, which is how it is done here, and the default.
+# Keys that are not used here, with the values that they may have all the same:
+# the one that says what is done here, and the default.
 _UNUSED = {
   'model.reference_memory': ('device',),
   'updates.routing_replay': ('nowhere',),
@@ -51,12 +47,12 @@ def prefer(
 ) -> int:
   """Trains, or resumes, on the pairs of a file; exports to `workdir/policy`.
 
-  It starts from model.path (random weights without one); the reference is
-  model.reference_path, or that start.
+  The policy starts from model.path, or from random weights without one; the
+  reference is model.reference_path, or that start.
 
   Args:
-    config: of the run; its block `preference` above all.
-    file: npz, see `pairs.read`.
+    config: the config of the run; its section `preference` above all.
+    file: an npz file, see `pairs.read`.
     workdir: the run's folder.
 
   Returns:
@@ -67,58 +63,92 @@ def prefer(
     devices or the workdir (2), corrupt checkpoints (3), a checkpoint that
     cannot be saved (75).
   """
-  with contextlib.ExitStack() as stack:
-    interrupt = stack.enter_context(interruption.Interruption())
-    try:
-      with interrupt.abandonable():
-        run = _Run(config, file, pathlib.Path(workdir))
-        stack.callback(run.close)
-        run.resume()
-    except interruption.Interrupted:
-      print('interrupted before the first update; the same command starts anew')
-      return interrupt.exit_code
-    return run.play(interrupt)
-
-
-class _Run:
-  """The parts of one run, and what an update does with them."""
-
-  def __init__(self, config, file, workdir: pathlib.Path):
-    self._config = config
-    self._workdir = workdir
+  with run_lib.start(workdir, unit='update') as run:
+    learner, pairs, state, reference = _start(config, file, run)
     options = config.preference
+    for number in range(run.first_step, run.num_steps):
+      timer = timing.Timer()
+      with run.abandonable():
+        minibatch = pairs_lib.minibatch(
+          pairs, number, size=options.batch_size, seed=config.seed
+        )
+      state, metrics = learner.update(state, minibatch, reference)
+      metrics = jax.device_get(metrics)
+      timer.lap('step')
+      run.finish_step(number + 1, state, metrics | timer.laps)
+    run.finish(learner.policy, learner.merged_params(state))
+  return run.exit_code
+
+
+class _Started(NamedTuple):
+  """What the loop works with.
+
+  Attributes:
+    learner: makes states and updates them.
+    pairs: all pairs of the file.
+    state: the state to go on from.
+    reference: weights of the frozen reference.
+  """
+
+  learner: 'PreferenceLearner'
+  pairs: batch_lib.PairBatch
+  state: state_lib.TrainState
+  reference: functional.Params
+
+
+def _start(config, file: str | pathlib.Path, run: run_lib.Run) -> _Started:
+  """Builds what the loop works with and resumes the run."""
+  options = config.preference
+  with run.abandonable():
     with assembly.config_errors():
-      _check_used(config)
-      self._tokenizer = assembly.build_tokenizer(
-        config, assembly.build_questions(config)
-      )
-      model_files.check(config, self._tokenizer)
-      whole, digest = pairs_lib.read(file)
-      shape = assembly.build_model_config(config, self._tokenizer)
+      _check_unused_keys(config)
+      questions = assembly.build_questions(config)
+      tokenizer = assembly.build_tokenizer(config, questions)
+      model_files.check(config, tokenizer)
+      pairs, digest = pairs_lib.read(file)
+      shape = assembly.build_model_config(config, tokenizer)
       mesh = assembly.build_mesh(config)
-      _check(config, whole, shape, mesh, file)
-      models = model_roles.build(config, shape, mesh, uses_values=False)
-      self._trained = models['policy']
-      self._policy = self._trained.plain_policy
-      optimizer, self._numbers = _optimizer(config)
-      make, layout = _fresh(config, self._trained, optimizer, mesh)
+      _check_sizes(config, pairs, shape, mesh, file)
+      learner = PreferenceLearner(config, shape, mesh)
       # Resumed with other pairs, it would be a run that no command describes.
-      run_record.record_config(
-        {**config.to_dict(), 'batch_sha256': digest}, workdir
-      )
-      load = weights_lib.frozen if self._trained.lora else weights_lib.initial
-      start = make(load(config, config.model.path, self._policy, mesh))
-      self._state, self._frozen = start.policy, start.frozen
-      # Under adapters the base is the reference.
-      self._reference = self._frozen
-      if self._frozen is None or config.model.reference_path:
-        path = config.model.reference_path or config.model.path
-        self._reference = weights_lib.frozen(config, path, self._policy, mesh)
-    self._pairs = pairs_lib.resized(whole, bucket=config.rollout.length_bucket)
-    self._num_updates = options.num_epochs * pairs_lib.updates_per_epoch(
-      len(whole.tokens_Q2L), options.batch_size
+      run.record_config(config, batch_sha256=digest)
+      state = learner.start()
+      reference = learner.reference(state)
+    pairs = pairs_lib.resized(pairs, bucket=config.rollout.length_bucket)
+    num_pairs = len(pairs.tokens_Q2L)
+    per_epoch = pairs_lib.updates_per_epoch(num_pairs, options.batch_size)
+    run.open(
+      config, num_steps=options.num_epochs * per_epoch, tokenizer=tokenizer
     )
+    state = run.resume(state, checkpoint_state.PreferenceCheckpoints())
+  run.show(f'{num_pairs} pairs')
+  return _Started(learner, pairs, state, reference)
+
+
+class PreferenceLearner:
+  """Makes the state of a policy and updates it on pairs.
+
+  Args:
+    config: the config of a run.
+    shape: the policy's shape.
+    mesh: the run's mesh.
+
+  Attributes:
+    policy: the policy without adapters.
+  """
+
+  def __init__(
+    self, config, shape: model_config.ModelConfig, mesh: jax.sharding.Mesh
+  ):
+    self._config, self._mesh = config, mesh
+    self._trained = model_roles.build(config, shape, mesh, uses_values=False)[
+      'policy'
+    ]
+    self.policy = self._trained.plain_policy
+    optimizer, self._numbers = _optimizer(config)
+    self._fresh, layout = _fresh(config, self._trained, optimizer, mesh)
     self._rows = sharding.batch_sharding(mesh)
+    options = config.preference
     size = options.batch_size
     self._update = jax.jit(
       functools.partial(
@@ -133,93 +163,48 @@ class _Run:
       # Pinned, so that a restored state is computed with by the same program.
       out_shardings=(layout.policy, None),
     )
-    self._checkpointer = checkpoint.Checkpointer(
-      workdir, keep=config.checkpoint.keep
+
+  def start(self) -> state_lib.TrainState:
+    """Returns the state before the first update."""
+    load = weights_lib.frozen if self._trained.lora else weights_lib.initial
+    path = self._config.model.path
+    return self._fresh(load(self._config, path, self.policy, self._mesh))
+
+  def reference(self, state: state_lib.TrainState) -> functional.Params:
+    """Returns the weights of the frozen reference."""
+    model = self._config.model
+    if state.frozen is not None and not model.reference_path:
+      return state.frozen
+    path = model.reference_path or model.path
+    return weights_lib.frozen(self._config, path, self.policy, self._mesh)
+
+  def update(
+    self,
+    state: state_lib.TrainState,
+    minibatch: batch_lib.PairBatch,
+    reference: functional.Params,
+  ) -> tuple[state_lib.TrainState, dict[str, jax.Array]]:
+    """Takes one optimiser step; consumes the state but its frozen weights."""
+    policy, metrics = self._update(
+      state.policy,
+      reference,
+      distributed.from_local_rows(minibatch, self._rows),
+      self._numbers,
+      state.frozen,
     )
-    self._writer = writer_lib.Writer(
-      workdir,
-      num_steps=self._num_updates,
-      tensorboard=config.writer.tensorboard,
-      trajectories=0,
-    )
-    self._done = 0
+    return dataclasses.replace(state, policy=policy), metrics
 
-  def resume(self) -> None:
-    """Goes to the newest checkpoint, and forgets what was written after it."""
-    found = self._checkpointer.restore_latest(self._state)
-    if found is not None:
-      self._done, self._state, host = found
-      checkpoint_state.check_base(self._done, host, self._frozen)
-    self._writer.truncate_after(self._done)
-
-  def close(self) -> None:
-    """Ends the display and releases the files."""
-    self._writer.close()
-    self._checkpointer.close()
-
-  def play(self, interrupt: interruption.Interruption) -> int:
-    """Does the remaining updates; the exit code."""
-    options = self._config.preference
-    self._writer.show(f'{len(self._pairs.tokens_Q2L)} pairs')
-    while self._done < self._num_updates:
-      if interrupt.exit_code is not None:
-        self._save()
-        self._writer.show(
-          f'interrupted after update {self._done}, saved; '
-          'the same command resumes'
-        )
-        return interrupt.exit_code
-      start = time.monotonic()
-      batch = pairs_lib.minibatch(
-        self._pairs,
-        self._done,
-        size=options.batch_size,
-        seed=self._config.seed,
-      )
-      self._state, metrics = self._update(
-        self._state,
-        self._reference,
-        distributed.from_local_rows(batch, self._rows),
-        self._numbers,
-        self._frozen,
-      )
-      metrics = jax.device_get(metrics)
-      metrics['timing_s/step'] = time.monotonic() - start
-      self._done += 1
-      self._writer.write(self._done, metrics)
-      # Last: killed in between, the line is written again, never missing.
-      last = self._done == self._num_updates
-      if last or self._done % self._config.checkpoint.every == 0:
-        self._save()
-    self._finish()
-    return 0
-
-  def _save(self) -> None:
-    host = checkpoint_state.base_record(self._frozen)
-    self._checkpointer.save(self._done, self._state, host)
-
-  def _finish(self) -> None:
-    policy = self._workdir / 'policy'
-    params = self._state.params
-    if self._frozen is not None:
-      whole = state_lib.join_frozen(self._trained, self._frozen, params)
-      params = jax.jit(self._trained.merge_adapters)(whole)
-    model_files.export(
-      self._config,
-      policy,
-      self._policy,
-      params,
-      self._tokenizer,
-      dtype=weights_lib.TRAINED,
-    )
-    self._writer.show(
-      f'done. metrics: {self._workdir / "metrics.jsonl"}\n'
-      f'policy (Hugging Face format): {policy}'
-    )
+  def merged_params(self, state: state_lib.TrainState) -> functional.Params:
+    """Returns weights for `policy`: without adapters, no copy is made."""
+    params = state.policy.params
+    if state.frozen is None:
+      return params
+    joined = state_lib.join_frozen(self._trained, state.frozen, params)
+    return jax.jit(self._trained.merge_adapters)(joined)
 
 
 def _optimizer(config):
-  """The optimiser, and the runtime numbers of an update."""
+  """Returns the optimiser and the runtime numbers of an update."""
   numbers = config.policy_optimizer.to_dict()
   adam = {name: numbers.pop(name) for name in _ADAM}
   return optimizer_lib.build_optimizer(**adam), {
@@ -230,7 +215,7 @@ def _optimizer(config):
 
 
 def _fresh(config, policy: functional.Model, optimizer, mesh):
-  """From weights to the state before the first update, and its layout."""
+  """Returns what makes the first state of weights, and the state's layout."""
   key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
   make = functools.partial(
     state_lib.fresh,
@@ -245,22 +230,22 @@ def _fresh(config, policy: functional.Model, optimizer, mesh):
   return jax.jit(make, donate_argnums=0, out_shardings=layout), layout
 
 
-def _check_used(config) -> None:
-  """Raises ValueError where a key asks for what is not done here."""
+def _check_unused_keys(config) -> None:
+  """Raises ValueError if a key asks for what `prefer` does not do."""
   lines = []
   for key, done in _UNUSED.items():
-    block, name = key.split('.')
-    if config[block][name] not in done:
+    section, name = key.split('.')
+    if config[section][name] not in done:
       lines.append(
-        f'{key}={config[block][name]}: must be '
+        f'{key}={config[section][name]}: must be '
         f'{" or ".join(map(str, done))} for prefer, which does not use it'
       )
   if lines:
     raise ValueError('\n'.join(lines))
 
 
-def _check(config, whole, shape, mesh, file) -> None:
-  """Raises ValueError where file, model and devices do not fit together."""
+def _check_sizes(config, pairs, shape, mesh, file) -> None:
+  """Raises ValueError if file, model and devices do not fit together."""
   if jax.process_count() != 1:
     raise ValueError(
       f'{jax.process_count()} processes: runs of several are not supported'
@@ -272,7 +257,7 @@ def _check(config, whole, shape, mesh, file) -> None:
         f'preference.{key}={config.preference[key]}: must be a multiple of '
         f'the {shards} devices of the axes data and fsdp'
       )
-  low, high = int(whole.tokens_Q2L.min()), int(whole.tokens_Q2L.max())
+  low, high = int(pairs.tokens_Q2L.min()), int(pairs.tokens_Q2L.max())
   if low < 0 or high >= shape.vocab_size:
     raise ValueError(
       f'{file}: tokens_BL has the id {low if low < 0 else high}, which is not '

@@ -1,15 +1,16 @@
-"""Collecting ahead: the dialogues of further steps while this one is learned.
+"""Collecting ahead: trajectories of later steps while this one is learned.
 
-Step n is played by the policy after max(0, n - k) steps, k = `steps_ahead`:
+With k = `steps_ahead`, step n is collected with the policy after max(0, n - k)
+steps:
 
-    collected   0  1     2     3            k = 1: step 1 is played by the
-    updated        0     1     2            start, step 2 by the policy
+    collected   0  1     2     3            k = 1: step 1 is collected with the
+    updated        0     1     2            start, step 2 with the policy
     policy      0  0     1     2            after step 0, ...
 
-So far behind is what is trained on, never more and never less, whatever takes
-long. What a collection yields is a function of (config, step, policy): it is
-the same in the background as between two updates, and one that is thrown away
-is played again by whoever still has its policy.
+A batch is exactly so stale, however long anything takes. What a collection
+yields is a function of (config, step, policy): it is the same in the background
+as between two updates, and one that was dropped can be made again from the
+policy, which is why checkpoints hold the policies of the steps to come.
 """
 
 from collections.abc import Callable
@@ -22,28 +23,29 @@ import time
 from typing import Any
 
 from stppo_jax import types
+from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
 from stppo_jax.rollout import event_loop
 
 Future = concurrent.futures.Future
-Played = tuple[list[types.Trajectory], dict[str, float]]
+Trajectories = list[types.Trajectory]
 
 
 class Abandoned(Exception):
-  """Nobody wants the rest of a collection; seen by its own thread only."""
+  """Nobody wants the rest of a collection; ends its thread only."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Collected:
-  """A step's collection.
+  """The collection of one step.
 
   Attributes:
-    trajectories: to train on, groups adjacent.
-    metrics: of the collection.
-    seconds: that it took, whoever waited for it.
+    trajectories: trajectories to train on, groups adjacent.
+    metrics: metrics of the collection.
+    seconds: how long it took, whether or not anybody waited for it.
   """
 
-  trajectories: list[types.Trajectory]
+  trajectories: Trajectories
   metrics: dict[str, float]
   seconds: float
 
@@ -51,8 +53,8 @@ class Collected:
 class StoppableLoop:
   """An event loop that can be told to serve nobody any more.
 
-  A collection shows it every chunk of tokens and waits for nothing else, so
-  that stopping it ends a collection on another thread.
+  A collection submits to it after every chunk of tokens and waits for nothing
+  else, so that stopping it ends a collection on another thread.
   """
 
   def __init__(self, loop: event_loop.EventLoop):
@@ -62,7 +64,11 @@ class StoppableLoop:
     self._waiting: set[Future] = set()
 
   def submit(self, coroutines: Sequence[Coroutine]) -> list[Future]:
-    """See `EventLoop.submit`. Raises `Abandoned` once stopped."""
+    """Starts coroutines, see `EventLoop.submit`.
+
+    Raises:
+      Abandoned: the loop was stopped.
+    """
     with self._lock:
       if self._stopped:
         for coroutine in coroutines:
@@ -73,12 +79,16 @@ class StoppableLoop:
     return futures
 
   def run(self, coroutine: Coroutine) -> Any:
-    """See `EventLoop.run`. Raises `Abandoned` once stopped."""
+    """Waits for a coroutine, see `EventLoop.run`.
+
+    Raises:
+      Abandoned: the loop was stopped.
+    """
     (future,) = self.submit([coroutine])
     return future.result()
 
   def stop(self) -> None:
-    """Cancels what is waited for, and refuses the rest."""
+    """Cancels what runs and refuses what is submitted from now on."""
     with self._lock:
       self._stopped = True
       for future in self._waiting:
@@ -86,29 +96,35 @@ class StoppableLoop:
 
 
 class Prefetcher:
-  """Plays every step with the policy of `steps_ahead` steps before.
+  """Collects every step with the policy of `steps_ahead` steps before.
 
   Args:
-    play: collects a step with what was published, see `StepCollector.collect`.
-    publish: gives weights and their version to the engine that plays.
+    collect: collects a step with the published weights, see
+      `StepCollector.collect`.
+    publish: gives weights and their version to the engine that samples.
+    copy_policy: copies the policy's weights, because the next update consumes
+      the state while collections still need them.
     steps_ahead: k above.
-    num_steps: of the run; no further step is played.
-    loop: what `play` waits on, which makes it play on another thread; None:
-      a step is played when it is taken. Programs of two threads must not meet
-      on several devices: their collectives could wait for each other.
+    num_steps: the length of the run; no later step is collected.
+    loop: the event loop of `collect`, which makes it run on another thread;
+      None: a step is collected when its result is wanted. Programs of two
+      threads must not meet on several devices: their collectives could wait
+      for each other.
   """
 
   def __init__(
     self,
-    play: Callable[[int], Played],
+    collect: Callable[[int], tuple[Trajectories, dict[str, float]]],
     publish: Callable[[functional.Params, int], None],
+    copy_policy: Callable[[state_lib.TrainState], functional.Params],
     *,
     steps_ahead: int,
     num_steps: int,
     loop: StoppableLoop | None,
   ):
-    self._play = play
+    self._collect = collect
     self._publish = publish
+    self._copy_policy = copy_policy
     self._steps_ahead = steps_ahead
     self._num_steps = num_steps
     self._loop = loop
@@ -117,22 +133,23 @@ class Prefetcher:
       # One thread: weights change between two collections only.
       self._thread = concurrent.futures.ThreadPoolExecutor(1, 'collect-ahead')
     self._policies: dict[int, functional.Params] = {}
-    self._under_way: dict[int, Future[Collected]] = {}
+    self._in_flight: dict[int, Future[Collected]] = {}
     self._broken = threading.Event()
 
   def restore(
     self, version: int, published: Sequence[functional.Params]
   ) -> None:
-    """Goes on after `version` steps with what `published` gave."""
+    """Goes on after `version` steps with what `published` returned."""
     for behind, params in enumerate(published, start=1):
       self._policies[max(0, version - behind)] = params
 
   def published(
     self, version: int, params: functional.Params
   ) -> tuple[functional.Params, ...]:
-    """The policies that a run needs beside `params` to go on after `version`.
+    """Returns the policies that a run needs to go on after `version` steps.
 
-    Those after max(0, version - 1), ..., max(0, version - k) steps.
+    These are the policies after max(0, version - 1), ..., max(0, version - k)
+    steps; `params`, the policy after `version` steps, is needed too.
     """
     policies = self._policies | {version: params}
     return tuple(
@@ -140,60 +157,66 @@ class Prefetcher:
       for behind in range(1, self._steps_ahead + 1)
     )
 
-  def schedule(self, version: int, params: functional.Params) -> None:
-    """Lets the steps be played that are to be played by this policy.
+  def schedule(self, version: int, state: state_lib.TrainState) -> None:
+    """Starts the collections that wait for the policy of a state.
 
     Args:
-      version: steps done when it was made; one more than at the last call.
-      params: kept until `steps_ahead` further ones were offered; for as long,
-        nobody may donate them.
+      version: the steps that the state has done; one more than at the last
+        call.
+      state: without steps ahead, it must not be consumed before the result of
+        the step is there.
     """
-    oldest = max(0, version - self._steps_ahead)
+    params = state.policy.params
+    if self._steps_ahead:
+      params = self._copy_policy(state)
+    # Only steps from here on are collected: older policies are released.
+    oldest = self._version(version)
     kept = {v: p for v, p in self._policies.items() if v >= oldest}
     self._policies = kept | {version: params}
     if self._thread is None:
       return
     last = min(version + self._steps_ahead, self._num_steps - 1)
-    for step in range(max(self._under_way, default=version - 1) + 1, last + 1):
-      self._under_way[step] = self._thread.submit(
-        self._collect, step, self.policy(step)
+    for step in range(max(self._in_flight, default=version - 1) + 1, last + 1):
+      self._in_flight[step] = self._thread.submit(
+        self._collect_step, step, self.policy(step)
       )
 
   def policy(self, step: int) -> functional.Params:
-    """The weights that play a step."""
+    """Returns the weights that a step is collected with."""
     return self._policies[self._version(step)]
 
   def result(self, step: int) -> Collected:
-    """The collection of the next step; waits for it.
+    """Waits for the collection of the next step and returns it.
 
     Raises:
       RetrieverUnreachable, Outage: the retriever failed it for good.
     """
     if self._thread is None:
-      return self._collect(step, self.policy(step))
-    return self._under_way.pop(step).result()
+      return self._collect_step(step, self.policy(step))
+    return self._in_flight.pop(step).result()
 
   def drain(self) -> None:
-    """Waits until no collection is under way, be it that they failed."""
-    concurrent.futures.wait(self._under_way.values())
+    """Waits until no collection is under way; ignores their errors."""
+    concurrent.futures.wait(self._in_flight.values())
 
   def close(self) -> None:
-    """Throws away what is under way; returns when its thread has ended."""
+    """Drops what is under way; returns when its thread has ended."""
     if self._thread is not None:
       self._broken.set()
+      assert self._loop is not None
       self._loop.stop()
       self._thread.shutdown(cancel_futures=True)
 
   def _version(self, step: int) -> int:
     return max(0, step - self._steps_ahead)
 
-  def _collect(self, step: int, params: functional.Params) -> Collected:
+  def _collect_step(self, step: int, params: functional.Params) -> Collected:
     if self._broken.is_set():
       raise Abandoned
     started = time.monotonic()
     try:
       self._publish(params, self._version(step))
-      trajectories, metrics = self._play(step)
+      trajectories, metrics = self._collect(step)
     except BaseException:
       self._broken.set()  # the steps after this one will not be wanted
       raise

@@ -29,10 +29,19 @@ def test_tokens_per_second():
     rewards_BL=turn_ids,
     group_ids_B=np.arange(2),
   )
-  seconds = {'collect': 3.5, 'wait': 0.5, 'annotate': 1.0, 'update': 4.0}
-  metrics = {f'timing_s/{name}': x for name, x in seconds.items()}
-  assert timing.speed(packed, metrics, num_epochs=2) == {
+  laps = {
+    'timing_s/wait': 0.5,
+    'timing_s/annotate': 1.0,
+    'timing_s/update': 4.0,
+  }
+  metrics = timing.step_metrics(
+    laps, packed, collect_seconds=3.5, save_seconds=0.25, num_epochs=2
+  )
+  assert metrics == laps | {
+    'timing_s/collect': 3.5,
+    'timing_s/checkpoint': 0.25,
     # The step did not wait for all of its collection.
+    'timing_s/step': 5.5,
     'perf/throughput': pytest.approx(11 / 5.5),
     'perf/collect_tokens_per_second': pytest.approx(7 / 3.5),
     'perf/update_tokens_per_second': pytest.approx(11 * 2 / 4.0),

@@ -1,5 +1,6 @@
 """Whole runs on pairs: they learn, resume bit for bit, and leave a policy."""
 
+import json
 import math
 import os
 import shutil
@@ -129,9 +130,8 @@ def test_adapters_alone_learn_beside_the_reference(file, tmp_path, monkeypatch):
   for name in ('preferred/kl', 'dispreferred/kl', 'margin'):
     assert first[f'preference/{name}'] == pytest.approx(0, abs=1e-6)
   assert last['preference/margin'] > 0.01
-  saved = checkpoint.Checkpointer(tmp_path, read_only=True)
-  leaves = saved._read_manifest(6)['leaves']
-  saved.close()
+  (manifest,) = (tmp_path / 'checkpoints' / '6' / 'manifest').iterdir()
+  leaves = json.loads(manifest.read_text())['leaves']
   adapters = [name for name in leaves if name.startswith('params.')]
   assert adapters == [
     f'params.layers.{layer}.{leaf}'
@@ -142,9 +142,10 @@ def test_adapters_alone_learn_beside_the_reference(file, tmp_path, monkeypatch):
     tmp_path / 'policy', dtype='float32', remat='none', scan_unroll=1
   )
   exported = load.read_params(tmp_path / 'policy', shape)['layers']
-  start = preference._Run(config, file, tmp_path)
-  frozen = start._frozen['layers']
-  start.close()
+  learner = preference.PreferenceLearner(
+    config, runs.shape(config), assembly.build_mesh(config)
+  )
+  frozen = learner.start().frozen['layers']
   changed = {
     name
     for name, leaves in exported.items()
@@ -161,7 +162,7 @@ def test_the_policy_that_it_leaves_is_the_last_state(whole):
   params = load.read_params(whole / 'policy', shape)
   assert (whole / 'policy' / 'tokenizer.json').is_file()
   saved = checkpoint.Checkpointer(whole, read_only=True)
-  assert saved._manager.all_steps() == [6]
+  assert saved.steps() == [6]
   saved.close()
   assert np.isfinite(params['embedding']).all()
 

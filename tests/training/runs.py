@@ -10,6 +10,9 @@ from typing import Any
 from ml_collections import config_dict
 
 from stppo_jax.commands import configuration
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.models import config as model_config
+from stppo_jax.training import assembly
 
 REPO = pathlib.Path(__file__).resolve().parents[2]
 _OF_THE_CLOCK = ('timing_s/', 'perf/', 'retrieval/latency')
@@ -56,6 +59,19 @@ def flags(row: str = 'st_ppo', **changes) -> list[str]:
 def config(row: str = 'st_ppo', **changes) -> config_dict.ConfigDict:
   """The configuration that these flags make."""
   return configuration.parse(flags(row, **changes), workdir=False).config
+
+
+def shape(settings) -> model_config.ModelConfig:
+  """Returns the shape of a configuration's models."""
+  questions = assembly.build_questions(settings)
+  tokenizer = assembly.build_tokenizer(settings, questions)
+  return assembly.build_model_config(settings, tokenizer)
+
+
+def learner(settings) -> learner_lib.Learner:
+  """Returns the learner of a configuration."""
+  mesh = assembly.build_mesh(settings)
+  return learner_lib.Learner(settings, shape(settings), mesh)
 
 
 def start(command: str, *arguments: str) -> subprocess.Popen:

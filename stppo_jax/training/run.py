@@ -1,0 +1,359 @@
+"""What starts, resumes, saves, interrupts and ends a run.
+
+    with run_lib.start(workdir) as run:
+      with run.abandonable():
+        run.record_config(config)
+        ...                                    # build what the run consists of
+        run.open(config, num_steps=num_steps, tokenizer=tokenizer)
+        state = run.resume(state, checkpoints)
+      for step in range(run.first_step, num_steps):
+        with run.abandonable():
+          ...                                  # may be dropped and done again
+        state, metrics = ...                   # is finished once it has begun
+        run.finish_step(step + 1, state, metrics)
+      run.finish(policy, params)
+    return run.exit_code
+
+A step's metrics and dialogues are written before its checkpoint. A run that is
+killed in between writes them again, and none is ever missing. A step whose
+evaluation was interrupted is saved together with its unwritten metrics, and
+the next start evaluates and writes it first.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import contextlib
+import json
+import pathlib
+import sys
+from typing import Any
+from typing import Protocol
+from typing import TypeVar
+
+from stppo_jax import types
+from stppo_jax.learner import state as state_lib
+from stppo_jax.learner import weights
+from stppo_jax.models import functional
+from stppo_jax.records import checkpoint
+from stppo_jax.records import dialogues
+from stppo_jax.records import plots
+from stppo_jax.records import timing
+from stppo_jax.records import trajectory_metrics
+from stppo_jax.records import writer as writer_lib
+from stppo_jax.retrieval import protocol
+from stppo_jax.sampling import tokenizer as tokenizer_lib
+from stppo_jax.sampling.remote import client
+from stppo_jax.training import assembly
+from stppo_jax.training import interruption
+from stppo_jax.training import model_files
+from stppo_jax.training import run_record
+
+# These end a run that has begun, but the same command can go on later.
+_OUTAGES = (
+  protocol.RetrieverUnreachable,
+  client.EngineUnreachable,
+  interruption.Outage,
+)
+
+T = TypeVar('T')
+State = state_lib.TrainState
+Evaluate = Callable[[State], tuple[dict[str, float], list[types.Trajectory]]]
+
+
+class Checkpoints(Protocol):
+  """Decides what of a state, and what beside it, a checkpoint holds."""
+
+  def save(
+    self,
+    checkpointer: checkpoint.Checkpointer,
+    step: int,
+    state: State,
+    host: dict[str, Any],
+  ) -> None:
+    """Saves a state and a JSON record."""
+
+  def restore(
+    self, checkpointer: checkpoint.Checkpointer, start: State
+  ) -> tuple[int, State, dict[str, Any]] | None:
+    """Returns (steps done, state, record), or None if nothing was saved."""
+
+
+@contextlib.contextmanager
+def start(
+  workdir: str | pathlib.Path, *, unit: str = 'step'
+) -> Iterator['Run']:
+  """Yields a run that signals and outages end after its state was saved.
+
+  A signal ends the body without an error; `Run.exit_code` tells of it.
+
+  Args:
+    workdir: the run's folder.
+    unit: what the run counts, for the lines that it prints.
+  """
+  with contextlib.ExitStack() as stack:
+    interrupt = stack.enter_context(interruption.Interruption())
+    run = Run(pathlib.Path(workdir), interrupt, stack, unit)
+    try:
+      yield run
+    except interruption.Interrupted:
+      assert interrupt.exit_code is not None  # a signal was received
+      run.exit_code = interrupt.exit_code
+      if run.resumed:
+        run.save()
+        run.show(
+          f'interrupted after {unit} {run.steps_done}, saved; '
+          'the same command resumes'
+        )
+      else:
+        # All that a start leaves is complete, or is made anew by the next one.
+        print(
+          f'interrupted before the first {unit}; the same command starts anew'
+        )
+    except _OUTAGES:
+      if run.resumed:
+        run.save()
+      raise
+
+
+class Run:
+  """One start of a run: its files, its progress, and how it ends.
+
+  Attributes:
+    workdir: the run's folder.
+    first_step: the number of steps that were done when the run was resumed.
+    num_steps: the length of the run.
+    steps_done: the number of steps that are done now.
+    state: the state after the last finished step.
+    resumed: whether there is a state that an interruption has to save.
+    save_seconds: how long the last save took; 0 if the last step made none.
+    exit_code: the exit code of the process: 0, or that of the signal received.
+  """
+
+  state: State
+  num_steps: int
+
+  def __init__(
+    self,
+    workdir: pathlib.Path,
+    interrupt: interruption.Interruption,
+    stack: contextlib.ExitStack,
+    unit: str,
+  ):
+    self.workdir = workdir
+    self.first_step = self.steps_done = 0
+    self.resumed = False
+    self.save_seconds = 0.0
+    self.exit_code = 0
+    self._interrupt = interrupt
+    self._stack = stack
+    self._unit = unit
+    self._evaluate: Evaluate | None = None
+    self._prints_samples = False
+    # Metrics and dialogues of a step that still has to be evaluated.
+    self._unwritten: tuple[dict, list] | None = None
+
+  def abandonable(self) -> contextlib.AbstractContextManager[None]:
+    """Returns a context whose body a signal may cut short."""
+    return self._interrupt.abandonable()
+
+  def enter(self, context: contextlib.AbstractContextManager[T]) -> T:
+    """Enters a context that is left when the run ends."""
+    return self._stack.enter_context(context)
+
+  def at_end(self, close: Callable[[], None]) -> None:
+    """Calls a function when the run ends, before what was opened earlier."""
+    self._stack.callback(close)
+
+  def record_config(self, config, **also) -> None:
+    """Records the config, and what else defines the run, in its folder.
+
+    Raises:
+      Misconfigured: the folder cannot be written.
+      OtherRun: the folder belongs to the run of another config.
+    """
+    with assembly.config_errors():
+      run_record.record_config({**config.to_dict(), **also}, self.workdir)
+
+  def open(
+    self,
+    config,
+    *,
+    num_steps: int,
+    tokenizer: tokenizer_lib.Tokenizer,
+    trajectories: int = 0,
+  ) -> None:
+    """Opens checkpoints and metrics.
+
+    Args:
+      config: the config of the run, with the model that it starts from.
+      num_steps: the length of the run.
+      tokenizer: decodes dialogues, and is exported with the policy.
+      trajectories: the number of dialogues that are written of each step.
+    """
+    self._config = config
+    self.num_steps = num_steps
+    self._tokenizer = tokenizer
+    self._checkpointer = checkpoint.Checkpointer(
+      self.workdir, keep=config.checkpoint.keep
+    )
+    self._stack.callback(self._checkpointer.close)
+    self._writer = writer_lib.Writer(
+      self.workdir,
+      num_steps=num_steps,
+      tensorboard=config.writer.tensorboard,
+      trajectories=trajectories,
+    )
+    self._stack.callback(self._writer.close)
+
+  def resume(self, start: State, checkpoints: Checkpoints) -> State:
+    """Returns the newest valid state; forgets what was written after it.
+
+    Args:
+      start: the state before the first step, which a new run returns.
+      checkpoints: saves and restores states.
+    """
+    self._checkpoints, self.state = checkpoints, start
+    found = checkpoints.restore(self._checkpointer, start)
+    if found is not None:
+      self.steps_done, self.state, host = found
+      if 'unwritten' in host:
+        self._unwritten = json.loads(host['unwritten'])
+    self.first_step = self.steps_done
+    # The line of the last step is kept, unless it is about to be written: that
+    # of a start with its evaluation, or of a step that waited for its own.
+    written = self.steps_done > 0 and self._unwritten is None
+    self._writer.truncate_after(self.steps_done - (not written))
+    self.resumed = True
+    return self.state
+
+  def begin(self, evaluate: Evaluate, *, prints_samples: bool) -> None:
+    """Evaluates the start, or finishes the step that was interrupted.
+
+    Args:
+      evaluate: returns metrics of a state, and the trajectories behind them.
+      prints_samples: whether dialogues of a step are printed with each
+        checkpoint; those of an evaluation always are.
+    """
+    self._evaluate, self._prints_samples = evaluate, prints_samples
+    if self.steps_done == 0 and self._config.evaluate.every > 0:
+      with self.abandonable():
+        metrics = self._evaluated(evaluate)
+      self._writer.write(0, metrics)
+    if self._unwritten is not None:
+      self._finish_unwritten(*self._unwritten)
+
+  def finish_step(
+    self,
+    done: int,
+    state: State,
+    metrics: Mapping[str, float],
+    trajectories: Sequence[types.Trajectory] = (),
+  ) -> None:
+    """Evaluates, writes and saves an updated step, where each is due.
+
+    Args:
+      done: the number of steps that are done with this one.
+      state: the state after it.
+      metrics: what was measured; scalars.
+      trajectories: what was collected.
+    """
+    writer = self._config.writer
+    kept = trajectories[: max(writer.trajectories, writer.samples)]
+    metrics = {name: float(value) for name, value in metrics.items()}
+    self.steps_done, self.state = done, state
+    self.save_seconds = 0.0
+    self._unwritten = metrics, self._records(kept)
+    self._finish_unwritten(*self._unwritten)
+
+  def _finish_unwritten(self, metrics: dict, records: list) -> None:
+    """Evaluates, writes and saves the step that `state` is of.
+
+    An interruption of the evaluation leaves `_unwritten` set, and saves it
+    with the state: the next start finishes the step in the same way.
+    """
+    if self._evaluate is not None and self._due(self._config.evaluate.every):
+      timer = timing.Timer()
+      with self.abandonable():
+        metrics = metrics | self._evaluated(self._evaluate)
+      timer.lap('evaluate')
+      metrics |= timer.laps
+      metrics['timing_s/step'] += metrics['timing_s/evaluate']
+    self._unwritten = None
+    self._writer.write(self.steps_done, metrics)
+    self._writer.write_trajectories(self.steps_done, records)
+    if self._due(self._config.checkpoint.every):
+      if self._prints_samples:
+        self._print(f'{self._unit} {self.steps_done}', self._samples(records))
+      # Last: killed before it, the lines are written again and none is missing.
+      timer = timing.Timer()
+      self.save()
+      timer.lap('checkpoint')
+      self.save_seconds = timer.laps['timing_s/checkpoint']
+
+  def save(self) -> None:
+    """Saves the state of the last finished step, unless it is saved already."""
+    host = {}
+    if self._unwritten is not None:
+      # As text, because a metric may be nan and a manifest may not have nan.
+      host['unwritten'] = json.dumps(self._unwritten)
+    self._checkpoints.save(
+      self._checkpointer, self.steps_done, self.state, host
+    )
+
+  def show(self, text: str) -> None:
+    """Prints text beside the progress display."""
+    self._writer.show(text)
+
+  def finish(
+    self,
+    policy: functional.Model,
+    params: functional.Params,
+    *,
+    curve: bool = False,
+  ) -> None:
+    """Exports the policy and prints where the files of the run are.
+
+    Args:
+      policy: the model.
+      params: its weights, adapters merged.
+      curve: whether to draw the learning curve.
+    """
+    metrics, home = self.workdir / 'metrics.jsonl', self.workdir / 'policy'
+    lines = [f'done. metrics: {metrics}']
+    if curve:
+      picture = self.workdir / 'learning_curve.png'
+      plots.learning_curve(metrics, picture)
+      lines += [
+        f'curve: {picture}',
+        f'dialogues: {self.workdir}/trajectories-*.jsonl',
+      ]
+    model_files.export(
+      self._config, home, policy, params, self._tokenizer, dtype=weights.TRAINED
+    )
+    self.show('\n'.join([*lines, f'policy (Hugging Face format): {home}']))
+
+  def _evaluated(self, evaluate: Evaluate) -> dict[str, float]:
+    """Evaluates the state; prints a few of the dialogues."""
+    metrics, trajectories = evaluate(self.state)
+    records = self._records(self._samples(trajectories))
+    self._print(f'evaluation after {self._unit} {self.steps_done}', records)
+    return metrics
+
+  def _records(self, trajectories: Sequence[types.Trajectory]) -> list[dict]:
+    return [trajectory_metrics.record(t, self._tokenizer) for t in trajectories]
+
+  def _samples(self, items: Sequence[T]) -> Sequence[T]:
+    """Returns as many items as are printed, evenly spread."""
+    count = self._config.writer.samples
+    return items[:: max(len(items) // max(count, 1), 1)][:count]
+
+  def _print(self, title: str, records: Sequence[dict]) -> None:
+    for record in records:
+      self.show(title)
+      self.show(dialogues.render(record, colour=sys.stdout.isatty()))
+
+  def _due(self, every: int) -> bool:
+    last = self.steps_done == self.num_steps
+    return every > 0 and (last or self.steps_done % every == 0)
