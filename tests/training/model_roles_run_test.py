@@ -15,8 +15,8 @@ from stppo_jax.learner import weights
 from stppo_jax.models.hf import load
 from stppo_jax.records import checkpoint
 from stppo_jax.rollout import pack
-from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint_state
+from stppo_jax.training import prefetch
 from tests.training import runs
 
 _STEPS = 2
@@ -42,14 +42,6 @@ def _train(workdir, changes):
   return __main__.main(['train', *flags, f'--workdir={workdir}'])
 
 
-def _timeless(workdir):
-  times = ('timing_s/', 'perf/', 'retrieval/latency')
-  return [
-    {k: v for k, v in line.items() if not k.startswith(times)}
-    for line in runs.metrics(workdir)
-  ]
-
-
 def _cut_train(workdir, changes, monkeypatch):
   """The same run, told to end in its first step, and started again."""
   update_epochs = learner_lib.Learner.update_epochs
@@ -66,11 +58,15 @@ def _cut_train(workdir, changes, monkeypatch):
 
 
 def _learner(changes):
-  config = runs.config(**_changes(changes))
-  questions = assembly.build_questions(config)
-  tokenizer = assembly.build_tokenizer(config, questions)
-  shape = assembly.build_model_config(config, tokenizer)
-  return learner_lib.Learner(config, shape, assembly.build_mesh(config))
+  return runs.learner(runs.config(**_changes(changes)))
+
+
+def _checkpoints(learner):
+  """Returns what saves the state of a run that does not collect ahead."""
+  collector = prefetch.Prefetcher(
+    None, None, learner.copy_policy, steps_ahead=0, num_steps=1, loop=None
+  )
+  return checkpoint_state.TrainCheckpoints(learner, collector)
 
 
 def _newest(workdir, changes):
@@ -111,7 +107,7 @@ def test_a_run_is_the_same_when_cut_in_two(changes, tmp_path, monkeypatch):
   whole, cut = tmp_path / 'whole', tmp_path / 'cut'
   assert _train(whole, changes) == 0
   _cut_train(cut, changes, monkeypatch)
-  assert _timeless(cut) == _timeless(whole)
+  assert runs.repeated(cut) == runs.repeated(whole)
   weights = 'policy/model.safetensors'
   assert (cut / weights).read_bytes() == (whole / weights).read_bytes()
 
@@ -186,7 +182,7 @@ def test_another_base_is_refused(tmp_path):
   learner = _learner(_LORA)
   start = learner.start()
   checkpoints = checkpoint.Checkpointer(tmp_path)
-  checkpoint_state.save(checkpoints, 3, start, {'a': 1})
+  _checkpoints(learner).save(checkpoints, 3, start, {'a': 1})
   step, state, host = checkpoint_state.newest(checkpoints, learner, start)
   assert step == 3 and state.frozen is start.frozen and host['a'] == 1
   norm = {'scale': 1.5 * start.frozen['norm']['scale']}
@@ -211,12 +207,14 @@ def test_what_nobody_trains_is_held_as_it_is_computed_with(tmp_path):
   assert adapted.dtype == np.float32
   # A later process makes the same base.
   checkpoints = checkpoint.Checkpointer(tmp_path)
-  checkpoint_state.save(checkpoints, 3, start, {})
+  _checkpoints(learner).save(checkpoints, 3, start, {})
   checkpoints.close()
   checkpoints = checkpoint.Checkpointer(tmp_path, read_only=True)
   config = runs.config(**_changes(changes | _LORA))
   base = weights.frozen(config, config.model.path, learner.policy, learner.mesh)
-  step, played = checkpoint_state.policy(checkpoints, learner, base, step=None)
+  step, played = checkpoint_state.policy_params(
+    checkpoints, learner, base, step=None
+  )
   checkpoints.close()
   assert step == 3
   jax.tree.map(

@@ -1,23 +1,33 @@
-"""Which policy plays which step, on what thread, and how it ends."""
+"""Which policy collects which step, on what thread, and how it ends."""
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 
+from stppo_jax.learner import state as state_lib
 from stppo_jax.rollout import event_loop
 from stppo_jax.training import prefetch
 
 _SECONDS = 20.0  # until a test that waits for another thread has failed
 
 
-class _Player:
-  """Plays by writing down what it is told.
+class _State:
+  """A training state whose weights are a string."""
+
+  def __init__(self, version):
+    self.policy = state_lib.ModelState(f'policy {version}', None, None)
+
+
+class _Engine:
+  """Collects steps by recording what it is asked for.
 
   Attributes:
     events: ('publish', version), ('begin', step) and ('end', step), in order.
-    threads: on which steps were played.
+    threads: the threads on which steps were collected.
   """
 
   def __init__(self, hold=(), fail=()):
@@ -30,7 +40,7 @@ class _Player:
     assert params == f'policy {version}'
     self.events.append(('publish', version))
 
-  def play(self, step):
+  def collect(self, step):
     self.threads.add(threading.current_thread())
     self.events.append(('begin', step))
     if step in self.may_end:
@@ -49,16 +59,17 @@ class _Player:
 
 
 class _Never:
-  """A loop for players that ask for nothing."""
+  """A loop for engines that ask for nothing."""
 
   def stop(self):
     pass
 
 
-def _collector(player, steps_ahead, *, background, num_steps=5):
+def _collector(engine, steps_ahead, *, background, num_steps=5):
   return prefetch.Prefetcher(
-    player.play,
-    player.publish,
+    engine.collect,
+    engine.publish,
+    lambda state: state.policy.params,
     steps_ahead=steps_ahead,
     num_steps=num_steps,
     loop=_Never() if background else None,
@@ -84,80 +95,93 @@ def _events(steps, steps_ahead):
 
 @pytest.mark.parametrize('background', [False, True])
 @pytest.mark.parametrize('steps_ahead', [0, 1, 2, 7])
-def test_a_step_is_played_by_the_policy_so_far_behind(steps_ahead, background):
-  player = _Player()
-  collector = _collector(player, steps_ahead, background=background)
+def test_a_step_is_collected_with_the_policy_so_many_steps_behind(
+  steps_ahead, background
+):
+  engine = _Engine()
+  collector = _collector(engine, steps_ahead, background=background)
   for step in range(5):
-    collector.schedule(step, f'policy {step}')
-    played_by = max(0, step - steps_ahead)
-    assert collector.policy(step) == f'policy {played_by}'
+    collector.schedule(step, _State(step))
+    version = max(0, step - steps_ahead)
+    assert collector.policy(step) == f'policy {version}'
     collected = collector.result(step)
     assert collected.trajectories == [f'trajectory {step}']
     assert collected.metrics == {'step': step}
     assert 0 <= collected.seconds < _SECONDS
   collector.close()
-  # Weights change between collections only, and nothing is played beyond.
-  assert player.events == _events(range(5), steps_ahead)
-  (thread,) = player.threads
+  # Weights change between collections only, and no later step is collected.
+  assert engine.events == _events(range(5), steps_ahead)
+  (thread,) = engine.threads
   assert (thread is threading.current_thread()) != background
 
 
 @pytest.mark.parametrize('background', [False, True])
 @pytest.mark.parametrize('steps_ahead', [0, 1, 2, 7])
-def test_what_was_published_goes_on_as_if_nothing_had_happened(
+def test_a_restored_collector_goes_on_as_if_nothing_had_happened(
   steps_ahead, background
 ):
   for done in range(5):
-    first = _collector(_Player(), steps_ahead, background=False)
+    first = _collector(_Engine(), steps_ahead, background=False)
     for step in range(done):
-      first.schedule(step, f'policy {step}')
+      first.schedule(step, _State(step))
       first.result(step)
     published = first.published(done, f'policy {done}')
     assert published == _policies(
       *(max(0, done - behind) for behind in range(1, steps_ahead + 1))
     )
-    player = _Player()
-    collector = _collector(player, steps_ahead, background=background)
+    engine = _Engine()
+    collector = _collector(engine, steps_ahead, background=background)
     collector.restore(done, published)
     # Saved again before anything happens, it is the same.
     assert collector.published(done, f'policy {done}') == published
     for step in range(done, 5):
-      collector.schedule(step, f'policy {step}')
+      collector.schedule(step, _State(step))
       collector.result(step)
     collector.close()
-    assert player.events == _events(range(done, 5), steps_ahead)
+    assert engine.events == _events(range(done, 5), steps_ahead)
 
 
 @pytest.mark.parametrize('steps_ahead', [1, 2])
-def test_further_steps_are_played_meanwhile_but_not_too_many(steps_ahead):
-  player = _Player(hold=[steps_ahead + 1])
-  collector = _collector(player, steps_ahead, background=True)
-  collector.schedule(0, 'policy 0')
+def test_further_steps_are_collected_meanwhile_but_not_too_many(steps_ahead):
+  engine = _Engine(hold=[steps_ahead + 1])
+  collector = _collector(engine, steps_ahead, background=True)
+  collector.schedule(0, _State(0))
   collector.result(0)
   # Nobody takes them, and the next policy is not there yet.
-  player.wait_for('end', steps_ahead)
+  engine.wait_for('end', steps_ahead)
   collector.drain()
-  assert player.events == _events(range(steps_ahead + 1), steps_ahead)
-  collector.schedule(1, 'policy 1')
-  player.wait_for('begin', steps_ahead + 1)
+  assert engine.events == _events(range(steps_ahead + 1), steps_ahead)
+  collector.schedule(1, _State(1))
+  engine.wait_for('begin', steps_ahead + 1)
   assert collector.result(1).metrics == {'step': 1}  # that one goes on
-  player.may_end[steps_ahead + 1].set()
+  engine.may_end[steps_ahead + 1].set()
   collector.drain()
-  assert player.events == _events(range(steps_ahead + 2), steps_ahead)
+  assert engine.events == _events(range(steps_ahead + 2), steps_ahead)
   collector.close()
 
 
-def test_old_policies_are_forgotten():
-  collector = _collector(_Player(), 2, background=False)
+def test_old_policies_are_released():
+  collector = _collector(_Engine(), 2, background=False)
+  copies = []
+
+  class Weights:
+    pass
+
   for version in range(5):
-    collector.schedule(version, f'policy {version}')
-  assert sorted(collector._policies) == [2, 3, 4]
+    state = _State(version)
+    state.policy = state_lib.ModelState(Weights(), None, None)
+    copies.append(weakref.ref(state.policy.params))
+    collector.schedule(version, state)
+  del state
+  gc.collect()
+  held = [version for version, copy in enumerate(copies) if copy() is not None]
+  assert held == [2, 3, 4]
 
 
-def test_an_error_is_raised_where_the_step_is_taken():
-  player = _Player(fail=[1])
-  collector = _collector(player, 2, background=True)
-  collector.schedule(0, 'policy 0')
+def test_an_error_is_raised_with_the_result_of_its_step():
+  engine = _Engine(fail=[1])
+  collector = _collector(engine, 2, background=True)
+  collector.schedule(0, _State(0))
   collector.drain()  # does not mind
   assert collector.result(0).metrics == {'step': 0}
   with pytest.raises(LookupError, match='step 1'):
@@ -165,7 +189,7 @@ def test_an_error_is_raised_where_the_step_is_taken():
   with pytest.raises(prefetch.Abandoned):
     collector.result(2)
   collector.close()
-  assert ('begin', 2) not in player.events
+  assert ('begin', 2) not in engine.events
 
 
 @pytest.fixture
@@ -174,13 +198,13 @@ def loop():
     yield running
 
 
-def _told(events, name):
+def _wait_for(events, name):
   assert events[name].wait(_SECONDS), name
 
 
-@pytest.mark.parametrize('waits', ['submit', 'run', 'writes'])
+@pytest.mark.parametrize('waits', ['submit', 'run', 'samples'])
 def test_closing_ends_a_collection(loop, waits):
-  """Whether it waits for an answer, for the retriever, or writes on."""
+  """Whether it waits for an answer, for the retriever, or goes on sampling."""
   stoppable = prefetch.StoppableLoop(loop)
   events = {name: threading.Event() for name in ('waiting', 'cancelled')}
 
@@ -192,7 +216,7 @@ def test_closing_ends_a_collection(loop, waits):
       events['cancelled'].set()
       raise
 
-  def play(step):
+  def collect(step):
     if waits == 'run':
       stoppable.run(endless())
     elif waits == 'submit':
@@ -203,19 +227,20 @@ def test_closing_ends_a_collection(loop, waits):
       stoppable.submit([])
 
   collector = prefetch.Prefetcher(
-    play,
+    collect,
     lambda params, version: None,
+    lambda state: state.policy.params,
     steps_ahead=1,
     num_steps=9,
     loop=stoppable,
   )
-  collector.schedule(0, None)
-  _told(events, 'waiting')
+  collector.schedule(0, _State(0))
+  _wait_for(events, 'waiting')
   started = time.monotonic()
   collector.close()
   assert time.monotonic() - started < _SECONDS / 2
-  if waits != 'writes':
-    _told(events, 'cancelled')
+  if waits != 'samples':
+    _wait_for(events, 'cancelled')
   assert not any(t.name.startswith('collect') for t in threading.enumerate())
 
 
