@@ -1,6 +1,8 @@
-"""Every key of a run, its unit and its default. Other configs change a few.
+"""Every key of a run with its default, its unit and its choices.
 
-Configs are Python and run when loaded: open one only if you trust it.
+Other configs change a few of the keys. Rules for the values stand in
+`schema.py` and `relations.py`. Configs are Python programs that run when they
+are loaded: open one only if you trust it.
 """
 
 import copy
@@ -31,253 +33,304 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
     )
   config: Config = config_dict.ConfigDict(
     {
-      'seed': 0,
-      'num_steps': 100,  # collections, each followed by its updates
+      'seed': 0,  # of questions, sampling, shuffles and new weights
+      # The number of steps. A step is one collection with its updates.
+      'num_steps': 100,
       'algorithm': copy.deepcopy(algorithms.ALGORITHMS[algorithm]),
       'model': {
-        # A Hugging Face directory (config.json, safetensors, tokenizer);
-        # '' = random weights of the shape below.
+        # The model that is trained: a Hugging Face directory (config.json,
+        # safetensors, tokenizer). '' = random weights of the shape below.
         'path': '',
-        # The reference policy; '' = the start of this run.
+        # The reference policy, a directory like `path`. '' = the weights that
+        # this run starts from.
         'reference_path': '',
-        # Where its weights wait while they are not asked: device | host. The
-        # base under adapters, which is always at work, stays.
+        # Where the weights of the reference are kept between two uses:
+        # device | host. Must be device if the reference is the base under
+        # adapters, which is in use all the time.
         'reference_memory': 'device',
-        'tokenizer_path': '',  # '' = the tokenizer in model.path
-        'dtype': 'float32',  # compute: float32 | bfloat16 (weights: float32)
-        'hidden_size': 64,
-        'intermediate_size': 176,
+        # A directory with a tokenizer; '' = the tokenizer in `path`, or one
+        # made from the data.
+        'tokenizer_path': '',
+        # The type of the computations: float32 | bfloat16. Weights are always
+        # float32.
+        'dtype': 'float32',
+        # The shape of a model without `path`, in the words of Hugging Face.
+        'hidden_size': 64,  # width of the residual stream
+        'intermediate_size': 176,  # width of the MLP
         'num_layers': 3,
-        'num_heads': 2,
-        'num_kv_heads': 2,
-        'head_dim': 32,
-        'rope_theta': 10000.0,
-        'rms_norm_eps': 1e-6,
-        'qkv_bias': True,
-        'qk_norm': False,  # of each head, as in Qwen3; then without qkv_bias
-        'tie_embeddings': True,
-        # A mixture in place of the MLP, as in Qwen3-MoE; 0 = none.
+        'num_heads': 2,  # query heads
+        'num_kv_heads': 2,  # key and value heads; divides num_heads
+        'head_dim': 32,  # width of a head
+        'rope_theta': 10000.0,  # base of the rotary frequencies
+        'rms_norm_eps': 1e-6,  # added to the mean square in RMSNorm
+        'qkv_bias': True,  # biases of the query, key and value projections
+        # RMSNorm of the queries and keys of each head, as in Qwen3; needs
+        # qkv_bias=False.
+        'qk_norm': False,
+        'tie_embeddings': True,  # input embeddings are the output weights too
+        # The number of experts in place of the MLP, as in Qwen3-MoE; 0 = MLP.
         'num_experts': 0,
-        'num_experts_per_tok': 0,  # how many of them a token visits
+        'num_experts_per_tok': 0,  # how many experts a token visits
         'moe_intermediate_size': 0,  # width of one expert
-        'norm_topk_prob': True,  # the weights of the visited sum to one
-        'router_aux_loss_coef': 0.001,  # told to others when exported
-        # How experts are computed, auto | dense | grouped: all on every token,
-        # or visits sorted by expert. auto is dense on CPU, grouped elsewhere.
+        # Whether the weights of the experts that a token visits sum to one.
+        'norm_topk_prob': True,
+        # Not used here: written into the config.json of an exported model.
+        # The weight in our loss is loss.load_balance_coefficient.
+        'router_aux_loss_coef': 0.001,
+        # How experts are computed: auto | dense | grouped. dense: every expert
+        # on every token. grouped: tokens sorted by expert. auto: dense on CPU,
+        # grouped elsewhere.
         'moe': 'auto',
-        # auto | xla | cudnn | splash: auto is cudnn on GPU for bfloat16,
-        # splash on TPU, xla elsewhere. Decoding always uses xla.
+        # The implementation of attention: auto | xla | cudnn | splash. auto:
+        # cudnn on GPU with bfloat16, splash on TPU, xla elsewhere. Decoding
+        # always uses xla.
         'attention': 'auto',
-        # `train` trains adapters beside the frozen weights, which are then the
-        # reference too (unless reference_path names one). They learn at about
-        # ten times the rate. docs/models.md
+        # Low-rank adapters: `train` trains them and leaves the base weights
+        # as they are. The base is then the reference too, unless
+        # reference_path names one. Adapters need about ten times the learning
+        # rate. See docs/models.md.
         'lora': {
-          'rank': 0,  # 0 = none: all weights are trained
-          'alpha': 32.0,  # scaled by alpha / rank
-          # Searched for in names of linear layers, such as layers/q_proj.
+          'rank': 0,  # 0 = no adapters: all weights are trained
+          'alpha': 32.0,  # the adapter's product is scaled by alpha / rank
+          # The linear layers that get an adapter: a regular expression, sought
+          # in names such as layers/q_proj.
           'targets': '(q|k|v|o|gate|up|down)_proj$',
         },
-        # own: the value model has layers of its own, and an optimiser. shared:
-        # it is a head on the policy's layers; one pass and one optimiser, the
-        # policy's, for both losses.
+        # own: the value model has layers and an optimiser of its own. shared:
+        # it is a head on the policy's layers, and one pass and one optimiser,
+        # the policy's, serve both losses.
         'value_backbone': 'own',
-        'scan_unroll': 1,  # layers per iteration of the scan over layers
+        # Layers per iteration of the scan over layers. More of them compile
+        # for longer and run a little faster.
+        'scan_unroll': 1,
       },
-      'mesh': {  # devices per axis; -1 = all that remain
-        'data': -1,
-        'fsdp': 1,
-        'tensor': 1,
+      # The number of devices along each axis of the mesh; -1 = all that the
+      # other axes leave.
+      'mesh': {
+        'data': -1,  # cuts batches; every device has all weights
+        'fsdp': 1,  # cuts batches and weights
+        'tensor': 1,  # cuts weights within a layer
       },
       'data': {
-        'name': 'synthetic_wiki',  # synthetic_wiki | jsonl
-        'root': '',  # jsonl: folder that holds the files below
-        'train': '',  # jsonl: questions, relative to root
-        'evaluation': '',  # jsonl: questions, relative to root; '' = none
-        'corpus': '',  # jsonl: passages, relative to root
-        'tokenizer_vocab_size': 4096,  # jsonl without tokenizer: BPE size
+        # synthetic_wiki: questions on made-up encyclopedias. jsonl: questions
+        # and passages from files.
+        'name': 'synthetic_wiki',
+        # The files of jsonl; all but root are paths relative to root.
+        'root': '',  # the folder that holds the files
+        'train': '',  # training questions
+        'evaluation': '',  # evaluation questions; '' = no evaluation
+        'corpus': '',  # passages; '' = an external server has them
+        # The size of the BPE that is trained on the passages of jsonl if the
+        # model brings no tokenizer, in vocabulary entries.
+        'tokenizer_vocab_size': 4096,
         'synthetic_wiki': {
-          'seed': 0,  # of the encyclopedia; runs of any seed share it
-          'hops': (1, 2),  # in turn
-          'entities_per_type': 42,
-          'name_pieces': 2,  # sub-word pieces per name
-          'distractors': 0,  # passages of entities no fact points to
-          'think_words': 0,  # free words in a demonstrated <think>
+          # Seed of the encyclopedia. It does not depend on the run's seed, so
+          # evaluations of different runs ask the same questions.
+          'seed': 0,
+          # How many facts lead to an answer: 1, 2 or both in turn.
+          'hops': (1, 2),
+          'entities_per_type': 42,  # entities of each of the five types
+          'name_pieces': 2,  # sub-word pieces that a name consists of
+          'distractors': 0,  # extra entities to which no fact points
+          'think_words': 0,  # filler words in each <think> of a demonstration
         },
       },
       'env': {
         'name': 'search',  # a key of ENVIRONMENTS in envs/environments.py
-        'max_turns': 4,  # searches; one last generation follows
-        'max_turn_tokens': 500,
-        'max_observation_tokens': 500,
-        'max_length': 4096,  # prompt, turns and observations, in tokens
-        'prompt_template': '',  # a text file with {question}; '' = built in
-        'rewards': {  # weight of each part
+        # The number of turns that are answered; one more may follow, which
+        # can only give the answer.
+        'max_turns': 4,
+        'max_turn_tokens': 500,  # longest turn
+        'max_observation_tokens': 500,  # longest observation; longer are cut
+        # Longest trajectory (prompt, turns and observations), in tokens.
+        'max_length': 4096,
+        # A text file that contains {question}; '' = the built-in prompt.
+        'prompt_template': '',
+        # The weight of each reward.
+        'rewards': {
+          # Rewards of the trajectory, on its last token.
           'exact_match': 1.0,
           'substring_match': 0.0,
           'f1': 0.0,
           'format': 0.0,
-          'search_penalty': 0.0,  # subtracted per search
-          # Of a turn, on its last token, beside the outcome:
-          'turn_search': 0.0,  # its search found passages
-          'turn_answer_found': 0.0,  # a golden answer stands in them
+          'search_penalty': 0.0,  # subtracted once per search
+          # Rewards of a turn, on the last token of the turn.
+          'turn_search': 0.0,  # if its search found passages
+          'turn_answer_found': 0.0,  # if a golden answer stands in them
         },
-        'reward_scope': 'response',  # response | search_r1
+        # Where the answer is sought. response: in what the policy wrote.
+        # search_r1: in prompt and response, like the scorer of Search-R1 with
+        # its faults.
+        'reward_scope': 'response',
       },
       'retrieval': {
-        'url': '',  # '' = an embedded server on a free loopback port
+        'url': '',  # '' = an embedded server on a free local port
         'topk': 3,  # passages per search
         'timeout': 30.0,  # seconds per request
-        'retries': 4,  # per query, beyond the first attempt
-        'start_grace': 60.0,  # seconds to wait for the server at start
+        'retries': 4,  # attempts per query after the first
+        'start_grace': 60.0,  # seconds to wait for the server at the start
         'max_queries_per_request': 64,
       },
       'rollout': {
         'trajectories_per_step': 512,
-        # Trajectories of one question; more where the row compares them, see
-        # `ROLLOUTS` in algorithms.py.
+        # Trajectories per question. Algorithms that compare them have more,
+        # see `ROLLOUTS` in algorithms.py.
         'group_size': 1,
-        # Groups whose rewards are all equal are replaced by groups of further
-        # questions, in at most so many further collections (DAPO); 0 = never.
+        # Groups whose rewards are all equal have no advantage. They are
+        # replaced by groups of new questions, in at most this many extra
+        # collections per step (dynamic sampling of DAPO). 0 = never.
         'resample_rounds': 0,
-        'temperature': 1.0,
-        # What may be drawn, one after the other: the top_k most probable
-        # tokens (0 = all), the fewest that hold top_p of the mass, those with
-        # min_p times the largest probability.
+        'temperature': 1.0,  # logits are divided by it
+        # Which tokens may be drawn, one filter after the other: the top_k most
+        # probable (0 = all); the fewest that have a share top_p of the
+        # probability; those with at least min_p times the largest probability.
         'top_k': 0,
         'top_p': 1.0,
         'min_p': 0.0,
-        'slots': 0,  # dialogues decoded together; 0 = trajectories_per_step
-        'engine': 'local',  # local | remote: a server that others run
-        'remote': {  # docs/engines.md
-          'url': '',  # of vLLM, SGLang or sampling/completions_server.py
-          'model': '',  # name under which the server knows the model
-          'timeout': 300.0,  # seconds per turn, and for it to be ready
-          'retries': 4,  # per turn, beyond the first attempt
-          'concurrency': 256,  # turns asked for at once
+        # Trajectories that are decoded at the same time;
+        # 0 = trajectories_per_step.
+        'slots': 0,
+        # local: the engine of this process. remote: a server, see below.
+        'engine': 'local',
+        # A server of completions that receives the weights; docs/engines.md.
+        'remote': {
+          # The address of vLLM, SGLang or our own server.
+          'url': '',
+          'model': '',  # the name of the model on the server
+          'timeout': 300.0,  # seconds per turn, and until the server is ready
+          'retries': 4,  # attempts per turn after the first
+          'concurrency': 256,  # turns requested at the same time
         },
-        # True: the same bits whenever the retriever answers; a slot is used
-        # once per wave. False: slots are refilled at once, and only the rows
-        # at work are computed: faster, the same to rounding.
+        # True: the same bits whatever the retriever's timing; a slot is used
+        # once per wave. False: free slots are refilled at once and only rows
+        # at work are computed, which is faster and the same up to rounding.
         'deterministic': True,
-        # Most dialogues that a program works on, without `deterministic`; 0 =
-        # all. Fewer are more alike in length, which a CPU makes use of.
+        # The most trajectories that one call of a program decodes, if not
+        # deterministic; 0 = all. Fewer trajectories differ less in length,
+        # which saves time on a CPU.
         'batch_rows': 0,
-        # Parts of the slots that are decoded side by side, each by its own
-        # thread: for a CPU, as many as it has cores. 1 on several devices;
-        # each has as many slots and whole groups, also when evaluating.
+        # Groups of slots that are decoded in parallel, each by a thread: on a
+        # CPU as many as cores, on several devices 1. Every lane has the same
+        # number of slots and holds whole groups, also in evaluations.
         'lanes': 1,
         'extend_chunk': 64,  # tokens appended to a slot per call
-        'decode_chunk': 16,  # tokens decoded between looks from the host
-        # Share of the turns at work after whose end the host looks at once;
-        # without `deterministic` only.
+        'decode_chunk': 16,  # tokens decoded between two looks of the host
+        # If not deterministic, the host looks as soon as this share of the
+        # running turns has ended.
         'early_exit': 0.25,
-        'lookahead': 1,  # chunks started before the last one is looked at
-        # Parts of a slot's keys and values; programs read those begun by the
-        # longest dialogue at work. More of them compile more programs.
+        'lookahead': 1,  # chunks started before the previous one is looked at
+        # Blocks of the KV cache per slot. Programs read only the blocks that
+        # the longest running trajectory has reached; more blocks save more and
+        # compile more programs.
         'cache_blocks': 4,
-        'length_bucket': 256,  # batches are padded to a multiple of this
-        'min_valid_fraction': 0.5,  # below it, no update happens
+        'length_bucket': 256,  # batches are padded to a multiple of it, tokens
+        # The smallest share of trajectories that the infrastructure did not
+        # fail; below it the step is collected again.
+        'min_valid_fraction': 0.5,
         # Step n is collected with the policy after n - steps_ahead steps,
-        # while the ones before it are learned from; 0 = with the newest.
+        # while the steps before it are trained on. 0 = with the newest policy.
         'steps_ahead': 0,
-        # Largest difference of engine and trainer in the log-probability of a
-        # token that is rounding: beyond it, a run ends at its first step. For
-        # float32; bfloat16 needs a larger one; 0 = no limit.
+        # The largest difference between engine and trainer in the
+        # log-probability of a token that still is rounding; with more, the run
+        # ends at its first step. For float32; bfloat16 needs a larger limit.
+        # 0 = no limit.
         'mismatch_limit': 1e-4,
       },
       'updates': {
         'minibatch_size': 256,  # trajectories per optimiser step
-        'num_epochs': 1,  # passes over one collected batch
-        'microbatch_size': 0,  # trajectories per forward; 0 = minibatch
-        # In place of it where one CPU is all the devices: trajectories that a
-        # core computes at a time. Each takes other ones, and holds gradients of
-        # its own. Not where a correction is of a microbatch; 0 = nowhere.
+        'num_epochs': 1,  # passes over a collected batch
+        # Trajectories per forward pass; 0 = minibatch_size.
+        'microbatch_size': 0,
+        # On a single CPU device, in place of microbatch_size: trajectories
+        # that each core computes at a time, in parallel, with gradients of its
+        # own. Without effect if a correction looks at a microbatch. 0 = off.
         'core_rows': 0,
-        # Tokens of a device whose scores over the vocabulary are held at once,
-        # at least one of each row: 4 bytes x words x tokens, a few times. They
-        # are computed again in the backward; 0 = all.
+        # Tokens per device whose logits are held at once, at least one per
+        # trajectory. They take 4 bytes x vocabulary entries x tokens, a few
+        # times, and are computed again in the backward pass; 0 = all tokens.
         'head_chunk': 4096,
-        # What of a layer is kept for the backward pass: all; all products;
-        # those with weights, not attention's; its input.
-        'remat': 'none',  # none | all_dots | dots | full
-        # Whose log-probabilities the ratio divides by: those of the policy
-        # that sampled (the ratio holds the staleness), or of the one about to
-        # be updated (a mismatch correction's weight holds it).
-        'old_policy': 'sampled',  # sampled | current
-        # Whose experts the tokens visit in an update, so that routing adds
-        # nothing to the ratio: those that its own router chooses; that the old
-        # policy chose in the trainer (R2); in the local engine (R3).
-        'routing_replay': 'nowhere',  # nowhere | trainer | sampler
+        # What a layer keeps for the backward pass: none (everything is kept) |
+        # all_dots (all matrix products) | dots (products with weights, not
+        # those of attention) | full (only its input).
+        'remat': 'none',
+        # The denominator of the ratio. sampled: the policy that collected, so
+        # the ratio contains the staleness. current: the policy before the
+        # updates of this step; a mismatch correction contains the staleness.
+        'old_policy': 'sampled',
+        # Which experts tokens visit in an update, so that routing adds nothing
+        # to the ratio. nowhere: those that the router chooses now. trainer:
+        # those of the old policy in the trainer (R2). sampler: those of the
+        # local engine (R3).
+        'routing_replay': 'nowhere',
       },
-      'policy_optimizer': {
-        'learning_rate': 1e-6,
-        'warmup_updates': 0,  # linear from 0
-        'b1': 0.9,
-        'b2': 0.999,
-        'eps': 1e-8,
-        'weight_decay': 0.01,
-        'max_grad_norm': 1.0,
-      },
-      'value_optimizer': {
-        'learning_rate': 1e-5,
-        'warmup_updates': 0,
-        'b1': 0.9,
-        'b2': 0.999,
-        'eps': 1e-8,
-        'weight_decay': 0.01,
-        'max_grad_norm': 1.0,
-      },
+      'policy_optimizer': _adam(learning_rate=1e-6),
+      'value_optimizer': _adam(learning_rate=1e-5),
       'loss': {
-        'entropy_coefficient': 0.001,
-        'value_clip': 0.5,
-        'value_coefficient': 0.5,  # of the value loss; value_backbone=shared
-        'value_warmup_steps': 0,  # first steps update the critic only
-        # Of the load-balance loss of the policy's experts, if it has any.
+        'entropy_coefficient': 0.001,  # weight of the entropy bonus
+        'value_clip': 0.5,  # farthest a value may move from the old one
+        # The weight of the value loss where value_backbone=shared.
+        'value_coefficient': 0.5,
+        'value_warmup_steps': 0,  # first steps, which update only the values
+        # The weight of the load-balance loss of the policy's experts, if any.
         'load_balance_coefficient': 0.001,
       },
-      'sft': {  # the supervised start on noisy demonstrations
-        'num_steps': 2000,
-        # Let `train` begin with it when there is no model.path; the result
-        # is kept in WORKDIR/start.
+      # The supervised start on noisy demonstrations.
+      'sft': {
+        'num_steps': 2000,  # one update each
+        # Whether `train` begins with it if model.path is ''. The result is
+        # kept in WORKDIR/start.
         'before_training': False,
         'batch_size': 64,  # dialogues
-        'error_rate': 0.3,  # at each decision of the demonstrator
+        'error_rate': 0.3,  # probability of an error at each decision
         'clean_one_hop_steps': 0,  # first steps: one hop, no errors
         'clean_steps': 0,  # steps after those: all hops, no errors
-        'optimizer': {
-          'learning_rate': 2e-3,  # linear to 0 in the second half
-          'warmup_updates': 50,
-          'b1': 0.9,
-          'b2': 0.98,
-          'eps': 1e-8,
-          'weight_decay': 0.0,
-          'max_grad_norm': 1.0,
-        },
+        # The learning rate falls linearly to 0 in the second half.
+        'optimizer': _adam(
+          learning_rate=2e-3, warmup_updates=50, b2=0.98, weight_decay=0.0
+        ),
       },
-      'preference': {  # `prefer`: offline, on pairs of trajectories
+      # `prefer`: offline training on pairs of trajectories. It uses
+      # policy_optimizer.
+      'preference': {
         'name': 'tdpo2',  # tdpo1 | tdpo2
-        'beta': 0.1,  # how firmly the policy is held to the reference
+        'beta': 0.1,  # how strongly the policy is kept near the reference
         'alpha': 0.5,  # tdpo2: weight of the divergences
-        'batch_size': 64,  # pairs per update; the rate: policy_optimizer
-        'microbatch_size': 0,  # pairs per forward; 0 = batch_size
+        'batch_size': 64,  # pairs per update
+        'microbatch_size': 0,  # pairs per forward pass; 0 = batch_size
         'num_epochs': 1,  # passes over the pairs
       },
       'evaluate': {
-        'every': 50,  # steps; 0 = never; the last step is always evaluated
-        'num_questions': 512,  # of each data set, always the same ones
-        'batch_size': 256,  # trajectories decoded together
+        # Steps between evaluations; the last step is always evaluated.
+        # 0 = never.
+        'every': 50,
+        'num_questions': 512,  # per data set, always the same ones
+        'batch_size': 256,  # trajectories that are decoded at the same time
       },
       'checkpoint': {
-        'every': 50,  # steps; the last step is always saved
-        'keep': 2,
+        'every': 50,  # steps between checkpoints; the last is always saved
+        'keep': 2,  # how many of the newest checkpoints are kept
       },
       'writer': {
-        'tensorboard': True,
-        'trajectories': 16,  # dialogues kept per step
-        'samples': 2,  # dialogues printed at an evaluation
+        'tensorboard': True,  # whether TensorBoard files are written
+        'trajectories': 16,  # dialogues written per step
+        'samples': 2,  # dialogues printed per evaluation
       },
     }
   )
   if algorithm in algorithms.ROLLOUTS:
     config.rollout.update(algorithms.ROLLOUTS[algorithm])
   return config
+
+
+def _adam(**changes: float) -> dict[str, float]:
+  """Returns the options of AdamW, some of them changed."""
+  return {
+    'learning_rate': 1e-6,
+    'warmup_updates': 0,  # updates in which the rate rises linearly from 0
+    'b1': 0.9,  # decay of the mean of gradients
+    'b2': 0.999,  # decay of the mean of squared gradients
+    'eps': 1e-8,  # added to the root of that mean
+    'weight_decay': 0.01,  # decoupled from the gradient, as in AdamW
+    'max_grad_norm': 1.0,  # gradients are scaled down to this norm
+    **changes,
+  }

@@ -1,13 +1,14 @@
-"""Natural Questions with real passages behind a real server: proves the path.
+"""Trains on Natural Questions with real passages behind a real server.
 
     python -m stppo_jax train --config=configs/nq.py:st_ppo \
         --config.data.root=DATA --workdir=runs/nq
 
 DATA holds general/nq_train.questions.jsonl and general/nq_train.corpus.jsonl.
 Hardware: two CPU cores, a few minutes. A byte-level BPE is trained on the
-passages; a small random model first imitates the form of the dialogue (it
-could not search otherwise) and then takes five steps of the row. It is far too
-small to answer anything: expect finite metrics and readable dialogues.
+passages. A small random model first imitates the form of the dialogue, without
+which it would never search, and then trains for five steps. It is far too small
+to answer anything: expect finite metrics and readable dialogues. This config
+shows that the whole path works with your own files.
 """
 
 from stppo_jax.configs import base
@@ -39,7 +40,7 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.retrieval.topk = 2
   config.rollout.trajectories_per_step = 16
   if config.rollout.group_size > 1:
-    config.rollout.group_size = 8  # a divisor
+    config.rollout.group_size = 8  # divides trajectories_per_step
   config.rollout.length_bucket = 128
   config.updates.minibatch_size = 8
   config.policy_optimizer.learning_rate = 1e-5

@@ -1,12 +1,13 @@
-"""A small model learns to search a synthetic encyclopedia, on a laptop.
+"""Trains a small model to search a synthetic encyclopedia, on a laptop.
 
     make quickstart
     python -m stppo_jax train --config=configs/quickstart.py:st_ppo \
         --workdir=runs/quickstart
 
 Hardware: two CPU cores, some four minutes. Expect val/em/one_hop and
-val/em/two_hop of at least 0.99 at the end. Any row of `configs/algorithms.py`
-can stand in the place of st_ppo. The start was made by
+val/em/two_hop of at least 0.99 at the end. Any algorithm of
+`configs/algorithms.py` can take the place of st_ppo. The weights in
+assets/quickstart, from which it starts, were made by
 
     python -m stppo_jax sft --config=configs/quickstart.py \
         --config.model.path= --workdir=assets/quickstart
@@ -16,7 +17,7 @@ import pathlib
 
 from stppo_jax.configs import base
 
-_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_FOLDER = pathlib.Path(__file__).resolve().parent
 
 
 def get_config(algorithm: str = 'st_ppo') -> base.Config:
@@ -25,28 +26,28 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   if config.algorithm.advantage.name == 'gae':
     config.algorithm.advantage.lambda_ = 0.95
   if config.algorithm.aggregate.name == 'constant_length':
-    config.algorithm.aggregate.max_response_tokens = 64.0  # four turns
+    config.algorithm.aggregate.max_response_tokens = 64.0  # 4 turns of 16
 
-  config.model.path = str(_ROOT / 'assets' / 'quickstart')
+  config.model.path = str(_FOLDER.parent / 'assets' / 'quickstart')
   config.model.scan_unroll = 3
 
   config.env.max_turns = 3
   config.env.max_turn_tokens = 16
   config.env.max_observation_tokens = 64
   config.env.max_length = 192
-  config.env.prompt_template = str(
-    _ROOT / 'configs' / 'prompts' / 'quickstart.txt'
-  )
+  config.env.prompt_template = str(_FOLDER / 'prompts' / 'quickstart.txt')
   config.retrieval.topk = 2
 
   config.rollout.trajectories_per_step = 128
   if config.rollout.group_size > 1:
-    config.rollout.group_size = 8  # a divisor
+    config.rollout.group_size = 8  # divides trajectories_per_step
   config.rollout.length_bucket = 32
   config.updates.minibatch_size = 64
-  config.updates.core_rows = 4  # they fit its cache
+  config.updates.core_rows = 4  # so few fit the cache of a core
   config.updates.num_epochs = 2
-  config.updates.head_chunk = 8192  # all: few words, and a loop takes time
+  # More than a minibatch has: with a small vocabulary all logits fit, and a
+  # loop over chunks would only take time.
+  config.updates.head_chunk = 8192
   config.policy_optimizer.update(
     learning_rate=2.5e-4, warmup_updates=20, weight_decay=0.0
   )

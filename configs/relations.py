@@ -16,7 +16,7 @@ from stppo_jax.envs import prompts
 Relation = tuple[tuple[str, ...], Callable[..., Iterator[str]]]
 
 
-def _multiple(key: str, of: str) -> Relation:
+def _is_multiple(key: str, of: str) -> Relation:
   """Returns the rule that `key` is a multiple of `of`, unless that is 0."""
 
   def relation(number, divisor) -> Iterator[str]:
@@ -83,7 +83,7 @@ def _routing_replay_fits(replay, path, experts, engine) -> Iterator[str]:
   if replay == 'sampler' and engine != 'local':
     yield (
       f'{key}: must be nowhere or trainer when rollout.engine={engine}, which '
-      'does not tell its experts'
+      'does not report its experts'
     )
 
 
@@ -191,12 +191,12 @@ def _url_is_valid(url) -> Iterator[str]:
 
 
 RELATIONS: tuple[Relation, ...] = (
-  _multiple('rollout.trajectories_per_step', 'updates.minibatch_size'),
-  _multiple('rollout.trajectories_per_step', 'rollout.group_size'),
-  _multiple('rollout.slots', 'rollout.group_size'),
-  _multiple('updates.minibatch_size', 'updates.microbatch_size'),
-  _multiple('updates.minibatch_size', 'updates.core_rows'),
-  _multiple('model.num_heads', 'model.num_kv_heads'),
+  _is_multiple('rollout.trajectories_per_step', 'updates.minibatch_size'),
+  _is_multiple('rollout.trajectories_per_step', 'rollout.group_size'),
+  _is_multiple('rollout.slots', 'rollout.group_size'),
+  _is_multiple('updates.minibatch_size', 'updates.microbatch_size'),
+  _is_multiple('updates.minibatch_size', 'updates.core_rows'),
+  _is_multiple('model.num_heads', 'model.num_kv_heads'),
   (
     ('loss.value_warmup_steps', 'model.value_backbone'),
     _no_warmup_of_shared_values,
@@ -215,7 +215,7 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     _architecture_exists,
   ),
-  _multiple('preference.batch_size', 'preference.microbatch_size'),
+  _is_multiple('preference.batch_size', 'preference.microbatch_size'),
   (('mesh.data', 'mesh.fsdp', 'mesh.tensor'), _one_axis_takes_the_rest),
   (('env.max_turn_tokens', 'env.max_length'), _turn_fits),
   (('rollout.resample_rounds', 'rollout.group_size'), _groups_vary),

@@ -1,4 +1,4 @@
-"""Every rule of a configuration, broken once; the rows as they are."""
+"""Every rule of a config is broken once; the configs that we ship keep all."""
 
 import copy
 import math
@@ -42,16 +42,16 @@ def _config(**changes):
     ('preference.name', tuple(preferences.PREFERENCES)),
   ],
 )
-def test_choices_are_those_of_the_table(key, table):
-  # Configs import no table of the models: that would import jax.
+def test_the_choices_of_a_rule_are_those_of_the_code(key, table):
+  # Configs cannot import these tables: that would import jax.
   assert schema.RULES[key].allowed == 'one of ' + ', '.join(table)
 
 
-@pytest.mark.parametrize('row', algorithms.ALGORITHMS)
-def test_the_rows_are_right(row):
-  assert schema.check(base.get_config(row)) == []
-  # `schema` trusts the rows of the table, so they are checked here.
-  assert algorithm.check_algorithm(algorithms.ALGORITHMS[row]) == []
+@pytest.mark.parametrize('name', algorithms.ALGORITHMS)
+def test_every_algorithm_of_the_table_keeps_the_rules(name):
+  assert schema.check(base.get_config(name)) == []
+  # `schema` trusts the table, so its entries are checked here.
+  assert algorithm.check_algorithm(algorithms.ALGORITHMS[name]) == []
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
       | {'updates__routing_replay': 'sampler', 'rollout__engine': 'remote'}
       | {'rollout__remote__url': 'http://x', 'rollout__remote__model': 'y'},
       'updates.routing_replay=sampler: must be nowhere or trainer when '
-      'rollout.engine=remote, which does not tell its experts',
+      'rollout.engine=remote, which does not report its experts',
     ),
     (
       {'model__value_backbone': 'shared', 'loss__value_warmup_steps': 2},
@@ -215,11 +215,11 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
     ),
   ],
 )
-def test_keys_that_contradict_each_other(changes, expected):
+def test_a_broken_relation_is_one_line(changes, expected):
   assert schema.check(_config(**changes)) == [expected]
 
 
-def test_a_row_without_values_has_no_backbone_to_share():
+def test_an_algorithm_without_values_has_no_backbone_to_share():
   config = base.get_config('grpo')
   config.model.value_backbone = 'shared'
   assert schema.check(config) == [
@@ -228,7 +228,7 @@ def test_a_row_without_values_has_no_backbone_to_share():
   ]
 
 
-def test_a_served_engine_has_no_lanes():
+def test_lanes_do_not_matter_to_a_remote_engine():
   remote = {'engine': 'remote', 'remote__url': 'http://x', 'remote__model': 'y'}
   config = _config(
     rollout__lanes=3, **{f'rollout__{key}': x for key, x in remote.items()}
@@ -238,11 +238,11 @@ def test_a_served_engine_has_no_lanes():
   assert len(schema.check(config)) == 2
 
 
-def test_a_mixture_of_experts_is_right():
+def test_a_mixture_of_experts_keeps_the_rules():
   assert schema.check(_config(**_MOE)) == []
 
 
-def test_all_errors_at_once():
+def test_all_errors_come_at_once():
   lines = schema.check(
     _config(
       num_steps=0,
@@ -308,7 +308,7 @@ def test_every_key_but_switches_has_a_rule():
   assert {key for key in ruled if not _of_algorithm(key)} <= values.keys()
 
 
-def test_files_of_a_jsonl_data_set(tmp_path):
+def test_the_files_of_a_jsonl_data_set_exist_under_its_root(tmp_path):
   root = tmp_path / 'data'
   root.mkdir()
   (root / 'train.jsonl').touch()
@@ -334,7 +334,7 @@ def test_files_of_a_jsonl_data_set(tmp_path):
   ]
 
 
-def test_prompt_template(tmp_path):
+def test_a_prompt_template_is_text_with_a_placeholder(tmp_path):
   template = tmp_path / 'template.txt'
   template.write_text('Answer {question}', encoding='utf-8')
   config = _config(env__prompt_template=str(template))
