@@ -1,0 +1,24 @@
+"""Files that the tests of the lab's commands share."""
+
+import numpy as np
+import pytest
+
+from tests.analysis import batch_arrays
+from tests.commands import lab_calls
+
+
+@pytest.fixture(scope='session')
+def file(tmp_path_factory):
+  """A saved batch that another program might have written."""
+  arrays, *_ = batch_arrays.arrays()
+  path = tmp_path_factory.mktemp('file') / 'F.npz'
+  np.savez(path, notes=np.zeros(3), **arrays)
+  return path
+
+
+@pytest.fixture
+def config(tmp_path):
+  """A config file that gives its algorithms other options than the table."""
+  path = tmp_path / 'mine.py'
+  path.write_text(lab_calls.CONFIG, encoding='utf-8')
+  return path

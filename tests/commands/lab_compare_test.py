@@ -1,0 +1,97 @@
+"""`lab compare` as users call it: tables, JSON and errors."""
+
+import numpy as np
+import pytest
+
+from tests.analysis import batch_arrays
+from tests.commands import lab_calls
+
+
+def test_compare_prints_a_table_or_json(file, capsys):
+  names = ['turn_ppo', 'st_ppo']
+  chosen = '--algorithms=turn_ppo,st_ppo,turn_ppo'
+  found = lab_calls.metrics(
+    capsys, 'compare', f'--batch={file}', chosen, '--json'
+  )
+  assert list(found['rows']) == names
+  for a in names:
+    assert found['rows'][a].keys() >= {'loss', 'actor/grad_norm', 'stab/rho'}
+    assert 0 <= found['rows'][a]['silenced'] < 1
+    for b in names:  # a common factor changes no direction
+      assert found['cosines'][a][b] == pytest.approx(1, abs=1e-6)
+  assert lab_calls.lab('compare', f'--batch={file}', chosen) == 0
+  out, err = capsys.readouterr()
+  assert err == ''
+  assert [line.split()[0] for line in out.splitlines()[1:3]] == names
+  assert f'{found["rows"]["st_ppo"]["silenced"]:.2%}' in out
+
+
+def test_one_algorithm_is_compared_with_several_settings(file, capsys):
+  tight = f'st_ppo:{lab_calls.TAU}=1.1:ratio.gradient=token'
+  several = 'st_ppo:correction.names=[tis,clipping_bias]'
+  chosen = f'--algorithms=st_ppo,{tight},{several},{tight}'
+  found = lab_calls.metrics(
+    capsys, 'compare', f'--batch={file}', chosen, '--json'
+  )
+  assert list(found['rows']) == ['st_ppo', tight, several]
+  alone = lab_calls.metrics(
+    capsys, 'score', f'--batch={file}', '--algorithm=st_ppo',
+    f'--set={lab_calls.TAU}=1.1', '--set=ratio.gradient=token',
+  )  # fmt: skip
+  del found['rows'][tight]['silenced']
+  assert found['rows'][tight] == alone
+  losses = {metrics['loss'] for metrics in found['rows'].values()}
+  assert len(losses) == 3
+  assert lab_calls.lab('compare', f'--batch={file}', chosen) == 0
+  out, _ = capsys.readouterr()
+  assert [line.split()[0] for line in out.splitlines()[1:4]] == [
+    'st_ppo', tight, several
+  ]  # fmt: skip
+  flag = '--algorithms=token_ppo,st_ppo:ratio.level=trun'
+  line = lab_calls.error(capsys, 'compare', f'--batch={file}', flag)
+  assert line.startswith(
+    '--algorithms=st_ppo:ratio.level=trun: must be one of token'
+  )
+
+
+def test_a_metric_that_is_too_large_is_left_out(tmp_path, capsys):
+  arrays, batch, *_ = batch_arrays.arrays()
+  arrays['advantages_BL'] = arrays['advantages_BL'] * 1e30
+  # Far from its sampler, over a row too long for any product.
+  arrays['sampler_logprobs_BL'] = arrays['old_logprobs_BL'] - 70
+  np.savez(tmp_path / 'F.npz', **arrays)
+  flags = 'score', f'--batch={tmp_path}/F.npz', '--algorithm=turn_ppo'
+  found, err = lab_calls.metrics_and_warnings(capsys, *flags)
+  assert err == (
+    'stab/rho, stab/norm_clipped, stab/norm_unclipped: not finite in float32; '
+    'left out\n'
+  )
+  assert 'stab/rho' not in found and found['actor/grad_norm'] > 1e27
+  longest = batch.loss_mask_BL.sum(axis=1).max()
+  key = 'mismatch/sequence_log_weight_raw_max'
+  assert found[key] == pytest.approx(70 * longest, rel=1e-5)
+  chosen = '--algorithms=turn_ppo,token_ppo'
+  _, err = lab_calls.metrics_and_warnings(
+    capsys, 'compare', flags[1], chosen, '--json'
+  )
+  assert err.startswith('turn_ppo: stab/rho, ') and err.count('\n') == 2
+  assert lab_calls.lab('compare', flags[1], chosen) == 0
+  assert capsys.readouterr().err == ''
+  line = lab_calls.error(
+    capsys, 'compare', flags[1], '--algorithms=turn_ppo,st_ppo'
+  )
+  assert line.startswith('--algorithms: st_ppo: stab/norm_clipped, ')
+
+
+def test_compare_names_the_algorithm_that_lacks_an_array(tmp_path, capsys):
+  arrays, *_ = batch_arrays.arrays()
+  del arrays['sentence_ids_BL']
+  np.savez(tmp_path / 'F.npz', **arrays)
+  chosen = '--algorithms=token_ppo,sspo'
+  line = lab_calls.error(capsys, 'compare', f'--batch={tmp_path}/F.npz', chosen)
+  assert 'lacks sentence_ids_BL, which sspo reads' in line
+  del arrays['logprobs_BL'], arrays['entropy_BL']
+  np.savez(tmp_path / 'F.npz', **arrays)
+  chosen = '--algorithms=token_ppo,turn_ppo'
+  line = lab_calls.error(capsys, 'compare', f'--batch={tmp_path}/F.npz', chosen)
+  assert 'lacks logprobs_BL, which token_ppo reads' in line  # the first

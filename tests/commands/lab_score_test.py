@@ -1,0 +1,270 @@
+"""`lab score` as users call it: numbers, options and errors."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.analysis import batch_arrays
+from tests.commands import lab_calls
+from tests.rl import batches
+from tests.rl import loss_twin
+from tests.training import runs
+
+
+def test_score_gives_the_numbers_of_the_plain_loops(file, tmp_path, capsys):
+  _, batch, logprobs, entropy = batch_arrays.arrays()
+  out = tmp_path / 'O.npz'
+  metrics = lab_calls.metrics(
+    capsys, 'score', '--batch', file, '--algorithm=st_ppo', '--float64',
+    '--set', f'{lab_calls.TAU}=1.1', '--set=ratio.gradient=token',
+    '--set', 'bounds.clip_low=0.1', f'--out={out}',
+  )  # fmt: skip
+  row = batches.row_of(
+    'st_ppo',
+    correction__clipping_bias__tau=1.1,
+    ratio__gradient='token',
+    bounds__clip_low=0.1,
+  )
+  twin = loss_twin.policy_loss(row, logprobs, entropy, batch, 0.0)
+  assert metrics['loss'] == pytest.approx(twin.loss, rel=1e-12)
+  found = lab_calls.arrays(out)
+  assert found.keys() == {
+    'loss',
+    'dloss_dlogprobs_BL',
+    'ratio_BL',
+    'weights_BL',
+    'clipped_BL',
+  }
+  assert found['loss'] == metrics['loss']
+  assert found['dloss_dlogprobs_BL'].dtype == np.float64
+  np.testing.assert_array_equal(found['clipped_BL'], twin.cut)
+  np.testing.assert_allclose(found['weights_BL'], twin.scales, rtol=1e-12)
+  assert metrics['actor/entropy'] == pytest.approx(
+    entropy[batch.loss_mask_BL].mean()
+  )
+  for level in ('token', 'turn', 'sentence', 'sequence'):
+    assert metrics[f'ratio/{level}/ess'] <= 1
+  assert {'stab/rho', 'actor/pg_clipfrac', 'mismatch/k3'} <= metrics.keys()
+
+
+def test_an_infinite_tau_is_no_correction_in_float32(file, tmp_path, capsys):
+  corrected = lab_calls.metrics(
+    capsys, 'score', f'--batch={file}', '--algorithm=st_ppo',
+    f'--set={lab_calls.TAU}=inf', f'--out={tmp_path}/a',
+  )  # fmt: skip
+  plain = lab_calls.metrics(
+    capsys,
+    'score',
+    f'--batch={file}',
+    '--algorithm=turn_ppo',
+    f'--out={tmp_path}/b',
+  )
+  assert corrected == pytest.approx(plain, rel=1e-6, abs=1e-7)
+  a, b = lab_calls.arrays(tmp_path / 'a'), lab_calls.arrays(tmp_path / 'b')
+  assert a['dloss_dlogprobs_BL'].dtype == np.float32
+  for name in a:
+    np.testing.assert_allclose(a[name], b[name], rtol=1e-6)
+
+
+def test_an_entropy_bonus_is_in_the_loss(file, capsys):
+  flags = 'score', f'--batch={file}', '--algorithm=st_ppo'
+  without = lab_calls.metrics(capsys, *flags)
+  bonus = lab_calls.metrics(capsys, *flags, '--entropy_coefficient', '0.25')
+  lower = without['loss'] - 0.25 * without['actor/entropy']
+  assert bonus['loss'] == pytest.approx(lower)
+
+
+def test_a_choice_brings_its_options(file, capsys):
+  metrics = lab_calls.metrics(
+    capsys, 'score', f'--batch={file}', '--algorithm=token_ppo',
+    '--set=bounds.positive_share=0.99', '--set=bounds.name=balanced',
+    '--set=correction.names=("tis", "icepop")', '--set=kl.where=nowhere',
+  )  # fmt: skip
+  assert metrics['bounds/high'] == pytest.approx(3.0)
+
+
+def test_an_algorithm_has_the_options_of_a_run(file, config, capsys):
+  flags = 'score', f'--batch={file}', '--float64'
+  changes = '--set=bounds.clip_low=0.05', f'--set={lab_calls.TAU}=1.1'
+  table = lab_calls.metrics(capsys, *flags, '--algorithm=st_ppo', *changes)
+  assert table != lab_calls.metrics(capsys, *flags, '--algorithm=st_ppo')
+  flag = f'--config={config}'
+  assert lab_calls.metrics(capsys, *flags, '--algorithm=st_ppo', flag) == table
+  assert lab_calls.metrics(capsys, *flags, f'{flag}:st_ppo') == table
+  # A flag goes before the algorithm of the file, a setting before both.
+  assert (
+    lab_calls.metrics(capsys, *flags, '--algorithm=st_ppo', f'{flag}:gspo')
+    == table
+  )
+  other = lab_calls.metrics(
+    capsys, *flags, f'{flag}:st_ppo', f'--set={lab_calls.TAU}=inf'
+  )
+  assert other['stab/scale'] == 1 > table['stab/scale']
+
+  chosen = f'--algorithms=st_ppo,st_ppo:{lab_calls.TAU}=inf'
+  found = lab_calls.metrics(
+    capsys, 'compare', f'--batch={file}', '--float64', '--json', chosen, flag
+  )['rows']
+  for metrics, expected in zip(found.values(), (table, other), strict=True):
+    del metrics['silenced']
+    assert metrics == expected
+
+
+def test_an_invalid_config_is_one_line_and_2(file, config, capsys):
+  flags = 'score', f'--batch={file}', f'--config={config}:st_ppo'
+  for old, new, expected in (
+    ('tau = 1.1', "tau = 'high'", f'--config={config}:st_ppo: fails with Type'),
+    (
+      'tau = 1.1',
+      'tau = -1.0',
+      '--algorithm=st_ppo: algorithm.correction.clipping_',
+    ),
+    ('return config', 'return config.optimizer', 'fails with AttributeError'),
+    ('return config', 'return config.sft', 'has no algorithm.advantage.name'),
+  ):
+    config.write_text(lab_calls.CONFIG.replace(old, new), encoding='utf-8')
+    assert expected in lab_calls.error(capsys, *flags)
+
+
+def test_an_invalid_array_that_is_not_required_is_left_out(tmp_path, capsys):
+  arrays, *_ = batch_arrays.arrays()
+  flags = 'score', f'--batch={tmp_path}/F.npz', '--algorithm=turn_ppo'
+  np.savez(tmp_path / 'F.npz', **arrays)
+  whole = lab_calls.metrics(capsys, *flags)
+  arrays['sampler_logprobs_BL'][:] = np.nan
+  arrays['sentence_ids_BL'][:] = 0
+  arrays['state_ids_BL'] = np.array(['a'])
+  np.savez(tmp_path / 'F.npz', **arrays)
+  found, err = lab_calls.metrics_and_warnings(capsys, *flags)
+  first, second = err.splitlines()
+  assert first.startswith(f'--batch={tmp_path}/F.npz: sentence_ids_BL: must be')
+  assert 'sampler_logprobs_BL: not finite in float32' in second
+  assert first.endswith('; left out') and second.endswith('; left out')
+  gone = set(whole) - set(found)
+  assert gone and all(
+    x.partition('/')[0] == 'mismatch' or 'sentence' in x for x in gone
+  )
+  assert found == pytest.approx({n: whole[n] for n in found}, rel=1e-6)
+  sspo = '--algorithm=sspo'
+  assert 'sentence_ids_BL: must be in 1..' in lab_calls.error(
+    capsys, *flags, sspo
+  )
+
+
+@pytest.mark.parametrize(
+  ('change', 'expected'),
+  [
+    ('correction.clipping_bias.tauu=5', "no key 'tauu' in config.algorithm.co"),
+    ('tau=5', "no key 'tau' in config.algorithm; "),
+    ('correction.clipping_bias.tau=high', 'expected a number (float)'),
+    ('correction.clipping_bias.tau=nan', 'expected a number (float)'),
+    ('correction.clipping_bias.tau=0', 'tau=0: must be a number > 0'),
+    ('correction.names=("tiss",)', 'must be a tuple of any of clipping_bias'),
+    ('correction.names=mis,tiss', 'geo_rs; did you mean tis'),
+    ('correction=tis', 'a section, not a value; set one of its keys: '),
+    ('ratio.level=word', 'level=word: must be one of token, turn, sentence'),
+    ('ratio.level=trun', 'sequence; did you mean turn?'),
+    ('bounds.name=adaptive', 'name=adaptive: must be one of fixed, entropy_'),
+    ('bounds.name=balancd', '; did you mean balanced?'),
+    ('bounds.low=0.6', "no key 'low' in config.algorithm.bounds; "),
+    ('objective.c=2', "no key 'c' in config.algorithm.objective; choices: na"),
+    ('ratio.level', '--set ratio.level: expected KEY=VALUE'),
+    ('correction.clipping_bias.applies_to=x', 'at least 1 of policy, value'),
+  ],
+)
+def test_a_wrong_option_is_one_line_and_2(file, capsys, change, expected):
+  flags = 'score', f'--batch={file}', '--algorithm=st_ppo'
+  line = lab_calls.error(capsys, *flags, '--set', change)
+  assert line.startswith(f'--set {change}: ') and expected in line
+  assert lab_calls.error(capsys, *flags, f'--set={change}') == line
+
+
+def _without(name):
+  return lambda arrays: arrays.pop(name)
+
+
+def _broken(name, value, number=0):
+  def change(arrays):
+    slot = tuple(np.argwhere(arrays['loss_mask_BL'])[number])
+    arrays[name][slot] = value
+
+  return change
+
+
+def _short(arrays):
+  arrays['advantages_BL'] = arrays['advantages_BL'][:, :-1]
+
+
+@pytest.mark.parametrize(
+  ('flags', 'change', 'expected'),
+  [
+    (
+      ['--algorithm=st_ppo'],
+      _without('logprobs_BL'),
+      'lacks logprobs_BL, which st',
+    ),
+    (
+      ['--algorithm=sspo'],
+      _without('entropy_BL'),
+      'lacks entropy_BL, which sspo re',
+    ),
+    (
+      ['--algorithm=minirl'],
+      _without('sampler_logprobs_BL'),
+      'lacks sampler_logpro',
+    ),
+    (
+      ['--algorithm=st_ppo', '--set=kl.where=loss'],
+      _without('ref_logprobs_BL'),
+      'lacks ref_logprobs_BL, which st_ppo reads',
+    ),
+    (
+      ['--algorithm=st_ppo'],
+      _short,
+      'advantages_BL has shape (6, 15), expected (6',
+    ),
+    (
+      ['--algorithm=st_ppo'],
+      _broken('advantages_BL', math.nan),
+      'advantages_BL: not finite in float32; 1 entries, the first at [0, ',
+    ),
+    (
+      ['--algorithm=st_ppo'],
+      _broken('turn_ids_BL', 0),
+      'turn_ids_BL: must be in 1..',
+    ),
+    (
+      ['--algorithm=st_ppo'],
+      _broken('advantages_BL', 3e38),
+      'stab/rho: not finite in float32, the numbers are too large',
+    ),
+  ],
+)
+def test_a_wrong_file_is_one_line_and_2(
+  tmp_path, capsys, flags, change, expected
+):
+  arrays, *_ = batch_arrays.arrays()
+  change(arrays)
+  np.savez(tmp_path / 'F.npz', **arrays)
+  line = lab_calls.error(capsys, 'score', f'--batch={tmp_path}/F.npz', *flags)
+  assert expected in line
+  assert f'--batch={tmp_path}/F.npz: ' in line or 'float32, the' in line
+
+
+def test_score_runs_on_cpu_whatever_the_environment_says(tmp_path):
+  environment = {'JAX_PLATFORMS': 'tpu', 'PATH': ''}
+  arrays, *_ = batch_arrays.arrays()
+  np.savez(tmp_path / 'F.npz', **arrays)
+  done = subprocess.run(
+    [
+      sys.executable, '-m', 'stppo_jax', 'lab', 'score',
+      f'--batch={tmp_path}/F.npz', '--algorithm', 'token_ppo',
+    ],
+    env=environment, cwd=runs.REPO, capture_output=True, text=True,
+  )  # fmt: skip
+  assert (done.returncode, done.stderr) == (0, '')
+  assert math.isfinite(json.loads(done.stdout)['loss'])
