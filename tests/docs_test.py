@@ -1,4 +1,8 @@
-"""The documents tell the truth: trees, tables, metrics, and every command."""
+"""The documents tell the truth: tables, links, metrics, and every command.
+
+The commands run in the order of the pages, in one folder that looks like a
+clone, as a reader would run them: what one leaves behind, later ones read.
+"""
 
 import json
 import os
@@ -15,10 +19,16 @@ import pytest
 from stppo_jax.configs import algorithms
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
-_README = (_ROOT / 'README.md').read_text(encoding='utf-8')
-_PAGES = [_README] + [
-  page.read_text(encoding='utf-8') for page in (_ROOT / 'docs').glob('*.md')
-]
+_FIRST = ('README.md', 'docs/commands.md')
+_PAGES = {
+  name: (_ROOT / name).read_text(encoding='utf-8')
+  for name in (
+    *_FIRST,
+    'CONTRIBUTING.md',
+    *sorted(f'docs/{page.name}' for page in (_ROOT / 'docs').glob('*.md')),
+  )
+}
+_README = _PAGES['README.md']
 
 # What makes a long command short; it stays the same command.
 _SMOKE = [
@@ -35,15 +45,11 @@ _SMOKE = [
 def _commands():
   """Every line of every sh block, without comments, in order."""
   found = []
-  for page in _PAGES:
-    for block in re.findall(r'```sh\n(.*?)```', page, re.DOTALL):
+  for page in _PAGES.values():
+    for block in re.findall(r'^ *```sh\n(.*?)```', page, re.DOTALL | re.M):
       lines = (line.split('#')[0].strip() for line in block.splitlines())
       found += [line for line in lines if line and line not in found]
   return found
-
-
-# Makes the file that the commands after it read.
-(_COLLECT,) = (line for line in _commands() if ' lab collect ' in line)
 
 
 def _environment():
@@ -65,11 +71,14 @@ def _run(words, cwd):
   return done.stdout
 
 
-def _folder(tmp_path):
-  """A working folder that looks like a clone."""
+@pytest.fixture(scope='module')
+def clone(tmp_path_factory):
+  """A folder that looks like a clone; `runs` in it is shared."""
+  root = tmp_path_factory.mktemp('clone')
   for name in ('assets', 'configs', 'stppo_jax', 'Makefile'):
-    (tmp_path / name).symlink_to(_ROOT / name)
-  return tmp_path
+    (root / name).symlink_to(_ROOT / name)
+  (root / 'runs').mkdir()
+  return root
 
 
 def _question_files(root):
@@ -101,10 +110,29 @@ def _python(command):
   return [sys.executable, *words[1:]]
 
 
-def _trains(words, folder):
-  _run([*words, *_SMOKE], folder)
+def _workdir(words, folder):
   (workdir,) = (w.split('=')[1] for w in words if w.startswith('--workdir='))
   return folder / workdir
+
+
+def _make_run(folder):
+  """Leaves the run that other commands evaluate and export."""
+  command = 'make quickstart'
+  if not (folder / 'runs' / 'quickstart-st_ppo-seed0').exists():
+    _quickstart(command, folder)
+
+
+def _quickstart(command, folder):
+  tools = [f'BIN={pathlib.Path(sys.executable).parent}', 'RUNTIME=']
+  smoke = f'ARGS={shlex.join(_SMOKE)}'
+  return _run([*shlex.split(command), *tools, smoke], folder)
+
+
+def _make_batch(folder):
+  """Leaves the batch that other commands of the lab read."""
+  (collect,) = (line for line in _commands() if ' lab collect ' in line)
+  if not (folder / 'runs' / 'batch.npz').exists():
+    _run([*_python(collect), *_SMOKE], folder)
 
 
 def _serves(command, folder):
@@ -134,46 +162,48 @@ def _serves(command, folder):
 
 
 @pytest.mark.parametrize('command', _commands())
-def test_every_command_in_the_documents_runs(command, tmp_path):
-  folder = _folder(tmp_path)
-  if command == 'make test':  # running it here would never end
-    plan = _run(['make', '-n', 'test', 'TESTING='], folder)
-    assert '-m pytest' in plan and '-n' in plan
-  elif command.startswith('make quickstart'):
-    tools = [f'BIN={pathlib.Path(sys.executable).parent}', 'RUNTIME=']
-    smoke = f'ARGS={shlex.join(_SMOKE)}'
-    output = _run([*shlex.split(command), *tools, smoke], folder)
-    assert 'done.' in output
-    (workdir,) = (folder / 'runs').iterdir()
+def test_every_command_in_the_documents_runs(command, clone):
+  words = shlex.split(command)
+  if command in ('make test', 'make check'):  # here they would never end
+    plan = _run(['make', '-n', words[1], 'TESTING='], clone)
+    assert '-m pytest' in plan
+  elif words[:2] == ['make', 'quickstart']:
+    name = dict(word.split('=') for word in words[2:])
+    workdir = 'quickstart-{ALGORITHM}-seed{SEED}'.format(
+      **({'ALGORITHM': 'st_ppo', 'SEED': '0'} | name)
+    )
+    assert 'done.' in _quickstart(command, clone)
+    workdir = clone / 'runs' / workdir
     assert (workdir / 'learning_curve.png').is_file()
     _check_metrics(workdir / 'metrics.jsonl')
   elif ' serve ' in command:
-    _serves(command, folder)
+    _serves(command, clone)
   elif ' lab ' in command or ' prefer ' in command:
-    (folder / 'runs').mkdir()
-    _run([*_python(_COLLECT), *_SMOKE], folder)
-    if command != _COLLECT:
-      assert _run(_python(command), folder)
+    _make_batch(clone)
+    if ' collect ' not in command:
+      assert _run(_python(command), clone)
   elif ' train ' in command:
-    if 'DATA' in command:
-      _question_files(folder / 'DATA')
-    workdir = _trains(_python(command), folder)
-    assert (workdir / 'metrics.jsonl').is_file()
+    if 'DATA' in command and not (clone / 'DATA').exists():
+      _question_files(clone / 'DATA')
+    _run([*_python(command), *_SMOKE], clone)
+    assert (_workdir(words, clone) / 'metrics.jsonl').is_file()
   elif ' sft ' in command:
-    workdir = _trains(_python(command), folder)
-    assert (workdir / 'model.safetensors').is_file()
+    _run([*_python(command), *_SMOKE], clone)
+    assert (_workdir(words, clone) / 'model.safetensors').is_file()
   elif ' evaluate ' in command:
-    words = _python(command)
-    _trains([w.replace('evaluate', 'train') for w in words], folder)
-    assert 'step 1 val/em/two_hop' in _run([*words, *_SMOKE], folder)
+    _make_run(clone)
+    output = _run([*_python(command), *_SMOKE], clone)
+    assert 'step 1 val/em/two_hop' in output
   elif ' export ' in command:
-    words = _python(command)
-    (workdir,) = (w for w in words if w.startswith('--workdir='))
-    config = '--config=configs/quickstart.py:st_ppo'
-    _trains([*words[:3], 'train', config, workdir], folder)
-    assert 'the policy after step 1' in _run(words, folder)
+    _make_run(clone)
+    assert 'the policy after step 1' in _run(_python(command), clone)
   else:
-    assert _run(_python(command), folder)
+    assert _run(_python(command), clone)
+
+
+def test_the_old_name_of_an_algorithm_is_accepted(clone):
+  plan = _run(['make', '-n', 'quickstart', 'ROW=gspo', 'RUNTIME='], clone)
+  assert 'quickstart.py:gspo' in plan and 'quickstart-gspo-seed0' in plan
 
 
 def _patterns(page):
@@ -208,43 +238,53 @@ def _check_metrics(path):
   assert not missing
 
 
-def test_the_readme_table_is_the_table():
-  table = [
-    ' | '.join(
-      [
-        f'`{name}`',
-        row['ratio']['level'],
-        row['objective']['name'],
-        ', '.join(row['correction']['names']) or 'none',
-        row['advantage']['name'],
-      ]
-    ).replace('_', ' ')
-    for name, row in algorithms.ALGORITHMS.items()
-  ]
-  rows = re.findall(r'^\| (`\w+`(?: \| [\w ,]+){4}) \|$', _README, re.M)
-  assert [row.replace('_', ' ') for row in rows] == table
-
-
-def test_the_readme_tree_is_the_tree():
-  block = _README.split('## The tree')[1].split('\n\n')[1]
-  listed, parent = set(), ''
-  for line in block.splitlines():
-    match = re.match(r'^( {4}| {6})([\w.]+/?)(  |$)', line)
-    if match:
-      indent, name = match.group(1), match.group(2)
-      parent = name if len(indent) == 4 else parent
-      listed.add(name if len(indent) == 4 else parent + name)
-  for name in listed:
-    assert (_ROOT / name).exists(), name
-  folders = {
-    f'stppo_jax/{path.name}/'
-    for path in (_ROOT / 'stppo_jax').iterdir()
-    if (path / '__init__.py').is_file()
+def test_the_readme_has_every_algorithm_in_its_family():
+  table = re.findall(
+    r'^\| [\w, ]+ \| (\w+) \| (yes|no) \| (`.*`) \|$', _README, re.M
+  )
+  found = {
+    name: (level, values)
+    for level, values, names in table
+    for name in re.findall(r'`(\w+)`', names)
   }
-  assert folders <= listed
+  assert found == {
+    name: (
+      entry['ratio']['level'],
+      'yes' if entry['advantage']['name'] == 'gae' else 'no',
+    )
+    for name, entry in algorithms.ALGORITHMS.items()
+  }
+  assert len(found) == sum(names.count('`') // 2 for _, _, names in table)
 
 
-def test_pictures_and_links_exist():
-  for page in _PAGES:
-    for target in re.findall(r'\]\(([^)]+)\)', page):
-      assert target.startswith('https://') or (_ROOT / target).exists(), target
+def test_the_architecture_page_has_every_room():
+  page = _PAGES['docs/architecture.md']
+  block = page.split('## The rooms')[1].split('\n## ')[0]
+  listed = set(re.findall(r'`(\w+)/`', block))
+  package = _ROOT / 'stppo_jax'
+  assert listed >= {path.parent.name for path in package.glob('*/__init__.py')}
+  named = re.findall(r'`([\w/]+(?:/|\.py))`', page)
+  for name in named:
+    assert any((root / name).exists() for root in (_ROOT, package)) or any(
+      package.rglob(name)
+    ), name
+
+
+@pytest.mark.parametrize('name', _PAGES)
+def test_pictures_and_links_exist(name):
+  folder = (_ROOT / name).parent
+  for target in re.findall(r'\]\(([^)]+)\)', _PAGES[name]):
+    assert target.startswith('https://') or (folder / target).exists(), target
+
+
+def test_every_page_is_reached_from_the_readme():
+  found, ahead = set(), ['README.md']
+  while ahead:
+    name = ahead.pop()
+    found.add(name)
+    for target in re.findall(r'\]\(([^):]+\.md)\)', _PAGES[name]):
+      page = os.path.normpath(pathlib.Path(name).parent / target)
+      if page in _PAGES and page not in found:
+        ahead.append(page)
+  assert found == set(_PAGES)
+  assert '(docs/architecture.md)' in _README.split('\n## ')[0]

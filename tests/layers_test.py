@@ -160,6 +160,27 @@ def _covered(name: str, prefixes) -> bool:
   return any(name == p or name.startswith(p + '.') for p in prefixes)
 
 
+def page_rows() -> list[str]:
+  """Returns the table of docs/architecture.md, as it follows from OURS."""
+  rows = []
+  for layer, allowed in OURS.items():
+    others = [n for n in allowed if n != layer and layer not in n.split('.')]
+    words = [f'`{n}`' for n in others]
+    if set(_ALL) <= set(allowed):
+      above = [f'`{n}`' for n in ('commands', 'configs', 'http')]
+      above = [n for n in above if n not in words and n != f'`{layer}`']
+      words = ['every room' + ' but '[: 5 * bool(above)] + ', '.join(above)]
+    rows.append(f'| `{layer}` | {", ".join(words) or "nothing"} |')
+  return rows
+
+
+def test_the_architecture_page_has_the_table():
+  page = _ROOT / 'docs' / 'architecture.md'
+  expected = '\n'.join(page_rows())
+  message = f'docs/architecture.md needs this table:\n{expected}'
+  assert expected in page.read_text(encoding='utf-8'), message
+
+
 def test_the_tree_keeps_its_layers():
   found = violations(_ROOT)
   assert not found, '\n'.join(found)

@@ -1,0 +1,340 @@
+"""The table of additions in docs/architecture.md, each made in a copy and used.
+
+Every addition says which lines it inserts into which files. The files are
+counted, and a program in the changed copy uses what was added.
+"""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import textwrap
+from typing import NamedTuple
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+class Insertion(NamedTuple):
+  """Code that goes behind a line of a file; a new file if there is no line.
+
+  It is indented like the line, or one level more if the line opens a table.
+  """
+
+  path: str
+  line: str
+  code: str
+
+  def apply(self, root: pathlib.Path) -> None:
+    path = root / self.path
+    code = textwrap.dedent(self.code).lstrip('\n')
+    if not self.line:
+      assert not path.exists(), f'{self.path} exists already'
+      path.write_text(code, encoding='utf-8')
+      return
+    lines = path.read_text(encoding='utf-8').splitlines(keepends=True)
+    (found,) = [i for i, x in enumerate(lines) if x.strip() == self.line]
+    line = lines[found]
+    indent = len(line) - len(line.lstrip()) + 2 * line.endswith('{\n')
+    lines.insert(found + 1, textwrap.indent(code, ' ' * indent))
+    path.write_text(''.join(lines), encoding='utf-8')
+
+
+class Addition(NamedTuple):
+  """What is inserted, and a program that uses it and prints `used`."""
+
+  insertions: tuple[Insertion, ...]
+  program: str
+
+
+_ALGORITHM = Addition(
+  (
+    Insertion(
+      'configs/algorithms.py',
+      'ALGORITHMS = {',
+      """
+        'turn_cispo': _row(
+          ratio={'level': 'turn'},
+          objective=block('objective', 'detached'),
+          **_GROUP,
+          **_NO_KL,
+        ),
+      """,
+    ),
+    Insertion(
+      'docs/texts/rows.py',
+      'ROWS = {',
+      """
+        'turn_cispo': entry.Description(
+          'loss = mean over policy tokens of -A sg(r_k) l',
+          'Nobody: made by a test.',
+          entry.OURS,
+          'A test uses it.',
+        ),
+      """,
+    ),
+  ),
+  """
+  from docs import make_algorithms
+  from stppo_jax.commands import configuration
+  from stppo_jax.rl import algorithm
+
+  config = configuration.parse(
+    ['--config=configs/quickstart.py:turn_cispo'], workdir=False
+  ).config
+  built = algorithm.build_algorithm(config.algorithm.to_dict())
+  assert not built.uses_values and built.objective.name == 'detached'
+  assert config.rollout.group_size == 8
+  assert '### `turn_cispo`' in make_algorithms.text()
+  """,
+)
+
+_ENVIRONMENT = Addition(
+  (
+    Insertion(
+      'stppo_jax/envs/echo.py',
+      '',
+      '''
+      """Repeat the question: an environment with one turn."""
+
+      from stppo_jax import types
+      from stppo_jax.envs import protocol
+
+
+      class EchoEnvironment:
+        """Rewards a policy that writes the question once more."""
+
+        stop_strings = ('.',)
+        tags = ()
+        main_score = 'same'
+        needs_retriever = False
+
+        @classmethod
+        def from_options(cls, options, retriever):
+          return cls()
+
+        @staticmethod
+        def phrases(vocabulary):
+          return list(vocabulary)
+
+        @staticmethod
+        def statistics(trajectories):
+          return {}
+
+        def prompt(self, question):
+          return question.text
+
+        async def step(self, question, turn_index, text):
+          return protocol.Step('say', None, types.TrajectoryStatus.COMPLETED)
+
+        def rewards(self, question, prompt, texts, status):
+          same = float(texts == [prompt])
+          return {'same': same}, {'same': same}
+      ''',
+    ),
+    Insertion(
+      'stppo_jax/envs/environments.py',
+      "'search': search.SearchEnvironment,",
+      "'echo': echo.EchoEnvironment,\n",
+    ),
+    Insertion(
+      'stppo_jax/envs/environments.py',
+      'from stppo_jax.envs import search',
+      'from stppo_jax.envs import echo\n',
+    ),
+  ),
+  """
+  from stppo_jax import types
+  from stppo_jax.commands import configuration
+  from stppo_jax.envs import environments
+  from stppo_jax.rollout import collect
+  from stppo_jax.rollout import event_loop
+  from stppo_jax.sampling import scripted
+  from tests.rollout import dialogues
+
+  flags = ['--config=configs/base.py', '--config.env.name=echo']
+  config = configuration.parse(flags, workdir=False).config
+  kind = environments.find(config.env.name)
+  tokenizer = dialogues.Letters()
+  scripts = [[tokenizer.encode_text('say it.')], [tokenizer.encode_text('no.')]]
+  with event_loop.EventLoop() as loop:
+    collector = collect.Collector(
+      engine=scripted.ScriptedEngine(scripts, 40),
+      environment=kind.from_options(config.env.to_dict(), None),
+      tokenizer=tokenizer,
+      loop=loop,
+      max_turn_tokens=20,
+      max_observation_tokens=20,
+      group_size=2,
+    )
+    question = types.Question('1', 'say it.', ('say it.',), 'echo')
+    trajectories = collector.collect([question], keys=None)
+  assert [t.rewards['same'] for t in trajectories] == [1.0, 0.0]
+  """,
+)
+
+_DIALECT = Addition(
+  (
+    Insertion(
+      'stppo_jax/retrieval/dialects.py',
+      'DIALECTS: Mapping[str, Dialect] = {',
+      """
+        'find': dataclasses.replace(
+          _SEARCH_R1,
+          path='/find',
+          body=lambda queries, topk: {'find': list(queries), 'at_most': topk},
+        ),
+      """,
+    ),
+  ),
+  """
+  import json
+  from stppo_jax.commands import configuration
+  from stppo_jax.retrieval import dialects
+
+  flags = ['--config=configs/base.py', '--config.retrieval.dialect=find']
+  config = configuration.parse(flags, workdir=False).config
+  dialect = dialects.DIALECTS[config.retrieval.dialect]
+  assert dialect.body(['lake 7'], 2) == {'find': ['lake 7'], 'at_most': 2}
+  document = {'id': '7', 'contents': '"Lake 7"\\\\nIt is 7 km long.'}
+  reply = json.dumps({'result': [[{'document': document, 'score': 0.5}]]})
+  ((passage,),) = dialect.read(reply.encode(), 1)
+  assert (passage.title, passage.score) == ('Lake 7', 0.5)
+  """,
+)
+
+_MODEL = Addition(
+  (
+    Insertion(
+      'stppo_jax/models/config.py',
+      'ARCHITECTURES: Mapping[str, _Architecture] = {',
+      "'plain_moe': _Architecture('PlainMoe', False, False, True),\n",
+    ),
+  ),
+  """
+  from stppo_jax.models import config as model_config
+  from stppo_jax.models.hf import names
+
+  hf = {
+    'model_type': 'plain_moe',
+    'vocab_size': 16,
+    'hidden_size': 8,
+    'intermediate_size': 16,
+    'num_hidden_layers': 1,
+    'num_attention_heads': 2,
+    'num_experts': 4,
+    'num_experts_per_tok': 2,
+    'moe_intermediate_size': 8,
+  }
+  config = model_config.ModelConfig.from_hf(
+    hf, dtype='float32', remat='none', scan_unroll=1
+  )
+  assert hf.items() <= config.to_hf().items()
+  tensors = {entry.hf_name for entry in names.entries(config)}
+  assert 'model.layers.0.mlp.experts.3.up_proj.weight' in tensors
+  assert 'model.layers.0.self_attn.q_norm.weight' not in tensors
+  """,
+)
+
+_KEY = Addition(
+  (
+    Insertion(
+      'configs/base.py',
+      "'name': 'search',  # a key of ENVIRONMENTS in envs/environments.py",
+      "'greeting': '',  # printed before the configuration\n",
+    ),
+    Insertion(
+      'configs/schema.py',
+      "'env.name': _one_of(*environments.ENVIRONMENTS),",
+      "'env.greeting': Rule(lambda x: len(x) < 9, 'at most 8 letters'),\n",
+    ),
+    Insertion(
+      'stppo_jax/commands/config.py',
+      'arguments = configuration.parse(argv, workdir=False)',
+      'print(arguments.config.env.greeting)\n',
+    ),
+  ),
+  """
+  import contextlib
+  import io
+  from stppo_jax.commands import config
+  from stppo_jax.commands import configuration
+
+  flags = ['--config=configs/base.py', '--config.env.greeting=hello']
+  with contextlib.redirect_stdout(io.StringIO()) as output:
+    config.main(flags)
+  lines = output.getvalue().splitlines()
+  assert lines[0] == 'hello' and "env.greeting = 'hello'" in lines
+  try:
+    config.main([*flags, '--config.env.greeting=good morning'])
+  except configuration.ConfigurationError as error:
+    assert 'env.greeting' in str(error) and 'at most 8' in str(error)
+  else:
+    raise AssertionError('the rule was not checked')
+  """,
+)
+
+
+def _copy(root: pathlib.Path) -> None:
+  for name in ('stppo_jax', 'configs', 'docs'):
+    shutil.copytree(
+      _ROOT / name,
+      root / name,
+      symlinks=True,
+      ignore=shutil.ignore_patterns('*.md'),
+    )
+  for name in ('assets', 'tests'):
+    (root / name).symlink_to(_ROOT / name)
+
+
+def _changed(root: pathlib.Path) -> set[str]:
+  """Returns the files that differ from the repository's."""
+  found = set()
+  for path in root.rglob('*.py'):
+    name = path.relative_to(root)
+    if 'tests' in name.parts or name.parts[:2] == ('stppo_jax', 'configs'):
+      continue  # links
+    original = _ROOT / name
+    if not original.exists() or original.read_bytes() != path.read_bytes():
+      found.add(str(name))
+  return found
+
+
+@pytest.mark.parametrize(
+  ('addition', 'files'),
+  [
+    (_ALGORITHM, {'configs/algorithms.py', 'docs/texts/rows.py'}),
+    (
+      _ENVIRONMENT,
+      {'stppo_jax/envs/echo.py', 'stppo_jax/envs/environments.py'},
+    ),
+    (_DIALECT, {'stppo_jax/retrieval/dialects.py'}),
+    (_MODEL, {'stppo_jax/models/config.py'}),
+    (
+      _KEY,
+      {
+        'configs/base.py',
+        'configs/schema.py',
+        'stppo_jax/commands/config.py',
+      },
+    ),
+  ],
+  ids=['algorithm', 'environment', 'dialect', 'model', 'key'],
+)
+def test_an_addition_touches_these_files_and_works(addition, files, tmp_path):
+  _copy(tmp_path)
+  for insertion in addition.insertions:
+    insertion.apply(tmp_path)
+  assert _changed(tmp_path) == files
+  program = textwrap.dedent(addition.program) + "\nprint('used')\n"
+  done = subprocess.run(
+    [sys.executable, '-c', program],
+    cwd=tmp_path,
+    env=dict(os.environ, PYTHONPATH=str(tmp_path), JAX_NUM_CPU_DEVICES='1'),
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert done.stdout.endswith('used\n'), done.stdout + done.stderr
