@@ -165,6 +165,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       },
       'retrieval': {
         'url': '',  # '' = an embedded server on a free local port
+        # Protocol of the server: search_r1 (ours, verl's) | skyrl (one query per
+        # request). See docs/retrieval.md.
+        'dialect': 'search_r1',
         'topk': 3,  # passages per search
         'timeout': 30.0,  # seconds per request
         'retries': 4,  # attempts per query after the first

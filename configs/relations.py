@@ -12,6 +12,7 @@ import pathlib
 from stppo_jax.configs import algorithms
 from stppo_jax.envs import environments
 from stppo_jax.envs import prompts
+from stppo_jax.retrieval import address
 
 Relation = tuple[tuple[str, ...], Callable[..., Iterator[str]]]
 
@@ -181,13 +182,17 @@ def _no_values_to_share(advantage, backbone) -> Iterator[str]:
 
 
 def _url_is_valid(url) -> Iterator[str]:
-  if url:
-    # Imported late: it brings the HTTP client, which most configs do without.
-    from stppo_jax.retrieval import client
+  problem = address.check_url(url) if url else None
+  if problem:
+    yield f'retrieval.url: {problem}'
 
-    problem = client.check_url(url)
-    if problem:
-      yield f'retrieval.url: {problem}'
+
+def _embedded_server_speaks(dialect, url) -> Iterator[str]:
+  if not url and dialect != 'search_r1':
+    yield (
+      f'retrieval.dialect={dialect!r}: must be search_r1 when retrieval.url is '
+      'empty, the embedded server speaks no other'
+    )
 
 
 RELATIONS: tuple[Relation, ...] = (
@@ -257,6 +262,7 @@ RELATIONS: tuple[Relation, ...] = (
     _files_exist,
   ),
   (('retrieval.url',), _url_is_valid),
+  (('retrieval.dialect', 'retrieval.url'), _embedded_server_speaks),
   (('algorithm.advantage.name', 'rollout.group_size'), _groups_are_compared),
   (
     ('algorithm.advantage.name', 'loss.value_warmup_steps'),

@@ -16,6 +16,7 @@ from stppo_jax.configs import base
 from stppo_jax.configs import relations
 from stppo_jax.envs import environments
 from stppo_jax.envs import rewards
+from stppo_jax.retrieval import dialects
 
 
 def _one_of(*choices: str) -> settings.Rule:
@@ -116,6 +117,7 @@ RULES: Mapping[str, settings.Rule] = {
   'env.rewards.turn_search': _FINITE,
   'env.rewards.turn_answer_found': _FINITE,
   'env.reward_scope': _one_of(*rewards.SCOPES),
+  'retrieval.dialect': _one_of(*dialects.DIALECTS),
   'retrieval.topk': _POSITIVE,
   'retrieval.timeout': _POSITIVE,
   'retrieval.retries': _NOT_NEGATIVE,

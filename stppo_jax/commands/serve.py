@@ -15,11 +15,13 @@ import functools
 import os
 import signal
 import sys
+from typing import Any
 
 from stppo_jax import types
 from stppo_jax.configs import base
 from stppo_jax.data import synthetic_wiki
 from stppo_jax.http import server as http_server
+from stppo_jax.retrieval import address
 from stppo_jax.retrieval import corpus
 from stppo_jax.retrieval import server
 
@@ -61,8 +63,9 @@ def _app(argv, make_passages):
   flags = _parser().parse_args(argv)
   if not 0 <= flags.port <= 65535:
     raise _UsageError(f'--port: {flags.port} is not in 0..65535')
-  token = os.environ.get(server.TOKEN_VARIABLE, '')
-  server.check_exposure(flags.host, token)
+  variable = address.TOKEN_VARIABLE
+  token = os.environ.get(variable, '')
+  http_server.check_exposure(flags.host, token, token_variable=variable)
   if flags.corpus is not None:
     passages = corpus.read_corpus(flags.corpus)
     app = server.make_app(passages, token=token)
@@ -90,7 +93,8 @@ def _parser() -> argparse.ArgumentParser:
   parser.add_argument('--host', default=http_server.LOOPBACK)
   parser.add_argument('--port', type=int, default=8000, help='0 = a free one')
   # As a run has them, or the two would speak of different worlds.
-  defaults = base.get_config().data.synthetic_wiki
+  config: Any = base.get_config()
+  defaults = config.data.synthetic_wiki
   for name in _WORLD_OPTIONS:
     parser.add_argument(
       f'--{name}',

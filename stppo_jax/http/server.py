@@ -1,11 +1,25 @@
-"""What our HTTP servers share: where they listen, and how they refuse.
+"""The HTTP server: what retrieval and inference servers are made of.
 
-Every error is one line, `{"detail": "..."}`. No reply carries a traceback.
+A handler takes the JSON object of a request and returns that of the reply; it
+raises `Refusal` to answer with another status. Every error is one line,
+`{"detail": "..."}`, and no reply carries a traceback:
+
+    401  no valid bearer token (with `token`; /health needs none)
+    408  the body came too slowly
+    413  the body is too large
+    422  the body is no JSON object
+    429  too many requests in flight, with Retry-After
+    500  a bug of ours, whose cause is in our log only
 """
 
 import asyncio
+from collections.abc import Awaitable
 from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent import futures
+import dataclasses
+import hmac
+import ipaddress
 import json
 import logging
 import threading
@@ -15,15 +29,99 @@ from aiohttp import web
 
 LOOPBACK = '127.0.0.1'
 
+Fields = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """What clients may ask for.
+
+  Attributes:
+    max_body_bytes: of a request; above it, 413.
+    max_concurrent: posts in flight; above it, 429.
+    retry_after: seconds, sent with 429.
+    body_timeout: seconds a client may take to send its body.
+  """
+
+  max_body_bytes: int = 1 << 20
+  max_concurrent: int = 64
+  retry_after: int = 1
+  body_timeout: float = 30.0
+
+
+class Refusal(Exception):
+  """Answers a request with an error status and one line."""
+
+  def __init__(self, status: int, detail: str):
+    super().__init__(detail)
+    self.status = status
+
+
+def application(
+  *,
+  get: Mapping[str, Callable[[], Fields]],
+  post: Mapping[str, Callable[..., Awaitable[Fields]]],
+  limits: Limits,
+  close: Callable[[], None],
+  token: str = '',
+) -> web.Application:
+  """Returns a server as an aiohttp application; /health is added.
+
+  Args:
+    get: path -> handler without arguments.
+    post: path -> handler of the body, and by keyword of what the path matches
+      in braces.
+    limits: what clients may ask for.
+    close: is called at the end.
+    token: bearer token that every request but /health must show; '' = none.
+  """
+
+  async def closing(app: web.Application) -> None:
+    del app
+    close()
+
+  app = web.Application(
+    client_max_size=limits.max_body_bytes,
+    middlewares=[_one_line, _authorize(token), _bound(limits)],
+  )
+  for path, get_handler in {'/health': _health, **get}.items():
+    app.router.add_get(path, _answer_get(get_handler))
+  for path, post_handler in post.items():
+    app.router.add_post(path, _answer_post(post_handler, limits.body_timeout))
+  app.on_cleanup.append(closing)
+  return app
+
+
+def check_exposure(host: str, token: str, *, token_variable: str) -> None:
+  """Refuses to serve other machines without a token.
+
+  Args:
+    host: address to bind.
+    token: that clients must show; '' = none.
+    token_variable: environment variable that the message asks to set.
+
+  Raises:
+    ValueError: host is not a loopback address and there is no token.
+  """
+  try:
+    loopback = ipaddress.ip_address(host).is_loopback
+  except ValueError:
+    loopback = host == 'localhost'
+  if not loopback and not token:
+    raise ValueError(
+      f'host {host!r} can be reached from other machines: set a bearer token '
+      f'in {token_variable}, or serve on {LOOPBACK}'
+    )
+
 
 async def start(
   app: web.Application, host: str, port: int
 ) -> tuple[web.AppRunner, str]:
-  """Serves in the running loop. Returns the runner, to clean up, and the URL.
+  """Serves in the running loop; returns the runner, to clean up, and the URL.
 
   Args:
     app: what is served.
-    host: address to bind; who is to reach it is for the caller to check.
+    host: address to bind; see `check_exposure`.
     port: 0 takes a free one.
 
   Raises:
@@ -50,13 +148,17 @@ class EmbeddedServer:
 
   Args:
     make_app: is called on that thread.
+    host: loopback address to bind.
 
   Attributes:
     url: where it listens, once entered.
   """
 
-  def __init__(self, make_app: Callable[[], web.Application]):
+  def __init__(
+    self, make_app: Callable[[], web.Application], *, host: str = LOOPBACK
+  ):
     self._make_app = make_app
+    self._host = host
     self.url = ''
 
   def __enter__(self) -> 'EmbeddedServer':
@@ -67,7 +169,11 @@ class EmbeddedServer:
       daemon=True,
     )
     self._thread.start()
-    self.url, self._stop = started.result()
+    try:
+      self.url, self._stop = started.result()
+    except BaseException:
+      self._thread.join()
+      raise
     return self
 
   def __exit__(self, *_) -> None:
@@ -75,11 +181,11 @@ class EmbeddedServer:
     self._thread.join()
 
   async def _serve(self, started: futures.Future) -> None:
-    """Serves until told to stop; hands errors at the start to `started`."""
+    """Serves until it is stopped; hands errors at the start to `started`."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     try:
-      runner, url = await start(self._make_app(), LOOPBACK, 0)
+      runner, url = await start(self._make_app(), self._host, 0)
     except BaseException as error:
       started.set_exception(error)
       return
@@ -90,61 +196,99 @@ class EmbeddedServer:
       await runner.cleanup()
 
 
-def application(max_body_bytes: int) -> web.Application:
-  """An empty one: 413 above so many bytes, and every error in one line."""
-  return web.Application(
-    client_max_size=max_body_bytes, middlewares=[_one_line]
-  )
+def _health() -> Fields:
+  return {'status': 'ok'}
+
+
+def _answer_get(handler: Callable[[], Fields]):
+  async def answer(request: web.Request) -> web.Response:
+    del request
+    return web.json_response(handler())
+
+  return answer
+
+
+def _answer_post(
+  handler: Callable[..., Awaitable[Fields]], body_timeout: float
+):
+  async def answer(request: web.Request) -> web.Response:
+    fields = await _json_object(request, body_timeout)
+    return web.json_response(await handler(fields, **request.match_info))
+
+  return answer
+
+
+async def _json_object(request: web.Request, timeout: float) -> Fields:
+  """Returns the fields of a body; raises a `web.HTTPException` or `Refusal`."""
+  try:
+    async with asyncio.timeout(timeout):
+      body = json.loads(await request.read())
+  except TimeoutError:
+    raise Refusal(408, 'the body came too slowly') from None
+  except (ValueError, RecursionError):
+    raise Refusal(422, 'body: expected JSON in UTF-8') from None
+  if not isinstance(body, dict):
+    raise Refusal(422, 'body: expected a JSON object')
+  return body
 
 
 @web.middleware
 async def _one_line(request: web.Request, handler) -> web.StreamResponse:
   """Turns whatever is raised into a status and one line."""
+  headers: dict[str, str] = {}
   try:
     return await handler(request)
+  except Refusal as refusal:
+    status, detail = refusal.status, str(refusal)
   except web.HTTPException as error:
     headers = dict(error.headers)
     headers.pop('Content-Type', None)
     headers.pop('Content-Length', None)
     status, detail = error.status, error.text or error.reason
   except Exception:
-    # The cause is for our log, not for the client.
     logging.getLogger(__name__).exception('request failed: %s', request.path)
-    headers, status, detail = {}, 500, 'internal error'
+    status, detail = 500, 'internal error'
   detail = ' '.join(detail.split())
   return web.json_response({'detail': detail}, status=status, headers=headers)
 
 
-async def json_object(request: web.Request, timeout: float) -> dict[str, Any]:
-  """The fields of a body.
+def _authorize(token: str):
+  # As bytes: compare_digest takes no text beyond ASCII.
+  expected = f'Bearer {token}'.encode()
 
-  Args:
-    request: its body is read.
-    timeout: seconds a client may take to send it.
+  @web.middleware
+  async def authorize(request: web.Request, handler) -> web.StreamResponse:
+    """Lets requests through that show the token, in constant time."""
+    shown = request.headers.get('Authorization', '').encode('utf-8', 'replace')
+    free = not token or request.path == '/health'
+    if not free and not hmac.compare_digest(shown, expected):
+      raise web.HTTPUnauthorized(
+        text='a valid bearer token is needed',
+        headers={'WWW-Authenticate': 'Bearer'},
+      )
+    return await handler(request)
 
-  Raises:
-    web.HTTPException: 408 slow body, 413 body too large, 422 no JSON object.
-  """
-  try:
-    async with asyncio.timeout(timeout):
-      body = json.loads(await request.read())
-  except TimeoutError:
-    raise web.HTTPRequestTimeout(text='the body came too slowly') from None
-  except (ValueError, RecursionError):
-    raise unprocessable('body: expected JSON in UTF-8') from None
-  if not isinstance(body, dict):
-    raise unprocessable('body: expected a JSON object')
-  return body
+  return authorize
 
 
-def unprocessable(line: str) -> web.HTTPException:
-  """422, to be raised."""
-  return web.HTTPUnprocessableEntity(text=line)
+def _bound(limits: Limits):
+  in_flight = 0
 
+  @web.middleware
+  async def bound(request: web.Request, handler) -> web.StreamResponse:
+    """Lets so many posts through at a time; gets are always quick."""
+    nonlocal in_flight
+    if request.method != 'POST':
+      return await handler(request)
+    if in_flight >= limits.max_concurrent:
+      raise web.HTTPTooManyRequests(
+        text='too many requests in flight',
+        headers={'Retry-After': str(limits.retry_after)},
+      )
+    in_flight += 1
+    try:
+      return await handler(request)
+    finally:
+      in_flight -= 1
 
-def too_many(retry_after: int) -> web.HTTPException:
-  """429, to be raised; `retry_after` in seconds."""
-  return web.HTTPTooManyRequests(
-    text='too many requests under way',
-    headers={'Retry-After': str(retry_after)},
-  )
+  return bound

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import re
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -21,16 +22,17 @@ def _import_bm25s():
   the accelerator, and `jax.distributed.initialize` refuses to run after it. It
   falls back on numpy, which is all we need.
   """
+  modules: dict[str, Any] = sys.modules
   absent = object()
-  jax = sys.modules.get('jax', absent)
-  sys.modules['jax'] = None  # `import jax` now raises ImportError.
+  jax = modules.get('jax', absent)
+  modules['jax'] = None  # `import jax` now raises ImportError.
   try:
     import bm25s
   finally:
     if jax is absent:
-      del sys.modules['jax']
+      del modules['jax']
     else:
-      sys.modules['jax'] = jax
+      modules['jax'] = jax
   # It asks for DEBUG, a few lines for every index built.
   logging.getLogger('bm25s').setLevel(logging.WARNING)
   return bm25s

@@ -1,4 +1,4 @@
-"""The retriever over HTTP (dialect A), made to outlive a bad network.
+"""The retriever over HTTP, made to outlive a bad network.
 
 Queries that wait at the same time travel together. What fails is asked again,
 and only that; what keeps failing raises `RetrievalError` for these queries
@@ -7,45 +7,44 @@ alone, so a fault never touches a healthy trajectory.
 
 import asyncio
 import collections
-from collections.abc import AsyncGenerator
 from collections.abc import Sequence
 import dataclasses
-import random
 import time
+from typing import TypeVar
 
-import aiohttp
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.http import address as http_address
+from stppo_jax.http import client as http_client
 from stppo_jax.retrieval import address
+from stppo_jax.retrieval import dialects
 from stppo_jax.retrieval import protocol
-from stppo_jax.retrieval import replies
-from stppo_jax.retrieval import transport
 
 _MAX_CONCURRENT_REQUESTS = 16
-_CACHED_QUERIES = 4096
 _LATENCIES_KEPT = 65536
-_BACKOFF = 0.25  # seconds before the first retry, doubled for each further one
-_MAX_BACKOFF = 8.0  # seconds
-_MAX_RETRY_AFTER = 60.0  # seconds: a wrong clock must not stop the run
-_SPLIT = 4  # a suspicious batch is asked again in that many parts
-_HEALTH_PERIOD = 0.2  # seconds between looks at a server that is not up
+_SPLIT = 4  # a suspicious request is repeated as that many smaller ones
 
-check_url = address.check_url
+# Waiting will not change these: they are about the address or the token.
+_PERMANENT = frozenset({401, 403, 404, 405, *range(300, 400)})
+# The server is overloaded or away; no query is to blame.
+_OVERLOADED = frozenset({408, 429, 502, 503, 504})
+# A server without a health endpoint that answers at all is ready: the original
+# one listens only once its index is loaded.
+_READY = (200, 404, 405)
+
+_Item = TypeVar('_Item')
 
 
 @dataclasses.dataclass
-class _Connection:
-  """All that belongs to one event loop."""
+class _Pending:
+  """The queries of one event loop that have no answer yet."""
 
   loop: asyncio.AbstractEventLoop
-  generator: AsyncGenerator[aiohttp.ClientSession, None]
-  session: aiohttp.ClientSession
-  requests: asyncio.Semaphore
   # By corpus, the futures of queries that wait for the next flush.
-  waiting: dict[str, dict[str, asyncio.Future]]
-  # Asked and not answered, by (corpus, query).
-  under_way: dict[tuple[str, str], asyncio.Future]
+  queued: dict[str, dict[str, asyncio.Future]]
+  # Queued or sent, by (corpus, query).
+  in_flight: dict[tuple[str, str], asyncio.Future]
   tasks: set[asyncio.Task]
 
 
@@ -53,47 +52,66 @@ class HttpRetriever:
   """A `protocol.Retriever` that asks a server.
 
   Works in whatever event loop calls it, in one at a time. Its connections
-  close when that loop shuts its asynchronous generators down (`asyncio.run`
-  does), or in `close`.
+  close at the end of that loop, or in `close`.
 
   Attributes:
     cache_hits, cache_misses: answers from the cache, and others, since the
-      start. An answer someone else waits for already counts as a hit.
+      start. An answer that another caller waits for already counts as a hit.
   """
 
   def __init__(
     self,
     url: str,
     *,
+    dialect: dialects.Dialect,
     topk: int,
     timeout: float,
     retries: int,
     start_grace: float,
     max_queries_per_request: int,
+    cached_queries: int = 4096,
+    max_reply_bytes: int = http_client.MAX_REPLY_BYTES,
+    pauses: http_client.Pauses = http_client.PAUSES,
   ):
-    """Makes a client; nothing is sent yet.
+    """Makes a retriever; nothing is sent yet.
 
     A bearer token in the environment (STPPO_RETRIEVAL_TOKEN) is sent along.
 
     Args:
-      url: http or https, see `check_url`; without corpus.
+      url: http or https, see `address.check_url`; without corpus.
+      dialect: protocol of the server.
       topk: passages per query.
       timeout: seconds per request.
       retries: per query, beyond the first attempt.
       start_grace: seconds `wait_until_ready` waits.
       max_queries_per_request: a larger burst becomes several requests.
+      cached_queries: answers kept; the one not used for longest is dropped.
+      max_reply_bytes: a larger reply is a failure.
+      pauses: how long to wait before retries and between looks at /health.
 
     Raises:
       ValueError: bad URL; one line.
     """
-    self._url = address.base_of(url)
+    base = http_address.base_url(
+      url, suffix=dialect.path, token_variable=address.TOKEN_VARIABLE
+    )
+    self._client = http_client.Client(
+      base,
+      timeout=timeout,
+      token_variable=address.TOKEN_VARIABLE,
+      max_concurrent=_MAX_CONCURRENT_REQUESTS,
+      max_reply_bytes=max_reply_bytes,
+      pauses=pauses,
+    )
+    self._dialect = dialect
     self._topk = topk
-    self._timeout = timeout
     self._retries = retries
     self._start_grace = start_grace
-    self._max_queries = max_queries_per_request
-    self._random = random.Random()
-    self._connection: _Connection | None = None
+    self._max_queries = min(
+      max_queries_per_request, dialect.max_queries or max_queries_per_request
+    )
+    self._cached_queries = cached_queries
+    self._pending: _Pending | None = None
     self._cache: collections.OrderedDict[
       tuple[str, str], tuple[types.Passage, ...]
     ] = collections.OrderedDict()
@@ -116,39 +134,32 @@ class HttpRetriever:
       self.cache_hits += 1
       self._cache.move_to_end(key)
       return list(self._cache[key])
-    connection = await self._connect()
-    if key in connection.under_way:
+    pending = self._pending_here()
+    if key in pending.in_flight:
       self.cache_hits += 1
     else:
       self.cache_misses += 1
-      self._enqueue(connection, key)
-    # Shielded: whoever gives up must not take the answer from the others.
-    return list(await asyncio.shield(connection.under_way[key]))
+      self._enqueue(pending, key)
+    # Shielded: a caller that gives up must not take the answer from the others.
+    return list(await asyncio.shield(pending.in_flight[key]))
 
   async def wait_until_ready(self) -> None:
-    """Asks /health until the server answers.
+    """Asks the server's health endpoint until it answers.
 
     Raises:
       protocol.RetrieverUnreachable: not within `start_grace` seconds.
     """
-    connection = await self._connect()
-    deadline = time.monotonic() + self._start_grace
-    while True:
-      left = max(deadline - time.monotonic(), _HEALTH_PERIOD)
-      reason = await transport.why_not_ready(
-        connection.session, self._url, timeout=min(self._timeout, left)
+    try:
+      await self._client.wait_until_ready(
+        self._dialect.health_path,
+        grace=self._start_grace,
+        ready_statuses=_READY,
       )
-      if not reason:
-        return
-      if time.monotonic() + _HEALTH_PERIOD > deadline:
-        raise protocol.RetrieverUnreachable(
-          f'retriever {self._url} not ready within {self._start_grace} s: '
-          f'{reason}'
-        )
-      await asyncio.sleep(_HEALTH_PERIOD)
+    except http_client.NotReady as error:
+      raise protocol.RetrieverUnreachable(f'retriever {error}') from error
 
   def statistics(self) -> dict[str, float]:
-    """Counts since the last call; resets them.
+    """Returns counts since the last call, and resets them.
 
     `retrieval/ok` and `retrieval/failures` count queries sent (not those from
     the cache), `retrieval/retries` further attempts at one of them, and
@@ -171,86 +182,72 @@ class HttpRetriever:
     return result
 
   async def close(self) -> None:
-    """Gives up what is under way and closes the connections of this loop."""
-    connection, self._connection = self._connection, None
-    if connection is None or connection.loop.is_closed():
-      return
-    for task in connection.tasks:
-      task.cancel()
-    await asyncio.gather(*connection.tasks, return_exceptions=True)
-    await connection.generator.aclose()
+    """Fails what is in flight, and closes the connections of this loop."""
+    pending, self._pending = self._pending, None
+    if pending is not None and not pending.loop.is_closed():
+      for task in pending.tasks:
+        task.cancel()
+      await asyncio.gather(*pending.tasks, return_exceptions=True)
+    await self._client.close()
 
   def _reset_statistics(self) -> None:
     self._ok = self._num_retries = self._failures = 0
     self._latencies = collections.deque[float](maxlen=_LATENCIES_KEPT)
 
-  async def _connect(self) -> _Connection:
-    """The connection of the running loop."""
+  def _pending_here(self) -> _Pending:
+    """Returns what is pending in the running loop."""
     loop = asyncio.get_running_loop()
-    current = self._connection
+    current = self._pending
     if current is not None and current.loop is loop:
       return current
-    if current is not None and current.under_way and current.loop.is_running():
+    if current is not None and current.in_flight and current.loop.is_running():
       raise RuntimeError('HttpRetriever is in use in another event loop')
-    # Nothing below gives way to another task, so no other call comes between.
-    generator = transport.sessions()
-    self._connection = _Connection(
-      loop=loop,
-      generator=generator,
-      session=await anext(generator),
-      requests=asyncio.Semaphore(_MAX_CONCURRENT_REQUESTS),
-      waiting={},
-      under_way={},
-      tasks=set(),
-    )
-    return self._connection
+    self._pending = _Pending(loop=loop, queued={}, in_flight={}, tasks=set())
+    return self._pending
 
-  def _enqueue(self, connection: _Connection, key: tuple[str, str]) -> None:
-    """Puts a query among those of the next flush, and plans one."""
+  def _enqueue(self, pending: _Pending, key: tuple[str, str]) -> None:
+    """Adds a query to the next flush, and schedules one."""
     corpus, query = key
-    future = connection.loop.create_future()
+    future = pending.loop.create_future()
     started = time.monotonic()
 
     def done(future: asyncio.Future) -> None:
-      del connection.under_way[key]
+      del pending.in_flight[key]
       if future.exception() is not None:
         self._failures += 1
         return
       self._ok += 1
       self._latencies.append(time.monotonic() - started)
       self._cache[key] = tuple(future.result())
-      if len(self._cache) > _CACHED_QUERIES:
+      if len(self._cache) > self._cached_queries:
         self._cache.popitem(last=False)
 
     future.add_done_callback(done)
-    connection.under_way[key] = future
-    if not connection.waiting:
+    pending.in_flight[key] = future
+    if not pending.queued:
       # Runs after all that is ready now, so a burst becomes one request.
-      connection.loop.call_soon(self._flush, connection)
-    connection.waiting.setdefault(corpus, {})[query] = future
+      pending.loop.call_soon(self._flush, pending)
+    pending.queued.setdefault(corpus, {})[query] = future
 
-  def _flush(self, connection: _Connection) -> None:
-    """Sends what waits, at most `max_queries_per_request` together."""
-    waiting, connection.waiting = connection.waiting, {}
-    for corpus, futures in waiting.items():
-      for part in _parts(list(futures), self._max_queries):
-        task = connection.loop.create_task(
-          self._answer(connection, corpus, {q: futures[q] for q in part})
+  def _flush(self, pending: _Pending) -> None:
+    """Sends what is queued, at most `max_queries_per_request` together."""
+    queued, pending.queued = pending.queued, {}
+    for corpus, futures in queued.items():
+      for queries in _chunks(list(futures), self._max_queries):
+        task = pending.loop.create_task(
+          self._fetch(corpus, {query: futures[query] for query in queries})
         )
-        connection.tasks.add(task)
-        task.add_done_callback(connection.tasks.discard)
+        pending.tasks.add(task)
+        task.add_done_callback(pending.tasks.discard)
 
-  async def _answer(
-    self,
-    connection: _Connection,
-    corpus: str,
-    futures: dict[str, asyncio.Future],
+  async def _fetch(
+    self, corpus: str, futures: dict[str, asyncio.Future]
   ) -> None:
-    """Settles the future of every query, whatever happens."""
+    """Ends the future of every query, whatever happens."""
     try:
-      await self._ask(connection, corpus, futures, list(futures), 0)
+      await self._request(corpus, futures, list(futures), 0)
     except Exception as error:
-      # A bug of ours: whoever asked must see it, and not wait for ever.
+      # A bug of ours: the callers must see it, and not wait for ever.
       for future in futures.values():
         if not future.done():
           future.set_exception(error)
@@ -259,20 +256,23 @@ class HttpRetriever:
         if not future.done():  # `close` cancelled us.
           future.set_exception(protocol.RetrievalError('retriever closed'))
 
-  async def _ask(
+  async def _request(
     self,
-    connection: _Connection,
     corpus: str,
     futures: dict[str, asyncio.Future],
     queries: Sequence[str],
     attempt: int,
   ) -> None:
-    """Asks for `queries`; what fails is asked again, one attempt higher."""
+    """Requests passages; what fails is requested again, one attempt higher."""
     try:
-      answers = await self._post(connection, corpus, queries)
-      failure = transport.Failure('malformed list of passages')
-    except transport.Failure as error:
+      answers = await self._post(corpus, queries)
+      failure = http_client.Failure(
+        'malformed list of passages', http_client.Cause.MALFORMED
+      )
+      may_be_to_blame = False  # The other lists of the reply are fine.
+    except http_client.Failure as error:
       answers, failure = [None] * len(queries), error
+      may_be_to_blame = _a_query_may_be_to_blame(failure)
     failed = []
     for query, passages in zip(queries, answers, strict=True):
       if passages is None:
@@ -281,57 +281,51 @@ class HttpRetriever:
         futures[query].set_result(passages[: self._topk])
     if not failed:
       return
-    if failure.permanent or attempt == self._retries:
+    if failure.status in _PERMANENT or attempt == self._retries:
       for query in failed:
         futures[query].set_exception(
           protocol.RetrievalError(
-            f'{self._url}: {failure} (attempt {attempt + 1})'
+            f'{self._client.url}: {failure} (attempt {attempt + 1})'
           )
         )
       return
     self._num_retries += len(failed)
-    await asyncio.sleep(self._pause(attempt, failure))
+    await self._client.back_off(attempt, failure)
     # One query that breaks the server must not take the others with it: the
-    # parts shrink, and in the last attempt everyone stands alone.
+    # requests shrink, and in the last attempt every query stands alone.
     size = len(failed)
-    if failure.suspicious:
+    if may_be_to_blame:
       last = attempt + 1 == self._retries
       size = 1 if last else -(-size // _SPLIT)
     await asyncio.gather(
       *(
-        self._ask(connection, corpus, futures, part, attempt + 1)
-        for part in _parts(failed, size)
+        self._request(corpus, futures, chunk, attempt + 1)
+        for chunk in _chunks(failed, size)
       )
     )
 
-  def _pause(self, attempt: int, failure: transport.Failure) -> float:
-    """Seconds until the next attempt: exponential, never less than asked for.
-
-    Jittered by half to one and a half, lest all clients return at once.
-    """
-    pause = min(_BACKOFF * 2**attempt, _MAX_BACKOFF)
-    pause *= self._random.uniform(0.5, 1.5)
-    return max(pause, min(failure.retry_after, _MAX_RETRY_AFTER))
-
   async def _post(
-    self, connection: _Connection, corpus: str, queries: Sequence[str]
-  ) -> list[list[types.Passage] | None]:
-    """One request; None for a malformed list. Raises `transport.Failure`."""
-    # The original server fails on return_scores: false.
-    body = {'queries': list(queries), 'topk': self._topk, 'return_scores': True}
-    # The timeout starts when there is room, or a burst would expire in line.
-    async with connection.requests:
-      reply = await transport.post(
-        connection.session,
-        self._url + address.path_of(corpus),
-        body,
-        timeout=self._timeout,
-      )
+    self, corpus: str, queries: Sequence[str]
+  ) -> dialects.Answers:
+    """Sends one request; raises `http_client.Failure`."""
+    reply = await self._client.post(
+      (f'/{corpus}' if corpus else '') + self._dialect.path,
+      self._dialect.body(queries, self._topk),
+    )
     try:
-      return replies.parse_result(reply, len(queries))
+      return self._dialect.read(reply, len(queries))
     except ValueError as error:
-      raise transport.Failure(str(error), suspicious=True) from error
+      raise http_client.Failure(
+        str(error), http_client.Cause.MALFORMED
+      ) from error
 
 
-def _parts(items: list[str], size: int) -> list[list[str]]:
+def _a_query_may_be_to_blame(failure: http_client.Failure) -> bool:
+  """Returns whether smaller requests may find the query that breaks them."""
+  if failure.cause is http_client.Cause.STATUS:
+    return failure.status not in _OVERLOADED
+  return failure.cause is not http_client.Cause.CONNECTION
+
+
+def _chunks(items: list[_Item], size: int) -> list[list[_Item]]:
   return [items[i : i + size] for i in range(0, len(items), size)]

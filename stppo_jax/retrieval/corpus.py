@@ -92,6 +92,11 @@ def _string(document: Mapping[str, Any], name: str) -> str:
   value = document[name]
   if not isinstance(value, str):
     raise ValueError(f'"{name}": expected a string, got {_short(value)}')
+  try:
+    value.encode()
+  except UnicodeEncodeError as error:
+    # JSON can escape half a surrogate pair, which no tokenizer can encode.
+    raise ValueError(f'"{name}": not Unicode: {_short(value)}') from error
   return value
 
 

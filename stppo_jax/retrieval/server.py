@@ -1,4 +1,4 @@
-"""The retrieval server: Search-R1's protocol ("dialect A") over BM25.
+"""The retrieval server: the protocol of Search-R1 over BM25.
 
     POST /retrieve
          {"queries": ["..."], "topk": 3, "return_scores": true}
@@ -7,9 +7,8 @@
     GET  /health                     {"status": "ok"}
 
 One list per query, in order; without scores the documents stand bare. What
-precedes /retrieve is a question's `corpus`. Errors are told as in `serving`:
-401 token, 404 corpus, 408 slow body, 413 body too large, 422 bad body, 429 with
-Retry-After when too many requests are under way.
+precedes /retrieve is a question's `corpus`. An unknown corpus is answered with
+404, fields that are wrong with 422; further errors are in `http/server.py`.
 """
 
 import asyncio
@@ -19,48 +18,35 @@ from collections.abc import Sequence
 from concurrent import futures
 import dataclasses
 import functools
-import hmac
-import ipaddress
 import re
 from typing import Any
 
-from aiohttp import web
-
 from stppo_jax import types
 from stppo_jax.http import server as http_server
-from stppo_jax.retrieval import address
 from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import corpus as corpus_lib
 
-TOKEN_VARIABLE = address.TOKEN_VARIABLE
 WorldPassages = Callable[[int], Sequence[types.Passage]]
+_Search = Callable[[Sequence[str], int], list[list[types.Passage]]]
 
 # Eighteen digits fit an int64, and int() of a longer text costs its square.
 _WORLD = re.compile(r'worlds/([0-9]{1,18})')
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
-  """What one client may ask for.
+class Limits(http_server.Limits):
+  """What clients may ask for; see `http_server.Limits` too.
 
   Attributes:
-    max_body_bytes: of a request; above it, 413.
     max_queries: per request.
     max_query_chars: per query; beyond what an environment lets through.
     max_topk: passages per query.
-    max_concurrent: requests under way; above it, 429.
-    retry_after: seconds, sent with 429.
-    body_timeout: seconds a client may take to send its body.
     max_worlds: indexes kept; the one not used for longest is dropped.
   """
 
-  max_body_bytes: int = 1 << 20
   max_queries: int = 512
   max_query_chars: int = 4096
   max_topk: int = 100
-  max_concurrent: int = 64
-  retry_after: int = 1
-  body_timeout: float = 30.0
   max_worlds: int = 64
 
 
@@ -70,40 +56,28 @@ def make_app(
   world_passages: WorldPassages | None = None,
   token: str = '',
   limits: Limits | None = None,
-) -> web.Application:
-  """The server as an aiohttp application.
+):
+  """Returns the server as an application to be started.
 
   Args:
     passages: the server's own corpus, served at /retrieve; None has none.
-    world_passages: gives the passages of a world, served under /worlds; raises
-      LookupError where there is none such. None serves no worlds.
-    token: bearer token every request but /health must show; '' asks none.
-    limits: what one client may ask for.
+    world_passages: returns the passages of a world, served under /worlds;
+      raises LookupError where there is no such world. None serves no worlds.
+    token: bearer token that every request but /health must show; '' = none.
+    limits: what clients may ask for.
   """
-  service = _Service(passages, world_passages, token, limits or Limits())
-  app = http_server.application(service.limits.max_body_bytes)
-  app.router.add_get('/health', service.health)
-  app.router.add_post('/retrieve', service.retrieve)
-  app.router.add_post('/{corpus:.+}/retrieve', service.retrieve)
-  app.on_cleanup.append(service.close)
-  return app
-
-
-def check_exposure(host: str, token: str) -> None:
-  """Refuses to serve other machines without a token.
-
-  Raises:
-    ValueError: host is not a loopback address and there is no token.
-  """
-  try:
-    loopback = ipaddress.ip_address(host).is_loopback
-  except ValueError:
-    loopback = host == 'localhost'
-  if not loopback and not token:
-    raise ValueError(
-      f'host {host!r} can be reached from other machines: set a bearer token '
-      f'in {TOKEN_VARIABLE}, or serve on {http_server.LOOPBACK}'
-    )
+  limits = limits or Limits()
+  service = _Service(passages, world_passages, limits)
+  return http_server.application(
+    get={},
+    post={
+      '/retrieve': service.retrieve,
+      '/{corpus:.+}/retrieve': service.retrieve,
+    },
+    limits=limits,
+    close=service.close,
+    token=token,
+  )
 
 
 def embedded(
@@ -112,7 +86,7 @@ def embedded(
   world_passages: WorldPassages | None = None,
   limits: Limits | None = None,
 ) -> http_server.EmbeddedServer:
-  """The server of `make_app` on a loopback port; see `serving`."""
+  """Returns the server of `make_app` on a loopback port, to be entered."""
   return http_server.EmbeddedServer(
     functools.partial(
       make_app, passages, world_passages=world_passages, limits=limits
@@ -121,110 +95,102 @@ def embedded(
 
 
 class _Service:
-  """The handlers with their state."""
+  """The handler with its indexes."""
 
-  def __init__(self, passages, world_passages, token, limits):
-    self.limits = limits
+  def __init__(
+    self,
+    passages: Sequence[types.Passage] | None,
+    world_passages: WorldPassages | None,
+    limits: Limits,
+  ):
+    self._limits = limits
     self._world_passages = world_passages
-    self._token = token.encode()
     self._own = None if passages is None else bm25.Bm25Index(passages)
     self._worlds: collections.OrderedDict[int, bm25.Bm25Index] = (
       collections.OrderedDict()
     )
-    self._under_way = 0
     # One thread: searching holds the interpreter anyway, /health stays quick,
     # and the table of worlds needs no lock.
     self._executor = futures.ThreadPoolExecutor(1, 'retrieval-search')
 
-  async def close(self, app: web.Application) -> None:
-    del app
+  def close(self) -> None:
     self._executor.shutdown()
 
-  async def health(self, request: web.Request) -> web.Response:
-    del request
-    return web.json_response({'status': 'ok'})
+  async def retrieve(
+    self, fields: dict[str, Any], corpus: str = ''
+  ) -> dict[str, Any]:
+    search = self._search_of(corpus)
+    queries, topk, return_scores = self._parse(fields)
+    found = await asyncio.get_running_loop().run_in_executor(
+      self._executor, search, queries, topk
+    )
+    return {'result': _result(found, return_scores)}
 
-  async def retrieve(self, request: web.Request) -> web.Response:
-    self._authorize(request)
-    if self._under_way >= self.limits.max_concurrent:
-      raise http_server.too_many(self.limits.retry_after)
-    self._under_way += 1
-    try:
-      search = self._search_of(request.match_info.get('corpus', ''))
-      fields = await http_server.json_object(request, self.limits.body_timeout)
-      queries, topk, return_scores = self._parse(fields)
-      found = await asyncio.get_running_loop().run_in_executor(
-        self._executor, search, queries, topk
-      )
-    finally:
-      self._under_way -= 1
-    return web.json_response({'result': _result(found, return_scores)})
-
-  def _authorize(self, request: web.Request) -> None:
-    if not self._token:
-      return
-    shown = request.headers.get('Authorization', '')
-    # As bytes: compare_digest takes no text beyond ASCII.
-    expected = b'Bearer ' + self._token
-    if not hmac.compare_digest(shown.encode('utf-8', 'replace'), expected):
-      raise web.HTTPUnauthorized(
-        text='a valid bearer token is needed',
-        headers={'WWW-Authenticate': 'Bearer'},
-      )
-
-  def _search_of(self, corpus: str):
-    """The search function of a corpus, to run on the executor."""
+  def _search_of(self, corpus: str) -> _Search:
+    """Returns the search function of a corpus, to run on the executor."""
     world = _WORLD.fullmatch(corpus)
     if not corpus and self._own is not None:
       return self._own.search
     if world and self._world_passages is not None:
-      return functools.partial(self._search_world, int(world[1]))
-    raise web.HTTPNotFound(text=f'unknown corpus {corpus[:80]!r}')
+      return functools.partial(
+        self._search_world, self._world_passages, int(world[1])
+      )
+    raise http_server.Refusal(404, f'unknown corpus {corpus[:80]!r}')
 
-  def _search_world(self, world: int, queries, topk):
+  def _search_world(
+    self,
+    world_passages: WorldPassages,
+    world: int,
+    queries: Sequence[str],
+    topk: int,
+  ) -> list[list[types.Passage]]:
     if world not in self._worlds:
       try:
-        passages = self._world_passages(world)
+        passages = world_passages(world)
       except LookupError:
-        raise web.HTTPNotFound(text=f'unknown world {world}') from None
+        raise http_server.Refusal(404, f'unknown world {world}') from None
       self._worlds[world] = bm25.Bm25Index(passages)
-      if len(self._worlds) > self.limits.max_worlds:
+      if len(self._worlds) > self._limits.max_worlds:
         self._worlds.popitem(last=False)
     self._worlds.move_to_end(world)
     return self._worlds[world].search(queries, topk)
 
   def _parse(self, fields: dict[str, Any]) -> tuple[list[str], int, bool]:
-    """Queries, topk, return_scores of a body; 422 if it is not as it should."""
+    """Returns queries, topk and return_scores of a body, or refuses it."""
     unknown = sorted(set(fields) - {'queries', 'topk', 'return_scores'})
     if unknown:
-      raise http_server.unprocessable(f'unknown field {unknown[0][:40]!r}')
+      raise _unprocessable(f'unknown field {unknown[0][:40]!r}')
     if 'queries' not in fields:
-      raise http_server.unprocessable('queries: missing')
+      raise _unprocessable('queries: missing')
     # What the original server does where these two are left out.
     fields = {'topk': 3, 'return_scores': False} | fields
     queries, topk = fields['queries'], fields['topk']
-    limits = self.limits
+    limits = self._limits
     if not isinstance(queries, list) or not all(
       isinstance(query, str) for query in queries
     ):
-      raise http_server.unprocessable('queries: expected a list of strings')
+      raise _unprocessable('queries: expected a list of strings')
     if len(queries) > limits.max_queries:
-      raise http_server.unprocessable(
+      raise _unprocessable(
         f'queries: {len(queries)}, at most {limits.max_queries} are allowed'
       )
     if any(len(query) > limits.max_query_chars for query in queries):
-      raise http_server.unprocessable(
+      raise _unprocessable(
         f'queries: at most {limits.max_query_chars} characters each'
       )
     if topk is None:
       topk = 3
     if type(topk) is not int or not 1 <= topk <= limits.max_topk:
-      raise http_server.unprocessable(
+      raise _unprocessable(
         f'topk: expected an integer from 1 to {limits.max_topk}'
       )
     if not isinstance(fields['return_scores'], bool):
-      raise http_server.unprocessable('return_scores: expected true or false')
+      raise _unprocessable('return_scores: expected true or false')
     return queries, topk, fields['return_scores']
+
+
+def _unprocessable(detail: str) -> http_server.Refusal:
+  return http_server.Refusal(422, detail)
 
 
 def _result(

@@ -28,6 +28,7 @@ from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.retrieval import client
+from stppo_jax.retrieval import dialects
 from stppo_jax.retrieval import server
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import event_loop
@@ -244,6 +245,7 @@ def _retriever(
       url = stack.enter_context(embedded).url
     retriever = client.HttpRetriever(
       url,
+      dialect=dialects.DIALECTS[config.retrieval.dialect],
       topk=config.retrieval.topk,
       timeout=config.retrieval.timeout,
       retries=config.retrieval.retries,
@@ -384,8 +386,8 @@ def _build_remote(
   config, services: Services, policy: functional.Model, **options
 ) -> remote_engine.RemoteEngine:
   served = config.rollout.remote
-  client = client_lib.Client(
-    services.loop, served.url, timeout=served.timeout, retries=served.retries
+  client = client_lib.EngineClient(
+    served.url, timeout=served.timeout, retries=served.retries
   )
   return remote_engine.RemoteEngine(
     client,

@@ -13,6 +13,7 @@ import pytest
 from stppo_jax import types
 from stppo_jax.commands import serve
 from stppo_jax.http import server as http_server
+from stppo_jax.retrieval import address
 from stppo_jax.retrieval import server
 
 _MAIN = (
@@ -96,7 +97,7 @@ def test_serves_worlds(monkeypatch):
   ],
 )
 def test_a_bad_value_is_one_line_and_2(capsys, monkeypatch, flags, message):
-  monkeypatch.delenv(server.TOKEN_VARIABLE, raising=False)
+  monkeypatch.delenv(address.TOKEN_VARIABLE, raising=False)
   assert serve.main(flags) == 2
   output, errors = capsys.readouterr()
   assert output == ''

@@ -206,6 +206,15 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
       "retrieval.url: 'ftp://host' is no http:// or https:// URL",
     ),
     (
+      {'retrieval__dialect': 'gem', 'retrieval__url': 'http://h'},
+      "retrieval.dialect='gem': must be one of search_r1, skyrl",
+    ),
+    (
+      {'retrieval__dialect': 'skyrl'},
+      "retrieval.dialect='skyrl': must be search_r1 when retrieval.url is "
+      'empty, the embedded server speaks no other',
+    ),
+    (
       {'algorithm__bounds__clip_low': -1.0},
       'algorithm.bounds.clip_low=-1.0: must be a finite number >= 0',
     ),

@@ -1,64 +1,190 @@
-"""An embedded server: an error at its start is the caller's, and ends it."""
+"""The HTTP server: what it refuses, how it says so, how it starts and ends."""
 
+import asyncio
+import gc
+import http.client
+import json
 import threading
-import urllib.error
-import urllib.request
+from urllib import parse
 
-from aiohttp import web
 import pytest
 
 from stppo_jax.http import server as http_server
 
-
-def _fails(make_app, error, line):
-  embedded = http_server.EmbeddedServer(make_app)
-  with pytest.raises(error, match=line):
-    embedded.__enter__()
-  embedded._thread.join(timeout=10)
-  assert not embedded._thread.is_alive()
+_LIMITS = http_server.Limits(
+  max_body_bytes=20, max_concurrent=1, retry_after=7, body_timeout=0.2
+)
 
 
-def test_what_cannot_be_made_fails_where_it_is_entered():
+def _app(*, closed=None, token=''):
+  """Echoes bodies at /echo, fails at /broken."""
+
+  async def echo(fields):
+    assert threading.current_thread() is not threading.main_thread()
+    return fields
+
+  async def broken(fields):
+    raise RuntimeError('secret detail')
+
+  async def refused(fields):
+    raise http_server.Refusal(404, 'no such\nthing')
+
+  return http_server.application(
+    get={'/version': lambda: {'version': 1}},
+    post={'/echo': echo, '/broken': broken, '/refused': refused},
+    limits=_LIMITS,
+    close=lambda: None if closed is None else closed.append(True),
+    token=token,
+  )
+
+
+@pytest.fixture(scope='module')
+def url():
+  with http_server.EmbeddedServer(_app) as server:
+    yield server.url
+
+
+def _request(url, path, body=b'', *, method='POST', headers=None):
+  """(status, headers, text) of one request."""
+  host = parse.urlsplit(url).netloc
+  connection = http.client.HTTPConnection(host, timeout=5)
+  try:
+    connection.request(method, path, body, headers or {})
+    response = connection.getresponse()
+    return response.status, response.headers, response.read().decode()
+  finally:
+    connection.close()
+
+
+def _detail(text):
+  detail = json.loads(text)['detail']
+  assert detail and '\n' not in detail and 'Traceback' not in text
+  return detail
+
+
+def test_handlers_answer_with_json(url):
+  assert parse.urlsplit(url).hostname == '127.0.0.1'
+  status, _, text = _request(url, '/echo', b'{"a": 1}')
+  assert (status, text) == (200, '{"a": 1}')
+  for path, reply in (
+    ('/version', {'version': 1}),
+    ('/health', {'status': 'ok'}),
+  ):
+    status, _, text = _request(url, path, method='GET')
+    assert (status, json.loads(text)) == (200, reply)
+
+
+@pytest.mark.parametrize(
+  ('path', 'body', 'method', 'status', 'detail'),
+  [
+    ('/echo', b'', 'POST', 422, 'body: expected JSON in UTF-8'),
+    ('/echo', b'\xff', 'POST', 422, 'body: expected JSON in UTF-8'),
+    ('/echo', b'[' * 19, 'POST', 422, 'body: expected JSON in UTF-8'),
+    ('/echo', b'[]', 'POST', 422, 'body: expected a JSON object'),
+    ('/echo', b'x' * 30, 'POST', 413, 'Maximum request body size 20'),
+    ('/echo', b'', 'GET', 405, '405: Method Not Allowed'),
+    ('/other', b'', 'POST', 404, '404: Not Found'),
+    ('/refused', b'{}', 'POST', 404, 'no such thing'),
+  ],
+)
+def test_every_refusal_is_one_line(url, path, body, method, status, detail):
+  got, _, text = _request(url, path, body, method=method)
+  assert got == status and _detail(text).startswith(detail)
+
+
+def test_a_bug_is_500_without_a_traceback(url, caplog):
+  status, _, text = _request(url, '/broken', b'{}')
+  assert (status, json.loads(text)) == (500, {'detail': 'internal error'})
+  assert 'secret detail' in caplog.text  # in our log, where it belongs
+
+
+def test_too_many_are_429_and_a_slow_body_is_408(url):
+  host, port = parse.urlsplit(url).netloc.split(':')
+
+  async def slow_client():
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b'POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n')
+    writer.write(b'\r\n{')
+    await writer.drain()
+    await asyncio.sleep(0.05)  # It now has the only place there is.
+    busy = await asyncio.to_thread(_request, url, '/echo', b'{}')
+    health = await asyncio.to_thread(_request, url, '/health', method='GET')
+    status_line = await asyncio.wait_for(reader.readline(), 5)
+    writer.close()
+    await writer.wait_closed()
+    return busy, health, status_line
+
+  (status, headers, text), health, status_line = asyncio.run(slow_client())
+  assert status == 429 and headers['Retry-After'] == '7'
+  assert _detail(text) == 'too many requests in flight'
+  assert health[0] == 200 and b' 408 ' in status_line
+  assert _request(url, '/echo', b'{}')[0] == 200
+
+
+def test_all_but_health_needs_the_token():
+  with http_server.EmbeddedServer(lambda: _app(token='s3cret')) as server:
+    got = []
+    for value in (None, 'Bearer no', 's3cret', 'B\xe9arer', 'Bearer s3cret'):
+      headers = {} if value is None else {'Authorization': value}
+      got.append(_request(server.url, '/echo', b'{}', headers=headers))
+    version = _request(server.url, '/version', method='GET')
+    health = _request(server.url, '/health', method='GET')
+  assert [status for status, *_ in got] == [401, 401, 401, 401, 200]
+  assert got[0][1]['WWW-Authenticate'] == 'Bearer'
+  assert 's3cret' not in _detail(got[0][2])
+  assert (version[0], health[0]) == (401, 200)
+
+
+def _check_exposure(host, token):
+  http_server.check_exposure(host, token, token_variable='SOME_TOKEN')
+
+
+@pytest.mark.parametrize('host', ['127.0.0.1', '127.9.9.9', 'localhost', '::1'])
+def test_loopback_needs_no_token(host):
+  _check_exposure(host, '')
+
+
+@pytest.mark.parametrize('host', ['0.0.0.0', '::', '', '10.0.0.1', 'a.example'])
+def test_another_address_needs_a_token(host):
+  with pytest.raises(ValueError, match='SOME_TOKEN'):
+    _check_exposure(host, '')
+  _check_exposure(host, 'token')
+
+
+def _assert_fails_to_start(embedded, error, line):
+  before = set(threading.enumerate())
+  with pytest.raises(error, match=line), embedded:
+    pass
+  assert set(threading.enumerate()) == before
+
+
+def test_an_error_of_the_application_is_raised_where_it_is_entered():
   def make_app():
     raise ValueError('no passages')
 
-  _fails(make_app, ValueError, 'no passages')
+  _assert_fails_to_start(
+    http_server.EmbeddedServer(make_app), ValueError, 'no passages'
+  )
 
 
-def test_what_cannot_listen_is_cleaned_up(monkeypatch):
-  # Of addresses that are for documents, and nobody's.
-  monkeypatch.setattr(http_server, 'LOOPBACK', '192.0.2.1')
-  cleaned = []
-
-  async def clean_up(app):
-    cleaned.append(app)
-
-  def make_app():
-    app = http_server.application(1)
-    app.on_cleanup.append(clean_up)
-    return app
-
-  _fails(make_app, OSError, '192.0.2.1')
-  assert len(cleaned) == 1
+def test_a_server_that_cannot_listen_is_cleaned_up():
+  closed = []
+  # An address for documents, and nobody's.
+  embedded = http_server.EmbeddedServer(
+    lambda: _app(closed=closed), host='192.0.2.1'
+  )
+  _assert_fails_to_start(embedded, OSError, '192.0.2.1')
+  assert closed == [True]
 
 
-def test_it_serves_until_it_is_left():
-  async def hello(request):
-    assert threading.current_thread() is not threading.main_thread()
-    return web.json_response(await http_server.json_object(request, 5.0))
-
-  def make_app():
-    app = http_server.application(10)
-    app.router.add_post('/', hello)
-    return app
-
-  with http_server.EmbeddedServer(make_app) as embedded:
-    with urllib.request.urlopen(embedded.url, b'{"a": 1}', timeout=10) as reply:
-      assert reply.read() == b'{"a": 1}'
-    for body, status in ((b'[]', 422), (b'[0, 1, 2, 3]', 413)):
-      with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(embedded.url, body, timeout=10)
-      assert caught.value.code == status
-      assert caught.value.read().startswith(b'{"detail": "')
-  with pytest.raises(urllib.error.URLError):
-    urllib.request.urlopen(embedded.url, b'{}', timeout=10)
+def test_nothing_is_left_behind():
+  gc.collect()
+  before = set(threading.enumerate())
+  closed = []
+  for _ in range(3):
+    with http_server.EmbeddedServer(lambda: _app(closed=closed)) as server:
+      assert _request(server.url, '/echo', b'{}')[0] == 200
+    with pytest.raises(ConnectionRefusedError):
+      _request(server.url, '/echo', b'{}')
+  assert set(threading.enumerate()) == before and closed == [True] * 3
+  gc.collect()  # An unclosed loop or socket would warn, and fail this test.

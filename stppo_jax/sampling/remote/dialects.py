@@ -1,9 +1,10 @@
-"""What is said to an inference server, and how its answers are read.
+"""What inference servers are asked, and how their answers are read.
 
-Token ids go out and come in: text is never turned into ids, neither here nor
+Token ids are sent and received: text is never turned into ids, neither here nor
 on the server. vLLM's and our own server speak the OpenAI completions API with
-`return_token_ids`; SGLang has ids on its native `/generate` only. A server says
-in /v1/models (`owned_by`) which one it is; `DIALECTS` holds what differs.
+`return_token_ids`; SGLang has ids on its native `/generate` only. The field
+`owned_by` of /v1/models names the kind of server; `DIALECTS` holds what
+differs.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import json
-import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,12 @@ _ROUNDING = 1e-3  # nats by which a log-probability may exceed 0
 
 
 class BadReply(ValueError):
-  """An answer to something else than was asked; asking again is of no use."""
+  """The server does not do what it is asked; another attempt is of no use."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """One turn.
+  """A request for one turn.
 
   Attributes:
     prompt_ids: the whole dialogue so far.
@@ -35,7 +36,7 @@ class Request:
     sampling: how tokens are drawn.
     seed: of the draw, in [0, 2**31).
     stop_strings: the server ends the turn with the first one completed.
-    stop_ids: or with one of these tokens.
+    stop_ids: the server ends the turn with the first one of these tokens, too.
   """
 
   prompt_ids: Sequence[int]
@@ -51,9 +52,10 @@ class Answer:
   """What the server wrote.
 
   Attributes:
-    token_ids: int, at most `max_tokens`.
-    logprobs: of each; their temperature is that of `Dialect.tempered`.
-    version: label of the weights that wrote it; None where it is not told.
+    token_ids: at most `max_tokens` ids.
+    logprobs: log-probability of each token, see `Dialect.tempered`.
+    version: label of the weights that wrote it; None if the server does not
+      tell.
   """
 
   token_ids: list[int]
@@ -66,17 +68,17 @@ class Dialect:
   """What differs from server to server.
 
   Attributes:
-    path: where a turn is asked for.
-    body: (model, ask) -> the request.
-    read: (ask, reply) -> `Answer`; raises ValueError or `Unfaithful`.
+    path: where turns are requested.
+    body: (model, request) -> JSON values of the request.
+    read: (request, reply) -> `Answer`; raises ValueError or `BadReply`.
     tempered: log-probabilities are under softmax(logits / temperature); else
       under softmax(logits). Both are before truncation.
-    update_path: where weights are announced.
-    update_body: (folder, label) -> the request.
+    update_path: where the server is asked to load weights.
+    update_body: (folder, label) -> JSON values of that request.
     flush_path: is posted to after an update, to drop keys and values of the
       old weights; '' = the update does it.
-    version_path: tells `weight_version`, the label of the weights that are
-      held; '' = nothing does.
+    version_path: replies with `weight_version`, the label of the weights that
+      the server holds; '' = it does not tell.
   """
 
   path: str
@@ -89,13 +91,13 @@ class Dialect:
   version_path: str
 
 
-def listed(reply: bytes) -> dict[str, Mapping[str, Any]]:
-  """The entries of a /v1/models reply, by model name.
+def read_models(reply: bytes) -> dict[str, Mapping[str, Any]]:
+  """Returns the entries of a /v1/models reply, by model name.
 
   Raises:
     ValueError: it is no such list.
   """
-  entries = fields(reply).get('data')
+  entries = _fields(reply).get('data')
   if not isinstance(entries, list):
     raise ValueError('the reply has no list "data"')
   return {
@@ -105,12 +107,33 @@ def listed(reply: bytes) -> dict[str, Mapping[str, Any]]:
   }
 
 
-def fields(reply: bytes) -> dict[str, Any]:
-  """The JSON object of a reply.
+def read_version(reply: bytes) -> str | None:
+  """Returns the label of the weights in a reply; None if it has none.
 
   Raises:
-    ValueError: it is none.
+    ValueError: it is no JSON object.
   """
+  return _label(_fields(reply))
+
+
+def check_success(reply: bytes) -> None:
+  """Raises ValueError where a server replies that an update failed."""
+  if reply and _fields(reply).get('success') is False:
+    raise ValueError(f'refused: {reply[:200].decode("utf-8", "replace")}')
+
+
+def seed_of(key_data: np.ndarray, position: int) -> int:
+  """Returns a seed for a turn.
+
+  Args:
+    key_data: key of the row, as integers.
+    position: where in the row the turn begins.
+  """
+  entropy = [*map(int, key_data), position]
+  return int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 1
+
+
+def _fields(reply: bytes) -> dict[str, Any]:
   try:
     value = json.loads(reply)
   except (ValueError, RecursionError) as error:
@@ -120,23 +143,31 @@ def fields(reply: bytes) -> dict[str, Any]:
   return value
 
 
-def _completion_body(model: str, ask: Request) -> dict[str, Any]:
-  """See vLLM, `CompletionRequest`; what is left out there has defaults that a
-  model's generation_config.json may change, so nothing is."""
+def _label(fields: dict[str, Any]) -> str | None:
+  version = fields.get('weight_version')
+  return None if version is None else str(version)
+
+
+def _completion_body(model: str, request: Request) -> dict[str, Any]:
+  """Returns vLLM's `CompletionRequest`.
+
+  A field that is left out has a default that the model's
+  generation_config.json may change, so none is.
+  """
   return {
     'model': model,
-    'prompt': list(ask.prompt_ids),
-    'max_tokens': ask.max_tokens,
-    **_drawing(ask.sampling),
+    'prompt': list(request.prompt_ids),
+    'max_tokens': request.max_tokens,
+    **_sampling_fields(request.sampling),
     'n': 1,
-    'seed': ask.seed,
+    'seed': request.seed,
     'presence_penalty': 0.0,
     'frequency_penalty': 0.0,
     'repetition_penalty': 1.0,
-    'stop': list(ask.stop_strings),
-    'stop_token_ids': list(ask.stop_ids),
+    'stop': list(request.stop_strings),
+    'stop_token_ids': list(request.stop_ids),
     'include_stop_str_in_output': True,
-    # Of the ends that a model's files may name only ours count.
+    # A model's files may name further end tokens: only `stop_ids` count.
     'ignore_eos': True,
     'add_special_tokens': False,
     'skip_special_tokens': False,
@@ -146,9 +177,9 @@ def _completion_body(model: str, ask: Request) -> dict[str, Any]:
   }
 
 
-def _read_completion(ask: Request, reply: bytes) -> Answer:
-  answer = fields(reply)
-  choices = answer.get('choices')
+def _read_completion(request: Request, reply: bytes) -> Answer:
+  fields = _fields(reply)
+  choices = fields.get('choices')
   if not isinstance(choices, list) or len(choices) != 1:
     raise ValueError('the reply has no one choice')
   (choice,) = choices
@@ -157,33 +188,34 @@ def _read_completion(ask: Request, reply: bytes) -> Answer:
   if choice.get('finish_reason') not in ('stop', 'length'):
     raise ValueError(f'finish_reason={str(choice.get("finish_reason"))[:40]!r}')
   # Per choice in vLLM, where one request may hold several prompts.
-  echoed = choice.get('prompt_token_ids', answer.get('prompt_token_ids'))
-  if echoed != list(ask.prompt_ids):
+  echoed = choice.get('prompt_token_ids', fields.get('prompt_token_ids'))
+  if echoed != list(request.prompt_ids):
     raise BadReply(
       'the prompt came back without its token ids'
       if echoed is None
       else 'the prompt came back with other token ids'
     )
-  block = choice.get('logprobs')
-  logprobs = block.get('token_logprobs') if isinstance(block, dict) else None
-  return _answer(ask, choice.get('token_ids'), logprobs, answer)
+  logprobs = choice.get('logprobs')
+  if isinstance(logprobs, dict):
+    logprobs = logprobs.get('token_logprobs')
+  return _answer(request, choice.get('token_ids'), logprobs, fields)
 
 
-def _generate_body(model: str, ask: Request) -> dict[str, Any]:
-  """See SGLang, `GenerateReqInput`; it serves one model."""
+def _generate_body(model: str, request: Request) -> dict[str, Any]:
+  """Returns SGLang's `GenerateReqInput`; such a server has one model."""
   del model
   return {
-    'input_ids': list(ask.prompt_ids),
+    'input_ids': list(request.prompt_ids),
     'sampling_params': {
-      'max_new_tokens': ask.max_tokens,
-      **_drawing(ask.sampling),
+      'max_new_tokens': request.max_tokens,
+      **_sampling_fields(request.sampling),
       'n': 1,
-      'sampling_seed': ask.seed,
+      'sampling_seed': request.seed,
       'presence_penalty': 0.0,
       'frequency_penalty': 0.0,
       'repetition_penalty': 1.0,
-      'stop': list(ask.stop_strings),
-      'stop_token_ids': list(ask.stop_ids),
+      'stop': list(request.stop_strings),
+      'stop_token_ids': list(request.stop_ids),
       'no_stop_trim': True,
       'skip_special_tokens': False,
       'spaces_between_special_tokens': False,
@@ -192,21 +224,21 @@ def _generate_body(model: str, ask: Request) -> dict[str, Any]:
   }
 
 
-def _read_generate(ask: Request, reply: bytes) -> Answer:
-  answer = fields(reply)
-  told = answer.get('meta_info')
-  if not isinstance(told, dict):
+def _read_generate(request: Request, reply: bytes) -> Answer:
+  fields = _fields(reply)
+  meta = fields.get('meta_info')
+  if not isinstance(meta, dict):
     raise ValueError('the reply has no "meta_info"')
-  reason = told.get('finish_reason')
+  reason = meta.get('finish_reason')
   kind = reason.get('type') if isinstance(reason, dict) else reason
   if kind not in ('stop', 'length'):
     raise ValueError(f'finish_reason={str(kind)[:40]!r}')
-  # The ids of the prompt come with their log-probabilities only, which would
-  # be computed anew in every turn; their number is free.
-  if told.get('prompt_tokens') != len(ask.prompt_ids):
+  # The server sends ids of the prompt only with their log-probabilities, which
+  # it would compute anew in every turn; their number costs nothing.
+  if meta.get('prompt_tokens') != len(request.prompt_ids):
     raise BadReply('the prompt was read as another number of tokens')
-  ids = answer.get('output_ids')
-  entries = told.get('output_token_logprobs')
+  ids = fields.get('output_ids')
+  entries = meta.get('output_token_logprobs')
   if not isinstance(entries, list):
     raise BadReply('the reply has no log-probabilities')
   try:
@@ -216,10 +248,10 @@ def _read_generate(ask: Request, reply: bytes) -> Answer:
   logprobs = [logprob for logprob, _ in pairs]
   if [token_id for _, token_id in pairs] != ids:
     raise BadReply('log-probabilities of other token ids')
-  return _answer(ask, ids, logprobs, told)
+  return _answer(request, ids, logprobs, meta)
 
 
-def _drawing(sampling: sampler.Sampling) -> dict[str, Any]:
+def _sampling_fields(sampling: sampler.Sampling) -> dict[str, Any]:
   return {
     'temperature': sampling.temperature,
     'top_k': sampling.top_k or -1,
@@ -229,9 +261,9 @@ def _drawing(sampling: sampler.Sampling) -> dict[str, Any]:
 
 
 def _answer(
-  ask: Request, ids: Any, logprobs: Any, told: dict[str, Any]
+  request: Request, ids: Any, logprobs: Any, meta: dict[str, Any]
 ) -> Answer:
-  """Checked ids and log-probabilities, both still of any type."""
+  """Returns ids and log-probabilities, which may be of any type, checked."""
   if not isinstance(ids, list) or not all(type(n) is int for n in ids):
     raise BadReply('the reply has no token ids')
   if not isinstance(logprobs, list):
@@ -240,16 +272,16 @@ def _answer(
     raise BadReply(f'{len(logprobs)} log-probabilities, {len(ids)} tokens')
   if not all(_is_logprob(logprob) for logprob in logprobs):
     raise BadReply('a log-probability is no number up to 0')
-  if len(ids) > ask.max_tokens:
-    raise BadReply(f'{len(ids)} tokens, {ask.max_tokens} were asked for')
-  version = told.get('weight_version')
-  return Answer(ids, logprobs, None if version is None else str(version))
+  if len(ids) > request.max_tokens:
+    raise BadReply(f'{len(ids)} tokens, {request.max_tokens} were asked for')
+  return Answer(ids, logprobs, _label(meta))
 
 
 def _is_logprob(value: Any) -> bool:
   if isinstance(value, bool) or not isinstance(value, int | float):
     return False
-  return math.isfinite(value) and value <= _ROUNDING
+  # Compared, not converted: JSON has integers of any length.
+  return -sys.float_info.max <= value <= _ROUNDING
 
 
 def _update_from_disk(folder: str, label: str) -> dict[str, Any]:
@@ -286,9 +318,3 @@ DIALECTS: Mapping[str, Dialect] = {
     version_path='',
   ),
 }
-
-
-def seed_of(key_data: np.ndarray, position: int) -> int:
-  """A function of a row's key and of the position its turn begins at."""
-  entropy = [*map(int, key_data), position]
-  return int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 1

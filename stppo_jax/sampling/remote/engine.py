@@ -1,17 +1,19 @@
 """An engine that others run: vLLM, SGLang, or the server beside this module.
 
-It stands in for `engine.Engine`. Each turn is one request with the ids of the
-whole dialogue (what was computed before is in the server's prefix cache), and
-what comes back is ids and log-probabilities. Where a turn ends is our
-automaton's say: what a server wrote beyond is cut off.
+It has the methods of `engine.Engine`. Each turn is one request with the ids of
+the whole dialogue (what was computed before is in the server's prefix cache),
+answered with ids and log-probabilities. Our automaton decides where a turn
+ends: what a server wrote beyond is cut off.
 
 Weights are written as safetensors to a folder that the server must be able to
-read: it lies where `tempfile` puts it (TMPDIR). Before a collection the server
-is asked what it holds, and told to load them unless it holds them already: so
-several engines may share a server, and one that was started anew gets them.
+read, in the directory of temporary files (TMPDIR). Before a collection the
+server is asked which weights it holds, and loads ours unless it holds them
+already: so several engines may share a server, and a server that was restarted
+gets them again.
 """
 
 import collections
+from collections.abc import Coroutine
 from collections.abc import Sequence
 import concurrent.futures
 import dataclasses
@@ -20,6 +22,9 @@ import pathlib
 import queue
 import shutil
 import tempfile
+from typing import Any
+from typing import Protocol
+from typing import TypeVar
 import uuid
 import weakref
 
@@ -36,47 +41,43 @@ from stppo_jax.sampling.remote import client as client_lib
 from stppo_jax.sampling.remote import dialects
 from stppo_jax.sampling.remote import served_model
 
-_PATIENCE = 0.01  # seconds a poll waits: others may have something to do
+# Seconds a poll waits for a turn: the caller has observations to append.
+_POLL_SECONDS = 0.01
+
+Result = TypeVar('Result')
+
+
+class Loop(Protocol):
+  """See `rollout.event_loop.EventLoop`."""
+
+  def submit(
+    self, coroutines: Sequence[Coroutine[Any, Any, Result]]
+  ) -> list[concurrent.futures.Future[Result]]: ...
+  def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result: ...
 
 
 @dataclasses.dataclass
 class _Row:
-  """A dialogue; `ids` is all of it."""
+  """A dialogue: all of its ids, and the key of its draws."""
 
   ids: list[int]
   key_data: np.ndarray
 
 
 class RemoteEngine:
-  """Turns written by a server; keys from the caller become its seeds.
-
-  Args:
-    client: of the server.
-    loop: that the client runs on.
-    model: name under which the server knows the model.
-    shape: of the model.
-    automaton: where turns end, over the ids of the tokenizer.
-    stop_strings: those of the automaton.
-    eos_id: that of the automaton.
-    max_length: tokens a row can hold.
-    sampling: temperature and truncation.
-    concurrency: turns asked for at once.
+  """Turns written by a server, with seeds made from the caller's keys.
 
   Attributes:
-    version: what `publish` was told last. Until then the server's own weights
-      play.
-
-  Raises:
-    EngineUnreachable: it is not ready within the client's timeout.
-    EngineUnsuited: it does not serve this model, is of an unknown kind, too
-      short, or does not answer with ids and log-probabilities.
+    max_length: tokens a row can hold.
+    version: of the weights that `publish` was given last. Before the first
+      call the server samples with its own.
   """
 
   def __init__(
     self,
-    client: client_lib.Client,
+    client: client_lib.EngineClient,
     *,
-    loop: client_lib.Loop,
+    loop: Loop,
     model: str,
     shape: model_config.ModelConfig,
     automaton: stops.StopAutomaton,
@@ -86,35 +87,62 @@ class RemoteEngine:
     sampling: sampler.Sampling,
     concurrency: int,
   ):
+    """Connects to the server, which writes a trial turn.
+
+    Args:
+      client: of the server.
+      loop: runs the client's coroutines.
+      model: name under which the server knows the model.
+      shape: of the model.
+      automaton: where turns end, over the ids of the tokenizer.
+      stop_strings: those of the automaton.
+      eos_id: that of the automaton.
+      max_length: tokens a row can hold.
+      sampling: temperature and truncation.
+      concurrency: most turns in flight.
+
+    Raises:
+      EngineUnreachable: the server is not ready within the client's timeout.
+      EngineUnsuited: it does not serve this model, is of an unknown kind, holds
+        too few tokens, or does not answer with ids and log-probabilities.
+    """
     self.max_length = max_length
     self.version = 0
     self._client = client
     self._loop = loop
     self._shape = shape
     self._stopped = automaton.stopped
-    self._table_SV = automaton.table(shape.vocab_size)
+    self._transitions = automaton.table(shape.vocab_size)
     self._stop_strings = tuple(stop_strings)
     self._stop_ids = (eos_id,)
     self._sampling = sampling
     self._concurrency = concurrency
-    self._label = ''
+    self._label = ''  # of the published weights; '' = the server's own
     self._root = pathlib.Path(tempfile.mkdtemp(prefix='stppo_jax-weights-'))
     weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
-    self._rows: dict[int, _Row] = {}
     self._in_flight: dict[int, concurrent.futures.Future] = {}
-    self._forget()
-    self._turns = self._failures = self._retries_told = 0
-    first = dialects.Request((eos_id,), 1, sampling, 0, (), ())
-    self._served = loop.run(served_model.meet(client, model, max_length, first))
+    self._reset()
+    self._num_turns = self._num_failures = self._retries_reported = 0
+    trial = dialects.Request(
+      prompt_ids=(eos_id,),
+      max_tokens=1,
+      sampling=sampling,
+      seed=0,
+      stop_strings=(),
+      stop_ids=(),
+    )
+    self._served = loop.run(
+      served_model.connect(client, model, max_length, trial)
+    )
 
   def publish(self, params: functional.Params, version: int) -> None:
-    """Writes the policy's weights; the next collection plays with them.
+    """Writes the policy's weights; the next collection samples with them.
 
     Args:
-      params: in whatever layout.
+      params: in any layout.
       version: number of the step that made them.
     """
-    # Other engines, and other runs, may give the same server a same version.
+    # Engines and runs that share a server may publish the same version.
     label = f'{version}-{uuid.uuid4().hex[:12]}'
     export.export(self._root / label, self._shape, params)
     if self._label:
@@ -130,11 +158,11 @@ class RemoteEngine:
     max_turn_tokens: int,
     greedy: bool,
   ) -> None:
-    """Begins a collection; what was left of another one is given up.
+    """Begins a collection; turns of the one before are cancelled.
 
     Args:
       prompts: token ids, one for each group of adjacent rows; None for rows
-        that are not played.
+        that stay empty.
       keys: one typed key per row; the seed of a turn is a function of it and
         of the position the turn begins at.
       group_size: rows of a prompt.
@@ -142,55 +170,49 @@ class RemoteEngine:
       greedy: take the likeliest token instead of drawing.
 
     Raises:
-      ValueError: a prompt that is empty or leaves no room to write, or too few
-        keys.
-      EngineUnreachable: the server is not ready, or does not take the weights.
+      ValueError: a prompt is empty or leaves no room to write, or there are too
+        few keys.
+      EngineUnreachable: the server is not ready, or does not load the weights.
     """
     turns.check_prompts(
       prompts, keys, group_size=group_size, max_length=self.max_length
     )
-    self._forget()
+    self._reset()
     self._max_turn_tokens = max_turn_tokens
-    # Not temperature 0, whose log-probabilities would be those of another one.
-    only = {'top_k': 1, 'top_p': 1.0, 'min_p': 0.0} if greedy else {}
-    self._drawn = dataclasses.replace(self._sampling, **only)
+    # Not temperature 0: servers then report log-probabilities at temperature 1.
+    best = {'top_k': 1, 'top_p': 1.0, 'min_p': 0.0} if greedy else {}
+    self._turn_sampling = dataclasses.replace(self._sampling, **best)
     key_data = np.asarray(jax.random.key_data(keys))
     for group, prompt in enumerate(prompts):
       for row in range(group * group_size, (group + 1) * group_size):
         if prompt is not None:
           self._rows[row] = _Row(prompt.tolist(), key_data[row])
     self._waiting.extend(self._rows)
-    self._loop.run(self._served.hold(self._root / self._label, self._label))
-
-  def _forget(self) -> None:
-    for future in self._in_flight.values():
-      future.cancel()
-    self._rows, self._in_flight = {}, {}
-    self._waiting = collections.deque[int]()
-    # A new one: what was cancelled still lands in the old one.
-    self._landed = queue.SimpleQueue[int]()
+    self._loop.run(
+      self._served.set_weights(self._root / self._label, self._label)
+    )
 
   @property
   def busy(self) -> bool:
-    """Whether a poll can end a turn, with no row resumed or closed before."""
+    """Whether a poll can end a turn before another row is resumed."""
     return bool(self._in_flight or self._waiting)
 
   def remaining(self, row: int) -> int:
-    """Tokens that still fit into a row."""
+    """Returns how many tokens still fit into a row."""
     return self.max_length - len(self._rows[row].ids)
 
   def resume(self, row: int, token_ids: np.ndarray) -> None:
-    """Appends an observation to a row, whose next turn begins.
+    """Appends an observation to a row and begins its next turn.
 
     Raises:
       ValueError: it leaves no room to write, or no turn of the row has ended.
     """
-    self._check_rests(row)
+    self._check_between_turns(row)
     turns.check_observation(
       token_ids, remaining=self.remaining(row), max_length=self.max_length
     )
     self._rows[row].ids.extend(np.asarray(token_ids).tolist())
-    # Before those that have not begun: its dialogue is still in the cache.
+    # Before rows that have not begun: its dialogue is still in the cache.
     self._waiting.appendleft(row)
 
   def close(self, row: int) -> None:
@@ -199,82 +221,92 @@ class RemoteEngine:
     Raises:
       ValueError: no turn of the row has ended.
     """
-    self._check_rests(row)
+    self._check_between_turns(row)
     del self._rows[row]
 
-  def _check_rests(self, number: int) -> None:
-    if number in self._in_flight or number in self._waiting:
-      raise ValueError(f'row {number} is not between two turns')
-
   def poll(self) -> dict[int, turns.GeneratedTurn | None]:
-    """Waits a moment; the turns that ended, by row.
+    """Waits a moment, and returns the turns that ended, by row.
 
     None for a row whose turn the server failed, its retries included.
     """
     while self._waiting and len(self._in_flight) < self._concurrency:
-      self._start(self._waiting.popleft())
+      self._request(self._waiting.popleft())
     if not self._in_flight:
       return {}
-    ended = {}
     try:
-      landed = [self._landed.get(timeout=_PATIENCE)]
-      while not self._landed.empty():
-        landed.append(self._landed.get())
+      done = [self._done.get(timeout=_POLL_SECONDS)]
+      while not self._done.empty():
+        done.append(self._done.get())
     except queue.Empty:
       return {}
-    for number in landed:
-      ended[number] = self._end(number, self._in_flight.pop(number))
-    return ended
+    return {row: self._finish(row, self._in_flight.pop(row)) for row in done}
 
   def statistics(self) -> dict[str, float]:
-    """Counts since the last call; resets them.
+    """Returns counts since the last call, and resets them.
 
     `engine/ok` and `engine/failures` count turns, `engine/retries` further
     attempts at one of them.
     """
     retries = self._client.num_retries
     result = {
-      'engine/ok': float(self._turns),
-      'engine/failures': float(self._failures),
-      'engine/retries': float(retries - self._retries_told),
+      'engine/ok': float(self._num_turns),
+      'engine/failures': float(self._num_failures),
+      'engine/retries': float(retries - self._retries_reported),
     }
-    self._turns = self._failures = 0
-    self._retries_told = retries
+    self._num_turns = self._num_failures = 0
+    self._retries_reported = retries
     return result
 
-  def _start(self, number: int) -> None:
-    row = self._rows[number]
-    ask = dialects.Request(
-      prompt_ids=tuple(row.ids),
-      max_tokens=min(self._max_turn_tokens, self.remaining(number)),
-      sampling=self._drawn,
-      seed=dialects.seed_of(row.key_data, len(row.ids)),
+  def _reset(self) -> None:
+    for future in self._in_flight.values():
+      future.cancel()
+    self._in_flight = {}
+    self._rows: dict[int, _Row] = {}
+    self._waiting = collections.deque[int]()
+    # Not emptied but replaced: cancelled requests still report to the old one.
+    self._done = queue.SimpleQueue[int]()
+
+  def _check_between_turns(self, row: int) -> None:
+    if row in self._in_flight or row in self._waiting:
+      raise ValueError(f'row {row} is not between two turns')
+
+  def _request(self, row: int) -> None:
+    """Requests the next turn of a row."""
+    ids = self._rows[row].ids
+    request = dialects.Request(
+      prompt_ids=tuple(ids),
+      max_tokens=min(self._max_turn_tokens, self.remaining(row)),
+      sampling=self._turn_sampling,
+      seed=dialects.seed_of(self._rows[row].key_data, len(ids)),
       stop_strings=self._stop_strings,
       stop_ids=self._stop_ids,
     )
-    (future,) = self._loop.submit([self._served.ask(ask, self._written)])
-    self._in_flight[number] = future
-    landed = self._landed
-    future.add_done_callback(lambda _: landed.put(number))
+    (future,) = self._loop.submit(
+      [self._served.complete(request, self._check_turn)]
+    )
+    self._in_flight[row] = future
+    done = self._done
+    future.add_done_callback(lambda _: done.put(row))
 
-  def _end(
-    self, number: int, future: concurrent.futures.Future
+  def _finish(
+    self, row: int, future: concurrent.futures.Future
   ) -> turns.GeneratedTurn | None:
+    """Appends a turn to its row, or counts its failure."""
     try:
       written = future.result()
     except client_lib.EngineError as error:
-      if not self._failures:  # one line tells; the others are counted
+      if not self._num_failures:  # One line tells; the others are counted.
         logging.getLogger(__name__).warning('a turn failed: %s', error)
-      self._failures += 1
+      self._num_failures += 1
       return None
-    self._turns += 1
-    self._rows[number].ids.extend(written.token_ids.tolist())
+    self._num_turns += 1
+    self._rows[row].ids.extend(written.token_ids.tolist())
     return written
 
-  def _written(
-    self, ask: dialects.Request, answer: dialects.Answer
+  def _check_turn(
+    self, request: dialects.Request, answer: dialects.Answer
   ) -> turns.GeneratedTurn:
-    """The turn in an answer.
+    """Returns the turn in an answer.
 
     Raises:
       ValueError: there is none.
@@ -283,29 +315,30 @@ class RemoteEngine:
       raise dialects.BadReply(
         f'written with weights {answer.version[:40]!r}, not {self._label!r}'
       )
-    count, stopped = self._cut(answer.token_ids)
-    if not stopped and count < ask.max_tokens:
+    count, stopped = self._find_stop(answer.token_ids)
+    if not stopped and count < request.max_tokens:
       raise ValueError(
-        f'the turn ended after {count} of {ask.max_tokens} tokens, without '
+        f'the turn ended after {count} of {request.max_tokens} tokens, without '
         'any of our stops'
       )
     logprobs = np.asarray(answer.logprobs[:count], np.float32)
-    whole = dataclasses.replace(ask.sampling, top_k=0, top_p=1.0, min_p=0.0)
+    sampling = request.sampling
+    full = dataclasses.replace(sampling, top_k=0, top_p=1.0, min_p=0.0)
     return turns.GeneratedTurn(
       token_ids=np.asarray(answer.token_ids[:count], np.int32),
       logprobs=logprobs,
-      # Under a truncated distribution nobody tells.
-      truncated_logprobs=logprobs if ask.sampling == whole else None,
+      # Servers report nothing about the truncated distribution.
+      truncated_logprobs=logprobs if sampling == full else None,
       stopped=stopped,
     )
 
-  def _cut(self, token_ids: Sequence[int]) -> tuple[int, bool]:
-    """Tokens up to the one that completes a stop; whether one does."""
+  def _find_stop(self, token_ids: Sequence[int]) -> tuple[int, bool]:
+    """Returns the number of tokens in the turn, and whether a stop ends it."""
     state = stops.StopAutomaton.START
     for n, token_id in enumerate(token_ids):
-      if not 0 <= token_id < self._table_SV.shape[1]:
+      if not 0 <= token_id < self._transitions.shape[1]:
         raise dialects.BadReply(f'token id {token_id} is not of the model')
-      state = self._table_SV[state, token_id]
+      state = self._transitions[state, token_id]
       if state == self._stopped:
         return n + 1, True
     return len(token_ids), False

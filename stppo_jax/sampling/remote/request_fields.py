@@ -1,13 +1,14 @@
-"""What `completions_server.py` is asked: the fields, checked one by one."""
+"""The fields of a completion request, checked one by one."""
 
 from collections.abc import Mapping
+import dataclasses
 import json
 import math
 from typing import Any
 
 _MAX_STOPS = 16
 
-# All that this server can do is what these ask for; they may be left out.
+# Fields whose other values the server does not support; they may be left out.
 _FIXED = {
   'n': 1,
   'stream': False,
@@ -23,75 +24,85 @@ _FIXED = {
   'logprobs': 1,
   'return_token_ids': True,
 }
-_KINDS = {
-  'model': str,
-  'prompt': list,
-  'max_tokens': int,
-  'temperature': float,
-  'top_k': int,
-  'top_p': float,
-  'min_p': float,
-  'seed': int,
-  'stop': list,
-  'stop_token_ids': list,
-}
-_UNSAID = {
-  'max_tokens': 16,
-  'temperature': 1.0,
-  'top_k': 0,
-  'top_p': 1.0,
-  'min_p': 0.0,
-  'seed': 0,
-  'stop': [],
-  'stop_token_ids': [],
-}
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+  """The fields that a request may set, named as in the completions API.
+
+  Attributes:
+    model: name of the model.
+    prompt: token ids.
+    max_tokens: longest completion.
+    temperature: 0 = greedy.
+    top_k, top_p, min_p: truncation, see `sampler.Sampling`.
+    seed: of the draws.
+    stop: the first of these strings to be completed ends the completion.
+    stop_token_ids: the first of these tokens ends it, too.
+  """
+
+  model: str
+  prompt: list
+  max_tokens: int = 16
+  temperature: float = 1.0
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  seed: int = 0
+  stop: list = dataclasses.field(default_factory=list)
+  stop_token_ids: list = dataclasses.field(default_factory=list)
 
 
 def parse(
   body: Mapping[str, Any], *, model: str, vocab_size: int, max_length: int
-) -> dict[str, Any]:
-  """The fields of `_KINDS`, none of them missing.
+) -> Completion:
+  """Returns the completion that a request asks for.
 
   Args:
-    body: of POST /v1/completions.
-    model: name of the one that is served.
-    vocab_size: of it.
+    body: JSON object of POST /v1/completions.
+    model: name of the model that is served.
+    vocab_size: its vocabulary entries.
     max_length: tokens a dialogue can hold.
 
   Raises:
     LookupError: another model.
     ValueError: whatever else cannot be served; one line.
   """
+  kinds: dict[str, Any] = {
+    field.name: field.type for field in dataclasses.fields(Completion)
+  }
   for name, value in body.items():
     if name in _FIXED and value != _FIXED[name]:
       raise ValueError(f'{name}: only {json.dumps(_FIXED[name])} is served')
-    if name not in _FIXED and name not in _KINDS:
+    if name not in _FIXED and name not in kinds:
       raise ValueError(f'unknown field {name[:40]!r}')
-  asked = _UNSAID | {n: v for n, v in body.items() if n in _KINDS}
-  for name, kind in _KINDS.items():
-    if not _is(asked.get(name), kind):
+  known = {name: value for name, value in body.items() if name in kinds}
+  completion = Completion(**{'model': None, 'prompt': None, **known})
+  for name, kind in kinds.items():
+    if not _is(getattr(completion, name), kind):
       raise ValueError(f'{name}: expected {kind.__name__}')
-  if asked['model'] != model:
-    raise LookupError(f'no model {asked["model"][:80]!r}')
+  if completion.model != model:
+    raise LookupError(f'no model {completion.model[:80]!r}')
   for name in ('prompt', 'stop_token_ids'):
-    if not all(type(n) is int and 0 <= n < vocab_size for n in asked[name]):
+    ids = getattr(completion, name)
+    if not all(type(n) is int and 0 <= n < vocab_size for n in ids):
       raise ValueError(f'{name}: expected ids in [0, {vocab_size})')
-  stops = asked['stop']
+  stops = completion.stop
   if len(stops) > _MAX_STOPS or not all(
     isinstance(s, str) and s for s in stops
   ):
     raise ValueError(f'stop: expected up to {_MAX_STOPS} strings')
-  if not asked['prompt'] or asked['max_tokens'] < 1:
+  if not completion.prompt or completion.max_tokens < 1:
     raise ValueError('prompt, max_tokens: at least one token each')
-  length = len(asked['prompt']) + asked['max_tokens']
+  length = len(completion.prompt) + completion.max_tokens
   if length > max_length:
     raise ValueError(f'{length} tokens, {max_length} fit')
-  if not (0 < asked['top_p'] <= 1 and 0 <= asked['min_p'] <= 1):
+  if not (0 < completion.top_p <= 1 and 0 <= completion.min_p <= 1):
     raise ValueError('top_p, min_p: expected fractions')
-  return asked
+  return completion
 
 
-def _is(value: Any, kind: type) -> bool:
+def _is(value: Any, kind: Any) -> bool:
   if isinstance(value, bool):
     return False
   if kind is float:

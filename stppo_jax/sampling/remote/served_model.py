@@ -1,7 +1,6 @@
-"""A model that a server plays: whether it suits a run, and its weights."""
+"""A model on a server: whether it suits a run, its turns, and its weights."""
 
 from collections.abc import Callable
-import functools
 import os
 import pathlib
 from typing import TypeVar
@@ -16,65 +15,66 @@ EngineUnsuited = client_lib.EngineUnsuited
 Result = TypeVar('Result')
 
 
-async def meet(
-  client: client_lib.Client,
+async def connect(
+  client: client_lib.EngineClient,
   model: str,
   max_length: int,
-  first: dialects.Request,
+  trial: dialects.Request,
 ) -> 'ServedModel':
-  """The model under this name, tried out with a first turn.
+  """Returns the model of this name, after it has written a trial turn.
 
   Args:
     client: of the server.
     model: name under which the server knows the model.
     max_length: tokens a row can hold.
-    first: a turn like those to come.
+    trial: a turn like those to come.
 
   Raises:
     EngineUnreachable: the server is not ready within the client's timeout.
-    EngineUnsuited: it does not serve the model, is of an unknown kind, too
-      short, or does not answer with token ids and log-probabilities.
+    EngineUnsuited: it does not serve the model, is of an unknown kind, holds
+      too few tokens, or does not answer with token ids and log-probabilities.
   """
   await client.wait_until_ready()
   try:
-    models = dialects.listed(await client.get('/v1/models'))
-  except (client_lib.Failure, ValueError) as error:
-    raise EngineUnsuited(f'{client.url}/v1/models: {error}') from error
+    models = await client.get('/v1/models', dialects.read_models)
+  except EngineError as error:
+    raise EngineUnsuited(str(error)) from error
   if model not in models:
     raise EngineUnsuited(
       f'{client.url} serves {", ".join(sorted(models)) or "nothing"}, '
       f'not {model!r}'
     )
-  kind = models[model].get('owned_by')
+  kind = str(models[model].get('owned_by'))
   if kind not in dialects.DIALECTS:
     raise EngineUnsuited(
       f'{client.url} is of kind {kind!r}; choices: '
       + ', '.join(sorted(dialects.DIALECTS))
     )
   dialect = dialects.DIALECTS[kind]
-  room = models[model].get('max_model_len')
-  if isinstance(room, int) and room < max_length:
+  capacity = models[model].get('max_model_len')
+  if isinstance(capacity, int) and capacity < max_length:
     raise EngineUnsuited(
-      f'{client.url} holds {room} tokens, fewer than max_length={max_length}'
+      f'{client.url} holds {capacity} tokens, fewer than '
+      f'max_length={max_length}'
     )
-  temperature = first.sampling.temperature
+  temperature = trial.sampling.temperature
   if not dialect.tempered and temperature != 1:
     raise EngineUnsuited(
-      f'{client.url} ({kind}) reports log-probabilities of temperature 1, '
-      f'which do not tell those of temperature={temperature}'
+      f'{client.url} ({kind}) reports log-probabilities at temperature 1, '
+      f'which are not those at temperature={temperature}'
     )
-  found = ServedModel(client, model, dialect)
+  served = ServedModel(client, model, dialect)
   try:
-    await found.ask(first, lambda _, answer: answer)
-    await found.held()
+    await served.complete(trial, lambda _, answer: answer)
+    await served.weight_version()
   except EngineError as error:
     # What fails now would fail all along.
     raise EngineUnsuited(str(error)) from error
-  return found
+  return served
 
 
 class ServedModel:
-  """See `meet`, which makes it.
+  """A model on a server; `connect` makes it.
 
   Args:
     client: of the server.
@@ -84,7 +84,7 @@ class ServedModel:
 
   def __init__(
     self,
-    client: client_lib.Client,
+    client: client_lib.EngineClient,
     model: str,
     dialect: dialects.Dialect,
   ):
@@ -92,55 +92,55 @@ class ServedModel:
     self._model = model
     self._dialect = dialect
 
-  async def ask(
+  async def complete(
     self,
-    ask: dialects.Request,
+    request: dialects.Request,
     check: Callable[[dialects.Request, dialects.Answer], Result],
   ) -> Result:
-    """The checked answer.
+    """Requests one turn, and returns what `check` makes of the answer.
 
     Args:
-      ask: one turn.
-      check: what is made of the answer; a ValueError is asked again, an
-        `Unfaithful` is not.
+      request: the turn.
+      check: (request, answer) -> result. After a ValueError the request is
+        repeated, after a `BadReply` it is not.
 
     Raises:
-      EngineError: none came, all retries included.
+      EngineError: no answer, all retries included.
     """
     return await self._client.post(
       self._dialect.path,
-      self._dialect.body(self._model, ask),
-      lambda reply: check(ask, self._dialect.read(ask, reply)),
+      self._dialect.body(self._model, request),
+      lambda reply: check(request, self._dialect.read(request, reply)),
     )
 
-  async def hold(self, folder: pathlib.Path, label: str) -> None:
-    """Waits for the server, and has it hold these weights.
+  async def set_weights(self, folder: pathlib.Path, label: str) -> None:
+    """Waits for the server, and has it load weights unless it holds them.
 
     Args:
-      folder: of `export_hf.export`, in the server's eyes too.
-      label: tells these weights from all others; '' = its own will do.
+      folder: of `export.export`, under a path that the server can read.
+      label: tells these weights from all others; '' = keep the server's own.
 
     Raises:
-      EngineUnreachable: it is not ready, or does not take them.
+      EngineUnreachable: it is not ready, or does not load them.
     """
     await self._client.wait_until_ready()
     if not label:
       return
     try:
-      if await self.held() == label:
+      if await self.weight_version() == label:
         return
-      await self._update(folder, label)
-      held = await self.held()
+      await self._load(folder, label)
+      version = await self.weight_version()
     except EngineError as error:
-      raise EngineUnreachable(f'weights were not taken: {error}') from error
-    if held not in (None, label):
+      raise EngineUnreachable(f'weights were not loaded: {error}') from error
+    if version not in (None, label):
       raise EngineUnreachable(
-        f'{self._client.url} holds weights {held!r} after an update to '
+        f'{self._client.url} holds weights {version!r} after an update to '
         f'{label!r}; does another run use it?'
       )
 
-  async def held(self) -> str | None:
-    """The label of the weights that are held; None where it is not told.
+  async def weight_version(self) -> str | None:
+    """Returns the label of the weights it holds; None if it does not tell.
 
     Raises:
       EngineError: no answer, all retries included.
@@ -148,30 +148,14 @@ class ServedModel:
     path = self._dialect.version_path
     if not path:
       return None
-    return await self._client.retried(
-      path, functools.partial(self._ask_version, path)
-    )
+    return await self._client.get(path, dialects.read_version)
 
-  async def _update(self, folder: pathlib.Path, label: str) -> None:
+  async def _load(self, folder: pathlib.Path, label: str) -> None:
     dialect = self._dialect
     await self._client.post(
       dialect.update_path,
       dialect.update_body(os.fspath(folder), label),
-      _check_success,
+      dialects.check_success,
     )
     if dialect.flush_path:
       await self._client.post(dialect.flush_path, {}, bytes)
-
-  async def _ask_version(self, path: str) -> str | None:
-    reply = await self._client.get(path)
-    try:
-      label = dialects.fields(reply).get('weight_version')
-    except ValueError as error:
-      raise client_lib.Failure(str(error)) from error
-    return None if label is None else str(label)
-
-
-def _check_success(reply: bytes) -> None:
-  """Raises ValueError where a server says that an update failed."""
-  if reply and dialects.fields(reply).get('success') is False:
-    raise ValueError(f'refused: {reply[:200].decode("utf-8", "replace")}')

@@ -22,7 +22,7 @@ from tests.sampling.remote import fake_servers
 )
 def test_sglang_replies(reply, line):
   dialect = dialects.DIALECTS['sglang']
-  ask = dialects.Request(
+  request = dialects.Request(
     [0, 1, 2],
     5,
     fake_servers.SAMPLING,
@@ -30,40 +30,40 @@ def test_sglang_replies(reply, line):
     fake_servers.STOPS,
     (fake_servers.EOS,),
   )
-  body = dialect.body('tiny', ask)
+  body = dialect.body('tiny', request)
   assert body['input_ids'] == [0, 1, 2] and body['return_logprob'] is True
-  drawing = body['sampling_params']
-  assert drawing['max_new_tokens'] == 5 and drawing['sampling_seed'] == 9
+  params = body['sampling_params']
+  assert params['max_new_tokens'] == 5 and params['sampling_seed'] == 9
   assert (
-    drawing['stop'] == list(fake_servers.STOPS)
-    and drawing['no_stop_trim'] is True
+    params['stop'] == list(fake_servers.STOPS)
+    and params['no_stop_trim'] is True
   )
-  assert drawing['top_k'] == -1 and drawing['stop_token_ids'] == [
+  assert params['top_k'] == -1 and params['stop_token_ids'] == [
     fake_servers.EOS
   ]
 
   def encoded(**changes):
     ids = changes.pop('output_ids', [7, 8])
-    told = {
+    meta_info = {
       'finish_reason': {'type': 'stop', 'matched': 8},
       'prompt_tokens': 3,
       'output_token_logprobs': [[-0.5, 7, None], [-1.5, 8, None]],
       'weight_version': 'v',
     }
-    meta = told | changes
+    meta = meta_info | changes
     return json.dumps({'output_ids': ids, 'meta_info': meta}).encode()
 
-  answer = dialect.read(ask, encoded())
+  answer = dialect.read(request, encoded())
   assert answer == dialects.Answer([7, 8], [-0.5, -1.5], 'v')
   with pytest.raises(ValueError, match=line):
-    dialect.read(ask, encoded(**reply))
+    dialect.read(request, encoded(**reply))
 
 
-def test_vllm_is_told_everything_that_a_model_could_decide():
-  ask = dialects.Request(
+def test_vllm_is_meta_info_everything_that_a_model_could_decide():
+  request = dialects.Request(
     [3], 5, fake_servers.SAMPLING, 9, fake_servers.STOPS, (1,)
   )
-  body = dialects.DIALECTS['vllm'].body('tiny', ask)
+  body = dialects.DIALECTS['vllm'].body('tiny', request)
   assert body == {
     'model': 'tiny',
     'prompt': [3],
@@ -102,6 +102,6 @@ def test_seeds_differ_by_key_and_position():
 
 
 @pytest.mark.parametrize('reply', [b'', b'{', b'[]', b'{"data": 1}'])
-def test_lists_of_models_that_are_none(reply):
+def test_a_reply_without_a_list_of_models_is_refused(reply):
   with pytest.raises(ValueError):
-    dialects.listed(reply)
+    dialects.read_models(reply)

@@ -1,20 +1,26 @@
-"""A real inference server over a tiny model, its faults, and its other tongues.
+"""A real inference server over a tiny model, its faults, and other dialects.
 
-Letters and a few pieces of tags are the vocabulary, so that turns are texts, a
-stop is spelled by several tokens, and what is spelled one way may be encoded
-another way: ids that were re-tokenised would be found out.
+The vocabulary is letters and a few pieces of tags, so that turns are texts, a
+stop is spelled by several tokens, and a text has several spellings: ids that
+were made from text would be found out.
 """
 
 import asyncio
+import functools
 import json
 
 from aiohttp import web
+import jax
 import numpy as np
 
+from stppo_jax.http import client as http_client
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.sampling import engine as local_engine_lib
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from stppo_jax.sampling.remote import client as client_lib
 from stppo_jax.sampling.remote import engine as engine_lib
+from stppo_jax.sampling.remote import request_fields
 from stppo_jax.sampling.remote import server as model_server
 from tests.models import tiny
 
@@ -27,6 +33,8 @@ PARAMS = tiny.params(MODEL)
 MAX_LENGTH = 40
 SAMPLING = sampler.Sampling(temperature=1.3)
 AUTOMATON = stops.build(TOKENS, stop_strings=STOPS, eos_id=EOS)
+TURN = 9
+PROMPTS = ([0, 1, 2], [11, 4, 4, 12, 0], [3])
 
 
 class Tokens:
@@ -51,13 +59,19 @@ class Faults:
 
   Attributes:
     answers: what answers the next completions, in order; None lets one
-      through. A function gets the server's own reply, already parsed.
+      through. A function changes the server's own reply, already parsed.
     paths: of all requests.
+    tokens: what requests showed, those that did.
+    kind: what the server claims to be; '' = what it is.
+    missing: a path that is answered with 404.
   """
 
   def __init__(self):
-    self.answers = []
-    self.paths = []
+    self.reset()
+
+  def reset(self):
+    self.answers, self.paths, self.tokens = [], [], []
+    self.kind = self.missing = ''
 
   def middleware(self):
     @web.middleware
@@ -68,9 +82,15 @@ class Faults:
 
   async def _answer(self, request, handler):
     self.paths.append(request.path)
-    if request.path != '/v1/completions':
-      return await handler(request)
-    fault = self.answers.pop(0) if self.answers else None
+    if 'Authorization' in request.headers:
+      self.tokens.append(request.headers['Authorization'])
+    if request.path == self.missing:
+      raise web.HTTPNotFound
+    fault = None
+    if request.path == '/v1/models' and self.kind:
+      fault = lambda reply: reply['data'][0].update(owned_by=self.kind)
+    elif request.path == '/v1/completions' and self.answers:
+      fault = self.answers.pop(0)
     if fault is None:
       return await handler(request)
     if callable(fault):
@@ -78,7 +98,7 @@ class Faults:
       fault(reply)
       return web.json_response(reply)
     if fault == 'slow':
-      await asyncio.sleep(3)
+      await asyncio.sleep(1)
       return await handler(request)
     if fault == 'garbage':
       return web.Response(text='{"choices": [')
@@ -87,10 +107,18 @@ class Faults:
 
 
 class Served:
-  """A server, its faults, and engines that it plays."""
+  """A server, its faults, and engines that it samples for.
+
+  Attributes:
+    root: folder below which engines write their weights.
+    model: the server.
+    faults: see `Faults`.
+    weight_requests: what vLLM's paths for weights were asked.
+  """
 
   def __init__(self, loop, root):
     self.loop = loop
+    self.root = root
     self.model = model_server.ModelServer(
       'tiny',
       MODEL,
@@ -104,13 +132,26 @@ class Served:
     self.app.middlewares.append(self.faults.middleware())
     self.app.router.add_post('/generate', self._generate)
     for path in ('/collective_rpc', '/reset_prefix_cache'):
-      self.app.router.add_post(path, self._note)
-    self.noted = []
+      self.app.router.add_post(path, self._record)
+    self.weight_requests = []
     self.url = ''
 
-  def engine(self, *, timeout=20.0, retries=2, concurrency=8, **options):
-    client = client_lib.Client(
-      self.loop, options.pop('url', self.url), timeout=timeout, retries=retries
+  def reset(self):
+    """Makes it as it was at the start."""
+    self.faults.reset()
+    self.model.completions.clear()
+    self.weight_requests.clear()
+    self.model.set_weights(PARAMS, 'default')
+
+  def engine(
+    self, *, timeout=20.0, retries=2, concurrency=8, pauses=None, **options
+  ):
+    """An engine that does not pause for long before it asks again."""
+    client = client_lib.EngineClient(
+      options.pop('url', self.url),
+      timeout=timeout,
+      retries=retries,
+      pauses=pauses or http_client.Pauses(first=0.01),
     )
     settings = dict(
       loop=self.loop,
@@ -125,29 +166,98 @@ class Served:
     )
     return engine_lib.RemoteEngine(client, **(settings | options))
 
-  async def _note(self, request):
-    """What vLLM is told about weights."""
-    self.noted.append((request.path_qs, await request.json()))
+  async def _record(self, request):
+    self.weight_requests.append((request.path_qs, await request.json()))
     return web.Response()
 
   async def _generate(self, request):
     """SGLang's own endpoint, over the same model."""
     body = await request.json()
-    drawing = body['sampling_params']
-    assert body['return_logprob'] is True and drawing['no_stop_trim'] is True
-    asked = {
-      'prompt': body['input_ids'],
-      'max_tokens': drawing['max_new_tokens'],
-      'seed': drawing['sampling_seed'],
-    }
+    params = body['sampling_params']
+    assert body['return_logprob'] is True and params['no_stop_trim'] is True
     same = ('temperature', 'top_k', 'top_p', 'min_p', 'stop', 'stop_token_ids')
-    reply = self.model._write(asked | {name: drawing[name] for name in same})
+    completion = request_fields.Completion(
+      model='tiny',
+      prompt=body['input_ids'],
+      max_tokens=params['max_new_tokens'],
+      seed=params['sampling_seed'],
+      **{name: params[name] for name in same},
+    )
+    reply = self.model.write(completion)
     (choice,) = reply['choices']
     ids, logprobs = choice['token_ids'], choice['logprobs']['token_logprobs']
-    told = {
+    meta = {
       'finish_reason': {'type': choice['finish_reason']},
       'prompt_tokens': len(body['input_ids']),
       'output_token_logprobs': [[x, n, None] for x, n in zip(logprobs, ids)],
       'weight_version': reply['weight_version'],
     }
-    return web.json_response({'output_ids': ids, 'meta_info': told})
+    return web.json_response({'output_ids': ids, 'meta_info': meta})
+
+
+@functools.cache
+def local_engine():
+  """An engine of our own with the same model and weights."""
+  engine = local_engine_lib.Engine(
+    MODEL,
+    mesh=mesh_lib.make_mesh(
+      data=-1, fsdp=1, tensor=1, devices=jax.devices()[:1]
+    ),
+    automaton=AUTOMATON,
+    slots=4,
+    max_length=MAX_LENGTH,
+    sampling=SAMPLING,
+    extend_chunk=4,
+    decode_chunk=4,
+    lookahead=1,
+    lanes=1,
+    batch_rows=0,
+    cache_blocks=2,
+    early_exit=0.25,
+    deterministic=True,
+  )
+  engine.publish(PARAMS, 0)
+  return engine
+
+
+def keys(count, seed=0):
+  return jax.random.split(jax.random.key(seed), count)
+
+
+def begin(engine, prompts=PROMPTS, *, greedy=True, group_size=1):
+  """Begins a collection of short turns."""
+  arrays = [p if p is None else np.array(p, np.int32) for p in prompts]
+  engine.begin(
+    arrays,
+    keys(len(prompts) * group_size),
+    group_size=group_size,
+    max_turn_tokens=TURN,
+    greedy=greedy,
+  )
+
+
+def turns(engine):
+  """The turns of all rows that have one to write."""
+  ended = {}
+  while engine.busy:
+    ended |= engine.poll()
+  return ended
+
+
+def assert_same_turns(ours, theirs):
+  assert ours.keys() == theirs.keys()
+  for row, written in ours.items():
+    np.testing.assert_array_equal(written.token_ids, theirs[row].token_ids)
+    np.testing.assert_allclose(
+      written.logprobs, theirs[row].logprobs, atol=1e-5
+    )
+    assert written.stopped == theirs[row].stopped
+
+
+def change_choice(**changes):
+  """A fault that changes fields of the only choice."""
+
+  def fault(reply):
+    reply['choices'][0] |= changes
+
+  return fault

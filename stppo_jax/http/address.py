@@ -1,0 +1,46 @@
+"""URLs of servers, checked without touching the network."""
+
+from urllib import parse
+
+
+def check_url(url: str, *, token_variable: str) -> str | None:
+  """Says in one line what is wrong with a server's URL; None if it is fine.
+
+  Args:
+    url: http or https, without user, password, query and fragment.
+    token_variable: environment variable that the message recommends to whoever
+      put a password into the URL.
+  """
+  if any(c.isspace() or not c.isprintable() for c in url):
+    return f'{url!r} contains white space or control characters'
+  try:
+    parts = parse.urlsplit(url)
+    port = parts.port
+  except ValueError as error:
+    return f'{url!r} is no URL: {error}'
+  if parts.scheme not in ('http', 'https') or not parts.hostname:
+    return f'{url!r} is no http:// or https:// URL'
+  if port == 0:
+    return f'{url!r} names port 0'
+  if parts.username is not None or parts.password is not None:
+    return (
+      'user and password in the URL are not allowed; set a bearer token in '
+      f'{token_variable}'
+    )
+  if parts.query or parts.fragment:
+    return f'{url!r} has a query or a fragment'
+  return None
+
+
+def base_url(url: str, *, suffix: str, token_variable: str) -> str:
+  """Returns a URL without trailing slashes and without `suffix` at its end.
+
+  Users copy the address of an endpoint; its path is added to each request.
+
+  Raises:
+    ValueError: the URL is bad; one line.
+  """
+  problem = check_url(url, token_variable=token_variable)
+  if problem:
+    raise ValueError(problem)
+  return url.rstrip('/').removesuffix(suffix).rstrip('/')

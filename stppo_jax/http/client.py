@@ -1,0 +1,328 @@
+"""The HTTP client: what retrievers and engines of others are asked with.
+
+A request that fails raises `Failure`, which tells the cause. Whether another
+attempt is of use differs between servers, so the caller decides it and calls
+`back_off` in between. Redirects are not followed, proxies of the environment
+are not used, and no reply grows beyond a bound.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import datetime
+from email import utils as email_utils
+import enum
+import math
+import os
+import random
+import time
+from typing import Any
+from typing import NamedTuple
+import weakref
+
+import aiohttp
+import yarl
+
+MAX_REPLY_BYTES = 64 << 20
+
+_EXCERPT = 200  # characters of a server's own words in an error
+
+
+class Pauses(NamedTuple):
+  """How long a client waits, in seconds.
+
+  Attributes:
+    first: before the first retry; doubled for each further one.
+    longest: bound of the doubling.
+    longest_retry_after: bound of what Retry-After may ask for: a server with a
+      wrong clock must not stop the run.
+    health: between two looks at a server that is not ready.
+  """
+
+  first: float = 0.25
+  longest: float = 8.0
+  longest_retry_after: float = 60.0
+  health: float = 0.2
+
+
+PAUSES = Pauses()
+
+
+class Cause(enum.Enum):
+  """Why a request failed."""
+
+  CONNECTION = 'connection'  # refused, reset, cut off in the middle of a reply
+  TIMEOUT = 'timeout'
+  STATUS = 'status'  # any but 200
+  TOO_LARGE = 'too large'
+  MALFORMED = 'malformed'  # the caller could not read the reply of a 200
+
+
+class Failure(Exception):
+  """One request failed; the message is one line.
+
+  Attributes:
+    cause: why.
+    status: of the reply, where that is the cause; else 0.
+    retry_after: seconds that the server asked to wait; 0 if it did not.
+  """
+
+  def __init__(
+    self,
+    line: str,
+    cause: Cause,
+    *,
+    status: int = 0,
+    retry_after: float = 0.0,
+  ):
+    super().__init__(line)
+    self.cause = cause
+    self.status = status
+    self.retry_after = retry_after
+
+
+class NotReady(Exception):
+  """A server was not ready in time; the message is one line."""
+
+
+@dataclasses.dataclass
+class _Connection:
+  """What belongs to one event loop; `keeper` closes the session at its end."""
+
+  loop: asyncio.AbstractEventLoop
+  session: aiohttp.ClientSession
+  places: asyncio.Semaphore | contextlib.nullcontext
+  keeper: asyncio.Task
+  cancel_keeper: weakref.finalize
+
+
+class Client:
+  """Requests to one server, from one event loop at a time.
+
+  Connections are made in the loop that runs, and closed by `close`, when the
+  loop cancels its tasks at its end (`asyncio.run` and `event_loop.EventLoop`
+  do), or when the client is garbage.
+
+  Attributes:
+    url: what all paths are appended to.
+    timeout: seconds per request.
+  """
+
+  def __init__(
+    self,
+    url: str,
+    *,
+    timeout: float,
+    token_variable: str,
+    max_concurrent: int | None = None,
+    max_reply_bytes: int = MAX_REPLY_BYTES,
+    pauses: Pauses = PAUSES,
+  ):
+    """Makes a client; nothing is sent yet.
+
+    Args:
+      url: as `address.base_url` returns it.
+      timeout: seconds per request.
+      token_variable: environment variable; what it holds now is sent as a
+        bearer token.
+      max_concurrent: posts in flight, further ones wait; None = no bound.
+      max_reply_bytes: a larger reply is a failure.
+      pauses: how long to wait before retries and between looks at /health.
+    """
+    self.url = url
+    self.timeout = timeout
+    self._token = os.environ.get(token_variable, '')
+    self._max_concurrent = max_concurrent
+    self._max_reply_bytes = max_reply_bytes
+    self._pauses = pauses
+    self._random = random.Random()
+    self._connection: _Connection | None = None
+
+  async def get(self, path: str, *, timeout: float | None = None) -> bytes:
+    """Returns the body of a 200, after one attempt; raises `Failure`."""
+    return await self._request('GET', path, None, timeout or self.timeout)
+
+  async def post(self, path: str, body: Any) -> bytes:
+    """Posts JSON values, once, and returns the body of a 200.
+
+    Raises:
+      Failure: whatever else the network or the server did.
+    """
+    # The timeout starts when there is a place, or a burst would expire in line.
+    async with self._connect().places:
+      return await self._request('POST', path, body, self.timeout)
+
+  async def wait_until_ready(
+    self,
+    path: str,
+    *,
+    grace: float,
+    ready_statuses: tuple[int, ...] = (200,),
+  ) -> None:
+    """Gets `path` until the server answers with one of the statuses.
+
+    Raises:
+      NotReady: not within `grace` seconds.
+    """
+    deadline = time.monotonic() + grace
+    while True:
+      left = max(deadline - time.monotonic(), self._pauses.health)
+      try:
+        await self.get(path, timeout=min(self.timeout, left))
+        return
+      except Failure as failure:
+        if failure.status in ready_statuses:
+          return
+        if time.monotonic() + self._pauses.health > deadline:
+          raise NotReady(
+            f'{self.url} not ready within {grace} s: {failure}'
+          ) from failure
+      await asyncio.sleep(self._pauses.health)
+
+  async def back_off(self, attempt: int, failure: Failure) -> None:
+    """Waits before the next attempt, never less than the server asked for.
+
+    The pause doubles with each attempt and is jittered by half to one and a
+    half, lest all clients return at once.
+
+    Args:
+      attempt: number of the one that failed, from 0.
+      failure: how it failed.
+    """
+    pauses = self._pauses
+    # 2.0**1024 overflows, and long before that the pause is the longest.
+    pause = min(pauses.first * 2.0 ** min(attempt, 64), pauses.longest)
+    pause *= self._random.uniform(0.5, 1.5)
+    asked = min(failure.retry_after, pauses.longest_retry_after)
+    await asyncio.sleep(max(pause, asked))
+
+  async def close(self) -> None:
+    """Closes the connections of the running loop."""
+    connection, self._connection = self._connection, None
+    if connection is None:
+      return
+    connection.cancel_keeper()
+    if connection.loop is asyncio.get_running_loop():
+      await asyncio.wait([connection.keeper])
+
+  def _connect(self) -> _Connection:
+    """Returns the connection of the running loop."""
+    loop = asyncio.get_running_loop()
+    current = self._connection
+    if current is not None and current.loop is loop:
+      return current
+    if current is not None:
+      current.cancel_keeper()
+    headers = {'Accept-Encoding': 'identity'}
+    if self._token:
+      headers['Authorization'] = f'Bearer {self._token}'
+    session = aiohttp.ClientSession(
+      headers=headers,
+      auto_decompress=False,  # A small reply must not grow large in memory.
+      # `places` bounds the requests: waiting for a connection of aiohttp's pool
+      # would count towards the timeout.
+      connector=aiohttp.TCPConnector(limit=0),
+      cookie_jar=aiohttp.DummyCookieJar(),
+      trust_env=False,  # no proxy from the environment
+    )
+    keeper = loop.create_task(_keep_open(session))
+    self._connection = _Connection(
+      loop=loop,
+      session=session,
+      places=asyncio.Semaphore(self._max_concurrent)
+      if self._max_concurrent
+      else contextlib.nullcontext(),
+      keeper=keeper,
+      # Holds the task too: a loop's own reference to its tasks is weak.
+      cancel_keeper=weakref.finalize(self, _cancel, loop, keeper),
+    )
+    return self._connection
+
+  async def _request(
+    self, method: str, path: str, body: Any, timeout: float
+  ) -> bytes:
+    try:
+      async with self._connect().session.request(
+        method,
+        yarl.URL(self.url + path, encoded=True),
+        json=body,
+        allow_redirects=False,
+        timeout=aiohttp.ClientTimeout(total=timeout),
+      ) as response:
+        if response.status != 200:
+          raise await self._failure_of_status(response)
+        return await self._read(response)
+    except (aiohttp.ClientError, OSError) as error:
+      timed_out = isinstance(error, TimeoutError)
+      text, kind = one_line(str(error)), type(error).__name__
+      raise Failure(
+        f'{kind}: {text}' if text else kind,
+        Cause.TIMEOUT if timed_out else Cause.CONNECTION,
+      ) from error
+
+  async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+      body += chunk
+      if len(body) > self._max_reply_bytes:
+        raise Failure(
+          f'the reply exceeds {self._max_reply_bytes} bytes', Cause.TOO_LARGE
+        )
+    return bytes(body)
+
+  async def _failure_of_status(
+    self, response: aiohttp.ClientResponse
+  ) -> Failure:
+    excerpt = b''
+    # What the server says helps a reader; the status alone decides.
+    with contextlib.suppress(aiohttp.ClientError, OSError):
+      excerpt = await response.content.read(4 * _EXCERPT)
+    text = excerpt.decode('utf-8', 'replace')
+    if self._token:  # A server may repeat the headers it was sent.
+      text = text.replace(self._token, '***')
+    text, status = one_line(text)[:_EXCERPT], response.status
+    return Failure(
+      f'status {status}: {text}' if text else f'status {status}',
+      Cause.STATUS,
+      status=status,
+      retry_after=retry_after_seconds(response.headers.get('Retry-After')),
+    )
+
+
+def retry_after_seconds(value: str | None) -> float:
+  """Returns what a Retry-After header asks to wait, in seconds.
+
+  Args:
+    value: seconds, or a date as in RFC 9110; 0 is returned where it is absent,
+      unreadable or in the past.
+  """
+  if value is None:
+    return 0.0
+  try:
+    seconds = float(value)
+  except ValueError:
+    try:
+      date = email_utils.parsedate_to_datetime(value)
+    except (ValueError, OverflowError):  # no date, or one no calendar has
+      return 0.0
+    if date.tzinfo is None:
+      date = date.replace(tzinfo=datetime.UTC)
+    seconds = (date - datetime.datetime.now(datetime.UTC)).total_seconds()
+  return max(seconds, 0.0) if math.isfinite(seconds) else 0.0
+
+
+def one_line(text: str) -> str:
+  """Returns a text on one line, without control characters."""
+  return ' '.join(''.join(c if c.isprintable() else ' ' for c in text).split())
+
+
+async def _keep_open(session: aiohttp.ClientSession) -> None:
+  """Waits until it is cancelled, and closes the session."""
+  async with session:
+    await asyncio.Event().wait()
+
+
+def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task) -> None:
+  """Cancels a task from any thread."""
+  with contextlib.suppress(RuntimeError):  # The loop has ended, and the task.
+    loop.call_soon_threadsafe(task.cancel)

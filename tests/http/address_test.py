@@ -1,0 +1,56 @@
+"""Which URLs are accepted, and what is said of the others."""
+
+import pytest
+
+from stppo_jax.http import address
+
+
+@pytest.mark.parametrize(
+  'url',
+  [
+    'http://127.0.0.1:8000',
+    'https://search.example/v1/',
+    'http://[::1]:80/retrieve',
+  ],
+)
+def test_good_urls_are_accepted(url):
+  assert address.check_url(url, token_variable='TOKEN') is None
+
+
+@pytest.mark.parametrize(
+  'url',
+  [
+    '',
+    'localhost:8000',
+    'ftp://host/',
+    'file:///etc/passwd',
+    'http://',
+    'http://:80',
+    'http://host:port',
+    'http://host:99999',
+    'http://host:0',
+    'http://user:secret@host',
+    'http://host/?q=1',
+    'http://host/#a',
+    'http://host/a b',
+    'http://host\n',
+    'http://[::1',
+  ],
+)
+def test_bad_urls_are_refused_in_one_line(url):
+  problem = address.check_url(url, token_variable='TOKEN')
+  assert problem and '\n' not in problem and 'secret' not in problem
+  with pytest.raises(ValueError) as error:
+    address.base_url(url, suffix='', token_variable='TOKEN')
+  assert str(error.value) == problem
+
+
+def test_a_password_in_the_url_names_the_variable_for_a_token():
+  problem = address.check_url('http://u:p@host', token_variable='SOME_TOKEN')
+  assert problem is not None and problem.endswith('SOME_TOKEN')
+
+
+def test_the_path_of_the_endpoint_is_dropped():
+  for url in ('http://h/a', 'http://h/a/', 'http://h/a/v1', 'http://h/a/v1/'):
+    base = address.base_url(url, suffix='/v1', token_variable='TOKEN')
+    assert base == 'http://h/a'

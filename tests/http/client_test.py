@@ -1,0 +1,273 @@
+"""The HTTP client against a server that fails in every way there is."""
+
+import asyncio
+import contextlib
+import datetime
+from email import utils as email_utils
+import gc
+import gzip
+import time
+
+from aiohttp import web
+import pytest
+
+from stppo_jax.http import client as http_client
+from stppo_jax.http import server as http_server
+
+_TOKEN_VARIABLE = 'STPPO_TEST_TOKEN'
+_QUICK = http_client.Pauses(first=0.004, health=0.01)
+_Cause = http_client.Cause
+
+
+def _client(url, *, timeout=5.0, pauses=_QUICK, **options):
+  return http_client.Client(
+    url,
+    timeout=timeout,
+    token_variable=_TOKEN_VARIABLE,
+    pauses=pauses,
+    **options,
+  )
+
+
+@contextlib.asynccontextmanager
+async def _serving(respond):
+  """Runs a server in the test's loop; yields its URL and its requests."""
+  requests = []
+
+  async def handle(request):
+    requests.append(request)
+    response = respond(request)
+    return await response if asyncio.iscoroutine(response) else response
+
+  app = web.Application()
+  app.router.add_route('*', '/{path:.*}', handle)
+  runner, url = await http_server.start(app, '127.0.0.1', 0)
+  try:
+    yield url, requests
+  finally:
+    await runner.cleanup()
+
+
+def _post(respond, **options):
+  """The reply to one post, or its failure; the requests it took."""
+
+  async def run():
+    async with _serving(respond) as (url, requests):
+      client = _client(url, **options)
+      try:
+        return await client.post('/path', {'a': 1}), requests
+      except http_client.Failure as failure:
+        return failure, requests
+      finally:
+        await client.close()
+
+  return asyncio.run(run())
+
+
+def test_a_post_returns_the_body_of_a_200():
+  async def echo(request):
+    return web.json_response(await request.json())
+
+  reply, (request,) = _post(echo)
+  assert reply == b'{"a": 1}' and request.path == '/path'
+
+
+def test_a_status_is_told_with_an_excerpt_on_one_line():
+  text = 'out\nof \x1b memory ' + 'x' * 1000
+  failure, _ = _post(lambda _: web.Response(status=500, text=text))
+  assert failure.cause is _Cause.STATUS and failure.status == 500
+  assert str(failure).startswith('status 500: out of memory xxx')
+  assert len(str(failure)) < 250 and failure.retry_after == 0
+
+
+@pytest.mark.parametrize('status', [301, 302, 307])
+def test_redirects_are_not_followed(status):
+  redirect = web.Response(status=status, headers={'Location': '/elsewhere'})
+  failure, requests = _post(lambda _: redirect)
+  assert failure.status == status
+  assert [request.path for request in requests] == ['/path']
+
+
+def test_a_reply_that_is_too_large_is_cut_off():
+  padded = lambda _: web.Response(text=' ' * 100_000)
+  failure, _ = _post(padded, max_reply_bytes=1000)
+  assert failure.cause is _Cause.TOO_LARGE
+  assert str(failure) == 'the reply exceeds 1000 bytes'
+
+
+def test_a_reply_is_never_decompressed():
+  bomb = gzip.compress(b' ' * 1_000_000)
+  headers = {'Content-Encoding': 'gzip'}
+  reply, (request,) = _post(lambda _: web.Response(body=bomb, headers=headers))
+  assert reply == bomb and request.headers['Accept-Encoding'] == 'identity'
+
+
+def test_a_slow_reply_is_a_timeout():
+  async def slow(_):
+    await asyncio.sleep(0.3)
+
+  failure, _ = _post(slow, timeout=0.05)
+  assert failure.cause is _Cause.TIMEOUT and 'Timeout' in str(failure)
+
+
+def test_a_reply_that_is_cut_off_is_a_failed_connection():
+  def half(request):
+    request.transport.write(b'HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{')
+    request.transport.close()
+    return web.Response()
+
+  failure, _ = _post(half)
+  assert failure.cause is _Cause.CONNECTION and '\n' not in str(failure)
+
+
+def test_posts_wait_for_a_place_before_their_timeout_starts():
+  most = in_flight = 0
+
+  async def respond(_):
+    nonlocal most, in_flight
+    in_flight += 1
+    most = max(most, in_flight)
+    await asyncio.sleep(0.1)
+    in_flight -= 1
+    return web.json_response({})
+
+  async def run():
+    async with _serving(respond) as (url, _):
+      client = _client(url, timeout=0.5, max_concurrent=2)
+      await asyncio.gather(*(client.post('/', {}) for _ in range(12)))
+      await client.close()
+
+  asyncio.run(run())
+  assert most == 2
+
+
+def test_no_proxy_of_the_environment_is_used(monkeypatch):
+  monkeypatch.setenv('http_proxy', 'http://127.0.0.1:9')
+  monkeypatch.setenv('no_proxy', '')
+  reply, _ = _post(lambda _: web.Response(text='direct'))
+  assert reply == b'direct'
+
+
+def test_the_token_is_sent_and_kept_out_of_errors(monkeypatch):
+  monkeypatch.setenv(_TOKEN_VARIABLE, 's3cret')
+
+  def echo(request):
+    return web.Response(status=401, text=request.headers['Authorization'])
+
+  failure, _ = _post(echo)
+  assert str(failure) == 'status 401: Bearer ***'
+  monkeypatch.delenv(_TOKEN_VARIABLE)
+  _, (request,) = _post(lambda _: web.Response())
+  assert 'Authorization' not in request.headers
+
+
+@pytest.mark.parametrize(
+  ('value', 'seconds'),
+  [
+    (None, 0.0),
+    ('3', 3.0),
+    ('0.5', 0.5),
+    ('-4', 0.0),
+    ('nan', 0.0),
+    ('inf', 0.0),
+    ('9' * 5000, 0.0),
+    ('soon', 0.0),
+    ('', 0.0),
+    ('Wed, 21 Oct 2015 07:28:00 GMT', 0.0),
+    ('Fri, 31 Dec 99999 23:59:59 GMT', 0.0),
+    ('Fri, 31 Dec 99999999999999999999 23:59:59 GMT', 0.0),
+    ('Fri, 31 Dec 2030 23:59:59 +999999999999', 0.0),
+    ('Fri, 32 Foo 2030 77:59:59 GMT', 0.0),
+  ],
+)
+def test_retry_after_is_seconds_or_nothing(value, seconds):
+  assert http_client.retry_after_seconds(value) == seconds
+
+
+def test_retry_after_may_be_a_date():
+  then = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=90)
+  for value in (
+    email_utils.format_datetime(then, usegmt=True),
+    email_utils.format_datetime(then).replace('+0000', '-0000'),
+  ):
+    assert 85 < http_client.retry_after_seconds(value) <= 90
+  far = 'Fri, 31 Dec 9999 23:59:59 -2359'
+  assert http_client.retry_after_seconds(far) > 1e9
+
+
+def _seconds_of_back_off(attempt, retry_after=0.0, **pauses):
+  failure = http_client.Failure('x', _Cause.STATUS, retry_after=retry_after)
+  client = _client('http://x', pauses=http_client.Pauses(**pauses))
+  start = time.monotonic()
+  asyncio.run(client.back_off(attempt, failure))
+  return time.monotonic() - start
+
+
+def test_pauses_double_up_to_a_bound():
+  for attempt, expected in ((0, 0.02), (1, 0.04), (2, 0.06), (10**6, 0.06)):
+    taken = _seconds_of_back_off(attempt, first=0.02, longest=0.06)
+    assert 0.5 * expected <= taken < 1.5 * expected + 0.2
+
+
+def test_retry_after_is_honoured_up_to_a_bound():
+  assert _seconds_of_back_off(0, retry_after=0.1, first=0.001) >= 0.1
+  far = http_client.retry_after_seconds('Fri, 31 Dec 9999 23:59:59 GMT')
+  taken = _seconds_of_back_off(
+    0, retry_after=far, first=0.001, longest_retry_after=0.1
+  )
+  assert 0.1 <= taken < 1.0
+
+
+def test_waiting_ends_when_the_server_is_ready():
+  statuses = iter([503, 500, 200])
+
+  async def run():
+    async with _serving(lambda _: web.Response(status=next(statuses))) as (
+      url,
+      requests,
+    ):
+      client = _client(url)
+      await client.wait_until_ready('/health', grace=5.0)
+      await client.close()
+      return [request.path for request in requests]
+
+  assert asyncio.run(run()) == ['/health'] * 3
+
+
+def test_waiting_ends_with_the_grace():
+  async def run():
+    async with _serving(lambda _: web.Response(status=404)) as (url, _):
+      client = _client(url)
+      with pytest.raises(http_client.NotReady) as caught:
+        await client.wait_until_ready('/health', grace=0.1)
+      assert 'not ready within 0.1 s: status 404' in str(caught.value)
+      await client.wait_until_ready(
+        '/health', grace=0.1, ready_statuses=(200, 404)
+      )
+    with pytest.raises(http_client.NotReady, match='Cannot connect'):
+      await client.wait_until_ready('/health', grace=0.1)
+    await client.close()
+
+  asyncio.run(run())
+
+
+def test_connections_close_with_their_loop_or_their_client():
+  # What stays open would warn when it is collected, and fail this test.
+  with http_server.EmbeddedServer(
+    lambda: http_server.application(
+      get={}, post={}, limits=http_server.Limits(), close=lambda: None
+    )
+  ) as server:
+    client = _client(server.url)
+    for _ in range(2):
+      assert asyncio.run(client.get('/health')) == b'{"status": "ok"}'
+
+    async def drop():
+      await _client(server.url).get('/health')
+      gc.collect()
+      async with asyncio.timeout(5.0):
+        while len(asyncio.all_tasks()) > 1:
+          await asyncio.sleep(0.001)
+
+    asyncio.run(drop())
+  gc.collect()

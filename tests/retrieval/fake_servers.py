@@ -1,0 +1,103 @@
+"""A retrieval server in the test's own loop that answers as it is told to."""
+
+import asyncio
+import contextlib
+
+from aiohttp import web
+
+from stppo_jax import types
+from stppo_jax.http import client as http_client
+from stppo_jax.http import server as http_server
+from stppo_jax.retrieval import client
+from stppo_jax.retrieval import dialects
+
+
+def retriever(url, *, dialect='search_r1', **changes):
+  """A retriever that does not wait long."""
+  options = {
+    'topk': 2,
+    'timeout': 5.0,
+    'retries': 3,
+    'start_grace': 0.2,
+    'max_queries_per_request': 64,
+    'pauses': http_client.Pauses(first=0.004, health=0.02),
+  }
+  return client.HttpRetriever(
+    url, dialect=dialects.DIALECTS[dialect], **(options | changes)
+  )
+
+
+def passages_of(query):
+  """What `answer` finds for a query, as JSON values."""
+  document = {'id': f'id {query}', 'contents': f'"About {query}"\nbody'}
+  return [{'document': document, 'score': 0.5}]
+
+
+def passage(query):
+  """The same, as the retriever returns it."""
+  return types.Passage(f'id {query}', f'About {query}', 'body', 0.5)
+
+
+def answer(body):
+  """What a healthy server answers."""
+  return web.json_response(
+    {'result': [passages_of(query) for query in body['queries']]}
+  )
+
+
+def fail_once(failure):
+  """Answers the first request with `failure(body)`, and all others well."""
+  failed = []
+
+  def respond(body):
+    if failed:
+      return answer(body)
+    failed.append(body)
+    return failure(body)
+
+  return respond
+
+
+class Server:
+  """Answers with `respond(body)`; keeps its requests, as (path, body)."""
+
+  def __init__(self, respond=answer):
+    self._respond = respond
+    self.requests = []
+
+  async def _handle(self, request):
+    body = await request.json()
+    self.requests.append((request.path, body))
+    response = self._respond(body)
+    return await response if asyncio.iscoroutine(response) else response
+
+  @contextlib.asynccontextmanager
+  async def running(self):
+    """Yields its URL."""
+    app = web.Application()
+    app.router.add_post('/{path:.*}', self._handle)
+    runner, url = await http_server.start(app, '127.0.0.1', 0)
+    try:
+      yield url
+    finally:
+      await runner.cleanup()
+
+  @property
+  def queries(self):
+    return [body['queries'] for _, body in self.requests]
+
+
+def retrieve(server, queries, **options):
+  """Results (passages or the exception) of concurrent calls; statistics."""
+
+  async def run():
+    async with server.running() as url:
+      client = retriever(url, **options)
+      results = await asyncio.gather(
+        *(client.retrieve(query) for query in queries),
+        return_exceptions=True,
+      )
+      await client.close()
+      return results, client.statistics()
+
+  return asyncio.run(run())

@@ -1,0 +1,175 @@
+"""The retriever against a server that fails in every way there is."""
+
+import asyncio
+import gzip
+import time
+
+from aiohttp import web
+import pytest
+
+from stppo_jax.retrieval import protocol
+from tests.retrieval import fake_servers
+
+
+@pytest.mark.parametrize(
+  'failure',
+  [
+    lambda body: web.Response(status=500, text='Traceback ...'),
+    lambda body: web.Response(status=503),
+    lambda body: web.Response(status=429),
+    lambda body: web.Response(status=422),
+    lambda body: web.Response(text='<html>'),
+    lambda body: web.json_response({'result': []}),
+    lambda body: web.json_response({'result': [[], [], []]}),
+    lambda body: web.Response(
+      body=gzip.compress(b'{"result": []}'),
+      headers={'Content-Encoding': 'gzip'},
+    ),
+    lambda body: web.Response(
+      body=b'{"result"', headers={'Content-Length': '500'}
+    ),
+  ],
+)
+def test_one_failed_request_is_asked_again(failure):
+  fake = fake_servers.Server(fake_servers.fail_once(failure))
+  results, statistics = fake_servers.retrieve(fake, ['a', 'b'], timeout=0.5)
+  assert results == [[fake_servers.passage('a')], [fake_servers.passage('b')]]
+  assert statistics['retrieval/ok'] == 2.0
+  assert statistics['retrieval/retries'] == 2.0
+  assert statistics['retrieval/failures'] == 0.0
+
+
+@pytest.mark.parametrize(
+  'entry',
+  [
+    None,
+    ['text'],
+    [{'document': {'contents': 'a'}, 'score': 10**400}],
+  ],
+)
+def test_only_the_malformed_list_is_asked_again(entry):
+  def respond(body):
+    lists = [fake_servers.passages_of(query) for query in body['queries']]
+    return web.json_response({'result': [lists[0], entry] + lists[2:]})
+
+  fake = fake_servers.Server(fake_servers.fail_once(respond))
+  results, statistics = fake_servers.retrieve(fake, ['a', 'b', 'c'])
+  assert results == [[fake_servers.passage(query)] for query in 'abc']
+  assert fake.queries == [['a', 'b', 'c'], ['b']]
+  assert statistics['retrieval/retries'] == 1.0
+
+
+def test_a_query_that_breaks_the_server_fails_alone():
+  def respond(body):
+    if 'poison' in body['queries']:
+      return web.Response(status=500)
+    return fake_servers.answer(body)
+
+  queries = [f'q{i}' for i in range(20)] + ['poison']
+  for retries in (1, 3):
+    results, statistics = fake_servers.retrieve(
+      fake_servers.Server(respond), queries, retries=retries
+    )
+    *healthy, failed = results
+    assert healthy == [[fake_servers.passage(f'q{i}')] for i in range(20)]
+    assert isinstance(failed, protocol.RetrievalError)
+    assert 'status 500' in str(failed) and '\n' not in str(failed)
+    assert statistics['retrieval/ok'] == 20.0
+    assert statistics['retrieval/failures'] == 1.0
+
+
+def test_an_overloaded_server_is_not_asked_in_more_parts():
+  fake = fake_servers.Server(lambda body: web.Response(status=503))
+  results, statistics = fake_servers.retrieve(fake, ['a', 'b', 'c'], retries=2)
+  assert all(isinstance(r, protocol.RetrievalError) for r in results)
+  assert fake.queries == [['a', 'b', 'c']] * 3
+  assert statistics['retrieval/retries'] == 6.0
+  assert statistics['retrieval/failures'] == 3.0
+  assert statistics['retrieval/latency_p99'] == 0.0
+
+
+def test_retry_after_is_honoured():
+  times = []
+
+  def respond(body):
+    times.append(time.monotonic())
+    if len(times) == 1:
+      return web.Response(status=429, headers={'Retry-After': '0.3'})
+    return fake_servers.answer(body)
+
+  results, _ = fake_servers.retrieve(fake_servers.Server(respond), ['a'])
+  assert results == [[fake_servers.passage('a')]]
+  assert 0.3 <= times[1] - times[0] < 1.0
+
+
+@pytest.mark.parametrize('status', [301, 302, 307, 401, 403, 404])
+def test_what_waiting_cannot_change_is_asked_once(status):
+  fake = fake_servers.Server(
+    lambda body: web.Response(
+      status=status, headers={'Location': '/elsewhere', 'Retry-After': '9'}
+    )
+  )
+  [error], _ = fake_servers.retrieve(fake, ['a'])
+  assert isinstance(error, protocol.RetrievalError)
+  assert f'status {status}' in str(error)
+  assert [path for path, _ in fake.requests] == ['/retrieve']  # no redirect
+
+
+def test_a_slow_answer_times_out_and_others_go_on():
+  async def respond(body):
+    if 'slow' in body['queries']:
+      await asyncio.sleep(5)
+    return fake_servers.answer(body)
+
+  fake = fake_servers.Server(respond)
+  start = time.monotonic()
+  results, _ = fake_servers.retrieve(
+    fake, ['a', 'slow', 'b'], timeout=0.1, retries=1
+  )
+  assert time.monotonic() - start < 2.0
+  first, slow, last = results
+  assert first == [fake_servers.passage('a')]
+  assert last == [fake_servers.passage('b')]
+  assert isinstance(slow, protocol.RetrievalError) and 'Timeout' in str(slow)
+
+
+def test_an_enormous_reply_is_cut_off():
+  padded = lambda body: web.Response(text=' ' * 100_000)
+  [error], _ = fake_servers.retrieve(
+    fake_servers.Server(padded), ['a'], retries=0, max_reply_bytes=1000
+  )
+  assert isinstance(error, protocol.RetrievalError)
+  assert 'exceeds 1000 bytes' in str(error)
+
+
+def test_connection_refused():
+  async def run():
+    async with fake_servers.Server().running() as url:
+      pass  # The port was free a moment ago, and is again.
+    retriever = fake_servers.retriever(url, retries=2)
+    with pytest.raises(protocol.RetrievalError, match=r'\(attempt 3\)'):
+      await retriever.retrieve('a')
+    with pytest.raises(protocol.RetrieverUnreachable, match='within 0.2 s'):
+      await retriever.wait_until_ready()
+    await retriever.close()
+
+  asyncio.run(run())
+
+
+def test_thirty_percent_faults_lose_nothing():
+  # Every third request fails, in turns: four attempts always reach one.
+  count = 0
+
+  def respond(body):
+    nonlocal count
+    count += 1
+    if count % 3 == 0:
+      return web.Response(status=503)
+    return fake_servers.answer(body)
+
+  queries = [f'q{i}' for i in range(300)]
+  results, statistics = fake_servers.retrieve(
+    fake_servers.Server(respond), queries, max_queries_per_request=10, retries=6
+  )
+  assert results == [[fake_servers.passage(q)] for q in queries]
+  assert statistics['retrieval/retries'] > 0

@@ -1,0 +1,108 @@
+"""Weights that are published to a server."""
+
+import gc
+import pathlib
+
+import pytest
+
+from stppo_jax.sampling import sampler
+from stppo_jax.sampling.remote import client as client_lib
+from tests.models import tiny
+from tests.sampling.remote import fake_servers
+
+
+def _other_weights(reply):
+  reply['weight_version'] = 'another'
+
+
+def test_a_server_samples_with_the_published_weights(served):
+  engine = served.engine()
+  other = tiny.params(fake_servers.MODEL, seed=1)
+  written = []
+  for version, params in ((3, other), (4, fake_servers.PARAMS)):
+    engine.publish(params, version)
+    fake_servers.begin(engine)
+    written.append(fake_servers.turns(engine))
+    assert engine.version == version
+    assert served.model.weight_version.startswith(f'{version}-')
+  ours = fake_servers.local_engine()
+  fake_servers.begin(ours)
+  fake_servers.assert_same_turns(fake_servers.turns(ours), written[1])
+  assert any(
+    written[0][row].token_ids.tolist() != written[1][row].token_ids.tolist()
+    for row in written[0]
+  )
+
+
+def test_weights_are_sent_to_a_server_that_does_not_hold_them(served):
+  engine = served.engine()
+  engine.publish(fake_servers.PARAMS, 1)
+
+  def sent():
+    fake_servers.begin(engine, [[0]])
+    fake_servers.turns(engine)
+    return served.faults.paths.count('/update_weights_from_disk')
+
+  assert sent() == sent() == 1
+  served.model.set_weights(fake_servers.PARAMS, 'default')  # after a restart
+  assert sent() == sent() == 2
+
+
+def test_engines_that_share_a_server_sample_with_their_own_weights(served):
+  mine, another = served.engine(), served.engine()
+  mine.publish(fake_servers.PARAMS, 1)
+  another.publish(tiny.params(fake_servers.MODEL, seed=1), 1)
+  fake_servers.begin(mine)
+  first = fake_servers.turns(mine)
+  fake_servers.begin(another)
+  fake_servers.turns(another)
+  fake_servers.begin(mine)
+  fake_servers.assert_same_turns(fake_servers.turns(mine), first)
+
+
+def test_turns_of_other_weights_fail(served):
+  engine = served.engine()
+  engine.publish(fake_servers.PARAMS, 1)
+  served.faults.answers = [None, _other_weights]
+  fake_servers.begin(engine, [[0], [1]])
+  turns = fake_servers.turns(engine)
+  assert sorted(turn is None for turn in turns.values()) == [False, True]
+
+
+def test_weights_that_are_not_loaded_end_the_run(served, tmp_path, monkeypatch):
+  monkeypatch.setattr('tempfile.tempdir', str(tmp_path))
+  engine = served.engine(retries=0)
+  engine.publish(fake_servers.PARAMS, 1)
+  with pytest.raises(
+    client_lib.EngineUnreachable, match='not below weights_root'
+  ):
+    fake_servers.begin(engine)
+
+
+def test_vllm_reloads_before_every_collection(served):
+  served.faults.kind = 'vllm'
+  engine = served.engine(sampling=sampler.Sampling(1.0))
+  engine.publish(fake_servers.PARAMS, 1)
+  for _ in range(2):
+    fake_servers.begin(engine)
+    fake_servers.turns(engine)
+  reload, flush = served.weight_requests[:2]
+  assert reload[0] == '/collective_rpc'
+  assert reload[1]['method'] == 'reload_weights'
+  folder = pathlib.Path(reload[1]['kwargs']['weights_path'])
+  assert (folder / 'model.safetensors').is_file()
+  flag = '?reset_running_requests=true'
+  assert flush == (f'/reset_prefix_cache{flag}', {})
+  assert served.weight_requests[2:] == served.weight_requests[:2]
+
+
+def test_folders_of_old_weights_are_removed(served, tmp_path, monkeypatch):
+  monkeypatch.setattr('tempfile.tempdir', str(tmp_path))
+  engine = served.engine()
+  for version in range(3):
+    engine.publish(fake_servers.PARAMS, version)
+  (root,) = tmp_path.iterdir()
+  assert [path.name.split('-')[0] for path in root.iterdir()] == ['2']
+  del engine
+  gc.collect()
+  assert not root.exists()
