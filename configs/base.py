@@ -165,7 +165,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       },
       'retrieval': {
         'url': '',  # '' = an embedded server on a free local port
-        # Protocol of the server: search_r1 (ours, verl's) | skyrl (one query per
+        # Protocol of the server: search_r1 (ours too) | skyrl (one query per
         # request). See docs/retrieval.md.
         'dialect': 'search_r1',
         'topk': 3,  # passages per search
