@@ -1,6 +1,8 @@
-"""Host-side records: what is asked, what was written, how it ended.
+"""Records of the host: questions, passages, turns and trajectories.
 
-Nothing here knows of jax. `rollout/pack.py` turns these into device arrays.
+Nothing here imports jax. `rollout/pack.py` turns trajectories into arrays.
+
+Shapes: N tokens that the policy wrote in a turn, O tokens of an observation.
 """
 
 from collections.abc import Mapping
@@ -17,12 +19,13 @@ class Question:
   Attributes:
     id: unique within its data set.
     text: the question in plain words.
-    golden_answers: any of these is right.
-    data_set: name under which its scores are reported (`val/em/{data_set}`).
+    golden_answers: the right answers; giving any one of them is right.
+    data_set: the name under which its scores are reported, as in
+      `val/{score}/{data_set}`.
     kind: 'open' (free text) or 'choice' (an option letter or its text).
     options: option letter to option text; empty unless kind is 'choice'.
-    corpus: path under which the retrieval server serves this question's
-      passages, such as 'worlds/17'; '' is the server's own corpus.
+    corpus: the path under which the retrieval server serves this question's
+      passages, such as 'worlds/17'; '' for the server's own corpus.
   """
 
   id: str
@@ -36,7 +39,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Passage:
-  """One retrieved passage; `score` is the retriever's, larger is better."""
+  """One passage; `score` is its retrieval score, larger is better."""
 
   id: str
   title: str
@@ -45,7 +48,12 @@ class Passage:
 
 
 class TrajectoryStatus(enum.Enum):
-  """How a trajectory ended. Truncated trains; INFRA_ERROR weighs nothing."""
+  """How a trajectory ended.
+
+  Truncated trajectories are trained on like completed ones. INFRA_ERROR means
+  that the retriever or the engine failed: such a trajectory has weight 0 in
+  every loss, advantage and metric but the count of its status.
+  """
 
   COMPLETED = 'completed'
   TRUNCATED_LENGTH = 'truncated_length'
@@ -55,18 +63,22 @@ class TrajectoryStatus(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-  """What the policy wrote in one go, and the observation that followed.
+  """One turn of the policy and the observation that followed it.
 
   Attributes:
-    token_ids: [N] int32, as sampled, the closing tag or EOS included.
-    sampler_logprobs: [N] float32, log-probability of each sampled token under
-      the sampler at the run's temperature, untruncated.
-    observation_ids: [M] int32, what the environment answered; may be empty.
-    action: 'search', 'answer' or 'invalid', as the environment read the turn.
-    reward: what the turn itself earned, already weighted; no part of the
-      outcome.
-    truncated_logprobs: [N] float32, under the truncated distribution (top-k,
-      top-p, min-p) that was sampled from; None where that is not known.
+    token_ids: [N] int32, the tokens as they were sampled, with the closing tag
+      or EOS.
+    sampler_logprobs: [N] float32, the log-probability of each token in the
+      sampler at the run's temperature, without truncation.
+    observation_ids: [O] int32, the tokens of the environment's answer; may be
+      empty.
+    action: what the turn did, in the environment's words; 'invalid' if it did
+      nothing (`envs.protocol.INVALID`).
+    reward: the weighted reward of the turn itself, which is not part of the
+      outcome reward.
+    truncated_logprobs: [N] float32, the log-probability of each token in the
+      truncated distribution (top-k, top-p, min-p) that it was sampled from;
+      None if the engine does not report it.
   """
 
   token_ids: np.ndarray
@@ -79,19 +91,20 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-  """A question, the turns it led to, and what they were worth.
+  """A question, the turns that it led to, and their rewards.
 
   Attributes:
-    question: the question asked.
-    prompt_ids: [P] int32, the tokens before the first turn.
-    turns: in order; T <= max_turns + 1.
-    rewards: named float parts, already weighted; their sum is the outcome.
-    status: how it ended.
-    scores: named, unweighted measures (exact match, F1, ...) for reports.
-    version: number of the step whose policy wrote it, 0 for the start.
-    expert_ids: [tokens, layers, experts of a token] int16, the experts that
-      each token visited in the sampler, prompt and observations included; None
-      where that is not known.
+    question: the question that opened the dialogue.
+    prompt_ids: int32, one dimension, the tokens before the first turn.
+    turns: the turns in order.
+    rewards: name to weighted reward; the outcome reward is their sum.
+    status: how the trajectory ended.
+    scores: name to unweighted score (exact match, F1, ...). Scores are reported
+      and never trained on.
+    version: how many steps of training the policy that wrote it had seen.
+    expert_ids: [tokens, layers, experts per token] int16, the experts that each
+      token visited in the sampler, with prompt and observations; None if the
+      engine does not report them.
   """
 
   question: Question
@@ -105,10 +118,10 @@ class Trajectory:
 
   @property
   def reward(self) -> float:
-    """The outcome reward: the sum of its parts, without the turns' rewards."""
+    """The outcome reward: the sum of `rewards`, without the turns' rewards."""
     return float(sum(self.rewards.values()))
 
   @property
   def turn_reward(self) -> float:
-    """What the turns themselves earned, all together."""
+    """The sum of the turns' own rewards."""
     return float(sum(turn.reward for turn in self.turns))

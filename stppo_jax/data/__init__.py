@@ -1,1 +1,1 @@
-"""Questions and corpora: synthetic worlds and files."""
+"""Questions, passages and demonstrations: synthetic worlds and files."""

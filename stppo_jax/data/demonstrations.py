@@ -1,9 +1,9 @@
 """Noisy demonstrations of searching, for the supervised start.
 
-Every turn is a decision, at which the demonstrator errs with probability p: it
-answers without searching, asks for half a name, or believes another fact of
-the passage it has just read. The start is therefore a mixture of good
-and bad habits, which is what reinforcement learning is given to sort out.
+Every turn is a decision at which the demonstrator may err: it answers without
+searching, asks for half a name, or takes a wrong fact from the passage that it
+has just read. A policy that imitates it has good and bad habits, of which
+reinforcement learning can then select those that earn rewards.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,16 @@ from stppo_jax.data import synthetic_wiki
 
 Demonstration = tuple[types.Question, list[str]]
 
-# What can go wrong at a search; the first has no passage to misread.
+# The errors of a searching turn. The last one is impossible in the first turn,
+# before which no passage has been read.
 _SEARCH_ERRORS = ('no_search', 'partial_query', 'wrong_fact')
 
 
 class Demonstrations(Protocol):
-  """Dialogues to imitate: a question and the turns it should lead to."""
+  """Questions, each with the turns that the policy should imitate."""
 
   def batch(self, step: int, count: int) -> list[Demonstration]:
-    """`count` demonstrations of that step, always the same ones."""
+    """Returns the `count` demonstrations of a step, the same in every call."""
     ...
 
 
@@ -35,12 +36,12 @@ class SyntheticDemonstrations:
   """Demonstrations in synthetic worlds that no training step uses.
 
   Attributes:
-    questions: of the same encyclopedia.
-    error_rate: probability of an error at each decision.
-    clean_one_hop_steps: first steps, with one hop and no errors: copying is
-      learned there.
-    clean_steps: steps after those, with all hops and no errors.
-    think_words: free words at the head of each <think>.
+    questions: the questions of the run, whose encyclopedia is used.
+    error_rate: the probability of an error at each decision.
+    clean_one_hop_steps: the number of first steps, which have one hop and no
+      errors; in them the policy learns to copy.
+    clean_steps: the number of steps after those, with all hops and no errors.
+    think_words: the number of filler words at the start of each <think>.
   """
 
   questions: questions_lib.SyntheticQuestions
@@ -71,15 +72,15 @@ class SyntheticDemonstrations:
 
 @dataclasses.dataclass(frozen=True)
 class LookupDemonstrations:
-  """Asks the search engine the question itself, then gives a golden answer.
+  """Demonstrations that search for the question itself, then answer it.
 
-  All that files allow: no facts are known beyond the answer. It teaches the
-  form of the dialogue, not how to read.
+  Files allow no more, because they tell no facts beyond the answer. The policy
+  learns the form of the dialogue from them, not how to read.
 
   Attributes:
-    questions: to take them from.
-    seed: of the errors.
-    error_rate: probability of answering without a search.
+    questions: the questions of the run.
+    seed: the seed of the errors.
+    error_rate: the probability of an answer without a search.
   """
 
   questions: questions_lib.Questions
@@ -112,14 +113,14 @@ def demonstrate(
   error_rate: float,
   think_words: int = 0,
 ) -> list[str]:
-  """The turns of one dialogue, each ending in its closing tag.
+  """Returns the turns of one dialogue, each with its closing tag.
 
   Args:
-    world: the world the question is about.
+    world: the world of the question.
     chain: the question and the relations that lead to its answer.
-    rng: source of the errors.
-    error_rate: probability of an error at each decision (a turn).
-    think_words: free words at the head of each <think>.
+    rng: the source of errors and filler words.
+    error_rate: the probability of an error in each turn.
+    think_words: the number of filler words at the start of each <think>.
   """
   entity = before = world.entities[chain.start]
   turns = []
@@ -136,7 +137,7 @@ def demonstrate(
       f'<think>{_filler(rng, think_words)} find {relation}</think>'
       f'<search> {query}</search>'
     )
-    if partial:  # finds nothing, and gives up
+    if partial:  # the search finds nothing, so the demonstrator gives up
       return [*turns, answer()]
     before, entity = entity, world.entities[entity.facts[relation]]
   if _draw(rng, error_rate, ('wrong_fact',)):
@@ -147,7 +148,7 @@ def demonstrate(
 def _draw(
   rng: np.random.Generator, error_rate: float, errors: Sequence[str]
 ) -> str | None:
-  """One of the errors with probability `error_rate`, else None."""
+  """Returns one of the errors with probability `error_rate`, else None."""
   if rng.random() >= error_rate:
     return None
   return errors[int(rng.integers(len(errors)))]
@@ -159,15 +160,17 @@ def _misread(
   source: synthetic_wiki.Entity,
   right: synthetic_wiki.Entity,
 ) -> synthetic_wiki.Entity:
-  """Another entity that the passage on `source` mentions."""
+  """Returns a wrong entity that the passage on `source` mentions."""
   others = [name for name in source.facts.values() if name != right.name]
   return world.entities[others[rng.integers(len(others))]]
 
 
 def _answer(name: str, rng: np.random.Generator, think_words: int) -> str:
+  """Returns the turn that answers with a name."""
   filler = _filler(rng, think_words)
   return f'<think>{filler} done</think><answer> {name}</answer>'
 
 
 def _filler(rng: np.random.Generator, count: int) -> str:
+  """Returns `count` filler words."""
   return ''.join(rng.choice(synthetic_wiki.FILLER_WORDS, size=count))

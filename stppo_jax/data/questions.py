@@ -1,4 +1,7 @@
-"""Which questions a step asks: a function of (seed, step), nothing to save."""
+"""The questions of each step, as a function of the seed and the step.
+
+So a resumed run asks the same questions, and nothing about them is saved.
+"""
 
 from collections.abc import Sequence
 import dataclasses
@@ -12,55 +15,56 @@ from stppo_jax.data import readers
 from stppo_jax.data import synthetic_wiki
 from stppo_jax.retrieval import corpus as corpus_lib
 
-# Training worlds of different runs lie this far apart.
+# The indices of training worlds of runs with adjacent seeds lie this far apart.
 _WORLDS_PER_RUN = 1_000_000
 
 
 class Questions(Protocol):
-  """Training questions by step, evaluation questions by data set."""
+  """A data set: training questions, evaluation questions and passages."""
 
   def train(
     self, step: int, count: int, *, resample_round: int = 0
   ) -> list[types.Question]:
-    """`count` different questions of that step, always the same ones.
+    """Returns `count` different questions, the same in every call.
 
     Args:
-      step: of the run.
-      count: questions.
+      step: the number of the step.
+      count: the number of questions.
       resample_round: 0 asks for the questions that the step starts with, n for
         the n-th `count` questions that replace some of them. No two rounds of
         a step share a question.
 
     Raises:
-      ValueError: there are not so many questions.
+      ValueError: if there are too few questions.
     """
     ...
 
   def evaluation(self, count: int) -> dict[str, list[types.Question]]:
-    """At most `count` fixed questions of each data set."""
+    """Returns data set to at most `count` questions, always the same ones."""
     ...
 
   def passages(self) -> Sequence[types.Passage] | None:
-    """The corpus an embedded server offers; None if it has none of its own."""
+    """Returns the corpus of all questions; None if each world has its own."""
     ...
 
   def world_passages(self, world: int) -> Sequence[types.Passage]:
-    """The passages of a world, for questions that live in one."""
+    """Returns the passages of a world, for questions that have a world."""
     ...
 
 
 @dataclasses.dataclass(frozen=True)
 class SyntheticQuestions:
-  """A new synthetic world every step; world 0 is for evaluation.
+  """Questions on a new synthetic world in every step.
 
-  The encyclopedia is the same for every run seed: evaluation questions can be
-  compared between runs, training worlds differ.
+  World 0 is for evaluation. The encyclopedia does not depend on the seed of the
+  run: runs of different seeds train on different worlds and are evaluated on
+  the same questions.
 
   Attributes:
-    seed: of the run.
-    world_seed: of the encyclopedia.
-    hops: numbers of hops, in turn.
-    world_options: of `synthetic_wiki.make_world`.
+    seed: the seed of the run.
+    world_seed: the seed of the encyclopedia.
+    hops: the numbers of hops that questions take in turn.
+    world_options: the options of `synthetic_wiki.make_world`.
   """
 
   seed: int
@@ -71,7 +75,7 @@ class SyntheticQuestions:
   def train(
     self, step: int, count: int, *, resample_round: int = 0
   ) -> list[types.Question]:
-    """See `Questions`; further ones are of the same world."""
+    """See `Questions`; all rounds of a step ask about the same world."""
     world = self._world(_index(self.seed + 1, step))
     chains = world.chains((resample_round + 1) * count, hops=self.hops, seed=0)
     return [chain.question for chain in chains[resample_round * count :]]
@@ -79,12 +83,12 @@ class SyntheticQuestions:
   def demonstration_chains(
     self, step: int, count: int, *, hops: tuple[int, ...]
   ) -> tuple[synthetic_wiki.World, list[synthetic_wiki.Chain]]:
-    """A world that no training step uses, with solved questions."""
+    """Returns a world that no training step uses, and solved questions."""
     world = self._world(_index(0, step))
     return world, world.chains(count, hops=hops, seed=0)
 
   def evaluation(self, count: int) -> dict[str, list[types.Question]]:
-    """See `Questions`: one data set per number of hops."""
+    """See `Questions`; every number of hops is a data set."""
     world = self._world(0)
     result = {}
     for hops in self.hops:
@@ -94,7 +98,7 @@ class SyntheticQuestions:
     return result
 
   def passages(self) -> None:
-    """See `Questions`: every passage belongs to a world."""
+    """See `Questions`; every passage belongs to a world."""
     return None
 
   def world_passages(self, world: int) -> list[types.Passage]:
@@ -108,6 +112,7 @@ class SyntheticQuestions:
 
 
 def _index(run: int, step: int) -> int:
+  """Returns the index of the world of a step; run 0 is for demonstrations."""
   if not 0 <= step < _WORLDS_PER_RUN - synthetic_wiki.NUM_EVALUATION_WORLDS:
     raise ValueError(f'step {step}: a run has at most {_WORLDS_PER_RUN} worlds')
   return _WORLDS_PER_RUN * run + synthetic_wiki.NUM_EVALUATION_WORLDS + step
@@ -116,18 +121,18 @@ def _index(run: int, step: int) -> int:
 class FileQuestions:
   """Questions and passages from JSONL files.
 
-  Every epoch is a new permutation of the training questions; a step takes the
-  next `count` of them. Its further questions are a random sample of all others,
-  which the epoch asks all the same.
+  Every epoch is a new permutation of the training questions, of which a step
+  takes the next `count`. The questions of its resampling rounds are a random
+  sample of all others, and the epoch still asks them in their turn.
 
   Args:
-    seed: of the permutations.
-    train: file of training questions.
-    evaluation: file of evaluation questions; None = no evaluation.
-    corpus: file of passages.
+    seed: the seed of the permutations.
+    train: the file of training questions.
+    evaluation: the file of evaluation questions; None for no evaluation.
+    corpus: the file of passages, read when they are asked for.
 
   Raises:
-    FileNotFoundError, ValueError: a missing or malformed file, in one line.
+    FileNotFoundError, ValueError: if a file is missing or malformed; one line.
   """
 
   def __init__(
@@ -162,7 +167,7 @@ class FileQuestions:
     return [self._train[index] for index in chosen]
 
   def _indices_of_step(self, step: int, count: int) -> list[int]:
-    """Indices of the questions that are due in the epochs' order."""
+    """Returns the indices of a step's questions in the order of the epochs."""
     total = len(self._train)
     chosen = []
     for place in range(step * count, (step + 1) * count):
@@ -173,7 +178,7 @@ class FileQuestions:
     return chosen
 
   def evaluation(self, count: int) -> dict[str, list[types.Question]]:
-    """See `Questions`: a fixed sample of each data set in the file."""
+    """See `Questions`; they are a fixed sample of each data set in the file."""
     order = np.random.default_rng(0).permutation(len(self._evaluation))
     result = {}
     for index in order:
@@ -188,5 +193,5 @@ class FileQuestions:
     return corpus_lib.read_corpus(self._corpus)
 
   def world_passages(self, world: int) -> list[types.Passage]:
-    """See `Questions`: files hold no worlds."""
+    """Raises LookupError: questions from files have no worlds."""
     raise LookupError(f'no world {world}: the corpus is a file')

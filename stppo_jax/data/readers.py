@@ -1,11 +1,11 @@
-"""Questions from JSONL files.
+"""Reads questions from JSONL files.
 
-One object a line:
+Every line is an object:
 
     {"id", "dataset", "kind": "open" | "mcq", "question", "answers": [...],
      "options": {"A": ...}, "answer_key": "A"}
 
-The last two belong to "mcq". Other keys are ignored.
+"options" and "answer_key" belong to the kind "mcq". Other keys are ignored.
 """
 
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ def read_questions(path: str | os.PathLike[str]) -> list[types.Question]:
   """Reads questions in the order of the file; empty lines are skipped.
 
   Raises:
-    FileNotFoundError: there is no such file.
-    ValueError: a line is no question, its id came before in its data set, or
-      no line is left; names file and line.
+    FileNotFoundError: if there is no such file.
+    ValueError: if a line is not a question, an id occurs twice in a data set,
+      or there is no question; names file and line.
   """
   if not os.path.isfile(path):
     raise FileNotFoundError(f'{path}: no such file')
@@ -40,12 +40,12 @@ def read_questions(path: str | os.PathLike[str]) -> list[types.Question]:
         key = (question.data_set, question.id)
         if key in line_of_id:
           raise ValueError(
-            f'id {question.id!r} stands in line {line_of_id[key]} too'
+            f'id {question.id!r} is also the id of line {line_of_id[key]}'
           )
         line_of_id[key] = number
         questions.append(question)
     except UnicodeDecodeError as error:
-      # Text is decoded ahead in blocks: the line is not known.
+      # Text is decoded in large buffers, so the line is not known.
       raise ValueError(f'{path}: not UTF-8: {error}') from error
     except (ValueError, RecursionError) as error:
       raise ValueError(f'{path}:{number}: {error}') from error
@@ -54,26 +54,26 @@ def read_questions(path: str | os.PathLike[str]) -> list[types.Question]:
   return questions
 
 
-def parse_question(row: Any) -> types.Question:
-  """Reads one object.
+def parse_question(fields: Any) -> types.Question:
+  """Returns the question of one object.
 
-  The golden answers of a choice question are texts of options: that of
+  The golden answers of a choice question are texts of options: the text of
   `answer_key` is added if it is not among `answers`.
 
   Raises:
-    ValueError: a key is missing or its value is not as it should be.
+    ValueError: if a key is missing or has a bad value.
   """
-  if not isinstance(row, Mapping):
+  if not isinstance(fields, Mapping):
     raise ValueError('expected an object')
-  kind = _string(row, 'kind')
+  kind = _string(fields, 'kind')
   if kind not in _KINDS:
     raise ValueError(f'"kind": {kind!r}; choices: {", ".join(_KINDS)}')
-  answers = _answers(row)
+  answers = _answers(fields)
   options = {}
   if _KINDS[kind] == 'choice':
-    options = _options(row)
-    if 'answer_key' in row:
-      key = _string(row, 'answer_key')
+    options = _options(fields)
+    if 'answer_key' in fields:
+      key = _string(fields, 'answer_key')
       if key not in options:
         raise ValueError(f'"answer_key": {key!r} is not among the options')
       if options[key] not in answers:
@@ -81,28 +81,29 @@ def parse_question(row: Any) -> types.Question:
     elif not set(answers) & (set(options) | set(options.values())):
       raise ValueError('"answers": none is an option, and no "answer_key"')
   return types.Question(
-    id=_string(row, 'id'),
-    text=_string(row, 'question'),
+    id=_string(fields, 'id'),
+    text=_string(fields, 'question'),
     golden_answers=answers,
-    data_set=_string(row, 'dataset'),
+    data_set=_string(fields, 'dataset'),
     kind=_KINDS[kind],
     options=options,
   )
 
 
-def _string(row: Mapping[str, Any], name: str) -> str:
-  if name not in row:
+def _string(fields: Mapping[str, Any], name: str) -> str:
+  """Returns a string field that must not be empty."""
+  if name not in fields:
     raise ValueError(f'no "{name}"')
-  value = row[name]
+  value = fields[name]
   if not isinstance(value, str) or not value.strip():
     raise ValueError(f'"{name}": expected a string that is not empty')
   return value
 
 
-def _answers(row: Mapping[str, Any]) -> tuple[str, ...]:
-  if 'answers' not in row:
+def _answers(fields: Mapping[str, Any]) -> tuple[str, ...]:
+  if 'answers' not in fields:
     raise ValueError('no "answers"')
-  answers = row['answers']
+  answers = fields['answers']
   if (
     not isinstance(answers, list)
     or not answers
@@ -112,10 +113,10 @@ def _answers(row: Mapping[str, Any]) -> tuple[str, ...]:
   return tuple(answers)
 
 
-def _options(row: Mapping[str, Any]) -> dict[str, str]:
-  if 'options' not in row:
+def _options(fields: Mapping[str, Any]) -> dict[str, str]:
+  if 'options' not in fields:
     raise ValueError('no "options"')
-  options = row['options']
+  options = fields['options']
   if (
     not isinstance(options, Mapping)
     or not options

@@ -1,10 +1,10 @@
 """A synthetic encyclopedia: worlds of made-up entities and questions on them.
 
-World w of a seed holds entities of five types. A name is composed of sub-word
-pieces, so an answer has to be copied from a passage; facts are drawn anew for
-every world, so they cannot be memorised. Names of evaluation worlds (w <
-NUM_EVALUATION_WORLDS) never occur in any other world: a hash of the name
-decides which side it belongs to.
+A world has entities of five types. Their names are composed of sub-word pieces,
+so an answer has to be copied from a passage, and facts are drawn anew for every
+world, so they cannot be memorised. Names of evaluation worlds (those with an
+index below NUM_EVALUATION_WORLDS) never occur in another world: a hash of the
+name decides to which kind of world it belongs.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from stppo_jax import types
 
 NUM_EVALUATION_WORLDS = 1000
 
-# Type -> relation -> type of the entity it points to.
+# Type of an entity, to its relations, to the type that each points to.
 RELATIONS = {
   'person': {'birthplace': 'city', 'employer': 'company', 'mentor': 'person'},
   'film': {'director': 'person', 'setting': 'city', 'producer': 'company'},
@@ -34,7 +34,7 @@ RELATIONS = {
   },
 }
 
-# Templates start with the word that asks for the type of the answer.
+# 'path' is the chain of relations, such as "mayor of the birthplace".
 _TEMPLATES = (
   '{who} is the {path} of {name}?',
   'Name the {path} of {name}.',
@@ -43,14 +43,17 @@ _TEMPLATES = (
 
 _CONSONANTS = 'bdfgklmnprstvz'
 _VOWELS = 'aeiou'
-_NUM_PIECES = 64  # of each kind: openings and endings
+_NUM_PIECES = 64  # openings, and as many endings
 _EVALUATION_SHARE = 4  # one name in four belongs to the evaluation worlds
 
 _HOP_NAMES = {1: 'one_hop', 2: 'two_hop'}
 
 
 def _pieces() -> tuple[list[str], list[str]]:
-  """64 openings ('Bam') and 64 endings ('kol'), always the same ones."""
+  """Returns all openings ('Bam') and endings ('kol') of names.
+
+  They are the same in every world of every seed.
+  """
   syllables = [
     a + v + b for a in _CONSONANTS for v in _VOWELS for b in _CONSONANTS
   ]
@@ -65,7 +68,13 @@ OPENINGS, ENDINGS = _pieces()
 
 @dataclasses.dataclass(frozen=True)
 class Entity:
-  """An entity, its type, and its facts: relation to name of the target."""
+  """An entity with its type and its facts.
+
+  Attributes:
+    name: unique in its world.
+    type: a key of RELATIONS.
+    facts: relation to the name of the entity that it points to.
+  """
 
   name: str
   type: str
@@ -73,7 +82,7 @@ class Entity:
 
   @property
   def text(self) -> str:
-    """The passage: one sentence on the type, one a fact."""
+    """The passage: one sentence on the type and one on each fact."""
     facts = ''.join(f'. Its {r} is {name}' for r, name in self.facts.items())
     return f'{self.name} is a {self.type}{facts}.'
 
@@ -89,18 +98,18 @@ class Chain:
 
 @dataclasses.dataclass(frozen=True)
 class World:
-  """Entities by name, and where its passages are served."""
+  """A world: its index and its entities by name."""
 
   index: int
   entities: dict[str, Entity]
 
   @property
   def corpus(self) -> str:
-    """Path of this world's passages on the retrieval server."""
+    """The path of this world's passages on the retrieval server."""
     return f'worlds/{self.index}'
 
   def passages(self) -> list[types.Passage]:
-    """One passage an entity."""
+    """Returns one passage per entity."""
     return [
       types.Passage(id=entity.name, title=entity.name, text=entity.text)
       for entity in self.entities.values()
@@ -109,10 +118,10 @@ class World:
   def chains(
     self, count: int, *, hops: Sequence[int], seed: int
   ) -> list[Chain]:
-    """`count` different questions; the i-th has hops[i % len(hops)] hops.
+    """Returns `count` different questions; the numbers of hops take turns.
 
     Raises:
-      ValueError: the world holds fewer such questions.
+      ValueError: if too few such questions are found.
     """
     rng = np.random.default_rng((seed, self.index, 1))
     names = list(self.entities)
@@ -158,17 +167,17 @@ def make_world(
   name_pieces: int,
   distractors: int,
 ) -> World:
-  """World `index` of `seed`: the same one on every host and in every run.
+  """Returns a world, the same one on every host and in every run.
 
   Args:
-    seed: of the encyclopedia.
-    index: below NUM_EVALUATION_WORLDS for evaluation.
-    entities_per_type: entities of each of the five types.
-    name_pieces: sub-word pieces a name is composed of, at least 2.
-    distractors: further entities that no fact points to.
+    seed: the seed of the encyclopedia.
+    index: the number of the world; below NUM_EVALUATION_WORLDS for evaluation.
+    entities_per_type: the number of entities of each of the five types.
+    name_pieces: the number of sub-word pieces in a name, at least 2.
+    distractors: the number of extra entities that no fact points to.
 
   Raises:
-    ValueError: more names asked for than the pieces can form.
+    ValueError: if the pieces cannot form that many names.
   """
   rng = np.random.default_rng((seed, index))
   evaluation = index < NUM_EVALUATION_WORLDS
@@ -190,17 +199,17 @@ def make_world(
 
 
 def make_passages(seed: int, world: int, **options: int) -> list[types.Passage]:
-  """The passages of one world; options as for `make_world`."""
+  """Returns the passages of a world; the options are those of `make_world`."""
   return make_world(seed, world, **options).passages()
 
 
 def first_piece(name: str) -> str:
-  """The first piece of a name, half a query."""
+  """Returns the first piece of a name."""
   return name[: len(OPENINGS[0])]
 
 
 def is_evaluation_name(name: str) -> bool:
-  """Whether the name is kept for evaluation worlds."""
+  """Returns whether a name belongs to evaluation worlds."""
   return zlib.crc32(name.encode()) % _EVALUATION_SHARE == 0
 
 
@@ -221,7 +230,10 @@ def _draw_names(rng, count, name_pieces, evaluation) -> list[str]:
 
 
 def vocabulary() -> list[str]:
-  """Strings that deserve a token of their own in this encyclopedia."""
+  """Returns the strings that deserve a token of their own.
+
+  The order decides token ids: keep it, or models trained before are misread.
+  """
   relations = sorted({r for table in RELATIONS.values() for r in table})
   words = ['?', '.', '. Its', ' is a', ' is', ' the', ' of', ' of the']
   words += [' Who', ' What', ' Name', ' Tell me', ' find', ' done', '.\n']

@@ -1,4 +1,4 @@
-"""What the policy acts in: prompts, actions, observations, rewards.
+"""Environments: prompts, actions, observations, rewards and scores.
 
-An environment speaks text and never sees token ids. Pure python, no jax.
+An environment speaks text and never sees token ids. Pure Python without jax.
 """

@@ -1,6 +1,6 @@
-"""Measures of an answer and of the form of a dialogue. Pure functions.
+"""Scores of an answer and of the form of a dialogue, as pure functions.
 
-All are 0 to 1 but for `count_searches`.
+All scores lie in [0, 1].
 """
 
 import collections
@@ -22,29 +22,32 @@ _LETTER = re.compile(r'(?:option\s+)?\(?([a-z])(?:[).:]+(?:\s+(.+))?)?', re.S)
 _NAMES = '|'.join(neutralisation.TAG_NAMES)
 _ANY_TAG = re.compile(f'</?(?:{_NAMES})>')
 _TURN_FORM = '(?:<think></think>)*<{0}></{0}>'
-# What ends a turn in the models we load; it is no part of the form.
+# Tokens that end a turn in the models we load. They are not part of the form.
 _END_OF_TURN = re.compile(
   r'(?:\s|<\|im_end\|>|<\|endoftext\|>|<\|eot_id\|>|<\|end_of_text\|>|</s>)+\Z'
 )
 
 
 def normalise(text: str) -> str:
-  """Lower case, no ASCII punctuation, no articles, single spaces. (SQuAD)"""
+  """Returns the text as SQuAD compares it.
+
+  In lower case, without ASCII punctuation and articles, with single spaces.
+  """
   text = text.lower().translate(_DELETE_PUNCTUATION)
   return ' '.join(_ARTICLES.sub(' ', text).split())
 
 
 def exact_match(answer: str, golden_answers: Collection[str]) -> float:
-  """1 if the normalised answer equals any normalised golden answer."""
+  """Returns 1 if the answer equals a golden answer, both normalised, else 0."""
   normal = normalise(answer)
   return float(any(normal == normalise(golden) for golden in golden_answers))
 
 
 def substring_match(answer: str, golden_answers: Collection[str]) -> float:
-  """1 if the normalised answer contains any normalised golden answer.
+  """Returns 1 if the answer contains a golden answer, both normalised, else 0.
 
-  A golden answer that normalises to nothing ("The") is contained only in
-  another such: everything contains the empty string.
+  A golden answer that normalises to nothing ("The") matches only an answer that
+  does so too, since every text contains the empty string.
   """
   normal = normalise(answer)
   goldens = map(normalise, golden_answers)
@@ -52,19 +55,21 @@ def substring_match(answer: str, golden_answers: Collection[str]) -> float:
 
 
 def token_f1(answer: str, golden_answers: Collection[str]) -> float:
-  """The largest harmonic mean of precision and recall of words. (SQuAD)"""
+  """Returns the F1 of words with the closest golden answer. (SQuAD)"""
   return max((_f1(answer, golden) for golden in golden_answers), default=0.0)
 
 
 def choose(answer: str, options: Mapping[str, str]) -> frozenset[str]:
-  """The options an answer means: letters, none if it means no option.
+  """Returns the letters of the options that an answer means.
 
-  The first of these that fits any option:
+  The first of these readings that fits any option decides:
 
   *   the letter, alone or before the text: `B`, `(b)`, `B.`, `Option B: two`;
-      a text that follows must be that option's;
-  *   the text, but for case and white space;
-  *   the text normalised. Several options may be left ("<5" and ">5").
+      a text that follows must be the text of that option;
+  *   the text, apart from case and white space;
+  *   the normalised text, which several options may share ("<5" and ">5").
+
+  The set is empty if none fits.
   """
   plain = _plain(answer)
   letter = _LETTER.fullmatch(plain)
@@ -85,12 +90,12 @@ def choose(answer: str, options: Mapping[str, str]) -> frozenset[str]:
 def choice_accuracy(
   answer: str, options: Mapping[str, str], golden_answers: Collection[str]
 ) -> float:
-  """1 if the answer means golden options and no other.
+  """Returns 1 if the answer means golden options and no other, else 0.
 
   Args:
     answer: an option's letter, its text, or both.
     options: letter to text.
-    golden_answers: letters or texts too.
+    golden_answers: letters or texts of options.
   """
   chosen = choose(answer, options)
   return float(
@@ -101,10 +106,10 @@ def choice_accuracy(
 def golden_choices(
   options: Mapping[str, str], golden_answers: Collection[str]
 ) -> frozenset[str]:
-  """The letters of the golden options.
+  """Returns the letters of the golden options.
 
-  Unlike an answer, a golden one is an option's text before it is a letter:
-  "A" may be the name of a vitamin.
+  A golden answer is first read as the text of an option and only then as a
+  letter, unlike the policy's answer: "A" may be the name of a vitamin.
   """
   texts = {_plain(golden) for golden in golden_answers}
   found = {key for key, text in options.items() if _plain(text) in texts}
@@ -114,11 +119,12 @@ def golden_choices(
 
 
 def format_reward(texts: Sequence[str]) -> float:
-  """1 if every turn is well formed and the last one, and only it, answers.
+  """Returns 1 if every turn has the right form, else 0.
 
-  A turn is well formed if its tags are any number of <think></think> and then
-  one action, none inside another, none left open, none of <information>, and
-  if nothing but an end-of-turn token follows. Text beside tags is free.
+  The last turn answers and all others search. The tags of a turn are any number
+  of <think></think> pairs and then one action: none inside another, none left
+  open, no <information>. Only an end-of-turn token may follow the action. Text
+  between the tags is free.
   """
   if not texts:
     return 0.0
@@ -127,12 +133,12 @@ def format_reward(texts: Sequence[str]) -> float:
 
 
 def count_searches(texts: Sequence[str]) -> int:
-  """Turns whose action is a search."""
+  """Returns the number of turns whose action is a search."""
   return sum(actions.parse_action(text).kind == 'search' for text in texts)
 
 
 def response_answer(prompt: str, texts: Sequence[str]) -> str | None:
-  """The answer of the last turn; None if it gives none.
+  """Returns the answer of the last turn; None if it gives none.
 
   Only what the policy wrote counts: the prompt is ignored.
   """
@@ -142,18 +148,19 @@ def response_answer(prompt: str, texts: Sequence[str]) -> str | None:
 
 
 def search_r1_answer(prompt: str, texts: Sequence[str]) -> str | None:
-  """The answer as the scorer of Search-R1 finds it, faults included.
+  """Returns the answer that the scorer of Search-R1 finds, with its faults.
 
-  It reads prompt and response together and takes the last complete answer tag
-  if there are at least two, since its prompt contains one. With a prompt that
-  contains none, a correct answer is none; with one that contains two (theirs
-  does: "inside <answer> and </answer>" reads as one), a silent model is
-  scored as the prompt's example.
+  It reads prompt and response together and takes the last complete <answer>
+  element if there are at least two, because its prompt contains one. So with a
+  prompt that contains none, a correct answer is not found. With a prompt that
+  contains two, as theirs does ("inside <answer> and </answer>" reads as one), a
+  policy that never answers is scored by the example of the prompt.
   """
   answers = _ANSWER.findall(prompt + ''.join(texts))
   return answers[-1].strip() if len(answers) > 1 else None
 
 
+# Where the answer is sought: the choices of `env.reward_scope`.
 SCOPES: dict[str, Callable[[str, Sequence[str]], str | None]] = {
   'response': response_answer,
   'search_r1': search_r1_answer,
@@ -161,19 +168,22 @@ SCOPES: dict[str, Callable[[str, Sequence[str]], str | None]] = {
 
 
 def _f1(answer: str, golden: str) -> float:
+  """Returns the harmonic mean of the precision and the recall of words."""
   words, golden_words = normalise(answer).split(), normalise(golden).split()
   if not words or not golden_words:
     return float(words == golden_words)
   common = collections.Counter(words) & collections.Counter(golden_words)
-  # Harmonic mean of common / len(words) and common / len(golden_words).
+  # Precision is common / len(words), recall common / len(golden_words).
   return 2.0 * common.total() / (len(words) + len(golden_words))
 
 
 def _plain(text: str) -> str:
+  """Returns the text in lower case with single spaces."""
   return ' '.join(text.lower().split())
 
 
 def _well_formed(text: str, kind: str) -> bool:
+  """Returns whether a turn has the form of one action of that kind."""
   text = _END_OF_TURN.sub('', text)
   return (
     text.endswith(f'</{kind}>')

@@ -84,7 +84,7 @@ def _without(row, name):
       _without(_CHOICE, 'answer_key') | {'answers': ['six']},
       'none is an option',
     ),
-    (_OPEN, "id 'n1' stands in line 1 too"),
+    (_OPEN, "id 'n1' is also the id of line 1"),
   ],
 )
 def test_a_bad_line_is_named(tmp_path, row, message):
