@@ -92,7 +92,7 @@ def subject(config, length: int) -> Subject:
   learner = learner_lib.Learner(config, shape, assembly.build_mesh(config))
   state = learner.start()
   packed = _packed(config, tokenizer.vocab_size, length)
-  batch, _ = learner.annotate(packed, state, learner.reference())
+  batch, _ = learner.annotate(state, packed, reference=learner.reference())
   return Subject(learner, state, jax.block_until_ready(batch))
 
 

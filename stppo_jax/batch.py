@@ -6,6 +6,7 @@ a token visits.
 """
 
 import dataclasses
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -61,13 +62,15 @@ class TokenBatch:
   state_ids_BL: Array | None = None
   loss_positions_BM: Array | None = None
   expert_ids: Array | None = None
-  expert_visits_BX: Array | None = None
-  old_logprobs_BL: Array | None = None
-  ref_logprobs_BL: Array | None = None
-  values_BL: Array | None = None
-  advantages_BL: Array | None = None
-  returns_BL: Array | None = None
-  value_mask_BL: Array | None = None
+  # None until `annotate` sets them. The type is Any because everything that
+  # reads them runs after it.
+  expert_visits_BX: Any = None
+  old_logprobs_BL: Any = None
+  ref_logprobs_BL: Any = None
+  values_BL: Any = None
+  advantages_BL: Any = None
+  returns_BL: Any = None
+  value_mask_BL: Any = None
 
   def replace(self, **arrays: Array) -> 'TokenBatch':
     """A copy with some arrays exchanged."""

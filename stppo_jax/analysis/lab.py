@@ -35,7 +35,6 @@ _ALWAYS_REQUIRED = (
 )
 # With these there are more metrics; the loss is the same without them.
 OPTIONAL_ARRAYS = ('entropy_BL', 'sentence_ids_BL', 'sampler_logprobs_BL')
-_HEADS = ('policy', 'bias', 'other')  # of a `PolicyLoss`
 # Metrics of numbers that a correction uses in the loss: unlike those that only
 # describe it, they must be finite.
 _USED_BY_CORRECTION = {
@@ -128,7 +127,7 @@ def _score(
 ):
   """Returns (arrays, diagnostics, scalar metrics), all on the device."""
 
-  def parts(logprobs_BL):
+  def loss_terms(logprobs_BL):
     loss = losses.policy_loss(
       algorithm,
       logprobs_BL,
@@ -139,21 +138,20 @@ def _score(
       entropy_coefficient=entropy_coefficient,
       num_turns=num_turns,
     )
-    return {name: getattr(loss, name) for name in _HEADS}, loss
+    return gradients_lib.LossTerms(loss.policy, loss.bias, loss.other), loss
 
-  heads, pull, loss = jax.vjp(parts, logprobs_BL, has_aux=True)
-  gradient_BL, correction = gradients_lib.combine(
-    algorithm,
-    {
-      name: pull(
-        {
-          head: jnp.asarray(head in wanted, x.dtype)
-          for head, x in heads.items()
-        }
-      )[0]
-      for name, wanted in gradients_lib.pull_backs(algorithm).items()
-    },
-  )
+  def total(logprobs_BL):
+    terms, loss = loss_terms(logprobs_BL)
+    return terms.policy + terms.other, loss
+
+  bias_norm = jnp.zeros(())
+  if algorithm.divides_by_bias_norm:
+    gradients, loss = gradients_lib.term_gradients(loss_terms, logprobs_BL)
+    gradient_BL, bias_norm = gradients_lib.divide_by_bias_norm(
+      gradients, floor=algorithm.correction.clipping_bias.floor
+    )
+  else:
+    gradient_BL, loss = jax.grad(total, has_aux=True)(logprobs_BL)
   diagnostics = diagnostics_lib.policy_diagnostics(
     algorithm, loss, logprobs_BL, entropy_BL, batch, num_turns=num_turns
   )
@@ -161,7 +159,7 @@ def _score(
     'actor/pg_loss': loss.policy,
     'actor/kl_loss': loss.kl,
     'actor/grad_norm': _norm(gradient_BL),
-    **correction,
+    'stab/bias_grad_norm': bias_norm,
   }
   if batch.sampler_logprobs_BL is not None:
     metrics |= mismatch_metrics.measure(

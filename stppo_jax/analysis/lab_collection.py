@@ -83,7 +83,7 @@ def collect(
     sentences=sentences.SentenceSplitter(tokenizer.token_bytes()),
     with_expert_ids=config.updates.routing_replay == 'sampler',
   )
-  annotated, _ = learner.annotate(packed, state, reference)
+  annotated, _ = learner.annotate(state, packed, reference=reference)
   kl_coefficient = np.asarray(learner.kl_coefficient)
   batch = jax.device_get(annotated)
   for rows in minibatches(
@@ -180,9 +180,11 @@ def _updated(
   learner: learner_lib.Learner, state: state_lib.TrainState, batch
 ) -> dict[str, np.ndarray]:
   """Returns what the models of a state compute of a batch's tokens."""
-  arrays = distributed.from_local_rows(
+  tokens_BL, expert_ids = distributed.from_local_rows(
     (batch.tokens_BL, batch.expert_ids),
     sharding.batch_sharding(learner.mesh),
   )
-  scores = jax.device_get(learner.score(state, *arrays))
-  return {name: x for name, x in scores._asdict().items() if x is not None}
+  outputs = jax.device_get(
+    learner.token_outputs(state, tokens_BL, expert_ids=expert_ids)
+  )
+  return {name: x for name, x in outputs._asdict().items() if x is not None}

@@ -92,7 +92,7 @@ def make(
     shape = assembly.build_model_config(config, tokenizer)
     learner = learner_lib.Learner(config, shape, mesh)
     packed = _packed(config, shape, length, math.ceil(loss_fraction * length))
-    state, reference, lowered = learner.lowered_update(packed)
+    state, reference, lowered = learner.lower_update(packed)
   models = {'policy': state.policy, 'value': state.value}
   sizes = {
     f'{name} {label}': _bytes_per_device(getattr(model, attribute))

@@ -1,9 +1,11 @@
-"""What a collected batch must know before its updates.
+"""Adds to a collected batch what its updates read.
 
-B trajectories, L tokens. Log-probabilities of the old policy and of the
-reference, values, the KL penalty, advantages and returns: one jitted function
-over the whole collected batch, so that whitening is over all of it. Only models
-see it in parts: one of them holds no more rows than in an update.
+B trajectories, L tokens, M loss positions, X experts.
+
+Log-probabilities of the old policy and of the reference, values, the KL
+penalty, advantages and returns come from one jitted function over the whole
+collected batch, because whitening is over all of it. The models see one
+microbatch at a time, as in an update.
 """
 
 from typing import NamedTuple
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 from stppo_jax import batch as batch_lib
 from stppo_jax.learner import forward
 from stppo_jax.learner import microbatches
+from stppo_jax.learner import model_roles
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
 from stppo_jax.models import precision
@@ -27,87 +30,110 @@ from stppo_jax.rl import mismatch_metrics
 Array = jax.Array
 
 
+class _Inputs(NamedTuple):
+  """The arrays of a `TokenBatch` that models read."""
+
+  tokens_BL: Array
+  lengths_B: Array
+  loss_positions_BM: Array | None
+  expert_ids: Array | None
+
+
+class _Outputs(NamedTuple):
+  """What the models return for some rows.
+
+  Attributes:
+    old_logprobs_BL, ref_logprobs_BL: of the sampled tokens.
+    values_BL: None without values.
+    expert_visits_BX: None without experts.
+    expert_ids: the old policy's experts; None unless updates replay them.
+  """
+
+  old_logprobs_BL: Array
+  ref_logprobs_BL: Array
+  values_BL: Array | None
+  expert_visits_BX: Array | None
+  expert_ids: Array | None
+
+
 def annotate(
-  batch: batch_lib.TokenBatch,
   state: state_lib.TrainState,
-  reference: functional.Params | None,
+  batch: batch_lib.TokenBatch,
   algorithm: algorithm_lib.Algorithm,
-  old: functional.Params | None = None,
   *,
-  policy: functional.Model,
-  value: functional.Model | None,
+  reference: functional.Params | None = None,
+  old: functional.Params | None = None,
+  models: model_roles.Models,
   temperature: float,
   num_turns: int,
   microbatch_size: int = 0,
   routing_replay: str = 'nowhere',
 ) -> tuple[batch_lib.TokenBatch, dict[str, Array]]:
-  """Fills the second block of a batch.
+  """Adds log-probabilities, values, returns and advantages to a batch.
 
   Args:
-    batch: as packed.
     state: the policy about to be updated, and the value model.
+    batch: as packed.
+    algorithm: its numbers are leaves.
     reference: weights of the frozen reference policy; None: the base under the
-      adapters of the state.
-    algorithm: the row.
-    old: weights (under LoRA, adapters) of the policy that the ratio's
-      denominator is of; None: those of the state.
-    policy: the model of the policy; without adapters and value head, that of
-      the reference.
-    value: the value model; None where the row or the policy's own head needs
-      none.
-    temperature: of sampling.
-    num_turns: static, the most turns of a row.
+      state's adapters.
+    old: trained weights of the policy in the ratio's denominator; None: those
+      of the state.
+    models: policy and value model; the policy without adapters and value head
+      computes the reference.
+    temperature: the sampling temperature.
+    num_turns: static, the largest number of turns of a trajectory.
     microbatch_size: static, rows that a model sees at once; divides B, or is at
       least B. 0: all.
-    routing_replay: static, whose experts the updates visit: 'nowhere' (their
-      own choice), 'trainer' (the old policy's) or 'sampler' (those of the
-      batch, which then the old policy visits too).
+    routing_replay: static, which experts the updates visit: 'nowhere' (their
+      own choice), 'trainer' (those of the old policy's pass here) or 'sampler'
+      (those in the batch, which the old policy then visits too).
+
+  Returns:
+    The annotated batch and scalar metrics: mismatch with the sampler,
+    divergence from the reference, values, returns and advantages.
 
   Raises:
     ValueError: a replay of experts that are not known.
-
-  Returns:
-    The annotated batch and scalar metrics: the sampler's mismatch, the
-    divergence from the reference, values, returns and advantages.
   """
-  mask_BL = batch.loss_mask_BL
-  _check_routing(batch, policy, routing_replay)
-  # Once, not in every part: what travels has the size of the activations'.
-  dtype = policy.config.dtype
-  state = forward.computed(state, dtype)
+  _check_routing(batch, models.policy, routing_replay)
+  # Cast once, outside the loop over microbatches: the gathers move this dtype.
+  dtype = models.policy.config.dtype
+  params, frozen = forward.cast_params(state, state.frozen, dtype)
   reference, old = precision.cast((reference, old), dtype)
-  reference = state.frozen if reference is None else reference
-  said = microbatches.each(
-    lambda part: _ask(
-      part,
-      state,
+  reference = frozen if reference is None else reference
+  if reference is None:
+    raise ValueError('reference: missing, and there is no base under adapters')
+
+  num_microbatches = 1
+  if microbatch_size:
+    num_microbatches = max(len(batch.lengths_B) // microbatch_size, 1)
+  outputs = microbatches.map_rows(
+    lambda inputs: _model_outputs(
+      inputs,
+      params,
+      frozen,
       reference,
       old,
-      policy=policy,
-      value=value,
+      models=models,
       temperature=temperature,
       routing_replay=routing_replay,
     ),
-    _Asked(
-      batch.tokens_BL,
-      batch.lengths_B,
-      batch.loss_positions_BM,
-      batch.expert_ids,
-    ),
-    max(len(batch.lengths_B) // microbatch_size, 1) if microbatch_size else 1,
+    _Inputs(*(getattr(batch, name) for name in _Inputs._fields)),
+    num_microbatches,
   )
-  values_BL = said.values_BL
-  old_BL, ref_BL = (
-    masking.select(x_BL, mask_BL) for x_BL in (said.old_BL, said.ref_BL)
-  )
+  mask_BL = batch.loss_mask_BL
+  old_BL = masking.select(outputs.old_logprobs_BL, mask_BL)
+  ref_BL = masking.select(outputs.ref_logprobs_BL, mask_BL)
   batch = batch.replace(
     old_logprobs_BL=old_BL,
     ref_logprobs_BL=ref_BL,
-    values_BL=values_BL,
-    expert_visits_BX=said.expert_visits_BX,
+    values_BL=outputs.values_BL,
+    expert_visits_BX=outputs.expert_visits_BX,
   )
   if routing_replay == 'trainer':
-    batch = batch.replace(expert_ids=said.expert_ids)
+    batch = batch.replace(expert_ids=outputs.expert_ids)
+
   kl_BL = kl_lib.kl_estimate(
     old_BL, ref_BL, mask_BL, estimator=algorithm.kl.estimator
   )
@@ -127,10 +153,21 @@ def annotate(
     returns_BL=estimate.returns_BL,
     value_mask_BL=estimate.value_mask_BL,
   )
+  return batch, _metrics(batch, algorithm, rewards_BL, kl_BL)
+
+
+def _metrics(
+  batch: batch_lib.TokenBatch,
+  algorithm: algorithm_lib.Algorithm,
+  rewards_BL: Array,
+  kl_BL: Array,
+) -> dict[str, Array]:
+  """Returns the scalar metrics of an annotated batch."""
+  mask_BL = batch.loss_mask_BL
   metrics = diagnostics.describe(
     'critic/advantages', batch.advantages_BL, mask_BL
   )
-  if values_BL is not None:
+  if batch.values_BL is not None:
     metrics |= diagnostics.critic_diagnostics(batch)
   metrics |= diagnostics.describe(
     'critic/rewards',
@@ -142,73 +179,58 @@ def annotate(
     jnp.sum(kl_BL, axis=1), jnp.any(mask_BL, axis=1)
   )
   metrics['critic/kl_coef'] = jnp.asarray(algorithm.kl.coefficient)
-  metrics |= mismatch_metrics.measure(
-    old_BL, batch.sampler_logprobs_BL, mask_BL
+  return metrics | mismatch_metrics.measure(
+    batch.old_logprobs_BL, batch.sampler_logprobs_BL, mask_BL
   )
-  return batch, metrics
 
 
-class _Asked(NamedTuple):
-  """What models are asked about, see `TokenBatch`."""
-
-  tokens_BL: Array
-  lengths_B: Array
-  loss_positions_BM: Array | None
-  expert_ids: Array | None
-
-
-class _Said(NamedTuple):
-  """What they say: old policy, reference, value model, the old one's routers.
-
-  The experts are None unless updates shall visit them.
-  """
-
-  old_BL: Array
-  ref_BL: Array
-  values_BL: Array | None
-  expert_visits_BX: Array | None
-  expert_ids: Array | None
-
-
-def _ask(
-  part: _Asked,
-  state,
-  reference,
-  old,
+def _model_outputs(
+  inputs: _Inputs,
+  params: forward.TrainedParams,
+  frozen: functional.Params | None,
+  reference: functional.Params,
+  old: functional.Params | None,
   *,
-  policy,
-  value,
-  temperature,
-  routing_replay,
-) -> _Said:
-  """All models about some rows; see `annotate`."""
-  scores = forward.score(
-    state, **part._asdict(), policy=policy, value=value, temperature=temperature
+  models: model_roles.Models,
+  temperature: float,
+  routing_replay: str,
+) -> _Outputs:
+  """Runs all models on some rows; see `annotate`."""
+  policy, kwargs = models.policy, inputs._asdict()
+  current = forward.token_outputs(
+    params, frozen, **kwargs, models=models, temperature=temperature
   )
-  values_BL = scores.values_BL
+  outputs = current
   if old is not None:
-    scores = policy.token_outputs(
-      state_lib.join_frozen(policy, state.frozen, old),
-      **part._asdict(),
+    outputs = policy.token_outputs(
+      state_lib.join_frozen(policy, frozen, old),
+      **kwargs,
       temperature=temperature,
     )
-  ref_BL, _ = policy.plain_policy.logprobs_and_entropy(
+  # The reference routes its tokens itself: it has nothing to replay.
+  ref_logprobs_BL, _ = policy.plain_policy.logprobs_and_entropy(
     reference,
-    part.tokens_BL,
-    lengths_B=part.lengths_B,
-    loss_positions_BM=part.loss_positions_BM,
+    **{name: x for name, x in kwargs.items() if name != 'expert_ids'},
     temperature=temperature,
   )
   visits_BX = expert_ids = None
-  if scores.routing is not None:
-    visits_BX = scores.routing.visits_BX
-  if routing_replay == 'trainer':
-    # As those of a sampler come: no model has more experts than that.
-    expert_ids = scores.routing.expert_ids.astype(jnp.int16)
-  return _Said(scores.logprobs_BL, ref_BL, values_BL, visits_BX, expert_ids)
+  if outputs.routing is not None:
+    visits_BX = outputs.routing.visits_BX
+  if routing_replay == 'trainer' and outputs.routing is not None:
+    # int16, like a sampler's: no model has more experts than it can count.
+    expert_ids = outputs.routing.expert_ids.astype(jnp.int16)
+  return _Outputs(
+    outputs.logprobs_BL,
+    ref_logprobs_BL,
+    current.values_BL,
+    visits_BX,
+    expert_ids,
+  )
 
 
-def _check_routing(batch, policy, routing_replay) -> None:
+def _check_routing(
+  batch: batch_lib.TokenBatch, policy: functional.Model, routing_replay: str
+) -> None:
   """Raises ValueError where no experts are known that could be replayed."""
   given = batch.expert_ids is not None
   if (routing_replay == 'sampler') != given:
@@ -218,4 +240,7 @@ def _check_routing(batch, policy, routing_replay) -> None:
       'that the sampler chose'
     )
   if routing_replay != 'nowhere' and not policy.config.num_experts:
-    raise ValueError(f'routing_replay={routing_replay}: there are no experts')
+    raise ValueError(
+      f'routing_replay={routing_replay}: must be nowhere for a policy without '
+      'experts'
+    )

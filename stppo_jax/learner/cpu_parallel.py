@@ -1,16 +1,17 @@
-"""An update on a CPU: each core works on microbatches of its own.
+"""An update on one CPU device; every core works on its own microbatches.
 
-A program for a CPU cuts every operation among the cores, and waits for all of
-them each time; operations on microbatches that fit a core's cache are over
-before that pays. Here each core runs a program of its own, on some of the
-microbatches, and they meet where a minibatch has to be known as a whole. What
-is summed is that of `step.update`, in another order.
+XLA's CPU backend splits every single operation over all cores and joins them
+again after it. On microbatches that fit a core's cache an operation is over
+before that pays: at the quickstart's sizes the cores wait more than they
+compute. Here every core runs a whole program on its share of the microbatches,
+and the cores meet only where the minibatch must be known as a whole: at its
+statistics and at the sum of the gradients.
 
-Several devices cut the rows among themselves, and need none of this.
+The result is that of `update.update` up to the order of the float32 sums. A
+mesh of several devices splits the rows itself and does not use this module.
 """
 
 from collections.abc import Callable
-from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent import futures
 import functools
@@ -23,80 +24,79 @@ import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax import batch as batch_lib
-from stppo_jax.learner import loss
-from stppo_jax.learner import microbatches
-from stppo_jax.learner import optimizer as optimizer_lib
+from stppo_jax.learner import forward
+from stppo_jax.learner import loss as loss_lib
+from stppo_jax.learner import microbatches as microbatches_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import update as update_lib
 from stppo_jax.models import functional
 from stppo_jax.rl import algorithm as algorithm_lib
-from stppo_jax.rl import diagnostics as diagnostics_lib
 
 Tree = Any
 
 
-def suits(mesh: jax.sharding.Mesh, algorithm: algorithm_lib.Algorithm) -> bool:
-  """Whether one CPU is all there is, and microbatches may be any."""
+def is_supported(
+  mesh: jax.sharding.Mesh, algorithm: algorithm_lib.Algorithm
+) -> bool:
+  """Returns whether one CPU is the whole mesh and microbatches may be small.
+
+  A correction whose scope is the microbatch would change with their size.
+  """
   correction = algorithm.correction
-  told = (
+  of_microbatch = (
     'clipping_bias' in correction.names
     and correction.clipping_bias.scope == 'microbatch'
   )
-  one = mesh.size == 1 and mesh.devices.item().platform == 'cpu'
-  return one and not told
+  one_cpu = mesh.size == 1 and mesh.devices.item().platform == 'cpu'
+  return one_cpu and not of_microbatch
 
 
-def workers(num_microbatches: int) -> int:
-  """How many programs can share the microbatches alike; 1: there is one."""
-  return math.gcd(num_microbatches, _cores())
+def num_workers(num_microbatches: int, cores: int | None = None) -> int:
+  """Returns how many cores can take equal shares of the microbatches.
 
-
-def _cores() -> int:
-  """Those that this process may run on."""
-  if hasattr(os, 'sched_getaffinity'):  # not on every system
-    return len(os.sched_getaffinity(0))
-  return os.cpu_count() or 1
+  Args:
+    num_microbatches: microbatches of a minibatch.
+    cores: cores to use; None counts those that this process may run on.
+  """
+  if cores is None:
+    affinity = getattr(os, 'sched_getaffinity', None)  # absent on macOS
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+  return math.gcd(num_microbatches, cores)
 
 
 class Updater:
-  """Updates as `step.update` does, on one device.
+  """Updates like `update.update`, on one device and several cores.
 
   Args:
-    losses: of the models.
-    num_microbatches: of a minibatch.
-    num_workers: programs at a time; divides the microbatches.
-    policy_optimizer, value_optimizer: from `optimizer.build_optimizer`.
-    out_shardings: of the state.
+    spec: static; `num_workers` divides its `num_microbatches`.
+    num_workers: programs that run at the same time.
+    out_shardings: layout of the state.
   """
 
   def __init__(
     self,
-    losses: loss.Losses,
+    spec: loss_lib.UpdateSpec,
     *,
-    num_microbatches: int,
     num_workers: int,
-    policy_optimizer: optimizer_lib.Optimizer,
-    value_optimizer: optimizer_lib.Optimizer,
     out_shardings: Tree,
   ):
-    self._losses = losses
-    self._shares = (num_microbatches, num_workers)
+    self._spec = spec
+    self._num_workers = num_workers
     self._pool = futures.ThreadPoolExecutor(num_workers, 'update')
     self._compiled = set()
-    self._looks = {}
-    self._take = jax.jit(self._taken)
-    self._weights = jax.jit(losses.weights)
-    self._scores = jax.jit(losses.scores)
-    self._whole = jax.jit(self._known)
-    self._sums = jax.jit(losses.sums)
-    optimizers = {
-      'policy_optimizer': policy_optimizer,
-      'value_optimizer': value_optimizer,
-    }
+    self._select = jax.jit(self._select_rows)
+    self._cast = jax.jit(
+      functools.partial(forward.cast_params, dtype=spec.policy.config.dtype)
+    )
+    self._outputs = jax.jit(
+      functools.partial(loss_lib.policy_outputs, spec=spec)
+    )
+    self._context = jax.jit(self._join_context)
+    self._sums = jax.jit(functools.partial(update_lib.sum_gradients, spec=spec))
     self._apply = jax.jit(
-      functools.partial(_applied, **optimizers),
+      self._join_and_apply,
       donate_argnums=0,
-      out_shardings=(out_shardings, None, None),
+      out_shardings=(out_shardings, None),
     )
 
   def update(
@@ -105,66 +105,75 @@ class Updater:
     batch: batch_lib.TokenBatch,
     rows: np.ndarray,
     algorithm: algorithm_lib.Algorithm,
-    numbers: Mapping[str, Any],
-    frozen: functional.Params | None,
-  ) -> tuple[
-    state_lib.TrainState, dict[str, jax.Array], diagnostics_lib.Diagnostics
-  ]:
-    """See `step.update`; `rows` are those of the batch to learn from."""
-    taken, shares = self._take(batch, rows)
-    weights = self._weights(state, frozen)
-    scores = None
-    if self._looks_first(algorithm, taken):
-      scores = self._each(self._scores, (weights,), shares)
-    whole = self._whole(algorithm, taken, scores)
-    known = (weights, whole, algorithm, numbers)
-    sums = self._each(self._sums, known, shares)
-    return self._apply(state, sums, algorithm, numbers)
+    hyperparameters: update_lib.Hyperparameters,
+    frozen: functional.Params | None = None,
+  ) -> tuple[state_lib.TrainState, loss_lib.LossOutputs]:
+    """Updates on some rows of a batch; see `update.update`.
 
-  def _looks_first(self, algorithm, taken) -> bool:
-    """See `Losses.looks_first`, traced once for rows of the same options."""
-    kind = jax.tree.structure(algorithm)
-    if kind not in self._looks:
-      self._looks[kind] = self._losses.looks_first(algorithm, taken)
-    return self._looks[kind]
-
-  def _each(
-    self, program: Callable[..., Tree], known: tuple, shares: Sequence[Tree]
-  ) -> list[Tree]:
-    """What the program finds of each share, at the same time.
-
-    Programs that one thread calls run one after the other. So they do at the
-    first time, when there is something to compile, once for all.
+    Args:
+      state, batch, algorithm, hyperparameters, frozen: see `update.update`.
+      rows: int32, the rows of the batch that form the minibatch.
     """
-    kind = (program, *(x.shape for x in jax.tree.leaves(shares[0])))
-    run = functools.partial(program, *known)
+    minibatch, shares = self._select(batch, rows)
+    params, frozen = self._cast(state, frozen)
+    outputs = None
+    if algorithm.uses_minibatch_statistics:
+      outputs = self._map(
+        lambda share: self._outputs(params, frozen, share), shares, 'outputs'
+      )
+    context = self._context(minibatch, algorithm, outputs)
+    sums = self._map(
+      lambda share: self._sums(
+        params, frozen, share, context, algorithm, hyperparameters.loss
+      ),
+      shares,
+      ('sums', jax.tree.structure(algorithm)),
+    )
+    return self._apply(state, sums, algorithm, hyperparameters)
+
+  def _map(
+    self, function: Callable[[Tree], Tree], shares: Sequence[Tree], kind: Any
+  ) -> list[Tree]:
+    """Applies a program to every share, each on a thread of its own.
+
+    Calls from one thread would run one after the other. The first call for
+    given shapes does run that way, so that the program is compiled once and
+    not by all threads at the same time.
+    """
+    kind = (kind, *(x.shape for x in jax.tree.leaves(shares[0])))
     if kind in self._compiled:
-      return list(self._pool.map(run, shares))
+      return list(self._pool.map(function, shares))
     self._compiled.add(kind)
-    return [run(share) for share in shares]
+    return [function(share) for share in shares]
 
-  def _taken(self, batch, rows):
-    """Rows of the batch, whole and in shares."""
-    num_microbatches, num_workers = self._shares
-    taken = jax.tree.map(lambda x: x[rows], batch)
-    cut = microbatches.cut(taken, num_microbatches)
-    size = num_microbatches // num_workers
-    share = lambda n: jax.tree.map(lambda x: x[n * size : (n + 1) * size], cut)
-    return taken, [share(n) for n in range(num_workers)]
+  def _select_rows(self, batch, rows):
+    """Returns the minibatch, and one share of its microbatches per worker."""
+    minibatch = jax.tree.map(lambda x: x[rows], batch)
+    num_microbatches = self._spec.num_microbatches
+    microbatches = microbatches_lib.split(minibatch, num_microbatches)
+    size = num_microbatches // self._num_workers
+    return minibatch, [
+      jax.tree.map(lambda x: x[n * size : (n + 1) * size], microbatches)
+      for n in range(self._num_workers)
+    ]
 
-  def _known(self, algorithm, taken, scores):
-    if scores is not None:
-      scores = _concatenated(scores)
-    return self._losses.whole(algorithm, taken, scores, cut=True)
+  def _join_context(self, minibatch, algorithm, outputs):
+    if outputs is not None:
+      outputs = _concatenate(outputs)
+    return loss_lib.minibatch_context(
+      minibatch, algorithm, outputs, spec=self._spec
+    )
+
+  def _join_and_apply(self, state, sums, algorithm, hyperparameters):
+    summands, diagnostics = zip(*sums)
+    total = jax.tree.map(lambda *x: functools.reduce(jnp.add, x), *summands)
+    gradient, outputs = update_lib.finish_gradients(
+      algorithm, total, _concatenate(diagnostics)
+    )
+    return update_lib.apply_gradients(
+      state, gradient, outputs, hyperparameters, spec=self._spec
+    )
 
 
-def _applied(state, sums, algorithm, numbers, **optimizers):
-  summands, stacked = zip(*sums)
-  added = jax.tree.map(lambda *x: functools.reduce(jnp.add, x), *summands)
-  found = loss.combined(algorithm, added, _concatenated(stacked))
-  state, metrics = update_lib.apply(state, found, numbers, **optimizers)
-  return state, metrics, found.diagnostics
-
-
-def _concatenated(parts: Sequence[Tree]) -> Tree:
-  return jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+def _concatenate(trees: Sequence[Tree]) -> Tree:
+  return jax.tree.map(lambda *x: jnp.concatenate(x), *trees)

@@ -1,13 +1,13 @@
-"""What the models of a state say of whole sequences.
+"""Forward passes of policy and value model over whole sequences.
 
-B trajectories, L tokens, M of which are asked for; of a mixture of experts, N
-layers, E experts that a token visits.
+B trajectories, L tokens, M loss positions.
 """
 
-import functools
+from typing import NamedTuple
 
 import jax
 
+from stppo_jax.learner import model_roles
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
 from stppo_jax.models import precision
@@ -15,62 +15,76 @@ from stppo_jax.models import precision
 Array = jax.Array
 
 
-def computed(state: state_lib.TrainState, dtype: str) -> state_lib.TrainState:
-  """A state's weights, and no more, as they are computed with.
+class TrainedParams(NamedTuple):
+  """The trained weights of both models, or their gradients.
 
-  See `precision.computed`. Called before `score`, the casts are made once, not
-  for each part of the rows.
+  Attributes:
+    policy: all weights of the policy, or its adapters and heads.
+    value: the same of the value model; None without one.
   """
 
-  def cast(model):
-    if model is None:
-      return None
-    params = precision.cast(model.params, dtype)
-    return state_lib.ModelState(params, optimizer=None, updates=None)
-
-  return state_lib.TrainState(
-    cast(state.policy),
-    cast(state.value),
-    frozen=precision.cast(state.frozen, dtype),
-  )
+  policy: functional.Params
+  value: functional.Params | None
 
 
-def score(
-  state: state_lib.TrainState,
+def trained_params(state: state_lib.TrainState) -> TrainedParams:
+  """Returns the trained weights of a state."""
+  value = None if state.value is None else state.value.params
+  return TrainedParams(state.policy.params, value)
+
+
+def cast_params(
+  state: state_lib.TrainState, frozen: functional.Params | None, dtype: str
+) -> tuple[TrainedParams, functional.Params | None]:
+  """Casts trained and frozen weights to the dtype of the activations.
+
+  Call it outside a loop over microbatches, so that the cast copies are made
+  once and the gathers between devices move the smaller dtype.
+  """
+  return precision.cast((trained_params(state), frozen), dtype)
+
+
+def token_outputs(
+  params: TrainedParams,
+  frozen: functional.Params | None,
   tokens_BL: Array,
   *,
   lengths_B: Array | None = None,
   loss_positions_BM: Array | None = None,
   expert_ids: Array | None = None,
-  policy: functional.Model,
-  value: functional.Model | None,
+  models: model_roles.Models,
   temperature: float,
 ) -> functional.TokenOutputs:
-  """Scores by policy and value model: one pass where they are one.
+  """Returns log-probabilities, entropy and values of sequences.
+
+  With a shared backbone this is one pass, else one of each model.
 
   Args:
-    state: its weights, joined with its frozen part.
-    tokens_BL: the sequences.
-    lengths_B: tokens of each row without padding; None: all.
-    loss_positions_BM: tokens whose log-probability and entropy are asked for;
-      None: all.
-    expert_ids: experts that the policy must visit; None: its own choice.
-    policy, value: models, see `model_roles.build`.
-    temperature: of sampling.
+    params: trained weights.
+    frozen: the base under adapters; None where everything is trained.
+    tokens_BL: token ids, right-padded.
+    lengths_B: tokens of each row without padding; None: all are tokens.
+    loss_positions_BM: where log-probabilities and entropy are wanted; None:
+      everywhere. Values are wanted everywhere.
+    expert_ids: experts that the policy must visit, see `TokenBatch`; None: its
+      own choice.
+    models: policy and value model.
+    temperature: the sampling temperature.
   """
-  whole = functools.partial(state_lib.join_frozen, frozen=state.frozen)
-  params = whole(policy, params=state.policy.params)
-  scores = policy.token_outputs(
-    params,
+  outputs = models.policy.token_outputs(
+    state_lib.join_frozen(models.policy, frozen, params.policy),
     tokens_BL,
     lengths_B=lengths_B,
     loss_positions_BM=loss_positions_BM,
     expert_ids=expert_ids,
     temperature=temperature,
   )
-  if value is None:
-    return scores
-  values_BL = value.values(
-    whole(value, params=state.value.params), tokens_BL, lengths_B=lengths_B
+  if models.value is None:
+    return outputs
+  assert params.value is not None  # both come from one config
+  values_BL = models.value.values(
+    state_lib.join_frozen(models.value, frozen, params.value),
+    tokens_BL,
+    lengths_B=lengths_B,
   )
-  return scores._replace(values_BL=values_BL)
+  return outputs._replace(values_BL=values_BL)

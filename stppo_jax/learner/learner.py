@@ -1,4 +1,4 @@
-"""The device side of a run: state, and jitted annotate and update."""
+"""The device side of a run: its layouts, and jitted annotate and update."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -14,12 +14,14 @@ from stppo_jax.learner import annotate as annotate_lib
 from stppo_jax.learner import cpu_parallel
 from stppo_jax.learner import forward
 from stppo_jax.learner import keys
-from stppo_jax.learner import loss
+from stppo_jax.learner import loss as loss_lib
+from stppo_jax.learner import minibatches as minibatches_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import optimizer as optimizer_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import update as update_lib
 from stppo_jax.learner import weights as weights_lib
+from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models import precision
 from stppo_jax.parallel import distributed
@@ -29,209 +31,248 @@ from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.rl import kl as kl_lib
 
-_ADAM = ('b1', 'b2', 'eps')
-
 
 class Learner:
   """Makes, annotates with, and updates the train state of a config.
 
   Args:
-    config: of the run.
-    shape: of policy and value model.
-    mesh: of the run.
+    config: the run's config.
+    shape: the shape of policy and value model.
+    mesh: the mesh of training.
+
+  Attributes:
+    policy: the policy without adapters and value head: what others load, and
+      what the engine decodes with.
+    mesh: the mesh of training.
 
   Raises:
     ValueError: weights that do not fit the shape, a mesh that does not divide
-      it, or no host memory for the reference where it shall wait there.
+      it, or a backend without host memory for a reference that shall be kept
+      there.
   """
 
-  def __init__(self, config, shape, mesh: jax.sharding.Mesh):
+  def __init__(
+    self, config, shape: model_config.ModelConfig, mesh: jax.sharding.Mesh
+  ):
+    self._config = config
     self._algorithm = algorithm_lib.build_algorithm(config.algorithm)
     models = model_roles.build(
       config, shape, mesh, uses_values=self._algorithm.uses_values
     )
-    self._trained, self._value = models['policy'], models['value']
-    self.policy = self._trained.plain_policy
+    self._policy = models.policy
+    self.policy = models.policy.plain_policy
     self.mesh = mesh
-    self._config = config
     self._rows = sharding.batch_sharding(mesh)
-    if self._reference_waits:
+    if self._reference_on_host:
       memory.check_host(mesh)
-    optimizers = {}
-    self._numbers = {
-      'entropy_coefficient': config.loss.entropy_coefficient,
-      'value_clip': config.loss.value_clip,
-      'value_coefficient': config.loss.value_coefficient,
-      'load_balance_coefficient': config.loss.load_balance_coefficient,
-    }
-    for name in ('policy', 'value'):
-      options = config[f'{name}_optimizer'].to_dict()
-      optimizers[f'{name}_optimizer'] = optimizer_lib.build_optimizer(
-        **{option: options.pop(option) for option in _ADAM}
-      )
-      self._numbers[name] = {k: float(v) for k, v in options.items()}
+
+    policy_optimizer, policy_numbers = optimizer_lib.from_config(
+      config.policy_optimizer
+    )
+    value_optimizer, value_numbers = optimizer_lib.from_config(
+      config.value_optimizer
+    )
+    self._hyperparameters = update_lib.Hyperparameters(
+      loss=loss_lib.Coefficients(
+        entropy=config.loss.entropy_coefficient,
+        value_clip=config.loss.value_clip,
+        value=config.loss.value_coefficient,
+        load_balance=config.loss.load_balance_coefficient,
+      ),
+      policy=policy_numbers,
+      value=value_numbers,
+      policy_learns=True,
+    )
     key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
-    self._fresh = functools.partial(
-      state_lib.fresh,
+    self._init = functools.partial(
+      state_lib.init,
       key=jax.random.fold_in(key, 1),
-      **models,
-      **optimizers,
+      policy=models.policy,
+      value=models.value,
+      policy_optimizer=policy_optimizer,
+      value_optimizer=value_optimizer,
     )
     weights = jax.eval_shape(self.policy.init, key)
     self._layout = sharding.param_shardings(
-      jax.eval_shape(self._fresh, weights), mesh
+      jax.eval_shape(self._init, weights), mesh
     )
     self._copy = jax.jit(
       lambda params: jax.tree.map(jnp.copy, params),
       out_shardings=self._layout.policy.params,
     )
     self._merge = jax.jit(
-      self._merged, out_shardings=sharding.param_shardings(weights, mesh)
+      self._merge_adapters,
+      out_shardings=sharding.param_shardings(weights, mesh),
     )
+
     updates = config.updates
-    suits = cpu_parallel.suits(mesh, self._algorithm)
-    of_core = updates.core_rows if suits else 0
-    at_once = of_core or updates.microbatch_size or updates.minibatch_size
-    num_microbatches = updates.minibatch_size // at_once
-    told = {'temperature': config.rollout.temperature, **models}
-    self._score = jax.jit(functools.partial(forward.score, **told))
-    told['num_turns'] = config.env.max_turns + 1
+    core_rows = updates.core_rows
+    if not cpu_parallel.is_supported(mesh, self._algorithm):
+      core_rows = 0
+    microbatch_size = (
+      core_rows or updates.microbatch_size or updates.minibatch_size
+    )
+    spec = loss_lib.UpdateSpec(
+      *models,
+      policy_optimizer,
+      value_optimizer,
+      temperature=config.rollout.temperature,
+      num_turns=config.env.max_turns + 1,
+      num_microbatches=updates.minibatch_size // microbatch_size,
+    )
+    self._token_outputs = jax.jit(
+      functools.partial(
+        forward.token_outputs, models=models, temperature=spec.temperature
+      )
+    )
     self._annotate = jax.jit(
       functools.partial(
         annotate_lib.annotate,
-        **told,
-        microbatch_size=at_once,
+        models=models,
+        temperature=spec.temperature,
+        num_turns=spec.num_turns,
+        microbatch_size=microbatch_size,
         routing_replay=updates.routing_replay,
-      ),
+      )
     )
-    # Pinned: left to the compiler, an updated state would lie elsewhere than
-    # a fresh or restored one, and be computed with by another program.
+    # The layout is pinned. Left to the compiler, an updated state would lie
+    # elsewhere than a new or restored one, and the update would compile twice.
     layout = dataclasses.replace(self._layout, frozen=None)
     self._update = jax.jit(
-      functools.partial(
-        self._update_rows,
-        **told,
-        **optimizers,
-        num_microbatches=num_microbatches,
-      ),
+      functools.partial(_update_rows, rows_sharding=self._rows, spec=spec),
       donate_argnums=0,
-      out_shardings=(layout, None, None),
+      out_shardings=(layout, None),
     )
     self._update_minibatch = self._update
-    workers = cpu_parallel.workers(num_microbatches) if of_core else 1
-    if workers > 1:
+    num_workers = cpu_parallel.num_workers(spec.num_microbatches)
+    if core_rows and num_workers > 1:
       self._update_minibatch = cpu_parallel.Updater(
-        loss.Losses(**told),
-        num_microbatches=num_microbatches,
-        num_workers=workers,
-        **optimizers,
-        out_shardings=layout,
+        spec, num_workers=num_workers, out_shardings=layout
       ).update
 
   def start(self) -> state_lib.TrainState:
-    """The state before the first update."""
+    """Returns the state before the first update."""
     path = self._config.model.path
-    load = weights_lib.frozen if self._trained.lora else weights_lib.initial
+    adapters = self._policy.lora is not None
+    load = weights_lib.load_frozen if adapters else weights_lib.load_or_init
     params = load(self._config, path, self.policy, self.mesh)
-    # Donated, so that no second copy of them is made.
-    make = jax.jit(self._fresh, donate_argnums=0, out_shardings=self._layout)
-    return make(params)
-
-  def lowered_update(
-    self, packed: batch_lib.TokenBatch
-  ) -> tuple[state_lib.TrainState, functional.Params | None, Any]:
-    """An update on shapes alone: nothing is loaded, held or computed.
-
-    Args:
-      packed: shapes of a batch, as packed.
-
-    Returns:
-      Shapes and layouts of state and reference, and the lowered update.
-    """
-    weights = jax.eval_shape(self.policy.init, jax.random.key(0))
-    fixed = jax.eval_shape(
-      lambda params: precision.cast(params, self.policy.config.dtype),
-      weights,
-    )
-    start = fixed if self._trained.lora else weights
-    state = _placed(jax.eval_shape(self._fresh, start), self._layout)
-    reference = None
-    if self._has_reference:
-      layout = sharding.param_shardings(fixed, self.mesh)
-      reference = _placed(fixed, layout)
-    batch, _ = jax.eval_shape(
-      self._annotate, packed, state, reference, self._algorithm
-    )
-    lowered = self._update.lower(
-      dataclasses.replace(state, frozen=None),
-      _placed(batch, jax.tree.map(lambda _: self._rows, batch)),
-      np.arange(self._config.updates.minibatch_size, dtype=np.int32),
-      self._algorithm,
-      self._numbers_at(0),
-      state.frozen,
-    )
-    return state, reference, lowered
-
-  def abstract_state(self, state: state_lib.TrainState) -> state_lib.TrainState:
-    """A tree like those in the checkpoints of the run, to restore one."""
-    published = (state.policy.params,) * self._config.rollout.steps_ahead
-    return dataclasses.replace(state, published=published, frozen=None)
-
-  def abstract_policy_params(self) -> Any:
-    """Shapes and layout of the policy's trained weights."""
-    weights = jax.eval_shape(self.policy.init, jax.random.key(0))
-    state = _placed(jax.eval_shape(self._fresh, weights), self._layout)
-    return state.policy.params
-
-  def copy_policy(self, state: state_lib.TrainState) -> functional.Params:
-    """The policy's trained weights, for longer than until the next update."""
-    return self._copy(state.policy.params)
-
-  def merged_params(
-    self,
-    state: state_lib.TrainState,
-    params: functional.Params | None = None,
-  ) -> functional.Params:
-    """Weights for `self.policy`: those that play, and those for others.
-
-    Adapters are merged into copies of their matrices; without adapters nothing
-    is copied.
-
-    Args:
-      state: of the run.
-      params: trained weights of an earlier policy; None: those of the state.
-    """
-    if params is None:
-      params = state.policy.params
-    merge = self._merged if state.frozen is None else self._merge
-    return merge(state.frozen, params)
+    # Donated, so that no second copy of the weights is made.
+    init = jax.jit(self._init, donate_argnums=0, out_shardings=self._layout)
+    return init(params)
 
   def reference(self) -> functional.Params | None:
-    """The frozen reference: its own directory, or the start of the run.
+    """Returns the frozen reference: its own directory, or the run's start.
 
-    None under adapters whose base it is: the state has it.
+    None under adapters whose base is the reference: the state holds it.
     """
-    model = self._config.model
-    if not self._has_reference:
+    if not self._has_own_reference:
       return None
-    path = model.reference_path or model.path
-    params = weights_lib.frozen(self._config, path, self.policy, self.mesh)
-    return memory.on_host(params) if self._reference_waits else params
-
-  @property
-  def _reference_waits(self) -> bool:
-    return self._config.model.reference_memory == 'host'
-
-  @property
-  def _has_reference(self) -> bool:
     model = self._config.model
-    return bool(not model.lora.rank or model.reference_path)
+    path = model.reference_path or model.path
+    params = weights_lib.load_frozen(self._config, path, self.policy, self.mesh)
+    return memory.on_host(params) if self._reference_on_host else params
+
+  def annotate(
+    self,
+    state: state_lib.TrainState,
+    packed: batch_lib.TokenBatch,
+    *,
+    reference: functional.Params | None,
+    old: functional.Params | None = None,
+  ) -> tuple[batch_lib.TokenBatch, dict[str, Any]]:
+    """Adds to a packed batch what updates read; see `annotate.annotate`.
+
+    Args:
+      state: the policy about to be updated, and the value model.
+      packed: this host's rows, as numpy arrays.
+      reference: from `reference()`.
+      old: trained weights of the policy in the ratio's denominator; None: those
+        of the state.
+    """
+    batch = distributed.from_local_rows(packed, self._rows)
+    if self._reference_on_host and reference is not None:
+      reference = memory.on_devices(reference)
+    return self._annotate(
+      state, batch, self._algorithm, reference=reference, old=old
+    )
+
+  def minibatches(
+    self, num_rows: int, step: int, epoch: int
+  ) -> list[np.ndarray]:
+    """Returns the rows of each minibatch of an epoch."""
+    return minibatches_lib.minibatch_rows(
+      num_rows,
+      size=self._config.updates.minibatch_size,
+      seed=self._config.seed,
+      step=step,
+      epoch=epoch,
+    )
+
+  def update(
+    self,
+    state: state_lib.TrainState,
+    batch: batch_lib.TokenBatch,
+    rows: np.ndarray,
+    step: int,
+  ) -> tuple[state_lib.TrainState, loss_lib.LossOutputs]:
+    """Takes one optimiser step on some rows; see `update.update`.
+
+    Args:
+      state: consumed, but for its frozen part.
+      batch: annotated.
+      rows: the rows of the minibatch, from `minibatches`.
+      step: the training step; the policy rests while the values warm up.
+    """
+    learns = step >= self._config.loss.value_warmup_steps
+    frozen = state.frozen
+    state, outputs = self._update_minibatch(
+      dataclasses.replace(state, frozen=None),
+      batch,
+      rows,
+      self._algorithm,
+      self._hyperparameters._replace(policy_learns=learns),
+      frozen,
+    )
+    return dataclasses.replace(state, frozen=frozen), outputs
+
+  def update_epochs(
+    self,
+    state: state_lib.TrainState,
+    batch: batch_lib.TokenBatch,
+    step: int,
+  ) -> tuple[state_lib.TrainState, dict[str, float]]:
+    """Makes all updates of a step, as `training/loop.py` does.
+
+    Returns:
+      The new state and the metrics of `summarize`.
+    """
+    outputs = []
+    for epoch in range(self._config.updates.num_epochs):
+      for rows in self.minibatches(len(batch.lengths_B), step, epoch):
+        state, output = self.update(state, batch, rows, step)
+        outputs.append(output)
+    return state, summarize(outputs)
+
+  def token_outputs(
+    self,
+    state: state_lib.TrainState,
+    tokens_BL: jax.Array,
+    *,
+    expert_ids: jax.Array | None = None,
+  ) -> functional.TokenOutputs:
+    """See `forward.token_outputs`; the rows are laid out like a batch's."""
+    return self._token_outputs(
+      forward.trained_params(state),
+      state.frozen,
+      tokens_BL,
+      expert_ids=expert_ids,
+    )
 
   @property
   def kl_coefficient(self) -> float:
-    """The weight of the divergence from the reference, in force now.
+    """The weight of the divergence from the reference, now.
 
-    With an adaptive controller it is state: a checkpoint must hold it.
+    With an adaptive controller it is state, and a checkpoint must hold it.
     """
     return float(self._algorithm.kl.coefficient)
 
@@ -245,7 +286,7 @@ class Learner:
 
     Args:
       kl: divergence in this step, nats per trajectory.
-      num_trajectories: of this step.
+      num_trajectories: valid trajectories of this step.
     """
     options = self._algorithm.kl
     self.kl_coefficient = kl_lib.CONTROLLERS[options.controller](
@@ -256,132 +297,127 @@ class Learner:
       horizon=options.horizon,
     )
 
-  def annotate(
-    self,
-    packed: batch_lib.TokenBatch,
-    state: state_lib.TrainState,
-    reference: functional.Params | None,
-    old: functional.Params | None = None,
-  ) -> tuple[batch_lib.TokenBatch, dict[str, Any]]:
-    """See `annotate.annotate`; the batch comes as numpy arrays."""
-    batch = distributed.from_local_rows(packed, self._rows)
-    if self._reference_waits and reference is not None:
-      reference = memory.on_devices(reference)
-    return self._annotate(batch, state, reference, self._algorithm, old)
+  def copy_policy(self, state: state_lib.TrainState) -> functional.Params:
+    """Copies the policy's trained weights, which an update will consume."""
+    return self._copy(state.policy.params)
 
-  def score(
+  def merged_params(
     self,
     state: state_lib.TrainState,
-    tokens_BL: jax.Array,
-    expert_ids: jax.Array | None = None,
-  ) -> functional.TokenOutputs:
-    """See `scoring.score`; the rows come laid out like those of a batch."""
-    return self._score(state, tokens_BL, expert_ids=expert_ids)
+    params: functional.Params | None = None,
+  ) -> functional.Params:
+    """Returns weights of `self.policy`, for decoding and for export.
 
-  def minibatches(
-    self, num_rows: int, step: int, epoch: int
-  ) -> list[np.ndarray]:
-    """Returns the row numbers of each minibatch of an epoch.
-
-    Every epoch is another permutation of all rows, derived from
-    (seed, step, epoch).
-    """
-    generator = np.random.default_rng((self._config.seed, step, epoch))
-    order = generator.permutation(num_rows).astype(np.int32)
-    return np.split(order, num_rows // self._config.updates.minibatch_size)
-
-  def update(
-    self,
-    state: state_lib.TrainState,
-    batch: batch_lib.TokenBatch,
-    rows: np.ndarray,
-    step: int,
-  ) -> tuple[state_lib.TrainState, tuple[Any, Any]]:
-    """Takes one optimiser step on a minibatch.
+    Adapters are merged into copies of their matrices; without adapters nothing
+    is copied.
 
     Args:
-      state: consumed, but for its frozen weights.
-      batch: an annotated batch.
-      rows: the row numbers of the minibatch, see `minibatches`.
-      step: steps of the run before this one.
-
-    Returns:
-      The new state and a report on devices, for `summarize`.
+      state: the run's state.
+      params: trained weights of an earlier policy; None: those of the state.
     """
-    frozen, state = state.frozen, dataclasses.replace(state, frozen=None)
-    state, *report = self._update_minibatch(
-      state, batch, rows, self._algorithm, self._numbers_at(step), frozen
-    )
-    return dataclasses.replace(state, frozen=frozen), tuple(report)
+    if params is None:
+      params = state.policy.params
+    merge = self._merge_adapters if state.frozen is None else self._merge
+    return merge(state.frozen, params)
 
-  def update_epochs(
-    self,
-    state: state_lib.TrainState,
-    batch: batch_lib.TokenBatch,
-    step: int,
-  ) -> tuple[state_lib.TrainState, dict[str, float]]:
-    """Makes all updates of a step, as `training.loop` does.
+  def abstract_state(self, state: state_lib.TrainState) -> state_lib.TrainState:
+    """Returns a tree like those in the run's checkpoints, to restore one."""
+    published = (state.policy.params,) * self._config.rollout.steps_ahead
+    return dataclasses.replace(state, published=published, frozen=None)
+
+  def abstract_policy_params(self) -> Any:
+    """Returns shapes and layouts of the policy's trained weights."""
+    weights = jax.eval_shape(self.policy.init, jax.random.key(0))
+    state = _with_shardings(jax.eval_shape(self._init, weights), self._layout)
+    return state.policy.params
+
+  def lower_update(
+    self, packed: batch_lib.TokenBatch
+  ) -> tuple[state_lib.TrainState, functional.Params | None, Any]:
+    """Lowers an update from shapes alone: nothing is loaded or computed.
 
     Args:
-      state: consumed, but for its frozen weights.
-      batch: an annotated batch.
-      step: steps of the run before this one.
+      packed: shapes of a packed batch.
 
     Returns:
-      The new state and the metrics of `summarize`.
+      Shapes and layouts of state and reference, and the lowered update.
     """
-    reports = []
-    for epoch in range(self._config.updates.num_epochs):
-      for rows in self.minibatches(len(batch.lengths_B), step, epoch):
-        state, report = self.update(state, batch, rows, step)
-        reports.append(report)
-    return state, summarize(reports)
-
-  def _merged(self, frozen, params):
-    return self._trained.merge_adapters(
-      state_lib.join_frozen(self._trained, frozen, params)
+    weights = jax.eval_shape(self.policy.init, jax.random.key(0))
+    fixed = jax.eval_shape(
+      lambda params: precision.cast(params, self.policy.config.dtype), weights
     )
-
-  def _update_rows(
-    self, state, batch, rows, algorithm, numbers, frozen=None, **static
-  ):
-    """Updates on some rows of a batch.
-
-    One program, because taking the rows apart from the update would leave two
-    programs with collectives in flight, which can block each other on CPU.
-    """
-    taken = jax.tree.map(
-      lambda x: jax.lax.with_sharding_constraint(x[rows], self._rows), batch
+    start = weights if self._policy.lora is None else fixed
+    state = _with_shardings(jax.eval_shape(self._init, start), self._layout)
+    reference = None
+    if self._has_own_reference:
+      layout = sharding.param_shardings(fixed, self.mesh)
+      reference = _with_shardings(fixed, layout)
+    batch, _ = jax.eval_shape(
+      self._annotate, state, packed, self._algorithm, reference=reference
     )
-    return update_lib.update(state, taken, algorithm, numbers, frozen, **static)
+    lowered = self._update.lower(
+      dataclasses.replace(state, frozen=None),
+      _with_shardings(batch, jax.tree.map(lambda _: self._rows, batch)),
+      np.arange(self._config.updates.minibatch_size, dtype=np.int32),
+      self._algorithm,
+      self._hyperparameters,
+      state.frozen,
+    )
+    return state, reference, lowered
 
-  def _numbers_at(self, step: int):
-    """The update's runtime numbers; the policy rests while values warm up."""
-    learns = step >= self._config.loss.value_warmup_steps
-    return {**self._numbers, 'policy_learns': learns}
+  @property
+  def _reference_on_host(self) -> bool:
+    return self._config.model.reference_memory == 'host'
+
+  @property
+  def _has_own_reference(self) -> bool:
+    model = self._config.model
+    return bool(not model.lora.rank or model.reference_path)
+
+  def _merge_adapters(self, frozen, params):
+    joined = state_lib.join_frozen(self._policy, frozen, params)
+    return self._policy.merge_adapters(joined)
 
 
-def _placed(shapes, layouts):
-  """Shapes that know their layouts."""
+def summarize(outputs: Sequence[loss_lib.LossOutputs]) -> dict[str, float]:
+  """Returns the metrics of a step: means over its updates, ratios pooled."""
+  metrics, diagnostics = zip(*jax.device_get(outputs))
+  means = {
+    name: float(np.mean([update[name] for update in metrics]))
+    for name in metrics[0]
+  }
+  pooled = functools.reduce(diagnostics_lib.merge, diagnostics)
+  return means | diagnostics_lib.summarize(pooled)
+
+
+def _update_rows(
+  state,
+  batch,
+  rows,
+  algorithm,
+  hyperparameters,
+  frozen=None,
+  *,
+  rows_sharding,
+  spec,
+):
+  """Updates on some rows of a batch; see `update.update`.
+
+  Selecting the rows is part of the program: as two programs in flight, both
+  with collectives, they can block each other on CPU devices.
+  """
+  minibatch = jax.tree.map(
+    lambda x: jax.lax.with_sharding_constraint(x[rows], rows_sharding), batch
+  )
+  return update_lib.update(
+    state, minibatch, algorithm, hyperparameters, frozen, spec=spec
+  )
+
+
+def _with_shardings(shapes, layouts):
+  """Attaches layouts to shapes."""
   return jax.tree.map(
     lambda s, layout: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=layout),
     shapes,
     layouts,
   )
-
-
-def summarize(reports: Sequence[tuple[Any, Any]]) -> dict[str, float]:
-  """Returns the metrics of a step's updates: means, and pooled ratios.
-
-  Waits until the updates are done.
-
-  Args:
-    reports: of `Learner.update`, at least one.
-  """
-  metrics, diagnostics = zip(*jax.device_get(list(reports)))
-  means = {
-    name: float(np.mean([report[name] for report in metrics]))
-    for name in metrics[0]
-  }
-  pooled = functools.reduce(diagnostics_lib.merge, diagnostics)
-  return means | diagnostics_lib.summarize(pooled)

@@ -1,7 +1,7 @@
 """The load-balance loss of a policy with experts, over a whole minibatch.
 
-B rows of a minibatch or of a part of it, L tokens, X experts. Rows without loss
-tokens, such as failed ones, count nowhere.
+B rows of a minibatch or of one of its microbatches, L tokens, X experts. Rows
+without loss tokens, such as failed trajectories, count nowhere.
 """
 
 import jax
@@ -16,29 +16,32 @@ Array = jax.Array
 
 def loss(
   probs_BX: Array,
-  part: batch_lib.TokenBatch,
+  microbatch: batch_lib.TokenBatch,
   *,
-  of: batch_lib.TokenBatch,
-  visited: int,
+  minibatch: batch_lib.TokenBatch,
+  experts_per_token: int,
 ) -> Array:
-  """The share of a microbatch in `moe.load_balance`; shares add up.
+  """Returns a microbatch's share of `moe.load_balance`; the shares add up.
 
-  The load is that of the old policy's pass over the minibatch. With routing
-  replay, and before the first update, it is that of this pass too.
+  The load (how often each expert was visited) is data: it was counted over the
+  minibatch in the old policy's pass. With routing replay, and before the first
+  update, it is also the load of this pass.
 
   Args:
-    probs_BX: of the microbatch, see `moe.Routing`; the gradient is of them.
-    part: the microbatch.
-    of: the minibatch.
-    visited: E, experts that a token visits.
+    probs_BX: router probabilities of the microbatch, see `moe.Routing`; the
+      gradient flows through them.
+    microbatch: the rows of `probs_BX`.
+    minibatch: all rows, with `expert_visits_BX`.
+    experts_per_token: experts that each token visits.
   """
-  visits_X = jnp.sum(_of_rows(of.expert_visits_BX, of), axis=0)
-  probs_X = jnp.sum(_of_rows(probs_BX, part), axis=0)
-  tokens = jnp.sum(visits_X) / visited
+  visits_BX = _valid_rows(minibatch.expert_visits_BX, minibatch)
+  visits_X = jnp.sum(visits_BX, axis=0)
+  probs_X = jnp.sum(_valid_rows(probs_BX, microbatch), axis=0)
+  tokens = jnp.sum(visits_X) / experts_per_token
   return moe.load_balance(visits_X, probs_X, tokens)
 
 
-def _of_rows(x_BX: Array, batch: batch_lib.TokenBatch) -> Array:
-  """The rows that count, others 0."""
-  rows_B = jnp.any(batch.loss_mask_BL, axis=1)
-  return masking.select(x_BX, jnp.broadcast_to(rows_B[:, None], x_BX.shape))
+def _valid_rows(x_BX: Array, batch: batch_lib.TokenBatch) -> Array:
+  """Sets the rows without loss tokens to 0."""
+  valid_B = jnp.any(batch.loss_mask_BL, axis=1)
+  return masking.select(x_BX, jnp.broadcast_to(valid_B[:, None], x_BX.shape))

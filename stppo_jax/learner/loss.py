@@ -1,13 +1,12 @@
-"""The losses of a minibatch and their gradients, in however many parts.
+"""The loss of a microbatch: policy, value and load-balance terms.
 
-M minibatch rows, cut into n microbatches of M / n rows; L tokens. Everything is
-divided by counts of the whole minibatch and every statistic the loss needs is
-formed over the whole minibatch, so that cutting it changes nothing.
+Every term is divided by a count of the whole minibatch, and every statistic
+that the loss reads is formed over the whole minibatch, so splitting the
+minibatch into microbatches changes nothing.
+
+B rows of a microbatch, L tokens.
 """
 
-from collections.abc import Mapping
-import dataclasses
-import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -15,11 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.learner import forward
 from stppo_jax.learner import load_balance
 from stppo_jax.learner import microbatches as microbatches_lib
+from stppo_jax.learner import optimizer as optimizer_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
-from stppo_jax.models import precision
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
@@ -30,44 +30,53 @@ Array = jax.Array
 Tree = Any
 
 
-class Gradients(NamedTuple):
-  """Of one minibatch; float32, laid out as the parameters.
+class UpdateSpec(NamedTuple):
+  """What an update compiles in: models, optimisers and static sizes.
 
   Attributes:
-    policy: of the policy's loss, corrected.
-    value: of the value loss; None without a value model.
-    metrics: scalars, the losses among them.
-    diagnostics: mergeable, of the ratios.
+    policy: the policy model.
+    value: the value model; None where the algorithm needs none, and where the
+      policy has the value head (one shared backbone).
+    policy_optimizer, value_optimizer: see `optimizer.from_config`.
+    temperature: the sampling temperature.
+    num_turns: the largest number of turns of a trajectory.
+    num_microbatches: microbatches of a minibatch; divides its rows.
   """
 
-  policy: functional.Params
-  value: functional.Params | None
-  metrics: dict[str, Array]
-  diagnostics: diagnostics_lib.Diagnostics
+  policy: functional.Model
+  value: functional.Model | None
+  policy_optimizer: optimizer_lib.Optimizer
+  value_optimizer: optimizer_lib.Optimizer
+  temperature: float
+  num_turns: int
+  num_microbatches: int
 
 
-class Weights(NamedTuple):
-  """What losses are computed with, in the dtype of the activations.
+class Coefficients(NamedTuple):
+  """Runtime numbers of the loss; another value does not recompile.
 
   Attributes:
-    policy, value: what is trained; the latter None without a value model.
-    frozen: the base under adapters; None without.
+    entropy: weight of the entropy bonus.
+    value_clip: distance from the old value that is trusted.
+    value: weight of the value loss where one backbone learns both losses.
+    load_balance: weight of the load-balance loss of a policy with experts.
   """
 
-  policy: functional.Params
-  value: functional.Params | None
-  frozen: functional.Params | None
+  entropy: Array | float
+  value_clip: Array | float
+  value: Array | float
+  load_balance: Array | float
 
 
-class Whole(NamedTuple):
-  """What a microbatch must know of its minibatch.
+class MinibatchContext(NamedTuple):
+  """What a microbatch reads of its whole minibatch.
 
   Attributes:
     batch: the minibatch.
-    count: see `aggregation.aggregate_count`.
-    value_count: tokens with a value that is learned, at least 1.
-    statistics: see `losses.minibatch_statistics`; None: the microbatch is all
-      of it, and forms its own.
+    count: the policy loss's denominator, see `aggregation.aggregate_count`.
+    value_count: the value loss's denominator: trained values, at least 1.
+    statistics: see `losses.minibatch_statistics`; None where the microbatch is
+      the whole minibatch, or where the algorithm reads none.
   """
 
   batch: batch_lib.TokenBatch
@@ -76,234 +85,188 @@ class Whole(NamedTuple):
   statistics: losses.Statistics | None
 
 
-class Sums(NamedTuple):
-  """Over microbatches; they add up over parts of a minibatch.
+class LossOutputs(NamedTuple):
+  """What the loss reports beside its value; sums over microbatches add up.
 
   Attributes:
-    parts: gradients of the policy's losses, by name, see
-      `gradients.pull_backs`.
-    value: gradient of the value loss; None without a value model.
-    metrics: scalars, losses among them.
+    metrics: scalars.
+    diagnostics: ratio statistics, see `diagnostics.merge`.
   """
 
-  parts: dict[str, functional.Params]
-  value: functional.Params | None
   metrics: dict[str, Array]
+  diagnostics: diagnostics_lib.Diagnostics
 
 
-@dataclasses.dataclass(frozen=True)
-class Losses:
-  """Of policy and value model.
+def loss(
+  params: forward.TrainedParams,
+  frozen: functional.Params | None,
+  microbatch: batch_lib.TokenBatch,
+  context: MinibatchContext,
+  algorithm: algorithm_lib.Algorithm,
+  coefficients: Coefficients,
+  *,
+  spec: UpdateSpec,
+) -> tuple[Array, LossOutputs]:
+  """Returns the share of a microbatch in the minibatch's loss.
 
-  Attributes:
-    policy, value: models; the value model is None where the row has none, and
-      where the policy has the value head.
-    temperature: of sampling.
-    num_turns: the most turns of a row.
+  Args:
+    params: trained weights in the dtype of the activations; see
+      `forward.cast_params`.
+    frozen: the base under adapters; None where everything is trained.
+    microbatch: annotated rows.
+    context: from `minibatch_context` of the rows' minibatch.
+    algorithm: its numbers are leaves.
+    coefficients: runtime numbers.
+    spec: static.
+  """
+  terms, outputs = loss_terms(
+    params, frozen, microbatch, context, algorithm, coefficients, spec=spec
+  )
+  return terms.policy + terms.other, outputs
+
+
+def loss_terms(
+  params: forward.TrainedParams,
+  frozen: functional.Params | None,
+  microbatch: batch_lib.TokenBatch,
+  context: MinibatchContext,
+  algorithm: algorithm_lib.Algorithm,
+  coefficients: Coefficients,
+  *,
+  spec: UpdateSpec,
+) -> tuple[gradients_lib.LossTerms, LossOutputs]:
+  """Returns the terms of `loss` before they are added; the same arguments.
+
+  The bias term is 0 unless the algorithm divides by its gradient's norm.
+  """
+  outputs = _policy_outputs(params.policy, frozen, microbatch, spec)
+  policy = losses.policy_loss(
+    algorithm,
+    outputs.logprobs_BL,
+    outputs.entropy_BL,
+    microbatch,
+    statistics=context.statistics,
+    count=context.count,
+    entropy_coefficient=coefficients.entropy,
+    num_turns=spec.num_turns,
+  )
+  diagnostics = diagnostics_lib.policy_diagnostics(
+    algorithm,
+    policy,
+    outputs.logprobs_BL,
+    outputs.entropy_BL,
+    microbatch,
+    num_turns=spec.num_turns,
+  )
+  other = policy.other
+  metrics = {'actor/pg_loss': policy.policy, 'actor/kl_loss': policy.kl}
+
+  values_BL, value_coefficient = outputs.values_BL, coefficients.value
+  if spec.value is not None:
+    assert params.value is not None  # both come from one config
+    values_BL = spec.value.values(
+      state_lib.join_frozen(spec.value, frozen, params.value),
+      microbatch.tokens_BL,
+      lengths_B=microbatch.lengths_B,
+      loss_positions_BM=microbatch.loss_positions_BM,
+    )
+    # A value model of its own has a learning rate of its own.
+    value_coefficient = 1.0
+  if values_BL is not None:
+    value = losses.value_loss(
+      values_BL,
+      microbatch.values_BL,
+      microbatch.returns_BL,
+      microbatch.value_mask_BL,
+      clip=coefficients.value_clip,
+      weights_BL=policy.value_weights_BL,
+    )
+    value_loss = value.total / context.value_count
+    other += value_coefficient * value_loss
+    metrics['critic/vf_loss'] = value_loss
+    metrics['critic/vf_clipfrac'] = value.clipped / context.value_count
+  if outputs.routing is not None:
+    balance = load_balance.loss(
+      outputs.routing.probs_BX,
+      microbatch,
+      minibatch=context.batch,
+      experts_per_token=spec.policy.config.num_experts_per_tok,
+    )
+    other += coefficients.load_balance * balance
+    metrics['actor/load_balance'] = balance
+  terms = gradients_lib.LossTerms(policy.policy, policy.bias, other)
+  return terms, LossOutputs(metrics, diagnostics)
+
+
+def policy_outputs(
+  params: forward.TrainedParams,
+  frozen: functional.Params | None,
+  microbatches: batch_lib.TokenBatch,
+  *,
+  spec: UpdateSpec,
+) -> tuple[Array, Array]:
+  """Returns log-probabilities and entropy of all microbatches, no gradient.
+
+  This is the additional forward pass that an algorithm with minibatch
+  statistics costs; see `minibatch_context`.
+
+  Args:
+    params, frozen, spec: see `loss`.
+    microbatches: arrays with leading axes (n, B / n).
+
+  Returns:
+    Two arrays [n, B / n, L].
   """
 
-  policy: functional.Model
-  value: functional.Model | None
-  temperature: float
-  num_turns: int
+  def step(_, microbatch):
+    outputs = _policy_outputs(params.policy, frozen, microbatch, spec)
+    return None, (outputs.logprobs_BL, outputs.entropy_BL)
 
-  def weights(
-    self, state: state_lib.TrainState, frozen: functional.Params | None
-  ) -> Weights:
-    """Those of a state, cast once for all microbatches."""
-    value = None if self.value is None else state.value.params
-    return Weights(
-      *(
-        precision.cast(params, self.policy.config.dtype)
-        for params in (state.policy.params, value, frozen)
-      )
-    )
-
-  def score(
-    self,
-    weights: Weights,
-    part: batch_lib.TokenBatch,
-    params: functional.Params | None = None,
-  ) -> functional.TokenOutputs:
-    """What the policy says of some rows; `params` in place of its weights."""
-    params = weights.policy if params is None else params
-    return self.policy.token_outputs(
-      state_lib.join_frozen(self.policy, weights.frozen, params),
-      part.tokens_BL,
-      lengths_B=part.lengths_B,
-      loss_positions_BM=part.loss_positions_BM,
-      expert_ids=part.expert_ids,
-      temperature=self.temperature,
-      values_everywhere=False,  # values are trained at loss positions only
-    )
-
-  def looks_first(
-    self, algorithm: algorithm_lib.Algorithm, batch: batch_lib.TokenBatch
-  ) -> bool:
-    """Whether parts of a minibatch need `scores` of all of it."""
-    zeros_BL = jnp.zeros(batch.loss_mask_BL.shape, jnp.float32)
-    found = jax.eval_shape(
-      self._statistics, algorithm, zeros_BL, zeros_BL, batch
-    )
-    return bool(jax.tree.leaves(found))
-
-  def scores(
-    self, weights: Weights, microbatches: batch_lib.TokenBatch
-  ) -> tuple[Array, Array]:
-    """Log-probabilities and entropy of each microbatch, without gradient."""
-    _, found = jax.lax.scan(
-      lambda _, part: (None, self.score(weights, part)[:2]), None, microbatches
-    )
-    return found
-
-  def whole(
-    self,
-    algorithm: algorithm_lib.Algorithm,
-    batch: batch_lib.TokenBatch,
-    scores: tuple[Array, Array] | None,
-    *,
-    cut: bool,
-  ) -> Whole:
-    """What microbatches must know.
-
-    Args:
-      algorithm: the row.
-      batch: the minibatch.
-      scores: of all its microbatches; None where `looks_first` is False.
-      cut: whether there are several.
-    """
-    statistics = None
-    if cut:
-      if scores is None:
-        zeros_BL = jnp.zeros(batch.loss_mask_BL.shape, jnp.float32)
-        found = zeros_BL, zeros_BL
-      else:
-        found = microbatches_lib.joined(scores)
-      statistics = self._statistics(algorithm, *found, batch)
-    count = aggregation.aggregate_count(
-      batch, num_turns=self.num_turns, **algorithm.aggregate.arguments()
-    )
-    value_count = jnp.maximum(jnp.sum(batch.value_mask_BL), 1)
-    return Whole(batch, count, value_count, statistics)
-
-  def sums(
-    self,
-    weights: Weights,
-    whole: Whole,
-    algorithm: algorithm_lib.Algorithm,
-    numbers: Mapping[str, Any],
-    microbatches: batch_lib.TokenBatch,
-  ) -> tuple[Sums, diagnostics_lib.Diagnostics]:
-    """Over microbatches, and the stacked diagnostics of each.
-
-    Args:
-      weights, whole: from the methods of those names.
-      algorithm, numbers: see `step.update`.
-      microbatches: from `accumulation.cut`; all of the minibatch, or some.
-    """
-    return microbatches_lib.summed(
-      functools.partial(self._measure, weights, whole, algorithm, numbers),
-      microbatches,
-    )
-
-  def _measure(self, weights, whole, algorithm, numbers, part):
-    policy_parts = functools.partial(
-      self._policy_parts, weights, whole, algorithm, numbers, part
-    )
-    heads, pull, (scalars, weights_BL, diagnostics) = jax.vjp(
-      policy_parts, weights.policy, has_aux=True
-    )
-    parts = {
-      name: pull({head: jnp.float32(head in cotangent) for head in heads})[0]
-      for name, cotangent in gradients_lib.pull_backs(algorithm).items()
-    }
-    value_gradient = None
-    if self.value is not None:
-
-      def value_part(params):
-        values_BL = self.value.values(
-          state_lib.join_frozen(self.value, weights.frozen, params),
-          part.tokens_BL,
-          lengths_B=part.lengths_B,
-          loss_positions_BM=part.loss_positions_BM,
-        )
-        return _value_part(values_BL, part, weights_BL, whole, numbers)
-
-      (value_loss, clipped), value_gradient = jax.value_and_grad(
-        value_part, has_aux=True
-      )(weights.value)
-      scalars |= {'critic/vf_loss': value_loss, 'critic/vf_clipfrac': clipped}
-    parts, value_gradient = microbatches_lib.summand(
-      (parts, value_gradient), self.policy.mesh
-    )
-    return Sums(parts, value_gradient, scalars), diagnostics
-
-  def _policy_parts(self, weights, whole, algorithm, numbers, part, params):
-    logprobs_BL, entropy_BL, values_BL, routing = self.score(
-      weights, part, params
-    )
-    loss = losses.policy_loss(
-      algorithm,
-      logprobs_BL,
-      entropy_BL,
-      part,
-      statistics=whole.statistics,
-      count=whole.count,
-      entropy_coefficient=numbers['entropy_coefficient'],
-      num_turns=self.num_turns,
-    )
-    diagnostics = diagnostics_lib.policy_diagnostics(
-      algorithm, loss, logprobs_BL, entropy_BL, part, num_turns=self.num_turns
-    )
-    heads = {'policy': loss.policy, 'bias': loss.bias, 'other': loss.other}
-    scalars = {'actor/pg_loss': loss.policy, 'actor/kl_loss': loss.kl}
-    if self.policy.head == 'both':
-      value_loss, clipped = _value_part(
-        values_BL, part, loss.value_weights_BL, whole, numbers
-      )
-      # Among the rest: a correction of the policy's gradient leaves it alone.
-      heads['other'] += numbers['value_coefficient'] * value_loss
-      scalars |= {'critic/vf_loss': value_loss, 'critic/vf_clipfrac': clipped}
-    if routing is not None:
-      balance = load_balance.loss(
-        routing.probs_BX,
-        part,
-        of=whole.batch,
-        visited=self.policy.config.num_experts_per_tok,
-      )
-      heads['other'] += numbers['load_balance_coefficient'] * balance
-      scalars['actor/load_balance'] = balance
-    return heads, (scalars, loss.value_weights_BL, diagnostics)
-
-  def _statistics(self, algorithm, logprobs_BL, entropy_BL, batch):
-    return losses.minibatch_statistics(
-      algorithm, logprobs_BL, entropy_BL, batch, num_turns=self.num_turns
-    )
+  _, outputs = jax.lax.scan(step, None, microbatches)
+  return outputs
 
 
-def combined(
+def minibatch_context(
+  batch: batch_lib.TokenBatch,
   algorithm: algorithm_lib.Algorithm,
-  sums: Sums,
-  stacked: diagnostics_lib.Diagnostics,
-) -> Gradients:
-  """What an update follows, of the sums over the whole minibatch."""
-  policy_gradient, corrected = gradients_lib.combine(algorithm, sums.parts)
-  return Gradients(
-    policy_gradient,
-    sums.value,
-    sums.metrics | corrected,
-    diagnostics_lib.merge_stacked(stacked),
+  outputs: tuple[Array, Array] | None = None,
+  *,
+  spec: UpdateSpec,
+) -> MinibatchContext:
+  """Forms what every microbatch reads of its whole minibatch.
+
+  Args:
+    batch: the minibatch.
+    algorithm: see `loss`.
+    outputs: from `policy_outputs`; None where the minibatch is one microbatch,
+      or the algorithm has no `uses_minibatch_statistics`.
+    spec: static.
+  """
+  statistics = None
+  if outputs is not None:
+    logprobs_BL, entropy_BL = microbatches_lib.join(outputs)
+    statistics = losses.minibatch_statistics(
+      algorithm, logprobs_BL, entropy_BL, batch, num_turns=spec.num_turns
+    )
+  count = aggregation.aggregate_count(
+    batch, num_turns=spec.num_turns, **algorithm.aggregate.arguments()
   )
+  value_count = jnp.maximum(jnp.sum(batch.value_mask_BL), 1)
+  return MinibatchContext(batch, count, value_count, statistics)
 
 
-def _value_part(values_BL, part, weights_BL, whole, numbers):
-  """Shares of the value loss and of what it clips."""
-  loss = losses.value_loss(
-    values_BL,
-    part.values_BL,
-    part.returns_BL,
-    part.value_mask_BL,
-    clip=numbers['value_clip'],
-    weights_BL=weights_BL,
+def _policy_outputs(
+  params: functional.Params,
+  frozen: functional.Params | None,
+  microbatch: batch_lib.TokenBatch,
+  spec: UpdateSpec,
+) -> functional.TokenOutputs:
+  return spec.policy.token_outputs(
+    state_lib.join_frozen(spec.policy, frozen, params),
+    microbatch.tokens_BL,
+    lengths_B=microbatch.lengths_B,
+    loss_positions_BM=microbatch.loss_positions_BM,
+    expert_ids=microbatch.expert_ids,
+    temperature=spec.temperature,
+    values_everywhere=False,  # values are trained at loss positions only
   )
-  return loss.total / whole.value_count, loss.clipped / whole.value_count

@@ -1,6 +1,6 @@
-"""Rows cut into microbatches, and sums over them.
+"""Splits rows into microbatches and accumulates over them.
 
-M rows, cut into n microbatches of M / n rows.
+n microbatches of B / n rows each.
 """
 
 from collections.abc import Callable
@@ -15,74 +15,78 @@ Array = jax.Array
 Tree = Any
 
 
-def cut(rows: Tree, num_microbatches: int) -> Tree:
-  """[M, ...] -> [n, M / n, ...] of every leaf; i has rows i, i + n, ...
+def split(rows: Tree, num_microbatches: int) -> Tree:
+  """Reshapes every leaf from [B, ...] to [n, B / n, ...].
 
-  Interleaved, so that each device cuts its own rows.
+  Microbatch i holds the rows i, i + n, i + 2n, ...: interleaved, because the
+  devices of a mesh hold contiguous rows, and so each device splits its own.
   """
   return jax.tree.map(
-    lambda x_M: x_M.reshape(-1, num_microbatches, *x_M.shape[1:]).swapaxes(
-      0, 1
-    ),
+    lambda x: x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1),
     rows,
   )
 
 
-def joined(microbatches: Tree) -> Tree:
-  """The inverse of `cut`."""
+def join(microbatches: Tree) -> Tree:
+  """Inverts `split`: [n, B / n, ...] to [B, ...]."""
   return jax.tree.map(
-    lambda x_nm: x_nm.swapaxes(0, 1).reshape(-1, *x_nm.shape[2:]),
-    microbatches,
+    lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), microbatches
   )
 
 
-def each(
-  ask: Callable[[Tree], Tree], rows: Tree, num_microbatches: int
+def map_rows(
+  function: Callable[[Tree], Tree], rows: Tree, num_microbatches: int
 ) -> Tree:
-  """`ask(rows)`, a microbatch after the other; no loop for a single one.
+  """Applies a function to the rows, one microbatch after the other.
 
   Args:
-    ask: what is found has a row for each row asked about.
-    rows: arrays [M, ...].
-    num_microbatches: divides M.
+    function: maps arrays [B / n, ...] to arrays [B / n, ...].
+    rows: arrays [B, ...].
+    num_microbatches: n; divides B. 1 calls the function without a loop.
   """
   if num_microbatches == 1:
-    return ask(rows)
-  _, found = jax.lax.scan(
-    lambda _, part: (None, ask(part)), None, cut(rows, num_microbatches)
+    return function(rows)
+  _, outputs = jax.lax.scan(
+    lambda _, microbatch: (None, function(microbatch)),
+    None,
+    split(rows, num_microbatches),
   )
-  return joined(found)
+  return join(outputs)
 
 
-def summed(
-  measure: Callable[[Tree], tuple[Tree, Tree]], microbatches: Tree
+def accumulate(
+  function: Callable[[Tree], tuple[Tree, Tree]], microbatches: Tree
 ) -> tuple[Tree, Tree]:
-  """Sums over microbatches, and what is stacked; no loop for a single one.
+  """Sums one output of a function over microbatches and stacks the other.
 
   Args:
-    measure: of one microbatch: what is summed, and what is stacked.
-    microbatches: from `cut`.
+    function: maps a microbatch to (what is summed, what is stacked).
+    microbatches: arrays [n, B / n, ...] from `split`; n = 1 takes no loop.
+
+  Returns:
+    The sums, and the stacked outputs with a leading axis n.
   """
   first = jax.tree.map(lambda x: x[0], microbatches)
   if len(jax.tree.leaves(microbatches)[0]) == 1:
-    sums, extra = measure(first)
-    return sums, jax.tree.map(lambda x: x[None], extra)
-  shapes, _ = jax.eval_shape(measure, first)
+    sums, outputs = function(first)
+    return sums, jax.tree.map(lambda x: x[None], outputs)
+  shapes, _ = jax.eval_shape(function, first)
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
-  def add(sums, part):
-    new, extra = measure(part)
-    return jax.tree.map(jnp.add, sums, new), extra
+  def add(sums, microbatch):
+    new, outputs = function(microbatch)
+    return jax.tree.map(jnp.add, sums, new), outputs
 
   return jax.lax.scan(add, zeros, microbatches)
 
 
-def summand(gradient: Tree, mesh: jax.sharding.Mesh | None) -> Tree:
-  """A gradient in float32, each part on the devices that hold its weight.
+def to_accumulator(gradient: Tree, mesh: jax.sharding.Mesh | None) -> Tree:
+  """Casts a gradient to float32 and lays it out like the parameters.
 
-  Said, not left to the compiler: sums over microbatches lie like the weights.
-  How devices add up what they found is left to it: the one for CPUs has each of
-  them add all of it, and keep its part.
+  Without the constraint the compiler may keep the sum over microbatches
+  replicated, which costs every device the memory of the whole gradient. How the
+  devices reduce their shares is left to the compiler: on CPU it all-reduces and
+  slices, on accelerators it reduce-scatters.
   """
   gradient = jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
   return sharding.laid_out(gradient, mesh)

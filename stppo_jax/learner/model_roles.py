@@ -1,4 +1,6 @@
-"""Which models a run trains: their heads, backbones and adapters."""
+"""Builds the models that a run trains: their heads, backbones and adapters."""
+
+from typing import NamedTuple
 
 import jax
 
@@ -7,33 +9,46 @@ from stppo_jax.models import functional
 from stppo_jax.models import lora
 
 
+class Models(NamedTuple):
+  """The models of a run.
+
+  Attributes:
+    policy: the policy; with a shared backbone it has the value head too.
+    value: a value model with layers, or adapters, of its own; None with a
+      shared backbone, and for an algorithm that uses no values.
+  """
+
+  policy: functional.Model
+  value: functional.Model | None
+
+
 def build(
   config,
   shape: model_config.ModelConfig,
   mesh: jax.sharding.Mesh,
   *,
   uses_values: bool,
-) -> dict[str, functional.Model | None]:
-  """The models 'policy' and 'value'.
-
-  A value model has layers, or adapters, of its own. With a shared backbone it
-  is None, and the policy has both heads.
+) -> Models:
+  """Builds the models of a config.
 
   Args:
-    config: of the run.
-    shape: of both.
-    mesh: of the run.
-    uses_values: whether the row's advantages need values.
+    config: the run's config.
+    shape: the shape of both models.
+    mesh: the mesh that both are laid out on.
+    uses_values: whether the algorithm's advantages need values.
 
   Raises:
-    ValueError: options of adapters that make no sense.
+    ValueError: adapter options that do not fit each other or the model.
   """
   options = config.model.lora.to_dict()
   adapters = lora.Lora(**options) if options['rank'] else None
-  chunk = config.updates.head_chunk
-  model = lambda head: functional.Model(shape, head, mesh, adapters, chunk)
+
+  def model(head: str) -> functional.Model:
+    chunk = config.updates.head_chunk
+    return functional.Model(shape, head, mesh, adapters, chunk)
+
   if not uses_values:
-    return {'policy': model('vocabulary'), 'value': None}
+    return Models(model('vocabulary'), None)
   if config.model.value_backbone == 'shared':
-    return {'policy': model('both'), 'value': None}
-  return {'policy': model('vocabulary'), 'value': model('scalar')}
+    return Models(model('both'), None)
+  return Models(model('vocabulary'), model('scalar'))

@@ -1,10 +1,11 @@
 """AdamW with its learning rate and weight decay as runtime numbers.
 
-Order, always: (correction of the gradient,) global-norm clip, Adam, decay.
+The order is always: correction of the gradient, global-norm clip, Adam, decay.
 """
 
 from collections.abc import Mapping
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,41 +16,65 @@ Tree = Any
 Optimizer = optax.GradientTransformation
 
 
-def build_optimizer(*, b1: float, b2: float, eps: float) -> Optimizer:
-  """Adam's direction; `apply_update` scales it."""
-  return optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
+class Hyperparameters(NamedTuple):
+  """Numbers of an optimiser step; another value does not recompile.
+
+  Attributes:
+    learning_rate: after the warm-up.
+    warmup_updates: updates over which the rate rises linearly from 0.
+    weight_decay: decoupled, as in AdamW.
+    max_grad_norm: the global norm that a gradient is clipped to.
+  """
+
+  learning_rate: Array | float
+  warmup_updates: Array | float
+  weight_decay: Array | float
+  max_grad_norm: Array | float
 
 
-def apply_update(
+def from_config(
+  section: Mapping[str, Any],
+) -> tuple[Optimizer, Hyperparameters]:
+  """Returns the optimiser of a config section, and its runtime numbers.
+
+  Args:
+    section: the fields of `Hyperparameters`, and Adam's b1, b2 and eps.
+  """
+  adam = {name: section[name] for name in ('b1', 'b2', 'eps')}
+  numbers = {name: float(section[name]) for name in Hyperparameters._fields}
+  return optax.scale_by_adam(**adam), Hyperparameters(**numbers)
+
+
+def apply_gradient(
   optimizer: Optimizer,
   params: Tree,
   state: optax.OptState,
   gradient: Tree,
   count: Array,
-  numbers: Mapping[str, Array | float],
+  hyperparameters: Hyperparameters,
 ) -> tuple[Tree, optax.OptState, dict[str, Array]]:
-  """One optimiser step.
+  """Takes one optimiser step.
 
   Args:
-    optimizer: from `build_optimizer`.
+    optimizer: gives the direction, such as `optax.scale_by_adam`.
     params: float32 weights.
-    state: of the optimiser.
-    gradient: of the loss.
-    count: updates done before this one; the rate warms up linearly, reaching
-      `learning_rate` at update number `warmup_updates`.
-    numbers: learning_rate, warmup_updates, weight_decay, max_grad_norm; may be
-      traced, so that another value does not recompile.
+    state: the optimiser's state.
+    gradient: float32, in the structure of the weights.
+    count: int32 scalar, updates done before this one; update number
+      `warmup_updates` is the first at the full learning rate.
+    hyperparameters: may be traced.
 
   Returns:
-    New weights, new state, and `grad_norm` (before clipping) and `lr`.
+    New weights, new state, and the metrics `grad_norm` (before clipping) and
+    `lr`.
   """
   norm = optax.tree.norm(gradient)
-  scale = jnp.minimum(1.0, numbers['max_grad_norm'] / (norm + 1e-6))
+  scale = jnp.minimum(1.0, hyperparameters.max_grad_norm / (norm + 1e-6))
   gradient = jax.tree.map(lambda g: g * scale, gradient)
   direction, state = optimizer.update(gradient, state, params)
-  warm = (count + 1) / jnp.maximum(numbers['warmup_updates'], 1)
-  rate = numbers['learning_rate'] * jnp.minimum(1.0, warm)
-  decay = numbers['weight_decay']
+  warmup = (count + 1) / jnp.maximum(hyperparameters.warmup_updates, 1)
+  rate = hyperparameters.learning_rate * jnp.minimum(1.0, warmup)
+  decay = hyperparameters.weight_decay
   params = jax.tree.map(
     lambda p, d: p - rate * (d + decay * p), params, direction
   )

@@ -1,11 +1,10 @@
 """One optimiser step of a policy on pairs of trajectories.
 
-P pairs, cut into microbatches; 2 = (preferred, dispreferred); L tokens.
-Order, always: global-norm clip, Adam.
+Q pairs, split into microbatches; 2 = (preferred, dispreferred); L tokens.
+The order is always: global-norm clip, Adam.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +20,24 @@ from stppo_jax.rl import preferences
 Array = jax.Array
 
 
+class Hyperparameters(NamedTuple):
+  """Runtime numbers of an update; another value does not recompile.
+
+  Attributes:
+    optimizer: numbers of the optimiser.
+    beta, alpha: see `preferences.preference_loss`.
+  """
+
+  optimizer: optimizer_lib.Hyperparameters
+  beta: Array | float
+  alpha: Array | float
+
+
 def update(
   state: state_lib.ModelState,
-  reference: functional.Params,
   batch: batch_lib.PairBatch,
-  numbers: Mapping[str, Any],
+  hyperparameters: Hyperparameters,
+  reference: functional.Params,
   frozen: functional.Params | None = None,
   *,
   policy: functional.Model,
@@ -34,33 +46,33 @@ def update(
   temperature: float,
   num_microbatches: int,
 ) -> tuple[state_lib.ModelState, dict[str, Array]]:
-  """One optimiser step on the mean loss of the pairs.
+  """Takes one optimiser step on the mean loss of the pairs.
 
-  Sums are divided once, by the pairs of the whole minibatch, so that cutting
-  it changes nothing. A gradient that is not finite changes nothing and is
-  counted in `update/skipped`.
+  Sums are divided once, by the pairs of the whole minibatch, so splitting it
+  changes nothing. A gradient that is not finite changes nothing and is counted
+  in the metric `update/skipped`.
 
   Args:
-    state: before; donate it.
-    reference: weights of the frozen reference.
+    state: the policy before; donate it.
     batch: the pairs.
-    numbers: 'optimizer' (see `optimizer.apply_update`), 'beta' and 'alpha'
-      (see `preferences.preference_loss`); runtime values.
-    frozen: the base under adapters; None: everything is trained.
+    hyperparameters: runtime numbers.
+    reference: weights of the frozen reference.
+    frozen: the base under adapters; None where everything is trained.
     policy: the model of policy and reference.
-    optimizer: from `optimizer.build_optimizer`.
-    name: of the loss.
-    temperature: of sampling.
+    optimizer: see `optimizer.from_config`.
+    name: a key of `preferences.PREFERENCES`.
+    temperature: the sampling temperature.
     num_microbatches: static; divides the pairs.
 
   Returns:
     The new state and scalar metrics.
   """
 
-  def total(params, part):
-    # Rows are 0's preferred, 0's dispreferred, 1's ...: each device its own.
-    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), part)
-    found = policy.divergence(
+  def loss(params, microbatch):
+    # [P, 2, ...] to rows of pair 0's preferred, its dispreferred, pair 1's ...:
+    # each device keeps its own rows.
+    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), microbatch)
+    outputs = policy.divergence(
       state_lib.join_frozen(policy, frozen, params),
       reference,
       rows.tokens_Q2L,
@@ -68,41 +80,48 @@ def update(
       loss_positions_BM=rows.loss_positions_Q2M,
       temperature=temperature,
     )
+    logprobs, ref_logprobs, divergence = (
+      x_BL.reshape(microbatch.tokens_Q2L.shape) for x_BL in outputs
+    )
     loss = preferences.preference_loss(
-      *(x_BL.reshape(part.tokens_Q2L.shape) for x_BL in found),
-      part.loss_mask_Q2L,
+      logprobs,
+      ref_logprobs,
+      divergence,
+      microbatch.loss_mask_Q2L,
       name=name,
-      beta=numbers['beta'],
-      alpha=numbers['alpha'],
+      beta=hyperparameters.beta,
+      alpha=hyperparameters.alpha,
     )
     return loss.total, loss
 
-  # Cast once an update; sums in float32, where the weights lie.
-  computed, reference, frozen = (
-    precision.cast(params, policy.config.dtype)
-    for params in (state.params, reference, frozen)
+  # Cast once an update, outside the loop over microbatches.
+  params, reference, frozen = precision.cast(
+    (state.params, reference, frozen), policy.config.dtype
   )
 
-  def measure(part):
-    gradient, loss = jax.grad(total, has_aux=True)(computed, part)
-    return (microbatches_lib.summand(gradient, policy.mesh), loss), ()
+  def step(microbatch):
+    (_, loss_sums), gradient = jax.value_and_grad(loss, has_aux=True)(
+      params, microbatch
+    )
+    gradient = microbatches_lib.to_accumulator(gradient, policy.mesh)
+    return (gradient, loss_sums), ()
 
-  microbatches = microbatches_lib.cut(batch, num_microbatches)
-  (gradient, sums), _ = microbatches_lib.summed(measure, microbatches)
+  microbatches = microbatches_lib.split(batch, num_microbatches)
+  (gradient, sums), _ = microbatches_lib.accumulate(step, microbatches)
   count = jnp.maximum(sums.count, 1)
   gradient, mean = jax.tree.map(lambda x: x / count, (gradient, sums))
-  params, optimizer_state, report = optimizer_lib.apply_update(
+  new_params, optimizer_state, report = optimizer_lib.apply_gradient(
     optimizer,
     state.params,
     state.optimizer,
     gradient,
     state.updates,
-    numbers['optimizer'],
+    hyperparameters.optimizer,
   )
   finite = jnp.isfinite(report['grad_norm'])
   new_state = jax.tree.map(
     lambda new, old: jnp.where(finite, new, old),
-    state_lib.ModelState(params, optimizer_state, state.updates + 1),
+    state_lib.ModelState(new_params, optimizer_state, state.updates + 1),
     state,
   )
   metrics = {
@@ -112,7 +131,7 @@ def update(
     'preference/pairs': sums.count,
     'update/skipped': 1.0 - finite.astype(jnp.float32),
   }
-  for side, kind in enumerate(('preferred', 'dispreferred')):
-    metrics[f'preference/{kind}/log_ratio'] = mean.log_ratio_2[side]
-    metrics[f'preference/{kind}/kl'] = mean.divergence_2[side]
+  for index, side in enumerate(('preferred', 'dispreferred')):
+    metrics[f'preference/{side}/log_ratio'] = mean.log_ratio_2[index]
+    metrics[f'preference/{side}/kl'] = mean.divergence_2[index]
   return new_state, metrics | {f'actor/{k}': x for k, x in report.items()}

@@ -1,7 +1,8 @@
 """What training changes: weights and optimiser states.
 
-Under LoRA a run holds one copy of the base. It is the frozen part of policy and
-value model, which train adapters (and the value head), and the reference.
+Under LoRA a run holds one copy of the base weights. It is the frozen base of
+the policy and of the value model, which train adapters (and the value head),
+and it is the reference policy.
 """
 
 import dataclasses
@@ -22,9 +23,9 @@ class ModelState:
   """One model in training.
 
   Attributes:
-    params: float32 weights that are trained: all, or adapters and heads.
+    params: float32 trained weights: all of them, or adapters and heads.
     optimizer: the optimiser's moments.
-    updates: int32 scalar, optimiser steps done; skipped ones do not count.
+    updates: int32 scalar, optimiser steps done; skipped steps do not count.
   """
 
   params: Tree
@@ -35,17 +36,17 @@ class ModelState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-  """All that a checkpoint must hold on the device side.
+  """All arrays that a run needs to go on.
 
   Attributes:
     policy: the policy.
-    value: the value model; None where the advantages need none, or where the
-      policy has the value head.
-    published: in a checkpoint, the weights of earlier policies that steps to
-      come are collected with, see `ahead`; no update knows of them.
-    frozen: the base under adapters, in the dtype it is computed in; None where
-      everything is trained. Never donated, nor in a checkpoint: a start makes
-      it again.
+    value: the value model; None where the advantages need no values, or where
+      the policy has the value head.
+    published: only in a checkpoint: the trained weights of earlier policies
+      that prefetched steps are collected with, see `training/prefetch.py`.
+    frozen: the base under adapters, in the dtype of the activations; None where
+      everything is trained. It is never donated and never in a checkpoint,
+      because every start reads it again.
   """
 
   policy: ModelState
@@ -59,17 +60,17 @@ def join_frozen(
   frozen: functional.Params | None,
   params: functional.Params,
 ) -> functional.Params:
-  """The tree that a model computes with.
+  """Joins trained weights with their frozen base into what a model takes.
 
   Args:
     model: the policy or the value model.
-    frozen: of the state.
-    params: of its `ModelState`, now or earlier.
+    frozen: the state's frozen weights; None where everything is trained.
+    params: trained weights of the model, of now or of an earlier update.
   """
   return params if frozen is None else model.join_params(frozen, params)
 
 
-def fresh(
+def init(
   weights: functional.Params,
   key: jax.Array,
   *,
@@ -78,35 +79,34 @@ def fresh(
   policy_optimizer: optimizer_lib.Optimizer,
   value_optimizer: optimizer_lib.Optimizer,
 ) -> TrainState:
-  """The state before the first update; to be jitted, or asked for its shape.
+  """Makes the state before the first update; jit it or trace its shapes.
 
   The value model starts from the policy's layers too. Value heads are zero.
 
   Args:
-    weights: of a policy, without adapters; donate them: they become those of
-      the state, or, in the dtype they come in, its frozen part.
-    key: of the adapters.
-    policy, value: models.
-    policy_optimizer, value_optimizer: of them.
+    weights: a policy's weights without adapters; donate them: they become the
+      trained weights or, in the dtype they come in, the frozen base.
+    key: of the adapters' random numbers.
+    policy, value: the models.
+    policy_optimizer, value_optimizer: the optimisers.
 
   Raises:
     ValueError: adapters for names that no layer has.
   """
   lora = policy.lora is not None
 
-  def trained(model, number, optimizer):
+  def init_model(model, number, optimizer):
     if lora:
       params = model.init_adapters(jax.random.fold_in(key, number))
     else:
       params = model.join_params(weights, {})
     if model.head != 'vocabulary':
-      params = params | {
-        'scalar_head': jnp.zeros((model.config.hidden_size, 1))
-      }
+      head_D1 = jnp.zeros((model.config.hidden_size, 1))
+      params = params | {'scalar_head': head_D1}
     return ModelState(params, optimizer.init(params), jnp.zeros((), jnp.int32))
 
   return TrainState(
-    policy=trained(policy, 0, policy_optimizer),
-    value=None if value is None else trained(value, 1, value_optimizer),
+    policy=init_model(policy, 0, policy_optimizer),
+    value=None if value is None else init_model(value, 1, value_optimizer),
     frozen=weights if lora else None,
   )

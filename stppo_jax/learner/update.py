@@ -1,147 +1,237 @@
 """One optimiser step of the policy and the value model.
 
-Order, always: clipping-bias correction, global-norm clip, Adam.
+`update` takes `jax.value_and_grad` of `loss.loss`, sums it over the
+microbatches and applies the optimisers. Two options have variants beside this
+path:
+
+  - `algorithm.uses_minibatch_statistics`: a forward pass over all microbatches
+    first, from which `loss.minibatch_context` forms the statistics;
+  - `algorithm.divides_by_bias_norm`: three gradients instead of one, combined
+    after the sum by `rl/gradients.py`.
+
+The order is always: clipping-bias correction, global-norm clip, Adam.
 """
 
-from collections.abc import Mapping
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from stppo_jax import batch as batch_lib
-from stppo_jax.learner import loss
+from stppo_jax.learner import forward
+from stppo_jax.learner import loss as loss_lib
 from stppo_jax.learner import microbatches as microbatches_lib
 from stppo_jax.learner import optimizer as optimizer_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
+from stppo_jax.rl import gradients as gradients_lib
 
 Array = jax.Array
 Tree = Any
+
+
+class Hyperparameters(NamedTuple):
+  """Runtime numbers of an update; another value does not recompile.
+
+  Attributes:
+    loss: coefficients of the loss terms.
+    policy, value: numbers of the two optimisers.
+    policy_learns: False updates the value model alone.
+  """
+
+  loss: loss_lib.Coefficients
+  policy: optimizer_lib.Hyperparameters
+  value: optimizer_lib.Hyperparameters
+  policy_learns: Array | bool
 
 
 def update(
   state: state_lib.TrainState,
   batch: batch_lib.TokenBatch,
   algorithm: algorithm_lib.Algorithm,
-  numbers: Mapping[str, Any],
+  hyperparameters: Hyperparameters,
   frozen: functional.Params | None = None,
   *,
-  policy_optimizer: optax.GradientTransformation,
-  value_optimizer: optax.GradientTransformation,
-  **static,
-) -> tuple[state_lib.TrainState, dict[str, Array], diagnostics_lib.Diagnostics]:
+  spec: loss_lib.UpdateSpec,
+) -> tuple[state_lib.TrainState, loss_lib.LossOutputs]:
   """Updates both models on one annotated minibatch.
 
   A minibatch whose gradient is not finite changes nothing and is counted in
-  `update/skipped`.
+  the metric `update/skipped`.
 
   Args:
-    state: before; donate it. It comes without its frozen part.
-    batch: annotated minibatch.
-    algorithm: the row; its numbers are leaves.
-    numbers: 'policy' and 'value' (see `optimizer.apply_update`),
-      'entropy_coefficient', 'value_clip', 'policy_learns' (False: only the
-      value model is updated), 'value_coefficient' (of the value loss beside
-      the policy's, where one backbone learns from both),
-      'load_balance_coefficient' (of a policy with experts); runtime values.
-    frozen: the base under adapters, which no gradient is of; None: everything
-      is trained.
-    policy_optimizer, value_optimizer: from `optimizer.build_optimizer`.
-    **static: see `gradients`.
+    state: the state before, without its frozen weights; donate it.
+    batch: the annotated minibatch.
+    algorithm: its numbers are leaves.
+    hyperparameters: runtime numbers.
+    frozen: the base under adapters; None where everything is trained.
+    spec: static.
 
   Returns:
-    The new state, scalar metrics, and mergeable diagnostics of the ratios.
+    The new state, and metrics with diagnostics of the ratios.
   """
-  found = gradients(state, batch, algorithm, numbers, frozen, **static)
-  new_state, metrics = apply(
-    state,
-    found,
-    numbers,
-    policy_optimizer=policy_optimizer,
-    value_optimizer=value_optimizer,
+  gradient, outputs = gradients(
+    state, batch, algorithm, hyperparameters.loss, frozen, spec=spec
   )
-  return new_state, metrics, found.diagnostics
-
-
-def apply(
-  state: state_lib.TrainState,
-  found: loss.Gradients,
-  numbers: Mapping[str, Any],
-  *,
-  policy_optimizer: optax.GradientTransformation,
-  value_optimizer: optax.GradientTransformation,
-) -> tuple[state_lib.TrainState, dict[str, Array]]:
-  """The state after a step along gradients, and all metrics; see `update`."""
-  metrics = dict(found.metrics)
-  new_policy, policy_report = _apply(
-    policy_optimizer, state.policy, found.policy, numbers['policy']
-  )
-  finite = jnp.isfinite(policy_report['grad_norm'])
-  metrics |= {f'actor/{name}': x for name, x in policy_report.items()}
-  new_value = None
-  if found.value is not None:
-    new_value, value_report = _apply(
-      value_optimizer, state.value, found.value, numbers['value']
-    )
-    finite &= jnp.isfinite(value_report['grad_norm'])
-    metrics |= {f'critic/{name}': x for name, x in value_report.items()}
-  new_state = state_lib.TrainState(
-    _chosen(finite & numbers['policy_learns'], new_policy, state.policy),
-    _chosen(finite, new_value, state.value),
-  )
-  metrics['update/skipped'] = 1.0 - finite.astype(jnp.float32)
-  return new_state, metrics
+  return apply_gradients(state, gradient, outputs, hyperparameters, spec=spec)
 
 
 def gradients(
   state: state_lib.TrainState,
   batch: batch_lib.TokenBatch,
   algorithm: algorithm_lib.Algorithm,
-  numbers: Mapping[str, Any],
+  coefficients: loss_lib.Coefficients,
   frozen: functional.Params | None = None,
   *,
-  policy: functional.Model,
-  value: functional.Model | None,
-  temperature: float,
-  num_turns: int,
-  num_microbatches: int,
-) -> loss.Gradients:
-  """What an update follows, before norms are clipped.
-
-  Weights are cast to the dtype of the activations once, and gradients are
-  summed over microbatches in float32.
+  spec: loss_lib.UpdateSpec,
+) -> tuple[forward.TrainedParams, loss_lib.LossOutputs]:
+  """Returns the float32 gradients of a minibatch before norms are clipped.
 
   Args:
-    state, batch, algorithm, numbers, frozen: see `update`.
-    policy, value: models; the value model is None where the row has none, and
-      where the policy has the value head.
-    temperature: of sampling.
-    num_turns: static, the most turns of a row.
-    num_microbatches: static; divides the rows.
+    state, batch, algorithm, frozen, spec: see `update`.
+    coefficients: of the loss.
   """
-  losses = loss.Losses(policy, value, temperature, num_turns)
-  weights = losses.weights(state, frozen)
-  microbatches = microbatches_lib.cut(batch, num_microbatches)
-  cut = num_microbatches > 1  # one microbatch forms its own statistics
-  scores = None
-  if cut and losses.looks_first(algorithm, batch):
-    scores = losses.scores(weights, microbatches)
-  whole = losses.whole(algorithm, batch, scores, cut=cut)
-  sums = losses.sums(weights, whole, algorithm, numbers, microbatches)
-  return loss.combined(algorithm, *sums)
+  params, frozen = forward.cast_params(state, frozen, spec.policy.config.dtype)
+  microbatches = microbatches_lib.split(batch, spec.num_microbatches)
+  policy_outputs = None
+  if algorithm.uses_minibatch_statistics and spec.num_microbatches > 1:
+    policy_outputs = loss_lib.policy_outputs(
+      params, frozen, microbatches, spec=spec
+    )
+  context = loss_lib.minibatch_context(
+    batch, algorithm, policy_outputs, spec=spec
+  )
+  sums = sum_gradients(
+    params, frozen, microbatches, context, algorithm, coefficients, spec=spec
+  )
+  return finish_gradients(algorithm, *sums)
 
 
-def _apply(optimizer, model, gradient, numbers):
-  params, optimizer_state, report = optimizer_lib.apply_update(
-    optimizer, model.params, model.optimizer, gradient, model.updates, numbers
+def sum_gradients(
+  params: forward.TrainedParams,
+  frozen: functional.Params | None,
+  microbatches: batch_lib.TokenBatch,
+  context: loss_lib.MinibatchContext,
+  algorithm: algorithm_lib.Algorithm,
+  coefficients: loss_lib.Coefficients,
+  *,
+  spec: loss_lib.UpdateSpec,
+) -> tuple[tuple[Tree, dict[str, Array]], diagnostics_lib.Diagnostics]:
+  """Sums gradients and metrics over microbatches.
+
+  Args:
+    params, frozen, context, algorithm, coefficients, spec: see `loss.loss`.
+    microbatches: arrays with leading axes (n, B / n): all microbatches of the
+      minibatch, or some of them.
+
+  Returns:
+    ((gradients, metrics), stacked diagnostics) for `finish_gradients`; the sums
+    of several calls add up.
+  """
+
+  def step(microbatch):
+    arguments = (
+      frozen,
+      microbatch,
+      context,
+      algorithm,
+      coefficients,
+    )
+    if algorithm.divides_by_bias_norm:
+      gradient, outputs = _term_gradients(params, *arguments, spec=spec)
+    else:
+      (_, outputs), gradient = jax.value_and_grad(loss_lib.loss, has_aux=True)(
+        params, *arguments, spec=spec
+      )
+    gradient = microbatches_lib.to_accumulator(gradient, spec.policy.mesh)
+    return (gradient, outputs.metrics), outputs.diagnostics
+
+  return microbatches_lib.accumulate(step, microbatches)
+
+
+def finish_gradients(
+  algorithm: algorithm_lib.Algorithm,
+  sums: tuple[Tree, dict[str, Array]],
+  diagnostics: diagnostics_lib.Diagnostics,
+) -> tuple[forward.TrainedParams, loss_lib.LossOutputs]:
+  """Makes one gradient of what `sum_gradients` found over the minibatch."""
+  gradient, metrics = sums
+  bias_norm = jnp.zeros(())
+  if algorithm.divides_by_bias_norm:
+    policy_gradient, bias_norm = gradients_lib.divide_by_bias_norm(
+      gradient._replace(other=gradient.other.policy),
+      floor=algorithm.correction.clipping_bias.floor,
+    )
+    gradient = gradient.other._replace(policy=policy_gradient)
+  return gradient, loss_lib.LossOutputs(
+    metrics | {'stab/bias_grad_norm': bias_norm},
+    diagnostics_lib.merge_stacked(diagnostics),
+  )
+
+
+def apply_gradients(
+  state: state_lib.TrainState,
+  gradient: forward.TrainedParams,
+  outputs: loss_lib.LossOutputs,
+  hyperparameters: Hyperparameters,
+  *,
+  spec: loss_lib.UpdateSpec,
+) -> tuple[state_lib.TrainState, loss_lib.LossOutputs]:
+  """Steps both optimisers along finite gradients; see `update`."""
+  metrics = dict(outputs.metrics)
+  new_policy, report = _step(
+    spec.policy_optimizer,
+    state.policy,
+    gradient.policy,
+    hyperparameters.policy,
+  )
+  finite = jnp.isfinite(report['grad_norm'])
+  metrics |= {f'actor/{name}': x for name, x in report.items()}
+  new_value = None
+  if gradient.value is not None:
+    new_value, report = _step(
+      spec.value_optimizer, state.value, gradient.value, hyperparameters.value
+    )
+    finite &= jnp.isfinite(report['grad_norm'])
+    metrics |= {f'critic/{name}': x for name, x in report.items()}
+  new_state = state_lib.TrainState(
+    _where(finite & hyperparameters.policy_learns, new_policy, state.policy),
+    _where(finite, new_value, state.value),
+  )
+  metrics['update/skipped'] = 1.0 - finite.astype(jnp.float32)
+  return new_state, outputs._replace(metrics=metrics)
+
+
+def _term_gradients(
+  params: forward.TrainedParams, *arguments, spec: loss_lib.UpdateSpec
+) -> tuple[gradients_lib.LossTerms, loss_lib.LossOutputs]:
+  """Returns gradients of the three loss terms, for `divides_by_bias_norm`.
+
+  The value model has no share in the policy and bias terms, so only the
+  policy's gradients are kept of these two.
+  """
+  terms, outputs = gradients_lib.term_gradients(
+    lambda p: loss_lib.loss_terms(p, *arguments, spec=spec), params
+  )
+  terms = terms._replace(policy=terms.policy.policy, bias=terms.bias.policy)
+  return terms, outputs
+
+
+def _step(optimizer, model, gradient, hyperparameters):
+  params, optimizer_state, report = optimizer_lib.apply_gradient(
+    optimizer,
+    model.params,
+    model.optimizer,
+    gradient,
+    model.updates,
+    hyperparameters,
   )
   new = state_lib.ModelState(params, optimizer_state, model.updates + 1)
   return new, report
 
 
-def _chosen(condition: Array, new: Tree, old: Tree) -> Tree:
+def _where(condition: Array, new: Tree, old: Tree) -> Tree:
   return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)

@@ -1,4 +1,4 @@
-"""The models' files: whether they fit the run, and their weights on devices."""
+"""Loads the weights of a run's models onto its devices."""
 
 from typing import Any
 
@@ -10,11 +10,12 @@ from stppo_jax.models import precision
 from stppo_jax.models.hf import load
 from stppo_jax.parallel import sharding
 
-TRAINED = 'float32'  # what weights are trained in, whatever computes with them
+# The dtype that weights are trained in, whatever dtype computes with them.
+TRAINED = 'float32'
 
 
-def computed_as(config) -> dict[str, Any]:
-  """How the models of a run are computed, whatever their shape."""
+def compute_options(config) -> dict[str, Any]:
+  """Returns how a run's models are computed, whatever their shape."""
   return {
     'dtype': config.model.dtype,
     'remat': config.updates.remat,
@@ -22,12 +23,18 @@ def computed_as(config) -> dict[str, Any]:
   }
 
 
-def initial(
+def load_or_init(
   config, path: str, policy: functional.Model, mesh: jax.sharding.Mesh
 ) -> functional.Params:
-  """A policy's weights: those of a directory, or random ones where path is ''.
+  """Loads a policy's weights, or draws random ones.
 
-  No host and no device ever holds more of them than its part.
+  No host and no device ever holds more of them than its own shards.
+
+  Args:
+    config: the run's config.
+    path: a Hugging Face directory; '' draws random weights.
+    policy: the model.
+    mesh: the devices.
 
   Raises:
     ValueError: files that do not fit the model.
@@ -39,14 +46,13 @@ def initial(
   return jax.jit(policy.init, out_shardings=layout)(key)
 
 
-def frozen(
+def load_frozen(
   config, path: str, policy: functional.Model, mesh: jax.sharding.Mesh
 ) -> functional.Params:
-  """`initial`, for weights that nobody trains: the base, and the reference.
+  """Loads weights that are not trained: a LoRA base, or the reference.
 
-  In the dtype that they are computed in. What is merged with such a base and
-  exported is what was trained, not the base of the files: where these hold more
-  bits than `model.dtype`, those are gone.
+  They are kept in the dtype that they are computed in. Where the files hold
+  more bits than that, an export of merged adapters lacks these bits.
   """
-  params = initial(config, path, policy, mesh)
+  params = load_or_init(config, path, policy, mesh)
   return precision.replaced(params, policy.config.dtype)

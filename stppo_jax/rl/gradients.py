@@ -1,65 +1,77 @@
-"""From the parts of the policy loss to one gradient.
+"""The gradient-norm form of the clipping-bias correction.
 
-A correction with norm='gradient' needs gradients of its own: of the policy
-term, of the bias, and of the rest (see `clipping_bias`). Everything else takes
-one pull-back of the sum.
+With `correction.clipping_bias.norm='gradient'` the policy gradient is divided
+by the L2 norm of its clipped part (see `clipping_bias`):
+
+  g = g_policy / max(|c|_2, floor) + g_other,    c = grad bias
+
+Each of the three terms needs a gradient of its own, so this is a variant beside
+`jax.value_and_grad` of the loss, which every other algorithm uses.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import clipping_bias
 
 Array = jax.Array
 Tree = Any
 
-_TOGETHER = {'loss': frozenset({'policy', 'other'})}
-_APART = {name: frozenset({name}) for name in ('policy', 'bias', 'other')}
+
+class LossTerms(NamedTuple):
+  """The terms of a loss, or the gradient of each of them.
+
+  Attributes:
+    policy: the policy term.
+    bias: the scalar whose gradient is c.
+    other: everything that the correction leaves alone.
+  """
+
+  policy: Tree
+  bias: Tree
+  other: Tree
 
 
-def _divides(algorithm: algorithm_lib.Algorithm) -> bool:
-  """Whether the gradient itself is divided by the norm of the bias."""
-  correction = algorithm.correction
-  return (
-    'clipping_bias' in correction.names
-    and correction.clipping_bias.norm == 'gradient'
-  )
+def term_gradients(
+  loss_terms: Callable[[Tree], tuple[LossTerms, Tree]], params: Tree
+) -> tuple[LossTerms, Tree]:
+  """Returns the gradient of each term, and the auxiliary output.
 
-
-def pull_backs(
-  algorithm: algorithm_lib.Algorithm,
-) -> dict[str, frozenset[str]]:
-  """Which parts of `PolicyLoss` are differentiated together, by name."""
-  return _APART if _divides(algorithm) else _TOGETHER
-
-
-def combine(
-  algorithm: algorithm_lib.Algorithm, gradients: Mapping[str, Tree]
-) -> tuple[Tree, dict[str, Array]]:
-  """The gradient of the update, from one gradient per pull-back.
+  The forward pass runs once; each term is pulled back through it by itself.
 
   Args:
-    algorithm: the row.
-    gradients: summed over the microbatches, by the names of `pull_backs`.
-
-  Returns:
-    The gradient, before norm clipping, and the metric
-    `stab/bias_grad_norm` (0 where the row does not form it).
+    loss_terms: maps parameters to (scalar terms, auxiliary output).
+    params: where the gradients are taken.
   """
-  if not _divides(algorithm):
-    return gradients['loss'], {'stab/bias_grad_norm': jnp.zeros(())}
-  squares = [jnp.sum(jnp.square(x)) for x in jax.tree.leaves(gradients['bias'])]
+  terms, pull_back, outputs = jax.vjp(loss_terms, params, has_aux=True)
+
+  def gradient(name: str) -> Tree:
+    zeros = jax.tree.map(jnp.zeros_like, terms)
+    one = jnp.ones_like(getattr(terms, name))
+    return pull_back(zeros._replace(**{name: one}))[0]
+
+  return LossTerms(*map(gradient, LossTerms._fields)), outputs
+
+
+def divide_by_bias_norm(
+  gradients: LossTerms, *, floor: Array | float
+) -> tuple[Tree, Array]:
+  """Returns g of the module's docstring, and |c|_2.
+
+  Args:
+    gradients: of each term, summed over the microbatches; all of one structure.
+    floor: the smallest divisor, so that a small c does not enlarge a step.
+  """
+  squares = [jnp.sum(jnp.square(x)) for x in jax.tree.leaves(gradients.bias)]
   norm = jnp.sqrt(sum(squares))
-  scale = clipping_bias.gradient_scale(
-    norm, floor=algorithm.correction.clipping_bias.floor
-  )
+  scale = clipping_bias.gradient_scale(norm, floor=floor)
   gradient = jax.tree.map(
     lambda policy, other: scale * policy + other,
-    gradients['policy'],
-    gradients['other'],
+    gradients.policy,
+    gradients.other,
   )
-  return gradient, {'stab/bias_grad_norm': norm}
+  return gradient, norm

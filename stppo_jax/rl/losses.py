@@ -113,10 +113,11 @@ def _trusted(algorithm, context, statistics) -> tuple[Array, Array]:
   rule = bounds_lib.BOUNDS[options.pop('name')].function
   dtype = context.advantages_BL.dtype
   # An interval that moves is still not something to be learned.
-  return tuple(
+  low, high = (
     sg(jnp.asarray(bound, dtype))
     for bound in rule(context, statistics, **options)
   )
+  return low, high
 
 
 def _corrections(algorithm):

@@ -61,7 +61,9 @@ def train(config, workdir: str | pathlib.Path) -> int:
 
       packed = pack(collected.trajectories)
       old = collector.policy(step) if off_policy else None
-      batch, metrics = learner.annotate(packed, state, reference, old)
+      batch, metrics = learner.annotate(
+        state, packed, reference=reference, old=old
+      )
       metrics = collected.metrics | _floats(metrics)
       if step == 0:
         mismatch_check.check(metrics, limit=config.rollout.mismatch_limit)

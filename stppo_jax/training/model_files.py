@@ -41,7 +41,7 @@ def shape(
   Raises:
     ValueError: no model of ours.
   """
-  model, runtime = config.model, weights_lib.computed_as(config)
+  model, runtime = config.model, weights_lib.compute_options(config)
   if model.path:
     return load.read_config(model.path, **runtime)
   sizes = {
@@ -78,7 +78,7 @@ def check(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
 def _check_reference(config, policy: model_config.ModelConfig) -> None:
   """Raises ValueError where the reference is not of the policy's shape."""
   model, path = config.model, config.model.reference_path
-  reference = load.read_config(path, **weights_lib.computed_as(config))
+  reference = load.read_config(path, **weights_lib.compute_options(config))
   ours, theirs = dataclasses.asdict(policy), dataclasses.asdict(reference)
   for name in model_config.compared(policy):
     if ours[name] != theirs[name]:

@@ -71,7 +71,9 @@ def export(
   frozen = None
   if config.model.lora.rank:
     with assembly.config_errors():
-      frozen = weights.frozen(config, config.model.path, learner.policy, mesh)
+      frozen = weights.load_frozen(
+        config, config.model.path, learner.policy, mesh
+      )
   found = checkpoint_state.policy_params(
     checkpointer, learner, frozen, step=step
   )

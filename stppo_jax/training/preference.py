@@ -32,7 +32,6 @@ from stppo_jax.training import model_files
 from stppo_jax.training import pairs as pairs_lib
 from stppo_jax.training import run as run_lib
 
-_ADAM = ('b1', 'b2', 'eps')
 # Keys that are not used here, with the values that they may have all the same:
 # the one that says what is done here, and the default.
 _UNUSED = {
@@ -141,12 +140,16 @@ class PreferenceLearner:
     self, config, shape: model_config.ModelConfig, mesh: jax.sharding.Mesh
   ):
     self._config, self._mesh = config, mesh
-    self._trained = model_roles.build(config, shape, mesh, uses_values=False)[
-      'policy'
-    ]
+    models = model_roles.build(config, shape, mesh, uses_values=False)
+    self._trained = models.policy
     self.policy = self._trained.plain_policy
-    optimizer, self._numbers = _optimizer(config)
-    self._fresh, layout = _fresh(config, self._trained, optimizer, mesh)
+    optimizer, numbers = optimizer_lib.from_config(config.policy_optimizer)
+    self._hyperparameters = preference_update.Hyperparameters(
+      numbers,
+      beta=float(config.preference.beta),
+      alpha=float(config.preference.alpha),
+    )
+    self._init, layout = _jit_init(config, self._trained, optimizer, mesh)
     self._rows = sharding.batch_sharding(mesh)
     options = config.preference
     size = options.batch_size
@@ -166,9 +169,10 @@ class PreferenceLearner:
 
   def start(self) -> state_lib.TrainState:
     """Returns the state before the first update."""
-    load = weights_lib.frozen if self._trained.lora else weights_lib.initial
+    adapters = self._trained.lora is not None
+    load = weights_lib.load_frozen if adapters else weights_lib.load_or_init
     path = self._config.model.path
-    return self._fresh(load(self._config, path, self.policy, self._mesh))
+    return self._init(load(self._config, path, self.policy, self._mesh))
 
   def reference(self, state: state_lib.TrainState) -> functional.Params:
     """Returns the weights of the frozen reference."""
@@ -176,7 +180,7 @@ class PreferenceLearner:
     if state.frozen is not None and not model.reference_path:
       return state.frozen
     path = model.reference_path or model.path
-    return weights_lib.frozen(self._config, path, self.policy, self._mesh)
+    return weights_lib.load_frozen(self._config, path, self.policy, self._mesh)
 
   def update(
     self,
@@ -187,9 +191,9 @@ class PreferenceLearner:
     """Takes one optimiser step; consumes the state but its frozen weights."""
     policy, metrics = self._update(
       state.policy,
-      reference,
       distributed.from_local_rows(minibatch, self._rows),
-      self._numbers,
+      self._hyperparameters,
+      reference,
       state.frozen,
     )
     return dataclasses.replace(state, policy=policy), metrics
@@ -203,22 +207,11 @@ class PreferenceLearner:
     return jax.jit(self._trained.merge_adapters)(joined)
 
 
-def _optimizer(config):
-  """Returns the optimiser and the runtime numbers of an update."""
-  numbers = config.policy_optimizer.to_dict()
-  adam = {name: numbers.pop(name) for name in _ADAM}
-  return optimizer_lib.build_optimizer(**adam), {
-    'optimizer': {name: float(x) for name, x in numbers.items()},
-    'beta': float(config.preference.beta),
-    'alpha': float(config.preference.alpha),
-  }
-
-
-def _fresh(config, policy: functional.Model, optimizer, mesh):
+def _jit_init(config, policy: functional.Model, optimizer, mesh):
   """Returns what makes the first state of weights, and the state's layout."""
   key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
   make = functools.partial(
-    state_lib.fresh,
+    state_lib.init,
     key=jax.random.fold_in(key, 1),
     policy=policy,
     value=None,

@@ -84,11 +84,8 @@ def imitate(
     policy = functional.Model(
       shape, 'vocabulary', mesh, chunk=config.updates.head_chunk
     )
-    params = weights_lib.initial(config, config.model.path, policy, mesh)
-  options = config.sft.optimizer.to_dict()
-  adam = optimizer_lib.build_optimizer(
-    **{name: options.pop(name) for name in ('b1', 'b2', 'eps')}
-  )
+    params = weights_lib.load_or_init(config, config.model.path, policy, mesh)
+  adam, numbers = optimizer_lib.from_config(config.sft.optimizer)
   placed = sharding.param_shardings(jax.eval_shape(adam.init, params), mesh)
   adam_state = jax.jit(adam.init, out_shardings=placed)(params)
   update = jax.jit(
@@ -103,11 +100,10 @@ def imitate(
       _play(config, services, tokenizer, dialogues), rows
     )
     left = 1 - step / config.sft.num_steps
-    numbers = {
-      **options,
-      'learning_rate': options['learning_rate'] * min(1.0, 2 * left),
-    }
-    params, adam_state, loss = update(params, adam_state, batch, step, numbers)
+    rate = numbers.learning_rate * min(1.0, 2 * left)
+    params, adam_state, loss = update(
+      params, adam_state, batch, step, numbers._replace(learning_rate=rate)
+    )
     if step % _PRINT_EVERY == 0 or step == config.sft.num_steps - 1:
       seconds = time.monotonic() - start
       print(f'sft step {step} loss {loss:.4f} {seconds:.0f}s', flush=True)
@@ -139,7 +135,7 @@ def _update(
     return -jnp.sum(chosen_BL) / jnp.sum(batch.loss_mask_BL)
 
   loss, gradient = jax.value_and_grad(negative_log_likelihood)(params)
-  params, adam_state, _ = optimizer_lib.apply_update(
+  params, adam_state, _ = optimizer_lib.apply_gradient(
     adam, params, adam_state, gradient, count, numbers
   )
   return params, adam_state, loss

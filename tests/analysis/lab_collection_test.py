@@ -71,7 +71,7 @@ def test_it_is_annotated_and_updated_as_by_the_trainer(
   names = [f.name for f in dataclasses.fields(batch_lib.TokenBatch)[:9]]
   packed = batch_lib.TokenBatch(**{name: collected[name] for name in names})
   state = learner.start()
-  batch, _ = learner.annotate(packed, state, learner.reference())
+  batch, _ = learner.annotate(state, packed, reference=learner.reference())
   state, _ = learner.update_epochs(state, batch, 0)
   batch = jax.device_get(batch)
   for name in ('old_logprobs_BL', 'ref_logprobs_BL', 'advantages_BL'):

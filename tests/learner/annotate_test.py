@@ -10,6 +10,7 @@ import pytest
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.learner import annotate as annotate_lib
+from stppo_jax.learner import model_roles
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
 from tests.learner import updates
@@ -31,8 +32,8 @@ _LAST = (0, 7), (1, 5), (3, 2)  # the last policy token of each healthy row
 _REWARDS = 1.0, -0.5, 0.25
 
 
-class _Told:
-  """The parameters are the answer; the temperature divides log-probs."""
+class _ParamsModel:
+  """A model that returns its parameters; the temperature divides log-probs."""
 
   head = 'vocabulary'
   config = tiny.model().config
@@ -41,18 +42,19 @@ class _Told:
   def plain_policy(self):
     return self
 
-  def logprobs_and_entropy(self, params, tokens_BL, *, temperature, **options):
-    del tokens_BL, options
-    return params / temperature, jnp.zeros_like(params)
+  def token_outputs(self, params, tokens_BL, *, temperature, **arrays):
+    del tokens_BL, arrays
+    logprobs_BL, entropy_BL = params / temperature, jnp.zeros_like(params)
+    return functional.TokenOutputs(logprobs_BL, entropy_BL, None, None)
 
-  def token_outputs(self, params, tokens_BL, **options):
-    logprobs_and_entropy = self.logprobs_and_entropy(
-      params, tokens_BL, **options
+  def logprobs_and_entropy(self, params, tokens_BL, *, temperature, **arrays):
+    outputs = self.token_outputs(
+      params, tokens_BL, temperature=temperature, **arrays
     )
-    return functional.TokenOutputs(*logprobs_and_entropy, None, None)
+    return outputs.logprobs_BL, outputs.entropy_BL
 
-  def values(self, params, tokens_BL, *, lengths_B):
-    del tokens_BL, lengths_B
+  def values(self, params, tokens_BL, **arrays):
+    del tokens_BL, arrays
     return params
 
 
@@ -89,8 +91,7 @@ def _jitted(temperature):
   return jax.jit(
     functools.partial(
       annotate_lib.annotate,
-      policy=_Told(),
-      value=_Told(),
+      models=model_roles.Models(_ParamsModel(), _ParamsModel()),
       temperature=temperature,
       num_turns=2,
     )
@@ -113,7 +114,7 @@ def _annotate(case, temperature=1.0, *, sampled_by=None, **changes):
   )
   algorithm = batches.algorithm('st_ppo', **changes)
   batch, metrics = _jitted(temperature)(
-    batch, state, case.reference, algorithm, sampled_by
+    state, batch, algorithm, reference=case.reference, old=sampled_by
   )
   return jax.device_get(batch), {k: float(v) for k, v in metrics.items()}
 
@@ -222,8 +223,7 @@ def _compiled(rows, microbatch_size):
   annotate = jax.jit(
     functools.partial(
       annotate_lib.annotate,
-      policy=models.policy,
-      value=models.value,
+      models=models,
       temperature=1.0,
       num_turns=updates.NUM_TURNS,
       microbatch_size=microbatch_size,
@@ -233,24 +233,24 @@ def _compiled(rows, microbatch_size):
   )
   algorithm = batches.algorithm('st_ppo', kl__where='reward')
   reference = tiny.params(models.policy, 7)
-  args = batch, updates.state(models), reference, algorithm
-  return annotate.lower(*args).compile(), args
+  args = updates.train_state(models), batch, algorithm
+  program = annotate.lower(*args, reference=reference).compile()
+  return program, functools.partial(program, *args, reference=reference)
 
 
-def test_rows_may_be_asked_about_in_parts():
-  whole, parts = (
-    jax.device_get(compiled(*args))
-    for compiled, args in (_compiled(16, size) for size in (0, 4))
+def test_microbatches_change_nothing():
+  whole, split = (
+    jax.device_get(call()) for _, call in (_compiled(16, n) for n in (0, 4))
   )
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-    parts,
+    split,
     whole,
   )
-  assert parts[0].expert_ids.dtype == np.int16
+  assert split[0].expert_ids.dtype == np.int16
 
 
-def test_memory_is_that_of_the_parts():
+def test_memory_is_that_of_one_microbatch():
   of_64, of_16 = (
     _compiled(rows, 4)[0].memory_analysis().temp_size_in_bytes
     for rows in (64, 16)
@@ -258,23 +258,22 @@ def test_memory_is_that_of_the_parts():
   assert of_64 < 2 * of_16
 
 
-def test_no_part_casts_weights_again():
+def test_weights_are_cast_outside_the_loop_over_microbatches():
   models = updates.transformers(dtype='bfloat16')
-  state = updates.state(models)
+  state = updates.train_state(models)
   annotate = functools.partial(
     annotate_lib.annotate,
-    policy=models.policy,
-    value=models.value,
+    models=models,
     temperature=1.0,
     num_turns=updates.NUM_TURNS,
     microbatch_size=4,
   )
   program = jax.make_jaxpr(annotate)(
-    updates.batch(models),
     state,
-    state.policy.params,
+    updates.batch(models),
     batches.algorithm('st_ppo'),
-    state.policy.params,
+    reference=state.policy.params,
+    old=state.policy.params,
   )
   loop, *_ = (e for e in program.eqns if e.primitive.name == 'scan')
   kinds = [x.aval.dtype for x in loop.invars]

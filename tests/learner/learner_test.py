@@ -44,7 +44,7 @@ def packed():
 def _stepped(learner, packed, step, *, state=None):
   """(state after, metrics) of the updates of that step."""
   state = learner.start() if state is None else state
-  batch, _ = learner.annotate(packed, state, learner.reference())
+  batch, _ = learner.annotate(state, packed, reference=learner.reference())
   return learner.update_epochs(state, batch, step)
 
 
@@ -112,10 +112,10 @@ def test_a_checkpoint_holds_the_policies_that_were_published():
 
 def test_the_whole_state_is_written_in_place(learner, packed):
   state = learner.start()
-  batch, _ = learner.annotate(packed, state, learner.reference())
+  batch, _ = learner.annotate(state, packed, reference=learner.reference())
   rows = np.arange(8, dtype=np.int32)
   program = learner._update.lower(
-    state, batch, rows, learner._algorithm, learner._numbers_at(0)
+    state, batch, rows, learner._algorithm, learner._hyperparameters
   )
   memory = program.compile().memory_analysis()
   # Every leaf is whole on every device: the mesh is of the data axis only.
@@ -176,8 +176,8 @@ def test_a_reference_may_wait_in_host_memory(learner, packed):
   kinds = lambda tree: {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
   assert kinds(waiting) == {'pinned_host'}
   state = learner.start()
-  expected, _ = learner.annotate(packed, state, learner.reference())
-  actual, _ = other.annotate(packed, state, waiting)
+  expected, _ = learner.annotate(state, packed, reference=learner.reference())
+  actual, _ = other.annotate(state, packed, reference=waiting)
   _assert_equal(actual.ref_logprobs_BL, expected.ref_logprobs_BL)
   assert np.abs(expected.ref_logprobs_BL).max() > 1
   assert kinds(waiting) == {'pinned_host'}  # and still there

@@ -6,7 +6,6 @@ Kernels of accelerators skip what follows; here passes are traced, not run.
 import functools
 
 import jax
-import optax
 import pytest
 
 from stppo_jax.learner import annotate
@@ -14,8 +13,6 @@ from stppo_jax.learner import update as update_lib
 from stppo_jax.models import attention
 from tests.learner import updates
 from tests.rl import batches
-
-_COMMON = {'temperature': 1.0, 'num_turns': updates.NUM_TURNS}
 
 
 @pytest.fixture
@@ -41,21 +38,16 @@ def _check(told, *, passes, rows):
 def test_an_update(told, num_microbatches, passes):
   models = updates.transformers()
   update = functools.partial(
-    update_lib.update,
-    **models._asdict(),
-    policy_optimizer=optax.identity(),
-    value_optimizer=optax.identity(),
-    num_microbatches=num_microbatches,
-    **_COMMON,
+    update_lib.update, spec=updates.spec(models, num_microbatches)
   )
   batch = updates.batch(models)
   told.clear()  # of making the batch
   jax.eval_shape(
     update,
-    updates.state(models),
+    updates.train_state(models),
     batch,
     batches.algorithm('st_ppo'),
-    updates.NUMBERS,
+    updates.hyperparameters(),
   )
   # Policy and value; several microbatches are scored before, for statistics.
   _check(told, passes=passes, rows=updates.B // num_microbatches)
@@ -63,15 +55,20 @@ def test_an_update(told, num_microbatches, passes):
 
 def test_annotating(told):
   models = updates.transformers()
-  state, batch = updates.state(models), updates.batch(models)
+  state, batch = updates.train_state(models), updates.batch(models)
   told.clear()
   jax.eval_shape(
-    functools.partial(annotate.annotate, **models._asdict(), **_COMMON),
-    batch,
+    functools.partial(
+      annotate.annotate,
+      models=models,
+      temperature=1.0,
+      num_turns=updates.NUM_TURNS,
+    ),
     state,
-    state.policy.params,
+    batch,
     batches.algorithm('st_ppo'),
-    state.policy.params,
+    reference=state.policy.params,
+    old=state.policy.params,
   )
   # The current policy, its value model, the denominator's and the reference.
   _check(told, passes=4, rows=updates.B)

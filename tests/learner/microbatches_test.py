@@ -5,7 +5,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from stppo_jax.learner import preference_update
@@ -23,19 +22,14 @@ def _program(num_microbatches):
   models = updates.transformers(dtype='bfloat16')
   return jax.make_jaxpr(
     functools.partial(
-      update.gradients,
-      policy=models.policy,
-      value=models.value,
-      temperature=1.0,
-      num_turns=updates.NUM_TURNS,
-      num_microbatches=num_microbatches,
+      update.gradients, spec=updates.spec(models, num_microbatches)
     ),
     return_shape=True,
   )(
-    updates.state(models),
+    updates.train_state(models),
     updates.batch(updates.sums()),
     batches.algorithm('st_ppo'),
-    updates.NUMBERS,
+    updates.hyperparameters().loss,
   )
 
 
@@ -43,21 +37,21 @@ def _program(num_microbatches):
 def _program_of_pairs():
   """The jaxpr of an update on pairs."""
   policy = updates.transformers(dtype='bfloat16').policy
-  start = updates.state(updates.transformers()).policy
+  start = updates.train_state(updates.transformers()).policy
   pairs = pairs_lib.packed(
     np.zeros((8, 2, 12), np.int32), np.ones((8, 2, 12), bool)
   )
-  numbers = {'optimizer': updates.DESCENT, 'beta': 0.1, 'alpha': 0.5}
+  hyperparameters = preference_update.Hyperparameters(updates.DESCENT, 0.1, 0.5)
   return jax.make_jaxpr(
     functools.partial(
       preference_update.update,
       policy=policy,
-      optimizer=optax.identity(),
+      optimizer=updates.IDENTITY,
       name='tdpo2',
       temperature=1.0,
       num_microbatches=4,
     )
-  )(start, start.params, pairs, numbers)
+  )(start, pairs, hyperparameters, start.params)
 
 
 def _accumulation(jaxpr):
@@ -85,8 +79,8 @@ def _read_and_carried(loop):
 
 @pytest.mark.parametrize('num_microbatches', [1, 4])
 def test_gradients_are_float32_of_every_weight(num_microbatches):
-  _, found = _program(num_microbatches)
-  state = updates.state(updates.transformers(dtype='bfloat16'))
+  _, (found, _) = _program(num_microbatches)
+  state = updates.train_state(updates.transformers(dtype='bfloat16'))
   for gradient, model in (
     (found.policy, state.policy),
     (found.value, state.value),
@@ -101,7 +95,7 @@ def test_sums_are_carried_in_float32():
   assert loop.params['length'] == 4
   _, carried = _read_and_carried(loop)
   assert {aval.dtype for aval in carried} == {_FLOAT32}
-  params = updates.state(updates.transformers()).policy.params
+  params = updates.train_state(updates.transformers()).policy.params
   shapes = [aval.shape for aval in carried]
   for leaf in jax.tree.leaves(params):
     assert leaf.shape in shapes
@@ -113,7 +107,7 @@ def test_weights_are_cast_before_the_loop(of_pairs):
   loop = _accumulation(program)
   consts, _ = _read_and_carried(loop)
   for model in ('policy', 'value')[: 1 if of_pairs else 2]:
-    state = getattr(updates.state(updates.transformers()), model)
+    state = getattr(updates.train_state(updates.transformers()), model)
     for leaf in jax.tree.leaves(state.params):
       dtypes = {aval.dtype for aval in consts if aval.shape == leaf.shape}
       assert dtypes == {_BFLOAT16}, leaf.shape

@@ -19,7 +19,7 @@ from tests.training import runs
 
 _LORA = lora.Lora(rank=2, alpha=3.0, targets='(q|o|up)_proj')
 _COEFFICIENT = 0.3
-_NUMBERS = updates.NUMBERS | {'value_coefficient': _COEFFICIENT}
+_HYPERPARAMETERS = updates.hyperparameters(value=_COEFFICIENT)
 _BIAS = {
   'correction__clipping_bias__tau': 0.1,  # below the batch's rho: it scales
   'correction__clipping_bias__floor': 0.01,
@@ -62,7 +62,7 @@ def test_a_shared_backbone_learns_the_sum_of_two_gradients(norm, cut):
     'st_ppo', correction__clipping_bias__norm=norm, **_BIAS
   )
   batch = updates.batch(models)
-  state = updates.state(models)
+  state = updates.train_state(models)
   head = state.value.params['scalar_head']
   backbone = {'embedding': state.policy.params['embedding']}
   apart = dataclasses.replace(
@@ -90,7 +90,7 @@ def test_a_shared_backbone_learns_the_sum_of_two_gradients(norm, cut):
     batch,
     shared,
     state=state_lib.TrainState(_model_state(params), None),
-    numbers=_NUMBERS,
+    hyperparameters=_HYPERPARAMETERS,
     **cut,
   )
   assert found.state.value is None
@@ -120,7 +120,7 @@ def _with_adapters(models):
     *(dataclasses.replace(model, lora=_LORA) for model in models)
   )
   rng = np.random.default_rng(4)
-  frozen = updates.state(models).policy.params
+  frozen = updates.train_state(models).policy.params
 
   def trained(model):
     shapes = jax.eval_shape(model.init_adapters, jax.random.key(0))
@@ -186,8 +186,7 @@ def _jitted(models):
   return jax.jit(
     functools.partial(
       annotate_lib.annotate,
-      policy=models.policy,
-      value=models.value,
+      models=models,
       temperature=1.0,
       num_turns=updates.NUM_TURNS,
     )
@@ -197,7 +196,9 @@ def _jitted(models):
 def _annotate(models, state, reference):
   batch = updates.batch(updates.transformers())
   algorithm = batches.algorithm('st_ppo')
-  return jax.device_get(_jitted(models)(batch, state, reference, algorithm))
+  return jax.device_get(
+    _jitted(models)(state, batch, algorithm, reference=reference)
+  )
 
 
 def test_the_frozen_base_is_the_reference():
@@ -223,7 +224,10 @@ def test_the_frozen_base_is_the_reference():
 
 def _flops(models):
   """Of annotating, and of an update."""
-  state, batch = updates.state(models), updates.batch(updates.transformers())
+  state, batch = (
+    updates.train_state(models),
+    updates.batch(updates.transformers()),
+  )
   if models.value is None:
     params = state.policy.params
     reference = {n: x for n, x in params.items() if n != 'scalar_head'}
@@ -231,8 +235,8 @@ def _flops(models):
     reference = state.policy.params
   algorithm = batches.algorithm('st_ppo')
   programs = (
-    _jitted(models).lower(batch, state, reference, algorithm),
-    updates.compiled(models).lower(state, batch, algorithm, _NUMBERS),
+    _jitted(models).lower(state, batch, algorithm, reference=reference),
+    updates.compiled(models).lower(state, batch, algorithm, _HYPERPARAMETERS),
   )
   return [program.cost_analysis()['flops'] for program in programs]
 
@@ -268,6 +272,6 @@ def test_which_models_a_run_trains(backbone, uses_values, heads, rank):
   config = runs.config(model__value_backbone=backbone, model__lora__rank=rank)
   shape = tiny.model().config
   models = model_roles.build(config, shape, None, uses_values=uses_values)
-  assert [m and m.head for m in models.values()] == heads
-  for model in models.values():
+  assert [m and m.head for m in models] == heads
+  for model in models:
     assert model is None or (model.lora is None) == (rank == 0)

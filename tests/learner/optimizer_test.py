@@ -10,12 +10,12 @@ import pytest
 from stppo_jax.learner import optimizer
 
 _ADAM = {'b1': 0.8, 'b2': 0.95, 'eps': 1e-6}
-_NUMBERS = {
-  'learning_rate': 0.1,
-  'warmup_updates': 4.0,
-  'weight_decay': 0.3,
-  'max_grad_norm': 1.0,
-}
+_NUMBERS = optimizer.Hyperparameters(
+  learning_rate=0.1,
+  warmup_updates=4.0,
+  weight_decay=0.3,
+  max_grad_norm=1.0,
+)
 
 
 def _tree(rng, scale=1.0):
@@ -35,8 +35,9 @@ def _assert_close(actual, expected, tolerance=1e-6):
 
 @functools.cache
 def _jitted():
-  adam = optimizer.build_optimizer(**_ADAM)
-  return adam, jax.jit(functools.partial(optimizer.apply_update, adam))
+  adam, numbers = optimizer.from_config(_ADAM | _NUMBERS._asdict())
+  assert numbers == _NUMBERS
+  return adam, jax.jit(functools.partial(optimizer.apply_gradient, adam))
 
 
 def test_several_steps_are_those_of_optax():
@@ -45,10 +46,10 @@ def test_several_steps_are_those_of_optax():
   adam, step = _jitted()
   state = adam.init(params)
   reference = optax.chain(
-    optax.clip_by_global_norm(_NUMBERS['max_grad_norm']),
+    optax.clip_by_global_norm(_NUMBERS.max_grad_norm),
     optax.adamw(
       lambda count: 0.1 * np.minimum(1.0, (count + 1) / 4),
-      weight_decay=_NUMBERS['weight_decay'],
+      weight_decay=_NUMBERS.weight_decay,
       **_ADAM,
     ),
   )
@@ -79,17 +80,17 @@ def test_other_numbers_do_not_compile_again():
   step(params, state, gradient, count, _NUMBERS)
   programs = step._cache_size()
   still, _, _ = step(
-    params, state, gradient, count, _NUMBERS | {'learning_rate': 0.0}
+    params, state, gradient, count, _NUMBERS._replace(learning_rate=0.0)
   )
   jax.tree.map(np.testing.assert_array_equal, still, params)
   moved, _, report = step(
-    params, state, gradient, count, _NUMBERS | {'warmup_updates': 0.0}
+    params, state, gradient, count, _NUMBERS._replace(warmup_updates=0.0)
   )
   assert report['lr'] == np.float32(0.1)
   assert np.abs(moved['a'] - params['a']).max() > 0.05
   assert step._cache_size() == programs
 
 
-def test_a_misspelt_option_is_an_error():
-  with pytest.raises(TypeError, match='beta1'):
-    optimizer.build_optimizer(beta1=0.9, b2=0.9, eps=1e-8)
+def test_a_missing_option_is_an_error():
+  with pytest.raises(KeyError, match='b1'):
+    optimizer.from_config(_NUMBERS._asdict())

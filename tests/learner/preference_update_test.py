@@ -39,7 +39,7 @@ def _pairs():
 
 def _state(seed=1):
   # Plain descent at rate 1: the change of the weights is the gradient.
-  params = updates._params(_POLICY, seed)
+  params = updates.params(_POLICY, seed)
   return state_lib.ModelState(params, optax.EmptyState(), np.int32(0))
 
 
@@ -64,15 +64,17 @@ def _update(
   axes = dict(zip(mesh_lib.AXES, mesh, strict=True))
   made = mesh_lib.make_mesh(**axes, devices=jax.devices()[: math.prod(mesh)])
   if isinstance(reference, int):
-    reference = updates._params(_POLICY, reference)
+    reference = updates.params(_POLICY, reference)
   place = lambda x: jax.device_put(x, sharding.param_shardings(x, made))
-  numbers = {'optimizer': updates.DESCENT, 'beta': BETA, 'alpha': ALPHA}
+  hyperparameters = preference_update.Hyperparameters(
+    updates.DESCENT, BETA, ALPHA
+  )
   state = _state()
   new, metrics = _compiled(name, num_microbatches)(
     place(state),
-    place(reference),
     jax.device_put(pairs, sharding.batch_sharding(made)),
-    numbers,
+    hyperparameters,
+    place(reference),
   )
   gradient = jax.tree.map(
     lambda old, new: old - np.asarray(new), state.params, new.params
@@ -100,7 +102,7 @@ def test_its_numbers_are_those_of_the_formula(name):
   pairs = _pairs()
   tokens = pairs.tokens_Q2L.reshape(-1, L)
   log_pi = _log_all(_state().params, tokens)
-  log_ref = _log_all(updates._params(_POLICY, 2), tokens)
+  log_ref = _log_all(updates.params(_POLICY, 2), tokens)
   loss = margin = correct = 0
   kls, ratios = np.zeros((2, P, 2))
   for p in range(P):
@@ -182,7 +184,7 @@ def test_models_are_asked_of_the_tokens_of_the_mask_only():
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
-  bad = updates._params(_POLICY, 2)
+  bad = updates.params(_POLICY, 2)
   bad['lm_head'][0] = np.nan
   gradient, metrics, new = _update(_pairs(), reference=bad)
   assert metrics['update/skipped'] == 1

@@ -68,7 +68,7 @@ def _compiled(axes, num_microbatches=1, remat='none') -> _Compiled:
   )
   shape = dataclasses.replace(_SHAPE, remat=remat)
   learner = learner_lib.Learner(config, shape, mesh)
-  state, _, lowered = learner.lowered_update(_packed(rows))
+  state, _, lowered = learner.lower_update(_packed(rows))
   compiled = lowered.compile(compiler_options=_COMPILER_OPTIONS)
   return _Compiled(state, compiled, compiled.as_text())
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+import optax
 import pytest
 
-from stppo_jax.learner import optimizer as optimizer_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import update as update_lib
 from stppo_jax.models import functional
@@ -29,12 +29,11 @@ _ALGORITHM = batches.algorithm(
   correction__clipping_bias__tau=0.1,
   correction__clipping_bias__norm='gradient',
 )
-_ADAM = optimizer_lib.build_optimizer(b1=0.9, b2=0.999, eps=1e-8)
-_NUMBERS = updates.NUMBERS | {'load_balance_coefficient': 0.1}
-_NUMBERS |= {
-  name: updates.DESCENT | {'learning_rate': 1e-3, 'max_grad_norm': 1.0}
-  for name in ('policy', 'value')
-}
+_ADAM = optax.scale_by_adam(b1=0.9, b2=0.999, eps=1e-8)
+_STEP = updates.DESCENT._replace(learning_rate=1e-3, max_grad_norm=1.0)
+_HYPERPARAMETERS = updates.hyperparameters(
+  policy=_STEP, value=_STEP, load_balance=0.1
+)
 _COMPILER_OPTIONS = {
   'xla_backend_optimization_level': 0,
   'xla_llvm_disable_expensive_passes': True,
@@ -84,21 +83,16 @@ def _start(way):
 def _played(way) -> list[tuple[dict[str, float], Any]]:
   """(losses, gradients of policy and value) of three updates in a row."""
   mesh, models = _models(way)
-  gradients = functools.partial(
-    update_lib.gradients,
-    policy=models.policy,
-    value=models.value,
-    temperature=1.0,
-    num_turns=updates.NUM_TURNS,
-    num_microbatches=way.num_microbatches,
-  )
+  spec = updates.spec(models, way.num_microbatches, _ADAM)
 
   def update(state, batch):
-    found = gradients(state, batch, _ALGORITHM, _NUMBERS)
-    state, metrics = update_lib.apply(
-      state, found, _NUMBERS, policy_optimizer=_ADAM, value_optimizer=_ADAM
+    gradient, outputs = update_lib.gradients(
+      state, batch, _ALGORITHM, _HYPERPARAMETERS.loss, spec=spec
     )
-    return state, metrics, (found.policy, found.value)
+    state, outputs = update_lib.apply_gradients(
+      state, gradient, outputs, _HYPERPARAMETERS, spec=spec
+    )
+    return state, outputs.metrics, gradient
 
   state = _start(way)
   layout = sharding.param_shardings(state, mesh)

@@ -22,7 +22,7 @@ def _fresh(policy, value):
   weights = tiny.params(policy)
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
   make = functools.partial(
-    state_lib.fresh,
+    state_lib.init,
     key=jax.random.key(0),
     policy=policy,
     value=value,
@@ -101,7 +101,7 @@ def test_a_shared_backbone_is_a_policy_with_a_value_head(options):
   policy = dataclasses.replace(tiny.model('both', vocab_size=12), lora=options)
   plain = tiny.params(policy.plain_policy)
   make = functools.partial(
-    state_lib.fresh,
+    state_lib.init,
     key=jax.random.key(0),
     policy=policy,
     value=None,

@@ -129,7 +129,7 @@ def test_recomputed_layers_change_nothing():
   batch = updates.batch(models)
   remat = updates.transformers(remat='full')
   program = updates.compiled(remat).trace(
-    updates.state(remat), batch, algorithm, updates.NUMBERS
+    updates.train_state(remat), batch, algorithm, updates.hyperparameters()
   )
   recomputes = 'remat' in str(program.jaxpr)
   assert recomputes
@@ -172,17 +172,19 @@ def test_a_poisoned_minibatch_changes_nothing_and_is_counted(name, value):
   )
   assert poisoned.metrics['update/skipped'] == 1
   jax.tree.map(
-    np.testing.assert_array_equal, poisoned.state, updates.state(models)
+    np.testing.assert_array_equal, poisoned.state, updates.train_state(models)
   )
 
 
 def test_a_policy_that_does_not_learn_rests_bitwise():
   models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
   batch = updates.batch(models)
-  numbers = updates.NUMBERS | {'policy_learns': False}
+  hyperparameters = updates.hyperparameters(policy_learns=False)
   learned = updates.update(algorithm, batch, models)
-  rested = updates.update(algorithm, batch, models, numbers=numbers)
-  old = updates.state(models)
+  rested = updates.update(
+    algorithm, batch, models, hyperparameters=hyperparameters
+  )
+  old = updates.train_state(models)
   jax.tree.map(np.testing.assert_array_equal, rested.state.policy, old.policy)
   jax.tree.map(
     np.testing.assert_array_equal, rested.state.value, learned.state.value
@@ -203,9 +205,11 @@ def test_other_numbers_do_not_compile_again():
     other = updates.update(row, batch, models)
     changed = other.metrics['actor/grad_norm']
     assert abs(changed - first.metrics['actor/grad_norm']) > 1e-4, path
-  slow = updates.DESCENT | {'learning_rate': 0.5, 'max_grad_norm': 0.01}
-  numbers = updates.NUMBERS | {'policy': slow, 'value_clip': 0.1}
-  other = updates.update(_ALGORITHMS['st_ppo'], batch, models, numbers=numbers)
+  slow = updates.DESCENT._replace(learning_rate=0.5, max_grad_norm=0.01)
+  hyperparameters = updates.hyperparameters(policy=slow, value_clip=0.1)
+  other = updates.update(
+    _ALGORITHMS['st_ppo'], batch, models, hyperparameters=hyperparameters
+  )
   gradient, _ = updates.gradients(other, models)
   squares = sum(np.sum(x**2) for x in jax.tree.leaves(gradient))
   np.testing.assert_allclose(np.sqrt(squares), 0.5 * 0.01, rtol=1e-3)
@@ -222,7 +226,7 @@ def _policy_gradient(weights_BL, batch, models):
     chosen_BL = jnp.where(batch.loss_mask_BL, weights_BL * logprobs_BL, 0.0)
     return -jnp.sum(chosen_BL) / batch.loss_mask_BL.sum()
 
-  return jax.jit(jax.grad(loss))(updates.state(models).policy.params)
+  return jax.jit(jax.grad(loss))(updates.train_state(models).policy.params)
 
 
 def _turn_means(x_BL, turn_ids_BL):
@@ -238,8 +242,10 @@ def _turn_means(x_BL, turn_ids_BL):
 def test_at_the_old_policy_it_is_the_policy_gradient(name):
   models, algorithm = updates.sums(), _ALGORITHMS[name]
   batch = updates.batch(models, spread=0.0)
-  numbers = updates.NUMBERS | {'entropy_coefficient': 0.0}
-  result = updates.update(algorithm, batch, models, numbers=numbers)
+  hyperparameters = updates.hyperparameters(entropy=0.0)
+  result = updates.update(
+    algorithm, batch, models, hyperparameters=hyperparameters
+  )
   for level in ('token', 'turn', 'sequence'):
     for extreme in ('min', 'max'):
       ratio = result.metrics[f'ratio/{level}/{extreme}']
@@ -266,11 +272,15 @@ def test_the_entropy_bonus_raises_entropy():
   models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
   entropies = {}
   for coefficient in (-0.5, 0.0, 0.5):
-    state = updates.state(models)
+    state = updates.train_state(models)
     for _ in range(2):  # the second reports the policy after the first
-      numbers = updates.NUMBERS | {'entropy_coefficient': coefficient}
+      hyperparameters = updates.hyperparameters(entropy=coefficient)
       state, metrics = updates.update(
-        algorithm, _indifferent(models), models, state=state, numbers=numbers
+        algorithm,
+        _indifferent(models),
+        models,
+        state=state,
+        hyperparameters=hyperparameters,
       )
     entropies[coefficient] = metrics['actor/entropy']
   assert entropies[-0.5] < entropies[0.0] - 0.001
@@ -286,11 +296,11 @@ def test_the_kl_in_the_loss_pulls_towards_the_reference():
   # A reference that prefers one token makes a divergence to be reduced.
   preferred_BL = np.where(batch.tokens_BL == 4, 1.0, -0.1)
   batch = batch.replace(ref_logprobs_BL=batch.old_logprobs_BL + preferred_BL)
-  numbers = updates.NUMBERS | {'entropy_coefficient': 0.0}
-  state, distances = updates.state(models), []
+  hyperparameters = updates.hyperparameters(entropy=0.0)
+  state, distances = updates.train_state(models), []
   for _ in range(4):
     state, metrics = updates.update(
-      algorithm, batch, models, state=state, numbers=numbers
+      algorithm, batch, models, state=state, hyperparameters=hyperparameters
     )
     distances.append(metrics['actor/kl_loss'])
   assert distances == sorted(distances, reverse=True)
@@ -308,18 +318,14 @@ def test_losses_fall_on_a_repeated_batch():
     'st_ppo', correction__clipping_bias__tau=float('inf')
   )
   batch = updates.batch(models, spread=0.0)
-  gentle = updates.DESCENT | {'learning_rate': 0.2}
-  numbers = {
-    'policy': gentle,
-    'value': gentle,
-    'entropy_coefficient': 0.0,
-    'policy_learns': True,
-    'value_clip': 9.0,
-  }
-  state, losses = updates.state(models), []
+  gentle = updates.DESCENT._replace(learning_rate=0.2)
+  hyperparameters = updates.hyperparameters(
+    policy=gentle, value=gentle, entropy=0.0, value_clip=9.0
+  )
+  state, losses = updates.train_state(models), []
   for _ in range(5):
     state, metrics = updates.update(
-      algorithm, batch, models, state=state, numbers=numbers
+      algorithm, batch, models, state=state, hyperparameters=hyperparameters
     )
     losses.append((metrics['actor/pg_loss'], metrics['critic/vf_loss']))
   policy, value = zip(*losses)

@@ -11,6 +11,9 @@ import numpy as np
 import optax
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.learner import loss as loss_lib
+from stppo_jax.learner import model_roles
+from stppo_jax.learner import optimizer as optimizer_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import update as update_lib
 from stppo_jax.models import functional
@@ -22,6 +25,8 @@ from stppo_jax.rl import diagnostics as diagnostics_lib
 from tests.models import tiny
 from tests.rl import batches
 
+# optax.identity makes new functions at each call, which would compile anew.
+IDENTITY = optax.identity()
 # One row each: who wrote the token, '.' nobody, else the turn.
 _LAYOUT = (
   '..111.222.33',
@@ -42,19 +47,32 @@ COMPILER_OPTIONS = {
 }
 # Plain descent at rate 1: the change of the weights is the gradient. (Adam
 # would turn rounding of a vanishing gradient into a whole step.)
-DESCENT = {
-  'learning_rate': 1.0,
-  'warmup_updates': 0.0,
-  'weight_decay': 0.0,
-  'max_grad_norm': 1e9,
-}
-NUMBERS = {
-  'policy': DESCENT,
-  'value': DESCENT,
-  'entropy_coefficient': 0.01,
-  'value_clip': 0.5,
-  'policy_learns': True,
-}
+DESCENT = optimizer_lib.Hyperparameters(
+  learning_rate=1.0,
+  warmup_updates=0.0,
+  weight_decay=0.0,
+  max_grad_norm=1e9,
+)
+Models = model_roles.Models
+
+
+def hyperparameters(
+  *,
+  policy=DESCENT,
+  value=DESCENT,
+  policy_learns=True,
+  **coefficients,
+) -> update_lib.Hyperparameters:
+  """Returns those of plain descent; coefficients of the loss by name."""
+  loss = loss_lib.Coefficients(
+    entropy=0.01, value_clip=0.5, value=0.0, load_balance=0.0
+  )
+  return update_lib.Hyperparameters(
+    loss._replace(**coefficients), policy, value, policy_learns
+  )
+
+
+HYPERPARAMETERS = hyperparameters()
 
 
 class _Sums(functional.Model):
@@ -77,11 +95,6 @@ class _Sums(functional.Model):
     return x_BLD, None
 
 
-class Models(NamedTuple):
-  policy: functional.Model
-  value: functional.Model | None
-
-
 @functools.cache
 def transformers(**changes) -> Models:
   """Small, but the real thing."""
@@ -102,7 +115,8 @@ def policy_alone() -> Models:
   return Models(sums().policy, None)
 
 
-def _params(model, seed):
+def params(model, seed):
+  """Returns random weights of a model as numpy arrays."""
   if not isinstance(model, _Sums):
     return tiny.params(model, seed)
   rng = np.random.default_rng(seed)
@@ -116,15 +130,16 @@ def _params(model, seed):
   }
 
 
-def state(models: Models) -> state_lib.TrainState:
-  """The state of plain descent, as numpy arrays."""
+def train_state(models: Models) -> state_lib.TrainState:
+  """Returns a state of plain descent, as numpy arrays."""
 
-  def fresh(model, seed):
-    params = _params(model, seed)
-    return state_lib.ModelState(params, optax.EmptyState(), np.int32(0))
+  def init(model, seed):
+    return state_lib.ModelState(
+      params(model, seed), optax.EmptyState(), np.int32(0)
+    )
 
-  value = None if models.value is None else fresh(models.value, 2)
-  return state_lib.TrainState(fresh(models.policy, 1), value)
+  value = None if models.value is None else init(models.value, 2)
+  return state_lib.TrainState(init(models.policy, 1), value)
 
 
 @functools.cache
@@ -144,7 +159,7 @@ def batch(models: Models, *, spread: float = 0.4) -> batch_lib.TokenBatch:
   )
   tokens = rng.integers(0, models.policy.config.vocab_size, (B, L))
   tokens = tokens.astype(np.int32)
-  logprobs, _ = _logprobs(models.policy)(state(models).policy.params, tokens)
+  logprobs, _ = _logprobs(models.policy)(params(models.policy, 1), tokens)
   old = np.asarray(logprobs) + spread * draw()
   annotated = batch_lib.TokenBatch(
     tokens_BL=tokens,
@@ -167,20 +182,27 @@ def batch(models: Models, *, spread: float = 0.4) -> batch_lib.TokenBatch:
   )
 
 
+def spec(
+  models: Models,
+  num_microbatches: int = 1,
+  optimizer: optimizer_lib.Optimizer = IDENTITY,
+) -> loss_lib.UpdateSpec:
+  """Returns what an update of these models compiles in."""
+  return loss_lib.UpdateSpec(
+    *models,
+    optimizer,
+    optimizer,
+    temperature=1.0,
+    num_turns=NUM_TURNS,
+    num_microbatches=num_microbatches,
+  )
+
+
 @functools.cache
 def compiled(models: Models, num_microbatches: int = 1):
-  """`step.update`, jitted: (state, batch, algorithm, numbers)."""
+  """Returns the jitted `update.update` of these models."""
   return jax.jit(
-    functools.partial(
-      update_lib.update,
-      policy=models.policy,
-      value=models.value,
-      policy_optimizer=optax.identity(),
-      value_optimizer=optax.identity(),
-      temperature=1.0,
-      num_turns=NUM_TURNS,
-      num_microbatches=num_microbatches,
-    ),
+    functools.partial(update_lib.update, spec=spec(models, num_microbatches)),
     compiler_options=COMPILER_OPTIONS,
   )
 
@@ -201,30 +223,38 @@ def update(
   frozen=None,
   mesh=ONE_DEVICE,
   num_microbatches=1,
-  numbers=NUMBERS,
+  hyperparameters=HYPERPARAMETERS,
 ) -> Result:
   """One update, with everything laid out on a mesh of that shape."""
   axes = dict(zip(mesh_lib.AXES, mesh))
   devices = jax.devices()[: math.prod(mesh)]
   made = mesh_lib.make_mesh(**axes, devices=devices)
-  state = globals()['state'](models) if state is None else state
+  state = train_state(models) if state is None else state
   state = jax.device_put(state, sharding.param_shardings(state, made))
   if frozen is not None:
     frozen = jax.device_put(frozen, sharding.param_shardings(frozen, made))
   rows = jax.device_put(batch, sharding.batch_sharding(made))
-  new, metrics, diagnostics = compiled(models, num_microbatches)(
-    state, rows, algorithm, numbers, frozen
+  new, outputs = compiled(models, num_microbatches)(
+    state, rows, algorithm, hyperparameters, frozen
   )
-  metrics = {name: float(x) for name, x in metrics.items()}
+  return result(new, outputs)
+
+
+def result(
+  state: state_lib.TrainState, outputs: loss_lib.LossOutputs
+) -> Result:
+  """Returns what an update gave as numpy arrays and floats."""
+  metrics = {name: float(x) for name, x in outputs.metrics.items()}
   return Result(
-    jax.device_get(new), metrics | diagnostics_lib.summarize(diagnostics)
+    jax.device_get(state),
+    metrics | diagnostics_lib.summarize(outputs.diagnostics),
   )
 
 
 def gradients(result: Result, models: Models) -> tuple[Any, Any]:
   """Of policy and value, which plain descent subtracted."""
-  params = lambda of: (of.policy.params, of.value and of.value.params)
-  old, new = params(state(models)), params(result.state)
+  weights = lambda of: (of.policy.params, of.value and of.value.params)
+  old, new = weights(train_state(models)), weights(result.state)
   return jax.tree.map(np.subtract, old, new)
 
 

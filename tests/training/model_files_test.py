@@ -27,7 +27,7 @@ def _tokenizer():
 def test_every_other_field_is_a_key():
   config = base.get_config()
   fields = {f.name for f in dataclasses.fields(model_config.ModelConfig)}
-  said = set(config.model) | set(weights.computed_as(config))
+  said = set(config.model) | set(weights.compute_options(config))
   assert fields - said == _FROM_TOKENIZER | _AS_PUBLISHED
 
 

@@ -171,7 +171,7 @@ def test_an_updated_state_keeps_the_base_where_it_is():
   trained = jax.tree.leaves(dataclasses.replace(state, frozen=None))
   kept = state.frozen
   batch = _packed()
-  annotated, _ = learner.annotate(batch, state, None)
+  annotated, _ = learner.annotate(state, batch, reference=None)
   state, _ = learner.update_epochs(state, annotated, 0)
   assert all(leaf.is_deleted() for leaf in trained)
   assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(kept))
@@ -211,7 +211,9 @@ def test_what_nobody_trains_is_held_as_it_is_computed_with(tmp_path):
   checkpoints.close()
   checkpoints = checkpoint.Checkpointer(tmp_path, read_only=True)
   config = runs.config(**_changes(changes | _LORA))
-  base = weights.frozen(config, config.model.path, learner.policy, learner.mesh)
+  base = weights.load_frozen(
+    config, config.model.path, learner.policy, learner.mesh
+  )
   step, played = checkpoint_state.policy_params(
     checkpoints, learner, base, step=None
   )

@@ -23,7 +23,7 @@ CHOICE = {**tiny.MIXTURE, 'num_experts_per_tok': 1}
 N, X = 2, tiny.MIXTURE['num_experts']
 ALGORITHM = algorithm_lib.build_algorithm(runs.config('minirl').algorithm)
 # Plain descent, and a load that weighs as much as the policy's loss.
-NUMBERS = updates.NUMBERS | {'load_balance_coefficient': 1.0}
+HYPERPARAMETERS = updates.hyperparameters(load_balance=1.0)
 
 
 def _models(**changes):
@@ -47,19 +47,20 @@ def _expert_ids():
 
 
 def _annotated(models, batch, routing_replay, params=None):
-  state = updates.state(models)
+  state = updates.train_state(models)
   annotate = jax.jit(
     functools.partial(
       annotate_lib.annotate,
-      policy=models.policy,
-      value=models.value,
+      models=models,
       temperature=1.0,
       num_turns=updates.NUM_TURNS,
       routing_replay=routing_replay,
     )
   )
   reference = state.policy.params
-  annotated, _ = annotate(batch, state, reference, ALGORITHM, params)
+  annotated, _ = annotate(
+    state, batch, ALGORITHM, reference=reference, old=params
+  )
   return jax.device_get(annotated)
 
 
@@ -86,7 +87,7 @@ def _other_router(params):
 
 def test_the_ratio_is_one_whatever_another_router_would_choose():
   models = _models(**CHOICE)
-  params = updates.state(models).policy.params
+  params = updates.train_state(models).policy.params
   batch = _annotated(models, _batch(models), 'trainer')
   other = _other_router(params)
   assert _log_ratio(models.policy, params, batch) < 1e-6
@@ -112,7 +113,7 @@ def test_what_is_kept_is_of_the_old_policy(replay):
 
 def test_the_experts_of_the_sampler_are_those_of_the_old_policy_too():
   models = _models(**tiny.MIXTURE)
-  params = updates.state(models).policy.params
+  params = updates.train_state(models).policy.params
   batch = _batch(models, expert_ids=_expert_ids())
   annotated = _annotated(models, batch, 'sampler')
   np.testing.assert_array_equal(annotated.expert_ids, _expert_ids())
@@ -141,12 +142,12 @@ def test_updates_replay_and_balance_the_load_however_they_are_cut():
   # No trajectory of a group of one has an advantage.
   batch = batch.replace(advantages_BL=updates.batch(models).advantages_BL)
   update = functools.partial(
-    updates.update, ALGORITHM, batch, models, numbers=NUMBERS
+    updates.update, ALGORITHM, batch, models, hyperparameters=HYPERPARAMETERS
   )
   whole, parts = update(), update(num_microbatches=4)
   rows = batch.loss_mask_BL.any(axis=1)
   _, routing = jax.jit(models.policy.hidden_and_routing)(
-    updates.state(models).policy.params,
+    updates.train_state(models).policy.params,
     batch.tokens_BL,
     lengths_B=batch.lengths_B,
     expert_ids=batch.expert_ids,
@@ -162,7 +163,7 @@ def test_updates_replay_and_balance_the_load_however_they_are_cut():
   updates.assert_same(parts, whole, models)
   for bound in ('min', 'max'):
     assert abs(whole.metrics[f'ratio/token/{bound}'] - 1) < 1e-6
-  without = update(numbers=NUMBERS | {'load_balance_coefficient': 0.0})
+  without = update(hyperparameters=updates.hyperparameters(load_balance=0.0))
   change, _ = updates.gradients(whole, models)
   rest, _ = updates.gradients(without, models)
   router = lambda gradient: gradient['layers']['moe']['router']['kernel']
