@@ -38,7 +38,7 @@ def _demonstrations(
   )
 
 
-def _play(demonstrations, step, count):
+def _collect(demonstrations, step, count):
   """Trajectories in the real environment, over a real index."""
   batch = demonstrations.batch(step, count)
   (world,) = {question.corpus for question, _ in batch}
@@ -64,8 +64,8 @@ def _play(demonstrations, step, count):
 
 
 @pytest.mark.parametrize('hops', [1, 2])
-def test_without_errors_every_answer_is_right_and_was_read(hops):
-  trajectories = _play(_demonstrations((hops,)), step=3, count=64)
+def test_without_errors_every_answer_is_right_and_stands_in_a_passage(hops):
+  trajectories = _collect(_demonstrations((hops,)), step=3, count=64)
   assert {t.scores['em'] for t in trajectories} == {1.0}
   assert {t.reward for t in trajectories} == {3.0}  # well formed too
   tokenizer = tokenizer_lib.phrase_tokenizer(
@@ -80,13 +80,13 @@ def test_without_errors_every_answer_is_right_and_was_read(hops):
     assert f' is {trajectory.question.golden_answers[0]}.' in found
 
 
-def test_errors_cost_their_share():
-  # Every search and the answer must go well. A few wrong ways end there too.
+def test_the_share_of_right_answers_follows_from_the_error_rate():
+  # No turn may have an error; a few wrong facts still lead to the answer.
   rate, count, steps = 0.3, 80, 6
   demonstrations = _demonstrations(error_rate=rate)
   right = {1: [], 2: []}
   for step in range(steps):
-    for trajectory in _play(demonstrations, step, count):
+    for trajectory in _collect(demonstrations, step, count):
       hops = 1 + (trajectory.question.data_set == 'two_hop')
       right[hops].append(trajectory.scores['em'])
   for hops, scores in right.items():
@@ -95,9 +95,9 @@ def test_errors_cost_their_share():
     assert abs(np.mean(scores) - expected) < 3 * deviation + 0.01, hops
 
 
-def test_errors_are_of_every_kind():
+def test_every_kind_of_error_occurs():
   demonstrations = _demonstrations((2,), error_rate=0.3)
-  searches, queries, believed = set(), [], 0
+  searches, queries, misread = set(), [], 0
   for step in range(3):
     for question, turns in demonstrations.batch(step, 60):
       *asked, answer = turns
@@ -105,15 +105,15 @@ def test_errors_are_of_every_kind():
       assert re.fullmatch('.*<answer> [A-Z][a-z]+</answer>', answer)
       queries += [re.search('<search> (.*)</search>', t)[1] for t in asked]
       golden = f'<answer> {question.golden_answers[0]}</answer>'
-      believed += len(asked) == 2 and golden not in answer
+      misread += len(asked) == 2 and golden not in answer
   assert searches == {0, 1, 2}
   half = sum(query in synthetic_wiki.OPENINGS for query in queries)
   # 0.15 of the decisions ask for half a name, 0.7 for a whole one.
   assert 0.12 < half / len(queries) < 0.24
-  assert believed > 5
+  assert misread > 5
 
 
-def test_the_first_steps_are_clean_and_the_very_first_short():
+def test_the_first_steps_have_no_errors_and_before_that_one_hop():
   demonstrations = _demonstrations(
     (1, 2), error_rate=1.0, clean_one_hop_steps=2, clean_steps=3
   )
@@ -126,7 +126,7 @@ def test_the_first_steps_are_clean_and_the_very_first_short():
 
 
 @pytest.mark.parametrize('error_rate', [0.0, 0.3])
-def test_think_words_lengthen_the_thought_alone(error_rate):
+def test_think_words_change_only_the_thought(error_rate):
   plain, wordy = (
     _demonstrations((1,), error_rate=error_rate, think_words=n).batch(0, 8)
     for n in (0, 5)
@@ -157,7 +157,7 @@ def test_a_step_is_always_the_same():
 
 
 @pytest.mark.parametrize(('error_rate', 'searches'), [(0.0, 1), (1.0, 0)])
-def test_files_allow_looking_up_the_question(error_rate, searches):
+def test_questions_of_files_are_searched_for_unchanged(error_rate, searches):
   questions = _demonstrations().questions
   lookup = demonstrations_lib.LookupDemonstrations(
     questions, seed=0, error_rate=error_rate

@@ -1,6 +1,7 @@
-"""Which questions a step asks, again and again the same."""
+"""The questions of a step are a function of the seed and the step."""
 
 import collections
+import dataclasses
 import itertools
 import json
 
@@ -83,7 +84,7 @@ def test_the_passages_are_those_of_the_world_that_is_asked_about():
   assert f'is {question.golden_answers[0]}' in texts[name]
 
 
-def _row(question_id, data_set='nq'):
+def _record(question_id, data_set='nq'):
   return {
     'id': str(question_id),
     'dataset': data_set,
@@ -95,11 +96,11 @@ def _row(question_id, data_set='nq'):
 
 def _files(tmp_path, *, train=7, evaluation=None, seed=0):
   paths = {'train': tmp_path / 'train.jsonl', 'evaluation': None}
-  rows = {'train': [_row(n) for n in range(train)]}
+  records = {'train': [_record(n) for n in range(train)]}
   if evaluation is not None:
     paths['evaluation'] = tmp_path / 'evaluation.jsonl'
-    rows['evaluation'] = evaluation
-  for name, lines in rows.items():
+    records['evaluation'] = evaluation
+  for name, lines in records.items():
     paths[name].write_text('\n'.join(map(json.dumps, lines)))
   corpus = tmp_path / 'corpus.jsonl'
   corpus.write_text('{"id": "1", "contents": "\\"Title\\"\\nbody"}\n')
@@ -127,35 +128,37 @@ def test_every_epoch_is_a_new_permutation(tmp_path, count):
 
 
 @pytest.mark.parametrize('step', [0, 1, 4])
-def test_further_questions_of_a_file_repeat_none_of_the_step(tmp_path, step):
+def test_resampling_rounds_of_a_file_share_no_question(tmp_path, step):
   questions = _files(tmp_path, train=12)
-  parts = [
+  rounds = [
     [q.id for q in questions.train(step, 3, resample_round=n)] for n in range(4)
   ]
-  assert parts[0] == [q.id for q in questions.train(step, 3)]
-  assert sorted(sum(parts, [])) == sorted(str(n) for n in range(12))
+  assert rounds[0] == [q.id for q in questions.train(step, 3)]
+  assert sorted(sum(rounds, [])) == sorted(str(n) for n in range(12))
   other = questions.train(step + 4, 3, resample_round=1)  # of the next epoch
-  assert [q.id for q in other] != parts[1]
+  assert [q.id for q in other] != rounds[1]
   with pytest.raises(ValueError, match='12 training questions .* 5 times 3'):
     questions.train(step, 3, resample_round=4)
 
 
-def test_further_questions_of_a_world():
+def test_resampling_rounds_of_a_world_share_no_question():
   questions = _synthetic()
-  parts = [questions.train(2, 10, resample_round=n) for n in range(3)]
-  assert parts[0] == questions.train(2, 10)
-  assert len({q.id for part in parts for q in part}) == 30
-  assert len(set.union(*map(_worlds, parts))) == 1
-  for part in parts:  # hops in turn, as among the first
-    assert [q.data_set for q in part] == ['one_hop', 'two_hop'] * 5
-  assert parts[1] == _synthetic().train(2, 10, resample_round=1)
-  with pytest.raises(ValueError, match='fewer than 2000 questions'):
-    questions.train(2, 100, resample_round=19)
+  rounds = [questions.train(2, 10, resample_round=n) for n in range(3)]
+  assert rounds[0] == questions.train(2, 10)
+  assert len({q.id for group in rounds for q in group}) == 30
+  assert len(set.union(*map(_worlds, rounds))) == 1
+  for group in rounds:  # the numbers of hops alternate in every round
+    assert [q.data_set for q in group] == ['one_hop', 'two_hop'] * 5
+  assert rounds[1] == _synthetic().train(2, 10, resample_round=1)
+  options = _OPTIONS | {'entities_per_type': 2}
+  small = dataclasses.replace(questions, world_options=options)
+  with pytest.raises(ValueError, match='fewer than 80 questions'):
+    small.train(2, 40, resample_round=1)
 
 
 def test_evaluation_is_a_fixed_sample_of_each_data_set(tmp_path):
-  rows = [_row(n, 'nq' if n % 3 else 'popqa') for n in range(30)]
-  questions = _files(tmp_path, evaluation=rows, seed=3)
+  records = [_record(n, 'nq' if n % 3 else 'popqa') for n in range(30)]
+  questions = _files(tmp_path, evaluation=records, seed=3)
   sample = questions.evaluation(8)
   assert {name: len(group) for name, group in sample.items()} == {
     'nq': 8,
@@ -164,7 +167,7 @@ def test_evaluation_is_a_fixed_sample_of_each_data_set(tmp_path):
   for name, group in sample.items():
     assert {question.data_set for question in group} == {name}
     assert len({question.id for question in group}) == 8
-  assert _files(tmp_path, evaluation=rows, seed=4).evaluation(8) == sample
+  assert _files(tmp_path, evaluation=records, seed=4).evaluation(8) == sample
   # A sample, not the head of the file.
   assert [int(q.id) for q in sample['popqa']] != list(range(0, 24, 3))
   everything = questions.evaluation(100)

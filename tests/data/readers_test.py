@@ -35,7 +35,7 @@ def _write(tmp_path, *rows):
   return path
 
 
-def test_both_kinds(tmp_path):
+def test_open_and_choice_questions_are_read(tmp_path):
   assert readers.read_questions(_write(tmp_path, _OPEN, ' ', _CHOICE)) == [
     types.Question('n1', 'who?', ('x', 'y'), 'nq'),
     types.Question(
@@ -59,12 +59,12 @@ def test_equal_ids_in_different_sets_are_different_questions(tmp_path):
   assert len(readers.read_questions(path)) == 2
 
 
-def _without(row, name):
-  return {key: value for key, value in row.items() if key != name}
+def _without(fields, name):
+  return {key: value for key, value in fields.items() if key != name}
 
 
 @pytest.mark.parametrize(
-  ('row', 'message'),
+  ('line', 'message'),
   [
     ('{"id"', 'delimiter'),
     ('[' * 100000, 'recursion'),
@@ -87,15 +87,15 @@ def _without(row, name):
     (_OPEN, "id 'n1' is also the id of line 1"),
   ],
 )
-def test_a_bad_line_is_named(tmp_path, row, message):
-  path = _write(tmp_path, _OPEN, row)
+def test_a_bad_line_is_named(tmp_path, line, message):
+  path = _write(tmp_path, _OPEN, line)
   with pytest.raises(ValueError) as error:
     readers.read_questions(path)
   assert str(error.value).startswith(f'{path}:2: ')
   assert message in str(error.value) and '\n' not in str(error.value)
 
 
-def test_missing_empty_and_binary_files(tmp_path):
+def test_missing_empty_and_binary_files_are_named(tmp_path):
   with pytest.raises(FileNotFoundError, match='absent: no such file'):
     readers.read_questions(tmp_path / 'absent')
   with pytest.raises(ValueError, match='no questions'):

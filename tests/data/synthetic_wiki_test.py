@@ -134,10 +134,10 @@ def test_names_are_composed_of_pieces(pieces):
   assert len({*synthetic_wiki.OPENINGS, *synthetic_wiki.ENDINGS}) == 128
 
 
-def test_more_names_than_the_pieces_form_is_refused():
-  # 64 openings with 64 endings; a quarter of them is for evaluation.
-  with pytest.raises(ValueError, match='cannot form 1250 names of 2 pieces'):
-    _world(7, entities_per_type=250)
+def test_more_names_than_the_pieces_can_form_are_refused():
+  # There are 64 names of one piece; a quarter of them is for evaluation.
+  with pytest.raises(ValueError, match='cannot form 40 names of 1 pieces'):
+    _world(7, entities_per_type=8, name_pieces=1)
 
 
 def test_every_phrase_of_a_dialogue_has_its_token():

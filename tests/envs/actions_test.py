@@ -39,7 +39,7 @@ from stppo_jax.envs import actions
     ('<search >a</search>', 'invalid', ''),
   ],
 )
-def test_parse(text, kind, content):
+def test_the_action_of_a_turn_by_hand(text, kind, content):
   assert actions.parse_action(text) == actions.Action(kind, content)
 
 
@@ -84,7 +84,7 @@ def test_the_first_to_close_reaches_back_furthest(text):
 
 
 @given(st.text())
-def test_any_text_is_read(text):
+def test_any_text_has_an_action(text):
   assert actions.parse_action(text).kind in ('search', 'answer', 'invalid')
   query = text.replace('<', '')
   if 0 < len(query.strip()) <= actions.MAX_QUERY_CHARS:

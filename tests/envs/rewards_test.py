@@ -16,7 +16,7 @@ from stppo_jax.envs import rewards
     ('The', ''),
   ],
 )
-def test_normalise(text, normal):
+def test_normalised_text_by_hand(text, normal):
   assert rewards.normalise(text) == normal
 
 
@@ -36,7 +36,7 @@ def test_normalise(text, normal):
     ('14', ['14 July', '14 14'], 0, 0, 2 / 3),
   ],
 )
-def test_words(answer, golden, em, substring, f1):
+def test_scores_of_free_text_by_hand(answer, golden, em, substring, f1):
   assert rewards.exact_match(answer, golden) == em
   assert rewards.substring_match(answer, golden) == substring
   assert rewards.token_f1(answer, golden) == pytest.approx(f1)
@@ -65,7 +65,7 @@ _OPTIONS = {'A': 'Nasal cannula', 'B': 'Venturi mask', 'C': '<5', 'D': '>5'}
     ('> 5', 'CD'),  # normalised, both are "5"
   ],
 )
-def test_choose(answer, letters):
+def test_the_options_that_an_answer_means(answer, letters):
   assert rewards.choose(answer, _OPTIONS) == frozenset(letters)
 
 
@@ -82,7 +82,7 @@ def test_choose(answer, letters):
     ('B', ['unknown'], 0),
   ],
 )
-def test_choice_accuracy(answer, golden, accuracy):
+def test_choice_accuracy_by_hand(answer, golden, accuracy):
   assert rewards.choice_accuracy(answer, _OPTIONS, golden) == accuracy
 
 
@@ -123,11 +123,11 @@ _ANSWER = '<think>c</think><answer>d</answer>'
     ([_SEARCH + _ANSWER], 0),
   ],
 )
-def test_format(texts, reward):
+def test_format_reward_by_hand(texts, reward):
   assert rewards.format_reward(texts) == reward
 
 
-def test_count_searches():
+def test_searches_are_counted_by_turn():
   assert rewards.count_searches([_SEARCH, 'x', _SEARCH, _ANSWER]) == 2
   assert rewards.count_searches([]) == 0
 
@@ -151,6 +151,6 @@ _TWO = 'inside <answer> and </answer>, ' + _ONE
     (_ONE, [_SEARCH + _ANSWER], None, 'd'),
   ],
 )
-def test_scopes(prompt, texts, response, search_r1):
+def test_the_answer_in_each_scope(prompt, texts, response, search_r1):
   assert rewards.SCOPES['response'](prompt, texts) == response
   assert rewards.SCOPES['search_r1'](prompt, texts) == search_r1

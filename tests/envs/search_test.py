@@ -1,7 +1,8 @@
-"""The environment: each way a turn can go, and what a trajectory is worth."""
+"""The search environment: every outcome of a turn, rewards and scores."""
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from stppo_jax import types
@@ -68,7 +69,7 @@ def test_a_search_is_answered_from_the_corpus_of_the_question():
     ),
   ],
 )
-def test_a_turn_is_worth_what_its_search_found(passages, reward):
+def test_the_reward_of_a_search_depends_on_what_it_found(passages, reward):
   retriever = fakes.FakeRetriever({'capital': passages})
   step = _step(_environment(retriever), 1, _SEARCH)
   assert step.reward == reward
@@ -124,7 +125,7 @@ def test_search_is_off_in_the_last_generation(text, action):
   assert retriever.calls == []
 
 
-def test_a_failed_retrieval_is_not_text():
+def test_a_failed_retrieval_ends_the_trajectory():
   retriever = fakes.FakeRetriever({}, fail_on=['capital'])
   step = _step(_environment(retriever), 0, _SEARCH)
   assert (step.action, step.observation) == ('search', None)
@@ -139,7 +140,7 @@ def test_a_bug_in_the_retriever_is_not_an_infra_error():
     _step(_environment(fakes.FakeRetriever(broken)), 0, _SEARCH)
 
 
-def test_rewards_by_hand():
+def test_rewards_and_scores_by_hand():
   rewards, scores = _environment().rewards(
     _QUESTION, 'prompt', [_SEARCH, _SEARCH, _ANSWER], _STATUS.COMPLETED
   )
@@ -164,7 +165,7 @@ def test_a_truncated_trajectory_pays_for_its_searches(status):
   assert sum(rewards.values()) == -0.0625
 
 
-def test_an_infra_error_is_worth_nothing():
+def test_an_infra_error_has_no_rewards():
   rewards, scores = _environment().rewards(
     _QUESTION, '', [_SEARCH, _ANSWER], _STATUS.INFRA_ERROR
   )
@@ -194,7 +195,7 @@ def test_search_r1_counts_the_example_of_the_built_in_prompt():
 
 
 @pytest.mark.parametrize('golden', ['B', 'Bag and mask'])
-def test_choice_questions(golden):
+def test_choice_questions_are_scored_by_the_option(golden):
   question = types.Question(
     'q',
     'Most oxygen?',
@@ -226,7 +227,22 @@ def test_choice_questions(golden):
     ({'prompt_template': '/absent'}, "prompt template '/absent'"),
   ],
 )
-def test_bad_options(changes, message):
+def test_a_bad_option_is_named(changes, message):
   with pytest.raises(ValueError) as error:
     _environment(**changes)
   assert message in str(error.value) and '\n' not in str(error.value)
+
+
+def _turns(*actions):
+  ids = np.zeros(1, np.int32)
+  return tuple(types.Turn(ids, ids, ids, action) for action in actions)
+
+
+def test_valid_searches_are_counted_per_trajectory():
+  trajectories = [
+    types.Trajectory(_QUESTION, np.zeros(1), turns, {}, _STATUS.COMPLETED)
+    for turns in (_turns('search', 'search', 'answer'), _turns('invalid'))
+  ]
+  assert search.SearchEnvironment.statistics(trajectories) == {
+    'env/number_of_valid_search': 1.0
+  }
