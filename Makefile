@@ -73,7 +73,7 @@ lint: $(TESTING)  ## ruff: rules and format
 types: $(TESTING)  ## pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-docs: $(RUNTIME)  ## docs/algorithms.md from the table
+docs: $(RUNTIME)  ## docs/algorithms.md and docs/choices/ from the table
 	PYTHONPATH=. $(BIN)/python docs/make_algorithms.py
 
 bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting

@@ -1,19 +1,21 @@
-"""The table of algorithms: one row each, a row is plain data.
+"""The table of algorithms: an algorithm is plain data.
 
-Five axes (ratio, bounds, objective, correction, aggregate), the advantage
-estimator and the KL term. `stppo_jax/rl/algorithm.py` turns a row into
-functions; no code asks for a row's name. Any option can be overridden, e.g.
-`--config.algorithm.correction.clipping_bias.tau=5`; another name of a block
-brings that block's own options with their defaults, which stand in `BLOCKS`,
-e.g. `--config.algorithm.bounds.name=balanced`.
+An algorithm answers five questions (ratio, bounds, objective, correction,
+aggregate) and names an advantage estimator and a KL term.
+`stppo_jax/rl/algorithm.py` turns an entry into functions; no code asks for the
+name of an algorithm. Every option can be overridden, for example
+`--config.algorithm.correction.clipping_bias.tau=5`. Another name of a section,
+such as `--config.algorithm.bounds.name=balanced`, brings the options of that
+choice with their defaults, which stand in `DEFAULTS`.
 
-`docs/algorithms.md` has the equation, the source and the use of every row.
+`docs/algorithms.md` has the equation, the source and the use of every
+algorithm.
 """
 
 import copy
 
-# Blocks whose options depend on their name, each with its defaults.
-BLOCKS = {
+# The sections whose options depend on their name: the defaults of every choice.
+DEFAULTS = {
   # The trusted interval of the ratio.
   'bounds': {
     # [1 - clip_low, 1 + clip_high]
@@ -36,7 +38,7 @@ BLOCKS = {
       'positive_share': 0.4,
     },
   },
-  # What happens outside it.
+  # What happens outside the interval.
   'objective': {
     'pessimistic': {},
     'dual_clip': {'c': 3.0},  # the largest ratio that counts where A < 0
@@ -57,11 +59,11 @@ BLOCKS = {
     'gae': {
       'gamma': 1.0,
       'lambda_': 1.0,
-      # Of the turns, where steps is bilevel.
+      # Discount and trace decay over turns, where steps is bilevel.
       'gamma_turn': 0.95,
       'lambda_turn': 1.0,
       'steps': 'token',  # token | turn | bilevel
-      # Of token steps: skipped | included (as in the reference run).
+      # Where steps is token: skipped | included (as in the reference run).
       'observation_tokens': 'skipped',
       'whiten': 'policy',
     },
@@ -81,36 +83,45 @@ BLOCKS = {
 }
 
 
-def block(kind: str, name: str, **changes) -> dict:
-  """A named block with its defaults, some of them changed."""
-  return {'name': name, **BLOCKS[kind][name], **changes}
+def choice(kind: str, name: str, **changes: float | str) -> dict:
+  """Returns a choice with the defaults of its options, some of them changed.
+
+  Args:
+    kind: a key of `DEFAULTS`.
+    name: a key of `DEFAULTS[kind]`.
+    **changes: options that differ from their defaults.
+  """
+  return {'name': name, **DEFAULTS[kind][name], **changes}
 
 
 _TOKEN_PPO = {
-  # Which tokens share one ratio (token, turn, sentence, sequence), where its
-  # gradient goes (segment: through the segment's mean; token: each keeps its
-  # own), how a segment is reduced (mean: geometric mean of ratios; sum), and
-  # what is done to the log-ratio before (none; guard: experimental).
+  # level: which tokens share one ratio (token, turn, sentence, sequence).
+  # gradient: through the segment's mean (segment), or each token keeps its own
+  # (token). reduce: geometric mean of the token ratios (mean), or their product
+  # (sum). normalize: what is done to the log-ratio before (none; guard:
+  # experimental).
   'ratio': {
     'level': 'token',
     'gradient': 'segment',
     'reduce': 'mean',
     'normalize': 'none',
   },
-  'bounds': block('bounds', 'fixed'),
-  'objective': block('objective', 'pessimistic'),
-  # How much each term is believed: `names` selects, several multiply.
+  'bounds': choice('bounds', 'fixed'),
+  'objective': choice('objective', 'pessimistic'),
+  # How much each term is believed: `names` selects, the weights of several
+  # multiply.
   'correction': {
     'names': (),
     'clipping_bias': {
       'norm': 'coefficient',  # coefficient | gradient
       'tau': 3.0,  # coefficient: scale by 1/rho only above this rho
       'scope': 'minibatch',  # minibatch | microbatch | sequence | turn
-      'level': 'token',  # ratio in the sets: token | turn
+      'level': 'token',  # of the ratio that is compared: token | turn
       'applies_to': ('policy',),  # losses that are scaled
-      'floor': 1.0,  # gradient: least norm that is divided by
+      'floor': 1.0,  # gradient: the least divisor
     },
-    # Of k = trainer's old policy / sampler; level: token | sequence.
+    # These weigh by k = trainer's old policy / sampler, of a token or of a
+    # sequence (level).
     'tis': {
       'cap': 2.0,
       'level': 'token',
@@ -118,10 +129,10 @@ _TOKEN_PPO = {
     },
     'mis': {'cap': 2.0, 'level': 'token'},
     'icepop': {'least': 0.5, 'most': 5.0},
-    'geo_rs': {'band': 0.001},  # of the sequence's mean log k
+    'geo_rs': {'band': 0.001},  # how far the mean log k may be from 0
   },
-  'aggregate': block('aggregate', 'token_mean'),
-  'advantage': block('advantage', 'gae'),
+  'aggregate': choice('aggregate', 'token_mean'),
+  'advantage': choice('advantage', 'gae'),
   'kl': {
     'where': 'reward',  # reward | loss | nowhere
     'estimator': 'k1',  # k1 | k2 | k3
@@ -133,14 +144,14 @@ _TOKEN_PPO = {
 }
 
 
-def _row(**changes):
-  """The token PPO row with the given leaves changed, merged block by block.
+def _algorithm(**changes):
+  """Returns token PPO with some options changed.
 
-  A block of another name replaces the whole block.
+  A section with another name replaces the whole section.
   """
-  row = copy.deepcopy(_TOKEN_PPO)
-  _merge(row, changes)
-  return row
+  algorithm = copy.deepcopy(_TOKEN_PPO)
+  _merge(algorithm, changes)
+  return algorithm
 
 
 def _merge(target, changes):
@@ -156,24 +167,24 @@ _SEQUENCE = {'ratio': {'level': 'sequence'}}
 _BIAS = {'correction': {'names': ('clipping_bias',)}}
 _NO_KL = {'kl': {'where': 'nowhere'}}
 _KL_IN_LOSS = {'kl': {'where': 'loss', 'estimator': 'k3'}}
-_GROUP = {'advantage': block('advantage', 'group_normalized')}
-_SEQUENCE_MEAN = {'aggregate': block('aggregate', 'sequence_mean')}
-_SEQUENCE_SUM = {'aggregate': block('aggregate', 'sequence_sum')}
-_UNCLIPPED = {'objective': block('objective', 'unclipped')}
+_GROUP = {'advantage': choice('advantage', 'group_normalized')}
+_SEQUENCE_MEAN = {'aggregate': choice('aggregate', 'sequence_mean')}
+_SEQUENCE_SUM = {'aggregate': choice('aggregate', 'sequence_sum')}
+_UNCLIPPED = {'objective': choice('objective', 'unclipped')}
 _GSPO_BOUNDS = {
-  'bounds': block('bounds', 'fixed', clip_low=3e-4, clip_high=4e-4)
+  'bounds': choice('bounds', 'fixed', clip_low=3e-4, clip_high=4e-4)
 }
 
 
 ALGORITHMS = {
   # The subject: arXiv 2511.20718.
-  'token_ppo': _row(),
-  'turn_ppo': _row(**_TURN),
-  's_ppo': _row(**_BIAS),
-  'st_ppo': _row(**_TURN, **_BIAS),
-  # What version 2 of the paper calls it, and its group form.
-  'so_ppo': _row(**_TURN, **_BIAS),
-  'so_grpo': _row(
+  'token_ppo': _algorithm(),
+  'turn_ppo': _algorithm(**_TURN),
+  's_ppo': _algorithm(**_BIAS),
+  'st_ppo': _algorithm(**_TURN, **_BIAS),
+  # The name of st_ppo in version 2 of the paper, and its group form.
+  'so_ppo': _algorithm(**_TURN, **_BIAS),
+  'so_grpo': _algorithm(
     **_TURN,
     correction={
       'names': ('clipping_bias',),
@@ -183,81 +194,83 @@ ALGORITHMS = {
     **_KL_IN_LOSS,
   ),
   # Its neighbours.
-  'bilevel_ppo': _row(advantage=block('advantage', 'gae', steps='bilevel')),
-  'grpo': _row(**_GROUP, **_SEQUENCE_MEAN, **_KL_IN_LOSS),
-  'dr_grpo': _row(
-    advantage=block('advantage', 'group_centered'),
-    aggregate=block('aggregate', 'constant_length'),
+  'bilevel_ppo': _algorithm(
+    advantage=choice('advantage', 'gae', steps='bilevel')
+  ),
+  'grpo': _algorithm(**_GROUP, **_SEQUENCE_MEAN, **_KL_IN_LOSS),
+  'dr_grpo': _algorithm(
+    advantage=choice('advantage', 'group_centered'),
+    aggregate=choice('aggregate', 'constant_length'),
     **_NO_KL,
   ),
-  'dapo': _row(
-    bounds=block('bounds', 'fixed', clip_high=0.28), **_GROUP, **_NO_KL
+  'dapo': _algorithm(
+    bounds=choice('bounds', 'fixed', clip_high=0.28), **_GROUP, **_NO_KL
   ),
-  'gspo': _row(
+  'gspo': _algorithm(
     **_SEQUENCE, **_GSPO_BOUNDS, **_GROUP, **_SEQUENCE_MEAN, **_NO_KL
   ),
-  'gspo_token': _row(
+  'gspo_token': _algorithm(
     ratio={'level': 'sequence', 'gradient': 'token'},
     **_GSPO_BOUNDS,
     **_GROUP,
     **_SEQUENCE_MEAN,
     **_NO_KL,
   ),
-  'sspo': _row(
+  'sspo': _algorithm(
     ratio={'level': 'sentence'},
-    bounds=block('bounds', 'entropy_scaled'),
+    bounds=choice('bounds', 'entropy_scaled'),
     **_GROUP,
     **_SEQUENCE_MEAN,
     **_NO_KL,
   ),
-  'bapo': _row(bounds=block('bounds', 'balanced'), **_GROUP, **_NO_KL),
-  'cispo': _row(
-    bounds=block('bounds', 'fixed', clip_low=1.0, clip_high=0.28),
-    objective=block('objective', 'detached'),
+  'bapo': _algorithm(bounds=choice('bounds', 'balanced'), **_GROUP, **_NO_KL),
+  'cispo': _algorithm(
+    bounds=choice('bounds', 'fixed', clip_low=1.0, clip_high=0.28),
+    objective=choice('objective', 'detached'),
     **_GROUP,
     **_NO_KL,
   ),
-  'reinforce': _row(
+  'reinforce': _algorithm(
     **_UNCLIPPED,
     **_SEQUENCE_SUM,
-    advantage=block('advantage', 'monte_carlo'),
+    advantage=choice('advantage', 'monte_carlo'),
     **_NO_KL,
   ),
-  'rloo': _row(
+  'rloo': _algorithm(
     **_UNCLIPPED,
     **_SEQUENCE_SUM,
-    advantage=block('advantage', 'leave_one_out'),
+    advantage=choice('advantage', 'leave_one_out'),
     kl={'where': 'reward', 'estimator': 'k1'},
   ),
-  'minirl': _row(
-    bounds=block('bounds', 'fixed', clip_high=0.27),
-    objective=block('objective', 'masked'),
+  'minirl': _algorithm(
+    bounds=choice('bounds', 'fixed', clip_high=0.27),
+    objective=choice('objective', 'masked'),
     correction={
       'names': ('tis',),
       'tis': {'cap': 5.0, 'truncated': 'product'},
     },
     **_SEQUENCE_SUM,
-    advantage=block('advantage', 'group_centered'),
+    advantage=choice('advantage', 'group_centered'),
     **_NO_KL,
   ),
-  'grpo_guard': _row(  # experimental
+  'grpo_guard': _algorithm(  # experimental
     ratio={'normalize': 'guard'},
-    aggregate=block('aggregate', 'turn_mean'),
+    aggregate=choice('aggregate', 'turn_mean'),
     **_GROUP,
     **_NO_KL,
   ),
-  'mt_grpo': _row(
-    advantage=block('advantage', 'turn_group'),
+  'mt_grpo': _algorithm(
+    advantage=choice('advantage', 'turn_group'),
     **_SEQUENCE_MEAN,
     **_KL_IN_LOSS,
   ),
-  'gigpo': _row(
-    advantage=block('advantage', 'gigpo'), **_SEQUENCE_MEAN, **_KL_IN_LOSS
+  'gigpo': _algorithm(
+    advantage=choice('advantage', 'gigpo'), **_SEQUENCE_MEAN, **_KL_IN_LOSS
   ),
 }
 
-# Estimators that compare the trajectories of one question, and all that need
-# no value model.
+# The advantage estimators that compare the trajectories of one question, and
+# all estimators that need no value model.
 GROUP_ADVANTAGES = frozenset(
   {
     'group_normalized',
@@ -269,10 +282,10 @@ GROUP_ADVANTAGES = frozenset(
 )
 WITHOUT_CRITIC = GROUP_ADVANTAGES | {'monte_carlo'}
 
-# How rows whose advantages compare are collected; `so_grpo` as in its reference
-# run, 512 questions of 5 trajectories.
+# How algorithms collect whose advantages compare trajectories; `so_grpo` as in
+# its reference run, 512 questions of 5 trajectories.
 ROLLOUTS = {
   name: {'group_size': 8}
-  for name, row in ALGORITHMS.items()
-  if row['advantage']['name'] in GROUP_ADVANTAGES
+  for name, algorithm in ALGORITHMS.items()
+  if algorithm['advantage']['name'] in GROUP_ADVANTAGES
 } | {'so_grpo': {'group_size': 5, 'trajectories_per_step': 2560}}

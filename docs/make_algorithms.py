@@ -1,25 +1,30 @@
-"""Writes docs/algorithms.md from the table: `make docs`."""
+"""Writes docs/algorithms.md and docs/choices/ from the table: `make docs`."""
 
 import pathlib
+from typing import Any
 
 from docs import texts
 from stppo_jax.analysis import algorithm_docs
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
 
-PATH = pathlib.Path(__file__).with_name('algorithms.md')
+FOLDER = pathlib.Path(__file__).parent
 
 
-def text() -> str:
-  """The document."""
-  return algorithm_docs.markdown(
+def pages() -> dict[pathlib.Path, str]:
+  """Returns the text of every generated page."""
+  config: Any = base.get_config()
+  made = algorithm_docs.pages(
     algorithms.ALGORITHMS,
-    algorithms.BLOCKS,
+    algorithms.DEFAULTS,
     algorithms.GROUP_ADVANTAGES,
-    base.get_config().preference.to_dict(),
+    config.preference.to_dict(),
     texts,
   )
+  return {FOLDER / path: text for path, text in made.items()}
 
 
 if __name__ == '__main__':
-  PATH.write_text(text(), encoding='utf-8')
+  for path, text in pages().items():
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding='utf-8')

@@ -64,8 +64,8 @@ def _commands() -> list[list[str]]:
 
 
 def _copy(root: pathlib.Path) -> None:
-  """What the steps change and the commands read."""
-  # Times are kept, so compiled modules stay valid.
+  """Copies what the steps change and the commands read."""
+  # Modification times are kept, so that compiled modules stay valid.
   for name in ('configs', 'stppo_jax', 'docs', 'tests'):
     shutil.copytree(_ROOT / name, root / name, symlinks=True)
   for name in ('pyproject.toml', 'README.md', 'Makefile'):
@@ -119,21 +119,24 @@ def test_the_page_adds_an_algorithm(changed):
   outputs = {shlex.join(words): _run(words, changed) for words in _commands()}
   after = document.read_text(encoding='utf-8')
   assert '### `log_ppo`' in after and '### `log_ppo`' not in before
-  assert '`width=0.2`' in after
+  choices = (changed / 'docs' / 'choices' / 'bounds.md').read_text('utf-8')
+  assert '`width=0.2`' in choices
 
   tests = next(x for words, x in outputs.items() if ' pytest ' in words)
-  # The file's tests, the page's three, those of every row, the document's.
-  assert int(re.search(r'(\d+) passed', tests)[1]) >= 35, tests
+  # The tests of bounds, the page's three, those of every algorithm and those
+  # of the generated pages.
+  passed = re.search(r'(\d+) passed', tests)
+  assert passed and int(passed[1]) >= 35, tests
   config = next(x for words, x in outputs.items() if ' config ' in words)
   assert 'algorithm.bounds.width = 0.1' in config.splitlines()
   assert "algorithm.bounds.name = 'logarithmic'" in config.splitlines()
 
 
-def test_a_misspelt_option_is_told_in_one_line(changed):
+def test_a_misspelt_option_is_reported_in_one_line(changed):
   words = f'{sys.executable} -m stppo_jax config --config.algorithm.bounds.'
-  row = '--config=configs/quickstart.py:log_ppo'
+  config = '--config=configs/quickstart.py:log_ppo'
   done = subprocess.run(
-    [*shlex.split(words + 'widht=0.1'), row],
+    [*shlex.split(words + 'widht=0.1'), config],
     cwd=changed,
     env=dict(os.environ, PYTHONPATH=str(changed)),
     capture_output=True,

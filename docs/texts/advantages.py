@@ -1,4 +1,4 @@
-"""Advantages and the KL term: what each choice is."""
+"""Descriptions of the choices of the advantage and of the KL term."""
 
 from docs.texts import entry
 
@@ -10,33 +10,33 @@ _NAMES = {
     delta_i = r_i + gamma V_{i+1} - V_i
     A_i     = delta_i + gamma lambda_ A_{i+1}
 
-    over the steps i of a trajectory, in which only the policy's tokens are.
-    With steps=bilevel gamma_turn and lambda_turn are those of the turns.
+    over the steps i of a trajectory, which are policy tokens. With
+    steps=bilevel, gamma_turn and lambda_turn take their place over turns.
     """,
     'arXiv 1506.02438.',
     entry.CODE,
-    'With a value model: credit within a trajectory.',
+    'There is a value model, and credit should differ within a trajectory.',
     'verl, Search-R1: `adv_estimator=gae`.',
   ),
   'monte_carlo': entry.Description(
     'A = sum of the rewards to come, discounted with gamma per policy token',
     'REINFORCE; whitened, REINFORCE++, arXiv 2501.03262.',
     entry.CODE,
-    'The plainest estimate, without value model and groups.',
+    'The simplest estimate, without value model and groups.',
     'verl: `adv_estimator=reinforce_plus_plus`.',
   ),
   'group_normalized': entry.Description(
     f'A = (R - mean R) / (std R + epsilon) {_GROUPS};\nstd is unbiased',
     'GRPO, arXiv 2402.03300.',
     entry.CODE + ' That a group of one gives 0 is ours.',
-    'Without a value model.',
+    'There is no value model, and a question has several trajectories.',
     'verl: `adv_estimator=grpo`. TRL: `GRPOTrainer`. Tunix: `grpo`.',
   ),
   'group_centered': entry.Description(
     f'A = R - mean R {_GROUPS}',
     'Dr. GRPO, arXiv 2503.20783; MiniRL, arXiv 2512.01374.',
     entry.CODE,
-    'Questions of little variance should not weigh more than others.',
+    'Questions whose rewards vary little should not weigh more than others.',
     'verl: `norm_adv_by_std_in_grpo=False`. TRL: '
     "`scale_rewards='none'`. Tunix: `drgrpo`. slime: "
     '`--disable-grpo-std-normalization`.',
@@ -45,7 +45,7 @@ _NAMES = {
     "A = R - mean of the R of the question's other trajectories",
     'RLOO, arXiv 2402.14740.',
     entry.CODE,
-    'An unbiased baseline, which counts in small groups.',
+    'Groups are small, where an unbiased baseline matters.',
     'verl: `adv_estimator=rloo`. TRL: `RLOOTrainer`. Tunix: `rloo`.',
   ),
   'turn_group': entry.Description(
@@ -55,8 +55,8 @@ _NAMES = {
     """,
     'MT-GRPO, arXiv 2505.11821.',
     entry.CODE + ' For several tool calls: ours.',
-    'Turns have rewards of their own. Not with the KL in the reward, which '
-    'would count as one.',
+    'Turns have rewards of their own. It cannot have the KL in the reward, '
+    'which would count as a reward of the turns.',
   ),
   'gigpo': entry.Description(
     """
@@ -81,18 +81,20 @@ _OPTIONS = {
     ),
     'turn': entry.Description(
       """
-      the first token of a turn is the step: its rewards are summed into it,
-      its advantage goes to all its tokens, the critic learns there only
+      the first token of a turn is the step: the rewards of the turn are summed
+      into it, its advantage goes to all tokens of the turn, and the critic
+      learns at this token only
       """,
-      'arXiv 2511.20718 speaks of turns as actions.',
+      'arXiv 2511.20718 describes turns as actions.',
       entry.OURS,
-      'Credit per turn; discounts per turn.',
+      'Credit and discounts should be per turn.',
     ),
     'bilevel': entry.Description(
-      'GAE over turns, whose returns end a GAE over the tokens of each turn',
+      'GAE over turns, whose returns become the last rewards of a GAE over\n'
+      'the tokens of each turn',
       'RAGEN, arXiv 2504.20073.',
       entry.CODE,
-      'Discounts per turn, and credit within it.',
+      'Discounts should be per turn, and credit should differ within a turn.',
       'RAGEN: `bi_level_gae`.',
     ),
   },
@@ -109,16 +111,16 @@ _OPTIONS = {
       """,
       'arXiv 2511.20718.',
       entry.CODE,
-      'To repeat the reference run. With gamma = lambda_ = 1 the difference '
-      'is in whitening.',
+      'To repeat the reference run. With gamma = lambda_ = 1 only whitening '
+      'differs.',
     ),
   },
   'advantage.whiten': {
     'none': entry.Description(
-      'A as it is',
+      'A, unchanged',
       '—',
       entry.PLAIN,
-      'Group estimators, which are centred already.',
+      'Group estimators, whose advantages are centred already.',
     ),
     'policy': entry.Description(
       '(A - mean) / sqrt(var + 1e-8) over the policy tokens of a collection',
@@ -128,8 +130,8 @@ _OPTIONS = {
     ),
     'all': entry.Description(
       """
-      the same, mean and variance over observations too, from a row's first
-      policy token to its last
+      (A - mean) / sqrt(var + 1e-8), with mean and variance over all tokens from
+      a row's first policy token to its last, observations included
       """,
       'arXiv 2511.20718.',
       entry.CODE,
@@ -148,7 +150,7 @@ _OPTIONS = {
       'N(x) = x - mean',
       'GiGPO, arXiv 2505.10978.',
       entry.CODE,
-      'As in `group_centered`.',
+      'Questions and states should weigh alike, as in `group_centered`.',
       'verl-agent: `gigpo.mode=mean_norm`.',
     ),
   },
@@ -159,24 +161,24 @@ _SCHULMAN = 'J. Schulman, "Approximating KL divergence", 2020.'
 _KL = {
   'kl.where': {
     'reward': entry.Description(
-      'reward of a token <- reward - coefficient * estimate of pi_old',
+      'reward of a token <- reward - coefficient * estimate under pi_old',
       'arXiv 1909.08593.',
       entry.CODE,
-      'With a value model or `leave_one_out`.',
+      'With a value model, or with `leave_one_out`.',
       'verl: `use_kl_in_reward`. slime: `--kl-coef`.',
     ),
     'loss': entry.Description(
-      'loss <- loss + coefficient * aggregate of the estimate of pi_theta',
+      'loss <- loss + coefficient * aggregate of the estimate under pi_theta',
       'GRPO, arXiv 2402.03300.',
       entry.CODE,
-      'With advantages of groups, where rewards are compared.',
+      'With group advantages, which compare rewards.',
       'verl: `use_kl_loss`. TRL: `beta`. slime: `--use-kl-loss`.',
     ),
     'nowhere': entry.Description(
-      'no term; the divergence is measured all the same',
+      'no term; the divergence is still measured where there is a reference',
       '—',
       entry.PLAIN,
-      'Start and goal differ much, or no drift is feared.',
+      'The policy should move far from its start, or drift is not a concern.',
     ),
   },
   'kl.estimator': {
@@ -184,27 +186,28 @@ _KL = {
       'x = log pi - log ref of the sampled token',
       _SCHULMAN,
       entry.CODE,
-      'In the reward: unbiased. In the loss its gradient has expectation 0.',
+      'In the reward, where it is unbiased. In the loss its gradient has '
+      'expectation 0.',
       'verl: `kl` or `k1`. slime: `--kl-loss-type k1`.',
     ),
     'k2': entry.Description(
       'x^2 / 2',
       _SCHULMAN,
       entry.CODE,
-      'In the loss: its gradient is that of the divergence, on policy.',
+      'In the loss: on policy, its gradient is the gradient of the divergence.',
       'verl: `mse` or `k2`. slime: `--kl-loss-type k2`.',
     ),
     'k3': entry.Description(
       'exp(-x) - 1 + x',
       _SCHULMAN,
       entry.CODE,
-      'In the loss: never negative, low variance.',
+      'In the loss: it is never negative and has a low variance.',
       'verl: `low_var_kl` or `k3`. slime: `--kl-loss-type k3`.',
     ),
   },
   'kl.controller': {
     'fixed': entry.Description(
-      'coefficient',
+      'coefficient <- coefficient',
       '—',
       entry.PLAIN,
       'The default.',
@@ -216,8 +219,8 @@ _KL = {
       """,
       'arXiv 1909.08593, Eq. 4.',
       entry.CODE,
-      'A divergence is known that should be kept. The coefficient is '
-      'checkpointed.',
+      'The divergence should stay near a known value. The coefficient is '
+      'saved in checkpoints.',
       'verl: `kl_ctrl.type=adaptive`.',
     ),
   },

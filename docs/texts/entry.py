@@ -1,4 +1,4 @@
-"""One entry of `docs/algorithms.md`."""
+"""One entry of the generated pages."""
 
 from typing import NamedTuple
 
@@ -9,28 +9,29 @@ PEER = 'Read in the documentation of another codebase.'
 OURS = 'Our choice.'
 PLAIN = 'A definition.'
 
-# How sure: every `Description.sure` begins with one of these.
+# How well established an entry is: every `Description.sure` begins with one of
+# these phrases.
 SURE = {
-  CODE: "The reference implementation of the method's authors, or the public "
-  'code that the entry names.',
-  PAPER: 'Its text, without code to compare with.',
-  REVIEWS: 'Neither text nor code has it.',
-  PEER: 'Neither text nor code of the authors was at hand.',
-  OURS: 'The source is silent, not public, or speaks of something else.',
-  PLAIN: 'There is nothing to be unsure of.',
+  CODE: "It was read in the reference implementation of the method's authors, "
+  'or in the public code that the entry names.',
+  PAPER: "It was read in the paper's text, without code to compare with.",
+  REVIEWS: 'Neither the text of the paper nor code contains it.',
+  PEER: 'Neither text nor code of the authors was available.',
+  OURS: 'The source is silent, not public, or about something else.',
+  PLAIN: 'It defines itself, so there is nothing to be unsure of.',
 }
 
 
 class Description(NamedTuple):
-  """What a reader is told of a row or of a choice.
+  """The description of an algorithm or of a choice.
 
   Attributes:
-    equation: plain text, shown as code; it names every number it depends on
-      as the option is called. Indentation of the source is taken off.
+    equation: plain text, shown as code. It contains the name of every number
+      that it depends on. The indentation of the source is removed.
     source: papers with their arXiv id (which becomes a link), or code.
-    sure: one of `SURE`, and what limits it.
-    when: to use it.
-    elsewhere: what other codebases call it, as far as we are sure.
+    sure: how well established it is: a key of `SURE`, and what limits it.
+    when: when to use it.
+    elsewhere: its name in other codebases, where that is certain.
   """
 
   equation: str

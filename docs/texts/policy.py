@@ -1,4 +1,4 @@
-"""Ratio, bounds, objective and aggregate: what each choice is."""
+"""Descriptions of the choices of ratio, bounds, objective and aggregate."""
 
 from docs.texts import entry
 
@@ -8,27 +8,27 @@ _RATIO = {
       'log r = l of the token,   l = clip(log pi_theta - log pi_old, -20, 20)',
       'PPO, arXiv 1707.06347.',
       entry.CODE,
-      'The usual choice; every token is corrected by itself.',
+      'The usual choice: every token is corrected on its own.',
       "TRL: `importance_sampling_level='token'`.",
     ),
     'turn': entry.Description(
       'log r = mean of l over the policy tokens of the turn',
       'arXiv 2511.20718, Eq. 4.',
       entry.CODE,
-      'What is decided is a turn: a search or an answer.',
+      'A decision of the policy is a turn: a search or an answer.',
     ),
     'sentence': entry.Description(
       'log r = mean of l over the policy tokens of the sentence',
       'arXiv 2511.04256.',
       entry.OURS + ' A sentence ends at `.`, `?`, `!` or a line break of the '
       'decoded turn, with the token that contains it.',
-      'Long turns.',
+      'Turns are long.',
     ),
     'sequence': entry.Description(
       'log r = mean of l over the policy tokens of the trajectory',
       'GSPO, arXiv 2507.18071.',
       entry.CODE,
-      'One reward for the whole trajectory.',
+      'There is one reward for the whole trajectory.',
       "TRL: `importance_sampling_level='sequence'`.",
     ),
   },
@@ -44,7 +44,7 @@ _RATIO = {
       "d r = r * d log pi_theta of the token; the value is the segment's",
       'GSPO-token, arXiv 2507.18071.',
       entry.CODE,
-      'Advantages that vary within a segment, each to act on its own token.',
+      'Advantages vary within a segment, and each should act on its own token.',
       'verl: policy loss `gspo`. Tunix: `loss_algo=gspo-token`.',
     ),
   },
@@ -53,13 +53,13 @@ _RATIO = {
       'log r = mean of l over the segment: the geometric mean of the ratios',
       'arXiv 2511.20718; GSPO, arXiv 2507.18071.',
       entry.CODE,
-      'Segments of unlike length under the same bounds.',
+      'Segments of different lengths should have the same bounds.',
     ),
     'sum': entry.Description(
       'log r = clip(sum of l over the segment, -20, 20)',
       'The probability ratio of the segment itself.',
       entry.CODE,
-      'The exact importance ratio is wanted; its spread grows with length.',
+      'The exact importance ratio is wanted. Its spread grows with length.',
       'TRL: the ratio of `RLOOTrainer`.',
     ),
   },
@@ -68,7 +68,7 @@ _RATIO = {
       "l' = l",
       '—',
       entry.PLAIN,
-      'Always, but for experiments.',
+      'Always, except in experiments.',
     ),
     'guard': entry.Description(
       """
@@ -78,7 +78,8 @@ _RATIO = {
       """,
       'GRPO-Guard, arXiv 2510.22319.',
       entry.OURS + ' Experimental; the published form is for flow matching.',
-      'Ratios that drift below 1 as a whole. Aggregate by `turn_mean`.',
+      'The ratios as a whole drift below 1. It belongs with the aggregate '
+      '`turn_mean`.',
     ),
   },
 }
@@ -86,7 +87,7 @@ _RATIO = {
 _BOUNDS = {
   'fixed': entry.Description(
     'low, high = 1 - clip_low, 1 + clip_high',
-    'PPO, arXiv 1707.06347; unequal ones DAPO, arXiv 2503.14476.',
+    'PPO, arXiv 1707.06347; with unequal distances DAPO, arXiv 2503.14476.',
     entry.CODE,
     'The usual choice.',
     'verl: `clip_ratio_low`, `clip_ratio_high`. TRL: `epsilon`, '
@@ -102,7 +103,7 @@ _BOUNDS = {
     """,
     'SSPO, arXiv 2511.04256.',
     entry.OURS + " That entropy scales the bounds is the paper's; f is ours.",
-    'Room where the policy is undecided, none where it is sure.',
+    'The policy should move more where it is undecided than where it is sure.',
   ),
   'balanced': entry.Description(
     """
@@ -110,11 +111,11 @@ _BOUNDS = {
       sum_{A > 0} pi_old min(A r, A clip(r))
         < positive_share * sum pi_old |min(A r, A clip(r))|
     high grows by high_step up to high_limit, then low by low_step up to
-    low_limit. Over the whole minibatch.
+    low_limit. The sums are over the whole minibatch.
     """,
     'BAPO, arXiv 2510.18927.',
     entry.PAPER + ' The absolute value inside the sum is ours.',
-    'Negative advantages outweigh the positive, as on stale data.',
+    'Negative advantages outweigh the positive ones, as on stale data.',
   ),
 }
 
@@ -127,17 +128,17 @@ _OBJECTIVE = {
     'verl: policy loss `vanilla`.',
   ),
   'dual_clip': entry.Description(
-    'term = max(-A r, -A clip(r)); where A < 0 at most -A c',
+    'term = max(-A r, -A clip(r)), and at most -A c where A < 0',
     'arXiv 1912.09729, Eq. 5.',
     entry.CODE,
-    'Very large ratios under negative advantages, as on stale data.',
+    'Ratios are very large under negative advantages, as on stale data.',
     'verl: `clip_ratio_c`, always on. TRL: `delta`. Tunix: `epsilon_c`.',
   ),
   'detached': entry.Description(
     'term = -sg(clip(r)) A log pi_theta',
     'CISPO, arXiv 2506.13585, Eq. 4.',
     entry.CODE,
-    'Bounded weights, and no token that stops learning.',
+    'Weights should be bounded without cutting the gradient of any token.',
     "verl: policy loss `cispo`. TRL: `loss_type='cispo'`.",
   ),
   'masked': entry.Description(
@@ -147,14 +148,15 @@ _OBJECTIVE = {
     """,
     'MiniRL, arXiv 2512.01374.',
     entry.PAPER,
-    'The gradient of `pessimistic`, with a weight that a correction may '
-    'truncate: the ratio is no part of what is differentiated.',
+    'A correction should truncate the weight: the gradient is that of '
+    '`pessimistic`, but the ratio is not differentiated.',
   ),
   'unclipped': entry.Description(
     'term = -sg(r) A log pi_theta',
     'REINFORCE with an importance weight.',
     entry.PLAIN,
-    'One update per collection, or to see what clipping does.',
+    'There is one update per collection, or the effect of clipping is of '
+    'interest.',
     'verl: the REINFORCE loss of its bypass mode.',
   ),
 }
@@ -172,7 +174,7 @@ _AGGREGATE = {
     "mean over turns of the mean over the turn's policy tokens",
     '—',
     entry.PLAIN,
-    'Every turn should weigh the same, whatever its length.',
+    'Every turn should weigh the same, independent of its length.',
   ),
   'sequence_mean': entry.Description(
     """
@@ -188,7 +190,8 @@ _AGGREGATE = {
     'sum over policy tokens / trajectories',
     'The policy gradient of a trajectory is a sum.',
     entry.CODE,
-    'No length norm. The step grows with length: lower the learning rate.',
+    'No normalisation by length is wanted. The step grows with length, so '
+    'lower the learning rate.',
     "verl: `seq-mean-token-sum`. TRL: `loss_type='luspo'`. Tunix: "
     '`seq-mean-token-sum`.',
   ),
@@ -196,7 +199,7 @@ _AGGREGATE = {
     'sum over policy tokens / (trajectories * max_response_tokens)',
     'Dr. GRPO, arXiv 2503.20783.',
     entry.CODE,
-    '`sequence_sum` at the scale of a mean.',
+    'Like `sequence_sum`, at the scale of a mean.',
     "verl: `seq-mean-token-sum-norm`. TRL: `loss_type='dr_grpo'`. Tunix: "
     '`sequence-mean-token-scale`.',
   ),

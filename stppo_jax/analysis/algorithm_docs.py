@@ -1,8 +1,8 @@
-"""The document of the algorithms: from the table to Markdown.
+"""The pages about the algorithms: from the table to Markdown.
 
-Defaults, differences and choices are read from the table and from the option
-blocks of `rl/`; the words come from outside. So the document cannot disagree
-with the code: a test compares the file with what is made here.
+Defaults, differences and choices are read from the table and from the options
+of `rl/`; the words are handed in. The pages therefore cannot disagree with the
+code: a test compares the files with what is made here.
 """
 
 from collections.abc import Mapping
@@ -13,97 +13,135 @@ from typing import Any
 
 from stppo_jax import settings
 from stppo_jax.rl import algorithm as algorithm_lib
-from stppo_jax.rl import options
+from stppo_jax.rl import options as options_lib
 
-Row = Mapping[str, Mapping[str, Any]]
+Algorithm = Mapping[str, Mapping[str, Any]]
 
-# What each key of a choice asks; the document's order.
+# The question that each option answers, in the order of the pages.
 QUESTIONS = {
   'ratio.level': 'Which tokens share one ratio?',
   'ratio.gradient': 'Where does its gradient go?',
   'ratio.reduce': 'How does a segment become one number?',
-  'ratio.normalize': 'What is done to the log-ratio before?',
+  'ratio.normalize': 'What is done to the log-ratio before a ratio is formed?',
   'bounds.name': 'What interval of the ratio is trusted?',
-  'objective.name': 'What happens outside it?',
-  'correction.names': 'How much is each term believed? Several multiply.',
-  'correction.clipping_bias.norm': 'What is measured and divided?',
-  'correction.clipping_bias.scope': 'Over what is rho formed?',
-  'correction.clipping_bias.level': 'Which ratio is w?',
+  'objective.name': 'What happens outside the trusted interval?',
+  'correction.names': 'How much is each term believed?',
+  'correction.clipping_bias.norm': 'What is measured, and what does it divide?',
+  'correction.clipping_bias.scope': 'Over which tokens is rho formed?',
+  'correction.clipping_bias.level': 'Of which level is the ratio w?',
   'correction.clipping_bias.applies_to': 'Which losses are scaled?',
-  'correction.tis.level': 'What is k the ratio of?',
-  'correction.tis.truncated': 'What is truncated?',
-  'correction.mis.level': 'What is k the ratio of?',
+  'correction.tis.level': 'Is k the ratio of a token or of a sequence?',
+  'correction.tis.truncated': 'Which weight is truncated?',
+  'correction.mis.level': 'Is k the ratio of a token or of a sequence?',
   'aggregate.name': 'How do tokens become a scalar?',
-  'advantage.name': 'How good was what the policy did?',
-  'advantage.steps': 'What is a step of GAE?',
-  'advantage.observation_tokens': 'Are observations steps?',
+  'advantage.name': 'How good was what the policy wrote?',
+  'advantage.steps': 'What is one step of GAE?',
+  'advantage.observation_tokens': 'Are the tokens of observations steps, too?',
   'advantage.whiten': 'Over which tokens are advantages whitened?',
-  'advantage.normalize': 'What are differences divided by?',
+  'advantage.normalize': 'What is the difference from the mean divided by?',
   'kl.where': 'Where does the divergence from the reference enter?',
   'kl.estimator': 'How is it estimated?',
-  'kl.controller': 'Who sets its coefficient?',
+  'kl.controller': 'How is its coefficient set?',
 }
 
 
-def rules(row: Row) -> dict[str, Any]:
-  """Every option of a row to its rule."""
-  return dict(options.rules(algorithm_lib.Algorithm, row))
+# What the options of an axis decide together: the title of its page.
+TITLES = {
+  'ratio': 'The ratio',
+  'bounds': 'The bounds of the ratio',
+  'objective': 'The objective',
+  'correction': 'The corrections',
+  'aggregate': 'The aggregate',
+  'advantage': 'The advantage',
+  'kl': 'The KL term',
+}
+
+
+def rules(algorithm: Algorithm) -> dict[str, options_lib.Rule]:
+  """Returns the rule of every option of an algorithm, by its dotted key."""
+  return dict(options_lib.rules(algorithm_lib.Algorithm, algorithm))
 
 
 def choices() -> dict[str, list[str]]:
-  """Every option that is a name, or names, to its choices.
+  """Returns the choices of every option that is a name, or several names.
 
-  Blocks of one kind share their keys: `advantage.whiten` is of all estimators.
+  An option that several estimators have, such as `advantage.whiten`, has the
+  choices of all of them.
   """
   found: dict[str, list[str]] = {}
-  for key, rule in options.rules(algorithm_lib.Algorithm):
-    if hasattr(rule, 'names'):
+  for key, rule in options_lib.rules(algorithm_lib.Algorithm):
+    if not isinstance(rule, options_lib.Number):
       names = found.setdefault(key, [])
       names += [name for name in rule.names if name not in names]
   return found
 
 
-def differences(row: Row, base: Row) -> dict[str, Any]:
-  """The leaves of a row that differ from those of another.
+def differences(algorithm: Algorithm, base: Algorithm) -> dict[str, Any]:
+  """Returns the options in which an algorithm differs from another one.
 
-  Of a block with another name all options are given.
+  Of a section with another name all options are given.
   """
   changed = {}
-  for kind, block in row.items():
+  for kind, section in algorithm.items():
     other = settings.flatten(base[kind], f'{kind}.')
-    named = 'name' in block and block['name'] != base[kind]['name']
-    for key, value in settings.flatten(block, f'{kind}.').items():
+    named = 'name' in section and section['name'] != base[kind]['name']
+    for key, value in settings.flatten(section, f'{kind}.').items():
       if named or other[key] != value:
         changed[key] = value
   return changed
 
 
-def markdown(
-  rows: Mapping[str, Row],
-  blocks: Mapping[str, Mapping[str, Mapping[str, Any]]],
+def pages(
+  table: Mapping[str, Algorithm],
+  defaults: Mapping[str, Mapping[str, Mapping[str, Any]]],
   groups: frozenset[str],
   preference: Mapping[str, Any],
   texts: Any,
-) -> str:
-  """The whole document.
+) -> dict[str, str]:
+  """Returns the text of every page, by its path below `docs/`.
 
   Args:
-    rows: the table, the row that others are compared with first.
-    blocks: the defaults of named blocks, by kind and name.
+    table: the algorithms; the first is the one that others are compared with.
+    defaults: the default options of the choices, by kind and name.
     groups: the advantage estimators that compare trajectories.
     preference: the defaults of the preference losses.
-    texts: has `ROWS`, `PREFERENCES` and `CHOICES` of descriptions, `SURE` and
-      `PREAMBLE`; see `docs/texts`.
+    texts: has `ALGORITHMS`, `PREFERENCES` and `CHOICES` of descriptions, `SURE`
+      and `PREAMBLE`; see `docs/texts`.
 
   Raises:
-    KeyError: a row or a choice is not described.
+    KeyError: an algorithm or a choice is not described.
   """
-  base_name, *_ = rows
-  base = rows[base_name]
+  base = next(iter(table.values()))
+  found = {'algorithms.md': _overview(table, groups, preference, texts)}
+  for axis, title in TITLES.items():
+    found[_choices_path(axis)] = _choices_page(
+      axis, title, base, defaults, texts
+    )
+  return {path: _joined(parts) for path, parts in found.items()}
+
+
+_NOTICE = '<!-- Made by `make docs` from configs/. Edits here are lost. -->'
+
+
+def _choices_path(axis):
+  return f'choices/{axis}.md'
+
+
+def _joined(parts):
+  return '\n\n'.join(part.strip('\n') for part in parts) + '\n'
+
+
+def _overview(table, groups, preference, texts) -> list[str]:
+  """Returns the paragraphs of the page of the algorithms."""
+  base_name, base = next(iter(table.items()))
   parts = [
     '# Algorithms',
-    '<!-- Made by `make docs` from configs/. Edits here are lost. -->',
+    _NOTICE,
     texts.PREAMBLE.INTRODUCTION,
+    '\n'.join(
+      f'- [{title}]({_choices_path(axis)}): ' + _first_question(axis)
+      for axis, title in TITLES.items()
+    ),
     '## Notation',
     texts.PREAMBLE.NOTATION,
     '## How sure',
@@ -111,37 +149,42 @@ def markdown(
     '\n'.join(_bullet(phrase[:-1], x) for phrase, x in texts.SURE.items()),
     "## The paper's setting",
     *map(_wrapped, _linked(texts.PREAMBLE.PAPER_SETTING).split('\n\n')),
-    '## The rows',
-    _summary(rows),
+    '## The algorithms',
+    _summary(table),
   ]
-  for name, row in rows.items():
-    built = algorithm_lib.build_algorithm(row)
+  for name, algorithm in table.items():
+    built = algorithm_lib.build_algorithm(algorithm)
     facts = {'Needs': f'{_needs(built, groups)}.'}
     if name != base_name:
-      differs = _settings(differences(row, base)) or 'nothing'
+      differs = _settings(differences(algorithm, base)) or 'nothing'
       facts = {f'Differs from `{base_name}`': f'{differs}.', **facts}
-    parts += _entry(name, texts.ROWS[name], facts)
-  parts += [
-    '## Preference losses',
-    'Offline, on pairs of trajectories, by `python -m stppo_jax prefer`. The\n'
-    'options are keys under `--config.preference.`.',
-  ]
+    parts += _entry(name, texts.ALGORITHMS[name], facts)
+  parts += ['## Preference losses', texts.PREAMBLE.PREFERENCES]
   numbers = {key: preference[key] for key in ('beta', 'alpha')}
   for name, text in texts.PREFERENCES.items():
     used = {key: x for key, x in numbers.items() if key in text.equation}
     parts += _entry(name, text, {'Options': f'{_settings(used)}.'})
-  parts += ['## The choices', 'Every option of a row that is a name.']
+  return [*parts, f'## Every option of `{base_name}`', _every_option(base)]
+
+
+def _choices_page(axis, title, base, defaults, texts) -> list[str]:
+  """Returns the paragraphs of the page of one axis."""
+  parts = [f'# {title}', _NOTICE, texts.PREAMBLE.CHOICES]
   for key, question in QUESTIONS.items():
-    parts += [f'### {key}', question]
-    for name in choices()[key]:
-      facts = _options(key, name, base, blocks)
-      parts += _entry(name, texts.CHOICES[key][name], facts, level=4)
-  parts += [f'## Every option of `{base_name}`', _every_option(base)]
-  return '\n\n'.join(part.strip('\n') for part in parts) + '\n'
+    if key.split('.')[0] == axis:
+      parts += [f'## {key}', question]
+      for name in choices()[key]:
+        facts = _options(key, name, base, defaults)
+        parts += _entry(name, texts.CHOICES[key][name], facts)
+  return parts
 
 
-def _entry(name, text, facts, *, level=3):
-  """Heading, equation and the list of what there is to know."""
+def _first_question(axis):
+  return next(q for key, q in QUESTIONS.items() if key.split('.')[0] == axis)
+
+
+def _entry(name, text, facts):
+  """Returns the heading, the equation and the list of facts of an entry."""
   bullets = {
     'Source': _linked(text.source),
     'How sure': text.sure,
@@ -150,7 +193,7 @@ def _entry(name, text, facts, *, level=3):
     'Elsewhere': text.elsewhere,
   }
   return [
-    f'{"#" * level} `{name}`',
+    f'### `{name}`',
     f'```text\n{inspect.cleandoc(text.equation)}\n```',
     '\n'.join(_bullet(key, x) for key, x in bullets.items()),
   ]
@@ -171,22 +214,22 @@ def _wrapped(text, subsequent_indent=''):
 
 
 def _linked(text):
-  """`arXiv 2511.20718` as a link, without the space, where lines break."""
+  """Makes links of arXiv ids, without the space, at which lines break."""
   return re.sub(
     r'\barXiv (\d{4}\.\d{5})', r'[arXiv:\1](https://arxiv.org/abs/\1)', text
   )
 
 
 def _settings(flat):
-  """`key=value`, as on the command line."""
+  """Returns `key=value` of every option, as on the command line."""
   return ', '.join(f'`{key}={value}`' for key, value in flat.items())
 
 
-def _options(key, name, base, blocks):
-  """The numbers that a choice brings, with their defaults."""
+def _options(key, name, base, defaults):
+  """Returns the options that a choice brings, with their defaults."""
   kind, _, leaf = key.rpartition('.')
   if leaf == 'name':
-    values = blocks[kind][name]
+    values = defaults[kind][name]
   elif leaf == 'names':
     values = base[kind][name]
   else:
@@ -203,29 +246,29 @@ def _needs(built, groups):
   return ', '.join(needs)
 
 
-def _summary(rows):
-  """One line a row."""
+def _summary(table):
+  """Returns the table of the algorithms, one line each."""
   lines = [
-    '| row | ratio | bounds | objective | correction | aggregate | advantage '
-    '| KL |',
+    '| algorithm | ratio | bounds | objective | correction | aggregate '
+    '| advantage | KL |',
     '| --- | --- | --- | --- | --- | --- | --- | --- |',
   ]
-  for name, row in rows.items():
-    ratio = [row['ratio']['level']]
-    if row['ratio']['gradient'] == 'token':
+  for name, algorithm in table.items():
+    ratio = [algorithm['ratio']['level']]
+    if algorithm['ratio']['gradient'] == 'token':
       ratio.append('token gradient')
-    if row['ratio']['normalize'] != 'none':
-      ratio.append(row['ratio']['normalize'])
-    kl = row['kl']
+    if algorithm['ratio']['normalize'] != 'none':
+      ratio.append(algorithm['ratio']['normalize'])
+    kl = algorithm['kl']
     used = f'{kl["estimator"]} in the {kl["where"]}'
     cells = [
       f'`{name}`',
       ', '.join(ratio),
-      row['bounds']['name'],
-      row['objective']['name'],
-      ', '.join(row['correction']['names']) or 'none',
-      row['aggregate']['name'],
-      row['advantage']['name'],
+      algorithm['bounds']['name'],
+      algorithm['objective']['name'],
+      ', '.join(algorithm['correction']['names']) or 'none',
+      algorithm['aggregate']['name'],
+      algorithm['advantage']['name'],
       'none' if kl['where'] == 'nowhere' else used,
     ]
     lines.append(f'| {" | ".join(cells)} |')
@@ -233,13 +276,14 @@ def _summary(rows):
 
 
 def _every_option(base):
-  """Key, default and what is allowed."""
+  """Returns the table of all options: key, default and what is allowed."""
   lines = ['| option | default | allowed |', '| --- | --- | --- |']
   known = rules(base)
   for key, value in settings.flatten(base).items():
-    if hasattr(known[key], 'names'):
-      allowed = ', '.join(f'`{name}`' for name in known[key].names)
+    rule = known[key]
+    if isinstance(rule, options_lib.Number):
+      allowed = rule.allowed
     else:
-      allowed = known[key].problem(None).removeprefix('must be ')
+      allowed = ', '.join(f'`{name}`' for name in rule.names)
     lines.append(f'| `{key}` | `{value}` | {allowed} |')
   return '\n'.join(lines)

@@ -31,7 +31,9 @@ _OVERRIDE = 'config.'
 _PACKAGE = pathlib.Path(__file__).parent.parent
 # Key of an option that chooses other options (such as
 # algorithm.bounds.name), to the section of the algorithm that they are in.
-_CHOOSING_KEYS = {f'algorithm.{kind}.name': kind for kind in algorithms.BLOCKS}
+_CHOOSING_KEYS = {
+  f'algorithm.{kind}.name': kind for kind in algorithms.DEFAULTS
+}
 
 
 class ConfigurationError(Exception):
@@ -285,10 +287,10 @@ def override(config: Any, key: str, text: str) -> None:
   Raises:
     ValueError: no such key, or a value of another type; one line.
   """
-  if key in _CHOOSING_KEYS and text in algorithms.BLOCKS[_CHOOSING_KEYS[key]]:
+  if key in _CHOOSING_KEYS and text in algorithms.DEFAULTS[_CHOOSING_KEYS[key]]:
     kind = _CHOOSING_KEYS[key]
     if config.algorithm[kind]['name'] != text:
-      options = algorithms.block(kind, text)
+      options = algorithms.choice(kind, text)
       config.algorithm[kind] = config_dict.ConfigDict(options)
     return
   *names, leaf = key.split('.')

@@ -155,7 +155,7 @@ def estimator(name: str, settings: Sequence[str], *, config: str) -> Options:
   Raises:
     ConfigurationError: every error, one line each.
   """
-  table = algorithms.BLOCKS['advantage']
+  table = algorithms.DEFAULTS['advantage']
   subject = f'--estimator={name}' if name else f'--config={config}'
   if name and name not in table:
     choices = configuration.closest(name, list(table))
@@ -170,7 +170,7 @@ def estimator(name: str, settings: Sequence[str], *, config: str) -> Options:
         [f'{subject}: the algorithm of --config={config} has {configured}']
       )
   else:
-    options = algorithms.block('advantage', name)
+    options = algorithms.choice('advantage', name)
     run = _section({'algorithm': {'advantage': options}})
   typed = _apply(run, 'algorithm.advantage', settings, '--set ')
   return Options(run.algorithm.advantage, 'advantage', typed, subject)

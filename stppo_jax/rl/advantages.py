@@ -252,6 +252,7 @@ def gae_estimator(
     gamma_turn=gamma_turn,
     lambda_turn=lambda_turn,
   )
+  assert batch.values_BL is not None
   values_BL = masking.select(batch.values_BL, step_mask_BL)
   return Advantages(
     advantages_BL=_latest(at_steps_BL, step_mask_BL),

@@ -166,6 +166,7 @@ def _balance(
   """
   ratio_BL = context.ratio_at(context.level)
   advantages_BL, mask_BL = context.advantages_BL, context.mask_BL
+  assert context.batch.old_logprobs_BL is not None
   old_BL = masking.select(context.batch.old_logprobs_BL, mask_BL)
   weight_BL = masking.select(jnp.exp(old_BL), mask_BL)
 

@@ -95,6 +95,8 @@ def policy_diagnostics(
     num_turns: static, the most turns a row can have.
     implementation: of the segment sums.
   """
+  assert batch.old_logprobs_BL is not None
+  assert batch.advantages_BL is not None
   mask_BL = batch.loss_mask_BL
   log_ratio_BL = ratios.token_log_ratio(
     logprobs_BL, batch.old_logprobs_BL, mask_BL
@@ -232,6 +234,8 @@ def critic_diagnostics(batch: batch_lib.TokenBatch) -> dict[str, Array]:
     no step.
   """
   value_mask_BL = batch.value_mask_BL
+  assert value_mask_BL is not None
+  assert batch.values_BL is not None and batch.returns_BL is not None
   values_BL = masking.select(batch.values_BL, value_mask_BL)
   returns_BL = masking.select(batch.returns_BL, value_mask_BL)
   _, variance = masking.masked_moments(returns_BL, value_mask_BL)

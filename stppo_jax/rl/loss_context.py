@@ -110,6 +110,7 @@ class LossContext:
     """
     if self.batch.sampler_logprobs_BL is None:
       raise ValueError('a mismatch correction needs sampler_logprobs_BL')
+    assert self.batch.old_logprobs_BL is not None
     log_k_BL = ratios.token_log_ratio(
       self.batch.old_logprobs_BL, self.batch.sampler_logprobs_BL, self.mask_BL
     )

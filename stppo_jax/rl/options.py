@@ -26,6 +26,7 @@ import math
 import numbers
 import typing
 from typing import Any
+from typing import ClassVar
 
 import jax
 
@@ -38,11 +39,13 @@ def dataclass(cls):
 
 
 class Options:
-  """Base of all options.
+  """Base of all options."""
 
-  A subclass may have a static method `conflicts(**options)` which yields
-  (option, value, rule in words) for options that do not fit together.
-  """
+  # A static method of a subclass: takes all options as keyword arguments and
+  # yields (option, value, rule in words) for those that do not fit together.
+  conflicts: ClassVar[Callable[..., Iterator[tuple[str, Any, str]]] | None] = (
+    None
+  )
 
   def arguments(self) -> dict[str, Any]:
     """Returns all options by name, to be passed on as keyword arguments."""
@@ -143,16 +146,22 @@ class Number:
   def problem(self, value: Any) -> str | None:
     """Returns what is wrong with a value; None if nothing is."""
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
+      value = float(value)
       low_enough = value <= self.at_most
       high_enough = value >= 0 if self.above is None else value > self.above
       finite = self.infinite or math.isfinite(value)
       if low_enough and high_enough and finite:  # NaN is in no interval
         return None
+    return f'must be {self.allowed}'
+
+  @property
+  def allowed(self) -> str:
+    """What is allowed, in words."""
     kind = 'a number' if self.infinite else 'a finite number'
     least = '>= 0' if self.above is None else f'> {self.above:g}'
     most = f' and <= {self.at_most:g}' if self.at_most < math.inf else ''
     infinite = ' (inf is allowed)' if self.infinite else ''
-    return f'must be {kind} {least}{most}{infinite}'
+    return f'{kind} {least}{most}{infinite}'
 
   def build(self, value: Any) -> float:
     """Returns a value that has no problem as the option holds it."""
@@ -214,10 +223,17 @@ def _static(rule):
   return dataclasses.field(metadata={'static': True, 'rule': rule})
 
 
+def _chosen(section: Section, values: Any) -> type[Options]:
+  """Returns the dataclass of a section under values with a valid name."""
+  if isinstance(section, Mapping):
+    return section[values['name']].options
+  return section
+
+
 def _entries(section: Section, cls: type[Options]) -> dict[str, Rule | Section]:
-  """Returns the rule, or the section, of every option of a section."""
+  """Returns the rule, or the section, of every option of a class."""
   fields = dataclasses.fields(typing.cast(Any, cls))
-  entries = {field.name: field.metadata.get('rule') for field in fields}
+  entries: dict[str, Any] = {x.name: x.metadata.get('rule') for x in fields}
   if isinstance(section, Mapping):
     entries['name'] = OneOf(tuple(section))
   return entries
@@ -243,7 +259,6 @@ def check(section: Section, values: Any, key: str) -> list[str]:
   """
   if not _is_mapping(values):
     return [f'{key}={values!r}: must be a section of options']
-  cls = section
   if isinstance(section, Mapping):
     names = ', '.join(section)
     if 'name' not in values.keys():
@@ -251,11 +266,12 @@ def check(section: Section, values: Any, key: str) -> list[str]:
     name = values['name']
     if not isinstance(name, str) or name not in section:
       return [f'{key}.name={name!r}: must be one of {names}']
-    cls = section[name].options
-  return list(_check_entries(cls, _entries(section, cls), values, key))
+  return list(_check_options(section, values, key))
 
 
-def _check_entries(cls, entries, values, key) -> Iterator[str]:
+def _check_options(section, values, key) -> Iterator[str]:
+  cls = _chosen(section, values)
+  entries = _entries(section, cls)
   clean = True
   for name in values.keys():
     if name not in entries:
@@ -272,7 +288,7 @@ def _check_entries(cls, entries, values, key) -> Iterator[str]:
       problems = check(entry, values[name], dotted)
     clean = clean and not problems
     yield from problems
-  if clean and hasattr(cls, 'conflicts'):
+  if clean and cls.conflicts is not None:
     found = cls.conflicts(**{name: values[name] for name in entries})
     for name, value, rule in found:
       yield f'{key}.{name}={value!r}: must be {rule}'
@@ -280,9 +296,7 @@ def _check_entries(cls, entries, values, key) -> Iterator[str]:
 
 def build(section: Section, values: Any) -> Any:
   """Returns the dataclass of values in which `check` finds no problem."""
-  cls = section
-  if isinstance(section, Mapping):
-    cls = section[values['name']].options
+  cls = _chosen(section, values)
   options = {
     name: entry.build(values[name])
     if isinstance(entry, Rule)
@@ -300,10 +314,10 @@ def rules(section: Section, values: Any = None) -> Iterator[tuple[str, Rule]]:
     values: values of the section, which tell the choices that count; None
       yields the options of all choices of a table, equal keys several times.
   """
-  classes = [section]
-  if isinstance(section, Mapping):
-    chosen = section.values() if values is None else [section[values['name']]]
-    classes = list(dict.fromkeys(choice.options for choice in chosen))
+  if values is None and isinstance(section, Mapping):
+    classes = dict.fromkeys(choice.options for choice in section.values())
+  else:
+    classes = [_chosen(section, values)]
   for cls in classes:
     for name, entry in _entries(section, cls).items():
       if isinstance(entry, Rule):

@@ -1,46 +1,47 @@
-"""docs/algorithms.md is what the table makes of it, and nothing is missing."""
+"""The generated pages are what the table makes, and nothing is missing."""
 
 import copy
-import importlib.util
 import inspect
-import pathlib
 import re
 
 import pytest
 
+from docs import make_algorithms
 from docs import texts
 from stppo_jax import settings
 from stppo_jax.analysis import algorithm_docs
 from stppo_jax.configs import algorithms
 from stppo_jax.rl import preferences
 
-_ROOT = pathlib.Path(__file__).resolve().parents[2]
-_FILE = _ROOT / 'docs' / 'algorithms.md'
+_PAGES = {
+  path.relative_to(make_algorithms.FOLDER).as_posix(): path.read_text('utf-8')
+  for path in (
+    make_algorithms.FOLDER / 'algorithms.md',
+    *(make_algorithms.FOLDER / 'choices').glob('*.md'),
+  )
+}
+_OVERVIEW = _PAGES['algorithms.md']
 
 
-def _maker():
-  """docs/make_algorithms.py, which is in no package."""
-  path = _FILE.with_name('make_algorithms.py')
-  spec = importlib.util.spec_from_file_location(path.stem, path)
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
-
-
-def _markdown(rows=algorithms.ALGORITHMS, texts=texts):
-  return algorithm_docs.markdown(
-    rows,
-    algorithms.BLOCKS,
+def _pages(table=algorithms.ALGORITHMS, texts=texts):
+  return algorithm_docs.pages(
+    table,
+    algorithms.DEFAULTS,
     algorithms.GROUP_ADVANTAGES,
     {'name': 'tdpo2', 'beta': 0.1, 'alpha': 0.5},
     texts,
   )
 
 
-def _entry(name, text=None, heading='###'):
-  """What the document says under a heading, up to the next one."""
-  text = _FILE.read_text(encoding='utf-8') if text is None else text
+def _entry(name, text=_OVERVIEW, heading='###'):
+  """What a page says under a heading, up to the next one."""
   return text.split(f'\n{heading} {name}\n')[1].split('\n##')[0]
+
+
+def _choices(key):
+  """The section of an option on the page of its axis."""
+  page = _PAGES[f'choices/{key.split(".")[0]}.md']
+  return page.split(f'\n## {key}\n')[1].split('\n## ')[0]
 
 
 def _bullet(key, entry):
@@ -51,42 +52,51 @@ def _bullet(key, entry):
   return ' '.join(found.split())
 
 
-def _as_told(flat):
+def _settings(flat):
   return ', '.join(f'`{key}={value}`' for key, value in flat.items()) + '.'
 
 
-def test_the_document_is_what_the_table_makes():
-  there = _FILE.read_text(encoding='utf-8')
-  assert there == _maker().text(), 'out of date: make docs'
+def test_the_pages_are_what_the_table_makes():
+  made = make_algorithms.pages()
+  found = {make_algorithms.FOLDER / path: text for path, text in _PAGES.items()}
+  assert found == made, 'out of date: make docs'
 
 
-def test_every_row_has_a_description_and_the_other_way_round():
-  assert list(texts.ROWS) == list(algorithms.ALGORITHMS)
+def test_links_between_the_pages_exist():
+  for path, text in _PAGES.items():
+    folder = (make_algorithms.FOLDER / path).parent
+    for target in re.findall(r'\]\((?!https:)([^)#]+)', text):
+      assert (folder / target).is_file(), (path, target)
+
+
+def test_every_algorithm_has_a_description_and_the_other_way_round():
+  assert list(texts.ALGORITHMS) == list(algorithms.ALGORITHMS)
   assert list(texts.PREFERENCES) == list(preferences.PREFERENCES)
 
 
 def test_every_choice_has_a_description_and_the_other_way_round():
-  told = {key: list(choices) for key, choices in texts.CHOICES.items()}
-  assert told == algorithm_docs.choices()
+  described = {key: list(names) for key, names in texts.CHOICES.items()}
+  assert described == algorithm_docs.choices()
   assert list(algorithm_docs.QUESTIONS) == list(algorithm_docs.choices())
 
 
-@pytest.mark.parametrize('missing', ['row', 'choice'])
+@pytest.mark.parametrize('missing', ['algorithm', 'choice'])
 def test_what_is_not_described_is_an_error(missing):
-  rows = dict(algorithms.ALGORITHMS)
+  table = dict(algorithms.ALGORITHMS)
   changed = copy.copy(texts.__dict__)
-  if missing == 'row':
-    rows['mine'] = rows['st_ppo']
+  if missing == 'algorithm':
+    table['mine'] = table['st_ppo']
   else:
     changed['CHOICES'] = copy.deepcopy(texts.CHOICES)
     del changed['CHOICES']['bounds.name']['fixed']
   namespace = type('Texts', (), changed)
-  with pytest.raises(KeyError, match='mine' if missing == 'row' else 'fixed'):
-    _markdown(rows, namespace)
+  name = 'mine' if missing == 'algorithm' else 'fixed'
+  with pytest.raises(KeyError, match=name):
+    _pages(table, namespace)
 
 
 def _all_texts():
-  yield from texts.ROWS.items()
+  yield from texts.ALGORITHMS.items()
   yield from texts.PREFERENCES.items()
   for key, choices in texts.CHOICES.items():
     for name, text in choices.items():
@@ -108,9 +118,9 @@ def test_every_arxiv_id_becomes_a_link():
     assert all(re.match(r'\d{4}\.\d{5}\b', x) for x in ids), name
 
 
-def test_equations_name_every_number_of_their_block():
-  for kind, blocks in algorithms.BLOCKS.items():
-    for name, options in blocks.items():
+def test_equations_name_every_number_of_their_options():
+  for kind, choices in algorithms.DEFAULTS.items():
+    for name, options in choices.items():
       equation = texts.CHOICES[f'{kind}.name'][name].equation
       for key, value in options.items():
         if not isinstance(value, str):
@@ -122,39 +132,35 @@ def test_equations_name_every_number_of_their_block():
         assert re.search(rf'\b{key}\b', text.equation), (name, key)
 
 
-@pytest.mark.parametrize('kind', algorithms.BLOCKS)
+@pytest.mark.parametrize('kind', algorithms.DEFAULTS)
 def test_options_of_a_choice_are_those_of_the_table(kind):
-  section = _FILE.read_text(encoding='utf-8').split(f'\n### {kind}.name\n')[1]
-  section = section.split('\n### ')[0]
-  for name, options in algorithms.BLOCKS[kind].items():
-    entry = _entry(f'`{name}`', section, '####')
+  for name, options in algorithms.DEFAULTS[kind].items():
+    entry = _entry(f'`{name}`', _choices(f'{kind}.name'))
     if options:
-      assert _bullet('Options', entry) == _as_told(options)
+      assert _bullet('Options', entry) == _settings(options)
     else:
       assert '**Options' not in entry
 
 
 def test_options_of_a_correction_are_those_of_the_table():
-  section = _FILE.read_text(encoding='utf-8').split('\n### correction.names\n')
-  section = section[1].split('\n### ')[0]
   options = algorithms.ALGORITHMS['token_ppo']['correction']
   for name in texts.CHOICES['correction.names']:
-    entry = _entry(f'`{name}`', section, '####')
-    assert _bullet('Options', entry) == _as_told(options[name])
+    entry = _entry(f'`{name}`', _choices('correction.names'))
+    assert _bullet('Options', entry) == _settings(options[name])
 
 
 def test_every_default_is_that_of_the_table():
   table = _entry('Every option of `token_ppo`', heading='##')
-  told = dict(re.findall(r'^\| `(\S+)` \| `(.*?)` \|', table, re.M))
+  listed = dict(re.findall(r'^\| `(\S+)` \| `(.*?)` \|', table, re.M))
   flat = settings.flatten(algorithms.ALGORITHMS['token_ppo'])
-  assert told == {key: str(value) for key, value in flat.items()}
+  assert listed == {key: str(value) for key, value in flat.items()}
 
 
-def test_what_is_allowed_is_the_rule_of_the_row_s_own_block():
-  row = copy.deepcopy(algorithms.ALGORITHMS['token_ppo'])
-  row['objective'] = algorithms.block('objective', 'dual_clip')
-  rules = algorithm_docs.rules(row)
-  assert list(rules) == list(settings.flatten(row))
+def test_what_is_allowed_is_the_rule_of_the_algorithm_s_own_choice():
+  algorithm = copy.deepcopy(algorithms.ALGORITHMS['token_ppo'])
+  algorithm['objective'] = algorithms.choice('objective', 'dual_clip')
+  rules = algorithm_docs.rules(algorithm)
+  assert list(rules) == list(settings.flatten(algorithm))
   assert rules['objective.c'].problem(1.0) == 'must be a finite number > 1'
   assert rules['advantage.whiten'].names == ('none', 'policy', 'all')
   table = _entry('Every option of `token_ppo`', heading='##')
@@ -162,34 +168,33 @@ def test_what_is_allowed_is_the_rule_of_the_row_s_own_block():
   assert '| `kl.controller` | `fixed` | `fixed`, `adaptive` |' in table
 
 
-def test_a_row_tells_what_differs():
+def test_an_entry_lists_what_differs():
   base = algorithms.ALGORITHMS['token_ppo']
   assert algorithm_docs.differences(base, base) == {}
   assert _bullet('Differs from `token_ppo`', _entry('`st_ppo`')) == (
     "`ratio.level=turn`, `correction.names=('clipping_bias',)`."
   )
-  # Of another block all options, those too that are as in the first row.
-  for row, bounds in {'bapo': 'balanced', 'sspo': 'entropy_scaled'}.items():
-    told = _bullet('Differs from `token_ppo`', _entry(f'`{row}`'))
-    for key, value in algorithms.BLOCKS['bounds'][bounds].items():
-      assert f'`bounds.{key}={value}`' in told
+  # Of another choice all options are listed, those with equal values too.
+  for name, bounds in {'bapo': 'balanced', 'sspo': 'entropy_scaled'}.items():
+    listed = _bullet('Differs from `token_ppo`', _entry(f'`{name}`'))
+    for key, value in algorithms.DEFAULTS['bounds'][bounds].items():
+      assert f'`bounds.{key}={value}`' in listed
   assert 'Differs' not in _entry('`token_ppo`')
   twice = dict(algorithms.ALGORITHMS, so_ppo=base)
-  entry = _entry('`so_ppo`', _markdown(twice))
+  entry = _entry('`so_ppo`', _pages(twice)['algorithms.md'])
   assert _bullet('Differs from `token_ppo`', entry) == 'nothing.'
 
 
-def test_a_changed_default_changes_the_document():
-  rows = copy.deepcopy(algorithms.ALGORITHMS)
-  assert _markdown(rows) == _FILE.read_text(encoding='utf-8')
-  rows['token_ppo']['kl']['coefficient'] = 0.007
-  changed = _markdown(rows)
+def test_a_changed_default_changes_the_page():
+  table = copy.deepcopy(algorithms.ALGORITHMS)
+  table['token_ppo']['kl']['coefficient'] = 0.007
+  changed = _pages(table)['algorithms.md']
   assert '| `kl.coefficient` | `0.007` |' in changed
-  # All other rows differ in it now.
-  assert changed.count('`kl.coefficient=0.001`') == len(rows) - 1
+  # All other algorithms differ in it now.
+  assert changed.count('`kl.coefficient=0.001`') == len(table) - 1
 
 
-def test_what_a_row_needs():
+def test_what_an_algorithm_needs():
   assert _bullet('Needs', _entry('`st_ppo`')) == 'a value model.'
   assert _bullet('Needs', _entry('`reinforce`')) == 'no value model.'
   assert _bullet('Needs', _entry('`sspo`')) == (

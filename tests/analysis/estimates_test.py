@@ -22,7 +22,7 @@ def _double_precision():
 
 def _estimate(arrays, name, compares=False, **options):
   estimator = estimates.build_estimator(
-    algorithms.block('advantage', name, **options)
+    algorithms.choice('advantage', name, **options)
   )
   needs = estimates.required_arrays(estimator, arrays, compares_groups=compares)
   rollouts = saved_batch.select(
@@ -90,12 +90,12 @@ def test_groups_are_compared_and_one_alone_is_nothing():
   assert not found.arrays['value_mask_BL'].any()
 
 
-@pytest.mark.parametrize('name', algorithms.BLOCKS['advantage'])
+@pytest.mark.parametrize('name', algorithms.DEFAULTS['advantage'])
 def test_what_an_estimator_needs_is_enough(name):
   arrays, batch, *_ = batch_arrays.arrays()
   arrays['state_ids_BL'] = batch.turn_ids_BL
   compares = name in algorithms.GROUP_ADVANTAGES
-  estimator = estimates.build_estimator(algorithms.block('advantage', name))
+  estimator = estimates.build_estimator(algorithms.choice('advantage', name))
   needs = estimates.required_arrays(estimator, arrays, compares_groups=compares)
   assert ('group_ids_B' in needs) == compares
   found = _estimate({n: arrays[n] for n in needs}, name, compares)
@@ -152,7 +152,7 @@ def test_a_penalty_is_that_of_a_run(kl, poison):
 
 
 def test_a_penalty_that_a_run_cannot_have_is_refused():
-  options = lambda name: algorithms.block('advantage', name)
+  options = lambda name: algorithms.choice('advantage', name)
   gae = estimates.build_estimator(options('gae'))
   estimates.check_penalty(gae, 'k1')
   with pytest.raises(ValueError, match='must be one of k1, k2, k3'):

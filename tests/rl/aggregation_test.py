@@ -25,7 +25,7 @@ def _aggregate(x, batch, name, implementation='auto'):
     batch,
     num_turns=batches.T,
     implementation=implementation,
-    **algorithms.block('aggregate', name),
+    **algorithms.choice('aggregate', name),
   )
 
 
@@ -50,7 +50,7 @@ def test_is_the_loop(name, implementation):
   total, count = jax.jit(_aggregate, static_argnums=(2, 3))(
     x, batch, name, implementation
   )
-  options = algorithms.block('aggregate', name)
+  options = algorithms.choice('aggregate', name)
   np.testing.assert_allclose(
     total / count, twins.aggregate(x, batch, **options), rtol=1e-12
   )

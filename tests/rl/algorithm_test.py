@@ -6,6 +6,7 @@ from ml_collections import config_dict
 import numpy as np
 import pytest
 
+from stppo_jax import settings
 from stppo_jax.configs import algorithms
 from stppo_jax.rl import advantages
 from stppo_jax.rl import aggregation
@@ -16,27 +17,26 @@ from stppo_jax.rl import corrections
 from stppo_jax.rl import losses
 from stppo_jax.rl import normalization
 from stppo_jax.rl import objectives
+from stppo_jax.rl import segments
 from tests.rl import batches
 
 
 @pytest.mark.parametrize('name', algorithms.ALGORITHMS)
 @pytest.mark.parametrize('wrap', [dict, config_dict.ConfigDict])
-def test_every_row_of_the_table_builds(name, wrap):
-  row = wrap(algorithms.ALGORITHMS[name])
-  assert algorithm_lib.check_algorithm(row) == []
-  built = algorithm_lib.build_algorithm(row)
-  assert built.ratio.level == row['ratio']['level']
-  assert built.bounds.arguments() == dict(row['bounds'])
-  assert built.advantage.arguments() == dict(row['advantage'])
+def test_every_algorithm_of_the_table_builds(name, wrap):
+  algorithm = wrap(algorithms.ALGORITHMS[name])
+  assert algorithm_lib.check_algorithm(algorithm) == []
+  built = algorithm_lib.build_algorithm(algorithm)
+  assert built.ratio.level == algorithm['ratio']['level']
+  assert built.bounds.arguments() == dict(algorithm['bounds'])
+  assert built.advantage.arguments() == dict(algorithm['advantage'])
 
 
 def test_numbers_are_leaves_and_names_are_static():
   st_ppo = batches.algorithm('st_ppo')
+  numbers = settings.flatten(algorithms.ALGORITHMS['st_ppo']).values()
   assert sorted(jax.tree.leaves(st_ppo)) == sorted(
-    # bounds, tau and floor, cap, cap, least and most, band
-    [0.2, 0.2, 3.0, 1.0, 2.0, 2.0, 0.5, 5.0, 0.001]
-    # gamma and lambda of steps and of turns; KL: coefficient, target, horizon
-    + [1.0, 1.0, 0.95, 1.0, 0.001, 6.0, 10000.0]
+    x for x in numbers if isinstance(x, float)
   )
   other = batches.algorithm('st_ppo', bounds__clip_low=0.1)
   assert jax.tree.structure(st_ppo) == jax.tree.structure(other)
@@ -47,108 +47,53 @@ def test_numbers_are_leaves_and_names_are_static():
 
 
 _BIAS = 'correction__clipping_bias__'
+_LEVELS = f'must be one of {", ".join(segments.LEVELS)}'
+_NAMES = f'must be a tuple of any of {", ".join(corrections.CORRECTIONS)}'
+_POSITIVE = 'must be a number > 0 (inf is allowed)'
+_NOT_NEGATIVE = 'must be a finite number >= 0'
+_TWICE = ('clipping_bias', 'clipping_bias')
 
 
 @pytest.mark.parametrize(
-  'key,value,line',
+  'key,value,rule',
   [
-    (
-      'ratio__level',
-      'word',
-      "algorithm.ratio.level='word': must be one of token, turn, sentence, "
-      'sequence',
-    ),
-    (
-      'ratio__level',
-      ['turn'],
-      "algorithm.ratio.level=['turn']: must be one of token, turn, sentence, "
-      'sequence',
-    ),
-    (
-      'bounds__clip_low',
-      -0.1,
-      'algorithm.bounds.clip_low=-0.1: must be a finite number >= 0',
-    ),
-    (
-      'bounds__clip_high',
-      math.inf,
-      'algorithm.bounds.clip_high=inf: must be a finite number >= 0',
-    ),
-    (
-      'bounds__clip_high',
-      math.nan,
-      'algorithm.bounds.clip_high=nan: must be a finite number >= 0',
-    ),
-    (
-      'bounds__clip_high',
-      True,
-      'algorithm.bounds.clip_high=True: must be a finite number >= 0',
-    ),
-    (
-      'kl__coefficient',
-      '0.1',
-      "algorithm.kl.coefficient='0.1': must be a finite number >= 0",
-    ),
-    (
-      'advantage__gamma',
-      1.5,
-      'algorithm.advantage.gamma=1.5: must be a finite number >= 0 and <= 1',
-    ),
-    (
-      _BIAS + 'tau',
-      0.0,
-      'algorithm.correction.clipping_bias.tau=0.0: must be a number > 0 '
-      '(inf is allowed)',
-    ),
-    (
-      _BIAS + 'tau',
-      math.nan,
-      'algorithm.correction.clipping_bias.tau=nan: must be a number > 0 '
-      '(inf is allowed)',
-    ),
+    ('ratio__level', 'word', _LEVELS),
+    ('ratio__level', ['turn'], _LEVELS),
+    ('bounds__clip_low', -0.1, _NOT_NEGATIVE),
+    ('bounds__clip_high', math.inf, _NOT_NEGATIVE),
+    ('bounds__clip_high', math.nan, _NOT_NEGATIVE),
+    ('bounds__clip_high', True, _NOT_NEGATIVE),
+    ('kl__coefficient', '0.1', _NOT_NEGATIVE),
+    ('advantage__gamma', 1.5, _NOT_NEGATIVE + ' and <= 1'),
+    (_BIAS + 'tau', 0.0, _POSITIVE),
+    (_BIAS + 'tau', math.nan, _POSITIVE),
     (
       _BIAS + 'applies_to',
       (),
-      'algorithm.correction.clipping_bias.applies_to=(): must be a tuple '
-      'of at least 1 of policy, value',
+      'must be a tuple of at least 1 of policy, value',
     ),
-    (
-      'correction__names',
-      'clipping_bias',
-      "algorithm.correction.names='clipping_bias': must be a tuple of "
-      'any of clipping_bias, tis, mis, icepop, geo_rs',
-    ),
-    (
-      'correction__names',
-      ('clipping_bias', 'clipping_bias'),
-      "algorithm.correction.names=('clipping_bias', 'clipping_bias'): "
-      'must be a tuple of any of clipping_bias, tis, mis, icepop, geo_rs',
-    ),
+    ('correction__names', 'clipping_bias', _NAMES),
+    ('correction__names', _TWICE, _NAMES),
     (
       'objective__name',
       'optimistic',
-      "algorithm.objective.name='optimistic': must be one of pessimistic, "
-      'dual_clip, detached, masked, unclipped',
+      f'must be one of {", ".join(objectives.OBJECTIVES)}',
     ),
-    (
-      'bounds__name',
-      'loose',
-      "algorithm.bounds.name='loose': must be one of fixed, "
-      'entropy_scaled, balanced',
-    ),
-    ('kl', 3, 'algorithm.kl=3: must be a section of options'),
+    ('bounds__name', 'loose', f'must be one of {", ".join(bounds.BOUNDS)}'),
+    ('kl', 3, 'must be a section of options'),
   ],
 )
-def test_one_problem_is_one_line(key, value, line):
-  row = batches.row_of()
-  block = row
+def test_one_problem_is_one_line(key, value, rule):
+  algorithm = batches.row_of()
+  section = algorithm
   *path, last = key.split('__')
   for step in path:
-    block = block[step]
-  block[last] = value
-  assert algorithm_lib.check_algorithm(row) == [line]
+    section = section[step]
+  section[last] = value
+  line = f'algorithm.{key.replace("__", ".")}={value!r}: {rule}'
+  assert algorithm_lib.check_algorithm(algorithm) == [line]
   with pytest.raises(ValueError) as error:
-    algorithm_lib.build_algorithm(row)
+    algorithm_lib.build_algorithm(algorithm)
   assert str(error.value) == line
 
 
@@ -193,8 +138,8 @@ def test_all_problems_at_once(wrap):
     "algorithm.ratio.reduce='max': must be one of mean, sum",
     'algorithm.correction.clipping_bias.floor=0.0: must be a finite number > 0',
     'algorithm.aggregate: missing',
-    'algorithm.advantage.name: missing; must be one of gae, monte_carlo, '
-    'group_normalized, group_centered, leave_one_out, turn_group, gigpo',
+    'algorithm.advantage.name: missing; must be one of '
+    + ', '.join(advantages.ADVANTAGES),
     'algorithm.kl.where: missing',
   ]
 
@@ -239,7 +184,7 @@ def test_all_problems_at_once(wrap):
     ),
   ],
 )
-def test_options_of_a_block_that_do_not_fit(changes, line):
+def test_options_of_a_section_that_do_not_fit(changes, line):
   assert algorithm_lib.check_algorithm(batches.row_of(**changes)) == [line]
 
 
@@ -253,21 +198,24 @@ _TABLES = {
 
 @pytest.mark.parametrize('kind', _TABLES)
 def test_every_choice_has_defaults_and_can_be_built(kind):
-  assert _TABLES.keys() == algorithms.BLOCKS.keys()
-  assert _TABLES[kind].keys() == algorithms.BLOCKS[kind].keys()
+  assert _TABLES.keys() == algorithms.DEFAULTS.keys()
+  assert _TABLES[kind].keys() == algorithms.DEFAULTS[kind].keys()
   for name in _TABLES[kind]:
     changes = {f'{kind}__name': name, 'kl__where': 'nowhere'}
     built = batches.algorithm(**changes)
     assert getattr(built, kind).name == name
 
 
-def test_the_table_knows_which_rows_compare_and_which_have_a_critic():
-  for name, row in algorithms.ALGORITHMS.items():
+def test_only_estimators_with_a_critic_use_values():
+  for name, algorithm in algorithms.ALGORITHMS.items():
     built = batches.algorithm(name)
-    without = row['advantage']['name'] in algorithms.WITHOUT_CRITIC
+    without = algorithm['advantage']['name'] in algorithms.WITHOUT_CRITIC
     assert built.uses_values is not without
   assert batches.algorithm('st_ppo').uses_values
   assert not batches.algorithm('reinforce').uses_values
+
+
+def test_the_loss_needs_only_the_arrays_that_its_choices_read():
   assert batches.algorithm('sspo').needs == {'sentence_ids_BL'}
   assert batches.algorithm('minirl').needs == {'sampler_logprobs_BL'}
   assert batches.algorithm('grpo').needs == {'ref_logprobs_BL'}

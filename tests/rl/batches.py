@@ -116,7 +116,7 @@ def row_of(name='token_ppo', **changes):
       block = block[step]
     assert last in block, key
     if last == 'name':  # brings its own options
-      row[path[0]] = algorithms.block(path[0], value)
+      row[path[0]] = algorithms.choice(path[0], value)
     else:
       block[last] = value
   return row

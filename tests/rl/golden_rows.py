@@ -15,17 +15,17 @@ LENGTH = 32.0  # of a row
 
 
 def _fixed(low='low', high='high'):
-  return algorithms.block(
+  return algorithms.choice(
     'bounds', 'fixed', clip_low=OPTIONS[low], clip_high=OPTIONS[high]
   )
 
 
 def _aggregate(name, **options):
-  return {'aggregate': algorithms.block('aggregate', name, **options)}
+  return {'aggregate': algorithms.choice('aggregate', name, **options)}
 
 
 def _objective(name, **options):
-  return {'objective': algorithms.block('objective', name, **options)}
+  return {'objective': algorithms.choice('objective', name, **options)}
 
 
 def _kl(estimator):
@@ -47,7 +47,7 @@ NEAR = {'bounds': _fixed('sequence_low', 'sequence_high')}
 CAP = OPTIONS['cap']
 DUAL_CLIP = _objective('dual_clip', c=OPTIONS['dual_clip'])
 CISPO = {
-  'bounds': algorithms.block(
+  'bounds': algorithms.choice(
     'bounds', 'fixed', clip_low=1.0, clip_high=OPTIONS['high']
   ),
   **_objective('detached'),

@@ -194,7 +194,7 @@ def test_the_value_loss_is_theirs(case):
 def test_the_advantages_are_theirs(case):
   name, changes = golden_rows.ADVANTAGES[case]
   golden = GOLDEN[case]
-  options = algorithms.block('advantage', name, **changes)
+  options = algorithms.choice('advantage', name, **changes)
 
   @jax.jit
   def estimate(arrays):

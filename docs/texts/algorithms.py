@@ -1,10 +1,10 @@
-"""The rows of `configs/algorithms.py`, and the preference losses."""
+"""Descriptions of the algorithms and of the preference losses."""
 
 from docs.texts import entry
 
 _SORL = 'arXiv 2511.20718'
 
-ROWS = {
+ALGORITHMS = {
   'token_ppo': entry.Description(
     """
     loss = mean over policy tokens of max(-A r, -A clip(r))
@@ -13,7 +13,8 @@ ROWS = {
     """,
     'PPO, arXiv 1707.06347; with a search engine, arXiv 2503.09516.',
     entry.CODE,
-    'The baseline. Every other row is told by how it differs from this one.',
+    'The baseline. Every other algorithm is described by how it differs from '
+    'this one.',
     'verl: `adv_estimator=gae`, policy loss `vanilla`. Search-R1: '
     '`adv_estimator=gae`. Tunix: policy loss `ppo`. slime: '
     '`--advantage-estimator ppo`.',
@@ -25,15 +26,17 @@ ROWS = {
     loss    = mean over policy tokens of max(-A r_k, -A clip(r_k))
 
     The gradient goes through the mean: each token of a turn moves the ratio
-    of all. Clipping is decided per token, as A differs within a turn.
+    that all of them share. Clipping is decided per token, because A differs
+    within a turn.
     """,
     f'{_SORL}, Eq. 4.',
-    entry.CODE + ' In the paper too.',
-    'Dialogues of several turns. One odd token neither clips alone nor slips '
-    'through alone. Against `token_ppo` it shows what the level does.',
-    'verl and TRL have no ratio per turn. A turn handed to their sequence '
-    'ratio as a row of its own is one: TRL through the segment, verl through '
-    'the token.',
+    entry.CODE + ' The paper says the same.',
+    'Dialogues of several turns: a single unusual token is neither clipped nor '
+    'kept on its own. The comparison with `token_ppo` shows the effect of the '
+    'level alone.',
+    'verl and TRL have no ratio per turn. A turn that is passed to their '
+    'sequence ratio as a sequence of its own has one: in TRL with the gradient '
+    'of the segment, in verl with that of the token.',
   ),
   's_ppo': entry.Description(
     """
@@ -44,10 +47,12 @@ ROWS = {
     ratio w is outside and inside the bounds.
     """,
     f'{_SORL}.',
-    entry.CODE + ' The reference forms rho per microbatch of one GPU; ours '
-    'is of the whole minibatch, so that cutting a batch changes nothing.',
-    'Several updates per collection: steps dominated by clipped tokens become '
-    'smaller. Against `token_ppo` it shows what the correction does.',
+    entry.CODE + ' The reference forms rho per microbatch of one GPU. Here '
+    'it is formed over the whole minibatch, so that cutting a batch changes '
+    'nothing.',
+    'Several updates per collection: steps in which clipped tokens dominate '
+    'become smaller. The comparison with `token_ppo` shows the effect of the '
+    'correction alone.',
   ),
   'st_ppo': entry.Description(
     """
@@ -56,17 +61,17 @@ ROWS = {
     loss    = mean over policy tokens of s max(-A r_k, -A clip(r_k))
     s       = 1 / rho if rho > tau else 1,   rho = N_U / N_V
 
-    The loss has turn ratios, the sets U and V have token ratios.
+    The loss uses turn ratios, the sets U and V use token ratios.
     """,
     f'{_SORL}.',
-    entry.CODE + ' For the set that rho is formed over see `s_ppo`.',
-    'The subject of this project: both parts together.',
+    entry.CODE + ' For the tokens over which rho is formed see `s_ppo`.',
+    'The subject of this project: turn ratios and the correction together.',
   ),
   'so_ppo': entry.Description(
-    'loss = that of st_ppo',
+    'loss = the loss of st_ppo',
     f'{_SORL}, version 2, which renames it.',
     entry.PAPER,
-    'Where you want the newer name.',
+    'Where the newer name of `st_ppo` is wanted.',
   ),
   'so_grpo': entry.Description(
     """
@@ -75,21 +80,21 @@ ROWS = {
     s_y  = as in s_ppo, with rho formed over the trajectory y
     A    = (R - mean R) / (std R + epsilon) over a question's trajectories
     """,
-    f'{_SORL}, version 2. Its runs have groups of 5.',
+    f'{_SORL}, version 2, whose runs have groups of 5.',
     entry.CODE + ' A stored script of the reference has `ratio.level=token`.',
-    'As `st_ppo`, without a value model.',
+    'Like `st_ppo`, without a value model.',
   ),
   'bilevel_ppo': entry.Description(
     """
     G_k  = return of turn k: GAE over turns with gamma_turn, lambda_turn
-    A    = GAE over the tokens of turn k alone, whose one reward is G_k
-    loss = that of token_ppo
+    A    = GAE over the tokens of turn k alone, with G_k as its only reward
+    loss = the loss of token_ppo
     """,
     'RAGEN, arXiv 2504.20073.',
     entry.CODE + ' That the value of a turn is read before its first token, '
     'and that turns have their own lambda, is ours.',
-    'Credit that should be discounted per turn, not per token; rewards of '
-    'turns.',
+    'Credit should be discounted per turn instead of per token, or turns have '
+    'rewards of their own.',
     'RAGEN: `bi_level_gae` with `high_level_gamma`.',
   ),
   'grpo': entry.Description(
@@ -101,8 +106,8 @@ ROWS = {
     """,
     'DeepSeekMath, arXiv 2402.03300.',
     entry.CODE,
-    'No value model; rewards that vary among trajectories of one question. '
-    'Short trajectories weigh more per token.',
+    'There is no value model, and rewards vary among the trajectories of one '
+    'question. The tokens of short trajectories weigh more.',
     'verl: `adv_estimator=grpo`, `loss_agg_mode=seq-mean-token-mean`. TRL: '
     "`loss_type='grpo'`. Tunix: policy loss `grpo`. slime: "
     '`--advantage-estimator grpo`.',
@@ -115,8 +120,8 @@ ROWS = {
     """,
     'arXiv 2503.20783.',
     entry.CODE,
-    'Against `grpo`: neither length nor the spread of rewards weighs a '
-    'trajectory.',
+    'Unlike in `grpo`, neither its length nor the spread of the rewards '
+    'changes the weight of a trajectory.',
     'verl: `norm_adv_by_std_in_grpo=False`, '
     '`loss_agg_mode=seq-mean-token-sum-norm`. TRL: '
     "`loss_type='dr_grpo'`, `scale_rewards='none'`. slime: "
@@ -125,14 +130,14 @@ ROWS = {
   'dapo': entry.Description(
     """
     loss = mean over policy tokens of max(-A r, -A clip(r)),
-           the upper bound further from 1 than the lower
+           with the upper bound further from 1 than the lower
     A    = (R - mean R) / (std R + epsilon) over a question's trajectories
     """,
     'arXiv 2503.14476.',
     entry.PEER,
-    'Against loss of entropy: rare tokens may grow further. Set '
-    '`rollout.resample_rounds` for its dynamic sampling: groups of equal '
-    'rewards, which teach nothing, are replaced.',
+    'Entropy should not collapse: the probability of rare tokens may grow '
+    'further. Its dynamic sampling, which replaces groups of equal rewards '
+    'because they teach nothing, is the key `rollout.resample_rounds`.',
     'verl: `clip_ratio_high=0.28`, `loss_agg_mode=token-mean`. TRL: '
     "`loss_type='dapo'`. Tunix: `loss_agg_mode='token-mean'`.",
   ),
@@ -145,8 +150,9 @@ ROWS = {
     """,
     'arXiv 2507.18071.',
     entry.CODE,
-    'One reward for the whole text: the ratio is of what is rewarded. Its '
-    'bounds are far narrower, as a mean of many tokens moves little.',
+    'There is one reward for the whole text, and the ratio belongs to what is '
+    'rewarded. Its bounds are far narrower, because a mean over many tokens '
+    'moves little.',
     "TRL: `importance_sampling_level='sequence'`. slime: "
     '`--advantage-estimator gspo`. (verl and Tunix: see `gspo_token`.)',
   ),
@@ -158,7 +164,7 @@ ROWS = {
     """,
     'arXiv 2507.18071.',
     entry.CODE,
-    'As `gspo`; they differ as soon as A varies within a trajectory.',
+    'Like `gspo`; the two differ as soon as A varies within a trajectory.',
     'verl: policy loss `gspo`. Tunix: `loss_algo=gspo-token`.',
   ),
   'sspo': entry.Description(
@@ -166,14 +172,14 @@ ROWS = {
     log r = mean over the policy tokens of a sentence of
             log pi_theta - log pi_old
     low, high = 1 - f clip_low, 1 + f clip_high
-    f     = clip(H / mean H, least, most),   H: entropy of the sentence
+    f     = clip(H / mean H, least, most),   H: the mean entropy of the sentence
     loss  = mean over trajectories of
               mean over its policy tokens of max(-A r, -A clip(r))
     """,
     'arXiv 2511.04256.',
     entry.OURS + ' The sentence ratio, and that its entropy scales the '
     "bounds, are the paper's; f and where a sentence ends are ours.",
-    'Between `grpo` and `gspo`: long turns in which one ratio is too few.',
+    'Between `grpo` and `gspo`: turns are so long that one ratio is too few.',
   ),
   'bapo': entry.Description(
     """
@@ -186,8 +192,8 @@ ROWS = {
     """,
     'arXiv 2510.18927.',
     entry.PAPER + ' The absolute value inside the sum is ours.',
-    'Stale data, on which negative advantages outweigh the positive. Watch '
-    '`bounds/low` and `bounds/high`.',
+    'Data are stale, and negative advantages outweigh the positive ones on '
+    'them. The metrics `bounds/low` and `bounds/high` show the bounds.',
   ),
   'cispo': entry.Description(
     """
@@ -195,8 +201,8 @@ ROWS = {
     """,
     'MiniMax-M1, arXiv 2506.13585, Eq. 4.',
     entry.CODE,
-    'Clipping should bound the weight of a token, not drop its gradient: rare '
-    'tokens that start a new thought keep learning.',
+    'Clipping should bound the weight of a token, not drop its gradient, so '
+    'that rare tokens which begin a new thought keep learning.',
     "verl: policy loss `cispo`. TRL: `loss_type='cispo'`, where "
     '`epsilon_high` is the bound itself.',
   ),
@@ -207,9 +213,9 @@ ROWS = {
     """,
     'Williams, "Simple statistical gradient-following algorithms for '
     'connectionist reinforcement learning", 1992.',
-    entry.CODE + " Equal to verl's with importance weights.",
-    'The plainest estimate: one update per collection, no value model, no '
-    'groups. With more updates the weights r are not bounded.',
+    entry.CODE + " It equals verl's loss with importance weights.",
+    'The simplest estimate: one update per collection, no value model, no '
+    'groups. With more updates, nothing bounds the weights r.',
     'verl: `adv_estimator=reinforce_plus_plus` (whitened likewise). slime: '
     '`--advantage-estimator reinforce_plus_plus`.',
   ),
@@ -220,8 +226,9 @@ ROWS = {
     R    = outcome - kl.coefficient * k1
     """,
     'arXiv 2402.14740.',
-    entry.CODE + ' The advantage is; that nothing is clipped is our choice.',
-    'Few trajectories per question: the baseline is unbiased.',
+    entry.CODE + ' This holds for the advantage; that nothing is clipped is '
+    'our choice.',
+    'There are few trajectories per question: the baseline is unbiased.',
     'verl: `adv_estimator=rloo`. TRL: `RLOOTrainer`, which clips the '
     'sequence ratio as PPO does.',
   ),
@@ -235,8 +242,8 @@ ROWS = {
     """,
     'arXiv 2512.01374.',
     entry.PAPER,
-    "A sampler whose probabilities differ from the trainer's (another "
-    'engine, another precision): staleness decides what is dropped, staleness '
+    "The sampler's probabilities differ from the trainer's (another engine, "
+    'another precision). Staleness decides which tokens are dropped; staleness '
     'and mismatch together are the weight.',
   ),
   'grpo_guard': entry.Description(
@@ -248,22 +255,23 @@ ROWS = {
     loss = mean over turns of
              mean over its tokens of max(-A r, -A clip(r)) / s_k
 
-    target is the mean over turns of the std. A turn without spread: s_k = 1.
+    target is the mean of std over turns. A turn without spread has s_k = 1.
     """,
     'arXiv 2510.22319.',
     entry.OURS + ' Experimental. The published form is for flow matching; '
-    'this carries it over to tokens.',
-    'Ratios that drift below 1 as a whole, so that the upper bound never acts.',
+    'this is our version of it for tokens.',
+    'The ratios as a whole drift below 1, so that the upper bound never acts.',
   ),
   'mt_grpo': entry.Description(
     """
-    A = z(outcome) + turn_weight * z(turn reward) on all turns but the last
+    A = z(outcome) + turn_weight * z(turn reward) on all turns but the last,
+        z(outcome) on the last
     z = (x - mean) / (std + epsilon) over a question's trajectories
-    loss = that of grpo
+    loss = the loss of grpo
     """,
     'arXiv 2505.11821.',
     entry.CODE + ' Its code has one tool call; that all turns before the last '
-    'share the turn part is ours.',
+    'share z(turn reward) is ours.',
     'Turns have rewards of their own: set `env.rewards.turn_search` or '
     '`env.rewards.turn_answer_found`.',
   ),
@@ -272,12 +280,12 @@ ROWS = {
     A   = N(R) + omega * N(G),   G_k = r_k + gamma G_{k+1}
     N   = (x - mean) / (std + epsilon): R over a question's trajectories,
           G over all turns that began in the same state
-    loss = that of grpo
+    loss = the loss of grpo
     """,
     'arXiv 2505.10978.',
     entry.CODE,
-    'Trajectories of one question meet in the same states, such as equal '
-    'search results: what was done there is compared.',
+    'Trajectories of one question pass through the same states, such as equal '
+    'search results, and what they did there can be compared.',
     'verl-agent: `adv_estimator=gigpo`, `gigpo.step_advantage_w` for omega.',
   ),
 }
@@ -286,21 +294,22 @@ _TDPO = """
     loss = -log sigmoid(beta (u - shift))
     u    = R(w) - R(l),   R(y) = sum_t log pi_theta(y_t) - log ref(y_t)
     K(y) = sum_t KL(ref || pi_theta) over the whole vocabulary
-    w, l: preferred, dispreferred trajectory; sums over policy tokens
+    w, l: preferred, dispreferred trajectory; the sums are over policy tokens
     """
 
 PREFERENCES = {
   'tdpo1': entry.Description(
     _TDPO + 'shift = K(l) - K(w)',
     'arXiv 2404.11999.',
-    entry.CODE + ' That observations are in no sum is ours.',
-    'Against `tdpo2`: both trajectories are held near the reference.',
+    entry.CODE + ' That the sums leave observations out is ours.',
+    'Both trajectories should be held near the reference, where `tdpo2` holds '
+    'the dispreferred one.',
   ),
   'tdpo2': entry.Description(
     _TDPO + 'shift = alpha (K(l) - sg(K(w)))',
     'arXiv 2404.11999.',
-    entry.CODE + ' That observations are in no sum is ours.',
-    'Pairs of good and bad trajectories at hand, and no environment: '
-    '`python -m stppo_jax prefer`. Without the shift it is DPO.',
+    entry.CODE + ' That the sums leave observations out is ours.',
+    'There are pairs of good and bad trajectories, and no environment. Without '
+    'the shift it would be DPO.',
   ),
 }
