@@ -1,4 +1,7 @@
-"""Random keys are derived, never stored: a function of (seed, step, row)."""
+"""Derives random keys from (seed, step, row).
+
+No key is stored: a resumed run derives the same ones again.
+"""
 
 import enum
 
@@ -9,7 +12,7 @@ Array = jax.Array
 
 
 class Purpose(enum.IntEnum):
-  """What a key is for; two purposes never share one."""
+  """The purpose of a key; two purposes never share one."""
 
   COLLECT = 0
   EVALUATE = 1
@@ -19,12 +22,12 @@ class Purpose(enum.IntEnum):
 
 
 def step_key(seed: int, step: int, purpose: Purpose) -> Array:
-  """The key of one purpose at one step."""
+  """Returns the key of one purpose at one step."""
   key = jax.random.fold_in(jax.random.key(seed), step)
   return jax.random.fold_in(key, purpose)
 
 
 def row_keys(key: Array, first_row: int, count: int) -> Array:
-  """Keys of rows first_row, first_row + 1, ..., one each."""
+  """Returns keys [count] of the rows first_row, first_row + 1, ..."""
   rows = jnp.arange(first_row, first_row + count)
   return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)

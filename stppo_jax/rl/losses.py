@@ -7,10 +7,11 @@ count of the whole minibatch:
   loss   = policy + kl_coefficient * kl - entropy_coefficient * entropy
 
 kl (0 unless kl.where is 'loss') and entropy go through the same aggregate,
-unscaled. All of it adds up over microbatches.
+without the correction. The losses of the microbatches of a minibatch add up to
+the minibatch's loss.
 
-For norm='gradient' pull back `(policy, bias, other)`: the update's gradient is
-g_policy / max(|c|, floor) + g_other, with c that of `bias`.
+Where the clipping-bias correction divides the gradient (norm='gradient'), the
+terms policy, bias and other are differentiated apart; see `gradients`.
 """
 
 import dataclasses
@@ -40,19 +41,19 @@ sg = jax.lax.stop_gradient
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PolicyLoss:
-  """The parts of the policy loss; scalars are divided by the global count.
+  """The policy loss and its terms; scalars are divided by the global count.
 
   Attributes:
     loss: policy + other.
-    policy: the policy terms, corrected unless norm is 'gradient'.
-    bias: scalar whose gradient is c; 0 unless norm is 'gradient'.
+    policy: the policy term, corrected unless norm is 'gradient'.
+    bias: a scalar whose gradient is c; 0 unless norm is 'gradient'.
     other: the KL term minus the entropy bonus, with their coefficients.
-    entropy: without its coefficient.
-    kl: without its coefficient; 0 unless it is in the loss.
-    ratio_BL: at the level that is optimised, 1 off the mask.
+    entropy: the mean entropy, without its coefficient.
+    kl: the divergence without its coefficient; 0 unless it is in the loss.
+    ratio_BL: the ratio at the optimised level, 1 off the mask.
     weights_BL: the corrections' multiplier of the policy terms.
-    value_weights_BL: their multiplier of the value terms.
-    cut_BL: bool, tokens whose gradient the objective cut.
+    value_weights_BL: the corrections' multiplier of the value terms.
+    cut_BL: bool, the tokens whose gradient the objective cut.
     low, high: the bounds in force, scalars or [B, L].
   """
 
@@ -71,7 +72,7 @@ class PolicyLoss:
 
 
 def _normalized(algorithm, logprobs_BL, batch, statistics, **sums):
-  """The token log-ratio as the row has it, and a multiplier of the terms."""
+  """Returns the normalised token log-ratio, and a multiplier of the terms."""
   log_ratio_BL = ratios.token_log_ratio(
     logprobs_BL, batch.old_logprobs_BL, batch.loss_mask_BL
   )
@@ -82,6 +83,7 @@ def _normalized(algorithm, logprobs_BL, batch, statistics, **sums):
 def _context(
   algorithm, log_ratio_BL, entropy_BL, batch, **sums
 ) -> loss_context_lib.LossContext:
+  """Returns what bounds and corrections may read."""
   mask_BL = batch.loss_mask_BL
 
   def ratio_at(level):
@@ -99,7 +101,8 @@ def _context(
   return loss_context_lib.LossContext(
     ratio_at,
     algorithm.ratio.level,
-    # Advantages are data, whatever made them; the entropy only measures.
+    # No gradient flows into the advantages, whatever made them, nor into the
+    # entropy, which here only scales bounds.
     sg(masking.select(batch.advantages_BL, mask_BL)),
     sg(masking.select(entropy_BL, mask_BL)),
     batch,
@@ -107,12 +110,12 @@ def _context(
   )
 
 
-def _trusted(algorithm, context, statistics) -> tuple[Array, Array]:
-  """The absolute (low, high) in force."""
+def _bounds(algorithm, context, statistics) -> tuple[Array, Array]:
+  """Returns the absolute bounds (low, high) in force."""
   options = algorithm.bounds.arguments()
   rule = bounds_lib.BOUNDS[options.pop('name')].function
   dtype = context.advantages_BL.dtype
-  # An interval that moves is still not something to be learned.
+  # Adaptive bounds depend on the policy, and are data to the gradient.
   low, high = (
     sg(jnp.asarray(bound, dtype))
     for bound in rule(context, statistics, **options)
@@ -121,13 +124,14 @@ def _trusted(algorithm, context, statistics) -> tuple[Array, Array]:
 
 
 def _corrections(algorithm):
+  """Yields (name, table entry, options) of the selected corrections."""
   for name in algorithm.correction.names:
     options = getattr(algorithm.correction, name)
     yield name, corrections.CORRECTIONS[name], options
 
 
 def _statistics(choice, options, *arrays, **arguments):
-  """The statistics of a choice, () where it needs none."""
+  """Returns the statistics of a table entry, () where it needs none."""
   if not choice.uses_statistics(options):
     return ()
   return choice.statistics(*arrays, **arguments)
@@ -142,17 +146,19 @@ def minibatch_statistics(
   num_turns: int,
   implementation: str = 'auto',
 ) -> Statistics:
-  """What the loss must know of the whole minibatch, without gradient.
+  """Returns what the loss reads of the whole minibatch; no gradient flows.
 
   Args:
-    algorithm: the row.
-    logprobs_BL, entropy_BL: of the policy, for every row of the minibatch.
+    algorithm: its numbers are leaves.
+    logprobs_BL: log pi_theta of the tokens, for every row of the minibatch.
+    entropy_BL: the policy's entropy at each token.
     batch: the minibatch.
-    num_turns: static, the most turns a row can have.
-    implementation: of the segment sums.
+    num_turns: static, the largest number of turns of a row.
+    implementation: of the segment sums, see `segments.IMPLEMENTATIONS`.
 
   Returns:
-    A tree for `policy_loss`; it has no leaves where the row needs nothing.
+    A tree for `policy_loss`; it has no leaves unless
+    `algorithm.uses_minibatch_statistics`.
   """
   sums = {'num_turns': num_turns, 'implementation': implementation}
   logprobs_BL = sg(masking.select(logprobs_BL, batch.loss_mask_BL))
@@ -175,7 +181,7 @@ def minibatch_statistics(
     context,
     **options,
   )
-  low, high = _trusted(algorithm, context, bounds)
+  low, high = _bounds(algorithm, context, bounds)
   return {
     'normalize': normal,
     'bounds': bounds,
@@ -200,23 +206,22 @@ def policy_loss(
   num_turns: int,
   implementation: str = 'auto',
 ) -> PolicyLoss:
-  """The loss of one microbatch; see the module's docstring.
+  """Returns the loss of one microbatch; see the module's docstring.
 
   Args:
-    algorithm: the row.
+    algorithm: its numbers are leaves.
     logprobs_BL: log pi_theta of the tokens, differentiable; anything off the
       loss mask.
-    entropy_BL: of the policy at each token, differentiable.
-    batch: with old log-probabilities and advantages; with reference
-      log-probabilities where the KL is in the loss, the sampler's where a
-      mismatch is corrected, sentence ids where the level is 'sentence'.
+    entropy_BL: the policy's entropy at each token, differentiable.
+    batch: old log-probabilities and advantages, and the arrays that
+      `algorithm.needs` names.
     statistics: `minibatch_statistics` of the minibatch; None forms them from
       this microbatch.
     count: `aggregation.aggregate_count` of the minibatch; None counts this
       microbatch.
-    entropy_coefficient: of the entropy bonus.
-    num_turns: static, the most turns a row can have.
-    implementation: of the segment sums.
+    entropy_coefficient: weight of the entropy bonus.
+    num_turns: static, the largest number of turns of a row.
+    implementation: of the segment sums, see `segments.IMPLEMENTATIONS`.
   """
   sums = {'num_turns': num_turns, 'implementation': implementation}
   mask_BL = batch.loss_mask_BL
@@ -234,7 +239,7 @@ def policy_loss(
     algorithm, logprobs_BL, batch, statistics['normalize'], **sums
   )
   context = _context(algorithm, log_ratio_BL, entropy_BL, batch, **sums)
-  low, high = _trusted(algorithm, context, statistics['bounds'])
+  low, high = _bounds(algorithm, context, statistics['bounds'])
   ratio_BL = context.ratio_at(algorithm.ratio.level)
   objective = algorithm.objective.arguments()
   term_BL, cut_BL = objectives.OBJECTIVES[objective.pop('name')].function(
@@ -292,12 +297,12 @@ def policy_loss(
 
 
 class ValueLoss(typing.NamedTuple):
-  """Sums of the value loss; the loss is total / (global) count.
+  """Sums of the value loss; the loss is total / the minibatch's count.
 
   Attributes:
-    total: sum of the terms.
-    count: steps at which the critic is trained.
-    clipped: steps where the clipped error was the larger one.
+    total: the sum of the terms.
+    count: the steps at which the value model is trained.
+    clipped: the steps where the clipped error was the larger one.
   """
 
   total: Array
@@ -314,26 +319,26 @@ def value_loss(
   clip: Array | float,
   weights_BL: Array | None = None,
 ) -> ValueLoss:
-  """0.5 max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2).
+  """Returns 0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2), summed.
 
   Args:
     values_BL: V of the value model in training, differentiable.
     old_values_BL: V before the first update.
-    returns_BL: the targets.
-    value_mask_BL: bool, the steps at which the critic is trained.
-    clip: distance from the old value that is trusted.
+    returns_BL: the targets R.
+    value_mask_BL: bool, the steps at which the value model is trained.
+    clip: c, the distance from the old value that is trusted.
     weights_BL: multiplier of the terms, `PolicyLoss.value_weights_BL`; the
       count is unchanged. None: 1.
   """
   chex.assert_equal_shape([values_BL, old_values_BL, returns_BL, value_mask_BL])
   values_BL = masking.select(values_BL, value_mask_BL)
-  # Old values and targets are data.
+  # No gradient flows into old values and targets.
   old_BL = sg(masking.select(old_values_BL, value_mask_BL))
   returns_BL = sg(masking.select(returns_BL, value_mask_BL))
   near_BL = jnp.clip(values_BL, old_BL - clip, old_BL + clip)
   plain_BL = jnp.square(values_BL - returns_BL)
   clipped_BL = jnp.square(near_BL - returns_BL)
-  # A selection: at a tie, max() would halve the gradient of both.
+  # A selection, because max() would give each side half the gradient at a tie.
   larger_BL = clipped_BL > plain_BL
   term_BL = 0.5 * jnp.where(larger_BL, clipped_BL, plain_BL)
   if weights_BL is not None:

@@ -60,7 +60,7 @@ class _ParamsModel:
 
 @dataclasses.dataclass
 class _Case:
-  """A batch, and what its models say of it; garbage off the mask."""
+  """A batch and what its models return; garbage off the mask."""
 
   old: np.ndarray
   reference: np.ndarray
@@ -120,7 +120,7 @@ def _annotate(case, temperature=1.0, *, sampled_by=None, **changes):
 
 
 def _to_go(rewards_BL):
-  """The sum of the rewards from each token on, at the policy tokens."""
+  """Returns the rewards to go at the policy tokens."""
   rewards_BL = np.where(_MASK, rewards_BL, 0)
   to_go_BL = np.cumsum(rewards_BL[:, ::-1], axis=1)[:, ::-1]
   return np.where(_MASK, to_go_BL, 0)
@@ -137,7 +137,7 @@ def _assert_close(actual, expected):
 
 
 @pytest.mark.parametrize('where', ['reward', 'loss'])
-def test_by_hand(where):
+def test_advantages_and_metrics_are_those_computed_by_hand(where):
   case = _case()
   kl = {'kl__where': where, 'kl__coefficient': 0.3, 'kl__estimator': 'k1'}
   batch, metrics = _annotate(case, **kl)

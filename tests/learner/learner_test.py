@@ -1,4 +1,4 @@
-"""What a step does to the train state, on the shapes of the whole runs."""
+"""What an annotated step does to the train state."""
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ def learner():
 
 @pytest.fixture(scope='module')
 def packed():
-  """Sixteen rows of two turns, as `pack` makes them."""
+  """Returns sixteen rows of two turns, as `pack` makes them."""
   rng = np.random.default_rng(0)
   turn_ids = np.zeros((_ROWS, _LENGTH), np.int32)
   turn_ids[:, 10:18], turn_ids[:, 40:48] = 1, 2
@@ -42,7 +42,7 @@ def packed():
 
 
 def _stepped(learner, packed, step, *, state=None):
-  """(state after, metrics) of the updates of that step."""
+  """Returns the state and the metrics after the updates of a step."""
   state = learner.start() if state is None else state
   batch, _ = learner.annotate(state, packed, reference=learner.reference())
   return learner.update_epochs(state, batch, step)
@@ -59,7 +59,7 @@ def _moved(before, after):
   )
 
 
-def test_the_policy_rests_while_values_warm_up(learner, packed):
+def test_only_the_value_model_learns_during_its_warm_up(learner, packed):
   start = jax.device_get(learner.start())
   rested, metrics = _stepped(learner, packed, _WARM_STEPS - 1)
   _assert_equal(rested.policy, start.policy)
@@ -93,7 +93,7 @@ def test_a_copied_policy_outlives_the_updates(learner, packed):
   kept = learner.copy_policy(state)
   _stepped(learner, packed, 5, state=state)
   _assert_equal(kept, before)
-  # It lies where a restored one does: the same program annotates with both.
+  # It has the layout of a restored one: the same program annotates with both.
   assert jax.tree.map(lambda x: x.sharding, kept) == jax.tree.map(
     lambda x: x.sharding, learner.start().policy.params
   )
@@ -105,12 +105,12 @@ def test_a_checkpoint_holds_the_policies_that_were_published():
   tokenizer = assembly.build_tokenizer(config, questions)
   shape = assembly.build_model_config(config, tokenizer)
   learner = learner_lib.Learner(config, shape, assembly.build_mesh(config))
-  form = learner.abstract_state(learner.start())
+  abstract = learner.abstract_state(learner.start())
   kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.sharding), tree)
-  assert kinds(form.published) == (kinds(form.policy.params),) * 2
+  assert kinds(abstract.published) == (kinds(abstract.policy.params),) * 2
 
 
-def test_the_whole_state_is_written_in_place(learner, packed):
+def test_the_update_donates_the_whole_state(learner, packed):
   state = learner.start()
   batch, _ = learner.annotate(state, packed, reference=learner.reference())
   rows = np.arange(8, dtype=np.int32)
@@ -159,31 +159,31 @@ def test_every_epoch_is_another_permutation():
   assert len(set(map(tuple, orders))) == 4
 
 
-def test_value_and_policy_share_a_start(learner):
+def test_policy_value_model_and_reference_start_alike(learner):
   state = learner.start()
   _assert_equal(state.policy.params, learner.reference())
   for name in ('embedding', 'layers', 'norm'):
     _assert_equal(state.value.params[name], state.policy.params[name])
 
 
-def test_a_reference_may_wait_in_host_memory(learner, packed):
+def test_a_reference_may_be_kept_in_host_memory(learner, packed):
   config = runs.config(model__reference_memory='host')
   questions = assembly.build_questions(config)
   tokenizer = assembly.build_tokenizer(config, questions)
   shape = assembly.build_model_config(config, tokenizer)
   other = learner_lib.Learner(config, shape, assembly.build_mesh(config))
-  waiting = other.reference()
+  on_host = other.reference()
   kinds = lambda tree: {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
-  assert kinds(waiting) == {'pinned_host'}
+  assert kinds(on_host) == {'pinned_host'}
   state = learner.start()
   expected, _ = learner.annotate(state, packed, reference=learner.reference())
-  actual, _ = other.annotate(state, packed, reference=waiting)
+  actual, _ = other.annotate(state, packed, reference=on_host)
   _assert_equal(actual.ref_logprobs_BL, expected.ref_logprobs_BL)
   assert np.abs(expected.ref_logprobs_BL).max() > 1
-  assert kinds(waiting) == {'pinned_host'}  # and still there
+  assert kinds(on_host) == {'pinned_host'}  # and still there
 
 
-def test_a_state_stays_where_it_is(learner, packed):
+def test_an_updated_state_keeps_its_layout(learner, packed):
   state = learner.start()
   places = jax.tree.map(lambda leaf: leaf.sharding, state)
   state, _ = _stepped(learner, packed, 5, state=state)

@@ -1,6 +1,6 @@
-"""Every pass over whole sequences is told where they end.
+"""Attention receives the lengths of the rows in every pass.
 
-Kernels of accelerators skip what follows; here passes are traced, not run.
+Kernels of accelerators skip the padding; here passes are traced, not run.
 """
 
 import functools
@@ -16,32 +16,32 @@ from tests.rl import batches
 
 
 @pytest.fixture
-def told(monkeypatch):
-  """The lengths that attention was told, one entry a pass."""
-  told = []
+def lengths(monkeypatch):
+  """Records the lengths that attention receives, one entry a pass."""
+  lengths = []
   plain = attention.WHOLE['xla']
 
   def record(size, lengths_B, mesh):
-    told.append(lengths_B)
+    lengths.append(lengths_B)
     return plain(size, lengths_B, mesh)
 
   monkeypatch.setitem(attention.WHOLE, 'xla', record)
-  return told
+  return lengths
 
 
-def _check(told, *, passes, rows):
-  assert len(told) >= passes  # some are traced for their shapes alone, too
-  assert all(x is not None and x.shape == (rows,) for x in told)
+def _check(lengths, *, passes, rows):
+  assert len(lengths) >= passes  # some are traced for their shapes alone, too
+  assert all(x is not None and x.shape == (rows,) for x in lengths)
 
 
 @pytest.mark.parametrize(('num_microbatches', 'passes'), [(1, 2), (2, 3)])
-def test_an_update(told, num_microbatches, passes):
+def test_an_update_passes_the_lengths(lengths, num_microbatches, passes):
   models = updates.transformers()
   update = functools.partial(
     update_lib.update, spec=updates.spec(models, num_microbatches)
   )
   batch = updates.batch(models)
-  told.clear()  # of making the batch
+  lengths.clear()  # of making the batch
   jax.eval_shape(
     update,
     updates.train_state(models),
@@ -50,13 +50,13 @@ def test_an_update(told, num_microbatches, passes):
     updates.hyperparameters(),
   )
   # Policy and value; several microbatches are scored before, for statistics.
-  _check(told, passes=passes, rows=updates.B // num_microbatches)
+  _check(lengths, passes=passes, rows=updates.B // num_microbatches)
 
 
-def test_annotating(told):
+def test_annotating_passes_the_lengths(lengths):
   models = updates.transformers()
   state, batch = updates.train_state(models), updates.batch(models)
-  told.clear()
+  lengths.clear()
   jax.eval_shape(
     functools.partial(
       annotate.annotate,
@@ -71,4 +71,4 @@ def test_annotating(told):
     old=state.policy.params,
   )
   # The current policy, its value model, the denominator's and the reference.
-  _check(told, passes=4, rows=updates.B)
+  _check(lengths, passes=4, rows=updates.B)

@@ -1,4 +1,4 @@
-"""Microbatches of a bfloat16 model: one cast, sums in float32."""
+"""A bfloat16 model is cast once; its gradients are summed in float32."""
 
 import functools
 
@@ -18,7 +18,7 @@ _FLOAT32, _BFLOAT16 = jnp.dtype('float32'), jnp.dtype('bfloat16')
 
 @functools.cache
 def _program(num_microbatches):
-  """The jaxpr of the gradients, and their shapes."""
+  """Returns the jaxpr of the gradients, and their shapes."""
   models = updates.transformers(dtype='bfloat16')
   return jax.make_jaxpr(
     functools.partial(
@@ -35,7 +35,7 @@ def _program(num_microbatches):
 
 @functools.cache
 def _program_of_pairs():
-  """The jaxpr of an update on pairs."""
+  """Returns the jaxpr of an update on pairs."""
   policy = updates.transformers(dtype='bfloat16').policy
   start = updates.train_state(updates.transformers()).policy
   pairs = pairs_lib.packed(
@@ -55,7 +55,7 @@ def _program_of_pairs():
 
 
 def _accumulation(jaxpr):
-  """The loop over microbatches that sums: it carries the most."""
+  """Returns the loop that sums over microbatches: it carries the most."""
   loops = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == 'scan']
   return max(loops, key=lambda e: len(_read_and_carried(e)[1]))
 

@@ -1,4 +1,4 @@
-"""Adapters and a shared backbone, beside the updates of whole weights."""
+"""Updates of adapters and of a shared backbone, against whole weights."""
 
 import dataclasses
 import functools
@@ -53,9 +53,9 @@ def _norm(tree):
   ],
 )
 def test_a_shared_backbone_learns_the_sum_of_two_gradients(norm, cut):
-  """Of a policy and a value model whose backbones are equal.
+  """Compares with a policy and a value model whose backbones are equal.
 
-  The correction of the policy's gradient does not reach the values.
+  The correction of the policy's gradient does not reach the value loss.
   """
   models = updates.sums()
   algorithm = batches.algorithm(
@@ -115,7 +115,7 @@ def test_a_shared_backbone_learns_the_sum_of_two_gradients(norm, cut):
 
 
 def _with_adapters(models):
-  """Models, their state beside a frozen base, and the state merged."""
+  """Returns models, their state, its frozen base, and the state merged."""
   adapted = updates.Models(
     *(dataclasses.replace(model, lora=_LORA) for model in models)
   )
@@ -143,7 +143,7 @@ def _with_adapters(models):
 
 
 def _adapter_gradient(pair, kernel_gradient):
-  """Through W + s A B: of A and of B, by the chain rule."""
+  """Returns the gradients of A and B in W + s A B, by the chain rule."""
   gradient, scale = kernel_gradient, _LORA.alpha / _LORA.rank
   return {
     'lora_a': scale * np.einsum('nio,nro->nir', gradient, pair['lora_b']),
@@ -223,7 +223,7 @@ def test_the_frozen_base_is_the_reference():
 
 
 def _flops(models):
-  """Of annotating, and of an update."""
+  """Returns the FLOPs of annotating and of an update."""
   state, batch = (
     updates.train_state(models),
     updates.batch(updates.transformers()),
@@ -242,7 +242,7 @@ def _flops(models):
 
 
 def test_a_shared_backbone_costs_10_n_instead_of_18_n():
-  """Old, reference, values, and three passes for each model that learns."""
+  """Counts old, reference and values, and three passes a trained model."""
   # Unrolled, because XLA counts the body of a loop once.
   shape = dict(
     hidden_size=128, intermediate_size=512, head_dim=64, scan_unroll=2

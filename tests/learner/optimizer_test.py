@@ -1,4 +1,4 @@
-"""One update is optax's chain: clip, AdamW, linear warm-up."""
+"""An optimiser step equals the chain of optax: clip, AdamW, warm-up."""
 
 import functools
 

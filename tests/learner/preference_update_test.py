@@ -1,4 +1,4 @@
-"""One update on pairs: its gradient, its numbers, and what changes nothing."""
+"""An update on pairs: its gradient, its metrics, and what changes nothing."""
 
 import dataclasses
 import functools
@@ -60,7 +60,7 @@ def _compiled(name, num_microbatches):
 def _update(
   pairs, *, name='tdpo2', reference=2, mesh=(1, 1, 1), num_microbatches=1
 ):
-  """(gradient, metrics) of an update, with everything laid out on a mesh."""
+  """Returns gradient, metrics and state of an update on a mesh."""
   axes = dict(zip(mesh_lib.AXES, mesh, strict=True))
   made = mesh_lib.make_mesh(**axes, devices=jax.devices()[: math.prod(mesh)])
   if isinstance(reference, int):
@@ -90,15 +90,15 @@ def _assert_same(actual, expected):
 
 
 def _log_all(params, tokens):
-  """log softmax over the whole vocabulary [2P, L - 1, V], in float64."""
+  """Returns the log-softmax over the vocabulary [2Q, L - 1, V], float64."""
   hidden = np.tanh(np.cumsum(params['embedding'][tokens], axis=1))
-  scores = hidden[:, :-1].astype(np.float64) @ params['lm_head'].T
-  scores = scores / TEMPERATURE
-  return scores - np.log(np.sum(np.exp(scores), axis=-1, keepdims=True))
+  logits = hidden[:, :-1].astype(np.float64) @ params['lm_head'].T
+  logits = logits / TEMPERATURE
+  return logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
 
 
 @pytest.mark.parametrize('name', _NAMES)
-def test_its_numbers_are_those_of_the_formula(name):
+def test_the_metrics_are_those_of_the_formula(name):
   pairs = _pairs()
   tokens = pairs.tokens_Q2L.reshape(-1, L)
   log_pi = _log_all(_state().params, tokens)
@@ -138,7 +138,7 @@ def test_its_numbers_are_those_of_the_formula(name):
 
 
 @pytest.mark.parametrize('name', _NAMES)
-def test_at_the_reference_it_pulls_the_two_apart(name):
+def test_at_the_reference_the_gradient_separates_the_pair(name):
   pairs, params = _pairs(), _state().params
   gradient, metrics, _ = _update(pairs, name=name, reference=1)
   assert metrics['preference/loss'] == pytest.approx(math.log(2), abs=1e-6)
@@ -176,7 +176,7 @@ def test_pairs_of_no_token_weigh_nothing():
   _assert_same(found, _update(three))
 
 
-def test_models_are_asked_of_the_tokens_of_the_mask_only():
+def test_models_compute_at_the_loss_positions_only():
   nowhere = np.full_like(_pairs().loss_positions_Q2M, L)
   gradient, metrics, _ = _update(_pairs()._replace(loss_positions_Q2M=nowhere))
   assert metrics['preference/loss'] == pytest.approx(math.log(2), abs=1e-6)

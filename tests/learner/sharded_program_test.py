@@ -53,7 +53,7 @@ class _Compiled(NamedTuple):
 
 @functools.cache
 def _compiled(axes, num_microbatches=1, remat='none') -> _Compiled:
-  """The update on two rows a device; no gradient but the loss's is formed."""
+  """Returns the compiled update on two rows a device."""
   devices = math.prod(axes)
   rows = devices * _ROWS_PER_DEVICE * num_microbatches
   mesh = mesh_lib.make_mesh(
@@ -89,7 +89,7 @@ def _packed(rows):
 
 
 def _bytes(tree, only=''):
-  """float32, of all devices together."""
+  """Returns the bytes of float32 leaves on all devices together."""
   return sum(
     4 * leaf.size
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)

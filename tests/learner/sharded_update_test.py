@@ -1,4 +1,4 @@
-"""Eight devices compute the updates of one, whatever is cut and recomputed."""
+"""Updates on eight devices equal those on one, with any remat or split."""
 
 import functools
 import math
@@ -23,7 +23,7 @@ _NUM_UPDATES = 3
 # One key/value head: two devices of `tensor` share it.
 _SHAPE = {'vocab_size': 12, 'num_kv_heads': 1, 'num_heads': 2}
 _EXPERTS = tiny.MIXTURE | {'moe': 'grouped'}
-# The clipping-bias correction is at work: two gradients are formed.
+# The correction divides the gradient: three gradients are formed.
 _ALGORITHM = batches.algorithm(
   'st_ppo',
   correction__clipping_bias__tau=0.1,
@@ -41,7 +41,7 @@ _COMPILER_OPTIONS = {
 
 
 class _Way(NamedTuple):
-  """How an update is computed; never what, but for a mixture of experts."""
+  """How an update is computed: mesh, microbatches, remat, head chunk."""
 
   mesh: tuple[int, int, int] = (1, 1, 1)
   num_microbatches: int = 1
@@ -55,7 +55,7 @@ class _Way(NamedTuple):
 
 
 def _models(way):
-  """Policy and value model on the mesh of that shape."""
+  """Returns policy and value model on a mesh."""
   mesh = mesh_lib.make_mesh(
     **dict(zip(mesh_lib.AXES, way.mesh)),
     devices=jax.devices()[: math.prod(way.mesh)],
@@ -68,7 +68,7 @@ def _models(way):
 
 
 def _start(way):
-  """Random weights, moments of nothing."""
+  """Returns random weights with zero moments."""
 
   def fresh(model, seed):
     params = tiny.params(model, seed)
@@ -80,8 +80,8 @@ def _start(way):
 
 
 @functools.cache
-def _played(way) -> list[tuple[dict[str, float], Any]]:
-  """(losses, gradients of policy and value) of three updates in a row."""
+def _updates(way) -> list[tuple[dict[str, float], Any]]:
+  """Returns losses and gradients of three updates in a row."""
   mesh, models = _models(way)
   spec = updates.spec(models, way.num_microbatches, _ADAM)
 
@@ -132,8 +132,8 @@ def _played(way) -> list[tuple[dict[str, float], Any]]:
   ],
 )
 def test_three_updates_in_a_row_are_those_of_one_device(way):
-  played, alone = _played(way), _played(_Way(experts=way.experts))
-  for (losses, gradients), (losses_1, gradients_1) in zip(played, alone):
+  many, alone = _updates(way), _updates(_Way(experts=way.experts))
+  for (losses, gradients), (losses_1, gradients_1) in zip(many, alone):
     assert losses.keys() == losses_1.keys() and len(losses) >= 3
     for name, loss in losses_1.items():
       np.testing.assert_allclose(losses[name], loss, 1e-6, 1e-6, err_msg=name)

@@ -1,4 +1,4 @@
-"""A fresh state lies where its layout says, and starts from the policy."""
+"""A new state has its layout, and starts from the policy's weights."""
 
 import dataclasses
 import functools
@@ -17,8 +17,8 @@ from tests.models import tiny
 _LORA = lora.Lora(rank=2, alpha=2.0, targets='(q|o)_proj')
 
 
-def _fresh(policy, value):
-  """A state on eight devices, and the weights that it is made of."""
+def _init(policy, value):
+  """Returns a state on eight devices, and the weights it starts from."""
   weights = tiny.params(policy)
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
   make = functools.partial(
@@ -39,9 +39,9 @@ def _equal(actual, expected):
   jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-def test_a_fresh_state_is_sharded_with_its_moments():
+def test_a_new_state_is_sharded_with_its_moments():
   policy, value = tiny.model(vocab_size=12), tiny.model('scalar', vocab_size=12)
-  state, weights = _fresh(policy, value)
+  state, weights = _init(policy, value)
   _equal(state.policy.params, weights)
   for model in (state.policy, state.value):
     assert model.updates == 0 and model.updates.dtype == np.int32
@@ -67,7 +67,7 @@ def test_under_adapters_there_is_one_base_and_few_moments():
     dataclasses.replace(tiny.model(head, vocab_size=12), lora=_LORA)
     for head in ('vocabulary', 'scalar')
   )
-  state, weights = _fresh(*models)
+  state, weights = _init(*models)
   _equal(state.frozen, weights)
   adapters = {
     name: {'lora_a': (2, 16, 2), 'lora_b': (2, 2, 16)}

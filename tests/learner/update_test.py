@@ -1,4 +1,4 @@
-"""An update is the same however it is cut, and wrong input changes nothing."""
+"""An update is the same however it is split; bad input changes nothing."""
 
 import dataclasses
 
@@ -29,7 +29,8 @@ _ALGORITHMS = {
     **_BIAS,
   ),
 }
-# What these know of the whole minibatch is more than sums, or is of others.
+# Algorithms whose minibatch statistics are more than the four sums of the
+# clipping-bias correction, or that have no value model.
 _NEIGHBOURS = {
   'bapo': batches.algorithm('bapo', bounds__positive_share=0.6),
   'sspo': batches.algorithm('sspo'),
@@ -41,7 +42,7 @@ _MANY = {'mesh': (2, 2, 2), 'num_microbatches': 2}
 
 
 def _assert_differ(one, other, models):
-  """Both gradients are there, and not the same."""
+  """Asserts that both gradients are nonzero and differ."""
   for a, b in zip(
     updates.gradients(one, models), updates.gradients(other, models)
   ):
@@ -68,7 +69,7 @@ def test_eight_devices_and_two_microbatches_are_one(name):
   updates.assert_same(many, one, models)
 
 
-def test_scores_of_tokens_with_loss_suffice():
+def test_outputs_at_the_loss_positions_suffice():
   models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
   batch = updates.batch(models)
   everywhere = updates.update(algorithm, batch, models)
@@ -89,7 +90,7 @@ def test_scores_of_tokens_with_loss_suffice():
     pytest.param('so_grpo', marks=pytest.mark.slow),
   ],
 )
-def test_a_neighbour_without_a_critic_is_the_same_however_cut(name):
+def test_an_algorithm_without_values_is_the_same_however_split(name):
   models, algorithm = updates.policy_alone(), _NEIGHBOURS[name]
   batch = updates.batch(updates.sums())
   one = updates.update(algorithm, batch, models)
@@ -105,7 +106,7 @@ def test_a_neighbour_without_a_critic_is_the_same_however_cut(name):
 @pytest.mark.parametrize('num_microbatches', [1, 2, 4])
 @pytest.mark.parametrize('mesh', [(1, 1, 1), (8, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize('name', _ALGORITHMS)
-def test_every_cut_is_the_same(name, mesh, num_microbatches):
+def test_every_split_is_the_same(name, mesh, num_microbatches):
   models, algorithm = updates.sums(), _ALGORITHMS[name]
   batch = updates.batch(models)
   many = updates.update(
@@ -137,7 +138,7 @@ def test_recomputed_layers_change_nothing():
   updates.assert_same(full, updates.update(algorithm, batch, models), models)
 
 
-def test_a_failed_row_is_not_there():
+def test_a_failed_row_weighs_nothing():
   models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
   whole = updates.batch(models)
   failed = np.arange(updates.B) == 2
@@ -176,7 +177,7 @@ def test_a_poisoned_minibatch_changes_nothing_and_is_counted(name, value):
   )
 
 
-def test_a_policy_that_does_not_learn_rests_bitwise():
+def test_a_policy_that_does_not_learn_keeps_its_bits():
   models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
   batch = updates.batch(models)
   hyperparameters = updates.hyperparameters(policy_learns=False)
@@ -193,7 +194,7 @@ def test_a_policy_that_does_not_learn_rests_bitwise():
   assert rested.metrics == learned.metrics
 
 
-def test_other_numbers_do_not_compile_again():
+def test_other_hyperparameters_do_not_compile_again():
   models, batch = updates.sums(), updates.batch(updates.sums())
   first = updates.update(_ALGORITHMS['st_ppo'], batch, models)
   programs = updates.compiled(models)._cache_size()
@@ -217,7 +218,7 @@ def test_other_numbers_do_not_compile_again():
 
 
 def _policy_gradient(weights_BL, batch, models):
-  """Of -sum(weights * log pi) / N, by a pass of its own."""
+  """Returns the gradient of -sum(weights * log pi) / N."""
 
   def loss(params):
     logprobs_BL, _ = models.policy.logprobs_and_entropy(
@@ -230,7 +231,7 @@ def _policy_gradient(weights_BL, batch, models):
 
 
 def _turn_means(x_BL, turn_ids_BL):
-  """The mean of each turn at its tokens, by a loop."""
+  """Returns the mean of each turn at its tokens, by a loop."""
   means_BL = np.zeros_like(x_BL)
   for b, row in enumerate(turn_ids_BL):
     for turn in range(1, row.max() + 1):
@@ -239,7 +240,7 @@ def _turn_means(x_BL, turn_ids_BL):
 
 
 @pytest.mark.parametrize('name', ['token_ppo', 'st_ppo'])
-def test_at_the_old_policy_it_is_the_policy_gradient(name):
+def test_at_the_old_policy_the_update_is_the_policy_gradient(name):
   models, algorithm = updates.sums(), _ALGORITHMS[name]
   batch = updates.batch(models, spread=0.0)
   hyperparameters = updates.hyperparameters(entropy=0.0)
@@ -263,7 +264,7 @@ def test_at_the_old_policy_it_is_the_policy_gradient(name):
 
 
 def _indifferent(models):
-  """A batch without advantages: nothing but entropy and KL act."""
+  """Returns a batch without advantages: only entropy and KL act."""
   batch = updates.batch(models, spread=0.0)
   return batch.replace(advantages_BL=np.zeros_like(batch.advantages_BL))
 
