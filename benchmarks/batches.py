@@ -11,19 +11,20 @@ from stppo_jax import batch as batch_lib
 def turn_ids(
   rng: np.random.Generator, rows: int, length: int, num_turns: int
 ) -> np.ndarray:
-  """int32 [B, L]: 1..num_turns where the policy wrote, else 0.
+  """Returns int32 [B, L]: 1..num_turns where the policy wrote, else 0.
 
-  One part of num_turns + 1 is the prompt, each of the others a turn of a fifth
-  to three fifths of it, followed by its observation. Every turn has a token.
+  A row is cut into num_turns + 1 equal spans. The first is the prompt, each
+  other one a turn of a fifth to three fifths of it, then an observation. Every
+  turn has a token.
   """
-  part = length // (num_turns + 1)
+  span = length // (num_turns + 1)
   ids_BL = np.zeros((rows, length), np.int32)
   sizes_BT = rng.integers(
-    max(part // 5, 1), max(3 * part // 5, 1) + 1, (rows, num_turns)
+    max(span // 5, 1), max(3 * span // 5, 1) + 1, (rows, num_turns)
   )
   for b in range(rows):
     for turn in range(1, num_turns + 1):
-      begin = part * turn
+      begin = span * turn
       ids_BL[b, begin : begin + sizes_BT[b, turn - 1]] = turn
   return ids_BL
 
@@ -31,7 +32,7 @@ def turn_ids(
 def token_batch(
   *, rows: int, length: int, num_turns: int, seed: int = 0
 ) -> tuple[batch_lib.TokenBatch, np.ndarray, np.ndarray]:
-  """An annotated batch with log-probabilities and entropy, all float32.
+  """Returns an annotated batch, log-probabilities and entropy, in float32.
 
   The new policy is so far from the old one that a band of 0.2 clips a tenth
   of the turns and more of the tokens.

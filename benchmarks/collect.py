@@ -4,21 +4,21 @@
     python -m benchmarks.collect --only latency refill
 
 Dialogues are scripted (see `dialogues`): random, of known lengths, from a model
-that costs what any of its shape costs. All cases of a table play the same
+that costs what any of its shape costs. All cases of a table collect the same
 dialogues greedily and write the same tokens, which is asserted before anything
-is timed and checked again in what is timed; log-probabilities agree to 1e-4.
-Each time is of a whole collection: texts encoded and decoded, queries answered
-on the event loop's thread, rows begun and ended.
+is timed and checked again in every timed collection; log-probabilities agree to
+1e-4. A time is that of a whole collection: texts are encoded and decoded,
+queries answered on the event loop's thread, dialogues started and ended.
 
 `generate`: 512 dialogues, as many as a step of the paper collects; prompts of
 40 to 100 tokens, 1 to 3 searches, observations of 60 to 125, turns log-normal
 around 20, at most 125: searching as in the paper's setting (500 tokens a turn
-and an observation at most, 3 searches), at a quarter of its lengths, the limits
-too. Each row has a slot. The peer calls `transformers` `generate` a turn at a
-time on all rows that still play, from the whole dialogues, and waits for the
-last one of a batch; it stops by the ids of the closing tokens. It has the
-threads and the batches that it is the fastest with, rows of about the same
-length in each.
+and an observation at most, 3 searches), at a quarter of its lengths and limits.
+Each dialogue has a slot. The peer calls `transformers` `generate` once a turn
+on all unfinished dialogues, from their first token on, and waits for the last
+one of a batch; it stops by the ids of the closing tokens. It runs with the
+threads and the batch size that are the fastest, dialogues of about the same
+length in each batch.
 
 Ours has what a CPU wants, not the defaults of `configs/base.py`: as many
 `rollout.lanes` as there are cores, `batch_rows` 16, `early_exit` 0.5,
@@ -26,24 +26,24 @@ Ours has what a CPU wants, not the defaults of `configs/base.py`: as many
 (`deterministic=True`) have the lanes and the blocks only: each program works on
 all slots of a lane, and no chunk ends early.
 
-`original`, with a quarter of the rows, knows no stops: it writes 500 tokens,
-the limit of the loops that the paper builds on, or to the end of sequence, and
-cuts; what it is slower by is removed waste, not speed. The goal is of these
-500; `--cut_at=125` is the same quarter of that limit as these dialogues are of
-the paper's. No peer waits for a retriever.
+`original`, with a quarter of the dialogues, has no stops: in every turn it
+writes 500 tokens, the limit of the loops that the paper builds on, or to the
+end of sequence, and cuts afterwards. That it is slower is waste, not speed. The
+goal is for these 500; `--cut_at=125` is the same quarter of that limit as these
+dialogues are of the paper's. No peer waits for a retriever.
 
-`latency`: the same dialogues, and each search answered after 0, 0.2 or 1 s, or
-log-normal around 0.2 s (sigma 1; the mean is 0.33 s). Slots are oversubscribed:
-each row has one, and few of them write at a time; those that wait are left out
-of the batches. `sharing` tells what is predicted from the time without latency.
-A wait at the end is hidden by nobody's work, and weighs the less the longer the
-dialogues take: see larger `--widths`.
+`latency`: the same dialogues, where each search is answered after 0, 0.2 or
+1 s, or log-normal around 0.2 s (sigma 1; the mean is 0.33 s). Each dialogue has
+a slot, but few of them decode at a time; those that wait are left out of the
+batches. `sharing` predicts the times from the time without latency. Nothing can
+hide a wait at the end, which matters the less the longer the dialogues take:
+see larger `--widths`.
 
-`refill`: turns log-normal around 16 (sigma 1), half of the rows, which are four
-times the slots: a slot is given to the next row at once, against waves of as
-many slots, which end with their longest dialogue. It is of both modes as they
-are: batches of 16 rows of like length and chunks that end early are in it, see
-above.
+`refill`: turns log-normal around 16 (sigma 1), half of the dialogues, four
+times as many as slots: slots that are given to the next dialogue at once,
+against waves of as many slots, each as long as its longest dialogue. The two
+modes also differ in their batches of 16 rows of like length and in chunks
+that end early, see above.
 """
 
 import argparse
@@ -67,8 +67,8 @@ from stppo_jax.models.hf import export
 from stppo_jax.rollout import event_loop
 
 _ORIGINAL_TURN = 500  # tokens that the original loop writes in every turn
-# Work of a token that is told, of that of a token that is written.
-_TOLD_COST = 0.4
+# The work of an input token, as a share of the work of a decoded token.
+_INPUT_COST = 0.4
 _GOALS = {
   'generate': 3.0,
   'original': 8.0,
@@ -92,81 +92,90 @@ _LATENCIES: Mapping[str, Callable[[np.random.Generator], float]] = {
 
 def against(
   peer: str,
-  played: collectors.Policy,
+  policy: collectors.Policy,
   loop: event_loop.EventLoop,
   *,
   rows: int,
   repeats: int,
   cut_at: int = collectors.MAX_TURN_TOKENS,
 ) -> str:
-  """Ours beside a loop on `generate`: with stops, or the 'original' without.
+  """Returns the table of our collection against a loop on `generate`.
 
   Args:
-    peer: 'generate' or 'original'.
-    played, loop, rows, repeats: see `main`.
-    cut_at: most tokens of a turn; 'original' writes as many in every one.
+    peer: 'generate', which stops at closing tokens, or 'original', which does
+      not.
+    policy: which samples; a directory is exported for the peer.
+    loop: where the environment's coroutines run.
+    rows: how many dialogues.
+    repeats: of each case.
+    cut_at: most tokens of a turn; 'original' writes as many in every turn.
 
   Raises:
-    AssertionError: they write other tokens, or score them differently.
+    AssertionError: their tokens or log-probabilities differ.
   """
   from benchmarks import generate_reference  # torch is needed here only
 
   environment = dialogues.Scripted(
-    dialogues.scripts(rows, _TURNS, filler=played.filler)
+    dialogues.scripts(rows, _TURNS, filler=policy.filler)
   )
-  players: dict[str, Any] = {
-    'ours': collectors.Player(played, loop, slots=rows, deterministic=False),
-    'waves': collectors.Player(played, loop, slots=rows, deterministic=True),
+  sides: dict[str, Any] = {
+    'ours': collectors.SlotCollector(
+      policy, loop, slots=rows, deterministic=False
+    ),
+    'waves': collectors.SlotCollector(
+      policy, loop, slots=rows, deterministic=True
+    ),
   }
-  ours = players['ours'].collect(environment)
-  collectors.assert_parity(ours, players['waves'].collect(environment))
+  ours = sides['ours'].collect(environment)
+  collectors.assert_parity(ours, sides['waves'].collect(environment))
   with tempfile.TemporaryDirectory() as directory:
-    export.export(directory, played.model.config, played.params)
-    players[peer] = generate_reference.GenerateLoop(
+    export.export(directory, policy.model.config, policy.params)
+    sides[peer] = generate_reference.GenerateLoop(
       pathlib.Path(directory),
-      played.words,
+      policy.tokenizer,
       loop,
       stops=peer == 'generate',
       max_turn_tokens=cut_at,
     )
-  chosen = generate_reference.use_fastest(players[peer], environment, rows=rows)
-  theirs = players[peer].collect(environment)
-  collectors.assert_parity(ours, players[peer].scored(theirs))
+  chosen = generate_reference.use_fastest(sides[peer], environment, rows=rows)
+  theirs = sides[peer].collect(environment)
+  collectors.assert_parity(ours, sides[peer].with_logprobs(theirs))
   seconds = measure.interleave(
-    {
-      name: collectors.case(player, environment)
-      for name, player in players.items()
-    },
+    {name: collectors.case(side, environment) for name, side in sides.items()},
     repeats=repeats,
   )
   goals = [(peer, 'ours', _GOALS[peer]), (peer, 'waves', None)]
-  return f'{chosen}\n\n{_told(seconds, rows, goals)}'
+  return f'{chosen}\n\n{_report(seconds, rows, goals)}'
 
 
 def latency(
-  played: collectors.Policy,
+  policy: collectors.Policy,
   loop: event_loop.EventLoop,
   *,
   rows: int,
   repeats: int,
 ) -> str:
-  """Answers that take time beside answers at once, and the prediction.
+  """Returns the table of delayed against immediate observations.
 
   Raises:
     AssertionError: other tokens or log-probabilities with latency.
   """
-  player = collectors.Player(played, loop, slots=rows, deterministic=False)
-  played_by = {
-    name: dialogues.scripts(rows, _TURNS, filler=played.filler, latency=draw)
+  collector = collectors.SlotCollector(
+    policy, loop, slots=rows, deterministic=False
+  )
+  scripts_by = {
+    name: dialogues.scripts(rows, _TURNS, filler=policy.filler, latency=draw)
     for name, draw in _LATENCIES.items()
   }
   environments = {
-    name: dialogues.Scripted(scripts) for name, scripts in played_by.items()
+    name: dialogues.Scripted(scripts) for name, scripts in scripts_by.items()
   }
-  expected = player.collect(environments['0 s'])
-  collectors.assert_parity(expected, player.collect(environments['log-normal']))
+  expected = collector.collect(environments['0 s'])
+  collectors.assert_parity(
+    expected, collector.collect(environments['log-normal'])
+  )
   seconds = measure.interleave(
-    {name: collectors.case(player, x) for name, x in environments.items()},
+    {name: collectors.case(collector, x) for name, x in environments.items()},
     repeats=repeats,
   )
   at_once = float(np.median(seconds['0 s']))
@@ -177,10 +186,10 @@ def latency(
   ]
   predicted = ', '.join(
     f'{name} {at_once / _predicted(expected, scripts, at_once):.3f}'
-    for name, scripts in played_by.items()
+    for name, scripts in scripts_by.items()
   )
   return '\n'.join(
-    (_told(seconds, rows, goals), f'predicted, of 0 s: {predicted}')
+    (_report(seconds, rows, goals), f'predicted, of 0 s: {predicted}')
   )
 
 
@@ -189,15 +198,21 @@ def _predicted(
   scripts: Sequence[dialogues.Script],
   at_once: float,
 ) -> float:
-  """Seconds, from those without latency, each in a slot; see `sharing`."""
+  """Returns the predicted seconds; see `sharing`.
+
+  Args:
+    trajectories: of the scripts, each in a slot.
+    scripts: with latencies.
+    at_once: measured seconds without latency.
+  """
   work = []
   for trajectory in trajectories:
-    told = [len(trajectory.prompt_ids)]
-    told += [len(turn.observation_ids) for turn in trajectory.turns]
+    inputs = [len(trajectory.prompt_ids)]
+    inputs += [len(turn.observation_ids) for turn in trajectory.turns]
     work.append(
       [
-        len(turn.token_ids) + _TOLD_COST * length
-        for turn, length in zip(trajectory.turns, told)
+        len(turn.token_ids) + _INPUT_COST * length
+        for turn, length in zip(trajectory.turns, inputs)
       ]
     )
   scale = at_once / sum(map(sum, work))
@@ -209,47 +224,44 @@ def _predicted(
 
 
 def refill(
-  played: collectors.Policy,
+  policy: collectors.Policy,
   loop: event_loop.EventLoop,
   *,
   rows: int,
   repeats: int,
 ) -> str:
-  """Slots that are refilled beside waves.
+  """Returns the table of refilled slots against waves.
 
   Raises:
     AssertionError: other tokens or log-probabilities.
   """
   environment = dialogues.Scripted(
-    dialogues.scripts(rows, _UNEVEN, filler=played.filler)
+    dialogues.scripts(rows, _UNEVEN, filler=policy.filler)
   )
-  players = {
-    'refilled': collectors.Player(
-      played, loop, slots=rows // 4, deterministic=False
+  sides = {
+    'refilled': collectors.SlotCollector(
+      policy, loop, slots=rows // 4, deterministic=False
     ),
-    'waves': collectors.Player(
-      played, loop, slots=rows // 4, deterministic=True
+    'waves': collectors.SlotCollector(
+      policy, loop, slots=rows // 4, deterministic=True
     ),
   }
   collectors.assert_parity(
-    *(player.collect(environment) for player in players.values())
+    *(side.collect(environment) for side in sides.values())
   )
   seconds = measure.interleave(
-    {
-      name: collectors.case(player, environment)
-      for name, player in players.items()
-    },
+    {name: collectors.case(side, environment) for name, side in sides.items()},
     repeats=repeats,
   )
-  return _told(seconds, rows, [('waves', 'refilled', _GOALS['refill'])])
+  return _report(seconds, rows, [('waves', 'refilled', _GOALS['refill'])])
 
 
-def _told(
+def _report(
   seconds: Mapping[str, np.ndarray],
   rows: int,
   quotients: Sequence[tuple[str, str, float | None]],
 ) -> str:
-  """A table, and quotients of cases with their goals."""
+  """Returns a table, and quotients of cases with their goals."""
   table = measure.table(
     ('case', 'collection, ms', 'trajectories/s'),
     [
@@ -266,10 +278,16 @@ def _told(
 
 
 class _Table(NamedTuple):
-  """What plays it, which part of the rows it has, whether torch plays too."""
+  """How to make a table.
 
-  play: Callable[..., str]
-  share: int
+  Attributes:
+    make: makes it.
+    divisor: `--rows` is divided by it.
+    torch: whether it needs torch.
+  """
+
+  make: Callable[..., str]
+  divisor: int
   torch: bool = False
 
 
@@ -282,7 +300,7 @@ _TABLES: Mapping[str, _Table] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints what was measured, and where."""
+  """Prints what was measured, and on which machine."""
   parser = argparse.ArgumentParser(prog='python -m benchmarks.collect')
   parser.add_argument(
     '--only', nargs='+', choices=_TABLES, default=[*_TABLES], help='some tables'
@@ -294,7 +312,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     '--rows',
     type=int,
     default=512,
-    help='of `generate` and `latency`; others have fewer',
+    help='dialogues of `generate` and `latency`; others have fewer',
   )
   parser.add_argument(
     '--cut_at',
@@ -319,18 +337,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
   print(measure.environment(**versions))
   sizes = {'repeats': flags.repeats}
   for width in flags.widths:
-    played = collectors.policy(width)
+    policy = collectors.policy(width)
     with event_loop.EventLoop() as loop:
       for name in flags.only:
         print(f'\n{name}, {width}\n', flush=True)
         table = _TABLES[name]
-        rows = flags.rows // table.share
+        rows = flags.rows // table.divisor
         own = {'cut_at': flags.cut_at} if name == 'original' else {}
-        print(table.play(played, loop, rows=rows, **sizes, **own), flush=True)
+        print(table.make(policy, loop, rows=rows, **sizes, **own), flush=True)
 
 
 def _peer_versions(cores: int) -> dict[str, str]:
-  """Of torch, which gets as many threads as there are cores."""
+  """Returns the versions of torch, which gets a thread for each core."""
   import torch
   import transformers
 

@@ -1,4 +1,4 @@
-"""Our side of `collect`: policies of three sizes, players, parity."""
+"""Our side of `collect`: policies of three sizes, a collector, parity."""
 
 from collections.abc import Sequence
 import math
@@ -22,15 +22,15 @@ from stppo_jax.sampling import stops
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 
 PARITY = 1e-4  # of log-probabilities
-# Of a turn and of an observation: a quarter of the paper's 500.
+# Most tokens of a turn and of an observation: a quarter of the paper's 500.
 MAX_TURN_TOKENS = dialogues.LONGEST
-MAX_LENGTH = 980  # the longest: 100 + 4 * 125 + 3 * 125, and a few
-# The quickstart's (with an output matrix of its own); the proportions of
-# Qwen2.5-0.5B, whose heads share keys and values by sevens, at a quarter of its
-# width; and a larger one.
+MAX_LENGTH = 980  # more than the longest dialogue: 100 + 4 * 125 + 3 * 125
+# The quickstart's model (but with untied embeddings); the proportions of
+# Qwen2.5-0.5B, with seven query heads to a key/value head, at a quarter of its
+# width; and a larger model.
 WIDTHS = {
   'tiny': {
-    'filler': 44,  # words: 412 ids
+    'filler': 44,  # entries, of 412
     'hidden_size': 64,
     'intermediate_size': 176,
     'num_layers': 3,
@@ -48,7 +48,7 @@ WIDTHS = {
     'head_dim': 32,
   },
   'wide': {
-    'filler': 3728,  # words: 4096 ids
+    'filler': 3728,  # entries, of 4096
     'hidden_size': 256,
     'intermediate_size': 704,
     'num_layers': 6,
@@ -60,50 +60,50 @@ WIDTHS = {
 
 
 class Policy(NamedTuple):
-  """A model that counts, and its words."""
+  """A model that counts down, see `dialogues`, and its tokenizer."""
 
-  words: tokenizer_lib.Tokenizer
+  tokenizer: tokenizer_lib.Tokenizer
   model: functional.Model
   params: functional.Params
   filler: int
 
 
 def policy(width: str) -> Policy:
-  """One of the sizes."""
+  """Returns the policy of a key of `WIDTHS`."""
   shape = dict(WIDTHS[width])
   filler = shape.pop('filler')
-  words = dialogues.tokenizer(filler)
-  return Policy(words, *dialogues.model(words, **shape), filler)
+  tokenizer = dialogues.tokenizer(filler)
+  return Policy(tokenizer, *dialogues.model(tokenizer, **shape), filler)
 
 
-class Player:
-  """Our side: plays dialogues on an engine with weights; a lane for each core.
+class SlotCollector:
+  """Our side: collects dialogues with the slot engine, a lane for each core.
 
-  A config has the same settings by the same names (`rollout.lanes`, ...), with
-  other defaults. Where it is deterministic, `batch_rows` and `early_exit` have
-  no effect. Where cores do not divide the slots, there are fewer lanes.
+  The settings are keys of a config too (`rollout.lanes`, ...), with other
+  defaults. With `deterministic`, `batch_rows` and `early_exit` have no effect.
+  There are fewer lanes where the cores do not divide the slots.
   """
 
   def __init__(
     self,
-    played: Policy,
+    policy: Policy,
     loop: event_loop.EventLoop,
     *,
     slots: int,
     deterministic: bool,
   ):
     lanes = len(os.sched_getaffinity(0))
-    self._played = played
+    self._tokenizer = policy.tokenizer
     self._loop = loop
     self._engine = engine_lib.Engine(
-      played.model,
+      policy.model,
       mesh=mesh_lib.make_mesh(
         data=1, fsdp=1, tensor=1, devices=jax.devices()[:1]
       ),
       automaton=stops.build(
-        played.words.token_bytes(),
+        policy.tokenizer.token_bytes(),
         stop_strings=actions.STOP_STRINGS,
-        eos_id=played.words.eos_id,
+        eos_id=policy.tokenizer.eos_id,
       ),
       slots=slots,
       max_length=MAX_LENGTH,
@@ -117,19 +117,19 @@ class Player:
       batch_rows=16,
       deterministic=deterministic,
     )
-    self._engine.publish(played.params, 0)
+    self._engine.publish(policy.params, 0)
 
   def collect(self, environment: dialogues.Scripted) -> list[types.Trajectory]:
-    """All dialogues of the environment.
+    """Returns the trajectories of all dialogues of the environment.
 
     Raises:
-      ValueError: another text than that of the script was written.
+      ValueError: the policy wrote another text than the script.
     """
     questions = environment.questions()
     return collect.Collector(
       engine=self._engine,
       environment=environment,
-      tokenizer=self._played.words,
+      tokenizer=self._tokenizer,
       loop=self._loop,
       max_turn_tokens=MAX_TURN_TOKENS,
       max_observation_tokens=MAX_TURN_TOKENS,
@@ -140,27 +140,27 @@ class Player:
     )
 
 
-def case(player, environment: dialogues.Scripted) -> measure.Case:
-  """A collection; it is long enough to be a sample of its own."""
-  return measure.Case(lambda _: player.collect(environment), lambda: None)
+def case(collector, environment: dialogues.Scripted) -> measure.Case:
+  """Returns a whole collection; it is long enough to be one sample."""
+  return measure.Case(lambda _: collector.collect(environment), lambda: None)
 
 
 def assert_parity(
   trajectories: Sequence[types.Trajectory],
   others: Sequence[types.Trajectory],
 ) -> None:
-  """The same tokens in the same turns, log-probabilities to PARITY.
+  """Compares trajectories: equal tokens, log-probabilities to PARITY.
 
   Raises:
-    AssertionError: they differ; which row.
+    AssertionError: they differ; the message names the row.
   """
   for n, (one, other) in enumerate(zip(trajectories, others, strict=True)):
-    for mine, theirs in zip(one.turns, other.turns, strict=True):
+    for ours, theirs in zip(one.turns, other.turns, strict=True):
       np.testing.assert_array_equal(
-        mine.token_ids, theirs.token_ids, f'tokens of row {n}'
+        ours.token_ids, theirs.token_ids, f'tokens of row {n}'
       )
       np.testing.assert_allclose(
-        mine.sampler_logprobs,
+        ours.sampler_logprobs,
         theirs.sampler_logprobs,
         atol=PARITY,
         err_msg=f'log-probabilities of row {n}',

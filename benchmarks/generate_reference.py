@@ -1,10 +1,10 @@
 """Collecting with `transformers` `generate`, a turn of all rows at a time.
 
 What a loop around a library's generate looks like: every turn starts from the
-whole dialogues, padded to the longest of a batch; the rows of a batch wait
-until the last one has written, and all until the last answer is there. Rows
-that have ended are left out of further turns; those of about the same length
-are in a batch, which has less padding so. Greedy.
+first tokens of the dialogues, padded to the longest one of a batch; the rows of
+a batch wait for the last one to finish its turn, and all of them for the last
+observation. Dialogues that have ended are left out of further turns; a batch
+has rows of about the same length, so that it has less padding. Greedy.
 """
 
 import asyncio
@@ -24,29 +24,29 @@ from stppo_jax.rollout import event_loop
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 
 _BATCHES = (128, 32, 16)  # rows of a call of `generate`; also all of them
-_CLOSE = 1.3  # settings that are this much slower at first get a second chance
+_CLOSE = 1.3  # settings within this factor of the fastest are timed twice
 
 
 class GenerateLoop:
-  """Plays dialogues on a Hugging Face model.
+  """Collects dialogues with a Hugging Face model.
 
   Args:
     directory: of the model.
-    words: its tokenizer.
+    tokenizer: of the model.
     loop: where the environment's coroutines run.
-    stops: end a row's turn where it is closed, as `generate` does it fastest:
-      by the ids of the closing tokens. False: write `max_turn_tokens` tokens,
-      or to the end of sequence, and cut what follows the closing one.
-    max_turn_tokens: of a turn.
+    stops: whether a turn ends at the id of a closing token, the fastest way
+      that `generate` has. Otherwise it writes `max_turn_tokens` tokens, or to
+      the end of sequence, and what follows the closing token is cut.
+    max_turn_tokens: most tokens of a turn.
 
   Attributes:
-    batch: most rows of a call of `generate`; 0 = all.
+    batch: most rows in a call of `generate`; 0 = all.
   """
 
   def __init__(
     self,
     directory: pathlib.Path,
-    words: tokenizer_lib.Tokenizer,
+    tokenizer: tokenizer_lib.Tokenizer,
     loop: event_loop.EventLoop,
     *,
     stops: bool,
@@ -56,53 +56,55 @@ class GenerateLoop:
       directory, dtype=torch.float32
     ).eval()
     self.batch = 0
-    self._words = words
+    self._tokenizer = tokenizer
     self._loop = loop
-    self._closing = dialogues.closing_ids(words)
+    self._closing = dialogues.closing_ids(tokenizer)
     self._options = {
       'max_new_tokens': max_turn_tokens,
       'do_sample': False,
-      'pad_token_id': words.eos_id,
-      'eos_token_id': self._closing if stops else [words.eos_id],
+      'pad_token_id': tokenizer.eos_id,
+      'eos_token_id': self._closing if stops else [tokenizer.eos_id],
     }
 
   def collect(self, environment: dialogues.Scripted) -> list[types.Trajectory]:
-    """All dialogues, without log-probabilities (see `scored`)."""
+    """Returns all dialogues, without log-probabilities (`with_logprobs`)."""
     questions = environment.questions()
     prompts = [
-      self._words.encode_prompt(environment.prompt(q)) for q in questions
+      self._tokenizer.encode_prompt(environment.prompt(q)) for q in questions
     ]
-    so_far = [prompt.tolist() for prompt in prompts]
+    dialogue_ids = [prompt.tolist() for prompt in prompts]
     turns: list[list[types.Turn]] = [[] for _ in questions]
     active = list(range(len(questions)))
     while active:
-      active.sort(key=lambda row: len(so_far[row]))
+      active.sort(key=lambda row: len(dialogue_ids[row]))
       size = self.batch or len(active)
       written = [
         ids
         for first in range(0, len(active), size)
         for ids in self._generate(
-          [so_far[row] for row in active[first : first + size]]
+          [dialogue_ids[row] for row in active[first : first + size]]
         )
       ]
       steps = self._loop.run(
         _together(
           environment.step(
-            questions[row], len(turns[row]), self._words.decode(ids)
+            questions[row], len(turns[row]), self._tokenizer.decode(ids)
           )
           for row, ids in zip(active, written, strict=True)
         )
       )
-      going_on = []
+      unfinished = []
       for row, ids, step in zip(active, written, steps, strict=True):
-        told = np.zeros(0, np.int32)
+        observation_ids = np.zeros(0, np.int32)
         if step.status is None:
-          told = self._words.encode_text(step.observation.text)
-          going_on.append(row)
+          observation_ids = self._tokenizer.encode_text(step.observation.text)
+          unfinished.append(row)
         unknown = np.zeros(len(ids), np.float32)
-        turns[row].append(types.Turn(ids, unknown, told, step.action))
-        so_far[row] += [*ids.tolist(), *told.tolist()]
-      active = going_on
+        turns[row].append(
+          types.Turn(ids, unknown, observation_ids, step.action)
+        )
+        dialogue_ids[row] += [*ids.tolist(), *observation_ids.tolist()]
+      active = unfinished
     return [
       types.Trajectory(
         question, prompt, tuple(row), {}, types.TrajectoryStatus.COMPLETED
@@ -111,7 +113,7 @@ class GenerateLoop:
     ]
 
   def _generate(self, rows: Sequence[list[int]]) -> list[np.ndarray]:
-    """What each row writes, its closing token included."""
+    """Returns what each row writes, its closing token included."""
     longest = max(map(len, rows))
     ids_BL = torch.full((len(rows), longest), self._options['pad_token_id'])
     mask_BL = torch.zeros_like(ids_BL)
@@ -131,24 +133,26 @@ class GenerateLoop:
       for row, end in zip(out_BN.numpy(), ends_B, strict=True)
     ]
 
-  def scored(
+  def with_logprobs(
     self, trajectories: Sequence[types.Trajectory]
   ) -> list[types.Trajectory]:
-    """The same with log-probabilities, of whole forward passes."""
+    """Returns them with log-probabilities, from whole forward passes."""
     return [
-      dataclasses.replace(trajectory, turns=tuple(self._scored(trajectory)))
+      dataclasses.replace(trajectory, turns=tuple(self._turns(trajectory)))
       for trajectory in trajectories
     ]
 
-  def _scored(self, trajectory: types.Trajectory) -> Iterator[types.Turn]:
-    parts = [trajectory.prompt_ids]
+  def _turns(self, trajectory: types.Trajectory) -> Iterator[types.Turn]:
+    ids = [trajectory.prompt_ids]
     for turn in trajectory.turns:
-      parts += [turn.token_ids, turn.observation_ids]
-    ids_1L = torch.tensor(np.concatenate(parts)[None], dtype=torch.long)
+      ids += [turn.token_ids, turn.observation_ids]
+    ids_1L = torch.tensor(np.concatenate(ids)[None], dtype=torch.long)
     with torch.inference_mode():
-      scores_LV = self._model(ids_1L).logits[0].log_softmax(-1)
-    # Of each token after those before it.
-    logprobs_L = scores_LV[:-1].gather(1, ids_1L[0, 1:, None])[:, 0].numpy()
+      log_softmax_LV = self._model(ids_1L).logits[0].log_softmax(-1)
+    # The log-probability of each token given those before it.
+    logprobs_L = (
+      log_softmax_LV[:-1].gather(1, ids_1L[0, 1:, None])[:, 0].numpy()
+    )
     begin = len(trajectory.prompt_ids) - 1
     for turn in trajectory.turns:
       end = begin + len(turn.token_ids)
@@ -157,25 +161,25 @@ class GenerateLoop:
 
 
 def use_fastest(
-  player: GenerateLoop, environment: dialogues.Scripted, *, rows: int
+  peer: GenerateLoop, environment: dialogues.Scripted, *, rows: int
 ) -> str:
-  """Sets the threads and the batch that the peer is the fastest with; a line.
+  """Sets the fastest threads and batch size of the peer; returns a line.
 
-  Small models are slower with more threads, much so on a busy machine. Smaller
-  batches wait for fewer rows, and have less padding; larger ones have fewer
-  calls. After a collection to warm up, each setting plays one, and those that
-  come close to the fastest play another; the lesser time counts.
+  Small models are slower with more threads, especially on a busy machine.
+  Smaller batches wait for fewer rows and have less padding, larger ones need
+  fewer calls. After a collection to warm up, one is timed with each setting,
+  and another with those close to the fastest; the shorter time counts.
 
   Args:
-    player: the peer.
-    environment: what it is to be fast at; played with each setting.
-    rows: of the environment.
+    peer: the loop to set.
+    environment: what is collected with each setting.
+    rows: dialogues of the environment.
   """
-  case = measure.Case(lambda _: player.collect(environment), lambda: None)
+  case = measure.Case(lambda _: peer.collect(environment), lambda: None)
 
   def use(threads, batch):
     torch.set_num_threads(threads)
-    player.batch = batch
+    peer.batch = batch
 
   def run(setting):
     use(*setting)

@@ -1,7 +1,7 @@
 """Our whole update, as a run does it: policy and value model, state donated.
 
-B trajectories, L tokens, M of which carry loss at most. Weights and numbers of
-the batch are random; some ratios and values are clipped, others are not.
+B trajectories, L tokens, M loss positions. Weights and batch are random; some
+ratios and values are clipped, others are not.
 """
 
 import dataclasses
@@ -22,15 +22,15 @@ from stppo_jax.parallel import sharding
 from stppo_jax.rollout import pack
 from stppo_jax.training import assembly
 
-ROW = 'token_ppo'
+ALGORITHM = 'token_ppo'
 NUM_TURNS = 4
 _WEIGHT_DECAY = 0.01
 
 
 class Sizes(NamedTuple):
-  """Of both models and the batch.
+  """Sizes of both models and of the batch.
 
-  `chunk` is `updates.head_chunk`, `core_rows` `updates.core_rows`.
+  `chunk` is `updates.head_chunk`, `core_rows` is `updates.core_rows`.
   """
 
   vocabulary: int
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
 
   @property
   def shape(self) -> model_config.ModelConfig:
-    """Of both models; heads are 32 wide, from width 256 on 64."""
+    """Returns the shape of both models; heads are 64 wide from width 256."""
     head_dim = 64 if self.width >= 256 else min(32, self.width // 2)
     return model_config.ModelConfig(
       vocab_size=self.vocabulary,
@@ -68,8 +68,8 @@ class Sizes(NamedTuple):
 
 
 def run_config(sizes: Sizes):
-  """A run of the quickstart with models and batches of these sizes."""
-  config = quickstart.get_config(ROW)
+  """Returns the quickstart's config with models and batches of these sizes."""
+  config = quickstart.get_config(ALGORITHM)
   config.model.path = ''
   config.updates.minibatch_size = sizes.rows
   config.updates.core_rows = sizes.core_rows
@@ -85,7 +85,10 @@ def run_config(sizes: Sizes):
 
 
 def random_batch(sizes: Sizes) -> batch_lib.TokenBatch:
-  """Annotated, rows of full length; the old policy is near random weights."""
+  """Returns an annotated batch with rows of full length.
+
+  The log-probabilities of the old policy are near those of random weights.
+  """
   batch, _, _ = batches.token_batch(
     rows=sizes.rows, length=sizes.length, num_turns=NUM_TURNS
   )
@@ -103,12 +106,12 @@ def random_batch(sizes: Sizes) -> batch_lib.TokenBatch:
 
 
 class Trainer:
-  """A learner, its state and a batch, on which it learns again and again.
+  """A learner with its state, updated on the same batch again and again.
 
   Attributes:
     config: of the run.
     shape: of both models.
-    batch: on the host.
+    batch: the batch, on the host.
     state: of both models; consumed by the next step.
   """
 
@@ -123,7 +126,7 @@ class Trainer:
     self.state = _with_head(self._learner.start())
 
   def step(self) -> dict[str, float]:
-    """An update of both models; its metrics."""
+    """Updates both models; returns the metrics."""
     self.state, metrics = self._learner.update_epochs(
       self.state, self._placed, 0
     )
@@ -131,14 +134,17 @@ class Trainer:
     return metrics
 
   def weights(self) -> tuple[Any, Any]:
-    """Copies on the host of what policy and value model are now."""
+    """Returns copies on the host of the weights of policy and value model."""
     return jax.tree.map(
       lambda x: np.array(x), (self.state.policy.params, self.state.value.params)
     )
 
 
 def _with_head(state: state_lib.TrainState) -> state_lib.TrainState:
-  """With a value head that is not zero: else its layers have no gradient."""
+  """Returns the state with a random value head.
+
+  It starts at zero, and the layers under it would have no gradient.
+  """
   head_D1 = state.value.params['scalar_head']
   drawn_D1 = 0.1 * np.random.default_rng(2).normal(size=head_D1.shape)
   head_D1 = jax.device_put(drawn_D1.astype(np.float32), head_D1.sharding)

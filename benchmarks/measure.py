@@ -1,9 +1,9 @@
-"""Interleaved timing, and how it is told.
+"""Interleaved timing and its report.
 
 Everything that is compared is timed in the same process, round by round: a
-round times each case once, the next round in the opposite order. So what else
-the machine does in the meantime falls on all cases alike, and the quotient of
-two cases is formed within a round.
+round times each case once, the next round in the opposite order. So other work
+of the machine falls on all cases alike, and the quotient of two cases is formed
+within a round.
 """
 
 import argparse
@@ -21,10 +21,10 @@ import numpy as np
 
 MIN_REPEATS = 7
 _WARM_CALLS = 2
-# Long enough that neither the clock nor the threads that another library left
-# spinning matter.
+# Long enough to make the clock's resolution negligible, and threads that
+# another library left spinning.
 SAMPLE_SECONDS = 0.05
-# Upper quartile / least of samples that cannot be trusted.
+# Samples whose upper quartile / least exceeds this cannot be trusted.
 _DISTURBED = 1.5
 _FLAGS = ('XLA_FLAGS', 'OMP_NUM_THREADS', 'GLIBC_TUNABLES', 'JAX_PLATFORMS')
 
@@ -33,10 +33,10 @@ class Case(NamedTuple):
   """Something to be timed.
 
   Attributes:
-    run: is timed, and must not return before its work is done. Gets what
+    run: is timed, and must not return before its work is done. It gets what
       `prepare` returned.
-    prepare: is not timed; for arguments that `run` consumes. None: `run` takes
-      nothing and is called as often as makes a sample of some 50 ms.
+    prepare: is not timed; it makes arguments that `run` consumes. None = `run`
+      takes nothing and is called as often as makes a sample of some 50 ms.
   """
 
   run: Callable[..., Any]
@@ -50,19 +50,19 @@ class Compiled(NamedTuple):
   seconds: float
 
   def case(self, *arguments: Any) -> Case:
-    """A call that waits for the result."""
+    """Returns a call that waits for the result."""
     return Case(lambda: jax.block_until_ready(self.program(*arguments)))
 
 
 def compiled(function: Callable[..., Any], *arguments: Any) -> Compiled:
-  """Compiles for these arguments, apart from running."""
+  """Compiles a function for these arguments, without running it."""
   begin = time.perf_counter()
   program = jax.jit(function).lower(*arguments).compile()
   return Compiled(program, time.perf_counter() - begin)
 
 
 def once(case: Case) -> tuple[float, Any]:
-  """Seconds of one call, and what it returned."""
+  """Returns the seconds of one call, and what it returned."""
   arguments = () if case.prepare is None else (case.prepare(),)
   begin = time.perf_counter()
   result = case.run(*arguments)
@@ -70,10 +70,10 @@ def once(case: Case) -> tuple[float, Any]:
 
 
 def _sample(case: Case, calls: int) -> float:
-  """Seconds per call."""
+  """Returns the seconds per call."""
   if case.prepare is not None:
     return once(case)[0]
-  case.run()  # takes the processor over from the case before
+  case.run()  # the caches then hold this case, not the one before
   begin = time.perf_counter()
   for _ in range(calls):
     case.run()
@@ -83,10 +83,10 @@ def _sample(case: Case, calls: int) -> float:
 def interleave(
   cases: Mapping[str, Case], *, repeats: int
 ) -> dict[str, np.ndarray]:
-  """Seconds per call: an array of `repeats` samples for each case.
+  """Returns seconds per call: `repeats` samples for each case.
 
   Raises:
-    ValueError: fewer than seven repeats, of which a median says little.
+    ValueError: fewer than seven repeats: their median says little.
   """
   if repeats < MIN_REPEATS:
     raise ValueError(f'repeats={repeats}: must be {MIN_REPEATS} or greater')
@@ -104,17 +104,17 @@ def interleave(
 
 
 def milliseconds(seconds: np.ndarray) -> str:
-  """The median, and the least and the greatest."""
+  """Returns 'median (least-greatest)' in milliseconds."""
   low, middle, high = 1e3 * np.quantile(seconds, (0, 0.5, 1))
   return f'{middle:.2f} ({low:.2f}-{high:.2f})'
 
 
 def verdict(seconds: Mapping[Any, np.ndarray]) -> str:
-  """Whether the samples of each case agree; a line.
+  """Returns a line that says whether the samples of each case agree.
 
-  Other work on the machine does not fall on all alike after all: libraries
-  whose threads wait for each other in a loop become a hundred times slower
-  when there is no core for each of them.
+  Interleaving is no help against every disturbance: libraries whose threads
+  wait for each other in a loop become a hundred times slower when there is no
+  core for each of them.
   """
   disturbed = [
     ' '.join(name) if isinstance(name, tuple) else name
@@ -129,10 +129,11 @@ def verdict(seconds: Mapping[Any, np.ndarray]) -> str:
 
 
 class Quotient(NamedTuple):
-  """How many times as long as another case.
+  """How many times as long one case takes as another.
 
   Attributes:
-    median, low, high: of the quotients of the rounds, and their middle half.
+    median: of the quotients of the rounds.
+    low, high: the bounds of their middle half.
     least: the quotient of the shortest samples, which other work on the
       machine disturbs the least.
   """
@@ -147,14 +148,14 @@ class Quotient(NamedTuple):
 
 
 def quotient(above: np.ndarray, below: np.ndarray) -> Quotient:
-  """Of the samples of two cases, which were taken in the same rounds."""
+  """Returns the quotient of two cases, sampled in the same rounds."""
   low, middle, high = np.quantile(above / below, (0.25, 0.5, 0.75))
   least = np.min(above) / np.min(below)
   return Quotient(*(float(x) for x in (middle, low, high, least)))
 
 
 def add_cores(parser: argparse.ArgumentParser) -> None:
-  """Adds the flag that `use_cores` obeys."""
+  """Adds the flag `--cores`, for `use_cores`."""
   parser.add_argument(
     '--cores', type=int, default=0, help='how many to use; 0: all there are'
   )
@@ -163,8 +164,11 @@ def add_cores(parser: argparse.ArgumentParser) -> None:
 def use_cores(count: int) -> int:
   """Binds this process to some of its cores, before jax counts them.
 
+  Args:
+    count: how many; 0 = all.
+
   Returns:
-    How many there are then.
+    The number of cores that it has then.
   """
   cores = sorted(os.sched_getaffinity(0))
   if count:
@@ -174,7 +178,7 @@ def use_cores(count: int) -> int:
 
 
 def environment(**versions: str) -> str:
-  """Where and with what it was measured, a line each."""
+  """Returns the lines about versions, devices, machine and flags."""
   cores = sorted(os.sched_getaffinity(0))
   versions = {
     'python': platform.python_version(),
@@ -196,7 +200,7 @@ def environment(**versions: str) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-  """A Markdown table that is also aligned."""
+  """Returns a Markdown table with aligned columns."""
   lines = [header, *rows]
   widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
   rule = ['-' * width for width in widths]

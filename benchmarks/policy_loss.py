@@ -25,7 +25,7 @@ from stppo_jax.rl import losses
 
 PARITY = 1e-6  # of the loss, and of the gradient relative to its largest
 HEADER = (
-  'row',
+  'algorithm',
   'torch form',
   'ours, ms',
   'torch, ms',
@@ -35,23 +35,23 @@ HEADER = (
 )
 
 
-class Row(NamedTuple):
-  """What torch must do for a row of the table, and the least quotient."""
+class Setting(NamedTuple):
+  """What torch computes for an algorithm, and the least quotient."""
 
   level: str
   corrected: bool
   goal: float
 
 
-ROWS = {
-  'token_ppo': Row('token', False, 3.0),
-  'turn_ppo': Row('turn', False, 1.2),
-  'st_ppo': Row('turn', True, 1.2),
+ALGORITHMS = {
+  'token_ppo': Setting('token', False, 3.0),
+  'turn_ppo': Setting('turn', False, 1.2),
+  'st_ppo': Setting('turn', True, 1.2),
 }
 
 
 def _ours(name, batch, logprobs_BL, entropy_BL, num_turns, implementation):
-  """The compiled program and its arguments, on the device."""
+  """Returns the compiled program and its arguments, on the device."""
 
   def loss(logprobs_BL, entropy_BL, algorithm, batch):
     return losses.policy_loss(
@@ -72,8 +72,8 @@ def _ours(name, batch, logprobs_BL, entropy_BL, num_turns, implementation):
   return measure.compiled(jax.value_and_grad(loss), *arguments), arguments
 
 
-def _torch(row, turn_means, batch, logprobs_BL, entropy_BL, num_turns):
-  """A function: () -> (loss, gradient)."""
+def _torch(setting, turn_means, batch, logprobs_BL, entropy_BL, num_turns):
+  """Returns a function () -> (loss, gradient)."""
   leaf_BL = torch.tensor(logprobs_BL, requires_grad=True)
   arguments = [
     torch.tensor(x)
@@ -92,7 +92,7 @@ def _torch(row, turn_means, batch, logprobs_BL, entropy_BL, num_turns):
       *arguments,
       num_turns=num_turns,
       turn_means=turn_means,
-      corrected=row.corrected,
+      corrected=setting.corrected,
     )
     (gradient_BL,) = torch.autograd.grad(loss, leaf_BL)
     return loss.detach(), gradient_BL
@@ -117,7 +117,7 @@ def run(
   repeats: int,
   implementation: str = 'auto',
 ) -> str:
-  """The table; below it compile times and whether it can be trusted.
+  """Returns the table, compile times and whether it can be trusted.
 
   Raises:
     AssertionError: ours and torch disagree; nothing is timed then.
@@ -126,16 +126,16 @@ def run(
     rows=rows, length=length, num_turns=num_turns
   )
   lines, compiling, timed = [], [], {}
-  for name, row in ROWS.items():
+  for name, setting in ALGORITHMS.items():
     data = (batch, logprobs_BL, entropy_BL, num_turns)
     ours, arguments = _ours(name, *data, implementation)
     compiling.append(f'{name} {ours.seconds:.2f}')
     forms = {'': None}
-    if row.level == 'turn':
+    if setting.level == 'turn':
       forms = torch_reference.TURN_MEANS
     cases = {'ours': ours.case(*arguments)}
     for form, turn_means in forms.items():
-      theirs = _torch(row, turn_means, *data)
+      theirs = _torch(setting, turn_means, *data)
       _assert_parity(ours.program(*arguments), theirs(), f'{name} {form}')
       cases[form] = measure.Case(theirs)
     seconds = measure.interleave(cases, repeats=repeats)
@@ -150,7 +150,7 @@ def run(
           measure.milliseconds(seconds[form]),
           str(quotient),
           f'{quotient.least:.2f}',
-          f'{row.goal:g}',
+          f'{setting.goal:g}',
         )
       )
   return '\n'.join(
@@ -164,7 +164,7 @@ def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints what was measured, and where."""
+  """Prints what was measured, and on which machine."""
   parser = argparse.ArgumentParser(prog='python -m benchmarks.policy_loss')
   parser.add_argument('--rows', type=int, default=64)
   parser.add_argument('--length', type=int, default=4096)

@@ -1,11 +1,11 @@
 """How long collecting should take when answers take time: a simulation.
 
-Rows of work share one processor evenly (processor sharing): with A rows at work
-each goes on at 1 / A of its speed, as in a batch whose cost is linear in its
-size. S slots; a row that waits for an answer keeps its slot and costs nothing,
-a row that ends gives its slot to the next one at once. What the engine loses
-by waiting for company, by batches of fixed sizes and by chunks is left out, and
-so is what it wins by its order: the difference to what is measured is that.
+Dialogues share one processor evenly (processor sharing): with n of them at work
+each goes on at 1 / n of its speed, as in a batch whose cost is linear in its
+size. A dialogue that waits for an observation keeps its slot and costs nothing;
+one that ends gives its slot to the next at once. Left out is what the engine
+loses by batching observations, by batches of fixed sizes and by chunks, and
+what it gains by its order: the measured times differ by that.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ class Row(NamedTuple):
   """A dialogue.
 
   Attributes:
-    work: seconds of the processor that each turn takes, alone.
-    waits: seconds after each turn but the last.
+    work: seconds that each turn takes when nothing else is at work.
+    waits: seconds until the observation after each turn but the last.
   """
 
   work: Sequence[float]
@@ -26,10 +26,10 @@ class Row(NamedTuple):
 
 
 def makespan(rows: Sequence[Row], slots: int) -> float:
-  """Seconds from the begin of the first row to the end of the last."""
-  now = served = 0.0  # seconds; those that each row at work got since 0
-  working: list[tuple[float, int, int]] = []  # served when done, row, turn
-  waiting: list[tuple[float, int, int]] = []  # time of the answer, row, turn
+  """Returns the seconds from the first start to the last end."""
+  now = served = 0.0  # seconds; work that each active row has got since 0
+  working: list[tuple[float, int, int]] = []  # (served at its end, row, turn)
+  waiting: list[tuple[float, int, int]] = []  # (time of the answer, row, turn)
   begun = min(slots, len(rows))
   for row in range(begun):
     heapq.heappush(working, (rows[row].work[0], row, 0))

@@ -1,8 +1,8 @@
 """The policy losses in plain torch, eager: what a torch user would write.
 
-B trajectories, L tokens, T turns. The mean of a turn, given back to its tokens,
-can be had in three ways; which is the fastest depends on the machine, so all
-three are timed and the best one is what ours is compared with.
+B trajectories, L tokens, T turns. There are three ways to give tokens the mean
+of their turn. Which is the fastest depends on the machine, so all three are
+timed, and ours is compared with the best one.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ ENTROPY_COEFFICIENT = 0.001
 
 
 def scatter_add(x_BL: Tensor, ids_BL: Tensor, num_turns: int) -> Tensor:
-  """A table [B, T + 1] filled by scatter_add, read by gather."""
+  """Fills a table [B, T + 1] by scatter_add and reads it by gather."""
   totals_BT = x_BL.new_zeros(len(x_BL), num_turns + 1)
   counts_BT = totals_BT.scatter_add(1, ids_BL, torch.ones_like(x_BL))
   totals_BT = totals_BT.scatter_add(1, ids_BL, x_BL)
@@ -26,7 +26,7 @@ def scatter_add(x_BL: Tensor, ids_BL: Tensor, num_turns: int) -> Tensor:
 
 
 def index_add(x_BL: Tensor, ids_BL: Tensor, num_turns: int) -> Tensor:
-  """One flat table of all rows filled by index_add, read by indexing."""
+  """Fills one flat table of all rows by index_add and reads it by indexing."""
   rows = torch.arange(len(x_BL))[:, None] * (num_turns + 1)
   flat = (rows + ids_BL).flatten()
   totals = x_BL.new_zeros(len(x_BL) * (num_turns + 1))
@@ -36,7 +36,7 @@ def index_add(x_BL: Tensor, ids_BL: Tensor, num_turns: int) -> Tensor:
 
 
 def loop(x_BL: Tensor, ids_BL: Tensor, num_turns: int) -> Tensor:
-  """One masked mean per turn."""
+  """Takes one masked mean per turn."""
   out_BL = torch.zeros_like(x_BL)
   for turn in range(1, num_turns + 1):
     own_BL = ids_BL == turn
@@ -66,7 +66,7 @@ def _rms(x_BL, mask_BL):
 def clipping_bias_scale(
   log_ratio_BL: Tensor, advantages_BL: Tensor, mask_BL: Tensor
 ) -> Tensor:
-  """1 / rho where rho = N_U / N_V exceeds tau, else 1; over the batch."""
+  """Returns 1 / rho where rho = N_U / N_V exceeds tau, else 1."""
   ratio_BL = log_ratio_BL.exp()
   inside_BL = (ratio_BL >= 1 - CLIP) & (ratio_BL <= 1 + CLIP)
   weighted_BL = ratio_BL * advantages_BL
@@ -87,7 +87,7 @@ def policy_loss(
   turn_means: TurnMeans | None,
   corrected: bool,
 ) -> Tensor:
-  """Token PPO; Turn-PPO with `turn_means`; S-PPO, ST-PPO if `corrected`.
+  """Returns the loss of token PPO, Turn-PPO, S-PPO or ST-PPO.
 
   Args:
     logprobs_BL: differentiable.
@@ -95,8 +95,9 @@ def policy_loss(
     mask_BL: bool, the policy's tokens.
     ids_BL: int64, 0 or the token's turn.
     num_turns: the most turns of a row.
-    turn_means: one of `TURN_MEANS`; None leaves every token its own ratio.
-    corrected: whether the clipping bias scales the terms.
+    turn_means: one of `TURN_MEANS`, for turn-level ratios; None = every token
+      has its own ratio.
+    corrected: whether the clipping bias scales the terms (S-PPO, ST-PPO).
   """
   log_ratio_BL = torch.where(mask_BL, logprobs_BL - old_logprobs_BL, 0.0)
   log_ratio_BL = token_BL = log_ratio_BL.clamp(-20.0, 20.0)
@@ -121,7 +122,10 @@ def value_loss(
   *,
   clip: float,
 ) -> Tensor:
-  """Half the mean of the larger squared error, of values and clipped ones."""
+  """Returns half the mean of the larger of two squared errors.
+
+  They are those of the values and of the values clipped around the old ones.
+  """
   near_BL = old_values_BL + (values_BL - old_values_BL).clamp(-clip, clip)
   plain_BL = (values_BL - returns_BL).square()
   clipped_BL = (near_BL - returns_BL).square()

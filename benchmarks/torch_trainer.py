@@ -1,9 +1,9 @@
 """The whole update in plain torch: what a user of `transformers` would write.
 
 B trajectories, L tokens, V vocabulary. Policy and value model are Qwen2 of
-`transformers`, attention is torch's `scaled_dot_product_attention`, the scores
-are those of all tokens, then come `clip_grad_norm_` and `AdamW`. All rows are
-full, so no mask is needed: the fastest case of that attention.
+`transformers`, attention is torch's `scaled_dot_product_attention`, logits are
+those of all tokens, then come `clip_grad_norm_` and `AdamW`. All rows are full,
+so that no mask is needed, the fastest case of that attention.
 """
 
 import tempfile
@@ -20,14 +20,14 @@ from stppo_jax import batch as batch_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models.hf import export
 
-# Ways of AdamW; which is the fastest depends on the machine.
+# Implementations of AdamW; which is the fastest depends on the machine.
 FORMS = ('fused', 'foreach')
-# Rows whose gradients are added up one after the other; 0 = all at once.
+# Rows of a microbatch, whose gradients are accumulated; 0 = all rows.
 MICROBATCHES = (0, 16, 8, 4)
 
 
 class _Data(NamedTuple):
-  """A batch as torch has it; index l of all but tokens is of token l + 1."""
+  """A batch as torch tensors; but for tokens, index l is of token l + 1."""
 
   tokens_BL: torch.Tensor
   old_logprobs_BL: torch.Tensor
@@ -40,7 +40,7 @@ class _Data(NamedTuple):
 
   @classmethod
   def of(cls, batch: batch_lib.TokenBatch) -> '_Data':
-    """The same numbers."""
+    """Returns the tensors of a batch."""
     tensor = lambda x: torch.tensor(np.ascontiguousarray(x))
     return cls(
       tensor(batch.tokens_BL.astype(np.int64)),
@@ -58,16 +58,16 @@ class Trainer:
   """Two models, their optimisers and a batch.
 
   Args:
-    config: of a run: its optimisers and the clipping of values.
+    config: of a run, for its optimisers and the clipping of values.
     shape: of both models.
-    weights: of policy and value model, as parameter trees.
-    batch: annotated, rows of full length.
+    weights: parameter trees of policy and value model.
+    batch: annotated, with rows of full length.
     compiled: whether the losses go through `torch.compile`.
-    form: of AdamW; one of `FORMS`.
-    microbatch: rows at once, a divisor of all; 0 = all.
+    form: the implementation of AdamW, one of `FORMS`.
+    microbatch: rows of a microbatch, a divisor of all; 0 = all.
 
   Attributes:
-    policy, value: modules; the parameters have the names of Hugging Face.
+    policy, value: modules, whose parameters have the names of Hugging Face.
   """
 
   def __init__(
@@ -88,7 +88,7 @@ class Trainer:
     with torch.no_grad():
       self.value.head.weight.copy_(torch.tensor(weights[1]['scalar_head'].T))
     self._data = _Data.of(batch)
-    self.cut(microbatch)
+    self.split(microbatch)
     self._value_clip = config.loss.value_clip
     self._losses = {'policy': self._policy_loss, 'value': self._value_loss}
     if compiled:
@@ -100,7 +100,7 @@ class Trainer:
     self.use(form)
 
   def use(self, form: str) -> None:
-    """Starts another form of AdamW, with moments of zero."""
+    """Starts another implementation of AdamW, with moments of zero."""
     self._foreach = form == 'foreach'
     self._optimizers = {
       name: torch.optim.AdamW(
@@ -116,32 +116,33 @@ class Trainer:
 
   @property
   def rows(self) -> int:
-    """Of the batch."""
+    """Returns the number of rows of the batch."""
     return len(self._data.tokens_BL)
 
-  def cut(self, microbatch: int) -> None:
-    """From now on so many rows at once, each part by its share of the tokens.
+  def split(self, microbatch: int) -> None:
+    """Splits the batch into microbatches of this many rows; 0 = one of all.
 
-    All of them carry a loss in policy and value model alike.
+    The loss of each is weighted by its share of the tokens, which carry a loss
+    in policy and value model alike.
     """
     rows = microbatch or self.rows
-    cut = [x.split(rows) for x in self._data]
-    masks = cut[_Data._fields.index('mask_BL')]
+    tensors = [x.split(rows) for x in self._data]
+    masks = tensors[_Data._fields.index('mask_BL')]
     total = sum(mask.sum() for mask in masks)
-    self._parts = [
-      (float(mask.sum() / total), part)
-      for mask, part in zip(masks, zip(*cut, strict=True), strict=True)
+    self._microbatches = [
+      (float(mask.sum() / total), data)
+      for mask, data in zip(masks, zip(*tensors, strict=True), strict=True)
     ]
 
   def step(self) -> dict[str, float]:
-    """An update of both models: their losses, and norms before clipping."""
-    found = {}
+    """Updates both models; returns losses, and norms before clipping."""
+    metrics = {}
     for name, loss_of in self._losses.items():
       optimizer = self._optimizers[name]
       optimizer.zero_grad()
       total = 0.0
-      for share, part in self._parts:
-        loss = share * loss_of(*part)
+      for share, data in self._microbatches:
+        loss = share * loss_of(*data)
         loss.backward()
         total += float(loss.detach())
       norm = torch.nn.utils.clip_grad_norm_(
@@ -150,12 +151,12 @@ class Trainer:
         foreach=self._foreach,
       )
       optimizer.step()
-      found[f'{name}_loss'] = total
-      found[f'{name}_norm'] = float(norm)
-    return found
+      metrics[f'{name}_loss'] = total
+      metrics[f'{name}_norm'] = float(norm)
+    return metrics
 
   def moments(self, name: str) -> dict[str, np.ndarray]:
-    """Adam's first moment of each parameter of a model."""
+    """Returns Adam's first moment of each parameter of a model."""
     state = self._optimizers[name].state
     return {
       key: state[parameter]['exp_avg'].numpy()
@@ -163,12 +164,12 @@ class Trainer:
     }
 
   def _policy_loss(self, tokens_BL, old_BL, advantages_BL, mask_BL, ids_BL, *_):
-    scores_BLV = self.policy(tokens_BL, use_cache=False).logits
-    log_all_BLV = torch.log_softmax(scores_BLV, dim=-1)
-    # Rolled and cut afterwards: cutting the scores would copy them.
+    logits_BLV = self.policy(tokens_BL, use_cache=False).logits
+    log_softmax_BLV = torch.log_softmax(logits_BLV, dim=-1)
+    # The ids are rolled and the result is cut: cutting the logits copies them.
     next_BL1 = tokens_BL.roll(-1, 1)[..., None]
-    logprobs_BL = log_all_BLV.gather(-1, next_BL1)[:, :-1, 0]
-    entropy_BL = -(log_all_BLV.exp() * log_all_BLV).sum(-1)[:, :-1]
+    logprobs_BL = log_softmax_BLV.gather(-1, next_BL1)[:, :-1, 0]
+    entropy_BL = -(log_softmax_BLV.exp() * log_softmax_BLV).sum(-1)[:, :-1]
     return torch_reference.policy_loss(
       logprobs_BL,
       old_BL,
@@ -191,7 +192,7 @@ class Trainer:
 
 
 class Fastest(NamedTuple):
-  """What torch is the fastest with; threads are of the process."""
+  """The settings that torch is the fastest with."""
 
   threads: int
   microbatch: int
@@ -203,10 +204,10 @@ class Fastest(NamedTuple):
 
 
 def use_fastest(trainer: Trainer) -> Fastest:
-  """Gives torch the threads, microbatches and AdamW that it is fast with.
+  """Sets the threads, microbatches and AdamW that torch is the fastest with.
 
-  One after the other: the least of two samples each. Small models are slower
-  with more threads, much so on a busy machine.
+  They are chosen one after the other, by the shorter of two samples. Small
+  models are slower with more threads, especially on a busy machine.
   """
   case = measure.Case(lambda _: trainer.step(), lambda: None)
 
@@ -223,7 +224,7 @@ def use_fastest(trainer: Trainer) -> Fastest:
     dict.fromkeys((1, torch.get_num_threads())), torch.set_num_threads
   )
   rows = trainer.rows
-  microbatch = fastest([x for x in MICROBATCHES if x < rows], trainer.cut)
+  microbatch = fastest([x for x in MICROBATCHES if x < rows], trainer.split)
   return Fastest(threads, microbatch, fastest(FORMS, trainer.use))
 
 

@@ -5,11 +5,11 @@
 From the same weights on the same batch, float32: two forward and two backward
 passes, token-level loss with entropy, clipped value loss, norms clipped, AdamW.
 Ours is what a run does (`benchmarks/learners.py`), its metrics and diagnostics
-included, two rows at a time, other ones on each core; torch is
+included, with two rows in a microbatch and a microbatch on each core. Torch is
 `benchmarks/torch_trainer.py`, eager and through `torch.compile`, with the
-threads, the rows at a time and the AdamW that are the fastest when it is eager.
-Nothing is timed before the first update agrees. One size after the
-other, so that it is seen where either is ahead.
+threads, the microbatch and the AdamW that are the fastest when it is eager.
+Nothing is timed before the first update agrees. There are several sizes, to
+show where either side is ahead.
 """
 
 import argparse
@@ -53,49 +53,52 @@ SIZES = tuple(
 
 
 def assert_parity(
-  mine: learners.Trainer,
+  ours: learners.Trainer,
   metrics: Mapping[str, float],
   theirs: torch_trainer.Trainer,
-  found: Mapping[str, float],
+  their_metrics: Mapping[str, float],
   before: tuple,
 ) -> None:
-  """Of the first update: losses, norms, gradients and where weights are.
+  """Compares the first update: losses, norms, gradients and new weights.
 
   Args:
-    mine, theirs: after it.
-    metrics, found: what their steps told.
-    before: weights of policy and value model; see `learners.Trainer`.
+    ours: our trainer after its first update.
+    metrics: of that update.
+    theirs: torch's trainer after its first update.
+    their_metrics: of that update.
+    before: weights of policy and value model, see `learners.Trainer.weights`.
 
   Raises:
     AssertionError: they differ.
   """
-  entropy = mine.config.loss.entropy_coefficient * metrics['actor/entropy']
-  told = {
+  entropy = ours.config.loss.entropy_coefficient * metrics['actor/entropy']
+  expected = {
     'policy_loss': metrics['actor/pg_loss'] - entropy,
     'policy_norm': metrics['actor/grad_norm'],
     'value_loss': metrics['critic/vf_loss'],
     'value_norm': metrics['critic/grad_norm'],
   }
-  for name, number in told.items():
+  for name, number in expected.items():
     tolerance = GRADIENTS if name.endswith('norm') else PARITY
     np.testing.assert_allclose(
-      number, found[name], tolerance, tolerance, err_msg=name
+      number, their_metrics[name], tolerance, tolerance, err_msg=name
     )
   for name, start in zip(('policy', 'value'), before, strict=True):
-    ours = getattr(mine.state, name)
-    named = lambda tree: _named(mine.shape, tree)
+    model = getattr(ours.state, name)
+    named = lambda tree: _named(ours.shape, tree)
     # The first moments are the clipped gradients times 1 - b1.
     moments = theirs.moments(name)
     largest = max(np.abs(x).max() for x in moments.values())
-    for key, moment in named(ours.optimizer.mu).items():
+    for key, moment in named(model.optimizer.mu).items():
       np.testing.assert_allclose(
         moment, moments[key], 0, GRADIENTS * largest, err_msg=f'{name} {key}'
       )
     ended = dict(getattr(theirs, name).named_parameters())
-    # Adam makes much of little: single weights differ, all of them do not.
+    # Adam magnifies the smallest gradients, so single weights may differ; the
+    # distance between all weights is small beside the distance they moved.
     apart = moved = 0.0
     for (key, now), old in zip(
-      named(ours.params).items(), named(start).values(), strict=True
+      named(model.params).items(), named(start).values(), strict=True
     ):
       apart += np.sum(np.square(now - ended[key].detach().numpy()))
       moved += np.sum(np.square(now - old))
@@ -103,35 +106,35 @@ def assert_parity(
 
 
 def _named(shape, tree) -> dict[str, np.ndarray]:
-  """Tensors of a parameter tree as Hugging Face calls and turns them.
+  """Returns tensors of a parameter tree by their names in Hugging Face files.
 
-  Without heads: their gradients are in the norms.
+  The value head is left out; its gradient is part of the norm.
   """
   named = {}
   for entry in names.entries(shape):
     leaf = tree
     for key in entry.path:
       leaf = leaf[key]
-    part = np.asarray(leaf)[entry.index]
-    named[entry.hf_name] = part.T if entry.transposed else part
+    tensor = np.asarray(leaf)[entry.index]
+    named[entry.hf_name] = tensor.T if entry.transposed else tensor
   return named
 
 
 class Pair:
-  """Both sides after an equal first update.
+  """Both trainers after an equal first update.
 
   Attributes:
-    mine: ours.
-    theirs: torch, eager.
-    fastest: of torch, eager.
-    seconds: of first steps, which compile.
+    ours: our trainer.
+    theirs: torch's eager trainer.
+    fastest: the settings of `theirs`.
+    seconds: of the first steps, which compile.
   """
 
   def __init__(self, sizes: learners.Sizes, *, compiled: bool):
-    self.mine = learners.Trainer(sizes)
-    self._before = self.mine.weights()
+    self.ours = learners.Trainer(sizes)
+    self._before = self.ours.weights()
     self.seconds = {}
-    self.seconds[OURS], self._metrics = _timed(self.mine.step)
+    self.seconds[OURS], self._metrics = _timed(self.ours.step)
     self.theirs = self._torch('fused', compiled=False)
     self._check(self.theirs)
     self.fastest = torch_trainer.use_fastest(self.theirs)
@@ -145,8 +148,8 @@ class Pair:
       self.seconds[COMPILED] = self._check(self._compiled)
 
   def cases(self) -> dict[str, measure.Case]:
-    """A step a sample: it takes long enough."""
-    trainers = {OURS: self.mine, EAGER: self.theirs}
+    """Returns the cases; one step is long enough to be a sample."""
+    trainers = {OURS: self.ours, EAGER: self.theirs}
     if self._compiled is not None:
       trainers[COMPILED] = self._compiled
     return {
@@ -155,21 +158,21 @@ class Pair:
     }
 
   def _torch(self, form, *, compiled, microbatch=0):
-    mine = self.mine
+    ours = self.ours
     return torch_trainer.Trainer(
-      mine.config,
-      mine.shape,
+      ours.config,
+      ours.shape,
       self._before,
-      mine.batch,
+      ours.batch,
       compiled=compiled,
       form=form,
       microbatch=microbatch,
     )
 
   def _check(self, trainer) -> float:
-    """Seconds of its first step, which must be like ours."""
-    seconds, found = _timed(trainer.step)
-    assert_parity(self.mine, self._metrics, trainer, found, self._before)
+    """Returns the seconds of a first step, which must be equal to ours."""
+    seconds, metrics = _timed(trainer.step)
+    assert_parity(self.ours, self._metrics, trainer, metrics, self._before)
     return seconds
 
 
@@ -182,7 +185,7 @@ def _timed(call):
 def run(
   sizes: Sequence[learners.Sizes], *, repeats: int, compiled: bool
 ) -> str:
-  """The table; below it first steps and whether it can be trusted.
+  """Returns the table, first steps and whether it can be trusted.
 
   Raises:
     AssertionError: ours and torch disagree; nothing is timed then.
@@ -224,7 +227,7 @@ def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints what was measured, and where."""
+  """Prints what was measured, and on which machine."""
   parser = argparse.ArgumentParser(prog='python -m benchmarks.torch_update')
   parser.add_argument('--repeats', type=int, default=7)
   parser.add_argument(
@@ -232,8 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     type=_sizes,
     nargs='+',
     default=SIZES,
-    metavar='V,D,N,B,L',
-    help='vocabulary, width, layers, rows and length',
+    metavar='SIZES',
+    help='vocabulary,width,layers,rows,length of each size',
   )
   parser.add_argument(
     '--no_compile', action='store_true', help='without torch.compile'

@@ -3,16 +3,16 @@
     python -m benchmarks.turn_sums
 
 B trajectories, L tokens, T turns. `segment_sum`, `unrolled` and `broadcast` are
-those of `rl/segments.py`, written there for what each is good at. Two other
-forms that the field knows are written here:
+those of `rl/segments.py`, which says what each is good at. Two other forms that
+the field knows are written here:
 
-  one_hot      x @ one_hot(ids), a product at highest precision. What is not
-               finite in one turn reaches all others: 0 * inf is nan.
+  one_hot      x @ one_hot(ids), a product at highest precision. An infinity in
+               one turn reaches all others: 0 * inf is nan.
   prefix_sums  differences of one running sum. A small turn after a large one
                is lost in the rounding of the running sum.
 
 Columns: time of the sums, and of a loss of the sums with its gradient; compile
-time apart; the greatest error against exact sums, relative to the sum of the
+time; the greatest error against exact sums, relative to the sum of the
 magnitudes; the relative error of a turn that sums to 1e-3 after one that sums
 to 1e4; whether repeated calls and permuted rows give the same bits; whether
 an infinity stays in its turn.
@@ -49,7 +49,7 @@ HEADER = (
 
 
 def one_hot(x_BL: Array, ids_BL: Array, num_turns: int) -> Array:
-  """A product with 0 and 1."""
+  """Returns the sums as a product with 0 and 1."""
   own_BLT = jax.nn.one_hot(ids_BL - 1, num_turns, dtype=x_BL.dtype)
   return jnp.einsum(
     'bl,blt->bt',
@@ -60,10 +60,10 @@ def one_hot(x_BL: Array, ids_BL: Array, num_turns: int) -> Array:
 
 
 def prefix_sums(x_BL: Array, ids_BL: Array, num_turns: int) -> Array:
-  """Differences of a running sum; ids must not decrease within a row."""
+  """Returns differences of a running sum; ids must not decrease in a row."""
   running_BL = jnp.cumsum(jnp.where(ids_BL > 0, x_BL, 0), axis=1)
   running_BL = jnp.pad(running_BL, ((0, 0), (1, 0)))
-  # Off the turns the id of the turn before, so that the row is sorted.
+  # Between turns it is the id of the turn before, so that the row is sorted.
   sorted_BL = jax.lax.cummax(ids_BL, axis=1)
   bounds_B = jax.vmap(
     lambda row_L: jnp.searchsorted(row_L, jnp.arange(1, num_turns + 2))
@@ -86,7 +86,7 @@ FORMS: dict[str, Callable[[Array, Array, int], Array]] = {
 
 
 def exact_sums(x_BL: np.ndarray, ids_BL: np.ndarray, num_turns: int):
-  """float64 [B, T], each sum rounded once."""
+  """Returns float64 [B, T], where each sum is rounded once."""
   sums_BT = [
     [math.fsum(x_L[ids_L == turn]) for turn in range(1, num_turns + 1)]
     for x_L, ids_L in zip(x_BL, ids_BL, strict=True)
@@ -95,7 +95,7 @@ def exact_sums(x_BL: np.ndarray, ids_BL: np.ndarray, num_turns: int):
 
 
 def large_then_small(ids_BL: np.ndarray) -> np.ndarray:
-  """float32 [B, L] whose first turn sums to 1e4 and whose second to 1e-3."""
+  """Returns float32 [B, L]: turn 1 sums to 1e4, turn 2 to 1e-3."""
   x_BL = np.zeros(ids_BL.shape)
   for turn, total in ((1, LARGE), (2, SMALL)):
     own_BL = ids_BL == turn
@@ -108,7 +108,7 @@ def _relative(sums_BT, exact_BT, scale_BT):
 
 
 def _same_bits(form, x_BL, ids_BL) -> bool:
-  """Repeated, and with its rows in another order."""
+  """Returns whether repeated calls and permuted rows give the same bits."""
   sums_BT = np.asarray(form(x_BL, ids_BL))
   again = all(np.array_equal(form(x_BL, ids_BL), sums_BT) for _ in range(10))
   order_B = np.random.default_rng(1).permutation(len(x_BL))
@@ -122,14 +122,14 @@ def _infinity_stays(form, x_BL, ids_BL) -> bool:
 
 
 def small_turn_error(form, ids_BL: np.ndarray, num_turns: int) -> float:
-  """The relative error of the turn that sums to 1e-3."""
+  """Returns the relative error of the turn that sums to 1e-3."""
   x_BL = large_then_small(ids_BL)
   exact_B = exact_sums(x_BL, ids_BL, num_turns)[:, 1]
   return _relative(np.asarray(form(x_BL, ids_BL))[:, 1], exact_B, exact_B)
 
 
 def run(*, rows: int, length: int, num_turns: int, repeats: int) -> str:
-  """The table, and whether it can be trusted.
+  """Returns the table, and whether it can be trusted.
 
   Raises:
     AssertionError: a form's sums are wrong; nothing is timed then.
@@ -143,12 +143,12 @@ def run(*, rows: int, length: int, num_turns: int, repeats: int) -> str:
   exact_gradient_BL = np.pad(2 * weights_BT * exact_BT, ((0, 0), (1, 0)))
   exact_gradient_BL = np.take_along_axis(exact_gradient_BL, ids_BL, axis=1)
 
-  sums, gradients, told = {}, {}, {}
+  sums, gradients, results = {}, {}, {}
   for name, function in FORMS.items():
     form = functools.partial(function, num_turns=num_turns)
 
     def loss(x_BL, ids_BL, weights_BT, form=form):
-      # Squares: the gradient has need of the sums.
+      # Squares: so the gradient needs the sums.
       return jnp.sum(weights_BT * jnp.square(form(x_BL, ids_BL)))
 
     forward = measure.compiled(form, x_BL, ids_BL)
@@ -156,7 +156,7 @@ def run(*, rows: int, length: int, num_turns: int, repeats: int) -> str:
       jax.value_and_grad(loss), x_BL, ids_BL, weights_BT
     )
     error = _relative(forward.program(x_BL, ids_BL), exact_BT, scale_BT)
-    # What rounding a running sum over the whole row may cost is told below.
+    # A running sum rounds over the whole row; `small` below shows the cost.
     parity = PARITY * (length if name == 'prefix_sums' else 1)
     assert error <= parity, f'{name}: error {error:.1e}'
     _, gradient_BL = backward.program(x_BL, ids_BL, weights_BT)
@@ -168,7 +168,7 @@ def run(*, rows: int, length: int, num_turns: int, repeats: int) -> str:
       err_msg=name,
     )
     small = small_turn_error(forward.program, ids_BL, num_turns)
-    told[name] = (
+    results[name] = (
       f'{forward.seconds + backward.seconds:.2f}',
       f'{error:.0e}',
       f'{small:.0e}',
@@ -185,7 +185,7 @@ def run(*, rows: int, length: int, num_turns: int, repeats: int) -> str:
       name,
       measure.milliseconds(sums[name]),
       measure.milliseconds(gradients[name]),
-      *told[name],
+      *results[name],
     )
     for name in FORMS
   ]
@@ -195,7 +195,7 @@ def run(*, rows: int, length: int, num_turns: int, repeats: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints what was measured, and where."""
+  """Prints what was measured, and on which machine."""
   parser = argparse.ArgumentParser(prog='python -m benchmarks.turn_sums')
   parser.add_argument('--rows', type=int, default=64)
   parser.add_argument('--length', type=int, default=4096)

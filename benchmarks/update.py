@@ -2,15 +2,15 @@
 
     python -m benchmarks.update
 
-Both rows are updated from the same state on the same annotated batch: policy
+Both algorithms update from the same state on the same annotated batch: policy
 and value model, diagnostics included, as training does it. The state is
 donated, so each sample gets a copy, which is not timed.
 
-A program that is compiled again, or later, may be some percent slower than its
-twin: its memory lies elsewhere, its threads meet otherwise. So each row is
-there twice, compiled in the order token, turn, turn, token, and sums over the
-twins are compared. `second / first` compares the twins themselves: it tells
-how far `turn / token` can be trusted.
+A program that is compiled a second time may be some percent slower than the
+first: its memory lies elsewhere, its threads meet at other times. So each
+algorithm is compiled twice, in the order token, turn, turn, token, and the sums
+of both times are compared. `second / first` compares two programs of the same
+algorithm, and shows how far `turn / token` can be trusted.
 """
 
 import argparse
@@ -34,28 +34,33 @@ FIRST, SECOND = 'first', 'second'
 CASES = ((TOKEN, FIRST), (TURN, FIRST), (TURN, SECOND), (TOKEN, SECOND))
 GOAL = 1.01  # turn level / token level, at most
 PARITY = 1e-6
-HEADER = ('row', 'compiled', 'updates, ms', 'compile and first updates, s')
+HEADER = (
+  'algorithm',
+  'compiled',
+  'updates, ms',
+  'compile and first updates, s',
+)
 _NUM_TURNS = 3  # a question of two hops
 _WARM_STEPS = 1
 
 
 class Subject(NamedTuple):
-  """A learner with a state, which is not to be consumed, and a batch."""
+  """A learner with a batch and a state, of which each step gets a copy."""
 
   learner: learner_lib.Learner
   state: object
   batch: batch_lib.TokenBatch
 
   def fresh(self):
-    """A copy of the state."""
+    """Returns a copy of the state, to be consumed."""
     return jax.block_until_ready(jax.tree.map(jnp.copy, self.state))
 
-  def rest(self, state) -> dict[str, float]:
-    """A step that leaves the policy alone: every ratio is 1."""
+  def first_step(self, state) -> dict[str, float]:
+    """Runs a step that does not update the policy: every ratio is 1."""
     return self._step(state, 0)
 
   def update(self, state) -> dict[str, float]:
-    """A step that updates both models."""
+    """Runs a step that updates both models."""
     return self._step(state, _WARM_STEPS)
 
   def _step(self, state, number):
@@ -65,7 +70,7 @@ class Subject(NamedTuple):
 
 
 def _packed(config, vocab_size: int, length: int) -> batch_lib.TokenBatch:
-  """What `pack` makes of a collection, with random tokens."""
+  """Returns a batch as `pack` makes it, with random tokens."""
   rng = np.random.default_rng(0)
   rows = config.rollout.trajectories_per_step
   ids_BL = batches.turn_ids(rng, rows, length, _NUM_TURNS)
@@ -85,7 +90,7 @@ def _packed(config, vocab_size: int, length: int) -> batch_lib.TokenBatch:
 
 
 def subject(config, length: int) -> Subject:
-  """The learner of a config, at its start, with a random annotated batch."""
+  """Returns the learner of a config at its start, with a random batch."""
   questions = assembly.build_questions(config)
   tokenizer = assembly.build_tokenizer(config, questions)
   shape = assembly.build_model_config(config, tokenizer)
@@ -97,7 +102,7 @@ def subject(config, length: int) -> Subject:
 
 
 def _assert_parity(metrics: Sequence[dict[str, float]]) -> None:
-  """At a ratio of 1 the levels are the same algorithm."""
+  """Compares losses: at a ratio of 1 both levels are the same algorithm."""
   one, *others = metrics
   for other in others:
     for name in ('actor/pg_loss', 'actor/entropy', 'critic/vf_loss'):
@@ -106,32 +111,32 @@ def _assert_parity(metrics: Sequence[dict[str, float]]) -> None:
       )
 
 
-def _with_row(config, row: str):
-  """A copy with another algorithm, whose first step leaves the policy alone."""
+def _with_algorithm(config, name: str):
+  """Returns a copy whose first step does not update the policy."""
   config = config.copy_and_resolve_references()
-  config.algorithm = quickstart.get_config(row).algorithm
+  config.algorithm = quickstart.get_config(name).algorithm
   config.loss.value_warmup_steps = _WARM_STEPS
   return config
 
 
 def run(config, *, length: int, repeats: int) -> str:
-  """The table; below it the quotients and whether they can be trusted.
+  """Returns the table, the quotients and whether they can be trusted.
 
   Args:
-    config: of a run; its algorithm is exchanged for that of each row.
+    config: of a run; its algorithm is replaced by each of the two.
     length: tokens of a row.
     repeats: of each case.
 
   Raises:
-    AssertionError: the rows differ where they must not; nothing is timed then.
+    AssertionError: losses differ where ratios are 1; nothing is timed then.
   """
   cases, compiling, metrics = {}, {}, []
   for name in CASES:
-    chosen = subject(_with_row(config, name[0]), length)
-    compiling[name], resting = measure.once(
-      measure.Case(chosen.rest, chosen.fresh)
+    chosen = subject(_with_algorithm(config, name[0]), length)
+    compiling[name], first = measure.once(
+      measure.Case(chosen.first_step, chosen.fresh)
     )
-    metrics.append(resting)
+    metrics.append(first)
     cases[name] = measure.Case(chosen.update, chosen.fresh)
   _assert_parity(metrics)
   seconds = measure.interleave(cases, repeats=repeats)
@@ -141,12 +146,12 @@ def run(config, *, length: int, repeats: int) -> str:
   ]
 
   def quotient(above: str, below: str) -> str:
-    """Of the sums over all cases of that row, or compiled in that turn."""
-    above_R, below_R = (
-      sum(seconds[name] for name in CASES if part in name)
-      for part in (above, below)
-    )
-    found = measure.quotient(above_R, below_R)
+    """Returns the quotient of sums over the cases that have a label."""
+    sums = [
+      sum(seconds[name] for name in CASES if label in name)
+      for label in (above, below)
+    ]
+    found = measure.quotient(*sums)
     return f'{above} / {below}: {found}, of the least {found.least:.3f}'
 
   return '\n'.join(
@@ -161,7 +166,7 @@ def run(config, *, length: int, repeats: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints what was measured, and where."""
+  """Prints what was measured, and on which machine."""
   parser = argparse.ArgumentParser(prog='python -m benchmarks.update')
   parser.add_argument('--length', type=int, default=160)
   parser.add_argument('--repeats', type=int, default=15)

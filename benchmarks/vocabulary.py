@@ -2,12 +2,12 @@
 
     python -m benchmarks.vocabulary
 
-Policy and value model as in `benchmarks/torch_update.py`, which also says what
-must agree before anything is timed: torch is `transformers`' Qwen2, eager, its
-scores of all tokens held; ours are held for a chunk of the tokens that carry
-loss. Peak memory is of a process each: weights, moments, gradients and the most
-that is held in between. The last table compiles loss and gradient of ours for
-longer rows and runs none of it. Linux only.
+Policy and value model are those of `benchmarks/torch_update.py`, which says too
+what must agree before anything is timed. Torch is `transformers`' Qwen2, eager,
+which holds the logits of all tokens; ours holds those of a chunk of the loss
+positions. Each side's peak memory is measured in a process of its own: weights,
+moments, gradients and temporary memory. The last table compiles our loss and
+gradient for longer rows without running them. Linux only.
 """
 
 import argparse
@@ -37,17 +37,17 @@ from stppo_jax.rl import losses
 OURS, TORCH = torch_update.OURS, torch_update.EAGER
 TIME_GOAL, MEMORY_GOAL, SLOPE_GOAL = 1.0, 0.4, 1.15
 HEADER = ('case', 'ms', 'peak memory, MiB')
-_FEW_WORDS = 1024
-_STEPS = 2  # torch makes moments in the first
+_SMALL_VOCABULARY = 1024
+_STEPS = 2  # torch allocates its moments in the first
 _STATUS = pathlib.Path('/proc/self/status')
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def peak(side: str, sizes: learners.Sizes) -> float:
-  """MiB: all that one side holds at most while it updates."""
+  """Returns the MiB that one side holds at most while it updates."""
   trainer = learners.Trainer(sizes)
   if side == OURS:
-    trainer.step()  # compiles, which is not what is asked for
+    trainer.step()  # compiles; the compiler's memory does not count
     held = trainer.state
   else:
     held = trainer.weights()
@@ -61,8 +61,8 @@ def peak(side: str, sizes: learners.Sizes) -> float:
     )
   size = sum(x.nbytes for x in jax.tree.leaves(held))
   del held
-  # Of the process now; the greatest is from now on.
-  ctypes.CDLL(None).malloc_trim(0)  # what was freed is not held
+  # The high-water mark of the process is reset: it counts from now on.
+  ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back to the system
   _STATUS.with_name('clear_refs').write_text('5')
   before = _kilobytes('VmRSS')
   for _ in range(_STEPS):
@@ -71,19 +71,22 @@ def peak(side: str, sizes: learners.Sizes) -> float:
 
 
 def _kilobytes(name: str) -> int:
-  """A line of what Linux knows of this process."""
+  """Returns a number of /proc/self/status."""
   lines = dict(x.split(':') for x in _STATUS.read_text().splitlines())
   return int(lines[name].split()[0])
 
 
 def _peak_apart(side: str, sizes: learners.Sizes) -> float:
-  """The same in a process of its own."""
+  """Returns `peak`, measured in a process of its own."""
   flags = [f'--{name}={value}' for name, value in sizes._asdict().items()]
   command = [sys.executable, '-m', 'benchmarks.vocabulary', f'--peak={side}']
   done = subprocess.run(
     [*command, *flags],
     cwd=_ROOT,
-    env={**os.environ, 'GLIBC_TUNABLES': ''},  # what is freed goes back
+    env={
+      **os.environ,
+      'GLIBC_TUNABLES': '',
+    },  # freed memory is given back
     check=True,
     stdout=subprocess.PIPE,
     text=True,
@@ -92,8 +95,10 @@ def _peak_apart(side: str, sizes: learners.Sizes) -> float:
 
 
 def _loss(model: functional.Model):
-  """(params, batch) to the loss of a policy."""
-  algorithm = algorithm_lib.build_algorithm(algorithms.ALGORITHMS[learners.ROW])
+  """Returns a function (params, batch) -> loss of a policy."""
+  algorithm = algorithm_lib.build_algorithm(
+    algorithms.ALGORITHMS[learners.ALGORITHM]
+  )
 
   def loss(params, batch):
     logprobs_BL, entropy_BL = model.logprobs_and_entropy(
@@ -117,7 +122,7 @@ def _loss(model: functional.Model):
 
 
 def temporary(sizes: learners.Sizes) -> int:
-  """Bytes that the compiled loss and gradient needs beside what it is given."""
+  """Returns the temporary bytes of the compiled loss and gradient."""
   shape = dataclasses.replace(sizes.shape, remat='full', scan_unroll=1)
   model = functional.Model(shape, 'vocabulary', chunk=sizes.chunk)
   params = jax.eval_shape(model.init, jax.random.key(0))
@@ -130,18 +135,16 @@ def temporary(sizes: learners.Sizes) -> int:
 
 
 def slope(sizes: learners.Sizes, lengths: Sequence[int]) -> str:
-  """How temporary memory grows with the length, beside a small vocabulary too.
+  """Returns the table of how temporary memory grows with the length.
 
-  The scores of a chunk weigh the same at any length: with many words they hide
-  how the rest grows. The slope is that between neighbours, and the greatest
+  The logits of a chunk take the same memory at any length, which hides how the
+  rest grows; so there is a column with a small vocabulary too. A slope is that
+  of log memory over log length between neighbouring lengths; the greatest one
   counts.
-
-  Returns:
-    A line a length, then the greatest slope.
   """
-  words = (sizes.vocabulary, min(sizes.vocabulary, _FEW_WORDS))
+  vocabularies = (sizes.vocabulary, min(sizes.vocabulary, _SMALL_VOCABULARY))
   header, columns, steepest = ['length'], [], []
-  for size in dict.fromkeys(words):
+  for size in dict.fromkeys(vocabularies):
     found = [
       temporary(sizes._replace(vocabulary=size, length=n)) for n in lengths
     ]
@@ -151,7 +154,7 @@ def slope(sizes: learners.Sizes, lengths: Sequence[int]) -> str:
         zip(lengths, found, strict=True)
       )
     ]
-    header += [f'temporary memory, MiB, {size} words', 'slope']
+    header += [f'temporary memory, MiB, vocabulary {size}', 'slope']
     columns.append([f'{n / 2**20:.1f}' for n in found])
     columns.append(['', *(f'{x:.3f}' for x in grown)])
     steepest += grown
@@ -166,7 +169,7 @@ def slope(sizes: learners.Sizes, lengths: Sequence[int]) -> str:
 
 
 def run(sizes: learners.Sizes, *, repeats: int) -> str:
-  """Times and peaks, their quotients and whether they can be trusted.
+  """Returns times and peaks, quotients and whether they can be trusted.
 
   Raises:
     AssertionError: ours and torch disagree; nothing is timed then.
@@ -175,7 +178,7 @@ def run(sizes: learners.Sizes, *, repeats: int) -> str:
   seconds = measure.interleave(pair.cases(), repeats=repeats)
   compiling = pair.seconds[OURS]
   tried = str(pair.fastest)
-  del pair  # its memory too
+  del pair  # frees its memory
   peaks = {side: _peak_apart(side, sizes) for side in (OURS, TORCH)}
   lines = [
     (side, measure.milliseconds(seconds[side]), f'{peaks[side]:.0f}')
@@ -198,7 +201,7 @@ def run(sizes: learners.Sizes, *, repeats: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-  """Prints what was measured, and where."""
+  """Prints what was measured, and on which machine."""
   parser = argparse.ArgumentParser(prog='python -m benchmarks.vocabulary')
   parser.add_argument('--vocabulary', type=int, default=151936)
   parser.add_argument('--width', type=int, default=256)
@@ -206,7 +209,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
   parser.add_argument('--rows', type=int, default=4)
   parser.add_argument('--length', type=int, default=512)
   parser.add_argument(
-    '--chunk', type=int, default=128, help='tokens scored at once'
+    '--chunk',
+    type=int,
+    default=128,
+    help='tokens with logits at once',
   )
   parser.add_argument('--core_rows', type=int, default=0)
   parser.add_argument('--repeats', type=int, default=7)

@@ -60,34 +60,36 @@ def test_scripts_have_the_lengths_that_were_drawn(policy):
   scripts = dialogues.scripts(
     40, constant, filler=policy.filler, latency=lambda rng: rng.random()
   )
-  encode = policy.words.encode_prompt
+  encode = policy.tokenizer.encode_prompt
   for script in scripts:
-    assert [len(encode(text)) for text in script.told[:1]] == [7]
-    assert {len(encode(text)) for text in script.told[1:]} == {5}
-    assert {len(encode(text)) for text in script.written} == {4}
-    assert [text.count('<') for text in script.written[:-1]] == [1] * (
-      len(script.told) - 1
+    assert [len(encode(text)) for text in script.inputs[:1]] == [7]
+    assert {len(encode(text)) for text in script.inputs[1:]} == {5}
+    assert {len(encode(text)) for text in script.turns} == {4}
+    assert [text.count('<') for text in script.turns[:-1]] == [1] * (
+      len(script.inputs) - 1
     )
-    assert script.written[-1] == ' r3 r2 r1</answer>'
-    assert len(script.latencies) == len(script.told) - 1
+    assert script.turns[-1] == ' r3 r2 r1</answer>'
+    assert len(script.latencies) == len(script.inputs) - 1
   assert {len(script.latencies) for script in scripts} == {1, 2, 3}
   # The same dialogues, whatever the latency.
   again = dialogues.scripts(40, constant, filler=policy.filler)
-  assert [s.told for s in again] == [s.told for s in scripts]
+  assert [s.inputs for s in again] == [s.inputs for s in scripts]
 
 
-def test_another_text_is_no_collection(policy):
+def test_another_text_than_the_script_is_refused(policy):
   environment = dialogues.Scripted(_scripts(policy))
   question = environment.questions()[0]
   with pytest.raises(ValueError, match="'other' is not "):
     asyncio.run(environment.step(question, 0, 'other'))
 
 
-def test_the_policy_counts_and_weighs_what_was_said(policy, loop, small):
-  """Certain of the token, but its log-probability tells the history."""
-  player = collectors.Player(policy, loop, slots=_ROWS, deterministic=True)
+def test_the_policy_counts_down_and_depends_on_the_history(policy, loop, small):
+  """The token is certain, but its log-probability depends on the history."""
+  collector = collectors.SlotCollector(
+    policy, loop, slots=_ROWS, deterministic=True
+  )
   before, after = (
-    player.collect(dialogues.Scripted(scripts))
+    collector.collect(dialogues.Scripted(scripts))
     for scripts in (_scripts(policy), [_other(s) for s in _scripts(policy)])
   )
   moved = [
@@ -104,11 +106,11 @@ def test_the_policy_counts_and_weighs_what_was_said(policy, loop, small):
 
 
 def _other(script):
-  """The same turns after another first word of the prompt."""
-  told = list(script.told)
-  told[0] = ' w1' + told[0][told[0].index(' ', 1) :]
-  assert told[0] != script.told[0]
-  return dataclasses.replace(script, told=told)
+  """Returns the same turns after another first token of the prompt."""
+  inputs = list(script.inputs)
+  inputs[0] = ' w1' + inputs[0][inputs[0].index(' ', 1) :]
+  assert inputs[0] != script.inputs[0]
+  return dataclasses.replace(script, inputs=inputs)
 
 
 @pytest.mark.parametrize(
@@ -139,15 +141,17 @@ def test_work_without_waits_is_its_sum():
 
 
 def test_latency_is_measured_beside_the_prediction(policy, loop, small):
-  told = collect.latency(policy, loop, rows=_ROWS, repeats=2)
-  assert re.search(r'^0 s / 0.2 s: \d\S+ .* goal: at least 0.85$', told, re.M)
-  assert re.search(r'^predicted, of 0 s: 0 s 1.000, 0.2 s \d\.\d+', told, re.M)
+  report = collect.latency(policy, loop, rows=_ROWS, repeats=2)
+  assert re.search(r'^0 s / 0.2 s: \d\S+ .* goal: at least 0.85$', report, re.M)
+  assert re.search(
+    r'^predicted, of 0 s: 0 s 1.000, 0.2 s \d\.\d+', report, re.M
+  )
 
 
 def test_refilled_slots_are_measured_beside_waves(policy, loop, small):
-  told = collect.refill(policy, loop, rows=_ROWS, repeats=2)
-  assert re.findall(r'^\| (\w+)', told, re.M) == ['case', 'refilled', 'waves']
-  assert re.search(r'^waves / refilled: \d\S+ .* at least 1.4$', told, re.M)
+  report = collect.refill(policy, loop, rows=_ROWS, repeats=2)
+  assert re.findall(r'^\| (\w+)', report, re.M) == ['case', 'refilled', 'waves']
+  assert re.search(r'^waves / refilled: \d\S+ .* at least 1.4$', report, re.M)
 
 
 @pytest.mark.torch
@@ -157,6 +161,6 @@ def test_refilled_slots_are_measured_beside_waves(policy, loop, small):
 )
 def test_a_peer_writes_the_same(policy, loop, small, peer, goal, cut_at):
   pytest.importorskip('torch', exc_type=ImportError)
-  told = collect.against(peer, policy, loop, rows=4, repeats=2, cut_at=cut_at)
-  assert re.search(rf'^{peer} / ours: \d\S+ .* least {goal}', told, re.M)
-  assert re.search(r'^torch: \d threads, batches of 4 rows', told, re.M)
+  report = collect.against(peer, policy, loop, rows=4, repeats=2, cut_at=cut_at)
+  assert re.search(rf'^{peer} / ours: \d\S+ .* least {goal}', report, re.M)
+  assert re.search(r'^torch: \d threads, batches of 4 rows', report, re.M)

@@ -45,13 +45,13 @@ def test_each_has_help_and_the_flag_of_the_page(name, capsys):
   main = importlib.import_module(name).main
   with pytest.raises(SystemExit, match='^0$'):
     main(['--help'])
-  told = capsys.readouterr().out
-  assert told.startswith(f'usage: python -m {name}') and '--cores' in told
+  output = capsys.readouterr().out
+  assert output.startswith(f'usage: python -m {name}') and '--cores' in output
 
 
 def test_a_benchmark_tells_where_and_what(capsys):
   main = importlib.import_module('benchmarks.turn_sums').main
   main(['--rows=2', '--length=64', '--turns=2', '--repeats=2'])
-  told = capsys.readouterr().out
-  assert 'float32 [2, 64], 2 turns' in told and 'jax ' in told
-  assert told.rstrip().splitlines()[-1].startswith(('undist', 'NOT A RESULT'))
+  output = capsys.readouterr().out
+  assert 'float32 [2, 64], 2 turns' in output and 'jax ' in output
+  assert output.rstrip().splitlines()[-1].startswith(('undist', 'NOT A RESULT'))

@@ -14,11 +14,11 @@ from benchmarks import torch_reference  # noqa: E402
 _TINY = {'rows': 4, 'length': 96, 'num_turns': 3, 'repeats': 2}
 
 
-def test_every_row_and_form_is_in_the_table():
+def test_every_algorithm_and_form_is_in_the_table():
   table = policy_loss.run(**_TINY)
   found = re.findall(r'^\| (\w+) +\| (\w+) +\|', table, re.M)
   forms = list(torch_reference.TURN_MEANS)
-  assert [line for line in found if line[0] != 'row'] == [
+  assert [line for line in found if line[0] != 'algorithm'] == [
     ('token_ppo', 'plain'),
     *(('turn_ppo', form) for form in forms),
     *(('st_ppo', form) for form in forms),

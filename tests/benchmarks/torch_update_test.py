@@ -15,13 +15,13 @@ _TINY = learners.Sizes(64, 32, layers=1, rows=8, length=40, core_rows=2)
 
 
 def test_updates_are_equal_and_stand_beside_torch():
-  told = torch_update.run([_TINY], repeats=2, compiled=False)
+  report = torch_update.run([_TINY], repeats=2, compiled=False)
   row = (
     r'^\| 32 x 1, \[8, 40\], 64 .* \| torch, eager \| \d\.\d+ '
     r'.*1, \w+ rows, f\w+ +\|$'
   )
-  assert re.search(row, told, re.M)
-  assert told.splitlines()[-1].startswith(('undist', 'NOT A RESULT'))
+  assert re.search(row, report, re.M)
+  assert report.splitlines()[-1].startswith(('undist', 'NOT A RESULT'))
 
 
 @pytest.mark.parametrize('changed', ['CLIP', 'ENTROPY_COEFFICIENT', 'value'])
@@ -45,7 +45,7 @@ def test_other_gradients_are_not_parity():
   theirs = pair._torch('fused', compiled=False)
   found = theirs.step()
   check = lambda: torch_update.assert_parity(
-    pair.mine, pair._metrics, theirs, found, pair._before
+    pair.ours, pair._metrics, theirs, found, pair._before
   )
   check()
   norm = theirs.value.model.norm.weight

@@ -46,8 +46,8 @@ def test_prefix_sums_lose_a_small_turn():
 
 
 def test_the_table_tells_it():
-  told = turn_sums.run(rows=2, length=64, num_turns=2, repeats=2)
-  lines = told.split('\n\n')[0].splitlines()
+  report = turn_sums.run(rows=2, length=64, num_turns=2, repeats=2)
+  lines = report.split('\n\n')[0].splitlines()
   cells = {
     name: rest
     for name, *rest in (re.findall(r'[^|\s][^|]*[^|\s]', x) for x in lines[2:])

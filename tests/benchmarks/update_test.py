@@ -20,10 +20,10 @@ def test_another_loss_is_not_parity():
 
 @pytest.mark.slow
 def test_levels_start_equal_and_are_timed():
-  told = update.run(runs.config(), length=128, repeats=2)
-  rows = re.findall(r'^\| (\w+_ppo) +\| (\w+) +\|', told, re.M)
+  report = update.run(runs.config(), length=128, repeats=2)
+  rows = re.findall(r'^\| (\w+_ppo) +\| (\w+) +\|', report, re.M)
   assert rows == list(update.CASES)
   assert re.search(
-    r'^turn_ppo / token_ppo: \d\.\d+ .*at most 1.01$', told, re.M
+    r'^turn_ppo / token_ppo: \d\.\d+ .*at most 1.01$', report, re.M
   )
-  assert re.search(r'^second / first: \d\.\d+ ', told, re.M)
+  assert re.search(r'^second / first: \d\.\d+ ', report, re.M)

@@ -19,10 +19,10 @@ _TINY = learners.Sizes(
 def test_time_and_memory_stand_beside_torch(monkeypatch):
   # A process each takes seconds; one number is like the other.
   monkeypatch.setattr(vocabulary, '_peak_apart', vocabulary.peak)
-  told = vocabulary.run(_TINY, repeats=2)
-  assert re.findall(r'^\| (\w+)', told, re.M) == ['case', 'ours', 'torch']
-  assert re.search(r'^torch / ours: \d\S+ .* at least 1$', told, re.M)
-  assert re.search(r'^memory, ours / torch: \d\S+; goal: .* 0.4$', told, re.M)
+  report = vocabulary.run(_TINY, repeats=2)
+  assert re.findall(r'^\| (\w+)', report, re.M) == ['case', 'ours', 'torch']
+  assert re.search(r'^torch / ours: \d\S+ .* at least 1$', report, re.M)
+  assert re.search(r'^memory, ours / torch: \d\S+; goal: .* 0.4$', report, re.M)
 
 
 def test_the_steepest_growth_counts(monkeypatch):
@@ -31,17 +31,17 @@ def test_the_steepest_growth_counts(monkeypatch):
     vocabulary, 'temporary', lambda x: x.vocabulary * 4096 + x.length**2
   )
   sizes = _TINY._replace(vocabulary=100_000)
-  told = vocabulary.slope(sizes, (512, 2048, 8192))
-  rows = re.findall(r'^\| (\d+) .*\| +(\S*) \|.*\| +(\S*) \|$', told, re.M)
+  report = vocabulary.slope(sizes, (512, 2048, 8192))
+  rows = re.findall(r'^\| (\d+) .*\| +(\S*) \|.*\| +(\S*) \|$', report, re.M)
   assert rows == [
     ('512', '', ''),
     ('2048', '0.007', '0.456'),
     ('8192', '0.102', '1.544'),
   ]
-  assert told.endswith('greatest slope 1.544; goal: at most 1.15')
+  assert report.endswith('greatest slope 1.544; goal: at most 1.15')
 
 
 def test_memory_grows_with_the_length():
-  told = vocabulary.slope(_TINY, (512, 1024))
-  slope = float(re.search(r'^greatest slope (\d\.\d+);', told, re.M)[1])
+  report = vocabulary.slope(_TINY, (512, 1024))
+  slope = float(re.search(r'^greatest slope (\d\.\d+);', report, re.M)[1])
   assert 0.5 < slope <= vocabulary.SLOPE_GOAL
