@@ -83,10 +83,7 @@ def _peak_apart(side: str, sizes: learners.Sizes) -> float:
   done = subprocess.run(
     [*command, *flags],
     cwd=_ROOT,
-    env={
-      **os.environ,
-      'GLIBC_TUNABLES': '',
-    },  # freed memory is given back
+    env=os.environ | {'GLIBC_TUNABLES': ''},  # freed memory is given back
     check=True,
     stdout=subprocess.PIPE,
     text=True,

@@ -106,7 +106,7 @@ def make(
   sizes['frozen base'] = _bytes_per_device(state.frozen)
   if config.model.reference_memory == 'device':
     sizes['reference'] = _bytes_per_device(reference)
-  sizes |= _engines(config, learner.policy)
+  sizes |= engine_sizes(config, learner.policy)
   gradients = sum(
     sizes[f'{name} parameters'] for name, m in models.items() if m is not None
   )
@@ -132,7 +132,7 @@ def make(
   )
 
 
-def _engines(config, policy: functional.Model) -> dict[str, int]:
+def engine_sizes(config, policy: functional.Model) -> dict[str, int]:
   """Returns the bytes that the engines hold on one device.
 
   Each device has all weights, in the dtype of the computation, and the keys and

@@ -20,7 +20,7 @@ from ml_collections import config_dict
 from stppo_jax.commands import configuration
 from stppo_jax.configs import schema
 
-_DTYPES = ('float32', 'bfloat16')  # keys of `export_hf.DTYPES`
+DTYPES = ('float32', 'bfloat16')  # keys of `models.hf.export.DTYPES`
 _FLAGS = ('workdir', 'out', 'step', 'dtype', 'model')
 # The beginnings of the config keys that an export reads.
 _USED_KEYS = (
@@ -44,9 +44,9 @@ def main(argv: Sequence[str]) -> int:
   for name in ('workdir', 'out'):
     if not flags.get(name) and name not in given.meant:
       errors.append(f'--{name}: missing')
-  dtype, step = flags.get('dtype', _DTYPES[0]), flags.get('step')
-  if dtype not in _DTYPES:
-    errors.append(f'--dtype={dtype}: must be one of {", ".join(_DTYPES)}')
+  dtype, step = flags.get('dtype', DTYPES[0]), flags.get('step')
+  if dtype not in DTYPES:
+    errors.append(f'--dtype={dtype}: must be one of {", ".join(DTYPES)}')
   if step is not None and not step.isdecimal():
     errors.append(f'--step={step}: must be an integer, 0 or greater')
   config: Any = None

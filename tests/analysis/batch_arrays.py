@@ -1,4 +1,4 @@
-"""The random batches of tests/rl as a user's file has them."""
+"""The random batches of tests/rl with the names of a saved batch."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from tests.rl import batches
 
 
 def arrays(seed=0, spread=0.4, poison=np.nan):
-  """(arrays by the names of a file, batch, logprobs, entropy).
+  """Returns (arrays by the names of a file, batch, logprobs, entropy).
 
   The arrays have masks of integers, sparse ids, and poison wherever the loss
   mask is false; the others do not.

@@ -1,4 +1,4 @@
-"""Files of frozen rollouts: what is read, and what is no such file."""
+"""Files of saved batches: what is read, and which files are refused."""
 
 import io
 import os
@@ -70,7 +70,7 @@ _NO_ARRAY = (
     (_zip(loss_mask_BL=_npy(np.array([[{}]]), allow_pickle=True)), _NO_ARRAY),
   ],
 )
-def test_what_is_no_sound_file_is_one_line(tmp_path, content, expected):
+def test_a_file_that_is_not_sound_is_one_line(tmp_path, content, expected):
   path = tmp_path / 'F.npz'
   path.write_bytes(content)
   with pytest.raises(ValueError) as caught:
@@ -89,7 +89,7 @@ def test_objects_under_other_names_are_never_unpacked(tmp_path):
   assert batch_file.load(path).keys() == {'loss_mask_BL'}
 
 
-def test_a_file_without_any_of_them_lists_them(tmp_path):
+def test_a_file_without_a_known_array_lists_their_names(tmp_path):
   batch_file.save(tmp_path / 'F.npz', {'x': np.zeros(3)})
   with pytest.raises(ValueError, match='has no array .*: tokens_BL, lengths_B'):
     batch_file.load(tmp_path / 'F.npz')

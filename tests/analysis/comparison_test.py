@@ -1,4 +1,4 @@
-"""Rows side by side: cosines, silence, and the table of them."""
+"""Comparing algorithms: cosines, silenced tokens, and the table."""
 
 import jax
 import numpy as np
@@ -54,11 +54,11 @@ def test_cosines_are_those_of_the_gradients(compared):
       expected = (x * y).sum() / np.sqrt((x**2).sum() * (y**2).sum())
       assert found.cosines[a][b] == pytest.approx(expected, rel=1e-12)
   assert found.cosines['token_ppo']['turn_ppo'] < 0.99
-  # A scale of all terms turns nothing.
+  # A common factor changes no direction.
   assert found.cosines['token_ppo']['s_ppo'] == pytest.approx(1, rel=1e-12)
 
 
-def test_silence_is_an_advantage_without_a_gradient(compared):
+def test_a_silenced_token_has_an_advantage_and_no_gradient(compared):
   found, _, batch, logprobs = compared
   mask, advantages = batch.loss_mask_BL, batch.advantages_BL
   ratio = np.exp(logprobs - batch.old_logprobs_BL)
@@ -89,7 +89,7 @@ def test_the_smallest_gradients_have_a_direction():
   assert found.cosines['turn_ppo']['turn_ppo'] == pytest.approx(1)
 
 
-def test_the_table_has_a_line_for_each_row_and_the_matrix(compared):
+def test_the_table_has_a_line_for_each_algorithm_and_the_cosines(compared):
   found, *_ = compared
   upper, lower = comparison.table(found).split('\n\n')
   head, *lines = (line.split() for line in upper.splitlines())
@@ -120,7 +120,7 @@ def test_the_table_has_a_line_for_each_row_and_the_matrix(compared):
     assert line == [a, *(f'{found.cosines[a][b]:.4f}' for b in _NAMES)]
 
 
-def test_what_is_too_large_is_told_with_its_row():
+def test_an_overflow_is_named_with_its_algorithm():
   arrays, *_ = batch_arrays.arrays()
   arrays['advantages_BL'] = arrays['advantages_BL'] * 1e200
   rows = {n: batches.algorithm(n) for n in ('token_ppo', 's_ppo')}

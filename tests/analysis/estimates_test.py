@@ -1,4 +1,4 @@
-"""Estimators on frozen rollouts, against plain loops in float64."""
+"""Estimators on saved batches, against plain loops in float64."""
 
 import math
 
@@ -32,7 +32,7 @@ def _estimate(arrays, name, compares=False, **options):
   return estimates.estimate(estimator, rollouts)
 
 
-def test_gae_is_the_twin():
+def test_gae_gives_the_numbers_of_the_plain_loop():
   arrays, batch, *_ = batch_arrays.arrays()
   found = _estimate(arrays, 'gae', gamma=0.9, lambda_=0.8, whiten='none')
   mask = batch.loss_mask_BL
@@ -56,7 +56,7 @@ def test_gae_is_the_twin():
   np.testing.assert_array_equal(found.arrays['value_mask_BL'], mask)
 
 
-def test_old_values_go_before_new_ones():
+def test_old_values_are_preferred_to_new_ones():
   arrays, *_ = batch_arrays.arrays()
   old = _estimate(arrays, 'gae')
   arrays['values_BL'] = arrays['old_values_BL'] + 1
@@ -69,7 +69,7 @@ def test_old_values_go_before_new_ones():
   assert _estimate(arrays, 'gae').metrics == new.metrics
 
 
-def test_groups_are_compared_and_one_alone_is_nothing():
+def test_groups_are_compared_and_a_group_of_one_gives_zeros():
   arrays, batch, *_ = batch_arrays.arrays()
   mask = batch.loss_mask_BL
   alone = _estimate(arrays, 'group_normalized', compares=True)
@@ -91,7 +91,7 @@ def test_groups_are_compared_and_one_alone_is_nothing():
 
 
 @pytest.mark.parametrize('name', algorithms.DEFAULTS['advantage'])
-def test_what_an_estimator_needs_is_enough(name):
+def test_the_required_arrays_of_an_estimator_suffice(name):
   arrays, batch, *_ = batch_arrays.arrays()
   arrays['state_ids_BL'] = batch.turn_ids_BL
   compares = name in algorithms.GROUP_ADVANTAGES
@@ -102,7 +102,7 @@ def test_what_an_estimator_needs_is_enough(name):
   assert all(math.isfinite(x) for x in found.metrics.values())
 
 
-def test_estimates_of_nothing_are_nothing():
+def test_an_empty_batch_gives_empty_estimates():
   arrays, *_ = batch_arrays.arrays()
   empty = {name: x[:0] for name, x in arrays.items()}
   found = _estimate(empty, 'group_normalized', compares=True)
@@ -110,7 +110,7 @@ def test_estimates_of_nothing_are_nothing():
   assert found.arrays['advantages_BL'].shape == (0, batches.L)
 
 
-def test_turns_out_of_order_and_values_that_are_missing_are_told():
+def test_turns_out_of_order_and_missing_values_are_refused():
   arrays, batch, *_ = batch_arrays.arrays()
   mask = batch.loss_mask_BL
   response = {'observation_tokens': 'included', 'whiten': 'all'}
@@ -130,7 +130,7 @@ def test_turns_out_of_order_and_values_that_are_missing_are_told():
 
 @pytest.mark.parametrize('poison', [np.nan, np.inf])
 @pytest.mark.parametrize('kl', ['k1', 'k2', 'k3'])
-def test_a_penalty_is_that_of_a_run(kl, poison):
+def test_the_penalty_is_that_of_a_run(kl, poison):
   arrays, batch, *_ = batch_arrays.arrays(poison=poison)
   names = ('rewards_BL', 'loss_mask_BL', *estimates.PENALTY_ARRAYS)
   rollouts = saved_batch.select(

@@ -1,4 +1,4 @@
-"""What the lab collects is what the step of a run collects and makes of it."""
+"""The lab collects, annotates and updates like a step of a run."""
 
 import dataclasses
 import functools
@@ -28,13 +28,13 @@ def config():
 
 @pytest.fixture(scope='module')
 def collected(config):
-  """The first step of a run, for the lab."""
+  """Returns the saved batch of the first step of a run."""
   return lab_collection.collect(config, workdir=None, num_updates=None)
 
 
 @pytest.fixture(scope='module')
 def learner(config):
-  """The trainer."""
+  """Returns the learner of that run."""
   questions = assembly.build_questions(config)
   tokenizer = assembly.build_tokenizer(config, questions)
   shape = assembly.build_model_config(config, tokenizer)
@@ -48,7 +48,7 @@ def _files(folder):
   }
 
 
-def test_it_holds_every_array_of_the_file(collected):
+def test_a_collection_has_every_array_of_the_file(collected):
   assert list(collected) == list(saved_batch.ARRAY_KINDS)
   needs = dict.fromkeys(saved_batch.ARRAY_KINDS, 'it')
   chosen = saved_batch.select(collected, needs, dtype=np.float32)
@@ -65,7 +65,7 @@ def test_it_holds_every_array_of_the_file(collected):
 
 
 @pytest.mark.slow
-def test_it_is_annotated_and_updated_as_by_the_trainer(
+def test_a_collection_is_annotated_and_updated_like_a_step(
   config, collected, learner
 ):
   names = [f.name for f in dataclasses.fields(batch_lib.TokenBatch)[:9]]
@@ -86,7 +86,7 @@ def test_it_is_annotated_and_updated_as_by_the_trainer(
     np.testing.assert_allclose(
       collected[name][mask], np.asarray(expected)[mask], atol=2e-6
     )
-  # More than that apart from the policy before.
+  # The update changed them by more than that.
   assert _moved(collected, 'logprobs') > 1e-4
 
 
@@ -95,7 +95,7 @@ def _moved(arrays, name):
   return np.abs(moved[arrays['loss_mask_BL']]).max()
 
 
-def test_the_newest_checkpoint_plays_and_nothing_is_changed(
+def test_the_newest_checkpoint_samples_and_no_file_is_changed(
   config, collected, learner, tmp_path
 ):
   start = learner.start()
@@ -109,8 +109,8 @@ def test_the_newest_checkpoint_plays_and_nothing_is_changed(
   later = lab_collection.collect(config, workdir=tmp_path, num_updates=1)
   assert _files(tmp_path) == before
   assert not np.array_equal(later['tokens_BL'], collected['tokens_BL'])
-  # The reference is the start, whoever plays; that is worth a KL penalty,
-  # from which the value model learns.
+  # The reference is the start, not the sampling policy; so there is a KL
+  # penalty, which the returns contain.
   mask = later['loss_mask_BL']
   apart = later['old_logprobs_BL'] - later['ref_logprobs_BL']
   assert np.abs(apart[mask]).max() > 1e-4
@@ -131,7 +131,7 @@ def test_the_newest_checkpoint_plays_and_nothing_is_changed(
 
 
 @pytest.mark.slow
-def test_a_row_without_values_has_none_in_the_file():
+def test_an_algorithm_without_values_has_none_in_the_file():
   config = runs.config('so_grpo', rollout__group_size=4)
   found = lab_collection.collect(config, workdir=None, num_updates=0)
   assert set(saved_batch.ARRAY_KINDS) - set(found) == _OF_VALUES
@@ -156,7 +156,7 @@ def test_minibatches_go_through_epochs(learner):
   assert list(minibatches(num_updates=0)) == []
 
 
-def test_a_start_that_nobody_has_made_is_one_line(tmp_path):
+def test_a_start_that_does_not_exist_yet_is_one_line(tmp_path):
   config = runs.config(sft__before_training=True)
   for workdir, expected in (
     (None, '--workdir: missing; the start of this config is made by its run'),

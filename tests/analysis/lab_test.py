@@ -1,4 +1,4 @@
-"""Rows on frozen rollouts, against plain loops in float64."""
+"""Algorithms on saved batches, against plain loops in float64."""
 
 import math
 
@@ -48,7 +48,7 @@ def _score(arrays, row, coefficient=_ENTROPY):
   ('name', 'changes'),
   [
     ('st_ppo', {_TAU: 1.1}),
-    # Reads everything that a row can read.
+    # Reads every array that an algorithm can read.
     (
       'sspo',
       {
@@ -59,7 +59,7 @@ def _score(arrays, row, coefficient=_ENTROPY):
     ),
   ],
 )
-def test_a_score_is_the_twin_and_its_differences(name, changes, poison):
+def test_loss_and_gradient_are_those_of_the_plain_loops(name, changes, poison):
   row = batches.row_of(name, **changes)
   arrays, batch, logprobs, entropy = batch_arrays.arrays(poison=poison)
   found = _score(arrays, row)
@@ -112,7 +112,7 @@ def test_norm_gradient_divides_by_the_norm_over_logprobs():
   assert found.metrics['stab/bias_grad_norm'] == pytest.approx(norm, rel=1e-10)
 
 
-def test_rows_that_are_the_same_score_the_same():
+def test_equal_algorithms_have_equal_scores():
   arrays, *_ = batch_arrays.arrays()
   a = _score(arrays, batches.row_of('s_ppo', **{_TAU: math.inf}))
   b = _score(arrays, batches.row_of('token_ppo'))
@@ -136,7 +136,7 @@ def test_a_file_with_five_arrays_is_enough():
     np.testing.assert_allclose(few.arrays[name], whole.arrays[name], rtol=1e-12)
   said = set(whole.metrics) - set(few.metrics)
   assert said and not set(few.metrics) - set(whole.metrics)
-  for name in said:  # what nobody has measured is not told
+  for name in said:  # what is not measured is left out
     assert name == 'actor/entropy' or name.startswith(
       ('mismatch/', 'ratio/sentence/', 'clipfrac/sentence/')
     )
@@ -144,7 +144,7 @@ def test_a_file_with_five_arrays_is_enough():
     assert value == pytest.approx(whole.metrics[name], rel=1e-12)
 
 
-def test_what_a_row_reads_is_what_it_needs():
+def test_the_required_arrays_are_those_an_algorithm_reads():
   needs = lambda name, coefficient=0.0: lab.required_arrays(
     batches.algorithm(name), entropy_coefficient=coefficient
   )
@@ -172,7 +172,7 @@ def test_a_batch_without_a_trained_token_gives_zeros(shape):
   assert not found.arrays['dloss_dlogprobs_BL'].any()
 
 
-def test_a_diagnostic_may_be_too_large_and_what_the_row_uses_may_not():
+def test_only_a_metric_that_the_algorithm_does_not_use_may_overflow():
   """Squares of 1e200 overflow; the loss and its gradient do not."""
   arrays, batch, *_ = batch_arrays.arrays()
   arrays['advantages_BL'] = arrays['advantages_BL'] * 1e200
@@ -182,7 +182,7 @@ def test_a_diagnostic_may_be_too_large_and_what_the_row_uses_may_not():
   gradient = found.arrays['dloss_dlogprobs_BL']
   norm = np.linalg.norm(gradient / 1e200) * 1e200
   assert found.metrics['actor/grad_norm'] == pytest.approx(norm, rel=1e-12)
-  # The same numbers decide how much st_ppo believes.
+  # s_ppo divides its loss by the same numbers.
   with pytest.raises(
     saved_batch.NotFinite, match='^stab/norm_clipped, stab/norm_un'
   ):

@@ -1,4 +1,4 @@
-"""Frozen rollouts: what is read of them, and everything that is refused."""
+"""Saved batches: what is read of them, and everything that is refused."""
 
 import math
 
@@ -66,7 +66,7 @@ def test_shapes_that_do_not_fit_are_named(changes, lines):
   _select(arrays | {'advantages_BL': np.zeros(3)})  # nobody reads it
 
 
-def test_what_is_selected_is_in_the_types_of_the_computation():
+def test_selected_arrays_have_the_dtypes_of_the_computation():
   arrays, batch, logprobs, _ = batch_arrays.arrays()
   arrays['state_ids_BL'] = np.where(batch.loss_mask_BL, 2**40, -(2**50))
   more = dict.fromkeys(('state_ids_BL', 'old_values_BL'), 'it')
@@ -131,7 +131,7 @@ def test_a_number_that_is_not_finite_is_found_on_the_mask(value):
   _select(arrays, other)  # nobody reads it
 
 
-def test_a_number_too_large_for_the_precision_is_told_of():
+def test_a_number_too_large_for_the_precision_is_refused():
   arrays, batch, *_ = batch_arrays.arrays()
   arrays['logprobs_BL'][tuple(np.argwhere(batch.loss_mask_BL)[0])] = -1e300
   _select(arrays)
@@ -139,7 +139,7 @@ def test_a_number_too_large_for_the_precision_is_told_of():
 
 
 @pytest.mark.parametrize('number', [0, -1, 17, 2**40])
-def test_a_trained_token_needs_the_number_of_a_turn(number):
+def test_a_trained_token_needs_a_turn_id(number):
   arrays, batch, *_ = batch_arrays.arrays()
   slot = np.argwhere(batch.loss_mask_BL)[3]
   arrays['turn_ids_BL'][tuple(slot)] = number
@@ -158,7 +158,7 @@ def test_a_mask_has_two_values():
   )
 
 
-def test_an_empty_batch_gets_a_token_that_counts_nowhere():
+def test_an_empty_batch_is_padded_by_a_token_off_the_mask():
   for shape in ((0, 0), (0, 5), (5, 0), (2, 3)):
     arrays = {
       'loss_mask_BL': np.ones(shape, bool),
@@ -174,7 +174,7 @@ def test_an_empty_batch_gets_a_token_that_counts_nowhere():
     assert saved_batch.num_turns(arrays) == 1
 
 
-def test_what_nobody_needs_is_read_where_it_is_sound():
+def test_optional_arrays_are_read_where_they_are_valid():
   arrays, batch, *_ = batch_arrays.arrays()
   uses = (
     'entropy_BL',
@@ -207,7 +207,7 @@ def test_what_nobody_needs_is_read_where_it_is_sound():
     assert line.startswith(start)
 
 
-def test_one_number_is_no_array():
+def test_a_single_number_has_no_axes():
   arrays, *_ = batch_arrays.arrays()
   needs = _NEEDS | {'kl_coefficient': 'it'}
   arrays['kl_coefficient'] = np.asarray(0.25)
@@ -224,7 +224,7 @@ def test_one_number_is_no_array():
     _refused(arrays, line, needs=needs)
 
 
-def test_what_was_cut_is_as_before_and_what_overflowed_is_told():
+def test_padding_is_undone_and_overflow_is_named():
   arrays = {
     'loss_mask_BL': np.ones((0, 3), bool),
     'turn_ids_BL': np.ones((0, 3)),

@@ -32,7 +32,7 @@ def policy():
 
 @pytest.fixture
 def small(monkeypatch):
-  """Dialogues of a few tokens, answers within milliseconds."""
+  """Makes dialogues of a few tokens, answered within milliseconds."""
   monkeypatch.setattr(collect, '_TURNS', _SHAPE)
   monkeypatch.setattr(collect, '_UNEVEN', _SHAPE)
   monkeypatch.setattr(collectors, 'MAX_LENGTH', 64)

@@ -49,7 +49,7 @@ def test_each_has_help_and_the_flag_of_the_page(name, capsys):
   assert output.startswith(f'usage: python -m {name}') and '--cores' in output
 
 
-def test_a_benchmark_tells_where_and_what(capsys):
+def test_a_benchmark_prints_the_machine_and_the_sizes(capsys):
   main = importlib.import_module('benchmarks.turn_sums').main
   main(['--rows=2', '--length=64', '--turns=2', '--repeats=2'])
   output = capsys.readouterr().out

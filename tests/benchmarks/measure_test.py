@@ -1,4 +1,4 @@
-"""The stop-watch itself."""
+"""Timing: rounds, quotients, and the verdict on a busy machine."""
 
 import argparse
 import os
@@ -56,7 +56,7 @@ def test_once_returns_what_was_returned():
   assert result == 2
 
 
-def test_compiling_is_apart():
+def test_compiling_is_timed_apart():
   doubled = measure.compiled(lambda x: 2 * x, jnp.float32(3))
   assert doubled.seconds > 0
   assert doubled.case(jnp.float32(4)).run() == 8
@@ -75,7 +75,7 @@ def test_quotients_are_formed_within_a_round():
   )
 
 
-def test_a_busy_machine_is_told():
+def test_a_busy_machine_is_reported():
   calm, one_late = np.array([1, 1.1, 1.2, 1.1]), np.array([1, 1, 1, 1, 9])
   assert measure.verdict({'a': calm, 'b': one_late}) == 'undisturbed'
   busy = np.array([1, 1, 5, 9])
@@ -91,7 +91,7 @@ def test_the_table_is_markdown():
   ]
 
 
-def test_the_environment_is_told(monkeypatch):
+def test_the_environment_is_printed(monkeypatch):
   monkeypatch.setenv('XLA_FLAGS', '--xla_cpu_enable_fast_math=false')
   text = measure.environment(torch='9.9')
   assert 'jax ' in text and 'torch 9.9' in text and 'cores' in text

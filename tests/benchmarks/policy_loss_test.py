@@ -1,4 +1,4 @@
-"""Parity with plain torch comes before timing, and bites."""
+"""Parity with plain torch is checked before timing, and fails if it must."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The whole update against a torch trainer: parity comes before timing."""
+"""The whole update against torch: parity is checked before timing."""
 
 import re
 
@@ -14,7 +14,7 @@ from benchmarks import torch_update  # noqa: E402
 _TINY = learners.Sizes(64, 32, layers=1, rows=8, length=40, core_rows=2)
 
 
-def test_updates_are_equal_and_stand_beside_torch():
+def test_updates_are_equal_and_compared_with_torch():
   report = torch_update.run([_TINY], repeats=2, compiled=False)
   row = (
     r'^\| 32 x 1, \[8, 40\], 64 .* \| torch, eager \| \d\.\d+ '

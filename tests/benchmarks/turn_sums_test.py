@@ -45,7 +45,7 @@ def test_prefix_sums_lose_a_small_turn():
   assert turn_sums.small_turn_error(_form('prefix_sums'), _IDS, _T) > 0.01
 
 
-def test_the_table_tells_it():
+def test_the_table_shows_the_weaknesses():
   report = turn_sums.run(rows=2, length=64, num_turns=2, repeats=2)
   lines = report.split('\n\n')[0].splitlines()
   cells = {

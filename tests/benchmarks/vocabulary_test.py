@@ -1,4 +1,4 @@
-"""Time and peak memory stand beside torch; parity is `torch_update_test`'s."""
+"""Time and peak memory against torch; torch_update_test checks parity."""
 
 import re
 
@@ -16,7 +16,7 @@ _TINY = learners.Sizes(
 
 
 @pytest.mark.slow
-def test_time_and_memory_stand_beside_torch(monkeypatch):
+def test_time_and_memory_are_compared_with_torch(monkeypatch):
   # A process each takes seconds; one number is like the other.
   monkeypatch.setattr(vocabulary, '_peak_apart', vocabulary.peak)
   report = vocabulary.run(_TINY, repeats=2)
@@ -26,7 +26,7 @@ def test_time_and_memory_stand_beside_torch(monkeypatch):
 
 
 def test_the_steepest_growth_counts(monkeypatch):
-  # Scores of a chunk, and something that grows with the square of the length.
+  # Logits of a chunk, and something that grows with the square of the length.
   monkeypatch.setattr(
     vocabulary, 'temporary', lambda x: x.vocabulary * 4096 + x.length**2
   )

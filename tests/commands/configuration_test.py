@@ -1,4 +1,4 @@
-"""Command lines as a user types them: what they give, and every error."""
+"""Command lines as a user types them: their configuration, every error."""
 
 import math
 import os
@@ -66,7 +66,7 @@ def test_values_take_the_type_of_their_key(flag, expected):
   assert config == expected and type(config) is type(expected)
 
 
-def test_row_workdir_options_and_separate_values(tmp_path):
+def test_algorithm_workdir_options_and_separate_values(tmp_path):
   arguments = configuration.parse(
       [
           '--config', f'{_REPO}/configs/base.py:turn_ppo',
@@ -188,7 +188,7 @@ def test_a_config_file_that_fails(tmp_path, source, expected):
   assert line.startswith(f'--config={file}: ') and expected in line
 
 
-def test_missing_file_and_unknown_row():
+def test_a_missing_file_and_an_unknown_algorithm():
   (line,) = _errors(f'--config={_REPO}/configs/bse.py', '--workdir=x')
   assert 'no such file; did you mean' in line and 'configs/base.py' in line
   (line,) = _errors(_BASE + ':st_pp', '--workdir=x')
@@ -210,7 +210,7 @@ def test_packaged_configs_load_from_any_folder(tmp_path, monkeypatch):
   assert configuration.parse(flags).config.model.path == ''
 
 
-def test_errors_of_all_kinds_come_together():
+def test_errors_of_all_kinds_are_printed_together():
   lines = _errors(
     _BASE,
     '--workdri=x',
@@ -232,7 +232,10 @@ def test_errors_of_all_kinds_come_together():
 
 
 def _run(*argv):
-  """Exit code, stdout, stderr, CPU seconds of a process without devices."""
+  """Returns exit code, stdout, stderr and CPU seconds of a process.
+
+  Its platform does not exist, so that touching a device is an error.
+  """
   before = resource.getrusage(resource.RUSAGE_CHILDREN)
   # A platform that does not exist: touching a device would be an error.
   environ = os.environ | {'JAX_PLATFORMS': 'none_such'}

@@ -1,4 +1,4 @@
-"""`export` as users do: any checkpoint of a run, and every refusal."""
+"""`export` as users call it: any checkpoint of a run, and every error."""
 
 import contextlib
 import io
@@ -38,7 +38,7 @@ def _tensors(folder):
   return safetensors.numpy.load_file(folder / 'model.safetensors')
 
 
-def test_the_newest_is_the_policy_of_the_finished_run(
+def test_the_newest_checkpoint_is_the_policy_of_the_finished_run(
   workdir, tmp_path, capsys
 ):
   out = tmp_path / 'deep' / 'out'
@@ -72,18 +72,18 @@ def test_an_earlier_step_in_bfloat16(workdir, tmp_path):
 
 
 def _copy(workdir, folder, **changes):
-  """The folder of the run, its config recorded with other values."""
+  """Copies the folder of the run and changes its recorded config."""
   shutil.copytree(workdir, folder)
   path = folder / 'config.json'
   config = json.loads(path.read_text())
   for key, value in changes.items():
-    block, name = key.split('__')
-    config[block][name] = value
+    section, name = key.split('__')
+    config[section][name] = value
   path.write_text(json.dumps(config))
   return folder
 
 
-def test_what_an_export_does_not_read_may_be_gone(workdir, tmp_path):
+def test_inputs_that_an_export_does_not_read_may_be_missing(workdir, tmp_path):
   run = _copy(
     workdir,
     tmp_path / 'run',
@@ -117,7 +117,7 @@ def test_a_source_that_has_moved_is_named(workdir, tmp_path, capsys):
   assert (tmp_path / 'out' / 'model.safetensors').read_bytes() == theirs
 
 
-def test_what_an_export_reads_is_checked(workdir, tmp_path, capsys):
+def test_keys_that_an_export_reads_are_checked(workdir, tmp_path, capsys):
   run = _copy(workdir, tmp_path / 'run', model__num_layers='two')
   assert _export(f'--workdir={run}', f'--out={tmp_path}/out') == 2
   err = capsys.readouterr().err
@@ -131,8 +131,8 @@ def test_as_many_devices_share_a_policy_as_divide_its_width(width, shared):
   assert policy_export._mesh(width).shape['fsdp'] == shared
 
 
-def test_the_flag_knows_every_dtype():
-  assert export._DTYPES == tuple(export_lib.DTYPES)
+def test_the_flag_accepts_every_dtype_of_the_exporter():
+  assert export.DTYPES == tuple(export_lib.DTYPES)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +153,9 @@ def test_the_flag_knows_every_dtype():
 def test_a_wrong_flag_is_a_line(workdir, tmp_path, capsys, flags, expected):
   out = tmp_path / 'out'
   assert _export(f'--workdir={workdir}', f'--out={out}', *flags) == 2
-  told, err = capsys.readouterr()
+  out_text, err = capsys.readouterr()
   lines = err.splitlines()
-  assert told == '' and len(lines) == len(expected), err
+  assert out_text == '' and len(lines) == len(expected), err
   for line, beginning in zip(lines, expected):
     assert beginning in line
   assert not out.exists()

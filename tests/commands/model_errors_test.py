@@ -1,4 +1,4 @@
-"""Model directories that do not fit: one line, 2, and nothing written."""
+"""Model directories that do not fit: one line, exit code 2, no file."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def _config(**changes):
 
 
 def _header(change):
-  """Changes the header of the weights, in as many bytes."""
+  """Returns a change of the header of the weights, in as many bytes."""
 
   def rewrite(model):
     path = model / 'model.safetensors'
@@ -125,7 +125,7 @@ def test_a_model_that_does_not_fit_is_one_line_and_2(
   assert not workdir.exists()
 
 
-def test_a_tokenizer_larger_than_the_embedding(tmp_path, capsys):
+def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path, capsys):
   model, small = tmp_path / 'model', tiny.model()
   export.export(model, small.config, tiny.params(small))
   export.copy_tokenizer(_SOURCE, model)
@@ -145,7 +145,7 @@ def test_a_tokenizer_larger_than_the_embedding(tmp_path, capsys):
     (_header(_rename), f'missing tensors {_NORM}'),
   ],
 )
-def test_a_reference_is_of_the_policys_shape(model, change, expected):
+def test_a_reference_must_have_the_shape_of_the_policy(model, change, expected):
   change(model)
   config = base.get_config()
   config.model.path, config.model.reference_path = str(_SOURCE), str(model)
@@ -155,7 +155,7 @@ def test_a_reference_is_of_the_policys_shape(model, change, expected):
 
 
 def _refused(workdir, capsys, **changes):
-  """The lines of a run that is refused; it has written nothing."""
+  """Returns the error lines of a run that is refused and writes nothing."""
   command = ['train', *runs.flags(**changes), f'--workdir={workdir}']
   assert __main__.main(command) == 2
   out, err = capsys.readouterr()
@@ -186,7 +186,7 @@ _LIKE_SOURCE = {
     ({}, _header(_rename), f'missing tensors {_NORM}'),
   ],
 )
-def test_a_reference_of_random_weights_is_of_their_shape(
+def test_a_reference_must_have_the_shape_of_random_weights(
   tmp_path, model, capsys, shape, change, expected
 ):
   change(model)
@@ -216,7 +216,7 @@ def test_a_start_of_another_shape_than_the_reference_is_refused(
   )
 
 
-def test_experts_that_are_not_there_make_no_difference(model):
+def test_options_of_experts_that_a_model_lacks_make_no_difference(model):
   _config(intermediate_size=176)(model)
   config = base.get_config()
   config.model.reference_path = str(model)
@@ -262,7 +262,7 @@ def test_experts_that_are_not_there_make_no_difference(model):
     ),
   ],
 )
-def test_what_devices_and_models_cannot_do_is_refused_before_the_folder(
+def test_a_config_that_does_not_fit_the_devices_writes_no_folder(
   tmp_path, capsys, monkeypatch, changes, expected
 ):
   # With a supervised start, and no retriever: nobody is waited for.
@@ -271,7 +271,7 @@ def test_what_devices_and_models_cannot_do_is_refused_before_the_folder(
   assert err.startswith(expected) and err.count('\n') == 1
 
 
-def test_a_served_engine_cuts_no_rows():
+def test_a_remote_engine_has_no_rows_to_divide_among_devices():
   config = runs.config(
     mesh__tensor=2,
     evaluate__batch_size=3,

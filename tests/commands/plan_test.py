@@ -28,61 +28,57 @@ def _plan(capsys, *flags):
 
 
 def _sizes(out):
-  """GiB by what they are of."""
+  """Returns name to GiB of the printed lines."""
   return {name: float(size) for size, name in _LINE.findall(out)}
 
 
-def test_bytes_of_a_small_model(capsys, monkeypatch):
-  # In bytes, for a model that has no thousandth of a GiB.
-  monkeypatch.setattr('stppo_jax.commands.plan._GIB', 1)
-  code, out, _ = _plan(
-    capsys, '--compile=False', '--hbm_gib=1e9', '--config.mesh.fsdp=2'
+def test_bytes_of_a_small_model():
+  found = plan.make(
+    runs.config(mesh__fsdp=2), length=128, loss_fraction=0.5, compiles=False
   )
-  assert code == 0
-  assert out.startswith('data=4 fsdp=2 tensor=1\n')
-  assert out.endswith('fits in 1000000000.0 GiB\n')
-  sizes = _sizes(out)
+  assert found.axes == {'data': 4, 'fsdp': 2, 'tensor': 1}
+  sizes = found.sizes
   # All but norms and biases are cut in two; the value head is one column.
   whole = 4 * (16 + 8 * 2 + 3 * 16)
-  words = sizes['policy parameters'] - 4 * (_LAYER + 16) / 2 - whole / 2
-  assert words > 0 and words % (4 * 16 / 2) == 0  # rows of half a width
+  embedding = sizes['policy parameters'] - 4 * (_LAYER + 16) / 2 - whole / 2
+  assert embedding > 0
+  assert embedding % (4 * 16 / 2) == 0  # vectors of half a width
   assert sizes['value parameters'] - sizes['policy parameters'] == 4 * 16 / 2
   assert sizes['reference'] == sizes['policy parameters']
   for name in ('policy', 'value'):
     # Two moments and a counter.
     expected = 2 * sizes[f'{name} parameters'] + 4
     assert sizes[f'{name} optimizer'] == expected
-  # The engine has them all on every device, and two of the 16 slots: keys and
-  # values of 128 tokens, one layer, one head of 8.
+  # The engine has all weights on every device, and two of the 16 slots: keys
+  # and values of 128 tokens, one layer, one head of 8.
   for name in ('engine', 'evaluating engine'):
     weights = sizes[f'weights of the {name}']
     assert weights == 2 * sizes['policy parameters'] - whole
     assert sizes[f'keys and values of the {name}'] == 2 * 2 * 128 * 8 * 4
-  parts = [size for name, size in sizes.items() if name != 'total']
-  assert sizes['total'] == sum(parts)
+  assert found.total == sum(sizes.values()) + found.gradients
 
 
 def test_an_engine_computes_with_weights_of_its_dtype():
   config = runs.config(evaluate__every=0)
-  whole = plan._engines(config, tiny.model())
+  whole = plan.engine_sizes(config, tiny.model())
   # Two rows a device, of two layers with one key/value head of 8.
   assert whole['weights of the engine'] == 4 * _size(tiny.model())
   assert whole['keys and values of the engine'] == 2 * 2 * 2 * 128 * 8 * 4
-  halved = plan._engines(config, tiny.model(dtype='bfloat16'))
+  halved = plan.engine_sizes(config, tiny.model(dtype='bfloat16'))
   assert halved == {name: size / 2 for name, size in whole.items()}
   served = runs.config(
     rollout__engine='remote',
     rollout__remote__url='http://127.0.0.1:9',
     rollout__remote__model='x',
   )
-  assert plan._engines(served, tiny.model()) == {}
+  assert plan.engine_sizes(served, tiny.model()) == {}
 
 
 def _size(model):
   return sum(leaf.size for leaf in jax.tree.leaves(tiny.params(model)))
 
 
-def test_experts_of_the_engine_that_are_visited_again_have_a_plan(capsys):
+def test_a_plan_with_routing_replay(capsys):
   code, out, err = _plan(
     capsys,
     '--compile=False',
@@ -97,7 +93,7 @@ def test_experts_of_the_engine_that_are_visited_again_have_a_plan(capsys):
   assert out.endswith('fits in 80.0 GiB\n')
 
 
-def test_a_compiled_plan_tells_of_the_program(capsys):
+def test_a_compiled_plan_prints_collectives_and_operations(capsys):
   code, out, _ = _plan(capsys, '--hbm_gib=1e-6', '--config.mesh.fsdp=2')
   assert code == 2 and out.endswith('does not fit in 1e-06 GiB\n')
   assert re.search(r'sent by \d+ all-gather\n', out)

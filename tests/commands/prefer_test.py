@@ -1,4 +1,4 @@
-"""`prefer` as users call it: a row of the block, and every error in a line."""
+"""`prefer` as users call it: a whole run, and every error in a line."""
 
 import math
 
@@ -23,7 +23,7 @@ _FLAGS = {
 
 
 def _arrays():
-  """Nine pairs of one turn each."""
+  """Returns nine pairs of one turn each."""
   rng = np.random.default_rng(0)
   shape = (18, 32)
   mask = np.zeros(shape, bool)
@@ -44,7 +44,7 @@ def _prefer(workdir, file, **changes):
   return __main__.main(['prefer', *flags, *batch, f'--workdir={workdir}'])
 
 
-def test_it_trains_and_says_where_the_policy_is(tmp_path, capsys):
+def test_a_run_trains_and_prints_where_its_policy_is(tmp_path, capsys):
   np.savez(tmp_path / 'batch.npz', **_arrays())
   code = _prefer(
     tmp_path / 'run', tmp_path / 'batch.npz', preference__name='tdpo2'
@@ -78,7 +78,7 @@ def test_a_wrong_file_is_one_line_and_2(tmp_path, capsys, changes, expected):
   assert not (tmp_path / 'run').exists()
 
 
-def test_what_is_no_file_is_one_line_and_2(tmp_path, capsys):
+def test_a_file_that_cannot_be_read_is_one_line_and_2(tmp_path, capsys):
   (tmp_path / 'text').write_text('no archive', encoding='utf-8')
   for file, expected in (
     ('', '--batch: missing'),
@@ -134,7 +134,7 @@ def test_a_wrong_config_is_one_line_and_2(tmp_path, capsys, changes, expected):
     ({'mesh__tensor': 8}, 'mesh tensor=8 does not divide num_heads=2'),
   ],
 )
-def test_what_it_does_not_do_is_refused_before_the_folder(
+def test_an_unsupported_option_is_refused_before_the_folder_is_made(
   tmp_path, capsys, changes, expected
 ):
   np.savez(tmp_path / 'batch.npz', **_arrays())
@@ -145,14 +145,14 @@ def test_what_it_does_not_do_is_refused_before_the_folder(
   assert not (tmp_path / 'run').exists()
 
 
-def test_the_defaults_are_no_wish():
+def test_the_default_config_has_no_unsupported_option():
   config = base.get_config()
   for key, allowed in preference._UNUSED.items():
     block, name = key.split('.')
     assert config[block][name] in allowed
 
 
-def test_the_config_knows_every_loss(tmp_path, capsys):
+def test_the_error_lists_every_loss(tmp_path, capsys):
   assert _prefer(tmp_path / 'run', 'absent', preference__name='?') == 2
   choices = ', '.join(preferences.PREFERENCES)
   assert f'must be one of {choices}\n' in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`train` and `sft` as users do: rows, data, servers, signals, errors."""
+"""`train` and `sft` as users call them: algorithms, data, signals, errors."""
 
 import contextlib
 import io
@@ -25,15 +25,17 @@ _TEACHING = {
 }
 
 
-def _train(workdir, row='st_ppo', **changes):
+def _train(workdir, algorithm='st_ppo', **changes):
   return __main__.main(
-    ['train', *runs.flags(row, **changes), f'--workdir={workdir}']
+    ['train', *runs.flags(algorithm, **changes), f'--workdir={workdir}']
   )
 
 
-def _one_step(workdir, row='st_ppo', **changes):
-  """Trains one step without evaluation; its line and its dialogues."""
-  assert _train(workdir, row, num_steps=1, evaluate__every=0, **changes) == 0
+def _one_step(workdir, algorithm='st_ppo', **changes):
+  """Trains one step; returns its line of metrics and its dialogues."""
+  assert (
+    _train(workdir, algorithm, num_steps=1, evaluate__every=0, **changes) == 0
+  )
   (line,) = runs.metrics(workdir)
   assert all(math.isfinite(value) for value in line.values())
   assert line['update/skipped'] == 0
@@ -43,7 +45,7 @@ def _one_step(workdir, row='st_ppo', **changes):
 
 @pytest.fixture(scope='module')
 def taught(tmp_path_factory):
-  """(folder of a policy that knows the form of the dialogue, what was told)."""
+  """Returns (folder of a policy after a supervised start, its output)."""
   folder = tmp_path_factory.mktemp('taught')
   flags = runs.flags(sft__num_steps=60, env__max_turn_tokens=16, **_TEACHING)
   with contextlib.redirect_stdout(io.StringIO()) as told:
@@ -51,7 +53,7 @@ def taught(tmp_path_factory):
   return folder, told.getvalue()
 
 
-def test_the_supervised_start_lowers_the_loss_and_is_scored(taught):
+def test_the_supervised_start_lowers_the_loss_and_is_evaluated(taught):
   _, told = taught
   losses = [float(x) for x in re.findall(r'sft step \d+ loss ([0-9.]+)', told)]
   assert losses[0] == pytest.approx(math.log(290), rel=0.02)  # uniform
@@ -65,16 +67,18 @@ def test_the_supervised_start_lowers_the_loss_and_is_scored(taught):
   ]
 
 
-# Of the four rows the other tests here take two, and loop_test.py one.
+# Other tests here run two of them, and loop_test.py one.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  'row', ['token_ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'so_ppo']
+  'algorithm', ['token_ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'so_ppo']
 )
-def test_every_row_goes_on_from_the_supervised_start(tmp_path, taught, row):
+def test_every_algorithm_goes_on_from_the_supervised_start(
+  tmp_path, taught, algorithm
+):
   line, records = _one_step(
-    tmp_path, row, model__path=taught[0], env__max_turn_tokens=16
+    tmp_path, algorithm, model__path=taught[0], env__max_turn_tokens=16
   )
-  # What it was taught: it searches and answers.
+  # As in the demonstrations, it searches and answers.
   actions = {turn['action'] for r in records for turn in r['turns']}
   assert {'search', 'answer'} <= actions
   assert line['retrieval/ok'] > 0
@@ -105,7 +109,7 @@ def _write_lines(path, rows):
 
 @pytest.fixture
 def files(tmp_path):
-  """Flags of a small data set in files, and of a start that knows its form."""
+  """Returns flags of a small data set in files, with a supervised start."""
   towns = 'Paris Rome Oslo Bern Lima Cairo Quito Delhi'.split()
   root = tmp_path / 'data'
   root.mkdir()
@@ -196,7 +200,7 @@ def test_a_retriever_that_does_not_answer_is_one_line_and_75(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-  ('row', 'changes', 'expected'),
+  ('algorithm', 'changes', 'expected'),
   [
     ('st_ppo', {'rollout__temprature': 1}, 'did you mean temperature?'),
     ('st_pp', {}, "unknown algorithm 'st_pp'"),
@@ -237,9 +241,9 @@ def test_a_retriever_that_does_not_answer_is_one_line_and_75(tmp_path, capsys):
   ],
 )
 def test_a_wrong_config_is_one_line_and_2(
-  tmp_path, capsys, row, changes, expected
+  tmp_path, capsys, algorithm, changes, expected
 ):
-  assert _train(tmp_path / 'run', row, **changes) == 2
+  assert _train(tmp_path / 'run', algorithm, **changes) == 2
   out, err = capsys.readouterr()
   assert out == '' and err.count('\n') == 1
   assert expected in err
