@@ -129,7 +129,8 @@ class FileQuestions:
     seed: the seed of the permutations.
     train: the file of training questions.
     evaluation: the file of evaluation questions; None for no evaluation.
-    corpus: the file of passages, read when they are asked for.
+    corpus: the file of passages, read when they are asked for; None if another
+      server has them.
 
   Raises:
     FileNotFoundError, ValueError: if a file is missing or malformed; one line.
@@ -141,7 +142,7 @@ class FileQuestions:
     seed: int,
     train: pathlib.Path,
     evaluation: pathlib.Path | None,
-    corpus: pathlib.Path,
+    corpus: pathlib.Path | None,
   ):
     self._seed = seed
     self._train = readers.read_questions(train)
@@ -190,6 +191,11 @@ class FileQuestions:
 
   def passages(self) -> list[types.Passage]:
     """See `Questions`."""
+    if self._corpus is None:
+      raise ValueError(
+        "data.corpus='': must name a file, whose passages are served here or "
+        'train a tokenizer'
+      )
     return corpus_lib.read_corpus(self._corpus)
 
   def world_passages(self, world: int) -> list[types.Passage]:

@@ -185,7 +185,7 @@ def build_questions(config) -> questions_lib.Questions:
     seed=config.seed,
     train=root / config.data.train,
     evaluation=root / evaluation if evaluation else None,
-    corpus=root / config.data.corpus,
+    corpus=root / config.data.corpus if config.data.corpus else None,
   )
 
 

@@ -176,6 +176,16 @@ def test_evaluation_is_a_fixed_sample_of_each_data_set(tmp_path):
   assert _files(tmp_path).evaluation(8) == {}
 
 
+def test_passages_of_another_server_cannot_be_read(tmp_path):
+  path = tmp_path / 'train.jsonl'
+  path.write_text(json.dumps(_record(0)))
+  questions = questions_lib.FileQuestions(
+    seed=0, train=path, evaluation=None, corpus=None
+  )
+  with pytest.raises(ValueError, match="data.corpus='': must name a file"):
+    questions.passages()
+
+
 def test_a_file_is_one_corpus(tmp_path):
   questions = _files(tmp_path)
   (passage,) = questions.passages()
