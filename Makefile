@@ -51,8 +51,11 @@ check: $(TESTING)  ## lint, types and the fast tests: before every commit
 	$(MAKE) lint
 	$(MAKE) -j2 types test-fast
 
+# Each worker begins with half of the list, so what a module makes for its tests
+# and the programs that they share are made once.
 test: $(TESTING)  ## all tests but the slow ones
-	$(BIN)/python -m pytest -q -n $(JOBS) -m 'not slow' tests $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal \
+	  -m 'not slow' tests $(ARGS)
 
 test-fast: $(TESTING)  ## the tests of the folders that answer in seconds
 	$(BIN)/python -m pytest -q -m 'not slow' $(FAST_TESTS) $(ARGS)
@@ -63,7 +66,8 @@ test-slow: $(TESTING)  ## the slow tests
 # Without torch its tests would be skipped: then this fails.
 test-torch: $(BENCH)/.installed  ## the tests that compare with torch
 	$(BENCH)/bin/python -c 'import torch'
-	$(BENCH)/bin/python -m pytest -q -n $(JOBS) -m 'torch and not slow' \
+	$(BENCH)/bin/python -m pytest -q -n $(JOBS) --dist worksteal \
+	  -m 'torch and not slow' \
 	  tests $(ARGS)
 
 lint: $(TESTING)  ## ruff: rules and format

@@ -248,7 +248,7 @@ _KEY = Addition(
     Insertion(
       'configs/schema.py',
       "'env.name': _one_of(*environments.ENVIRONMENTS),",
-      "'env.greeting': settings.Rule(lambda x: len(x) < 9, 'at most 8 letters'),\n",
+      "'env.greeting': settings.Rule(str.islower, 'lower case'),\n",
     ),
     Insertion(
       'stppo_jax/commands/config.py',
@@ -268,9 +268,9 @@ _KEY = Addition(
   lines = output.getvalue().splitlines()
   assert lines[0] == 'hello' and "env.greeting = 'hello'" in lines
   try:
-    config.main([*flags, '--config.env.greeting=good morning'])
+    config.main([*flags, '--config.env.greeting=GOOD'])
   except configuration.ConfigurationError as error:
-    assert 'env.greeting' in str(error) and 'at most 8' in str(error)
+    assert 'env.greeting' in str(error) and 'lower case' in str(error)
   else:
     raise AssertionError('the rule was not checked')
   """,
