@@ -195,6 +195,7 @@ _DIALECT = Addition(
   from stppo_jax.retrieval import dialects
 
   flags = ['--config=configs/base.py', '--config.retrieval.dialect=find']
+  flags.append('--config.retrieval.url=http://localhost:1')
   config = configuration.parse(flags, workdir=False).config
   dialect = dialects.DIALECTS[config.retrieval.dialect]
   assert dialect.body(['lake 7'], 2) == {'find': ['lake 7'], 'at_most': 2}
@@ -310,6 +311,7 @@ def _changed(root: pathlib.Path) -> set[str]:
       _ENVIRONMENT,
       {'stppo_jax/envs/echo.py', 'stppo_jax/envs/environments.py'},
     ),
+    (_DIALECT, {'stppo_jax/retrieval/dialects.py'}),
     (_MODEL, {'stppo_jax/models/config.py'}),
     (
       _KEY,
@@ -320,7 +322,7 @@ def _changed(root: pathlib.Path) -> set[str]:
       },
     ),
   ],
-  ids=['algorithm', 'environment', 'model', 'key'],
+  ids=['algorithm', 'environment', 'dialect', 'model', 'key'],
 )
 def test_an_addition_touches_these_files_and_works(addition, files, tmp_path):
   _copy(tmp_path)
