@@ -199,7 +199,7 @@ _DIALECT = Addition(
   config = configuration.parse(flags, workdir=False).config
   dialect = dialects.DIALECTS[config.retrieval.dialect]
   assert dialect.body(['lake 7'], 2) == {'find': ['lake 7'], 'at_most': 2}
-  document = {'id': '7', 'contents': '"Lake 7"\\\\nIt is 7 km long.'}
+  document = {'id': '7', 'contents': '"Lake 7"\\nIt is 7 km long.'}
   reply = json.dumps({'result': [[{'document': document, 'score': 0.5}]]})
   ((passage,),) = dialect.read(reply.encode(), 1)
   assert (passage.title, passage.score) == ('Lake 7', 0.5)
