@@ -37,9 +37,9 @@ _FOLDED = (
   | dict.fromkeys('∕⁄⧸╱', '/')
   | {char: letter for chars, letter in _LETTERS.items() for char in chars}
 )
-# A text without any of these characters holds no tag. Most passages have none of
-# them, so the slow loop below is rarely entered. After _LESS come the characters
-# that NFKD decomposes into one of them.
+# A text without any of these characters holds no tag. Most passages have none,
+# so the slow loop below is rarely entered. After _LESS come the characters that
+# NFKD decomposes into one of them.
 _ANY_LESS = re.compile(f'[{_LESS}＜﹤≮⊀︿︽\u2329]')
 _TAG = re.compile(f'<[/\\\\]*(?:{"|".join(TAG_NAMES)})[/\\\\]*>')
 
@@ -50,8 +50,8 @@ def neutralise_tags(text: str) -> str:
   Case, white space, zero-width characters, accents and look-alikes make no
   difference: `< / ＡＮＳＷＥＲ ＞` is a tag too. Everything else is unchanged.
   """
-  # Repeated until nothing changes: matches do not overlap, so a pass may leave a
-  # tag that shared a bracket with a neutralised one.
+  # Repeated until nothing changes: matches do not overlap, so a pass may leave
+  # a tag that shared a bracket with a neutralised one.
   while _ANY_LESS.search(text):
     characters = list(text)
     folded, origins = _fold(text)
