@@ -89,4 +89,4 @@ def to_accumulator(gradient: Tree, mesh: jax.sharding.Mesh | None) -> Tree:
   slices, on accelerators it reduce-scatters.
   """
   gradient = jax.tree.map(lambda g: g.astype(jnp.float32), gradient)
-  return sharding.laid_out(gradient, mesh)
+  return sharding.constrain_params(gradient, mesh)

@@ -55,4 +55,4 @@ def load_frozen(
   more bits than that, an export of merged adapters lacks these bits.
   """
   params = load_or_init(config, path, policy, mesh)
-  return precision.replaced(params, policy.config.dtype)
+  return precision.cast_and_delete(params, policy.config.dtype)

@@ -1,18 +1,18 @@
-"""Attention: each query looks at the keys it may see.
+"""Attention: each query takes a mean of the values whose keys it may see.
 
-B rows, L queries, S keys, Q query heads, K key/value heads, G = Q / K, H head
-size.
+B rows, L queries, J keys, N query heads, K heads of keys and of values,
+R = N / K query heads that share one of them, H head size.
 
-`attention` is the definition, takes any mask and runs everywhere. Whole
-sequences are attended to in blocks, or by a kernel of the platform, by a name
-of `WHOLE`; those know causal masks only, so decoding from a cache always uses
-`over_parts`.
+`attention` is the definition: it takes any mask and runs everywhere. Whole
+sequences use `causal_attention`: tiles (`blockwise`) or a kernel of the
+platform. Those know causal masks only, so reading from a cache always uses
+`attend_to_slices`.
 """
 
 from collections.abc import Callable
-from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -25,150 +25,164 @@ from stppo_jax.parallel import activations
 Array = jax.Array
 Attend = Callable[[Array, Array, Array], Array]
 
-_MASKED = -1e30  # finite: a row of nothing but masked scores stays finite
-# Tokens of a block; scores of a pair of them stay in a CPU's cache, and are
-# worth the start of a kernel elsewhere.
-_CPU_BLOCK, _BLOCK = 80, 512
+# Finite, so that a query which sees nothing gets finite numbers, not nan.
+_MASKED = -1e30
+# Tokens of a tile. On a CPU the logits of one pair of tiles stay in its cache;
+# elsewhere a pair has to be worth the start of a kernel.
+_CPU_TILE, _TILE = 80, 512
 
 
 def attention(
-  q_BLQH: Array, k_BKSH: Array, v_BKSH: Array, visible_BLS: Array
+  q_BLNH: Array, k_BKJH: Array, v_BKJH: Array, visible_BLJ: Array
 ) -> Array:
-  """softmax(q k / √H) v in float32 scores; keys are shared, never repeated."""
-  q_BKGLH = _by_head(q_BLQH, k_BKSH.shape[1])
-  weights, total, _ = _weights(q_BKGLH, k_BKSH, visible_BLS)
-  # Normalised after the product with v: H divisions a query, not S.
-  mixed = _mixed(weights, v_BKSH)
-  return _by_query(mixed / total.astype(mixed.dtype))
+  """Returns softmax(q k / √H) v, [B, L, N, H].
+
+  Logits are float32. Keys are broadcast over the query heads that share them,
+  never repeated.
+  """
+  q_BKRLH = _split_heads(q_BLNH, k_BKJH.shape[1])
+  weights, total, _ = _weights(q_BKRLH, k_BKJH, visible_BLJ)
+  # Normalised after the product with v: H divisions a query instead of J.
+  mixed = _mix(weights, v_BKJH)
+  return _join_heads(mixed / total.astype(mixed.dtype))
 
 
-class Part(NamedTuple):
-  """Some of the keys that queries look at.
+class KeySlice(NamedTuple):
+  """Some of the keys and values that queries look at.
 
   Attributes:
-    k_BKSH, v_BKSH: keys and values; S of each part its own.
-    visible_BLS: what may be seen; its B and L may be 1.
-    needed: a scalar, False where nothing of it is visible: it is not read.
-    rows_B: whose keys and values they are that each row looks at, of keys and
-      values with any number of rows; None: its own.
+    k_BKJH, v_BKJH: keys and values; each slice has its own J.
+    visible_BLJ: bool, which keys each query sees; its B and L may be 1.
+    needed: scalar, False where no query sees any of them: then they are not
+      read.
+    slots_B: for each row, the index of its keys and values, whose leading axis
+      may then have any size; None: row b looks at index b.
   """
 
-  k_BKSH: Array
-  v_BKSH: Array
-  visible_BLS: Array
+  k_BKJH: Array
+  v_BKJH: Array
+  visible_BLJ: Array
   needed: Array | bool
-  rows_B: Array | None = None
+  slots_B: Array | None = None
 
 
-def over_parts(q_BLQH: Array, parts: Sequence[Part]) -> Array:
-  """Attention to keys that lie apart, as if they followed one another.
+def attend_to_slices(q_BLNH: Array, slices: Sequence[KeySlice]) -> Array:
+  """Returns attention to all slices as if they were one array, [B, L, N, H].
 
-  Each part is looked at by itself, and added up in order. One of which a query
-  sees nothing adds an exact zero, so that it makes no difference to a bit of
-  the result whether such a part is read.
+  Each slice is reduced by itself to (weighted values, sum of weights, largest
+  logit), and these are rescaled to the largest logit of all and added up in
+  order. A slice of which a query sees nothing has the largest logit _MASKED,
+  so its scale is exp(_MASKED - largest) = 0 exactly. Therefore no bit of the
+  result depends on whether such a slice is read: programs that look at
+  different numbers of cache blocks agree to the last bit.
   """
 
-  q_BKGLH = _by_head(q_BLQH, parts[0].k_BKSH.shape[1])
+  q_BKRLH = _split_heads(q_BLNH, slices[0].k_BKJH.shape[1])
 
-  def read(part):
-    k_BKSH, v_BKSH = part.k_BKSH, part.v_BKSH
-    if part.rows_B is not None:
-      k_BKSH, v_BKSH = (
-        x.at[part.rows_B].get(mode='clip') for x in (k_BKSH, v_BKSH)
+  def read(piece):
+    k_BKJH, v_BKJH = piece.k_BKJH, piece.v_BKJH
+    if piece.slots_B is not None:
+      k_BKJH, v_BKJH = (
+        x.at[piece.slots_B].get(mode='clip') for x in (k_BKJH, v_BKJH)
       )
-    weights, total, largest = _weights(q_BKGLH, k_BKSH, part.visible_BLS)
-    return _mixed(weights, v_BKSH), total, largest
+    weights, total, largest = _weights(q_BKRLH, k_BKJH, piece.visible_BLJ)
+    return _mix(weights, v_BKJH), total, largest
 
-  def nothing(part):
-    mixed, total, largest = jax.eval_shape(read, part)
+  def skip(piece):
+    mixed, total, largest = jax.eval_shape(read, piece)
     zeros = lambda x: jnp.zeros(x.shape, x.dtype)
     return zeros(mixed), zeros(total), jnp.full_like(zeros(largest), _MASKED)
 
-  # Which are read is known when tracing, or a branch is taken when running.
-  found = [
-    jax.lax.cond(part.needed, read, nothing, part._replace(needed=True))
-    for part in parts
+  # A python bool decides while tracing and leaves the other branch out of the
+  # program; an array decides when the program runs.
+  reduced = [
+    jax.lax.cond(piece.needed, read, skip, piece._replace(needed=True))
+    for piece in slices
   ]
-  largest = functools.reduce(jnp.maximum, [x for *_, x in found])
-  mixed = total = 0.0
-  for part_mixed, part_total, part_largest in found:
-    scale = jnp.exp(part_largest - largest)
-    mixed += part_mixed * scale.astype(part_mixed.dtype)
-    total += part_total * scale
-  return _by_query(mixed / total.astype(mixed.dtype))
+  largest = functools.reduce(jnp.maximum, [x for *_, x in reduced])
+  mixed: Any = 0.0
+  total: Any = 0.0
+  for slice_mixed, slice_total, slice_largest in reduced:
+    scale = jnp.exp(slice_largest - largest)
+    mixed += slice_mixed * scale.astype(slice_mixed.dtype)
+    total += slice_total * scale
+  return _join_heads(mixed / total.astype(mixed.dtype))
 
 
-def _by_head(q_BLQH: Array, K: int) -> Array:
-  """q / √H as [B, K, G, L, H]: laid out once, whatever it is compared with."""
-  B, L, Q, H = q_BLQH.shape
-  q_BLKGH = (q_BLQH * H**-0.5).reshape(B, L, K, Q // K, H)
-  return q_BLKGH.transpose(0, 2, 3, 1, 4)
+def _split_heads(q_BLNH: Array, K: int) -> Array:
+  """Returns q / √H as [B, K, R, L, H], the layout of every product below."""
+  B, L, N, H = q_BLNH.shape
+  q_BLKRH = (q_BLNH * H**-0.5).reshape(B, L, K, N // K, H)
+  return q_BLKRH.transpose(0, 2, 3, 1, 4)
 
 
 def _weights(
-  q_BKGLH: Array, k_BKSH: Array, visible_BLS: Array
+  q_BKRLH: Array, k_BKJH: Array, visible_BLJ: Array
 ) -> tuple[Array, Array, Array]:
-  """exp(scores - their largest) [B, K, G, L, S], their sum, and the largest."""
-  scores = _by_rows(
-    'bknh,bksh->bkns', q_BKGLH, k_BKSH, preferred_element_type=jnp.float32
+  """Returns exp(logits - largest) [B, K, R, L, J], their sum, the largest."""
+  logits = _matmul(
+    'bknh,bkjh->bknj', q_BKRLH, k_BKJH, preferred_element_type=jnp.float32
   )
-  scores = jnp.where(visible_BLS[:, None, None], scores, _MASKED)
-  largest = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-  weights = jnp.exp(scores - largest)
+  logits = jnp.where(visible_BLJ[:, None, None], logits, _MASKED)
+  # The largest logit cancels out of softmax, so it carries no gradient.
+  largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+  weights = jnp.exp(logits - largest)
   return weights, jnp.sum(weights, axis=-1, keepdims=True), largest
 
 
-def _mixed(weights: Array, v_BKSH: Array) -> Array:
-  return _by_rows('bkns,bksh->bknh', weights.astype(v_BKSH.dtype), v_BKSH)
+def _mix(weights: Array, v_BKJH: Array) -> Array:
+  """Returns the weighted sums of the values [B, K, R, L, H]."""
+  return _matmul('bknj,bkjh->bknh', weights.astype(v_BKJH.dtype), v_BKJH)
 
 
-def _by_rows(equation: str, x: Array, y: Array, **options) -> Array:
-  """A product with x [B, K, G, L, ...]: its G and L are rows of one matrix."""
-  B, K, G, L, _ = x.shape
-  flat = jnp.einsum(equation, x.reshape(B, K, G * L, -1), y, **options)
-  return flat.reshape(B, K, G, L, -1)
+def _matmul(equation: str, x: Array, y: Array, **options) -> Array:
+  """Multiplies x [B, K, R, L, ...] with y, its R and L as one matrix axis."""
+  B, K, R, L, _ = x.shape
+  flat = jnp.einsum(equation, x.reshape(B, K, R * L, -1), y, **options)
+  return flat.reshape(B, K, R, L, -1)
 
 
-def _by_query(mixed: Array) -> Array:
-  """[B, K, G, L, H] -> [B, L, Q, H]."""
-  B, K, G, L, H = mixed.shape
-  return mixed.transpose(0, 3, 1, 2, 4).reshape(B, L, K * G, H)
+def _join_heads(mixed: Array) -> Array:
+  """Returns [B, K, R, L, H] as [B, L, N, H]."""
+  B, K, R, L, H = mixed.shape
+  return mixed.transpose(0, 3, 1, 2, 4).reshape(B, L, K * R, H)
 
 
-def whole(
+def causal_attention(
   name: str,
   size: int,
   lengths_B: Array | None,
   mesh: jax.sharding.Mesh | None,
 ) -> Attend:
-  """Causal attention of right-padded sequences from their first token on.
+  """Returns a function for causal attention within right-padded sequences.
 
   Call it once, outside a scan over layers: what all layers share is made here.
 
   Args:
-    name: a key of `WHOLE`.
+    name: a key of `IMPLEMENTATIONS`.
     size: L, tokens of a row with its padding.
-    lengths_B: tokens of each row without; int32; None: all.
-    mesh: that activations lie on; None: one device.
+    lengths_B: int32, tokens of each row without padding; None: all.
+    mesh: mesh that activations lie on; None: one device.
 
   Returns:
-    attend(q_BLQH, k_BLKH, v_BLKH): what each query found [B, L, Q, H]. At
-    padding it is finite and without meaning.
+    attend(q_BLNH, k_BLKH, v_BLKH) to [B, L, N, H]. At padding the result is
+    finite and has no meaning.
   """
-  return WHOLE[name](size, lengths_B, mesh)
+  return IMPLEMENTATIONS[name](size, lengths_B, mesh)
 
 
 def choose(name: str, *, dtype: str, head_dim: int, platform: str) -> str:
-  """The key of `WHOLE` that a config means.
+  """Returns the key of `IMPLEMENTATIONS` that a config asks for.
 
   Args:
     name: one of those, or 'auto' for the fastest that runs here.
-    dtype: of the activations.
+    dtype: name of the activations' dtype.
     head_dim: H.
     platform: 'cpu', 'gpu' or 'tpu'.
 
   Raises:
-    ValueError: it does not run here; a line that lists what does.
+    ValueError: the implementation does not run here; the message lists those
+      that do.
   """
   runs = {
     'cudnn': platform == 'gpu'
@@ -191,14 +205,15 @@ def choose(name: str, *, dtype: str, head_dim: int, platform: str) -> str:
 
 
 def _xla(size: int, lengths_B: Array | None, mesh) -> Attend:
-  """Runs everywhere; by the definition up to one block, then in blocks.
+  """Makes attention that runs everywhere: by the definition, or in tiles.
 
-  What comes after a query is padding first: no mask for it.
+  Padding follows all text, so the causal mask hides it already and the lengths
+  are not needed.
   """
   del lengths_B
-  block = _CPU_BLOCK if jax.default_backend() == 'cpu' else _BLOCK
-  if size > block:
-    return blockwise.attend(size, block, mesh)
+  tile = _CPU_TILE if jax.default_backend() == 'cpu' else _TILE
+  if size > tile:
+    return blockwise.attend(size, tile, mesh)
   causal_1LL = jnp.tril(jnp.ones((size, size), bool))[None]
   return lambda q, k, v: attention(
     q, k.swapaxes(1, 2), v.swapaxes(1, 2), causal_1LL
@@ -206,19 +221,19 @@ def _xla(size: int, lengths_B: Array | None, mesh) -> Attend:
 
 
 def _cudnn(size: int, lengths_B: Array | None, mesh) -> Attend:
-  """Fused, on GPU; without the scores of padding."""
-  options = {'is_causal': True, 'implementation': 'cudnn'}
+  """Makes the fused kernel of cuDNN for GPUs, which skips padding."""
+  options: dict[str, Any] = {'is_causal': True, 'implementation': 'cudnn'}
   valid_BL11 = None
   if lengths_B is not None:
     valid_BL = jnp.arange(size)[None] < lengths_B[:, None]
     valid_BL11 = valid_BL[:, :, None, None]
-    # A row of nothing would divide by zero.
+    # An empty row would make the kernel divide by zero.
     lengths_B = jnp.maximum(lengths_B, 1).astype(jnp.int32)
     options['query_seq_lengths'] = options['key_value_seq_lengths'] = lengths_B
 
-  def attend(q_BLQH, k_BLKH, v_BLKH):
-    inputs = (q_BLQH, k_BLKH, v_BLKH)
-    if mesh is not None:  # the kernel wants all three cut alike
+  def attend(q_BLNH, k_BLKH, v_BLKH):
+    inputs = (q_BLNH, k_BLKH, v_BLKH)
+    if mesh is not None:  # the kernel needs all three sharded alike
       heads = activations.TENSOR
       if k_BLKH.shape[2] % activations.extent(mesh, heads):
         heads = None
@@ -228,15 +243,15 @@ def _cudnn(size: int, lengths_B: Array | None, mesh) -> Attend:
       )
     if valid_BL11 is None:
       return jax.nn.dot_product_attention(*inputs, **options)
-    # What the kernel leaves at padding, also in the gradients, is undefined.
+    # The kernel leaves anything at padding, in the gradients too: select zeros.
     inputs = (jnp.where(valid_BL11, x, 0) for x in inputs)
-    mixed_BLQH = jax.nn.dot_product_attention(*inputs, **options)
-    return jnp.where(valid_BL11, mixed_BLQH, 0)
+    mixed_BLNH = jax.nn.dot_product_attention(*inputs, **options)
+    return jnp.where(valid_BL11, mixed_BLNH, 0)
 
   return attend
 
 
-WHOLE: Mapping[str, Callable[..., Attend]] = {
+IMPLEMENTATIONS: dict[str, Callable[..., Attend]] = {
   'xla': _xla,
   'cudnn': _cudnn,
   'splash': splash.attend,

@@ -1,19 +1,31 @@
-"""Causal attention in blocks: memory grows with the length, not its square.
+"""Causal attention in tiles: memory grows with the length, not its square.
 
-B rows, L tokens, P padded tokens, Q query heads, K key/value heads, G = Q / K,
-H head size; blocks of C tokens.
+B rows, L tokens (with padding to whole tiles), N query heads, K heads of keys
+and of values, R = N / K, H head size; J keys; tiles of C tokens.
 
-Queries of a block look at one block of keys after the other, and at none that
-follows. Weights of keys seen so far are relative to the largest score so far,
+A tile of queries looks at one tile of keys after the other, up to its own. The
+weights of the keys seen so far are relative to the largest logit so far,
 
-    o = Σ_s exp(x_s - m) v_s,   t = Σ_s exp(x_s - m),   m = max_s x_s
+    o = Σ_j exp(x_j - m) v_j,   t = Σ_j exp(x_j - m),   m = max_j x_j
 
-and shrink by exp(m - m') when it rises to m'. The backward pass computes the
-weights of each pair of blocks again from log Σ exp(x) = m + log t, as in
-FlashAttention (Dao et al., 2022, https://arxiv.org/abs/2205.14135).
+and o and t are scaled by exp(m - m') when the largest logit rises to m'. This
+is FlashAttention (Dao et al., 2022, https://arxiv.org/abs/2205.14135).
 
-Of a few blocks, each looks at all keys it may see at once: no sums are carried
-from pair to pair.
+Automatic differentiation would keep the weights of every pair of tiles between
+the passes: [L, L] again. So the backward pass is written by hand. It keeps the
+inputs, the result and one number per query, log Σ_j exp(x_j) = m + log t, from
+which the weights of a pair are computed again as exp(x - log Σ), already
+normalised. With g the gradient of the result and w the weights,
+
+    dL/dv_j = Σ_l w_lj g_l
+    dL/dx_lj = w_lj (g_l . v_j - g_l . o_l)
+
+where g_l . o_l = Σ_j w_lj g_l . v_j needs no look at other tiles. Pairs are
+visited in the order of the forward pass, so a sum is the same in every run.
+
+For at most `_FEW` tiles there is a second, unrolled program: each tile of
+queries takes all its keys in one product, and no sums are carried from pair to
+pair, which is faster while a [C, L] piece of logits is small.
 """
 
 from collections.abc import Callable
@@ -29,25 +41,31 @@ from stppo_jax.parallel import activations
 
 Array = jax.Array
 
-_MASKED = -1e30  # finite: differences of it are no nan
-_TOKENS = -2  # the axis of what is cut into blocks
-_FEW = 4
+_MASKED = -1e30  # finite: the difference of two is 0, not nan
+_TOKENS = -2  # the axis that is cut into tiles
+_FEW = 4  # tiles up to which the unrolled program is used
 
 
 def attend(
-  size: int, block: int, mesh: jax.sharding.Mesh | None
+  size: int, tile: int, mesh: jax.sharding.Mesh | None
 ) -> Callable[[Array, Array, Array], Array]:
-  """See `attention.whole`; rows of `size` tokens, blocks of at most `block`."""
-  num_blocks = -(-size // block)
-  block = -(-size // num_blocks)  # all alike, with the least padding
-  padded = num_blocks * block
-  mixed_of = _mixed
-  if num_blocks <= _FEW:
-    padded, mixed_of = size, _mixed_of_few  # the last block may be shorter
+  """Returns `attend` of `attention.causal_attention`, computed in tiles.
 
-  def whole(q_BLQH, k_BLKH, v_BLKH):
-    B, L, Q, H = q_BLQH.shape
-    copies = _copies(Q, k_BLKH.shape[2], mesh)
+  Args:
+    size: tokens of a row with its padding.
+    tile: tokens of a tile at most.
+    mesh: mesh that activations lie on; None: one device.
+  """
+  num_tiles = -(-size // tile)
+  tile = -(-size // num_tiles)  # equal tiles, with the least padding
+  padded = num_tiles * tile
+  mix = _mix_in_loop
+  if num_tiles <= _FEW:
+    padded, mix = size, _mix_unrolled  # the last tile may be shorter
+
+  def attend(q_BLNH, k_BLKH, v_BLKH):
+    B, L, N, H = q_BLNH.shape
+    copies = _copies(N, k_BLKH.shape[2], mesh)
     K = k_BLKH.shape[2] * copies
     k, v = (jnp.repeat(x, copies, axis=2) for x in (k_BLKH, v_BLKH))
     widths = ((0, 0), (0, padded - L), (0, 0), (0, 0))
@@ -55,199 +73,223 @@ def attend(
       activations.constrain(
         jnp.pad(x, widths), mesh, activations.ROWS, None, activations.TENSOR
       )
-      for x in (q_BLQH * H**-0.5, k, v)
+      for x in (q_BLNH * H**-0.5, k, v)
     )
-    q_BKGPH = q.reshape(B, padded, K, Q // K, H).transpose(0, 2, 3, 1, 4)
-    # What is added after the last token is seen by what is cut off again.
-    mixed = mixed_of(q_BKGPH, k.swapaxes(1, 2), v.swapaxes(1, 2), block)
-    return mixed.transpose(0, 3, 1, 2, 4).reshape(B, padded, Q, H)[:, :L]
+    q_BKRLH = q.reshape(B, padded, K, N // K, H).transpose(0, 2, 3, 1, 4)
+    # Only queries that are cut off again can see the keys padded here.
+    mixed = mix(q_BKRLH, k.swapaxes(1, 2), v.swapaxes(1, 2), tile)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(B, padded, N, H)[:, :L]
 
-  return whole
+  return attend
 
 
-def _copies(Q: int, K: int, mesh: jax.sharding.Mesh | None) -> int:
-  """Of each key/value head, so that every device has those it needs.
+def _copies(N: int, K: int, mesh: jax.sharding.Mesh | None) -> int:
+  """Returns how often to repeat each key head, so that a device has its own.
 
-  1 but where devices share heads: their gradients are summed once then, not in
-  every pair of blocks.
+  It is 1 unless several devices of the axis `tensor` share a head. Then each
+  gets a copy: the gradients of the copies are summed between devices once,
+  after all tiles, instead of in every pair of tiles.
   """
   if mesh is None:
     return 1
   heads = math.lcm(K, activations.extent(mesh, activations.TENSOR))
-  return heads // K if Q % heads == 0 else 1
+  return heads // K if N % heads == 0 else 1
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _mixed(q_BKGPH: Array, k_BKPH: Array, v_BKPH: Array, block: int) -> Array:
-  """softmax(q k) v, causal; in the dtype of v."""
-  return _forward(q_BKGPH, k_BKPH, v_BKPH, block)[0]
+def _mix_in_loop(
+  q_BKRLH: Array, k_BKLH: Array, v_BKLH: Array, tile: int
+) -> Array:
+  """Returns causal softmax(q k) v by a loop over pairs of tiles."""
+  return _forward(q_BKRLH, k_BKLH, v_BKLH, tile)[0]
 
 
-def _forward(q_BKGPH, k_BKPH, v_BKPH, block):
-  def look(carry, pair):
-    at, _ = pair
-    mixed, total, largest = (_cut(x, at, block) for x in carry)
-    scores = _scores(q_BKGPH, k_BKPH, pair, block)
-    risen = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
-    weights, shrunk = jnp.exp(scores - risen), jnp.exp(largest - risen)
-    v = _cut(v_BKPH, pair[1], block)
-    mixed = mixed * shrunk + _sum('bkgls,bksh->bkglh', weights, v)
+def _forward(q_BKRLH, k_BKLH, v_BKLH, tile):
+  def add_pair(carry, pair):
+    queries, keys = pair
+    mixed, total, largest = (_cut(x, queries, tile) for x in carry)
+    logits = _pair_logits(q_BKRLH, k_BKLH, pair, tile)
+    risen = jnp.maximum(largest, jnp.max(logits, axis=-1, keepdims=True))
+    weights, shrunk = jnp.exp(logits - risen), jnp.exp(largest - risen)
+    v = _cut(v_BKLH, keys, tile)
+    mixed = mixed * shrunk + _sum('bkrlj,bkjh->bkrlh', weights, v)
     total = total * shrunk + jnp.sum(weights, axis=-1, keepdims=True)
-    found = (mixed, total, risen)
-    return tuple(_put(x, y, at, block) for x, y in zip(carry, found)), None
-
-  nothing = jnp.zeros(q_BKGPH.shape, jnp.float32)
-  start = (nothing, nothing[..., :1], nothing[..., :1] + _MASKED)
-  (mixed, total, largest), _ = jax.lax.scan(look, start, _pairs(q_BKGPH, block))
-  mixed = (mixed / total).astype(v_BKPH.dtype)
-  log_total = largest + jnp.log(total)
-  return mixed, (q_BKGPH, k_BKPH, v_BKPH, mixed, log_total)
-
-
-def _backward(block, kept, gradient_BKGPH):
-  q_BKGPH, k_BKPH, v_BKPH, mixed, log_total = kept
-  mean = _mean(gradient_BKGPH, mixed)
-
-  def look(carry, pair):
-    at, of = pair
-    q, gradient, log_sum, centre = (
-      _cut(x, at, block) for x in (q_BKGPH, gradient_BKGPH, log_total, mean)
-    )
-    k, v = (_cut(x, of, block) for x in (k_BKPH, v_BKPH))
-    weights = jnp.exp(_scores(q_BKGPH, k_BKPH, pair, block) - log_sum)
-    of_weights = _sum('bkglh,bksh->bkgls', gradient, v)
-    of_scores = weights * (of_weights - centre)
-    found = (
-      (at, _sum('bkgls,bksh->bkglh', of_scores, k)),
-      (of, _by_key(of_scores, q)),
-      (of, _by_key(weights, gradient)),
-    )
+    updated = (mixed, total, risen)
     return tuple(
-      _put(x, _cut(x, where, block, axis) + y, where, block, axis)
-      for x, (where, y), axis in zip(carry, found, axes, strict=True)
+      _put(x, y, queries, tile) for x, y in zip(carry, updated, strict=True)
     ), None
 
-  inputs = (q_BKGPH, k_BKPH.swapaxes(2, 3), v_BKPH.swapaxes(2, 3))
+  zeros = jnp.zeros(q_BKRLH.shape, jnp.float32)
+  start = (zeros, zeros[..., :1], zeros[..., :1] + _MASKED)
+  (mixed, total, largest), _ = jax.lax.scan(
+    add_pair, start, _pairs(q_BKRLH, tile)
+  )
+  mixed = (mixed / total).astype(v_BKLH.dtype)
+  log_total = largest + jnp.log(total)
+  return mixed, (q_BKRLH, k_BKLH, v_BKLH, mixed, log_total)
+
+
+def _backward(tile, residuals, gradient_BKRLH):
+  q_BKRLH, k_BKLH, v_BKLH, mixed, log_total = residuals
+  mean = _mean(gradient_BKRLH, mixed)
+
+  def add_pair(carry, pair):
+    queries, keys = pair
+    q, gradient, log_sum, centre = (
+      _cut(x, queries, tile) for x in (q_BKRLH, gradient_BKRLH, log_total, mean)
+    )
+    k, v = (_cut(x, keys, tile) for x in (k_BKLH, v_BKLH))
+    weights = jnp.exp(_pair_logits(q_BKRLH, k_BKLH, pair, tile) - log_sum)
+    d_weights = _sum('bkrlh,bkjh->bkrlj', gradient, v)
+    d_logits = weights * (d_weights - centre)
+    terms = (
+      (queries, _sum('bkrlj,bkjh->bkrlh', d_logits, k)),
+      (keys, _sum_over_queries(d_logits, q)),
+      (keys, _sum_over_queries(weights, gradient)),
+    )
+    return tuple(
+      _put(x, _cut(x, number, tile, axis) + y, number, tile, axis)
+      for x, (number, y), axis in zip(carry, terms, axes, strict=True)
+    ), None
+
+  # Gradients of keys and values grow as [B, K, H, L]: see `_sum_over_queries`.
+  inputs = (q_BKRLH, k_BKLH.swapaxes(2, 3), v_BKLH.swapaxes(2, 3))
   axes = (_TOKENS, -1, -1)
   start = tuple(jnp.zeros(x.shape, jnp.float32) for x in inputs)
-  sums, _ = jax.lax.scan(look, start, _pairs(q_BKGPH, block))
-  of_q, of_k, of_v = _like(sums, inputs)
-  return of_q, of_k.swapaxes(2, 3), of_v.swapaxes(2, 3)
+  sums, _ = jax.lax.scan(add_pair, start, _pairs(q_BKRLH, tile))
+  d_q, d_k, d_v = _cast_like(sums, inputs)
+  return d_q, d_k.swapaxes(2, 3), d_v.swapaxes(2, 3)
 
 
-_mixed.defvjp(_forward, _backward)
+_mix_in_loop.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _mixed_of_few(
-  q_BKGLH: Array, k_BKLH: Array, v_BKLH: Array, block: int
+def _mix_unrolled(
+  q_BKRLH: Array, k_BKLH: Array, v_BKLH: Array, tile: int
 ) -> Array:
-  """As `_mixed`; the last block may be shorter than the others."""
-  return _forward_of_few(q_BKGLH, k_BKLH, v_BKLH, block)[0]
+  """Returns the same, unrolled; the last tile may be shorter."""
+  return _forward_unrolled(q_BKRLH, k_BKLH, v_BKLH, tile)[0]
 
 
-def _forward_of_few(q_BKGLH, k_BKLH, v_BKLH, block):
+def _forward_unrolled(q_BKRLH, k_BKLH, v_BKLH, tile):
   mixed, log_total = [], []
-  for begin, end in _bounds(q_BKGLH, block):
+  for begin, end in _bounds(q_BKRLH, tile):
     k, v = k_BKLH[:, :, :end], v_BKLH[:, :, :end]
-    scores = _scores_of(q_BKGLH[..., begin:end, :], k, begin)
-    largest = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.exp(scores - largest)
+    logits = _logits(q_BKRLH[..., begin:end, :], k, begin)
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    weights = jnp.exp(logits - largest)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    found = _sum('bkgls,bksh->bkglh', weights, v) / total
-    mixed.append(found.astype(v.dtype))
+    mean = _sum('bkrlj,bkjh->bkrlh', weights, v) / total
+    mixed.append(mean.astype(v.dtype))
     log_total.append(largest + jnp.log(total))
   mixed, log_total = (
     jnp.concatenate(x, axis=_TOKENS) for x in (mixed, log_total)
   )
-  return mixed, (q_BKGLH, k_BKLH, v_BKLH, mixed, log_total)
+  return mixed, (q_BKRLH, k_BKLH, v_BKLH, mixed, log_total)
 
 
-def _backward_of_few(block, kept, gradient_BKGLH):
-  q_BKGLH, k_BKLH, v_BKLH, mixed, log_total = kept
-  mean = _mean(gradient_BKGLH, mixed)
-  of_q, of_k, of_v = [], 0.0, 0.0
-  for begin, end in _bounds(q_BKGLH, block):
+def _backward_unrolled(tile, residuals, gradient_BKRLH):
+  q_BKRLH, k_BKLH, v_BKLH, mixed, log_total = residuals
+  mean = _mean(gradient_BKRLH, mixed)
+  d_q, d_k, d_v = [], 0.0, 0.0
+  for begin, end in _bounds(q_BKRLH, tile):
     q, gradient, log_sum, centre = (
-      x[..., begin:end, :] for x in (q_BKGLH, gradient_BKGLH, log_total, mean)
+      x[..., begin:end, :] for x in (q_BKRLH, gradient_BKRLH, log_total, mean)
     )
     k, v = k_BKLH[:, :, :end], v_BKLH[:, :, :end]
-    weights = jnp.exp(_scores_of(q, k, begin) - log_sum)
-    of_weights = _sum('bkglh,bksh->bkgls', gradient, v)
-    of_scores = weights * (of_weights - centre)
-    of_q.append(_sum('bkgls,bksh->bkglh', of_scores, k))
-    later = ((0, 0), (0, 0), (0, 0), (0, q_BKGLH.shape[_TOKENS] - end))
-    of_k += jnp.pad(_by_key(of_scores, q), later)
-    of_v += jnp.pad(_by_key(weights, gradient), later)
-  of_q = jnp.concatenate(of_q, axis=_TOKENS)
-  return _like((of_q, of_k.swapaxes(2, 3), of_v.swapaxes(2, 3)), kept)
+    weights = jnp.exp(_logits(q, k, begin) - log_sum)
+    d_weights = _sum('bkrlh,bkjh->bkrlj', gradient, v)
+    d_logits = weights * (d_weights - centre)
+    d_q.append(_sum('bkrlj,bkjh->bkrlh', d_logits, k))
+    later = ((0, 0), (0, 0), (0, 0), (0, q_BKRLH.shape[_TOKENS] - end))
+    d_k += jnp.pad(_sum_over_queries(d_logits, q), later)
+    d_v += jnp.pad(_sum_over_queries(weights, gradient), later)
+  d_q = jnp.concatenate(d_q, axis=_TOKENS)
+  return _cast_like((d_q, d_k.swapaxes(2, 3), d_v.swapaxes(2, 3)), residuals)
 
 
-_mixed_of_few.defvjp(_forward_of_few, _backward_of_few)
+_mix_unrolled.defvjp(_forward_unrolled, _backward_unrolled)
 
 
-def _bounds(q_BKGLH: Array, block: int) -> list[tuple[int, int]]:
-  """Begin and end of each block."""
-  L = q_BKGLH.shape[_TOKENS]
-  return [(begin, min(begin + block, L)) for begin in range(0, L, block)]
+def _bounds(q_BKRLH: Array, tile: int) -> list[tuple[int, int]]:
+  """Returns the first token of each tile and the one after its last."""
+  L = q_BKRLH.shape[_TOKENS]
+  return [(begin, min(begin + tile, L)) for begin in range(0, L, tile)]
 
 
 def _mean(gradient: Array, mixed: Array) -> Array:
-  """What a softmax subtracts of each gradient: their weighted mean.
+  """Returns g . o of each query [B, K, R, L, 1].
 
-  The gradient of a score is weight x (gradient of the weight - this).
+  It is the weighted mean of the weights' gradients, which the derivative of
+  softmax subtracts from each of them.
   """
-  return _sum('bkglh,bkglh->bkgl', gradient, mixed)[..., None]
+  return _sum('bkrlh,bkrlh->bkrl', gradient, mixed)[..., None]
 
 
-def _by_key(of_pairs_BKGLS: Array, by_query_BKGLH: Array) -> Array:
-  """Σ over the queries, [B, K, H, S]: so the small one of the two is turned."""
-  of_pairs_BKGLS = of_pairs_BKGLS.astype(by_query_BKGLH.dtype)
-  return _sum('bkglh,bkgls->bkhs', by_query_BKGLH, of_pairs_BKGLS)
+def _sum_over_queries(pairs_BKRLJ: Array, q_BKRLH: Array) -> Array:
+  """Returns Σ over queries and their heads of pairs x q, [B, K, H, J].
+
+  With H before J it is q, the smaller operand, that has to be transposed.
+  """
+  pairs_BKRLJ = pairs_BKRLJ.astype(q_BKRLH.dtype)
+  # einsum sums over its letters in alphabetical order, which decides the bits:
+  # with g for R, query heads come before tokens, as they lie in memory.
+  return _sum('bkglh,bkglj->bkhj', q_BKRLH, pairs_BKRLJ)
 
 
-def _like(gradients: Sequence[Array], inputs: Sequence[Array]) -> tuple:
+def _cast_like(gradients: Sequence[Array], inputs: Sequence[Array]) -> tuple:
+  """Returns the gradients in the dtypes of the inputs."""
   return tuple(x.astype(y.dtype) for x, y in zip(gradients, inputs))
 
 
-def _pairs(q_BKGPH: Array, block: int) -> tuple[Array, Array]:
-  """Blocks of queries, and each with those of keys up to its own."""
-  pairs = np.tril_indices(q_BKGPH.shape[_TOKENS] // block)
-  at, of = (x.astype(np.int32) for x in pairs)
-  # As if they came of the queries. As constants they would let a model that
-  # computes layers again work out the masks of all pairs before, and hold them.
-  return jax.lax.optimization_barrier((at, of, q_BKGPH))[:2]
+def _pairs(q_BKRLH: Array, tile: int) -> tuple[Array, Array]:
+  """Returns the numbers of the tiles of queries and of keys of each pair.
+
+  A tile of queries is paired with the tiles of keys up to its own.
+  """
+  pairs = np.tril_indices(q_BKRLH.shape[_TOKENS] // tile)
+  queries, keys = (x.astype(np.int32) for x in pairs)
+  # The barrier makes the numbers seem to depend on the queries. As constants
+  # they would let the compiler compute the masks of all pairs ahead of the
+  # loop, where layers are computed again, and hold them in memory.
+  return jax.lax.optimization_barrier((queries, keys, q_BKRLH))[:2]
 
 
-def _scores(q_BKGPH: Array, k_BKPH: Array, pair, block: int) -> Array:
-  """[B, K, G, C, C] of a pair of blocks, float32."""
-  at, of = pair
-  q, k = _cut(q_BKGPH, at, block), _cut(k_BKPH, of, block)
-  return _scores_of(q, k, (at - of) * block)
+def _pair_logits(q_BKRLH: Array, k_BKLH: Array, pair, tile: int) -> Array:
+  """Returns the logits of a pair of tiles [B, K, R, C, C], float32."""
+  queries, keys = pair
+  q, k = _cut(q_BKRLH, queries, tile), _cut(k_BKLH, keys, tile)
+  return _logits(q, k, (queries - keys) * tile)
 
 
-def _scores_of(q_BKGLH: Array, k_BKSH: Array, offset: Array | int) -> Array:
-  """[B, K, G, L, S], float32; query l sees the keys up to l + offset."""
-  scores = _sum('bkglh,bksh->bkgls', q_BKGLH, k_BKSH)
-  queries_L, keys_S = (
-    np.arange(x.shape[_TOKENS], dtype=np.int32) for x in (q_BKGLH, k_BKSH)
+def _logits(q_BKRLH: Array, k_BKJH: Array, offset: Array | int) -> Array:
+  """Returns float32 logits [B, K, R, L, J].
+
+  Query l sees the keys up to l + offset; the logits of others are _MASKED.
+  """
+  logits = _sum('bkrlh,bkjh->bkrlj', q_BKRLH, k_BKJH)
+  queries_L, keys_J = (
+    np.arange(x.shape[_TOKENS], dtype=np.int32) for x in (q_BKRLH, k_BKJH)
   )
-  visible_LS = keys_S[None] - queries_L[:, None] <= offset
-  return jnp.where(visible_LS[None, None, None], scores, _MASKED)
+  visible_LJ = keys_J[None] - queries_L[:, None] <= offset
+  return jnp.where(visible_LJ[None, None, None], logits, _MASKED)
 
 
 def _sum(equation: str, x: Array, y: Array) -> Array:
-  """Products in the dtype of y, summed in float32."""
+  """Returns an einsum of products in y's dtype, summed in float32."""
   return jnp.einsum(
     equation, x.astype(y.dtype), y, preferred_element_type=jnp.float32
   )
 
 
-def _cut(x: Array, at: Array, block: int, axis: int = _TOKENS) -> Array:
-  return jax.lax.dynamic_slice_in_dim(x, at * block, block, axis=axis)
+def _cut(x: Array, number: Array, tile: int, axis: int = _TOKENS) -> Array:
+  """Returns the tile of that number."""
+  return jax.lax.dynamic_slice_in_dim(x, number * tile, tile, axis=axis)
 
 
 def _put(
-  x: Array, y: Array, at: Array, block: int, axis: int = _TOKENS
+  x: Array, y: Array, number: Array, tile: int, axis: int = _TOKENS
 ) -> Array:
-  return jax.lax.dynamic_update_slice_in_dim(x, y, at * block, axis=axis)
+  """Returns x with y as the tile of that number."""
+  return jax.lax.dynamic_update_slice_in_dim(x, y, number * tile, axis=axis)

@@ -1,19 +1,22 @@
-"""Keys and values of what was read, and reading on from there.
+"""A cache of keys and values, and reading further tokens from there.
 
-B rows, C tokens read at once, D width, K key/value heads, H head size, S
-positions of a block, N positions of what is recent, E experts that a token
-visits.
+B rows, C tokens read at once, D width, K heads of keys and of values, H head
+size, J positions of a block of the cache or of the recent tokens.
 
-A row's keys and values lie in blocks of S positions, of which only the first
-ones are looked at, as many as the longest row has begun: a token costs what its
-row is long, not what it may become. How many are looked at changes no bit of
-the result, see `attention.over_parts`.
+A slot's keys and values lie in several blocks, and a program looks only at the
+first ones, as many as the longest row has begun: a token costs what its row is
+long, not what it may become. How many are looked at changes no bit of the
+result, see `attention.attend_to_slices`.
 
-What is being read stands beside the blocks (`Recent`) until `store` puts it
-there, so that a loop over tokens never carries the blocks.
+Tokens that are being read stand beside the blocks, in `Recent`, until `store`
+moves them there. A loop that decodes tokens only ever appends to `Recent`,
+which is small; the blocks are an input of the loop, not part of what it carries
+from token to token, so they are neither copied nor written in it. `store` runs
+once per chunk of tokens, after the loop, and updates the donated blocks in
+place.
 
-Beside keys and values, a mixture of experts keeps where each token went: to
-send it there again (routing replay).
+Of a mixture of experts, the cache also holds which experts each token visited,
+so that training can send it there again (routing replay).
 """
 
 from collections.abc import Sequence
@@ -28,21 +31,21 @@ from stppo_jax.models import rotary
 from stppo_jax.models import transformer
 
 Array = jax.Array
-# Keys, values [B, K, S or N, H]; with experts, their ids [B, 1, S or N, E].
+# Keys and values [B, K, J, H]; with experts, also their ids [B, 1, J, E].
 Block = tuple[Array, ...]
-Cache = tuple[tuple[Block, ...], ...]  # of each layer
-Recent = tuple[Block, ...]  # of each layer
+Cache = tuple[tuple[Block, ...], ...]  # for each layer, its blocks
+Recent = tuple[Block, ...]  # for each layer
 
 
 def empty(
   config: model_config.ModelConfig, rows: int, blocks: Sequence[int]
 ) -> Cache:
-  """Zeroed keys and values.
+  """Returns a cache of zeros.
 
   Args:
-    config: the shape.
-    rows: B.
-    blocks: S of each block; a row holds at most their sum.
+    config: the model's shape.
+    rows: number of slots.
+    blocks: J of each block; a slot holds at most their sum.
   """
   return tuple(
     tuple(_zeros(config, rows, size) for size in blocks)
@@ -53,7 +56,7 @@ def empty(
 def nothing_recent(
   config: model_config.ModelConfig, rows: int, size: int
 ) -> Recent:
-  """Room for N = `size` tokens of each row."""
+  """Returns room for `size` recent tokens of each row."""
   return tuple(_zeros(config, rows, size) for _ in range(config.num_layers))
 
 
@@ -67,9 +70,9 @@ def _zeros(config, rows, size) -> Block:
 
 
 def expert_ids(cache: Cache) -> Array:
-  """expert_ids of the tokens in the cache of a mixture of experts.
+  """Returns the experts that cached tokens visited [B, J, layers, E].
 
-  N is layers, S the positions of all blocks.
+  J are the positions of all blocks.
   """
   visits = [[block[2][:, 0] for block in blocks] for blocks in cache]
   return jnp.stack([jnp.concatenate(x, axis=1) for x in visits], axis=2)
@@ -87,65 +90,72 @@ def extend(
   num_blocks: Array | int,
   slots_B: Array | None = None,
 ) -> tuple[Array, Recent]:
-  """Reads tokens; decoding is the case C = 1.
+  """Reads the next tokens of each row; decoding is the case C = 1.
 
   Args:
-    module: all but its layers is used.
+    module: the transformer; everything but its layers is used.
     layers: parameters of each layer.
-    tokens_BC: a row that has fewer ends with any others: they change nothing
-      that stands before them.
-    cache: all blocks.
-    lengths_B: tokens in the cache.
-    recent: of the `first` tokens that followed them.
-    first: the place of the first new token among the recent ones; the same in
+    tokens_BC: the tokens. A row that has fewer may end with any ids: they
+      change nothing that stands before them.
+    cache: all blocks; they are read, not written.
+    lengths_B: tokens of each row that the cache holds.
+    recent: keys and values of the `first` tokens that followed those.
+    first: where among the recent ones the first new token is put; the same in
       all rows.
-    num_blocks: the first so many blocks hold all that rows of interest have
-      read. An int leaves the others out of the program; an array is for where
-      a branch is cheap, and spares the compiling of a program for each number.
-    slots_B: the cache's row of each of these, of which only blocks that are
-      looked at are taken out; None: they are its rows.
+    num_blocks: so many blocks, from the first, hold all that the rows have
+      read. An int leaves the others out of the program. An array takes a
+      branch when the program runs: it spares compiling a program for each
+      number where a branch is cheap.
+    slots_B: the slot of the cache that each row reads; only blocks that are
+      looked at are gathered. None: row b reads slot b.
 
   Returns:
-    Hidden states [B, C, D] and what is recent now.
+    Final hidden states [B, C, D], and the recent tokens with the new ones.
   """
   C = tokens_BC.shape[1]
-  at_C = first + jnp.arange(C)
-  rotation = rotary.rotation(module.config, lengths_B[:, None] + at_C[None])
+  places_C = first + jnp.arange(C)  # of the new tokens among the recent ones
+  rotation = rotary.rotation(module.config, lengths_B[:, None] + places_C[None])
   graph, _ = nnx.split(module.layers)
   x_BCD, updated = module.embed(tokens_BC), []
-  for params, blocks, held in zip(layers, cache, recent):
-    now = []
+  for params, blocks, old_block in zip(layers, cache, recent, strict=True):
+    new_block = []
 
-    def put(new_BCNH, held=held, now=now):
-      old = held[len(now)]
-      new = new_BCNH.swapaxes(1, 2).astype(old.dtype)
-      now.append(jax.lax.dynamic_update_slice_in_dim(old, new, first, axis=2))
-      return now[-1]
+    # Defaults bind this layer's values: a closure would see the last layer's.
+    def append(new_BCKH, old_block=old_block, new_block=new_block):
+      old = old_block[len(new_block)]
+      new = new_BCKH.swapaxes(1, 2).astype(old.dtype)
+      new_block.append(
+        jax.lax.dynamic_update_slice_in_dim(old, new, first, axis=2)
+      )
+      return new_block[-1]
 
-    def attend(q, k, v, put=put, blocks=blocks):
-      parts = [
-        attention.Part(
+    def attend(q, k, v, append=append, blocks=blocks):
+      slices = [
+        attention.KeySlice(
           *block[:2], _filled(blocks, n, lengths_B), n < num_blocks, slots_B
         )
         for n, block in enumerate(blocks)
       ]
-      keys, values = put(k), put(v)
-      before_1CN = jnp.arange(keys.shape[2])[None, None] <= at_C[None, :, None]
-      parts.append(attention.Part(keys, values, before_1CN, True))
-      return attention.over_parts(q, parts)
+      keys, values = append(k), append(v)
+      # Among the recent tokens, each sees itself and those before it.
+      seen_1CJ = (
+        jnp.arange(keys.shape[2])[None, None] <= places_C[None, :, None]
+      )
+      slices.append(attention.KeySlice(keys, values, seen_1CJ, True))
+      return attention.attend_to_slices(q, slices)
 
     x_BCD, routing = nnx.merge(graph, params)(x_BCD, rotation, attend)
     if routing is not None:
-      put(routing.expert_ids[:, :, None])
-    updated.append(tuple(now))
+      append(routing.expert_ids[:, :, None])
+    updated.append(tuple(new_block))
   return module.norm(x_BCD), tuple(updated)
 
 
 def _filled(blocks, n: int, lengths_B: Array) -> Array:
-  """[B, 1, S], the positions of block n that a row has reached."""
+  """Returns which positions of block n each row has reached [B, 1, J]."""
   begin = sum(keys.shape[2] for keys, *_ in blocks[:n])
-  positions_S = begin + jnp.arange(blocks[n][0].shape[2])
-  return positions_S[None, None] < lengths_B[:, None, None]
+  positions_J = begin + jnp.arange(blocks[n][0].shape[2])
+  return positions_J[None, None] < lengths_B[:, None, None]
 
 
 def store(
@@ -155,39 +165,42 @@ def store(
   counts_B: Array,
   slots_B: Array | None = None,
 ) -> Cache:
-  """Puts what is recent behind what the blocks hold; donate the cache.
+  """Returns the cache with the recent tokens appended; donate the old one.
 
   Args:
     cache: all blocks.
-    recent: of the tokens after the first lengths_B.
-    lengths_B: tokens in the cache.
-    counts_B: how many recent tokens to keep.
-    slots_B: the cache's row of each of these; None: they are its rows. One that
-      it has not is left out.
+    recent: keys and values of the tokens that follow the cached ones.
+    lengths_B: tokens of each row that the cache holds.
+    counts_B: how many recent tokens of each row to keep.
+    slots_B: the slot of the cache that each row writes to; rows with a slot
+      that the cache does not have are left out. None: row b writes to slot b.
   """
-  N = recent[0][0].shape[2]
-  rows = len(cache[0][0][0])
+  size = recent[0][0].shape[2]
+  num_slots = len(cache[0][0][0])
   if slots_B is None:
-    slots_B = jnp.arange(rows)
-  kept_BN = jnp.arange(N)[None] < counts_B[:, None]
-  rows_BN = jnp.where(kept_BN, slots_B[:, None], rows)
-  positions_BN = lengths_B[:, None] + jnp.arange(N)[None]
+    slots_B = jnp.arange(num_slots)
+  kept_BJ = jnp.arange(size)[None] < counts_B[:, None]
+  # Writes to the slot behind the last are dropped.
+  slots_BJ = jnp.where(kept_BJ, slots_B[:, None], num_slots)
+  positions_BJ = lengths_B[:, None] + jnp.arange(size)[None]
 
   def one_layer(blocks, recent):
     begin, stored = 0, []
     for block in blocks:
-      S = block[0].shape[2]
-      # One before the block is no place from its end.
-      inside_BN = (positions_BN >= begin) & (positions_BN < begin + S)
-      at = (jnp.where(inside_BN, rows_BN, rows), slice(None))
-      at = (*at, positions_BN - begin)
+      # Each token lies in one block; the writes to all others are dropped. A
+      # position before the block must not become a negative index, which
+      # would count from the block's end: its slot is outside too.
+      end = begin + block[0].shape[2]
+      inside_BJ = (positions_BJ >= begin) & (positions_BJ < end)
+      index = (jnp.where(inside_BJ, slots_BJ, num_slots), slice(None))
+      index = (*index, positions_BJ - begin)
       stored.append(
         tuple(
-          old.at[at].set(new.swapaxes(1, 2), mode='drop')
-          for old, new in zip(block, recent)
+          old.at[index].set(new.swapaxes(1, 2), mode='drop')
+          for old, new in zip(block, recent, strict=True)
         )
       )
-      begin += S
+      begin = end
     return tuple(stored)
 
-  return tuple(one_layer(*layer) for layer in zip(cache, recent))
+  return tuple(one_layer(*layer) for layer in zip(cache, recent, strict=True))

@@ -1,11 +1,18 @@
-"""Chunks of tokens against the words of a vocabulary, on one device or many.
+"""The vocabulary head in chunks of tokens, on one device or many.
 
-B rows, M tokens of each, C of them in a chunk, N = B C tokens of a chunk on one
-device, D width, V vocabulary, W words of one device. Chunks are cut along M, so
-that devices keep their own rows. On a mesh the output matrix is gathered over
-`fsdp` once, before the chunks, and its gradient, which grows in float32 as they
-go by, is scattered once, after them. In between, devices of the axis `tensor`
-tell each other sums over words, a number per token; scores stay where they are.
+B rows, M tokens of each, C tokens of a chunk on one device (of all its rows
+together), D width, V vocabulary, W vocabulary entries that one device holds.
+
+Logits [B, M, V] are the largest array of training by far, so they are never
+formed. A scan takes one chunk of tokens after the other: it forms the chunk's
+logits [C, W], reduces them to a few numbers per token, and drops them. The
+backward pass forms them again (`vocabulary`).
+
+Chunks are cut along M, so that devices keep their own rows. On a mesh the
+output matrix is gathered over `fsdp` once, before the scan, and its gradient,
+which is summed in float32 over the chunks, is scattered once, after it. Within
+a chunk, devices along the axis `tensor` hold different vocabulary entries; they
+exchange sums over the entries, a number per token, and never logits.
 """
 
 from collections.abc import Callable
@@ -25,13 +32,13 @@ _FSDP, _TENSOR = mesh_lib.AXES[1:]
 
 
 class Options(NamedTuple):
-  """How scores are formed; static.
+  """How logits are formed; static under jit.
 
   Attributes:
-    temperature: divides the scores.
-    chunk: tokens of a device whose scores are held at once, one of each of its
-      rows at the least; 0 = all.
-    mesh: that the arrays are laid out on; None: one device.
+    temperature: divides the logits.
+    chunk: tokens of a device whose logits are held at once, at least one of
+      each of its rows; 0: all.
+    mesh: mesh that the arrays are laid out on; None: one device.
   """
 
   temperature: float
@@ -39,85 +46,89 @@ class Options(NamedTuple):
   mesh: jax.sharding.Mesh | None
 
 
-class Words(NamedTuple):
-  """The words of this device, and what it takes to hear of the others.
+class VocabularyShard(NamedTuple):
+  """The vocabulary entries of this device, and reductions over all entries.
 
   Attributes:
-    matrices: [W, D], one or several, in the dtype of the hidden states.
-    temperature: divides the scores.
-    axis: of the mesh, along which words are spread; None: all are here.
+    matrices: one or several output matrices [W, D], in the dtype of the hidden
+      states.
+    temperature: divides the logits.
+    axis: axis of the mesh along which entries are sharded; None: all are here.
   """
 
   matrices: Sequence[Array]
   temperature: float
   axis: str | None
 
-  def scores(self, hidden_ND: Array, number: int = 0) -> Array:
-    """[N, W] float32, with the matrix of that number."""
-    return logits(hidden_ND, self.matrices[number]) / self.temperature
+  def logits(self, hidden_CD: Array, number: int = 0) -> Array:
+    """Returns logits / temperature [C, W], float32, by the numbered matrix."""
+    return logits(hidden_CD, self.matrices[number]) / self.temperature
 
-  def top(self, x_NW: Array) -> Array:
-    """[N], the largest of all words."""
-    top_N = jnp.max(x_NW, axis=-1)
-    return jax.lax.pmax(top_N, self.axis) if self.axis else top_N
+  def max(self, x_CW: Array) -> Array:
+    """Returns the largest number of each token over all entries [C]."""
+    top_C = jnp.max(x_CW, axis=-1)
+    return jax.lax.pmax(top_C, self.axis) if self.axis else top_C
 
-  def sums(self, *parts: Array) -> tuple[Array, ...]:
-    """Of each [N, W] the sum [N] over all words."""
-    return self._total(tuple(jnp.sum(x_NW, axis=-1) for x_NW in parts))
+  def sums(self, *arrays: Array) -> tuple[Array, ...]:
+    """Returns of each array [C, W] the sum over all entries [C]."""
+    return self._psum(tuple(jnp.sum(x_CW, axis=-1) for x_CW in arrays))
 
-  def chosen(self, x_NW: Array, tokens_N: Array) -> Array:
-    """[N]: x of each token's word."""
-    places_N1 = self._places(tokens_N)[:, None]
-    # A select over all words would read all scores once more.
-    found_N1 = jnp.take_along_axis(
-      x_NW, places_N1, axis=1, mode='fill', fill_value=0
+  def chosen(self, x_CW: Array, tokens_C: Array) -> Array:
+    """Returns x at each token's own entry [C]."""
+    places_C1 = self._places(tokens_C)[:, None]
+    # Only the device that holds the entry contributes a number that is not 0.
+    # (A select over all entries would read all logits once more.)
+    found_C1 = jnp.take_along_axis(
+      x_CW, places_C1, axis=1, mode='fill', fill_value=0
     )
-    return self._total(found_N1[:, 0])
+    return self._psum(found_C1[:, 0])
 
-  def pull(
+  def pull_back(
     self,
-    of_scores_NW: Array,
-    of_chosen_N: Array,
-    hidden_ND: Array,
-    tokens_N: Array,
+    d_logits_CW: Array,
+    d_chosen_C: Array,
+    hidden_CD: Array,
+    tokens_C: Array,
   ) -> tuple[Array, Array]:
-    """From the gradient of scores to those of states and of the own matrix.
+    """Returns the gradients of hidden states and of this device's matrix.
 
     Args:
-      of_scores_NW: right but at each token's word.
-      of_chosen_N: there.
-      hidden_ND, tokens_N: of the chunk.
+      d_logits_CW: gradient of the logits, right but at each token's own entry.
+      d_chosen_C: gradient of the logit at each token's own entry.
+      hidden_CD, tokens_C: hidden states and tokens of the chunk.
 
     Returns:
-      [N, D] in the dtype of the hidden states; [W, D] float32.
+      The gradient of the hidden states [C, D] in their dtype, summed over all
+      entries; that of the matrix [W, D], float32, over this chunk.
     """
-    dtype = hidden_ND.dtype
+    dtype = hidden_CD.dtype
     scaled = lambda x: (x / self.temperature).astype(dtype)
-    places_N = self._places(tokens_N)
-    of_scores_NW = (
-      scaled(of_scores_NW)
-      .at[jnp.arange(len(places_N)), places_N]
-      .set(scaled(of_chosen_N), mode='drop', unique_indices=True)
+    places_C = self._places(tokens_C)
+    d_logits_CW = (
+      scaled(d_logits_CW)
+      .at[jnp.arange(len(places_C)), places_C]
+      .set(scaled(d_chosen_C), mode='drop', unique_indices=True)
     )
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
-    of_hidden_ND = product(of_scores_NW, self.matrices[0])
-    of_matrix_WD = product(of_scores_NW.T, hidden_ND)
-    return self._total(of_hidden_ND).astype(dtype), of_matrix_WD
+    d_hidden_CD = product(d_logits_CW, self.matrices[0])
+    d_matrix_WD = product(d_logits_CW.T, hidden_CD)
+    return self._psum(d_hidden_CD).astype(dtype), d_matrix_WD
 
-  def _places(self, tokens_N: Array) -> Array:
-    """Where each token is among the words here; W: it is not."""
+  def _places(self, tokens_C: Array) -> Array:
+    """Returns the index of each token's entry here; W if it is elsewhere."""
     count = self.matrices[0].shape[0]
     if self.axis:
-      tokens_N = tokens_N - jax.lax.axis_index(self.axis) * count
-    here_N = (tokens_N >= 0) & (tokens_N < count)
-    return jnp.where(here_N, tokens_N, count)
+      tokens_C = tokens_C - jax.lax.axis_index(self.axis) * count
+    here_C = (tokens_C >= 0) & (tokens_C < count)
+    return jnp.where(here_C, tokens_C, count)
 
-  def _total(self, x):
+  def _psum(self, x):
+    """Returns the sum over the devices that share the vocabulary."""
     return jax.lax.psum(x, self.axis) if self.axis else x
 
 
 def logits(hidden: Array, output_VD: Array) -> Array:
-  """[..., V] float32 scores of the token that follows each hidden state."""
+  """Returns logits [..., V], float32, of the token after each hidden state."""
   return jnp.einsum(
     '...d,vd->...v',
     hidden,
@@ -128,80 +139,81 @@ def logits(hidden: Array, output_VD: Array) -> Array:
 
 def forward(
   options: Options,
-  about: Callable[..., tuple[Array, ...]],
+  per_token: Callable[..., tuple[Array, ...]],
   matrices: Sequence[Array],
-  parts: Sequence[Array],
+  inputs: Sequence[Array],
 ) -> tuple[Array, ...]:
-  """Some numbers about each token.
+  """Computes numbers for each token from its logits.
 
   Args:
     options: see `Options`.
-    about: (words, chunk [N, ...] of each part) to arrays [N].
-    matrices: [V, D] each.
-    parts: [B, M, ...] each; the first are the hidden states.
+    per_token: function of (vocabulary shard, a chunk [C, ...] of each input)
+      to arrays [C].
+    matrices: output matrices [V, D].
+    inputs: arrays [B, M, ...], the first of them the hidden states.
 
   Returns:
-    What `about` returns, [B, M] each.
+    What `per_token` returns, for all tokens [B, M].
   """
 
-  def local(matrices, parts):
-    words = Words(matrices, options.temperature, layout.tensor)
-    step = lambda _, chunk: (None, about(words, *chunk))
-    return _over_chunks(step, None, parts, options.chunk)[1]
+  def local(matrices, inputs):
+    shard = VocabularyShard(matrices, options.temperature, layout.tensor)
+    step = lambda _, chunk: (None, per_token(shard, *chunk))
+    return _over_chunks(step, None, inputs, options.chunk)[1]
 
-  layout = _Layout.of(options.mesh, matrices, parts)
-  matrices = tuple(x.astype(parts[0].dtype) for x in matrices)
-  return layout.spread(local, layout.rows)(matrices, tuple(parts))
+  layout = _Layout.of(options.mesh, matrices, inputs)
+  matrices = tuple(x.astype(inputs[0].dtype) for x in matrices)
+  return layout.spread(local, layout.rows)(matrices, tuple(inputs))
 
 
 def backward(
   options: Options,
-  pull: Callable[..., tuple[Array, Array]],
+  pull_back: Callable[..., tuple[Array, Array]],
   matrices: Sequence[Array],
-  parts: Sequence[Array],
+  inputs: Sequence[Array],
 ) -> tuple[Array, Array]:
-  """The gradients of the first part, hidden states, and of the first matrix.
+  """Returns the gradients of the hidden states and of the first matrix.
 
   Args:
     options: see `Options`.
-    pull: (words, chunk of each part) to gradients of hidden states and matrix,
-      as `Words.pull` gives them.
-    matrices, parts: as for `forward`.
+    pull_back: function of (vocabulary shard, a chunk of each input) to the
+      gradients of hidden states and matrix, see `VocabularyShard.pull_back`.
+    matrices, inputs: as for `forward`.
 
   Returns:
     [B, M, D] and [V, D], in the dtypes of hidden states and matrix.
   """
 
-  def local(matrices, parts):
-    words = Words(matrices, options.temperature, layout.tensor)
+  def local(matrices, inputs):
+    shard = VocabularyShard(matrices, options.temperature, layout.tensor)
 
     def step(sum_WD, chunk):
-      of_hidden_ND, of_matrix_WD = pull(words, *chunk)
-      return sum_WD + of_matrix_WD, (of_hidden_ND,)
+      d_hidden_CD, d_matrix_WD = pull_back(shard, *chunk)
+      return sum_WD + d_matrix_WD, (d_hidden_CD,)
 
     zeros_WD = jnp.zeros(matrices[0].shape, jnp.float32)
-    of_matrix_WD, (of_hidden_BMD,) = _over_chunks(
-      step, zeros_WD, parts, options.chunk
+    d_matrix_WD, (d_hidden_BMD,) = _over_chunks(
+      step, zeros_WD, inputs, options.chunk
     )
-    return of_hidden_BMD, layout.total(of_matrix_WD)
+    return d_hidden_BMD, layout.sum_rows(d_matrix_WD)
 
-  layout = _Layout.of(options.mesh, matrices, parts)
+  layout = _Layout.of(options.mesh, matrices, inputs)
   dtype = matrices[0].dtype
-  matrices = tuple(x.astype(parts[0].dtype) for x in matrices)
-  of_hidden_BMD, of_matrix_VD = layout.spread(
+  matrices = tuple(x.astype(inputs[0].dtype) for x in matrices)
+  d_hidden_BMD, d_matrix_VD = layout.spread(
     local, (layout.rows, layout.scattered)
-  )(matrices, tuple(parts))
-  return of_hidden_BMD, of_matrix_VD.astype(dtype)
+  )(matrices, tuple(inputs))
+  return d_hidden_BMD, d_matrix_VD.astype(dtype)
 
 
 class _Layout(NamedTuple):
-  """What lies where; an axis that a size does not divide by is left out.
+  """The axes that arrays are sharded along; those that divide no size are not.
 
   Attributes:
-    mesh: None: one device.
-    batch: axes along which rows are spread.
-    tensor: the axis along which words are spread, or None.
-    fsdp: the axis along which the gradient of a matrix is, or None.
+    mesh: the mesh; None: one device.
+    batch: axes along which rows are sharded.
+    tensor: the axis along which vocabulary entries are sharded, or None.
+    fsdp: the axis along which a matrix' gradient is scattered, or None.
   """
 
   mesh: jax.sharding.Mesh | None
@@ -210,35 +222,35 @@ class _Layout(NamedTuple):
   fsdp: str | None
 
   @classmethod
-  def of(cls, mesh, matrices, parts) -> '_Layout':
-    """For those arrays."""
+  def of(cls, mesh, matrices, inputs) -> '_Layout':
+    """Returns the layout of these arrays on a mesh."""
     if mesh is None or mesh.size == 1:
       return cls(None, (), None, None)
-    num_words, width = matrices[0].shape
+    num_entries, width = matrices[0].shape
     fits = lambda size, *axes: (
       size % math.prod(mesh.shape[axis] for axis in axes) == 0
     )
     batch = mesh_lib.BATCH_AXES
-    batch = batch if fits(parts[0].shape[0], *batch) else ()
+    batch = batch if fits(inputs[0].shape[0], *batch) else ()
     return cls(
       mesh,
       batch,
-      _TENSOR if fits(num_words, _TENSOR) else None,
+      _TENSOR if fits(num_entries, _TENSOR) else None,
       _FSDP if batch and fits(width, _FSDP) else None,
     )
 
   @property
   def rows(self) -> P:
-    """Of [B, ...]."""
+    """The layout of arrays [B, ...]."""
     return P(self.batch)
 
   @property
   def scattered(self) -> P:
-    """Of the gradient [V, D]."""
+    """The layout of the matrix' gradient [V, D]."""
     return P(self.tensor, self.fsdp)
 
   def spread(self, local, out_specs):
-    """`local(matrices, parts)` on every device."""
+    """Returns `local(matrices, inputs)` as it runs on all devices."""
     if self.mesh is None:
       return local
     return jax.shard_map(
@@ -249,8 +261,11 @@ class _Layout(NamedTuple):
       check_vma=False,
     )
 
-  def total(self, x_WD: Array) -> Array:
-    """The sum over devices with other rows; each keeps its columns."""
+  def sum_rows(self, x_WD: Array) -> Array:
+    """Returns the sum over devices with other rows; each keeps its columns.
+
+    Over `fsdp` the sum is scattered, over the other axes it is whole.
+    """
     if self.fsdp is not None:
       x_WD = jax.lax.psum_scatter(
         x_WD, self.fsdp, scatter_dimension=1, tiled=True
@@ -259,41 +274,37 @@ class _Layout(NamedTuple):
     return jax.lax.psum(x_WD, axes) if axes else x_WD
 
 
-def _over_chunks(step, carry, parts, chunk: int):
-  """Scans `step` over chunks [N, ...] of parts [B, M, ...].
+def _over_chunks(step, carry, inputs, chunk: int):
+  """Scans `step` over chunks [C, ...] of inputs [B, M, ...].
 
-  No loop for a single one. All have one size, the smallest that does not make
-  them more; the last is filled up with zeros: no token.
+  All chunks have one size, the smallest that does not make them more; the last
+  is filled up with zeros, whose results are cut off again. A single chunk
+  needs no loop.
 
   Returns:
-    The last carry, and what `step` gave about tokens, [B, M, ...].
+    The last carry, and the results for all tokens [B, M, ...].
   """
-  rows, size = parts[0].shape[:2]
+  rows, size = inputs[0].shape[:2]
   count = 1
   if chunk and size:
     count = math.ceil(size / max(chunk // rows, 1))
   length = math.ceil(size / count)
 
-  def cut(x_BM):
-    """[n, N, ...]"""
+  def split(x_BM):
+    """Returns [chunks, C, ...] of [B, M, ...]."""
     missing = count * length - size
     padding = [(0, 0), (0, missing)] + [(0, 0)] * (x_BM.ndim - 2)
-    x_BnC = jnp.pad(x_BM, padding).reshape(rows, count, length, *x_BM.shape[2:])
-    return jnp.moveaxis(x_BnC, 1, 0).reshape(
-      count, rows * length, *x_BM.shape[2:]
-    )
+    x = jnp.pad(x_BM, padding).reshape(rows, count, length, *x_BM.shape[2:])
+    return jnp.moveaxis(x, 1, 0).reshape(count, rows * length, *x_BM.shape[2:])
 
-  def whole(x_nN):
-    """[B, M, ...]"""
-    x_nBC = x_nN.reshape(count, rows, length, *x_nN.shape[2:])
-    x_Bm = jnp.moveaxis(x_nBC, 0, 1).reshape(
-      rows, count * length, *x_nN.shape[2:]
-    )
-    return x_Bm[:, :size]
+  def join(x):
+    """Returns [B, M, ...] of [chunks, C, ...]."""
+    x = jnp.moveaxis(x.reshape(count, rows, length, *x.shape[2:]), 0, 1)
+    return x.reshape(rows, count * length, *x.shape[3:])[:, :size]
 
-  cuts = tuple(cut(x) for x in parts)
+  chunks = tuple(split(x) for x in inputs)
   if count == 1:
-    carry, found = step(carry, tuple(x[0] for x in cuts))
-    return carry, tuple(whole(x[None]) for x in found)
-  carry, stacked = jax.lax.scan(step, carry, cuts)
-  return carry, tuple(whole(x) for x in stacked)
+    carry, results = step(carry, tuple(x[0] for x in chunks))
+    return carry, tuple(join(x[None]) for x in results)
+  carry, stacked = jax.lax.scan(step, carry, chunks)
+  return carry, tuple(join(x) for x in stacked)

@@ -120,7 +120,7 @@ class ModelConfig:
       `remat.POLICIES`.
     scan_unroll: layers per iteration of the scan; more compiles longer and,
       for small models on CPU, runs faster.
-    attention: how whole sequences attend; a key of `attention.WHOLE`.
+    attention: how whole sequences attend; a key of `attention.IMPLEMENTATIONS`.
     moe: how experts are computed; 'auto' or a key of `moe.IMPLEMENTATIONS`.
   """
 

@@ -1,7 +1,12 @@
-"""Models split once: pure functions over a parameter tree.
+"""A model as pure functions over a parameter tree.
 
-A parameter tree is a nested dict of arrays ({'embedding': ..., 'layers': {...},
-...}); layer leaves carry a leading layer axis.
+The network is a Flax NNX module, split once into its graph and its parameters;
+from there on, functions take a parameter tree: a nested dict of arrays
+({'embedding': ..., 'layers': {...}, ...}) in which leaves of the layers carry a
+leading layer axis.
+
+B rows, L tokens, M loss positions, C tokens read at once, D width, V
+vocabulary.
 """
 
 from collections.abc import Mapping
@@ -26,11 +31,11 @@ Array = jax.Array
 Params = Mapping[str, Any]
 
 # Sizes that an axis of the mesh must divide, by their names in the config.
-_CUT = {
+_SHARDED = {
   'fsdp': ('hidden_size',),
   'tensor': ('num_heads', 'intermediate_size', 'vocab_size'),
 }
-_CUT_OF_EXPERTS = {
+_SHARDED_WITH_EXPERTS = {
   'fsdp': ('hidden_size',),
   'tensor': ('num_heads', 'moe_intermediate_size', 'vocab_size'),
 }
@@ -54,20 +59,21 @@ class TokenOutputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """A transformer without its weights: what to compute, not on what.
+  """A transformer without its weights.
 
-  Parameters that do not fit the shape are a ValueError that names them.
+  Every method that takes parameters raises ValueError with the names of those
+  that do not fit the shape.
 
   Attributes:
     config: the shape.
     head: 'vocabulary' (a policy), 'scalar' (a value model) or 'both' (a policy
       that estimates values too).
-    mesh: that activations are laid out on; None leaves them to the compiler.
-      One that does not divide the model is a ValueError, see `division`.
-    lora: of adapters, which parameters may then have. Those without are still
-      welcome: they are the base alone.
-    chunk: tokens of a device whose scores over the vocabulary are held at
-      once; 0 = all.
+    mesh: mesh that activations are laid out on; None leaves the layout to the
+      compiler. Raises ValueError if it does not divide the model, see
+      `division`.
+    lora: options of adapters, which parameters may then contain. Parameters
+      without any are accepted as well: they are the base alone.
+    chunk: tokens of a device whose logits are held at once; 0: all.
   """
 
   config: model_config.ModelConfig
@@ -79,26 +85,28 @@ class Model:
   def __post_init__(self):
     if self.mesh is not None:
       sizes = dataclasses.asdict(self.config)
-      cut = _CUT_OF_EXPERTS if self.config.num_experts else _CUT
+      sharded = _SHARDED_WITH_EXPERTS if self.config.num_experts else _SHARDED
       division.check(
         self.mesh,
-        {axis: {n: sizes[n] for n in names} for axis, names in cut.items()},
+        {axis: {n: sizes[n] for n in names} for axis, names in sharded.items()},
         num_kv_heads=sizes['num_kv_heads'],
       )
 
   def init(self, key: Array) -> Params:
-    """Random weights, float32, without adapters."""
+    """Returns random weights, float32, without adapters."""
     module = transformer.Transformer(
       self.config, head=self.head, rngs=nnx.Rngs(params=key)
     )
     return nnx.to_pure_dict(nnx.state(module))
 
   def init_adapters(self, key: Array) -> Params:
-    """Fresh adapters; see `lora.init`.
+    """Returns fresh adapters; see `lora.init`.
 
     Raises:
-      ValueError: targets that match none of the linear layers.
+      ValueError: no options of adapters, or targets that match no linear layer.
     """
+    if self.lora is None:
+      raise ValueError('the model has no adapters: lora is None')
     graph, abstract = _abstract(self.config, self.head, self.mesh)
     kernels = _kernels(_linear_layers(nnx.merge(graph, abstract)))
     return lora_lib.init(self.lora, kernels, key)
@@ -172,7 +180,7 @@ class Model:
     """
     places_BM = None
     if loss_positions_BM is not None:
-      places_BM = heads.before(loss_positions_BM, tokens_BL.shape[1])
+      places_BM = heads.state_positions(loss_positions_BM, tokens_BL.shape[1])
     module = self._module(params)
     return module.hidden_and_routing(
       tokens_BL,
@@ -220,7 +228,7 @@ class Model:
       hidden_BLD,
       self.output_VD(params),
       tokens_BL,
-      loss_positions_BM,
+      loss_positions_BM=loss_positions_BM,
       temperature=temperature,
       chunk=self.chunk,
       mesh=self.mesh,
@@ -228,8 +236,11 @@ class Model:
     )
     values_BL = None
     if self.head == 'both':
-      values_BL = _values(
-        hidden_BLD, params, tokens_BL, loss_positions_BM if narrowed else None
+      values_BL = heads.token_values(
+        hidden_BLD,
+        params['scalar_head'],
+        tokens_BL,
+        loss_positions_BM=loss_positions_BM if narrowed else None,
       )
     return TokenOutputs(logprobs_BL, entropy_BL, values_BL, routing)
 
@@ -274,7 +285,7 @@ class Model:
       self.hidden(ref_params, tokens_BL, lengths_B=lengths_B),
       self.output_VD(ref_params),
       tokens_BL,
-      loss_positions_BM,
+      loss_positions_BM=loss_positions_BM,
       temperature=temperature,
       chunk=self.chunk,
       mesh=self.mesh,
@@ -300,7 +311,12 @@ class Model:
       loss_positions_BM=loss_positions_BM,
       expert_ids=expert_ids,
     )
-    return _values(hidden_BLD, params, tokens_BL, loss_positions_BM)
+    return heads.token_values(
+      hidden_BLD,
+      params['scalar_head'],
+      tokens_BL,
+      loss_positions_BM=loss_positions_BM,
+    )
 
   def split_layers(self, params: Params) -> Params:
     """Returns the same weights with a tree for each layer, as `extend` takes.
@@ -335,9 +351,10 @@ class Model:
     """
     graph, abstract = _abstract(self.config, self.head, self.mesh)
     state = jax.tree.map(lambda x: x, abstract)
-    # Of the stacked layers only their graph is used.
-    whole = {**params, 'layers': nnx.to_pure_dict(abstract)['layers']}
-    nnx.replace_by_pure_dict(state, whole)
+    # `cache.extend` uses only the graph of the stacked layers, so that their
+    # parameters may stay abstract; the real ones come layer by layer.
+    top = {**params, 'layers': nnx.to_pure_dict(abstract)['layers']}
+    nnx.replace_by_pure_dict(state, top)
     layers = []
     for tree in params['layers']:
       layer = jax.tree.map(lambda x: x, abstract['layers'])
@@ -356,16 +373,18 @@ class Model:
     )
 
   def _module(self, params: Params) -> transformer.Transformer:
+    """Returns the module with these parameters, adapters included."""
     adapters = {}
     if self.lora is not None:
       params, adapters = lora_lib.split(params)
     graph, abstract = _abstract(self.config, self.head, self.mesh)
     shapes.check(params, nnx.to_pure_dict(abstract))
-    state = jax.tree.map(lambda x: x, abstract)  # a copy: filled below
+    state = jax.tree.map(lambda x: x, abstract)  # a copy, which is filled below
     nnx.replace_by_pure_dict(state, dict(params))
     module = nnx.merge(graph, state)
     if adapters:
       linear = _linear_layers(module)
+      assert self.lora is not None  # there are adapters only if it is set
       lora_lib.check(self.lora, _kernels(linear), adapters)
       for name, pair in adapters.items():
         linear[name].adapt(
@@ -374,20 +393,12 @@ class Model:
     return module
 
 
-def _values(hidden_BLD, params, tokens_BL, positions_BM):
-  """Of all states, or of those before the positions."""
-  scalar_D1 = params['scalar_head']
-  if positions_BM is None:
-    return heads.token_values(hidden_BLD, scalar_D1)
-  return heads.token_values_at(hidden_BLD, scalar_D1, tokens_BL, positions_BM)
-
-
 def _linear_layers(module: nnx.Module) -> dict[str, layers.Linear]:
-  """The layers that may have adapters, by names like 'layers/q_proj'."""
+  """Returns the layers that may have adapters, named like 'layers/q_proj'."""
   return {
-    '/'.join(map(str, path)): part
-    for path, part in nnx.iter_modules(module)
-    if isinstance(part, layers.Linear)
+    '/'.join(map(str, path)): child
+    for path, child in nnx.iter_modules(module)
+    if isinstance(child, layers.Linear)
   }
 
 
@@ -400,7 +411,7 @@ def _abstract(
   head: str,
   mesh: jax.sharding.Mesh | None,
 ):
-  """Graph and abstract state of the module, built without arrays."""
+  """Returns graph and abstract state of the module, made without arrays."""
   make = lambda: transformer.Transformer(
     config, head=head, mesh=mesh, rngs=nnx.Rngs(0)
   )

@@ -1,8 +1,8 @@
-"""From hidden states to numbers about tokens: the one next-token shift.
+"""Token log-probabilities, divergence and values: the one next-token shift.
 
-B rows, L tokens, M asked-for tokens of a row, D width, V vocabulary. The hidden
-state at l - 1 speaks about token l. Nobody else shifts. From the logits on,
-everything is float32.
+B rows, L tokens, M loss positions of a row, D width, V vocabulary. The hidden
+state at l - 1 predicts token l, and the results stand at index l. No other
+module shifts. From the logits on, everything is float32.
 """
 
 import jax
@@ -20,41 +20,43 @@ def token_logprobs_and_entropy(
   hidden_BLD: Array,
   output_VD: Array,
   tokens_BL: Array,
-  positions_BM: Array | None = None,
   *,
+  loss_positions_BM: Array | None = None,
   temperature: float,
   chunk: int = 0,
   mesh: jax.sharding.Mesh | None = None,
   narrowed: bool = False,
 ) -> tuple[Array, Array]:
-  """log π(token l | tokens before l) and the entropy of that distribution.
+  """Returns log π(token l | tokens before l) and that distribution's entropy.
 
-  Both are of softmax(logits / temperature), untruncated, in nats. Scores live
-  for one chunk at a time, also in the backward pass, which computes them again:
-  [B, L, V] is never held. What is not asked for has no say, in the gradient
-  neither.
+  Both are of softmax(logits / temperature), untruncated, in nats. Logits live
+  for one chunk of tokens at a time, also in the backward pass, which computes
+  them again: [B, L, V] is never formed. Tokens outside the loss positions have
+  no influence on the result or its gradient.
 
   Args:
-    hidden_BLD, output_VD: differentiable.
-    tokens_BL: the sequences.
-    positions_BM: int32, distinct l of the tokens asked for; what is not in
-      1..L - 1 is none. None: all tokens.
-    temperature: of the distribution.
-    chunk: asked-for tokens of a device at a time; 0 = all.
-    mesh: that the arrays are laid out on; None: one device.
-    narrowed: the hidden states are [B, M, D], those at `before` the tokens.
+    hidden_BLD, output_VD: final hidden states and output matrix;
+      differentiable.
+    tokens_BL: token ids.
+    loss_positions_BM: int32, distinct positions l of the tokens that results
+      are wanted for; one outside 1..L - 1 stands for no token. None: all.
+    temperature: divides the logits.
+    chunk: tokens of a device whose logits are held at once; 0: all.
+    mesh: mesh that the arrays are laid out on; None: one device.
+    narrowed: whether the hidden states are [B, M, D] already, those at
+      `state_positions`.
 
   Returns:
-    logprobs_BL, entropy_BL float32; 0 at tokens not asked for and at the first
-    token, which nothing predicts.
+    logprobs_BL, entropy_BL, float32; 0 at other tokens and at the first, which
+    nothing predicts.
   """
-  found = vocabulary.logprobs_and_entropy(
+  outputs = vocabulary.logprobs_and_entropy(
     chunks.Options(temperature, chunk, mesh),
-    hidden_BLD if narrowed else _before(hidden_BLD, positions_BM),
+    hidden_BLD if narrowed else _gather_before(hidden_BLD, loss_positions_BM),
     output_VD,
-    _at(tokens_BL, positions_BM),
+    _gather_tokens(tokens_BL, loss_positions_BM),
   )
-  return tuple(_back(x, tokens_BL, positions_BM) for x in found)
+  return tuple(_scatter(x, tokens_BL, loss_positions_BM) for x in outputs)
 
 
 def token_divergence(
@@ -63,105 +65,113 @@ def token_divergence(
   ref_hidden_BLD: Array,
   ref_output_VD: Array,
   tokens_BL: Array,
-  positions_BM: Array | None = None,
   *,
+  loss_positions_BM: Array | None = None,
   temperature: float,
   chunk: int,
   mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[Array, Array, Array]:
-  """A policy beside its reference, over the whole vocabulary.
+  """Returns log-probabilities under policy and reference, and their KL.
 
-      divergence_l = KL(reference || pi) = sum_v ref_v (log ref_v - log pi_v)
+      divergence_l = KL(ref || π) = Σ_v ref_v (log ref_v - log π_v)
 
-  of the two distributions of token l, softmax(logits / temperature); in nats.
+  over the whole vocabulary, of the two distributions softmax(logits /
+  temperature) of token l; in nats.
 
   Args:
-    hidden_BLD, output_VD: of the policy; differentiable.
-    ref_hidden_BLD, ref_output_VD: of the reference, which is data.
-    tokens_BL, positions_BM, temperature, chunk, mesh: see
+    hidden_BLD, output_VD: hidden states and output matrix of the policy;
+      differentiable.
+    ref_hidden_BLD, ref_output_VD: those of the reference, which is data.
+    tokens_BL, loss_positions_BM, temperature, chunk, mesh: see
       `token_logprobs_and_entropy`.
 
   Returns:
-    logprobs_BL, ref_logprobs_BL, divergence_BL float32; 0 where not asked for
-    and at the first token.
+    logprobs_BL, ref_logprobs_BL, divergence_BL, float32; 0 outside the loss
+    positions and at the first token.
   """
-  found = vocabulary.divergence(
+  outputs = vocabulary.divergence(
     chunks.Options(temperature, chunk, mesh),
-    _before(hidden_BLD, positions_BM),
+    _gather_before(hidden_BLD, loss_positions_BM),
     output_VD,
-    jax.lax.stop_gradient(_before(ref_hidden_BLD, positions_BM)),
+    jax.lax.stop_gradient(_gather_before(ref_hidden_BLD, loss_positions_BM)),
     jax.lax.stop_gradient(ref_output_VD),
-    _at(tokens_BL, positions_BM),
+    _gather_tokens(tokens_BL, loss_positions_BM),
   )
-  return tuple(_back(x, tokens_BL, positions_BM) for x in found)
+  return tuple(_scatter(x, tokens_BL, loss_positions_BM) for x in outputs)
 
 
-def token_values(hidden_BLD: Array, scalar_D1: Array) -> Array:
-  """values_BL float32: V before token l is known; 0 at the first token."""
-  return _shifted(_values(hidden_BLD[:, :-1], scalar_D1))
-
-
-def token_values_at(
-  hidden_BMD: Array, scalar_D1: Array, tokens_BL: Array, positions_BM: Array
+def token_values(
+  hidden_BLD: Array,
+  scalar_D1: Array,
+  tokens_BL: Array,
+  *,
+  loss_positions_BM: Array | None = None,
 ) -> Array:
-  """values_BL of some tokens, from the states `before` them; 0 elsewhere."""
-  values_BM = _values(hidden_BMD, scalar_D1)
-  return _back(values_BM, tokens_BL, positions_BM)
+  """Returns values_BL, float32: V before token l; 0 where none is wanted.
 
-
-def before(positions_BM: Array, length: int) -> Array:
-  """Places of the states that speak about the tokens; see `transformer.at`."""
-  return _places(positions_BM, length) - 1
-
-
-def _values(hidden_BMD: Array, scalar_D1: Array) -> Array:
+  Args:
+    hidden_BLD: final hidden states; where loss positions are given, [B, M, D],
+      those at `state_positions`.
+    scalar_D1: the value head.
+    tokens_BL: token ids.
+    loss_positions_BM: tokens that values are wanted for, see
+      `token_logprobs_and_entropy`; None: all but the first.
+  """
+  if loss_positions_BM is None:
+    hidden_BLD = hidden_BLD[:, :-1]
   values_BM1 = jnp.matmul(
-    hidden_BMD,
-    scalar_D1.astype(hidden_BMD.dtype),
+    hidden_BLD,
+    scalar_D1.astype(hidden_BLD.dtype),
     preferred_element_type=jnp.float32,
   )
-  return values_BM1[..., 0]
+  return _scatter(values_BM1[..., 0], tokens_BL, loss_positions_BM)
 
 
-def _shifted(about_next: Array) -> Array:
-  return jnp.pad(about_next, ((0, 0), (1, 0)))
+def state_positions(loss_positions_BM: Array, length: int) -> Array:
+  """Returns the positions of the states that predict the tokens, l - 1.
+
+  Those of no token lie outside 0..L - 1, see `transformer.gather_states`.
+  """
+  return _distinct_positions(loss_positions_BM, length) - 1
 
 
-def _before(hidden_BLD: Array, positions_BM: Array | None) -> Array:
-  """[B, M, D]: the states that speak about the tokens; 0 about none."""
-  if positions_BM is None:
+def _gather_before(hidden_BLD: Array, loss_positions_BM: Array | None) -> Array:
+  """Returns the states that predict the tokens [B, M, D]; 0 for no token."""
+  if loss_positions_BM is None:
     return hidden_BLD[:, :-1]
-  places_BM = before(positions_BM, hidden_BLD.shape[1])
-  return transformer.at(hidden_BLD, places_BM)
+  positions_BM = state_positions(loss_positions_BM, hidden_BLD.shape[1])
+  return transformer.gather_states(hidden_BLD, positions_BM)
 
 
-def _at(tokens_BL: Array, positions_BM: Array | None) -> Array:
-  """[B, M]: the tokens; any about none."""
-  if positions_BM is None:
+def _gather_tokens(tokens_BL: Array, loss_positions_BM: Array | None) -> Array:
+  """Returns the tokens at the positions [B, M]; any id for no token."""
+  if loss_positions_BM is None:
     return tokens_BL[:, 1:]
-  return jnp.take_along_axis(tokens_BL, positions_BM, axis=1, mode='clip')
+  return jnp.take_along_axis(tokens_BL, loss_positions_BM, axis=1, mode='clip')
 
 
-def _back(
-  about_BM: Array, tokens_BL: Array, positions_BM: Array | None
+def _scatter(
+  x_BM: Array, tokens_BL: Array, loss_positions_BM: Array | None
 ) -> Array:
-  """[B, L]: each number at its token."""
-  if positions_BM is None:
-    return _shifted(about_BM)
+  """Returns each number at its token [B, L], and 0 elsewhere."""
+  if loss_positions_BM is None:
+    return jnp.pad(x_BM, ((0, 0), (1, 0)))
   length = tokens_BL.shape[1]
   put = lambda x_M, places_M: (
     jnp.zeros(length, x_M.dtype)
     .at[places_M]
     .set(x_M, mode='drop', unique_indices=True)
   )
-  return jax.vmap(put)(about_BM, _places(positions_BM, length))
+  return jax.vmap(put)(x_BM, _distinct_positions(loss_positions_BM, length))
 
 
-def _places(positions_BM: Array, length: int) -> Array:
-  """The positions; those of no token lie outside, each in another place.
+def _distinct_positions(loss_positions_BM: Array, length: int) -> Array:
+  """Returns the positions; those of no token lie outside, all different.
 
-  The place before is outside, too.
+  `unique_indices=True` promises that no index of a row occurs twice, so the
+  fillers of a row may not share one. They start at L + 1, so that the position
+  before each is outside too.
   """
-  outside_M = length + 1 + jnp.arange(positions_BM.shape[1])
-  real_BM = (positions_BM > 0) & (positions_BM < length)
-  return jnp.where(real_BM, positions_BM, outside_M[None])
+  outside_M = length + 1 + jnp.arange(loss_positions_BM.shape[1])
+  real_BM = (loss_positions_BM > 0) & (loss_positions_BM < length)
+  return jnp.where(real_BM, loss_positions_BM, outside_M[None])

@@ -1,4 +1,4 @@
-"""The two layers everything is made of: a matrix product and a norm."""
+"""The two layers that all others are made of: a matrix product and a norm."""
 
 from flax import nnx
 import jax
@@ -10,9 +10,9 @@ INITIALIZER = nnx.initializers.normal(stddev=0.02)
 
 
 class Linear(nnx.Module):
-  """x @ kernel (+ bias), the kernel stored [in, out]; adapters if it has any.
+  """Computes x @ kernel (+ bias), with the kernel stored as [in, out].
 
-  See `lora`: `adapt` adds them.
+  `adapt` adds low-rank adapters, see `lora`.
   """
 
   def __init__(self, din: int, dout: int, *, use_bias: bool, rngs: nnx.Rngs):
@@ -23,12 +23,13 @@ class Linear(nnx.Module):
     self.adapter_scale = None
 
   def adapt(self, a: Array, b: Array, *, scale: float) -> None:
-    """From now on y + scale (x @ a) @ b."""
+    """Adds scale (x @ a) @ b to the result of every later call."""
     self.lora_a, self.lora_b = nnx.Param(a), nnx.Param(b)
     self.adapter_scale = scale
 
   def __call__(self, x: Array) -> Array:
-    # As one matrix: on CPU the gradient of a batched product is half as fast.
+    # As a product of two matrices: on a CPU the gradient of a batched product
+    # takes twice as long, and `remat` knows products with weights by this.
     flat = x.reshape(-1, x.shape[-1])
     y = flat @ self.kernel[...].astype(x.dtype)
     if self.adapter_scale is not None:
@@ -40,7 +41,7 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-  """x / rms(x) · scale, the mean square taken in float32."""
+  """Computes x / rms(x) · scale, with the mean square in float32."""
 
   def __init__(self, size: int, *, eps: float):
     self.scale = nnx.Param(jnp.ones((size,)))

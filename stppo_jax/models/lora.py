@@ -4,12 +4,13 @@
 
 with W [in, out], A [in, rank] and B [rank, out].
 
-Weights are then two trees of the same nesting: the frozen base, and the
-adapters, leaves `lora_a` and `lora_b` beside each adapted `kernel`. Joined,
-they are a tree that a model computes with; merged, they are the base with other
-kernels. A is drawn and B is zero: at first the whole is the base, bit by bit.
+There are two trees of weights with the same nesting: the frozen base, and the
+adapters, leaves `lora_a` and `lora_b` beside each adapted `kernel`. `join`
+makes one tree of both, which a model computes with; `merge` makes a tree
+without adapters, the base with other kernels. A is drawn and B is zero, so that
+a model with fresh adapters computes the same bits as its base.
 
-N layers, stacked on the leading axis.
+Layers are stacked on the leading axis of every leaf.
 """
 
 from collections.abc import Iterable
@@ -33,12 +34,12 @@ class Lora:
   """Which matrices have adapters, and how large they are.
 
   Attributes:
-    rank: of A B.
+    rank: columns of A, rows of B.
     alpha: the product is scaled by alpha / rank.
     targets: regular expression, searched for in names like 'layers/q_proj'.
 
   Raises:
-    ValueError: a rank or alpha that is not positive, a malformed expression.
+    ValueError: rank or alpha is not positive, or the expression is malformed.
   """
 
   rank: int
@@ -59,14 +60,15 @@ class Lora:
 
   @property
   def scale(self) -> float:
+    """The factor of A B."""
     return self.alpha / self.rank
 
 
 def adapted(options: Lora, names: Iterable[str]) -> list[str]:
-  """Which of the linear layers have adapters.
+  """Returns which of the linear layers have adapters, in order.
 
   Raises:
-    ValueError: none.
+    ValueError: the expression matches no name.
   """
   names = sorted(names)
   found = [name for name in names if re.search(options.targets, name)]
@@ -78,18 +80,18 @@ def adapted(options: Lora, names: Iterable[str]) -> list[str]:
 
 
 def init(options: Lora, kernels: Mapping[str, Any], key: Array) -> Params:
-  """Fresh adapters.
+  """Returns fresh adapters.
 
   A is uniform in ±1 / sqrt(in), as in the authors' code; B is zero.
 
   Args:
     options: rank and targets.
-    kernels: name of a linear layer -> its stacked kernel [N, in, out], or the
-      shape of it.
-    key: of the draw.
+    kernels: name of a linear layer -> its stacked kernel [layers, in, out], or
+      anything that has its shape.
+    key: random key.
 
   Raises:
-    ValueError: targets that match no name.
+    ValueError: the targets match no name.
   """
   adapters = {}
   for number, name in enumerate(adapted(options, kernels)):
@@ -111,11 +113,11 @@ def init(options: Lora, kernels: Mapping[str, Any], key: Array) -> Params:
 def check(
   options: Lora, kernels: Mapping[str, Any], adapters: Mapping[str, Params]
 ) -> None:
-  """Raises ValueError that names each adapter which fits no linear layer.
+  """Raises ValueError unless the adapters fit the linear layers.
 
   Args:
     options: rank and targets.
-    kernels: name of a linear layer -> its stacked kernel [N, in, out].
+    kernels: name of a linear layer -> its stacked kernel [layers, in, out].
     adapters: name -> leaves `lora_a` and `lora_b`.
   """
   chosen = adapted(options, kernels)
@@ -135,10 +137,10 @@ def check(
 
 
 def join(one: Params, other: Params) -> Params:
-  """Both trees as one; no array is copied.
+  """Returns both trees as one; no array is copied.
 
   Raises:
-    ValueError: a leaf that both have.
+    ValueError: a leaf is in both trees.
   """
   result = dict(one)
   for name, value in other.items():
@@ -152,15 +154,14 @@ def join(one: Params, other: Params) -> Params:
 
 
 def merge(options: Lora, params: Params) -> Params:
-  """The weights without adapters that compute the same: W + alpha/rank A B.
+  """Returns weights without adapters that compute the same: W + alpha/rank A B.
+
+  A merged kernel has the wider dtype of base and adapters: rounded to a base in
+  bfloat16, small adapters in float32 would be lost.
 
   Args:
-    options: of the adapters.
-    params: joined; a tree without adapters comes back as it is.
-
-  Returns:
-    Other kernels, in the wider dtype of both: a base in bfloat16 would round
-    adapters in float32 away.
+    options: scale of the adapters.
+    params: from `join`; a tree without adapters comes back as it is.
   """
   result = {
     name: merge(options, value) if isinstance(value, Mapping) else value
@@ -177,7 +178,7 @@ def merge(options: Lora, params: Params) -> Params:
 
 
 def split(params: Params) -> tuple[Params, dict[str, Params]]:
-  """(the tree without adapters, name of a linear layer -> its adapters)."""
+  """Returns the tree without adapters, and the adapters by layer name."""
   base, adapters = {}, {}
   for name, value in params.items():
     if not isinstance(value, Mapping):
@@ -193,6 +194,7 @@ def split(params: Params) -> tuple[Params, dict[str, Params]]:
 
 
 def _nested(name: str, leaf: Any) -> dict[str, Any]:
+  """Returns a tree with one leaf, at a path like 'layers/q_proj'."""
   for key in reversed(name.split('/')):
     leaf = {key: leaf}
   return leaf

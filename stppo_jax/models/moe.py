@@ -1,7 +1,7 @@
 """A mixture of experts: each token visits a few of many gated MLPs.
 
-B rows, L tokens of a row, M = B L, D width, X experts, E experts that a token
-visits, S = M E visits, F width of one expert. As in Qwen3-MoE:
+B rows, L tokens of a row, D width, X experts, E experts that a token visits,
+U = B L E visits, F width of one expert's MLP. As in Qwen3-MoE:
 
     p = softmax(x router)                                  over all X, float32
     w_e = p_e, divided by the sum over the visited ones if the config says so
@@ -29,16 +29,16 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-  """Where the tokens went, and what the load-balance loss is made of.
+  """Which experts the tokens visited, and the sums of the load-balance loss.
 
-  Of one layer, or of a whole model: then N layers have an axis in the ids, and
-  the sums are over them too.
+  It describes one layer, or a whole model: then the ids have an axis of layers,
+  and the sums are over the layers too.
 
   Attributes:
     expert_ids: int32, the experts that each token visited, [B, L, E] or
-      [B, L, N, E].
-    visits_BX: float32, the row's visits of each expert, a sum over the tokens
-      that count; no gradient.
+      [B, L, layers, E].
+    visits_BX: float32, how often a row's tokens visited each expert, summed
+      over the tokens that count; no gradient.
     probs_BX: float32, the sum of p over the same tokens; differentiable.
   """
 
@@ -48,9 +48,9 @@ class Routing:
 
 
 class Kernel(nnx.Module):
-  """The router [D, X], or a matrix of every expert, stacked: [X, in, out].
+  """The router [D, X], or one matrix of every expert, stacked [X, in, out].
 
-  No `layers.Linear`: adapters have no part in it.
+  It is no `layers.Linear`, so that adapters leave it alone.
   """
 
   def __init__(self, *shape: int, rngs: nnx.Rngs):
@@ -58,12 +58,12 @@ class Kernel(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-  """Router and experts in the place of the gated MLP.
+  """A router and experts, which take the place of the gated MLP.
 
   Args:
-    config: `moe` there names the implementation, a key of `IMPLEMENTATIONS` or
-      'auto', see `implementation`.
-    mesh: that activations are laid out on; None leaves them alone.
+    config: the model's shape; its `moe` names the implementation, see
+      `implementation`.
+    mesh: mesh that activations are laid out on; None: one device.
     rngs: source of the initial weights.
   """
 
@@ -90,10 +90,10 @@ class MixtureOfExperts(nnx.Module):
     expert_ids_BLE: Array | None = None,
     mask_BL: Array | None = None,
   ) -> tuple[Array, Routing]:
-    """The mixture [B, L, D] at every token, and where the tokens went.
+    """Returns the mixture [B, L, D] of every token, and the routing.
 
     Args:
-      x_BLD: the tokens.
+      x_BLD: hidden states.
       expert_ids_BLE: experts to visit instead of those the router ranks
         highest; its probabilities still weigh them, with gradient. A negative
         id leaves its token to the router.
@@ -119,7 +119,7 @@ class MixtureOfExperts(nnx.Module):
     return y_BLD, _routing(ids_BLE, probs_BLX, mask_BL)
 
   def _probabilities(self, x_BLD: Array) -> Array:
-    """p [B, L, X]; in full float32, for a tie decides where a token goes."""
+    """Returns p [B, L, X], in full float32: rounding could change ranks."""
     logits_BLX = jnp.einsum(
       'bld,dx->blx',
       x_BLD.astype(jnp.float32),
@@ -130,36 +130,37 @@ class MixtureOfExperts(nnx.Module):
 
 
 def load_balance(visits_X: Array, probs_X: Array, tokens: Array) -> Array:
-  """X sum_x (visits_x / tokens) (probs_x / tokens): E when all are alike.
+  """Returns X Σ_x (visits_x / tokens) (probs_x / tokens); E if all are alike.
 
   The load-balance loss of Switch Transformer (arXiv 2101.03961, equations 4 to
   6) over E visits, as in `transformers`. Only `probs_X` carries a gradient. It
-  is linear in them: where a minibatch is cut, pass the visits and the number
-  of tokens of all of it and the probabilities of a part, and add up the parts.
+  is linear in them: of a minibatch in microbatches, pass the visits and the
+  number of tokens of all of it and the probabilities of one microbatch, and add
+  up the results.
 
   Args:
     visits_X, probs_X: see `Routing`; sums over layers and rows.
-    tokens: how many the sums are over, each counted once in every layer.
+    tokens: number of tokens in the sums, each counted once in every layer.
   """
   tokens = jnp.maximum(tokens, 1)
   return visits_X.size * jnp.sum(visits_X / tokens * (probs_X / tokens))
 
 
 def dense(x_BLD, ids_BLE, weights_BLE, kernels, mesh) -> Array:
-  """Every expert on every token: one MLP, X F wide, mostly weighted by 0.
+  """Computes every expert for every token: one MLP, X F wide, mostly times 0.
 
-  The oracle, and the fastest on CPU, where grouped products are computed in
-  full.
+  It is the definition that `grouped` is tested against, and the fastest on CPU,
+  where XLA computes grouped products in full.
   """
   gate_XDF, up_XDF, down_XFD = kernels
   X, D, F = gate_XDF.shape
   one_hot_BLEX = jax.nn.one_hot(ids_BLE, X, dtype=x_BLD.dtype)
   weights_BLX = jnp.einsum('ble,blex->blx', weights_BLE, one_hot_BLEX)
-  # As matrices: on CPU three times as fast as products with three axes. X last,
-  # for a mesh cuts F.
-  x_MD = x_BLD.reshape(-1, D)
+  # As products of matrices, which on a CPU are three times as fast as products
+  # with a third axis. X is the last axis because a mesh shards F.
+  flat = x_BLD.reshape(-1, D)
   wide = lambda kernel_XDF: kernel_XDF.transpose(1, 2, 0).reshape(D, F * X)
-  gated = jax.nn.silu(x_MD @ wide(gate_XDF)) * (x_MD @ wide(up_XDF))
+  gated = jax.nn.silu(flat @ wide(gate_XDF)) * (flat @ wide(up_XDF))
   gated_BLFX = activations.constrain(
     gated.reshape(*x_BLD.shape[:2], F, X) * weights_BLX[:, :, None],
     mesh,
@@ -172,18 +173,18 @@ def dense(x_BLD, ids_BLE, weights_BLE, kernels, mesh) -> Array:
 
 
 def grouped(x_BLD, ids_BLE, weights_BLE, kernels, mesh) -> Array:
-  """Only the visited experts: visits sorted by expert, products by group.
+  """Computes only the visited experts: visits sorted by expert, in groups.
 
-  On a mesh every device sorts the tokens of its own rows, for a slice of F of
-  all experts: the tokens do not travel.
+  On a mesh every device sorts the tokens of its own rows and holds a slice of F
+  of all experts: no token moves to another device.
   """
   rows = x_BLD.shape[0]
   if mesh is None or mesh.size == 1:
     return _grouped(x_BLD, ids_BLE, weights_BLE, *kernels)
-  whole = rows % activations.extent(mesh, activations.ROWS) != 0
-  row = P(None if whole else activations.ROWS)
-  width = kernels[0].shape[2] % mesh.shape[activations.TENSOR] == 0
-  axis = activations.TENSOR if width else None
+  divides = rows % activations.extent(mesh, activations.ROWS) == 0
+  row = P(activations.ROWS if divides else None)
+  divides = kernels[0].shape[2] % mesh.shape[activations.TENSOR] == 0
+  axis = activations.TENSOR if divides else None
 
   def local(*args):
     y_BLD = _grouped(*args)
@@ -199,37 +200,46 @@ def grouped(x_BLD, ids_BLE, weights_BLE, kernels, mesh) -> Array:
 
 
 def _grouped(x_BLD, ids_BLE, weights_BLE, gate_XDF, up_XDF, down_XFD):
+  """Returns the mixture [B, L, D] on one device.
+
+  Each token is repeated for its E visits, and visits are sorted by expert, so
+  that one ragged product multiplies consecutive rows with one expert's matrix.
+  """
   B, L, D = x_BLD.shape
   num_experts, E = gate_XDF.shape[0], ids_BLE.shape[-1]
-  ids_S = ids_BLE.reshape(-1)
-  order_S = jnp.argsort(ids_S, stable=True)
-  place_S = jnp.argsort(order_S)  # of each visit in the sorted order
-  sizes_X = jnp.bincount(ids_S, length=num_experts).astype(jnp.int32)
+  ids_U = ids_BLE.reshape(-1)
+  order_U = jnp.argsort(ids_U, stable=True)
+  place_U = jnp.argsort(order_U)  # where each visit is in the sorted order
+  sizes_X = jnp.bincount(ids_U, length=num_experts).astype(jnp.int32)
   visits = jnp.broadcast_to(x_BLD[:, :, None], (B, L, E, D)).reshape(-1, D)
-  x_SD = _permuted(visits, order_S, place_S)
-  gated_SF = jax.nn.silu(jax.lax.ragged_dot(x_SD, gate_XDF, sizes_X))
-  gated_SF = gated_SF * jax.lax.ragged_dot(x_SD, up_XDF, sizes_X)
-  y_SD = jax.lax.ragged_dot(gated_SF, down_XFD, sizes_X)
-  y_BLED = _permuted(y_SD, place_S, order_S).reshape(B, L, E, D)
+  x_UD = _permuted(visits, order_U, place_U)
+  gated_UF = jax.nn.silu(jax.lax.ragged_dot(x_UD, gate_XDF, sizes_X))
+  gated_UF = gated_UF * jax.lax.ragged_dot(x_UD, up_XDF, sizes_X)
+  y_UD = jax.lax.ragged_dot(gated_UF, down_XFD, sizes_X)
+  y_BLED = _permuted(y_UD, place_U, order_U).reshape(B, L, E, D)
   return jnp.einsum('bled,ble->bld', y_BLED, weights_BLE)
 
 
+# JAX does not know that `order` is a permutation: the derivative of x[order]
+# would be a scatter-add, which is slow and, on a GPU, adds in any order. With
+# the inverse permutation at hand the gradient is another gather.
 @jax.custom_vjp
-def _permuted(x_SD: Array, order_S: Array, inverse_S: Array) -> Array:
-  """x[order]. Its gradient is g[inverse], and not the scatter of a take."""
-  del inverse_S  # of the gradient
-  return x_SD[order_S]
+def _permuted(x_UD: Array, order_U: Array, inverse_U: Array) -> Array:
+  """Returns x[order]; its gradient is g[inverse]."""
+  del inverse_U  # only the gradient needs it
+  return x_UD[order_U]
 
 
-def _permuted_forward(x_SD, order_S, inverse_S):
-  return x_SD[order_S], inverse_S
+def _permuted_forward(x_UD, order_U, inverse_U):
+  return x_UD[order_U], inverse_U
 
 
-def _permuted_backward(inverse_S, gradient_SD):
-  return gradient_SD[inverse_S], None, None
+def _permuted_backward(inverse_U, gradient_UD):
+  return gradient_UD[inverse_U], None, None
 
 
 _permuted.defvjp(_permuted_forward, _permuted_backward)
+
 
 Implementation = Callable[..., Array]
 IMPLEMENTATIONS: Mapping[str, Implementation] = {
@@ -239,10 +249,10 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
 
 
 def implementation(name: str) -> Implementation:
-  """By name; 'auto': grouped where there are grouped products, dense on CPU.
+  """Returns an implementation; 'auto' is dense on a CPU, grouped elsewhere.
 
   Raises:
-    ValueError: no such implementation.
+    ValueError: there is no implementation of that name.
   """
   if name == 'auto':
     name = 'dense' if jax.default_backend() == 'cpu' else 'grouped'
@@ -256,6 +266,7 @@ def implementation(name: str) -> Implementation:
 def _routing(
   ids_BLE: Array, probs_BLX: Array, mask_BL: Array | None
 ) -> Routing:
+  """Returns the routing of one layer."""
   num_experts = probs_BLX.shape[-1]
   visits_BLX = jnp.sum(jax.nn.one_hot(ids_BLE, num_experts), axis=2)
   if mask_BL is not None:

@@ -1,4 +1,4 @@
-"""Weights as they are computed with: cast once, not wherever they are used."""
+"""Casts weights to the dtype of the computation, once instead of per use."""
 
 import re
 from typing import Any
@@ -8,49 +8,51 @@ import jax.numpy as jnp
 
 Tree = Any
 
-# Used in float32 whatever the rest is computed in: a tie decides there.
-_FULL = re.compile(r'(^|/)router/')
+# Routers compute in float32 whatever the rest does: rounding their logits could
+# change which experts a token visits.
+_FLOAT32 = re.compile(r'(^|/)router/')
 
 
 def cast(params: Tree, dtype: str) -> Tree:
-  """The weights in `dtype`; what computes in float32 keeps it.
+  """Returns the weights in `dtype`; what computes in float32 keeps it.
 
-  A model casts weights where it uses them, so it makes the same numbers of
-  these. Cast before a loop, they are read, and moved between devices, at the
-  size of `dtype` in every iteration.
+  A model casts weights where it uses them, so the result is the same with and
+  without this. But a loop over microbatches or tokens then reads the weights,
+  and moves them between devices, in the smaller dtype.
 
   Args:
-    params: float32 weights, or shapes of them under `jax.eval_shape`.
-    dtype: of the activations.
+    params: float32 weights, or their shapes under `jax.eval_shape`.
+    dtype: name of the activations' dtype.
   """
 
-  def cast(path, leaf):
-    return leaf if _full(path) else leaf.astype(jnp.dtype(dtype))
+  def cast_leaf(path, leaf):
+    return leaf if _stays_float32(path) else leaf.astype(jnp.dtype(dtype))
 
-  return jax.tree_util.tree_map_with_path(cast, params)
+  return jax.tree_util.tree_map_with_path(cast_leaf, params)
 
 
-def replaced(params: Tree, dtype: str) -> Tree:
-  """`computed`, for weights that nobody trains: the given ones are deleted.
+def cast_and_delete(params: Tree, dtype: str) -> Tree:
+  """Returns `cast(params, dtype)` and deletes the arrays that it was given.
 
-  One after the other, so that devices never hold all of them twice.
+  For weights that are not trained. They are replaced one after the other, so
+  that devices never hold all of them twice.
 
   Args:
-    params: arrays on devices; the new ones lie likewise.
-    dtype: of the activations.
+    params: arrays on devices; the new ones have the same shardings.
+    dtype: name of the activations' dtype.
   """
 
   def replace(path, leaf):
-    if _full(path) or leaf.dtype == jnp.dtype(dtype):
+    if _stays_float32(path) or leaf.dtype == jnp.dtype(dtype):
       return leaf
-    cast = jax.device_put(leaf.astype(jnp.dtype(dtype)), leaf.sharding)
-    cast.block_until_ready()
+    smaller = jax.device_put(leaf.astype(jnp.dtype(dtype)), leaf.sharding)
+    smaller.block_until_ready()  # the old array is read until then
     leaf.delete()
-    return cast
+    return smaller
 
   return jax.tree_util.tree_map_with_path(replace, params)
 
 
-def _full(path) -> bool:
+def _stays_float32(path) -> bool:
   name = jax.tree_util.keystr(path, simple=True, separator='/')
-  return _FULL.search(name) is not None
+  return _FLOAT32.search(name) is not None

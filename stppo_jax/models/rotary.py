@@ -1,9 +1,10 @@
-"""Rotary positions.
+"""Rotary position embeddings.
 
-The pair i of a head of size H turns by position * theta^(-2i / H). Scaling
-slows the turning down, for texts longer than those a model first learned from:
-'linear' all pairs alike (Chen et al. 2023), 'llama3' those that turn less than
-once in the original length (Dubey et al. 2024).
+B rows, L tokens, N heads of queries or of keys, H head size. The pair i of
+a head turns by the angle position * theta^(-2i / H). For texts longer than
+those that a model first learned from, scaling slows the turning down: 'linear'
+that of all pairs alike (Chen et al. 2023), 'llama3' that of pairs which turn
+less than once within the original length (Dubey et al. 2024).
 """
 
 from collections.abc import Callable
@@ -21,14 +22,14 @@ Array = jax.Array
 def rotation(
   config: model_config.ModelConfig, positions_BL: Array
 ) -> tuple[Array, Array]:
-  """cos and sin [B, L, 1, H/2] of the rotary angles."""
+  """Returns cos and sin of the rotary angles, [B, L, 1, H/2] each."""
   turning = frequencies(config)[None, None, None]
   angles = positions_BL[:, :, None, None] * turning
   return jnp.cos(angles), jnp.sin(angles)
 
 
 def frequencies(config: model_config.ModelConfig) -> Array:
-  """Radians per token of each pair, [H/2] float32."""
+  """Returns the angle per token of each pair in radians, [H/2] float32."""
   half = config.head_dim // 2
   exponents = jnp.arange(half, dtype=jnp.float32) / half
   plain = config.rope_theta**-exponents
@@ -37,14 +38,15 @@ def frequencies(config: model_config.ModelConfig) -> Array:
 
 
 def _linear(plain: Array, scaling: model_config.RopeScaling) -> Array:
+  """Slows down all pairs by the factor."""
   return plain / scaling.factor
 
 
 def _llama3(plain: Array, scaling: model_config.RopeScaling) -> Array:
-  """Slow pairs are scaled, fast ones are not, between them is a ramp.
+  """Slows down slow pairs by the factor, fast ones not, others in between.
 
-  What counts is the number of turns within the original length: at most
-  low_freq_factor is slow, at least high_freq_factor is fast.
+  A pair is slow if it turns at most low_freq_factor times within the original
+  length, and fast if it turns at least high_freq_factor times.
   """
   low, high = scaling.low_freq_factor, scaling.high_freq_factor
   turns = plain * scaling.original_max_position_embeddings / (2 * math.pi)
@@ -59,7 +61,7 @@ _SCALED: Mapping[str, Callable[..., Array]] = {
 
 
 def rotate(x_BLNH: Array, rotation: tuple[Array, Array]) -> Array:
-  """Rotary positions: halves (a, b) -> (a cos - b sin, b cos + a sin)."""
-  cos, sin = (part.astype(x_BLNH.dtype) for part in rotation)
+  """Turns the halves (a, b) of heads to (a cos - b sin, b cos + a sin)."""
+  cos, sin = (x.astype(x_BLNH.dtype) for x in rotation)
   a, b = jnp.split(x_BLNH, 2, axis=-1)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

@@ -1,4 +1,4 @@
-"""Whether a parameter tree is that of a model."""
+"""A check that a parameter tree has the shapes of a model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 
 
 def check(params: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-  """Raises ValueError that names every leaf which does not fit the model."""
+  """Raises ValueError, naming every leaf that does not fit the model."""
   found, wanted = _shapes(params), _shapes(expected)
   wrong = [
     f'{name} {found.get(name, "missing")}, '
@@ -20,6 +20,7 @@ def check(params: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 
 
 def _shapes(params: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+  """Returns the shape of every leaf by its path."""
   return {
     jax.tree_util.keystr(path, simple=True, separator='/'): leaf.shape
     for path, leaf in jax.tree_util.tree_leaves_with_path(params)

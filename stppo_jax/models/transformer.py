@@ -1,7 +1,8 @@
-"""The decoder: one definition for policy and value.
+"""The decoder: one definition for policy and value model.
 
-B rows, L tokens, M of them that are asked about, N layers, D width, Q query
-heads, K key/value heads, H head size, X experts, E of them that a token visits.
+B rows, L tokens, M states that are wanted of a row, D width, N query heads, K
+heads of keys and of values, H head size, V vocabulary, X experts, E of them
+that a token visits.
 
 Sequences are right-padded. Under a causal mask a token never sees what follows
 it, so padding needs no mask: it changes only itself.
@@ -26,10 +27,10 @@ Array = jax.Array
 HEADS = ('vocabulary', 'scalar', 'both')
 
 
-class Block(nnx.Module):
+class DecoderLayer(nnx.Module):
   """Attention and gated MLP, each with a norm before and a residual around.
 
-  Where the config has experts, a mixture of them is in the MLP's place.
+  If the config has experts, a mixture of them takes the MLP's place.
   """
 
   def __init__(
@@ -75,32 +76,37 @@ class Block(nnx.Module):
     mask_BL: Array | None = None,
     places_BM: Array | None = None,
   ) -> tuple[Array, moe.Routing | None]:
-    """One layer, and its routing; None without experts.
+    """Returns the new residual stream, and the routing; None without experts.
 
     Args:
       x_BLD: the residual stream.
       rotation: see `rotary.rotation`.
-      attend: (q_BLQH, k_BLKH, v_BLKH) to mixed values BLQH.
+      attend: (q_BLNH, k_BLKH, v_BLKH) to mixed values [B, L, N, H].
       expert_ids_BLE, mask_BL: see `moe.MixtureOfExperts`.
-      places_BM: see `at`: what comes after attention is of these alone.
+      places_BM: positions of the states that are wanted, see `gather_states`.
+        Everything behind attention is computed for these only, and the result
+        is [B, M, D].
     """
     B, L, _ = x_BLD.shape
     H = self.config.head_dim
 
-    def heads(x):
+    def split_heads(x):
       x_BLNH = x.reshape(B, L, -1, H)
       rows, tensor = activations.ROWS, activations.TENSOR
       return activations.constrain(x_BLNH, self.mesh, rows, None, tensor)
 
     y_BLD = self.attention_norm(x_BLD)
-    q_BLQH, k_BLKH = heads(self.q_proj(y_BLD)), heads(self.k_proj(y_BLD))
+    q_BLNH, k_BLKH = (
+      split_heads(self.q_proj(y_BLD)),
+      split_heads(self.k_proj(y_BLD)),
+    )
     if self.config.qk_norm:
-      q_BLQH, k_BLKH = self.q_norm(q_BLQH), self.k_norm(k_BLKH)
-    q_BLQH, k_BLKH = (rotary.rotate(x, rotation) for x in (q_BLQH, k_BLKH))
-    v_BLKH = heads(self.v_proj(y_BLD))
-    mixed = attend(q_BLQH, k_BLKH, v_BLKH).reshape(B, L, -1)
+      q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
+    q_BLNH, k_BLKH = (rotary.rotate(x, rotation) for x in (q_BLNH, k_BLKH))
+    v_BLKH = split_heads(self.v_proj(y_BLD))
+    mixed = attend(q_BLNH, k_BLKH, v_BLKH).reshape(B, L, -1)
     if places_BM is not None:
-      x_BLD, mixed = at(x_BLD, places_BM), at(mixed, places_BM)
+      x_BLD, mixed = (gather_states(x, places_BM) for x in (x_BLD, mixed))
     x_BLD = self._residual(x_BLD + self.o_proj(mixed))
     y_BLD, routing = self.mlp_norm(x_BLD), None
     if self.config.num_experts:
@@ -110,7 +116,7 @@ class Block(nnx.Module):
     return self._residual(x_BLD + y_BLD), routing
 
   def _mlp(self, x_BLD: Array) -> Array:
-    """down(silu(gate) * up)."""
+    """Returns down(silu(gate x) * up x)."""
     gated = jax.nn.silu(self.gate_proj(x_BLD)) * self.up_proj(x_BLD)
     gated = activations.constrain(
       gated, self.mesh, activations.ROWS, None, activations.TENSOR
@@ -118,17 +124,19 @@ class Block(nnx.Module):
     return self.down_proj(gated)
 
   def _residual(self, x_BLD: Array) -> Array:
+    """Returns the residual stream, laid out by rows on the mesh."""
     return activations.constrain(x_BLD, self.mesh, activations.ROWS)
 
 
 class Transformer(nnx.Module):
-  """Embedding, stacked blocks, norm, and a head.
+  """Embedding, stacked decoder layers, norm, and a head.
 
   Args:
     config: the shape.
     head: 'vocabulary' (a policy: an output matrix unless tied), 'scalar' (a
       value model: one number per token, starting at zero) or 'both'.
-    mesh: that activations are laid out on; None leaves them alone.
+    mesh: mesh that activations are laid out on; None leaves the layout to the
+      compiler.
     rngs: source of the initial weights.
   """
 
@@ -148,7 +156,7 @@ class Transformer(nnx.Module):
     @nnx.split_rngs(splits=config.num_layers)
     @nnx.vmap(in_axes=0, out_axes=0)
     def stack(rngs):
-      return Block(config, mesh, rngs=rngs)
+      return DecoderLayer(config, mesh, rngs=rngs)
 
     self.layers = stack(rngs)
     self.norm = layers.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -162,12 +170,12 @@ class Transformer(nnx.Module):
   def __call__(
     self, tokens_BL: Array, *, lengths_B: Array | None = None
   ) -> Array:
-    """Final hidden states [B, L, D] of whole sequences, causal.
+    """Returns the final hidden states of whole sequences [B, L, D].
 
     Args:
-      tokens_BL: right-padded.
-      lengths_B: tokens of each row without padding. Only saves work: states of
-        padding are meaningless with them, and unread without.
+      tokens_BL: token ids, right-padded.
+      lengths_B: tokens of each row without padding. They only save work: the
+        states at padding have no meaning, and nothing reads them.
     """
     return self.hidden_and_routing(tokens_BL, lengths_B=lengths_B)[0]
 
@@ -179,51 +187,53 @@ class Transformer(nnx.Module):
     expert_ids: Array | None = None,
     places_BM: Array | None = None,
   ) -> tuple[Array, moe.Routing | None]:
-    """Hidden states, and the routing of a mixture of experts.
+    """Returns final hidden states, and the routing of a mixture of experts.
 
     Args:
-      tokens_BL, lengths_B: as above; the sums of the routing are over tokens
-        that are no padding.
-      expert_ids: experts to visit in each layer, see
+      tokens_BL, lengths_B: as for `__call__`; the sums of the routing are over
+        tokens that are no padding.
+      expert_ids: int [B, L, layers, E], experts to visit in each layer, see
         `moe.MixtureOfExperts`; None leaves them to the routers.
-      places_BM: see `at`; only states there are wanted. Where the layers are
-        unrolled, the last one's products are of those alone. None: of all.
+      places_BM: positions of the states that are wanted, see `gather_states`.
+        If the layers are unrolled, the last layer computes only those behind
+        its attention. None: all.
 
     Returns:
-      Hidden states [B, L, D], or [B, M, D] at the places; expert_ids, and
-      visits and probabilities [B, X] summed over the layers. None without
-      experts.
+      Hidden states [B, L, D], or [B, M, D] at the places. And the routing, its
+      sums taken over the layers; None without experts.
     """
     L = tokens_BL.shape[1]
     positions_1L = jnp.arange(L)[None]
     rotation = rotary.rotation(self.config, positions_1L)
-    attend = attention.whole(self.config.attention, L, lengths_B, self.mesh)
+    attend = attention.causal_attention(
+      self.config.attention, L, lengths_B, self.mesh
+    )
     graph, stacked = nnx.split(self.layers)
 
     mask_BL = None
     if lengths_B is not None:
       mask_BL = positions_1L < lengths_B[:, None]
-    given_ids = None
+    ids_by_layer = None
     if expert_ids is not None:
-      given_ids = jnp.moveaxis(expert_ids, 2, 0)
+      ids_by_layer = jnp.moveaxis(expert_ids, 2, 0)
 
-    def layer(x_BLD, of_layer, places_BM=None):
-      params, given_BLE = of_layer
-      block = nnx.merge(graph, params)
-      return block(x_BLD, rotation, attend, given_BLE, mask_BL, places_BM)
+    def layer(x_BLD, inputs, places_BM=None):
+      params, expert_ids_BLE = inputs
+      module = nnx.merge(graph, params)
+      return module(x_BLD, rotation, attend, expert_ids_BLE, mask_BL, places_BM)
 
     unroll = self.config.scan_unroll
-    layer = remat.recomputed(layer, self.config.remat, unrolled=unroll > 1)
+    layer = remat.rematerialised(layer, self.config.remat, unrolled=unroll > 1)
     x_BLD = self.embed(tokens_BL)
-    if places_BM is None or not self._ends_apart:
+    if places_BM is None or not self._last_layer_apart:
       x_BLD, routing = jax.lax.scan(
-        layer, x_BLD, (stacked, given_ids), unroll=unroll
+        layer, x_BLD, (stacked, ids_by_layer), unroll=unroll
       )
       if places_BM is not None:
-        x_BLD = at(x_BLD, places_BM)
+        x_BLD = gather_states(x_BLD, places_BM)
     else:
       before, last = (
-        jax.tree.map(lambda x: x[part], stacked) for part in (slice(-1), -1)
+        jax.tree.map(lambda x: x[index], stacked) for index in (slice(-1), -1)
       )
       x_BLD, _ = jax.lax.scan(layer, x_BLD, (before, None), unroll=unroll)
       x_BLD, routing = layer(x_BLD, (last, None), places_BM)
@@ -236,11 +246,12 @@ class Transformer(nnx.Module):
     return self.norm(x_BLD), routing
 
   @property
-  def _ends_apart(self) -> bool:
-    """Whether the last layer may be another program than those before.
+  def _last_layer_apart(self) -> bool:
+    """Whether the last layer may be another program than those before it.
 
-    Cut out of a loop, its weights would be copied. What experts are visited has
-    to be known of all tokens.
+    Only if the layers are unrolled: taking the last one out of a loop's stack
+    would copy its weights. And not with experts, since the routing of all
+    tokens has to be known.
     """
     config = self.config
     return (
@@ -248,44 +259,49 @@ class Transformer(nnx.Module):
     )
 
   def embed(self, tokens_BL: Array) -> Array:
-    """[B, L, D] of the first layer."""
-    # Whole rows, of the ids at hand: looked up there, summed over `tensor`.
+    """Returns the input of the first layer [B, L, D]."""
+    # Sharded by vocabulary entries: a device looks up the ids that it holds,
+    # and the results are summed over the axis `tensor`.
     embedding_VD = activations.constrain(
       self.embedding[...], self.mesh, activations.TENSOR
     )
-    x_BLD = _looked_up(embedding_VD, tokens_BL).astype(self.config.dtype)
+    x_BLD = _embed(embedding_VD, tokens_BL).astype(self.config.dtype)
     return activations.constrain(x_BLD, self.mesh, activations.ROWS)
 
 
-def at(x_BLD: Array, places_BM: Array) -> Array:
-  """[B, M, D]: what stands there; 0 at places outside, all of them distinct."""
+def gather_states(x_BLD: Array, places_BM: Array) -> Array:
+  """Returns the states at the places [B, M, D]; 0 at places outside 0..L - 1.
+
+  All places of a row are distinct, so that the gradient is a plain write.
+  """
   take = lambda x_LD, places_M: x_LD.at[places_M].get(
     mode='fill', fill_value=0, unique_indices=True
   )
   return jax.vmap(take)(x_BLD, places_BM)
 
 
+# The derivative of an index adds up the gradients of equal ids one by one, in
+# the dtype of the table. In bfloat16 the sum of a frequent token stops growing
+# after some hundred terms, since each is less than half a unit in its last
+# place. So the rule is written here: add in float32, round once.
 @jax.custom_vjp
-def _looked_up(table_VD: Array, tokens_BL: Array) -> Array:
-  """Rows of the table. Their gradients add up in float32.
-
-  The gradient of an index adds them one by one in the dtype of the table: in
-  bfloat16 the row of a frequent token soon is too large to grow.
-  """
+def _embed(table_VD: Array, tokens_BL: Array) -> Array:
+  """Returns the tokens' entries of the table [B, L, D]."""
   return table_VD[tokens_BL]
 
 
-def _looked_up_forward(table_VD, tokens_BL):
-  # Of the table only kind and shape are kept.
-  kind = jnp.zeros((0, *table_VD.shape), table_VD.dtype)
-  return table_VD[tokens_BL], (kind, tokens_BL)
+def _embed_forward(table_VD, tokens_BL):
+  # The backward pass needs the table's shape and dtype only: an array of no
+  # elements carries both, and the table itself is not kept alive.
+  empty = jnp.zeros((0, *table_VD.shape), table_VD.dtype)
+  return table_VD[tokens_BL], (empty, tokens_BL)
 
 
-def _looked_up_backward(kept, gradient_BLD):
-  kind, tokens_BL = kept
-  sums_VD = jnp.zeros(kind.shape[1:], jnp.float32)
+def _embed_backward(residuals, gradient_BLD):
+  empty, tokens_BL = residuals
+  sums_VD = jnp.zeros(empty.shape[1:], jnp.float32)
   sums_VD = sums_VD.at[tokens_BL].add(gradient_BLD.astype(jnp.float32))
-  return sums_VD.astype(kind.dtype), None
+  return sums_VD.astype(empty.dtype), None
 
 
-_looked_up.defvjp(_looked_up_forward, _looked_up_backward)
+_embed.defvjp(_embed_forward, _embed_backward)

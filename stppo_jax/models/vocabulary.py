@@ -1,16 +1,23 @@
-"""What all words of the vocabulary say together about some tokens.
+"""Log-probabilities, entropy and divergence over the whole vocabulary.
 
-B rows, M tokens of each, N tokens of a chunk, D width, V vocabulary, W words of
-one device, X some of them. The
-scores of a chunk are formed, used and dropped, and formed again in the backward
-pass; what stays between the passes is a few numbers per token. With
-z = hidden . output / temperature, p = softmax(z) and H its entropy,
+B rows, M tokens of each, C tokens of a chunk, D width, V vocabulary, W
+vocabulary entries of one device.
+
+The logits of a chunk of tokens are formed, used and dropped, and formed again
+in the backward pass (`chunks`). Between the passes only the hidden states and a
+few numbers per token are residuals: its log-probability, its entropy and
+log Σ_v exp(z_v), with which probabilities follow from logits without another
+reduction. With z = hidden . output / temperature, p = softmax(z) and H its
+entropy,
 
     d log p_token / d z_v = [v = token] - p_v
     d H / d z_v = -p_v (log p_v + H)
     d KL(ref || p) / d z_v = p_v - ref_v
 
-Everything is float32 from the scores on; a product of two matrices takes the
+The [v = token] of the first line is written into one entry per token, so that
+no one-hot array is formed.
+
+Everything is float32 from the logits on. A product of two matrices takes the
 dtype of the hidden states and adds up in float32.
 """
 
@@ -31,56 +38,56 @@ def logprobs_and_entropy(
   output_VD: Array,
   tokens_BM: Array,
 ) -> tuple[Array, Array]:
-  """log p_token and H after each hidden state; float32, nats."""
+  """Returns log p_token and H after each hidden state; float32, nats."""
   return _entropy_forward(options, hidden_BMD, output_VD, tokens_BM)[0]
 
 
 def _entropy_forward(options, hidden_BMD, output_VD, tokens_BM):
-  def about(words, hidden_ND, tokens_N):
-    z_NW = words.scores(hidden_ND)
-    top_N = words.top(z_NW)
-    below_NW = z_NW - top_N[:, None]
-    e_NW = jnp.exp(below_NW)
-    total_N, weighted_N = words.sums(e_NW, e_NW * below_NW)
-    log_N = jnp.log(total_N)
-    normalizer_N = top_N + log_N
+  def per_token(shard, hidden_CD, tokens_C):
+    z_CW = shard.logits(hidden_CD)
+    max_C = shard.max(z_CW)
+    below_CW = z_CW - max_C[:, None]
+    e_CW = jnp.exp(below_CW)
+    total_C, weighted_C = shard.sums(e_CW, e_CW * below_CW)
+    log_C = jnp.log(total_C)
+    normalizer_C = max_C + log_C
     return (
-      words.chosen(z_NW, tokens_N) - normalizer_N,
-      log_N - weighted_N / total_N,
-      normalizer_N,
+      shard.chosen(z_CW, tokens_C) - normalizer_C,
+      log_C - weighted_C / total_C,
+      normalizer_C,
     )
 
   matrices = (output_VD,)
   logprobs_BM, entropy_BM, normalizer_BM = chunks.forward(
-    options, about, matrices, (hidden_BMD, tokens_BM)
+    options, per_token, matrices, (hidden_BMD, tokens_BM)
   )
-  about_tokens = tokens_BM, logprobs_BM, entropy_BM, normalizer_BM
-  return (logprobs_BM, entropy_BM), (hidden_BMD, matrices, about_tokens)
+  per_token_BM = tokens_BM, logprobs_BM, entropy_BM, normalizer_BM
+  return (logprobs_BM, entropy_BM), (hidden_BMD, matrices, per_token_BM)
 
 
-def _entropy_backward(options, kept, gradients):
-  hidden_BMD, matrices, about_tokens = kept
+def _entropy_backward(options, residuals, gradients):
+  hidden_BMD, matrices, per_token_BM = residuals
 
-  def pull(words, hidden_ND, tokens_N, logprobs_N, entropy_N, *others):
-    normalizer_N, of_logprobs_N, of_entropy_N = others
+  def pull_back(shard, hidden_CD, tokens_C, logprobs_C, entropy_C, *others):
+    normalizer_C, d_logprobs_C, d_entropy_C = others
 
-    def rule(log_p_NX):
-      """Of words that are not the token."""
-      entropy_N1, of_logprobs_N1, of_entropy_N1 = (
-        x_N[:, None] for x_N in (entropy_N, of_logprobs_N, of_entropy_N)
+    def rule(log_p):
+      """Returns the gradient of the logits at entries other than the token."""
+      entropy_C1, d_logprobs_C1, d_entropy_C1 = (
+        x_C[:, None] for x_C in (entropy_C, d_logprobs_C, d_entropy_C)
       )
-      of_p_NX = of_logprobs_N1 + of_entropy_N1 * (log_p_NX + entropy_N1)
-      return -jnp.exp(log_p_NX) * of_p_NX
+      d_p = d_logprobs_C1 + d_entropy_C1 * (log_p + entropy_C1)
+      return -jnp.exp(log_p) * d_p
 
-    return words.pull(
-      rule(words.scores(hidden_ND) - normalizer_N[:, None]),
-      rule(logprobs_N[:, None])[:, 0] + of_logprobs_N,
-      hidden_ND,
-      tokens_N,
+    return shard.pull_back(
+      rule(shard.logits(hidden_CD) - normalizer_C[:, None]),
+      rule(logprobs_C[:, None])[:, 0] + d_logprobs_C,
+      hidden_CD,
+      tokens_C,
     )
 
   gradient_BMD, gradient_VD = chunks.backward(
-    options, pull, matrices, (hidden_BMD, *about_tokens, *gradients)
+    options, pull_back, matrices, (hidden_BMD, *per_token_BM, *gradients)
   )
   return gradient_BMD, gradient_VD, None
 
@@ -97,9 +104,9 @@ def divergence(
   ref_output_VD: Array,
   tokens_BM: Array,
 ) -> tuple[Array, Array, Array]:
-  """log p_token, log ref_token and KL(ref || p); float32, nats.
+  """Returns log p_token, log ref_token and KL(ref || p); float32, nats.
 
-  The reference is data: no gradient goes there.
+  The reference is data: it gets no gradient.
   """
   return _divergence_forward(
     options, hidden_BMD, output_VD, ref_hidden_BMD, ref_output_VD, tokens_BM
@@ -109,33 +116,33 @@ def divergence(
 def _divergence_forward(
   options, hidden_BMD, output_VD, ref_hidden_BMD, ref_output_VD, tokens_BM
 ):
-  def about(words, hidden_ND, ref_hidden_ND, tokens_N):
-    z_NW, ref_z_NW = words.scores(hidden_ND), words.scores(ref_hidden_ND, 1)
-    top_N, ref_top_N = words.top(z_NW), words.top(ref_z_NW)
-    below_NW, ref_below_NW = (
-      z_NW - top_N[:, None],
-      ref_z_NW - ref_top_N[:, None],
+  def per_token(shard, hidden_CD, ref_hidden_CD, tokens_C):
+    z_CW, ref_z_CW = shard.logits(hidden_CD), shard.logits(ref_hidden_CD, 1)
+    max_C, ref_max_C = shard.max(z_CW), shard.max(ref_z_CW)
+    below_CW, ref_below_CW = (
+      z_CW - max_C[:, None],
+      ref_z_CW - ref_max_C[:, None],
     )
-    ref_e_NW = jnp.exp(ref_below_NW)
-    total_N, ref_total_N, apart_N = words.sums(
-      jnp.exp(below_NW), ref_e_NW, ref_e_NW * (ref_below_NW - below_NW)
+    ref_e_CW = jnp.exp(ref_below_CW)
+    total_C, ref_total_C, weighted_C = shard.sums(
+      jnp.exp(below_CW), ref_e_CW, ref_e_CW * (ref_below_CW - below_CW)
     )
-    log_N, ref_log_N = jnp.log(total_N), jnp.log(ref_total_N)
-    normalizer_N, ref_normalizer_N = top_N + log_N, ref_top_N + ref_log_N
+    log_C, ref_log_C = jnp.log(total_C), jnp.log(ref_total_C)
+    normalizer_C, ref_normalizer_C = max_C + log_C, ref_max_C + ref_log_C
     return (
-      words.chosen(z_NW, tokens_N) - normalizer_N,
-      words.chosen(ref_z_NW, tokens_N) - ref_normalizer_N,
-      apart_N / ref_total_N + log_N - ref_log_N,
-      normalizer_N,
-      ref_normalizer_N,
+      shard.chosen(z_CW, tokens_C) - normalizer_C,
+      shard.chosen(ref_z_CW, tokens_C) - ref_normalizer_C,
+      weighted_C / ref_total_C + log_C - ref_log_C,
+      normalizer_C,
+      ref_normalizer_C,
     )
 
   matrices = output_VD, ref_output_VD
   *found, normalizer_BM, ref_normalizer_BM = chunks.forward(
-    options, about, matrices, (hidden_BMD, ref_hidden_BMD, tokens_BM)
+    options, per_token, matrices, (hidden_BMD, ref_hidden_BMD, tokens_BM)
   )
   logprobs_BM, ref_logprobs_BM, _ = found
-  about_tokens = (
+  per_token_BM = (
     ref_hidden_BMD,
     tokens_BM,
     logprobs_BM,
@@ -143,39 +150,39 @@ def _divergence_forward(
     normalizer_BM,
     ref_normalizer_BM,
   )
-  return tuple(found), (hidden_BMD, matrices, about_tokens)
+  return tuple(found), (hidden_BMD, matrices, per_token_BM)
 
 
-def _divergence_backward(options, kept, gradients):
-  hidden_BMD, matrices, about_tokens = kept
-  of_logprobs_BM, _, of_divergence_BM = gradients
+def _divergence_backward(options, residuals, gradients):
+  hidden_BMD, matrices, per_token_BM = residuals
+  d_logprobs_BM, _, d_divergence_BM = gradients
 
-  def pull(words, hidden_ND, ref_hidden_ND, tokens_N, *numbers):
-    logprobs_N, ref_logprobs_N, *numbers = numbers
-    normalizer_N, ref_normalizer_N, of_logprobs_N, of_divergence_N = numbers
+  def pull_back(shard, hidden_CD, ref_hidden_CD, tokens_C, *numbers):
+    logprobs_C, ref_logprobs_C, *numbers = numbers
+    normalizer_C, ref_normalizer_C, d_logprobs_C, d_divergence_C = numbers
 
-    def rule(log_p_NX, log_ref_NX):
-      """Of words that are not the token."""
-      return (of_divergence_N - of_logprobs_N)[:, None] * jnp.exp(
-        log_p_NX
-      ) - of_divergence_N[:, None] * jnp.exp(log_ref_NX)
+    def rule(log_p, log_ref):
+      """Returns the gradient of the logits at entries other than the token."""
+      return (d_divergence_C - d_logprobs_C)[:, None] * jnp.exp(
+        log_p
+      ) - d_divergence_C[:, None] * jnp.exp(log_ref)
 
-    of_chosen_N1 = rule(logprobs_N[:, None], ref_logprobs_N[:, None])
-    return words.pull(
+    d_chosen_C1 = rule(logprobs_C[:, None], ref_logprobs_C[:, None])
+    return shard.pull_back(
       rule(
-        words.scores(hidden_ND) - normalizer_N[:, None],
-        words.scores(ref_hidden_ND, 1) - ref_normalizer_N[:, None],
+        shard.logits(hidden_CD) - normalizer_C[:, None],
+        shard.logits(ref_hidden_CD, 1) - ref_normalizer_C[:, None],
       ),
-      of_chosen_N1[:, 0] + of_logprobs_N,
-      hidden_ND,
-      tokens_N,
+      d_chosen_C1[:, 0] + d_logprobs_C,
+      hidden_CD,
+      tokens_C,
     )
 
   gradient_BMD, gradient_VD = chunks.backward(
     options,
-    pull,
+    pull_back,
     matrices,
-    (hidden_BMD, *about_tokens, of_logprobs_BM, of_divergence_BM),
+    (hidden_BMD, *per_token_BM, d_logprobs_BM, d_divergence_BM),
   )
   return gradient_BMD, gradient_VD, *(None,) * 3
 

@@ -1,8 +1,9 @@
-"""Where activations lie on the mesh.
+"""The sharding of activations on the mesh.
 
-Parameters and rows alone leave the compiler a choice, and it may choose to move
-activations where moving a layer's weights is cheaper. So the model says: rows
-over `data` and `fsdp`, heads and the MLP's hidden width over `tensor`.
+The shardings of parameters and rows alone leave the compiler a choice, and it
+may choose to move activations where moving a layer's weights is cheaper. So the
+model constrains its activations: rows are sharded over `data` and `fsdp`, heads
+and the MLP's hidden width over `tensor`.
 """
 
 import math
@@ -21,15 +22,15 @@ TENSOR = mesh_lib.AXES[-1]
 
 
 def constrain(x: Array, mesh: jax.sharding.Mesh | None, *axes: Axes) -> Array:
-  """The same numbers, in a layout.
+  """Returns x with its sharding constrained; its gradient is sharded alike.
 
-  A dimension that its axes do not divide is whole: single rows, and key and
-  value heads that several devices share.
+  A dimension that its mesh axes do not divide is replicated: for example a
+  single row, or key and value heads that several devices share.
 
   Args:
-    x: an activation, or its cotangent: the gradient lies likewise.
-    mesh: from `make_mesh`; None does nothing.
-    *axes: of the leading dimensions; the others are whole.
+    x: an activation.
+    mesh: from `make_mesh`; None: x is returned as it is.
+    *axes: mesh axes of the leading dimensions; the others are replicated.
   """
   if mesh is None or mesh.size == 1:
     return x
@@ -42,6 +43,6 @@ def constrain(x: Array, mesh: jax.sharding.Mesh | None, *axes: Axes) -> Array:
 
 
 def extent(mesh: jax.sharding.Mesh, axes: Axes) -> int:
-  """Devices along one or several axes."""
+  """Returns the number of devices along one or several axes."""
   names = (axes,) if isinstance(axes, str) else axes or ()
   return math.prod(mesh.shape[name] for name in names)

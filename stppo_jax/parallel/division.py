@@ -1,7 +1,7 @@
-"""Which meshes a model can be cut by.
+"""Checks that a mesh divides a model.
 
-What the user asked to cut is cut, or the mesh is refused: an axis left whole in
-silence would hold every parameter on every device, or compute every head there.
+A mesh that does not is refused. Replicating the axis instead would silently
+hold every parameter on every device, or compute every head there.
 """
 
 from collections.abc import Mapping
@@ -11,24 +11,26 @@ import jax
 
 def check(
   mesh: jax.sharding.Mesh,
-  cut: Mapping[str, Mapping[str, int]],
+  sharded: Mapping[str, Mapping[str, int]],
   *,
   num_kv_heads: int,
 ) -> None:
-  """Whether a mesh divides what it cuts.
+  """Raises ValueError unless the mesh divides what it shards.
 
-  Key and value heads that are fewer than the devices of `tensor` are shared: of
-  4 heads on 8 devices, two devices compute the same one.
+  Fewer heads of keys and values than devices along `tensor` are shared: of 4
+  heads on 8 devices, two devices each compute the same head.
 
   Args:
     mesh: from `make_mesh`.
-    cut: axis to the sizes it must divide, by name.
-    num_kv_heads: `tensor` divides them, or is a multiple of them.
+    sharded: for each mesh axis, the sizes that it must divide, by name.
+    num_kv_heads: number of key and value heads; the size of `tensor` must
+      divide it or be a multiple of it.
 
   Raises:
-    ValueError: it does not; the sizes it fails, and what would do. One line.
+    ValueError: one line with the sizes that an axis does not divide and the
+      numbers of devices that would fit.
   """
-  for axis, sizes in cut.items():
+  for axis, sizes in sharded.items():
     sharers = {'num_kv_heads': num_kv_heads} if axis == 'tensor' else {}
     devices = mesh.shape[axis]
     wrong = [
@@ -52,4 +54,5 @@ def check(
 
 
 def _shared(heads: int, devices: int) -> bool:
+  """Returns whether every device can have whole heads, alone or shared."""
   return heads % devices == 0 or devices % heads == 0

@@ -1,4 +1,4 @@
-"""Arrays in the memory of the host, while devices do without them."""
+"""Moves arrays to the host's memory while the devices do not need them."""
 
 from typing import Any
 
@@ -10,11 +10,7 @@ _HOST, _DEVICE = 'pinned_host', 'device'
 
 
 def check_host(mesh: jax.sharding.Mesh) -> None:
-  """Whether programs of these devices can be given arrays of the host.
-
-  Raises:
-    ValueError: they cannot; the kinds of memory there are.
-  """
+  """Raises ValueError if the devices cannot read the host's memory."""
   device = mesh.local_devices[0]
   kinds = [memory.kind for memory in device.addressable_memories()]
   if _HOST not in kinds:
@@ -25,12 +21,12 @@ def check_host(mesh: jax.sharding.Mesh) -> None:
 
 
 def on_host(tree: Tree) -> Tree:
-  """The arrays in host memory, cut as they are; see `check_host`."""
+  """Returns the arrays in host memory with the same shardings."""
   return _moved(tree, _HOST)
 
 
 def on_devices(tree: Tree) -> Tree:
-  """Copies for a while of arrays in host memory; others are given back."""
+  """Returns arrays of host memory on the devices; others as they are."""
   return _moved(tree, _DEVICE)
 
 

@@ -17,7 +17,12 @@ def make_mesh(
   tensor: int,
   devices: Sequence[jax.Device] | None = None,
 ) -> jax.sharding.Mesh:
-  """A mesh over all devices; one size may be -1: what remains.
+  """Returns a mesh over all devices.
+
+  Args:
+    data, fsdp, tensor: devices along each axis; one of them may be -1, which
+      means all devices that remain.
+    devices: the devices to use; None: all.
 
   Raises:
     ValueError: the sizes do not multiply to the number of devices.

@@ -1,7 +1,7 @@
-"""What a compiled program does on each of its devices, read from its text.
+"""Counts what a compiled program does on each device, from its HLO text.
 
-Instructions count as often as they run: those of a loop as often as it turns.
-Bytes and operations are of one device.
+An instruction counts as often as it runs, one in the body of a loop as often as
+the loop iterates. Bytes and operations are those of one device.
 """
 
 from collections import defaultdict
@@ -12,8 +12,8 @@ import dataclasses
 import math
 import re
 
-# Kind -> bytes that a device sends, of n that work on `size` bytes (the larger
-# of what goes in and what comes out) in a ring.
+# For each kind of collective, the bytes that one of n devices in a ring sends.
+# `size` is the larger of the bytes of its operands and of its results.
 _SENT = {
   'all-gather': lambda size, n: size * (n - 1) / n,
   'reduce-scatter': lambda size, n: size * (n - 1) / n,
@@ -23,7 +23,7 @@ _SENT = {
   'collective-permute': lambda size, n: size,
   'collective-broadcast': lambda size, n: size,
 }
-# `ROOT %name = f32[8,4]{1,0} opcode(...`, or a tuple of shapes.
+# An instruction: `ROOT %name = f32[8,4]{1,0} opcode(...`, or a tuple of shapes.
 _INSTRUCTION = re.compile(
   r'^\s+(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<shape>.+?) '
   r'(?P<opcode>[a-z][a-z0-9-]*)\((?P<rest>.*)$'
@@ -39,11 +39,11 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-  """One line of a program.
+  """An instruction of a program.
 
   Attributes:
-    opcode: as HLO writes it.
-    arrays: (element type, dimensions) of what it makes, on each device.
+    opcode: the operation's name in HLO.
+    arrays: (element type, dimensions) of its results on each device.
     operands: (element type, dimensions) of its arguments.
     rest: the text from the arguments on.
     times: how often it runs.
@@ -57,19 +57,19 @@ class Instruction:
 
   @property
   def size(self) -> int:
-    """Bytes of what it makes."""
+    """Bytes of its results."""
     return sum(map(_size, self.arrays))
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """What devices tell each other.
+  """A collective operation: communication between devices.
 
   Attributes:
     kind: 'all-gather', 'all-reduce', ...
-    arrays: (element type, dimensions) of what comes of it.
-    size: bytes, the larger of what goes in and what comes out.
-    devices: that take part together.
+    arrays: (element type, dimensions) of its results.
+    size: bytes of its operands or of its results, whichever is larger.
+    devices: number of devices in one group.
     times: how often it runs.
   """
 
@@ -81,15 +81,17 @@ class Collective:
 
   @property
   def sent(self) -> float:
-    """Bytes a device sends, all times together, in a ring."""
+    """Bytes that a device sends in a ring, over all times that it runs."""
     return self.times * _SENT[self.kind](self.size, self.devices)
 
 
 def instructions(text: str) -> list[Instruction]:
-  """All instructions of a program; a loop without a known count turns once."""
+  """Returns all instructions; a loop without a known trip count counts once."""
   computations = dict(_computations(text))
   times = defaultdict(int)
-  times[next(reversed(computations))] = 1  # the entry is last
+  times[next(reversed(computations))] = 1  # the entry computation is last
+  # Callees stand before their callers, so in reverse order a caller's count is
+  # known before it is handed down.
   for name, lines in reversed(computations.items()):
     for line in lines:
       for kind, callee in _called(line['rest']):
@@ -113,14 +115,15 @@ def instructions(text: str) -> list[Instruction]:
 
 
 def collectives(text: str) -> list[Collective]:
-  """What the devices of a program tell each other."""
+  """Returns the collective operations of a program."""
   partitions = re.search(r'num_partitions=(\d+)', text)
   everybody = int(partitions[1]) if partitions else 1
   found = []
   for line in instructions(text):
     kind = line.opcode.removesuffix('-start')
     if kind in _SENT:
-      # A started gather makes (what went in, what comes out).
+      # The result of an asynchronous start, except all-reduce-start, is a tuple
+      # (operand, result): its largest array counts, not the sum.
       size = max(*map(_size, line.arrays)) if len(line.arrays) > 1 else 0
       if not (line.opcode.endswith('-start') and kind != 'all-reduce'):
         size = line.size
@@ -131,11 +134,12 @@ def collectives(text: str) -> list[Collective]:
 
 
 def operations(text: str) -> int:
-  """Multiplications and additions of all matrix products."""
+  """Returns the multiplications and additions of all matrix products."""
   total = 0
   for line in instructions(text):
     if line.opcode == 'dot':
       contracted = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', line.rest)
+      assert contracted is not None  # every dot has some, perhaps none listed
       dims = [int(d) for d in contracted[1].split(',') if d]
       _, left = line.operands[0]
       _, made = line.arrays[0]
@@ -145,6 +149,7 @@ def operations(text: str) -> int:
 
 
 def _computations(text) -> Iterator[tuple[str, list[Mapping[str, str]]]]:
+  """Yields the name of each computation and its parsed instructions."""
   name, lines = None, []
   for line in text.splitlines():
     if match := _INSTRUCTION.match(line):
@@ -157,6 +162,7 @@ def _computations(text) -> Iterator[tuple[str, list[Mapping[str, str]]]]:
 
 
 def _called(rest) -> Iterator[tuple[str, str]]:
+  """Yields how an instruction calls other computations, and their names."""
   for kind, one, several in _CALLED.findall(rest):
     names = [one] if one else several.split(',')
     for name in names:
@@ -164,6 +170,7 @@ def _called(rest) -> Iterator[tuple[str, str]]:
 
 
 def _arrays(shape) -> tuple[tuple[str, tuple[int, ...]], ...]:
+  """Returns (element type, dimensions) of the arrays of an HLO shape."""
   return tuple(
     (kind, tuple(int(d.removeprefix('<=')) for d in dims.split(',') if d))
     for kind, dims in _ARRAY.findall(shape)
@@ -171,13 +178,14 @@ def _arrays(shape) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 
 def _size(array: tuple[str, Sequence[int]]) -> int:
+  """Returns the bytes of an array."""
   kind, dims = array
   bits = 8 if kind == 'pred' else int(re.search(r'\d+|$', kind)[0] or 0)
   return math.prod(dims) * bits // 8
 
 
 def _group_size(rest) -> int:
-  """Devices of one group; 0 where all are in one."""
+  """Returns the number of devices in one group; 0 if all are in one."""
   if match := re.search(r'replica_groups=\[\d+,(\d+)\]', rest):
     return int(match[1])
   if match := re.search(r'replica_groups=\{\{([\d,]+)\}', rest):
@@ -187,6 +195,6 @@ def _group_size(rest) -> int:
     return 0
   sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
   return math.prod(
-    int(part or sizes[axis])
-    for axis, part in re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])
+    int(size or sizes[axis])
+    for axis, size in re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])
   )

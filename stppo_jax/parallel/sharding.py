@@ -1,4 +1,4 @@
-"""Ordered rules from parameter names to layouts on the mesh."""
+"""The sharding of parameters and batches on the mesh, by ordered rules."""
 
 from collections.abc import Sequence
 import re
@@ -13,16 +13,16 @@ from stppo_jax.parallel import mesh as mesh_lib
 Tree = Any
 
 # The first rule whose pattern is found in 'layers/q_proj/kernel' applies.
-# Stacked layers carry a leading layer axis, which is never cut.
+# Leaves of the stacked layers have a leading layer axis, which is not sharded.
 RULES: tuple[tuple[str, P], ...] = (
   (r'(embedding|lm_head)$', P('tensor', 'fsdp')),
-  # Every device has a slice of every expert: tokens do not travel.
+  # Every device has a slice of every expert, so tokens move to no other device.
   (r'moe/router/kernel$', P(None, 'fsdp')),
   (r'moe/(gate|up)_proj/kernel$', P(None, None, 'fsdp', 'tensor')),
   (r'moe/down_proj/kernel$', P(None, None, 'tensor', 'fsdp')),
   (r'(q|k|v|gate|up)_proj/kernel$', P(None, 'fsdp', 'tensor')),
   (r'(o|down)_proj/kernel$', P(None, 'tensor', 'fsdp')),
-  # Of an adapter, the side that meets the kernel's is cut likewise.
+  # An adapter is sharded along the side that it shares with its kernel.
   (r'(q|k|v|gate|up)_proj/lora_a$', P(None, 'fsdp')),
   (r'(q|k|v|gate|up)_proj/lora_b$', P(None, None, 'tensor')),
   (r'(o|down)_proj/lora_a$', P(None, 'tensor')),
@@ -38,10 +38,11 @@ def param_shardings(
   mesh: jax.sharding.Mesh,
   rules: Sequence[tuple[str, P]] = RULES,
 ) -> Tree:
-  """A NamedSharding per leaf, by the first matching rule.
+  """Returns a NamedSharding per leaf, by the first rule that matches its name.
 
-  An axis that does not divide a dimension leaves it whole. What is large is
-  divided: a model refuses a mesh that does not (`division`).
+  A dimension that its axis does not divide is replicated. This concerns small
+  arrays only: a model refuses a mesh that does not divide its large ones
+  (`division`).
 
   Args:
     params: arrays or shapes; also trees that contain parameter trees, such as
@@ -50,7 +51,7 @@ def param_shardings(
     rules: ordered (pattern, layout) pairs.
 
   Raises:
-    ValueError: a name that no rule matches.
+    ValueError: no rule matches a name.
   """
 
   def one(path, leaf):
@@ -65,15 +66,15 @@ def param_shardings(
   return jax.tree_util.tree_map_with_path(one, params)
 
 
-def laid_out(
+def constrain_params(
   params: Tree,
   mesh: jax.sharding.Mesh | None,
   rules: Sequence[tuple[str, P]] = RULES,
 ) -> Tree:
-  """Parameters or their gradients, inside a program, where the rules say.
+  """Returns parameters or gradients, in a program, sharded by the rules.
 
   Raises:
-    ValueError: a name that no rule matches.
+    ValueError: no rule matches a name.
   """
   if mesh is None or mesh.size == 1:
     return params
@@ -83,16 +84,17 @@ def laid_out(
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-  """Rows over `data` and `fsdp`; everything else whole."""
+  """Returns the sharding of rows over `data` and `fsdp`."""
   return NamedSharding(mesh, P(mesh_lib.BATCH_AXES))
 
 
 def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
-  """One full copy per device."""
+  """Returns the sharding with a full copy on each device."""
   return NamedSharding(mesh, P())
 
 
 def _fitting(spec: P, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> P:
+  """Returns the spec without the axes that do not divide their dimension."""
   axes = [
     axis if axis is not None and size % mesh.shape[axis] == 0 else None
     for axis, size in zip(spec, shape)
@@ -101,6 +103,7 @@ def _fitting(spec: P, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> P:
 
 
 def _name(path) -> str:
+  """Returns a tree path as 'layers/q_proj/kernel'."""
   return '/'.join(
     str(getattr(key, 'key', getattr(key, 'name', getattr(key, 'idx', key))))
     for key in path

@@ -36,7 +36,7 @@ def _config(**changes):
 @pytest.mark.parametrize(
   ('key', 'table'),
   [
-    ('model.attention', ('auto', *attention.WHOLE)),
+    ('model.attention', ('auto', *attention.IMPLEMENTATIONS)),
     ('model.moe', ('auto', *moe.IMPLEMENTATIONS)),
     ('updates.remat', tuple(remat.POLICIES)),
     ('preference.name', tuple(preferences.PREFERENCES)),

@@ -19,13 +19,13 @@ from tests.rl import batches
 def lengths(monkeypatch):
   """Records the lengths that attention receives, one entry a pass."""
   lengths = []
-  plain = attention.WHOLE['xla']
+  plain = attention.IMPLEMENTATIONS['xla']
 
   def record(size, lengths_B, mesh):
     lengths.append(lengths_B)
     return plain(size, lengths_B, mesh)
 
-  monkeypatch.setitem(attention.WHOLE, 'xla', record)
+  monkeypatch.setitem(attention.IMPLEMENTATIONS, 'xla', record)
   return lengths
 
 

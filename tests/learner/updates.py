@@ -90,8 +90,8 @@ class _Sums(functional.Model):
     del lengths_B, expert_ids
     x_BLD = jnp.tanh(jnp.cumsum(params['embedding'][tokens_BL], axis=1))
     if loss_positions_BM is not None:
-      places_BM = heads.before(loss_positions_BM, tokens_BL.shape[1])
-      x_BLD = transformer.at(x_BLD, places_BM)
+      places_BM = heads.state_positions(loss_positions_BM, tokens_BL.shape[1])
+      x_BLD = transformer.gather_states(x_BLD, places_BM)
     return x_BLD, None
 
 

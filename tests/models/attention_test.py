@@ -40,7 +40,7 @@ def _by_hand(q_BLQH, k_BLKH, v_BLKH):
 @pytest.mark.parametrize('num_kv_heads', [1, 2, 4])
 def test_attention_by_hand(num_kv_heads):
   inputs = _inputs(2, 9, 4, num_kv_heads)
-  attend = attention.whole('xla', 9, None, None)
+  attend = attention.causal_attention('xla', 9, None, None)
   np.testing.assert_allclose(attend(*inputs), _by_hand(*inputs), atol=1e-5)
 
 
@@ -48,7 +48,7 @@ def test_padding_is_before_nobody():
   # What follows a token does not reach it, whatever it is: no mask for it.
   lengths_B = np.array([3, 7], np.int32)
   inputs = _inputs(2, 7, 2, 1)
-  attend = attention.whole('xla', 7, lengths_B, None)
+  attend = attention.causal_attention('xla', 7, lengths_B, None)
   mixed = attend(*inputs)
   poisoned = [x.copy() for x in inputs]
   for x in poisoned:
@@ -83,7 +83,7 @@ def test_splash_equals_the_definition(size, num_heads, num_kv_heads, lengths):
   inputs = _inputs(2, size, num_heads, num_kv_heads)
   expected, found = (
     _value_and_gradients(make(size, lengths_B, None), inputs, lengths_B)
-    for make in (attention.WHOLE['xla'], _SPLASH)
+    for make in (attention.IMPLEMENTATIONS['xla'], _SPLASH)
   )
   for ours, theirs in zip(found, expected):
     np.testing.assert_allclose(ours, theirs, atol=2e-5)
@@ -114,11 +114,13 @@ def test_cudnn_is_asked_for_the_same(lengths, monkeypatch):
   monkeypatch.setattr(jax.nn, 'dot_product_attention', stand_in)
   lengths_B = None if lengths is None else np.array(lengths, np.int32)
   inputs = _inputs(3, 9, 4, 2)
-  mixed_BLQH = attention.whole('cudnn', 9, lengths_B, None)(*inputs)
+  mixed_BLQH = attention.causal_attention('cudnn', 9, lengths_B, None)(*inputs)
   assert np.isfinite(mixed_BLQH).all()
   expected, found = (
     _value_and_gradients(
-      attention.whole(name, 9, lengths_B, None), inputs, (~padding).sum(1)
+      attention.causal_attention(name, 9, lengths_B, None),
+      inputs,
+      (~padding).sum(1),
     )
     for name in ('xla', 'cudnn')
   )
@@ -132,14 +134,14 @@ def test_a_kernel_is_cut_over_the_mesh():
   inputs = _inputs(4, 9, 4, 2)
   expected, found = (
     _value_and_gradients(make(9, lengths_B, mesh), inputs, lengths_B)
-    for make in (attention.WHOLE['xla'], _SPLASH)
+    for make in (attention.IMPLEMENTATIONS['xla'], _SPLASH)
   )
   for ours, theirs in zip(found, expected):
     np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
 def test_a_model_attends_as_configured(monkeypatch):
-  monkeypatch.setitem(attention.WHOLE, 'splash', _SPLASH)
+  monkeypatch.setitem(attention.IMPLEMENTATIONS, 'splash', _SPLASH)
   tokens_BL = np.random.default_rng(0).integers(0, 11, (2, 6)).astype(np.int32)
   lengths_B = np.array([6, 3], np.int32)
   hidden = {}

@@ -97,7 +97,7 @@ def test_what_follows_reaches_nobody():
 
 def _compiled(size, num_heads, num_kv_heads, mesh):
   """Gradients of a run's attention to sequences of this length."""
-  attend = attention.whole('xla', size, None, mesh)
+  attend = attention.causal_attention('xla', size, None, mesh)
 
   def shape(heads):
     over = _HEADS if heads % activations.extent(mesh, _HEADS) == 0 else None
@@ -123,7 +123,7 @@ def _compiled(size, num_heads, num_kv_heads, mesh):
 
 def _temporary(size, again):
   """Bytes of the gradient of two layers of attention."""
-  attend = attention.whole('xla', size, None, None)
+  attend = attention.causal_attention('xla', size, None, None)
   layer = lambda x_BLQH, _: (x_BLQH + attend(x_BLQH, x_BLQH, x_BLQH), None)
   if again:
     layer = jax.checkpoint(layer, prevent_cse=False)
@@ -144,7 +144,7 @@ def test_memory_grows_with_the_length(again):
 )
 def test_many_blocks_are_a_loop(size, blocks, loops):
   inputs = _inputs(size, 4, 2, rows=1)
-  attend = attention.whole('xla', size, None, None)
+  attend = attention.causal_attention('xla', size, None, None)
   told = jax.jit(attend).lower(*inputs).as_text()
   assert told.count('stablehlo.while') == loops
   assert told.count('stablehlo.exponential') == blocks + loops

@@ -8,13 +8,14 @@ import pytest
 from stppo_jax.models import heads
 
 _HIDDEN = jnp.array([[[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]]])  # [1, 3, 2]
+_TOKENS = jnp.array([[1, 1, 0]])
 _OUTPUT = jnp.array([[0.0, 0.0], [np.log(3.0), np.log(2.0)]])  # [2, 2]
 
 
 @pytest.mark.parametrize(('temperature', 'odds'), [(1.0, 3.0), (0.5, 9.0)])
 def test_logprobs_and_entropy_speak_about_the_token_itself(temperature, odds):
   logprobs_BL, entropy_BL = heads.token_logprobs_and_entropy(
-    _HIDDEN, _OUTPUT, jnp.array([[1, 1, 0]]), temperature=temperature
+    _HIDDEN, _OUTPUT, _TOKENS, temperature=temperature
   )
   # After (1, 0) the odds of token 1 are 3, after (0, 1) they are 2; a
   # temperature of one half squares both. The last state predicts nothing.
@@ -28,7 +29,7 @@ def test_logprobs_and_entropy_speak_about_the_token_itself(temperature, odds):
 
 
 def test_a_value_is_that_before_the_token():
-  values_BL = heads.token_values(_HIDDEN, jnp.array([[2.0], [-3.0]]))
+  values_BL = heads.token_values(_HIDDEN, jnp.array([[2.0], [-3.0]]), _TOKENS)
   np.testing.assert_array_equal(values_BL, [[0.0, 2.0, -3.0]])
 
 
@@ -37,9 +38,9 @@ def test_everything_is_float32_from_the_logits_on():
   outputs = (
     heads.logits(hidden, _OUTPUT),
     *heads.token_logprobs_and_entropy(
-      hidden, _OUTPUT, jnp.array([[1, 1, 0]]), temperature=1.0
+      hidden, _OUTPUT, _TOKENS, temperature=1.0
     ),
-    heads.token_values(hidden, jnp.array([[2.0], [-3.0]])),
+    heads.token_values(hidden, jnp.array([[2.0], [-3.0]]), _TOKENS),
   )
   assert all(output.dtype == jnp.float32 for output in outputs)
 
@@ -50,13 +51,17 @@ def test_values_are_not_rounded_to_the_dtype_of_the_states():
     rng.normal(size=shape).astype(jnp.bfloat16)
     for shape in ((2, 9, 64), (64, 1))
   )
-  values_BL = jax.jit(heads.token_values)(hidden_BLD, scalar_D1)
+  tokens_BL = np.zeros((2, 9), np.int32)
+  values_BL = jax.jit(heads.token_values)(hidden_BLD, scalar_D1, tokens_BL)
   wanted_BL = (
     hidden_BLD[:, :-1].astype(np.float32) @ scalar_D1.astype(np.float32)
   )[..., 0]
   np.testing.assert_allclose(values_BL[:, 1:], wanted_BL, rtol=1e-5, atol=1e-5)
   gradient = jax.jit(
-    jax.grad(lambda *args: jnp.sum(heads.token_values(*args)), argnums=(0, 1))
+    jax.grad(
+      lambda *args: jnp.sum(heads.token_values(*args, tokens_BL)),
+      argnums=(0, 1),
+    )
   )(hidden_BLD, scalar_D1)
   assert [x.dtype for x in gradient] == [jnp.bfloat16] * 2
   np.testing.assert_allclose(

@@ -35,9 +35,9 @@ def test_what_computes_in_float32_keeps_it():
 def test_weights_that_nobody_trains_make_room_for_their_cast():
   leaf = np.full((2, 3), 1 / 3, np.float32)
   params = jax.device_put({'router': {'kernel': leaf}, 'norm': leaf})
-  cast = precision.replaced(params, 'bfloat16')
+  cast = precision.cast_and_delete(params, 'bfloat16')
   assert cast['router']['kernel'] is params['router']['kernel']
   expected = precision.cast({'norm': leaf}, 'bfloat16')['norm']
   np.testing.assert_array_equal(cast['norm'], expected)
   assert cast['norm'].dtype == jnp.bfloat16 and params['norm'].is_deleted()
-  assert precision.replaced(cast, 'bfloat16')['norm'] is cast['norm']
+  assert precision.cast_and_delete(cast, 'bfloat16')['norm'] is cast['norm']

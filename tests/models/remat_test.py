@@ -56,7 +56,7 @@ def test_every_policy_keeps_less_than_the_one_before():
 
 def test_other_names_are_refused_with_the_choices():
   with pytest.raises(ValueError, match="'some'; choices: none, all_dots, dots"):
-    remat.recomputed(lambda x: x, 'some', unrolled=False)
+    remat.rematerialised(lambda x: x, 'some', unrolled=False)
 
 
 def test_configs_know_the_policies():

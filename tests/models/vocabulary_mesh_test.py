@@ -42,11 +42,17 @@ def _total(kind, mesh, hidden, output, tokens, positions):
   options = {'temperature': 0.7, 'chunk': _CHUNK, 'mesh': mesh}
   if kind == 'entropy':
     found = heads.token_logprobs_and_entropy(
-      hidden, output, tokens, positions, **options
+      hidden, output, tokens, loss_positions_BM=positions, **options
     )
   else:
     found = heads.token_divergence(
-      hidden, output, 0.5 - hidden, output, tokens, positions, **options
+      hidden,
+      output,
+      0.5 - hidden,
+      output,
+      tokens,
+      loss_positions_BM=positions,
+      **options,
     )
   weights_L = jnp.cos(jnp.arange(_L))[None]
   weighted = [(n + 1) * weights_L * x_BL for n, x_BL in enumerate(found)]

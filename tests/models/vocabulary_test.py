@@ -48,7 +48,7 @@ def _value_and_gradient(chunk, asks=True):
       hidden,
       output,
       tokens,
-      positions if asks else None,
+      loss_positions_BM=positions if asks else None,
       temperature=_TEMPERATURE,
       chunk=chunk,
     )
@@ -144,7 +144,12 @@ def test_the_scores_of_all_tokens_are_never_held():
 
   def total(hidden, output, tokens, positions):
     found = heads.token_logprobs_and_entropy(
-      hidden, output, tokens, positions, temperature=1.0, chunk=chunk
+      hidden,
+      output,
+      tokens,
+      loss_positions_BM=positions,
+      temperature=1.0,
+      chunk=chunk,
     )
     return sum(jnp.sum(x) for x in found)
 

@@ -98,11 +98,11 @@ def test_moments_are_cut_as_their_parameters(head):
 def test_inside_a_program_too():
   mesh, shapes = _mesh(), _shapes()
   zeros = lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-  placed = jax.jit(lambda: sharding.laid_out(zeros(), mesh))()
+  placed = jax.jit(lambda: sharding.constrain_params(zeros(), mesh))()
   layout = sharding.param_shardings(shapes, mesh)
   for leaf, expected in zip(jax.tree.leaves(placed), jax.tree.leaves(layout)):
     assert leaf.sharding.is_equivalent_to(expected, leaf.ndim)
-  assert sharding.laid_out(shapes, None) is shapes
+  assert sharding.constrain_params(shapes, None) is shapes
 
 
 def test_layouts_hold_on_devices():

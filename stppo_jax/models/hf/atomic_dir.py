@@ -1,11 +1,12 @@
-"""A folder that stands under its name only when it is whole.
+"""Replaces a folder by a new one when the new one is complete.
 
-    .NAME.partial   what is being written
-    .NAME.old       what stood under the name, until the new one does
+    .NAME.partial   the new folder while it is written
+    .NAME.old       the old folder while the new one gets its name
 
-All are siblings, hence on one file system. Killed at any moment, the name
-holds the old folder or the new one; between two renames it may hold none, and
-then the next writer puts the old one back.
+They are siblings of the folder, hence on the same file system, where a rename
+is atomic. If the process is killed at any moment, the name belongs to the old
+folder or to the new one. Between the two renames it belongs to none; then the
+next writer gives it back to the old folder.
 """
 
 from collections.abc import Callable
@@ -20,19 +21,19 @@ import shutil
 def replace_dir(
   directory: str | pathlib.Path, *, ours: Callable[[str], bool]
 ) -> Iterator[pathlib.Path]:
-  """Gives an empty folder to fill, which then takes the place of `directory`.
+  """Yields an empty folder to fill, which then takes the place of `directory`.
 
   On an error `directory` stays as it was.
 
   Args:
-    directory: may exist.
-    ours: whether a file of that name in the old folder is replaced; all others
-      move into the new one.
+    directory: the folder to replace or create.
+    ours: function of a file's name: whether such a file of the old folder is
+      replaced. All other files move into the new folder.
   """
   directory = pathlib.Path(directory).resolve()
   partial = directory.with_name(f'.{directory.name}.partial')
   old = directory.with_name(f'.{directory.name}.old')
-  if old.is_dir():  # of a writer that was killed
+  if old.is_dir():  # left by a writer that was killed
     if directory.exists():
       _clear(old, directory, ours)
     else:
@@ -57,7 +58,7 @@ def replace_dir(
 def _clear(
   old: pathlib.Path, new: pathlib.Path, ours: Callable[[str], bool]
 ) -> None:
-  """Removes a folder that was replaced; what is not ours moves on."""
+  """Removes a replaced folder, after moving the files of others to the new."""
   for path in old.iterdir():
     if not ours(path.name) and not (new / path.name).exists():
       os.rename(path, new / path.name)

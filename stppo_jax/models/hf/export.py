@@ -1,7 +1,7 @@
-"""Writing a policy as a Hugging Face directory, block by block.
+"""Writes a policy as a Hugging Face directory, slice by slice.
 
-The host holds one block of one leaf at a time beside what is on the devices.
-The directory stands under its name only when it is whole.
+The host holds one slice of one leaf at a time beside what is on the devices.
+The directory gets its name when it is complete, see `atomic_dir`.
 """
 
 from collections.abc import Callable
@@ -55,22 +55,23 @@ def export(
   save_tokenizer: Callable[[pathlib.Path], None] | None = None,
   max_shard_bytes: int = _MAX_SHARD_BYTES,
 ) -> None:
-  """Writes weights, configs and tokenizer; an old export there is replaced.
+  """Writes weights, configs and tokenizer, and replaces an earlier export.
 
   Args:
-    directory: other files in it stay.
+    directory: where to; files of others in it stay.
     config: shape of the policy.
-    params: its weights, in any layout whose parts are all on this host.
-    dtype: of the weights in the files; a key of `DTYPES`.
-    source: the directory that the policy was read from: what its `config.json`
-      says stays but for the dtype, and its `generation_config.json` comes
-      along. '' where there is none.
-    save_tokenizer: writes the tokenizer's files to a folder.
-    max_shard_bytes: more weights than these are cut into several files.
+    params: its weights, in any sharding whose shards are all on this host.
+    dtype: dtype of the weights in the files; a key of `DTYPES`.
+    source: the directory that the policy was read from: its `config.json` is
+      kept but for the dtype, and its `generation_config.json` is copied. '' if
+      there is none.
+    save_tokenizer: function that writes the tokenizer's files to a folder.
+    max_shard_bytes: size from which weights are split into several files.
 
   Raises:
-    ValueError: an unknown dtype, or weights of which other hosts hold parts.
-    OSError: the disk is full, say; what was there before is as it was.
+    ValueError: the dtype is unknown, or other hosts hold shards of the weights.
+    OSError: writing failed, for example on a full disk; what was there before
+      is unchanged.
   """
   if dtype not in DTYPES:
     raise ValueError(f'dtype={dtype!r}; choices: {", ".join(DTYPES)}')
@@ -85,7 +86,7 @@ def export(
 
 
 def is_ours(name: str) -> bool:
-  """Whether an export may write, and replaces, a file of that name."""
+  """Returns whether an export may write, and replaces, a file of that name."""
   patterns = _OURS + TOKENIZER_FILES
   return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
@@ -101,15 +102,17 @@ def copy_tokenizer(source: str | pathlib.Path, folder: pathlib.Path) -> None:
 def _config(
   config: model_config.ModelConfig, source: str | pathlib.Path, dtype: str
 ) -> dict[str, Any]:
+  """Returns the contents of `config.json`."""
   hf = config.to_hf()
   if source:
     hf = weight_files.read_json(pathlib.Path(source) / 'config.json')
-  # The older name, where it stands: later versions read both.
+  # Keep the older name of the key where it is used: new versions read both.
   return hf | {'torch_dtype' if 'torch_dtype' in hf else 'dtype': dtype}
 
 
 def _write_weights(folder, config, params, dtype, max_shard_bytes) -> None:
-  # Leaf by leaf, so that a block of a leaf is a piece of a file.
+  """Writes the weight files, and their index if there are several."""
+  # Ordered by leaf, so that a slice of a leaf is a consecutive piece of a file.
   entries = sorted(names.entries(config), key=lambda e: (e.path, e.index))
   shapes = {e.hf_name: _shape(e, _leaf(params, e.path)) for e in entries}
   width = safetensors_file.DTYPES[dtype].itemsize
@@ -123,13 +126,13 @@ def _write_weights(folder, config, params, dtype, max_shard_bytes) -> None:
     files[-1].append(entry)
     room -= sizes[entry.hf_name]
   weight_map = {}
-  for number, part in enumerate(files, 1):
+  for number, tensors in enumerate(files, 1):
     name = f'model-{number:05d}-of-{len(files):05d}.safetensors'
     name = name if len(files) > 1 else weight_files.SINGLE
-    weight_map |= {entry.hf_name: name for entry in part}
-    promised = {entry.hf_name: shapes[entry.hf_name] for entry in part}
+    weight_map |= {entry.hf_name: name for entry in tensors}
+    promised = {entry.hf_name: shapes[entry.hf_name] for entry in tensors}
     with open(folder / name, 'wb') as file:
-      safetensors_file.write(file, promised, dtype, _chunks(params, part))
+      safetensors_file.write(file, promised, dtype, _values(params, tensors))
   if len(files) > 1:
     total = {'total_size': sum(sizes.values())}
     index = {'metadata': total, 'weight_map': weight_map}
@@ -137,39 +140,39 @@ def _write_weights(folder, config, params, dtype, max_shard_bytes) -> None:
     (folder / weight_files.INDEX).write_text(text, encoding='utf-8')
 
 
-def _chunks(
+def _values(
   params: functional.Params, entries: Sequence[names.Entry]
 ) -> Iterator[np.ndarray]:
-  """The values of tensors, in their order."""
+  """Yields the values of tensors in order, a slice of a leaf at a time."""
   row = lambda entry: (entry.path, entry.index[:-1])
   for (path, outer), group in itertools.groupby(entries, key=row):
     leaf, tensors = _leaf(params, path), list(group)
     axis = len(outer)
     row_bytes = 4 * math.prod(leaf.shape[axis + 1 :])
-    step = max(1, weight_files.BLOCK_BYTES // row_bytes)
+    step = max(1, weight_files.SLICE_BYTES // row_bytes)
     if not tensors[0].index:
       (entry,) = tensors
       # Rows of a transposed tensor are columns here.
       step = len(leaf) if entry.transposed else step
       for start in range(0, len(leaf), step):
-        rows = _block(leaf, [slice(start, min(start + step, len(leaf)))])
+        rows = _fetch(leaf, [slice(start, min(start + step, len(leaf)))])
         yield rows.T if entry.transposed else rows
       continue
     for run in (tensors[n : n + step] for n in range(0, len(tensors), step)):
       first, last = run[0].index[-1], run[-1].index[-1]
       here = [*(slice(n, n + 1) for n in outer), slice(first, last + 1)]
-      block = _block(leaf, here)[(0,) * axis]
+      stack = _fetch(leaf, here)[(0,) * axis]
       for entry in run:
-        tensor = block[entry.index[-1] - first]
+        tensor = stack[entry.index[-1] - first]
         yield tensor.T if entry.transposed else tensor
 
 
-def _block(leaf: _Leaf, index: Sequence[slice]) -> np.ndarray:
-  """A slice of a leaf along its first axes, from the devices that hold it."""
+def _fetch(leaf: _Leaf, index: Sequence[slice]) -> np.ndarray:
+  """Returns a slice of a leaf along its first axes, copied to the host."""
   if isinstance(leaf, np.ndarray):
     return leaf[tuple(index)]
   if not leaf.is_fully_addressable:
-    raise ValueError('other hosts hold parts of the weights')
+    raise ValueError('other hosts hold shards of the weights')
   wanted = [(i.start, i.stop) for i in index]
   wanted += [(0, size) for size in leaf.shape[len(index) :]]
   result = np.empty([stop - start for start, stop in wanted], leaf.dtype)
@@ -182,7 +185,7 @@ def _block(leaf: _Leaf, index: Sequence[slice]) -> np.ndarray:
       continue
     data = shard.data
     if both != held:
-      # Cut on the device: the host keeps a copy of all that it is shown.
+      # Slice on the device: JAX caches a host copy of whatever is fetched.
       starts = [start - begin for (start, _), (begin, _) in zip(both, held)]
       sizes = [stop - start for start, stop in both]
       data = jax.lax.dynamic_slice(data, starts, sizes)
@@ -192,6 +195,7 @@ def _block(leaf: _Leaf, index: Sequence[slice]) -> np.ndarray:
 
 
 def _leaf(params: functional.Params, path: tuple[str, ...]) -> _Leaf:
+  """Returns the leaf at a path of the tree."""
   leaf: Any = params
   for key in path:
     leaf = leaf[key]
@@ -199,6 +203,6 @@ def _leaf(params: functional.Params, path: tuple[str, ...]) -> _Leaf:
 
 
 def _shape(entry: names.Entry, leaf: _Leaf) -> tuple[int, ...]:
-  """Of the tensor in the file."""
+  """Returns the shape of the tensor in the file."""
   shape = leaf.shape[len(entry.index) :]
   return shape[::-1] if entry.transposed else shape

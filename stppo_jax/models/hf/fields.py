@@ -1,7 +1,7 @@
-"""What the fields of a Hugging Face `config.json` may be.
+"""Checks the fields of a Hugging Face `config.json`.
 
-Files are anybody's: each field is checked before it is used, and an error names
-the field, its value and what is allowed.
+The file may come from anybody, so each field is checked before it is used. An
+error names the field, its value and what is allowed.
 """
 
 from collections.abc import Mapping
@@ -32,8 +32,8 @@ _TEXTS = settings.Rule(
   'a list of strings',
 )
 
-# Where null is no value at all: what it stands for follows from other fields,
-# or is asked for by `needed`, which has words of its own.
+# Fields where null means that there is no value: it follows from other fields,
+# or `needed` raises an error of its own.
 _OR_NULL: Mapping[str, settings.Rule] = {
   'model_type': _TEXT,
   'vocab_size': _COUNT,
@@ -67,10 +67,10 @@ _ROPE: Mapping[str, settings.Rule] = {
   'low_freq_factor': _POSITIVE,
   'high_freq_factor': _POSITIVE,
   'original_max_position_embeddings': _COUNT,
-  'full_attention': _OBJECT,  # written by kind of layer
+  'full_attention': _OBJECT,  # in files that list fields by kind of layer
 }
 
-# What is implemented; null and a missing field always pass.
+# The values that are implemented; null and a missing field always pass.
 _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
   'hidden_act': ('silu',),
   'attention_bias': (False,),
@@ -84,11 +84,7 @@ _SUPPORTED: Mapping[str, tuple[Any, ...]] = {
 
 
 def check(hf: Mapping[str, Any]) -> None:
-  """Whether every field is what it may be, and asks for what is implemented.
-
-  Raises:
-    ValueError: one is not; one line.
-  """
+  """Raises ValueError, one line, for a field that is wrong or unsupported."""
   for name, rule in _OR_NULL.items():
     if hf.get(name) is not None:
       _check_field(name, hf[name], rule)
@@ -105,10 +101,10 @@ def check(hf: Mapping[str, Any]) -> None:
 
 
 def needed(hf: Mapping[str, Any], *names: str) -> Any:
-  """The value under the first of the names that has one.
+  """Returns the value of the first of the names that has one.
 
   Raises:
-    ValueError: none has.
+    ValueError: no name has a value.
   """
   for name in names:
     if hf.get(name) is not None:
@@ -117,10 +113,13 @@ def needed(hf: Mapping[str, Any], *names: str) -> Any:
 
 
 def rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-  """What a checked config says of positions, in either way to write it.
+  """Returns the fields of rotary positions, from either way to write them.
+
+  Args:
+    hf: contents of a `config.json` that passed `check`.
 
   Raises:
-    ValueError: a field of it that may not be so.
+    ValueError: one of the fields has a value that is not allowed.
   """
   for name in ('rope_scaling', 'rope_parameters'):
     if hf.get(name):
@@ -134,6 +133,7 @@ def rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _checked_rope(prefix: str, found: Mapping[str, Any]) -> Mapping[str, Any]:
+  """Returns the fields if they are allowed, and raises ValueError otherwise."""
   for name, rule in _ROPE.items():
     if found.get(name) is not None:
       _check_field(f'{prefix}.{name}', found[name], rule)

@@ -1,9 +1,13 @@
 """Reading a policy from a Hugging Face directory.
 
-What can be wrong is found out from the headers of the files, before any
-weight is read: every tensor there has its place here, and every leaf here its
-tensors. Weights become float32 whatever they are stored as, slice by slice:
-the host holds one block of a leaf at a time beside what is on its devices.
+Errors are found from the headers of the files, before any weight is read: every
+tensor of the files must belong to a leaf of the model's parameters, and every
+leaf must have all its tensors.
+
+A model may be larger than the memory of a host, so no leaf is ever built there.
+Files are mapped into memory, and a leaf is placed slice by slice into its
+sharding: each host reads only what its own devices hold, converts one slice to
+float32, copies it to the devices and forgets it, before it reads the next.
 """
 
 from collections.abc import Iterator
@@ -27,37 +31,43 @@ from stppo_jax.models.hf import names as names_lib
 from stppo_jax.models.hf import safetensors_file
 from stppo_jax.models.hf import weight_files
 
-# What some files have beside the weights, and nobody needs: frequencies that
-# follow from the config, and the head of a model whose head is its embedding.
+# Tensors that some files have and no model needs: frequencies that follow from
+# the config, and the head of a model whose head is its embedding.
 _FREQUENCIES = re.compile(r'\.rotary_emb\.inv_freq$')
 _HEAD = 'lm_head.weight'
-_SHOWN = 3  # mis-shaped tensors in an error
+_SHOWN = 3  # so many problems are listed in an error
 
 _Index = tuple[slice, ...]
 
 
-class _Part(NamedTuple):
-  """A tensor that is a part of a leaf."""
+class _Source(NamedTuple):
+  """A tensor of a file, and where it belongs in a leaf."""
 
   entry: names_lib.Entry
   tensor: safetensors_file.Tensor
 
 
 class _Leaf(NamedTuple):
-  """A leaf before it is read: its tensors by index, and its shape."""
+  """A leaf before it is read.
 
-  parts: dict[tuple[int, ...], _Part]
+  Attributes:
+    sources: its tensors by their index on the leaf's leading axes.
+    shape: the leaf's shape.
+  """
+
+  sources: dict[tuple[int, ...], _Source]
   shape: tuple[int, ...]
 
 
 def read_config(
   directory: str | pathlib.Path, *, dtype: str, remat: str, scan_unroll: int
 ) -> model_config.ModelConfig:
-  """The shape in `config.json`.
+  """Returns the shape that `config.json` describes.
 
   Raises:
-    ValueError: no such file, no JSON, a key that it lacks or that is not what
-      it may be, or an unsupported architecture; one line that names the file.
+    ValueError: there is no such file, it is no JSON, a key is missing or has a
+      value that is not allowed, or the architecture is not supported; one line
+      that names the file.
   """
   path = pathlib.Path(directory) / 'config.json'
   if not path.is_file():
@@ -74,10 +84,9 @@ def read_config(
 def check_weights(
   directory: str | pathlib.Path, config: model_config.ModelConfig
 ) -> None:
-  """Whether the weights of a directory are those of a policy of this shape.
+  """Raises ValueError unless a directory has the weights of such a policy.
 
-  Raises:
-    ValueError: see `read_params`.
+  No weight is read. `read_params` says which errors there are.
   """
   _plan(directory, config)
 
@@ -85,11 +94,11 @@ def check_weights(
 def read_params(
   directory: str | pathlib.Path, config: model_config.ModelConfig
 ) -> functional.Params:
-  """The weights of a policy as numpy arrays, float32.
+  """Returns the weights of a policy as numpy arrays, float32.
 
   Raises:
-    ValueError: no weights, a damaged file, a missing, extra or mis-shaped
-      tensor, or one of an unsupported dtype; one line.
+    ValueError: there are no weights, a file is damaged, or a tensor is missing,
+      unexpected, of another shape, or of an unsupported dtype; one line.
   """
   return _nested(
     {
@@ -104,13 +113,13 @@ def load_params(
   config: model_config.ModelConfig,
   shardings: Any,
 ) -> functional.Params:
-  """The weights of a policy, float32, straight to where they belong.
+  """Returns the weights of a policy, float32, read into their shardings.
 
-  Each host reads what its devices hold of each leaf, no more.
+  Each host reads only what its devices hold of each leaf.
 
   Args:
-    directory: of a model.
-    config: its shape.
+    directory: a model in Hugging Face's format.
+    config: the model's shape.
     shardings: tree of `jax.sharding.Sharding`, one for each leaf.
 
   Raises:
@@ -128,7 +137,7 @@ def load_params(
 def _plan(
   directory: str | pathlib.Path, config: model_config.ModelConfig
 ) -> dict[tuple[str, ...], _Leaf]:
-  """Leaves by path, each with its tensors; raises as `read_params`."""
+  """Returns the leaves by path, with their tensors; raises as `read_params`."""
   tensors = weight_files.read_headers(directory)
   wanted = {entry.hf_name: entry for entry in names_lib.entries(config)}
   if config.tie_embeddings:
@@ -156,10 +165,10 @@ def _plan(
     leaf: Any = shapes
     for key in entry.path:
       leaf = leaf[key]
-    part = _Part(entry, tensors[name])
+    source = _Source(entry, tensors[name])
     leaves.setdefault(entry.path, _Leaf({}, leaf.shape))
-    leaves[entry.path].parts[entry.index] = part
-    problems += _problems(part, leaf.shape)
+    leaves[entry.path].sources[entry.index] = source
+    problems += _problems(source, leaf.shape)
   if problems:
     more = len(problems) - _SHOWN
     more = f'; and {more} more' if more > 0 else ''
@@ -167,9 +176,10 @@ def _plan(
   return leaves
 
 
-def _problems(part: _Part, leaf_shape: Sequence[int]) -> list[str]:
-  """What is wrong with a tensor, in words."""
-  (entry, tensor), problems = part, []
+def _problems(source: _Source, leaf_shape: Sequence[int]) -> list[str]:
+  """Returns what is wrong with a tensor, in words."""
+  entry, tensor = source
+  problems = []
   expected = tuple(leaf_shape[len(entry.index) :])
   expected = expected[::-1] if entry.transposed else expected
   if tensor.shape != expected:
@@ -185,35 +195,40 @@ def _problems(part: _Part, leaf_shape: Sequence[int]) -> list[str]:
 
 
 def _place(leaf: _Leaf, sharding: jax.sharding.Sharding) -> jax.Array:
-  """A leaf on its devices, in blocks along axes that are not cut."""
+  """Returns a leaf on its devices, written slice by slice.
+
+  Slices are taken along the leading axes that are not sharded: each of them
+  then has a part of every device's shard, and writing it moves nothing between
+  devices.
+  """
   local = sharding.shard_shape(leaf.shape)
   whole = [here == size for here, size in zip(local, leaf.shape)] + [False]
-  blocks = list(_blocks(leaf.shape, whole.index(False)))
-  if len(blocks) == 1:
-    return _place_block(leaf, sharding, blocks[0], owned=True)
+  slices = list(_slices(leaf.shape, whole.index(False)))
+  if len(slices) == 1:
+    return _place_slice(leaf, sharding, slices[0], owned=True)
   zeros = jax.jit(lambda: jnp.zeros(leaf.shape), out_shardings=sharding)
-  write = jax.jit(_write_block, donate_argnums=0, out_shardings=sharding)
+  write = jax.jit(_write_slice, donate_argnums=0, out_shardings=sharding)
   array = zeros()
-  for block in blocks:
-    starts = [i.start for i in block]
-    # Waited for, and not kept: the host would hold several blocks.
-    array = write(array, _place_block(leaf, sharding, block), starts)
+  for index in slices:
+    starts = [i.start for i in index]
+    # Without waiting, the host would run ahead and hold several slices.
+    array = write(array, _place_slice(leaf, sharding, index), starts)
     jax.block_until_ready(array)
   return array
 
 
-def _blocks(shape: tuple[int, ...], uncut: int) -> Iterator[_Index]:
-  """Cuts a leaf along its first `uncut` axes into blocks of BLOCK_BYTES."""
-  rows = [4 * math.prod(shape[axis + 1 :]) for axis in range(uncut)]
-  # The first axis of which a step is small enough, or the last there is.
+def _slices(shape: tuple[int, ...], num_axes: int) -> Iterator[_Index]:
+  """Yields slices of SLICE_BYTES along the first `num_axes` axes of a leaf."""
+  rows = [4 * math.prod(shape[axis + 1 :]) for axis in range(num_axes)]
+  # The first axis whose entries are small enough, or the last axis.
   small = (
-    axis for axis, size in enumerate(rows) if size <= weight_files.BLOCK_BYTES
+    axis for axis, size in enumerate(rows) if size <= weight_files.SLICE_BYTES
   )
-  axis = next(small, uncut - 1)
+  axis = next(small, num_axes - 1)
   if axis < 0:
     yield tuple(slice(0, size) for size in shape)
     return
-  step = max(1, weight_files.BLOCK_BYTES // rows[axis])
+  step = max(1, weight_files.SLICE_BYTES // rows[axis])
   for outer in itertools.product(*map(range, shape[:axis])):
     for start in range(0, shape[axis], step):
       yield (
@@ -223,30 +238,36 @@ def _blocks(shape: tuple[int, ...], uncut: int) -> Iterator[_Index]:
       )
 
 
-def _write_block(array, values, starts):
+def _write_slice(array, values, starts):
+  """Returns the array with the values written at the starts; donate it."""
   return jax.lax.dynamic_update_slice(array, values, starts)
 
 
-def _place_block(
+def _place_slice(
   leaf: _Leaf,
   sharding: jax.sharding.Sharding,
-  block: _Index,
+  index: _Index,
   *,
   owned: bool = False,
 ) -> jax.Array:
-  """A block of a leaf; one device's slice of it is on the host at a time.
+  """Returns a slice of a leaf as an array in the leaf's sharding.
+
+  The host holds what one device gets of it at a time.
 
   Args:
-    leaf: of which the block is.
-    sharding: of the leaf, and of the block.
-    block: bounds on each axis.
-    owned: never on memory of the host, as the CPU backend would have it: such
-      an array cannot be donated, so the program to consume it would copy it.
+    leaf: the leaf.
+    sharding: the sharding of the leaf, and of the slice.
+    index: bounds of the slice on each axis.
+    owned: whether the devices must own the memory. The CPU backend otherwise
+      uses aligned memory of numpy as it is; such an array cannot be donated,
+      so the program that is to consume it would copy it.
   """
-  shape = tuple(i.stop - i.start for i in block)
+  shape = tuple(i.stop - i.start for i in index)
   holders: dict[tuple, list[jax.Device]] = {}
-  for device, index in sharding.addressable_devices_indices_map(shape).items():
-    bounds = [i.indices(size)[:2] for i, size in zip(index, shape)]
+  placement = sharding.addressable_devices_indices_map(shape)
+  for device, held in placement.items():
+    assert held is not None
+    bounds = [i.indices(size)[:2] for i, size in zip(held, shape)]
     holders.setdefault(tuple(bounds), []).append(device)
   arrays: list[jax.Array] = []
   for bounds, devices in holders.items():
@@ -254,9 +275,9 @@ def _place_block(
       leaf,
       tuple(
         slice(i.start + begin, i.start + end)
-        for i, (begin, end) in zip(block, bounds)
+        for i, (begin, end) in zip(index, bounds)
       ),
-      offset=4 * owned,  # the backend takes no address like this
+      offset=4 * owned,  # an address that the backend cannot use as it is
     )
     for device in devices:
       place = jax.sharding.SingleDeviceSharding(
@@ -268,12 +289,12 @@ def _place_block(
 
 
 def _read(leaf: _Leaf, index: _Index, offset: int = 0) -> np.ndarray:
-  """A slice of a leaf, float32; only what it covers is read."""
+  """Returns a slice of a leaf, float32; only what it covers is read."""
   result = _memory(tuple(i.stop - i.start for i in index), offset)
-  depth = len(next(iter(leaf.parts)))
+  depth = len(next(iter(leaf.sources)))
   leading, rest = index[:depth], index[depth:]
   for position in itertools.product(*(range(i.start, i.stop) for i in leading)):
-    entry, tensor = leaf.parts[position]
+    entry, tensor = leaf.sources[position]
     stored = tensor.view()
     stored = stored.T if entry.transposed else stored
     here = tuple(p - i.start for p, i in zip(position, leading))
@@ -282,9 +303,10 @@ def _read(leaf: _Leaf, index: _Index, offset: int = 0) -> np.ndarray:
 
 
 def _memory(shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
-  """Zeros, float32, at `offset` bytes in pages of their own.
+  """Returns float32 zeros that begin at `offset` bytes in pages of their own.
 
-  They go back to the system when they are let go of; those of malloc stay.
+  Pages go back to the system when the array is deleted. Memory of malloc may
+  stay with the process, so the slices of a large model would add up.
   """
   size = 4 * math.prod(shape)
   private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -294,10 +316,11 @@ def _memory(shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
 
 
 def _nested(leaves: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+  """Returns the leaves as a nested dict."""
   tree: dict[str, Any] = {}
   for path, leaf in leaves.items():
-    block = tree
+    node = tree
     for key in path[:-1]:
-      block = block.setdefault(key, {})
-    block[path[-1]] = leaf
+      node = node.setdefault(key, {})
+    node[path[-1]] = leaf
   return tree

@@ -1,7 +1,8 @@
-"""Our parameter names and those of Hugging Face, one to one.
+"""The names of our parameters and of Hugging Face's tensors.
 
-All architectures of `models/config.py` share their names. The experts of a
-layer are one leaf here, [layers, experts, in, out], and a tensor each there.
+All architectures of `models/config.py` use the same names. Our layers are
+stacked, so a leaf has a tensor for each layer; the experts are one leaf
+[layers, experts, in, out] with a tensor for each expert of each layer.
 """
 
 import dataclasses
@@ -41,14 +42,15 @@ _TOP = {
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """One tensor there, one leaf or a part of one here.
+  """A tensor of a file, and the leaf or the slice of a leaf that it is.
 
   Attributes:
     hf_name: name of the tensor.
     path: keys of the leaf in the parameter tree.
-    index: of the part, on the leaf's leading axes (the layer, say); () where
+    index: index of the slice on the leaf's leading axes (layer, expert); () if
       the tensor is the whole leaf.
-    transposed: kernels are [in, out] here and [out, in] there.
+    transposed: whether the axes are swapped: kernels are [in, out] in our tree
+      and [out, in] in files.
   """
 
   hf_name: str
@@ -58,7 +60,7 @@ class Entry:
 
 
 def entries(config: model_config.ModelConfig) -> list[Entry]:
-  """Every tensor of a policy of this shape."""
+  """Returns every tensor of a policy of this shape."""
   result = []
   for ours, theirs in _TOP.items():
     if ours == 'lm_head' and config.tie_embeddings:

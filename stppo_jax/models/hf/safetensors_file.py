@@ -5,8 +5,8 @@
     the rest  the tensors, row-major, little-endian, one after another
 
 The source is https://github.com/huggingface/safetensors (its README). A file
-is checked when it is opened, and no byte of a tensor is read for that. The
-tensors are views of the mapped file: a slice costs what it covers.
+is checked by its header and its size; no tensor is read for that. Tensors are
+views of the mapped file, so that reading a slice costs what the slice covers.
 """
 
 from collections.abc import Iterable
@@ -26,22 +26,22 @@ DTYPES: Mapping[str, np.dtype] = {
   'BF16': np.dtype(ml_dtypes.bfloat16),
   'F16': np.dtype(np.float16),
 }
-# Bytes an element of the dtypes that are in the format and not read here.
+# Bytes per element of the other dtypes of the format, which are not read here.
 _OTHERS = {'F64': 8, 'I64': 8, 'U64': 8, 'I32': 4, 'U32': 4, 'I16': 2, 'U16': 2}
 _OTHERS |= {'I8': 1, 'U8': 1, 'BOOL': 1, 'F8_E4M3': 1, 'F8_E5M2': 1}
 _MAX_HEADER = 100_000_000  # bytes; the limit of the format
-_ALIGNMENT = 8  # of the first tensor, in bytes
+_ALIGNMENT = 8  # bytes; where the first tensor may begin
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-  """Where a tensor lies, and what it is.
+  """A tensor of a file.
 
   Attributes:
-    path: of its file.
+    path: the file.
     dtype: name in the format, such as 'BF16'.
-    shape: sizes.
-    begin: first byte, from the beginning of the file.
+    shape: sizes of the axes.
+    begin: offset of the first byte in the file.
   """
 
   path: pathlib.Path
@@ -50,10 +50,10 @@ class Tensor:
   begin: int
 
   def view(self) -> np.ndarray:
-    """The tensor as a read-only view of the mapped file.
+    """Returns the tensor as a read-only view of the mapped file.
 
     Raises:
-      ValueError: a dtype that is not in `DTYPES`.
+      ValueError: the dtype is not in `DTYPES`.
     """
     if self.dtype not in DTYPES:
       raise ValueError(f'{self.path}: dtype {self.dtype} cannot be read')
@@ -67,12 +67,12 @@ class Tensor:
 
 
 def read_header(path: str | pathlib.Path) -> dict[str, Tensor]:
-  """The tensors of a file, by name.
+  """Returns the tensors of a file by name.
 
   Raises:
-    ValueError: no safetensors file, or one that is not whole; one line that
-      names the file and the bytes expected and found.
-    OSError: unreadable.
+    ValueError: it is not a safetensors file, or is damaged; one line that names
+      the file and, where sizes differ, the bytes expected and found.
+    OSError: the file cannot be read.
   """
   path = pathlib.Path(path)
   size = path.stat().st_size
@@ -116,7 +116,7 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def _check_extents(path, start: int, size: int, tensors) -> None:
-  """Raises ValueError unless the tensors fill the file without a hole."""
+  """Raises ValueError unless the tensors fill the file without a gap."""
   end = start
   for name, tensor in sorted(tensors.items(), key=lambda item: item[1].begin):
     if tensor.begin != end and _num_bytes(tensor):
@@ -136,17 +136,17 @@ def write(
   dtype: str,
   chunks: Iterable[np.ndarray],
 ) -> None:
-  """Writes a file piece by piece; one of them is in memory at a time.
+  """Writes a file piece by piece, with one of them in memory at a time.
 
   Args:
-    file: open for writing.
-    shapes: name to shape of all tensors.
-    dtype: of all of them, in the file; a key of `DTYPES`.
-    chunks: the values in the order of `shapes`, each a tensor or some rows of
-      one; cast to `dtype`.
+    file: a file open for writing.
+    shapes: shapes of all tensors by name.
+    dtype: dtype of all tensors in the file; a key of `DTYPES`.
+    chunks: the values in the order of `shapes`, each a tensor or leading
+      entries of one; they are cast to `dtype`.
 
   Raises:
-    ValueError: more or fewer values than `shapes` promises.
+    ValueError: there are more or fewer values than `shapes` promises.
   """
   header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
   end = written = 0
@@ -161,7 +161,7 @@ def write(
   text += b' ' * (-len(text) % _ALIGNMENT)
   file.write(len(text).to_bytes(8, 'little') + text)
   for chunk in chunks:
-    # Through bytes, because a file takes no array of bfloat16.
+    # As bytes, because files do not accept arrays of bfloat16.
     whole = np.ascontiguousarray(chunk, DTYPES[dtype])
     written += file.write(whole.reshape(-1).view(np.uint8).data)
   if written != end:

@@ -4,8 +4,8 @@
     model.safetensors.index.json        {weight_map: {tensor: file}, ...} and
     model-00001-of-00002.safetensors    the files it names
 
-Where both are there the single file counts, as with `transformers`. The
-index's metadata (total_size) is not looked at: writers disagree about it.
+If both exist, the single file is read, as `transformers` does. The index's
+metadata (total_size) is ignored, since writers disagree about it.
 """
 
 from collections.abc import Iterable
@@ -17,18 +17,18 @@ from stppo_jax.models.hf import safetensors_file
 
 SINGLE = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
-BLOCK_BYTES = 2**23  # of a leaf in float32, that the host holds at once
-_SHOWN = 3  # names in an error
+SLICE_BYTES = 2**23  # size of the slices of a leaf, float32, on the host
+_SHOWN = 3  # so many names are listed in an error
 
 
 def read_headers(
   directory: str | pathlib.Path,
 ) -> dict[str, safetensors_file.Tensor]:
-  """All tensors of a directory by name; none of them is read.
+  """Returns all tensors of a directory by name, without reading them.
 
   Raises:
-    ValueError: no weights, a damaged file, or an index that does not fit its
-      files; one line.
+    ValueError: there are no weights, a file is damaged, or the index does not
+      fit its files; one line.
   """
   directory = pathlib.Path(directory)
   if (directory / SINGLE).is_file():
@@ -54,22 +54,23 @@ def read_headers(
 
 
 def _weight_map(index: pathlib.Path) -> Mapping[str, str]:
+  """Returns the file of each tensor, checked to lie in the directory."""
   content = read_json(index)
   weight_map = content.get('weight_map')
   if not isinstance(weight_map, dict) or not weight_map:
     raise ValueError(f'{index}: no weight_map')
   for file in weight_map.values():
-    # A file of this directory: an index must not lead out of it.
+    # An index is anybody's: it must not lead out of its directory.
     if not isinstance(file, str) or pathlib.PurePath(file).name != file:
       raise ValueError(f'{index}: {file!r} is not a file name')
   return weight_map
 
 
 def read_json(path: pathlib.Path) -> dict:
-  """The object in a JSON file.
+  """Returns the object in a JSON file.
 
   Raises:
-    ValueError: it holds none; one line.
+    ValueError: the file holds none; one line.
   """
   try:
     content = json.loads(path.read_text(encoding='utf-8'))
@@ -81,7 +82,7 @@ def read_json(path: pathlib.Path) -> dict:
 
 
 def shortened(names: Iterable[str]) -> str:
-  """A few of the names, and how many more there are."""
+  """Returns a few of the names as text, and how many more there are."""
   names = sorted(names)
   text = ', '.join(names[:_SHOWN])
   more = len(names) - _SHOWN

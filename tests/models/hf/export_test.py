@@ -58,7 +58,7 @@ def test_any_layout_gives_the_same_file(
 ):
   model = _MODELS[name]
   export.export(tmp_path / 'host', model.config, tiny.params(model))
-  monkeypatch.setattr(weight_files, 'BLOCK_BYTES', block_bytes)
+  monkeypatch.setattr(weight_files, 'SLICE_BYTES', block_bytes)
   export.export(tmp_path / 'mesh', model.config, _placed(model, sizes))
   _same_bits(_tensors(tmp_path / 'mesh'), _tensors(tmp_path / 'host'))
   again = load.read_params(tmp_path / 'mesh', model.config)

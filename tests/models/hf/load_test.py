@@ -105,7 +105,7 @@ def test_leaves_go_where_they_belong(
   tmp_path, monkeypatch, model, sizes, block_bytes
 ):
   _write(tmp_path, model, _tensors(model), files=2)
-  monkeypatch.setattr(weight_files, 'BLOCK_BYTES', block_bytes)
+  monkeypatch.setattr(weight_files, 'SLICE_BYTES', block_bytes)
   mesh = mesh_lib.make_mesh(**dict(zip(mesh_lib.AXES, sizes)))
   layout = sharding.param_shardings(tiny.params(model), mesh)
   params = load.load_params(tmp_path, model.config, layout)
