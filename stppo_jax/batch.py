@@ -1,8 +1,7 @@
-"""TokenBatch: the device arrays of one collection, token-aligned.
+"""The arrays of one collection, token-aligned.
 
-B trajectories, L tokens, M of which carry loss at most. Index l of every [B, L]
-array speaks about token l. Of a mixture of experts: N layers, X experts, E that
-a token visits.
+B trajectories, L tokens, M loss positions of a row, X experts, E experts that a
+token visits, Q pairs. Index l of every [B, L] array speaks about token l.
 """
 
 import dataclasses
@@ -18,37 +17,41 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TokenBatch:
-  """Trajectories as arrays; the last block is filled by `annotate`.
+  """Trajectories as arrays; `annotate` fills the fields from `old_logprobs_BL`.
 
   Attributes:
-    tokens_BL: int32 ids, right-padded (the padding's id has no meaning).
-    lengths_B: int32, tokens before padding; 0 marks an empty row.
-    turn_ids_BL: int32, 0 = not written by the policy, 1..T = its turn.
-    loss_mask_BL: bool, written by the policy and to be trained on
-      (called response_mask in verl). False everywhere in a failed row.
-    sampler_logprobs_BL: float32, the sampler's report; 0 off the policy tokens.
-    rewards_BL: float32, the outcome on the last policy token, a turn's own
-      reward on the turn's last token, else 0.
-    group_ids_B: int32, rows of one question share an id.
-    sentence_ids_BL: int32, 0 = not written by the policy, 1..L = its sentence,
-      counted through the row. None where no row of the table asks for it.
-    state_ids_BL: int32, 0 = not written by the policy; turns that began in the
-      same state (same question, same latest observation) share an id.
-    loss_positions_BM: int32, the l of the loss mask in order, then L. None: to
-      be scored everywhere.
-    expert_ids: int, the experts that the policy must visit in an update
-      (routing replay), below 0 where its router chooses. Those of the sampler
-      come with the batch, those of the old policy from `annotate`. None: its
+    tokens_BL: int32, token ids, right-padded; the padding's id has no meaning.
+    lengths_B: int32, tokens of each row without padding; 0 marks an empty row.
+    turn_ids_BL: int32, the turn 1..T that a token of the policy belongs to; 0:
+      the policy did not write the token.
+    loss_mask_BL: bool, tokens that the policy wrote and is trained on (called
+      response_mask in verl). False everywhere in a failed row.
+    sampler_logprobs_BL: float32, log-probabilities that the sampler reported; 0
+      at tokens that the policy did not write.
+    rewards_BL: float32, the outcome's reward at the last policy token, a turn's
+      own reward at the turn's last token, else 0.
+    group_ids_B: int32, the same number for all rows of one question.
+    sentence_ids_BL: int32, the sentence 1..L of the row that a token of the
+      policy belongs to; 0: the policy did not write it. None unless an
+      algorithm asks for sentences.
+    state_ids_BL: int32, the same number for turns that began in the same state
+      (same question, same latest observation); 0: the policy did not write the
+      token.
+    loss_positions_BM: int32, the positions of the loss mask in order, filled up
+      with L. None: results are wanted at all positions.
+    expert_ids: int [B, L, layers, E], the experts that the policy must visit in
+      an update (routing replay); negative where its router chooses. The
+      sampler's come with the batch, the old policy's from `annotate`. None: the
       router chooses everywhere.
-    expert_visits_BX: float32, how often a row's tokens visited each expert in
+    expert_visits_BX: float32, how often a row's tokens visited each expert, in
       all layers of the old policy; None without experts.
-    old_logprobs_BL: float32, the trainer's log-probabilities under the policy
-      that sampled, before the first update: the ratio's denominator.
-    ref_logprobs_BL: float32, under the frozen reference.
-    values_BL: float32, V before this token, of the value model before the
-      first update.
-    advantages_BL, returns_BL: float32.
-    value_mask_BL: bool, the steps at which the value model is trained.
+    old_logprobs_BL: float32, log-probabilities by the trainer before the first
+      update, under the policy that sampled: the ratio's denominator.
+    ref_logprobs_BL: float32, log-probabilities under the frozen reference.
+    values_BL: float32, V before this token, by the value model before the first
+      update.
+    advantages_BL, returns_BL: float32, from `rl.advantages`.
+    value_mask_BL: bool, tokens that the value model is trained at.
   """
 
   tokens_BL: Array
@@ -73,18 +76,18 @@ class TokenBatch:
   value_mask_BL: Any = None
 
   def replace(self, **arrays: Array) -> 'TokenBatch':
-    """A copy with some arrays exchanged."""
+    """Returns a copy with some arrays replaced."""
     return dataclasses.replace(self, **arrays)
 
 
 class PairBatch(NamedTuple):
-  """Two trajectories of one question each, the better one first.
+  """Pairs of trajectories of one question each; index 0 is the better one.
 
   Attributes:
-    tokens_Q2L: int32, 0 behind the last token of the loss mask.
-    loss_mask_Q2L: bool, tokens of the policy to be trained on; all false in
-      the pairs that only fill up a batch.
-    loss_positions_Q2M: int32, where the mask is true; see
+    tokens_Q2L: int32, token ids; 0 behind the last token of the loss mask.
+    loss_mask_Q2L: bool, tokens that the policy wrote and is trained on; all
+      false in pairs that only fill up a batch.
+    loss_positions_Q2M: int32, positions of the loss mask, see
       `pack.loss_positions`.
     lengths_Q2: int32, tokens up to the last of the loss mask.
   """

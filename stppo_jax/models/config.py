@@ -9,7 +9,7 @@ from stppo_jax.models.hf import fields as fields_lib
 
 
 class _Architecture(NamedTuple):
-  """What tells a network from the others, and the class it is there."""
+  """The properties that tell an architecture from the others, and its class."""
 
   class_name: str
   qkv_bias: bool
@@ -25,13 +25,13 @@ ARCHITECTURES: Mapping[str, _Architecture] = {
 }
 
 # Fields of a `ModelConfig` that are kept for the export and change no number;
-# those that choose a program; and those of the one or the other kind of MLP.
+# fields that choose how to compute; and fields of only one kind of MLP.
 _FOR_EXPORT = ('max_position_embeddings', 'router_aux_loss_coef')
 _PROGRAM = ('dtype', 'remat', 'scan_unroll', 'attention', 'moe')
 _OF_DENSE = ('intermediate_size',)
 _OF_EXPERTS = ('num_experts_per_tok', 'moe_intermediate_size', 'norm_topk_prob')
 
-# Fields of each kind of rope scaling, beside the kind.
+# The fields of each kind of rope scaling.
 _ROPE_FIELDS: Mapping[str, tuple[str, ...]] = {
   'linear': ('factor',),
   'llama3': (
@@ -49,9 +49,9 @@ class RopeScaling:
 
   Attributes:
     rope_type: 'linear' or 'llama3'.
-    factor: positions count 1 / factor.
-    low_freq_factor, high_freq_factor, original_max_position_embeddings: of
-      llama3, which stretches only angles that turn slowly.
+    factor: angles turn more slowly by this factor.
+    low_freq_factor, high_freq_factor, original_max_position_embeddings: used by
+      'llama3' only, which slows down only angles that turn slowly.
   """
 
   rope_type: str
@@ -81,25 +81,24 @@ class RopeScaling:
       )
 
   def to_hf(self) -> dict[str, Any]:
-    """As `rope_scaling` of a `config.json`."""
+    """Returns the value of `rope_scaling` in a `config.json`."""
     fields = ('rope_type', *_ROPE_FIELDS[self.rope_type])
     return {name: getattr(self, name) for name in fields}
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """A decoder of the Qwen and Llama family.
+  """The shape of a decoder of the Qwen and Llama family.
 
-  Biases, norms of queries and keys, and experts tell the architectures apart;
-  other combinations than those of `ARCHITECTURES` are refused, so that every
-  model can be exported. Field names follow this project's configs.
+  Biases, norms of queries and keys, and experts tell the architectures apart.
+  Other combinations than those of `ARCHITECTURES` raise ValueError, so that
+  every model can be exported. Field names follow this project's configs.
 
   Attributes:
-    vocab_size: rows of the embedding.
+    vocab_size: V, vocabulary entries of the embedding.
     hidden_size: D, width of the residual stream.
-    intermediate_size: width of the gated MLP; without meaning where experts
-      replace it.
-    num_layers: blocks.
+    intermediate_size: width of the gated MLP; unused if experts replace it.
+    num_layers: decoder layers.
     num_heads: query heads; a multiple of num_kv_heads.
     num_kv_heads: key and value heads.
     head_dim: H, size of one head; even, for rotary positions.
@@ -107,20 +106,22 @@ class ModelConfig:
     rms_norm_eps: added to the mean square.
     qkv_bias: biases on the query, key and value projections.
     tie_embeddings: the output head is the embedding.
-    qk_norm: a norm over each head of queries and keys, before they turn.
-    num_experts: E, gated MLPs a token is routed among; 0 for one dense MLP.
-    num_experts_per_tok: how many of them a token visits.
+    qk_norm: a norm over each head of queries and keys, before rotary positions.
+    num_experts: X, gated MLPs that a token is routed among; 0: one dense MLP.
+    num_experts_per_tok: E, how many of them a token visits.
     moe_intermediate_size: width of one expert.
-    norm_topk_prob: weights of the visited experts sum to one.
+    norm_topk_prob: whether the weights of the visited experts sum to one.
     router_aux_loss_coef: weight of the load-balance loss, for the export.
-    rope_scaling: None for positions as they are.
-    max_position_embeddings: tokens the model was made for; for the export.
-    dtype: of the activations; weights are stored in float32.
-    remat: what of a layer is kept for the backward pass; a key of
+    rope_scaling: scaling of rotary positions; None: no scaling.
+    max_position_embeddings: longest sequence that the model was made for; for
+      the export.
+    dtype: dtype of the activations; weights are stored in float32.
+    remat: what is saved of a layer for the backward pass; a key of
       `remat.POLICIES`.
-    scan_unroll: layers per iteration of the scan; more compiles longer and,
-      for small models on CPU, runs faster.
-    attention: how whole sequences attend; a key of `attention.IMPLEMENTATIONS`.
+    scan_unroll: layers per iteration of the scan; more of them compile longer
+      and, in small models on a CPU, run faster.
+    attention: how attention of whole sequences is computed; a key of
+      `attention.IMPLEMENTATIONS`.
     moe: how experts are computed; 'auto' or a key of `moe.IMPLEMENTATIONS`.
   """
 
@@ -170,7 +171,7 @@ class ModelConfig:
           f'moe_intermediate_size={self.moe_intermediate_size} must be greater '
           f'than 0 when num_experts={self.num_experts}'
         )
-    _ = self.architecture  # refuses what is none
+    _ = self.architecture  # raises if there is none
 
   @property
   def architecture(self) -> str:
@@ -197,12 +198,16 @@ class ModelConfig:
     remat: str,
     scan_unroll: int,
   ) -> 'ModelConfig':
-    """From the contents of a Hugging Face `config.json`.
+    """Returns the shape that a Hugging Face `config.json` describes.
+
+    Args:
+      hf: contents of the file.
+      dtype, remat, scan_unroll: see the class.
 
     Raises:
-      ValueError: an architecture that is not in `ARCHITECTURES`, options of it
-        that are not implemented, a key that is missing, or one that is not
-        what it may be; one line.
+      ValueError: the architecture is not in `ARCHITECTURES`, an option of it is
+        not implemented, or a key is missing or has a value that is not allowed;
+        one line.
     """
     fields_lib.check(hf)
     kind = hf.get('model_type')
@@ -214,7 +219,7 @@ class ModelConfig:
     architecture = ARCHITECTURES[kind]
     hidden_size = fields_lib.needed(hf, 'hidden_size')
     heads = fields_lib.needed(hf, 'num_attention_heads')
-    # Qwen3 is the one whose heads are not a share of the width by default.
+    # In all architectures but Qwen3, heads share the width by default.
     head_dim = 128 if kind == 'qwen3' else hidden_size // heads
     rope_theta, rope_scaling = _rope(hf)
     experts = {}
@@ -250,9 +255,9 @@ class ModelConfig:
     )
 
   def to_hf(self) -> dict[str, Any]:
-    """The contents of a `config.json` that `transformers` loads.
+    """Returns the contents of a `config.json` that `transformers` loads.
 
-    Positions are written the way old and new versions read them.
+    Rotary positions are written in the way that old and new versions read.
     """
     hf = {
       'architectures': [ARCHITECTURES[self.architecture].class_name],
@@ -287,7 +292,7 @@ class ModelConfig:
 
 
 def compared(config: ModelConfig) -> tuple[str, ...]:
-  """Names of the fields in which a model of the same function is equal."""
+  """Returns the fields that models must share to compute the same function."""
   others = _OF_DENSE if config.num_experts else _OF_EXPERTS
   return tuple(
     field.name
@@ -297,7 +302,7 @@ def compared(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-  """Base and scaling, from either of the two ways to write them."""
+  """Returns base and scaling of rotary positions."""
   rope = fields_lib.rope(hf)
   theta = rope.get('rope_theta') or hf.get('rope_theta') or 10000.0
   kind = rope.get('rope_type') or rope.get('type') or 'default'
