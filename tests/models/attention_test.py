@@ -44,7 +44,7 @@ def test_attention_by_hand(num_kv_heads):
   np.testing.assert_allclose(attend(*inputs), _by_hand(*inputs), atol=1e-5)
 
 
-def test_padding_is_before_nobody():
+def test_padding_does_not_change_earlier_queries():
   # What follows a token does not reach it, whatever it is: no mask for it.
   lengths_B = np.array([3, 7], np.int32)
   inputs = _inputs(2, 7, 2, 1)
@@ -90,7 +90,7 @@ def test_splash_equals_the_definition(size, num_heads, num_kv_heads, lengths):
 
 
 @pytest.mark.parametrize('lengths', [(9, 4, 0), None])
-def test_cudnn_is_asked_for_the_same(lengths, monkeypatch):
+def test_cudnn_gets_equivalent_arguments(lengths, monkeypatch):
   # A stand-in that keeps to its interface and leaves rubbish at padding, also
   # in the gradients.
   plain = jax.nn.dot_product_attention
@@ -128,7 +128,7 @@ def test_cudnn_is_asked_for_the_same(lengths, monkeypatch):
     np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
-def test_a_kernel_is_cut_over_the_mesh():
+def test_a_kernel_runs_on_shards_of_the_mesh():
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
   lengths_B = np.array([4, 9, 1, 6], np.int32)
   inputs = _inputs(4, 9, 4, 2)
@@ -140,7 +140,7 @@ def test_a_kernel_is_cut_over_the_mesh():
     np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
-def test_a_model_attends_as_configured(monkeypatch):
+def test_a_model_uses_the_configured_attention(monkeypatch):
   monkeypatch.setitem(attention.IMPLEMENTATIONS, 'splash', _SPLASH)
   tokens_BL = np.random.default_rng(0).integers(0, 11, (2, 6)).astype(np.int32)
   lengths_B = np.array([6, 3], np.int32)
@@ -170,7 +170,7 @@ def test_a_model_attends_as_configured(monkeypatch):
     ('tpu', 'float32', 64, 'splash'),
   ],
 )
-def test_the_fastest_that_runs_here_is_chosen(
+def test_auto_is_the_fastest_implementation_of_a_platform(
   platform, dtype, head_dim, expected
 ):
   here = {'platform': platform, 'dtype': dtype, 'head_dim': head_dim}
@@ -189,7 +189,9 @@ def test_the_fastest_that_runs_here_is_chosen(
     ('flash', 'cpu', 'float32', 'auto, xla'),
   ],
 )
-def test_what_does_not_run_here_is_refused(name, platform, dtype, choices):
+def test_an_implementation_that_does_not_run_here_is_refused(
+  name, platform, dtype, choices
+):
   message = rf'^model.attention={name}: .*; choices here: {choices}$'
   with pytest.raises(ValueError, match=message):
     attention.choose(name, dtype=dtype, head_dim=64, platform=platform)

@@ -61,7 +61,7 @@ def _found(attend, inputs):
     (9, 9, 6, 2),  # one
   ],
 )
-def test_the_same_as_the_definition(size, block, num_heads, num_kv_heads):
+def test_tiles_equal_the_definition(size, block, num_heads, num_kv_heads):
   inputs = _inputs(size, num_heads, num_kv_heads)
   # Scores that outgrow those before, and dwarf those behind.
   q, k, v = inputs
@@ -86,7 +86,7 @@ def test_sums_are_in_float32():
     )
 
 
-def test_what_follows_reaches_nobody():
+def test_later_tokens_change_nothing_before_them():
   attend = blockwise.attend(22, 7, None)
   inputs = _inputs(22, 4, 2)
   poisoned = [x.at[0, 13:].set(1e6) for x in inputs]
@@ -142,7 +142,7 @@ def test_memory_grows_with_the_length(again):
 @pytest.mark.parametrize(
   ('size', 'blocks', 'loops'), [(80, 1, 0), (320, 4, 0), (321, 1, 1)]
 )
-def test_many_blocks_are_a_loop(size, blocks, loops):
+def test_many_tiles_are_one_loop(size, blocks, loops):
   inputs = _inputs(size, 4, 2, rows=1)
   attend = attention.causal_attention('xla', size, None, None)
   told = jax.jit(attend).lower(*inputs).as_text()
@@ -159,7 +159,9 @@ def test_many_blocks_are_a_loop(size, blocks, loops):
     ((2, 1, 4), 4, 2, True),  # two devices to a key/value head
   ],
 )
-def test_blocks_are_local(axes, num_heads, num_kv_heads, shared):
+def test_tiles_need_no_communication_between_devices(
+  axes, num_heads, num_kv_heads, shared
+):
   mesh = mesh_lib.make_mesh(**dict(zip(mesh_lib.AXES, axes)))
   compiled = _compiled(400, num_heads, num_kv_heads, mesh)
   told = program.collectives(compiled.as_text())
@@ -169,7 +171,7 @@ def test_blocks_are_local(axes, num_heads, num_kv_heads, shared):
   assert max(x.times for x in program.instructions(compiled.as_text())) == 15
 
 
-def test_devices_that_share_heads_find_the_same():
+def test_devices_that_share_heads_compute_the_same():
   mesh = mesh_lib.make_mesh(data=2, tensor=4, fsdp=1)
   inputs = _inputs(22, 4, 2)
   for ours, theirs in zip(

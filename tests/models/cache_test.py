@@ -23,7 +23,7 @@ def _poisoned(model, rows=_B):
 
 
 @pytest.mark.parametrize('num_kv_heads', [1, 2])
-def test_extending_in_random_chunks_equals_the_whole(num_kv_heads):
+def test_reading_in_random_chunks_equals_one_pass(num_kv_heads):
   model = tiny.model(num_kv_heads=num_kv_heads)
   params, tokens_BL = tiny.params(model), _tokens()
   whole_BLD = np.asarray(tiny.hidden(model)(params, tokens_BL))
@@ -92,7 +92,7 @@ def test_more_blocks_than_needed_change_no_bit():
   np.testing.assert_array_equal(hidden_BCD, found[0][0])
 
 
-def test_storing_is_the_plain_loop():
+def test_storing_equals_a_plain_loop():
   model = tiny.model()
   cache = jax.tree.map(np.asarray, _poisoned(model, rows=4))
   rng = np.random.default_rng(0)

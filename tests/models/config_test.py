@@ -40,12 +40,12 @@ _LLAMA3 = {
     ({'head_dim': 7}, 'head_dim=7 must be even'),
   ],
 )
-def test_impossible_shapes_are_refused(changes, message):
+def test_impossible_shapes_raise(changes, message):
   with pytest.raises(ValueError, match=message):
     tiny.model(**changes)
 
 
-def test_what_a_config_leaves_out_is_derived():
+def test_missing_fields_of_a_config_are_derived():
   config = model_config.ModelConfig.from_hf(_HF, **_RUNTIME)
   assert (config.num_kv_heads, config.head_dim) == (4, 4)
   assert config.qkv_bias and not config.tie_embeddings
@@ -89,7 +89,7 @@ def test_what_a_config_leaves_out_is_derived():
     (_MOE | {'moe_intermediate_size': 0}, 'moe_intermediate_size=0: must'),
   ],
 )
-def test_what_is_not_implemented_is_named(changes, message):
+def test_unsupported_options_are_named(changes, message):
   with pytest.raises(ValueError, match=message) as caught:
     model_config.ModelConfig.from_hf(_HF | changes, **_RUNTIME)
   assert '\n' not in str(caught.value)
@@ -134,7 +134,7 @@ _POSITIVE = 'must be a number greater than 0$'
     ),
   ],
 )
-def test_a_malformed_field_is_one_line(changes, message):
+def test_a_malformed_field_is_an_error_of_one_line(changes, message):
   with pytest.raises(ValueError, match=message) as caught:
     model_config.ModelConfig.from_hf(_HF | changes, **_RUNTIME)
   assert '\n' not in str(caught.value)
@@ -169,7 +169,7 @@ def test_a_malformed_field_is_one_line(changes, message):
     model_config.RopeScaling(**_LLAMA3),
   ],
 )
-def test_there_and_back_is_the_same(changes, kind, name, rope):
+def test_a_written_config_is_read_back_the_same(changes, kind, name, rope):
   config = dataclasses.replace(
     tiny.model().config, **changes, rope_scaling=rope, max_position_embeddings=9
   )
@@ -179,7 +179,7 @@ def test_there_and_back_is_the_same(changes, kind, name, rope):
   assert model_config.ModelConfig.from_hf(hf, **_RUNTIME) == config
 
 
-def test_what_no_architecture_is_made_of_is_refused():
+def test_combinations_of_no_architecture_are_refused():
   with pytest.raises(ValueError, match=r'choices: qwen2 \(True, False, 0\);'):
     tiny.model(qkv_bias=True, qk_norm=True)
 
@@ -192,14 +192,14 @@ def test_what_no_architecture_is_made_of_is_refused():
     {'rope_parameters': {'full_attention': _LLAMA3 | {'rope_theta': 5e5}}},
   ],
 )
-def test_the_ways_to_write_rope_scaling_are_one(rope):
+def test_both_ways_to_write_rope_scaling_are_read(rope):
   hf = {key: value for key, value in _HF.items() if key != 'rope_theta'}
   config = model_config.ModelConfig.from_hf(hf | rope, **_RUNTIME)
   assert config.rope_theta == 5e5
   assert config.rope_scaling == model_config.RopeScaling(**_LLAMA3)
 
 
-def test_old_names_and_defaults():
+def test_old_names_and_defaults_are_read():
   old = {'rope_scaling': {'type': 'linear', 'factor': 2.0}}
   config = model_config.ModelConfig.from_hf(_HF | old, **_RUNTIME)
   assert config.rope_scaling == model_config.RopeScaling('linear', 2.0)

@@ -62,7 +62,7 @@ def _jitted(temperature, chunk):
 
 @pytest.mark.parametrize('temperature', [1.0, 0.7])
 @pytest.mark.parametrize('chunk', [1, 4 * _B, 6 * _B, 64 * _B])
-def test_it_is_its_twin(temperature, chunk):
+def test_divergence_equals_a_float64_loop(temperature, chunk):
   arguments = _arguments()
   found = _jitted(temperature, chunk)(*arguments)
   for x, expected in zip(found, _twin(*arguments, temperature), strict=True):
@@ -70,7 +70,7 @@ def test_it_is_its_twin(temperature, chunk):
     np.testing.assert_allclose(x, expected, rtol=2e-6, atol=2e-6)
 
 
-def test_a_coin_by_hand():
+def test_the_divergence_of_two_coins_is_known():
   # The state (1, 0) gives pi = (1/4, 3/4); the reference is a fair coin.
   hidden = jnp.array([[[1.0, 0.0], [5.0, 5.0]]])
   output = jnp.array([[0.0, 0.0], [np.log(3.0), 1.0]])
@@ -88,7 +88,7 @@ def test_a_coin_by_hand():
   np.testing.assert_allclose(ref_logprobs_BL, [[0.0, math.log(0.5)]], rtol=1e-6)
 
 
-def test_log_probabilities_are_those_of_the_policy_head():
+def test_log_probabilities_equal_those_of_the_policy_head():
   hidden, output, ref_hidden, ref_output, tokens = _arguments()
   logprobs, ref_logprobs, _ = _jitted(0.7, 4 * _B)(*_arguments())
   plain = functools.partial(heads.token_logprobs_and_entropy, temperature=0.7)
@@ -98,7 +98,7 @@ def test_log_probabilities_are_those_of_the_policy_head():
   np.testing.assert_allclose(ref_logprobs, expected, atol=1e-6)
 
 
-def test_at_the_reference_it_is_0_and_so_is_its_gradient():
+def test_at_the_reference_divergence_and_gradient_are_0():
   hidden, output, _, _, tokens = _arguments()
   total = lambda hidden, output: jnp.sum(
     _jitted(1.0, 4 * _B)(hidden, output, *_arguments()[:2], tokens)[2]
@@ -108,7 +108,7 @@ def test_at_the_reference_it_is_0_and_so_is_its_gradient():
   jax.tree.map(lambda g: np.testing.assert_allclose(g, 0, atol=1e-5), gradient)
 
 
-def test_the_gradient_is_that_of_the_whole_and_stops_at_the_reference():
+def test_chunks_do_not_change_the_gradient_and_the_reference_has_none():
   weights = np.random.default_rng(1).normal(size=(3, _B, _L))
   weights = weights.astype(np.float32)
 
@@ -139,7 +139,7 @@ def test_the_gradient_is_that_of_the_whole_and_stops_at_the_reference():
     assert cut[0][slot] == pytest.approx(difference, rel=1e-4, abs=1e-4)
 
 
-def test_the_scores_of_a_batch_are_never_held():
+def test_logits_of_a_whole_batch_are_never_formed():
   B, L, D, V, chunk = 4, 64, 8, 512, 32
   shapes = [(B, L, D), (V, D), (B, L, D), (V, D)]
   parts = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
@@ -159,7 +159,7 @@ def test_the_scores_of_a_batch_are_never_held():
   assert max(sizes) == chunk * V  # of a chunk, and nothing larger
 
 
-def test_a_model_is_that_far_from_another():
+def test_the_divergence_of_models_is_that_of_their_heads():
   model = dataclasses.replace(tiny.model(), chunk=8)
   params, reference = tiny.params(model, 1), tiny.params(model, 2)
   tokens = np.random.default_rng(0).integers(0, 11, (2, 8)).astype(np.int32)

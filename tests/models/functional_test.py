@@ -26,7 +26,7 @@ def test_values_are_the_scalar_head_on_the_state_before():
   np.testing.assert_allclose(values_BL, expected_BL, atol=1e-5)
 
 
-def test_fresh_weights():
+def test_initial_weights_have_the_right_shapes_and_scales():
   model = tiny.model('scalar')
 
   @jax.jit  # of two leaves: the others are not even compiled
@@ -46,14 +46,14 @@ def test_fresh_weights():
 @pytest.mark.parametrize(
   ('tied', 'name'), [(True, 'embedding'), (False, 'lm_head')]
 )
-def test_the_output_matrix_is_tied_or_its_own(tied, name):
+def test_the_output_matrix_may_be_the_embedding(tied, name):
   model = tiny.model(tie_embeddings=tied)
   params = tiny.params(model)
   assert ('lm_head' in params) is not tied
   assert model.output_VD(params) is params[name]
 
 
-def test_biases_are_there_if_asked_for():
+def test_biases_exist_if_the_config_has_them():
   for qkv_bias in (True, False):
     model = tiny.model(qkv_bias=qkv_bias)
     layers = jax.eval_shape(model.init, jax.random.key(0))['layers']
@@ -79,7 +79,7 @@ def test_biases_are_there_if_asked_for():
     ),
   ],
 )
-def test_weights_that_do_not_fit_are_named(change, message):
+def test_weights_of_another_shape_are_named(change, message):
   model = tiny.model()
   params = tiny.params(model)
   change(params)
@@ -96,7 +96,7 @@ def test_an_unknown_head_prints_the_choices():
 @pytest.mark.parametrize(
   ('unrolled', 'adapted'), [(1, False), (2, False), (2, True)]
 )
-def test_states_that_nobody_asks_for_are_left_out(unrolled, adapted):
+def test_states_that_are_not_wanted_are_not_computed(unrolled, adapted):
   model = tiny.model('both', scan_unroll=unrolled)
   params = tiny.params(model)
   rng = np.random.default_rng(0)
@@ -145,7 +145,7 @@ def test_states_that_nobody_asks_for_are_left_out(unrolled, adapted):
   assert (flops[True] < 0.95 * flops[False]) == (unrolled == 2)
 
 
-def test_values_are_told_at_some_tokens():
+def test_values_are_computed_at_loss_positions_only():
   model = tiny.model('scalar', scan_unroll=2)
   params = tiny.params(model)
   tokens_BL = np.arange(12, dtype=np.int32).reshape(2, 6) % 11

@@ -13,7 +13,7 @@ _OUTPUT = jnp.array([[0.0, 0.0], [np.log(3.0), np.log(2.0)]])  # [2, 2]
 
 
 @pytest.mark.parametrize(('temperature', 'odds'), [(1.0, 3.0), (0.5, 9.0)])
-def test_logprobs_and_entropy_speak_about_the_token_itself(temperature, odds):
+def test_logprobs_and_entropy_stand_at_their_token(temperature, odds):
   logprobs_BL, entropy_BL = heads.token_logprobs_and_entropy(
     _HIDDEN, _OUTPUT, _TOKENS, temperature=temperature
   )
@@ -28,7 +28,7 @@ def test_logprobs_and_entropy_speak_about_the_token_itself(temperature, odds):
   np.testing.assert_allclose(entropy_BL[0], [0.0, *entropies], atol=1e-6)
 
 
-def test_a_value_is_that_before_the_token():
+def test_a_value_uses_the_state_before_its_token():
   values_BL = heads.token_values(_HIDDEN, jnp.array([[2.0], [-3.0]]), _TOKENS)
   np.testing.assert_array_equal(values_BL, [[0.0, 2.0, -3.0]])
 

@@ -57,7 +57,9 @@ def _make(directory, kind, tied, ratio, options):
 
 
 @pytest.mark.parametrize(('kind', 'tied', 'ratio', 'options'), _CASES)
-def test_the_same_numbers(kind, tied, ratio, options, tmp_path):
+def test_numbers_equal_those_of_transformers(
+  kind, tied, ratio, options, tmp_path
+):
   model, params, golden = _make(tmp_path, kind, tied, ratio, options)
   tokens_BL = golden['tokens_BL'].astype(np.int32)
 
@@ -81,7 +83,7 @@ def test_the_same_numbers(kind, tied, ratio, options, tmp_path):
 
 
 @pytest.mark.parametrize('kind', make_models.KINDS)
-def test_an_export_generates_the_same_tokens_there(kind, tmp_path):
+def test_transformers_generates_the_same_tokens_from_an_export(kind, tmp_path):
   model, params, golden = _make(tmp_path / 'theirs', kind, False, 2, {})
   # Not from the source's config: what random weights are exported with.
   export.export(tmp_path / 'ours', model.config, params)

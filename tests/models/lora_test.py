@@ -41,7 +41,7 @@ def _names(tree):
   }
 
 
-def test_fresh_adapters_are_the_base_bit_by_bit():
+def test_fresh_adapters_compute_the_same_bits_as_the_base():
   model = _model()
   base, adapters = tiny.params(model), _adapters(model)
   assert _names(adapters) == {
@@ -83,7 +83,7 @@ def test_the_product_is_scaled_by_alpha_over_rank():
   assert np.abs(with_adapters - without(base, _TOKENS)).max() > 0.1
 
 
-def test_cached_decoding_of_merged_weights_knows_adapters():
+def test_cached_decoding_of_merged_weights_includes_adapters():
   model = _model()
   params = model.join_params(tiny.params(model), _adapters(model, 0.3))
   empty = cache.empty(model.config, 2, [4])
@@ -133,7 +133,7 @@ def test_a_value_model_takes_the_backbone_of_a_policy():
   assert values_BL.shape == _TOKENS.shape and np.any(values_BL)
 
 
-def test_one_pass_of_both_heads_is_the_two_models():
+def test_one_pass_of_both_heads_equals_two_models():
   both = tiny.model('both')
   params = tiny.params(both)
   assert {'lm_head', 'scalar_head'} <= params.keys()
@@ -153,7 +153,7 @@ def test_one_pass_of_both_heads_is_the_two_models():
   assert np.any(values_BL)
 
 
-def test_the_exported_directory_is_the_merged_policy(tmp_path):
+def test_the_exported_directory_has_the_merged_policy(tmp_path):
   model = _model()
   params = model.join_params(tiny.params(model), _adapters(model, 0.3))
   merged = jax.device_get(jax.jit(model.merge_adapters)(params))
@@ -179,7 +179,7 @@ def test_the_exported_directory_is_the_merged_policy(tmp_path):
     ),
   ],
 )
-def test_wrong_options_are_named(options, message):
+def test_wrong_options_of_adapters_are_named(options, message):
   with pytest.raises(ValueError, match=re.escape(message)):
     model = _model(options=dataclasses.replace(_LORA, **options))
     model.init_adapters(jax.random.key(0))

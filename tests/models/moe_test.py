@@ -64,7 +64,7 @@ def _twin(weights, tokens, *, chosen=None, normed=True):
 
 @pytest.mark.parametrize('normed', (True, False))
 @pytest.mark.parametrize('name', tuple(moe.IMPLEMENTATIONS))
-def test_every_token_visits_its_experts(name, normed):
+def test_the_mixture_equals_a_loop_over_tokens_and_experts(name, normed):
   apply, weights = _parts(moe=name, norm_topk_prob=normed)
   y, routing = jax.jit(apply)(weights, TOKENS)
   wanted, ids = _twin(weights, TOKENS, normed=normed)
@@ -74,7 +74,7 @@ def test_every_token_visits_its_experts(name, normed):
 
 
 @pytest.mark.parametrize('visited', (1, E, X))
-def test_grouped_is_dense_also_in_the_gradient(visited):
+def test_grouped_equals_dense_with_its_gradient(visited):
   ids = np.random.default_rng(visited).permuted(
     np.broadcast_to(np.arange(X), (B, L, X)), axis=-1
   )[..., :visited]
@@ -117,7 +117,7 @@ def test_eight_devices_are_one(name):
 
 
 @pytest.mark.parametrize('name', tuple(moe.IMPLEMENTATIONS))
-def test_given_experts_are_visited_by_the_weights_of_the_router(name):
+def test_given_experts_get_the_routers_weights(name):
   chosen = np.random.default_rng(2).integers(0, X - 1, (B, L, E))
   chosen[..., 1] = chosen[..., 0] + 1
   apply, weights = _parts(moe=name)
@@ -150,7 +150,7 @@ def _sums(seed, mask):
   return weights, routing
 
 
-def test_the_load_is_balanced_over_all_layers_and_tokens_that_count():
+def test_load_balance_sums_over_layers_and_valid_tokens():
   visits, probs, tokens = np.zeros(X), np.zeros(X), 0
   found = []
   for seed in (0, 1):  # two layers
@@ -175,14 +175,14 @@ def test_the_load_is_balanced_over_all_layers_and_tokens_that_count():
   assert wanted > E + 0.05  # an even load costs E
 
 
-def test_an_even_load_costs_as_much_as_a_token_visits_experts():
+def test_an_even_load_has_a_loss_of_experts_per_token():
   visits = jnp.full(X, 10.0 * E / X)
   found = moe.load_balance(visits, jnp.full(X, 10.0 / X), jnp.float32(10))
   np.testing.assert_allclose(found, E, rtol=1e-6)
   assert moe.load_balance(0 * visits, 0 * visits, jnp.float32(0)) == 0
 
 
-def test_an_unknown_implementation_is_one_line():
+def test_an_unknown_implementation_lists_the_choices():
   with pytest.raises(ValueError, match="moe='x'; choices: auto, dense"):
     _parts(moe='x')
 
@@ -190,7 +190,7 @@ def test_an_unknown_implementation_is_one_line():
 @pytest.mark.torch
 @pytest.mark.parametrize('name', tuple(moe.IMPLEMENTATIONS))
 @pytest.mark.parametrize('normed', (True, False))
-def test_the_block_of_transformers_agrees(name, normed):
+def test_the_layer_of_transformers_agrees(name, normed):
   torch = pytest.importorskip('torch', exc_type=ImportError)
   from transformers.models.qwen3_moe import modeling_qwen3_moe as theirs
 

@@ -85,7 +85,7 @@ def test_decoding_from_a_cache_gives_the_same_logits(name):
     )
 
 
-def test_token_logprobs_are_of_the_token_itself():
+def test_token_logprobs_stand_at_their_token():
   directory, config, params = _load('qwen2_untied')
   golden = _golden(directory)
   temperature = 0.7

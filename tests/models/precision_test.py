@@ -8,7 +8,7 @@ from stppo_jax.models import precision
 from tests.models import tiny
 
 
-def test_the_numbers_are_those_of_a_model_that_casts_itself():
+def test_weights_cast_before_give_the_same_numbers():
   model = tiny.model(dtype='bfloat16')
   params = tiny.params(model)
   tokens_BL = np.arange(12).reshape(2, 6) % 11
@@ -22,7 +22,7 @@ def test_the_numbers_are_those_of_a_model_that_casts_itself():
   jax.tree.map(np.testing.assert_array_equal, compute(cast), compute(params))
 
 
-def test_what_computes_in_float32_keeps_it():
+def test_routers_stay_float32():
   leaf = np.full((2, 3), 1 / 3, np.float32)
   params = {'layers': {'mlp': {'router': {'kernel': leaf}, 'gate_proj': leaf}}}
   cast = precision.cast(params, 'bfloat16')['layers']['mlp']
@@ -32,7 +32,7 @@ def test_what_computes_in_float32_keeps_it():
   jax.tree.map(np.testing.assert_array_equal, same, params)
 
 
-def test_weights_that_nobody_trains_make_room_for_their_cast():
+def test_cast_and_delete_frees_the_given_weights():
   leaf = np.full((2, 3), 1 / 3, np.float32)
   params = jax.device_put({'router': {'kernel': leaf}, 'norm': leaf})
   cast = precision.cast_and_delete(params, 'bfloat16')

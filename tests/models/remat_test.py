@@ -39,7 +39,7 @@ def _gradient(name):
 
 
 @pytest.mark.parametrize('name', [n for n in remat.POLICIES if n != 'none'])
-def test_gradients_are_the_same(name):
+def test_gradients_do_not_depend_on_the_policy(name):
   plain = _gradient('none')
   assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(plain))
   jax.tree.map(
@@ -49,16 +49,16 @@ def test_gradients_are_the_same(name):
   )
 
 
-def test_every_policy_keeps_less_than_the_one_before():
+def test_every_policy_saves_less_than_the_one_before():
   kept = [_kept(name) for name in remat.POLICIES]
   assert kept == sorted(set(kept), reverse=True)
 
 
-def test_other_names_are_refused_with_the_choices():
+def test_an_unknown_policy_lists_the_choices():
   with pytest.raises(ValueError, match="'some'; choices: none, all_dots, dots"):
     remat.rematerialised(lambda x: x, 'some', unrolled=False)
 
 
-def test_configs_know_the_policies():
+def test_config_rules_list_the_policies():
   rule = schema.RULES['updates.remat']
   assert rule.allowed == 'one of ' + ', '.join(remat.POLICIES)

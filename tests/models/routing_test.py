@@ -56,7 +56,7 @@ def test_a_model_without_experts_has_no_routing():
   assert routing is None
 
 
-def test_a_replay_of_its_own_experts_changes_nothing():
+def test_replaying_a_models_own_experts_changes_nothing():
   params = tiny.params(MODEL)
   routed = jax.jit(MODEL.hidden_and_routing)
   hidden, routing = routed(params, TOKENS)
@@ -64,7 +64,7 @@ def test_a_replay_of_its_own_experts_changes_nothing():
   np.testing.assert_allclose(again, hidden, atol=1e-6)
 
 
-def test_a_replay_holds_the_experts_of_other_routers():
+def test_a_replay_visits_the_given_experts_of_other_routers():
   params = tiny.params(MODEL)
   other = _other_routers(params)
   routed = jax.jit(MODEL.hidden_and_routing)
@@ -138,7 +138,7 @@ def test_eight_devices_are_one():
   )
 
 
-def test_every_device_holds_a_slice_of_every_expert():
+def test_every_device_has_a_slice_of_every_expert():
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
   params = jax.eval_shape(MODEL.init, jax.random.key(0))
   layouts = sharding.param_shardings(params, mesh)['layers']['moe']

@@ -19,7 +19,7 @@ def _tokens(seed=0, shape=(_B, _L)):
   return np.random.default_rng(seed).integers(0, 11, shape).astype(np.int32)
 
 
-def test_nothing_sees_what_follows_it():
+def test_later_tokens_do_not_change_earlier_states():
   model = tiny.model()
   params, tokens_BL = tiny.params(model), _tokens()
   lengths_B = np.array([5, 9, _L])
@@ -32,7 +32,7 @@ def test_nothing_sees_what_follows_it():
   assert not np.allclose(whole_BLD[padding_BL], padded_BLD[padding_BL])
 
 
-def test_positions_matter():
+def test_states_depend_on_positions():
   # Without positions, attention is blind to the order of what came before.
   model = tiny.model()
   params, tokens_BL = tiny.params(model), _tokens()
@@ -42,7 +42,7 @@ def test_positions_matter():
   assert np.abs(hidden_BLD[0, -1] - hidden_BLD[1, -1]).max() > 1e-3
 
 
-def test_how_layers_are_run_does_not_change_the_gradient():
+def test_rematerialisation_and_unrolling_do_not_change_the_gradient():
   tokens_BL = _tokens()
 
   def gradient(**runtime):

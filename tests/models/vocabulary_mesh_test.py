@@ -94,7 +94,7 @@ def _assert_same(actual, expected):
 
 @pytest.mark.parametrize('kind', _KINDS)
 @pytest.mark.parametrize('axes', [(2, 2, 2), (1, 1, 8)])
-def test_devices_find_what_one_finds(kind, axes):
+def test_many_devices_equal_one(kind, axes):
   mesh = mesh_lib.make_mesh(**dict(zip(mesh_lib.AXES, axes, strict=True)))
   arguments = _arguments()
   placed, _ = _placed(mesh, arguments)
@@ -102,7 +102,7 @@ def test_devices_find_what_one_finds(kind, axes):
 
 
 @pytest.mark.parametrize(('words', 'rows'), [(511, _B), (_V, 3)])
-def test_what_an_axis_does_not_divide_is_whole(words, rows):
+def test_dimensions_that_an_axis_does_not_divide_are_replicated(words, rows):
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
   arguments = _arguments(words, rows)
   placed, _ = _placed(mesh, arguments)
@@ -112,7 +112,7 @@ def test_what_an_axis_does_not_divide_is_whole(words, rows):
 
 
 @pytest.mark.parametrize('kind', _KINDS)
-def test_no_scores_travel_and_the_matrix_travels_once_a_pass(kind):
+def test_no_logits_are_sent_and_the_matrix_is_sent_once_a_pass(kind):
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
   placed, (rows, matrix, *_) = _placed(mesh, _arguments())
   compiled = (

@@ -61,7 +61,7 @@ def _value_and_gradient(chunk, asks=True):
 
 @pytest.mark.parametrize('chunk', [0, 1, 6, 11, 15, 192])
 @pytest.mark.parametrize('asks', [True, False])
-def test_it_is_its_twin_and_so_is_the_gradient(chunk, asks):
+def test_results_and_gradients_equal_a_float64_loop(chunk, asks):
   arguments = _arguments()
   hidden, output, tokens, *of = arguments
   asked = _ASKED if asks else np.broadcast_to(_EVERYWHERE, _ASKED.shape)
@@ -93,7 +93,7 @@ def test_it_is_its_twin_and_so_is_the_gradient(chunk, asks):
 
 @pytest.mark.parametrize('chunk', [0, 2 * _B])
 @pytest.mark.parametrize('poison', [np.nan, np.inf])
-def test_what_is_not_asked_for_has_no_say(chunk, poison):
+def test_tokens_outside_loss_positions_have_no_influence(chunk, poison):
   hidden, output, tokens, *of = _arguments()
   clean = _value_and_gradient(chunk)(hidden, output, tokens, *of, _POSITIONS)
   before = np.roll(_ASKED, -1, axis=1)  # states that speak about asked tokens
@@ -105,7 +105,7 @@ def test_what_is_not_asked_for_has_no_say(chunk, poison):
   assert not np.any(np.asarray(found[1][0])[~before])
 
 
-def test_scores_of_an_extreme_temperature_stay_finite():
+def test_results_at_an_extreme_temperature_are_finite():
   hidden, output, tokens, *of = _arguments()
   (_, (logprobs, entropy)), gradients = _value_and_gradient(2 * _B)(
     1e4 * hidden, output, tokens, *of, _POSITIONS
@@ -137,7 +137,7 @@ def test_products_take_the_dtype_of_the_states():
     )
 
 
-def test_the_scores_of_all_tokens_are_never_held():
+def test_logits_of_all_tokens_are_never_formed():
   B, L, M, D, V, chunk = 4, 64, 32, 8, 512, 16
   draw = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
   ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -25,7 +25,7 @@ def _mesh():
     ((8, 5, 3), (_ROWS, None, _TENSOR), P(_ROWS)),
   ],
 )
-def test_layouts(shape, axes, expected):
+def test_axes_that_divide_are_sharded(shape, axes, expected):
   mesh, x = _mesh(), np.ones(shape, np.float32)
   layout = jax.sharding.NamedSharding(mesh, expected)
   place = jax.jit(lambda x: activations.constrain(x, mesh, *axes))
@@ -34,14 +34,14 @@ def test_layouts(shape, axes, expected):
   assert gradient.sharding.is_equivalent_to(layout, x.ndim)
 
 
-def test_without_a_mesh_nothing_is_said():
+def test_without_a_mesh_nothing_is_constrained():
   x = np.ones((8, 4), np.float32)
   one = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
   assert activations.constrain(x, None, _ROWS) is x
   assert activations.constrain(x, one, _ROWS) is x
 
 
-def test_extents():
+def test_extent_multiplies_axes():
   mesh = mesh_lib.make_mesh(data=2, fsdp=4, tensor=1)
   for axes, devices in ((_ROWS, 8), ('fsdp', 4), (_TENSOR, 1), (None, 1)):
     assert activations.extent(mesh, axes) == devices

@@ -7,7 +7,7 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 
 
-def test_rows_lie_where_the_layout_says():
+def test_rows_are_sharded_as_given():
   mesh = mesh_lib.make_mesh(data=4, fsdp=2, tensor=1)
   tree = {
     'tokens_BL': np.arange(16 * 3, dtype=np.int32).reshape(16, 3),

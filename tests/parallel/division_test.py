@@ -21,7 +21,7 @@ def _check(fsdp, tensor, num_kv_heads=4, cut=_CUT):
   # The last two: key and value heads on two and on four devices each.
   [(1, 1, 4), (8, 1, 4), (2, 4, 4), (1, 8, 4), (2, 4, 1)],
 )
-def test_meshes_that_divide(fsdp, tensor, num_kv_heads):
+def test_meshes_that_divide_are_accepted(fsdp, tensor, num_kv_heads):
   _check(fsdp, tensor, num_kv_heads)
 
 
@@ -48,7 +48,7 @@ def test_meshes_that_divide(fsdp, tensor, num_kv_heads):
     ),
   ],
 )
-def test_others_are_refused_with_those_that_would_do(sizes, changes, message):
+def test_other_meshes_are_refused_with_sizes_that_fit(sizes, changes, message):
   with pytest.raises(ValueError) as refusal:
     _check(*sizes, **changes)
   assert str(refusal.value) == message

@@ -15,7 +15,7 @@ def _kinds(tree):
   return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
 
 
-def test_there_and_back():
+def test_arrays_go_to_the_host_and_back():
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
   memory.check_host(mesh)
   layouts = {
@@ -36,7 +36,7 @@ def test_there_and_back():
   jax.tree.map(np.testing.assert_array_equal, back, tree)
 
 
-def test_devices_that_do_not_reach_the_host_are_named():
+def test_devices_that_cannot_read_the_host_are_named():
   kind = types.SimpleNamespace(kind='hbm')
   device = types.SimpleNamespace(
     platform='abacus', addressable_memories=lambda: [kind]

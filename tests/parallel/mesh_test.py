@@ -16,7 +16,7 @@ from stppo_jax.parallel import mesh as mesh_lib
     ((4, 2, -1), (4, 2, 1)),
   ],
 )
-def test_one_size_is_what_remains(sizes, shape):
+def test_one_size_may_be_the_remaining_devices(sizes, shape):
   data, fsdp, tensor = sizes
   mesh = mesh_lib.make_mesh(data=data, fsdp=fsdp, tensor=tensor)
   assert mesh.axis_names == ('data', 'fsdp', 'tensor')
@@ -35,7 +35,7 @@ def test_sizes_that_do_not_fit_are_refused(sizes):
     mesh_lib.make_mesh(data=data, fsdp=fsdp, tensor=tensor)
 
 
-def test_some_of_the_devices():
+def test_a_mesh_of_some_devices():
   devices = jax.devices()[2:4]
   mesh = mesh_lib.make_mesh(data=-1, fsdp=1, tensor=1, devices=devices)
   assert mesh.devices.ravel().tolist() == devices

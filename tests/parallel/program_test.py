@@ -39,7 +39,7 @@ replica_groups=mesh['axis_0'=8] {'axis_0':(1)2}, to_apply=%add
 """
 
 
-def test_collectives_of_a_text():
+def test_collectives_of_a_program_are_counted():
   found = [
     (c.kind, c.size, c.devices, c.times, c.sent)
     for c in program.collectives(_TEXT)
@@ -62,7 +62,7 @@ def _compiled(function, mesh, *arrays):
   return jitted.lower(*arrays).compile().as_text()
 
 
-def test_a_loop_of_products():
+def test_products_in_a_loop_are_counted():
   mesh = mesh_lib.make_mesh(data=1, fsdp=8, tensor=1)
 
   def seven_products(x_AB, w_BC):

@@ -32,7 +32,7 @@ def _specs(shapes, mesh=None):
   }
 
 
-def test_the_layout_of_a_policy():
+def test_every_parameter_of_a_policy_has_a_sharding():
   into, out_of = P(None, 'fsdp', 'tensor'), P(None, 'tensor', 'fsdp')
   assert _specs(_shapes()) == {
     'embedding': P('tensor', 'fsdp'),
@@ -53,7 +53,7 @@ def test_the_layout_of_a_policy():
   }
 
 
-def test_value_models_and_tied_policies_have_layouts_too():
+def test_value_models_and_tied_policies_have_shardings():
   value, policy = _specs(_shapes('scalar')), _specs(_shapes())
   assert value.pop('scalar_head') == P('fsdp')
   assert value.items() < policy.items()
@@ -75,7 +75,7 @@ def test_a_name_without_a_rule_is_printed():
   assert layout['layers']['router']['kernel'].spec == P()
 
 
-def test_what_does_not_divide_stays_whole():
+def test_dimensions_that_do_not_divide_are_replicated():
   policy = _specs(_shapes(vocab_size=11, num_kv_heads=1, head_dim=6))
   assert policy['embedding'] == P(None, 'fsdp')  # 11 rows
   mesh = mesh_lib.make_mesh(data=1, fsdp=2, tensor=4)
@@ -86,7 +86,7 @@ def test_what_does_not_divide_stays_whole():
 
 
 @pytest.mark.parametrize('head', ['vocabulary', 'scalar'])
-def test_moments_are_cut_as_their_parameters(head):
+def test_moments_are_sharded_like_their_parameters(head):
   params = _shapes(head)
   state = jax.eval_shape(optax.adamw(1e-3).init, params)
   layout = sharding.param_shardings({'state': state, 'params': params}, _mesh())
@@ -95,7 +95,7 @@ def test_moments_are_cut_as_their_parameters(head):
   assert adam.count.is_fully_replicated
 
 
-def test_inside_a_program_too():
+def test_constraints_hold_inside_a_program():
   mesh, shapes = _mesh(), _shapes()
   zeros = lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
   placed = jax.jit(lambda: sharding.constrain_params(zeros(), mesh))()
@@ -105,7 +105,7 @@ def test_inside_a_program_too():
   assert sharding.constrain_params(shapes, None) is shapes
 
 
-def test_layouts_hold_on_devices():
+def test_shardings_hold_on_devices():
   mesh = _mesh()
   shapes = _shapes()
   params = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), shapes)

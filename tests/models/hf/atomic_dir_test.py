@@ -30,7 +30,7 @@ _OLD, _NEW = (
 )
 
 
-def test_nothing_stands_there_before_it_is_whole(tmp_path):
+def test_the_folder_has_no_name_before_it_is_complete(tmp_path):
   target = tmp_path / 'deep' / 'policy'
   with atomic_dir.replace_dir(target, ours=bool) as folder:
     _fill(folder, 'new')
@@ -40,7 +40,7 @@ def test_nothing_stands_there_before_it_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize('there', [(), ('weights',), ('weights', 'index')])
-def test_the_old_one_is_replaced(tmp_path, there):
+def test_an_old_folder_is_replaced(tmp_path, there):
   target = tmp_path / 'policy'
   _fill(target, 'old', there)
   _replace(target)
@@ -48,7 +48,7 @@ def test_the_old_one_is_replaced(tmp_path, there):
   assert os.listdir(tmp_path) == ['policy']
 
 
-def test_what_is_not_ours_stays(tmp_path):
+def test_files_of_others_stay(tmp_path):
   target = tmp_path / 'policy'
   _fill(target, 'old', ('weights', 'index', 'notes'))
   _replace(target)
@@ -56,7 +56,7 @@ def test_what_is_not_ours_stays(tmp_path):
 
 
 @pytest.mark.parametrize('error', [OSError, KeyboardInterrupt])
-def test_an_error_leaves_the_old_one(tmp_path, error):
+def test_an_error_leaves_the_old_folder(tmp_path, error):
   target = tmp_path / 'policy'
   _fill(target, 'old')
   with pytest.raises(error):
@@ -68,7 +68,9 @@ def test_an_error_leaves_the_old_one(tmp_path, error):
 
 
 @pytest.mark.parametrize('survived', range(6))
-def test_killed_at_any_change_it_is_old_or_new(tmp_path, monkeypatch, survived):
+def test_a_kill_at_any_moment_leaves_the_old_or_the_new_folder(
+  tmp_path, monkeypatch, survived
+):
   target = tmp_path / 'policy'
   _fill(target, 'old', ('weights', 'config', 'notes'))
   left = [survived]
@@ -99,7 +101,7 @@ def test_killed_at_any_change_it_is_old_or_new(tmp_path, monkeypatch, survived):
   assert os.listdir(tmp_path) == ['policy']
 
 
-def test_a_name_that_cannot_be_given_keeps_the_old_one(tmp_path, monkeypatch):
+def test_a_failing_rename_keeps_the_old_folder(tmp_path, monkeypatch):
   target = tmp_path / 'policy'
   _fill(target, 'old')
   rename = pathlib.Path.rename

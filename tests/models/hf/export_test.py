@@ -53,7 +53,7 @@ def _same_bits(actual, expected):
 @pytest.mark.parametrize('block_bytes', [2**24, 1100])
 @pytest.mark.parametrize('sizes', [(8, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize('name', ['qwen2', 'qwen3_moe'])
-def test_any_layout_gives_the_same_file(
+def test_any_sharding_gives_the_same_file(
   tmp_path, monkeypatch, name, sizes, block_bytes
 ):
   model = _MODELS[name]
@@ -88,7 +88,7 @@ def test_an_unknown_dtype_is_refused(tmp_path):
   assert not os.listdir(tmp_path)
 
 
-def test_large_weights_are_cut_into_files(tmp_path):
+def test_large_weights_are_split_into_files(tmp_path):
   params = tiny.params(_DENSE)
   export.export(tmp_path / 'one', _DENSE.config, params)
   export.export(tmp_path / 'many', _DENSE.config, params, max_shard_bytes=3000)
@@ -113,7 +113,7 @@ def test_large_weights_are_cut_into_files(tmp_path):
   ]
 
 
-def test_what_the_source_says_stays(tmp_path):
+def test_the_sources_config_is_kept(tmp_path):
   source = tmp_path / 'source'
   source.mkdir()
   config = _DENSE.config.to_hf() | {
@@ -174,7 +174,9 @@ def _greedy(model, params, prompt, count):
 @pytest.mark.torch
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('name', _MODELS)
-def test_transformers_loads_it_and_writes_the_same(tmp_path, name, dtype):
+def test_transformers_loads_an_export_and_generates_the_same(
+  tmp_path, name, dtype
+):
   torch = pytest.importorskip('torch', exc_type=ImportError)
   import transformers
 

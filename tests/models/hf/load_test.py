@@ -65,7 +65,7 @@ def _equal(actual, expected):
   jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-def test_kernels_are_turned_and_layers_stacked(tmp_path):
+def test_kernels_are_transposed_and_layers_stacked(tmp_path):
   tensors = _tensors(_MIXTURE)
   _write(tmp_path, _MIXTURE, tensors)
   params = load.read_params(tmp_path, _MIXTURE.config)
@@ -89,7 +89,7 @@ def test_kernels_are_turned_and_layers_stacked(tmp_path):
 
 
 @pytest.mark.parametrize('dtype', [ml_dtypes.bfloat16, np.float16])
-def test_whatever_is_stored_becomes_float32(tmp_path, dtype):
+def test_weights_of_any_dtype_become_float32(tmp_path, dtype):
   _write(tmp_path, _DENSE, _tensors(_DENSE, dtype), files=3)
   params = load.read_params(tmp_path, _DENSE.config)
   rounded = lambda x: x.astype(dtype).astype(np.float32)
@@ -101,7 +101,7 @@ def test_whatever_is_stored_becomes_float32(tmp_path, dtype):
 @pytest.mark.parametrize('block_bytes', [2**24, 1500, 200])
 @pytest.mark.parametrize('sizes', [(8, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize('model', [_DENSE, _MIXTURE], ids=['dense', 'mixture'])
-def test_leaves_go_where_they_belong(
+def test_leaves_are_read_into_their_shardings(
   tmp_path, monkeypatch, model, sizes, block_bytes
 ):
   _write(tmp_path, model, _tensors(model), files=2)
@@ -113,7 +113,7 @@ def test_leaves_go_where_they_belong(
   assert jax.tree.map(lambda leaf: leaf.sharding, params) == layout
 
 
-def test_what_is_loaded_can_be_donated(tmp_path):
+def test_loaded_weights_can_be_donated(tmp_path):
   # An array on the host's memory is copied by the program that consumes it.
   _write(tmp_path, _DENSE, _tensors(_DENSE))
   mesh = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
@@ -127,7 +127,7 @@ def test_what_is_loaded_can_be_donated(tmp_path):
   assert places(keep(params)) == before
 
 
-def test_harmless_extras_are_passed_over(tmp_path):
+def test_harmless_extra_tensors_are_ignored(tmp_path):
   tensors = _tensors(_TIED)
   tensors['lm_head.weight'] = tensors['model.embed_tokens.weight'].copy()
   tensors['model.layers.0.self_attn.rotary_emb.inv_freq'] = np.ones(4)
@@ -196,7 +196,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path, change, expected):
   assert '\n' not in str(caught.value)
 
 
-def test_an_untied_head_must_be_there(tmp_path):
+def test_an_untied_head_is_required(tmp_path):
   _write(tmp_path, _TIED, _tensors(_TIED))
   config = dataclasses.replace(_TIED.config, tie_embeddings=False)
   with pytest.raises(ValueError, match='missing tensors lm_head.weight'):
@@ -213,7 +213,7 @@ def test_an_untied_head_must_be_there(tmp_path):
     ('{"model_type": "llama"}', 'config.json: lacks hidden_size'),
   ],
 )
-def test_a_config_that_is_none_is_named(tmp_path, text, expected):
+def test_a_file_that_is_no_config_is_named(tmp_path, text, expected):
   if text is not None:
     (tmp_path / 'config.json').write_text(text)
   with pytest.raises(ValueError, match=expected) as caught:

@@ -27,7 +27,7 @@ def path(tmp_path):
   return path
 
 
-def test_what_the_library_wrote_is_read(path):
+def test_files_of_the_library_are_read(path):
   tensors = safetensors_file.read_header(path)
   assert tensors.keys() == _TENSORS.keys()
   for name, tensor in tensors.items():
@@ -40,7 +40,7 @@ def test_what_the_library_wrote_is_read(path):
 
 
 @pytest.mark.parametrize('dtype', ['F32', 'BF16'])
-def test_what_is_written_the_library_reads(tmp_path, dtype):
+def test_the_library_reads_our_files(tmp_path, dtype):
   matrix, half = _TENSORS['matrix'], _TENSORS['half']
   path = tmp_path / 'new.safetensors'
   with open(path, 'wb') as file:
@@ -58,7 +58,7 @@ def test_what_is_written_the_library_reads(tmp_path, dtype):
     np.testing.assert_array_equal(found[name], value.astype(expected))
 
 
-def test_a_promise_that_is_not_kept_is_refused():
+def test_too_few_or_many_values_are_refused():
   for chunks in ([], [np.zeros(3)]):
     with pytest.raises(ValueError, match='promised 8'):
       safetensors_file.write(io.BytesIO(), {'x': (2,)}, 'F32', iter(chunks))
@@ -106,7 +106,7 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path, content, expected):
   assert '\n' not in str(caught.value)
 
 
-def test_wherever_it_is_cut_a_file_is_refused(path):
+def test_a_file_truncated_anywhere_is_refused(path):
   whole = path.read_bytes()
   for size in range(0, len(whole), 7):
     path.write_bytes(whole[:size])

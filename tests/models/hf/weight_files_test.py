@@ -24,7 +24,7 @@ def _write(folder, weight_map=_MAP):
   (folder / weight_files.INDEX).write_text(json.dumps(content))
 
 
-def test_the_index_leads_to_every_tensor(tmp_path):
+def test_all_tensors_of_an_index_are_found(tmp_path):
   _write(tmp_path)
   tensors = weight_files.read_headers(tmp_path)
   assert {name: t.path.name for name, t in tensors.items()} == _MAP
@@ -32,7 +32,7 @@ def test_the_index_leads_to_every_tensor(tmp_path):
     np.testing.assert_array_equal(tensor.view(), [ord(name)] * 2)
 
 
-def test_a_single_file_goes_first(tmp_path):
+def test_a_single_file_is_preferred_to_an_index(tmp_path):
   _write(tmp_path)
   tensors = {'a': np.zeros(3, np.float32)}
   safetensors.numpy.save_file(tensors, tmp_path / weight_files.SINGLE)
@@ -55,20 +55,22 @@ def test_a_single_file_goes_first(tmp_path):
     ([], 'no weight_map'),
   ],
 )
-def test_an_index_that_does_not_fit(tmp_path, weight_map, expected):
+def test_an_index_that_does_not_fit_its_files_is_refused(
+  tmp_path, weight_map, expected
+):
   _write(tmp_path, weight_map)
   with pytest.raises(ValueError, match=expected) as caught:
     weight_files.read_headers(tmp_path)
   assert '\n' not in str(caught.value)
 
 
-def test_no_weights(tmp_path):
+def test_a_directory_without_weights_is_refused(tmp_path):
   with pytest.raises(ValueError, match=f'no model.safetensors .*{tmp_path}'):
     weight_files.read_headers(tmp_path)
 
 
 @pytest.mark.parametrize('text', ['{', '[1]', '\xff', 'null'])
-def test_what_is_no_object_is_named(tmp_path, text):
+def test_an_index_that_is_no_object_is_named(tmp_path, text):
   path = tmp_path / 'x.json'
   path.write_text(text, encoding='latin-1')
   with pytest.raises(ValueError, match=f'^{path}: (not JSON|expected an obj)'):
