@@ -32,6 +32,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,7 @@ def attend(
   num_tiles = -(-size // tile)
   tile = -(-size // num_tiles)  # equal tiles, with the least padding
   padded = num_tiles * tile
-  mix = _mix_in_loop
+  mix: Callable[..., Array] = _mix_in_loop
   if num_tiles <= _FEW:
     padded, mix = size, _mix_unrolled  # the last tile may be shorter
 
@@ -192,7 +193,9 @@ def _forward_unrolled(q_BKRLH, k_BKLH, v_BKLH, tile):
 def _backward_unrolled(tile, residuals, gradient_BKRLH):
   q_BKRLH, k_BKLH, v_BKLH, mixed, log_total = residuals
   mean = _mean(gradient_BKRLH, mixed)
-  d_q, d_k, d_v = [], 0.0, 0.0
+  d_q: list[Array] = []
+  d_k: Any = 0.0
+  d_v: Any = 0.0
   for begin, end in _bounds(q_BKRLH, tile):
     q, gradient, log_sum, centre = (
       x[..., begin:end, :] for x in (q_BKRLH, gradient_BKRLH, log_total, mean)
@@ -205,8 +208,10 @@ def _backward_unrolled(tile, residuals, gradient_BKRLH):
     later = ((0, 0), (0, 0), (0, 0), (0, q_BKRLH.shape[_TOKENS] - end))
     d_k += jnp.pad(_sum_over_queries(d_logits, q), later)
     d_v += jnp.pad(_sum_over_queries(weights, gradient), later)
-  d_q = jnp.concatenate(d_q, axis=_TOKENS)
-  return _cast_like((d_q, d_k.swapaxes(2, 3), d_v.swapaxes(2, 3)), residuals)
+  d_queries = jnp.concatenate(d_q, axis=_TOKENS)
+  return _cast_like(
+    (d_queries, d_k.swapaxes(2, 3), d_v.swapaxes(2, 3)), residuals
+  )
 
 
 _mix_unrolled.defvjp(_forward_unrolled, _backward_unrolled)

@@ -132,9 +132,13 @@ def extend(
     def attend(q, k, v, append=append, blocks=blocks):
       slices = [
         attention.KeySlice(
-          *block[:2], _filled(blocks, n, lengths_B), n < num_blocks, slots_B
+          k_BKJH,
+          v_BKJH,
+          _filled(blocks, n, lengths_B),
+          n < num_blocks,
+          slots_B,
         )
-        for n, block in enumerate(blocks)
+        for n, (k_BKJH, v_BKJH, *_) in enumerate(blocks)
       ]
       keys, values = append(k), append(v)
       # Among the recent tokens, each sees itself and those before it.

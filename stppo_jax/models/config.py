@@ -211,7 +211,7 @@ class ModelConfig:
     """
     fields_lib.check(hf)
     kind = hf.get('model_type')
-    if kind not in ARCHITECTURES:
+    if kind is None or kind not in ARCHITECTURES:
       raise ValueError(
         f'unsupported model_type {kind!r}; supported: '
         + ', '.join(ARCHITECTURES)

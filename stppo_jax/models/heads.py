@@ -56,7 +56,10 @@ def token_logprobs_and_entropy(
     output_VD,
     _gather_tokens(tokens_BL, loss_positions_BM),
   )
-  return tuple(_scatter(x, tokens_BL, loss_positions_BM) for x in outputs)
+  logprobs_BL, entropy_BL = (
+    _scatter(x, tokens_BL, loss_positions_BM) for x in outputs
+  )
+  return logprobs_BL, entropy_BL
 
 
 def token_divergence(
@@ -97,7 +100,10 @@ def token_divergence(
     jax.lax.stop_gradient(ref_output_VD),
     _gather_tokens(tokens_BL, loss_positions_BM),
   )
-  return tuple(_scatter(x, tokens_BL, loss_positions_BM) for x in outputs)
+  logprobs_BL, ref_logprobs_BL, divergence_BL = (
+    _scatter(x, tokens_BL, loss_positions_BM) for x in outputs
+  )
+  return logprobs_BL, ref_logprobs_BL, divergence_BL
 
 
 def token_values(

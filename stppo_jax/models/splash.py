@@ -9,6 +9,7 @@ other.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,7 @@ def attend(
   padded = -(-size // _TILES[-1]) * _TILES[-1]
 
   def mix(q_BLNH, k_BLKH, v_BLKH, segments_BL):
-    kernel = _kernel(splash_attention, q_BLNH.shape[2], padded, interpret)
+    kernel: Any = _kernel(splash_attention, q_BLNH.shape[2], padded, interpret)
     to_heads = lambda x: _padded(x, padded).swapaxes(1, 2)
     ids = splash_attention.SegmentIds(q=segments_BL, kv=segments_BL)
     q_BNLH = to_heads(q_BLNH * q_BLNH.shape[-1] ** -0.5)

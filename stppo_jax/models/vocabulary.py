@@ -138,19 +138,18 @@ def _divergence_forward(
     )
 
   matrices = output_VD, ref_output_VD
-  *found, normalizer_BM, ref_normalizer_BM = chunks.forward(
+  logprobs_BM, ref_logprobs_BM, divergence_BM, *normalizers = chunks.forward(
     options, per_token, matrices, (hidden_BMD, ref_hidden_BMD, tokens_BM)
   )
-  logprobs_BM, ref_logprobs_BM, _ = found
   per_token_BM = (
     ref_hidden_BMD,
     tokens_BM,
     logprobs_BM,
     ref_logprobs_BM,
-    normalizer_BM,
-    ref_normalizer_BM,
+    *normalizers,
   )
-  return tuple(found), (hidden_BMD, matrices, per_token_BM)
+  results = logprobs_BM, ref_logprobs_BM, divergence_BM
+  return results, (hidden_BMD, matrices, per_token_BM)
 
 
 def _divergence_backward(options, residuals, gradients):

@@ -15,7 +15,7 @@ def make_mesh(
   data: int,
   fsdp: int,
   tensor: int,
-  devices: Sequence[jax.Device] | None = None,
+  devices: Sequence | None = None,
 ) -> jax.sharding.Mesh:
   """Returns a mesh over all devices.
 

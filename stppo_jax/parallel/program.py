@@ -180,7 +180,8 @@ def _arrays(shape) -> tuple[tuple[str, tuple[int, ...]], ...]:
 def _size(array: tuple[str, Sequence[int]]) -> int:
   """Returns the bytes of an array."""
   kind, dims = array
-  bits = 8 if kind == 'pred' else int(re.search(r'\d+|$', kind)[0] or 0)
+  digits = re.search(r'\d+', kind)
+  bits = int(digits[0]) if digits else 8 * (kind == 'pred')
   return math.prod(dims) * bits // 8
 
 

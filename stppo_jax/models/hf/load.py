@@ -263,7 +263,7 @@ def _place_slice(
       so the program that is to consume it would copy it.
   """
   shape = tuple(i.stop - i.start for i in index)
-  holders: dict[tuple, list[jax.Device]] = {}
+  holders: dict[tuple, list] = {}  # bounds -> devices
   placement = sharding.addressable_devices_indices_map(shape)
   for device, held in placement.items():
     assert held is not None
