@@ -1,10 +1,10 @@
-"""Appending whole records: a full disk must not leave half of one."""
+"""Appending records to a file, of which a full disk must not leave a half."""
 
 import pathlib
 
 
 def append(path: pathlib.Path, data: bytes) -> None:
-  """Appends all of the data, or nothing of it.
+  """Appends all of the data or, if that fails, nothing of it.
 
   Raises:
     OSError: nothing was written; the file is as it was.

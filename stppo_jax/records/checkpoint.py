@@ -9,6 +9,7 @@ verifies nothing, though: a flipped bit loads silently and another dtype is
 cast. Hence the manifest: shape, dtype and a fingerprint of every leaf.
 """
 
+from collections.abc import Callable
 import hashlib
 import json
 import logging
@@ -27,7 +28,7 @@ _ODD = np.uint32(0x9E3779B1)  # spreads positions over the 32 bits
 
 
 class CorruptCheckpoints(RuntimeError):
-  """There are checkpoints, and not one of them is valid."""
+  """There are checkpoints, but none of them is valid."""
 
   exit_code = 3
 
@@ -39,13 +40,13 @@ class SaveFailed(RuntimeError):
 
 
 class OtherState(RuntimeError):
-  """A sound checkpoint of another model: the config is wrong, not the file."""
+  """A sound checkpoint is of another model: the config is wrong."""
 
   exit_code = 2
 
 
 class _Damaged(Exception):
-  """This step must not be loaded; the message says why."""
+  """A step must not be loaded; the message says why."""
 
 
 class Checkpointer:
@@ -65,9 +66,10 @@ class Checkpointer:
 
     Args:
       workdir: the run's folder.
-      keep: how many of the newest steps stay; None = all.
-      read_only: change nothing, for looking into a run that may be alive:
-        what seems an orphan of a killed save may be a save under way.
+      keep: the number of the newest steps that are kept; None: all.
+      read_only: whether nothing may be changed, as in the folder of a run that
+        may be alive: what looks like the rest of a killed save may be a save
+        under way.
     """
     self._folder = pathlib.Path(workdir).resolve() / 'checkpoints'
     self._read_only = read_only
@@ -84,19 +86,19 @@ class Checkpointer:
     )
 
   def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
-    """Writes the step; when this returns it is on disk.
+    """Saves a step; when this returns it is on disk.
 
-    A step that is there already is left alone: states are functions of the
-    step.
+    A step that is there already is not written again, because states are
+    functions of the step.
 
     Args:
-      step: how many steps are done.
-      state: pytree of arrays, sharded in any way.
-      host: what is not an array; survives JSON.
+      step: the number of steps that are done.
+      state: a pytree of arrays, sharded in any way.
+      host: what else belongs to the state; must survive JSON.
 
     Raises:
-      SaveFailed: nothing of this step remains, older ones are intact.
-      ValueError: opened read-only.
+      SaveFailed: nothing of this step remains, older steps are intact.
+      ValueError: the checkpoints were opened read-only.
     """
     if self._read_only:
       raise ValueError(f'{self._folder} is open for reading only')
@@ -133,43 +135,45 @@ class Checkpointer:
       ) from error
 
   def steps(self) -> list[int]:
-    """The steps that are there, valid or not, in order."""
+    """Returns the steps that are there, valid or not, in order."""
     return sorted(self._manager.all_steps())
 
   def restore_latest(
-    self, abstract_state: Any, *, part: str = '', step: int | None = None
+    self, abstract_state: Any, *, subtree: str = '', step: int | None = None
   ) -> tuple[int, Any, dict[str, Any]] | None:
-    """The newest valid step, or None where nothing was ever saved.
+    """Returns the newest valid step, or None if nothing was ever saved.
 
     A damaged step (truncated, flipped bits, foreign) is renamed to
-    `<step>.corrupt` with a warning, and the next older is tried. Read-only, it
-    is passed over.
+    `<step>.corrupt` with a warning, and the next older one is tried. Opened
+    read-only, a damaged step is passed over.
 
     Args:
-      abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings, or of
+      abstract_state: a pytree of `jax.ShapeDtypeStruct` with shardings, or of
         arrays: the structure, and where each leaf goes.
-      part: dotted path, such as 'policy.params', to the part of the saved state
-        that is wanted; nothing else is read. '' = all of it. Only for a
-        checkpointer that is read-only and reads no whole state.
-      step: the only one that will do; None: any.
+      subtree: the dotted path, such as 'policy.params', of the subtree of the
+        saved state that is wanted; nothing else is read. '': the whole state.
+        Only for a checkpointer that is read-only and never reads whole states.
+      step: the step that is wanted; None: the newest valid one.
 
     Returns:
       (step, state, host); leaves have the shardings of `abstract_state`.
 
     Raises:
-      CorruptCheckpoints: there were steps, all are bad.
-      OtherState: the newest sound step is of another structure, or its leaves
-        have other shapes or dtypes. Nothing is renamed.
-      ValueError: a part of checkpoints that are open for writing.
+      CorruptCheckpoints: there were steps, and all are damaged.
+      OtherState: the newest sound step has another structure, or leaves of
+        other shapes or dtypes. Nothing is renamed.
+      ValueError: a subtree is wanted of checkpoints that are open for writing.
     """
-    if part and not self._read_only:
-      raise ValueError(f'part={part!r}: {self._folder} is open for writing')
+    if subtree and not self._read_only:
+      raise ValueError(
+        f'subtree={subtree!r}: {self._folder} is open for writing'
+      )
     passed_over = []
     for found in reversed(self.steps()):
       if step not in (None, found):
         continue
       try:
-        state, host = self._restore(found, abstract_state, part)
+        state, host = self._restore(found, abstract_state, subtree)
       except _Damaged as error:
         if self._read_only:
           passed_over.append(str(found))
@@ -190,10 +194,16 @@ class Checkpointer:
     return None
 
   def close(self) -> None:
+    """Releases the files."""
     self._manager.close()
 
-  def _restore(self, step, abstract_state, part):
-    prefix = f'{part}.' if part else ''
+  def _restore(self, step: int, abstract_state: Any, subtree: str):
+    """Returns the state and the JSON record of a step.
+
+    Raises:
+      _Damaged, OtherState: it must not be loaded.
+    """
+    prefix = f'{subtree}.' if subtree else ''
     wanted = {f'{prefix}{k}': x for k, x in _named(abstract_state).items()}
     manifest = self._attempt(lambda: self._read_manifest(step))
     saved = manifest['leaves']
@@ -203,8 +213,8 @@ class Checkpointer:
       name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
       for name, leaf in wanted.items()
     }
-    restore = ocp.args.StandardRestore(abstract)
-    if part:
+    restore: ocp.args.CheckpointArgs = ocp.args.StandardRestore(abstract)
+    if subtree:
       restore = ocp.args.PyTreeRestore(
         abstract,
         restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
@@ -223,8 +233,8 @@ class Checkpointer:
     treedef = jax.tree.structure(abstract_state)
     return jax.tree.unflatten(treedef, leaves), manifest['host']
 
-  def _read_manifest(self, step):
-    """The manifest of the step, which its digest proves."""
+  def _read_manifest(self, step: int) -> dict[str, Any]:
+    """Returns the manifest of a step, checked by its digest."""
     manifest = self._manager.restore(
       step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore())
     )['manifest']
@@ -236,8 +246,10 @@ class Checkpointer:
       raise _Damaged(f'the manifest is of step {manifest["step"]}')
     return manifest
 
-  def _check_leaves(self, step, saved, wanted):
-    """Raises `OtherState` at the first leaf by name that differs."""
+  def _check_leaves(
+    self, step: int, saved: dict[str, dict], wanted: dict[str, Any]
+  ) -> None:
+    """Raises `OtherState` for the first leaf, by name, that differs."""
     for name in sorted(saved.keys() | wanted.keys()):
       expected = _describe(_kind(wanted[name])) if name in wanted else 'nothing'
       found = _describe(saved[name]) if name in saved else 'nothing'
@@ -247,11 +259,12 @@ class Checkpointer:
           f'expected {expected}, found {found}'
         )
 
-  def _attempt(self, read):
-    """`read()`; an error on any process is damage on all of them."""
+  def _attempt(self, read: Callable[[], Any]) -> Any:
+    """Returns `read()`; an error on any process is damage on all of them."""
     # A damaged file can raise anything in its readers. What is no evidence of
     # damage (no memory, no permission) passes through.
-    result, problem = None, None
+    result: Any = None
+    problem: str | None = None
     try:
       result = read()
     except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
@@ -267,8 +280,8 @@ class Checkpointer:
       raise _Damaged(problem)
     return result
 
-  def _set_aside(self, step):
-    """Renames the folder of the step, on the first process; its new name."""
+  def _set_aside(self, step: int) -> str:
+    """Renames the folder of a step, on the first process; its new name."""
     source = self._folder / str(step)
     target = self._folder / f'{step}.corrupt'
     count = 1
@@ -286,7 +299,7 @@ class Checkpointer:
 
 
 def fingerprints(arrays: list[jax.Array]) -> list[int]:
-  """One number in [0, 2^32) for each array, the same under every sharding.
+  """Returns a number in [0, 2^32) for each array, the same if sharded.
 
       sum_i weight(i) bits(x_i)  mod 2^32,  weight(i) odd, i row-major
 
@@ -315,7 +328,7 @@ def _fingerprint(x: jax.Array) -> jax.Array:
 
 
 def _named(tree: Any) -> dict[str, Any]:
-  """Leaves by dotted path, such as 'policy.layers.norm'."""
+  """Returns the leaves by dotted path, such as 'policy.layers.norm'."""
   named = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     name = jax.tree_util.keystr(path, simple=True, separator='.') or 'state'
@@ -326,11 +339,12 @@ def _named(tree: Any) -> dict[str, Any]:
 
 
 def _kind(leaf: Any) -> dict[str, Any]:
+  """Returns shape and dtype of a leaf, as they stand in a manifest."""
   return {'shape': list(leaf.shape), 'dtype': str(leaf.dtype)}
 
 
 def _describe(kind: dict[str, Any]) -> str:
-  """Such as float32[16,8]."""
+  """Returns a leaf's kind as text, such as float32[16,8]."""
   return f'{kind["dtype"]}[{",".join(map(str, kind["shape"]))}]'
 
 

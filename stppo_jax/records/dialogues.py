@@ -1,7 +1,7 @@
-"""A trajectory record as text that a person can read in a terminal.
+"""Trajectory records as text that a person can read in a terminal.
 
-Model and passage text can hold anything, terminal commands too; every
-control or invisible character is shown as its escape.
+Text of models and passages can hold anything, even commands to the terminal:
+every control character or invisible one is shown as its escape.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ _HIDDEN = ('Cc', 'Cf', 'Cs', 'Co', 'Cn', 'Zl', 'Zp')
 
 
 def escape(text: str) -> str:
-  """The text with all but line breaks of the unprintable as escapes."""
+  """Returns the text with unprintable characters, but line breaks, escaped."""
   return ''.join(
     char
     if char == '\n' or unicodedata.category(char) not in _HIDDEN
@@ -40,33 +40,32 @@ def escape(text: str) -> str:
 
 
 def render(record: Mapping[str, Any], *, colour: bool) -> str:
-  """The dialogue, a block for each role.
+  """Returns a dialogue, its lines marked by the role that they belong to.
 
   Args:
-    record: question, golden_answers, prompt, turns (each with text,
-      observation, action), rewards (name to number) and status.
+    record: a record of `trajectory_metrics.record`.
     colour: whether to write ANSI colours; roles have marks in any case.
 
   Returns:
-    Text without any control character but line breaks (and colours).
+    Text without control characters other than line breaks and colours.
   """
-  blocks = [
+  passages = [
     ('question', record['question']),
     ('question', 'golden: ' + ' | '.join(record['golden_answers'])),
     ('prompt', record['prompt']),
   ]
   for turn in record['turns']:
-    blocks.append(('policy', f'{turn["text"]}\n[{turn["action"]}]'))
+    passages.append(('policy', f'{turn["text"]}\n[{turn["action"]}]'))
     if turn['observation']:
-      blocks.append(('observation', turn['observation']))
+      passages.append(('observation', turn['observation']))
   rewards = record['rewards']
-  parts = ', '.join(f'{name} {value:.3g}' for name, value in rewards.items())
-  outcome = f'{record["status"]}: reward {sum(rewards.values()):.3g} ({parts})'
-  blocks.append(
+  terms = ', '.join(f'{name} {value:.3g}' for name, value in rewards.items())
+  outcome = f'{record["status"]}: reward {sum(rewards.values()):.3g} ({terms})'
+  passages.append(
     ('outcome' if sum(rewards.values()) > 0 else 'failure', outcome)
   )
   page = rich.text.Text()
-  for role, text in blocks:
+  for role, text in passages:
     style, mark = _ROLES[role]
     for line in escape(text).strip('\n').split('\n'):
       page.append(f'{mark} {line}'.rstrip() + '\n', style=style)
@@ -74,17 +73,19 @@ def render(record: Mapping[str, Any], *, colour: bool) -> str:
 
 
 def show(record: Mapping[str, Any], stream: TextIO = sys.stdout) -> None:
-  """Prints the dialogue, in colour where the stream is a terminal."""
+  """Prints a dialogue, in colour if the stream is a terminal."""
   stream.write(render(record, colour=stream.isatty()) + '\n')
 
 
 def _ansi(page: rich.text.Text) -> str:
+  """Returns the text with ANSI colours."""
+  file = io.StringIO()
   console = rich.console.Console(
-    file=io.StringIO(),
+    file=file,
     force_terminal=True,
     color_system='standard',
     highlight=False,
     no_color=False,
   )
   console.print(page, end='', soft_wrap=True)
-  return console.file.getvalue()
+  return file.getvalue()

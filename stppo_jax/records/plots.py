@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+from typing import Any
 
 import matplotlib
 from matplotlib import figure
@@ -19,10 +20,10 @@ _KL = {
   'critic/kl': 'to the reference',
 }
 _WINDOW = 5  # steps
-# Okabe and Ito: told apart by the colour-blind, and in grey.
+# Of Okabe and Ito: colour-blind people can tell them apart, also in grey.
 _COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
 _GREY = '#666666'
-_STYLE = {
+_STYLE: dict[Any, Any] = {
   'font.family': 'sans-serif',
   'font.size': 9,
   'axes.spines.top': False,
@@ -45,10 +46,10 @@ _STYLE = {
 
 
 def read_metrics(path: str | pathlib.Path) -> dict[str, np.ndarray]:
-  """Columns of a `metrics.jsonl`: name to [N] float64, nan where absent.
+  """Returns the columns of a `metrics.jsonl`, as float64, nan where absent.
 
   Raises:
-    ValueError: no line yet; the message names the file.
+    ValueError: there is no line yet.
   """
   text = pathlib.Path(path).read_text(encoding='utf-8')
   rows = [json.loads(line) for line in text.splitlines() if line]
@@ -65,7 +66,7 @@ def read_metrics(path: str | pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
-  """Mean of the last `window` values at each place, nans left out."""
+  """Returns the mean of the last `window` values at each place; skips nans."""
   means = np.full(len(values), math.nan)
   for i in range(len(values)):
     seen = values[max(i + 1 - window, 0) : i + 1]
@@ -102,9 +103,9 @@ def learning_curve(
       if axes.get_legend_handles_labels()[0]:
         axes.legend(loc='upper left', bbox_to_anchor=(1.0, 1.0))
     target = pathlib.Path(png_path)
-    part = target.with_name(target.name + '.part')
-    page.savefig(part, format='png')
-    os.replace(part, target)
+    partial = target.with_name(target.name + '.part')
+    page.savefig(partial, format='png')
+    os.replace(partial, target)
 
 
 def _draw_score(axes, metrics: Mapping[str, np.ndarray]):

@@ -1,4 +1,4 @@
-"""How far the run is: a live bar on a terminal, a plain line a step elsewhere.
+"""The progress display: a live bar on a terminal, a line per step elsewhere.
 
 step 12/100  reward 0.534  val/em 0.610  2,345 tokens/s  eta 0:12:30
 """
@@ -19,7 +19,7 @@ _THROUGHPUT = 'perf/throughput'
 
 
 class Progress:
-  """Shows each step; a metric that is not in one step keeps its last value."""
+  """Shows each step; a metric that a step lacks keeps its last value."""
 
   def __init__(
     self,
@@ -31,9 +31,9 @@ class Progress:
     """Starts the clock.
 
     Args:
-      num_steps: of the whole run.
-      console: where to; a terminal decides between the bar and the lines.
-      clock: seconds, for the time that remains.
+      num_steps: the length of the run.
+      console: where to print; shows the bar if it is a terminal.
+      clock: returns seconds, for the time that remains.
     """
     self._num_steps = num_steps
     self._console = console or rich.console.Console(highlight=False)
@@ -54,7 +54,7 @@ class Progress:
       self._bar.start()
 
   def update(self, done: int, metrics: Mapping[str, float]) -> None:
-    """Shows that `done` steps of the run are done (0: before the first)."""
+    """Shows that `done` steps of the run are done; 0: the start is scored."""
     line = self._line(done, metrics)
     if self._bar is not None:
       self._bar.update(self._task, completed=done, description=line)
@@ -66,6 +66,7 @@ class Progress:
     self._console.print(rich.text.Text.from_ansi(text), soft_wrap=True)
 
   def close(self) -> None:
+    """Ends the bar."""
     if self._bar is not None:
       self._bar.stop()
 
@@ -78,20 +79,20 @@ class Progress:
     for name, key in (('reward', _REWARD), ('speed', _THROUGHPUT)):
       if key in metrics:
         self._shown[name] = metrics[key]
-    parts = [f'step {done}/{self._num_steps}']
+    words = [f'step {done}/{self._num_steps}']
     for key, name in (('reward', 'reward'), ('score', self._score_name)):
       if key in self._shown:
-        parts.append(f'{name} {self._shown[key]:.3f}')
+        words.append(f'{name} {self._shown[key]:.3f}')
     if 'speed' in self._shown:
-      parts.append(f'{self._shown["speed"]:,.0f} tokens/s')
+      words.append(f'{self._shown["speed"]:,.0f} tokens/s')
     if self._first is None:
       self._first = max(done - 1, 0)
     if done > self._first:
-      parts.append(f'eta {self._eta(done)}')
-    return '  '.join(parts)
+      words.append(f'eta {self._eta(done)}')
+    return '  '.join(words)
 
   def _eta(self, done):
-    """h:mm:ss that remain at the mean pace of the steps seen here."""
+    """Returns the remaining h:mm:ss, at the mean pace since this start."""
     pace = (self._clock() - self._start) / (done - self._first)
     seconds = pace * max(self._num_steps - done, 0)
     return str(datetime.timedelta(seconds=round(seconds)))

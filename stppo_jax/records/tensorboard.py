@@ -1,8 +1,8 @@
 """A TensorBoard event file, written in the calling thread.
 
-tensorboardX's own `SummaryWriter` hands events to a thread; when the disk is
-full that thread dies, its queue fills, and the next `add_scalar` waits for
-ever. Here an error is raised where it happens. Format: TFRecord frames of
+tensorboardX's own `SummaryWriter` hands events to a thread. When the disk is
+full that thread dies, its queue fills up, and the next `add_scalar` waits for
+ever. Here an error is raised where it happens. The format is TFRecord frames of
 `Event` messages.
 """
 
@@ -11,24 +11,29 @@ import os
 import pathlib
 import struct
 import time
+from typing import Any
 
 from tensorboardX import record_writer
-from tensorboardX.proto import event_pb2
-from tensorboardX.proto import summary_pb2
+from tensorboardX.proto import event_pb2 as _event_pb2
+from tensorboardX.proto import summary_pb2 as _summary_pb2
 
 from stppo_jax.records import append
 
+# Their classes are made at run time, unknown to type checkers.
+event_pb2: Any = _event_pb2
+summary_pb2: Any = _summary_pb2
+
 
 class EventFile:
-  """One event file of a run; every start of the run has its own."""
+  """An event file of a run; every start of the run has its own."""
 
   def __init__(self, folder: pathlib.Path, *, purge_step: int | None):
     """Makes the folder and opens the file.
 
     Args:
       folder: what `tensorboard --logdir` is given.
-      purge_step: TensorBoard forgets what earlier files of the folder say
-        about this step and later ones; None for a run that was not resumed.
+      purge_step: the first step of which TensorBoard forgets what earlier files
+        of the folder say; None: none.
 
     Raises:
       OSError: the file cannot be written.
@@ -67,7 +72,7 @@ class EventFile:
 
 
 def _frame(event) -> bytes:
-  """Length, its checksum, the message, its checksum."""
+  """Returns a frame: length, its checksum, the message, its checksum."""
   data = event.SerializeToString()
   length = struct.pack('<Q', len(data))
   return b''.join(

@@ -1,4 +1,4 @@
-"""What a collection looked like: numbers and readable records."""
+"""Metrics of a collection, and its trajectories as readable records."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 
 
 def valid_fraction(trajectories: Sequence[types.Trajectory]) -> float:
-  """The share that the infrastructure did not fail."""
+  """Returns the share of trajectories that the infrastructure did not fail."""
   return len(_valid(trajectories)) / len(trajectories)
 
 
 def zero_variance(group: Sequence[types.Trajectory]) -> bool:
-  """Whether at least two valid rows all earned the same: nothing to compare.
+  """Returns whether two or more valid trajectories all earned the same.
 
-  Called a group that is all right or all wrong, where the outcome is 0 or 1.
-  Totals count, the turns' rewards included, in float32, as the trainer sees
-  them.
+  Such a group has no advantages: with outcomes of 0 or 1, all are right or all
+  are wrong. Totals are compared, turn rewards included, in float32, as the
+  trainer sees them.
   """
   valid = _valid(group)
   totals = {np.float32(t.reward + t.turn_reward) for t in valid}
@@ -32,7 +32,7 @@ def zero_variance(group: Sequence[types.Trajectory]) -> bool:
 def measure_groups(
   groups: Sequence[Sequence[types.Trajectory]],
 ) -> dict[str, float]:
-  """The share of groups without variance among those of two valid rows."""
+  """Returns the share of groups of two or more without variance."""
   idle = [zero_variance(group) for group in groups if len(_valid(group)) >= 2]
   return {'rollout/zero_variance_groups': _mean(idle)}
 
@@ -40,7 +40,7 @@ def measure_groups(
 def measure_staleness(
   trajectories: Sequence[types.Trajectory], step: int
 ) -> dict[str, float]:
-  """By how many steps the policies that wrote are behind the step's own."""
+  """Returns by how many steps the sampling policies are behind the step's."""
   behind = [step - trajectory.version for trajectory in trajectories]
   return {'rollout/staleness': _mean(behind)}
 
@@ -108,7 +108,7 @@ def measure(
 
 
 def record(trajectory: types.Trajectory, tokenizer) -> dict[str, Any]:
-  """A trajectory as plain data, for `trajectories-*.jsonl`.
+  """Returns a trajectory as plain data, for `trajectories-*.jsonl`.
 
   Returns:
     question, golden_answers, data_set, prompt, turns (each with text,
@@ -130,8 +130,8 @@ def record(trajectory: types.Trajectory, tokenizer) -> dict[str, Any]:
       }
       for turn in trajectory.turns
     ],
-    'rewards': _plain(trajectory.rewards),
-    'scores': _plain(trajectory.scores),
+    'rewards': _floats(trajectory.rewards),
+    'scores': _floats(trajectory.scores),
     'status': trajectory.status.value,
   }
 
@@ -142,11 +142,12 @@ def _valid(
   return [t for t in trajectories if t.status is not _INFRA_ERROR]
 
 
-def _plain(parts: Mapping[str, float]) -> dict[str, float]:
-  return {name: float(value) for name, value in parts.items()}
+def _floats(numbers: Mapping[str, float]) -> dict[str, float]:
+  return {name: float(value) for name, value in numbers.items()}
 
 
-def _mean(values: Sequence[float]) -> float:
+def _mean(values: Sequence[float] | np.ndarray) -> float:
+  """Returns the mean; 0 of nothing."""
   return float(np.mean(values)) if len(values) else 0.0
 
 

@@ -5,7 +5,7 @@
     workdir/tensorboard/               the same metrics again
 
 The first two are the source of truth. Metrics must never stop a run: an
-error of a file or a sink is counted in `writer/sink_errors` and told once.
+error of a file or a sink is counted in `writer/sink_errors` and logged once.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,7 @@ import math
 import os
 import pathlib
 import re
+from typing import Any
 
 from stppo_jax.records import append
 from stppo_jax.records import progress
@@ -29,7 +30,7 @@ _TRAJECTORIES = re.compile(r'trajectories-(\d{6,})\.jsonl')
 
 
 class Writer:
-  """The only door out of a run."""
+  """Writes the metrics and dialogues of a run: the only door out of it."""
 
   def __init__(
     self,
@@ -44,9 +45,9 @@ class Writer:
 
     Args:
       workdir: the run's folder.
-      num_steps: of the whole run, for the progress display.
+      num_steps: the length of the run, for the progress display.
       tensorboard: whether to write for TensorBoard too.
-      trajectories: dialogues kept of each step.
+      trajectories: the number of dialogues that are written of each step.
       display: the progress display; by default one on standard output.
     """
     self._workdir = pathlib.Path(workdir)
@@ -58,7 +59,7 @@ class Writer:
     self._sink = None
     self._purge_step = None
     self._errors = 0
-    self._told = set()
+    self._logged = set()
 
   def truncate_after(self, step: int) -> None:
     """Forgets what was written after `step`, so that resuming repeats nothing.
@@ -86,12 +87,13 @@ class Writer:
     """Appends the metrics of a step and shows it.
 
     Args:
-      step: how many steps are done with this one.
-      metrics: name to number; what is not finite is written as null, and
-        named with its value under `writer/non_finite`.
+      step: the number of steps that are done with this one.
+      metrics: numbers by name; what is not finite is written as null, and its
+        value under `writer/non_finite`.
     """
-    finite, record = {}, {'step': int(step)}
-    non_finite = {}
+    finite: dict[str, float] = {}
+    non_finite: dict[str, str] = {}
+    record: dict[str, Any] = {'step': int(step)}
     for name, value in metrics.items():
       value = float(value)
       if math.isfinite(value):
@@ -109,7 +111,7 @@ class Writer:
     self._display.update(step, finite)
 
   def write_trajectories(self, step: int, records: Sequence[Mapping]) -> None:
-    """Writes the first dialogues of a step, as many as the run keeps."""
+    """Writes the first dialogues of a step, in the number that is kept."""
     kept = records[: self._trajectories]
     if not kept:
       return
@@ -127,10 +129,11 @@ class Writer:
     self._display.show(text)
 
   def close(self) -> None:
-    """Ends the display; all that was written is in its files already."""
+    """Ends the display; everything is in its files already."""
     self._display.close()
 
-  def _write_sink(self, step, metrics):
+  def _write_sink(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Writes the scalars of a step for TensorBoard."""
     if self._sink is None:
       self._sink = tensorboard_lib.EventFile(
         self._workdir / 'tensorboard', purge_step=self._purge_step
@@ -138,19 +141,19 @@ class Writer:
     self._sink.write(step, metrics)
 
   def _counted(self, sink: str, call: Callable[[], None]) -> None:
-    """Calls; an error is counted, and told once for each sink."""
+    """Calls a sink; counts its errors, and logs the first one."""
     # Whatever a sink raises, days of training are worth more than a line.
     try:
       call()
     except Exception as error:
       self._errors += 1
-      if sink not in self._told:
-        self._told.add(sink)
+      if sink not in self._logged:
+        self._logged.add(sink)
         _log.warning('cannot write %s, the run goes on: %r', sink, error)
 
 
 def _step_of(line: bytes) -> float:
-  """The step of a line of metrics; infinity where the line is torn."""
+  """Returns the step of a line of metrics; infinity if the line is torn."""
   if not line.endswith(b'\n'):
     return math.inf
   try:

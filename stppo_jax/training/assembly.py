@@ -193,7 +193,7 @@ def build_demonstrations(
   config, questions: questions_lib.Questions
 ) -> demonstrations.Demonstrations:
   """Returns the demonstrations that the supervised start imitates."""
-  if config.data.name == 'synthetic_wiki':
+  if isinstance(questions, questions_lib.SyntheticQuestions):
     return demonstrations.SyntheticDemonstrations(
       questions=questions,
       error_rate=config.sft.error_rate,
@@ -258,7 +258,7 @@ def _retriever(
 
 
 def build_tokenizer(
-  config, questions: questions_lib.Questions
+  config, questions: questions_lib.Questions | None
 ) -> tokenizer_lib.Tokenizer:
   """Returns the tokenizer of the model, or one made from the data.
 
@@ -272,9 +272,11 @@ def build_tokenizer(
   if config.data.name == 'synthetic_wiki':
     phrases = environment.phrases(synthetic_wiki.vocabulary())
     return tokenizer_lib.phrase_tokenizer(phrases)
+  assert questions is not None, 'there is no directory with a tokenizer'
+  passages = questions.passages()
+  assert passages is not None  # files have a corpus
   texts = [
-    f'Doc 1(Title: {passage.title}) {passage.text}\n'
-    for passage in questions.passages()
+    f'Doc 1(Title: {passage.title}) {passage.text}\n' for passage in passages
   ]
   # Every dialogue has the tags, but no passage does: repeated, they get merges.
   texts += list(environment.tags) * len(texts)

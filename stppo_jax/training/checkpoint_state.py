@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
@@ -151,13 +152,13 @@ def policy_params(
     Exceptions of `Checkpointer.restore_latest`.
   """
   found = checkpointer.restore_latest(
-    learner.abstract_policy_params(), part='policy.params', step=step
+    learner.abstract_policy_params(), subtree='policy.params', step=step
   )
   if found is None:
     return None
   done, params, host = found
   check_base(done, host, frozen)
-  trained = state_lib.ModelState(params, optimizer=None, updates=None)
+  trained = state_lib.ModelState(params, None, jnp.zeros((), jnp.int32))
   state = state_lib.TrainState(policy=trained, value=None, frozen=frozen)
   return done, learner.merged_params(state)
 

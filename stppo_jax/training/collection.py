@@ -1,10 +1,10 @@
-"""The trajectories of a step: outages are waited for, idle groups replaced.
+"""Collecting a step: outages are waited for, groups without variance replaced.
 
 A group whose rewards are all equal has no advantage in it. With
 `rollout.resample_rounds` such groups are replaced by groups of further
-questions (dynamic sampling of DAPO, arXiv 2503.14476). Shapes are static: a
-further round plays a whole collection of groups again, and where groups with
-variance run out, the places left are filled with the last ones without.
+questions (dynamic sampling of DAPO, arXiv 2503.14476). Shapes are static: every
+round collects as many groups as the step has, and if too few of them have
+variance, the remaining places are filled with the last ones without.
 """
 
 from collections.abc import Callable
@@ -19,19 +19,19 @@ from stppo_jax.rollout import collect
 from stppo_jax.training import assembly
 from stppo_jax.training import interruption
 
-_MAX_COLLECTIONS = 3  # of one round, by a retriever that answers but fails
+_MAX_COLLECTIONS = 3  # of one round, while a retriever answers but fails
 
 Groups = list[list[types.Trajectory]]
-_is_idle = trajectory_metrics.zero_variance
+_lacks_variance = trajectory_metrics.zero_variance
 
 
 class StepCollector:
-  """Collects steps; what it does is a function of (config, step, policy).
+  """Collects steps; the result is a function of (config, step, policy).
 
   Args:
-    config: of the run.
-    services: questions and retriever.
-    collector: plays one question per group, `rollout.group_size` times.
+    config: the config of the run.
+    services: questions, environment and retriever.
+    collector: samples `rollout.group_size` trajectories of each question.
     show: prints a line.
   """
 
@@ -51,24 +51,23 @@ class StepCollector:
   def collect(
     self, step: int
   ) -> tuple[list[types.Trajectory], dict[str, float]]:
-    """The trajectories to train on, groups adjacent, and metrics.
+    """Returns the trajectories to train on, groups adjacent, and metrics.
 
-    The metrics of `trajectory_metrics` are those of the step's first
-    questions, before any group is replaced: replacing leaves out what is easy
-    or hopeless, so that what is left scores neither like the policy nor like
-    another run.
+    The metrics of `trajectory_metrics` describe the groups before any of them
+    is replaced. Replacing drops easy and hopeless questions: the scores of what
+    remains are neither the policy's nor comparable with those of other runs.
 
     Raises:
-      RetrieverUnreachable, Outage: the retriever fails for good.
+      RetrieverUnreachable, Outage: the retriever failed the step for good.
     """
-    # Forgets the queries and turns of an evaluation.
+    # Resets what an evaluation has counted.
     self._statistics()
-    groups = self._play(step, 0)
+    groups = self._collect_round(step, 0)
     metrics = trajectory_metrics.measure(
       _rows(groups), self._services.environment
     )
     metrics |= trajectory_metrics.measure_groups(groups)
-    metrics |= self._replace_idle(groups, step)
+    metrics |= self._replace_groups(groups, step)
     rows = _rows(groups)
     metrics |= trajectory_metrics.measure_staleness(rows, step)
     return rows, metrics | self._statistics()
@@ -79,17 +78,17 @@ class StepCollector:
     counted = {} if retriever is None else retriever.statistics()
     return {**counted, **self._collector.statistics()}
 
-  def _replace_idle(self, groups: Groups, step: int) -> dict[str, float]:
-    """Replaces groups without variance, in place; how many, in what rounds."""
-    places = [n for n, g in enumerate(groups) if _is_idle(g)]
+  def _replace_groups(self, groups: Groups, step: int) -> dict[str, float]:
+    """Replaces groups without variance, in place; returns how many."""
+    places = [n for n, g in enumerate(groups) if _lacks_variance(g)]
     rounds = replaced = 0
     while places and rounds < self._config.resample_rounds:
       rounds += 1
-      further = self._play(step, rounds)
-      idle = [group for group in further if _is_idle(group)]
-      varied = [group for group in further if not _is_idle(group)]
+      further = self._collect_round(step, rounds)
+      uniform = [group for group in further if _lacks_variance(group)]
+      varied = [group for group in further if not _lacks_variance(group)]
       # A round has as many groups as the step: enough for every place.
-      for place, group in zip(places, [*varied, *reversed(idle)]):
+      for place, group in zip(places, [*varied, *reversed(uniform)]):
         groups[place] = group
       replaced += min(len(varied), len(places))
       places = places[len(varied) :]
@@ -98,11 +97,11 @@ class StepCollector:
       'rollout/resampled_groups': float(replaced),
     }
 
-  def _play(self, step: int, further: int) -> Groups:
-    """Groups of the step's first (0) or further questions.
+  def _collect_round(self, step: int, further: int) -> Groups:
+    """Returns the groups of a round of questions; round 0 is the step's own.
 
-    Where the retriever failed too many, they have not been played: once it
-    answers again, the same ones are played again.
+    If the infrastructure failed too many trajectories, the same questions are
+    collected again, with the same keys, once the retriever is ready.
     """
     config = self._config
     size = config.group_size

@@ -1,4 +1,4 @@
-"""What ends a run from outside: stop where nothing is lost, then save."""
+"""Signals and outages, which end a run where nothing is lost."""
 
 from collections.abc import Iterator
 import contextlib
@@ -9,7 +9,7 @@ _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
 
 
 class Interrupted(BaseException):
-  """Raised inside `abandonable` work; not an error, hence no Exception."""
+  """Ends `abandonable` work; no Exception, because it is not an error."""
 
 
 class Outage(Exception):
@@ -19,13 +19,13 @@ class Outage(Exception):
 
 
 class Interruption:
-  """Ctrl-C and SIGTERM while entered: the first asks, the second ends.
+  """Handles Ctrl-C and SIGTERM: the first requests an end, the second ends.
 
-  Starting, collecting and evaluating may be dropped half-way, because they
-  can be done again; an update in progress is finished, and saved.
+  Starting, collecting and evaluating may be abandoned half-way, because they
+  can be done again. An update in progress is finished and saved.
 
   Attributes:
-    exit_code: of the process after the first signal; None without one.
+    exit_code: the exit code that the first signal asks for; None before it.
   """
 
   def __init__(self):
@@ -44,7 +44,11 @@ class Interruption:
 
   @contextlib.contextmanager
   def abandonable(self) -> Iterator[None]:
-    """Work that a signal may cut short with `Interrupted`."""
+    """Runs a body that a signal may end with `Interrupted`.
+
+    Raises:
+      Interrupted: also at once, if a signal came before.
+    """
     if self.exit_code is not None:
       raise Interrupted
     self._abandonable = True
@@ -55,7 +59,7 @@ class Interruption:
 
   def _receive(self, number: int, _) -> None:
     if self.exit_code is not None:
-      # Whoever insists cannot wait for the save; the one before it stands.
+      # A second signal cannot wait for the save; the checkpoint before stays.
       if number == signal.SIGINT:
         raise KeyboardInterrupt
       raise SystemExit(_EXIT_CODES[signal.Signals(number)])

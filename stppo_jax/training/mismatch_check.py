@@ -1,8 +1,9 @@
-"""Whether engine and trainer compute the same policy.
+"""A check that engine and trainer compute the same policy.
 
-Ratios divide by what the trainer says of tokens that the engine drew. Where
-the two are of different weights, masks or positions, training goes on and goes
-wrong; on the first step of a run nothing else can set them apart.
+Ratios divide by the trainer's log-probabilities of tokens that the engine
+sampled. If the two use other weights, masks or positions, training goes on and
+goes wrong. On the first step of a run they must agree but for rounding; later
+steps may be collected with older weights.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ _DIFFERENCE = 'mismatch/logprob_abs_diff'
 
 
 class Disagreement(Exception):
-  """The engine plays another policy than the one that is trained."""
+  """The engine samples from another policy than the one that is trained."""
 
   exit_code = 2
 
@@ -20,12 +21,12 @@ def check(metrics: Mapping[str, float], *, limit: float) -> None:
   """Checks the first step of a run, before any update.
 
   Args:
-    metrics: of the step.
-    limit: the largest difference of the log-probabilities of a token that
-      is rounding, nats; 0 = any.
+    metrics: the metrics of the step.
+    limit: the largest difference of a token's log-probabilities that counts as
+      rounding, in nats; 0: no limit.
 
   Raises:
-    Disagreement: it is larger, or no number.
+    Disagreement: the difference is larger, or nan.
   """
   difference = metrics[_DIFFERENCE]
   if limit > 0 and not difference <= limit:

@@ -1,4 +1,4 @@
-"""The files of a run's models: whether they fit the run, and its export."""
+"""The files of a run's models: reading, checking and exporting them."""
 
 import dataclasses
 import functools
@@ -13,33 +13,33 @@ from stppo_jax.sampling import tokenizer as tokenizer_lib
 
 
 def load_tokenizer(home: str | pathlib.Path) -> tokenizer_lib.Tokenizer:
-  """The tokenizer of a directory.
+  """Returns the tokenizer of a directory.
 
   Raises:
-    ValueError: it is none; one line that names the directory.
+    ValueError: it cannot be read; one line that names the directory.
   """
   try:
     return tokenizer_lib.Tokenizer.load(home)
   except Exception as error:  # a damaged file gives any kind of them
     if str(home) in str(error):
       raise
-    told = f'{type(error).__name__}: {" ".join(str(error).split())}'
+    reason = f'{type(error).__name__}: {" ".join(str(error).split())}'
     raise ValueError(
-      f'{home}: its tokenizer cannot be read ({told})'
+      f'{home}: its tokenizer cannot be read ({reason})'
     ) from error
 
 
 def shape(
   config, tokenizer: tokenizer_lib.Tokenizer | None
 ) -> model_config.ModelConfig:
-  """The shape of a run's models, from the directory or from the config.
+  """Returns the shape of a run's models, from their directory or the config.
 
   Args:
-    config: of the run.
-    tokenizer: its size is the vocabulary where there is no directory.
+    config: the config of a run.
+    tokenizer: gives the vocabulary's size where there is no directory.
 
   Raises:
-    ValueError: no model of ours.
+    ValueError: the model is not supported.
   """
   model, runtime = config.model, weights_lib.compute_options(config)
   if model.path:
@@ -49,18 +49,19 @@ def shape(
     for field in dataclasses.fields(model_config.ModelConfig)
     if field.name in model and field.name not in runtime
   }
+  assert tokenizer is not None  # only a directory can do without
   return model_config.ModelConfig(
     vocab_size=tokenizer.vocab_size, **sizes, **runtime
   )
 
 
 def check(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
-  """Whether the models' files are whole and fit each other.
+  """Checks that the models' files are complete and fit each other.
 
-  Reads no weight and touches no device.
+  Reads no weights and touches no device.
 
   Raises:
-    ValueError: they do not; one line.
+    ValueError: they do not; one line that says which.
   """
   model, policy = config.model, shape(config, tokenizer)
   if model.path:
@@ -76,7 +77,7 @@ def check(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
 
 
 def _check_reference(config, policy: model_config.ModelConfig) -> None:
-  """Raises ValueError where the reference is not of the policy's shape."""
+  """Raises ValueError if the reference has not the policy's shape."""
   model, path = config.model, config.model.reference_path
   reference = load.read_config(path, **weights_lib.compute_options(config))
   ours, theirs = dataclasses.asdict(policy), dataclasses.asdict(reference)
@@ -101,11 +102,11 @@ def export(
 ) -> None:
   """Writes a policy of a run as a directory that `transformers` loads.
 
-  Files that the model came with are copied as they are. Where they have gone
-  since the run began, what the run knows of them is written anew.
+  Files that came with the model are copied as they are. If they have gone since
+  the run began, they are written anew from what the run knows of them.
 
   Raises:
-    OSError, ValueError: see `export_hf.export`.
+    OSError, ValueError: see `hf.export.export`.
   """
   source = pathlib.Path(config.model.path)
   home = pathlib.Path(config.model.tokenizer_path or config.model.path)

@@ -1,7 +1,7 @@
 """Pairs of trajectories from a file of collected ones.
 
-B trajectories, P pairs, 2 = (preferred, dispreferred), L tokens, M of them to
-be trained on.
+B trajectories, Q pairs, 2 = (preferred, dispreferred), L tokens,
+M loss positions.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import numpy as np
 from stppo_jax import batch as batch_lib
 from stppo_jax.rollout import pack
 
-# Of a `TokenBatch`: the name says the axes. The kinds are those of numpy.
+# Fields of a `TokenBatch`: what they hold, and numpy's kinds of dtype for it.
 _NEEDED = {
   'tokens_BL': ('integers', 'iu'),
   'loss_mask_BL': ('booleans, or 0 and 1', 'biu'),
@@ -27,10 +27,10 @@ _NEEDED = {
 def packed(
   tokens_Q2L: np.ndarray, loss_mask_Q2L: np.ndarray
 ) -> batch_lib.PairBatch:
-  """The pairs with what follows from the mask; tokens behind it become 0."""
+  """Returns pairs with lengths and loss positions; clears what follows them."""
   length = loss_mask_Q2L.shape[2]
   positions_BM = pack.loss_positions(loss_mask_Q2L.reshape(-1, length))
-  # True up to the last token of the mask: nothing behind it has a say.
+  # True up to the last loss position: no later token has an influence.
   read_Q2L = np.flip(np.logical_or.accumulate(np.flip(loss_mask_Q2L, 2), 2), 2)
   return batch_lib.PairBatch(
     np.where(read_Q2L, tokens_Q2L, 0).astype(np.int32),
@@ -41,16 +41,17 @@ def packed(
 
 
 def read(path: str | pathlib.Path) -> tuple[batch_lib.PairBatch, str]:
-  """The pairs in an npz file with arrays named as in `TokenBatch`.
+  """Returns the pairs in an npz file with arrays named as in `TokenBatch`.
 
-  Needed are tokens_BL, loss_mask_BL, rewards_BL and group_ids_B.
+  It must hold tokens_BL, loss_mask_BL, rewards_BL and group_ids_B.
 
   Returns:
     The pairs, see `pairs`, and the SHA-256 of the file.
 
   Raises:
-    OSError: no such file.
-    ValueError: not an npz file, a missing or unfit array, no pair; one line.
+    OSError: there is no such file.
+    ValueError: it is no npz file, lacks an array or has a wrong one, or has no
+      pair; one line.
   """
   path = pathlib.Path(path)
   with open(path, 'rb') as file:
@@ -68,14 +69,14 @@ def pairs(
   rewards_BL: np.ndarray,
   group_ids_B: np.ndarray,
 ) -> batch_lib.PairBatch:
-  """The best and the worst trajectory of each group, by total reward.
+  """Returns the best and the worst trajectory of each group, by total reward.
 
-  Of equal ones, the first. A group gives no pair if all its rewards are equal
-  or fewer than two of its rows have a token in the loss mask (the others
-  failed). Rewards off the loss mask do not count.
+  Of equal ones, the first is taken. A group gives no pair if all its rewards
+  are equal, or if fewer than two of its rows have a loss position (the others
+  were failed by the infrastructure). Rewards at other positions do not count.
 
   Raises:
-    ValueError: unequal shapes, a total reward that is not finite, no pair.
+    ValueError: shapes differ, a total is not finite, or there is no pair.
   """
   shape = tokens_BL.shape
   if len(shape) != 2:
@@ -109,7 +110,7 @@ def pairs(
 
 
 def resized(whole: batch_lib.PairBatch, *, bucket: int) -> batch_lib.PairBatch:
-  """The shortest L that holds every token and is a multiple of `bucket`."""
+  """Returns the pairs in the shortest multiple of `bucket` that holds them."""
   size = -(-int(whole.lengths_Q2.max()) // bucket) * bucket
   padding = ((0, 0), (0, 0), (0, max(size - whole.tokens_Q2L.shape[2], 0)))
   return packed(
@@ -121,16 +122,16 @@ def resized(whole: batch_lib.PairBatch, *, bucket: int) -> batch_lib.PairBatch:
 def minibatch(
   whole: batch_lib.PairBatch, number: int, *, size: int, seed: int
 ) -> batch_lib.PairBatch:
-  """The pairs of one update; every epoch is another permutation of all.
+  """Returns the pairs of an update; every epoch is another permutation of all.
 
-  What the last minibatch of an epoch lacks is filled up with pairs of no
-  token, which weigh nothing.
+  The last minibatch of an epoch is filled up with pairs without tokens, which
+  weigh nothing.
 
   Args:
     whole: all pairs.
-    number: of the update, from 0.
-    size: pairs of a minibatch.
-    seed: of the permutations.
+    number: the number of the update, from 0.
+    size: the number of pairs of a minibatch.
+    seed: the seed of the permutations.
   """
   count = len(whole.tokens_Q2L)
   epoch, place = divmod(number, updates_per_epoch(count, size))
@@ -143,12 +144,12 @@ def minibatch(
 
 
 def updates_per_epoch(count: int, size: int) -> int:
-  """Minibatches of `size` that hold `count` pairs."""
+  """Returns the number of minibatches of `size` that hold `count` pairs."""
   return -(-count // size)
 
 
 def _arrays(file: BinaryIO) -> dict[str, np.ndarray]:
-  """The needed arrays of a file, each of the right kind of number."""
+  """Returns the arrays of a file that are needed, their dtypes checked."""
   try:
     archive = np.load(file, allow_pickle=False)
     if not isinstance(archive, np.lib.npyio.NpzFile):

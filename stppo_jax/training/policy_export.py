@@ -1,4 +1,4 @@
-"""From a checkpoint of a run to a directory that others load."""
+"""Export of a run's policy to a directory that other programs load."""
 
 import os
 import pathlib
@@ -17,7 +17,7 @@ from stppo_jax.training import run_record
 
 
 class ExportFailed(RuntimeError):
-  """Nothing was exported; what stood there before is as it was."""
+  """Nothing was exported; the directory is as it was before."""
 
   exit_code = 75
 
@@ -30,26 +30,26 @@ def export(
   step: int | None,
   dtype: str,
 ) -> int:
-  """Writes the policy of a checkpoint; prints the step it is of.
+  """Writes the policy of a checkpoint and prints its step.
 
-  Reads the policy's weights alone, onto as many devices as can share them,
-  whatever the mesh of the run was. Of the model's directory it reads shape and
-  tokenizer, and under adapters the weights. Changes nothing in `workdir`, so
-  that the run may be alive.
+  Reads nothing but the policy's weights, onto as many devices as can share
+  them, whatever the mesh of the run was. Of the model's directory it reads
+  shape and tokenizer and, under adapters, the weights. Changes nothing in
+  `workdir`, so that the run may be alive.
 
   Args:
-    config: of the run.
-    workdir: its folder.
+    config: the config of the run.
+    workdir: the run's folder.
     out: the directory to write.
-    step: of the checkpoint; None: the newest valid one.
-    dtype: of the weights in the files.
+    step: the checkpoint that is wanted; None: the newest valid one.
+    dtype: the dtype of the weights in the files.
 
   Returns:
     The exit code.
 
   Raises:
-    Misconfigured: no such checkpoint, or `out` has other files.
-    ExportFailed: a full disk, say.
+    Misconfigured: there is no such checkpoint, or `out` has other files.
+    ExportFailed: the files cannot be written: the disk is full, say.
     Exceptions with an `exit_code`, see `loop.train`.
   """
   out = pathlib.Path(out)
@@ -92,14 +92,14 @@ def export(
 
 
 def _mesh(hidden_size: int) -> jax.sharding.Mesh:
-  """The most devices that divide the width, all along the axis fsdp."""
+  """Returns a mesh of the most devices that divide the model width."""
   devices = jax.devices()
   most = max(n for n in range(1, len(devices) + 1) if hidden_size % n == 0)
   return mesh_lib.make_mesh(data=1, fsdp=-1, tensor=1, devices=devices[:most])
 
 
 def _check_out(out: pathlib.Path) -> None:
-  """Raises ValueError where an export would be mixed with other files."""
+  """Raises ValueError if an export would be mixed with other files."""
   if out.exists() and not out.is_dir():
     raise ValueError(f'--out={out}: exists and is not a folder')
   others = sorted(

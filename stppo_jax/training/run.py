@@ -82,7 +82,7 @@ class Checkpoints(Protocol):
 
 @contextlib.contextmanager
 def start(
-  workdir: str | pathlib.Path, *, unit: str = 'step'
+  workdir: str | pathlib.Path, *, unit: str = 'step', goal: str = ''
 ) -> Iterator['Run']:
   """Yields a run that signals and outages end after its state was saved.
 
@@ -91,6 +91,8 @@ def start(
   Args:
     workdir: the run's folder.
     unit: what the run counts, for the lines that it prints.
+    goal: where the run first leaves what it can go on from; by default, the
+      first unit.
   """
   with contextlib.ExitStack() as stack:
     interrupt = stack.enter_context(interruption.Interruption())
@@ -108,9 +110,8 @@ def start(
         )
       else:
         # All that a start leaves is complete, or is made anew by the next one.
-        print(
-          f'interrupted before the first {unit}; the same command starts anew'
-        )
+        goal = goal or f'the first {unit}'
+        print(f'interrupted before {goal}; the same command starts anew')
     except _OUTAGES:
       if run.resumed:
         run.save()

@@ -1,10 +1,11 @@
-"""What a folder holds of its run before the first step.
+"""What a workdir records of its run before the first step.
 
-    WORKDIR/config.json    the config it was started with
-           /start          the policy it starts from, unless model.path is one
+    WORKDIR/config.json    the config that the run was started with
+           /start          the policy that it starts from, without model.path
 
 A run is a function of its config. Resumed with another one it would be a
-mixture that no config describes, so that is refused, naming what differs.
+mixture that no config describes: this is refused, with a line for each key that
+differs.
 """
 
 from collections.abc import Mapping
@@ -16,8 +17,8 @@ from typing import Any
 from stppo_jax import settings
 from stppo_jax.training import assembly
 
-# How long a run lasts, what is looked at and kept, where it computes and whom
-# it asks: none of these changes what the steps done so far were meant to be.
+# Keys that may change between two starts: the length of a run, what is looked
+# at and kept, the devices and the servers. None changes what a step computes.
 _FREE = (
   'num_steps',
   'evaluate',
@@ -28,14 +29,14 @@ _FREE = (
   'model.reference_memory',
   'rollout.mismatch_limit',
 )
-# A run has begun when it has left one of these; before that, a config that
-# turned out wrong (weights that do not fit, say) may be corrected.
+# A run has begun when it has left one of these. Before that, a config that was
+# wrong (its weights did not fit, say) may be corrected.
 _PRODUCTS = ('start', 'metrics.jsonl', 'checkpoints/*')
 _ABSENT = '(absent)'
 
 
 class OtherRun(Exception):
-  """The folder belongs to a run of another config; a line for each key."""
+  """The folder belongs to the run of another config; one line per key."""
 
   exit_code = 2
 
@@ -45,21 +46,21 @@ def record_config(
 ) -> None:
   """Records the config of a run that starts or resumes in `workdir`.
 
-  Makes the folder. Keys that may change between starts are rewritten.
+  Makes the folder. Keys that may change between two starts are rewritten.
 
   Args:
-    config: nested, resolved; values that Python's JSON can hold, such as an
-      infinite tau.
+    config: nested and resolved; its values must be such that Python's JSON can
+      hold them, an infinite tau among them.
     workdir: the run's folder.
 
   Raises:
-    OtherRun: a run has begun here with another config; nothing is changed.
+    OtherRun: a run of another config has begun here; nothing is changed.
   """
   workdir = pathlib.Path(workdir)
   path = workdir / 'config.json'
   text = json.dumps(config, indent=2, sort_keys=True) + '\n'
   if path.is_file() and any(any(workdir.glob(p)) for p in _PRODUCTS):
-    # Through JSON, which knows no tuples.
+    # Parsed again, because JSON turns tuples into lists.
     lines = _differences(json.loads(text), _read(path), workdir)
     if lines:
       raise OtherRun('\n'.join(lines))

@@ -1,4 +1,4 @@
-"""The supervised start: imitate noisy demonstrations."""
+"""The supervised start: a policy imitates noisy demonstrations."""
 
 from collections.abc import Sequence
 import functools
@@ -23,6 +23,7 @@ from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import assembly
 from stppo_jax.training import evaluation
 from stppo_jax.training import model_files
+from stppo_jax.training import run as run_lib
 from stppo_jax.training import run_record
 
 Array = jax.Array
@@ -36,18 +37,21 @@ def run(config, workdir: str | pathlib.Path) -> int:
   questions, sampled and greedy.
 
   Returns:
-    The exit code.
+    The exit code: 0 done, 130 or 75 ended by a signal.
   """
-  questions = assembly.build_components(config).questions
-  with assembly.build_services(config, questions) as services:
-    policy, params, tokenizer = imitate(config, services, workdir)
-    evaluator = evaluation.Evaluator(config, services, tokenizer, policy)
-    for greedy in (False, True):
-      scores, _ = evaluator.run(params, greedy=greedy)
-      kind = 'greedy' if greedy else 'sampled'
-      for name, score in sorted(scores.items()):
-        print(f'{kind} {name} {score:.3f}', flush=True)
-  return 0
+  with run_lib.start(workdir, goal='its end') as run:
+    # No checkpoint is saved on the way: a signal ends the command at once.
+    with run.abandonable():
+      questions = assembly.build_components(config).questions
+      services = run.enter(assembly.build_services(config, questions))
+      policy, params, tokenizer = imitate(config, services, workdir)
+      evaluator = evaluation.Evaluator(config, services, tokenizer, policy)
+      for greedy in (False, True):
+        scores, _ = evaluator.run(params, greedy=greedy)
+        kind = 'greedy' if greedy else 'sampled'
+        for name, score in sorted(scores.items()):
+          print(f'{kind} {name} {score:.3f}', flush=True)
+  return run.exit_code
 
 
 def make_start(
@@ -72,7 +76,7 @@ def imitate(
   services: assembly.Services,
   directory: str | pathlib.Path,
 ) -> tuple[functional.Model, functional.Params, tokenizer_lib.Tokenizer]:
-  """Trains on demonstrations; writes a Hugging Face directory.
+  """Trains on demonstrations and writes a Hugging Face directory.
 
   Returns:
     The policy, its weights and its tokenizer.
@@ -97,7 +101,7 @@ def imitate(
   for step in range(config.sft.num_steps):
     dialogues = teacher.batch(step, config.sft.batch_size)
     batch = distributed.from_local_rows(
-      _play(config, services, tokenizer, dialogues), rows
+      _pack_dialogues(config, services, tokenizer, dialogues), rows
     )
     left = 1 - step / config.sft.num_steps
     rate = numbers.learning_rate * min(1.0, 2 * left)
@@ -121,7 +125,7 @@ def _update(
   count: Array,
   numbers,
 ):
-  """One step on the mean negative log-likelihood of the policy tokens."""
+  """Takes a step on the mean negative log-likelihood of policy tokens."""
 
   def negative_log_likelihood(params):
     logprobs_BL, _ = policy.logprobs_and_entropy(
@@ -141,34 +145,34 @@ def _update(
   return params, adam_state, loss
 
 
-def _play(
+def _pack_dialogues(
   config,
   services: assembly.Services,
   tokenizer,
   dialogues: Sequence[demonstrations.Demonstration],
 ) -> batch_lib.TokenBatch:
-  """Demonstrations as a batch, played in the real environment.
+  """Returns demonstrations as a batch, answered by the real environment.
 
-  A turn that env.max_turn_tokens would cut is nothing to imitate: a dialogue
-  with one is replaced by another of the batch.
+  A turn that env.max_turn_tokens would cut must not be imitated: a dialogue
+  that has one is replaced by another one of the batch.
 
   Raises:
-    Misconfigured: all of them have one.
+    Misconfigured: every dialogue has one.
   """
-  played = [
+  encoded = [
     (question, [tokenizer.encode_text(text) for text in turns])
     for question, turns in dialogues
   ]
   room = config.env.max_turn_tokens
-  whole = [d for d in played if max(len(ids) for ids in d[1]) <= room]
-  if not whole:
+  fitting = [d for d in encoded if max(len(ids) for ids in d[1]) <= room]
+  if not fitting:
     raise assembly.Misconfigured(
       f'env.max_turn_tokens={room}: no demonstrated turn fits'
     )
-  played = [whole[n % len(whole)] for n in range(len(played))]
+  chosen = [fitting[n % len(fitting)] for n in range(len(encoded))]
   collector = collect.Collector(
     engine=scripted.ScriptedEngine(
-      [script for _, script in played], config.env.max_length
+      [script for _, script in chosen], config.env.max_length
     ),
     environment=services.environment,
     tokenizer=tokenizer,
@@ -177,6 +181,6 @@ def _play(
     max_observation_tokens=config.env.max_observation_tokens,
   )
   trajectories = collector.collect(
-    [question for question, _ in played], keys=None
+    [question for question, _ in chosen], keys=None
   )
   return pack.pack(trajectories, length_bucket=config.rollout.length_bucket)

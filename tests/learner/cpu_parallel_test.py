@@ -162,7 +162,7 @@ def test_a_resumed_run_on_one_cpu_device_is_the_same_run(tmp_path):
   train('whole', 2)
   train('resumed', 1)
   train('resumed', 2)
-  runs.assert_same_told(tmp_path / 'resumed', tmp_path / 'whole', num_steps=2)
+  runs.assert_same_files(tmp_path / 'resumed', tmp_path / 'whole', num_steps=2)
   whole, resumed = (
     (tmp_path / name / 'policy' / 'model.safetensors').read_bytes()
     for name in ('whole', 'resumed')

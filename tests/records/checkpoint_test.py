@@ -392,18 +392,18 @@ def test_a_part_is_read_alone(tmp_path):
     for step in (1, 2):
       saving.save(step, jax.tree.map(lambda x: x + step, whole), {'n': step})
     with pytest.raises(ValueError, match='open for writing'):
-      saving.restore_latest(whole['policy'], part='policy')
+      saving.restore_latest(whole['policy'], subtree='policy')
   shape = {'w': jax.ShapeDtypeStruct((6,), jnp.float32, sharding=layout)}
   reading = checkpoint.Checkpointer(tmp_path, read_only=True)
   with contextlib.closing(reading):
     assert reading.steps() == [1, 2]
     for wanted, found in ((None, 2), (1, 1)):
       step, part, host = reading.restore_latest(
-        shape, part='policy', step=wanted
+        shape, subtree='policy', step=wanted
       )
       assert (step, host) == (found, {'n': found})
       assert part.keys() == {'w'}
       np.testing.assert_array_equal(part['w'], np.arange(6.0) + found)
-    assert reading.restore_latest(shape, part='policy', step=3) is None
+    assert reading.restore_latest(shape, subtree='policy', step=3) is None
     with pytest.raises(checkpoint.OtherState, match='leaf value.w: expected f'):
-      reading.restore_latest(shape, part='value')
+      reading.restore_latest(shape, subtree='value')

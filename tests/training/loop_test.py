@@ -1,55 +1,36 @@
-"""A run from the first step to its files; interrupted, it is the same run."""
+"""A run from the first step to its files; killed, it is the same run."""
 
 import functools
 import json
 import math
-import os
-import random
 import signal
-import time
 
 import jax
 import numpy as np
 import pytest
 
-from stppo_jax import __main__
-from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import functional
 from stppo_jax.models.hf import load
 from stppo_jax.records import checkpoint
-from stppo_jax.rollout import collect as collect_lib
-from stppo_jax.training import assembly
+from tests.training import faults
 from tests.training import runs
 
-_STEPS = 4
+_STEPS = runs.STEPS
 # Orbax reads the leaves concurrently; see checkpoint_test.py.
 pytestmark = pytest.mark.filterwarnings(
   'ignore::pytest.PytestUnraisableExceptionWarning'
 )
 
 
-def _train(workdir, **changes):
-  flags = runs.flags(num_steps=_STEPS, **changes)
-  return __main__.main(['train', *flags, f'--workdir={workdir}'])
-
-
-@pytest.fixture(scope='module')
-def finished(tmp_path_factory):
-  """The folder of a run that nothing happened to."""
-  workdir = tmp_path_factory.mktemp('finished')
-  assert _train(workdir) == 0
-  return workdir
-
-
 @functools.cache
 def _start():
-  """The state of these runs before the first step."""
-  return assembly.build_components(runs.config()).learner.start()
+  """Returns the state of these runs before the first step."""
+  return runs.learner(runs.config()).start()
 
 
 def _final_state(workdir):
-  """The state of the last step, all leaves as numpy arrays."""
-  saved = checkpoint.Checkpointer(workdir, keep=2)
+  """Returns the state of the last step, all leaves as numpy arrays."""
+  saved = checkpoint.Checkpointer(workdir, read_only=True)
   step, state, _ = saved.restore_latest(_start())
   saved.close()
   assert step == _STEPS
@@ -57,8 +38,8 @@ def _final_state(workdir):
 
 
 def _assert_same_run(workdir, finished):
-  """Parameters, moments, metrics and dialogues, bit for bit."""
-  runs.assert_same_told(workdir, finished, num_steps=_STEPS)
+  """Asserts equal parameters, moments, metrics and dialogues, bit for bit."""
+  runs.assert_same_files(workdir, finished, num_steps=_STEPS)
   jax.tree.map(
     np.testing.assert_array_equal,
     _final_state(workdir),
@@ -144,14 +125,14 @@ _NAMES = {
 
 def test_metrics_have_their_names_and_are_finite(finished):
   lines = runs.metrics(finished)
-  assert [line['step'] for line in lines] == [0, 1, 2, 3, 4]
+  assert [line['step'] for line in lines] == [0, 1, 2, 3]
   evaluated = {'val/em/one_hop', 'val/em/two_hop'}
   assert evaluated <= lines[0].keys()
   for line in lines[1:]:
     assert not _NAMES - line.keys()
     assert all(math.isfinite(value) for value in line.values())
-    # Evaluated every second step.
-    due = line['step'] % 2 == 0
+    # Evaluated after every second step and after the last one.
+    due = line['step'] in (2, _STEPS)
     assert (evaluated <= line.keys()) == due
     assert ('timing_s/evaluate' in line) == due
   # The save of a step is timed in the line of the next.
@@ -224,76 +205,30 @@ def test_the_exported_policy_is_the_trained_one(finished):
 
 def test_the_command_again_changes_nothing(finished):
   before = (finished / 'metrics.jsonl').read_bytes()
-  assert _train(finished) == 0
+  assert runs.train(finished) == 0
   assert (finished / 'metrics.jsonl').read_bytes() == before
 
 
-def test_evaluating_the_checkpoint_gives_the_score_of_its_step(
-  finished, capsys
-):
+@pytest.mark.parametrize(
+  'last_line',
+  [
+    'step 1/',  # in its save, or in the second step
+    pytest.param('step 0/', marks=pytest.mark.slow),  # in the first step
+    pytest.param('step 2/', marks=pytest.mark.slow),
+  ],
+)
+def test_killed_it_is_the_same_run(finished, tmp_path, last_line):
   flags = runs.flags(num_steps=_STEPS)
-  assert __main__.main(['evaluate', *flags, f'--workdir={finished}']) == 0
-  last = runs.metrics(finished)[-1]
-  expected = [
-    f'step {_STEPS} {name} {last[name]:.4f}'
-    for name in ('val/em/one_hop', 'val/em/two_hop')
-  ]
-  assert capsys.readouterr().out.splitlines() == expected
-
-
-def test_a_signal_waits_for_the_update_and_the_run_is_the_same(
-  finished, tmp_path, monkeypatch, capsys
-):
-  """More of it, with the evaluations, stands in interruption_test.py."""
-  update_epochs, calls = learner_lib.Learner.update_epochs, []
-
-  def signalled(*args):
-    calls.append(args)
-    if len(calls) == 3:
-      os.kill(os.getpid(), signal.SIGINT)
-    return update_epochs(*args)
-
-  with monkeypatch.context() as patch:
-    patch.setattr(learner_lib.Learner, 'update_epochs', signalled)
-    assert _train(tmp_path) == 130
-  # The third step is not evaluated: it was written, and ended there.
-  assert 'interrupted after step 3, saved' in capsys.readouterr().out
-  assert len(calls) == 3 and runs.metrics(tmp_path)[-1]['step'] == 3
-  assert _train(tmp_path) == 0
-  _assert_same_run(tmp_path, finished)
-
-
-def _killed_at_random(workdir, seed):
-  """Starts the run as a process and kills it, some time after a step."""
-  delay = random.Random(seed).uniform(0.0, 1.0)
-  flags = runs.flags(num_steps=_STEPS)
-  process = runs.start('train', *flags, f'--workdir={workdir}')
+  process = runs.start('train', *flags, f'--workdir={tmp_path}')
   try:
-    for line in process.stdout:
-      if line.startswith('step 1/'):
-        break
-    else:
+    if not any(line.startswith(last_line) for line in process.stdout):
       pytest.fail(process.stderr.read())
-    time.sleep(delay)
   finally:
     process.kill()
     process.communicate()
-  assert process.returncode in (0, -signal.SIGKILL)
-
-
-def test_killed_it_is_the_same_run(finished, tmp_path):
-  _killed_at_random(tmp_path, seed=time.time_ns())
-  assert _train(tmp_path) == 0
+  assert process.returncode == -signal.SIGKILL
+  assert runs.train(tmp_path) == 0
   _assert_same_run(tmp_path, finished)
-
-
-@pytest.mark.slow
-def test_killed_again_and_again_it_is_the_same_run(finished, tmp_path):
-  for seed in range(5):
-    workdir = tmp_path / str(seed)
-    _killed_at_random(workdir, seed)
-    assert _train(workdir) == 0
-    _assert_same_run(workdir, finished)
 
 
 def test_a_line_is_json_whatever_happens(finished):
@@ -301,38 +236,30 @@ def test_a_line_is_json_whatever_happens(finished):
     json.loads(line, parse_constant=pytest.fail)
 
 
-def _train_groups(workdir):
-  """Two steps; no reward varies, so that both ask further questions."""
-  changes = {
-    'num_steps': 2,
-    'rollout__group_size': 4,
-    'rollout__resample_rounds': 1,
-    'evaluate__every': 0,
-  }
-  flags = runs.flags(**changes)
-  return __main__.main(['train', *flags, f'--workdir={workdir}'])
+# Two steps; no reward varies, so that both ask further questions.
+_GROUPS = {
+  'num_steps': 2,
+  'rollout__group_size': 4,
+  'rollout__resample_rounds': 1,
+  'evaluate__every': 0,
+  'writer__samples': 3,
+}
 
 
-def test_a_run_of_groups_is_the_same_when_cut_in_two(
-  tmp_path, monkeypatch, capsys
-):
+def test_a_run_of_groups_is_the_same_when_cut_in_two(tmp_path, capsys):
   whole, cut = tmp_path / 'whole', tmp_path / 'cut'
-  assert _train_groups(whole) == 0
-  collect, calls = collect_lib.Collector.collect, []
-
-  def signalled(*args):
-    calls.append(args)
-    if len(calls) == 4:  # in the further round of the second step
-      os.kill(os.getpid(), signal.SIGTERM)
-    return collect(*args)
-
-  with monkeypatch.context() as patch:
-    patch.setattr(collect_lib.Collector, 'collect', signalled)
-    assert _train_groups(cut) == 75
-  assert len(calls) == 4
+  assert runs.train(whole, **_GROUPS) == 0
+  out = capsys.readouterr().out
+  # Without evaluation, dialogues of the steps that are saved are printed.
+  assert out.count('? golden: ') == 2 * 3 and 'evaluation after' not in out
+  assert '\x1b' not in out  # no terminal
+  # In the further round of the second step.
+  signalled = faults.send_at(('collect', 4), signal.SIGTERM)
+  with faults.at(runs.config(**_GROUPS), signalled):
+    assert runs.train(cut, **_GROUPS) == 75
   assert 'interrupted after step 1, saved' in capsys.readouterr().out
-  assert _train_groups(cut) == 0
-  runs.assert_same_told(cut, whole, num_steps=2)
+  assert runs.train(cut, **_GROUPS) == 0
+  runs.assert_same_files(cut, whole, num_steps=2)
   for step, line in enumerate(runs.metrics(whole), start=1):
     asked = [r['question'] for r in runs.trajectories(whole, step)]
     assert len(asked) == 16 and len(set(asked)) == 4

@@ -1,32 +1,28 @@
-"""Runs that collect ahead: stale by so much, and the same when they are cut.
+"""Runs that collect ahead: how stale they are, and that cuts change nothing.
 
 On one device, where the collection of the next steps is in the background.
 """
 
 import functools
 import os
-import random
 import signal
 import threading
-import time
 
 import jax
 import numpy as np
 import pytest
 
-from stppo_jax import __main__
-from stppo_jax.learner import learner as learner_lib
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.records import checkpoint
 from stppo_jax.retrieval import protocol
-from stppo_jax.rollout import collect
 from stppo_jax.sampling import engine as engine_lib
 from stppo_jax.training import assembly
 from stppo_jax.training import evaluation
 from stppo_jax.training import prefetch
+from tests.training import faults
 from tests.training import runs
 
-_STEPS = 8
+_STEPS = 5
 # Orbax reads the leaves concurrently; see checkpoint_test.py.
 pytestmark = pytest.mark.filterwarnings(
   'ignore::pytest.PytestUnraisableExceptionWarning'
@@ -47,18 +43,20 @@ def one_device():
     yield
 
 
-def _flags(steps_ahead=1, **changes):
-  options = {
+def _changes(steps_ahead, changes):
+  return {
     'num_steps': _STEPS,
     'rollout__steps_ahead': steps_ahead,
     'evaluate__every': 4,
+    **changes,
   }
-  return runs.flags(**(options | changes))
 
 
-def _train(workdir, *args, **changes):
-  flags = _flags(*args, **changes)
-  return __main__.main(['train', *flags, f'--workdir={workdir}'])
+def _train(workdir, steps_ahead=1, act=lambda moment: None, **changes):
+  """Trains; `act` is called at the moments of the run."""
+  changes = _changes(steps_ahead, changes)
+  with faults.at(runs.config(**changes), act):
+    return runs.train(workdir, **changes)
 
 
 @pytest.fixture(scope='module')
@@ -75,12 +73,8 @@ def finished(tmp_path_factory):
 
 
 def _newest(workdir, steps_ahead):
-  """(step, all leaves as numpy arrays) of the newest checkpoint."""
-  config = runs.config(rollout__steps_ahead=steps_ahead)
-  questions = assembly.build_questions(config)
-  tokenizer = assembly.build_tokenizer(config, questions)
-  shape = assembly.build_model_config(config, tokenizer)
-  learner = learner_lib.Learner(config, shape, assembly.build_mesh(config))
+  """Returns step and leaves of the newest checkpoint, as numpy arrays."""
+  learner = runs.learner(runs.config(rollout__steps_ahead=steps_ahead))
   saved = checkpoint.Checkpointer(workdir, read_only=True)
   found = saved.restore_latest(learner.abstract_state(learner.start()))
   saved.close()
@@ -94,7 +88,7 @@ def _saved_step(workdir):
 
 def _assert_same_run(workdir, expected, steps_ahead=1):
   """Parameters, moments, published policies, metrics, dialogues: the bits."""
-  runs.assert_same_told(workdir, expected, num_steps=_STEPS)
+  runs.assert_same_files(workdir, expected, num_steps=_STEPS)
   (step, ours), (_, theirs) = (
     _newest(folder, steps_ahead) for folder in (workdir, expected)
   )
@@ -102,22 +96,9 @@ def _assert_same_run(workdir, expected, steps_ahead=1):
   jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
-def _before_call(patch, owner, name, act):
-  """Calls `act(n)` before the nth call of a method."""
-  method, count = getattr(owner, name), 0
-
-  def counted(*args, **kwargs):
-    nonlocal count
-    count += 1
-    act(count)
-    return method(*args, **kwargs)
-
-  patch.setattr(owner, name, counted)
-
-
 def test_a_run_is_so_many_steps_stale(finished):
   lines = runs.metrics(finished(1))[1:]
-  assert [line['rollout/staleness'] for line in lines] == [0.0] + [1.0] * 7
+  assert [line['rollout/staleness'] for line in lines] == [0.0] + [1.0] * 4
   # Engine and trainer are compared at the weights that sampled.
   assert max(line['mismatch/logprob_abs_diff'] for line in lines) < 1e-4
   assert all(line['timing_s/collect'] > 0 for line in lines)
@@ -131,24 +112,23 @@ def test_in_between_it_is_the_same_run_as_in_the_background(
 ):
   collector, threads = prefetch.Prefetcher, set()
 
-  def in_between(play, publish, *, loop, **options):
+  def in_between(*functions, loop, **options):
     assert loop is not None
-    return collector(play, publish, loop=None, **options)
+    return collector(*functions, loop=None, **options)
+
+  def act(moment):
+    threads.add(threading.current_thread())
 
   monkeypatch.setattr(prefetch, 'Prefetcher', in_between)
-  _before_call(
-    monkeypatch,
-    collect.Collector,
-    'collect',
-    lambda n: threads.add(threading.current_thread()),
-  )
-  assert _train(tmp_path, num_steps=3) == 0
+  assert _train(tmp_path, act=act, num_steps=3) == 0
   assert threads == {threading.main_thread()}
   # Up to the last step, which is evaluated here.
   assert runs.repeated(tmp_path)[:3] == runs.repeated(finished(1))[:3]
   for step in (1, 2, 3):
-    played = (runs.trajectories(x, step) for x in (tmp_path, finished(1)))
-    assert next(played) == next(played)
+    ours, theirs = (
+      runs.trajectories(folder, step) for folder in (tmp_path, finished(1))
+    )
+    assert ours == theirs
 
 
 def test_the_ratio_can_be_of_the_current_policy(finished, tmp_path):
@@ -165,73 +145,45 @@ def test_the_ratio_can_be_of_the_current_policy(finished, tmp_path):
     assert spread[0] < spread[1]
 
 
-def _signal(patch, workdir, steps_ahead):
-  """Cuts the run in a collection in the background, its turns to come."""
-  begin, threads = engine_lib.Engine.begin, []
-
-  def signalled(self, *args, **options):
-    begin(self, *args, **options)
-    if not options['greedy']:
-      threads.append(threading.current_thread())
-      if len(threads) == 3 + steps_ahead:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-  patch.setattr(engine_lib.Engine, 'begin', signalled)
-  assert _train(workdir, steps_ahead) == 75
-  assert len(threads) == 3 + steps_ahead
-  assert threading.main_thread() not in threads
-
-
-def _outage(patch, workdir, steps_ahead):
-  """Cuts the run where the third step from here is wanted."""
-  method, threads = collect.Collector.collect, []
-
-  def unreachable(self, *args, greedy=False):
-    if not greedy:
-      threads.append(threading.current_thread())
-      if len(threads) == 3:
-        raise protocol.RetrieverUnreachable('not ready within 60 s')
-    return method(self, *args, greedy=greedy)
-
-  patch.setattr(collect.Collector, 'collect', unreachable)
-  assert _train(workdir, steps_ahead) == 75
-  # What comes after it is not asked for.
-  assert len(threads) == 3 and threading.main_thread() not in threads
-
-
-def _crash(patch, workdir, steps_ahead):
-  """Cuts the run in the second update from here."""
-  update, calls = learner_lib.Learner.update_epochs, []
-
-  def crashed(*args):
-    calls.append(args)
-    if len(calls) == 2:
-      raise RuntimeError('a bug, or a power cut')
-    return update(*args)
-
-  patch.setattr(learner_lib.Learner, 'update_epochs', crashed)
-  assert _train(workdir, steps_ahead) == 70
-
-
 @pytest.mark.parametrize(
   'steps_ahead', [1, pytest.param(2, marks=pytest.mark.slow)]
 )
 def test_cut_again_and_again_it_is_the_same_run(
-  finished, tmp_path, monkeypatch, capsys, steps_ahead
+  finished, tmp_path, capsys, steps_ahead
 ):
+  threads = set()
+
+  def signalled(moment):
+    """Sends a signal when another collection begins in the background."""
+    if moment == ('collect', 2 + steps_ahead):
+      threads.add(threading.current_thread())
+      os.kill(os.getpid(), signal.SIGTERM)
+
+  def unreachable(moment):
+    if moment[0] == 'collect':
+      # Nothing is collected after a collection that failed.
+      assert moment[1] <= 2
+      threads.add(threading.current_thread())
+    if moment == ('collect', 2):
+      raise protocol.RetrieverUnreachable('not ready within 60 s')
+
   steps = []
-  for cut in (_signal, _outage, _crash):
-    with monkeypatch.context() as patch:
-      cut(patch, tmp_path, steps_ahead)
+  for act, code in (
+    (signalled, 75),
+    (unreachable, 75),
+    (faults.crash_at(('updated', 2)), 70),
+  ):
+    assert _train(tmp_path, steps_ahead, act) == code
     assert not any(t.name.startswith('collect') for t in threading.enumerate())
     steps.append(_saved_step(tmp_path))
-  told = capsys.readouterr()
-  # The third step was being learned from, or about to be.
+  assert threads and threading.main_thread() not in threads
+  printed = capsys.readouterr()
+  # The second step was being learned from, or about to be.
   first = steps[0]
-  assert first in (2, 3) and steps == [first, first + 2, first + 3]
-  assert f'interrupted after step {first}, saved' in told.out
-  assert told.err.startswith('not ready within 60 s\nTraceback')
-  assert 'a power cut' in told.err
+  assert first in (1, 2) and steps == [first, first + 1, first + 2]
+  assert f'interrupted after step {first}, saved' in printed.out
+  assert printed.err.startswith('not ready within 60 s\nTraceback')
+  assert 'a power cut' in printed.err
   assert _train(tmp_path, steps_ahead) == 0
   _assert_same_run(tmp_path, finished(steps_ahead), steps_ahead)
 
@@ -242,43 +194,46 @@ def test_killed_it_is_the_same_run(
   finished, tmp_path, monkeypatch, steps_ahead
 ):
   monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '1')
+  flags = runs.flags(**_changes(steps_ahead, {}))
   for kill in range(3):
-    process = runs.start('train', *_flags(steps_ahead), f'--workdir={tmp_path}')
+    process = runs.start('train', *flags, f'--workdir={tmp_path}')
     try:
       for line in process.stdout:
-        if line.startswith('step '):
+        # Once at the start of a step, once in its middle.
+        if line.startswith(f'step {kill}/'):
           break
-      time.sleep(random.Random(kill).uniform(0.0, 0.5))
     finally:
       process.kill()
       process.communicate()
-    assert process.returncode in (0, -signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
   assert _train(tmp_path, steps_ahead) == 0
   _assert_same_run(tmp_path, finished(steps_ahead), steps_ahead)
 
 
 def test_evaluations_are_of_the_policy_of_now_and_alone(tmp_path, monkeypatch):
-  playing, together, evaluated = set(), [], []
-  method, run = collect.Collector.collect, evaluation.Evaluator.run
+  moments, evaluated, updates = [], [], [threading.Event() for _ in range(4)]
+  run = evaluation.Evaluator.run
 
-  def counted(self, *args, **options):
-    playing.add(self)
-    together.append(len(playing))
-    if threading.current_thread() is not threading.main_thread():
-      time.sleep(0.5)  # longer than what comes before an evaluation
-    try:
-      return method(self, *args, **options)
-    finally:
-      playing.remove(self)
+  def act(moment):
+    kind, count = moment
+    moments.append(kind)
+    if kind == 'updated':
+      updates[count].set()
+    if kind == 'collect' and count > 1:
+      # Longer than what comes before an evaluation.
+      assert updates[count - 1].wait(60.0)
 
   def seen(self, params, **options):
     evaluated.append(jax.device_get(params))
     return run(self, params, **options)
 
-  monkeypatch.setattr(collect.Collector, 'collect', counted)
   monkeypatch.setattr(evaluation.Evaluator, 'run', seen)
-  assert _train(tmp_path, num_steps=3, evaluate__every=1) == 0
-  assert together == [1] * (3 + 4)
+  assert _train(tmp_path, act=act, num_steps=3, evaluate__every=1) == 0
+  playing = [kind for kind in moments if kind != 'updated']
+  assert playing[::2].count('evaluate') == 4
+  assert playing[::2].count('collect') == 3
+  ended = {'evaluate': 'evaluated', 'collect': 'collected'}
+  assert playing[1::2] == [ended[kind] for kind in playing[::2]]
   _, state = _newest(tmp_path, 1)
   for behind, params in enumerate([state.policy.params, *state.published]):
     jax.tree.map(np.testing.assert_array_equal, evaluated[3 - behind], params)
@@ -298,9 +253,11 @@ def test_an_engine_of_other_weights_ends_the_run_before_an_update(
   def other(self, params, version):
     publish(self, jax.tree.map(lambda x: 1.01 * x, params), version)
 
+  def act(moment):
+    assert moment[0] != 'updated'
+
   monkeypatch.setattr(engine_lib.Engine, 'publish', other)
-  _before_call(monkeypatch, learner_lib.Learner, 'update_epochs', pytest.fail)
-  assert _train(tmp_path, evaluate__every=0) == 2
+  assert _train(tmp_path, act=act, evaluate__every=0) == 2
   (line,) = capsys.readouterr().err.splitlines()
   assert 'do not compute the same policy' in line
   assert not [*(tmp_path / 'checkpoints').iterdir()]

@@ -9,11 +9,13 @@ from typing import Any
 
 from ml_collections import config_dict
 
+from stppo_jax import __main__
 from stppo_jax.commands import configuration
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.training import assembly
 
+STEPS = 3  # of the runs of `train`
 REPO = pathlib.Path(__file__).resolve().parents[2]
 _OF_THE_CLOCK = ('timing_s/', 'perf/', 'retrieval/latency')
 _TINY: dict[str, Any] = {
@@ -45,20 +47,22 @@ _TINY: dict[str, Any] = {
 }
 
 
-def flags(row: str = 'st_ppo', **changes) -> list[str]:
-  """The command's flags but for the workdir.
+def flags(algorithm: str = 'st_ppo', **changes) -> list[str]:
+  """Returns the flags of a command, all but the workdir.
 
-  `changes` are of config keys, their dots written as `__`.
+  Args:
+    algorithm: an entry of the table of algorithms.
+    **changes: config keys, their dots written as `__`.
   """
   changes = {key.replace('__', '.'): x for key, x in changes.items()}
-  return [f'--config={REPO}/configs/quickstart.py:{row}'] + [
+  return [f'--config={REPO}/configs/quickstart.py:{algorithm}'] + [
     f'--config.{key}={value}' for key, value in (_TINY | changes).items()
   ]
 
 
-def config(row: str = 'st_ppo', **changes) -> config_dict.ConfigDict:
-  """The configuration that these flags make."""
-  return configuration.parse(flags(row, **changes), workdir=False).config
+def config(algorithm: str = 'st_ppo', **changes) -> config_dict.ConfigDict:
+  """Returns the configuration that these flags make."""
+  return configuration.parse(flags(algorithm, **changes), workdir=False).config
 
 
 def shape(settings) -> model_config.ModelConfig:
@@ -74,8 +78,14 @@ def learner(settings) -> learner_lib.Learner:
   return learner_lib.Learner(settings, shape(settings), mesh)
 
 
+def train(workdir: pathlib.Path, **changes) -> int:
+  """Runs the command `train` in this process and returns its exit code."""
+  command = ['train', *flags(**{'num_steps': STEPS, **changes})]
+  return __main__.main([*command, f'--workdir={workdir}'])
+
+
 def start(command: str, *arguments: str) -> subprocess.Popen:
-  """A command as a process of its own, with standard streams as text."""
+  """Starts a command as a process of its own, with streams of text."""
   return subprocess.Popen(
     [sys.executable, '-u', '-m', 'stppo_jax', command, *arguments],
     stdout=subprocess.PIPE,
@@ -87,23 +97,23 @@ def start(command: str, *arguments: str) -> subprocess.Popen:
 
 
 def metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:
-  """The lines of metrics.jsonl."""
+  """Returns the lines of metrics.jsonl."""
   text = (workdir / 'metrics.jsonl').read_text('utf-8')
   return [json.loads(line) for line in text.splitlines()]
 
 
 def repeated(workdir: pathlib.Path) -> list[dict[str, Any]]:
-  """The same without what is of the clock: alike in runs that are alike."""
+  """Returns the same without times: equal in runs that are equal."""
   return [
     {k: v for k, v in line.items() if not k.startswith(_OF_THE_CLOCK)}
     for line in metrics(workdir)
   ]
 
 
-def assert_same_told(
+def assert_same_files(
   workdir: pathlib.Path, expected: pathlib.Path, *, num_steps: int
 ) -> None:
-  """Metrics and the dialogues of every step, bit for bit."""
+  """Asserts that metrics and dialogues of two runs are the same bits."""
   assert repeated(workdir) == repeated(expected)
   assert metrics(workdir)[-1]['step'] == num_steps
   for step in range(1, num_steps + 1):
@@ -112,6 +122,6 @@ def assert_same_told(
 
 
 def trajectories(workdir: pathlib.Path, step: int) -> list[dict[str, Any]]:
-  """The dialogues of a step."""
+  """Returns the dialogues of a step."""
   path = workdir / f'trajectories-{step:06d}.jsonl'
   return [json.loads(line) for line in path.read_text('utf-8').splitlines()]

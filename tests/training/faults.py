@@ -1,0 +1,140 @@
+"""Faults at known moments of a run, through the tables that a run reads.
+
+The environment and the KL controller are entries of tables: the ones here do
+what theirs do, and call a function at each of these moments.
+
+    ('collect', n)    the nth collection of this start begins
+    ('collected', n)  its trajectories have ended
+    ('evaluate', n)   its nth evaluation begins
+    ('evaluated', n)  its trajectories have ended
+    ('updated', n)    the updates of its nth step are done, nothing is written
+"""
+
+from collections.abc import Callable
+import contextlib
+import dataclasses
+import os
+import signal
+
+import pytest
+
+from stppo_jax import types
+from stppo_jax.envs import environments
+from stppo_jax.rl import kl
+from stppo_jax.training import assembly
+
+Moment = tuple[str, int]
+
+
+@contextlib.contextmanager
+def at(settings, act: Callable[[Moment], float | None]):
+  """Calls `act` at the moments of a run inside this context.
+
+  Args:
+    settings: the config of the run.
+    act: may raise, send signals, or return the share of the trajectories of a
+      collection that the infrastructure shall fail.
+  """
+  watch = _Watch(settings, act)
+  base = environments.find(settings.env.name)
+
+  class Environment(base):
+    """The environment of the run, watched."""
+
+    def prompt(self, question):
+      watch.prompted(question)
+      return super().prompt(question)
+
+    async def step(self, question, turn_index, text):
+      step = await super().step(question, turn_index, text)
+      if question.id not in watch.failing:
+        return step
+      return dataclasses.replace(
+        step, observation=None, status=types.TrajectoryStatus.INFRA_ERROR
+      )
+
+    def rewards(self, question, prompt, texts, status):
+      watch.rewarded(question)
+      return super().rewards(question, prompt, texts, status)
+
+  controller = kl.CONTROLLERS[settings.algorithm.kl.controller]
+
+  def adapt(*args, **options):
+    watch.happened('updated')
+    return controller(*args, **options)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setitem(environments.ENVIRONMENTS, settings.env.name, Environment)
+    patch.setitem(kl.CONTROLLERS, settings.algorithm.kl.controller, adapt)
+    yield
+
+
+def send_at(moment: Moment, number: signal.Signals) -> Callable:
+  """Returns what sends a signal to this process at a moment."""
+
+  def act(now):
+    if now == moment:
+      os.kill(os.getpid(), number)
+
+  return act
+
+
+def crash_at(moment: Moment) -> Callable:
+  """Returns what raises an error at a moment."""
+
+  def act(now):
+    if now == moment:
+      raise RuntimeError('a bug, or a power cut')
+
+  return act
+
+
+class _Watch:
+  """Counts the moments of a run.
+
+  Attributes:
+    failing: ids of the questions whose trajectories fail now.
+  """
+
+  def __init__(self, settings, act):
+    self._act = act
+    self._counts: dict[str, int] = {}
+    self.failing: set[str] = set()
+    self._prompted: dict[str, list[str]] = {'collect': [], 'evaluate': []}
+    self._num_rewarded = {'collect': 0, 'evaluate': 0}
+    self._group_sizes = {'collect': settings.rollout.group_size, 'evaluate': 1}
+    questions = assembly.build_questions(settings)
+    groups = questions.evaluation(settings.evaluate.num_questions)
+    self._evaluation = {q.id for group in groups.values() for q in group}
+    rollout = settings.rollout
+    self._sizes = {
+      'collect': rollout.trajectories_per_step // rollout.group_size,
+      'evaluate': len(self._evaluation),
+    }
+    self._share = 0.0
+
+  def happened(self, kind: str) -> float:
+    count = self._counts[kind] = self._counts.get(kind, 0) + 1
+    return self._act((kind, count)) or 0.0
+
+  def prompted(self, question: types.Question) -> None:
+    kind = self._kind(question)
+    ids = self._prompted[kind]
+    if not ids:  # the first question of a collection
+      self.failing.clear()
+      self._share = self.happened(kind)
+    if len(ids) < int(self._share * self._sizes[kind]):
+      self.failing.add(question.id)
+    ids.append(question.id)
+    if len(ids) == self._sizes[kind]:
+      ids.clear()
+
+  def rewarded(self, question: types.Question) -> None:
+    kind = self._kind(question)
+    self._num_rewarded[kind] += 1
+    size = self._sizes[kind] * self._group_sizes[kind]
+    if self._num_rewarded[kind] % size == 0:
+      self.happened({'collect': 'collected', 'evaluate': 'evaluated'}[kind])
+
+  def _kind(self, question: types.Question) -> str:
+    return 'evaluate' if question.id in self._evaluation else 'collect'
