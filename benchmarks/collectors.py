@@ -17,6 +17,7 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import event_loop
 from stppo_jax.sampling import engine as engine_lib
+from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from stppo_jax.sampling import tokenizer as tokenizer_lib
@@ -105,17 +106,19 @@ class SlotCollector:
         stop_strings=actions.STOP_STRINGS,
         eos_id=policy.tokenizer.eos_id,
       ),
-      slots=slots,
-      max_length=MAX_LENGTH,
-      cache_blocks=10,
-      sampling=sampler.Sampling(temperature=1.0),
-      extend_chunk=64,
-      decode_chunk=16,
-      early_exit=0.5,
-      lookahead=0,
-      lanes=math.gcd(lanes, slots),
-      batch_rows=16,
-      deterministic=deterministic,
+      options=engine_options.EngineOptions(
+        slots=slots,
+        max_length=MAX_LENGTH,
+        cache_blocks=10,
+        sampling=sampler.Sampling(temperature=1.0),
+        extend_chunk=64,
+        decode_chunk=16,
+        early_exit=0.5,
+        lookahead=0,
+        lanes=math.gcd(lanes, slots),
+        batch_rows=16,
+        deterministic=deterministic,
+      ),
     )
     self._engine.publish(policy.params, 0)
 

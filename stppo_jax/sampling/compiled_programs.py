@@ -1,7 +1,6 @@
-"""Compiled programs of the engine, and the weights they read.
+"""The compiled programs of the local engine, and the weights they read.
 
-They are shared by all lanes: a program is compiled once, whoever calls it
-first.
+All lanes share them: a program is compiled once, whichever lane calls it first.
 """
 
 import dataclasses
@@ -15,32 +14,29 @@ from stppo_jax.models import functional
 from stppo_jax.models import precision
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
-from stppo_jax.sampling import sampler
+from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import slot_programs
 from stppo_jax.sampling import slot_state as slot_state_lib
 from stppo_jax.sampling import stops
 
 
 class CompiledPrograms:
-  """What runs on the devices.
+  """The programs that a `SlotDriver` calls.
 
   Args:
-    model: the policy; its own mesh is not used.
-    mesh: local devices; slots are cut over its batch axes.
-    automaton: where turns end, over the ids of the tokenizer.
-    max_length: tokens a slot can hold.
-    cache_blocks: parts of a slot's cache; programs read as many of them as the
-      slots at work have begun.
-    sampling: temperature and truncation.
-    decode_chunk: most tokens that a call of `decode` writes.
-    return_expert_ids: `expert_ids` is asked for.
+    model: the policy; the mesh in it is replaced by `mesh`.
+    mesh: local devices; slots are sharded over its batch axes.
+    automaton: the stop automaton over the tokenizer's ids.
+    options: of the engine.
 
   Attributes:
-    block: tokens of a part of the cache.
-    shards: how often slots are cut.
-    params, table_SV: weights (`publish` sets them), and the automaton's table.
-    empty, extend, copy, repeat, decode, expert_ids: see `slots` and
-      `decoding`; the last one is None unless it is asked for.
+    block_size: tokens in one block of a slot's cache.
+    shards: how many devices the slots are sharded over.
+    params: the published weights; None before the first `publish`.
+    table_ZV: the automaton's transitions, with a column for each id.
+    empty, extend, copy, repeat, decode: compiled functions of `slot_state` and
+      `slot_programs`.
+    expert_ids: likewise; None unless options.return_expert_ids.
   """
 
   def __init__(
@@ -49,40 +45,44 @@ class CompiledPrograms:
     *,
     mesh: jax.sharding.Mesh,
     automaton: stops.StopAutomaton,
-    max_length: int,
-    cache_blocks: int,
-    sampling: sampler.Sampling,
-    decode_chunk: int,
-    return_expert_ids: bool = False,
+    options: engine_options.EngineOptions,
   ):
     model = dataclasses.replace(model, mesh=mesh)
-    self.block = -(-max_length // cache_blocks)
-    blocks = (self.block,) * cache_blocks
+    self.block_size = -(-options.max_length // options.cache_blocks)
+    blocks = (self.block_size,) * options.cache_blocks
     self.shards = math.prod(mesh.shape[axis] for axis in mesh_lib.BATCH_AXES)
-    self._by_row = sharding.batch_sharding(mesh)
-    whole = sharding.replicated(mesh)
+    self._by_slot = sharding.batch_sharding(mesh)
+    replicated = sharding.replicated(mesh)
     self.params = None
-    self.table_SV = jax.device_put(
-      automaton.table(model.config.vocab_size), whole
+    self.table_ZV = jax.device_put(
+      automaton.table(model.config.vocab_size), replicated
     )
-    # The same layout in and out, or the next call would be another program.
-    by_row = {'out_shardings': self._by_row}
-    # As they are computed with: every token reads them all.
+    # The weights are cast once here, to the dtype they are computed with:
+    # every decoded token reads all of them. `jnp.copy` matters where the cast
+    # changes nothing. The learner donates its weights to the next update, and
+    # an output that aliased them, as `device_put` may also return, would be
+    # overwritten while the engine still decodes.
     self._copy_params = jax.jit(
       lambda params: jax.tree.map(
         jnp.copy,
         model.split_layers(precision.cast(params, model.config.dtype)),
       ),
-      out_shardings=whole,
+      out_shardings=replicated,
     )
+    # The state has the same layout when it goes in and when it comes out; with
+    # another one, the next call would be compiled anew.
+    by_slot = {'out_shardings': self._by_slot}
     self.empty = jax.jit(
       lambda num_slots: slot_state_lib.empty(model, num_slots, blocks),
       static_argnums=0,
-      **by_row,
+      **by_slot,
     )
-    # A program for each number of blocks, but where branches are cheap.
+    # On a CPU a branch is cheap and compiling is dear: one program looks at any
+    # number of blocks. Elsewhere each number of blocks has its own program.
     cpu = mesh.devices.flat[0].platform == 'cpu'
-    by_blocks = by_row | {'static_argnames': () if cpu else 'num_blocks'}
+    by_blocks = by_slot | {'static_argnames': () if cpu else 'num_blocks'}
+    # The state is donated: the cache is the largest array of the engine, and
+    # its new tokens must be stored in place.
     self.extend = jax.jit(
       functools.partial(slot_programs.extend, model=model),
       donate_argnums=1,
@@ -92,27 +92,29 @@ class CompiledPrograms:
       slot_state_lib.copy_prompts, donate_argnums=0, **by_blocks
     )
     self.repeat = jax.jit(
-      slot_state_lib.repeat_prompts, static_argnums=(1, 2), **by_row
+      slot_state_lib.repeat_prompts, static_argnums=(1, 2), **by_slot
     )
     self.decode = jax.jit(
       functools.partial(
         slot_programs.decode,
         model=model,
         stopped=automaton.stopped,
-        sampling=sampling,
-        num_tokens=decode_chunk,
+        sampling=options.sampling,
+        num_tokens=options.decode_chunk,
       ),
       donate_argnums=1,
       **by_blocks,
     )
     self.expert_ids = None
-    if return_expert_ids:
-      self.expert_ids = jax.jit(slot_state_lib.expert_ids, out_shardings=whole)
+    if options.return_expert_ids:
+      self.expert_ids = jax.jit(
+        slot_state_lib.expert_ids, out_shardings=replicated
+      )
 
   def publish(self, params: functional.Params) -> None:
-    """Takes a copy of the weights, in whatever layout they come."""
+    """Copies the policy's weights, which may have any layout."""
     self.params = self._copy_params(params)
 
-  def send(self, *trees):
-    """To the devices, cut by row where all slots are meant."""
-    return jax.device_put(trees, self._by_row)
+  def put(self, *trees):
+    """Puts arrays on the devices, sharded by slot like the state."""
+    return jax.device_put(trees, self._by_slot)

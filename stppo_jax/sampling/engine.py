@@ -1,20 +1,21 @@
-"""Decoding many dialogues at once, each at its own pace.
+"""Decodes many dialogues at once, each at its own pace.
 
-R rows (dialogues) are played on S slots. The caller begins a collection, then
-polls: a poll appends what rows were told, lets the policy write a chunk of
-tokens in all of them, and returns the turns that ended. Whoever got a turn
-resumes the row with an observation, or closes it, whenever it is ready: other
-rows write meanwhile.
+R rows (dialogues) share S slots. The caller begins a collection, then polls. A
+poll appends observations, lets the policy decode a chunk of tokens, and returns
+the turns that ended. The caller resumes such a row with an observation, or
+closes it, whenever it is ready; the other rows decode meanwhile.
 
-With `deterministic=True` every program runs on all slots and a slot is used
-once until all are closed (waves): shapes never depend on what happens when, so
-that a row's tokens and log-probabilities are the same bits whenever its
-observations come. Without it a slot is refilled from the queue as soon as its
-row is closed, and programs run on the rows at work only, in batches of a few
-fixed sizes: the same tokens, log-probabilities to rounding.
+With `deterministic=True` every program runs on all slots, and slots are filled
+in waves: the next rows come when the last row of a wave is closed. Shapes then
+never depend on what happens when, so that the tokens and log-probabilities of a
+row are the same bits whenever its observations arrive. Otherwise a slot is
+refilled from the queue as soon as its row is closed, and programs run on the
+active rows only, in batches of a few fixed sizes. The tokens are the same, the
+log-probabilities equal up to rounding.
 """
 
 import collections
+from collections.abc import Callable
 from collections.abc import Sequence
 import concurrent.futures
 
@@ -23,38 +24,31 @@ import numpy as np
 
 from stppo_jax.models import functional
 from stppo_jax.sampling import compiled_programs
+from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import lane as lane_lib
-from stppo_jax.sampling import sampler
-from stppo_jax.sampling import slot_driver as slot_driver_lib
+from stppo_jax.sampling import slot_driver
 from stppo_jax.sampling import stops
 from stppo_jax.sampling import turns
 
 
 class Engine:
-  """Slots that generate; weights come from `publish`, keys from the caller.
+  """The local engine: a policy that generates in slots.
 
   Args:
     model: the policy.
-    mesh: local devices; slots are cut over its batch axes.
-    automaton: where turns end, over the ids of the tokenizer.
-    slots: rows decoded together; divisible by the mesh's batch axes.
-    max_length: tokens a row can hold.
-    cache_blocks: parts of a slot's cache: a token costs as many as the longest
-      row has begun; more of them compile more programs.
-    sampling: temperature and truncation.
-    extend_chunk: tokens appended per call of `extend`.
-    decode_chunk: most tokens written per call of `decode`.
-    early_exit: a call of `decode` ends when so large a share of the turns in it
-      has ended; not where `deterministic`.
-    lookahead: chunks that are started before the last one is looked at.
-    deterministic: see the module.
-    lanes: parts that the slots are cut into, see `lane`; more than one on a
-      single device only.
-    batch_rows: most rows that a program works on; 0 = all of a lane. Not where
-      `deterministic`.
-    return_expert_ids: `close` tells where the row's tokens went.
+    mesh: local devices; slots are sharded over its batch axes.
+    automaton: the stop automaton over the tokenizer's ids.
+    options: how the engine cuts its work.
+    make_driver: makes the slot driver of each lane; tests observe it.
 
-  `version` is what `publish` was told last.
+  Attributes:
+    slots: rows that are decoded together.
+    max_length: tokens that a row can hold.
+    version: the version of the published weights.
+
+  Raises:
+    ValueError: if the model has fewer ids than the tokenizer, or there are
+      several lanes on several devices.
   """
 
   def __init__(
@@ -63,63 +57,33 @@ class Engine:
     *,
     mesh: jax.sharding.Mesh,
     automaton: stops.StopAutomaton,
-    slots: int,
-    max_length: int,
-    cache_blocks: int,
-    sampling: sampler.Sampling,
-    extend_chunk: int,
-    decode_chunk: int,
-    early_exit: float,
-    lookahead: int,
-    deterministic: bool,
-    lanes: int,
-    batch_rows: int,
-    return_expert_ids: bool = False,
+    options: engine_options.EngineOptions,
+    make_driver: Callable[..., slot_driver.SlotDriver] = slot_driver.SlotDriver,
   ):
-    if slots % lanes:
-      raise ValueError(f'slots={slots} is no multiple of lanes={lanes}')
-    if lanes > 1 and mesh.size > 1:  # their collectives could wait crosswise
-      raise ValueError(f'lanes={lanes}: must be 1 on {mesh.size} devices')
-    self.slots = slots
-    self.max_length = max_length
+    options.check_devices(mesh.size)
+    self.slots = options.slots
+    self.max_length = options.max_length
     self.version = 0
-    self._refills = not deterministic
+    self._options = options
     self._programs = compiled_programs.CompiledPrograms(
-      model,
-      mesh=mesh,
-      automaton=automaton,
-      max_length=max_length,
-      cache_blocks=cache_blocks,
-      sampling=sampling,
-      decode_chunk=decode_chunk,
-      return_expert_ids=return_expert_ids,
+      model, mesh=mesh, automaton=automaton, options=options
     )
     self._lanes = [
-      lane_lib.Lane(
-        slot_driver_lib.SlotDriver(
-          self._programs,
-          slots=slots // lanes,
-          extend_chunk=extend_chunk,
-          batch_rows=batch_rows or slots,
-          compacts=not deterministic,
-        ),
-        decode_chunk=decode_chunk,
-        early_exit=1.0 if deterministic else early_exit,
-        lookahead=lookahead,
-        max_length=max_length,
-        threaded=lanes > 1,
-      )
-      for _ in range(lanes)
+      lane_lib.Lane(make_driver(self._programs, options), options)
+      for _ in range(options.lanes)
     ]
     self._rows: dict[int, lane_lib.Row] = {}
     self._queue: collections.deque[lane_lib.Row] = collections.deque()
 
   def publish(self, params: functional.Params, version: int) -> None:
-    """Takes a copy of the policy's weights; they serve until the next one.
+    """Copies the policy's weights, which are used until the next call.
+
+    It must be a copy: the learner donates its weights to the next update while
+    the engine may still decode with these.
 
     Args:
-      params: in whatever layout.
-      version: number of the step that made them.
+      params: the weights, in any layout.
+      version: the number of the step that made them.
     """
     self._programs.publish(params)
     self.version = version
@@ -133,30 +97,27 @@ class Engine:
     max_turn_tokens: int,
     greedy: bool,
   ) -> None:
-    """Begins a collection; what was left of another one is forgotten.
+    """Begins a collection and drops what is left of the last one.
 
     Args:
-      prompts: token ids, one for each group of adjacent rows; None for rows
-        that are not played. A prompt is computed once for its group, or, where
-        slots are refilled, once in each lane that rows of the group come to.
-      keys: one typed key per row; token t of a row is drawn with
-        fold_in(key, t), t its position in the row.
-      group_size: rows of a prompt; divides the slots.
+      prompts: token ids, one array for each group of adjacent rows; None for a
+        group that is left out. A prompt is computed once for its group, or,
+        where slots are refilled, once in each lane that rows of the group get
+        a slot in.
+      keys: one typed key for each row; token t of a row is sampled with
+        fold_in(key, t), where t is its position in the row.
+      group_size: rows that share a prompt; divides the slots of a lane.
       max_turn_tokens: longest turn.
-      greedy: take the likeliest token instead of drawing.
+      greedy: whether to take the most probable token instead of sampling.
 
     Raises:
-      ValueError: a group size that does not divide the slots, a prompt that is
-        empty or leaves no room to write, or too few keys.
-      Exception: what a lane's thread raised since the last one began, also
-        where a poll has told it.
+      ValueError: if the group size does not divide the slots of a lane, a
+        prompt is empty or leaves no room to generate, or there are too few
+        keys.
+      Exception: what a lane's thread has raised since the last collection
+        began, also if a poll has raised it already.
     """
-    if self.slots // len(self._lanes) % group_size:
-      of_lanes = f' in {len(self._lanes)} lanes' if len(self._lanes) > 1 else ''
-      raise ValueError(
-        f'{self.slots} slots{of_lanes} are no multiple of '
-        f'group_size={group_size}'
-      )
+    self._options.check_group_size(group_size)
     turns.check_prompts(
       prompts, keys, group_size=group_size, max_length=self.max_length
     )
@@ -172,80 +133,87 @@ class Engine:
     self._queue = collections.deque(self._rows.values())
 
   def remaining(self, row: int) -> int:
-    """Tokens that still fit into a row."""
+    """Returns how many tokens still fit into a row."""
     return self.max_length - self._rows[row].length
 
   def resume(self, row: int, token_ids: np.ndarray) -> None:
     """Appends an observation to a row, whose next turn begins.
 
     Raises:
-      ValueError: it leaves no room to write, or no turn of the row has ended.
+      ValueError: if it leaves no room to generate, or no turn has ended.
     """
-    lane = self._resting(row)
+    lane = self._lane_between_turns(row)
     turns.check_observation(
       token_ids, remaining=self.remaining(row), max_length=self.max_length
     )
-    lane.tell(self._rows[row], token_ids)
+    lane.append_observation(self._rows[row], token_ids)
 
   def close(self, row: int) -> np.ndarray | None:
-    """Ends a row; its slot is free. See `SlotDriver.expert_ids`.
+    """Ends a row, whose slot becomes free.
+
+    Returns:
+      The experts that each token visited, see `SlotDriver.expert_ids`; None
+      unless `return_expert_ids`.
 
     Raises:
-      ValueError: no turn of the row has ended.
+      ValueError: if no turn of the row has ended.
     """
-    return self._resting(row).close(self._rows.pop(row))
+    return self._lane_between_turns(row).close(self._rows.pop(row))
 
   def statistics(self) -> dict[str, float]:
-    """Nothing: no turn can fail here; see `RemoteEngine.statistics`."""
+    """Returns no metrics: no turn can fail here."""
     return {}
 
-  def _resting(self, number: int) -> lane_lib.Lane:
+  def _lane_between_turns(self, number: int) -> lane_lib.Lane:
     row = self._rows[number]
-    if row.lane is None or not row.lane.rests(row):
+    if row.lane is None or not row.lane.is_between_turns(row):
       raise ValueError(f'row {number} is not between two turns')
     return row.lane
 
   @property
   def busy(self) -> bool:
-    """Whether a poll can end a turn, with no row resumed or closed before."""
+    """Whether a poll can end a turn before a row is resumed or closed."""
     if any(lane.busy for lane in self._lanes):
       return True
-    return bool(self._queue) and self._may_admit()
+    return bool(self._queue) and self._can_admit()
 
   def poll(self) -> dict[int, turns.GeneratedTurn]:
-    """Goes on for a while; the turns that ended, by row."""
-    if self._queue and self._may_admit():
+    """Decodes for a while and returns the turns that ended, by row."""
+    if self._queue and self._can_admit():
       self._admit()
-    ended, landing = {}, {}
+    ended, lanes = {}, {}
     for lane in self._lanes:
-      if future := lane.go_on(queued=bool(self._queue)):
-        landing[future] = lane
+      if future := lane.schedule(queued=bool(self._queue)):
+        lanes[future] = lane
     done, _ = concurrent.futures.wait(
-      landing, return_when=concurrent.futures.FIRST_COMPLETED
+      lanes, return_when=concurrent.futures.FIRST_COMPLETED
     )
-    for future, lane in landing.items():
+    for future, lane in lanes.items():  # in a fixed order
       if future in done:
-        ended |= lane.land()
+        ended |= lane.collect_done()
     return ended
 
-  def _may_admit(self) -> bool:
-    """Whether there are slots for rows of the queue."""
+  def _can_admit(self) -> bool:
+    """Returns whether there are slots for rows of the queue."""
     counts = [len(lane.free) for lane in self._lanes]
-    return any(counts) if self._refills else sum(counts) == self.slots
+    if self._options.deterministic:
+      return sum(counts) == self.slots
+    return any(counts)
 
   def _admit(self) -> None:
-    """Gives free slots to the rows that come next."""
-    if not self._refills:
-      self._open_wave()
+    """Gives free slots to the rows at the head of the queue."""
+    if self._options.deterministic:
+      self._start_wave()
       return
     while self._queue and (free := [x for x in self._lanes if x.free]):
       row = self._queue.popleft()
-      # To where its prompt is, else to where most of its group find a slot.
-      lane = max(free, key=lambda x: (x.knows(row.group), len(x.free)))
+      # The lane that has the group's prompt, or else the one with most room for
+      # the rest of the group.
+      lane = max(free, key=lambda x: (x.has_group(row.group), len(x.free)))
       lane.admit(row)
 
-  def _open_wave(self) -> None:
-    """Fills all slots; groups go to the lanes in turn."""
+  def _start_wave(self) -> None:
+    """Fills all slots; the lanes get the groups in turn."""
     first = self._queue[0].group
     rows_of = [[] for _ in self._lanes]
     while self._queue:
@@ -253,6 +221,6 @@ class Engine:
       if group >= self.slots // self._group_size:
         break
       rows_of[group % len(self._lanes)].append(self._queue.popleft())
-    for lane, some in zip(self._lanes, rows_of):
-      if some:
-        lane.open(some, self._group_size)
+    for lane, rows in zip(self._lanes, rows_of):
+      if rows:
+        lane.start_wave(rows, self._group_size)

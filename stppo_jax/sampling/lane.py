@@ -1,9 +1,10 @@
-"""A lane: slots whose programs run one after the other.
+"""Schedules the rows in the slots of one lane.
 
-A lane knows the rows in its slots: who is to be told something, who writes,
-and which chunks are under way. With several lanes each calls its programs on a
-thread of its own: a CPU runs them side by side then, and its cores need not
-share small operations.
+A lane decides which rows append a prompt or an observation, and which rows
+decode together, and keeps the chunks that are in flight. Its programs run one
+after the other. With several lanes, each calls its programs on a thread of its
+own: a CPU then runs them in parallel, which uses its cores better than cutting
+the small operations of one program into pieces.
 """
 
 import collections
@@ -17,143 +18,159 @@ import math
 import jax
 import numpy as np
 
-from stppo_jax.sampling import slot_driver as slot_driver_lib
+from stppo_jax.sampling import engine_options
+from stppo_jax.sampling import slot_driver
 from stppo_jax.sampling import slot_programs
-from stppo_jax.sampling import turns as turns_lib
+from stppo_jax.sampling import turns
 
-_COMPANY = 0.25  # rows to be told something, for each that writes
+# Append once the rows that wait for it are so many for each generating row. A
+# call of `extend` with one row costs much of what it costs with a full batch.
+_APPEND_SHARE = 0.25
 
 
 @dataclasses.dataclass(eq=False)
 class Row:
-  """A dialogue, as the host knows it."""
+  """A dialogue, as the host sees it.
+
+  Attributes:
+    number: its number in the collection.
+    prompt: [L] int32.
+    group: the group that shares its prompt.
+    key_data: uint32 [2], the data of its key.
+    lane: where its slot is; None while it waits for one.
+    slot: its slot in the lane.
+    length: tokens so far, without those of chunks in flight.
+    turn: serial number of the turn; it tells a late chunk of an earlier turn
+      from one of this turn.
+    generating: whether it is the policy's turn.
+    in_flight: chunks in flight that decode this turn.
+    chunks: token ids and log-probabilities of this turn so far.
+  """
 
   number: int
   prompt: np.ndarray
   group: int
   key_data: np.ndarray
-  lane: 'Lane | None' = None  # None: it waits for a slot
+  lane: 'Lane | None' = None
   slot: int = -1
   length: int = 0
-  turn: int = 0  # serial number, to tell a late chunk from one of this turn
-  writing: bool = False
-  flying: int = 0  # chunks under way that write this turn
-  chunks: list = dataclasses.field(default_factory=list)
+  turn: int = 0
+  generating: bool = False
+  in_flight: int = 0
+  chunks: list[list[np.ndarray]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Flight:
-  """A chunk under way.
+class _ChunkInFlight:
+  """A chunk that has been started.
 
   Attributes:
-    turns: row and turn of each slot in it.
-    before: what was called before it, and since the last one.
-    chunk: see `SlotDriver.write`.
+    turns: the row and its turn in each slot of the chunk.
+    earlier: calls since the chunk before it, which must not have failed.
+    result: what `SlotDriver.decode` returns.
   """
 
   turns: Mapping[int, tuple[Row, int]]
-  before: Sequence[concurrent.futures.Future]
-  chunk: concurrent.futures.Future
+  earlier: Sequence[concurrent.futures.Future]
+  result: concurrent.futures.Future
 
 
 class Lane:
-  """Slots and the rows in them.
+  """The scheduler of some slots.
 
   Args:
-    decoder: of the slots.
-    decode_chunk, early_exit, lookahead, max_length: see `Engine`.
-    threaded: programs are called, and waited for, on a thread.
+    driver: of the slots.
+    options: of the engine.
 
   Attributes:
-    slots: how many there are.
-    free: those without a row, in order.
+    free: the slots without a row, in order.
   """
 
   def __init__(
     self,
-    decoder: slot_driver_lib.SlotDriver,
-    *,
-    decode_chunk: int,
-    early_exit: float,
-    lookahead: int,
-    max_length: int,
-    threaded: bool,
+    driver: slot_driver.SlotDriver,
+    options: engine_options.EngineOptions,
   ):
-    self.slots = decoder.slots
-    self._decoder = decoder
-    self._decode_chunk = decode_chunk
-    self._early_exit = early_exit
-    self._lookahead = lookahead
-    self._max_length = max_length
-    self._flights: collections.deque[_Flight] = collections.deque()
-    self._called: list[concurrent.futures.Future] = []
+    self._driver = driver
+    self._options = options
+    # Chunks of equal shapes are what makes a run deterministic, and the number
+    # of steps in a chunk is one of them.
+    self._exit_share = 1.0 if options.deterministic else options.early_exit
+    self._in_flight: collections.deque[_ChunkInFlight] = collections.deque()
+    self._calls: list[concurrent.futures.Future] = []  # since the last chunk
     self._thread = None
-    if threaded:
+    if options.lanes > 1:
       self._thread = concurrent.futures.ThreadPoolExecutor(1)
     self.begin(max_turn_tokens=1, greedy=False)
 
   def begin(self, *, max_turn_tokens: int, greedy: bool) -> None:
-    """Leaves all slots empty, for rows of which this holds.
+    """Empties all slots for a new collection.
 
-    Waits for what is left from before, and raises what that raised: nobody
-    else would hear of it. The next one begins anew.
+    Waits for the calls of the last collection, and raises what they raised:
+    nobody else would hear of it. The call after that one succeeds.
+
+    Args:
+      max_turn_tokens: longest turn.
+      greedy: whether to take the most probable token instead of sampling.
     """
     self._max_turn_tokens = max_turn_tokens
     self._greedy = greedy
-    self.free = list(range(self.slots))
-    # Whose prompt each slot holds: also after its row has gone on or ended,
-    # until it is given to a row of another group.
-    self._group_at: list[int | None] = [None] * self.slots
-    self._groups: set[int] = set()  # those of which a row came here
-    self._told: list[tuple[Row, np.ndarray]] = []
-    self._writing: dict[int, Row] = {}  # by slot; who waits longest comes first
-    left = [x for f in self._flights for x in (*f.before, f.chunk)]
-    left += self._called
-    self._flights.clear()
-    self._called = []
+    self.free = list(range(self._driver.slots))
+    # The group whose prompt each slot holds. It stays when the row goes on or
+    # ends, until the slot is given to a row of another group.
+    self._group_at: list[int | None] = [None] * self._driver.slots
+    self._groups: set[int] = set()  # of all rows that have come here
+    self._to_append: list[tuple[Row, np.ndarray]] = []
+    # By slot; the row whose last chunk was started longest ago comes first.
+    self._generating: dict[int, Row] = {}
+    left = [x for c in self._in_flight for x in (*c.earlier, c.result)]
+    left += self._calls
+    self._in_flight.clear()
+    self._calls = []
     concurrent.futures.wait(left)
     try:
-      for future in left:  # as they were called: the cause comes first
+      for future in left:  # in the order of the calls: the cause comes first
         future.result()
     except BaseException:
-      self._decoder.forget()
+      self._driver.reset()
       raise
 
   @property
   def busy(self) -> bool:
-    """Whether a turn can end, with no row told anything or closed before."""
-    return bool(self._told or self._writing)
+    """Whether a turn can end before a row is resumed or closed."""
+    return bool(self._to_append or self._generating)
 
-  def open(self, rows: Sequence[Row], group_size: int) -> None:
-    """Fills the empty slots, each group side by side; computes prompts once."""
+  def start_wave(self, rows: Sequence[Row], group_size: int) -> None:
+    """Fills empty slots with whole groups, computing each prompt once."""
     prompts, places = {}, {}
-    self._group_at = [None] * self.slots
+    self._group_at = [None] * self._driver.slots
     for row in rows:
       group = places.setdefault(row.group, len(places))
       self._place(row, group * group_size + row.number % group_size)
       self._start_turn(row, len(row.prompt))
       self._group_at[row.slot] = row.group
-      prompts[group] = slot_driver_lib.Append(row.prompt, 0, self._budget(row))
-    self._called.append(self._call(self._decoder.open, prompts, group_size))
+      prompts[group] = slot_driver.Append(row.prompt, 0, self._budget(row))
+    self._calls.append(self._call(self._driver.start_wave, prompts, group_size))
 
-  def knows(self, group: int) -> bool:
-    """Whether a row of the group came here."""
+  def has_group(self, group: int) -> bool:
+    """Returns whether a row of the group has come to this lane."""
     return group in self._groups
 
   def admit(self, row: Row) -> None:
-    """Gives a free slot to a row, which is told its prompt.
+    """Gives a free slot to a row and schedules its prompt.
 
-    If those of a group come one after the other, their prompt is computed once:
-    a slot that holds it is not given away while one of them waits for it.
+    The rows of a group come one after the other, and their prompt is computed
+    once: the later ones copy it from a slot that holds it. So a slot must not
+    be given to another group while a row still waits to copy from it.
     """
     slot = self.free[0]
     group = self._group_at[slot]
     if group != row.group and any(
-      other.group == group and not other.length for other, _ in self._told
+      other.group == group and not other.length for other, _ in self._to_append
     ):
-      self._append()
+      self._append_scheduled()
     self._place(row, slot)
-    self.tell(row, row.prompt)
+    self.append_observation(row, row.prompt)
 
   def _place(self, row: Row, slot: int) -> None:
     self.free.remove(slot)
@@ -162,41 +179,46 @@ class Lane:
     if self._group_at[slot] != row.group:
       self._group_at[slot] = None
 
-  def tell(self, row: Row, token_ids: np.ndarray) -> None:
-    """What a row is told before its next turn, be it the prompt."""
-    self._told.append((row, token_ids))
+  def append_observation(self, row: Row, token_ids: np.ndarray) -> None:
+    """Schedules tokens to be appended to a row before its next turn."""
+    self._to_append.append((row, token_ids))
 
-  def rests(self, row: Row) -> bool:
-    """Whether a row is between two turns."""
-    return not row.writing and all(row is not other for other, _ in self._told)
+  def is_between_turns(self, row: Row) -> bool:
+    """Returns whether a row can be resumed or closed."""
+    scheduled = any(row is other for other, _ in self._to_append)
+    return not row.generating and not scheduled
 
   def close(self, row: Row) -> np.ndarray | None:
-    """Ends a row; its slot is free. See `SlotDriver.expert_ids`.
+    """Frees the slot of a row.
 
-    None unless that is replayed: there is nothing to wait for then.
+    Returns:
+      See `SlotDriver.expert_ids`; None, without waiting for a thread, unless
+      the engine's options ask for them.
     """
     self.free.append(row.slot)
     self.free.sort()
-    if not self._decoder.return_expert_ids:
+    if not self._driver.returns_expert_ids:
       return None
-    return self._call(self._decoder.expert_ids, row.slot, row.length).result()
+    return self._call(self._driver.expert_ids, row.slot, row.length).result()
 
-  def go_on(self, *, queued: bool) -> concurrent.futures.Future | None:
-    """Starts what can be started.
+  def schedule(self, *, queued: bool) -> concurrent.futures.Future | None:
+    """Starts the calls for which it is time.
 
     Args:
       queued: whether rows wait for a slot.
 
     Returns:
-      Done when there is something to `land`; None: nothing is under way.
+      A future that is done when `collect_done` does not wait; None if nothing
+      is in flight.
     """
     if self._should_append():
-      self._append()
-    while rows := self._next(queued):
+      self._append_scheduled()
+    while rows := self._next_batch(queued):
       self._start_chunk(rows)
-    return self._flights[0].chunk if self._flights else None
+    return self._in_flight[0].result if self._in_flight else None
 
   def _call(self, function: Callable, *args) -> concurrent.futures.Future:
+    """Calls a function of the driver, on the lane's thread if it has one."""
     if self._thread is not None:
       return self._thread.submit(function, *args)
     future = concurrent.futures.Future()
@@ -206,138 +228,154 @@ class Lane:
   def _start_turn(self, row: Row, new_tokens: int) -> None:
     row.length += new_tokens
     row.turn += 1
-    row.writing = True
-    row.flying = 0
+    row.generating = True
+    row.in_flight = 0
     row.chunks = []
-    self._writing[row.slot] = row
+    self._generating[row.slot] = row
 
   def _budget(self, row: Row) -> int:
-    return min(self._max_turn_tokens, self._max_length - row.length)
+    return min(self._max_turn_tokens, self._options.max_length - row.length)
 
   def _should_append(self) -> bool:
-    """Whether enough rows wait to be told something.
+    """Returns whether enough rows wait to be appended to.
 
-    A call of `extend` costs much of what it costs for a whole batch, so it
-    waits for company while others write. This moves work in time; it changes
-    no number.
+    Waiting moves work in time only: it changes no token.
     """
-    company = _COMPANY if self._decoder.compacts else 1
-    enough = min(len(self._writing) * company, self._decoder.batch_rows)
-    return len(self._told) > 0 and len(self._told) >= enough
+    share = _APPEND_SHARE if self._driver.compacts else 1
+    enough = min(len(self._generating) * share, self._driver.batch_rows)
+    return len(self._to_append) > 0 and len(self._to_append) >= enough
 
-  def _append(self) -> None:
-    """Tells rows what they are to be told, and opens their turns.
+  def _append_scheduled(self) -> None:
+    """Appends all scheduled tokens and starts the turns after them.
 
-    A prompt that a slot holds, or will hold after this, is copied from there.
+    A prompt that a slot holds, or that another row of this call computes, is
+    copied from there.
     """
-    told, self._told = self._told, []
+    scheduled, self._to_append = self._to_append, []
     appends, copied = {}, []
-    for row, token_ids in told:
+    for row, token_ids in scheduled:
       length = row.length
-      starts = length == 0
       self._start_turn(row, len(token_ids))
-      if starts and row.group in self._group_at:
+      if not length and row.group in self._group_at:
         copied.append(row)
         continue
-      if starts:
+      if not length:
         self._group_at[row.slot] = row.group
-      append = slot_driver_lib.Append(token_ids, length, self._budget(row))
+      append = slot_driver.Append(token_ids, length, self._budget(row))
       appends[row.slot] = append
     if appends:
-      self._called.append(self._call(self._decoder.append, appends))
+      self._calls.append(self._call(self._driver.append, appends))
     copies = {}
     for row in copied:
       source = self._group_at.index(row.group)
-      copy = slot_driver_lib.CopyPrompt(source, row.length, self._budget(row))
-      copies[row.slot] = copy
+      copies[row.slot] = slot_driver.CopyPrompt(
+        source, row.length, self._budget(row)
+      )
     if copies:
-      self._called.append(self._call(self._decoder.copy, copies))
+      self._calls.append(self._call(self._driver.copy, copies))
     for row in copied:
       self._group_at[row.slot] = row.group
 
-  def _next(self, queued: bool) -> Sequence[Row]:
-    """Rows of the chunk that is to start now; none: it is not yet time.
+  def _next_batch(self, queued: bool) -> Sequence[Row]:
+    """Returns the rows of the next chunk; none if it is not yet time for one.
 
-    Where programs work on all slots, a chunk writes in all rows. Else two
-    chunks are under way, so that the device need not wait for the host; of the
-    other rows one is next, and those that are the most like it in length: what
-    is read is what the longest one needs. As long as new rows come, it is the
-    one that waits longest, or they would overtake it. Then it is the shortest,
-    which has most before it: so all end at about the same time, and few are
-    left whose answers nobody's work hides.
+    If a chunk has room for all slots, it decodes all generating rows, and
+    `lookahead` chunks are started before the last result is read.
+
+    Otherwise two chunks are in flight, so that the device need not wait for the
+    host. A chunk reads as many blocks of the cache as its longest row needs, so
+    a batch is one row and those closest to it in length. Which row is first
+    depends on the queue. While rows wait for a slot, it is the one that has
+    waited longest: new rows are short, and if the shortest went first, they
+    would overtake it for ever. Once the queue is empty, it is the shortest,
+    which has most ahead of it: then all rows end at about the same time, and
+    few are left at the end whose wait for the retriever nobody's decoding
+    hides.
     """
-    size = self._decoder.batch_rows
-    if size == self.slots:
-      early = len(self._flights) <= self._lookahead
-      return list(self._writing.values()) if early else []
-    if len(self._flights) > 1:
+    size = self._driver.batch_rows
+    rows = self._generating.values()
+    if size == self._driver.slots:
+      early = len(self._in_flight) <= self._options.lookahead
+      return list(rows) if early else []
+    if len(self._in_flight) > 1:
       return []
-    rows = self._writing.values()
-    ready = [row for row in rows if not row.flying]
+    ready = [row for row in rows if not row.in_flight]
     if len(ready) > size:
       first = ready[0] if queued else min(ready, key=lambda row: row.length)
-      return _alike(first, ready, size)
-    ahead = [row for row in rows if 0 < row.flying <= self._lookahead]
+      return _closest_in_length(first, ready, size)
+    # Room that is left goes to rows whose last chunk is still in flight.
+    ahead = [
+      row for row in rows if 0 < row.in_flight <= self._options.lookahead
+    ]
     return [*ready, *ahead][:size]
 
   def _start_chunk(self, rows: Sequence[Row]) -> None:
-    """Lets the policy write in rows."""
-    writes, turns = {}, {}
+    """Starts decoding in rows."""
+    decodes, row_turns = {}, {}
     for row in rows:
-      ahead = row.flying * self._decode_chunk  # not known of yet
-      length = min(row.length + ahead, self._max_length)
-      writes[row.slot] = slot_driver_lib.Decode(row.key_data, length)
-      turns[row.slot] = row, row.turn
-      row.flying += 1
-      self._writing[row.slot] = self._writing.pop(row.slot)
-    enough = max(math.ceil(len(writes) * self._early_exit), 1)
-    chunk = self._call(self._written, writes, self._greedy, enough)
-    self._flights.append(_Flight(turns, self._called, chunk))
-    self._called = []
+      # The chunks in flight may have decoded so many tokens more.
+      ahead = row.in_flight * self._options.decode_chunk
+      length = min(row.length + ahead, self._options.max_length)
+      decodes[row.slot] = slot_driver.Decode(row.key_data, length)
+      row_turns[row.slot] = row, row.turn
+      row.in_flight += 1
+      self._generating[row.slot] = self._generating.pop(row.slot)
+    enough = max(math.ceil(len(decodes) * self._exit_share), 1)
+    result = self._call(self._decode, decodes, enough)
+    self._in_flight.append(_ChunkInFlight(row_turns, self._calls, result))
+    self._calls = []
 
-  def _written(self, *args) -> tuple[list[int | None], slot_programs.Chunk]:
-    slots, chunk = self._decoder.write(*args)
-    # Whoever has a thread may wait on it.
+  def _decode(
+    self, decodes: Mapping[int, slot_driver.Decode], enough: int
+  ) -> tuple[list[int | None], slot_programs.Chunk]:
+    slots, chunk = self._driver.decode(
+      decodes, greedy=self._greedy, enough=enough
+    )
+    # A lane's thread may wait for the device; the caller's thread must not.
     return slots, chunk if self._thread is None else jax.device_get(chunk)
 
-  def land(self) -> dict[int, turns_lib.GeneratedTurn]:
-    """Looks at the oldest chunk; the turns that ended with it, by row."""
-    flight = self._flights[0]
-    for called in flight.before:
-      called.result()  # or what it raised
-    slots, chunk = flight.chunk.result()
+  def collect_done(self) -> dict[int, turns.GeneratedTurn]:
+    """Reads the oldest chunk and returns the turns that ended in it, by row."""
+    oldest = self._in_flight[0]
+    for future in oldest.earlier:
+      future.result()  # raises what the call raised
+    slots, chunk = oldest.result.result()
     chunk = jax.device_get(chunk)
-    self._flights.popleft()  # now: `begin` is to hear of the cause too
-    written = chunk.tokens_AN, chunk.logprobs_AN, chunk.truncated_logprobs_AN
+    # Only now: if the chunk failed, `begin` must still find it and clean up.
+    self._in_flight.popleft()
+    columns = chunk.tokens_AC, chunk.logprobs_AC, chunk.truncated_logprobs_AC
     ended = {}
     for place, slot in enumerate(slots):
       if slot is None:
         continue
-      row, turn = flight.turns[slot]
-      # It may have ended its turn in an earlier chunk, and begun another.
-      if row.turn != turn or not row.writing:
+      row, turn = oldest.turns[slot]
+      # A chunk that was started ahead finds that the turn has ended in an
+      # earlier one. The device decoded nothing in it.
+      if row.turn != turn or not row.generating:
         continue
-      row.flying -= 1
+      row.in_flight -= 1
       count = int(chunk.counts_A[place])
       row.length += count
-      row.chunks.append([x_AN[place, :count] for x_AN in written])
+      row.chunks.append([x_AC[place, :count] for x_AC in columns])
       if chunk.ended_A[place]:
-        row.writing = False
-        del self._writing[slot]
+        row.generating = False
+        del self._generating[slot]
         ids, *logprobs = (np.concatenate(x) for x in zip(*row.chunks))
         stopped = bool(chunk.stopped_A[place])
-        ended[row.number] = turns_lib.GeneratedTurn(ids, *logprobs, stopped)
+        ended[row.number] = turns.GeneratedTurn(ids, *logprobs, stopped)
     return ended
 
 
-def _alike(row: Row, rows: Sequence[Row], size: int) -> Sequence[Row]:
-  """A row and `size` - 1 others of these, with the least range of lengths."""
+def _closest_in_length(
+  row: Row, rows: Sequence[Row], size: int
+) -> Sequence[Row]:
+  """Returns the `size` rows, `row` among them, with the least length range."""
   by_length = sorted(rows, key=lambda row: row.length)
   place = by_length.index(row)
   firsts = range(max(place - size + 1, 0), min(place, len(rows) - size) + 1)
 
-  def range_of(first):
+  def length_range(first):
     return by_length[first + size - 1].length - by_length[first].length
 
-  first = min(firsts, key=range_of)
+  first = min(firsts, key=length_range)
   return by_length[first : first + size]

@@ -1,8 +1,8 @@
-"""Slots on the devices: their state, and the programs that are called on it.
+"""Calls the compiled programs on the slots of one lane.
 
-S slots, A of them at work, C tokens appended and N written by a call. What is
-told and who writes is given by slot; here it becomes arrays of one of a few
-shapes, so that no program is compiled anew once each shape has come up.
+S slots, A active slots, C tokens appended by a call. The caller says by slot
+what to append and where to decode. Here that becomes arrays of one of a few
+shapes, so that nothing is compiled any more once each shape has come up.
 """
 
 from collections.abc import Iterable
@@ -15,21 +15,24 @@ import jax
 import numpy as np
 
 from stppo_jax.sampling import compiled_programs
+from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import slot_programs
 from stppo_jax.sampling import slot_state as slot_state_lib
 
-_HALVINGS = 4  # of the largest batch: sizes of the batches at work
+# A batch of active slots has the size of the largest batch, halved at most so
+# many times: each size is compiled once, and a fuller batch wastes less.
+_MAX_HALVINGS = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Append:
-  """What a slot is told before the policy's turn begins in it.
+  """A prompt or an observation, after which a turn begins in the slot.
 
   Attributes:
-    token_ids: [N] int32.
-    length: tokens that the slot holds before; 0: they are a prompt, and what
-      the slot held is forgotten.
-    budget: tokens the policy may write after them.
+    token_ids: [L] int32.
+    length: tokens that the slot holds before; 0 for a prompt, before which the
+      slot is emptied.
+    budget: tokens that the policy may generate after them.
   """
 
   token_ids: np.ndarray
@@ -39,12 +42,12 @@ class Append:
 
 @dataclasses.dataclass(frozen=True)
 class CopyPrompt:
-  """A prompt that a slot gets from another one, or gets back from itself.
+  """A prompt that a slot gets from another slot, or gets back from itself.
 
   Attributes:
-    source: the slot that holds it; it may have gone on since.
+    source: the slot that holds the prompt; it may have gone on since.
     length: tokens of the prompt.
-    budget: tokens the policy may write after it.
+    budget: tokens that the policy may generate after it.
   """
 
   source: int
@@ -54,11 +57,11 @@ class CopyPrompt:
 
 @dataclasses.dataclass(frozen=True)
 class Decode:
-  """A slot in which the policy goes on writing.
+  """A slot in which the policy generates.
 
   Attributes:
-    key_data: uint32 [2].
-    length: tokens that the slot holds, at most.
+    key_data: uint32 [2], the data of the row's key.
+    length: most tokens that the slot can hold when the chunk begins.
   """
 
   key_data: np.ndarray
@@ -66,204 +69,218 @@ class Decode:
 
 
 class SlotDriver:
-  """Some slots, their state on the device, and programs that work on them.
+  """Some slots, their state on the devices, and the calls that change it.
+
+  Programs run on all slots if the engine is deterministic, or if slots are
+  sharded over devices, where gathering single slots would move their caches
+  from device to device. Otherwise they run on the active slots only, in
+  batches of a few fixed sizes.
 
   Args:
-    programs: what it calls.
-    slots: rows that stand side by side; divisible by the programs' shards.
-    extend_chunk: C.
-    batch_rows: most rows that a program works on where it works on some only.
-    compacts: run programs on the slots at work only, in batches of a few
-      fixed sizes; not possible where slots are cut over devices.
+    programs: the programs to call.
+    options: of the engine.
 
   Attributes:
-    slots: how many.
-    compacts: whether it does.
-    batch_rows: most rows of a call of `write`.
-    return_expert_ids: whether `expert_ids` has any to tell.
+    slots: S.
+    compacts: whether programs run on the active slots only.
+    batch_rows: most slots in a call of `decode`.
+    returns_expert_ids: whether `expert_ids` can be called.
   """
 
   def __init__(
     self,
     programs: compiled_programs.CompiledPrograms,
-    *,
-    slots: int,
-    extend_chunk: int,
-    batch_rows: int,
-    compacts: bool,
+    options: engine_options.EngineOptions,
   ):
     self._programs = programs
-    self.slots = slots
-    self._extend_chunk = extend_chunk
-    # Taking single rows out of cut ones would move caches between devices.
-    self.compacts = compacts and programs.shards == 1
-    self.batch_rows = min(batch_rows, slots) if self.compacts else slots
-    self.return_expert_ids = programs.expert_ids is not None
+    self._extend_chunk = options.extend_chunk
+    self.slots = options.slots_per_lane
+    self.compacts = not options.deterministic and programs.shards == 1
+    self.batch_rows = self.slots
+    if self.compacts and options.batch_rows:
+      self.batch_rows = min(options.batch_rows, self.slots)
+    self.returns_expert_ids = options.return_expert_ids
+    self._state: slot_state_lib.SlotState | None = None
+
+  def reset(self) -> None:
+    """Drops the state, which a call that failed may have left unusable."""
     self._state = None
 
-  def forget(self) -> None:
-    """Drops what slots hold: a call that failed may have left it unusable."""
-    self._state = None
+  def start_wave(self, prompts: Mapping[int, Append], group_size: int) -> None:
+    """Fills empty slots with groups, computing each prompt once.
 
-  def open(self, prompts: Mapping[int, Append], group_size: int) -> None:
-    """Fills empty slots: prompts in a state of their own, then copies.
+    The prompts get a state of their own, with one slot for each group, which
+    is then repeated.
 
     Args:
-      prompts: group -> its prompt, for the slots from group * group_size on.
+      prompts: the prompt of each group; group g gets the slots from
+        g * group_size on.
       group_size: divides the slots.
     """
     groups = self.slots // group_size
-    # Places may be more than groups: those that pad them stay empty.
+    # Every device needs as many slots: those that pad the groups stay empty.
     shards = self._programs.shards
-    places = -(-groups // shards) * shards
-    self._state = None  # its memory is needed
-    state = self._programs.empty(places)
-    for told, first in self._chunks(prompts):
-      state = self._extended(state, told, first, None, places)
+    num_slots = -(-groups // shards) * shards
+    self._state = None  # frees the old cache before the new one is allocated
+    state = self._programs.empty(num_slots)
+    for appends, first in self._chunks(prompts):
+      state = self._extend(state, appends, first, None, num_slots)
     if group_size > 1:
       state = self._programs.repeat(state, groups, group_size)
     self._state = state
 
-  def append(self, told: Mapping[int, Append]) -> None:
-    """Tells slots what they are told; the policy's turn begins in them."""
+  def append(self, appends: Mapping[int, Append]) -> None:
+    """Appends tokens to slots, in which turns begin."""
     if self._state is None:
       self._state = self._programs.empty(self.slots)
-    for now, first in self._chunks(told):
-      # Those that hold about as much together: fewer blocks are read.
-      slots = sorted(now, key=lambda slot: now[slot].length)
-      for some in self._batches(slots):
-        part = {slot: now[slot] for slot in some}
-        rows, A = self._at_work(some)
-        self._state = self._extended(self._state, part, first, rows, A)
+    for chunk, first in self._chunks(appends):
+      # A batch reads as many blocks as its longest slot has begun, so slots of
+      # like lengths go together.
+      by_length = sorted(chunk, key=lambda slot: chunk[slot].length)
+      for batch in self._batches(by_length):
+        active, A = self._active(batch)
+        batch_appends = {slot: chunk[slot] for slot in batch}
+        self._state = self._extend(self._state, batch_appends, first, active, A)
 
   def copy(self, copies: Mapping[int, CopyPrompt]) -> None:
-    """Slot -> the prompt it gets; the policy's turn begins in them.
+    """Copies prompts to slots, in which turns begin.
 
-    Those of a batch are read before any of them is written.
+    All prompts of a call are read before any slot is overwritten, so two slots
+    can swap theirs, as long as they are in one batch.
     """
-    for some in self._batches(list(copies)):
-      rows, A = self._at_work(some)
-      if rows is None:  # a copy names its rows in any case
-        rows = np.full(A, self.slots, np.int32)
-        rows[: len(some)] = some
+    for batch in self._batches(list(copies)):
+      active, A = self._active(batch)
+      if active is None:  # a copy needs its slots by number
+        active = np.full(A, self.slots, np.int32)
+        active[: len(batch)] = batch
       arrays = np.zeros((3, A), np.int32)
-      for place, copy in enumerate(copies[slot] for slot in some):
+      for place, copy in enumerate(copies[slot] for slot in batch):
         arrays[:, place] = copy.source, copy.length, copy.budget
-      sources, lengths, budgets = arrays
+      sources_A, lengths_A, budgets_A = arrays
       self._state = self._programs.copy(
         self._state,
-        *self._programs.send(sources, rows, lengths, budgets),
-        num_blocks=self._num_blocks(copies[slot] for slot in some),
+        *self._programs.put(sources_A, active, lengths_A, budgets_A),
+        num_blocks=self._num_blocks(copies[slot] for slot in batch),
       )
 
-  def write(
-    self, writes: Mapping[int, Decode], greedy: bool, enough: int
+  def decode(
+    self, decodes: Mapping[int, Decode], *, greedy: bool, enough: int
   ) -> tuple[list[int | None], slot_programs.Chunk]:
-    """Lets the policy write in slots; does not wait for it.
+    """Starts decoding a chunk, without waiting for its result.
 
     Args:
-      writes: by slot; at most `batch_rows`.
-      greedy: take the likeliest token instead of drawing.
+      decodes: by slot; at most `batch_rows`.
+      greedy: whether to take the most probable token instead of sampling.
       enough: turns after whose end the chunk ends.
 
     Returns:
-      The slot of each of the chunk's rows (None: of none), and the chunk.
+      The slot of each entry of the chunk, None for padding; and the chunk.
     """
-    slots = sorted(writes)
-    rows, A = self._at_work(slots)
+    slots = sorted(decodes)
+    active, A = self._active(slots)
     placed: list[int | None] = [None] * A
     key_data_A2 = np.zeros((A, 2), np.uint32)
     for n, slot in enumerate(slots):
-      place = slot if rows is None else n
+      place = slot if active is None else n
       placed[place] = slot
-      key_data_A2[place] = writes[slot].key_data
+      key_data_A2[place] = decodes[slot].key_data
     self._state, chunk = self._programs.decode(
       self._programs.params,
       self._state,
-      *self._programs.send(rows, key_data_A2),
-      self._programs.table_SV,
+      *self._programs.put(active, key_data_A2),
+      self._programs.table_ZV,
       greedy,
       enough,
-      num_blocks=self._num_blocks(writes.values()),
+      num_blocks=self._num_blocks(decodes.values()),
     )
     return placed, chunk
 
   def expert_ids(self, slot: int, length: int) -> np.ndarray:
-    """int16 [length, layers, experts of a token]: where a slot's tokens went.
+    """Returns the experts that each token of a slot visited.
 
-    Where `return_expert_ids` only. Waits for the chunks that are being written.
+    Waits for the chunks that are in flight.
+
+    Returns:
+      int16 [length, layers, E].
     """
-    expert_ids = jax.device_get(self._programs.expert_ids(self._state, slot))
-    return expert_ids[:length]
+    assert self._programs.expert_ids is not None
+    ids = jax.device_get(self._programs.expert_ids(self._state, slot))
+    return ids[:length]
 
   def _chunks(
-    self, told: Mapping[int, Append]
+    self, appends: Mapping[int, Append]
   ) -> Iterator[tuple[Mapping[int, Append], int]]:
-    """Who is told something from token `first` on, C tokens at a time."""
-    longest = max(len(append.token_ids) for append in told.values())
+    """Yields the slots with tokens in a chunk of C, and the chunk's start."""
+    longest = max(len(append.token_ids) for append in appends.values())
     for first in range(0, max(longest, 1), self._extend_chunk):
-      now = {
-        slot: append
-        for slot, append in told.items()
-        if not first or first < len(append.token_ids)
-      }
-      yield now, first
+      yield (
+        {
+          slot: append
+          for slot, append in appends.items()
+          # Without a token too, the first chunk begins a turn.
+          if not first or first < len(append.token_ids)
+        },
+        first,
+      )
 
-  def _extended(
+  def _extend(
     self,
     state: slot_state_lib.SlotState,
-    told: Mapping[int, Append],
+    appends: Mapping[int, Append],
     first: int,
-    rows: np.ndarray | None,
+    active: np.ndarray | None,
     A: int,
   ) -> slot_state_lib.SlotState:
-    """The state (donated) with up to C tokens of what slots are told."""
+    """Appends up to C tokens to slots of a state, which is donated."""
     C = self._extend_chunk
-    places = told if rows is None else range(len(told))
-    appended = slot_programs.AppendBatch(
+    places = appends if active is None else range(len(appends))
+    batch = slot_programs.AppendBatch(
       tokens_AC=np.zeros((A, C), np.int32),
       counts_A=np.zeros(A, np.int32),
       starts_A=np.zeros(A, bool),
       prompts_A=np.zeros(A, bool),
       budgets_A=np.full(A, -1, np.int32),
     )
-    for place, append in zip(places, told.values()):
-      part = append.token_ids[first : first + C]
+    for place, append in zip(places, appends.values()):
+      token_ids = append.token_ids[first : first + C]
       last = first + C >= len(append.token_ids)
-      appended.tokens_AC[place, : len(part)] = part
-      appended.counts_A[place] = len(part)
-      appended.starts_A[place] = not append.length and not first
-      appended.prompts_A[place] = not append.length and last
-      appended.budgets_A[place] = append.budget if last else -1
+      batch.tokens_AC[place, : len(token_ids)] = token_ids
+      batch.counts_A[place] = len(token_ids)
+      batch.starts_A[place] = not append.length and not first
+      batch.prompts_A[place] = not append.length and last
+      batch.budgets_A[place] = append.budget if last else -1
     return self._programs.extend(
       self._programs.params,
       state,
-      *self._programs.send(rows, appended),
-      num_blocks=self._num_blocks(told.values(), first),
+      *self._programs.put(active, batch),
+      num_blocks=self._num_blocks(appends.values(), first),
     )
 
   def _num_blocks(
-    self, slots: Iterable[Append | CopyPrompt | Decode], further: int = 0
+    self, slots: Iterable[Append | CopyPrompt | Decode], appended: int = 0
   ) -> int:
-    """Blocks that hold what slots have read, and so many tokens more."""
-    longest = max(slot.length + further for slot in slots)
-    return -(-longest // self._programs.block)
+    """Returns how many blocks hold what slots have read."""
+    longest = max(slot.length + appended for slot in slots)
+    return -(-longest // self._programs.block_size)
 
   def _batches(self, slots: Sequence[int]) -> Iterator[Sequence[int]]:
     for first in range(0, len(slots), self.batch_rows):
       yield slots[first : first + self.batch_rows]
 
-  def _at_work(self, slots: Sequence[int]) -> tuple[np.ndarray | None, int]:
-    """The rows a program runs on (None: all slots) and how many places."""
+  def _active(self, slots: Sequence[int]) -> tuple[np.ndarray | None, int]:
+    """Returns the active slots as padded int32 [A], and A.
+
+    The array is None where the program runs on all slots.
+    """
     if not self.compacts:
       return None, self.slots
     size = self.batch_rows
-    for _ in range(_HALVINGS):
+    for _ in range(_MAX_HALVINGS):
       if size % 2 or len(slots) > size // 2:
         break
       size //= 2
     if size == self.slots:
       return None, size
-    rows = np.full(size, self.slots, np.int32)
-    rows[: len(slots)] = slots
-    return rows, size
+    active = np.full(size, self.slots, np.int32)
+    active[: len(slots)] = slots
+    return active, size

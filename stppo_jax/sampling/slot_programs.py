@@ -1,20 +1,28 @@
-"""The policy reads and writes in slots.
+"""The two programs of the slot engine: append tokens, and decode tokens.
 
-S slots, A of them at work, C tokens appended at once, N tokens written at
-most, V vocabulary. `extend` appends what the policy did not write, `decode`
-lets it write. A slot's keys and values stay through all turns of a dialogue:
-nothing is computed twice.
+S slots, A active slots, C tokens of a chunk, D model width, V vocabulary, Z
+states of the stop automaton. `extend` appends prompts and observations,
+`decode` samples from the policy. A slot's keys and values stay through all
+turns of a dialogue, so that no token is computed twice.
 
-Every program works on all slots (`rows_A=None`: no copy of the cache is made)
-or on the slots `rows_A`, of which it takes out what it needs. A row of `rows_A`
-that is S or more stands for none. `num_blocks` is how many blocks of the cache
-hold all that those slots have read so far; see `cache.extend`.
+Shapes are fixed, because XLA compiles a program for each shape. Rows come, go
+and end their turns at any time; what changes with them are masks, counts and
+lengths, which are values. A row that waits or has ended is computed along with
+the others and frozen by a mask: nothing that belongs to it is stored.
+
+Every program works on all slots (`slots_A=None`), which needs no copy of the
+cache, or on the slots `slots_A`, of which it gathers what it needs. An entry of
+`slots_A` that is S or more pads the shape and stands for no slot. `num_blocks`
+is how many blocks of the cache hold all that the active slots have read so far;
+attention looks at no others, so that a short dialogue does not pay for
+`max_length`; see `cache.extend`.
 """
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import functional
@@ -29,40 +37,40 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AppendBatch:
-  """What `extend` is told of each row.
+  """The tokens that `extend` appends to each active slot.
 
   Attributes:
-    tokens_AC: int32.
-    counts_A: int32, tokens to append.
-    starts_A: bool, the row is emptied before.
-    prompts_A: bool, the prompt ends with these tokens.
-    budgets_A: int32, tokens the policy may write after these; -1 = it is not
-      its turn yet.
+    tokens_AC: int32, the first counts_A of each slot.
+    counts_A: int32, tokens to append; 0 changes nothing.
+    starts_A: bool, whether the slot is emptied first.
+    prompts_A: bool, whether the prompt ends with these tokens.
+    budgets_A: int32, tokens that the policy may generate after these; -1 while
+      more is to be appended before its turn begins.
   """
 
-  tokens_AC: Array
-  counts_A: Array
-  starts_A: Array
-  prompts_A: Array
-  budgets_A: Array
+  tokens_AC: Array | np.ndarray
+  counts_A: Array | np.ndarray
+  starts_A: Array | np.ndarray
+  prompts_A: Array | np.ndarray
+  budgets_A: Array | np.ndarray
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-  """What `decode` wrote.
+  """The tokens that `decode` sampled.
 
   Attributes:
-    tokens_AN: int32, the first counts_A of each row.
-    logprobs_AN, truncated_logprobs_AN: float32, see `sampler.Drawn`.
+    tokens_AC: int32, the first counts_A of each slot.
+    logprobs_AC, truncated_logprobs_AC: float32, see `sampler.SampledTokens`.
     counts_A: int32.
-    stopped_A: bool, the turn ended with a stop string or EOS.
-    ended_A: bool, the turn ended, be it by its budget.
+    stopped_A: bool, whether a stop string or EOS ended the turn.
+    ended_A: bool, whether the turn ended, by a stop or by its budget.
   """
 
-  tokens_AN: Array
-  logprobs_AN: Array
-  truncated_logprobs_AN: Array
+  tokens_AC: Array
+  logprobs_AC: Array
+  truncated_logprobs_AC: Array
   counts_A: Array
   stopped_A: Array
   ended_A: Array
@@ -71,49 +79,63 @@ class Chunk:
 def extend(
   params: functional.Params,
   state: slot_state.SlotState,
-  rows_A: Array | None,
-  told: AppendBatch,
+  slots_A: Array | None,
+  appended: AppendBatch,
   *,
   model: functional.Model,
   num_blocks: Array | int,
 ) -> slot_state.SlotState:
-  """Appends tokens that the policy did not write; donate the state."""
-  part = slot_state.gather_slots(state, rows_A)
-  A, C = told.tokens_AC.shape
-  lengths_A = jnp.where(told.starts_A, 0, part.lengths_S)
+  """Appends prompts or observations to slots.
+
+  Args:
+    params: the policy's weights.
+    state: all slots; donate it.
+    slots_A: see the module.
+    appended: the tokens.
+    model: the policy.
+    num_blocks: see the module.
+
+  Returns:
+    The state with the tokens in it.
+  """
+  active = slot_state.gather_slots(state, slots_A)
+  A, C = appended.tokens_AC.shape
+  lengths_A = jnp.where(appended.starts_A, 0, active.lengths)
   hidden_ACD, recent = model.extend(
     params,
-    told.tokens_AC,
+    appended.tokens_AC,
     cache=state.cache,
     lengths_B=lengths_A,
     recent=cache_lib.nothing_recent(model.config, A, C),
     first=0,
     num_blocks=num_blocks,
-    slots_B=rows_A,
+    slots_B=slots_A,
   )
-  hidden_AD = _last(hidden_ACD, told.counts_A, part.hidden_SD)
-  opens_A = told.budgets_A >= 0
-  cache = _stored(state, rows_A, recent, lengths_A, told.counts_A, hidden_AD)
+  hidden_AD = _last(hidden_ACD, appended.counts_A, active.hidden)
+  begins_A = appended.budgets_A >= 0
+  cache = _stored(
+    state, slots_A, recent, lengths_A, appended.counts_A, hidden_AD
+  )
   return slot_state.scatter_slots(
     state,
-    rows_A,
+    slots_A,
     cache,
-    lengths_S=lengths_A + told.counts_A,
-    hidden_SD=hidden_AD,
-    prompt_hidden_SD=jnp.where(
-      told.prompts_A[:, None], hidden_AD, part.prompt_hidden_SD
+    lengths=lengths_A + appended.counts_A,
+    hidden=hidden_AD,
+    prompt_hidden=jnp.where(
+      appended.prompts_A[:, None], hidden_AD, active.prompt_hidden
     ),
-    automaton_S=jnp.where(opens_A, stops.StopAutomaton.START, part.automaton_S),
-    budgets_S=jnp.where(opens_A, told.budgets_A, part.budgets_S),
+    automaton=jnp.where(begins_A, stops.StopAutomaton.START, active.automaton),
+    budgets=jnp.where(begins_A, appended.budgets_A, active.budgets),
   )
 
 
 def decode(
   params: functional.Params,
   state: slot_state.SlotState,
-  rows_A: Array | None,
+  slots_A: Array | None,
   key_data_A2: Array,
-  table_SV: Array,
+  table_ZV: Array,
   greedy: Array | bool,
   enough: Array | int,
   *,
@@ -123,119 +145,135 @@ def decode(
   num_tokens: int,
   num_blocks: Array | int,
 ) -> tuple[slot_state.SlotState, Chunk]:
-  """At most `num_tokens` tokens for the rows that have a budget.
+  """Decodes at most `num_tokens` tokens in the slots that have a budget.
+
+  The chunk ends early after `enough` turns have ended in it: the rows that
+  still generate would else be decoded in a batch that is mostly frozen, and
+  the rows that ended would wait for them.
 
   Args:
-    params: of the policy.
-    state: donate it.
-    rows_A: see the module.
-    key_data_A2: uint32, a key for each row.
-    table_SV: of the stop automaton.
-    greedy: take the likeliest token.
-    enough: turns after whose end no further token is written in any row.
+    params: the policy's weights.
+    state: all slots; donate it.
+    slots_A: see the module.
+    key_data_A2: uint32, the data of a key for each row.
+    table_ZV: transitions of the stop automaton.
+    greedy: whether to take the most probable token instead of sampling.
+    enough: turns after whose end no further token is decoded in any slot.
     model: the policy.
-    stopped: the automaton's last state.
-    sampling: how tokens are drawn.
-    num_tokens: N.
+    stopped: the automaton's absorbing state.
+    sampling: temperature and truncation.
+    num_tokens: C.
     num_blocks: see the module.
+
+  Returns:
+    The state, and the tokens of the chunk.
   """
-  part = slot_state.gather_slots(state, rows_A)
-  # Out of the loop, which reads them for every token.
-  blocks = slot_state.gather_cache(state, rows_A, num_blocks)
+  active = slot_state.gather_slots(state, slots_A)
+  # Gathered once, outside the loop, which reads the blocks for every token. It
+  # never stores into them: new keys and values go to `recent`, because a loop
+  # that carried the blocks would copy the whole cache for every token.
+  blocks = slot_state.gather_cache(state, slots_A, num_blocks)
   keys_A = jax.random.wrap_key_data(key_data_A2)
   output_VD = model.output_VD(params)
-  A, N = len(part.lengths_S), num_tokens
-  if rows_A is not None:
-    budgets_A = jnp.where(rows_A < len(state.lengths_S), part.budgets_S, 0)
-    part = dataclasses.replace(part, budgets_S=budgets_A)
+  A, C = len(active.lengths), num_tokens
+  if slots_A is not None:
+    # Entries that only pad the shape have nothing to generate.
+    is_slot_A = slots_A < len(state.lengths)
+    budgets_A = jnp.where(is_slot_A, active.budgets, 0)
+    active = dataclasses.replace(active, budgets=budgets_A)
 
-  def waiting(part):
-    return (part.budgets_S > 0) & (part.automaton_S != stopped)
+  def generating(active):
+    return (active.budgets > 0) & (active.automaton != stopped)
 
-  def busy(carry):
-    part, *_, step = carry
-    num_waiting = jnp.sum(waiting(part))
-    ended = num_begun - num_waiting
-    return (step < N) & (num_waiting > 0) & (ended < enough)
+  def goes_on(carry):
+    active, *_, step = carry
+    num_generating = jnp.sum(generating(active))
+    ended = num_begun - num_generating
+    return (step < C) & (num_generating > 0) & (ended < enough)
 
-  def write_one(carry):
-    part, recent, chunk, step = carry
-    write_A = waiting(part)
-    *written, counts_A = chunk
-    drawn = sampler.sample(
-      heads.logits(part.hidden_SD, output_VD),
+  def decode_one(carry):
+    active, recent, chunk, step = carry
+    generating_A = generating(active)
+    *columns, counts_A = chunk
+    # The position in the dialogue is folded into a row's key, not the number of
+    # the call: whatever slot, batch and chunk a row is in, and whatever else
+    # happens, the same token is sampled.
+    sampled = sampler.sample(
+      heads.logits(active.hidden, output_VD),
       keys_A,
-      begin.lengths_S + counts_A,
+      begin.lengths + counts_A,
       sampling,
       greedy,
     )
     hidden_A1D, recent = model.extend(
       params,
-      drawn.tokens_S[:, None],
+      sampled.tokens_S[:, None],
       cache=blocks,
-      lengths_B=begin.lengths_S,
+      lengths_B=begin.lengths,
       recent=recent,
       first=step,
       num_blocks=num_blocks,
     )
-    moved_A = table_SV[part.automaton_S, drawn.tokens_S].astype(jnp.int32)
-    one_A = write_A.astype(jnp.int32)
-    part = dataclasses.replace(
-      part,
-      hidden_SD=jnp.where(write_A[:, None], hidden_A1D[:, 0], part.hidden_SD),
-      automaton_S=jnp.where(write_A, moved_A, part.automaton_S),
-      budgets_S=part.budgets_S - one_A,
+    next_A = table_ZV[active.automaton, sampled.tokens_S].astype(jnp.int32)
+    one_A = generating_A.astype(jnp.int32)
+    # The mask freezes the rows that do not generate. Their tokens of this step
+    # are stored in the columns below, but not counted.
+    active = dataclasses.replace(
+      active,
+      hidden=jnp.where(generating_A[:, None], hidden_A1D[:, 0], active.hidden),
+      automaton=jnp.where(generating_A, next_A, active.automaton),
+      budgets=active.budgets - one_A,
     )
-    written = [x_AN.at[:, step].set(x_A) for x_AN, x_A in zip(written, drawn)]
-    return part, recent, (*written, counts_A + one_A), step + 1
+    columns = [x_AC.at[:, step].set(x_A) for x_AC, x_A in zip(columns, sampled)]
+    return active, recent, (*columns, counts_A + one_A), step + 1
 
-  nothing_AN = jnp.zeros((A, N), jnp.float32)
+  zeros_AC = jnp.zeros((A, C), jnp.float32)
   chunk = (
-    jnp.zeros((A, N), jnp.int32),
-    nothing_AN,
-    nothing_AN,
+    jnp.zeros((A, C), jnp.int32),
+    zeros_AC,
+    zeros_AC,
     jnp.zeros(A, jnp.int32),
   )
-  recent = cache_lib.nothing_recent(model.config, A, N)
-  # The blocks are only looked at: what the loop carries is small.
-  begin = part = dataclasses.replace(part, cache=())
-  num_begun = jnp.sum(waiting(part))
-  part, recent, chunk, _ = jax.lax.while_loop(
-    busy, write_one, (part, recent, chunk, 0)
+  recent = cache_lib.nothing_recent(model.config, A, C)
+  begin = active = dataclasses.replace(active, cache=())
+  num_begun = jnp.sum(generating(active))
+  active, recent, chunk, _ = jax.lax.while_loop(
+    goes_on, decode_one, (active, recent, chunk, 0)
   )
   counts_A = chunk[-1]
-  stopped_A = part.automaton_S == stopped
-  out = Chunk(*chunk, stopped_A, stopped_A | (part.budgets_S == 0))
+  stopped_A = active.automaton == stopped
+  out = Chunk(*chunk, stopped_A, stopped_A | (active.budgets == 0))
   cache = _stored(
-    state, rows_A, recent, begin.lengths_S, counts_A, part.hidden_SD
+    state, slots_A, recent, begin.lengths, counts_A, active.hidden
   )
   state = slot_state.scatter_slots(
     state,
-    rows_A,
+    slots_A,
     cache,
-    lengths_S=begin.lengths_S + counts_A,
-    hidden_SD=part.hidden_SD,
-    prompt_hidden_SD=part.prompt_hidden_SD,
-    automaton_S=part.automaton_S,
-    budgets_S=part.budgets_S,
+    lengths=begin.lengths + counts_A,
+    hidden=active.hidden,
+    prompt_hidden=active.prompt_hidden,
+    automaton=active.automaton,
+    budgets=active.budgets,
   )
   return state, out
 
 
-def _stored(state, rows_A, recent, lengths_A, counts_A, hidden_AD):
-  """The cache with what is recent, but for rows that are not finite.
+def _stored(state, slots_A, recent, lengths_A, counts_A, hidden_AD):
+  """Returns the cache with the recent tokens of all rows that are finite.
 
-  A slot outlives its row: even where nothing of it is visible, 0 times what it
-  holds must be 0. And so it is certain that blocks are overwritten when all of
-  them have been read: else they were copied.
+  A slot outlives its row. Attention gives invisible positions the weight 0, but
+  0 times nan is nan: what is not finite must never reach the cache. The look at
+  the final hidden state also orders the program: blocks are overwritten only
+  after all of them have been read, or the compiler would have to copy them.
   """
   finite_A = jnp.all(jnp.isfinite(hidden_AD), axis=1)
   counts_A = jnp.where(finite_A, counts_A, 0)
-  return cache_lib.store(state.cache, recent, lengths_A, counts_A, rows_A)
+  return cache_lib.store(state.cache, recent, lengths_A, counts_A, slots_A)
 
 
 def _last(hidden_ACD, counts_A, otherwise_AD):
-  """The hidden state of each row's last new token, where there is one."""
+  """Returns the hidden state of each slot's last new token, if it has one."""
   last_A = jnp.maximum(counts_A - 1, 0)
   last_A1D = jnp.take_along_axis(hidden_ACD, last_A[:, None, None], axis=1)
   return jnp.where(counts_A[:, None] > 0, last_A1D[:, 0], otherwise_AD)

@@ -16,18 +16,18 @@ class StopAutomaton:
   """Transitions over tokens.
 
   Attributes:
-    next_state_SV: int16 [states, vocabulary]; the state after a token.
+    next_state_ZV: int16 [states, vocabulary]; the state after a token.
     stopped: the absorbing state, entered as soon as a stop string is complete,
       be it in the middle of a token.
   """
 
-  next_state_SV: np.ndarray
+  next_state_ZV: np.ndarray
   stopped: int
 
   START = 0
 
   def table(self, vocab_size: int) -> np.ndarray:
-    """next_state_SV with a column for each id of a model.
+    """next_state_ZV with a column for each id of a model.
 
     A model may have more ids than its tokenizer: those are padding, add
     nothing to the text and leave the state as it is.
@@ -35,14 +35,14 @@ class StopAutomaton:
     Raises:
       ValueError: the model has fewer ids.
     """
-    states, known = self.next_state_SV.shape
+    states, known = self.next_state_ZV.shape
     if vocab_size < known:
       raise ValueError(
         f'the tokenizer has {known} ids, the model only {vocab_size}'
       )
     padding_S1 = np.arange(states, dtype=np.int16)[:, None]
     padding_SP = np.repeat(padding_S1, vocab_size - known, axis=1)
-    return np.concatenate([self.next_state_SV, padding_SP], axis=1)
+    return np.concatenate([self.next_state_ZV, padding_SP], axis=1)
 
 
 def build(

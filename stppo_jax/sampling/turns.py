@@ -1,4 +1,4 @@
-"""Rows as every engine plays them: what it refuses, and what comes back."""
+"""The turns that an engine returns, and the inputs that it refuses."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -8,14 +8,15 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class GeneratedTurn:
-  """One row's turn.
+  """A turn of one row, as the policy generated it.
 
   Attributes:
-    token_ids: [N] int32; at least one wherever one fits.
-    logprobs: [N] float32, under softmax(logits / temperature).
-    truncated_logprobs: [N] float32, under the truncated distribution; None
-      where that is not known.
-    stopped: False where a length limit ended the turn.
+    token_ids: [L] int32; at least one wherever one fits.
+    logprobs: [L] float32, under softmax(logits / temperature).
+    truncated_logprobs: [L] float32, under the truncated distribution that was
+      sampled from; None where the engine does not know it.
+    stopped: whether a stop string or EOS ended the turn; False where a length
+      limit did.
   """
 
   token_ids: np.ndarray
@@ -31,39 +32,45 @@ def check_prompts(
   group_size: int,
   max_length: int,
 ) -> None:
-  """Whether a collection can begin.
+  """Checks that a collection can begin.
 
   Args:
-    prompts: token ids, one for each group of rows; None is not played.
-    keys: one per row.
-    group_size: rows of a prompt.
-    max_length: tokens a row can hold.
+    prompts: token ids, one array for each group of rows; None for a group that
+      is left out.
+    keys: one for each row.
+    group_size: rows that share a prompt.
+    max_length: tokens that a row can hold.
 
   Raises:
-    ValueError: a prompt that is empty or leaves no room to write, or too few
-      keys.
+    ValueError: if a prompt is empty or leaves no room to generate, or if there
+      are too few keys.
   """
   for prompt in prompts:
     if prompt is not None and not 0 < len(prompt) < max_length:
       raise ValueError(
         f'a prompt of {len(prompt)} tokens; it needs at least one, and room '
-        f'to write in max_length={max_length}'
+        f'to generate in max_length={max_length}'
       )
   if len(keys) < len(prompts) * group_size:
     rows = f'{len(prompts)} prompts of group_size={group_size}'
-    raise ValueError(f'{len(keys)} keys for {rows}')
+    raise ValueError(f'{len(keys)} keys for {rows}: every row needs a key')
 
 
 def check_observation(
   token_ids: np.ndarray, *, remaining: int, max_length: int
 ) -> None:
-  """Whether the policy can write after these tokens.
+  """Checks that the policy can generate after an observation.
+
+  Args:
+    token_ids: [L] int32, the observation.
+    remaining: tokens that still fit into the row.
+    max_length: tokens that a row can hold.
 
   Raises:
-    ValueError: it has no room.
+    ValueError: if it leaves no room for a token.
   """
   if len(token_ids) >= remaining:
     raise ValueError(
-      f'{len(token_ids)} tokens leave no room to write in the {remaining} '
+      f'{len(token_ids)} tokens leave no room to generate in the {remaining} '
       f'left of max_length={max_length}'
     )

@@ -34,6 +34,7 @@ from stppo_jax.rollout import collect
 from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import sentences
 from stppo_jax.sampling import engine as engine_lib
+from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from stppo_jax.sampling import tokenizer as tokenizer_lib
@@ -337,40 +338,21 @@ def build_collector(
   Raises:
     EngineUnreachable, EngineUnsuited: with rollout.engine=remote only.
   """
-  rollout = config.rollout
-  options = {
-    'automaton': stops.build(
-      tokenizer.token_bytes(),
-      stop_strings=services.environment.stop_strings,
-      eos_id=tokenizer.eos_id,
-    ),
-    'max_length': config.env.max_length,
-    'sampling': sampler.Sampling(
-      temperature=rollout.temperature,
-      top_k=rollout.top_k,
-      top_p=rollout.top_p,
-      min_p=rollout.min_p,
-    ),
-  }
-  if rollout.engine == 'remote':
+  automaton = stops.build(
+    tokenizer.token_bytes(),
+    stop_strings=services.environment.stop_strings,
+    eos_id=tokenizer.eos_id,
+  )
+  if config.rollout.engine == 'remote':
     engine = _build_remote(
-      config, services, policy, eos_id=tokenizer.eos_id, **options
+      config, services, policy, automaton=automaton, eos_id=tokenizer.eos_id
     )
   else:
     engine = engine_lib.Engine(
       policy,
       mesh=build_mesh(config, local=True),
-      slots=slots,
-      extend_chunk=rollout.extend_chunk,
-      decode_chunk=rollout.decode_chunk,
-      early_exit=rollout.early_exit,
-      lookahead=rollout.lookahead,
-      cache_blocks=rollout.cache_blocks,
-      deterministic=rollout.deterministic,
-      lanes=rollout.lanes,
-      batch_rows=rollout.batch_rows,
-      return_expert_ids=config.updates.routing_replay == 'sampler',
-      **options,
+      automaton=automaton,
+      options=_engine_options(config, slots),
     )
   collector = collect.Collector(
     engine=engine,
@@ -384,9 +366,44 @@ def build_collector(
   return collector, engine
 
 
+def _sampling(config) -> sampler.Sampling:
+  rollout = config.rollout
+  return sampler.Sampling(
+    temperature=rollout.temperature,
+    top_k=rollout.top_k,
+    top_p=rollout.top_p,
+    min_p=rollout.min_p,
+  )
+
+
+def _engine_options(config, slots: int) -> engine_options.EngineOptions:
+  """Returns the options of the local engine."""
+  rollout = config.rollout
+  return engine_options.EngineOptions(
+    slots=slots,
+    max_length=config.env.max_length,
+    sampling=_sampling(config),
+    cache_blocks=rollout.cache_blocks,
+    extend_chunk=rollout.extend_chunk,
+    decode_chunk=rollout.decode_chunk,
+    early_exit=rollout.early_exit,
+    lookahead=rollout.lookahead,
+    deterministic=rollout.deterministic,
+    lanes=rollout.lanes,
+    batch_rows=rollout.batch_rows,
+    return_expert_ids=config.updates.routing_replay == 'sampler',
+  )
+
+
 def _build_remote(
-  config, services: Services, policy: functional.Model, **options
+  config,
+  services: Services,
+  policy: functional.Model,
+  *,
+  automaton: stops.StopAutomaton,
+  eos_id: int,
 ) -> remote_engine.RemoteEngine:
+  """Returns an engine that asks a server for its turns."""
   served = config.rollout.remote
   client = client_lib.EngineClient(
     served.url, timeout=served.timeout, retries=served.retries
@@ -396,9 +413,12 @@ def _build_remote(
     loop=services.loop,
     model=served.model,
     shape=policy.config,
+    automaton=automaton,
     stop_strings=services.environment.stop_strings,
+    eos_id=eos_id,
+    max_length=config.env.max_length,
+    sampling=_sampling(config),
     concurrency=served.concurrency,
-    **options,
   )
 
 

@@ -140,7 +140,7 @@ def test_turns_end_at_the_stop_strings_of_the_environment(config):
     eos_id=tokenizer.eos_id,
   )
   states = [
-    automaton.next_state_SV[automaton.START, tokenizer.encode_text(text)[0]]
+    automaton.next_state_ZV[automaton.START, tokenizer.encode_text(text)[0]]
     for text in ('!', '</search>')
   ]
   assert [state == automaton.stopped for state in states] == [True, False]

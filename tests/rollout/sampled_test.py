@@ -14,6 +14,7 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import pack
 from stppo_jax.sampling import engine as engine_lib
+from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from tests.models import tiny
@@ -54,17 +55,19 @@ def _engine(slots, *, deterministic=True):
       stop_strings=actions.STOP_STRINGS,
       eos_id=_TOKENIZER.eos_id,
     ),
-    slots=slots,
-    max_length=_MAX_LENGTH,
-    sampling=sampler.Sampling(temperature=1.0),
-    extend_chunk=8,
-    decode_chunk=4,
-    lookahead=1,
-    lanes=1,
-    batch_rows=0,
-    cache_blocks=2,
-    early_exit=0.25,
-    deterministic=deterministic,
+    options=engine_options.EngineOptions(
+      slots=slots,
+      max_length=_MAX_LENGTH,
+      sampling=sampler.Sampling(temperature=1.0),
+      extend_chunk=8,
+      decode_chunk=4,
+      lookahead=1,
+      lanes=1,
+      batch_rows=0,
+      cache_blocks=2,
+      early_exit=0.25,
+      deterministic=deterministic,
+    ),
   )
   engine.publish(_PARAMS, 3)
   return engine

@@ -11,8 +11,6 @@ from stppo_jax.models import heads
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.sampling import engine as engine_lib
-from stppo_jax.sampling import sampler
-from stppo_jax.sampling import stops
 from tests.models import tiny
 from tests.sampling import tiny_engine
 
@@ -42,7 +40,7 @@ def _greedy_turn(ids, max_tokens):
 
 def _play(rows=_ROWS, *, seed=0, delays=None, group_size=1, **options):
   engine = tiny_engine.engine(**options)
-  return tiny_engine.play(
+  return tiny_engine.run_dialogues(
     engine,
     tiny_engine.prompts(rows // group_size),
     tiny_engine.keys(rows, seed),
@@ -54,7 +52,7 @@ def _play(rows=_ROWS, *, seed=0, delays=None, group_size=1, **options):
 @pytest.mark.parametrize('mode', _MODES)
 def test_greedy_dialogues_equal_repeated_whole_passes(mode):
   # Also proves that the end of a turn is in the cache before what follows it.
-  dialogues = tiny_engine.play(
+  dialogues = tiny_engine.run_dialogues(
     tiny_engine.engine(deterministic=_MODES[mode]),
     tiny_engine.prompts(_ROWS),
     tiny_engine.keys(_ROWS),
@@ -113,7 +111,7 @@ def test_a_row_depends_on_itself_only(mode):
       prompt if n == row else None
       for n, prompt in enumerate(tiny_engine.prompts(_ROWS))
     ]
-    alone = tiny_engine.play(
+    alone = tiny_engine.run_dialogues(
       tiny_engine.engine(deterministic=_MODES[mode]),
       prompts,
       tiny_engine.keys(_ROWS),
@@ -177,14 +175,12 @@ def test_rows_may_stand_anywhere():
   wide = tiny_engine.engine(devices=8, slots=8, extend_chunk=7, decode_chunk=1)
   wide.publish(jax.device_put(tiny_engine.PARAMS, layout), 0)
   who = [5, 2, 6, 0, 7, 1, 4, 3]
-  moved = tiny_engine.play(
+  moved = tiny_engine.run_dialogues(
     wide,
     [tiny_engine.prompts(8)[n] for n in who],
     tiny_engine.keys(8)[jnp.array(who)],
     who=who,
   )
-  state = wide._lanes[0]._decoder._state
-  assert state.lengths_S.sharding.shard_shape((8,)) == (1,)
   for row, n in enumerate(who):
     tiny_engine.assert_same(moved[row], expected[n])
 
@@ -206,14 +202,14 @@ def test_a_group_continues_its_one_prompt(devices, slots, group_size, mode):
   if len(alone) > 2:
     alone[absent] = None  # too long, say: its rows are not played
   each = [prompt for prompt in alone for _ in range(group_size)]
-  expected = tiny_engine.play(
+  expected = tiny_engine.run_dialogues(
     tiny_engine.engine(), each, tiny_engine.keys(rows)
   )
   engine = tiny_engine.engine(
     devices=devices, slots=slots, deterministic=_MODES[mode]
   )
   for delays in range(2):
-    grouped = tiny_engine.play(
+    grouped = tiny_engine.run_dialogues(
       engine,
       alone,
       tiny_engine.keys(rows),
@@ -247,18 +243,11 @@ def test_waves_wait_for_the_last_row_and_refilling_does_not(mode):
   assert ended == {0, 1, 2, 3}
 
 
-def test_rows_that_come_later_overtake_nobody(monkeypatch):
-  engine = tiny_engine.engine(
+def test_rows_that_come_later_overtake_nobody():
+  engine, (driver,) = tiny_engine.engine_and_drivers(
     slots=4, batch_rows=1, lookahead=0, deterministic=False
   )
-  (lane,) = engine._lanes
-  written, write = [], lane._decoder.write
-
-  def noted(writes, *args):
-    written.extend(writes)
-    return write(writes, *args)
-
-  monkeypatch.setattr(lane._decoder, 'write', noted)
+  driver.calls.clear()
   prompts = [tiny_engine.ids(n, 20 if n == 0 else 3) for n in range(12)]
   _begun(engine, prompts, keys=12, max_turn_tokens=6)
   ended = []
@@ -267,8 +256,9 @@ def test_rows_that_come_later_overtake_nobody(monkeypatch):
       ended.append(row)
       engine.close(row)
   assert len(ended) == 12 and 0 in ended[:5]
-  # A chunk in each, then another one.
-  assert sorted(written[:4]) == [0, 1, 2, 3]
+  # Every row gets a chunk before any row gets another one.
+  decoded = [[*slots] for name, slots in driver.calls if name == 'decode']
+  assert sorted(decoded[:4]) == [[0], [1], [2], [3]]
 
 
 def test_a_prompt_is_copied_before_its_slot_is_given_away():
@@ -346,7 +336,7 @@ def _next(engine):
     (
       [tiny_engine.ids(0, 2)],
       {'group_size': 3},
-      '4 slots are no .*group_size=3',
+      'slots=4: .*group_size=3',
     ),
     (
       [None, tiny_engine.ids(0, 40)],
@@ -466,18 +456,6 @@ def test_a_tokenizer_larger_than_the_model_is_refused():
     engine_lib.Engine(
       tiny.model(vocab_size=8),
       mesh=tiny_engine.mesh(),
-      automaton=stops.build(
-        tiny_engine.TOKENS, stop_strings=('ab',), eos_id=tiny_engine.EOS
-      ),
-      slots=1,
-      max_length=8,
-      cache_blocks=1,
-      early_exit=1.0,
-      sampling=sampler.Sampling(temperature=1.0),
-      extend_chunk=4,
-      decode_chunk=4,
-      lookahead=1,
-      lanes=1,
-      batch_rows=0,
-      deterministic=True,
+      automaton=tiny_engine.automaton(),
+      options=tiny_engine.options(),
     )

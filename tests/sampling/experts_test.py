@@ -5,8 +5,6 @@ import numpy as np
 import pytest
 
 from stppo_jax.sampling import engine as engine_lib
-from stppo_jax.sampling import sampler
-from stppo_jax.sampling import stops
 from tests.models import tiny
 from tests.sampling import tiny_engine
 
@@ -19,20 +17,8 @@ def _engine(**options):
   engine = engine_lib.Engine(
     _MODEL,
     mesh=tiny_engine.mesh(),
-    automaton=stops.build(
-      tiny_engine.TOKENS, stop_strings=('ab',), eos_id=tiny_engine.EOS
-    ),
-    slots=4,
-    max_length=tiny_engine.MAX_LENGTH,
-    sampling=sampler.Sampling(temperature=tiny_engine.TEMPERATURE),
-    extend_chunk=4,
-    decode_chunk=3,
-    lookahead=1,
-    lanes=1,
-    batch_rows=0,
-    cache_blocks=2,
-    early_exit=0.25,
-    **options,
+    automaton=tiny_engine.automaton(),
+    options=tiny_engine.options(cache_blocks=2, early_exit=0.25, **options),
   )
   engine.publish(_PARAMS, 0)
   return engine
@@ -42,7 +28,7 @@ def _play(engine):
   """Dialogues by row, and what the engine said as each was closed."""
   told, close = {}, engine.close
   engine.close = lambda row: told.setdefault(row, close(row))
-  dialogues = tiny_engine.play(
+  dialogues = tiny_engine.run_dialogues(
     engine,
     tiny_engine.prompts(_ROWS // _GROUP),
     tiny_engine.keys(_ROWS),

@@ -21,6 +21,7 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import event_loop
 from stppo_jax.sampling import engine as engine_lib
+from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from tests.golden import make_dialogues as golden
@@ -99,9 +100,11 @@ def _engine(name, **options):
     automaton=stops.build(
       golden.TOKENS, stop_strings=golden.STOP_STRINGS, eos_id=golden.EOS
     ),
-    max_length=golden.MAX_LENGTH,
-    sampling=sampler.Sampling(temperature=1.0),
-    **options,
+    options=engine_options.EngineOptions(
+      max_length=golden.MAX_LENGTH,
+      sampling=sampler.Sampling(temperature=1.0),
+      **options,
+    ),
   )
   engine.publish(params, 0)
   return engine

@@ -1,39 +1,37 @@
-"""Which rows write together."""
+"""How rows are scheduled in the slots of lanes."""
 
 import itertools
 import threading
-import types
 
 import jax
 import numpy as np
 import pytest
 
-from stppo_jax.sampling import lane
+from stppo_jax.sampling import lane as lane_lib
+from stppo_jax.sampling import slot_programs
 from tests.sampling import tiny_engine
 
 
 @pytest.mark.parametrize(
   ('options', 'message'),
   [
-    ({'slots': 6, 'lanes': 4}, 'slots=6 is no multiple of lanes=4'),
+    (
+      {'slots': 6, 'lanes': 4},
+      'slots=6: must be a multiple of lanes=4',
+    ),
     ({'slots': 8, 'lanes': 2, 'devices': 8}, 'lanes=2: must be 1 on 8 devices'),
   ],
 )
-def test_lanes_that_cannot_be_are_refused(options, message):
+def test_impossible_lanes_are_refused(options, message):
   with pytest.raises(ValueError, match=message):
-    tiny_engine.engine(**options)
+    tiny_engine.new_engine(**options)
 
 
 def test_a_group_must_fit_into_the_slots_of_a_lane():
-  engine = tiny_engine.engine(lanes=2)
-  with pytest.raises(ValueError, match='4 slots in 2 lanes .* group_size=4'):
-    engine.begin(
-      tiny_engine.prompts(1),
-      tiny_engine.keys(4),
-      group_size=4,
-      max_turn_tokens=1,
-      greedy=False,
-    )
+  options = tiny_engine.options(lanes=2)
+  options.check_group_size(2)
+  with pytest.raises(ValueError, match='slots=4 in 2 lanes: .* group_size=4'):
+    options.check_group_size(4)
 
 
 def _begin(engine, prompts, *, group_size=1, max_turn_tokens=1):
@@ -46,220 +44,230 @@ def _begin(engine, prompts, *, group_size=1, max_turn_tokens=1):
   )
 
 
-def _break(engine, monkeypatch):
-  """Its `extend` takes what it was given along."""
+def test_errors_of_threads_are_raised_by_poll_and_by_begin(monkeypatch):
+  engine, drivers = tiny_engine.new_engine(lanes=2, deterministic=False)
 
   def broken(params, state, *args, **options):
+    # As a program that fails after it has donated the state.
     jax.tree.map(lambda x: x.delete(), state)
     raise RuntimeError('the device is gone')
 
-  monkeypatch.setattr(engine._programs, 'extend', broken)
-
-
-@pytest.fixture
-def fresh():
-  """Two lanes that no other test has."""
-  return tiny_engine.engine.__wrapped__(lanes=2, deterministic=False)
-
-
-def test_what_a_thread_raises_comes_up_and_again_when_another_begins(
-  fresh, monkeypatch
-):
   with monkeypatch.context() as patch:
-    _break(fresh, patch)
-    _begin(fresh, tiny_engine.prompts(1))
+    patch.setattr(drivers[0].programs, 'extend', broken)
+    _begin(engine, tiny_engine.prompts(2))  # a row in each lane
     for _ in range(2):
       with pytest.raises(RuntimeError, match='the device is gone'):
-        while fresh.busy:
-          fresh.poll()
-  with pytest.raises(RuntimeError, match='the device is gone'):
-    _begin(fresh, tiny_engine.prompts(1))
-  _plays_on(fresh)
-
-
-def test_what_nobody_looked_at_is_told_when_another_begins(fresh, monkeypatch):
-  with monkeypatch.context() as patch:
-    _break(fresh, patch)
-    _begin(fresh, tiny_engine.prompts(1))
-    fresh._admit()
-    assert [lane.go_on(queued=False) is None for lane in fresh._lanes] == [
-      False,
-      True,
-    ]
+        while engine.busy:
+          engine.poll()
+  # Each lane raises once more, the one that no poll has looked at too.
+  for _ in range(2):
     with pytest.raises(RuntimeError, match='the device is gone'):
-      _begin(fresh, tiny_engine.prompts(1))
-  _plays_on(fresh)
-
-
-def _plays_on(engine):
+      _begin(engine, tiny_engine.prompts(1))
   prompts, keys = tiny_engine.prompts(4), tiny_engine.keys(4)
-  expected = tiny_engine.play(tiny_engine.engine(), prompts, keys)
-  for row, dialogue in tiny_engine.play(engine, prompts, keys).items():
+  expected = tiny_engine.run_dialogues(tiny_engine.engine(), prompts, keys)
+  again = tiny_engine.run_dialogues(engine, prompts, keys)
+  for row, dialogue in again.items():
     tiny_engine.assert_same(dialogue, expected[row])
-
-
-def test_closing_waits_for_no_thread_that_has_nothing_to_tell():
-  engine = tiny_engine.engine(lanes=2)
-  _begin(engine, tiny_engine.prompts(2))
-  ended = {}
-  while len(ended) < 2:
-    ended |= engine.poll()
-  released = threading.Event()
-  blocked = [
-    lane._thread.submit(released.wait, timeout=5) for lane in engine._lanes
-  ]
-  assert engine.close(0) is None
-  assert not any(future.done() for future in blocked)
-  released.set()
 
 
 @pytest.mark.parametrize(
   ('order', 'computed'),
   [
-    # Slots for the last two groups: two of a lane together; two of a lane one
-    # after the other; of each lane one.
+    # Slots for the last two groups become free: two of a lane together; two of
+    # a lane one after the other; one of each lane.
     ([(1, 2, 3), (0,)], 4),
     ([(2,), (0, 3), (1,)], 4),
     ([(2,), (0,), (1, 3)], 6),
   ],
 )
-def test_rows_go_where_the_prompt_of_their_group_is(
-  order, computed, monkeypatch
+def test_rows_go_to_the_lane_that_has_the_prompt_of_their_group(
+  order, computed
 ):
-  engine = tiny_engine.engine(lanes=2, deterministic=False)
-  told = _prompts_computed(engine, monkeypatch)
+  engine, drivers = tiny_engine.engine_and_drivers(lanes=2, deterministic=False)
+  _forget_calls(drivers)
   _begin(engine, tiny_engine.prompts(4), group_size=2, max_turn_tokens=3)
   turns = tiny_engine.first_turns(engine, order)
   assert turns.keys() == set(range(8))
-  assert len(told) == computed
+  assert len(_computed_prompts(drivers)) == computed
 
 
 @pytest.mark.parametrize(
   'options', [{'lanes': 2, 'slots': 8}, {'lanes': 1, 'slots': 12}], ids=str
 )
-def test_a_prompt_is_computed_once_in_each_lane(options, monkeypatch):
-  engine = tiny_engine.engine(deterministic=False, **options)
-  told = _prompts_computed(engine, monkeypatch)
-  for delays in range(4):
-    told.clear()
-    tiny_engine.play(
+def test_a_prompt_is_computed_once_in_each_lane(options):
+  engine, drivers = tiny_engine.engine_and_drivers(
+    deterministic=False, **options
+  )
+  for delays in range(2):
+    _forget_calls(drivers)
+    tiny_engine.run_dialogues(
       engine,
       tiny_engine.prompts(7),
       tiny_engine.keys(28),
       group_size=4,
       delays=delays,
     )
-    assert len(set(told)) == len(told)
-    assert len({prompt for _, prompt in told}) == 7
+    computed = _computed_prompts(drivers)
+    assert len(set(computed)) == len(computed)
+    assert len({prompt for _, prompt in computed}) == 7
 
 
-def _prompts_computed(engine, monkeypatch):
-  """(number of a lane, prompt), to be filled."""
-  told = []
-  for n, one in enumerate(engine._lanes):
-
-    def append(appends, n=n, append=one._decoder.append):
-      starts = [x for x in appends.values() if not x.length]
-      told.extend((n, tuple(x.token_ids.tolist())) for x in starts)
-      append(appends)
-
-    monkeypatch.setattr(one._decoder, 'append', append)
-  return told
+def _forget_calls(drivers):
+  for driver in drivers:
+    driver.calls.clear()
 
 
-def _lane(*, slots, batch_rows, lookahead=0):
-  """A lane; calls of its decoder that tell slots something; slots written."""
-  calls, written = [], []
-  decoder = types.SimpleNamespace(
-    slots=slots,
-    batch_rows=batch_rows,
-    compacts=False,
-    return_expert_ids=False,
-    append=lambda appends: calls.append(('append', [*appends])),
-    copy=lambda copies: calls.append(
-      ('copy', {slot: copy.source for slot, copy in copies.items()})
-    ),
-    write=lambda writes, *_: written.append([*writes]) or ([], None),
+def _computed_prompts(drivers):
+  """(number of a lane, prompt) of every prompt that was not copied."""
+  return [
+    (n, tuple(append.token_ids.tolist()))
+    for n, driver in enumerate(drivers)
+    for name, appends in driver.calls
+    if name == 'append'
+    for append in appends.values()
+    if not append.length
+  ]
+
+
+class _FakeDriver:
+  """Decodes one token in each slot, and runs on nothing.
+
+  Attributes:
+    calls: appends and copies, by slot.
+    decoded: the slots of each chunk, in the order of the call.
+    ending: slots in which the next chunks end a turn.
+    gate: a chunk waits until it is set.
+  """
+
+  compacts = False
+  returns_expert_ids = False
+
+  def __init__(self, slots, batch_rows):
+    self.slots, self.batch_rows = slots, batch_rows
+    self.calls, self.decoded = [], []
+    self.ending = set()
+    self.gate = threading.Event()
+    self.gate.set()
+
+  def append(self, appends):
+    self.calls.append(('append', [*appends]))
+
+  def copy(self, copies):
+    sources = {slot: copy.source for slot, copy in copies.items()}
+    self.calls.append(('copy', sources))
+
+  def decode(self, decodes, *, greedy, enough):
+    assert self.gate.wait(timeout=20)
+    self.decoded.append([*decodes])
+    slots = sorted(decodes)
+    ones_A1 = np.ones((len(slots), 1))
+    ended_A = np.array([slot in self.ending for slot in slots])
+    return slots, slot_programs.Chunk(
+      ones_A1, ones_A1, ones_A1, np.ones(len(slots), int), ended_A, ended_A
+    )
+
+
+def _lane(*, slots, batch_rows, lookahead=0, lanes=1):
+  driver = _FakeDriver(slots, batch_rows)
+  options = tiny_engine.options(
+    slots=slots * lanes, lookahead=lookahead, decode_chunk=1, lanes=lanes
   )
-  tested = lane.Lane(
-    decoder,
-    decode_chunk=1,
-    early_exit=1.0,
-    lookahead=lookahead,
-    max_length=9,
-    threaded=False,
-  )
-  return tested, calls, written
+  return lane_lib.Lane(driver, options), driver
 
 
 def _row(number, *, group, length=2):
-  return lane.Row(number, np.zeros(length, np.int32), group, np.zeros(2))
+  return lane_lib.Row(number, np.zeros(length, np.int32), group, np.zeros(2))
 
 
-def test_a_row_writes_with_those_of_its_length():
+def test_closing_does_not_wait_for_the_thread_of_the_lane():
+  lane, driver = _lane(slots=2, batch_rows=2, lanes=2)
+  rows = [_row(n, group=n) for n in range(2)]
+  for row in rows:
+    lane.admit(row)
+  driver.ending = {0}
+  lane.schedule(queued=False).result(timeout=20)
+  assert lane.collect_done().keys() == {0}
+  driver.gate.clear()
+  in_flight = lane.schedule(queued=False)  # the second row goes on
+  if in_flight.done():  # started ahead, before the gate was closed
+    lane.collect_done()
+    in_flight = lane.schedule(queued=False)
+  assert lane.close(rows[0]) is None
+  assert not in_flight.done()
+  driver.gate.set()
+  in_flight.result(timeout=20)
+
+
+@pytest.mark.parametrize('size', [1, 3, 7])
+def test_a_row_decodes_with_those_closest_in_length(size):
   rng = np.random.default_rng(0)
   for _ in range(20):
-    rows = [
-      _row(n, group=n, length=int(x))
-      for n, x in enumerate(rng.integers(0, 50, 7))
+    lane, driver = _lane(slots=8, batch_rows=size)
+    lengths = rng.integers(1, 39, 7)
+    for n, length in enumerate(lengths):
+      lane.admit(_row(n, group=n, length=int(length)))
+    lane.schedule(queued=True)  # who waits longest is first: row 0
+    chosen = driver.decoded[0]
+    assert 0 in chosen and len(set(chosen)) == size
+    ranges = [
+      np.ptp(lengths[[0, *others]])
+      for others in itertools.combinations(range(1, 7), size - 1)
     ]
-    for row in rows:
-      row.length = len(row.prompt)
-    for size in (1, 3, 7):
-      chosen = lane._alike(rows[0], rows, size)
-      assert rows[0] in chosen and len({r.number for r in chosen}) == size
-      ranges = [
-        np.ptp([rows[0].length, *(row.length for row in others)])
-        for others in itertools.combinations(rows[1:], size - 1)
-      ]
-      assert np.ptp([row.length for row in chosen]) == min(ranges)
+    assert np.ptp(lengths[chosen]) == min(ranges)
 
 
 @pytest.mark.parametrize(
-  ('queued', 'lookahead', 'written'),
+  ('queued', 'lookahead', 'decoded'),
   [
     (False, 0, [[4, 3], [1, 2]]),  # the shortest first
     (False, 1, [[4, 3], [1, 2]]),
-    (True, 0, [[2, 0], [3, 1]]),  # who waits longest, with whom is like it
+    # Who waits longest first, with whoever is closest to it in length.
+    (True, 0, [[2, 0], [3, 1]]),
   ],
 )
-def test_who_writes_next(queued, lookahead, written):
-  tested, _, found = _lane(slots=6, batch_rows=2, lookahead=lookahead)
+def test_the_queue_decides_whether_the_shortest_row_decodes_first(
+  queued, lookahead, decoded
+):
+  lane, driver = _lane(slots=6, batch_rows=2, lookahead=lookahead)
   for n, length in enumerate((5, 3, 4, 2, 1)):
-    tested.admit(_row(n, group=n, length=length))
-  tested.go_on(queued=queued)
-  assert found == written
+    lane.admit(_row(n, group=n, length=length))
+  lane.schedule(queued=queued)
+  assert driver.decoded == decoded
 
 
-def test_who_has_a_chunk_under_way_joins_where_there_is_room():
+def test_a_row_with_a_chunk_in_flight_joins_where_there_is_room():
   for lookahead, second in ((0, [2]), (1, [2, 0])):
-    tested, _, written = _lane(slots=4, batch_rows=2, lookahead=lookahead)
+    lane, driver = _lane(slots=4, batch_rows=2, lookahead=lookahead)
     for n, length in enumerate((2, 3, 6)):
-      tested.admit(_row(n, group=n, length=length))
-    tested.go_on(queued=False)
-    assert written == [[0, 1], second]
+      lane.admit(_row(n, group=n, length=length))
+    lane.schedule(queued=False)
+    assert driver.decoded == [[0, 1], second]
 
 
 def test_a_slot_is_not_given_away_while_a_row_waits_for_its_prompt():
-  tested, calls, _ = _lane(slots=4, batch_rows=4)
+  lane, driver = _lane(slots=4, batch_rows=4)
   rows = [_row(n, group=group) for n, group in enumerate((0, 1, 1, 2, 2, 3))]
 
-  def ends(row):
-    row.writing = False
-    del tested._writing[row.slot]
-    tested.close(row)
+  def end(*slots):
+    driver.ending = set(slots)
+    while lane.schedule(queued=False):
+      if lane.collect_done():
+        return
 
   for row in rows[:4]:
-    tested.admit(row)
-  tested.go_on(queued=False)
-  assert calls == [('append', [0, 1, 3]), ('copy', {2: 1})]
-  calls.clear()
-  ends(rows[0])
-  tested.admit(rows[4])  # it waits for company to be told
-  tested.go_on(queued=False)
-  assert rows[4].slot == 0 and not calls
-  ends(rows[3])
-  tested.admit(rows[5])  # to where the prompt is that row 4 waits for
-  assert rows[5].slot == 3 and calls == [('copy', {0: 3})]
-  tested._append()
-  assert calls == [('copy', {0: 3}), ('append', [3])]
+    lane.admit(row)
+  driver.ending = {0}
+  lane.schedule(queued=False)
+  assert driver.calls == [('append', [0, 1, 3]), ('copy', {2: 1})]
+  driver.calls.clear()
+  assert lane.collect_done().keys() == {0}
+  lane.close(rows[0])
+  lane.admit(rows[4])  # it waits until more rows are to be appended to
+  end(3)
+  assert rows[4].slot == 0 and not driver.calls
+  lane.close(rows[3])
+  lane.admit(rows[5])  # to the slot with the prompt that row 4 waits for
+  assert rows[5].slot == 3 and driver.calls == [('copy', {0: 3})]
+  end(0, 1, 2)
+  lane.schedule(queued=False)
+  assert driver.calls == [('copy', {0: 3}), ('append', [3])]

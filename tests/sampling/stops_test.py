@@ -24,7 +24,7 @@ def _check(tokenizer, automaton, ids):
   """Follows the automaton; True if it stopped."""
   state = automaton.START
   for count, token_id in enumerate(ids, start=1):
-    state = automaton.next_state_SV[state, token_id]
+    state = automaton.next_state_ZV[state, token_id]
     text = tokenizer.decode(ids[:count])
     expected = tokenizer.eos_id in ids[:count] or any(
       stop in text for stop in ('</search>', '</answer>')
@@ -114,7 +114,7 @@ def test_where_it_stops(tokens, stops_at):
   )
   state, states = automaton.START, []
   for token_id in range(len(tokens)):
-    state = automaton.next_state_SV[state, token_id]
+    state = automaton.next_state_ZV[state, token_id]
     states.append(state == automaton.stopped)
   if stops_at is None:
     assert not any(states)
@@ -125,7 +125,7 @@ def test_where_it_stops(tokens, stops_at):
 def test_the_end_of_sequence_stops_from_every_state():
   tokenizer = vocabularies.phrases()
   automaton = _automaton(tokenizer)
-  column = automaton.next_state_SV[:, tokenizer.eos_id]
+  column = automaton.next_state_ZV[:, tokenizer.eos_id]
   assert (column == automaton.stopped).all()
 
 
@@ -162,7 +162,7 @@ def test_padding_ids_of_the_model_change_nothing():
   automaton = _automaton(tokenizer)
   size = tokenizer.vocab_size
   table_SV = automaton.table(size + 3)
-  np.testing.assert_array_equal(table_SV[:, :size], automaton.next_state_SV)
+  np.testing.assert_array_equal(table_SV[:, :size], automaton.next_state_ZV)
   states = np.arange(len(table_SV))
   for padding in range(size, size + 3):
     np.testing.assert_array_equal(table_SV[:, padding], states)

@@ -1,4 +1,4 @@
-"""A tiny engine, and dialogues played on it with an environment that dawdles.
+"""A tiny engine, and dialogues with an environment that answers late.
 
 One tiny vocabulary: a stop string that comes up by chance every few tokens,
 an end of sequence, and two padding ids that no tokenizer knows.
@@ -8,13 +8,16 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import numpy as np
 
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.sampling import engine as engine_lib
+from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import sampler
+from stppo_jax.sampling import slot_driver
 from stppo_jax.sampling import stops
 from stppo_jax.sampling import turns as turns_lib
 from tests.models import tiny
@@ -34,40 +37,83 @@ def mesh(devices: int = 1) -> jax.sharding.Mesh:
   )
 
 
-@functools.cache
-def engine(
-  *,
-  devices: int = 1,
-  slots: int = 4,
-  extend_chunk: int = 4,
-  decode_chunk: int = 3,
-  cache_blocks: int = 1,
-  early_exit: float = 1.0,
-  lookahead: int = 1,
-  deterministic: bool = True,
-  lanes: int = 1,
-  batch_rows: int = 0,
-  top_k: int = 0,
-) -> engine_lib.Engine:
-  """One engine for all tests that want the same, weights published."""
+def automaton() -> stops.StopAutomaton:
+  """Stops at 'ab' and at the end of the sequence."""
+  return stops.build(TOKENS, stop_strings=('ab',), eos_id=EOS)
+
+
+def options(*, top_k: int = 0, **changes) -> engine_options.EngineOptions:
+  """Options of an engine of four slots, in waves."""
+  defaults: dict[str, Any] = {
+    'slots': 4,
+    'max_length': MAX_LENGTH,
+    'sampling': sampler.Sampling(temperature=TEMPERATURE, top_k=top_k),
+    'cache_blocks': 1,
+    'extend_chunk': 4,
+    'decode_chunk': 3,
+    'early_exit': 1.0,
+    'lookahead': 1,
+    'deterministic': True,
+    'lanes': 1,
+    'batch_rows': 0,
+  }
+  return engine_options.EngineOptions(**(defaults | changes))
+
+
+class RecordingDriver(slot_driver.SlotDriver):
+  """A slot driver that records the calls of its lane.
+
+  Attributes:
+    programs: the compiled programs, shared by all lanes.
+    calls: the name of each call and its slots (or groups), by slot.
+  """
+
+  def __init__(self, programs, options):
+    super().__init__(programs, options)
+    self.programs = programs
+    self.calls: list[tuple[str, Mapping[int, Any]]] = []
+
+  def append(self, appends):
+    self.calls.append(('append', appends))
+    super().append(appends)
+
+  def decode(self, decodes, *, greedy, enough):
+    self.calls.append(('decode', decodes))
+    return super().decode(decodes, greedy=greedy, enough=enough)
+
+
+def new_engine(
+  devices: int = 1, **changes
+) -> tuple[engine_lib.Engine, list[RecordingDriver]]:
+  """An engine that no other test has, and the driver of each of its lanes."""
+  drivers: list[RecordingDriver] = []
+
+  def make_driver(*args):
+    drivers.append(RecordingDriver(*args))
+    return drivers[-1]
+
   made = engine_lib.Engine(
     MODEL,
     mesh=mesh(devices),
-    automaton=stops.build(TOKENS, stop_strings=('ab',), eos_id=EOS),
-    slots=slots,
-    max_length=MAX_LENGTH,
-    cache_blocks=cache_blocks,
-    early_exit=early_exit,
-    sampling=sampler.Sampling(temperature=TEMPERATURE, top_k=top_k),
-    extend_chunk=extend_chunk,
-    decode_chunk=decode_chunk,
-    lookahead=lookahead,
-    deterministic=deterministic,
-    lanes=lanes,
-    batch_rows=batch_rows,
+    automaton=automaton(),
+    options=options(**changes),
+    make_driver=make_driver,
   )
   made.publish(PARAMS, 0)
-  return made
+  return made, drivers
+
+
+@functools.cache
+def engine_and_drivers(
+  **changes,
+) -> tuple[engine_lib.Engine, list[RecordingDriver]]:
+  """One engine for all tests that want the same one, and its drivers."""
+  return new_engine(**changes)
+
+
+def engine(**changes) -> engine_lib.Engine:
+  """One engine for all tests that want the same one, weights published."""
+  return engine_and_drivers(**changes)[0]
 
 
 def keys(count: int, seed: int = 0) -> jax.Array:
@@ -94,7 +140,7 @@ def stops_at(written: Sequence[int]) -> bool:
 
 @dataclasses.dataclass
 class Dialogue:
-  """All tokens of a row; log-probs are 0 where they were told to it.
+  """All tokens of a row; log-probabilities of observations are 0.
 
   Attributes:
     spans: first token of each turn, and the one after its last.
@@ -105,12 +151,12 @@ class Dialogue:
   truncated_logprobs: list[float]
   spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
-  def tell(self, token_ids: np.ndarray) -> None:
+  def append_observation(self, token_ids: np.ndarray) -> None:
     self.tokens += token_ids.tolist()
     self.logprobs += [0.0] * len(token_ids)
     self.truncated_logprobs += [0.0] * len(token_ids)
 
-  def write(self, written: turns_lib.GeneratedTurn) -> None:
+  def append_turn(self, written: turns_lib.GeneratedTurn) -> None:
     start = len(self.tokens)
     self.tokens += written.token_ids.tolist()
     self.logprobs += written.logprobs.tolist()
@@ -118,7 +164,7 @@ class Dialogue:
     self.spans.append((start, len(self.tokens)))
 
 
-def play(
+def run_dialogues(
   engine: engine_lib.Engine,
   prompts: Sequence[np.ndarray | None],
   row_keys: jax.Array,
@@ -155,14 +201,14 @@ def play(
   who = who if who is not None else range(len(prompts) * group_size)
   dialogues = {n: Dialogue([], [], []) for n in rows}
   for n in rows:
-    dialogues[n].tell(prompts[n // group_size])
+    dialogues[n].append_observation(prompts[n // group_size])
   due: dict[int, int] = {}  # polls that a row still waits
   left = set(rows)
   while left:
     due = {n: wait - 1 for n, wait in due.items()}
     now = [n for n, wait in due.items() if wait < 0]
     if not engine.busy and not now:
-      now = [min(due, key=due.get)]
+      now = [min(due, key=lambda n: due[n])]
     for n in now:
       del due[n]
       turn = len(dialogues[n].spans)
@@ -172,9 +218,9 @@ def play(
         left.remove(n)
       else:
         engine.resume(n, told)
-        dialogues[n].tell(told)
+        dialogues[n].append_observation(told)
     for n, written in engine.poll().items():
-      dialogues[n].write(written)
+      dialogues[n].append_turn(written)
       assert engine.remaining(n) == MAX_LENGTH - len(dialogues[n].tokens)
       due[n] = 0 if delays is None else int(dawdle.integers(8))
   assert not engine.busy and not engine.poll()

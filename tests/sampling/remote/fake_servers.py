@@ -16,6 +16,7 @@ import numpy as np
 from stppo_jax.http import client as http_client
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.sampling import engine as local_engine_lib
+from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from stppo_jax.sampling.remote import client as client_lib
@@ -204,17 +205,19 @@ def local_engine():
       data=-1, fsdp=1, tensor=1, devices=jax.devices()[:1]
     ),
     automaton=AUTOMATON,
-    slots=4,
-    max_length=MAX_LENGTH,
-    sampling=SAMPLING,
-    extend_chunk=4,
-    decode_chunk=4,
-    lookahead=1,
-    lanes=1,
-    batch_rows=0,
-    cache_blocks=2,
-    early_exit=0.25,
-    deterministic=True,
+    options=engine_options.EngineOptions(
+      slots=4,
+      max_length=MAX_LENGTH,
+      sampling=SAMPLING,
+      extend_chunk=4,
+      decode_chunk=4,
+      lookahead=1,
+      lanes=1,
+      batch_rows=0,
+      cache_blocks=2,
+      early_exit=0.25,
+      deterministic=True,
+    ),
   )
   engine.publish(PARAMS, 0)
   return engine
