@@ -55,17 +55,17 @@ _ALGORITHM = Addition(
       'configs/algorithms.py',
       'ALGORITHMS = {',
       """
-        'turn_cispo': _row(
+        'turn_cispo': _algorithm(
           ratio={'level': 'turn'},
-          objective=block('objective', 'detached'),
+          objective=choice('objective', 'detached'),
           **_GROUP,
           **_NO_KL,
         ),
       """,
     ),
     Insertion(
-      'docs/texts/rows.py',
-      'ROWS = {',
+      'docs/texts/algorithms.py',
+      'ALGORITHMS = {',
       """
         'turn_cispo': entry.Description(
           'loss = mean over policy tokens of -A sg(r_k) l',
@@ -87,7 +87,7 @@ _ALGORITHM = Addition(
   built = algorithm.build_algorithm(config.algorithm.to_dict())
   assert not built.uses_values and built.objective.name == 'detached'
   assert config.rollout.group_size == 8
-  assert '### `turn_cispo`' in make_algorithms.text()
+  assert '### `turn_cispo`' in ''.join(make_algorithms.pages().values())
   """,
 )
 
@@ -306,7 +306,7 @@ def _changed(root: pathlib.Path) -> set[str]:
 @pytest.mark.parametrize(
   ('addition', 'files'),
   [
-    (_ALGORITHM, {'configs/algorithms.py', 'docs/texts/rows.py'}),
+    (_ALGORITHM, {'configs/algorithms.py', 'docs/texts/algorithms.py'}),
     (
       _ENVIRONMENT,
       {'stppo_jax/envs/echo.py', 'stppo_jax/envs/environments.py'},

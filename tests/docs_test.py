@@ -25,7 +25,7 @@ _PAGES = {
   for name in (
     *_FIRST,
     'CONTRIBUTING.md',
-    *sorted(f'docs/{page.name}' for page in (_ROOT / 'docs').glob('*.md')),
+    *(str(p.relative_to(_ROOT)) for p in sorted(_ROOT.glob('docs/**/*.md'))),
   )
 }
 _README = _PAGES['README.md']
