@@ -60,7 +60,7 @@ def attend(
   num_tiles = -(-size // tile)
   tile = -(-size // num_tiles)  # equal tiles, with the least padding
   padded = num_tiles * tile
-  mix: Callable[..., Array] = _mix_in_loop
+  mix: Any = _mix_in_loop  # custom_vjp hides the type of what it returns
   if num_tiles <= _FEW:
     padded, mix = size, _mix_unrolled  # the last tile may be shorter
 

@@ -5,6 +5,8 @@ state at l - 1 predicts token l, and the results stand at index l. No other
 module shifts. From the logits on, everything is float32.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -50,7 +52,7 @@ def token_logprobs_and_entropy(
     logprobs_BL, entropy_BL, float32; 0 at other tokens and at the first, which
     nothing predicts.
   """
-  outputs = vocabulary.logprobs_and_entropy(
+  outputs: Any = vocabulary.logprobs_and_entropy(
     chunks.Options(temperature, chunk, mesh),
     hidden_BLD if narrowed else _gather_before(hidden_BLD, loss_positions_BM),
     output_VD,
@@ -92,7 +94,7 @@ def token_divergence(
     logprobs_BL, ref_logprobs_BL, divergence_BL, float32; 0 outside the loss
     positions and at the first token.
   """
-  outputs = vocabulary.divergence(
+  outputs: Any = vocabulary.divergence(
     chunks.Options(temperature, chunk, mesh),
     _gather_before(hidden_BLD, loss_positions_BM),
     output_VD,

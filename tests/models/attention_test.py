@@ -25,7 +25,7 @@ def _inputs(rows, size, num_heads, num_kv_heads, seed=0):
 
 
 def _by_hand(q_BLQH, k_BLKH, v_BLKH):
-  """One query at a time, in float64."""
+  """Computes attention one query at a time, in float64."""
   mixed = np.zeros(q_BLQH.shape)
   shared = q_BLQH.shape[2] // k_BLKH.shape[2]
   for b, at, head in np.ndindex(q_BLQH.shape[:3]):

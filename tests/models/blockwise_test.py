@@ -1,4 +1,4 @@
-"""Attention in blocks: the definition's numbers, memory, and what is local."""
+"""Attention in tiles: its numbers, its memory, and what devices send."""
 
 import math
 
@@ -35,7 +35,7 @@ def _definition(q_BLQH, k_BLKH, v_BLKH):
 
 
 def _loss(attend):
-  """A sum with weights of its own for each number that is found."""
+  """Returns a sum that weighs every number of the result differently."""
 
   def loss(inputs):
     mixed = attend(*inputs)
@@ -53,20 +53,20 @@ def _found(attend, inputs):
 
 
 @pytest.mark.parametrize(
-  ('size', 'block', 'num_heads', 'num_kv_heads'),
+  ('size', 'tile', 'num_heads', 'num_kv_heads'),
   [
-    (45, 8, 4, 2),  # six blocks of 8, three of whose tokens are none
+    (45, 8, 4, 2),  # six tiles of 8 with three tokens of padding
     (22, 7, 4, 1),  # four of 6, the last one of 4
     (9, 1, 2, 2),  # each token alone
     (9, 9, 6, 2),  # one
   ],
 )
-def test_tiles_equal_the_definition(size, block, num_heads, num_kv_heads):
+def test_tiles_equal_the_definition(size, tile, num_heads, num_kv_heads):
   inputs = _inputs(size, num_heads, num_kv_heads)
-  # Scores that outgrow those before, and dwarf those behind.
+  # Logits that are larger than all before, and dwarf those behind.
   q, k, v = inputs
   inputs = (q, k.at[:, size // 2].multiply(4), v)
-  mixed, *gradients = _found(blockwise.attend(size, block, None), inputs)
+  mixed, *gradients = _found(blockwise.attend(size, tile, None), inputs)
   expected, *expected_gradients = _found(_definition, inputs)
   np.testing.assert_allclose(mixed, expected, rtol=1e-6, atol=1e-6)
   for ours, theirs in zip(gradients, expected_gradients, strict=True):
@@ -96,7 +96,7 @@ def test_later_tokens_change_nothing_before_them():
 
 
 def _compiled(size, num_heads, num_kv_heads, mesh):
-  """Gradients of a run's attention to sequences of this length."""
+  """Compiles the gradients of a run's attention for this length."""
   attend = attention.causal_attention('xla', size, None, mesh)
 
   def shape(heads):
@@ -122,7 +122,7 @@ def _compiled(size, num_heads, num_kv_heads, mesh):
 
 
 def _temporary(size, again):
-  """Bytes of the gradient of two layers of attention."""
+  """Returns the bytes of the gradient of two layers of attention."""
   attend = attention.causal_attention('xla', size, None, None)
   layer = lambda x_BLQH, _: (x_BLQH + attend(x_BLQH, x_BLQH, x_BLQH), None)
   if again:
@@ -140,15 +140,15 @@ def test_memory_grows_with_the_length(again):
 
 
 @pytest.mark.parametrize(
-  ('size', 'blocks', 'loops'), [(80, 1, 0), (320, 4, 0), (321, 1, 1)]
+  ('size', 'tiles', 'loops'), [(80, 1, 0), (320, 4, 0), (321, 1, 1)]
 )
-def test_many_tiles_are_one_loop(size, blocks, loops):
+def test_many_tiles_are_one_loop(size, tiles, loops):
   inputs = _inputs(size, 4, 2, rows=1)
   attend = attention.causal_attention('xla', size, None, None)
-  told = jax.jit(attend).lower(*inputs).as_text()
-  assert told.count('stablehlo.while') == loops
-  assert told.count('stablehlo.exponential') == blocks + loops
-  if blocks == 1 and not loops:
+  text = jax.jit(attend).lower(*inputs).as_text()
+  assert text.count('stablehlo.while') == loops
+  assert text.count('stablehlo.exponential') == tiles + loops
+  if tiles == 1 and not loops:
     np.testing.assert_array_equal(attend(*inputs), _definition(*inputs))
 
 
@@ -156,7 +156,7 @@ def test_many_tiles_are_one_loop(size, blocks, loops):
   ('axes', 'num_heads', 'num_kv_heads', 'shared'),
   [
     ((2, 2, 2), 4, 2, False),
-    ((2, 1, 4), 4, 2, True),  # two devices to a key/value head
+    ((2, 1, 4), 4, 2, True),  # two devices share a key and value head
   ],
 )
 def test_tiles_need_no_communication_between_devices(
@@ -164,10 +164,10 @@ def test_tiles_need_no_communication_between_devices(
 ):
   mesh = mesh_lib.make_mesh(**dict(zip(mesh_lib.AXES, axes)))
   compiled = _compiled(400, num_heads, num_kv_heads, mesh)
-  told = program.collectives(compiled.as_text())
-  assert bool(told) == shared
-  # Once, not in every pair of blocks.
-  assert {x.times for x in told} <= {1}
+  sent = program.collectives(compiled.as_text())
+  assert bool(sent) == shared
+  # Once, not in every pair of tiles.
+  assert {x.times for x in sent} <= {1}
   assert max(x.times for x in program.instructions(compiled.as_text())) == 15
 
 

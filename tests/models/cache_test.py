@@ -1,4 +1,4 @@
-"""Reading on from a cache: the twin is reading all at once."""
+"""Reading from a cache, compared with one pass over the whole sequence."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Shapes that cannot be, and Hugging Face configs that are not ours."""
+"""Impossible shapes, and Hugging Face configs that are not supported."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The divergence of two policies: its twin, its gradient, and its memory."""
+"""The divergence of two policies: a float64 loop, its gradient, its memory."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ def _log_softmax(scores):
 
 
 def _twin(hidden, output, ref_hidden, ref_output, tokens, temperature):
-  """Loops over rows, tokens and the vocabulary, in float64."""
+  """Computes the divergence by loops over the vocabulary, in float64."""
   hidden, output, ref_hidden, ref_output = (
     np.asarray(x, np.float64) for x in (hidden, output, ref_hidden, ref_output)
   )
@@ -60,8 +60,10 @@ def _jitted(temperature, chunk):
   )
 
 
-@pytest.mark.parametrize('temperature', [1.0, 0.7])
-@pytest.mark.parametrize('chunk', [1, 4 * _B, 6 * _B, 64 * _B])
+@pytest.mark.parametrize(
+  ('temperature', 'chunk'),
+  [(1.0, 1), (0.7, 4 * _B), (1.0, 6 * _B), (0.7, 64 * _B)],
+)
 def test_divergence_equals_a_float64_loop(temperature, chunk):
   arguments = _arguments()
   found = _jitted(temperature, chunk)(*arguments)

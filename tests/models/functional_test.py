@@ -1,4 +1,4 @@
-"""A model split from its weights: heads, values, and weights that misfit."""
+"""The functions of a model: heads, values, and weights that do not fit."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Adapters: nothing at first, then what a dense product says, then merged."""
+"""Adapters: fresh ones, trained ones, merged ones, and wrong ones."""
 
 import dataclasses
 import re
@@ -24,7 +24,7 @@ def _model(head='vocabulary', options=_LORA):
 
 
 def _adapters(model, scale=None):
-  """As drawn, or with a B that matters."""
+  """Returns fresh adapters, or random ones of this scale."""
   fresh = jax.device_get(model.init_adapters(jax.random.key(0)))
   if scale is None:
     return fresh
@@ -102,7 +102,7 @@ def test_cached_decoding_of_merged_weights_includes_adapters():
 
 
 def test_the_backward_pass_forms_no_gradient_of_the_base():
-  """Of a product X W: forward and dX, 2 of the 3 products of training W."""
+  """Of the 3 products that training W takes, X W and dX are left."""
   shape = dict(hidden_size=64, intermediate_size=256, head_dim=32)
   # One layer after another: XLA counts the body of a loop once.
   plain = tiny.model(**shape, scan_unroll=2)

@@ -46,7 +46,7 @@ def _softmax(scores):
 
 
 def _twin(weights, tokens, *, chosen=None, normed=True):
-  """One token and one expert after the other, in float64."""
+  """Computes one token and one expert after the other, in float64."""
   router, gates, ups, downs = _matrices(weights)
   outputs = np.zeros(tokens.shape)
   ids = np.zeros((*tokens.shape[:2], E), int)

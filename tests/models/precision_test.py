@@ -1,4 +1,4 @@
-"""Weights cast once make the numbers of weights cast where they are used."""
+"""Weights that are cast once give the numbers of weights cast at each use."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What is kept changes memory, never the gradient."""
+"""Rematerialisation changes memory, never the gradient."""
 
 import functools
 
@@ -23,7 +23,7 @@ def _loss(model, params):
 
 
 def _kept(name):
-  """Bytes between the forward and the backward pass."""
+  """Returns the bytes kept between the forward and the backward pass."""
   model = tiny.model(remat=name)
   linear = lambda params: jax.vjp(functools.partial(_loss, model), params)[1]
   return sum(

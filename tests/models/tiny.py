@@ -9,7 +9,7 @@ from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 
-# Of a config: a mixture of experts in place of the MLP, as in Qwen3-MoE.
+# Fields of a config with a mixture of experts, as in Qwen3-MoE.
 MIXTURE = dict(
   qkv_bias=False,
   qk_norm=True,
@@ -20,7 +20,12 @@ MIXTURE = dict(
 
 
 def model(head: str = 'vocabulary', **changes) -> functional.Model:
-  """Hidden 16, 2 layers, 2 heads; `changes` are of the config."""
+  """Returns a model of width 16, 2 layers and 2 heads.
+
+  Args:
+    head: see `functional.Model`.
+    **changes: fields of the config with other values.
+  """
   shape = dict(
     vocab_size=11,
     hidden_size=16,
@@ -39,7 +44,7 @@ def model(head: str = 'vocabulary', **changes) -> functional.Model:
 
 
 def params(model: functional.Model, seed: int = 0, scale: float = 0.4):
-  """Normal weights, biases and heads included; nothing is compiled."""
+  """Returns normal weights, also of biases and heads, without compiling."""
   rng = np.random.default_rng(seed)
   shapes = jax.eval_shape(model.init, jax.random.key(0))
   return jax.tree.map(
@@ -58,9 +63,9 @@ def read_on(
   *,
   num_blocks: int | None = None,
 ):
-  """Hidden states of tokens read on, and the cache that holds them, too.
+  """Returns hidden states of further tokens, and the cache with these tokens.
 
-  `num_blocks` of the cache are looked at; None: all.
+  `num_blocks` is how many blocks of the cache are looked at; None: all.
   """
   B, C = tokens_BC.shape
   hidden_BCD, recent = model.extend(
@@ -77,5 +82,5 @@ def read_on(
 
 @functools.cache
 def hidden(model: functional.Model):
-  """`model.hidden`, compiled once per model and shape."""
+  """Returns `model.hidden`, compiled once per model and shape."""
   return jax.jit(model.hidden)

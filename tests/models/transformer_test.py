@@ -1,4 +1,4 @@
-"""The decoder under padding and rematerialised: twins."""
+"""The decoder: padding, positions, rematerialisation, and its embedding."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The vocabulary spread over devices: the same numbers, and who tells what.
+"""The vocabulary sharded over devices: equal numbers, and what they send.
 
 Meshes of 8 devices are (data, fsdp, tensor).
 """
@@ -28,17 +28,17 @@ _COMPILER_OPTIONS = {
 }
 
 
-def _arguments(words=_V, rows=_B):
+def _arguments(entries=_V, rows=_B):
   rng = np.random.default_rng(0)
   draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-  hidden, output = draw(rows, _L, _D), draw(words, _D)
-  tokens = rng.integers(0, words, (rows, _L)).astype(np.int32)
+  hidden, output = draw(rows, _L, _D), draw(entries, _D)
+  tokens = rng.integers(0, entries, (rows, _L)).astype(np.int32)
   order = rng.permuted(np.tile(np.arange(_L), (rows, 1)), axis=1)[:, :_M]
   return hidden, output, tokens, order.astype(np.int32)
 
 
 def _total(kind, mesh, hidden, output, tokens, positions):
-  """A sum that weighs every token, for both heads."""
+  """Returns a sum that weighs every token, for either function."""
   options = {'temperature': 0.7, 'chunk': _CHUNK, 'mesh': mesh}
   if kind == 'entropy':
     found = heads.token_logprobs_and_entropy(
@@ -60,7 +60,7 @@ def _total(kind, mesh, hidden, output, tokens, positions):
 
 
 def _placed(mesh, arguments):
-  """Rows over data and fsdp, the matrix over tensor and fsdp."""
+  """Places rows along data and fsdp, the matrix along tensor and fsdp."""
   rows = sharding.batch_sharding(mesh)
   if len(arguments[0]) % 4:
     rows = NamedSharding(mesh, P())
@@ -82,7 +82,7 @@ def _jitted(kind, mesh):
 
 
 def _assert_same(actual, expected):
-  """Numbers about tokens and gradients; the total cancels."""
+  """Compares results and gradients; in the total, terms cancel."""
   (_, found), gradients = jax.device_get(actual)
   (_, expected_found), expected_gradients = jax.device_get(expected)
   jax.tree.map(
@@ -101,10 +101,10 @@ def test_many_devices_equal_one(kind, axes):
   _assert_same(_jitted(kind, mesh)(*placed), _jitted(kind, None)(*arguments))
 
 
-@pytest.mark.parametrize(('words', 'rows'), [(511, _B), (_V, 3)])
-def test_dimensions_that_an_axis_does_not_divide_are_replicated(words, rows):
+@pytest.mark.parametrize(('entries', 'rows'), [(511, _B), (_V, 3)])
+def test_dimensions_that_an_axis_does_not_divide_are_replicated(entries, rows):
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
-  arguments = _arguments(words, rows)
+  arguments = _arguments(entries, rows)
   placed, _ = _placed(mesh, arguments)
   _assert_same(
     _jitted('entropy', mesh)(*placed), _jitted('entropy', None)(*arguments)
@@ -120,12 +120,12 @@ def test_no_logits_are_sent_and_the_matrix_is_sent_once_a_pass(kind):
     .lower(*placed)
     .compile()
   )
-  # A chunk of a device, which has half of the words.
+  # A chunk of a device, which has half of the entries.
   chunk = _CHUNK * _V // 2
   assert shapes.largest(compiled) == chunk
   found = program.collectives(compiled.as_text())
   size = lambda c: max(math.prod(dims) for _, dims in c.arrays)
-  # Half of the words with all columns, for either pass; of two models, too.
+  # Half of the entries with all columns, for either pass; of two models, too.
   own = _V // 2 * _D
   gathers = [c for c in found if c.kind == 'all-gather']
   assert gathers and all(size(c) == own and c.times == 1 for c in gathers)

@@ -1,4 +1,4 @@
-"""Chunks of the vocabulary's scores: their twin, gradients, poison, memory."""
+"""Log-probabilities in chunks: a float64 loop, gradients, poison, memory."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ from tests.models import shapes
 
 _B, _L, _D, _V = 3, 9, 4, 10
 _TEMPERATURE = 0.7
-# Row 1 asks for nothing, row 2 for the last token; 0 and L are no positions.
+# Row 1 has no loss position, row 2 only the last token; 0 and L stand for none.
 _POSITIONS = np.array(
   [[2, 3, 5, 8, 1], [9, 9, 9, 9, 0], [8, 9, 9, 9, 9]], np.int32
 )
@@ -31,7 +31,7 @@ def _arguments():
 
 
 def _twin(hidden, output, tokens, asked):
-  """Loops over tokens, in float64."""
+  """Computes the results by loops over tokens, in float64."""
   logprobs, entropy = np.zeros((2, _B, _L))
   for b, token in np.argwhere(asked):
     z = np.float64(output) @ np.float64(hidden[b, token - 1]) / _TEMPERATURE
@@ -59,8 +59,12 @@ def _value_and_gradient(chunk, asks=True):
   return jax.jit(jax.value_and_grad(total, (0, 1), has_aux=True))
 
 
-@pytest.mark.parametrize('chunk', [0, 1, 6, 11, 15, 192])
-@pytest.mark.parametrize('asks', [True, False])
+# All tokens at once, one of a row, chunks that do and do not fill the last one,
+# and more than there are; at loss positions and everywhere.
+@pytest.mark.parametrize(
+  ('chunk', 'asks'),
+  [(0, True), (1, False), (6, True), (11, False), (15, True), (192, False)],
+)
 def test_results_and_gradients_equal_a_float64_loop(chunk, asks):
   arguments = _arguments()
   hidden, output, tokens, *of = arguments

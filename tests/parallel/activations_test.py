@@ -1,4 +1,4 @@
-"""Activations lie where they are told, and their gradients beside them."""
+"""Activations and their gradients have the sharding that was asked for."""
 
 import jax
 from jax.sharding import PartitionSpec as P

@@ -1,4 +1,4 @@
-"""Rows of this host as global arrays."""
+"""Global arrays made of the rows of this host."""
 
 import numpy as np
 

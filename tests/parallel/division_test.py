@@ -1,4 +1,4 @@
-"""A mesh cuts all it was asked to, or is refused with what would do."""
+"""A mesh divides a model, or is refused with the sizes that would fit."""
 
 import pytest
 

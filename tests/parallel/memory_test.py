@@ -1,4 +1,4 @@
-"""Arrays go to the host and come back, cut as they were."""
+"""Arrays move to the host and back with the same sharding."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""Sizes of the mesh: given, left open, impossible."""
+"""Sizes of the mesh that are given, left open, or impossible."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""Bytes and operations of programs that were counted by hand."""
+"""Bytes and operations of programs, compared with counts by hand."""
 
 import jax
 from jax.sharding import PartitionSpec as P

@@ -1,4 +1,4 @@
-"""Every parameter has a layout, and so has what an optimiser makes of it."""
+"""Parameters and the states of optimisers have a sharding."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Old or new, never half: whatever happens in between."""
+"""A folder is the old or the new one, whatever happens in between."""
 
 import os
 import pathlib

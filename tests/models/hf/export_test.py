@@ -1,4 +1,4 @@
-"""Directories out: what is in them, bit for bit, and who can load them."""
+"""Exported directories: their bits, and which libraries load them."""
 
 import dataclasses
 import json

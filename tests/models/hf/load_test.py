@@ -1,4 +1,4 @@
-"""Files in, leaves out: values, layouts, memory, and every complaint."""
+"""Loading weights: values, shardings, memory, and every error."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ _RUNTIME = {'dtype': 'float32', 'remat': 'none', 'scan_unroll': 1}
 
 
 def _tensors(model, dtype=np.float32):
-  """What a file of this model holds; an own reading of the names."""
+  """Returns the tensors of a file of this model, by names spelled out here."""
   params = tiny.params(model)
   found = {}
   for entry in names_lib.entries(model.config):

@@ -1,4 +1,4 @@
-"""One file, against the library that defines the format."""
+"""One file, compared with the library that defines the format."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Which files hold the weights, and whether the index is true."""
+"""Finding the files that hold the weights, and checking their index."""
 
 import json
 
