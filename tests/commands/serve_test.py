@@ -1,11 +1,11 @@
-"""`serve` as a process: ready line, answers, signals, refusals."""
+"""`serve`: its ready line, answers, ends by signals, and refusals."""
 
 import asyncio
-import contextlib
 import json
+import os
 import signal
-import subprocess
-import sys
+import threading
+import time
 from urllib import request
 
 import pytest
@@ -15,26 +15,6 @@ from stppo_jax.commands import serve
 from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import address
 from stppo_jax.retrieval import server
-
-_MAIN = (
-  'import sys; from stppo_jax.commands import serve; '
-  'sys.exit(serve.main(sys.argv[1:]))'
-)
-
-
-@contextlib.contextmanager
-def _serving(*flags):
-  process = subprocess.Popen(
-    [sys.executable, '-c', _MAIN, '--port=0', *flags],
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-  )
-  try:
-    yield process, process.stdout.readline().strip()
-  finally:
-    process.kill()
-    process.communicate()
 
 
 def _ask(url, query):
@@ -50,15 +30,27 @@ def _corpus(tmp_path):
 
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_serves_a_corpus_until_told_to_stop(tmp_path, number):
-  with _serving(f'--corpus={_corpus(tmp_path)}') as (process, url):
-    assert url.startswith('http://127.0.0.1:')
-    assert _ask(f'{url}/retrieve', 'france') == [
-      {'id': '7', 'contents': '"Paris"\nIn France.'}
-    ]
-    process.send_signal(number)
-    output, errors = process.communicate(timeout=60)
-    assert (process.returncode, output, errors) == (0, '', '')
+def test_serves_a_corpus_until_a_signal_ends_it(tmp_path, capsys, number):
+  found = []
+
+  def use_and_end():
+    url = ''
+    while not url.endswith('\n'):  # printed once it is ready
+      time.sleep(0.01)
+      url += capsys.readouterr().out
+    try:
+      found.append((url, _ask(f'{url.strip()}/retrieve', 'france')))
+    finally:
+      os.kill(os.getpid(), number)
+
+  user = threading.Thread(target=use_and_end, daemon=True)
+  user.start()
+  assert serve.main([f'--corpus={_corpus(tmp_path)}', '--port=0']) == 0
+  user.join()
+  ((url, passages),) = found
+  assert url.startswith('http://127.0.0.1:')
+  assert passages == [{'id': '7', 'contents': '"Paris"\nIn France.'}]
+  assert capsys.readouterr() == ('', '')
 
 
 def test_serves_worlds(monkeypatch):

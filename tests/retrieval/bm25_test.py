@@ -101,12 +101,9 @@ def test_topk_beyond_the_corpus():
   assert _ids(index.search(['cat'], 50)[0]) == ['0', '2']
 
 
-def test_importing_it_does_not_start_jax():
+def test_importing_it_does_not_import_jax():
   script = (
     'import sys, stppo_jax.retrieval.bm25\n'
     'assert not [m for m in sys.modules if m.split(".")[0] == "jax"]\n'
-    'import jax\n'
-    'from jax._src import xla_bridge\n'
-    'assert not xla_bridge.backends_are_initialized()\n'
   )
   subprocess.run([sys.executable, '-c', script], check=True, timeout=60)

@@ -46,7 +46,10 @@ def test_contents(contents, title, text):
   assert (passage.title, passage.text) == (title, text)
 
 
-@given(st.text('a"\n \u2028', max_size=8), st.text(max_size=20))
+@given(
+  st.text('a"\n \u2028', max_size=8),
+  st.text('aé\U0001f600"\r\n\t', max_size=20),
+)
 def test_documents_round_trip(title, text):
   passage = types.Passage('i', title, text)
   read = corpus.passage_of(json.loads(json.dumps(corpus.document_of(passage))))
