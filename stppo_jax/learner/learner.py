@@ -139,7 +139,9 @@ class Learner:
     # elsewhere than a new or restored one, and the update would compile twice.
     layout = dataclasses.replace(self._layout, frozen=None)
     self._update = jax.jit(
-      functools.partial(_update_rows, rows_sharding=self._rows, spec=spec),
+      functools.partial(
+        update_lib.update_rows, rows_sharding=self._rows, spec=spec
+      ),
       donate_argnums=0,
       out_shardings=(layout, None),
     )
@@ -388,30 +390,6 @@ def summarize(outputs: Sequence[loss_lib.LossOutputs]) -> dict[str, float]:
   }
   pooled = functools.reduce(diagnostics_lib.merge, diagnostics)
   return means | diagnostics_lib.summarize(pooled)
-
-
-def _update_rows(
-  state,
-  batch,
-  rows,
-  algorithm,
-  hyperparameters,
-  frozen=None,
-  *,
-  rows_sharding,
-  spec,
-):
-  """Updates on some rows of a batch; see `update.update`.
-
-  Selecting the rows is part of the program: as two programs in flight, both
-  with collectives, they can block each other on CPU devices.
-  """
-  minibatch = jax.tree.map(
-    lambda x: jax.lax.with_sharding_constraint(x[rows], rows_sharding), batch
-  )
-  return update_lib.update(
-    state, minibatch, algorithm, hyperparameters, frozen, spec=spec
-  )
 
 
 def _with_shardings(shapes, layouts):

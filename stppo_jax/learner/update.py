@@ -79,6 +79,28 @@ def update(
   return apply_gradients(state, gradient, outputs, hyperparameters, spec=spec)
 
 
+def update_rows(
+  state: state_lib.TrainState,
+  batch: batch_lib.TokenBatch,
+  rows: Array,
+  algorithm: algorithm_lib.Algorithm,
+  hyperparameters: Hyperparameters,
+  frozen: functional.Params | None = None,
+  *,
+  rows_sharding: jax.sharding.NamedSharding,
+  spec: loss_lib.UpdateSpec,
+) -> tuple[state_lib.TrainState, loss_lib.LossOutputs]:
+  """Updates on some rows of a batch, laid out anew; see `update`.
+
+  Selecting the rows is part of the program: as two programs in flight, both
+  with collectives, they can block each other on CPU devices.
+  """
+  minibatch = jax.tree.map(
+    lambda x: jax.lax.with_sharding_constraint(x[rows], rows_sharding), batch
+  )
+  return update(state, minibatch, algorithm, hyperparameters, frozen, spec=spec)
+
+
 def gradients(
   state: state_lib.TrainState,
   batch: batch_lib.TokenBatch,

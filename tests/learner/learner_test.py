@@ -7,6 +7,7 @@ import pytest
 from stppo_jax import batch as batch_lib
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.training import assembly
+from tests import compilations
 from tests.training import runs
 
 _ROWS, _LENGTH = 16, 128
@@ -112,12 +113,11 @@ def test_a_checkpoint_holds_the_policies_that_were_published():
 
 def test_the_update_donates_the_whole_state(learner, packed):
   state = learner.start()
-  batch, _ = learner.annotate(state, packed, reference=learner.reference())
-  rows = np.arange(8, dtype=np.int32)
-  program = learner._update.lower(
-    state, batch, rows, learner._algorithm, learner._hyperparameters
+  shapes = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), packed
   )
-  memory = program.compile().memory_analysis()
+  _, _, lowered = learner.lower_update(shapes)
+  memory = lowered.compile().memory_analysis()
   # Every leaf is whole on every device: the mesh is of the data axis only.
   size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
   assert memory.alias_size_in_bytes >= 0.99 * size
@@ -131,10 +131,12 @@ def test_metrics_are_means_over_the_updates(learner, packed):
 
 
 def test_another_step_does_not_compile_again(learner, packed):
+  reference = learner.reference()
   state, _ = _stepped(learner, packed, 0)
-  programs = learner._update._cache_size()
-  _stepped(learner, packed, _WARM_STEPS, state=state)
-  assert learner._update._cache_size() == programs == 1
+  with compilations.counted() as programs:
+    batch, _ = learner.annotate(state, packed, reference=reference)
+    learner.update_epochs(state, batch, _WARM_STEPS)
+  assert not programs
 
 
 def test_every_epoch_is_another_permutation():

@@ -1,0 +1,25 @@
+"""Counts the programs that jax compiles, or takes from its cache on disk."""
+
+from collections.abc import Iterator
+import contextlib
+
+import jax
+
+_EVENT = '/jax/core/compile/backend_compile_duration'
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[str]]:
+  """Yields a list that grows by one with every program inside the block."""
+  programs = []
+
+  def listen(event: str, duration: float, **details) -> None:
+    del duration, details
+    if event == _EVENT:
+      programs.append(event)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    yield programs
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
