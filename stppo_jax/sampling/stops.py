@@ -1,8 +1,12 @@
-"""Where a turn ends: a byte automaton that runs on token ids.
+"""Finds where a turn ends: a byte automaton that runs on token ids.
 
-A stop string may be cut into tokens in many ways, so it is sought in bytes: an
-Aho-Corasick automaton over the stop strings, advanced by every byte of a
-token. The table is [states, vocabulary]; following it is one gather a token.
+Z states of the automaton, V vocabulary. A tokenizer can cut a stop string into
+tokens in many ways, and a stop string can end in the middle of a token, so that
+comparing token ids would miss some. The automaton of Aho and Corasick reads
+bytes instead: its state is the longest suffix of the text that begins a stop
+string. All bytes of a token are read in advance, once for each state, which
+gives a table [Z, V] of states after a token. On the device, following the
+automaton is one gather for each token.
 """
 
 from collections.abc import Sequence
@@ -16,9 +20,9 @@ class StopAutomaton:
   """Transitions over tokens.
 
   Attributes:
-    next_state_ZV: int16 [states, vocabulary]; the state after a token.
+    next_state_ZV: int16, the state after a token.
     stopped: the absorbing state, entered as soon as a stop string is complete,
-      be it in the middle of a token.
+      also in the middle of a token.
   """
 
   next_state_ZV: np.ndarray
@@ -27,22 +31,25 @@ class StopAutomaton:
   START = 0
 
   def table(self, vocab_size: int) -> np.ndarray:
-    """next_state_ZV with a column for each id of a model.
+    """Returns next_state_ZV with a column for each id of a model.
 
-    A model may have more ids than its tokenizer: those are padding, add
+    A model may have more ids than its tokenizer. They are padding: they add
     nothing to the text and leave the state as it is.
 
+    Args:
+      vocab_size: ids of the model.
+
     Raises:
-      ValueError: the model has fewer ids.
+      ValueError: if the model has fewer ids than the tokenizer.
     """
     states, known = self.next_state_ZV.shape
     if vocab_size < known:
       raise ValueError(
         f'the tokenizer has {known} ids, the model only {vocab_size}'
       )
-    padding_S1 = np.arange(states, dtype=np.int16)[:, None]
-    padding_SP = np.repeat(padding_S1, vocab_size - known, axis=1)
-    return np.concatenate([self.next_state_ZV, padding_SP], axis=1)
+    padding_Z1 = np.arange(states, dtype=np.int16)[:, None]
+    padding = np.repeat(padding_Z1, vocab_size - known, axis=1)
+    return np.concatenate([self.next_state_ZV, padding], axis=1)
 
 
 def build(
@@ -51,37 +58,38 @@ def build(
   stop_strings: Sequence[str],
   eos_id: int,
 ) -> StopAutomaton:
-  """The automaton of a tokenizer's vocabulary.
+  """Builds the automaton for a tokenizer's vocabulary.
 
   Args:
-    token_bytes: what each id adds to the text; b'' leaves the state as it is.
-    stop_strings: the first one completed ends the turn.
-    eos_id: ends the turn too.
+    token_bytes: the bytes that each id adds to the text; b'' leaves the state
+      as it is.
+    stop_strings: the first one that is completed ends the turn.
+    eos_id: the id that ends the turn too.
 
   Raises:
-    ValueError: a stop string that no sequence of tokens can spell.
+    ValueError: if no sequence of tokens can spell a stop string.
   """
   for stop in stop_strings:
     if not _spellable(stop.encode(), token_bytes):
       raise ValueError(f'no sequence of tokens can spell {stop!r}')
-  step_SA = _byte_automaton([stop.encode() for stop in stop_strings])
-  num_states = len(step_SA)
+  transitions = _byte_automaton([stop.encode() for stop in stop_strings])
+  num_states = len(transitions)
   width = max(len(token) for token in token_bytes)
   padded_VW = np.zeros((len(token_bytes), width), np.int64)
   lengths_V = np.array([len(token) for token in token_bytes])
   for token_id, token in enumerate(token_bytes):
     padded_VW[token_id, : len(token)] = list(token)
-  state_SV = np.repeat(np.arange(num_states)[:, None], len(token_bytes), 1)
+  state_ZV = np.repeat(np.arange(num_states)[:, None], len(token_bytes), 1)
   for position in range(width):
-    moved_SV = step_SA[state_SV, padded_VW[None, :, position]]
-    state_SV = np.where(position < lengths_V[None], moved_SV, state_SV)
+    moved_ZV = transitions[state_ZV, padded_VW[None, :, position]]
+    state_ZV = np.where(position < lengths_V[None], moved_ZV, state_ZV)
   stopped = num_states - 1
-  state_SV[:, eos_id] = stopped
-  return StopAutomaton(state_SV.astype(np.int16), stopped)
+  state_ZV[:, eos_id] = stopped
+  return StopAutomaton(state_ZV.astype(np.int16), stopped)
 
 
 def _spellable(stop: bytes, token_bytes: Sequence[bytes]) -> bool:
-  """Whether tokens can complete the string, be it with text around it."""
+  """Returns whether tokens can spell the string, also with text around it."""
   tokens = set(token_bytes)
   ends = {
     n for n in range(1, len(stop)) if any(t.endswith(stop[:n]) for t in tokens)
@@ -96,7 +104,7 @@ def _spellable(stop: bytes, token_bytes: Sequence[bytes]) -> bool:
 
 
 def _byte_automaton(stops: Sequence[bytes]) -> np.ndarray:
-  """[states, 256] transitions; the last state means a stop is complete."""
+  """Returns transitions [Z, 256]; in the last state a stop is complete."""
   prefixes = sorted({stop[:n] for stop in stops for n in range(len(stop))})
   index = {prefix: n for n, prefix in enumerate(prefixes)}  # b'' is 0
   stopped = len(prefixes)
