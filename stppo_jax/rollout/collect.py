@@ -1,11 +1,12 @@
-"""Collecting: the policy writes, the environment answers, until it ends.
+"""Collects trajectories: the policy and the environment take turns.
 
-Token in, token out: what the policy sampled is stored as sampled, text is
-decoded for the environment only. Masks are born here: a `Turn` holds what the
-policy wrote apart from what it was told.
+Token in, token out: sampled tokens are stored as they were sampled, and text is
+decoded for the environment only. Masks are born here: a `Turn` keeps the
+policy's tokens apart from the observation.
 
-Nobody waits for anybody: the environment answers on the event loop's thread
-while the engine writes on, and a row goes on as soon as its answer is there.
+No row waits for another: the environment answers on the event loop's thread
+while the engine decodes other rows, and a row goes on as soon as its answer is
+there.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,8 @@ from stppo_jax.rollout import event_loop
 
 Status = types.TrajectoryStatus
 
-_LINGER = 0.003  # seconds without a further answer
+# Seconds to wait for a further answer, once one has arrived.
+_LINGER = 0.003
 
 
 class Tokenizer(Protocol):
@@ -45,7 +47,7 @@ class GeneratedTurn(Protocol):
 class Engine(Protocol):
   """See `sampling.engine.Engine`.
 
-  A polled row without a turn (None) was failed by the engine's infrastructure.
+  `poll` returns None for a row whose turn the infrastructure failed.
   """
 
   max_length: int
@@ -82,21 +84,21 @@ class _Row:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Asked:
-  """A turn that the environment is answering."""
+class _PendingTurn:
+  """A generated turn that the environment is answering."""
 
   row: int
   written: GeneratedTurn
 
 
 class Collector:
-  """Plays questions on an engine.
+  """Collects the trajectories of questions.
 
   Args:
-    engine: decodes; weights have been published to it.
-    environment: prompts, answers and rewards.
-    tokenizer: of the policy.
-    loop: where the environment's coroutines run.
+    engine: generates the policy's turns; its weights have been published.
+    environment: gives prompts, observations and rewards.
+    tokenizer: the policy's tokenizer.
+    loop: the event loop that runs the environment's coroutines.
     max_turn_tokens: longest turn, in tokens.
     max_observation_tokens: longest observation; its body is cut, never its
       closing tag.
@@ -125,15 +127,15 @@ class Collector:
   def collect(
     self, questions: Sequence[types.Question], keys, *, greedy: bool = False
   ) -> list[types.Trajectory]:
-    """`group_size` adjacent trajectories per question, in order.
+    """Returns `group_size` adjacent trajectories per question, in order.
+
+    A question whose prompt leaves no room to generate becomes TRUNCATED_LENGTH
+    without a turn.
 
     Args:
-      questions: as many as there are groups.
-      keys: typed jax keys, one per trajectory.
-      greedy: take the likeliest token instead of drawing.
-
-    A question whose prompt leaves no room to write becomes TRUNCATED_LENGTH
-    without a turn.
+      questions: one for each group.
+      keys: typed jax keys, one for each trajectory.
+      greedy: whether to take the most probable token instead of sampling.
     """
     groups = [self._open(question) for question in questions]
     rows = [row for group in groups for row in group]
@@ -145,26 +147,30 @@ class Collector:
       greedy=greedy,
     )
     playing = sum(row.status is None for row in rows)
-    asked: dict[concurrent.futures.Future, _Asked] = {}
+    asked: dict[concurrent.futures.Future, _PendingTurn] = {}
     try:
       while playing:
-        for future in self._answered(asked):
+        for future in self._answered_turns(asked):
           turn = asked.pop(future)
-          playing -= self._go_on(turn, rows[turn.row], future.result())
+          playing -= self._finish_turn(turn, rows[turn.row], future.result())
         ended = self._engine.poll()
-        asked |= self._ask(rows, {n: w for n, w in ended.items() if w})
-        playing -= self._give_up(rows, [n for n, w in ended.items() if not w])
+        asked |= self._request_steps(
+          rows, {n: w for n, w in ended.items() if w}
+        )
+        playing -= self._close_failed(
+          rows, [n for n, w in ended.items() if not w]
+        )
     finally:
       for future in asked:  # of an interrupted collection
         future.cancel()
     return [self._finish(row) for row in rows]
 
   def statistics(self) -> Mapping[str, float]:
-    """What the engine counted since the last call."""
+    """Returns what the engine has counted since the last call."""
     return self._engine.statistics()
 
-  def _answered(self, asked) -> list[concurrent.futures.Future]:
-    """The turns that are answered; waits where there is nothing else to do."""
+  def _answered_turns(self, asked) -> list[concurrent.futures.Future]:
+    """Returns the answered turns; waits if the engine has nothing to do."""
     if not self._engine.busy:
       done, waiting = concurrent.futures.wait(
         asked, return_when=concurrent.futures.FIRST_COMPLETED
@@ -175,11 +181,11 @@ class Collector:
         done, waiting = concurrent.futures.wait(waiting, timeout=_LINGER)
     return [future for future in asked if future.done()]
 
-  def _ask(
+  def _request_steps(
     self, rows: Sequence[_Row], ended: Mapping[int, GeneratedTurn]
-  ) -> dict[concurrent.futures.Future, _Asked]:
-    """Shows turns to the environment, which answers on another thread."""
-    turns = [_Asked(number, written) for number, written in ended.items()]
+  ) -> dict[concurrent.futures.Future, _PendingTurn]:
+    """Requests the environment's steps, which run on another thread."""
+    turns = [_PendingTurn(number, written) for number, written in ended.items()]
     asking = [rows[turn.row] for turn in turns]
     for turn, row in zip(turns, asking):
       row.texts.append(self._tokenizer.decode(turn.written.token_ids))
@@ -189,15 +195,17 @@ class Collector:
     ]
     return dict(zip(self._loop.submit(steps), turns, strict=True))
 
-  def _give_up(self, rows: Sequence[_Row], failed: Sequence[int]) -> int:
-    """Closes rows whose turn the engine failed; how many."""
+  def _close_failed(self, rows: Sequence[_Row], failed: Sequence[int]) -> int:
+    """Closes the rows whose turn failed and returns how many they are."""
     for number in failed:
       rows[number].status = Status.INFRA_ERROR
       self._engine.close(number)
     return len(failed)
 
-  def _go_on(self, turn: _Asked, row: _Row, step: protocol.Step) -> bool:
-    """Closes a turn with its answer; whether the trajectory ends with it."""
+  def _finish_turn(
+    self, turn: _PendingTurn, row: _Row, step: protocol.Step
+  ) -> bool:
+    """Finishes an answered turn; returns whether the trajectory ends."""
     observation_ids = self._close_turn(turn.row, row, turn.written, step)
     if row.status is None:
       self._engine.resume(turn.row, observation_ids)
@@ -206,7 +214,7 @@ class Collector:
     return True
 
   def _open(self, question: types.Question) -> list[_Row]:
-    """The rows of a group: one prompt, one beginning."""
+    """Returns the rows of a group, which share a prompt."""
     prompt = self._environment.prompt(question)
     ids = self._tokenizer.encode_prompt(prompt)
     room = self._engine.max_length
@@ -219,7 +227,7 @@ class Collector:
   def _close_turn(
     self, number: int, row: _Row, written: GeneratedTurn, step: protocol.Step
   ) -> np.ndarray:
-    """Appends the turn; sets the status if the trajectory ends here."""
+    """Appends the turn, and sets the status if the trajectory ends here."""
     observation_ids = np.zeros(0, np.int32)
     row.status = step.status
     if row.status is None:
