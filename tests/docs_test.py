@@ -273,7 +273,7 @@ def test_the_architecture_page_has_every_room():
 @pytest.mark.parametrize('name', _PAGES)
 def test_pictures_and_links_exist(name):
   folder = (_ROOT / name).parent
-  for target in re.findall(r'\]\(([^)]+)\)', _PAGES[name]):
+  for target in re.findall(r'\]\(([^)#]+)[^)]*\)', _PAGES[name]):
     assert target.startswith('https://') or (folder / target).exists(), target
 
 
@@ -282,7 +282,7 @@ def test_every_page_is_reached_from_the_readme():
   while ahead:
     name = ahead.pop()
     found.add(name)
-    for target in re.findall(r'\]\(([^):]+\.md)\)', _PAGES[name]):
+    for target in re.findall(r'\]\(([^):#]+\.md)[^)]*\)', _PAGES[name]):
       page = os.path.normpath(pathlib.Path(name).parent / target)
       if page in _PAGES and page not in found:
         ahead.append(page)
