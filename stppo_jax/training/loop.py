@@ -47,7 +47,8 @@ def train(config, workdir: str | pathlib.Path) -> int:
   """
   with run_lib.start(workdir) as run:
     learner, collector, pack, state, reference = _start(config, run)
-    # Else the policy that annotates is the one that collected.
+    # The old policy of the ratios: the one that collected, if it is stale, or
+    # else the policy before the step's updates.
     off_policy = config.rollout.steps_ahead and (
       config.updates.old_policy == 'sampled'
     )

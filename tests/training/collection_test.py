@@ -1,7 +1,8 @@
 """A step's collection: which groups stay, which are replaced, with what keys.
 
-Four groups of two; a letter is what both rows of a group earned: 'v' differ
-(varied), '=' are equal (idle), 'x' were failed by the infrastructure.
+There are four groups of two trajectories. A letter says what both of a group
+earned: 'v' different rewards (varied), '=' equal ones (uniform), 'x' none,
+because the infrastructure failed them.
 """
 
 import types as types_lib
@@ -35,7 +36,7 @@ class _World:
   def __init__(self, *rounds):
     self._rounds = list(rounds)
     self.asked, self.keys, self.waits = [], [], 0
-    self._queries = 0
+    self._queries = 5  # of an evaluation, which are in no line of a step
     self.questions = self.retriever = self.loop = self
     self.environment = search.SearchEnvironment
 
@@ -49,10 +50,10 @@ class _World:
   def collect(self, questions, row_keys):
     self._queries += 1
     self.keys.append(np.asarray(jax.random.key_data(row_keys)).tolist())
-    played = self._rounds.pop(0)
+    collected = self._rounds.pop(0)
     return [
       _trajectory(question, reward)
-      for question, letter in zip(questions, played, strict=True)
+      for question, letter in zip(questions, collected, strict=True)
       for reward in _REWARDS[letter]
     ]
 
@@ -88,10 +89,10 @@ def _collect(world, rounds, show=lambda line: None):
     rollout__resample_rounds=rounds,
     rollout__min_valid_fraction=0.5,
   )
-  player = types_lib.SimpleNamespace(
+  sampler = types_lib.SimpleNamespace(
     collect=world.collect, statistics=lambda: {'engine/ok': 7.0}
   )
-  collector = collection.StepCollector(config, world, player, show)
+  collector = collection.StepCollector(config, world, sampler, show)
   trajectories, metrics = collector.collect(_STEP)
   ids = [trajectory.question.id for trajectory in trajectories]
   assert ids[::2] == ids[1::2]
@@ -99,7 +100,7 @@ def _collect(world, rounds, show=lambda line: None):
 
 
 @pytest.mark.parametrize(
-  ('rounds', 'played', 'expected', 'replaced'),
+  ('rounds', 'collected', 'expected', 'replaced'),
   [
     (0, ['v==v'], '00 01 02 03', 0),
     # Nothing to replace: no round.
@@ -108,26 +109,26 @@ def _collect(world, rounds, show=lambda line: None):
     (3, ['v==v', '=vvv'], '00 11 12 03', 2),
     # Another round for what is left.
     (3, ['v===', '==v=', 'v==v'], '00 12 20 23', 3),
-    # Out of rounds: the idle ones collected last fill the places.
+    # Out of rounds: the uniform ones collected last fill the places.
     (1, ['=v==', '=v=='], '11 01 13 12', 1),
     (2, ['====', '===v', '===='], '13 23 22 21', 1),
     # Failed rows are no sign of a lack of variance.
     (1, ['x=vv', 'v==='], '00 10 02 03', 1),
   ],
 )
-def test_idle_groups_are_replaced(rounds, played, expected, replaced):
-  world = _World(*played)
+def test_uniform_groups_are_replaced(rounds, collected, expected, replaced):
+  world = _World(*collected)
   ids, metrics = _collect(world, rounds)
   assert ids == expected.split()
-  used = len(played) - 1
+  used = len(collected) - 1
   assert metrics['rollout/resampled_groups'] == replaced
   assert metrics['rollout/resample_rounds'] == used
   assert world.asked == [(_STEP, 4, n) for n in range(used + 1)]
   # What is told of the step is told of its first questions.
-  valid = played[0].replace('x', '')
-  idle = valid.count('=') / len(valid)
-  assert metrics['rollout/zero_variance_groups'] == idle
-  assert metrics['train/em/nq'] == pytest.approx(0.5 + 0.5 * idle)
+  valid = collected[0].replace('x', '')
+  uniform = valid.count('=') / len(valid)
+  assert metrics['rollout/zero_variance_groups'] == uniform
+  assert metrics['train/em/nq'] == pytest.approx(0.5 + 0.5 * uniform)
   assert metrics['rollout/valid_fraction'] == len(valid) / 4
   assert metrics['retrieval/ok'] == used + 1
   assert metrics['engine/ok'] == 7
@@ -146,7 +147,7 @@ def test_keys_are_of_step_and_round():
   assert first.keys[0] == own
 
 
-def test_a_round_in_an_outage_is_played_again():
+def test_a_round_in_an_outage_is_collected_again():
   world, lines = _World('v=v=', 'xxxv', 'xxxx', 'v=v='), []
   ids, metrics = _collect(world, 1, lines.append)
   assert ids == '00 10 02 12'.split()
@@ -179,7 +180,7 @@ def test_a_start_with_too_few_questions_is_refused():
 
 
 @pytest.mark.parametrize('level', ['token', 'sentence'])
-def test_sentences_are_cut_where_the_row_looks_at_them(level):
+def test_only_ratios_of_sentences_need_a_splitter(level):
   config = runs.config()
   config.algorithm.ratio.level = level
   questions = assembly.build_questions(config)

@@ -97,8 +97,9 @@ def start(command: str, *arguments: str) -> subprocess.Popen:
 
 
 def metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:
-  """Returns the lines of metrics.jsonl."""
-  text = (workdir / 'metrics.jsonl').read_text('utf-8')
+  """Returns the lines of metrics.jsonl; none if there is no such file."""
+  path = workdir / 'metrics.jsonl'
+  text = path.read_text('utf-8') if path.exists() else ''
   return [json.loads(line) for line in text.splitlines()]
 
 
