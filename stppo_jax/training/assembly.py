@@ -60,7 +60,7 @@ def config_errors() -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Services:
-  """What runs beside the policy.
+  """The services that run beside the policy.
 
   Attributes:
     questions: the data set.
@@ -78,7 +78,7 @@ class Services:
 
 @dataclasses.dataclass(frozen=True)
 class Components:
-  """What a config that fits its files and the devices describes.
+  """The components of a config that fits its files and the devices.
 
   Attributes:
     questions: the data set.

@@ -93,7 +93,7 @@ def train(config, workdir: str | pathlib.Path) -> int:
 
 
 class _Started(NamedTuple):
-  """What the loop works with.
+  """The objects that the loop works with.
 
   Attributes:
     learner: annotates and updates.

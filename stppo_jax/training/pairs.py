@@ -109,18 +109,18 @@ def pairs(
   return packed(tokens_BL[rows_Q2], mask_BL[rows_Q2])
 
 
-def resized(whole: batch_lib.PairBatch, *, bucket: int) -> batch_lib.PairBatch:
+def resized(pairs: batch_lib.PairBatch, *, bucket: int) -> batch_lib.PairBatch:
   """Returns the pairs in the shortest multiple of `bucket` that holds them."""
-  size = -(-int(whole.lengths_Q2.max()) // bucket) * bucket
-  padding = ((0, 0), (0, 0), (0, max(size - whole.tokens_Q2L.shape[2], 0)))
+  size = -(-int(pairs.lengths_Q2.max()) // bucket) * bucket
+  padding = ((0, 0), (0, 0), (0, max(size - pairs.tokens_Q2L.shape[2], 0)))
   return packed(
-    np.pad(whole.tokens_Q2L, padding)[:, :, :size],
-    np.pad(whole.loss_mask_Q2L, padding)[:, :, :size],
+    np.pad(pairs.tokens_Q2L, padding)[:, :, :size],
+    np.pad(pairs.loss_mask_Q2L, padding)[:, :, :size],
   )
 
 
 def minibatch(
-  whole: batch_lib.PairBatch, number: int, *, size: int, seed: int
+  pairs: batch_lib.PairBatch, number: int, *, size: int, seed: int
 ) -> batch_lib.PairBatch:
   """Returns the pairs of an update; every epoch is another permutation of all.
 
@@ -128,18 +128,18 @@ def minibatch(
   weigh nothing.
 
   Args:
-    whole: all pairs.
+    pairs: all pairs.
     number: the number of the update, from 0.
     size: the number of pairs of a minibatch.
     seed: the seed of the permutations.
   """
-  count = len(whole.tokens_Q2L)
+  count = len(pairs.tokens_Q2L)
   epoch, place = divmod(number, updates_per_epoch(count, size))
   order = np.random.default_rng((seed, epoch)).permutation(count)
   rows = order[place * size : (place + 1) * size]
   fill = lambda x: np.zeros((size - len(rows), *x.shape[1:]), x.dtype)
   return batch_lib.PairBatch(
-    *(np.concatenate([x[rows], fill(x)]) for x in whole)
+    *(np.concatenate([x[rows], fill(x)]) for x in pairs)
   )
 
 

@@ -80,7 +80,7 @@ def prefer(
 
 
 class _Started(NamedTuple):
-  """What the loop works with.
+  """The objects that the loop works with.
 
   Attributes:
     learner: makes states and updates them.

@@ -51,7 +51,7 @@ class Collected:
 
 
 class StoppableLoop:
-  """An event loop that can be told to serve nobody any more.
+  """A view of an event loop that can be stopped while others use the loop.
 
   A collection submits to it after every chunk of tokens and waits for nothing
   else, so that stopping it ends a collection on another thread.
