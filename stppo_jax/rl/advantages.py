@@ -1,16 +1,17 @@
 """Advantages, returns and the steps at which the critic is trained.
 
 B trajectories, L tokens. `values_BL[:, l]` is V before token l. An estimator
-is called `estimator(rewards_BL, batch, **options)`; GAE stands here, those
-that compare the rows of a question in `group_advantages`.
+is called `estimator(rewards_BL, batch, **options)`. GAE and reward-to-go stand
+here, the estimators that compare the trajectories of a question in
+`group_advantages`.
 
 Only rewards on policy tokens count, so the outcome must stand on the last
 policy token. Nothing is bootstrapped at the end of a row. A row whose loss
-mask is false everywhere is as if it were absent.
+mask is false everywhere changes nothing.
 
-What an estimator gives to observation tokens is seen by `whiten='all'` alone:
-GAE with included observations has an advantage of their own for them, and
-else they repeat the turn, or the token, before them.
+Advantages of observation tokens are read by `whiten='all'` only. GAE with
+included observations computes them; all other estimators repeat the advantage
+of the turn, or of the token, before the observation.
 """
 
 import dataclasses
@@ -31,11 +32,12 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Advantages:
-  """What an estimator made; all 0 (false) off the loss mask.
+  """The result of an estimator; 0 or false off the loss mask.
 
   Attributes:
-    advantages_BL: as the policy loss uses them. (Those of an estimator in
-      `ADVANTAGES` are not selected yet: whitening may be over more tokens.)
+    advantages_BL: the advantages that the policy loss uses. The functions in
+      `ADVANTAGES` return them for observation tokens too, because whitening may
+      be over more tokens than the loss mask.
     returns_BL: the critic's targets, formed before any whitening.
     value_mask_BL: bool, the steps at which the critic is trained.
   """
@@ -54,7 +56,7 @@ def gae(
   gamma: Array | float,
   lambda_: Array | float,
 ) -> Array:
-  """Generalised advantage estimation over the steps of a row.
+  """Returns generalised advantage estimates over the steps of a row.
 
   With the steps of a row numbered 1..n and V_{n+1} = 0:
 
@@ -62,15 +64,15 @@ def gae(
     A_i = delta_i + gamma lambda A_{i+1}                 (arXiv 1506.02438)
 
   Value and accumulator are carried across tokens that are not steps, which
-  equals deleting those tokens. A reward between two steps belongs to the
-  step before it.
+  gives the same numbers as deleting those tokens. A reward between two steps
+  belongs to the step before it.
 
   Args:
     rewards_BL: finite everywhere.
     values_BL: read at the steps only.
     step_mask_BL: bool, the steps.
     end_mask_BL: bool, steps after which the recursion starts anew
-      (V_{i+1} = A_{i+1} = 0); None: the last step of a row alone.
+      (V_{i+1} = A_{i+1} = 0); None: only the last step of a row.
     gamma: discount per step.
     lambda_: trace decay per step.
 
@@ -115,7 +117,7 @@ OBSERVATION_TOKENS = {'skipped': _skipped, 'included': masking.response_mask}
 
 
 def _latest(x_BL, step_mask_BL):
-  """The value at the last step at or before each token."""
+  """Gives every token the value of the last step at or before it."""
   position_BL = jax.lax.broadcasted_iota(jnp.int32, x_BL.shape, 1)
   step_BL = jax.lax.cummax(jnp.where(step_mask_BL, position_BL, 0), axis=1)
   return jnp.take_along_axis(x_BL, step_BL, axis=1)
@@ -126,12 +128,15 @@ def _turn_ids(batch):
 
 
 def _turn_starts(batch):
-  """The first token of each turn; turn ids never decrease in a row."""
+  """Returns a mask of the first token of each turn.
+
+  Turn ids never decrease in a row.
+  """
   return segments_lib.segment_starts(segments_lib.Segments(_turn_ids(batch), 0))
 
 
 def _turn_ends(batch):
-  """The last token of each turn."""
+  """Returns a mask of the last token of each turn."""
   none = jnp.iinfo(batch.turn_ids_BL.dtype).max
   ids_BL = jnp.where(batch.loss_mask_BL, batch.turn_ids_BL, none)
   to_come_BL = jax.lax.cummin(ids_BL, axis=1, reverse=True)
@@ -211,7 +216,7 @@ def gae_estimator(
   gamma_turn: Array | float,
   lambda_turn: Array | float,
 ) -> Advantages:
-  """GAE at token, turn or bi-level steps, spread over the policy tokens.
+  """Returns GAE at token, turn or bi-level steps, for all policy tokens.
 
   Bi-level (RAGEN, arXiv 2504.20073): GAE over turns with gamma_turn and
   lambda_turn gives each turn k a return,
@@ -219,28 +224,28 @@ def gae_estimator(
     A_k = r_k + gamma_turn V_{k+1} - V_k + gamma_turn lambda_turn A_{k+1}
     G_k = A_k + V_k
 
-  which becomes the one reward of the turn, on its last token; then GAE with
-  gamma and lambda_ over the tokens of each turn alone. The return of a token
-  is that of its own recursion, and the critic is trained at every policy
-  token [code]. That V_k is read before the first token of turn k is [ours]:
-  the code reads it at the token with the turn's reward, has one lambda for
-  both levels, and knows a turn by its reward, so that one with reward 0 is
-  none. With lambda_turn = 1, rewards on the last tokens of all turns and none
-  of them 0, both are the same.
+  which becomes the only reward of the turn, on its last token. GAE with gamma
+  and lambda_ then runs over the tokens of each turn alone. The return of a
+  token comes from its own recursion, and the critic is trained at every policy
+  token [code]. That V_k is read before the first token of turn k is [ours]: the
+  code reads it at the token with the turn's reward, has one lambda for both
+  levels, and recognises a turn by its reward, so that a turn with reward 0 is
+  none. Both give the same numbers where lambda_turn = 1 and every turn has a
+  reward other than 0 on its last token.
 
   Args:
     rewards_BL: the outcome, minus a KL penalty where there is one.
     batch: masks, turn ids and values.
     gamma: discount per step.
     lambda_: trace decay per step.
-    steps: 'token': every policy token. 'turn': the first token of a turn; the
-      turn's rewards are summed into it, its advantage goes to all its tokens,
-      and the critic is trained there only. 'bilevel': every policy token, in
-      the light of the turns.
-    observation_tokens: of token steps: 'skipped', or 'included' between the
-      first and the last policy token of a row. Turns never include them.
-    gamma_turn: of bi-level steps, discount per turn.
-    lambda_turn: of bi-level steps, trace decay per turn.
+    steps: 'token': every policy token is a step. 'turn': the first token of a
+      turn is a step; the rewards of the turn are summed into it, its advantage
+      goes to all tokens of the turn, and the critic is trained there only.
+      'bilevel': GAE over turns, then over the tokens of each turn.
+    observation_tokens: with token steps: 'skipped', or 'included' from the
+      first to the last policy token of a row. Turns never include them.
+    gamma_turn: with bi-level steps, the discount per turn.
+    lambda_turn: with bi-level steps, the trace decay per turn.
   """
   mask_BL = batch.loss_mask_BL
   at_steps_BL, step_mask_BL = STEPS[steps](
@@ -287,9 +292,9 @@ class MonteCarlo(options_lib.Named):
 def monte_carlo(
   rewards_BL: Array, batch: batch_lib.TokenBatch, *, gamma: Array | float
 ) -> Array:
-  """The discounted reward to go of every policy token: REINFORCE.
+  """Returns the discounted reward to go of every policy token: REINFORCE.
 
-  Whitening it subtracts the batch's mean, the baseline of REINFORCE++.
+  Whitening subtracts the mean of the batch, the baseline of REINFORCE++.
   """
   mask_BL = batch.loss_mask_BL
   to_go_BL = gae(
@@ -319,9 +324,10 @@ ADVANTAGES = {
   ),
   'gigpo': _without_critic(group_advantages.gigpo, group_advantages.Gigpo),
 }
-USES_VALUES = frozenset({'gae'})  # read batch.values_BL
-USES_TURNS = frozenset({'gigpo'})  # take the static num_turns
-USES_STATES = frozenset({'gigpo'})  # read batch.state_ids_BL
+# What estimators need beside rewards and masks.
+USES_VALUES = frozenset({'gae'})  # batch.values_BL
+USES_TURNS = frozenset({'gigpo'})  # the static num_turns
+USES_STATES = frozenset({'gigpo'})  # batch.state_ids_BL
 
 
 def estimate_advantages(
@@ -333,21 +339,23 @@ def estimate_advantages(
   num_turns: int,
   **options,
 ) -> Advantages:
-  """Advantages of a whole collected batch, before it is cut in minibatches.
+  """Returns the advantages of a whole collected batch.
 
-  Call it with `**algorithm.advantage.arguments()`. Under jit on global arrays
-  groups and whitening are over all hosts.
+  It is called before the batch is cut into minibatches, with
+  `**algorithm.advantage.arguments()`. Under jit on global arrays, groups and
+  whitening extend over all hosts.
 
   Args:
     rewards_BL: the outcome, minus a KL penalty where there is one.
     batch: masks, turn ids, group ids; values for the estimators in
       `USES_VALUES`, state ids for gigpo.
     name: a key of `ADVANTAGES`.
-    whiten: 'none', or to mean 0 and variance 1 (unbiased) over 'policy': the
-      loss mask, or 'all': the tokens from a row's first policy token to its
-      last, observations included. They count in mean and variance only.
+    whiten: 'none': advantages are not whitened. Otherwise they have mean 0 and
+      variance 1 (unbiased) over the loss mask ('policy'), or over all tokens
+      from a row's first policy token to its last, observations included
+      ('all').
     num_turns: static, the most turns a row can have.
-    **options: of the estimator.
+    **options: the options of the estimator.
 
   Raises:
     ValueError: the batch lacks an array of the estimator.

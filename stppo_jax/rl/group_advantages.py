@@ -1,8 +1,8 @@
 """Advantages that compare the trajectories of one question; no value model.
 
-B trajectories, L tokens, T turns, N things that are compared (trajectories,
-or the turns of all of them). Rows of one question share `group_ids_B`. An
-estimator is called `estimator(rewards_BL, batch, **options)`.
+B trajectories, L tokens, T turns, C numbers that are compared (one per
+trajectory, or one per turn of all trajectories). Rows of one question share
+`group_ids_B`. An estimator is called `estimator(rewards_BL, batch, **options)`.
 
 The reward of a row, R, is the sum of `rewards_BL` over its loss mask. A row
 whose loss mask is false everywhere, and a turn without a token in it, is as
@@ -12,13 +12,14 @@ mean leaves 1e-8 that division by std + 1e-6 makes visible. A group of one
 gives 0 (verl and verl-agent leave such a row its raw reward [code]; 0 is
 [ours]).
 
-Comparisons are matrices [N, N]: no scatter, no sorting, and on a mesh every
-device compares its own rows with all. A compiler for accelerators fuses them
-into their sums; on CPU they are held, 5 bytes a pair.
+Comparisons are matrices [C, C]: there is no scatter and no sorting, and on a
+mesh every device compares its own rows with all rows. A compiler for
+accelerators fuses the matrices into their sums; on CPU they take 5 bytes a
+pair.
 
-Every token of a row has an advantage, observations and padding too: whoever
-whitens over observation tokens needs them. `advantages.estimate_advantages`
-selects.
+Every token of a row has an advantage, observations and padding included,
+because whitening may be over observation tokens.
+`advantages.estimate_advantages` selects the policy tokens.
 """
 
 import jax
@@ -32,41 +33,41 @@ from stppo_jax.rl import segments as segments_lib
 Array = jax.Array
 
 
-def _pairs(ids_N, present_N):
-  """Whether i and j are of one group: [N, N]."""
-  both_NN = present_N[:, None] & present_N[None, :]
-  return both_NN & (ids_N[:, None] == ids_N[None, :])
+def _pairs(ids_C, present_C):
+  """Returns whether i and j are of one group: [C, C]."""
+  both_CC = present_C[:, None] & present_C[None, :]
+  return both_CC & (ids_C[:, None] == ids_C[None, :])
 
 
-def _differences(x_N, pairs_NN):
-  """The sum over i's group of x_i - x_j, and the size of the group."""
-  total_N = jnp.sum(
-    masking.select(x_N[:, None] - x_N[None, :], pairs_NN), axis=1
+def _differences(x_C, pairs_CC):
+  """Returns the sum of x_i - x_j over i's group, and the group's size."""
+  total_C = jnp.sum(
+    masking.select(x_C[:, None] - x_C[None, :], pairs_CC), axis=1
   )
-  return total_N, jnp.sum(pairs_NN, axis=1, dtype=x_N.dtype)
+  return total_C, jnp.sum(pairs_CC, axis=1, dtype=x_C.dtype)
 
 
-def _centered(x_N, pairs_NN, epsilon):
+def _centered(x_C, pairs_CC, epsilon):
   del epsilon
-  return masking.divide(*_differences(x_N, pairs_NN))
+  return masking.divide(*_differences(x_C, pairs_CC))
 
 
-def _standardized(x_N, pairs_NN, epsilon):
-  """(x - mean) / (std + epsilon), the variance divided by count - 1."""
-  total_N, count_N = _differences(x_N, pairs_NN)
-  centered_N = masking.divide(total_N, count_N)
-  squares_N = jnp.sum(
+def _standardized(x_C, pairs_CC, epsilon):
+  """Returns (x - mean) / (std + epsilon), with the unbiased variance."""
+  total_C, count_C = _differences(x_C, pairs_CC)
+  centered_C = masking.divide(total_C, count_C)
+  squares_C = jnp.sum(
     masking.select(
-      jnp.broadcast_to(jnp.square(centered_N)[None, :], pairs_NN.shape),
-      pairs_NN,
+      jnp.broadcast_to(jnp.square(centered_C)[None, :], pairs_CC.shape),
+      pairs_CC,
     ),
     axis=1,
   )
-  variance_N = masking.divide(squares_N, jnp.maximum(count_N - 1, 0))
-  # The root of 0 has no slope: it is taken of 1 and dropped.
-  some_N = variance_N > 0
-  std_N = masking.select(jnp.sqrt(jnp.where(some_N, variance_N, 1)), some_N)
-  return masking.divide(centered_N, std_N + epsilon)
+  variance_C = masking.divide(squares_C, jnp.maximum(count_C - 1, 0))
+  # The root has no finite slope at 0, so it is taken of 1 there and dropped.
+  some_C = variance_C > 0
+  std_C = masking.select(jnp.sqrt(jnp.where(some_C, variance_C, 1)), some_C)
+  return masking.divide(centered_C, std_C + epsilon)
 
 
 # What the difference from the group's mean is divided by.
@@ -74,7 +75,7 @@ NORMALIZATIONS = {'std': _standardized, 'none': _centered}
 
 
 def _rows(x_BL, batch):
-  """The sum of x over each row's loss mask, and which rows may be compared."""
+  """Returns the sum of x over each row's loss mask, and the pairs of rows."""
   mask_BL = batch.loss_mask_BL
   total_B, _ = masking.masked_total(x_BL, mask_BL, axis=1)
   return total_B, _pairs(batch.group_ids_B, jnp.any(mask_BL, axis=1))
@@ -98,10 +99,10 @@ def group_normalized(
   *,
   epsilon: Array | float,
 ) -> Array:
-  """(R - mean) / (std + epsilon) over the group: GRPO, arXiv 2402.03300.
+  """Returns (R - mean) / (std + epsilon) over the group: GRPO.
 
   The standard deviation is the unbiased one, as torch.std in verl and TRL
-  [code]; epsilon is 1e-6 in verl, 1e-4 in TRL.
+  [code]; epsilon is 1e-6 in verl, 1e-4 in TRL. Source: arXiv 2402.03300.
   """
   reward_B, pairs_BB = _rows(rewards_BL, batch)
   return _to_tokens(_standardized(reward_B, pairs_BB, epsilon), batch)
@@ -115,15 +116,16 @@ class Group(options_lib.Named):
 
 
 def group_centered(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
-  """R - mean over the group: Dr. GRPO, arXiv 2503.20783; MiniRL."""
+  """Returns R - mean over the group: Dr. GRPO (arXiv 2503.20783), MiniRL."""
   total_B, count_B = _differences(*_rows(rewards_BL, batch))
   return _to_tokens(masking.divide(total_B, count_B), batch)
 
 
 def leave_one_out(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
-  """R - mean of the group's others: RLOO, arXiv 2402.14740.
+  """Returns R - mean over the other rows of the group: RLOO.
 
-  With G rows in the group, G / (G - 1) times `group_centered`.
+  With G rows in the group it is G / (G - 1) times `group_centered`. Source:
+  arXiv 2402.14740.
   """
   total_B, count_B = _differences(*_rows(rewards_BL, batch))
   others_B = jnp.maximum(count_B - 1, 0)
@@ -131,7 +133,7 @@ def leave_one_out(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
 
 
 def _turns_so_far(batch):
-  """Each token's turn; an observation is of the turn before it; 0 at first."""
+  """Gives every token its turn, or the turn before it; 0 before the first."""
   ids_BL = jnp.where(batch.loss_mask_BL, batch.turn_ids_BL, 0)
   return jax.lax.cummax(ids_BL, axis=1)
 
@@ -152,19 +154,19 @@ def turn_group(
   turn_weight: Array | float,
   epsilon: Array | float,
 ) -> Array:
-  """MT-GRPO: a reward for the outcome and one for the turns before the last.
+  """Returns advantages of the outcome and of the turn rewards: MT-GRPO.
 
     A = z(outcome) + turn_weight z(turn reward) [before the row's last turn]
 
   with z as in `group_normalized`, the outcome the reward on the row's last
-  policy token, and the turn reward the sum of all its others: they stand on
-  the last tokens of earlier turns. (A KL penalty inside the rewards would
-  count as turn reward.)
+  policy token, and the turn reward the sum of all other rewards of the row,
+  which stand on the last tokens of earlier turns. (A KL penalty inside the
+  rewards would count as turn reward.)
 
   Source: arXiv 2505.11821, whose code has a single tool call, so one turn and
-  a last one [code]. That all turns before the last share the turn's part is
-  [ours], and so is a row of one turn, which has the outcome's part only (the
-  code normalises the sum of both rewards for it).
+  a last one [code]. That all turns before the last share z(turn reward) is
+  [ours]. So is that a row of one turn has z(outcome) only, where the code
+  normalises the sum of both rewards.
   """
   mask_BL = batch.loss_mask_BL
   count_BL = jnp.cumsum(mask_BL.astype(jnp.int32), axis=1)
@@ -182,7 +184,7 @@ def turn_group(
 
 
 def _to_go(rewards_BT, present_BT, gamma):
-  """Discounted reward-to-go of each turn; an absent turn takes no time."""
+  """Returns the reward-to-go of each turn; an absent turn is not discounted."""
 
   def previous(to_go_B, turn):
     reward_B, present_B = turn
@@ -217,7 +219,7 @@ def gigpo(
   epsilon: Array | float,
   num_turns: int,
 ) -> Array:
-  """GiGPO: rows of one question, and turns begun in one state, are compared.
+  """Compares rows of one question, and turns begun in one state: GiGPO.
 
     A = N(R) + omega N(G),   G_k = r_k + gamma G_{k+1}
 
@@ -227,9 +229,9 @@ def gigpo(
   Source: arXiv 2505.10978; omega 1, gamma 0.95 and epsilon 1e-6 [code].
 
   Args:
-    rewards_BL: the outcome, and rewards of turns where there are some.
+    rewards_BL: the outcome, and the rewards of turns.
     batch: masks, turn ids, group ids, and state ids within a question.
-    omega: weight of the step's part.
+    omega: weight of N(G).
     gamma: discount per turn.
     normalize: 'std': N(x) = (x - mean) / (std + epsilon). 'none': x - mean.
     epsilon: added to the standard deviation.
@@ -246,19 +248,20 @@ def gigpo(
   turns = segments_lib.level_segments('turn', batch, num_turns=num_turns)
   starts_BL = segments_lib.segment_starts(turns)
   total = lambda x_BL: segments_lib.segment_totals(x_BL, turns)
-  rewards_BT = total(rewards_BL)  # of the turns: no other token is in one
+  rewards_BT = total(rewards_BL)  # tokens in no turn do not count
   present_BT = total(starts_BL.astype(jnp.int32)) > 0
   states_BT = total(masking.select(batch.state_ids_BL, starts_BL))
 
   to_go_BT = _to_go(rewards_BT, present_BT, gamma)
-  present_N = present_BT.reshape(-1)
-  groups_N = jnp.repeat(batch.group_ids_B, num_turns)
-  # States of two questions are never one state, whatever their numbers.
-  pairs_NN = _pairs(states_BT.reshape(-1), present_N)
-  pairs_NN &= _pairs(groups_N, present_N)
-  step_N = normalization(to_go_BT.reshape(-1), pairs_NN, epsilon)
+  present_C = present_BT.reshape(-1)
+  groups_C = jnp.repeat(batch.group_ids_B, num_turns)
+  # Two questions number their states alike: only states of one question are
+  # compared.
+  pairs_CC = _pairs(states_BT.reshape(-1), present_C)
+  pairs_CC &= _pairs(groups_C, present_C)
+  step_C = normalization(to_go_BT.reshape(-1), pairs_CC, epsilon)
   step_BL = segments_lib.segment_spread(
-    step_N.reshape(to_go_BT.shape),
+    step_C.reshape(to_go_BT.shape),
     segments_lib.Segments(_turns_so_far(batch), num_turns),
   )
   outcome_B = normalization(reward_B, pairs_BB, epsilon)
