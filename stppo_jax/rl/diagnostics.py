@@ -1,12 +1,13 @@
-"""What an update did to the ratios, at every level, whichever is optimised.
+"""Measures of an update: the ratios at every level, clipping and values.
 
 B trajectories, L tokens, T turns. A `Diagnostics` is a pytree of sums, minima
-and maxima which merges over microbatches, updates and hosts; `summarize` makes
-the metrics of it. Everything is token-weighted: a turn's ratio counts once
-for each of its policy tokens.
+and maxima which merges over microbatches, updates and hosts; `summarize` turns
+it into metrics. All means are over tokens: the ratio of a turn counts once for
+each of its policy tokens.
 
-Names, {level} being token, turn and sequence, and sentence where the batch has
-its ids; ratios as they are, before any normalisation:
+The names of the metrics, where {level} is token, turn and sequence, and
+sentence where the batch has its ids. Ratios are measured before any
+normalisation, whichever level is optimised:
 
   ratio/{level}/{mean,std,min,max}
   ratio/{level}/ess            (sum r)^2 / (n sum r^2), 1 if all are equal
@@ -17,7 +18,7 @@ its ids; ratios as they are, before any normalisation:
   actor/ppo_kl                 mean of log pi_old - log pi
   actor/entropy                mean over tokens
   stab/norm_clipped, stab/norm_unclipped, stab/rho
-                               N_U, N_V and their quotient, see clipping_bias.py
+                               N_U, N_V and rho, see clipping_bias.py
   stab/scale                   mean multiplier of the policy terms
   stab/rejected                share of tokens whose multiplier is 0
   bounds/low, bounds/high      mean bounds in force
@@ -43,7 +44,7 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Diagnostics:
-  """Sums, minima and maxima by name."""
+  """Sums, minima and maxima by name, which merge."""
 
   sums: dict[str, Array]
   minima: dict[str, Array]
@@ -51,7 +52,7 @@ class Diagnostics:
 
 
 def merge(a: Diagnostics, b: Diagnostics) -> Diagnostics:
-  """The diagnostics of both together."""
+  """Returns the diagnostics of both together."""
   return Diagnostics(
     jax.tree.map(jnp.add, a.sums, b.sums),
     jax.tree.map(jnp.minimum, a.minima, b.minima),
@@ -60,7 +61,7 @@ def merge(a: Diagnostics, b: Diagnostics) -> Diagnostics:
 
 
 def merge_stacked(stacked: Diagnostics) -> Diagnostics:
-  """Merges along the leading axis, such as a scan's."""
+  """Merges along the leading axis, such as the one that a scan stacks."""
   return Diagnostics(
     jax.tree.map(lambda x: jnp.sum(x, axis=0), stacked.sums),
     jax.tree.map(lambda x: jnp.min(x, axis=0), stacked.minima),
@@ -69,7 +70,7 @@ def merge_stacked(stacked: Diagnostics) -> Diagnostics:
 
 
 def _levels(batch):
-  """All levels, but for one whose ids the batch lacks."""
+  """Returns all levels whose ids the batch has."""
   lacking = {'sentence'} if batch.sentence_ids_BL is None else set()
   return [level for level in segments_lib.LEVELS if level not in lacking]
 
@@ -84,16 +85,16 @@ def policy_diagnostics(
   num_turns: int,
   implementation: str = 'auto',
 ) -> Diagnostics:
-  """The diagnostics of one microbatch.
+  """Returns the diagnostics of one microbatch.
 
   Args:
-    algorithm: the row.
-    loss: what `losses.policy_loss` made of the same arrays.
-    logprobs_BL: log pi_theta.
-    entropy_BL: of the policy at each token.
-    batch: with old log-probabilities and advantages.
+    algorithm: the algorithm.
+    loss: the result of `losses.policy_loss` for the same arrays.
+    logprobs_BL: log pi_theta of the tokens.
+    entropy_BL: the policy's entropy at each token in nats.
+    batch: the microbatch, with old log-probabilities and advantages.
     num_turns: static, the most turns a row can have.
-    implementation: of the segment sums.
+    implementation: of the segment sums, see `segments`.
   """
   assert batch.old_logprobs_BL is not None
   assert batch.advantages_BL is not None
@@ -140,7 +141,7 @@ def policy_diagnostics(
         implementation=implementation,
       )
     )
-    # Sums around 1: squares of ratios near 1 would cancel in float32.
+    # Sums of r - 1: the variance of ratios near 1 would cancel in float32.
     sums[f'{level}/excess'] = total(ratio_BL - 1)
     sums[f'{level}/excess_squared'] = total(jnp.square(ratio_BL - 1))
     minima[level] = jnp.min(jnp.where(mask_BL, ratio_BL, jnp.inf))
@@ -159,7 +160,7 @@ def policy_diagnostics(
   )
   sums.update(bias._asdict())
   return Diagnostics(
-    sums=jax.lax.stop_gradient(sums),  # for the eye only
+    sums=jax.lax.stop_gradient(sums),  # metrics are not losses
     minima=jax.lax.stop_gradient(minima),
     maxima=jax.lax.stop_gradient(maxima),
   )
@@ -170,7 +171,7 @@ def _share(total: float, count: float) -> float:
 
 
 def summarize(diagnostics: Diagnostics) -> dict[str, float]:
-  """The metrics, on the host. Without tokens all are 0."""
+  """Returns the metrics, on the host; all are 0 without tokens."""
   sums, minima, maxima = jax.tree.map(
     lambda x: np.asarray(x, np.float64),
     (diagnostics.sums, diagnostics.minima, diagnostics.maxima),
@@ -212,7 +213,7 @@ def summarize(diagnostics: Diagnostics) -> dict[str, float]:
 
 
 def describe(name: str, x: Array, mask: Array) -> dict[str, Array]:
-  """{name}/{mean,min,max} over the mask; 0 where it is empty."""
+  """Returns {name}/{mean,min,max} over the mask; 0 where it is empty."""
   some = jnp.any(mask)
   least = jnp.min(jnp.where(mask, x, jnp.inf))
   most = jnp.max(jnp.where(mask, x, -jnp.inf))
@@ -224,14 +225,14 @@ def describe(name: str, x: Array, mask: Array) -> dict[str, Array]:
 
 
 def critic_diagnostics(batch: batch_lib.TokenBatch) -> dict[str, Array]:
-  """Metrics of values and returns over the critic's steps of a batch.
+  """Returns metrics of values and returns over the critic's steps.
 
   `critic/vf_explained_var` is 1 - var(returns - values) / var(returns) over the
   critic's steps, and 0 where the returns do not vary.
 
   Returns:
-    Scalars: that, and critic/{values,returns}/{mean,min,max}; 0 where there is
-    no step.
+    Scalars: critic/vf_explained_var and
+    critic/{values,returns}/{mean,min,max}; 0 where there is no step.
   """
   value_mask_BL = batch.value_mask_BL
   assert value_mask_BL is not None

@@ -6,10 +6,10 @@ trajectory, or one per turn of all trajectories). Rows of one question share
 
 The reward of a row, R, is the sum of `rewards_BL` over its loss mask. A row
 whose loss mask is false everywhere, and a turn without a token in it, is as
-if it were absent. A mean is never formed: x_i - mean(x) is the mean of the
-differences x_i - x_j, so that equal rewards give exactly 0, where a rounded
-mean leaves 1e-8 that division by std + 1e-6 makes visible. A group of one
-gives 0 (verl and verl-agent leave such a row its raw reward [code]; 0 is
+if it were absent. No mean is formed: x_i - mean(x) is computed as the mean of
+the differences x_i - x_j, so that equal rewards give exactly 0. A rounded mean
+would leave 1e-8, which the division by std + 1e-6 would make visible. A group
+of one gives 0 (verl and verl-agent leave such a row its raw reward [code]; 0 is
 [ours]).
 
 Comparisons are matrices [C, C]: there is no scatter and no sorting, and on a

@@ -1,7 +1,7 @@
-"""How far sampler and trainer are apart on the same tokens and weights.
+"""Measures how much sampler and trainer differ on the same tokens.
 
 B trajectories, L tokens. With k = pi_old (trainer) / mu (sampler) of a token,
-before any truncation (what `rl.mismatch` does with it comes later):
+before `rl.mismatch` truncates it:
 
   mismatch/logprob_abs_diff             max |log k|
   mismatch/k3                           mean of k - 1 - log k: KL(mu || pi_old)
@@ -9,9 +9,10 @@ before any truncation (what `rl.mismatch` does with it comes later):
   mismatch/sequence_log_weight_raw_max  max over rows of |sum log k|
   mismatch/ess                          (sum k)^2 / (n sum k^2)
 
-The product of a long row's k leaves every float, so its log is measured. Where
-k itself does (log k > 60, a token the sampler could not have drawn), k, k3 and
-ess are those of log k = 60, a number that nobody takes for a sound one.
+The product of k over a long row overflows in every dtype, so its log is
+measured. Where k itself would overflow (log k > 60, a token that the sampler
+could not have drawn), k, k3 and ess are computed with log k = 60, a number
+that is clearly wrong to a reader.
 """
 
 import chex
@@ -29,12 +30,12 @@ LOG_WEIGHT_LIMIT = 60.0
 def measure(
   old_logprobs_BL: Array, sampler_logprobs_BL: Array, loss_mask_BL: Array
 ) -> dict[str, Array]:
-  """The metrics of the module's docstring; all 0 without a token."""
+  """Returns the metrics of the module's docstring; all 0 without a token."""
   chex.assert_equal_shape([old_logprobs_BL, sampler_logprobs_BL, loss_mask_BL])
   log_k_BL = masking.select(old_logprobs_BL - sampler_logprobs_BL, loss_mask_BL)
   bounded_BL = jnp.minimum(log_k_BL, LOG_WEIGHT_LIMIT)
   k_BL = masking.select(jnp.exp(bounded_BL), loss_mask_BL)
-  # The effective sample size of k / max k is the same, and its squares neither
+  # k / max k has the same effective sample size, and its squares neither
   # overflow nor all vanish.
   top = jnp.max(bounded_BL, where=loss_mask_BL, initial=-jnp.inf)
   share_BL = masking.select(jnp.exp(bounded_BL - top), loss_mask_BL)

@@ -12,8 +12,8 @@ mask of a trajectory y and KL over the whole vocabulary at each of its tokens,
   tdpo2: shift = alpha (K(l) - sg K(w))
 
 Without the shift it is DPO, and so is the gradient at pi = reference, where K
-is least. The sums leave observations out: the policy did not write them, and
-the paper, which has one turn, does not speak of them [ours].
+is least. The sums leave observations out, because the policy did not write
+them; the paper has one turn and no observations [ours].
 
 Source: Zeng et al., "Token-level Direct Preference Optimization",
 arXiv 2404.11999.
@@ -32,7 +32,7 @@ sg = jax.lax.stop_gradient
 
 
 def _tdpo1(preferred_Q, dispreferred_Q, *, alpha):
-  del alpha  # the divergences count whole
+  del alpha  # the divergences have weight 1
   return dispreferred_Q - preferred_Q
 
 
@@ -45,18 +45,18 @@ PREFERENCES = {'tdpo1': _tdpo1, 'tdpo2': _tdpo2}
 
 
 class PreferenceLoss(typing.NamedTuple):
-  """Sums over pairs; each is divided by the (global) count.
+  """Sums over pairs, each to be divided by the global count.
 
-  A pair counts if both of its trajectories have a token in the loss mask;
-  another, such as padding, is in no sum.
+  A pair counts if both of its trajectories have a token in the loss mask. All
+  other pairs, such as padding, are in no sum.
 
   Attributes:
-    total: of the loss.
-    count: pairs.
-    margin: of beta u, the margin of the implied rewards.
-    correct: of pairs with u > 0.
-    log_ratio_2: of R, the preferred first.
-    divergence_2: of K.
+    total: the sum of the losses.
+    count: the number of pairs.
+    margin: the sum of beta u, the margin of the implied rewards.
+    correct: the number of pairs with u > 0.
+    log_ratio_2: the sums of R, the preferred first.
+    divergence_2: the sums of K, the preferred first.
   """
 
   total: Array
@@ -77,7 +77,7 @@ def preference_loss(
   beta: Array | float,
   alpha: Array | float,
 ) -> PreferenceLoss:
-  """The loss of the module's docstring.
+  """Returns the loss of the module's docstring.
 
   Args:
     logprobs_Q2L: log pi of the tokens, differentiable; off the loss mask this

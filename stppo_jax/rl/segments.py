@@ -1,24 +1,24 @@
-"""Sums over the segments of a row, and the way back to its tokens.
+"""Sums over the segments of a row, and the values of segments at its tokens.
 
-B trajectories, L tokens, T segments of a row. `ids_BL` says to which segment
-a token belongs: 1..T, and 0 for none. Token, turn, sentence and sequence level
-differ in the ids only.
+B trajectories, L tokens, T segments of a row. `ids_BL` has the segment of each
+token, 1..T, and 0 for tokens in no segment. Token, turn, sentence and sequence
+level differ in the ids only.
 
 Three implementations give the same numbers:
 
   segment_sum: a scatter-add, vmapped over rows. (One flat table of B * T
-    segments would be all-reduced whole on a mesh.) The fastest on CPU. Each
-    row has several tables, used in turn and added up last: tokens that follow
-    each other are mostly of one segment, and an addition to the same place
-    must wait for the one before. Shorter sums round less, too.
-  unrolled: one masked reduction per segment, unrolled over the static T. No
-    scatter, neither in the value nor in the gradient, so it is deterministic
-    and fast on GPU and TPU.
+    segments would be all-reduced whole on a mesh.) It is the fastest on CPU.
+    Each row has several tables, used in turn and added up last: successive
+    tokens are mostly in one segment, and an addition to the same place has to
+    wait for the previous one. Shorter sums also round less.
+  unrolled: one masked reduction per segment, unrolled over the static T. There
+    is no scatter, neither in the value nor in the gradient, so it is
+    deterministic and fast on GPU and TPU.
   broadcast: the same masks in one comparison [B, T, L], which an accelerator's
-    compiler fuses into the reduction. No scatter; for more segments than are
-    sensibly unrolled, such as sentences.
+    compiler fuses into the reduction. There is no scatter either. It is for
+    more segments than can reasonably be unrolled, such as sentences.
 
-An id above T is a caller's error; its token then counts as in no segment.
+An id above T is an error of the caller; its token counts as in no segment.
 """
 
 import functools
@@ -33,7 +33,7 @@ from stppo_jax.rl import masking
 Array = jax.Array
 
 MAX_UNROLLED = 32
-_NUM_TABLES = 8  # of a row, in segment_sum; more are not faster
+_NUM_TABLES = 8  # tables per row in segment_sum; more are not faster
 
 
 class Segments(typing.NamedTuple):
@@ -77,11 +77,11 @@ LEVELS = {
 def level_segments(
   level: str, batch: batch_lib.TokenBatch, *, num_turns: int
 ) -> Segments:
-  """The segments of a level: every token of the loss mask is in one.
+  """Returns the segments of a level; all tokens of the loss mask are in one.
 
   Args:
     level: a key of `LEVELS`.
-    batch: of it the loss mask, and the turn or sentence ids.
+    batch: the batch, whose loss mask and ids of the level are read.
     num_turns: static, the most turns a row can have.
 
   Raises:
@@ -92,7 +92,7 @@ def level_segments(
 
 
 def _columns(ids_BL, num_segments):
-  """The mask of each segment in turn."""
+  """Yields the mask of each segment in turn."""
   return (ids_BL == number for number in range(1, num_segments + 1))
 
 
@@ -120,9 +120,10 @@ def _known(ids_BL, num_segments):
 
 
 def _totals_segment_sum(x_BL, ids_BL, num_segments):
-  """Sums of numbers, or of vectors [B, L, ...]."""
+  """Sums numbers [B, L], or vectors [B, L, ...], over segments."""
   num_tables = _NUM_TABLES if num_segments <= MAX_UNROLLED else 1
-  # Table i holds tokens i, i + n, i + 2 n, ...; its slot 0 those of none.
+  # With n tables, table i sums tokens i, i + n, i + 2 n, ...; its slot 0 takes
+  # the tokens in no segment.
   table_BL = jax.lax.broadcasted_iota(ids_BL.dtype, ids_BL.shape, 1)
   slots_BL = (table_BL % num_tables) * (num_segments + 1) + _known(
     ids_BL, num_segments
@@ -136,7 +137,7 @@ def _totals_segment_sum(x_BL, ids_BL, num_segments):
   tables = tables.reshape(
     len(x_BL), num_tables, num_segments + 1, *x_BL.shape[2:]
   )
-  # Slot 0, which may hold NaN, is dropped whole.
+  # Slot 0, which may hold NaN, is dropped.
   return jnp.sum(tables[:, :, 1:], axis=1)
 
 
@@ -156,7 +157,8 @@ def _spread_backward(num_segments, ids_BL, pulled_BL):
   return _totals_segment_sum(pulled_BL, ids_BL, num_segments), None
 
 
-# The gradient of a gather would be a scatter into a single table.
+# The gradient that jax derives of a gather is a scatter into a single table,
+# which is slow on CPU; this one uses several tables.
 _spread_segment_sum.defvjp(_spread_forward, _spread_backward)
 
 
@@ -189,7 +191,7 @@ def _measured_apart(totals):
 
 
 def _measured_together(x_BL, ids_BL, num_segments):
-  """One scatter of pairs costs little more than one of numbers."""
+  """Sums and counts in one scatter of pairs, hardly slower than of numbers."""
   pairs_BL2 = jnp.stack([x_BL, jnp.ones_like(x_BL)], axis=-1)
   both_BT2 = _totals_segment_sum(pairs_BL2, ids_BL, num_segments)
   return both_BT2[..., 0], both_BT2[..., 1]
@@ -238,7 +240,7 @@ def _choose(implementation: str, num_segments: int) -> _Implementation:
 def segment_totals(
   x_BL: Array, segments: Segments, *, implementation: str = 'auto'
 ) -> Array:
-  """The sum of x over each segment: [B, T]; an empty segment gives 0.
+  """Returns the sum of x over each segment: [B, T]; 0 for an empty segment.
 
   Raises:
     ValueError: unknown implementation, or too many segments to unroll.
@@ -250,7 +252,7 @@ def segment_totals(
 def segment_counts(
   segments: Segments, dtype=jnp.float32, *, implementation: str = 'auto'
 ) -> Array:
-  """The number of tokens in each segment: [B, T], of a floating dtype."""
+  """Returns the number of tokens in each segment: [B, T], floating."""
   ones_BL = jnp.ones(segments.ids_BL.shape, dtype)
   return segment_totals(ones_BL, segments, implementation=implementation)
 
@@ -276,7 +278,7 @@ def _means_forward(x_BL, ids_BL, num_segments, implementation):
 
 
 def _means_backward(num_segments, implementation, residuals, pulled_BL):
-  """Taking means is its own transpose; the counts are known already."""
+  """Takes means of the cotangents: taking means is its own transpose."""
   ids_BL, counts_BT = residuals
   chosen = _choose(implementation, num_segments)
   totals_BT = chosen.totals(pulled_BL, ids_BL, num_segments)
@@ -295,7 +297,10 @@ def segment_means(
 
 
 def segment_starts(segments: Segments) -> Array:
-  """True at the first token of each segment; ids must not decrease in a row."""
+  """Returns a mask of the first token of each segment.
+
+  Segment ids must not decrease in a row.
+  """
   highest_BL = jax.lax.cummax(segments.ids_BL, axis=1)
   before_BL = jnp.pad(highest_BL[:, :-1], ((0, 0), (1, 0)))
   return segments.ids_BL > before_BL
