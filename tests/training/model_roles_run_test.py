@@ -1,7 +1,6 @@
 """Runs of adapters, and of one backbone with both heads."""
 
 import dataclasses
-import os
 import signal
 
 import jax
@@ -10,13 +9,13 @@ import pytest
 
 from stppo_jax import __main__
 from stppo_jax import batch as batch_lib
-from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import weights
 from stppo_jax.models.hf import load
 from stppo_jax.records import checkpoint
 from stppo_jax.rollout import pack
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import prefetch
+from tests.training import faults
 from tests.training import runs
 
 _STEPS = 2
@@ -42,16 +41,10 @@ def _train(workdir, changes):
   return __main__.main(['train', *flags, f'--workdir={workdir}'])
 
 
-def _cut_train(workdir, changes, monkeypatch):
-  """The same run, told to end in its first step, and started again."""
-  update_epochs = learner_lib.Learner.update_epochs
-
-  def signalled(*args):
-    os.kill(os.getpid(), signal.SIGTERM)
-    return update_epochs(*args)
-
-  with monkeypatch.context() as patch:
-    patch.setattr(learner_lib.Learner, 'update_epochs', signalled)
+def _cut_train(workdir, changes):
+  """Trains the same run, told to end in its first step, and started again."""
+  send = faults.send_at(('updated', 1), signal.SIGTERM)
+  with faults.at(runs.config(**_changes(changes)), send):
     assert _train(workdir, changes) == 75
   assert len(runs.metrics(workdir)) == 1
   assert _train(workdir, changes) == 0
@@ -103,10 +96,10 @@ def _shards(tree):
     ),
   ],
 )
-def test_a_run_is_the_same_when_cut_in_two(changes, tmp_path, monkeypatch):
+def test_a_run_is_the_same_when_cut_in_two(changes, tmp_path):
   whole, cut = tmp_path / 'whole', tmp_path / 'cut'
   assert _train(whole, changes) == 0
-  _cut_train(cut, changes, monkeypatch)
+  _cut_train(cut, changes)
   assert runs.repeated(cut) == runs.repeated(whole)
   weights = 'policy/model.safetensors'
   assert (cut / weights).read_bytes() == (whole / weights).read_bytes()
