@@ -6,6 +6,7 @@ Read from the syntax tree, so that a docstring may speak of what it avoids.
 import ast
 from collections.abc import Iterator
 import pathlib
+import re
 
 import pytest
 
@@ -17,6 +18,11 @@ _UNSAFE_CALLS = ('eval', 'exec', '__import__')
 _UNSAFE_OPTIONS = ('shell', 'allow_pickle', 'trust_remote_code')
 _ATTICS = ('utils', 'util', 'helpers', 'common', 'misc')
 _MAX_LINES = 420
+# A first line that begins so is no sentence: it says of what, not what.
+_FRAGMENT = re.compile('(Of|Those|Whose|As|Beside|Under) ')
+_PATH = re.compile(
+  r'(?<![\w/.{:*-])((?:[\w-]+/)+[\w-]+\.(?:py|md|yml|in|txt))\b(?!\S*\()'
+)
 
 
 def findings(source: str) -> Iterator[str]:
@@ -93,6 +99,30 @@ def _is_silence(statement: ast.stmt) -> bool:
   return isinstance(statement, ast.Pass | ast.Continue)
 
 
+def fragments(source: str) -> Iterator[str]:
+  """One line for each docstring whose first line is not a sentence."""
+  for node in ast.walk(ast.parse(source)):
+    if isinstance(
+      node,
+      ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef,
+    ):
+      first = (ast.get_docstring(node) or '').partition('\n')[0]
+      if _FRAGMENT.match(first):
+        yield f'{getattr(node, "lineno", 1)}: {first}'
+
+
+def missing_files(text: str, root: pathlib.Path) -> Iterator[str]:
+  """One line for each path in a text that leads to no file under `root`.
+
+  A path may begin at the root, in the package or among the tests.
+  """
+  places = [root / name for name in ('', 'stppo_jax', 'tests', 'docs')]
+  for number, line in enumerate(text.splitlines(), 1):
+    for path in _PATH.findall(line):
+      if not any((place / path).exists() for place in places):
+        yield f'{number}: {path}'
+
+
 def _files() -> list[pathlib.Path]:
   return [
     path
@@ -106,6 +136,26 @@ def test_the_tree_is_clean():
     f'{path.relative_to(_ROOT)}:{line}'
     for path in _files()
     for line in findings(path.read_text(encoding='utf-8'))
+  ]
+  assert not found, '\n'.join(found)
+
+
+def test_docstrings_begin_with_sentences():
+  found = [
+    f'{path.relative_to(_ROOT)}:{line}'
+    for path in _files()
+    for line in fragments(path.read_text(encoding='utf-8'))
+  ]
+  assert not found, '\n'.join(found)
+
+
+def test_files_that_are_named_exist():
+  pages = [_ROOT / 'README.md', _ROOT / 'CONTRIBUTING.md']
+  pages += [_ROOT / 'Makefile', *sorted((_ROOT / 'docs').rglob('*.*'))]
+  found = [
+    f'{path.relative_to(_ROOT)}:{line}'
+    for path in _files() + [p for p in pages if p.suffix != '.pyc']
+    for line in missing_files(path.read_text(encoding='utf-8'), _ROOT)
   ]
   assert not found, '\n'.join(found)
 
@@ -172,3 +222,24 @@ def test_planted_lines_are_found(source, expected):
   found = list(findings(source))
   assert len(found) == bool(expected), found
   assert not expected or expected in found[0]
+
+
+@pytest.mark.parametrize(
+  ('docstring', 'expected'),
+  [
+    ('Of the batch.', 1),
+    ('Those of the batch.', 1),
+    ('Returns what a run leaves.', 0),
+    ('Offers a slot.', 0),
+  ],
+)
+def test_a_fragment_is_found(docstring, expected):
+  source = f'def f():\n  """{docstring}\n\n  Of no concern.\n  """'
+  assert len(list(fragments(source))) == expected
+
+
+def test_a_path_to_no_file_is_found(tmp_path):
+  (tmp_path / 'stppo_jax' / 'rl').mkdir(parents=True)
+  (tmp_path / 'stppo_jax' / 'rl' / 'losses.py').touch()
+  text = 'See rl/losses.py,\nstppo_jax/rl/losses.py and `rl/loss.py`.'
+  assert list(missing_files(text, tmp_path)) == ['2: rl/loss.py']
