@@ -1,1 +1,1 @@
-"""What the code costs: ratios measured in one run. See docs/benchmarks.md."""
+"""Benchmarks: ratios measured in one run. See docs/benchmarks.md."""

@@ -36,7 +36,7 @@ HEADER = (
 
 
 class Setting(NamedTuple):
-  """What torch computes for an algorithm, and the least quotient."""
+  """The torch function of an algorithm, and the least quotient."""
 
   level: str
   corrected: bool

@@ -40,7 +40,7 @@ _SMALL = ['--config.evaluate.num_questions=64']
 
 
 class Comparison(NamedTuple):
-  """What was compared, and where it differs.
+  """The result of a comparison: the differences that it found.
 
   Attributes:
     subject: what was compared.

@@ -1,4 +1,4 @@
-"""Which configs make sense: `check` lists everything that is wrong at once.
+"""Checks configs: `check` lists everything that is wrong at once.
 
 `RULES` holds a rule for each key on its own, `configs/relations.py` the rules
 that concern several keys. Nothing here touches a device.

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Rule(NamedTuple):
-  """What a value must be.
+  """A rule that a value must keep, with its words.
 
   Attributes:
     holds: whether a value keeps the rule.

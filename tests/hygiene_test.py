@@ -19,7 +19,9 @@ _UNSAFE_OPTIONS = ('shell', 'allow_pickle', 'trust_remote_code')
 _ATTICS = ('utils', 'util', 'helpers', 'common', 'misc')
 _MAX_LINES = 420
 # A first line that begins so is no sentence: it says of what, not what.
-_FRAGMENT = re.compile('(Of|Those|Whose|As|Beside|Under) ')
+_FRAGMENT = re.compile(
+  '(Of|Those|What|Whose|Where|As|Which|Nothing|Beside|Under) '
+)
 _PATH = re.compile(
   r'(?<![\w/.{:*-])((?:[\w-]+/)+[\w-]+\.(?:py|md|yml|in|txt))\b(?!\S*\()'
 )
@@ -228,7 +230,7 @@ def test_planted_lines_are_found(source, expected):
   ('docstring', 'expected'),
   [
     ('Of the batch.', 1),
-    ('Those of the batch.', 1),
+    ('What a run leaves.', 1),
     ('Returns what a run leaves.', 0),
     ('Offers a slot.', 0),
   ],

@@ -33,7 +33,7 @@ class NotFinite(ValueError):
 
 
 class ArrayKind(NamedTuple):
-  """What the entries of an array may be.
+  """The rule that the entries of an array keep.
 
   Attributes:
     description: for error messages.

@@ -14,7 +14,7 @@ _CLOSING_TAG = re.compile('</(search|answer)>')
 
 @dataclasses.dataclass(frozen=True)
 class Action:
-  """What a turn asks the environment to do.
+  """The action that a turn asks of the environment.
 
   Attributes:
     kind: 'search', 'answer' or `protocol.INVALID`.

@@ -1,4 +1,4 @@
-"""What an environment is. It speaks text and never sees token ids.
+"""The protocol of an environment, which speaks text and never sees token ids.
 
 The collector samples a turn, decodes it for `step`, tokenises the observation
 on its own and appends it; `rewards` closes the trajectory. What a run must know
@@ -24,7 +24,7 @@ INVALID = 'invalid'
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
-  """What the environment answers to a turn.
+  """The environment's answer to a turn.
 
   It is cut to `max_observation_tokens` inside `body` only, so that a closing
   tag in `suffix` is always there.

@@ -87,7 +87,7 @@ class NotReady(Exception):
 
 @dataclasses.dataclass
 class _Connection:
-  """What belongs to one event loop; `keeper` closes the session at its end."""
+  """The state of one event loop; `keeper` closes the session at its end."""
 
   loop: asyncio.AbstractEventLoop
   session: aiohttp.ClientSession

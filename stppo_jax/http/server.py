@@ -34,7 +34,7 @@ Fields = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-  """What clients may ask for.
+  """The limits of what clients may request.
 
   Attributes:
     max_body_bytes: of a request; above it, 413.

@@ -40,7 +40,7 @@ class _Inputs(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-  """What the models return for some rows.
+  """The outputs of the models for some rows.
 
   Attributes:
     old_logprobs_BL, ref_logprobs_BL: of the sampled tokens.

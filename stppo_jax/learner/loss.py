@@ -31,7 +31,7 @@ Tree = Any
 
 
 class UpdateSpec(NamedTuple):
-  """What an update compiles in: models, optimisers and static sizes.
+  """The models, optimisers and static sizes that an update compiles in.
 
   Attributes:
     policy: the policy model.
@@ -69,7 +69,7 @@ class Coefficients(NamedTuple):
 
 
 class MinibatchContext(NamedTuple):
-  """What a microbatch reads of its whole minibatch.
+  """The numbers of the whole minibatch that a microbatch reads.
 
   Attributes:
     batch: the minibatch.
@@ -86,7 +86,7 @@ class MinibatchContext(NamedTuple):
 
 
 class LossOutputs(NamedTuple):
-  """What the loss reports beside its value; sums over microbatches add up.
+  """The report of a loss beside its value; sums over microbatches add up.
 
   Attributes:
     metrics: scalars.

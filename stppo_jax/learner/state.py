@@ -1,4 +1,4 @@
-"""What training changes: weights and optimiser states.
+"""The state that training changes: weights and optimiser states.
 
 Under LoRA a run holds one copy of the base weights. It is the frozen base of
 the policy and of the value model, which train adapters (and the value head),

@@ -42,7 +42,7 @@ _SHARDED_WITH_EXPERTS = {
 
 
 class TokenOutputs(NamedTuple):
-  """What one forward pass of a policy computes about each token.
+  """The outputs of a policy's forward pass for each token.
 
   Attributes:
     logprobs_BL, entropy_BL: float32, at the loss positions that were given; see

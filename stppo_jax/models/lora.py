@@ -31,7 +31,7 @@ A, B = 'lora_a', 'lora_b'
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-  """Which matrices have adapters, and how large they are.
+  """The choice of matrices that have adapters, and their size.
 
   Attributes:
     rank: columns of A, rows of B.

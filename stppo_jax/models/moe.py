@@ -29,7 +29,7 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routing:
-  """Which experts the tokens visited, and the sums of the load-balance loss.
+  """The experts that tokens visited, and the sums of the load-balance loss.
 
   It describes one layer, or a whole model: then the ids have an axis of layers,
   and the sums are over the layers too.

@@ -1,1 +1,1 @@
-"""What a run leaves in its folder: checkpoints, metrics, dialogues, plots."""
+"""The records of a run: checkpoints, metrics, dialogues, plots."""

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics, dialogues, and a sink that may fail.
+"""The writer of metrics and dialogues, and of a sink that may fail.
 
     workdir/metrics.jsonl              {"step": n, "name": number, ...} a line
     workdir/trajectories-000012.jsonl  dialogues of step 12, one a line

@@ -1,4 +1,4 @@
-"""Where a retriever lives: its token, its URL, and the corpora below it."""
+"""The address of a retriever: its token, its URL, the corpora below it."""
 
 import re
 

@@ -22,7 +22,7 @@ Answers = list[list[types.Passage] | None]
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-  """What differs from server to server.
+  """The differences between servers.
 
   Attributes:
     path: where queries are posted to, below the URL and the corpus.

@@ -1,4 +1,4 @@
-"""What the rest of the package asks of a retriever."""
+"""The protocol of a retriever."""
 
 from typing import Protocol
 

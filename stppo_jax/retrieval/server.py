@@ -35,7 +35,7 @@ _WORLD = re.compile(r'worlds/([0-9]{1,18})')
 
 @dataclasses.dataclass(frozen=True)
 class Limits(http_server.Limits):
-  """What clients may ask for; see `http_server.Limits` too.
+  """The limits of what clients may request; see `http_server.Limits` too.
 
   Attributes:
     max_queries: per request.

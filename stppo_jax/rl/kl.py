@@ -99,7 +99,7 @@ CONTROLLERS = {'fixed': fixed_coefficient, 'adaptive': adaptive_coefficient}
 
 @options.dataclass
 class Kl(options.Options):
-  """Where the divergence from the reference enters, and how."""
+  """The way in which the divergence from the reference enters."""
 
   where: str = options.one_of(KL_PLACES)
   estimator: str = options.one_of(KL_ESTIMATORS)

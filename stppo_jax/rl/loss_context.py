@@ -1,4 +1,4 @@
-"""What bounds and corrections may look at, and what a correction returns.
+"""The inputs of bounds and corrections, and the output of a correction.
 
 B trajectories, L tokens, T segments of a row. Bounds and corrections decide
 from the same arrays: ratios at every level, advantages, entropies and masks.
@@ -24,7 +24,7 @@ sg = jax.lax.stop_gradient
 
 
 class TermWeights(typing.NamedTuple):
-  """What a correction returns: detached weights of the loss's terms, [B, L].
+  """The output of a correction: detached weights of the loss's terms, [B, L].
 
   Attributes:
     policy_BL: multiplies the policy terms.

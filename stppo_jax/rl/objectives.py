@@ -1,4 +1,4 @@
-"""What a token contributes to the loss, inside and outside the bounds.
+"""Objectives: a token's term of the loss, inside and outside the bounds.
 
 B trajectories, L tokens. An objective is called `objective(ratio_BL,
 logprobs_BL, advantages_BL, low, high, **options)` with arrays that are finite

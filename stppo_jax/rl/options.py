@@ -156,7 +156,7 @@ class Number:
 
   @property
   def allowed(self) -> str:
-    """What is allowed, in words."""
+    """Returns in words what is allowed."""
     kind = 'a number' if self.infinite else 'a finite number'
     least = '>= 0' if self.above is None else f'> {self.above:g}'
     most = f' and <= {self.at_most:g}' if self.at_most < math.inf else ''

@@ -70,7 +70,7 @@ GRADIENTS = {'segment': _through_segment, 'token': _through_token}
 
 @options.dataclass
 class Ratio(options.Options):
-  """Which tokens share a ratio, and where its gradient goes."""
+  """The level on which tokens share a ratio, and the path of its gradient."""
 
   level: str = options.one_of(segments_lib.LEVELS)
   gradient: str = options.one_of(GRADIENTS)

@@ -1,4 +1,4 @@
-"""Which sentence of its turn a token belongs to."""
+"""Numbers the sentences of a turn's tokens."""
 
 from collections.abc import Sequence
 

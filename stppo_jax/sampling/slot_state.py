@@ -21,7 +21,7 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SlotState:
-  """What the devices hold of all slots, or of A active ones.
+  """The state of all slots, or of A active ones, on the devices.
 
   Attributes:
     cache: keys and values of all tokens of the dialogue so far.

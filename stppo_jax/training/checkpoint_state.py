@@ -1,4 +1,4 @@
-"""What of a state goes into a checkpoint, and how it comes back.
+"""Converts between the state of a learner and its checkpoint.
 
 The frozen weights under adapters are not saved: they are large, never change,
 and every start makes them again. Their fingerprints are, so that no run goes on

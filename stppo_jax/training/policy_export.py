@@ -17,7 +17,7 @@ from stppo_jax.training import run_record
 
 
 class ExportFailed(RuntimeError):
-  """Nothing was exported; the directory is as it was before."""
+  """The error of a failed export; the directory is as it was before."""
 
   exit_code = 75
 

@@ -1,4 +1,4 @@
-"""What starts, resumes, saves, interrupts and ends a run.
+"""Starts, resumes, saves, interrupts and ends a run.
 
     with run_lib.start(workdir) as run:
       with run.abandonable():

@@ -1,4 +1,4 @@
-"""What a workdir records of its run before the first step.
+"""Records a run in its workdir before the first step.
 
     WORKDIR/config.json    the config that the run was started with
            /start          the policy that it starts from, without model.path

@@ -1,4 +1,4 @@
-"""What inference servers are asked, and how their answers are read.
+"""The requests to inference servers, and how their answers are read.
 
 Token ids are sent and received: text is never turned into ids, neither here nor
 on the server. vLLM's and our own server speak the OpenAI completions API with
@@ -49,7 +49,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-  """What the server wrote.
+  """The turn that the server wrote.
 
   Attributes:
     token_ids: at most `max_tokens` ids.
@@ -65,7 +65,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-  """What differs from server to server.
+  """The differences between servers.
 
   Attributes:
     path: where turns are requested.
