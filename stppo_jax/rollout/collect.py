@@ -1,8 +1,8 @@
-"""Collects trajectories: the policy and the environment take turns.
+"""Collects trajectories, in which the policy and the environment take turns.
 
-Token in, token out: sampled tokens are stored as they were sampled, and text is
-decoded for the environment only. Masks are born here: a `Turn` keeps the
-policy's tokens apart from the observation.
+Sampled tokens are stored as they were sampled, and text is decoded for the
+environment only. A `Turn` keeps the policy's tokens apart from the observation;
+the loss mask is made from that, never from the text.
 
 No row waits for another: the environment answers on the event loop's thread
 while the engine decodes other rows, and a row goes on as soon as its answer is
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import concurrent.futures
 import dataclasses
+from typing import Any
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +24,7 @@ from stppo_jax.rollout import event_loop
 
 Status = types.TrajectoryStatus
 
-# Seconds to wait for a further answer, once one has arrived.
+# Seconds to wait for another answer of the environment once one has arrived.
 _LINGER = 0.003
 
 
@@ -32,32 +33,38 @@ class Tokenizer(Protocol):
 
   def encode_prompt(self, text: str) -> np.ndarray: ...
   def encode_text(self, text: str) -> np.ndarray: ...
-  def decode(self, ids: Sequence[int]) -> str: ...
+  def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
 
 
 class GeneratedTurn(Protocol):
   """See `sampling.turns.GeneratedTurn`."""
 
-  token_ids: np.ndarray
-  logprobs: np.ndarray
-  truncated_logprobs: np.ndarray | None  # where that is not known
-  stopped: bool
+  @property
+  def token_ids(self) -> np.ndarray: ...
+  @property
+  def logprobs(self) -> np.ndarray: ...
+  @property
+  def truncated_logprobs(self) -> np.ndarray | None: ...
+  @property
+  def stopped(self) -> bool: ...
 
 
 class Engine(Protocol):
   """See `sampling.engine.Engine`.
 
-  `poll` returns None for a row whose turn the infrastructure failed.
+  `poll` returns None for a row whose turn failed for good, such as on a server
+  that cannot be reached.
   """
 
   max_length: int
   version: int
-  busy: bool
 
+  @property
+  def busy(self) -> bool: ...
   def begin(
     self,
     prompts: Sequence[np.ndarray | None],
-    keys,
+    keys: Any,
     *,
     group_size: int,
     max_turn_tokens: int,
@@ -66,13 +73,21 @@ class Engine(Protocol):
   def poll(self) -> Mapping[int, GeneratedTurn | None]: ...
   def remaining(self, row: int) -> int: ...
   def resume(self, row: int, token_ids: np.ndarray) -> None: ...
-  def close(self, row: int) -> np.ndarray | None: ...  # its expert_ids
+  def close(self, row: int) -> np.ndarray | None: ...
   def statistics(self) -> Mapping[str, float]: ...
 
 
 @dataclasses.dataclass
 class _Row:
-  """A trajectory in the making."""
+  """A trajectory that is being collected.
+
+  Attributes:
+    question, prompt, prompt_ids: how it begins.
+    turns: the turns that the environment has answered.
+    texts: what the policy wrote, by turn.
+    status: how it ended; None while it goes on.
+    expert_ids: see `types.Trajectory`.
+  """
 
   question: types.Question
   prompt: str
@@ -88,21 +103,21 @@ class _PendingTurn:
   """A generated turn that the environment is answering."""
 
   row: int
-  written: GeneratedTurn
+  generated: GeneratedTurn
 
 
 class Collector:
   """Collects the trajectories of questions.
 
   Args:
-    engine: generates the policy's turns; its weights have been published.
-    environment: gives prompts, observations and rewards.
+    engine: generates the policy's turns. Its weights have been published.
+    environment: makes prompts, observations and rewards.
     tokenizer: the policy's tokenizer.
     loop: the event loop that runs the environment's coroutines.
     max_turn_tokens: longest turn, in tokens.
-    max_observation_tokens: longest observation; its body is cut, never its
-      closing tag.
-    group_size: trajectories of each question; see `begin` for their prompt.
+    max_observation_tokens: longest observation, in tokens. Its body is cut,
+      never its closing tag.
+    group_size: trajectories of each question, which share a prompt.
   """
 
   def __init__(
@@ -129,11 +144,11 @@ class Collector:
   ) -> list[types.Trajectory]:
     """Returns `group_size` adjacent trajectories per question, in order.
 
-    A question whose prompt leaves no room to generate becomes TRUNCATED_LENGTH
-    without a turn.
+    The trajectories of a question whose prompt leaves no room to generate end
+    in TRUNCATED_LENGTH, without a turn.
 
     Args:
-      questions: one for each group.
+      questions: one for each group of trajectories.
       keys: typed jax keys, one for each trajectory.
       greedy: whether to take the most probable token instead of sampling.
     """
@@ -146,22 +161,24 @@ class Collector:
       max_turn_tokens=self._max_turn_tokens,
       greedy=greedy,
     )
-    playing = sum(row.status is None for row in rows)
-    asked: dict[concurrent.futures.Future, _PendingTurn] = {}
+    num_open = sum(row.status is None for row in rows)
+    pending: dict[concurrent.futures.Future, _PendingTurn] = {}
     try:
-      while playing:
-        for future in self._answered_turns(asked):
-          turn = asked.pop(future)
-          playing -= self._finish_turn(turn, rows[turn.row], future.result())
-        ended = self._engine.poll()
-        asked |= self._request_steps(
-          rows, {n: w for n, w in ended.items() if w}
-        )
-        playing -= self._close_failed(
-          rows, [n for n, w in ended.items() if not w]
-        )
+      while num_open:
+        for future in self._answered(pending):
+          turn = pending.pop(future)
+          num_open -= self._finish_turn(turn, rows[turn.row], future.result())
+        failed, generated = [], []
+        for number, turn in self._engine.poll().items():
+          if turn is None:
+            failed.append(number)
+          else:
+            generated.append(_PendingTurn(number, turn))
+        pending |= self._request_steps(rows, generated)
+        num_open -= self._close_failed(rows, failed)
     finally:
-      for future in asked:  # of an interrupted collection
+      # An interrupt or an error leaves requests that nobody waits for.
+      for future in pending:
         future.cancel()
     return [self._finish(row) for row in rows]
 
@@ -169,34 +186,37 @@ class Collector:
     """Returns what the engine has counted since the last call."""
     return self._engine.statistics()
 
-  def _answered_turns(self, asked) -> list[concurrent.futures.Future]:
-    """Returns the answered turns; waits if the engine has nothing to do."""
+  def _answered(
+    self, pending: Mapping[concurrent.futures.Future, _PendingTurn]
+  ) -> list[concurrent.futures.Future]:
+    """Returns the answered turns, and waits for one if the engine is idle."""
     if not self._engine.busy:
       done, waiting = concurrent.futures.wait(
-        asked, return_when=concurrent.futures.FIRST_COMPLETED
+        pending, return_when=concurrent.futures.FIRST_COMPLETED
       )
-      # Questions that went together are answered together: going on with the
-      # first answer alone would cost as much as going on with all of them.
+      # Turns that were sent together are answered together. A call of the
+      # engine costs as much for the first of them as for all of them.
       while waiting and done:
         done, waiting = concurrent.futures.wait(waiting, timeout=_LINGER)
-    return [future for future in asked if future.done()]
+    return [future for future in pending if future.done()]
 
   def _request_steps(
-    self, rows: Sequence[_Row], ended: Mapping[int, GeneratedTurn]
+    self, rows: Sequence[_Row], turns: Sequence[_PendingTurn]
   ) -> dict[concurrent.futures.Future, _PendingTurn]:
     """Requests the environment's steps, which run on another thread."""
-    turns = [_PendingTurn(number, written) for number, written in ended.items()]
-    asking = [rows[turn.row] for turn in turns]
-    for turn, row in zip(turns, asking):
-      row.texts.append(self._tokenizer.decode(turn.written.token_ids))
+    turn_rows = [rows[turn.row] for turn in turns]
+    # All texts are decoded before the first coroutine is made: if one cannot
+    # be, no coroutine is left that nobody awaits.
+    for turn, row in zip(turns, turn_rows):
+      row.texts.append(self._tokenizer.decode(turn.generated.token_ids))
     steps = [
       self._environment.step(row.question, len(row.turns), row.texts[-1])
-      for row in asking
+      for row in turn_rows
     ]
     return dict(zip(self._loop.submit(steps), turns, strict=True))
 
   def _close_failed(self, rows: Sequence[_Row], failed: Sequence[int]) -> int:
-    """Closes the rows whose turn failed and returns how many they are."""
+    """Closes the rows whose turn failed, and returns their number."""
     for number in failed:
       rows[number].status = Status.INFRA_ERROR
       self._engine.close(number)
@@ -205,8 +225,8 @@ class Collector:
   def _finish_turn(
     self, turn: _PendingTurn, row: _Row, step: protocol.Step
   ) -> bool:
-    """Finishes an answered turn; returns whether the trajectory ends."""
-    observation_ids = self._close_turn(turn.row, row, turn.written, step)
+    """Finishes an answered turn, and returns whether the trajectory ends."""
+    observation_ids = self._append_turn(turn, row, step)
     if row.status is None:
       self._engine.resume(turn.row, observation_ids)
       return False
@@ -214,7 +234,7 @@ class Collector:
     return True
 
   def _open(self, question: types.Question) -> list[_Row]:
-    """Returns the rows of a group, which share a prompt."""
+    """Returns the rows of a question, which share its prompt."""
     prompt = self._environment.prompt(question)
     ids = self._tokenizer.encode_prompt(prompt)
     room = self._engine.max_length
@@ -224,44 +244,54 @@ class Collector:
       for _ in range(self._group_size)
     ]
 
-  def _close_turn(
-    self, number: int, row: _Row, written: GeneratedTurn, step: protocol.Step
+  def _append_turn(
+    self, turn: _PendingTurn, row: _Row, step: protocol.Step
   ) -> np.ndarray:
-    """Appends the turn, and sets the status if the trajectory ends here."""
+    """Appends a turn to its row, and sets the status if the trajectory ends.
+
+    Returns:
+      int32 [L], the observation after the turn; empty if the trajectory ends.
+    """
+    generated, remaining = turn.generated, self._engine.remaining(turn.row)
     observation_ids = np.zeros(0, np.int32)
     row.status = step.status
     if row.status is None:
-      observation_ids = self._observe(step.observation)
+      assert step.observation is not None
+      observation_ids = self._encode(step.observation)
       # The policy must be able to write at least one token after it.
-      if len(observation_ids) >= self._engine.remaining(number):
+      if len(observation_ids) >= remaining:
         row.status = Status.TRUNCATED_LENGTH
     elif row.status is not Status.INFRA_ERROR:
-      out_of_room = not written.stopped and not self._engine.remaining(number)
+      # The turn may be invalid only because its end did not fit.
+      out_of_room = not generated.stopped and not remaining
       if step.action == protocol.INVALID and out_of_room:
         row.status = Status.TRUNCATED_LENGTH
     if row.status is not None:
       observation_ids = np.zeros(0, np.int32)
     row.turns.append(
       types.Turn(
-        written.token_ids,
-        written.logprobs,
+        generated.token_ids,
+        generated.logprobs,
         observation_ids,
         step.action,
         step.reward,
-        written.truncated_logprobs,
+        generated.truncated_logprobs,
       )
     )
     return observation_ids
 
-  def _observe(self, observation: protocol.Observation) -> np.ndarray:
+  def _encode(self, observation: protocol.Observation) -> np.ndarray:
+    """Returns the ids of an observation, its body cut to what is allowed."""
     prefix, body, suffix = (
-      self._tokenizer.encode_text(part)
-      for part in (observation.prefix, observation.body, observation.suffix)
+      self._tokenizer.encode_text(text)
+      for text in (observation.prefix, observation.body, observation.suffix)
     )
     room = self._max_observation_tokens - len(prefix) - len(suffix)
     return np.concatenate([prefix, body[: max(room, 0)], suffix])
 
   def _finish(self, row: _Row) -> types.Trajectory:
+    """Returns the trajectory of a row that has ended, with its rewards."""
+    assert row.status is not None
     rewards, scores = self._environment.rewards(
       row.question, row.prompt, row.texts, row.status
     )

@@ -1,4 +1,4 @@
-"""An asyncio loop on a thread of its own, for environments and retrievers."""
+"""Runs an asyncio loop on a thread of its own, for the whole run."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -10,15 +10,16 @@ from typing import TypeVar
 
 Result = TypeVar('Result')
 
-_GRACE = 5.0  # seconds that coroutines have to end when the loop does
+# Seconds that cancelled coroutines have to clean up when the loop is left.
+_GRACE = 5.0
 
 
 class EventLoop:
-  """Runs coroutines from synchronous code; one loop for a whole run.
+  """A context manager that runs coroutines for synchronous code.
 
-  A context manager; what still runs when it is left is cancelled. Retriever
-  connections belong to the loop that made them, so everything that touches
-  them must run here.
+  A run has one such loop: the connections of a retriever belong to the loop
+  that made them, so that everything that uses them must run here. Coroutines
+  that still run when the context is left are cancelled.
   """
 
   def __init__(self):
@@ -40,24 +41,30 @@ class EventLoop:
   def submit(
     self, coroutines: Sequence[Coroutine[Any, Any, Result]]
   ) -> list[concurrent.futures.Future[Result]]:
-    """Starts coroutines on the loop's thread, all at once; the caller goes on.
+    """Starts coroutines on the loop's thread, and returns without waiting.
 
-    What they ask for in their first moment can travel together. Cancelling a
-    future cancels its coroutine.
+    All of them start in the same step of the loop, so that what they request
+    before they first wait can be sent together.
+
+    Returns:
+      A future for each coroutine; cancelling it cancels the coroutine.
     """
     futures = [concurrent.futures.Future() for _ in coroutines]
 
     def start():
       for coroutine, future in zip(coroutines, futures, strict=True):
-        _settle(future, self._loop.create_task(coroutine))
+        _link(future, self._loop.create_task(coroutine))
 
     self._loop.call_soon_threadsafe(start)
     return futures
 
   def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """The coroutine's result, or its exception.
+    """Runs a coroutine, waits for it and returns its result.
 
     An interrupt of the waiting thread cancels the coroutine.
+
+    Raises:
+      BaseException: whatever the coroutine raises.
     """
     future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
     try:
@@ -67,14 +74,16 @@ class EventLoop:
       raise
 
 
-def _settle(future: concurrent.futures.Future, task: asyncio.Task) -> None:
-  """Gives the task's end to the future, and the future's to the task."""
+def _link(future: concurrent.futures.Future, task: asyncio.Task) -> None:
+  """Lets a future get the result of a task, and cancel it."""
   loop = task.get_loop()
 
-  def done(task):
+  def on_task_done(task):
     if not future.set_running_or_notify_cancel():
       if not task.cancelled():
-        task.exception()  # seen, for nobody asks any more
+        # Nobody wants the result any more. Without this call asyncio would log
+        # that the exception was never retrieved.
+        task.exception()
     elif task.cancelled():
       future.set_exception(concurrent.futures.CancelledError())
     elif task.exception() is not None:
@@ -82,16 +91,16 @@ def _settle(future: concurrent.futures.Future, task: asyncio.Task) -> None:
     else:
       future.set_result(task.result())
 
-  def given_up(future):
+  def on_future_done(future):
     if future.cancelled() and not loop.is_closed():
       loop.call_soon_threadsafe(task.cancel)
 
-  task.add_done_callback(done)
-  future.add_done_callback(given_up)
+  task.add_done_callback(on_task_done)
+  future.add_done_callback(on_future_done)
 
 
 async def _cancel_others() -> None:
-  """Lets every other coroutine of this loop run its `finally` blocks."""
+  """Cancels all other coroutines and waits while they clean up."""
   others = asyncio.all_tasks() - {asyncio.current_task()}
   for task in others:
     task.cancel()

@@ -1,20 +1,38 @@
-"""The only door from trajectories to arrays.
+"""Packs trajectories into arrays; nothing else makes a batch of them.
 
-B trajectories, L tokens, M of which carry loss at most; of a mixture of
-experts, N layers, E experts that a token visits.
+B trajectories, L tokens, M loss positions, E experts that a token visits.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
 from stppo_jax import batch as batch_lib
 from stppo_jax import types
 
-# The tokens of a turn to the number of each one's sentence: 1, 2, ...
+# Maps the tokens of a turn to the number of each token's sentence: 1, 2, ...
 Sentences = Callable[[np.ndarray], np.ndarray]
-_LOSS_BUCKETS = 4  # of a length: each other M is another program
+
+# M is a multiple of about L / 4, because each M is another program to compile.
+_LOSS_BUCKETS = 4
+
+
+class _TokenArrays(NamedTuple):
+  """One entry per token: [L] for a trajectory, [B, L] for a batch.
+
+  See the fields of the same names in `batch.TokenBatch`.
+  """
+
+  tokens: np.ndarray
+  turn_ids: np.ndarray
+  loss_mask: np.ndarray
+  sampler_logprobs: np.ndarray
+  rewards: np.ndarray
+  state_ids: np.ndarray
+  sentence_ids: np.ndarray | None
 
 
 def pack(
@@ -24,22 +42,22 @@ def pack(
   sentences: Sentences | None = None,
   with_expert_ids: bool = False,
 ) -> batch_lib.TokenBatch:
-  """Right-padded numpy arrays; lengths are a multiple of `length_bucket`.
+  """Returns trajectories as right-padded numpy arrays.
 
-  Rows keep their order. A row that ended in INFRA_ERROR keeps its tokens but
-  an empty loss mask and no reward: it weighs nothing anywhere. What a turn
-  earned stands on its last token, the outcome on the row's last policy token,
-  where the two add up.
+  Rows keep their order. A row that ended in INFRA_ERROR keeps its tokens, but
+  its loss mask is empty and its reward is 0: it weighs nothing anywhere. A
+  turn's own reward is at the turn's last token, the outcome at the last policy
+  token of the row; where both are at the same token they are added.
 
   Args:
-    trajectories: the rows.
-    length_bucket: tokens.
+    trajectories: at least one; each becomes a row.
+    length_bucket: a number of tokens; L is a multiple of it.
     sentences: see `sentences.SentenceSplitter`; without it the batch has no
       sentence ids.
-    with_expert_ids: the batch has the experts that the sampler chose.
+    with_expert_ids: whether the batch has the experts that the sampler chose.
 
   Raises:
-    ValueError: they are not known.
+    ValueError: if these experts are wanted and not known.
   """
   groups, states = {}, {}
   group_ids, rows = [], []
@@ -48,56 +66,63 @@ def pack(
     # Ids are unique within a data set only.
     key = question.data_set, question.id
     group_ids.append(groups.setdefault(key, len(groups)))
-    rows.append(_row(trajectory, group_ids[-1], states, sentences))
-  longest = max(len(row['tokens']) for row in rows)
-  shape = (len(rows), -(-longest // length_bucket) * length_bucket)
-  arrays = {
-    name: np.zeros(shape, value.dtype) for name, value in rows[0].items()
+    rows.append(_token_arrays(trajectory, group_ids[-1], states, sentences))
+  lengths = [len(row.tokens) for row in rows]
+  shape = (len(rows), -(-max(lengths) // length_bucket) * length_bucket)
+  stacked = _TokenArrays(*(_stacked(column, shape) for column in zip(*rows)))
+  # `Any` because the batch is annotated with the jax arrays that these become.
+  fields: dict[str, Any] = {
+    'loss_positions_BM': loss_positions(stacked.loss_mask),
+    'lengths_B': np.array(lengths, np.int32),
+    'group_ids_B': np.array(group_ids, np.int32),
   }
-  for n, row in enumerate(rows):
-    for name, value in row.items():
-      arrays[name][n, : len(value)] = value
-  return batch_lib.TokenBatch(
-    expert_ids=_expert_ids(trajectories, shape) if with_expert_ids else None,
-    loss_positions_BM=loss_positions(arrays['loss_mask']),
-    lengths_B=np.array([len(row['tokens']) for row in rows], np.int32),
-    group_ids_B=np.array(group_ids, np.int32),
-    **{f'{name}_BL': array for name, array in arrays.items()},
-  )
+  if with_expert_ids:
+    fields['expert_ids'] = _expert_ids(trajectories, shape)
+  for name, array in stacked._asdict().items():
+    fields[f'{name}_BL'] = array
+  return batch_lib.TokenBatch(**fields)
+
+
+def _stacked(column: Sequence[Any], shape: tuple[int, int]) -> Any:
+  """Returns arrays of different lengths as one, padded with 0; or None."""
+  if column[0] is None:
+    return None
+  stacked_BL = np.zeros(shape, column[0].dtype)
+  for n, x_L in enumerate(column):
+    stacked_BL[n, : len(x_L)] = x_L
+  return stacked_BL
 
 
 def _expert_ids(
   trajectories: Sequence[types.Trajectory], shape: tuple[int, int]
 ) -> np.ndarray:
-  """int16 [B, L, N, E]; -1, the router's choice, at padding.
+  """Returns the experts that the sampler chose.
 
-  And in rows that failed, or that nobody played: they carry no loss.
+  Returns:
+    int16 [B, L, layers, E]; -1, which leaves the choice to the router, at
+    padding, and in rows without loss: those that failed or have no turn.
   """
   known = [t.expert_ids for t in trajectories if t.expert_ids is not None]
-  lacking = [
-    trajectory.question.id
-    for trajectory in trajectories
-    if trajectory.expert_ids is None and _trains(trajectory)
-  ]
-  if lacking or not known:
+  missing = [t for t in trajectories if _trains(t) and t.expert_ids is None]
+  if missing or not known:
     raise ValueError(
       'the experts that the sampler chose are not known of '
-      f'{len(lacking)} of {len(trajectories)} trajectories'
+      f'{len(missing)} of {len(trajectories)} trajectories'
     )
-  arrays = np.full((*shape, *known[0].shape[1:]), -1, np.int16)
+  expert_ids = np.full((*shape, *known[0].shape[1:]), -1, np.int16)
   for n, trajectory in enumerate(trajectories):
-    if _trains(trajectory):
-      arrays[n, : len(trajectory.expert_ids)] = trajectory.expert_ids
-  return arrays
+    if _trains(trajectory) and trajectory.expert_ids is not None:
+      expert_ids[n, : len(trajectory.expert_ids)] = trajectory.expert_ids
+  return expert_ids
 
 
 def _trains(trajectory: types.Trajectory) -> bool:
-  sound = trajectory.status is not types.TrajectoryStatus.INFRA_ERROR
-  return sound and len(trajectory.turns) > 0
+  failed = trajectory.status is types.TrajectoryStatus.INFRA_ERROR
+  return not failed and len(trajectory.turns) > 0
 
 
 def loss_positions(loss_mask_BL: np.ndarray) -> np.ndarray:
-  """int32 [B, M]: where each row's mask is true, in order, then L.
+  """Returns int32 [B, M]: the positions of each row's loss mask, then L.
 
   M is the least of a quarter, half, three quarters and all of L that suffices.
   """
@@ -105,60 +130,71 @@ def loss_positions(loss_mask_BL: np.ndarray) -> np.ndarray:
   counts_B = loss_mask_BL.sum(axis=1)
   bucket = -(-length // _LOSS_BUCKETS)
   size = min(max(-(-counts_B.max() // bucket), 1) * bucket, length)
-  # Stable: true ones first, each kind in order.
+  # A stable sort: the true positions first, in order.
   order_BL = np.argsort(~loss_mask_BL, axis=1, kind='stable')
   real_BM = np.arange(size) < counts_B[:, None]
   return np.where(real_BM, order_BL[:, :size], length).astype(np.int32)
 
 
-def _row(
+def _token_arrays(
   trajectory: types.Trajectory,
   group_id: int,
   states: dict[tuple[int, bytes | None], int],
   sentences: Sentences | None,
-) -> dict[str, np.ndarray]:
-  """The arrays of one trajectory, unpadded; numbers the states it meets."""
-  tokens, logprobs = [trajectory.prompt_ids], [_zeros(trajectory.prompt_ids)]
-  turn_ids, state_ids, sentence_ids, rewards = (
-    [_zeros(trajectory.prompt_ids)] for _ in range(4)
+) -> _TokenArrays:
+  """Returns the arrays of one trajectory, and numbers its new states.
+
+  Args:
+    trajectory: the trajectory.
+    group_id: the number of its question.
+    states: the number of each state so far, by question and latest observation;
+      new ones are added.
+    sentences: see `pack`.
+  """
+  # Every list gets the prompt, then the turn and its observation, in turns. All
+  # of them grow together, so that index l speaks about token l in each.
+  tokens = [trajectory.prompt_ids]
+  logprobs, turn_ids, state_ids, sentence_ids, rewards = (
+    [_zeros(trajectory.prompt_ids)] for _ in range(5)
   )
-  observation, num_sentences = None, 0  # nothing observed: the first turn
+  observation, num_sentences = None, 0  # nothing is observed before turn 1
   for turn_id, turn in enumerate(trajectory.turns, start=1):
-    written, told = turn.token_ids, turn.observation_ids
+    zeros = _zeros(turn.observation_ids)
     state_id = states.setdefault((group_id, observation), len(states) + 1)
-    tokens += [written, told]
-    logprobs += [turn.sampler_logprobs, _zeros(told)]
-    turn_ids += [np.full(len(written), turn_id), _zeros(told)]
-    state_ids += [np.full(len(written), state_id), _zeros(told)]
+    turn_reward = _zeros(turn.token_ids)
+    turn_reward[-1:] = turn.reward  # an empty turn has no token to put it on
+    tokens += [turn.token_ids, turn.observation_ids]
+    logprobs += [turn.sampler_logprobs, zeros]
+    turn_ids += [np.full(len(turn.token_ids), turn_id), zeros]
+    state_ids += [np.full(len(turn.token_ids), state_id), zeros]
+    rewards += [turn_reward, zeros]
     if sentences is not None:
-      numbers = num_sentences + sentences(written)
+      numbers = num_sentences + sentences(turn.token_ids)
       num_sentences = max(numbers, default=num_sentences)
-      sentence_ids += [numbers, _zeros(told)]
-    earned = _zeros(written)
-    earned[-1:] = turn.reward
-    rewards += [earned, _zeros(told)]
-    observation = np.asarray(told, np.int32).tobytes()
+      sentence_ids += [numbers, zeros]
+    observation = np.asarray(turn.observation_ids, np.int32).tobytes()
+  turn_ids_L = _joined(turn_ids, np.int32)
+  rewards_L = _joined(rewards, np.float32)
+  is_policy_L = turn_ids_L > 0
   valid = trajectory.status is not types.TrajectoryStatus.INFRA_ERROR
-  row = {
-    'tokens': _joined(tokens, np.int32),
-    'turn_ids': _joined(turn_ids, np.int32),
-    'sampler_logprobs': _joined(logprobs, np.float32),
-    'rewards': _joined(rewards, np.float32),
-    'state_ids': _joined(state_ids, np.int32),
-  }
-  row['loss_mask'] = (row['turn_ids'] > 0) & valid
-  if sentences is not None:
-    row['sentence_ids'] = _joined(sentence_ids, np.int32)
   if valid:
-    row['rewards'][np.flatnonzero(row['turn_ids'])[-1:]] += trajectory.reward
+    rewards_L[np.flatnonzero(is_policy_L)[-1:]] += trajectory.reward
   else:
-    row['rewards'][:] = 0.0
-  return row
+    rewards_L[:] = 0.0
+  return _TokenArrays(
+    tokens=_joined(tokens, np.int32),
+    turn_ids=turn_ids_L,
+    loss_mask=is_policy_L & valid,
+    sampler_logprobs=_joined(logprobs, np.float32),
+    rewards=rewards_L,
+    state_ids=_joined(state_ids, np.int32),
+    sentence_ids=None if sentences is None else _joined(sentence_ids, np.int32),
+  )
 
 
 def _zeros(ids: np.ndarray) -> np.ndarray:
   return np.zeros(len(ids))
 
 
-def _joined(parts: Sequence[np.ndarray], dtype) -> np.ndarray:
-  return np.concatenate(parts).astype(dtype)
+def _joined(arrays: Sequence[np.ndarray], dtype) -> np.ndarray:
+  return np.concatenate(arrays).astype(dtype)

@@ -6,6 +6,7 @@ All lanes share them: a program is compiled once, whichever lane calls it first.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,7 @@ class CompiledPrograms:
     )
     # The state has the same layout when it goes in and when it comes out; with
     # another one, the next call would be compiled anew.
-    by_slot = {'out_shardings': self._by_slot}
+    by_slot: dict[str, Any] = {'out_shardings': self._by_slot}
     self.empty = jax.jit(
       lambda num_slots: slot_state_lib.empty(model, num_slots, blocks),
       static_argnums=0,
@@ -80,7 +81,9 @@ class CompiledPrograms:
     # On a CPU a branch is cheap and compiling is dear: one program looks at any
     # number of blocks. Elsewhere each number of blocks has its own program.
     cpu = mesh.devices.flat[0].platform == 'cpu'
-    by_blocks = by_slot | {'static_argnames': () if cpu else 'num_blocks'}
+    by_blocks: dict[str, Any] = by_slot | {
+      'static_argnames': () if cpu else 'num_blocks'
+    }
     # The state is donated: the cache is the largest array of the engine, and
     # its new tokens must be stored in place.
     self.extend = jax.jit(

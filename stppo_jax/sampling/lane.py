@@ -360,9 +360,15 @@ class Lane:
       if chunk.ended_A[place]:
         row.generating = False
         del self._generating[slot]
-        ids, *logprobs = (np.concatenate(x) for x in zip(*row.chunks))
-        stopped = bool(chunk.stopped_A[place])
-        ended[row.number] = turns.GeneratedTurn(ids, *logprobs, stopped)
+        ids, logprobs, truncated_logprobs = (
+          np.concatenate(x) for x in zip(*row.chunks)
+        )
+        ended[row.number] = turns.GeneratedTurn(
+          token_ids=ids,
+          logprobs=logprobs,
+          truncated_logprobs=truncated_logprobs,
+          stopped=bool(chunk.stopped_A[place]),
+        )
     return ended
 
 

@@ -131,8 +131,7 @@ class SlotDriver:
 
   def append(self, appends: Mapping[int, Append]) -> None:
     """Appends tokens to slots, in which turns begin."""
-    if self._state is None:
-      self._state = self._programs.empty(self.slots)
+    state = self._state or self._programs.empty(self.slots)
     for chunk, first in self._chunks(appends):
       # A batch reads as many blocks as its longest slot has begun, so slots of
       # like lengths go together.
@@ -140,7 +139,9 @@ class SlotDriver:
       for batch in self._batches(by_length):
         active, A = self._active(batch)
         batch_appends = {slot: chunk[slot] for slot in batch}
-        self._state = self._extend(self._state, batch_appends, first, active, A)
+        # Kept after every call: each one donates the state before it.
+        state = self._extend(state, batch_appends, first, active, A)
+        self._state = state
 
   def copy(self, copies: Mapping[int, CopyPrompt]) -> None:
     """Copies prompts to slots, in which turns begin.

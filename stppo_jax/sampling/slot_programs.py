@@ -103,7 +103,7 @@ def extend(
   lengths_A = jnp.where(appended.starts_A, 0, active.lengths)
   hidden_ACD, recent = model.extend(
     params,
-    appended.tokens_AC,
+    jnp.asarray(appended.tokens_AC),
     cache=state.cache,
     lengths_B=lengths_A,
     recent=cache_lib.nothing_recent(model.config, A, C),

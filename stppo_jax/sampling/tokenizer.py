@@ -1,7 +1,9 @@
-"""Tokenizers: Hugging Face directories in, token ids and byte strings out.
+"""Turns text into token ids, and ids into text and bytes.
 
-The one home of `transformers` tokenizers. Model output is never decoded and
-encoded again: decoding serves the environment and the reader only.
+No other module of the package uses a tokenizer of `transformers`. What a model
+wrote is never decoded and encoded again: text is for environments and readers.
+
+L tokens of a text.
 """
 
 from collections.abc import Iterable
@@ -19,20 +21,26 @@ import transformers
 
 END_OF_TEXT = '<|endoftext|>'
 
-_GAPS = ' .-_~^'  # put into a literal to break it
+# One of these is inserted into the literal of an added token to break it up.
+_GAPS = ' .-_~^'
 
 
 class Tokenizer:
-  """A fast Hugging Face tokenizer behind three verbs.
+  """A fast Hugging Face tokenizer.
+
+  Args:
+    fast: the tokenizer; it must have an end-of-sequence token.
 
   Attributes:
-    eos_id: id of the end-of-sequence token.
-    vocab_size: ids lie in [0, vocab_size).
+    eos_id: the id of the end-of-sequence token.
+    vocab_size: the number of ids, which are 0 to vocab_size - 1.
+    added_literals: the texts of the added tokens, special or not.
   """
 
   def __init__(self, fast: transformers.PreTrainedTokenizerFast):
     self._fast = fast
-    self.eos_id = int(fast.eos_token_id)
+    assert isinstance(fast.eos_token_id, int)
+    self.eos_id = fast.eos_token_id
     self.vocab_size = len(fast)
     backend = fast.backend_tokenizer
     self._added = backend.get_added_tokens_decoder()
@@ -40,10 +48,10 @@ class Tokenizer:
 
   @classmethod
   def load(cls, directory: str | pathlib.Path) -> 'Tokenizer':
-    """Reads `tokenizer.json` and its companions.
+    """Returns the tokenizer in a directory, from `tokenizer.json` and so on.
 
     Raises:
-      ValueError: no such files, or no end-of-sequence token.
+      ValueError: if there is no such file or no end-of-sequence token.
     """
     directory = pathlib.Path(directory)
     if not (directory / 'tokenizer.json').is_file():
@@ -54,27 +62,37 @@ class Tokenizer:
     return cls(fast)
 
   def save(self, directory: str | pathlib.Path) -> None:
-    """Writes files that `load` and `transformers` read."""
+    """Writes the files that `load` and `transformers` read."""
     self._fast.save_pretrained(directory)
 
   def encode_prompt(self, text: str) -> np.ndarray:
-    """[N] int32 ids of a user message, in the model's chat template if any."""
+    """Returns the ids of a user message, in the chat template if there is one.
+
+    Returns:
+      int32 [L].
+    """
     if self._fast.chat_template:
       message = [{'role': 'user', 'content': text}]
-      text = self._fast.apply_chat_template(
+      templated = self._fast.apply_chat_template(
         message, tokenize=False, add_generation_prompt=True
       )
+      assert isinstance(templated, str)  # a list only for several dialogues
+      text = templated
     ids = self._fast.encode(text, add_special_tokens=False)
     return np.asarray(ids, np.int32)
 
   def encode_text(self, text: str) -> np.ndarray:
-    """[N] int32 ids of foreign text: never an added or special token.
+    """Returns the ids of foreign text, none of which is an added token.
 
-    Literals of added tokens in the text are broken up first; that none is
-    left is checked, since a passage must not be able to end a message.
+    A passage that could spell a special token could end a message. Literals of
+    added tokens in the text are broken up first, and the result is checked.
+
+    Returns:
+      int32 [L].
 
     Raises:
-      ValueError: an added token came out all the same.
+      ValueError: if there is an added token all the same, or no character to
+        break literals up with.
     """
     text = _without_literals(text, self.added_literals)
     ids = self._fast.encode(
@@ -85,19 +103,21 @@ class Tokenizer:
       raise ValueError(f'added token ids {sorted(forged)} from plain text')
     return np.asarray(ids, np.int32)
 
-  def decode(self, ids: Sequence[int]) -> str:
-    """The text of ids, special tokens included."""
-    return self._fast.decode(
+  def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+    """Returns the text of ids, with special tokens."""
+    text = self._fast.decode(
       list(map(int, ids)),
       skip_special_tokens=False,
       clean_up_tokenization_spaces=False,
     )
+    assert isinstance(text, str)  # a list only for several sequences
+    return text
 
   def token_bytes(self) -> list[bytes]:
-    """The bytes each id contributes to `decode`'s text.
+    """Returns the bytes that each id contributes to the text of `decode`.
 
     Raises:
-      ValueError: the tokenizer's decoder does more than join its tokens.
+      ValueError: if the tokenizer's decoder does more than join tokens.
     """
     spec = json.loads(self._fast.backend_tokenizer.to_str())
     decoder = (spec['decoder'] or {}).get('type')
@@ -113,6 +133,7 @@ class Tokenizer:
         result.append(self._added[token_id].content.encode())
         continue
       token = self._fast.convert_ids_to_tokens(token_id)
+      assert isinstance(token, str)  # a list only for several ids
       if decoder == 'ByteLevel':
         result.append(bytes(table[char] for char in token))
       else:
@@ -121,11 +142,14 @@ class Tokenizer:
 
 
 def phrase_tokenizer(phrases: Iterable[str]) -> Tokenizer:
-  """One token per phrase, printable ASCII for the rest (a Unigram model).
+  """Returns a tokenizer with a token for each phrase and each ASCII character.
 
-  Segmentation spells out the fewest characters with the fewest phrases (one
-  character costs as much as ten). Tags of a dialogue are phrases, not added
-  tokens: an environment lists them in `phrases`.
+  It is a Unigram model. A character that no phrase covers costs as much as ten
+  phrases, so that a text becomes the fewest characters and, among these, the
+  fewest phrases. The tags of a dialogue are phrases, not added tokens.
+
+  Args:
+    phrases: see `protocol.Environment.phrases`.
   """
   characters = [chr(c) for c in range(32, 127)] + ['\n']
   vocab = [('<unk>', 0.0)]
@@ -138,12 +162,19 @@ def phrase_tokenizer(phrases: Iterable[str]) -> Tokenizer:
 
 
 def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-  """A byte-level BPE of at most vocab_size tokens; any text round-trips."""
+  """Returns a byte-level BPE tokenizer trained on texts.
+
+  Any text is the same after it has been encoded and decoded.
+
+  Args:
+    texts: what to train on.
+    vocab_size: most tokens.
+  """
   backend = tokenizers.Tokenizer(models.BPE())
   backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   backend.decoder = decoders.ByteLevel()
   trainer = trainers.BpeTrainer(
-    vocab_size=vocab_size - 1,  # one more is added below
+    vocab_size=vocab_size - 1,  # END_OF_TEXT is one more
     initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     show_progress=False,
   )
@@ -159,18 +190,19 @@ def _wrap(backend: tokenizers.Tokenizer) -> Tokenizer:
 
 
 def _without_literals(text: str, literals: Sequence[str]) -> str:
-  """Breaks every literal behind its first character, to a fixed point.
+  """Returns the text with every literal broken behind its first character.
 
-  The gap is a character that no literal contains: each round breaks what is
-  there and makes nothing new. A literal of one character becomes a gap.
+  The gap is a character that no literal contains, so that a replacement makes
+  no new literal; it can only leave others, which the next round finds. A
+  literal of one character becomes a gap.
 
   Raises:
-    ValueError: the literals leave no character to break them with.
+    ValueError: if every gap is a character of some literal.
   """
   literals = [literal for literal in literals if literal]
   free = [gap for gap in _GAPS if not any(gap in one for one in literals)]
   if not free:
-    raise ValueError(f'every one of {_GAPS!r} stands in some added token')
+    raise ValueError(f'every one of {_GAPS!r} is in some added token')
   gap = free[0]
   while found := [literal for literal in literals if literal in text]:
     for literal in found:
@@ -180,7 +212,7 @@ def _without_literals(text: str, literals: Sequence[str]) -> str:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-  """The printable stand-in of each byte in byte-level BPE vocabularies."""
+  """Returns the byte behind each character of a byte-level BPE vocabulary."""
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
   others = [byte for byte in range(256) if byte not in printable]
   table = {chr(byte): byte for byte in printable}

@@ -1,6 +1,7 @@
 """The turns that an engine returns, and the inputs that it refuses."""
 
 from collections.abc import Sequence
+from collections.abc import Sized
 import dataclasses
 
 import numpy as np
@@ -27,7 +28,7 @@ class GeneratedTurn:
 
 def check_prompts(
   prompts: Sequence[np.ndarray | None],
-  keys: Sequence,
+  keys: Sized,
   *,
   group_size: int,
   max_length: int,

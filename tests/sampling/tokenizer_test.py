@@ -169,5 +169,5 @@ def test_foreign_text_never_yields_an_added_token(added, special):
 
 def test_literals_that_leave_no_gap_are_refused():
   tokenizer = _with_added(*' .-_~^')
-  with pytest.raises(ValueError, match='stands in some added token'):
+  with pytest.raises(ValueError, match='is in some added token'):
     tokenizer.encode_text('anything')
