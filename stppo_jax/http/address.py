@@ -4,12 +4,12 @@ from urllib import parse
 
 
 def check_url(url: str, *, token_variable: str) -> str | None:
-  """Says in one line what is wrong with a server's URL; None if it is fine.
+  """Returns one line on what is wrong with a server's URL; None if nothing is.
 
   Args:
     url: http or https, without user, password, query and fragment.
-    token_variable: environment variable that the message recommends to whoever
-      put a password into the URL.
+    token_variable: the environment variable that the message recommends in
+      place of a password in the URL.
   """
   if any(c.isspace() or not c.isprintable() for c in url):
     return f'{url!r} contains white space or control characters'
@@ -35,10 +35,11 @@ def check_url(url: str, *, token_variable: str) -> str | None:
 def base_url(url: str, *, suffix: str, token_variable: str) -> str:
   """Returns a URL without trailing slashes and without `suffix` at its end.
 
-  Users copy the address of an endpoint; its path is added to each request.
+  Users often copy the URL of an endpoint, but its path is added again to each
+  request.
 
   Raises:
-    ValueError: the URL is bad; one line.
+    ValueError: the URL is not valid; one line.
   """
   problem = check_url(url, token_variable=token_variable)
   if problem:

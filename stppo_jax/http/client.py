@@ -1,9 +1,9 @@
-"""The HTTP client: what retrievers and engines of others are asked with.
+"""The HTTP client for retrieval and inference servers.
 
-A request that fails raises `Failure`, which tells the cause. Whether another
-attempt is of use differs between servers, so the caller decides it and calls
-`back_off` in between. Redirects are not followed, proxies of the environment
-are not used, and no reply grows beyond a bound.
+A request that fails raises `Failure`, which names the cause. Whether another
+attempt can help differs between servers, so the caller decides it and calls
+`back_off` in between. Redirects are not followed, the environment's proxies are
+not used, and the size of a reply is bounded.
 """
 
 import asyncio
@@ -25,18 +25,18 @@ import yarl
 
 MAX_REPLY_BYTES = 64 << 20
 
-_EXCERPT = 200  # characters of a server's own words in an error
+_EXCERPT = 200  # characters of an error reply that a message quotes
 
 
 class Pauses(NamedTuple):
   """How long a client waits, in seconds.
 
   Attributes:
-    first: before the first retry; doubled for each further one.
-    longest: bound of the doubling.
-    longest_retry_after: bound of what Retry-After may ask for: a server with a
+    first: pause before the first retry; doubled for each further one.
+    longest: the bound of the doubling.
+    longest_retry_after: the longest Retry-After that is obeyed: a server with a
       wrong clock must not stop the run.
-    health: between two looks at a server that is not ready.
+    health: pause between two health checks of a server that is not ready.
   """
 
   first: float = 0.25
@@ -51,20 +51,20 @@ PAUSES = Pauses()
 class Cause(enum.Enum):
   """Why a request failed."""
 
-  CONNECTION = 'connection'  # refused, reset, cut off in the middle of a reply
+  CONNECTION = 'connection'  # refused, reset, or cut off during a reply
   TIMEOUT = 'timeout'
-  STATUS = 'status'  # any but 200
+  STATUS = 'status'  # any status but 200
   TOO_LARGE = 'too large'
   MALFORMED = 'malformed'  # the caller could not read the reply of a 200
 
 
 class Failure(Exception):
-  """One request failed; the message is one line.
+  """The failure of one request; the message is one line.
 
   Attributes:
-    cause: why.
-    status: of the reply, where that is the cause; else 0.
-    retry_after: seconds that the server asked to wait; 0 if it did not.
+    cause: why the request failed.
+    status: the status of the reply, where that is the cause; else 0.
+    retry_after: seconds to wait by the reply's Retry-After; 0 without one.
   """
 
   def __init__(
@@ -87,24 +87,33 @@ class NotReady(Exception):
 
 @dataclasses.dataclass
 class _Connection:
-  """The state of one event loop; `keeper` closes the session at its end."""
+  """The session of one event loop.
+
+  Attributes:
+    loop: the event loop.
+    session: the session, usable in that loop only.
+    slots: bounds the posts in flight.
+    keeper: a task that closes the session when it is cancelled.
+    cancel_keeper: cancels the task from any thread, and when the client is
+      garbage.
+  """
 
   loop: asyncio.AbstractEventLoop
   session: aiohttp.ClientSession
-  places: asyncio.Semaphore | contextlib.nullcontext
+  slots: asyncio.Semaphore | contextlib.nullcontext
   keeper: asyncio.Task
   cancel_keeper: weakref.finalize
 
 
 class Client:
-  """Requests to one server, from one event loop at a time.
+  """Sends requests to one server, from one event loop at a time.
 
-  Connections are made in the loop that runs, and closed by `close`, when the
-  loop cancels its tasks at its end (`asyncio.run` and `event_loop.EventLoop`
-  do), or when the client is garbage.
+  Connections are made in the running loop. They are closed by `close`, or when
+  the loop cancels its tasks at its end (`asyncio.run` and
+  `event_loop.EventLoop` do), or when the client is garbage.
 
   Attributes:
-    url: what all paths are appended to.
+    url: the URL that all paths are appended to.
     timeout: seconds per request.
   """
 
@@ -121,13 +130,14 @@ class Client:
     """Makes a client; nothing is sent yet.
 
     Args:
-      url: as `address.base_url` returns it.
+      url: a URL that `address.base_url` returned.
       timeout: seconds per request.
-      token_variable: environment variable; what it holds now is sent as a
+      token_variable: the environment variable whose present value is sent as a
         bearer token.
-      max_concurrent: posts in flight, further ones wait; None = no bound.
-      max_reply_bytes: a larger reply is a failure.
-      pauses: how long to wait before retries and between looks at /health.
+      max_concurrent: the most posts in flight, further ones wait; None = no
+        bound.
+      max_reply_bytes: the largest reply; a larger one is a failure.
+      pauses: how long to wait before retries and between health checks.
     """
     self.url = url
     self.timeout = timeout
@@ -146,10 +156,11 @@ class Client:
     """Posts JSON values, once, and returns the body of a 200.
 
     Raises:
-      Failure: whatever else the network or the server did.
+      Failure: there was no reply, or one with another status.
     """
-    # The timeout starts when there is a place, or a burst would expire in line.
-    async with self._connect().places:
+    # The timeout starts only when a slot is free: in a burst of requests, the
+    # last ones would otherwise time out before they are sent.
+    async with self._connect().slots:
       return await self._request('POST', path, body, self.timeout)
 
   async def wait_until_ready(
@@ -161,8 +172,13 @@ class Client:
   ) -> None:
     """Gets `path` until the server answers with one of the statuses.
 
+    Args:
+      path: the path of the health check.
+      grace: seconds until this gives up.
+      ready_statuses: the statuses of a server that is ready.
+
     Raises:
-      NotReady: not within `grace` seconds.
+      NotReady: the server did not answer so within `grace` seconds.
     """
     deadline = time.monotonic() + grace
     while True:
@@ -180,21 +196,21 @@ class Client:
       await asyncio.sleep(self._pauses.health)
 
   async def back_off(self, attempt: int, failure: Failure) -> None:
-    """Waits before the next attempt, never less than the server asked for.
+    """Waits before the next attempt, at least as long as Retry-After says.
 
-    The pause doubles with each attempt and is jittered by half to one and a
-    half, lest all clients return at once.
+    The pause doubles with each attempt and is multiplied by a random factor
+    from 0.5 to 1.5, so that the clients do not all return at the same time.
 
     Args:
-      attempt: number of the one that failed, from 0.
-      failure: how it failed.
+      attempt: the number of the attempt that failed, from 0.
+      failure: the error of that attempt.
     """
     pauses = self._pauses
     # 2.0**1024 overflows, and long before that the pause is the longest.
     pause = min(pauses.first * 2.0 ** min(attempt, 64), pauses.longest)
     pause *= self._random.uniform(0.5, 1.5)
-    asked = min(failure.retry_after, pauses.longest_retry_after)
-    await asyncio.sleep(max(pause, asked))
+    retry_after = min(failure.retry_after, pauses.longest_retry_after)
+    await asyncio.sleep(max(pause, retry_after))
 
   async def close(self) -> None:
     """Closes the connections of the running loop."""
@@ -219,8 +235,8 @@ class Client:
     session = aiohttp.ClientSession(
       headers=headers,
       auto_decompress=False,  # A small reply must not grow large in memory.
-      # `places` bounds the requests: waiting for a connection of aiohttp's pool
-      # would count towards the timeout.
+      # `slots` bounds the requests instead of aiohttp's pool, because waiting
+      # for one of its connections would count towards the timeout.
       connector=aiohttp.TCPConnector(limit=0),
       cookie_jar=aiohttp.DummyCookieJar(),
       trust_env=False,  # no proxy from the environment
@@ -229,11 +245,12 @@ class Client:
     self._connection = _Connection(
       loop=loop,
       session=session,
-      places=asyncio.Semaphore(self._max_concurrent)
+      slots=asyncio.Semaphore(self._max_concurrent)
       if self._max_concurrent
       else contextlib.nullcontext(),
       keeper=keeper,
-      # Holds the task too: a loop's own reference to its tasks is weak.
+      # The finalizer also keeps the task alive: a loop holds its tasks by weak
+      # references only.
       cancel_keeper=weakref.finalize(self, _cancel, loop, keeper),
     )
     return self._connection
@@ -274,11 +291,12 @@ class Client:
     self, response: aiohttp.ClientResponse
   ) -> Failure:
     excerpt = b''
-    # What the server says helps a reader; the status alone decides.
+    # The text only helps the reader of the message: an error while it is read
+    # must not hide the status.
     with contextlib.suppress(aiohttp.ClientError, OSError):
       excerpt = await response.content.read(4 * _EXCERPT)
     text = excerpt.decode('utf-8', 'replace')
-    if self._token:  # A server may repeat the headers it was sent.
+    if self._token:  # A server may repeat the request's headers in its reply.
       text = text.replace(self._token, '***')
     text, status = one_line(text)[:_EXCERPT], response.status
     return Failure(
@@ -290,7 +308,7 @@ class Client:
 
 
 def retry_after_seconds(value: str | None) -> float:
-  """Returns what a Retry-After header asks to wait, in seconds.
+  """Returns the seconds to wait by a Retry-After header.
 
   Args:
     value: seconds, or a date as in RFC 9110; 0 is returned where it is absent,
@@ -303,7 +321,7 @@ def retry_after_seconds(value: str | None) -> float:
   except ValueError:
     try:
       date = email_utils.parsedate_to_datetime(value)
-    except (ValueError, OverflowError):  # no date, or one no calendar has
+    except (ValueError, OverflowError):  # not a date, or one out of range
       return 0.0
     if date.tzinfo is None:
       date = date.replace(tzinfo=datetime.UTC)
@@ -324,5 +342,5 @@ async def _keep_open(session: aiohttp.ClientSession) -> None:
 
 def _cancel(loop: asyncio.AbstractEventLoop, task: asyncio.Task) -> None:
   """Cancels a task from any thread."""
-  with contextlib.suppress(RuntimeError):  # The loop has ended, and the task.
+  with contextlib.suppress(RuntimeError):  # The loop and the task have ended.
     loop.call_soon_threadsafe(task.cancel)

@@ -1,15 +1,15 @@
-"""The HTTP server: what retrieval and inference servers are made of.
+"""The HTTP server under the retrieval server and the inference server.
 
-A handler takes the JSON object of a request and returns that of the reply; it
-raises `Refusal` to answer with another status. Every error is one line,
-`{"detail": "..."}`, and no reply carries a traceback:
+A handler takes the JSON object of a request and returns the JSON object of the
+reply; it raises `Refusal` to answer with another status. Every error is one
+line, `{"detail": "..."}`, and no reply carries a traceback:
 
     401  no valid bearer token (with `token`; /health needs none)
     408  the body came too slowly
     413  the body is too large
-    422  the body is no JSON object
+    422  the body is not a JSON object
     429  too many requests in flight, with Retry-After
-    500  a bug of ours, whose cause is in our log only
+    500  a bug in a handler, whose cause is in the server's log only
 """
 
 import asyncio
@@ -37,10 +37,10 @@ class Limits:
   """The limits of what clients may request.
 
   Attributes:
-    max_body_bytes: of a request; above it, 413.
-    max_concurrent: posts in flight; above it, 429.
-    retry_after: seconds, sent with 429.
-    body_timeout: seconds a client may take to send its body.
+    max_body_bytes: the largest body of a request; above it, 413.
+    max_concurrent: the most posts in flight; above it, 429.
+    retry_after: seconds that a 429 names in Retry-After.
+    body_timeout: seconds that a client may take to send a body.
   """
 
   max_body_bytes: int = 1 << 20
@@ -50,7 +50,7 @@ class Limits:
 
 
 class Refusal(Exception):
-  """Answers a request with an error status and one line."""
+  """An error that is answered with its status and one line."""
 
   def __init__(self, status: int, detail: str):
     super().__init__(detail)
@@ -69,14 +69,14 @@ def application(
 
   Args:
     get: path -> handler without arguments.
-    post: path -> handler of the body, and by keyword of what the path matches
-      in braces.
-    limits: what clients may ask for.
-    close: is called at the end.
-    token: bearer token that every request but /health must show; '' = none.
+    post: path -> handler of the body; what the path matches in braces is passed
+      by keyword.
+    limits: the limits of what clients may request.
+    close: called when the server ends.
+    token: the bearer token that every request but /health needs; '' = none.
   """
 
-  async def closing(app: web.Application) -> None:
+  async def on_cleanup(app: web.Application) -> None:
     del app
     close()
 
@@ -88,7 +88,7 @@ def application(
     app.router.add_get(path, _answer_get(get_handler))
   for path, post_handler in post.items():
     app.router.add_post(path, _answer_post(post_handler, limits.body_timeout))
-  app.on_cleanup.append(closing)
+  app.on_cleanup.append(on_cleanup)
   return app
 
 
@@ -96,9 +96,9 @@ def check_exposure(host: str, token: str, *, token_variable: str) -> None:
   """Refuses to serve other machines without a token.
 
   Args:
-    host: address to bind.
-    token: that clients must show; '' = none.
-    token_variable: environment variable that the message asks to set.
+    host: the address to bind.
+    token: the bearer token that requests need; '' = none.
+    token_variable: the environment variable that the message recommends.
 
   Raises:
     ValueError: host is not a loopback address and there is no token.
@@ -120,14 +120,14 @@ async def start(
   """Serves in the running loop; returns the runner, to clean up, and the URL.
 
   Args:
-    app: what is served.
-    host: address to bind; see `check_exposure`.
-    port: 0 takes a free one.
+    app: the application to serve.
+    host: the address to bind; see `check_exposure`.
+    port: the port to bind; 0 = any free one.
 
   Raises:
-    OSError: the address is taken or is not ours.
+    OSError: the address is in use or does not belong to this machine.
   """
-  # Idle connections of clients that are gone must not delay the end.
+  # Idle connections must not delay the shutdown.
   runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
   try:
     await runner.setup()
@@ -147,11 +147,11 @@ class EmbeddedServer:
         client = Client(server.url, ...)
 
   Args:
-    make_app: is called on that thread.
-    host: loopback address to bind.
+    make_app: makes the application; called on that thread.
+    host: the loopback address to bind.
 
   Attributes:
-    url: where it listens, once entered.
+    url: the server's URL, once entered.
   """
 
   def __init__(
@@ -181,7 +181,11 @@ class EmbeddedServer:
     self._thread.join()
 
   async def _serve(self, started: futures.Future) -> None:
-    """Serves until it is stopped; hands errors at the start to `started`."""
+    """Serves until it is stopped; sets `started` to the URL or an error.
+
+    `__enter__` waits for `started` on another thread: an error at the start is
+    raised there, and `stop` reaches this loop by `call_soon_threadsafe`.
+    """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     try:
@@ -234,7 +238,7 @@ async def _json_object(request: web.Request, timeout: float) -> Fields:
 
 @web.middleware
 async def _one_line(request: web.Request, handler) -> web.StreamResponse:
-  """Turns whatever is raised into a status and one line."""
+  """Turns whatever a handler raises into a status and one line."""
   headers: dict[str, str] = {}
   try:
     return await handler(request)
@@ -253,15 +257,15 @@ async def _one_line(request: web.Request, handler) -> web.StreamResponse:
 
 
 def _authorize(token: str):
-  # As bytes: compare_digest takes no text beyond ASCII.
+  # Compared as bytes: compare_digest refuses text beyond ASCII.
   expected = f'Bearer {token}'.encode()
 
   @web.middleware
   async def authorize(request: web.Request, handler) -> web.StreamResponse:
-    """Lets requests through that show the token, in constant time."""
-    shown = request.headers.get('Authorization', '').encode('utf-8', 'replace')
-    free = not token or request.path == '/health'
-    if not free and not hmac.compare_digest(shown, expected):
+    """Refuses requests without the token, compared in constant time."""
+    sent = request.headers.get('Authorization', '').encode('utf-8', 'replace')
+    is_open = not token or request.path == '/health'
+    if not is_open and not hmac.compare_digest(sent, expected):
       raise web.HTTPUnauthorized(
         text='a valid bearer token is needed',
         headers={'WWW-Authenticate': 'Bearer'},
@@ -276,7 +280,7 @@ def _bound(limits: Limits):
 
   @web.middleware
   async def bound(request: web.Request, handler) -> web.StreamResponse:
-    """Lets so many posts through at a time; gets are always quick."""
+    """Refuses posts beyond the limit; gets are quick and not counted."""
     nonlocal in_flight
     if request.method != 'POST':
       return await handler(request)
