@@ -1,1 +1,1 @@
-"""Engines that other processes run, and a small server of our own."""
+"""The engine whose turns an inference server writes, and a small server."""

@@ -1,8 +1,8 @@
-"""Requests to an inference server: which failures are worth another attempt.
+"""Requests to an inference server, with retries.
 
-Connections, timeouts, server errors and overload are tried again, with pauses
-that grow and never undercut a Retry-After; whatever else a server answers is
-final.
+A request is repeated after a failed connection, a timeout, a server error or an
+overload, with pauses that grow and are never shorter than a Retry-After. Every
+other failure is final.
 """
 
 from collections.abc import Awaitable
@@ -16,34 +16,34 @@ from stppo_jax.sampling.remote import dialects
 
 TOKEN_VARIABLE = 'STPPO_ENGINE_TOKEN'
 
-# Of the refusals, those that pass.
+# The statuses below 500 of a server that may accept the same request later.
 _OVERLOADED = (408, 425, 429)
 
 Result = TypeVar('Result')
 
 
 class EngineError(Exception):
-  """A request failed, its retries included; one line."""
+  """The error of a request whose retries failed too; one line."""
 
 
 class EngineUnreachable(Exception):
-  """No server answered in time: try again; one line."""
+  """No server was ready in time; the command can be repeated; one line."""
 
   exit_code = 75
 
 
 class EngineUnsuited(ValueError):
-  """The server cannot sample for this run; one line."""
+  """A server that cannot sample for this run; one line."""
 
   exit_code = 2
 
 
 class EngineClient:
-  """Requests to one server, each with its retries.
+  """Sends requests to one server and repeats those that may still succeed.
 
   Attributes:
-    url: what all paths are appended to.
-    num_retries: further attempts since the start.
+    url: the URL that all paths are appended to.
+    num_retries: the number of repeated attempts since the start.
   """
 
   def __init__(
@@ -61,11 +61,11 @@ class EngineClient:
     Args:
       url: http or https; a /v1 at its end is dropped.
       timeout: seconds per attempt.
-      retries: beyond the first attempt.
-      pauses: how long to wait before retries and between looks at /health.
+      retries: the most attempts beyond the first one.
+      pauses: how long to wait before retries and between health checks.
 
     Raises:
-      ValueError: bad URL; one line.
+      ValueError: the URL is not valid; one line.
     """
     self.url = address.base_url(
       url, suffix='/v1', token_variable=TOKEN_VARIABLE
@@ -79,7 +79,7 @@ class EngineClient:
     )
 
   async def get(self, path: str, read: Callable[[bytes], Result]) -> Result:
-    """Gets a reply that can be read; see `post`."""
+    """Gets `path` until the reply can be read; see `post`."""
     return await self._retry(path, lambda: self._http.get(path), read)
 
   async def post(
@@ -88,21 +88,21 @@ class EngineClient:
     """Posts JSON values until the reply can be read.
 
     Args:
-      path: on the server.
+      path: the path on the server.
       body: JSON values.
-      read: is given the body of a 200. After a ValueError the request is
-        repeated, after a `BadReply` it is not.
+      read: reads the body of a 200. After a ValueError the request is repeated,
+        after a `BadReply` it is not.
 
     Raises:
-      EngineError: not within the retries.
+      EngineError: every attempt failed, or one failed for good.
     """
     return await self._retry(path, lambda: self._http.post(path, body), read)
 
   async def wait_until_ready(self) -> None:
-    """Gets /health until it answers 200.
+    """Gets /health until the server answers with 200.
 
     Raises:
-      EngineUnreachable: not within `timeout` seconds.
+      EngineUnreachable: it did not within `timeout` seconds.
     """
     try:
       await self._http.wait_until_ready('/health', grace=self._timeout)
@@ -136,7 +136,7 @@ class EngineClient:
 
 
 def _is_final(failure: http_client.Failure) -> bool:
-  """Returns whether asking again is of no use."""
+  """Returns whether another attempt would fail in the same way."""
   if failure.cause is http_client.Cause.STATUS:
     return failure.status < 500 and failure.status not in _OVERLOADED
   return failure.cause is http_client.Cause.TOO_LARGE

@@ -1,10 +1,10 @@
-"""The requests to inference servers, and how their answers are read.
+"""The requests to inference servers, and how their replies are read.
 
 Token ids are sent and received: text is never turned into ids, neither here nor
-on the server. vLLM's and our own server speak the OpenAI completions API with
-`return_token_ids`; SGLang has ids on its native `/generate` only. The field
-`owned_by` of /v1/models names the kind of server; `DIALECTS` holds what
-differs.
+on the server. vLLM and the server in `server.py` implement the OpenAI
+completions API with `return_token_ids`; SGLang has ids on its native
+`/generate` only. The field `owned_by` of /v1/models names the kind of server;
+`DIALECTS` holds the differences.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,10 @@ _ROUNDING = 1e-3  # nats by which a log-probability may exceed 0
 
 
 class BadReply(ValueError):
-  """The server does not do what it is asked; another attempt is of no use."""
+  """A reply that shows that the server cannot do what was requested.
+
+  Another attempt would have the same reply.
+  """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,10 +34,10 @@ class Request:
   """A request for one turn.
 
   Attributes:
-    prompt_ids: the whole dialogue so far.
-    max_tokens: longest turn.
-    sampling: how tokens are drawn.
-    seed: of the draw, in [0, 2**31).
+    prompt_ids: the token ids of the dialogue so far.
+    max_tokens: the most tokens of the turn.
+    sampling: temperature and truncation.
+    seed: the seed of the draws, in [0, 2**31).
     stop_strings: the server ends the turn with the first one completed.
     stop_ids: the server ends the turn with the first one of these tokens, too.
   """
@@ -53,9 +56,9 @@ class Answer:
 
   Attributes:
     token_ids: at most `max_tokens` ids.
-    logprobs: log-probability of each token, see `Dialect.tempered`.
-    version: label of the weights that wrote it; None if the server does not
-      tell.
+    logprobs: the log-probability of each token, see `Dialect.tempered`.
+    version: the label of the weights that wrote it; None if the server does not
+      report it.
   """
 
   token_ids: list[int]
@@ -68,17 +71,17 @@ class Dialect:
   """The differences between servers.
 
   Attributes:
-    path: where turns are requested.
+    path: the path to which requests for turns are posted.
     body: (model, request) -> JSON values of the request.
     read: (request, reply) -> `Answer`; raises ValueError or `BadReply`.
-    tempered: log-probabilities are under softmax(logits / temperature); else
-      under softmax(logits). Both are before truncation.
-    update_path: where the server is asked to load weights.
-    update_body: (folder, label) -> JSON values of that request.
-    flush_path: is posted to after an update, to drop keys and values of the
-      old weights; '' = the update does it.
-    version_path: replies with `weight_version`, the label of the weights that
-      the server holds; '' = it does not tell.
+    tempered: whether log-probabilities are under softmax(logits / temperature)
+      instead of softmax(logits). Both are before truncation.
+    update_path: the path to which requests to load weights are posted.
+    update_body: (folder, label) -> JSON values of such a request.
+    flush_path: the path that is posted to after an update, to drop keys and
+      values of the old weights; '' = the update drops them.
+    version_path: the path whose reply has `weight_version`, the label of the
+      weights that the server holds; '' = the server does not report it.
   """
 
   path: str
@@ -95,7 +98,7 @@ def read_models(reply: bytes) -> dict[str, Mapping[str, Any]]:
   """Returns the entries of a /v1/models reply, by model name.
 
   Raises:
-    ValueError: it is no such list.
+    ValueError: the reply has no list of models.
   """
   entries = _fields(reply).get('data')
   if not isinstance(entries, list):
@@ -111,13 +114,13 @@ def read_version(reply: bytes) -> str | None:
   """Returns the label of the weights in a reply; None if it has none.
 
   Raises:
-    ValueError: it is no JSON object.
+    ValueError: the reply is not a JSON object.
   """
   return _label(_fields(reply))
 
 
 def check_success(reply: bytes) -> None:
-  """Raises ValueError where a server replies that an update failed."""
+  """Raises ValueError if the reply says that an update failed."""
   if reply and _fields(reply).get('success') is False:
     raise ValueError(f'refused: {reply[:200].decode("utf-8", "replace")}')
 
@@ -126,8 +129,8 @@ def seed_of(key_data: np.ndarray, position: int) -> int:
   """Returns a seed for a turn.
 
   Args:
-    key_data: key of the row, as integers.
-    position: where in the row the turn begins.
+    key_data: the row's key, as integers.
+    position: the number of tokens before the turn.
   """
   entropy = [*map(int, key_data), position]
   return int(np.random.SeedSequence(entropy).generate_state(1)[0]) >> 1
@@ -151,8 +154,8 @@ def _label(fields: dict[str, Any]) -> str | None:
 def _completion_body(model: str, request: Request) -> dict[str, Any]:
   """Returns vLLM's `CompletionRequest`.
 
-  A field that is left out has a default that the model's
-  generation_config.json may change, so none is.
+  No field is left out, because the model's generation_config.json may change
+  the defaults.
   """
   return {
     'model': model,
@@ -167,7 +170,8 @@ def _completion_body(model: str, request: Request) -> dict[str, Any]:
     'stop': list(request.stop_strings),
     'stop_token_ids': list(request.stop_ids),
     'include_stop_str_in_output': True,
-    # A model's files may name further end tokens: only `stop_ids` count.
+    # A model's files may name further end tokens. The automaton that decides
+    # where a turn ends has `stop_ids` only.
     'ignore_eos': True,
     'add_special_tokens': False,
     'skip_special_tokens': False,
@@ -187,7 +191,8 @@ def _read_completion(request: Request, reply: bytes) -> Answer:
     raise ValueError('the choice is no JSON object')
   if choice.get('finish_reason') not in ('stop', 'length'):
     raise ValueError(f'finish_reason={str(choice.get("finish_reason"))[:40]!r}')
-  # Per choice in vLLM, where one request may hold several prompts.
+  # vLLM has the prompt's ids in each choice, because one of its requests may
+  # have several prompts.
   echoed = choice.get('prompt_token_ids', fields.get('prompt_token_ids'))
   if echoed != list(request.prompt_ids):
     raise BadReply(
@@ -233,8 +238,8 @@ def _read_generate(request: Request, reply: bytes) -> Answer:
   kind = reason.get('type') if isinstance(reason, dict) else reason
   if kind not in ('stop', 'length'):
     raise ValueError(f'finish_reason={str(kind)[:40]!r}')
-  # The server sends ids of the prompt only with their log-probabilities, which
-  # it would compute anew in every turn; their number costs nothing.
+  # Only the number of prompt tokens is compared: the server sends their ids only
+  # with log-probabilities, which it would have to compute anew in every turn.
   if meta.get('prompt_tokens') != len(request.prompt_ids):
     raise BadReply('the prompt was read as another number of tokens')
   ids = fields.get('output_ids')
@@ -263,7 +268,11 @@ def _sampling_fields(sampling: sampler.Sampling) -> dict[str, Any]:
 def _answer(
   request: Request, ids: Any, logprobs: Any, meta: dict[str, Any]
 ) -> Answer:
-  """Returns ids and log-probabilities, which may be of any type, checked."""
+  """Returns the answer with these ids and log-probabilities.
+
+  Raises:
+    BadReply: one of them has a wrong type, length or value.
+  """
   if not isinstance(ids, list) or not all(type(n) is int for n in ids):
     raise BadReply('the reply has no token ids')
   if not isinstance(logprobs, list):
@@ -280,7 +289,8 @@ def _answer(
 def _is_logprob(value: Any) -> bool:
   if isinstance(value, bool) or not isinstance(value, int | float):
     return False
-  # Compared, not converted: JSON has integers of any length.
+  # Compared without a conversion to float, which raises OverflowError for the
+  # long integers that JSON allows.
   return -sys.float_info.max <= value <= _ROUNDING
 
 
@@ -313,7 +323,7 @@ DIALECTS: Mapping[str, Dialect] = {
     tempered=False,
     update_path='/collective_rpc',
     update_body=_reload_weights,
-    # Without the flag nothing is dropped as long as any request runs.
+    # Without the flag, nothing is dropped while any request is running.
     flush_path='/reset_prefix_cache?reset_running_requests=true',
     version_path='',
   ),

@@ -1,15 +1,15 @@
-"""An engine that others run: vLLM, SGLang, or the server beside this module.
+"""An engine whose turns vLLM, SGLang or the server beside this module writes.
 
 It has the methods of `engine.Engine`. Each turn is one request with the ids of
-the whole dialogue (what was computed before is in the server's prefix cache),
-answered with ids and log-probabilities. Our automaton decides where a turn
-ends: what a server wrote beyond is cut off.
+the whole dialogue (the server's prefix cache has what was computed before),
+answered with ids and log-probabilities. The run's own automaton decides where a
+turn ends: tokens that a server wrote after the end are cut off.
 
-Weights are written as safetensors to a folder that the server must be able to
-read, in the directory of temporary files (TMPDIR). Before a collection the
-server is asked which weights it holds, and loads ours unless it holds them
-already: so several engines may share a server, and a server that was restarted
-gets them again.
+Weights are written as safetensors to a folder in the directory of temporary
+files (TMPDIR), which the server must be able to read. `publish` only writes
+them; the server loads them at the beginning of a collection, unless the label
+that it reports is theirs already. So several engines may share a server, and a
+server that was restarted gets the weights again.
 """
 
 import collections
@@ -41,14 +41,14 @@ from stppo_jax.sampling.remote import client as client_lib
 from stppo_jax.sampling.remote import dialects
 from stppo_jax.sampling.remote import served_model
 
-# Seconds a poll waits for a turn: the caller has observations to append.
+# Seconds that a poll waits for a turn; then the caller appends observations.
 _POLL_SECONDS = 0.01
 
 Result = TypeVar('Result')
 
 
 class Loop(Protocol):
-  """See `rollout.event_loop.EventLoop`."""
+  """The event loop of the engine, see `rollout.event_loop.EventLoop`."""
 
   def submit(
     self, coroutines: Sequence[Coroutine[Any, Any, Result]]
@@ -58,19 +58,19 @@ class Loop(Protocol):
 
 @dataclasses.dataclass
 class _Row:
-  """A dialogue: all of its ids, and the key of its draws."""
+  """A dialogue: its token ids, and the key from which seeds are made."""
 
   ids: list[int]
   key_data: np.ndarray
 
 
 class RemoteEngine:
-  """Turns written by a server, with seeds made from the caller's keys.
+  """An engine that requests turns of a server, with seeds made from keys.
 
   Attributes:
-    max_length: tokens a row can hold.
-    version: of the weights that `publish` was given last. Before the first
-      call the server samples with its own.
+    max_length: the most tokens of a row.
+    version: the version that was published last. Before the first `publish` the
+      server samples with its own weights.
   """
 
   def __init__(
@@ -90,16 +90,16 @@ class RemoteEngine:
     """Connects to the server, which writes a trial turn.
 
     Args:
-      client: of the server.
+      client: the client of the server.
       loop: runs the client's coroutines.
-      model: name under which the server knows the model.
-      shape: of the model.
-      automaton: where turns end, over the ids of the tokenizer.
-      stop_strings: those of the automaton.
-      eos_id: that of the automaton.
-      max_length: tokens a row can hold.
+      model: the model's name on the server.
+      shape: the model's shape.
+      automaton: finds the end of a turn in its token ids.
+      stop_strings: the stop strings of the automaton.
+      eos_id: the end token of the automaton.
+      max_length: the most tokens of a row.
       sampling: temperature and truncation.
-      concurrency: most turns in flight.
+      concurrency: the most turns in flight.
 
     Raises:
       EngineUnreachable: the server is not ready within the client's timeout.
@@ -117,7 +117,8 @@ class RemoteEngine:
     self._stop_ids = (eos_id,)
     self._sampling = sampling
     self._concurrency = concurrency
-    self._label = ''  # of the published weights; '' = the server's own
+    # The label of the published weights; '' = the server's own weights.
+    self._label = ''
     self._root = pathlib.Path(tempfile.mkdtemp(prefix='stppo_jax-weights-'))
     weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
     self._in_flight: dict[int, concurrent.futures.Future] = {}
@@ -139,10 +140,11 @@ class RemoteEngine:
     """Writes the policy's weights; the next collection samples with them.
 
     Args:
-      params: in any layout.
-      version: number of the step that made them.
+      params: the weights, in any layout.
+      version: the number of steps that the weights have been trained for.
     """
-    # Engines and runs that share a server may publish the same version.
+    # The label is random too, because engines and runs that share a server may
+    # publish other weights under the same version.
     label = f'{version}-{uuid.uuid4().hex[:12]}'
     export.export(self._root / label, self._shape, params)
     if self._label:
@@ -158,16 +160,16 @@ class RemoteEngine:
     max_turn_tokens: int,
     greedy: bool,
   ) -> None:
-    """Begins a collection; turns of the one before are cancelled.
+    """Begins a collection; turns of the last collection are cancelled.
 
     Args:
       prompts: token ids, one for each group of adjacent rows; None for rows
         that stay empty.
-      keys: one typed key per row; the seed of a turn is a function of it and
-        of the position the turn begins at.
-      group_size: rows of a prompt.
-      max_turn_tokens: longest turn.
-      greedy: take the likeliest token instead of drawing.
+      keys: one typed key per row; the seed of a turn is a function of the key
+        and of the position at which the turn begins.
+      group_size: the number of rows of a prompt.
+      max_turn_tokens: the most tokens of a turn.
+      greedy: whether to take the likeliest token instead of sampling.
 
     Raises:
       ValueError: a prompt is empty or leaves no room to write, or there are too
@@ -179,9 +181,10 @@ class RemoteEngine:
     )
     self._reset()
     self._max_turn_tokens = max_turn_tokens
-    # Not temperature 0: servers then report log-probabilities at temperature 1.
-    best = {'top_k': 1, 'top_p': 1.0, 'min_p': 0.0} if greedy else {}
-    self._turn_sampling = dataclasses.replace(self._sampling, **best)
+    # Greedy is top_k=1 and not temperature 0, with which servers would report
+    # log-probabilities at temperature 1.
+    top_1 = {'top_k': 1, 'top_p': 1.0, 'min_p': 0.0} if greedy else {}
+    self._turn_sampling = dataclasses.replace(self._sampling, **top_1)
     key_data = np.asarray(jax.random.key_data(keys))
     for group, prompt in enumerate(prompts):
       for row in range(group * group_size, (group + 1) * group_size):
@@ -212,7 +215,8 @@ class RemoteEngine:
       token_ids, remaining=self.remaining(row), max_length=self.max_length
     )
     self._rows[row].ids.extend(np.asarray(token_ids).tolist())
-    # Before rows that have not begun: its dialogue is still in the cache.
+    # Ahead of rows that have not begun, while the server's prefix cache still
+    # has this dialogue.
     self._waiting.appendleft(row)
 
   def close(self, row: int) -> None:
@@ -225,9 +229,9 @@ class RemoteEngine:
     del self._rows[row]
 
   def poll(self) -> dict[int, turns.GeneratedTurn | None]:
-    """Waits a moment, and returns the turns that ended, by row.
+    """Waits a moment and returns the turns that ended, by row.
 
-    None for a row whose turn the server failed, its retries included.
+    The turn is None where the request failed, its retries included.
     """
     while self._waiting and len(self._in_flight) < self._concurrency:
       self._request(self._waiting.popleft())
@@ -263,7 +267,8 @@ class RemoteEngine:
     self._in_flight = {}
     self._rows: dict[int, _Row] = {}
     self._waiting = collections.deque[int]()
-    # Not emptied but replaced: cancelled requests still report to the old one.
+    # A new queue, because requests of the last collection that were cancelled
+    # may still put their rows into the old one.
     self._done = queue.SimpleQueue[int]()
 
   def _check_between_turns(self, row: int) -> None:
@@ -295,7 +300,7 @@ class RemoteEngine:
     try:
       written = future.result()
     except client_lib.EngineError as error:
-      if not self._num_failures:  # One line tells; the others are counted.
+      if not self._num_failures:  # The first is logged, the others are counted.
         logging.getLogger(__name__).warning('a turn failed: %s', error)
       self._num_failures += 1
       return None
@@ -309,7 +314,8 @@ class RemoteEngine:
     """Returns the turn in an answer.
 
     Raises:
-      ValueError: there is none.
+      ValueError: the answer ends without a stop and below `max_tokens`.
+      BadReply: it is by other weights, or has ids that the model has not.
     """
     if answer.version is not None and self._label not in ('', answer.version):
       raise dialects.BadReply(
@@ -333,7 +339,7 @@ class RemoteEngine:
     )
 
   def _find_stop(self, token_ids: Sequence[int]) -> tuple[int, bool]:
-    """Returns the number of tokens in the turn, and whether a stop ends it."""
+    """Returns the number of tokens up to the stop, and whether there is one."""
     state = stops.StopAutomaton.START
     for n, token_id in enumerate(token_ids):
       if not 0 <= token_id < self._transitions.shape[1]:

@@ -31,12 +31,12 @@ class Completion:
   """The fields that a request may set, named as in the completions API.
 
   Attributes:
-    model: name of the model.
+    model: the name of the model.
     prompt: token ids.
-    max_tokens: longest completion.
-    temperature: 0 = greedy.
-    top_k, top_p, min_p: truncation, see `sampler.Sampling`.
-    seed: of the draws.
+    max_tokens: the most tokens of the completion.
+    temperature: the temperature; 0 = greedy.
+    top_k, top_p, min_p: the truncation, see `sampler.Sampling`.
+    seed: the seed of the draws.
     stop: the first of these strings to be completed ends the completion.
     stop_token_ids: the first of these tokens ends it, too.
   """
@@ -56,17 +56,17 @@ class Completion:
 def parse(
   body: Mapping[str, Any], *, model: str, vocab_size: int, max_length: int
 ) -> Completion:
-  """Returns the completion that a request asks for.
+  """Returns the fields of a completion request, checked.
 
   Args:
-    body: JSON object of POST /v1/completions.
-    model: name of the model that is served.
-    vocab_size: its vocabulary entries.
-    max_length: tokens a dialogue can hold.
+    body: the JSON object of POST /v1/completions.
+    model: the name of the model that is served.
+    vocab_size: the number of the model's vocabulary entries.
+    max_length: the most tokens of a dialogue.
 
   Raises:
-    LookupError: another model.
-    ValueError: whatever else cannot be served; one line.
+    LookupError: the request is for another model.
+    ValueError: a field cannot be served; one line.
   """
   kinds: dict[str, Any] = {
     field.name: field.type for field in dataclasses.fields(Completion)

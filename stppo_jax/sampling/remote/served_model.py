@@ -1,4 +1,4 @@
-"""A model on a server: whether it suits a run, its turns, and its weights."""
+"""A model on an inference server: checks it, requests turns, sets weights."""
 
 from collections.abc import Callable
 import os
@@ -24,10 +24,10 @@ async def connect(
   """Returns the model of this name, after it has written a trial turn.
 
   Args:
-    client: of the server.
-    model: name under which the server knows the model.
-    max_length: tokens a row can hold.
-    trial: a turn like those to come.
+    client: the client of the server.
+    model: the model's name on the server.
+    max_length: the most tokens of a row.
+    trial: the request for a turn, with the options of all later ones.
 
   Raises:
     EngineUnreachable: the server is not ready within the client's timeout.
@@ -68,18 +68,18 @@ async def connect(
     await served.complete(trial, lambda _, answer: answer)
     await served.weight_version()
   except EngineError as error:
-    # What fails now would fail all along.
+    # A request that fails now would fail in every collection.
     raise EngineUnsuited(str(error)) from error
   return served
 
 
 class ServedModel:
-  """A model on a server; `connect` makes it.
+  """A model on a server; made by `connect`.
 
   Args:
-    client: of the server.
-    model: name under which the server knows the model.
-    dialect: of the server.
+    client: the client of the server.
+    model: the model's name on the server.
+    dialect: the server's entry of `DIALECTS`.
   """
 
   def __init__(
@@ -97,15 +97,15 @@ class ServedModel:
     request: dialects.Request,
     check: Callable[[dialects.Request, dialects.Answer], Result],
   ) -> Result:
-    """Requests one turn, and returns what `check` makes of the answer.
+    """Requests one turn and returns the result of `check` on the answer.
 
     Args:
-      request: the turn.
+      request: the request for the turn.
       check: (request, answer) -> result. After a ValueError the request is
         repeated, after a `BadReply` it is not.
 
     Raises:
-      EngineError: no answer, all retries included.
+      EngineError: the request failed, its retries included.
     """
     return await self._client.post(
       self._dialect.path,
@@ -116,12 +116,16 @@ class ServedModel:
   async def set_weights(self, folder: pathlib.Path, label: str) -> None:
     """Waits for the server, and has it load weights unless it holds them.
 
+    The label is compared before and after: before, because another engine that
+    shares the server may have replaced the weights, or a restart lost them;
+    after, because another run may replace them at any time.
+
     Args:
-      folder: of `export.export`, under a path that the server can read.
-      label: tells these weights from all others; '' = keep the server's own.
+      folder: a folder that `export.export` wrote, which the server can read.
+      label: a name that no other weights have; '' = keep the server's own.
 
     Raises:
-      EngineUnreachable: it is not ready, or does not load them.
+      EngineUnreachable: the server is not ready, or does not load them.
     """
     await self._client.wait_until_ready()
     if not label:
@@ -140,10 +144,10 @@ class ServedModel:
       )
 
   async def weight_version(self) -> str | None:
-    """Returns the label of the weights it holds; None if it does not tell.
+    """Returns the label of the server's weights; None if it is not reported.
 
     Raises:
-      EngineError: no answer, all retries included.
+      EngineError: the request failed, its retries included.
     """
     path = self._dialect.version_path
     if not path:

@@ -1,4 +1,4 @@
-"""A small inference server: the completions API over a model of ours.
+"""A small inference server: the completions API over a `functional.Model`.
 
     POST /v1/completions            one turn, token ids in and out
     GET  /v1/models                 {"data": [{"id", "owned_by", ...}]}
@@ -6,9 +6,10 @@
     POST /update_weights_from_disk  {"model_path": ..., "weight_version": ...}
     GET  /model_info                {"weight_version": ...}
 
-It implements as much of vLLM's and SGLang's protocols as `engine.py` needs, and
-computes every token anew from the whole dialogue: to be read and to test with,
-not to be fast. `http.server.EmbeddedServer` puts it on the loopback interface.
+It implements as much of vLLM's and SGLang's protocols as `engine.py` needs. For
+every token it computes the whole dialogue again, because it is for tests and
+readers and need not be fast. `http.server.EmbeddedServer` serves it on the
+loopback interface.
 
 Weights that cannot be loaded are answered with 400, another model with 404,
 fields that are wrong with 422; further errors are in `http/server.py`.
@@ -41,11 +42,11 @@ Fields = dict[str, Any]
 
 
 class ModelServer:
-  """A policy, the bytes of its tokens, and the handlers over them.
+  """A policy with its weights, and the handlers of requests to it.
 
   Attributes:
     completions: the requests that were answered, in order.
-    weight_version: label of the weights.
+    weight_version: the label of the weights.
   """
 
   def __init__(
@@ -58,15 +59,15 @@ class ModelServer:
     max_length: int,
     weights_root: str | pathlib.Path,
   ):
-    """Makes a server; `app` returns what is to be started.
+    """Makes the handlers; `app` returns the application to start.
 
     Args:
-      name: of the model.
+      name: the model's name in requests.
       policy: the model.
-      params: its first weights.
-      token_bytes: what each id adds to the text; further ids add nothing.
-      max_length: tokens a dialogue can hold.
-      weights_root: updates are read from folders below it only.
+      params: the first weights of the model.
+      token_bytes: the bytes of each token id; further ids have none.
+      max_length: the most tokens of a dialogue.
+      weights_root: the folder below which weights may be loaded.
     """
     self.completions: list[request_fields.Completion] = []
     self._name = name
@@ -75,7 +76,7 @@ class ModelServer:
     self._token_bytes = list(token_bytes)
     self._max_length = max_length
     self._weights_root = pathlib.Path(weights_root).resolve()
-    # One thread: a turn is written with one set of weights.
+    # One thread, so that weights never change in the middle of a turn.
     self._executor = futures.ThreadPoolExecutor(1, 'completions')
 
   def app(self):
@@ -201,7 +202,7 @@ class ModelServer:
 def _next_token(
   params, tokens_1L, length, key, greedy, *, policy, sampling
 ) -> sampler.SampledTokens:
-  """Draws the token after the first `length`, with noise of its position."""
+  """Samples the token at position `length`, with noise for that position."""
   hidden_1LD = policy.hidden(params, tokens_1L)
   logits_1V = heads.logits(hidden_1LD[:, length - 1], policy.output_VD(params))
   return sampler.sample(
