@@ -1,1 +1,1 @@
-"""Search over passages: index, server, client. Pure python, no jax."""
+"""Search over passages: index, server and client. Pure Python without jax."""

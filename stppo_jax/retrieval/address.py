@@ -1,4 +1,4 @@
-"""The address of a retriever: its token, its URL, the corpora below it."""
+"""The address of a retriever: its token, its URL, and the paths of corpora."""
 
 import re
 
@@ -6,15 +6,14 @@ from stppo_jax.http import address
 
 TOKEN_VARIABLE = 'STPPO_RETRIEVAL_TOKEN'
 
-_SEGMENT = '[A-Za-z0-9_-][A-Za-z0-9_.-]*'  # no dot in front: no '..'
+_SEGMENT = '[A-Za-z0-9_-][A-Za-z0-9_.-]*'  # no dot in front, so never '..'
 _CORPUS = re.compile(f'{_SEGMENT}(/{_SEGMENT})*')
 
 
 def check_url(url: str) -> str | None:
-  """Says in one line what is wrong with a retriever's URL; None if it is fine.
+  """Returns one line on what is wrong with a URL; None if nothing is.
 
-  Touches no network. The path of the endpoint may stand at the end, as users
-  write it.
+  Uses no network. The URL may end with the path of the endpoint.
   """
   return address.check_url(url, token_variable=TOKEN_VARIABLE)
 

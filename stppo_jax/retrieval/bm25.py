@@ -1,4 +1,4 @@
-"""BM25 over a list of passages, with rankings one can predict by hand.
+"""BM25 over a list of passages, with rankings that do not vary between runs.
 
 N passages, Q queries.
 """
@@ -16,11 +16,11 @@ from stppo_jax import types
 
 
 def _import_bm25s():
-  """Imports bm25s while jax cannot be found.
+  """Imports bm25s while jax cannot be imported.
 
-  Where it finds jax, bm25s starts jax's backend at import: that takes hold of
-  the accelerator, and `jax.distributed.initialize` refuses to run after it. It
-  falls back on numpy, which is all we need.
+  With jax, bm25s would start jax's backend at import: that occupies the
+  accelerator, and `jax.distributed.initialize` refuses to run after it. Without
+  jax it uses numpy, which suffices here.
   """
   modules: dict[str, Any] = sys.modules
   absent = object()
@@ -33,7 +33,7 @@ def _import_bm25s():
       del modules['jax']
     else:
       modules['jax'] = jax
-  # It asks for DEBUG, a few lines for every index built.
+  # bm25s sets its logger to DEBUG, which prints some lines for every index.
   logging.getLogger('bm25s').setLevel(logging.WARNING)
   return bm25s
 
@@ -43,7 +43,10 @@ _WORD = re.compile(r'\w+')
 
 
 def words_of(text: str) -> list[str]:
-  """Lower-cased runs of letters, digits and underscores; no stop words."""
+  """Returns the lower-cased runs of letters, digits and underscores of a text.
+
+  No word is left out as a stop word.
+  """
   return _WORD.findall(text.lower())
 
 
@@ -66,8 +69,8 @@ class Bm25Index:
     b: float = 0.4,
   ):
     self._passages = tuple(passages)
-    # Ids in order of appearance: bm25s's own numbering goes through a set,
-    # which differs from process to process.
+    # Word ids in order of appearance: bm25s would number the words in the order
+    # of a set, which differs from process to process.
     vocabulary: dict[str, int] = {}
     word_ids = [
       [
@@ -77,7 +80,8 @@ class Bm25Index:
       for passage in self._passages
     ]
     self._index = None
-    if vocabulary:  # Lengths are divided by their mean, which must not be 0.
+    # Without words the mean length, by which lengths are divided, would be 0.
+    if vocabulary:
       self._index = _bm25s.BM25(k1=k1, b=b, method='lucene', backend='numpy')
       self._index.index(
         (word_ids, vocabulary), create_empty_token=False, show_progress=False
@@ -89,16 +93,16 @@ class Bm25Index:
   def search(
     self, queries: Sequence[str], topk: int
   ) -> list[list[types.Passage]]:
-    """The best passages of each query.
+    """Returns the best passages of each query.
 
     Args:
       queries: Q texts.
-      topk: at most this many passages per query; may exceed N.
+      topk: the most passages per query; may exceed N.
 
     Returns:
       Q lists, best first, ties in the order of the corpus. Only passages that
-      share a word with the query are found, so a list may be shorter than
-      `topk`, and that of a query without any known word is empty.
+      share a word with the query are in it, so a list may be shorter than
+      `topk`; it is empty if no word of the query is in the corpus.
     """
     return [self._search(query, topk) for query in queries]
 
@@ -116,15 +120,16 @@ class Bm25Index:
 
 
 def _best(scores_N: np.ndarray, topk: int) -> np.ndarray:
-  """Indices of the largest positive scores; of equal ones the first come first.
+  """Returns the indices of the largest positive scores, ties in their order.
 
-  A partition picks equal scores in any order, so it only gives the threshold.
+  `np.partition` only gives the threshold, because the indices that it would
+  choose among equal scores are arbitrary.
   """
-  found = np.flatnonzero(scores_N > 0)
-  if len(found) > topk:
-    scores = scores_N[found]
+  indices = np.flatnonzero(scores_N > 0)
+  if len(indices) > topk:
+    scores = scores_N[indices]
     threshold = np.partition(scores, len(scores) - topk)[len(scores) - topk]
-    ties = found[scores == threshold]
-    above = found[scores > threshold]
-    found = np.concatenate([above, ties[: topk - len(above)]])
-  return found[np.argsort(-scores_N[found], kind='stable')]
+    ties = indices[scores == threshold]
+    above = indices[scores > threshold]
+    indices = np.concatenate([above, ties[: topk - len(above)]])
+  return indices[np.argsort(-scores_N[indices], kind='stable')]

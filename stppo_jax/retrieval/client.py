@@ -1,8 +1,8 @@
-"""The retriever over HTTP, made to outlive a bad network.
+"""The retriever over HTTP, with retries for a network that fails.
 
-Queries that wait at the same time travel together. What fails is asked again,
-and only that; what keeps failing raises `RetrievalError` for these queries
-alone, so a fault never touches a healthy trajectory.
+Queries that wait at the same time share a request. Only the queries that fail
+are sent again, and only those that keep failing raise `RetrievalError`, so that
+a fault never harms other trajectories.
 """
 
 import asyncio
@@ -23,14 +23,16 @@ from stppo_jax.retrieval import protocol
 
 _MAX_CONCURRENT_REQUESTS = 16
 _LATENCIES_KEPT = 65536
-_SPLIT = 4  # a suspicious request is repeated as that many smaller ones
+# A request that one of its queries may have broken is repeated as so many
+# smaller ones.
+_SPLIT = 4
 
-# Waiting will not change these: they are about the address or the token.
+# Statuses that no retry changes: they are about the address or the token.
 _PERMANENT = frozenset({401, 403, 404, 405, *range(300, 400)})
-# The server is overloaded or away; no query is to blame.
+# Statuses of a server that is overloaded or away; no query is to blame.
 _OVERLOADED = frozenset({408, 429, 502, 503, 504})
-# A server without a health endpoint that answers at all is ready: the original
-# one listens only once its index is loaded.
+# A server without a health endpoint is ready when it answers at all: the server
+# of Search-R1 listens only after its index is loaded.
 _READY = (200, 404, 405)
 
 _Item = TypeVar('_Item')
@@ -38,25 +40,31 @@ _Item = TypeVar('_Item')
 
 @dataclasses.dataclass
 class _Pending:
-  """The queries of one event loop that have no answer yet."""
+  """The queries of one event loop that have no answer yet.
+
+  Attributes:
+    loop: the event loop.
+    queued: corpus to query to future, of queries that wait for the next flush.
+    in_flight: (corpus, query) to future, of queries that are queued or sent.
+    tasks: the tasks that send requests.
+  """
 
   loop: asyncio.AbstractEventLoop
-  # By corpus, the futures of queries that wait for the next flush.
   queued: dict[str, dict[str, asyncio.Future]]
-  # Queued or sent, by (corpus, query).
   in_flight: dict[tuple[str, str], asyncio.Future]
   tasks: set[asyncio.Task]
 
 
 class HttpRetriever:
-  """A `protocol.Retriever` that asks a server.
+  """A `protocol.Retriever` that sends queries to a server.
 
-  Works in whatever event loop calls it, in one at a time. Its connections
-  close at the end of that loop, or in `close`.
+  It works in the event loop that calls it, in one loop at a time. Connections
+  are closed at the end of that loop, or by `close`.
 
   Attributes:
-    cache_hits, cache_misses: answers from the cache, and others, since the
-      start. An answer that another caller waits for already counts as a hit.
+    cache_hits, cache_misses: the numbers of queries with and without an answer
+      in the cache, since the start. A query whose answer another caller waits
+      for already counts as a hit.
   """
 
   def __init__(
@@ -78,19 +86,20 @@ class HttpRetriever:
     A bearer token in the environment (STPPO_RETRIEVAL_TOKEN) is sent along.
 
     Args:
-      url: http or https, see `address.check_url`; without corpus.
-      dialect: protocol of the server.
-      topk: passages per query.
+      url: http or https, see `address.check_url`; without a corpus.
+      dialect: the protocol of the server.
+      topk: the number of passages per query.
       timeout: seconds per request.
-      retries: per query, beyond the first attempt.
-      start_grace: seconds `wait_until_ready` waits.
-      max_queries_per_request: a larger burst becomes several requests.
-      cached_queries: answers kept; the one not used for longest is dropped.
-      max_reply_bytes: a larger reply is a failure.
-      pauses: how long to wait before retries and between looks at /health.
+      retries: the most attempts per query beyond the first one.
+      start_grace: the seconds after which `wait_until_ready` gives up.
+      max_queries_per_request: the most queries in one request.
+      cached_queries: the number of queries whose answers are kept; the least
+        recently used one is dropped.
+      max_reply_bytes: the largest reply; a larger one is a failure.
+      pauses: how long to wait before retries and between health checks.
 
     Raises:
-      ValueError: bad URL; one line.
+      ValueError: the URL is not valid; one line.
     """
     base = http_address.base_url(
       url, suffix=dialect.path, token_variable=address.TOKEN_VARIABLE
@@ -122,11 +131,11 @@ class HttpRetriever:
   async def retrieve(
     self, query: str, *, corpus: str = ''
   ) -> list[types.Passage]:
-    """See `protocol.Retriever`. Concurrent calls share requests.
+    """See `protocol.Retriever`; concurrent calls share requests.
 
     Raises:
-      protocol.RetrievalError: after the last retry, one line.
-      ValueError: corpus is no plain relative path.
+      protocol.RetrievalError: the last retry failed; one line.
+      ValueError: the corpus is no plain relative path.
     """
     address.check_corpus(corpus)
     key = (corpus, query)
@@ -140,14 +149,15 @@ class HttpRetriever:
     else:
       self.cache_misses += 1
       self._enqueue(pending, key)
-    # Shielded: a caller that gives up must not take the answer from the others.
+    # Shielded, because other callers may wait for the same future: the
+    # cancellation of this one must not cancel it for them.
     return list(await asyncio.shield(pending.in_flight[key]))
 
   async def wait_until_ready(self) -> None:
-    """Asks the server's health endpoint until it answers.
+    """Waits until the server's health endpoint answers.
 
     Raises:
-      protocol.RetrieverUnreachable: not within `start_grace` seconds.
+      protocol.RetrieverUnreachable: it did not within `start_grace` seconds.
     """
     try:
       await self._client.wait_until_ready(
@@ -161,10 +171,10 @@ class HttpRetriever:
   def statistics(self) -> dict[str, float]:
     """Returns counts since the last call, and resets them.
 
-    `retrieval/ok` and `retrieval/failures` count queries sent (not those from
-    the cache), `retrieval/retries` further attempts at one of them, and
-    `retrieval/latency_*` are seconds from question to answer, retries
-    included; 0 if there was none.
+    `retrieval/ok` and `retrieval/failures` count queries that were sent (not
+    answers from the cache), `retrieval/retries` counts repeated attempts, and
+    `retrieval/latency_*` are seconds from query to answer, retries included; 0
+    if there was none.
     """
     p50, p99 = (
       np.percentile(self._latencies, [50, 99])
@@ -182,7 +192,7 @@ class HttpRetriever:
     return result
 
   async def close(self) -> None:
-    """Fails what is in flight, and closes the connections of this loop."""
+    """Fails the queries in flight and closes the connections of this loop."""
     pending, self._pending = self._pending, None
     if pending is not None and not pending.loop.is_closed():
       for task in pending.tasks:
@@ -195,7 +205,11 @@ class HttpRetriever:
     self._latencies = collections.deque[float](maxlen=_LATENCIES_KEPT)
 
   def _pending_here(self) -> _Pending:
-    """Returns what is pending in the running loop."""
+    """Returns the pending queries of the running loop.
+
+    Futures belong to the loop that made them. Those of a loop that has ended
+    are dropped; a loop that still runs must not lose its queries.
+    """
     loop = asyncio.get_running_loop()
     current = self._pending
     if current is not None and current.loop is loop:
@@ -225,12 +239,13 @@ class HttpRetriever:
     future.add_done_callback(done)
     pending.in_flight[key] = future
     if not pending.queued:
-      # Runs after all that is ready now, so a burst becomes one request.
+      # The flush runs after the callbacks that are ready now, so that a burst
+      # of queries becomes one request.
       pending.loop.call_soon(self._flush, pending)
     pending.queued.setdefault(corpus, {})[query] = future
 
   def _flush(self, pending: _Pending) -> None:
-    """Sends what is queued, at most `max_queries_per_request` together."""
+    """Sends the queued queries, at most `max_queries_per_request` together."""
     queued, pending.queued = pending.queued, {}
     for corpus, futures in queued.items():
       for queries in _chunks(list(futures), self._max_queries):
@@ -243,17 +258,17 @@ class HttpRetriever:
   async def _fetch(
     self, corpus: str, futures: dict[str, asyncio.Future]
   ) -> None:
-    """Ends the future of every query, whatever happens."""
+    """Requests passages and completes every future, whatever happens."""
     try:
       await self._request(corpus, futures, list(futures), 0)
     except Exception as error:
-      # A bug of ours: the callers must see it, and not wait for ever.
+      # A bug of this client: callers must see the error and not wait for ever.
       for future in futures.values():
         if not future.done():
           future.set_exception(error)
     finally:
       for future in futures.values():
-        if not future.done():  # `close` cancelled us.
+        if not future.done():  # `close` cancelled this task.
           future.set_exception(protocol.RetrievalError('retriever closed'))
 
   async def _request(
@@ -263,7 +278,7 @@ class HttpRetriever:
     queries: Sequence[str],
     attempt: int,
   ) -> None:
-    """Requests passages; what fails is requested again, one attempt higher."""
+    """Requests passages; calls itself for the queries that failed."""
     try:
       answers = await self._post(corpus, queries)
       failure = http_client.Failure(
@@ -291,8 +306,9 @@ class HttpRetriever:
       return
     self._num_retries += len(failed)
     await self._client.back_off(attempt, failure)
-    # One query that breaks the server must not take the others with it: the
-    # requests shrink, and in the last attempt every query stands alone.
+    # One query that breaks the server must not fail the other queries of its
+    # request. So the requests shrink, and in the last attempt every query has a
+    # request of its own.
     size = len(failed)
     if may_be_to_blame:
       last = attempt + 1 == self._retries

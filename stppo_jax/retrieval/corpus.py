@@ -1,7 +1,8 @@
-"""Passages as they stand in files and in replies.
+"""Reads passages from files and from the replies of servers.
 
-Two shapes: `{"id", "contents"}`, where contents is the quoted title, a newline
-and the body (Search-R1), and `{"pid" | "id", "title", "text"}`.
+A passage has one of two shapes: `{"id", "contents"}`, where contents is the
+quoted title, a newline and the body (Search-R1), or
+`{"pid" | "id", "title", "text"}`.
 """
 
 from collections.abc import Mapping
@@ -17,8 +18,8 @@ def read_corpus(path: str | os.PathLike[str]) -> list[types.Passage]:
 
   Raises:
     FileNotFoundError: there is no such file.
-    ValueError: a line is no passage, an id came before, or no line is left;
-      names file and line.
+    ValueError: a line is no passage, an id occurs twice, or there is no
+      passage; names file and line.
   """
   if not os.path.isfile(path):
     raise FileNotFoundError(f'{path}: no such file')
@@ -40,7 +41,7 @@ def read_corpus(path: str | os.PathLike[str]) -> list[types.Passage]:
         line_of_id[passage.id] = number
         passages.append(passage)
     except UnicodeDecodeError as error:
-      # Text is decoded ahead in blocks: the line is not known.
+      # Text is decoded in large buffers, so the line is not known.
       raise ValueError(f'{path}: not UTF-8: {error}') from error
     except (ValueError, RecursionError) as error:
       raise ValueError(f'{path}:{number}: {error}') from error
@@ -50,16 +51,18 @@ def read_corpus(path: str | os.PathLike[str]) -> list[types.Passage]:
 
 
 def passage_of(document: Any, *, score: float = 0.0) -> types.Passage:
-  """Reads either shape. A missing id reads as '': some servers send none.
+  """Returns the passage of a document of either shape.
+
+  The id is '' where the document has none, because some servers send none.
 
   Raises:
-    ValueError: neither shape, or a value of the wrong type.
+    ValueError: the document has neither shape, or a value of a wrong type.
   """
   if not isinstance(document, Mapping):
     raise ValueError(f'expected an object, got {_short(document)}')
   name = 'pid' if 'pid' in document else 'id'
   identity = document[name] if name in document else ''
-  # bool is an int to isinstance.
+  # A bool is an instance of int.
   if isinstance(identity, bool) or not isinstance(identity, str | int):
     raise ValueError(f'"{name}": expected a string, got {_short(identity)}')
   if 'contents' in document:
@@ -72,13 +75,14 @@ def passage_of(document: Any, *, score: float = 0.0) -> types.Passage:
 
 
 def document_of(passage: types.Passage) -> dict[str, str]:
-  """The `{"id", "contents"}` shape of a passage."""
-  title = ' '.join(passage.title.splitlines())  # the first line, whole
+  """Returns a passage in the shape `{"id", "contents"}`."""
+  # The title is all of the first line, so it must not contain a line break.
+  title = ' '.join(passage.title.splitlines())
   return {'id': passage.id, 'contents': f'"{title}"\n{passage.text}'}
 
 
 def _split_contents(contents: str) -> tuple[str, str]:
-  """Title and body; contents of a single line have no title."""
+  """Returns title and body; contents of a single line have no title."""
   title, newline, text = contents.partition('\n')
   if not newline:
     return '', contents
@@ -101,6 +105,6 @@ def _string(document: Mapping[str, Any], name: str) -> str:
 
 
 def _short(value: Any) -> str:
-  """A value in at most 40 characters of one line."""
+  """Returns a value as text of at most 40 characters."""
   text = repr(value)
   return text if len(text) <= 40 else text[:37] + '...'

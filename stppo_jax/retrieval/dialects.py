@@ -1,8 +1,8 @@
-"""How retrieval servers are asked, and how their answers are read.
+"""The requests to retrieval servers, and how their replies are read.
 
-`DIALECTS` holds an entry for each protocol; a new one costs an entry, and a
-function where neither body nor reader is one of those below. Nothing that a
-server sends is trusted.
+`DIALECTS` has an entry for each protocol. A new protocol needs an entry, and a
+function if its requests or its replies are like none of those below. Every
+field of a reply is checked before it is used.
 """
 
 from collections.abc import Callable
@@ -25,13 +25,13 @@ class Dialect:
   """The differences between servers.
 
   Attributes:
-    path: where queries are posted to, below the URL and the corpus.
+    path: the path to which queries are posted, below the URL and the corpus.
     body: (queries, topk) -> JSON values of one request.
     read: (reply, number of queries) -> `Answers`; raises ValueError with one
-      line where nothing of the reply can be used.
-    max_queries: most queries in one request; None = no bound.
-    health_path: a get is answered with 200 once the server is ready. Servers
-      without it (404, 405) are ready as soon as they answer at all.
+      line if nothing in the reply can be used.
+    max_queries: the most queries in one request; None = no bound.
+    health_path: the path that answers a GET with 200 when the server is ready.
+      A server without it (404, 405) is ready as soon as it answers at all.
   """
 
   path: str
@@ -64,7 +64,7 @@ def _read_result(reply: bytes, num_queries: int) -> Answers:
     raise ValueError('the reply has no list "result"')
   result = fields['result']
   if len(result) != num_queries:
-    # Which list belongs to which query is anyone's guess.
+    # It is not known which list belongs to which query.
     raise ValueError(f'{len(result)} lists for {num_queries} queries')
   return [_read_list(entry) for entry in result]
 

@@ -12,7 +12,7 @@ Passages = Sequence[types.Passage]
 
 
 class FakeRetriever:
-  """Answers from a table or a function, and fails where it is told to.
+  """A retriever that answers from a table or a function.
 
   Attributes:
     calls: (corpus, query) of every call, in order, failed ones included.
@@ -27,8 +27,8 @@ class FakeRetriever:
     """Makes a retriever.
 
     Args:
-      passages: query to passages (a query not in it finds nothing), or a
-        function of the query.
+      passages: query to passages (other queries find none), or a function of
+        the query.
       fail_on: queries that raise RetrievalError.
     """
     self._passages = passages

@@ -6,18 +6,18 @@ from stppo_jax import types
 
 
 class RetrievalError(Exception):
-  """The infrastructure failed one query, its retries included.
+  """A query that the infrastructure failed, its retries included.
 
-  Never the policy's doing: its trajectory becomes INFRA_ERROR and weighs
+  The policy is never the cause: the trajectory ends with INFRA_ERROR and weighs
   nothing. The message is one line.
   """
 
 
 class RetrieverUnreachable(Exception):
-  """No retriever answered within the grace at the start of a run.
+  """No retriever was ready within `start_grace` seconds.
 
-  Not a RetrievalError, so that no environment mistakes it for the failure of
-  one query: the command exits with 75, try again.
+  It is not a RetrievalError, so that no environment treats it as the failure of
+  one query: the command ends with exit code 75 and can be repeated.
   """
 
   exit_code = 75
@@ -29,13 +29,13 @@ class Retriever(Protocol):
   async def retrieve(
     self, query: str, *, corpus: str = ''
   ) -> list[types.Passage]:
-    """The best passages for a query, best first; none if nothing matches.
+    """Returns the best passages for a query, best first, or an empty list.
 
     Args:
-      query: as the policy wrote it, neither empty nor over-long.
-      corpus: `Question.corpus`; '' is the server's own.
+      query: the query that the policy wrote, neither empty nor too long.
+      corpus: `Question.corpus`; '' is the server's own corpus.
 
     Raises:
-      RetrievalError: the infrastructure failed, after all retries.
+      RetrievalError: the infrastructure failed the query, after all retries.
     """
     ...

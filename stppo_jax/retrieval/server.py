@@ -6,9 +6,10 @@
     POST /worlds/{world}/retrieve    the same over the passages of one world
     GET  /health                     {"status": "ok"}
 
-One list per query, in order; without scores the documents stand bare. What
-precedes /retrieve is a question's `corpus`. An unknown corpus is answered with
-404, fields that are wrong with 422; further errors are in `http/server.py`.
+There is one list per query, in order; without scores its entries are the bare
+documents. The path before /retrieve is a question's `corpus`. An unknown corpus
+is answered with 404, a wrong field with 422; further errors are in
+`http/server.py`.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ from stppo_jax.retrieval import corpus as corpus_lib
 WorldPassages = Callable[[int], Sequence[types.Passage]]
 _Search = Callable[[Sequence[str], int], list[list[types.Passage]]]
 
-# Eighteen digits fit an int64, and int() of a longer text costs its square.
+# Eighteen digits fit an int64; int() takes quadratic time for long texts.
 _WORLD = re.compile(r'worlds/([0-9]{1,18})')
 
 
@@ -38,10 +39,11 @@ class Limits(http_server.Limits):
   """The limits of what clients may request; see `http_server.Limits` too.
 
   Attributes:
-    max_queries: per request.
-    max_query_chars: per query; beyond what an environment lets through.
-    max_topk: passages per query.
-    max_worlds: indexes kept; the one not used for longest is dropped.
+    max_queries: the most queries of a request.
+    max_query_chars: the longest query; longer than any of an environment.
+    max_topk: the most passages per query.
+    max_worlds: the number of indexes that are kept; the least recently used
+      one is dropped.
   """
 
   max_queries: int = 512
@@ -60,11 +62,11 @@ def make_app(
   """Returns the server as an application to be started.
 
   Args:
-    passages: the server's own corpus, served at /retrieve; None has none.
+    passages: the corpus that is served at /retrieve; None = no such corpus.
     world_passages: returns the passages of a world, served under /worlds;
-      raises LookupError where there is no such world. None serves no worlds.
-    token: bearer token that every request but /health must show; '' = none.
-    limits: what clients may ask for.
+      raises LookupError if there is no such world. None = no worlds.
+    token: the bearer token that every request but /health needs; '' = none.
+    limits: the limits of what clients may request.
   """
   limits = limits or Limits()
   service = _Service(passages, world_passages, limits)
@@ -86,7 +88,7 @@ def embedded(
   world_passages: WorldPassages | None = None,
   limits: Limits | None = None,
 ) -> http_server.EmbeddedServer:
-  """Returns the server of `make_app` on a loopback port, to be entered."""
+  """Returns a context manager that serves `make_app` on a loopback port."""
   return http_server.EmbeddedServer(
     functools.partial(
       make_app, passages, world_passages=world_passages, limits=limits
@@ -95,7 +97,7 @@ def embedded(
 
 
 class _Service:
-  """The handler with its indexes."""
+  """The handler of retrieval requests, with its indexes."""
 
   def __init__(
     self,
@@ -109,8 +111,9 @@ class _Service:
     self._worlds: collections.OrderedDict[int, bm25.Bm25Index] = (
       collections.OrderedDict()
     )
-    # One thread: searching holds the interpreter anyway, /health stays quick,
-    # and the table of worlds needs no lock.
+    # A thread of its own, so that /health answers during a search. One thread
+    # suffices, because searching holds the interpreter's lock anyway, and with
+    # one the table of worlds needs no lock.
     self._executor = futures.ThreadPoolExecutor(1, 'retrieval-search')
 
   def close(self) -> None:
@@ -121,10 +124,10 @@ class _Service:
   ) -> dict[str, Any]:
     search = self._search_of(corpus)
     queries, topk, return_scores = self._parse(fields)
-    found = await asyncio.get_running_loop().run_in_executor(
+    lists = await asyncio.get_running_loop().run_in_executor(
       self._executor, search, queries, topk
     )
-    return {'result': _result(found, return_scores)}
+    return {'result': _result(lists, return_scores)}
 
   def _search_of(self, corpus: str) -> _Search:
     """Returns the search function of a corpus, to run on the executor."""
@@ -162,7 +165,7 @@ class _Service:
       raise _unprocessable(f'unknown field {unknown[0][:40]!r}')
     if 'queries' not in fields:
       raise _unprocessable('queries: missing')
-    # What the original server does where these two are left out.
+    # The defaults of Search-R1's server.
     fields = {'topk': 3, 'return_scores': False} | fields
     queries, topk = fields['queries'], fields['topk']
     limits = self._limits
@@ -194,14 +197,14 @@ def _unprocessable(detail: str) -> http_server.Refusal:
 
 
 def _result(
-  found: list[list[types.Passage]], return_scores: bool
+  lists: list[list[types.Passage]], return_scores: bool
 ) -> list[list[dict[str, Any]]]:
   if not return_scores:
-    return [[corpus_lib.document_of(p) for p in ps] for ps in found]
+    return [[corpus_lib.document_of(p) for p in ps] for ps in lists]
   return [
     [
       {'document': corpus_lib.document_of(p), 'score': p.score}
       for p in passages
     ]
-    for passages in found
+    for passages in lists
   ]
