@@ -238,8 +238,8 @@ def _read_generate(request: Request, reply: bytes) -> Answer:
   kind = reason.get('type') if isinstance(reason, dict) else reason
   if kind not in ('stop', 'length'):
     raise ValueError(f'finish_reason={str(kind)[:40]!r}')
-  # Only the number of prompt tokens is compared: the server sends their ids only
-  # with log-probabilities, which it would have to compute anew in every turn.
+  # Only the number of prompt tokens is compared. Their ids would be sent only
+  # with log-probabilities, which the server had to compute anew in every turn.
   if meta.get('prompt_tokens') != len(request.prompt_ids):
     raise BadReply('the prompt was read as another number of tokens')
   ids = fields.get('output_ids')
