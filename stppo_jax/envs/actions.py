@@ -1,4 +1,4 @@
-"""Reads the action out of what the policy wrote in one turn."""
+"""Reads the action in the text that the policy wrote in one turn."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ _CLOSING_TAG = re.compile('</(search|answer)>')
 
 @dataclasses.dataclass(frozen=True)
 class Action:
-  """The action that a turn asks of the environment.
+  """The action of a turn.
 
   Attributes:
     kind: 'search', 'answer' or `protocol.INVALID`.

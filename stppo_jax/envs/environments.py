@@ -1,7 +1,7 @@
 """The table of environments.
 
-An entry is a class that implements `protocol.Environment`; the key is what
-`env.name` of a config says.
+An entry is a class that implements `protocol.Environment`; its key is a value
+of the config key `env.name`.
 """
 
 from stppo_jax.envs import protocol

@@ -37,9 +37,9 @@ _FOLDED = (
   | dict.fromkeys('∕⁄⧸╱', '/')
   | {char: letter for chars, letter in _LETTERS.items() for char in chars}
 )
-# A text without any of these characters holds no tag. Most passages have none,
-# so the slow loop below is rarely entered. After _LESS come the characters that
-# NFKD decomposes into one of them.
+# A text without any of these characters contains no tag. Most passages have
+# none of them, so the slow loop below is rarely entered. After _LESS come the
+# characters that NFKD decomposes into one of _LESS.
 _ANY_LESS = re.compile(f'[{_LESS}＜﹤≮⊀︿︽\u2329]')
 _TAG = re.compile(f'<[/\\\\]*(?:{"|".join(TAG_NAMES)})[/\\\\]*>')
 
@@ -81,7 +81,7 @@ def _fold(text: str) -> tuple[str, list[int]]:
 
 @functools.lru_cache(maxsize=65536)
 def _fold_character(character: str) -> str:
-  """Returns what a character looks like; '' if it is invisible."""
+  """Returns the plain characters that one resembles; '' if it is invisible."""
   plain = unicodedata.normalize('NFKD', character).casefold()
   plain = ''.join(_FOLDED.get(c, c) for c in plain)
   return ''.join(

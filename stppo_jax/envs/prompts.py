@@ -61,7 +61,7 @@ def fill(template: str, question: types.Question) -> str:
   text = question.text
   if question.kind == 'choice':
     text += '\nOptions:\n' + _option_lines(question.options)
-  # Not str.format: other braces in the template are text.
+  # str.format would fail on other braces in the template, which are text.
   return template.replace(PLACEHOLDER, text)
 
 
@@ -73,7 +73,7 @@ def information(passages: Sequence[types.Passage]) -> protocol.Observation:
   )
   return protocol.Observation(
     prefix=_INFORMATION[0],
-    # The whole body at once: a tag could be spread over a title and its text.
+    # All passages at once: a tag could be spread over a title and its text.
     body=neutralisation.neutralise_tags(body),
     suffix=_INFORMATION[1],
   )
@@ -85,7 +85,7 @@ def correction() -> protocol.Observation:
 
 
 def phrases(vocabulary: Sequence[str]) -> list[str]:
-  """Returns the strings that deserve a token of their own in this dialogue.
+  """Returns the strings that get a token of their own in this dialogue.
 
   The order decides token ids: keep it, or models trained before are misread.
 

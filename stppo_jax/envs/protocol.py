@@ -1,9 +1,9 @@
 """The protocol of an environment, which speaks text and never sees token ids.
 
 The collector samples a turn, decodes it for `step`, tokenises the observation
-on its own and appends it; `rewards` closes the trajectory. What a run must know
-beside that (where a turn ends, which score to report) are class attributes, so
-an environment is one class in one file and one line of
+on its own and appends it; `rewards` scores the trajectory at its end. What else
+a run needs (where a turn ends, which score to report) are class attributes, so
+that an environment is one class in one file and one line of
 `environments.ENVIRONMENTS`.
 """
 
@@ -17,8 +17,8 @@ from typing import Self
 from stppo_jax import types
 from stppo_jax.retrieval import protocol as retrieval
 
-# The action of a turn in which the environment could read none. All other names
-# of actions belong to the environment.
+# The action of a turn without a valid action. An environment is free to choose
+# the names of all other actions.
 INVALID = 'invalid'
 
 
@@ -42,14 +42,15 @@ class Observation:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-  """How the environment read one turn.
+  """The result of one turn.
 
   Attributes:
-    action: the name of what the turn did; INVALID if it did nothing.
-    observation: what follows the turn; None if the trajectory ends here.
+    action: the name of the turn's action; INVALID if it has none.
+    observation: the text that follows the turn; None if the trajectory ends
+      here.
     status: how the trajectory ended; None while it goes on.
-    reward: what this turn earned by itself, already weighted; the outcome of
-      the trajectory is not part of it.
+    reward: the weighted reward of this turn, without the outcome of the
+      trajectory.
   """
 
   action: str
@@ -82,8 +83,8 @@ class Environment(Protocol):
     """Builds the environment of a run.
 
     Args:
-      options: the section `env` of the config; an environment reads the keys
-        that it knows.
+      options: the section `env` of the config, of which an environment reads
+        its own keys.
       retriever: finds passages; None unless `needs_retriever`.
 
     Raises:
@@ -93,10 +94,10 @@ class Environment(Protocol):
 
   @staticmethod
   def phrases(vocabulary: Sequence[str]) -> list[str]:
-    """Returns the strings that deserve a token of their own, in order.
+    """Returns the strings that get a token of their own, in order.
 
     Args:
-      vocabulary: those of the questions and passages.
+      vocabulary: the strings of the questions and passages.
     """
     ...
 
@@ -116,12 +117,12 @@ class Environment(Protocol):
   async def step(
     self, question: types.Question, turn_index: int, text: str
   ) -> Step:
-    """Answers one turn.
+    """Returns the action, the observation and the reward of one turn.
 
     Args:
       question: the question of the trajectory.
       turn_index: the number of the turn, from 0.
-      text: all that the policy wrote in this turn and nothing else.
+      text: the text that the policy wrote in this turn.
     """
     ...
 
@@ -137,7 +138,7 @@ class Environment(Protocol):
     Args:
       question: the question of the trajectory.
       prompt: the text that `prompt` returned.
-      texts: what the policy wrote, turn by turn, without observations.
+      texts: the policy's turns, without observations.
       status: how the trajectory ended.
 
     Returns:

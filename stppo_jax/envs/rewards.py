@@ -31,7 +31,8 @@ _END_OF_TURN = re.compile(
 def normalise(text: str) -> str:
   """Returns the text as SQuAD compares it.
 
-  In lower case, without ASCII punctuation and articles, with single spaces.
+  The result is in lower case, without ASCII punctuation and articles, and has
+  single spaces.
   """
   text = text.lower().translate(_DELETE_PUNCTUATION)
   return ' '.join(_ARTICLES.sub(' ', text).split())
@@ -81,9 +82,9 @@ def choose(answer: str, options: Mapping[str, str]) -> frozenset[str]:
         return frozenset({key})
   for form in (_plain, normalise):
     wanted = form(answer)
-    found = {key for key, text in options.items() if form(text) == wanted}
-    if wanted and found:
-      return frozenset(found)
+    keys = {key for key, text in options.items() if form(text) == wanted}
+    if wanted and keys:
+      return frozenset(keys)
   return frozenset()
 
 
@@ -112,19 +113,19 @@ def golden_choices(
   letter, unlike the policy's answer: "A" may be the name of a vitamin.
   """
   texts = {_plain(golden) for golden in golden_answers}
-  found = {key for key, text in options.items() if _plain(text) in texts}
-  if found:
-    return frozenset(found)
+  keys = {key for key, text in options.items() if _plain(text) in texts}
+  if keys:
+    return frozenset(keys)
   return frozenset().union(*(choose(g, options) for g in golden_answers))
 
 
 def format_reward(texts: Sequence[str]) -> float:
   """Returns 1 if every turn has the right form, else 0.
 
-  The last turn answers and all others search. The tags of a turn are any number
-  of <think></think> pairs and then one action: none inside another, none left
-  open, no <information>. Only an end-of-turn token may follow the action. Text
-  between the tags is free.
+  The last turn must answer and all others must search. The tags of a turn are
+  any number of <think></think> pairs and then one action; no tag may be inside
+  another or left open, and <information> is not allowed. Only an end-of-turn
+  token may follow the action. Text between the tags is free.
   """
   if not texts:
     return 0.0
@@ -153,8 +154,8 @@ def search_r1_answer(prompt: str, texts: Sequence[str]) -> str | None:
   It reads prompt and response together and takes the last complete <answer>
   element if there are at least two, because its prompt contains one. So with a
   prompt that contains none, a correct answer is not found. With a prompt that
-  contains two, as theirs does ("inside <answer> and </answer>" reads as one), a
-  policy that never answers is scored by the example of the prompt.
+  contains two, such as that of Search-R1 ("inside <answer> and </answer>" reads
+  as one), a policy that never answers is scored by the example of the prompt.
   """
   answers = _ANSWER.findall(prompt + ''.join(texts))
   return answers[-1].strip() if len(answers) > 1 else None

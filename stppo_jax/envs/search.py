@@ -28,9 +28,9 @@ SCORE_NAMES: tuple[str, ...] = ('em', 'f1', 'substring_match', 'format')
 
 
 class SearchEnvironment:
-  """Answers at most `max_turns` searches, then lets the policy write once more.
+  """Answers at most `max_turns` searches; one more turn may give the answer.
 
-  A `protocol.Environment`. Its scores are SCORE_NAMES.
+  This is a `protocol.Environment` whose scores are SCORE_NAMES.
   """
 
   stop_strings = actions.STOP_STRINGS
@@ -129,7 +129,7 @@ class SearchEnvironment:
         action.content, corpus=question.corpus
       )
     except retrieval.RetrievalError:
-      # The retriever has counted the failure; here only the status tells it.
+      # The retriever has counted and reported the failure already.
       return protocol.Step('search', None, types.TrajectoryStatus.INFRA_ERROR)
     return protocol.Step(
       'search',
