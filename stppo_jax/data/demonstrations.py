@@ -1,8 +1,8 @@
 """Noisy demonstrations of searching, for the supervised start.
 
 Every turn is a decision at which the demonstrator may err: it answers without
-searching, asks for half a name, or takes a wrong fact from the passage that it
-has just read. A policy that imitates it has good and bad habits, of which
+searching, searches for half a name, or takes a wrong fact from the passage
+before. A policy that imitates it has good and bad habits, of which
 reinforcement learning can then select those that earn rewards.
 """
 
@@ -74,8 +74,8 @@ class SyntheticDemonstrations:
 class LookupDemonstrations:
   """Demonstrations that search for the question itself, then answer it.
 
-  Files allow no more, because they tell no facts beyond the answer. The policy
-  learns the form of the dialogue from them, not how to read.
+  Files allow no more, because they contain no facts beyond the answer. The
+  policy learns the form of the dialogue from them, not how to read.
 
   Attributes:
     questions: the questions of the run.

@@ -1,6 +1,7 @@
 """The questions of each step, as a function of the seed and the step.
 
-So a resumed run asks the same questions, and nothing about them is saved.
+Because of this, a resumed run has the same questions although nothing about
+them is saved.
 """
 
 from collections.abc import Sequence
@@ -30,9 +31,9 @@ class Questions(Protocol):
     Args:
       step: the number of the step.
       count: the number of questions.
-      resample_round: 0 asks for the questions that the step starts with, n for
-        the n-th `count` questions that replace some of them. No two rounds of
-        a step share a question.
+      resample_round: 0 for the questions that the step starts with, n for the
+        n-th `count` questions that replace some of them. No two rounds of a
+        step share a question.
 
     Raises:
       ValueError: if there are too few questions.
@@ -75,7 +76,7 @@ class SyntheticQuestions:
   def train(
     self, step: int, count: int, *, resample_round: int = 0
   ) -> list[types.Question]:
-    """See `Questions`; all rounds of a step ask about the same world."""
+    """See `Questions`; all rounds of a step are about the same world."""
     world = self._world(_index(self.seed + 1, step))
     chains = world.chains((resample_round + 1) * count, hops=self.hops, seed=0)
     return [chain.question for chain in chains[resample_round * count :]]
@@ -123,14 +124,14 @@ class FileQuestions:
 
   Every epoch is a new permutation of the training questions, of which a step
   takes the next `count`. The questions of its resampling rounds are a random
-  sample of all others, and the epoch still asks them in their turn.
+  sample of all others; the epoch has them at their own places all the same.
 
   Args:
     seed: the seed of the permutations.
     train: the file of training questions.
     evaluation: the file of evaluation questions; None for no evaluation.
-    corpus: the file of passages, read when they are asked for; None if another
-      server has them.
+    corpus: the file of passages, read at the first use; None if another server
+      has them.
 
   Raises:
     FileNotFoundError, ValueError: if a file is missing or malformed; one line.
@@ -161,9 +162,9 @@ class FileQuestions:
       )
     chosen = self._indices_of_step(step, count)
     if resample_round:
-      asked = set(chosen)
+      of_step = set(chosen)
       order = np.random.default_rng((self._seed, step, 1)).permutation(total)
-      rest = [index for index in order if index not in asked]
+      rest = [index for index in order if index not in of_step]
       chosen = rest[(resample_round - 1) * count : resample_round * count]
     return [self._train[index] for index in chosen]
 

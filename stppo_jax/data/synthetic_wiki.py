@@ -17,7 +17,7 @@ from stppo_jax import types
 
 NUM_EVALUATION_WORLDS = 1000
 
-# Type of an entity, to its relations, to the type that each points to.
+# Entity type -> relation -> type of the entity that the relation points to.
 RELATIONS = {
   'person': {'birthplace': 'city', 'employer': 'company', 'mentor': 'person'},
   'film': {'director': 'person', 'setting': 'city', 'producer': 'company'},
@@ -230,7 +230,7 @@ def _draw_names(rng, count, name_pieces, evaluation) -> list[str]:
 
 
 def vocabulary() -> list[str]:
-  """Returns the strings that deserve a token of their own.
+  """Returns the strings that get a token of their own.
 
   The order decides token ids: keep it, or models trained before are misread.
   """
