@@ -1,11 +1,11 @@
-"""From a config to the components and services of a run.
+"""Builds the components and services of a run from its config.
 
-`Components` are what a wrong config cannot have: they are built before anything
-is written and before anybody is waited for, so that whatever is wrong with a
-config, its files and the devices is found out at once. `Services` run beside
-the policy: an event loop and a retriever that answers.
+`Components` need no weights and no server. They are built before anything is
+written and before any server is waited for, so that every error in a config,
+its files or the devices is reported at once. `Services` run beside the policy:
+an event loop and the client of a retriever that answers.
 
-Only `training`, `analysis` and `commands` read configs; all rooms below take
+Only `training`, `analysis` and `commands` read configs; all other packages take
 numbers.
 """
 
@@ -44,14 +44,14 @@ from stppo_jax.training import model_files
 
 
 class Misconfigured(Exception):
-  """A config does not fit its files or the devices; one line per reason."""
+  """A config that does not fit its files or the devices; a line per reason."""
 
   exit_code = 2
 
 
 @contextlib.contextmanager
 def config_errors() -> Iterator[None]:
-  """Raises ValueError and OSError of its body as `Misconfigured`."""
+  """Raises `Misconfigured` for a ValueError or OSError of the body."""
   try:
     yield
   except (ValueError, OSError) as error:
@@ -92,7 +92,7 @@ class Components:
 
 
 def build_components(config) -> Components:
-  """Builds and checks all that needs no weights and no retriever.
+  """Builds and checks everything that needs no weights and no retriever.
 
   Raises:
     Misconfigured: the config does not fit its files or the devices.
@@ -216,7 +216,7 @@ def build_services(
   Raises:
     Misconfigured: if passages cannot be read, or an option of the environment
       has a bad value.
-    RetrieverUnreachable: if nobody answers within retrieval.start_grace.
+    RetrieverUnreachable: if no server answers within retrieval.start_grace.
   """
   with contextlib.ExitStack() as stack:
     with config_errors():
@@ -263,8 +263,8 @@ def build_tokenizer(
 ) -> tokenizer_lib.Tokenizer:
   """Returns the tokenizer of the model, or one made from the data.
 
-  A synthetic world has its own phrases; for files, byte-level BPE is trained on
-  their passages.
+  For synthetic worlds it has a token for each phrase; for files, byte-level BPE
+  is trained on their passages.
   """
   path = config.model.tokenizer_path or config.model.path
   if path:
@@ -279,7 +279,8 @@ def build_tokenizer(
   texts = [
     f'Doc 1(Title: {passage.title}) {passage.text}\n' for passage in passages
   ]
-  # Every dialogue has the tags, but no passage does: repeated, they get merges.
+  # The tags are in every dialogue but in no passage. They are repeated, so that
+  # BPE merges each of them into few tokens.
   texts += list(environment.tags) * len(texts)
   return tokenizer_lib.train_byte_level_bpe(
     texts, config.data.tokenizer_vocab_size
@@ -333,7 +334,7 @@ def build_collector(
   slots: int,
   group_size: int = 1,
 ) -> tuple[collect.Collector, engine_lib.Engine | remote_engine.RemoteEngine]:
-  """Returns a collector and its engine, which needs weights before its use.
+  """Returns a collector and its engine, to which no weights are published yet.
 
   Raises:
     EngineUnreachable, EngineUnsuited: with rollout.engine=remote only.
@@ -403,7 +404,7 @@ def _build_remote(
   automaton: stops.StopAutomaton,
   eos_id: int,
 ) -> remote_engine.RemoteEngine:
-  """Returns an engine that asks a server for its turns."""
+  """Returns an engine whose turns a server writes."""
   served = config.rollout.remote
   client = client_lib.EngineClient(
     served.url, timeout=served.timeout, retries=served.retries

@@ -1,8 +1,9 @@
 """Converts between the state of a learner and its checkpoint.
 
 The frozen weights under adapters are not saved: they are large, never change,
-and every start makes them again. Their fingerprints are, so that no run goes on
-with other frozen weights.
+and are read from the model's files at every start. Their fingerprints are
+saved, so that no run is resumed with other frozen weights: adapters have no
+meaning beside them.
 """
 
 import dataclasses
@@ -22,7 +23,7 @@ Restored = tuple[int, state_lib.TrainState, dict[str, Any]]
 
 
 class OtherBase(RuntimeError):
-  """The frozen weights are not those that the adapters were trained beside."""
+  """The frozen weights differ from those that adapters were trained beside."""
 
   exit_code = 2
 
@@ -31,8 +32,8 @@ class TrainCheckpoints:
   """Saves a training state with published policies and the KL coefficient.
 
   Args:
-    learner: holds the KL coefficient in force.
-    collector: holds the policies that collect the steps to come.
+    learner: has the present KL coefficient.
+    collector: has the policies that collect the next steps.
   """
 
   def __init__(
@@ -64,10 +65,10 @@ class TrainCheckpoints:
     start: state_lib.TrainState,
   ) -> Restored | None:
     """Restores the newest valid step, in the learner and the collector too."""
-    found = newest(checkpointer, self._learner, start)
-    if found is None:
+    restored = newest(checkpointer, self._learner, start)
+    if restored is None:
       return None
-    step, state, host = found
+    step, state, host = restored
     self._collector.restore(step, state.published)
     self._learner.kl_coefficient = host['kl_coefficient']
     return step, dataclasses.replace(state, published=()), host
@@ -93,10 +94,10 @@ class PreferenceCheckpoints:
     start: state_lib.TrainState,
   ) -> Restored | None:
     """Restores the newest valid step."""
-    found = checkpointer.restore_latest(start.policy)
-    if found is None:
+    restored = checkpointer.restore_latest(start.policy)
+    if restored is None:
       return None
-    step, policy, host = found
+    step, policy, host = restored
     check_base(step, host, start.frozen)
     return step, dataclasses.replace(start, policy=policy), host
 
@@ -121,10 +122,10 @@ def newest(
     OtherBase: the run has other frozen weights.
     Exceptions of `Checkpointer.restore_latest`.
   """
-  found = checkpointer.restore_latest(learner.abstract_state(start))
-  if found is None:
+  restored = checkpointer.restore_latest(learner.abstract_state(start))
+  if restored is None:
     return None
-  step, state, host = found
+  step, state, host = restored
   check_base(step, host, start.frozen)
   return step, dataclasses.replace(state, frozen=start.frozen), host
 
@@ -151,12 +152,12 @@ def policy_params(
     OtherBase: the run has other frozen weights.
     Exceptions of `Checkpointer.restore_latest`.
   """
-  found = checkpointer.restore_latest(
+  restored = checkpointer.restore_latest(
     learner.abstract_policy_params(), subtree='policy.params', step=step
   )
-  if found is None:
+  if restored is None:
     return None
-  done, params, host = found
+  done, params, host = restored
   check_base(done, host, frozen)
   trained = state_lib.ModelState(params, None, jnp.zeros((), jnp.int32))
   state = state_lib.TrainState(policy=trained, value=None, frozen=frozen)

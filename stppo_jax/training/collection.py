@@ -1,10 +1,10 @@
-"""Collecting a step: outages are waited for, groups without variance replaced.
+"""Collects a step; waits for outages and replaces groups without variance.
 
-A group whose rewards are all equal has no advantage in it. With
+A group whose rewards are all equal has advantages of 0. With
 `rollout.resample_rounds` such groups are replaced by groups of further
 questions (dynamic sampling of DAPO, arXiv 2503.14476). Shapes are static: every
-round collects as many groups as the step has, and if too few of them have
-variance, the remaining places are filled with the last ones without.
+round collects as many groups as the step has. If too few of them have variance,
+the other places get groups without variance from the same round.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,8 @@ from stppo_jax.rollout import collect
 from stppo_jax.training import assembly
 from stppo_jax.training import interruption
 
-_MAX_COLLECTIONS = 3  # of one round, while a retriever answers but fails
+# How often a round is collected while the retriever is ready but queries fail.
+_MAX_COLLECTIONS = 3
 
 Groups = list[list[types.Trajectory]]
 _lacks_variance = trajectory_metrics.zero_variance
@@ -60,7 +61,7 @@ class StepCollector:
     Raises:
       RetrieverUnreachable, Outage: the retriever failed the step for good.
     """
-    # Resets what an evaluation has counted.
+    # An evaluation uses the same retriever: drop what it has counted.
     self._statistics()
     groups = self._collect_round(step, 0)
     metrics = trajectory_metrics.measure(
@@ -73,7 +74,7 @@ class StepCollector:
     return rows, metrics | self._statistics()
 
   def _statistics(self) -> dict[str, float]:
-    """Returns what retriever and engine counted since the last call."""
+    """Returns the counts of retriever and engine since the last call."""
     retriever = self._services.retriever
     counted = {} if retriever is None else retriever.statistics()
     return {**counted, **self._collector.statistics()}

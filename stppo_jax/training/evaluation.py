@@ -16,7 +16,7 @@ from stppo_jax.training import run_record
 
 
 class Evaluator:
-  """Scores a policy on the evaluation questions, always the same ones.
+  """Evaluates a policy on the evaluation questions, always the same ones.
 
   Args:
     config: the config of a run.
@@ -69,7 +69,7 @@ class Evaluator:
     return means, trajectories
 
   def metrics(self, scores: Mapping[str, float]) -> dict[str, float]:
-    """Returns scores of data sets under the names of their metrics."""
+    """Returns the scores of data sets by the names of their metrics."""
     return {
       f'val/{self._main_score}/{data_set}': score
       for data_set, score in scores.items()
@@ -99,8 +99,8 @@ def evaluate(config, workdir: str | pathlib.Path) -> int:
     with contextlib.closing(
       checkpoint.Checkpointer(workdir, read_only=True)
     ) as checkpoints:
-      found = checkpoint_state.newest(checkpoints, learner, state)
-    done, state = found[:2] if found else (0, state)
+      restored = checkpoint_state.newest(checkpoints, learner, state)
+    done, state = restored[:2] if restored else (0, state)
     evaluator = Evaluator(
       config, services, components.tokenizer, learner.policy
     )

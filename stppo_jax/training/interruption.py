@@ -1,4 +1,11 @@
-"""Signals and outages, which end a run where nothing is lost."""
+"""Signals and outages, which end a run without losing a finished step.
+
+A handler may run between any two bytecodes of the main thread. Raising from it
+in the middle of an update or a save would leave a state that is half consumed,
+since updates donate their arguments. So the handler raises only inside
+`abandonable` bodies and otherwise only records the signal; the next
+`abandonable` raises for it.
+"""
 
 from collections.abc import Iterator
 import contextlib
@@ -9,23 +16,26 @@ _EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
 
 
 class Interrupted(BaseException):
-  """Ends `abandonable` work; no Exception, because it is not an error."""
+  """Ends the body of `abandonable`.
+
+  It is not an Exception, so that no handler of errors catches it.
+  """
 
 
 class Outage(Exception):
-  """The retriever answers, yet fails too many queries of one step."""
+  """The retriever is ready, yet fails too many queries of one step."""
 
   exit_code = 75
 
 
 class Interruption:
-  """Handles Ctrl-C and SIGTERM: the first requests an end, the second ends.
+  """Handles SIGINT and SIGTERM: the first requests an end, the second ends.
 
   Starting, collecting and evaluating may be abandoned half-way, because they
   can be done again. An update in progress is finished and saved.
 
   Attributes:
-    exit_code: the exit code that the first signal asks for; None before it.
+    exit_code: the exit code of the first signal; None before it.
   """
 
   def __init__(self):
@@ -47,7 +57,7 @@ class Interruption:
     """Runs a body that a signal may end with `Interrupted`.
 
     Raises:
-      Interrupted: also at once, if a signal came before.
+      Interrupted: a signal was received, in the body or before it.
     """
     if self.exit_code is not None:
       raise Interrupted
@@ -59,7 +69,8 @@ class Interruption:
 
   def _receive(self, number: int, _) -> None:
     if self.exit_code is not None:
-      # A second signal cannot wait for the save; the checkpoint before stays.
+      # A second signal ends the process without a save: the last checkpoint
+      # remains.
       if number == signal.SIGINT:
         raise KeyboardInterrupt
       raise SystemExit(_EXIT_CODES[signal.Signals(number)])

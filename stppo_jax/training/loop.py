@@ -47,14 +47,14 @@ def train(config, workdir: str | pathlib.Path) -> int:
   """
   with run_lib.start(workdir) as run:
     learner, collector, pack, state, reference = _start(config, run)
-    # The old policy of the ratios: the one that collected, if it is stale, or
-    # else the policy before the step's updates.
+    # The denominator of ratios: with steps ahead and old_policy='sampled' the
+    # policy that collected, otherwise the policy before the step's updates.
     off_policy = config.rollout.steps_ahead and (
       config.updates.old_policy == 'sampled'
     )
     for step in range(run.first_step, config.num_steps):
       timer = timing.Timer()
-      # A signal may cut a collection short, because it can be made again.
+      # A signal may end this early, because a collection can be made again.
       with run.abandonable():
         collector.schedule(step, state)  # publishes the policy that collects
         collected = collector.result(step)
@@ -140,7 +140,9 @@ def _start(config, run: run_lib.Run) -> _Started:
     state = run.resume(state, checkpoints)
 
   def evaluate(state: state_lib.TrainState):
-    collector.drain()  # a collection under way would count the same queries
+    # Wait for the collections in flight, whose counts of the retriever would
+    # otherwise contain the evaluation's queries.
+    collector.drain()
     scores, trajectories = evaluator.run(learner.merged_params(state))
     return evaluator.metrics(scores), trajectories
 
@@ -161,9 +163,10 @@ def _build_prefetcher(
   components: assembly.Components,
   run: run_lib.Run,
 ) -> prefetch.Prefetcher:
-  """Builds what collects: on another thread where that pays and is safe."""
+  """Builds the prefetcher, with a thread of its own where that is safe."""
   learner, rollout, loop = components.learner, config.rollout, None
-  # Programs of two threads that run on several devices can wait for each other.
+  # On several devices, programs of two threads can deadlock: if two devices get
+  # them in different orders, the collectives of each wait for the other's.
   devices = max(learner.mesh.size, assembly.build_mesh(config, local=True).size)
   if rollout.steps_ahead and devices == 1:
     loop = prefetch.StoppableLoop(services.loop)

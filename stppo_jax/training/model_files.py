@@ -61,7 +61,7 @@ def check(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
   Reads no weights and touches no device.
 
   Raises:
-    ValueError: they do not; one line that says which.
+    ValueError: they are not, or do not; one line that names the file.
   """
   model, policy = config.model, shape(config, tokenizer)
   if model.path:
@@ -77,7 +77,7 @@ def check(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
 
 
 def _check_reference(config, policy: model_config.ModelConfig) -> None:
-  """Raises ValueError if the reference has not the policy's shape."""
+  """Raises ValueError if the reference's shape is not the policy's."""
   model, path = config.model, config.model.reference_path
   reference = load.read_config(path, **weights_lib.compute_options(config))
   ours, theirs = dataclasses.asdict(policy), dataclasses.asdict(reference)
@@ -102,8 +102,9 @@ def export(
 ) -> None:
   """Writes a policy of a run as a directory that `transformers` loads.
 
-  Files that came with the model are copied as they are. If they have gone since
-  the run began, they are written anew from what the run knows of them.
+  Files that came with the model are copied as they are. If they were deleted
+  after the start of the run, they are written from the model's shape and the
+  tokenizer in memory.
 
   Raises:
     OSError, ValueError: see `hf.export.export`.
@@ -113,12 +114,12 @@ def export(
   save = tokenizer.save
   if home.name and (home / 'tokenizer.json').is_file():
     save = functools.partial(export_lib.copy_tokenizer, home)
-  known = config.model.path and (source / 'config.json').is_file()
+  has_source = config.model.path and (source / 'config.json').is_file()
   export_lib.export(
     directory,
     model.config,
     params,
     dtype=dtype,
-    source=source if known else '',
+    source=source if has_source else '',
     save_tokenizer=save,
   )

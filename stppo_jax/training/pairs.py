@@ -1,4 +1,4 @@
-"""Pairs of trajectories from a file of collected ones.
+"""Pairs of trajectories from a file with a collected batch.
 
 B trajectories, Q pairs, 2 = (preferred, dispreferred), L tokens,
 M loss positions.
@@ -15,7 +15,7 @@ import numpy as np
 from stppo_jax import batch as batch_lib
 from stppo_jax.rollout import pack
 
-# Fields of a `TokenBatch`: what they hold, and numpy's kinds of dtype for it.
+# Field of a `TokenBatch` -> (its contents, the kinds of its dtype).
 _NEEDED = {
   'tokens_BL': ('integers', 'iu'),
   'loss_mask_BL': ('booleans, or 0 and 1', 'biu'),
@@ -27,10 +27,10 @@ _NEEDED = {
 def packed(
   tokens_Q2L: np.ndarray, loss_mask_Q2L: np.ndarray
 ) -> batch_lib.PairBatch:
-  """Returns pairs with lengths and loss positions; clears what follows them."""
+  """Returns pairs with lengths and loss positions; clears the tokens after."""
   length = loss_mask_Q2L.shape[2]
   positions_BM = pack.loss_positions(loss_mask_Q2L.reshape(-1, length))
-  # True up to the last loss position: no later token has an influence.
+  # True up to the last loss position; later tokens do not influence the loss.
   read_Q2L = np.flip(np.logical_or.accumulate(np.flip(loss_mask_Q2L, 2), 2), 2)
   return batch_lib.PairBatch(
     np.where(read_Q2L, tokens_Q2L, 0).astype(np.int32),
@@ -72,8 +72,8 @@ def pairs(
   """Returns the best and the worst trajectory of each group, by total reward.
 
   Of equal ones, the first is taken. A group gives no pair if all its rewards
-  are equal, or if fewer than two of its rows have a loss position (the others
-  were failed by the infrastructure). Rewards at other positions do not count.
+  are equal, or if fewer than two of its rows have a loss position (rows without
+  any ended in INFRA_ERROR). Rewards at other positions do not count.
 
   Raises:
     ValueError: shapes differ, a total is not finite, or there is no pair.

@@ -32,10 +32,10 @@ def export(
 ) -> int:
   """Writes the policy of a checkpoint and prints its step.
 
-  Reads nothing but the policy's weights, onto as many devices as can share
-  them, whatever the mesh of the run was. Of the model's directory it reads
-  shape and tokenizer and, under adapters, the weights. Changes nothing in
-  `workdir`, so that the run may be alive.
+  Of the checkpoint only the policy's weights are read, sharded over as many
+  devices as divide them, whatever the mesh of the run was. Of the model's
+  directory the shape and the tokenizer are read and, under adapters, the
+  weights. Nothing in `workdir` is changed, so that the run may be going on.
 
   Args:
     config: the config of the run.
@@ -49,7 +49,7 @@ def export(
 
   Raises:
     Misconfigured: there is no such checkpoint, or `out` has other files.
-    ExportFailed: the files cannot be written: the disk is full, say.
+    ExportFailed: the files cannot be written, for example to a full disk.
     Exceptions with an `exit_code`, see `loop.train`.
   """
   out = pathlib.Path(out)
@@ -74,13 +74,13 @@ def export(
       frozen = weights.load_frozen(
         config, config.model.path, learner.policy, mesh
       )
-  found = checkpoint_state.policy_params(
+  restored = checkpoint_state.policy_params(
     checkpointer, learner, frozen, step=step
   )
   checkpointer.close()
-  if found is None:
+  if restored is None:
     raise assembly.Misconfigured(f'{workdir}: no checkpoint of step {step}')
-  done, params = found
+  done, params = restored
   try:
     model_files.export(
       config, out, learner.policy, params, tokenizer, dtype=dtype

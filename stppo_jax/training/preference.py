@@ -32,8 +32,8 @@ from stppo_jax.training import model_files
 from stppo_jax.training import pairs as pairs_lib
 from stppo_jax.training import run as run_lib
 
-# Keys that are not used here, with the values that they may have all the same:
-# the one that says what is done here, and the default.
+# Keys that `prefer` does not use, with the values that a config may have: the
+# value that describes what `prefer` does, and the default.
 _UNUSED = {
   'model.reference_memory': ('device',),
   'updates.routing_replay': ('nowhere',),
@@ -109,7 +109,7 @@ def _start(config, file: str | pathlib.Path, run: run_lib.Run) -> _Started:
       mesh = assembly.build_mesh(config)
       _check_sizes(config, pairs, shape, mesh, file)
       learner = PreferenceLearner(config, shape, mesh)
-      # Resumed with other pairs, it would be a run that no command describes.
+      # With other pairs, a resumed run would be one that no command describes.
       run.record_config(config, batch_sha256=digest)
       state = learner.start()
       reference = learner.reference(state)
@@ -163,7 +163,7 @@ class PreferenceLearner:
         num_microbatches=size // (options.microbatch_size or size),
       ),
       donate_argnums=0,
-      # Pinned, so that a restored state is computed with by the same program.
+      # Pinned, so that a restored state needs no other compiled program.
       out_shardings=(layout.policy, None),
     )
 
@@ -188,7 +188,7 @@ class PreferenceLearner:
     minibatch: batch_lib.PairBatch,
     reference: functional.Params,
   ) -> tuple[state_lib.TrainState, dict[str, jax.Array]]:
-    """Takes one optimiser step; consumes the state but its frozen weights."""
+    """Takes one optimiser step; consumes all of a state but frozen weights."""
     policy, metrics = self._update(
       state.policy,
       distributed.from_local_rows(minibatch, self._rows),
@@ -208,7 +208,7 @@ class PreferenceLearner:
 
 
 def _jit_init(config, policy: functional.Model, optimizer, mesh):
-  """Returns what makes the first state of weights, and the state's layout."""
+  """Returns a function that makes the first state, and the state's layout."""
   key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
   make = functools.partial(
     state_lib.init,
@@ -224,7 +224,7 @@ def _jit_init(config, policy: functional.Model, optimizer, mesh):
 
 
 def _check_unused_keys(config) -> None:
-  """Raises ValueError if a key asks for what `prefer` does not do."""
+  """Raises ValueError if a key has a value that `prefer` would ignore."""
   lines = []
   for key, done in _UNUSED.items():
     section, name = key.split('.')

@@ -1,4 +1,4 @@
-"""Collecting ahead: trajectories of later steps while this one is learned.
+"""Collects trajectories of later steps while the learner updates on this one.
 
 With k = `steps_ahead`, step n is collected with the policy after max(0, n - k)
 steps:
@@ -7,10 +7,16 @@ steps:
     updated        0     1     2            start, step 2 with the policy
     policy      0  0     1     2            after step 0, ...
 
-A batch is exactly so stale, however long anything takes. What a collection
-yields is a function of (config, step, policy): it is the same in the background
-as between two updates, and one that was dropped can be made again from the
-policy, which is why checkpoints hold the policies of the steps to come.
+The policy of a step does not depend on how long anything takes, so a run can be
+repeated. The result of a collection is a function of (config, step, policy): it
+is the same on a thread of its own as between two updates, and a collection that
+was dropped can be made again. Therefore checkpoints contain the policies of the
+next steps, and no trajectories.
+
+Threads: the learner's thread calls the methods of `Prefetcher`; the one worker
+thread publishes weights and collects, one step after the other; the event loop
+has a thread of its own, on which environment and clients run. They share only
+futures and weights, and no weights that an update may donate.
 """
 
 from collections.abc import Callable
@@ -32,7 +38,7 @@ Trajectories = list[types.Trajectory]
 
 
 class Abandoned(Exception):
-  """Nobody wants the rest of a collection; ends its thread only."""
+  """Ends a collection whose result is not needed any more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Collected:
   Attributes:
     trajectories: trajectories to train on, groups adjacent.
     metrics: metrics of the collection.
-    seconds: how long it took, whether or not anybody waited for it.
+    seconds: the duration of the collection, also of one made ahead.
   """
 
   trajectories: Trajectories
@@ -53,8 +59,11 @@ class Collected:
 class StoppableLoop:
   """A view of an event loop that can be stopped while others use the loop.
 
-  A collection submits to it after every chunk of tokens and waits for nothing
-  else, so that stopping it ends a collection on another thread.
+  A thread cannot be ended from outside. But a collection submits to its loop
+  after every chunk of tokens and waits for nothing else, so stopping the view
+  ends a collection on another thread: the next `submit` raises, and a wait ends
+  because its future is cancelled. The lock makes sure that no future is added
+  after `stop` has cancelled them.
   """
 
   def __init__(self, loop: event_loop.EventLoop):
@@ -88,7 +97,7 @@ class StoppableLoop:
     return future.result()
 
   def stop(self) -> None:
-    """Cancels what runs and refuses what is submitted from now on."""
+    """Cancels the running coroutines and refuses further ones."""
     with self._lock:
       self._stopped = True
       for future in self._waiting:
@@ -106,10 +115,10 @@ class Prefetcher:
       the state while collections still need them.
     steps_ahead: k above.
     num_steps: the length of the run; no later step is collected.
-    loop: the event loop of `collect`, which makes it run on another thread;
-      None: a step is collected when its result is wanted. Programs of two
-      threads must not meet on several devices: their collectives could wait
-      for each other.
+    loop: the event loop of `collect`; given, steps are collected on another
+      thread. None: a step is collected in the call of `result`. There must be
+      no thread with several devices, where the collectives of programs that two
+      threads start could wait for each other.
   """
 
   def __init__(
@@ -130,7 +139,7 @@ class Prefetcher:
     self._loop = loop
     self._thread = None
     if loop is not None:
-      # One thread: weights change between two collections only.
+      # One thread, so that weights are published only between two collections.
       self._thread = concurrent.futures.ThreadPoolExecutor(1, 'collect-ahead')
     self._policies: dict[int, functional.Params] = {}
     self._in_flight: dict[int, Future[Collected]] = {}
@@ -139,7 +148,7 @@ class Prefetcher:
   def restore(
     self, version: int, published: Sequence[functional.Params]
   ) -> None:
-    """Goes on after `version` steps with what `published` returned."""
+    """Restores the policies after `version` steps that `published` returned."""
     for behind, params in enumerate(published, start=1):
       self._policies[max(0, version - behind)] = params
 
@@ -158,18 +167,18 @@ class Prefetcher:
     )
 
   def schedule(self, version: int, state: state_lib.TrainState) -> None:
-    """Starts the collections that wait for the policy of a state.
+    """Starts the collections that need the policy of a state.
 
     Args:
-      version: the steps that the state has done; one more than at the last
-        call.
-      state: without steps ahead, it must not be consumed before the result of
-        the step is there.
+      version: the number of steps that the state has done; one more than in the
+        last call.
+      state: the training state; without steps ahead its weights are not copied,
+        and no update may consume it before `result` has returned.
     """
     params = state.policy.params
     if self._steps_ahead:
       params = self._copy_policy(state)
-    # Only steps from here on are collected: older policies are released.
+    # Policies that no step from here on is collected with are released.
     oldest = self._version(version)
     kept = {v: p for v, p in self._policies.items() if v >= oldest}
     self._policies = kept | {version: params}
@@ -196,11 +205,11 @@ class Prefetcher:
     return self._in_flight.pop(step).result()
 
   def drain(self) -> None:
-    """Waits until no collection is under way; ignores their errors."""
+    """Waits until no collection is in flight; ignores their errors."""
     concurrent.futures.wait(self._in_flight.values())
 
   def close(self) -> None:
-    """Drops what is under way; returns when its thread has ended."""
+    """Drops the collections in flight; returns when the thread has ended."""
     if self._thread is not None:
       self._broken.set()
       assert self._loop is not None
@@ -218,6 +227,7 @@ class Prefetcher:
       self._publish(params, self._version(step))
       trajectories, metrics = self._collect(step)
     except BaseException:
-      self._broken.set()  # the steps after this one will not be wanted
+      # The run ends with this error, so later collections are not needed.
+      self._broken.set()
       raise
     return Collected(trajectories, metrics, time.monotonic() - started)

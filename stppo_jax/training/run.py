@@ -3,7 +3,7 @@
     with run_lib.start(workdir) as run:
       with run.abandonable():
         run.record_config(config)
-        ...                                    # build what the run consists of
+        ...                                    # build models and services
         run.open(config, num_steps=num_steps, tokenizer=tokenizer)
         state = run.resume(state, checkpoints)
       for step in range(run.first_step, num_steps):
@@ -63,7 +63,7 @@ Evaluate = Callable[[State], tuple[dict[str, float], list[types.Trajectory]]]
 
 
 class Checkpoints(Protocol):
-  """Decides what of a state, and what beside it, a checkpoint holds."""
+  """Converts between a state and the contents of a checkpoint."""
 
   def save(
     self,
@@ -86,13 +86,14 @@ def start(
 ) -> Iterator['Run']:
   """Yields a run that signals and outages end after its state was saved.
 
-  A signal ends the body without an error; `Run.exit_code` tells of it.
+  A signal ends the body without an error; `Run.exit_code` is then that of the
+  signal.
 
   Args:
     workdir: the run's folder.
-    unit: what the run counts, for the lines that it prints.
-    goal: where the run first leaves what it can go on from; by default, the
-      first unit.
+    unit: the name of what the run counts, for the lines that it prints.
+    goal: the name of the point after which a run can be resumed, for the same
+      lines; by default, the first unit.
   """
   with contextlib.ExitStack() as stack:
     interrupt = stack.enter_context(interruption.Interruption())
@@ -109,7 +110,8 @@ def start(
           'the same command resumes'
         )
       else:
-        # All that a start leaves is complete, or is made anew by the next one.
+        # Whatever a start has written is complete, or the next start makes it
+        # again.
         goal = goal or f'the first {unit}'
         print(f'interrupted before {goal}; the same command starts anew')
     except _OUTAGES:
@@ -119,7 +121,7 @@ def start(
 
 
 class Run:
-  """One start of a run: its files, its progress, and how it ends.
+  """A run from its start to its end: its files, its progress, its exit code.
 
   Attributes:
     workdir: the run's folder.
@@ -128,7 +130,7 @@ class Run:
     steps_done: the number of steps that are done now.
     state: the state after the last finished step.
     resumed: whether there is a state that an interruption has to save.
-    save_seconds: how long the last save took; 0 if the last step made none.
+    save_seconds: the duration of the last step's save; 0 if it had none.
     exit_code: the exit code of the process: 0, or that of the signal received.
   """
 
@@ -168,7 +170,7 @@ class Run:
     self._stack.callback(close)
 
   def record_config(self, config, **also) -> None:
-    """Records the config, and what else defines the run, in its folder.
+    """Records the config and further values that define the run.
 
     Raises:
       Misconfigured: the folder cannot be written.
@@ -209,21 +211,22 @@ class Run:
     self._stack.callback(self._writer.close)
 
   def resume(self, start: State, checkpoints: Checkpoints) -> State:
-    """Returns the newest valid state; forgets what was written after it.
+    """Returns the newest valid state; drops what was written after it.
 
     Args:
       start: the state before the first step, which a new run returns.
       checkpoints: saves and restores states.
     """
     self._checkpoints, self.state = checkpoints, start
-    found = checkpoints.restore(self._checkpointer, start)
-    if found is not None:
-      self.steps_done, self.state, host = found
+    restored = checkpoints.restore(self._checkpointer, start)
+    if restored is not None:
+      self.steps_done, self.state, host = restored
       if 'unwritten' in host:
         self._unwritten = json.loads(host['unwritten'])
     self.first_step = self.steps_done
-    # The line of the last step is kept, unless it is about to be written: that
-    # of a start with its evaluation, or of a step that waited for its own.
+    # The line of the last finished step is kept, except where this start writes
+    # it: the line of step 0, and the line of a step whose evaluation was
+    # interrupted before it was written.
     written = self.steps_done > 0 and self._unwritten is None
     self._writer.truncate_after(self.steps_done - (not written))
     self.resumed = True
@@ -257,8 +260,8 @@ class Run:
     Args:
       done: the number of steps that are done with this one.
       state: the state after it.
-      metrics: what was measured; scalars.
-      trajectories: what was collected.
+      metrics: scalars by name.
+      trajectories: the trajectories that were collected.
     """
     writer = self._config.writer
     kept = trajectories[: max(writer.trajectories, writer.samples)]
@@ -269,7 +272,7 @@ class Run:
     self._finish_unwritten(*self._unwritten)
 
   def _finish_unwritten(self, metrics: dict, records: list) -> None:
-    """Evaluates, writes and saves the step that `state` is of.
+    """Evaluates, writes and saves the last step.
 
     An interruption of the evaluation leaves `_unwritten` set, and saves it
     with the state: the next start finishes the step in the same way.
@@ -287,7 +290,8 @@ class Run:
     if self._due(self._config.checkpoint.every):
       if self._prints_samples:
         self._print(f'{self._unit} {self.steps_done}', self._samples(records))
-      # Last: killed before it, the lines are written again and none is missing.
+      # The save is last: a run that is killed before it writes the same lines
+      # again, and none is ever missing.
       timer = timing.Timer()
       self.save()
       timer.lap('checkpoint')
@@ -297,7 +301,7 @@ class Run:
     """Saves the state of the last finished step, unless it is saved already."""
     host = {}
     if self._unwritten is not None:
-      # As text, because a metric may be nan and a manifest may not have nan.
+      # As text, because a metric may be nan, which a manifest must not contain.
       host['unwritten'] = json.dumps(self._unwritten)
     self._checkpoints.save(
       self._checkpointer, self.steps_done, self.state, host
@@ -336,7 +340,7 @@ class Run:
     self.show('\n'.join([*lines, f'policy (Hugging Face format): {home}']))
 
   def _evaluated(self, evaluate: Evaluate) -> dict[str, float]:
-    """Evaluates the state; prints a few of the dialogues."""
+    """Returns the metrics of an evaluation; prints a few of its dialogues."""
     metrics, trajectories = evaluate(self.state)
     records = self._records(self._samples(trajectories))
     self._print(f'evaluation after {self._unit} {self.steps_done}', records)
@@ -346,7 +350,7 @@ class Run:
     return [trajectory_metrics.record(t, self._tokenizer) for t in trajectories]
 
   def _samples(self, items: Sequence[T]) -> Sequence[T]:
-    """Returns as many items as are printed, evenly spread."""
+    """Returns `writer.samples` of the items, evenly spread."""
     count = self._config.writer.samples
     return items[:: max(len(items) // max(count, 1), 1)][:count]
 

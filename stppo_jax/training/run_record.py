@@ -3,9 +3,9 @@
     WORKDIR/config.json    the config that the run was started with
            /start          the policy that it starts from, without model.path
 
-A run is a function of its config. Resumed with another one it would be a
-mixture that no config describes: this is refused, with a line for each key that
-differs.
+A run is a function of its config. A run that is resumed with another config
+would be a mixture that no config describes, so it is refused, with a line for
+each key that differs.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,9 @@ from typing import Any
 from stppo_jax import settings
 from stppo_jax.training import assembly
 
-# Keys that may change between two starts: the length of a run, what is looked
-# at and kept, the devices and the servers. None changes what a step computes.
+# Keys that may change between two starts: the length of a run, what is
+# evaluated, written and kept, the devices and the servers. None of them changes
+# what a step computes.
 _FREE = (
   'num_steps',
   'evaluate',
@@ -49,8 +50,8 @@ def record_config(
   Makes the folder. Keys that may change between two starts are rewritten.
 
   Args:
-    config: nested and resolved; its values must be such that Python's JSON can
-      hold them, an infinite tau among them.
+    config: the nested config, without references; its values must be those that
+      Python's JSON can write, which infinity is.
     workdir: the run's folder.
 
   Raises:
@@ -65,14 +66,14 @@ def record_config(
     if lines:
       raise OtherRun('\n'.join(lines))
   workdir.mkdir(parents=True, exist_ok=True)
-  # By a rename: killed here, the file is the old one or the new one.
+  # By a rename, so that a process killed here leaves the old file or the new.
   new = path.with_suffix('.new')
   new.write_text(text, encoding='utf-8')
   os.replace(new, path)
 
 
 def start_folder(config, workdir: pathlib.Path) -> pathlib.Path | None:
-  """Returns the folder of the supervised start; None: the config wants none."""
+  """Returns the folder of the supervised start; None if the config has none."""
   wanted = config.sft.before_training and not config.model.path
   return workdir / 'start' if wanted else None
 

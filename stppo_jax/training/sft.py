@@ -57,9 +57,10 @@ def run(config, workdir: str | pathlib.Path) -> int:
 def make_start(
   config, workdir: pathlib.Path, services: assembly.Services
 ) -> None:
-  """Makes the supervised start if the config wants one and it is not there.
+  """Makes the supervised start if the config has one and it does not exist yet.
 
-  Written under another name first: a start that was interrupted leaves none.
+  It is written under another name first, so that an interruption leaves no
+  incomplete start.
   """
   start = run_record.start_folder(config, workdir)
   if start is None or start.is_dir():
@@ -153,11 +154,12 @@ def _pack_dialogues(
 ) -> batch_lib.TokenBatch:
   """Returns demonstrations as a batch, answered by the real environment.
 
-  A turn that env.max_turn_tokens would cut must not be imitated: a dialogue
-  that has one is replaced by another one of the batch.
+  A turn longer than env.max_turn_tokens, which would be cut, must not be
+  imitated: a dialogue with such a turn is replaced by another dialogue of the
+  batch.
 
   Raises:
-    Misconfigured: every dialogue has one.
+    Misconfigured: every dialogue has such a turn.
   """
   encoded = [
     (question, [tokenizer.encode_text(text) for text in turns])
