@@ -93,8 +93,8 @@ def truncate(logits_SV: Array, sampling: Sampling) -> Array:
     sampling: the truncation.
   """
   if 0 < sampling.top_k < logits_SV.shape[1]:
-    kept_SK, _ = jax.lax.top_k(logits_SV, sampling.top_k)
-    logits_SV = _at_least(logits_SV, kept_SK[:, -1:])
+    largest, _ = jax.lax.top_k(logits_SV, sampling.top_k)
+    logits_SV = _at_least(logits_SV, largest[:, -1:])
   if sampling.top_p < 1:
     sorted_SV = jnp.sort(logits_SV, axis=-1, descending=True)
     mass_SV = jnp.cumsum(jax.nn.softmax(sorted_SV, axis=-1), axis=-1)

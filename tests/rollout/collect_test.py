@@ -1,4 +1,4 @@
-"""Dialogues, each way they can end, token by token."""
+"""Dialogues are collected token by token, in every way that they can end."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def _text(ids):
   return dialogues.Letters().decode(ids)
 
 
-def test_a_dialogue_by_hand():
+def test_a_dialogue_equals_the_one_by_hand():
   environment = dialogues.TableEnvironment(
     {'ab!': dialogues.observe('xyz'), 'c.': _DONE}
   )
@@ -32,7 +32,7 @@ def test_a_dialogue_by_hand():
   assert turns == [('ab!', '[xyz]', 'search'), ('c.', '', 'answer')]
   assert trajectory.status is _STATUS.COMPLETED
   assert trajectory.reward == 1.0 and trajectory.scores == {'em': 1.0}
-  # The environment is told what the policy wrote, and nothing else.
+  # The environment gets what the policy wrote, and nothing else.
   assert environment.calls == [('q', 0, 'ab!'), ('q', 1, 'c.')]
   assert environment.ends == [('q', 'Q:', ['ab!', 'c.'], _STATUS.COMPLETED)]
   batch = pack.pack([trajectory], length_bucket=4)
@@ -43,7 +43,7 @@ def test_a_dialogue_by_hand():
   assert batch.rewards_BL[0].tolist() == [0.0] * 11 + [1.0]
 
 
-def test_rows_go_their_own_ways_and_keep_their_order():
+def test_rows_are_independent_and_keep_their_order():
   environment = dialogues.TableEnvironment(
     {
       'a': dialogues.observe('1'),
@@ -72,7 +72,7 @@ def test_rows_go_their_own_ways_and_keep_their_order():
     )
     for t in trajectories
   ] == ['a[1]b[2]z', 'z', 'b[2]x', 'b[2]a[1]y']
-  # Rows are asked about their own turns only.
+  # Each step gets the turn of its own row.
   assert [call[1:] for call in environment.calls if call[0] == 'q3'] == [
     (0, 'b'),
     (1, 'a'),
@@ -83,7 +83,7 @@ def test_rows_go_their_own_ways_and_keep_their_order():
 @pytest.mark.parametrize(
   ('max_length', 'status', 'observation', 'last'),
   [
-    # Q: ab! [xyz] take ten places; one more is needed to go on.
+    # Q: ab! [xyz] are ten tokens; one more is needed to go on.
     (10, _STATUS.TRUNCATED_LENGTH, '', 'ab!'),
     (11, _STATUS.COMPLETED, '[xyz]', 'c'),
   ],
@@ -109,16 +109,16 @@ def test_an_observation_must_leave_room_to_write(
 @pytest.mark.parametrize(
   ('step', 'status'),
   [
-    # Cut in the middle of its last turn: the length is to blame.
+    # The turn is invalid because the length cut it.
     (dialogues.end(_STATUS.TRUNCATED_TURNS, 'invalid'), 'TRUNCATED_LENGTH'),
     (dialogues.observe('', 'invalid'), 'TRUNCATED_LENGTH'),
-    # A valid action got through, or none could.
+    # The action is complete all the same, or the infrastructure failed.
     (dialogues.end(_STATUS.TRUNCATED_TURNS, 'search'), 'TRUNCATED_TURNS'),
     (dialogues.end(_STATUS.COMPLETED), 'COMPLETED'),
     (dialogues.end(_STATUS.INFRA_ERROR, 'search'), 'INFRA_ERROR'),
   ],
 )
-def test_a_turn_that_length_cuts(step, status):
+def test_an_invalid_turn_that_fills_the_row_is_truncated(step, status):
   (trajectory,) = dialogues.collect_scripts(
     [['abcdef']],
     dialogues.TableEnvironment({'abc': step}),
@@ -129,7 +129,7 @@ def test_a_turn_that_length_cuts(step, status):
   assert trajectory.status is _STATUS[status]
 
 
-def test_a_turn_that_its_own_limit_cuts_may_go_on():
+def test_a_dialogue_goes_on_after_a_turn_that_its_own_limit_cuts():
   environment = dialogues.TableEnvironment(
     {'abc': dialogues.observe('?', 'invalid'), 'd': _DONE}
   )
@@ -147,7 +147,7 @@ def test_a_turn_that_its_own_limit_cuts_may_go_on():
   ('limit', 'observation'),
   [(8, '[123456]'), (7, '[12345]'), (3, '[1]'), (2, '[]'), (1, '[]')],
 )
-def test_an_observation_is_cut_inside(limit, observation):
+def test_only_the_body_of_an_observation_is_cut(limit, observation):
   (trajectory,) = dialogues.collect_scripts(
     [['a', 'b']],
     dialogues.TableEnvironment({'a': dialogues.observe('123456'), 'b': _DONE}),
@@ -157,7 +157,7 @@ def test_an_observation_is_cut_inside(limit, observation):
   assert _text(trajectory.turns[0].observation_ids) == observation
 
 
-def test_a_prompt_without_room_is_truncated_and_the_others_play_on():
+def test_a_prompt_without_room_is_truncated_and_other_rows_go_on():
   long, short = dialogues.collect_scripts(
     [['a'], ['b']],
     dialogues.TableEnvironment({'b': _DONE}),
@@ -171,7 +171,7 @@ def test_a_prompt_without_room_is_truncated_and_the_others_play_on():
   assert not batch.loss_mask_BL[0].any() and batch.loss_mask_BL[1].any()
 
 
-def test_a_group_has_one_question_and_goes_many_ways():
+def test_rows_of_a_group_have_a_question_in_common():
   environment = dialogues.TableEnvironment(
     {'a': dialogues.observe('1', reward=0.25), 'b': _DONE, 'c': _DONE}
   )
@@ -211,14 +211,14 @@ def test_a_group_has_one_question_and_goes_many_ways():
     2,
     2,
   ]
-  # What a turn earned is its own, whatever the outcome.
-  earned = [[turn.reward for turn in t.turns] for t in trajectories]
-  assert earned == [[0.25, 0], [0], [], [], [0], [0.25, 0]]
+  # The reward of a turn does not depend on the outcome.
+  turn_rewards = [[turn.reward for turn in t.turns] for t in trajectories]
+  assert turn_rewards == [[0.25, 0], [0], [], [], [0], [0.25, 0]]
   assert [t.turn_reward for t in trajectories] == [0.25, 0, 0, 0, 0, 0.25]
   assert {t.reward for t in trajectories} == {1.0}
 
 
-def test_a_prompt_is_given_once_for_its_group():
+def test_the_engine_gets_one_prompt_for_a_group():
   engine = scripted.ScriptedEngine(dialogues.letters(*[['a']] * 6), 5)
   calls, begin = [], engine.begin
 
@@ -242,7 +242,7 @@ def test_a_prompt_is_given_once_for_its_group():
   assert calls == [(['Q1', None, 'Q22'], 'keys', options)]
 
 
-def test_fewer_questions_than_slots_leave_slots_alone():
+def test_there_may_be_fewer_questions_than_scripts():
   (trajectory,) = dialogues.collect_scripts(
     [['a'], ['b']],
     dialogues.TableEnvironment({'a': _DONE}),
@@ -251,7 +251,7 @@ def test_fewer_questions_than_slots_leave_slots_alone():
   assert _text(trajectory.turns[0].token_ids) == 'a'
 
 
-def test_a_collector_starts_anew_every_time():
+def test_a_second_collection_equals_the_first():
   engine = scripted.ScriptedEngine(dialogues.letters(['a']), 6)
   with event_loop.EventLoop() as loop:
     collector = dialogues.make_collector(
@@ -266,7 +266,7 @@ def test_a_collector_starts_anew_every_time():
   )
 
 
-def test_the_version_is_the_engine_s():
+def test_trajectories_have_the_version_of_the_engine():
   engine = scripted.ScriptedEngine(dialogues.letters(['a']), 6)
   engine.version = 17
   with event_loop.EventLoop() as loop:

@@ -1,4 +1,4 @@
-"""A tokenizer and an environment that one can follow by hand."""
+"""A tokenizer and an environment that are easy to follow by hand."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ from stppo_jax.sampling import scripted
 
 
 class Letters:
-  """One token a character, its code point."""
+  """A tokenizer with a token for each character, its code point."""
 
   def encode_text(self, text):
     return np.array([ord(letter) for letter in text], np.int32)
@@ -24,12 +24,12 @@ class Letters:
 
 
 class TableEnvironment:
-  """An environment that answers from a table of what the policy wrote.
+  """An environment that looks up its answer to a text in a table.
 
   Attributes:
-    prompted: question id of every prompt.
-    calls: (question id, turn index, text) of every step.
-    ends: (question id, prompt, texts, status) of every trajectory.
+    prompted: the question id of every call of `prompt`.
+    calls: question id, turn index and text of every call of `step`.
+    ends: question id, prompt, texts and status of every call of `rewards`.
   """
 
   max_turns = 2
@@ -53,13 +53,13 @@ class TableEnvironment:
 
 
 def observe(body, action='search', reward=0.0):
-  """A step that answers [body]."""
+  """Returns a step with the observation [body]."""
   observation = protocol.Observation('[', body, ']')
   return protocol.Step(action, observation, None, reward)
 
 
 def end(status, action='answer'):
-  """A step that ends the trajectory."""
+  """Returns a step that ends the trajectory."""
   return protocol.Step(action, None, status)
 
 
@@ -78,11 +78,11 @@ def collect_scripts(
   max_observation_tokens=100,
   group_size=1,
 ):
-  """Trajectories in which the policy writes the texts of its script."""
+  """Returns trajectories in which row n writes the texts of scripts[n]."""
   tokenizer = tokenizer or Letters()
   ids = [[tokenizer.encode_text(turn) for turn in turns] for turns in scripts]
   with event_loop.EventLoop() as loop:
-    player = make_collector(
+    collector = make_collector(
       scripted.ScriptedEngine(ids, max_length),
       environment,
       loop,
@@ -91,7 +91,7 @@ def collect_scripts(
       max_observation_tokens=max_observation_tokens,
       group_size=group_size,
     )
-    return player.collect(questions, keys=None)
+    return collector.collect(questions, keys=None)
 
 
 def make_collector(
@@ -104,7 +104,7 @@ def make_collector(
   max_observation_tokens=100,
   group_size=1,
 ):
-  """A collector that cuts nothing."""
+  """Returns a collector whose limits are larger than all texts."""
   return collect.Collector(
     engine=engine,
     environment=environment,
@@ -117,6 +117,6 @@ def make_collector(
 
 
 def letters(*scripts):
-  """Scripts of `ScriptedEngine`, a text for each turn."""
+  """Returns scripts for `ScriptedEngine` from a text for each turn."""
   encode = Letters().encode_text
   return [[encode(text) for text in turns] for turns in scripts]

@@ -1,4 +1,4 @@
-"""Coroutines from synchronous code: results, errors, interrupts."""
+"""Synchronous code gets the results of coroutines, and can cancel them."""
 
 import asyncio
 import concurrent.futures
@@ -28,7 +28,7 @@ def test_results_and_errors_come_back():
   assert 'event-loop' not in [t.name for t in threading.enumerate()]
 
 
-def test_an_interrupt_cancels_what_was_waited_for():
+def test_an_interrupt_cancels_the_coroutine():
   ended = []
 
   async def wait():
@@ -52,7 +52,7 @@ def test_an_interrupt_cancels_what_was_waited_for():
     signal.signal(signal.SIGALRM, before)
 
 
-def test_leaving_ends_what_is_still_running(caplog):
+def test_leaving_the_loop_cancels_running_coroutines(caplog):
   ended = []
 
   async def serve():
@@ -72,7 +72,7 @@ def test_leaving_ends_what_is_still_running(caplog):
   assert not caplog.records  # such as "Task was destroyed but it is pending"
 
 
-def test_what_is_submitted_starts_at_once_and_ends_when_it_likes():
+def test_submitted_coroutines_start_together_and_end_in_any_order():
   events = []
 
   async def work(value):
@@ -98,7 +98,7 @@ def test_what_is_submitted_starts_at_once_and_ends_when_it_likes():
   ]
 
 
-def test_giving_up_a_future_cancels_its_coroutine_alone(caplog):
+def test_cancelling_a_future_cancels_its_coroutine_only(caplog):
   events = []
 
   async def work(value, started):
@@ -110,28 +110,28 @@ def test_giving_up_a_future_cancels_its_coroutine_alone(caplog):
       events.append(f'{value} is over')
     return value
 
-  async def fail(asked):
-    asked.set()
+  async def fail(started):
+    started.set()
     await asyncio.sleep(0.01)
-    raise LookupError('nobody asks')
+    raise LookupError('nobody waits for this')
 
   with event_loop.EventLoop() as loop:
-    asked = [threading.Event() for _ in range(3)]
-    given_up, kept = loop.submit([work(n, asked[n]) for n in range(2)])
-    (failing,) = loop.submit([fail(asked[2])])
-    assert all(event.wait(20) for event in asked)
-    assert given_up.cancel() and failing.cancel()
+    started = [threading.Event() for _ in range(3)]
+    cancelled, kept = loop.submit([work(n, started[n]) for n in range(2)])
+    (failing,) = loop.submit([fail(started[2])])
+    assert all(event.wait(20) for event in started)
+    assert cancelled.cancel() and failing.cancel()
     assert kept.result(timeout=20) == 1
     # Before it starts, too: a coroutine that never runs is no warning.
     (never,) = loop.submit([work(0, threading.Event())])
     never.cancel()
     loop.run(asyncio.sleep(0.02))
-  assert given_up.cancelled() and failing.cancelled()
+  assert cancelled.cancelled() and failing.cancelled()
   assert events[:3] == ['0 is over', 1, '1 is over']
   assert not caplog.records
 
 
-def test_leaving_gives_back_every_future():
+def test_leaving_the_loop_ends_every_future():
   async def wait():
     await asyncio.sleep(60)
 

@@ -1,4 +1,7 @@
-"""Who waits for whom in a collection, and what errors and interrupts end."""
+"""Rows of a collection wait only for their own answers.
+
+Errors and interrupts end a collection and leave nothing behind.
+"""
 
 import asyncio
 import signal
@@ -14,46 +17,48 @@ from tests.rollout import dialogues
 
 _STATUS = types.TrajectoryStatus
 _DONE = dialogues.end(_STATUS.COMPLETED)
-_PATIENCE = 20.0  # seconds until a test that hangs fails
+_TIMEOUT = 20.0  # seconds after which a test that hangs fails
 
 
 class _Slow(dialogues.TableEnvironment):
-  """Answers turns that say 's' only when it is let.
+  """An environment that answers turns that say 's' only when it may.
 
   Attributes:
     events: what happened, in order.
+    may_answer: an event; the answers to 's' wait for it.
+    reached: an event that is set when the first answer waits.
   """
 
   def __init__(self, steps):
     super().__init__(steps)
     self.events = []
-    self.let = threading.Event()
+    self.may_answer = threading.Event()
     self.reached = threading.Event()
 
   async def step(self, question, turn_index, text):
-    self.events.append(f'{question.id} asks {text}')
+    self.events.append(f'{question.id} steps {text}')
     if text == 's':
       self.reached.set()
       try:
-        deadline = time.monotonic() + _PATIENCE
-        while not self.let.is_set():
+        deadline = time.monotonic() + _TIMEOUT
+        while not self.may_answer.is_set():
           assert time.monotonic() < deadline
           await asyncio.sleep(0.001)
       finally:
-        self.events.append(f'{question.id} is let go')
+        self.events.append(f'{question.id} answers or is cancelled')
     step = await super().step(question, turn_index, text)
     if step.status:
       self.events.append(f'{question.id} ends')
     if question.id == 'last' and step.status:
-      self.let.set()
+      self.may_answer.set()
     return step
 
 
 _ON = dialogues.observe('.')
 
 
-def test_a_slow_answer_keeps_nobody_waiting():
-  # Were one answer waited for, nobody would let it go.
+def test_rows_do_not_wait_for_the_slow_answer_to_another():
+  # It only comes when the last row has ended.
   environment = _Slow({'s': _ON, 'a': _ON, 'b': _ON, 'c': _DONE})
   questions = [dialogues.question('Q', n) for n in ('slow', 'other', 'last')]
   trajectories = dialogues.collect_scripts(
@@ -62,20 +67,24 @@ def test_a_slow_answer_keeps_nobody_waiting():
   assert [len(t.turns) for t in trajectories] == [2, 2, 4]
   assert {t.status for t in trajectories} == {_STATUS.COMPLETED}
   events = environment.events
-  let = events.index('slow is let go')
-  assert events.index('other ends') < events.index('last ends') < let
-  assert events[let:] == ['slow is let go', 'slow asks c', 'slow ends']
+  answered = events.index('slow answers or is cancelled')
+  assert events.index('other ends') < events.index('last ends') < answered
+  assert events[answered:] == [
+    'slow answers or is cancelled',
+    'slow steps c',
+    'slow ends',
+  ]
 
 
-def test_turns_that_end_together_are_asked_together():
-  # Their queries meet in one request: none may wait for an answer to another.
+def test_turns_that_end_together_start_together():
+  # So their queries can be sent in one request.
   seen = []
 
   class Counting(dialogues.TableEnvironment):
     async def step(self, question, turn_index, text):
-      seen.append(('asks', text))
+      seen.append(('starts', text))
       await asyncio.sleep(0)
-      seen.append(('gets', text))
+      seen.append(('ends', text))
       return await super().step(question, turn_index, text)
 
   dialogues.collect_scripts(
@@ -83,28 +92,27 @@ def test_turns_that_end_together_are_asked_together():
     Counting({'a': _ON, 'b': _ON, 'c': _ON, 'd': _DONE}),
     [dialogues.question('Q')] * 3,
   )
-  expected = [(verb, text) for verb in ('asks', 'gets') for text in 'abc']
-  expected += [(verb, 'd') for verb in ('asks', 'gets') for _ in range(3)]
+  expected = [(verb, text) for verb in ('starts', 'ends') for text in 'abc']
+  expected += [(verb, 'd') for verb in ('starts', 'ends') for _ in range(3)]
   assert seen == expected
 
 
 def test_an_error_of_the_environment_ends_the_collection():
   environment = _Slow({'s': _DONE, 'a': _ON, 'c': _DONE})
-  engine = scripted.ScriptedEngine(
-    dialogues.letters(['s'], ['a', '?'], ['c']), 9
-  )
+  scripts = dialogues.letters(['s'], ['a', '?'], ['c'])
+  engine = scripted.ScriptedEngine(scripts, 9)
   questions = [dialogues.question('Q', f'q{n}') for n in range(3)]
   with event_loop.EventLoop() as loop:
     collector = dialogues.make_collector(engine, environment, loop)
     with pytest.raises(KeyError, match=r'\?'):
       collector.collect(questions, keys=None)
     loop.run(asyncio.sleep(0.01))
-    # Nobody asks for the other answers any more.
-    assert environment.events[-1] == 'q0 is let go'
+    # The requests for other answers are cancelled.
+    assert environment.events[-1] == 'q0 answers or is cancelled'
     assert environment.ends == []
-    # The next collection knows nothing of it.
-    environment.let.set()
-    engine._scripts = dialogues.letters(['c'], ['s'], ['a', 'c'])
+    # The next collection works as if there had been no error.
+    environment.may_answer.set()
+    scripts[:] = dialogues.letters(['c'], ['s'], ['a', 'c'])
     again = collector.collect(questions, keys=None)
   assert [len(t.turns) for t in again] == [1, 1, 2]
 
@@ -127,7 +135,7 @@ def test_an_error_of_the_tokenizer_leaves_nothing_behind():
   assert environment.calls == []
 
 
-def test_an_interruption_cancels_what_was_asked():
+def test_an_interrupt_cancels_requests():
   environment = _Slow({'s': _DONE, 'a': _ON, 'c': _DONE})
   engine = scripted.ScriptedEngine(dialogues.letters(['s'], ['a', 's']), 9)
   questions = [dialogues.question('Q', f'q{n}') for n in range(2)]
@@ -136,7 +144,7 @@ def test_an_interruption_cancels_what_was_asked():
     raise KeyboardInterrupt
 
   def send():
-    environment.reached.wait(_PATIENCE)
+    environment.reached.wait(_TIMEOUT)
     signal.setitimer(signal.ITIMER_REAL, 0.05)
 
   before = signal.signal(signal.SIGALRM, interrupt)
@@ -148,10 +156,12 @@ def test_an_interruption_cancels_what_was_asked():
       with pytest.raises(KeyboardInterrupt):
         collector.collect(questions, keys=None)
       loop.run(asyncio.sleep(0.01))
-      assert not environment.let.is_set()
-      assert {'q0 is let go', 'q1 is let go'} < set(environment.events)
+      assert not environment.may_answer.is_set()
+      assert {'q0 answers or is cancelled', 'q1 answers or is cancelled'} < set(
+        environment.events
+      )
       assert not any('ends' in event for event in environment.events)
-      environment.let.set()
+      environment.may_answer.set()
       again = collector.collect(questions, keys=None)
       assert [t.status for t in again] == [_STATUS.COMPLETED] * 2
   finally:

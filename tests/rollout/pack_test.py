@@ -1,4 +1,4 @@
-"""Trajectories as arrays: positions, masks, rewards, groups."""
+"""Packed arrays have masks, rewards and ids at the right tokens."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ _LONG = [
 ]
 
 
-def test_every_array_speaks_about_the_same_token():
+def test_all_arrays_are_aligned_by_token():
   batch = pack.pack([_trajectory(_SHORT), _trajectory(_LONG)], length_bucket=4)
   # Eleven tokens need three buckets of four.
   assert batch.tokens_BL.tolist() == [
@@ -99,14 +99,14 @@ def test_loss_positions_take_few_shapes():
   assert sizes == {3: [0, 1, 2, 3], 6: [4, 5, 6], 9: [7, 8, 9], 10: [10]}
 
 
-def test_the_reward_stands_on_the_last_policy_token():
-  # The last turn was cut off before it began; what was told stands behind.
+def test_the_outcome_is_at_the_last_policy_token():
+  # The last turn is empty; an observation follows the turn before it.
   turns = [([3, 4], [-1, -1], [5, 5]), ([], [], [6])]
   batch = pack.pack([_trajectory(turns)], length_bucket=8)
   assert batch.rewards_BL.tolist() == [[0, 0, 0, 0.25, 0, 0, 0, 0]]
 
 
-def test_a_row_that_the_infrastructure_failed_weighs_nothing():
+def test_a_failed_row_has_no_loss_and_no_reward():
   failed = _trajectory(_LONG, status=_STATUS.INFRA_ERROR)
   sound = _trajectory(_LONG)
   batch = pack.pack([failed, sound], length_bucket=4)
@@ -117,13 +117,13 @@ def test_a_row_that_the_infrastructure_failed_weighs_nothing():
   assert batch.rewards_BL[1].sum() == 0.25
 
 
-def test_truncated_rows_train():
+def test_truncated_rows_have_loss_and_reward():
   for status in (_STATUS.TRUNCATED_LENGTH, _STATUS.TRUNCATED_TURNS):
     batch = pack.pack([_trajectory(_LONG, status=status)], length_bucket=4)
     assert batch.loss_mask_BL.sum() == 5 and batch.rewards_BL.sum() == 0.25
 
 
-def test_lengths_are_whole_buckets():
+def test_lengths_are_multiples_of_the_bucket():
   for prompt, length in ((6, 8), (7, 8), (8, 16)):
     trajectory = _trajectory(_SHORT, prompt=range(prompt))
     batch = pack.pack([trajectory], length_bucket=8)
@@ -146,7 +146,7 @@ def test_rows_of_one_question_share_a_group():
   assert batch.group_ids_B.dtype == np.int32
 
 
-def test_what_a_turn_earned_stands_on_its_last_token():
+def test_the_reward_of_a_turn_is_at_its_last_token():
   turns = [
     ([3, 4], [-1, -1], [5, 5], 2.0),
     ([6], [-1], [8], 0.0),
@@ -160,18 +160,18 @@ def test_what_a_turn_earned_stands_on_its_last_token():
   assert not pack.pack([failed], length_bucket=1).rewards_BL.any()
 
 
-def test_the_outcome_joins_what_an_earlier_turn_earned():
+def test_the_outcome_is_added_to_the_reward_of_an_earlier_turn():
   turns = [([3, 4], [-1, -1], [5], 2.0), ([], [], [])]
   batch = pack.pack([_trajectory(turns)], length_bucket=1)
   assert batch.rewards_BL.tolist() == [[0, 0, 0, 2.25, 0]]
 
 
 def _turns(*observations):
-  """Turns of two tokens, each followed by one of the observations."""
-  return [([3, 4], [-1, -1], told) for told in observations]
+  """Returns turns of two tokens, each followed by one of the observations."""
+  return [([3, 4], [-1, -1], ids) for ids in observations]
 
 
-def test_states_are_what_was_seen_last_of_a_question():
+def test_states_are_pairs_of_question_and_latest_observation():
   rows = [
     (_question('a'), _turns([5, 5], [6], [])),
     (_question('a'), _turns([6], [5, 5], [])),  # the same in another order
@@ -190,16 +190,16 @@ def test_states_are_what_was_seen_last_of_a_question():
   seen = {}  # state -> ids, read by plain loops
   for n, (question, turns) in enumerate(rows):
     observation = 'nothing'
-    for turn_id, (_, _, told) in enumerate(turns, start=1):
+    for turn_id, (_, _, observation_ids) in enumerate(turns, start=1):
       state = question.data_set, question.id, str(observation)
       own = batch.state_ids_BL[n][batch.turn_ids_BL[n] == turn_id]
       seen.setdefault(state, set()).update(own.tolist())
-      observation = told
+      observation = observation_ids
   assert all(len(ids) == 1 for ids in seen.values())
   assert len(set.union(*seen.values())) == len(seen) == 8
 
 
-def test_a_failed_row_has_states_too():
+def test_a_failed_row_has_state_ids():
   sound = _trajectory(_LONG)
   failed = _trajectory(_LONG, status=_STATUS.INFRA_ERROR)
   batch = pack.pack([failed, sound], length_bucket=1)
@@ -207,9 +207,9 @@ def test_a_failed_row_has_states_too():
 
 
 def test_sentences_are_counted_through_the_row():
-  # Even tokens end a sentence; what was told is in none.
+  # Even tokens end a sentence; observations belong to none.
   turns = [
-    ([3, 4, 5], [-1] * 3, [2, 2]),  # ends in the middle, goes on to the end
+    ([3, 4, 5], [-1] * 3, [2, 2]),  # one sentence ends at 4, one with the turn
     ([6], [-1], []),
     ([], [], [9]),
     ([7, 7, 8, 2], [-1] * 4, []),
@@ -224,7 +224,7 @@ def test_sentences_are_counted_through_the_row():
 
 
 def _with_experts(trajectory, first):
-  """Numbered from `first` on: two layers, three experts of a token."""
+  """Adds the experts of two layers, three per token, numbered from `first`."""
   turns = trajectory.turns
   size = len(trajectory.prompt_ids) + sum(
     len(turn.token_ids) + len(turn.observation_ids) for turn in turns
@@ -233,11 +233,11 @@ def _with_experts(trajectory, first):
   return dataclasses.replace(trajectory, expert_ids=ids)
 
 
-def test_experts_stand_at_their_tokens_and_nowhere_else():
+def test_experts_are_at_their_tokens_only():
   long, short = _trajectory(_LONG), _trajectory(_SHORT)
   failed = _trajectory(_SHORT, status=_STATUS.INFRA_ERROR)
-  unplayed = _trajectory([], status=_STATUS.TRUNCATED_LENGTH)
-  rows = [_with_experts(long, 0), _with_experts(short, 500), failed, unplayed]
+  empty = _trajectory([], status=_STATUS.TRUNCATED_LENGTH)
+  rows = [_with_experts(long, 0), _with_experts(short, 500), failed, empty]
   batch = pack.pack(rows, length_bucket=4, with_expert_ids=True)
   found = batch.expert_ids
   assert found.shape == (4, 12, 2, 3) and found.dtype == np.int16
@@ -248,7 +248,7 @@ def test_experts_stand_at_their_tokens_and_nowhere_else():
   assert pack.pack(rows, length_bucket=4).expert_ids is None
 
 
-def test_experts_that_nobody_told_cannot_be_replayed():
+def test_experts_that_were_not_reported_cannot_be_packed():
   rows = [_with_experts(_trajectory(_LONG), 0), _trajectory(_SHORT)]
   with pytest.raises(ValueError, match='not known of 1 of 2 trajectories'):
     pack.pack(rows, length_bucket=4, with_expert_ids=True)

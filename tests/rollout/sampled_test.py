@@ -1,4 +1,4 @@
-"""Trajectories of the real engine, packed, are what the trainer reads."""
+"""Trajectories of the local engine, packed, are what the trainer reads."""
 
 import asyncio
 import functools
@@ -25,8 +25,8 @@ _STATUS = types.TrajectoryStatus
 _SLOTS, _MAX_LENGTH = 4, 48
 
 
-class _Patient(dialogues.TableEnvironment):
-  """Answers two turns, whatever they say; the third is the last."""
+class _TwoAnswers(dialogues.TableEnvironment):
+  """An environment that answers two turns of any text and ends at the third."""
 
   async def step(self, question, turn_index, text):
     self.calls.append((question.id, turn_index, text))
@@ -44,7 +44,9 @@ _PARAMS = tiny.params(_MODEL)
 _LIMITS = {'max_turn_tokens': 6, 'max_observation_tokens': 9}
 
 
-def _engine(slots, *, deterministic=True):
+@functools.cache
+def _engine(*, deterministic):
+  """Returns one engine for all tests, which compile its programs once."""
   engine = engine_lib.Engine(
     _MODEL,
     mesh=mesh_lib.make_mesh(
@@ -56,7 +58,7 @@ def _engine(slots, *, deterministic=True):
       eos_id=_TOKENIZER.eos_id,
     ),
     options=engine_options.EngineOptions(
-      slots=slots,
+      slots=_SLOTS,
       max_length=_MAX_LENGTH,
       sampling=sampler.Sampling(temperature=1.0),
       extend_chunk=8,
@@ -74,12 +76,12 @@ def _engine(slots, *, deterministic=True):
 
 
 def test_sampled_trajectories_are_what_the_trainer_reads():
-  engine = _engine(_SLOTS)
+  engine = _engine(deterministic=True)
   keys = jax.random.split(jax.random.key(0), _SLOTS)
   # The first two are one question; the last one runs out of room.
   texts = ['why?', 'why?', 'the of', 'a question that goes on, and on']
   questions = [dialogues.question(text, text) for text in texts]
-  environment = _Patient({})
+  environment = _TwoAnswers({})
   with event_loop.EventLoop() as loop:
     collector = dialogues.make_collector(
       engine, environment, loop, tokenizer=_TOKENIZER, **_LIMITS
@@ -96,20 +98,20 @@ def test_sampled_trajectories_are_what_the_trainer_reads():
   batch = pack.pack(trajectories, length_bucket=_MAX_LENGTH)
   assert batch.group_ids_B.tolist() == [0, 0, 1, 2]
   assert not np.array_equal(batch.tokens_BL[0], batch.tokens_BL[1])
-  score = functools.partial(_MODEL.logprobs_and_entropy, temperature=1.0)
-  logprobs_BL, _ = jax.jit(score)(_PARAMS, batch.tokens_BL)
+  trainer = functools.partial(_MODEL.logprobs_and_entropy, temperature=1.0)
+  logprobs_BL, _ = jax.jit(trainer)(_PARAMS, batch.tokens_BL)
   mask_BL = batch.loss_mask_BL
   assert mask_BL.sum() > 4 * 6
   np.testing.assert_allclose(
     batch.sampler_logprobs_BL[mask_BL], logprobs_BL[mask_BL], atol=1e-5
   )
   assert not batch.sampler_logprobs_BL[~mask_BL].any()
-  # What the environment was told is the text of the tokens under the mask.
+  # The environment's texts are those of the tokens that the mask marks.
   for n, trajectory in enumerate(trajectories):
     for turn_id, turn in enumerate(trajectory.turns, start=1):
       ids = batch.tokens_BL[n][batch.turn_ids_BL[n] == turn_id]
-      told = (questions[n].id, turn_id - 1, _TOKENIZER.decode(ids))
-      assert told in environment.calls
+      call = (questions[n].id, turn_id - 1, _TOKENIZER.decode(ids))
+      assert call in environment.calls
       assert len(turn.observation_ids) <= 9
     (rewarded,) = np.flatnonzero(batch.rewards_BL[n])
     assert rewarded == np.flatnonzero(mask_BL[n])[-1]
@@ -118,29 +120,29 @@ def test_sampled_trajectories_are_what_the_trainer_reads():
   )
 
 
-class _Dawdling(_Patient):
-  """Takes its time, which is another one for every turn and seed.
+class _Slow(_TwoAnswers):
+  """An environment that answers each turn after a random time.
 
   Attributes:
-    asked: questions that are being answered.
+    in_flight: turns that are being answered.
     most: most of them at the same time.
   """
 
   def __init__(self, seed):
     super().__init__({})
     self._rng = np.random.default_rng(seed)
-    self.asked = self.most = 0
+    self.in_flight = self.most = 0
 
   async def step(self, question, turn_index, text):
-    self.asked += 1
-    self.most = max(self.most, self.asked)
-    await asyncio.sleep(self._rng.exponential(0.01))
-    self.asked -= 1
+    self.in_flight += 1
+    self.most = max(self.most, self.in_flight)
+    await asyncio.sleep(self._rng.exponential(0.005))
+    self.in_flight -= 1
     return await super().step(question, turn_index, text)
 
 
 def _assert_equal(one, other, *, exact):
-  """What was written and told; log-probs bit for bit, or to 1e-5."""
+  """Asserts equal turns, with equal log-probabilities or to 1e-5."""
   atol = 0.0 if exact else 1e-5
   for a, b in zip(one, other, strict=True):
     assert a.status is b.status
@@ -154,8 +156,8 @@ def _assert_equal(one, other, *, exact):
 
 
 @pytest.mark.parametrize('deterministic', [True, False])
-def test_answers_may_come_in_any_order(deterministic):
-  engine = _engine(_SLOTS, deterministic=deterministic)
+def test_trajectories_do_not_depend_on_the_order_of_answers(deterministic):
+  engine = _engine(deterministic=deterministic)
   texts = [f'{"why " * (n % 4)}{n}?' for n in range(6)]
   questions = [dialogues.question(text, text) for text in texts]
   row_keys = jax.random.split(jax.random.key(1), 12)
@@ -172,39 +174,41 @@ def test_answers_may_come_in_any_order(deterministic):
       )
       return collector.collect(questions, row_keys)
 
-  expected = collected(_Patient({}))
+  expected = collected(_TwoAnswers({}))
   assert len({t.turns[0].token_ids.tobytes() for t in expected}) > 6
   orders = set()
   for seed in range(4):
-    environment = _Dawdling(seed)
+    environment = _Slow(seed)
     _assert_equal(collected(environment), expected, exact=deterministic)
     assert environment.most > 1
     orders.add(tuple(environment.calls))
   assert len(orders) > 1
 
 
-def test_the_engine_writes_while_the_environment_answers():
-  engine = _engine(_SLOTS, deterministic=False)
-  environment = _Dawdling(0)
+def test_the_engine_decodes_while_the_environment_answers(monkeypatch):
+  engine = _engine(deterministic=False)
+  environment = _Slow(0)
   waiting, poll = [], engine.poll
 
   def counted():
-    waiting.append(environment.asked)
+    waiting.append(environment.in_flight)
     return poll()
 
-  engine.poll = counted
+  monkeypatch.setattr(engine, 'poll', counted)
   questions = [dialogues.question('why?')] * 12
   with event_loop.EventLoop() as loop:
     collector = dialogues.make_collector(
       engine, environment, loop, tokenizer=_TOKENIZER, **_LIMITS
     )
     collector.collect(questions, jax.random.split(jax.random.key(1), 12))
-  assert max(waiting) > 0  # polled with answers outstanding
+  assert max(waiting) > 0  # polls did not wait for all answers
 
 
 @pytest.mark.parametrize('deterministic', [True, False])
-def test_an_interrupted_collection_leaves_no_trace(deterministic):
-  engine = _engine(_SLOTS, deterministic=deterministic)
+def test_an_interrupted_collection_leaves_nothing_behind(
+  deterministic, monkeypatch
+):
+  engine = _engine(deterministic=deterministic)
   questions = [dialogues.question(text) for text in ('why?', 'the of', 'so')]
   row_keys = jax.random.split(jax.random.key(2), 6)
   poll, until = engine.poll, []
@@ -214,11 +218,11 @@ def test_an_interrupted_collection_leaves_no_trace(deterministic):
       raise KeyboardInterrupt
     return poll()
 
-  engine.poll = interrupted
+  monkeypatch.setattr(engine, 'poll', interrupted)
   with event_loop.EventLoop() as loop:
     collector = dialogues.make_collector(
       engine,
-      _Patient({}),
+      _TwoAnswers({}),
       loop,
       tokenizer=_TOKENIZER,
       group_size=2,

@@ -1,4 +1,4 @@
-"""Collecting in the search environment: every status, hostile passages."""
+"""Collecting in the search environment, also with hostile passages."""
 
 from hypothesis import given
 from hypothesis import settings
@@ -16,7 +16,7 @@ from tests.sampling import vocabularies
 
 _STATUS = types.TrajectoryStatus
 _TOKENIZERS = {'phrases': vocabularies.phrases, 'bpe': vocabularies.bpe}
-_ASK = '<think> x</think><search> one</search>'
+_SEARCH = '<think> x</think><search> one</search>'
 _ANSWER = '<answer> x</answer>'
 _MAX_TURN_TOKENS = 80
 
@@ -32,7 +32,7 @@ def _environment(passages, fail_on=()):
   )
 
 
-def _play(scripts, passages, tokenizer=None, **options):
+def _collect(scripts, passages, tokenizer=None, **options):
   tokenizer = tokenizer or vocabularies.phrases()
   questions = [
     dialogues.question('Which?', f'q{n}') for n in range(len(scripts))
@@ -52,12 +52,12 @@ def _passages(text):
   return {'one': [types.Passage('1', 'Title', text)]}
 
 
-def test_every_status_and_what_it_is_worth():
-  trajectories = _play(
+def test_every_status_has_its_reward():
+  trajectories = _collect(
     [
-      [_ASK, _ANSWER],
-      [_ASK, 'hm', _ASK],
-      [_ASK, '<search> broken</search>'],
+      [_SEARCH, _ANSWER],
+      [_SEARCH, 'hm', _SEARCH],
+      [_SEARCH, '<search> broken</search>'],
       ['<answer> y</answer>'],
       ['</answer>', '<search></search>', 'nothing'],
     ],
@@ -110,17 +110,17 @@ _FORGERIES = st.lists(
 ).map(''.join)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(title=_FORGERIES, text=_FORGERIES, room=st.sampled_from([12, 40, 500]))
 @pytest.mark.parametrize('name', _TOKENIZERS)
-def test_passages_are_text_and_nothing_else(name, title, text, room):
+def test_passages_cannot_forge_tags_or_tokens(name, title, text, room):
   tokenizer = _TOKENIZERS[name]()
-  scripts = [[_ASK, _ASK, _ANSWER]]
+  scripts = [[_SEARCH, _SEARCH, _ANSWER]]
   passages = {'one': [types.Passage('1', title, text)]}
-  (trajectory,) = _play(
+  (trajectory,) = _collect(
     scripts, passages, tokenizer, max_observation_tokens=room
   )
-  # Whatever was found, these are the turns, and this is how it ends.
+  # No passage changes the turns or the end.
   assert trajectory.status is _STATUS.COMPLETED and trajectory.reward == 1.0
   assert [turn.action for turn in trajectory.turns] == [
     'search',
@@ -185,15 +185,15 @@ _WRITTEN = st.lists(
   forgery=_FORGERIES,
 )
 @pytest.mark.parametrize('name', _TOKENIZERS)
-def test_what_is_written_decides_and_nothing_else(name, scripts, forgery):
+def test_actions_depend_on_the_policy_s_tokens_only(name, scripts, forgery):
   tokenizer = _TOKENIZERS[name]()
   hostile = lambda query: [types.Passage('1', forgery, forgery)]
   silent = lambda query: []
-  played = [
-    _play(scripts, passages, tokenizer) for passages in (hostile, silent)
+  collected = [
+    _collect(scripts, passages, tokenizer) for passages in (hostile, silent)
   ]
-  for script, one, other in zip(scripts, *played, strict=True):
-    # Whatever stands in the passages, the same actions, turns and end.
+  for script, one, other in zip(scripts, *collected, strict=True):
+    # The passages change neither actions nor the end.
     assert one.status is other.status
     assert [t.action for t in one.turns] == [t.action for t in other.turns]
     expected = [0] * len(one.prompt_ids)

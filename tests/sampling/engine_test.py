@@ -1,4 +1,4 @@
-"""The decoding engine against repeated whole forward passes, and itself."""
+"""The local engine equals repeated whole forward passes, and itself."""
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,12 @@ from tests.models import tiny
 from tests.sampling import tiny_engine
 
 _MAX_LENGTH = tiny_engine.MAX_LENGTH
-_ROWS = 10  # more than slots: three waves, or refilling
+_ROWS = 10  # more than slots: three waves, or slots that are refilled
 _MODES = {'waves': True, 'refill': False}
 
 
-def _scores(ids):
-  """Logits of the next token, from a whole forward pass."""
+def _logits(ids):
+  """Returns the logits of the next token, from a whole forward pass."""
   padded = np.zeros((1, _MAX_LENGTH), np.int32)
   padded[0, : len(ids)] = ids
   hidden_BLD = tiny.hidden(tiny_engine.MODEL)(tiny_engine.PARAMS, padded)
@@ -29,16 +29,16 @@ def _scores(ids):
 
 
 def _greedy_turn(ids, max_tokens):
-  """The slow twin: one whole forward pass a token."""
+  """Returns a greedy turn, from one whole forward pass per token."""
   turn = []
   while len(turn) < min(max_tokens, _MAX_LENGTH - len(ids)):
-    turn.append(int(np.argmax(_scores([*ids, *turn]))))
+    turn.append(int(np.argmax(_logits([*ids, *turn]))))
     if tiny_engine.stops_at(turn):
       break
   return turn
 
 
-def _play(rows=_ROWS, *, seed=0, delays=None, group_size=1, **options):
+def _dialogues(rows=_ROWS, *, seed=0, delays=None, group_size=1, **options):
   engine = tiny_engine.engine(**options)
   return tiny_engine.run_dialogues(
     engine,
@@ -51,7 +51,7 @@ def _play(rows=_ROWS, *, seed=0, delays=None, group_size=1, **options):
 
 @pytest.mark.parametrize('mode', _MODES)
 def test_greedy_dialogues_equal_repeated_whole_passes(mode):
-  # Also proves that the end of a turn is in the cache before what follows it.
+  # An observation only sees the end of the turn if that is in the cache.
   dialogues = tiny_engine.run_dialogues(
     tiny_engine.engine(deterministic=_MODES[mode]),
     tiny_engine.prompts(_ROWS),
@@ -71,8 +71,8 @@ def test_greedy_dialogues_equal_repeated_whole_passes(mode):
 
 
 @pytest.mark.parametrize('top_k', [0, 3])
-def test_reported_logprobs_are_those_of_the_trainer(top_k):
-  dialogues = _play(top_k=top_k)
+def test_reported_logprobs_equal_the_trainer_s(top_k):
+  dialogues = _dialogues(top_k=top_k)
   packed_BL = np.zeros((_ROWS, _MAX_LENGTH), np.int32)
   for row, dialogue in dialogues.items():
     packed_BL[row, : len(dialogue.tokens)] = dialogue.tokens
@@ -83,12 +83,12 @@ def test_reported_logprobs_are_those_of_the_trainer(top_k):
     packed_BL,
     temperature=tiny_engine.TEMPERATURE,
   )
-  # By hand: the mass of the most probable tokens, before each token.
-  scores_BLV = np.asarray(hidden_BLD) @ tiny_engine.PARAMS['lm_head'].T
-  chances_BLV = scipy.special.softmax(scores_BLV / tiny_engine.TEMPERATURE, -1)
-  mass_BL = np.sort(chances_BLV, axis=-1)[..., -top_k:].sum(-1)
-  left_BL = np.array(trained_BL)
-  left_BL[:, 1:] -= np.log(mass_BL[:, :-1])
+  # The truncated ones by hand, from the mass of the most probable tokens.
+  logits_BLV = np.asarray(hidden_BLD) @ tiny_engine.PARAMS['lm_head'].T
+  probs_BLV = scipy.special.softmax(logits_BLV / tiny_engine.TEMPERATURE, -1)
+  mass_BL = np.sort(probs_BLV, axis=-1)[..., -top_k:].sum(-1)
+  truncated_BL = np.array(trained_BL)
+  truncated_BL[:, 1:] -= np.log(mass_BL[:, :-1])
   for row, dialogue in dialogues.items():
     for start, end in dialogue.spans:
       np.testing.assert_allclose(
@@ -96,16 +96,16 @@ def test_reported_logprobs_are_those_of_the_trainer(top_k):
       )
       np.testing.assert_allclose(
         dialogue.truncated_logprobs[start:end],
-        left_BL[row, start:end],
+        truncated_BL[row, start:end],
         atol=1e-5,
       )
 
 
 @pytest.mark.parametrize('mode', _MODES)
-def test_a_row_depends_on_itself_only(mode):
-  together = _play(deterministic=_MODES[mode])
+def test_the_tokens_of_a_row_do_not_depend_on_other_rows(mode):
+  together = _dialogues(deterministic=_MODES[mode])
   assert len({tuple(d.tokens) for d in together.values()}) == _ROWS
-  # Alone; what the other slots hold is left from before.
+  # Now alone, while the other slots hold what is left from before.
   for row in (2, 8):
     prompts = [
       prompt if n == row else None
@@ -130,11 +130,11 @@ def test_a_row_depends_on_itself_only(mode):
   ],
   ids=str,
 )
-def test_the_same_bits_whenever_observations_come(options):
-  expected = _play(**options)
+def test_the_bits_do_not_depend_on_when_observations_arrive(options):
+  expected = _dialogues(**options)
   for delays in range(6):
     # Equality of floats, not closeness.
-    assert _play(**options, delays=delays) == expected
+    assert _dialogues(**options, delays=delays) == expected
 
 
 @pytest.mark.parametrize(
@@ -142,10 +142,8 @@ def test_the_same_bits_whenever_observations_come(options):
   [
     {'slots': 16},
     {'slots': 6},
-    {'lookahead': 0},
-    {'lookahead': 2},
-    {'extend_chunk': 7, 'decode_chunk': 1},
-    {'decode_chunk': 50},
+    {'extend_chunk': 7, 'decode_chunk': 1, 'lookahead': 0},
+    {'decode_chunk': 50, 'lookahead': 2},
     {'devices': 8, 'slots': 8},
     {'deterministic': False},
     {'cache_blocks': 4},
@@ -158,21 +156,21 @@ def test_the_same_bits_whenever_observations_come(options):
   ],
   ids=str,
 )
-def test_other_shapes_write_the_same(options):
-  expected = _play()
+def test_other_shapes_generate_the_same_tokens(options):
+  expected = _dialogues()
   for delays in (None, 1):
-    dialogues = _play(delays=delays, **options)
+    dialogues = _dialogues(delays=delays, **options)
     for row in range(_ROWS):
       tiny_engine.assert_same(dialogues[row], expected[row])
 
 
-def test_rows_may_stand_anywhere():
-  expected = _play(8)
-  # Trained weights arrive cut over the mesh; the engine gathers them.
+def test_slots_and_weights_may_be_sharded_over_devices():
+  expected = _dialogues(8)
+  # Trained weights arrive sharded over the mesh; the engine gathers them.
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
   layout = sharding.param_shardings(tiny_engine.PARAMS, mesh)
   assert not layout['lm_head'].is_fully_replicated
-  wide = tiny_engine.engine(devices=8, slots=8, extend_chunk=7, decode_chunk=1)
+  wide, (driver,) = tiny_engine.engine_and_drivers(devices=8, slots=8)
   wide.publish(jax.device_put(tiny_engine.PARAMS, layout), 0)
   who = [5, 2, 6, 0, 7, 1, 4, 3]
   moved = tiny_engine.run_dialogues(
@@ -181,6 +179,7 @@ def test_rows_may_stand_anywhere():
     tiny_engine.keys(8)[jnp.array(who)],
     who=who,
   )
+  assert driver.programs.slots_per_device == 1
   for row, n in enumerate(who):
     tiny_engine.assert_same(moved[row], expected[n])
 
@@ -190,17 +189,19 @@ def test_rows_may_stand_anywhere():
   [
     (1, 4, 2),
     (1, 6, 3),
-    (1, 12, 12),
+    (1, 6, 6),
     (8, 16, 2),
     (8, 16, 4),  # four groups on eight devices: four places are padding
   ],
 )
 @pytest.mark.parametrize('mode', _MODES)
-def test_a_group_continues_its_one_prompt(devices, slots, group_size, mode):
+def test_a_group_writes_what_separate_rows_would(
+  devices, slots, group_size, mode
+):
   rows, absent = 24, 1
   alone = tiny_engine.prompts(rows // group_size)
   if len(alone) > 2:
-    alone[absent] = None  # too long, say: its rows are not played
+    alone[absent] = None  # its rows are left out, such as for a long prompt
   each = [prompt for prompt in alone for _ in range(group_size)]
   expected = tiny_engine.run_dialogues(
     tiny_engine.engine(), each, tiny_engine.keys(rows)
@@ -219,37 +220,36 @@ def test_a_group_continues_its_one_prompt(devices, slots, group_size, mode):
     assert grouped.keys() == expected.keys()
     for row, dialogue in grouped.items():
       tiny_engine.assert_same(dialogue, expected[row])
-  # One prompt, as many ways to go on as the keys have.
-  ways = {tuple(dialogue.tokens) for dialogue in expected.values()}
-  assert len(ways) > len(alone)
+  # Rows of a group have a prompt in common, but keys of their own.
+  different = {tuple(dialogue.tokens) for dialogue in expected.values()}
+  assert len(different) > len(alone)
 
 
 @pytest.mark.parametrize('mode', _MODES)
 def test_waves_wait_for_the_last_row_and_refilling_does_not(mode):
-  engine = tiny_engine.engine(slots=2, deterministic=_MODES[mode])
-  _begun(engine, tiny_engine.prompts(4), max_turn_tokens=3)
+  engine = tiny_engine.engine(deterministic=_MODES[mode])
+  _begin(engine, tiny_engine.prompts(8), keys=8, max_turn_tokens=3)
   ended = set()
   while engine.busy:
     for row in engine.poll():
       ended.add(row)
-      if row != 0:  # whose observation takes for ever
+      if row != 0:  # the observation of row 0 does not arrive
         engine.close(row)
-  assert ended == ({0, 1} if mode == 'waves' else {0, 1, 2, 3})
+  assert ended == set(range(4 if mode == 'waves' else 8))
   engine.close(0)
   while engine.busy:
     for row in engine.poll():
       ended.add(row)
       engine.close(row)
-  assert ended == {0, 1, 2, 3}
+  assert ended == set(range(8))
 
 
-def test_rows_that_come_later_overtake_nobody():
+def test_rows_that_come_later_do_not_overtake():
   engine, (driver,) = tiny_engine.engine_and_drivers(
-    slots=4, batch_rows=1, lookahead=0, deterministic=False
+    batch_rows=1, lookahead=0, deterministic=False
   )
-  driver.calls.clear()
   prompts = [tiny_engine.ids(n, 20 if n == 0 else 3) for n in range(12)]
-  _begun(engine, prompts, keys=12, max_turn_tokens=6)
+  _begin(engine, prompts, keys=12, max_turn_tokens=6)
   ended = []
   while engine.busy:
     for row in engine.poll():
@@ -267,26 +267,26 @@ def test_a_prompt_is_copied_before_its_slot_is_given_away():
   options = {'keys': 8, 'group_size': 2, 'max_turn_tokens': 3}
 
   def first_turns(order):
-    """Of all rows; those in `order` are closed one after the other."""
-    _begun(engine, prompts, **options)
+    """Returns the first turn of each row; `order` says when rows are closed."""
+    _begin(engine, prompts, **options)
     turns = tiny_engine.first_turns(engine, order)
     return {row: turn.token_ids.tolist() for row, turn in turns.items()}
 
-  # The first row of the third group plays in slot 1 and ends; its fellow gets
-  # slot 0, and slot 1, the only one that holds their prompt, is overwritten.
+  # The first row of the third group gets slot 1 and ends. The second row gets
+  # slot 0, while slot 1, the only one with their prompt, is overwritten.
   expected = first_turns([(0, 1, 2, 3)])
   assert first_turns([(1,), (0, 4), (2,)]) == expected
 
 
-def test_keys_decide():
-  one = _play()
-  assert _play() == one
-  other = _play(seed=1)
+def test_other_keys_sample_other_tokens():
+  one = _dialogues()
+  assert _dialogues() == one
+  other = _dialogues(seed=1)
   assert all(other[row].tokens != one[row].tokens for row in one)
 
 
 @pytest.mark.parametrize('mode', _MODES)
-def test_budgets_are_exact(mode):
+def test_turns_end_at_a_stop_or_at_their_budget(mode):
   engine = tiny_engine.engine(deterministic=_MODES[mode])
   lengths = [2, _MAX_LENGTH - 2, _MAX_LENGTH - 1, 9]
   reached = set()
@@ -307,7 +307,7 @@ def test_budgets_are_exact(mode):
       count = len(turn.token_ids)
       assert len(turn.logprobs) == len(turn.truncated_logprobs) == count > 0
       assert engine.remaining(row) == _MAX_LENGTH - lengths[row] - count
-      # It stops as soon as a stop is complete, and for no other reason.
+      # It stops as soon as a stop string is complete, and never before.
       assert turn.stopped == tiny_engine.stops_at(turn.token_ids)
       assert not any(
         tiny_engine.stops_at(turn.token_ids[:n]) for n in range(count)
@@ -317,13 +317,14 @@ def test_budgets_are_exact(mode):
   assert {(True, False), (False, True)} <= reached
 
 
-def _begun(engine, prompts, keys=4, **options):
+def _begin(engine, prompts, keys=4, **options):
+  """Begins a collection with options of `begin`."""
   options = {'group_size': 1, 'max_turn_tokens': 5, 'greedy': False} | options
   engine.begin(prompts, tiny_engine.keys(keys), **options)
 
 
 def _next(engine):
-  """The turns that end next."""
+  """Returns the turns that end next."""
   while engine.busy:
     if ended := engine.poll():
       return ended
@@ -347,17 +348,17 @@ def _next(engine):
     ([tiny_engine.ids(0, 1)] * 3, {'group_size': 2}, '4 keys for 3 prompts'),
   ],
 )
-def test_what_cannot_be_played_is_refused(prompts, options, message):
+def test_impossible_collections_are_refused(prompts, options, message):
   with pytest.raises(ValueError, match=message):
-    _begun(tiny_engine.engine(), prompts, **options)
+    _begin(tiny_engine.engine(), prompts, **options)
 
 
-def test_what_does_not_fit_is_refused():
+def test_early_and_long_observations_are_refused():
   engine = tiny_engine.engine()
-  _begun(engine, [tiny_engine.ids(0, _MAX_LENGTH - 6)], max_turn_tokens=2)
+  _begin(engine, [tiny_engine.ids(0, _MAX_LENGTH - 6)], max_turn_tokens=2)
   for act in (lambda: engine.close(0), lambda: engine.resume(0, None)):
     with pytest.raises(ValueError, match='row 0 is not between two turns'):
-      act()  # it waits for its slot
+      act()  # the row still waits for its slot
   ended = _next(engine)
   room = 6 - len(ended[0].token_ids)
   with pytest.raises(ValueError, match=f'{room} tokens .* the {room} left of'):
@@ -365,23 +366,23 @@ def test_what_does_not_fit_is_refused():
   engine.resume(0, tiny_engine.ids(0, room - 1))
   with pytest.raises(ValueError, match='row 0 is not between two turns'):
     engine.resume(0, tiny_engine.ids(0, 1))
-  (written,) = _next(engine).values()
-  assert len(written.token_ids) == 1 and engine.remaining(0) == 0
+  (generated,) = _next(engine).values()
+  assert len(generated.token_ids) == 1 and engine.remaining(0) == 0
 
 
 @pytest.mark.parametrize('mode', _MODES)
-def test_a_new_collection_forgets_the_one_before(mode):
+def test_a_new_collection_drops_the_last_one(mode):
   engine = tiny_engine.engine(deterministic=_MODES[mode], lookahead=2)
-  expected = _play(deterministic=_MODES[mode], lookahead=2)
+  expected = _dialogues(deterministic=_MODES[mode], lookahead=2)
   for polls in (2, 5):
-    _begun(engine, tiny_engine.prompts(9), keys=9)
+    _begin(engine, tiny_engine.prompts(9), keys=9)
     for n in range(polls):
       for row, _ in engine.poll().items():
         if n % 2:
           engine.resume(row, tiny_engine.ids(row, 3))
         else:
           engine.close(row)
-    again = _play(deterministic=_MODES[mode], lookahead=2)
+    again = _dialogues(deterministic=_MODES[mode], lookahead=2)
     assert again == expected
   engine.begin(
     [], tiny_engine.keys(0), group_size=1, max_turn_tokens=1, greedy=0
@@ -391,7 +392,7 @@ def test_a_new_collection_forgets_the_one_before(mode):
 
 def test_publishing_copies_the_weights():
   whole = sharding.replicated(tiny_engine.mesh())
-  engine = tiny_engine.engine(extend_chunk=5)
+  engine = tiny_engine.engine()
   results = []
   for seed in (0, 1):
     training = jax.device_put(tiny.params(tiny_engine.MODEL, seed), whole)
@@ -402,13 +403,13 @@ def test_publishing_copies_the_weights():
       training
     )
     jax.tree.map(lambda x: x.delete(), training)
-    results.append(_play(extend_chunk=5))
+    results.append(_dialogues())
   engine.publish(tiny_engine.PARAMS, 0)
-  assert results[0] == _play(extend_chunk=5)
+  assert results[0] == _dialogues()
   assert all(results[0][n].tokens != results[1][n].tokens for n in results[0])
 
 
-def test_tokens_come_as_often_as_they_should():
+def test_tokens_are_as_frequent_as_they_are_probable():
   # Without the branches of its layers, the model is a Markov chain: the next
   # token depends on the last one alone, through norm and head.
   params = jax.tree.map(np.copy, tiny_engine.PARAMS)
@@ -416,13 +417,13 @@ def test_tokens_come_as_often_as_they_should():
     params['layers'][branch]['kernel'][:] = 0.0
   x_VD = np.float64(params['embedding'])
   x_VD /= np.sqrt(np.mean(x_VD**2, axis=1, keepdims=True))
-  scores_VV = x_VD * params['norm']['scale'] @ params['lm_head'].T
-  counts_VV = np.zeros_like(scores_VV)
-  engine = tiny_engine.engine(slots=16, deterministic=False, decode_chunk=8)
+  logits_VV = x_VD * params['norm']['scale'] @ params['lm_head'].T
+  counts_VV = np.zeros_like(logits_VV)
+  engine = tiny_engine.engine(slots=16)
   engine.publish(params, 0)
   rows = 192
   last = {row: int(tiny_engine.ids(row, 1)[0]) for row in range(rows)}
-  _begun(
+  _begin(
     engine,
     [tiny_engine.ids(row, 1) for row in range(rows)],
     keys=rows,
@@ -434,21 +435,21 @@ def test_tokens_come_as_often_as_they_should():
         counts_VV[last[row], token_id] += 1
         last[row] = token_id
       if engine.remaining(row):
-        engine.resume(row, tiny_engine.ids(0, 0))  # it goes on where it stopped
+        engine.resume(row, tiny_engine.ids(0, 0))  # an empty observation
       else:
         engine.close(row)
   engine.publish(tiny_engine.PARAMS, 0)
   assert counts_VV.sum() == rows * (_MAX_LENGTH - 1)
 
-  def likelihood(temperature):
-    wanted_VV = scipy.special.softmax(scores_VV / temperature, axis=1)
-    wanted_VV *= counts_VV.sum(1, keepdims=True)
-    assert wanted_VV.min() > 4  # or the statistic is not chi-square
-    statistic = np.sum((counts_VV - wanted_VV) ** 2 / wanted_VV)
-    return scipy.stats.chi2.sf(statistic, scores_VV.size - len(scores_VV))
+  def p_value(temperature):
+    expected_VV = scipy.special.softmax(logits_VV / temperature, axis=1)
+    expected_VV *= counts_VV.sum(1, keepdims=True)
+    assert expected_VV.min() > 4  # or the statistic is not chi-square
+    statistic = np.sum((counts_VV - expected_VV) ** 2 / expected_VV)
+    return scipy.stats.chi2.sf(statistic, logits_VV.size - len(logits_VV))
 
-  assert likelihood(tiny_engine.TEMPERATURE) > 1e-2
-  assert likelihood(1.0) < 1e-5  # the statistic can tell
+  assert p_value(tiny_engine.TEMPERATURE) > 1e-2
+  assert p_value(1.0) < 1e-5  # a wrong temperature would be noticed
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused():

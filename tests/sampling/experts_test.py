@@ -1,4 +1,4 @@
-"""Where an engine's tokens went: as in a whole pass over the dialogue."""
+"""The engine reports the experts that a whole pass over the dialogue visits."""
 
 import jax
 import numpy as np
@@ -24,10 +24,10 @@ def _engine(**options):
   return engine
 
 
-def _play(engine):
-  """Dialogues by row, and what the engine said as each was closed."""
-  told, close = {}, engine.close
-  engine.close = lambda row: told.setdefault(row, close(row))
+def _dialogues(engine):
+  """Returns the dialogue of each row, and the experts that `close` reported."""
+  reported, close = {}, engine.close
+  engine.close = lambda row: reported.setdefault(row, close(row))
   dialogues = tiny_engine.run_dialogues(
     engine,
     tiny_engine.prompts(_ROWS // _GROUP),
@@ -35,26 +35,28 @@ def _play(engine):
     group_size=_GROUP,
     delays=1,
   )
-  return dialogues, told
+  return dialogues, reported
 
 
 @pytest.mark.parametrize('deterministic', (True, False))
-def test_every_token_of_a_dialogue_tells_its_experts(deterministic):
+def test_the_experts_of_every_token_are_reported(deterministic):
   # Slots are used again, and half of the prompts are copied.
-  dialogues, told = _play(
+  dialogues, reported = _dialogues(
     _engine(deterministic=deterministic, return_expert_ids=True)
   )
-  assert dialogues.keys() == told.keys() == set(range(_ROWS))
+  assert dialogues.keys() == reported.keys() == set(range(_ROWS))
   tokens = np.zeros((_ROWS, tiny_engine.MAX_LENGTH), np.int32)
   for row, dialogue in dialogues.items():
     tokens[row, : len(dialogue.tokens)] = dialogue.tokens
   _, routing = jax.jit(_MODEL.hidden_and_routing)(_PARAMS, tokens)
   for row, dialogue in dialogues.items():
     count = len(dialogue.tokens)
-    assert told[row].dtype == np.int16
-    np.testing.assert_array_equal(told[row], routing.expert_ids[row, :count])
+    assert reported[row].dtype == np.int16
+    np.testing.assert_array_equal(
+      reported[row], routing.expert_ids[row, :count]
+    )
 
 
-def test_nothing_is_told_that_is_not_replayed():
-  _, told = _play(_engine(deterministic=True))
-  assert set(told.values()) == {None}
+def test_experts_are_reported_on_request_only():
+  _, reported = _dialogues(_engine(deterministic=True))
+  assert set(reported.values()) == {None}

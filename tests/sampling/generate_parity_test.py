@@ -1,8 +1,8 @@
-"""Whole dialogues against `transformers` `generate`, greedy, token by token.
+"""Greedy dialogues equal those of `generate` in `transformers`.
 
-The numbers were made by golden/make_dialogues.py, which plays each dialogue on
-its own and computes it anew for every turn; here rows share slots, chunks and
-calls, and the retriever answers in another order than it was asked.
+The expected tokens were made by golden/make_dialogues.py, which generates each
+dialogue on its own and computes it anew for every turn. Here rows share slots,
+chunks and calls, and the environment answers in random order.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _SCRIPTS = golden.scripts()
 
 
 class _Numbers:
-  """Text is ids in decimal: what is decoded is what was written."""
+  """A tokenizer whose text is the ids in decimal."""
 
   def encode_text(self, text):
     return np.array([int(word) for word in text.split()], np.int32)
@@ -42,10 +42,12 @@ class _Numbers:
 
 
 class _Scripted:
-  """Answers what the script says, out of order; question n is script n.
+  """An environment that answers from the script, in random order.
+
+  Question n has script n.
 
   Attributes:
-    texts: what the policy wrote, by question.
+    texts: what the policy wrote, by number of the question.
   """
 
   max_turns = max(len(script.observations) for script in _SCRIPTS)
@@ -111,7 +113,7 @@ def _engine(name, **options):
 
 
 def _collect(engine, limit):
-  """The parts of each dialogue, and what the environment was shown."""
+  """Returns the pieces of each dialogue, and the texts of its turns."""
   environment = _Scripted()
   questions = [
     types.Question(str(n), '', (), 'scripted') for n in range(len(_SCRIPTS))
@@ -131,24 +133,24 @@ def _collect(engine, limit):
     )
   rows = []
   for trajectory in trajectories:
-    parts = [trajectory.prompt_ids]
+    pieces = [trajectory.prompt_ids]
     for turn in trajectory.turns:
-      parts += [turn.token_ids, turn.observation_ids]
-    rows.append(parts[:-1])  # nothing follows the last turn
-    assert not len(parts[-1])
+      pieces += [turn.token_ids, turn.observation_ids]
+    rows.append(pieces[:-1])  # no observation follows the last turn
+    assert not len(pieces[-1])
   return rows, environment.texts
 
 
 def _lists(rows):
-  return [[ids.tolist() for ids in parts] for parts in rows]
+  return [[ids.tolist() for ids in pieces] for pieces in rows]
 
 
 def _assert_same(rows, texts, expected):
-  for n, (parts, wanted) in enumerate(
+  for n, (pieces, expected_pieces) in enumerate(
     zip(_lists(rows), _lists(expected), strict=True)
   ):
-    assert parts == wanted, f'row {n}'
-    assert texts[n] == [_text(ids) for ids in wanted[1::2]]
+    assert pieces == expected_pieces, f'row {n}'
+    assert texts[n] == [_text(ids) for ids in expected_pieces[1::2]]
 
 
 _ENGINES = {
@@ -176,7 +178,7 @@ _ENGINES = {
     early_exit=0.25,
     deterministic=True,
   ),
-  # Slots are refilled; programs run on two rows at work, on two threads.
+  # Slots are refilled; programs run on two active rows, on two threads.
   'refilled': dict(
     slots=8,
     extend_chunk=50,
@@ -199,19 +201,21 @@ def test_dialogues_equal_those_of_generate(name, engine):
     _assert_same(rows, texts, golden.read(name, limit))
 
 
-def test_the_dialogues_have_everything_in_them():
-  ends, turns, told, prompts, whole = set(), set(), set(), set(), set()
+def test_the_dialogues_have_all_lengths_and_ends():
+  ends, turns, observed, prompts, whole = set(), set(), set(), set(), set()
   for name in golden.MODELS:
     for limit in golden.LIMITS:
-      for script, parts in zip(_SCRIPTS, golden.read(name, limit), strict=True):
-        prompts.add(len(parts[0]))
-        told.update(len(ids) for ids in parts[2::2])
-        turns.add(len(parts[2::2]))
-        whole.add(len(parts) == 2 * len(script.observations) + 2)
-        for part, turn in enumerate(parts[1::2]):
-          # Nothing is written behind a stop, and no turn ends for no reason.
+      for script, pieces in zip(
+        _SCRIPTS, golden.read(name, limit), strict=True
+      ):
+        prompts.add(len(pieces[0]))
+        observed.update(len(ids) for ids in pieces[2::2])
+        turns.add(len(pieces[2::2]))
+        whole.add(len(pieces) == 2 * len(script.observations) + 2)
+        for part, turn in enumerate(pieces[1::2]):
+          # Nothing follows a stop, and every turn has a reason to end.
           assert len(turn) and not golden.is_over(turn[:-1])
-          so_far = sum(len(ids) for ids in parts[: 2 * part + 2])
+          so_far = sum(len(ids) for ids in pieces[: 2 * part + 2])
           reasons = {
             'eos': golden.EOS in turn,
             'stop string': golden.is_over(turn) and golden.EOS not in turn,
@@ -223,7 +227,7 @@ def test_the_dialogues_have_everything_in_them():
   assert ends == {'eos', 'stop string', 'turn limit', 'row is full'}
   assert whole == {True, False}  # some observations do not fit
   assert turns == {0, 1, 2, 3, 4}
-  assert {3, 300} <= prompts and {0, 200} <= told
+  assert {3, 300} <= prompts and {0, 200} <= observed
 
 
 @pytest.mark.torch
@@ -231,5 +235,5 @@ def test_the_stored_dialogues_are_those_of_this_transformers():
   pytest.importorskip('torch', exc_type=ImportError)
   (name, _), limit = golden.MODELS, golden.LIMITS[0]
   model = golden.load_model(name)
-  played = [golden.play(model, script, limit) for script in _SCRIPTS]
-  assert _lists(played) == _lists(golden.read(name, limit))
+  dialogues = [golden.play(model, script, limit) for script in _SCRIPTS]
+  assert _lists(dialogues) == _lists(golden.read(name, limit))

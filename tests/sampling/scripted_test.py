@@ -1,4 +1,4 @@
-"""The scripted policy keeps the promises of the engine."""
+"""The scripted engine has the interface of the local engine."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ def _ids(*values):
   return np.array(values, np.int32)
 
 
-def _begun(scripts, prompts, *, max_length, group_size=1, max_turn_tokens=9):
+def _begin(scripts, prompts, *, max_length, group_size=1, max_turn_tokens=9):
   engine = scripted.ScriptedEngine(scripts, max_length=max_length)
   engine.begin(prompts, group_size=group_size, max_turn_tokens=max_turn_tokens)
   return engine
@@ -20,8 +20,8 @@ def _poll(engine):
   return {row: x.token_ids.tolist() for row, x in engine.poll().items()}
 
 
-def test_each_row_plays_its_own_script_at_its_own_pace():
-  engine = _begun(
+def test_each_row_generates_its_own_script():
+  engine = _begin(
     [[_ids(1, 2), _ids(3)], [_ids(4)], [_ids(5, 6, 7)]],
     [_ids(9, 9), None, _ids(9)],
     max_length=8,
@@ -45,15 +45,15 @@ def test_each_row_plays_its_own_script_at_its_own_pace():
 
 def test_a_group_shares_its_prompt():
   scripts = [[_ids(row)] for row in range(4)]
-  engine = _begun(scripts, [None, _ids(7, 7, 7)], max_length=8, group_size=2)
+  engine = _begin(scripts, [None, _ids(7, 7, 7)], max_length=8, group_size=2)
   assert [engine.remaining(row) for row in (2, 3)] == [5, 5]
   assert _poll(engine) == {2: [2], 3: [3]}
 
 
-def test_length_cuts_and_scripts_run_out():
-  engine = _begun([[_ids(1, 2, 3)]], [_ids(9, 9)], max_length=4)
-  (written,) = engine.poll().values()
-  assert written.token_ids.tolist() == [1, 2] and not written.stopped
+def test_turns_are_cut_to_the_room_and_empty_after_the_script():
+  engine = _begin([[_ids(1, 2, 3)]], [_ids(9, 9)], max_length=4)
+  (turn,) = engine.poll().values()
+  assert turn.token_ids.tolist() == [1, 2] and not turn.stopped
   assert engine.remaining(0) == 0
   engine.resume(0, _ids())
   assert _poll(engine) == {0: []}
@@ -67,7 +67,7 @@ def test_more_rows_than_scripts_are_refused():
     with pytest.raises(
       ValueError, match=f'{2 * group_size} rows for {scripts} scripts'
     ):
-      _begun(
+      _begin(
         [[_ids(1)]] * scripts,
         [_ids(1)] * 2,
         max_length=4,

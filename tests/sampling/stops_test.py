@@ -1,4 +1,4 @@
-"""Stops on token ids agree with what one reads in the text."""
+"""Stops on token ids are the stops in the decoded text."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +21,7 @@ def _automaton(tokenizer):
 
 
 def _check(tokenizer, automaton, ids):
-  """Follows the automaton; True if it stopped."""
+  """Checks the automaton after each token; returns whether it stopped."""
   state = automaton.START
   for count, token_id in enumerate(ids, start=1):
     state = automaton.next_state_ZV[state, token_id]
@@ -34,7 +34,7 @@ def _check(tokenizer, automaton, ids):
 
 
 def _random_ids(rng, token_bytes):
-  """Tags in random spellings, damaged now and then, among random tokens."""
+  """Returns tags in random spellings, some damaged, and other tokens."""
   ids = []
   for _ in range(rng.integers(1, 4)):
     ids += rng.integers(0, len(token_bytes), rng.integers(0, 4)).tolist()
@@ -58,7 +58,7 @@ def test_stopped_means_that_the_text_holds_a_stop_string(name):
   token_bytes = tokenizer.token_bytes()
   automaton = _automaton(tokenizer)
   rng = np.random.default_rng(0)
-  count = 5000  # of each vocabulary
+  count = 3000
   stopped = sum(
     _check(tokenizer, automaton, _random_ids(rng, token_bytes))
     for _ in range(count)
@@ -83,7 +83,7 @@ def test_no_counterexample_is_found(name, data):
   )
 
 
-def test_the_vocabularies_are_as_hard_as_they_should_be():
+def test_the_vocabularies_cut_stop_strings_in_many_ways():
   tokens = vocabularies.bpe().token_bytes()
   assert not {b'</search>', b'</answer>'} & set(tokens)
   assert any(t.startswith(b'>') and len(t) > 1 for t in tokens)
@@ -107,7 +107,7 @@ def test_the_vocabularies_are_as_hard_as_they_should_be():
     ([b'</search>', b'x', b'y'], 0),
   ],
 )
-def test_where_it_stops(tokens, stops_at):
+def test_the_automaton_stops_with_the_first_stop_string(tokens, stops_at):
   vocabulary = [*tokens, b'</search></answer>', b'eos']
   automaton = stops.build(
     vocabulary, stop_strings=actions.STOP_STRINGS, eos_id=len(vocabulary) - 1
@@ -118,7 +118,7 @@ def test_where_it_stops(tokens, stops_at):
     states.append(state == automaton.stopped)
   if stops_at is None:
     assert not any(states)
-  else:  # ... and stays there
+  else:  # it never leaves that state
     assert states == [n >= stops_at for n in range(len(tokens))]
 
 
@@ -133,7 +133,7 @@ def test_the_end_of_sequence_stops_from_every_state():
   'tokens',
   [
     [b'<search>', b'answer', b'<', b'>'],  # no slash at all
-    [b'</', b'xsearch>', b'</answer>'],  # all its bytes, and yet
+    [b'</', b'xsearch>', b'</answer>'],  # has all bytes of the string
     [b'</sea', b'ch>', b'search', b'</answer>'],
   ],
 )

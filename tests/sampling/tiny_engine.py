@@ -1,11 +1,12 @@
 """A tiny engine, and dialogues with an environment that answers late.
 
-One tiny vocabulary: a stop string that comes up by chance every few tokens,
-an end of sequence, and two padding ids that no tokenizer knows.
+Its vocabulary has a stop string that comes up by chance every few tokens, an
+end of sequence, and two padding ids that no tokenizer knows.
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -14,12 +15,14 @@ import jax
 import numpy as np
 
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.sampling import compiled_programs
 from stppo_jax.sampling import engine as engine_lib
 from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import slot_driver
 from stppo_jax.sampling import stops
 from stppo_jax.sampling import turns as turns_lib
+from tests import compilations
 from tests.models import tiny
 
 TOKENS = (b'a', b'b', b'c', b'ba', b'cb', b'd', b'e', b'f', b'eos')
@@ -28,49 +31,104 @@ MODEL = tiny.model()  # 11 ids: two more than tokens
 PARAMS = tiny.params(MODEL)
 MAX_LENGTH = 40
 TEMPERATURE = 1.3
+# Four slots, filled in waves, on one device.
+_DEFAULTS: dict[str, Any] = {
+  'devices': 1,
+  'top_k': 0,
+  'slots': 4,
+  'max_length': MAX_LENGTH,
+  'cache_blocks': 1,
+  'extend_chunk': 4,
+  'decode_chunk': 3,
+  'early_exit': 1.0,
+  'lookahead': 1,
+  'deterministic': True,
+  'lanes': 1,
+  'batch_rows': 0,
+}
+# How many arguments of a program are weights and state.
+_DEVICE_ARGS = {'empty': 0, 'extend': 2, 'copy': 1, 'repeat': 1, 'decode': 2}
 
 
 def mesh(devices: int = 1) -> jax.sharding.Mesh:
-  """Devices that cut nothing but rows."""
+  """Returns a mesh over which nothing but rows is sharded."""
   return mesh_lib.make_mesh(
     data=-1, fsdp=1, tensor=1, devices=jax.devices()[:devices]
   )
 
 
 def automaton() -> stops.StopAutomaton:
-  """Stops at 'ab' and at the end of the sequence."""
+  """Returns an automaton that stops at 'ab' and at the end of the sequence."""
   return stops.build(TOKENS, stop_strings=('ab',), eos_id=EOS)
 
 
-def options(*, top_k: int = 0, **changes) -> engine_options.EngineOptions:
-  """Options of an engine of four slots, in waves."""
-  defaults: dict[str, Any] = {
-    'slots': 4,
-    'max_length': MAX_LENGTH,
-    'sampling': sampler.Sampling(temperature=TEMPERATURE, top_k=top_k),
-    'cache_blocks': 1,
-    'extend_chunk': 4,
-    'decode_chunk': 3,
-    'early_exit': 1.0,
-    'lookahead': 1,
-    'deterministic': True,
-    'lanes': 1,
-    'batch_rows': 0,
-  }
-  return engine_options.EngineOptions(**(defaults | changes))
+def options(**changes) -> engine_options.EngineOptions:
+  """Returns the options of the tiny engine, with other values for some."""
+  values = {k: v for k, v in (_DEFAULTS | changes).items() if k != 'devices'}
+  top_k = values.pop('top_k')
+  return engine_options.EngineOptions(
+    sampling=sampler.Sampling(temperature=TEMPERATURE, top_k=top_k), **values
+  )
+
+
+class RecordingPrograms:
+  """Stands in for the compiled programs of one lane, and records their calls.
+
+  Attributes:
+    calls: by program, the arguments of each call but for weights and state.
+    compiled: by program, how many calls had to compile; not counted if there
+      are several lanes, which compile at the same time.
+    slots_per_device: slots of the latest state on each device.
+    broken: whether `extend` fails, after it has donated the state.
+  """
+
+  def __init__(self, programs: compiled_programs.CompiledPrograms, lanes: int):
+    self._programs = programs
+    self._counts = lanes == 1
+    self.calls: dict[str, list[tuple]] = {name: [] for name in _DEVICE_ARGS}
+    self.compiled = dict.fromkeys(_DEVICE_ARGS, 0)
+    self.slots_per_device = 0
+    self.broken = False
+
+  def __getattr__(self, name):
+    if name not in _DEVICE_ARGS:
+      return getattr(self._programs, name)
+    return functools.partial(self._call, name)
+
+  def _call(self, name, *args, **static):
+    self.calls[name].append(args[_DEVICE_ARGS[name] :])
+    if name == 'extend' and self.broken:
+      jax.tree.map(lambda x: x.delete(), args[1])
+      raise RuntimeError('the device is gone')
+    counted = contextlib.nullcontext([])
+    if self._counts:
+      counted = compilations.counted()
+    with counted as compiled:
+      result = getattr(self._programs, name)(*args, **static)
+    self.compiled[name] += len(compiled)
+    state = result[0] if name == 'decode' else result
+    (self.slots_per_device,) = state.lengths.sharding.shard_shape(
+      state.lengths.shape
+    )
+    return result
+
+  def forget_calls(self) -> None:
+    """Empties the records of calls."""
+    for calls in self.calls.values():
+      calls.clear()
 
 
 class RecordingDriver(slot_driver.SlotDriver):
-  """A slot driver that records the calls of its lane.
+  """A slot driver that records the calls of its lane and those of programs.
 
   Attributes:
-    programs: the compiled programs, shared by all lanes.
+    programs: the programs that it calls.
     calls: the name of each call and its slots (or groups), by slot.
   """
 
   def __init__(self, programs, options):
-    super().__init__(programs, options)
-    self.programs = programs
+    self.programs = RecordingPrograms(programs, options.lanes)
+    super().__init__(self.programs, options)
     self.calls: list[tuple[str, Mapping[int, Any]]] = []
 
   def append(self, appends):
@@ -85,7 +143,7 @@ class RecordingDriver(slot_driver.SlotDriver):
 def new_engine(
   devices: int = 1, **changes
 ) -> tuple[engine_lib.Engine, list[RecordingDriver]]:
-  """An engine that no other test has, and the driver of each of its lanes."""
+  """Returns an engine that no other test has, and the driver of each lane."""
   drivers: list[RecordingDriver] = []
 
   def make_driver(*args):
@@ -104,46 +162,61 @@ def new_engine(
 
 
 @functools.cache
+def _shared_engine(changes: tuple[tuple[str, Any], ...]):
+  return new_engine(**dict(changes))
+
+
 def engine_and_drivers(
   **changes,
 ) -> tuple[engine_lib.Engine, list[RecordingDriver]]:
-  """One engine for all tests that want the same one, and its drivers."""
-  return new_engine(**changes)
+  """Returns the one engine with these options, and its drivers.
+
+  All tests share it, so that its programs are compiled once. The drivers have
+  no record of earlier calls.
+  """
+  changed = {k: v for k, v in changes.items() if _DEFAULTS.get(k) != v}
+  made, drivers = _shared_engine(tuple(sorted(changed.items())))
+  for driver in drivers:
+    driver.calls.clear()
+    driver.programs.forget_calls()
+  return made, drivers
 
 
 def engine(**changes) -> engine_lib.Engine:
-  """One engine for all tests that want the same one, weights published."""
+  """Returns the one engine with these options, its weights published."""
   return engine_and_drivers(**changes)[0]
 
 
 def keys(count: int, seed: int = 0) -> jax.Array:
-  """A key for each row."""
+  """Returns a key for each row."""
   return jax.random.split(jax.random.key(seed), count)
 
 
 def ids(seed: int, count: int) -> np.ndarray:
-  """Tokens that do not end the sequence."""
+  """Returns tokens that do not end the sequence."""
   rng = np.random.default_rng(seed)
   return rng.integers(0, EOS, count).astype(np.int32)
 
 
 def prompts(count: int) -> list[np.ndarray]:
-  """Of 2 to 10 tokens: up to three calls of `extend`."""
+  """Returns prompts of 2 to 10 tokens, for up to three calls of `extend`."""
   return [ids(n, 2 + 5 * n % 9) for n in range(count)]
 
 
 def stops_at(written: Sequence[int]) -> bool:
-  """Whether a turn is over, read from its text."""
+  """Returns whether a stop ends a turn, read from its text."""
   text = b''.join(TOKENS[n] for n in written if n < len(TOKENS))
   return b'ab' in text or EOS in written
 
 
 @dataclasses.dataclass
 class Dialogue:
-  """All tokens of a row; log-probabilities of observations are 0.
+  """All tokens of a row.
 
   Attributes:
-    spans: first token of each turn, and the one after its last.
+    tokens: prompt, turns and observations.
+    logprobs, truncated_logprobs: of each token; 0 in prompt and observations.
+    spans: the first token of each turn, and the one after its last.
   """
 
   tokens: list[int]
@@ -156,11 +229,11 @@ class Dialogue:
     self.logprobs += [0.0] * len(token_ids)
     self.truncated_logprobs += [0.0] * len(token_ids)
 
-  def append_turn(self, written: turns_lib.GeneratedTurn) -> None:
+  def append_turn(self, generated: turns_lib.GeneratedTurn) -> None:
     start = len(self.tokens)
-    self.tokens += written.token_ids.tolist()
-    self.logprobs += written.logprobs.tolist()
-    self.truncated_logprobs += written.truncated_logprobs.tolist()
+    self.tokens += generated.token_ids.tolist()
+    self.logprobs += generated.logprobs.tolist()
+    self.truncated_logprobs += generated.truncated_logprobs.tolist()
     self.spans.append((start, len(self.tokens)))
 
 
@@ -175,18 +248,20 @@ def run_dialogues(
   delays: int | None = None,
   who: Sequence[int] | None = None,
 ) -> Mapping[int, Dialogue]:
-  """Dialogues of one to three turns, with observations of 0 to 5 tokens.
+  """Collects dialogues of one to three turns.
+
+  Observations have 0 to 5 tokens.
 
   Args:
-    engine: where.
-    prompts: see `Engine.begin`.
-    row_keys: likewise.
-    group_size: likewise.
-    greedy: likewise.
-    max_turn_tokens: likewise.
-    delays: seed of the polls that each observation takes; None = all come at
-      once.
-    who: number of each row that decides what it is told; its own otherwise.
+    engine: generates the turns.
+    prompts, row_keys, group_size, greedy, max_turn_tokens: see `Engine.begin`.
+    delays: seed of the number of polls that each observation takes; None if
+      all come at once.
+    who: a number for each row, which its observations depend on; by default
+      the number of the row.
+
+  Returns:
+    The dialogue of each row.
   """
   engine.begin(
     prompts,
@@ -195,14 +270,14 @@ def run_dialogues(
     max_turn_tokens=max_turn_tokens,
     greedy=greedy,
   )
-  dawdle = np.random.default_rng(delays)
+  rng = np.random.default_rng(delays)
   rows = [n for n in range(len(prompts) * group_size)]
   rows = [n for n in rows if prompts[n // group_size] is not None]
   who = who if who is not None else range(len(prompts) * group_size)
   dialogues = {n: Dialogue([], [], []) for n in rows}
   for n in rows:
     dialogues[n].append_observation(prompts[n // group_size])
-  due: dict[int, int] = {}  # polls that a row still waits
+  due: dict[int, int] = {}  # polls that a row still waits for
   left = set(rows)
   while left:
     due = {n: wait - 1 for n, wait in due.items()}
@@ -212,23 +287,26 @@ def run_dialogues(
     for n in now:
       del due[n]
       turn = len(dialogues[n].spans)
-      told = ids(100 * who[n] + turn, (who[n] + turn) % 6)
-      if turn > who[n] % 3 or len(told) >= engine.remaining(n):
+      observation = ids(100 * who[n] + turn, (who[n] + turn) % 6)
+      if turn > who[n] % 3 or len(observation) >= engine.remaining(n):
         engine.close(n)
         left.remove(n)
       else:
-        engine.resume(n, told)
-        dialogues[n].append_observation(told)
-    for n, written in engine.poll().items():
-      dialogues[n].append_turn(written)
+        engine.resume(n, observation)
+        dialogues[n].append_observation(observation)
+    for n, generated in engine.poll().items():
+      dialogues[n].append_turn(generated)
       assert engine.remaining(n) == MAX_LENGTH - len(dialogues[n].tokens)
-      due[n] = 0 if delays is None else int(dawdle.integers(8))
+      due[n] = 0 if delays is None else int(rng.integers(8))
   assert not engine.busy and not engine.poll()
   return dialogues
 
 
 def assert_same(one: Dialogue, other: Dialogue) -> None:
-  """The same tokens; log-probs to 1e-5, as other shapes sum in other orders."""
+  """Asserts equal tokens, and log-probabilities that are equal to 1e-5.
+
+  Programs of other shapes sum in other orders.
+  """
   assert one.tokens == other.tokens
   assert one.spans == other.spans
   for name in ('logprobs', 'truncated_logprobs'):
@@ -240,11 +318,12 @@ def assert_same(one: Dialogue, other: Dialogue) -> None:
 def first_turns(
   engine: engine_lib.Engine, order: Sequence[Sequence[int]]
 ) -> dict[int, turns_lib.GeneratedTurn]:
-  """Of all rows of a collection that has begun; no slot is empty at first.
+  """Returns the first turns of all rows of a collection that has begun.
 
   Args:
-    engine: refills slots.
-    order: rows that are closed together, and then others come; no others are.
+    engine: it refills slots, all of which get a row at first.
+    order: which rows are closed together, one batch after the other; their
+      slots are refilled before the next batch. No other row is closed.
   """
   turns = {}
   while len(turns) < engine.slots:

@@ -1,4 +1,8 @@
-"""Text in and out, and foreign text that forges nothing."""
+"""Tokenizers keep all text, and foreign text never yields an added token."""
+
+import functools
+import pathlib
+import tempfile
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,29 +20,35 @@ _MAKERS = {'phrases': vocabularies.phrases, 'bpe': vocabularies.bpe}
 _ASCII = st.text(st.characters(min_codepoint=32, max_codepoint=126))
 
 
-def _with_added(*literals, special=()):
-  """A byte-level tokenizer with added vocabulary entries."""
-  fast = vocabularies.bpe()._fast
+@functools.cache
+def _saved_bpe():
+  """Returns the file of a byte-level tokenizer, as text."""
+  with tempfile.TemporaryDirectory() as directory:
+    vocabularies.bpe().save(directory)
+    return (pathlib.Path(directory) / 'tokenizer.json').read_text()
+
+
+def _with_added(*literals, special=(), chat_template=None):
+  """Returns a byte-level tokenizer with added tokens, some of them special."""
   fast = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=tokenizers.Tokenizer.from_str(
-      fast.backend_tokenizer.to_str()
-    ),
+    tokenizer_object=tokenizers.Tokenizer.from_str(_saved_bpe()),
     eos_token='<|im_end|>',
+    chat_template=chat_template,
   )
   fast.add_tokens(list(literals))
   fast.add_special_tokens({'extra_special_tokens': list(special)})
-  return tokenizer_lib.Tokenizer(fast)
+  return tokenizer_lib.Tokenizer(fast), fast.convert_tokens_to_ids
 
 
 @given(_ASCII)
-def test_ascii_comes_back_from_phrases(text):
+def test_phrases_keep_all_ascii(text):
   tokenizer = vocabularies.phrases()
   text = text.replace(tokenizer_lib.END_OF_TEXT, '').replace('<unk>', '')
   assert tokenizer.decode(tokenizer.encode_text(text)) == text
 
 
 @given(st.text())
-def test_any_text_comes_back_from_bytes(text):
+def test_a_byte_level_tokenizer_keeps_all_text(text):
   tokenizer = vocabularies.bpe()
   text = text.replace(tokenizer_lib.END_OF_TEXT, '')
   assert tokenizer.decode(tokenizer.encode_text(text)) == text
@@ -50,12 +60,8 @@ def test_phrases_are_single_tokens():
     assert len(tokenizer.encode_text(phrase)) == 1
   assert len(tokenizer.encode_text('<think> the of</think>')) == 4
   # However short the phrase is.
-  assert (
-    len(
-      tokenizer_lib.phrase_tokenizer(prompts.phrases(['xy'])).encode_text('xy')
-    )
-    == 1
-  )
+  short = tokenizer_lib.phrase_tokenizer(prompts.phrases(['xy']))
+  assert len(short.encode_text('xy')) == 1
   assert len(vocabularies.bpe().encode_text('</search>')) > 1
 
 
@@ -74,7 +80,7 @@ def test_a_saved_tokenizer_is_the_same(name, tmp_path):
   assert again.decode(ids) == text
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path):
+def test_directories_without_a_tokenizer_are_refused(tmp_path):
   with pytest.raises(ValueError, match=f'no tokenizer.json in {tmp_path}'):
     tokenizer_lib.Tokenizer.load(tmp_path)
   backend = tokenizers.Tokenizer(models.BPE())
@@ -84,16 +90,17 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
 
 
 def test_a_prompt_goes_through_the_chat_template():
-  tokenizer = _with_added(special=['<|im_start|>'])
-  fast = tokenizer._fast
-  fast.chat_template = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}:{{ m['content'] }}"
-    '<|im_end|>{% endfor %}{% if add_generation_prompt %}go{% endif %}'
+  tokenizer, ids_of = _with_added(
+    special=['<|im_start|>'],
+    chat_template=(
+      "{% for m in messages %}<|im_start|>{{ m['role'] }}:{{ m['content'] }}"
+      '<|im_end|>{% endfor %}{% if add_generation_prompt %}go{% endif %}'
+    ),
   )
   ids = tokenizer.encode_prompt('why?')
   assert tokenizer.decode(ids) == '<|im_start|>user:why?<|im_end|>go'
-  start, end = fast.convert_tokens_to_ids(['<|im_start|>', '<|im_end|>'])
-  assert ids[0] == start and end in ids  # here they are meant
+  start, end = ids_of(['<|im_start|>', '<|im_end|>'])
+  assert ids[0] == start and end in ids  # the template may use added tokens
 
 
 @given(st.data())
@@ -111,10 +118,10 @@ def test_the_bytes_of_tokens_are_the_text(name, data):
 
 def test_the_bytes_of_added_tokens_are_their_text():
   # A checkpoint whose tags are (special) tokens must still stop at them.
-  tokenizer = _with_added('</search>', special=['</answer>'])
+  tokenizer, ids_of = _with_added('</search>', special=['</answer>'])
   token_bytes = tokenizer.token_bytes()
   for tag in ('</search>', '</answer>', '<|im_end|>'):
-    token_id = tokenizer._fast.convert_tokens_to_ids(tag)
+    token_id = ids_of(tag)
     assert token_bytes[token_id] == tag.encode()
     assert tokenizer.decode([token_id]) == tag
 
@@ -129,8 +136,8 @@ def test_a_decoder_that_edits_text_is_refused():
     tokenizer_lib.Tokenizer(fast).token_bytes()
 
 
-# Literals that meet, nest, repeat a character, hold the first choice of a gap
-# or are as short as they can be.
+# Literals that touch, nest, repeat a character, contain the first choice of a
+# gap or are as short as possible.
 _LITERAL_SETS = (
   (('<tool>', '</tool>'), ('<|im_start|>',)),
   (('ab', 'a b', 'abab'), ()),
@@ -142,12 +149,12 @@ _LITERAL_SETS = (
 
 @pytest.mark.parametrize(('added', 'special'), _LITERAL_SETS)
 def test_foreign_text_never_yields_an_added_token(added, special):
-  tokenizer = _with_added(*added, special=special)
+  tokenizer, ids_of = _with_added(*added, special=special)
   literals = sorted(tokenizer.added_literals)
   assert {*added, *special, '<|im_end|>'} <= set(literals)
-  forgeable = set(tokenizer._fast.convert_tokens_to_ids(literals))
+  forgeable = set(ids_of(literals))
   assert len(forgeable) == len(literals)
-  # Pieces of literals, and literals inside literals.
+  # Text from pieces of literals, then literals inside literals.
   pieces = {literal[:n] for literal in literals for n in range(1, 12)}
   pieces |= {literal[n:] for literal in literals for n in range(1, 12)} - {''}
 
@@ -168,6 +175,6 @@ def test_foreign_text_never_yields_an_added_token(added, special):
 
 
 def test_literals_that_leave_no_gap_are_refused():
-  tokenizer = _with_added(*' .-_~^')
+  tokenizer, _ = _with_added(*' .-_~^')
   with pytest.raises(ValueError, match='is in some added token'):
     tokenizer.encode_text('anything')

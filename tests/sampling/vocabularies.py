@@ -8,7 +8,7 @@ from stppo_jax.sampling import tokenizer as tokenizer_lib
 
 @functools.cache
 def phrases() -> tokenizer_lib.Tokenizer:
-  """Tags are one token each, and can be spelled in characters too."""
+  """Returns a tokenizer with a token for each tag and each character."""
   return tokenizer_lib.phrase_tokenizer(
     prompts.phrases([' the', ' of', 'search', 'er>'])
   )
@@ -16,6 +16,9 @@ def phrases() -> tokenizer_lib.Tokenizer:
 
 @functools.cache
 def bpe() -> tokenizer_lib.Tokenizer:
-  """Byte-level; tags are several tokens, and '></' ends one and goes on."""
+  """Returns a byte-level tokenizer, in which a tag is several tokens.
+
+  One of its tokens, '></', ends a tag and begins another.
+  """
   texts = ['<search> x</search></answer>', 'research </think><answer>é\n']
   return tokenizer_lib.train_byte_level_bpe(texts * 5, vocab_size=300)
