@@ -63,13 +63,13 @@ def gae(
     delta_i = r_i + gamma V_{i+1} - V_i
     A_i = delta_i + gamma lambda A_{i+1}                 (arXiv 1506.02438)
 
-  Value and accumulator are carried across tokens that are not steps, which
+  The scan carries value and advantage across tokens that are not steps, which
   gives the same numbers as deleting those tokens. A reward between two steps
   belongs to the step before it.
 
   Args:
-    rewards_BL: finite everywhere.
-    values_BL: read at the steps only.
+    rewards_BL: the reward at each token, finite everywhere.
+    values_BL: V before each token, read at the steps only.
     step_mask_BL: bool, the steps.
     end_mask_BL: bool, steps after which the recursion starts anew
       (V_{i+1} = A_{i+1} = 0); None: only the last step of a row.
@@ -85,7 +85,9 @@ def gae(
   values_BL = masking.select(values_BL, step_mask_BL)
 
   def previous(carry, token):
-    value_B, advantage_B, reward_B = carry  # of the step to the right
+    # Value and advantage of the next step, and the rewards between here and
+    # there, which belong to the step that the scan reaches next.
+    value_B, advantage_B, reward_B = carry
     reward_now_B, value_now_B, step_B, end_B = token
     value_B = jnp.where(end_B, 0, value_B)
     advantage_B = jnp.where(end_B, 0, advantage_B)
@@ -117,7 +119,7 @@ OBSERVATION_TOKENS = {'skipped': _skipped, 'included': masking.response_mask}
 
 
 def _latest(x_BL, step_mask_BL):
-  """Gives every token the value of the last step at or before it."""
+  """Returns for every token the value of the last step at or before it."""
   position_BL = jax.lax.broadcasted_iota(jnp.int32, x_BL.shape, 1)
   step_BL = jax.lax.cummax(jnp.where(step_mask_BL, position_BL, 0), axis=1)
   return jnp.take_along_axis(x_BL, step_BL, axis=1)
@@ -139,8 +141,10 @@ def _turn_ends(batch):
   """Returns a mask of the last token of each turn."""
   none = jnp.iinfo(batch.turn_ids_BL.dtype).max
   ids_BL = jnp.where(batch.loss_mask_BL, batch.turn_ids_BL, none)
-  to_come_BL = jax.lax.cummin(ids_BL, axis=1, reverse=True)
-  after_BL = jnp.pad(to_come_BL[:, 1:], ((0, 0), (0, 1)), constant_values=none)
+  # Turn ids never decrease, so the smallest id after a token is that of the
+  # next policy token: a greater one means that the turn ends here.
+  smallest_BL = jax.lax.cummin(ids_BL, axis=1, reverse=True)
+  after_BL = jnp.pad(smallest_BL[:, 1:], ((0, 0), (0, 1)), constant_values=none)
   return ids_BL < after_BL
 
 
@@ -163,13 +167,15 @@ def _turn_steps(rewards_BL, batch, *, gamma, lambda_, **_):
 def _bilevel_steps(
   rewards_BL, batch, *, gamma, lambda_, gamma_turn, lambda_turn, **_
 ):
-  turns_BL, starts_BL = _turn_steps(
+  turn_advantages_BL, starts_BL = _turn_steps(
     rewards_BL, batch, gamma=gamma_turn, lambda_=lambda_turn
   )
-  turns_BL = turns_BL + masking.select(batch.values_BL, starts_BL)  # returns
+  turn_returns_BL = turn_advantages_BL + masking.select(
+    batch.values_BL, starts_BL
+  )
   ends_BL = _turn_ends(batch)
   advantages_BL = gae(
-    masking.select(_latest(turns_BL, starts_BL), ends_BL),
+    masking.select(_latest(turn_returns_BL, starts_BL), ends_BL),
     batch.values_BL,
     batch.loss_mask_BL,
     ends_BL,
@@ -179,6 +185,7 @@ def _bilevel_steps(
   return advantages_BL, batch.loss_mask_BL
 
 
+# Each function returns the advantages at the steps, and the mask of the steps.
 STEPS = {
   'token': _token_steps,
   'turn': _turn_steps,
@@ -229,9 +236,9 @@ def gae_estimator(
   token comes from its own recursion, and the critic is trained at every policy
   token [code]. That V_k is read before the first token of turn k is [ours]: the
   code reads it at the token with the turn's reward, has one lambda for both
-  levels, and recognises a turn by its reward, so that a turn with reward 0 is
-  none. Both give the same numbers where lambda_turn = 1 and every turn has a
-  reward other than 0 on its last token.
+  levels, and recognises a turn by its reward, so that it misses turns whose
+  reward is 0. Both give the same numbers where lambda_turn = 1 and every turn
+  has a reward other than 0 on its last token.
 
   Args:
     rewards_BL: the outcome, minus a KL penalty where there is one.

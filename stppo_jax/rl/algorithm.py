@@ -3,7 +3,7 @@
 `build_algorithm` turns an entry of the table in `configs/algorithms.py` into
 dataclasses whose numbers are the leaves of a jax pytree (another epsilon does
 not recompile) and whose names are static. The functions behind the names are
-looked up in tables; no code asks for the name of an algorithm.
+looked up in tables; no code branches on the name of an algorithm.
 """
 
 from collections.abc import Mapping
@@ -29,8 +29,8 @@ class Algorithm(options.Options):
     ratio: which tokens share a ratio, and where its gradient goes.
     bounds: the trusted interval of the ratio, one of `bounds.BOUNDS`.
     objective: what happens outside it, one of `objectives.OBJECTIVES`.
-    correction: how much each term is believed; the selected names, and the
-      options of every correction.
+    correction: the weights of the loss terms; the names of the selected
+      corrections, and the options of every correction.
     aggregate: how tokens become a scalar, one of `aggregation.AGGREGATES`.
     advantage: how good a token was, one of `advantages.ADVANTAGES`.
     kl: where the divergence from the reference enters.
@@ -89,25 +89,25 @@ class Algorithm(options.Options):
   @property
   def needs(self) -> frozenset[str]:
     """The optional arrays of `TokenBatch` that the loss reads."""
-    found = set()
+    arrays = set()
     if self.ratio.level == 'sentence':
-      found.add('sentence_ids_BL')
+      arrays.add('sentence_ids_BL')
     if self.kl.where == 'loss':
-      found.add('ref_logprobs_BL')
+      arrays.add('ref_logprobs_BL')
     if mismatch.CORRECTIONS.keys() & set(self.correction.names):
-      found.add('sampler_logprobs_BL')
-    return frozenset(found)
+      arrays.add('sampler_logprobs_BL')
+    return frozenset(arrays)
 
 
 def check_algorithm(algorithm: Mapping) -> list[str]:
-  """Finds all problems of an algorithm, one line each.
+  """Returns all problems of an algorithm, one line each.
 
   Args:
     algorithm: nested mappings, such as a `ConfigDict` or an entry of the table.
 
   Returns:
     Lines such as `algorithm.bounds.clip_low=-1: must be a finite number >= 0`;
-    none if there is no problem.
+    an empty list if there is no problem.
   """
   return options.check(Algorithm, algorithm, 'algorithm')
 

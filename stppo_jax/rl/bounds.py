@@ -2,9 +2,9 @@
 
 B trajectories, L tokens. A bounds rule is called `rule(context, statistics,
 **options)` and returns the absolute bounds (low, high): scalars, or arrays
-[B, L]. `statistics` is what the rule's choice in `BOUNDS` formed of the whole
-minibatch, () for a rule that needs none. The caller detaches the bounds: an
-interval is not learned.
+[B, L]. `statistics` is the result of the rule's `Choice.statistics` for the
+whole minibatch, () for a rule that needs none. The caller detaches the bounds,
+so that no gradient flows through them.
 """
 
 import typing
@@ -54,7 +54,7 @@ class EntropyScaled(options_lib.Named):
   @staticmethod
   def conflicts(least, most, **_):
     if most < least:
-      yield 'most', most, f'{least} or greater, as least is'
+      yield 'most', most, f'{least} (least) or greater'
 
 
 def entropy_scaled(
@@ -123,9 +123,9 @@ class Balanced(options_lib.Named):
     if high < 1:
       yield 'high', high, '1 or greater'
     if low_limit < low:
-      yield 'low_limit', low_limit, f'{low} or greater, as low is'
+      yield 'low_limit', low_limit, f'{low} (low) or greater'
     if high_limit < high:
-      yield 'high_limit', high_limit, f'{high} or greater, as high is'
+      yield 'high_limit', high_limit, f'{high} (high) or greater'
 
 
 class _Interval(typing.NamedTuple):
@@ -138,7 +138,7 @@ class _Interval(typing.NamedTuple):
 def balanced(
   context: LossContext, interval: _Interval, **options
 ) -> tuple[Array, Array]:
-  """Returns the interval that `_balance` found for the minibatch: BAPO."""
+  """Returns the interval from `_balance` for the whole minibatch: BAPO."""
   del context, options
   return interval
 
@@ -154,7 +154,7 @@ def _balance(
   high_limit: Number,
   positive_share: Number,
 ) -> _Interval:
-  """Moves both bounds up until positive terms weigh enough.
+  """Returns bounds moved up until positive terms have their wanted share.
 
   The share of the positive advantages in the clipped objective is
 
@@ -190,9 +190,9 @@ def _balance(
       ratio_BL * advantages_BL, clipped_BL * advantages_BL
     )
     positive = jnp.sum(jnp.maximum(term_BL, 0))
-    everything = jnp.sum(jnp.abs(term_BL))
-    room = (steps.high < most.high) | (steps.low < most.low)
-    return (positive < positive_share * everything) & room
+    magnitude = jnp.sum(jnp.abs(term_BL))
+    can_move = (steps.high < most.high) | (steps.low < most.low)
+    return (positive < positive_share * magnitude) & can_move
 
   def take_step(steps):
     widens = (steps.high < most.high).astype(jnp.int32)

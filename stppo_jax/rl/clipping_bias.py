@@ -25,7 +25,7 @@ norm='gradient' (known from the paper's reviews only):
   detached. tau and scope do not apply. The floor of the divisor is our choice:
   without it a small |c| would enlarge the step.
 
-Nothing of this is differentiated: rho, s and |c| are measured, not learned.
+No gradient flows through rho, s or |c|.
 """
 
 import typing
@@ -64,7 +64,7 @@ class Sums(typing.NamedTuple):
 
 def _split(ratio_BL, advantages_BL, loss_mask_BL, low, high):
   """Returns w A [B, L] and the masks of U and V, all detached."""
-  # Detached: rho measures the batch, and the measure is not to be learned.
+  # Detached: no gradient flows through the measures of the batch.
   ratio_BL = sg(jnp.where(loss_mask_BL, ratio_BL, 1))
   weighted_BL = ratio_BL * sg(masking.select(advantages_BL, loss_mask_BL))
   inside_BL = (ratio_BL >= low) & (ratio_BL <= high)
@@ -144,11 +144,11 @@ def scale_of(
 
 
 def gradient_scale(bias_grad_norm: Array, *, floor: Array | float) -> Array:
-  """Returns 1 / max(|c|_2, floor), which norm='gradient' multiplies."""
+  """Returns 1 / max(|c|_2, floor), a factor of the policy gradient."""
   return 1 / jnp.maximum(bias_grad_norm, floor)
 
 
-def _weighted_ratio(context, level, low, high):
+def _sum_arguments(context, level, low, high):
   """Returns the arguments of the sums: w, A, the mask and the band."""
   return (
     context.ratio_at(level),
@@ -159,27 +159,27 @@ def _weighted_ratio(context, level, low, high):
   )
 
 
-def _minibatch_scale(context, weighted, minibatch_sums, tau):
-  del context, weighted
+def _minibatch_scale(context, sum_arguments, minibatch_sums, tau):
+  del context, sum_arguments
   return scale_of(minibatch_sums, tau=tau)
 
 
-def _microbatch_scale(context, weighted, minibatch_sums, tau):
+def _microbatch_scale(context, sum_arguments, minibatch_sums, tau):
   del context, minibatch_sums
-  return scale_of(batch_sums(*weighted), tau=tau)
+  return scale_of(batch_sums(*sum_arguments), tau=tau)
 
 
-def _sequence_scale(context, weighted, minibatch_sums, tau):
+def _sequence_scale(context, sum_arguments, minibatch_sums, tau):
   del context, minibatch_sums
-  sums_B = batch_sums(*weighted, axis=1)
+  sums_B = batch_sums(*sum_arguments, axis=1)
   return scale_of(sums_B, tau=tau, kept_empty=1.0)[:, None]
 
 
-def _turn_scale(context, weighted, minibatch_sums, tau):
+def _turn_scale(context, sum_arguments, minibatch_sums, tau):
   del minibatch_sums
   turns = context.segments('turn')
   sums_BT = turn_sums(
-    *weighted, turns=turns, implementation=context.implementation
+    *sum_arguments, turns=turns, implementation=context.implementation
   )
   return context.spread(scale_of(sums_BT, tau=tau, kept_empty=1.0), turns)
 
@@ -190,14 +190,14 @@ SCOPES = {
   'sequence': _sequence_scale,
   'turn': _turn_scale,
 }
-RATIO_LEVELS = ('token', 'turn')  # of the ratio w in U, V and w A
+RATIO_LEVELS = ('token', 'turn')  # the levels that the ratio w may have
 LOSSES = ('policy', 'value')
 
 
-def _coefficient(context, weighted, sums, *, tau, scope, applies_to):
+def _coefficient(context, sum_arguments, sums, *, tau, scope, applies_to):
   mask_BL = context.mask_BL
   ones_BL = jnp.ones_like(context.advantages_BL)
-  scale = SCOPES[scope](context, weighted, sums, tau)
+  scale = SCOPES[scope](context, sum_arguments, sums, tau)
   scale_BL = jnp.where(mask_BL, jnp.broadcast_to(scale, mask_BL.shape), ones_BL)
   weights = {
     name: scale_BL if name in applies_to else ones_BL for name in LOSSES
@@ -207,11 +207,11 @@ def _coefficient(context, weighted, sums, *, tau, scope, applies_to):
   )
 
 
-def _gradient(context, weighted, sums, *, tau, scope, applies_to):
+def _gradient(context, sum_arguments, sums, *, tau, scope, applies_to):
   # The terms keep their weights: the learner divides the gradient itself by
-  # the norm of c, which nobody knows before all microbatches are through.
+  # the norm of c, which is known only after the last microbatch.
   del context, sums, tau, scope, applies_to
-  weighted_BL, clipped_BL, _ = _split(*weighted)
+  weighted_BL, clipped_BL, _ = _split(*sum_arguments)
   ones_BL = jnp.ones_like(weighted_BL)
   return loss_context_lib.TermWeights(
     ones_BL, ones_BL, masking.select(weighted_BL, clipped_BL)
@@ -249,20 +249,20 @@ def clipping_bias(
   floor: Number,
   **options,
 ) -> loss_context_lib.TermWeights:
-  """Returns the weights of the correction of this module's docstring.
+  """Returns the term weights of the clipping-bias correction.
 
   Args:
     context: the microbatch.
     low, high: the bounds in force.
-    sums: `minibatch_sums` of the whole minibatch, () where not needed.
+    sums: `minibatch_sums` of the whole minibatch; () where they are not needed.
     norm: a key of `NORMS`.
     level: the level of the ratio w, one of `RATIO_LEVELS`.
     floor: an option of norm='gradient', see `gradient_scale`.
     **options: tau, scope and applies_to.
   """
   del floor
-  weighted = _weighted_ratio(context, level, low, high)
-  return NORMS[norm](context, weighted, sums, **options)
+  sum_arguments = _sum_arguments(context, level, low, high)
+  return NORMS[norm](context, sum_arguments, sums, **options)
 
 
 def needs_minibatch_sums(options: ClippingBias) -> bool:
@@ -275,4 +275,4 @@ def minibatch_sums(
 ) -> Sums:
   """Returns the four sums over a whole minibatch."""
   del options
-  return batch_sums(*_weighted_ratio(context, level, low, high))
+  return batch_sums(*_sum_arguments(context, level, low, high))

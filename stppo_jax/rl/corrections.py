@@ -1,10 +1,10 @@
-"""The table of corrections: how much each term of the loss is believed.
+"""The table of corrections, which weigh the terms of the loss.
 
 A correction is called `correction(context, low, high, statistics, **options)`
 with the bounds in force, and returns `loss_context.TermWeights`. `statistics`
-is what its choice in the table formed of the whole minibatch, () for one that
-needs none. The weights of all selected corrections multiply. Denominators never
-change, so a term of weight 0 still counts.
+is the result of its `Choice.statistics` for the whole minibatch, () for a
+correction that needs none. The weights of all selected corrections multiply.
+Denominators never change, so a term of weight 0 still counts.
 """
 
 from stppo_jax.rl import clipping_bias

@@ -44,7 +44,7 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Diagnostics:
-  """Sums, minima and maxima by name, which merge."""
+  """Sums, minima and maxima by name; `merge` combines two of them."""
 
   sums: dict[str, Array]
   minima: dict[str, Array]
@@ -52,7 +52,7 @@ class Diagnostics:
 
 
 def merge(a: Diagnostics, b: Diagnostics) -> Diagnostics:
-  """Returns the diagnostics of both together."""
+  """Returns the diagnostics of the tokens of both."""
   return Diagnostics(
     jax.tree.map(jnp.add, a.sums, b.sums),
     jax.tree.map(jnp.minimum, a.minima, b.minima),
@@ -94,7 +94,7 @@ def policy_diagnostics(
     entropy_BL: the policy's entropy at each token in nats.
     batch: the microbatch, with old log-probabilities and advantages.
     num_turns: static, the most turns a row can have.
-    implementation: of the segment sums, see `segments`.
+    implementation: how segments are summed, see `segments`.
   """
   assert batch.old_logprobs_BL is not None
   assert batch.advantages_BL is not None
@@ -141,7 +141,8 @@ def policy_diagnostics(
         implementation=implementation,
       )
     )
-    # Sums of r - 1: the variance of ratios near 1 would cancel in float32.
+    # Sums of r - 1: from sums of r the variance of ratios near 1 would be lost
+    # to cancellation in float32.
     sums[f'{level}/excess'] = total(ratio_BL - 1)
     sums[f'{level}/excess_squared'] = total(jnp.square(ratio_BL - 1))
     minima[level] = jnp.min(jnp.where(mask_BL, ratio_BL, jnp.inf))
@@ -160,7 +161,7 @@ def policy_diagnostics(
   )
   sums.update(bias._asdict())
   return Diagnostics(
-    sums=jax.lax.stop_gradient(sums),  # metrics are not losses
+    sums=jax.lax.stop_gradient(sums),  # metrics are not differentiated
     minima=jax.lax.stop_gradient(minima),
     maxima=jax.lax.stop_gradient(maxima),
   )

@@ -1,12 +1,13 @@
 """The gradient-norm form of the clipping-bias correction.
 
 With `correction.clipping_bias.norm='gradient'` the policy gradient is divided
-by the L2 norm of its clipped part (see `clipping_bias`):
+by the L2 norm of the bias c, the gradient of the clipped terms (see
+`clipping_bias`):
 
   g = g_policy / max(|c|_2, floor) + g_other,    c = grad bias
 
-Each of the three terms needs a gradient of its own, so this is a variant beside
-`jax.value_and_grad` of the loss, which every other algorithm uses.
+Each of the three terms needs a gradient of its own, so the functions here
+replace `jax.value_and_grad` of the loss, which every other algorithm uses.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ class LossTerms(NamedTuple):
   Attributes:
     policy: the policy term.
     bias: the scalar whose gradient is c.
-    other: everything that the correction leaves alone.
+    other: all terms that the correction does not change.
   """
 
   policy: Tree
@@ -45,7 +46,7 @@ def term_gradients(
 
   Args:
     loss_terms: maps parameters to (scalar terms, auxiliary output).
-    params: where the gradients are taken.
+    params: the parameters at which the gradients are taken.
   """
   terms, pull_back, outputs = jax.vjp(loss_terms, params, has_aux=True)
 
@@ -60,10 +61,11 @@ def term_gradients(
 def divide_by_bias_norm(
   gradients: LossTerms, *, floor: Array | float
 ) -> tuple[Tree, Array]:
-  """Returns g of the module's docstring, and |c|_2.
+  """Returns the combined gradient g (see the module), and |c|_2.
 
   Args:
-    gradients: of each term, summed over the microbatches; all of one structure.
+    gradients: the gradient of each term, summed over the microbatches; all have
+      the same structure.
     floor: the smallest divisor, so that a small c does not enlarge a step.
   """
   squares = [jnp.sum(jnp.square(x)) for x in jax.tree.leaves(gradients.bias)]

@@ -14,7 +14,7 @@ of one gives 0 (verl and verl-agent leave such a row its raw reward [code]; 0 is
 
 Comparisons are matrices [C, C]: there is no scatter and no sorting, and on a
 mesh every device compares its own rows with all rows. A compiler for
-accelerators fuses the matrices into their sums; on CPU they take 5 bytes a
+accelerators fuses the matrices into their sums; on CPU they take 5 bytes per
 pair.
 
 Every token of a row has an advantage, observations and padding included,
@@ -34,7 +34,7 @@ Array = jax.Array
 
 
 def _pairs(ids_C, present_C):
-  """Returns whether i and j are of one group: [C, C]."""
+  """Returns a mask [C, C] of the pairs (i, j) present in one group."""
   both_CC = present_C[:, None] & present_C[None, :]
   return both_CC & (ids_C[:, None] == ids_C[None, :])
 
@@ -64,7 +64,8 @@ def _standardized(x_C, pairs_CC, epsilon):
     axis=1,
   )
   variance_C = masking.divide(squares_C, jnp.maximum(count_C - 1, 0))
-  # The root has no finite slope at 0, so it is taken of 1 there and dropped.
+  # The square root has an infinite slope at 0, so there it is taken of 1, and
+  # the result is not selected.
   some_C = variance_C > 0
   std_C = masking.select(jnp.sqrt(jnp.where(some_C, variance_C, 1)), some_C)
   return masking.divide(centered_C, std_C + epsilon)
@@ -75,7 +76,10 @@ NORMALIZATIONS = {'std': _standardized, 'none': _centered}
 
 
 def _rows(x_BL, batch):
-  """Returns the sum of x over each row's loss mask, and the pairs of rows."""
+  """Returns the sum of x over each row's loss mask, and a mask of pairs.
+
+  The mask [B, B] is true for two rows of one question.
+  """
   mask_BL = batch.loss_mask_BL
   total_B, _ = masking.masked_total(x_BL, mask_BL, axis=1)
   return total_B, _pairs(batch.group_ids_B, jnp.any(mask_BL, axis=1))
@@ -133,7 +137,7 @@ def leave_one_out(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
 
 
 def _turns_so_far(batch):
-  """Gives every token its turn, or the turn before it; 0 before the first."""
+  """Returns the latest turn at or before each token; 0 before the first."""
   ids_BL = jnp.where(batch.loss_mask_BL, batch.turn_ids_BL, 0)
   return jax.lax.cummax(ids_BL, axis=1)
 
@@ -163,8 +167,8 @@ def turn_group(
   which stand on the last tokens of earlier turns. (A KL penalty inside the
   rewards would count as turn reward.)
 
-  Source: arXiv 2505.11821, whose code has a single tool call, so one turn and
-  a last one [code]. That all turns before the last share z(turn reward) is
+  Source: arXiv 2505.11821, whose code has a single tool call: one turn, then
+  the last one [code]. That all turns before the last share z(turn reward) is
   [ours]. So is that a row of one turn has z(outcome) only, where the code
   normalises the sum of both rewards.
   """
@@ -219,12 +223,13 @@ def gigpo(
   epsilon: Array | float,
   num_turns: int,
 ) -> Array:
-  """Compares rows of one question, and turns begun in one state: GiGPO.
+  """Returns advantages among rows, and among turns begun in one state: GiGPO.
 
     A = N(R) + omega N(G),   G_k = r_k + gamma G_{k+1}
 
-  R is compared over the group; G, the reward-to-go of a turn, over all turns
-  of the batch that share a state id, those of one row included [code].
+  with N as `normalize` says. R is compared over the group. G, the reward-to-go
+  of a turn, is compared over all turns of the batch that share a state id, also
+  within one row [code].
 
   Source: arXiv 2505.10978; omega 1, gamma 0.95 and epsilon 1e-6 [code].
 
@@ -255,8 +260,8 @@ def gigpo(
   to_go_BT = _to_go(rewards_BT, present_BT, gamma)
   present_C = present_BT.reshape(-1)
   groups_C = jnp.repeat(batch.group_ids_B, num_turns)
-  # Two questions number their states alike: only states of one question are
-  # compared.
+  # State ids start anew with every question, so that equal ids mean the same
+  # state within one question only.
   pairs_CC = _pairs(states_BT.reshape(-1), present_C)
   pairs_CC &= _pairs(groups_C, present_C)
   step_C = normalization(to_go_BT.reshape(-1), pairs_CC, epsilon)

@@ -3,7 +3,7 @@
 With x = log pi - log reference of the sampled token:
 
   k1 = x                   unbiased; in the loss its gradient has expectation
-                           0, so it belongs into the reward
+                           0, so it belongs in the reward
   k2 = x^2 / 2             biased, low variance
   k3 = exp(-x) - 1 + x     unbiased, never negative
 
@@ -99,7 +99,7 @@ CONTROLLERS = {'fixed': fixed_coefficient, 'adaptive': adaptive_coefficient}
 
 @options.dataclass
 class Kl(options.Options):
-  """The way in which the divergence from the reference enters."""
+  """Options of the divergence from the reference: where and how it enters."""
 
   where: str = options.one_of(KL_PLACES)
   estimator: str = options.one_of(KL_ESTIMATORS)

@@ -1,10 +1,10 @@
 """The inputs of bounds and corrections, and the output of a correction.
 
-B trajectories, L tokens, T segments of a row. Bounds and corrections decide
-from the same arrays: ratios at every level, advantages, entropies and masks.
-A `LossContext` holds those of one microbatch. What a rule must know of the
-whole minibatch are its `statistics`, formed before the loss, without gradient,
-from the `LossContext` of the whole minibatch.
+B trajectories, L tokens, T segments of a row. Bounds and corrections are
+computed from the same arrays: ratios at every level, advantages, entropies and
+masks. A `LossContext` has those of one microbatch. Numbers that a rule needs
+from the whole minibatch are its `statistics`. They are formed before the loss,
+without gradient, from a `LossContext` of the whole minibatch.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class TermWeights(typing.NamedTuple):
 def policy_weights(weights_BL: Array) -> TermWeights:
   """Returns term weights that multiply the policy terms and nothing else."""
   return TermWeights(
-    # Detached: a weight is measured, not learned.
+    # Detached: no gradient flows through a weight.
     sg(weights_BL),
     jnp.ones_like(weights_BL),
     jnp.zeros_like(weights_BL),
@@ -53,15 +53,15 @@ class LossContext:
   """The arrays of one microbatch, or of a whole minibatch.
 
   Attributes:
-    ratio_at: returns the ratio [B, L] at a level, differentiable, 1 off the
-      mask.
+    ratio_at: function of a level that returns the ratio [B, L], differentiable,
+      1 off the mask.
     level: the level of the algorithm's ratio, a key of `segments.LEVELS`.
-    advantages_BL: detached, 0 off the mask.
+    advantages_BL: the advantages, detached, 0 off the mask.
     entropy_BL: the policy's entropy at each token in nats, detached, 0 off the
       mask.
     batch: masks, ids, the old and the sampler's log-probabilities.
     num_turns: static, the most turns a row can have.
-    implementation: of the segment sums, see `segments`.
+    implementation: how segments are summed, see `segments`.
   """
 
   ratio_at: Callable[[str], Array]
@@ -84,13 +84,13 @@ class LossContext:
     )
 
   def spread(self, x_BT: Array, segments: segments_lib.Segments) -> Array:
-    """Gives every token its segment's value: [B, L]."""
+    """Returns for every token its segment's value: [B, L]."""
     return segments_lib.segment_spread(
       x_BT, segments, implementation=self.implementation
     )
 
   def mean(self, x_BL: Array, level: str) -> Array:
-    """Gives every token the mean of its segment: [B, L], 0 off the mask."""
+    """Returns for every token the mean of its segment; 0 off the mask."""
     x_BL = masking.select(x_BL, self.mask_BL)
     if level == 'token':
       return x_BL

@@ -1,9 +1,9 @@
 """The policy loss, built from the five axes, and the value loss.
 
-B trajectories, L tokens. The policy loss of a microbatch, N the aggregate's
+B trajectories, L tokens. The policy loss of a microbatch, with the aggregate's
 count of the whole minibatch:
 
-  policy = sum_l a_l s_l term_l / N          a: aggregate weight, s: correction
+  policy = sum_l a_l s_l term_l / count      a: aggregate weight, s: correction
   loss   = policy + kl_coefficient * kl - entropy_coefficient * entropy
 
 kl (0 unless kl.where is 'loss') and entropy go through the same aggregate,
@@ -11,7 +11,7 @@ without the correction. The losses of the microbatches of a minibatch add up to
 the minibatch's loss.
 
 Where the clipping-bias correction divides the gradient (norm='gradient'), the
-terms policy, bias and other are differentiated apart; see `gradients`.
+terms policy, bias and other are differentiated separately; see `gradients`.
 """
 
 import dataclasses
@@ -71,19 +71,19 @@ class PolicyLoss:
   high: Array
 
 
-def _normalized(algorithm, logprobs_BL, batch, statistics, **sums):
+def _normalized(algorithm, logprobs_BL, batch, statistics, **segment_options):
   """Returns the normalised token log-ratio, and a multiplier of the terms."""
   log_ratio_BL = ratios.token_log_ratio(
     logprobs_BL, batch.old_logprobs_BL, batch.loss_mask_BL
   )
   normalize = normalization.NORMALIZATIONS[algorithm.ratio.normalize].function
-  return normalize(log_ratio_BL, batch, statistics, **sums)
+  return normalize(log_ratio_BL, batch, statistics, **segment_options)
 
 
 def _context(
-  algorithm, log_ratio_BL, entropy_BL, batch, **sums
+  algorithm, log_ratio_BL, entropy_BL, batch, **segment_options
 ) -> loss_context_lib.LossContext:
-  """Returns what bounds and corrections may read."""
+  """Returns the arrays that bounds and corrections read."""
   mask_BL = batch.loss_mask_BL
 
   def ratio_at(level):
@@ -94,7 +94,7 @@ def _context(
         level=level,
         gradient=algorithm.ratio.gradient,
         reduce=algorithm.ratio.reduce,
-        **sums,
+        **segment_options,
       )
     )
 
@@ -106,7 +106,7 @@ def _context(
     sg(masking.select(batch.advantages_BL, mask_BL)),
     sg(masking.select(entropy_BL, mask_BL)),
     batch,
-    **sums,
+    **segment_options,
   )
 
 
@@ -146,34 +146,38 @@ def minibatch_statistics(
   num_turns: int,
   implementation: str = 'auto',
 ) -> Statistics:
-  """Returns what the loss reads of the whole minibatch; no gradient flows.
+  """Returns what the loss reads of the whole minibatch, without gradient.
 
   Args:
-    algorithm: its numbers are leaves.
+    algorithm: the algorithm, whose numbers may be traced.
     logprobs_BL: log pi_theta of the tokens, for every row of the minibatch.
     entropy_BL: the policy's entropy at each token.
     batch: the minibatch.
     num_turns: static, the largest number of turns of a row.
-    implementation: of the segment sums, see `segments.IMPLEMENTATIONS`.
+    implementation: how segments are summed, see `segments`.
 
   Returns:
     A tree for `policy_loss`; it has no leaves unless
     `algorithm.uses_minibatch_statistics`.
   """
-  sums = {'num_turns': num_turns, 'implementation': implementation}
+  segment_options = {'num_turns': num_turns, 'implementation': implementation}
   logprobs_BL = sg(masking.select(logprobs_BL, batch.loss_mask_BL))
   log_ratio_BL = ratios.token_log_ratio(
     logprobs_BL, batch.old_logprobs_BL, batch.loss_mask_BL
   )
-  normal = _statistics(
+  normalize = _statistics(
     normalization.NORMALIZATIONS[algorithm.ratio.normalize],
     algorithm.ratio,
     log_ratio_BL,
     batch,
-    **sums,
+    **segment_options,
   )
-  log_ratio_BL, _ = _normalized(algorithm, logprobs_BL, batch, normal, **sums)
-  context = _context(algorithm, log_ratio_BL, entropy_BL, batch, **sums)
+  log_ratio_BL, _ = _normalized(
+    algorithm, logprobs_BL, batch, normalize, **segment_options
+  )
+  context = _context(
+    algorithm, log_ratio_BL, entropy_BL, batch, **segment_options
+  )
   options = algorithm.bounds.arguments()
   bounds = _statistics(
     bounds_lib.BOUNDS[options.pop('name')],
@@ -183,7 +187,7 @@ def minibatch_statistics(
   )
   low, high = _bounds(algorithm, context, bounds)
   return {
-    'normalize': normal,
+    'normalize': normalize,
     'bounds': bounds,
     'corrections': {
       name: _statistics(
@@ -209,7 +213,7 @@ def policy_loss(
   """Returns the loss of one microbatch; see the module's docstring.
 
   Args:
-    algorithm: its numbers are leaves.
+    algorithm: the algorithm, whose numbers may be traced.
     logprobs_BL: log pi_theta of the tokens, differentiable; anything off the
       loss mask.
     entropy_BL: the policy's entropy at each token, differentiable.
@@ -221,9 +225,9 @@ def policy_loss(
       microbatch.
     entropy_coefficient: weight of the entropy bonus.
     num_turns: static, the largest number of turns of a row.
-    implementation: of the segment sums, see `segments.IMPLEMENTATIONS`.
+    implementation: how segments are summed, see `segments`.
   """
-  sums = {'num_turns': num_turns, 'implementation': implementation}
+  segment_options = {'num_turns': num_turns, 'implementation': implementation}
   mask_BL = batch.loss_mask_BL
   chex.assert_equal_shape(
     [logprobs_BL, entropy_BL, mask_BL, batch.old_logprobs_BL]
@@ -232,13 +236,15 @@ def policy_loss(
   logprobs_BL = masking.select(logprobs_BL, mask_BL)
   if statistics is None:
     statistics = minibatch_statistics(
-      algorithm, logprobs_BL, entropy_BL, batch, **sums
+      algorithm, logprobs_BL, entropy_BL, batch, **segment_options
     )
 
   log_ratio_BL, scale_BL = _normalized(
-    algorithm, logprobs_BL, batch, statistics['normalize'], **sums
+    algorithm, logprobs_BL, batch, statistics['normalize'], **segment_options
   )
-  context = _context(algorithm, log_ratio_BL, entropy_BL, batch, **sums)
+  context = _context(
+    algorithm, log_ratio_BL, entropy_BL, batch, **segment_options
+  )
   low, high = _bounds(algorithm, context, statistics['bounds'])
   ratio_BL = context.ratio_at(algorithm.ratio.level)
   objective = algorithm.objective.arguments()
@@ -261,7 +267,10 @@ def policy_loss(
     bias_BL = bias_BL + weights.bias_BL
 
   weights_BL, own_count = aggregation.aggregate_weights(
-    batch, logprobs_BL.dtype, **algorithm.aggregate.arguments(), **sums
+    batch,
+    logprobs_BL.dtype,
+    **algorithm.aggregate.arguments(),
+    **segment_options,
   )
   count = own_count if count is None else count
 
@@ -326,7 +335,7 @@ def value_loss(
     old_values_BL: V before the first update.
     returns_BL: the targets R.
     value_mask_BL: bool, the steps at which the value model is trained.
-    clip: c, the distance from the old value that is trusted.
+    clip: c, the greatest trusted distance from the old value.
     weights_BL: multiplier of the terms, `PolicyLoss.value_weights_BL`; the
       count is unchanged. None: 1.
   """

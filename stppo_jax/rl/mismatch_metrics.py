@@ -11,8 +11,8 @@ before `rl.mismatch` truncates it:
 
 The product of k over a long row overflows in every dtype, so its log is
 measured. Where k itself would overflow (log k > 60, a token that the sampler
-could not have drawn), k, k3 and ess are computed with log k = 60, a number
-that is clearly wrong to a reader.
+could not have drawn), k, k3 and ess are computed with log k = 60, which still
+shows a reader that something is wrong.
 """
 
 import chex

@@ -3,11 +3,11 @@
 B trajectories, L tokens, T turns. A normalisation is called
 `normalize(log_ratio_BL, batch, statistics, *, num_turns, implementation)` and
 returns the new log-ratio and a detached multiplier of each policy term.
-`statistics` is what its choice in `NORMALIZATIONS` formed of the whole
-minibatch, () for one that needs none.
+`statistics` is the result of its `Choice.statistics` for the whole minibatch,
+() for a normalisation that needs none.
 
 `guard` is GRPO-Guard (arXiv 2510.22319) carried over from flow matching to
-tokens; experimental, and our reading: the published form is
+tokens. It is experimental, and our reading: the published form is
 r = exp((l + b) sigma sqrt(dt)). With turn k as the unit,
 
   l' = (l + b_k) s_k       b_k = mean over the turn of e^l - 1 - l
@@ -16,8 +16,8 @@ r = exp((l + b) sigma sqrt(dt)). With turn k as the unit,
 b_k undoes the systematic shift of the mean log-ratio (E_old[l] is minus the
 divergence that b_k estimates), s_k gives every turn the same spread, `target`
 being the mean spread of the minibatch's turns. The terms of turn k are divided
-by s_k, so that the gradient of a turn is not enlarged with its log-ratio;
-aggregate by turn_mean and the turns contribute equally.
+by s_k, so that the gradient of a turn is not enlarged with its log-ratio. With
+the aggregate turn_mean, all turns then contribute equally.
 """
 
 from typing import NamedTuple
@@ -32,8 +32,8 @@ from stppo_jax.rl import segments as segments_lib
 Array = jax.Array
 sg = jax.lax.stop_gradient
 
-# Our choices: the limit of the scale s_k and of its inverse, and the spread of
-# log-ratios below which a turn has none but rounding.
+# Our choices: the limit of the scale s_k and of its inverse, and the spread
+# below which the log-ratios of a turn differ by rounding only.
 GUARD_LIMIT = 10.0
 GUARD_LEAST_SPREAD = 1e-6
 
@@ -50,18 +50,18 @@ class _Turns(NamedTuple):
     segments: the turns.
     shift_BT: b_k.
     spread_BT: the standard deviation of l.
-    spreads_BT: bool, the spread is more than rounding.
+    varies_BT: bool, the spread is more than rounding.
   """
 
   segments: segments_lib.Segments
   shift_BT: Array
   spread_BT: Array
-  spreads_BT: Array
+  varies_BT: Array
 
 
 def _turns(log_ratio_BL, batch, num_turns, implementation):
   turns = segments_lib.level_segments('turn', batch, num_turns=num_turns)
-  log_ratio_BL = sg(log_ratio_BL)  # Detached: shift and scale are measures.
+  log_ratio_BL = sg(log_ratio_BL)  # Detached: shift and scale are data.
 
   def means(x_BL):
     totals_BT = segments_lib.segment_totals(
@@ -84,11 +84,11 @@ def _turns(log_ratio_BL, batch, num_turns, implementation):
 def _guard(log_ratio_BL, batch, target, *, num_turns, implementation):
   turns = _turns(log_ratio_BL, batch, num_turns, implementation)
   scale_BT = jnp.clip(
-    target / jnp.where(turns.spreads_BT, turns.spread_BT, 1),
+    target / jnp.where(turns.varies_BT, turns.spread_BT, 1),
     1 / GUARD_LIMIT,
     GUARD_LIMIT,
   )
-  scale_BT = jnp.where(turns.spreads_BT, scale_BT, 1)
+  scale_BT = jnp.where(turns.varies_BT, scale_BT, 1)
 
   def spread(x_BT):
     return segments_lib.segment_spread(
@@ -103,7 +103,7 @@ def _guard(log_ratio_BL, batch, target, *, num_turns, implementation):
 def _guard_target(log_ratio_BL, batch, *, num_turns, implementation):
   """Returns the mean spread of the turns that have one."""
   turns = _turns(log_ratio_BL, batch, num_turns, implementation)
-  return masking.masked_mean(turns.spread_BT, turns.spreads_BT)
+  return masking.masked_mean(turns.spread_BT, turns.varies_BT)
 
 
 NORMALIZATIONS = {

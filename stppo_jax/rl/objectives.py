@@ -2,8 +2,8 @@
 
 B trajectories, L tokens. An objective is called `objective(ratio_BL,
 logprobs_BL, advantages_BL, low, high, **options)` with arrays that are finite
-everywhere. It returns (term_BL, cut_BL): the term to be minimised, and bool,
-the tokens whose gradient it cut.
+everywhere. It returns (term_BL, cut_BL): the term to be minimised, and a mask
+of the tokens whose gradient it cut.
 
 In `detached`, `masked` and `unclipped` the ratio is a detached weight and the
 gradient is that of log pi of the token itself. The option `ratio.gradient`,
@@ -76,7 +76,7 @@ def detached(
 
   The weight is clipped and no gradient is cut. Source: arXiv 2506.13585 Eq. 4.
   """
-  # Detached: the weight corrects for the old policy and is not learned.
+  # Detached: the weight corrects for the old policy and has no gradient.
   weight_BL = sg(jnp.clip(ratio_BL, low, high))
   return _weighted(weight_BL, logprobs_BL, advantages_BL), _none(ratio_BL)
 
@@ -115,7 +115,7 @@ def unclipped(
 
 
 def _harmful(ratio_BL, advantages_BL, low, high):
-  """Returns where the ratio is outside on the side that A pushes it to."""
+  """Returns masks of ratios out of bounds on the side that A pushes them to."""
   above_BL = (ratio_BL > high) & (advantages_BL > 0)
   below_BL = (ratio_BL < low) & (advantages_BL < 0)
   return above_BL, below_BL

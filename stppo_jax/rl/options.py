@@ -63,7 +63,8 @@ class Named(Options):
     name: the key of the table.
   """
 
-  # Its rule is the table, which the class does not know.
+  # `section` attaches no rule to it: the valid names are the keys of the table,
+  # and one class may serve several tables.
   name: str = dataclasses.field(metadata={'static': True})
 
 
@@ -74,7 +75,7 @@ class Choice(typing.NamedTuple):
     function: what is called, with its options as keyword arguments.
     options: the dataclass of its options.
     statistics: forms what the function must know of the whole minibatch; None
-      if the function looks at nothing but its microbatch.
+      if the function reads nothing but its microbatch.
     needs_statistics: whether the function needs the statistics under the given
       options.
   """
@@ -108,7 +109,7 @@ class OneOf:
     return 'must be one of ' + ', '.join(self.names)
 
   def build(self, value: Any) -> str:
-    """Returns a value that has no problem as the option holds it."""
+    """Returns a valid value in the type that the option stores."""
     return str(value)
 
 
@@ -131,7 +132,7 @@ class SomeOf:
     return f'must be a tuple of {few} of ' + ', '.join(self.names)
 
   def build(self, value: Any) -> tuple[str, ...]:
-    """Returns a value that has no problem as the option holds it."""
+    """Returns a valid value in the type that the option stores."""
     return tuple(str(v) for v in value)
 
 
@@ -164,7 +165,7 @@ class Number:
     return f'{kind} {least}{most}{infinite}'
 
   def build(self, value: Any) -> float:
-    """Returns a value that has no problem as the option holds it."""
+    """Returns a valid value in the type that the option stores."""
     return float(value)
 
 
@@ -247,7 +248,7 @@ def _is_mapping(value):
 
 
 def check(section: Section, values: Any, key: str) -> list[str]:
-  """Finds all problems of the values of a section.
+  """Returns all problems of the values of a section.
 
   Args:
     section: a dataclass of options, or a table of choices.
@@ -289,8 +290,8 @@ def _check_options(section, values, key) -> Iterator[str]:
     clean = clean and not problems
     yield from problems
   if clean and cls.conflicts is not None:
-    found = cls.conflicts(**{name: values[name] for name in entries})
-    for name, value, rule in found:
+    conflicts = cls.conflicts(**{name: values[name] for name in entries})
+    for name, value, rule in conflicts:
       yield f'{key}.{name}={value!r}: must be {rule}'
 
 
@@ -311,8 +312,8 @@ def rules(section: Section, values: Any = None) -> Iterator[tuple[str, Rule]]:
 
   Args:
     section: a dataclass of options, or a table of choices.
-    values: values of the section, which tell the choices that count; None
-      yields the options of all choices of a table, equal keys several times.
+    values: values of the section, which select the choices; None yields the
+      options of all choices of a table, keys that choices share repeatedly.
   """
   if values is None and isinstance(section, Mapping):
     classes = dict.fromkeys(choice.options for choice in section.values())

@@ -37,7 +37,8 @@ def _tdpo1(preferred_Q, dispreferred_Q, *, alpha):
 
 
 def _tdpo2(preferred_Q, dispreferred_Q, *, alpha):
-  # Detached: only the dispreferred trajectory is held near the reference.
+  # Detached, so that only the dispreferred trajectory is kept near the
+  # reference.
   return alpha * (dispreferred_Q - sg(preferred_Q))
 
 
@@ -55,8 +56,8 @@ class PreferenceLoss(typing.NamedTuple):
     count: the number of pairs.
     margin: the sum of beta u, the margin of the implied rewards.
     correct: the number of pairs with u > 0.
-    log_ratio_2: the sums of R, the preferred first.
-    divergence_2: the sums of K, the preferred first.
+    log_ratio_2: the sums of R, that of the preferred trajectories first.
+    divergence_2: the sums of K, that of the preferred trajectories first.
   """
 
   total: Array
@@ -77,7 +78,7 @@ def preference_loss(
   beta: Array | float,
   alpha: Array | float,
 ) -> PreferenceLoss:
-  """Returns the loss of the module's docstring.
+  """Returns the preference loss of the pairs, see the module.
 
   Args:
     logprobs_Q2L: log pi of the tokens, differentiable; off the loss mask this
@@ -87,7 +88,8 @@ def preference_loss(
       distribution that each token was drawn from; differentiable.
     loss_mask_Q2L: bool, tokens of the policy that are trained on.
     name: a key of `PREFERENCES`.
-    beta: how firmly the policy is held to the reference.
+    beta: scale of the margin; a larger one keeps the policy nearer to the
+      reference.
     alpha: weight of the divergences in tdpo2.
 
   Raises:
@@ -102,11 +104,13 @@ def preference_loss(
   )
   chex.assert_axis_dimension(loss_mask_Q2L, 1, 2)
   valid_Q = jnp.all(jnp.any(loss_mask_Q2L, axis=2), axis=1)
-  # At the tokens: selected later, a nan of half a pair is in the gradient.
+  # Selected at the tokens: selecting the sums instead would let a nan in one
+  # trajectory of a pair reach the gradient.
   chosen = lambda x_Q2L: masking.select(
     x_Q2L, loss_mask_Q2L & valid_Q[:, None, None]
   )
-  # Subtracted token by token: the sums of a long trajectory would cancel.
+  # Subtracted token by token: the difference of two long sums would lose its
+  # digits to cancellation.
   log_ratio_Q2L = chosen(logprobs_Q2L) - chosen(sg(ref_logprobs_Q2L))
   log_ratio_Q2 = jnp.sum(log_ratio_Q2L, axis=2)
   divergence_Q2 = jnp.sum(chosen(divergence_Q2L), axis=2)

@@ -55,7 +55,7 @@ REDUCES = {'mean': segments_lib.segment_means, 'sum': _sum}
 
 
 def _through_segment(shared_BL, log_ratio_BL):
-  """Keeps the gradient of the whole segment in every token."""
+  """Returns the segment's value with the gradient of the whole segment."""
   del log_ratio_BL
   return shared_BL
 
@@ -99,7 +99,7 @@ def level_log_ratio(
       d log pi. 'token': the same value, each token keeps its own gradient.
     reduce: 'mean' or 'sum'.
     num_turns: static, the most turns a row can have.
-    implementation: of the segment sums, see `segments`.
+    implementation: how segments are summed, see `segments`.
 
   Returns:
     [B, L], 0 off the mask, where the ratio is therefore 1.

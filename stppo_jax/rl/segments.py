@@ -7,7 +7,7 @@ level differ in the ids only.
 Three implementations give the same numbers:
 
   segment_sum: a scatter-add, vmapped over rows. (One flat table of B * T
-    segments would be all-reduced whole on a mesh.) It is the fastest on CPU.
+    segments would be all-reduced in full on a mesh.) It is the fastest on CPU.
     Each row has several tables, used in turn and added up last: successive
     tokens are mostly in one segment, and an addition to the same place has to
     wait for the previous one. Shorter sums also round less.
@@ -92,7 +92,7 @@ def level_segments(
 
 
 def _columns(ids_BL, num_segments):
-  """Yields the mask of each segment in turn."""
+  """Yields the mask [B, L] of each segment, from segment 1 on."""
   return (ids_BL == number for number in range(1, num_segments + 1))
 
 
@@ -115,17 +115,17 @@ def _spread_unrolled(x_BT, ids_BL, num_segments):
   return out_BL
 
 
-def _known(ids_BL, num_segments):
+def _ids_in_range(ids_BL, num_segments):
   return jnp.where((ids_BL > 0) & (ids_BL <= num_segments), ids_BL, 0)
 
 
 def _totals_segment_sum(x_BL, ids_BL, num_segments):
-  """Sums numbers [B, L], or vectors [B, L, ...], over segments."""
+  """Returns sums over segments of numbers [B, L] or vectors [B, L, ...]."""
   num_tables = _NUM_TABLES if num_segments <= MAX_UNROLLED else 1
   # With n tables, table i sums tokens i, i + n, i + 2 n, ...; its slot 0 takes
   # the tokens in no segment.
   table_BL = jax.lax.broadcasted_iota(ids_BL.dtype, ids_BL.shape, 1)
-  slots_BL = (table_BL % num_tables) * (num_segments + 1) + _known(
+  slots_BL = (table_BL % num_tables) * (num_segments + 1) + _ids_in_range(
     ids_BL, num_segments
   )
   row_tables = functools.partial(
@@ -145,7 +145,10 @@ def _totals_segment_sum(x_BL, ids_BL, num_segments):
 def _spread_segment_sum(x_BT, ids_BL, num_segments):
   padded = jnp.pad(x_BT, ((0, 0), (1, 0)))  # slot 0 reads 0
   return jnp.take_along_axis(
-    padded, _known(ids_BL, num_segments), axis=1, mode='promise_in_bounds'
+    padded,
+    _ids_in_range(ids_BL, num_segments),
+    axis=1,
+    mode='promise_in_bounds',
   )
 
 
@@ -153,8 +156,8 @@ def _spread_forward(x_BT, ids_BL, num_segments):
   return _spread_segment_sum(x_BT, ids_BL, num_segments), ids_BL
 
 
-def _spread_backward(num_segments, ids_BL, pulled_BL):
-  return _totals_segment_sum(pulled_BL, ids_BL, num_segments), None
+def _spread_backward(num_segments, ids_BL, cotangent_BL):
+  return _totals_segment_sum(cotangent_BL, ids_BL, num_segments), None
 
 
 # The gradient that jax derives of a gather is a scatter into a single table,
@@ -175,11 +178,11 @@ def _totals_broadcast(x_BL, ids_BL, num_segments):
 
 def _spread_broadcast(x_BT, ids_BL, num_segments):
   own_BTL = _broadcast_masks(ids_BL, num_segments)
-  # A token is in one segment at most: the sum picks, it does not add.
+  # A token is in one segment at most, so the sum has one term other than 0.
   return jnp.sum(jnp.where(own_BTL, x_BT[:, :, None], 0), axis=1)
 
 
-def _measured_apart(totals):
+def _two_reductions(totals):
   def totals_and_counts(x_BL, ids_BL, num_segments):
     ones_BL = jnp.ones_like(x_BL)
     return (
@@ -190,11 +193,14 @@ def _measured_apart(totals):
   return totals_and_counts
 
 
-def _measured_together(x_BL, ids_BL, num_segments):
-  """Sums and counts in one scatter of pairs, hardly slower than of numbers."""
+def _one_scatter(x_BL, ids_BL, num_segments):
+  """Returns sums and counts from one scatter of pairs.
+
+  It is hardly slower than a scatter of numbers.
+  """
   pairs_BL2 = jnp.stack([x_BL, jnp.ones_like(x_BL)], axis=-1)
-  both_BT2 = _totals_segment_sum(pairs_BL2, ids_BL, num_segments)
-  return both_BT2[..., 0], both_BT2[..., 1]
+  sums_BT2 = _totals_segment_sum(pairs_BL2, ids_BL, num_segments)
+  return sums_BT2[..., 0], sums_BT2[..., 1]
 
 
 class _Implementation(typing.NamedTuple):
@@ -205,13 +211,13 @@ class _Implementation(typing.NamedTuple):
 
 IMPLEMENTATIONS = {
   'segment_sum': _Implementation(
-    _totals_segment_sum, _spread_segment_sum, _measured_together
+    _totals_segment_sum, _spread_segment_sum, _one_scatter
   ),
   'unrolled': _Implementation(
-    _totals_unrolled, _spread_unrolled, _measured_apart(_totals_unrolled)
+    _totals_unrolled, _spread_unrolled, _two_reductions(_totals_unrolled)
   ),
   'broadcast': _Implementation(
-    _totals_broadcast, _spread_broadcast, _measured_apart(_totals_broadcast)
+    _totals_broadcast, _spread_broadcast, _two_reductions(_totals_broadcast)
   ),
 }
 
@@ -260,7 +266,7 @@ def segment_counts(
 def segment_spread(
   x_BT: Array, segments: Segments, *, implementation: str = 'auto'
 ) -> Array:
-  """Gives every token its segment's value: [B, L]; 0 outside all segments."""
+  """Returns for every token its segment's value; 0 outside all segments."""
   chosen = _choose(implementation, segments.num)
   return chosen.spread(x_BT, segments.ids_BL, segments.num)
 
@@ -277,11 +283,15 @@ def _means_forward(x_BL, ids_BL, num_segments, implementation):
   return chosen.spread(means_BT, ids_BL, num_segments), (ids_BL, counts_BT)
 
 
-def _means_backward(num_segments, implementation, residuals, pulled_BL):
-  """Takes means of the cotangents: taking means is its own transpose."""
+def _means_backward(num_segments, implementation, residuals, cotangent_BL):
+  """Returns segment means of the cotangents.
+
+  The mean over a segment, given to each of its tokens, is a symmetric matrix,
+  so the transpose of taking means is taking means.
+  """
   ids_BL, counts_BT = residuals
   chosen = _choose(implementation, num_segments)
-  totals_BT = chosen.totals(pulled_BL, ids_BL, num_segments)
+  totals_BT = chosen.totals(cotangent_BL, ids_BL, num_segments)
   means_BT = masking.divide(totals_BT, counts_BT)
   return chosen.spread(means_BT, ids_BL, num_segments), None
 
@@ -292,7 +302,7 @@ _means.defvjp(_means_forward, _means_backward)
 def segment_means(
   x_BL: Array, segments: Segments, *, implementation: str = 'auto'
 ) -> Array:
-  """Gives every token the mean of its segment: [B, L]; 0 outside all."""
+  """Returns for every token the mean of its segment; 0 outside all segments."""
   return _means(x_BL, segments.ids_BL, segments.num, implementation)
 
 

@@ -60,7 +60,7 @@ def _score(arrays, row, coefficient=_ENTROPY):
   ],
 )
 def test_loss_and_gradient_are_those_of_the_plain_loops(name, changes, poison):
-  row = batches.row_of(name, **changes)
+  row = batches.algorithm_options(name, **changes)
   arrays, batch, logprobs, entropy = batch_arrays.arrays(poison=poison)
   found = _score(arrays, row)
   twin = loss_twin.policy_loss(row, logprobs, entropy, batch, _ENTROPY)
@@ -96,7 +96,7 @@ def test_loss_and_gradient_are_those_of_the_plain_loops(name, changes, poison):
 
 def test_norm_gradient_divides_by_the_norm_over_logprobs():
   arrays, batch, logprobs, entropy = batch_arrays.arrays(spread=0.6)
-  row = batches.row_of('s_ppo', **{_NORM: 'gradient'})
+  row = batches.algorithm_options('s_ppo', **{_NORM: 'gradient'})
   row['correction']['clipping_bias']['floor'] = 1e-6
   found = _score(arrays, row)
   mask, advantages = batch.loss_mask_BL, batch.advantages_BL
@@ -104,7 +104,7 @@ def test_norm_gradient_divides_by_the_norm_over_logprobs():
   outside = mask & ((ratio < 0.8) | (ratio > 1.2))
   norm = np.linalg.norm((ratio * advantages)[outside]) / mask.sum()
   assert norm > 1e-3
-  plain = batches.row_of('token_ppo')
+  plain = batches.algorithm_options('token_ppo')
   whole = _score(arrays, plain).arrays['dloss_dlogprobs_BL']
   np.testing.assert_allclose(
     found.arrays['dloss_dlogprobs_BL'], whole / norm, rtol=1e-10
@@ -114,24 +114,26 @@ def test_norm_gradient_divides_by_the_norm_over_logprobs():
 
 def test_equal_algorithms_have_equal_scores():
   arrays, *_ = batch_arrays.arrays()
-  a = _score(arrays, batches.row_of('s_ppo', **{_TAU: math.inf}))
-  b = _score(arrays, batches.row_of('token_ppo'))
+  a = _score(arrays, batches.algorithm_options('s_ppo', **{_TAU: math.inf}))
+  b = _score(arrays, batches.algorithm_options('token_ppo'))
   assert a.metrics == pytest.approx(b.metrics, rel=1e-12, abs=1e-12)
   for name in a.arrays:
     np.testing.assert_allclose(a.arrays[name], b.arrays[name], rtol=1e-12)
-  tight = _score(arrays, batches.row_of('s_ppo', **{_TAU: 1.1}))
+  tight = _score(arrays, batches.algorithm_options('s_ppo', **{_TAU: 1.1}))
   assert tight.metrics['stab/scale'] < 1
   assert tight.metrics['loss'] != b.metrics['loss']
 
 
 def test_a_file_with_five_arrays_is_enough():
   arrays, *_ = batch_arrays.arrays()
-  whole = _score(arrays, batches.row_of('st_ppo'), 0.0)
+  whole = _score(arrays, batches.algorithm_options('st_ppo'), 0.0)
   needs = lab.required_arrays(
     batches.algorithm('st_ppo'), entropy_coefficient=0.0
   )
   assert len(needs) == 5
-  few = _score({n: arrays[n] for n in needs}, batches.row_of('st_ppo'), 0.0)
+  few = _score(
+    {n: arrays[n] for n in needs}, batches.algorithm_options('st_ppo'), 0.0
+  )
   for name in few.arrays:
     np.testing.assert_allclose(few.arrays[name], whole.arrays[name], rtol=1e-12)
   said = set(whole.metrics) - set(few.metrics)
@@ -163,7 +165,7 @@ def test_a_batch_without_a_trained_token_gives_zeros(shape):
       batches.algorithm('st_ppo'), entropy_coefficient=0.0
     )
   }
-  found = _score(arrays, batches.row_of('st_ppo'), 0.0)
+  found = _score(arrays, batches.algorithm_options('st_ppo'), 0.0)
   assert set(found.metrics.values()) <= {0.0, 1.0}  # rho's scale is 1
   assert found.metrics['loss'] == 0
   for name, x in found.arrays.items():
@@ -176,7 +178,7 @@ def test_only_a_metric_that_the_algorithm_does_not_use_may_overflow():
   """Squares of 1e200 overflow; the loss and its gradient do not."""
   arrays, batch, *_ = batch_arrays.arrays()
   arrays['advantages_BL'] = arrays['advantages_BL'] * 1e200
-  found = _score(arrays, batches.row_of('token_ppo'), 0.0)
+  found = _score(arrays, batches.algorithm_options('token_ppo'), 0.0)
   assert found.metrics['stab/norm_clipped'] == math.inf
   assert not np.isfinite(found.metrics['stab/rho'])
   gradient = found.arrays['dloss_dlogprobs_BL']
@@ -186,9 +188,9 @@ def test_only_a_metric_that_the_algorithm_does_not_use_may_overflow():
   with pytest.raises(
     saved_batch.NotFinite, match='^stab/norm_clipped, stab/norm_un'
   ):
-    _score(arrays, batches.row_of('s_ppo'), 0.0)
+    _score(arrays, batches.algorithm_options('s_ppo'), 0.0)
   arrays['advantages_BL'][batch.loss_mask_BL] = 1.7e308
   with pytest.raises(
     saved_batch.NotFinite, match='^loss: not finite in float64'
   ):
-    _score(arrays, batches.row_of('token_ppo'), 0.0)
+    _score(arrays, batches.algorithm_options('token_ppo'), 0.0)

@@ -23,7 +23,7 @@ def test_score_gives_the_numbers_of_the_plain_loops(file, tmp_path, capsys):
     '--set', f'{lab_calls.TAU}=1.1', '--set=ratio.gradient=token',
     '--set', 'bounds.clip_low=0.1', f'--out={out}',
   )  # fmt: skip
-  row = batches.row_of(
+  row = batches.algorithm_options(
     'st_ppo',
     correction__clipping_bias__tau=1.1,
     ratio__gradient='token',

@@ -84,7 +84,7 @@ _TWICE = ('clipping_bias', 'clipping_bias')
   ],
 )
 def test_one_problem_is_one_line(key, value, rule):
-  algorithm = batches.row_of()
+  algorithm = batches.algorithm_options()
   section = algorithm
   *path, last = key.split('__')
   for step in path:
@@ -106,7 +106,7 @@ def test_infinite_tau_is_allowed_and_integers_become_floats():
 
 
 def test_options_that_exclude_each_other():
-  row = batches.row_of(
+  row = batches.algorithm_options(
     advantage__steps='turn',
     advantage__observation_tokens='included',
     **{
@@ -124,7 +124,7 @@ def test_options_that_exclude_each_other():
 
 @pytest.mark.parametrize('wrap', [dict, config_dict.ConfigDict])
 def test_all_problems_at_once(wrap):
-  row = batches.row_of(ratio__reduce='max', **{_BIAS + 'floor': 0.0})
+  row = batches.algorithm_options(ratio__reduce='max', **{_BIAS + 'floor': 0.0})
   row['bound'] = {}
   row['ratio']['levels'] = 'turn'
   del row['kl']['where']
@@ -149,15 +149,15 @@ def test_all_problems_at_once(wrap):
   [
     (
       {'bounds__name': 'entropy_scaled', 'bounds__most': 0.1},
-      'algorithm.bounds.most=0.1: must be 0.5 or greater, as least is',
+      'algorithm.bounds.most=0.1: must be 0.5 (least) or greater',
     ),
     (
       {'bounds__name': 'balanced', 'bounds__high_limit': 1.1},
-      'algorithm.bounds.high_limit=1.1: must be 1.2 or greater, as high is',
+      'algorithm.bounds.high_limit=1.1: must be 1.2 (high) or greater',
     ),
     (
       {'bounds__name': 'balanced', 'bounds__low_limit': 0.5},
-      'algorithm.bounds.low_limit=0.5: must be 0.6 or greater, as low is',
+      'algorithm.bounds.low_limit=0.5: must be 0.6 (low) or greater',
     ),
     (
       {'objective__name': 'dual_clip', 'objective__c': 1.0},
@@ -185,7 +185,9 @@ def test_all_problems_at_once(wrap):
   ],
 )
 def test_options_of_a_section_that_do_not_fit(changes, line):
-  assert algorithm_lib.check_algorithm(batches.row_of(**changes)) == [line]
+  assert algorithm_lib.check_algorithm(
+    batches.algorithm_options(**changes)
+  ) == [line]
 
 
 _TABLES = {

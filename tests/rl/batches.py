@@ -106,24 +106,24 @@ def poison(batch, value):
   )
 
 
-def row_of(name='token_ppo', **changes):
-  """A row of the table, changed at dotted keys written with `__`."""
-  row = copy.deepcopy(algorithms.ALGORITHMS[name])
+def algorithm_options(name='token_ppo', **changes):
+  """Returns an algorithm of the table, changed at keys like `bounds__c`."""
+  options = copy.deepcopy(algorithms.ALGORITHMS[name])
   for key, value in changes.items():
     *path, last = key.split('__')
-    block = row
+    section = options
     for step in path:
-      block = block[step]
-    assert last in block, key
-    if last == 'name':  # brings its own options
-      row[path[0]] = algorithms.choice(path[0], value)
+      section = section[step]
+    assert last in section, key
+    if last == 'name':  # another choice has other options
+      options[path[0]] = algorithms.choice(path[0], value)
     else:
-      block[last] = value
-  return row
+      section[last] = value
+  return options
 
 
 def algorithm(name='token_ppo', **changes):
-  return algorithm_lib.build_algorithm(row_of(name, **changes))
+  return algorithm_lib.build_algorithm(algorithm_options(name, **changes))
 
 
 def device(batch):

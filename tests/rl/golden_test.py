@@ -29,14 +29,14 @@ from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import losses
 from stppo_jax.rl import masking
 from tests.rl import batches
-from tests.rl import golden_rows
+from tests.rl import golden_algorithms
 
 T = 4
 TOLERANCE = {'rtol': 1e-6, 'atol': 1e-9}
 
 
 def _load(name):
-  with np.load(golden_rows.FAMILY / f'{name}.npz') as file:
+  with np.load(golden_algorithms.FAMILY / f'{name}.npz') as file:
     return dict(file)
 
 
@@ -119,7 +119,7 @@ def _policy_loss(algorithm, arrays, entropy_coefficient, num_turns):
 
 def _scale(case):
   """What their loss is multiplied by to have our denominator."""
-  if case in golden_rows.ALL_ROWS_COUNT:
+  if case in golden_algorithms.ALL_ROWS_COUNT:
     return ROWS.size / ROWS.sum()
   if case.endswith('geo_rs'):  # verl: rejected tokens leave the count too
     return GOLDEN[case]['kept_BL'].sum() / MASK.sum()
@@ -135,17 +135,17 @@ def _changes(case):
   return {}
 
 
-@pytest.mark.parametrize('case', golden_rows.POLICIES)
+@pytest.mark.parametrize('case', golden_algorithms.POLICIES)
 def test_the_loss_and_its_gradient_are_theirs(case):
-  row, changes = golden_rows.POLICIES[case]
+  row, changes = golden_algorithms.POLICIES[case]
   golden = GOLDEN[case]
   coefficient = (
-    golden_rows.OPTIONS['entropy_coefficient']
-    if case in golden_rows.ENTROPY
+    golden_algorithms.OPTIONS['entropy_coefficient']
+    if case in golden_algorithms.ENTROPY
     else 0.0
   )
   gradient_BL, out = _policy_loss(
-    batches.algorithm(row, **{**golden_rows.PLAIN, **changes}),
+    batches.algorithm(row, **{**golden_algorithms.PLAIN, **changes}),
     _poisoned(**_changes(case)),
     coefficient,
     T,
@@ -162,15 +162,15 @@ def test_the_loss_and_its_gradient_are_theirs(case):
 
 def test_every_golden_number_is_compared():
   compared = set().union(
-    golden_rows.POLICIES,
-    golden_rows.VALUES,
-    golden_rows.ADVANTAGES,
-    golden_rows.OTHERS,
+    golden_algorithms.POLICIES,
+    golden_algorithms.VALUES,
+    golden_algorithms.ADVANTAGES,
+    golden_algorithms.OTHERS,
   )
   assert set(GOLDEN) == compared
 
 
-@pytest.mark.parametrize('case', golden_rows.VALUES)
+@pytest.mark.parametrize('case', golden_algorithms.VALUES)
 def test_the_value_loss_is_theirs(case):
   arrays = _poisoned()
 
@@ -181,7 +181,7 @@ def test_the_value_loss_is_theirs(case):
       arrays['old_values_BL'],
       arrays['returns_BL'],
       MASK,
-      clip=golden_rows.OPTIONS['value_clip'],
+      clip=golden_algorithms.OPTIONS['value_clip'],
     )
     return total / count
 
@@ -190,9 +190,9 @@ def test_the_value_loss_is_theirs(case):
   _close(gradient_BL, GOLDEN[case]['gradient_BL'])
 
 
-@pytest.mark.parametrize('case', golden_rows.ADVANTAGES)
+@pytest.mark.parametrize('case', golden_algorithms.ADVANTAGES)
 def test_the_advantages_are_theirs(case):
-  name, changes = golden_rows.ADVANTAGES[case]
+  name, changes = golden_algorithms.ADVANTAGES[case]
   golden = GOLDEN[case]
   options = algorithms.choice('advantage', name, **changes)
 
@@ -239,7 +239,7 @@ def test_rewards_with_a_penalty_are_theirs():
     arrays['rewards_BL'],
     kl_BL,
     MASK,
-    coefficient=golden_rows.OPTIONS['kl_coefficient'],
+    coefficient=golden_algorithms.OPTIONS['kl_coefficient'],
   )
   _close(rewards_BL, GOLDEN['verl.kl_reward']['rewards_BL'], MASK)
 

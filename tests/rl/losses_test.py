@@ -99,7 +99,7 @@ ALL = pytest.mark.parametrize('case', CASES)
 
 def _row(case):
   name, changes = CASES[case]
-  return batches.row_of(name, **changes)
+  return batches.algorithm_options(name, **changes)
 
 
 def _algorithm(case):
