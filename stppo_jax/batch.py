@@ -33,16 +33,16 @@ class TokenBatch:
     group_ids_B: int32, the same number for all rows of one question.
     sentence_ids_BL: int32, the sentence 1..L of the row that a token of the
       policy belongs to; 0: the policy did not write it. None unless an
-      algorithm asks for sentences.
+      algorithm uses sentences.
     state_ids_BL: int32, the same number for turns that began in the same state
       (same question, same latest observation); 0: the policy did not write the
       token.
     loss_positions_BM: int32, the positions of the loss mask in order, filled up
       with L. None: results are wanted at all positions.
     expert_ids: int [B, L, layers, E], the experts that the policy must visit in
-      an update (routing replay); negative where its router chooses. The
-      sampler's come with the batch, the old policy's from `annotate`. None: the
-      router chooses everywhere.
+      an update (routing replay); negative where its router chooses. Those
+      of the sampler come with the packed batch, those of the old policy from
+      `annotate`. None: the router chooses everywhere.
     expert_visits_BX: float32, how often a row's tokens visited each expert, in
       all layers of the old policy; None without experts.
     old_logprobs_BL: float32, log-probabilities by the trainer before the first

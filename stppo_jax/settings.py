@@ -1,4 +1,4 @@
-"""Nested settings: their dotted keys, and rules that their values must keep."""
+"""Nested settings: their dotted keys, and rules for their values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 
 class Rule(NamedTuple):
-  """A rule that a value must keep, with its words.
+  """A rule that a value must satisfy, and its description.
 
   Attributes:
-    holds: whether a value keeps the rule.
+    holds: function that returns whether a value satisfies the rule.
     allowed: the rule in words, to follow "must be".
   """
 
@@ -21,8 +21,8 @@ def flatten(section: Any, prefix: str = '') -> dict[str, Any]:
   """Returns dotted key to value of all values in a section.
 
   Args:
-    section: a mapping or a ConfigDict, which is none; some of its values may be
-      such sections again.
+    section: a mapping, or a ConfigDict (which is not a `Mapping`); some of its
+      values may be such sections again.
     prefix: precedes every key.
   """
   flat = {}

@@ -2,7 +2,7 @@
 
 Nothing here imports jax. `rollout/pack.py` turns trajectories into arrays.
 
-Shapes: N tokens that the policy wrote in a turn, O tokens of an observation.
+L tokens that the policy wrote in a turn, O tokens of an observation.
 """
 
 from collections.abc import Mapping
@@ -66,17 +66,17 @@ class Turn:
   """One turn of the policy and the observation that followed it.
 
   Attributes:
-    token_ids: [N] int32, the tokens as they were sampled, with the closing tag
+    token_ids: [L] int32, the tokens as they were sampled, with the closing tag
       or EOS.
-    sampler_logprobs: [N] float32, the log-probability of each token in the
+    sampler_logprobs: [L] float32, the log-probability of each token in the
       sampler at the run's temperature, without truncation.
     observation_ids: [O] int32, the tokens of the environment's answer; may be
       empty.
-    action: what the turn did, in the environment's words; 'invalid' if it did
+    action: the environment's name for what the turn did; 'invalid' if it did
       nothing (`envs.protocol.INVALID`).
     reward: the weighted reward of the turn itself, which is not part of the
       outcome reward.
-    truncated_logprobs: [N] float32, the log-probability of each token in the
+    truncated_logprobs: [L] float32, the log-probability of each token in the
       truncated distribution (top-k, top-p, min-p) that it was sampled from;
       None if the engine does not report it.
   """
@@ -101,7 +101,7 @@ class Trajectory:
     status: how the trajectory ended.
     scores: name to unweighted score (exact match, F1, ...). Scores are reported
       and never trained on.
-    version: how many steps of training the policy that wrote it had seen.
+    version: number of training steps that made the policy that sampled it.
     expert_ids: [tokens, layers, experts per token] int16, the experts that each
       token visited in the sampler, with prompt and observations; None if the
       engine does not report them.

@@ -26,7 +26,7 @@ def on_host(tree: Tree) -> Tree:
 
 
 def on_devices(tree: Tree) -> Tree:
-  """Returns arrays of host memory on the devices; others as they are."""
+  """Returns the arrays in device memory; those already there are kept."""
   return _moved(tree, _DEVICE)
 
 

@@ -91,7 +91,7 @@ def instructions(text: str) -> list[Instruction]:
   times = defaultdict(int)
   times[next(reversed(computations))] = 1  # the entry computation is last
   # Callees stand before their callers, so in reverse order a caller's count is
-  # known before it is handed down.
+  # complete before it is added to those of its callees.
   for name, lines in reversed(computations.items()):
     for line in lines:
       for kind, callee in _called(line['rest']):
@@ -117,7 +117,7 @@ def instructions(text: str) -> list[Instruction]:
 def collectives(text: str) -> list[Collective]:
   """Returns the collective operations of a program."""
   partitions = re.search(r'num_partitions=(\d+)', text)
-  everybody = int(partitions[1]) if partitions else 1
+  num_devices = int(partitions[1]) if partitions else 1
   found = []
   for line in instructions(text):
     kind = line.opcode.removesuffix('-start')
@@ -128,7 +128,7 @@ def collectives(text: str) -> list[Collective]:
       if not (line.opcode.endswith('-start') and kind != 'all-reduce'):
         size = line.size
       size = max(size, sum(map(_size, line.operands)))
-      devices = _group_size(line.rest) or everybody
+      devices = _group_size(line.rest) or num_devices
       found.append(Collective(kind, line.arrays, size, devices, line.times))
   return found
 
@@ -139,12 +139,12 @@ def operations(text: str) -> int:
   for line in instructions(text):
     if line.opcode == 'dot':
       contracted = re.search(r'lhs_contracting_dims=\{([\d,]*)\}', line.rest)
-      assert contracted is not None  # every dot has some, perhaps none listed
+      assert contracted is not None  # every dot has the list; it may be empty
       dims = [int(d) for d in contracted[1].split(',') if d]
       _, left = line.operands[0]
-      _, made = line.arrays[0]
+      _, result = line.arrays[0]
       inner = math.prod(left[d] for d in dims)
-      total += 2 * line.times * inner * math.prod(made)
+      total += 2 * line.times * inner * math.prod(result)
   return total
 
 
