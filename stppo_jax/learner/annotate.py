@@ -1,10 +1,10 @@
-"""Adds to a collected batch what its updates read.
+"""Adds log-probabilities, values and advantages to a collected batch.
 
 B trajectories, L tokens, M loss positions, X experts.
 
 Log-probabilities of the old policy and of the reference, values, the KL
 penalty, advantages and returns come from one jitted function over the whole
-collected batch, because whitening is over all of it. The models see one
+collected batch, because whitening is over all of it. The models compute one
 microbatch at a time, as in an update.
 """
 
@@ -43,9 +43,9 @@ class _Outputs(NamedTuple):
   """The outputs of the models for some rows.
 
   Attributes:
-    old_logprobs_BL, ref_logprobs_BL: of the sampled tokens.
-    values_BL: None without values.
-    expert_visits_BX: None without experts.
+    old_logprobs_BL, ref_logprobs_BL: log-probabilities of the sampled tokens.
+    values_BL: V before each token; None without a value model.
+    expert_visits_BX: visits to each expert; None without experts.
     expert_ids: the old policy's experts; None unless updates replay them.
   """
 
@@ -73,8 +73,8 @@ def annotate(
 
   Args:
     state: the policy about to be updated, and the value model.
-    batch: as packed.
-    algorithm: its numbers are leaves.
+    batch: the packed batch.
+    algorithm: the algorithm, whose numbers may be traced.
     reference: weights of the frozen reference policy; None: the base under the
       state's adapters.
     old: trained weights of the policy in the ratio's denominator; None: those
@@ -85,19 +85,20 @@ def annotate(
     num_turns: static, the largest number of turns of a trajectory.
     microbatch_size: static, rows that a model sees at once; divides B, or is at
       least B. 0: all.
-    routing_replay: static, which experts the updates visit: 'nowhere' (their
-      own choice), 'trainer' (those of the old policy's pass here) or 'sampler'
-      (those in the batch, which the old policy then visits too).
+    routing_replay: static, which experts the updates visit: 'nowhere' (those
+      that the router picks), 'trainer' (those of the old policy's pass here) or
+      'sampler' (those in the batch, which the old policy then visits too).
 
   Returns:
     The annotated batch and scalar metrics: mismatch with the sampler,
     divergence from the reference, values, returns and advantages.
 
   Raises:
-    ValueError: a replay of experts that are not known.
+    ValueError: experts are to be replayed that the batch or the model lacks.
   """
   _check_routing(batch, models.policy, routing_replay)
-  # Cast once, outside the loop over microbatches: the gathers move this dtype.
+  # Cast once, outside the loop over microbatches, so that gathers between
+  # devices move the smaller dtype.
   dtype = models.policy.config.dtype
   params, frozen = forward.cast_params(state, state.frozen, dtype)
   reference, old = precision.cast((reference, old), dtype)
@@ -207,7 +208,7 @@ def _model_outputs(
       **kwargs,
       temperature=temperature,
     )
-  # The reference routes its tokens itself: it has nothing to replay.
+  # The reference's own routers choose its experts: only the policy replays.
   ref_logprobs_BL, _ = policy.plain_policy.logprobs_and_entropy(
     reference,
     **{name: x for name, x in kwargs.items() if name != 'expert_ids'},
@@ -217,7 +218,7 @@ def _model_outputs(
   if outputs.routing is not None:
     visits_BX = outputs.routing.visits_BX
   if routing_replay == 'trainer' and outputs.routing is not None:
-    # int16, like a sampler's: no model has more experts than it can count.
+    # int16, as the sampler reports them, is enough to number the experts.
     expert_ids = outputs.routing.expert_ids.astype(jnp.int16)
   return _Outputs(
     outputs.logprobs_BL,
@@ -231,7 +232,7 @@ def _model_outputs(
 def _check_routing(
   batch: batch_lib.TokenBatch, policy: functional.Model, routing_replay: str
 ) -> None:
-  """Raises ValueError where no experts are known that could be replayed."""
+  """Raises ValueError if experts are to be replayed that are not given."""
   given = batch.expert_ids is not None
   if (routing_replay == 'sampler') != given:
     state = 'have' if given else 'lack'

@@ -1,11 +1,11 @@
-"""An update on one CPU device; every core works on its own microbatches.
+"""Updates on one CPU device, every core on its own share of microbatches.
 
 XLA's CPU backend splits every single operation over all cores and joins them
-again after it. On microbatches that fit a core's cache an operation is over
-before that pays: at the quickstart's sizes the cores wait more than they
+again after it. On microbatches that fit a core's cache an operation is too
+short for that to pay: at the quickstart's sizes the cores wait more than they
 compute. Here every core runs a whole program on its share of the microbatches,
-and the cores meet only where the minibatch must be known as a whole: at its
-statistics and at the sum of the gradients.
+and the cores are joined only for numbers of the whole minibatch: its statistics
+and the sum of its gradients.
 
 The result is that of `update.update` up to the order of the float32 sums. A
 mesh of several devices splits the rows itself and does not use this module.
@@ -38,9 +38,10 @@ Tree = Any
 def is_supported(
   mesh: jax.sharding.Mesh, algorithm: algorithm_lib.Algorithm
 ) -> bool:
-  """Returns whether one CPU is the whole mesh and microbatches may be small.
+  """Returns whether the mesh is one CPU and microbatches may be small.
 
-  A correction whose scope is the microbatch would change with their size.
+  They may not under a correction whose scope is the microbatch, because its
+  result depends on their size.
   """
   correction = algorithm.correction
   of_microbatch = (

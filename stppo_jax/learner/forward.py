@@ -36,7 +36,7 @@ def trained_params(state: state_lib.TrainState) -> TrainedParams:
 def cast_params(
   state: state_lib.TrainState, frozen: functional.Params | None, dtype: str
 ) -> tuple[TrainedParams, functional.Params | None]:
-  """Casts trained and frozen weights to the dtype of the activations.
+  """Returns trained and frozen weights in the dtype of the activations.
 
   Call it outside a loop over microbatches, so that the cast copies are made
   once and the gathers between devices move the smaller dtype.
@@ -57,7 +57,7 @@ def token_outputs(
 ) -> functional.TokenOutputs:
   """Returns log-probabilities, entropy and values of sequences.
 
-  With a shared backbone this is one pass, else one of each model.
+  With a shared backbone this is one pass; otherwise it is one of each model.
 
   Args:
     params: trained weights.
@@ -66,8 +66,8 @@ def token_outputs(
     lengths_B: tokens of each row without padding; None: all are tokens.
     loss_positions_BM: where log-probabilities and entropy are wanted; None:
       everywhere. Values are wanted everywhere.
-    expert_ids: experts that the policy must visit, see `TokenBatch`; None: its
-      own choice.
+    expert_ids: experts that the policy must visit, see `TokenBatch`; None: the
+      routers choose.
     models: policy and value model.
     temperature: the sampling temperature.
   """

@@ -1,4 +1,4 @@
-"""The device side of a run: its layouts, and jitted annotate and update."""
+"""The device side of a run: layouts, and the jitted annotate and update."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -33,7 +33,7 @@ from stppo_jax.rl import kl as kl_lib
 
 
 class Learner:
-  """Makes, annotates with, and updates the train state of a config.
+  """Makes the train state of a config, annotates batches and updates it.
 
   Args:
     config: the run's config.
@@ -41,13 +41,13 @@ class Learner:
     mesh: the mesh of training.
 
   Attributes:
-    policy: the policy without adapters and value head: what others load, and
-      what the engine decodes with.
+    policy: the policy without adapters and value head, as it is exported and
+      as the engine decodes with it.
     mesh: the mesh of training.
 
   Raises:
     ValueError: weights that do not fit the shape, a mesh that does not divide
-      it, or a backend without host memory for a reference that shall be kept
+      it, or a backend without host memory for a reference that is to be kept
       there.
   """
 
@@ -135,8 +135,8 @@ class Learner:
         routing_replay=updates.routing_replay,
       )
     )
-    # The layout is pinned. Left to the compiler, an updated state would lie
-    # elsewhere than a new or restored one, and the update would compile twice.
+    # The layout is pinned. The compiler might lay out an updated state other
+    # than a new or restored one, and then the update would compile twice.
     layout = dataclasses.replace(self._layout, frozen=None)
     self._update = jax.jit(
       functools.partial(
@@ -163,9 +163,11 @@ class Learner:
     return init(params)
 
   def reference(self) -> functional.Params | None:
-    """Returns the frozen reference: its own directory, or the run's start.
+    """Returns the weights of the frozen reference.
 
-    None under adapters whose base is the reference: the state holds it.
+    They are read from a directory of their own or, like the policy's, from the
+    start of the run. None under adapters whose base is the reference, because
+    the state contains the base.
     """
     if not self._has_own_reference:
       return None
@@ -220,10 +222,11 @@ class Learner:
     """Takes one optimiser step on some rows; see `update.update`.
 
     Args:
-      state: consumed, but for its frozen part.
-      batch: annotated.
+      state: the state before, whose arrays but the frozen ones are donated.
+      batch: the annotated batch.
       rows: the rows of the minibatch, from `minibatches`.
-      step: the training step; the policy rests while the values warm up.
+      step: the training step; during the value warm-up the policy stays as it
+        is.
     """
     learns = step >= self._config.loss.value_warmup_steps
     frozen = state.frozen
@@ -243,7 +246,7 @@ class Learner:
     batch: batch_lib.TokenBatch,
     step: int,
   ) -> tuple[state_lib.TrainState, dict[str, float]]:
-    """Makes all updates of a step, as `training/loop.py` does.
+    """Does all updates of a step, as `training/loop.py` does.
 
     Returns:
       The new state and the metrics of `summarize`.
@@ -262,7 +265,7 @@ class Learner:
     *,
     expert_ids: jax.Array | None = None,
   ) -> functional.TokenOutputs:
-    """See `forward.token_outputs`; the rows are laid out like a batch's."""
+    """Returns `forward.token_outputs` of rows laid out like a batch's."""
     return self._token_outputs(
       forward.trained_params(state),
       state.frozen,
@@ -272,9 +275,9 @@ class Learner:
 
   @property
   def kl_coefficient(self) -> float:
-    """The weight of the divergence from the reference, now.
+    """The current weight of the divergence from the reference.
 
-    With an adaptive controller it is state, and a checkpoint must hold it.
+    With an adaptive controller it is state, and a checkpoint must contain it.
     """
     return float(self._algorithm.kl.coefficient)
 
@@ -284,10 +287,10 @@ class Learner:
     self._algorithm = dataclasses.replace(self._algorithm, kl=kl)
 
   def adapt_kl(self, kl: float, num_trajectories: int) -> None:
-    """Lets the controller set the coefficient for the next step.
+    """Sets the coefficient for the next step by the controller.
 
     Args:
-      kl: divergence in this step, nats per trajectory.
+      kl: the divergence in this step, nats per trajectory.
       num_trajectories: valid trajectories of this step.
     """
     options = self._algorithm.kl
@@ -300,7 +303,7 @@ class Learner:
     )
 
   def copy_policy(self, state: state_lib.TrainState) -> functional.Params:
-    """Copies the policy's trained weights, which an update will consume."""
+    """Copies the policy's trained weights, which an update donates."""
     return self._copy(state.policy.params)
 
   def merged_params(
@@ -323,7 +326,7 @@ class Learner:
     return merge(state.frozen, params)
 
   def abstract_state(self, state: state_lib.TrainState) -> state_lib.TrainState:
-    """Returns a tree like those in the run's checkpoints, to restore one."""
+    """Returns a tree with the structure of the run's checkpoints."""
     published = (state.policy.params,) * self._config.rollout.steps_ahead
     return dataclasses.replace(state, published=published, frozen=None)
 
@@ -336,7 +339,7 @@ class Learner:
   def lower_update(
     self, packed: batch_lib.TokenBatch
   ) -> tuple[state_lib.TrainState, functional.Params | None, Any]:
-    """Lowers an update from shapes alone: nothing is loaded or computed.
+    """Lowers an update from shapes alone; nothing is loaded or computed.
 
     Args:
       packed: shapes of a packed batch.
@@ -345,15 +348,15 @@ class Learner:
       Shapes and layouts of state and reference, and the lowered update.
     """
     weights = jax.eval_shape(self.policy.init, jax.random.key(0))
-    fixed = jax.eval_shape(
+    cast = jax.eval_shape(
       lambda params: precision.cast(params, self.policy.config.dtype), weights
     )
-    start = weights if self._policy.lora is None else fixed
+    start = weights if self._policy.lora is None else cast
     state = _with_shardings(jax.eval_shape(self._init, start), self._layout)
     reference = None
     if self._has_own_reference:
-      layout = sharding.param_shardings(fixed, self.mesh)
-      reference = _with_shardings(fixed, layout)
+      layout = sharding.param_shardings(cast, self.mesh)
+      reference = _with_shardings(cast, layout)
     batch, _ = jax.eval_shape(
       self._annotate, state, packed, self._algorithm, reference=reference
     )
@@ -393,7 +396,7 @@ def summarize(outputs: Sequence[loss_lib.LossOutputs]) -> dict[str, float]:
 
 
 def _with_shardings(shapes, layouts):
-  """Attaches layouts to shapes."""
+  """Returns the shapes with layouts attached."""
   return jax.tree.map(
     lambda s, layout: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=layout),
     shapes,

@@ -23,9 +23,9 @@ def loss(
 ) -> Array:
   """Returns a microbatch's share of `moe.load_balance`; the shares add up.
 
-  The load (how often each expert was visited) is data: it was counted over the
-  minibatch in the old policy's pass. With routing replay, and before the first
-  update, it is also the load of this pass.
+  The load (how often each expert was visited) has no gradient: it was counted
+  over the minibatch in the old policy's pass. With routing replay, and before
+  the first update, it is also the load of this pass.
 
   Args:
     probs_BX: router probabilities of the microbatch, see `moe.Routing`; the
@@ -42,6 +42,6 @@ def loss(
 
 
 def _valid_rows(x_BX: Array, batch: batch_lib.TokenBatch) -> Array:
-  """Sets the rows without loss tokens to 0."""
+  """Returns x with 0 in the rows without loss tokens."""
   valid_B = jnp.any(batch.loss_mask_BL, axis=1)
   return masking.select(x_BX, jnp.broadcast_to(valid_B[:, None], x_BX.shape))

@@ -31,7 +31,7 @@ Tree = Any
 
 
 class UpdateSpec(NamedTuple):
-  """The models, optimisers and static sizes that an update compiles in.
+  """The models, optimisers and static sizes of a compiled update.
 
   Attributes:
     policy: the policy model.
@@ -57,8 +57,8 @@ class Coefficients(NamedTuple):
 
   Attributes:
     entropy: weight of the entropy bonus.
-    value_clip: distance from the old value that is trusted.
-    value: weight of the value loss where one backbone learns both losses.
+    value_clip: the greatest trusted distance from the old value.
+    value: weight of the value loss where policy and value share a backbone.
     load_balance: weight of the load-balance loss of a policy with experts.
   """
 
@@ -86,7 +86,7 @@ class MinibatchContext(NamedTuple):
 
 
 class LossOutputs(NamedTuple):
-  """The report of a loss beside its value; sums over microbatches add up.
+  """The metrics and diagnostics of a loss; those of microbatches add up.
 
   Attributes:
     metrics: scalars.
@@ -114,10 +114,10 @@ def loss(
       `forward.cast_params`.
     frozen: the base under adapters; None where everything is trained.
     microbatch: annotated rows.
-    context: from `minibatch_context` of the rows' minibatch.
-    algorithm: its numbers are leaves.
-    coefficients: runtime numbers.
-    spec: static.
+    context: `minibatch_context` of the minibatch that the rows belong to.
+    algorithm: the algorithm, whose numbers may be traced.
+    coefficients: the coefficients of the terms.
+    spec: models and static sizes.
   """
   terms, outputs = loss_terms(
     params, frozen, microbatch, context, algorithm, coefficients, spec=spec
@@ -135,9 +135,10 @@ def loss_terms(
   *,
   spec: UpdateSpec,
 ) -> tuple[gradients_lib.LossTerms, LossOutputs]:
-  """Returns the terms of `loss` before they are added; the same arguments.
+  """Returns the terms of `loss` before they are added.
 
-  The bias term is 0 unless the algorithm divides by its gradient's norm.
+  The arguments are those of `loss`. The bias term is 0 unless the algorithm
+  divides by its gradient's norm.
   """
   outputs = _policy_outputs(params.policy, frozen, microbatch, spec)
   policy = losses.policy_loss(
@@ -170,7 +171,7 @@ def loss_terms(
       lengths_B=microbatch.lengths_B,
       loss_positions_BM=microbatch.loss_positions_BM,
     )
-    # A value model of its own has a learning rate of its own.
+    # A separate value model has its own learning rate instead of a coefficient.
     value_coefficient = 1.0
   if values_BL is not None:
     value = losses.value_loss(
@@ -205,10 +206,10 @@ def policy_outputs(
   *,
   spec: UpdateSpec,
 ) -> tuple[Array, Array]:
-  """Returns log-probabilities and entropy of all microbatches, no gradient.
+  """Returns log-probabilities and entropy of all microbatches.
 
-  This is the additional forward pass that an algorithm with minibatch
-  statistics costs; see `minibatch_context`.
+  This forward pass, which is not differentiated, is the additional cost of an
+  algorithm with minibatch statistics; see `minibatch_context`.
 
   Args:
     params, frozen, spec: see `loss`.
@@ -233,14 +234,14 @@ def minibatch_context(
   *,
   spec: UpdateSpec,
 ) -> MinibatchContext:
-  """Forms what every microbatch reads of its whole minibatch.
+  """Returns the numbers of a whole minibatch that its microbatches read.
 
   Args:
     batch: the minibatch.
     algorithm: see `loss`.
     outputs: from `policy_outputs`; None where the minibatch is one microbatch,
-      or the algorithm has no `uses_minibatch_statistics`.
-    spec: static.
+      or where `algorithm.uses_minibatch_statistics` is false.
+    spec: models and static sizes.
   """
   statistics = None
   if outputs is not None:

@@ -60,7 +60,8 @@ def accumulate(
   """Sums one output of a function over microbatches and stacks the other.
 
   Args:
-    function: maps a microbatch to (what is summed, what is stacked).
+    function: maps a microbatch to a pair (tree to be summed, tree to be
+      stacked).
     microbatches: arrays [n, B / n, ...] from `split`; n = 1 takes no loop.
 
   Returns:
@@ -70,6 +71,8 @@ def accumulate(
   if len(jax.tree.leaves(microbatches)[0]) == 1:
     sums, outputs = function(first)
     return sums, jax.tree.map(lambda x: x[None], outputs)
+  # The carry starts from zeros of the summands' shapes, not from the first
+  # microbatch's sum, so that the program of the function is compiled once.
   shapes, _ = jax.eval_shape(function, first)
   zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
@@ -81,7 +84,7 @@ def accumulate(
 
 
 def to_accumulator(gradient: Tree, mesh: jax.sharding.Mesh | None) -> Tree:
-  """Casts a gradient to float32 and lays it out like the parameters.
+  """Returns a gradient in float32, laid out like the parameters.
 
   Without the constraint the compiler may keep the sum over microbatches
   replicated, which costs every device the memory of the whole gradient. How the

@@ -8,8 +8,8 @@ def minibatch_rows(
 ) -> list[np.ndarray]:
   """Returns the row numbers of each minibatch of an epoch.
 
-  Every epoch of every step is a permutation of its own. None of it is state, so
-  a resumed run sees the same minibatches.
+  Every epoch of every step has its own permutation. It is derived from the
+  arguments and not stored, so a resumed run uses the same minibatches.
 
   Args:
     num_rows: rows of the collected batch.

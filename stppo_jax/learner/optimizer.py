@@ -20,9 +20,10 @@ class Hyperparameters(NamedTuple):
   """Numbers of an optimiser step; another value does not recompile.
 
   Attributes:
-    learning_rate: after the warm-up.
+    learning_rate: the rate after the warm-up.
     warmup_updates: updates over which the rate rises linearly from 0.
-    weight_decay: decoupled, as in AdamW.
+    weight_decay: share of a weight subtracted per unit of the rate, as in
+      AdamW.
     max_grad_norm: the global norm that a gradient is clipped to.
   """
 

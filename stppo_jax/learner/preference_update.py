@@ -53,7 +53,7 @@ def update(
   in the metric `update/skipped`.
 
   Args:
-    state: the policy before; donate it.
+    state: the policy before the update; donate it.
     batch: the pairs.
     hyperparameters: runtime numbers.
     reference: weights of the frozen reference.
@@ -69,8 +69,8 @@ def update(
   """
 
   def loss(params, microbatch):
-    # [P, 2, ...] to rows of pair 0's preferred, its dispreferred, pair 1's ...:
-    # each device keeps its own rows.
+    # From [Q, 2, ...] to rows: pair 0's preferred, pair 0's dispreferred, pair
+    # 1's preferred, ... In this order each device keeps its own rows.
     rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), microbatch)
     outputs = policy.divergence(
       state_lib.join_frozen(policy, frozen, params),
@@ -94,7 +94,7 @@ def update(
     )
     return loss.total, loss
 
-  # Cast once an update, outside the loop over microbatches.
+  # Cast once per update, outside the loop over microbatches.
   params, reference, frozen = precision.cast(
     (state.params, reference, frozen), policy.config.dtype
   )

@@ -36,7 +36,7 @@ class ModelState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-  """All arrays that a run needs to go on.
+  """All arrays that a run needs to continue.
 
   Attributes:
     policy: the policy.
@@ -60,12 +60,12 @@ def join_frozen(
   frozen: functional.Params | None,
   params: functional.Params,
 ) -> functional.Params:
-  """Joins trained weights with their frozen base into what a model takes.
+  """Returns trained weights joined with their frozen base, as models use them.
 
   Args:
     model: the policy or the value model.
     frozen: the state's frozen weights; None where everything is trained.
-    params: trained weights of the model, of now or of an earlier update.
+    params: trained weights of the model, current or of an earlier update.
   """
   return params if frozen is None else model.join_params(frozen, params)
 
@@ -79,19 +79,19 @@ def init(
   policy_optimizer: optimizer_lib.Optimizer,
   value_optimizer: optimizer_lib.Optimizer,
 ) -> TrainState:
-  """Makes the state before the first update; jit it or trace its shapes.
+  """Returns the state before the first update; jit it or trace its shapes.
 
   The value model starts from the policy's layers too. Value heads are zero.
 
   Args:
     weights: a policy's weights without adapters; donate them: they become the
       trained weights or, in the dtype they come in, the frozen base.
-    key: of the adapters' random numbers.
+    key: the random key of the adapters.
     policy, value: the models.
     policy_optimizer, value_optimizer: the optimisers.
 
   Raises:
-    ValueError: adapters for names that no layer has.
+    ValueError: the targets of the adapters match no layer.
   """
   lora = policy.lora is not None
 

@@ -63,12 +63,12 @@ def update(
   the metric `update/skipped`.
 
   Args:
-    state: the state before, without its frozen weights; donate it.
+    state: the state before the update, without its frozen weights; donate it.
     batch: the annotated minibatch.
-    algorithm: its numbers are leaves.
+    algorithm: the algorithm, whose numbers may be traced.
     hyperparameters: runtime numbers.
     frozen: the base under adapters; None where everything is trained.
-    spec: static.
+    spec: models and static sizes.
 
   Returns:
     The new state, and metrics with diagnostics of the ratios.
@@ -90,10 +90,10 @@ def update_rows(
   rows_sharding: jax.sharding.NamedSharding,
   spec: loss_lib.UpdateSpec,
 ) -> tuple[state_lib.TrainState, loss_lib.LossOutputs]:
-  """Updates on some rows of a batch, laid out anew; see `update`.
+  """Updates on some rows of a batch, laid out again; see `update`.
 
-  Selecting the rows is part of the program: as two programs in flight, both
-  with collectives, they can block each other on CPU devices.
+  Selecting the rows and updating are one program: two programs in flight, both
+  with collectives, can block each other on CPU devices.
   """
   minibatch = jax.tree.map(
     lambda x: jax.lax.with_sharding_constraint(x[rows], rows_sharding), batch
@@ -114,7 +114,7 @@ def gradients(
 
   Args:
     state, batch, algorithm, frozen, spec: see `update`.
-    coefficients: of the loss.
+    coefficients: the coefficients of the loss terms.
   """
   params, frozen = forward.cast_params(state, frozen, spec.policy.config.dtype)
   microbatches = microbatches_lib.split(batch, spec.num_microbatches)
@@ -179,7 +179,7 @@ def finish_gradients(
   sums: tuple[Tree, dict[str, Array]],
   diagnostics: diagnostics_lib.Diagnostics,
 ) -> tuple[forward.TrainedParams, loss_lib.LossOutputs]:
-  """Makes one gradient of what `sum_gradients` found over the minibatch."""
+  """Returns gradient and outputs of a minibatch from `sum_gradients`."""
   gradient, metrics = sums
   bias_norm = jnp.zeros(())
   if algorithm.divides_by_bias_norm:
@@ -202,7 +202,7 @@ def apply_gradients(
   *,
   spec: loss_lib.UpdateSpec,
 ) -> tuple[state_lib.TrainState, loss_lib.LossOutputs]:
-  """Steps both optimisers along finite gradients; see `update`."""
+  """Takes a step of both optimisers if the gradients are finite."""
   metrics = dict(outputs.metrics)
   new_policy, report = _step(
     spec.policy_optimizer,

@@ -10,12 +10,12 @@ from stppo_jax.models import precision
 from stppo_jax.models.hf import load
 from stppo_jax.parallel import sharding
 
-# The dtype that weights are trained in, whatever dtype computes with them.
+# The dtype of trained weights, whatever the dtype of the activations.
 TRAINED = 'float32'
 
 
 def compute_options(config) -> dict[str, Any]:
-  """Returns how a run's models are computed, whatever their shape."""
+  """Returns the options of a config that choose how its models compute."""
   return {
     'dtype': config.model.dtype,
     'remat': config.updates.remat,
@@ -51,8 +51,8 @@ def load_frozen(
 ) -> functional.Params:
   """Loads weights that are not trained: a LoRA base, or the reference.
 
-  They are kept in the dtype that they are computed in. Where the files hold
-  more bits than that, an export of merged adapters lacks these bits.
+  They are kept in the dtype of the activations. If that has fewer bits than the
+  files, an export of merged adapters has fewer bits, too.
   """
   params = load_or_init(config, path, policy, mesh)
   return precision.cast_and_delete(params, policy.config.dtype)
