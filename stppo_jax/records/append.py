@@ -1,10 +1,10 @@
-"""Appending records to a file, of which a full disk must not leave a half."""
+"""Appends records to a file, whole ones only, even when the disk is full."""
 
 import pathlib
 
 
 def append(path: pathlib.Path, data: bytes) -> None:
-  """Appends all of the data or, if that fails, nothing of it.
+  """Appends all of the data or, if that fails, none of it.
 
   Raises:
     OSError: nothing was written; the file is as it was.

@@ -1,12 +1,12 @@
-"""Checkpoints that are verified when read, and set aside when bad.
+"""Checkpoints that are verified when read, and set aside when damaged.
 
     workdir/checkpoints/<step>/state      the arrays, as Orbax writes them
-                              /manifest   JSON: what they must be, host state
-                       /<step>.corrupt    found bad, kept for inspection
+                              /manifest   JSON: rules for the arrays, host state
+                       /<step>.corrupt    a damaged step, kept for inspection
 
-Orbax commits a step by one rename, so that a killed save leaves none. It
-verifies nothing, though: a flipped bit loads silently and another dtype is
-cast. Hence the manifest: shape, dtype and a fingerprint of every leaf.
+Orbax commits a step by one rename, so that a killed save leaves no step. But it
+verifies nothing: a flipped bit loads silently, and another dtype is cast.
+Therefore the manifest has the shape, dtype and fingerprint of every leaf.
 """
 
 from collections.abc import Callable
@@ -34,19 +34,19 @@ class CorruptCheckpoints(RuntimeError):
 
 
 class SaveFailed(RuntimeError):
-  """A step could not be saved; the ones before it are untouched."""
+  """A step could not be saved; earlier steps are unchanged."""
 
   exit_code = 75
 
 
 class OtherState(RuntimeError):
-  """A sound checkpoint is of another model: the config is wrong."""
+  """A checkpoint that is not damaged but of another model than the config's."""
 
   exit_code = 2
 
 
 class _Damaged(Exception):
-  """A step must not be loaded; the message says why."""
+  """A step that must not be loaded; the message names the damage."""
 
 
 class Checkpointer:
@@ -68,8 +68,8 @@ class Checkpointer:
       workdir: the run's folder.
       keep: the number of the newest steps that are kept; None: all.
       read_only: whether nothing may be changed, as in the folder of a run that
-        may be alive: what looks like the rest of a killed save may be a save
-        under way.
+        may be going on: files that look like the rest of a killed save may be a
+        save in progress.
     """
     self._folder = pathlib.Path(workdir).resolve() / 'checkpoints'
     self._read_only = read_only
@@ -86,15 +86,15 @@ class Checkpointer:
     )
 
   def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
-    """Saves a step; when this returns it is on disk.
+    """Saves a step and waits until it is on disk.
 
-    A step that is there already is not written again, because states are
+    A step that exists already is not written again, because states are
     functions of the step.
 
     Args:
       step: the number of steps that are done.
       state: a pytree of arrays, sharded in any way.
-      host: what else belongs to the state; must survive JSON.
+      host: further values of the state, which JSON can write.
 
     Raises:
       SaveFailed: nothing of this step remains, older steps are intact.
@@ -117,7 +117,7 @@ class Checkpointer:
       'host': json.loads(json.dumps(host, allow_nan=False)),
     }
     manifest['digest'] = _digest(manifest)
-    # Whatever stops a save (a full disk above all) is one error to the loop.
+    # Every error of a save, such as a full disk, is the same to the caller.
     try:
       self._manager.save(
         step,
@@ -135,7 +135,7 @@ class Checkpointer:
       ) from error
 
   def steps(self) -> list[int]:
-    """Returns the steps that are there, valid or not, in order."""
+    """Returns the steps that exist, valid or not, in order."""
     return sorted(self._manager.all_steps())
 
   def restore_latest(
@@ -144,12 +144,13 @@ class Checkpointer:
     """Returns the newest valid step, or None if nothing was ever saved.
 
     A damaged step (truncated, flipped bits, foreign) is renamed to
-    `<step>.corrupt` with a warning, and the next older one is tried. Opened
-    read-only, a damaged step is passed over.
+    `<step>.corrupt` with a warning, and the next older one is tried. It is
+    renamed, not deleted, for inspection, and not left, because a step of the
+    same number will be saved. If opened read-only, a damaged step is skipped.
 
     Args:
       abstract_state: a pytree of `jax.ShapeDtypeStruct` with shardings, or of
-        arrays: the structure, and where each leaf goes.
+        arrays: the structure, and the sharding of each leaf.
       subtree: the dotted path, such as 'policy.params', of the subtree of the
         saved state that is wanted; nothing else is read. '': the whole state.
         Only for a checkpointer that is read-only and never reads whole states.
@@ -168,25 +169,27 @@ class Checkpointer:
       raise ValueError(
         f'subtree={subtree!r}: {self._folder} is open for writing'
       )
-    passed_over = []
-    for found in reversed(self.steps()):
-      if step not in (None, found):
+    skipped = []
+    for saved in reversed(self.steps()):
+      if step not in (None, saved):
         continue
       try:
-        state, host = self._restore(found, abstract_state, subtree)
+        state, host = self._restore(saved, abstract_state, subtree)
       except _Damaged as error:
         if self._read_only:
-          passed_over.append(str(found))
-          fate = 'passed over'
+          skipped.append(str(saved))
+          action = 'passed over'
         else:
-          fate = f'set aside as {self._set_aside(found)}'
-        _log.warning('checkpoint %d is not valid (%s); %s', found, error, fate)
+          action = f'set aside as {self._set_aside(saved)}'
+        _log.warning(
+          'checkpoint %d is not valid (%s); %s', saved, error, action
+        )
       else:
-        return found, state, host
-    # Those set aside by earlier starts count: training anew beside them would
-    # hide that a run was lost.
+        return saved, state, host
+    # Steps that earlier starts have set aside count too: if the run then began
+    # again from step 0, nobody would notice that it was lost.
     corrupt = sorted(path.name for path in self._folder.glob('*.corrupt*'))
-    corrupt += passed_over
+    corrupt += skipped
     if corrupt:
       raise CorruptCheckpoints(
         f'{self._folder}: only corrupt checkpoints left: {", ".join(corrupt)}'
@@ -201,7 +204,7 @@ class Checkpointer:
     """Returns the state and the JSON record of a step.
 
     Raises:
-      _Damaged, OtherState: it must not be loaded.
+      _Damaged, OtherState: the step must not be loaded.
     """
     prefix = f'{subtree}.' if subtree else ''
     wanted = {f'{prefix}{k}': x for k, x in _named(abstract_state).items()}
@@ -226,10 +229,10 @@ class Checkpointer:
       )['state']
     )
     leaves = [restored[name] for name in wanted]
-    for name, found in zip(wanted, fingerprints(leaves)):
+    for name, number in zip(wanted, fingerprints(leaves)):
       expected = manifest['leaves'][name]['fingerprint']
-      if found != expected:
-        raise _Damaged(f'{name}: fingerprint {found}, saved as {expected}')
+      if number != expected:
+        raise _Damaged(f'{name}: fingerprint {number}, saved as {expected}')
     treedef = jax.tree.structure(abstract_state)
     return jax.tree.unflatten(treedef, leaves), manifest['host']
 
@@ -260,9 +263,13 @@ class Checkpointer:
         )
 
   def _attempt(self, read: Callable[[], Any]) -> Any:
-    """Returns `read()`; an error on any process is damage on all of them."""
-    # A damaged file can raise anything in its readers. What is no evidence of
-    # damage (no memory, no permission) passes through.
+    """Returns `read()`; an error on any process is damage on all of them.
+
+    The processes vote, because each must set the same step aside and restore
+    the same older one: otherwise they would wait in different collectives.
+    """
+    # A damaged file can raise anything in its readers. Errors that are no
+    # evidence of damage (no memory, no permission) are raised as they are.
     result: Any = None
     problem: str | None = None
     try:
@@ -281,7 +288,11 @@ class Checkpointer:
     return result
 
   def _set_aside(self, step: int) -> str:
-    """Renames the folder of a step, on the first process; its new name."""
+    """Renames the folder of a step on the first process; returns the new name.
+
+    Every process first chooses the name, then waits for the others before and
+    after the rename, so that none sees the folder renamed while it chooses.
+    """
     source = self._folder / str(step)
     target = self._folder / f'{step}.corrupt'
     count = 1
@@ -299,12 +310,13 @@ class Checkpointer:
 
 
 def fingerprints(arrays: list[jax.Array]) -> list[int]:
-  """Returns a number in [0, 2^32) for each array, the same if sharded.
+  """Returns a number in [0, 2^32) for each array, for any sharding the same.
 
       sum_i weight(i) bits(x_i)  mod 2^32,  weight(i) odd, i row-major
 
-  An odd weight times a power of two is not 0 mod 2^32: no single flipped bit
-  is missed. Integer sums do not depend on their order, hence not on the mesh.
+  A flipped bit changes the sum by an odd weight times a power of two, which is
+  not 0 mod 2^32, so every single flipped bit is noticed. Integer sums do not
+  depend on their order and therefore not on the mesh.
   """
   results = [_fingerprint(array) for array in arrays]  # dispatched together
   return [int(np.asarray(result)) for result in results]
@@ -316,7 +328,7 @@ def _fingerprint(x: jax.Array) -> jax.Array:
     x = x.astype(jnp.uint8)
   size = x.dtype.itemsize
   unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[size]
-  # Eight bytes become two words on a new last axis.
+  # Eight bytes become two 32-bit words on a new last axis.
   words = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
   position = jnp.zeros(words.shape, jnp.uint32)
   stride = 1
@@ -339,7 +351,7 @@ def _named(tree: Any) -> dict[str, Any]:
 
 
 def _kind(leaf: Any) -> dict[str, Any]:
-  """Returns shape and dtype of a leaf, as they stand in a manifest."""
+  """Returns shape and dtype of a leaf, in the form of a manifest."""
   return {'shape': list(leaf.shape), 'dtype': str(leaf.dtype)}
 
 

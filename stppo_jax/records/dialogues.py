@@ -1,7 +1,7 @@
-"""Trajectory records as text that a person can read in a terminal.
+"""Shows trajectory records as text for a terminal.
 
-Text of models and passages can hold anything, even commands to the terminal:
-every control character or invisible one is shown as its escape.
+Text of models and passages can contain anything, even commands to the terminal:
+every control character and every invisible one is shown as its escape.
 """
 
 from collections.abc import Mapping
@@ -14,8 +14,8 @@ import unicodedata
 import rich.console
 import rich.text
 
-# Role -> (style, mark at the start of each line). The marks carry the roles
-# where there is no colour.
+# Role -> (style, mark at the start of each line). Where there is no colour, the
+# marks show the roles.
 _ROLES = {
   'question': ('bold', '?'),
   'prompt': ('dim', '.'),
@@ -40,7 +40,7 @@ def escape(text: str) -> str:
 
 
 def render(record: Mapping[str, Any], *, colour: bool) -> str:
-  """Returns a dialogue, its lines marked by the role that they belong to.
+  """Returns a dialogue as text, with the mark of its role before each line.
 
   Args:
     record: a record of `trajectory_metrics.record`.

@@ -20,7 +20,7 @@ _KL = {
   'critic/kl': 'to the reference',
 }
 _WINDOW = 5  # steps
-# Of Okabe and Ito: colour-blind people can tell them apart, also in grey.
+# The palette of Okabe and Ito, which colour-blind people can distinguish.
 _COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
 _GREY = '#666666'
 _STYLE: dict[Any, Any] = {
@@ -69,10 +69,10 @@ def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
   """Returns the mean of the last `window` values at each place; skips nans."""
   means = np.full(len(values), math.nan)
   for i in range(len(values)):
-    seen = values[max(i + 1 - window, 0) : i + 1]
-    seen = seen[~np.isnan(seen)]
-    if len(seen):
-      means[i] = seen.mean()
+    recent = values[max(i + 1 - window, 0) : i + 1]
+    recent = recent[~np.isnan(recent)]
+    if len(recent):
+      means[i] = recent.mean()
   return means
 
 
@@ -81,9 +81,10 @@ def learning_curve(
 ) -> None:
   """Draws score, clip fraction and KL over steps, one below the other.
 
-  Top: the training score of each step (dots) and its mean of five steps, and
-  the main score of every evaluation set. Middle: the share of tokens outside
-  the band, by level. Bottom: KL divergence. What was not logged is left out.
+  The top panel has the training score of each step (dots), its mean of five
+  steps, and the main score of every evaluation set; the middle one the share of
+  tokens outside the clipping band, by level; the bottom one the KL divergence.
+  Metrics that were not logged are left out.
 
   Raises:
     ValueError: the metrics have no line.
@@ -124,10 +125,10 @@ def _draw_score(axes, metrics: Mapping[str, np.ndarray]):
     axes.set_ylim(bottom - margin, top + margin)
   sets = sorted(name for name in metrics if name.startswith(_EVALUATION))
   for i, name in enumerate(sets):
-    seen = ~np.isnan(metrics[name])
+    evaluated = ~np.isnan(metrics[name])
     axes.plot(
-      steps[seen],
-      metrics[name][seen],
+      steps[evaluated],
+      metrics[name][evaluated],
       'o-',
       color=_COLOURS[i % len(_COLOURS)],
       markersize=4,

@@ -12,7 +12,7 @@ import rich.console
 import rich.progress
 import rich.text
 
-# What is shown, and the metrics that it is made of (CONTRACTS.md names).
+# The metrics that a line shows.
 _REWARD = 'critic/score/mean'
 _EVALUATION = 'val/'  # then the name of the score, then of the data set
 _THROUGHPUT = 'perf/throughput'
@@ -39,7 +39,8 @@ class Progress:
     self._console = console or rich.console.Console(highlight=False)
     self._clock = clock
     self._start = clock()
-    self._first = None  # steps done before this start; a run can resume
+    # The steps that were done before this start, because a run can be resumed.
+    self._first = None
     self._shown = {}
     self._score_name = ''
     self._bar = None
@@ -54,7 +55,7 @@ class Progress:
       self._bar.start()
 
   def update(self, done: int, metrics: Mapping[str, float]) -> None:
-    """Shows that `done` steps of the run are done; 0: the start is scored."""
+    """Shows that `done` steps are done; 0 = only the start is evaluated."""
     line = self._line(done, metrics)
     if self._bar is not None:
       self._bar.update(self._task, completed=done, description=line)
@@ -62,7 +63,7 @@ class Progress:
       self._console.print(line, soft_wrap=True)
 
   def show(self, text: str) -> None:
-    """Prints text above the bar, as it is."""
+    """Prints text above the bar, with the colours that it has."""
     self._console.print(rich.text.Text.from_ansi(text), soft_wrap=True)
 
   def close(self) -> None:
@@ -92,7 +93,7 @@ class Progress:
     return '  '.join(words)
 
   def _eta(self, done):
-    """Returns the remaining h:mm:ss, at the mean pace since this start."""
+    """Returns the remaining h:mm:ss, by the mean pace since this start."""
     pace = (self._clock() - self._start) / (done - self._first)
     seconds = pace * max(self._num_steps - done, 0)
     return str(datetime.timedelta(seconds=round(seconds)))

@@ -1,9 +1,9 @@
 """A TensorBoard event file, written in the calling thread.
 
-tensorboardX's own `SummaryWriter` hands events to a thread. When the disk is
-full that thread dies, its queue fills up, and the next `add_scalar` waits for
-ever. Here an error is raised where it happens. The format is TFRecord frames of
-`Event` messages.
+tensorboardX's own `SummaryWriter` writes events in another thread. When the
+disk is full that thread dies, its queue fills up, and the next `add_scalar`
+waits for ever. Here the error is raised in the call that writes. The format is
+TFRecord frames of `Event` messages.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,8 @@ from tensorboardX.proto import summary_pb2 as _summary_pb2
 
 from stppo_jax.records import append
 
-# Their classes are made at run time, unknown to type checkers.
+# The classes of these modules are made at run time, so type checkers do not
+# find them.
 event_pb2: Any = _event_pb2
 summary_pb2: Any = _summary_pb2
 
@@ -31,9 +32,9 @@ class EventFile:
     """Makes the folder and opens the file.
 
     Args:
-      folder: what `tensorboard --logdir` is given.
-      purge_step: the first step of which TensorBoard forgets what earlier files
-        of the folder say; None: none.
+      folder: the folder to name in `tensorboard --logdir`.
+      purge_step: the first step whose events in earlier files of the folder
+        TensorBoard ignores; None: none.
 
     Raises:
       OSError: the file cannot be written.

@@ -38,11 +38,11 @@ def step_metrics(
     laps: the seconds of waiting for the collection, annotating and updating,
       by the names of `Timer`.
     packed: the step's batch.
-    collect_seconds: how long the collection took; more than the wait for it
-      where it was made ahead.
-    save_seconds: how long the save after the step before took, which its own
-      line could not hold.
-    num_epochs: passes over the batch.
+    collect_seconds: the duration of the collection; longer than the wait for it
+      if it was made ahead.
+    save_seconds: the duration of the save after the last step, whose own line
+      was written before the save.
+    num_epochs: the number of passes over the batch.
   """
   tokens = float(packed.lengths_B.sum())
   sampled = float((packed.turn_ids_BL > 0).sum())

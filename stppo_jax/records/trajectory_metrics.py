@@ -1,4 +1,4 @@
-"""Metrics of a collection, and its trajectories as readable records."""
+"""Computes the metrics of a collection, and records of its trajectories."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -18,11 +18,10 @@ def valid_fraction(trajectories: Sequence[types.Trajectory]) -> float:
 
 
 def zero_variance(group: Sequence[types.Trajectory]) -> bool:
-  """Returns whether two or more valid trajectories all earned the same.
+  """Returns whether a group has two or more valid, equally rewarded rows.
 
-  Such a group has no advantages: with outcomes of 0 or 1, all are right or all
-  are wrong. Totals are compared, turn rewards included, in float32, as the
-  trainer sees them.
+  All advantages of such a group are 0. Totals with turn rewards are compared,
+  in float32, the precision of the learner.
   """
   valid = _valid(group)
   totals = {np.float32(t.reward + t.turn_reward) for t in valid}
@@ -33,14 +32,14 @@ def measure_groups(
   groups: Sequence[Sequence[types.Trajectory]],
 ) -> dict[str, float]:
   """Returns the share of groups of two or more without variance."""
-  idle = [zero_variance(group) for group in groups if len(_valid(group)) >= 2]
-  return {'rollout/zero_variance_groups': _mean(idle)}
+  uniform = [zero_variance(g) for g in groups if len(_valid(g)) >= 2]
+  return {'rollout/zero_variance_groups': _mean(uniform)}
 
 
 def measure_staleness(
   trajectories: Sequence[types.Trajectory], step: int
 ) -> dict[str, float]:
-  """Returns by how many steps the sampling policies are behind the step's."""
+  """Returns the mean number of steps that sampling policies are behind."""
   behind = [step - trajectory.version for trajectory in trajectories]
   return {'rollout/staleness': _mean(behind)}
 
@@ -55,7 +54,7 @@ def measure(
 
   Args:
     trajectories: at least one.
-    environment: names the main score and adds statistics of its own.
+    environment: the environment, with its main score and its own statistics.
   """
   metrics = {
     f'rollout/status/{status.value}': float(
@@ -93,7 +92,7 @@ def measure(
     if turn.truncated_logprobs is not None
   ]
   if truncated:
-    # -log of the mass that may be drawn: 0 where nothing is cut off.
+    # -log of the probability that truncation leaves: 0 where it cuts nothing.
     metrics['mismatch/truncation'] = _mean(np.concatenate(truncated))
   metrics |= environment.statistics(valid)
   metrics |= {

@@ -1,11 +1,12 @@
-"""The writer of metrics and dialogues, and of a sink that may fail.
+"""Writes the metrics and dialogues of a run to files and to TensorBoard.
 
     workdir/metrics.jsonl              {"step": n, "name": number, ...} a line
     workdir/trajectories-000012.jsonl  dialogues of step 12, one a line
     workdir/tensorboard/               the same metrics again
 
-The first two are the source of truth. Metrics must never stop a run: an
-error of a file or a sink is counted in `writer/sink_errors` and logged once.
+The first two are complete; TensorBoard has a copy. Metrics must never stop a
+run: an error of a file or of TensorBoard is counted in `writer/sink_errors` and
+logged once.
 """
 
 from collections.abc import Callable
@@ -62,10 +63,11 @@ class Writer:
     self._logged = set()
 
   def truncate_after(self, step: int) -> None:
-    """Forgets what was written after `step`, so that resuming repeats nothing.
+    """Drops what was written after `step`, so that resuming repeats nothing.
 
-    Call it before the first `write` of a resumed run. Drops the lines of
-    larger steps, a torn last line, and the dialogues of larger steps.
+    This drops the lines of larger steps, an incomplete last line, and the
+    dialogues of larger steps. Call it before the first `write` of a resumed
+    run.
     """
     if self._metrics.exists():
       kept = [
@@ -73,7 +75,8 @@ class Writer:
         for line in self._metrics.read_bytes().splitlines(keepends=True)
         if _step_of(line) <= step
       ]
-      # By a rename: killed here, the file is the old one or the new one.
+      # By a rename, so that a process killed here leaves the old file or the
+      # new one.
       new = self._metrics.with_suffix('.new')
       new.write_bytes(b''.join(kept))
       os.replace(new, self._metrics)
@@ -88,8 +91,8 @@ class Writer:
 
     Args:
       step: the number of steps that are done with this one.
-      metrics: numbers by name; what is not finite is written as null, and its
-        value under `writer/non_finite`.
+      metrics: numbers by name; one that is not finite is written as null, and
+        as text in `writer/non_finite`.
     """
     finite: dict[str, float] = {}
     non_finite: dict[str, str] = {}
@@ -111,7 +114,7 @@ class Writer:
     self._display.update(step, finite)
 
   def write_trajectories(self, step: int, records: Sequence[Mapping]) -> None:
-    """Writes the first dialogues of a step, in the number that is kept."""
+    """Writes as many first dialogues of a step as a run keeps."""
     kept = records[: self._trajectories]
     if not kept:
       return
@@ -142,7 +145,7 @@ class Writer:
 
   def _counted(self, sink: str, call: Callable[[], None]) -> None:
     """Calls a sink; counts its errors, and logs the first one."""
-    # Whatever a sink raises, days of training are worth more than a line.
+    # Any error at all is caught: a lost line is better than a lost run.
     try:
       call()
     except Exception as error:
@@ -153,7 +156,7 @@ class Writer:
 
 
 def _step_of(line: bytes) -> float:
-  """Returns the step of a line of metrics; infinity if the line is torn."""
+  """Returns the step of a line of metrics; infinity if it is incomplete."""
   if not line.endswith(b'\n'):
     return math.inf
   try:
