@@ -1,8 +1,8 @@
-"""The pages about the algorithms: from the table to Markdown.
+"""Makes the Markdown pages about the algorithms from their table.
 
 Defaults, differences and choices are read from the table and from the options
-of `rl/`; the words are handed in. The pages therefore cannot disagree with the
-code: a test compares the files with what is made here.
+of `rl/`; the descriptions are an argument. A test compares the files in `docs/`
+with the pages that are made here, so they cannot disagree with the code.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ QUESTIONS = {
 }
 
 
-# What the options of an axis decide together: the title of its page.
+# Section of an algorithm -> title of its page.
 TITLES = {
   'ratio': 'The ratio',
   'bounds': 'The bounds of the ratio',
@@ -68,18 +68,18 @@ def choices() -> dict[str, list[str]]:
   An option that several estimators have, such as `advantage.whiten`, has the
   choices of all of them.
   """
-  found: dict[str, list[str]] = {}
+  result: dict[str, list[str]] = {}
   for key, rule in options_lib.rules(algorithm_lib.Algorithm):
     if not isinstance(rule, options_lib.Number):
-      names = found.setdefault(key, [])
+      names = result.setdefault(key, [])
       names += [name for name in rule.names if name not in names]
-  return found
+  return result
 
 
 def differences(algorithm: Algorithm, base: Algorithm) -> dict[str, Any]:
   """Returns the options in which an algorithm differs from another one.
 
-  Of a section with another name all options are given.
+  A section with another name is returned with all of its options.
   """
   changed = {}
   for kind, section in algorithm.items():
@@ -112,12 +112,12 @@ def pages(
     KeyError: an algorithm or a choice is not described.
   """
   base = next(iter(table.values()))
-  found = {'algorithms.md': _overview(table, groups, preference, texts)}
+  result = {'algorithms.md': _overview(table, groups, preference, texts)}
   for axis, title in TITLES.items():
-    found[_choices_path(axis)] = _choices_page(
+    result[_choices_path(axis)] = _choices_page(
       axis, title, base, defaults, texts
     )
-  return {path: _joined(parts) for path, parts in found.items()}
+  return {path: _joined(paragraphs) for path, paragraphs in result.items()}
 
 
 _NOTICE = '<!-- Made by `make docs` from configs/. Edits here are lost. -->'
@@ -127,14 +127,14 @@ def _choices_path(axis):
   return f'choices/{axis}.md'
 
 
-def _joined(parts):
-  return '\n\n'.join(part.strip('\n') for part in parts) + '\n'
+def _joined(paragraphs):
+  return '\n\n'.join(text.strip('\n') for text in paragraphs) + '\n'
 
 
 def _overview(table, groups, preference, texts) -> list[str]:
   """Returns the paragraphs of the page of the algorithms."""
   base_name, base = next(iter(table.items()))
-  parts = [
+  paragraphs = [
     '# Algorithms',
     _NOTICE,
     texts.PREAMBLE.INTRODUCTION,
@@ -158,25 +158,25 @@ def _overview(table, groups, preference, texts) -> list[str]:
     if name != base_name:
       differs = _settings(differences(algorithm, base)) or 'nothing'
       facts = {f'Differs from `{base_name}`': f'{differs}.', **facts}
-    parts += _entry(name, texts.ALGORITHMS[name], facts)
-  parts += ['## Preference losses', texts.PREAMBLE.PREFERENCES]
+    paragraphs += _entry(name, texts.ALGORITHMS[name], facts)
+  paragraphs += ['## Preference losses', texts.PREAMBLE.PREFERENCES]
   numbers = {key: preference[key] for key in ('beta', 'alpha')}
   for name, text in texts.PREFERENCES.items():
     used = {key: x for key, x in numbers.items() if key in text.equation}
-    parts += _entry(name, text, {'Options': f'{_settings(used)}.'})
-  return [*parts, f'## Every option of `{base_name}`', _every_option(base)]
+    paragraphs += _entry(name, text, {'Options': f'{_settings(used)}.'})
+  return [*paragraphs, f'## Every option of `{base_name}`', _every_option(base)]
 
 
 def _choices_page(axis, title, base, defaults, texts) -> list[str]:
   """Returns the paragraphs of the page of one axis."""
-  parts = [f'# {title}', _NOTICE, texts.PREAMBLE.CHOICES]
+  paragraphs = [f'# {title}', _NOTICE, texts.PREAMBLE.CHOICES]
   for key, question in QUESTIONS.items():
     if key.split('.')[0] == axis:
-      parts += [f'## {key}', question]
+      paragraphs += [f'## {key}', question]
       for name in choices()[key]:
         facts = _options(key, name, base, defaults)
-        parts += _entry(name, texts.CHOICES[key][name], facts)
-  return parts
+        paragraphs += _entry(name, texts.CHOICES[key][name], facts)
+  return paragraphs
 
 
 def _first_question(axis):
@@ -214,19 +214,19 @@ def _wrapped(text, subsequent_indent=''):
 
 
 def _linked(text):
-  """Makes links of arXiv ids, without the space, at which lines break."""
+  """Returns the text with links for arXiv ids, none of which a line breaks."""
   return re.sub(
     r'\barXiv (\d{4}\.\d{5})', r'[arXiv:\1](https://arxiv.org/abs/\1)', text
   )
 
 
 def _settings(flat):
-  """Returns `key=value` of every option, as on the command line."""
+  """Returns `key=value` for every option, as on the command line."""
   return ', '.join(f'`{key}={value}`' for key, value in flat.items())
 
 
 def _options(key, name, base, defaults):
-  """Returns the options that a choice brings, with their defaults."""
+  """Returns the options of a choice, with their defaults."""
   kind, _, leaf = key.rpartition('.')
   if leaf == 'name':
     values = defaults[kind][name]
@@ -276,11 +276,11 @@ def _summary(table):
 
 
 def _every_option(base):
-  """Returns the table of all options: key, default and what is allowed."""
+  """Returns the table of all options: key, default and allowed values."""
   lines = ['| option | default | allowed |', '| --- | --- | --- |']
-  known = rules(base)
+  rule_of_key = rules(base)
   for key, value in settings.flatten(base).items():
-    rule = known[key]
+    rule = rule_of_key[key]
     if isinstance(rule, options_lib.Number):
       allowed = rule.allowed
     else:

@@ -1,4 +1,4 @@
-"""Files of saved batches: npz archives that this or another program wrote."""
+"""Reads and writes the npz files of saved batches."""
 
 import os
 import pathlib
@@ -49,8 +49,8 @@ def _member(archive, name: str) -> np.ndarray:
   """Returns one array of an archive.
 
   Raises:
-    ValueError: it is no array of numbers. (numpy's own message would advise to
-      unpickle it, which is unsafe.)
+    ValueError: it is no array of numbers. (The message of numpy itself would
+      recommend to unpickle it, which is unsafe.)
   """
   problem = f'not a sound npz file: {name} is damaged, or no array of numbers'
   try:
@@ -71,9 +71,9 @@ def load_advantages(
   """Returns advantages_BL of a file such as `lab advantages` writes.
 
   Args:
-    path: of the file.
-    loss_mask_BL: of the saved batch that the advantages are for.
-    dtype: of the computation.
+    path: the path of the file.
+    loss_mask_BL: the loss mask of the saved batch that the advantages are for.
+    dtype: the dtype of the computation.
 
   Raises:
     OSError: there is no such file.

@@ -1,9 +1,8 @@
-"""Several algorithms beside each other on the same saved batch.
+"""Compares several algorithms on the same saved batch.
 
-B trajectories, L tokens. How far two algorithms agree is the cosine between
-their gradients with respect to logprobs_BL. What an algorithm ignores is the
-share of policy tokens that it silences: tokens whose gradient is exactly 0
-although their advantage is not.
+B trajectories, L tokens. The agreement of two algorithms is the cosine between
+their gradients with respect to logprobs_BL. A policy token is silenced by an
+algorithm if its gradient is exactly 0 although its advantage is not.
 """
 
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ SILENCED = 'silenced'
 
 
 class Comparison(NamedTuple):
-  """A comparison; its keys are the labels under which algorithms were given.
+  """The result of a comparison; all keys are labels of algorithms.
 
   Attributes:
     metrics: label to the metrics of `lab.score` and `silenced`.
@@ -41,7 +40,8 @@ def compare(
   """Scores every algorithm, without an entropy bonus.
 
   Args:
-    algorithms: by label; one algorithm may stand there with several settings.
+    algorithms: label to algorithm; an algorithm may have several labels, with
+      other settings under each.
     arrays: from `saved_batch.select`, with the `lab.required_arrays` of each.
 
   Raises:

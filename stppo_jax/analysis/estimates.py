@@ -1,8 +1,8 @@
-"""The advantages that an estimator computes from a saved batch.
+"""Computes the advantages of an estimator on a saved batch.
 
-B trajectories, L tokens. Nothing is random and nothing is trained. Rewards are
-those of the file; `penalized` subtracts the KL penalty as a run does that has
-it in its rewards.
+B trajectories, L tokens. Nothing is random and nothing is trained. The rewards
+are read from the file; `penalized` subtracts the KL penalty in the same way as
+a run with `kl.where` = 'reward'.
 """
 
 from collections.abc import Mapping
@@ -23,8 +23,8 @@ from stppo_jax.rl import options as options_lib
 
 # The arrays of which `penalized` computes the KL penalty.
 PENALTY_ARRAYS = ('old_logprobs_BL', 'ref_logprobs_BL')
-# Estimators for which a penalty on every token would count as a reward of its
-# turn; a run refuses the combination too.
+# Estimators that sum the rewards of a turn, to which a penalty on every token
+# would be added; a run refuses the combination too.
 _READ_TURN_REWARDS = frozenset({'turn_group'})
 _VALUES = frozenset({'old_values_BL', 'values_BL'})
 
@@ -81,7 +81,7 @@ def required_arrays(
 
 
 def check(estimator: Any, arrays: saved_batch.Arrays) -> None:
-  """Checks what `saved_batch.select` cannot know of an estimator.
+  """Checks the rules of an estimator, beyond those of `saved_batch.select`.
 
   Raises:
     ValueError: one line each for turn ids that decrease within a row (its turns

@@ -1,4 +1,4 @@
-"""The loss and the gradient that an algorithm computes on a saved batch.
+"""Computes the loss and the gradient of an algorithm on a saved batch.
 
 B trajectories, L tokens. The whole file is one minibatch and one microbatch,
 and the parameters are the log-probabilities themselves: the gradient is
@@ -79,8 +79,9 @@ def score(
     algorithm: the algorithm.
     arrays: from `saved_batch.select`, with the `required_arrays`; a batch
       without any row, token or loss position gives zeros.
-    entropy_coefficient: of the entropy bonus. It changes the loss but not the
-      gradient, as the entropy does not depend on `logprobs_BL` here.
+    entropy_coefficient: the coefficient of the entropy bonus. It changes the
+      loss but not the gradient, because the entropy does not depend on
+      `logprobs_BL` here.
 
   Raises:
     saved_batch.NotFinite: the loss, its gradient or a number that a correction
@@ -101,7 +102,7 @@ def score(
     )
   )
   metrics = {name: float(x) for name, x in metrics.items()}
-  # A metric may overflow: the caller leaves out what is not finite.
+  # A metric may overflow; the caller leaves out metrics that are not finite.
   with np.errstate(over='ignore', invalid='ignore'):
     metrics |= diagnostics_lib.summarize(diagnostics)
   if not has_entropy:
@@ -178,5 +179,5 @@ def _score(
 def _norm(x: jax.Array) -> jax.Array:
   """Returns |x|_2 of an array."""
   largest = jnp.max(jnp.abs(x))
-  # Otherwise squares overflow where the norm itself does not.
+  # Without the division, squares would overflow where the norm does not.
   return largest * jnp.sqrt(jnp.sum(jnp.square(masking.divide(x, largest))))

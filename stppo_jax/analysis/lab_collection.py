@@ -1,4 +1,4 @@
-"""One collection, annotated and then updated on, as arrays for the lab.
+"""Collects, annotates and updates once, and returns the arrays for the lab.
 
 B trajectories, L tokens. Trajectories are sampled and annotated, then some
 updates change the models, so that ratios differ from 1, and the updated models
@@ -45,11 +45,11 @@ def collect(
   adaptive controller changes during a run.
 
   Args:
-    config: of a run.
-    workdir: folder of a run, whose newest checkpoint samples (the folder is not
-      changed); None = the start of the config.
-    num_updates: optimiser steps after annotating; None = as many as a step of
-      the run makes.
+    config: the config of a run.
+    workdir: the folder of a run, whose newest checkpoint samples (the folder is
+      not changed); None = the start of the config.
+    num_updates: the number of optimiser steps after annotating; None = as many
+      as a step of the run makes.
 
   Raises:
     Exceptions with an `exit_code`, see `loop.train`.
@@ -93,6 +93,10 @@ def collect(
     num_epochs=config.updates.num_epochs,
     num_updates=num_updates,
   ):
+    # Each minibatch is a batch of its own with one epoch, see `_one_epoch`. A
+    # call of `learner.update` with the whole batch and these rows would do the
+    # same update by another compiled program, whose rounding differs: saved
+    # files would not have the same bits any more.
     minibatch = jax.tree.map(lambda x: x[rows], batch)
     state, _ = learner.update_epochs(state, minibatch, step)
   arrays = _arrays(batch) | _updated(learner, state, batch)
@@ -103,7 +107,7 @@ def collect(
 
 
 def _with_start(config, workdir):
-  """Returns the config with the path of the weights it starts from.
+  """Returns the config with the path of the weights that it starts from.
 
   Raises:
     Misconfigured: there are no such weights yet, or no such workdir.
@@ -120,7 +124,11 @@ def _with_start(config, workdir):
 
 
 def _one_epoch(config):
-  """Returns the config for a learner that gets one minibatch at a time."""
+  """Returns the config for a learner that gets one minibatch at a time.
+
+  `update_epochs` makes `num_epochs` passes over what it gets. The epochs of a
+  step are counted by `minibatches` here, so the learner must make one pass.
+  """
   config = config.copy_and_resolve_references()
   config.updates.num_epochs = 1
   return config
@@ -133,10 +141,10 @@ def _newest(
   with contextlib.closing(
     checkpoint.Checkpointer(workdir, read_only=True)
   ) as checkpoints:
-    found = checkpoint_state.newest(checkpoints, learner, state)
-  if found is None:
+    restored = checkpoint_state.newest(checkpoints, learner, state)
+  if restored is None:
     return 0, state
-  step, state, host = found
+  step, state, host = restored
   learner.kl_coefficient = host['kl_coefficient']
   return step, dataclasses.replace(state, published=())
 
@@ -152,11 +160,11 @@ def minibatches(
   """Yields the row numbers of minibatches, in the order of a step of a run.
 
   Args:
-    learner: which derives the minibatches.
-    num_rows: rows of the collected batch.
-    step: steps done before.
-    num_epochs: epochs of a step, which count where `num_updates` is None.
-    num_updates: how many minibatches, from as many epochs as that takes.
+    learner: derives the minibatches.
+    num_rows: the number of rows of the collected batch.
+    step: the number of steps done before.
+    num_epochs: the number of epochs, used if `num_updates` is None.
+    num_updates: the number of minibatches, from as many epochs as necessary.
   """
   epochs = range(num_epochs) if num_updates is None else itertools.count()
   every = (
@@ -179,7 +187,7 @@ def _arrays(batch: batch_lib.TokenBatch) -> dict[str, np.ndarray]:
 def _updated(
   learner: learner_lib.Learner, state: state_lib.TrainState, batch
 ) -> dict[str, np.ndarray]:
-  """Returns what the models of a state compute of a batch's tokens."""
+  """Returns the token outputs of a state's models on a batch."""
   tokens_BL, expert_ids = distributed.from_local_rows(
     (batch.tokens_BL, batch.expert_ids),
     sharding.batch_sharding(learner.mesh),

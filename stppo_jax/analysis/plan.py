@@ -1,13 +1,13 @@
-"""The memory and communication of an update on devices that are not at hand.
+"""Plans the memory and communication of an update on devices of another place.
 
 Models are shapes and devices are virtual; the program of the update is the one
-that a run would use, laid out and compiled by the compiler for CPUs. Sizes of
-parameters and optimiser states, and collectives, hold for any device;
-temporaries are those that the CPU compiler plans, accelerators plan their own.
+that a run would use, laid out and compiled by the compiler for CPUs. The sizes
+of parameters and optimiser states, and the collectives, are the same on any
+device; temporaries are planned by the CPU compiler and differ on accelerators.
 
-An engine of this host holds its weights, keys and values all the time, and so
+The engine of this host keeps its weights, keys and values all the time, and so
 does the engine of evaluations after the first one: both are counted. Batches
-and the policies of steps that are collected ahead are not.
+and the policies of steps that are collected ahead are not counted.
 """
 
 from collections.abc import Mapping
@@ -36,15 +36,16 @@ class Plan:
   """The plan of one update; sizes are bytes on one device.
 
   Attributes:
-    axes: sizes of the mesh axes.
-    sizes: name to bytes of everything that is held during an update, engines
-      included. A reference in host memory is not: it is on the devices only
-      before an update.
-    gradients: bytes of the float32 gradients, which live during an update.
-    temporaries: bytes that the compiled update needs beside its arguments,
-      gradients included; None where it was lowered only.
-    collectives: of the compiled update; empty where it was lowered only.
-    operations: multiplications and additions of its matrix products.
+    axes: the sizes of the mesh axes.
+    sizes: name to bytes of everything in memory during an update, engines
+      included. A reference in host memory is left out: it is on the devices
+      only before an update.
+    gradients: the bytes of the float32 gradients during an update.
+    temporaries: the bytes that the compiled update needs beside its arguments,
+      gradients included; None if it was lowered only.
+    collectives: the collectives of the compiled update; empty if it was lowered
+      only.
+    operations: the multiplications and additions of its matrix products.
   """
 
   axes: Mapping[str, int]
@@ -70,12 +71,12 @@ def make(
 ) -> Plan:
   """Returns the plan of a configuration on all devices.
 
-  Attention is that of the platform: on CPU it holds logits of length x length,
-  which the kernels of accelerators do not hold.
+  Attention is that of the platform: on CPU it needs logits of length x length,
+  which the kernels of accelerators do not need.
 
   Args:
-    config: of a run; of its model, `config.json` suffices.
-    length: tokens of a row.
+    config: the config of a run; of its model, `config.json` suffices.
+    length: the number of tokens of a row.
     loss_fraction: the largest share of a row's tokens that carries loss.
     compiles: whether the update is compiled; False = it is lowered only.
 
@@ -133,7 +134,7 @@ def make(
 
 
 def engine_sizes(config, policy: functional.Model) -> dict[str, int]:
-  """Returns the bytes that the engines hold on one device.
+  """Returns the bytes of the engines on one device, by name.
 
   Each device has all weights, in the dtype of the computation, and the keys and
   values of its share of the slots.
@@ -166,30 +167,30 @@ def engine_sizes(config, policy: functional.Model) -> dict[str, int]:
 def _packed(
   config, shape: model_config.ModelConfig, length: int, num_losses: int
 ) -> batch_lib.TokenBatch:
-  """Returns the shapes of a collected batch, as `pack` makes it."""
+  """Returns the shapes of a batch that `pack` would make."""
   rows = config.rollout.trajectories_per_step
 
-  def of(dtype, *shape: int) -> Any:  # a shape in place of an array
+  def per_row(dtype, *shape: int) -> Any:  # a shape in place of an array
     return jax.ShapeDtypeStruct((rows, *shape), dtype)
 
-  ids_BL, numbers_BL = of(jnp.int32, length), of(jnp.float32, length)
+  ids_BL, numbers_BL = per_row(jnp.int32, length), per_row(jnp.float32, length)
   by_sentence = config.algorithm.ratio.level == 'sentence'
   expert_ids = None
   if config.updates.routing_replay == 'sampler':
-    expert_ids = of(
+    expert_ids = per_row(
       jnp.int16, length, shape.num_layers, shape.num_experts_per_tok
     )
   return batch_lib.TokenBatch(
     tokens_BL=ids_BL,
-    lengths_B=of(jnp.int32),
+    lengths_B=per_row(jnp.int32),
     turn_ids_BL=ids_BL,
-    loss_mask_BL=of(jnp.bool_, length),
+    loss_mask_BL=per_row(jnp.bool_, length),
     sampler_logprobs_BL=numbers_BL,
     rewards_BL=numbers_BL,
-    group_ids_B=of(jnp.int32),
+    group_ids_B=per_row(jnp.int32),
     sentence_ids_BL=ids_BL if by_sentence else None,
     state_ids_BL=ids_BL,
-    loss_positions_BM=of(jnp.int32, num_losses),
+    loss_positions_BM=per_row(jnp.int32, num_losses),
     expert_ids=expert_ids,
   )
 

@@ -1,4 +1,4 @@
-"""Saved batches: the arrays of one collection, and what they must hold.
+"""Saved batches: the arrays of one collection, and the rules of their entries.
 
 B trajectories, L tokens. The arrays of a file (see `batch_file`) have the
 names, axes and meanings of `batch.TokenBatch`, except for these:
@@ -33,10 +33,10 @@ class NotFinite(ValueError):
 
 
 class ArrayKind(NamedTuple):
-  """The rule that the entries of an array keep.
+  """A rule for the entries of an array.
 
   Attributes:
-    description: for error messages.
+    description: the allowed entries, for error messages.
     dtype_kinds: the allowed values of numpy's `dtype.kind`.
   """
 
@@ -91,9 +91,9 @@ def select(
 
   Args:
     arrays: from `batch_file.load`.
-    readers: names of the arrays that must be there, to what reads each (for
-      error messages); 'loss_mask_BL' is one of them.
-    dtype: of the computation.
+    readers: name of each required array to the name of its reader (for error
+      messages); 'loss_mask_BL' is one of them.
+    dtype: the dtype of the computation.
 
   Raises:
     ValueError: a line for each of these arrays that is missing, has the wrong
@@ -104,7 +104,7 @@ def select(
     for name, reader in readers.items()
     if name not in arrays
   )
-  # Each check relies on those before it, so each kind of error has its own end.
+  # Each check relies on those before it, so each raises errors of its own.
   chosen = {name: x for name, x in arrays.items() if name in readers}
   _raise_if(_shape_errors(chosen))
   _raise_if(
@@ -143,12 +143,12 @@ def select(
 def select_optional(
   arrays: Arrays, names: Iterable[str], *, dtype: type[np.floating]
 ) -> tuple[dict[str, np.ndarray], list[str]]:
-  """Returns the valid ones of some optional arrays, and why others are not.
+  """Returns the valid ones of some optional arrays, and errors of the others.
 
   Args:
     arrays: from `batch_file.load`, with a valid loss_mask_BL.
-    names: names of the arrays; they may be missing.
-    dtype: of the computation.
+    names: the names of the arrays, which may be missing.
+    dtype: the dtype of the computation.
 
   Returns:
     The arrays as `select` converts them, and a line for each invalid one.
@@ -187,9 +187,9 @@ def not_finite(name: str, x_BL: np.ndarray, mask_BL: np.ndarray) -> list[str]:
   """Returns a line about entries on the mask that are not finite, if any.
 
   Args:
-    name: of the array.
+    name: the name of the array.
     x_BL: the array; or a single number, which needs no mask.
-    mask_BL: where entries must be finite.
+    mask_BL: true where entries must be finite.
   """
   problem = f'{name}: not finite in {x_BL.dtype}'
   if not x_BL.ndim:
@@ -259,8 +259,8 @@ def num_turns(arrays: Arrays) -> int:
 def pad_empty(arrays: Arrays) -> dict[str, np.ndarray]:
   """Returns the arrays with at least one row and one token.
 
-  What is added is off the loss mask, so that it counts nowhere. `unpad` takes
-  it away from results.
+  Added entries are off the loss mask, so that they count nowhere. `unpad`
+  removes them from results.
   """
   return {
     name: np.pad(x, [(0, 0 if size else 1) for size in x.shape])
