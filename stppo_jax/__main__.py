@@ -16,7 +16,7 @@ import sys
 import traceback
 
 _COMMANDS = pathlib.Path(__file__).parent / 'commands'
-# Modules of that folder that commands share; they are no commands.
+# Modules of that folder that are not commands but are shared by them.
 _SHARED = ('__init__', 'configuration', 'lab_flags', 'lab_algorithms')
 _USAGE, _BUG, _INTERRUPTED = 2, 70, 130
 
@@ -31,7 +31,7 @@ def commands() -> dict[str, str]:
 
 
 def main(argv: Sequence[str]) -> int:
-  """Runs the command `argv[0]` with the flags after it; its exit code."""
+  """Runs the command `argv[0]` with its flags; returns the exit code."""
   docs = commands()
   if not argv or argv[0] in ('--help', '-h', 'help'):
     print('usage: python -m stppo_jax COMMAND [FLAGS | --help]\n')
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
   if '--help' in flags or '-h' in flags:
     print(docs[name])
     return 0
-  # Without it, transformers warns in every run that PyTorch is missing.
+  # Otherwise transformers warns in every run that PyTorch is missing.
   os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
   try:
     command = importlib.import_module(f'stppo_jax.commands.{name}')

@@ -1,7 +1,7 @@
-"""From command-line flags to a checked configuration, or to every error.
+"""Turns command-line flags into a checked configuration; reports every error.
 
-    --config=FILE.py[:ALGORITHM]  get_config(ALGORITHM) of that Python file;
-                                  where there is none, of the packaged file
+    --config=FILE.py[:ALGORITHM]  get_config(ALGORITHM) of that Python file, or
+                                  of the packaged file if there is none
     --config.a.b=VALUE            sets one key; also `--config.a.b VALUE`
     --workdir=DIR                 the folder of the run
 
@@ -29,15 +29,15 @@ from stppo_jax.configs import schema
 
 _OVERRIDE = 'config.'
 _PACKAGE = pathlib.Path(__file__).parent.parent
-# Key of an option that chooses other options (such as
-# algorithm.bounds.name), to the section of the algorithm that they are in.
+# Key of an option that chooses other options (such as algorithm.bounds.name) ->
+# the section of the algorithm that they are in.
 _CHOOSING_KEYS = {
   f'algorithm.{kind}.name': kind for kind in algorithms.DEFAULTS
 }
 
 
 class ConfigurationError(Exception):
-  """A wrong command line; `lines` holds every error, one line each."""
+  """A wrong command line; `lines` has a line for every error."""
 
   exit_code = 2
 
@@ -53,8 +53,8 @@ class Arguments:
   Attributes:
     config: the complete, checked configuration; it is locked, so that setting
       a new key is an error.
-    workdir: the folder as given; it may not exist yet. None where it is
-      optional and not given.
+    workdir: the value of `--workdir`, a folder that may not exist yet; None if
+      it is optional and not given.
     options: the command's own flags, each of the type of its default.
   """
 
@@ -127,7 +127,7 @@ def load(name: str) -> Any:
   if spec is None or spec.loader is None:
     raise ValueError('not a Python file')
   module = importlib.util.module_from_spec(spec)
-  # The file is the user's program: whatever it raises is an error of usage.
+  # The file is a program of the user: any exception in it is a usage error.
   try:
     spec.loader.exec_module(module)
     config = module.get_config(algorithm) if algorithm else module.get_config()
@@ -171,8 +171,8 @@ class Flags:
     lists: flags that may be given several times, all their values in order.
     switches: flags without a value.
     overrides: key to value of `--config.KEY=VALUE`.
-    meant: flags that a misspelt one may have meant; they are not reported as
-      missing too.
+    meant: flags that resemble an unknown one, probably misspelt; they are not
+      reported as missing too.
     errors: one line for each argument that is none of these.
   """
 
@@ -204,7 +204,7 @@ def split(
     former_names: former to present name of flags that were renamed; the
       former one is still accepted.
   """
-  found = Flags({}, {name: [] for name in lists}, set(), {}, set(), [])
+  flags = Flags({}, {name: [] for name in lists}, set(), {}, set(), [])
   choices = [f'--{name}' for name in (*known, *lists, *switches)]
   choices += ['--config.KEY'] if overrides else []
   rest = list(argv)
@@ -218,30 +218,30 @@ def split(
       problem = 'not a flag; flags start with --'
       if is_flag:
         problem = 'unknown flag' + closest(f'--{name}', choices)
-      found.errors.append(f'{flag}: {problem}')
+      flags.errors.append(f'{flag}: {problem}')
       near = difflib.get_close_matches(f'--{name}', choices)
-      found.meant.update(choice.removeprefix('--') for choice in near)
+      flags.meant.update(choice.removeprefix('--') for choice in near)
       if flag.startswith('-') and not equals and rest:
         if not rest[0].startswith('-'):
           rest.pop(0)  # the value of the unknown flag
       continue
     if name in switches:
       if equals:
-        found.errors.append(f'{flag}: takes no value')
-      found.switches.add(name)
+        flags.errors.append(f'{flag}: takes no value')
+      flags.switches.add(name)
       continue
     if not equals:
       if not rest or rest[0].startswith('--'):
-        found.errors.append(f'{flag}: has no value')
+        flags.errors.append(f'{flag}: has no value')
         continue
       value = rest.pop(0)
     if name in lists:
-      found.lists[name].append(value)
+      flags.lists[name].append(value)
     elif overrides_key:
-      found.overrides[name.removeprefix(_OVERRIDE)] = value
+      flags.overrides[name.removeprefix(_OVERRIDE)] = value
     else:
-      found.values[name] = value
-  return found
+      flags.values[name] = value
+  return flags
 
 
 def override_all(
@@ -254,12 +254,12 @@ def override_all(
   """Sets several keys of a configuration in place; returns the errors.
 
   Keys that choose other options (such as algorithm.bounds.name) are set before
-  the options that they bring, in whichever order they were given.
+  those options, in whichever order they were given.
 
   Args:
     config: the configuration to change.
     overrides: keys and the text of their values.
-    flag: what stands before the key on the command line, for the messages.
+    flag: the text before the key on the command line, for the messages.
     section: dotted name of the section that the keys are relative to; '' = the
       whole configuration.
 
@@ -279,10 +279,10 @@ def override_all(
 
 
 def override(config: Any, key: str, text: str) -> None:
-  """Sets a dotted key to a value of the type that it has.
+  """Sets a dotted key to a value of its present type.
 
-  A key that chooses other options (such as algorithm.bounds.name) brings the
-  options of the new choice with their defaults.
+  A key that chooses other options (such as algorithm.bounds.name) also replaces
+  them by the options of the new choice, with their defaults.
 
   Raises:
     ValueError: no such key, or a value of another type; one line.
@@ -319,7 +319,7 @@ def _unknown(name: str, section: Any, path: str) -> str:
 
 
 def _typed(text: str, current: Any) -> Any:
-  """Returns the value that a text writes, of the type of `current`.
+  """Returns the value of a text, in the type of `current`.
 
   An int is accepted as a float, and a string needs no quotes.
 

@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(config: Any, model: str | None) -> list[str]:
-  """Returns why a recorded config cannot be exported, a line each.
+  """Returns a line for each reason why a recorded config cannot be exported.
 
   Keys that an export does not use are set to values that need no file and no
   device, so that the check of the whole config passes without them.
@@ -121,7 +121,7 @@ def _recorded_config(workdir: pathlib.Path) -> Any:
 
 
 def _with_tuples(config: Any) -> Any:
-  """Turns the lists that JSON has for tuples back into tuples, in place."""
+  """Turns lists, which JSON has in place of tuples, into tuples, in place."""
   with config.ignore_type():
     for key, value in config.items():
       if isinstance(value, config_dict.ConfigDict):

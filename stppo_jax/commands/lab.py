@@ -38,8 +38,8 @@ from stppo_jax.commands import lab_algorithms
 from stppo_jax.commands import lab_flags
 from stppo_jax.configs import algorithms
 
-# jax and what imports it is imported inside the functions: a wrong flag is
-# answered at once, and `_on_cpu` must choose the platform first.
+# jax and the modules that import it are imported inside the functions: a wrong
+# flag is reported at once, and `_on_cpu` must choose the platform first.
 
 
 def main(argv: Sequence[str]) -> int:
@@ -196,7 +196,7 @@ def _compare(argv: Sequence[str]) -> int:
       label: _finite_metrics(flags, metrics, f'{label}: ')
       for label, metrics in result.metrics.items()
     }
-    # Scripts read the key 'rows', as the algorithms were called once.
+    # The key was 'rows' before algorithms were called so; scripts read it.
     print(_json({'rows': metrics, 'cosines': result.cosines}))
   else:
     print(comparison.table(result))
@@ -215,7 +215,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 def _on_cpu(flags: configuration.Flags) -> Iterator[None]:
   """Runs jax on CPU, in double precision with `--float64`.
 
-  This is where jax is imported first, so that the platform can be chosen.
+  jax is first imported here, so that the platform can still be chosen.
   """
   os.environ['JAX_PLATFORMS'] = 'cpu'
   import jax
@@ -249,8 +249,8 @@ def _arrays_to_score(flags: configuration.Flags, readers: Mapping[str, str]):
   warning.
 
   Args:
-    flags: of the command.
-    readers: names of the required arrays, to the algorithm that reads each.
+    flags: the flags of the command.
+    readers: name of each required array to the algorithm that reads it.
   """
   from stppo_jax.analysis import batch_file
   from stppo_jax.analysis import lab
@@ -295,7 +295,7 @@ def _finish(
 def _finite_metrics(
   flags: configuration.Flags, metrics: Mapping[str, float], subject: str = ''
 ) -> dict[str, float]:
-  """Leaves out metrics that are not finite, for which JSON has no name."""
+  """Returns the finite metrics, since JSON has no nan; warns of the others."""
   names = [name for name, x in metrics.items() if not math.isfinite(x)]
   if names:
     dtype = _dtype(flags).__name__

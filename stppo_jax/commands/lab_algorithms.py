@@ -45,7 +45,7 @@ class Options:
   subject: str
 
   def build(self, make: Callable[[Any], Any]) -> Any:
-    """Returns `make(values)`; its errors are told in the user's words.
+    """Returns `make(values)`; its errors name the flags as they were typed.
 
     Raises:
       ConfigurationError: options that `make` refuses with a ValueError.
@@ -54,11 +54,11 @@ class Options:
       return make(self.values)
     except ValueError as error:
       raise configuration.ConfigurationError(
-        [self._in_typed_words(line) for line in str(error).splitlines()]
+        [self._as_typed(line) for line in str(error).splitlines()]
       ) from error
 
-  def _in_typed_words(self, line: str) -> str:
-    """Replaces the key at the start of an error line by what was typed."""
+  def _as_typed(self, line: str) -> str:
+    """Returns an error line with the typed flag in place of the key."""
     for key, (typed, text) in self.typed.items():
       value = functools.reduce(
         lambda section, name: section[name], key.split('.'), self.values
@@ -71,11 +71,11 @@ class Options:
 
 
 def _suggestion(text: str, rule: str) -> str:
-  """Returns '; did you mean ...?' where a choice of the rule is near."""
-  found = _CHOICES.search(rule)
-  if not found:
+  """Returns '; did you mean ...?' if a choice of the rule is like the text."""
+  match = _CHOICES.search(rule)
+  if not match:
     return ''
-  choices = found[1].split(', ')
+  choices = match[1].split(', ')
   hints = (
     configuration.nearest(name, choices)
     for name in re.findall(r'\w+', text)
@@ -124,8 +124,8 @@ def algorithm(
     name: a key of the table of algorithms.
     settings: KEY=VALUE, of which the last of equal keys counts.
     config: FILE.py[:ALGORITHM] as given; '' = the defaults of the table.
-    flag: what stands before the name on the command line.
-    setting_flag: what stands before a setting on the command line.
+    flag: the text before the name on the command line.
+    setting_flag: the text before a setting on the command line.
 
   Raises:
     ConfigurationError: every error, one line each.
@@ -148,7 +148,7 @@ def estimator(name: str, settings: Sequence[str], *, config: str) -> Options:
   """Returns the options of an advantage estimator.
 
   Args:
-    name: of the estimator; '' = the estimator of the configuration.
+    name: the name of the estimator; '' = that of the configuration.
     settings: KEY=VALUE, of which the last of equal keys counts.
     config: FILE.py[:ALGORITHM] as given; '' = the estimator's defaults.
 

@@ -12,7 +12,7 @@ from typing import Any
 from stppo_jax.commands import configuration
 from stppo_jax.commands import lab_algorithms
 
-# Flags that had another name once; scripts may still use it.
+# Former to present names of flags; scripts may still use the former ones.
 FORMER_NAMES: Mapping[str, str] = {'row': 'algorithm', 'rows': 'algorithms'}
 
 
@@ -24,19 +24,19 @@ def split(
   lists: Sequence[str] = ('set',),
   switches: Sequence[str] = (),
 ) -> configuration.Flags:
-  """Takes apart the flags of a command that reads a saved batch.
+  """Returns the flags of a command that reads a saved batch.
 
   Args:
     argv: flags without the program's and the command's name.
-    required: names of flags that must be given; an algorithm that `--config`
-      names is as good as one given by its flag.
+    required: names of flags that must be given; an algorithm may be named in
+      `--config` instead of its flag.
     optional: names of flags that may be given; 'config' is one.
     lists: names of flags that may be given several times.
     switches: names of flags without a value, beside `--float64`.
 
   Returns:
-    The flags; `values` has '' for what is not given, `errors` holds a line for
-    everything that is wrong.
+    The flags; `values` has '' for each flag that is not given, `errors` has a
+    line for each error.
   """
   flags = configuration.split(
     argv,
@@ -66,7 +66,7 @@ def missing(flags: configuration.Flags, *names: str) -> list[str]:
 
 
 def output_errors(values: Mapping[str, Any]) -> list[str]:
-  """Returns why `--out` cannot be written, before anything is computed."""
+  """Returns a line if `--out` cannot be written; called before any work."""
   out = values['out']
   path = pathlib.Path(out)
   if out and (path.is_dir() or not path.parent.is_dir()):

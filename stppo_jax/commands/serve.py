@@ -74,7 +74,7 @@ def _app(argv, make_passages):
     world_passages = functools.partial(
       make_passages, flags.synthetic_seed, **options
     )
-    world_passages(0)  # Options that cannot make a world are refused here.
+    world_passages(0)  # Raises ValueError for options that make no world.
     app = server.make_app(world_passages=world_passages, token=token)
   return app, flags.host, flags.port
 
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
   )
   parser.add_argument('--host', default=http_server.LOOPBACK)
   parser.add_argument('--port', type=int, default=8000, help='0 = a free one')
-  # As a run has them, or the two would speak of different worlds.
+  # The defaults of a run, so that both make the same worlds.
   config: Any = base.get_config()
   defaults = config.data.synthetic_wiki
   for name in _WORLD_OPTIONS:
