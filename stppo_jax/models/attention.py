@@ -5,7 +5,7 @@ R = N / K query heads that share one of them, H head size.
 
 `attention` is the definition: it takes any mask and runs everywhere. Whole
 sequences use `causal_attention`: tiles (`blockwise`) or a kernel of the
-platform. Those know causal masks only, so reading from a cache always uses
+platform. Those support causal masks only, so reading from a cache always uses
 `attend_to_slices`.
 """
 
@@ -27,8 +27,8 @@ Attend = Callable[[Array, Array, Array], Array]
 
 # Finite, so that a query which sees nothing gets finite numbers, not nan.
 _MASKED = -1e30
-# Tokens of a tile. On a CPU the logits of one pair of tiles stay in its cache;
-# elsewhere a pair has to be worth the start of a kernel.
+# Tokens of a tile. On a CPU they are few, so that the logits of a pair of tiles
+# stay in its cache; elsewhere more of them pay for the start of a kernel.
 _CPU_TILE, _TILE = 80, 512
 
 
@@ -48,7 +48,7 @@ def attention(
 
 
 class KeySlice(NamedTuple):
-  """Some of the keys and values that queries look at.
+  """Some of the keys and values that queries attend to.
 
   Attributes:
     k_BKJH, v_BKJH: keys and values; each slice has its own J.
@@ -56,7 +56,7 @@ class KeySlice(NamedTuple):
     needed: scalar, False where no query sees any of them: then they are not
       read.
     slots_B: for each row, the index of its keys and values, whose leading axis
-      may then have any size; None: row b looks at index b.
+      may then have any size; None: row b uses index b.
   """
 
   k_BKJH: Array
@@ -73,31 +73,29 @@ def attend_to_slices(q_BLNH: Array, slices: Sequence[KeySlice]) -> Array:
   logit), and these are rescaled to the largest logit of all and added up in
   order. A slice of which a query sees nothing has the largest logit _MASKED,
   so its scale is exp(_MASKED - largest) = 0 exactly. Therefore no bit of the
-  result depends on whether such a slice is read: programs that look at
-  different numbers of cache blocks agree to the last bit.
+  result depends on whether such a slice is read: programs that read different
+  numbers of cache blocks agree to the last bit.
   """
-
   q_BKRLH = _split_heads(q_BLNH, slices[0].k_BKJH.shape[1])
 
-  def read(piece):
-    k_BKJH, v_BKJH = piece.k_BKJH, piece.v_BKJH
-    if piece.slots_B is not None:
+  def read(key_slice):
+    k_BKJH, v_BKJH = key_slice.k_BKJH, key_slice.v_BKJH
+    if key_slice.slots_B is not None:
       k_BKJH, v_BKJH = (
-        x.at[piece.slots_B].get(mode='clip') for x in (k_BKJH, v_BKJH)
+        x.at[key_slice.slots_B].get(mode='clip') for x in (k_BKJH, v_BKJH)
       )
-    weights, total, largest = _weights(q_BKRLH, k_BKJH, piece.visible_BLJ)
+    weights, total, largest = _weights(q_BKRLH, k_BKJH, key_slice.visible_BLJ)
     return _mix(weights, v_BKJH), total, largest
 
-  def skip(piece):
-    mixed, total, largest = jax.eval_shape(read, piece)
+  def skip(key_slice):
+    mixed, total, largest = jax.eval_shape(read, key_slice)
     zeros = lambda x: jnp.zeros(x.shape, x.dtype)
     return zeros(mixed), zeros(total), jnp.full_like(zeros(largest), _MASKED)
 
   # A python bool decides while tracing and leaves the other branch out of the
   # program; an array decides when the program runs.
   reduced = [
-    jax.lax.cond(piece.needed, read, skip, piece._replace(needed=True))
-    for piece in slices
+    jax.lax.cond(x.needed, read, skip, x._replace(needed=True)) for x in slices
   ]
   largest = functools.reduce(jnp.maximum, [x for *_, x in reduced])
   mixed: Any = 0.0
@@ -120,6 +118,7 @@ def _weights(
   q_BKRLH: Array, k_BKJH: Array, visible_BLJ: Array
 ) -> tuple[Array, Array, Array]:
   """Returns exp(logits - largest) [B, K, R, L, J], their sum, the largest."""
+  # In the equations here and in `_mix`, n is R and L as one axis.
   logits = _matmul(
     'bknh,bkjh->bknj', q_BKRLH, k_BKJH, preferred_element_type=jnp.float32
   )
@@ -136,7 +135,7 @@ def _mix(weights: Array, v_BKJH: Array) -> Array:
 
 
 def _matmul(equation: str, x: Array, y: Array, **options) -> Array:
-  """Multiplies x [B, K, R, L, ...] with y, its R and L as one matrix axis."""
+  """Returns the product of x [B, K, R, L, ...], R and L as one axis, with y."""
   B, K, R, L, _ = x.shape
   flat = jnp.einsum(equation, x.reshape(B, K, R * L, -1), y, **options)
   return flat.reshape(B, K, R, L, -1)
@@ -156,13 +155,14 @@ def causal_attention(
 ) -> Attend:
   """Returns a function for causal attention within right-padded sequences.
 
-  Call it once, outside a scan over layers: what all layers share is made here.
+  Call it once, outside a scan over layers, so that masks are made once for all
+  layers.
 
   Args:
     name: a key of `IMPLEMENTATIONS`.
     size: L, tokens of a row with its padding.
     lengths_B: int32, tokens of each row without padding; None: all.
-    mesh: mesh that activations lie on; None: one device.
+    mesh: mesh that activations are laid out on; None: one device.
 
   Returns:
     attend(q_BLNH, k_BLKH, v_BLKH) to [B, L, N, H]. At padding the result is
@@ -172,10 +172,10 @@ def causal_attention(
 
 
 def choose(name: str, *, dtype: str, head_dim: int, platform: str) -> str:
-  """Returns the key of `IMPLEMENTATIONS` that a config asks for.
+  """Returns the key of `IMPLEMENTATIONS` that a config selects.
 
   Args:
-    name: one of those, or 'auto' for the fastest that runs here.
+    name: one of these keys, or 'auto' for the fastest that runs here.
     dtype: name of the activations' dtype.
     head_dim: H.
     platform: 'cpu', 'gpu' or 'tpu'.
@@ -192,7 +192,7 @@ def choose(name: str, *, dtype: str, head_dim: int, platform: str) -> str:
     'splash': platform == 'tpu',
     'xla': True,
   }
-  here = [choice for choice, does in runs.items() if does]
+  here = [choice for choice, supported in runs.items() if supported]
   if name == 'auto':
     return here[0]
   if name not in here:
@@ -205,7 +205,7 @@ def choose(name: str, *, dtype: str, head_dim: int, platform: str) -> str:
 
 
 def _xla(size: int, lengths_B: Array | None, mesh) -> Attend:
-  """Makes attention that runs everywhere: by the definition, or in tiles.
+  """Returns attention that runs everywhere: by the definition, or in tiles.
 
   Padding follows all text, so the causal mask hides it already and the lengths
   are not needed.
@@ -221,7 +221,7 @@ def _xla(size: int, lengths_B: Array | None, mesh) -> Attend:
 
 
 def _cudnn(size: int, lengths_B: Array | None, mesh) -> Attend:
-  """Makes the fused kernel of cuDNN for GPUs, which skips padding."""
+  """Returns attention by cuDNN's fused kernel for GPUs, which skips padding."""
   options: dict[str, Any] = {'is_causal': True, 'implementation': 'cudnn'}
   valid_BL11 = None
   if lengths_B is not None:
@@ -243,7 +243,8 @@ def _cudnn(size: int, lengths_B: Array | None, mesh) -> Attend:
       )
     if valid_BL11 is None:
       return jax.nn.dot_product_attention(*inputs, **options)
-    # The kernel leaves anything at padding, in the gradients too: select zeros.
+    # At padding the kernel writes arbitrary numbers, in the gradients too, so
+    # zeros are selected there, before it and after it.
     inputs = (jnp.where(valid_BL11, x, 0) for x in inputs)
     mixed_BLNH = jax.nn.dot_product_attention(*inputs, **options)
     return jnp.where(valid_BL11, mixed_BLNH, 0)

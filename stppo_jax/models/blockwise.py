@@ -3,8 +3,8 @@
 B rows, L tokens (with padding to whole tiles), N query heads, K heads of keys
 and of values, R = N / K, H head size; J keys; tiles of C tokens.
 
-A tile of queries looks at one tile of keys after the other, up to its own. The
-weights of the keys seen so far are relative to the largest logit so far,
+A tile of queries goes through one tile of keys after the other, up to its own.
+The weights of the keys so far are relative to the largest logit so far,
 
     o = Σ_j exp(x_j - m) v_j,   t = Σ_j exp(x_j - m),   m = max_j x_j
 
@@ -20,12 +20,12 @@ normalised. With g the gradient of the result and w the weights,
     dL/dv_j = Σ_l w_lj g_l
     dL/dx_lj = w_lj (g_l . v_j - g_l . o_l)
 
-where g_l . o_l = Σ_j w_lj g_l . v_j needs no look at other tiles. Pairs are
+where g_l . o_l = Σ_j w_lj g_l . v_j is computed without other tiles. Pairs are
 visited in the order of the forward pass, so a sum is the same in every run.
 
 For at most `_FEW` tiles there is a second, unrolled program: each tile of
 queries takes all its keys in one product, and no sums are carried from pair to
-pair, which is faster while a [C, L] piece of logits is small.
+pair, which is faster while the logits of a tile of queries, [C, L], are few.
 """
 
 from collections.abc import Callable
@@ -55,10 +55,10 @@ def attend(
   Args:
     size: tokens of a row with its padding.
     tile: tokens of a tile at most.
-    mesh: mesh that activations lie on; None: one device.
+    mesh: mesh that activations are laid out on; None: one device.
   """
   num_tiles = -(-size // tile)
-  tile = -(-size // num_tiles)  # equal tiles, with the least padding
+  tile = -(-size // num_tiles)  # equal tiles have the least padding
   padded = num_tiles * tile
   mix: Any = _mix_in_loop  # custom_vjp hides the type of what it returns
   if num_tiles <= _FEW:
@@ -77,7 +77,8 @@ def attend(
       for x in (q_BLNH * H**-0.5, k, v)
     )
     q_BKRLH = q.reshape(B, padded, K, N // K, H).transpose(0, 2, 3, 1, 4)
-    # Only queries that are cut off again can see the keys padded here.
+    # The causal mask hides padded keys from all queries but padded ones, and
+    # the results of those are cut off again.
     mixed = mix(q_BKRLH, k.swapaxes(1, 2), v.swapaxes(1, 2), tile)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(B, padded, N, H)[:, :L]
 
@@ -85,7 +86,7 @@ def attend(
 
 
 def _copies(N: int, K: int, mesh: jax.sharding.Mesh | None) -> int:
-  """Returns how often to repeat each key head, so that a device has its own.
+  """Returns the copies of each key head that give every device its own.
 
   It is 1 unless several devices of the axis `tensor` share a head. Then each
   gets a copy: the gradients of the copies are summed between devices once,
@@ -110,12 +111,14 @@ def _forward(q_BKRLH, k_BKLH, v_BKLH, tile):
     queries, keys = pair
     mixed, total, largest = (_cut(x, queries, tile) for x in carry)
     logits = _pair_logits(q_BKRLH, k_BKLH, pair, tile)
-    risen = jnp.maximum(largest, jnp.max(logits, axis=-1, keepdims=True))
-    weights, shrunk = jnp.exp(logits - risen), jnp.exp(largest - risen)
+    # Sums over earlier keys are relative to the old largest logit, so they are
+    # rescaled to the new one before terms are added to them.
+    raised = jnp.maximum(largest, jnp.max(logits, axis=-1, keepdims=True))
+    weights, rescale = jnp.exp(logits - raised), jnp.exp(largest - raised)
     v = _cut(v_BKLH, keys, tile)
-    mixed = mixed * shrunk + _sum('bkrlj,bkjh->bkrlh', weights, v)
-    total = total * shrunk + jnp.sum(weights, axis=-1, keepdims=True)
-    updated = (mixed, total, risen)
+    mixed = mixed * rescale + _sum('bkrlj,bkjh->bkrlh', weights, v)
+    total = total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
+    updated = (mixed, total, raised)
     return tuple(
       _put(x, y, queries, tile) for x, y in zip(carry, updated, strict=True)
     ), None
@@ -140,6 +143,7 @@ def _backward(tile, residuals, gradient_BKRLH):
       _cut(x, queries, tile) for x in (q_BKRLH, gradient_BKRLH, log_total, mean)
     )
     k, v = (_cut(x, keys, tile) for x in (k_BKLH, v_BKLH))
+    # Already normalised: log_sum includes the keys of all tiles.
     weights = jnp.exp(_pair_logits(q_BKRLH, k_BKLH, pair, tile) - log_sum)
     d_weights = _sum('bkrlh,bkjh->bkrlj', gradient, v)
     d_logits = weights * (d_weights - centre)
@@ -169,7 +173,10 @@ _mix_in_loop.defvjp(_forward, _backward)
 def _mix_unrolled(
   q_BKRLH: Array, k_BKLH: Array, v_BKLH: Array, tile: int
 ) -> Array:
-  """Returns the same, unrolled; the last tile may be shorter."""
+  """Returns causal softmax(q k) v by an unrolled loop over tiles of queries.
+
+  The last tile may be shorter.
+  """
   return _forward_unrolled(q_BKRLH, k_BKLH, v_BKLH, tile)[0]
 
 
@@ -205,9 +212,10 @@ def _backward_unrolled(tile, residuals, gradient_BKRLH):
     d_weights = _sum('bkrlh,bkjh->bkrlj', gradient, v)
     d_logits = weights * (d_weights - centre)
     d_q.append(_sum('bkrlj,bkjh->bkrlh', d_logits, k))
-    later = ((0, 0), (0, 0), (0, 0), (0, q_BKRLH.shape[_TOKENS] - end))
-    d_k += jnp.pad(_sum_over_queries(d_logits, q), later)
-    d_v += jnp.pad(_sum_over_queries(weights, gradient), later)
+    # Keys after this tile of queries are hidden from it: their gradient is 0.
+    hidden = ((0, 0), (0, 0), (0, 0), (0, q_BKRLH.shape[_TOKENS] - end))
+    d_k += jnp.pad(_sum_over_queries(d_logits, q), hidden)
+    d_v += jnp.pad(_sum_over_queries(weights, gradient), hidden)
   d_queries = jnp.concatenate(d_q, axis=_TOKENS)
   return _cast_like(
     (d_queries, d_k.swapaxes(2, 3), d_v.swapaxes(2, 3)), residuals
@@ -289,12 +297,12 @@ def _sum(equation: str, x: Array, y: Array) -> Array:
 
 
 def _cut(x: Array, number: Array, tile: int, axis: int = _TOKENS) -> Array:
-  """Returns the tile of that number."""
+  """Returns the numbered tile of x along an axis."""
   return jax.lax.dynamic_slice_in_dim(x, number * tile, tile, axis=axis)
 
 
 def _put(
   x: Array, y: Array, number: Array, tile: int, axis: int = _TOKENS
 ) -> Array:
-  """Returns x with y as the tile of that number."""
+  """Returns x with y in the place of the numbered tile."""
   return jax.lax.dynamic_update_slice_in_dim(x, y, number * tile, axis=axis)

@@ -1,22 +1,23 @@
-"""A cache of keys and values, and reading further tokens from there.
+"""A cache of keys and values, and passes that continue from it.
 
 B rows, C tokens read at once, D width, K heads of keys and of values, H head
 size, J positions of a block of the cache or of the recent tokens.
 
-A slot's keys and values lie in several blocks, and a program looks only at the
-first ones, as many as the longest row has begun: a token costs what its row is
-long, not what it may become. How many are looked at changes no bit of the
-result, see `attention.attend_to_slices`.
+A slot's keys and values lie in several blocks, and a program reads only the
+first ones, up to the last block that the longest row has reached. So the cost
+of a token grows with the present length of the rows, not with the greatest
+possible one. The number of blocks read changes no bit of the result, see
+`attention.attend_to_slices`.
 
-Tokens that are being read stand beside the blocks, in `Recent`, until `store`
-moves them there. A loop that decodes tokens only ever appends to `Recent`,
+New tokens are kept beside the blocks, in `Recent`, until `store` moves them
+there. A loop that decodes tokens only ever appends to `Recent`,
 which is small; the blocks are an input of the loop, not part of what it carries
 from token to token, so they are neither copied nor written in it. `store` runs
 once per chunk of tokens, after the loop, and updates the donated blocks in
 place.
 
-Of a mixture of experts, the cache also holds which experts each token visited,
-so that training can send it there again (routing replay).
+For a mixture of experts, the cache also holds the experts that each token
+visited, so that training can route it to the same ones (routing replay).
 """
 
 from collections.abc import Sequence
@@ -56,7 +57,7 @@ def empty(
 def nothing_recent(
   config: model_config.ModelConfig, rows: int, size: int
 ) -> Recent:
-  """Returns room for `size` recent tokens of each row."""
+  """Returns zeros with room for `size` recent tokens of each row."""
   return tuple(_zeros(config, rows, size) for _ in range(config.num_layers))
 
 
@@ -90,30 +91,31 @@ def extend(
   num_blocks: Array | int,
   slots_B: Array | None = None,
 ) -> tuple[Array, Recent]:
-  """Reads the next tokens of each row; decoding is the case C = 1.
+  """Computes the next tokens of each row; decoding is the case C = 1.
 
   Args:
-    module: the transformer; everything but its layers is used.
+    module: the transformer, of which all weights but those of the layers are
+      used.
     layers: parameters of each layer.
     tokens_BC: the tokens. A row that has fewer may end with any ids: they
       change nothing that stands before them.
     cache: all blocks; they are read, not written.
     lengths_B: tokens of each row that the cache holds.
-    recent: keys and values of the `first` tokens that followed those.
-    first: where among the recent ones the first new token is put; the same in
-      all rows.
-    num_blocks: so many blocks, from the first, hold all that the rows have
-      read. An int leaves the others out of the program. An array takes a
-      branch when the program runs: it spares compiling a program for each
-      number where a branch is cheap.
+    recent: keys and values of the tokens that follow the cached ones; the
+      first `first` of them are valid.
+    first: index in `recent` of the first new token; the same in all rows.
+    num_blocks: the number of first blocks that together hold all tokens of the
+      rows. An int leaves the other blocks out of the program. An array skips
+      them by a branch when the program runs, which saves compiling a program
+      for each number, where a branch is cheap.
     slots_B: the slot of the cache that each row reads; only blocks that are
-      looked at are gathered. None: row b reads slot b.
+      read are gathered. None: row b reads slot b.
 
   Returns:
     Final hidden states [B, C, D], and the recent tokens with the new ones.
   """
   C = tokens_BC.shape[1]
-  places_C = first + jnp.arange(C)  # of the new tokens among the recent ones
+  places_C = first + jnp.arange(C)  # indices of the new tokens in `recent`
   rotation = rotary.rotation(module.config, lengths_B[:, None] + places_C[None])
   graph, _ = nnx.split(module.layers)
   x_BCD, updated = module.embed(tokens_BC), []
@@ -141,7 +143,7 @@ def extend(
         for n, (k_BKJH, v_BKJH, *_) in enumerate(blocks)
       ]
       keys, values = append(k), append(v)
-      # Among the recent tokens, each sees itself and those before it.
+      # Among the recent tokens, each attends to itself and those before it.
       seen_1CJ = (
         jnp.arange(keys.shape[2])[None, None] <= places_C[None, :, None]
       )

@@ -70,7 +70,7 @@ class VocabularyShard(NamedTuple):
     return jax.lax.pmax(top_C, self.axis) if self.axis else top_C
 
   def sums(self, *arrays: Array) -> tuple[Array, ...]:
-    """Returns of each array [C, W] the sum over all entries [C]."""
+    """Returns the sums over all entries [C] of arrays [C, W]."""
     return self._psum(tuple(jnp.sum(x_CW, axis=-1) for x_CW in arrays))
 
   def chosen(self, x_CW: Array, tokens_C: Array) -> Array:
@@ -78,10 +78,10 @@ class VocabularyShard(NamedTuple):
     places_C1 = self._places(tokens_C)[:, None]
     # Only the device that holds the entry contributes a number that is not 0.
     # (A select over all entries would read all logits once more.)
-    found_C1 = jnp.take_along_axis(
+    x_C1 = jnp.take_along_axis(
       x_CW, places_C1, axis=1, mode='fill', fill_value=0
     )
-    return self._psum(found_C1[:, 0])
+    return self._psum(x_C1[:, 0])
 
   def pull_back(
     self,
@@ -93,7 +93,8 @@ class VocabularyShard(NamedTuple):
     """Returns the gradients of hidden states and of this device's matrix.
 
     Args:
-      d_logits_CW: gradient of the logits, right but at each token's own entry.
+      d_logits_CW: gradient of the logits, correct except at each token's own
+        entry.
       d_chosen_C: gradient of the logit at each token's own entry.
       hidden_CD, tokens_C: hidden states and tokens of the chunk.
 
@@ -115,7 +116,7 @@ class VocabularyShard(NamedTuple):
     return self._psum(d_hidden_CD).astype(dtype), d_matrix_WD
 
   def _places(self, tokens_C: Array) -> Array:
-    """Returns the index of each token's entry here; W if it is elsewhere."""
+    """Returns the index of each token's entry here; W for entries elsewhere."""
     count = self.matrices[0].shape[0]
     if self.axis:
       tokens_C = tokens_C - jax.lax.axis_index(self.axis) * count
@@ -143,7 +144,7 @@ def forward(
   matrices: Sequence[Array],
   inputs: Sequence[Array],
 ) -> tuple[Array, ...]:
-  """Computes numbers for each token from its logits.
+  """Returns numbers for each token, computed from its logits.
 
   Args:
     options: see `Options`.
@@ -153,7 +154,7 @@ def forward(
     inputs: arrays [B, M, ...], the first of them the hidden states.
 
   Returns:
-    What `per_token` returns, for all tokens [B, M].
+    The results of `per_token`, for all tokens [B, M].
   """
 
   def local(matrices, inputs):
@@ -207,13 +208,15 @@ def backward(
 
 
 class _Layout(NamedTuple):
-  """The axes that arrays are sharded along; those that divide no size are not.
+  """The mesh axes that arrays are sharded along.
+
+  An axis that does not divide its dimension is left out.
 
   Attributes:
     mesh: the mesh; None: one device.
     batch: axes along which rows are sharded.
     tensor: the axis along which vocabulary entries are sharded, or None.
-    fsdp: the axis along which a matrix' gradient is scattered, or None.
+    fsdp: the axis along which a matrix's gradient is scattered, or None.
   """
 
   mesh: jax.sharding.Mesh | None
@@ -246,11 +249,11 @@ class _Layout(NamedTuple):
 
   @property
   def scattered(self) -> P:
-    """The layout of the matrix' gradient [V, D]."""
+    """The layout of the matrix's gradient [V, D]."""
     return P(self.tensor, self.fsdp)
 
   def spread(self, local, out_specs):
-    """Returns `local(matrices, inputs)` as it runs on all devices."""
+    """Returns `local(matrices, inputs)` as a function that all devices run."""
     if self.mesh is None:
       return local
     return jax.shard_map(
@@ -264,7 +267,8 @@ class _Layout(NamedTuple):
   def sum_rows(self, x_WD: Array) -> Array:
     """Returns the sum over devices with other rows; each keeps its columns.
 
-    Over `fsdp` the sum is scattered, over the other axes it is whole.
+    Over `fsdp` the sum is scattered; over the other axes every device gets all
+    of it.
     """
     if self.fsdp is not None:
       x_WD = jax.lax.psum_scatter(
@@ -277,9 +281,9 @@ class _Layout(NamedTuple):
 def _over_chunks(step, carry, inputs, chunk: int):
   """Scans `step` over chunks [C, ...] of inputs [B, M, ...].
 
-  All chunks have one size, the smallest that does not make them more; the last
-  is filled up with zeros, whose results are cut off again. A single chunk
-  needs no loop.
+  All chunks have one size, the smallest that keeps their number. The last is
+  filled up with zeros, whose results are cut off again. A single chunk needs
+  no loop.
 
   Returns:
     The last carry, and the results for all tokens [B, M, ...].
@@ -291,14 +295,14 @@ def _over_chunks(step, carry, inputs, chunk: int):
   length = math.ceil(size / count)
 
   def split(x_BM):
-    """Returns [chunks, C, ...] of [B, M, ...]."""
+    """Returns an array [B, M, ...] as [chunks, C, ...]."""
     missing = count * length - size
     padding = [(0, 0), (0, missing)] + [(0, 0)] * (x_BM.ndim - 2)
     x = jnp.pad(x_BM, padding).reshape(rows, count, length, *x_BM.shape[2:])
     return jnp.moveaxis(x, 1, 0).reshape(count, rows * length, *x_BM.shape[2:])
 
   def join(x):
-    """Returns [B, M, ...] of [chunks, C, ...]."""
+    """Returns an array [chunks, C, ...] as [B, M, ...], without the filler."""
     x = jnp.moveaxis(x.reshape(count, rows, length, *x.shape[2:]), 0, 1)
     return x.reshape(rows, count * length, *x.shape[3:])[:, :size]
 

@@ -9,7 +9,7 @@ from stppo_jax.models.hf import fields as fields_lib
 
 
 class _Architecture(NamedTuple):
-  """The properties that tell an architecture from the others, and its class."""
+  """The class of an architecture, and the properties that distinguish it."""
 
   class_name: str
   qkv_bias: bool
@@ -90,9 +90,9 @@ class RopeScaling:
 class ModelConfig:
   """The shape of a decoder of the Qwen and Llama family.
 
-  Biases, norms of queries and keys, and experts tell the architectures apart.
-  Other combinations than those of `ARCHITECTURES` raise ValueError, so that
-  every model can be exported. Field names follow this project's configs.
+  Biases, norms of queries and keys, and experts distinguish the architectures.
+  Combinations that are not in `ARCHITECTURES` raise ValueError, so that every
+  model can be exported. Field names follow this project's configs.
 
   Attributes:
     vocab_size: V, vocabulary entries of the embedding.
@@ -176,9 +176,9 @@ class ModelConfig:
   @property
   def architecture(self) -> str:
     """The `model_type` of Hugging Face; a key of `ARCHITECTURES`."""
-    found = (self.qkv_bias, self.qk_norm, self.num_experts > 0)
+    properties = (self.qkv_bias, self.qk_norm, self.num_experts > 0)
     for kind, architecture in ARCHITECTURES.items():
-      if architecture[1:] == found:
+      if architecture[1:] == properties:
         return kind
     choices = '; '.join(
       f'{kind} ({a.qkv_bias}, {a.qk_norm}, {"> 0" if a.experts else "0"})'
@@ -219,7 +219,7 @@ class ModelConfig:
     architecture = ARCHITECTURES[kind]
     hidden_size = fields_lib.needed(hf, 'hidden_size')
     heads = fields_lib.needed(hf, 'num_attention_heads')
-    # In all architectures but Qwen3, heads share the width by default.
+    # Without a value, heads divide the width equally, except in Qwen3.
     head_dim = 128 if kind == 'qwen3' else hidden_size // heads
     rope_theta, rope_scaling = _rope(hf)
     experts = {}
@@ -302,17 +302,17 @@ def compared(config: ModelConfig) -> tuple[str, ...]:
 
 
 def _rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-  """Returns base and scaling of rotary positions."""
+  """Returns the base and the scaling of rotary positions."""
   rope = fields_lib.rope(hf)
   theta = rope.get('rope_theta') or hf.get('rope_theta') or 10000.0
   kind = rope.get('rope_type') or rope.get('type') or 'default'
   if kind == 'default':
     return float(theta), None
-  made_for = {
+  defaults = {
     'original_max_position_embeddings': hf.get('max_position_embeddings')
   }
   fields = {
-    name: rope.get(name) or made_for.get(name) or 0
+    name: rope.get(name) or defaults.get(name) or 0
     for name in _ROPE_FIELDS.get(kind, ())
   }
   return float(theta), RopeScaling(kind, **fields)

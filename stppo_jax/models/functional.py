@@ -72,7 +72,7 @@ class Model:
       compiler. Raises ValueError if it does not divide the model, see
       `division`.
     lora: options of adapters, which parameters may then contain. Parameters
-      without any are accepted as well: they are the base alone.
+      without adapters are accepted too, as the base alone.
     chunk: tokens of a device whose logits are held at once; 0: all.
   """
 
@@ -131,14 +131,14 @@ class Model:
   def plain_policy(self) -> 'Model':
     """The policy of the same shape without adapters and without a value head.
 
-    It computes with merged weights, and with a base model's.
+    It takes merged weights, and the weights of a base model.
     """
     return dataclasses.replace(self, head='vocabulary', lora=None)
 
   def output_VD(self, params: Params) -> Array:
-    """Returns the matrix that makes logits of hidden states [V, D].
+    """Returns the output matrix [V, D], which maps hidden states to logits.
 
-    It is the embedding where the config ties the two.
+    It is the embedding if the config ties the two.
     """
     return params['embedding' if self.config.tie_embeddings else 'lm_head']
 
@@ -200,14 +200,14 @@ class Model:
     temperature: float,
     values_everywhere: bool = True,
   ) -> TokenOutputs:
-    """Returns all that a policy computes about the tokens, in one pass.
+    """Returns all outputs of a policy for the tokens, from one pass.
 
     Args:
       params: the policy's weights.
       tokens_BL: token ids, right-padded.
       lengths_B: tokens of each row without padding; None: all. It saves work.
       loss_positions_BM: int32, distinct positions l of the tokens that results
-        are wanted for; one outside 1..L - 1 stands for no token. None: all
+        are wanted for; entries outside 1..L - 1 are filler. None: all
         tokens.
       expert_ids: int [B, L, layers, E], the experts to visit; None leaves them
         to the routers. See `moe.MixtureOfExperts`.
@@ -321,8 +321,8 @@ class Model:
   def split_layers(self, params: Params) -> Params:
     """Returns the same weights with a tree for each layer, as `extend` takes.
 
-    Decoding reads every weight for every token. From a stack of layers each
-    would be cut out, that is copied, again and again.
+    Decoding reads every weight for every token. With stacked layers, each
+    layer's weights would be sliced, and so copied, for every token.
     """
     layer = lambda n: jax.tree.map(lambda x: x[n], params['layers'])
     return {
@@ -342,7 +342,7 @@ class Model:
     num_blocks: Array | int,
     slots_B: Array | None = None,
   ) -> tuple[Array, cache_lib.Recent]:
-    """Reads tokens behind those in a cache; see `cache.extend`.
+    """Computes tokens that follow those in a cache; see `cache.extend`.
 
     Args:
       params: from `split_layers`.
@@ -351,8 +351,8 @@ class Model:
     """
     graph, abstract = _abstract(self.config, self.head, self.mesh)
     state = jax.tree.map(lambda x: x, abstract)
-    # `cache.extend` uses only the graph of the stacked layers, so that their
-    # parameters may stay abstract; the real ones come layer by layer.
+    # `cache.extend` uses only the graph of the stacked layers, so their
+    # parameters may stay abstract; the real ones are passed layer by layer.
     top = {**params, 'layers': nnx.to_pure_dict(abstract)['layers']}
     nnx.replace_by_pure_dict(state, top)
     layers = []

@@ -31,7 +31,7 @@ def token_logprobs_and_entropy(
 ) -> tuple[Array, Array]:
   """Returns log π(token l | tokens before l) and that distribution's entropy.
 
-  Both are of softmax(logits / temperature), untruncated, in nats. Logits live
+  Both are of softmax(logits / temperature), untruncated, in nats. Logits exist
   for one chunk of tokens at a time, also in the backward pass, which computes
   them again: [B, L, V] is never formed. Tokens outside the loss positions have
   no influence on the result or its gradient.
@@ -41,7 +41,7 @@ def token_logprobs_and_entropy(
       differentiable.
     tokens_BL: token ids.
     loss_positions_BM: int32, distinct positions l of the tokens that results
-      are wanted for; one outside 1..L - 1 stands for no token. None: all.
+      are wanted for; entries outside 1..L - 1 are filler. None: all.
     temperature: divides the logits.
     chunk: tokens of a device whose logits are held at once; 0: all.
     mesh: mesh that the arrays are laid out on; None: one device.
@@ -86,7 +86,8 @@ def token_divergence(
   Args:
     hidden_BLD, output_VD: hidden states and output matrix of the policy;
       differentiable.
-    ref_hidden_BLD, ref_output_VD: those of the reference, which is data.
+    ref_hidden_BLD, ref_output_VD: hidden states and output matrix of the
+      reference; they get no gradient.
     tokens_BL, loss_positions_BM, temperature, chunk, mesh: see
       `token_logprobs_and_entropy`.
 
@@ -136,15 +137,15 @@ def token_values(
 
 
 def state_positions(loss_positions_BM: Array, length: int) -> Array:
-  """Returns the positions of the states that predict the tokens, l - 1.
+  """Returns the positions l - 1 of the states that predict the tokens l.
 
-  Those of no token lie outside 0..L - 1, see `transformer.gather_states`.
+  Filler lies outside 0..L - 1, see `transformer.gather_states`.
   """
   return _distinct_positions(loss_positions_BM, length) - 1
 
 
 def _gather_before(hidden_BLD: Array, loss_positions_BM: Array | None) -> Array:
-  """Returns the states that predict the tokens [B, M, D]; 0 for no token."""
+  """Returns the states that predict the tokens [B, M, D]; 0 for filler."""
   if loss_positions_BM is None:
     return hidden_BLD[:, :-1]
   positions_BM = state_positions(loss_positions_BM, hidden_BLD.shape[1])
@@ -152,7 +153,7 @@ def _gather_before(hidden_BLD: Array, loss_positions_BM: Array | None) -> Array:
 
 
 def _gather_tokens(tokens_BL: Array, loss_positions_BM: Array | None) -> Array:
-  """Returns the tokens at the positions [B, M]; any id for no token."""
+  """Returns the tokens at the positions [B, M]; any id for filler."""
   if loss_positions_BM is None:
     return tokens_BL[:, 1:]
   return jnp.take_along_axis(tokens_BL, loss_positions_BM, axis=1, mode='clip')
@@ -174,10 +175,10 @@ def _scatter(
 
 
 def _distinct_positions(loss_positions_BM: Array, length: int) -> Array:
-  """Returns the positions; those of no token lie outside, all different.
+  """Returns the positions, with all filler distinct and outside the row.
 
-  `unique_indices=True` promises that no index of a row occurs twice, so the
-  fillers of a row may not share one. They start at L + 1, so that the position
+  `unique_indices=True` promises that no index of a row occurs twice, so two
+  fillers of a row must differ. They start at L + 1, so that the position
   before each is outside too.
   """
   outside_M = length + 1 + jnp.arange(loss_positions_BM.shape[1])

@@ -1,4 +1,4 @@
-"""The two layers that all others are made of: a matrix product and a norm."""
+"""The layers that others are made of: a matrix product and a norm."""
 
 from flax import nnx
 import jax
@@ -28,8 +28,9 @@ class Linear(nnx.Module):
     self.adapter_scale = scale
 
   def __call__(self, x: Array) -> Array:
-    # As a product of two matrices: on a CPU the gradient of a batched product
-    # takes twice as long, and `remat` knows products with weights by this.
+    # Computed as a product of two matrices: on a CPU the gradient of a batched
+    # product takes twice as long, and `remat` recognises products with weights
+    # by their lack of batch dimensions.
     flat = x.reshape(-1, x.shape[-1])
     y = flat @ self.kernel[...].astype(x.dtype)
     if self.adapter_scale is not None:

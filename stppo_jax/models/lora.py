@@ -7,8 +7,8 @@ with W [in, out], A [in, rank] and B [rank, out].
 There are two trees of weights with the same nesting: the frozen base, and the
 adapters, leaves `lora_a` and `lora_b` beside each adapted `kernel`. `join`
 makes one tree of both, which a model computes with; `merge` makes a tree
-without adapters, the base with other kernels. A is drawn and B is zero, so that
-a model with fresh adapters computes the same bits as its base.
+without adapters, in which they are added to the kernels. A is drawn and B is
+zero, so that a model with fresh adapters computes the same bits as its base.
 
 Layers are stacked on the leading axis of every leaf.
 """
@@ -65,7 +65,7 @@ class Lora:
 
 
 def adapted(options: Lora, names: Iterable[str]) -> list[str]:
-  """Returns which of the linear layers have adapters, in order.
+  """Returns the names of the linear layers that have adapters, sorted.
 
   Raises:
     ValueError: the expression matches no name.
@@ -156,8 +156,8 @@ def join(one: Params, other: Params) -> Params:
 def merge(options: Lora, params: Params) -> Params:
   """Returns weights without adapters that compute the same: W + alpha/rank A B.
 
-  A merged kernel has the wider dtype of base and adapters: rounded to a base in
-  bfloat16, small adapters in float32 would be lost.
+  A merged kernel has the wider dtype of base and adapters: rounding to a base
+  in bfloat16 would lose small adapters in float32.
 
   Args:
     options: scale of the adapters.

@@ -50,7 +50,7 @@ class Routing:
 class Kernel(nnx.Module):
   """The router [D, X], or one matrix of every expert, stacked [X, in, out].
 
-  It is no `layers.Linear`, so that adapters leave it alone.
+  It is not a `layers.Linear`, so that it never gets adapters.
   """
 
   def __init__(self, *shape: int, rngs: nnx.Rngs):
@@ -130,13 +130,13 @@ class MixtureOfExperts(nnx.Module):
 
 
 def load_balance(visits_X: Array, probs_X: Array, tokens: Array) -> Array:
-  """Returns X Σ_x (visits_x / tokens) (probs_x / tokens); E if all are alike.
+  """Returns X Σ_x (visits_x / tokens) (probs_x / tokens).
 
-  The load-balance loss of Switch Transformer (arXiv 2101.03961, equations 4 to
-  6) over E visits, as in `transformers`. Only `probs_X` carries a gradient. It
-  is linear in them: of a minibatch in microbatches, pass the visits and the
-  number of tokens of all of it and the probabilities of one microbatch, and add
-  up the results.
+  It is E if all experts have the same load. This is the load-balance loss of
+  Switch Transformer (arXiv 2101.03961, equations 4 to 6) over E visits, as in
+  `transformers`. Only `probs_X` carries a gradient. The loss is linear in them:
+  for a minibatch in microbatches, pass the visits and the number of tokens of
+  the minibatch and the probabilities of one microbatch, and add up the results.
 
   Args:
     visits_X, probs_X: see `Routing`; sums over layers and rows.
@@ -147,17 +147,18 @@ def load_balance(visits_X: Array, probs_X: Array, tokens: Array) -> Array:
 
 
 def dense(x_BLD, ids_BLE, weights_BLE, kernels, mesh) -> Array:
-  """Computes every expert for every token: one MLP, X F wide, mostly times 0.
+  """Returns the mixture from every expert for every token, mostly times 0.
 
-  It is the definition that `grouped` is tested against, and the fastest on CPU,
-  where XLA computes grouped products in full.
+  The experts form one MLP of width X F. It is the definition that `grouped` is
+  tested against, and the fastest on CPU, where XLA computes grouped products in
+  full.
   """
   gate_XDF, up_XDF, down_XFD = kernels
   X, D, F = gate_XDF.shape
   one_hot_BLEX = jax.nn.one_hot(ids_BLE, X, dtype=x_BLD.dtype)
   weights_BLX = jnp.einsum('ble,blex->blx', weights_BLE, one_hot_BLEX)
-  # As products of matrices, which on a CPU are three times as fast as products
-  # with a third axis. X is the last axis because a mesh shards F.
+  # Computed as products of two matrices, which on a CPU are three times as fast
+  # as products with a third axis. X is the last axis because a mesh shards F.
   flat = x_BLD.reshape(-1, D)
   wide = lambda kernel_XDF: kernel_XDF.transpose(1, 2, 0).reshape(D, F * X)
   gated = jax.nn.silu(flat @ wide(gate_XDF)) * (flat @ wide(up_XDF))
@@ -173,7 +174,7 @@ def dense(x_BLD, ids_BLE, weights_BLE, kernels, mesh) -> Array:
 
 
 def grouped(x_BLD, ids_BLE, weights_BLE, kernels, mesh) -> Array:
-  """Computes only the visited experts: visits sorted by expert, in groups.
+  """Returns the mixture from visited experts only, visits sorted by expert.
 
   On a mesh every device sorts the tokens of its own rows and holds a slice of F
   of all experts: no token moves to another device.
@@ -220,9 +221,9 @@ def _grouped(x_BLD, ids_BLE, weights_BLE, gate_XDF, up_XDF, down_XFD):
   return jnp.einsum('bled,ble->bld', y_BLED, weights_BLE)
 
 
-# JAX does not know that `order` is a permutation: the derivative of x[order]
-# would be a scatter-add, which is slow and, on a GPU, adds in any order. With
-# the inverse permutation at hand the gradient is another gather.
+# To JAX `order` is any index array, not a permutation: its derivative of
+# x[order] would be a scatter-add, which is slow and, on a GPU, adds in any
+# order. With the inverse permutation at hand the gradient is another gather.
 @jax.custom_vjp
 def _permuted(x_UD: Array, order_U: Array, inverse_U: Array) -> Array:
   """Returns x[order]; its gradient is g[inverse]."""

@@ -1,4 +1,4 @@
-"""Casts weights to the dtype of the computation, once instead of per use."""
+"""Casts weights to the dtype of the activations once, instead of per use."""
 
 import re
 from typing import Any
@@ -14,11 +14,11 @@ _FLOAT32 = re.compile(r'(^|/)router/')
 
 
 def cast(params: Tree, dtype: str) -> Tree:
-  """Returns the weights in `dtype`; what computes in float32 keeps it.
+  """Returns the weights in `dtype`; those of float32 computations stay so.
 
-  A model casts weights where it uses them, so the result is the same with and
-  without this. But a loop over microbatches or tokens then reads the weights,
-  and moves them between devices, in the smaller dtype.
+  A model casts weights where it uses them, so its results are the same with and
+  without this cast. But with it, a loop over microbatches or tokens reads the
+  weights, and moves them between devices, in the smaller dtype.
 
   Args:
     params: float32 weights, or their shapes under `jax.eval_shape`.
@@ -34,8 +34,8 @@ def cast(params: Tree, dtype: str) -> Tree:
 def cast_and_delete(params: Tree, dtype: str) -> Tree:
   """Returns `cast(params, dtype)` and deletes the arrays that it was given.
 
-  For weights that are not trained. They are replaced one after the other, so
-  that devices never hold all of them twice.
+  It is meant for weights that are not trained. They are replaced one after the
+  other, so that devices never hold all of them twice.
 
   Args:
     params: arrays on devices; the new ones have the same shardings.

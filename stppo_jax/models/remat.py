@@ -1,7 +1,7 @@
-"""Rematerialisation: what the forward pass keeps of a layer.
+"""Rematerialisation: which results the forward pass of a layer saves.
 
-The backward pass computes the rest again. A policy decides by the kind of
-operation: its result is saved, or it is not.
+The backward pass computes the others again. A policy selects by the kind of
+operation whose results are saved.
 """
 
 from collections.abc import Callable
@@ -28,16 +28,16 @@ POLICIES: Mapping[str, Callable[..., Any]] = {
 def rematerialised(
   layer: Callable[..., Any], name: str, *, unrolled: bool
 ) -> Callable[..., Any]:
-  """Returns a layer that saves what the policy says and computes the same.
+  """Returns a layer that computes the same and saves what the policy selects.
 
   Args:
     layer: function of one iteration of the scan over layers.
     name: a key of `POLICIES`: 'none' saves everything, 'all_dots' all matrix
       products (attention in tiles saves its own residuals under any policy),
       'dots' products with weights, 'full' the layer's input only.
-    unrolled: whether several layers are in one iteration. There the compiler
-      would recognise what is computed twice and keep the first result, which
-      has to be prevented; from one iteration to the next it cannot.
+    unrolled: whether several layers are in one iteration. Within an iteration
+      the compiler would find that something is computed twice and keep the
+      first result, which has to be prevented; across iterations it cannot.
 
   Raises:
     ValueError: the name is not a key of `POLICIES`.

@@ -2,9 +2,9 @@
 
 B rows, L tokens, N heads of queries or of keys, H head size. The pair i of
 a head turns by the angle position * theta^(-2i / H). For texts longer than
-those that a model first learned from, scaling slows the turning down: 'linear'
-that of all pairs alike (Chen et al. 2023), 'llama3' that of pairs which turn
-less than once within the original length (Dubey et al. 2024).
+those that a model was first trained on, scaling reduces the angles: 'linear'
+those of all pairs alike (Chen et al. 2023), 'llama3' mostly those of pairs that
+turn slowly within the original length (Dubey et al. 2024).
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ def rotation(
   config: model_config.ModelConfig, positions_BL: Array
 ) -> tuple[Array, Array]:
   """Returns cos and sin of the rotary angles, [B, L, 1, H/2] each."""
-  turning = frequencies(config)[None, None, None]
-  angles = positions_BL[:, :, None, None] * turning
+  per_token = frequencies(config)[None, None, None]
+  angles = positions_BL[:, :, None, None] * per_token
   return jnp.cos(angles), jnp.sin(angles)
 
 
@@ -38,15 +38,16 @@ def frequencies(config: model_config.ModelConfig) -> Array:
 
 
 def _linear(plain: Array, scaling: model_config.RopeScaling) -> Array:
-  """Slows down all pairs by the factor."""
+  """Returns all frequencies divided by the factor."""
   return plain / scaling.factor
 
 
 def _llama3(plain: Array, scaling: model_config.RopeScaling) -> Array:
-  """Slows down slow pairs by the factor, fast ones not, others in between.
+  """Returns slow frequencies divided by the factor, and fast ones as they are.
 
   A pair is slow if it turns at most low_freq_factor times within the original
-  length, and fast if it turns at least high_freq_factor times.
+  length, and fast if it turns at least high_freq_factor times. Frequencies in
+  between are interpolated.
   """
   low, high = scaling.low_freq_factor, scaling.high_freq_factor
   turns = plain * scaling.original_max_position_embeddings / (2 * math.pi)
@@ -61,7 +62,7 @@ _SCALED: Mapping[str, Callable[..., Array]] = {
 
 
 def rotate(x_BLNH: Array, rotation: tuple[Array, Array]) -> Array:
-  """Turns the halves (a, b) of heads to (a cos - b sin, b cos + a sin)."""
+  """Returns the halves (a, b) of heads as (a cos - b sin, b cos + a sin)."""
   cos, sin = (x.astype(x_BLNH.dtype) for x in rotation)
   a, b = jnp.split(x_BLNH, 2, axis=-1)
   return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

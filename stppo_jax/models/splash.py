@@ -4,8 +4,8 @@ B rows, L tokens, N query heads, K heads of keys and of values, H head size.
 Inside the kernel L includes the padding to whole tiles.
 
 The kernel works on tiles of at least 128 tokens and skips those that the causal
-mask leaves empty. Text and padding are two segments, which do not see each
-other.
+mask leaves empty. Text and padding are two segments, which do not attend to
+each other.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def attend(
     size, lengths_B, mesh: see `attention.causal_attention`.
     interpret: whether to run the kernel's program without a TPU.
   """
-  # Imported here because it takes a fifth of a second, on a TPU only.
+  # Imported here because it takes a fifth of a second and only a TPU needs it.
   from jax.experimental.pallas.ops.tpu import splash_attention
 
   padded = -(-size // _TILES[-1]) * _TILES[-1]

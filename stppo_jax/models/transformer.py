@@ -5,7 +5,7 @@ heads of keys and of values, H head size, V vocabulary, X experts, E of them
 that a token visits.
 
 Sequences are right-padded. Under a causal mask a token never sees what follows
-it, so padding needs no mask: it changes only itself.
+it, so padding needs no mask: it changes only its own states.
 """
 
 from collections.abc import Callable
@@ -84,7 +84,7 @@ class DecoderLayer(nnx.Module):
       attend: (q_BLNH, k_BLKH, v_BLKH) to mixed values [B, L, N, H].
       expert_ids_BLE, mask_BL: see `moe.MixtureOfExperts`.
       places_BM: positions of the states that are wanted, see `gather_states`.
-        Everything behind attention is computed for these only, and the result
+        Everything after attention is computed for these only, and the result
         is [B, M, D].
     """
     B, L, _ = x_BLD.shape
@@ -195,7 +195,7 @@ class Transformer(nnx.Module):
       expert_ids: int [B, L, layers, E], experts to visit in each layer, see
         `moe.MixtureOfExperts`; None leaves them to the routers.
       places_BM: positions of the states that are wanted, see `gather_states`.
-        If the layers are unrolled, the last layer computes only those behind
+        If the layers are unrolled, the last layer computes only these after
         its attention. None: all.
 
     Returns:
@@ -247,11 +247,11 @@ class Transformer(nnx.Module):
 
   @property
   def _last_layer_apart(self) -> bool:
-    """Whether the last layer may be another program than those before it.
+    """Whether the last layer is computed outside the scan over the others.
 
-    Only if the layers are unrolled: taking the last one out of a loop's stack
-    would copy its weights. And not with experts, since the routing of all
-    tokens has to be known.
+    It is only if the layers are unrolled: taking the last one out of a loop's
+    stack would copy its weights. It is not with experts, since the routing of
+    all tokens is an output.
     """
     config = self.config
     return (
@@ -260,8 +260,8 @@ class Transformer(nnx.Module):
 
   def embed(self, tokens_BL: Array) -> Array:
     """Returns the input of the first layer [B, L, D]."""
-    # Sharded by vocabulary entries: a device looks up the ids that it holds,
-    # and the results are summed over the axis `tensor`.
+    # Sharded by vocabulary entries: each device contributes the entries that it
+    # holds, and the results are summed over the axis `tensor`.
     embedding_VD = activations.constrain(
       self.embedding[...], self.mesh, activations.TENSOR
     )
@@ -280,10 +280,10 @@ def gather_states(x_BLD: Array, places_BM: Array) -> Array:
   return jax.vmap(take)(x_BLD, places_BM)
 
 
-# The derivative of an index adds up the gradients of equal ids one by one, in
-# the dtype of the table. In bfloat16 the sum of a frequent token stops growing
-# after some hundred terms, since each is less than half a unit in its last
-# place. So the rule is written here: add in float32, round once.
+# The derivative that JAX derives adds up the gradients of equal ids one by one,
+# in the dtype of the table. In bfloat16 the sum of a frequent token stops
+# growing after some hundred terms, since each is less than half a unit in the
+# last place of the sum. This rule adds in float32 and rounds once.
 @jax.custom_vjp
 def _embed(table_VD: Array, tokens_BL: Array) -> Array:
   """Returns the tokens' entries of the table [B, L, D]."""

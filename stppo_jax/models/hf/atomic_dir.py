@@ -58,7 +58,7 @@ def replace_dir(
 def _clear(
   old: pathlib.Path, new: pathlib.Path, ours: Callable[[str], bool]
 ) -> None:
-  """Removes a replaced folder, after moving the files of others to the new."""
+  """Removes a replaced folder after moving other files to the new one."""
   for path in old.iterdir():
     if not ours(path.name) and not (new / path.name).exists():
       os.rename(path, new / path.name)

@@ -58,7 +58,7 @@ def export(
   """Writes weights, configs and tokenizer, and replaces an earlier export.
 
   Args:
-    directory: where to; files of others in it stay.
+    directory: the folder to write; other files in it stay.
     config: shape of the policy.
     params: its weights, in any sharding whose shards are all on this host.
     dtype: dtype of the weights in the files; a key of `DTYPES`.
@@ -70,8 +70,8 @@ def export(
 
   Raises:
     ValueError: the dtype is unknown, or other hosts hold shards of the weights.
-    OSError: writing failed, for example on a full disk; what was there before
-      is unchanged.
+    OSError: writing failed, for example on a full disk; an earlier export is
+      unchanged.
   """
   if dtype not in DTYPES:
     raise ValueError(f'dtype={dtype!r}; choices: {", ".join(DTYPES)}')
@@ -86,7 +86,7 @@ def export(
 
 
 def is_ours(name: str) -> bool:
-  """Returns whether an export may write, and replaces, a file of that name."""
+  """Returns whether an export writes, and so replaces, files of that name."""
   patterns = _OURS + TOKENIZER_FILES
   return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
@@ -112,19 +112,19 @@ def _config(
 
 def _write_weights(folder, config, params, dtype, max_shard_bytes) -> None:
   """Writes the weight files, and their index if there are several."""
-  # Ordered by leaf, so that a slice of a leaf is a consecutive piece of a file.
+  # Ordered by leaf, so that a slice of a leaf is a consecutive range of a file.
   entries = sorted(names.entries(config), key=lambda e: (e.path, e.index))
   shapes = {e.hf_name: _shape(e, _leaf(params, e.path)) for e in entries}
   width = safetensors_file.DTYPES[dtype].itemsize
   sizes = {name: width * math.prod(shape) for name, shape in shapes.items()}
   files: list[list[names.Entry]] = [[]]
-  room = max_shard_bytes
+  bytes_left = max_shard_bytes
   for entry in entries:
-    if files[-1] and sizes[entry.hf_name] > room:
+    if files[-1] and sizes[entry.hf_name] > bytes_left:
       files.append([])
-      room = max_shard_bytes
+      bytes_left = max_shard_bytes
     files[-1].append(entry)
-    room -= sizes[entry.hf_name]
+    bytes_left -= sizes[entry.hf_name]
   weight_map = {}
   for number, tensors in enumerate(files, 1):
     name = f'model-{number:05d}-of-{len(files):05d}.safetensors'
@@ -180,16 +180,16 @@ def _fetch(leaf: _Leaf, index: Sequence[slice]) -> np.ndarray:
     if shard.replica_id:
       continue
     held = [i.indices(n)[:2] for i, n in zip(shard.index, leaf.shape)]
-    both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, held)]
-    if any(start >= stop for start, stop in both):
+    overlap = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, held)]
+    if any(start >= stop for start, stop in overlap):
       continue
     data = shard.data
-    if both != held:
+    if overlap != held:
       # Slice on the device: JAX caches a host copy of whatever is fetched.
-      starts = [start - begin for (start, _), (begin, _) in zip(both, held)]
-      sizes = [stop - start for start, stop in both]
+      starts = [start - begin for (start, _), (begin, _) in zip(overlap, held)]
+      sizes = [stop - start for start, stop in overlap]
       data = jax.lax.dynamic_slice(data, starts, sizes)
-    place = (slice(a - c, b - c) for (a, b), (c, _) in zip(both, wanted))
+    place = (slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, wanted))
     result[tuple(place)] = data
   return result
 

@@ -1,7 +1,7 @@
 """Checks the fields of a Hugging Face `config.json`.
 
-The file may come from anybody, so each field is checked before it is used. An
-error names the field, its value and what is allowed.
+The file is untrusted input, so each field is checked before it is used. An
+error names the field, its value and the rule.
 """
 
 from collections.abc import Mapping
@@ -101,7 +101,7 @@ def check(hf: Mapping[str, Any]) -> None:
 
 
 def needed(hf: Mapping[str, Any], *names: str) -> Any:
-  """Returns the value of the first of the names that has one.
+  """Returns the first value that is given under one of the names.
 
   Raises:
     ValueError: no name has a value.
@@ -126,19 +126,19 @@ def rope(hf: Mapping[str, Any]) -> Mapping[str, Any]:
       break
   else:
     return {}
-  found = _checked_rope(name, hf[name])
-  if found.get('full_attention') is not None:
-    found = _checked_rope(f'{name}.full_attention', found['full_attention'])
-  return found
+  fields = _checked_rope(name, hf[name])
+  if fields.get('full_attention') is not None:
+    fields = _checked_rope(f'{name}.full_attention', fields['full_attention'])
+  return fields
 
 
-def _checked_rope(prefix: str, found: Mapping[str, Any]) -> Mapping[str, Any]:
+def _checked_rope(prefix: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
   """Returns the fields if they are allowed, and raises ValueError otherwise."""
   for name, rule in _ROPE.items():
-    if found.get(name) is not None:
-      _check_field(f'{prefix}.{name}', found[name], rule)
-  _check_supported(found)
-  return found
+    if fields.get(name) is not None:
+      _check_field(f'{prefix}.{name}', fields[name], rule)
+  _check_supported(fields)
+  return fields
 
 
 def _check_supported(fields: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Reading a policy from a Hugging Face directory.
+"""Reads a policy from a Hugging Face directory.
 
 Errors are found from the headers of the files, before any weight is read: every
 tensor of the files must belong to a leaf of the model's parameters, and every
@@ -7,7 +7,7 @@ leaf must have all its tensors.
 A model may be larger than the memory of a host, so no leaf is ever built there.
 Files are mapped into memory, and a leaf is placed slice by slice into its
 sharding: each host reads only what its own devices hold, converts one slice to
-float32, copies it to the devices and forgets it, before it reads the next.
+float32, copies it to the devices and frees it, before it reads the next.
 """
 
 from collections.abc import Iterator
@@ -35,13 +35,13 @@ from stppo_jax.models.hf import weight_files
 # the config, and the head of a model whose head is its embedding.
 _FREQUENCIES = re.compile(r'\.rotary_emb\.inv_freq$')
 _HEAD = 'lm_head.weight'
-_SHOWN = 3  # so many problems are listed in an error
+_SHOWN = 3  # the most problems that an error lists
 
 _Index = tuple[slice, ...]
 
 
 class _Source(NamedTuple):
-  """A tensor of a file, and where it belongs in a leaf."""
+  """A tensor of a file, and its entry, which names its place in a leaf."""
 
   entry: names_lib.Entry
   tensor: safetensors_file.Tensor
@@ -86,7 +86,7 @@ def check_weights(
 ) -> None:
   """Raises ValueError unless a directory has the weights of such a policy.
 
-  No weight is read. `read_params` says which errors there are.
+  No weight is read. `read_params` lists the errors.
   """
   _plan(directory, config)
 
@@ -252,7 +252,7 @@ def _place_slice(
 ) -> jax.Array:
   """Returns a slice of a leaf as an array in the leaf's sharding.
 
-  The host holds what one device gets of it at a time.
+  The host holds the data of one device at a time.
 
   Args:
     leaf: the leaf.

@@ -1,4 +1,4 @@
-"""The names of our parameters and of Hugging Face's tensors.
+"""The names of parameters here and of tensors in Hugging Face files.
 
 All architectures of `models/config.py` use the same names. Our layers are
 stacked, so a leaf has a tensor for each layer; the experts are one leaf

@@ -1,12 +1,12 @@
 """The safetensors format: one file of named tensors, mapped, not read.
 
-    8 bytes   length N of the header, little-endian
-    N bytes   JSON: {name: {dtype, shape, data_offsets: [begin, end]}, ...}
+    8 bytes   length n of the header, little-endian
+    n bytes   JSON: {name: {dtype, shape, data_offsets: [begin, end]}, ...}
     the rest  the tensors, row-major, little-endian, one after another
 
 The source is https://github.com/huggingface/safetensors (its README). A file
-is checked by its header and its size; no tensor is read for that. Tensors are
-views of the mapped file, so that reading a slice costs what the slice covers.
+is checked by its header and its size, without reading a tensor. Tensors are
+views of the mapped file, so that reading a slice reads no more of it.
 """
 
 from collections.abc import Iterable
@@ -136,7 +136,7 @@ def write(
   dtype: str,
   chunks: Iterable[np.ndarray],
 ) -> None:
-  """Writes a file piece by piece, with one of them in memory at a time.
+  """Writes a file chunk by chunk, with one chunk in memory at a time.
 
   Args:
     file: a file open for writing.
@@ -162,7 +162,7 @@ def write(
   file.write(len(text).to_bytes(8, 'little') + text)
   for chunk in chunks:
     # As bytes, because files do not accept arrays of bfloat16.
-    whole = np.ascontiguousarray(chunk, DTYPES[dtype])
-    written += file.write(whole.reshape(-1).view(np.uint8).data)
+    values = np.ascontiguousarray(chunk, DTYPES[dtype])
+    written += file.write(values.reshape(-1).view(np.uint8).data)
   if written != end:
     raise ValueError(f'{written} bytes of tensors were written, promised {end}')

@@ -18,7 +18,7 @@ from stppo_jax.models.hf import safetensors_file
 SINGLE = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
 SLICE_BYTES = 2**23  # size of the slices of a leaf, float32, on the host
-_SHOWN = 3  # so many names are listed in an error
+_SHOWN = 3  # the most names that an error lists
 
 
 def read_headers(
@@ -60,7 +60,7 @@ def _weight_map(index: pathlib.Path) -> Mapping[str, str]:
   if not isinstance(weight_map, dict) or not weight_map:
     raise ValueError(f'{index}: no weight_map')
   for file in weight_map.values():
-    # An index is anybody's: it must not lead out of its directory.
+    # An index is untrusted input: its names must not lead out of its directory.
     if not isinstance(file, str) or pathlib.PurePath(file).name != file:
       raise ValueError(f'{index}: {file!r} is not a file name')
   return weight_map
