@@ -1,12 +1,12 @@
 """The table of algorithms: an algorithm is plain data.
 
-An algorithm answers five questions (ratio, bounds, objective, correction,
-aggregate) and names an advantage estimator and a KL term.
-`stppo_jax/rl/algorithm.py` turns an entry into functions; no code asks for the
-name of an algorithm. Every option can be overridden, for example
-`--config.algorithm.correction.clipping_bias.tau=5`. Another name of a section,
-such as `--config.algorithm.bounds.name=balanced`, brings the options of that
-choice with their defaults, which stand in `DEFAULTS`.
+An algorithm has a ratio, bounds, an objective, corrections and an aggregate,
+and names an advantage estimator and a KL term. `stppo_jax/rl/algorithm.py`
+turns an entry into functions; no code depends on the name of an algorithm.
+Every option can be overridden, for example
+`--config.algorithm.correction.clipping_bias.tau=5`. Setting the name of a
+section, such as `--config.algorithm.bounds.name=balanced`, also sets the
+options of that choice to their defaults, which are in `DEFAULTS`.
 
 `docs/algorithms.md` has the equation, the source and the use of every
 algorithm.
@@ -14,7 +14,8 @@ algorithm.
 
 import copy
 
-# The sections whose options depend on their name: the defaults of every choice.
+# The default options of every choice, for the sections whose options depend on
+# their name.
 DEFAULTS = {
   # The trusted interval of the ratio.
   'bounds': {
@@ -27,7 +28,7 @@ DEFAULTS = {
       'least': 0.5,
       'most': 2.0,
     },
-    # Absolute bounds that move until positive terms have their share.
+    # Absolute bounds that widen until positive terms have positive_share.
     'balanced': {
       'low': 0.6,
       'high': 1.2,
@@ -38,7 +39,7 @@ DEFAULTS = {
       'positive_share': 0.4,
     },
   },
-  # What happens outside the interval.
+  # What happens outside the trusted interval.
   'objective': {
     'pessimistic': {},
     'dual_clip': {'c': 3.0},  # the largest ratio that counts where A < 0
@@ -46,7 +47,7 @@ DEFAULTS = {
     'masked': {},
     'unclipped': {},
   },
-  # How tokens become a scalar.
+  # How the terms of the tokens become a scalar.
   'aggregate': {
     'token_mean': {},
     'turn_mean': {},
@@ -54,16 +55,18 @@ DEFAULTS = {
     'sequence_sum': {},
     'constant_length': {'max_response_tokens': 4096.0},
   },
-  # whiten: none | policy | all (over observation tokens too).
+  # How advantages are estimated. whiten: over which tokens they are whitened:
+  # none | policy | all (observation tokens too).
   'advantage': {
     'gae': {
       'gamma': 1.0,
       'lambda_': 1.0,
-      # Discount and trace decay over turns, where steps is bilevel.
+      # Discount and trace decay over turns, if steps is bilevel.
       'gamma_turn': 0.95,
       'lambda_turn': 1.0,
       'steps': 'token',  # token | turn | bilevel
-      # Where steps is token: skipped | included (as in the reference run).
+      # If steps is token: skipped | included (as in the reference
+      # implementation).
       'observation_tokens': 'skipped',
       'whiten': 'policy',
     },
@@ -96,10 +99,10 @@ def choice(kind: str, name: str, **changes: float | str) -> dict:
 
 _TOKEN_PPO = {
   # level: which tokens share one ratio (token, turn, sentence, sequence).
-  # gradient: through the segment's mean (segment), or each token keeps its own
-  # (token). reduce: geometric mean of the token ratios (mean), or their product
-  # (sum). normalize: what is done to the log-ratio before (none; guard:
-  # experimental).
+  # gradient: that of the segment's ratio (segment), or that of the token's own
+  # ratio (token). reduce: geometric mean of the token ratios (mean), or their
+  # product (sum). normalize: what is done to the log-ratio before it is reduced
+  # (none; guard, which is experimental).
   'ratio': {
     'level': 'token',
     'gradient': 'segment',
@@ -108,8 +111,8 @@ _TOKEN_PPO = {
   },
   'bounds': choice('bounds', 'fixed'),
   'objective': choice('objective', 'pessimistic'),
-  # How much each term is believed: `names` selects, the weights of several
-  # multiply.
+  # `names` selects corrections, each of which gives the terms of the loss a
+  # factor; the factors of several corrections are multiplied.
   'correction': {
     'names': (),
     'clipping_bias': {
@@ -120,8 +123,8 @@ _TOKEN_PPO = {
       'applies_to': ('policy',),  # losses that are scaled
       'floor': 1.0,  # gradient: the least divisor
     },
-    # These weigh by k = trainer's old policy / sampler, of a token or of a
-    # sequence (level).
+    # The factors of these depend on k, the ratio of the trainer's old policy to
+    # the sampler, of a token or of a sequence (level).
     'tis': {
       'cap': 2.0,
       'level': 'token',
@@ -182,7 +185,7 @@ ALGORITHMS = {
   'turn_ppo': _algorithm(**_TURN),
   's_ppo': _algorithm(**_BIAS),
   'st_ppo': _algorithm(**_TURN, **_BIAS),
-  # The name of st_ppo in version 2 of the paper, and its group form.
+  # The name of st_ppo in version 2 of the paper, and the form for groups.
   'so_ppo': _algorithm(**_TURN, **_BIAS),
   'so_grpo': _algorithm(
     **_TURN,
@@ -193,7 +196,7 @@ ALGORITHMS = {
     **_GROUP,
     **_KL_IN_LOSS,
   ),
-  # Its neighbours.
+  # Related algorithms.
   'bilevel_ppo': _algorithm(
     advantage=choice('advantage', 'gae', steps='bilevel')
   ),
@@ -282,8 +285,9 @@ GROUP_ADVANTAGES = frozenset(
 )
 WITHOUT_CRITIC = GROUP_ADVANTAGES | {'monte_carlo'}
 
-# How algorithms collect whose advantages compare trajectories; `so_grpo` as in
-# its reference run, 512 questions of 5 trajectories.
+# Changes of the config section `rollout` for algorithms whose advantages
+# compare trajectories. `so_grpo` collects as in its published runs: 5
+# trajectories for each of 512 questions.
 ROLLOUTS = {
   name: {'group_size': 8}
   for name, algorithm in ALGORITHMS.items()

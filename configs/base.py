@@ -1,6 +1,6 @@
 """Every key of a run with its default, its unit and its choices.
 
-Other configs change a few of the keys. Rules for the values stand in
+Other configs change a few of the keys. The rules for their values are in
 `schema.py` and `relations.py`. Configs are Python programs that run when they
 are loaded: open one only if you trust it.
 """
@@ -45,7 +45,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # this run starts from.
         'reference_path': '',
         # Where the weights of the reference are kept between two uses:
-        # device | host. Must be device if the reference is the base under
+        # device | host. It must be device if the reference is the base under
         # adapters, which is in use all the time.
         'reference_memory': 'device',
         # A directory with a tokenizer; '' = the tokenizer in `path`, or one
@@ -54,7 +54,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # The type of the computations: float32 | bfloat16. Weights are always
         # float32.
         'dtype': 'float32',
-        # The shape of a model without `path`, in the words of Hugging Face.
+        # The shape of a model without `path`, under the names of Hugging Face.
         'hidden_size': 64,  # width of the residual stream
         'intermediate_size': 176,  # width of the MLP
         'num_layers': 3,
@@ -81,9 +81,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # on every token. grouped: tokens sorted by expert. auto: dense on CPU,
         # grouped elsewhere.
         'moe': 'auto',
-        # The implementation of attention: auto | xla | cudnn | splash. auto:
-        # cudnn on GPU with bfloat16, splash on TPU, xla elsewhere. Decoding
-        # always uses xla.
+        # The implementation of attention in training: auto | xla | cudnn |
+        # splash. auto: cudnn on GPU with bfloat16, splash on TPU, xla
+        # elsewhere. Decoding always uses xla.
         'attention': 'auto',
         # Low-rank adapters: `train` trains them and leaves the base weights
         # as they are. The base is then the reference too, unless
@@ -97,17 +97,17 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           'targets': '(q|k|v|o|gate|up|down)_proj$',
         },
         # own: the value model has layers and an optimiser of its own. shared:
-        # it is a head on the policy's layers, and one pass and one optimiser,
-        # the policy's, serve both losses.
+        # it is a head on the policy's layers, and both losses share one pass
+        # and the policy's optimiser.
         'value_backbone': 'own',
-        # Layers per iteration of the scan over layers. More of them compile
-        # for longer and run a little faster.
+        # Layers per iteration of the scan over layers. With more of them a
+        # program takes longer to compile and runs a little faster.
         'scan_unroll': 1,
       },
       # The number of devices along each axis of the mesh; -1 = all that the
       # other axes leave.
       'mesh': {
-        'data': -1,  # cuts batches; every device has all weights
+        'data': -1,  # cuts batches; weights are replicated along it
         'fsdp': 1,  # cuts batches and weights
         'tensor': 1,  # cuts weights within a layer
       },
@@ -115,19 +115,20 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # synthetic_wiki: questions on made-up encyclopedias. jsonl: questions
         # and passages from files.
         'name': 'synthetic_wiki',
-        # The files of jsonl; all but root are paths relative to root.
+        # The files of jsonl; all but root are paths relative to root. Their
+        # format is in docs/commands.md.
         'root': '',  # the folder that holds the files
         'train': '',  # training questions
         'evaluation': '',  # evaluation questions; '' = no evaluation
         'corpus': '',  # passages; '' = an external server has them
-        # The size of the BPE that is trained on the passages of jsonl if the
-        # model brings no tokenizer, in vocabulary entries.
+        # The vocabulary entries of the BPE tokenizer that is trained on the
+        # passages of jsonl if the model has no tokenizer.
         'tokenizer_vocab_size': 4096,
         'synthetic_wiki': {
           # Seed of the encyclopedia. It does not depend on the run's seed, so
           # evaluations of different runs ask the same questions.
           'seed': 0,
-          # How many facts lead to an answer: 1, 2 or both in turn.
+          # How many facts lead to an answer; (1, 2) alternates the two.
           'hops': (1, 2),
           'entities_per_type': 42,  # entities of each of the five types
           'name_pieces': 2,  # sub-word pieces that a name consists of
@@ -137,11 +138,11 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       },
       'env': {
         'name': 'search',  # a key of ENVIRONMENTS in envs/environments.py
-        # The number of turns that are answered; one more may follow, which
-        # can only give the answer.
+        # The number of turns that may get an observation. One more turn may
+        # follow, which can only give the answer.
         'max_turns': 4,
         'max_turn_tokens': 500,  # longest turn
-        'max_observation_tokens': 500,  # longest observation; longer are cut
+        'max_observation_tokens': 500,  # longer observations are cut
         # Longest trajectory (prompt, turns and observations), in tokens.
         'max_length': 4096,
         # A text file that contains {question}; '' = the built-in prompt.
@@ -156,11 +157,11 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           'search_penalty': 0.0,  # subtracted once per search
           # Rewards of a turn, on the last token of the turn.
           'turn_search': 0.0,  # if its search found passages
-          'turn_answer_found': 0.0,  # if a golden answer stands in them
+          'turn_answer_found': 0.0,  # if these contain a golden answer
         },
-        # Where the answer is sought. response: in what the policy wrote.
-        # search_r1: in prompt and response, like the scorer of Search-R1 with
-        # its faults.
+        # Where the answer is searched for. response: in the policy's turns.
+        # search_r1: in prompt and response, like the scorer of Search-R1,
+        # faults included.
         'reward_scope': 'response',
       },
       'retrieval': {
@@ -171,22 +172,23 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'topk': 3,  # passages per search
         'timeout': 30.0,  # seconds per request
         'retries': 4,  # attempts per query after the first
-        'start_grace': 60.0,  # seconds to wait for the server at the start
-        'max_queries_per_request': 64,
+        # Seconds to wait for the server, at the start and in an outage.
+        'start_grace': 60.0,
+        'max_queries_per_request': 64,  # more become several requests
       },
       'rollout': {
         'trajectories_per_step': 512,
-        # Trajectories per question. Algorithms that compare them have more,
-        # see `ROLLOUTS` in algorithms.py.
+        # Trajectories per question. Algorithms that compare them have more by
+        # default, see `ROLLOUTS` in algorithms.py.
         'group_size': 1,
         # Groups whose rewards are all equal have no advantage. They are
         # replaced by groups of new questions, in at most this many extra
         # collections per step (dynamic sampling of DAPO). 0 = never.
         'resample_rounds': 0,
         'temperature': 1.0,  # logits are divided by it
-        # Which tokens may be drawn, one filter after the other: the top_k most
-        # probable (0 = all); the fewest that have a share top_p of the
-        # probability; those with at least min_p times the largest probability.
+        # Which tokens may be sampled, one filter after the other: the top_k
+        # most probable (0 = all); the fewest whose probabilities sum to top_p;
+        # those with at least min_p times the largest probability.
         'top_k': 0,
         'top_p': 1.0,
         'min_p': 0.0,
@@ -204,39 +206,43 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           'retries': 4,  # attempts per turn after the first
           'concurrency': 256,  # turns requested at the same time
         },
-        # True: the same bits whatever the retriever's timing; a slot is used
-        # once per wave. False: free slots are refilled at once and only rows
-        # at work are computed, which is faster and the same up to rounding.
+        # True: a slot is used once per wave, and the bits do not depend on the
+        # retriever's timing. False: free slots are refilled at once, and only
+        # dialogues whose turn is being written are computed, which is faster
+        # and the same up to rounding.
         'deterministic': True,
-        # The most trajectories that one call of a program decodes, if not
-        # deterministic; 0 = all. Fewer trajectories differ less in length,
-        # which saves time on a CPU.
+        # If not deterministic: the most trajectories that one call of a program
+        # decodes; 0 = all. Fewer trajectories differ less in length, which
+        # saves time on a CPU.
         'batch_rows': 0,
-        # Groups of slots that are decoded in parallel, each by a thread: on a
-        # CPU as many as cores, on several devices 1. Every lane has the same
-        # number of slots and holds whole groups, also in evaluations.
+        # The number of lanes: slots are divided into lanes, which are decoded
+        # in parallel, each by a thread. Set it to the number of cores on a CPU;
+        # it must be 1 on several devices. Every lane has the same number of
+        # slots, also in evaluations, and holds whole groups.
         'lanes': 1,
         'extend_chunk': 64,  # tokens appended to a slot per call
-        'decode_chunk': 16,  # tokens decoded between two looks of the host
-        # If not deterministic, the host looks as soon as this share of the
-        # running turns has ended.
+        # Tokens decoded before the host reads which turns have ended: a chunk.
+        'decode_chunk': 16,
+        # If not deterministic, a chunk ends as soon as this share of its turns
+        # has ended.
         'early_exit': 0.25,
-        'lookahead': 1,  # chunks started before the previous one is looked at
+        # Chunks that are started before the host has read the previous one.
+        'lookahead': 1,
         # Blocks of the KV cache per slot. Programs read only the blocks that
-        # the longest running trajectory has reached; more blocks save more and
-        # compile more programs.
+        # their longest trajectory has reached. More blocks save more reads, but
+        # more programs are compiled.
         'cache_blocks': 4,
         'length_bucket': 256,  # batches are padded to a multiple of it, tokens
-        # The smallest share of trajectories that the infrastructure did not
-        # fail; below it the step is collected again.
+        # A step is collected again if the share of its trajectories that did
+        # not fail (INFRA_ERROR) is smaller.
         'min_valid_fraction': 0.5,
         # Step n is collected with the policy after n - steps_ahead steps,
         # while the steps before it are trained on. 0 = with the newest policy.
         'steps_ahead': 0,
-        # The largest difference between engine and trainer in the
-        # log-probability of a token that still is rounding; with more, the run
-        # ends at its first step. For float32; bfloat16 needs a larger limit.
-        # 0 = no limit.
+        # The largest difference between the log-probabilities of a token in
+        # engine and trainer that is still rounding. If the first step has a
+        # larger one, the run ends. The default is for float32; bfloat16 needs a
+        # larger limit. 0 = no limit.
         'mismatch_limit': 1e-4,
       },
       'updates': {
@@ -244,49 +250,53 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'num_epochs': 1,  # passes over a collected batch
         # Trajectories per forward pass; 0 = minibatch_size.
         'microbatch_size': 0,
-        # On a single CPU device, in place of microbatch_size: trajectories
-        # that each core computes at a time, in parallel, with gradients of its
-        # own. Without effect if a correction looks at a microbatch. 0 = off.
+        # On a single CPU device, in place of microbatch_size: trajectories per
+        # forward pass of one core. The cores run in parallel, each with
+        # gradients of its own. It has no effect if the scope of a correction is
+        # the microbatch. 0 = off.
         'core_rows': 0,
         # Tokens per device whose logits are held at once, at least one per
-        # trajectory. They take 4 bytes x vocabulary entries x tokens, a few
-        # times, and are computed again in the backward pass; 0 = all tokens.
+        # trajectory; 0 = all tokens. A few arrays of 4 bytes x vocabulary
+        # entries x tokens are held; the backward pass computes them again.
         'head_chunk': 4096,
         # What a layer keeps for the backward pass: none (everything is kept) |
         # all_dots (all matrix products) | dots (products with weights, not
         # those of attention) | full (only its input).
         'remat': 'none',
-        # The denominator of the ratio. sampled: the policy that collected, so
-        # the ratio contains the staleness. current: the policy before the
-        # updates of this step; a mismatch correction contains the staleness.
+        # The old policy, which is the denominator of the ratio. sampled: the
+        # policy that collected, so the ratio contains the staleness. current:
+        # the policy before the updates of this step, so the staleness is in k
+        # of the corrections tis, mis, icepop and geo_rs.
         'old_policy': 'sampled',
-        # Which experts tokens visit in an update, so that routing adds nothing
-        # to the ratio. nowhere: those that the router chooses now. trainer:
-        # those of the old policy in the trainer (R2). sampler: those of the
-        # local engine (R3).
+        # Which experts tokens visit in an update: nowhere | trainer | sampler.
+        # nowhere: those that the router chooses now. trainer: those of the old
+        # policy in the trainer (R2). sampler: those of the local engine (R3).
+        # With the last two, a change of the routing does not change the ratio.
         'routing_replay': 'nowhere',
       },
       'policy_optimizer': _adam(learning_rate=1e-6),
       'value_optimizer': _adam(learning_rate=1e-5),
       'loss': {
         'entropy_coefficient': 0.001,  # weight of the entropy bonus
-        'value_clip': 0.5,  # farthest a value may move from the old one
+        'value_clip': 0.5,  # most that a value may differ from the old one
         # The weight of the value loss where value_backbone=shared.
         'value_coefficient': 0.5,
         'value_warmup_steps': 0,  # first steps, which update only the values
         # The weight of the load-balance loss of the policy's experts, if any.
         'load_balance_coefficient': 0.001,
       },
-      # The supervised start on noisy demonstrations.
+      # `sft`: supervised training on demonstrations with errors, before RL.
       'sft': {
         'num_steps': 2000,  # one update each
-        # Whether `train` begins with it if model.path is ''. The result is
+        # Whether `train` begins with `sft` if model.path is ''. The result is
         # kept in WORKDIR/start.
         'before_training': False,
         'batch_size': 64,  # dialogues
-        'error_rate': 0.3,  # probability of an error at each decision
-        'clean_one_hop_steps': 0,  # first steps: one hop, no errors
-        'clean_steps': 0,  # steps after those: all hops, no errors
+        'error_rate': 0.3,  # probability of an error in a turn
+        # The first steps have questions of one hop and no errors, the next
+        # ones have all hops and no errors.
+        'clean_one_hop_steps': 0,
+        'clean_steps': 0,
         # The learning rate falls linearly to 0 in the second half.
         'optimizer': _adam(
           learning_rate=2e-3, warmup_updates=50, b2=0.98, weight_decay=0.0

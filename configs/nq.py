@@ -3,12 +3,13 @@
     python -m stppo_jax train --config=configs/nq.py:st_ppo \
         --config.data.root=DATA --workdir=runs/nq
 
-DATA holds general/nq_train.questions.jsonl and general/nq_train.corpus.jsonl.
-Hardware: two CPU cores, a few minutes. A byte-level BPE is trained on the
-passages. A small random model first imitates the form of the dialogue, without
-which it would never search, and then trains for five steps. It is far too small
-to answer anything: expect finite metrics and readable dialogues. This config
-shows that the whole path works with your own files.
+DATA is a folder that holds general/nq_train.questions.jsonl and
+general/nq_train.corpus.jsonl; docs/commands.md has their format. The run takes
+a few minutes on two CPU cores. A byte-level BPE tokenizer is trained on the
+passages. A small random model is first trained on demonstrations of dialogues,
+without which it would never search, and then by RL for five steps. It is far
+too small to answer anything: expect finite metrics and readable dialogues. This
+config shows that everything works with your own files.
 """
 
 from stppo_jax.configs import base

@@ -4,10 +4,10 @@
     python -m stppo_jax train --config=configs/quickstart.py:st_ppo \
         --workdir=runs/quickstart
 
-Hardware: two CPU cores, some four minutes. Expect val/em/one_hop and
+The run takes some four minutes on two CPU cores. Expect val/em/one_hop and
 val/em/two_hop of at least 0.99 at the end. Any algorithm of
 `configs/algorithms.py` can take the place of st_ppo. The weights in
-assets/quickstart, from which it starts, were made by
+assets/quickstart, from which the run starts, were made by
 
     python -m stppo_jax sft --config=configs/quickstart.py \
         --config.model.path= --workdir=assets/quickstart
@@ -43,10 +43,10 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
     config.rollout.group_size = 8  # divides trajectories_per_step
   config.rollout.length_bucket = 32
   config.updates.minibatch_size = 64
-  config.updates.core_rows = 4  # so few fit the cache of a core
+  config.updates.core_rows = 4  # few enough to fit the cache of a core
   config.updates.num_epochs = 2
-  # More than a minibatch has: with a small vocabulary all logits fit, and a
-  # loop over chunks would only take time.
+  # More tokens than a minibatch has: with a small vocabulary all logits fit in
+  # memory, and a loop over chunks would only take time.
   config.updates.head_chunk = 8192
   config.policy_optimizer.update(
     learning_rate=2.5e-4, warmup_updates=20, weight_decay=0.0

@@ -1,8 +1,8 @@
 """Rules that concern several keys of a config.
 
-A relation is a pair: keys, and a function of their values that yields the
-errors, a line each. `configs/schema.py` calls it where all its keys have values
-that keep their own rules.
+A relation is a pair of keys and a function of their values that yields the
+errors, one line each. `configs/schema.py` calls the function if the values of
+all its keys keep their own rules.
 """
 
 from collections.abc import Callable

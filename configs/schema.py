@@ -184,11 +184,10 @@ RULES: Mapping[str, settings.Rule] = {
 
 
 def check(config: base.Config) -> list[str]:
-  """Returns all errors of a config, a line each: `key=value: must be ...`.
+  """Returns all errors of a config, one line each: `key=value: must be ...`.
 
-  The keys and their types are those of `configs/base.py`, from which a config
-  file may have strayed. Rules and relations are then checked on the values that
-  have the right type.
+  The keys and their types must be those of `configs/base.py`. Rules and
+  relations are then checked on the values that have the right type.
   """
   values = settings.flatten(config)
   expected = settings.flatten(base.get_config())
@@ -239,8 +238,8 @@ def _check_algorithm(config: base.Config) -> list[str]:
     return ['algorithm: missing']
   if config.algorithm.to_dict() in algorithms.ALGORITHMS.values():
     return []  # a test has checked the table
-  # Imported late: this check needs the maths and therefore jax (its code, not
-  # its devices), while all other errors are found in a tenth of a second.
+  # Imported late: this check needs `rl` and therefore jax (its code, not its
+  # devices), while all other errors are found in a tenth of a second.
   from stppo_jax.rl import algorithm
 
   return algorithm.check_algorithm(config.algorithm)
