@@ -1,9 +1,9 @@
 """The descriptions of every algorithm and of every choice.
 
-`ALGORITHMS` follows the keys of `configs.algorithms.ALGORITHMS`, `PREFERENCES`
-the names of `preference.name`, and `CHOICES[KEY][NAME]` every option of an
-algorithm that is a name, such as `CHOICES['bounds.name']['fixed']`. The pages
-take the defaults from the table.
+`ALGORITHMS` has the keys of `configs.algorithms.ALGORITHMS`, `PREFERENCES` has
+the names that `preference.name` may have, and `CHOICES[KEY][NAME]` describes
+each choice of an option whose value is a name, such as
+`CHOICES['bounds.name']['fixed']`. The pages take the defaults from the table.
 """
 
 from docs.texts import advantages

@@ -10,8 +10,8 @@ _NAMES = {
     delta_i = r_i + gamma V_{i+1} - V_i
     A_i     = delta_i + gamma lambda_ A_{i+1}
 
-    over the steps i of a trajectory, which are policy tokens. With
-    steps=bilevel, gamma_turn and lambda_turn take their place over turns.
+    over the steps i of a trajectory, by default its policy tokens. With
+    steps=bilevel, GAE over turns uses gamma_turn and lambda_turn.
     """,
     'arXiv 1506.02438.',
     entry.CODE,
@@ -19,16 +19,16 @@ _NAMES = {
     'verl, Search-R1: `adv_estimator=gae`.',
   ),
   'monte_carlo': entry.Description(
-    'A = sum of the rewards to come, discounted with gamma per policy token',
+    'A = sum of the rewards from here on, discounted with gamma per token',
     'REINFORCE; whitened, REINFORCE++, arXiv 2501.03262.',
     entry.CODE,
-    'The simplest estimate, without value model and groups.',
+    'The simplest estimate: it needs neither a value model nor groups.',
     'verl: `adv_estimator=reinforce_plus_plus`.',
   ),
   'group_normalized': entry.Description(
     f'A = (R - mean R) / (std R + epsilon) {_GROUPS};\nstd is unbiased',
     'GRPO, arXiv 2402.03300.',
-    entry.CODE + ' That a group of one gives 0 is ours.',
+    entry.CODE + ' That a group of one has advantage 0 is our choice.',
     'There is no value model, and a question has several trajectories.',
     'verl: `adv_estimator=grpo`. TRL: `GRPOTrainer`. Tunix: `grpo`.',
   ),
@@ -54,9 +54,9 @@ _NAMES = {
     z = (x - mean) / (std + epsilon) {_GROUPS}
     """,
     'MT-GRPO, arXiv 2505.11821.',
-    entry.CODE + ' For several tool calls: ours.',
-    'Turns have rewards of their own. It cannot have the KL in the reward, '
-    'which would count as a reward of the turns.',
+    entry.CODE + ' The form for several tool calls is our choice.',
+    'Turns have rewards of their own. It cannot be used with the KL penalty in '
+    'the reward, which would count as a reward of the turns.',
   ),
   'gigpo': entry.Description(
     """
@@ -81,9 +81,9 @@ _OPTIONS = {
     ),
     'turn': entry.Description(
       """
-      the first token of a turn is the step: the rewards of the turn are summed
-      into it, its advantage goes to all tokens of the turn, and the critic
-      learns at this token only
+      a turn is a step, at its first token: the rewards of the turn are summed
+      there, all tokens of the turn get its advantage, and the value model is
+      trained at this token only
       """,
       'arXiv 2511.20718 describes turns as actions.',
       entry.OURS,
@@ -111,8 +111,8 @@ _OPTIONS = {
       """,
       'arXiv 2511.20718.',
       entry.CODE,
-      'To repeat the reference run. With gamma = lambda_ = 1 only whitening '
-      'differs.',
+      'To repeat a run of the reference implementation. With gamma = lambda_ = '
+      '1 this changes whitening only.',
     ),
   },
   'advantage.whiten': {
@@ -120,13 +120,13 @@ _OPTIONS = {
       'A, unchanged',
       '—',
       entry.PLAIN,
-      'Group estimators, whose advantages are centred already.',
+      'The estimator compares groups, so its advantages are centred already.',
     ),
     'policy': entry.Description(
       '(A - mean) / sqrt(var + 1e-8) over the policy tokens of a collection',
       '—',
       entry.CODE,
-      'The default with GAE.',
+      'The default of `gae` and `monte_carlo`.',
     ),
     'all': entry.Description(
       """
@@ -135,7 +135,7 @@ _OPTIONS = {
       """,
       'arXiv 2511.20718.',
       entry.CODE,
-      'To repeat the reference run.',
+      'To repeat a run of the reference implementation.',
     ),
   },
   'advantage.normalize': {
@@ -150,7 +150,8 @@ _OPTIONS = {
       'N(x) = x - mean',
       'GiGPO, arXiv 2505.10978.',
       entry.CODE,
-      'Questions and states should weigh alike, as in `group_centered`.',
+      'Questions and states whose rewards vary little should not weigh more '
+      'than others, as in `group_centered`.',
       'verl-agent: `gigpo.mode=mean_norm`.',
     ),
   },
@@ -164,21 +165,22 @@ _KL = {
       'reward of a token <- reward - coefficient * estimate under pi_old',
       'arXiv 1909.08593.',
       entry.CODE,
-      'With a value model, or with `leave_one_out`.',
+      'There is a value model, or the estimator is `leave_one_out`.',
       'verl: `use_kl_in_reward`. slime: `--kl-coef`.',
     ),
     'loss': entry.Description(
       'loss <- loss + coefficient * aggregate of the estimate under pi_theta',
       'GRPO, arXiv 2402.03300.',
       entry.CODE,
-      'With group advantages, which compare rewards.',
+      'The estimator compares groups by their rewards, which a penalty would '
+      'change.',
       'verl: `use_kl_loss`. TRL: `beta`. slime: `--use-kl-loss`.',
     ),
     'nowhere': entry.Description(
-      'no term; the divergence is still measured where there is a reference',
+      'no term; the divergence is still measured',
       '—',
       entry.PLAIN,
-      'The policy should move far from its start, or drift is not a concern.',
+      'The policy may move far from its start.',
     ),
   },
   'kl.estimator': {
@@ -186,22 +188,23 @@ _KL = {
       'x = log pi - log ref of the sampled token',
       _SCHULMAN,
       entry.CODE,
-      'In the reward, where it is unbiased. In the loss its gradient has '
-      'expectation 0.',
+      'The term is in the reward, where k1 is unbiased. In the loss its '
+      'gradient has expectation 0.',
       'verl: `kl` or `k1`. slime: `--kl-loss-type k1`.',
     ),
     'k2': entry.Description(
       'x^2 / 2',
       _SCHULMAN,
       entry.CODE,
-      'In the loss: on policy, its gradient is the gradient of the divergence.',
+      'The term is in the loss: on policy, the gradient of k2 is the gradient '
+      'of the divergence.',
       'verl: `mse` or `k2`. slime: `--kl-loss-type k2`.',
     ),
     'k3': entry.Description(
       'exp(-x) - 1 + x',
       _SCHULMAN,
       entry.CODE,
-      'In the loss: it is never negative and has a low variance.',
+      'The term is in the loss: k3 is never negative and has a low variance.',
       'verl: `low_var_kl` or `k3`. slime: `--kl-loss-type k3`.',
     ),
   },

@@ -31,12 +31,12 @@ ALGORITHMS = {
     """,
     f'{_SORL}, Eq. 4.',
     entry.CODE + ' The paper says the same.',
-    'Dialogues of several turns: a single unusual token is neither clipped nor '
-    'kept on its own. The comparison with `token_ppo` shows the effect of the '
-    'level alone.',
-    'verl and TRL have no ratio per turn. A turn that is passed to their '
-    'sequence ratio as a sequence of its own has one: in TRL with the gradient '
-    'of the segment, in verl with that of the token.',
+    'Dialogues have several turns, and no token should be clipped only because '
+    'its own ratio is unusual. The comparison with `token_ppo` shows the '
+    'effect of the level alone.',
+    'verl and TRL have no ratio per turn. Their sequence ratio is that of a '
+    'turn if every turn is passed as a sequence of its own: in TRL with '
+    '`ratio.gradient=segment`, in verl with `ratio.gradient=token`.',
   ),
   's_ppo': entry.Description(
     """
@@ -47,12 +47,12 @@ ALGORITHMS = {
     ratio w is outside and inside the bounds.
     """,
     f'{_SORL}.',
-    entry.CODE + ' The reference forms rho per microbatch of one GPU. Here '
-    'it is formed over the whole minibatch, so that cutting a batch changes '
-    'nothing.',
-    'Several updates per collection: steps in which clipped tokens dominate '
-    'become smaller. The comparison with `token_ppo` shows the effect of the '
-    'correction alone.',
+    entry.CODE + ' The reference implementation computes rho per microbatch of '
+    'one GPU. Here it is computed over the whole minibatch, so that cutting a '
+    'batch changes nothing.',
+    'There are several updates per collection: updates in which clipped tokens '
+    'dominate become smaller. The comparison with `token_ppo` shows the effect '
+    'of the correction alone.',
   ),
   'st_ppo': entry.Description(
     """
@@ -61,28 +61,30 @@ ALGORITHMS = {
     loss    = mean over policy tokens of s max(-A r_k, -A clip(r_k))
     s       = 1 / rho if rho > tau else 1,   rho = N_U / N_V
 
-    The loss uses turn ratios, the sets U and V use token ratios.
+    The loss uses turn ratios; rho is that of s_ppo, from token ratios.
     """,
     f'{_SORL}.',
-    entry.CODE + ' For the tokens over which rho is formed see `s_ppo`.',
-    'The subject of this project: turn ratios and the correction together.',
+    entry.CODE + ' The tokens over which rho is computed are those of `s_ppo`.',
+    'This is the subject of the project: turn ratios and the correction '
+    'together.',
   ),
   'so_ppo': entry.Description(
     'loss = the loss of st_ppo',
     f'{_SORL}, version 2, which renames it.',
     entry.PAPER,
-    'Where the newer name of `st_ppo` is wanted.',
+    'You prefer the newer name of `st_ppo`.',
   ),
   'so_grpo': entry.Description(
     """
     loss = mean over policy tokens of s_y max(-A r_k, -A clip(r_k))
            + kl.coefficient * k3
-    s_y  = as in s_ppo, with rho formed over the trajectory y
+    s_y  = as in s_ppo, with rho computed over the trajectory y
     A    = (R - mean R) / (std R + epsilon) over a question's trajectories
     """,
     f'{_SORL}, version 2, whose runs have groups of 5.',
-    entry.CODE + ' A stored script of the reference has `ratio.level=token`.',
-    'Like `st_ppo`, without a value model.',
+    entry.CODE + ' A script of the reference implementation uses token ratios '
+    'instead (`ratio.level=token`).',
+    'Like `st_ppo`, but there is no value model.',
   ),
   'bilevel_ppo': entry.Description(
     """
@@ -91,8 +93,8 @@ ALGORITHMS = {
     loss = the loss of token_ppo
     """,
     'RAGEN, arXiv 2504.20073.',
-    entry.CODE + ' That the value of a turn is read before its first token, '
-    'and that turns have their own lambda, is ours.',
+    entry.CODE + ' That the value of a turn is the one before its first token, '
+    'and that turns have their own lambda, is our choice.',
     'Credit should be discounted per turn instead of per token, or turns have '
     'rewards of their own.',
     'RAGEN: `bi_level_gae` with `high_level_gamma`.',
@@ -150,9 +152,9 @@ ALGORITHMS = {
     """,
     'arXiv 2507.18071.',
     entry.CODE,
-    'There is one reward for the whole text, and the ratio belongs to what is '
-    'rewarded. Its bounds are far narrower, because a mean over many tokens '
-    'moves little.',
+    'There is one reward for the whole trajectory, so the ratio is that of the '
+    'trajectory too. Its bounds are far narrower, because a mean over many '
+    'tokens changes little.',
     "TRL: `importance_sampling_level='sequence'`. slime: "
     '`--advantage-estimator gspo`. (verl and Tunix: see `gspo_token`.)',
   ),
@@ -177,9 +179,11 @@ ALGORITHMS = {
               mean over its policy tokens of max(-A r, -A clip(r))
     """,
     'arXiv 2511.04256.',
-    entry.OURS + ' The sentence ratio, and that its entropy scales the '
-    "bounds, are the paper's; f and where a sentence ends are ours.",
-    'Between `grpo` and `gspo`: turns are so long that one ratio is too few.',
+    entry.OURS
+    + " The sentence ratio and bounds that scale with the sentence's "
+    'entropy are from the paper; f and the ends of sentences are our choice.',
+    'Turns are too long for one ratio. The level is between those of `grpo` '
+    'and `gspo`.',
   ),
   'bapo': entry.Description(
     """
@@ -191,9 +195,9 @@ ALGORITHMS = {
         >= positive_share * sum pi_old |min(A r, A clip(r))|
     """,
     'arXiv 2510.18927.',
-    entry.PAPER + ' The absolute value inside the sum is ours.',
-    'Data are stale, and negative advantages outweigh the positive ones on '
-    'them. The metrics `bounds/low` and `bounds/high` show the bounds.',
+    entry.PAPER + ' The absolute value inside the sum is our choice.',
+    'Batches are stale, and their negative advantages outweigh the positive '
+    'ones. The metrics `bounds/low` and `bounds/high` show the bounds.',
   ),
   'cispo': entry.Description(
     """
@@ -214,8 +218,8 @@ ALGORITHMS = {
     'Williams, "Simple statistical gradient-following algorithms for '
     'connectionist reinforcement learning", 1992.',
     entry.CODE + " It equals verl's loss with importance weights.",
-    'The simplest estimate: one update per collection, no value model, no '
-    'groups. With more updates, nothing bounds the weights r.',
+    'There is one update per collection, no value model and no groups. With '
+    'more updates, nothing bounds the weights r.',
     'verl: `adv_estimator=reinforce_plus_plus` (whitened likewise). slime: '
     '`--advantage-estimator reinforce_plus_plus`.',
   ),
@@ -228,7 +232,8 @@ ALGORITHMS = {
     'arXiv 2402.14740.',
     entry.CODE + ' This holds for the advantage; that nothing is clipped is '
     'our choice.',
-    'There are few trajectories per question: the baseline is unbiased.',
+    'There are few trajectories per question, for which an unbiased baseline '
+    'matters.',
     'verl: `adv_estimator=rloo`. TRL: `RLOOTrainer`, which clips the '
     'sequence ratio as PPO does.',
   ),
@@ -243,8 +248,8 @@ ALGORITHMS = {
     'arXiv 2512.01374.',
     entry.PAPER,
     "The sampler's probabilities differ from the trainer's (another engine, "
-    'another precision). Staleness decides which tokens are dropped; staleness '
-    'and mismatch together are the weight.',
+    'another precision). The ratio to the old policy decides which tokens are '
+    'dropped; the ratio to the sampler is the weight.',
   ),
   'grpo_guard': entry.Description(
     """
@@ -260,7 +265,7 @@ ALGORITHMS = {
     'arXiv 2510.22319.',
     entry.OURS + ' Experimental. The published form is for flow matching; '
     'this is our version of it for tokens.',
-    'The ratios as a whole drift below 1, so that the upper bound never acts.',
+    'Most ratios drift below 1, so that the upper bound is never reached.',
   ),
   'mt_grpo': entry.Description(
     """
@@ -270,8 +275,8 @@ ALGORITHMS = {
     loss = the loss of grpo
     """,
     'arXiv 2505.11821.',
-    entry.CODE + ' Its code has one tool call; that all turns before the last '
-    'share z(turn reward) is ours.',
+    entry.CODE + " The authors' code has one tool call; that all turns before "
+    'the last share z(turn reward) is our choice.',
     'Turns have rewards of their own: set `env.rewards.turn_search` or '
     '`env.rewards.turn_answer_found`.',
   ),
@@ -285,7 +290,7 @@ ALGORITHMS = {
     'arXiv 2505.10978.',
     entry.CODE,
     'Trajectories of one question pass through the same states, such as equal '
-    'search results, and what they did there can be compared.',
+    'search results, so that their next turns can be compared.',
     'verl-agent: `adv_estimator=gigpo`, `gigpo.step_advantage_w` for omega.',
   ),
 }
@@ -301,15 +306,15 @@ PREFERENCES = {
   'tdpo1': entry.Description(
     _TDPO + 'shift = K(l) - K(w)',
     'arXiv 2404.11999.',
-    entry.CODE + ' That the sums leave observations out is ours.',
-    'Both trajectories should be held near the reference, where `tdpo2` holds '
-    'the dispreferred one.',
+    entry.CODE + ' That the sums leave observations out is our choice.',
+    'Both trajectories should be kept near the reference policy; `tdpo2` does '
+    'this for the dispreferred one only.',
   ),
   'tdpo2': entry.Description(
     _TDPO + 'shift = alpha (K(l) - sg(K(w)))',
     'arXiv 2404.11999.',
-    entry.CODE + ' That the sums leave observations out is ours.',
-    'There are pairs of good and bad trajectories, and no environment. Without '
-    'the shift it would be DPO.',
+    entry.CODE + ' That the sums leave observations out is our choice.',
+    'There are pairs of good and bad trajectories, but no environment. Without '
+    'the shift it is DPO.',
   ),
 }

@@ -21,14 +21,14 @@ _NAMES = {
     _SORL,
     entry.CODE,
     'There are several updates per collection, and clipped tokens outweigh '
-    'the others. The metric `stab/rho` shows it for every algorithm.',
+    'the others. The metric `stab/rho` shows rho for every algorithm.',
   ),
   'tis': entry.Description(
     f'term * min(k, cap)\n{_K}',
     'Truncated importance sampling for engines that differ (Yao et al., 2025).',
     entry.CODE,
     'The sampler is another engine or has another precision. The bias is '
-    'small, and no term is lost.',
+    'small, and every term is kept.',
     'verl: `rollout_is=token`. TRL: '
     "`vllm_importance_sampling_mode='token_truncate'`. slime: `--use-tis`, "
     '`--tis-clip`.',
@@ -44,16 +44,17 @@ _NAMES = {
     f'term * (k if least <= k <= most else 0)\n{_K} of the token',
     'Ring-1T, arXiv 2510.18855.',
     entry.CODE,
-    'Like `mis`, with a lower limit: for mixtures of experts, in which routing '
-    'differs.',
+    'The model has experts, and sampler and trainer route tokens differently. '
+    'It is like `mis`, with a lower limit too.',
     'verl: a threshold of two numbers, `rollout_is_threshold=0.5_5.0`.',
   ),
   'geo_rs': entry.Description(
     f'term * (1 if |mean of log k over the trajectory| <= band else 0)\n{_K}',
     'Rejection by the geometric mean; documentation of verl.',
     entry.CODE,
-    'Whole trajectories differ, by a little at every token. The default band '
-    'is narrow: the metric `stab/rejected` shows how much is rejected.',
+    'Sampler and trainer differ a little at every token of some trajectories. '
+    'The default band is narrow: the metric `stab/rejected` shows the share of '
+    'policy tokens that is rejected.',
     'verl: `rollout_rs=seq_mean_k1`.',
   ),
 }
@@ -64,15 +65,15 @@ _BIAS = {
       's = 1 / rho if rho > tau else 1',
       _SORL,
       entry.CODE,
-      'The reference.',
+      'The default, which the reference implementation has.',
     ),
     'gradient': entry.Description(
       'g_policy <- g_policy / max(|c|, floor)',
       _SORL,
-      entry.REVIEWS + ' The floor is ours: without it a small |c| would '
+      entry.REVIEWS + ' The floor is our choice: without it a small |c| would '
       'enlarge steps.',
-      'The form that the reviews describe. It costs a second backward pass; '
-      'tau and scope do not apply.',
+      'The form of the reviews is wanted. It costs a second backward pass; tau '
+      'and scope do not apply.',
     ),
   },
   'scope': {
@@ -85,8 +86,9 @@ _BIAS = {
     'microbatch': entry.Description(
       'rho over one microbatch, on all devices',
       _SORL,
-      entry.CODE + ' In the reference a microbatch is that of one GPU.',
-      'The nearest to the reference. It changes with '
+      entry.CODE + ' The microbatch of the reference implementation is that of '
+      'one GPU.',
+      'It is the nearest to the reference implementation. It changes with '
       '`updates.microbatch_size`.',
     ),
     'sequence': entry.Description(
@@ -107,7 +109,8 @@ _BIAS = {
       'w = exp(l) of the token, at any level of the loss',
       _SORL,
       entry.CODE,
-      'The reference, which does so with turn ratios in the loss, too.',
+      'The default. The reference implementation has it with turn ratios in '
+      'the loss, too.',
     ),
     'turn': entry.Description(
       "w = the turn's ratio, which all of its tokens share",
@@ -121,13 +124,13 @@ _BIAS = {
       'policy terms are scaled; entropy and KL are not',
       _SORL,
       entry.CODE,
-      'The reference.',
+      'The default, which the reference implementation has.',
     ),
     'value': entry.Description(
       'value terms are scaled by the same s',
       _SORL,
       entry.OURS,
-      'The critic should move less on such minibatches, too.',
+      'The value model, too, should change less on such minibatches.',
     ),
   },
 }
@@ -145,7 +148,7 @@ _LEVELS = {
     'trajectory; log k is clipped to [-20, 20]',
     '—',
     entry.CODE,
-    'The weight should be unbiased. Over long trajectories it is near 0 or '
+    'The weight should be unbiased. For long trajectories it is near 0 or '
     'above any cap.',
     'verl: `rollout_is=sequence`. TRL: '
     "`vllm_importance_sampling_mode='sequence_...'`.",
@@ -157,13 +160,13 @@ _TRUNCATED = {
     'term * min(k, cap)',
     '—',
     entry.CODE,
-    'The objective bounds the ratio itself.',
+    'The objective itself bounds the ratio.',
   ),
   'product': entry.Description(
     'term * min(k r, cap) / r: mismatch and staleness are truncated together',
     'MiniRL, arXiv 2512.01374.',
     entry.PAPER,
-    'The objective weighs by r: `masked` or `unclipped`.',
+    'The objective multiplies by r: `masked` or `unclipped`.',
   ),
 }
 

@@ -17,8 +17,8 @@ SURE = {
   PAPER: "It was read in the paper's text, without code to compare with.",
   REVIEWS: 'Neither the text of the paper nor code contains it.',
   PEER: 'Neither text nor code of the authors was available.',
-  OURS: 'The source is silent, not public, or about something else.',
-  PLAIN: 'It defines itself, so there is nothing to be unsure of.',
+  OURS: 'The source does not say it, is not public or has another subject.',
+  PLAIN: 'The equation is the definition, so there is nothing to be unsure of.',
 }
 
 
@@ -26,10 +26,10 @@ class Description(NamedTuple):
   """The description of an algorithm or of a choice.
 
   Attributes:
-    equation: plain text, shown as code. It contains the name of every number
-      that it depends on. The indentation of the source is removed.
+    equation: plain text, shown as code. It contains the name of every option
+      that is a number. The indentation of the source is removed.
     source: papers with their arXiv id (which becomes a link), or code.
-    sure: how well established it is: a key of `SURE`, and what limits it.
+    sure: how well established it is: a key of `SURE`, then what limits it.
     when: when to use it.
     elsewhere: its name in other codebases, where that is certain.
   """

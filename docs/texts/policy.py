@@ -8,20 +8,20 @@ _RATIO = {
       'log r = l of the token,   l = clip(log pi_theta - log pi_old, -20, 20)',
       'PPO, arXiv 1707.06347.',
       entry.CODE,
-      'The usual choice: every token is corrected on its own.',
+      'The usual choice: every token has a ratio of its own.',
       "TRL: `importance_sampling_level='token'`.",
     ),
     'turn': entry.Description(
       'log r = mean of l over the policy tokens of the turn',
       'arXiv 2511.20718, Eq. 4.',
       entry.CODE,
-      'A decision of the policy is a turn: a search or an answer.',
+      'A turn, which is a search or an answer, is one action of the policy.',
     ),
     'sentence': entry.Description(
       'log r = mean of l over the policy tokens of the sentence',
       'arXiv 2511.04256.',
-      entry.OURS + ' A sentence ends at `.`, `?`, `!` or a line break of the '
-      'decoded turn, with the token that contains it.',
+      entry.OURS + ' A sentence ends with the token that contains a `.`, `?`, '
+      '`!` or line break of the decoded turn.',
       'Turns are long.',
     ),
     'sequence': entry.Description(
@@ -37,7 +37,7 @@ _RATIO = {
       'd r = r * mean over the segment of d log pi_theta',
       'arXiv 2511.20718; GSPO, arXiv 2507.18071.',
       entry.CODE,
-      'The gradient of the ratio as it is defined.',
+      'The usual choice: it is the gradient of the ratio as defined.',
       "TRL: `importance_sampling_level='sequence'`.",
     ),
     'token': entry.Description(
@@ -57,9 +57,10 @@ _RATIO = {
     ),
     'sum': entry.Description(
       'log r = clip(sum of l over the segment, -20, 20)',
-      'The probability ratio of the segment itself.',
+      'It is the probability ratio of the segment itself.',
       entry.CODE,
-      'The exact importance ratio is wanted. Its spread grows with length.',
+      'The exact importance ratio is wanted. Its spread grows with the length '
+      'of the segment.',
       'TRL: the ratio of `RLOOTrainer`.',
     ),
   },
@@ -78,8 +79,7 @@ _RATIO = {
       """,
       'GRPO-Guard, arXiv 2510.22319.',
       entry.OURS + ' Experimental; the published form is for flow matching.',
-      'The ratios as a whole drift below 1. It belongs with the aggregate '
-      '`turn_mean`.',
+      'Most ratios drift below 1. Use it with the aggregate `turn_mean`.',
     ),
   },
 }
@@ -98,12 +98,14 @@ _BOUNDS = {
     low, high = 1 - f clip_low, 1 + f clip_high
     f = clip(H / mean H, least, most)
 
-    H is the mean entropy of the ratio's segment, mean H that of all segments
-    of the minibatch.
+    H is the mean entropy of the ratio's segment, mean H the mean of H over the
+    segments of the minibatch.
     """,
     'SSPO, arXiv 2511.04256.',
-    entry.OURS + " That entropy scales the bounds is the paper's; f is ours.",
-    'The policy should move more where it is undecided than where it is sure.',
+    entry.OURS + ' That entropy scales the bounds is from the paper; f is our '
+    'choice.',
+    'The policy should change more where its entropy is high than where it is '
+    'low.',
   ),
   'balanced': entry.Description(
     """
@@ -114,8 +116,8 @@ _BOUNDS = {
     low_limit. The sums are over the whole minibatch.
     """,
     'BAPO, arXiv 2510.18927.',
-    entry.PAPER + ' The absolute value inside the sum is ours.',
-    'Negative advantages outweigh the positive ones, as on stale data.',
+    entry.PAPER + ' The absolute value inside the sum is our choice.',
+    'Negative advantages outweigh the positive ones, as in stale batches.',
   ),
 }
 
@@ -131,14 +133,14 @@ _OBJECTIVE = {
     'term = max(-A r, -A clip(r)), and at most -A c where A < 0',
     'arXiv 1912.09729, Eq. 5.',
     entry.CODE,
-    'Ratios are very large under negative advantages, as on stale data.',
+    'Ratios are very large where advantages are negative, as in stale batches.',
     'verl: `clip_ratio_c`, always on. TRL: `delta`. Tunix: `epsilon_c`.',
   ),
   'detached': entry.Description(
     'term = -sg(clip(r)) A log pi_theta',
     'CISPO, arXiv 2506.13585, Eq. 4.',
     entry.CODE,
-    'Weights should be bounded without cutting the gradient of any token.',
+    'Ratios should be bounded without cutting the gradient of any token.',
     "verl: policy loss `cispo`. TRL: `loss_type='cispo'`.",
   ),
   'masked': entry.Description(
@@ -148,12 +150,12 @@ _OBJECTIVE = {
     """,
     'MiniRL, arXiv 2512.01374.',
     entry.PAPER,
-    'A correction should truncate the weight: the gradient is that of '
-    '`pessimistic`, but the ratio is not differentiated.',
+    'A correction should truncate the ratio. The gradient is that of '
+    '`pessimistic`, but the ratio is a weight that is not differentiated.',
   ),
   'unclipped': entry.Description(
     'term = -sg(r) A log pi_theta',
-    'REINFORCE with an importance weight.',
+    'It is REINFORCE with an importance weight.',
     entry.PLAIN,
     'There is one update per collection, or the effect of clipping is of '
     'interest.',
@@ -174,7 +176,7 @@ _AGGREGATE = {
     "mean over turns of the mean over the turn's policy tokens",
     '—',
     entry.PLAIN,
-    'Every turn should weigh the same, independent of its length.',
+    'Every turn should weigh the same, whatever its length.',
   ),
   'sequence_mean': entry.Description(
     """

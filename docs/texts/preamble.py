@@ -2,18 +2,19 @@
 
 INTRODUCTION = """\
 An algorithm is plain data. It answers five questions: which tokens share a
-ratio, which interval of the ratio is trusted, what happens outside it, how much
-each term of the loss is believed, and how the terms of the tokens become a
-scalar. It also names an advantage estimator and a KL term. No code asks for the
-name of an algorithm.
+ratio, which interval of the ratio is trusted, what happens outside it, which
+corrections weigh the terms of the loss, and how the terms of the tokens become
+a scalar. It also names an advantage estimator and a KL term. No code depends on
+the name of an algorithm.
 
     make quickstart ALGORITHM=st_ppo
     python -m stppo_jax train --config=configs/quickstart.py:st_ppo ...
 
 Every option is a key under `--config.algorithm.`, for example
-`--config.algorithm.correction.clipping_bias.tau=5`. Another name of a section,
-such as `--config.algorithm.bounds.name=balanced`, brings the options of that
-choice with their defaults. Each axis has a page with all of its choices:
+`--config.algorithm.correction.clipping_bias.tau=5`. Setting the name of a
+section, such as `--config.algorithm.bounds.name=balanced`, also sets the
+options of that choice to their defaults. Each section, or *axis*, has a page
+with all of its choices:
 """
 
 NOTATION = """\
@@ -21,30 +22,33 @@ NOTATION = """\
     r          the ratio in the loss, at the level of the algorithm; clip(r) is
                min(max(r, low), high)
     low, high  the bounds in force
-    A          the advantage, which no gradient enters
+    A          the advantage, through which no gradient flows
     R          the sum of a trajectory's rewards
+    V          the value before the token
     sg         stop-gradient
     mu, ref    the sampler's probabilities; the frozen reference policy
 
-A *policy token* is a token that the policy wrote and that is trained on: never
-a prompt, an observation, padding or a failed trajectory. A *turn* is one
-contiguous run of policy tokens between observations. Means and counts are over
-the policy tokens of the whole minibatch, on all devices.
+A *policy token* is a token that the policy wrote and that is trained on, so no
+token of a prompt, an observation, padding or a failed trajectory is one. A
+*turn* is the contiguous policy tokens between two observations. A *segment* is
+the tokens that share one ratio. Means and counts are over the policy tokens of
+the whole minibatch, on all devices.
 """
 
 HOW_SURE = """\
-Not everything here is equally well established. Every entry begins with one of
-these phrases, and then says what limits it.
+Not everything here is equally well established. Under "How sure", every entry
+begins with one of these phrases, and then says what limits it.
 """
 
 PAPER_SETTING = """\
-The defaults of `token_ppo`, `turn_ppo`, `s_ppo` and `st_ppo` are the setting
-of arXiv 2511.20718 where they stand in the table: the bounds, gamma and
-lambda, the KL term, tau. Two defaults differ on purpose. The reference formed
-rho per microbatch of one GPU, while here cutting a batch changes nothing
-(`correction.clipping_bias.scope=microbatch` is the nearest). And the reference
-did not skip observation tokens, which the policy did not write
-(`advantage.observation_tokens=included` and `advantage.whiten=all` repeat it).
+Where the table of algorithms has a default, `token_ppo`, `turn_ppo`, `s_ppo`
+and `st_ppo` have the setting of arXiv 2511.20718: the bounds, gamma and lambda,
+the KL term, tau. Two defaults differ on purpose. The reference implementation
+computes rho per microbatch of one GPU, while here cutting a batch changes
+nothing (`correction.clipping_bias.scope=microbatch` is the nearest). It also
+includes observation tokens, which the policy did not write
+(`advantage.observation_tokens=included` and `advantage.whiten=all` do the
+same).
 
 The rest of its setting: Qwen2.5 base models of 1.5B, 3B and 7B on NQ and
 HotpotQA, top-3 passages of the 2018 Wikipedia by E5-base-v2, 3 searches and
@@ -53,8 +57,8 @@ questions per step with one trajectory each, minibatches of 256 or 128, 1 or 2
 epochs; learning rates 1e-6 (policy, warm-up 28.5 % of the steps) and 1e-5
 (value, 1.5 %); value clip 0.5, entropy 0.001, gradient norm 1, temperature 1.
 
-No number in this document is a result. The paper's result tables were not
-available when it was written.
+No number in this document is a result. The paper's tables of results were not
+available when this document was written.
 """
 
 PREFERENCES = """\
@@ -64,7 +68,7 @@ These losses are trained offline on pairs of trajectories, by
 """
 
 CHOICES = """\
-Every option of this axis that is a name, with all of its choices. The notation
-is that of [the algorithms](../algorithms.md#notation), and the options are keys
-under `--config.algorithm.`.
+This page lists every option of this axis whose value is a name, with all of its
+choices. The notation is that of [the algorithms](../algorithms.md#notation),
+and the options are keys under `--config.algorithm.`.
 """
