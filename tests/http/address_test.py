@@ -1,4 +1,4 @@
-"""Which URLs are accepted, and what is said of the others."""
+"""Checks of URLs, and the messages about those that are refused."""
 
 import pytest
 

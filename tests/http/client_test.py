@@ -1,4 +1,4 @@
-"""The HTTP client against a server that fails in every way there is."""
+"""The HTTP client against a server that fails in many ways."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ async def _serving(respond):
 
 
 def _post(respond, **options):
-  """The reply to one post, or its failure; the requests it took."""
+  """Returns the reply to one post, or its failure, and the requests."""
 
   async def run():
     async with _serving(respond) as (url, requests):
@@ -72,7 +72,7 @@ def test_a_post_returns_the_body_of_a_200():
   assert reply == b'{"a": 1}' and request.path == '/path'
 
 
-def test_a_status_is_told_with_an_excerpt_on_one_line():
+def test_a_failed_status_has_an_excerpt_on_one_line():
   text = 'out\nof \x1b memory ' + 'x' * 1000
   failure, _ = _post(lambda _: web.Response(status=500, text=text))
   assert failure.cause is _Cause.STATUS and failure.status == 500
@@ -120,7 +120,7 @@ def test_a_reply_that_is_cut_off_is_a_failed_connection():
   assert failure.cause is _Cause.CONNECTION and '\n' not in str(failure)
 
 
-def test_posts_wait_for_a_place_before_their_timeout_starts():
+def test_posts_wait_for_a_slot_before_their_timeout_starts():
   most = in_flight = 0
 
   async def respond(_):
@@ -234,7 +234,7 @@ def test_waiting_ends_when_the_server_is_ready():
   assert asyncio.run(run()) == ['/health'] * 3
 
 
-def test_waiting_ends_with_the_grace():
+def test_waiting_ends_after_the_grace_seconds():
   async def run():
     async with _serving(lambda _: web.Response(status=404)) as (url, _):
       client = _client(url)
@@ -252,7 +252,7 @@ def test_waiting_ends_with_the_grace():
 
 
 def test_connections_close_with_their_loop_or_their_client():
-  # What stays open would warn when it is collected, and fail this test.
+  # An open connection would warn when it is collected, and fail this test.
   with http_server.EmbeddedServer(
     lambda: http_server.application(
       get={}, post={}, limits=http_server.Limits(), close=lambda: None

@@ -1,4 +1,4 @@
-"""The HTTP server: what it refuses, how it says so, how it starts and ends."""
+"""The HTTP server: its refusals, their messages, its start and its end."""
 
 import asyncio
 import gc
@@ -17,7 +17,7 @@ _LIMITS = http_server.Limits(
 
 
 def _app(*, closed=None, token=''):
-  """Echoes bodies at /echo, fails at /broken."""
+  """Returns an application that echoes at /echo and fails at /broken."""
 
   async def echo(fields):
     assert threading.current_thread() is not threading.main_thread()
@@ -45,7 +45,7 @@ def url():
 
 
 def _request(url, path, body=b'', *, method='POST', headers=None):
-  """(status, headers, text) of one request."""
+  """Returns (status, headers, text) of one request."""
   host = parse.urlsplit(url).netloc
   connection = http.client.HTTPConnection(host, timeout=5)
   try:
@@ -95,7 +95,7 @@ def test_every_refusal_is_one_line(url, path, body, method, status, detail):
 def test_a_bug_is_500_without_a_traceback(url, caplog):
   status, _, text = _request(url, '/broken', b'{}')
   assert (status, json.loads(text)) == (500, {'detail': 'internal error'})
-  assert 'secret detail' in caplog.text  # in our log, where it belongs
+  assert 'secret detail' in caplog.text  # in the server's log
 
 
 def test_too_many_are_429_and_a_slow_body_is_408(url):
@@ -106,7 +106,9 @@ def test_too_many_are_429_and_a_slow_body_is_408(url):
     writer.write(b'POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n')
     writer.write(b'\r\n{')
     await writer.drain()
-    await asyncio.sleep(0.05)  # It now has the only place there is.
+    await asyncio.sleep(
+      0.05
+    )  # It is now the only request in flight that is allowed.
     busy = await asyncio.to_thread(_request, url, '/echo', b'{}')
     health = await asyncio.to_thread(_request, url, '/health', method='GET')
     status_line = await asyncio.wait_for(reader.readline(), 5)
@@ -169,7 +171,7 @@ def test_an_error_of_the_application_is_raised_where_it_is_entered():
 
 def test_a_server_that_cannot_listen_is_cleaned_up():
   closed = []
-  # An address for documents, and nobody's.
+  # An address that is reserved for documentation.
   embedded = http_server.EmbeddedServer(
     lambda: _app(closed=closed), host='192.0.2.1'
   )
