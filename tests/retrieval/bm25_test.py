@@ -1,4 +1,4 @@
-"""BM25: numbers by hand, order, and what is not found."""
+"""BM25: scores by hand, the order of results, and queries without any."""
 
 import collections
 import math
@@ -21,7 +21,7 @@ def _ids(passages):
 
 
 def _reference(texts, query, k1, b):
-  """The equation of the docstring, word by word."""
+  """Returns the scores by the equation of the docstring."""
   documents = [bm25.words_of(text) for text in texts]
   mean_length = sum(map(len, documents)) / len(documents)
   scores = []

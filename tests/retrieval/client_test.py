@@ -13,7 +13,7 @@ from stppo_jax.retrieval import server
 from tests.retrieval import fake_servers
 
 
-def test_a_burst_travels_together_in_bounded_requests():
+def test_a_burst_shares_requests_of_bounded_size():
   fake = fake_servers.Server()
   queries = [f'q{i}' for i in range(10)]
   results, statistics = fake_servers.retrieve(
@@ -34,7 +34,7 @@ def test_each_corpus_has_its_own_path():
 
   async def run():
     async with fake.running() as url:
-      # As users of Search-R1 write the address.
+      # The form of the address in Search-R1.
       retriever = fake_servers.retriever(f'{url}/retrieve')
       await asyncio.gather(
         retriever.retrieve('a', corpus='worlds/1'),
@@ -105,12 +105,12 @@ def test_one_retriever_in_one_loop_after_another():
         await retriever.wait_until_ready()
         return await retriever.retrieve(query)
 
-      # Never closed: the end of the loop does it, or this test warns.
+      # Not closed here: the end of the loop closes it, or this test warns.
       [passage] = asyncio.run(run())
       assert passage.id == '1' and passage.score > 0
 
 
-def test_who_gives_up_does_not_take_the_answer_from_others():
+def test_a_cancelled_caller_does_not_cancel_the_others():
   async def respond(body):
     await asyncio.sleep(0.1)
     return fake_servers.answer(body)
@@ -129,7 +129,7 @@ def test_who_gives_up_does_not_take_the_answer_from_others():
   asyncio.run(run())
 
 
-def test_closing_fails_those_who_wait():
+def test_closing_fails_waiting_callers():
   async def respond(body):
     await asyncio.sleep(5)
     return fake_servers.answer(body)
@@ -203,7 +203,7 @@ def test_latencies_include_the_retries():
   assert 0.2 <= statistics['retrieval/latency_p50'] < 1.0
 
 
-def test_what_is_sent_is_json_whatever_the_policy_wrote():
+def test_any_query_of_the_policy_is_sent_as_json():
   fake = fake_servers.Server(lambda body: web.json_response({'result': [[]]}))
   query = 'naïve "quotes" \x00 \ud800 </search>\n'
   results, _ = fake_servers.retrieve(fake, [query])

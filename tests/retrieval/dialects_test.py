@@ -1,4 +1,4 @@
-"""What servers of each dialect are asked, and how their answers are read."""
+"""The requests of each dialect, and how replies are read."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from stppo_jax.retrieval import dialects
 from tests.retrieval import fake_servers
 
 
-def test_search_r1_is_asked_with_scores():
+def test_search_r1_requests_have_scores():
   server = fake_servers.Server()
   results, _ = fake_servers.retrieve(server, ['cats'])
   assert results == [[fake_servers.passage('cats')]]
@@ -20,7 +20,7 @@ def test_search_r1_is_asked_with_scores():
   ]
 
 
-def test_skyrl_is_asked_one_query_per_request():
+def test_skyrl_requests_have_one_query():
   server = fake_servers.Server(
     lambda body: fake_servers.answer({'queries': [body['query']]})
   )
@@ -48,7 +48,7 @@ def test_the_path_of_a_dialect_may_stand_in_the_url():
   assert [path for path, _ in server.requests] == ['/retrieve']
 
 
-def test_replies_may_lack_scores_and_hold_more_than_was_asked_for():
+def test_replies_may_lack_scores_and_have_more_passages_than_topk():
   def respond(body):
     bare = {'id': '1', 'contents': '"T"\nx'}
     wrapped = {'document': {'pid': '2', 'title': 'U', 'text': 'y'}}

@@ -1,4 +1,4 @@
-"""A retrieval server in the test's own loop that answers as it is told to."""
+"""A retrieval server in the test's loop whose answers a test chooses."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from stppo_jax.retrieval import dialects
 
 
 def retriever(url, *, dialect='search_r1', **changes):
-  """A retriever that does not wait long."""
+  """Returns a retriever with short pauses and timeouts."""
   options = {
     'topk': 2,
     'timeout': 5.0,
@@ -28,25 +28,25 @@ def retriever(url, *, dialect='search_r1', **changes):
 
 
 def passages_of(query):
-  """What `answer` finds for a query, as JSON values."""
+  """Returns the passages of a query, as JSON values."""
   document = {'id': f'id {query}', 'contents': f'"About {query}"\nbody'}
   return [{'document': document, 'score': 0.5}]
 
 
 def passage(query):
-  """The same, as the retriever returns it."""
+  """Returns the passage of a query, as the retriever returns it."""
   return types.Passage(f'id {query}', f'About {query}', 'body', 0.5)
 
 
 def answer(body):
-  """What a healthy server answers."""
+  """Returns the reply of a server without faults."""
   return web.json_response(
     {'result': [passages_of(query) for query in body['queries']]}
   )
 
 
 def fail_once(failure):
-  """Answers the first request with `failure(body)`, and all others well."""
+  """Returns a function that fails the first request only."""
   failed = []
 
   def respond(body):
@@ -73,7 +73,7 @@ class Server:
 
   @contextlib.asynccontextmanager
   async def running(self):
-    """Yields its URL."""
+    """Serves in the context; yields the URL."""
     app = web.Application()
     app.router.add_post('/{path:.*}', self._handle)
     runner, url = await http_server.start(app, '127.0.0.1', 0)
@@ -88,7 +88,7 @@ class Server:
 
 
 def retrieve(server, queries, **options):
-  """Results (passages or the exception) of concurrent calls; statistics."""
+  """Returns passages or exceptions of concurrent calls, and statistics."""
 
   async def run():
     async with server.running() as url:

@@ -1,4 +1,4 @@
-"""The fake keeps the contract of a retriever."""
+"""The fake retriever follows the protocol of a retriever."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The retriever against a server that fails in every way there is."""
+"""The retriever against a server that fails in many ways."""
 
 import asyncio
 import gzip
@@ -30,7 +30,7 @@ from tests.retrieval import fake_servers
     ),
   ],
 )
-def test_one_failed_request_is_asked_again(failure):
+def test_a_failed_request_is_repeated(failure):
   fake = fake_servers.Server(fake_servers.fail_once(failure))
   results, statistics = fake_servers.retrieve(fake, ['a', 'b'], timeout=0.5)
   assert results == [[fake_servers.passage('a')], [fake_servers.passage('b')]]
@@ -47,7 +47,7 @@ def test_one_failed_request_is_asked_again(failure):
     [{'document': {'contents': 'a'}, 'score': 10**400}],
   ],
 )
-def test_only_the_malformed_list_is_asked_again(entry):
+def test_only_queries_with_a_malformed_list_are_repeated(entry):
   def respond(body):
     lists = [fake_servers.passages_of(query) for query in body['queries']]
     return web.json_response({'result': [lists[0], entry] + lists[2:]})
@@ -78,7 +78,7 @@ def test_a_query_that_breaks_the_server_fails_alone():
     assert statistics['retrieval/failures'] == 1.0
 
 
-def test_an_overloaded_server_is_not_asked_in_more_parts():
+def test_requests_to_an_overloaded_server_are_not_split():
   fake = fake_servers.Server(lambda body: web.Response(status=503))
   results, statistics = fake_servers.retrieve(fake, ['a', 'b', 'c'], retries=2)
   assert all(isinstance(r, protocol.RetrievalError) for r in results)
@@ -103,7 +103,7 @@ def test_retry_after_is_honoured():
 
 
 @pytest.mark.parametrize('status', [301, 302, 307, 401, 403, 404])
-def test_what_waiting_cannot_change_is_asked_once(status):
+def test_a_permanent_failure_is_not_repeated(status):
   fake = fake_servers.Server(
     lambda body: web.Response(
       status=status, headers={'Location': '/elsewhere', 'Retry-After': '9'}

@@ -1,4 +1,4 @@
-"""The retrieval server: its protocol to the letter, and what it refuses."""
+"""The retrieval server: its protocol in detail, and its refusals."""
 
 import http.client
 import json
@@ -32,7 +32,7 @@ def url():
 
 
 def _post(url, path='/retrieve', *, body):
-  """(status, text) of one request."""
+  """Returns (status, text) of one request."""
   host = parse.urlsplit(url).netloc
   connection = http.client.HTTPConnection(host, timeout=5)
   try:
@@ -93,7 +93,7 @@ def test_indexes_of_worlds_are_kept_and_bounded():
       assert (
         _post(embedded.url, f'/worlds/{world}/retrieve', body=body)[0] == 200
       )
-  # Two fit: 3 pushes out 2, which was not used for longest, and not 1.
+  # Two fit: 3 replaces 2, which is the least recently used, and not 1.
   assert built == [1, 2, 3, 2]
 
 
