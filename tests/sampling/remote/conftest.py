@@ -1,4 +1,4 @@
-"""One server for all tests; each finds it as it was at the start."""
+"""One server for all tests, which is reset for each of them."""
 
 import pytest
 

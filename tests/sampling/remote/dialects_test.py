@@ -1,4 +1,4 @@
-"""What is said to servers of each kind, and how their answers are read."""
+"""The requests to servers of each kind, and how replies are read."""
 
 import json
 
@@ -59,7 +59,7 @@ def test_sglang_replies(reply, line):
     dialect.read(request, encoded(**reply))
 
 
-def test_vllm_is_meta_info_everything_that_a_model_could_decide():
+def test_vllm_requests_set_every_field_that_a_model_could_decide():
   request = dialects.Request(
     [3], 5, fake_servers.SAMPLING, 9, fake_servers.STOPS, (1,)
   )

@@ -23,7 +23,7 @@ def test_greedy_dialogues_are_those_of_the_local_engine(served):
           engine.close(row)
 
 
-def test_a_turn_asks_for_the_whole_dialogue_in_ids(served):
+def test_a_request_has_the_ids_of_the_whole_dialogue(served):
   engine = served.engine()
   served.model.completions.clear()  # the trial turn
   fake_servers.begin(engine, [[0, 1]])
@@ -64,7 +64,7 @@ def test_a_truncated_draw_has_no_known_distribution(served):
     np.testing.assert_array_equal(turn.truncated_logprobs, turn.logprobs)
 
 
-def test_what_the_server_writes_beyond_a_stop_is_cut(served):
+def test_tokens_beyond_a_stop_are_cut_off(served):
   def beyond(reply):
     (choice,) = reply['choices']
     choice['token_ids'] = [0, 3, 4, 5, 1, 2]  # a</search>bc

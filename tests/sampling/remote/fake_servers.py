@@ -39,7 +39,7 @@ PROMPTS = ([0, 1, 2], [11, 4, 4, 12, 0], [3])
 
 
 class Tokens:
-  """Decodes to bytes' text; encodes greedily, so not what it decoded."""
+  """A tokenizer whose greedy encoding differs from the ids it decoded."""
 
   def encode_text(self, text):
     ids = []
@@ -62,8 +62,8 @@ class Faults:
     answers: what answers the next completions, in order; None lets one
       through. A function changes the server's own reply, already parsed.
     paths: of all requests.
-    tokens: what requests showed, those that did.
-    kind: what the server claims to be; '' = what it is.
+    tokens: the bearer tokens of all requests that had one.
+    kind: the kind that the server reports; '' = its true kind.
     missing: a path that is answered with 404.
   """
 
@@ -114,7 +114,7 @@ class Served:
     root: folder below which engines write their weights.
     model: the server.
     faults: see `Faults`.
-    weight_requests: what vLLM's paths for weights were asked.
+    weight_requests: the requests to vLLM's paths for weights.
   """
 
   def __init__(self, loop, root):
@@ -138,7 +138,7 @@ class Served:
     self.url = ''
 
   def reset(self):
-    """Makes it as it was at the start."""
+    """Restores the state at the start."""
     self.faults.reset()
     self.model.completions.clear()
     self.weight_requests.clear()
@@ -147,7 +147,7 @@ class Served:
   def engine(
     self, *, timeout=20.0, retries=2, concurrency=8, pauses=None, **options
   ):
-    """An engine that does not pause for long before it asks again."""
+    """Returns an engine with short pauses before retries."""
     client = client_lib.EngineClient(
       options.pop('url', self.url),
       timeout=timeout,
@@ -172,7 +172,7 @@ class Served:
     return web.Response()
 
   async def _generate(self, request):
-    """SGLang's own endpoint, over the same model."""
+    """Answers at SGLang's own endpoint, with the same model."""
     body = await request.json()
     params = body['sampling_params']
     assert body['return_logprob'] is True and params['no_stop_trim'] is True
@@ -198,7 +198,7 @@ class Served:
 
 @functools.cache
 def local_engine():
-  """An engine of our own with the same model and weights."""
+  """Returns a local engine with the same model and weights."""
   engine = local_engine_lib.Engine(
     MODEL,
     mesh=mesh_lib.make_mesh(
@@ -240,7 +240,7 @@ def begin(engine, prompts=PROMPTS, *, greedy=True, group_size=1):
 
 
 def turns(engine):
-  """The turns of all rows that have one to write."""
+  """Returns the turns of all rows in flight."""
   ended = {}
   while engine.busy:
     ended |= engine.poll()
@@ -258,7 +258,7 @@ def assert_same_turns(ours, theirs):
 
 
 def change_choice(**changes):
-  """A fault that changes fields of the only choice."""
+  """Returns a fault that changes fields of the only choice."""
 
   def fault(reply):
     reply['choices'][0] |= changes

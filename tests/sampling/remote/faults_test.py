@@ -1,4 +1,4 @@
-"""Turns that a server fails: repeated, or their row alone fails."""
+"""Turns that a server fails are repeated, or fail their row only."""
 
 import logging
 import time

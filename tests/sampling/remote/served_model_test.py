@@ -1,4 +1,4 @@
-"""Which servers suit a run, and what is said of the others."""
+"""Which servers suit a run, and the messages about the others."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_an_unknown_kind_of_server_is_refused(served):
     served.engine()
 
 
-def test_a_server_that_does_not_tell_its_weights_is_refused(served):
+def test_a_server_that_does_not_report_its_weights_is_refused(served):
   served.faults.missing = '/model_info'
   with pytest.raises(client_lib.EngineUnsuited, match='status 404'):
     served.engine()
@@ -47,7 +47,7 @@ def test_log_probabilities_at_another_temperature_are_refused(served):
   served.engine(sampling=sampler.Sampling(1.0))
 
 
-def test_a_server_that_does_not_answer_may_be_tried_again(served):
+def test_a_server_that_does_not_answer_is_unreachable(served):
   with pytest.raises(client_lib.EngineUnreachable) as caught:
     served.engine(url='http://127.0.0.1:9', timeout=0.3)
   assert caught.value.exit_code == 75 and '\n' not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Our small inference server: what it refuses, and how it says so."""
+"""The small inference server: its refusals and their messages."""
 
 import http.client
 import json

@@ -34,7 +34,7 @@ def test_a_server_samples_with_the_published_weights(served):
   )
 
 
-def test_weights_are_sent_to_a_server_that_does_not_hold_them(served):
+def test_weights_are_sent_to_a_server_that_has_others(served):
   engine = served.engine()
   engine.publish(fake_servers.PARAMS, 1)
 
