@@ -44,7 +44,7 @@ def test_the_action_of_a_turn_by_hand(text, kind, content):
 
 
 def _all_pairs(text):
-  """Every complete tag as (end, start, kind, content), in plain loops."""
+  """Returns every complete tag as (end, start, kind, content)."""
   pairs = []
   for kind in ('search', 'answer'):
     first, last = f'<{kind}>', f'</{kind}>'

@@ -19,7 +19,7 @@ _STATUS = types.TrajectoryStatus
 
 
 class _Guessing:
-  """Guess a number; each wrong guess is answered by a hint. No retriever."""
+  """An environment in which a number is guessed, without a retriever."""
 
   stop_strings = ('!',)
   tags = ('!',)
@@ -63,7 +63,7 @@ class _Guessing:
 
 
 class _Numbers:
-  """Two questions a step."""
+  """A data set with two questions a step."""
 
   def train(self, step, count, *, resample_round):
     return [

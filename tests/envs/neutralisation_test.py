@@ -54,7 +54,7 @@ def test_other_text_is_unchanged(text):
 
 
 def _bare(text):
-  """Returns what an independent, simpler reader keeps: ASCII after NFKD."""
+  """Returns the ASCII characters of a text after NFKD."""
   text = unicodedata.normalize('NFKD', text).lower()
   return re.sub(r'[^!-~]', '', text)
 

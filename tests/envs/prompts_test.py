@@ -1,4 +1,4 @@
-"""Prompts, observations, and what a template must contain."""
+"""Prompts, observations, and the rules of a template."""
 
 import re
 
@@ -10,7 +10,7 @@ from stppo_jax.envs import prompts
 _QUESTION = types.Question('q', 'Who {is} it?', ('x',), 'set')
 
 
-def test_an_observation_to_the_letter():
+def test_the_text_of_an_observation():
   observation = prompts.information(
     [
       types.Passage('1', 'Paris', 'A city.'),

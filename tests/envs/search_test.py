@@ -117,7 +117,7 @@ def test_an_answer_completes(turn_index):
 @pytest.mark.parametrize(
   ('text', 'action'), [(_SEARCH, 'search'), ('hm', 'invalid')]
 )
-def test_search_is_off_in_the_last_generation(text, action):
+def test_the_last_turn_cannot_search(text, action):
   retriever = fakes.FakeRetriever({})
   step = _step(_environment(retriever), 2, text)
   assert (step.action, step.observation) == (action, None)
