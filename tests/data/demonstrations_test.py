@@ -1,4 +1,4 @@
-"""Demonstrations played in the environment they demonstrate."""
+"""Demonstrations, collected in the real environment."""
 
 import re
 
@@ -39,7 +39,7 @@ def _demonstrations(
 
 
 def _collect(demonstrations, step, count):
-  """Trajectories in the real environment, over a real index."""
+  """Returns trajectories in the real environment with a real index."""
   batch = demonstrations.batch(step, count)
   (world,) = {question.corpus for question, _ in batch}
   passages = demonstrations.questions.world_passages(int(world.split('/')[1]))

@@ -74,7 +74,7 @@ def test_evaluation_is_the_same_for_every_seed():
   assert _synthetic(0, hops=(2,)).evaluation(3).keys() == {'two_hop'}
 
 
-def test_the_passages_are_those_of_the_world_that_is_asked_about():
+def test_the_passages_are_those_of_the_questions_world():
   questions = _synthetic()
   assert questions.passages() is None
   (question,) = questions.train(3, 1)

@@ -1,4 +1,4 @@
-"""Worlds that can be solved from their passages, and from nothing else."""
+"""Questions can be solved from the passages and from nothing else."""
 
 import itertools
 import re
@@ -16,14 +16,14 @@ def _world(index, seed=0, **changes):
 
 
 def _read(text):
-  """Name, type and facts as a reader of the passage finds them."""
+  """Returns the name, type and facts in the text of a passage."""
   head = re.match(r'(\w+) is a (\w+)\.', text)
   facts = dict(re.findall(r'Its (\w+) is (\w+)\.', text))
   return head[1], head[2], facts
 
 
 def _asked(text):
-  """Name and relations, in the order to follow, as the question has them."""
+  """Returns the name in a question and its relations, in order."""
   path, name = re.fullmatch(
     r'(?:Who is|What is|Name|Tell me) the (.*) of (\w+)[.?]', text
   ).groups()
