@@ -1,4 +1,4 @@
-"""Saved bits come back, on any mesh; anything else is set aside."""
+"""Restored bits are the saved ones; damaged steps are set aside."""
 
 import contextlib
 import dataclasses
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(autouse=True)
 def _no_read_outlives_its_test():
-  """Reads that were given up die here, not in a test of another module."""
+  """Waits for abandoned reads, whose errors would fail other tests."""
   yield
   gc.collect()
 
@@ -55,7 +55,7 @@ def _mesh(*shape):
 
 
 def _state(mesh, seed=0):
-  """Every dtype a run holds, sharded and replicated, in every container."""
+  """Returns a state with all dtypes, shardings and containers of runs."""
   sharded = NamedSharding(mesh, P('fsdp', None))
   whole = NamedSharding(mesh, P())
   key = jax.random.key(seed)
@@ -129,7 +129,7 @@ def test_a_step_is_saved_once(tmp_path):
 
 
 def _fingerprint_slowly(array):
-  """Word by word in Python integers."""
+  """Returns the fingerprint by Python integers, one word after another."""
   array = np.asarray(array)
   if array.dtype == bool:
     array = array.astype(np.uint8)
@@ -139,7 +139,7 @@ def _fingerprint_slowly(array):
   return sum(int(x) * w for x, w in zip(words, weights)) % 2**32
 
 
-def test_fingerprint_is_the_sum_it_says_under_every_sharding():
+def test_fingerprint_is_the_documented_sum_under_every_sharding():
   x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
   shardings = [
     NamedSharding(_mesh(*shape), spec)
@@ -226,7 +226,7 @@ def test_damaged_arrays_are_set_aside_with_a_warning(tmp_path, caplog):
 
 
 def _listing(folder):
-  """Every path below the folder with its bytes."""
+  """Returns every path below the folder with its bytes."""
   return {
     str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
     for p in folder.rglob('*')
@@ -301,7 +301,7 @@ def test_read_only_changes_nothing(tmp_path, caplog):
   assert not under_way.exists() and (folder / '2.corrupt').is_dir()
 
 
-def test_read_only_tells_of_steps_that_are_all_bad(tmp_path):
+def test_read_only_reports_steps_that_are_all_damaged(tmp_path):
   _save(tmp_path, 1)
   _flip(tmp_path / 'checkpoints' / '1' / 'manifest' / 'metadata', 0.5)
   reader = checkpoint.Checkpointer(tmp_path, read_only=True)
@@ -360,7 +360,7 @@ _SAVE_FOR_EVER = textwrap.dedent("""
 """)
 
 
-def test_kill_at_any_moment_leaves_only_whole_steps(tmp_path):
+def test_a_kill_at_any_moment_leaves_only_complete_steps(tmp_path):
   pauses = np.random.default_rng(0).uniform(0.0, 0.06, 2)
   saved = 0
   for pause in pauses:
@@ -385,7 +385,7 @@ def test_kill_at_any_moment_leaves_only_whole_steps(tmp_path):
   assert not [name for name in names if not name.isdigit()], names
 
 
-def test_a_part_is_read_alone(tmp_path):
+def test_a_subtree_is_read_alone(tmp_path):
   layout = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   whole = {'policy': {'w': jnp.arange(6.0)}, 'value': {'w': jnp.ones(3)}}
   with contextlib.closing(checkpoint.Checkpointer(tmp_path)) as saving:

@@ -1,4 +1,4 @@
-"""Dialogues on a terminal: readable, told apart, and harmless."""
+"""Dialogues on a terminal: marked by role, and without control characters."""
 
 import io
 import re

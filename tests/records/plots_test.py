@@ -1,4 +1,4 @@
-"""The numbers behind the curves, and a picture that holds them."""
+"""The numbers of the curves, and the picture of them."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The line a step: what it holds, and how the remaining time is reckoned."""
+"""The line of a step: its metrics and the remaining time."""
 
 import io
 

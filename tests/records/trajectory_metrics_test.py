@@ -1,4 +1,4 @@
-"""Counts of a collection by hand, and records that JSON takes."""
+"""Metrics of a collection by hand, and records that JSON can write."""
 
 import dataclasses
 import json
@@ -56,7 +56,7 @@ def _collection():
       em=0.0,
       data_set='hotpotqa',
     ),
-    # Whatever a failed one holds must not be seen.
+    # The numbers of a failed trajectory must have no effect.
     _trajectory(
       [('a' * 99, '', 'search', 7.0)] * 9,
       _STATUS.INFRA_ERROR,
@@ -111,7 +111,7 @@ def test_nothing_but_failures():
 
 
 def _drawn(status, *differences):
-  """A trajectory of a turn for each list; None: of an engine that is silent."""
+  """Returns a trajectory with a turn for each list of differences."""
   turns = []
   for difference in differences:
     turn = _turn('a' * len(difference or 'a'), '', 'answer')
@@ -163,7 +163,7 @@ _FAILED = _earned(9.0, status=_STATUS.INFRA_ERROR)
     # Turns are part of what is earned.
     ([_earned(1.0), _earned(1.0, 0.5)], False),
     ([_earned(1.0), _earned(0.5, 0.5)], True),
-    # In float32, as the trainer sees them: 0.1 + 0.2 is 0.3.
+    # In float32, the precision of the learner, 0.1 + 0.2 is 0.3.
     ([_earned(0.1, 0.2), _earned(0.3)], True),
   ],
 )

@@ -1,4 +1,4 @@
-"""The files of a run, when all is well and when the disk is full."""
+"""The files of a run, also when the disk is full."""
 
 import io
 import json
@@ -31,7 +31,7 @@ def _lines(workdir):
 
 
 def _events(workdir):
-  """Every event of the folder, by the format's description."""
+  """Returns every event of the folder, read by the format's definition."""
   events = []
   for path in sorted((workdir / 'tensorboard').iterdir()):
     data = path.read_bytes()
@@ -67,7 +67,7 @@ def test_what_is_not_finite_is_null_and_named(tmp_path):
   assert [(v.tag, v.simple_value) for v in event.summary.value] == [('z', 3.0)]
 
 
-def test_resuming_is_as_if_never_interrupted(tmp_path):
+def test_a_resumed_run_has_the_lines_of_an_uninterrupted_one(tmp_path):
   whole, broken = tmp_path / 'whole', tmp_path / 'broken'
   for workdir, last in ((whole, 4), (broken, 3)):
     writer = _writer(workdir)
@@ -89,7 +89,7 @@ def test_resuming_is_as_if_never_interrupted(tmp_path):
   assert len(files) == 5
 
 
-def test_a_line_without_its_end_is_torn(tmp_path):
+def test_a_line_without_a_line_break_is_dropped(tmp_path):
   # Read as JSON it looks whole; the next line would be glued to it.
   (tmp_path / 'metrics.jsonl').write_text('{"step": 1}\n{"step": 2}')
   writer = _writer(tmp_path)
@@ -118,7 +118,7 @@ def test_trajectories_of_a_step_replace_each_other(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
-def test_tensorboard_has_the_scalars_and_forgets_on_resume(tmp_path):
+def test_tensorboard_has_the_scalars_and_drops_some_on_resume(tmp_path):
   writer = _writer(tmp_path, tensorboard=True)
   writer.truncate_after(4)
   writer.write(5, {'a': 0.5, 'b': 2.0})
@@ -135,7 +135,7 @@ def test_tensorboard_has_the_scalars_and_forgets_on_resume(tmp_path):
   assert scalars == [(5, 'a', 0.5), (5, 'b', 2.0), (6, 'a', 0.25)]
 
 
-def test_a_dead_sink_is_counted_and_told_once(tmp_path, caplog):
+def test_errors_of_a_sink_are_counted_and_logged_once(tmp_path, caplog):
   (tmp_path / 'tensorboard').write_text('in the way')
   writer = _writer(tmp_path, tensorboard=True)
   for step in (1, 2, 3):
