@@ -1,4 +1,4 @@
-"""A step's collection: which groups stay, which are replaced, with what keys.
+"""Collecting a step: which groups are replaced, and with which keys.
 
 There are four groups of two trajectories. A letter says what both of a group
 earned: 'v' different rewards (varied), '=' equal ones (uniform), 'x' none,
@@ -25,7 +25,7 @@ _STEP = 5
 
 
 class _World:
-  """Questions, collector, retriever and event loop in one.
+  """A fake of questions, collector, retriever and event loop in one.
 
   Attributes:
     asked: (step, count, resample_round) of each round of questions.
@@ -82,7 +82,7 @@ def _trajectory(question, reward):
 
 
 def _collect(world, rounds, show=lambda line: None):
-  """(question id of each group, metrics) of a step."""
+  """Returns (question id of each group, metrics) of a step."""
   config = runs.config(
     rollout__trajectories_per_step=8,
     rollout__group_size=2,
@@ -124,7 +124,7 @@ def test_uniform_groups_are_replaced(rounds, collected, expected, replaced):
   assert metrics['rollout/resampled_groups'] == replaced
   assert metrics['rollout/resample_rounds'] == used
   assert world.asked == [(_STEP, 4, n) for n in range(used + 1)]
-  # What is told of the step is told of its first questions.
+  # The metrics of the step describe its first questions.
   valid = collected[0].replace('x', '')
   uniform = valid.count('=') / len(valid)
   assert metrics['rollout/zero_variance_groups'] == uniform
@@ -134,7 +134,7 @@ def test_uniform_groups_are_replaced(rounds, collected, expected, replaced):
   assert metrics['engine/ok'] == 7
 
 
-def test_keys_are_of_step_and_round():
+def test_keys_depend_on_step_and_round():
   first, again = _World('====', '====', '===='), _World('====', '====', '====')
   _collect(first, 2)
   _collect(again, 2)
@@ -159,7 +159,7 @@ def test_a_round_in_an_outage_is_collected_again():
   assert metrics['rollout/resample_rounds'] == 1
 
 
-def test_an_outage_that_stays_ends_the_step():
+def test_a_lasting_outage_ends_the_step():
   world = _World('v=v=', 'xxxx', 'xxxx', 'xxxx')
   with pytest.raises(
     interruption.Outage, match='step 6: .* 100% of the .* failed'

@@ -1,4 +1,4 @@
-"""A finished run, shared by the modules that read it or end up like it."""
+"""A finished run, shared by the tests that read or repeat it."""
 
 import pathlib
 
@@ -9,7 +9,7 @@ from tests.training import runs
 
 @pytest.fixture(scope='session')
 def finished(tmp_path_factory) -> pathlib.Path:
-  """The folder of a run of three steps that nothing happened to."""
+  """Returns the folder of an uninterrupted run of three steps."""
   workdir = tmp_path_factory.mktemp('finished')
   assert runs.train(workdir) == 0
   return workdir

@@ -1,4 +1,4 @@
-"""Scores on fixed questions: who is asked, with which keys, what counts."""
+"""Scores on fixed questions: their keys and the trajectories that count."""
 
 import types as python_types
 
@@ -16,7 +16,7 @@ _STATUS = types.TrajectoryStatus
 
 
 class _Questions:
-  """Three questions of one data set, two of another."""
+  """Five questions, three of one data set and two of another."""
 
   def evaluation(self, count):
     self.count = count
@@ -26,8 +26,8 @@ class _Questions:
     }
 
 
-class _Player:
-  """Collector and engine in one; every answer is in a table."""
+class _Sampler:
+  """A fake of collector and engine in one, with a table of answers."""
 
   ems = {'nq0': 1.0, 'nq1': 0.0, 'nq2': 1.0, 'hotpotqa0': 0.0}
 
@@ -54,24 +54,24 @@ class _Player:
 
 
 @pytest.fixture
-def played(monkeypatch):
-  """(evaluator, player, questions), fewer slots than questions."""
-  player, questions = _Player(), _Questions()
+def evaluated(monkeypatch):
+  """Returns (evaluator, fake, questions), with fewer slots than questions."""
+  fake, questions = _Sampler(), _Questions()
   monkeypatch.setattr(
-    assembly, 'build_collector', lambda *_, **__: (player, player)
+    assembly, 'build_collector', lambda *_, **__: (fake, fake)
   )
   config = runs.config(evaluate__batch_size=2, evaluate__num_questions=7)
   services = python_types.SimpleNamespace(
     questions=questions, environment=search.SearchEnvironment
   )
   evaluator = evaluation.Evaluator(config, services, None, None)
-  return evaluator, player, questions
+  return evaluator, fake, questions
 
 
-def test_means_are_of_a_data_set_and_without_failures(played):
-  evaluator, player, questions = played
+def test_means_are_of_a_data_set_and_without_failures(evaluated):
+  evaluator, fake, questions = evaluated
   scores, trajectories = evaluator.run('weights')
-  assert player.published == [('weights', 0)]
+  assert fake.published == [('weights', 0)]
   assert questions.count == 7
   # The second question of hotpotqa was failed by the infrastructure.
   assert scores == pytest.approx({'nq': 2 / 3, 'hotpotqa': 0.0})
@@ -80,12 +80,12 @@ def test_means_are_of_a_data_set_and_without_failures(played):
   assert ids == ['nq0', 'nq1', 'nq2', 'hotpotqa0', 'hotpotqa1']
 
 
-def test_every_question_has_a_key_of_its_own_always_the_same(played):
-  evaluator, player, _ = played
+def test_every_question_has_a_key_of_its_own_always_the_same(evaluated):
+  evaluator, fake, _ = evaluated
   evaluator.run('a')
   evaluator.run('b', greedy=False)
   # All of them at once: the engine has its slots filled.
-  (first, keys, greedy), (second, same_keys, drawn) = player.calls
+  (first, keys, greedy), (second, same_keys, drawn) = fake.calls
   assert first == second == ['nq0', 'nq1', 'nq2', 'hotpotqa0', 'hotpotqa1']
   assert greedy and not drawn
   assert len(set(map(tuple, keys))) == len(keys) == 5

@@ -39,7 +39,7 @@ def at(settings, act: Callable[[Moment], float | None]):
   base = environments.find(settings.env.name)
 
   class Environment(base):
-    """The environment of the run, watched."""
+    """The environment of the run, which reports its moments."""
 
     def prompt(self, question):
       watch.prompted(question)
@@ -70,7 +70,7 @@ def at(settings, act: Callable[[Moment], float | None]):
 
 
 def send_at(moment: Moment, number: signal.Signals) -> Callable:
-  """Returns what sends a signal to this process at a moment."""
+  """Returns a function that sends a signal to this process at a moment."""
 
   def act(now):
     if now == moment:
@@ -80,7 +80,7 @@ def send_at(moment: Moment, number: signal.Signals) -> Callable:
 
 
 def crash_at(moment: Moment) -> Callable:
-  """Returns what raises an error at a moment."""
+  """Returns a function that raises an error at a moment."""
 
   def act(now):
     if now == moment:

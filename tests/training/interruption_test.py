@@ -1,4 +1,4 @@
-"""A run that signals or outages have ended goes on as the same run."""
+"""A run that a signal or an outage ended resumes as the same run."""
 
 import contextlib
 import os
@@ -89,8 +89,8 @@ def _assert_same_run(workdir, finished):
   assert (workdir / weights).read_bytes() == (finished / weights).read_bytes()
 
 
-def test_cut_anywhere_it_is_the_same_run(finished, tmp_path, capsys):
-  """What may be dropped is made again, an update is finished and saved."""
+def test_a_run_interrupted_anywhere_is_the_same_run(finished, tmp_path, capsys):
+  """Dropped work is done again; an update is finished and saved."""
   for moment, number, saved, written in (
     # The evaluation of the start is dropped.
     (('evaluate', 1), signal.SIGTERM, 0, []),
@@ -119,8 +119,8 @@ def test_cut_anywhere_it_is_the_same_run(finished, tmp_path, capsys):
   _assert_same_run(tmp_path, finished)
 
 
-def test_a_start_that_is_cut_is_made_anew(tmp_path, capsys):
-  """The supervised start is there complete or not at all."""
+def test_an_interrupted_start_is_made_again(tmp_path, capsys):
+  """The supervised start exists completely or not at all."""
   changes = {
     'sft__before_training': True,
     'sft__num_steps': 2,
@@ -188,7 +188,7 @@ def test_an_outage_that_lasts_saves_and_ends_the_run(
     }
     assert _train(tmp_path, act, **retrieval) == 75
   assert served.url in capsys.readouterr().err
-  # Nor is a server waited for for ever that only seems healthy.
+  # A server that is ready but fails all queries ends the run too.
   collections = []
 
   def fail(moment):
@@ -206,9 +206,9 @@ def test_an_outage_that_lasts_saves_and_ends_the_run(
   _assert_same_run(tmp_path, finished)
 
 
-def test_another_config_is_refused_before_anything_is_asked(finished, capsys):
+def test_another_config_is_refused_before_any_request(finished, capsys):
   before = (finished / 'config.json').read_bytes()
-  # Nobody listens there.
+  # No server listens there.
   assert _train(finished, seed=5, retrieval__url='http://127.0.0.1:9') == 2
   assert capsys.readouterr().err == (
     f'seed=5: the run in {finished} was started with 0\n'

@@ -1,4 +1,4 @@
-"""A run from the first step to its files; killed, it is the same run."""
+"""A run and its files; a run that was killed resumes as the same run."""
 
 import functools
 import json
@@ -217,7 +217,7 @@ def test_the_command_again_changes_nothing(finished):
     pytest.param('step 2/', marks=pytest.mark.slow),
   ],
 )
-def test_killed_it_is_the_same_run(finished, tmp_path, last_line):
+def test_a_killed_run_resumes_as_the_same_run(finished, tmp_path, last_line):
   flags = runs.flags(num_steps=_STEPS)
   process = runs.start('train', *flags, f'--workdir={tmp_path}')
   try:
@@ -231,7 +231,7 @@ def test_killed_it_is_the_same_run(finished, tmp_path, last_line):
   _assert_same_run(tmp_path, finished)
 
 
-def test_a_line_is_json_whatever_happens(finished):
+def test_every_line_is_json(finished):
   for line in (finished / 'metrics.jsonl').read_text().splitlines():
     json.loads(line, parse_constant=pytest.fail)
 

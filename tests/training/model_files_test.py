@@ -1,4 +1,4 @@
-"""The shape that a config describes; nothing of it is a hidden default."""
+"""The models' shape of a config has no hidden default."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from stppo_jax.models import config as model_config
 from stppo_jax.training import model_files
 from tests.training import runs
 
-# Of a shape, what no key of a run says.
+# The fields of a shape that no config key sets.
 _FROM_TOKENIZER = {'vocab_size'}
 _AS_PUBLISHED = {'rope_scaling', 'max_position_embeddings'}
 _MIXTURE = {
@@ -31,7 +31,7 @@ def test_every_other_field_is_a_key():
   assert fields - said == _FROM_TOKENIZER | _AS_PUBLISHED
 
 
-def test_every_key_arrives():
+def test_every_key_sets_its_field():
   before = model_files.shape(runs.config(), _tokenizer())
   assert before.vocab_size == 290
   changes = _MIXTURE | {

@@ -42,7 +42,7 @@ def _train(workdir, changes):
 
 
 def _cut_train(workdir, changes):
-  """Trains the same run, told to end in its first step, and started again."""
+  """Trains the same run, interrupted in its first step and resumed."""
   send = faults.send_at(('updated', 1), signal.SIGTERM)
   with faults.at(runs.config(**_changes(changes)), send):
     assert _train(workdir, changes) == 75
@@ -55,7 +55,7 @@ def _learner(changes):
 
 
 def _checkpoints(learner):
-  """Returns what saves the state of a run that does not collect ahead."""
+  """Returns the checkpoints of a run that does not collect ahead."""
   collector = prefetch.Prefetcher(
     None, None, learner.copy_policy, steps_ahead=0, num_steps=1, loop=None
   )
@@ -63,7 +63,7 @@ def _checkpoints(learner):
 
 
 def _newest(workdir, changes):
-  """(learner, start, newest state, its host record) of a run."""
+  """Returns (learner, start, newest state, its host record) of a run."""
   learner = _learner(changes)
   start = learner.start()
   checkpoints = checkpoint.Checkpointer(workdir, read_only=True)
@@ -107,18 +107,18 @@ def test_a_run_is_the_same_when_cut_in_two(changes, tmp_path):
   shared = 'model__value_backbone' in changes
   lines = runs.metrics(whole)
   for line in lines:
-    # The engine plays merged weights, the trainer those apart.
+    # The engine samples with merged weights, the learner keeps them apart.
     assert line['mismatch/logprob_abs_diff'] < 1e-5
     assert line['update/skipped'] == 0 and np.isfinite(line['critic/vf_loss'])
     assert ('critic/grad_norm' in line) != shared  # of an optimiser
   assert lines[0]['critic/kl'] == 0  # the reference is the start
-  # Collected ahead, the second step was played by the start, too.
+  # The second step was collected ahead, with the start too.
   ahead = 'rollout__steps_ahead' in changes
   assert (lines[1]['critic/kl'] == 0) == ahead
 
   learner, start, state, host = _newest(whole, changes)
   head = state.policy if shared else state.value
-  # Nobody answers: all there is to predict is the penalty of the divergence.
+  # No answer is right, so the only reward is the KL penalty.
   assert (_size(head.params['scalar_head']) == 0) == ahead
   merged = jax.device_get(learner.merged_params(state))
   exported = load.read_params(whole / 'policy', learner.policy.config)
@@ -137,7 +137,7 @@ def test_a_run_is_the_same_when_cut_in_two(changes, tmp_path):
 
 
 def _packed():
-  """Sixteen rows of one turn, as `pack` makes them."""
+  """Returns a packed batch of sixteen rows of one turn."""
   rng = np.random.default_rng(0)
   turn_ids = np.zeros((16, 128), np.int32)
   turn_ids[:, 10:18] = 1
@@ -188,7 +188,7 @@ def test_another_base_is_refused(tmp_path):
   assert caught.value.exit_code == 2 and '\n' not in str(caught.value)
 
 
-def test_what_nobody_trains_is_held_as_it_is_computed_with(tmp_path):
+def test_frozen_weights_have_the_dtype_of_the_computation(tmp_path):
   changes = {'model__dtype': 'bfloat16'}
   kinds = lambda tree: {leaf.dtype.name for leaf in jax.tree.leaves(tree)}
   assert kinds(_learner(changes).reference()) == {'bfloat16'}

@@ -1,4 +1,4 @@
-"""Which pairs a file holds, in what order they come, and bad files."""
+"""The pairs of a file, their order, and files that are refused."""
 
 import hashlib
 
@@ -12,7 +12,7 @@ _GROUPS = (7, 7, 7, 7, 2, 2, 5, 5)
 
 
 def arrays(rewards=_REWARDS, groups=_GROUPS, length=6):
-  """One turn of tokens 2..4 in every row; the row's number is its tokens."""
+  """Returns arrays with one turn, tokens 2..4, in every row."""
   shape = (len(rewards), length)
   mask = np.zeros(shape, bool)
   mask[:, 2:5] = True
@@ -28,7 +28,7 @@ def arrays(rewards=_REWARDS, groups=_GROUPS, length=6):
 
 
 def _rows(found):
-  """The rows that became pairs, by the numbers that they are made of."""
+  """Returns the row numbers of the pairs."""
   return found.tokens_Q2L[:, :, 2].tolist()
 
 
@@ -41,7 +41,7 @@ def test_the_best_and_the_worst_of_each_group_are_a_pair():
   np.testing.assert_array_equal(found.loss_mask_Q2L[0, 0], [0, 0, 1, 1, 1, 0])
 
 
-def test_failed_rows_are_not_there():
+def test_failed_rows_are_in_no_pair():
   given = arrays()
   given['loss_mask_BL'][[1, 6]] = False
   given['rewards_BL'][[1, 6]] = np.nan
@@ -57,7 +57,7 @@ def test_rewards_of_all_turns_count_and_none_off_the_mask():
   assert _rows(pairs_lib.pairs(**given)) == [[1, 0]]
 
 
-def test_what_stands_behind_the_last_token_is_dropped():
+def test_tokens_after_the_last_loss_position_are_dropped():
   given = arrays()
   given['tokens_BL'] = given['tokens_BL'].copy()
   given['tokens_BL'][:, 5] = -(2**31)  # the padding's id has no meaning
@@ -67,7 +67,7 @@ def test_what_stands_behind_the_last_token_is_dropped():
 
 
 @pytest.mark.parametrize(('bucket', 'length'), [(1, 5), (4, 8), (6, 6)])
-def test_the_length_is_the_least_that_fits(bucket, length):
+def test_the_length_is_the_shortest_that_fits(bucket, length):
   whole = pairs_lib.pairs(**arrays())
   found = pairs_lib.resized(whole, bucket=bucket)
   for x, before in zip(found[:2], whole):
@@ -90,14 +90,14 @@ def test_an_epoch_sees_every_pair_once_and_is_filled_up():
   for epoch in range(2):
     seen = []
     for place in range(3):
-      part = pairs_lib.minibatch(whole, 3 * epoch + place, size=3, seed=0)
-      assert part.tokens_Q2L.shape == (3, 2, 6)
-      there = part.loss_mask_Q2L.any(axis=(1, 2))
+      minibatch = pairs_lib.minibatch(whole, 3 * epoch + place, size=3, seed=0)
+      assert minibatch.tokens_Q2L.shape == (3, 2, 6)
+      there = minibatch.loss_mask_Q2L.any(axis=(1, 2))
       assert there.sum() == (3, 3, 1)[place]
-      assert not part.tokens_Q2L[~there].any()
-      assert not part.loss_positions_Q2M[~there].any()  # the first: none
-      assert (part.lengths_Q2 == 5 * there[:, None]).all()
-      seen += part.tokens_Q2L[there][:, 0, 0].tolist()
+      assert not minibatch.tokens_Q2L[~there].any()
+      assert not minibatch.loss_positions_Q2M[~there].any()  # the first: none
+      assert (minibatch.lengths_Q2 == 5 * there[:, None]).all()
+      seen += minibatch.tokens_Q2L[there][:, 0, 0].tolist()
     assert sorted(seen) == list(range(1, 14, 2))
     orders.append(seen)
   assert orders[0] != orders[1]
@@ -147,7 +147,7 @@ def _changed(**changes):
     ),
   ],
 )
-def test_a_file_that_does_not_do_is_one_line(tmp_path, given, expected):
+def test_a_bad_file_is_refused_in_one_line(tmp_path, given, expected):
   path = tmp_path / 'batch.npz'
   np.savez(path, **given)
   with pytest.raises(ValueError, match=expected) as error:
@@ -156,7 +156,7 @@ def test_a_file_that_does_not_do_is_one_line(tmp_path, given, expected):
   assert '\n' not in str(error.value)
 
 
-def test_what_is_no_npz_file_is_named(tmp_path):
+def test_a_file_that_is_no_npz_file_is_named(tmp_path):
   path = tmp_path / 'batch.npz'
   np.savez(path, **arrays())
   whole = path.read_bytes()

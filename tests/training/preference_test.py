@@ -1,4 +1,4 @@
-"""Whole runs on pairs: they learn, resume bit for bit, and leave a policy."""
+"""Runs on pairs learn, resume bit for bit, and export a policy."""
 
 import json
 import math
@@ -31,7 +31,7 @@ _SMALL = {
 
 
 def _write(path, seed=0):
-  """Eleven groups of three rows of two turns, as a run collects them."""
+  """Writes eleven groups of three rows of two turns."""
   rng = np.random.default_rng(seed)
   shape = (3 * _GROUPS, _LENGTH)
   mask = np.zeros(shape, bool)
@@ -55,14 +55,14 @@ def file(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def whole(file, tmp_path_factory):
-  """The folder of a run that nothing interrupted."""
+  """Returns the folder of an uninterrupted run."""
   folder = tmp_path_factory.mktemp('whole')
   assert preference.prefer(runs.config(**_SMALL), file, folder) == 0
   return folder
 
 
 def _lines(folder):
-  """All that does not depend on the clock."""
+  """Returns the lines of metrics without times."""
   return [
     {name: x for name, x in line.items() if not name.startswith('timing_s/')}
     for line in runs.metrics(folder)
@@ -70,7 +70,7 @@ def _lines(folder):
 
 
 def _interrupt_at(step, monkeypatch):
-  """Ends a run once that update is written, in the context of `monkeypatch`."""
+  """Makes a run end when that update is written."""
   write = writer.Writer.write
 
   def interrupted(self, done, metrics):
@@ -98,7 +98,7 @@ def test_the_preferred_becomes_likelier_than_the_other(whole):
   assert not any(line['update/skipped'] for line in lines)
 
 
-def test_interrupted_and_resumed_it_is_the_same_run(
+def test_an_interrupted_run_resumes_as_the_same_run(
   file, whole, tmp_path, monkeypatch, capsys
 ):
   with monkeypatch.context() as patch:
@@ -155,7 +155,7 @@ def test_adapters_alone_learn_beside_the_reference(file, tmp_path, monkeypatch):
   assert changed == {'down_proj', 'q_proj'}
 
 
-def test_the_policy_that_it_leaves_is_the_last_state(whole):
+def test_the_exported_policy_is_the_last_state(whole):
   shape = load.read_config(
     whole / 'policy', dtype='float32', remat='none', scan_unroll=1
   )
@@ -191,7 +191,7 @@ def test_another_file_or_config_is_another_run(file, whole, tmp_path):
   assert _lines(whole) == before
 
 
-def test_interrupted_while_starting_it_leaves_nothing(
+def test_a_run_interrupted_at_its_start_leaves_nothing(
   file, tmp_path, monkeypatch, capsys
 ):
   monkeypatch.setattr(
@@ -211,7 +211,9 @@ def test_interrupted_while_starting_it_leaves_nothing(
     (16, 4, r'^preference\.microbatch_size=4: must be a multiple of the 8 dev'),
   ],
 )
-def test_it_must_fit_the_devices(file, tmp_path, batch, microbatch, expected):
+def test_batch_sizes_must_fit_the_devices(
+  file, tmp_path, batch, microbatch, expected
+):
   sizes = {'batch_size': batch, 'microbatch_size': microbatch}
   changes = {f'preference__{key}': size for key, size in sizes.items()}
   with pytest.raises(assembly.Misconfigured, match=expected):
@@ -219,7 +221,7 @@ def test_it_must_fit_the_devices(file, tmp_path, batch, microbatch, expected):
   assert not (tmp_path / 'config.json').exists()
 
 
-def test_it_must_fit_the_vocabulary(file, tmp_path):
+def test_token_ids_must_fit_the_vocabulary(file, tmp_path):
   foreign = tmp_path / 'foreign.npz'
   with np.load(file) as arrays:
     np.savez(foreign, **{**arrays, 'tokens_BL': arrays['tokens_BL'] + 9000})

@@ -1,4 +1,4 @@
-"""Runs that collect ahead: how stale they are, and that cuts change nothing.
+"""Runs that collect ahead: their staleness, and their interruptions.
 
 On one device, where the collection of the next steps is in the background.
 """
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture(autouse=True, scope='module')
 def one_device():
-  """As where there is one device; the others of the tests stand by."""
+  """Makes runs use one device of those that tests have."""
 
   def build_mesh(config, *, local=False):
     return mesh_lib.make_mesh(
@@ -61,7 +61,7 @@ def _train(workdir, steps_ahead=1, act=lambda moment: None, **changes):
 
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory):
-  """Makes the folder of a run that nothing happened to, by steps ahead."""
+  """Returns a function from steps ahead to the folder of a finished run."""
 
   @functools.cache
   def make(steps_ahead):
@@ -87,7 +87,7 @@ def _saved_step(workdir):
 
 
 def _assert_same_run(workdir, expected, steps_ahead=1):
-  """Parameters, moments, published policies, metrics, dialogues: the bits."""
+  """Asserts equal states, metrics and dialogues, bit for bit."""
   runs.assert_same_files(workdir, expected, num_steps=_STEPS)
   (step, ours), (_, theirs) = (
     _newest(folder, steps_ahead) for folder in (workdir, expected)
@@ -96,7 +96,7 @@ def _assert_same_run(workdir, expected, steps_ahead=1):
   jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
-def test_a_run_is_so_many_steps_stale(finished):
+def test_staleness_is_the_number_of_steps_ahead(finished):
   lines = runs.metrics(finished(1))[1:]
   assert [line['rollout/staleness'] for line in lines] == [0.0] + [1.0] * 4
   # Engine and trainer are compared at the weights that sampled.
@@ -148,7 +148,7 @@ def test_the_ratio_can_be_of_the_current_policy(finished, tmp_path):
 @pytest.mark.parametrize(
   'steps_ahead', [1, pytest.param(2, marks=pytest.mark.slow)]
 )
-def test_cut_again_and_again_it_is_the_same_run(
+def test_a_run_interrupted_often_is_the_same_run(
   finished, tmp_path, capsys, steps_ahead
 ):
   threads = set()
@@ -190,7 +190,7 @@ def test_cut_again_and_again_it_is_the_same_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize('steps_ahead', [1, 2])
-def test_killed_it_is_the_same_run(
+def test_a_killed_run_resumes_as_the_same_run(
   finished, tmp_path, monkeypatch, steps_ahead
 ):
   monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '1')
@@ -210,7 +210,9 @@ def test_killed_it_is_the_same_run(
   _assert_same_run(tmp_path, finished(steps_ahead), steps_ahead)
 
 
-def test_evaluations_are_of_the_policy_of_now_and_alone(tmp_path, monkeypatch):
+def test_evaluations_use_the_present_policy_and_run_alone(
+  tmp_path, monkeypatch
+):
   moments, evaluated, updates = [], [], [threading.Event() for _ in range(4)]
   run = evaluation.Evaluator.run
 

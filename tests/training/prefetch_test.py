@@ -1,4 +1,4 @@
-"""Which policy collects which step, on what thread, and how it ends."""
+"""Which policy collects which step, on which thread, and how it ends."""
 
 import asyncio
 import gc
@@ -23,7 +23,7 @@ class _State:
 
 
 class _Engine:
-  """Collects steps by recording what it is asked for.
+  """A fake engine that records its calls.
 
   Attributes:
     events: ('publish', version), ('begin', step) and ('end', step), in order.
@@ -51,7 +51,7 @@ class _Engine:
     return [f'trajectory {step}'], {'step': float(step)}
 
   def wait_for(self, *event):
-    """Returns when it has happened."""
+    """Waits until the event has happened."""
     until = time.monotonic() + _SECONDS
     while event not in self.events:
       assert time.monotonic() < until, f'{event} not in {self.events}'
@@ -59,7 +59,7 @@ class _Engine:
 
 
 class _Never:
-  """A loop for engines that ask for nothing."""
+  """A loop for engines that submit nothing."""
 
   def stop(self):
     pass
@@ -81,7 +81,7 @@ def _policies(*versions):
 
 
 def _events(steps, steps_ahead):
-  """What happens, one collection after the other."""
+  """Returns the events of collections one after the other."""
   return [
     event
     for step in steps
@@ -147,7 +147,7 @@ def test_further_steps_are_collected_meanwhile_but_not_too_many(steps_ahead):
   collector = _collector(engine, steps_ahead, background=True)
   collector.schedule(0, _State(0))
   collector.result(0)
-  # Nobody takes them, and the next policy is not there yet.
+  # Their results are not requested, and there is no next policy yet.
   engine.wait_for('end', steps_ahead)
   collector.drain()
   assert engine.events == _events(range(steps_ahead + 1), steps_ahead)
@@ -182,7 +182,7 @@ def test_an_error_is_raised_with_the_result_of_its_step():
   engine = _Engine(fail=[1])
   collector = _collector(engine, 2, background=True)
   collector.schedule(0, _State(0))
-  collector.drain()  # does not mind
+  collector.drain()  # ignores the error
   assert collector.result(0).metrics == {'step': 0}
   with pytest.raises(LookupError, match='step 1'):
     collector.result(1)
@@ -204,7 +204,7 @@ def _wait_for(events, name):
 
 @pytest.mark.parametrize('waits', ['submit', 'run', 'samples'])
 def test_closing_ends_a_collection(loop, waits):
-  """Whether it waits for an answer, for the retriever, or goes on sampling."""
+  """A collection that waits or samples without end is ended."""
   stoppable = prefetch.StoppableLoop(loop)
   events = {name: threading.Event() for name in ('waiting', 'cancelled')}
 
@@ -244,7 +244,7 @@ def test_closing_ends_a_collection(loop, waits):
   assert not any(t.name.startswith('collect') for t in threading.enumerate())
 
 
-def test_a_stopped_loop_serves_nobody(loop):
+def test_a_stopped_loop_runs_no_coroutine(loop):
   stoppable = prefetch.StoppableLoop(loop)
 
   async def answer():

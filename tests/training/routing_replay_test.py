@@ -17,8 +17,8 @@ from tests.learner import updates
 from tests.models import tiny
 from tests.training import runs
 
-# One expert, its weight normalised to 1: a router decides where a token goes,
-# and nothing else.
+# One expert with a weight normalised to 1: the router only decides which
+# expert a token visits.
 CHOICE = {**tiny.MIXTURE, 'num_experts_per_tok': 1}
 N, X = 2, tiny.MIXTURE['num_experts']
 ALGORITHM = algorithm_lib.build_algorithm(runs.config('minirl').algorithm)
@@ -31,7 +31,7 @@ def _models(**changes):
 
 
 def _batch(models, **arrays):
-  """As packed, with padding, and one row that failed."""
+  """Returns a packed batch with padding and one row that failed."""
   batch = updates.batch(models)
   lengths_B = batch.lengths_B - np.arange(updates.B, dtype=np.int32) % 3
   mask_BL = batch.loss_mask_BL & (np.arange(updates.L) < lengths_B[:, None])
@@ -40,7 +40,7 @@ def _batch(models, **arrays):
 
 
 def _expert_ids():
-  """Of a sampler that chooses blindly."""
+  """Returns random expert ids, as if a sampler had chosen them."""
   every = np.broadcast_to(np.arange(X), (updates.B, updates.L, N, X))
   ids = np.random.default_rng(0).permuted(every, axis=-1)
   return ids[..., :2].astype(np.int16)
@@ -65,7 +65,7 @@ def _annotated(models, batch, routing_replay, params=None):
 
 
 def _log_ratio(policy, params, batch, **changes):
-  """Of the policy, as an update sees it, to the annotated old one."""
+  """Returns the log-ratio of the policy to the annotated old one."""
   batch = batch.replace(**changes)
   scores = jax.jit(functools.partial(policy.token_outputs, temperature=1.0))(
     params,
@@ -78,7 +78,7 @@ def _log_ratio(policy, params, batch, **changes):
 
 
 def _other_router(params):
-  """The same weights, but other experts are the likeliest."""
+  """Returns the weights with other experts as the likeliest."""
   mixture = params['layers']['moe']
   kernel = np.roll(mixture['router']['kernel'], 1, axis=-1)
   mixture = {**mixture, 'router': {'kernel': kernel}}
@@ -96,7 +96,7 @@ def test_the_ratio_is_one_whatever_another_router_would_choose():
 
 
 @pytest.mark.parametrize('replay', ('nowhere', 'trainer'))
-def test_what_is_kept_is_of_the_old_policy(replay):
+def test_the_kept_experts_are_those_of_the_old_policy(replay):
   models = _models(**tiny.MIXTURE)
   old = tiny.params(models.policy, seed=5)
   batch = _batch(models)
@@ -129,7 +129,7 @@ def test_the_experts_of_the_sampler_are_those_of_the_old_policy_too():
     ('trainer', {}, 'there are no experts'),
   ),
 )
-def test_what_is_not_known_cannot_be_replayed(replay, changes, message):
+def test_unknown_experts_cannot_be_replayed(replay, changes, message):
   models = _models(**changes)
   with pytest.raises(ValueError, match=message):
     _annotated(models, _batch(models), replay)

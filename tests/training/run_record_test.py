@@ -1,4 +1,4 @@
-"""One folder, one run, one config."""
+"""A folder has the run of one config."""
 
 import copy
 import json
@@ -79,7 +79,7 @@ def test_another_config_is_refused_with_a_line_a_key(tmp_path):
     ('rollout', 'mismatch_limit', 0.0),
   ],
 )
-def test_what_may_differ_is_rewritten(tmp_path, block, key, value):
+def test_keys_that_may_differ_are_rewritten(tmp_path, block, key, value):
   _begin(tmp_path, _config())
   other = copy.deepcopy(_config())
   (other[block] if block else other)[key] = value
@@ -108,7 +108,7 @@ def test_a_record_that_is_none_is_refused(tmp_path):
 
 
 class _Imitation:
-  """Stands for `sft.imitate`: two files, killed before the second if told."""
+  """A fake of `sft.imitate`, which can fail before its second file."""
 
   def __init__(self):
     self.calls, self.killed = 0, False
@@ -122,7 +122,7 @@ class _Imitation:
     (directory / 'model.safetensors').write_text('x')
 
 
-def test_a_start_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_start_exists_completely_or_not_at_all(tmp_path, monkeypatch):
   imitation = _Imitation()
   monkeypatch.setattr(sft, 'imitate', imitation)
   config = base.get_config('st_ppo')

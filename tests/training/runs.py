@@ -1,4 +1,4 @@
-"""Whole runs, small enough to be a test; all share their compiled programs."""
+"""Runs that are small enough for tests and share compiled programs."""
 
 import json
 import os
@@ -104,7 +104,7 @@ def metrics(workdir: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def repeated(workdir: pathlib.Path) -> list[dict[str, Any]]:
-  """Returns the same without times: equal in runs that are equal."""
+  """Returns the lines without times, which are equal in equal runs."""
   return [
     {k: v for k, v in line.items() if not k.startswith(_OF_THE_CLOCK)}
     for line in metrics(workdir)
