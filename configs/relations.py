@@ -31,7 +31,7 @@ def _one_axis_takes_the_rest(data, fsdp, tensor) -> Iterator[str]:
   sizes = {'data': data, 'fsdp': fsdp, 'tensor': tensor}
   rest = [f'mesh.{axis}' for axis, size in sizes.items() if size == -1]
   if len(rest) > 1:
-    yield f'{rest[1]}=-1: at most one axis may be -1, {rest[0]} is'
+    yield f'{rest[1]}=-1: at most one axis may be -1, and {rest[0]} is -1 too'
 
 
 def _turn_fits(max_turn_tokens, max_length) -> Iterator[str]:
@@ -46,7 +46,7 @@ def _groups_vary(rounds, group_size) -> Iterator[str]:
   if rounds > 0 and group_size < 2:
     yield (
       f'rollout.resample_rounds={rounds}: must be 0 when '
-      f'rollout.group_size={group_size}: one reward has no variance'
+      f'rollout.group_size={group_size}: groups of one have no variance'
     )
 
 
@@ -73,7 +73,7 @@ def _no_warmup_of_shared_values(warmup, backbone) -> Iterator[str]:
   if warmup > 0 and backbone == 'shared':
     yield (
       f'loss.value_warmup_steps={warmup}: must be 0 when '
-      'model.value_backbone=shared: values are learned with the policy'
+      'model.value_backbone=shared: values and policy are trained together'
     )
 
 
@@ -99,7 +99,10 @@ def _reference_memory_fits(rank, path, memory) -> Iterator[str]:
 
 def _remote_engine_is_named(engine, url, model) -> Iterator[str]:
   if engine == 'remote' and not (url and model):
-    yield 'rollout.engine=remote: rollout.remote.url and .model must be set'
+    yield (
+      'rollout.engine=remote: rollout.remote.url and rollout.remote.model must '
+      'be set'
+    )
 
 
 def _template_is_readable(path) -> Iterator[str]:
@@ -191,7 +194,7 @@ def _embedded_server_speaks(dialect, url) -> Iterator[str]:
   if not url and dialect != 'search_r1':
     yield (
       f'retrieval.dialect={dialect!r}: must be search_r1 when retrieval.url is '
-      'empty, the embedded server speaks no other'
+      'empty, because the embedded server supports no other'
     )
 
 

@@ -40,7 +40,7 @@ _FRACTION = settings.Rule(lambda x: 0 <= x <= 1, 'in [0, 1]')
 _BETA = settings.Rule(lambda x: 0 <= x < 1, 'in [0, 1)')
 _FINITE = settings.Rule(math.isfinite, 'a finite number')
 _AXIS = settings.Rule(
-  lambda x: x == -1 or x > 0, 'greater than 0, or -1 for the rest'
+  lambda x: x == -1 or x > 0, 'greater than 0, or -1 for all remaining devices'
 )
 _EVEN = settings.Rule(lambda x: x > 0 and x % 2 == 0, 'even and greater than 0')
 _HOPS = settings.Rule(
@@ -53,7 +53,7 @@ _MODEL = settings.Rule(
 )
 _REGEX = settings.Rule(_compiles, 'a regular expression')
 _PATH = settings.Rule(
-  lambda x: not x or pathlib.Path(x).exists(), 'empty, or a path'
+  lambda x: not x or pathlib.Path(x).exists(), 'empty, or a path that exists'
 )
 
 _OPTIMIZER = {
@@ -96,7 +96,7 @@ RULES: Mapping[str, settings.Rule] = {
   'mesh.tensor': _AXIS,
   'data.name': _one_of('synthetic_wiki', 'jsonl'),
   'data.tokenizer_vocab_size': settings.Rule(
-    lambda x: x > 256, 'greater than 256, the bytes'
+    lambda x: x > 256, 'greater than 256, the number of bytes'
   ),
   'data.synthetic_wiki.seed': _NOT_NEGATIVE,
   'data.synthetic_wiki.hops': _HOPS,

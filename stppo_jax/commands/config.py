@@ -1,9 +1,9 @@
-"""Print the complete configuration, one `key = value` a line.
+"""Print the complete configuration, one `key = value` per line.
 
     python -m stppo_jax config --config=FILE.py[:ALGORITHM]
         [--config.KEY=VALUE ...]
 
-Each line is also the flag that sets its key: --config.KEY=VALUE.
+The flag --config.KEY=VALUE sets the key of a line.
 """
 
 from collections.abc import Sequence

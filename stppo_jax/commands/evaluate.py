@@ -2,6 +2,8 @@
 
 python -m stppo_jax evaluate --config=FILE.py[:ALGORITHM] --workdir=DIR
     [--config.KEY=VALUE ...]
+
+DIR is the folder of the run, and the config must be that of the run.
 """
 
 from collections.abc import Sequence

@@ -3,11 +3,11 @@
 python -m stppo_jax export --workdir=RUN --out=DIR [--step=N]
     [--dtype=float32|bfloat16] [--model=SOURCE]
 
-The newest valid checkpoint, or that of step N. SOURCE is the present place of
-the directory that the run was started from, if it has moved; no other input of
-the run is needed. DIR gets config.json, the tokenizer, and model.safetensors,
-or several files with their index; it is replaced as a whole, or left as it was.
-The run may still be going on.
+Exports the newest valid checkpoint, or that of step N. If the directory that
+was the run's model.path has moved, SOURCE is where it is now; no other input of
+the run is needed. DIR gets config.json, the tokenizer, and model.safetensors or
+several files with an index. It is replaced as a whole, or left as it was. The
+run may still be in progress.
 """
 
 from collections.abc import Sequence

@@ -13,13 +13,13 @@ python -m stppo_jax lab compare --batch=F.npz
     [--config=FILE.py] [--advantages=A.npz] [--float64] [--json]
 
 collect samples one batch of trajectories, with the newest checkpoint of the run
-in DIR or with the start of the config, annotates it, makes N updates (default:
-as many as one step makes) and saves the arrays. The other commands need no
-model, run on CPU, and read any file that has the arrays they use, whoever wrote
-it. KEY is an option of the algorithm, such as correction.clipping_bias.tau, or
-of the estimator, such as gamma. Options default to the table of algorithms, or
-with --config to a run of that file. score and advantages print one JSON object.
-docs/lab.md lists the arrays.
+in DIR or with the policy that the config starts from. It annotates the batch,
+makes N updates (by default as many as one step makes) and saves the arrays. The
+other commands need no model, run on CPU, and read any file that has the arrays
+they use. KEY is an option of the algorithm, such as
+correction.clipping_bias.tau, or of the estimator, such as gamma. Options that
+are not set are those of the table of algorithms, or with --config those of that
+file. score and advantages print one JSON object. docs/lab.md lists the arrays.
 """
 
 from collections.abc import Callable

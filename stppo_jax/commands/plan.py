@@ -1,15 +1,16 @@
-"""Estimate the memory of an update on devices that need not be at hand.
+"""Estimate the memory that an update needs, on devices you need not have.
 
 python -m stppo_jax plan --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE ...]
     [--devices=64] [--hbm_gib=80.0] [--length=0] [--loss_fraction=0.5]
     [--compile=True]
 
-Lays the run's models out on that many virtual devices, by the shape in
-`model.path` (its config.json suffices), and prints the bytes that one device
-holds, the engines included, and the bytes that the devices send each other, for
-rows of `length` tokens (0: env.max_length), of which the share `loss_fraction`
-carries loss. `--compile=False` lowers the update only. The exit code is 2 where
-the update does not fit in `hbm_gib`.
+Shards the run's models over that many virtual devices; of `model.path` only
+config.json is read. Prints the bytes that one device holds, engines included,
+and the bytes that the devices send each other. Rows have `length` tokens (0:
+env.max_length), of which at most the share `loss_fraction` is trained on.
+`--compile=False` does not compile the update, and leaves out what only the
+compiled program shows. The exit code is 2 if the update does not fit in
+`hbm_gib`.
 """
 
 from collections.abc import Sequence

@@ -4,9 +4,10 @@ python -m stppo_jax prefer --config=FILE.py --batch=FILE.npz --workdir=DIR
     [--config.preference.name=tdpo1 --config.KEY=VALUE ...]
 
 FILE.npz holds arrays named as in stppo_jax/batch.py: tokens_BL, loss_mask_BL,
-rewards_BL and group_ids_B. The best and the worst trajectory of each group
-are a pair; a group of equal rewards gives none. The policy starts from
-model.path and is left in DIR/policy.
+rewards_BL and group_ids_B; `lab collect` writes such a file. The best and the
+worst trajectory of each group are a pair; a group of equal rewards gives none.
+The policy starts from model.path, and the trained policy is written to
+DIR/policy.
 """
 
 from collections.abc import Sequence

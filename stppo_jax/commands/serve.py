@@ -1,10 +1,14 @@
 """Serve a corpus, or the synthetic encyclopedia, over HTTP.
 
 python -m stppo_jax serve --corpus=FILE.jsonl [--host=ADDRESS] [--port=PORT]
-python -m stppo_jax serve --synthetic_seed=N [--entities_per_type=N] ...
+python -m stppo_jax serve --synthetic_seed=N [--entities_per_type=N]
+    [--name_pieces=N] [--distractors=N] [--host=ADDRESS] [--port=PORT]
 
-Prints its URL when it is ready and runs until SIGINT or SIGTERM. An address
-other than loopback needs a bearer token in STPPO_RETRIEVAL_TOKEN.
+FILE.jsonl has one passage per line, {"id", "contents"} or {"pid", "title",
+"text"}. N are the values of data.synthetic_wiki in the run's config. The server
+prints its URL when it is ready and runs until SIGINT or SIGTERM. It binds
+127.0.0.1 and port 8000 by default; port 0 is a free one. An address other than
+loopback needs a bearer token in STPPO_RETRIEVAL_TOKEN.
 """
 
 import argparse
@@ -100,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
       f'--{name}',
       type=int,
       default=defaults[name],
-      help='of --synthetic_seed: config.data.synthetic_wiki of the run',
+      help='with --synthetic_seed: as in config.data.synthetic_wiki of the run',
     )
   return parser
 

@@ -1,7 +1,10 @@
-"""Teach the form of the dialogue from demonstrations, before RL.
+"""Train a policy on demonstrations of dialogues, before RL.
 
 python -m stppo_jax sft --config=FILE.py[:ALGORITHM] --workdir=DIR
     [--config.KEY=VALUE ...]
+
+Writes the policy to DIR as a Hugging Face directory, which can be the
+model.path of a run.
 """
 
 from collections.abc import Sequence

@@ -2,6 +2,10 @@
 
 python -m stppo_jax train --config=FILE.py[:ALGORITHM] --workdir=DIR
     [--config.KEY=VALUE ...]
+
+FILE.py is a config file such as configs/quickstart.py, ALGORITHM a key of
+configs/algorithms.py, KEY a key of configs/base.py. DIR is the folder of the
+run; docs/commands.md lists what it holds.
 """
 
 from collections.abc import Sequence

@@ -103,7 +103,8 @@ def build_components(config) -> Components:
     model_files.check(config, tokenizer)
     if jax.process_count() != 1:
       raise ValueError(
-        f'{jax.process_count()} processes: runs of several are not supported'
+        f'{jax.process_count()} processes: a run of several processes is not '
+        'supported'
       )
     mesh = build_mesh(config)
     check_batch_sizes(config, mesh)

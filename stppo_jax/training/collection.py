@@ -120,8 +120,9 @@ class StepCollector:
           trajectories[n : n + size] for n in range(0, len(trajectories), size)
         ]
       self._show(
-        f'step {step + 1}: the infrastructure failed {1 - valid:.0%} of the '
-        'trajectories; they are collected again when the retriever is ready'
+        f'step {step + 1}: {1 - valid:.0%} of the trajectories failed because '
+        'of the infrastructure; the step is collected again when the retriever '
+        'is ready'
       )
       if self._services.retriever is not None:
         self._services.loop.run(self._services.retriever.wait_until_ready())

@@ -109,7 +109,7 @@ def _check_out(out: pathlib.Path) -> None:
   )
   if others:
     raise ValueError(
-      f'--out={out}: has files of others, such as {others[0]}; name a folder '
+      f'--out={out}: has files of others, such as {others[0]}; give a folder '
       'that is new, empty or an earlier export'
     )
   parent = out.resolve().parent

@@ -241,7 +241,8 @@ def _check_sizes(config, pairs, shape, mesh, file) -> None:
   """Raises ValueError if file, model and devices do not fit together."""
   if jax.process_count() != 1:
     raise ValueError(
-      f'{jax.process_count()} processes: runs of several are not supported'
+      f'{jax.process_count()} processes: a run of several processes is not '
+      'supported'
     )
   shards = math.prod(mesh.shape[axis] for axis in mesh_lib.BATCH_AXES)
   for key in ('batch_size', 'microbatch_size'):

@@ -113,7 +113,7 @@ def start(
         # Whatever a start has written is complete, or the next start makes it
         # again.
         goal = goal or f'the first {unit}'
-        print(f'interrupted before {goal}; the same command starts anew')
+        print(f'interrupted before {goal}; the same command starts again')
     except _OUTAGES:
       if run.resumed:
         run.save()

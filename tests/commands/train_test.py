@@ -182,7 +182,7 @@ def test_an_interrupted_start_leaves_none_and_is_made_anew(
     patch.setattr(demonstrations.LookupDemonstrations, 'batch', interrupted)
     assert _train(workdir, **files) == 130
   assert calls == [0, 1, 2, 3]
-  assert 'the same command starts anew' in capsys.readouterr().out
+  assert 'the same command starts again' in capsys.readouterr().out
   assert not (workdir / 'start').exists()
   assert not (workdir / 'metrics.jsonl').exists()
 

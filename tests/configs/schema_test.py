@@ -62,7 +62,7 @@ def test_every_algorithm_of_the_table_keeps_the_rules(name):
     ('model.dtype', 'float16', 'one of float32, bfloat16'),
     ('model.path', 'no/such/model', 'a folder that holds config.json'),
     ('model.reference_path', 'no/such/model', 'holds config.json'),
-    ('model.tokenizer_path', 'no/such/path', 'empty, or a path'),
+    ('model.tokenizer_path', 'no/such/path', 'empty, or a path that exists'),
     ('model.num_layers', 0, 'greater than 0'),
     ('model.head_dim', 33, 'even'),
     ('model.lora.rank', -1, '0 or greater'),
@@ -70,8 +70,8 @@ def test_every_algorithm_of_the_table_keeps_the_rules(name):
     ('model.lora.targets', '(q', 'a regular expression'),
     ('model.value_backbone', 'none', 'one of own, shared'),
     ('loss.value_coefficient', 0.0, 'greater than 0'),
-    ('mesh.fsdp', 0, '-1 for the rest'),
-    ('mesh.tensor', -2, '-1 for the rest'),
+    ('mesh.fsdp', 0, '-1 for all remaining devices'),
+    ('mesh.tensor', -2, '-1 for all remaining devices'),
     ('data.name', 'nq', 'one of synthetic_wiki, jsonl'),
     ('data.tokenizer_vocab_size', 256, 'greater than 256'),
     ('data.synthetic_wiki.hops', (), 'some of 1 and 2'),
@@ -124,8 +124,8 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
     ),
     (
       {'rollout__resample_rounds': 2},
-      'rollout.resample_rounds=2: must be 0 when rollout.group_size=1: one '
-      'reward has no variance',
+      'rollout.resample_rounds=2: must be 0 when rollout.group_size=1: '
+      'groups of one have no variance',
     ),
     (
       {'rollout__lanes': 3, 'evaluate__batch_size': 129},
@@ -186,7 +186,7 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
     (
       {'model__value_backbone': 'shared', 'loss__value_warmup_steps': 2},
       'loss.value_warmup_steps=2: must be 0 when model.value_backbone=shared: '
-      'values are learned with the policy',
+      'values and policy are trained together',
     ),
     (
       {'model__lora__rank': 8, 'model__reference_memory': 'host'},
@@ -195,7 +195,7 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
     ),
     (
       {'mesh__tensor': -1},
-      'mesh.tensor=-1: at most one axis may be -1, mesh.data is',
+      'mesh.tensor=-1: at most one axis may be -1, and mesh.data is -1 too',
     ),
     (
       {'env__max_turn_tokens': 4096},
@@ -212,7 +212,7 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
     (
       {'retrieval__dialect': 'skyrl'},
       "retrieval.dialect='skyrl': must be search_r1 when retrieval.url is "
-      'empty, the embedded server speaks no other',
+      'empty, because the embedded server supports no other',
     ),
     (
       {'algorithm__bounds__clip_low': -1.0},

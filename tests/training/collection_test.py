@@ -152,9 +152,7 @@ def test_a_round_in_an_outage_is_collected_again():
   ids, metrics = _collect(world, 1, lines.append)
   assert ids == '00 10 02 12'.split()
   assert world.waits == 2 and world.keys[1] == world.keys[2] == world.keys[3]
-  assert lines[0].startswith(
-    'step 6: the infrastructure failed 75% of the traj'
-  )
+  assert lines[0].startswith('step 6: 75% of the trajectories failed')
   assert metrics['rollout/valid_fraction'] == 1.0
   assert metrics['rollout/resample_rounds'] == 1
 

@@ -149,7 +149,7 @@ def test_a_step_in_an_outage_is_collected_again(finished, tmp_path, capsys):
 
   assert _train(tmp_path, act) == 0
   assert sum(collections) == runs.STEPS + 2
-  line = 'step 2: the infrastructure failed 75% of the trajectories'
+  line = 'step 2: 75% of the trajectories failed'
   assert capsys.readouterr().out.count(line) == 2
   _assert_same_run(tmp_path, finished)
 

@@ -200,7 +200,7 @@ def test_a_run_interrupted_at_its_start_leaves_nothing(
     lambda config: os.kill(os.getpid(), signal.SIGINT),
   )
   assert preference.prefer(runs.config(**_SMALL), file, tmp_path / 'run') == 130
-  assert 'the same command starts anew' in capsys.readouterr().out
+  assert 'the same command starts again' in capsys.readouterr().out
   assert not (tmp_path / 'run').exists()
 
 

@@ -137,7 +137,7 @@ def test_a_config_collects_with_a_server(served):
   config = base.get_config()
   config.rollout.engine = 'remote'
   (line,) = schema.check(config)
-  assert 'rollout.remote.url and .model must be set' in line
+  assert 'rollout.remote.url and rollout.remote.model must be set' in line
   config.rollout.remote.model = 'tiny'
   config.env.max_length, config.env.max_turn_tokens = 64, 9
   services = python_types.SimpleNamespace(environment=_Talk(), loop=served.loop)
