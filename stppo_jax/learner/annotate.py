@@ -100,7 +100,7 @@ def annotate(
   # Cast once, outside the loop over microbatches, so that gathers between
   # devices move the smaller dtype.
   dtype = models.policy.config.dtype
-  params, frozen = forward.cast_params(state, state.frozen, dtype)
+  params, frozen = forward.cast_params(state, frozen=state.frozen, dtype=dtype)
   reference, old = precision.cast((reference, old), dtype)
   reference = frozen if reference is None else reference
   if reference is None:
@@ -199,7 +199,11 @@ def _model_outputs(
   """Runs all models on some rows; see `annotate`."""
   policy, kwargs = models.policy, inputs._asdict()
   current = forward.token_outputs(
-    params, frozen, **kwargs, models=models, temperature=temperature
+    params,
+    **kwargs,
+    frozen=frozen,
+    models=models,
+    temperature=temperature,
   )
   outputs = current
   if old is not None:

@@ -107,6 +107,7 @@ class Updater:
     rows: np.ndarray,
     algorithm: algorithm_lib.Algorithm,
     hyperparameters: update_lib.Hyperparameters,
+    *,
     frozen: functional.Params | None = None,
   ) -> tuple[state_lib.TrainState, loss_lib.LossOutputs]:
     """Updates on some rows of a batch; see `update.update`.
@@ -116,16 +117,23 @@ class Updater:
       rows: int32, the rows of the batch that form the minibatch.
     """
     minibatch, shares = self._select(batch, rows)
-    params, frozen = self._cast(state, frozen)
+    params, frozen = self._cast(state, frozen=frozen)
     outputs = None
     if algorithm.uses_minibatch_statistics:
       outputs = self._map(
-        lambda share: self._outputs(params, frozen, share), shares, 'outputs'
+        lambda share: self._outputs(params, share, frozen=frozen),
+        shares,
+        'outputs',
       )
     context = self._context(minibatch, algorithm, outputs)
     sums = self._map(
       lambda share: self._sums(
-        params, frozen, share, context, algorithm, hyperparameters.loss
+        params,
+        share,
+        context,
+        algorithm,
+        hyperparameters.loss,
+        frozen=frozen,
       ),
       shares,
       ('sums', jax.tree.structure(algorithm)),
@@ -162,7 +170,7 @@ class Updater:
     if outputs is not None:
       outputs = _concatenate(outputs)
     return loss_lib.minibatch_context(
-      minibatch, algorithm, outputs, spec=self._spec
+      minibatch, algorithm, outputs=outputs, spec=self._spec
     )
 
   def _join_and_apply(self, state, sums, algorithm, hyperparameters):

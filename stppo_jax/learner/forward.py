@@ -34,7 +34,10 @@ def trained_params(state: state_lib.TrainState) -> TrainedParams:
 
 
 def cast_params(
-  state: state_lib.TrainState, frozen: functional.Params | None, dtype: str
+  state: state_lib.TrainState,
+  *,
+  frozen: functional.Params | None,
+  dtype: str,
 ) -> tuple[TrainedParams, functional.Params | None]:
   """Returns trained and frozen weights in the dtype of the activations.
 
@@ -46,9 +49,9 @@ def cast_params(
 
 def token_outputs(
   params: TrainedParams,
-  frozen: functional.Params | None,
   tokens_BL: Array,
   *,
+  frozen: functional.Params | None = None,
   lengths_B: Array | None = None,
   loss_positions_BM: Array | None = None,
   expert_ids: Array | None = None,
@@ -61,8 +64,8 @@ def token_outputs(
 
   Args:
     params: trained weights.
-    frozen: the base under adapters; None where everything is trained.
     tokens_BL: token ids, right-padded.
+    frozen: the base under adapters; None where everything is trained.
     lengths_B: tokens of each row without padding; None: all are tokens.
     loss_positions_BM: where log-probabilities and entropy are wanted; None:
       everywhere. Values are wanted everywhere.

@@ -236,7 +236,7 @@ class Learner:
       rows,
       self._algorithm,
       self._hyperparameters._replace(policy_learns=learns),
-      frozen,
+      frozen=frozen,
     )
     return dataclasses.replace(state, frozen=frozen), outputs
 
@@ -268,8 +268,8 @@ class Learner:
     """Returns `forward.token_outputs` of rows laid out like a batch's."""
     return self._token_outputs(
       forward.trained_params(state),
-      state.frozen,
       tokens_BL,
+      frozen=state.frozen,
       expert_ids=expert_ids,
     )
 
@@ -366,7 +366,7 @@ class Learner:
       np.arange(self._config.updates.minibatch_size, dtype=np.int32),
       self._algorithm,
       self._hyperparameters,
-      state.frozen,
+      frozen=state.frozen,
     )
     return state, reference, lowered
 

@@ -99,12 +99,12 @@ class LossOutputs(NamedTuple):
 
 def loss(
   params: forward.TrainedParams,
-  frozen: functional.Params | None,
   microbatch: batch_lib.TokenBatch,
   context: MinibatchContext,
   algorithm: algorithm_lib.Algorithm,
   coefficients: Coefficients,
   *,
+  frozen: functional.Params | None = None,
   spec: UpdateSpec,
 ) -> tuple[Array, LossOutputs]:
   """Returns the share of a microbatch in the minibatch's loss.
@@ -112,27 +112,33 @@ def loss(
   Args:
     params: trained weights in the dtype of the activations; see
       `forward.cast_params`.
-    frozen: the base under adapters; None where everything is trained.
     microbatch: annotated rows.
     context: `minibatch_context` of the minibatch that the rows belong to.
     algorithm: the algorithm, whose numbers may be traced.
     coefficients: the coefficients of the terms.
+    frozen: the base under adapters; None where everything is trained.
     spec: models and static sizes.
   """
   terms, outputs = loss_terms(
-    params, frozen, microbatch, context, algorithm, coefficients, spec=spec
+    params,
+    microbatch,
+    context,
+    algorithm,
+    coefficients,
+    frozen=frozen,
+    spec=spec,
   )
   return terms.policy + terms.other, outputs
 
 
 def loss_terms(
   params: forward.TrainedParams,
-  frozen: functional.Params | None,
   microbatch: batch_lib.TokenBatch,
   context: MinibatchContext,
   algorithm: algorithm_lib.Algorithm,
   coefficients: Coefficients,
   *,
+  frozen: functional.Params | None = None,
   spec: UpdateSpec,
 ) -> tuple[gradients_lib.LossTerms, LossOutputs]:
   """Returns the terms of `loss` before they are added.
@@ -140,7 +146,7 @@ def loss_terms(
   The arguments are those of `loss`. The bias term is 0 unless the algorithm
   divides by its gradient's norm.
   """
-  outputs = _policy_outputs(params.policy, frozen, microbatch, spec)
+  outputs = _policy_outputs(params.policy, microbatch, frozen=frozen, spec=spec)
   policy = losses.policy_loss(
     algorithm,
     outputs.logprobs_BL,
@@ -201,9 +207,9 @@ def loss_terms(
 
 def policy_outputs(
   params: forward.TrainedParams,
-  frozen: functional.Params | None,
   microbatches: batch_lib.TokenBatch,
   *,
+  frozen: functional.Params | None = None,
   spec: UpdateSpec,
 ) -> tuple[Array, Array]:
   """Returns log-probabilities and entropy of all microbatches.
@@ -220,7 +226,9 @@ def policy_outputs(
   """
 
   def step(_, microbatch):
-    outputs = _policy_outputs(params.policy, frozen, microbatch, spec)
+    outputs = _policy_outputs(
+      params.policy, microbatch, frozen=frozen, spec=spec
+    )
     return None, (outputs.logprobs_BL, outputs.entropy_BL)
 
   _, outputs = jax.lax.scan(step, None, microbatches)
@@ -230,8 +238,8 @@ def policy_outputs(
 def minibatch_context(
   batch: batch_lib.TokenBatch,
   algorithm: algorithm_lib.Algorithm,
-  outputs: tuple[Array, Array] | None = None,
   *,
+  outputs: tuple[Array, Array] | None = None,
   spec: UpdateSpec,
 ) -> MinibatchContext:
   """Returns the numbers of a whole minibatch that its microbatches read.
@@ -258,8 +266,9 @@ def minibatch_context(
 
 def _policy_outputs(
   params: functional.Params,
-  frozen: functional.Params | None,
   microbatch: batch_lib.TokenBatch,
+  *,
+  frozen: functional.Params | None,
   spec: UpdateSpec,
 ) -> functional.TokenOutputs:
   return spec.policy.token_outputs(

@@ -53,8 +53,8 @@ def update(
   batch: batch_lib.TokenBatch,
   algorithm: algorithm_lib.Algorithm,
   hyperparameters: Hyperparameters,
-  frozen: functional.Params | None = None,
   *,
+  frozen: functional.Params | None = None,
   spec: loss_lib.UpdateSpec,
 ) -> tuple[state_lib.TrainState, loss_lib.LossOutputs]:
   """Updates both models on one annotated minibatch.
@@ -74,7 +74,12 @@ def update(
     The new state, and metrics with diagnostics of the ratios.
   """
   gradient, outputs = gradients(
-    state, batch, algorithm, hyperparameters.loss, frozen, spec=spec
+    state,
+    batch,
+    algorithm,
+    hyperparameters.loss,
+    frozen=frozen,
+    spec=spec,
   )
   return apply_gradients(state, gradient, outputs, hyperparameters, spec=spec)
 
@@ -85,8 +90,8 @@ def update_rows(
   rows: Array,
   algorithm: algorithm_lib.Algorithm,
   hyperparameters: Hyperparameters,
-  frozen: functional.Params | None = None,
   *,
+  frozen: functional.Params | None = None,
   rows_sharding: jax.sharding.NamedSharding,
   spec: loss_lib.UpdateSpec,
 ) -> tuple[state_lib.TrainState, loss_lib.LossOutputs]:
@@ -98,7 +103,9 @@ def update_rows(
   minibatch = jax.tree.map(
     lambda x: jax.lax.with_sharding_constraint(x[rows], rows_sharding), batch
   )
-  return update(state, minibatch, algorithm, hyperparameters, frozen, spec=spec)
+  return update(
+    state, minibatch, algorithm, hyperparameters, frozen=frozen, spec=spec
+  )
 
 
 def gradients(
@@ -106,8 +113,8 @@ def gradients(
   batch: batch_lib.TokenBatch,
   algorithm: algorithm_lib.Algorithm,
   coefficients: loss_lib.Coefficients,
-  frozen: functional.Params | None = None,
   *,
+  frozen: functional.Params | None = None,
   spec: loss_lib.UpdateSpec,
 ) -> tuple[forward.TrainedParams, loss_lib.LossOutputs]:
   """Returns the float32 gradients of a minibatch before norms are clipped.
@@ -116,36 +123,44 @@ def gradients(
     state, batch, algorithm, frozen, spec: see `update`.
     coefficients: the coefficients of the loss terms.
   """
-  params, frozen = forward.cast_params(state, frozen, spec.policy.config.dtype)
+  params, frozen = forward.cast_params(
+    state, frozen=frozen, dtype=spec.policy.config.dtype
+  )
   microbatches = microbatches_lib.split(batch, spec.num_microbatches)
   policy_outputs = None
   if algorithm.uses_minibatch_statistics and spec.num_microbatches > 1:
     policy_outputs = loss_lib.policy_outputs(
-      params, frozen, microbatches, spec=spec
+      params, microbatches, frozen=frozen, spec=spec
     )
   context = loss_lib.minibatch_context(
-    batch, algorithm, policy_outputs, spec=spec
+    batch, algorithm, outputs=policy_outputs, spec=spec
   )
   sums = sum_gradients(
-    params, frozen, microbatches, context, algorithm, coefficients, spec=spec
+    params,
+    microbatches,
+    context,
+    algorithm,
+    coefficients,
+    frozen=frozen,
+    spec=spec,
   )
   return finish_gradients(algorithm, *sums)
 
 
 def sum_gradients(
   params: forward.TrainedParams,
-  frozen: functional.Params | None,
   microbatches: batch_lib.TokenBatch,
   context: loss_lib.MinibatchContext,
   algorithm: algorithm_lib.Algorithm,
   coefficients: loss_lib.Coefficients,
   *,
+  frozen: functional.Params | None = None,
   spec: loss_lib.UpdateSpec,
 ) -> tuple[tuple[Tree, dict[str, Array]], diagnostics_lib.Diagnostics]:
   """Sums gradients and metrics over microbatches.
 
   Args:
-    params, frozen, context, algorithm, coefficients, spec: see `loss.loss`.
+    params, context, algorithm, coefficients, frozen, spec: see `loss.loss`.
     microbatches: arrays with leading axes (n, B / n): all microbatches of the
       minibatch, or some of them.
 
@@ -153,21 +168,20 @@ def sum_gradients(
     ((gradients, metrics), stacked diagnostics) for `finish_gradients`; the sums
     of several calls add up.
   """
+  differentiate = jax.value_and_grad(loss_lib.loss, has_aux=True)
+  if algorithm.divides_by_bias_norm:
+    differentiate = _differentiate_terms
 
   def step(microbatch):
-    arguments = (
-      frozen,
+    (_, outputs), gradient = differentiate(
+      params,
       microbatch,
       context,
       algorithm,
       coefficients,
+      frozen=frozen,
+      spec=spec,
     )
-    if algorithm.divides_by_bias_norm:
-      gradient, outputs = _term_gradients(params, *arguments, spec=spec)
-    else:
-      (_, outputs), gradient = jax.value_and_grad(loss_lib.loss, has_aux=True)(
-        params, *arguments, spec=spec
-      )
     gradient = microbatches_lib.to_accumulator(gradient, spec.policy.mesh)
     return (gradient, outputs.metrics), outputs.diagnostics
 
@@ -227,19 +241,19 @@ def apply_gradients(
   return new_state, outputs._replace(metrics=metrics)
 
 
-def _term_gradients(
-  params: forward.TrainedParams, *arguments, spec: loss_lib.UpdateSpec
-) -> tuple[gradients_lib.LossTerms, loss_lib.LossOutputs]:
-  """Returns gradients of the three loss terms, for `divides_by_bias_norm`.
+def _differentiate_terms(params: forward.TrainedParams, *arrays, **options):
+  """Returns what `value_and_grad` of the loss does, with a gradient per term.
 
   The value model has no share in the policy and bias terms, so only the
   policy's gradients are kept of these two.
   """
-  terms, outputs = gradients_lib.term_gradients(
-    lambda p: loss_lib.loss_terms(p, *arguments, spec=spec), params
+  gradients, outputs = gradients_lib.term_gradients(
+    lambda p: loss_lib.loss_terms(p, *arrays, **options), params
   )
-  terms = terms._replace(policy=terms.policy.policy, bias=terms.bias.policy)
-  return terms, outputs
+  gradients = gradients._replace(
+    policy=gradients.policy.policy, bias=gradients.bias.policy
+  )
+  return (None, outputs), gradients
 
 
 def _step(optimizer, model, gradient, hyperparameters):

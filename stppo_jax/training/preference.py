@@ -194,7 +194,7 @@ class PreferenceLearner:
       distributed.from_local_rows(minibatch, self._rows),
       self._hyperparameters,
       reference,
-      state.frozen,
+      frozen=state.frozen,
     )
     return dataclasses.replace(state, policy=policy), metrics
 

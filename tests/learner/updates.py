@@ -235,7 +235,7 @@ def update(
     frozen = jax.device_put(frozen, sharding.param_shardings(frozen, made))
   rows = jax.device_put(batch, sharding.batch_sharding(made))
   new, outputs = compiled(models, num_microbatches)(
-    state, rows, algorithm, hyperparameters, frozen
+    state, rows, algorithm, hyperparameters, frozen=frozen
   )
   return result(new, outputs)
 
