@@ -148,7 +148,7 @@ def test_the_bits_do_not_depend_on_when_observations_arrive(options):
     {'deterministic': False},
     {'cache_blocks': 4},
     {'deterministic': False, 'slots': 3, 'lookahead': 2, 'cache_blocks': 3},
-    {'deterministic': False, 'slots': 16, 'lookahead': 0, 'early_exit': 0.3},
+    {'deterministic': False, 'slots': 12, 'lookahead': 0, 'early_exit': 0.3},
     {'deterministic': False, 'devices': 8, 'slots': 8},
     {'lanes': 2},
     {'deterministic': False, 'slots': 8, 'batch_rows': 2, 'lookahead': 0},

@@ -117,11 +117,12 @@ def test_equal_logits_are_kept_or_left_out_together(options, left):
 
 @given(
   st.lists(st.integers(-8, 8), min_size=_V, max_size=_V),
-  st.sampled_from([0, 1, 2, 3, 5]),
-  st.sampled_from([0.05, 0.37, 0.71, 0.993, 1.0]),
-  st.sampled_from([0.0, 0.013, 0.27]),
+  # Few options, because each combination is another program to compile.
+  st.sampled_from([0, 2, 5]),
+  st.sampled_from([0.37, 0.993, 1.0]),
+  st.sampled_from([0.0, 0.27]),
 )
-def test_no_counterexample_is_found(logits, top_k, top_p, min_p):
+def test_truncation_equals_loops_on_any_logits(logits, top_k, top_p, min_p):
   options = {'top_k': top_k, 'top_p': top_p, 'min_p': min_p}
   logits_SV = np.array([logits], np.float32)
   (kept,) = _kept(logits_SV, sampler.Sampling(1.0, **options))

@@ -1,5 +1,7 @@
 """The compiled programs run as rarely, as small and as lean as they should."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +15,11 @@ from tests.models import tiny
 from tests.sampling import tiny_engine
 
 
+@functools.cache
 def _programs(*, model=tiny_engine.MODEL, devices=1, **changes):
   """Returns compiled programs and the options that they were made with."""
   options = tiny_engine.options(
-    **({'slots': 8, 'deterministic': False} | changes)
+    **({'deterministic': False, 'cache_blocks': 2} | changes)
   )
   programs = compiled_programs.CompiledPrograms(
     model,
@@ -50,22 +53,23 @@ def _calls(driver, name):
 
 
 @pytest.mark.parametrize(
-  ('devices', 'deterministic'), [(1, True), (1, False), (8, True), (8, False)]
+  ('devices', 'slots', 'deterministic'),
+  [(1, 4, True), (1, 4, False), (8, 8, True), (8, 8, False)],
 )
-def test_nothing_is_compiled_after_the_warm_up(devices, deterministic):
+def test_nothing_is_compiled_after_the_warm_up(devices, slots, deterministic):
   engine, (driver,) = tiny_engine.new_engine(
     devices=devices,
-    slots=8,
+    slots=slots,
     deterministic=deterministic,
-    cache_blocks=4,
+    cache_blocks=2,
     early_exit=0.3,
   )
   for seed in range(2):
     for group_size in (1, 2):
       _dialogues(engine, 24, seed, group_size, seed)
   compiled = dict(driver.programs.compiled)
-  # One for each size of a batch of active slots: eight, four, two, one.
-  sizes = 1 if deterministic or devices > 1 else 4
+  # One for each size of a batch of active slots: four, two, one.
+  sizes = 1 if deterministic or devices > 1 else 3
   assert compiled['decode'] == sizes
   # With all slots in every batch, the prompts of groups are a second shape.
   assert sizes <= compiled['extend'] <= (sizes if sizes > 1 else 2)
@@ -77,42 +81,42 @@ def test_nothing_is_compiled_after_the_warm_up(devices, deterministic):
 
 
 def test_programs_run_on_the_active_slots_only():
-  engine, (driver,) = tiny_engine.engine_and_drivers(
-    slots=8, deterministic=False
-  )
+  engine, (driver,) = tiny_engine.engine_and_drivers(deterministic=False)
   _dialogues(engine, 12, 0, 1, 3)
   sizes = set()
   for slots_A, key_data_A2, *_ in _calls(driver, 'decode'):
     sizes.add(len(key_data_A2))
     if slots_A is None:
-      assert len(key_data_A2) == 8
+      assert len(key_data_A2) == 4
       continue
     assert len(slots_A) == len(key_data_A2)
-    active = slots_A[slots_A < 8]
+    active = slots_A[slots_A < 4]
     assert len(set(active)) == len(active) > len(slots_A) // 2
-    assert not key_data_A2[slots_A == 8].any()
-  assert sizes == {8, 4, 2, 1}
+    assert not key_data_A2[slots_A == 4].any()
+  assert sizes == {4, 2, 1}
 
 
-@pytest.mark.parametrize('devices', [1, 8])
-def test_deterministic_programs_always_run_on_all_slots(devices):
-  engine, (driver,) = tiny_engine.engine_and_drivers(devices=devices, slots=8)
+@pytest.mark.parametrize(('devices', 'slots'), [(1, 4), (8, 8)])
+def test_deterministic_programs_always_run_on_all_slots(devices, slots):
+  engine, (driver,) = tiny_engine.engine_and_drivers(
+    devices=devices, slots=slots
+  )
   _dialogues(engine, 12, 0, 1, 3)
   decodes, extends = _calls(driver, 'decode'), _calls(driver, 'extend')
   assert decodes and extends
   assert all(slots_A is None for slots_A, *_ in decodes + extends)
-  assert {key_data.shape for _, key_data, *_ in decodes} == {(8, 2)}
-  assert {batch.tokens_AC.shape for _, batch in extends} == {(8, 4)}
+  assert {key_data.shape for _, key_data, *_ in decodes} == {(slots, 2)}
+  assert {batch.tokens_AC.shape for _, batch in extends} == {(slots, 4)}
 
 
 @pytest.mark.parametrize(
   ('devices', 'slots', 'group_size', 'prompt_slots'),
   [
-    (1, 8, 2, 4),
-    (1, 8, 8, 1),
+    (1, 4, 2, 2),
+    (1, 4, 4, 1),
     (8, 16, 2, 8),
     (8, 16, 4, 8),  # four groups on eight devices: four slots are padding
-    (1, 8, 1, 8),
+    (1, 4, 1, 4),
   ],
 )
 def test_a_wave_computes_each_prompt_once(
@@ -141,13 +145,13 @@ def test_a_wave_computes_each_prompt_once(
   assert len(driver.programs.calls['repeat']) == (group_size > 1)
 
 
-@pytest.mark.parametrize('slots', [4, 8])
+@pytest.mark.parametrize(('slots', 'group_size'), [(4, 4), (6, 3)])
 @pytest.mark.parametrize('delays', range(3))
-def test_refilling_computes_each_prompt_once(slots, delays):
+def test_refilling_computes_each_prompt_once(slots, group_size, delays):
   engine, (driver,) = tiny_engine.engine_and_drivers(
     slots=slots, deterministic=False
   )
-  group_size, rows = 4, 24
+  rows = 24
   _dialogues(engine, rows, 0, group_size, delays)
   computed = sum(batch.starts_A.sum() for _, batch in _calls(driver, 'extend'))
   assert computed == rows // group_size
@@ -186,7 +190,7 @@ def test_weights_are_stored_in_the_dtype_of_the_computation():
 
 
 def test_a_prompt_can_be_copied_between_any_slots():
-  driver, _ = _driver(slots=4)
+  driver, _ = _driver()
   prompts = [tiny_engine.ids(n, 3 + 2 * n) for n in range(4)]
   opened = {
     n: slot_driver_lib.Append(ids, 0, 6) for n, ids in enumerate(prompts)
@@ -212,7 +216,7 @@ def test_a_prompt_can_be_copied_between_any_slots():
 
 
 def test_a_slot_that_starts_anew_has_nothing_left_of_its_last_row():
-  driver, _ = _driver(slots=4)
+  driver, _ = _driver()
   prompt = slot_driver_lib.Append(tiny_engine.ids(5, 6), 0, 6)
   driver.start_wave({0: prompt}, 1)
   (expected,) = _turns(driver, [0]).values()
@@ -225,7 +229,7 @@ def test_a_slot_that_starts_anew_has_nothing_left_of_its_last_row():
 
 
 def test_values_that_are_not_finite_stay_in_their_row():
-  driver, programs = _driver(slots=4, cache_blocks=2)
+  driver, programs = _driver()
   prompt = slot_driver_lib.Append(tiny_engine.ids(5, 6), 0, 6)
   driver.start_wave({0: prompt}, 1)
   (expected,) = _turns(driver, [0]).values()
@@ -243,7 +247,7 @@ def test_values_that_are_not_finite_stay_in_their_row():
 
 
 def test_a_chunk_ends_with_enough_turns():
-  driver, _ = _driver(slots=4, decode_chunk=12)
+  driver, _ = _driver()
   budgets = (1, 2, 3, 3)
   ids = tiny_engine.ids(1, 4)
   for enough, steps in ((1, 1), (2, 2), (4, 3)):
@@ -270,7 +274,7 @@ def _shapes(programs, slots, devices=1):
 @pytest.mark.parametrize('name', ['decode', 'extend'])
 def test_the_cache_is_updated_in_place(name):
   slots, length, C = 8, 4096, 1
-  programs, _ = _programs(max_length=length, cache_blocks=4)
+  programs, _ = _programs(slots=slots, max_length=length, cache_blocks=4)
   params, state = _shapes(programs, slots)
   if name == 'decode':
     keys = np.zeros((slots, 2), np.uint32)
@@ -290,7 +294,7 @@ def test_the_cache_is_updated_in_place(name):
 
 
 def test_prompts_are_repeated_without_communication():
-  programs, _ = _programs(devices=8)
+  programs, _ = _programs(devices=8, slots=8)
   prompts = _shapes(programs, 8, 8)[1]
   program = programs.repeat.lower(prompts, 8, 2).compile().as_text()
   for collective in ('all-', 'collective-permute', 'reduce-scatter'):

@@ -58,7 +58,7 @@ def test_stopped_means_that_the_text_holds_a_stop_string(name):
   token_bytes = tokenizer.token_bytes()
   automaton = _automaton(tokenizer)
   rng = np.random.default_rng(0)
-  count = 3000
+  count = 1500
   stopped = sum(
     _check(tokenizer, automaton, _random_ids(rng, token_bytes))
     for _ in range(count)
@@ -68,7 +68,7 @@ def test_stopped_means_that_the_text_holds_a_stop_string(name):
 
 @given(st.data())
 @pytest.mark.parametrize('name', _MAKERS)
-def test_no_counterexample_is_found(name, data):
+def test_the_automaton_agrees_with_the_text_of_any_tokens(name, data):
   tokenizer = _MAKERS[name]()
   parts = (b'<', b'/', b'se', b'arch', b'ans', b'wer', b'>')
   telling = [
