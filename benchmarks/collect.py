@@ -104,11 +104,11 @@ def against(
   Args:
     peer: 'generate', which stops at closing tokens, or 'original', which does
       not.
-    policy: which samples; a directory is exported for the peer.
-    loop: where the environment's coroutines run.
-    rows: how many dialogues.
-    repeats: of each case.
-    cut_at: most tokens of a turn; 'original' writes as many in every turn.
+    policy: the policy that samples; it is exported to a directory for the peer.
+    loop: runs the environment's coroutines.
+    rows: the number of dialogues.
+    repeats: the number of samples of each case.
+    cut_at: the most tokens of a turn; 'original' writes as many in every turn.
 
   Raises:
     AssertionError: their tokens or log-probabilities differ.
@@ -201,9 +201,9 @@ def _predicted(
   """Returns the predicted seconds; see `sharing`.
 
   Args:
-    trajectories: of the scripts, each in a slot.
-    scripts: with latencies.
-    at_once: measured seconds without latency.
+    trajectories: the trajectories of the scripts, each in a slot of its own.
+    scripts: the scripts, with latencies.
+    at_once: the measured seconds without latency.
   """
   work = []
   for trajectory in trajectories:
@@ -271,18 +271,18 @@ def _report(
   )
   lines = []
   for above, below, goal in quotients:
-    found = measure.quotient(seconds[above], seconds[below])
-    line = f'{above} / {below}: {found}; of the least {found.least:.3f}'
+    ratio = measure.quotient(seconds[above], seconds[below])
+    line = f'{above} / {below}: {ratio}; of the least {ratio.least:.3f}'
     lines.append(line if goal is None else f'{line}; goal: at least {goal}')
   return '\n'.join((table, '', *lines, measure.verdict(seconds)))
 
 
 class _Table(NamedTuple):
-  """How to make a table.
+  """A table that the benchmark can make.
 
   Attributes:
-    make: makes it.
-    divisor: `--rows` is divided by it.
+    make: the function that makes it.
+    divisor: the number by which `--rows` is divided for it.
     torch: whether it needs torch.
   """
 
@@ -324,7 +324,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   measure.add_cores(parser)
   flags = parser.parse_args(arguments)
   longest = collectors.MAX_TURN_TOKENS
-  if flags.cut_at < longest:  # it would cut turns that are asked for
+  if flags.cut_at < longest:  # it would cut turns of the scripts
     parser.error(f'--cut_at={flags.cut_at}: must be {longest} or greater')
   cores = measure.use_cores(flags.cores)
   versions = {}

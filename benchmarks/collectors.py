@@ -1,4 +1,4 @@
-"""Our side of `collect`: policies of three sizes, a collector, parity."""
+"""The side of `collect` that uses this package: policies and a collector."""
 
 from collections.abc import Sequence
 import math
@@ -22,8 +22,8 @@ from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 
-PARITY = 1e-4  # of log-probabilities
-# Most tokens of a turn and of an observation: a quarter of the paper's 500.
+PARITY = 1e-4  # the largest difference of log-probabilities
+# The most tokens of a turn and of an observation: a quarter of the paper's 500.
 MAX_TURN_TOKENS = dialogues.LONGEST
 MAX_LENGTH = 980  # more than the longest dialogue: 100 + 4 * 125 + 3 * 125
 # The quickstart's model (but with untied embeddings); the proportions of
@@ -78,7 +78,7 @@ def policy(width: str) -> Policy:
 
 
 class SlotCollector:
-  """Our side: collects dialogues with the slot engine, a lane for each core.
+  """Collects dialogues with the slot engine, a lane for each core.
 
   The settings are keys of a config too (`rollout.lanes`, ...), with other
   defaults. With `deterministic`, `batch_rows` and `early_exit` have no effect.
@@ -144,7 +144,7 @@ class SlotCollector:
 
 
 def case(collector, environment: dialogues.Scripted) -> measure.Case:
-  """Returns a whole collection; it is long enough to be one sample."""
+  """Returns a case that times one collection, long enough for one sample."""
   return measure.Case(lambda _: collector.collect(environment), lambda: None)
 
 

@@ -28,7 +28,7 @@ from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 
-LONGEST = 125  # tokens of the longest turn that can be asked for
+LONGEST = 125  # tokens of the longest turn
 _SEARCH, _ANSWER = '</search>', '</answer>'
 _EMBEDDING_SCALE = 0.5
 # Factor on the initial kernels, times the root of the width: the history then
@@ -45,8 +45,8 @@ class Script:
 
   Attributes:
     inputs: the prompt, then the observations.
-    turns: what the policy writes after each input.
-    latencies: seconds until each observation.
+    turns: the text that the policy writes after each input.
+    latencies: the seconds until each observation.
   """
 
   inputs: Sequence[str]
@@ -56,7 +56,7 @@ class Script:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-  """Sizes of dialogues in tokens.
+  """The sizes of dialogues in tokens.
 
   Attributes:
     prompt, turn, observation: functions that draw a length.
@@ -95,8 +95,8 @@ def model(
   """Returns a policy that counts down.
 
   Args:
-    tokenizer: its vocabulary.
-    **shape: sizes, fields of `ModelConfig`.
+    tokenizer: the tokenizer with the policy's vocabulary.
+    **shape: fields of `ModelConfig`.
   """
   config = model_config.ModelConfig(
     vocab_size=tokenizer.vocab_size,
@@ -167,11 +167,11 @@ def scripts(
   """Returns random dialogues; the latency does not change their texts.
 
   Args:
-    count: how many.
-    shape: their sizes.
-    filler: how many filler entries the vocabulary has.
+    count: the number of dialogues.
+    shape: the sizes of the dialogues.
+    filler: the number of filler entries of the vocabulary.
     latency: draws the seconds until an observation.
-    seed: of all draws.
+    seed: the seed of all draws.
   """
   rng = np.random.default_rng(seed)
   wait_rng = np.random.default_rng(seed + 1)

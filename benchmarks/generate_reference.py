@@ -1,10 +1,11 @@
-"""Collecting with `transformers` `generate`, a turn of all rows at a time.
+"""Collects with `generate` of `transformers`, a turn of all rows at a time.
 
-What a loop around a library's generate looks like: every turn starts from the
-first tokens of the dialogues, padded to the longest one of a batch; the rows of
-a batch wait for the last one to finish its turn, and all of them for the last
-observation. Dialogues that have ended are left out of further turns; a batch
-has rows of about the same length, so that it has less padding. Greedy.
+This is a common loop around a library's `generate`. Every turn computes the
+dialogues from their first tokens, padded to the longest one of a batch. The
+rows of a batch wait for the last one to finish its turn, and all rows wait for
+the last observation. Dialogues that have ended are left out of further turns; a
+batch has rows of about the same length, so that it has less padding. Decoding
+is greedy.
 """
 
 import asyncio
@@ -31,16 +32,16 @@ class GenerateLoop:
   """Collects dialogues with a Hugging Face model.
 
   Args:
-    directory: of the model.
-    tokenizer: of the model.
-    loop: where the environment's coroutines run.
+    directory: the directory of the model.
+    tokenizer: the tokenizer of the model.
+    loop: runs the environment's coroutines.
     stops: whether a turn ends at the id of a closing token, the fastest way
       that `generate` has. Otherwise it writes `max_turn_tokens` tokens, or to
       the end of sequence, and what follows the closing token is cut.
-    max_turn_tokens: most tokens of a turn.
+    max_turn_tokens: the most tokens of a turn.
 
   Attributes:
-    batch: most rows in a call of `generate`; 0 = all.
+    batch: the most rows in a call of `generate`; 0 = all.
   """
 
   def __init__(
@@ -113,7 +114,7 @@ class GenerateLoop:
     ]
 
   def _generate(self, rows: Sequence[list[int]]) -> list[np.ndarray]:
-    """Returns what each row writes, its closing token included."""
+    """Returns the new tokens of each row, up to its closing token."""
     longest = max(map(len, rows))
     ids_BL = torch.full((len(rows), longest), self._options['pad_token_id'])
     mask_BL = torch.zeros_like(ids_BL)
@@ -136,7 +137,7 @@ class GenerateLoop:
   def with_logprobs(
     self, trajectories: Sequence[types.Trajectory]
   ) -> list[types.Trajectory]:
-    """Returns them with log-probabilities, from whole forward passes."""
+    """Returns the trajectories with log-probabilities of a forward pass."""
     return [
       dataclasses.replace(trajectory, turns=tuple(self._turns(trajectory)))
       for trajectory in trajectories
@@ -172,8 +173,8 @@ def use_fastest(
 
   Args:
     peer: the loop to set.
-    environment: what is collected with each setting.
-    rows: dialogues of the environment.
+    environment: the dialogues that are collected with each setting.
+    rows: the number of these dialogues.
   """
   case = measure.Case(lambda _: peer.collect(environment), lambda: None)
 
@@ -193,9 +194,9 @@ def use_fastest(
   run(settings[0])
   seconds = {setting: run(setting) for setting in settings}
   close = _CLOSE * min(seconds.values())
-  for setting, found in seconds.items():
-    if found <= close:
-      seconds[setting] = min(found, run(setting))
+  for setting, first in seconds.items():
+    if first <= close:
+      seconds[setting] = min(first, run(setting))
   threads, batch = min(seconds, key=seconds.get)
   use(threads, batch)
   tried = ', '.join(f'{n} x {m}: {x:.2f}' for (n, m), x in seconds.items())

@@ -1,4 +1,4 @@
-"""Our whole update, as a run does it: policy and value model, state donated.
+"""The whole update of a run: policy and value model, with a donated state.
 
 B trajectories, L tokens, M loss positions. Weights and batch are random; some
 ratios and values are clipped, others are not.
@@ -28,7 +28,7 @@ _WEIGHT_DECAY = 0.01
 
 
 class Sizes(NamedTuple):
-  """Sizes of both models and of the batch.
+  """The sizes of both models and of the batch.
 
   `chunk` is `updates.head_chunk`, `core_rows` is `updates.core_rows`.
   """
@@ -109,10 +109,10 @@ class Trainer:
   """A learner with its state, updated on the same batch again and again.
 
   Attributes:
-    config: of the run.
-    shape: of both models.
+    config: the config of the run.
+    shape: the shape of both models.
     batch: the batch, on the host.
-    state: of both models; consumed by the next step.
+    state: the state of both models; consumed by the next step.
   """
 
   def __init__(self, sizes: Sizes):
@@ -143,7 +143,7 @@ class Trainer:
 def _with_head(state: state_lib.TrainState) -> state_lib.TrainState:
   """Returns the state with a random value head.
 
-  It starts at zero, and the layers under it would have no gradient.
+  With the head's initial value 0, the layers below would have no gradient.
   """
   head_D1 = state.value.params['scalar_head']
   drawn_D1 = 0.1 * np.random.default_rng(2).normal(size=head_D1.shape)

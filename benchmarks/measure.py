@@ -21,22 +21,22 @@ import numpy as np
 
 MIN_REPEATS = 7
 _WARM_CALLS = 2
-# Long enough to make the clock's resolution negligible, and threads that
-# another library left spinning.
+# Long enough to make the resolution of the clock negligible, and the threads of
+# another library that still spin.
 SAMPLE_SECONDS = 0.05
-# Samples whose upper quartile / least exceeds this cannot be trusted.
+# Samples cannot be trusted if upper quartile / least exceeds this.
 _DISTURBED = 1.5
 _FLAGS = ('XLA_FLAGS', 'OMP_NUM_THREADS', 'GLIBC_TUNABLES', 'JAX_PLATFORMS')
 
 
 class Case(NamedTuple):
-  """Something to be timed.
+  """A function to be timed.
 
   Attributes:
-    run: is timed, and must not return before its work is done. It gets what
-      `prepare` returned.
-    prepare: is not timed; it makes arguments that `run` consumes. None = `run`
-      takes nothing and is called as often as makes a sample of some 50 ms.
+    run: the function that is timed. It must not return before its work is done.
+    prepare: makes the argument of `run` for each call, and is not timed. None =
+      `run` has no argument and is called so often that a sample takes about
+      50 ms.
   """
 
   run: Callable[..., Any]
@@ -50,7 +50,7 @@ class Compiled(NamedTuple):
   seconds: float
 
   def case(self, *arguments: Any) -> Case:
-    """Returns a call that waits for the result."""
+    """Returns a case that calls the program and waits for its result."""
     return Case(lambda: jax.block_until_ready(self.program(*arguments)))
 
 
@@ -62,7 +62,7 @@ def compiled(function: Callable[..., Any], *arguments: Any) -> Compiled:
 
 
 def once(case: Case) -> tuple[float, Any]:
-  """Returns the seconds of one call, and what it returned."""
+  """Returns the seconds of one call, and its result."""
   arguments = () if case.prepare is None else (case.prepare(),)
   begin = time.perf_counter()
   result = case.run(*arguments)
@@ -73,7 +73,7 @@ def _sample(case: Case, calls: int) -> float:
   """Returns the seconds per call."""
   if case.prepare is not None:
     return once(case)[0]
-  case.run()  # the caches then hold this case, not the one before
+  case.run()  # so that the processor's caches have the data of this case
   begin = time.perf_counter()
   for _ in range(calls):
     case.run()
@@ -86,7 +86,7 @@ def interleave(
   """Returns seconds per call: `repeats` samples for each case.
 
   Raises:
-    ValueError: fewer than seven repeats: their median says little.
+    ValueError: fewer than seven repeats, whose median would be unreliable.
   """
   if repeats < MIN_REPEATS:
     raise ValueError(f'repeats={repeats}: must be {MIN_REPEATS} or greater')
@@ -129,10 +129,10 @@ def verdict(seconds: Mapping[Any, np.ndarray]) -> str:
 
 
 class Quotient(NamedTuple):
-  """How many times as long one case takes as another.
+  """The quotient of the times of two cases.
 
   Attributes:
-    median: of the quotients of the rounds.
+    median: the median of the quotients of the rounds.
     low, high: the bounds of their middle half.
     least: the quotient of the shortest samples, which other work on the
       machine disturbs the least.
@@ -165,10 +165,10 @@ def use_cores(count: int) -> int:
   """Binds this process to some of its cores, before jax counts them.
 
   Args:
-    count: how many; 0 = all.
+    count: the number of cores; 0 = all.
 
   Returns:
-    The number of cores that it has then.
+    The number of cores that the process may use.
   """
   cores = sorted(os.sched_getaffinity(0))
   if count:

@@ -23,7 +23,7 @@ from stppo_jax.configs import algorithms
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import losses
 
-PARITY = 1e-6  # of the loss, and of the gradient relative to its largest
+PARITY = 1e-6  # relative to the loss, and to the gradient's largest entry
 HEADER = (
   'algorithm',
   'torch form',

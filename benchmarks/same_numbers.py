@@ -3,10 +3,10 @@
     python -m benchmarks.same_numbers OLD NEW
     python -m benchmarks.same_numbers OLD NEW --steps 2 --algorithms st_ppo
 
-For a change that must alter no number. In each checkout it trains the
+This is for a change that must alter no number. In each checkout it trains the
 quickstart for some steps and collects one batch with `lab collect`, in a
 process of its own that sees this checkout's files only, under the Python of
-this process. Equal must be, bit for bit:
+this process. These must be equal, bit for bit:
 
 - every number of metrics.jsonl but the times,
 - every trajectory that the run wrote: texts, rewards, scores, status,
@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-# Metrics of the clock, which differ between any two runs.
+# Metrics that depend on the clock and so differ between any two runs.
 _TIMES = ('timing_s/', 'perf/', 'retrieval/latency')
 _SHOWN = 3  # differences that a line names
 # A smaller evaluation than the quickstart's, at the same steps.
@@ -44,8 +44,8 @@ class Comparison(NamedTuple):
 
   Attributes:
     subject: what was compared.
-    count: how many things were compared: numbers, arrays, files.
-    differences: one text each; empty where all are equal.
+    count: the number of compared numbers, arrays or files.
+    differences: a text for each difference; empty if all are equal.
   """
 
   subject: str
@@ -102,8 +102,8 @@ def compare_trajectories(
 
   Args:
     old: file name to the JSON lines of that file, one a trajectory.
-    new: the same of the other run.
-    subject: for the result.
+    new: the same for the other run.
+    subject: the subject of the result.
   """
   differences, count = _missing(old, new), 0
   for name in old.keys() & new.keys():
@@ -155,8 +155,8 @@ def compare_golden(old: pathlib.Path, new: pathlib.Path) -> Comparison:
   for name in folders[0].keys() & folders[1].keys():
     before, after = folders[0][name], folders[1][name]
     if name.endswith('.npz'):
-      found = compare_arrays(_npz(before), _npz(after), name)
-      differences += [f'{name}: {line}' for line in found.differences]
+      arrays = compare_arrays(_npz(before), _npz(after), name)
+      differences += [f'{name}: {line}' for line in arrays.differences]
     elif name.endswith('.json'):
       texts = [path.read_text('utf-8') for path in (before, after)]
       if repr(json.loads(texts[0])) != repr(json.loads(texts[1])):
@@ -225,10 +225,10 @@ def compare_runs(
   """Trains and collects in both checkouts; yields a comparison at a time.
 
   Args:
-    checkouts: the old and the new one.
-    algorithm: of the table, with the options of the quickstart.
-    steps: of the run.
-    overrides: further `--config.KEY=VALUE` flags, for both.
+    checkouts: the old and the new checkout.
+    algorithm: the name of the algorithm, with the options of the quickstart.
+    steps: the number of steps of each run.
+    overrides: further `--config.KEY=VALUE` flags for both runs.
   """
   config = [f'--config=configs/quickstart.py:{algorithm}', *_SMALL, *overrides]
   with tempfile.TemporaryDirectory() as scratch:

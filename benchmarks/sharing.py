@@ -1,11 +1,11 @@
-"""How long collecting should take when answers take time: a simulation.
+"""Simulates how long collecting takes when observations are delayed.
 
-Dialogues share one processor evenly (processor sharing): with n of them at work
-each goes on at 1 / n of its speed, as in a batch whose cost is linear in its
-size. A dialogue that waits for an observation keeps its slot and costs nothing;
-one that ends gives its slot to the next at once. Left out is what the engine
-loses by batching observations, by batches of fixed sizes and by chunks, and
-what it gains by its order: the measured times differ by that.
+Dialogues share one processor evenly (processor sharing): of n active dialogues
+each runs at 1 / n of its speed, as in a batch whose cost is linear in its size.
+A dialogue that waits for an observation keeps its slot and costs nothing; when
+one ends, the next gets its slot at once. The simulation leaves out what the
+engine loses by batching observations, by batches of fixed sizes and by chunks,
+and what it gains by its order; measured times differ by that.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class Row(NamedTuple):
   """A dialogue.
 
   Attributes:
-    work: seconds that each turn takes when nothing else is at work.
+    work: seconds that each turn takes when no other dialogue is active.
     waits: seconds until the observation after each turn but the last.
   """
 

@@ -1,4 +1,4 @@
-"""The policy losses in plain torch, eager: what a torch user would write.
+"""The policy losses in plain eager torch, as a user of torch would write them.
 
 B trajectories, L tokens, T turns. There are three ways to give tokens the mean
 of their turn. Which is the fastest depends on the machine, so all three are
@@ -90,9 +90,10 @@ def policy_loss(
   """Returns the loss of token PPO, Turn-PPO, S-PPO or ST-PPO.
 
   Args:
-    logprobs_BL: differentiable.
-    old_logprobs_BL, advantages_BL, entropy_BL: of each token.
-    mask_BL: bool, the policy's tokens.
+    logprobs_BL: log-probabilities, with respect to which the loss is
+      differentiated.
+    old_logprobs_BL, advantages_BL, entropy_BL: one number for each token.
+    mask_BL: bool, true for the policy's tokens.
     ids_BL: int64, 0 or the token's turn.
     num_turns: the most turns of a row.
     turn_means: one of `TURN_MEANS`, for turn-level ratios; None = every token
@@ -124,7 +125,8 @@ def value_loss(
 ) -> Tensor:
   """Returns half the mean of the larger of two squared errors.
 
-  They are those of the values and of the values clipped around the old ones.
+  These are the errors of the values and of the values clipped around the old
+  ones.
   """
   near_BL = old_values_BL + (values_BL - old_values_BL).clamp(-clip, clip)
   plain_BL = (values_BL - returns_BL).square()

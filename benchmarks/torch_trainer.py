@@ -1,9 +1,9 @@
-"""The whole update in plain torch: what a user of `transformers` would write.
+"""The whole update in plain torch, as a user of `transformers` would write it.
 
 B trajectories, L tokens, V vocabulary. Policy and value model are Qwen2 of
 `transformers`, attention is torch's `scaled_dot_product_attention`, logits are
-those of all tokens, then come `clip_grad_norm_` and `AdamW`. All rows are full,
-so that no mask is needed, the fastest case of that attention.
+computed for all tokens, and `clip_grad_norm_` and `AdamW` make the step. All
+rows are full, so that no mask is needed, the fastest case of that attention.
 """
 
 import tempfile
@@ -20,14 +20,14 @@ from stppo_jax import batch as batch_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models.hf import export
 
-# Implementations of AdamW; which is the fastest depends on the machine.
+# Implementations of AdamW; it depends on the machine which one is the fastest.
 FORMS = ('fused', 'foreach')
-# Rows of a microbatch, whose gradients are accumulated; 0 = all rows.
+# Rows of a microbatch; gradients are accumulated over these; 0 = all rows.
 MICROBATCHES = (0, 16, 8, 4)
 
 
 class _Data(NamedTuple):
-  """A batch as torch tensors; but for tokens, index l is of token l + 1."""
+  """A batch as torch tensors; but for tokens, index l is about token l + 1."""
 
   tokens_BL: torch.Tensor
   old_logprobs_BL: torch.Tensor
@@ -58,13 +58,13 @@ class Trainer:
   """Two models, their optimisers and a batch.
 
   Args:
-    config: of a run, for its optimisers and the clipping of values.
-    shape: of both models.
-    weights: parameter trees of policy and value model.
-    batch: annotated, with rows of full length.
-    compiled: whether the losses go through `torch.compile`.
+    config: the config of a run, for its optimisers and the clipping of values.
+    shape: the shape of both models.
+    weights: the parameter trees of policy and value model.
+    batch: an annotated batch with rows of full length.
+    compiled: whether the losses are compiled by `torch.compile`.
     form: the implementation of AdamW, one of `FORMS`.
-    microbatch: rows of a microbatch, a divisor of all; 0 = all.
+    microbatch: the rows of a microbatch, a divisor of all rows; 0 = all.
 
   Attributes:
     policy, value: modules, whose parameters have the names of Hugging Face.

@@ -1,15 +1,16 @@
-"""The whole update, policy and value model, against plain torch.
+"""Times the whole update, policy and value model, against plain torch.
 
     python -m benchmarks.torch_update
 
-From the same weights on the same batch, float32: two forward and two backward
-passes, token-level loss with entropy, clipped value loss, norms clipped, AdamW.
-Ours is what a run does (`benchmarks/learners.py`), its metrics and diagnostics
-included, with two rows in a microbatch and a microbatch on each core. Torch is
-`benchmarks/torch_trainer.py`, eager and through `torch.compile`, with the
-threads, the microbatch and the AdamW that are the fastest when it is eager.
-Nothing is timed before the first update agrees. There are several sizes, to
-show where either side is ahead.
+Both sides start from the same weights and use the same batch, in float32. Both
+make two forward and two backward passes with a token-level loss with entropy
+and a clipped value loss, clip the norms of the gradients, and apply AdamW.
+Ours is the update of a run (`benchmarks/learners.py`), its metrics and
+diagnostics included, with two rows in a microbatch and a microbatch on each
+core. Torch is `benchmarks/torch_trainer.py`, eager and compiled by
+`torch.compile`, with the threads, the microbatch and the AdamW that are the
+fastest when it is eager. Nothing is timed before the first updates agree. There
+are several sizes, because neither side is the faster one at all of them.
 """
 
 import argparse
@@ -63,10 +64,10 @@ def assert_parity(
 
   Args:
     ours: our trainer after its first update.
-    metrics: of that update.
+    metrics: the metrics of that update.
     theirs: torch's trainer after its first update.
-    their_metrics: of that update.
-    before: weights of policy and value model, see `learners.Trainer.weights`.
+    their_metrics: the metrics of that update.
+    before: the weights before both updates, see `learners.Trainer.weights`.
 
   Raises:
     AssertionError: they differ.
@@ -127,7 +128,7 @@ class Pair:
     ours: our trainer.
     theirs: torch's eager trainer.
     fastest: the settings of `theirs`.
-    seconds: of the first steps, which compile.
+    seconds: the seconds of the first steps, which compile.
   """
 
   def __init__(self, sizes: learners.Sizes, *, compiled: bool):
@@ -193,7 +194,7 @@ def run(
   lines, first, timed = [], [], {}
   threads = torch.get_num_threads()
   for size in sizes:
-    torch.set_num_threads(threads)  # the size before may have had one
+    torch.set_num_threads(threads)  # the last size may have set another number
     pair = Pair(size, compiled=compiled)
     seconds = measure.interleave(pair.cases(), repeats=repeats)
     timed |= {(str(size), name): x for name, x in seconds.items()}

@@ -1,10 +1,10 @@
-"""Sums over turns: five forms, one table.
+"""Compares five implementations of sums over turns in one table.
 
     python -m benchmarks.turn_sums
 
 B trajectories, L tokens, T turns. `segment_sum`, `unrolled` and `broadcast` are
-those of `rl/segments.py`, which says what each is good at. Two other forms that
-the field knows are written here:
+in `rl/segments.py`, with the advantage of each. Two other common forms are
+written here:
 
   one_hot      x @ one_hot(ids), a product at highest precision. An infinity in
                one turn reaches all others: 0 * inf is nan.
@@ -148,7 +148,7 @@ def run(*, rows: int, length: int, num_turns: int, repeats: int) -> str:
     form = functools.partial(function, num_turns=num_turns)
 
     def loss(x_BL, ids_BL, weights_BT, form=form):
-      # Squares: so the gradient needs the sums.
+      # Squared, so that the gradient depends on the sums.
       return jnp.sum(weights_BT * jnp.square(form(x_BL, ids_BL)))
 
     forward = measure.compiled(form, x_BL, ids_BL)

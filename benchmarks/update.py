@@ -123,9 +123,9 @@ def run(config, *, length: int, repeats: int) -> str:
   """Returns the table, the quotients and whether they can be trusted.
 
   Args:
-    config: of a run; its algorithm is replaced by each of the two.
-    length: tokens of a row.
-    repeats: of each case.
+    config: the config of a run; its algorithm is replaced by each of the two.
+    length: the number of tokens of a row.
+    repeats: the number of samples of each case.
 
   Raises:
     AssertionError: losses differ where ratios are 1; nothing is timed then.

@@ -1,13 +1,13 @@
-"""The whole update with a large vocabulary, against plain torch.
+"""Times the whole update with a large vocabulary against plain torch.
 
     python -m benchmarks.vocabulary
 
-Policy and value model are those of `benchmarks/torch_update.py`, which says too
-what must agree before anything is timed. Torch is `transformers`' Qwen2, eager,
-which holds the logits of all tokens; ours holds those of a chunk of the loss
-positions. Each side's peak memory is measured in a process of its own: weights,
-moments, gradients and temporary memory. The last table compiles our loss and
-gradient for longer rows without running them. Linux only.
+Policy and value model are those of `benchmarks/torch_update.py`, and the same
+checks of parity come before any timing. Torch is `transformers`' Qwen2, eager,
+which keeps the logits of all tokens in memory; ours keeps those of a chunk of
+the loss positions. Each side's peak memory is measured in a process of its own:
+weights, moments, gradients and temporary memory. The last table compiles our
+loss and gradient for longer rows without running them. This needs Linux.
 """
 
 import argparse
@@ -44,7 +44,7 @@ _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def peak(side: str, sizes: learners.Sizes) -> float:
-  """Returns the MiB that one side holds at most while it updates."""
+  """Returns the peak memory of one side during an update, in MiB."""
   trainer = learners.Trainer(sizes)
   if side == OURS:
     trainer.step()  # compiles; the compiler's memory does not count

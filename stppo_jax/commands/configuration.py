@@ -8,7 +8,7 @@
 Nothing here imports jax or touches a device.
 
 A configuration is annotated as `Any`: it is a ConfigDict, whose keys are
-attributes that no type checker knows (`schema.check` checks them instead).
+attributes that no type checker can check (`schema.check` checks them instead).
 """
 
 import ast
