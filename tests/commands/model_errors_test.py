@@ -114,7 +114,7 @@ def test_a_model_that_does_not_fit_is_one_line_and_2(
 ):
   # No device is asked for, and no retriever is waited for.
   monkeypatch.setattr(assembly, 'build_mesh', None)
-  monkeypatch.setattr(assembly, 'build_surroundings', None)
+  monkeypatch.setattr(assembly, 'build_services', None)
   change(model)
   flags = runs.flags(model__path=model)
   workdir = tmp_path / 'run'
@@ -266,7 +266,7 @@ def test_a_config_that_does_not_fit_the_devices_writes_no_folder(
   tmp_path, capsys, monkeypatch, changes, expected
 ):
   # With a supervised start, and no retriever: nobody is waited for.
-  monkeypatch.setattr(assembly, 'build_surroundings', None)
+  monkeypatch.setattr(assembly, 'build_services', None)
   err = _refused(tmp_path / 'run', capsys, sft__before_training=True, **changes)
   assert err.startswith(expected) and err.count('\n') == 1
 
