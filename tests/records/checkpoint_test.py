@@ -347,7 +347,7 @@ def test_a_full_disk_is_an_error_and_keeps_the_old_step(tmp_path):
 _SAVE_FOR_EVER = textwrap.dedent("""
     import itertools, sys
     import jax.numpy as jnp
-    from stppo_jax.training import checkpoint
+    from stppo_jax.records import checkpoint
     saver = checkpoint.Checkpointer(sys.argv[1], keep=2)
     state = {'x': jnp.zeros(1 << 16), 'y': jnp.zeros(1 << 16)}
     restored = saver.restore_latest(state)
