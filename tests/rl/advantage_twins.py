@@ -8,7 +8,7 @@ from tests.rl import twins
 
 
 def turns_of(batch, b):
-  """The trained tokens of each turn of a row, in order."""
+  """Returns the trained tokens of each turn of a row, in order."""
   mask, ids = batch.loss_mask_BL[b], batch.turn_ids_BL[b]
   return [np.flatnonzero(mask & (ids == k)) for k in np.unique(ids[mask])]
 
@@ -16,7 +16,7 @@ def turns_of(batch, b):
 def bilevel(
   batch, rewards, gamma, lambda_, gamma_turn, lambda_turn, turn_value=0
 ):
-  """(advantages, returns) of GAE inside each turn, after GAE over turns.
+  """Returns (advantages, returns) of GAE in each turn, after GAE over turns.
 
   `turn_value` is the token of a turn at which its value is read.
   """
@@ -37,7 +37,7 @@ def bilevel(
 
 
 def response(mask):
-  """The tokens from a row's first policy token to its last."""
+  """Returns a mask from each row's first policy token to its last."""
   out = np.zeros_like(mask)
   for b, row in enumerate(mask):
     if row.any():
@@ -47,7 +47,7 @@ def response(mask):
 
 
 def repeated(x, mask):
-  """x where an observation token takes what stands before it."""
+  """Returns x, at observation tokens repeated from the token before."""
   out = x.copy()
   for b, i in np.argwhere(response(mask) & ~mask):
     out[b, i] = out[b, i - 1]
@@ -55,7 +55,7 @@ def repeated(x, mask):
 
 
 def compare(values, epsilon):
-  """Each value's (x - mean) / (std + epsilon); epsilon None: x - mean."""
+  """Returns (x - mean) / (std + epsilon) of each; epsilon None: x - mean."""
   if len(values) == 1:
     return [0.0]
   mean = sum(values) / len(values)
@@ -67,7 +67,7 @@ def compare(values, epsilon):
 
 
 def compare_in_groups(values, groups, epsilon):
-  """`compare` among the keys of equal group; both are dicts by key."""
+  """Returns `compare` within each group; both arguments are dicts by key."""
   out = {}
   for group in set(groups.values()):
     keys = [key for key in values if groups[key] == group]
@@ -94,7 +94,7 @@ def total(batch, b):
 
 
 def over_rows(batch, epsilon):
-  """`group_normalized`, or `group_centered` with epsilon None."""
+  """Returns `group_normalized`, or `group_centered` with epsilon None."""
   out = np.zeros(batch.loss_mask_BL.shape)
   found = compare_rows(batch, lambda b: total(batch, b), epsilon)
   for b, advantage in found.items():
@@ -139,7 +139,7 @@ def gigpo(batch, omega, gamma, epsilon):
     for k, turn in reversed(list(enumerate(turns_of(batch, b)))):
       to_go = batch.rewards_BL[b, turn].sum() + gamma * to_go
       returns[b, k] = to_go
-      # States are those of a question, whatever their numbers.
+      # Equal ids mean the same state within one question only.
       states[b, k] = batch.group_ids_B[b], batch.state_ids_BL[b, turn[0]]
   steps = compare_in_groups(returns, states, epsilon)
   out = over_rows(batch, epsilon)

@@ -143,7 +143,7 @@ def test_turn_steps_are_a_loop_over_turns():
 
 
 def test_the_recursion_starts_anew_after_an_end():
-  # Two turns of two tokens: as two rows would give.
+  # Two turns of two tokens have the advantages of two rows.
   rewards = np.array([[0.0, 2.0, 0.0, 1.0]])
   values = np.array([[0.5, -1.0, 0.25, 3.0]])
   together = advantages.gae(
@@ -162,7 +162,7 @@ def test_the_recursion_starts_anew_after_an_end():
     lambda_=0.5,
   )
   np.testing.assert_allclose(together, np.reshape(alone, (1, 4)))
-  # By hand, of the first: delta = 0 + 0.5 * -1 - 0.5, and 3 to its right.
+  # The first by hand: delta = 0 + 0.5 * -1 - 0.5, and the next advantage is 3.
   np.testing.assert_allclose(np.ravel(together)[:2], [-1 + 0.25 * 3, 3])
 
 
@@ -206,8 +206,8 @@ def test_bilevel_steps_are_two_loops():
   np.testing.assert_array_equal(actual.value_mask_BL, batch.loss_mask_BL)
 
 
-def test_bilevel_with_full_turn_traces_forgets_the_values_between_turns():
-  # RAGEN's code reads V at the last token of a turn, this at the first.
+def test_bilevel_with_full_turn_traces_ignores_the_values_between_turns():
+  # RAGEN's code reads V at the last token of a turn, ours at the first.
   batch, _, _ = batches.make()
   expected, returns = advantage_twins.bilevel(
     batch, batch.rewards_BL, GAMMA, LAMBDA, GAMMA_TURN, 1.0, turn_value=-1
@@ -218,7 +218,7 @@ def test_bilevel_with_full_turn_traces_forgets_the_values_between_turns():
 
 
 def _ends_of_turns(batch):
-  """Where the last trained token of a turn stands."""
+  """Returns a mask of the last trained token of each turn."""
   out = np.zeros(batch.loss_mask_BL.shape, bool)
   for b in range(batches.B):
     for turn in advantage_twins.turns_of(batch, b):
@@ -279,7 +279,7 @@ def test_undiscounted_returns_are_rewards_to_go():
 
 
 @VARIANTS
-def test_whitening_touches_advantages_only(steps, observation_tokens):
+def test_whitening_changes_advantages_only(steps, observation_tokens):
   batch, _, _ = batches.make()
   plain = _estimate(batch, 'none', steps, observation_tokens)
   white = _estimate(batch, 'policy', steps, observation_tokens)
@@ -291,7 +291,7 @@ def test_whitening_touches_advantages_only(steps, observation_tokens):
   np.testing.assert_array_equal(white.returns_BL, plain.returns_BL)
 
 
-def test_whitening_all_looks_at_observation_tokens_too():
+def test_whitening_all_includes_observation_tokens():
   batch, _, _ = batches.make()
   mask = batch.loss_mask_BL
   response = advantage_twins.response(mask)
@@ -353,14 +353,14 @@ def test_rows_may_be_permuted(steps, observation_tokens):
 
 @pytest.mark.parametrize('value', [np.nan, np.inf])
 @pytest.mark.parametrize('steps', advantages.STEPS)
-def test_poison(steps, value):
+def test_poison_off_the_mask_changes_nothing(steps, value):
   batch, _, _ = batches.make()
 
   def total(arrays, batch):
     batch = batch.replace(**arrays)
     out = _estimate(batch, 'policy', steps)
     weight = jnp.arange(batches.L, dtype=float)[None]
-    # Every output slot counts: off the mask they must be 0.
+    # Every element of the output is compared: off the mask they must be 0.
     return jnp.sum(weight * (out.advantages_BL**2 + out.returns_BL))
 
   def run(batch):
@@ -378,7 +378,7 @@ def test_poison(steps, value):
     assert not np.asarray(array)[~batch.loss_mask_BL].any()
 
 
-def test_included_poison_outside_the_response():
+def test_poison_outside_the_response_changes_nothing_if_included():
   batch, _, _ = batches.make()
   mask = batch.loss_mask_BL
   begun = np.logical_or.accumulate(mask, axis=1)

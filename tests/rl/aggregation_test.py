@@ -39,13 +39,13 @@ def _aggregate(x, batch, name, implementation='auto'):
     ('constant_length', 18.0 / 4096, 2.0),
   ],
 )
-def test_hand_computed(name, total, count):
+def test_aggregates_by_hand(name, total, count):
   assert _aggregate(X, _batch(TURNS, TURNS > 0), name) == (total, count)
 
 
 @NAMES
 @pytest.mark.parametrize('implementation', segments.IMPLEMENTATIONS)
-def test_is_the_loop(name, implementation):
+def test_aggregates_equal_the_loop(name, implementation):
   batch, x, _ = batches.make()
   total, count = jax.jit(_aggregate, static_argnums=(2, 3))(
     x, batch, name, implementation
@@ -75,7 +75,7 @@ def test_totals_and_counts_add_up_over_rows(name):
 
 
 @NAMES
-def test_nothing_to_train_on_is_zero_of_zero(name):
+def test_without_tokens_total_and_count_are_zero(name):
   batch = _batch(TURNS, np.zeros((2, 4), bool))
   assert _aggregate(X, batch, name) == (0, 0)
 

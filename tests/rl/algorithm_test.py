@@ -224,7 +224,7 @@ def test_the_loss_needs_only_the_arrays_that_its_choices_read():
 
 
 def _choices():
-  """Every algorithm, and every choice that may need statistics."""
+  """Returns every algorithm, and every choice that may need statistics."""
   for name in algorithms.ALGORITHMS:
     yield name, {}
   for name in bounds.BOUNDS:

@@ -1,4 +1,4 @@
-"""Random batches with everything that happens: gaps, holes, a failed row."""
+"""Random batches with all that occurs: gaps, holes, a failed row."""
 
 import copy
 
@@ -15,7 +15,10 @@ FAILED_ROW = 3
 
 
 def layout(rng):
-  """Turn ids and loss mask: turns of 1 to 4 tokens, observations of 0 to 2."""
+  """Returns turn ids and loss mask.
+
+  Turns have 1 to 4 tokens, observations 0 to 2.
+  """
   turn_ids = np.zeros((B, L), np.int32)
   for b in range(B):
     i = rng.integers(1, 3)
@@ -31,7 +34,7 @@ def layout(rng):
 
 
 def sentences(turn_ids):
-  """Sentences of at most two tokens, counted through the row."""
+  """Returns ids of sentences of at most two tokens, counted along the row."""
   ids = np.zeros_like(turn_ids)
   for b, row in enumerate(turn_ids):
     number = size = 0
@@ -44,12 +47,12 @@ def sentences(turn_ids):
 
 
 def make(seed=0, spread=0.4, dtype=np.float64):
-  """A batch with finite numbers in every slot, and log-probs and entropy."""
+  """Returns a batch, log-probabilities and entropy, finite everywhere."""
   rng = np.random.default_rng(seed)
   turn_ids, mask = layout(rng)
   draw = lambda: rng.normal(size=(B, L)).astype(dtype)
   old = -np.abs(draw())
-  # A sampler of its own, so that a mismatch shows.
+  # The sampler differs from the trainer, so that a mismatch is visible.
   sampler = old + 0.3 * np.random.default_rng(seed + 1).normal(size=(B, L))
   batch = batch_lib.TokenBatch(
     tokens_BL=rng.integers(0, 9, (B, L)).astype(np.int32),
@@ -71,13 +74,13 @@ def make(seed=0, spread=0.4, dtype=np.float64):
 
 
 def fields(batch):
-  """The arrays of a batch by name, those that are there."""
+  """Returns the arrays of a batch by name, without those that are None."""
   arrays = {name: getattr(batch, name) for name in batch.__dataclass_fields__}
   return {name: x for name, x in arrays.items() if x is not None}
 
 
 def rows(batch, index):
-  """The batch of the given rows."""
+  """Returns the batch of the given rows."""
   return batch_lib.TokenBatch(
     **{name: x[index] for name, x in fields(batch).items()}
   )
@@ -99,7 +102,7 @@ def poison_array(x, mask, value):
 
 
 def poison(batch, value):
-  """The value in every slot of every float array off the loss mask."""
+  """Returns the batch with a value off the loss mask of every float array."""
   mask = batch.loss_mask_BL
   return batch.replace(
     **{name: poison_array(getattr(batch, name), mask, value) for name in FLOATS}
@@ -127,14 +130,14 @@ def algorithm(name='token_ppo', **changes):
 
 
 def device(batch):
-  """The batch with jax arrays."""
+  """Returns the batch with jax arrays."""
   return batch_lib.TokenBatch(
     **{name: jnp.asarray(x) for name, x in fields(batch).items()}
   )
 
 
 def policy_loss(algorithm, logprobs, entropy, batch, **options):
-  """`losses.policy_loss`; by default the batch is its own minibatch."""
+  """Returns `losses.policy_loss`; by default the batch is the minibatch."""
   options = {
     'statistics': None,
     'count': None,

@@ -14,7 +14,7 @@ BOUNDS = bounds.BOUNDS
 
 
 def _context(ratio, advantages, entropy=None, level='token', mask=None):
-  """A context whose only level is the given ratio; one turn a row."""
+  """Returns a context with the given ratio at every level; one turn per row."""
   batch, _, _ = batches.make()
   mask = np.ones(ratio.shape, bool) if mask is None else mask
   batch = batch.replace(
@@ -84,27 +84,27 @@ def test_high_grows_until_the_share_is_reached():
   np.testing.assert_allclose((low, high), (0.6, 1.35))
 
 
-def test_then_low_grows_and_limits_end_it():
-  # No positive terms at all: everything is tried.
+def test_after_high_low_grows_up_to_its_limit():
+  # Without positive terms both bounds move to their limits.
   low, high = _interval([1.0, 1.0], [-1.0, -1.0])
   np.testing.assert_allclose((low, high), (0.9, 3.0))
-  # Low matters where a negative term lies below it, and makes it larger:
-  # the share only falls, so the limit ends this too.
+  # Raising low enlarges the negative terms below it, so the share only falls,
+  # and the limit ends the loop here too.
   low, high = _interval([1.0, 0.1], [0.1, -1.0], high_limit=1.2)
   np.testing.assert_allclose((low, high), (0.9, 1.2))
 
 
 @pytest.mark.parametrize('advantages', [[0.0, 0.0], [1.0, 2.0]])
-def test_nothing_negative_keeps_the_start(advantages):
+def test_without_negative_terms_the_start_is_kept(advantages):
   np.testing.assert_allclose(_interval([1.0, 3.0], advantages), (0.6, 1.2))
 
 
-def test_a_step_below_the_rounding_ends_too():
-  # Refused by the rules of a row; the loop must not rely on that.
+def test_a_step_below_the_rounding_reaches_its_limit():
+  # The rules of the options refuse this; the loop must end even so.
   low, high = _interval([1.0, 1.0], [-1.0, -1.0], high_step=1e-12)
   np.testing.assert_allclose((low, high), (0.9, 1.2), rtol=1e-6)
 
 
-def test_many_steps_arrive_exactly():
+def test_many_steps_end_exactly_at_the_limit():
   _, high = _interval([1.0, 1.0], [-1.0, -1.0], high_step=0.001)
   assert high == 3.0

@@ -24,7 +24,7 @@ def _sums(ratio=RATIO, advantages=ADVANTAGES, mask=MASK):
   return clipping_bias.batch_sums(ratio, advantages, mask, LOW, HIGH)
 
 
-def test_hand_computed():
+def test_sums_norms_and_scale_by_hand():
   sums = _sums()
   np.testing.assert_allclose(sums, [80.0, 2.0, 5.84, 2.0])
   np.testing.assert_allclose(clipping_bias.norms(sums), (N_U, N_V))
@@ -52,7 +52,7 @@ def test_no_tokens_scale_by_one():
   assert clipping_bias.scale_of(sums, tau=3.0) == 1
 
 
-def test_everything_clipped():
+def test_a_scale_with_everything_clipped():
   sums = _sums(ratio=np.full((1, 5), 2.0))
   n_u = 2 * math.sqrt((1 + 16 + 64 + 4) / 4)
   np.testing.assert_allclose(clipping_bias.scale_of(sums, tau=3.0), 1e-8 / n_u)
@@ -68,7 +68,7 @@ def test_gradient_scale_never_enlarges_below_its_floor():
   assert clipping_bias.gradient_scale(jnp.asarray(0.1), floor=0.5) == 2
 
 
-def test_sums_add_up_and_scales_do_not_need_the_whole():
+def test_sums_of_microbatches_add_up_to_those_of_the_batch():
   batch, logprobs, _ = batches.make()
   ratio = np.exp(logprobs - batch.old_logprobs_BL)
 
@@ -77,8 +77,8 @@ def test_sums_add_up_and_scales_do_not_need_the_whole():
       ratio[index], batch.advantages_BL[index], batch.loss_mask_BL[index]
     )
 
-  parts = [sums(slice(i, i + 2)) for i in range(0, batches.B, 2)]
-  merged = jax.tree.map(lambda *x: sum(x), *parts)
+  by_microbatch = [sums(slice(i, i + 2)) for i in range(0, batches.B, 2)]
+  merged = jax.tree.map(lambda *x: sum(x), *by_microbatch)
   np.testing.assert_allclose(merged, sums(slice(None)), rtol=1e-13)
 
 
@@ -146,7 +146,7 @@ def test_applies_to_chooses_the_losses():
   np.testing.assert_array_equal(value.weights_BL, np.ones(both.cut_BL.shape))
 
 
-def test_the_scale_is_data_to_the_gradient():
+def test_no_gradient_flows_through_the_scale():
   batch, logprobs, _ = batches.make(spread=0.8)
   mask = batch.loss_mask_BL
 
@@ -168,7 +168,9 @@ def test_the_scale_is_data_to_the_gradient():
 
 @pytest.mark.parametrize('level', clipping_bias.RATIO_LEVELS)
 @pytest.mark.parametrize('aggregate', ['token_mean', 'sequence_mean'])
-def test_gradient_norm_gives_the_clipped_part_of_the_gradient(level, aggregate):
+def test_gradient_norm_gives_the_gradient_of_the_clipped_terms(
+  level, aggregate
+):
   batch, logprobs, entropy = batches.make(spread=0.8)
   mask = batch.loss_mask_BL
 

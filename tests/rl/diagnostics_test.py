@@ -23,7 +23,7 @@ def _diagnose(logprobs, entropy, batch, implementation='auto'):
     logprobs,
     entropy,
     batch,
-    num_turns=batches.T + 1,  # nobody reaches the last turn
+    num_turns=batches.T + 1,  # no row reaches the last turn
     implementation=implementation,
   )
   return (
@@ -99,7 +99,7 @@ def test_metrics_are_the_loop(implementation):
   )
 
 
-def test_microbatches_merge_to_the_whole():
+def test_diagnostics_of_microbatches_merge_to_those_of_the_batch():
   batch, logprobs, entropy = batches.make(spread=0.02)  # no scale
   whole, _ = _diagnose(logprobs, entropy, batch)
   parts = [
@@ -115,7 +115,7 @@ def test_microbatches_merge_to_the_whole():
   )
 
 
-def test_poison_and_failed_rows_are_not_seen():
+def test_poison_and_failed_rows_change_nothing():
   batch, logprobs, entropy = batches.make(spread=0.6)
   mask = batch.loss_mask_BL
   expected = diagnostics.summarize(_diagnose(logprobs, entropy, batch)[0])
@@ -183,7 +183,7 @@ def test_rejected_terms_are_counted():
   )
 
 
-def test_critic():
+def test_critic_diagnostics_by_hand():
   batch, _, _ = batches.make()
   steps = batch.loss_mask_BL & (np.arange(batches.L) % 3 > 0)
   batch = batch.replace(value_mask_BL=steps)

@@ -1,7 +1,7 @@
-"""Rows of our table for the cases of tests/golden/family.
+"""Algorithms of our table for the cases of tests/golden/family.
 
-A case is `SOURCE.CASE` as in the files there; its row is a name of the table
-and what to change in it, so that it is what theirs was told.
+A case is `SOURCE.CASE` as in the files there. It has the name of an algorithm,
+and changes that give it the options that the public implementation had.
 """
 
 import json
@@ -11,7 +11,7 @@ from stppo_jax.configs import algorithms
 
 FAMILY = pathlib.Path(__file__).parents[1] / 'golden' / 'family'
 OPTIONS = json.loads((FAMILY / 'sources.json').read_text())['options']
-LENGTH = 32.0  # of a row
+LENGTH = 32.0  # max_response_tokens
 
 
 def _fixed(low='low', high='high'):
@@ -55,7 +55,7 @@ CISPO = {
 TIS = _correct('tis', tis__cap=CAP)
 GEO_RS = {'correction__geo_rs__band': OPTIONS['band']}
 
-# Rows of the table, and the options that theirs are told.
+# For each case an algorithm, and the options that the public one had.
 POLICIES = {
   'verl.token_mean': ('dapo', {}),
   'verl.sequence_mean': ('token_ppo', _aggregate('sequence_mean')),
@@ -66,7 +66,7 @@ POLICIES = {
   ),
   'verl.dual_clip': ('token_ppo', DUAL_CLIP),
   'verl.gspo_token': ('gspo_token', NEAR),
-  # A turn as a row of its own, its gradient through the token.
+  # There each turn is a row, and the gradient goes through the token.
   'verl.turn_token': ('turn_ppo', {'ratio__gradient': 'token'}),
   'verl.turn_token_mean': (
     'turn_ppo',
@@ -79,7 +79,7 @@ POLICIES = {
     'reinforce',
     _correct('tis', tis__cap=CAP, tis__truncated='product'),
   ),
-  # Two public pieces: PPO says which tokens are cut, REINFORCE weighs.
+  # Two public losses: PPO defines which tokens are cut, REINFORCE the weights.
   'verl.minirl': (
     'minirl',
     {'correction__tis__cap': OPTIONS['minirl_cap']},
@@ -121,7 +121,7 @@ POLICIES = {
   ),
   'trl.dapo': ('dapo', {}),
   'trl.cispo': ('cispo', CISPO),
-  # With a bound above 1 + high, what it calls delta is c.
+  # With a bound above 1 + high, its delta is our c.
   'trl.two_sided': ('token_ppo', DUAL_CLIP),
   'trl.gspo': ('gspo', NEAR),
   'trl.luspo': ('gspo', NEAR | _aggregate('sequence_sum')),
@@ -146,7 +146,7 @@ POLICIES = {
   'tunix.sequence_sum': ('token_ppo', _aggregate('sequence_sum') | _kl('k3')),
   'tunix.gspo_token': ('gspo_token', NEAR),
 }
-# trl's means over rows count the row without tokens.
+# Cases of trl whose mean over rows counts the row without tokens.
 ALL_ROWS_COUNT = (
   'trl.grpo',
   'trl.dr_grpo',
@@ -154,7 +154,7 @@ ALL_ROWS_COUNT = (
   'trl.luspo',
   'trl.rloo',
 )
-# With an entropy bonus.
+# Cases with an entropy bonus.
 ENTROPY = ('verl.kl_k1', 'verl.kl_k2', 'verl.kl_k3', 'trl.bnpo')
 
 VALUES = ('verl.value_loss', 'tunix.value_loss')

@@ -1,17 +1,17 @@
-"""Our rows against public implementations, on the same arrays.
+"""Our algorithms against public implementations, on the same arrays.
 
 The numbers are those of verl, trl and tunix, made by
 tests/golden/make_family.py; a failing test here means that our mathematics
 changed. Ours run jitted, in float64, with NaN and inf off the mask.
 
-Where theirs is another formula, the case says so and aligns it. Three things
-hold for all: trl's means over rows count a row without tokens as one of zeros,
-ours leave it out; verl and tunix add 1e-8 to counts; verl gives the lone
-trajectory of a question its raw reward as advantage, where ours is 0.
+Where theirs is another formula, the case has a comment and aligns it. Three
+differences hold for all: trl's means over rows count a row without tokens as
+one of zeros, ours leave it out; verl and tunix add 1e-8 to counts; verl gives
+the lone trajectory of a question its raw reward as advantage, where ours is 0.
 
-Of what they have, no row of ours is verl's GMPO, SAPO, DPPO, DRO and
-covariance clips, nor trl's SAPO and VESPO. Of what we have, they lack the
-clipping bias, BAPO, SSPO, GRPO-Guard, MT-GRPO, GiGPO, and GAE over turns.
+We lack verl's GMPO, SAPO, DPPO, DRO and covariance clips, and trl's SAPO and
+VESPO. They lack the clipping bias, BAPO, SSPO, GRPO-Guard, MT-GRPO, GiGPO, and
+GAE over turns.
 """
 
 import collections
@@ -56,7 +56,7 @@ LONE_ROW = 6  # the only trajectory of its question
 
 
 def _poisoned(**changes):
-  """The arrays, NaN or inf in every slot off the mask of the float ones."""
+  """Returns the arrays with NaN or inf off the mask of the float ones."""
   column_L = np.arange(MASK.shape[1])
   poison_BL = np.broadcast_to(
     np.where(column_L % 2, np.inf, np.nan), MASK.shape
@@ -118,7 +118,7 @@ def _policy_loss(algorithm, arrays, entropy_coefficient, num_turns):
 
 
 def _scale(case):
-  """What their loss is multiplied by to have our denominator."""
+  """Returns the factor that gives their loss our denominator."""
   if case in golden_algorithms.ALL_ROWS_COUNT:
     return ROWS.size / ROWS.sum()
   if case.endswith('geo_rs'):  # verl: rejected tokens leave the count too
@@ -127,7 +127,7 @@ def _scale(case):
 
 
 def _changes(case):
-  if case == 'verl.reinforce':  # it knows no old policy
+  if case == 'verl.reinforce':  # it uses no old policy
     return {'old_logprobs_BL': ARRAYS['logprobs_BL']}
   if case == 'trl.rloo':
     advantages_BL = np.broadcast_to(ARRAYS['advantages_B'][:, None], MASK.shape)
@@ -137,7 +137,7 @@ def _changes(case):
 
 @pytest.mark.parametrize('case', golden_algorithms.POLICIES)
 def test_the_loss_and_its_gradient_are_theirs(case):
-  row, changes = golden_algorithms.POLICIES[case]
+  name, changes = golden_algorithms.POLICIES[case]
   golden = GOLDEN[case]
   coefficient = (
     golden_algorithms.OPTIONS['entropy_coefficient']
@@ -145,7 +145,7 @@ def test_the_loss_and_its_gradient_are_theirs(case):
     else 0.0
   )
   gradient_BL, out = _policy_loss(
-    batches.algorithm(row, **{**golden_algorithms.PLAIN, **changes}),
+    batches.algorithm(name, **{**golden_algorithms.PLAIN, **changes}),
     _poisoned(**_changes(case)),
     coefficient,
     T,

@@ -1,4 +1,4 @@
-"""A gradient divided by the norm of its clipped part."""
+"""A policy gradient divided by the norm of its clipping bias."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -58,7 +58,7 @@ def _estimate(batch, name, whiten='none', **changes):
 
 
 def _make(seed=0):
-  """Groups of 2, of 3 with a failed row, and of 1; states that recur."""
+  """Returns groups of 2, of 3 with a failed row, and of 1; states recur."""
   batch, _, _ = batches.make(seed)
   rng = np.random.default_rng(seed)
   # By row and turn, two states a group: also twice in one row.
@@ -79,7 +79,7 @@ assert GROUPS[batches.FAILED_ROW] == 7
 
 @NAMES
 @pytest.mark.parametrize('seed', [0, 1])
-def test_twin(name, seed):
+def test_estimators_equal_their_twins(name, seed):
   batch = _make(seed)
   expected = TWINS[name](batch)
   np.testing.assert_allclose(
@@ -89,7 +89,7 @@ def test_twin(name, seed):
   assert np.all(np.abs(in_groups).max(axis=1) > 1e-3)
 
 
-def test_gigpo_twin_without_normalisation():
+def test_gigpo_equals_its_twin_without_normalisation():
   batch = _make()
   np.testing.assert_allclose(
     _estimate(batch, 'gigpo', normalize='none'),
@@ -100,7 +100,10 @@ def test_gigpo_twin_without_normalisation():
 
 
 def _three_rows(dtype=np.float64):
-  """One question, rewards 3, 0, 0; the second row earns 1, then loses it."""
+  """Returns one question with rewards 3, 0, 0.
+
+  The second row has the turn rewards 1 and -1.
+  """
   turn_ids = np.array([[0, 1, 0, 2], [0, 1, 0, 2], [0, 1, 1, 0]], np.int32)
   rewards = np.array([[9, 0, 9, 3], [9, 1, 9, -1], [9, 0, 0, 9]], dtype)
   states = np.array([[0, 5, 0, 6], [0, 5, 0, 8], [0, 5, 5, 0]], np.int32)
@@ -113,7 +116,7 @@ def _three_rows(dtype=np.float64):
   )
 
 
-def test_by_hand():
+def test_estimators_by_hand():
   batch = _three_rows()
   root3 = np.sqrt(3.0)  # the unbiased deviation of 3, 0, 0
   z = np.array([2, -1, -1]) / root3
@@ -140,7 +143,7 @@ def test_by_hand():
 
 
 @NAMES
-def test_no_critic(name):
+def test_no_critic_is_trained(name):
   out = _jitted(_make(), name, 'none', **OPTIONS[name])
   assert not np.any(out.returns_BL)
   assert not np.any(out.value_mask_BL)
@@ -150,7 +153,7 @@ def test_no_critic(name):
   np.testing.assert_array_equal(_estimate(without, name), out.advantages_BL)
 
 
-def test_no_group_estimator_is_forgotten_here():
+def test_every_group_estimator_is_tested_here():
   others = {'gae', 'monte_carlo'}
   assert advantages.ADVANTAGES.keys() == OPTIONS.keys() | others
 
@@ -185,7 +188,7 @@ def test_a_group_of_one_gives_zero(name):
   batch = _make()
   batch = batch.replace(
     group_ids_B=np.arange(batches.B, dtype=np.int32),
-    # Turns of one state in no two rows, and in no row twice.
+    # No two turns share a state.
     state_ids_BL=batch.turn_ids_BL + 10 * np.arange(batches.B)[:, None],
   )
   assert not _estimate(batch, name).any()
@@ -230,7 +233,7 @@ def test_failed_row_is_an_absent_row(name, whiten):
 
 @NAMES
 @pytest.mark.parametrize('value', [np.nan, np.inf])
-def test_poison(name, value):
+def test_poison_off_the_mask_changes_nothing(name, value):
   batch = _make()
 
   def total(rewards_BL, batch):
@@ -271,7 +274,7 @@ def test_a_turn_with_no_trained_token_takes_no_time():
   )
 
 
-def test_gigpo_without_states_says_so():
+def test_gigpo_without_states_raises():
   batch = _make().replace(state_ids_BL=None)
   with pytest.raises(ValueError, match='gigpo needs state_ids_BL'):
     _estimate(batch, 'gigpo')
@@ -298,7 +301,9 @@ def test_gigpo_without_states_says_so():
   order=strategies.permutations(range(batches.B)),
   names_of_groups=strategies.permutations([-3, 0, 5, 2**30]),
 )
-def test_any_groups(name, groups, rewards, failed, order, names_of_groups):
+def test_properties_hold_for_any_groups(
+  name, groups, rewards, failed, order, names_of_groups
+):
   batch = _make()
   mask = batch.turn_ids_BL > 0
   mask[list(failed)] = False

@@ -1,7 +1,7 @@
-"""What an accelerator is given: no scatter, and devices share scalars only.
+"""Programs for accelerators have no scatter, and devices share scalars only.
 
-Read from the compiled program of loss and gradient, the pass that forms the
-minibatch's statistics included, with the rows sharded over eight devices.
+This is read from the compiled program of loss and gradient, the pass that forms
+the minibatch's statistics included, with the rows sharded over eight devices.
 """
 
 import functools
@@ -21,7 +21,7 @@ _MESH_SIZE = 8
 # The forms of the segment sums that are meant for accelerators.
 _ACCELERATED = ('unrolled', 'broadcast')
 # Instructions that read or write where the data says. A compiler may turn a
-# scatter into a loop of dynamic updates, so these give it away too.
+# scatter into a loop of dynamic updates, so these reveal it too.
 _INDEXED = frozenset(
   {'scatter', 'gather', 'dynamic-slice', 'dynamic-update-slice', 'sort'}
 )
@@ -35,8 +35,8 @@ _INSTRUCTION = re.compile(
   re.MULTILINE,
 )
 _DIMENSIONS = re.compile(r'\w+\[([\d,<=]*)\]')
-# Quick to compile. It is the form that is made for accelerators, compiled for
-# CPU: what their own compilers make of it is not read here.
+# These options compile quickly. The program is the one for accelerators, but
+# compiled for CPU: the output of their own compilers is not tested here.
 _COMPILER_OPTIONS = {
   'xla_backend_optimization_level': 0,
   'xla_llvm_disable_expensive_passes': True,
@@ -44,7 +44,7 @@ _COMPILER_OPTIONS = {
 
 
 class Instruction(NamedTuple):
-  """An opcode and the shape it makes, as HLO writes them."""
+  """An instruction's opcode and the shape of its result, as HLO writes them."""
 
   opcode: str
   shape: str
@@ -58,7 +58,7 @@ class Instruction(NamedTuple):
 
 
 def instructions(program) -> list[Instruction]:
-  """All instructions of a compiled program, those of its loops included."""
+  """Returns all instructions of a compiled program, with those of its loops."""
   found = [
     Instruction(match['opcode'], match['shape'])
     for match in _INSTRUCTION.finditer(program.as_text())
@@ -68,12 +68,12 @@ def instructions(program) -> list[Instruction]:
 
 
 def collectives(program) -> list[Instruction]:
-  """What the devices tell each other."""
+  """Returns the collective operations between devices."""
   return [i for i in instructions(program) if _COLLECTIVE.fullmatch(i.opcode)]
 
 
 def indexed(program) -> list[Instruction]:
-  """Where the data decides what is read or written."""
+  """Returns the instructions whose indices are data."""
   return [i for i in instructions(program) if i.opcode in _INDEXED]
 
 
@@ -86,7 +86,7 @@ def _compile(function, *arguments):
 
 
 def _by_row(tree):
-  """The rows of every array, spread over the devices."""
+  """Returns the arrays with their rows sharded over the devices."""
   axis = (jax.sharding.AxisType.Auto,)
   mesh = jax.make_mesh((_MESH_SIZE,), ('data',), axis)
   rows = jax.sharding.PartitionSpec('data')
@@ -94,14 +94,14 @@ def _by_row(tree):
 
 
 def _arguments():
-  """(logprobs, entropy, batch) with a row for each device."""
+  """Returns (logprobs, entropy, batch) with a row for each device."""
   batch, logprobs, entropy = batches.make(spread=0.6)
   index = np.arange(_MESH_SIZE) % len(logprobs)
   return logprobs[index], entropy[index], batches.rows(batch, index)
 
 
 def _loss_and_gradients(algorithm, implementation):
-  """All parts of the loss, each with its gradient."""
+  """Returns all terms of the loss, each with its gradient."""
   sums = {'num_turns': batches.T, 'implementation': implementation}
 
   def run(logprobs_BL, entropy_BL, batch):
@@ -147,7 +147,7 @@ _CASES = {
 
 @functools.cache
 def _alone(case):
-  """The same on one device, in the form that is meant for CPUs."""
+  """Returns the same on one device, in the form that is meant for CPUs."""
   name, changes = _CASES[case]
   algorithm = batches.algorithm(name, **changes)
   run = _loss_and_gradients(algorithm, 'segment_sum')
@@ -182,7 +182,7 @@ def test_no_scatter_and_scalars_between_devices(case, implementation):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', algorithms.ALGORITHMS)
-def test_every_row_of_the_table(name):
+def test_every_algorithm_of_the_table_has_no_scatter(name):
   _check(batches.algorithm(name), 'broadcast')
 
 

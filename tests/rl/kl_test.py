@@ -24,14 +24,14 @@ def _estimate(x, estimator):
     ('k3', [math.exp(-0.5) - 0.5, math.exp(1) - 2, 0.0, 0.0]),
   ],
 )
-def test_hand_computed(estimator, expected):
+def test_estimates_by_hand(estimator, expected):
   np.testing.assert_allclose(
     _estimate(X, estimator), [expected], rtol=1e-14, atol=1e-16
   )
 
 
 @pytest.mark.parametrize('estimator', ['k1', 'k3'])
-def test_unbiased(estimator):
+def test_k1_and_k3_are_unbiased(estimator):
   policy = np.array([0.5, 0.3, 0.2])
   reference = np.array([0.2, 0.2, 0.6])
   estimate = kl.kl_estimate(
@@ -46,7 +46,7 @@ def test_unbiased(estimator):
 
 @pytest.mark.parametrize('estimator', kl.KL_ESTIMATORS)
 @pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
-def test_poison(estimator, value):
+def test_poison_off_the_mask_changes_nothing(estimator, value):
   total = lambda x: jnp.sum(_estimate(x, estimator))
   clean = jax.value_and_grad(total)(X)
   poisoned = jax.value_and_grad(total)(batches.poison_array(X, MASK, value))

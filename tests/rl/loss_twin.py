@@ -1,7 +1,7 @@
-"""The policy loss of any row as plain float64 loops.
+"""The policy loss of any algorithm as plain float64 loops.
 
-What the loss detaches is computed at `frozen`, the rest at `logprobs`, so that
-finite differences of the twin are the gradient that is meant.
+Detached values are computed at `frozen`, the others at `logprobs`, so that
+finite differences of the twin are the intended gradient.
 """
 
 import dataclasses
@@ -96,7 +96,7 @@ def _logs(logprobs, batch):
 
 
 def _guard(logs, batch):
-  """The shift and the scale of every token's turn."""
+  """Returns the shift and the scale of every token's turn."""
   turns = twins.members('turn', batch)
   spreads, shifts = [], []
   for tokens in turns:

@@ -136,7 +136,7 @@ def _weights(algorithm, batch):
 
 @functools.partial(jax.jit, static_argnames='implementation')
 def _run(algorithm, logprobs, entropy, *rest, implementation='auto'):
-  """The loss and its gradient by log-probabilities and by entropy."""
+  """Returns the loss and its gradients by log-probabilities and entropy."""
 
   def total(x, e):
     loss = _loss(algorithm, x, e, *rest, implementation=implementation)
@@ -350,7 +350,7 @@ def _statistics(algorithm, logprobs, entropy, batch):
 
 
 @ALL
-def test_microbatches_are_one_batch(case):
+def test_losses_of_microbatches_add_up_to_that_of_the_batch(case):
   batch, logprobs, entropy = batches.make(spread=0.6)
   algorithm = _algorithm(case)
   whole, (gradient, _) = _run(algorithm, logprobs, entropy, batch)
@@ -429,7 +429,7 @@ def test_an_empty_batch_has_a_zero_loss_and_gradient(case):
     assert not np.any(array)
 
 
-def test_advantages_and_the_old_policy_are_data():
+def test_no_gradient_flows_into_advantages_and_the_old_policy():
   batch, logprobs, entropy = batches.make(spread=0.6)
   algorithm = _algorithm('so_sequence')
 

@@ -11,7 +11,7 @@ X = np.array([[1.0, 2.0, 9.0], [9.0, 6.0, 9.0]])
 MASK = np.array([[True, True, False], [False, True, False]])
 
 
-def test_hand_computed():
+def test_mean_and_variance_by_hand():
   total, count = masking.masked_total(X, MASK)
   assert (total, count) == (9.0, 3.0)
   mean, variance = masking.masked_moments(X, MASK)

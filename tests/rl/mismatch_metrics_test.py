@@ -10,7 +10,7 @@ from tests.rl import batches
 _measure = jax.jit(mismatch_metrics.measure)
 
 
-def test_by_hand():
+def test_metrics_by_hand():
   old = np.log([[0.5, 0.2, 0.9], [0.4, 0.1, 0.1]])
   sampler = np.log([[0.25, 0.4, 0.1], [0.4, 0.1, 0.1]])
   mask = np.array([[True, True, False], [True, False, False]])

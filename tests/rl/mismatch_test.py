@@ -64,7 +64,7 @@ _PRODUCT = 0.25 * 1.0 * 3.0
     ('geo_rs', {'band': abs(math.log(_PRODUCT)) / 3 - 1e-9}, [0] * 3),
   ],
 )
-def test_by_hand(name, options, expected):
+def test_corrections_by_hand(name, options, expected):
   np.testing.assert_allclose(_weights(name, **options), expected, rtol=1e-12)
 
 

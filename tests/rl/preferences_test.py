@@ -17,7 +17,7 @@ NAMES = tuple(preferences.PREFERENCES)
 
 
 def _pairs(seed=0, spread=0.5):
-  """logprobs, those of the reference, divergence, mask; observations inside."""
+  """Returns log-probabilities, those of the reference, divergence and mask."""
   rng = np.random.default_rng(seed)
   draw = lambda: rng.normal(size=(P, 2, L))
   mask = rng.random((P, 2, L)) < 0.6
@@ -35,7 +35,7 @@ def _loss(*arrays, name, beta=BETA, alpha=ALPHA):
 
 
 def _twin(logprobs, ref, divergence, mask, name, frozen=None):
-  """(total, count, margin, correct, log ratios, divergences) by loops.
+  """Returns the fields of `PreferenceLoss`, computed by loops.
 
   `frozen` gives the divergences behind the stop-gradient of tdpo2.
   """
@@ -68,7 +68,7 @@ def _twin(logprobs, ref, divergence, mask, name, frozen=None):
 
 @pytest.mark.parametrize('name', NAMES)
 @pytest.mark.parametrize('seed', [0, 1])
-def test_it_is_its_twin(name, seed):
+def test_the_loss_equals_its_twin(name, seed):
   arrays = _pairs(seed)
   found = _loss(*arrays, name=name)
   assert found.count == P - 1
@@ -114,7 +114,7 @@ def test_the_gradient_is_that_of_finite_differences(name):
   assert not np.any(of_ref)
 
 
-def test_tdpo2_lets_the_preferred_go_where_it_wants():
+def test_tdpo2_has_no_gradient_through_the_preferred_divergence():
   *arrays, mask = _pairs()
   gradient = {
     name: jax.grad(lambda x: _loss(*arrays[:2], x, mask, name=name).total)(
@@ -123,7 +123,7 @@ def test_tdpo2_lets_the_preferred_go_where_it_wants():
     for name in NAMES
   }
   assert not np.any(gradient['tdpo2'][:, 0])
-  assert np.all(gradient['tdpo2'][:, 1] >= 0)  # the dispreferred is held
+  assert np.all(gradient['tdpo2'][:, 1] >= 0)  # pulled back to the reference
   assert np.any(gradient['tdpo2'][:, 1] > 0)
   assert np.any(gradient['tdpo1'][:, 0] < 0)
 
@@ -171,9 +171,9 @@ def test_poison_off_the_mask_changes_nothing(name, value):
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_a_pair_that_failed_is_not_there(name):
+def test_a_failed_pair_changes_nothing(name):
   arrays = list(_pairs())
-  # Its other trajectory is not looked at either.
+  # Its other trajectory changes nothing either.
   arrays[0][FAILED, 0] = np.nan
   there = np.arange(P) != FAILED
   found = _loss(*arrays, name=name)
@@ -184,13 +184,13 @@ def test_a_pair_that_failed_is_not_there(name):
   assert not np.any(gradient(arrays[0])[FAILED])
 
 
-def test_nothing_at_all_is_0():
+def test_without_pairs_all_sums_are_0():
   *arrays, mask = _pairs()
   found = _loss(*arrays, np.zeros_like(mask), name='tdpo2')
   assert not any(np.any(x) for x in found)
 
 
-def test_sums_add_up_over_parts():
+def test_sums_of_microbatches_add_up():
   arrays = _pairs()
   whole = _loss(*arrays, name='tdpo2')
   parts = [
@@ -201,7 +201,7 @@ def test_sums_add_up_over_parts():
     np.testing.assert_allclose(x, a + b, rtol=1e-12)
 
 
-def test_far_apart_it_is_finite_and_linear():
+def test_the_loss_of_a_large_margin_is_finite_and_linear():
   logprobs, ref, divergence, mask = _pairs()
   for sign in (-1, 1):
     far = logprobs + 1e4 * np.array([sign, -sign])[None, :, None]

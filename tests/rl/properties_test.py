@@ -1,6 +1,6 @@
-"""What no layout of turns, masks and numbers may break, for any row.
+"""Properties of every algorithm, for any layout of turns, masks and numbers.
 
-Shapes are fixed, so that a row compiles once; everything else is drawn.
+Shapes are fixed, so that an algorithm compiles once; all else is drawn.
 """
 
 import functools
@@ -35,7 +35,7 @@ def _algorithm(name):
 
 @functools.partial(jax.jit, static_argnames='num_turns')
 def _run(algorithm, logprobs, entropy, batch, num_turns=T):
-  """(loss, gradient, ratio, weights) of the row."""
+  """Returns (loss, gradient, ratio, weights) of an algorithm."""
 
   def total(x):
     loss = batches.policy_loss(
@@ -54,7 +54,7 @@ def _run(algorithm, logprobs, entropy, batch, num_turns=T):
 
 @st.composite
 def _row_layouts(draw):
-  """Who wrote each token: gaps and turns, with holes in the loss mask."""
+  """Draws turn ids with gaps, and a loss mask with holes."""
   lengths = draw(st.lists(st.integers(0, 4), min_size=2 * T, max_size=2 * T))
   ids = []
   for turn in range(1, T + 1):
@@ -67,7 +67,7 @@ def _row_layouts(draw):
 
 @st.composite
 def _cases(draw):
-  """A batch, log-probabilities and entropy."""
+  """Draws a batch, log-probabilities and entropy."""
   layouts = [draw(_row_layouts()) for _ in range(B)]
   turn_ids = np.array([ids for ids, _ in layouts], np.int32)
   mask = np.array([mask for _, mask in layouts], bool)
@@ -108,7 +108,7 @@ def _assert_close(actual, expected):
 
 @QUICK
 @CASE
-def test_all_is_finite_and_off_the_mask_nothing_moves(case, name):
+def test_results_are_finite_and_gradients_0_off_the_mask(case, name):
   batch, logprobs, entropy = case
   value, gradient, ratio, weights = _run(
     _algorithm(name), logprobs, entropy, batch
@@ -121,7 +121,7 @@ def test_all_is_finite_and_off_the_mask_nothing_moves(case, name):
 
 @QUICK
 @CASE
-def test_what_stands_in_masked_slots_is_not_seen(case, name):
+def test_values_off_the_mask_change_nothing(case, name):
   batch, logprobs, entropy = case
   mask = batch.loss_mask_BL
   expected = _run(_algorithm(name), logprobs, entropy, batch)
@@ -156,7 +156,7 @@ def test_permuted_rows_are_permuted_results(case, name, order):
 
 @QUICK
 @CASE
-def test_turns_may_be_called_by_other_numbers(case, name):
+def test_turns_may_have_other_growing_numbers(case, name):
   batch, logprobs, entropy = case
   expected = _run(_algorithm(name), logprobs, entropy, batch, num_turns=2 * T)
   # Any growing numbers, with gaps: turns of no token.
@@ -182,7 +182,7 @@ def test_microbatches_are_one_batch(case, name):
 
 @jax.jit
 def _part(algorithm, logprobs, entropy, whole, part, rows):
-  """Loss and gradient of some rows, with what is known of all of them."""
+  """Returns loss and gradient of some rows under the minibatch's numbers."""
   statistics = losses.minibatch_statistics(
     algorithm, logprobs, entropy, whole, num_turns=T
   )

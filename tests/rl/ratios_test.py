@@ -123,7 +123,7 @@ def test_one_token_turns_are_tokens_and_one_turn_is_the_sequence():
   )
 
 
-def test_limits():
+def test_log_ratios_are_limited():
   mask = np.ones((1, 3), bool)
   log_ratio = ratios.token_log_ratio(
     np.array([[50.0, -60.0, 1.0]]), np.zeros((1, 3)), mask

@@ -15,7 +15,7 @@ BOTH = pytest.mark.parametrize('implementation', segments.IMPLEMENTATIONS)
 
 
 @BOTH
-def test_hand_computed(implementation):
+def test_totals_and_spread_by_hand(implementation):
   three = segments.Segments(jnp.asarray(IDS), 3)
   totals = segments.segment_totals(X, three, implementation=implementation)
   np.testing.assert_array_equal(totals, [[3, 3, 4], [0, 5, 0]])
@@ -79,7 +79,7 @@ def test_ids_beyond_the_last_segment_are_in_none(implementation):
   assert spread[0, 5] == 0
 
 
-def test_starts():
+def test_starts_are_the_first_tokens_of_segments():
   starts = segments.segment_starts(segments.Segments(jnp.asarray(IDS), 3))
   np.testing.assert_array_equal(
     starts,
@@ -122,7 +122,7 @@ def test_a_level_whose_ids_are_lacking_is_named():
 
 @BOTH
 def test_a_small_segment_after_a_large_one_keeps_its_digits(implementation):
-  # In float32; sums that run on from one segment to the next would lose them.
+  # A running sum over all segments would lose these digits in float32.
   sizes = {1: (1e4, 150), 2: (1e-3, 366)}
   ids = np.concatenate([np.full(size, k) for k, (_, size) in sizes.items()])
   parts = [np.full(n, total / n) for total, n in sizes.values()]

@@ -24,7 +24,7 @@ def whiten(x, mask):
 
 
 def members(level, batch):
-  """The lists of tokens [(b, i), ...] of all segments of a level."""
+  """Returns the lists of tokens [(b, i), ...] of all segments of a level."""
   name = {
     'token': lambda b, i: (b, i),
     'turn': lambda b, i: (b, batch.turn_ids_BL[b, i]),
@@ -42,7 +42,7 @@ def clipped_log(x):
 
 
 def log_ratios(logs, batch, level, reduce='mean'):
-  """Token log-ratios, gathered over the segments of a level."""
+  """Returns token log-ratios, reduced over the segments of a level."""
   out = np.zeros(batch.loss_mask_BL.shape)
   for tokens in members(level, batch):
     total = sum(logs[token] for token in tokens)
@@ -61,7 +61,7 @@ def ratios(logprobs, old, batch, level, reduce='mean'):
 
 
 def aggregate(x, batch, name, max_response_tokens=None):
-  """The mean over tokens, or over segments of the segment's mean, or a sum."""
+  """Returns an aggregate: a mean over tokens or over segments, or a sum."""
   if name in ('sequence_sum', 'constant_length'):
     rows = members('sequence', batch)
     total = sum(x[token] for tokens in rows for token in tokens)
@@ -74,7 +74,7 @@ def aggregate(x, batch, name, max_response_tokens=None):
 
 
 def bias_scale(weighted, outside, tokens, tau, kept_empty):
-  """s over a set of tokens, from w A and the test of the band."""
+  """Returns s over a set of tokens, from w A and whether w is in the band."""
   rms = lambda values: math.sqrt(sum(v * v for v in values) / len(values))
   clipped = [weighted[b, i] for b, i in tokens if outside[b, i]]
   kept = [weighted[b, i] for b, i in tokens if not outside[b, i]]
@@ -99,7 +99,7 @@ def bias_scales(ratio, advantages, batch, *, scope, tau, low, high):
 
 
 def gae(rewards, values, gamma, lambda_):
-  """Of one row's lists, with nothing but steps in them."""
+  """Returns GAE of one row, whose lists contain its steps only."""
   out, advantage, following = [], 0.0, 0.0
   for reward, value in zip(rewards[::-1], values[::-1], strict=True):
     advantage = reward + gamma * following - value + gamma * lambda_ * advantage
@@ -109,7 +109,7 @@ def gae(rewards, values, gamma, lambda_):
 
 
 def differences(function, x, slots, epsilon=1e-6):
-  """Central differences of a scalar function at the given slots of x."""
+  """Returns central differences of a scalar function at some indices of x."""
   out = np.zeros(x.shape)
   for slot in slots:
     up, down = x.copy(), x.copy()
