@@ -1,4 +1,4 @@
-"""What annotating adds, by hand: models here tell what is written on them."""
+"""Annotated arrays by hand; models here return what they were given."""
 
 import dataclasses
 import functools
@@ -60,7 +60,7 @@ class _ParamsModel:
 
 @dataclasses.dataclass
 class _Case:
-  """A batch and what its models return; garbage off the mask."""
+  """A batch and the outputs of its models; garbage off the mask."""
 
   old: np.ndarray
   reference: np.ndarray
@@ -144,7 +144,7 @@ def test_advantages_and_metrics_are_those_computed_by_hand(where):
   x_BL = np.where(_MASK, case.old - case.reference, 0)
   coefficient = 0.3 if where == 'reward' else 0.0
   rewards_BL = case.rewards - coefficient * x_BL
-  # Gamma and lambda are 1: the return is what is still to come.
+  # Gamma and lambda are 1: the return is the sum of the rewards to come.
   returns_BL = _to_go(rewards_BL)
   _assert_close(batch.returns_BL, returns_BL)
   values_BL = np.where(_MASK, case.values, 0)
@@ -184,7 +184,7 @@ def test_an_older_policy_may_be_the_denominator():
   state = dataclasses.replace(case, old=case.old - 1)
   expected, theirs = _annotate(case)
   batch, metrics = _annotate(state, sampled_by=case.old)
-  # As if it were the policy of now, with whatever follows from it.
+  # The result is as if the older policy were the current one.
   jax.tree.map(np.testing.assert_array_equal, batch, expected)
   assert metrics == theirs and metrics['mismatch/logprob_abs_diff'] == 0
   _, metrics = _annotate(state)
@@ -215,7 +215,7 @@ def test_a_planted_mismatch_is_measured_exactly():
 
 @functools.cache
 def _compiled(rows, microbatch_size):
-  """`annotate` of policy and value model, and a batch of so many rows."""
+  """Returns the compiled `annotate` for a batch of some rows, and the batch."""
   models = updates.transformers(**tiny.MIXTURE)
   batch = jax.tree.map(
     lambda x: np.concatenate([x] * (rows // updates.B)), updates.batch(models)

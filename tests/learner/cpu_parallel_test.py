@@ -73,7 +73,7 @@ def test_only_the_rows_of_the_minibatch_count():
   updates.assert_same(result, expected, models)
 
 
-def test_the_state_is_consumed():
+def test_the_state_is_donated():
   models = updates.sums()
   state = jax.device_put(updates.train_state(models))
   leaves = jax.tree.leaves(state)
@@ -88,7 +88,7 @@ def test_the_state_is_consumed():
 
 
 def test_shares_are_computed_at_the_same_time():
-  """Each share waits inside its program until the other has begun."""
+  """Makes each share wait inside its program until the other has begun."""
   together = threading.Barrier(2, timeout=60)
   waits = []
 

@@ -10,7 +10,7 @@ def _bits(key):
   return tuple(np.asarray(jax.random.key_data(key)).ravel().tolist())
 
 
-def test_every_key_is_another():
+def test_all_keys_differ():
   made = [
     _bits(keys.step_key(seed, step, purpose))
     for seed in (0, 1)
@@ -22,7 +22,7 @@ def test_every_key_is_another():
   assert _bits(again) in made
 
 
-def test_rows_do_not_depend_on_how_they_are_cut():
+def test_keys_of_rows_do_not_depend_on_the_first_row():
   key = keys.step_key(0, 0, keys.Purpose.COLLECT)
   whole = [_bits(k) for k in keys.row_keys(key, 0, 6)]
   assert len(set(whole)) == 6

@@ -1,4 +1,4 @@
-"""What an annotated step does to the train state."""
+"""The learner: its states, its updates and their layouts."""
 
 import jax
 import numpy as np
@@ -73,7 +73,7 @@ def test_only_the_value_model_learns_during_its_warm_up(learner, packed):
 
 
 def test_the_first_ratio_is_one(learner, packed):
-  # The policy rests: the second minibatch is at the old policy too.
+  # The policy is not updated, so the second minibatch is at the old policy too.
   _, metrics = _stepped(learner, packed, 0)
   for level in ('token', 'turn', 'sequence'):
     assert abs(metrics[f'ratio/{level}/min'] - 1) < 1e-6
@@ -81,7 +81,7 @@ def test_the_first_ratio_is_one(learner, packed):
   assert metrics['actor/pg_clipfrac'] == 0
 
 
-def test_the_state_is_consumed(learner, packed):
+def test_the_state_is_donated(learner, packed):
   state = learner.start()
   leaves = jax.tree.leaves(state)
   _stepped(learner, packed, 5, state=state)
@@ -100,7 +100,7 @@ def test_a_copied_policy_outlives_the_updates(learner, packed):
   )
 
 
-def test_a_checkpoint_holds_the_policies_that_were_published():
+def test_a_checkpoint_contains_the_published_policies():
   config = runs.config(rollout__steps_ahead=2)
   questions = assembly.build_questions(config)
   tokenizer = assembly.build_tokenizer(config, questions)
@@ -118,7 +118,7 @@ def test_the_update_donates_the_whole_state(learner, packed):
   )
   _, _, lowered = learner.lower_update(shapes)
   memory = lowered.compile().memory_analysis()
-  # Every leaf is whole on every device: the mesh is of the data axis only.
+  # The mesh has a data axis only, so every device has every leaf in full.
   size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
   assert memory.alias_size_in_bytes >= 0.99 * size
 
@@ -130,7 +130,7 @@ def test_metrics_are_means_over_the_updates(learner, packed):
   assert metrics['update/skipped'] == 0
 
 
-def test_another_step_does_not_compile_again(learner, packed):
+def test_another_step_does_not_recompile(learner, packed):
   reference = learner.reference()
   state, _ = _stepped(learner, packed, 0)
   with compilations.counted() as programs:
@@ -139,7 +139,7 @@ def test_another_step_does_not_compile_again(learner, packed):
   assert not programs
 
 
-def test_every_epoch_is_another_permutation():
+def test_every_epoch_has_its_own_permutation():
   config = runs.config(
     rollout__trajectories_per_step=32,
     updates__minibatch_size=8,
@@ -182,7 +182,7 @@ def test_a_reference_may_be_kept_in_host_memory(learner, packed):
   actual, _ = other.annotate(state, packed, reference=on_host)
   _assert_equal(actual.ref_logprobs_BL, expected.ref_logprobs_BL)
   assert np.abs(expected.ref_logprobs_BL).max() > 1
-  assert kinds(on_host) == {'pinned_host'}  # and still there
+  assert kinds(on_host) == {'pinned_host'}  # annotating left it there
 
 
 def test_an_updated_state_keeps_its_layout(learner, packed):

@@ -17,7 +17,7 @@ from tests.rl import batches
 
 @pytest.fixture
 def lengths(monkeypatch):
-  """Records the lengths that attention receives, one entry a pass."""
+  """Returns a list that gets the lengths that attention receives, by pass."""
   lengths = []
   plain = attention.IMPLEMENTATIONS['xla']
 
@@ -41,7 +41,7 @@ def test_an_update_passes_the_lengths(lengths, num_microbatches, passes):
     update_lib.update, spec=updates.spec(models, num_microbatches)
   )
   batch = updates.batch(models)
-  lengths.clear()  # of making the batch
+  lengths.clear()  # forget the passes that made the batch
   jax.eval_shape(
     update,
     updates.train_state(models),
@@ -49,7 +49,7 @@ def test_an_update_passes_the_lengths(lengths, num_microbatches, passes):
     batches.algorithm('st_ppo'),
     updates.hyperparameters(),
   )
-  # Policy and value; several microbatches are scored before, for statistics.
+  # Policy and value; with several microbatches also the pass for statistics.
   _check(lengths, passes=passes, rows=updates.B // num_microbatches)
 
 
@@ -70,5 +70,5 @@ def test_annotating_passes_the_lengths(lengths):
     reference=state.policy.params,
     old=state.policy.params,
   )
-  # The current policy, its value model, the denominator's and the reference.
+  # The current policy, its value model, the older policy and the reference.
   _check(lengths, passes=4, rows=updates.B)

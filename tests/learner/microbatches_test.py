@@ -61,7 +61,7 @@ def _accumulation(jaxpr):
 
 
 def _read_and_carried(loop):
-  """Avals of what all rounds of a scan read, and of what they hand on.
+  """Returns the avals that all rounds of a scan read, and those they carry.
 
   A round sees both as they are, and slices of the rest: names of jax for their
   numbers change.

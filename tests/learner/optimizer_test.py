@@ -73,7 +73,7 @@ def test_several_steps_are_those_of_optax():
     )
 
 
-def test_other_numbers_do_not_compile_again():
+def test_other_numbers_do_not_recompile():
   rng = np.random.default_rng(1)
   params, gradient = _tree(rng), _tree(rng)
   adam, step = _jitted()

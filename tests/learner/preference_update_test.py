@@ -167,10 +167,10 @@ def test_microbatches_and_devices_change_nothing():
   _assert_same(_update(_pairs(), mesh=(2, 2, 2), num_microbatches=2), whole)
 
 
-def test_pairs_of_no_token_weigh_nothing():
+def test_pairs_without_tokens_change_nothing():
   three = batch_lib.PairBatch(*(x[:3] for x in _pairs()))
   filled = pairs_lib.minibatch(three, 0, size=P, seed=0)
-  # Over the devices, some of which then have none.
+  # The rows are sharded, so some devices have none of these.
   found = _update(filled, mesh=(4, 2, 1))
   assert found[1]['preference/pairs'] == 3
   _assert_same(found, _update(three))

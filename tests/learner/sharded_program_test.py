@@ -1,4 +1,4 @@
-"""The compiled update: what devices tell each other, hold and multiply.
+"""The compiled update: what devices send, hold and multiply.
 
 Read from the program of a run's learner, compiled for eight virtual devices.
 """
@@ -20,8 +20,8 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import program
 from tests.training import runs
 
-# Weights are large beside everything else, as in the models that are cut. The
-# vocabulary is far wider than all that is not scored against it.
+# Weights are large beside everything else, as in models that need sharding. The
+# vocabulary is far larger than any other axis, so that logits are recognised.
 _V, _D, _NUM_LAYERS, _LENGTH, _NUM_LOSSES, _CHUNK = 2048, 32, 2, 64, 48, 24
 _ROWS_PER_DEVICE = 2
 _SHAPE = model_config.ModelConfig(
@@ -53,7 +53,7 @@ class _Compiled(NamedTuple):
 
 @functools.cache
 def _compiled(axes, num_microbatches=1, remat='none') -> _Compiled:
-  """Returns the compiled update on two rows a device."""
+  """Returns the compiled update on two rows per device."""
   devices = math.prod(axes)
   rows = devices * _ROWS_PER_DEVICE * num_microbatches
   mesh = mesh_lib.make_mesh(
@@ -98,7 +98,7 @@ def _bytes(tree, only=''):
 
 
 def _fsdp_formula(state, devices, *, num_microbatches):
-  """Bytes that a device sends in an update, n devices in a ring.
+  """Returns the bytes that a device sends in an update, n devices in a ring.
 
       (n - 1) / n x (gathered + scattered)
 
@@ -132,15 +132,15 @@ def test_bytes_are_those_of_the_fsdp_formula(num_microbatches, remat):
 
 
 @pytest.mark.parametrize('axes', [_FSDP, _ALL_AXES])
-def test_scores_are_neither_told_nor_held(axes):
+def test_logits_are_neither_sent_nor_held(axes):
   _, _, text = _compiled(axes)
   rows = _ROWS_PER_DEVICE * 8 // (axes[0] * axes[1])
   width = _V // axes[2]
-  # Half of float32 scores of the tokens that carry loss.
+  # Half of the float32 logits of the tokens that carry loss.
   limit = rows * _NUM_LOSSES * width * 2
   for told in program.collectives(text):
     for _, shape in told.arrays:
-      # Of words, devices tell each other columns of weights only.
+      # Of arrays over the vocabulary, devices send columns of weights only.
       if set(shape) & {_V, width}:
         columns = math.prod(shape) // max(shape)
         assert len(shape) == 2 and _D % columns == 0, told

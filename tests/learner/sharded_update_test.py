@@ -41,7 +41,7 @@ _COMPILER_OPTIONS = {
 
 
 class _Way(NamedTuple):
-  """How an update is computed: mesh, microbatches, remat, head chunk."""
+  """The way to compute an update: mesh, microbatches, remat, head chunk."""
 
   mesh: tuple[int, int, int] = (1, 1, 1)
   num_microbatches: int = 1
@@ -137,13 +137,13 @@ def test_three_updates_in_a_row_are_those_of_one_device(way):
     assert losses.keys() == losses_1.keys() and len(losses) >= 3
     for name, loss in losses_1.items():
       np.testing.assert_allclose(losses[name], loss, 1e-6, 1e-6, err_msg=name)
-    # Gradients, not weights: Adam makes whole steps of rounding.
+    # Gradients are compared, not weights: Adam makes full steps of rounding.
     jax.tree.map(
       lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-5),
       gradients,
       gradients_1,
     )
-  # The updates went somewhere: the gradients of the last are others.
+  # The updates changed the weights: the last gradients differ from the first.
   (_, first), *_, (_, last) = alone
   moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), first, last)
   assert max(jax.tree.leaves(moved)) > 1e-3

@@ -80,13 +80,13 @@ def test_under_adapters_there_is_one_base_and_few_moments():
   ):
     assert shapes(model.params) == {'layers': adapters} | head
     assert shapes(model.optimizer.mu) == shapes(model.params)
-  # Two models, two draws.
+  # The adapters of the two models are drawn separately.
   a, b = (
     m.params['layers']['q_proj']['lora_a'] for m in (state.policy, state.value)
   )
   assert np.abs(a - b).max() > 0.1
 
-  # The side of an adapter that meets the kernel's is cut likewise.
+  # An adapter is sharded along the side that it shares with its kernel.
   layers = state.policy.params['layers']
   parts = lambda x: x.size // x.addressable_shards[0].data.size
   for name in ('q_proj', 'o_proj'):

@@ -91,7 +91,7 @@ def test_outputs_at_the_loss_positions_suffice():
     pytest.param('so_grpo', marks=pytest.mark.slow),
   ],
 )
-def test_an_algorithm_without_values_is_the_same_however_split(name):
+def test_splits_change_nothing_for_an_algorithm_without_values(name):
   models, algorithm = updates.policy_alone(), _NEIGHBOURS[name]
   batch = updates.batch(updates.sums())
   one = updates.update(algorithm, batch, models)
@@ -107,7 +107,7 @@ def test_an_algorithm_without_values_is_the_same_however_split(name):
 @pytest.mark.parametrize('num_microbatches', [1, 2, 4])
 @pytest.mark.parametrize('mesh', [(1, 1, 1), (8, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize('name', _ALGORITHMS)
-def test_every_split_is_the_same(name, mesh, num_microbatches):
+def test_splits_change_nothing(name, mesh, num_microbatches):
   models, algorithm = updates.sums(), _ALGORITHMS[name]
   batch = updates.batch(models)
   many = updates.update(
@@ -139,7 +139,7 @@ def test_recomputed_layers_change_nothing():
   updates.assert_same(full, updates.update(algorithm, batch, models), models)
 
 
-def test_a_failed_row_weighs_nothing():
+def test_a_failed_row_changes_nothing():
   models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
   whole = updates.batch(models)
   failed = np.arange(updates.B) == 2
@@ -195,7 +195,7 @@ def test_a_policy_that_does_not_learn_keeps_its_bits():
   assert rested.metrics == learned.metrics
 
 
-def test_other_hyperparameters_do_not_compile_again():
+def test_other_hyperparameters_do_not_recompile():
   models, batch = updates.sums(), updates.batch(updates.sums())
   first = updates.update(_ALGORITHMS['st_ppo'], batch, models)
   changes = (

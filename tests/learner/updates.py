@@ -25,9 +25,9 @@ from stppo_jax.rl import diagnostics as diagnostics_lib
 from tests.models import tiny
 from tests.rl import batches
 
-# optax.identity makes new functions at each call, which would compile anew.
+# optax.identity makes new functions at each call, which would recompile.
 IDENTITY = optax.identity()
-# One row each: who wrote the token, '.' nobody, else the turn.
+# Each string is a row: the turn that each token belongs to, '.' for none.
 _LAYOUT = (
   '..111.222.33',
   '.1.22222.333',
@@ -63,7 +63,7 @@ def hyperparameters(
   policy_learns=True,
   **coefficients,
 ) -> update_lib.Hyperparameters:
-  """Returns those of plain descent; coefficients of the loss by name."""
+  """Returns hyperparameters of plain descent, with coefficients by name."""
   loss = loss_lib.Coefficients(
     entropy=0.01, value_clip=0.5, value=0.0, load_balance=0.0
   )
@@ -76,7 +76,7 @@ HYPERPARAMETERS = hyperparameters()
 
 
 class _Sums(functional.Model):
-  """Hidden states from running sums of embeddings; the heads are real."""
+  """A model whose states are running sums of embeddings; its heads are real."""
 
   def hidden_and_routing(
     self,
@@ -97,13 +97,13 @@ class _Sums(functional.Model):
 
 @functools.cache
 def transformers(**changes) -> Models:
-  """Small, but the real thing."""
+  """Returns small transformers."""
   return Models(tiny.model(**changes), tiny.model('scalar', **changes))
 
 
 @functools.cache
 def sums() -> Models:
-  """All that an update asks of a model, for a third of the compile time."""
+  """Returns stand-ins for transformers that compile in a third of the time."""
   policy, value = transformers()
   return Models(
     _Sums(policy.config, 'vocabulary'), _Sums(value.config, 'scalar')
@@ -111,7 +111,7 @@ def sums() -> Models:
 
 
 def policy_alone() -> Models:
-  """For rows without a critic."""
+  """Returns the models of algorithms without a critic."""
   return Models(sums().policy, None)
 
 
@@ -151,7 +151,7 @@ def _logprobs(policy):
 
 @functools.cache
 def batch(models: Models, *, spread: float = 0.4) -> batch_lib.TokenBatch:
-  """An annotated batch, `spread` away from the old policy."""
+  """Returns an annotated batch, `spread` away from the old policy."""
   rng = np.random.default_rng(3)
   draw = lambda: rng.normal(size=(B, L)).astype(np.float32)
   turn_ids = np.array(
@@ -187,7 +187,7 @@ def spec(
   num_microbatches: int = 1,
   optimizer: optimizer_lib.Optimizer = IDENTITY,
 ) -> loss_lib.UpdateSpec:
-  """Returns what an update of these models compiles in."""
+  """Returns the static arguments of an update of these models."""
   return loss_lib.UpdateSpec(
     *models,
     optimizer,
@@ -225,7 +225,7 @@ def update(
   num_microbatches=1,
   hyperparameters=HYPERPARAMETERS,
 ) -> Result:
-  """One update, with everything laid out on a mesh of that shape."""
+  """Returns the result of an update on a mesh of this shape."""
   axes = dict(zip(mesh_lib.AXES, mesh))
   devices = jax.devices()[: math.prod(mesh)]
   made = mesh_lib.make_mesh(**axes, devices=devices)
@@ -243,7 +243,7 @@ def update(
 def result(
   state: state_lib.TrainState, outputs: loss_lib.LossOutputs
 ) -> Result:
-  """Returns what an update gave as numpy arrays and floats."""
+  """Returns the result of an update as numpy arrays and floats."""
   metrics = {name: float(x) for name, x in outputs.metrics.items()}
   return Result(
     jax.device_get(state),
@@ -252,19 +252,22 @@ def result(
 
 
 def gradients(result: Result, models: Models) -> tuple[Any, Any]:
-  """Of policy and value, which plain descent subtracted."""
-  weights = lambda of: (of.policy.params, of.value and of.value.params)
+  """Returns the gradients of policy and value that plain descent subtracted."""
+  weights = lambda state: (
+    state.policy.params,
+    state.value and state.value.params,
+  )
   old, new = weights(train_state(models)), weights(result.state)
   return jax.tree.map(np.subtract, old, new)
 
 
 def rows(batch: batch_lib.TokenBatch, chosen) -> batch_lib.TokenBatch:
-  """The chosen rows of a batch."""
+  """Returns the chosen rows of a batch."""
   return jax.tree.map(lambda x: x[chosen], batch)
 
 
 def assert_same(actual: Result, expected: Result, models: Models) -> None:
-  """Losses to 1e-6, gradients and the other metrics to 1e-5."""
+  """Compares losses to 1e-6, gradients and the other metrics to 1e-5."""
   assert actual.metrics.keys() == expected.metrics.keys()
   for name, value in expected.metrics.items():
     tolerance = 1e-6 if name.endswith('_loss') else 1e-5

@@ -1,4 +1,4 @@
-"""Attention: against sums by hand, and the kernels against the definition."""
+"""Attention against sums by hand, and the kernels against the definition."""
 
 import functools
 
@@ -25,7 +25,7 @@ def _inputs(rows, size, num_heads, num_kv_heads, seed=0):
 
 
 def _by_hand(q_BLQH, k_BLKH, v_BLKH):
-  """Computes attention one query at a time, in float64."""
+  """Returns attention computed one query at a time, in float64."""
   mixed = np.zeros(q_BLQH.shape)
   shared = q_BLQH.shape[2] // k_BLKH.shape[2]
   for b, at, head in np.ndindex(q_BLQH.shape[:3]):
@@ -45,7 +45,7 @@ def test_attention_by_hand(num_kv_heads):
 
 
 def test_padding_does_not_change_earlier_queries():
-  # What follows a token does not reach it, whatever it is: no mask for it.
+  # A token never attends to later ones, so padding needs no mask.
   lengths_B = np.array([3, 7], np.int32)
   inputs = _inputs(2, 7, 2, 1)
   attend = attention.causal_attention('xla', 7, lengths_B, None)
@@ -74,7 +74,7 @@ def _value_and_gradients(attend, inputs, lengths_B):
 @pytest.mark.parametrize(
   ('size', 'num_heads', 'num_kv_heads', 'lengths'),
   [
-    (130, 4, 2, (130, 77)),  # a second, nearly empty block
+    (130, 4, 2, (130, 77)),  # a second, nearly empty tile
     (5, 7, 1, (5, 0)),  # a row of nothing
   ],
 )
@@ -91,8 +91,8 @@ def test_splash_equals_the_definition(size, num_heads, num_kv_heads, lengths):
 
 @pytest.mark.parametrize('lengths', [(9, 4, 0), None])
 def test_cudnn_gets_equivalent_arguments(lengths, monkeypatch):
-  # A stand-in that keeps to its interface and leaves rubbish at padding, also
-  # in the gradients.
+  # A stand-in with the kernel's interface, which writes garbage at padding,
+  # also in the gradients.
   plain = jax.nn.dot_product_attention
   padding = np.arange(9)[None] >= np.array(lengths or (9, 9, 9))[:, None]
   spoiled = lambda x: jnp.where(padding[..., None, None], jnp.nan, x)

@@ -63,7 +63,7 @@ def _found(attend, inputs):
 )
 def test_tiles_equal_the_definition(size, tile, num_heads, num_kv_heads):
   inputs = _inputs(size, num_heads, num_kv_heads)
-  # Logits that are larger than all before, and dwarf those behind.
+  # Logits that are far larger than all before and after them.
   q, k, v = inputs
   inputs = (q, k.at[:, size // 2].multiply(4), v)
   mixed, *gradients = _found(blockwise.attend(size, tile, None), inputs)
@@ -96,7 +96,7 @@ def test_later_tokens_change_nothing_before_them():
 
 
 def _compiled(size, num_heads, num_kv_heads, mesh):
-  """Compiles the gradients of a run's attention for this length."""
+  """Returns the compiled gradients of attention for this length."""
   attend = attention.causal_attention('xla', size, None, mesh)
 
   def shape(heads):
@@ -166,7 +166,7 @@ def test_tiles_need_no_communication_between_devices(
   compiled = _compiled(400, num_heads, num_kv_heads, mesh)
   sent = program.collectives(compiled.as_text())
   assert bool(sent) == shared
-  # Once, not in every pair of tiles.
+  # The gradient is summed between devices once, not in every pair of tiles.
   assert {x.times for x in sent} <= {1}
   assert max(x.times for x in program.instructions(compiled.as_text())) == 15
 

@@ -17,7 +17,7 @@ def _tokens(seed=0, shape=(_B, _L)):
 
 
 def _poisoned(model, rows=_B):
-  """What the cache holds past a row's length must not matter."""
+  """Returns an empty cache with garbage in place of zeros."""
   empty = cache_lib.empty(model.config, rows, _BLOCKS)
   return jax.tree.map(lambda x: jnp.full_like(x, 1e3), empty)
 
@@ -102,7 +102,10 @@ def test_storing_equals_a_plain_loop():
     cache_lib.nothing_recent(model.config, _B, N),
   )
   lengths_B, counts_B = np.array([0, 4, 9]), np.array([3, 6, 5])
-  for rows_B in (np.array([2, 0, 1]), np.array([3, 4, 0])):  # 4: there is none
+  for rows_B in (
+    np.array([2, 0, 1]),
+    np.array([3, 4, 0]),
+  ):  # slot 4 does not exist
     stored = jax.jit(cache_lib.store)(
       cache, recent, lengths_B, counts_B, rows_B
     )

@@ -203,7 +203,7 @@ def test_old_names_and_defaults_are_read():
   old = {'rope_scaling': {'type': 'linear', 'factor': 2.0}}
   config = model_config.ModelConfig.from_hf(_HF | old, **_RUNTIME)
   assert config.rope_scaling == model_config.RopeScaling('linear', 2.0)
-  # Llama 3's scaling is of the length the model was made for.
+  # Llama 3's scaling defaults to the length that the model was made for.
   shorter = {key: _LLAMA3[key] for key in list(_LLAMA3)[:-1]}
   config = model_config.ModelConfig.from_hf(
     _HF | {'rope_scaling': shorter, 'max_position_embeddings': 77}, **_RUNTIME

@@ -17,7 +17,7 @@ _B, _L, _D, _V = 3, 7, 4, 9
 
 
 def _arguments(seed=0, spread=0.5):
-  """hidden, output, and those of a reference `spread` away; tokens."""
+  """Returns the arguments of a divergence, the reference `spread` away."""
   rng = np.random.default_rng(seed)
   draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
   hidden, output = draw(_B, _L, _D), draw(_V, _D)
@@ -34,7 +34,7 @@ def _log_softmax(scores):
 
 
 def _twin(hidden, output, ref_hidden, ref_output, tokens, temperature):
-  """Computes the divergence by loops over the vocabulary, in float64."""
+  """Returns the divergence by loops over the vocabulary, in float64."""
   hidden, output, ref_hidden, ref_output = (
     np.asarray(x, np.float64) for x in (hidden, output, ref_hidden, ref_output)
   )
@@ -178,7 +178,7 @@ def test_the_divergence_of_models_is_that_of_their_heads():
   for x, e in zip(found, expected, strict=True):
     np.testing.assert_allclose(x, e, rtol=1e-5, atol=1e-5)
   assert np.all(found[2][:, 1:] > 0)
-  # Asked of some tokens only, the others are 0.
+  # With some loss positions only, the results at other tokens are 0.
   positions = np.array([[2, 5, 8], [7, 8, 9]], np.int32)
   few = divergence(params, reference, tokens, loss_positions_BM=positions)
   asked = np.zeros(tokens.shape, bool)

@@ -29,15 +29,15 @@ def test_values_are_the_scalar_head_on_the_state_before():
 def test_initial_weights_have_the_right_shapes_and_scales():
   model = tiny.model('scalar')
 
-  @jax.jit  # of two leaves: the others are not even compiled
+  @jax.jit  # two leaves only, so that the others are not even compiled
   def fresh(key):
     params = model.init(key)
     return params['scalar_head'], params['layers']['q_proj']['kernel']
 
   head, kernel = fresh(jax.random.key(0))
-  # The value of everything is zero at first.
+  # All values are zero at first.
   assert not np.any(head)
-  # Layers are stacked, and no copies of each other.
+  # Layers are stacked, and differ from each other.
   assert kernel.shape == (2, 16, 16)
   assert 0.015 < kernel[0].std() < 0.025
   assert abs(np.corrcoef(kernel[0].ravel(), kernel[1].ravel())[0, 1]) < 0.2
@@ -72,7 +72,7 @@ def test_biases_exist_if_the_config_has_them():
       lambda p: p.update(extra=np.zeros(3)),
       r'extra \(3,\), expected no such parameter',
     ),
-    # Ids past the end of a short embedding would be clamped in silence.
+    # Ids past the end of a short embedding would be clamped without an error.
     (
       lambda p: p.update(embedding=np.zeros((9, 16))),
       r'embedding \(9, 16\), expected \(11, 16\)',
@@ -109,7 +109,7 @@ def test_states_that_are_not_wanted_are_not_computed(unrolled, adapted):
     )
     params = model.join_params(params, adapters)
   tokens_BL = rng.integers(0, model.config.vocab_size, (3, 9)).astype(np.int32)
-  # Of the last row nothing is asked; 9 is no token.
+  # The last row has no loss position; 9 is filler.
   positions_BM = np.array([[1, 4, 8], [3, 5, 9], [9, 9, 9]], np.int32)
 
   def outputs(params, values_everywhere):
@@ -127,7 +127,7 @@ def test_states_that_are_not_wanted_are_not_computed(unrolled, adapted):
     for n, places in enumerate(positions_BM):
       asked_BL[n, places[places < 9]] = True
     logprobs_BL, entropy_BL, values_BL = outputs(params, values_everywhere)
-    # Values come of all tokens, or of those that are asked for.
+    # Values are computed for all tokens, or at loss positions only.
     values_BL = jnp.where(asked_BL, values_BL, 0.0)
     total = jnp.sum(jnp.sin(logprobs_BL + entropy_BL + values_BL))
     return total, (logprobs_BL, entropy_BL, values_BL)

@@ -45,7 +45,7 @@ _CASES = [
 
 
 def _make(directory, kind, tied, ratio, options):
-  """A model of theirs in `directory`, its numbers, and the same of ours."""
+  """Makes a model of `transformers` and returns its numbers and ours."""
   options = {'dtype': 'float32'} | options
   make_models.save(directory, kind, *_HEADS[ratio], tied, options)
   config = load.read_config(directory, **_RUNTIME)
@@ -85,7 +85,7 @@ def test_numbers_equal_those_of_transformers(
 @pytest.mark.parametrize('kind', make_models.KINDS)
 def test_transformers_generates_the_same_tokens_from_an_export(kind, tmp_path):
   model, params, golden = _make(tmp_path / 'theirs', kind, False, 2, {})
-  # Not from the source's config: what random weights are exported with.
+  # The config does not come from a source: exports of random weights write it.
   export.export(tmp_path / 'ours', model.config, params)
   theirs = make_models.load(tmp_path / 'ours')
   prompt = torch.from_numpy(golden['tokens_BL'])

@@ -1,4 +1,4 @@
-"""Adapters: fresh ones, trained ones, merged ones, and wrong ones."""
+"""Adapters: fresh, trained, merged and malformed ones."""
 
 import dataclasses
 import re
@@ -102,7 +102,7 @@ def test_cached_decoding_of_merged_weights_includes_adapters():
 
 
 def test_the_backward_pass_forms_no_gradient_of_the_base():
-  """Of the 3 products that training W takes, X W and dX are left."""
+  """Counts two of the three products that training W takes: X W and dX."""
   shape = dict(hidden_size=64, intermediate_size=256, head_dim=32)
   # One layer after another: XLA counts the body of a loop once.
   plain = tiny.model(**shape, scan_unroll=2)

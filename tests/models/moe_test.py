@@ -22,7 +22,7 @@ MASK = np.arange(L)[None] < np.array([5, 3, 1, 0])[:, None]
 
 
 def _parts(mesh=None, seed=0, **changes):
-  """A function of (weights, x, expert ids, mask), and weights that matter."""
+  """Returns a function of (weights, x, expert ids, mask), and weights."""
   make = lambda: moe.MixtureOfExperts(
     dataclasses.replace(SHAPE, **changes), mesh, rngs=nnx.Rngs(0)
   )
@@ -46,7 +46,7 @@ def _softmax(scores):
 
 
 def _twin(weights, tokens, *, chosen=None, normed=True):
-  """Computes one token and one expert after the other, in float64."""
+  """Returns the mixture by a loop over tokens and experts, in float64."""
   router, gates, ups, downs = _matrices(weights)
   outputs = np.zeros(tokens.shape)
   ids = np.zeros((*tokens.shape[:2], E), int)
@@ -78,7 +78,9 @@ def test_grouped_equals_dense_with_its_gradient(visited):
   ids = np.random.default_rng(visited).permuted(
     np.broadcast_to(np.arange(X), (B, L, X)), axis=-1
   )[..., :visited]
-  ids = np.where(ids == 3, (ids + visited) % X, ids)  # nobody visits one
+  ids = np.where(
+    ids == 3, (ids + visited) % X, ids
+  )  # one expert is not visited
   ids = ids if visited == 1 else np.sort(ids)
   found = []
   for name in moe.IMPLEMENTATIONS:
@@ -172,7 +174,7 @@ def test_load_balance_sums_over_layers_and_valid_tokens():
   np.testing.assert_allclose(balance(sums.probs_BX), wanted, rtol=1e-6)
   parts = balance(sums.probs_BX[:1]) + balance(sums.probs_BX[1:])
   np.testing.assert_allclose(parts, wanted, rtol=1e-6)
-  assert wanted > E + 0.05  # an even load costs E
+  assert wanted > E + 0.05  # the loss of an even load is E
 
 
 def test_an_even_load_has_a_loss_of_experts_per_token():

@@ -11,7 +11,7 @@ from stppo_jax.configs import schema
 from stppo_jax.models import remat
 from tests.models import tiny
 
-# Long enough for attention's scores to count.
+# Long enough for the logits of attention to count.
 _TOKENS_BL = np.arange(2 * 64).reshape(2, 64) % 11
 
 

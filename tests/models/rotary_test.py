@@ -11,7 +11,7 @@ from tests.models import tiny
 
 # Heads of 8 at base 16: radians per token of the four pairs.
 _PLAIN = np.array([1.0, 0.5, 0.25, 0.125])
-# Turns in 8 pi tokens are 4 times those: 4, 2, 1, 1/2.
+# In 8 pi tokens the pairs turn 4 times as often: 4, 2, 1, 1/2.
 _ORIGINAL = 8 * math.pi
 _LLAMA3 = {
   'low_freq_factor': 1.0,

@@ -1,4 +1,4 @@
-"""Whole models with experts: where tokens go, and sending them there again.
+"""Whole models with experts: the routing of tokens, and its replay.
 
 B rows, L tokens, N layers, E experts that a token visits, X experts.
 """
@@ -25,7 +25,7 @@ LENGTHS = np.array([L, 4, 1], np.int32)
 
 
 def _other_routers(params):
-  """The same weights, with routers that rank the experts otherwise."""
+  """Returns the weights with routers that rank the experts differently."""
   moe = params['layers']['moe']
   kernel = np.random.default_rng(9).permuted(moe['router']['kernel'], axis=-1)
   moe = {**moe, 'router': {'kernel': kernel}}

@@ -33,7 +33,7 @@ def test_later_tokens_do_not_change_earlier_states():
 
 
 def test_states_depend_on_positions():
-  # Without positions, attention is blind to the order of what came before.
+  # Without positions, attention ignores the order of earlier tokens.
   model = tiny.model()
   params, tokens_BL = tiny.params(model), _tokens()
   tokens_BL[0, :2], tokens_BL[1, :2] = (3, 4), (4, 3)
@@ -63,7 +63,7 @@ def test_rematerialisation_and_unrolling_do_not_change_the_gradient():
   )
 
 
-def test_layers_are_rematerialised_and_unrolled_as_asked():
+def test_layers_are_rematerialised_and_unrolled_as_configured():
   tokens_BL = _tokens()
 
   def program(**runtime):
@@ -100,7 +100,7 @@ def test_gradients_of_a_frequent_token_add_up_in_float32(axes):
   wanted_VD = np.zeros((16, 16))
   np.add.at(wanted_VD, tokens_BL, cotangent_BLD.astype(np.float64))
   assert found_VD.dtype == jnp.bfloat16
-  # One rounding, of the sum: 8 bits.
+  # Only the sum is rounded, to 8 bits.
   np.testing.assert_allclose(
     found_VD.astype(np.float64), wanted_VD, rtol=2**-8, atol=1e-2
   )

@@ -60,7 +60,7 @@ def _total(kind, mesh, hidden, output, tokens, positions):
 
 
 def _placed(mesh, arguments):
-  """Places rows along data and fsdp, the matrix along tensor and fsdp."""
+  """Returns rows sharded by data and fsdp, the matrix by tensor and fsdp."""
   rows = sharding.batch_sharding(mesh)
   if len(arguments[0]) % 4:
     rows = NamedSharding(mesh, P())
@@ -120,17 +120,17 @@ def test_no_logits_are_sent_and_the_matrix_is_sent_once_a_pass(kind):
     .lower(*placed)
     .compile()
   )
-  # A chunk of a device, which has half of the entries.
+  # The chunk of a device that has half of the entries.
   chunk = _CHUNK * _V // 2
   assert shapes.largest(compiled) == chunk
   found = program.collectives(compiled.as_text())
   size = lambda c: max(math.prod(dims) for _, dims in c.arrays)
-  # Half of the entries with all columns, for either pass; of two models, too.
+  # Each pass gathers half of the entries with all columns, of each model.
   own = _V // 2 * _D
   gathers = [c for c in found if c.kind == 'all-gather']
   assert gathers and all(size(c) == own and c.times == 1 for c in gathers)
   assert len(gathers) <= 2
-  # The gradient of the matrix, once; in the loop, numbers and states.
+  # The matrix's gradient is sent once; the loop sends numbers and states only.
   once = [c for c in found if c.times == 1 and c not in gathers]
   inside = [c for c in found if c.times > 1]
   assert max(map(size, once)) <= own

@@ -13,7 +13,7 @@ from tests.models import shapes
 
 _B, _L, _D, _V = 3, 9, 4, 10
 _TEMPERATURE = 0.7
-# Row 1 has no loss position, row 2 only the last token; 0 and L stand for none.
+# Row 1 has no loss position, row 2 only the last token; 0 and L are filler.
 _POSITIONS = np.array(
   [[2, 3, 5, 8, 1], [9, 9, 9, 9, 0], [8, 9, 9, 9, 9]], np.int32
 )
@@ -23,7 +23,7 @@ _EVERYWHERE = np.arange(_L) > 0
 
 
 def _arguments():
-  """hidden, output, tokens; cotangents of log-probabilities and entropy."""
+  """Returns hidden states, output matrix, tokens and two cotangents."""
   rng = np.random.default_rng(0)
   draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
   tokens = rng.integers(0, _V, (_B, _L)).astype(np.int32)
@@ -31,7 +31,7 @@ def _arguments():
 
 
 def _twin(hidden, output, tokens, asked):
-  """Computes the results by loops over tokens, in float64."""
+  """Returns the results by loops over tokens, in float64."""
   logprobs, entropy = np.zeros((2, _B, _L))
   for b, token in np.argwhere(asked):
     z = np.float64(output) @ np.float64(hidden[b, token - 1]) / _TEMPERATURE
@@ -100,7 +100,7 @@ def test_results_and_gradients_equal_a_float64_loop(chunk, asks):
 def test_tokens_outside_loss_positions_have_no_influence(chunk, poison):
   hidden, output, tokens, *of = _arguments()
   clean = _value_and_gradient(chunk)(hidden, output, tokens, *of, _POSITIONS)
-  before = np.roll(_ASKED, -1, axis=1)  # states that speak about asked tokens
+  before = np.roll(_ASKED, -1, axis=1)  # states before loss positions
   hidden = np.where(before[..., None], hidden, np.float32(poison))
   tokens = np.where(_ASKED, tokens, np.int32(2**31 - 1))
   of = [np.where(_ASKED, o, np.float32(poison)) for o in of]
@@ -162,4 +162,4 @@ def test_logits_of_all_tokens_are_never_formed():
     .lower(draw(B, L, D), draw(V, D), ints(B, L), ints(B, M))
     .compile()
   )
-  assert shapes.largest(program) == chunk * V  # a chunk, nothing larger
+  assert shapes.largest(program) == chunk * V  # one chunk and no more

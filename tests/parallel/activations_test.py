@@ -1,4 +1,4 @@
-"""Activations and their gradients have the sharding that was asked for."""
+"""Activations and their gradients have the requested sharding."""
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -20,7 +20,7 @@ def _mesh():
   [
     ((8, 5, 4), (_ROWS,), P(_ROWS)),
     ((8, 5, 4), (_ROWS, None, _TENSOR), P(_ROWS, None, _TENSOR)),
-    # What does not divide is whole, the other dimensions are still cut.
+    # A dimension that does not divide is replicated, the others are sharded.
     ((6, 5, 4), (_ROWS, None, _TENSOR), P(None, None, _TENSOR)),
     ((8, 5, 3), (_ROWS, None, _TENSOR), P(_ROWS)),
   ],

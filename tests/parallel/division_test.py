@@ -18,7 +18,7 @@ def _check(fsdp, tensor, num_kv_heads=4, cut=_CUT):
 
 @pytest.mark.parametrize(
   ('fsdp', 'tensor', 'num_kv_heads'),
-  # The last two: key and value heads on two and on four devices each.
+  # In the last two, a key and value head is on two and on four devices.
   [(1, 1, 4), (8, 1, 4), (2, 4, 4), (1, 8, 4), (2, 4, 1)],
 )
 def test_meshes_that_divide_are_accepted(fsdp, tensor, num_kv_heads):

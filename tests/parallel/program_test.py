@@ -73,7 +73,7 @@ def test_products_in_a_loop_are_counted():
   text = _compiled(seven_products, mesh, *arrays)
   (told,) = program.collectives(text)
   assert (told.kind, told.devices) == ('all-reduce', 8)
-  # [5, 6] float32 are 120 bytes: each device has a part of the sum of each.
+  # [5, 6] float32 are 120 bytes: each device has one term of every sum.
   assert told.sent == 7 * 2 * 120 * 7 / 8
   # Two of the sixteen columns are on a device.
   assert program.operations(text) == 7 * 2 * 5 * 2 * 6

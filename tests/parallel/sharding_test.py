@@ -11,7 +11,7 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from tests.models import tiny
 
-# Divisible by two everywhere.
+# All sizes are divisible by two.
 _EVEN = {'vocab_size': 12, 'num_kv_heads': 2}
 
 
@@ -66,7 +66,7 @@ def test_a_name_without_a_rule_is_printed():
   shapes['layers']['router'] = {'kernel': shapes['embedding']}
   with pytest.raises(ValueError, match="parameter 'layers/router/kernel'"):
     sharding.param_shardings(shapes, _mesh())
-  # Rules are tried in order, and are given by the caller if need be.
+  # Rules are tried in order, and the caller may pass others.
   rules = (('router/kernel$', P('data')), *sharding.RULES)
   layout = sharding.param_shardings(shapes, _mesh(), rules)
   assert layout['layers']['router']['kernel'].spec == P('data')

@@ -1,4 +1,4 @@
-"""A folder is the old or the new one, whatever happens in between."""
+"""A folder is the old or the new one, wherever the writer is interrupted."""
 
 import os
 import pathlib
@@ -79,7 +79,7 @@ def test_a_kill_at_any_moment_leaves_the_old_or_the_new_folder(
     def called(*arguments, **options):
       left[0] -= 1
       if left[0] < 0:
-        raise SystemExit  # and at every later change: nobody tidies up
+        raise SystemExit  # and at every later change, so nothing is cleaned up
       return function(*arguments, **options)
 
     return called

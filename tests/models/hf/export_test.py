@@ -49,7 +49,7 @@ def _same_bits(actual, expected):
     assert actual[name].tobytes() == value.tobytes(), name
 
 
-# Everything at once; a few layers, experts or rows.
+# Slices of everything, and of a few layers, experts or rows.
 @pytest.mark.parametrize('block_bytes', [2**24, 1100])
 @pytest.mark.parametrize('sizes', [(8, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize('name', ['qwen2', 'qwen3_moe'])
@@ -105,7 +105,7 @@ def test_large_weights_are_split_into_files(tmp_path):
   assert index['metadata'] == {'total_size': total}
   again = load.read_params(tmp_path / 'many', _DENSE.config)
   jax.tree.map(np.testing.assert_array_equal, again, params)
-  # Written anew in one file, the several of before are gone.
+  # An export in one file removes the several files of an earlier one.
   export.export(tmp_path / 'many', _DENSE.config, params)
   assert sorted(os.listdir(tmp_path / 'many')) == [
     'config.json',
@@ -159,7 +159,7 @@ def test_a_failure_in_the_middle_leaves_the_old_export(tmp_path, monkeypatch):
 
 
 def _greedy(model, params, prompt, count):
-  """The likeliest tokens after a prompt, by whole forward passes."""
+  """Returns the likeliest tokens after a prompt, by whole forward passes."""
   tokens = list(prompt)
   length = len(prompt) + count
   for _ in range(count):
@@ -180,7 +180,7 @@ def test_transformers_loads_an_export_and_generates_the_same(
   torch = pytest.importorskip('torch', exc_type=ImportError)
   import transformers
 
-  # Byte-level: `transformers` takes no other for these architectures.
+  # Byte-level, because `transformers` accepts no other for these architectures.
   tokenizer = tokenizer_lib.train_byte_level_bpe(['who is it? ' * 9], 280)
   shape = dataclasses.replace(
     _MODELS[name].config, vocab_size=tokenizer.vocab_size

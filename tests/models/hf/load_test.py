@@ -97,7 +97,7 @@ def test_weights_of_any_dtype_become_float32(tmp_path, dtype):
   assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype('f4')}
 
 
-# Whole leaves; some layers or rows; parts of a layer; single numbers.
+# Slices: whole leaves; some layers or rows; pieces of a layer; single numbers.
 @pytest.mark.parametrize('block_bytes', [2**24, 1500, 200])
 @pytest.mark.parametrize('sizes', [(8, 1, 1), (2, 2, 2)])
 @pytest.mark.parametrize('model', [_DENSE, _MIXTURE], ids=['dense', 'mixture'])
@@ -169,7 +169,7 @@ def _with(**changes):
       r'model.norm.weight gives shape \(3,\), expected \(16,\)',
     ),
     (
-      # Square on purpose nowhere: turned around it is another shape.
+      # No kernel is square, so that a transposed one has another shape.
       _with(
         model__layers__1__mlp__up_proj__weight=np.zeros((16, 24), np.float32)
       ),
@@ -221,8 +221,9 @@ def test_a_file_that_is_no_config_is_named(tmp_path, text, expected):
   assert '\n' not in str(caught.value)
 
 
-# Prints by how much anonymous memory exceeds the parameters, at its peak, in
-# parts of the largest file. What does not grow with the model is paid before.
+# Prints by how much the peak of anonymous memory exceeds the parameters, as a
+# share of the largest file. Memory that does not grow with the model is
+# allocated before.
 _MEASURE = """
 import pathlib, re, sys, threading, time
 import jax
@@ -263,7 +264,7 @@ print((anonymous() - before) / size)
 
 
 def _large(folder, num_layers, hidden_size):
-  """Writes a bfloat16 model of constants; bytes of its file."""
+  """Writes a bfloat16 model of constants and returns the bytes of its file."""
   model = tiny.model(
     vocab_size=8 * hidden_size,
     hidden_size=hidden_size,
@@ -303,5 +304,5 @@ def test_little_memory_is_needed_beside_the_parameters(tmp_path, num_devices):
   assert done.returncode == 0, done.stderr
   excess, kept = map(float, done.stdout.split())
   assert excess <= 0.3
-  # The parameters are counted: neither mapped nor shared.
+  # The parameters are counted, because they are neither mapped nor shared.
   assert 0.99 < kept
