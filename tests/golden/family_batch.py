@@ -1,4 +1,4 @@
-"""The one batch that all of tests/golden/family is about, and its options."""
+"""The batch and the options of all files in tests/golden/family."""
 
 import types
 
@@ -7,9 +7,9 @@ import torch
 
 B, L, T = 8, 32, 4
 FAILED_ROW = 7
-NEVER = 1e9  # a dual clip, or a cap, that nothing reaches
+NEVER = 1e9  # a dual clip, or a cap, that no number reaches
 
-# What every implementation is told, where it has such an option.
+# The options of every implementation that has them.
 OPTIONS = {
   'low': 0.2,
   'high': 0.28,
@@ -31,7 +31,7 @@ OPTIONS = {
 
 
 def _layout(rng):
-  """Turns of 1 to 7 tokens with observations of 1 to 2 between them."""
+  """Returns turns of 1 to 7 tokens with observations of 1 to 2 between."""
   turn_ids_BL = np.zeros((B, L), np.int32)
   for b in range(B):
     start = rng.integers(0, 3)
@@ -46,7 +46,7 @@ def _layout(rng):
 
 
 def make_arrays():
-  """The inputs, by our names; finite everywhere."""
+  """Returns the inputs by our names; they are finite everywhere."""
   rng = np.random.default_rng(20)
   turn_ids_BL, loss_mask_BL = _layout(rng)
   normal = lambda scale=1.0: scale * rng.normal(size=(B, L))
@@ -71,14 +71,14 @@ def make_arrays():
 
 
 def tensors(arrays):
-  """The arrays as attributes; the mask is a number there."""
+  """Returns the arrays as attributes, the mask as numbers."""
   tensors = {name: torch.from_numpy(x) for name, x in arrays.items()}
   tensors['loss_mask_BL'] = tensors['loss_mask_BL'].to(torch.float64)
   return types.SimpleNamespace(**tensors)
 
 
 def by_turn(x):
-  """The rows cut by turn: a row of [turns, L] is one turn and nothing else."""
+  """Returns arrays [turns, L] in which every row has the tokens of one turn."""
   written = torch.where(x.loss_mask_BL > 0, x.turn_ids_BL, 0)
   pairs = [
     (b, turn)
@@ -96,7 +96,7 @@ def by_turn(x):
 
 
 def differentiated(loss, x, name='logprobs_BL'):
-  """A loss and its gradient with respect to an array."""
+  """Returns a loss and its gradient with respect to an array."""
   at = getattr(x, name).clone().requires_grad_()
   value = loss(types.SimpleNamespace(**{**vars(x), name: at}))
   (gradient,) = torch.autograd.grad(value, at)

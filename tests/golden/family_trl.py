@@ -1,4 +1,4 @@
-"""What trl makes of the batch; see make_family.py.
+"""The results of trl for the batch; see make_family.py.
 
 Its losses are methods of trainers that ask a model for log-probabilities:
 they get an object that returns ours.
@@ -16,7 +16,7 @@ OPTIONS = family_batch.OPTIONS
 
 
 def _loss(x, **options):
-  """`GRPOTrainer._compute_loss`, in evaluation: no gradient accumulation."""
+  """Returns `GRPOTrainer._compute_loss` without gradient accumulation."""
   arguments = types.SimpleNamespace(
     use_bias_correction_kl=False, delta=options.pop('delta', None)
   )

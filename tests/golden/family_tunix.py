@@ -1,4 +1,4 @@
-"""What tunix makes of the batch; see make_family.py.
+"""The results of tunix for the batch; see make_family.py.
 
 Its losses ask a model for log-probabilities and values: they get ours. They
 cast to float32, which is lifted.
@@ -17,14 +17,14 @@ B, L, OPTIONS = family_batch.B, family_batch.L, family_batch.OPTIONS
 
 
 class _Double:
-  """`jax.numpy` whose float32 is float64: it lifts a cast."""
+  """`jax.numpy` with float64 as its float32, so that a cast does not round."""
 
   def __getattr__(self, name):
     return getattr(jnp, 'float64' if name == 'float32' else name)
 
 
 def _import_tunix():
-  """Its `algo_core` and `common`, without what the package itself imports."""
+  """Returns its `algo_core` and `common` without the package's own imports."""
   package = types.ModuleType('tunix')
   spec = importlib.util.find_spec('tunix')
   package.__path__ = list(spec.submodule_search_locations)
@@ -115,7 +115,7 @@ def _values_and_advantages(algo_core, common, x):
   )
 
   def value_loss(values_BL):
-    # It reads V before a token at the place of the token before.
+    # Its V before token l stands at index l - 1.
     common.compute_score = lambda *_, **__: jnp.pad(values_BL, ((0, 0), (0, 1)))
     return algo_core.ppo_value_loss_fn(
       None, example, OPTIONS['value_clip'], 0, 0

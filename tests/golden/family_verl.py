@@ -1,4 +1,4 @@
-"""What verl makes of the batch; see make_family.py."""
+"""The results of verl for the batch; see make_family.py."""
 
 import types
 
@@ -47,7 +47,7 @@ def _policy(
 
 
 def _policies(x):
-  """Ratio, bounds, objective and aggregate."""
+  """Returns results that differ in ratio, bounds, objective or aggregate."""
   sequence = {'low': OPTIONS['sequence_low'], 'high': OPTIONS['sequence_high']}
   calls = {
     'token_mean': ('vanilla', 'token-mean', {}),
@@ -95,7 +95,7 @@ def _weights(log_ratio_BL, x, level, threshold):
 
 
 def _weighted(x):
-  """Objectives whose ratio is a weight."""
+  """Returns results of objectives whose ratio is a weight."""
   mode = 'seq-mean-token-sum'
   behind = x.logprobs_BL - x.old_logprobs_BL  # staleness
   both = x.logprobs_BL - x.sampler_logprobs_BL  # and mismatch
@@ -117,7 +117,7 @@ def _weighted(x):
 
 
 def _corrections(x):
-  """The mismatch between trainer and sampler, on top of token PPO."""
+  """Returns results of token PPO with a mismatch correction."""
   log_k_BL = x.old_logprobs_BL - x.sampler_logprobs_BL
   everything_below = f'{1 / family_batch.NEVER}_{OPTIONS["cap"]}'
   weights = {
@@ -149,7 +149,7 @@ def _corrections(x):
 
 
 def _kl_and_entropy(x):
-  """Penalties in the loss, and the estimates alone."""
+  """Returns results with penalties in the loss, and the KL estimates."""
   results = {}
   for name in ('k1', 'k2', 'k3'):
 

@@ -1,4 +1,4 @@
-"""Makes tests/golden/family: what public implementations make of one batch.
+"""Makes tests/golden/family: results of public implementations for one batch.
 
     pip install numpy verl==0.9.1 trl==1.16.0 google-tunix==0.1.7 torch==2.13.0
     python tests/golden/make_family.py

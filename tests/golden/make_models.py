@@ -18,7 +18,7 @@ import transformers
 _HERE = pathlib.Path(__file__).parent
 _SMALL = {
   'vocab_size': 31,
-  'hidden_size': 14,  # Llama wants a multiple of its 2 or 7 heads
+  'hidden_size': 14,  # Llama needs a multiple of its 2 or 7 heads
   'intermediate_size': 16,
   'num_hidden_layers': 2,
   'head_dim': 8,
@@ -69,7 +69,7 @@ _CASES = {
 
 
 def save(directory, kind, num_heads, num_kv_heads, tied, options):
-  """A model of random weights, biases and scales away from 0 and 1."""
+  """Saves a random model with biases and scales away from 0 and 1."""
   options = KINDS[kind] | copy.deepcopy(options)  # transformers adds to it
   dtype = getattr(torch, options.pop('dtype'))
   options = {key: x for key, x in options.items() if x is not None}
@@ -89,14 +89,14 @@ def save(directory, kind, num_heads, num_kv_heads, tied, options):
 
 
 def load(directory):
-  """The model there, in float32."""
+  """Returns the model in a directory, float32."""
   return transformers.AutoModelForCausalLM.from_pretrained(
     directory, dtype=torch.float32, experts_implementation='eager'
   )
 
 
 def numbers(directory, shape):
-  """What the model there computes, as arrays by name."""
+  """Returns the results of the model in a directory, as arrays by name."""
   model = load(directory)
   tokens = torch.randint(0, model.config.vocab_size, shape)
   visited = []
