@@ -1,4 +1,4 @@
-"""The generated pages are what the table makes, and nothing is missing."""
+"""The pages in docs are those made from the table, and complete."""
 
 import copy
 import inspect
@@ -34,18 +34,18 @@ def _pages(table=algorithms.ALGORITHMS, texts=texts):
 
 
 def _entry(name, text=_OVERVIEW, heading='###'):
-  """What a page says under a heading, up to the next one."""
+  """Returns the text under a heading of a page."""
   return text.split(f'\n{heading} {name}\n')[1].split('\n##')[0]
 
 
 def _choices(key):
-  """The section of an option on the page of its axis."""
+  """Returns the section of an option on the page of its axis."""
   page = _PAGES[f'choices/{key.split(".")[0]}.md']
   return page.split(f'\n## {key}\n')[1].split('\n## ')[0]
 
 
 def _bullet(key, entry):
-  """The text of a bullet, its line breaks undone."""
+  """Returns the text of a bullet without line breaks."""
   (found,) = re.findall(
     rf'^- \*\*{re.escape(key)}:\*\* (.*?)(?=\n- |\n*\Z)', entry, re.M | re.S
   )
@@ -56,7 +56,7 @@ def _settings(flat):
   return ', '.join(f'`{key}={value}`' for key, value in flat.items()) + '.'
 
 
-def test_the_pages_are_what_the_table_makes():
+def test_the_pages_are_made_from_the_table():
   made = make_algorithms.pages()
   found = {make_algorithms.FOLDER / path: text for path, text in _PAGES.items()}
   assert found == made, 'out of date: make docs'
@@ -81,7 +81,7 @@ def test_every_choice_has_a_description_and_the_other_way_round():
 
 
 @pytest.mark.parametrize('missing', ['algorithm', 'choice'])
-def test_what_is_not_described_is_an_error(missing):
+def test_a_missing_description_is_an_error(missing):
   table = dict(algorithms.ALGORITHMS)
   changed = copy.copy(texts.__dict__)
   if missing == 'algorithm':
@@ -156,7 +156,7 @@ def test_every_default_is_that_of_the_table():
   assert listed == {key: str(value) for key, value in flat.items()}
 
 
-def test_what_is_allowed_is_the_rule_of_the_algorithm_s_own_choice():
+def test_allowed_values_follow_the_rule_of_the_chosen_option():
   algorithm = copy.deepcopy(algorithms.ALGORITHMS['token_ppo'])
   algorithm['objective'] = algorithms.choice('objective', 'dual_clip')
   rules = algorithm_docs.rules(algorithm)
@@ -168,7 +168,7 @@ def test_what_is_allowed_is_the_rule_of_the_algorithm_s_own_choice():
   assert '| `kl.controller` | `fixed` | `fixed`, `adaptive` |' in table
 
 
-def test_an_entry_lists_what_differs():
+def test_an_entry_lists_the_options_that_differ():
   base = algorithms.ALGORITHMS['token_ppo']
   assert algorithm_docs.differences(base, base) == {}
   assert _bullet('Differs from `token_ppo`', _entry('`st_ppo`')) == (
@@ -194,7 +194,7 @@ def test_a_changed_default_changes_the_page():
   assert changed.count('`kl.coefficient=0.001`') == len(table) - 1
 
 
-def test_what_an_algorithm_needs():
+def test_an_entry_lists_the_needs_of_its_algorithm():
   assert _bullet('Needs', _entry('`st_ppo`')) == 'a value model.'
   assert _bullet('Needs', _entry('`reinforce`')) == 'no value model.'
   assert _bullet('Needs', _entry('`sspo`')) == (

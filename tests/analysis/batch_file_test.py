@@ -1,4 +1,4 @@
-"""Files of saved batches: what is read, and which files are refused."""
+"""Files of saved batches: the arrays read, and the files refused."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Saved batches: what is read of them, and everything that is refused."""
+"""Saved batches: the arrays that are selected, and those refused."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Nothing here looks at a time: the least that can be measured will do."""
+"""No test here depends on a time, so samples may be as short as possible."""
 
 import pytest
 

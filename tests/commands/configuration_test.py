@@ -1,4 +1,4 @@
-"""Command lines as a user types them: their configuration, every error."""
+"""Command lines of users: their configurations and their errors."""
 
 import math
 import os

@@ -9,7 +9,7 @@ from tests.commands import lab_calls
 
 @pytest.fixture(scope='session')
 def file(tmp_path_factory):
-  """A saved batch that another program might have written."""
+  """Returns a saved batch such as another program might write."""
   arrays, *_ = batch_arrays.arrays()
   path = tmp_path_factory.mktemp('file') / 'F.npz'
   np.savez(path, notes=np.zeros(3), **arrays)
@@ -18,7 +18,7 @@ def file(tmp_path_factory):
 
 @pytest.fixture
 def config(tmp_path):
-  """A config file that gives its algorithms other options than the table."""
+  """Returns a config file with other options than the table."""
   path = tmp_path / 'mine.py'
   path.write_text(lab_calls.CONFIG, encoding='utf-8')
   return path

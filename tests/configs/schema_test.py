@@ -1,4 +1,4 @@
-"""Every rule of a config is broken once; the configs that we ship keep all."""
+"""Every rule refuses a config that breaks it; packaged configs break none."""
 
 import copy
 import math
@@ -251,7 +251,7 @@ def test_a_mixture_of_experts_keeps_the_rules():
   assert schema.check(_config(**_MOE)) == []
 
 
-def test_all_errors_come_at_once():
+def test_all_errors_are_reported_together():
   lines = schema.check(
     _config(
       num_steps=0,
