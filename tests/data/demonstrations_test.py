@@ -75,7 +75,7 @@ def test_without_errors_every_answer_is_right_and_stands_in_a_passage(hops):
     assert trajectory.status is types.TrajectoryStatus.COMPLETED
     actions = [turn.action for turn in trajectory.turns]
     assert actions == ['search'] * hops + ['answer']
-    # The answer stands in what the last search found.
+    # The last search found a passage with the answer.
     found = tokenizer.decode(trajectory.turns[-2].observation_ids)
     assert f' is {trajectory.question.golden_answers[0]}.' in found
 
@@ -108,7 +108,7 @@ def test_every_kind_of_error_occurs():
       misread += len(asked) == 2 and golden not in answer
   assert searches == {0, 1, 2}
   half = sum(query in synthetic_wiki.OPENINGS for query in queries)
-  # 0.15 of the decisions ask for half a name, 0.7 for a whole one.
+  # 0.15 of the decisions search for half a name, 0.7 for a full one.
   assert 0.12 < half / len(queries) < 0.24
   assert misread > 5
 
@@ -135,7 +135,7 @@ def test_think_words_change_only_the_thought(error_rate):
   words = [word.strip() for word in synthetic_wiki.FILLER_WORDS]
   for _, turns in plain:
     for turn in turns:
-      # Nothing but what is done next.
+      # Only the text of the next action.
       assert len(thought.match(turn)[1].split()) <= 2
   for _, turns in wordy:
     for turn in turns:

@@ -119,7 +119,7 @@ def test_every_epoch_is_a_new_permutation(tmp_path, count):
   for epoch in epochs:
     assert sorted(epoch) == [str(n) for n in range(7)]
   assert len(set(map(tuple, epochs))) == 5
-  # A step can be asked for out of order, as after a resumption.
+  # Steps can be requested in any order, as after a resumption.
   assert [q.id for q in questions.train(2, count)] == stream[
     2 * count : 3 * count
   ]

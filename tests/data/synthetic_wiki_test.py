@@ -75,7 +75,7 @@ def test_the_answer_follows_from_the_passages_alone(hops):
       answer = facts_of[answer][relation]
     assert chain.question.golden_answers == (answer,)
     assert answer != start  # not in the question
-    # The first word asks for the type, where it asks for anything.
+    # The first word fits the type of the answer.
     first = chain.question.text.split()[0]
     if first in ('Who', 'What'):
       assert (first == 'Who') == (type_of[answer] == 'person')

@@ -83,7 +83,7 @@ def test_turns_that_find_nothing_earn_nothing():
   for turn_index, text in (
     (0, _ANSWER),
     (0, '<search> </search>'),
-    (2, _SEARCH),  # the last generation: nothing is looked up
+    (2, _SEARCH),  # the last turn: no search is made
     (0, broken),
   ):
     assert _step(environment, turn_index, text).reward == 0.0
@@ -181,7 +181,7 @@ def test_a_passage_or_the_prompt_cannot_answer():
   _, scores = _environment(reward_scope='search_r1').rewards(
     _QUESTION, prompt, ['hm'], _STATUS.COMPLETED
   )
-  assert scores['em'] == 1.0  # the fault the other scope asks for
+  assert scores['em'] == 1.0  # the fault of the other scope
 
 
 def test_search_r1_counts_the_example_of_the_built_in_prompt():

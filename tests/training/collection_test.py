@@ -1,7 +1,7 @@
 """Collecting a step: which groups are replaced, and with which keys.
 
-There are four groups of two trajectories. A letter says what both of a group
-earned: 'v' different rewards (varied), '=' equal ones (uniform), 'x' none,
+There are four groups of two trajectories. A letter stands for the rewards of
+a group: 'v' different ones (varied), '=' equal ones (uniform), 'x' none,
 because the infrastructure failed them.
 """
 
@@ -30,7 +30,7 @@ class _World:
   Attributes:
     asked: (step, count, resample_round) of each round of questions.
     keys: bits of the keys of each collection.
-    waits: how often the retriever was waited for.
+    waits: the number of waits for the retriever.
   """
 
   def __init__(self, *rounds):
@@ -141,7 +141,7 @@ def test_keys_depend_on_step_and_round():
   assert first.keys == again.keys
   bits = [tuple(key) for collected in first.keys for key in collected]
   assert len(set(bits)) == len(bits) == 3 * 8
-  # The first round has the keys that a step has always had.
+  # The first round has the keys of a step without resampling.
   key = keys.step_key(runs.config().seed, _STEP, keys.Purpose.COLLECT)
   own = np.asarray(jax.random.key_data(keys.row_keys(key, 0, 8))).tolist()
   assert first.keys[0] == own

@@ -1,7 +1,7 @@
 """Faults at known moments of a run, through the tables that a run reads.
 
-The environment and the KL controller are entries of tables: the ones here do
-what theirs do, and call a function at each of these moments.
+The environment and the KL controller are entries of tables: those here work
+like the entries they replace, and call a function at each of these moments.
 
     ('collect', n)    the nth collection of this start begins
     ('collected', n)  its trajectories have ended
@@ -32,7 +32,7 @@ def at(settings, act: Callable[[Moment], float | None]):
 
   Args:
     settings: the config of the run.
-    act: may raise, send signals, or return the share of the trajectories of a
+    act: may raise, send signals, or return which share of the trajectories of a
       collection that the infrastructure shall fail.
   """
   watch = _Watch(settings, act)

@@ -71,7 +71,7 @@ def test_an_interruption_is_not_an_error_to_be_handled():
   assert not issubclass(interruption.Interrupted, Exception)
 
 
-# Nothing but what ends a run saves it before its last step.
+# Only an interruption saves these runs before their last step.
 _RARELY_SAVED = {'checkpoint__every': 100}
 
 

@@ -107,7 +107,7 @@ def test_an_interrupted_run_resumes_as_the_same_run(
   assert code == 75
   assert 'interrupted after update 3, saved' in capsys.readouterr().out
   assert len(runs.metrics(tmp_path)) == 3
-  # Written, not saved: as if killed in between.
+  # Written but not saved, as if the process was killed in between.
   with open(tmp_path / 'metrics.jsonl', 'a', encoding='utf-8') as lines:
     lines.write('{"step": 4}\n')
   assert preference.prefer(runs.config(**_SMALL), file, tmp_path) == 0

@@ -1,6 +1,6 @@
 """Runs that collect ahead: their staleness, and their interruptions.
 
-On one device, where the collection of the next steps is in the background.
+They use one device, where steps are collected on another thread.
 """
 
 import functools
@@ -222,7 +222,7 @@ def test_evaluations_use_the_present_policy_and_run_alone(
     if kind == 'updated':
       updates[count].set()
     if kind == 'collect' and count > 1:
-      # Longer than what comes before an evaluation.
+      # Longer than the work before an evaluation.
       assert updates[count - 1].wait(60.0)
 
   def seen(self, params, **options):

@@ -1,8 +1,8 @@
 """A real inference server over a tiny model, its faults, and other dialects.
 
 The vocabulary is letters and a few pieces of tags, so that turns are texts, a
-stop is spelled by several tokens, and a text has several spellings: ids that
-were made from text would be found out.
+stop consists of several tokens, and a text has several encodings: a test would
+fail on ids that were made from text.
 """
 
 import asyncio
