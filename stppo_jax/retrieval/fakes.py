@@ -41,7 +41,7 @@ class FakeRetriever:
     """See `protocol.Retriever`."""
     self.calls.append((corpus, query))
     if query in self._fail_on:
-      raise protocol.RetrievalError(f'told to fail on {query!r}')
+      raise protocol.RetrievalError(f'{query!r} is in fail_on')
     if callable(self._passages):
       return list(self._passages(query))
     return list(self._passages[query]) if query in self._passages else []

@@ -63,7 +63,7 @@ def test_shapes_that_do_not_fit_are_named(changes, lines):
   if 'loss_mask_BL' in changes:
     needs = {name: 'it' for name in ('loss_mask_BL', 'turn_ids_BL')}
   _refused(arrays | changes, *lines, needs=needs)
-  _select(arrays | {'advantages_BL': np.zeros(3)})  # nobody reads it
+  _select(arrays | {'advantages_BL': np.zeros(3)})  # not read by the command
 
 
 def test_selected_arrays_have_the_dtypes_of_the_computation():
@@ -128,7 +128,7 @@ def test_a_number_that_is_not_finite_is_found_on_the_mask(value):
     f'logprobs_BL: not finite in float64; 2 entries, the first at {place}',
   )
   other = {name: x for name, x in _NEEDS.items() if name != 'logprobs_BL'}
-  _select(arrays, other)  # nobody reads it
+  _select(arrays, other)  # not read by the command
 
 
 def test_a_number_too_large_for_the_precision_is_refused():

@@ -25,7 +25,7 @@ def _changed(line, **changes):
   return lines
 
 
-def test_equal_metrics_have_no_difference_whatever_the_clock_says():
+def test_equal_metrics_have_no_difference_although_times_differ():
   new = _changed(0, **{'timing_s/step': 9.0, 'retrieval/latency_p50': 1.0})
   found = same_numbers.compare_metrics(_METRICS, new, 'run')
   assert found.differences == [] and found.count == 6

@@ -112,7 +112,7 @@ def _rename(header):
 def test_a_model_that_does_not_fit_is_one_line_and_2(
   tmp_path, model, capsys, monkeypatch, change, expected
 ):
-  # No device is asked for, and no retriever is waited for.
+  # No device is used, and no retriever is waited for.
   monkeypatch.setattr(assembly, 'build_mesh', None)
   monkeypatch.setattr(assembly, 'build_services', None)
   change(model)
@@ -265,7 +265,7 @@ def test_options_of_experts_that_a_model_lacks_make_no_difference(model):
 def test_a_config_that_does_not_fit_the_devices_writes_no_folder(
   tmp_path, capsys, monkeypatch, changes, expected
 ):
-  # With a supervised start, and no retriever: nobody is waited for.
+  # With a supervised start and without a retriever, which is not waited for.
   monkeypatch.setattr(assembly, 'build_services', None)
   err = _refused(tmp_path / 'run', capsys, sft__before_training=True, **changes)
   assert err.startswith(expected) and err.count('\n') == 1

@@ -64,7 +64,7 @@ def _collect(demonstrations, step, count):
 
 
 @pytest.mark.parametrize('hops', [1, 2])
-def test_without_errors_every_answer_is_right_and_stands_in_a_passage(hops):
+def test_without_errors_every_answer_is_right_and_in_a_passage(hops):
   trajectories = _collect(_demonstrations((hops,)), step=3, count=64)
   assert {t.scores['em'] for t in trajectories} == {1.0}
   assert {t.reward for t in trajectories} == {3.0}  # well formed too
