@@ -33,6 +33,13 @@ for _name in ('http_proxy', 'https_proxy', 'all_proxy', 'no_proxy'):
   os.environ.pop(_name, None)
   os.environ.pop(_name.upper(), None)
 
+import jax  # noqa: E402
+
+# Compiling is most of the time of the tests. What they run is small, so the
+# compiler's expensive passes cost more than they save. Subprocesses are left
+# alone: they run larger models, for which it is the other way round.
+jax.config.update('jax_disable_most_optimizations', True)
+
 # The same cases in every run, and no failure because a machine is busy.
 hypothesis.settings.register_profile('tests', deadline=None, derandomize=True)
 hypothesis.settings.load_profile('tests')
@@ -48,6 +55,4 @@ def _room_for_programs():
   yield
   pieces = pathlib.Path('/proc/self/maps')
   if pieces.exists() and pieces.read_bytes().count(b'\n') > _MANY_PIECES:
-    import jax  # not before the environment is set
-
     jax.clear_caches()
