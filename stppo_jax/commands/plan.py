@@ -49,7 +49,9 @@ def main(argv: Sequence[str]) -> int:
   # Imported late: a wrong flag is answered before jax is loaded.
   import jax
 
-  if jax.config.read('jax_num_cpu_devices') != options['devices']:
+  # jax makes its config's attributes at run time.
+  devices = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+  if devices != options['devices']:
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_num_cpu_devices', options['devices'])
   from stppo_jax.analysis import plan as plan_lib
