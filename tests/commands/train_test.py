@@ -48,17 +48,19 @@ def taught(tmp_path_factory):
   """Returns (folder of a policy after a supervised start, its output)."""
   folder = tmp_path_factory.mktemp('taught')
   flags = runs.flags(sft__num_steps=60, env__max_turn_tokens=16, **_TEACHING)
-  with contextlib.redirect_stdout(io.StringIO()) as told:
+  with contextlib.redirect_stdout(io.StringIO()) as output:
     assert __main__.main(['sft', *flags, f'--workdir={folder}']) == 0
-  return folder, told.getvalue()
+  return folder, output.getvalue()
 
 
 def test_the_supervised_start_lowers_the_loss_and_is_evaluated(taught):
-  _, told = taught
-  losses = [float(x) for x in re.findall(r'sft step \d+ loss ([0-9.]+)', told)]
+  _, output = taught
+  losses = [
+    float(x) for x in re.findall(r'sft step \d+ loss ([0-9.]+)', output)
+  ]
   assert losses[0] == pytest.approx(math.log(290), rel=0.02)  # uniform
   assert losses[-1] < 0.5 * losses[0]
-  scores = re.findall(r'^(\w+) (\w+) \d\.\d{3}$', told, re.MULTILINE)
+  scores = re.findall(r'^(\w+) (\w+) \d\.\d{3}$', output, re.MULTILINE)
   assert scores == [
     ('sampled', 'one_hop'),
     ('sampled', 'two_hop'),
@@ -101,6 +103,20 @@ def test_a_running_server_is_used(tmp_path, taught):
     )
   assert len(set(asked)) == 1  # the world of the step
   assert line['retrieval/ok'] > 0
+
+
+def test_queries_of_an_evaluation_count_in_no_line(tmp_path, taught):
+  changes = {'model__path': taught[0], 'env__max_turn_tokens': 16}
+  assert _train(tmp_path, num_steps=1, evaluate__every=1, **changes) == 0
+  # The step was collected between two evaluations, which use the same
+  # retriever in a world of their own. Equal queries are sent once.
+  queries = {
+    turn['text']
+    for record in runs.trajectories(tmp_path, 1)
+    for turn in record['turns']
+    if turn['action'] == 'search'
+  }
+  assert runs.metrics(tmp_path)[1]['retrieval/ok'] == len(queries) > 0
 
 
 def _write_lines(path, rows):
@@ -285,13 +301,13 @@ def test_a_signal_saves_and_the_same_command_resumes(tmp_path, number, code):
   (step,) = re.findall(r'interrupted after step (\d+), saved', out)
   assert 2 <= int(step) < 40
   assert err == ''
-  told = io.StringIO()
-  with contextlib.redirect_stdout(told):
+  output = io.StringIO()
+  with contextlib.redirect_stdout(output):
     steps = int(step) + 1
     flags = runs.flags(num_steps=steps, evaluate__every=0, checkpoint__every=99)
     assert __main__.main(['train', *flags, f'--workdir={tmp_path}']) == 0
   # Nothing was done twice.
-  shown = re.findall(r'^step (\d+)/', told.getvalue(), re.MULTILINE)
+  shown = re.findall(r'^step (\d+)/', output.getvalue(), re.MULTILINE)
   assert shown == [str(steps)]
   lines = [line['step'] for line in runs.metrics(tmp_path)]
   assert lines == list(range(1, steps + 1))
