@@ -1,12 +1,15 @@
 """An update is the same however it is split; bad input changes nothing."""
 
 import dataclasses
+import functools
 
 import jax
+from jax.extend import core as extend_core
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stppo_jax.learner import update
 from stppo_jax.rollout import pack
 from tests import compilations
 from tests.learner import updates
@@ -68,6 +71,63 @@ def test_eight_devices_and_two_microbatches_are_one(name):
     assert (one.metrics['stab/scale'] != 1) != gradient
   many = updates.update(algorithm, batch, models, **_MANY)
   updates.assert_same(many, one, models)
+
+
+def _num_products(jaxpr):
+  """Returns the number of matrix products in a program and what it calls."""
+  return sum(
+    (equation.primitive.name == 'dot_general')
+    + sum(map(_num_products, extend_core.jaxprs_in_params(equation.params)))
+    for equation in jaxpr.eqns
+  )
+
+
+def test_only_the_gradient_norm_takes_further_backward_passes():
+  models = updates.sums()
+
+  def num_products(algorithm):
+    program = jax.make_jaxpr(
+      functools.partial(update.gradients, spec=updates.spec(models))
+    )(
+      updates.train_state(models),
+      updates.batch(models),
+      algorithm,
+      updates.HYPERPARAMETERS.loss,
+    )
+    return _num_products(program.jaxpr)
+
+  plain = num_products(_ALGORITHMS['token_ppo'])
+  for name in ('turn_ppo', 's_ppo', 'st_ppo'):
+    assert num_products(_ALGORITHMS[name]) == plain
+  # The forward pass has one product in each of the two heads; all others are
+  # of backward passes, of which the policy term, the bias and the other terms
+  # have one each.
+  forward = 2
+  terms_apart = num_products(_ALGORITHMS['st_ppo, gradient, turns'])
+  assert terms_apart - forward == 3 * (plain - forward) > 0
+
+
+def test_a_bias_norm_below_its_floor_divides_by_the_floor():
+  """Policy and other terms add up to the gradient of their sum."""
+  models = updates.sums()
+  batch = updates.batch(models)
+  turns = functools.partial(
+    batches.algorithm, 'st_ppo', aggregate__name='turn_mean'
+  )
+  apart = turns(
+    correction__clipping_bias__norm='gradient',
+    correction__clipping_bias__floor=1.0,
+  )
+  summed = turns(correction__clipping_bias__tau=float('inf'))
+  one = updates.update(apart, batch, models)
+  assert 0 < one.metrics['stab/bias_grad_norm'] < 1
+  for a, b in zip(
+    updates.gradients(one, models),
+    updates.gradients(updates.update(summed, batch, models), models),
+  ):
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), a, b
+    )
 
 
 def test_outputs_at_the_loss_positions_suffice():
