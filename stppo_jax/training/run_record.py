@@ -34,6 +34,8 @@ _FREE = (
 # wrong (its weights did not fit, say) may be corrected.
 _PRODUCTS = ('start', 'metrics.jsonl', 'checkpoints/*')
 _ABSENT = '(absent)'
+# Keys that are younger than some runs, with the value that those runs had.
+_LATER_KEYS = {'env.name': 'search'}
 
 
 class OtherRun(Exception):
@@ -102,7 +104,8 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _differences(config, recorded, workdir) -> list[str]:
-  ours, theirs = settings.flatten(config), settings.flatten(recorded)
+  ours = _LATER_KEYS | settings.flatten(config)
+  theirs = _LATER_KEYS | settings.flatten(recorded)
   return [
     f'{key}={ours.get(key, _ABSENT)}: the run in {workdir} was started with '
     f'{theirs.get(key, _ABSENT)}'

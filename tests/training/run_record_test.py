@@ -67,6 +67,28 @@ def test_another_config_is_refused_with_a_line_a_key(tmp_path):
   assert (tmp_path / 'config.json').read_bytes() == before
 
 
+def _config_of_0_1_0():
+  config = _config()
+  del config['env']['name'], config['retrieval']['dialect']
+  return config
+
+
+def test_a_run_of_0_1_0_resumes(tmp_path):
+  _begin(tmp_path, _config_of_0_1_0())
+  run_record.record_config(_config(), tmp_path)
+  recorded = json.loads((tmp_path / 'config.json').read_text())
+  assert recorded['env']['name'] == 'search'
+  assert recorded['retrieval']['dialect'] == 'search_r1'
+
+
+def test_a_run_of_0_1_0_was_a_run_of_the_search_environment(tmp_path):
+  _begin(tmp_path, _config_of_0_1_0())
+  other = _config()
+  other['env']['name'] = 'echo'
+  with pytest.raises(run_record.OtherRun, match='name=echo: .* with search$'):
+    run_record.record_config(other, tmp_path)
+
+
 @pytest.mark.parametrize(
   ('block', 'key', 'value'),
   [
