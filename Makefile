@@ -35,12 +35,12 @@ RUNTIME := $(VENV)/.installed-runtime
 TESTING := $(VENV)/.installed-testing
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart check test test-fast test-slow test-torch lint types
-.PHONY: docs bench lock
+.PHONY: help quickstart check test test-fast test-slow test-torch test-torch-slow
+.PHONY: lint types docs bench lock
 
 help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) \
-	  | sed -E 's/:[^#]*## */\t/' | expand -t 14
+	  | sed -E 's/:[^#]*## */\t/' | expand -t 17
 
 quickstart: $(RUNTIME)  ## train on a synthetic wiki (ALGORITHM=token_ppo SEED=1)
 	$(FAST) $(BIN)/python -m stppo_jax train --config=$(CONFIG):$(ALGORITHM) \
@@ -69,6 +69,10 @@ test-torch: $(BENCH)/.installed  ## the tests that compare with torch
 	$(BENCH)/bin/python -m pytest -q -n $(JOBS) --dist worksteal \
 	  -m 'torch and not slow' \
 	  tests $(ARGS)
+
+test-torch-slow: $(BENCH)/.installed  ## the slow tests that compare with torch
+	$(BENCH)/bin/python -c 'import torch'
+	$(BENCH)/bin/python -m pytest -q -m 'torch and slow' tests
 
 lint: $(TESTING)  ## ruff: rules and format
 	$(BIN)/ruff check .
