@@ -13,6 +13,7 @@ from stppo_jax.configs import algorithms
 from stppo_jax.envs import environments
 from stppo_jax.envs import prompts
 from stppo_jax.retrieval import address
+from stppo_jax.retrieval import dialects
 
 Relation = tuple[tuple[str, ...], Callable[..., Iterator[str]]]
 
@@ -191,10 +192,10 @@ def _url_is_valid(url) -> Iterator[str]:
 
 
 def _embedded_server_speaks(dialect, url) -> Iterator[str]:
-  if not url and dialect != 'search_r1':
+  if not url and dialect != dialects.SERVED:
     yield (
-      f'retrieval.dialect={dialect!r}: must be search_r1 when retrieval.url is '
-      'empty, because the embedded server supports no other'
+      f'retrieval.dialect={dialect!r}: must be {dialects.SERVED} when '
+      'retrieval.url is empty, because the embedded server supports no other'
     )
 
 

@@ -102,3 +102,4 @@ DIALECTS: Mapping[str, Dialect] = {
   # SkyRL, verl-agent: one query per request.
   'skyrl': dataclasses.replace(_SEARCH_R1, body=_skyrl_body, max_queries=1),
 }
+SERVED = 'search_r1'  # the dialect of `server`, which a run can embed
