@@ -71,7 +71,7 @@ HOMES = {
   'jax': _JAX_LAYERS + ('retrieval.dense',),
   'jaxlib': (),
   'flax': ('models', 'sampling', 'learner'),
-  'optax': ('learner.optimizer', 'learner.update'),
+  'optax': ('learner.optimizer',),
   'orbax': ('records.checkpoint',),
   'chex': _JAX_LAYERS,
   'transformers': ('sampling.tokenizer', 'models.hf'),
