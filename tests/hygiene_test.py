@@ -11,7 +11,7 @@ import re
 import pytest
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
-_FOLDERS = ('stppo_jax', 'configs', 'launch', 'benchmarks')
+_FOLDERS = ('stppo_jax', 'configs', 'docs', 'benchmarks')
 _UNSAFE_MODULES = ('pickle', 'cPickle', 'cloudpickle', 'dill', 'joblib')
 _UNSAFE_MODULES += ('marshal', 'shelve')
 _UNSAFE_CALLS = ('eval', 'exec', '__import__')
@@ -22,6 +22,8 @@ _MAX_LINES = 450
 _FRAGMENT = re.compile(
   '(Of|Those|What|Whose|Where|As|Which|Nothing|Beside|Under) '
 )
+# An argument whose description begins so lacks its noun.
+_FRAGMENT_OF_ARGUMENT = re.compile(r'\s+[\w, ]+: (of|those|that of|as) ')
 _PATH = re.compile(
   r'(?<![\w/.{:*-])((?:[\w-]+/)+[\w-]+\.(?:py|md|yml|in|txt))\b(?!\S*\()'
 )
@@ -102,15 +104,21 @@ def _is_silence(statement: ast.stmt) -> bool:
 
 
 def fragments(source: str) -> Iterator[str]:
-  """One line for each docstring whose first line is not a sentence."""
+  """One line for each fragment in a docstring.
+
+  A fragment is a first line that is no sentence, or the description of an
+  argument that does not begin with a noun.
+  """
   for node in ast.walk(ast.parse(source)):
     if isinstance(
       node,
       ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef,
     ):
-      first = (ast.get_docstring(node) or '').partition('\n')[0]
-      if _FRAGMENT.match(first):
-        yield f'{getattr(node, "lineno", 1)}: {first}'
+      lines = (ast.get_docstring(node) or '').split('\n')
+      found = [line for line in lines[:1] if _FRAGMENT.match(line)]
+      found += [line for line in lines[1:] if _FRAGMENT_OF_ARGUMENT.match(line)]
+      for line in found:
+        yield f'{getattr(node, "lineno", 1)}: {line.strip()}'
 
 
 def missing_files(text: str, root: pathlib.Path) -> Iterator[str]:
@@ -142,7 +150,7 @@ def test_the_tree_is_clean():
   assert not found, '\n'.join(found)
 
 
-def test_docstrings_begin_with_sentences():
+def test_docstrings_have_no_fragments():
   found = [
     f'{path.relative_to(_ROOT)}:{line}'
     for path in _files()
@@ -233,6 +241,9 @@ def test_planted_lines_are_found(source, expected):
     ('What a run leaves.', 1),
     ('Returns what a run leaves.', 0),
     ('Offers a slot.', 0),
+    ('Calls.\n\n  Args:\n    driver: of the slots.', 1),
+    ('Calls.\n\n  Args:\n    values, masks: as for `f`.', 1),
+    ('Calls.\n\n  Args:\n    driver: offers the slots.', 0),
   ],
 )
 def test_a_fragment_is_found(docstring, expected):

@@ -42,7 +42,8 @@ def compare(
   Args:
     algorithms: label to algorithm; an algorithm may have several labels, with
       other settings under each.
-    arrays: from `saved_batch.select`, with the `lab.required_arrays` of each.
+    arrays: the result of `saved_batch.select`, with the `lab.required_arrays`
+      of each algorithm.
 
   Raises:
     saved_batch.NotFinite: a result is too large for the precision; the message

@@ -64,9 +64,10 @@ def required_arrays(
   """Returns the names of the arrays that an estimator reads.
 
   Args:
-    estimator: from `build_estimator`.
-    arrays: from `batch_file.load`. Values are those before the first update;
-      only a file without them is read for the values after the updates.
+    estimator: the result of `build_estimator`.
+    arrays: the contents of a batch file, see `batch_file.load`. Values are
+      those before the first update; only a file without them is read for the
+      values after the updates.
     compares_groups: whether it compares the trajectories of a group.
   """
   names = {'rewards_BL', 'loss_mask_BL', 'turn_ids_BL'}
@@ -128,7 +129,7 @@ def penalized(
     rewards_BL - coefficient * KL(old policy, reference)      (see `rl.kl`)
 
   Args:
-    arrays: from `saved_batch.select`, with `PENALTY_ARRAYS`.
+    arrays: the result of `saved_batch.select`, with `PENALTY_ARRAYS`.
     estimator: a key of `kl.KL_ESTIMATORS`.
     coefficient: the penalty's coefficient when the batch was collected.
   """
@@ -152,9 +153,9 @@ def estimate(estimator: Any, arrays: saved_batch.Arrays) -> Estimate:
   """Returns the advantages and returns of a saved batch.
 
   Args:
-    estimator: from `build_estimator`.
-    arrays: from `saved_batch.select`, with the `required_arrays`, and checked;
-      their rewards are used as they are (see `penalized`).
+    estimator: the result of `build_estimator`.
+    arrays: the result of `saved_batch.select`, with the `required_arrays`, and
+      checked; their rewards are used as they are (see `penalized`).
 
   Raises:
     saved_batch.NotFinite: a result is too large for the precision.

@@ -77,8 +77,8 @@ def score(
 
   Args:
     algorithm: the algorithm.
-    arrays: from `saved_batch.select`, with the `required_arrays`; a batch
-      without any row, token or loss position gives zeros.
+    arrays: the result of `saved_batch.select`, with the `required_arrays`; a
+      batch without any row, token or loss position gives zeros.
     entropy_coefficient: the coefficient of the entropy bonus. It changes the
       loss but not the gradient, because the entropy does not depend on
       `logprobs_BL` here.

@@ -90,7 +90,7 @@ def select(
   renumbered, so that a file may use any integers. Ids off the loss mask are 0.
 
   Args:
-    arrays: from `batch_file.load`.
+    arrays: the contents of a batch file, see `batch_file.load`.
     readers: name of each required array to the name of its reader (for error
       messages); 'loss_mask_BL' is one of them.
     dtype: the dtype of the computation.
@@ -146,7 +146,8 @@ def select_optional(
   """Returns the valid ones of some optional arrays, and errors of the others.
 
   Args:
-    arrays: from `batch_file.load`, with a valid loss_mask_BL.
+    arrays: the contents of a batch file, see `batch_file.load`, with a valid
+      loss_mask_BL.
     names: the names of the arrays, which may be missing.
     dtype: the dtype of the computation.
 

@@ -179,7 +179,7 @@ def backward(
     options: see `Options`.
     pull_back: function of (vocabulary shard, a chunk of each input) to the
       gradients of hidden states and matrix, see `VocabularyShard.pull_back`.
-    matrices, inputs: as for `forward`.
+    matrices, inputs: the arguments of `forward`.
 
   Returns:
     [B, M, D] and [V, D], in the dtypes of hidden states and matrix.

@@ -345,7 +345,7 @@ class Model:
     """Computes tokens that follow those in a cache; see `cache.extend`.
 
     Args:
-      params: from `split_layers`.
+      params: the result of `split_layers`.
       tokens_BC: the next tokens of each row.
       cache, lengths_B, recent, first, num_blocks, slots_B: see `cache.extend`.
     """

@@ -161,7 +161,7 @@ def merge(options: Lora, params: Params) -> Params:
 
   Args:
     options: scale of the adapters.
-    params: from `join`; a tree without adapters comes back as it is.
+    params: the result of `join`; a tree without adapters comes back as it is.
   """
   result = {
     name: merge(options, value) if isinstance(value, Mapping) else value

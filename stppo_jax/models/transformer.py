@@ -190,8 +190,8 @@ class Transformer(nnx.Module):
     """Returns final hidden states, and the routing of a mixture of experts.
 
     Args:
-      tokens_BL, lengths_B: as for `__call__`; the sums of the routing are over
-        tokens that are no padding.
+      tokens_BL, lengths_B: the arguments of `__call__`. The sums of the routing
+        are over tokens that are no padding.
       expert_ids: int [B, L, layers, E], experts to visit in each layer, see
         `moe.MixtureOfExperts`; None leaves them to the routers.
       places_BM: positions of the states that are wanted, see `gather_states`.

@@ -29,7 +29,7 @@ def constrain(x: Array, mesh: jax.sharding.Mesh | None, *axes: Axes) -> Array:
 
   Args:
     x: an activation.
-    mesh: from `make_mesh`; None: x is returned as it is.
+    mesh: the result of `make_mesh`; None: x is returned as it is.
     *axes: mesh axes of the leading dimensions; the others are replicated.
   """
   if mesh is None or mesh.size == 1:

@@ -21,7 +21,7 @@ def check(
   heads on 8 devices, two devices each compute the same head.
 
   Args:
-    mesh: from `make_mesh`.
+    mesh: the result of `make_mesh`.
     sharded: for each mesh axis, the sizes that it must divide, by name.
     num_kv_heads: number of key and value heads; the size of `tensor` must
       divide it or be a multiple of it.

@@ -47,7 +47,7 @@ def param_shardings(
   Args:
     params: arrays or shapes; also trees that contain parameter trees, such as
       optimiser states, whose scalars (counters) are replicated.
-    mesh: from `make_mesh`.
+    mesh: the result of `make_mesh`.
     rules: ordered (pattern, layout) pairs.
 
   Raises:

@@ -51,7 +51,7 @@ def segment_weights(
     batch: the batch, whose loss mask and ids of the level are read.
     dtype: the dtype of weights and count.
     num_turns: static, the most turns a row can have.
-    implementation: how segments are summed, see `segments`.
+    implementation: the way segments are summed, see `segments`.
 
   Returns:
     The weights [B, L], 1 / (tokens of the segment) and 0 off the mask, and the
@@ -119,7 +119,7 @@ def aggregate_weights(
     dtype: the dtype of weights and count.
     name: a key of `AGGREGATES`.
     num_turns: static, the most turns a row can have.
-    implementation: how segments are summed, see `segments`.
+    implementation: the way segments are summed, see `segments`.
     **options: the options of the aggregate, such as max_response_tokens.
   """
   return AGGREGATES[name].function(

@@ -94,7 +94,7 @@ def policy_diagnostics(
     entropy_BL: the policy's entropy at each token in nats.
     batch: the microbatch, with old log-probabilities and advantages.
     num_turns: static, the most turns a row can have.
-    implementation: how segments are summed, see `segments`.
+    implementation: the way segments are summed, see `segments`.
   """
   assert batch.old_logprobs_BL is not None
   assert batch.advantages_BL is not None

@@ -61,7 +61,7 @@ class LossContext:
       mask.
     batch: masks, ids, the old and the sampler's log-probabilities.
     num_turns: static, the most turns a row can have.
-    implementation: how segments are summed, see `segments`.
+    implementation: the way segments are summed, see `segments`.
   """
 
   ratio_at: Callable[[str], Array]

@@ -154,7 +154,7 @@ def minibatch_statistics(
     entropy_BL: the policy's entropy at each token.
     batch: the minibatch.
     num_turns: static, the largest number of turns of a row.
-    implementation: how segments are summed, see `segments`.
+    implementation: the way segments are summed, see `segments`.
 
   Returns:
     A tree for `policy_loss`; it has no leaves unless
@@ -225,7 +225,7 @@ def policy_loss(
       microbatch.
     entropy_coefficient: weight of the entropy bonus.
     num_turns: static, the largest number of turns of a row.
-    implementation: how segments are summed, see `segments`.
+    implementation: the way segments are summed, see `segments`.
   """
   segment_options = {'num_turns': num_turns, 'implementation': implementation}
   mask_BL = batch.loss_mask_BL

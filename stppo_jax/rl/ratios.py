@@ -99,7 +99,7 @@ def level_log_ratio(
       d log pi. 'token': the same value, each token keeps its own gradient.
     reduce: 'mean' or 'sum'.
     num_turns: static, the most turns a row can have.
-    implementation: how segments are summed, see `segments`.
+    implementation: the way segments are summed, see `segments`.
 
   Returns:
     [B, L], 0 off the mask, where the ratio is therefore 1.

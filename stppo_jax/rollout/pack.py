@@ -100,7 +100,7 @@ def _expert_ids(
 
   Returns:
     int16 [B, L, layers, E]; -1, which leaves the choice to the router, at
-    padding, and in rows without loss: those that failed or have no turn.
+    padding, and in rows without loss, which failed or have no turn.
   """
   known = [t.expert_ids for t in trajectories if t.expert_ids is not None]
   missing = [t for t in trajectories if _trains(t) and t.expert_ids is None]

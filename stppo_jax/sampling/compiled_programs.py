@@ -28,11 +28,11 @@ class CompiledPrograms:
     model: the policy; the mesh in it is replaced by `mesh`.
     mesh: local devices; slots are sharded over its batch axes.
     automaton: the stop automaton over the tokenizer's ids.
-    options: of the engine.
+    options: the engine's options.
 
   Attributes:
     block_size: tokens in one block of a slot's cache.
-    shards: how many devices the slots are sharded over.
+    shards: number of devices that the slots are sharded over.
     params: the published weights; None before the first `publish`.
     table_ZV: the automaton's transitions, with a column for each id.
     empty, extend, copy, repeat, decode: compiled functions of `slot_state` and

@@ -79,8 +79,8 @@ class Lane:
   """The scheduler of some slots.
 
   Args:
-    driver: of the slots.
-    options: of the engine.
+    driver: the slots, and the calls that change them.
+    options: the engine's options.
 
   Attributes:
     free: the slots without a row, in order.

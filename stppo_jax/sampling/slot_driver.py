@@ -78,7 +78,7 @@ class SlotDriver:
 
   Args:
     programs: the programs to call.
-    options: of the engine.
+    options: the engine's options.
 
   Attributes:
     slots: S.

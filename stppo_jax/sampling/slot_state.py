@@ -121,7 +121,7 @@ def repeat_prompts(
 
   Args:
     prompts: a slot for each group, and maybe some that pad them.
-    num_groups: how many of them are real.
+    num_groups: number of groups that are real.
     group_size: slots of each group.
   """
   return jax.tree.map(
