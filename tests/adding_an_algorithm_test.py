@@ -44,7 +44,8 @@ class Step(NamedTuple):
     )
 
 
-def _steps() -> list[Step]:
+def steps() -> list[Step]:
+  """Returns the steps of the page."""
   return [
     Step(
       match['path'] or match['end'],
@@ -97,16 +98,16 @@ def changed(tmp_path_factory) -> pathlib.Path:
   """A copy in which every step was taken."""
   root = tmp_path_factory.mktemp('clone')
   _copy(root)
-  for step in _steps():
+  for step in steps():
     step.apply(root)
   return root
 
 
 def test_every_block_of_code_is_a_step():
-  assert len(_steps()) == len(re.findall(r'```(?:python|text)\n', _PAGE)) > 0
+  assert len(steps()) == len(re.findall(r'```(?:python|text)\n', _PAGE)) > 0
 
 
-@pytest.mark.parametrize('step', _steps(), ids=lambda s: f'{s.path}:{s.line}')
+@pytest.mark.parametrize('step', steps(), ids=lambda s: f'{s.path}:{s.line}')
 def test_every_place_is_there_once(step):
   if step.place != 'end':
     text = (_ROOT / step.path).read_text(encoding='utf-8')

@@ -1,7 +1,8 @@
 """The table of additions in docs/architecture.md, each made in a copy and used.
 
-Every addition says which lines it inserts into which files. The files are
-counted, and a program in the changed copy uses what was added.
+Every addition says which lines it inserts into which files. The files that
+differ afterwards, with those that `make docs` writes, are the ones that the
+table names, and a program in the changed copy uses what was added.
 """
 
 import os
@@ -13,6 +14,8 @@ import textwrap
 from typing import NamedTuple
 
 import pytest
+
+from tests import adding_an_algorithm_test
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -43,10 +46,17 @@ class Insertion(NamedTuple):
 
 
 class Addition(NamedTuple):
-  """What is inserted, and a program that uses it and prints `used`."""
+  """What is inserted, and a program that uses it.
 
-  insertions: tuple[Insertion, ...]
+  Attributes:
+    insertions: the code that a person writes.
+    program: a program that raises unless the addition works.
+    documented: whether `make docs` has to be run.
+  """
+
+  insertions: tuple[Insertion | adding_an_algorithm_test.Step, ...]
   program: str
+  documented: bool = False
 
 
 _ALGORITHM = Addition(
@@ -75,9 +85,13 @@ _ALGORITHM = Addition(
         ),
       """,
     ),
+    Insertion(
+      'README.md',
+      '| PPO | token | yes | `token_ppo`, `s_ppo`, `bilevel_ppo` |',
+      '| Turn CISPO | turn | no | `turn_cispo` |\n',
+    ),
   ),
   """
-  from docs import make_algorithms
   from stppo_jax.commands import configuration
   from stppo_jax.rl import algorithm
 
@@ -87,8 +101,24 @@ _ALGORITHM = Addition(
   built = algorithm.build_algorithm(config.algorithm.to_dict())
   assert not built.uses_values and built.objective.name == 'detached'
   assert config.rollout.group_size == 8
-  assert '### `turn_cispo`' in ''.join(make_algorithms.pages().values())
   """,
+  documented=True,
+)
+
+_CLIP_RULE = Addition(
+  tuple(adding_an_algorithm_test.steps()),
+  """
+  from stppo_jax.commands import configuration
+  from stppo_jax.rl import algorithm
+
+  config = configuration.parse(
+    ['--config=configs/quickstart.py:log_ppo'], workdir=False
+  ).config
+  built = algorithm.build_algorithm(config.algorithm.to_dict())
+  assert built.bounds.name == 'logarithmic'
+  assert config.algorithm.bounds.width == 0.2
+  """,
+  documented=True,
 )
 
 _ENVIRONMENT = Addition(
@@ -279,34 +309,67 @@ _KEY = Addition(
 
 
 def _copy(root: pathlib.Path) -> None:
-  for name in ('stppo_jax', 'configs', 'docs'):
-    shutil.copytree(
-      _ROOT / name,
-      root / name,
-      symlinks=True,
-      ignore=shutil.ignore_patterns('*.md'),
-    )
-  for name in ('assets', 'tests'):
-    (root / name).symlink_to(_ROOT / name)
+  for name in ('stppo_jax', 'configs', 'docs', 'tests'):
+    shutil.copytree(_ROOT / name, root / name, symlinks=True)
+  shutil.copy2(_ROOT / 'README.md', root)
+  (root / 'assets').symlink_to(_ROOT / 'assets')
 
 
 def _changed(root: pathlib.Path) -> set[str]:
   """Returns the files that differ from the repository's."""
   found = set()
-  for path in root.rglob('*.py'):
+  for path in [*root.rglob('*.py'), *root.rglob('*.md')]:
     name = path.relative_to(root)
-    if 'tests' in name.parts or name.parts[:2] == ('stppo_jax', 'configs'):
-      continue  # links
+    if name.parts[:2] == ('stppo_jax', 'configs'):
+      continue  # a link
     original = _ROOT / name
     if not original.exists() or original.read_bytes() != path.read_bytes():
       found.add(str(name))
   return found
 
 
+def _run(words: list[str], root: pathlib.Path) -> str:
+  """Returns the output of a Python program in the copy."""
+  done = subprocess.run(
+    [sys.executable, *words],
+    cwd=root,
+    env=dict(os.environ, PYTHONPATH=str(root), JAX_NUM_CPU_DEVICES='1'),
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  return done.stdout
+
+
 @pytest.mark.parametrize(
   ('addition', 'files'),
   [
-    (_ALGORITHM, {'configs/algorithms.py', 'docs/texts/algorithms.py'}),
+    (
+      _ALGORITHM,
+      {
+        'configs/algorithms.py',
+        'docs/texts/algorithms.py',
+        'README.md',
+        # Written by `make docs`.
+        'docs/algorithms.md',
+      },
+    ),
+    (
+      _CLIP_RULE,
+      {
+        'stppo_jax/rl/bounds.py',
+        'configs/algorithms.py',
+        'docs/texts/policy.py',
+        'docs/texts/algorithms.py',
+        'tests/rl/loss_twin.py',
+        'tests/rl/bounds_test.py',
+        'README.md',
+        # Written by `make docs`.
+        'docs/algorithms.md',
+        'docs/choices/bounds.md',
+      },
+    ),
     (
       _ENVIRONMENT,
       {'stppo_jax/envs/echo.py', 'stppo_jax/envs/environments.py'},
@@ -322,20 +385,14 @@ def _changed(root: pathlib.Path) -> set[str]:
       },
     ),
   ],
-  ids=['algorithm', 'environment', 'dialect', 'model', 'key'],
+  ids=['algorithm', 'clip_rule', 'environment', 'dialect', 'model', 'key'],
 )
 def test_an_addition_touches_these_files_and_works(addition, files, tmp_path):
   _copy(tmp_path)
   for insertion in addition.insertions:
     insertion.apply(tmp_path)
+  if addition.documented:
+    _run(['docs/make_algorithms.py'], tmp_path)
   assert _changed(tmp_path) == files
   program = textwrap.dedent(addition.program) + "\nprint('used')\n"
-  done = subprocess.run(
-    [sys.executable, '-c', program],
-    cwd=tmp_path,
-    env=dict(os.environ, PYTHONPATH=str(tmp_path), JAX_NUM_CPU_DEVICES='1'),
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
-  assert done.stdout.endswith('used\n'), done.stdout + done.stderr
+  assert _run(['-c', program], tmp_path).endswith('used\n')
