@@ -80,9 +80,9 @@ _SIZES = {
   'observation': dialogues.between(60, 125),
   'max_searches': 3,
 }
-_TURNS = dialogues.Shape(turn=dialogues.log_normal(20, 0.6), **_SIZES)
-_UNEVEN = dialogues.Shape(turn=dialogues.log_normal(16, 1.0), **_SIZES)
-_LATENCIES: Mapping[str, Callable[[np.random.Generator], float]] = {
+TURNS = dialogues.Shape(turn=dialogues.log_normal(20, 0.6), **_SIZES)
+UNEVEN = dialogues.Shape(turn=dialogues.log_normal(16, 1.0), **_SIZES)
+LATENCIES: Mapping[str, Callable[[np.random.Generator], float]] = {
   '0 s': lambda rng: 0.0,
   '0.2 s': lambda rng: 0.2,
   '1 s': lambda rng: 1.0,
@@ -116,7 +116,7 @@ def against(
   from benchmarks import generate_reference  # torch is needed here only
 
   environment = dialogues.Scripted(
-    dialogues.scripts(rows, _TURNS, filler=policy.filler)
+    dialogues.scripts(rows, TURNS, filler=policy.filler)
   )
   sides: dict[str, Any] = {
     'ours': collectors.SlotCollector(
@@ -164,8 +164,8 @@ def latency(
     policy, loop, slots=rows, deterministic=False
   )
   scripts_by = {
-    name: dialogues.scripts(rows, _TURNS, filler=policy.filler, latency=draw)
-    for name, draw in _LATENCIES.items()
+    name: dialogues.scripts(rows, TURNS, filler=policy.filler, latency=draw)
+    for name, draw in LATENCIES.items()
   }
   environments = {
     name: dialogues.Scripted(scripts) for name, scripts in scripts_by.items()
@@ -181,7 +181,7 @@ def latency(
   at_once = float(np.median(seconds['0 s']))
   goals = [
     ('0 s', name, _GOALS['latency'] if name == '0.2 s' else None)
-    for name in _LATENCIES
+    for name in LATENCIES
     if name != '0 s'
   ]
   predicted = ', '.join(
@@ -236,7 +236,7 @@ def refill(
     AssertionError: other tokens or log-probabilities.
   """
   environment = dialogues.Scripted(
-    dialogues.scripts(rows, _UNEVEN, filler=policy.filler)
+    dialogues.scripts(rows, UNEVEN, filler=policy.filler)
   )
   sides = {
     'refilled': collectors.SlotCollector(

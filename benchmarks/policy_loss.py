@@ -50,7 +50,9 @@ ALGORITHMS = {
 }
 
 
-def _ours(name, batch, logprobs_BL, entropy_BL, num_turns, implementation):
+def compile_ours(
+  name, batch, logprobs_BL, entropy_BL, num_turns, implementation
+):
   """Returns the compiled program and its arguments, on the device."""
 
   def loss(logprobs_BL, entropy_BL, algorithm, batch):
@@ -128,7 +130,7 @@ def run(
   lines, compiling, timed = [], [], {}
   for name, setting in ALGORITHMS.items():
     data = (batch, logprobs_BL, entropy_BL, num_turns)
-    ours, arguments = _ours(name, *data, implementation)
+    ours, arguments = compile_ours(name, *data, implementation)
     compiling.append(f'{name} {ours.seconds:.2f}')
     forms = {'': None}
     if setting.level == 'turn':

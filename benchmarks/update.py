@@ -101,7 +101,7 @@ def subject(config, length: int) -> Subject:
   return Subject(learner, state, jax.block_until_ready(batch))
 
 
-def _assert_parity(metrics: Sequence[dict[str, float]]) -> None:
+def assert_parity(metrics: Sequence[dict[str, float]]) -> None:
   """Compares losses: at a ratio of 1 both levels are the same algorithm."""
   one, *others = metrics
   for other in others:
@@ -138,7 +138,7 @@ def run(config, *, length: int, repeats: int) -> str:
     )
     metrics.append(first)
     cases[name] = measure.Case(chosen.update, chosen.fresh)
-  _assert_parity(metrics)
+  assert_parity(metrics)
   seconds = measure.interleave(cases, repeats=repeats)
   lines = [
     (*name, measure.milliseconds(seconds[name]), f'{compiling[name]:.1f}')

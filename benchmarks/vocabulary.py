@@ -76,7 +76,7 @@ def _kilobytes(name: str) -> int:
   return int(lines[name].split()[0])
 
 
-def _peak_apart(side: str, sizes: learners.Sizes) -> float:
+def peak_apart(side: str, sizes: learners.Sizes) -> float:
   """Returns `peak`, measured in a process of its own."""
   flags = [f'--{name}={value}' for name, value in sizes._asdict().items()]
   command = [sys.executable, '-m', 'benchmarks.vocabulary', f'--peak={side}']
@@ -176,7 +176,7 @@ def run(sizes: learners.Sizes, *, repeats: int) -> str:
   compiling = pair.seconds[OURS]
   tried = str(pair.fastest)
   del pair  # frees its memory
-  peaks = {side: _peak_apart(side, sizes) for side in (OURS, TORCH)}
+  peaks = {side: peak_apart(side, sizes) for side in (OURS, TORCH)}
   lines = [
     (side, measure.milliseconds(seconds[side]), f'{peaks[side]:.0f}')
     for side in (OURS, TORCH)

@@ -116,7 +116,7 @@ class Checkpointer:
       },
       'host': json.loads(json.dumps(host, allow_nan=False)),
     }
-    manifest['digest'] = _digest(manifest)
+    manifest['digest'] = digest(manifest)
     # Every error of a save, such as a full disk, is the same to the caller.
     try:
       self._manager.save(
@@ -243,7 +243,7 @@ class Checkpointer:
     )['manifest']
     if not isinstance(manifest, dict) or manifest.get('version') != _VERSION:
       raise _Damaged('not a manifest of this program')
-    if manifest.pop('digest', None) != _digest(manifest):
+    if manifest.pop('digest', None) != digest(manifest):
       raise _Damaged('the manifest does not match its digest')
     if manifest['step'] != step:
       raise _Damaged(f'the manifest is of step {manifest["step"]}')
@@ -360,6 +360,7 @@ def _describe(kind: dict[str, Any]) -> str:
   return f'{kind["dtype"]}[{",".join(map(str, kind["shape"]))}]'
 
 
-def _digest(manifest: dict[str, Any]) -> str:
+def digest(manifest: dict[str, Any]) -> str:
+  """Returns the checksum that a manifest carries of its other fields."""
   text = json.dumps(manifest, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()

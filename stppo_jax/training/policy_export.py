@@ -60,7 +60,7 @@ def export(
     questions = None if path else assembly.build_questions(config)
     tokenizer = assembly.build_tokenizer(config, questions)
     shape = assembly.build_model_config(config, tokenizer)
-    mesh = _mesh(shape.hidden_size)
+    mesh = mesh_for_width(shape.hidden_size)
     learner = learner_lib.Learner(config, shape, mesh)
   checkpointer = checkpoint.Checkpointer(workdir, read_only=True)
   steps = checkpointer.steps()
@@ -91,7 +91,7 @@ def export(
   return 0
 
 
-def _mesh(hidden_size: int) -> jax.sharding.Mesh:
+def mesh_for_width(hidden_size: int) -> jax.sharding.Mesh:
   """Returns a mesh of the most devices that divide the model width."""
   devices = jax.devices()
   most = max(n for n in range(1, len(devices) + 1) if hidden_size % n == 0)

@@ -33,14 +33,14 @@ def policy():
 @pytest.fixture
 def small(monkeypatch):
   """Makes dialogues of a few tokens, answered within milliseconds."""
-  monkeypatch.setattr(collect, '_TURNS', _SHAPE)
-  monkeypatch.setattr(collect, '_UNEVEN', _SHAPE)
+  monkeypatch.setattr(collect, 'TURNS', _SHAPE)
+  monkeypatch.setattr(collect, 'UNEVEN', _SHAPE)
   monkeypatch.setattr(collectors, 'MAX_LENGTH', 64)
   monkeypatch.setattr(collectors, 'MAX_TURN_TOKENS', 8)
   monkeypatch.setattr(
     collect,
-    '_LATENCIES',
-    {name: lambda rng: 0.001 * rng.random() for name in collect._LATENCIES}
+    'LATENCIES',
+    {name: lambda rng: 0.001 * rng.random() for name in collect.LATENCIES}
     | {'0 s': lambda rng: 0.0},
   )
 

@@ -13,9 +13,9 @@ def test_another_loss_is_not_parity():
     {'actor/pg_loss': x, 'actor/entropy': 1.0, 'critic/vf_loss': 1.0}
     for x in (1.0, 1.0 + 1e-8, 1.1)
   ]
-  update._assert_parity(metrics[:2])
+  update.assert_parity(metrics[:2])
   with pytest.raises(AssertionError, match='actor/pg_loss'):
-    update._assert_parity(metrics)
+    update.assert_parity(metrics)
 
 
 @pytest.mark.slow

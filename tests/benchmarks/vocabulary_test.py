@@ -18,7 +18,7 @@ _TINY = learners.Sizes(
 @pytest.mark.slow
 def test_time_and_memory_are_compared_with_torch(monkeypatch):
   # A process each takes seconds; one number is like the other.
-  monkeypatch.setattr(vocabulary, '_peak_apart', vocabulary.peak)
+  monkeypatch.setattr(vocabulary, 'peak_apart', vocabulary.peak)
   report = vocabulary.run(_TINY, repeats=2)
   assert re.findall(r'^\| (\w+)', report, re.M) == ['case', 'ours', 'torch']
   assert re.search(r'^torch / ours: \d\S+ .* at least 1$', report, re.M)

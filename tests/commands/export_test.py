@@ -128,7 +128,7 @@ def test_keys_that_an_export_reads_are_checked(workdir, tmp_path, capsys):
   ('width', 'shared'), [(16, 8), (12, 6), (7, 7), (11, 1), (10, 5)]
 )
 def test_as_many_devices_share_a_policy_as_divide_its_width(width, shared):
-  assert policy_export._mesh(width).shape['fsdp'] == shared
+  assert policy_export.mesh_for_width(width).shape['fsdp'] == shared
 
 
 def test_the_flag_accepts_every_dtype_of_the_exporter():

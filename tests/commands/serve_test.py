@@ -1,6 +1,5 @@
 """`serve`: its ready line, answers, ends by signals, and refusals."""
 
-import asyncio
 import json
 import os
 import signal
@@ -12,7 +11,6 @@ import pytest
 
 from stppo_jax import types
 from stppo_jax.commands import serve
-from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import address
 from stppo_jax.retrieval import server
 
@@ -29,8 +27,12 @@ def _corpus(tmp_path):
   return path
 
 
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_serves_a_corpus_until_a_signal_ends_it(tmp_path, capsys, number):
+def _serve(capsys, flags, ask, *, number=signal.SIGTERM, **options):
+  """Serves until one question is answered, then sends a signal.
+
+  Returns:
+    (the printed URL, what `ask` returned for it).
+  """
   found = []
 
   def use_and_end():
@@ -39,38 +41,38 @@ def test_serves_a_corpus_until_a_signal_ends_it(tmp_path, capsys, number):
       time.sleep(0.01)
       url += capsys.readouterr().out
     try:
-      found.append((url, _ask(f'{url.strip()}/retrieve', 'france')))
+      found.append((url, ask(url.strip())))
     finally:
       os.kill(os.getpid(), number)
 
   user = threading.Thread(target=use_and_end, daemon=True)
   user.start()
-  assert serve.main([f'--corpus={_corpus(tmp_path)}', '--port=0']) == 0
+  assert serve.main([*flags, '--port=0'], **options) == 0
   user.join()
-  ((url, passages),) = found
+  assert capsys.readouterr() == ('', '')
+  return found[0]
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_serves_a_corpus_until_a_signal_ends_it(tmp_path, capsys, number):
+  ask = lambda url: _ask(f'{url}/retrieve', 'france')
+  flags = [f'--corpus={_corpus(tmp_path)}']
+  url, passages = _serve(capsys, flags, ask, number=number)
   assert url.startswith('http://127.0.0.1:')
   assert passages == [{'id': '7', 'contents': '"Paris"\nIn France.'}]
-  assert capsys.readouterr() == ('', '')
 
 
-def test_serves_worlds(monkeypatch):
+def test_serves_worlds(capsys):
   asked = []
-
-  async def one_request(app, host, port):
-    runner, url = await http_server.start(app, host, port)
-    try:
-      return await asyncio.to_thread(_ask, f'{url}/worlds/5/retrieve', 'town')
-    finally:
-      await runner.cleanup()
 
   def make_passages(seed, world, **options):
     asked.append((seed, world, options))
     return [types.Passage(f'{seed}/{world}', 'Town', 'x')]
 
-  monkeypatch.setattr(serve, '_serve', one_request)
-  flags = ['--synthetic_seed=3', '--port=0', '--distractors=9']
-  result = serve.main(flags, make_passages=make_passages)
-  assert result == [{'id': '3/5', 'contents': '"Town"\nx'}]
+  ask = lambda url: _ask(f'{url}/worlds/5/retrieve', 'town')
+  flags = ['--synthetic_seed=3', '--distractors=9']
+  _, passages = _serve(capsys, flags, ask, make_passages=make_passages)
+  assert passages == [{'id': '3/5', 'contents': '"Town"\nx'}]
   options = {'entities_per_type': 42, 'name_pieces': 2, 'distractors': 9}
   assert asked == [(3, 0, options), (3, 5, options)]
 

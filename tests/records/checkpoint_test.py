@@ -217,7 +217,7 @@ def test_damaged_arrays_are_set_aside_with_a_warning(tmp_path, caplog):
   name = 'params.layers.w'
   saved['leaves'][name]['fingerprint'] ^= 1
   del saved['digest']
-  saved['digest'] = checkpoint._digest(saved)
+  saved['digest'] = checkpoint.digest(saved)
   manifest.write_text(json.dumps(saved))
   assert _restore(tmp_path)[0] == 1
   (record,) = caplog.records
