@@ -209,24 +209,21 @@ def test_the_command_again_changes_nothing(finished):
   assert (finished / 'metrics.jsonl').read_bytes() == before
 
 
-@pytest.mark.parametrize(
-  'last_line',
-  [
-    'step 1/',  # in its save, or in the second step
-    pytest.param('step 0/', marks=pytest.mark.slow),  # in the first step
-    pytest.param('step 2/', marks=pytest.mark.slow),
-  ],
-)
-def test_a_killed_run_resumes_as_the_same_run(finished, tmp_path, last_line):
-  flags = runs.flags(num_steps=_STEPS)
-  process = runs.start('train', *flags, f'--workdir={tmp_path}')
-  try:
-    if not any(line.startswith(last_line) for line in process.stdout):
-      pytest.fail(process.stderr.read())
-  finally:
-    process.kill()
-    process.communicate()
-  assert process.returncode == -signal.SIGKILL
+def test_a_run_killed_again_and_again_is_the_same_run(finished, tmp_path):
+  save = '2.orbax-checkpoint-tmp'  # renamed when it is complete
+  for event, name, written in (
+    ('collect', '2', [0, 1]),  # a collection has begun
+    ('os.mkdir', save, [0, 1, 2]),  # between the metrics and the checkpoint
+    ('os.rename', save, [0, 1, 2]),  # before the checkpoint is committed
+  ):
+    process = runs.start(
+      str(tmp_path), event, name, module='tests.training.killed'
+    )
+    _, errors = process.communicate()
+    assert process.returncode == -signal.SIGKILL, errors
+    assert [line['step'] for line in runs.metrics(tmp_path)] == written
+    left = {path.name for path in (tmp_path / 'checkpoints').iterdir()}
+    assert left == ({'1', save} if event == 'os.rename' else {'1'})
   assert runs.train(tmp_path) == 0
   _assert_same_run(tmp_path, finished)
 

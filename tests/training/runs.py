@@ -84,15 +84,20 @@ def train(workdir: pathlib.Path, **changes) -> int:
   return __main__.main([*command, f'--workdir={workdir}'])
 
 
-def start(command: str, *arguments: str) -> subprocess.Popen:
+def start(*arguments: str, module: str = 'stppo_jax') -> subprocess.Popen:
   """Starts a command as a process of its own, with streams of text."""
   return subprocess.Popen(
-    [sys.executable, '-u', '-m', 'stppo_jax', command, *arguments],
+    [sys.executable, '-u', '-m', module, *arguments],
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
     cwd=REPO,
-    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+    env=os.environ
+    | {
+      'JAX_PLATFORMS': 'cpu',
+      # As in tests/conftest.py: other programs would round differently.
+      'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+    },
   )
 
 
