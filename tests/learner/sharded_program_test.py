@@ -138,12 +138,12 @@ def test_logits_are_neither_sent_nor_held(axes):
   width = _V // axes[2]
   # Half of the float32 logits of the tokens that carry loss.
   limit = rows * _NUM_LOSSES * width * 2
-  for told in program.collectives(text):
-    for _, shape in told.arrays:
+  for collective in program.collectives(text):
+    for _, shape in collective.arrays:
       # Of arrays over the vocabulary, devices send columns of weights only.
       if set(shape) & {_V, width}:
         columns = math.prod(shape) // max(shape)
-        assert len(shape) == 2 and _D % columns == 0, told
+        assert len(shape) == 2 and _D % columns == 0, collective
   largest = max(
     line.size
     for line in program.instructions(text)

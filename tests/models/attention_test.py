@@ -30,8 +30,8 @@ def _by_hand(q_BLQH, k_BLKH, v_BLKH):
   shared = q_BLQH.shape[2] // k_BLKH.shape[2]
   for b, at, head in np.ndindex(q_BLQH.shape[:3]):
     keys = k_BLKH[b, : at + 1, head // shared].astype(np.float64)
-    scores = keys @ q_BLQH[b, at, head] / np.sqrt(_H)
-    weights = np.exp(scores - scores.max())
+    logits = keys @ q_BLQH[b, at, head] / np.sqrt(_H)
+    weights = np.exp(logits - logits.max())
     values = v_BLKH[b, : at + 1, head // shared]
     mixed[b, at, head] = weights @ values / weights.sum()
   return mixed

@@ -71,9 +71,9 @@ def test_products_in_a_loop_are_counted():
 
   arrays = np.ones((5, 16), np.float32), np.ones((1, 16, 6), np.float32)
   text = _compiled(seven_products, mesh, *arrays)
-  (told,) = program.collectives(text)
-  assert (told.kind, told.devices) == ('all-reduce', 8)
+  (found,) = program.collectives(text)
+  assert (found.kind, found.devices) == ('all-reduce', 8)
   # [5, 6] float32 are 120 bytes: each device has one term of every sum.
-  assert told.sent == 7 * 2 * 120 * 7 / 8
+  assert found.sent == 7 * 2 * 120 * 7 / 8
   # Two of the sixteen columns are on a device.
   assert program.operations(text) == 7 * 2 * 5 * 2 * 6

@@ -44,14 +44,14 @@ def _trajectory(turns, status, *, em, data_set='nq', penalty=0.0):
 def _collection():
   return [
     _trajectory(
-      [('abc', 'told', 'search', 0.5), ('abcde', '', 'answer')],
+      [('abc', 'found', 'search', 0.5), ('abcde', '', 'answer')],
       _STATUS.COMPLETED,
       em=1.0,
       penalty=-0.25,
     ),
     _trajectory([('a', 'no', 'invalid')], _STATUS.TRUNCATED_LENGTH, em=0.0),
     _trajectory(
-      [('ab', 'no', 'invalid'), ('a', 'told', 'search'), ('a', '', 'answer')],
+      [('ab', 'no', 'invalid'), ('a', 'found', 'search'), ('a', '', 'answer')],
       _STATUS.COMPLETED,
       em=0.0,
       data_set='hotpotqa',
@@ -195,7 +195,7 @@ def test_a_record_is_plain_and_complete():
     'turns': [
       {
         'text': 'abc',
-        'observation': 'told',
+        'observation': 'found',
         'action': 'search',
         'reward': 0.5,
       },

@@ -106,7 +106,7 @@ def test_infinite_tau_is_allowed_and_integers_become_floats():
 
 
 def test_options_that_exclude_each_other():
-  row = batches.algorithm_options(
+  options = batches.algorithm_options(
     advantage__steps='turn',
     advantage__observation_tokens='included',
     **{
@@ -114,7 +114,7 @@ def test_options_that_exclude_each_other():
       _BIAS + 'applies_to': ('policy', 'value'),
     },
   )
-  assert algorithm_lib.check_algorithm(row) == [
+  assert algorithm_lib.check_algorithm(options) == [
     "algorithm.correction.clipping_bias.applies_to=('policy', 'value'): "
     "must be ('policy',) when norm is 'gradient'",
     "algorithm.advantage.observation_tokens='included': must be 'skipped' "
@@ -124,13 +124,15 @@ def test_options_that_exclude_each_other():
 
 @pytest.mark.parametrize('wrap', [dict, config_dict.ConfigDict])
 def test_all_problems_at_once(wrap):
-  row = batches.algorithm_options(ratio__reduce='max', **{_BIAS + 'floor': 0.0})
-  row['bound'] = {}
-  row['ratio']['levels'] = 'turn'
-  del row['kl']['where']
-  del row['advantage']['name']
-  del row['aggregate']
-  assert algorithm_lib.check_algorithm(wrap(row)) == [
+  options = batches.algorithm_options(
+    ratio__reduce='max', **{_BIAS + 'floor': 0.0}
+  )
+  options['bound'] = {}
+  options['ratio']['levels'] = 'turn'
+  del options['kl']['where']
+  del options['advantage']['name']
+  del options['aggregate']
+  assert algorithm_lib.check_algorithm(wrap(options)) == [
     'algorithm.bound: unknown option; the options are ratio, bounds, '
     'objective, correction, aggregate, advantage, kl',
     'algorithm.ratio.levels: unknown option; the options are level, '

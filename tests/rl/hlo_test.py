@@ -159,9 +159,9 @@ def _check(algorithm, implementation):
   run = _loss_and_gradients(algorithm, implementation)
   program = _compile(run, *arguments)
   assert indexed(program) == []
-  told = collectives(program)
-  assert told, 'the devices must agree on a loss'
-  for instruction in told:
+  found = collectives(program)
+  assert found, 'the devices must agree on a loss'
+  for instruction in found:
     assert instruction.opcode == 'all-reduce', instruction
     assert instruction.is_scalar, instruction
   return program(*arguments)
@@ -223,10 +223,10 @@ def test_planted_instructions_are_found(function, opcode):
   ],
 )
 def test_planted_collectives_are_found(function, opcode, is_scalar):
-  told = collectives(_compile(function, _by_row(jnp.ones((8, 16)))))
-  assert told
-  assert opcode is None or {i.opcode for i in told} == {opcode}
-  assert all(i.is_scalar for i in told) == is_scalar
+  found = collectives(_compile(function, _by_row(jnp.ones((8, 16)))))
+  assert found
+  assert opcode is None or {i.opcode for i in found} == {opcode}
+  assert all(i.is_scalar for i in found) == is_scalar
 
 
 def test_tuples_of_shapes_are_read():
@@ -240,6 +240,6 @@ def test_tuples_of_shapes_are_read():
     def as_text(self):
       return text
 
-  told = collectives(Program())
-  assert [i.opcode for i in told] == ['all-reduce', 'all-reduce-start']
-  assert [i.is_scalar for i in told] == [True, False]
+  found = collectives(Program())
+  assert [i.opcode for i in found] == ['all-reduce', 'all-reduce-start']
+  assert [i.is_scalar for i in found] == [True, False]

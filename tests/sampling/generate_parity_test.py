@@ -235,5 +235,5 @@ def test_the_stored_dialogues_are_those_of_this_transformers():
   pytest.importorskip('torch', exc_type=ImportError)
   (name, _), limit = golden.MODELS, golden.LIMITS[0]
   model = golden.load_model(name)
-  dialogues = [golden.play(model, script, limit) for script in _SCRIPTS]
+  dialogues = [golden.dialogue(model, script, limit) for script in _SCRIPTS]
   assert _lists(dialogues) == _lists(golden.read(name, limit))

@@ -207,13 +207,13 @@ def test_frozen_weights_have_the_dtype_of_the_computation(tmp_path):
   base = weights.load_frozen(
     config, config.model.path, learner.policy, learner.mesh
   )
-  step, played = checkpoint_state.policy_params(
+  step, restored = checkpoint_state.policy_params(
     checkpoints, learner, base, step=None
   )
   checkpoints.close()
   assert step == 3
   jax.tree.map(
-    np.testing.assert_array_equal, played, learner.merged_params(start)
+    np.testing.assert_array_equal, restored, learner.merged_params(start)
   )
 
 

@@ -231,11 +231,11 @@ def test_evaluations_use_the_present_policy_and_run_alone(
 
   monkeypatch.setattr(evaluation.Evaluator, 'run', seen)
   assert _train(tmp_path, act=act, num_steps=3, evaluate__every=1) == 0
-  playing = [kind for kind in moments if kind != 'updated']
-  assert playing[::2].count('evaluate') == 4
-  assert playing[::2].count('collect') == 3
+  collections = [kind for kind in moments if kind != 'updated']
+  assert collections[::2].count('evaluate') == 4
+  assert collections[::2].count('collect') == 3
   ended = {'evaluate': 'evaluated', 'collect': 'collected'}
-  assert playing[1::2] == [ended[kind] for kind in playing[::2]]
+  assert collections[1::2] == [ended[kind] for kind in collections[::2]]
   _, state = _newest(tmp_path, 1)
   for behind, params in enumerate([state.policy.params, *state.published]):
     jax.tree.map(np.testing.assert_array_equal, evaluated[3 - behind], params)

@@ -41,13 +41,13 @@ def test_a_request_has_the_ids_of_the_whole_dialogue(served):
 
 
 def test_draws_depend_on_key_and_position_alone(served):
-  played = []
+  sampled = []
   for concurrency in (8, 1):
     engine = served.engine(concurrency=concurrency)
     fake_servers.begin(engine, fake_servers.PROMPTS, greedy=False, group_size=2)
-    played.append(fake_servers.turns(engine))
-  fake_servers.assert_same_turns(*played)
-  written = [tuple(turn.token_ids) for turn in played[0].values()]
+    sampled.append(fake_servers.turns(engine))
+  fake_servers.assert_same_turns(*sampled)
+  written = [tuple(turn.token_ids) for turn in sampled[0].values()]
   assert len(set(written)) > 3  # rows of a group differ
 
 
