@@ -10,6 +10,7 @@ the number of the collection that begins.
 
 import functools
 import os
+import pathlib
 import signal
 import sys
 
@@ -30,7 +31,7 @@ def main(workdir: str, event: str, name: str) -> int:
 
   sys.addaudithook(audit)
   with faults.at(runs.config(), act):
-    return runs.train(workdir)
+    return runs.train(pathlib.Path(workdir))
 
 
 if __name__ == '__main__':
