@@ -56,3 +56,13 @@ def _room_for_programs():
   pieces = pathlib.Path('/proc/self/maps')
   if pieces.exists() and pieces.read_bytes().count(b'\n') > _MANY_PIECES:
     jax.clear_caches()
+
+
+@pytest.fixture
+def optimised():
+  """Compiles a test's programs with all passes: for last bits that need them."""
+  jax.clear_caches()
+  jax.config.update('jax_disable_most_optimizations', False)
+  yield
+  jax.config.update('jax_disable_most_optimizations', True)
+  jax.clear_caches()

@@ -109,6 +109,7 @@ def test_tokens_outside_loss_positions_have_no_influence(chunk, poison):
   assert not np.any(np.asarray(found[1][0])[~before])
 
 
+@pytest.mark.usefixtures('optimised')
 def test_results_at_an_extreme_temperature_are_finite():
   hidden, output, tokens, *of = _arguments()
   (_, (logprobs, entropy)), gradients = _value_and_gradient(2 * _B)(

@@ -130,7 +130,7 @@ def test_adapters_alone_learn_beside_the_reference(file, tmp_path, monkeypatch):
   for name in ('preferred/kl', 'dispreferred/kl', 'margin'):
     assert first[f'preference/{name}'] == pytest.approx(0, abs=1e-6)
   assert last['preference/margin'] > 0.01
-  (manifest,) = (tmp_path / 'checkpoints' / '6' / 'manifest').iterdir()
+  manifest = tmp_path / 'checkpoints' / '6' / 'manifest' / 'metadata'
   leaves = json.loads(manifest.read_text())['leaves']
   adapters = [name for name in leaves if name.startswith('params.')]
   assert adapters == [

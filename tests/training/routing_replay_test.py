@@ -126,7 +126,7 @@ def test_the_experts_of_the_sampler_are_those_of_the_old_policy_too():
   ('replay', 'changes', 'message'),
   (
     ('sampler', tiny.MIXTURE, 'trajectories lack'),
-    ('trainer', {}, 'there are no experts'),
+    ('trainer', {}, 'must be nowhere for a policy without experts'),
   ),
 )
 def test_unknown_experts_cannot_be_replayed(replay, changes, message):

@@ -21,7 +21,7 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from tests.models import tiny
 
-_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_ROOT = pathlib.Path(__file__).resolve().parents[3]
 _DENSE, _TIED = tiny.model(), tiny.model(tie_embeddings=True)
 _MIXTURE = tiny.model(**tiny.MIXTURE)
 _RUNTIME = {'dtype': 'float32', 'remat': 'none', 'scan_unroll': 1}
