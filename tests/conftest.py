@@ -60,7 +60,7 @@ def _room_for_programs():
 
 @pytest.fixture
 def optimised():
-  """Compiles a test's programs with all passes: for last bits that need them."""
+  """Compiles the programs of a test with all passes, for its last bits."""
   jax.clear_caches()
   jax.config.update('jax_disable_most_optimizations', False)
   yield

@@ -32,7 +32,7 @@ _ALGORITHM = batches.algorithm(
 _ADAM = optax.scale_by_adam(b1=0.9, b2=0.999, eps=1e-8)
 _STEP = updates.DESCENT._replace(learning_rate=1e-3, max_grad_norm=1.0)
 _HYPERPARAMETERS = updates.hyperparameters(
-  policy=_STEP, value=_STEP, load_balance=0.1
+  policy_step=_STEP, value_step=_STEP, load_balance=0.1
 )
 _COMPILER_OPTIONS = {
   'xla_backend_optimization_level': 0,

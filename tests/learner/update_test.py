@@ -274,7 +274,7 @@ def test_other_hyperparameters_do_not_recompile():
       _ALGORITHMS['st_ppo'],
       batch,
       models,
-      hyperparameters=updates.hyperparameters(policy=slow, value_clip=0.1),
+      hyperparameters=updates.hyperparameters(policy_step=slow, value_clip=0.1),
     )
   assert not programs
   norm = first.metrics['actor/grad_norm']
@@ -389,7 +389,7 @@ def test_losses_fall_on_a_repeated_batch():
   batch = updates.batch(models, spread=0.0)
   gentle = updates.DESCENT._replace(learning_rate=0.2)
   hyperparameters = updates.hyperparameters(
-    policy=gentle, value=gentle, entropy=0.0, value_clip=9.0
+    policy_step=gentle, value_step=gentle, entropy=0.0, value_clip=9.0
   )
   state, losses = updates.train_state(models), []
   for _ in range(5):

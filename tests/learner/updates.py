@@ -58,8 +58,8 @@ Models = model_roles.Models
 
 def hyperparameters(
   *,
-  policy=DESCENT,
-  value=DESCENT,
+  policy_step=DESCENT,
+  value_step=DESCENT,
   policy_learns=True,
   **coefficients,
 ) -> update_lib.Hyperparameters:
@@ -68,7 +68,7 @@ def hyperparameters(
     entropy=0.01, value_clip=0.5, value=0.0, load_balance=0.0
   )
   return update_lib.Hyperparameters(
-    loss._replace(**coefficients), policy, value, policy_learns
+    loss._replace(**coefficients), policy_step, value_step, policy_learns
   )
 
 
