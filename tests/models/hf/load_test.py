@@ -227,7 +227,7 @@ def test_a_file_that_is_no_config_is_named(tmp_path, text, expected):
 _MEASURE = """
 import pathlib, re, sys, threading, time
 import jax
-from stppo_jax.models import load_hf
+from stppo_jax.models.hf import load as load_hf
 from stppo_jax.models import functional
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
