@@ -6,11 +6,9 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax import batch as batch_lib
-from stppo_jax.learner import annotate as annotate_lib
 from stppo_jax.learner import cpu_parallel
 from stppo_jax.learner import forward
 from stppo_jax.learner import keys
@@ -18,6 +16,7 @@ from stppo_jax.learner import loss as loss_lib
 from stppo_jax.learner import minibatches as minibatches_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import optimizer as optimizer_lib
+from stppo_jax.learner import programs as programs_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import update as update_lib
 from stppo_jax.learner import weights as weights_lib
@@ -83,28 +82,6 @@ class Learner:
       value=value_numbers,
       policy_learns=True,
     )
-    key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
-    self._init = functools.partial(
-      state_lib.init,
-      key=jax.random.fold_in(key, 1),
-      policy=models.policy,
-      value=models.value,
-      policy_optimizer=policy_optimizer,
-      value_optimizer=value_optimizer,
-    )
-    weights = jax.eval_shape(self.policy.init, key)
-    self._layout = sharding.param_shardings(
-      jax.eval_shape(self._init, weights), mesh
-    )
-    self._copy = jax.jit(
-      lambda params: jax.tree.map(jnp.copy, params),
-      out_shardings=self._layout.policy.params,
-    )
-    self._merge = jax.jit(
-      self._merge_adapters,
-      out_shardings=sharding.param_shardings(weights, mesh),
-    )
-
     updates = config.updates
     core_rows = updates.core_rows
     if not cpu_parallel.is_supported(mesh, self._algorithm):
@@ -112,7 +89,7 @@ class Learner:
     microbatch_size = (
       core_rows or updates.microbatch_size or updates.minibatch_size
     )
-    spec = loss_lib.UpdateSpec(
+    self._spec = loss_lib.UpdateSpec(
       *models,
       policy_optimizer,
       value_optimizer,
@@ -120,37 +97,13 @@ class Learner:
       num_turns=config.env.max_turns + 1,
       num_microbatches=updates.minibatch_size // microbatch_size,
     )
-    self._token_outputs = jax.jit(
-      functools.partial(
-        forward.token_outputs, models=models, temperature=spec.temperature
-      )
+    self._programs = programs_lib.build(
+      self._spec,
+      mesh,
+      microbatch_size=microbatch_size,
+      routing_replay=updates.routing_replay,
+      uses_cores=core_rows > 0,
     )
-    self._annotate = jax.jit(
-      functools.partial(
-        annotate_lib.annotate,
-        models=models,
-        temperature=spec.temperature,
-        num_turns=spec.num_turns,
-        microbatch_size=microbatch_size,
-        routing_replay=updates.routing_replay,
-      )
-    )
-    # The layout is pinned. The compiler might lay out an updated state other
-    # than a new or restored one, and then the update would compile twice.
-    layout = dataclasses.replace(self._layout, frozen=None)
-    self._update = jax.jit(
-      functools.partial(
-        update_lib.update_rows, rows_sharding=self._rows, spec=spec
-      ),
-      donate_argnums=0,
-      out_shardings=(layout, None),
-    )
-    self._update_minibatch = self._update
-    num_workers = cpu_parallel.num_workers(spec.num_microbatches)
-    if core_rows and num_workers > 1:
-      self._update_minibatch = cpu_parallel.Updater(
-        spec, num_workers=num_workers, out_shardings=layout
-      ).update
 
   def start(self) -> state_lib.TrainState:
     """Returns the state before the first update."""
@@ -158,9 +111,8 @@ class Learner:
     adapters = self._policy.lora is not None
     load = weights_lib.load_frozen if adapters else weights_lib.load_or_init
     params = load(self._config, path, self.policy, self.mesh)
-    # Donated, so that no second copy of the weights is made.
-    init = jax.jit(self._init, donate_argnums=0, out_shardings=self._layout)
-    return init(params)
+    key = keys.step_key(self._config.seed, 0, keys.Purpose.INIT)
+    return self._programs.init(params, jax.random.fold_in(key, 1))
 
   def reference(self) -> functional.Params | None:
     """Returns the weights of the frozen reference.
@@ -196,7 +148,7 @@ class Learner:
     batch = distributed.from_local_rows(packed, self._rows)
     if self._reference_on_host and reference is not None:
       reference = memory.on_devices(reference)
-    return self._annotate(
+    return self._programs.annotate(
       state, batch, self._algorithm, reference=reference, old=old
     )
 
@@ -230,7 +182,7 @@ class Learner:
     """
     learns = step >= self._config.loss.value_warmup_steps
     frozen = state.frozen
-    state, outputs = self._update_minibatch(
+    state, outputs = self._programs.update_minibatch(
       dataclasses.replace(state, frozen=None),
       batch,
       rows,
@@ -266,7 +218,7 @@ class Learner:
     expert_ids: jax.Array | None = None,
   ) -> functional.TokenOutputs:
     """Returns `forward.token_outputs` of rows laid out like a batch's."""
-    return self._token_outputs(
+    return self._programs.token_outputs(
       forward.trained_params(state),
       tokens_BL,
       frozen=state.frozen,
@@ -304,7 +256,7 @@ class Learner:
 
   def copy_policy(self, state: state_lib.TrainState) -> functional.Params:
     """Copies the policy's trained weights, which an update donates."""
-    return self._copy(state.policy.params)
+    return self._programs.copy(state.policy.params)
 
   def merged_params(
     self,
@@ -320,10 +272,10 @@ class Learner:
       state: the run's state.
       params: trained weights of an earlier policy; None: those of the state.
     """
-    if params is None:
-      params = state.policy.params
-    merge = self._merge_adapters if state.frozen is None else self._merge
-    return merge(state.frozen, params)
+    trained = state.policy.params if params is None else params
+    if state.frozen is None:
+      return programs_lib.merge_adapters(self._policy, None, trained)
+    return self._programs.merge(state.frozen, trained)
 
   def abstract_state(self, state: state_lib.TrainState) -> state_lib.TrainState:
     """Returns a tree with the structure of the run's checkpoints."""
@@ -333,8 +285,7 @@ class Learner:
   def abstract_policy_params(self) -> Any:
     """Returns shapes and layouts of the policy's trained weights."""
     weights = jax.eval_shape(self.policy.init, jax.random.key(0))
-    state = _with_shardings(jax.eval_shape(self._init, weights), self._layout)
-    return state.policy.params
+    return self._abstract_state_of(weights).policy.params
 
   def lower_update(
     self, packed: batch_lib.TokenBatch
@@ -352,15 +303,19 @@ class Learner:
       lambda params: precision.cast(params, self.policy.config.dtype), weights
     )
     start = weights if self._policy.lora is None else cast
-    state = _with_shardings(jax.eval_shape(self._init, start), self._layout)
+    state = self._abstract_state_of(start)
     reference = None
     if self._has_own_reference:
       layout = sharding.param_shardings(cast, self.mesh)
       reference = _with_shardings(cast, layout)
     batch, _ = jax.eval_shape(
-      self._annotate, state, packed, self._algorithm, reference=reference
+      self._programs.annotate,
+      state,
+      packed,
+      self._algorithm,
+      reference=reference,
     )
-    lowered = self._update.lower(
+    lowered = self._programs.update.lower(
       dataclasses.replace(state, frozen=None),
       _with_shardings(batch, jax.tree.map(lambda _: self._rows, batch)),
       np.arange(self._config.updates.minibatch_size, dtype=np.int32),
@@ -379,9 +334,11 @@ class Learner:
     model = self._config.model
     return bool(not model.lora.rank or model.reference_path)
 
-  def _merge_adapters(self, frozen, params):
-    joined = state_lib.join_frozen(self._policy, frozen, params)
-    return self._policy.merge_adapters(joined)
+  def _abstract_state_of(self, weights) -> state_lib.TrainState:
+    """Returns shapes and layouts of the state that starts from the weights."""
+    init = programs_lib.init_state(self._spec)
+    state = jax.eval_shape(init, weights, jax.random.key(0))
+    return _with_shardings(state, self._programs.layout)
 
 
 def summarize(outputs: Sequence[loss_lib.LossOutputs]) -> dict[str, float]:

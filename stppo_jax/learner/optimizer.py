@@ -4,6 +4,7 @@ The order is always: correction of the gradient, global-norm clip, Adam, decay.
 """
 
 from collections.abc import Mapping
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -43,7 +44,13 @@ def from_config(
   """
   adam = {name: section[name] for name in ('b1', 'b2', 'eps')}
   numbers = {name: float(section[name]) for name in Hyperparameters._fields}
-  return optax.scale_by_adam(**adam), Hyperparameters(**numbers)
+  return _adam(**adam), Hyperparameters(**numbers)
+
+
+@functools.lru_cache
+def _adam(b1: float, b2: float, eps: float) -> Optimizer:
+  """Returns Adam: the same object for equal options, so programs are shared."""
+  return optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
 
 
 def apply_gradient(

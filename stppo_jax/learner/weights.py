@@ -1,5 +1,6 @@
 """Loads the weights of a run's models onto its devices."""
 
+import functools
 from typing import Any
 
 import jax
@@ -40,10 +41,18 @@ def load_or_init(
     ValueError: files that do not fit the model.
   """
   key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
-  layout = sharding.param_shardings(jax.eval_shape(policy.init, key), mesh)
+  layout, init = _layout_and_init(policy, mesh)
   if path:
     return load.load_params(path, policy.config, layout)
-  return jax.jit(policy.init, out_shardings=layout)(key)
+  return init(key)
+
+
+@functools.lru_cache(maxsize=8)
+def _layout_and_init(policy: functional.Model, mesh: jax.sharding.Mesh):
+  """Returns the layout of a policy's weights, and a program that draws them."""
+  shapes = jax.eval_shape(policy.init, jax.random.key(0))
+  layout = sharding.param_shardings(shapes, mesh)
+  return layout, jax.jit(policy.init, out_shardings=layout)
 
 
 def load_frozen(
