@@ -39,6 +39,11 @@ _SHAPE = model_config.ModelConfig(
   attention='xla',
 )
 _FSDP, _ALL_AXES, _ALONE = (1, 8, 1), (2, 2, 2), (1, 1, 1)
+# Each takes a compilation. What a vocabulary that `tensor` shards sends is
+# tested every time in models/vocabulary_mesh_test.py.
+_MESHES = pytest.mark.parametrize(
+  'axes', [_FSDP, pytest.param(_ALL_AXES, marks=pytest.mark.slow)]
+)
 _COMPILER_OPTIONS = {
   'xla_backend_optimization_level': 0,
   'xla_llvm_disable_expensive_passes': True,
@@ -131,7 +136,7 @@ def test_bytes_are_those_of_the_fsdp_formula(num_microbatches, remat):
   assert sent == pytest.approx(expected, rel=0.05)
 
 
-@pytest.mark.parametrize('axes', [_FSDP, _ALL_AXES])
+@_MESHES
 def test_logits_are_neither_sent_nor_held(axes):
   _, _, text = _compiled(axes)
   rows = _ROWS_PER_DEVICE * 8 // (axes[0] * axes[1])
@@ -152,7 +157,7 @@ def test_logits_are_neither_sent_nor_held(axes):
   assert _CHUNK * width * 4 <= largest < limit
 
 
-@pytest.mark.parametrize('axes', [_FSDP, _ALL_AXES])
+@_MESHES
 def test_the_state_is_written_in_place(axes):
   state, compiled, _ = _compiled(axes)
   held = sum(

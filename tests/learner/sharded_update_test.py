@@ -23,12 +23,6 @@ _NUM_UPDATES = 3
 # One key/value head: two devices of `tensor` share it.
 _SHAPE = {'vocab_size': 12, 'num_kv_heads': 1, 'num_heads': 2}
 _EXPERTS = tiny.MIXTURE | {'moe': 'grouped'}
-# The correction divides the gradient: three gradients are formed.
-_ALGORITHM = batches.algorithm(
-  'st_ppo',
-  correction__clipping_bias__tau=0.1,
-  correction__clipping_bias__norm='gradient',
-)
 _ADAM = optax.scale_by_adam(b1=0.9, b2=0.999, eps=1e-8)
 _STEP = updates.DESCENT._replace(learning_rate=1e-3, max_grad_norm=1.0)
 _HYPERPARAMETERS = updates.hyperparameters(
@@ -48,6 +42,8 @@ class _Way(NamedTuple):
   remat: str = 'none'
   chunk: int = 0
   experts: bool = False
+  # With 'gradient' the correction divides it: three gradients are formed.
+  norm: str = 'coefficient'
 
   @property
   def shape(self):
@@ -83,11 +79,16 @@ def _start(way):
 def _updates(way) -> list[tuple[dict[str, float], Any]]:
   """Returns losses and gradients of three updates in a row."""
   mesh, models = _models(way)
+  algorithm = batches.algorithm(
+    'st_ppo',
+    correction__clipping_bias__tau=0.1,
+    correction__clipping_bias__norm=way.norm,
+  )
   spec = updates.spec(models, way.num_microbatches, _ADAM)
 
   def update(state, batch):
     gradient, outputs = update_lib.gradients(
-      state, batch, _ALGORITHM, _HYPERPARAMETERS.loss, spec=spec
+      state, batch, algorithm, _HYPERPARAMETERS.loss, spec=spec
     )
     state, outputs = update_lib.apply_gradients(
       state, gradient, outputs, _HYPERPARAMETERS, spec=spec
@@ -119,6 +120,10 @@ def _updates(way) -> list[tuple[dict[str, float], Any]]:
   'way',
   [
     _Way((2, 2, 2), num_microbatches=2, remat='full', chunk=10),
+    pytest.param(
+      _Way((2, 2, 2), 2, remat='full', chunk=10, norm='gradient'),
+      marks=pytest.mark.slow,
+    ),
     pytest.param(_Way((2, 2, 2)), marks=pytest.mark.slow),
     pytest.param(_Way((1, 1, 1), num_microbatches=2), marks=pytest.mark.slow),
     pytest.param(_Way((8, 1, 1)), marks=pytest.mark.slow),
@@ -132,7 +137,8 @@ def _updates(way) -> list[tuple[dict[str, float], Any]]:
   ],
 )
 def test_three_updates_in_a_row_are_those_of_one_device(way):
-  many, alone = _updates(way), _updates(_Way(experts=way.experts))
+  alone = _updates(_Way(experts=way.experts, norm=way.norm))
+  many = _updates(way)
   for (losses, gradients), (losses_1, gradients_1) in zip(many, alone):
     assert losses.keys() == losses_1.keys() and len(losses) >= 3
     for name, loss in losses_1.items():

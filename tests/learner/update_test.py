@@ -58,7 +58,12 @@ def _assert_differ(one, other, models):
 
 
 @pytest.mark.parametrize(
-  'name', ['st_ppo', 's_ppo, rows', 'st_ppo, gradient, turns']
+  'name',
+  [
+    'st_ppo, gradient, turns',
+    pytest.param('st_ppo', marks=pytest.mark.slow),
+    pytest.param('s_ppo, rows', marks=pytest.mark.slow),
+  ],
 )
 def test_eight_devices_and_two_microbatches_are_one(name):
   models, algorithm = updates.sums(), _ALGORITHMS[name]
@@ -134,6 +139,7 @@ def test_outputs_at_the_loss_positions_suffice():
   models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
   batch = updates.batch(models)
   everywhere = updates.update(algorithm, batch, models)
+  assert everywhere.metrics['stab/scale'] != 1  # the whole batch's statistic
   positions_BM = pack.loss_positions(batch.loss_mask_BL)
   batch = batch.replace(loss_positions_BM=positions_BM)
   models = models._replace(policy=dataclasses.replace(models.policy, chunk=8))
@@ -145,7 +151,7 @@ def test_outputs_at_the_loss_positions_suffice():
   'name',
   [
     'bapo',
-    'grpo_guard',
+    pytest.param('grpo_guard', marks=pytest.mark.slow),
     pytest.param('sspo', marks=pytest.mark.slow),
     pytest.param('minirl', marks=pytest.mark.slow),
     pytest.param('so_grpo', marks=pytest.mark.slow),
