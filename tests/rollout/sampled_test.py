@@ -65,7 +65,7 @@ def _engine(*, deterministic):
       decode_chunk=4,
       lookahead=1,
       lanes=1,
-      batch_rows=2,
+      batch_rows=3,
       cache_blocks=2,
       early_exit=0.25,
       deterministic=deterministic,

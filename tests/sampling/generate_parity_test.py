@@ -178,14 +178,14 @@ _ENGINES = {
     early_exit=0.25,
     deterministic=True,
   ),
-  # Slots are refilled; programs run on two active rows, on two threads.
+  # Slots are refilled; programs run on three active rows, on two threads.
   'refilled': dict(
     slots=8,
     extend_chunk=50,
     decode_chunk=3,
     lookahead=1,
     lanes=2,
-    batch_rows=2,
+    batch_rows=3,
     cache_blocks=4,
     early_exit=0.25,
     deterministic=False,
@@ -193,8 +193,18 @@ _ENGINES = {
 }
 
 
-@pytest.mark.parametrize('engine', _ENGINES)
-@pytest.mark.parametrize('name', golden.MODELS)
+# The others differ in shapes that engine_test compares with one another.
+@pytest.mark.parametrize(
+  ('name', 'engine'),
+  [
+    ('qwen2_tied', 'waves'),
+    ('qwen2_untied', 'refilled'),
+    pytest.param('qwen2_tied', 'refilled', marks=pytest.mark.slow),
+    pytest.param('qwen2_tied', 'one wave', marks=pytest.mark.slow),
+    pytest.param('qwen2_untied', 'waves', marks=pytest.mark.slow),
+    pytest.param('qwen2_untied', 'one wave', marks=pytest.mark.slow),
+  ],
+)
 def test_dialogues_equal_those_of_generate(name, engine):
   for limit in golden.LIMITS:
     rows, texts = _collect(_engine(name, **_ENGINES[engine]), limit)

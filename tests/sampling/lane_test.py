@@ -44,7 +44,9 @@ def _begin(engine, prompts, *, group_size=1, max_turn_tokens=1):
 
 
 def test_errors_of_threads_are_raised_by_poll_and_by_begin():
-  engine, drivers = tiny_engine.new_engine(lanes=2, deterministic=False)
+  engine, drivers = tiny_engine.new_engine(
+    lanes=2, slots=8, deterministic=False
+  )
 
   for driver in drivers:
     driver.programs.broken = True
@@ -87,7 +89,7 @@ def test_rows_go_to_the_lane_that_has_the_prompt_of_their_group(
 
 
 @pytest.mark.parametrize(
-  'options', [{'lanes': 2, 'slots': 8}, {'lanes': 1, 'slots': 12}], ids=str
+  'options', [{'lanes': 2, 'slots': 8}, {'lanes': 1, 'slots': 4}], ids=str
 )
 def test_a_prompt_is_computed_once_in_each_lane(options):
   for delays in range(4):

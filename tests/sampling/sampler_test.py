@@ -14,6 +14,7 @@ import scipy.stats
 from stppo_jax.sampling import sampler
 
 _V = 7
+_ROWS = 64
 _truncate = jax.jit(sampler.truncate, static_argnums=1)
 _sample = jax.jit(sampler.sample, static_argnums=3)
 
@@ -49,35 +50,37 @@ def _left(logits, top_k=0, top_p=1.0, min_p=0.0):
 
 def _kept(logits_SV, sampling):
   """Returns the tokens of each row that the sampler's truncation leaves."""
-  left_SV = np.asarray(_truncate(jnp.asarray(logits_SV), sampling))
+  # Always as many rows, so that each truncation is compiled once.
+  padded_SV = np.resize(logits_SV, (_ROWS, _V))
+  left_SV = np.asarray(_truncate(padded_SV, sampling))[: len(logits_SV)]
   kept_SV = np.isfinite(left_SV)
   np.testing.assert_array_equal(left_SV[kept_SV], logits_SV[kept_SV])
   assert (left_SV[~kept_SV] == -np.inf).all()
   return [set(np.flatnonzero(kept_V).tolist()) for kept_V in kept_SV]
 
 
-@pytest.mark.parametrize(
-  'options',
-  [
-    {},
-    {'top_k': 1},
-    {'top_k': 3},
-    {'top_k': _V},
-    {'top_k': 99},
-    {'top_p': 0.01},
-    {'top_p': 0.5},
-    {'top_p': 0.93},
-    {'min_p': 0.11},
-    {'min_p': 1.0},
-    {'top_k': 4, 'top_p': 0.8},
-    {'top_k': 4, 'min_p': 0.3},
-    {'top_p': 0.9, 'min_p': 0.2},
-    {'top_k': 5, 'top_p': 0.95, 'min_p': 0.15},
-  ],
-  ids=str,
-)
+# Few, because each is another program to compile.
+_OPTIONS = [
+  {},
+  {'top_k': 1},
+  {'top_k': 3},
+  {'top_k': _V},
+  {'top_k': 99},
+  {'top_p': 0.01},
+  {'top_p': 0.5},
+  {'top_p': 0.93},
+  {'min_p': 0.11},
+  {'min_p': 1.0},
+  {'top_k': 4, 'top_p': 0.8},
+  {'top_k': 4, 'min_p': 0.3},
+  {'top_p': 0.9, 'min_p': 0.2},
+  {'top_k': 5, 'top_p': 0.95, 'min_p': 0.15},
+]
+
+
+@pytest.mark.parametrize('options', _OPTIONS, ids=str)
 def test_truncation_equals_loops(options):
-  logits_SV = np.random.default_rng(0).normal(0, 1.5, (64, _V))
+  logits_SV = np.random.default_rng(0).normal(0, 1.5, (_ROWS, _V))
   logits_SV = logits_SV.astype(np.float32)
   kept = _kept(logits_SV, sampler.Sampling(1.0, **options))
   assert kept == [_left(logits_V, **options) for logits_V in logits_SV]
@@ -87,8 +90,9 @@ def test_truncation_equals_loops(options):
 
 def test_each_truncation_sees_what_the_one_before_left():
   # 0.4 0.3 0.2 0.1: half of the mass is two tokens of all four, but one of
-  # the first two that top_k leaves (4/7).
-  logits_SV = np.log([[0.4, 0.3, 0.2, 0.1]]).astype(np.float32)
+  # the first two that top_k leaves (4/7). The others have no mass.
+  logits_SV = np.full((1, _V), -99, np.float32)
+  logits_SV[0, :4] = np.log([0.4, 0.3, 0.2, 0.1])
   for options, left in (
     ({'top_p': 0.5}, {0, 1}),
     ({'top_k': 2, 'top_p': 0.5}, {0}),
@@ -117,13 +121,9 @@ def test_equal_logits_are_kept_or_left_out_together(options, left):
 
 @given(
   st.lists(st.integers(-8, 8), min_size=_V, max_size=_V),
-  # Few options, because each combination is another program to compile.
-  st.sampled_from([0, 2, 5]),
-  st.sampled_from([0.37, 0.993, 1.0]),
-  st.sampled_from([0.0, 0.27]),
+  st.sampled_from(_OPTIONS),
 )
-def test_truncation_equals_loops_on_any_logits(logits, top_k, top_p, min_p):
-  options = {'top_k': top_k, 'top_p': top_p, 'min_p': min_p}
+def test_truncation_equals_loops_on_any_logits(logits, options):
   logits_SV = np.array([logits], np.float32)
   (kept,) = _kept(logits_SV, sampler.Sampling(1.0, **options))
   assert kept == _left(np.float64(logits), **options)

@@ -1,5 +1,7 @@
 """Stops on token ids are the stops in the decoded text."""
 
+import functools
+
 from hypothesis import given
 from hypothesis import strategies as st
 import numpy as np
@@ -12,6 +14,7 @@ from tests.sampling import vocabularies
 _MAKERS = {'phrases': vocabularies.phrases, 'bpe': vocabularies.bpe}
 
 
+@functools.cache
 def _automaton(tokenizer):
   return stops.build(
     tokenizer.token_bytes(),

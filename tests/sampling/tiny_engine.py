@@ -37,7 +37,7 @@ _DEFAULTS: dict[str, Any] = {
   'top_k': 0,
   'slots': 4,
   'max_length': MAX_LENGTH,
-  'cache_blocks': 1,
+  'cache_blocks': 2,
   'extend_chunk': 4,
   'decode_chunk': 3,
   'early_exit': 1.0,
