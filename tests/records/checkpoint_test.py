@@ -194,6 +194,7 @@ def test_damage_to_any_file_is_never_loaded(tmp_path, damage):
   files = [p for p in newest.rglob('*') if p.is_file() and p.stat().st_size]
   older, fell_back = _bits(_state(_mesh(2, 4), 1)), 0
   newer = _bits(_state(_mesh(2, 4), 2))
+  saved_again = set()
   for number, file in enumerate(files):
     workdir = tmp_path / str(number)
     shutil.copytree(origin, workdir)
@@ -203,9 +204,13 @@ def test_damage_to_any_file_is_never_loaded(tmp_path, damage):
     assert _bits(state) == {1: older, 2: newer}[step], file
     assert host == {'kl': step / 10}
     fell_back += step == 1
-    # The run goes on and saves this step again.
-    _save(workdir, 2)
-    assert _restore(workdir)[0] == 2, file
+    # The run goes on and saves this step again: tried once for each item of a
+    # checkpoint and each outcome.
+    outcome = (file.relative_to(newest).parts[0], step)
+    if outcome not in saved_again:
+      saved_again.add(outcome)
+      _save(workdir, 2)
+      assert _restore(workdir)[0] == 2, file
   assert fell_back >= 3
 
 
