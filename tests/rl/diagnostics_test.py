@@ -2,7 +2,6 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,7 +13,7 @@ NAME = 'st_ppo'
 
 
 @functools.partial(jax.jit, static_argnames='implementation')
-def _diagnose(logprobs, entropy, batch, implementation='auto'):
+def _diagnose(logprobs, entropy, batch, implementation='segment_sum'):
   algorithm = batches.algorithm(
     NAME, correction__clipping_bias__tau=1.1, bounds__clip_low=0.1
   )
@@ -107,11 +106,12 @@ def test_diagnostics_of_microbatches_merge_to_those_of_the_batch():
     for i in (slice(0, 2), slice(2, 4), slice(4, 6))
   ]
   expected = diagnostics.summarize(whole)
-  merged = functools.reduce(diagnostics.merge, parts)
+  merged = functools.reduce(jax.jit(diagnostics.merge), parts)
   _assert_metrics(diagnostics.summarize(merged), expected)
-  stacked = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+  stacked = jax.tree.map(lambda *x: np.stack(x), *parts)
   _assert_metrics(
-    diagnostics.summarize(diagnostics.merge_stacked(stacked)), expected
+    diagnostics.summarize(jax.jit(diagnostics.merge_stacked)(stacked)),
+    expected,
   )
 
 
@@ -140,18 +140,21 @@ def test_no_tokens_are_zeros():
   assert not any('turn_' in name for name in metrics)
 
 
+def _single(logprobs, entropy, batch):
+  """Returns diagnostics in float32, of a batch without sentences."""
+  arrays = jax.tree.map(
+    lambda x: x.astype(np.float32) if x.dtype == np.float64 else x,
+    (logprobs, entropy, batch.replace(sentence_ids_BL=None)),
+  )
+  return diagnostics.summarize(_diagnose(*arrays)[0])
+
+
 def test_small_spreads_survive_float32():
   batch, logprobs, entropy = batches.make(spread=1e-4)
   precise = diagnostics.summarize(_diagnose(logprobs, entropy, batch)[0])
-  single = jax.tree.map(
-    lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, batch
-  )
-  found, _ = _diagnose(
-    logprobs.astype(np.float32), entropy.astype(np.float32), single
-  )
   # The log-ratio itself is rounded to about 1e-7 of 1e-4.
   np.testing.assert_allclose(
-    diagnostics.summarize(found)['ratio/token/std'],
+    _single(logprobs, entropy, batch)['ratio/token/std'],
     precise['ratio/token/std'],
     rtol=1e-2,
   )
@@ -159,8 +162,7 @@ def test_small_spreads_survive_float32():
 
 def test_levels_without_ids_are_left_out():
   batch, logprobs, entropy = batches.make()
-  found, _ = _diagnose(logprobs, entropy, batch.replace(sentence_ids_BL=None))
-  metrics = diagnostics.summarize(found)
+  metrics = _single(logprobs, entropy, batch)
   assert not any('sentence' in name for name in metrics)
   assert 'ratio/turn/mean' in metrics
 
@@ -170,10 +172,15 @@ def test_rejected_terms_are_counted():
   algorithm = batches.algorithm(
     correction__names=('icepop',), correction__icepop__least=0.9
   )
-  loss = batches.policy_loss(algorithm, logprobs, entropy, batch)
-  found = diagnostics.policy_diagnostics(
-    algorithm, loss, logprobs, entropy, batch, num_turns=batches.T
-  )
+
+  @jax.jit
+  def diagnose(logprobs, entropy, batch):
+    loss = batches.policy_loss(algorithm, logprobs, entropy, batch)
+    return diagnostics.policy_diagnostics(
+      algorithm, loss, logprobs, entropy, batch, num_turns=batches.T
+    )
+
+  found = diagnose(logprobs, entropy, batch)
   mask = batch.loss_mask_BL
   k = np.exp(batch.old_logprobs_BL - batch.sampler_logprobs_BL)[mask]
   share = np.mean((k < 0.9) | (k > 5.0))
