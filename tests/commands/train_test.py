@@ -69,7 +69,7 @@ def test_the_supervised_start_lowers_the_loss_and_is_evaluated(taught):
   ]
 
 
-# Other tests here run two of them, and loop_test.py one.
+# Other tests run one of them; what differs is in rl and learner.
 @pytest.mark.slow
 @pytest.mark.parametrize(
   'algorithm', ['token_ppo', 'turn_ppo', 's_ppo', 'st_ppo', 'so_ppo']
@@ -96,7 +96,6 @@ def test_a_running_server_is_used(tmp_path, taught):
   with server.embedded(None, world_passages=world_passages) as running:
     line, _ = _one_step(
       tmp_path,
-      'turn_ppo',
       model__path=taught[0],
       env__max_turn_tokens=16,
       retrieval__url=running.url,
@@ -164,7 +163,7 @@ def files(tmp_path):
 
 def test_questions_and_passages_from_files(tmp_path, files):
   workdir = tmp_path / 'run'
-  line, records = _one_step(workdir, 's_ppo', **files)
+  line, records = _one_step(workdir, **files)
   assert line['env/number_of_valid_search'] > 0
   assert 'train/em/nq' in line
   found = [
@@ -178,7 +177,7 @@ def test_questions_and_passages_from_files(tmp_path, files):
   start = workdir / 'start' / 'model.safetensors'
   made = start.stat().st_mtime_ns
   again = files | {'num_steps': 1, 'evaluate__every': 0}
-  assert _train(workdir, 's_ppo', **again) == 0
+  assert _train(workdir, **again) == 0
   assert start.stat().st_mtime_ns == made
 
 
