@@ -2,6 +2,9 @@
 
 The commands run in the order of the pages, in one folder that looks like a
 clone, as a reader would run them: what one leaves behind, later ones read.
+Those that train take minutes as they stand. So `make test` runs a small version
+of each, mostly in this process, or, where many differ only in the algorithm,
+checks their configuration; the slow tests run them all as processes.
 """
 
 import json
@@ -14,9 +17,12 @@ import subprocess
 import sys
 import urllib.request
 
+import numpy as np
 import pytest
 
+from stppo_jax import __main__
 from stppo_jax.configs import algorithms
+from tests.training import runs
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _FIRST = ('README.md', 'docs/commands.md')
@@ -40,6 +46,19 @@ _SMOKE = [
   '--config.rollout.trajectories_per_step=8',
   '--config.updates.minibatch_size=8',
 ]
+# What makes it shorter still: the sizes of other tests, whose programs it
+# shares. A run from saved weights has the shape of these.
+_TINY = runs.flags(num_steps=1, evaluate__every=1)[1:]
+_TINY_FROM_WEIGHTS = [
+  *(flag for flag in _TINY if not flag.startswith('--config.model.')),
+  '--config.model.scan_unroll=1',
+]
+# Small programs lose less time than the compiler saves. The cache is the one of
+# `make quickstart`.
+_QUICK_TO_COMPILE = {
+  'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+  'JAX_COMPILATION_CACHE_DIR': '.cache/jax',
+}
 
 
 def _commands():
@@ -58,11 +77,11 @@ def _environment():
   return environment
 
 
-def _run(words, cwd):
+def _run(words, cwd, **more):
   done = subprocess.run(
     words,
     cwd=cwd,
-    env=_environment(),
+    env=_environment() | more,
     capture_output=True,
     text=True,
     timeout=300,
@@ -71,14 +90,23 @@ def _run(words, cwd):
   return done.stdout
 
 
-@pytest.fixture(scope='module')
-def clone(tmp_path_factory):
-  """A folder that looks like a clone; `runs` in it is shared."""
-  root = tmp_path_factory.mktemp('clone')
+def _make_clone(root):
   for name in ('assets', 'configs', 'stppo_jax', 'Makefile'):
     (root / name).symlink_to(_ROOT / name)
   (root / 'runs').mkdir()
   return root
+
+
+@pytest.fixture(scope='module')
+def clone(tmp_path_factory):
+  """A folder that looks like a clone; `runs` in it is shared."""
+  return _make_clone(tmp_path_factory.mktemp('clone'))
+
+
+@pytest.fixture(scope='module')
+def small_clone(tmp_path_factory):
+  """Another one, for small runs."""
+  return _make_clone(tmp_path_factory.mktemp('small'))
 
 
 def _question_files(root):
@@ -115,17 +143,25 @@ def _workdir(words, folder):
   return folder / workdir
 
 
-def _make_run(folder):
+def _make_run(folder, quickstart):
   """Leaves the run that other commands evaluate and export."""
-  command = 'make quickstart'
   if not (folder / 'runs' / 'quickstart-st_ppo-seed0').exists():
-    _quickstart(command, folder)
+    quickstart('make quickstart', folder)
+
+
+def _make(command, *more):
+  """Returns the words of a make that installs nothing."""
+  tools = [f'BIN={pathlib.Path(sys.executable).parent}', 'RUNTIME=']
+  return [*shlex.split(command), *tools, *more]
 
 
 def _quickstart(command, folder):
-  tools = [f'BIN={pathlib.Path(sys.executable).parent}', 'RUNTIME=']
-  smoke = f'ARGS={shlex.join(_SMOKE)}'
-  return _run([*shlex.split(command), *tools, smoke], folder)
+  return _run(_make(command, f'ARGS={shlex.join(_SMOKE)}'), folder)
+
+
+def _small_quickstart(command, folder):
+  arguments = f'ARGS={shlex.join(_TINY_FROM_WEIGHTS)}'
+  return _run(_make(command, arguments), folder, **_QUICK_TO_COMPILE)
 
 
 def _make_batch(folder):
@@ -161,21 +197,32 @@ def _serves(command, folder):
     server.stdout.close()
 
 
+def _check_quickstart(command, output, folder):
+  """Asserts that it is done and left what the documents promise."""
+  name = dict(word.split('=') for word in shlex.split(command)[2:])
+  workdir = 'quickstart-{ALGORITHM}-seed{SEED}'.format(
+    **({'ALGORITHM': 'st_ppo', 'SEED': '0'} | name)
+  )
+  assert 'done.' in output
+  workdir = folder / 'runs' / workdir
+  assert (workdir / 'learning_curve.png').is_file()
+  _check_metrics(workdir / 'metrics.jsonl')
+
+
+def _check_plan(command, folder):
+  """Asserts that these tests are called; here they would never end."""
+  plan = _run([*_make(command, 'TESTING='), '-n'], folder)
+  assert '-m pytest' in plan
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('command', _commands())
 def test_every_command_in_the_documents_runs(command, clone):
   words = shlex.split(command)
-  if command in ('make test', 'make check'):  # here they would never end
-    plan = _run(['make', '-n', words[1], 'TESTING='], clone)
-    assert '-m pytest' in plan
+  if command in ('make test', 'make check'):
+    _check_plan(command, clone)
   elif words[:2] == ['make', 'quickstart']:
-    name = dict(word.split('=') for word in words[2:])
-    workdir = 'quickstart-{ALGORITHM}-seed{SEED}'.format(
-      **({'ALGORITHM': 'st_ppo', 'SEED': '0'} | name)
-    )
-    assert 'done.' in _quickstart(command, clone)
-    workdir = clone / 'runs' / workdir
-    assert (workdir / 'learning_curve.png').is_file()
-    _check_metrics(workdir / 'metrics.jsonl')
+    _check_quickstart(command, _quickstart(command, clone), clone)
   elif ' serve ' in command:
     _serves(command, clone)
   elif ' lab ' in command or ' prefer ' in command:
@@ -191,14 +238,103 @@ def test_every_command_in_the_documents_runs(command, clone):
     _run([*_python(command), *_SMOKE], clone)
     assert (_workdir(words, clone) / 'model.safetensors').is_file()
   elif ' evaluate ' in command:
-    _make_run(clone)
+    _make_run(clone, _quickstart)
     output = _run([*_python(command), *_SMOKE], clone)
     assert 'step 1 val/em/two_hop' in output
   elif ' export ' in command:
-    _make_run(clone)
+    _make_run(clone, _quickstart)
     assert 'the policy after step 1' in _run(_python(command), clone)
   else:
     assert _run(_python(command), clone)
+
+
+@pytest.mark.parametrize('command', _commands())
+def test_a_small_version_of_every_command_runs(
+  command, small_clone, monkeypatch, capsys
+):
+  monkeypatch.chdir(small_clone)
+  words = shlex.split(command)
+
+  def call(*more, words=words):
+    assert words[:3] == ['python', '-m', 'stppo_jax'], words
+    code = __main__.main([*words[3:], *more])  # of equal flags, the last counts
+    out, err = capsys.readouterr()
+    assert code == 0, out + err
+    assert out
+    return out
+
+  if command in ('make test', 'make check'):
+    _check_plan(command, small_clone)
+  elif command == 'make quickstart':
+    output = _small_quickstart(command, small_clone)
+    _check_quickstart(command, output, small_clone)
+  elif words[:2] == ['make', 'quickstart']:
+    lines = _run([*_make(command), '-n'], small_clone).replace('\\\n', '')
+    (train,) = (x for x in lines.splitlines() if ' train ' in x)
+    made = shlex.split(train)
+    made = ['python', *made[made.index('-m') :]]
+    config = call(words=_config(made))
+    chosen = dict(word.split('=') for word in words[2:])
+    assert f':{chosen["ALGORITHM"]}' in train
+    assert f'seed = {chosen["SEED"]}' in config.splitlines()
+    workdir = 'runs/quickstart-{ALGORITHM}-seed{SEED}'.format(**chosen)
+    assert f'--workdir={workdir}' in made
+  elif ' train ' in command or ' sft ' in command:
+    # Each would compile programs of its own. The folders of tests of what they
+    # choose run these.
+    if 'DATA' in command:
+      _question_files(small_clone / 'DATA')
+    call(words=_config(words))
+  elif ' serve ' in command:
+    _serves(command, small_clone)
+  elif ' collect ' in command:
+    _small_batch(command, call)
+  elif ' score ' in command:
+    _make_small_batch(call)
+    call()
+  elif ' compare ' in command:
+    _make_small_batch(call)
+    (names,) = (w for w in words if w.startswith('--algorithms='))
+    names = names.split('=')[1].split(',')
+    assert len(names) > 1 and set(names) <= set(algorithms.ALGORITHMS)
+    call('--algorithms=st_ppo')  # each of the others is a program of its own
+  elif ' prefer ' in command:
+    _make_small_batch(call)
+    call(*_TINY, '--config.preference.batch_size=8')
+  elif ' evaluate ' in command:
+    _make_run(small_clone, _small_quickstart)
+    # As a process, which finds the programs of the run in their cache.
+    words = [*_python(command), *_TINY_FROM_WEIGHTS]
+    output = _run(words, small_clone, **_QUICK_TO_COMPILE)
+    assert 'step 1 val/em/two_hop' in output
+  elif ' export ' in command:
+    _make_run(small_clone, _small_quickstart)
+    assert 'the policy after step 1' in call()
+  else:
+    call()
+
+
+def _config(words):
+  """Returns the words that print the configuration of a run."""
+  flags = [word for word in words if not word.startswith('--workdir=')]
+  return ['config' if word in ('train', 'sft') else word for word in flags]
+
+
+def _make_small_batch(call):
+  if not pathlib.Path('runs', 'batch.npz').exists():
+    (collect,) = (line for line in _commands() if ' lab collect ' in line)
+    _small_batch(collect, call)
+
+
+def _small_batch(collect, call):
+  """Leaves a batch with rewards, which a tiny policy does not get."""
+  call(*_TINY, words=shlex.split(collect))
+  with np.load('runs/batch.npz') as archive:
+    arrays = dict(archive)
+  rows, ends = np.arange(len(arrays['tokens_BL'])), arrays['loss_mask_BL']
+  last = ends.shape[1] - 1 - ends[:, ::-1].argmax(axis=1)
+  arrays['rewards_BL'][rows, last] = rows % 2
+  np.savez('runs/batch.npz', **arrays)
 
 
 def test_the_old_name_of_an_algorithm_is_accepted(clone):
