@@ -3,6 +3,7 @@
 The environment is set before jax is imported anywhere.
 """
 
+import importlib.metadata
 import os
 import pathlib
 
@@ -28,6 +29,20 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
 # [B] + [B, L] is a bug far more often than a wish.
 os.environ['JAX_NUMPY_RANK_PROMOTION'] = 'raise'
+# Compiling is most of the time of the tests. The older of two generators of
+# fused loops, and a program in one piece instead of 32, take the compiler half
+# the time; without fused multiply-adds, that generator rounds like operations
+# that are not fused. Later compilers do not have it, and an unknown flag ends
+# the process. Flags of the caller come last and win.
+if importlib.metadata.version('jaxlib').startswith('0.10.'):
+  os.environ['XLA_FLAGS'] = ' '.join(
+    (
+      '--xla_cpu_use_fusion_emitters=false',
+      '--xla_cpu_parallel_codegen_split_count=1',
+      '--xla_cpu_max_isa=AVX',
+      os.environ.get('XLA_FLAGS', ''),
+    )
+  )
 os.environ['HF_HUB_OFFLINE'] = '1'
 for _name in ('http_proxy', 'https_proxy', 'all_proxy', 'no_proxy'):
   os.environ.pop(_name, None)

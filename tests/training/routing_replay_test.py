@@ -46,9 +46,10 @@ def _expert_ids():
   return ids[..., :2].astype(np.int16)
 
 
-def _annotated(models, batch, routing_replay, params=None):
-  state = updates.train_state(models)
-  annotate = jax.jit(
+@functools.cache
+def _annotate(models, routing_replay):
+  """Returns the compiled annotation, which several tests call."""
+  return jax.jit(
     functools.partial(
       annotate_lib.annotate,
       models=models,
@@ -57,9 +58,26 @@ def _annotated(models, batch, routing_replay, params=None):
       routing_replay=routing_replay,
     )
   )
-  reference = state.policy.params
-  annotated, _ = annotate(
-    state, batch, ALGORITHM, reference=reference, old=params
+
+
+@functools.cache
+def _token_outputs(policy):
+  return jax.jit(functools.partial(policy.token_outputs, temperature=1.0))
+
+
+@functools.cache
+def _hidden_and_routing(policy):
+  return jax.jit(policy.hidden_and_routing)
+
+
+def _annotated(models, batch, routing_replay, params=None):
+  state = updates.train_state(models)
+  annotated, _ = _annotate(models, routing_replay)(
+    state,
+    batch,
+    ALGORITHM,
+    reference=state.policy.params,
+    old=state.policy.params if params is None else params,
   )
   return jax.device_get(annotated)
 
@@ -67,13 +85,13 @@ def _annotated(models, batch, routing_replay, params=None):
 def _log_ratio(policy, params, batch, **changes):
   """Returns the log-ratio of the policy to the annotated old one."""
   batch = batch.replace(**changes)
-  scores = jax.jit(functools.partial(policy.token_outputs, temperature=1.0))(
+  outputs = _token_outputs(policy)(
     params,
     batch.tokens_BL,
     lengths_B=batch.lengths_B,
     expert_ids=batch.expert_ids,
   )
-  difference_BL = scores.logprobs_BL - batch.old_logprobs_BL
+  difference_BL = outputs.logprobs_BL - batch.old_logprobs_BL
   return np.abs(np.where(batch.loss_mask_BL, difference_BL, 0.0)).max()
 
 
@@ -101,7 +119,7 @@ def test_the_kept_experts_are_those_of_the_old_policy(replay):
   old = tiny.params(models.policy, seed=5)
   batch = _batch(models)
   annotated = _annotated(models, batch, replay, old)
-  _, routing = jax.jit(models.policy.hidden_and_routing)(
+  _, routing = _hidden_and_routing(models.policy)(
     old, batch.tokens_BL, lengths_B=batch.lengths_B
   )
   np.testing.assert_array_equal(annotated.expert_visits_BX, routing.visits_BX)
@@ -146,7 +164,7 @@ def test_updates_replay_and_balance_the_load_however_they_are_cut():
   )
   whole, parts = update(), update(num_microbatches=4)
   rows = batch.loss_mask_BL.any(axis=1)
-  _, routing = jax.jit(models.policy.hidden_and_routing)(
+  _, routing = _hidden_and_routing(models.policy)(
     updates.train_state(models).policy.params,
     batch.tokens_BL,
     lengths_B=batch.lengths_B,
@@ -174,7 +192,6 @@ def test_a_run_replays_the_experts_of_its_engine(tmp_path):
   flags = runs.flags(
     'minirl',
     num_steps=2,
-    model__num_layers=2,
     model__qkv_bias=False,
     model__qk_norm=True,
     model__num_experts=4,
