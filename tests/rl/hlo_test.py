@@ -42,7 +42,7 @@ _COMPILER_OPTIONS = {
   'xla_backend_optimization_level': 0,
   'xla_llvm_disable_expensive_passes': True,
 }
-# The generator of fused loops that tests/conftest.py chooses turns scatters into
+# The generator of fused loops that tests/conftest.py chooses makes scatters
 # loops, in which this test would not find them.
 if 'use_fusion_emitters=false' in os.environ.get('XLA_FLAGS', ''):
   _COMPILER_OPTIONS['xla_cpu_use_fusion_emitters'] = True
