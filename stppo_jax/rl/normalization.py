@@ -10,14 +10,15 @@ returns the new log-ratio and a detached multiplier of each policy term.
 tokens. It is experimental, and our reading: the published form is
 r = exp((l + b) sigma sqrt(dt)). With turn k as the unit,
 
-  l' = (l + b_k) s_k       b_k = mean over the turn of e^l - 1 - l
-                           s_k = target / std over the turn of l
+  l' = clip((l - m_k) s_k, -20, 20)    m_k = mean over the turn of l
+                                       s_k = target / std over the turn of l
 
-b_k undoes the systematic shift of the mean log-ratio (E_old[l] is minus the
-divergence that b_k estimates), s_k gives every turn the same spread, `target`
-being the mean spread of the minibatch's turns. The terms of turn k are divided
-by s_k, so that the gradient of a turn is not enlarged with its log-ratio. With
-the aggregate turn_mean, all turns then contribute equally.
+m_k is the systematic shift of the turn's log-ratio. (The estimate of the shift
+by the mean of e^l - 1 - l is unbounded: one token with l = 7 would multiply the
+ratios of its whole turn by e^100.) s_k gives every turn the same spread,
+`target` being the mean spread of the minibatch's turns. The terms of turn k are
+divided by s_k, so that the gradient of a turn is not enlarged with its
+log-ratio. With the aggregate turn_mean, all turns then contribute equally.
 """
 
 from typing import NamedTuple
@@ -32,10 +33,17 @@ from stppo_jax.rl import segments as segments_lib
 Array = jax.Array
 sg = jax.lax.stop_gradient
 
+LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: large, and its square is finite
+
 # Our choices: the limit of the scale s_k and of its inverse, and the spread
 # below which the log-ratios of a turn differ by rounding only.
 GUARD_LIMIT = 10.0
 GUARD_LEAST_SPREAD = 1e-6
+
+
+def limit(log_ratio: Array) -> Array:
+  """Returns clip(log_ratio, -20, 20), so that no ratio overflows."""
+  return jnp.clip(log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def _none(log_ratio_BL, batch, statistics, *, num_turns, implementation):
@@ -48,13 +56,13 @@ class _Turns(NamedTuple):
 
   Attributes:
     segments: the turns.
-    shift_BT: b_k.
+    mean_BT: m_k.
     spread_BT: the standard deviation of l.
     varies_BT: bool, the spread is more than rounding.
   """
 
   segments: segments_lib.Segments
-  shift_BT: Array
+  mean_BT: Array
   spread_BT: Array
   varies_BT: Array
 
@@ -77,8 +85,7 @@ def _turns(log_ratio_BL, batch, num_turns, implementation):
     mean_BT, turns, implementation=implementation
   )
   spread_BT = jnp.sqrt(means(jnp.square(log_ratio_BL - mean_BL)))
-  shift_BT = means(jnp.expm1(log_ratio_BL) - log_ratio_BL)
-  return _Turns(turns, shift_BT, spread_BT, spread_BT > GUARD_LEAST_SPREAD)
+  return _Turns(turns, mean_BT, spread_BT, spread_BT > GUARD_LEAST_SPREAD)
 
 
 def _guard(log_ratio_BL, batch, target, *, num_turns, implementation):
@@ -96,7 +103,9 @@ def _guard(log_ratio_BL, batch, target, *, num_turns, implementation):
     )
 
   scale_BL = jnp.where(batch.loss_mask_BL, spread(scale_BT), 1)
-  normal_BL = (log_ratio_BL + spread(turns.shift_BT)) * scale_BL
+  normal_BL = (log_ratio_BL - spread(turns.mean_BT)) * scale_BL
+  # Limited again: shift and scale can enlarge a log-ratio.
+  normal_BL = limit(normal_BL)
   return masking.select(normal_BL, batch.loss_mask_BL), 1 / scale_BL
 
 

@@ -12,7 +12,6 @@ turn ratio, GSPO (arXiv 2507.18071) for the sequence ratio.
 
 import chex
 import jax
-import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.rl import masking
@@ -22,8 +21,6 @@ from stppo_jax.rl import segments as segments_lib
 
 Array = jax.Array
 sg = jax.lax.stop_gradient
-
-LOG_RATIO_LIMIT = 20.0  # exp(20) is 5e8: large, and its square is finite
 
 
 def token_log_ratio(
@@ -37,7 +34,7 @@ def token_log_ratio(
   new_BL = masking.select(logprobs_BL, loss_mask_BL)
   # Detached: the old policy is data.
   old_BL = sg(masking.select(old_logprobs_BL, loss_mask_BL))
-  return jnp.clip(new_BL - old_BL, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+  return normalization.limit(new_BL - old_BL)
 
 
 def _sum(log_ratio_BL, segments, *, implementation):
@@ -45,7 +42,7 @@ def _sum(log_ratio_BL, segments, *, implementation):
     log_ratio_BL, segments, implementation=implementation
   )
   # Clipped: the sum over a long segment would overflow in exp().
-  totals_BT = jnp.clip(totals_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+  totals_BT = normalization.limit(totals_BT)
   return segments_lib.segment_spread(
     totals_BT, segments, implementation=implementation
   )

@@ -34,8 +34,8 @@ def policy_loss(
   unit = np.ones(mask.shape)
   if options['normalize'] == 'guard':
     shift, unit = _guard(still, batch)
-    live = np.where(mask, (live + shift) * unit, 0)
-    still = np.where(mask, (still + shift) * unit, 0)
+    normal = lambda logs: np.clip((logs - shift) * unit, -20, 20)
+    live, still = (np.where(mask, normal(x), 0) for x in (live, still))
 
   def ratio_at(level, logs):
     return np.exp(twins.log_ratios(logs, batch, level, options['reduce']))
@@ -79,6 +79,7 @@ def policy_loss(
         'k1': x,
         'k2': x * x / 2,
         'k3': math.exp(-x) - 1 + x,
+        'k3_clamped': min(math.exp(-x) - 1 + x, 10),
       }[row['kl']['estimator']]
 
   mean = lambda x: twins.aggregate(x, batch, **row['aggregate'])
@@ -105,7 +106,7 @@ def _guard(logs, batch):
     spreads.append(
       math.sqrt(sum((v - mean) ** 2 for v in values) / len(values))
     )
-    shifts.append(sum(math.exp(v) - 1 - v for v in values) / len(values))
+    shifts.append(mean)
   varied = [spread for spread in spreads if spread > 1e-6]
   target = sum(varied) / len(varied) if varied else 0.0
   shift, scale = np.zeros(logs.shape), np.ones(logs.shape)

@@ -1,6 +1,10 @@
 """By hand; the loop over random batches is in losses_test.py."""
 
+import functools
+
+import jax
 import numpy as np
+import pytest
 
 from stppo_jax.rl import normalization
 from tests.rl import batches
@@ -22,20 +26,9 @@ def _guard(logs):
 def test_guard_by_hand():
   target, normal, weights = _guard(LOGS)
   np.testing.assert_allclose(target, 0.2)  # of the two that have a spread
-  k3 = lambda x: np.exp(x) - 1 - x
-  first = np.mean(k3(np.array([0.5, -0.1])))
-  second = np.mean(k3(np.array([0.3, 0.1])))
-  expected = [
-    (0.5 + first) * 2 / 3,
-    (-0.1 + first) * 2 / 3,
-    0,
-    (0.3 + second) * 2,
-    (0.1 + second) * 2,
-    0.2 + k3(0.2),
-    0.2 + k3(0.2),
-    0.7 + k3(0.7),
-  ]
-  np.testing.assert_allclose(normal, [expected], rtol=1e-12)
+  # Less the mean of the turn, times 2/3 in the first and 2 in the second.
+  expected = [0.2, -0.2, 0, 0.2, -0.2, 0, 0, 0]
+  np.testing.assert_allclose(normal, [expected], rtol=1e-12, atol=1e-15)
   np.testing.assert_allclose(
     weights, [[1.5, 1.5, 1, 0.5, 0.5, 1, 1, 1]], rtol=1e-12
   )
@@ -58,3 +51,35 @@ def test_the_scale_is_limited():
   logs = np.where(TURNS == 1, LOGS * 1e-4, LOGS)
   _, _, weights = _guard(logs)
   np.testing.assert_allclose(weights[0, 0], 1 / normalization.GUARD_LIMIT)
+
+
+@pytest.mark.parametrize('log_ratio', [4.0, 7.0, 20.0])
+@pytest.mark.parametrize('advantage', [-1.0, 1.0])
+def test_one_unusual_token_moves_its_turn_by_a_bounded_amount(
+  log_ratio, advantage
+):
+  turn_ids = np.ones((1, 10), np.int32)
+  logprobs = np.zeros((1, 10), np.float32)
+  logprobs[0, 0] = log_ratio
+  zeros = np.zeros_like(logprobs)
+  batch = batches.rows(batches.make(dtype=np.float32)[0], np.arange(1)).replace(
+    tokens_BL=turn_ids,
+    turn_ids_BL=turn_ids,
+    loss_mask_BL=turn_ids > 0,
+    old_logprobs_BL=zeros,
+    advantages_BL=zeros + np.float32(advantage),
+  )
+  algorithm = batches.algorithm('grpo_guard')
+
+  @jax.jit
+  @functools.partial(jax.value_and_grad, has_aux=True)
+  def run(logprobs):
+    loss = batches.policy_loss(algorithm, logprobs, zeros, batch)
+    return loss.loss, loss.ratio_BL
+
+  (value, ratio_BL), gradient = run(logprobs)
+  assert np.isfinite(value) and np.all(np.isfinite(gradient))
+  # Nine tokens did not change. The mean of e^l - 1 - l gave them ratios of 143
+  # at log_ratio 4; the mean of l gives them less than 1.
+  assert np.all(np.asarray(ratio_BL)[0, 1:] < 1)
+  assert np.all(np.asarray(ratio_BL) <= np.exp(np.float32(20)))

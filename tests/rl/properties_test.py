@@ -3,6 +3,7 @@
 Shapes are fixed, so that an algorithm compiles once; all else is drawn.
 """
 
+import dataclasses
 import functools
 
 from hypothesis import given
@@ -10,8 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 import jax
 import numpy as np
+import pytest
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.configs import algorithms
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import losses
 from tests.rl import batches
@@ -66,14 +69,14 @@ def _row_layouts(draw):
 
 
 @st.composite
-def _cases(draw):
+def _cases(draw, spreads=(0.0, 0.05, 0.5, 3.0)):
   """Draws a batch, log-probabilities and entropy."""
   layouts = [draw(_row_layouts()) for _ in range(B)]
   turn_ids = np.array([ids for ids, _ in layouts], np.int32)
   mask = np.array([mask for _, mask in layouts], bool)
   mask[draw(st.integers(0, B - 1))] &= draw(st.booleans())  # a failed row
   rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-  spread = draw(st.sampled_from([0.0, 0.05, 0.5, 3.0]))
+  spread = draw(st.sampled_from(spreads))
   normal = lambda: rng.normal(size=(B, L))
   old = -np.abs(normal())
   batch = batch_lib.TokenBatch(
@@ -117,6 +120,33 @@ def test_results_are_finite_and_gradients_0_off_the_mask(case, name):
   assert np.all(np.isfinite(gradient)) and np.all(np.isfinite(ratio))
   assert not np.any(np.asarray(gradient)[~batch.loss_mask_BL])
   assert np.all(np.asarray(ratio)[~batch.loss_mask_BL] == 1)
+
+
+def _losses():
+  """Returns the algorithms, one of those whose losses share a program."""
+  found = {}
+  plain = batches.algorithm('token_ppo').advantage
+  for name in algorithms.ALGORITHMS:
+    # The estimator made the advantages before; the loss does not read it.
+    loss = dataclasses.replace(batches.algorithm(name), advantage=plain)
+    found.setdefault(jax.tree.structure(loss), {})[name] = loss
+  return found
+
+
+@pytest.mark.parametrize('losses_of_program', _losses().values(), ids=', '.join)
+@settings(max_examples=15)
+@given(case=_cases(spreads=(0.5, 3.0, 7.0, 20.0)))
+def test_float32_does_not_overflow_far_from_the_old_policy(
+  losses_of_program, case
+):
+  batch, logprobs, entropy = jax.tree.map(
+    lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, case
+  )
+  for algorithm in losses_of_program.values():
+    results = _run(algorithm, logprobs, entropy, batch)
+    assert all(x.dtype == np.float32 for x in results)
+    assert all(np.all(np.isfinite(x)) for x in results)
+    assert np.all(np.asarray(results[2]) <= np.exp(np.float32(20)))
 
 
 @QUICK
