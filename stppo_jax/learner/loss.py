@@ -146,7 +146,14 @@ def loss_terms(
   The arguments are those of `loss`. The bias term is 0 unless the algorithm
   divides by its gradient's norm.
   """
-  outputs = _policy_outputs(params.policy, microbatch, frozen=frozen, spec=spec)
+  everywhere = algorithm.trains_values_at_observations
+  outputs = _policy_outputs(
+    params.policy,
+    microbatch,
+    frozen=frozen,
+    spec=spec,
+    values_everywhere=everywhere,
+  )
   policy = losses.policy_loss(
     algorithm,
     outputs.logprobs_BL,
@@ -175,7 +182,7 @@ def loss_terms(
       state_lib.join_frozen(spec.value, frozen, params.value),
       microbatch.tokens_BL,
       lengths_B=microbatch.lengths_B,
-      loss_positions_BM=microbatch.loss_positions_BM,
+      loss_positions_BM=None if everywhere else microbatch.loss_positions_BM,
     )
     # A separate value model has its own learning rate instead of a coefficient.
     value_coefficient = 1.0
@@ -270,6 +277,7 @@ def _policy_outputs(
   *,
   frozen: functional.Params | None,
   spec: UpdateSpec,
+  values_everywhere: bool = False,
 ) -> functional.TokenOutputs:
   return spec.policy.token_outputs(
     state_lib.join_frozen(spec.policy, frozen, params),
@@ -278,5 +286,6 @@ def _policy_outputs(
     loss_positions_BM=microbatch.loss_positions_BM,
     expert_ids=microbatch.expert_ids,
     temperature=spec.temperature,
-    values_everywhere=False,  # values are trained at loss positions only
+    # Otherwise values are trained at loss positions only.
+    values_everywhere=values_everywhere,
   )

@@ -34,6 +34,9 @@ Array = jax.Array
 class Advantages:
   """The result of an estimator; 0 or false off the loss mask.
 
+  With GAE's `critic_tokens='response'`, returns and value mask have the
+  observations between policy tokens too.
+
   Attributes:
     advantages_BL: the advantages that the policy loss uses. The functions in
       `ADVANTAGES` return them for observation tokens too, because whitening may
@@ -116,6 +119,9 @@ def _skipped(loss_mask_BL):
 
 # 'included' is what the reference run of arXiv 2511.20718 did [code].
 OBSERVATION_TOKENS = {'skipped': _skipped, 'included': masking.response_mask}
+# The steps at which the critic is trained: those at policy tokens, or all. The
+# reference run trained it at all [code].
+CRITIC_TOKENS = ('policy', 'response')
 
 
 def _latest(x_BL, step_mask_BL):
@@ -203,13 +209,25 @@ class Gae(options_lib.Named):
   lambda_turn: float = options_lib.number(at_most=1.0)
   steps: str = options_lib.one_of(STEPS)
   observation_tokens: str = options_lib.one_of(OBSERVATION_TOKENS)
+  critic_tokens: str = options_lib.one_of(CRITIC_TOKENS)
   whiten: str = options_lib.one_of(masking.WHITENS)
 
   @staticmethod
-  def conflicts(steps, observation_tokens, **_):
-    if steps != 'token' and observation_tokens == 'included':
+  def conflicts(steps, observation_tokens, critic_tokens, gamma, lambda_, **_):
+    included = observation_tokens == 'included'
+    if included and steps != 'token':
       rule = f"'skipped' when steps is {steps!r}"
       yield 'observation_tokens', observation_tokens, rule
+    # With gamma = lambda_ = 1 the values of later steps cancel.
+    elif included and critic_tokens == 'policy' and (gamma, lambda_) != (1, 1):
+      rule = (
+        "'response' when observation_tokens is 'included', unless gamma and "
+        'lambda_ are 1: GAE would read values that no loss trains'
+      )
+      yield 'critic_tokens', critic_tokens, rule
+    if critic_tokens == 'response' and not included:
+      rule = f"'policy' when observation_tokens is {observation_tokens!r}"
+      yield 'critic_tokens', critic_tokens, rule
 
 
 def gae_estimator(
@@ -220,6 +238,7 @@ def gae_estimator(
   lambda_: Array | float,
   steps: str,
   observation_tokens: str,
+  critic_tokens: str,
   gamma_turn: Array | float,
   lambda_turn: Array | float,
 ) -> Advantages:
@@ -251,6 +270,9 @@ def gae_estimator(
       'bilevel': GAE over turns, then over the tokens of each turn.
     observation_tokens: with token steps: 'skipped', or 'included' from the
       first to the last policy token of a row. Turns never include them.
+    critic_tokens: the critic is trained at the steps that are policy tokens
+      ('policy'), or at all steps ('response'), which differ where observations
+      are included.
     gamma_turn: with bi-level steps, the discount per turn.
     lambda_turn: with bi-level steps, the trace decay per turn.
   """
@@ -266,12 +288,16 @@ def gae_estimator(
   )
   assert batch.values_BL is not None
   values_BL = masking.select(batch.values_BL, step_mask_BL)
+  if critic_tokens == 'policy':
+    value_mask_BL, returns_mask_BL = step_mask_BL & mask_BL, mask_BL
+  else:
+    value_mask_BL, returns_mask_BL = step_mask_BL, step_mask_BL
   return Advantages(
     advantages_BL=_latest(at_steps_BL, step_mask_BL),
     returns_BL=masking.select(
-      _latest(at_steps_BL + values_BL, step_mask_BL), mask_BL
+      _latest(at_steps_BL + values_BL, step_mask_BL), returns_mask_BL
     ),
-    value_mask_BL=step_mask_BL & mask_BL,
+    value_mask_BL=value_mask_BL,
   )
 
 

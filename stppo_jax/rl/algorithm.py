@@ -63,6 +63,11 @@ class Algorithm(options.Options):
     return self.advantage.name in advantages.USES_VALUES
 
   @property
+  def trains_values_at_observations(self) -> bool:
+    """Whether the value model is trained off the loss mask, too."""
+    return self.advantage.arguments().get('critic_tokens') == 'response'
+
+  @property
   def uses_minibatch_statistics(self) -> bool:
     """Whether the loss needs numbers formed over the whole minibatch.
 

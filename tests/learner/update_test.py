@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from stppo_jax.learner import update
+from stppo_jax.rl import masking
 from stppo_jax.rollout import pack
 from tests import compilations
 from tests.learner import updates
@@ -145,6 +146,37 @@ def test_outputs_at_the_loss_positions_suffice():
   models = models._replace(policy=dataclasses.replace(models.policy, chunk=8))
   there = updates.update(algorithm, batch, models, **_MANY)
   updates.assert_same(there, everywhere, models)
+
+
+def test_a_critic_at_the_whole_response_learns_from_observations():
+  models = updates.sums()
+  batch = updates.batch(models)
+  mask_BL = masking.response_mask(batch.loss_mask_BL)
+  batch = batch.replace(
+    loss_positions_BM=pack.loss_positions(batch.loss_mask_BL),
+    value_mask_BL=np.asarray(mask_BL),
+  )
+  algorithm = batches.algorithm(
+    'token_ppo',
+    advantage__observation_tokens='included',
+    advantage__critic_tokens='response',
+  )
+  there = updates.update(algorithm, batch, models)
+  everywhere = updates.update(
+    algorithm, batch.replace(loss_positions_BM=None), models
+  )
+  updates.assert_same(there, everywhere, models)
+  # The returns of observations move the value model, and not the policy.
+  off_BL = np.asarray(mask_BL) & ~batch.loss_mask_BL
+  assert off_BL.any()
+  other = batch.replace(returns_BL=batch.returns_BL + 3.0 * off_BL)
+  moved = updates.update(algorithm, other, models)
+  for name, changed in {'policy': False, 'value': True}.items():
+    old, new = (
+      jax.tree.leaves(getattr(x.state, name).params) for x in (there, moved)
+    )
+    differs = any(np.abs(a - b).max() > 1e-4 for a, b in zip(old, new))
+    assert differs == changed
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,15 @@ FIELDS = ('advantages_BL', 'returns_BL', 'value_mask_BL')
 
 
 @functools.partial(
-  jax.jit, static_argnames=('whiten', 'steps', 'observation_tokens')
+  jax.jit,
+  static_argnames=('whiten', 'steps', 'observation_tokens', 'critic_tokens'),
 )
 def _estimate(
   batch,
   whiten='none',
   steps='token',
   observation_tokens='skipped',
+  critic_tokens='policy',
   gamma=GAMMA,
   lambda_=LAMBDA,
   gamma_turn=GAMMA_TURN,
@@ -37,6 +39,7 @@ def _estimate(
     lambda_=lambda_,
     steps=steps,
     observation_tokens=observation_tokens,
+    critic_tokens=critic_tokens,
     gamma_turn=gamma_turn,
     lambda_turn=lambda_turn,
     whiten=whiten,
@@ -118,6 +121,35 @@ def test_included_observations_are_steps_from_first_to_last_policy_token():
   np.testing.assert_array_equal(actual.value_mask_BL, batch.loss_mask_BL)
   skipped = _estimate(batch).advantages_BL
   assert np.abs(actual.advantages_BL - skipped).max() > 0.01
+
+
+def test_a_critic_at_the_whole_response_has_targets_at_observations():
+  batch, _, _ = batches.make()
+  options = {'observation_tokens': 'included'}
+  policy = _estimate(batch, **options)
+  actual = _estimate(batch, critic_tokens='response', **options)
+  response = advantage_twins.response(batch.loss_mask_BL)
+  assert (response & ~batch.loss_mask_BL).any()
+  np.testing.assert_array_equal(actual.value_mask_BL, response)
+  np.testing.assert_array_equal(actual.advantages_BL, policy.advantages_BL)
+  expected = np.zeros(batch.values_BL.shape)
+  for b, span in enumerate(response):
+    values = batch.values_BL[b, span]
+    rewards = np.where(batch.loss_mask_BL[b], batch.rewards_BL[b], 0)[span]
+    expected[b, span] = twins.gae(rewards, values, GAMMA, LAMBDA) + values
+  np.testing.assert_allclose(actual.returns_BL, expected, rtol=1e-12)
+
+
+def test_without_discounts_values_at_observations_are_not_read():
+  batch, _, _ = batches.make()
+  mask = batch.loss_mask_BL
+  other = batch.replace(values_BL=np.where(mask, batch.values_BL, 7.0))
+  options = {'observation_tokens': 'included', 'gamma': 1.0, 'lambda_': 1.0}
+  one, same = _estimate(batch, **options), _estimate(other, **options)
+  _agree(one, same)
+  options['lambda_'] = LAMBDA
+  one, two = _estimate(batch, **options), _estimate(other, **options)
+  assert np.abs(one.advantages_BL - two.advantages_BL).max() > 0.01
 
 
 def test_turn_steps_are_a_loop_over_turns():

@@ -122,6 +122,30 @@ def test_options_that_exclude_each_other():
   ]
 
 
+_INCLUDED = {'advantage__observation_tokens': 'included'}
+_RESPONSE = {'advantage__critic_tokens': 'response'}
+
+
+@pytest.mark.parametrize(
+  ('changes', 'problem'),
+  [
+    (_INCLUDED, None),  # gamma = lambda_ = 1
+    ({**_INCLUDED, 'advantage__lambda_': 0.95}, "'policy': must be 'response'"),
+    ({**_INCLUDED, 'advantage__gamma': 0.99}, "'policy': must be 'response'"),
+    ({**_INCLUDED, **_RESPONSE, 'advantage__lambda_': 0.95}, None),
+    (_RESPONSE, "'response': must be 'policy' when observation_tokens"),
+  ],
+)
+def test_values_that_gae_reads_are_trained(changes, problem):
+  options = batches.algorithm_options('token_ppo', **changes)
+  lines = algorithm_lib.check_algorithm(options)
+  if problem is None:
+    assert not lines
+  else:
+    (line,) = lines
+    assert line.startswith(f'algorithm.advantage.critic_tokens={problem}')
+
+
 @pytest.mark.parametrize('wrap', [dict, config_dict.ConfigDict])
 def test_all_problems_at_once(wrap):
   options = batches.algorithm_options(
