@@ -6,6 +6,15 @@ With x = log pi - log reference of the sampled token:
                            0, so it belongs in the reward
   k2 = x^2 / 2             biased, low variance
   k3 = exp(-x) - 1 + x     unbiased, never negative
+  k3_clamped = min(k3, 10)
+
+An estimate is one thing and its gradient in a loss another: on policy, the
+expected gradient of k1 is 0, that of k2 is the gradient of KL(pi || reference),
+and that of k3 is the gradient of KL(reference || pi), the other direction.
+
+k3 grows as exp(-x): one token with x = -10 counts 22,015. verl, Search-R1 and
+the fork of arXiv 2511.20718 clamp it to [-10, 10] in the loss, TRL does not
+[code]. A clamped token has no gradient.
 
 Source: J. Schulman, "Approximating KL divergence", 2020.
 """
@@ -32,7 +41,16 @@ def _k3(x_BL):
   return jnp.expm1(-x_BL) + x_BL
 
 
-KL_ESTIMATORS = {'k1': _k1, 'k2': _k2, 'k3': _k3}
+K3_LIMIT = 10.0  # nats, as in verl
+
+
+def _k3_clamped(x_BL):
+  k3_BL = _k3(x_BL)
+  # A selection: k3 is never negative, so that only the upper limit acts.
+  return jnp.where(k3_BL > K3_LIMIT, K3_LIMIT, k3_BL)
+
+
+KL_ESTIMATORS = {'k1': _k1, 'k2': _k2, 'k3': _k3, 'k3_clamped': _k3_clamped}
 KL_PLACES = ('reward', 'loss', 'nowhere')
 
 

@@ -226,7 +226,9 @@ def test_the_estimates_of_the_divergence_are_theirs(estimator):
   kl_BL = kl_lib.kl_estimate(
     arrays['logprobs_BL'], arrays['ref_logprobs_BL'], MASK, estimator=estimator
   )
-  _close(kl_BL, GOLDEN[f'verl.kl_{estimator}']['kl_BL'], MASK)
+  # That of verl is clamped, and no number of this batch is so large.
+  case = f'verl.kl_{estimator.removesuffix("_clamped")}'
+  _close(kl_BL, GOLDEN[case]['kl_BL'], MASK)
   assert np.max(kl_BL) < 10  # where verl clamps k3
 
 
