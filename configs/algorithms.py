@@ -9,7 +9,7 @@ section, such as `--config.algorithm.bounds.name=balanced`, also sets the
 options of that choice to their defaults, which are in `DEFAULTS`.
 
 `docs/algorithms.md` has the equation, the source and the use of every
-algorithm.
+algorithm, and `sources.py` the defaults of the source, where ours differ.
 """
 
 import copy
@@ -68,17 +68,23 @@ DEFAULTS = {
       # If steps is token: skipped | included (as in the reference
       # implementation).
       'observation_tokens': 'skipped',
+      # Where the value model is trained: at policy tokens (policy), or at all
+      # steps (response), which must be so where observations are included.
+      'critic_tokens': 'policy',
       'whiten': 'policy',
     },
     'monte_carlo': {'gamma': 1.0, 'whiten': 'policy'},
     'group_normalized': {'epsilon': 1e-6, 'whiten': 'none'},
     'group_centered': {'whiten': 'none'},
     'leave_one_out': {'whiten': 'none'},
-    'turn_group': {'turn_weight': 1.0, 'epsilon': 1e-6, 'whiten': 'none'},
+    'turn_group': {'turn_weight': 1.0, 'epsilon': 1e-4, 'whiten': 'none'},
     'gigpo': {
       'omega': 1.0,  # weight of the step advantage
       'gamma': 0.95,  # per turn
       'normalize': 'std',  # std | none
+      # How often an outcome counts in the statistics of its group: once for
+      # each turn of its trajectory (per_turn), or once (per_trajectory).
+      'outcome_counts': 'per_turn',
       'epsilon': 1e-6,
       'whiten': 'none',
     },
@@ -138,7 +144,7 @@ _TOKEN_PPO = {
   'advantage': choice('advantage', 'gae'),
   'kl': {
     'where': 'reward',  # reward | loss | nowhere
-    'estimator': 'k1',  # k1 | k2 | k3
+    'estimator': 'k1',  # k1 | k2 | k3 | k3_clamped
     'coefficient': 0.001,
     'controller': 'fixed',  # fixed | adaptive
     'target': 6.0,  # adaptive: nats per trajectory
@@ -170,6 +176,7 @@ _SEQUENCE = {'ratio': {'level': 'sequence'}}
 _BIAS = {'correction': {'names': ('clipping_bias',)}}
 _NO_KL = {'kl': {'where': 'nowhere'}}
 _KL_IN_LOSS = {'kl': {'where': 'loss', 'estimator': 'k3'}}
+_CLAMPED_KL_IN_LOSS = {'kl': {'where': 'loss', 'estimator': 'k3_clamped'}}
 _GROUP = {'advantage': choice('advantage', 'group_normalized')}
 _SEQUENCE_MEAN = {'aggregate': choice('aggregate', 'sequence_mean')}
 _SEQUENCE_SUM = {'aggregate': choice('aggregate', 'sequence_sum')}
@@ -194,7 +201,7 @@ ALGORITHMS = {
       'clipping_bias': {'scope': 'sequence'},
     },
     **_GROUP,
-    **_KL_IN_LOSS,
+    **_CLAMPED_KL_IN_LOSS,
   ),
   # Related algorithms.
   'bilevel_ppo': _algorithm(
@@ -228,7 +235,8 @@ ALGORITHMS = {
   ),
   'bapo': _algorithm(bounds=choice('bounds', 'balanced'), **_GROUP, **_NO_KL),
   'cispo': _algorithm(
-    bounds=choice('bounds', 'fixed', clip_low=1.0, clip_high=0.28),
+    # The lower bound is -9, which no ratio reaches.
+    bounds=choice('bounds', 'fixed', clip_low=10.0, clip_high=0.2),
     objective=choice('objective', 'detached'),
     **_GROUP,
     **_NO_KL,
@@ -262,13 +270,9 @@ ALGORITHMS = {
     **_GROUP,
     **_NO_KL,
   ),
-  'mt_grpo': _algorithm(
-    advantage=choice('advantage', 'turn_group'),
-    **_SEQUENCE_MEAN,
-    **_KL_IN_LOSS,
-  ),
+  'mt_grpo': _algorithm(advantage=choice('advantage', 'turn_group'), **_NO_KL),
   'gigpo': _algorithm(
-    advantage=choice('advantage', 'gigpo'), **_SEQUENCE_MEAN, **_KL_IN_LOSS
+    advantage=choice('advantage', 'gigpo'), **_CLAMPED_KL_IN_LOSS
   ),
 }
 
@@ -285,11 +289,17 @@ GROUP_ADVANTAGES = frozenset(
 )
 WITHOUT_CRITIC = GROUP_ADVANTAGES | {'monte_carlo'}
 
-# Changes of the config section `rollout` for algorithms whose advantages
-# compare trajectories. `so_grpo` collects as in its published runs: 5
-# trajectories for each of 512 questions.
-ROLLOUTS = {
-  name: {'group_size': 8}
+# Keys outside the section `algorithm` that an algorithm sets in `base.py`.
+# Algorithms whose advantages compare trajectories need groups.
+CHANGES = {
+  name: {'rollout.group_size': 8}
   for name, algorithm in ALGORITHMS.items()
   if algorithm['advantage']['name'] in GROUP_ADVANTAGES
-} | {'so_grpo': {'group_size': 5, 'trajectories_per_step': 2560}}
+}
+# As in its published runs: 5 trajectories for each of 512 questions.
+CHANGES['so_grpo'] = {
+  'rollout.group_size': 5,
+  'rollout.trajectories_per_step': 2560,
+}
+# Overlong reward shaping and dynamic sampling are parts of DAPO.
+CHANGES['dapo'] |= {'env.rewards.overlong': 1.0, 'rollout.resample_rounds': 3}

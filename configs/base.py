@@ -155,10 +155,17 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           'f1': 0.0,
           'format': 0.0,
           'search_penalty': 0.0,  # subtracted once per search
+          # Subtracted from trajectories that come near max_length: nothing up
+          # to max_length - n, all of it at max_length, linear in between, where
+          # n is overlong_fraction times max_length (DAPO). Without it a
+          # trajectory that was cut off has the reward of a wrong answer.
+          'overlong': 0.0,
           # Rewards of a turn, on the last token of the turn.
           'turn_search': 0.0,  # if its search found passages
           'turn_answer_found': 0.0,  # if these contain a golden answer
         },
+        # The last part of max_length, in which rewards.overlong grows.
+        'overlong_fraction': 0.2,
         # Where the answer is searched for. response: in the policy's turns.
         # search_r1: in prompt and response, like the scorer of Search-R1,
         # faults included.
@@ -179,7 +186,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       'rollout': {
         'trajectories_per_step': 512,
         # Trajectories per question. Algorithms that compare them have more by
-        # default, see `ROLLOUTS` in algorithms.py.
+        # default, see `CHANGES` in algorithms.py.
         'group_size': 1,
         # Groups whose rewards are all equal have no advantage. They are
         # replaced by groups of new questions, in at most this many extra
@@ -330,8 +337,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       },
     }
   )
-  if algorithm in algorithms.ROLLOUTS:
-    config.rollout.update(algorithms.ROLLOUTS[algorithm])
+  config.update_from_flattened_dict(algorithms.CHANGES.get(algorithm, {}))
   return config
 
 

@@ -185,6 +185,29 @@ def _no_values_to_share(advantage, backbone) -> Iterator[str]:
     )
 
 
+# The corrections that contain staleness where the old policy is the current
+# one: all that read the sampler's probabilities.
+_MISMATCH = ('tis', 'mis', 'icepop', 'geo_rs')
+
+
+def _staleness_is_corrected(old_policy, steps_ahead, names) -> Iterator[str]:
+  if old_policy == 'current' and steps_ahead and not {*names} & {*_MISMATCH}:
+    yield (
+      'updates.old_policy=current: must be sampled when '
+      f'rollout.steps_ahead={steps_ahead}, unless algorithm.correction.names '
+      f'has one of {", ".join(_MISMATCH)}: nothing would correct for the '
+      'staleness'
+    )
+
+
+def _steps_are_not_enlarged(names, norm, tau) -> Iterator[str]:
+  if 'clipping_bias' in names and norm == 'coefficient' and tau < 1:
+    yield (
+      f'algorithm.correction.clipping_bias.tau={tau}: must be 1 or greater; '
+      'between tau and 1, the factor 1 / rho would enlarge steps'
+    )
+
+
 def _url_is_valid(url) -> Iterator[str]:
   problem = address.check_url(url) if url else None
   if problem:
@@ -273,4 +296,20 @@ RELATIONS: tuple[Relation, ...] = (
     _no_values_to_warm_up,
   ),
   (('algorithm.advantage.name', 'model.value_backbone'), _no_values_to_share),
+  (
+    (
+      'updates.old_policy',
+      'rollout.steps_ahead',
+      'algorithm.correction.names',
+    ),
+    _staleness_is_corrected,
+  ),
+  (
+    (
+      'algorithm.correction.names',
+      'algorithm.correction.clipping_bias.norm',
+      'algorithm.correction.clipping_bias.tau',
+    ),
+    _steps_are_not_enlarged,
+  ),
 )

@@ -37,6 +37,7 @@ _POSITIVE = settings.Rule(lambda x: 0 < x < math.inf, 'greater than 0')
 _AT_LEAST_2 = settings.Rule(lambda x: x >= 2, '2 or greater')
 _NOT_NEGATIVE = settings.Rule(lambda x: 0 <= x < math.inf, '0 or greater')
 _FRACTION = settings.Rule(lambda x: 0 <= x <= 1, 'in [0, 1]')
+_POSITIVE_FRACTION = settings.Rule(lambda x: 0 < x <= 1, 'in (0, 1]')
 _BETA = settings.Rule(lambda x: 0 <= x < 1, 'in [0, 1)')
 _FINITE = settings.Rule(math.isfinite, 'a finite number')
 _AXIS = settings.Rule(
@@ -114,6 +115,8 @@ RULES: Mapping[str, settings.Rule] = {
   'env.rewards.f1': _FINITE,
   'env.rewards.format': _FINITE,
   'env.rewards.search_penalty': _NOT_NEGATIVE,
+  'env.rewards.overlong': _NOT_NEGATIVE,
+  'env.overlong_fraction': _POSITIVE_FRACTION,
   'env.rewards.turn_search': _FINITE,
   'env.rewards.turn_answer_found': _FINITE,
   'env.reward_scope': _one_of(*rewards.SCOPES),
@@ -128,7 +131,7 @@ RULES: Mapping[str, settings.Rule] = {
   'rollout.resample_rounds': _NOT_NEGATIVE,
   'rollout.temperature': _POSITIVE,
   'rollout.top_k': _NOT_NEGATIVE,
-  'rollout.top_p': settings.Rule(lambda x: 0 < x <= 1, 'in (0, 1]'),
+  'rollout.top_p': _POSITIVE_FRACTION,
   'rollout.min_p': settings.Rule(lambda x: 0 <= x < 1, 'in [0, 1)'),
   'rollout.slots': _NOT_NEGATIVE,
   'rollout.engine': _one_of('local', 'remote'),
@@ -207,11 +210,13 @@ def check(config: base.Config) -> list[str]:
     if key in values and not rule.holds(values[key]):
       errors.append(f'{key}={values[key]!r}: must be {rule.allowed}')
       del values[key]
-  values |= options
+  problems = _check_algorithm(config)
+  if not problems:
+    values |= options
   for keys, relation in relations.RELATIONS:
     if all(key in values for key in keys):
       errors += relation(*(values[key] for key in keys))
-  return errors + _check_algorithm(config)
+  return errors + problems
 
 
 def _pop_algorithm(values: dict[str, Any]) -> dict[str, Any]:

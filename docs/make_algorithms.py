@@ -7,6 +7,7 @@ from docs import texts
 from stppo_jax.analysis import algorithm_docs
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
+from stppo_jax.configs import sources
 
 FOLDER = pathlib.Path(__file__).parent
 
@@ -20,6 +21,7 @@ def pages() -> dict[pathlib.Path, str]:
     algorithms.GROUP_ADVANTAGES,
     config.preference.to_dict(),
     texts,
+    sources,
   )
   return {FOLDER / path: text for path, text in made.items()}
 

@@ -62,7 +62,8 @@ _NAMES = {
     """
     A = N(R) + omega N(G),   G_k = r_k + gamma G_{k+1} over turns
     N = (x - mean) / (std + epsilon), or x - mean (`normalize`)
-    R among the trajectories of a question, G among turns with one state
+    R among the trajectories of a question, by default once for each of their
+    turns (`outcome_counts`), G among turns with one state
     """,
     'GiGPO, arXiv 2505.10978.',
     entry.CODE,
@@ -112,7 +113,26 @@ _OPTIONS = {
       'arXiv 2511.20718.',
       entry.CODE,
       'To repeat a run of the reference implementation. With gamma = lambda_ = '
-      '1 this changes whitening only.',
+      '1 this changes whitening only. With others, GAE reads the values at '
+      'observations, so that `critic_tokens` must be `response`.',
+    ),
+  },
+  'advantage.critic_tokens': {
+    'policy': entry.Description(
+      'value loss = mean over the steps that are policy tokens',
+      '—',
+      entry.OURS,
+      'The default: GAE reads no other value where observations are skipped.',
+    ),
+    'response': entry.Description(
+      """
+      value loss = mean over all steps, from a row's first policy token to its
+      last, observations included
+      """,
+      'arXiv 2511.20718.',
+      entry.CODE,
+      'To repeat a run of the reference implementation. It goes with '
+      '`observation_tokens=included`.',
     ),
   },
   'advantage.whiten': {
@@ -153,6 +173,23 @@ _OPTIONS = {
       'Questions and states whose rewards vary little should not weigh more '
       'than others, as in `group_centered`.',
       'verl-agent: `gigpo.mode=mean_norm`.',
+    ),
+  },
+  'advantage.outcome_counts': {
+    'per_turn': entry.Description(
+      'mean and std of R over the turns of all trajectories of a question',
+      'GiGPO, arXiv 2505.10978.',
+      entry.CODE,
+      "The default of `gigpo`, and of its authors' code. Long trajectories "
+      'weigh more.',
+      'verl-agent: `compute_mean_std_cross_steps=True`.',
+    ),
+    'per_trajectory': entry.Description(
+      'mean and std of R over the trajectories of a question',
+      'GiGPO, arXiv 2505.10978, Eq. 3.',
+      entry.PAPER,
+      'Every trajectory should weigh the same.',
+      'verl-agent: `compute_mean_std_cross_steps=False`.',
     ),
   },
 }
@@ -204,8 +241,18 @@ _KL = {
       'exp(-x) - 1 + x',
       _SCHULMAN,
       entry.CODE,
-      'The term is in the loss: k3 is never negative and has a low variance.',
-      'verl: `low_var_kl` or `k3`. slime: `--kl-loss-type k3`.',
+      'The term is in the loss: k3 is never negative and has a low variance. '
+      'On policy, its gradient is that of KL(ref || pi), not of KL(pi || ref). '
+      'It is unbounded: x = -10 gives 22,015.',
+      'TRL: `beta`. slime: `--kl-loss-type k3`.',
+    ),
+    'k3_clamped': entry.Description(
+      'min(exp(-x) - 1 + x, 10)',
+      _SCHULMAN + ' The clamp is from verl.',
+      entry.CODE,
+      'Like k3, but a token far from the reference has no gradient instead of '
+      'a huge one.',
+      'verl, Search-R1: `low_var_kl`.',
     ),
   },
   'kl.controller': {

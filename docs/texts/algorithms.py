@@ -77,7 +77,7 @@ ALGORITHMS = {
   'so_grpo': entry.Description(
     """
     loss = mean over policy tokens of s_y max(-A r_k, -A clip(r_k))
-           + kl.coefficient * k3
+           + kl.coefficient * min(k3, 10)
     s_y  = as in s_ppo, with rho computed over the trajectory y
     A    = (R - mean R) / (std R + epsilon) over a question's trajectories
     """,
@@ -134,12 +134,18 @@ ALGORITHMS = {
     loss = mean over policy tokens of max(-A r, -A clip(r)),
            with the upper bound further from 1 than the lower
     A    = (R - mean R) / (std R + epsilon) over a question's trajectories
+    R    = outcome - env.rewards.overlong * min(max(1 - d / n, 0), 1)
+    d    = env.max_length - length of the trajectory, 0 if it was cut off
+    n    = env.overlong_fraction * env.max_length
     """,
     'arXiv 2503.14476.',
-    entry.PEER,
+    entry.CODE + ' That the length is that of the whole trajectory is our '
+    'choice.',
     'Entropy should not collapse: the probability of rare tokens may grow '
     'further. Its dynamic sampling, which replaces groups of equal rewards '
-    'because they teach nothing, is the key `rollout.resample_rounds`.',
+    'because they teach nothing, is the key `rollout.resample_rounds`; set it '
+    'to 0, and `env.rewards.overlong` too, to see the effect of the bounds '
+    'alone.',
     'verl: `clip_ratio_high=0.28`, `loss_agg_mode=token-mean`. TRL: '
     "`loss_type='dapo'`. Tunix: `loss_agg_mode='token-mean'`.",
   ),
@@ -201,10 +207,12 @@ ALGORITHMS = {
   ),
   'cispo': entry.Description(
     """
-    loss = mean over policy tokens of -sg(clip(r)) A log pi_theta
+    loss = mean over policy tokens of -sg(clip(r)) A log pi_theta,
+           with a lower bound below 0, which no ratio reaches
     """,
     'MiniMax-M1, arXiv 2506.13585, Eq. 4.',
-    entry.CODE,
+    entry.CODE + ' The bounds are those of an example of verl; the paper gives '
+    'none.',
     'Clipping should bound the weight of a token, not drop its gradient, so '
     'that rare tokens which begin a new thought keep learning.',
     "verl: policy loss `cispo`. TRL: `loss_type='cispo'`, where "
@@ -253,8 +261,8 @@ ALGORITHMS = {
   ),
   'grpo_guard': entry.Description(
     """
-    l' = (l + b_k) s_k
-    b_k = mean over turn k of e^l - 1 - l
+    l' = clip((l - m_k) s_k, -20, 20)
+    m_k = mean of l over turn k
     s_k = clip(target / std of l over turn k, 1/10, 10)
     r   = exp(l'),   l = log pi_theta - log pi_old
     loss = mean over turns of
@@ -272,7 +280,7 @@ ALGORITHMS = {
     A = z(outcome) + turn_weight * z(turn reward) on all turns but the last,
         z(outcome) on the last
     z = (x - mean) / (std + epsilon) over a question's trajectories
-    loss = the loss of grpo
+    loss = mean over policy tokens of max(-A r, -A clip(r))
     """,
     'arXiv 2505.11821.',
     entry.CODE + " The authors' code has one tool call; that all turns before "
@@ -283,12 +291,14 @@ ALGORITHMS = {
   'gigpo': entry.Description(
     """
     A   = N(R) + omega * N(G),   G_k = r_k + gamma G_{k+1}
-    N   = (x - mean) / (std + epsilon): R over a question's trajectories,
-          G over all turns that began in the same state
-    loss = the loss of grpo
+    N   = (x - mean) / (std + epsilon): R over the turns of a question's
+          trajectories, G over all turns that began in the same state
+    loss = mean over policy tokens of max(-A r, -A clip(r))
+           + kl.coefficient * min(k3, 10)
     """,
     'arXiv 2505.10978.',
-    entry.CODE,
+    entry.CODE + ' In the paper, R is compared over trajectories '
+    '(`advantage.outcome_counts=per_trajectory`).',
     'Trajectories of one question pass through the same states, such as equal '
     'search results, so that their next turns can be compared.',
     'verl-agent: `adv_estimator=gigpo`, `gigpo.step_advantage_w` for omega.',

@@ -100,7 +100,10 @@ _BIAS = {
     'turn': entry.Description(
       'rho over each turn, N_V = 1 where nothing is inside',
       _SORL,
-      entry.OURS,
+      entry.OURS
+      + ' The reference implementation has a form of it with tau = 5, N_V = 0 '
+      'where nothing is inside, and one s for the batch, the mean over its '
+      'turns. There, a batch of short clipped turns has almost no gradient.',
       'Only turns with much clipping should be scaled.',
     ),
   },

@@ -73,8 +73,8 @@ _RATIO = {
     ),
     'guard': entry.Description(
       """
-      l' = (l + b_k) s_k,   terms of turn k divided by s_k
-      b_k = mean over turn k of e^l - 1 - l
+      l' = clip((l - m_k) s_k, -20, 20),   terms of turn k divided by s_k
+      m_k = mean of l over turn k
       s_k = clip(target / std of l over turn k, 1/10, 10)
       """,
       'GRPO-Guard, arXiv 2510.22319.',
@@ -116,7 +116,9 @@ _BOUNDS = {
     low_limit. The sums are over the whole minibatch.
     """,
     'BAPO, arXiv 2510.18927.',
-    entry.PAPER + ' The absolute value inside the sum is our choice.',
+    entry.PAPER + ' Eq. 8 takes the absolute value of the whole sum; that of '
+    "each term is our choice. The authors' script differs from both: see "
+    '`bapo`.',
     'Negative advantages outweigh the positive ones, as in stale batches.',
   ),
 }

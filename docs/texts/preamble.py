@@ -46,9 +46,9 @@ and `st_ppo` have the setting of arXiv 2511.20718: the bounds, gamma and lambda,
 the KL term, tau. Two defaults differ on purpose. The reference implementation
 computes rho per microbatch of one GPU, while here cutting a batch changes
 nothing (`correction.clipping_bias.scope=microbatch` is the nearest). It also
-includes observation tokens, which the policy did not write
-(`advantage.observation_tokens=included` and `advantage.whiten=all` do the
-same).
+includes observation tokens, which the policy did not write, and trains the
+value model at them (`advantage.observation_tokens=included`,
+`advantage.critic_tokens=response` and `advantage.whiten=all` do the same).
 
 The rest of its setting: Qwen2.5 base models of 1.5B, 3B and 7B on NQ and
 HotpotQA, top-3 passages of the 2018 Wikipedia by E5-base-v2, 3 searches and

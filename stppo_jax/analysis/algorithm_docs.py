@@ -37,8 +37,12 @@ QUESTIONS = {
   'advantage.name': 'How good was what the policy wrote?',
   'advantage.steps': 'What is one step of GAE?',
   'advantage.observation_tokens': 'Are the tokens of observations steps, too?',
+  'advantage.critic_tokens': 'At which tokens is the value model trained?',
   'advantage.whiten': 'Over which tokens are advantages whitened?',
   'advantage.normalize': 'What is the difference from the mean divided by?',
+  'advantage.outcome_counts': (
+    'How often does an outcome count in the statistics of its group?'
+  ),
   'kl.where': 'Where does the divergence from the reference enter?',
   'kl.estimator': 'How is it estimated?',
   'kl.controller': 'How is its coefficient set?',
@@ -97,6 +101,7 @@ def pages(
   groups: frozenset[str],
   preference: Mapping[str, Any],
   texts: Any,
+  sources: Any,
 ) -> dict[str, str]:
   """Returns the text of every page, by its path below `docs/`.
 
@@ -107,12 +112,14 @@ def pages(
     preference: the defaults of the preference losses.
     texts: has `ALGORITHMS`, `PREFERENCES` and `CHOICES` of descriptions, `SURE`
       and `PREAMBLE`; see `docs/texts`.
+    sources: has `SOURCES` and `lines`; see `configs/sources.py`.
 
   Raises:
     KeyError: an algorithm or a choice is not described.
   """
   base = next(iter(table.values()))
-  result = {'algorithms.md': _overview(table, groups, preference, texts)}
+  overview = _overview(table, groups, preference, texts, sources)
+  result = {'algorithms.md': overview}
   for axis, title in TITLES.items():
     result[_choices_path(axis)] = _choices_page(
       axis, title, base, defaults, texts
@@ -131,7 +138,7 @@ def _joined(paragraphs):
   return '\n\n'.join(text.strip('\n') for text in paragraphs) + '\n'
 
 
-def _overview(table, groups, preference, texts) -> list[str]:
+def _overview(table, groups, preference, texts, sources) -> list[str]:
   """Returns the paragraphs of the page of the algorithms."""
   base_name, base = next(iter(table.items()))
   paragraphs = [
@@ -159,6 +166,8 @@ def _overview(table, groups, preference, texts) -> list[str]:
       differs = _settings(differences(algorithm, base)) or 'nothing'
       facts = {f'Differs from `{base_name}`': f'{differs}.', **facts}
     paragraphs += _entry(name, texts.ALGORITHMS[name], facts)
+    if name in sources.SOURCES:
+      paragraphs += _source(sources.SOURCES[name], sources.lines(name))
   paragraphs += ['## Preference losses', texts.PREAMBLE.PREFERENCES]
   numbers = {key: preference[key] for key in ('beta', 'alpha')}
   for name, text in texts.PREFERENCES.items():
@@ -196,6 +205,17 @@ def _entry(name, text, facts):
     f'### `{name}`',
     f'```text\n{inspect.cleandoc(text.equation)}\n```',
     '\n'.join(_bullet(key, x) for key, x in bullets.items()),
+  ]
+
+
+def _source(source, lines):
+  """Returns the paragraph and the list of differences from a source."""
+  where = f'The defaults of {_linked(source.where)} ({source.sure})'
+  if not lines:
+    return [_wrapped(f'{where} are ours.')]
+  return [
+    _wrapped(f'{where} are ours, but for these differences:'),
+    '\n'.join(_wrapped(f'- {line}', subsequent_indent='  ') for line in lines),
   ]
 
 

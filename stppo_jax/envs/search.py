@@ -90,7 +90,8 @@ class SearchEnvironment:
       retriever=retriever,
       max_turns=options['max_turns'],
       prompt_template=options['prompt_template'],
-      rewards=options['rewards'],
+      # The collector gives the rewards of lengths.
+      rewards={name: options['rewards'][name] for name in REWARD_NAMES},
       reward_scope=options['reward_scope'],
     )
 

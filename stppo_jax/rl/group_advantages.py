@@ -202,6 +202,11 @@ def _to_go(rewards_BT, present_BT, gamma):
   return to_go_TB.T
 
 
+# How often the outcome of a trajectory counts in the mean and the standard
+# deviation of its group.
+OUTCOME_COUNTS = ('per_turn', 'per_trajectory')
+
+
 @options_lib.dataclass
 class Gigpo(options_lib.Named):
   """Options of `gigpo`."""
@@ -209,6 +214,7 @@ class Gigpo(options_lib.Named):
   omega: float = options_lib.number()
   gamma: float = options_lib.number(at_most=1.0)
   normalize: str = options_lib.one_of(NORMALIZATIONS)
+  outcome_counts: str = options_lib.one_of(OUTCOME_COUNTS)
   epsilon: float = options_lib.number(above=0.0)
   whiten: str = options_lib.one_of(masking.WHITENS)
 
@@ -220,6 +226,7 @@ def gigpo(
   omega: Array | float,
   gamma: Array | float,
   normalize: str,
+  outcome_counts: str,
   epsilon: Array | float,
   num_turns: int,
 ) -> Array:
@@ -239,6 +246,9 @@ def gigpo(
     omega: weight of N(G).
     gamma: discount per turn.
     normalize: 'std': N(x) = (x - mean) / (std + epsilon). 'none': x - mean.
+    outcome_counts: R counts in the mean and the deviation of its group once for
+      each turn of the trajectory ('per_turn', the default of the authors' code
+      [code]), or once ('per_trajectory', Eq. 3 of the paper).
     epsilon: added to the standard deviation.
     num_turns: static, the most turns a row can have.
 
@@ -249,7 +259,6 @@ def gigpo(
     raise ValueError('the estimator gigpo needs state_ids_BL')
   normalization = NORMALIZATIONS[normalize]
   reward_B, pairs_BB = _rows(rewards_BL, batch)
-
   turns = segments_lib.level_segments('turn', batch, num_turns=num_turns)
   starts_BL = segments_lib.segment_starts(turns)
   total = lambda x_BL: segments_lib.segment_totals(x_BL, turns)
@@ -262,12 +271,21 @@ def gigpo(
   groups_C = jnp.repeat(batch.group_ids_B, num_turns)
   # State ids start anew with every question, so that equal ids mean the same
   # state within one question only.
-  pairs_CC = _pairs(states_BT.reshape(-1), present_C)
-  pairs_CC &= _pairs(groups_C, present_C)
+  group_pairs_CC = _pairs(groups_C, present_C)
+  pairs_CC = group_pairs_CC & _pairs(states_BT.reshape(-1), present_C)
   step_C = normalization(to_go_BT.reshape(-1), pairs_CC, epsilon)
   step_BL = segments_lib.segment_spread(
     step_C.reshape(to_go_BT.shape),
     segments_lib.Segments(_turns_so_far(batch), num_turns),
   )
-  outcome_B = normalization(reward_B, pairs_BB, epsilon)
+  if outcome_counts == 'per_turn':
+    rewards_C = jnp.repeat(reward_B, num_turns)
+    outcome_C = normalization(rewards_C, group_pairs_CC, epsilon)
+    # Of the turns of a row, all that are present have the same.
+    some_B = jnp.argmax(present_BT, axis=1)
+    outcome_B = jnp.take_along_axis(
+      outcome_C.reshape(present_BT.shape), some_B[:, None], axis=1
+    )[:, 0]
+  else:
+    outcome_B = normalization(reward_B, pairs_BB, epsilon)
   return _to_tokens(outcome_B, batch) + omega * step_BL

@@ -106,6 +106,35 @@ class _PendingTurn:
   generated: GeneratedTurn
 
 
+@dataclasses.dataclass(frozen=True)
+class Overlong:
+  """The soft punishment of overlong trajectories (arXiv 2503.14476, Eq. 13).
+
+  Its length is that of the whole trajectory, which is what the limit holds for:
+  in a dialogue, observations fill the context too. (In DAPO, whose answers have
+  one turn, it is the length of the answer.)
+
+  Attributes:
+    weight: what a trajectory of `max_length` loses.
+    max_length: the longest trajectory, in tokens.
+    interval: the tokens before `max_length` in which the loss grows from 0.
+  """
+
+  weight: float
+  max_length: int
+  interval: float
+
+  def reward(self, row: _Row) -> float:
+    """Returns the reward of an ended row's length, which is 0 or negative."""
+    if row.status is Status.INFRA_ERROR:
+      return 0.0
+    # A row that was cut off lacks what did not fit, so it may be shorter.
+    cut_off = row.status is Status.TRUNCATED_LENGTH
+    length = self.max_length if cut_off else _length(row)
+    excess = length - (self.max_length - self.interval)
+    return 0.0 - self.weight * min(max(excess / self.interval, 0.0), 1.0)
+
+
 class Collector:
   """Collects the trajectories of questions.
 
@@ -118,6 +147,7 @@ class Collector:
     max_observation_tokens: longest observation, in tokens. Its body is cut,
       never its closing tag.
     group_size: trajectories of each question, which share a prompt.
+    overlong: what is subtracted from the reward of long trajectories.
   """
 
   def __init__(
@@ -130,6 +160,7 @@ class Collector:
     max_turn_tokens: int,
     max_observation_tokens: int,
     group_size: int = 1,
+    overlong: Overlong | None = None,
   ):
     self._engine = engine
     self._environment = environment
@@ -138,6 +169,7 @@ class Collector:
     self._max_turn_tokens = max_turn_tokens
     self._max_observation_tokens = max_observation_tokens
     self._group_size = group_size
+    self._overlong = overlong
 
   def collect(
     self, questions: Sequence[types.Question], keys, *, greedy: bool = False
@@ -295,6 +327,8 @@ class Collector:
     rewards, scores = self._environment.rewards(
       row.question, row.prompt, row.texts, row.status
     )
+    if self._overlong is not None:
+      rewards = {**rewards, 'overlong': self._overlong.reward(row)}
     return types.Trajectory(
       question=row.question,
       prompt_ids=row.prompt_ids,
@@ -305,3 +339,10 @@ class Collector:
       version=self._engine.version,
       expert_ids=row.expert_ids,
     )
+
+
+def _length(row: _Row) -> int:
+  """Returns the tokens of a trajectory: the prompt, turns and observations."""
+  return len(row.prompt_ids) + sum(
+    len(turn.token_ids) + len(turn.observation_ids) for turn in row.turns
+  )

@@ -364,8 +364,20 @@ def build_collector(
     max_turn_tokens=config.env.max_turn_tokens,
     max_observation_tokens=config.env.max_observation_tokens,
     group_size=group_size,
+    overlong=_overlong(config.env),
   )
   return collector, engine
+
+
+def _overlong(env) -> collect.Overlong | None:
+  """Returns the punishment of overlong trajectories, if it is switched on."""
+  if not env.rewards.overlong:
+    return None
+  return collect.Overlong(
+    weight=env.rewards.overlong,
+    max_length=env.max_length,
+    interval=env.overlong_fraction * env.max_length,
+  )
 
 
 def _sampling(config) -> sampler.Sampling:

@@ -35,7 +35,13 @@ _FREE = (
 _PRODUCTS = ('start', 'metrics.jsonl', 'checkpoints/*')
 _ABSENT = '(absent)'
 # Keys that are younger than some runs, with the value that those runs had.
-_LATER_KEYS = {'env.name': 'search'}
+_LATER_KEYS = {
+  'env.name': 'search',
+  'env.rewards.overlong': 0.0,
+  'env.overlong_fraction': 0.2,  # read by nothing where overlong is 0
+  'algorithm.advantage.critic_tokens': 'policy',
+  'algorithm.advantage.outcome_counts': 'per_trajectory',
+}
 
 
 class OtherRun(Exception):

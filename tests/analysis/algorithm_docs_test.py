@@ -11,6 +11,7 @@ from docs import texts
 from stppo_jax import settings
 from stppo_jax.analysis import algorithm_docs
 from stppo_jax.configs import algorithms
+from stppo_jax.configs import sources
 from stppo_jax.rl import preferences
 
 _PAGES = {
@@ -30,6 +31,7 @@ def _pages(table=algorithms.ALGORITHMS, texts=texts):
     algorithms.GROUP_ADVANTAGES,
     {'name': 'tdpo2', 'beta': 0.1, 'alpha': 0.5},
     texts,
+    sources,
   )
 
 
@@ -201,6 +203,20 @@ def test_an_entry_lists_the_needs_of_its_algorithm():
     'no value model, several trajectories of a question, `sentence_ids_BL` in '
     'the loss.'
   )
+
+
+@pytest.mark.parametrize('name', sources.SOURCES)
+def test_every_difference_from_a_source_is_a_line(name):
+  entry = ' '.join(_entry(f'`{name}`').split())
+  lines = sources.lines(name)
+  assert len(lines) >= len(sources.differences(name))
+  for line in lines:
+    assert f'- {line}' in entry
+  assert f'({sources.SOURCES[name].sure}) are ours' in entry
+
+
+def test_an_algorithm_without_a_source_has_no_lines():
+  assert 'are ours' not in _entry('`sspo`')
 
 
 def test_options_of_the_preference_losses():

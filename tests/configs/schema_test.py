@@ -82,6 +82,8 @@ def test_every_algorithm_of_the_table_keeps_the_rules(name):
     ('env.rewards.turn_search', math.inf, 'a finite number'),
     ('env.rewards.turn_answer_found', math.nan, 'a finite number'),
     ('rollout.resample_rounds', -1, '0 or greater'),
+    ('env.rewards.overlong', -1.0, '0 or greater'),
+    ('env.overlong_fraction', 0.0, 'in (0, 1]'),
     ('env.reward_scope', 'all', 'one of response, search_r1'),
     ('retrieval.timeout', 0.0, 'greater than 0'),
     ('retrieval.timeout', math.inf, 'greater than 0'),
@@ -215,6 +217,22 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
       'empty, because the embedded server supports no other',
     ),
     (
+      {'updates__old_policy': 'current', 'rollout__steps_ahead': 1},
+      'updates.old_policy=current: must be sampled when rollout.steps_ahead=1, '
+      'unless algorithm.correction.names has one of tis, mis, icepop, geo_rs: '
+      'nothing would correct for the staleness',
+    ),
+    (
+      {'algorithm__correction__clipping_bias__tau': 0.5},
+      'algorithm.correction.clipping_bias.tau=0.5: must be 1 or greater; '
+      'between tau and 1, the factor 1 / rho would enlarge steps',
+    ),
+    (
+      {'algorithm__correction__clipping_bias__tau': 'x'},
+      "algorithm.correction.clipping_bias.tau='x': must be a number > 0 (inf "
+      'is allowed)',
+    ),
+    (
       {'algorithm__bounds__clip_low': -1.0},
       'algorithm.bounds.clip_low=-1.0: must be a finite number >= 0',
     ),
@@ -235,6 +253,31 @@ def test_an_algorithm_without_values_has_no_backbone_to_share():
     'model.value_backbone=shared: must be own when '
     'algorithm.advantage.name=group_normalized, which has no value model'
   ]
+
+
+@pytest.mark.parametrize(
+  'changes',
+  [
+    {'updates__old_policy': 'current'},
+    {
+      'updates__old_policy': 'current',
+      'rollout__steps_ahead': 1,
+      'algorithm__correction__names': ('clipping_bias', 'icepop'),
+    },
+    {'algorithm__correction__clipping_bias__tau': 1.0},
+    # Neither uses tau.
+    {
+      'algorithm__correction__names': (),
+      'algorithm__correction__clipping_bias__tau': 0.5,
+    },
+    {
+      'algorithm__correction__clipping_bias__norm': 'gradient',
+      'algorithm__correction__clipping_bias__tau': 0.5,
+    },
+  ],
+)
+def test_relations_that_hold(changes):
+  assert schema.check(_config(**changes)) == []
 
 
 def test_lanes_do_not_matter_to_a_remote_engine():

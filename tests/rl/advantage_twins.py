@@ -132,7 +132,23 @@ def turn_group(batch, turn_weight, epsilon):
   return out
 
 
-def gigpo(batch, omega, gamma, epsilon):
+def _over_turns(batch, epsilon):
+  """Returns `over_rows` with each outcome once for every turn of its row."""
+  turns = [
+    (b, k) for b in present_rows(batch) for k in range(len(turns_of(batch, b)))
+  ]
+  found = compare_in_groups(
+    {(b, k): total(batch, b) for b, k in turns},
+    {(b, k): batch.group_ids_B[b] for b, k in turns},
+    epsilon,
+  )
+  out = np.zeros(batch.loss_mask_BL.shape)
+  for b, k in turns:
+    out[b, turns_of(batch, b)[k]] = found[b, k]
+  return out
+
+
+def gigpo(batch, omega, gamma, epsilon, per_turn=True):
   returns, states = {}, {}
   for b in present_rows(batch):
     to_go = 0.0
@@ -142,7 +158,7 @@ def gigpo(batch, omega, gamma, epsilon):
       # Equal ids mean the same state within one question only.
       states[b, k] = batch.group_ids_B[b], batch.state_ids_BL[b, turn[0]]
   steps = compare_in_groups(returns, states, epsilon)
-  out = over_rows(batch, epsilon)
+  out = (_over_turns if per_turn else over_rows)(batch, epsilon)
   for b, k in returns:
     out[b, turns_of(batch, b)[k]] += omega * steps[b, k]
   return out

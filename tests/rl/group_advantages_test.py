@@ -23,6 +23,7 @@ OPTIONS = {
     'omega': OMEGA,
     'gamma': GAMMA,
     'normalize': 'std',
+    'outcome_counts': 'per_turn',
     'epsilon': EPSILON,
   },
 }
@@ -38,10 +39,14 @@ TWINS = {
 NAMES = pytest.mark.parametrize('name', OPTIONS)
 
 
-@functools.partial(jax.jit, static_argnames=('name', 'normalize', 'whiten'))
-def _jitted(batch, name, whiten, normalize=None, **options):
-  if normalize is not None:
-    options['normalize'] = normalize
+@functools.partial(
+  jax.jit, static_argnames=('name', 'whiten', 'normalize', 'outcome_counts')
+)
+def _jitted(
+  batch, name, whiten, normalize=None, outcome_counts=None, **options
+):
+  if name == 'gigpo':
+    options |= {'normalize': normalize, 'outcome_counts': outcome_counts}
   return advantages.estimate_advantages(
     batch.rewards_BL,
     batch,
@@ -99,6 +104,19 @@ def test_gigpo_equals_its_twin_without_normalisation():
   )
 
 
+@pytest.mark.parametrize('normalize', ['std', 'none'])
+def test_outcomes_of_gigpo_may_count_once_a_trajectory(normalize):
+  batch = _make()
+  actual = _estimate(
+    batch, 'gigpo', normalize=normalize, outcome_counts='per_trajectory'
+  )
+  epsilon = EPSILON if normalize == 'std' else None
+  expected = advantage_twins.gigpo(batch, OMEGA, GAMMA, epsilon, per_turn=False)
+  np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-12)
+  per_turn = _estimate(batch, 'gigpo', normalize=normalize)
+  assert np.abs(actual - per_turn).max() > 0.01
+
+
 def _three_rows(dtype=np.float64):
   """Returns one question with rewards 3, 0, 0.
 
@@ -137,8 +155,13 @@ def test_estimators_by_hand():
   expected = per_row([2.0, -1.0, -1.0])
   expected[:, 1] += np.array([2.5, -0.5, -2]) / 3
   expected[2, 2] = expected[2, 1]
+  options = {'omega': 1.0, 'gamma': 0.5, 'normalize': 'none'}
+  once = {'outcome_counts': 'per_trajectory'}
+  near(_estimate(batch, 'gigpo', **options, **once), expected)
+  # The mean of the turns' outcomes 3, 3, 0, 0, 0 is 1.2 instead of 1.
   near(
-    _estimate(batch, 'gigpo', omega=1.0, gamma=0.5, normalize='none'), expected
+    _estimate(batch, 'gigpo', **options),
+    np.where(batch.loss_mask_BL, expected - 0.2, 0),
   )
 
 
@@ -172,7 +195,8 @@ def test_one_turn_and_no_step_weight_are_group_normalized():
   batch = _make()
   normalized = _estimate(batch, 'group_normalized')
   np.testing.assert_array_equal(
-    _estimate(batch, 'gigpo', omega=0.0), normalized
+    _estimate(batch, 'gigpo', omega=0.0, outcome_counts='per_trajectory'),
+    normalized,
   )
   last = np.zeros(batch.loss_mask_BL.shape, bool)
   for b in advantage_twins.present_rows(batch):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from stppo_jax import types
+from stppo_jax.rollout import collect
 from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import pack
 from stppo_jax.sampling import scripted
@@ -275,3 +276,39 @@ def test_trajectories_have_the_version_of_the_engine():
     )
     (trajectory,) = collector.collect([dialogues.question('Q')], keys=None)
   assert trajectory.version == 17
+
+
+@pytest.mark.parametrize(
+  ('script', 'status', 'expected'),
+  [
+    # With the prompt Q: of two tokens; the interval is tokens 13 to 20.
+    ('a' * 9 + 'z', 'COMPLETED', 0.0),  # 12
+    ('a' * 11 + 'z', 'COMPLETED', -0.5),  # 14
+    ('a' * 16 + 'z', 'COMPLETED', -1.75),  # 19
+    ('a' * 17 + 'z', 'COMPLETED', -2.0),  # 20
+    ('a' * 20 + 'z', 'TRUNCATED_LENGTH', -2.0),
+    ('a' * 16 + 'x', 'INFRA_ERROR', 0.0),
+    # 12 tokens and an observation that did not fit: cut off, whatever is left.
+    ('a' * 9 + 'o', 'TRUNCATED_LENGTH', -2.0),
+  ],
+)
+def test_long_trajectories_are_punished(script, status, expected):
+  ends = {
+    'x': dialogues.end(_STATUS.INFRA_ERROR, 'search'),
+    'o': dialogues.observe('12345678'),
+    'a': dialogues.end(_STATUS.TRUNCATED_TURNS, 'invalid'),
+    'z': _DONE,
+  }
+  limit = 20
+  environment = dialogues.TableEnvironment({script[:18]: ends[script[:18][-1]]})
+  (trajectory,) = dialogues.collect_scripts(
+    [[script]],
+    environment,
+    [dialogues.question('Q:')],
+    max_length=limit,
+    overlong=collect.Overlong(weight=2.0, max_length=limit, interval=8.0),
+  )
+  assert trajectory.status is _STATUS[status]
+  assert trajectory.rewards['overlong'] == expected
+  others = {n: x for n, x in trajectory.rewards.items() if n != 'overlong'}
+  assert trajectory.reward == pytest.approx(sum(others.values()) + expected)

@@ -77,6 +77,7 @@ def collect_scripts(
   max_turn_tokens=100,
   max_observation_tokens=100,
   group_size=1,
+  overlong=None,
 ):
   """Returns trajectories in which row n writes the texts of scripts[n]."""
   tokenizer = tokenizer or Letters()
@@ -90,6 +91,7 @@ def collect_scripts(
       max_turn_tokens=max_turn_tokens,
       max_observation_tokens=max_observation_tokens,
       group_size=group_size,
+      overlong=overlong,
     )
     return collector.collect(questions, keys=None)
 
@@ -103,6 +105,7 @@ def make_collector(
   max_turn_tokens=100,
   max_observation_tokens=100,
   group_size=1,
+  overlong=None,
 ):
   """Returns a collector whose limits are larger than all texts."""
   return collect.Collector(
@@ -113,6 +116,7 @@ def make_collector(
     max_turn_tokens=max_turn_tokens,
     max_observation_tokens=max_observation_tokens,
     group_size=group_size,
+    overlong=overlong,
   )
 
 

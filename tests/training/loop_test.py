@@ -238,6 +238,8 @@ _GROUPS = {
   'num_steps': 2,
   'rollout__group_size': 4,
   'rollout__resample_rounds': 1,
+  'env__rewards__overlong': 0.5,
+  'env__overlong_fraction': 0.01,  # only what is cut off
   'evaluate__every': 0,
   'writer__samples': 3,
 }
@@ -264,3 +266,4 @@ def test_a_run_of_groups_is_the_same_when_cut_in_two(tmp_path, capsys):
     assert line['rollout/zero_variance_groups'] == 1
     assert line['rollout/resample_rounds'] == 1
     assert line['rollout/resampled_groups'] == 0
+    assert line['reward/overlong/mean'] == 0

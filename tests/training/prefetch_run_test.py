@@ -132,7 +132,10 @@ def test_in_between_it_is_the_same_run_as_in_the_background(
 
 
 def test_the_ratio_can_be_of_the_current_policy(finished, tmp_path):
-  assert _train(tmp_path, num_steps=3, updates__old_policy='current') == 0
+  # The staleness is in k, so a correction must contain it.
+  changes = {'algorithm__correction__names': ('tis',)}
+  changes['updates__old_policy'] = 'current'
+  assert _train(tmp_path, num_steps=3, **changes) == 0
   current, sampled = (runs.metrics(x)[1:4] for x in (tmp_path, finished(1)))
   # The first step is of the same weights either way.
   assert current[0]['mismatch/logprob_abs_diff'] < 1e-4

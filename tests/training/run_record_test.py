@@ -70,6 +70,8 @@ def test_another_config_is_refused_with_a_line_a_key(tmp_path):
 def _config_of_0_1_0():
   config = _config()
   del config['env']['name'], config['retrieval']['dialect']
+  del config['env']['rewards']['overlong'], config['env']['overlong_fraction']
+  del config['algorithm']['advantage']['critic_tokens']
   return config
 
 
@@ -87,6 +89,17 @@ def test_a_run_of_0_1_0_was_a_run_of_the_search_environment(tmp_path):
   other['env']['name'] = 'echo'
   with pytest.raises(run_record.OtherRun, match='name=echo: .* with search$'):
     run_record.record_config(other, tmp_path)
+
+
+def test_a_run_of_0_2_0_counted_outcomes_once_a_trajectory(tmp_path):
+  older = base.get_config('gigpo').to_dict()
+  del older['algorithm']['advantage']['outcome_counts']
+  _begin(tmp_path, older)
+  config = base.get_config('gigpo').to_dict()
+  with pytest.raises(run_record.OtherRun, match='with per_trajectory$'):
+    run_record.record_config(config, tmp_path)
+  config['algorithm']['advantage']['outcome_counts'] = 'per_trajectory'
+  run_record.record_config(config, tmp_path)
 
 
 @pytest.mark.parametrize(

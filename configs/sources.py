@@ -1,0 +1,463 @@
+"""The defaults of the sources of the algorithms, and why ours differ.
+
+An entry of `SOURCES` has what a paper or its code uses where `ALGORITHMS` and
+`base.py` have a default. `differences` compares the two. Every difference has a
+reason and is a line of `docs/algorithms.md`. An algorithm that is not in the
+table is our version of its method, and has no source to compare with.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+from typing import NamedTuple
+
+from stppo_jax import settings
+from stppo_jax.configs import base
+
+CODE = 'read in code'
+PAPER = 'read in the paper'
+DEFINITION = 'a definition'
+
+
+class Source(NamedTuple):
+  """What the source of an algorithm uses; None where it does not say.
+
+  Attributes:
+    where: the paper, or the file of its code.
+    sure: how the values are known.
+    clip: options of `algorithm` that say what is clipped.
+    aggregate: the name of the aggregate.
+    std: options of `algorithm` that say what advantages are divided by.
+    group: trajectories of a question.
+    kl: options of `algorithm` that say where the divergence enters.
+    entropy: the weight of the entropy bonus.
+    others: other keys of the config.
+    why: for every key whose default differs, why it does.
+    notes: differences that no key expresses, as sentences.
+  """
+
+  where: str
+  sure: str
+  clip: Mapping[str, Any] | None
+  aggregate: str | None
+  std: Mapping[str, Any] | None
+  group: int | None
+  kl: Mapping[str, Any] | None
+  entropy: float | None
+  others: Mapping[str, Any] = {}
+  why: Mapping[str, str] = {}
+  notes: tuple[str, ...] = ()
+
+  def values(self) -> dict[str, Any]:
+    """Returns what the source says, by the key of the config."""
+    options = {
+      **(self.clip or {}),
+      'aggregate.name': self.aggregate,
+      **(self.std or {}),
+      **(self.kl or {}),
+    }
+    keys = {
+      **{f'algorithm.{key}': value for key, value in options.items()},
+      'rollout.group_size': self.group,
+      'loss.entropy_coefficient': self.entropy,
+      **self.others,
+    }
+    return {key: value for key, value in keys.items() if value is not None}
+
+  def silent(self) -> list[str]:
+    """Returns the topics about which the source says nothing."""
+    topics = ('clip', 'aggregate', 'std', 'group', 'kl', 'entropy')
+    return [topic for topic in topics if getattr(self, topic) is None]
+
+
+class Difference(NamedTuple):
+  """A key whose default differs from the source's value."""
+
+  key: str
+  ours: Any
+  theirs: Any
+  why: str
+
+
+def differences(name: str) -> list[Difference]:
+  """Returns where the defaults of an algorithm differ from its source.
+
+  Args:
+    name: a key of `SOURCES`.
+
+  Raises:
+    KeyError: a difference has no reason.
+  """
+  ours = settings.flatten(base.get_config(name))
+  source = SOURCES[name]
+  return [
+    Difference(key, ours.get(key), theirs, source.why[key])
+    for key, theirs in source.values().items()
+    if ours.get(key) != theirs
+  ]
+
+
+_FORK = 'the fork of Search-R1 by the authors of arXiv 2511.20718'
+_ONE_GROUP = 'Ours is the same for all such algorithms, to compare them.'
+_ONE_BONUS = 'Ours is the same for all algorithms, to compare them.'
+_ALONE = (
+  'Ours is that of `token_ppo`, so that a comparison shows the effect of the '
+  'estimator alone.'
+)
+_OBSERVATIONS = 'The policy did not write the observations.'
+
+_CLIP = {
+  'bounds.clip_low': 0.2,
+  'bounds.clip_high': 0.2,
+  'objective.name': 'pessimistic',
+}
+_UNCLIPPED = {'objective.name': 'unclipped'}
+_NO_KL = {'kl.where': 'nowhere'}
+_KL_IN_REWARD = {
+  'kl.where': 'reward',
+  'kl.estimator': 'k1',
+  'kl.coefficient': 0.001,
+}
+_KL_IN_LOSS = {
+  'kl.where': 'loss',
+  'kl.estimator': 'k3_clamped',
+  'kl.coefficient': 0.001,
+}
+_GROUP_STD = {
+  'advantage.name': 'group_normalized',
+  'advantage.epsilon': 1e-6,
+}
+# Why a key differs, for the keys that differ in several algorithms.
+_SHARED_WHY = {
+  'rollout.group_size': _ONE_GROUP,
+  'loss.entropy_coefficient': _ONE_BONUS,
+}
+
+_PPO = Source(
+  where=_FORK,
+  sure=CODE,
+  clip=_CLIP,
+  aggregate='token_mean',
+  std={'advantage.whiten': 'all'},
+  group=1,
+  kl=_KL_IN_REWARD,
+  entropy=0.001,
+  others={
+    'algorithm.advantage.observation_tokens': 'included',
+    'algorithm.advantage.critic_tokens': 'response',
+  },
+  why={
+    'algorithm.advantage.whiten': _OBSERVATIONS,
+    'algorithm.advantage.observation_tokens': _OBSERVATIONS,
+    'algorithm.advantage.critic_tokens': _OBSERVATIONS,
+  },
+)
+_SCOPE = 'algorithm.correction.clipping_bias.scope'
+_CORRECTED_PPO = _PPO._replace(
+  others={**_PPO.others, _SCOPE: 'microbatch'},
+  why={
+    **_PPO.why,
+    _SCOPE: 'Cutting a minibatch into microbatches should change nothing.',
+  },
+)
+
+
+def lines(name: str) -> list[str]:
+  """Returns a sentence or two about each difference from the source.
+
+  Args:
+    name: a key of `SOURCES`.
+  """
+  source = SOURCES[name]
+  compared = [
+    f'`{key}` is {_text(ours)}, there {_text(theirs)}. {why}'
+    for key, ours, theirs, why in differences(name)
+  ]
+  silent = ', '.join(source.silent())
+  unknown = [f'The source does not say: {silent}.'] if silent else []
+  return [*compared, *source.notes, *unknown]
+
+
+def _text(value: Any) -> str:
+  return f'{value:.3g}' if isinstance(value, float) else str(value)
+
+
+SOURCES = {
+  'token_ppo': _PPO,
+  'turn_ppo': _PPO,
+  's_ppo': _CORRECTED_PPO,
+  'st_ppo': _CORRECTED_PPO,
+  'so_ppo': _CORRECTED_PPO,
+  'so_grpo': Source(
+    where=_FORK,
+    sure=CODE,
+    clip=_CLIP,
+    aggregate='token_mean',
+    std=_GROUP_STD,
+    group=5,
+    kl=_KL_IN_LOSS,
+    entropy=0.001,
+    others={_SCOPE: 'sequence'},
+  ),
+  'bilevel_ppo': Source(
+    where='RAGEN, config/base.yaml',
+    sure=CODE,
+    clip={**_CLIP, 'bounds.clip_high': 0.28},
+    aggregate='token_mean',
+    std={'advantage.whiten': 'policy'},
+    group=16,
+    kl=_NO_KL,
+    entropy=0.001,
+    others={'algorithm.advantage.gamma_turn': 0.95},
+    why={
+      'algorithm.bounds.clip_high': _ALONE,
+      'algorithm.kl.where': _ALONE,
+      'rollout.group_size': 'GAE compares no trajectories.',
+    },
+    notes=(
+      'There, a step trains on the quarter of the groups that vary most.',
+    ),
+  ),
+  'grpo': Source(
+    where='arXiv 2402.03300',
+    sure=PAPER,
+    clip=None,
+    aggregate='sequence_mean',
+    std={'advantage.name': 'group_normalized'},
+    group=64,
+    kl={'kl.where': 'loss', 'kl.estimator': 'k3', 'kl.coefficient': 0.04},
+    entropy=None,
+    why={
+      **_SHARED_WHY,
+      'algorithm.kl.coefficient': 'Ours is that of Search-R1, for search.',
+    },
+    notes=(
+      'Search-R1 has `aggregate.name=token_mean` and '
+      '`kl.estimator=k3_clamped`.',
+    ),
+  ),
+  'dr_grpo': Source(
+    where='understand-r1-zero, train_zero_math.py',
+    sure=CODE,
+    clip=_CLIP,
+    aggregate='constant_length',
+    std={'advantage.name': 'group_centered'},
+    group=8,
+    kl=_NO_KL,
+    entropy=None,
+    others={'algorithm.aggregate.max_response_tokens': 3000.0},
+    why={
+      'algorithm.aggregate.max_response_tokens': (
+        'Ours is the default of `env.max_length`.'
+      )
+    },
+  ),
+  'dapo': Source(
+    where='verl, recipe/dapo/run_dapo_qwen2.5_32b.sh',
+    sure=CODE,
+    clip={**_CLIP, 'bounds.clip_high': 0.28},
+    aggregate='token_mean',
+    std=_GROUP_STD,
+    group=16,
+    kl=_NO_KL,
+    entropy=0.0,
+    others={
+      'env.rewards.overlong': 1.0,
+      'env.overlong_fraction': 0.2,
+      'rollout.resample_rounds': 9,
+    },
+    why={
+      **_SHARED_WHY,
+      'rollout.resample_rounds': (
+        'Once most groups are solved, each round costs a whole collection.'
+      ),
+    },
+    notes=(
+      'There, the length of the answer is punished, and groups of equal '
+      'accuracy are replaced; here, the length of the trajectory, and groups '
+      'of equal reward.',
+      'verl has a dual clip as well, whose c some scripts of the recipe set to '
+      '10.',
+    ),
+  ),
+  'gspo': Source(
+    where='arXiv 2507.18071',
+    sure=PAPER,
+    clip={
+      'bounds.clip_low': 3e-4,
+      'bounds.clip_high': 4e-4,
+      'objective.name': 'pessimistic',
+    },
+    aggregate='sequence_mean',
+    std={'advantage.name': 'group_normalized'},
+    group=None,
+    kl=_NO_KL,
+    entropy=None,
+  ),
+  'gspo_token': Source(
+    where='verl, examples/gspo_trainer/test_gspo_3b_math.sh',
+    sure=CODE,
+    clip={
+      'bounds.clip_low': 3e-4,
+      'bounds.clip_high': 4e-4,
+      'objective.name': 'pessimistic',
+    },
+    aggregate='sequence_mean',
+    std=_GROUP_STD,
+    group=16,
+    kl=_NO_KL,
+    entropy=0.0,
+    why=_SHARED_WHY,
+  ),
+  'bapo': Source(
+    where='BAPO, recipe/bapo/run_bapo_example.sh',
+    sure=CODE,
+    clip={
+      'bounds.low': 0.8,
+      'bounds.high': 1.2,
+      'bounds.low_step': 0.05,
+      'bounds.high_step': 0.1,
+      'bounds.low_limit': 0.95,
+      'bounds.high_limit': 2.0,
+      'bounds.positive_share': 1 / 3,
+      'objective.name': 'dual_clip',
+    },
+    aggregate='token_mean',
+    std=_GROUP_STD,
+    group=16,
+    kl=_NO_KL,
+    entropy=0.0,
+    why={
+      **_SHARED_WHY,
+      **dict.fromkeys(
+        (
+          'algorithm.bounds.low',
+          'algorithm.bounds.low_step',
+          'algorithm.bounds.high_step',
+          'algorithm.bounds.low_limit',
+          'algorithm.bounds.high_limit',
+          'algorithm.bounds.positive_share',
+        ),
+        'Ours is that of the paper.',
+      ),
+      'algorithm.objective.name': 'The paper has no dual clip.',
+    },
+    notes=(
+      'The script raises low before high; the paper and we raise high first.',
+      'The script weighs no term by pi_old, and compares the positive sum with '
+      '0.5 times the negative one, which is a share of 1/3.',
+      'Eq. 8 of the paper takes the absolute value of the whole sum, we that '
+      'of each term.',
+    ),
+  ),
+  'cispo': Source(
+    where='verl, examples/cispo_trainer/run_cispo_qwen2_5_0_5b_gsm8k.sh',
+    sure=CODE,
+    clip={
+      'bounds.clip_low': 10.0,
+      'bounds.clip_high': 0.2,
+      'objective.name': 'detached',
+    },
+    aggregate='token_mean',
+    std=_GROUP_STD,
+    group=5,
+    kl=_KL_IN_LOSS,
+    entropy=0.0,
+    why={
+      **_SHARED_WHY,
+      'algorithm.kl.where': 'MiniMax-M1 has no KL term.',
+      'algorithm.kl.estimator': 'There is no KL term.',
+    },
+    notes=(
+      'The paper says that only the upper bound was tuned, but not to what.',
+    ),
+  ),
+  'reinforce': Source(
+    where='Williams, 1992',
+    sure=DEFINITION,
+    clip=_UNCLIPPED,
+    aggregate='sequence_sum',
+    std={'advantage.whiten': 'none'},
+    group=1,
+    kl=_NO_KL,
+    entropy=0.0,
+    why={
+      **_SHARED_WHY,
+      'algorithm.advantage.whiten': (
+        'The mean of the batch is the baseline of REINFORCE++.'
+      ),
+    },
+  ),
+  'rloo': Source(
+    where='arXiv 2402.14740',
+    sure=PAPER,
+    clip=_UNCLIPPED,
+    aggregate='sequence_sum',
+    std={'advantage.name': 'leave_one_out'},
+    group=None,
+    kl={'kl.where': 'reward', 'kl.estimator': 'k1'},
+    entropy=None,
+    notes=(
+      'TRL clips the ratio of the sequence, and has `kl.coefficient=0.05` and '
+      'groups of 2.',
+    ),
+  ),
+  'minirl': Source(
+    where='arXiv 2512.01374',
+    sure=PAPER,
+    clip={
+      'bounds.clip_low': 0.2,
+      'bounds.clip_high': 0.27,
+      'objective.name': 'masked',
+    },
+    aggregate='sequence_sum',
+    std={'advantage.name': 'group_centered'},
+    group=None,
+    kl=_NO_KL,
+    entropy=None,
+    others={'algorithm.correction.tis.cap': 5.0},
+  ),
+  'mt_grpo': Source(
+    where='Multi-Turn-RL-Agent, mt_grpo_env_trainer.py and run_mt_grpo.sh',
+    sure=CODE,
+    clip=_CLIP,
+    aggregate='token_mean',
+    std={'advantage.name': 'turn_group', 'advantage.epsilon': 1e-4},
+    group=21,
+    kl=_NO_KL,
+    entropy=0.0,
+    others={'algorithm.advantage.turn_weight': 1.0},
+    why=_SHARED_WHY,
+    notes=(
+      'There, the mean is over the tokens of one microbatch of one GPU.',
+      'There, a trajectory without a tool call has z(sum of both rewards).',
+    ),
+  ),
+  'gigpo': Source(
+    where='verl-agent, examples/gigpo_trainer/run_search.sh',
+    sure=CODE,
+    clip={**_CLIP, 'objective.name': 'dual_clip'},
+    aggregate='token_mean',
+    std={
+      'advantage.normalize': 'std',
+      'advantage.outcome_counts': 'per_turn',
+      'advantage.epsilon': 1e-6,
+    },
+    group=5,
+    kl=_KL_IN_LOSS,
+    entropy=0.0,
+    others={
+      'algorithm.advantage.omega': 1.0,
+      'algorithm.advantage.gamma': 0.95,
+    },
+    why={
+      **_SHARED_WHY,
+      'algorithm.objective.name': ('It comes with verl, not with the method.'),
+    },
+    notes=(
+      'There, states are equal if their texts are similar to 0.9; here, if '
+      'their tokens are equal.',
+      'There, every turn is a row of its own, and an invalid action costs '
+      '0.01.',
+    ),
+  ),
+}

@@ -1,0 +1,75 @@
+"""Every default that differs from its source does so for a reason."""
+
+import pytest
+
+from docs import texts
+from stppo_jax import settings
+from stppo_jax.configs import algorithms
+from stppo_jax.configs import base
+from stppo_jax.configs import sources
+
+_NAMES = pytest.mark.parametrize('name', sources.SOURCES)
+
+
+def test_every_algorithm_has_a_source_or_is_our_version():
+  ours = {
+    name
+    for name, text in texts.ALGORITHMS.items()
+    if text.sure.startswith('Our choice.')
+  }
+  assert sources.SOURCES.keys() | ours == algorithms.ALGORITHMS.keys()
+  assert not sources.SOURCES.keys() & ours
+
+
+@_NAMES
+def test_every_difference_has_a_reason_and_every_reason_a_difference(name):
+  differing = {difference.key for difference in sources.differences(name)}
+  source = sources.SOURCES[name]
+  shared = {'rollout.group_size', 'loss.entropy_coefficient'}
+  assert source.why.keys() - shared <= differing <= source.why.keys()
+
+
+@_NAMES
+def test_sources_speak_of_keys_that_exist(name):
+  known = settings.flatten(base.get_config(name))
+  for key, value in sources.SOURCES[name].values().items():
+    section = key.rpartition('.')[0]
+    # Another choice of the section may have other options.
+    options = {
+      option
+      for choice in algorithms.DEFAULTS.get(section.split('.')[-1], {}).values()
+      for option in choice
+    }
+    assert key in known or key.rpartition('.')[2] in options
+    assert key not in known or type(value) is type(known[key])
+
+
+@_NAMES
+def test_a_source_says_what_it_knows(name):
+  source = sources.SOURCES[name]
+  assert source.sure in (sources.CODE, sources.PAPER, sources.DEFINITION)
+  if source.sure == sources.CODE:  # code has a value of everything
+    assert set(source.silent()) <= {'entropy'}
+  for sentence in (*source.why.values(), *source.notes):
+    assert sentence.endswith('.')
+
+
+@pytest.mark.parametrize(
+  ('name', 'key', 'value'),
+  [
+    ('mt_grpo', 'algorithm.aggregate.name', 'token_mean'),
+    ('mt_grpo', 'algorithm.kl.where', 'nowhere'),
+    ('mt_grpo', 'algorithm.advantage.epsilon', 1e-4),
+    ('gigpo', 'algorithm.aggregate.name', 'token_mean'),
+    ('gigpo', 'algorithm.advantage.outcome_counts', 'per_turn'),
+    ('gigpo', 'algorithm.kl.estimator', 'k3_clamped'),
+    ('so_grpo', 'algorithm.kl.estimator', 'k3_clamped'),
+    ('cispo', 'algorithm.bounds.clip_low', 10.0),
+    ('cispo', 'algorithm.bounds.clip_high', 0.2),
+    ('dapo', 'env.rewards.overlong', 1.0),
+    ('dapo', 'env.overlong_fraction', 0.2),
+  ],
+)
+def test_defaults_that_follow_the_source(name, key, value):
+  assert settings.flatten(base.get_config(name))[key] == value
+  assert sources.SOURCES[name].values()[key] == value
