@@ -185,18 +185,19 @@ def _no_values_to_share(advantage, backbone) -> Iterator[str]:
     )
 
 
-# The corrections that contain staleness where the old policy is the current
-# one: all that read the sampler's probabilities.
-_MISMATCH = ('tis', 'mis', 'icepop', 'geo_rs')
+# The corrections by the ratio to the sampler. It contains the staleness where
+# the old policy is the current one.
+STALENESS_CORRECTIONS = ('tis', 'mis', 'icepop', 'geo_rs')
 
 
 def _staleness_is_corrected(old_policy, steps_ahead, names) -> Iterator[str]:
-  if old_policy == 'current' and steps_ahead and not {*names} & {*_MISMATCH}:
+  corrected = not set(names).isdisjoint(STALENESS_CORRECTIONS)
+  if old_policy == 'current' and steps_ahead and not corrected:
+    choices = ', '.join(STALENESS_CORRECTIONS)
     yield (
       'updates.old_policy=current: must be sampled when '
       f'rollout.steps_ahead={steps_ahead}, unless algorithm.correction.names '
-      f'has one of {", ".join(_MISMATCH)}: nothing would correct for the '
-      'staleness'
+      f'has one of {choices}: nothing would correct for the staleness'
     )
 
 

@@ -15,6 +15,7 @@ from stppo_jax.models import attention
 from stppo_jax.models import moe
 from stppo_jax.models import remat
 from stppo_jax.rl import algorithm
+from stppo_jax.rl import mismatch
 from stppo_jax.rl import preferences
 
 _MOE = {
@@ -228,11 +229,6 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
       'between tau and 1, the factor 1 / rho would enlarge steps',
     ),
     (
-      {'algorithm__correction__clipping_bias__tau': 'x'},
-      "algorithm.correction.clipping_bias.tau='x': must be a number > 0 (inf "
-      'is allowed)',
-    ),
-    (
       {'algorithm__bounds__clip_low': -1.0},
       'algorithm.bounds.clip_low=-1.0: must be a finite number >= 0',
     ),
@@ -278,6 +274,22 @@ def test_an_algorithm_without_values_has_no_backbone_to_share():
 )
 def test_relations_that_hold(changes):
   assert schema.check(_config(**changes)) == []
+
+
+def test_a_broken_option_of_the_algorithm_reaches_no_relation():
+  config = base.get_config().to_dict()
+  config['algorithm']['correction']['names'] = 3
+  config['algorithm']['correction']['clipping_bias']['tau'] = 'x'
+  lines = schema.check(config_dict.ConfigDict(config))
+  assert [line.split('=')[0] for line in lines] == [
+    'algorithm.correction.names',
+    'algorithm.correction.clipping_bias.tau',
+  ]
+
+
+def test_staleness_is_corrected_by_the_corrections_of_the_mismatch():
+  # Configs cannot import this table: that would import jax.
+  assert relations.STALENESS_CORRECTIONS == tuple(mismatch.CORRECTIONS)
 
 
 def test_lanes_do_not_matter_to_a_remote_engine():

@@ -132,9 +132,13 @@ def test_in_between_it_is_the_same_run_as_in_the_background(
 
 
 def test_the_ratio_can_be_of_the_current_policy(finished, tmp_path):
-  # The staleness is in k, so a correction must contain it.
-  changes = {'algorithm__correction__names': ('tis',)}
-  changes['updates__old_policy'] = 'current'
+  # A correction must read k, which holds the staleness. This one rejects
+  # nothing, so the loss is the same.
+  changes = {
+    'updates__old_policy': 'current',
+    'algorithm__correction__names': ('clipping_bias', 'geo_rs'),
+    'algorithm__correction__geo_rs__band': 100.0,
+  }
   assert _train(tmp_path, num_steps=3, **changes) == 0
   current, sampled = (runs.metrics(x)[1:4] for x in (tmp_path, finished(1)))
   # The first step is of the same weights either way.
