@@ -19,7 +19,7 @@ DEFINITION = 'a definition'
 
 
 class Source(NamedTuple):
-  """What the source of an algorithm uses; None where it does not say.
+  """The values that a source uses; None where it does not say.
 
   Attributes:
     where: the paper, or the file of its code.
@@ -110,6 +110,7 @@ _CLIP = {
   'bounds.clip_high': 0.2,
   'objective.name': 'pessimistic',
 }
+_GSPO_CLIP = {**_CLIP, 'bounds.clip_low': 3e-4, 'bounds.clip_high': 4e-4}
 _UNCLIPPED = {'objective.name': 'unclipped'}
 _NO_KL = {'kl.where': 'nowhere'}
 _KL_IN_REWARD = {
@@ -122,10 +123,7 @@ _KL_IN_LOSS = {
   'kl.estimator': 'k3_clamped',
   'kl.coefficient': 0.001,
 }
-_GROUP_STD = {
-  'advantage.name': 'group_normalized',
-  'advantage.epsilon': 1e-6,
-}
+_GROUP_STD = {'advantage.name': 'group_normalized', 'advantage.epsilon': 1e-6}
 # Why a key differs, for the keys that differ in several algorithms.
 _SHARED_WHY = {
   'rollout.group_size': _ONE_GROUP,
@@ -282,11 +280,7 @@ SOURCES = {
   'gspo': Source(
     where='arXiv 2507.18071',
     sure=PAPER,
-    clip={
-      'bounds.clip_low': 3e-4,
-      'bounds.clip_high': 4e-4,
-      'objective.name': 'pessimistic',
-    },
+    clip=_GSPO_CLIP,
     aggregate='sequence_mean',
     std={'advantage.name': 'group_normalized'},
     group=None,
@@ -296,11 +290,7 @@ SOURCES = {
   'gspo_token': Source(
     where='verl, examples/gspo_trainer/test_gspo_3b_math.sh',
     sure=CODE,
-    clip={
-      'bounds.clip_low': 3e-4,
-      'bounds.clip_high': 4e-4,
-      'objective.name': 'pessimistic',
-    },
+    clip=_GSPO_CLIP,
     aggregate='sequence_mean',
     std=_GROUP_STD,
     group=16,
@@ -328,17 +318,13 @@ SOURCES = {
     entropy=0.0,
     why={
       **_SHARED_WHY,
-      **dict.fromkeys(
-        (
-          'algorithm.bounds.low',
-          'algorithm.bounds.low_step',
-          'algorithm.bounds.high_step',
-          'algorithm.bounds.low_limit',
-          'algorithm.bounds.high_limit',
-          'algorithm.bounds.positive_share',
-        ),
-        'Ours is that of the paper.',
-      ),
+      **{
+        f'algorithm.bounds.{key}': 'Ours is that of the paper.'
+        for key in (
+          *('low', 'low_step', 'high_step'),
+          *('low_limit', 'high_limit', 'positive_share'),
+        )
+      },
       'algorithm.objective.name': 'The paper has no dual clip.',
     },
     notes=(
