@@ -10,7 +10,7 @@ val/em/two_hop of at least 0.99 at the end. Any algorithm of
 assets/quickstart, from which the run starts, were made by
 
     python -m stppo_jax sft --config=configs/quickstart.py \
-        --config.model.path= --workdir=assets/quickstart
+        --config.model.path= --workdir=runs/start
 """
 
 import pathlib

@@ -118,9 +118,10 @@ def _with_start(config, workdir):
         '--workdir: missing; the start of this config is made by its run'
       )
     return config
-  if not pathlib.Path(workdir).is_dir():
-    raise assembly.Misconfigured(f'--workdir={workdir}: no such folder')
-  return run_record.with_start(config, pathlib.Path(workdir))
+  workdir = pathlib.Path(workdir)
+  run_record.check_run(workdir)
+  run_record.check_checkpoints(workdir)
+  return run_record.with_start(config, workdir)
 
 
 def _one_epoch(config):

@@ -26,6 +26,7 @@ from ml_collections import config_dict
 
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import schema
+from stppo_jax.records import run_folder
 
 _OVERRIDE = 'config.'
 _PACKAGE = pathlib.Path(__file__).parent.parent
@@ -56,11 +57,13 @@ class Arguments:
     workdir: the value of `--workdir`, a folder that may not exist yet; None if
       it is optional and not given.
     options: the command's own flags, each of the type of its default.
+    switches: the flags without a value that were given.
   """
 
   config: Any
   workdir: pathlib.Path | None
   options: Mapping[str, Any]
+  switches: Collection[str]
 
 
 def parse(
@@ -68,6 +71,8 @@ def parse(
   *,
   workdir: bool = True,
   options: Mapping[str, Any] | None = None,
+  switches: Collection[str] = (),
+  writer: str = '',
 ) -> Arguments:
   """Returns the configuration that a command line describes.
 
@@ -78,6 +83,9 @@ def parse(
       optional names it in `options`.
     options: name to default of the command's own flags; a flag's value must
       have the type of its default.
+    switches: names of the command's own flags without a value.
+    writer: the name of the command, if it writes to the workdir; a folder that
+      it must not write to is an error.
 
   Raises:
     ConfigurationError: every error of flags, keys, values and rules.
@@ -85,7 +93,7 @@ def parse(
   options = dict(options or {})
   required = ['config', *(['workdir'] if workdir else [])]
   known = [*required, *options]
-  given = split(argv, known, overrides=True)
+  given = split(argv, known, switches=switches, overrides=True)
   flags, errors = given.values, list(given.errors)
   for name in required:
     if not flags.get(name) and name not in given.meant:
@@ -97,8 +105,6 @@ def parse(
       except ValueError as error:
         errors.append(f'--{name}={flags[name]}: {error}')
   path = pathlib.Path(flags['workdir']) if flags.get('workdir') else None
-  if path is not None and path.exists() and not path.is_dir():
-    errors.append(f'--workdir={path}: exists and is not a folder')
   config: Any = None
   if flags.get('config'):
     try:
@@ -109,10 +115,42 @@ def parse(
       overrides = given.overrides.items()
       errors += override_all(config, overrides, flag='--config.')
       errors += [f'config.{line}' for line in schema.check(config)]
+  if path is not None and not writer and path.exists() and not path.is_dir():
+    errors.append(f'--workdir={path}: exists and is not a folder')
+  if path is not None and writer:
+    # The folders that a config names are known only if it is valid.
+    folders = {} if errors else folders_read(config)
+    errors += run_folder.problems(
+      path, flag='--workdir', command=writer, reads=folders
+    )
   if errors:
     raise ConfigurationError(errors)
   assert config is not None  # a missing --config is an error
-  return Arguments(config.lock(), path, options)
+  return Arguments(config.lock(), path, options, given.switches)
+
+
+def folders_read(config: Any) -> dict[str, pathlib.Path]:
+  """Returns the folders of models, tokenizers and data that a config names.
+
+  Args:
+    config: a valid configuration.
+
+  Returns:
+    The folder of each key that names one, or a file in one.
+  """
+  model, data = config.model, config.data
+  folders = {
+    f'model.{key}': pathlib.Path(model[key])
+    for key in ('path', 'reference_path', 'tokenizer_path')
+    if model[key]
+  }
+  if data.name == 'jsonl':
+    folders |= {
+      f'data.{key}': pathlib.Path(data.root, data[key]).parent
+      for key in ('train', 'evaluation', 'corpus')
+      if data[key]
+    }
+  return folders
 
 
 def load(name: str) -> Any:

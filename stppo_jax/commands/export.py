@@ -10,6 +10,7 @@ several files with an index. It is replaced as a whole, or left as it was. The
 run may still be in progress.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 import json
 import pathlib
@@ -19,6 +20,7 @@ from ml_collections import config_dict
 
 from stppo_jax.commands import configuration
 from stppo_jax.configs import schema
+from stppo_jax.records import run_folder
 
 DTYPES = ('float32', 'bfloat16')  # keys of `models.hf.export.DTYPES`
 _FLAGS = ('workdir', 'out', 'step', 'dtype', 'model')
@@ -53,7 +55,10 @@ def main(argv: Sequence[str]) -> int:
   if flags.get('workdir'):
     try:
       config = _recorded_config(pathlib.Path(flags['workdir']))
+      recorded = config.copy_and_resolve_references()
       errors += _check(config, flags.get('model'))
+      if flags.get('out') and not errors:
+        errors += _check_out(recorded, flags)
     except (OSError, ValueError) as error:
       errors.append(f'--workdir={flags["workdir"]}: {error}')
   if errors:
@@ -96,6 +101,25 @@ def _check(config: Any, model: str | None) -> list[str]:
     f'config.{line}{hint if line.startswith("model.path=") else ""}'
     for line in errors
   ]
+
+
+def _check_out(config: Any, flags: Mapping[str, str]) -> list[str]:
+  """Returns a line if the export would replace what it or the run reads."""
+  workdir = pathlib.Path(flags['workdir'])
+  folders = {
+    **configuration.folders_read(config),
+    '--workdir': workdir,
+    'the supervised start': workdir / 'start',
+  }
+  if flags.get('model'):
+    folders['--model'] = pathlib.Path(flags['model'])
+  return run_folder.problems(
+    flags['out'],
+    flag='--out',
+    command=run_folder.EXPORT,
+    reads=folders,
+    may_lie_inside=True,
+  )
 
 
 def _recorded_config(workdir: pathlib.Path) -> Any:

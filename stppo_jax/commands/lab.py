@@ -60,7 +60,9 @@ def _collect(argv: Sequence[str]) -> int:
   options = arguments.options
   num_updates = options['updates']
   errors = [] if options['out'] else ['--out: missing']
-  errors += lab_flags.output_errors(options)
+  errors += lab_flags.output_errors(
+    options, configuration.folders_read(arguments.config)
+  )
   if num_updates is not None and (
     type(num_updates) is not int or num_updates < 0
   ):

@@ -11,6 +11,7 @@ from typing import Any
 
 from stppo_jax.commands import configuration
 from stppo_jax.commands import lab_algorithms
+from stppo_jax.records import run_folder
 
 # Former to present names of flags; scripts may still use the former ones.
 FORMER_NAMES: Mapping[str, str] = {'row': 'algorithm', 'rows': 'algorithms'}
@@ -65,17 +66,24 @@ def missing(flags: configuration.Flags, *names: str) -> list[str]:
   ]
 
 
-def output_errors(values: Mapping[str, Any]) -> list[str]:
-  """Returns a line if `--out` cannot be written; called before any work."""
+def output_errors(
+  values: Mapping[str, Any], reads: Mapping[str, pathlib.Path] | None = None
+) -> list[str]:
+  """Returns a line if `--out` must not be written; called before any work.
+
+  Args:
+    values: the flags of a command.
+    reads: the folders that the command reads, see `run_folder.problems`.
+  """
   out = values['out']
+  if not out:
+    return []
   path = pathlib.Path(out)
-  if out and (path.is_dir() or not path.parent.is_dir()):
-    return [f'--out={out}: a folder, or in a folder that does not exist']
   for name in ('batch', 'advantages'):
     source = values[name] if name in values else ''
-    if out and source and path.resolve() == pathlib.Path(source).resolve():
+    if source and path.resolve() == pathlib.Path(source).resolve():
       return [f'--out={out}: is the file of --{name}']
-  return []
+  return run_folder.file_problems(out, flag='--out', reads=reads or {})
 
 
 def number(flags: configuration.Flags, name: str) -> float | None:

@@ -1,13 +1,13 @@
 """Train on pairs of collected trajectories (TDPO); resumes like train.
 
 python -m stppo_jax prefer --config=FILE.py --batch=FILE.npz --workdir=DIR
-    [--config.preference.name=tdpo1 --config.KEY=VALUE ...]
+    [--config.preference.name=tdpo1 --config.KEY=VALUE ...] [--restart]
 
 FILE.npz holds arrays named as in stppo_jax/batch.py: tokens_BL, loss_mask_BL,
 rewards_BL and group_ids_B; `lab collect` writes such a file. The best and the
 worst trajectory of each group are a pair; a group of equal rewards gives none.
 The policy starts from model.path, and the trained policy is written to
-DIR/policy.
+DIR/policy. --restart moves what DIR holds into a subfolder and begins anew.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,9 @@ from stppo_jax.commands import configuration
 
 def main(argv: Sequence[str]) -> int:
   """Trains on pairs of trajectories; returns the exit code."""
-  arguments = configuration.parse(argv, options={'batch': ''})
+  arguments = configuration.parse(
+    argv, options={'batch': ''}, switches=('restart',), writer='prefer'
+  )
   file = arguments.options['batch']
   if not file:
     raise configuration.ConfigurationError(['--batch: missing'])
@@ -25,4 +27,9 @@ def main(argv: Sequence[str]) -> int:
   # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.training import preference
 
-  return preference.prefer(arguments.config, file, arguments.workdir)
+  return preference.prefer(
+    arguments.config,
+    file,
+    arguments.workdir,
+    restart='restart' in arguments.switches,
+  )

@@ -14,7 +14,7 @@ from stppo_jax.commands import configuration
 
 def main(argv: Sequence[str]) -> int:
   """Trains on demonstrations; returns the exit code."""
-  arguments = configuration.parse(argv)
+  arguments = configuration.parse(argv, writer='sft')
   assert arguments.workdir is not None  # parse() has made sure of it
   # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.training import sft

@@ -1,11 +1,12 @@
 """Train a policy; the same command resumes after any interruption.
 
 python -m stppo_jax train --config=FILE.py[:ALGORITHM] --workdir=DIR
-    [--config.KEY=VALUE ...]
+    [--config.KEY=VALUE ...] [--restart]
 
 FILE.py is a config file such as configs/quickstart.py, ALGORITHM a key of
 configs/algorithms.py, KEY a key of configs/base.py. DIR is the folder of the
-run; docs/commands.md lists what it holds.
+run; docs/commands.md lists what it holds. --restart moves all that into a
+subfolder and begins anew.
 """
 
 from collections.abc import Sequence
@@ -15,9 +16,13 @@ from stppo_jax.commands import configuration
 
 def main(argv: Sequence[str]) -> int:
   """Trains until the configured number of steps; returns the exit code."""
-  arguments = configuration.parse(argv)
+  arguments = configuration.parse(argv, switches=('restart',), writer='train')
   assert arguments.workdir is not None  # parse() has made sure of it
   # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.training import loop
 
-  return loop.train(arguments.config, arguments.workdir)
+  return loop.train(
+    arguments.config,
+    arguments.workdir,
+    restart='restart' in arguments.switches,
+  )

@@ -10,6 +10,8 @@ Therefore the manifest has the shape, dtype and fingerprint of every leaf.
 """
 
 from collections.abc import Callable
+import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -21,6 +23,8 @@ from jax.experimental import multihost_utils
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+
+from stppo_jax.records import run_folder
 
 _log = logging.getLogger(__name__)
 _VERSION = 1
@@ -40,7 +44,7 @@ class SaveFailed(RuntimeError):
 
 
 class OtherState(RuntimeError):
-  """A checkpoint that is not damaged but of another model than the config's."""
+  """A checkpoint that is not damaged but of another run or another model."""
 
   exit_code = 2
 
@@ -73,6 +77,8 @@ class Checkpointer:
     """
     self._folder = pathlib.Path(workdir).resolve() / 'checkpoints'
     self._read_only = read_only
+    self._workdir = pathlib.Path(workdir)
+    self._run = run_folder.read(self._workdir)
     self._manager = ocp.CheckpointManager(
       self._folder,
       options=ocp.CheckpointManagerOptions(
@@ -116,6 +122,9 @@ class Checkpointer:
       },
       'host': json.loads(json.dumps(host, allow_nan=False)),
     }
+    if self._run is not None:
+      manifest['run_id'] = self._run.run_id
+      manifest['config_digest'] = self._run.config_digest
     manifest['digest'] = digest(manifest)
     # Every error of a save, such as a full disk, is the same to the caller.
     try:
@@ -133,6 +142,14 @@ class Checkpointer:
       raise SaveFailed(
         f'step {step} could not be saved in {self._folder}: {error}'
       ) from error
+    if self._run is not None and not self._run.has_saved:
+      # From now on, a folder without checkpoints has lost them. On a full disk,
+      # the next save writes it.
+      run = dataclasses.replace(self._run, has_saved=True)
+      with contextlib.suppress(OSError):
+        if jax.process_index() == 0:
+          run_folder.write(self._workdir, run)
+        self._run = run
 
   def steps(self) -> list[int]:
     """Returns the steps that exist, valid or not, in order."""
@@ -161,8 +178,9 @@ class Checkpointer:
 
     Raises:
       CorruptCheckpoints: there were steps, and all are damaged.
-      OtherState: the newest sound step has another structure, or leaves of
-        other shapes or dtypes. Nothing is renamed.
+      OtherState: the newest sound step is of another run, or has another
+        structure, or leaves of other shapes or dtypes. Nothing is renamed: it
+        may be a step of a run whose folder was given by mistake.
       ValueError: a subtree is wanted of checkpoints that are open for writing.
     """
     if subtree and not self._read_only:
@@ -191,8 +209,10 @@ class Checkpointer:
     corrupt = sorted(path.name for path in self._folder.glob('*.corrupt*'))
     corrupt += skipped
     if corrupt:
+      advice = '' if self._read_only else '; --restart begins the run anew'
       raise CorruptCheckpoints(
-        f'{self._folder}: only corrupt checkpoints left: {", ".join(corrupt)}'
+        f'{self._folder}: only corrupt checkpoints left: '
+        f'{", ".join(corrupt)}{advice}'
       )
     return None
 
@@ -209,6 +229,7 @@ class Checkpointer:
     prefix = f'{subtree}.' if subtree else ''
     wanted = {f'{prefix}{k}': x for k, x in _named(abstract_state).items()}
     manifest = self._attempt(lambda: self._read_manifest(step))
+    self._check_run(step, manifest)
     saved = manifest['leaves']
     saved = {name: saved[name] for name in saved if name.startswith(prefix)}
     self._check_leaves(step, saved, wanted)
@@ -248,6 +269,18 @@ class Checkpointer:
     if manifest['step'] != step:
       raise _Damaged(f'the manifest is of step {manifest["step"]}')
     return manifest
+
+  def _check_run(self, step: int, manifest: dict[str, Any]) -> None:
+    """Raises `OtherState` if the step was saved by another run."""
+    run = self._run
+    if run is None or ('run_id' not in manifest and run.has_older_checkpoints):
+      return
+    saved = manifest.get('run_id'), manifest.get('config_digest')
+    if saved != (run.run_id, run.config_digest):
+      raise OtherState(
+        f'{self._folder}: step {step} is of the run {saved[0]}, but the run of '
+        f'this workdir is {run.run_id}; nothing was loaded'
+      )
 
   def _check_leaves(
     self, step: int, saved: dict[str, dict], wanted: dict[str, Any]

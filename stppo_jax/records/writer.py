@@ -18,10 +18,12 @@ import math
 import os
 import pathlib
 import re
+import shutil
 from typing import Any
 
 from stppo_jax.records import append
 from stppo_jax.records import progress
+from stppo_jax.records import run_folder
 from stppo_jax.records import tensorboard as tensorboard_lib
 
 _log = logging.getLogger(__name__)
@@ -62,29 +64,48 @@ class Writer:
     self._errors = 0
     self._logged = set()
 
-  def truncate_after(self, step: int) -> None:
-    """Drops what was written after `step`, so that resuming repeats nothing.
+  def rewind(self, step: int, *, saved: int) -> pathlib.Path | None:
+    """Drops what was written after a step, so that resuming repeats nothing.
 
     This drops the lines of larger steps, an incomplete last line, and the
     dialogues of larger steps. Call it before the first `write` of a resumed
-    run.
+    run. What was written after the newest checkpoint is kept in a folder of
+    its own: nobody knows whether the run will write it again.
+
+    Args:
+      step: the last step whose line is kept.
+      saved: the step of the newest checkpoint; 0 without one.
+
+    Returns:
+      The folder with the files as they were; None if nothing was written after
+      the newest checkpoint.
     """
+    lines = []
     if self._metrics.exists():
-      kept = [
-        line
-        for line in self._metrics.read_bytes().splitlines(keepends=True)
-        if _step_of(line) <= step
-      ]
+      lines = self._metrics.read_bytes().splitlines(keepends=True)
+    dialogues = [
+      (int(match[1]), path)
+      for path in self._workdir.iterdir()
+      if (match := _TRAJECTORIES.fullmatch(path.name))
+    ]
+    written = [*map(_step_of, lines), *(number for number, _ in dialogues)]
+    aside = None
+    if any(number > saved for number in written):
+      aside = run_folder.make_aside(self._workdir)
+      if lines:
+        shutil.copy2(self._metrics, aside)
+      for number, path in dialogues:
+        if number > saved:
+          path.rename(aside / path.name)
+    if lines:
+      kept = [line for line in lines if _step_of(line) <= step]
       # By a rename, so that a process killed here leaves the old file or the
       # new one.
       new = self._metrics.with_suffix('.new')
       new.write_bytes(b''.join(kept))
       os.replace(new, self._metrics)
-    for path in self._workdir.iterdir():
-      match = _TRAJECTORIES.fullmatch(path.name)
-      if match and int(match[1]) > step:
-        path.unlink()
     self._purge_step = step + 1
+    return aside
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
     """Appends the metrics of a step and shows it.

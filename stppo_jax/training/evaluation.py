@@ -88,8 +88,8 @@ def evaluate(config, workdir: str | pathlib.Path) -> int:
     Exceptions with an `exit_code`, see `loop.train`.
   """
   workdir = pathlib.Path(workdir)
-  if not workdir.is_dir():
-    raise assembly.Misconfigured(f'--workdir={workdir}: no such folder')
+  run_record.check_run(workdir)
+  run_record.check_checkpoints(workdir)
   config = run_record.with_start(config, workdir)
   components = assembly.build_components(config)
   learner = components.learner
@@ -104,6 +104,10 @@ def evaluate(config, workdir: str | pathlib.Path) -> int:
     evaluator = Evaluator(
       config, services, components.tokenizer, learner.policy
     )
+    if not evaluator.has_questions:
+      raise assembly.Misconfigured(
+        "data.evaluation='': there are no questions to evaluate on"
+      )
     scores, _ = evaluator.run(learner.merged_params(state))
     for name, score in sorted(evaluator.metrics(scores).items()):
       print(f'step {done} {name} {score:.4f}')

@@ -33,8 +33,13 @@ from stppo_jax.training import run_record
 from stppo_jax.training import sft
 
 
-def train(config, workdir: str | pathlib.Path) -> int:
+def train(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
   """Trains, or resumes, the run of a config in `workdir`.
+
+  Args:
+    config: the config of the run.
+    workdir: the run's folder.
+    restart: whether to begin anew and move aside what the folder holds.
 
   Returns:
     The exit code: 0 done, 130 interrupted and saved, 75 preempted and saved.
@@ -42,11 +47,11 @@ def train(config, workdir: str | pathlib.Path) -> int:
   Raises:
     Exceptions with an `exit_code`: a config that does not fit its files,
     devices or workdir, or an engine that samples from another policy than the
-    one that is trained (2), corrupt checkpoints (3), a retriever out of reach
-    or a checkpoint that cannot be saved (75).
+    one that is trained (2), corrupt or missing checkpoints (3), a retriever
+    out of reach, a locked workdir, or a checkpoint that cannot be saved (75).
   """
   with run_lib.start(workdir) as run:
-    learner, collector, pack, state, reference = _start(config, run)
+    learner, collector, pack, state, reference = _start(config, run, restart)
     # The denominator of ratios: with steps ahead and old_policy='sampled' the
     # policy that collected, otherwise the policy before the step's updates.
     off_policy = config.rollout.steps_ahead and (
@@ -110,11 +115,11 @@ class _Started(NamedTuple):
   reference: functional.Params | None
 
 
-def _start(config, run: run_lib.Run) -> _Started:
+def _start(config, run: run_lib.Run, restart: bool) -> _Started:
   """Builds what the loop works with and resumes the run."""
   with run.abandonable():
     components = assembly.build_components(config)  # before anything is written
-    run.record_config(config)
+    run.record_config(config, restart=restart)
     services = run.enter(assembly.build_services(config, components.questions))
     sft.make_start(config, run.workdir, services)
     started = run_record.with_start(config, run.workdir)

@@ -9,6 +9,7 @@ from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models.hf import export as export_lib
 from stppo_jax.models.hf import load
+from stppo_jax.records import run_folder
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 
 
@@ -114,6 +115,11 @@ def export(
   save = tokenizer.save
   if home.name and (home / 'tokenizer.json').is_file():
     save = functools.partial(export_lib.copy_tokenizer, home)
+
+  def save_rest(folder: pathlib.Path) -> None:
+    save(folder)
+    run_folder.mark_export(folder)
+
   has_source = config.model.path and (source / 'config.json').is_file()
   export_lib.export(
     directory,
@@ -121,5 +127,5 @@ def export(
     params,
     dtype=dtype,
     source=source if has_source else '',
-    save_tokenizer=save,
+    save_tokenizer=save_rest,
   )

@@ -7,7 +7,6 @@ import jax
 
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import weights
-from stppo_jax.models.hf import export as export_lib
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.records import checkpoint
 from stppo_jax.training import assembly
@@ -40,7 +39,8 @@ def export(
   Args:
     config: the config of the run.
     workdir: the run's folder.
-    out: the directory to write.
+    out: the directory to write; see `records.run_folder` for those that
+      commands refuse.
     step: the checkpoint that is wanted; None: the newest valid one.
     dtype: the dtype of the weights in the files.
 
@@ -48,14 +48,14 @@ def export(
     The exit code.
 
   Raises:
-    Misconfigured: there is no such checkpoint, or `out` has other files.
+    Misconfigured: there is no such checkpoint.
     ExportFailed: the files cannot be written, for example to a full disk.
     Exceptions with an `exit_code`, see `loop.train`.
   """
   out = pathlib.Path(out)
   with assembly.config_errors():
     config = run_record.with_start(config, pathlib.Path(workdir))
-    _check_out(out)
+    _check_writable(out)
     path = config.model.path or config.model.tokenizer_path
     questions = None if path else assembly.build_questions(config)
     tokenizer = assembly.build_tokenizer(config, questions)
@@ -98,20 +98,8 @@ def mesh_for_width(hidden_size: int) -> jax.sharding.Mesh:
   return mesh_lib.make_mesh(data=1, fsdp=-1, tensor=1, devices=devices[:most])
 
 
-def _check_out(out: pathlib.Path) -> None:
-  """Raises ValueError if an export would be mixed with other files."""
-  if out.exists() and not out.is_dir():
-    raise ValueError(f'--out={out}: exists and is not a folder')
-  others = sorted(
-    path.name
-    for path in (out.iterdir() if out.is_dir() else ())
-    if not export_lib.is_ours(path.name)
-  )
-  if others:
-    raise ValueError(
-      f'--out={out}: has files of others, such as {others[0]}; give a folder '
-      'that is new, empty or an earlier export'
-    )
+def _check_writable(out: pathlib.Path) -> None:
+  """Raises ValueError if a folder cannot be made or replaced."""
   parent = out.resolve().parent
   while not parent.exists():
     parent = parent.parent

@@ -42,7 +42,11 @@ _UNUSED = {
 
 
 def prefer(
-  config, file: str | pathlib.Path, workdir: str | pathlib.Path
+  config,
+  file: str | pathlib.Path,
+  workdir: str | pathlib.Path,
+  *,
+  restart: bool = False,
 ) -> int:
   """Trains, or resumes, on the pairs of a file; exports to `workdir/policy`.
 
@@ -53,17 +57,18 @@ def prefer(
     config: the config of the run; its section `preference` above all.
     file: an npz file, see `pairs.read`.
     workdir: the run's folder.
+    restart: whether to begin anew and move aside what the folder holds.
 
   Returns:
     The exit code: 0 done, 130 interrupted and saved, 75 preempted and saved.
 
   Raises:
     Exceptions with an `exit_code`: a config that does not fit the file, the
-    devices or the workdir (2), corrupt checkpoints (3), a checkpoint that
-    cannot be saved (75).
+    devices or the workdir (2), corrupt or missing checkpoints (3), a locked
+    workdir or a checkpoint that cannot be saved (75).
   """
   with run_lib.start(workdir, unit='update') as run:
-    learner, pairs, state, reference = _start(config, file, run)
+    learner, pairs, state, reference = _start(config, file, run, restart)
     options = config.preference
     for number in range(run.first_step, run.num_steps):
       timer = timing.Timer()
@@ -95,7 +100,9 @@ class _Started(NamedTuple):
   reference: functional.Params
 
 
-def _start(config, file: str | pathlib.Path, run: run_lib.Run) -> _Started:
+def _start(
+  config, file: str | pathlib.Path, run: run_lib.Run, restart: bool
+) -> _Started:
   """Builds what the loop works with and resumes the run."""
   options = config.preference
   with run.abandonable():
@@ -110,7 +117,7 @@ def _start(config, file: str | pathlib.Path, run: run_lib.Run) -> _Started:
       _check_sizes(config, pairs, shape, mesh, file)
       learner = PreferenceLearner(config, shape, mesh)
       # With other pairs, a resumed run would be one that no command describes.
-      run.record_config(config, batch_sha256=digest)
+      run.record_config(config, restart=restart, batch_sha256=digest)
       state = learner.start()
       reference = learner.reference(state)
     pairs = pairs_lib.resized(pairs, bucket=config.rollout.length_bucket)

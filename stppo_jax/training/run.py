@@ -38,7 +38,9 @@ from stppo_jax.learner import weights
 from stppo_jax.models import functional
 from stppo_jax.records import checkpoint
 from stppo_jax.records import dialogues
+from stppo_jax.records import lock
 from stppo_jax.records import plots
+from stppo_jax.records import run_folder
 from stppo_jax.records import timing
 from stppo_jax.records import trajectory_metrics
 from stppo_jax.records import writer as writer_lib
@@ -169,13 +171,33 @@ class Run:
     """Calls a function when the run ends, before what was opened earlier."""
     self._stack.callback(close)
 
-  def record_config(self, config, **also) -> None:
-    """Records the config and further values that define the run.
+  def claim(self, *, restart: bool = False) -> None:
+    """Locks the folder; nothing may be written there before.
+
+    Args:
+      restart: whether to move aside what the folder holds.
 
     Raises:
       Misconfigured: the folder cannot be written.
-      OtherRun: the folder belongs to the run of another config.
+      Locked: another process writes there.
     """
+    with assembly.config_errors():
+      self.enter(lock.held(self.workdir))
+      aside = run_folder.move_all_aside(self.workdir) if restart else None
+    if aside is not None:
+      print(f'{self.workdir}: what it held is now in {aside}')
+
+  def record_config(self, config, *, restart: bool = False, **also) -> None:
+    """Claims the folder; records the config and what else defines the run.
+
+    Raises:
+      Misconfigured: the folder cannot be written.
+      Locked: another process writes there.
+      OtherRun: the folder belongs to the run of another config.
+      CheckpointsMissing: the run's checkpoints are gone.
+    """
+    self.claim(restart=restart)
+    run_record.check_checkpoints(self.workdir)
     with assembly.config_errors():
       run_record.record_config({**config.to_dict(), **also}, self.workdir)
 
@@ -211,7 +233,7 @@ class Run:
     self._stack.callback(self._writer.close)
 
   def resume(self, start: State, checkpoints: Checkpoints) -> State:
-    """Returns the newest valid state; drops what was written after it.
+    """Returns the newest valid state; sets aside what was written after it.
 
     Args:
       start: the state before the first step, which a new run returns.
@@ -228,7 +250,14 @@ class Run:
     # it: the line of step 0, and the line of a step whose evaluation was
     # interrupted before it was written.
     written = self.steps_done > 0 and self._unwritten is None
-    self._writer.truncate_after(self.steps_done - (not written))
+    aside = self._writer.rewind(
+      self.steps_done - (not written), saved=self.steps_done
+    )
+    if aside is not None:
+      self.show(
+        f'resumed after {self._unit} {self.steps_done}, the newest that was '
+        f'saved; metrics and dialogues of later ones are in {aside}'
+      )
     self.resumed = True
     return self.state
 

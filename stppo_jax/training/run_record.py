@@ -1,6 +1,7 @@
 """Records a run in its workdir before the first step.
 
     WORKDIR/config.json    the config that the run was started with
+           /run.json       the run's id, see `records.run_folder`
            /start          the policy that it starts from, without model.path
 
 A run is a function of its config. A run that is resumed with another config
@@ -9,12 +10,15 @@ each key that differs.
 """
 
 from collections.abc import Mapping
+import hashlib
 import json
 import os
 import pathlib
 from typing import Any
+import uuid
 
 from stppo_jax import settings
+from stppo_jax.records import run_folder
 from stppo_jax.training import assembly
 
 # Keys that may change between two starts: the length of a run, what is
@@ -50,10 +54,16 @@ class OtherRun(Exception):
   exit_code = 2
 
 
+class CheckpointsMissing(Exception):
+  """A run has written metrics, but the checkpoints behind them are gone."""
+
+  exit_code = 3
+
+
 def record_config(
   config: Mapping[str, Any], workdir: str | pathlib.Path
 ) -> None:
-  """Records the config of a run that starts or resumes in `workdir`.
+  """Records the config and the id of a run that starts or resumes.
 
   Makes the folder. Keys that may change between two starts are rewritten.
 
@@ -68,16 +78,63 @@ def record_config(
   workdir = pathlib.Path(workdir)
   path = workdir / 'config.json'
   text = json.dumps(config, indent=2, sort_keys=True) + '\n'
-  if path.is_file() and any(any(workdir.glob(p)) for p in _PRODUCTS):
-    # Parsed again, because JSON turns tuples into lists.
-    lines = _differences(json.loads(text), _read(path), workdir)
+  # Parsed again, because JSON turns tuples into lists.
+  config = json.loads(text)
+  has_begun = any(any(workdir.glob(p)) for p in _PRODUCTS)
+  if path.is_file() and has_begun:
+    lines = _differences(config, _read(path), workdir)
     if lines:
       raise OtherRun('\n'.join(lines))
   workdir.mkdir(parents=True, exist_ok=True)
+  if not has_begun or run_folder.read(workdir) is None:
+    command = run_folder.command_of_record(config)
+    record_run(config, workdir, command, has_older_checkpoints=has_begun)
   # By a rename, so that a process killed here leaves the old file or the new.
   new = path.with_suffix('.new')
   new.write_text(text, encoding='utf-8')
   os.replace(new, path)
+
+
+def record_run(
+  config: Mapping[str, Any],
+  workdir: pathlib.Path,
+  command: str,
+  *,
+  has_older_checkpoints: bool = False,
+) -> None:
+  """Gives the run of a folder an id; see `run_folder.Run`."""
+  run = run_folder.Run(
+    command, uuid.uuid4().hex, _digest(config), has_older_checkpoints
+  )
+  run_folder.write(workdir, run)
+
+
+def check_run(workdir: pathlib.Path) -> None:
+  """Raises `Misconfigured` unless the folder is that of a run of `train`."""
+  if not workdir.is_dir():
+    raise assembly.Misconfigured(f'--workdir={workdir}: no such folder')
+  if run_folder.command_of(workdir) != 'train':
+    raise assembly.Misconfigured(f'no run in {workdir}: train has made none')
+
+
+def check_checkpoints(workdir: pathlib.Path) -> None:
+  """Checks that the checkpoints of a run are there.
+
+  Raises:
+    CheckpointsMissing: there is none, although the run has saved some; or they
+      have no folder, which is made before the first metrics are written.
+  """
+  folder, run = workdir / 'checkpoints', run_folder.read(workdir)
+  if folder.is_dir():
+    is_missing = run is not None and run.has_saved and not any(folder.iterdir())
+  else:
+    is_missing = (workdir / 'metrics.jsonl').is_file()
+  if is_missing:
+    raise CheckpointsMissing(
+      f'{workdir}: a run has begun here, but {folder} has no checkpoint: is it '
+      'on a disk that is not mounted? Bring the checkpoints back, or begin a '
+      'new run with --restart, which deletes nothing'
+    )
 
 
 def start_folder(config, workdir: pathlib.Path) -> pathlib.Path | None:
@@ -109,6 +166,25 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
     raise OtherRun(f'{path}: not the record of a run ({error})') from error
 
 
+def _digest(config: Mapping[str, Any]) -> str:
+  """Returns the digest of the keys that no later start may change.
+
+  A later key with the value that earlier runs had counts as absent: so the
+  digest of a run is the same in versions without that key.
+  """
+  values = {
+    key: value
+    for key, value in settings.flatten(config).items()
+    if not _is_free(key) and (key, value) not in _LATER_KEYS.items()
+  }
+  text = json.dumps(values, sort_keys=True)
+  return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _is_free(key: str) -> bool:
+  return f'{key}.'.startswith(tuple(f'{free}.' for free in _FREE))
+
+
 def _differences(config, recorded, workdir) -> list[str]:
   ours = _LATER_KEYS | settings.flatten(config)
   theirs = _LATER_KEYS | settings.flatten(recorded)
@@ -116,6 +192,6 @@ def _differences(config, recorded, workdir) -> list[str]:
     f'{key}={ours.get(key, _ABSENT)}: the run in {workdir} was started with '
     f'{theirs.get(key, _ABSENT)}'
     for key in sorted(ours.keys() | theirs.keys())
-    if not f'{key}.'.startswith(tuple(f'{free}.' for free in _FREE))
+    if not _is_free(key)
     and (key not in ours or key not in theirs or ours[key] != theirs[key])
   ]

@@ -44,6 +44,8 @@ def run(config, workdir: str | pathlib.Path) -> int:
     with run.abandonable():
       questions = assembly.build_components(config).questions
       services = run.enter(assembly.build_services(config, questions))
+      run.claim()
+      run_record.record_run(config.to_dict(), run.workdir, 'sft')
       policy, params, tokenizer = imitate(config, services, workdir)
       evaluator = evaluation.Evaluator(config, services, tokenizer, policy)
       for greedy in (False, True):

@@ -15,6 +15,7 @@ from stppo_jax.analysis import saved_batch
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.records import checkpoint
 from stppo_jax.training import assembly
+from stppo_jax.training import run_record
 from tests.training import runs
 
 _COEFFICIENT = 0.5  # of the KL penalty, in the checkpoint
@@ -102,6 +103,7 @@ def test_the_newest_checkpoint_samples_and_no_file_is_changed(
   params = jax.tree.map(lambda x: 1.1 * x, start.policy.params)
   policy = dataclasses.replace(start.policy, params=params)
   state = dataclasses.replace(start, policy=policy)
+  run_record.record_config(config.to_dict(), tmp_path)
   saved = checkpoint.Checkpointer(tmp_path)
   saved.save(1, state, {'kl_coefficient': _COEFFICIENT})
   saved.close()
@@ -157,11 +159,13 @@ def test_minibatches_go_through_epochs(learner):
 
 
 def test_a_start_that_does_not_exist_yet_is_one_line(tmp_path):
-  config = runs.config(sft__before_training=True)
+  config, begun = runs.config(sft__before_training=True), tmp_path / 'begun'
+  run_record.record_config(config.to_dict(), begun)
   for workdir, expected in (
     (None, '--workdir: missing; the start of this config is made by its run'),
     (tmp_path / 'absent', f'--workdir={tmp_path}/absent: no such folder'),
-    (tmp_path, f'{tmp_path}/start: missing, the run has not begun'),
+    (tmp_path, f'no run in {tmp_path}: train has made none'),
+    (begun, f'{begun}/start: missing, the run has not begun'),
   ):
     with pytest.raises(assembly.Misconfigured) as caught:
       lab_collection.collect(config, workdir=workdir, num_updates=math.inf)

@@ -117,6 +117,43 @@ def test_a_source_that_has_moved_is_named(workdir, tmp_path, capsys):
   assert (tmp_path / 'out' / 'model.safetensors').read_bytes() == theirs
 
 
+@pytest.fixture(scope='module')
+def based(workdir, tmp_path_factory):
+  """Returns (model, the folder of a run that starts from it)."""
+  folder = tmp_path_factory.mktemp('based')
+  model = shutil.copytree(workdir / 'policy', folder / 'models' / 'M')
+  (model / 'export.json').unlink()  # as it is downloaded
+  return model, _copy(workdir, folder / 'run', model__path=str(model))
+
+
+def test_an_export_replaces_nothing_that_the_run_reads(based, tmp_path, capsys):
+  model, run = based
+  before = {path: path.read_bytes() for path in model.iterdir()}
+  start = shutil.copytree(run / 'policy', run / 'start')
+  for out, expected in (
+    (model, f'is {model}, the folder of model.path'),
+    (model.parent, f'holds {model}, the folder of model.path'),
+    (run, f'is {run}, the folder of --workdir'),
+    (run.parent, 'holds '),
+    (start, f'is {start}, the folder of the supervised start'),
+    (run / 'checkpoints', 'is not empty and was not written by export'),
+  ):
+    assert _export(f'--workdir={run}', f'--out={out}') == 2
+    out_text, err = capsys.readouterr()
+    assert out_text == '' and err.count('\n') == 1
+    assert err.startswith(f'--out={out}: {expected}')
+  moved = shutil.copytree(model, tmp_path / 'moved')
+  flags = [f'--workdir={run}', f'--model={moved}', f'--out={moved}']
+  assert _export(*flags) == 2
+  assert f'is {moved}, the folder of --model' in capsys.readouterr().err
+  # A model that the run does not read is one of others.
+  assert _export(f'--workdir={run}', f'--out={moved}') == 2
+  assert 'was not written by export' in capsys.readouterr().err
+  assert {path: path.read_bytes() for path in model.iterdir()} == before
+  # Beside what the run has left there is room.
+  assert _export(f'--workdir={run}', f'--out={run}/exported') == 0
+
+
 def test_keys_that_an_export_reads_are_checked(workdir, tmp_path, capsys):
   run = _copy(workdir, tmp_path / 'run', model__num_layers='two')
   assert _export(f'--workdir={run}', f'--out={tmp_path}/out') == 2
@@ -146,7 +183,8 @@ def test_the_flag_accepts_every_dtype_of_the_exporter():
     (['--stpe=1'], ['--stpe=1: unknown flag; did you mean --step']),
     (['--workdir=/absent'], ['--workdir=/absent: no config.json']),
     (['--out=/proc/version'], ['--out=/proc/version: exists and is not a f']),
-    (['--out=/'], ['--out=/: has files of others, such as']),
+    (['--out=/'], ['--out=/: holds ']),
+    (['--out=/proc'], ['--out=/proc: is not empty and was not written by exp']),
     (['--out='], ['--out: missing']),
   ],
 )

@@ -8,6 +8,7 @@ import pytest
 from stppo_jax import __main__
 from stppo_jax.configs import base
 from stppo_jax.models.hf import export
+from stppo_jax.records import run_folder
 from stppo_jax.training import assembly
 from stppo_jax.training import model_files
 from tests.models import tiny
@@ -205,6 +206,7 @@ def test_a_start_of_another_shape_than_the_reference_is_refused(
 ):
   _config(rope_theta=5.0)(model)
   model.rename(tmp_path / 'start')  # as if the run had made it
+  run_folder.write(tmp_path, run_folder.Run('train', 'id', 'digest'))
   flags = runs.flags(
     model__reference_path=_SOURCE, sft__before_training=True, **_LIKE_SOURCE
   )

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import resource
+import shutil
 
 import pytest
 import rich.console
@@ -77,7 +78,15 @@ def test_a_resumed_run_has_the_lines_of_an_uninterrupted_one(tmp_path):
   with open(broken / 'metrics.jsonl', 'a') as file:
     file.write('{"step": 4, "a": 4.0, "writ')  # killed while writing
   writer = _writer(broken)
-  writer.truncate_after(2)
+  before = (broken / 'metrics.jsonl').read_bytes()
+  aside = writer.rewind(2, saved=2)
+  # Nobody knows whether the same lines will be written again.
+  assert aside == broken / 'aside-1'
+  assert (aside / 'metrics.jsonl').read_bytes() == before
+  third = 'trajectories-000003.jsonl'
+  assert (aside / third).read_bytes() == (whole / third).read_bytes()
+  assert len(list(aside.iterdir())) == 2
+  shutil.rmtree(aside)
   assert [line['step'] for line in _lines(broken)] == [1, 2]
   dialogues = sorted(path.name for path in broken.glob('trajectories-*'))
   assert [name[-7] for name in dialogues] == ['1', '2']
@@ -93,17 +102,19 @@ def test_a_line_without_a_line_break_is_dropped(tmp_path):
   # Read as JSON it looks whole; the next line would be glued to it.
   (tmp_path / 'metrics.jsonl').write_text('{"step": 1}\n{"step": 2}')
   writer = _writer(tmp_path)
-  writer.truncate_after(2)
+  writer.rewind(2, saved=2)
   writer.write(2, {})
   assert [line['step'] for line in _lines(tmp_path)] == [1, 2]
 
 
 def test_truncating_without_a_file_or_below_all_steps(tmp_path):
   writer = _writer(tmp_path)
-  writer.truncate_after(3)
+  writer.rewind(3, saved=3)
   writer.write(1, {})
-  writer.truncate_after(0)
+  # A line that this start writes again is explained by a checkpoint.
+  assert writer.rewind(0, saved=1) is None
   assert _lines(tmp_path) == []
+  assert [path.name for path in tmp_path.iterdir()] == ['metrics.jsonl']
 
 
 def test_trajectories_of_a_step_replace_each_other(tmp_path):
@@ -120,7 +131,7 @@ def test_trajectories_of_a_step_replace_each_other(tmp_path):
 
 def test_tensorboard_has_the_scalars_and_drops_some_on_resume(tmp_path):
   writer = _writer(tmp_path, tensorboard=True)
-  writer.truncate_after(4)
+  writer.rewind(4, saved=4)
   writer.write(5, {'a': 0.5, 'b': 2.0})
   writer.write(6, {'a': 0.25})
   first, restart, *events = _events(tmp_path)

@@ -130,7 +130,8 @@ def test_an_interrupted_start_is_made_again(tmp_path, capsys):
   send = faults.send_at(('collect', 1), signal.SIGINT)  # of demonstrations
   assert _train(tmp_path, send, **changes) == 130
   assert 'interrupted before the first step' in capsys.readouterr().out
-  assert {p.name for p in tmp_path.iterdir()} == {'config.json'}
+  left = {path.name for path in tmp_path.iterdir()}
+  assert left == {'config.json', 'run.json'}
   # As if killed while it was written.
   (tmp_path / 'start.partial').mkdir()
   (tmp_path / 'start.partial' / 'rest').touch()

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from stppo_jax.configs import base
+from stppo_jax.records import run_folder
 from stppo_jax.training import assembly
 from stppo_jax.training import run_record
 from stppo_jax.training import sft
@@ -31,7 +32,7 @@ def test_the_record_is_the_config_sorted_and_whole(tmp_path):
   assert recorded['data']['synthetic_wiki']['hops'] == [1, 2]
   assert recorded['policy_optimizer']['learning_rate'] == 1e-6
   assert recorded.keys() == _config().keys()
-  assert [p.name for p in workdir.iterdir()] == ['config.json']
+  assert {p.name for p in workdir.iterdir()} == {'config.json', 'run.json'}
 
 
 def test_the_same_config_resumes(tmp_path):
@@ -65,6 +66,27 @@ def test_another_config_is_refused_with_a_line_a_key(tmp_path):
   ]
   assert caught.value.exit_code == 2
   assert (tmp_path / 'config.json').read_bytes() == before
+
+
+def test_a_run_has_one_id_and_the_digest_of_what_defines_it(tmp_path):
+  _begin(tmp_path, _config())
+  first = run_folder.read(tmp_path)
+  longer = _config()
+  longer['num_steps'] = 1000  # a run may go on for longer
+  run_record.record_config(longer, tmp_path)
+  assert run_folder.read(tmp_path) == first
+  digests = {first.config_digest}
+  for number, config in enumerate((longer, _config(), _config_of_0_1_0())):
+    other = tmp_path / str(number)
+    run_record.record_config(config, other)
+    run = run_folder.read(other)
+    assert run.command == 'train' and run.run_id != first.run_id
+    digests.add(run.config_digest)
+  assert len(digests) == 1
+  changed = _config()
+  changed['seed'] = 3
+  run_record.record_config(changed, tmp_path / 'changed')
+  assert run_folder.read(tmp_path / 'changed').config_digest not in digests
 
 
 def _config_of_0_1_0():

@@ -1,0 +1,185 @@
+"""The lock of a folder: one process at a time writes there.
+
+    FOLDER/lock    JSON: the host and the process that hold it, and since when
+
+The file is made exclusively, which network file systems can do too. The lock of
+a process that has ended is taken over, but only on the host of that process:
+no other host can see that it has ended. A process may also look ended because
+it runs in another container of the host. So its holder keeps the file locked
+with `flock` too, where the file system has such locks.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import pathlib
+import socket
+import time
+from typing import TextIO
+
+NAME = 'lock'
+# Attempts to open a lock that other processes make and remove.
+_ATTEMPTS = 10
+
+
+class Locked(RuntimeError):
+  """Another process writes to the folder, or may do so."""
+
+  exit_code = 75
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+  """The process that holds a lock.
+
+  Attributes:
+    host: the name of its host.
+    pid: its number on that host.
+    started: the time of its start, in the kernel's count; '' if unknown. It
+      tells the process from a later one of the same number.
+    since: the time at which it took the lock.
+  """
+
+  host: str
+  pid: int
+  started: str
+  since: str
+
+  def __str__(self) -> str:
+    return f'process {self.pid} on host {self.host}, since {self.since}'
+
+
+@contextlib.contextmanager
+def held(
+  folder: pathlib.Path, say: Callable[[str], None] = print
+) -> Iterator[None]:
+  """Holds the lock of a folder; makes the folder if it is missing.
+
+  Args:
+    folder: the folder to lock.
+    say: function that prints whose lock was taken over.
+
+  Raises:
+    Locked: another process holds the lock.
+    OSError: the folder cannot be made or written.
+  """
+  is_new = not folder.is_dir()
+  folder.mkdir(parents=True, exist_ok=True)
+  path = folder / NAME
+  with _acquire(path, say) as file:
+    try:
+      yield
+    finally:
+      # Somebody may have removed the file, and another process made its own.
+      with contextlib.suppress(OSError):
+        if _is_at(file, path):
+          path.unlink()
+  if is_new:
+    with contextlib.suppress(OSError):  # unless something was written there
+      folder.rmdir()
+
+
+def _acquire(path: pathlib.Path, say: Callable[[str], None]) -> TextIO:
+  """Returns the lock, open and written by this process."""
+  for _ in range(_ATTEMPTS):
+    with contextlib.suppress(FileExistsError):
+      file = open(path, 'x+', encoding='utf-8')
+      _flock(file)
+      _write(file)
+      return file
+    with contextlib.suppress(FileNotFoundError):
+      file = open(path, 'r+', encoding='utf-8')
+      try:
+        is_free = _flock(file)
+        if _is_at(file, path):  # otherwise it was released in this moment
+          holder = _read(file)
+          _check(path, holder, is_free)
+          _write(file)
+          say(f'{path.parent}: took over the lock of an ended run: {holder}')
+          return file
+      except BaseException:
+        file.close()
+        raise
+      file.close()
+  raise Locked(f'{path}: other processes are taking this lock; try again')
+
+
+def _check(path: pathlib.Path, holder: Holder | None, is_free: bool) -> None:
+  """Raises `Locked` unless the holder has ended."""
+  folder = path.parent
+  if holder is None:
+    raise Locked(
+      f'{folder}: locked by an unknown process; if none writes there, remove '
+      f'{path} and start again'
+    )
+  if holder.host != socket.gethostname():
+    raise Locked(
+      f'{folder}: locked by {holder}; if that process has ended, which this '
+      f'host cannot see, remove {path} and start again'
+    )
+  if not is_free or _started(holder.pid) == holder.started:
+    raise Locked(
+      f'{folder}: locked by {holder}; wait for its end, or use another folder'
+    )
+
+
+def _flock(file: TextIO) -> bool:
+  """Locks the file; returns False if another process has locked it."""
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return False
+  except OSError:  # a file system without such locks
+    return True
+  return True
+
+
+def _is_at(file: TextIO, path: pathlib.Path) -> bool:
+  """Returns whether an open file is the one at a path."""
+  return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+
+
+def _write(file: TextIO) -> None:
+  """Writes this process as the holder."""
+  since = time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())
+  pid = os.getpid()
+  holder = Holder(socket.gethostname(), pid, _started(pid) or '', since)
+  file.seek(0)
+  file.truncate()
+  file.write(json.dumps(dataclasses.asdict(holder)) + '\n')
+  file.flush()
+  os.fsync(file.fileno())  # other hosts see it
+
+
+def _read(file: TextIO) -> Holder | None:
+  """Returns the holder; None if the file does not name one."""
+  try:
+    holder = Holder(**json.loads(file.read()))
+  except (ValueError, TypeError):
+    return None
+  return holder if type(holder.pid) is int and holder.pid > 0 else None
+
+
+def _started(pid: int) -> str | None:
+  """Returns when a process of this host started; None if it has ended.
+
+  The time is '' on systems without /proc.
+  """
+  try:
+    os.kill(pid, 0)
+  except ProcessLookupError:
+    return None
+  except PermissionError:  # it is another user's
+    pass
+  try:
+    text = pathlib.Path('/proc', str(pid), 'stat').read_text(encoding='utf-8')
+  except OSError:
+    return ''
+  # The fields are those of proc(5), from the third one: the second is the name
+  # of the program in brackets, which may contain anything.
+  state, *fields = text.rpartition(')')[2].split()
+  return None if state == 'Z' else fields[18]

@@ -1,0 +1,212 @@
+"""The folders that commands write to: which are refused, and whose they are.
+
+    WORKDIR/run.json      the command that writes there, and the run's id
+           /aside-1/      files that a later start has moved away
+    EXPORT/export.json    says that the folder is an exported policy
+
+A command writes to a folder only if it is new or empty, or if the same command
+wrote it before. So it never replaces the files of a model, of a data set, or of
+another program.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+from typing import Any
+
+from stppo_jax.records import lock
+
+EXPORT = 'export'
+_RUN, _EXPORTED = 'run.json', 'export.json'
+_NEW_RUN = 'run.new'
+_ASIDE = 'aside-'
+# Sections of the config that every record of a run has.
+_SECTIONS = ('algorithm', 'model', 'rollout')
+_NPZ = b'PK'  # the first bytes of every npz file
+_ADVICE = 'give a folder that is new or empty'
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """The identity of the run of a folder.
+
+  Attributes:
+    command: the command that writes there.
+    run_id: an id that no other run has.
+    config_digest: the digest of the config keys that define the run.
+    has_older_checkpoints: whether checkpoints without an id are the run's own,
+      since a version that wrote no ids began it.
+    has_saved: whether it has saved a checkpoint.
+  """
+
+  command: str
+  run_id: str
+  config_digest: str
+  has_older_checkpoints: bool = False
+  has_saved: bool = False
+
+
+def problems(
+  folder: str | pathlib.Path,
+  *,
+  flag: str,
+  command: str,
+  reads: Mapping[str, pathlib.Path],
+  may_lie_inside: bool = False,
+) -> list[str]:
+  """Returns the reasons, one line each, why a command must not write there.
+
+  Args:
+    folder: the folder that a flag names; it may not exist yet.
+    flag: the flag, such as '--workdir'.
+    command: the command that would write there.
+    reads: directories that must stay as they are, by the name of what is read
+      there.
+    may_lie_inside: whether the folder may lie in one of them.
+  """
+  path, start = pathlib.Path(folder), f'{flag}={folder}: '
+  try:
+    if path.exists() and not path.is_dir():
+      return [f'{start}exists and is not a folder']
+    for name, directory in reads.items():
+      relation = _relation(path, directory)
+      if relation and not (may_lie_inside and relation == 'lies in'):
+        end = f'the folder of {name}; {_ADVICE}'
+        return [f'{start}{relation} {directory}, {end}']
+    owner, others = command_of(path), _others(path)
+  except OSError as error:  # no permission, or no possible name
+    return [f'{start}{error.strerror}']
+  if owner and owner != command:
+    return [f'{start}was written by {owner}, not by {command}; {_ADVICE}']
+  if others and not owner:
+    return [
+      f'{start}is not empty and was not written by {command}: it holds '
+      f'{others[0]}; {_ADVICE}'
+    ]
+  return []
+
+
+def file_problems(
+  file: str | pathlib.Path, *, flag: str, reads: Mapping[str, pathlib.Path]
+) -> list[str]:
+  """Returns the reasons why a command must not write an npz file there.
+
+  Args:
+    file: the file that a flag names.
+    flag: the flag, such as '--out'.
+    reads: directories that must stay as they are, as in `problems`.
+  """
+  path, start = pathlib.Path(file), f'{flag}={file}: '
+  if path.is_dir() or not path.parent.is_dir():
+    return [f'{start}a folder, or in a folder that does not exist']
+  for name, directory in reads.items():
+    if _relation(path, directory):
+      return [f'{start}lies in {directory}, the folder of {name}']
+  if path.exists():
+    with open(path, 'rb') as opened:
+      if opened.read(len(_NPZ)) != _NPZ:
+        return [f'{start}exists and is not an npz file']
+  return []
+
+
+def _others(folder: pathlib.Path) -> list[str]:
+  """Returns the names in a folder that no start that was killed early leaves.
+
+  Such a start leaves its lock, half an identity, and what it moved aside.
+  """
+  names = os.listdir(folder) if folder.is_dir() else []
+  return sorted(
+    name
+    for name in names
+    if name not in (lock.NAME, _NEW_RUN) and not name.startswith(_ASIDE)
+  )
+
+
+def _relation(path: pathlib.Path, other: pathlib.Path) -> str:
+  """Returns 'is', 'holds' or 'lies in'; '' for folders apart."""
+  path, other = path.resolve(), other.resolve()
+  if path == other:
+    return 'is'
+  if other.is_relative_to(path):
+    return 'holds'
+  return 'lies in' if path.is_relative_to(other) else ''
+
+
+def command_of(folder: pathlib.Path) -> str:
+  """Returns the command that wrote a folder; '' if none of ours did.
+
+  The runs of earlier versions are known by their config.
+  """
+  run = read(folder)
+  if run is not None:
+    return run.command
+  if (folder / _EXPORTED).is_file():
+    return EXPORT
+  record = _json(folder / 'config.json')
+  if all(isinstance(record.get(name), dict) for name in _SECTIONS):
+    return command_of_record(record)
+  return ''
+
+
+def command_of_record(config: Mapping[str, Any]) -> str:
+  """Returns the command whose runs record such a config."""
+  return 'prefer' if 'batch_sha256' in config else 'train'
+
+
+def read(folder: pathlib.Path) -> Run | None:
+  """Returns the identity of the run of a folder; None if there is none."""
+  try:
+    return Run(**_json(folder / _RUN))
+  except TypeError:
+    return None
+
+
+def write(folder: pathlib.Path, run: Run) -> None:
+  """Records the identity of the run of a folder.
+
+  By a rename, so that a process killed here leaves the old file or the new.
+  """
+  new = folder / _NEW_RUN
+  new.write_text(json.dumps(dataclasses.asdict(run), indent=2) + '\n', 'utf-8')
+  os.replace(new, folder / _RUN)
+
+
+def mark_export(folder: pathlib.Path) -> None:
+  """Marks a folder as an exported policy, which a later export may replace."""
+  text = json.dumps({'program': 'stppo_jax'}) + '\n'
+  (folder / _EXPORTED).write_text(text, 'utf-8')
+
+
+def make_aside(folder: pathlib.Path) -> pathlib.Path:
+  """Makes the next folder for files that a start moves away."""
+  for number in itertools.count(1):
+    aside = folder / f'{_ASIDE}{number}'
+    if not aside.exists():
+      aside.mkdir()
+      return aside
+  raise AssertionError  # the loop has no end
+
+
+def move_all_aside(folder: pathlib.Path) -> pathlib.Path | None:
+  """Moves all that a run has left aside; returns where, None for nothing."""
+  names = _others(folder)
+  if not names:
+    return None
+  aside = make_aside(folder)
+  # The identity is last: without it, a folder that a killed start has left half
+  # empty would not be known as the run's.
+  for name in sorted(names, key=lambda name: name == _RUN):
+    (folder / name).rename(aside / name)
+  return aside
+
+
+def _json(path: pathlib.Path) -> dict[str, Any]:
+  """Returns the object in a file; {} if it cannot be read."""
+  try:
+    content = json.loads(path.read_text('utf-8'))
+  except (OSError, ValueError):
+    return {}
+  return content if isinstance(content, dict) else {}

@@ -1,0 +1,109 @@
+"""No command replaces a model, a tokenizer, data, or files of others."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from stppo_jax import __main__
+from tests.training import runs
+
+_ASSETS = runs.REPO / 'assets' / 'quickstart'
+
+
+@pytest.fixture
+def model(tmp_path):
+  """Returns a model as it is downloaded."""
+  return shutil.copytree(_ASSETS, tmp_path / 'models' / 'M')
+
+
+@pytest.fixture
+def batch(tmp_path):
+  """Returns a file that `prefer` would read."""
+  np.savez(tmp_path / 'batch.npz', tokens_BL=np.zeros((2, 2)))
+  return tmp_path / 'batch.npz'
+
+
+def _files(folder):
+  return {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}
+
+
+def _refused(capsys, *command):
+  """Returns the line with which a command is refused."""
+  assert __main__.main(list(map(str, command))) == 2
+  out, err = capsys.readouterr()
+  assert out == '' and err.count('\n') == 1, err
+  return err
+
+
+@pytest.mark.parametrize('command', ['train', 'sft', 'prefer'])
+@pytest.mark.parametrize(
+  ('workdir', 'relation'), [('', 'is'), ('..', 'holds'), ('run', 'lies in')]
+)
+@pytest.mark.parametrize('key', ['path', 'reference_path', 'tokenizer_path'])
+def test_a_model_is_no_workdir(
+  model, batch, capsys, command, key, workdir, relation
+):
+  before = _files(model)
+  flags = runs.flags(**{f'model__{key}': model})
+  flags += [f'--workdir={model}/{workdir}']
+  flags += [f'--batch={batch}'] if command == 'prefer' else []
+  line = _refused(capsys, command, *flags)
+  assert f': {relation} {model}, the folder of model.{key}; ' in line
+  assert _files(model) == before
+
+
+@pytest.mark.parametrize('command', ['train', 'sft', 'prefer'])
+def test_a_folder_of_others_is_no_workdir(model, batch, capsys, command):
+  before = _files(model)
+  flags = runs.flags() + [f'--workdir={model}']  # starts from random weights
+  flags += [f'--batch={batch}'] if command == 'prefer' else []
+  line = _refused(capsys, command, *flags)
+  assert f'is not empty and was not written by {command}' in line
+  assert _files(model) == before
+
+
+def test_the_folder_of_the_data_is_no_workdir(tmp_path, capsys):
+  data = tmp_path / 'data' / 'nq'
+  data.mkdir(parents=True)
+  line = '{"id": "1", "dataset": "d", "kind": "open", '
+  (data / 'q.jsonl').write_text(line + '"question": "?", "answers": ["a"]}\n')
+  flags = runs.flags(
+    data__name='jsonl',
+    data__root=tmp_path / 'data',
+    data__train='nq/q.jsonl',
+    retrieval__url='http://127.0.0.1:9',
+  )
+  for folder, relation in (
+    (data, 'is'),
+    (data.parent, 'holds'),
+    (data / 'runs' / '1', 'lies in'),
+  ):
+    line = _refused(capsys, 'train', *flags, f'--workdir={folder}')
+    assert f': {relation} {data}, the folder of data.train; ' in line
+
+
+def test_a_batch_is_collected_into_no_model_and_over_no_other_file(
+  model, tmp_path, capsys
+):
+  before = _files(model)
+  (tmp_path / 'notes.txt').write_text('mine')
+  collect = ['lab', 'collect', *runs.flags(model__path=model)]
+  line = _refused(capsys, *collect, f'--out={model}/model.safetensors')
+  assert f'lies in {model}, the folder of model.path' in line
+  line = _refused(capsys, *collect, f'--out={tmp_path}/notes.txt')
+  assert 'exists and is not an npz file' in line
+  assert _files(model) == before
+
+
+@pytest.mark.parametrize('command', ['evaluate', 'lab'])
+def test_a_folder_without_a_run_has_no_score(model, tmp_path, capsys, command):
+  words = {
+    'evaluate': ['evaluate'],
+    'lab': ['lab', 'collect', f'--out={tmp_path}/F.npz'],
+  }[command]
+  words += runs.flags(model__path=model)
+  for folder in (model, tmp_path):
+    line = _refused(capsys, *words, f'--workdir={folder}')
+    assert line == f'no run in {folder}: train has made none\n'
+  assert not (tmp_path / 'F.npz').exists()

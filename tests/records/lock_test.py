@@ -1,0 +1,153 @@
+"""A folder is locked by one process; a lock that nobody holds is taken over."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from stppo_jax.records import lock
+
+_HOLD = """
+import pathlib, sys
+from stppo_jax.records import lock
+with lock.held(pathlib.Path(sys.argv[1])):
+  print('held', flush=True)
+  sys.stdin.read()
+"""
+
+
+@contextlib.contextmanager
+def _holder(folder):
+  """Runs another process that holds the lock."""
+  process = subprocess.Popen(
+    [sys.executable, '-c', _HOLD, str(folder)],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+    text=True,
+  )
+  try:
+    assert process.stdout.readline() == 'held\n'
+    yield process
+  finally:
+    process.kill()
+    process.communicate()
+
+
+def _change(folder, **fields):
+  """Changes what the lock says of its holder; returns what it said."""
+  path = folder / lock.NAME
+  holder = json.loads(path.read_text())
+  path.write_text(json.dumps(holder | fields))
+  return lock.Holder(**holder)
+
+
+def _refused(folder):
+  """Returns the error of taking the lock."""
+  with pytest.raises(lock.Locked) as caught:
+    with lock.held(folder, pytest.fail):
+      pytest.fail('entered')
+  assert caught.value.exit_code == 75 and '\n' not in str(caught.value)
+  return str(caught.value)
+
+
+def test_a_living_holder_is_named_and_an_ended_one_is_replaced(tmp_path):
+  with _holder(tmp_path) as process:
+    text = (tmp_path / lock.NAME).read_text()
+    holder = lock.Holder(**json.loads(text))
+    assert holder.pid == process.pid
+    expected = f'{tmp_path}: locked by {holder}; wait for its end'
+    assert _refused(tmp_path).startswith(expected)
+    assert (tmp_path / lock.NAME).read_text() == text
+    process.kill()  # before anybody could clean up
+    process.wait()
+    said = []
+    with lock.held(tmp_path, said.append):
+      assert (
+        json.loads((tmp_path / lock.NAME).read_text())['pid'] == os.getpid()
+      )
+    took = f'{tmp_path}: took over the lock of an ended run: {holder}'
+    assert said == [took]
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_number_that_another_process_has_now_is_no_holder(tmp_path):
+  with _holder(tmp_path):
+    pass
+  # This process is alive, but it did not start when the holder started.
+  _change(tmp_path, pid=os.getpid())
+  said = []
+  with lock.held(tmp_path, said.append):
+    assert len(said) == 1
+
+
+def test_a_process_that_looks_ended_may_hold_the_file(tmp_path):
+  with _holder(tmp_path) as process:
+    # So does the number of a process of another container look here.
+    with subprocess.Popen(['true']) as ended:
+      ended.wait()
+    _change(tmp_path, pid=ended.pid)
+    assert 'wait for its end' in _refused(tmp_path)
+    process.communicate()  # releases the lock
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_of_another_host_says_how_to_take_it_over(tmp_path):
+  with _holder(tmp_path):
+    pass
+  _change(tmp_path, host='elsewhere')
+  message = _refused(tmp_path)
+  assert 'on host elsewhere, since 20' in message
+  assert message.endswith(f'remove {tmp_path}/lock and start again')
+  (tmp_path / lock.NAME).unlink()
+  with lock.held(tmp_path, pytest.fail):
+    pass
+
+
+@pytest.mark.parametrize('text', ['', '{"host": 1}', '[]', '\x00'])
+def test_a_lock_that_names_nobody_is_left_alone(tmp_path, text):
+  (tmp_path / lock.NAME).write_text(text)
+  assert 'locked by an unknown process' in _refused(tmp_path)
+  assert (tmp_path / lock.NAME).read_text() == text
+
+
+def test_one_of_many_takes_over(tmp_path):
+  with _holder(tmp_path):
+    pass
+  count = 8
+  begin, entered, end = threading.Barrier(count), [], threading.Barrier(count)
+
+  def take(number):
+    begin.wait()
+    with contextlib.suppress(lock.Locked):
+      with lock.held(tmp_path, lambda text: None):
+        entered.append(number)
+        end.wait()
+        return
+    end.wait()
+
+  threads = [threading.Thread(target=take, args=(n,)) for n in range(count)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert len(entered) == 1
+
+
+def test_a_folder_in_which_nothing_was_written_is_removed(tmp_path):
+  with lock.held(tmp_path / 'a' / 'b'):
+    assert (tmp_path / 'a' / 'b' / lock.NAME).is_file()
+  assert not (tmp_path / 'a' / 'b').exists()
+  with lock.held(tmp_path / 'a' / 'b'):
+    (tmp_path / 'a' / 'b' / 'file').touch()
+  assert [p.name for p in (tmp_path / 'a' / 'b').iterdir()] == ['file']
+
+
+def test_a_lock_that_somebody_else_made_meanwhile_is_not_removed(tmp_path):
+  with lock.held(tmp_path):
+    (tmp_path / lock.NAME).unlink()
+    (tmp_path / lock.NAME).write_text('of another process')
+  assert (tmp_path / lock.NAME).read_text() == 'of another process'
