@@ -46,7 +46,7 @@ class Insertion(NamedTuple):
 
 
 class Addition(NamedTuple):
-  """What is inserted, and a program that uses it.
+  """Code that a person inserts, and a program that uses it.
 
   Attributes:
     insertions: the code that a person writes.

@@ -1,4 +1,4 @@
-"""What must not stand in the package: unsafe loading, hidden defaults, attics.
+"""The package has no unsafe loading, no hidden defaults and no dead code.
 
 Read from the syntax tree, so that a docstring may speak of what it avoids.
 """

@@ -222,7 +222,11 @@ class Lane:
     if self._thread is not None:
       return self._thread.submit(function, *args)
     future = concurrent.futures.Future()
-    future.set_result(function(*args))
+    try:
+      future.set_result(function(*args))
+    except Exception as error:
+      # As with a thread: `collect_done` raises it, `begin` resets the slots.
+      future.set_exception(error)
     return future
 
   def _start_turn(self, row: Row, new_tokens: int) -> None:

@@ -6,6 +6,7 @@
         ...                                    # build models and services
         run.open(config, num_steps=num_steps, tokenizer=tokenizer)
         state = run.resume(state, checkpoints)
+      run.begin(evaluate, prints_samples=False)
       for step in range(run.first_step, num_steps):
         with run.abandonable():
           ...                                  # may be dropped and done again

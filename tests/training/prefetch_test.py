@@ -1,4 +1,4 @@
-"""Which policy collects which step, on which thread, and how it ends."""
+"""Each step is collected with the right policy, on the right thread."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""Which servers suit a run, and the messages about the others."""
+"""A run accepts servers that suit it and says what is wrong with others."""
 
 import pytest
 
