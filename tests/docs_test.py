@@ -74,6 +74,9 @@ def _commands():
 def _environment():
   environment = dict(os.environ, JAX_NUM_CPU_DEVICES='1')
   environment['PYTHONPATH'] = str(_ROOT)
+  # A `make test` that runs this hands its own variables to each make below it.
+  for name in ('MAKEFLAGS', 'MAKEOVERRIDES', 'MFLAGS', 'ARGS'):
+    environment.pop(name, None)
   return environment
 
 

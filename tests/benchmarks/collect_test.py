@@ -140,6 +140,7 @@ def test_work_without_waits_is_its_sum():
     assert sharing.makespan(rows, slots) == pytest.approx(total)
 
 
+@pytest.mark.slow
 def test_latency_is_measured_beside_the_prediction(policy, loop, small):
   report = collect.latency(policy, loop, rows=_ROWS, repeats=2)
   assert re.search(r'^0 s / 0.2 s: \d\S+ .* goal: at least 0.85$', report, re.M)

@@ -40,7 +40,7 @@ def _by_hand(q_BLQH, k_BLKH, v_BLKH):
 @pytest.mark.parametrize('num_kv_heads', [1, 2, 4])
 def test_attention_by_hand(num_kv_heads):
   inputs = _inputs(2, 9, 4, num_kv_heads)
-  attend = attention.causal_attention('xla', 9, None, None)
+  attend = jax.jit(attention.causal_attention('xla', 9, None, None))
   np.testing.assert_allclose(attend(*inputs), _by_hand(*inputs), atol=1e-5)
 
 
@@ -48,7 +48,7 @@ def test_padding_does_not_change_earlier_queries():
   # A token never attends to later ones, so padding needs no mask.
   lengths_B = np.array([3, 7], np.int32)
   inputs = _inputs(2, 7, 2, 1)
-  attend = attention.causal_attention('xla', 7, lengths_B, None)
+  attend = jax.jit(attention.causal_attention('xla', 7, lengths_B, None))
   mixed = attend(*inputs)
   poisoned = [x.copy() for x in inputs]
   for x in poisoned:
@@ -114,7 +114,8 @@ def test_cudnn_gets_equivalent_arguments(lengths, monkeypatch):
   monkeypatch.setattr(jax.nn, 'dot_product_attention', stand_in)
   lengths_B = None if lengths is None else np.array(lengths, np.int32)
   inputs = _inputs(3, 9, 4, 2)
-  mixed_BLQH = attention.causal_attention('cudnn', 9, lengths_B, None)(*inputs)
+  attend = attention.causal_attention('cudnn', 9, lengths_B, None)
+  mixed_BLQH = jax.jit(attend)(*inputs)
   assert np.isfinite(mixed_BLQH).all()
   expected, found = (
     _value_and_gradients(

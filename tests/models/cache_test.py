@@ -22,7 +22,10 @@ def _poisoned(model, rows=_B):
   return jax.tree.map(lambda x: jnp.full_like(x, 1e3), empty)
 
 
-@pytest.mark.parametrize('num_kv_heads', [1, 2])
+# Other numbers of heads read from caches in parity_test.py.
+@pytest.mark.parametrize(
+  'num_kv_heads', [1, pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_reading_in_random_chunks_equals_one_pass(num_kv_heads):
   model = tiny.model(num_kv_heads=num_kv_heads)
   params, tokens_BL = tiny.params(model), _tokens()

@@ -74,16 +74,10 @@ def test_divergence_equals_a_float64_loop(temperature, chunk):
 
 def test_the_divergence_of_two_coins_is_known():
   # The state (1, 0) gives pi = (1/4, 3/4); the reference is a fair coin.
-  hidden = jnp.array([[[1.0, 0.0], [5.0, 5.0]]])
-  output = jnp.array([[0.0, 0.0], [np.log(3.0), 1.0]])
-  _, ref_logprobs_BL, divergence_BL = heads.token_divergence(
-    hidden,
-    output,
-    hidden,
-    jnp.zeros_like(output),
-    jnp.array([[0, 1]]),
-    temperature=1.0,
-    chunk=8,
+  hidden = np.array([[[1.0, 0.0], [5.0, 5.0]]], np.float32)
+  output = np.array([[0.0, 0.0], [np.log(3.0), 1.0]], np.float32)
+  _, ref_logprobs_BL, divergence_BL = _jitted(1.0, 8)(
+    hidden, output, hidden, np.zeros_like(output), np.array([[0, 1]], np.int32)
   )
   expected = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
   np.testing.assert_allclose(divergence_BL, [[0.0, expected]], rtol=1e-6)
@@ -93,7 +87,9 @@ def test_the_divergence_of_two_coins_is_known():
 def test_log_probabilities_equal_those_of_the_policy_head():
   hidden, output, ref_hidden, ref_output, tokens = _arguments()
   logprobs, ref_logprobs, _ = _jitted(0.7, 4 * _B)(*_arguments())
-  plain = functools.partial(heads.token_logprobs_and_entropy, temperature=0.7)
+  plain = jax.jit(
+    functools.partial(heads.token_logprobs_and_entropy, temperature=0.7)
+  )
   expected, _ = plain(hidden, output, tokens)
   np.testing.assert_allclose(logprobs, expected, atol=1e-6)
   expected, _ = plain(ref_hidden, ref_output, tokens)
@@ -105,7 +101,8 @@ def test_at_the_reference_divergence_and_gradient_are_0():
   total = lambda hidden, output: jnp.sum(
     _jitted(1.0, 4 * _B)(hidden, output, *_arguments()[:2], tokens)[2]
   )
-  value, gradient = jax.value_and_grad(total, (0, 1))(hidden, output)
+  run = jax.jit(jax.value_and_grad(total, (0, 1)))
+  value, gradient = run(hidden, output)
   assert abs(value) < 1e-5
   jax.tree.map(lambda g: np.testing.assert_allclose(g, 0, atol=1e-5), gradient)
 

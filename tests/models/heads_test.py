@@ -7,14 +7,17 @@ import pytest
 
 from stppo_jax.models import heads
 
-_HIDDEN = jnp.array([[[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]]])  # [1, 3, 2]
-_TOKENS = jnp.array([[1, 1, 0]])
-_OUTPUT = jnp.array([[0.0, 0.0], [np.log(3.0), np.log(2.0)]])  # [2, 2]
+_HIDDEN = np.array([[[1.0, 0.0], [0.0, 1.0], [5.0, 5.0]]], np.float32)
+_TOKENS = np.array([[1, 1, 0]], np.int32)
+_OUTPUT = np.array([[0.0, 0.0], [np.log(3.0), np.log(2.0)]], np.float32)
+_logprobs_and_entropy = jax.jit(
+  heads.token_logprobs_and_entropy, static_argnames='temperature'
+)
 
 
 @pytest.mark.parametrize(('temperature', 'odds'), [(1.0, 3.0), (0.5, 9.0)])
 def test_logprobs_and_entropy_stand_at_their_token(temperature, odds):
-  logprobs_BL, entropy_BL = heads.token_logprobs_and_entropy(
+  logprobs_BL, entropy_BL = _logprobs_and_entropy(
     _HIDDEN, _OUTPUT, _TOKENS, temperature=temperature
   )
   # After (1, 0) the odds of token 1 are 3, after (0, 1) they are 2; a
@@ -37,9 +40,7 @@ def test_everything_is_float32_from_the_logits_on():
   hidden = _HIDDEN.astype(jnp.bfloat16)
   outputs = (
     heads.logits(hidden, _OUTPUT),
-    *heads.token_logprobs_and_entropy(
-      hidden, _OUTPUT, _TOKENS, temperature=1.0
-    ),
+    *_logprobs_and_entropy(hidden, _OUTPUT, _TOKENS, temperature=1.0),
     heads.token_values(hidden, jnp.array([[2.0], [-3.0]]), _TOKENS),
   )
   assert all(output.dtype == jnp.float32 for output in outputs)

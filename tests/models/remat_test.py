@@ -33,20 +33,32 @@ def _kept(name):
 
 
 @functools.cache
-def _gradient(name):
-  model = tiny.model(remat=name)
+def _gradient(name, unrolled=1):
+  model = tiny.model(remat=name, scan_unroll=unrolled)
   return jax.jit(jax.grad(functools.partial(_loss, model)))(tiny.params(model))
 
 
-@pytest.mark.parametrize('name', [n for n in remat.POLICIES if n != 'none'])
-def test_gradients_do_not_depend_on_the_policy(name):
+@pytest.mark.parametrize(
+  ('name', 'unrolled'),
+  [
+    ('dots', 1),  # keeps what a policy names
+    ('full', 2),  # keeps nothing; one layer after another
+    pytest.param('all_dots', 1, marks=pytest.mark.slow),
+    pytest.param('full', 1, marks=pytest.mark.slow),
+  ],
+)
+def test_gradients_do_not_depend_on_policy_and_unrolling(name, unrolled):
   plain = _gradient('none')
   assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(plain))
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
-    _gradient(name),
+    _gradient(name, unrolled),
     plain,
   )
+
+
+def test_gradients_of_every_policy_are_compared():
+  assert set(remat.POLICIES) == {'none', 'all_dots', 'dots', 'full'}
 
 
 def test_every_policy_saves_less_than_the_one_before():

@@ -22,6 +22,7 @@ MODEL = tiny.model(**tiny.MIXTURE)
 B, L, N, E, X = 3, 9, 2, 2, 6
 TOKENS = np.random.default_rng(0).integers(0, 11, (B, L)).astype(np.int32)
 LENGTHS = np.array([L, 4, 1], np.int32)
+_routed = jax.jit(MODEL.hidden_and_routing)  # one for all tests: it compiles
 
 
 def _other_routers(params):
@@ -34,9 +35,7 @@ def _other_routers(params):
 
 def test_every_layer_reports_its_experts_and_sums():
   params = tiny.params(MODEL)
-  hidden, routing = jax.jit(MODEL.hidden_and_routing)(
-    params, TOKENS, lengths_B=LENGTHS
-  )
+  hidden, routing = _routed(params, TOKENS, lengths_B=LENGTHS)
   np.testing.assert_array_equal(
     hidden, tiny.hidden(MODEL)(params, TOKENS, lengths_B=LENGTHS)
   )
@@ -58,26 +57,24 @@ def test_a_model_without_experts_has_no_routing():
 
 def test_replaying_a_models_own_experts_changes_nothing():
   params = tiny.params(MODEL)
-  routed = jax.jit(MODEL.hidden_and_routing)
-  hidden, routing = routed(params, TOKENS)
-  again, _ = routed(params, TOKENS, expert_ids=routing.expert_ids)
+  hidden, routing = _routed(params, TOKENS)
+  again, _ = _routed(params, TOKENS, expert_ids=routing.expert_ids)
   np.testing.assert_allclose(again, hidden, atol=1e-6)
 
 
 def test_a_replay_visits_the_given_experts_of_other_routers():
   params = tiny.params(MODEL)
   other = _other_routers(params)
-  routed = jax.jit(MODEL.hidden_and_routing)
-  _, routing = routed(params, TOKENS)
-  _, own = routed(other, TOKENS)
-  _, replayed = routed(other, TOKENS, expert_ids=routing.expert_ids)
+  _, routing = _routed(params, TOKENS)
+  _, own = _routed(other, TOKENS)
+  _, replayed = _routed(other, TOKENS, expert_ids=routing.expert_ids)
   np.testing.assert_array_equal(replayed.expert_ids, routing.expert_ids)
   assert np.mean(own.expert_ids != routing.expert_ids) > 0.2
 
 
 def test_reading_in_chunks_visits_the_same_experts():
   params = tiny.params(MODEL)
-  _, routing = jax.jit(MODEL.hidden_and_routing)(params, TOKENS)
+  _, routing = _routed(params, TOKENS)
   cache = cache_lib.empty(MODEL.config, B, [4, L - 4])
   for start in range(0, L, 3):
     at = np.full(B, start, np.int32)
@@ -86,7 +83,12 @@ def test_reading_in_chunks_visits_the_same_experts():
   np.testing.assert_array_equal(cache_lib.expert_ids(cache), routing.expert_ids)
 
 
-def test_gradients_do_not_depend_on_how_experts_and_layers_are_computed():
+@pytest.mark.parametrize(
+  'unrolled', [1, pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_gradients_do_not_depend_on_how_experts_and_layers_are_computed(
+  unrolled,
+):
   def gradient(**changes):
     model = tiny.model(**tiny.MIXTURE, **changes)
 
@@ -99,7 +101,7 @@ def test_gradients_do_not_depend_on_how_experts_and_layers_are_computed():
     return jax.jit(jax.grad(loss))(tiny.params(model))
 
   plain = gradient(moe='dense')
-  other = gradient(moe='grouped', remat='full', scan_unroll=2)
+  other = gradient(moe='grouped', remat='full', scan_unroll=unrolled)
   jax.tree.map(
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
     plain,
@@ -107,10 +109,13 @@ def test_gradients_do_not_depend_on_how_experts_and_layers_are_computed():
   )
 
 
-def test_eight_devices_are_one():
+@pytest.mark.parametrize(
+  'remat', ['none', pytest.param('full', marks=pytest.mark.slow)]
+)
+def test_eight_devices_are_one(remat):
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
   config = dataclasses.replace(
-    MODEL.config, vocab_size=12, moe='grouped', remat='full'
+    MODEL.config, vocab_size=12, moe='grouped', remat=remat
   )
   tokens = np.concatenate([TOKENS, TOKENS[:1]])  # rows for four devices
   lengths = np.array([*LENGTHS, L], np.int32)

@@ -43,12 +43,17 @@ def model(head: str = 'vocabulary', **changes) -> functional.Model:
   return functional.Model(config, head)
 
 
+@functools.cache
+def _shapes(model):
+  return jax.eval_shape(model.init, jax.random.key(0))
+
+
 def params(model: functional.Model, seed: int = 0, scale: float = 0.4):
   """Returns normal weights, also of biases and heads, without compiling."""
   rng = np.random.default_rng(seed)
-  shapes = jax.eval_shape(model.init, jax.random.key(0))
   return jax.tree.map(
-    lambda s: (scale * rng.standard_normal(s.shape)).astype(np.float32), shapes
+    lambda s: (scale * rng.standard_normal(s.shape)).astype(np.float32),
+    _shapes(model),
   )
 
 

@@ -95,6 +95,31 @@ CASES = {name: (name, {}) for name in algorithms.ALGORITHMS} | {
   ),
 }
 ALL = pytest.mark.parametrize('case', CASES)
+# The forms of the segment sums agree function by function in segments_test.py,
+# so the forms of accelerators are tried on some cases, which together use them
+# at every level and in every axis that has sums.
+_ALL_FORMS = (
+  'st_turn',
+  'so_sequence',
+  'everything_corrects',
+  'sspo',
+  'turn_balanced',
+  'guarded_st_ppo',
+)
+FORMS = pytest.mark.parametrize(
+  ('case', 'implementation'),
+  [
+    pytest.param(
+      case,
+      form,
+      marks=()
+      if form == 'segment_sum' or case in _ALL_FORMS
+      else pytest.mark.slow,
+    )
+    for case in CASES
+    for form in segments.IMPLEMENTATIONS
+  ],
+)
 
 
 def _row(case):
@@ -134,8 +159,10 @@ def _weights(algorithm, batch):
   )
 
 
+# By default the form of the segment sums that a CPU uses: `auto` would be
+# another program to compile for every case.
 @functools.partial(jax.jit, static_argnames='implementation')
-def _run(algorithm, logprobs, entropy, *rest, implementation='auto'):
+def _run(algorithm, logprobs, entropy, *rest, implementation='segment_sum'):
   """Returns the loss and its gradients by log-probabilities and entropy."""
 
   def total(x, e):
@@ -148,8 +175,7 @@ def _run(algorithm, logprobs, entropy, *rest, implementation='auto'):
   return loss, gradient
 
 
-@ALL
-@pytest.mark.parametrize('implementation', segments.IMPLEMENTATIONS)
+@FORMS
 def test_value_is_the_loop_and_gradient_its_differences(case, implementation):
   batch, logprobs, entropy = batches.make(spread=0.6)
   mask = batch.loss_mask_BL
@@ -231,8 +257,21 @@ def test_token_ppo_by_hand():
   assert not np.any(turn.cut_BL)
 
 
-@pytest.mark.parametrize('aggregate', aggregation.AGGREGATES)
-@pytest.mark.parametrize('level', segments.LEVELS)
+# The denominator is a number to the ratio, whatever its level.
+@pytest.mark.parametrize(
+  ('level', 'aggregate'),
+  [(level, 'token_mean') for level in segments.LEVELS]
+  + [
+    pytest.param(
+      level,
+      aggregate,
+      marks=() if level == 'turn' else pytest.mark.slow,
+    )
+    for level in segments.LEVELS
+    for aggregate in aggregation.AGGREGATES
+    if aggregate != 'token_mean'
+  ],
+)
 def test_at_the_old_policy(level, aggregate):
   batch, _, entropy = batches.make()
   mask = batch.loss_mask_BL
@@ -316,9 +355,9 @@ def test_one_token_turns_are_token_ppo_and_one_turn_the_sequence_ratio():
   )
 
 
-@ALL
+@FORMS
 @pytest.mark.parametrize('value', [np.nan, -np.inf])
-def test_poison_reaches_neither_value_nor_gradient(case, value):
+def test_poison_reaches_neither_value_nor_gradient(case, implementation, value):
   batch, logprobs, entropy = batches.make(spread=0.6)
   mask = batch.loss_mask_BL
   algorithm = _algorithm(case)
@@ -328,12 +367,11 @@ def test_poison_reaches_neither_value_nor_gradient(case, value):
     batches.poison(batch, value),
   )
   clean = (logprobs, entropy, batch)
-  for implementation in ('segment_sum', 'unrolled'):
-    run = functools.partial(_run, algorithm, implementation=implementation)
-    loss, gradient = run(*poisoned)
-    _same((loss, gradient), run(*clean))
-    for array in gradient:
-      assert np.all(np.asarray(array)[~mask] == 0)
+  run = functools.partial(_run, algorithm, implementation=implementation)
+  loss, gradient = run(*poisoned)
+  _same((loss, gradient), run(*clean))
+  for array in gradient:
+    assert np.all(np.asarray(array)[~mask] == 0)
 
 
 def _cut(batch, *arrays):
@@ -476,7 +514,8 @@ def test_numbers_are_traced_and_names_are_not():
 @pytest.mark.parametrize('name', algorithms.ALGORITHMS)
 def test_float32_in_float32_out(name):
   batch, logprobs, entropy = batches.make(dtype=np.float32, spread=0.6)
-  loss = _run(
+  loss = jax.eval_shape(
+    _run,
     batches.algorithm(name),
     logprobs.astype(np.float32),
     entropy.astype(np.float32),

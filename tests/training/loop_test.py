@@ -209,13 +209,27 @@ def test_the_command_again_changes_nothing(finished):
   assert (finished / 'metrics.jsonl').read_bytes() == before
 
 
-def test_a_run_killed_again_and_again_is_the_same_run(finished, tmp_path):
-  save = '2.orbax-checkpoint-tmp'  # renamed when it is complete
-  for event, name, written in (
-    ('collect', '2', [0, 1]),  # a collection has begun
-    ('os.mkdir', save, [0, 1, 2]),  # between the metrics and the checkpoint
-    ('os.rename', save, [0, 1, 2]),  # before the checkpoint is committed
-  ):
+_SAVE = '2.orbax-checkpoint-tmp'  # renamed when it is complete
+_LAST_MOMENT = ('os.rename', _SAVE, [0, 1, 2])  # a save is not committed yet
+
+
+@pytest.mark.parametrize(
+  'kills',
+  [
+    [_LAST_MOMENT],
+    pytest.param(
+      [
+        ('collect', '2', [0, 1]),  # a collection has begun
+        ('os.mkdir', _SAVE, [0, 1, 2]),  # the metrics are written
+        _LAST_MOMENT,
+      ],
+      marks=pytest.mark.slow,
+    ),
+  ],
+  ids=['once', 'again and again'],
+)
+def test_a_killed_run_is_the_same_run(finished, tmp_path, kills):
+  for event, name, written in kills:
     process = runs.start(
       str(tmp_path), event, name, module='tests.training.killed'
     )
@@ -223,7 +237,7 @@ def test_a_run_killed_again_and_again_is_the_same_run(finished, tmp_path):
     assert process.returncode == -signal.SIGKILL, errors
     assert [line['step'] for line in runs.metrics(tmp_path)] == written
     left = {path.name for path in (tmp_path / 'checkpoints').iterdir()}
-    assert left == ({'1', save} if event == 'os.rename' else {'1'})
+    assert left == ({'1', _SAVE} if event == 'os.rename' else {'1'})
   assert runs.train(tmp_path) == 0
   _assert_same_run(tmp_path, finished)
 

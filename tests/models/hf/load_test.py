@@ -271,9 +271,9 @@ def _large(folder, num_layers, hidden_size):
     intermediate_size=4 * hidden_size,
     num_layers=num_layers,
   )
-  shapes = {}
+  shapes, params = {}, jax.eval_shape(model.init, jax.random.key(0))
   for entry in names_lib.entries(model.config):
-    leaf = jax.eval_shape(model.init, jax.random.key(0))
+    leaf = params
     for key in entry.path:
       leaf = leaf[key]
     shape = leaf.shape[len(entry.index) :]
