@@ -149,6 +149,7 @@ def test_latency_is_measured_beside_the_prediction(policy, loop, small):
   )
 
 
+@pytest.mark.slow
 def test_refilled_slots_are_measured_beside_waves(policy, loop, small):
   report = collect.refill(policy, loop, rows=_ROWS, repeats=2)
   assert re.findall(r'^\| (\w+)', report, re.M) == ['case', 'refilled', 'waves']

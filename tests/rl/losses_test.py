@@ -106,6 +106,16 @@ _ALL_FORMS = (
   'turn_balanced',
   'guarded_st_ppo',
 )
+# Other numbers of rows are other programs to compile. Every aggregate, level
+# and correction has a case here; the rest are slow tests.
+_OTHER_ROWS = (*_ALL_FORMS, 'grpo', 'dr_grpo', 'minirl', 'cispo', 'st_ppo')
+OTHER_ROWS = pytest.mark.parametrize(
+  'case',
+  [
+    pytest.param(case, marks=() if case in _OTHER_ROWS else pytest.mark.slow)
+    for case in CASES
+  ],
+)
 FORMS = pytest.mark.parametrize(
   ('case', 'implementation'),
   [
@@ -387,7 +397,7 @@ def _statistics(algorithm, logprobs, entropy, batch):
   )
 
 
-@ALL
+@OTHER_ROWS
 def test_losses_of_microbatches_add_up_to_that_of_the_batch(case):
   batch, logprobs, entropy = batches.make(spread=0.6)
   algorithm = _algorithm(case)
@@ -442,7 +452,7 @@ def test_gradient_norm_pulls_back_policy_bias_and_other():
   assert scale <= 1
 
 
-@ALL
+@OTHER_ROWS
 def test_failed_row_is_an_absent_row_and_rows_may_be_permuted(case):
   batch, logprobs, entropy = batches.make(spread=0.6)
   algorithm = _algorithm(case)
