@@ -262,6 +262,10 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # gradients of its own. It has no effect if the scope of a correction is
         # the microbatch. 0 = off.
         'core_rows': 0,
+        # The run ends with exit code 76 after this many updates in a row that
+        # were skipped because a gradient or a new weight was not finite.
+        # 0 = never.
+        'max_skipped': 8,
         # Tokens per device whose logits are held at once, at least one per
         # trajectory; 0 = all tokens. A few arrays of 4 bytes x vocabulary
         # entries x tokens are held; the backward pass computes them again.

@@ -58,12 +58,14 @@ _PATH = settings.Rule(
 )
 
 _OPTIMIZER = {
-  'learning_rate': _NOT_NEGATIVE,
+  # Adam moves a weight by about the rate in each update, so a larger rate
+  # leaves nothing of a model.
+  'learning_rate': _FRACTION,
   'warmup_updates': _NOT_NEGATIVE,
   'b1': _BETA,
   'b2': _BETA,
   'eps': _POSITIVE,
-  'weight_decay': _NOT_NEGATIVE,
+  'weight_decay': _FRACTION,
   'max_grad_norm': _POSITIVE,
 }
 _SIZES = ('hidden_size', 'intermediate_size', 'num_layers', 'num_heads')
@@ -153,6 +155,7 @@ RULES: Mapping[str, settings.Rule] = {
   'updates.num_epochs': _POSITIVE,
   'updates.microbatch_size': _NOT_NEGATIVE,
   'updates.core_rows': _NOT_NEGATIVE,
+  'updates.max_skipped': _NOT_NEGATIVE,
   'updates.head_chunk': _NOT_NEGATIVE,
   'updates.remat': _one_of('none', 'all_dots', 'dots', 'full'),
   'updates.old_policy': _one_of('sampled', 'current'),

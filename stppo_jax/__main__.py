@@ -3,8 +3,9 @@
 A command is a file of `stppo_jax/commands` with `main(argv) -> exit code`; the
 first line of its docstring describes it in the list, the whole docstring is its
 help. Exit codes: 0 done, 2 configuration or usage, 3 only corrupt checkpoints
-are left, 70 a bug, 75 try again, 130 interrupted. An exception with an
-`exit_code` is an expected end: its message is printed without a traceback.
+are left, 70 a bug, 75 try again, 76 too many skipped updates, 130 interrupted.
+An exception with an `exit_code` is an expected end: its message is printed
+without a traceback.
 """
 
 import ast

@@ -87,3 +87,9 @@ def apply_gradient(
     lambda p, d: p - rate * (d + decay * p), params, direction
   )
   return params, state, {'grad_norm': norm, 'lr': rate}
+
+
+def all_finite(tree: Tree) -> Array:
+  """Returns whether every number of a tree is finite."""
+  finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]
+  return jnp.all(jnp.stack(finite))

@@ -49,8 +49,8 @@ def update(
   """Takes one optimiser step on the mean loss of the pairs.
 
   Sums are divided once, by the pairs of the whole minibatch, so splitting it
-  changes nothing. A gradient that is not finite changes nothing and is counted
-  in the metric `update/skipped`.
+  changes nothing. An update whose gradient, new weights or new moments are not
+  finite changes nothing and is counted in the metric `update/skipped`.
 
   Args:
     state: the policy before the update; donate it.
@@ -118,11 +118,12 @@ def update(
     state.updates,
     hyperparameters.optimizer,
   )
-  finite = jnp.isfinite(report['grad_norm'])
+  new_state = state_lib.ModelState(
+    new_params, optimizer_state, state.updates + 1
+  )
+  finite = optimizer_lib.all_finite((report['grad_norm'], new_state))
   new_state = jax.tree.map(
-    lambda new, old: jnp.where(finite, new, old),
-    state_lib.ModelState(new_params, optimizer_state, state.updates + 1),
-    state,
+    lambda new, old: jnp.where(finite, new, old), new_state, state
   )
   metrics = {
     'preference/loss': mean.total,

@@ -59,8 +59,8 @@ def update(
 ) -> tuple[state_lib.TrainState, loss_lib.LossOutputs]:
   """Updates both models on one annotated minibatch.
 
-  A minibatch whose gradient is not finite changes nothing and is counted in
-  the metric `update/skipped`.
+  An update whose gradient, new weights or new moments are not finite changes
+  nothing and is counted in the metric `update/skipped`.
 
   Args:
     state: the state before the update, without its frozen weights; donate it.
@@ -216,7 +216,7 @@ def apply_gradients(
   *,
   spec: loss_lib.UpdateSpec,
 ) -> tuple[state_lib.TrainState, loss_lib.LossOutputs]:
-  """Takes a step of both optimisers if the gradients are finite."""
+  """Takes a step of both optimisers if gradients and results are finite."""
   metrics = dict(outputs.metrics)
   new_policy, report = _step(
     spec.policy_optimizer,
@@ -224,14 +224,15 @@ def apply_gradients(
     gradient.policy,
     hyperparameters.policy,
   )
-  finite = jnp.isfinite(report['grad_norm'])
+  # The results too: a finite gradient times a large rate can overflow.
+  finite = optimizer_lib.all_finite((report['grad_norm'], new_policy))
   metrics |= {f'actor/{name}': x for name, x in report.items()}
   new_value = None
   if gradient.value is not None:
     new_value, report = _step(
       spec.value_optimizer, state.value, gradient.value, hyperparameters.value
     )
-    finite &= jnp.isfinite(report['grad_norm'])
+    finite &= optimizer_lib.all_finite((report['grad_norm'], new_value))
     metrics |= {f'critic/{name}': x for name, x in report.items()}
   new_state = state_lib.TrainState(
     _where(finite & hyperparameters.policy_learns, new_policy, state.policy),

@@ -16,6 +16,7 @@ import rich.text
 _REWARD = 'critic/score/mean'
 _EVALUATION = 'val/'  # then the name of the score, then of the data set
 _THROUGHPUT = 'perf/throughput'
+_SKIPPED = 'update/skipped'
 
 
 class Progress:
@@ -84,6 +85,8 @@ class Progress:
     for key, name in (('reward', 'reward'), ('score', self._score_name)):
       if key in self._shown:
         words.append(f'{name} {self._shown[key]:.3f}')
+    if metrics.get(_SKIPPED, 0) > 0:
+      words.append(f'skipped {metrics[_SKIPPED]:.0%} of the updates')
     if 'speed' in self._shown:
       words.append(f'{self._shown["speed"]:,.0f} tokens/s')
     if self._first is None:

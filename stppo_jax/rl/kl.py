@@ -19,6 +19,8 @@ the fork of arXiv 2511.20718 clamp it to [-10, 10] in the loss, TRL does not
 Source: J. Schulman, "Approximating KL divergence", 2020.
 """
 
+import math
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -99,7 +101,8 @@ def adaptive_coefficient(
     e = clip(kl / target - 1, -0.2, 0.2)
     coefficient * (1 + e * num_trajectories / horizon)
 
-  Source: arXiv 1909.08593 Eq. 4.
+  Source: arXiv 1909.08593 Eq. 4. A divergence that is NaN, and a product that
+  is not finite, leave the coefficient as it is.
 
   Args:
     coefficient: the coefficient of this step.
@@ -109,7 +112,8 @@ def adaptive_coefficient(
     horizon: the time constant of the controller, in trajectories.
   """
   error = min(max(kl / target - 1, -0.2), 0.2)
-  return coefficient * (1 + error * num_trajectories / horizon)
+  new = coefficient * (1 + error * num_trajectories / horizon)
+  return new if math.isfinite(new) else coefficient
 
 
 CONTROLLERS = {'fixed': fixed_coefficient, 'adaptive': adaptive_coefficient}

@@ -31,6 +31,7 @@ from stppo_jax.training import prefetch
 from stppo_jax.training import run as run_lib
 from stppo_jax.training import run_record
 from stppo_jax.training import sft
+from stppo_jax.training import skipped_updates
 
 
 def train(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
@@ -48,7 +49,8 @@ def train(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
     Exceptions with an `exit_code`: a config that does not fit its files,
     devices or workdir, or an engine that samples from another policy than the
     one that is trained (2), corrupt or missing checkpoints (3), a retriever
-    out of reach, a locked workdir, or a checkpoint that cannot be saved (75).
+    out of reach, a locked workdir, or a checkpoint that cannot be saved (75),
+    too many updates in a row that were skipped (76).
   """
   with run_lib.start(workdir) as run:
     learner, collector, pack, state, reference = _start(config, run, restart)
@@ -57,6 +59,7 @@ def train(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
     off_policy = config.rollout.steps_ahead and (
       config.updates.old_policy == 'sampled'
     )
+    skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
     for step in range(run.first_step, config.num_steps):
       timer = timing.Timer()
       # A signal may end this early, because a collection can be made again.
@@ -93,6 +96,7 @@ def train(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
         num_epochs=config.updates.num_epochs,
       )
       run.finish_step(step + 1, state, metrics, collected.trajectories)
+      skips.check([report.metrics for report in reports])
     run.finish(learner.policy, learner.merged_params(run.state), curve=True)
   return run.exit_code
 

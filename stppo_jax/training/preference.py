@@ -31,6 +31,7 @@ from stppo_jax.training import checkpoint_state
 from stppo_jax.training import model_files
 from stppo_jax.training import pairs as pairs_lib
 from stppo_jax.training import run as run_lib
+from stppo_jax.training import skipped_updates
 
 # Keys that `prefer` does not use, with the values that a config may have: the
 # value that describes what `prefer` does, and the default.
@@ -65,11 +66,13 @@ def prefer(
   Raises:
     Exceptions with an `exit_code`: a config that does not fit the file, the
     devices or the workdir (2), corrupt or missing checkpoints (3), a locked
-    workdir or a checkpoint that cannot be saved (75).
+    workdir or a checkpoint that cannot be saved (75), too many updates in a row
+    that were skipped (76).
   """
   with run_lib.start(workdir, unit='update') as run:
     learner, pairs, state, reference = _start(config, file, run, restart)
     options = config.preference
+    skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
     for number in range(run.first_step, run.num_steps):
       timer = timing.Timer()
       with run.abandonable():
@@ -80,6 +83,7 @@ def prefer(
       metrics = jax.device_get(metrics)
       timer.lap('step')
       run.finish_step(number + 1, state, metrics | timer.laps)
+      skips.check([metrics])
     run.finish(learner.policy, learner.merged_params(state))
   return run.exit_code
 

@@ -52,12 +52,14 @@ from stppo_jax.training import assembly
 from stppo_jax.training import interruption
 from stppo_jax.training import model_files
 from stppo_jax.training import run_record
+from stppo_jax.training import skipped_updates
 
-# These end a run that has begun, but the same command can go on later.
+# These end a run that has begun, after its last finished step was saved.
 _OUTAGES = (
   protocol.RetrieverUnreachable,
   client.EngineUnreachable,
   interruption.Outage,
+  skipped_updates.Diverged,
 )
 
 T = TypeVar('T')

@@ -33,6 +33,7 @@ _FREE = (
   'mesh',
   'model.reference_memory',
   'rollout.mismatch_limit',
+  'updates.max_skipped',
 )
 # A run has begun when it has left one of these. Before that, a config that was
 # wrong (its weights did not fit, say) may be corrected.

@@ -25,6 +25,7 @@ from stppo_jax.training import evaluation
 from stppo_jax.training import model_files
 from stppo_jax.training import run as run_lib
 from stppo_jax.training import run_record
+from stppo_jax.training import skipped_updates
 
 Array = jax.Array
 _PRINT_EVERY = 50  # steps
@@ -101,6 +102,8 @@ def imitate(
   rows = sharding.batch_sharding(mesh)
   teacher = assembly.build_demonstrations(config, services.questions)
   start = time.monotonic()
+  skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
+  reports = []
   for step in range(config.sft.num_steps):
     dialogues = teacher.batch(step, config.sft.batch_size)
     batch = distributed.from_local_rows(
@@ -108,12 +111,15 @@ def imitate(
     )
     left = 1 - step / config.sft.num_steps
     rate = numbers.learning_rate * min(1.0, 2 * left)
-    params, adam_state, loss = update(
+    params, adam_state, loss, report = update(
       params, adam_state, batch, step, numbers._replace(learning_rate=rate)
     )
+    reports.append(report)
     if step % _PRINT_EVERY == 0 or step == config.sft.num_steps - 1:
       seconds = time.monotonic() - start
       print(f'sft step {step} loss {loss:.4f} {seconds:.0f}s', flush=True)
+      skips.check(reports)
+      reports.clear()
   dtype = weights_lib.TRAINED
   model_files.export(config, directory, policy, params, tokenizer, dtype=dtype)
   return policy, params, tokenizer
@@ -128,7 +134,11 @@ def _update(
   count: Array,
   numbers,
 ):
-  """Takes a step on the mean negative log-likelihood of policy tokens."""
+  """Takes a step on the mean negative log-likelihood of policy tokens.
+
+  Like an update of `train`, it changes nothing if the gradient or the results
+  are not finite.
+  """
 
   def negative_log_likelihood(params):
     logprobs_BL, _ = policy.logprobs_and_entropy(
@@ -142,10 +152,18 @@ def _update(
     return -jnp.sum(chosen_BL) / jnp.sum(batch.loss_mask_BL)
 
   loss, gradient = jax.value_and_grad(negative_log_likelihood)(params)
-  params, adam_state, _ = optimizer_lib.apply_gradient(
+  new_params, new_adam, report = optimizer_lib.apply_gradient(
     adam, params, adam_state, gradient, count, numbers
   )
-  return params, adam_state, loss
+  finite = optimizer_lib.all_finite((report['grad_norm'], new_params, new_adam))
+  params, adam_state = jax.tree.map(
+    lambda new, old: jnp.where(finite, new, old),
+    (new_params, new_adam),
+    (params, adam_state),
+  )
+  metrics = {f'actor/{name}': x for name, x in report.items()}
+  metrics['update/skipped'] = 1.0 - finite.astype(jnp.float32)
+  return params, adam_state, loss, metrics
 
 
 def _pack_dialogues(

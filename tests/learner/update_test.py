@@ -276,6 +276,25 @@ def test_a_poisoned_minibatch_changes_nothing_and_is_counted(name, value):
   )
 
 
+@pytest.mark.parametrize('model', ['policy_step', 'value_step'])
+def test_new_weights_that_are_not_finite_change_nothing(model):
+  models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
+  batch = updates.batch(models)
+  overflowing = updates.DESCENT._replace(learning_rate=3e38, weight_decay=9.0)
+  result = updates.update(
+    algorithm,
+    batch,
+    models,
+    hyperparameters=updates.hyperparameters(**{model: overflowing}),
+  )
+  assert np.isfinite(result.metrics['actor/grad_norm'])
+  assert np.isfinite(result.metrics['critic/grad_norm'])
+  assert result.metrics['update/skipped'] == 1
+  jax.tree.map(
+    np.testing.assert_array_equal, result.state, updates.train_state(models)
+  )
+
+
 def test_a_policy_that_does_not_learn_keeps_its_bits():
   models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
   batch = updates.batch(models)

@@ -35,6 +35,16 @@ def test_a_plain_line_a_step():
   ]
 
 
+def test_skipped_updates_are_told_where_there_are_some():
+  shown, file = _progress(10, [0.0, 5.0, 10.0])
+  shown.update(1, {'update/skipped': 0.25})
+  shown.update(2, {'update/skipped': 0.0})
+  assert file.getvalue().splitlines() == [
+    'step 1/10  skipped 25% of the updates  eta 0:00:45',
+    'step 2/10  eta 0:00:40',
+  ]
+
+
 def test_a_resumed_run_counts_its_own_steps():
   shown, file = _progress(100, [0.0, 2.0])
   shown.update(51, {})

@@ -122,6 +122,16 @@ def test_the_adaptive_coefficient_by_hand(divergence, error):
   assert new == pytest.approx(0.5 * (1 + error * 0.01), rel=1e-12)
 
 
+@pytest.mark.parametrize(
+  'coefficient,divergence', [(0.5, math.nan), (1.7e308, math.inf)]
+)
+def test_the_adaptive_coefficient_stays_finite(coefficient, divergence):
+  new = kl.CONTROLLERS['adaptive'](
+    coefficient, divergence, num_trajectories=512, target=6.0, horizon=100.0
+  )
+  assert new == coefficient
+
+
 def test_the_fixed_coefficient_stays():
   options = {'num_trajectories': 100, 'target': 6.0, 'horizon': 10000.0}
   assert kl.CONTROLLERS['fixed'](0.5, 99.0, **options) == 0.5
