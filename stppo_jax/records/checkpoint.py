@@ -351,11 +351,17 @@ def fingerprints(arrays: list[jax.Array]) -> list[int]:
   not 0 mod 2^32, so every single flipped bit is noticed. Integer sums do not
   depend on their order and therefore not on the mesh.
   """
-  results = [_fingerprint(array) for array in arrays]  # dispatched together
-  return [int(np.asarray(result)) for result in results]
+  return [int(number) for number in np.asarray(_fingerprints(arrays))]
 
 
+# One program for all arrays. Each sum over a sharded array is a collective, and
+# many small programs in flight, each with a collective, can block each other on
+# CPU devices: they share threads, and each holds some while it waits for more.
 @jax.jit
+def _fingerprints(arrays: list[jax.Array]) -> jax.Array:
+  return jnp.stack([_fingerprint(x) for x in arrays])
+
+
 def _fingerprint(x: jax.Array) -> jax.Array:
   if x.dtype == jnp.bool_:
     x = x.astype(jnp.uint8)
