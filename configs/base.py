@@ -116,7 +116,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # and passages from files.
         'name': 'synthetic_wiki',
         # The files of jsonl; all but root are paths relative to root. Their
-        # format is in docs/commands.md.
+        # format is in docs/data.md.
         'root': '',  # the folder that holds the files
         'train': '',  # training questions
         'evaluation': '',  # evaluation questions; '' = no evaluation
@@ -147,6 +147,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'max_length': 4096,
         # A text file that contains {question}; '' = the built-in prompt.
         'prompt_template': '',
+        # module:function, a function of yours that computes one more reward of
+        # a trajectory; '' = none. See docs/data.md.
+        'reward_function': '',
         # The weight of each reward.
         'rewards': {
           # Rewards of the trajectory, on its last token.

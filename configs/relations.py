@@ -12,6 +12,7 @@ import pathlib
 from stppo_jax.configs import algorithms
 from stppo_jax.envs import environments
 from stppo_jax.envs import prompts
+from stppo_jax.envs import reward_function
 from stppo_jax.retrieval import address
 from stppo_jax.retrieval import dialects
 
@@ -111,6 +112,13 @@ def _template_is_readable(path) -> Iterator[str]:
     prompts.load_template(path)
   except ValueError as error:
     yield f'env.prompt_template={path!r}: must be empty or a template; {error}'
+
+
+def _reward_function_exists(name) -> Iterator[str]:
+  try:
+    reward_function.find(name)
+  except ValueError as error:
+    yield f'env.reward_function={name!r}: {error}'
 
 
 def _files_exist(
@@ -264,6 +272,7 @@ RELATIONS: tuple[Relation, ...] = (
     _lanes_divide_slots,
   ),
   (('env.prompt_template',), _template_is_readable),
+  (('env.reward_function',), _reward_function_exists),
   (
     (
       'updates.routing_replay',

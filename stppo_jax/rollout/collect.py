@@ -20,6 +20,7 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.envs import protocol
+from stppo_jax.envs import reward_function as reward_function_lib
 from stppo_jax.rollout import event_loop
 
 Status = types.TrajectoryStatus
@@ -148,6 +149,7 @@ class Collector:
       never its closing tag.
     group_size: trajectories of each question, which share a prompt.
     overlong: what is subtracted from the reward of long trajectories.
+    reward_function: computes one more reward of a trajectory.
   """
 
   def __init__(
@@ -161,6 +163,7 @@ class Collector:
     max_observation_tokens: int,
     group_size: int = 1,
     overlong: Overlong | None = None,
+    reward_function: reward_function_lib.RewardFunction | None = None,
   ):
     self._engine = engine
     self._environment = environment
@@ -170,6 +173,7 @@ class Collector:
     self._max_observation_tokens = max_observation_tokens
     self._group_size = group_size
     self._overlong = overlong
+    self._reward_function = reward_function
 
   def collect(
     self, questions: Sequence[types.Question], keys, *, greedy: bool = False
@@ -327,6 +331,11 @@ class Collector:
     rewards, scores = self._environment.rewards(
       row.question, row.prompt, row.texts, row.status
     )
+    if self._reward_function is not None:
+      reward = 0.0
+      if row.status is not Status.INFRA_ERROR:
+        reward = self._reward_function(row.question, row.texts, scores)
+      rewards = {**rewards, 'function': reward}
     if self._overlong is not None:
       rewards = {**rewards, 'overlong': self._overlong.reward(row)}
     return types.Trajectory(

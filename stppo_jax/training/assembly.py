@@ -22,6 +22,7 @@ from stppo_jax.data import questions as questions_lib
 from stppo_jax.data import synthetic_wiki
 from stppo_jax.envs import environments
 from stppo_jax.envs import protocol
+from stppo_jax.envs import reward_function
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import attention
 from stppo_jax.models import config as model_config
@@ -218,6 +219,7 @@ def build_services(
     Misconfigured: if passages cannot be read, or an option of the environment
       has a bad value.
     RetrieverUnreachable: if no server answers within retrieval.start_grace.
+    RewardFunctionFailed: if the user's reward function fails.
   """
   with contextlib.ExitStack() as stack:
     with config_errors():
@@ -228,6 +230,8 @@ def build_services(
       retriever = stack.enter_context(_retriever(config, questions, loop))
     with config_errors():
       environment = kind.from_options(config.env.to_dict(), retriever)
+      name = config.env.reward_function
+      reward_function.try_once(name, environment, questions.train(0, 1)[0])
     yield Services(questions, environment, retriever, loop)
 
 
@@ -365,6 +369,7 @@ def build_collector(
     max_observation_tokens=config.env.max_observation_tokens,
     group_size=group_size,
     overlong=_overlong(config.env),
+    reward_function=reward_function.find(config.env.reward_function),
   )
   return collector, engine
 

@@ -34,6 +34,7 @@ from typing import Protocol
 from typing import TypeVar
 
 from stppo_jax import types
+from stppo_jax.envs import reward_function
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import weights
 from stppo_jax.models import functional
@@ -60,6 +61,7 @@ _OUTAGES = (
   client.EngineUnreachable,
   interruption.Outage,
   skipped_updates.Diverged,
+  reward_function.RewardFunctionFailed,  # once the function is mended
 )
 
 T = TypeVar('T')

@@ -42,6 +42,7 @@ _ABSENT = '(absent)'
 # Keys that are younger than some runs, with the value that those runs had.
 _LATER_KEYS = {
   'env.name': 'search',
+  'env.reward_function': '',
   'env.rewards.overlong': 0.0,
   'env.overlong_fraction': 0.2,  # read by nothing where overlong is 0
   'algorithm.advantage.critic_tokens': 'policy',

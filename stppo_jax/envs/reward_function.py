@@ -1,0 +1,114 @@
+"""Rewards that a function of the user computes (`env.reward_function`).
+
+    def brief(question, texts, scores):
+      return scores['em'] * 0.9 ** len(texts)
+
+`question` is a `types.Question`. `texts` are the policy's turns, without the
+observations. `scores` has the scores of the environment, such as 'em'. The
+function returns a finite number.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import importlib
+import inspect
+import math
+import traceback
+
+from stppo_jax import types
+from stppo_jax.envs import protocol
+
+RewardFunction = Callable[
+  [types.Question, Sequence[str], Mapping[str, float]], float
+]
+_ARGUMENTS = ('question', 'texts', 'scores')
+
+
+class RewardFunctionFailed(Exception):
+  """The function raised an error, or returned no finite number; one line."""
+
+  exit_code = 2
+
+
+def load(name: str) -> RewardFunction:
+  """Returns the function that `module:function` names.
+
+  What the returned function raises is always `RewardFunctionFailed`.
+
+  Raises:
+    ValueError: there is no such function, or it takes other arguments; one
+      line.
+  """
+  module_name, colon, function_name = name.partition(':')
+  if not (module_name and colon and function_name.isidentifier()):
+    raise ValueError('must be module:function, such as my_rewards:brief')
+  importlib.invalidate_caches()
+  try:
+    # The module is a program of the user, which may raise anything.
+    module = importlib.import_module(module_name)
+  except Exception as error:
+    raise ValueError(f'cannot be imported: {_line(error)}') from error
+  function = getattr(module, function_name, None)
+  if not inspect.isroutine(function):
+    found = sorted(key for key, x in vars(module).items() if callable(x))
+    raise ValueError(
+      f'{module_name} has no function {function_name}; it has '
+      + (', '.join(found) or 'none')
+    )
+  try:
+    inspect.signature(function).bind(*_ARGUMENTS)
+  except TypeError as error:
+    raise ValueError(
+      f'must take the arguments {", ".join(_ARGUMENTS)}: {error}'
+    ) from error
+
+  def reward(question, texts, scores) -> float:
+    try:
+      value = function(question, texts, scores)
+      # Not of a text, which `float` would parse.
+      number = float(value) if hasattr(value, '__float__') else math.nan
+    except Exception as error:
+      raise RewardFunctionFailed(
+        f'env.reward_function={name}: fails on question {question.id!r} with '
+        f'{_line(error)}'
+      ) from error
+    if not math.isfinite(number):
+      raise RewardFunctionFailed(
+        f'env.reward_function={name}: returned {value!r} for question '
+        f'{question.id!r}, expected a finite number'
+      )
+    return number
+
+  return reward
+
+
+def find(name: str) -> RewardFunction | None:
+  """Returns the function that `module:function` names; None for ''."""
+  return load(name) if name else None
+
+
+def try_once(
+  name: str, environment: protocol.Environment, question: types.Question
+) -> None:
+  """Calls a function once with a trajectory that was cut off at its start.
+
+  Raises:
+    RewardFunctionFailed: the function fails.
+  """
+  function = find(name)
+  if function is not None:
+    prompt, texts = environment.prompt(question), ['']
+    status = types.TrajectoryStatus.TRUNCATED_LENGTH
+    _, scores = environment.rewards(question, prompt, texts, status)
+    function(question, texts, scores)
+
+
+def _line(error: Exception) -> str:
+  """Returns an error with the file and the line that raised it, in one line."""
+  frames = traceback.extract_tb(error.__traceback__)
+  # Of an import that finds nothing, the last frame is one of Python's own.
+  where = ''
+  if frames and not isinstance(error, ImportError):
+    where = f' ({frames[-1].filename}:{frames[-1].lineno})'
+  return f'{type(error).__name__}: {" ".join(str(error).split())}{where}'
