@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import re
+import runpy
 import shlex
 import signal
 import subprocess
@@ -22,6 +23,8 @@ import pytest
 
 from stppo_jax import __main__
 from stppo_jax.configs import algorithms
+from stppo_jax.data import readers
+from stppo_jax.retrieval import corpus
 from tests.training import runs
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -52,6 +55,12 @@ _TINY = runs.flags(num_steps=1, evaluate__every=1)[1:]
 _TINY_FROM_WEIGHTS = [
   *(flag for flag in _TINY if not flag.startswith('--config.model.')),
   '--config.model.scan_unroll=1',
+]
+# The tokenizer of those tests, so that the programs have their shapes.
+_OF_OWN_DATA = [
+  '--config.model.tokenizer_path=assets/quickstart',
+  '--config.env.prompt_template=configs/prompts/quickstart.txt',
+  '--config.sft.before_training=False',
 ]
 # Small programs lose less time than the compiler saves. The cache is the one of
 # `make quickstart`.
@@ -114,7 +123,7 @@ def small_clone(tmp_path_factory):
 
 def _question_files(root):
   folder = root / 'general'
-  folder.mkdir(parents=True)
+  folder.mkdir(parents=True, exist_ok=True)
   passages = [
     {'pid': f'p{n}', 'title': f'Lake {n}', 'text': f'Lake {n} is {n} km long.'}
     for n in range(40)
@@ -133,6 +142,24 @@ def _question_files(root):
     text = ''.join(json.dumps(row) + '\n' for row in rows)
     (folder / f'nq_train.{name}.jsonl').write_text(text, encoding='utf-8')
   return folder / 'nq_train.corpus.jsonl'
+
+
+def _own_files(root, monkeypatch):
+  """Leaves the folder DATA and the function that docs/data.md makes."""
+  _question_files(root / 'DATA')
+  program, *_, rewards = re.findall(
+    r'^```python\n(.*?)```', _PAGES['docs/data.md'], re.DOTALL | re.M
+  )
+  with monkeypatch.context() as patch:
+    patch.chdir(root)
+    runpy.run_path(_saved(root / 'make_data.py', program))
+  _saved(root / 'my_rewards.py', rewards)
+  monkeypatch.syspath_prepend(root)
+
+
+def _saved(path, text):
+  path.write_text(text, encoding='utf-8')
+  return str(path)
 
 
 def _python(command):
@@ -220,7 +247,7 @@ def _check_plan(command, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('command', _commands())
-def test_every_command_in_the_documents_runs(command, clone):
+def test_every_command_in_the_documents_runs(command, clone, monkeypatch):
   words = shlex.split(command)
   if command in ('make test', 'make check'):
     _check_plan(command, clone)
@@ -233,8 +260,8 @@ def test_every_command_in_the_documents_runs(command, clone):
     if ' collect ' not in command:
       assert _run(_python(command), clone)
   elif ' train ' in command:
-    if 'DATA' in command and not (clone / 'DATA').exists():
-      _question_files(clone / 'DATA')
+    if 'DATA' in command:
+      _own_files(clone, monkeypatch)
     _run([*_python(command), *_SMOKE], clone)
     assert (_workdir(words, clone) / 'metrics.jsonl').is_file()
   elif ' sft ' in command:
@@ -286,8 +313,12 @@ def test_a_small_version_of_every_command_runs(
     # Each would compile programs of its own. The folders of tests of what they
     # choose run these.
     if 'DATA' in command:
-      _question_files(small_clone / 'DATA')
+      _own_files(small_clone, monkeypatch)
     call(words=_config(words))
+    if command.endswith('runs/own'):
+      call(*_TINY, *_OF_OWN_DATA)
+      _check_metrics(pathlib.Path('runs/own/metrics.jsonl'))
+      assert 'val/em/test' in pathlib.Path('runs/own/metrics.jsonl').read_text()
   elif ' serve ' in command:
     _serves(command, small_clone)
   elif ' collect ' in command:
@@ -338,6 +369,16 @@ def _small_batch(collect, call):
   last = ends.shape[1] - 1 - ends[:, ::-1].argmax(axis=1)
   arrays['rewards_BL'][rows, last] = rows % 2
   np.savez('runs/batch.npz', **arrays)
+
+
+def test_the_lines_of_the_data_page_are_read():
+  page = _PAGES['docs/data.md']
+  lines = '\n'.join(re.findall(r'^```json\n(.*?)```', page, re.DOTALL | re.M))
+  lines = [json.loads(line) for line in lines.splitlines() if line]
+  kinds = [readers.parse_question(x).kind for x in lines if 'question' in x]
+  assert kinds == ['open', 'choice']
+  passages = [corpus.passage_of(x) for x in lines if 'question' not in x]
+  assert len({(p.title, p.text) for p in passages}) == 1 < len(passages)
 
 
 def test_the_old_name_of_an_algorithm_is_accepted(clone):

@@ -157,8 +157,8 @@ class FileQuestions:
     total = len(self._train)
     if resample_round and (resample_round + 1) * count > total:
       raise ValueError(
-        f'{total} training questions are fewer than {resample_round + 1} times '
-        f'{count}, which a step may ask with its resampled groups'
+        f'data.train has {total} questions; a step with its resampled groups '
+        f'needs {(resample_round + 1) * count}'
       )
     chosen = self._indices_of_step(step, count)
     if resample_round:

@@ -1,62 +1,66 @@
 """Reads questions from JSONL files.
 
-Every line is an object:
+Every line is an object; docs/data.md describes its fields:
 
-    {"id", "dataset", "kind": "open" | "mcq", "question", "answers": [...],
+    {"question", "answers": [...], "id", "dataset", "kind": "open" | "mcq",
      "options": {"A": ...}, "answer_key": "A"}
 
-"options" and "answer_key" belong to the kind "mcq". Other keys are ignored.
+"question" and "answers" must be there. "options" and "answer_key" belong to the
+kind "mcq". The names of Search-R1, "golden_answers" and "data_source", are
+understood too. Other keys are ignored.
 """
 
 from collections.abc import Mapping
-import json
 import os
+import pathlib
 from typing import Any
 
 from stppo_jax import types
+from stppo_jax.data import jsonl
 
 _KINDS = {'open': 'open', 'mcq': 'choice'}
+# The names of Search-R1 and FlashRAG for our fields.
+_OTHER_NAMES = {'answers': 'golden_answers', 'dataset': 'data_source'}
 
 
 def read_questions(path: str | os.PathLike[str]) -> list[types.Question]:
   """Reads questions in the order of the file; empty lines are skipped.
+
+  A question without an id has the number of its line, and one without a data
+  set the name of the file up to the first dot.
 
   Raises:
     FileNotFoundError: if there is no such file.
     ValueError: if a line is not a question, an id occurs twice in a data set,
       or there is no question; names file and line.
   """
-  if not os.path.isfile(path):
-    raise FileNotFoundError(f'{path}: no such file')
-  questions = []
-  line_of_id: dict[tuple[str, str], int] = {}
-  with open(path, encoding='utf-8') as file:
-    number = 0
-    try:
-      for number, line in enumerate(file, start=1):
-        if not line.strip():
-          continue
-        question = parse_question(json.loads(line))
-        key = (question.data_set, question.id)
-        if key in line_of_id:
-          raise ValueError(
-            f'id {question.id!r} is also the id of line {line_of_id[key]}'
-          )
-        line_of_id[key] = number
-        questions.append(question)
-    except UnicodeDecodeError as error:
-      # Text is decoded in large buffers, so the line is not known.
-      raise ValueError(f'{path}: not UTF-8: {error}') from error
-    except (ValueError, RecursionError) as error:
-      raise ValueError(f'{path}:{number}: {error}') from error
-  if not questions:
-    raise ValueError(f'{path}: no questions')
-  return questions
+  data_set = pathlib.Path(path).name.split('.')[0]
+
+  def parse(fields: Any, number: int) -> types.Question:
+    if isinstance(fields, Mapping):
+      fields = {'id': str(number), **_with_our_names(fields)}
+      fields.setdefault('dataset', data_set)
+    return parse_question(fields)
+
+  return jsonl.read(
+    path, parse, noun='questions', space=lambda question: question.data_set
+  )
+
+
+def _with_our_names(fields: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the fields of a line under the names that we have for them."""
+  others = {
+    ours: fields[theirs]
+    for ours, theirs in _OTHER_NAMES.items()
+    if theirs in fields
+  }
+  return others | dict(fields)
 
 
 def parse_question(fields: Any) -> types.Question:
-  """Returns the question of one object.
+  """Returns the question of one object with our names of the fields.
 
+  A question without a kind is a choice if it has options, otherwise open.
   The golden answers of a choice question are texts of options: the text of
   `answer_key` is added if it is not among `answers`.
 
@@ -65,7 +69,9 @@ def parse_question(fields: Any) -> types.Question:
   """
   if not isinstance(fields, Mapping):
     raise ValueError('expected an object')
-  kind = _string(fields, 'kind')
+  kind = 'mcq' if 'options' in fields else 'open'
+  if 'kind' in fields:
+    kind = _string(fields, 'kind')
   if kind not in _KINDS:
     raise ValueError(f'"kind": {kind!r}; choices: {", ".join(_KINDS)}')
   answers = _answers(fields)
@@ -81,7 +87,7 @@ def parse_question(fields: Any) -> types.Question:
     elif not set(answers) & (set(options) | set(options.values())):
       raise ValueError('"answers": none is an option, and no "answer_key"')
   return types.Question(
-    id=_string(fields, 'id'),
+    id=_identity(fields),
     text=_string(fields, 'question'),
     golden_answers=answers,
     data_set=_string(fields, 'dataset'),
@@ -98,6 +104,14 @@ def _string(fields: Mapping[str, Any], name: str) -> str:
   if not isinstance(value, str) or not value.strip():
     raise ValueError(f'"{name}": expected a string that is not empty')
   return value
+
+
+def _identity(fields: Mapping[str, Any]) -> str:
+  """Returns the id, which may be a number."""
+  value = fields.get('id')
+  if isinstance(value, int) and not isinstance(value, bool):
+    return str(value)
+  return _string(fields, 'id')
 
 
 def _answers(fields: Mapping[str, Any]) -> tuple[str, ...]:

@@ -6,11 +6,11 @@ quoted title, a newline and the body (Search-R1), or
 """
 
 from collections.abc import Mapping
-import json
 import os
 from typing import Any
 
 from stppo_jax import types
+from stppo_jax.data import jsonl
 
 
 def read_corpus(path: str | os.PathLike[str]) -> list[types.Passage]:
@@ -21,33 +21,16 @@ def read_corpus(path: str | os.PathLike[str]) -> list[types.Passage]:
     ValueError: a line is no passage, an id occurs twice, or there is no
       passage; names file and line.
   """
-  if not os.path.isfile(path):
-    raise FileNotFoundError(f'{path}: no such file')
-  passages = []
-  line_of_id: dict[str, int] = {}
-  with open(path, encoding='utf-8', errors='strict') as file:
-    number = 0
-    try:
-      for number, line in enumerate(file, start=1):
-        if not line.strip():
-          continue
-        passage = passage_of(json.loads(line))
-        if not passage.id:
-          raise ValueError('no "id" or "pid"')
-        if passage.id in line_of_id:
-          raise ValueError(
-            f'id {passage.id!r} stands in line {line_of_id[passage.id]} too'
-          )
-        line_of_id[passage.id] = number
-        passages.append(passage)
-    except UnicodeDecodeError as error:
-      # Text is decoded in large buffers, so the line is not known.
-      raise ValueError(f'{path}: not UTF-8: {error}') from error
-    except (ValueError, RecursionError) as error:
-      raise ValueError(f'{path}:{number}: {error}') from error
-  if not passages:
-    raise ValueError(f'{path}: no passages')
-  return passages
+  return jsonl.read(path, _parse, noun='passages')
+
+
+def _parse(document: Any, number: int) -> types.Passage:
+  """Returns the passage of a line of a file."""
+  del number
+  passage = passage_of(document)
+  if not passage.id:
+    raise ValueError('no "id" or "pid"')
+  return passage
 
 
 def passage_of(document: Any, *, score: float = 0.0) -> types.Passage:

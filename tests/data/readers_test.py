@@ -1,5 +1,6 @@
 """Questions from files, and errors that name file and line."""
 
+import gzip
 import json
 
 import pytest
@@ -69,7 +70,7 @@ def _without(fields, name):
     ('{"id"', 'delimiter'),
     ('[' * 100000, 'recursion'),
     ('[]', 'expected an object'),
-    (_without(_CHOICE, 'id'), 'no "id"'),
+    (_CHOICE | {'id': True}, '"id": expected a string'),
     (_without(_CHOICE, 'answers'), 'no "answers"'),
     (_without(_CHOICE, 'options'), 'no "options"'),
     (_CHOICE | {'question': ' '}, '"question": expected a string'),
@@ -84,7 +85,7 @@ def _without(fields, name):
       _without(_CHOICE, 'answer_key') | {'answers': ['six']},
       'none is an option',
     ),
-    (_OPEN, "id 'n1' is also the id of line 1"),
+    (_OPEN, "duplicate id 'n1', first on line 1"),
   ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
@@ -103,3 +104,50 @@ def test_missing_empty_and_binary_files_are_named(tmp_path):
   (tmp_path / 'binary').write_bytes(b'\xff\xfe')
   with pytest.raises(ValueError, match='not UTF-8'):
     readers.read_questions(tmp_path / 'binary')
+
+
+def test_lines_of_search_r1_are_read_as_they_are(tmp_path):
+  path = _write(
+    tmp_path,
+    {'id': 'train_0', 'question': 'who?', 'golden_answers': ['x', 'y']},
+    {
+      'id': 7,
+      'question': 'where?',
+      'golden_answers': ['z'],
+      'data_source': 'nq',
+      'ability': 'fact-reasoning',
+      'reward_model': {'style': 'rule', 'ground_truth': {'target': ['z']}},
+    },
+  )
+  assert readers.read_questions(path) == [
+    types.Question('train_0', 'who?', ('x', 'y'), 'questions'),
+    types.Question('7', 'where?', ('z',), 'nq'),
+  ]
+
+
+def test_a_question_and_its_answers_suffice(tmp_path):
+  fields = {'question': 'which?', 'answers': ['two']}
+  options = {'options': _CHOICE['options']}
+  path = _write(tmp_path, fields, fields, fields | options)
+  assert readers.read_questions(path) == [
+    types.Question('1', 'which?', ('two',), 'questions'),
+    types.Question('2', 'which?', ('two',), 'questions'),
+    types.Question(
+      '3', 'which?', ('two',), 'questions', 'choice', _CHOICE['options']
+    ),
+  ]
+
+
+def test_compressed_files_are_read_and_damaged_ones_named(tmp_path):
+  plain = _write(tmp_path, _OPEN, _CHOICE)
+  path = tmp_path / 'questions.jsonl.gz'
+  data = gzip.compress(plain.read_bytes())
+  path.write_bytes(data)
+  assert readers.read_questions(path) == readers.read_questions(plain)
+  path.write_bytes(gzip.compress(b'\n{}\n'))
+  with pytest.raises(ValueError, match=r'questions\.jsonl\.gz:2: no "'):
+    readers.read_questions(path)
+  for damaged in (data[:-9], plain.read_bytes(), data[:12] + b'?' + data[13:]):
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match=r'\.gz: not a complete gzip file: '):
+      readers.read_questions(path)

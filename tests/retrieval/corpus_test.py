@@ -67,7 +67,7 @@ def test_documents_round_trip(title, text):
     ('{"id": "1", "contents": 3}', '"contents": expected a string, got 3'),
     ('{"id": true, "contents": "a"}', '"id": expected a string, got True'),
     ('{"contents": "a"}', 'no "id" or "pid"'),
-    ('{"id": "0", "contents": "a"}', "id '0' stands in line 1 too"),
+    ('{"id": "0", "contents": "a"}', "duplicate id '0', first on line 1"),
     ('{"id": "1", "title": "a"}', 'expected "contents"'),
     ('[' * 100000, 'recursion'),
   ],
