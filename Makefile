@@ -18,8 +18,7 @@ BENCH ?= .cache/bench
 XLA := XLA_FLAGS="$(XLA_FLAGS) \
   --xla_cpu_enable_concurrency_optimized_scheduler=false"
 
-# Huge pages on Linux spare a page fault every 4 KiB of a large CPU buffer;
-# compiled programs are kept for the next run.
+# Huge pages on Linux spare a page fault every 4 KiB of a large CPU buffer.
 PAGES := GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 # What a step frees waits in the process for the next one, which else would have
 # the system clear it again; for comparing, not for long runs.
@@ -27,7 +26,6 @@ KEPT := $(PAGES):glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=17179869184
 # One heap for all threads: the others cannot grow beyond 64 MiB. Threads that
 # work side by side would wait for one another at it.
 ONE_HEAP := $(KEPT):glibc.malloc.arena_max=1
-FAST := $(PAGES) JAX_COMPILATION_CACHE_DIR=.cache/jax
 
 BIN := $(VENV)/bin
 # The stamps name what was installed: unchanged files install nothing.
@@ -43,7 +41,7 @@ help:  ## list these targets
 	  | sed -E 's/:[^#]*## */\t/' | expand -t 17
 
 quickstart: $(RUNTIME)  ## train on a synthetic wiki (ALGORITHM=token_ppo SEED=1)
-	$(FAST) $(BIN)/python -m stppo_jax train --config=$(CONFIG):$(ALGORITHM) \
+	$(PAGES) $(BIN)/python -m stppo_jax train --config=$(CONFIG):$(ALGORITHM) \
 	  --config.seed=$(SEED) --workdir=$(WORKDIR) $(ARGS)
 
 # Types are checked on one core while the tests run on another.

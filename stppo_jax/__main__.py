@@ -16,6 +16,8 @@ import pathlib
 import sys
 import traceback
 
+from stppo_jax import __version__
+
 _COMMANDS = pathlib.Path(__file__).parent / 'commands'
 # Modules of that folder that are not commands but are shared by them.
 _SHARED = ('__init__', 'configuration', 'lab_flags', 'lab_algorithms')
@@ -39,6 +41,9 @@ def main(argv: Sequence[str]) -> int:
     for name, doc in docs.items():
       print(f'  {name:10} {doc.partition(chr(10))[0]}')
     return 0 if argv else _USAGE
+  if argv[0] == '--version':
+    print(f'stppo_jax {__version__}')
+    return 0
   name, *flags = argv
   if name not in docs:
     print(
@@ -50,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
   # Otherwise transformers warns in every run that PyTorch is missing.
   os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
+  os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', _cache_folder())
   try:
     command = importlib.import_module(f'stppo_jax.commands.{name}')
     return command.main(flags)
@@ -63,6 +69,15 @@ def main(argv: Sequence[str]) -> int:
       return exit_code
     traceback.print_exc()
     return _BUG
+
+
+def _cache_folder() -> str:
+  """Returns the folder for compiled programs: of the clone, or of the user."""
+  root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+  if os.path.isfile(os.path.join(root, 'Makefile')):
+    return os.path.join(root, '.cache', 'jax')
+  caches = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
+  return os.path.join(caches, 'stppo_jax', 'jax')
 
 
 if __name__ == '__main__':

@@ -48,7 +48,7 @@ OURS = {
     f'commands.{n}' for n in ('configuration', 'lab_flags', 'lab_algorithms')
   )
   + ('configs',),
-  '__main__': ('commands',),
+  '__main__': ('commands', '__version__'),
   'configs': (
     'settings',
     'rl.algorithm',

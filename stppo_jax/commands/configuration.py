@@ -1,7 +1,9 @@
 """Turns command-line flags into a checked configuration; reports every error.
 
     --config=FILE.py[:ALGORITHM]  get_config(ALGORITHM) of that Python file, or
-                                  of the packaged file if there is none
+                                  of the packaged file if there is none;
+                                  quickstart is short for
+                                  configs/quickstart.py
     --config.a.b=VALUE            sets one key; also `--config.a.b VALUE`
     --workdir=DIR                 the folder of the run
 
@@ -20,6 +22,7 @@ import dataclasses
 import difflib
 import importlib.util
 import pathlib
+import re
 from typing import Any
 
 from ml_collections import config_dict
@@ -185,11 +188,13 @@ def _find(file: str) -> pathlib.Path:
   """Returns the path of a config file.
 
   From a folder without such a file, `configs/base.py` is the one that is
-  installed with the package.
+  installed with the package. `base` is short for it.
 
   Raises:
     ValueError: if there is no such file; the message lists those that are.
   """
+  if re.fullmatch(r'\w+', file) and not pathlib.Path(file).exists():
+    file = f'configs/{file}.py'
   choices = set()
   for folder in (pathlib.Path(), _PACKAGE):
     path = folder / file
