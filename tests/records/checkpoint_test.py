@@ -120,6 +120,47 @@ def test_nothing_saved_is_none_and_keep_bounds_the_steps(tmp_path):
   assert kept == {'3', '4', '5'}
 
 
+_ROUNDS = """
+import faulthandler
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from stppo_jax.records import checkpoint
+
+faulthandler.dump_traceback_later(60, exit=True)
+mesh = jax.make_mesh((8,), ('fsdp',))
+sharding = NamedSharding(mesh, P('fsdp'))
+state = [
+  jax.device_put(np.full((8, 8 + n % 3), n, np.float32), sharding)
+  for n in range(90)
+]
+first = checkpoint.fingerprints(state)
+for _ in range(50):
+  assert checkpoint.fingerprints(state) == first
+print('50 rounds')
+"""
+
+
+def test_fingerprints_of_many_leaves_on_eight_devices_never_hang():
+  # A process of its own, with the threads that XLA has without our settings.
+  environment = os.environ | {
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_NUM_CPU_DEVICES': '8',
+    'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+  }
+  environment.pop('NPROC', None)
+  process = subprocess.run(
+    [sys.executable, '-c', _ROUNDS],
+    capture_output=True,
+    text=True,
+    env=environment,
+    cwd=_REPO,
+    timeout=90,
+  )
+  assert process.returncode == 0, process.stderr
+  assert process.stdout == '50 rounds\n'
+
+
 def test_a_step_is_saved_once(tmp_path):
   saver = checkpoint.Checkpointer(tmp_path, keep=2)
   saver.save(1, {'x': jnp.ones(2)}, {'first': True})
