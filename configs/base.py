@@ -335,7 +335,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       },
       'checkpoint': {
         'every': 50,  # steps between checkpoints; the last is always saved
-        'keep': 2,  # how many of the newest checkpoints are kept
+        # How many of the newest checkpoints are kept. The one with the best
+        # evaluation is kept too, if checkpoints are saved at evaluated steps.
+        'keep': 2,
       },
       'writer': {
         'tensorboard': True,  # whether TensorBoard files are written

@@ -10,6 +10,7 @@ Therefore the manifest has the shape, dtype and fingerprint of every leaf.
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import hashlib
@@ -70,19 +71,23 @@ class Checkpointer:
 
     Args:
       workdir: the run's folder.
-      keep: the number of the newest steps that are kept; None: all.
+      keep: the number of the newest steps that are kept, beside the one with
+        the best score; None: all.
       read_only: whether nothing may be changed, as in the folder of a run that
         may be going on: files that look like the rest of a killed save may be a
         save in progress.
     """
     self._folder = pathlib.Path(workdir).resolve() / 'checkpoints'
     self._read_only = read_only
+    self._scores: dict[int, float | None] = {}  # of the steps that were read
     self._workdir = pathlib.Path(workdir)
     self._run = run_folder.read(self._workdir)
     self._manager = ocp.CheckpointManager(
       self._folder,
       options=ocp.CheckpointManagerOptions(
-        max_to_keep=keep,
+        preservation_policy=_Preserved(
+          lambda steps: self._preserved(steps, keep)
+        ),
         create=not read_only,
         cleanup_tmp_directories=not read_only,  # of a save that was killed
         read_only=read_only,
@@ -100,7 +105,8 @@ class Checkpointer:
     Args:
       step: the number of steps that are done.
       state: a pytree of arrays, sharded in any way.
-      host: further values of the state, which JSON can write.
+      host: further values of the state, which JSON can write; 'score', if
+        there is one, says how good the step is, greater is better.
 
     Raises:
       SaveFailed: nothing of this step remains, older steps are intact.
@@ -126,6 +132,7 @@ class Checkpointer:
       manifest['run_id'] = self._run.run_id
       manifest['config_digest'] = self._run.config_digest
     manifest['digest'] = digest(manifest)
+    self._scores[step] = manifest['host'].get('score')
     # Every error of a save, such as a full disk, is the same to the caller.
     try:
       self._manager.save(
@@ -154,6 +161,13 @@ class Checkpointer:
   def steps(self) -> list[int]:
     """Returns the steps that exist, valid or not, in order."""
     return sorted(self._manager.all_steps())
+
+  def best(self) -> int | None:
+    """Returns the step with the best score; None if no step has one.
+
+    Of several with the same score it is the newest.
+    """
+    return self._best(self._manager.all_steps())
 
   def restore_latest(
     self, abstract_state: Any, *, subtree: str = '', step: int | None = None
@@ -282,6 +296,34 @@ class Checkpointer:
         f'this workdir is {run.run_id}; nothing was loaded'
       )
 
+  def _best(self, steps: Sequence[int]) -> int | None:
+    """Returns the one of the steps with the best score; see `best`."""
+    for step in steps:
+      if step not in self._scores:
+        self._scores[step] = self._read_score(step)
+    scored = [
+      (score, step)
+      for step in steps
+      if (score := self._scores[step]) is not None
+    ]
+    return max(scored)[1] if scored else None
+
+  def _preserved(
+    self, steps: Sequence[int], keep: int | None
+  ) -> set[int | None]:
+    """Returns the newest steps, as many as are kept, and the best one."""
+    if keep is None:
+      return set(steps)
+    return {*sorted(steps)[-keep:], self._best(steps)}
+
+  def _read_score(self, step: int) -> float | None:
+    """Returns the score of a step; None if it has none or is damaged."""
+    try:
+      manifest = self._attempt(lambda: self._read_manifest(step))
+    except _Damaged:
+      return None
+    return manifest['host'].get('score')
+
   def _check_leaves(
     self, step: int, saved: dict[str, dict], wanted: dict[str, Any]
   ) -> None:
@@ -340,6 +382,22 @@ class Checkpointer:
       multihost_utils.sync_global_devices('checkpoint.set_aside.after')
     self._manager.reload()
     return target.name
+
+
+class _Preserved:
+  """A policy of Orbax that keeps the steps which a function chooses."""
+
+  def __init__(self, choose: Callable[[Sequence[int]], set[int | None]]):
+    self._choose = choose
+
+  def should_preserve(
+    self, checkpoints: Sequence[Any], *, context: Any
+  ) -> Sequence[bool]:
+    """Returns whether each step is kept, as Orbax asks at every save."""
+    del context
+    steps = [checkpoint.step for checkpoint in checkpoints]
+    kept = self._choose(steps)
+    return [step in kept for step in steps]
 
 
 def fingerprints(arrays: list[jax.Array]) -> list[int]:

@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import json
+import math
 import pathlib
 import sys
 from typing import Any
@@ -161,6 +162,8 @@ class Run:
     self._unit = unit
     self._evaluate: Evaluate | None = None
     self._prints_samples = False
+    # The score of the last finished step, if it was evaluated.
+    self._score: float | None = None
     # Metrics and dialogues of a step that still has to be evaluated.
     self._unwritten: tuple[dict, list] | None = None
 
@@ -302,6 +305,7 @@ class Run:
     metrics = {name: float(value) for name, value in metrics.items()}
     self.steps_done, self.state = done, state
     self.save_seconds = 0.0
+    self._score = None
     self._unwritten = metrics, self._records(kept)
     self._finish_unwritten(*self._unwritten)
 
@@ -318,6 +322,7 @@ class Run:
       timer.lap('evaluate')
       metrics |= timer.laps
       metrics['timing_s/step'] += metrics['timing_s/evaluate']
+      self._score = evaluation_score(metrics)
     self._unwritten = None
     self._writer.write(self.steps_done, metrics)
     self._writer.write_trajectories(self.steps_done, records)
@@ -337,6 +342,8 @@ class Run:
     if self._unwritten is not None:
       # As text, because a metric may be nan, which a manifest must not contain.
       host['unwritten'] = json.dumps(self._unwritten)
+    if self._score is not None:
+      host['score'] = self._score
     self._checkpoints.save(
       self._checkpointer, self.steps_done, self.state, host
     )
@@ -368,6 +375,12 @@ class Run:
         f'curve: {picture}',
         f'dialogues: {self.workdir}/trajectories-*.jsonl',
       ]
+    best = self._checkpointer.best()
+    if best is not None and best != self.steps_done:
+      path = self.workdir / 'checkpoints' / str(best)
+      lines.append(
+        f'best evaluation: after {self._unit} {best}, kept in {path}'
+      )
     model_files.export(
       self._config, home, policy, params, self._tokenizer, dtype=weights.TRAINED
     )
@@ -396,3 +409,13 @@ class Run:
   def _due(self, every: int) -> bool:
     last = self.steps_done == self.num_steps
     return every > 0 and (last or self.steps_done % every == 0)
+
+
+def evaluation_score(metrics: Mapping[str, float]) -> float | None:
+  """Returns the mean score over the data sets that were evaluated.
+
+  None where nothing was evaluated, or where the score is not finite.
+  """
+  scores = [x for name, x in metrics.items() if name.startswith('val/')]
+  score = sum(scores) / len(scores) if scores else math.nan
+  return score if math.isfinite(score) else None

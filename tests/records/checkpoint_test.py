@@ -120,6 +120,24 @@ def test_nothing_saved_is_none_and_keep_bounds_the_steps(tmp_path):
   assert kept == {'3', '4', '5'}
 
 
+def test_the_best_step_is_kept_beside_the_newest(tmp_path):
+  scores = {1: 0.2, 2: 0.9, 3: 0.9, 4: 0.1, 5: None, 6: 0.3}
+  for steps in ((1, 2, 3, 4), (5, 6)):  # two starts
+    saver = checkpoint.Checkpointer(tmp_path, keep=2)
+    for step in steps:
+      score = {} if scores[step] is None else {'score': scores[step]}
+      saver.save(step, {'x': jnp.ones(2)}, score)
+    saver.close()
+  reader = checkpoint.Checkpointer(tmp_path, read_only=True)
+  assert reader.steps() == [3, 5, 6]  # of equals the newest is the best
+  assert reader.best() == 3
+  reader.close()
+  _flip(tmp_path / 'checkpoints' / '3' / 'manifest' / 'metadata', 0.5)
+  reader = checkpoint.Checkpointer(tmp_path, read_only=True)
+  assert reader.best() == 6  # a damaged step has no score
+  reader.close()
+
+
 _ROUNDS = """
 import faulthandler
 import jax
