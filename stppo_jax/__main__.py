@@ -3,38 +3,63 @@
 A command is a file of `stppo_jax/commands` with `main(argv) -> exit code`; the
 first line of its docstring describes it in the list, the whole docstring is its
 help. Exit codes: 0 done, 2 configuration or usage, 3 only corrupt checkpoints
-are left, 70 a bug, 75 try again, 76 too many skipped updates, 130 interrupted.
+are left, 70 a bug, 75 try again, 76 too many skipped updates, 130 interrupted,
+141 nobody reads the output.
 An exception with an `exit_code` is an expected end: its message is printed
 without a traceback.
 """
 
-import ast
 from collections.abc import Sequence
+import errno
 import importlib
 import os
-import pathlib
 import sys
-import traceback
 
 from stppo_jax import __version__
+from stppo_jax import streams
+from stppo_jax.training import interruption
 
-_COMMANDS = pathlib.Path(__file__).parent / 'commands'
+# Other modules are imported late: signals are handled from the beginning.
+
 # Modules of that folder that are not commands but are shared by them.
 _SHARED = ('__init__', 'configuration', 'lab_flags', 'lab_algorithms')
-_USAGE, _BUG, _INTERRUPTED = 2, 70, 130
+_USAGE, _BUG, _TRY_AGAIN, _INTERRUPTED, _UNREAD = 2, 70, 75, 130, 141
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def commands() -> dict[str, str]:
   """Returns name to docstring of every command, without importing any."""
+  import ast
+  import pathlib
+
+  folder = pathlib.Path(__file__).parent / 'commands'
   return {
     path.stem: ast.get_docstring(ast.parse(path.read_text('utf-8'))) or ''
-    for path in sorted(_COMMANDS.glob('*.py'))
+    for path in sorted(folder.glob('*.py'))
     if path.stem not in _SHARED
   }
 
 
 def main(argv: Sequence[str]) -> int:
   """Runs the command `argv[0]` with its flags; returns the exit code."""
+  with interruption.Interruption(owns_process=True) as interrupt:
+    try:
+      with interrupt.abandonable():
+        exit_code = _run(argv)
+        sys.stdout.flush()
+        return exit_code
+    except interruption.Interrupted:
+      assert interrupt.exit_code is not None  # a signal was received
+      return interrupt.exit_code
+    except KeyboardInterrupt:
+      print('interrupted', file=sys.stderr)
+      return _INTERRUPTED
+    except Exception as error:
+      return _failed(error)
+
+
+def _run(argv: Sequence[str]) -> int:
+  """Runs a command; returns its exit code, or raises what it raises."""
   docs = commands()
   if not argv or argv[0] in ('--help', '-h', 'help'):
     print('usage: python -m stppo_jax COMMAND [FLAGS | --help]\n')
@@ -56,19 +81,25 @@ def main(argv: Sequence[str]) -> int:
   # Otherwise transformers warns in every run that PyTorch is missing.
   os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
   os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', _cache_folder())
-  try:
-    command = importlib.import_module(f'stppo_jax.commands.{name}')
-    return command.main(flags)
-  except KeyboardInterrupt:
-    print('interrupted', file=sys.stderr)
-    return _INTERRUPTED
-  except Exception as error:
-    exit_code = getattr(error, 'exit_code', None)
-    if exit_code is not None:
-      print(error, file=sys.stderr)
-      return exit_code
-    traceback.print_exc()
-    return _BUG
+  return importlib.import_module(f'stppo_jax.commands.{name}').main(flags)
+
+
+def _failed(error: Exception) -> int:
+  """Prints an error, with a traceback if it is a bug; returns the exit code."""
+  lost = streams.silence_lost()
+  exit_code = getattr(error, 'exit_code', None)
+  if exit_code is not None:
+    print(error, file=sys.stderr)
+    return exit_code
+  if isinstance(error, BrokenPipeError) and lost:
+    return _UNREAD
+  if isinstance(error, OSError) and error.errno in _FULL:
+    print(f'{error.filename or "output"}: {error.strerror}', file=sys.stderr)
+    return _TRY_AGAIN
+  import traceback
+
+  traceback.print_exc()
+  return _BUG
 
 
 def _cache_folder() -> str:
@@ -81,4 +112,7 @@ def _cache_folder() -> str:
 
 
 if __name__ == '__main__':
-  sys.exit(main(sys.argv[1:]))
+  code = main(sys.argv[1:])
+  if code in interruption.EXIT_CODES.values():
+    interruption.end_process(code)
+  sys.exit(code)

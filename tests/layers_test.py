@@ -17,6 +17,7 @@ _TEXT = ('types', 'envs', 'retrieval', 'data')
 _DEVICE = ('types', 'batch', 'rl', 'parallel', 'models', 'sampling', 'rollout')
 _ALL = tuple(dict.fromkeys(_TEXT + _DEVICE)) + (
   'settings',
+  'streams',
   'learner',
   'records',
   'training',
@@ -27,6 +28,7 @@ _ALL = tuple(dict.fromkeys(_TEXT + _DEVICE)) + (
 OURS = {
   'types': (),
   'settings': (),
+  'streams': (),
   'http': ('http',),
   'batch': ('types',),
   'rl': ('batch', 'rl'),
@@ -38,7 +40,7 @@ OURS = {
   'sampling': ('types', 'http', 'batch', 'parallel', 'models', 'sampling'),
   'rollout': ('types', 'batch', 'envs', 'retrieval.protocol', 'rollout'),
   'learner': ('types', 'batch', 'rl', 'parallel', 'models', 'learner'),
-  'records': ('types', 'batch', 'envs.protocol', 'records'),
+  'records': ('types', 'streams', 'batch', 'envs.protocol', 'records'),
   'training': _ALL,
   'analysis': _ALL,
   # Not each other: what commands share stands in these three.
@@ -48,7 +50,12 @@ OURS = {
     f'commands.{n}' for n in ('configuration', 'lab_flags', 'lab_algorithms')
   )
   + ('configs',),
-  '__main__': ('commands', '__version__'),
+  '__main__': (
+    'streams',
+    'commands',
+    'training.interruption',
+    '__version__',
+  ),
   'configs': (
     'settings',
     'rl.algorithm',

@@ -1,10 +1,11 @@
-"""Train a policy on demonstrations of dialogues, before RL.
+"""Train a policy on demonstrations of dialogues, before RL; resumes like train.
 
 python -m stppo_jax sft --config=FILE.py[:ALGORITHM] --workdir=DIR
-    [--config.KEY=VALUE ...]
+    [--config.KEY=VALUE ...] [--restart]
 
-Writes the policy to DIR as a Hugging Face directory, which can be the
-model.path of a run.
+Writes the policy to DIR/policy as a Hugging Face directory, which can be the
+model.path of a run. --restart moves what DIR holds into a subfolder and begins
+anew.
 """
 
 from collections.abc import Sequence
@@ -14,9 +15,13 @@ from stppo_jax.commands import configuration
 
 def main(argv: Sequence[str]) -> int:
   """Trains on demonstrations; returns the exit code."""
-  arguments = configuration.parse(argv, writer='sft')
+  arguments = configuration.parse(argv, switches=('restart',), writer='sft')
   assert arguments.workdir is not None  # parse() has made sure of it
   # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.training import sft
 
-  return sft.run(arguments.config, arguments.workdir)
+  return sft.run(
+    arguments.config,
+    arguments.workdir,
+    restart='restart' in arguments.switches,
+  )

@@ -1,26 +1,55 @@
 """The progress display: a live bar on a terminal, a line per step elsewhere.
 
-step 12/100  reward 0.534  val/em 0.610  2,345 tokens/s  eta 0:12:30
+step 12/100  reward 0.534  val/em 0.610  entropy 1.204  kl 0.013  clipped 0.021
+turns 2.375  2,345 tokens/s  eta 0:12:30   (one line)
 """
 
 from collections.abc import Callable
 from collections.abc import Mapping
 import datetime
+import errno
+import logging
+import os
 import time
 
 import rich.console
 import rich.progress
 import rich.text
 
-# The metrics that a line shows.
-_REWARD = 'critic/score/mean'
+from stppo_jax import streams
+
+_log = logging.getLogger(__name__)
+# The metrics that a line shows, beside the scores and the speed.
+_NAMES = {
+  'reward': 'critic/score/mean',
+  'loss': 'sft/loss',
+  'preference loss': 'preference/loss',
+  'entropy': 'actor/entropy',
+  'kl': 'critic/kl',
+  'clipped': 'actor/pg_clipfrac',
+  'turns': 'num_turns/mean',
+}
 _EVALUATION = 'val/'  # then the name of the score, then of the data set
 _THROUGHPUT = 'perf/throughput'
 _SKIPPED = 'update/skipped'
 
 
+class _Console(rich.console.Console):
+  """A console whose `print` raises an error if the pipe is closed.
+
+  That of rich would end the process.
+  """
+
+  def on_broken_pipe(self) -> None:
+    raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
 class Progress:
-  """Shows each step; a metric that a step lacks keeps its last value."""
+  """Shows each step, with the metrics that were measured in it.
+
+  A console that cannot be written any more, such as a closed pipe, is given up,
+  and the run goes on.
+  """
 
   def __init__(
     self,
@@ -37,13 +66,11 @@ class Progress:
       clock: returns seconds, for the time that remains.
     """
     self._num_steps = num_steps
-    self._console = console or rich.console.Console(highlight=False)
+    self._console = console or _Console(highlight=False)
     self._clock = clock
-    self._start = clock()
-    # The steps that were done before this start, because a run can be resumed.
-    self._first = None
-    self._shown = {}
-    self._score_name = ''
+    # The first step of this start, and when it was done: it compiles, so the
+    # pace is that of the later ones.
+    self._first: tuple[int, float] | None = None
     self._bar = None
     if self._console.is_terminal:
       self._bar = rich.progress.Progress(
@@ -61,42 +88,49 @@ class Progress:
     if self._bar is not None:
       self._bar.update(self._task, completed=done, description=line)
     else:
-      self._console.print(line, soft_wrap=True)
+      self._print(line)
 
   def show(self, text: str) -> None:
     """Prints text above the bar, with the colours that it has."""
-    self._console.print(rich.text.Text.from_ansi(text), soft_wrap=True)
+    self._print(rich.text.Text.from_ansi(text))
 
   def close(self) -> None:
     """Ends the bar."""
     if self._bar is not None:
       self._bar.stop()
 
-  def _line(self, done, metrics):
+  def _print(self, text: str | rich.text.Text) -> None:
+    try:
+      self._console.print(text, soft_wrap=True)
+    except OSError as error:
+      streams.silence(self._console.file)
+      reason = error.strerror
+      _log.warning('cannot print any more, the run goes on: %s', reason)
+
+  def _line(self, done: int, metrics: Mapping[str, float]) -> str:
+    """Returns the line of a step."""
+    words = [f'step {done}/{self._num_steps}']
     scores = {k: v for k, v in metrics.items() if k.startswith(_EVALUATION)}
     if scores:
       # The mean over data sets, as val/{score}.
-      self._score_name = '/'.join(next(iter(scores)).split('/')[:2])
-      self._shown['score'] = sum(scores.values()) / len(scores)
-    for name, key in (('reward', _REWARD), ('speed', _THROUGHPUT)):
+      name = '/'.join(next(iter(scores)).split('/')[:2])
+      words.append(f'{name} {sum(scores.values()) / len(scores):.3f}')
+    for name, key in _NAMES.items():
       if key in metrics:
-        self._shown[name] = metrics[key]
-    words = [f'step {done}/{self._num_steps}']
-    for key, name in (('reward', 'reward'), ('score', self._score_name)):
-      if key in self._shown:
-        words.append(f'{name} {self._shown[key]:.3f}')
+        # Adding 0 turns a rounded -0 into 0.
+        words.append(f'{name} {round(metrics[key], 3) + 0.0:.3f}')
     if metrics.get(_SKIPPED, 0) > 0:
       words.append(f'skipped {metrics[_SKIPPED]:.0%} of the updates')
-    if 'speed' in self._shown:
-      words.append(f'{self._shown["speed"]:,.0f} tokens/s')
-    if self._first is None:
-      self._first = max(done - 1, 0)
-    if done > self._first:
-      words.append(f'eta {self._eta(done)}')
+    if _THROUGHPUT in metrics:
+      words.append(f'{metrics[_THROUGHPUT]:,.0f} tokens/s')
+    if done and self._first is None:
+      self._first = done, self._clock()
+    elif self._first is not None and done > self._first[0]:
+      words.append(f'eta {self._eta(done, *self._first)}')
     return '  '.join(words)
 
-  def _eta(self, done):
-    """Returns the remaining h:mm:ss, by the mean pace since this start."""
-    pace = (self._clock() - self._start) / (done - self._first)
+  def _eta(self, done: int, first: int, since: float) -> str:
+    """Returns the remaining h:mm:ss, by the mean pace since the first step."""
+    pace = (self._clock() - since) / (done - first)
     seconds = pace * max(self._num_steps - done, 0)
     return str(datetime.timedelta(seconds=round(seconds)))

@@ -153,6 +153,8 @@ def command_of(folder: pathlib.Path) -> str:
 
 def command_of_record(config: Mapping[str, Any]) -> str:
   """Returns the command whose runs record such a config."""
+  if 'command' in config:
+    return config['command']
   return 'prefer' if 'batch_sha256' in config else 'train'
 
 

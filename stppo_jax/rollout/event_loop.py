@@ -1,9 +1,11 @@
 """Runs an asyncio loop on a thread of its own, for the whole run."""
 
 import asyncio
+import collections
 from collections.abc import Coroutine
 from collections.abc import Sequence
 import concurrent.futures
+import contextlib
 import threading
 from typing import Any
 from typing import TypeVar
@@ -49,13 +51,23 @@ class EventLoop:
     Returns:
       A future for each coroutine; cancelling it cancels the coroutine.
     """
-    futures = [concurrent.futures.Future() for _ in coroutines]
+    waiting = collections.deque(coroutines)
+    try:
+      futures = [concurrent.futures.Future() for _ in coroutines]
 
-    def start():
-      for coroutine, future in zip(coroutines, futures, strict=True):
-        _link(future, self._loop.create_task(coroutine))
+      def start():
+        for future in futures:
+          if not waiting:  # the call was interrupted
+            return
+          _link(future, self._loop.create_task(waiting.popleft()))
 
-    self._loop.call_soon_threadsafe(start)
+      self._loop.call_soon_threadsafe(start)
+    except BaseException:
+      # An interrupt: what the loop has not taken yet, it will not take.
+      with contextlib.suppress(IndexError):
+        while True:
+          waiting.popleft().close()
+      raise
     return futures
 
   def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
@@ -66,7 +78,7 @@ class EventLoop:
     Raises:
       BaseException: whatever the coroutine raises.
     """
-    future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+    (future,) = self.submit([coroutine])
     try:
       return future.result()
     except BaseException:

@@ -74,8 +74,8 @@ class TrainCheckpoints:
     return step, dataclasses.replace(state, published=()), host
 
 
-class PreferenceCheckpoints:
-  """Saves weights and optimiser of a policy that learns from pairs."""
+class PolicyCheckpoints:
+  """Saves weights and optimiser of a policy that learns without collecting."""
 
   def save(
     self,

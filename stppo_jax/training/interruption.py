@@ -5,14 +5,29 @@ in the middle of an update or a save would leave a state that is half consumed,
 since updates donate their arguments. So the handler raises only inside
 `abandonable` bodies and otherwise only records the signal; the next
 `abandonable` raises for it.
+
+A handler waits while the main thread compiles or computes. So another thread
+learns of signals from the operating system's side: it says at once what will
+happen, and ends the process at a second signal. Nothing is raised then: files
+are written in such a way that a process may be killed at any moment.
+
+This module imports little, so that signals are handled from the beginning.
 """
 
 from collections.abc import Iterator
 import contextlib
+import os
 import signal
+import sys
+import threading
+import types
 from typing import Any
 
-_EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
+from stppo_jax import streams
+
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75}
+_IMPORTLIB = '<frozen importlib._bootstrap>'
+_SHOW_CURSOR = b'\x1b[?25h\n'
 
 
 class Interrupted(BaseException):
@@ -29,51 +44,141 @@ class Outage(Exception):
 
 
 class Interruption:
-  """Handles SIGINT and SIGTERM: the first requests an end, the second ends.
+  """Handles SIGINT, SIGTERM and SIGHUP: the first requests an end.
 
   Starting, collecting and evaluating may be abandoned half-way, because they
-  can be done again. An update in progress is finished and saved.
+  can be done again. An update in progress is finished and saved. A second
+  SIGINT or SIGTERM ends the process at once.
+
+  It is entered on the main thread. Inside another one, it takes its place.
+
+  Args:
+    owns_process: whether a signal during an import ends the process at once. An
+      exception would be raised inside the imported module, which may catch it,
+      or be left in a state in which the interpreter crashes at its end.
 
   Attributes:
     exit_code: the exit code of the first signal; None before it.
+    outlook: what the first signal leads to, for the line that is printed.
   """
 
-  def __init__(self):
+  def __init__(self, *, owns_process: bool = False):
     self.exit_code: int | None = None
+    self.outlook = 'ending'
+    self._owns_process = owns_process
     self._abandonable = False
+    self._announced = threading.Lock()
     self._previous: dict[int, Any] = {}
 
   def __enter__(self) -> 'Interruption':
-    for number in _EXIT_CODES:
+    self._reader, self._writer = os.pipe()
+    os.set_blocking(self._writer, False)
+    self._thread = threading.Thread(
+      target=self._watch, name='signals', daemon=True
+    )
+    self._thread.start()
+    self._previous_wakeup = signal.set_wakeup_fd(
+      self._writer, warn_on_full_buffer=False
+    )
+    for number in EXIT_CODES:
+      if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+        continue  # as `nohup` wants it
       self._previous[number] = signal.signal(number, self._receive)
     return self
 
   def __exit__(self, *_) -> None:
     for number, handler in self._previous.items():
       signal.signal(number, handler)
+    signal.set_wakeup_fd(self._previous_wakeup)
+    os.close(self._writer)  # ends the thread
+    self._thread.join()
+    os.close(self._reader)
 
   @contextlib.contextmanager
   def abandonable(self) -> Iterator[None]:
     """Runs a body that a signal may end with `Interrupted`.
 
     Raises:
-      Interrupted: a signal was received, in the body or before it.
+      Interrupted: a signal was received, in the body or before it. The body may
+        have caught what the handler raised, or turned it into an error.
     """
-    if self.exit_code is not None:
-      raise Interrupted
     self._abandonable = True
     try:
-      yield
+      if self.exit_code is None:
+        yield
+    except Exception as error:
+      if self.exit_code is not None:
+        raise Interrupted from error
+      raise
     finally:
       self._abandonable = False
-
-  def _receive(self, number: int, _) -> None:
     if self.exit_code is not None:
-      # A second signal ends the process without a save: the last checkpoint
-      # remains.
-      if number == signal.SIGINT:
-        raise KeyboardInterrupt
-      raise SystemExit(_EXIT_CODES[signal.Signals(number)])
-    self.exit_code = _EXIT_CODES[signal.Signals(number)]
-    if self._abandonable:
       raise Interrupted
+
+  def _receive(self, number: int, frame: types.FrameType | None) -> None:
+    """Handles a signal, on the main thread."""
+    if self.exit_code is not None:
+      return  # The other thread handles a second signal.
+    self.exit_code = EXIT_CODES[signal.Signals(number)]
+    if not self._abandonable:
+      return
+    if self._owns_process and _is_importing(frame):
+      self._announce(number)
+      end_process(self.exit_code)
+    raise Interrupted
+
+  def _watch(self) -> None:
+    """Reads the numbers of signals as they arrive, on a thread of its own."""
+    received = 0
+    while byte := os.read(self._reader, 1):
+      number = byte[0]
+      if number not in self._previous:
+        continue
+      if number == signal.SIGHUP:
+        # Otherwise what is printed while a run is saved would be an error.
+        streams.silence_lost(flush=False)
+        # A terminal that closes sends it twice: by itself and by the shell.
+        if received:
+          continue
+      received += 1
+      if received == 1:
+        self._announce(number)
+      else:
+        _say('abandoned; what was saved before remains')
+        if os.isatty(1):  # a progress bar hides the cursor
+          os.write(1, _SHOW_CURSOR)
+        # Without flushing: the main thread may be waiting to write.
+        os._exit(EXIT_CODES[signal.Signals(number)])
+
+  def _announce(self, number: int) -> None:
+    """Says once what the first signal leads to."""
+    if self._announced.acquire(blocking=False):
+      again = 'press again' if number == signal.SIGINT else 'send another one'
+      name = signal.Signals(number).name
+      _say(f'{name}: {self.outlook}; {again} to abandon')
+
+
+def end_process(exit_code: int) -> None:
+  """Ends the process without unwinding, once its output is written.
+
+  Other threads may be in the middle of a program. If the interpreter were taken
+  from under them, as at its usual end, some would crash.
+  """
+  for stream in (sys.stdout, sys.stderr):
+    with contextlib.suppress(OSError, ValueError):
+      stream.flush()
+  os._exit(exit_code)
+
+
+def _is_importing(frame: types.FrameType | None) -> bool:
+  """Returns whether a frame runs for an import."""
+  while frame is not None:
+    if frame.f_code.co_filename == _IMPORTLIB:
+      return True
+    frame = frame.f_back
+  return False
+
+
+def _say(text: str) -> None:
+  with contextlib.suppress(OSError, ValueError):
+    print(text, file=sys.stderr, flush=True)

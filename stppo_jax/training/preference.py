@@ -130,7 +130,7 @@ def _start(
     run.open(
       config, num_steps=options.num_epochs * per_epoch, tokenizer=tokenizer
     )
-    state = run.resume(state, checkpoint_state.PreferenceCheckpoints())
+    state = run.resume(state, checkpoint_state.PolicyCheckpoints())
   run.show(f'{num_pairs} pairs')
   return _Started(learner, pairs, state, reference)
 

@@ -90,7 +90,7 @@ class Checkpoints(Protocol):
 
 @contextlib.contextmanager
 def start(
-  workdir: str | pathlib.Path, *, unit: str = 'step', goal: str = ''
+  workdir: str | pathlib.Path, *, unit: str = 'step'
 ) -> Iterator['Run']:
   """Yields a run that signals and outages end after its state was saved.
 
@@ -100,11 +100,10 @@ def start(
   Args:
     workdir: the run's folder.
     unit: the name of what the run counts, for the lines that it prints.
-    goal: the name of the point after which a run can be resumed, for the same
-      lines; by default, the first unit.
   """
   with contextlib.ExitStack() as stack:
     interrupt = stack.enter_context(interruption.Interruption())
+    interrupt.outlook = f'ending before the first {unit}'
     run = Run(pathlib.Path(workdir), interrupt, stack, unit)
     try:
       yield run
@@ -120,8 +119,9 @@ def start(
       else:
         # Whatever a start has written is complete, or the next start makes it
         # again.
-        goal = goal or f'the first {unit}'
-        print(f'interrupted before {goal}; the same command starts again')
+        print(
+          f'interrupted before the first {unit}; the same command starts again'
+        )
     except _OUTAGES:
       if run.resumed:
         run.save()
@@ -167,9 +167,16 @@ class Run:
     # Metrics and dialogues of a step that still has to be evaluated.
     self._unwritten: tuple[dict, list] | None = None
 
-  def abandonable(self) -> contextlib.AbstractContextManager[None]:
-    """Returns a context whose body a signal may cut short."""
-    return self._interrupt.abandonable()
+  @contextlib.contextmanager
+  def abandonable(self) -> Iterator[None]:
+    """Runs a body that a signal may cut short; an update follows it."""
+    if self.resumed:
+      self._interrupt.outlook = f'saving {self._unit} {self.steps_done}'
+    with self._interrupt.abandonable():
+      yield
+    if self.resumed:
+      number = self.steps_done + 1
+      self._interrupt.outlook = f'finishing and saving {self._unit} {number}'
 
   def enter(self, context: contextlib.AbstractContextManager[T]) -> T:
     """Enters a context that is left when the run ends."""
@@ -304,6 +311,7 @@ class Run:
     kept = trajectories[: max(writer.trajectories, writer.samples)]
     metrics = {name: float(value) for name, value in metrics.items()}
     self.steps_done, self.state = done, state
+    self._interrupt.outlook = f'saving {self._unit} {done}'
     self.save_seconds = 0.0
     self._score = None
     self._unwritten = metrics, self._records(kept)
@@ -317,7 +325,7 @@ class Run:
     """
     if self._evaluate is not None and self._due(self._config.evaluate.every):
       timer = timing.Timer()
-      with self.abandonable():
+      with self._interrupt.abandonable():
         metrics = metrics | self._evaluated(self._evaluate)
       timer.lap('evaluate')
       metrics |= timer.laps
@@ -366,6 +374,7 @@ class Run:
       params: its weights, adapters merged.
       curve: whether to draw the learning curve.
     """
+    self._interrupt.outlook = 'exporting the policy, then ending'
     metrics, home = self.workdir / 'metrics.jsonl', self.workdir / 'policy'
     lines = [f'done. metrics: {metrics}']
     if curve:

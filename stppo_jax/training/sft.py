@@ -1,6 +1,7 @@
 """The supervised start: a policy imitates noisy demonstrations."""
 
 from collections.abc import Sequence
+import dataclasses
 import functools
 import pathlib
 import shutil
@@ -12,15 +13,17 @@ import jax.numpy as jnp
 from stppo_jax import batch as batch_lib
 from stppo_jax.data import demonstrations
 from stppo_jax.learner import optimizer as optimizer_lib
+from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import functional
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import sharding
+from stppo_jax.records import timing
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import pack
 from stppo_jax.sampling import scripted
-from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import assembly
+from stppo_jax.training import checkpoint_state
 from stppo_jax.training import evaluation
 from stppo_jax.training import model_files
 from stppo_jax.training import run as run_lib
@@ -31,29 +34,51 @@ Array = jax.Array
 _PRINT_EVERY = 50  # steps
 
 
-def run(config, workdir: str | pathlib.Path) -> int:
-  """Trains a policy on demonstrations and exports it to `workdir`.
+def run(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
+  """Trains, or resumes, on demonstrations; exports to `workdir/policy`.
 
-  Prints the loss as it goes and, at the end, the main score on evaluation
-  questions, sampled and greedy.
+  Prints, at the end, the main score on evaluation questions, sampled and
+  greedy.
+
+  Args:
+    config: the config of the run; its section `sft` above all.
+    workdir: the run's folder.
+    restart: whether to begin anew and move aside what the folder holds.
 
   Returns:
-    The exit code: 0 done, 130 or 75 ended by a signal.
+    The exit code: 0 done, 130 interrupted and saved, 75 preempted and saved.
   """
-  with run_lib.start(workdir, goal='its end') as run:
-    # No checkpoint is saved on the way: a signal ends the command at once.
+  with run_lib.start(workdir) as run:
     with run.abandonable():
       questions = assembly.build_components(config).questions
+      run.record_config(config, restart=restart, command='sft')
       services = run.enter(assembly.build_services(config, questions))
-      run.claim()
-      run_record.record_run(config.to_dict(), run.workdir, 'sft')
-      policy, params, tokenizer = imitate(config, services, workdir)
-      evaluator = evaluation.Evaluator(config, services, tokenizer, policy)
-      for greedy in (False, True):
+      learner = _Learner(config, services)
+      run.open(
+        config, num_steps=config.sft.num_steps, tokenizer=learner.tokenizer
+      )
+      state = run.resume(learner.start(), checkpoint_state.PolicyCheckpoints())
+    skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
+    for step in range(run.first_step, run.num_steps):
+      timer = timing.Timer()
+      with run.abandonable():
+        batch = learner.batch(step)
+      state, metrics = learner.update(state, batch, step)
+      metrics = jax.device_get(metrics)
+      timer.lap('step')
+      run.finish_step(step + 1, state, metrics | timer.laps)
+      skips.check([metrics])
+    policy, params = learner.policy, state.policy.params
+    run.finish(policy, params)
+    evaluator = evaluation.Evaluator(
+      config, services, learner.tokenizer, policy
+    )
+    for greedy in (False, True):
+      with run.abandonable():
         scores, _ = evaluator.run(params, greedy=greedy)
-        kind = 'greedy' if greedy else 'sampled'
-        for name, score in sorted(scores.items()):
-          print(f'{kind} {name} {score:.3f}', flush=True)
+      kind = 'greedy' if greedy else 'sampled'
+      for name, score in sorted(scores.items()):
+        run.show(f'{kind} {name} {score:.3f}')
   return run.exit_code
 
 
@@ -79,65 +104,106 @@ def imitate(
   config,
   services: assembly.Services,
   directory: str | pathlib.Path,
-) -> tuple[functional.Model, functional.Params, tokenizer_lib.Tokenizer]:
-  """Trains on demonstrations and writes a Hugging Face directory.
-
-  Returns:
-    The policy, its weights and its tokenizer.
-  """
-  with assembly.config_errors():
-    tokenizer = assembly.build_tokenizer(config, services.questions)
-    shape = assembly.build_model_config(config, tokenizer)
-    mesh = assembly.build_mesh(config)
-    policy = functional.Model(
-      shape, 'vocabulary', mesh, chunk=config.updates.head_chunk
-    )
-    params = weights_lib.load_or_init(config, config.model.path, policy, mesh)
-  adam, numbers = optimizer_lib.from_config(config.sft.optimizer)
-  placed = sharding.param_shardings(jax.eval_shape(adam.init, params), mesh)
-  adam_state = jax.jit(adam.init, out_shardings=placed)(params)
-  update = jax.jit(
-    functools.partial(_update, policy, adam), donate_argnums=(0, 1)
-  )
-  rows = sharding.batch_sharding(mesh)
-  teacher = assembly.build_demonstrations(config, services.questions)
-  start = time.monotonic()
+) -> None:
+  """Trains on demonstrations and writes a Hugging Face directory."""
+  learner = _Learner(config, services)
+  state, num_steps = learner.start(), config.sft.num_steps
+  began = time.monotonic()
   skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
   reports = []
-  for step in range(config.sft.num_steps):
-    dialogues = teacher.batch(step, config.sft.batch_size)
-    batch = distributed.from_local_rows(
-      _pack_dialogues(config, services, tokenizer, dialogues), rows
-    )
-    left = 1 - step / config.sft.num_steps
-    rate = numbers.learning_rate * min(1.0, 2 * left)
-    params, adam_state, loss, report = update(
-      params, adam_state, batch, step, numbers._replace(learning_rate=rate)
-    )
-    reports.append(report)
-    if step % _PRINT_EVERY == 0 or step == config.sft.num_steps - 1:
-      seconds = time.monotonic() - start
+  for step in range(num_steps):
+    state, metrics = learner.update(state, learner.batch(step), step)
+    reports.append(metrics)
+    if step % _PRINT_EVERY == 0 or step == num_steps - 1:
+      seconds, loss = time.monotonic() - began, metrics['sft/loss']
       print(f'sft step {step} loss {loss:.4f} {seconds:.0f}s', flush=True)
       skips.check(reports)
       reports.clear()
-  dtype = weights_lib.TRAINED
-  model_files.export(config, directory, policy, params, tokenizer, dtype=dtype)
-  return policy, params, tokenizer
+  model_files.export(
+    config,
+    directory,
+    learner.policy,
+    state.policy.params,
+    learner.tokenizer,
+    dtype=weights_lib.TRAINED,
+  )
+
+
+class _Learner:
+  """Makes the state of a policy and updates it on demonstrations.
+
+  A step is a function of (config, step, state).
+
+  Args:
+    config: the config of a run.
+    services: questions and environment, which answers the demonstrated turns.
+
+  Attributes:
+    policy: the model.
+    tokenizer: its tokenizer.
+  """
+
+  def __init__(self, config, services: assembly.Services):
+    self._config, self._services = config, services
+    with assembly.config_errors():
+      self.tokenizer = assembly.build_tokenizer(config, services.questions)
+      shape = assembly.build_model_config(config, self.tokenizer)
+      self._mesh = assembly.build_mesh(config)
+      self.policy = functional.Model(
+        shape, 'vocabulary', self._mesh, chunk=config.updates.head_chunk
+      )
+    self._adam, self._numbers = optimizer_lib.from_config(config.sft.optimizer)
+    self._rows = sharding.batch_sharding(self._mesh)
+    self._teacher = assembly.build_demonstrations(config, services.questions)
+    self._update = jax.jit(
+      functools.partial(_update, self.policy, self._adam), donate_argnums=0
+    )
+
+  def start(self) -> state_lib.TrainState:
+    """Returns the state before the first step."""
+    with assembly.config_errors():
+      params = weights_lib.load_or_init(
+        self._config, self._config.model.path, self.policy, self._mesh
+      )
+
+    def init(params):
+      moments = self._adam.init(params)
+      return state_lib.ModelState(params, moments, jnp.zeros((), jnp.int32))
+
+    layout = sharding.param_shardings(jax.eval_shape(init, params), self._mesh)
+    make = jax.jit(init, donate_argnums=0, out_shardings=layout)
+    return state_lib.TrainState(policy=make(params), value=None)
+
+  def batch(self, step: int) -> batch_lib.TokenBatch:
+    """Returns the demonstrations of a step."""
+    dialogues = self._teacher.batch(step, self._config.sft.batch_size)
+    packed = _pack_dialogues(
+      self._config, self._services, self.tokenizer, dialogues
+    )
+    return distributed.from_local_rows(packed, self._rows)
+
+  def update(
+    self, state: state_lib.TrainState, batch: batch_lib.TokenBatch, step: int
+  ) -> tuple[state_lib.TrainState, dict[str, Array]]:
+    """Takes one optimiser step; consumes the state. Returns metrics too."""
+    left = 1 - step / self._config.sft.num_steps
+    rate = self._numbers.learning_rate * min(1.0, 2 * left)
+    numbers = self._numbers._replace(learning_rate=rate)
+    policy, metrics = self._update(state.policy, batch, numbers)
+    return dataclasses.replace(state, policy=policy), metrics
 
 
 def _update(
   policy: functional.Model,
   adam,
-  params,
-  adam_state,
+  state: state_lib.ModelState,
   batch: batch_lib.TokenBatch,
-  count: Array,
   numbers,
-):
+) -> tuple[state_lib.ModelState, dict[str, Array]]:
   """Takes a step on the mean negative log-likelihood of policy tokens.
 
-  Like an update of `train`, it changes nothing if the gradient or the results
-  are not finite.
+  It is skipped, as an update of `learner.update` is, if it would leave numbers
+  that are not finite.
   """
 
   def negative_log_likelihood(params):
@@ -151,19 +217,16 @@ def _update(
     chosen_BL = jnp.where(batch.loss_mask_BL, logprobs_BL, 0.0)
     return -jnp.sum(chosen_BL) / jnp.sum(batch.loss_mask_BL)
 
-  loss, gradient = jax.value_and_grad(negative_log_likelihood)(params)
-  new_params, new_adam, report = optimizer_lib.apply_gradient(
-    adam, params, adam_state, gradient, count, numbers
+  loss, gradient = jax.value_and_grad(negative_log_likelihood)(state.params)
+  params, moments, report = optimizer_lib.apply_gradient(
+    adam, state.params, state.optimizer, gradient, state.updates, numbers
   )
-  finite = optimizer_lib.all_finite((report['grad_norm'], new_params, new_adam))
-  params, adam_state = jax.tree.map(
-    lambda new, old: jnp.where(finite, new, old),
-    (new_params, new_adam),
-    (params, adam_state),
-  )
+  finite = optimizer_lib.all_finite((report['grad_norm'], params, moments))
+  new = state_lib.ModelState(params, moments, state.updates + 1)
+  state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
   metrics = {f'actor/{name}': x for name, x in report.items()}
   metrics['update/skipped'] = 1.0 - finite.astype(jnp.float32)
-  return params, adam_state, loss, metrics
+  return state, {'sft/loss': loss, **metrics}
 
 
 def _pack_dialogues(

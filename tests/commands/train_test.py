@@ -47,17 +47,16 @@ def _one_step(workdir, algorithm='st_ppo', **changes):
 def taught(tmp_path_factory):
   """Returns (folder of a policy after a supervised start, its output)."""
   folder = tmp_path_factory.mktemp('taught')
-  flags = runs.flags(sft__num_steps=60, env__max_turn_tokens=16, **_TEACHING)
+  changes = {'sft__num_steps': 60, 'env__max_turn_tokens': 16, **_TEACHING}
+  flags = runs.flags(checkpoint__every=99, **changes)
   with contextlib.redirect_stdout(io.StringIO()) as output:
     assert __main__.main(['sft', *flags, f'--workdir={folder}']) == 0
-  return folder, output.getvalue()
+  return folder / 'policy', output.getvalue()
 
 
 def test_the_supervised_start_lowers_the_loss_and_is_evaluated(taught):
-  _, output = taught
-  losses = [
-    float(x) for x in re.findall(r'sft step \d+ loss ([0-9.]+)', output)
-  ]
+  policy, output = taught
+  losses = [line['sft/loss'] for line in runs.metrics(policy.parent)]
   assert losses[0] == pytest.approx(math.log(290), rel=0.02)  # uniform
   assert losses[-1] < 0.5 * losses[0]
   scores = re.findall(r'^(\w+) (\w+) \d\.\d{3}$', output, re.MULTILINE)
@@ -67,6 +66,32 @@ def test_the_supervised_start_lowers_the_loss_and_is_evaluated(taught):
     ('greedy', 'one_hop'),
     ('greedy', 'two_hop'),
   ]
+
+
+def test_an_interrupted_sft_resumes_as_the_same_run(tmp_path, capsys):
+  changes = {'sft__num_steps': 3, 'env__max_turn_tokens': 16, **_TEACHING}
+  flags = runs.flags(**changes, checkpoint__every=9, evaluate__num_questions=1)
+  whole, workdir = tmp_path / 'whole', tmp_path / 'interrupted'
+  assert __main__.main(['sft', *flags, f'--workdir={whole}']) == 0
+  batch, sent = demonstrations.SyntheticDemonstrations.batch, []
+
+  def interrupted(self, step, count):
+    if step == 2 and not sent:
+      sent.append(step)
+      os.kill(os.getpid(), signal.SIGHUP)
+    return batch(self, step, count)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(demonstrations.SyntheticDemonstrations, 'batch', interrupted)
+    assert __main__.main(['sft', *flags, f'--workdir={workdir}']) == 75
+    assert not (workdir / 'policy').exists()
+    out, err = capsys.readouterr()
+    assert 'interrupted after step 2, saved' in out
+    assert 'SIGHUP: saving step 2; send another one to abandon' in err
+    assert __main__.main(['sft', *flags, f'--workdir={workdir}']) == 0
+  assert runs.repeated(workdir) == runs.repeated(whole)
+  weights = 'policy/model.safetensors'
+  assert (workdir / weights).read_bytes() == (whole / weights).read_bytes()
 
 
 # Other tests run one of them; what differs is in rl and learner.
@@ -283,7 +308,8 @@ def test_a_folder_without_a_run_cannot_be_evaluated(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ('number', 'code'), [(signal.SIGINT, 130), (signal.SIGTERM, 75)]
+  ('number', 'code'),
+  [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75)],
 )
 def test_a_signal_saves_and_the_same_command_resumes(tmp_path, number, code):
   flags = runs.flags(num_steps=40, evaluate__every=0, checkpoint__every=99)
@@ -299,7 +325,7 @@ def test_a_signal_saves_and_the_same_command_resumes(tmp_path, number, code):
   assert process.returncode == code
   (step,) = re.findall(r'interrupted after step (\d+), saved', out)
   assert 2 <= int(step) < 40
-  assert err == ''
+  assert err.startswith(f'{number.name}: ') and err.count('\n') == 1
   output = io.StringIO()
   with contextlib.redirect_stdout(output):
     steps = int(step) + 1

@@ -1,6 +1,8 @@
 """The line of a step: its metrics and the remaining time."""
 
+import contextlib
 import io
+import os
 
 import rich.console
 
@@ -16,56 +18,77 @@ def _progress(num_steps, times, *, terminal=False):
   return progress.Progress(num_steps, console=console, clock=clock), file
 
 
-def test_a_plain_line_a_step():
-  shown, file = _progress(10, [0.0, 5.0, 10.0])
+def test_a_line_shows_what_was_measured_in_its_step():
+  shown, file = _progress(10, [60.0, 65.0, 70.0])
+  shown.update(0, {'val/em/a': 0.125})
   shown.update(
     1,
     {
       'critic/score/mean': 0.25,
+      'actor/entropy': 1.25,
+      'critic/kl': -0.00001,
+      'actor/pg_clipfrac': 0.5,
+      'num_turns/mean': 2.0,
       'perf/throughput': 12345.6,
-      'val/em/a': 0.5,
-      'val/em/b': 1.0,
     },
   )
-  shown.update(2, {'critic/score/mean': 0.5})
+  shown.update(2, {'critic/score/mean': 0.5, 'val/em/a': 0.5, 'val/em/b': 1.0})
+  shown.update(3, {})
   shown.close()
   assert file.getvalue().splitlines() == [
-    'step 1/10  reward 0.250  val/em 0.750  12,346 tokens/s  eta 0:00:45',
-    'step 2/10  reward 0.500  val/em 0.750  12,346 tokens/s  eta 0:00:40',
+    'step 0/10  val/em 0.125',
+    'step 1/10  reward 0.250  entropy 1.250  kl 0.000  clipped 0.500  '
+    'turns 2.000  12,346 tokens/s',
+    # The first step compiles: it does not count.
+    'step 2/10  val/em 0.750  reward 0.500  eta 0:00:40',
+    'step 3/10  eta 0:00:35',
   ]
 
 
 def test_skipped_updates_are_told_where_there_are_some():
-  shown, file = _progress(10, [0.0, 5.0, 10.0])
+  shown, file = _progress(10, [5.0, 10.0])
   shown.update(1, {'update/skipped': 0.25})
   shown.update(2, {'update/skipped': 0.0})
   assert file.getvalue().splitlines() == [
-    'step 1/10  skipped 25% of the updates  eta 0:00:45',
+    'step 1/10  skipped 25% of the updates',
     'step 2/10  eta 0:00:40',
   ]
 
 
 def test_a_resumed_run_counts_its_own_steps():
-  shown, file = _progress(100, [0.0, 2.0])
+  shown, file = _progress(100, [20.0, 22.0])
   shown.update(51, {})
-  assert file.getvalue() == 'step 51/100  eta 0:01:38\n'
+  shown.update(52, {})
+  assert file.getvalue() == 'step 51/100\nstep 52/100  eta 0:01:36\n'
 
 
-def test_before_the_first_step_nothing_is_known_of_the_pace():
-  shown, file = _progress(10, [0.0, 6.0])
-  shown.update(0, {'val/em/a': 0.125})
-  shown.update(1, {})
-  assert file.getvalue().splitlines() == [
-    'step 0/10  val/em 0.125',
-    'step 1/10  val/em 0.125  eta 0:00:54',
-  ]
+def test_a_console_that_is_lost_does_not_end_the_run(caplog):
+  for kind in ('pipe', 'full'):
+    if kind == 'pipe':
+      reader, writer = os.pipe()
+      os.close(reader)
+    else:
+      writer = os.open('/dev/full', os.O_WRONLY)
+    with (
+      open(writer, 'w', encoding='utf-8') as file,
+      contextlib.redirect_stdout(file),
+    ):
+      shown = progress.Progress(2)
+      shown.update(1, {})
+      shown.show('more')
+      shown.update(2, {})
+      shown.close()
+  first, second = [record.getMessage() for record in caplog.records]
+  assert first.endswith('the run goes on: Broken pipe')
+  assert second.endswith('the run goes on: No space left on device')
 
 
 def test_a_terminal_shows_a_bar_and_text_above_it():
   shown, file = _progress(4, [0.0, 1.0], terminal=True)
   shown.update(1, {'critic/score/mean': 0.5})
+  shown.update(2, {'critic/score/mean': 0.5})
   shown.show('[bold]not markup[/bold]')
   shown.close()
-  assert 'step 1/4  reward 0.500  eta 0:00:03' in file.getvalue()
+  assert 'step 2/4  reward 0.500  eta 0:00:02' in file.getvalue()
   assert '[bold]not markup[/bold]' in file.getvalue()
   assert '━' in file.getvalue()

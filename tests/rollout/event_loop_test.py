@@ -2,7 +2,10 @@
 
 import asyncio
 import concurrent.futures
+import gc
+import itertools
 import signal
+import sys
 import threading
 
 import pytest
@@ -51,6 +54,42 @@ def test_an_interrupt_cancels_the_coroutine():
       assert ended == ['wait']  # at once, and not when the loop is left
   finally:
     signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupt_at_any_line_leaves_no_coroutine_unawaited(recwarn):
+  async def work():
+    pass
+
+  class Interrupt(BaseException):
+    pass
+
+  # The first three lines take the coroutine over.
+  for line in itertools.count(3):
+    passed = 0
+
+    def trace(frame, event, _, last=line):
+      nonlocal passed
+      if frame.f_code.co_filename == event_loop.__file__ and event == 'line':
+        passed += 1
+        if passed > last:
+          sys.settrace(None)
+          raise Interrupt
+      return trace
+
+    with event_loop.EventLoop() as loop:
+      coroutine, before = work(), sys.gettrace()
+      sys.settrace(trace)
+      try:
+        loop.run(coroutine)
+        break
+      except Interrupt:
+        pass
+      finally:
+        sys.settrace(before)
+      del coroutine
+  gc.collect()
+  assert line > 8
+  assert not [str(x.message) for x in recwarn if 'await' in str(x.message)]
 
 
 def test_leaving_the_loop_cancels_running_coroutines(caplog):

@@ -3,6 +3,8 @@
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -17,7 +19,7 @@ from tests.training import runs
 pytestmark = pytest.mark.filterwarnings(
   'ignore::pytest.PytestUnraisableExceptionWarning'
 )
-_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
+_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75}
 
 
 def _send(number):
@@ -47,16 +49,70 @@ def test_other_work_is_finished_first(number):
   assert finished and interrupt.exit_code == _CODES[number]
 
 
-@pytest.mark.parametrize('first', _CODES)
-def test_the_second_signal_ends_at_once(first):
+# A process that computes for minutes, and reaches no Python code meanwhile.
+_BUSY = """
+import hashlib
+from stppo_jax.training import interruption
+with interruption.Interruption() as interrupt:
+  interrupt.outlook = 'saving step 3'
+  print('ready', flush=True)
+  hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)
+"""
+
+
+def _busy(*before):
+  process = subprocess.Popen(
+    [*before, sys.executable, '-c', _BUSY],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    cwd=runs.REPO,
+  )
+  assert process.stdout.readline() == 'ready\n'
+  return process
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_answered_at_once_and_a_second_one_ends(number):
+  process = _busy()
+  process.send_signal(number)
+  name = number.name
+  again = {'SIGINT': 'press again', 'SIGTERM': 'send another one'}[name]
+  line = f'{name}: saving step 3; {again} to abandon\n'
+  assert process.stderr.readline() == line
+  process.send_signal(number)
+  out, err = process.communicate(timeout=60)
+  assert (out, err) == ('', 'abandoned; what was saved before remains\n')
+  assert process.returncode == _CODES[number]
+
+
+def test_a_hangup_counts_once_and_nohup_ignores_it():
+  for before, reported in (((), True), (('nohup',), False)):
+    process = _busy(*before)
+    process.send_signal(signal.SIGHUP)
+    if reported:
+      assert process.stderr.readline().startswith('SIGHUP: saving step 3')
+      process.send_signal(signal.SIGHUP)  # as terminals and shells do
+    process.send_signal(signal.SIGTERM)
+    first = process.stderr.readline()
+    assert first.startswith('abandoned' if reported else 'SIGTERM: saving')
+    process.kill()
+    process.communicate()
+
+
+def test_what_the_body_makes_of_an_interrupt_does_not_matter():
   with interruption.Interruption() as interrupt:
-    _send(first)
-    with pytest.raises(SystemExit) as caught:
-      _send(signal.SIGTERM)
-    assert caught.value.code == 75
-    with pytest.raises(KeyboardInterrupt):
-      _send(signal.SIGINT)
-    assert interrupt.exit_code == _CODES[first]
+    with pytest.raises(interruption.Interrupted):
+      with interrupt.abandonable():
+        with contextlib.suppress(interruption.Interrupted):  # as C code does
+          _send(signal.SIGTERM)
+  with interruption.Interruption() as interrupt:
+    with pytest.raises(interruption.Interrupted):
+      with interrupt.abandonable():
+        try:
+          _send(signal.SIGTERM)
+        except interruption.Interrupted as error:
+          raise ImportError from error
 
 
 def test_signal_handlers_are_restored():
