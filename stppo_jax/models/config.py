@@ -209,13 +209,14 @@ class ModelConfig:
         not implemented, or a key is missing or has a value that is not allowed;
         one line.
     """
-    fields_lib.check(hf)
-    kind = hf.get('model_type')
+    kind = fields_lib.model_type(hf)
+    # First, because the fields of other families have other meanings.
     if kind is None or kind not in ARCHITECTURES:
       raise ValueError(
         f'unsupported model_type {kind!r}; supported: '
         + ', '.join(ARCHITECTURES)
       )
+    fields_lib.check(hf)
     architecture = ARCHITECTURES[kind]
     hidden_size = fields_lib.needed(hf, 'hidden_size')
     heads = fields_lib.needed(hf, 'num_attention_heads')

@@ -35,7 +35,6 @@ _TEXTS = settings.Rule(
 # Fields where null means that there is no value: it follows from other fields,
 # or `needed` raises an error of its own.
 _OR_NULL: Mapping[str, settings.Rule] = {
-  'model_type': _TEXT,
   'vocab_size': _COUNT,
   'hidden_size': _COUNT,
   'intermediate_size': _COUNT,
@@ -98,6 +97,18 @@ def check(hf: Mapping[str, Any]) -> None:
       f'layer_types {", ".join(sorted(others))} are not supported; supported: '
       'full_attention'
     )
+
+
+def model_type(hf: Mapping[str, Any]) -> str | None:
+  """Returns the field `model_type`, None if it is missing.
+
+  Raises:
+    ValueError: it is not a string.
+  """
+  kind = hf.get('model_type')
+  if kind is not None:
+    _check_field('model_type', kind, _TEXT)
+  return kind
 
 
 def needed(hf: Mapping[str, Any], *names: str) -> Any:

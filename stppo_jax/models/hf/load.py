@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import itertools
+import logging
 import math
 import mmap
 import pathlib
@@ -35,6 +36,7 @@ from stppo_jax.models.hf import weight_files
 # the config, and the head of a model whose head is its embedding.
 _FREQUENCIES = re.compile(r'\.rotary_emb\.inv_freq$')
 _HEAD = 'lm_head.weight'
+_EMBEDDING = 'model.embed_tokens.weight'
 _SHOWN = 3  # the most problems that an error lists
 
 _Index = tuple[slice, ...]
@@ -81,14 +83,64 @@ def read_config(
     raise ValueError(f'{path}: {error}') from error
 
 
+def end_token_ids(directory: str | pathlib.Path) -> tuple[int, ...]:
+  """Returns the ids that end a text, which instruct models have several of.
+
+  They are in `generation_config.json`, or else in `config.json`.
+
+  Raises:
+    ValueError: a file has something else than ids; one line.
+  """
+  for name in ('generation_config.json', 'config.json'):
+    path = pathlib.Path(directory) / name
+    content = weight_files.read_json(path) if path.is_file() else {}
+    value = content.get('eos_token_id')
+    if value is None:
+      continue
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(i) is int and i >= 0 for i in ids):
+      raise ValueError(
+        f'{path}: eos_token_id={value!r}: must be a token id, or a list of them'
+      )
+    return tuple(ids)
+  return ()
+
+
 def check_weights(
   directory: str | pathlib.Path, config: model_config.ModelConfig
 ) -> None:
   """Raises ValueError unless a directory has the weights of such a policy.
 
-  No weight is read. `read_params` lists the errors.
+  `read_params` lists the errors. No weight is read, except that a head which is
+  not used is compared with the embedding, and a warning says if they differ.
   """
   _plan(directory, config)
+  if config.tie_embeddings:
+    _compare_head(directory)
+
+
+def _compare_head(directory: str | pathlib.Path) -> None:
+  """Warns of a head that differs from the embedding in its place."""
+  tensors = weight_files.read_headers(directory)
+  embedding, head = tensors[_EMBEDDING], tensors.get(_HEAD)
+  if head is None:
+    return
+  same = head.shape == embedding.shape and head.dtype == embedding.dtype
+  if same:
+    ours, theirs = embedding.view(), head.view()
+    step = max(1, weight_files.SLICE_BYTES // (4 * ours.shape[1]))
+    same = all(
+      np.array_equal(ours[n : n + step], theirs[n : n + step])
+      for n in range(0, len(ours), step)
+    )
+  if not same:
+    logging.getLogger(__name__).warning(
+      '%s: %s differs from %s and is not used, because config.json says '
+      'tie_word_embeddings=true',
+      directory,
+      _HEAD,
+      _EMBEDDING,
+    )
 
 
 def read_params(
@@ -98,7 +150,8 @@ def read_params(
 
   Raises:
     ValueError: there are no weights, a file is damaged, or a tensor is missing,
-      unexpected, of another shape, or of an unsupported dtype; one line.
+      unexpected, of another shape, of an unsupported dtype, or not finite; one
+      line.
   """
   return _nested(
     {
@@ -299,6 +352,10 @@ def _read(leaf: _Leaf, index: _Index, offset: int = 0) -> np.ndarray:
     stored = stored.T if entry.transposed else stored
     here = tuple(p - i.start for p, i in zip(position, leading))
     result[here] = stored[rest]
+    if not np.isfinite(result[here]).all():
+      raise ValueError(
+        f'{tensor.path}: {entry.hf_name} has a value that is not finite'
+      )
   return result
 
 

@@ -65,6 +65,30 @@ def _equal(actual, expected):
   jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
+@pytest.mark.parametrize('bad', [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize('dtype', [np.float32, np.float16])
+def test_values_that_are_not_finite_are_refused_by_name(tmp_path, bad, dtype):
+  tensors = _tensors(_DENSE, dtype)
+  name = 'model.layers.1.mlp.up_proj.weight'
+  tensors[name][-1, -1] = bad
+  _write(tmp_path, _DENSE, tensors)
+  with pytest.raises(ValueError, match=f'{name} has a value that is not finit'):
+    load.read_params(tmp_path, _DENSE.config)
+
+
+@pytest.mark.parametrize('change', [0.0, 1.0])
+def test_an_unused_head_that_differs_is_said(tmp_path, caplog, change):
+  tensors = _tensors(_TIED)
+  tensors['lm_head.weight'] = tensors['model.embed_tokens.weight'] + change
+  _write(tmp_path, _TIED, tensors)
+  load.check_weights(tmp_path, _TIED.config)
+  said = [record.getMessage() for record in caplog.records]
+  assert said == [
+    f'{tmp_path}: lm_head.weight differs from model.embed_tokens.weight and is '
+    'not used, because config.json says tie_word_embeddings=true'
+  ] * bool(change)
+
+
 def test_kernels_are_transposed_and_layers_stacked(tmp_path):
   tensors = _tensors(_MIXTURE)
   _write(tmp_path, _MIXTURE, tensors)
