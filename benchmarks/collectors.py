@@ -104,7 +104,7 @@ class SlotCollector:
       automaton=stops.build(
         policy.tokenizer.token_bytes(),
         stop_strings=actions.STOP_STRINGS,
-        eos_id=policy.tokenizer.eos_id,
+        eos_ids=(policy.tokenizer.eos_id,),
       ),
       options=engine_options.EngineOptions(
         slots=slots,

@@ -51,6 +51,13 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # A directory with a tokenizer; '' = the tokenizer in `path`, or one
         # made from the data.
         'tokenizer_path': '',
+        # The ids of the tokens that end a turn, such as (151645, 151643). () =
+        # the tokenizer's end token and the eos_token_id that the directory
+        # lists; instruct models list several.
+        'eos_token_ids': (),
+        # Whether env.max_length may exceed the max_position_embeddings of the
+        # model in `path`, which has not seen such positions.
+        'allow_beyond_max_position_embeddings': False,
         # The type of the computations: float32 | bfloat16. Weights are always
         # float32.
         'dtype': 'float32',

@@ -48,6 +48,10 @@ _HOPS = settings.Rule(
   lambda x: len(x) > 0 and all(h in (1, 2) for h in x),
   'some of 1 and 2, such as (1, 2)',
 )
+_TOKEN_IDS = settings.Rule(
+  lambda ids: all(type(i) is int and i >= 0 for i in ids),
+  'token ids, such as (2, 7)',
+)
 _MODEL = settings.Rule(
   lambda x: not x or (pathlib.Path(x) / 'config.json').is_file(),
   'empty, or a folder that holds config.json',
@@ -77,6 +81,7 @@ RULES: Mapping[str, settings.Rule] = {
   'model.reference_path': _MODEL,
   'model.reference_memory': _one_of('device', 'host'),
   'model.tokenizer_path': _PATH,
+  'model.eos_token_ids': _TOKEN_IDS,
   'model.dtype': _one_of('float32', 'bfloat16'),
   **{f'model.{size}': _POSITIVE for size in _SIZES},
   'model.num_kv_heads': _POSITIVE,

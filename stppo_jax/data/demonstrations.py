@@ -15,6 +15,7 @@ import numpy as np
 from stppo_jax import types
 from stppo_jax.data import questions as questions_lib
 from stppo_jax.data import synthetic_wiki
+from stppo_jax.envs import neutralisation
 
 Demonstration = tuple[types.Question, list[str]]
 
@@ -92,14 +93,17 @@ class LookupDemonstrations:
     rng = np.random.default_rng((self.seed, step))
     result = []
     for question in self.questions.train(step, count):
+      query, answer = map(
+        neutralisation.neutralise_tags,
+        (question.text, question.golden_answers[0]),
+      )
       turns = []
       if rng.random() >= self.error_rate:
         turns.append(
-          f'<think> I look it up. </think><search> {question.text} </search>'
+          f'<think> I look it up. </think><search> {query} </search>'
         )
       turns.append(
-        '<think> I know it now. </think>'
-        f'<answer> {question.golden_answers[0]} </answer>'
+        f'<think> I know it now. </think><answer> {answer} </answer>'
       )
       result.append((question, turns))
     return result

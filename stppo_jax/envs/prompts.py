@@ -54,13 +54,14 @@ def load_template(path: str) -> str:
 
 
 def fill(template: str, question: types.Question) -> str:
-  """Returns the prompt of a question.
+  """Returns the prompt of a question, with our own tags in it neutralised.
 
   The options of a choice question follow it, one a line.
   """
   text = question.text
   if question.kind == 'choice':
     text += '\nOptions:\n' + _option_lines(question.options)
+  text = neutralisation.neutralise_tags(text)
   # str.format would fail on other braces in the template, which are text.
   return template.replace(PLACEHOLDER, text)
 
@@ -81,7 +82,8 @@ def information(passages: Sequence[types.Passage]) -> protocol.Observation:
 
 def correction() -> protocol.Observation:
   """Returns the observation that follows a turn without a valid action."""
-  return protocol.Observation(prefix='\n\n', body=_CORRECTION, suffix='\n\n')
+  # No part of it is a stranger's, so nothing in it is neutralised.
+  return protocol.Observation(f'\n\n{_CORRECTION}\n\n', body='', suffix='')
 
 
 def phrases(vocabulary: Sequence[str]) -> list[str]:

@@ -28,6 +28,12 @@ class Observation:
 
   It is cut to `max_observation_tokens` inside `body` only, so that a closing
   tag in `suffix` is always there.
+
+  Attributes:
+    prefix: the environment's own words; its tags may become added tokens of the
+      tokenizer.
+    body: text of strangers, which never becomes an added token.
+    suffix: the environment's own words, too.
   """
 
   prefix: str
@@ -64,8 +70,9 @@ class Environment(Protocol):
 
   Attributes:
     stop_strings: the first of them that the policy completes ends its turn.
-    tags: strings that stand in every dialogue; a BPE tokenizer made for this
-      environment is trained on them too.
+    tags: strings that structure every dialogue. A tokenizer may have added
+      tokens for them, and a BPE tokenizer made for this environment is trained
+      on them too.
     main_score: the score that evaluations report, as
       `val/{main_score}/{data_set}`.
     needs_retriever: whether passages must be served before it is built.

@@ -33,7 +33,10 @@ class Tokenizer(Protocol):
   """See `sampling.tokenizer.Tokenizer`."""
 
   def encode_prompt(self, text: str) -> np.ndarray: ...
-  def encode_text(self, text: str) -> np.ndarray: ...
+  def encode_text(
+    self, text: str, *, tags: Sequence[str] = ()
+  ) -> np.ndarray: ...
+  def neutralise(self, text: str) -> str: ...
   def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
 
 
@@ -271,7 +274,7 @@ class Collector:
 
   def _open(self, question: types.Question) -> list[_Row]:
     """Returns the rows of a question, which share its prompt."""
-    prompt = self._environment.prompt(question)
+    prompt = self._environment.prompt(self._neutral(question))
     ids = self._tokenizer.encode_prompt(prompt)
     room = self._engine.max_length
     status = Status.TRUNCATED_LENGTH if len(ids) >= room else None
@@ -279,6 +282,14 @@ class Collector:
       _Row(question, prompt, ids[:room], status=status)
       for _ in range(self._group_size)
     ]
+
+  def _neutral(self, question: types.Question) -> types.Question:
+    """Returns a question whose words spell no added token in a prompt."""
+    clean = self._tokenizer.neutralise
+    options = {key: clean(text) for key, text in question.options.items()}
+    return dataclasses.replace(
+      question, text=clean(question.text), options=options
+    )
 
   def _append_turn(
     self, turn: _PendingTurn, row: _Row, step: protocol.Step
@@ -318,10 +329,10 @@ class Collector:
 
   def _encode(self, observation: protocol.Observation) -> np.ndarray:
     """Returns the ids of an observation, its body cut to what is allowed."""
-    prefix, body, suffix = (
-      self._tokenizer.encode_text(text)
-      for text in (observation.prefix, observation.body, observation.suffix)
-    )
+    encode, tags = self._tokenizer.encode_text, self._environment.tags
+    prefix = encode(observation.prefix, tags=tags)
+    body = encode(observation.body)
+    suffix = encode(observation.suffix, tags=tags)
     room = self._max_observation_tokens - len(prefix) - len(suffix)
     return np.concatenate([prefix, body[: max(room, 0)], suffix])
 

@@ -56,7 +56,7 @@ def build(
   token_bytes: Sequence[bytes],
   *,
   stop_strings: Sequence[str],
-  eos_id: int,
+  eos_ids: Sequence[int],
 ) -> StopAutomaton:
   """Builds the automaton for a tokenizer's vocabulary.
 
@@ -64,7 +64,7 @@ def build(
     token_bytes: the bytes that each id adds to the text; b'' leaves the state
       as it is.
     stop_strings: the first one that is completed ends the turn.
-    eos_id: the id that ends the turn too.
+    eos_ids: the ids that end the turn too.
 
   Raises:
     ValueError: if no sequence of tokens can spell a stop string.
@@ -84,7 +84,7 @@ def build(
     moved_ZV = transitions[state_ZV, padded_VW[None, :, position]]
     state_ZV = np.where(position < lengths_V[None], moved_ZV, state_ZV)
   stopped = num_states - 1
-  state_ZV[:, eos_id] = stopped
+  state_ZV[:, list(eos_ids)] = stopped
   return StopAutomaton(state_ZV.astype(np.int16), stopped)
 
 

@@ -7,9 +7,12 @@ L tokens of a text.
 """
 
 from collections.abc import Iterable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import json
 import pathlib
+import re
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -23,6 +26,10 @@ END_OF_TEXT = '<|endoftext|>'
 
 # One of these is inserted into the literal of an added token to break it up.
 _GAPS = ' .-_~^'
+# What `AutoTokenizer` is told, see `Tokenizer.save`.
+_AUTO = 'transformers.PreTrainedTokenizerFast'
+_BYTE = re.compile('<0x([0-9A-F]{2})>')  # a token that is one byte
+_DECODERS = 'ByteLevel, Fuse, Sequence of Replace, ByteFallback, Fuse, Strip'
 
 
 class Tokenizer:
@@ -41,10 +48,12 @@ class Tokenizer:
     self._fast = fast
     assert isinstance(fast.eos_token_id, int)
     self.eos_id = fast.eos_token_id
-    self.vocab_size = len(fast)
+    self.vocab_size = max(fast.get_vocab().values()) + 1
     backend = fast.backend_tokenizer
     self._added = backend.get_added_tokens_decoder()
     self.added_literals = tuple(t.content for t in self._added.values())
+    self._inside = _without_prefix_space(backend)
+    self._bytes: list[bytes] | None = None
 
   @classmethod
   def load(cls, directory: str | pathlib.Path) -> 'Tokenizer':
@@ -62,83 +71,124 @@ class Tokenizer:
     return cls(fast)
 
   def save(self, directory: str | pathlib.Path) -> None:
-    """Writes the files that `load` and `transformers` read."""
+    """Writes the files that `load` and `transformers` read.
+
+    `AutoTokenizer` reads the files of every model of type qwen2 with the rules
+    of Qwen2's own tokenizer, whatever class they name, which would give other
+    ids. It obeys the class if `auto_map` is there, unless it is told to trust
+    remote code: then it stops, because there is none.
+    """
     self._fast.save_pretrained(directory)
+    path = pathlib.Path(directory) / 'tokenizer_config.json'
+    content = json.loads(path.read_text(encoding='utf-8'))
+    content |= {
+      'tokenizer_class': 'PreTrainedTokenizerFast',
+      'auto_map': {'AutoTokenizer': [None, _AUTO]},
+    }
+    text = json.dumps(content, indent=2, ensure_ascii=False) + '\n'
+    path.write_text(text, encoding='utf-8')
 
   def encode_prompt(self, text: str) -> np.ndarray:
     """Returns the ids of a user message, in the chat template if there is one.
 
     Returns:
       int32 [L].
+
+    Raises:
+      ValueError: if the chat template fails, or leaves the message out.
     """
     if self._fast.chat_template:
-      message = [{'role': 'user', 'content': text}]
-      templated = self._fast.apply_chat_template(
-        message, tokenize=False, add_generation_prompt=True
-      )
-      assert isinstance(templated, str)  # a list only for several dialogues
-      text = templated
+      text = self._templated(text)
     ids = self._fast.encode(text, add_special_tokens=False)
     return np.asarray(ids, np.int32)
 
-  def encode_text(self, text: str) -> np.ndarray:
-    """Returns the ids of foreign text, none of which is an added token.
+  def _templated(self, text: str) -> str:
+    """Returns a user message in the chat template."""
+    message = [{'role': 'user', 'content': text}]
+    try:
+      templated = self._fast.apply_chat_template(
+        message, tokenize=False, add_generation_prompt=True
+      )
+    except Exception as error:  # templates are programs: any kind of them
+      reason = f'{type(error).__name__}: {" ".join(str(error).split())}'
+      raise ValueError(f'the chat template fails ({reason})') from error
+    assert isinstance(templated, str)  # a list only for several dialogues
+    if _without_space(text) not in _without_space(templated):
+      raise ValueError('the chat template leaves out what the user says')
+    return templated
+
+  def encode_text(self, text: str, *, tags: Sequence[str] = ()) -> np.ndarray:
+    """Returns the ids of text in a dialogue; only tags may be added tokens.
 
     A passage that could spell a special token could end a message. Literals of
-    added tokens in the text are broken up first, and the result is checked.
+    added tokens in the text are broken up first, except in the tags, which the
+    tokenizer encodes as it likes.
+
+    Args:
+      text: what follows in a dialogue; no space is put in front of it.
+      tags: strings that keep their meaning; () for text of strangers.
 
     Returns:
       int32 [L].
 
     Raises:
-      ValueError: if there is an added token all the same, or no character to
-        break literals up with.
+      ValueError: if there is no character to break literals up with.
     """
-    text = _without_literals(text, self.added_literals)
-    ids = self._fast.encode(
-      text, add_special_tokens=False, split_special_tokens=True
+    parts = [text]
+    if tags:
+      longest_first = sorted(tags, key=len, reverse=True)
+      parts = re.split(f'({"|".join(map(re.escape, longest_first))})', text)
+    text = ''.join(
+      part if n % 2 else self.neutralise(part) for n, part in enumerate(parts)
     )
-    forged = set(ids) & set(self._added)
-    if forged:
-      raise ValueError(f'added token ids {sorted(forged)} from plain text')
-    return np.asarray(ids, np.int32)
+    ids = self._inside.encode(text, add_special_tokens=False).ids
+    # A normaliser may have made a literal of characters that resemble it.
+    kept = [i for i in ids if i not in self._added or self._allowed(i, tags)]
+    return np.asarray(kept, np.int32)
 
-  def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-    """Returns the text of ids, with special tokens."""
-    text = self._fast.decode(
-      list(map(int, ids)),
-      skip_special_tokens=False,
-      clean_up_tokenization_spaces=False,
-    )
-    assert isinstance(text, str)  # a list only for several sequences
-    return text
+  def _allowed(self, token_id: int, tags: Sequence[str]) -> bool:
+    """Returns whether an added token may be in text with these tags."""
+    content = self._added[token_id].content
+    unknown = token_id == self._fast.unk_token_id  # of any strange character
+    return unknown or any(content in tag for tag in tags)
 
-  def token_bytes(self) -> list[bytes]:
-    """Returns the bytes that each id contributes to the text of `decode`.
+  def neutralise(self, text: str) -> str:
+    """Returns the text with the literals of all added tokens broken up.
 
     Raises:
-      ValueError: if the tokenizer's decoder does more than join tokens.
+      ValueError: if there is no character to break them up with.
     """
-    spec = json.loads(self._fast.backend_tokenizer.to_str())
-    decoder = (spec['decoder'] or {}).get('type')
-    if decoder not in ('ByteLevel', 'Fuse'):
-      raise ValueError(
-        f'unsupported decoder {decoder!r} of the tokenizer; '
-        'supported: ByteLevel, Fuse'
-      )
-    table = _byte_level_alphabet()
-    result = []
-    for token_id in range(self.vocab_size):
-      if token_id in self._added:
-        result.append(self._added[token_id].content.encode())
-        continue
-      token = self._fast.convert_ids_to_tokens(token_id)
-      assert isinstance(token, str)  # a list only for several ids
-      if decoder == 'ByteLevel':
-        result.append(bytes(table[char] for char in token))
-      else:
-        result.append(token.encode())
-    return result
+    return _without_literals(text, self.added_literals)
+
+  def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+    """Returns the text of ids, with special tokens.
+
+    It is the text of their bytes, so that it has a stop string if and only if
+    the bytes have. Bytes that are no UTF-8 become replacement characters. Ids
+    above the vocabulary, which a padded embedding has, add nothing.
+    """
+    pieces = self.token_bytes()
+    joined = b''.join(pieces[i] for i in ids if i < len(pieces))
+    return joined.decode(errors='replace')
+
+  def token_bytes(self) -> list[bytes]:
+    """Returns the bytes that each id adds to the text, by the decoder's rules.
+
+    What a decoder does to the first token of a text only, such as removing its
+    space, is left out, because the text of a turn follows other text.
+
+    Raises:
+      ValueError: if the tokenizer's decoder does more than join tokens, or a
+        token is not one of a byte-level vocabulary; one line.
+    """
+    if self._bytes is None:
+      steps = _decoder_steps(self._fast.backend_tokenizer)
+      tokens = self._fast.convert_ids_to_tokens(list(range(self.vocab_size)))
+      self._bytes = [
+        _bytes_of(token or '', token_id, steps, added=token_id in self._added)
+        for token_id, token in enumerate(tokens)
+      ]
+    return self._bytes
 
 
 def phrase_tokenizer(phrases: Iterable[str]) -> Tokenizer:
@@ -211,6 +261,84 @@ def _without_literals(text: str, literals: Sequence[str]) -> str:
   return text
 
 
+def _without_space(text: str) -> str:
+  return ''.join(text.split())
+
+
+def _without_prefix_space(
+  backend: tokenizers.Tokenizer,
+) -> tokenizers.Tokenizer:
+  """Returns a tokenizer that puts no space in front of the text.
+
+  Tokenizers of the SentencePiece kind do so, which is right at the start of a
+  text only: in a dialogue it would come back before every observation.
+  """
+  text = backend.to_str()
+  spec = json.loads(text)
+  normalizer = spec['normalizer'] or {}
+  parts = normalizer.get('normalizers', [normalizer])
+  kept = [part for part in parts if part.get('type') != 'Prepend']
+  if len(kept) < len(parts):
+    spec['normalizer'] = {'type': 'Sequence', 'normalizers': kept}
+  splitter = spec['pre_tokenizer'] or {}
+  for part in splitter.get('pretokenizers', [splitter]):
+    if part.get('type') == 'Metaspace':
+      part['prepend_scheme'] = 'never'
+    if part.get('type') == 'ByteLevel':
+      part['add_prefix_space'] = False
+  spec['truncation'] = spec['padding'] = None
+  if spec == json.loads(text):
+    return backend
+  return tokenizers.Tokenizer.from_str(json.dumps(spec))
+
+
+def _decoder_steps(backend: tokenizers.Tokenizer) -> list[Mapping[str, Any]]:
+  """Returns what the decoder does to each token, one step after another.
+
+  Raises:
+    ValueError: if it does something else than join what the steps give.
+  """
+  decoder = json.loads(backend.to_str())['decoder'] or {}
+  steps, joined = [], False
+  for step in decoder.get('decoders', [decoder]):
+    kind = step.get('type')
+    if kind == 'Fuse':
+      joined = True
+    elif joined and kind == 'Strip' and not step['stop']:
+      pass  # of the beginning of the whole text
+    elif not joined and (
+      kind in ('ByteLevel', 'ByteFallback')
+      or kind == 'Replace'
+      and 'String' in step['pattern']
+    ):
+      steps.append(step)
+    else:
+      raise ValueError(
+        f'unsupported decoder {kind!r} of the tokenizer; supported: {_DECODERS}'
+      )
+  return steps
+
+
+def _bytes_of(
+  token: str, token_id: int, steps: Sequence[Mapping[str, Any]], *, added: bool
+) -> bytes:
+  """Returns the bytes of a token after the steps of a decoder."""
+  for step in steps:
+    if step['type'] == 'Replace':
+      token = token.replace(step['pattern']['String'], step['content'])
+    elif step['type'] == 'ByteLevel':
+      if set(token) <= _BYTE_LEVEL.keys():
+        return bytes(_BYTE_LEVEL[char] for char in token)
+      if not added:
+        raise ValueError(
+          f'token {token_id}, {token!r}, has a character that no byte-level '
+          'vocabulary has'
+        )
+    elif match := _BYTE.fullmatch(token):
+      return bytes([int(match[1], 16)])
+  return token.encode()
+
+
 def _byte_level_alphabet() -> dict[str, int]:
   """Returns the byte behind each character of a byte-level BPE vocabulary."""
   printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -218,3 +346,6 @@ def _byte_level_alphabet() -> dict[str, int]:
   table = {chr(byte): byte for byte in printable}
   table.update({chr(256 + n): byte for n, byte in enumerate(others)})
   return table
+
+
+_BYTE_LEVEL = _byte_level_alphabet()

@@ -344,15 +344,14 @@ def build_collector(
   Raises:
     EngineUnreachable, EngineUnsuited: with rollout.engine=remote only.
   """
+  eos_ids = model_files.end_token_ids(config, tokenizer)
   automaton = stops.build(
     tokenizer.token_bytes(),
     stop_strings=services.environment.stop_strings,
-    eos_id=tokenizer.eos_id,
+    eos_ids=eos_ids,
   )
   if config.rollout.engine == 'remote':
-    engine = _build_remote(
-      config, services, policy, automaton=automaton, eos_id=tokenizer.eos_id
-    )
+    engine = _build_remote(config, services, policy, automaton, eos_ids)
   else:
     engine = engine_lib.Engine(
       policy,
@@ -418,9 +417,8 @@ def _build_remote(
   config,
   services: Services,
   policy: functional.Model,
-  *,
   automaton: stops.StopAutomaton,
-  eos_id: int,
+  eos_ids: tuple[int, ...],
 ) -> remote_engine.RemoteEngine:
   """Returns an engine whose turns a server writes."""
   served = config.rollout.remote
@@ -434,7 +432,7 @@ def _build_remote(
     shape=policy.config,
     automaton=automaton,
     stop_strings=services.environment.stop_strings,
-    eos_id=eos_id,
+    eos_ids=eos_ids,
     max_length=config.env.max_length,
     sampling=_sampling(config),
     concurrency=served.concurrency,

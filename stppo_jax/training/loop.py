@@ -27,6 +27,7 @@ from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
 from stppo_jax.training import evaluation
 from stppo_jax.training import mismatch_check
+from stppo_jax.training import model_files
 from stppo_jax.training import prefetch
 from stppo_jax.training import run as run_lib
 from stppo_jax.training import run_record
@@ -142,6 +143,9 @@ def _start(config, run: run_lib.Run, restart: bool) -> _Started:
       tokenizer=tokenizer,
       trajectories=config.writer.trajectories,
     )
+    ends = model_files.end_token_ids(config, tokenizer)
+    names = ', '.join(f'{i} {tokenizer.decode([i])!r}' for i in ends)
+    run.show(f'a turn ends at a stop string or at token {names}')
     with assembly.config_errors():
       collector = _build_prefetcher(config, services, components, run)
     run.at_end(collector.close)

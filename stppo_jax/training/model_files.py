@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import pathlib
 
+from stppo_jax.envs import environments
 from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
@@ -11,6 +12,7 @@ from stppo_jax.models.hf import export as export_lib
 from stppo_jax.models.hf import load
 from stppo_jax.records import run_folder
 from stppo_jax.sampling import tokenizer as tokenizer_lib
+from stppo_jax.training import dialogue_check
 
 
 def load_tokenizer(home: str | pathlib.Path) -> tokenizer_lib.Tokenizer:
@@ -51,13 +53,43 @@ def shape(
     if field.name in model and field.name not in runtime
   }
   assert tokenizer is not None  # only a directory can do without
+  longest = model_config.ModelConfig.max_position_embeddings
   return model_config.ModelConfig(
-    vocab_size=tokenizer.vocab_size, **sizes, **runtime
+    vocab_size=tokenizer.vocab_size,
+    max_position_embeddings=max(longest, config.env.max_length),
+    **sizes,
+    **runtime,
   )
 
 
+def end_token_ids(
+  config, tokenizer: tokenizer_lib.Tokenizer
+) -> tuple[int, ...]:
+  """Returns the ids of the tokens that end a turn.
+
+  They are those of `model.eos_token_ids`, or else the tokenizer's and those
+  that the model's directory lists for the same tokenizer.
+
+  Raises:
+    ValueError: one of them is not an id of the tokenizer; one line.
+  """
+  model = config.model
+  ids, source = tuple(model.eos_token_ids), 'model.eos_token_ids'
+  if not ids:
+    ids, source = (tokenizer.eos_id,), model.path
+    if model.path and model.tokenizer_path in ('', model.path):
+      ids += load.end_token_ids(model.path)
+  for token_id in ids:
+    if token_id >= tokenizer.vocab_size:
+      raise ValueError(
+        f'{source}: the end token {token_id} must be smaller than '
+        f'{tokenizer.vocab_size}, the size of the tokenizer'
+      )
+  return tuple(dict.fromkeys(ids))
+
+
 def check(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
-  """Checks that the models' files are complete and fit each other.
+  """Checks that the models' files are complete and fit each other and the run.
 
   Reads no weights and touches no device.
 
@@ -73,6 +105,21 @@ def check(config, tokenizer: tokenizer_lib.Tokenizer) -> None:
         f'{home}: the tokenizer has {tokenizer.vocab_size} tokens, the '
         f'embedding in {model.path} only {policy.vocab_size} rows'
       )
+    longest = policy.max_position_embeddings
+    allowed = model.allow_beyond_max_position_embeddings
+    if config.env.max_length > longest and not allowed:
+      raise ValueError(
+        f'env.max_length={config.env.max_length}: must be at most '
+        f'{longest}, which is max_position_embeddings in {model.path}, or set '
+        'model.allow_beyond_max_position_embeddings'
+      )
+  end_token_ids(config, tokenizer)
+  environment = environments.find(config.env.name)
+  home = model.tokenizer_path or model.path or 'the tokenizer of the data'
+  try:
+    dialogue_check.check(tokenizer, environment.tags)
+  except ValueError as error:
+    raise ValueError(f'{home}: {error}') from error
   if model.reference_path:
     _check_reference(config, policy)
 

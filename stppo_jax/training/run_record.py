@@ -32,6 +32,7 @@ _FREE = (
   'retrieval',
   'mesh',
   'model.reference_memory',
+  'model.allow_beyond_max_position_embeddings',
   'rollout.mismatch_limit',
   'updates.max_skipped',
 )
@@ -43,6 +44,7 @@ _ABSENT = '(absent)'
 _LATER_KEYS = {
   'env.name': 'search',
   'env.reward_function': '',
+  'model.eos_token_ids': [],
   'env.rewards.overlong': 0.0,
   'env.overlong_fraction': 0.2,  # read by nothing where overlong is 0
   'algorithm.advantage.critic_tokens': 'policy',

@@ -244,8 +244,9 @@ def _pack_dialogues(
   Raises:
     Misconfigured: every dialogue has such a turn.
   """
+  tags = services.environment.tags
   encoded = [
-    (question, [tokenizer.encode_text(text) for text in turns])
+    (question, [tokenizer.encode_text(text, tags=tags) for text in turns])
     for question, turns in dialogues
   ]
   room = config.env.max_turn_tokens

@@ -137,7 +137,7 @@ def test_turns_end_at_the_stop_strings_of_the_environment(config):
   automaton = stops.build(
     tokenizer.token_bytes(),
     stop_strings=environments.find(config.env.name).stop_strings,
-    eos_id=tokenizer.eos_id,
+    eos_ids=(tokenizer.eos_id,),
   )
   states = [
     automaton.next_state_ZV[automaton.START, tokenizer.encode_text(text)[0]]

@@ -103,7 +103,7 @@ def test_an_invalid_turn_is_corrected_without_a_search():
   retriever = fakes.FakeRetriever({})
   step = _step(_environment(retriever), 0, '<search> </search>')
   assert (step.action, step.status) == ('invalid', None)
-  assert '<search>' in step.observation.body
+  assert '<search>' in step.observation.text
   assert retriever.calls == []
 
 

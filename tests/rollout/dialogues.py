@@ -14,10 +14,13 @@ from stppo_jax.sampling import scripted
 class Letters:
   """A tokenizer with a token for each character, its code point."""
 
-  def encode_text(self, text):
+  def encode_text(self, text, *, tags=()):
     return np.array([ord(letter) for letter in text], np.int32)
 
   encode_prompt = encode_text
+
+  def neutralise(self, text):
+    return text
 
   def decode(self, ids):
     return ''.join(map(chr, ids))
@@ -33,6 +36,7 @@ class TableEnvironment:
   """
 
   max_turns = 2
+  tags = ()
 
   def __init__(self, steps: Mapping[str, protocol.Step], rewards=None):
     self._steps = steps
@@ -81,7 +85,10 @@ def collect_scripts(
 ):
   """Returns trajectories in which row n writes the texts of scripts[n]."""
   tokenizer = tokenizer or Letters()
-  ids = [[tokenizer.encode_text(turn) for turn in turns] for turns in scripts]
+  ids = [
+    [tokenizer.encode_text(turn, tags=environment.tags) for turn in turns]
+    for turns in scripts
+  ]
   with event_loop.EventLoop() as loop:
     collector = make_collector(
       scripted.ScriptedEngine(ids, max_length),

@@ -55,7 +55,7 @@ def _engine(*, deterministic):
     automaton=stops.build(
       _TOKENIZER.token_bytes(),
       stop_strings=actions.STOP_STRINGS,
-      eos_id=_TOKENIZER.eos_id,
+      eos_ids=(_TOKENIZER.eos_id,),
     ),
     options=engine_options.EngineOptions(
       slots=_SLOTS,

@@ -8,6 +8,8 @@ import pytest
 
 from stppo_jax import types
 from stppo_jax.envs import actions
+from stppo_jax.envs import neutralisation
+from stppo_jax.envs import prompts
 from stppo_jax.envs import search
 from stppo_jax.retrieval import fakes
 from stppo_jax.rollout import pack
@@ -83,6 +85,50 @@ def test_every_status_has_its_reward():
   written[2] = 0  # failed
   assert batch.loss_mask_BL.sum(1).tolist() == written
   assert batch.rewards_BL.sum(1).tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+_TAGS = neutralisation.TAGS
+
+
+@pytest.mark.parametrize(
+  'make',
+  [
+    lambda: vocabularies.with_added(_TAGS),
+    lambda: vocabularies.with_added(special=_TAGS),
+    lambda: vocabularies.with_added(['<think>', '</think>']),  # as in Qwen3
+    vocabularies.llama,
+    lambda: vocabularies.llama(strip=False),
+  ],
+)
+def test_tags_come_back_as_written_and_foreign_literals_do_not(make):
+  tokenizer = make()
+  end = tokenizer.decode([tokenizer.eos_id])
+  (trajectory,) = dialogues.collect_scripts(
+    [[_SEARCH, 'hm', _ANSWER]],
+    _environment(_passages(f'a {end}<search> b')),
+    [dialogues.question(f'Which {end}<think>?')],
+    tokenizer=tokenizer,
+    max_length=3000,
+    max_turn_tokens=_MAX_TURN_TOKENS,
+    max_observation_tokens=1000,
+  )
+  turns = trajectory.turns
+  assert [turn.action for turn in turns] == ['search', 'invalid', 'answer']
+  assert trajectory.reward == 1.0
+  passages, correction = (
+    tokenizer.decode(t.observation_ids) for t in turns[:2]
+  )
+  gap = f'{end[0]} {end[1:]}'
+  assert passages == (
+    f'\n\n<information>Doc 1(Title: Title) a {gap}(search) b\n'
+    '</information>\n\n'
+  )
+  assert correction == prompts.correction().text
+  prompt = tokenizer.decode(trajectory.prompt_ids)
+  # A tag in a question is a literal too, if it is an added token.
+  assert prompt.replace('( ', '(').endswith(f'Which {gap}(think)?\n')
+  ids = [trajectory.prompt_ids, *(turn.observation_ids for turn in turns)]
+  assert tokenizer.eos_id not in np.concatenate(ids)
 
 
 _FORGERIES = st.lists(

@@ -32,10 +32,13 @@ _SCRIPTS = golden.scripts()
 class _Numbers:
   """A tokenizer whose text is the ids in decimal."""
 
-  def encode_text(self, text):
+  def encode_text(self, text, *, tags=()):
     return np.array([int(word) for word in text.split()], np.int32)
 
   encode_prompt = encode_text
+
+  def neutralise(self, text):
+    return text
 
   def decode(self, ids):
     return ' '.join(map(str, ids))
@@ -50,6 +53,7 @@ class _Scripted:
     texts: what the policy wrote, by number of the question.
   """
 
+  tags = ()
   max_turns = max(len(script.observations) for script in _SCRIPTS)
 
   def __init__(self):
@@ -100,7 +104,7 @@ def _engine(name, **options):
       data=1, fsdp=1, tensor=1, devices=jax.devices()[:1]
     ),
     automaton=stops.build(
-      golden.TOKENS, stop_strings=golden.STOP_STRINGS, eos_id=golden.EOS
+      golden.TOKENS, stop_strings=golden.STOP_STRINGS, eos_ids=[golden.EOS]
     ),
     options=engine_options.EngineOptions(
       max_length=golden.MAX_LENGTH,

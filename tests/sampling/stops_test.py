@@ -19,7 +19,7 @@ def _automaton(tokenizer):
   return stops.build(
     tokenizer.token_bytes(),
     stop_strings=actions.STOP_STRINGS,
-    eos_id=tokenizer.eos_id,
+    eos_ids=(tokenizer.eos_id,),
   )
 
 
@@ -113,7 +113,7 @@ def test_the_vocabularies_cut_stop_strings_in_many_ways():
 def test_the_automaton_stops_with_the_first_stop_string(tokens, stops_at):
   vocabulary = [*tokens, b'</search></answer>', b'eos']
   automaton = stops.build(
-    vocabulary, stop_strings=actions.STOP_STRINGS, eos_id=len(vocabulary) - 1
+    vocabulary, stop_strings=actions.STOP_STRINGS, eos_ids=[len(vocabulary) - 1]
   )
   state, states = automaton.START, []
   for token_id in range(len(tokens)):
@@ -132,6 +132,16 @@ def test_the_end_of_sequence_stops_from_every_state():
   assert (column == automaton.stopped).all()
 
 
+def test_each_of_several_end_tokens_stops():
+  automaton = stops.build(
+    [b'</search>', b'x', b'<e>', b'<f>'],
+    stop_strings=['</search>'],
+    eos_ids=[2, 3],
+  )
+  stopped = automaton.next_state_ZV[automaton.START] == automaton.stopped
+  assert stopped.tolist() == [True, False, True, True]
+
+
 @pytest.mark.parametrize(
   'tokens',
   [
@@ -143,7 +153,7 @@ def test_the_end_of_sequence_stops_from_every_state():
 def test_a_stop_that_no_tokens_spell_is_refused_by_name(tokens):
   with pytest.raises(ValueError, match="can spell '</search>'"):
     stops.build(
-      [*tokens, b''], stop_strings=actions.STOP_STRINGS, eos_id=len(tokens)
+      [*tokens, b''], stop_strings=actions.STOP_STRINGS, eos_ids=[len(tokens)]
     )
 
 
@@ -157,7 +167,7 @@ def test_a_stop_that_no_tokens_spell_is_refused_by_name(tokens):
 )
 def test_a_stop_that_tokens_spell_is_accepted(tokens):
   vocabulary = [*tokens, b'']
-  stops.build(vocabulary, stop_strings=('</search>',), eos_id=len(tokens))
+  stops.build(vocabulary, stop_strings=('</search>',), eos_ids=[len(tokens)])
 
 
 def test_padding_ids_of_the_model_change_nothing():

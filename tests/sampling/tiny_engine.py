@@ -59,7 +59,7 @@ def mesh(devices: int = 1) -> jax.sharding.Mesh:
 
 def automaton() -> stops.StopAutomaton:
   """Returns an automaton that stops at 'ab' and at the end of the sequence."""
-  return stops.build(TOKENS, stop_strings=('ab',), eos_id=EOS)
+  return stops.build(TOKENS, stop_strings=('ab',), eos_ids=[EOS])
 
 
 def options(**changes) -> engine_options.EngineOptions:

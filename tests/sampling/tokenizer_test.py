@@ -1,7 +1,7 @@
 """Tokenizers keep all text, and foreign text never yields an added token."""
 
-import functools
-import pathlib
+import json
+import random
 import tempfile
 
 from hypothesis import given
@@ -10,34 +10,39 @@ import pytest
 import tokenizers
 from tokenizers import decoders
 from tokenizers import models
+from tokenizers import normalizers
 import transformers
 
+from stppo_jax.envs import actions
+from stppo_jax.envs import neutralisation
 from stppo_jax.envs import prompts
+from stppo_jax.models import config as config_lib
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from tests.sampling import vocabularies
 
 _MAKERS = {'phrases': vocabularies.phrases, 'bpe': vocabularies.bpe}
+_TAGS = neutralisation.TAGS
+_TAGGED = {
+  'a token for each tag': lambda: vocabularies.with_added(_TAGS),
+  'a special token for each tag': lambda: vocabularies.with_added(
+    special=_TAGS
+  ),
+  'Qwen3': lambda: vocabularies.with_added(['<think>', '</think>']),
+  'Llama 2': vocabularies.llama,
+  'Gemma': lambda: vocabularies.llama(strip=False),
+}
 _ASCII = st.text(st.characters(min_codepoint=32, max_codepoint=126))
 
 
-@functools.cache
-def _saved_bpe():
-  """Returns the file of a byte-level tokenizer, as text."""
-  with tempfile.TemporaryDirectory() as directory:
-    vocabularies.bpe().save(directory)
-    return (pathlib.Path(directory) / 'tokenizer.json').read_text()
-
-
 def _with_added(*literals, special=(), chat_template=None):
-  """Returns a byte-level tokenizer with added tokens, some of them special."""
-  fast = transformers.PreTrainedTokenizerFast(
-    tokenizer_object=tokenizers.Tokenizer.from_str(_saved_bpe()),
-    eos_token='<|im_end|>',
-    chat_template=chat_template,
+  """Returns a byte-level tokenizer with added tokens, and how to find ids."""
+  tokenizer = vocabularies.with_added(
+    literals, special=special, chat_template=chat_template
   )
-  fast.add_tokens(list(literals))
-  fast.add_special_tokens({'extra_special_tokens': list(special)})
-  return tokenizer_lib.Tokenizer(fast), fast.convert_tokens_to_ids
+  with tempfile.TemporaryDirectory() as directory:
+    tokenizer.save(directory)
+    fast = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+  return tokenizer, fast.convert_tokens_to_ids
 
 
 @given(_ASCII)
@@ -124,6 +129,128 @@ def test_the_bytes_of_added_tokens_are_their_text():
     token_id = ids_of(tag)
     assert token_bytes[token_id] == tag.encode()
     assert tokenizer.decode([token_id]) == tag
+
+
+def _random_ids(tokenizer, rng):
+  """Returns random ids, with tokens of single bytes (3 to 258) among them."""
+  ids = []
+  for _ in range(rng.randrange(1, 9)):
+    kind = rng.random()
+    if kind < 0.1:
+      ids += [3 + byte for byte in rng.choice('日é\n').encode()]
+    elif kind < 0.15:
+      ids.append(rng.randrange(3, 259))
+    else:
+      ids.append(rng.choice([0, 1, 2, *range(259, tokenizer.vocab_size)]))
+  return ids
+
+
+@pytest.mark.parametrize('name', ['Llama 2', 'Gemma'])
+def test_the_text_is_that_of_transformers(name, tmp_path):
+  tokenizer = _TAGGED[name]()
+  tokenizer.save(tmp_path)
+  reference = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+  rng, num_equal = random.Random(0), 0
+  for _ in range(10_000):
+    ids = _random_ids(tokenizer, rng)
+    ours = b''.join(tokenizer.token_bytes()[i] for i in ids)
+    theirs = reference.decode(ids)
+    try:
+      text = ours.decode()
+    except UnicodeDecodeError:
+      assert '\ufffd' in theirs  # they replace all bytes in a row, we the wrong
+      continue
+    num_equal += 1
+    assert tokenizer.decode(ids) == text
+    if name == 'Llama 2' and text.startswith(' '):
+      text = text[1:]  # which is in front of whole texts, not of turns
+    assert theirs == text
+  assert num_equal > 8_000
+
+
+@pytest.mark.parametrize('name', _TAGGED)
+def test_a_dialogue_comes_back_as_it_was_written(name):
+  tokenizer = _TAGGED[name]()
+  turn = '<think> é 日 x</think><search> a [b] </search>'
+  for text in (turn, '\n\n<information>', '</information>\n\n', 'Doc 1: a'):
+    assert tokenizer.decode(tokenizer.encode_text(text, tags=_TAGS)) == text
+  assert actions.parse_action(turn) == actions.Action('search', 'a [b]')
+
+
+@pytest.mark.parametrize('name', list(_TAGGED)[:3])
+def test_tags_are_encoded_as_the_tokenizer_would(name, tmp_path):
+  tokenizer = _TAGGED[name]()
+  tokenizer.save(tmp_path)
+  reference = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+  text = '<think> x</think><search> the of</search>'
+  ids = tokenizer.encode_text(text, tags=_TAGS).tolist()
+  assert ids == reference.encode(text, add_special_tokens=False)
+  assert reference.convert_tokens_to_ids('<think>') == ids[0]
+  # Other literals are broken up also beside tags, and tags in foreign text.
+  ids = tokenizer.encode_text('<think><|im_end|>', tags=_TAGS)
+  assert tokenizer.decode(ids) == '<think>< |im_end|>'
+  assert tokenizer.decode(tokenizer.encode_text('<think>')) == '< think>'
+
+
+def test_a_lookalike_that_is_normalised_to_a_literal_is_dropped():
+  backend = tokenizers.Tokenizer(models.BPE({'a': 0, 'x': 1}, []))
+  backend.normalizer = normalizers.NFKC()
+  backend.decoder = decoders.Fuse()
+  fast = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=backend, eos_token='<e>'
+  )
+  fast.add_tokens([tokenizers.AddedToken('<t>', normalized=True)])
+  tokenizer = tokenizer_lib.Tokenizer(fast)
+  assert tokenizer.decode(tokenizer.encode_text('a＜t＞x')) == 'ax'
+
+
+def _as_json(tokenizer):
+  """Returns the content of `tokenizer.json`."""
+  with tempfile.TemporaryDirectory() as directory:
+    tokenizer.save(directory)
+    with open(f'{directory}/tokenizer.json', encoding='utf-8') as file:
+      return json.load(file)
+
+
+def test_a_raw_character_in_a_byte_level_vocabulary_is_refused(tmp_path):
+  spec = _as_json(vocabularies.bpe())
+  spec['model']['vocab']['日'] = number = spec['model']['vocab'].pop('Z')
+  vocabularies.bpe().save(tmp_path)
+  (tmp_path / 'tokenizer.json').write_text(json.dumps(spec))
+  tokenizer = tokenizer_lib.Tokenizer.load(tmp_path)
+  with pytest.raises(ValueError, match=f"^token {number}, '日', has a cha"):
+    tokenizer.token_bytes()
+
+
+@pytest.mark.parametrize(
+  ('template', 'message'),
+  [
+    ('{% for m in %}', 'the chat template fails .TemplateSyntaxError'),
+    ("{{ raise_exception('no') }}", 'the chat template fails .TemplateError'),
+    ('hello', 'the chat template leaves out what the user says'),
+  ],
+)
+def test_a_chat_template_that_fails_is_one_line(template, message):
+  tokenizer = vocabularies.with_added(chat_template=template)
+  with pytest.raises(ValueError, match=message) as caught:
+    tokenizer.encode_prompt('why?')
+  assert '\n' not in str(caught.value)
+
+
+@pytest.mark.parametrize('name', [*_MAKERS, 'Llama 2'])
+@pytest.mark.parametrize('model_type', config_lib.ARCHITECTURES)
+def test_auto_tokenizer_reads_what_a_run_writes(name, model_type, tmp_path):
+  tokenizer = (_MAKERS | _TAGGED)[name]()
+  tokenizer.save(tmp_path)
+  (tmp_path / 'config.json').write_text(json.dumps({'model_type': model_type}))
+  auto = transformers.AutoTokenizer.from_pretrained(tmp_path)
+  for text in ('<think> the of</think>\n', 'Doc 12(Title: é)', "it's 1234 "):
+    ids = auto.encode(text, add_special_tokens=False)
+    if name != 'Llama 2':  # which puts a space in front of whole texts
+      assert ids == tokenizer.encode_text(text).tolist()
+    assert ids == tokenizer.encode_prompt(text).tolist()
+  assert auto.eos_token_id == tokenizer.eos_id
+  assert len(auto) == tokenizer.vocab_size
 
 
 def test_a_decoder_that_edits_text_is_refused():

@@ -1,6 +1,9 @@
 """The models' shape of a config has no hidden default."""
 
 import dataclasses
+import json
+
+import pytest
 
 from stppo_jax.configs import base
 from stppo_jax.learner import weights
@@ -57,3 +60,36 @@ def test_what_makes_no_difference_is_not_compared():
   mixture = dataclasses.replace(dense, **_MIXTURE)
   names = set(model_config.compared(mixture))
   assert 'norm_topk_prob' in names and 'intermediate_size' not in names
+
+
+@pytest.mark.parametrize(
+  ('files', 'expected'),
+  [
+    ({}, (289,)),
+    ({'generation_config.json': 7}, (289, 7)),
+    ({'generation_config.json': [5, 289]}, (289, 5)),
+    ({'config.json': [5, 6]}, (289, 5, 6)),
+    ({'config.json': 5, 'generation_config.json': 6}, (289, 6)),
+    ({'config.json': 5, 'generation_config.json': None}, (289, 5)),
+  ],
+)
+def test_a_directory_lists_the_tokens_that_end_a_turn(
+  tmp_path, files, expected
+):
+  for name, ids in files.items():
+    (tmp_path / name).write_text(json.dumps({'eos_token_id': ids}))
+  config, tokenizer = base.get_config(), _tokenizer()
+  assert tokenizer.eos_id == 289
+  config.model.path = str(tmp_path)
+  assert model_files.end_token_ids(config, tokenizer) == expected
+  # Ids of another directory's tokenizer mean nothing for this one.
+  config.model.tokenizer_path = str(runs.REPO / 'assets' / 'quickstart')
+  assert model_files.end_token_ids(config, tokenizer) == (289,)
+  config.model.eos_token_ids = (3, 4)
+  assert model_files.end_token_ids(config, tokenizer) == (3, 4)
+
+
+def test_a_shape_of_the_config_has_room_for_the_longest_trajectory():
+  config = runs.config(env__max_length=70_000)
+  shape = model_files.shape(config, _tokenizer())
+  assert shape.max_position_embeddings == 70_000

@@ -82,7 +82,7 @@ class RemoteEngine:
     shape: model_config.ModelConfig,
     automaton: stops.StopAutomaton,
     stop_strings: Sequence[str],
-    eos_id: int,
+    eos_ids: Sequence[int],
     max_length: int,
     sampling: sampler.Sampling,
     concurrency: int,
@@ -96,7 +96,7 @@ class RemoteEngine:
       shape: the model's shape.
       automaton: finds the end of a turn in its token ids.
       stop_strings: the stop strings of the automaton.
-      eos_id: the end token of the automaton.
+      eos_ids: the end tokens of the automaton; at least one.
       max_length: the most tokens of a row.
       sampling: temperature and truncation.
       concurrency: the most turns in flight.
@@ -114,7 +114,7 @@ class RemoteEngine:
     self._stopped = automaton.stopped
     self._transitions = automaton.table(shape.vocab_size)
     self._stop_strings = tuple(stop_strings)
-    self._stop_ids = (eos_id,)
+    self._stop_ids = tuple(eos_ids)
     self._sampling = sampling
     self._concurrency = concurrency
     # The label of the published weights; '' = the server's own weights.
@@ -125,7 +125,7 @@ class RemoteEngine:
     self._reset()
     self._num_turns = self._num_failures = self._retries_reported = 0
     trial = dialects.Request(
-      prompt_ids=(eos_id,),
+      prompt_ids=(eos_ids[0],),
       max_tokens=1,
       sampling=sampling,
       seed=0,

@@ -23,6 +23,7 @@ class _Talk:
   """An environment that answers twice and then ends the dialogue."""
 
   stop_strings = actions.STOP_STRINGS
+  tags = ()
 
   def prompt(self, question):
     return question.text
@@ -140,6 +141,7 @@ def test_a_config_collects_with_a_server(served):
   assert 'rollout.remote.url and rollout.remote.model must be set' in line
   config.rollout.remote.model = 'tiny'
   config.env.max_length, config.env.max_turn_tokens = 64, 9
+  config.model.eos_token_ids = (tokenizer.eos_id, 0)
   services = python_types.SimpleNamespace(environment=_Talk(), loop=served.loop)
   with http_server.EmbeddedServer(model.app) as server:
     config.rollout.remote.url = server.url
@@ -154,4 +156,4 @@ def test_a_config_collects_with_a_server(served):
   assert trajectory.status is types.TrajectoryStatus.COMPLETED
   last = model.completions[-1]
   assert last.stop == ['</search>', '</answer>']
-  assert last.stop_token_ids == [tokenizer.eos_id]
+  assert last.stop_token_ids == [tokenizer.eos_id, 0]

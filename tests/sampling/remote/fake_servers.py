@@ -33,7 +33,7 @@ MODEL = tiny.model(vocab_size=len(TOKENS) + 2)
 PARAMS = tiny.params(MODEL)
 MAX_LENGTH = 40
 SAMPLING = sampler.Sampling(temperature=1.3)
-AUTOMATON = stops.build(TOKENS, stop_strings=STOPS, eos_id=EOS)
+AUTOMATON = stops.build(TOKENS, stop_strings=STOPS, eos_ids=[EOS])
 TURN = 9
 PROMPTS = ([0, 1, 2], [11, 4, 4, 12, 0], [3])
 
@@ -41,7 +41,7 @@ PROMPTS = ([0, 1, 2], [11, 4, 4, 12, 0], [3])
 class Tokens:
   """A tokenizer whose greedy encoding differs from the ids it decoded."""
 
-  def encode_text(self, text):
+  def encode_text(self, text, *, tags=()):
     ids = []
     while text:
       fits = [n for n, t in enumerate(TOKENS) if text.startswith(t.decode())]
@@ -50,6 +50,9 @@ class Tokens:
     return np.array(ids, np.int32)
 
   encode_prompt = encode_text
+
+  def neutralise(self, text):
+    return text
 
   def decode(self, ids):
     return b''.join(TOKENS[n] for n in ids if n < len(TOKENS)).decode()
@@ -160,7 +163,7 @@ class Served:
       shape=MODEL.config,
       automaton=AUTOMATON,
       stop_strings=STOPS,
-      eos_id=EOS,
+      eos_ids=[EOS],
       max_length=MAX_LENGTH,
       sampling=SAMPLING,
       concurrency=concurrency,
