@@ -16,6 +16,7 @@ from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
 from stppo_jax.records import checkpoint
+from stppo_jax.records import fingerprint
 from stppo_jax.training import prefetch
 
 _BASE = 'base_fingerprints'
@@ -181,4 +182,4 @@ def check_base(
 
 
 def _fingerprints(params: functional.Params) -> list[int]:
-  return checkpoint.fingerprints(jax.tree.leaves(params))
+  return fingerprint.fingerprints(jax.tree.leaves(params))

@@ -23,6 +23,7 @@ import optax
 import pytest
 
 from stppo_jax.records import checkpoint
+from stppo_jax.records import fingerprint
 
 _REPO = pathlib.Path(__file__).resolve().parents[2]
 
@@ -144,6 +145,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from stppo_jax.records import checkpoint
+from stppo_jax.records import fingerprint
 
 faulthandler.dump_traceback_later(60, exit=True)
 mesh = jax.make_mesh((8,), ('fsdp',))
@@ -152,9 +154,9 @@ state = [
   jax.device_put(np.full((8, 8 + n % 3), n, np.float32), sharding)
   for n in range(90)
 ]
-first = checkpoint.fingerprints(state)
+first = fingerprint.fingerprints(state)
 for _ in range(50):
-  assert checkpoint.fingerprints(state) == first
+  assert fingerprint.fingerprints(state) == first
 print('50 rounds')
 """
 
@@ -206,7 +208,7 @@ def test_fingerprint_is_the_documented_sum_under_every_sharding():
     for spec in (P(), P('fsdp'), P('data', 'fsdp'), P(None, 'fsdp'))
   ]
   arrays = [jax.device_put(x, sharding) for sharding in shardings]
-  assert set(checkpoint.fingerprints(arrays)) == {_fingerprint_slowly(x)}
+  assert set(fingerprint.fingerprints(arrays)) == {_fingerprint_slowly(x)}
   others = [
     jnp.arange(7, dtype=jnp.int32) - 3,
     jnp.asarray(x, jnp.bfloat16),
@@ -215,20 +217,20 @@ def test_fingerprint_is_the_documented_sum_under_every_sharding():
     jnp.arange(24, dtype=jnp.uint8).reshape(2, 3, 4),
   ]
   expected = [_fingerprint_slowly(y) for y in others]
-  assert checkpoint.fingerprints(others) == expected
+  assert fingerprint.fingerprints(others) == expected
 
 
 def test_fingerprint_misses_no_flipped_bit_and_no_swap():
   x = np.random.default_rng(1).normal(size=(6, 5)).astype(np.float32)
-  (clean,) = checkpoint.fingerprints([x])
+  (clean,) = fingerprint.fingerprints([x])
   words = x.view(np.uint32)
   for place in np.ndindex(x.shape):
     for bit in (0, 1, 15, 22, 30, 31):
       flipped = words.copy()
       flipped[place] ^= np.uint32(1 << bit)
-      assert checkpoint.fingerprints([flipped.view(np.float32)]) != [clean]
-  assert checkpoint.fingerprints([x[::-1].copy()]) != [clean]
-  assert checkpoint.fingerprints([x[:, ::-1].copy()]) != [clean]
+      assert fingerprint.fingerprints([flipped.view(np.float32)]) != [clean]
+  assert fingerprint.fingerprints([x[::-1].copy()]) != [clean]
+  assert fingerprint.fingerprints([x[:, ::-1].copy()]) != [clean]
 
 
 def _flip(path, where):
@@ -393,7 +395,7 @@ def test_a_full_disk_is_an_error_and_keeps_the_old_step(tmp_path):
   saver = checkpoint.Checkpointer(tmp_path, keep=2)
   state = {'x': jax.random.normal(jax.random.key(0), (size,))}
   saver.save(1, state, {})
-  checkpoint.fingerprints([state['x'] + 1])  # compiled before the limit
+  fingerprint.fingerprints([state['x'] + 1])  # compiled before the limit
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
   try:
@@ -412,6 +414,7 @@ _SAVE_FOR_EVER = textwrap.dedent("""
     import itertools, sys
     import jax.numpy as jnp
     from stppo_jax.records import checkpoint
+from stppo_jax.records import fingerprint
     saver = checkpoint.Checkpointer(sys.argv[1], keep=2)
     state = {'x': jnp.zeros(1 << 16), 'y': jnp.zeros(1 << 16)}
     restored = saver.restore_latest(state)

@@ -1,0 +1,43 @@
+"""Numbers that identify the bits of arrays, whatever their sharding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_ODD = np.uint32(0x9E3779B1)  # spreads positions over the 32 bits
+
+
+def fingerprints(arrays: list[jax.Array]) -> list[int]:
+  """Returns a number in [0, 2^32) for each array, for any sharding the same.
+
+      sum_i weight(i) bits(x_i)  mod 2^32,  weight(i) odd, i row-major
+
+  A flipped bit changes the sum by an odd weight times a power of two, which is
+  not 0 mod 2^32, so every single flipped bit is noticed. Integer sums do not
+  depend on their order and therefore not on the mesh.
+  """
+  return [int(number) for number in np.asarray(_fingerprints(arrays))]
+
+
+# One program for all arrays. Each sum over a sharded array is a collective, and
+# many small programs in flight, each with a collective, can block each other on
+# CPU devices: they share threads, and each holds some while it waits for more.
+@jax.jit
+def _fingerprints(arrays: list[jax.Array]) -> jax.Array:
+  return jnp.stack([_fingerprint(x) for x in arrays])
+
+
+def _fingerprint(x: jax.Array) -> jax.Array:
+  if x.dtype == jnp.bool_:
+    x = x.astype(jnp.uint8)
+  size = x.dtype.itemsize
+  unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[size]
+  # Eight bytes become two 32-bit words on a new last axis.
+  words = jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
+  position = jnp.zeros(words.shape, jnp.uint32)
+  stride = 1
+  for axis in reversed(range(words.ndim)):
+    index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+    position = position + index * np.uint32(stride % 2**32)
+    stride *= words.shape[axis]
+  return jnp.sum(words * (position * _ODD | np.uint32(1)), dtype=jnp.uint32)
