@@ -250,8 +250,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # more programs are compiled.
         'cache_blocks': 4,
         'length_bucket': 256,  # batches are padded to a multiple of it, tokens
-        # A step is collected again if the share of its trajectories that did
-        # not fail (INFRA_ERROR) is smaller.
+        # A step or an evaluation is collected again if the share of its
+        # trajectories, or of their searches, that did not fail (INFRA_ERROR) is
+        # smaller.
         'min_valid_fraction': 0.5,
         # Step n is collected with the policy after n - steps_ahead steps,
         # while the steps before it are trained on. 0 = with the newest policy.

@@ -105,6 +105,8 @@ class Trajectory:
     expert_ids: [tokens, layers, experts per token] int16, the experts that each
       token visited in the sampler, with prompt and observations; None if the
       engine does not report them.
+    cause: one line on what failed, of a trajectory with INFRA_ERROR; '' where
+      it is not known.
   """
 
   question: Question
@@ -115,6 +117,7 @@ class Trajectory:
   scores: Mapping[str, float] = dataclasses.field(default_factory=dict)
   version: int = 0
   expert_ids: np.ndarray | None = None
+  cause: str = ''
 
   @property
   def reward(self) -> float:

@@ -21,7 +21,21 @@ _WORLDS_PER_RUN = 1_000_000
 
 
 class Questions(Protocol):
-  """A data set: training questions, evaluation questions and passages."""
+  """A data set: training questions, evaluation questions and passages.
+
+  Attributes:
+    notes: a line for each question that is probably not as it was meant.
+  """
+
+  @property
+  def notes(self) -> Sequence[str]: ...
+
+  def training_sample(self, count: int) -> Sequence[types.Question]:
+    """Returns training questions for a check before the run.
+
+    These are all of a file, or `count` of a world.
+    """
+    ...
 
   def train(
     self, step: int, count: int, *, resample_round: int = 0
@@ -66,12 +80,18 @@ class SyntheticQuestions:
     world_seed: the seed of the encyclopedia.
     hops: the numbers of hops that questions take in turn.
     world_options: the options of `synthetic_wiki.make_world`.
+    notes: see `Questions`.
   """
 
   seed: int
   world_seed: int
   hops: tuple[int, ...]
   world_options: dict[str, int]
+  notes: tuple[str, ...] = ()
+
+  def training_sample(self, count: int) -> list[types.Question]:
+    """See `Questions`."""
+    return self.train(0, count)
 
   def train(
     self, step: int, count: int, *, resample_round: int = 0
@@ -146,9 +166,19 @@ class FileQuestions:
     corpus: pathlib.Path | None,
   ):
     self._seed = seed
-    self._train = readers.read_questions(train)
-    self._evaluation = readers.read_questions(evaluation) if evaluation else []
+    self.notes: list[str] = []
+    self._train = readers.read_questions(train, note=self.notes.append)
+    self._evaluation = []
+    if evaluation:
+      self._evaluation = readers.read_questions(
+        evaluation, note=self.notes.append
+      )
     self._corpus = corpus
+
+  def training_sample(self, count: int) -> list[types.Question]:
+    """See `Questions`."""
+    del count
+    return self._train
 
   def train(
     self, step: int, count: int, *, resample_round: int = 0

@@ -10,6 +10,7 @@ kind "mcq". The names of Search-R1, "golden_answers" and "data_source", are
 understood too. Other keys are ignored.
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
 import os
 import pathlib
@@ -17,17 +18,27 @@ from typing import Any
 
 from stppo_jax import types
 from stppo_jax.data import jsonl
+from stppo_jax.envs import rewards
 
 _KINDS = {'open': 'open', 'mcq': 'choice'}
 # The names of Search-R1 and FlashRAG for our fields.
 _OTHER_NAMES = {'answers': 'golden_answers', 'dataset': 'data_source'}
 
 
-def read_questions(path: str | os.PathLike[str]) -> list[types.Question]:
+def read_questions(
+  path: str | os.PathLike[str],
+  *,
+  note: Callable[[str], None] = lambda line: None,
+) -> list[types.Question]:
   """Reads questions in the order of the file; empty lines are skipped.
 
   A question without an id has the number of its line, and one without a data
   set the name of the file up to the first dot.
+
+  Args:
+    path: the file.
+    note: called with a line for each golden answer of which nothing is left
+      when answers are compared, such as "the". An empty answer equals it.
 
   Raises:
     FileNotFoundError: if there is no such file.
@@ -40,7 +51,14 @@ def read_questions(path: str | os.PathLike[str]) -> list[types.Question]:
     if isinstance(fields, Mapping):
       fields = {'id': str(number), **_with_our_names(fields)}
       fields.setdefault('dataset', data_set)
-    return parse_question(fields)
+    question = parse_question(fields)
+    for answer in question.golden_answers:
+      if question.kind == 'open' and not rewards.normalise(answer):
+        note(
+          f'{path}:{number}: nothing is left of the answer {answer!r} when it '
+          'is compared, so an empty answer is right'
+        )
+    return question
 
   return jsonl.read(
     path, parse, noun='questions', space=lambda question: question.data_set

@@ -57,16 +57,21 @@ class Step:
     status: how the trajectory ended; None while it goes on.
     reward: the weighted reward of this turn, without the outcome of the
       trajectory.
+    cause: one line on what failed, where the status is INFRA_ERROR.
   """
 
   action: str
   observation: Observation | None
   status: types.TrajectoryStatus | None
   reward: float = 0.0
+  cause: str = ''
 
 
 class Environment(Protocol):
   """Opens a dialogue with a question, answers its turns and rewards it.
+
+  Whatever `prompt`, `step` and `rewards` raise fails their own trajectory only,
+  which ends with INFRA_ERROR. An exception with an `exit_code` ends the run.
 
   Attributes:
     stop_strings: the first of them that the policy completes ends its turn.

@@ -129,9 +129,13 @@ class SearchEnvironment:
       passages = await self._retriever.retrieve(
         action.content, corpus=question.corpus
       )
-    except retrieval.RetrievalError:
-      # The retriever has counted and reported the failure already.
-      return protocol.Step('search', None, types.TrajectoryStatus.INFRA_ERROR)
+    except retrieval.RetrievalError as error:
+      return protocol.Step(
+        'search',
+        None,
+        types.TrajectoryStatus.INFRA_ERROR,
+        cause=str(error),
+      )
     return protocol.Step(
       'search',
       prompts.information(passages),

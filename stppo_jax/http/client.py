@@ -7,6 +7,7 @@ not used, and the size of a reply is bounded.
 """
 
 import asyncio
+from collections.abc import Collection
 import contextlib
 import dataclasses
 import datetime
@@ -168,7 +169,8 @@ class Client:
     path: str,
     *,
     grace: float,
-    ready_statuses: tuple[int, ...] = (200,),
+    ready_statuses: Collection[int] = (200,),
+    final_statuses: Collection[int] = (),
   ) -> None:
     """Gets `path` until the server answers with one of the statuses.
 
@@ -176,8 +178,10 @@ class Client:
       path: the path of the health check.
       grace: seconds until this gives up.
       ready_statuses: the statuses of a server that is ready.
+      final_statuses: the statuses of a server that never will be.
 
     Raises:
+      Failure: the server answered with one of `final_statuses`.
       NotReady: the server did not answer so within `grace` seconds.
     """
     deadline = time.monotonic() + grace
@@ -189,6 +193,8 @@ class Client:
       except Failure as failure:
         if failure.status in ready_statuses:
           return
+        if failure.status in final_statuses:
+          raise
         if time.monotonic() + self._pauses.health > deadline:
           raise NotReady(
             f'{self.url} not ready within {grace} s: {failure}'
@@ -270,11 +276,12 @@ class Client:
           raise await self._failure_of_status(response)
         return await self._read(response)
     except (aiohttp.ClientError, OSError) as error:
-      timed_out = isinstance(error, TimeoutError)
+      if isinstance(error, TimeoutError):
+        line = f'no reply within {timeout:g} s'
+        raise Failure(line, Cause.TIMEOUT) from error
       text, kind = one_line(str(error)), type(error).__name__
       raise Failure(
-        f'{kind}: {text}' if text else kind,
-        Cause.TIMEOUT if timed_out else Cause.CONNECTION,
+        f'{kind}: {text}' if text else kind, Cause.CONNECTION
       ) from error
 
   async def _read(self, response: aiohttp.ClientResponse) -> bytes:

@@ -1,7 +1,9 @@
 """Computes the metrics of a collection, and records of its trajectories."""
 
+import collections
 from collections.abc import Mapping
 from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,79 @@ from stppo_jax import types
 from stppo_jax.envs import protocol
 
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
+_TRUNCATED_TURNS = types.TrajectoryStatus.TRUNCATED_TURNS
+# A single failed turn may be the fault of its own query.
+_FEWEST_FAILED_TURNS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Failures:
+  """The trajectories and turns that the infrastructure failed.
+
+  Attributes:
+    rows, failed_rows: the number of trajectories, and of those that failed.
+    action: the action whose turns failed most often; '' if no turn failed.
+    turns, failed_turns: the number of the turns with this action that needed
+      an answer, and of those that failed.
+    cause: one line on the first failure; '' where it is not known.
+  """
+
+  rows: int
+  failed_rows: int
+  action: str
+  turns: int
+  failed_turns: int
+  cause: str
+
+  @property
+  def fraction(self) -> float:
+    """The share of failures among trajectories, or turns of the action.
+
+    The larger share counts: trajectories that never search must not hide that
+    every search fails.
+    """
+    fraction = self.failed_rows / self.rows
+    if self.failed_turns < _FEWEST_FAILED_TURNS:
+      return fraction
+    return max(fraction, self.failed_turns / self.turns)
+
+  def __str__(self) -> str:
+    line = (
+      f'the infrastructure failed {self.failed_rows} of {self.rows} '
+      'trajectories'
+    )
+    if self.failed_turns:
+      line += f', {self.failed_turns} of {self.turns} turns ({self.action})'
+    return f'{line}; the first cause: {self.cause or "not known"}'
+
+
+def failures(trajectories: Sequence[types.Trajectory]) -> Failures:
+  """Returns what the infrastructure failed in a collection."""
+  asked, unanswered = collections.Counter(), collections.Counter()
+  for trajectory in trajectories:
+    actions = [turn.action for turn in trajectory.turns]
+    if trajectory.status is _TRUNCATED_TURNS:
+      actions = actions[:-1]  # Nothing is asked after the last allowed search.
+    asked.update(actions)
+    # Where the engine failed, the last turn has its observation.
+    failed = trajectory.status is _INFRA_ERROR
+    if failed and actions and not len(trajectory.turns[-1].observation_ids):
+      unanswered[actions[-1]] += 1
+  # The action of a turn is not known where the environment raised an error:
+  # such turns are compared with all turns.
+  asked[protocol.INVALID] = asked.total()
+  action = max(
+    unanswered, key=lambda name: unanswered[name] / asked[name], default=''
+  )
+  failed_rows = [t for t in trajectories if t.status is _INFRA_ERROR]
+  return Failures(
+    rows=len(trajectories),
+    failed_rows=len(failed_rows),
+    action=action,
+    turns=asked[action],
+    failed_turns=unanswered[action],
+    cause=next((t.cause for t in failed_rows if t.cause), ''),
+  )
 
 
 def valid_fraction(trajectories: Sequence[types.Trajectory]) -> float:
@@ -111,7 +186,8 @@ def record(trajectory: types.Trajectory, tokenizer) -> dict[str, Any]:
 
   Returns:
     question, golden_answers, data_set, prompt, turns (each with text,
-    observation, action and reward), rewards, scores and status.
+    observation, action and reward), rewards, scores and status, and the cause
+    of a failure.
   """
   question = trajectory.question
   return {
@@ -132,6 +208,7 @@ def record(trajectory: types.Trajectory, tokenizer) -> dict[str, Any]:
     'rewards': _floats(trajectory.rewards),
     'scores': _floats(trajectory.scores),
     'status': trajectory.status.value,
+    **({'cause': trajectory.cause} if trajectory.cause else {}),
   }
 
 

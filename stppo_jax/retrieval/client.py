@@ -9,6 +9,7 @@ import asyncio
 import collections
 from collections.abc import Sequence
 import dataclasses
+import sys
 import time
 from typing import TypeVar
 
@@ -20,9 +21,12 @@ from stppo_jax.http import client as http_client
 from stppo_jax.retrieval import address
 from stppo_jax.retrieval import dialects
 from stppo_jax.retrieval import protocol
+from stppo_jax.retrieval import replies
 
 _MAX_CONCURRENT_REQUESTS = 16
 _LATENCIES_KEPT = 65536
+# Bytes of an entry of the cache, beside those of its strings.
+_ENTRY_BYTES = 512
 # A request that one of its queries may have broken is repeated as so many
 # smaller ones.
 _SPLIT = 4
@@ -77,7 +81,8 @@ class HttpRetriever:
     retries: int,
     start_grace: float,
     max_queries_per_request: int,
-    cached_queries: int = 4096,
+    cached_bytes: int = 64 << 20,
+    max_passage_chars: int = 1 << 16,
     max_reply_bytes: int = http_client.MAX_REPLY_BYTES,
     pauses: http_client.Pauses = http_client.PAUSES,
   ):
@@ -93,8 +98,9 @@ class HttpRetriever:
       retries: the most attempts per query beyond the first one.
       start_grace: the seconds after which `wait_until_ready` gives up.
       max_queries_per_request: the most queries in one request.
-      cached_queries: the number of queries whose answers are kept; the least
-        recently used one is dropped.
+      cached_bytes: the memory of the answers that are kept; the least recently
+        used ones are dropped.
+      max_passage_chars: the most characters that are kept of a passage's text.
       max_reply_bytes: the largest reply; a larger one is a failure.
       pauses: how long to wait before retries and between health checks.
 
@@ -119,7 +125,9 @@ class HttpRetriever:
     self._max_queries = min(
       max_queries_per_request, dialect.max_queries or max_queries_per_request
     )
-    self._cached_queries = cached_queries
+    self._max_passage_chars = max_passage_chars
+    self._cached_bytes = cached_bytes
+    self._bytes_in_cache = 0
     self._pending: _Pending | None = None
     self._cache: collections.OrderedDict[
       tuple[str, str], tuple[types.Passage, ...]
@@ -135,10 +143,17 @@ class HttpRetriever:
 
     Raises:
       protocol.RetrievalError: the last retry failed; one line.
+      protocol.RetrieverMisconfigured: no retry can help; one line.
       ValueError: the corpus is no plain relative path.
     """
     address.check_corpus(corpus)
-    key = (corpus, query)
+    passages = await self._find((corpus, query))
+    self._answers += 1
+    self._empty += not passages
+    return passages
+
+  async def _find(self, key: tuple[str, str]) -> list[types.Passage]:
+    """Returns the passages of (corpus, query), from the cache if it can."""
     if key in self._cache:
       self.cache_hits += 1
       self._cache.move_to_end(key)
@@ -158,23 +173,30 @@ class HttpRetriever:
 
     Raises:
       protocol.RetrieverUnreachable: it did not within `start_grace` seconds.
+      protocol.RetrieverMisconfigured: it refuses this run, or redirects it.
     """
+    path = self._dialect.health_path
     try:
       await self._client.wait_until_ready(
-        self._dialect.health_path,
+        path,
         grace=self._start_grace,
         ready_statuses=_READY,
+        final_statuses=_PERMANENT.difference(_READY),
       )
     except http_client.NotReady as error:
       raise protocol.RetrieverUnreachable(f'retriever {error}') from error
+    except http_client.Failure as failure:
+      raise self._misconfigured(path, failure) from failure
 
   def statistics(self) -> dict[str, float]:
     """Returns counts since the last call, and resets them.
 
     `retrieval/ok` and `retrieval/failures` count queries that were sent (not
-    answers from the cache), `retrieval/retries` counts repeated attempts, and
-    `retrieval/latency_*` are seconds from query to answer, retries included; 0
-    if there was none.
+    answers from the cache), `retrieval/failures/{cause}` the latter by cause,
+    `retrieval/retries` counts repeated attempts, and `retrieval/latency_*` are
+    seconds from query to answer, retries included; 0 if there was none.
+    `retrieval/answers` counts all answers, and `retrieval/empty` those without
+    a passage.
     """
     p50, p99 = (
       np.percentile(self._latencies, [50, 99])
@@ -185,9 +207,13 @@ class HttpRetriever:
       'retrieval/ok': float(self._ok),
       'retrieval/retries': float(self._num_retries),
       'retrieval/failures': float(self._failures),
+      'retrieval/answers': float(self._answers),
+      'retrieval/empty': float(self._empty),
       'retrieval/latency_p50': float(p50),
       'retrieval/latency_p99': float(p99),
     }
+    for cause, count in self._causes.items():
+      result[f'retrieval/failures/{cause}'] = float(count)
     self._reset_statistics()
     return result
 
@@ -202,6 +228,8 @@ class HttpRetriever:
 
   def _reset_statistics(self) -> None:
     self._ok = self._num_retries = self._failures = 0
+    self._answers = self._empty = 0
+    self._causes: dict[str, int] = {}
     self._latencies = collections.deque[float](maxlen=_LATENCIES_KEPT)
 
   def _pending_here(self) -> _Pending:
@@ -229,12 +257,12 @@ class HttpRetriever:
       del pending.in_flight[key]
       if future.exception() is not None:
         self._failures += 1
+        cause = getattr(future.exception(), 'cause', 'other')
+        self._causes[cause] = self._causes.get(cause, 0) + 1
         return
       self._ok += 1
       self._latencies.append(time.monotonic() - started)
-      self._cache[key] = tuple(future.result())
-      if len(self._cache) > self._cached_queries:
-        self._cache.popitem(last=False)
+      self._keep(key, tuple(future.result()))
 
     future.add_done_callback(done)
     pending.in_flight[key] = future
@@ -243,6 +271,16 @@ class HttpRetriever:
       # of queries becomes one request.
       pending.loop.call_soon(self._flush, pending)
     pending.queued.setdefault(corpus, {})[query] = future
+
+  def _keep(
+    self, key: tuple[str, str], passages: tuple[types.Passage, ...]
+  ) -> None:
+    """Adds an answer to the cache, and drops the oldest for room."""
+    self._cache[key] = passages
+    self._bytes_in_cache += _size(key, passages)
+    while self._bytes_in_cache > self._cached_bytes:
+      dropped, passages = self._cache.popitem(last=False)
+      self._bytes_in_cache -= _size(dropped, passages)
 
   def _flush(self, pending: _Pending) -> None:
     """Sends the queued queries, at most `max_queries_per_request` together."""
@@ -293,16 +331,12 @@ class HttpRetriever:
       if passages is None:
         failed.append(query)
       else:
-        futures[query].set_result(passages[: self._topk])
+        futures[query].set_result(passages)
     if not failed:
       return
     if failure.status in _PERMANENT or attempt == self._retries:
       for query in failed:
-        futures[query].set_exception(
-          protocol.RetrievalError(
-            f'{self._client.url}: {failure} (attempt {attempt + 1})'
-          )
-        )
+        futures[query].set_exception(self._error(corpus, failure, attempt))
       return
     self._num_retries += len(failed)
     await self._client.back_off(attempt, failure)
@@ -320,16 +354,39 @@ class HttpRetriever:
       )
     )
 
-  async def _post(
-    self, corpus: str, queries: Sequence[str]
-  ) -> dialects.Answers:
+  def _error(
+    self, corpus: str, failure: http_client.Failure, attempt: int
+  ) -> Exception:
+    """Returns what a query raises whose last attempt has failed."""
+    if failure.status in _PERMANENT:
+      return self._misconfigured(self._path(corpus), failure)
+    cause = failure.cause.value.replace(' ', '_')
+    return protocol.RetrievalError(
+      f'{self._client.url}: {failure} (attempt {attempt + 1})',
+      f'{cause}_{failure.status}' if failure.status else cause,
+    )
+
+  def _misconfigured(
+    self, path: str, failure: http_client.Failure
+  ) -> protocol.RetrieverMisconfigured:
+    return protocol.RetrieverMisconfigured(
+      f'{self._client.url}{path}: {failure}; check retrieval.url, '
+      f'retrieval.dialect and {address.TOKEN_VARIABLE}'
+    )
+
+  def _path(self, corpus: str) -> str:
+    return (f'/{corpus}' if corpus else '') + self._dialect.path
+
+  async def _post(self, corpus: str, queries: Sequence[str]) -> replies.Answers:
     """Sends one request; raises `http_client.Failure`."""
     reply = await self._client.post(
-      (f'/{corpus}' if corpus else '') + self._dialect.path,
-      self._dialect.body(queries, self._topk),
+      self._path(corpus), self._dialect.body(queries, self._topk)
     )
     try:
-      return self._dialect.read(reply, len(queries))
+      answers = self._dialect.read(reply, len(queries))
+      return replies.clean(
+        answers, topk=self._topk, max_chars=self._max_passage_chars
+      )
     except ValueError as error:
       raise http_client.Failure(
         str(error), http_client.Cause.MALFORMED
@@ -345,3 +402,9 @@ def _a_query_may_be_to_blame(failure: http_client.Failure) -> bool:
 
 def _chunks(items: list[_Item], size: int) -> list[list[_Item]]:
   return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+def _size(key: tuple[str, str], passages: Sequence[types.Passage]) -> int:
+  """Returns about how many bytes an answer takes in the cache."""
+  texts = [text for p in passages for text in (p.id, p.title, p.text)]
+  return _ENTRY_BYTES + sum(map(sys.getsizeof, [*key, *texts]))

@@ -28,6 +28,7 @@ def _parse(document: Any, number: int) -> types.Passage:
   """Returns the passage of a line of a file."""
   del number
   passage = passage_of(document)
+  _check_unicode(passage)
   if not passage.id:
     raise ValueError('no "id" or "pid"')
   return passage
@@ -79,12 +80,16 @@ def _string(document: Mapping[str, Any], name: str) -> str:
   value = document[name]
   if not isinstance(value, str):
     raise ValueError(f'"{name}": expected a string, got {_short(value)}')
-  try:
-    value.encode()
-  except UnicodeEncodeError as error:
-    # JSON can escape half a surrogate pair, which no tokenizer can encode.
-    raise ValueError(f'"{name}": not Unicode: {_short(value)}') from error
   return value
+
+
+def _check_unicode(passage: types.Passage) -> None:
+  """Raises ValueError for half a surrogate pair, which JSON can escape."""
+  for value in (passage.id, passage.title, passage.text):
+    try:
+      value.encode()
+    except UnicodeEncodeError as error:
+      raise ValueError(f'not Unicode: {_short(value)}') from error
 
 
 def _short(value: Any) -> str:

@@ -1,23 +1,19 @@
 """The requests to retrieval servers, and how their replies are read.
 
 `DIALECTS` has an entry for each protocol. A new protocol needs an entry, and a
-function if its requests or its replies are like none of those below. Every
-field of a reply is checked before it is used.
+function if its requests or its replies are like none of those below. The types
+of a reply's fields are checked here; `replies.clean` bounds their values.
 """
 
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
-import json
-import math
 from typing import Any
 
 from stppo_jax import types
 from stppo_jax.retrieval import corpus
-
-# The passages of each query; None where a query's list is malformed.
-Answers = list[list[types.Passage] | None]
+from stppo_jax.retrieval import replies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +23,8 @@ class Dialect:
   Attributes:
     path: the path to which queries are posted, below the URL and the corpus.
     body: (queries, topk) -> JSON values of one request.
-    read: (reply, number of queries) -> `Answers`; raises ValueError with one
-      line if nothing in the reply can be used.
+    read: (reply, number of queries) -> `replies.Answers`; raises ValueError
+      with one line if nothing in the reply can be used.
     max_queries: the most queries in one request; None = no bound.
     health_path: the path that answers a GET with 200 when the server is ready.
       A server without it (404, 405) is ready as soon as it answers at all.
@@ -36,7 +32,7 @@ class Dialect:
 
   path: str
   body: Callable[[Sequence[str], int], dict[str, Any]]
-  read: Callable[[bytes, int], Answers]
+  read: Callable[[bytes, int], replies.Answers]
   max_queries: int | None = None
   health_path: str = '/health'
 
@@ -51,15 +47,12 @@ def _skyrl_body(queries: Sequence[str], topk: int) -> dict[str, Any]:
   return {'query': query, 'topk': topk, 'return_scores': True}
 
 
-def _read_result(reply: bytes, num_queries: int) -> Answers:
+def _read_result(reply: bytes, num_queries: int) -> replies.Answers:
   """Reads `{"result": [[passage, ...], ...]}`, a list for each query.
 
   A passage is `{"document": {...}, "score": 0.8}` or the bare document.
   """
-  try:
-    fields = json.loads(reply)
-  except (ValueError, RecursionError) as error:
-    raise ValueError('the reply is not JSON') from error
+  fields = replies.load(reply)
   if not isinstance(fields, dict) or not isinstance(fields.get('result'), list):
     raise ValueError('the reply has no list "result"')
   result = fields['result']
@@ -86,12 +79,8 @@ def _read_passage(item: Any) -> types.Passage:
   score = item['score']
   if isinstance(score, bool) or not isinstance(score, int | float):
     raise ValueError('"score" is not a number')
-  try:
-    score = float(score)
-  except OverflowError as error:  # JSON has integers of any length.
-    raise ValueError('"score" is too large') from error
-  if not math.isfinite(score):
-    raise ValueError('"score" is not finite')
+  if score != score:
+    raise ValueError('"score" is nan')
   return corpus.passage_of(item['document'], score=score)
 
 

@@ -10,7 +10,14 @@ class RetrievalError(Exception):
 
   The policy is never the cause: the trajectory ends with INFRA_ERROR and weighs
   nothing. The message is one line.
+
+  Attributes:
+    cause: a short name of the cause, for metrics: 'timeout', 'status_500', ...
   """
+
+  def __init__(self, line: str, cause: str = 'other'):
+    super().__init__(line)
+    self.cause = cause
 
 
 class RetrieverUnreachable(Exception):
@@ -21,6 +28,16 @@ class RetrieverUnreachable(Exception):
   """
 
   exit_code = 75
+
+
+class RetrieverMisconfigured(Exception):
+  """A server that will never answer this run: a wrong address or token.
+
+  Waiting does not help, so it is neither the failure of one query nor an
+  outage: the command ends with exit code 2.
+  """
+
+  exit_code = 2
 
 
 class Retriever(Protocol):
@@ -37,5 +54,6 @@ class Retriever(Protocol):
 
     Raises:
       RetrievalError: the infrastructure failed the query, after all retries.
+      RetrieverMisconfigured: the server refuses every query of this run.
     """
     ...

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import concurrent.futures
 import dataclasses
+import logging
 from typing import Any
 from typing import Protocol
 
@@ -24,6 +25,8 @@ from stppo_jax.envs import reward_function as reward_function_lib
 from stppo_jax.rollout import event_loop
 
 Status = types.TrajectoryStatus
+
+_log = logging.getLogger(__name__)
 
 # Seconds to wait for another answer of the environment once one has arrived.
 _LINGER = 0.003
@@ -90,7 +93,7 @@ class _Row:
     turns: the turns that the environment has answered.
     texts: what the policy wrote, by turn.
     status: how it ended; None while it goes on.
-    expert_ids: see `types.Trajectory`.
+    expert_ids, cause: see `types.Trajectory`.
   """
 
   question: types.Question
@@ -100,6 +103,7 @@ class _Row:
   texts: list[str] = dataclasses.field(default_factory=list)
   status: Status | None = None
   expert_ids: np.ndarray | None = None
+  cause: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +146,9 @@ class Overlong:
 class Collector:
   """Collects the trajectories of questions.
 
+  An error of the environment fails the trajectory in which it happened, and no
+  other. The first one is logged with its traceback.
+
   Args:
     engine: generates the policy's turns. Its weights have been published.
     environment: makes prompts, observations and rewards.
@@ -177,6 +184,7 @@ class Collector:
     self._group_size = group_size
     self._overlong = overlong
     self._reward_function = reward_function
+    self._has_logged = False
 
   def collect(
     self, questions: Sequence[types.Question], keys, *, greedy: bool = False
@@ -248,16 +256,41 @@ class Collector:
     # be, no coroutine is left that nobody awaits.
     for turn, row in zip(turns, turn_rows):
       row.texts.append(self._tokenizer.decode(turn.generated.token_ids))
-    steps = [
-      self._environment.step(row.question, len(row.turns), row.texts[-1])
-      for row in turn_rows
-    ]
+    steps = [self._step(row) for row in turn_rows]
     return dict(zip(self._loop.submit(steps), turns, strict=True))
+
+  async def _step(self, row: _Row) -> protocol.Step:
+    """Returns the environment's step, or one that says how it failed."""
+    try:
+      return await self._environment.step(
+        row.question, len(row.turns), row.texts[-1]
+      )
+    except Exception as error:
+      return protocol.Step(
+        protocol.INVALID, None, Status.INFRA_ERROR, cause=self._cause(error)
+      )
+
+  def _cause(self, error: Exception) -> str:
+    """Returns one line on an error of the environment; logs the first error.
+
+    Raises:
+      Exception: the error itself, if it is to end the run.
+    """
+    if hasattr(error, 'exit_code'):
+      raise error
+    if not self._has_logged:
+      self._has_logged = True
+      _log.error(
+        'the environment failed a trajectory; further errors are counted only',
+        exc_info=error,
+      )
+    return ' '.join(f'{type(error).__name__}: {error}'.split())
 
   def _close_failed(self, rows: Sequence[_Row], failed: Sequence[int]) -> int:
     """Closes the rows whose turn failed, and returns their number."""
     for number in failed:
       rows[number].status = Status.INFRA_ERROR
+      rows[number].cause = 'the engine failed a turn'
       self._engine.close(number)
     return len(failed)
 
@@ -274,12 +307,19 @@ class Collector:
 
   def _open(self, question: types.Question) -> list[_Row]:
     """Returns the rows of a question, which share its prompt."""
-    prompt = self._environment.prompt(self._neutral(question))
+    status, cause = None, ''
+    try:
+      prompt = self._environment.prompt(self._neutral(question))
+    except Exception as error:
+      # A row must not be empty, and what it contains weighs nothing.
+      prompt = self._neutral(question).text
+      status, cause = Status.INFRA_ERROR, self._cause(error)
     ids = self._tokenizer.encode_prompt(prompt)
     room = self._engine.max_length
-    status = Status.TRUNCATED_LENGTH if len(ids) >= room else None
+    if status is None and len(ids) >= room:
+      status = Status.TRUNCATED_LENGTH
     return [
-      _Row(question, prompt, ids[:room], status=status)
+      _Row(question, prompt, ids[:room], status=status, cause=cause)
       for _ in range(self._group_size)
     ]
 
@@ -301,7 +341,7 @@ class Collector:
     """
     generated, remaining = turn.generated, self._engine.remaining(turn.row)
     observation_ids = np.zeros(0, np.int32)
-    row.status = step.status
+    row.status, row.cause = step.status, step.cause
     if row.status is None:
       assert step.observation is not None
       observation_ids = self._encode(step.observation)
@@ -339,9 +379,13 @@ class Collector:
   def _finish(self, row: _Row) -> types.Trajectory:
     """Returns the trajectory of a row that has ended, with its rewards."""
     assert row.status is not None
-    rewards, scores = self._environment.rewards(
-      row.question, row.prompt, row.texts, row.status
-    )
+    try:
+      rewards, scores = self._environment.rewards(
+        row.question, row.prompt, row.texts, row.status
+      )
+    except Exception as error:
+      rewards, scores = {}, {}
+      row.status, row.cause = Status.INFRA_ERROR, self._cause(error)
     if self._reward_function is not None:
       reward = 0.0
       if row.status is not Status.INFRA_ERROR:
@@ -358,6 +402,7 @@ class Collector:
       scores=scores,
       version=self._engine.version,
       expert_ids=row.expert_ids,
+      cause=row.cause,
     )
 
 

@@ -10,6 +10,7 @@ numbers.
 """
 
 from collections.abc import Iterator
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import math
@@ -41,7 +42,11 @@ from stppo_jax.sampling import stops
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.sampling.remote import client as client_lib
 from stppo_jax.sampling.remote import engine as remote_engine
+from stppo_jax.training import data_check
 from stppo_jax.training import model_files
+
+# Characters of a passage that are kept for each token of an observation.
+_CHARS_PER_TOKEN = 32
 
 
 class Misconfigured(Exception):
@@ -85,11 +90,13 @@ class Components:
     questions: the data set.
     tokenizer: the policy's tokenizer.
     learner: models and compiled programs; no weight is read yet.
+    notes: lines about questions that cannot be used as they are.
   """
 
   questions: questions_lib.Questions
   tokenizer: tokenizer_lib.Tokenizer
   learner: learner_lib.Learner
+  notes: Sequence[str]
 
 
 def build_components(config) -> Components:
@@ -111,8 +118,8 @@ def build_components(config) -> Components:
     check_batch_sizes(config, mesh)
     shape = build_model_config(config, tokenizer)
     learner = learner_lib.Learner(config, shape, mesh)
-    check_questions(config, questions)
-  return Components(questions, tokenizer, learner)
+    notes = data_check.check(config, questions, tokenizer)
+  return Components(questions, tokenizer, learner, notes)
 
 
 def check_batch_sizes(config, mesh: jax.sharding.Mesh) -> None:
@@ -151,21 +158,6 @@ def check_batch_sizes(config, mesh: jax.sharding.Mesh) -> None:
         )
   if lines:
     raise ValueError('\n'.join(lines.values()))
-
-
-def check_questions(config, questions: questions_lib.Questions) -> None:
-  """Checks that questions suffice for the first step and every evaluation.
-
-  Raises:
-    ValueError: there are too few.
-  """
-  rollout = config.rollout
-  questions.train(
-    0,
-    rollout.trajectories_per_step // rollout.group_size,
-    resample_round=rollout.resample_rounds,
-  )
-  questions.evaluation(config.evaluate.num_questions)
 
 
 def build_questions(config) -> questions_lib.Questions:
@@ -257,6 +249,8 @@ def _retriever(
       retries=config.retrieval.retries,
       start_grace=config.retrieval.start_grace,
       max_queries_per_request=config.retrieval.max_queries_per_request,
+      # Text has some four characters a token; more is cut off anyway.
+      max_passage_chars=_CHARS_PER_TOKEN * config.env.max_observation_tokens,
     )
     stack.callback(lambda: loop.run(retriever.close()))
     loop.run(retriever.wait_until_ready())

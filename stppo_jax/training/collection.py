@@ -19,11 +19,52 @@ from stppo_jax.rollout import collect
 from stppo_jax.training import assembly
 from stppo_jax.training import interruption
 
-# How often a round is collected while the retriever is ready but queries fail.
+# How often questions are collected while the retriever is ready but fails.
 _MAX_COLLECTIONS = 3
 
 Groups = list[list[types.Trajectory]]
 _lacks_variance = trajectory_metrics.zero_variance
+
+
+def collect_until_valid(
+  collect: Callable[[], list[types.Trajectory]],
+  services: assembly.Services,
+  *,
+  min_valid_fraction: float,
+  what: str,
+  show: Callable[[str], None],
+) -> list[types.Trajectory]:
+  """Collects, again if the infrastructure failed too much, and shows failures.
+
+  Before it collects again it waits until the retriever is ready.
+
+  Args:
+    collect: returns the same trajectories in every call, but for failures.
+    services: the retriever and its event loop.
+    min_valid_fraction: the least share that must not have failed, of the
+      trajectories and of the turns of each action.
+    what: the name of what is collected, with which the lines begin.
+    show: prints a line.
+
+  Raises:
+    RetrieverUnreachable, Outage: the retriever failed it for good.
+    RetrieverMisconfigured: no waiting helps.
+  """
+  failures = None
+  for _ in range(_MAX_COLLECTIONS):
+    trajectories = collect()
+    failures = trajectory_metrics.failures(trajectories)
+    if failures.fraction < 1 and 1 - failures.fraction >= min_valid_fraction:
+      if failures.failed_rows:
+        show(f'{what}: {failures}')
+      return trajectories
+    show(f'{what}: {failures}; it is collected again when the server is ready')
+    if services.retriever is not None:
+      services.loop.run(services.retriever.wait_until_ready())
+  raise interruption.Outage(
+    f'{what}: collected {_MAX_COLLECTIONS} times; {failures}; the steps before '
+    'are saved, the same command resumes'
+  )
 
 
 class StepCollector:
@@ -48,6 +89,7 @@ class StepCollector:
     self._services = services
     self._collector = collector
     self._show = show
+    self._silent_steps = 0
 
   def collect(
     self, step: int
@@ -71,7 +113,27 @@ class StepCollector:
     metrics |= self._replace_groups(groups, step)
     rows = _rows(groups)
     metrics |= trajectory_metrics.measure_staleness(rows, step)
-    return rows, metrics | self._statistics()
+    metrics |= self._statistics()
+    self._warn_of_silence(metrics, step)
+    return rows, metrics
+
+  def _warn_of_silence(self, metrics: dict[str, float], step: int) -> None:
+    """Shows a line if the retriever found nothing in the whole step."""
+    answers = metrics.get('retrieval/answers', 0)
+    if not answers:
+      return
+    if metrics['retrieval/empty'] < answers:
+      self._silent_steps = 0
+      return
+    self._silent_steps += 1
+    line = f'step {step + 1}: all {answers:.0f} searches found nothing'
+    if self._silent_steps == 1:
+      self._show(f'warning: {line}')
+    else:
+      self._show(
+        f'ALARM: {line}, for {self._silent_steps} steps now; does the '
+        'retriever serve the corpus of these questions?'
+      )
 
   def _statistics(self) -> dict[str, float]:
     """Returns the counts of retriever and engine since the last call."""
@@ -112,25 +174,16 @@ class StepCollector:
     row_keys = keys.row_keys(
       self._key(step, further), 0, config.trajectories_per_step
     )
-    for _ in range(_MAX_COLLECTIONS):
-      trajectories = self._collector.collect(questions, row_keys)
-      valid = trajectory_metrics.valid_fraction(trajectories)
-      if valid > 0 and valid >= config.min_valid_fraction:
-        return [
-          trajectories[n : n + size] for n in range(0, len(trajectories), size)
-        ]
-      self._show(
-        f'step {step + 1}: {1 - valid:.0%} of the trajectories failed because '
-        'of the infrastructure; the step is collected again when the retriever '
-        'is ready'
-      )
-      if self._services.retriever is not None:
-        self._services.loop.run(self._services.retriever.wait_until_ready())
-    raise interruption.Outage(
-      f'step {step + 1}: the retriever answers, yet {1 - valid:.0%} of '
-      f'the trajectories failed in the last of {_MAX_COLLECTIONS} collections; '
-      f'step {step} is saved, the same command resumes'
+    trajectories = collect_until_valid(
+      lambda: self._collector.collect(questions, row_keys),
+      self._services,
+      min_valid_fraction=config.min_valid_fraction,
+      what=f'step {step + 1}',
+      show=self._show,
     )
+    return [
+      trajectories[n : n + size] for n in range(0, len(trajectories), size)
+    ]
 
   def _key(self, step: int, further: int) -> jax.Array:
     if not further:

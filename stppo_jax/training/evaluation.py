@@ -1,6 +1,8 @@
 """Evaluation on fixed questions that training never sees."""
 
+from collections.abc import Callable
 from collections.abc import Mapping
+from collections.abc import Sequence
 import contextlib
 import pathlib
 
@@ -10,8 +12,10 @@ from stppo_jax import types
 from stppo_jax.learner import keys as keys_lib
 from stppo_jax.models import functional
 from stppo_jax.records import checkpoint
+from stppo_jax.records import trajectory_metrics
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint_state
+from stppo_jax.training import collection
 from stppo_jax.training import run_record
 
 
@@ -23,6 +27,7 @@ class Evaluator:
     services: questions, environment and event loop.
     tokenizer: the policy's tokenizer.
     policy: the model that is evaluated.
+    show: prints a line about failures.
 
   Attributes:
     has_questions: whether the data set has questions to evaluate on.
@@ -34,7 +39,10 @@ class Evaluator:
     services: assembly.Services,
     tokenizer,
     policy: functional.Model,
+    show: Callable[[str], None] = print,
   ):
+    self._services, self._show = services, show
+    self._min_valid_fraction = config.rollout.min_valid_fraction
     self._questions = services.questions.evaluation(
       config.evaluate.num_questions
     )
@@ -50,16 +58,26 @@ class Evaluator:
   ) -> tuple[dict[str, float], list[types.Trajectory]]:
     """Returns the mean main score by data set, and all trajectories.
 
-    Trajectories that the infrastructure failed count in no mean.
+    Trajectories that the infrastructure failed count in no mean. If there are
+    too many of them, the evaluation is repeated when the retriever is ready.
 
     Args:
       params: weights of the policy.
       greedy: whether to decode greedily instead of sampling.
+
+    Raises:
+      Exceptions of `collection.collect_until_valid`.
     """
     self._engine.publish(params, 0)
     questions = [q for group in self._questions.values() for q in group]
     keys = keys_lib.row_keys(self._key, 0, len(questions))
-    trajectories = self._collector.collect(questions, keys, greedy=greedy)
+    trajectories = collection.collect_until_valid(
+      lambda: self._collector.collect(questions, keys, greedy=greedy),
+      self._services,
+      min_valid_fraction=self._min_valid_fraction,
+      what='evaluation',
+      show=self._show,
+    )
     scores: dict[str, list[float]] = {}
     for trajectory in trajectories:
       if trajectory.status is not types.TrajectoryStatus.INFRA_ERROR:
@@ -68,12 +86,25 @@ class Evaluator:
     means = {name: float(np.mean(values)) for name, values in scores.items()}
     return means, trajectories
 
-  def metrics(self, scores: Mapping[str, float]) -> dict[str, float]:
-    """Returns the scores of data sets by the names of their metrics."""
-    return {
+  def metrics(
+    self,
+    scores: Mapping[str, float],
+    trajectories: Sequence[types.Trajectory] = (),
+  ) -> dict[str, float]:
+    """Returns the scores of data sets by the names of their metrics.
+
+    Args:
+      scores: data set to score.
+      trajectories: given, the share of them that is valid is a metric too.
+    """
+    metrics = {
       f'val/{self._main_score}/{data_set}': score
       for data_set, score in scores.items()
     }
+    if trajectories:
+      valid = trajectory_metrics.valid_fraction(trajectories)
+      metrics['evaluate/valid_fraction'] = valid
+    return metrics
 
 
 def evaluate(config, workdir: str | pathlib.Path) -> int:

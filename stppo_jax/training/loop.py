@@ -124,6 +124,8 @@ def _start(config, run: run_lib.Run, restart: bool) -> _Started:
   """Builds what the loop works with and resumes the run."""
   with run.abandonable():
     components = assembly.build_components(config)  # before anything is written
+    for line in components.notes:
+      print(f'note: {line}', flush=True)
     run.record_config(config, restart=restart)
     services = run.enter(assembly.build_services(config, components.questions))
     sft.make_start(config, run.workdir, services)
@@ -135,7 +137,7 @@ def _start(config, run: run_lib.Run, restart: bool) -> _Started:
       state, reference = learner.start(), learner.reference()
       sentences = assembly.build_sentences(config, tokenizer)
     evaluator = evaluation.Evaluator(
-      config, services, tokenizer, learner.policy
+      config, services, tokenizer, learner.policy, run.show
     )
     run.open(
       config,
@@ -157,7 +159,7 @@ def _start(config, run: run_lib.Run, restart: bool) -> _Started:
     # otherwise contain the evaluation's queries.
     collector.drain()
     scores, trajectories = evaluator.run(learner.merged_params(state))
-    return evaluator.metrics(scores), trajectories
+    return evaluator.metrics(scores, trajectories), trajectories
 
   evaluates = config.evaluate.every > 0 and evaluator.has_questions
   run.begin(evaluate, prints_samples=not evaluates)

@@ -59,6 +59,7 @@ from stppo_jax.training import skipped_updates
 # These end a run that has begun, after its last finished step was saved.
 _OUTAGES = (
   protocol.RetrieverUnreachable,
+  protocol.RetrieverMisconfigured,
   client.EngineUnreachable,
   interruption.Outage,
   skipped_updates.Diverged,

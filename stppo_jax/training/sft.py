@@ -24,6 +24,7 @@ from stppo_jax.rollout import pack
 from stppo_jax.sampling import scripted
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint_state
+from stppo_jax.training import collection
 from stppo_jax.training import evaluation
 from stppo_jax.training import model_files
 from stppo_jax.training import run as run_lib
@@ -266,7 +267,11 @@ def _pack_dialogues(
     max_turn_tokens=config.env.max_turn_tokens,
     max_observation_tokens=config.env.max_observation_tokens,
   )
-  trajectories = collector.collect(
-    [question for question, _ in chosen], keys=None
+  trajectories = collection.collect_until_valid(
+    lambda: collector.collect([question for question, _ in chosen], keys=None),
+    services,
+    min_valid_fraction=config.rollout.min_valid_fraction,
+    what='demonstrations',
+    show=print,
   )
   return pack.pack(trajectories, length_bucket=config.rollout.length_bucket)

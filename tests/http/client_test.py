@@ -107,7 +107,7 @@ def test_a_slow_reply_is_a_timeout():
     await asyncio.sleep(0.3)
 
   failure, _ = _post(slow, timeout=0.05)
-  assert failure.cause is _Cause.TIMEOUT and 'Timeout' in str(failure)
+  assert failure.cause is _Cause.TIMEOUT and 'no reply within' in str(failure)
 
 
 def test_a_reply_that_is_cut_off_is_a_failed_connection():

@@ -210,3 +210,56 @@ def test_a_record_is_plain_and_complete():
     'scores': {'em': 1.0, 'f1': 0.5},
     'status': 'completed',
   }
+
+
+def _rows(*kinds):
+  """Returns trajectories: 'a' answers, 's' searches and answers, 'x' fails.
+
+  'o' has used up its searches, 'r' failed by an error of the environment, and
+  'e' by the engine after a search.
+  """
+  turns = {
+    'a': [('a', '', 'answer')],
+    's': [('a', 'found', 'search'), ('a', '', 'answer')],
+    'x': [('a', '', 'search')],
+    'o': [('a', '', 'search')],
+    'r': [('a', '', 'invalid')],
+    'e': [('a', 'found', 'search')],
+  }
+  ends = {'a': _STATUS.COMPLETED, 's': _STATUS.COMPLETED}
+  ends['o'] = _STATUS.TRUNCATED_TURNS
+  return [
+    dataclasses.replace(
+      _trajectory(turns[kind], ends.get(kind, _STATUS.INFRA_ERROR), em=0.0),
+      cause=f'cause {kind}' if kind in 'xr' else '',
+    )
+    for kind in ''.join(kinds)
+  ]
+
+
+@pytest.mark.parametrize(
+  ('rows', 'fraction', 'line'),
+  [
+    ('aas', 0.0, '0 of 3 trajectories; the first cause: not known'),
+    # Rows that never search, or may not any more, hide no dead retriever.
+    ('aaaaaaoxx', 1.0, '2 of 9 trajectories, 2 of 2 turns (search); the first'),
+    ('aaaasxx', 2 / 3, '2 of 7 trajectories, 2 of 3 turns (search); the first'),
+    # One query may be to blame itself.
+    ('aaax', 1 / 4, '1 of 4 trajectories, 1 of 1 turns (search); the first'),
+    # Turns whose action is not known are compared with all turns.
+    ('aassrr', 1 / 3, '2 of 6 trajectories, 2 of 8 turns (invalid); the first'),
+    ('ae', 1 / 2, '1 of 2 trajectories; the first cause: not known'),
+    ('xxxx', 1.0, '4 of 4 trajectories, 4 of 4 turns (search); the first'),
+  ],
+)
+def test_failures_are_compared_with_what_was_asked(rows, fraction, line):
+  failures = trajectory_metrics.failures(_rows(rows))
+  assert failures.fraction == pytest.approx(fraction)
+  assert str(failures).startswith(f'the infrastructure failed {line}')
+
+
+def test_the_record_of_a_failure_has_its_cause():
+  failed, healthy = _rows('xs')
+  record = trajectory_metrics.record(failed, dialogues.Letters())
+  assert record['cause'] == 'cause x'
+  assert 'cause' not in trajectory_metrics.record(healthy, dialogues.Letters())

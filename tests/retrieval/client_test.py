@@ -55,12 +55,13 @@ def test_each_corpus_has_its_own_path():
   }
 
 
-def test_the_cache_is_per_corpus_and_bounded():
+def test_the_cache_is_per_corpus_and_bounded_in_bytes():
   fake = fake_servers.Server()
 
   async def run():
     async with fake.running() as url:
-      retriever = fake_servers.retriever(url, cached_queries=2)
+      # Room for two entries, each of less than 900 bytes.
+      retriever = fake_servers.retriever(url, cached_bytes=2000)
       first = await retriever.retrieve('a')
       first.clear()  # The caller's own list, not the cache's.
       assert await retriever.retrieve('a') == [fake_servers.passage('a')]
@@ -71,7 +72,10 @@ def test_the_cache_is_per_corpus_and_bounded():
       await retriever.retrieve('a')
       await retriever.retrieve('a', corpus='c')
       assert (retriever.cache_hits, retriever.cache_misses) == (3, 4)
-      assert retriever.statistics()['retrieval/ok'] == 4.0
+      statistics = retriever.statistics()
+      assert statistics['retrieval/ok'] == 4.0
+      assert statistics['retrieval/answers'] == 7.0
+      assert statistics['retrieval/empty'] == 0.0
       assert retriever.statistics()['retrieval/ok'] == 0.0
 
   asyncio.run(run())
@@ -191,7 +195,9 @@ def test_the_token_is_sent_and_kept_out_of_errors(monkeypatch):
       await runner.cleanup()
 
   assert asyncio.run(run('s3cret'))[0].id == '1'
-  with pytest.raises(protocol.RetrievalError, match='status 401') as error:
+  with pytest.raises(
+    protocol.RetrieverMisconfigured, match='status 401'
+  ) as error:
     asyncio.run(run('other'))
   assert 's3cret' not in str(error.value)
 
@@ -208,3 +214,16 @@ def test_any_query_of_the_policy_is_sent_as_json():
   query = 'naïve "quotes" \x00 \ud800 </search>\n'
   results, _ = fake_servers.retrieve(fake, [query])
   assert results == [[]] and fake.queries == [[query]]
+
+
+def test_an_answer_that_exceeds_the_cache_is_not_kept():
+  fake = fake_servers.Server()
+
+  async def run():
+    async with fake.running() as url:
+      retriever = fake_servers.retriever(url, cached_bytes=100)
+      for _ in range(2):
+        assert await retriever.retrieve('a') == [fake_servers.passage('a')]
+
+  asyncio.run(run())
+  assert fake.queries == [['a'], ['a']]

@@ -73,11 +73,10 @@ _DOCUMENT = {'contents': 'a'}
     ['text'],
     [{'document': {}}],
     [{'document': {'contents': 3}}],
-    [{'document': {'contents': '\ud800'}}],
+    [{'id': 10**400, 'contents': 'a'}],
     [{'document': _DOCUMENT, 'score': None}],
     [{'document': _DOCUMENT, 'score': True}],
     [{'document': _DOCUMENT, 'score': float('nan')}],
-    [{'document': _DOCUMENT, 'score': 10**400}],
   ],
 )
 @pytest.mark.parametrize('name', dialects.DIALECTS)
@@ -99,7 +98,6 @@ def test_a_malformed_list_leaves_the_others_alone(name, entry):
     b'{"result": {}}',
     b'{"result": []}',
     b'{"result": [[], [], []]}',
-    b'{"result": [[], [{"id": %s}]]}' % (b'9' * 5000),
   ],
 )
 @pytest.mark.parametrize('name', dialects.DIALECTS)

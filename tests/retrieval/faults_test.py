@@ -7,6 +7,7 @@ import time
 from aiohttp import web
 import pytest
 
+from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import protocol
 from tests.retrieval import fake_servers
 
@@ -44,7 +45,7 @@ def test_a_failed_request_is_repeated(failure):
   [
     None,
     ['text'],
-    [{'document': {'contents': 'a'}, 'score': 10**400}],
+    [{'document': {'contents': 'a'}, 'score': 'high'}],
   ],
 )
 def test_only_queries_with_a_malformed_list_are_repeated(entry):
@@ -85,6 +86,7 @@ def test_requests_to_an_overloaded_server_are_not_split():
   assert fake.queries == [['a', 'b', 'c']] * 3
   assert statistics['retrieval/retries'] == 6.0
   assert statistics['retrieval/failures'] == 3.0
+  assert statistics['retrieval/failures/status_503'] == 3.0
   assert statistics['retrieval/latency_p99'] == 0.0
 
 
@@ -103,15 +105,17 @@ def test_retry_after_is_honoured():
 
 
 @pytest.mark.parametrize('status', [301, 302, 307, 401, 403, 404])
-def test_a_permanent_failure_is_not_repeated(status):
+def test_a_permanent_failure_is_an_error_of_the_config(status):
   fake = fake_servers.Server(
     lambda body: web.Response(
       status=status, headers={'Location': '/elsewhere', 'Retry-After': '9'}
     )
   )
   [error], _ = fake_servers.retrieve(fake, ['a'])
-  assert isinstance(error, protocol.RetrievalError)
-  assert f'status {status}' in str(error)
+  # Waiting does not help, so it is no outage.
+  assert isinstance(error, protocol.RetrieverMisconfigured)
+  assert f'/retrieve: status {status}' in str(error)
+  assert 'check retrieval.url' in str(error) and '\n' not in str(error)
   assert [path for path, _ in fake.requests] == ['/retrieve']  # no redirect
 
 
@@ -130,7 +134,8 @@ def test_a_slow_answer_times_out_and_others_go_on():
   first, slow, last = results
   assert first == [fake_servers.passage('a')]
   assert last == [fake_servers.passage('b')]
-  assert isinstance(slow, protocol.RetrievalError) and 'Timeout' in str(slow)
+  assert isinstance(slow, protocol.RetrievalError)
+  assert 'no reply within 0.1 s' in str(slow)
 
 
 def test_an_enormous_reply_is_cut_off():
@@ -173,3 +178,45 @@ def test_thirty_percent_faults_lose_nothing():
   )
   assert results == [[fake_servers.passage(q)] for q in queries]
   assert statistics['retrieval/retries'] > 0
+
+
+@pytest.mark.parametrize(
+  ('respond', 'cause', 'line'),
+  [
+    (lambda body: web.Response(status=500, text='boom'), 'status_500', 'boom'),
+    (lambda body: web.Response(text='<html>'), 'malformed', "JSON: '<html>'"),
+    (
+      lambda body: web.json_response({'result': []}),
+      'malformed',
+      '0 lists for 1 queries',
+    ),
+  ],
+)
+def test_a_failure_names_address_and_cause(respond, cause, line):
+  server = fake_servers.Server(respond)
+  [error], statistics = fake_servers.retrieve(server, ['a'], retries=1)
+  assert str(error).startswith('http://127.0.0.1:') and line in str(error)
+  assert statistics[f'retrieval/failures/{cause}'] == 1.0
+
+
+@pytest.mark.parametrize('status', [302, 401, 403])
+def test_a_health_check_that_is_refused_is_an_error_of_the_config(status):
+  async def run():
+    app = web.Application()
+
+    async def handle(request):
+      return web.Response(status=status)
+
+    app.router.add_get('/health', handle)
+    runner, url = await http_server.start(app, '127.0.0.1', 0)
+    retriever = fake_servers.retriever(url, start_grace=60.0)
+    try:
+      with pytest.raises(
+        protocol.RetrieverMisconfigured, match=f'/health: status {status}'
+      ):
+        await retriever.wait_until_ready()
+    finally:
+      await retriever.close()
+      await runner.cleanup()
+
+  asyncio.run(run())

@@ -12,6 +12,7 @@ import pytest
 
 from stppo_jax import types
 from stppo_jax.rollout import event_loop
+from stppo_jax.rollout import pack
 from stppo_jax.sampling import scripted
 from tests.rollout import dialogues
 
@@ -97,14 +98,56 @@ def test_turns_that_end_together_start_together():
   assert seen == expected
 
 
-def test_an_error_of_the_environment_ends_the_collection():
-  environment = _Slow({'s': _DONE, 'a': _ON, 'c': _DONE})
+def test_an_error_of_the_environment_fails_its_row_only(caplog):
+  class Broken(dialogues.TableEnvironment):
+    def prompt(self, question):
+      if question.id == 'prompt':
+        raise OSError('no prompt')
+      return super().prompt(question)
+
+    def rewards(self, question, prompt, texts, status):
+      if question.id == 'rewards':
+        raise ZeroDivisionError('no reward')
+      return super().rewards(question, prompt, texts, status)
+
+  environment = Broken({'a': _ON, 'c': _DONE})
+  names = ('step', 'prompt', 'rewards', 'healthy')
+  questions = [dialogues.question('Q', name) for name in names]
+  scripts = [['a', '?'], ['c'], ['c'], ['a', 'c']]
+  *failed, healthy = dialogues.collect_scripts(scripts, environment, questions)
+  assert {t.status for t in failed} == {_STATUS.INFRA_ERROR}
+  assert [t.cause for t in failed] == [
+    "KeyError: '?'",
+    'OSError: no prompt',
+    'ZeroDivisionError: no reward',
+  ]
+  # Only the first cause is logged.
+  (record,) = caplog.records
+  assert record.exc_info and 'no prompt' in str(record.exc_info[1])
+  assert healthy.status is _STATUS.COMPLETED and healthy.cause == ''
+  assert healthy.rewards and len(healthy.turns) == 2
+  batch = pack.pack([*failed, healthy], length_bucket=4)
+  assert batch.loss_mask_BL.sum(1).tolist() == [0, 0, 0, 2]
+
+
+class _Fatal(Exception):
+  exit_code = 2
+
+
+def test_an_error_with_an_exit_code_ends_the_collection():
+  class Refusing(_Slow):
+    async def step(self, question, turn_index, text):
+      if text == '?':
+        raise _Fatal
+      return await super().step(question, turn_index, text)
+
+  environment = Refusing({'s': _DONE, 'a': _ON, 'c': _DONE})
   scripts = dialogues.letters(['s'], ['a', '?'], ['c'])
   engine = scripted.ScriptedEngine(scripts, 9)
   questions = [dialogues.question('Q', f'q{n}') for n in range(3)]
   with event_loop.EventLoop() as loop:
     collector = dialogues.make_collector(engine, environment, loop)
-    with pytest.raises(KeyError, match=r'\?'):
+    with pytest.raises(_Fatal):
       collector.collect(questions, keys=None)
     loop.run(asyncio.sleep(0.01))
     # The requests for other answers are cancelled.

@@ -16,6 +16,7 @@ from stppo_jax.envs import search
 from stppo_jax.learner import keys
 from stppo_jax.training import assembly
 from stppo_jax.training import collection
+from stppo_jax.training import data_check
 from stppo_jax.training import interruption
 from tests.training import runs
 
@@ -33,8 +34,9 @@ class _World:
     waits: the number of waits for the retriever.
   """
 
-  def __init__(self, *rounds):
+  def __init__(self, *rounds, answers=0, empty=0):
     self._rounds = list(rounds)
+    self.answers, self.empty = answers, empty
     self.asked, self.keys, self.waits = [], [], 0
     self._queries = 5  # of an evaluation, which are in no line of a step
     self.questions = self.retriever = self.loop = self
@@ -59,7 +61,11 @@ class _World:
 
   def statistics(self):
     queries, self._queries = self._queries, 0
-    return {'retrieval/ok': queries}
+    return {
+      'retrieval/ok': queries,
+      'retrieval/answers': self.answers,
+      'retrieval/empty': self.empty,
+    }
 
   async def wait_until_ready(self):
     self.waits += 1
@@ -152,7 +158,8 @@ def test_a_round_in_an_outage_is_collected_again():
   ids, metrics = _collect(world, 1, lines.append)
   assert ids == '00 10 02 12'.split()
   assert world.waits == 2 and world.keys[1] == world.keys[2] == world.keys[3]
-  assert lines[0].startswith('step 6: 75% of the trajectories failed')
+  failed = 'step 6: the infrastructure failed 6 of 8 trajectories; '
+  assert lines[0].startswith(f'{failed}the first cause: not known; it is ')
   assert metrics['rollout/valid_fraction'] == 1.0
   assert metrics['rollout/resample_rounds'] == 1
 
@@ -160,7 +167,7 @@ def test_a_round_in_an_outage_is_collected_again():
 def test_a_lasting_outage_ends_the_step():
   world = _World('v=v=', 'xxxx', 'xxxx', 'xxxx')
   with pytest.raises(
-    interruption.Outage, match='step 6: .* 100% of the .* failed'
+    interruption.Outage, match='step 6: collected 3 times; .* 8 of 8 '
   ):
     _collect(world, 1)
   assert world.waits == 3
@@ -171,10 +178,31 @@ def test_a_start_with_too_few_questions_is_refused():
     rollout__group_size=2, data__synthetic_wiki__entities_per_type=2
   )
   questions = assembly.build_questions(config)
-  assembly.check_questions(config, questions)
+  data_check.check_count(config, questions)
   config.rollout.resample_rounds = 50
   with pytest.raises(ValueError, match='fewer than 408 questions'):
-    assembly.check_questions(config, questions)
+    data_check.check_count(config, questions)
+
+
+def test_a_retriever_that_finds_nothing_is_told():
+  world, lines = _World(*['v=v='] * 5, answers=7, empty=7), []
+  config = runs.config(rollout__trajectories_per_step=8, rollout__group_size=2)
+  sampler = types_lib.SimpleNamespace(
+    collect=world.collect, statistics=lambda: {}
+  )
+  collector = collection.StepCollector(config, world, sampler, lines.append)
+  for step, empty in enumerate((7, 7, 6, 7, 7)):
+    world.empty = empty
+    collector.collect(step)
+  starts = (
+    'warning: step 1',
+    'ALARM: step 2',
+    'warning: step 4',
+    'ALARM: step 5',
+  )
+  assert len(lines) == 4
+  for line, start in zip(lines, starts, strict=True):
+    assert line.startswith(f'{start}: all 7 searches found nothing')
 
 
 @pytest.mark.parametrize('level', ['token', 'sentence'])

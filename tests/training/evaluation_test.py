@@ -10,6 +10,7 @@ from stppo_jax import types
 from stppo_jax.envs import search
 from stppo_jax.training import assembly
 from stppo_jax.training import evaluation
+from stppo_jax.training import interruption
 from tests.training import runs
 
 _STATUS = types.TrajectoryStatus
@@ -26,18 +27,46 @@ class _Questions:
     }
 
 
+class _Retriever:
+  """Counts the waits until it is ready; its own event loop."""
+
+  waits = 0
+
+  async def wait_until_ready(self):
+    self.waits += 1
+
+  def run(self, coroutine):
+    with pytest.raises(StopIteration):
+      coroutine.send(None)
+
+
+def _failed(question):
+  return types.Trajectory(
+    question,
+    np.zeros(1, np.int32),
+    (),
+    {},
+    _STATUS.INFRA_ERROR,
+    {'em': 0.0},
+    cause='http://away: status 503',
+  )
+
+
 class _Sampler:
   """A fake of collector and engine in one, with a table of answers."""
 
   ems = {'nq0': 1.0, 'nq1': 0.0, 'nq2': 1.0, 'hotpotqa0': 0.0}
 
   def __init__(self):
-    self.published, self.calls = [], []
+    self.published, self.calls, self.outages = [], [], 0
 
   def publish(self, params, version):
     self.published.append((params, version))
 
   def collect(self, questions, keys, *, greedy):
+    if self.outages:
+      self.outages -= 1
+      return [_failed(question) for question in questions]
     bits = np.asarray(jax.random.key_data(keys)).tolist()
     self.calls.append(([q.id for q in questions], bits, greedy))
     return [
@@ -62,9 +91,15 @@ def evaluated(monkeypatch):
   )
   config = runs.config(evaluate__batch_size=2, evaluate__num_questions=7)
   services = python_types.SimpleNamespace(
-    questions=questions, environment=search.SearchEnvironment
+    questions=questions,
+    environment=search.SearchEnvironment,
+    retriever=_Retriever(),
   )
-  evaluator = evaluation.Evaluator(config, services, None, None)
+  services.loop = services.retriever
+  fake.lines, fake.retriever = [], services.retriever
+  evaluator = evaluation.Evaluator(
+    config, services, None, None, fake.lines.append
+  )
   return evaluator, fake, questions
 
 
@@ -90,3 +125,22 @@ def test_every_question_has_a_key_of_its_own_always_the_same(evaluated):
   assert greedy and not drawn
   assert len(set(map(tuple, keys))) == len(keys) == 5
   assert same_keys == keys
+
+
+def test_an_evaluation_in_an_outage_is_repeated(evaluated):
+  evaluator, fake, _ = evaluated
+  expected, trajectories = evaluator.run('weights')
+  assert evaluator.metrics(expected, trajectories)[
+    'evaluate/valid_fraction'
+  ] == pytest.approx(4 / 5)
+  failure = 'evaluation: the infrastructure failed 1 of 5 trajectories'
+  assert [line.startswith(failure) for line in fake.lines] == [True]
+  fake.lines.clear()
+  fake.outages = 2
+  again, _ = evaluator.run('weights')
+  assert again == expected and fake.retriever.waits == 2
+  first, second, _ = fake.lines
+  assert first == second and 'http://away: status 503' in first
+  fake.outages = 9
+  with pytest.raises(interruption.Outage, match='evaluation: .*status 503'):
+    evaluator.run('weights')

@@ -20,6 +20,8 @@ import pytest
 
 from stppo_jax import types
 from stppo_jax.envs import environments
+from stppo_jax.envs import protocol
+from stppo_jax.retrieval import fakes
 from stppo_jax.rl import kl
 from stppo_jax.training import assembly
 
@@ -41,8 +43,16 @@ def at(settings, act: Callable[[Moment], float | None]):
   class Environment(base):
     """The environment of the run, which reports its moments."""
 
+    @classmethod
+    def from_options(cls, options, retriever):
+      environment = super().from_options(options, retriever)
+      # The check of the data before a run asks for prompts too.
+      environment.collects = not isinstance(retriever, fakes.FakeRetriever)
+      return environment
+
     def prompt(self, question):
-      watch.prompted(question)
+      if self.collects:
+        watch.prompted(question)
       return super().prompt(question)
 
     async def step(self, question, turn_index, text):
@@ -50,7 +60,11 @@ def at(settings, act: Callable[[Moment], float | None]):
       if question.id not in watch.failing:
         return step
       return dataclasses.replace(
-        step, observation=None, status=types.TrajectoryStatus.INFRA_ERROR
+        step,
+        action=protocol.INVALID,
+        observation=None,
+        status=types.TrajectoryStatus.INFRA_ERROR,
+        cause='the server is away',
       )
 
     def rewards(self, question, prompt, texts, status):
@@ -79,12 +93,22 @@ def send_at(moment: Moment, number: signal.Signals) -> Callable:
   return act
 
 
+class Crash(Exception):
+  """Ends the process like a power cut.
+
+  It has an exit code, because other errors of an environment only fail a
+  trajectory.
+  """
+
+  exit_code = 70
+
+
 def crash_at(moment: Moment) -> Callable:
   """Returns a function that raises an error at a moment."""
 
   def act(now):
     if now == moment:
-      raise RuntimeError('a bug, or a power cut')
+      raise Crash('a bug, or a power cut')
 
   return act
 

@@ -206,7 +206,7 @@ def test_a_step_in_an_outage_is_collected_again(finished, tmp_path, capsys):
 
   assert _train(tmp_path, act) == 0
   assert sum(collections) == runs.STEPS + 2
-  line = 'step 2: 75% of the trajectories failed'
+  line = 'step 2: the infrastructure failed 12 of 16 trajectories, 12 of '
   assert capsys.readouterr().out.count(line) == 2
   _assert_same_run(tmp_path, finished)
 
@@ -222,7 +222,10 @@ def test_a_few_failures_are_no_outage(tmp_path, capsys):
   (line,) = runs.metrics(tmp_path)
   assert line['rollout/valid_fraction'] == 0.5
   # Dialogues are printed, though none is kept.
-  assert capsys.readouterr().out.count('? golden: ') == 3
+  printed = capsys.readouterr().out
+  assert printed.count('? golden: ') == 3
+  assert 'step 1: the infrastructure failed 8 of 16 trajectories' in printed
+  assert 'first cause: the server is away' in printed
   assert not list(tmp_path.glob('trajectories-*'))
 
 
@@ -258,7 +261,7 @@ def test_an_outage_that_lasts_saves_and_ends_the_run(
   assert collections == [('collect', n) for n in (1, 2, 3)]
   (line,) = capsys.readouterr().err.splitlines()
   assert line.startswith(
-    'step 2: the retriever answers, yet 100% of the trajectories failed'
+    'step 2: collected 3 times; the infrastructure failed 16 of 16 trajectories'
   )
   assert [p.name for p in (tmp_path / 'checkpoints').iterdir()] == ['1']
   assert _train(tmp_path) == 0
