@@ -107,6 +107,11 @@ def _remote_engine_is_named(engine, url, model) -> Iterator[str]:
     )
 
 
+def _tokenizer_exists(path) -> Iterator[str]:
+  if path and not pathlib.Path(path).exists():
+    yield f'model.tokenizer_path={path!r}: no such file or folder'
+
+
 def _template_is_readable(path) -> Iterator[str]:
   try:
     prompts.load_template(path)
@@ -271,6 +276,7 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     _lanes_divide_slots,
   ),
+  (('model.tokenizer_path',), _tokenizer_exists),
   (('env.prompt_template',), _template_is_readable),
   (('env.reward_function',), _reward_function_exists),
   (

@@ -1,4 +1,4 @@
-"""Estimate the memory that an update needs, on devices you need not have.
+"""Estimate an update's memory and traffic on hardware you do not have.
 
 python -m stppo_jax plan --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE ...]
     [--devices=64] [--hbm_gib=80.0] [--length=0] [--loss_fraction=0.5]
