@@ -36,6 +36,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       'seed': 0,  # of questions, sampling, shuffles and new weights
       # The number of steps. A step is one collection with its updates.
       'num_steps': 100,
+      # What plots call the run, before its seed. Commands put the name of the
+      # config file before it.
+      'title': algorithm,
       'algorithm': copy.deepcopy(algorithms.ALGORITHMS[algorithm]),
       'model': {
         # The model that is trained: a Hugging Face directory (config.json,

@@ -57,9 +57,6 @@ _MODEL = settings.Rule(
   'empty, or a folder that holds config.json',
 )
 _REGEX = settings.Rule(_compiles, 'a regular expression')
-_PATH = settings.Rule(
-  lambda x: not x or pathlib.Path(x).exists(), 'empty, or a path that exists'
-)
 
 _OPTIMIZER = {
   # Adam moves a weight by about the rate in each update, so a larger rate
@@ -77,10 +74,10 @@ _SIZES = ('hidden_size', 'intermediate_size', 'num_layers', 'num_heads')
 RULES: Mapping[str, settings.Rule] = {
   'seed': _NOT_NEGATIVE,
   'num_steps': _POSITIVE,
+  'title': settings.Rule(str.isprintable, 'one printable line'),
   'model.path': _MODEL,
   'model.reference_path': _MODEL,
   'model.reference_memory': _one_of('device', 'host'),
-  'model.tokenizer_path': _PATH,
   'model.eos_token_ids': _TOKEN_IDS,
   'model.dtype': _one_of('float32', 'bfloat16'),
   **{f'model.{size}': _POSITIVE for size in _SIZES},

@@ -181,7 +181,10 @@ def load(name: str) -> Any:
     raise ValueError(
       f'get_config returns {type(config).__name__}, expected a ConfigDict'
     )
-  return config.copy_and_resolve_references()
+  config = config.copy_and_resolve_references()
+  if 'title' in config:
+    config.title = f'{path.stem}: {config.title}'
+  return config
 
 
 def _find(file: str) -> pathlib.Path:

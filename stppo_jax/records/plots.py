@@ -77,7 +77,10 @@ def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def learning_curve(
-  metrics_path: str | pathlib.Path, png_path: str | pathlib.Path
+  metrics_path: str | pathlib.Path,
+  png_path: str | pathlib.Path,
+  *,
+  title: str = '',
 ) -> None:
   """Draws score, clip fraction and KL over steps, one below the other.
 
@@ -86,12 +89,20 @@ def learning_curve(
   tokens outside the clipping band, by level; the bottom one the KL divergence.
   Metrics that were not logged are left out.
 
+  Args:
+    metrics_path: the file of the metrics.
+    png_path: the picture, which is replaced.
+    title: stands above the panels.
+
   Raises:
     ValueError: the metrics have no line.
   """
   metrics = read_metrics(metrics_path)
   with matplotlib.rc_context(_STYLE):
     page = figure.Figure(figsize=(6.0, 6.4), layout='constrained')
+    if title:
+      # A pair of $ would enclose a formula.
+      page.suptitle(title.replace('$', r'\$'))
     score, clip, kl = page.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
     _draw_score(score, metrics)
     _draw_clip(clip, metrics)

@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from tensorboardX import record_writer
+from tensorboardX import summary
 from tensorboardX.proto import event_pb2 as _event_pb2
 from tensorboardX.proto import summary_pb2 as _summary_pb2
 
@@ -23,6 +24,9 @@ from stppo_jax.records import append
 # find them.
 event_pb2: Any = _event_pb2
 summary_pb2: Any = _summary_pb2
+
+# The metrics that TensorBoard shows beside the hyperparameters.
+_HPARAM_METRICS = ('critic/score/mean', 'actor/ppo_kl')
 
 
 class EventFile:
@@ -53,6 +57,25 @@ class EventFile:
         )
       )
     append.append(self._path, data)
+
+  def write_hparams(self, hparams: Mapping[str, Any]) -> None:
+    """Appends the hyperparameters of the run, which TensorBoard compares.
+
+    Raises:
+      OSError: nothing was written.
+    """
+    if not hparams:
+      return
+    # The plugin knows numbers, texts and truth values.
+    values = {
+      name: x if isinstance(x, bool | int | float | str) else str(x)
+      for name, x in hparams.items()
+    }
+    frames = [
+      _frame(event_pb2.Event(summary=part, wall_time=time.time()))
+      for part in summary.hparams(values, dict.fromkeys(_HPARAM_METRICS, 0.0))
+    ]
+    append.append(self._path, b''.join(frames))
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
     """Appends the scalars of a step.

@@ -42,6 +42,7 @@ class Writer:
     num_steps: int,
     tensorboard: bool,
     trajectories: int,
+    hparams: Mapping[str, Any] | None = None,
     display: progress.Progress | None = None,
   ):
     """Makes the folder; files are made at the first write.
@@ -51,6 +52,7 @@ class Writer:
       num_steps: the length of the run, for the progress display.
       tensorboard: whether to write for TensorBoard too.
       trajectories: the number of dialogues that are written of each step.
+      hparams: the values of the config by key, for TensorBoard.
       display: the progress display; by default one on standard output.
     """
     self._workdir = pathlib.Path(workdir)
@@ -58,6 +60,7 @@ class Writer:
     self._metrics = self._workdir / 'metrics.jsonl'
     self._tensorboard = tensorboard
     self._trajectories = trajectories
+    self._hparams = hparams or {}
     self._display = display or progress.Progress(num_steps)
     self._sink = None
     self._purge_step = None
@@ -162,6 +165,7 @@ class Writer:
       self._sink = tensorboard_lib.EventFile(
         self._workdir / 'tensorboard', purge_step=self._purge_step
       )
+      self._sink.write_hparams(self._hparams)
     self._sink.write(step, metrics)
 
   def _counted(self, sink: str, call: Callable[[], None]) -> None:

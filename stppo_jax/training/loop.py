@@ -20,6 +20,8 @@ from stppo_jax import types
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
+from stppo_jax.parallel import compile_time
+from stppo_jax.parallel import peaks
 from stppo_jax.records import timing
 from stppo_jax.rollout import pack as pack_lib
 from stppo_jax.training import assembly
@@ -61,6 +63,7 @@ def train(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
       config.updates.old_policy == 'sampled'
     )
     skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
+    compile_seconds = run.enter(compile_time.measured())
     for step in range(run.first_step, config.num_steps):
       timer = timing.Timer()
       # A signal may end this early, because a collection can be made again.
@@ -96,6 +99,8 @@ def train(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
         save_seconds=run.save_seconds,
         num_epochs=config.updates.num_epochs,
       )
+      metrics |= peaks.max_memory()
+      metrics['timing_s/compile'] = compile_seconds()
       run.finish_step(step + 1, state, metrics, collected.trajectories)
       skips.check([report.metrics for report in reports])
     run.finish(learner.policy, learner.merged_params(run.state), curve=True)

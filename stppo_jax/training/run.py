@@ -34,6 +34,7 @@ from typing import Any
 from typing import Protocol
 from typing import TypeVar
 
+from stppo_jax import settings
 from stppo_jax import types
 from stppo_jax.envs import reward_function
 from stppo_jax.learner import state as state_lib
@@ -245,6 +246,7 @@ class Run:
       num_steps=num_steps,
       tensorboard=config.writer.tensorboard,
       trajectories=trajectories,
+      hparams=settings.flatten(config),
     )
     self._stack.callback(self._writer.close)
 
@@ -380,7 +382,9 @@ class Run:
     lines = [f'done. metrics: {metrics}']
     if curve:
       picture = self.workdir / 'learning_curve.png'
-      plots.learning_curve(metrics, picture)
+      config = self._config
+      title = f'{config.title}, seed {config.seed}'
+      plots.learning_curve(metrics, picture, title=title)
       lines += [
         f'curve: {picture}',
         f'dialogues: {self.workdir}/trajectories-*.jsonl',

@@ -21,11 +21,12 @@ from stppo_jax import settings
 from stppo_jax.records import run_folder
 from stppo_jax.training import assembly
 
-# Keys that may change between two starts: the length of a run, what is
-# evaluated, written and kept, the devices and the servers. None of them changes
-# what a step computes.
+# Keys that may change between two starts: the length and the title of a run,
+# what is evaluated, written and kept, the devices and the servers. None of them
+# changes what a step computes.
 _FREE = (
   'num_steps',
+  'title',
   'evaluate',
   'checkpoint',
   'writer',
@@ -46,7 +47,7 @@ _LATER_KEYS = {
   'env.reward_function': '',
   'model.eos_token_ids': [],
   'env.rewards.overlong': 0.0,
-  'env.overlong_fraction': 0.2,  # read by nothing where overlong is 0
+  'env.overlong_fraction': 0.2,  # not read if overlong is 0
   'algorithm.advantage.critic_tokens': 'policy',
   'algorithm.advantage.outcome_counts': 'per_trajectory',
 }

@@ -60,10 +60,11 @@ def test_every_algorithm_of_the_table_keeps_the_rules(name):
   [
     ('seed', -1, '0 or greater'),
     ('num_steps', 0, 'greater than 0'),
+    ('title', 'a\nb', 'one printable line'),
     ('model.dtype', 'float16', 'one of float32, bfloat16'),
     ('model.path', 'no/such/model', 'a folder that holds config.json'),
     ('model.reference_path', 'no/such/model', 'holds config.json'),
-    ('model.tokenizer_path', 'no/such/path', 'empty, or a path that exists'),
+    ('model.tokenizer_path', 'no/such/path', 'no such file or folder'),
     ('model.num_layers', 0, 'greater than 0'),
     ('model.head_dim', 33, 'even'),
     ('model.lora.rank', -1, '0 or greater'),

@@ -62,8 +62,9 @@ def test_the_curves_are_the_metrics(tmp_path, monkeypatch):
   )
   path, png = tmp_path / 'metrics.jsonl', tmp_path / 'curve.png'
   _write(path, _rows(10))
-  plots.learning_curve(path, png)
+  plots.learning_curve(path, png, title='quickstart: st_ppo, seed 3')
   (page,) = drawn
+  assert page.get_suptitle() == 'quickstart: st_ppo, seed 3'
   lines = {
     line.get_label(): line.get_xydata()
     for axes in page.axes
@@ -89,5 +90,5 @@ def test_a_run_without_a_step_is_named(tmp_path):
 def test_few_metrics_still_draw(tmp_path):
   path, png = tmp_path / 'metrics.jsonl', tmp_path / 'curve.png'
   _write(path, [{'step': 1, 'critic/score/mean': None}])
-  plots.learning_curve(path, png)
+  plots.learning_curve(path, png, title='$\\frac$')
   assert png.stat().st_size > 0

@@ -10,18 +10,20 @@ import pytest
 import rich.console
 from tensorboardX import record_writer
 from tensorboardX.proto import event_pb2
+from tensorboardX.proto import plugin_hparams_pb2
 
 from stppo_jax.records import progress
 from stppo_jax.records import writer as writer_lib
 
 
-def _writer(workdir, *, tensorboard=False, trajectories=2):
+def _writer(workdir, *, tensorboard=False, trajectories=2, hparams=None):
   console = rich.console.Console(file=io.StringIO())
   return writer_lib.Writer(
     workdir,
     num_steps=10,
     tensorboard=tensorboard,
     trajectories=trajectories,
+    hparams=hparams,
     display=progress.Progress(10, console=console),
   )
 
@@ -172,3 +174,20 @@ def test_a_full_disk_leaves_whole_lines_and_the_run_goes_on(tmp_path):
   assert _lines(tmp_path)[-1]['writer/sink_errors'] >= 2
   assert (tmp_path / 'trajectories-000002.jsonl').read_bytes() == b''
   assert _events(tmp_path)[-1].step == 3
+
+
+def test_tensorboard_has_the_hyperparameters(tmp_path):
+  hparams = {'seed': 3, 'lr': 1e-6, 'level': 'turn', 'hops': (1, 2)}
+  hparams['lora'] = False
+  writer = _writer(tmp_path, tensorboard=True, hparams=hparams)
+  writer.write(1, {'a': 0.5})
+  writer.write(2, {'a': 0.5})
+  found = {}
+  for event in _events(tmp_path):
+    for value in event.summary.value:
+      content = value.metadata.plugin_data.content
+      if value.metadata.plugin_data.plugin_name == 'hparams':
+        data = plugin_hparams_pb2.HParamsPluginData.FromString(content)
+        for name, one in data.session_start_info.hparams.items():
+          found[name] = getattr(one, one.WhichOneof('kind'))
+  assert found == hparams | {'hops': '(1, 2)'}

@@ -182,6 +182,17 @@ def test_the_curve_is_a_picture(finished):
   assert data.startswith(b'\x89PNG') and len(data) > 1000
 
 
+def test_tensorboard_has_the_config_and_metrics_what_a_step_used(finished):
+  (path,) = (finished / 'tensorboard').iterdir()
+  data = path.read_bytes()
+  # The formats of both are proved in tests/records.
+  assert b'algorithm.ratio.level' in data and b'quickstart: st_ppo' in data
+  lines = [line for line in runs.metrics(finished) if line['step']]
+  assert all(line['timing_s/compile'] >= 0 for line in lines)
+  peaks = [line['perf/max_memory_host_gb'] for line in lines]
+  assert 0 < peaks[0] <= peaks[-1]
+
+
 def test_the_exported_policy_is_the_trained_one(finished):
   tokens_BL = np.arange(24).reshape(2, 12) * 7 % 290
   state = _final_state(finished)
