@@ -70,6 +70,7 @@ OURS = {
 _JAX_LAYERS = _DEVICE[1:] + (
   'learner',
   'records.checkpoint',
+  'records.fingerprint',
   'training',
   'analysis',
   'commands',
