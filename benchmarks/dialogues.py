@@ -208,6 +208,8 @@ class Scripted:
   collection checks its own texts.
   """
 
+  tags = ()
+
   def __init__(self, dialogues: Sequence[Script]):
     self._dialogues = dialogues
     self.max_turns = max(len(d.turns) for d in dialogues) - 1

@@ -223,7 +223,9 @@ def build_services(
     with config_errors():
       environment = kind.from_options(config.env.to_dict(), retriever)
       name = config.env.reward_function
-      reward_function.try_once(name, environment, questions.train(0, 1)[0])
+      if name:
+        question = questions.train(0, 1, resample_round=0)[0]
+        reward_function.try_once(name, environment, question)
     yield Services(questions, environment, retriever, loop)
 
 

@@ -414,7 +414,6 @@ _SAVE_FOR_EVER = textwrap.dedent("""
     import itertools, sys
     import jax.numpy as jnp
     from stppo_jax.records import checkpoint
-from stppo_jax.records import fingerprint
     saver = checkpoint.Checkpointer(sys.argv[1], keep=2)
     state = {'x': jnp.zeros(1 << 16), 'y': jnp.zeros(1 << 16)}
     restored = saver.restore_latest(state)
