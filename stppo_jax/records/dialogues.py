@@ -59,7 +59,8 @@ def render(record: Mapping[str, Any], *, colour: bool) -> str:
     if turn['observation']:
       passages.append(('observation', turn['observation']))
   rewards = record['rewards']
-  terms = ', '.join(f'{name} {value:.3g}' for name, value in rewards.items())
+  # Adding 0 turns a penalty of -0.0 into 0.
+  terms = ', '.join(f'{name} {x + 0.0:.3g}' for name, x in rewards.items())
   outcome = f'{record["status"]}: reward {sum(rewards.values()):.3g} ({terms})'
   passages.append(
     ('outcome' if sum(rewards.values()) > 0 else 'failure', outcome)

@@ -45,6 +45,13 @@ def test_a_dialogue_line_by_line():
   ]
 
 
+def test_a_penalty_of_nothing_has_no_sign():
+  rewards = {'exact_match': 0.0, 'search_penalty': -0.0}
+  text = dialogues.render(_RECORD | {'rewards': rewards}, colour=False)
+  last = '= completed: reward 0 (exact_match 0, search_penalty 0)'
+  assert text.splitlines()[-1] == last
+
+
 def test_colour_only_adds_colour():
   coloured = dialogues.render(_RECORD, colour=True)
   assert '\x1b[36m> <answer>London</answer>\x1b[0m' in coloured
