@@ -11,9 +11,8 @@ _EVENT = '/jax/core/compile/backend_compile_duration'
 
 @contextlib.contextmanager
 def measured() -> Iterator[Callable[[], float]]:
-  """Yields a function that returns the seconds of compiling so far.
+  """Yields a function that returns the seconds compiled since its last call.
 
-  Every call returns the seconds since the call before it.
   Reading a program from the cache on disk counts as compiling it. Threads
   compile side by side, so the seconds may be more than have passed.
   """

@@ -1,4 +1,4 @@
-"""Which folders a command may write to."""
+"""A command writes only to folders that are new, empty or its own."""
 
 import json
 

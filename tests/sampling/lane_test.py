@@ -43,14 +43,15 @@ def _begin(engine, prompts, *, group_size=1, max_turn_tokens=1):
   )
 
 
-def test_errors_of_threads_are_raised_by_poll_and_by_begin():
+@pytest.mark.parametrize('lanes', [1, 2])  # without threads, and with two
+def test_errors_of_lanes_are_raised_by_poll_and_by_begin(lanes):
   engine, drivers = tiny_engine.new_engine(
-    lanes=2, slots=8, deterministic=False
+    lanes=lanes, slots=4 * lanes, deterministic=False
   )
 
   for driver in drivers:
     driver.programs.broken = True
-  _begin(engine, tiny_engine.prompts(2))  # a row in each lane
+  _begin(engine, tiny_engine.prompts(lanes))  # a row in each lane
   for _ in range(2):
     with pytest.raises(RuntimeError, match='the device is gone'):
       while engine.busy:
@@ -58,7 +59,7 @@ def test_errors_of_threads_are_raised_by_poll_and_by_begin():
   for driver in drivers:
     driver.programs.broken = False
   # Each lane raises once more, also the one that no poll has waited for.
-  for _ in range(2):
+  for _ in range(lanes):
     with pytest.raises(RuntimeError, match='the device is gone'):
       _begin(engine, tiny_engine.prompts(1))
   prompts, keys = tiny_engine.prompts(4), tiny_engine.keys(4)
