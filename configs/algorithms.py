@@ -14,6 +14,8 @@ algorithm, and `sources.py` the defaults of the source, where ours differ.
 
 import copy
 
+from stppo_jax.rl import estimator_needs
+
 # The default options of every choice, for the sections whose options depend on
 # their name.
 DEFAULTS = {
@@ -276,25 +278,12 @@ ALGORITHMS = {
   ),
 }
 
-# The advantage estimators that compare the trajectories of one question, and
-# all estimators that need no value model.
-GROUP_ADVANTAGES = frozenset(
-  {
-    'group_normalized',
-    'group_centered',
-    'leave_one_out',
-    'turn_group',
-    'gigpo',
-  }
-)
-WITHOUT_CRITIC = GROUP_ADVANTAGES | {'monte_carlo'}
-
 # Keys outside the section `algorithm` that an algorithm sets in `base.py`.
 # Algorithms whose advantages compare trajectories need groups.
 CHANGES = {
   name: {'rollout.group_size': 8}
   for name, algorithm in ALGORITHMS.items()
-  if algorithm['advantage']['name'] in GROUP_ADVANTAGES
+  if algorithm['advantage']['name'] in estimator_needs.GROUPS
 }
 # As in its published runs: 5 trajectories for each of 512 questions.
 CHANGES['so_grpo'] = {

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from collections.abc import Iterator
 import pathlib
 
-from stppo_jax.configs import algorithms
 from stppo_jax.envs import environments
 from stppo_jax.envs import prompts
 from stppo_jax.envs import reward_function
 from stppo_jax.retrieval import address
 from stppo_jax.retrieval import dialects
+from stppo_jax.rl import estimator_needs
 
 Relation = tuple[tuple[str, ...], Callable[..., Iterator[str]]]
 
@@ -175,7 +175,7 @@ def _architecture_exists(
 
 
 def _groups_are_compared(advantage, group_size) -> Iterator[str]:
-  if advantage in algorithms.GROUP_ADVANTAGES and group_size == 1:
+  if advantage in estimator_needs.GROUPS and group_size == 1:
     yield (
       'rollout.group_size=1: must be 2 or greater when '
       f'algorithm.advantage.name={advantage}, which compares trajectories'
@@ -183,7 +183,7 @@ def _groups_are_compared(advantage, group_size) -> Iterator[str]:
 
 
 def _no_values_to_warm_up(advantage, warmup) -> Iterator[str]:
-  if advantage in algorithms.WITHOUT_CRITIC and warmup:
+  if warmup and advantage not in estimator_needs.VALUES:
     yield (
       f'loss.value_warmup_steps={warmup}: must be 0 when '
       f'algorithm.advantage.name={advantage}, which has no value model'
@@ -191,7 +191,7 @@ def _no_values_to_warm_up(advantage, warmup) -> Iterator[str]:
 
 
 def _no_values_to_share(advantage, backbone) -> Iterator[str]:
-  if advantage in algorithms.WITHOUT_CRITIC and backbone == 'shared':
+  if backbone == 'shared' and advantage not in estimator_needs.VALUES:
     yield (
       'model.value_backbone=shared: must be own when '
       f'algorithm.advantage.name={advantage}, which has no value model'

@@ -18,7 +18,6 @@ def pages() -> dict[pathlib.Path, str]:
   made = algorithm_docs.pages(
     algorithms.ALGORITHMS,
     algorithms.DEFAULTS,
-    algorithms.GROUP_ADVANTAGES,
     config.preference.to_dict(),
     texts,
     sources,

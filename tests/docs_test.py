@@ -25,6 +25,7 @@ from stppo_jax import __main__
 from stppo_jax.configs import algorithms
 from stppo_jax.data import readers
 from stppo_jax.retrieval import corpus
+from stppo_jax.rl import estimator_needs
 from tests.training import runs
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -430,9 +431,7 @@ def test_the_readme_has_every_algorithm_in_its_family():
   assert found == {
     name: (
       entry['ratio']['level'],
-      'no'
-      if entry['advantage']['name'] in algorithms.WITHOUT_CRITIC
-      else 'yes',
+      'yes' if entry['advantage']['name'] in estimator_needs.VALUES else 'no',
     )
     for name, entry in algorithms.ALGORITHMS.items()
   }

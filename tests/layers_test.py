@@ -59,6 +59,7 @@ OURS = {
   'configs': (
     'settings',
     'rl.algorithm',
+    'rl.estimator_needs',
     'envs',
     'retrieval.address',
     'retrieval.dialects',

@@ -13,6 +13,7 @@ from typing import Any
 
 from stppo_jax import settings
 from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.rl import estimator_needs
 from stppo_jax.rl import options as options_lib
 
 Algorithm = Mapping[str, Mapping[str, Any]]
@@ -98,7 +99,6 @@ def differences(algorithm: Algorithm, base: Algorithm) -> dict[str, Any]:
 def pages(
   table: Mapping[str, Algorithm],
   defaults: Mapping[str, Mapping[str, Mapping[str, Any]]],
-  groups: frozenset[str],
   preference: Mapping[str, Any],
   texts: Any,
   sources: Any,
@@ -108,7 +108,6 @@ def pages(
   Args:
     table: the algorithms; the first is the one that others are compared with.
     defaults: the default options of the choices, by kind and name.
-    groups: the advantage estimators that compare trajectories.
     preference: the defaults of the preference losses.
     texts: has `ALGORITHMS`, `PREFERENCES` and `CHOICES` of descriptions, `SURE`
       and `PREAMBLE`; see `docs/texts`.
@@ -118,7 +117,7 @@ def pages(
     KeyError: an algorithm or a choice is not described.
   """
   base = next(iter(table.values()))
-  overview = _overview(table, groups, preference, texts, sources)
+  overview = _overview(table, preference, texts, sources)
   result = {'algorithms.md': overview}
   for axis, title in TITLES.items():
     result[_choices_path(axis)] = _choices_page(
@@ -138,7 +137,7 @@ def _joined(paragraphs):
   return '\n\n'.join(text.strip('\n') for text in paragraphs) + '\n'
 
 
-def _overview(table, groups, preference, texts, sources) -> list[str]:
+def _overview(table, preference, texts, sources) -> list[str]:
   """Returns the paragraphs of the page of the algorithms."""
   base_name, base = next(iter(table.items()))
   paragraphs = [
@@ -161,7 +160,7 @@ def _overview(table, groups, preference, texts, sources) -> list[str]:
   ]
   for name, algorithm in table.items():
     built = algorithm_lib.build_algorithm(algorithm)
-    facts = {'Needs': f'{_needs(built, groups)}.'}
+    facts = {'Needs': f'{_needs(built)}.'}
     if name != base_name:
       differs = _settings(differences(algorithm, base)) or 'nothing'
       facts = {f'Differs from `{base_name}`': f'{differs}.', **facts}
@@ -257,10 +256,9 @@ def _options(key, name, base, defaults):
   return {'Options': f'{_settings(values)}.'} if values else {}
 
 
-def _needs(built, groups):
-  estimator = built.advantage.name
+def _needs(built):
   needs = ['a value model' if built.uses_values else 'no value model']
-  if estimator in groups:
+  if built.advantage.name in estimator_needs.GROUPS:
     needs.append('several trajectories of a question')
   needs += [f'`{name}` in the loss' for name in sorted(built.needs)]
   return ', '.join(needs)

@@ -17,6 +17,7 @@ import numpy as np
 from stppo_jax.analysis import saved_batch
 from stppo_jax.rl import advantages as advantages_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
+from stppo_jax.rl import estimator_needs
 from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import masking
 from stppo_jax.rl import options as options_lib
@@ -56,10 +57,7 @@ def build_estimator(options: Mapping) -> Any:
 
 
 def required_arrays(
-  estimator: Any,
-  arrays: saved_batch.Arrays,
-  *,
-  compares_groups: bool,
+  estimator: Any, arrays: saved_batch.Arrays
 ) -> frozenset[str]:
   """Returns the names of the arrays that an estimator reads.
 
@@ -68,15 +66,14 @@ def required_arrays(
     arrays: the contents of a batch file, see `batch_file.load`. Values are
       those before the first update; only a file without them is read for the
       values after the updates.
-    compares_groups: whether it compares the trajectories of a group.
   """
   names = {'rewards_BL', 'loss_mask_BL', 'turn_ids_BL'}
-  if estimator.name in advantages_lib.USES_VALUES:
+  if estimator.name in estimator_needs.VALUES:
     only_new = 'values_BL' in arrays and 'old_values_BL' not in arrays
     names.add('values_BL' if only_new else 'old_values_BL')
-  if estimator.name in advantages_lib.USES_STATES:
+  if estimator.name in estimator_needs.STATES:
     names.add('state_ids_BL')
-  if compares_groups:
+  if estimator.name in estimator_needs.GROUPS:
     names.add('group_ids_B')
   return frozenset(names)
 

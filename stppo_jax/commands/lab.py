@@ -36,7 +36,6 @@ from typing import Any
 from stppo_jax.commands import configuration
 from stppo_jax.commands import lab_algorithms
 from stppo_jax.commands import lab_flags
-from stppo_jax.configs import algorithms
 
 # jax and the modules that import it are imported inside the functions: a wrong
 # flag is reported at once, and `_on_cpu` must choose the platform first.
@@ -129,11 +128,7 @@ def _advantages(argv: Sequence[str]) -> int:
 
     estimator = options.build(estimates.build_estimator)
     loaded = _load(flags)
-    required = estimates.required_arrays(
-      estimator,
-      loaded,
-      compares_groups=estimator.name in algorithms.GROUP_ADVANTAGES,
-    )
+    required = estimates.required_arrays(estimator, loaded)
     readers = {name: str(estimator.name) for name in sorted(required)}
     if values['kl']:
       with lab_flags.errors_name(f'--kl={values["kl"]}'):

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.rl import estimator_needs
 from stppo_jax.rl import group_advantages
 from stppo_jax.rl import masking
 from stppo_jax.rl import options as options_lib
@@ -357,10 +358,6 @@ ADVANTAGES = {
   ),
   'gigpo': _without_critic(group_advantages.gigpo, group_advantages.Gigpo),
 }
-# What estimators need beside rewards and masks.
-USES_VALUES = frozenset({'gae'})  # batch.values_BL
-USES_TURNS = frozenset({'gigpo'})  # the static num_turns
-USES_STATES = frozenset({'gigpo'})  # batch.state_ids_BL
 
 
 def estimate_advantages(
@@ -381,7 +378,7 @@ def estimate_advantages(
   Args:
     rewards_BL: the outcome, minus a KL penalty where there is one.
     batch: masks, turn ids, group ids; values for the estimators in
-      `USES_VALUES`, state ids for gigpo.
+      `estimator_needs.VALUES`, state ids for those in `STATES`.
     name: a key of `ADVANTAGES`.
     whiten: 'none': advantages are not whitened. Otherwise they have mean 0 and
       variance 1 (unbiased) over the loss mask ('policy'), or over all tokens
@@ -393,9 +390,9 @@ def estimate_advantages(
   Raises:
     ValueError: the batch lacks an array of the estimator.
   """
-  if name in USES_TURNS:
+  if name in estimator_needs.TURNS:
     options['num_turns'] = num_turns
-  if name in USES_VALUES and batch.values_BL is None:
+  if name in estimator_needs.VALUES and batch.values_BL is None:
     raise ValueError(f'the estimator {name} needs values_BL')
   estimate = ADVANTAGES[name].function(rewards_BL, batch, **options)
   mask_BL = batch.loss_mask_BL

@@ -13,6 +13,7 @@ from stppo_jax.rl import advantages
 from stppo_jax.rl import aggregation
 from stppo_jax.rl import bounds
 from stppo_jax.rl import corrections
+from stppo_jax.rl import estimator_needs
 from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import mismatch
 from stppo_jax.rl import normalization
@@ -60,7 +61,7 @@ class Algorithm(options.Options):
   @property
   def uses_values(self) -> bool:
     """Whether the advantages need a value model."""
-    return self.advantage.name in advantages.USES_VALUES
+    return self.advantage.name in estimator_needs.VALUES
 
   @property
   def trains_values_at_observations(self) -> bool:

@@ -28,7 +28,6 @@ def _pages(table=algorithms.ALGORITHMS, texts=texts):
   return algorithm_docs.pages(
     table,
     algorithms.DEFAULTS,
-    algorithms.GROUP_ADVANTAGES,
     {'name': 'tdpo2', 'beta': 0.1, 'alpha': 0.5},
     texts,
     sources,

@@ -9,6 +9,7 @@ import pytest
 from stppo_jax.analysis import estimates
 from stppo_jax.analysis import saved_batch
 from stppo_jax.configs import algorithms
+from stppo_jax.rl import estimator_needs
 from tests.analysis import batch_arrays
 from tests.rl import batches
 from tests.rl import twins
@@ -20,11 +21,11 @@ def _double_precision():
     yield
 
 
-def _estimate(arrays, name, compares=False, **options):
+def _estimate(arrays, name, **options):
   estimator = estimates.build_estimator(
     algorithms.choice('advantage', name, **options)
   )
-  needs = estimates.required_arrays(estimator, arrays, compares_groups=compares)
+  needs = estimates.required_arrays(estimator, arrays)
   rollouts = saved_batch.select(
     arrays, dict.fromkeys(needs, 'it'), dtype=np.float64
   )
@@ -72,11 +73,11 @@ def test_old_values_are_preferred_to_new_ones():
 def test_groups_are_compared_and_a_group_of_one_gives_zeros():
   arrays, batch, *_ = batch_arrays.arrays()
   mask = batch.loss_mask_BL
-  alone = _estimate(arrays, 'group_normalized', compares=True)
+  alone = _estimate(arrays, 'group_normalized')
   assert not alone.arrays['advantages_BL'].any()
   assert set(alone.metrics.values()) == {0.0}
   arrays['group_ids_B'] = np.array([5, 5, 5, 5, -9, -9])
-  found = _estimate(arrays, 'group_centered', compares=True)
+  found = _estimate(arrays, 'group_centered')
   totals = np.where(mask, batch.rewards_BL, 0).sum(axis=1)
   expected = np.zeros(len(totals))
   expected[:3] = totals[:3] - totals[:3].mean()  # row 3 has failed
@@ -94,18 +95,17 @@ def test_groups_are_compared_and_a_group_of_one_gives_zeros():
 def test_the_required_arrays_of_an_estimator_suffice(name):
   arrays, batch, *_ = batch_arrays.arrays()
   arrays['state_ids_BL'] = batch.turn_ids_BL
-  compares = name in algorithms.GROUP_ADVANTAGES
   estimator = estimates.build_estimator(algorithms.choice('advantage', name))
-  needs = estimates.required_arrays(estimator, arrays, compares_groups=compares)
-  assert ('group_ids_B' in needs) == compares
-  found = _estimate({n: arrays[n] for n in needs}, name, compares)
+  needs = estimates.required_arrays(estimator, arrays)
+  assert ('group_ids_B' in needs) == (name in estimator_needs.GROUPS)
+  found = _estimate({n: arrays[n] for n in needs}, name)
   assert all(math.isfinite(x) for x in found.metrics.values())
 
 
 def test_an_empty_batch_gives_empty_estimates():
   arrays, *_ = batch_arrays.arrays()
   empty = {name: x[:0] for name, x in arrays.items()}
-  found = _estimate(empty, 'group_normalized', compares=True)
+  found = _estimate(empty, 'group_normalized')
   assert set(found.metrics.values()) == {0.0}
   assert found.arrays['advantages_BL'].shape == (0, batches.L)
 

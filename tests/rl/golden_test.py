@@ -25,6 +25,7 @@ import pytest
 from stppo_jax import batch as batch_lib
 from stppo_jax.configs import algorithms
 from stppo_jax.rl import advantages as advantages_lib
+from stppo_jax.rl import estimator_needs
 from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import losses
 from stppo_jax.rl import masking
@@ -208,7 +209,7 @@ def test_the_advantages_are_theirs(case):
     theirs_BL[: golden['advantages_B'].size] = golden['advantages_B'][:, None]
   else:
     theirs_BL[:] = golden['advantages_BL']
-  if name in algorithms.GROUP_ADVANTAGES:
+  if name in estimator_needs.GROUPS:
     theirs_BL[LONE_ROW] = 0  # verl: its reward
   _close(ours.advantages_BL, theirs_BL, MASK)
   if 'returns_BL' in golden:

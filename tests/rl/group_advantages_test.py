@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from stppo_jax.rl import advantages
+from stppo_jax.rl import estimator_needs
 from tests.rl import advantage_twins
 from tests.rl import batches
 from tests.rl import twins
@@ -171,7 +172,7 @@ def test_no_critic_is_trained(name):
   assert not np.any(out.returns_BL)
   assert not np.any(out.value_mask_BL)
   assert out.value_mask_BL.dtype == bool
-  assert name not in advantages.USES_VALUES
+  assert name not in estimator_needs.VALUES
   without = _make().replace(values_BL=None)
   np.testing.assert_array_equal(_estimate(without, name), out.advantages_BL)
 
@@ -179,6 +180,7 @@ def test_no_critic_is_trained(name):
 def test_every_group_estimator_is_tested_here():
   others = {'gae', 'monte_carlo'}
   assert advantages.ADVANTAGES.keys() == OPTIONS.keys() | others
+  assert estimator_needs.GROUPS == OPTIONS.keys()
 
 
 def test_leave_one_out_is_centred_times_group_over_others():
