@@ -107,6 +107,18 @@ def _remote_engine_is_named(engine, url, model) -> Iterator[str]:
     )
 
 
+def _model_exists(key: str) -> Relation:
+  """Returns the rule that `key` names a Hugging Face directory, or nothing."""
+
+  def relation(path) -> Iterator[str]:
+    if path and not pathlib.Path(path).exists():
+      yield f'{key}={path!r}: no such folder'
+    elif path and not (pathlib.Path(path) / 'config.json').is_file():
+      yield f'{key}={path!r}: has no config.json, which every model has'
+
+  return (key,), relation
+
+
 def _tokenizer_exists(path) -> Iterator[str]:
   if path and not pathlib.Path(path).exists():
     yield f'model.tokenizer_path={path!r}: no such file or folder'
@@ -116,7 +128,7 @@ def _template_is_readable(path) -> Iterator[str]:
   try:
     prompts.load_template(path)
   except ValueError as error:
-    yield f'env.prompt_template={path!r}: must be empty or a template; {error}'
+    yield f'env.{error}'
 
 
 def _reward_function_exists(name) -> Iterator[str]:
@@ -133,8 +145,11 @@ def _files_exist(
   if name != 'jsonl':
     return
   folder = pathlib.Path(root).resolve()
-  if not root or not folder.is_dir():
-    yield f'data.root={root!r}: must be a folder when data.name=jsonl'
+  if not root:
+    yield "data.root='': must name a folder when data.name=jsonl"
+    return
+  if not folder.is_dir():
+    yield f'data.root={root!r}: {_not_there(folder, "folder")}'
     return
   served_here = environments.find(environment).needs_retriever and not url
   needed = {'train': True, 'evaluation': False, 'corpus': served_here}
@@ -147,7 +162,13 @@ def _files_exist(
     elif not path.is_relative_to(folder):
       yield f'data.{key}={file!r}: must lie under data.root={root}'
     elif not path.is_file():
-      yield f'data.{key}={file!r}: must be a file in data.root={root}'
+      problem = _not_there(path, 'file')
+      yield f'data.{key}={file!r}: {problem} in data.root={root}'
+
+
+def _not_there(path: pathlib.Path, kind: str) -> str:
+  """Returns why a path is not the file or folder that it should be."""
+  return f'not a {kind}' if path.exists() else f'no such {kind}'
 
 
 def _architecture_exists(
@@ -276,6 +297,8 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     _lanes_divide_slots,
   ),
+  _model_exists('model.path'),
+  _model_exists('model.reference_path'),
   (('model.tokenizer_path',), _tokenizer_exists),
   (('env.prompt_template',), _template_is_readable),
   (('env.reward_function',), _reward_function_exists),

@@ -6,7 +6,6 @@ that concern several keys. Nothing here touches a device.
 
 from collections.abc import Mapping
 import math
-import pathlib
 import re
 from typing import Any
 
@@ -52,10 +51,6 @@ _TOKEN_IDS = settings.Rule(
   lambda ids: all(type(i) is int and i >= 0 for i in ids),
   'token ids, such as (2, 7)',
 )
-_MODEL = settings.Rule(
-  lambda x: not x or (pathlib.Path(x) / 'config.json').is_file(),
-  'empty, or a folder that holds config.json',
-)
 _REGEX = settings.Rule(_compiles, 'a regular expression')
 
 _OPTIMIZER = {
@@ -75,8 +70,6 @@ RULES: Mapping[str, settings.Rule] = {
   'seed': _NOT_NEGATIVE,
   'num_steps': _POSITIVE,
   'title': settings.Rule(str.isprintable, 'one printable line'),
-  'model.path': _MODEL,
-  'model.reference_path': _MODEL,
   'model.reference_memory': _one_of('device', 'host'),
   'model.eos_token_ids': _TOKEN_IDS,
   'model.dtype': _one_of('float32', 'bfloat16'),

@@ -1,8 +1,8 @@
 """Compares several algorithms on the same saved batch.
 
 B trajectories, L tokens. The agreement of two algorithms is the cosine between
-their gradients with respect to logprobs_BL. A policy token is silenced by an
-algorithm if its gradient is exactly 0 although its advantage is not.
+their gradients with respect to logprobs_BL. A policy token counts as silenced
+if its gradient is exactly 0 although its advantage is not.
 """
 
 from collections.abc import Mapping

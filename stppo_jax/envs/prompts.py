@@ -47,9 +47,9 @@ def load_template(path: str) -> str:
     template = pathlib.Path(path).read_text(encoding='utf-8')
   except (OSError, UnicodeDecodeError) as error:
     reason = getattr(error, 'strerror', None) or 'not UTF-8'
-    raise ValueError(f'prompt template {path!r}: {reason}') from error
+    raise ValueError(f'prompt_template={path!r}: {reason}') from error
   if PLACEHOLDER not in template:
-    raise ValueError(f'prompt template {path!r}: no {PLACEHOLDER} in it')
+    raise ValueError(f'prompt_template={path!r}: no {PLACEHOLDER} in it')
   return template
 
 

@@ -98,7 +98,7 @@ def extend(
       used.
     layers: parameters of each layer.
     tokens_BC: the tokens. A row that has fewer may end with any ids: they
-      change nothing that stands before them.
+      change nothing before them.
     cache: all blocks; they are read, not written.
     lengths_B: tokens of each row that the cache holds.
     recent: keys and values of the tokens that follow the cached ones; the

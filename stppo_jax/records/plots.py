@@ -92,7 +92,7 @@ def learning_curve(
   Args:
     metrics_path: the file of the metrics.
     png_path: the picture, which is replaced.
-    title: stands above the panels.
+    title: the text above the panels.
 
   Raises:
     ValueError: the metrics have no line.

@@ -100,8 +100,10 @@ def file_problems(
     reads: directories that must stay as they are, as in `problems`.
   """
   path, start = pathlib.Path(file), f'{flag}={file}: '
-  if path.is_dir() or not path.parent.is_dir():
-    return [f'{start}a folder, or in a folder that does not exist']
+  if path.is_dir():
+    return [f'{start}is a folder']
+  if not path.parent.is_dir():
+    return [f'{start}no such folder: {path.parent}']
   for name, directory in reads.items():
     if _relation(path, directory):
       return [f'{start}lies in {directory}, the folder of {name}']

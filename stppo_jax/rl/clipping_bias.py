@@ -15,7 +15,8 @@ norm='coefficient':
   tokens rho is formed: 'minibatch' (all of one optimiser step), 'microbatch',
   'sequence' (a row) or 'turn'. Where U is empty, s = 1. Where V is empty,
   N_V = 0 for minibatch and microbatch, and 1 for sequence and turn: there an
-  empty V is common, and N_V = 0 would silence every short clipped turn.
+  empty V is common, and N_V = 0 would give every short clipped turn a
+  gradient of zero.
 
 norm='gradient' (known from the paper's reviews only):
 

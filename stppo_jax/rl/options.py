@@ -1,7 +1,7 @@
 """Options of an algorithm: dataclasses, rules of their values, checks.
 
 A function that can be chosen by name takes its options as keyword arguments.
-The dataclass that holds them stands beside the function, and a table maps the
+The dataclass that holds them is beside the function, and a table maps the
 name to both:
 
     @options.dataclass

@@ -117,7 +117,7 @@ def copy_prompts(
 def repeat_prompts(
   prompts: SlotState, num_groups: int, group_size: int
 ) -> SlotState:
-  """Returns slots in which each prompt stands `group_size` times in a row.
+  """Returns slots in which each prompt is repeated `group_size` times.
 
   Args:
     prompts: a slot for each group, and maybe some that pad them.

@@ -129,7 +129,7 @@ def _lose_brackets(content):
     ),
     (
       lambda model: (model / 'config.json').unlink(),
-      'must be empty, or a folder that holds config.json',
+      'has no config.json, which every model has',
     ),
     (
       lambda model: (model / 'config.json').write_text('{"a": '),

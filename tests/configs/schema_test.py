@@ -62,8 +62,9 @@ def test_every_algorithm_of_the_table_keeps_the_rules(name):
     ('num_steps', 0, 'greater than 0'),
     ('title', 'a\nb', 'one printable line'),
     ('model.dtype', 'float16', 'one of float32, bfloat16'),
-    ('model.path', 'no/such/model', 'a folder that holds config.json'),
-    ('model.reference_path', 'no/such/model', 'holds config.json'),
+    ('model.path', 'no/such/model', 'no such folder'),
+    ('model.reference_path', 'no/such/model', 'no such folder'),
+    ('model.path', 'configs', 'has no config.json'),
     ('model.tokenizer_path', 'no/such/path', 'no such file or folder'),
     ('model.num_layers', 0, 'greater than 0'),
     ('model.head_dim', 33, 'even'),
@@ -239,7 +240,7 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
     ),
     (
       {'data__name': 'jsonl', 'data__root': ''},
-      "data.root='': must be a folder when data.name=jsonl",
+      "data.root='': must name a folder when data.name=jsonl",
     ),
   ],
 )
@@ -398,9 +399,15 @@ def test_the_files_of_a_jsonl_data_set_exist_under_its_root(tmp_path):
   }
   assert schema.check(_config(**(changes | broken))) == [
     f"data.train='../outside.jsonl': must lie under data.root={root}",
-    f"data.evaluation='none.jsonl': must be a file in data.root={root}",
+    f"data.evaluation='none.jsonl': no such file in data.root={root}",
     "data.corpus='': must name a file when data.name=jsonl",
   ]
+  for changed, expected in (
+    ({'data__root': '/absent'}, "data.root='/absent': no such folder"),
+    ({'data__root': __file__}, f'data.root={__file__!r}: not a folder'),
+    ({'data__train': '.'}, f"data.train='.': not a file in data.root={root}"),
+  ):
+    assert schema.check(_config(**(changes | changed))) == [expected]
 
 
 def test_a_prompt_template_is_text_with_a_placeholder(tmp_path):
@@ -414,6 +421,11 @@ def test_a_prompt_template_is_text_with_a_placeholder(tmp_path):
   template.write_bytes(b'\xff{question}')
   (line,) = schema.check(config)
   assert line.endswith(': not UTF-8') and '\n' not in line
+  template.unlink()
+  (line,) = schema.check(config)
+  assert line == (
+    f'env.prompt_template={str(template)!r}: No such file or directory'
+  )
 
 
 def test_check_leaves_the_config_alone():

@@ -224,7 +224,7 @@ def test_choice_questions_are_scored_by_the_option(golden):
     ({'reward_scope': 'all'}, "'all'; choices: response, search_r1"),
     ({'rewards': {'exact_match': 1.0}}, 'expected a weight for each of'),
     ({'rewards': _WEIGHTS | {'em': 1.0}}, 'got em, exact_match'),
-    ({'prompt_template': '/absent'}, "prompt template '/absent'"),
+    ({'prompt_template': '/absent'}, "prompt_template='/absent': No such file"),
   ],
 )
 def test_a_bad_option_is_named(changes, message):

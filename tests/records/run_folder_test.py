@@ -143,8 +143,8 @@ def test_files_of_others_are_no_output(tmp_path):
     file, flag='--out', reads=reads
   )
   for file, expected in (
-    (tmp_path, 'a folder, or in a folder that does not exist'),
-    (tmp_path / 'absent' / 'F.npz', 'a folder, or in a folder that does not'),
+    (tmp_path, 'is a folder'),
+    (tmp_path / 'absent' / 'F.npz', f'no such folder: {tmp_path}/absent'),
     (model / 'model.safetensors', 'exists and is not an npz file'),
   ):
     (line,) = problems(file)
