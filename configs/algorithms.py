@@ -16,6 +16,11 @@ import copy
 
 from stppo_jax.rl import estimator_needs
 
+
+class UnknownAlgorithm(ValueError):
+  """No algorithm has this name; the message lists those that exist."""
+
+
 # The default options of every choice, for the sections whose options depend on
 # their name.
 DEFAULTS = {
@@ -106,22 +111,24 @@ def choice(kind: str, name: str, **changes: float | str) -> dict:
 
 
 _TOKEN_PPO = {
-  # level: which tokens share one ratio (token, turn, sentence, sequence).
-  # gradient: that of the segment's ratio (segment), or that of the token's own
-  # ratio (token). reduce: geometric mean of the token ratios (mean), or their
-  # product (sum). normalize: what is done to the log-ratio before it is reduced
-  # (none; guard, which is experimental).
   'ratio': {
+    # Which tokens share one ratio: token | turn | sentence | sequence.
     'level': 'token',
+    # Whose gradient a token has: of the segment's ratio (segment), or of the
+    # token's own ratio (token).
     'gradient': 'segment',
+    # The geometric mean of the token ratios (mean), or their product (sum).
     'reduce': 'mean',
+    # What is done to the log-ratio before it is reduced: none | guard, which is
+    # experimental.
     'normalize': 'none',
   },
   'bounds': choice('bounds', 'fixed'),
   'objective': choice('objective', 'pessimistic'),
-  # `names` selects corrections, each of which gives the terms of the loss a
-  # factor; the factors of several corrections are multiplied.
   'correction': {
+    # The corrections that are used: some of clipping_bias, tis, mis, icepop,
+    # geo_rs. Each gives the terms of the loss a factor; the factors of several
+    # corrections are multiplied.
     'names': (),
     'clipping_bias': {
       'norm': 'coefficient',  # coefficient | gradient
@@ -131,15 +138,21 @@ _TOKEN_PPO = {
       'applies_to': ('policy',),  # losses that are scaled
       'floor': 1.0,  # gradient: the least divisor
     },
-    # The factors of these depend on k, the ratio of the trainer's old policy to
-    # the sampler, of a token or of a sequence (level).
+    # The factors of the following depend on k, the ratio of the trainer's old
+    # policy to the sampler.
     'tis': {
-      'cap': 2.0,
-      'level': 'token',
+      'cap': 2.0,  # the largest factor
+      'level': 'token',  # of k: token | sequence
       'truncated': 'mismatch',  # mismatch: k | product: k times the ratio
     },
-    'mis': {'cap': 2.0, 'level': 'token'},
-    'icepop': {'least': 0.5, 'most': 5.0},
+    'mis': {
+      'cap': 2.0,  # the factor is 0 where k is larger
+      'level': 'token',  # of k: token | sequence
+    },
+    'icepop': {
+      'least': 0.5,  # the factor is 0 where k is smaller
+      'most': 5.0,  # the factor is 0 where k is larger
+    },
     'geo_rs': {'band': 0.001},  # how far the mean log k may be from 0
   },
   'aggregate': choice('aggregate', 'token_mean'),
@@ -147,7 +160,7 @@ _TOKEN_PPO = {
   'kl': {
     'where': 'reward',  # reward | loss | nowhere
     'estimator': 'k1',  # k1 | k2 | k3 | k3_clamped
-    'coefficient': 0.001,
+    'coefficient': 0.001,  # weight of the KL term
     'controller': 'fixed',  # fixed | adaptive
     'target': 6.0,  # adaptive: nats per trajectory
     'horizon': 10000.0,  # adaptive: trajectories

@@ -10,6 +10,7 @@ from typing import Any
 
 from ml_collections import config_dict
 
+from stppo_jax import settings
 from stppo_jax.configs import algorithms
 
 # A ConfigDict. Its keys are attributes that exist at run time only, where a
@@ -24,12 +25,12 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
     algorithm: a key of `configs.algorithms.ALGORITHMS`.
 
   Raises:
-    ValueError: if there is no such algorithm; the message lists the choices.
+    UnknownAlgorithm: there is none; the message lists the choices.
   """
   if algorithm not in algorithms.ALGORITHMS:
-    raise ValueError(
-      f'unknown algorithm {algorithm!r}; choices: '
-      + ', '.join(sorted(algorithms.ALGORITHMS))
+    choices = settings.closest(algorithm, sorted(algorithms.ALGORITHMS))
+    raise algorithms.UnknownAlgorithm(
+      f'unknown algorithm {algorithm!r}{choices}'
     )
   config: Config = config_dict.ConfigDict(
     {
@@ -67,7 +68,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # The shape of a model without `path`, under the names of Hugging Face.
         'hidden_size': 64,  # width of the residual stream
         'intermediate_size': 176,  # width of the MLP
-        'num_layers': 3,
+        'num_layers': 3,  # layers of attention and MLP
         'num_heads': 2,  # query heads
         'num_kv_heads': 2,  # key and value heads; divides num_heads
         'head_dim': 32,  # width of a head
@@ -163,10 +164,10 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # The weight of each reward.
         'rewards': {
           # Rewards of the trajectory, on its last token.
-          'exact_match': 1.0,
-          'substring_match': 0.0,
-          'f1': 0.0,
-          'format': 0.0,
+          'exact_match': 1.0,  # if the answer is a golden answer
+          'substring_match': 0.0,  # if the answer contains a golden answer
+          'f1': 0.0,  # times the F1 of its words with a golden answer's
+          'format': 0.0,  # if every turn has the right form
           'search_penalty': 0.0,  # subtracted once per search
           # Subtracted from trajectories that come near max_length: nothing up
           # to max_length - n, all of it at max_length, linear in between, where
@@ -197,7 +198,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'max_queries_per_request': 64,  # more become several requests
       },
       'rollout': {
-        'trajectories_per_step': 512,
+        'trajectories_per_step': 512,  # collected in each step
         # Trajectories per question. Algorithms that compare them have more by
         # default, see `CHANGES` in algorithms.py.
         'group_size': 1,
@@ -206,11 +207,13 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # collections per step (dynamic sampling of DAPO). 0 = never.
         'resample_rounds': 0,
         'temperature': 1.0,  # logits are divided by it
-        # Which tokens may be sampled, one filter after the other: the top_k
-        # most probable (0 = all); the fewest whose probabilities sum to top_p;
-        # those with at least min_p times the largest probability.
+        # Three filters choose which tokens may be sampled, one after the other.
+        # The first keeps the top_k most probable tokens; 0 = all.
         'top_k': 0,
+        # The second keeps the fewest tokens whose probabilities sum to top_p.
         'top_p': 1.0,
+        # The third keeps tokens with at least min_p times the largest
+        # probability.
         'min_p': 0.0,
         # Trajectories that are decoded at the same time;
         # 0 = trajectories_per_step.
@@ -318,9 +321,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'before_training': False,
         'batch_size': 64,  # dialogues
         'error_rate': 0.3,  # probability of an error in a turn
-        # The first steps have questions of one hop and no errors, the next
-        # ones have all hops and no errors.
+        # The first steps, which have questions of one hop and no errors.
         'clean_one_hop_steps': 0,
+        # The next steps, which have questions of all hops and no errors.
         'clean_steps': 0,
         # The learning rate falls linearly to 0 in the second half.
         'optimizer': _adam(
@@ -364,7 +367,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
 def _adam(**changes: float) -> dict[str, float]:
   """Returns the options of AdamW, some of them changed."""
   return {
-    'learning_rate': 1e-6,
+    'learning_rate': 1e-6,  # after the warm-up
     'warmup_updates': 0,  # updates in which the rate rises linearly from 0
     'b1': 0.9,  # decay of the mean of gradients
     'b2': 0.999,  # decay of the mean of squared gradients

@@ -21,8 +21,6 @@ from stppo_jax.training import interruption
 
 # Other modules are imported late: signals are handled from the beginning.
 
-# Modules of that folder that are not commands but are shared by them.
-_SHARED = ('__init__', 'configuration', 'lab_flags', 'lab_algorithms')
 _USAGE, _BUG, _TRY_AGAIN, _INTERRUPTED, _UNREAD = 2, 70, 75, 130, 141
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -33,10 +31,15 @@ def commands() -> dict[str, str]:
   import pathlib
 
   folder = pathlib.Path(__file__).parent / 'commands'
-  return {
-    path.stem: ast.get_docstring(ast.parse(path.read_text('utf-8'))) or ''
+  modules = {
+    path.stem: ast.parse(path.read_text('utf-8'))
     for path in sorted(folder.glob('*.py'))
-    if path.stem not in _SHARED
+  }
+  return {
+    name: ast.get_docstring(module) or ''
+    for name, module in modules.items()
+    # The other modules of that folder are shared by the commands.
+    if 'main' in (getattr(node, 'name', '') for node in module.body)
   }
 
 
@@ -71,17 +74,37 @@ def _run(argv: Sequence[str]) -> int:
     return 0
   name, *flags = argv
   if name not in docs:
-    print(
-      f'{name}: unknown command; choices: {", ".join(docs)}', file=sys.stderr
-    )
+    from stppo_jax import settings
+
+    choices = settings.closest(name, list(docs))
+    print(f'{name}: unknown command{choices}', file=sys.stderr)
     return _USAGE
-  if '--help' in flags or '-h' in flags:
-    print(docs[name])
-    return 0
+  for flag in flags:
+    if flag in ('--help', '-h', '--helpfull') or flag.startswith('--help='):
+      print(_help(docs[name], flag))
+      return 0
   # Otherwise transformers warns in every run that PyTorch is missing.
   os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
   os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', _cache_folder())
   return importlib.import_module(f'stppo_jax.commands.{name}').main(flags)
+
+
+def _help(doc: str, flag: str) -> str:
+  """Returns the help that a flag asks for.
+
+  Args:
+    doc: the docstring of a command.
+    flag: --help, --helpfull, or --help=KEY for the config keys of that name.
+  """
+  if flag in ('--help', '-h') and '--config.KEY' not in doc:
+    return doc
+  from stppo_jax.commands import config_keys
+
+  if flag in ('--help', '-h'):
+    return f'{doc}\n\n{config_keys.HINT}'
+  if flag == '--helpfull':
+    return f'{doc}\n\n{config_keys.describe()}'
+  return config_keys.describe(flag.removeprefix('--help='))
 
 
 def _failed(error: Exception) -> int:

@@ -1,6 +1,8 @@
-"""Nested settings: their dotted keys, and rules for their values."""
+"""Nested settings: their dotted keys, rules for values, hints for names."""
 
 from collections.abc import Callable
+from collections.abc import Sequence
+import difflib
 from typing import Any
 from typing import NamedTuple
 
@@ -32,3 +34,16 @@ def flatten(section: Any, prefix: str = '') -> dict[str, Any]:
     else:
       flat[f'{prefix}{key}'] = value
   return flat
+
+
+def closest(name: str, choices: Sequence[str]) -> str:
+  """Returns '; did you mean ...? choices: ...', the end of an error line."""
+  hint = nearest(name, choices)
+  hint = f' {hint}' if hint else ''
+  return f';{hint} choices: {", ".join(choices)}' if choices else ''
+
+
+def nearest(name: str, choices: Sequence[str]) -> str:
+  """Returns 'did you mean ...?', or '' where no choice is near."""
+  near = difflib.get_close_matches(name, choices, n=2)
+  return f'did you mean {" or ".join(near)}?' if near else ''

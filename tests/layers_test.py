@@ -43,14 +43,22 @@ OURS = {
   'records': ('types', 'streams', 'batch', 'envs.protocol', 'records'),
   'training': _ALL,
   'analysis': _ALL,
-  # Not each other: what commands share stands in these three.
+  # Not each other: these hold what commands share.
   'commands': _ALL
   + ('http',)
   + tuple(
-    f'commands.{n}' for n in ('configuration', 'lab_flags', 'lab_algorithms')
+    f'commands.{n}'
+    for n in (
+      'config_file',
+      'config_keys',
+      'configuration',
+      'lab_flags',
+      'lab_algorithms',
+    )
   )
   + ('configs',),
   '__main__': (
+    'settings',
     'streams',
     'commands',
     'training.interruption',

@@ -1,9 +1,10 @@
 """Print the complete configuration, one `key = value` per line.
 
-    python -m stppo_jax config --config=FILE.py[:ALGORITHM]
-        [--config.KEY=VALUE ...]
+python -m stppo_jax config --config=FILE.py[:ALGORITHM]
+    [--config.KEY=VALUE ...]
 
-The flag --config.KEY=VALUE sets the key of a line.
+  --config=FILE.py[:ALGORITHM]  the config, as for train
+  --config.KEY=VALUE            sets the key of a line
 """
 
 from collections.abc import Sequence

@@ -5,6 +5,7 @@
                                   quickstart is short for
                                   configs/quickstart.py
     --config.a.b=VALUE            sets one key; also `--config.a.b VALUE`
+    --config.a.b, --noconfig.a.b  sets a key to True, to False
     --workdir=DIR                 the folder of the run
 
 Nothing here imports jax or touches a device.
@@ -20,19 +21,22 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import difflib
-import importlib.util
 import pathlib
-import re
 from typing import Any
 
 from ml_collections import config_dict
 
+from stppo_jax import settings
+from stppo_jax.commands import config_file
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import schema
 from stppo_jax.records import run_folder
 
 _OVERRIDE = 'config.'
-_PACKAGE = pathlib.Path(__file__).parent.parent
+_BOOLEANS = {
+  **dict.fromkeys(('true', 't', '1'), True),
+  **dict.fromkeys(('false', 'f', '0'), False),
+}
 # Key of an option that chooses other options (such as algorithm.bounds.name) ->
 # the section of the algorithm that they are in.
 _CHOOSING_KEYS = {
@@ -96,7 +100,10 @@ def parse(
   options = dict(options or {})
   required = ['config', *(['workdir'] if workdir else [])]
   known = [*required, *options]
-  given = split(argv, known, switches=switches, overrides=True)
+  booleans = [name for name in options if isinstance(options[name], bool)]
+  given = split(
+    argv, known, switches=switches, booleans=booleans, overrides=True
+  )
   flags, errors = given.values, list(given.errors)
   for name in required:
     if not flags.get(name) and name not in given.meant:
@@ -111,7 +118,7 @@ def parse(
   config: Any = None
   if flags.get('config'):
     try:
-      config = load(flags['config'])
+      config = config_file.load(flags['config'])
     except ValueError as error:
       errors.append(f'--config={flags["config"]}: {error}')
     else:
@@ -156,58 +163,6 @@ def folders_read(config: Any) -> dict[str, pathlib.Path]:
   return folders
 
 
-def load(name: str) -> Any:
-  """Returns the configuration that `FILE.py[:ALGORITHM]` describes.
-
-  Raises:
-    ValueError: no such file or algorithm, or a file that fails; one line.
-  """
-  file, _, algorithm = name.partition(':')
-  path = _find(file)
-  spec = importlib.util.spec_from_file_location(path.stem, path)
-  if spec is None or spec.loader is None:
-    raise ValueError('not a Python file')
-  module = importlib.util.module_from_spec(spec)
-  # The file is a program of the user: any exception in it is a usage error.
-  try:
-    spec.loader.exec_module(module)
-    config = module.get_config(algorithm) if algorithm else module.get_config()
-  except ValueError as error:
-    raise ValueError(_one_line(error)) from error
-  except Exception as error:
-    name = type(error).__name__
-    raise ValueError(f'fails with {name}: {_one_line(error)}') from error
-  if not isinstance(config, config_dict.ConfigDict):
-    raise ValueError(
-      f'get_config returns {type(config).__name__}, expected a ConfigDict'
-    )
-  config = config.copy_and_resolve_references()
-  if 'title' in config:
-    config.title = f'{path.stem}: {config.title}'
-  return config
-
-
-def _find(file: str) -> pathlib.Path:
-  """Returns the path of a config file.
-
-  From a folder without such a file, `configs/base.py` is the one that is
-  installed with the package. `base` is short for it.
-
-  Raises:
-    ValueError: if there is no such file; the message lists those that are.
-  """
-  if re.fullmatch(r'\w+', file) and not pathlib.Path(file).exists():
-    file = f'configs/{file}.py'
-  choices = set()
-  for folder in (pathlib.Path(), _PACKAGE):
-    path = folder / file
-    if path.is_file():
-      return path
-    names = [other.name for other in path.parent.glob('*.py')]
-    choices.update(str(pathlib.Path(file).parent / name) for name in names)
-  raise ValueError('no such file' + closest(file, sorted(choices)))
-
-
 @dataclasses.dataclass(frozen=True)
 class Flags:
   """A command line taken apart; no value is interpreted yet.
@@ -216,7 +171,8 @@ class Flags:
     values: flags with a value, the last of equal flags.
     lists: flags that may be given several times, all their values in order.
     switches: flags without a value.
-    overrides: key to value of `--config.KEY=VALUE`.
+    overrides: key to value of `--config.KEY=VALUE`; the value is True for
+      `--config.KEY` and False for `--noconfig.KEY`.
     meant: flags that resemble an unknown one, probably misspelt; they are not
       reported as missing too.
     errors: one line for each argument that is none of these.
@@ -225,7 +181,7 @@ class Flags:
   values: dict[str, str]
   lists: dict[str, list[str]]
   switches: set[str]
-  overrides: dict[str, str]
+  overrides: dict[str, str | bool]
   meant: set[str]
   errors: list[str]
 
@@ -236,16 +192,21 @@ def split(
   *,
   lists: Collection[str] = (),
   switches: Collection[str] = (),
+  booleans: Collection[str] = (),
   overrides: bool = False,
   former_names: Mapping[str, str] | None = None,
 ) -> Flags:
   """Takes a command line apart; `--flag=value` and `--flag value` are equal.
+
+  A boolean, a switch and a config key may also be set by `--flag`, and unset by
+  `--noflag`.
 
   Args:
     argv: flags without the program's and the command's name.
     known: names of the flags with a value.
     lists: names of the flags that may be given several times.
     switches: names of the flags without a value.
+    booleans: names of the flags in `known` that are booleans.
     overrides: whether `--config.KEY=VALUE` is known.
     former_names: former to present name of flags that were renamed; the
       former one is still accepted.
@@ -259,11 +220,17 @@ def split(
     name, equals, value = flag.lstrip('-').partition('=')
     name = (former_names or {}).get(name, name)
     is_flag = flag.startswith('--')
+    positive = name.removeprefix('no')
+    negated = positive != name and not equals
+    negated &= positive in (*switches, *booleans) or (
+      overrides and positive.startswith(_OVERRIDE)
+    )
+    name = positive if negated else name
     overrides_key = overrides and name.startswith(_OVERRIDE)
     if not is_flag or not (f'--{name}' in choices or overrides_key):
       problem = 'not a flag; flags start with --'
       if is_flag:
-        problem = 'unknown flag' + closest(f'--{name}', choices)
+        problem = 'unknown flag' + settings.closest(f'--{name}', choices)
       flags.errors.append(f'{flag}: {problem}')
       near = difflib.get_close_matches(f'--{name}', choices)
       flags.meant.update(choice.removeprefix('--') for choice in near)
@@ -272,27 +239,34 @@ def split(
           rest.pop(0)  # the value of the unknown flag
       continue
     if name in switches:
-      if equals:
-        flags.errors.append(f'{flag}: takes no value')
-      flags.switches.add(name)
+      try:
+        is_on = _boolean(value) if equals else not negated
+      except ValueError as error:
+        flags.errors.append(f'{flag}: {error}')
+      else:
+        (flags.switches.add if is_on else flags.switches.discard)(name)
       continue
+    given: str | bool = value
     if not equals:
-      if not rest or rest[0].startswith('--'):
+      if not negated and rest and not rest[0].startswith('--'):
+        given = rest.pop(0)
+      elif overrides_key or name in booleans:
+        given = not negated
+      else:
         flags.errors.append(f'{flag}: has no value')
         continue
-      value = rest.pop(0)
     if name in lists:
-      flags.lists[name].append(value)
+      flags.lists[name].append(str(given))
     elif overrides_key:
-      flags.overrides[name.removeprefix(_OVERRIDE)] = value
+      flags.overrides[name.removeprefix(_OVERRIDE)] = given
     else:
-      flags.values[name] = value
+      flags.values[name] = str(given)
   return flags
 
 
 def override_all(
   config: Any,
-  overrides: Iterable[tuple[str, str]],
+  overrides: Iterable[tuple[str, str | bool]],
   *,
   flag: str,
   section: str = '',
@@ -304,7 +278,7 @@ def override_all(
 
   Args:
     config: the configuration to change.
-    overrides: keys and the text of their values.
+    overrides: keys and the text of their values, see `Flags.overrides`.
     flag: the text before the key on the command line, for the messages.
     section: dotted name of the section that the keys are relative to; '' = the
       whole configuration.
@@ -320,21 +294,31 @@ def override_all(
     try:
       override(config, prefix + key, text)
     except ValueError as error:
-      errors.append(f'{flag}{key}={text}: {error}')
+      typed = (
+        f'{flag}{key}' if isinstance(text, bool) else f'{flag}{key}={text}'
+      )
+      if text is False:
+        typed = f'--no{typed.removeprefix("--")}'
+      errors.append(f'{typed}: {error}')
   return errors
 
 
-def override(config: Any, key: str, text: str) -> None:
+def override(config: Any, key: str, text: str | bool) -> None:
   """Sets a dotted key to a value of its present type.
 
   A key that chooses other options (such as algorithm.bounds.name) also replaces
   them by the options of the new choice, with their defaults.
 
+  Args:
+    config: the configuration to change.
+    key: the dotted key.
+    text: the text of the value; a bool where the flag has no value.
+
   Raises:
     ValueError: no such key, or a value of another type; one line.
   """
-  if key in _CHOOSING_KEYS and text in algorithms.DEFAULTS[_CHOOSING_KEYS[key]]:
-    kind = _CHOOSING_KEYS[key]
+  kind = _CHOOSING_KEYS[key] if key in _CHOOSING_KEYS else ''
+  if kind and isinstance(text, str) and text in algorithms.DEFAULTS[kind]:
     if config.algorithm[kind]['name'] != text:
       options = algorithms.choice(kind, text)
       config.algorithm[kind] = config_dict.ConfigDict(options)
@@ -361,10 +345,23 @@ def _unknown(name: str, section: Any, path: str) -> str:
   """Returns the error of a name that is no key of a section."""
   if name in section:
     return f'{path}.{name} is a value and has no keys'
-  return f'no key {name!r} in {path}' + closest(name, list(section.keys()))
+  return f'no key {name!r} in {path}' + settings.closest(
+    name, list(section.keys())
+  )
 
 
-def _typed(text: str, current: Any) -> Any:
+def _boolean(text: str) -> bool:
+  """Returns the boolean of a text, as absl and ml_collections read it.
+
+  Raises:
+    ValueError: the text is no boolean.
+  """
+  if text.lower() not in _BOOLEANS:
+    raise ValueError('expected true or false')
+  return _BOOLEANS[text.lower()]
+
+
+def _typed(text: str | bool, current: Any) -> Any:
   """Returns the value of a text, in the type of `current`.
 
   An int is accepted as a float, and a string needs no quotes.
@@ -372,6 +369,10 @@ def _typed(text: str, current: Any) -> Any:
   Raises:
     ValueError: the value has another type; the message names the expected one.
   """
+  if isinstance(current, bool):
+    return text if isinstance(text, bool) else _boolean(text)
+  if isinstance(text, bool):
+    raise ValueError('has no value' if text else 'not a boolean')
   try:
     value = ast.literal_eval(text)
   except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -380,10 +381,6 @@ def _typed(text: str, current: Any) -> Any:
     return value
   if isinstance(current, str):
     return value if isinstance(value, str) else text
-  if isinstance(current, bool):
-    if isinstance(value, bool):
-      return value
-    raise ValueError('expected True or False')
   if isinstance(current, float):
     if value in ('inf', '-inf'):  # Python has no literal for them
       return float(value)
@@ -410,20 +407,3 @@ def _split_names(text: str) -> tuple[str, ...] | str:
     text = text[1:-1]
   names = tuple(name.strip() for name in text.split(',') if name.strip())
   return names if all(name.isidentifier() for name in names) else text
-
-
-def closest(name: str, choices: Sequence[str]) -> str:
-  """Returns '; did you mean ...? choices: ...', the end of an error line."""
-  hint = nearest(name, choices)
-  hint = f' {hint}' if hint else ''
-  return f';{hint} choices: {", ".join(choices)}' if choices else ''
-
-
-def nearest(name: str, choices: Sequence[str]) -> str:
-  """Returns 'did you mean ...?', or '' where no choice is near."""
-  near = difflib.get_close_matches(name, choices, n=2)
-  return f'did you mean {" or ".join(near)}?' if near else ''
-
-
-def _one_line(error: Exception) -> str:
-  return ' '.join(str(error).split())

@@ -3,7 +3,9 @@
 python -m stppo_jax evaluate --config=FILE.py[:ALGORITHM] --workdir=DIR
     [--config.KEY=VALUE ...]
 
-DIR is the folder of the run, and the config must be that of the run.
+  --config=FILE.py[:ALGORITHM]  the config of the run
+  --workdir=DIR                 the folder of the run
+  --config.KEY=VALUE            sets a key of the config, as the run did
 """
 
 from collections.abc import Sequence

@@ -3,11 +3,15 @@
 python -m stppo_jax export --workdir=RUN --out=DIR [--step=N]
     [--dtype=float32|bfloat16] [--model=SOURCE]
 
-Exports the newest valid checkpoint, or that of step N. If the directory that
-was the run's model.path has moved, SOURCE is where it is now; no other input of
-the run is needed. DIR gets config.json, the tokenizer, and model.safetensors or
-several files with an index. It is replaced as a whole, or left as it was. The
-run may still be in progress.
+  --workdir=RUN  the folder of the run, which may still be in progress
+  --out=DIR      gets config.json, the tokenizer, and model.safetensors or
+                 several files with an index; it is replaced as a whole, or left
+                 as it was
+  --step=N       exports the checkpoint of this step, not the newest valid one
+  --dtype=TYPE   float32 (the default) or bfloat16
+  --model=SOURCE where the directory that was the run's model.path is now
+
+No other input of the run is needed.
 """
 
 from collections.abc import Mapping

@@ -12,14 +12,33 @@ python -m stppo_jax lab compare --batch=F.npz
     --algorithms=ALGORITHM[:KEY=VALUE ...],...
     [--config=FILE.py] [--advantages=A.npz] [--float64] [--json]
 
-collect samples one batch of trajectories, with the newest checkpoint of the run
-in DIR or with the policy that the config starts from. It annotates the batch,
-makes N updates (by default as many as one step makes) and saves the arrays. The
-other commands need no model, run on CPU, and read any file that has the arrays
-they use. KEY is an option of the algorithm, such as
-correction.clipping_bias.tau, or of the estimator, such as gamma. Options that
-are not set are those of the table of algorithms, or with --config those of that
-file. score and advantages print one JSON object. docs/lab.md lists the arrays.
+collect samples one batch of trajectories, annotates it, makes some updates and
+saves the arrays. The other commands need no model, run on CPU, and read any
+file that has the arrays they use; docs/lab.md lists them. score and advantages
+print one JSON object.
+
+  --config=FILE.py[:ALGORITHM]  collect: the config of the run; others: the
+                                options of that file, not those of the table of
+                                algorithms
+  --config.KEY=VALUE            sets a key of that config
+  --workdir=DIR                 samples with the newest checkpoint of this run,
+                                not with the policy that the config starts from
+  --updates=N                   updates before saving; by default as many as one
+                                step makes
+  --batch=F.npz                 the saved batch
+  --algorithm=NAME              the algorithm, a key of configs/algorithms.py
+  --algorithms=NAME,NAME,...    several of them, each with its own settings
+  --estimator=NAME              the advantage estimator
+  --set KEY=VALUE               sets an option of the algorithm, such as
+                                correction.clipping_bias.tau, or of the
+                                estimator, such as gamma
+  --advantages=A.npz            advantages that `lab advantages` wrote
+  --entropy_coefficient=X       weight of the entropy bonus, 0 by default
+  --kl=NAME                     subtracts this KL estimate from the rewards
+  --kl_coefficient=X            times X, not the coefficient of the file
+  --out=FILE.npz                the file that is written
+  --float64                     computes in double precision
+  --json                        prints all metrics as JSON
 """
 
 from collections.abc import Callable
@@ -33,6 +52,7 @@ import os
 import sys
 from typing import Any
 
+from stppo_jax import settings
 from stppo_jax.commands import configuration
 from stppo_jax.commands import lab_algorithms
 from stppo_jax.commands import lab_flags
@@ -46,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
   if not argv or argv[0] not in _COMMANDS:
     name = argv[0] if argv else ''
     problem = f'lab {name}: unknown command' if name else 'lab: no command'
-    choices = configuration.closest(name, list(_COMMANDS))
+    choices = settings.closest(name, list(_COMMANDS))
     raise configuration.ConfigurationError([problem + choices])
   return _COMMANDS[argv[0]](argv[1:])
 

@@ -19,6 +19,8 @@ from typing import Any
 
 from ml_collections import config_dict
 
+from stppo_jax import settings as settings_lib
+from stppo_jax.commands import config_file
 from stppo_jax.commands import configuration
 from stppo_jax.configs import algorithms
 
@@ -77,7 +79,7 @@ def _suggestion(text: str, rule: str) -> str:
     return ''
   choices = match[1].split(', ')
   hints = (
-    configuration.nearest(name, choices)
+    settings_lib.nearest(name, choices)
     for name in re.findall(r'\w+', text)
     if name not in choices
   )
@@ -136,7 +138,7 @@ def algorithm(
     options = copy.deepcopy(algorithms.ALGORITHMS[name])
     run = _section({'algorithm': options})
   else:
-    choices = configuration.closest(name, list(algorithms.ALGORITHMS))
+    choices = settings_lib.closest(name, list(algorithms.ALGORITHMS))
     raise configuration.ConfigurationError(
       [f'{flag}{name}: unknown algorithm{choices}']
     )
@@ -158,7 +160,7 @@ def estimator(name: str, settings: Sequence[str], *, config: str) -> Options:
   table = algorithms.DEFAULTS['advantage']
   subject = f'--estimator={name}' if name else f'--config={config}'
   if name and name not in table:
-    choices = configuration.closest(name, list(table))
+    choices = settings_lib.closest(name, list(table))
     raise configuration.ConfigurationError(
       [f'{subject}: unknown estimator{choices}']
     )
@@ -197,7 +199,7 @@ def _load(name: str) -> Any:
     ConfigurationError: it cannot be loaded, or lacks that section.
   """
   try:
-    config = configuration.load(name)
+    config = config_file.load(name)
   except ValueError as error:
     raise configuration.ConfigurationError(
       [f'--config={name}: {error}']

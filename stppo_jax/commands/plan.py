@@ -2,15 +2,21 @@
 
 python -m stppo_jax plan --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE ...]
     [--devices=64] [--hbm_gib=80.0] [--length=0] [--loss_fraction=0.5]
-    [--compile=True]
+    [--compile=true]
+
+  --config=FILE.py[:ALGORITHM]  the config of the run
+  --config.KEY=VALUE            sets a key of the config
+  --devices=N                   the number of devices
+  --hbm_gib=X                   the memory of one device, in GiB
+  --length=N                    tokens of a row; 0 = env.max_length
+  --loss_fraction=X             the largest share of them that is trained on
+  --compile=true                whether to compile the update; without it, what
+                                only the compiled program shows is left out
 
 Shards the run's models over that many virtual devices; of `model.path` only
 config.json is read. Prints the bytes that one device holds, engines included,
-and the bytes that the devices send each other. Rows have `length` tokens (0:
-env.max_length), of which at most the share `loss_fraction` is trained on.
-`--compile=False` does not compile the update, and leaves out what only the
-compiled program shows. The exit code is 2 if the update does not fit in
-`hbm_gib`.
+and the bytes that the devices send each other. The exit code is 2 if the update
+does not fit in the memory.
 """
 
 from collections.abc import Sequence

@@ -3,11 +3,16 @@
 python -m stppo_jax prefer --config=FILE.py --batch=FILE.npz --workdir=DIR
     [--config.preference.name=tdpo1 --config.KEY=VALUE ...] [--restart]
 
+  --config=FILE.py    the config, as for train
+  --batch=FILE.npz    trajectories, such as `lab collect` writes
+  --workdir=DIR       the folder of the run
+  --config.KEY=VALUE  sets a key of the config
+  --restart           moves what DIR holds into a subfolder and begins a new run
+
 FILE.npz holds arrays named as in stppo_jax/batch.py: tokens_BL, loss_mask_BL,
-rewards_BL and group_ids_B; `lab collect` writes such a file. The best and the
-worst trajectory of each group are a pair; a group of equal rewards gives none.
-The policy starts from model.path, and the trained policy is written to
-DIR/policy. --restart moves what DIR holds into a subfolder and begins anew.
+rewards_BL and group_ids_B. The best and the worst trajectory of each group are
+a pair; a group of equal rewards gives none. The policy starts from model.path,
+and the trained policy is written to DIR/policy.
 """
 
 from collections.abc import Sequence

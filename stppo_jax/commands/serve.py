@@ -4,11 +4,17 @@ python -m stppo_jax serve --corpus=FILE.jsonl [--host=ADDRESS] [--port=PORT]
 python -m stppo_jax serve --synthetic_seed=N [--entities_per_type=N]
     [--name_pieces=N] [--distractors=N] [--host=ADDRESS] [--port=PORT]
 
-FILE.jsonl has one passage per line, {"id", "contents"} or {"pid", "title",
-"text"}. N are the values of data.synthetic_wiki in the run's config. The server
-prints its URL when it is ready and runs until SIGINT or SIGTERM. It binds
-127.0.0.1 and port 8000 by default; port 0 is a free one. An address other than
-loopback needs a bearer token in STPPO_RETRIEVAL_TOKEN.
+  --corpus=FILE.jsonl    passages, one per line: {"id", "contents"} or {"pid",
+                         "title", "text"}
+  --synthetic_seed=N     data.synthetic_wiki.seed in the run's config
+  --entities_per_type=N  data.synthetic_wiki.entities_per_type, likewise
+  --name_pieces=N        data.synthetic_wiki.name_pieces, likewise
+  --distractors=N        data.synthetic_wiki.distractors, likewise
+  --host=ADDRESS         127.0.0.1 by default; another address than loopback
+                         needs a bearer token in STPPO_RETRIEVAL_TOKEN
+  --port=PORT            8000 by default; 0 is a free one
+
+The server prints its URL when it is ready and runs until SIGINT or SIGTERM.
 """
 
 import argparse

@@ -3,9 +3,14 @@
 python -m stppo_jax sft --config=FILE.py[:ALGORITHM] --workdir=DIR
     [--config.KEY=VALUE ...] [--restart]
 
+  --config=FILE.py[:ALGORITHM]  the config, as for train
+  --workdir=DIR                 the folder of the run
+  --config.KEY=VALUE            sets a key of the config
+  --restart                     moves what DIR holds into a subfolder and begins
+                                a new run
+
 Writes the policy to DIR/policy as a Hugging Face directory, which can be the
-model.path of a run. --restart moves what DIR holds into a subfolder and begins
-anew.
+model.path of a run.
 """
 
 from collections.abc import Sequence

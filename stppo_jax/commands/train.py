@@ -3,10 +3,14 @@
 python -m stppo_jax train --config=FILE.py[:ALGORITHM] --workdir=DIR
     [--config.KEY=VALUE ...] [--restart]
 
-FILE.py is a config file such as configs/quickstart.py, ALGORITHM a key of
-configs/algorithms.py, KEY a key of configs/base.py. DIR is the folder of the
-run; docs/commands.md lists what it holds. --restart moves all that into a
-subfolder and begins anew.
+  --config=FILE.py[:ALGORITHM]  a config file such as configs/quickstart.py, and
+                                a key of configs/algorithms.py
+  --workdir=DIR                 the folder of the run; docs/commands.md lists
+                                what it holds
+  --config.KEY=VALUE            sets a key of configs/base.py; --config.KEY and
+                                --noconfig.KEY set a boolean
+  --restart                     moves what DIR holds into a subfolder and begins
+                                a new run
 """
 
 from collections.abc import Sequence

@@ -195,7 +195,7 @@ def _differences(config, recorded, workdir) -> list[str]:
   theirs = _LATER_KEYS | settings.flatten(recorded)
   return [
     f'{key}={ours.get(key, _ABSENT)}: the run in {workdir} was started with '
-    f'{theirs.get(key, _ABSENT)}'
+    f'{theirs.get(key, _ABSENT)}; use another --workdir'
     for key in sorted(ours.keys() | theirs.keys())
     if not _is_free(key)
     and (key not in ours or key not in theirs or ours[key] != theirs[key])

@@ -41,8 +41,8 @@ _PAGE = (runs.REPO / 'docs' / 'lab.md').read_text(encoding='utf-8')
       '--set: has no value',
     ),
     (
-      ['score', '--batch=F', '--algorithm=st_ppo', '--float64=1'],
-      '--float64=1: takes no value',
+      ['score', '--batch=F', '--algorithm=st_ppo', '--float64=x'],
+      '--float64=x: expected true or false',
     ),
     (
       ['score', '--batch=F', '--algorithm=st_ppo', '--entropy_coefficient=nan'],
@@ -50,7 +50,7 @@ _PAGE = (runs.REPO / 'docs' / 'lab.md').read_text(encoding='utf-8')
     ),
     (
       ['score', '--batch=F', '--algorithm=st_ppo', '--out=absent/O.npz'],
-      '--out=absent/O.npz: a folder, or in a folder that does not exist',
+      '--out=absent/O.npz: no such folder: absent',
     ),
     (
       ['score', '--batch=F', '--algorithm=st_ppo', '--out=./F'],

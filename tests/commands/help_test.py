@@ -1,0 +1,89 @@
+"""`--help` names every flag, and explains every config key."""
+
+import re
+
+import pytest
+
+from stppo_jax import __main__
+from stppo_jax import settings
+from stppo_jax.configs import algorithms
+from stppo_jax.configs import base
+
+_COMMANDS = [
+  *(('lab', name) for name in ('collect', 'score', 'advantages', 'compare')),
+  *((name,) for name in __main__.commands() if name not in ('lab', 'serve')),
+]
+
+
+def _help(capsys, *words):
+  assert __main__.main(words) == 0
+  out, err = capsys.readouterr()
+  assert not err
+  assert all(len(line) <= 80 for line in out.splitlines())
+  return out
+
+
+@pytest.mark.parametrize('command', _COMMANDS)
+def test_the_help_of_a_command_lists_its_flags(capsys, command):
+  assert __main__.main([*command, '--zzz=1']) == 2
+  (line,) = re.findall(r'^--zzz=1: .* choices: (.*)', capsys.readouterr().err)
+  shown = _help(capsys, *command, '--help')
+  assert shown == _help(capsys, *command, '-h', '--config=absent')
+  for flag in line.split(', '):
+    assert re.search(rf'^ +{re.escape(flag)}\b', shown, re.MULTILINE), flag
+  if command[0] != 'lab':  # its commands have one help
+    takes_keys = '--config.KEY' in line
+    assert ('--help=KEY explains a config key' in shown) == takes_keys
+
+
+def test_the_help_of_serve_lists_its_flags(capsys):
+  shown = _help(capsys, 'serve', '--help')
+  for name in ('corpus', 'synthetic_seed', 'host', 'port', 'name_pieces'):
+    assert re.search(rf'^ +--{name}=', shown, re.MULTILINE), name
+
+
+def test_the_full_help_explains_every_key(capsys):
+  shown = _help(capsys, 'train', '--helpfull')
+  assert shown.startswith(_help(capsys, 'train', '--help').split('\n--help')[0])
+  lines = shown.splitlines()
+  for key, value in settings.flatten(base.get_config()).items():
+    place = lines.index(f'{key} = {value!r}')
+    assert lines[place + 1].startswith('    '), key  # its comment
+  for kind, choices in algorithms.DEFAULTS.items():
+    for name, options in choices.items():
+      for option, value in options.items():
+        place = lines.index(f'algorithm.{kind}.{option} = {value!r}')
+        assert lines[place + 1].startswith('    With '), (kind, name)
+
+
+@pytest.mark.parametrize(
+  'flag', ['slots', 'rollout.slots', 'config.rollout.slots']
+)
+def test_the_help_of_a_key_is_its_comment(capsys, flag):
+  assert _help(capsys, 'train', f'--help={flag}').splitlines() == [
+    'rollout.slots = 0',
+    '    Trajectories that are decoded at the same time; '
+    '0 = trajectories_per_step.',
+  ]
+
+
+def test_the_help_of_a_section_has_its_keys(capsys):
+  lines = _help(capsys, 'sft', '--help=model.lora').splitlines()
+  assert lines[0] == 'model.lora' and lines[1].startswith('    Low-rank adap')
+  keys = [line.split(' = ')[0] for line in lines[1:] if line[0] != ' ']
+  assert keys == ['model.lora.rank', 'model.lora.alpha', 'model.lora.targets']
+  shown = _help(capsys, 'train', '--help=algorithm.bounds')
+  assert "algorithm.bounds.name = 'fixed'\n    fixed | entropy_scaled" in shown
+  assert 'algorithm.bounds.most = 2.0\n    With entropy_scaled: ' in shown
+
+
+def test_the_help_of_a_misspelt_key_suggests_another(capsys):
+  for name, meant in (
+    ('rollout.slotz', 'rollout.slots'),
+    ('tempratur', 'temperature'),
+  ):
+    assert __main__.main(['train', f'--help={name}']) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    start = f'--help={name}: no such config key; did you mean {meant}'
+    assert err.startswith(start) and err.count('\n') == 1
