@@ -267,7 +267,7 @@ def test_every_command_in_the_documents_runs(command, clone, monkeypatch):
     assert (_workdir(words, clone) / 'metrics.jsonl').is_file()
   elif ' sft ' in command:
     _run([*_python(command), *_SMOKE], clone)
-    assert (_workdir(words, clone) / 'model.safetensors').is_file()
+    assert (_workdir(words, clone) / 'policy' / 'model.safetensors').is_file()
   elif ' evaluate ' in command:
     _make_run(clone, _quickstart)
     output = _run([*_python(command), *_SMOKE], clone)
