@@ -21,6 +21,7 @@ from stppo_jax import batch as batch_lib
 from stppo_jax.analysis import saved_batch
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
+from stppo_jax.parallel import compile_time
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import sharding
 from stppo_jax.records import checkpoint
@@ -54,6 +55,14 @@ def collect(
   Raises:
     Exceptions with an `exit_code`, see `loop.train`.
   """
+  with compile_time.announced(_show):
+    return _collect(config, workdir=workdir, num_updates=num_updates)
+
+
+def _collect(
+  config, *, workdir: str | pathlib.Path | None, num_updates: int | None
+) -> dict[str, np.ndarray]:
+  """See `collect`; prints what it does."""
   config = _with_start(config, workdir)
   components = assembly.build_components(_one_epoch(config))
   tokenizer, learner = components.tokenizer, components.learner
@@ -74,8 +83,10 @@ def collect(
       step, state = _newest(learner, state, workdir)
     engine.publish(learner.merged_params(state), step)
     step_collector = collection.StepCollector(
-      config, services, collector, lambda text: print(text, file=sys.stderr)
+      config, services, collector, _show
     )
+    number = config.rollout.trajectories_per_step
+    _show(f'collecting {number} trajectories with the policy after step {step}')
     trajectories, _ = step_collector.collect(step)
   packed = pack.pack(
     trajectories,
@@ -83,16 +94,19 @@ def collect(
     sentences=sentences.SentenceSplitter(tokenizer.token_bytes()),
     with_expert_ids=config.updates.routing_replay == 'sampler',
   )
+  _show('annotating them')
   annotated, _ = learner.annotate(state, packed, reference=reference)
   kl_coefficient = np.asarray(learner.kl_coefficient)
   batch = jax.device_get(annotated)
-  for rows in minibatches(
+  chosen = minibatches(
     learner,
     len(batch.lengths_B),
     step,
     num_epochs=config.updates.num_epochs,
     num_updates=num_updates,
-  ):
+  )
+  for number, rows in enumerate(chosen, 1):
+    _show(f'update {number}')
     # Each minibatch is a batch of its own with one epoch, see `_one_epoch`. A
     # call of `learner.update` with the whole batch and these rows would do the
     # same update by another compiled program, whose rounding differs: saved
@@ -104,6 +118,11 @@ def collect(
   return {
     name: arrays[name] for name in saved_batch.ARRAY_KINDS if name in arrays
   }
+
+
+def _show(text: str) -> None:
+  """Prints a line about the progress, beside the command's own output."""
+  print(text, file=sys.stderr, flush=True)
 
 
 def _with_start(config, workdir):

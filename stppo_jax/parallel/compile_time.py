@@ -1,12 +1,16 @@
-"""The seconds in which a process compiles programs."""
+"""The programs that a process compiles, and the seconds that this takes."""
 
 from collections.abc import Callable
 from collections.abc import Iterator
 import contextlib
+import threading
 
 import jax
 
-_EVENT = '/jax/core/compile/backend_compile_duration'
+# Each is recorded at its end. A program is compiled once it has been lowered.
+_LOWERED = '/jax/core/compile/jaxpr_to_mlir_module_duration'
+_COMPILED = '/jax/core/compile/backend_compile_duration'
+_LONG = 10.0  # seconds
 
 
 @contextlib.contextmanager
@@ -20,7 +24,7 @@ def measured() -> Iterator[Callable[[], float]]:
 
   def listen(event: str, duration_secs: float, **kwargs) -> None:
     del kwargs
-    if event == _EVENT:
+    if event == _COMPILED:
       seconds.append(duration_secs)
 
   def take() -> float:
@@ -34,3 +38,47 @@ def measured() -> Iterator[Callable[[], float]]:
     yield take
   finally:
     jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@contextlib.contextmanager
+def announced(
+  show: Callable[[str], None], *, long: float = _LONG
+) -> Iterator[None]:
+  """Shows which programs take long to compile, and how long they took.
+
+  Args:
+    show: prints a line; called by any thread.
+    long: seconds after which the name of a program is shown. Shorter
+      compilations are not mentioned.
+  """
+  waiting: dict[int, threading.Timer] = {}  # thread to the line it will cause
+
+  def listen(event: str, duration_secs: float, **kwargs) -> None:
+    if event not in (_LOWERED, _COMPILED):
+      return
+    name = str(kwargs.get('fun_name', 'a program'))
+    name = name.removeprefix('jit(').removesuffix(')').lstrip('_')
+    thread = threading.get_ident()
+    if thread in waiting:
+      waiting.pop(thread).cancel()
+    if event == _LOWERED:
+      line = f'compiling {name}: {long:.0f} s so far'
+      waiting[thread] = threading.Timer(long, _show, (show, line))
+      waiting[thread].daemon = True
+      waiting[thread].start()
+    elif duration_secs >= long:
+      _show(show, f'compiled {name} in {duration_secs:.0f} s')
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    yield
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
+    for timer in list(waiting.values()):
+      timer.cancel()
+
+
+def _show(show: Callable[[str], None], line: str) -> None:
+  """Shows a line, unless nobody reads the console any more."""
+  with contextlib.suppress(OSError):
+    show(line)

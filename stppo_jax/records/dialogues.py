@@ -24,6 +24,9 @@ _ROLES = {
   'outcome': ('bold green', '='),
   'failure': ('bold red', '='),
 }
+LEGEND = '  '.join(
+  f'{mark} {role}' for role, (_, mark) in _ROLES.items() if role != 'failure'
+)
 # Control, invisible (bidirectional overrides!), surrogates, private use,
 # line and paragraph separators.
 _HIDDEN = ('Cc', 'Cf', 'Cs', 'Co', 'Cn', 'Zl', 'Zp')

@@ -56,12 +56,18 @@ class Misconfigured(Exception):
 
 
 @contextlib.contextmanager
-def config_errors() -> Iterator[None]:
-  """Raises `Misconfigured` for a ValueError or OSError of the body."""
+def config_errors(subject: str = '') -> Iterator[None]:
+  """Raises `Misconfigured` for a ValueError or OSError of the body.
+
+  The line begins with the subject if an OSError names no file.
+  """
   try:
     yield
   except (ValueError, OSError) as error:
-    raise Misconfigured(str(error)) from error
+    reason = str(error)
+    if subject and isinstance(error, OSError) and error.filename is None:
+      reason = f'{subject}: {error.strerror or error}'
+    raise Misconfigured(reason) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,13 +4,16 @@ from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
+import functools
 import pathlib
+import sys
 
 import numpy as np
 
 from stppo_jax import types
 from stppo_jax.learner import keys as keys_lib
 from stppo_jax.models import functional
+from stppo_jax.parallel import compile_time
 from stppo_jax.records import checkpoint
 from stppo_jax.records import trajectory_metrics
 from stppo_jax.training import assembly
@@ -124,7 +127,10 @@ def evaluate(config, workdir: str | pathlib.Path) -> int:
   config = run_record.with_start(config, workdir)
   components = assembly.build_components(config)
   learner = components.learner
-  with assembly.build_services(config, components.questions) as services:
+  with (
+    compile_time.announced(functools.partial(print, file=sys.stderr)),
+    assembly.build_services(config, components.questions) as services,
+  ):
     with assembly.config_errors():
       state = learner.start()
     with contextlib.closing(

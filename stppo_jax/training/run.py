@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
+import functools
 import json
 import math
 import pathlib
@@ -40,6 +41,7 @@ from stppo_jax.envs import reward_function
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import weights
 from stppo_jax.models import functional
+from stppo_jax.parallel import compile_time
 from stppo_jax.records import checkpoint
 from stppo_jax.records import dialogues
 from stppo_jax.records import lock
@@ -107,6 +109,7 @@ def start(
     interrupt = stack.enter_context(interruption.Interruption())
     interrupt.outlook = f'ending before the first {unit}'
     run = Run(pathlib.Path(workdir), interrupt, stack, unit)
+    stack.enter_context(compile_time.announced(run.show))
     try:
       yield run
     except interruption.Interrupted:
@@ -162,6 +165,7 @@ class Run:
     self._interrupt = interrupt
     self._stack = stack
     self._unit = unit
+    self._show: Callable[[str], None] = functools.partial(print, flush=True)
     self._evaluate: Evaluate | None = None
     self._prints_samples = False
     # The score of the last finished step, if it was evaluated.
@@ -198,7 +202,7 @@ class Run:
       Misconfigured: the folder cannot be written.
       Locked: another process writes there.
     """
-    with assembly.config_errors():
+    with assembly.config_errors(str(self.workdir)):
       self.enter(lock.held(self.workdir))
       aside = run_folder.move_all_aside(self.workdir) if restart else None
     if aside is not None:
@@ -215,7 +219,7 @@ class Run:
     """
     self.claim(restart=restart)
     run_record.check_checkpoints(self.workdir)
-    with assembly.config_errors():
+    with assembly.config_errors(str(self.workdir)):
       run_record.record_config({**config.to_dict(), **also}, self.workdir)
 
   def open(
@@ -248,6 +252,7 @@ class Run:
       trajectories=trajectories,
       hparams=settings.flatten(config),
     )
+    self._show = self._writer.show
     self._stack.callback(self._writer.close)
 
   def resume(self, start: State, checkpoints: Checkpoints) -> State:
@@ -360,8 +365,8 @@ class Run:
     )
 
   def show(self, text: str) -> None:
-    """Prints text beside the progress display."""
-    self._writer.show(text)
+    """Prints text, beside the progress display once there is one."""
+    self._show(text)
 
   def finish(
     self,
@@ -416,8 +421,9 @@ class Run:
     return items[:: max(len(items) // max(count, 1), 1)][:count]
 
   def _print(self, title: str, records: Sequence[dict]) -> None:
+    if records:
+      self.show(f'{title} ({dialogues.LEGEND})')
     for record in records:
-      self.show(title)
       self.show(dialogues.render(record, colour=sys.stdout.isatty()))
 
   def _due(self, every: int) -> bool:

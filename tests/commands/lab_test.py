@@ -200,8 +200,18 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
     assert words[:4] == ['python', '-m', 'stppo_jax', 'lab']
     assert __main__.main([*words[3:], *small[words[4]]]) == 0
     out, err = capsys.readouterr()
-    assert err == ''
-    if words[4] == 'collect':
+    # A busy machine may compile for long.
+    lines = err.splitlines()
+    progress = [line for line in lines if not line.startswith('compil')]
+    if words[4] != 'collect':
+      assert not progress
+    else:
+      assert progress == [
+        'collecting 16 trajectories with the policy after step 0',
+        'annotating them',
+        'update 1',
+        'update 2',
+      ]
       mask = lab_calls.arrays('F.npz')['loss_mask_BL']
       assert re.fullmatch(
         rf'F.npz: 16 rows, \d+ tokens, {mask.sum()} policy tokens\n', out

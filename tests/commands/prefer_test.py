@@ -52,6 +52,8 @@ def test_a_run_trains_and_prints_where_its_policy_is(tmp_path, capsys):
   out, err = capsys.readouterr()
   assert (code, err) == (0, '')
   assert '9 pairs' in out and 'done. metrics: ' in out
+  shown = [line.split()[:4] for line in out.splitlines() if '/2 ' in line]
+  assert shown == [['step', f'{n}/2', 'preference', 'loss'] for n in (1, 2)]
   lines = runs.metrics(tmp_path / 'run')
   assert [line['preference/pairs'] for line in lines] == [8, 1]
   assert lines[0]['preference/loss'] == pytest.approx(math.log(2), abs=1e-5)

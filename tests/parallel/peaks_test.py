@@ -1,4 +1,6 @@
-"""The largest memory of a process, and its seconds of compiling."""
+"""The largest memory of a process, and what it compiles for how long."""
+
+import threading
 
 import jax
 import numpy as np
@@ -25,3 +27,46 @@ def test_compiling_is_measured_once_and_only_inside():
   assert take() > 0
   jax.jit(lambda x: x * 4 + 41)(1)
   assert take() == 0
+
+
+def test_a_long_compilation_is_announced_and_its_end_too():
+  lines, shown = [], threading.Event()
+
+  def show(line):
+    lines.append(line)
+    shown.set()
+
+  def record(event, seconds, name):
+    # As jax does at the end of each.
+    jax.monitoring.record_event_duration_secs(
+      f'/jax/core/compile/{event}', seconds, fun_name=f'jit({name})'
+    )
+
+  with compile_time.announced(show, long=0.01):
+    record('jaxpr_to_mlir_module_duration', 1.0, 'update_rows')
+    assert shown.wait(timeout=60)
+    record('backend_compile_duration', 33.6, 'update_rows')
+    record('backend_compile_duration', 0.001, 'small')
+  record('backend_compile_duration', 50.0, 'later')
+  assert lines == [
+    'compiling update_rows: 0 s so far',
+    'compiled update_rows in 34 s',
+  ]
+
+
+def test_programs_of_jax_are_announced_by_name():
+  def _scaled(x):
+    return x * 5 + 41
+
+  lines = []
+  with compile_time.announced(lines.append, long=0.0):
+    jax.jit(_scaled)(1)
+  assert lines[-1] == 'compiled scaled in 0 s'
+
+
+def test_an_announcement_that_nobody_reads_is_no_error():
+  def show(line):
+    raise BrokenPipeError(line)
+
+  with compile_time.announced(show, long=0.0):
+    assert jax.jit(lambda x: x * 6 + 41)(1) == 47

@@ -390,7 +390,7 @@ def test_a_foreign_folder_is_set_aside(tmp_path):
   assert (folder / '7.corrupt').is_dir()
 
 
-def test_a_full_disk_is_an_error_and_keeps_the_old_step(tmp_path):
+def test_a_full_disk_is_an_error_and_keeps_the_old_step(tmp_path, caplog):
   size = 1 << 18
   saver = checkpoint.Checkpointer(tmp_path, keep=2)
   state = {'x': jax.random.normal(jax.random.key(0), (size,))}
@@ -403,6 +403,7 @@ def test_a_full_disk_is_an_error_and_keeps_the_old_step(tmp_path):
       saver.save(2, {'x': state['x'] + 1}, {})
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  assert not [record for record in caplog.records if record.exc_info]
   assert saver.restore_latest(state)[0] == 1
   saver.save(2, {'x': state['x'] + 1}, {})  # there is room again
   step, restored, _ = saver.restore_latest(state)
