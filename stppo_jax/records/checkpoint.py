@@ -29,6 +29,9 @@ from stppo_jax.records import run_folder
 
 _log = logging.getLogger(__name__)
 _VERSION = 1
+# Replicas share the writing of larger arrays only: each shape that is cut is a
+# program to compile, which costs more than a small array takes to write.
+_LEAST_BYTES_SHARED = 2**20
 
 
 class CorruptCheckpoints(RuntimeError):
@@ -81,6 +84,9 @@ class Checkpointer:
     self._scores: dict[int, float | None] = {}  # of the steps that were read
     self._workdir = pathlib.Path(workdir)
     self._run = run_folder.read(self._workdir)
+    handler = ocp.type_handlers.ArrayHandler(
+      min_slice_bytes_for_replica_parallel=_LEAST_BYTES_SHARED
+    )
     self._manager = ocp.CheckpointManager(
       self._folder,
       options=ocp.CheckpointManagerOptions(
@@ -92,7 +98,14 @@ class Checkpointer:
         read_only=read_only,
         enable_async_checkpointing=False,
       ),
-      item_names=('state', 'manifest'),
+      item_handlers={
+        'state': ocp.PyTreeCheckpointHandler(
+          type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+            (jax.Array, handler)
+          )
+        ),
+        'manifest': ocp.JsonCheckpointHandler(),
+      },
     )
 
   def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
@@ -140,7 +153,7 @@ class Checkpointer:
       self._manager.save(
         step,
         args=ocp.args.Composite(
-          state=ocp.args.StandardSave(leaves),
+          state=ocp.args.PyTreeSave(leaves),
           manifest=ocp.args.JsonSave(manifest),
         ),
         force=True,
@@ -254,13 +267,11 @@ class Checkpointer:
       name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
       for name, leaf in wanted.items()
     }
-    restore: ocp.args.CheckpointArgs = ocp.args.StandardRestore(abstract)
-    if subtree:
-      restore = ocp.args.PyTreeRestore(
-        abstract,
-        restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
-        partial_restore=True,
-      )
+    restore = ocp.args.PyTreeRestore(
+      abstract,
+      restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+      partial_restore=bool(subtree),
+    )
     restored = self._attempt(
       lambda: self._manager.restore(
         step, args=ocp.args.Composite(state=restore)
