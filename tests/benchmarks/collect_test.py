@@ -83,6 +83,7 @@ def test_another_text_than_the_script_is_refused(policy):
     asyncio.run(environment.step(question, 0, 'other'))
 
 
+@pytest.mark.slow
 def test_the_policy_counts_down_and_depends_on_the_history(policy, loop, small):
   """The token is certain, but its log-probability depends on the history."""
   collector = collectors.SlotCollector(

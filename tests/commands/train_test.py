@@ -68,6 +68,7 @@ def test_the_supervised_start_lowers_the_loss_and_is_evaluated(taught):
   ]
 
 
+@pytest.mark.slow
 def test_an_interrupted_sft_resumes_as_the_same_run(tmp_path, capsys):
   changes = {'sft__num_steps': 3, 'env__max_turn_tokens': 16, **_TEACHING}
   flags = runs.flags(**changes, checkpoint__every=9, evaluate__num_questions=1)
@@ -186,6 +187,7 @@ def files(tmp_path):
   }
 
 
+@pytest.mark.slow
 def test_questions_and_passages_from_files(tmp_path, files):
   workdir = tmp_path / 'run'
   line, records = _one_step(workdir, **files)

@@ -44,7 +44,9 @@ def _update(models, algorithm, batch, rows=_ALL_ROWS, num_microbatches=4):
   [
     ('st_ppo', {}),  # a statistic of the whole minibatch
     ('s_ppo', {'correction__clipping_bias__norm': 'gradient'}),
-    ('grpo', {}),  # no value model and no statistic
+    pytest.param(
+      'grpo', {}, marks=pytest.mark.slow
+    ),  # no value model and no statistic
     pytest.param('token_ppo', {}, marks=pytest.mark.slow),
   ],
 )

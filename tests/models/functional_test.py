@@ -96,7 +96,7 @@ def test_an_unknown_head_prints_the_choices():
 @pytest.mark.parametrize(
   ('unrolled', 'adapted'),
   [
-    (1, False),
+    pytest.param(1, False, marks=pytest.mark.slow),
     (2, True),
     pytest.param(2, False, marks=pytest.mark.slow),
   ],

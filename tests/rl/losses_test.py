@@ -222,7 +222,14 @@ def test_value_is_the_loop_and_gradient_its_differences(case, implementation):
   )
 
 
-@pytest.mark.parametrize('case', ['so_sequence', 'guarded_st_ppo', 'sspo'])
+@pytest.mark.parametrize(
+  'case',
+  [
+    'guarded_st_ppo',
+    pytest.param('so_sequence', marks=pytest.mark.slow),
+    pytest.param('sspo', marks=pytest.mark.slow),
+  ],
+)
 def test_jit_changes_nothing(case):
   batch, logprobs, entropy = batches.make(spread=0.6)
   algorithm = _algorithm(case)

@@ -49,6 +49,11 @@ def _dialogues(rows=_ROWS, *, seed=0, delays=None, group_size=1, **options):
   )
 
 
+def _slow(options):
+  """Returns the options as a case of the slow tests."""
+  return pytest.param(options, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize('mode', _MODES)
 def test_greedy_dialogues_equal_repeated_whole_passes(mode):
   # An observation only sees the end of the turn if that is in the cache.
@@ -124,9 +129,9 @@ def test_the_tokens_of_a_row_do_not_depend_on_other_rows(mode):
   'options',
   [
     {},
-    {'group_size': 2, 'cache_blocks': 4},
     {'devices': 2, 'group_size': 2},
-    {'group_size': 2, 'lanes': 2, 'slots': 8},
+    _slow({'group_size': 2, 'cache_blocks': 4}),
+    _slow({'group_size': 2, 'lanes': 2, 'slots': 8}),
   ],
   ids=str,
 )
@@ -140,15 +145,17 @@ def test_the_bits_do_not_depend_on_when_observations_arrive(options):
 @pytest.mark.parametrize(
   'options',
   [
-    {'slots': 16},
+    _slow({'slots': 16}),
     {'extend_chunk': 7, 'decode_chunk': 1, 'lookahead': 0},
-    {'decode_chunk': 50, 'lookahead': 2, 'cache_blocks': 1},
+    _slow({'decode_chunk': 50, 'lookahead': 2, 'cache_blocks': 1}),
     {'devices': 2},
     {'deterministic': False},
     {'cache_blocks': 4},
-    {'deterministic': False, 'slots': 3, 'lookahead': 2, 'cache_blocks': 3},
+    _slow(
+      {'deterministic': False, 'slots': 3, 'lookahead': 2, 'cache_blocks': 3}
+    ),
     {'deterministic': False, 'lookahead': 0, 'early_exit': 0.3},
-    {'deterministic': False, 'devices': 2},
+    _slow({'deterministic': False, 'devices': 2}),
     {'lanes': 2, 'slots': 8},
     {'deterministic': False, 'batch_rows': 2, 'lookahead': 0},
     {'deterministic': False, 'slots': 8, 'lanes': 2, 'batch_rows': 2},
@@ -187,8 +194,8 @@ def test_slots_and_weights_may_be_sharded_over_devices():
   ('devices', 'slots', 'group_size'),
   [
     (1, 4, 2),
-    (1, 3, 3),
-    (2, 4, 2),
+    pytest.param(1, 3, 3, marks=pytest.mark.slow),
+    pytest.param(2, 4, 2, marks=pytest.mark.slow),
     (2, 4, 4),  # one group on two devices: one place is padding
   ],
 )

@@ -201,7 +201,7 @@ _ENGINES = {
 @pytest.mark.parametrize(
   ('name', 'engine'),
   [
-    ('qwen2_tied', 'waves'),
+    pytest.param('qwen2_tied', 'waves', marks=pytest.mark.slow),
     ('qwen2_untied', 'refilled'),
     pytest.param('qwen2_tied', 'refilled', marks=pytest.mark.slow),
     pytest.param('qwen2_tied', 'one wave', marks=pytest.mark.slow),

@@ -50,7 +50,9 @@ def _calls(driver, name):
   return jax.tree.map(np.asarray, driver.programs.calls[name])
 
 
-@pytest.mark.parametrize('devices', [1, 2])
+@pytest.mark.parametrize(
+  'devices', [pytest.param(1, marks=pytest.mark.slow), 2]
+)
 def test_nothing_is_compiled_after_the_warm_up(devices):
   # Engines that wait and engines that refill have the same programs. No other
   # test has these: its chunks have another length.

@@ -88,7 +88,7 @@ def _shards(tree):
 @pytest.mark.parametrize(
   'changes',
   [
-    _LORA,
+    pytest.param(_LORA, marks=pytest.mark.slow, id='adapters'),
     pytest.param(_SHARED, marks=pytest.mark.slow, id='shared'),
     pytest.param(_LORA | _SHARED, marks=pytest.mark.slow, id='both'),
     pytest.param(

@@ -116,6 +116,7 @@ def test_an_interrupted_run_resumes_as_the_same_run(
   assert (tmp_path / exported).read_bytes() == (whole / exported).read_bytes()
 
 
+@pytest.mark.slow
 def test_adapters_alone_learn_beside_the_reference(file, tmp_path, monkeypatch):
   lora = {'model__lora__rank': 4, 'model__lora__targets': '(q|down)_proj'}
   config = runs.config(

@@ -131,6 +131,7 @@ def test_in_between_it_is_the_same_run_as_in_the_background(
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_the_ratio_can_be_of_the_current_policy(finished, tmp_path):
   # A correction must read k, which holds the staleness. This one rejects
   # nothing, so the loss is the same.

@@ -188,6 +188,7 @@ def test_updates_replay_and_balance_the_load_however_they_are_cut():
   assert np.abs(router(change) - router(rest)).max() > 1e-3
 
 
+@pytest.mark.slow
 def test_a_run_replays_the_experts_of_its_engine(tmp_path):
   flags = runs.flags(
     'minirl',
