@@ -88,8 +88,15 @@ def _acquire(path: pathlib.Path, say: Callable[[str], None]) -> TextIO:
   for _ in range(_ATTEMPTS):
     with contextlib.suppress(FileExistsError):
       file = open(path, 'x+', encoding='utf-8')
-      _flock(file)
-      _write(file)
+      try:
+        _flock(file)
+        _write(file)
+      except BaseException:
+        # A lock that names nobody would have to be removed by hand.
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it tries to write once more
+          file.close()
+        raise
       return file
     with contextlib.suppress(FileNotFoundError):
       file = open(path, 'r+', encoding='utf-8')

@@ -59,15 +59,15 @@ class Misconfigured(Exception):
 def config_errors(subject: str = '') -> Iterator[None]:
   """Raises `Misconfigured` for a ValueError or OSError of the body.
 
-  The line begins with the subject if an OSError names no file.
+  The line begins with the file of an OSError, or the subject if it has none.
   """
   try:
     yield
   except (ValueError, OSError) as error:
-    reason = str(error)
-    if subject and isinstance(error, OSError) and error.filename is None:
-      reason = f'{subject}: {error.strerror or error}'
-    raise Misconfigured(reason) from error
+    reason = getattr(error, 'strerror', None)
+    name = getattr(error, 'filename', None) or subject
+    line = f'{name}: {reason}' if reason and name else str(error)
+    raise Misconfigured(line) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,8 +84,8 @@ def test_a_file_that_cannot_be_read_is_one_line_and_2(tmp_path, capsys):
   (tmp_path / 'text').write_text('no archive', encoding='utf-8')
   for file, expected in (
     ('', '--batch: missing'),
-    (tmp_path / 'absent', f'{tmp_path}/absent'),
-    (tmp_path, f'{tmp_path}'),
+    (tmp_path / 'absent', f'{tmp_path}/absent: No such file or directory\n'),
+    (tmp_path, f'{tmp_path}: Is a directory\n'),
     (tmp_path / 'text', f'{tmp_path}/text: not a sound npz file'),
   ):
     assert _prefer(tmp_path / 'run', file) == 2

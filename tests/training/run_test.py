@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 from stppo_jax import __main__
 from stppo_jax.records import checkpoint
 from stppo_jax.records import run_folder
+from stppo_jax.training import assembly
+from stppo_jax.training import run as run_lib
 from tests.training import runs
 
 # Orbax reads the leaves concurrently; see checkpoint_test.py.
@@ -169,6 +172,20 @@ def test_a_run_of_an_earlier_version_resumes(run, finished):
   assert newest['run_id'] == identity.run_id
   assert runs.train(run) == 0  # both kinds are read again
   assert run_folder.read(run) == identity
+
+
+def test_a_folder_on_a_full_disk_is_one_line(tmp_path):
+  workdir = tmp_path / 'run'
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  with run_lib.start(workdir) as run:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+      with pytest.raises(assembly.Misconfigured) as caught:
+        run.record_config(runs.config())
+    finally:
+      resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  assert str(caught.value) == f'{workdir}: File too large'
+  assert os.listdir(workdir) == []  # not even a lock that names nobody
 
 
 def test_evaluating_without_questions_is_no_success(tmp_path, capsys):
