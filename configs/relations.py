@@ -219,6 +219,20 @@ def _no_values_to_share(advantage, backbone) -> Iterator[str]:
     )
 
 
+def _kl_coefficient_stays_positive(
+  controller, horizon, trajectories
+) -> Iterator[str]:
+  """A step multiplies it by 1 - 0.2 trajectories / horizon at least."""
+  if controller == 'adaptive' and horizon <= trajectories / 5:
+    yield (
+      f'algorithm.kl.horizon={horizon}: must be greater than '
+      f'{trajectories / 5:g}, a fifth of '
+      f'rollout.trajectories_per_step={trajectories}, when '
+      'algorithm.kl.controller=adaptive: otherwise one step could make the '
+      'coefficient 0 or negative'
+    )
+
+
 # The corrections by the ratio to the sampler. It contains the staleness where
 # the old policy is the current one.
 STALENESS_CORRECTIONS = ('tis', 'mis', 'icepop', 'geo_rs')
@@ -335,6 +349,14 @@ RELATIONS: tuple[Relation, ...] = (
     _no_values_to_warm_up,
   ),
   (('algorithm.advantage.name', 'model.value_backbone'), _no_values_to_share),
+  (
+    (
+      'algorithm.kl.controller',
+      'algorithm.kl.horizon',
+      'rollout.trajectories_per_step',
+    ),
+    _kl_coefficient_stays_positive,
+  ),
   (
     (
       'updates.old_policy',

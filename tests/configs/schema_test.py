@@ -235,6 +235,16 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
       'between tau and 1, the factor 1 / rho would enlarge steps',
     ),
     (
+      {
+        'algorithm__kl__controller': 'adaptive',
+        'algorithm__kl__horizon': 102.4,
+      },
+      'algorithm.kl.horizon=102.4: must be greater than 102.4, a fifth of '
+      'rollout.trajectories_per_step=512, when '
+      'algorithm.kl.controller=adaptive: otherwise one step could make the '
+      'coefficient 0 or negative',
+    ),
+    (
       {'algorithm__bounds__clip_low': -1.0},
       'algorithm.bounds.clip_low=-1.0: must be a finite number >= 0',
     ),
