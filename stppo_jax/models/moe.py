@@ -87,6 +87,7 @@ class MixtureOfExperts(nnx.Module):
   def __call__(
     self,
     x_BLD: Array,
+    *,
     expert_ids_BLE: Array | None = None,
     mask_BL: Array | None = None,
   ) -> tuple[Array, Routing]:

@@ -72,6 +72,7 @@ class DecoderLayer(nnx.Module):
     x_BLD: Array,
     rotation: tuple[Array, Array],
     attend: Callable[[Array, Array, Array], Array],
+    *,
     expert_ids_BLE: Array | None = None,
     mask_BL: Array | None = None,
     places_BM: Array | None = None,
@@ -110,7 +111,9 @@ class DecoderLayer(nnx.Module):
     x_BLD = self._residual(x_BLD + self.o_proj(mixed))
     y_BLD, routing = self.mlp_norm(x_BLD), None
     if self.config.num_experts:
-      y_BLD, routing = self.moe(y_BLD, expert_ids_BLE, mask_BL)
+      y_BLD, routing = self.moe(
+        y_BLD, expert_ids_BLE=expert_ids_BLE, mask_BL=mask_BL
+      )
     else:
       y_BLD = self._mlp(y_BLD)
     return self._residual(x_BLD + y_BLD), routing
@@ -220,7 +223,14 @@ class Transformer(nnx.Module):
     def layer(x_BLD, inputs, places_BM=None):
       params, expert_ids_BLE = inputs
       module = nnx.merge(graph, params)
-      return module(x_BLD, rotation, attend, expert_ids_BLE, mask_BL, places_BM)
+      return module(
+        x_BLD,
+        rotation,
+        attend,
+        expert_ids_BLE=expert_ids_BLE,
+        mask_BL=mask_BL,
+        places_BM=places_BM,
+      )
 
     unroll = self.config.scan_unroll
     layer = remat.rematerialised(layer, self.config.remat, unrolled=unroll > 1)

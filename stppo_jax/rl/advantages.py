@@ -55,8 +55,8 @@ def gae(
   rewards_BL: Array,
   values_BL: Array,
   step_mask_BL: Array,
-  end_mask_BL: Array | None = None,
   *,
+  end_mask_BL: Array | None = None,
   gamma: Array | float,
   lambda_: Array | float,
 ) -> Array:
@@ -185,7 +185,7 @@ def _bilevel_steps(
     masking.select(_latest(turn_returns_BL, starts_BL), ends_BL),
     batch.values_BL,
     batch.loss_mask_BL,
-    ends_BL,
+    end_mask_BL=ends_BL,
     gamma=gamma,
     lambda_=lambda_,
   )

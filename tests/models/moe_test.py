@@ -31,7 +31,12 @@ def _parts(mesh=None, seed=0, **changes):
   weights = jax.tree.map(
     lambda s: (0.4 * rng.standard_normal(s.shape)).astype(np.float32), abstract
   )
-  return lambda weights, *args: nnx.merge(graph, weights)(*args), weights
+
+  def mix(weights, x_BLD, ids_BLE=None, mask_BL=None):
+    module = nnx.merge(graph, weights)
+    return module(x_BLD, expert_ids_BLE=ids_BLE, mask_BL=mask_BL)
+
+  return mix, weights
 
 
 def _matrices(weights):

@@ -182,7 +182,7 @@ def test_the_recursion_starts_anew_after_an_end():
     rewards,
     values,
     np.ones((1, 4), bool),
-    np.array([[False, True, False, True]]),
+    end_mask_BL=np.array([[False, True, False, True]]),
     gamma=0.5,
     lambda_=0.5,
   )
