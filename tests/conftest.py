@@ -44,6 +44,8 @@ if importlib.metadata.version('jaxlib').startswith('0.10.'):
     )
   )
 os.environ['HF_HUB_OFFLINE'] = '1'
+# Where transformers copies the code of a folder that it is told to trust.
+os.environ['HF_MODULES_CACHE'] = str(_ROOT / '.cache' / 'hf_modules')
 for _name in ('http_proxy', 'https_proxy', 'all_proxy', 'no_proxy'):
   os.environ.pop(_name, None)
   os.environ.pop(_name.upper(), None)

@@ -26,8 +26,16 @@ END_OF_TEXT = '<|endoftext|>'
 
 # One of these is inserted into the literal of an added token to break it up.
 _GAPS = ' .-_~^'
-# What `AutoTokenizer` is told, see `Tokenizer.save`.
-_AUTO = 'transformers.PreTrainedTokenizerFast'
+# For `AutoTokenizer` if it trusts remote code, see `Tokenizer.save`.
+_CODE = '''"""Reads the tokenizer of this folder by the rules of its file."""
+
+from transformers import PreTrainedTokenizerFast
+
+
+class TokenizerAsWritten(PreTrainedTokenizerFast):
+  """Reads tokenizer.json as it is."""
+'''
+_MODULE, _CLASS = 'tokenizer_as_written', 'TokenizerAsWritten'
 _BYTE = re.compile('<0x([0-9A-F]{2})>')  # a token that is one byte
 _DECODERS = 'ByteLevel, Fuse, Sequence of Replace, ByteFallback, Fuse, Strip'
 
@@ -75,15 +83,16 @@ class Tokenizer:
 
     `AutoTokenizer` reads the files of every model of type qwen2 with the rules
     of Qwen2's own tokenizer, whatever class they name, which would give other
-    ids. It obeys the class if `auto_map` is there, unless it is told to trust
-    remote code: then it stops, because there is none.
+    ids. It obeys the class if `auto_map` is there. If it is told to trust
+    remote code, it takes the class that `auto_map` names, from a file beside.
     """
     self._fast.save_pretrained(directory)
     path = pathlib.Path(directory) / 'tokenizer_config.json'
+    path.with_name(f'{_MODULE}.py').write_text(_CODE, encoding='utf-8')
     content = json.loads(path.read_text(encoding='utf-8'))
     content |= {
       'tokenizer_class': 'PreTrainedTokenizerFast',
-      'auto_map': {'AutoTokenizer': [None, _AUTO]},
+      'auto_map': {'AutoTokenizer': [None, f'{_MODULE}.{_CLASS}']},
     }
     text = json.dumps(content, indent=2, ensure_ascii=False) + '\n'
     path.write_text(text, encoding='utf-8')

@@ -253,6 +253,19 @@ def test_auto_tokenizer_reads_what_a_run_writes(name, model_type, tmp_path):
   assert len(auto) == tokenizer.vocab_size
 
 
+def test_auto_tokenizer_reads_the_same_if_it_trusts_remote_code(tmp_path):
+  tokenizer = vocabularies.bpe()
+  tokenizer.save(tmp_path)
+  (tmp_path / 'config.json').write_text('{"model_type": "qwen2"}')
+  trusting = {'trust_remote_code': True}
+  auto = transformers.AutoTokenizer.from_pretrained(tmp_path, **trusting)
+  for text in ('<think> the of</think>\n', 'Doc 12(Title: é)', "it's 1234 "):
+    ids = auto.encode(text, add_special_tokens=False)
+    assert ids == tokenizer.encode_text(text).tolist()
+  assert auto.eos_token_id == tokenizer.eos_id
+  assert auto.decode(tokenizer.encode_text('é <think>')) == 'é <think>'
+
+
 def test_a_decoder_that_edits_text_is_refused():
   backend = tokenizers.Tokenizer(models.WordPiece({'a': 0, '##b': 1}))
   backend.decoder = decoders.WordPiece()
