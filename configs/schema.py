@@ -145,7 +145,9 @@ RULES: Mapping[str, settings.Rule] = {
   'rollout.length_bucket': _POSITIVE,
   'rollout.min_valid_fraction': _FRACTION,
   'rollout.steps_ahead': _NOT_NEGATIVE,
-  'rollout.mismatch_limit': _NOT_NEGATIVE,
+  'rollout.mismatch_limit': settings.Rule(
+    lambda x: x == -1 or 0 <= x < math.inf, '0 or greater, or -1'
+  ),
   'updates.minibatch_size': _POSITIVE,
   'updates.num_epochs': _POSITIVE,
   'updates.microbatch_size': _NOT_NEGATIVE,

@@ -4,6 +4,7 @@ B trajectories, L tokens. With k = pi_old (trainer) / mu (sampler) of a token,
 before `rl.mismatch` truncates it:
 
   mismatch/logprob_abs_diff             max |log k|
+  mismatch/logprob_abs_diff_{mean,p99}  mean and 99th percentile of |log k|
   mismatch/k3                           mean of k - 1 - log k: KL(mu || pi_old)
   mismatch/weight_raw_{mean,max}        of k
   mismatch/sequence_log_weight_raw_max  max over rows of |sum log k|
@@ -42,6 +43,12 @@ def measure(
   mean_share = masking.masked_mean(share_BL, loss_mask_BL)
   return {
     'mismatch/logprob_abs_diff': jnp.max(jnp.abs(log_k_BL)),
+    'mismatch/logprob_abs_diff_mean': masking.masked_mean(
+      jnp.abs(log_k_BL), loss_mask_BL
+    ),
+    'mismatch/logprob_abs_diff_p99': _percentile_99(
+      jnp.abs(log_k_BL), loss_mask_BL
+    ),
     'mismatch/k3': masking.masked_mean(
       jnp.expm1(bounded_BL) - bounded_BL, loss_mask_BL
     ),
@@ -55,3 +62,11 @@ def measure(
       masking.masked_mean(jnp.square(share_BL), loss_mask_BL),
     ),
   }
+
+
+def _percentile_99(x_BL: Array, mask_BL: Array) -> Array:
+  """Returns the least number that 99% of them do not exceed; 0 of none."""
+  ordered = jnp.sort(jnp.where(mask_BL, x_BL, jnp.inf), axis=None)  # mask first
+  count = jnp.sum(mask_BL)
+  index = count - count // 100 - 1
+  return jnp.where(count > 0, ordered[jnp.maximum(index, 0)], 0.0)

@@ -79,7 +79,11 @@ def train(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
       )
       metrics = collected.metrics | _floats(metrics)
       if step == 0:
-        mismatch_check.check(metrics, limit=config.rollout.mismatch_limit)
+        mismatch_check.check(
+          metrics,
+          limit=config.rollout.mismatch_limit,
+          dtype=config.model.dtype,
+        )
       timer.lap('annotate')
 
       reports = []

@@ -13,8 +13,8 @@ _WITH_TORCH = (
   'benchmarks.torch_update',
   'benchmarks.vocabulary',
 )
-# It compares numbers instead of times, and `make bench` leaves it out.
-_NO_BENCHMARK = {'benchmarks.same_numbers'}
+# They compare numbers instead of times, and `make bench` leaves them out.
+_NO_BENCHMARK = {'benchmarks.same_numbers', 'benchmarks.mismatch'}
 _MAKEFILE = (_ROOT / 'Makefile').read_text(encoding='utf-8')
 _MODULES = re.findall(r'^\| `python -m (benchmarks\.\w+)` \|', _PAGE, re.M)
 

@@ -94,7 +94,7 @@ def test_every_algorithm_of_the_table_keeps_the_rules(name):
     ('rollout.temperature', math.nan, 'greater than 0'),
     ('rollout.min_valid_fraction', 1.5, 'in [0, 1]'),
     ('rollout.steps_ahead', -1, '0 or greater'),
-    ('rollout.mismatch_limit', -1e-4, '0 or greater'),
+    ('rollout.mismatch_limit', -1e-4, '0 or greater, or -1'),
     ('updates.microbatch_size', -1, '0 or greater'),
     ('updates.remat', 'some', 'one of none, all_dots, dots, full'),
     ('updates.old_policy', 'newest', 'one of sampled, current'),

@@ -17,6 +17,8 @@ def test_metrics_by_hand():
   found = _measure(old, sampler, mask)  # k = 2, 1/2, 1
   expected = {
     'mismatch/logprob_abs_diff': np.log(2),
+    'mismatch/logprob_abs_diff_mean': np.log(2) * 2 / 3,
+    'mismatch/logprob_abs_diff_p99': np.log(2),
     'mismatch/k3': (2 - 1 - np.log(2) + 0.5 - 1 + np.log(2) + 0) / 3,
     'mismatch/weight_raw_mean': 3.5 / 3,
     'mismatch/weight_raw_max': 2,
@@ -26,6 +28,18 @@ def test_metrics_by_hand():
   assert found.keys() == expected.keys()
   for name, value in expected.items():
     assert found[name] == pytest.approx(value, rel=1e-12, abs=1e-15), name
+
+
+def test_the_percentile_leaves_one_token_in_a_hundred_out():
+  mask = np.ones((4, 100), bool)
+  mask[:, 50:] = False
+  old = np.where(mask, np.arange(400).reshape(4, 100) / 1e3, np.nan)
+  found = _measure(old, np.zeros_like(old), mask)
+  ordered = np.sort(old[mask])  # 200: all but the two largest
+  assert found['mismatch/logprob_abs_diff_p99'] == ordered[-3]
+  assert found['mismatch/logprob_abs_diff_mean'] == pytest.approx(
+    ordered.mean()
+  )
 
 
 def test_the_rows_product_is_measured_by_its_log():

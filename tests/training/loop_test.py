@@ -220,6 +220,18 @@ def test_the_command_again_changes_nothing(finished):
   assert (finished / 'metrics.jsonl').read_bytes() == before
 
 
+def test_a_bfloat16_run_has_a_limit_of_its_own(tmp_path, capsys):
+  changes = {'num_steps': 1, 'evaluate__every': 0, 'model__dtype': 'bfloat16'}
+  of_float32 = {'rollout__mismatch_limit': 2e-5}
+  assert runs.train(tmp_path, **changes, **of_float32) == 2
+  assert 'by rollout.mismatch_limit=2e-05;' in capsys.readouterr().err
+  assert runs.metrics(tmp_path) == []
+  assert runs.train(tmp_path, **changes) == 0
+  (line,) = runs.metrics(tmp_path)
+  assert 2e-5 < line['mismatch/logprob_abs_diff_mean'] < 1e-3
+  assert line['mismatch/logprob_abs_diff'] > 1e-4
+
+
 _SAVE = '2.orbax-checkpoint-tmp'  # renamed when it is complete
 _LAST_MOMENT = ('os.rename', _SAVE, [0, 1, 2])  # a save is not committed yet
 
