@@ -26,6 +26,9 @@ class Question:
     options: option letter to option text; empty unless kind is 'choice'.
     corpus: the path under which the retrieval server serves this question's
       passages, such as 'worlds/17'; '' for the server's own corpus.
+    gold_passages: the ids of the passages that lead to the answer; empty if
+      they are not known.
+    hops: the number of facts that lead to the answer; 0 if it is not known.
   """
 
   id: str
@@ -35,6 +38,8 @@ class Question:
   kind: str = 'open'
   options: Mapping[str, str] = dataclasses.field(default_factory=dict)
   corpus: str = ''
+  gold_passages: tuple[str, ...] = ()
+  hops: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +84,7 @@ class Turn:
     truncated_logprobs: [L] float32, the log-probability of each token in the
       truncated distribution (top-k, top-p, min-p) that it was sampled from;
       None if the engine does not report it.
+    passages: the ids of the passages that the turn's search found.
   """
 
   token_ids: np.ndarray
@@ -87,6 +93,7 @@ class Turn:
   action: str
   reward: float = 0.0
   truncated_logprobs: np.ndarray | None = None
+  passages: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,6 +58,7 @@ class Step:
     reward: the weighted reward of this turn, without the outcome of the
       trajectory.
     cause: one line on what failed, where the status is INFRA_ERROR.
+    passages: the ids of the passages that the turn found.
   """
 
   action: str
@@ -65,6 +66,7 @@ class Step:
   status: types.TrajectoryStatus | None
   reward: float = 0.0
   cause: str = ''
+  passages: tuple[str, ...] = ()
 
 
 class Environment(Protocol):

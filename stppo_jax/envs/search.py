@@ -141,6 +141,8 @@ class SearchEnvironment:
       prompts.information(passages),
       None,
       self._turn_reward(question, passages),
+      # Some servers send no ids.
+      passages=tuple(passage.id for passage in passages if passage.id),
     )
 
   def rewards(

@@ -363,6 +363,7 @@ class Collector:
         step.action,
         step.reward,
         generated.truncated_logprobs,
+        step.passages,
       )
     )
     return observation_ids
