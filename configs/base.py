@@ -124,16 +124,22 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       },
       'data': {
         # synthetic_wiki: questions on made-up encyclopedias. jsonl: questions
-        # and passages from files.
+        # and passages from files, JSONL or parquet. tfds: data sets that the
+        # command `data build` has built.
         'name': 'synthetic_wiki',
-        # The files of jsonl; all but root are paths relative to root. Their
-        # format is in docs/data.md.
-        'root': '',  # the folder that holds the files
-        'train': '',  # training questions
-        'evaluation': '',  # evaluation questions; '' = no evaluation
-        'corpus': '',  # passages; '' = an external server has them
+        # The folder that holds the files of jsonl, or the data sets of tfds.
+        'root': '',
+        # Training questions: a file in that folder, a data set, or a mixture of
+        # several such as 'nq:train weight=2, hotpotqa:train weight=1 hops>=2'.
+        # See docs/data.md.
+        'train': '',
+        # Evaluation questions, written like the training questions, without
+        # weights; '' = no evaluation.
+        'evaluation': '',
+        # A file of passages in that folder; '' = an external server has them.
+        'corpus': '',
         # The vocabulary entries of the BPE tokenizer that is trained on the
-        # passages of jsonl if the model has no tokenizer.
+        # passages of jsonl and tfds if the model has no tokenizer.
         'tokenizer_vocab_size': 4096,
         'synthetic_wiki': {
           # Seed of the encyclopedia. It does not depend on the run's seed, so

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from collections.abc import Iterator
 import pathlib
 
+from stppo_jax.data import layout
+from stppo_jax.data import mixtures
 from stppo_jax.envs import environments
 from stppo_jax.envs import prompts
 from stppo_jax.envs import reward_function
@@ -138,32 +140,54 @@ def _reward_function_exists(name) -> Iterator[str]:
     yield f'env.reward_function={name!r}: {error}'
 
 
-def _files_exist(
+def _data_exist(
   name, root, train, evaluation, corpus, url, environment
 ) -> Iterator[str]:
-  """The files of a jsonl data set exist and lie under its root."""
-  if name != 'jsonl':
+  """The files or data sets that are named exist and lie under the root."""
+  if name == 'synthetic_wiki':
     return
   folder = pathlib.Path(root).resolve()
   if not root:
-    yield "data.root='': must name a folder when data.name=jsonl"
+    yield f"data.root='': must name a folder when data.name={name}"
     return
   if not folder.is_dir():
     yield f'data.root={root!r}: {_not_there(folder, "folder")}'
     return
-  served_here = environments.find(environment).needs_retriever and not url
-  needed = {'train': True, 'evaluation': False, 'corpus': served_here}
-  files = {'train': train, 'evaluation': evaluation, 'corpus': corpus}
-  for key, file in files.items():
-    path = (folder / file).resolve()
-    if not file:
-      if needed[key]:
-        yield f"data.{key}='': must name a file when data.name=jsonl"
-    elif not path.is_relative_to(folder):
-      yield f'data.{key}={file!r}: must lie under data.root={root}'
-    elif not path.is_file():
-      problem = _not_there(path, 'file')
-      yield f'data.{key}={file!r}: {problem} in data.root={root}'
+  if not train:
+    kind = 'file' if name == 'jsonl' else 'data set'
+    yield f"data.train='': must name a {kind} when data.name={name}"
+  for key, text in (('train', train), ('evaluation', evaluation)):
+    try:
+      elements = mixtures.parse(text) if text else ()
+    except ValueError as error:
+      yield f'data.{key}={text!r}: {error}'
+      continue
+    for element in elements:
+      if name == 'jsonl' and not element.split:
+        yield from _file_exists(key, text, element.name, root)
+      elif name == 'jsonl':
+        yield f'data.{key}={text!r}: {element.name} is a file without splits'
+      else:
+        try:
+          layout.check_built(folder, element.name)
+        except ValueError as error:
+          yield f'data.{key}={text!r}: {error}'
+      if key == 'evaluation' and element.weight is not None:
+        yield f'data.{key}={text!r}: must have no weights'
+  if environments.find(environment).needs_retriever and not url and not corpus:
+    yield f"data.corpus='': must name a file when data.name={name}"
+  if corpus:
+    yield from _file_exists('corpus', corpus, corpus, root)
+
+
+def _file_exists(key, text, file, root) -> Iterator[str]:
+  folder = pathlib.Path(root).resolve()
+  path = (folder / file).resolve()
+  if not path.is_relative_to(folder):
+    yield f'data.{key}={text!r}: must lie under data.root={root}'
+  elif not path.is_file():
+    problem = _not_there(path, 'file')
+    yield f'data.{key}={text!r}: {problem} in data.root={root}'
 
 
 def _not_there(path: pathlib.Path, kind: str) -> str:
@@ -339,7 +363,7 @@ RELATIONS: tuple[Relation, ...] = (
       'retrieval.url',
       'env.name',
     ),
-    _files_exist,
+    _data_exist,
   ),
   (('retrieval.url',), _url_is_valid),
   (('retrieval.dialect', 'retrieval.url'), _embedded_server_speaks),

@@ -92,7 +92,7 @@ RULES: Mapping[str, settings.Rule] = {
   'mesh.data': _AXIS,
   'mesh.fsdp': _AXIS,
   'mesh.tensor': _AXIS,
-  'data.name': _one_of('synthetic_wiki', 'jsonl'),
+  'data.name': _one_of('synthetic_wiki', 'jsonl', 'tfds'),
   'data.tokenizer_vocab_size': settings.Rule(
     lambda x: x > 256, 'greater than 256, the number of bytes'
   ),

@@ -375,33 +375,6 @@ def test_the_lines_of_the_data_page_are_read():
   assert len({(p.title, p.text) for p in passages}) == 1 < len(passages)
 
 
-def test_the_recipe_for_parquet_files_makes_questions(tmp_path, monkeypatch):
-  pyarrow = pytest.importorskip('pyarrow')
-  parquet = pytest.importorskip('pyarrow.parquet')
-  (program,) = (
-    text
-    for text in re.findall(
-      r'^```python\n(.*?)```', _PAGES['docs/data.md'], re.DOTALL | re.M
-    )
-    if 'parquet' in text
-  )
-  columns = {
-    'id': ['train_0', 'train_1'],
-    'question': ['who wrote Émma', 'how deep is Lake 1'],
-    'golden_answers': [['Jane Austen', 'Austen'], ['107 metres']],
-    'data_source': ['nq', 'lakes'],
-    'prompt': [[{'role': 'user', 'content': 'x'}], []],  # of their trainer
-  }
-  parquet.write_table(pyarrow.table(columns), tmp_path / 'train.parquet')
-  (tmp_path / 'DATA').mkdir()
-  monkeypatch.chdir(tmp_path)
-  runpy.run_path(_saved(tmp_path / 'convert.py', program))
-  questions = readers.read_questions(tmp_path / 'DATA' / 'train.jsonl')
-  assert [
-    (q.id, q.text, list(q.golden_answers), q.data_set) for q in questions
-  ] == list(zip(*list(columns.values())[:4], strict=True))
-
-
 def test_the_old_name_of_an_algorithm_is_accepted(clone):
   plan = _run(['make', '-n', 'quickstart', 'ROW=gspo', 'RUNTIME='], clone)
   assert 'quickstart.py:gspo' in plan and 'quickstart-gspo-seed0' in plan

@@ -54,6 +54,7 @@ OURS = {
       'configuration',
       'lab_flags',
       'lab_algorithms',
+      'recorded_config',
     )
   )
   + ('configs',),
@@ -71,6 +72,8 @@ OURS = {
     'envs',
     'retrieval.address',
     'retrieval.dialects',
+    'data.layout',
+    'data.mixtures',
     'configs',
   ),
 }
@@ -94,7 +97,8 @@ HOMES = {
   'transformers': ('sampling.tokenizer', 'models.hf'),
   'tokenizers': ('sampling.tokenizer',),
   'tensorflow': (),
-  'tensorflow_datasets': ('data',),
+  'tensorflow_datasets': ('data.built',),
+  'pyarrow': ('data.tables',),
   'aiohttp': ('http',),
   'requests': (),
   'httpx': (),

@@ -30,6 +30,7 @@ from stppo_jax import settings
 from stppo_jax.commands import config_file
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import schema
+from stppo_jax.data import mixtures
 from stppo_jax.records import run_folder
 
 _OVERRIDE = 'config.'
@@ -154,12 +155,15 @@ def folders_read(config: Any) -> dict[str, pathlib.Path]:
     for key in ('path', 'reference_path', 'tokenizer_path')
     if model[key]
   }
-  if data.name == 'jsonl':
-    folders |= {
-      f'data.{key}': pathlib.Path(data.root, data[key]).parent
-      for key in ('train', 'evaluation', 'corpus')
-      if data[key]
-    }
+  if data.name == 'tfds':
+    folders['data.root'] = pathlib.Path(data.root)
+  elif data.name == 'jsonl':
+    for key in ('train', 'evaluation'):
+      for element in mixtures.parse(data[key]) if data[key] else ():
+        path = pathlib.Path(data.root, element.name)
+        folders[f'data.{key}'] = path.parent
+    if data.corpus:
+      folders['data.corpus'] = pathlib.Path(data.root, data.corpus).parent
   return folders
 
 

@@ -4,20 +4,25 @@ Because of this, a resumed run has the same questions although nothing about
 them is saved.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
+import functools
 import pathlib
 from typing import Protocol
 
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.data import mixtures
 from stppo_jax.data import readers
 from stppo_jax.data import synthetic_wiki
 from stppo_jax.retrieval import corpus as corpus_lib
 
 # The indices of training worlds of runs with adjacent seeds lie this far apart.
 _WORLDS_PER_RUN = 1_000_000
+# The most training questions of files that are checked before a run.
+_CHECKED = 10_000
 
 
 class Questions(Protocol):
@@ -33,7 +38,7 @@ class Questions(Protocol):
   def training_sample(self, count: int) -> Sequence[types.Question]:
     """Returns training questions for a check before the run.
 
-    These are all of a file, or `count` of a world.
+    These are those of the files, or `count` of a world.
     """
     ...
 
@@ -139,46 +144,43 @@ def _index(run: int, step: int) -> int:
   return _WORLDS_PER_RUN * run + synthetic_wiki.NUM_EVALUATION_WORLDS + step
 
 
-class FileQuestions:
-  """Questions and passages from JSONL files.
+class StoredQuestions:
+  """Questions and passages from files, or from data sets that were built.
 
-  Every epoch is a new permutation of the training questions, of which a step
-  takes the next `count`. The questions of its resampling rounds are a random
-  sample of all others; the epoch has them at their own places all the same.
+  A step takes the next `count` questions of the mixture's order. The questions
+  of its resampling rounds are a random sample of all others; the order has them
+  at their own places all the same.
 
   Args:
-    seed: the seed of the permutations.
-    train: the file of training questions.
-    evaluation: the file of evaluation questions; None for no evaluation.
+    seed: the seed of the order.
+    train: the training questions.
+    evaluation: the evaluation questions; empty for no evaluation.
     corpus: the file of passages, read at the first use; None if another server
       has them.
-
-  Raises:
-    FileNotFoundError, ValueError: if a file is missing or malformed; one line.
+    notes: see `Questions`.
   """
 
   def __init__(
     self,
     *,
     seed: int,
-    train: pathlib.Path,
-    evaluation: pathlib.Path | None,
+    train: mixtures.Mixture,
+    evaluation: Sequence[types.Question],
     corpus: pathlib.Path | None,
+    notes: Sequence[str] = (),
   ):
     self._seed = seed
-    self.notes: list[str] = []
-    self._train = readers.read_questions(train, note=self.notes.append)
-    self._evaluation = []
-    if evaluation:
-      self._evaluation = readers.read_questions(
-        evaluation, note=self.notes.append
-      )
+    self.notes = notes
+    self._train = train
+    self._evaluation = evaluation
     self._corpus = corpus
 
   def training_sample(self, count: int) -> list[types.Question]:
-    """See `Questions`."""
+    """See `Questions`; at most 10,000, which takes a second."""
     del count
-    return self._train
+    total = len(self._train)
+    kept = np.linspace(0, total - 1, min(total, _CHECKED), dtype=int)
+    return [self._train[int(index)] for index in kept]
 
   def train(
     self, step: int, count: int, *, resample_round: int = 0
@@ -190,27 +192,24 @@ class FileQuestions:
         f'data.train has {total} questions; a step with its resampled groups '
         f'needs {(resample_round + 1) * count}'
       )
-    chosen = self._indices_of_step(step, count)
+    chosen = self._train.order((self._seed,), step * count, count)
     if resample_round:
-      of_step = set(chosen)
-      order = np.random.default_rng((self._seed, step, 1)).permutation(total)
-      rest = [index for index in order if index not in of_step]
-      chosen = rest[(resample_round - 1) * count : resample_round * count]
+      others = self._others(step, set(chosen), resample_round * count)
+      chosen = others[(resample_round - 1) * count :]
     return [self._train[index] for index in chosen]
 
-  def _indices_of_step(self, step: int, count: int) -> list[int]:
-    """Returns the indices of a step's questions in the order of the epochs."""
-    total = len(self._train)
-    chosen = []
-    for place in range(step * count, (step + 1) * count):
-      epoch, index = divmod(place, total)
-      if index == 0 or not chosen:
-        order = np.random.default_rng((self._seed, epoch)).permutation(total)
-      chosen.append(int(order[index]))
-    return chosen
+  def _others(self, step: int, of_step: set[int], count: int) -> list[int]:
+    """Returns different questions that a step does not begin with."""
+    total, found = len(self._train), dict.fromkeys(())
+    start = total
+    while len(found) < count:
+      order = self._train.order((self._seed, step), start, total)
+      found |= dict.fromkeys(i for i in order if i not in of_step)
+      start += total
+    return list(found)[:count]
 
   def evaluation(self, count: int) -> dict[str, list[types.Question]]:
-    """See `Questions`; they are a fixed sample of each data set in the file."""
+    """See `Questions`; they are a fixed sample of each data set."""
     order = np.random.default_rng(0).permutation(len(self._evaluation))
     result = {}
     for index in order:
@@ -232,3 +231,81 @@ class FileQuestions:
   def world_passages(self, world: int) -> list[types.Passage]:
     """Raises LookupError: questions from files have no worlds."""
     raise LookupError(f'no world {world}: the corpus is a file')
+
+
+class Data(Protocol):
+  """The section `data` of a config, of files or built data sets.
+
+  Attributes:
+    name: jsonl for files, tfds for data sets that were built.
+    root: the folder of the files or of the data sets.
+    train, evaluation: mixtures, see `data/mixtures.py`; `evaluation` may be ''.
+    corpus: a file of passages, relative to root; '' if a server has them.
+  """
+
+  name: str
+  root: str
+  train: str
+  evaluation: str
+  corpus: str
+
+
+def load(data: Data, *, seed: int) -> StoredQuestions:
+  """Returns the questions that the section `data` of a config names.
+
+  Args:
+    data: the section.
+    seed: the seed of the run.
+
+  Raises:
+    FileNotFoundError, ValueError: if one is missing or malformed; one line.
+  """
+  notes: list[str] = []
+  root = pathlib.Path(data.root)
+  read = functools.partial(sources, data.name, root, note=notes.append)
+  parts = read(data.train, splits=('train',))
+  evaluated = []
+  if data.evaluation:
+    for part in read(data.evaluation, splits=('test', 'validation')):
+      evaluated += part
+  weights = [e.weight for e in mixtures.parse(data.train) if e.weight]
+  return StoredQuestions(
+    seed=seed,
+    train=mixtures.Mixture(parts, weights or None),
+    evaluation=evaluated,
+    corpus=root / data.corpus if data.corpus else None,
+    notes=notes,
+  )
+
+
+def sources(
+  kind: str,
+  root: pathlib.Path,
+  mixture: str,
+  *,
+  splits: Sequence[str],
+  note: Callable[[str], None] = lambda line: None,
+) -> list[Sequence[types.Question]]:
+  """Returns the questions of each element of a mixture.
+
+  Args:
+    kind: jsonl for files, tfds for data sets that were built.
+    root: the folder of the files or of the data sets.
+    mixture: see `data/mixtures.py`.
+    splits: the splits of which the first that exists is taken where an element
+      names none.
+    note: called with a line for each question that is probably not as it was
+      meant.
+  """
+  result = []
+  for element in mixtures.parse(mixture):
+    if kind == 'tfds':
+      # Imported late: it takes a second.
+      from stppo_jax.data import built
+
+      wanted = [element.split] if element.split else splits
+      questions = built.open_split(root, element.name, wanted)
+    else:
+      questions = readers.read_questions(root / element.name, note=note)
+    result.append(element.choose(questions))
+  return result

@@ -1,13 +1,14 @@
-"""Reads questions from JSONL files.
+"""Reads questions from files.
 
-Every line is an object; docs/data.md describes its fields:
+Every row is an object; docs/data.md describes its fields:
 
     {"question", "answers": [...], "id", "dataset", "kind": "open" | "mcq",
-     "options": {"A": ...}, "answer_key": "A"}
+     "options": {"A": ...}, "answer_key": "A", "gold_pids": [...], "hops": n}
 
 "question" and "answers" must be there. "options" and "answer_key" belong to the
-kind "mcq". The names of Search-R1, "golden_answers" and "data_source", are
-understood too. Other keys are ignored.
+kind "mcq". Rows of Search-R1, verl and FlashRAG, whose fields have other names,
+are understood too. Other fields are ignored, and a field that is null counts as
+absent.
 """
 
 from collections.abc import Callable
@@ -17,62 +18,114 @@ import pathlib
 from typing import Any
 
 from stppo_jax import types
-from stppo_jax.data import jsonl
+from stppo_jax.data import tables
 from stppo_jax.envs import rewards
 
 _KINDS = {'open': 'open', 'mcq': 'choice'}
 # The names of Search-R1 and FlashRAG for our fields.
 _OTHER_NAMES = {'answers': 'golden_answers', 'dataset': 'data_source'}
+# What verl puts before the name of a data set of Search-R1.
+_PREFIX = 'searchR1_'
+# What the prompts of Search-R1 put before the question.
+_BEFORE_QUESTION = 'Question:'
 
 
 def read_questions(
-  path: str | os.PathLike[str],
+  file: tables.TableFile | str | os.PathLike[str],
   *,
   note: Callable[[str], None] = lambda line: None,
 ) -> list[types.Question]:
   """Reads questions in the order of the file; empty lines are skipped.
 
-  A question without an id has the number of its line, and one without a data
+  A question without an id has the number of its row, and one without a data
   set the name of the file up to the first dot.
 
   Args:
-    path: the file.
+    file: the file; see `tables.read` for its formats.
     note: called with a line for each golden answer of which nothing is left
       when answers are compared, such as "the". An empty answer equals it.
 
   Raises:
     FileNotFoundError: if there is no such file.
-    ValueError: if a line is not a question, an id occurs twice in a data set,
+    ValueError: if a row is not a question, an id occurs twice in a data set,
       or there is no question; names file and line.
   """
-  data_set = pathlib.Path(path).name.split('.')[0]
+  if not isinstance(file, tables.TableFile):
+    file = tables.TableFile(pathlib.Path(file))
+  data_set = pathlib.PurePath(file.member or file.path).name.split('.')[0]
 
   def parse(fields: Any, number: int) -> types.Question:
     if isinstance(fields, Mapping):
-      fields = {'id': str(number), **_with_our_names(fields)}
-      fields.setdefault('dataset', data_set)
+      fields = with_our_names(fields)
+      fields = {'id': str(number), 'dataset': data_set, **fields}
     question = parse_question(fields)
-    for answer in question.golden_answers:
-      if question.kind == 'open' and not rewards.normalise(answer):
-        note(
-          f'{path}:{number}: nothing is left of the answer {answer!r} when it '
-          'is compared, so an empty answer is right'
-        )
+    note_empty_answers(question, f'{file}:{number}', note)
     return question
 
-  return jsonl.read(
-    path, parse, noun='questions', space=lambda question: question.data_set
+  return tables.read(
+    file, parse, noun='questions', space=lambda question: question.data_set
   )
 
 
-def _with_our_names(fields: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the fields of a line under the names that we have for them."""
+def note_empty_answers(
+  question: types.Question, where: str, note: Callable[[str], None]
+) -> None:
+  """Notes golden answers of which nothing is left when they are compared."""
+  for answer in question.golden_answers:
+    if question.kind == 'open' and not rewards.normalise(answer):
+      note(
+        f'{where}: nothing is left of the answer {answer!r} when it is '
+        'compared, so an empty answer is right'
+      )
+
+
+def is_question(fields: Any) -> bool:
+  """Returns whether a row has our fields, or those of Search-R1 or verl."""
+  return isinstance(fields, Mapping) and not fields.keys().isdisjoint(
+    ('answers', 'golden_answers', 'reward_model')
+  )
+
+
+def with_our_names(fields: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the fields of a row under the names that we have for them.
+
+  Raises:
+    ValueError: if a row of verl has no golden answers.
+  """
+  fields = {key: value for key, value in fields.items() if value is not None}
   others = {
     ours: fields[theirs]
     for ours, theirs in _OTHER_NAMES.items()
     if theirs in fields
   }
-  return others | dict(fields)
+  if 'reward_model' in fields:
+    others = _verl_fields(fields) | others
+  if isinstance(others.get('dataset'), str):
+    others['dataset'] = others['dataset'].removeprefix(_PREFIX)
+  return others | fields
+
+
+def _verl_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the question, the answers and the id of a row of verl."""
+  result = {}
+  model = fields['reward_model']
+  truth = model.get('ground_truth') if isinstance(model, Mapping) else None
+  target = truth.get('target') if isinstance(truth, Mapping) else truth
+  if target is None:
+    raise ValueError('"reward_model": no "ground_truth" with a "target" in it')
+  result['answers'] = [target] if isinstance(target, str) else target
+  more = fields.get('extra_info')
+  more = more if isinstance(more, Mapping) else {}
+  if 'index' in more:
+    result['id'] = f'{more.get("split", "row")}_{more["index"]}'
+  if isinstance(more.get('question'), str):
+    result['question'] = more['question']
+  elif isinstance(fields.get('prompt'), list) and fields['prompt']:
+    message = fields['prompt'][-1]
+    content = message.get('content') if isinstance(message, Mapping) else None
+    if isinstance(content, str):
+      result['question'] = content.rpartition(_BEFORE_QUESTION)[2].strip()
+  return result
 
 
 def parse_question(fields: Any) -> types.Question:
@@ -111,7 +164,24 @@ def parse_question(fields: Any) -> types.Question:
     data_set=_string(fields, 'dataset'),
     kind=_KINDS[kind],
     options=options,
+    gold_passages=_gold_passages(fields),
+    hops=_hops(fields),
   )
+
+
+def fields_of(question: types.Question) -> dict[str, Any]:
+  """Returns the fields of which `parse_question` makes the question."""
+  kinds = {theirs: ours for ours, theirs in _KINDS.items()}
+  return {
+    'id': question.id,
+    'dataset': question.data_set,
+    'kind': kinds[question.kind],
+    'question': question.text,
+    'answers': list(question.golden_answers),
+    'options': dict(question.options),
+    'gold_pids': list(question.gold_passages),
+    'hops': question.hops,
+  }
 
 
 def _string(fields: Mapping[str, Any], name: str) -> str:
@@ -149,6 +219,9 @@ def _options(fields: Mapping[str, Any]) -> dict[str, str]:
   if 'options' not in fields:
     raise ValueError('no "options"')
   options = fields['options']
+  if isinstance(options, Mapping):
+    # A parquet file has every option of any row in each of its rows.
+    options = {key: x for key, x in options.items() if x is not None}
   if (
     not isinstance(options, Mapping)
     or not options
@@ -156,3 +229,21 @@ def _options(fields: Mapping[str, Any]) -> dict[str, str]:
   ):
     raise ValueError('"options": expected an object of strings, one at least')
   return dict(options)
+
+
+def _gold_passages(fields: Mapping[str, Any]) -> tuple[str, ...]:
+  passages = fields.get('gold_pids', [])
+  if not isinstance(passages, list) or not all(
+    isinstance(passage, str) for passage in passages
+  ):
+    raise ValueError('"gold_pids": expected a list of strings')
+  return tuple(passages)
+
+
+def _hops(fields: Mapping[str, Any]) -> int:
+  hops = fields.get('hops', 0)
+  if isinstance(hops, float) and hops.is_integer():
+    hops = int(hops)  # pandas, where other rows have none
+  if not isinstance(hops, int) or isinstance(hops, bool) or hops < 0:
+    raise ValueError('"hops": expected a number, 0 or greater')
+  return hops

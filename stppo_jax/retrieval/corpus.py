@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from stppo_jax import types
-from stppo_jax.data import jsonl
+from stppo_jax.data import tables
 
 
 def read_corpus(path: str | os.PathLike[str]) -> list[types.Passage]:
@@ -21,7 +21,7 @@ def read_corpus(path: str | os.PathLike[str]) -> list[types.Passage]:
     ValueError: a line is no passage, an id occurs twice, or there is no
       passage; names file and line.
   """
-  return jsonl.read(path, _parse, noun='passages')
+  return tables.read(path, _parse, noun='passages')
 
 
 def _parse(document: Any, number: int) -> types.Passage:

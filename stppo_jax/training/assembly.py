@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import math
-import pathlib
 
 import jax
 
@@ -180,14 +179,7 @@ def build_questions(config) -> questions_lib.Questions:
         'distractors': options.distractors,
       },
     )
-  root = pathlib.Path(config.data.root)
-  evaluation = config.data.evaluation
-  return questions_lib.FileQuestions(
-    seed=config.seed,
-    train=root / config.data.train,
-    evaluation=root / evaluation if evaluation else None,
-    corpus=root / config.data.corpus if config.data.corpus else None,
-  )
+  return questions_lib.load(config.data, seed=config.seed)
 
 
 def build_demonstrations(

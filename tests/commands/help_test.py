@@ -11,7 +11,12 @@ from stppo_jax.configs import base
 
 _COMMANDS = [
   *(('lab', name) for name in ('collect', 'score', 'advantages', 'compare')),
-  *((name,) for name in __main__.commands() if name not in ('lab', 'serve')),
+  *(('data', name) for name in ('build', 'list', 'show')),
+  *(
+    (name,)
+    for name in __main__.commands()
+    if name not in ('lab', 'data', 'serve')
+  ),
 ]
 
 

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import itertools
 import json
+import types
 
 import pytest
 
@@ -95,7 +96,7 @@ def _record(question_id, data_set='nq'):
 
 
 def _files(tmp_path, *, train=7, evaluation=None, seed=0):
-  paths = {'train': tmp_path / 'train.jsonl', 'evaluation': None}
+  paths = {'train': tmp_path / 'train.jsonl'}
   records = {'train': [_record(n) for n in range(train)]}
   if evaluation is not None:
     paths['evaluation'] = tmp_path / 'evaluation.jsonl'
@@ -104,7 +105,18 @@ def _files(tmp_path, *, train=7, evaluation=None, seed=0):
     paths[name].write_text('\n'.join(map(json.dumps, lines)))
   corpus = tmp_path / 'corpus.jsonl'
   corpus.write_text('{"id": "1", "contents": "\\"Title\\"\\nbody"}\n')
-  return questions_lib.FileQuestions(seed=seed, corpus=corpus, **paths)
+  return _load(tmp_path, 'corpus.jsonl', seed, evaluation is not None)
+
+
+def _load(root, corpus, seed=0, has_evaluation=False):
+  data = types.SimpleNamespace(
+    name='jsonl',
+    root=str(root),
+    train='train.jsonl',
+    evaluation='evaluation.jsonl' if has_evaluation else '',
+    corpus=corpus,
+  )
+  return questions_lib.load(data, seed=seed)
 
 
 @pytest.mark.parametrize('count', [1, 3, 7, 10])
@@ -179,11 +191,8 @@ def test_evaluation_is_a_fixed_sample_of_each_data_set(tmp_path):
 def test_passages_of_another_server_cannot_be_read(tmp_path):
   path = tmp_path / 'train.jsonl'
   path.write_text(json.dumps(_record(0)))
-  questions = questions_lib.FileQuestions(
-    seed=0, train=path, evaluation=None, corpus=None
-  )
   with pytest.raises(ValueError, match="data.corpus='': must name a file"):
-    questions.passages()
+    _load(tmp_path, '').passages()
 
 
 def test_a_file_is_one_corpus(tmp_path):
@@ -192,3 +201,35 @@ def test_a_file_is_one_corpus(tmp_path):
   assert (passage.title, passage.text) == ('Title', 'body')
   with pytest.raises(LookupError, match='no world 3'):
     questions.world_passages(3)
+
+
+@pytest.mark.parametrize('count', [3, 10])
+def test_resampling_rounds_of_a_weighted_mixture_share_no_question(
+  tmp_path, count
+):
+  for name, size in (('a', 30), ('b', 30)):
+    records = [_record(n, name) for n in range(size)]
+    (tmp_path / f'{name}.jsonl').write_text('\n'.join(map(json.dumps, records)))
+  data = types.SimpleNamespace(
+    name='jsonl',
+    root=str(tmp_path),
+    train='a.jsonl weight=3, b.jsonl weight=1 limit=20',
+    evaluation='a.jsonl limit=5, b.jsonl limit=7',
+    corpus='',
+  )
+  questions = questions_lib.load(data, seed=0)
+  for step in (0, 1, 40):
+    rounds = [
+      [
+        (q.data_set, q.id)
+        for q in questions.train(step, count, resample_round=n)
+      ]
+      for n in range(4)
+    ]
+    together = sum(rounds, [])
+    assert len(set(together)) == len(together) == 4 * count
+    assert rounds[2] == [
+      (q.data_set, q.id) for q in questions.train(step, count, resample_round=2)
+    ]
+  sizes = {k: len(v) for k, v in questions.evaluation(100).items()}
+  assert sizes == {'a': 5, 'b': 7}

@@ -3,6 +3,8 @@
 import gzip
 import json
 
+import pyarrow
+from pyarrow import parquet
 import pytest
 
 from stppo_jax import types
@@ -38,7 +40,9 @@ def _write(tmp_path, *rows):
 
 def test_open_and_choice_questions_are_read(tmp_path):
   assert readers.read_questions(_write(tmp_path, _OPEN, ' ', _CHOICE)) == [
-    types.Question('n1', 'who?', ('x', 'y'), 'nq'),
+    types.Question(
+      'n1', 'who?', ('x', 'y'), 'nq', gold_passages=('p',), hops=2
+    ),
     types.Question(
       'm1',
       'which?',
@@ -86,6 +90,12 @@ def _without(fields, name):
       'none is an option',
     ),
     (_OPEN, "duplicate id 'n1', first on line 1"),
+    (_OPEN | {'id': '2', 'gold_pids': 'p'}, '"gold_pids": expected a list'),
+    (_OPEN | {'id': '2', 'hops': -1}, '"hops": expected a number'),
+    (
+      {'question': 'q', 'reward_model': {}},
+      'no "ground_truth" with a "target"',
+    ),
   ],
 )
 def test_a_bad_line_is_named(tmp_path, line, message):
@@ -167,3 +177,114 @@ def test_answers_of_which_nothing_is_left_are_noted_with_their_line(tmp_path):
   ):
     start = f'{path}:{line}: nothing is left of the answer {answer} '
     assert note.startswith(start)
+
+
+_SEARCH_R1 = {
+  'id': 'train_0',
+  'question': 'total number of death row inmates in the us?',
+  'golden_answers': ['2,718'],
+  'data_source': 'nq',
+  'prompt': [
+    {'role': 'user', 'content': 'Answer it. Question: total number?\n'}
+  ],
+  'ability': 'fact-reasoning',
+  'reward_model': {'style': 'rule', 'ground_truth': {'target': ['2,718']}},
+  'extra_info': {'index': 0, 'split': 'train'},
+}
+_VERL = {
+  'data_source': 'searchR1_hotpotqa',
+  'prompt': [
+    {'role': 'system', 'content': 'You are helpful.'},
+    {'role': 'user', 'content': 'Answer it. Question: which lake?\n'},
+  ],
+  'ability': 'fact-reasoning',
+  'reward_model': {'style': 'rule', 'ground_truth': {'target': ['a', 'b']}},
+  'extra_info': {
+    'index': 7,
+    'split': 'train',
+    'need_tools_kwargs': True,
+    'question': 'which lake is it?',
+    'tools_kwargs': {'search': {'create_kwargs': {'question': 'which?'}}},
+  },
+  'metadata': None,
+}
+_FLASHRAG = {
+  'id': 'test_3',
+  'question': 'what?',
+  'golden_answers': ['it'],
+  'metadata': {'supporting_facts': {'title': ['It'], 'sent_id': [0]}},
+}
+
+
+@pytest.mark.parametrize(
+  ('row', 'expected'),
+  [
+    (
+      _SEARCH_R1,
+      ('train_0', 'total number of death row inmates in the us?', 'nq'),
+    ),
+    (_VERL, ('train_7', 'which lake is it?', 'hotpotqa')),
+    # Without a field for the question, it is read from the prompt.
+    (
+      _VERL | {'extra_info': {'index': 7, 'split': 'test'}},
+      ('test_7', 'which lake?', 'hotpotqa'),
+    ),
+    (_FLASHRAG, ('test_3', 'what?', 'rows')),
+  ],
+)
+@pytest.mark.parametrize('suffix', ['parquet', 'jsonl'])
+def test_rows_of_others_are_read_from_both_kinds_of_files(
+  row, expected, suffix, tmp_path
+):
+  path = tmp_path / f'rows.{suffix}'
+  if suffix == 'parquet':
+    parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+  else:
+    path.write_text(json.dumps(row))
+  (question,) = readers.read_questions(path)
+  assert (question.id, question.text, question.data_set) == expected
+  target = row.get('golden_answers') or ['a', 'b']
+  assert question.golden_answers == tuple(target)
+
+
+def test_columns_of_pandas_are_read(tmp_path):
+  """Arrays arrive as lists, missing numbers turn numbers into floats."""
+  rows = [_OPEN, _without(_OPEN, 'hops') | {'id': 'n2'}, _CHOICE]
+  rows[2] = rows[2] | {'options': _CHOICE['options'] | {'E': None}}
+  rows[0] = _OPEN | {'options': None, 'answer_key': None}  # for the columns
+  table = pyarrow.Table.from_pylist([*rows, _CHOICE | {'id': 'm2'}])
+  hops = pyarrow.array([2.0, None, None, None], pyarrow.float64())
+  names = table.column_names
+  table = table.set_column(names.index('hops'), 'hops', hops)
+  parquet.write_table(table, tmp_path / 'rows.parquet', row_group_size=2)
+  plain = _write(tmp_path, _OPEN, rows[1], _CHOICE, _CHOICE | {'id': 'm2'})
+  assert readers.read_questions(
+    tmp_path / 'rows.parquet'
+  ) == readers.read_questions(plain)
+
+
+def test_malformed_rows_and_files_of_parquet_are_named(tmp_path):
+  path = tmp_path / 'rows.parquet'
+  rows = [_FLASHRAG, _FLASHRAG | {'id': 'test_4', 'golden_answers': []}]
+  parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+  with pytest.raises(ValueError) as error:
+    readers.read_questions(path)
+  message = '"answers": expected a list of strings, one at least'
+  assert str(error.value) == f'{path}: row 2: {message}'
+  rows[1] = _FLASHRAG
+  parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+  with pytest.raises(
+    ValueError, match="row 2: duplicate id 'test_3', first on row 1"
+  ):
+    readers.read_questions(path)
+  path.write_bytes(path.read_bytes()[:-9])
+  with pytest.raises(
+    ValueError, match='parquet: not a complete parquet file: '
+  ):
+    readers.read_questions(path)
+
+
+def test_the_fields_of_a_question_make_it_again():
+  for row in (_OPEN, _CHOICE):
+    question = readers.parse_question(row)
+    assert readers.parse_question(readers.fields_of(question)) == question

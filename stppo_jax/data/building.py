@@ -1,0 +1,119 @@
+"""Builds a data set: fetches or finds its files, reads them and writes it."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import pathlib
+
+from stppo_jax.data import layout
+from stppo_jax.data import originals
+from stppo_jax.data import published as published_lib
+from stppo_jax.data import tables
+
+
+def build(
+  root: pathlib.Path,
+  name: str,
+  *,
+  from_files: str = '',
+  mirror: str = '',
+  note: Callable[[str], None] = lambda line: None,
+):
+  """Builds a data set in a folder; returns its `built.Summary`.
+
+  Args:
+    root: the folder of the data sets.
+    name: a key of `published.PUBLISHED`, or any name for files of questions.
+    from_files: a folder or an archive with the original files, or SPLIT:FILE
+      pairs with commas between them; '' to fetch the original files.
+    mirror: the address of a folder that has the originals under their names;
+      '' for the addresses of their authors.
+    note: called with a line for each question that is probably not as it was
+      meant.
+
+  Raises:
+    FilesMissing: if files are needed that cannot be fetched or were not given.
+    OSError, ValueError: if a file is missing or malformed; one line.
+  """
+  if from_files:
+    files = _given(name, from_files)
+  else:
+    files = _fetched(root, name, mirror)
+  # Imported late: it takes a second, and wrong arguments need none.
+  from stppo_jax.data import built
+
+  entry = published_lib.PUBLISHED.get(name)
+  root.mkdir(parents=True, exist_ok=True)
+  with originals.corpus_file(layout.corpus(root, name)) as keep:
+    splits = originals.Reader(name, note=note, keep=keep).read(files)
+    return built.build(
+      root,
+      name,
+      splits,
+      description=entry.title if entry else name,
+      home=entry.home if entry else '',
+      licence=entry.licence if entry else '',
+    )
+
+
+def _given(name: str, from_files: str) -> originals.Files:
+  """Returns the files of each split that the user has given."""
+  pairs = [pair.partition(':') for pair in from_files.split(',')]
+  if all(split in published_lib.SPLITS and file for split, _, file in pairs):
+    files: dict[str, list[tables.TableFile]] = {}
+    for split, _, file in pairs:
+      if not pathlib.Path(file).is_file():
+        raise FileNotFoundError(f'{file}: no such file')
+      files.setdefault(split, []).append(tables.TableFile(pathlib.Path(file)))
+    return files
+  place = pathlib.Path(from_files)
+  if name not in published_lib.PUBLISHED:
+    raise originals.FilesMissing(
+      f'--from_files={from_files}: must be SPLIT:FILE,... for {name}, with '
+      f'splits among {", ".join(published_lib.SPLITS)}; published data sets: '
+      + ', '.join(published_lib.PUBLISHED)
+    )
+  if not place.exists():
+    raise FileNotFoundError(f'{place}: no such file or folder')
+  return originals.in_place(name, place)
+
+
+def _fetched(root: pathlib.Path, name: str, mirror: str) -> originals.Files:
+  """Returns the files of each split, fetched from the web."""
+  if name not in published_lib.PUBLISHED:
+    choices = ', '.join(published_lib.PUBLISHED)
+    raise originals.FilesMissing(
+      f'{name}: not a published data set, so its files must be given with '
+      f'--from_files=train:FILE,test:FILE; published: {choices}'
+    )
+  urls = _urls(name, mirror)
+  from stppo_jax.data import built
+
+  try:
+    built.download(root, urls)
+  except OSError as error:
+    raise originals.FilesMissing(
+      f'{name}: cannot fetch {error}; {originals.needed(name)}'
+    ) from error
+  return originals.in_place(name, root / layout.DOWNLOADS / name)
+
+
+def _urls(name: str, mirror: str) -> Mapping[str, str]:
+  """Returns the address of each file, by its place among the downloads.
+
+  Raises:
+    FilesMissing: if a file has none.
+  """
+  entry = published_lib.PUBLISHED[name]
+  urls = {}
+  for original in (*entry.originals, entry.test_ids):
+    if original is None:
+      continue
+    download = original.download or original.pattern
+    url = f'{mirror.rstrip("/")}/{download}' if mirror else original.url
+    if not url:
+      raise originals.FilesMissing(
+        f'{name}: its files cannot be fetched by a program; '
+        f'{originals.needed(name)}'
+      )
+    urls[f'{name}/{download}'] = url
+  return urls

@@ -1,0 +1,283 @@
+"""Data sets of `tensorflow_datasets`: built from questions, read by index.
+
+    ROOT/search_questions/NAME/VERSION    array_record files and their metadata
+
+The builder needs no TensorFlow, and any program reads what it has built with
+`tfds.builder_from_directory`. No other module imports `tensorflow_datasets`,
+which takes a second: import this one inside a function.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import logging
+import os
+import pathlib
+import socket
+import tempfile
+from typing import Any
+from typing import NamedTuple
+import urllib.parse
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+from stppo_jax import types
+from stppo_jax.data import layout
+from stppo_jax.data import readers
+
+_CHECKSUMS = 'sha256'
+_CONNECT_SECONDS = 10.0
+_PROXIES = ('http_proxy', 'https_proxy', 'all_proxy')
+
+
+@dataclasses.dataclass
+class _Config(tfds.core.BuilderConfig):
+  """The configuration that a data set is, with the questions to write."""
+
+  splits: Mapping[str, Sequence[types.Question]] = dataclasses.field(
+    default_factory=dict, repr=False
+  )
+  home: str = ''
+  licence: str = ''
+
+
+class SearchQuestions(tfds.core.GeneratorBasedBuilder):
+  """Questions for policies that search; every data set is a configuration."""
+
+  VERSION = tfds.core.Version(layout.VERSION)
+  name = layout.BUILDER
+  # The library would look for files beside this one, with a package that it
+  # does not require.
+  code_path = None  # type: ignore[assignment]
+
+  def _info(self) -> tfds.core.DatasetInfo:
+    config = self.builder_config
+    assert isinstance(config, _Config)
+    text = tfds.features.Text()
+    return tfds.core.DatasetInfo(
+      builder=self,
+      features=tfds.features.FeaturesDict(
+        {
+          'id': text,
+          'dataset': text,
+          'kind': text,
+          'question': text,
+          'answers': tfds.features.Sequence(text),
+          'options': tfds.features.Sequence({'letter': text, 'text': text}),
+          'gold_pids': tfds.features.Sequence(text),
+          'hops': np.int32,
+        }
+      ),
+      description=config.description,
+      homepage=config.home,
+      license=config.licence,
+      disable_shuffling=True,  # rows stay in the order of the files
+      metadata=tfds.core.MetadataDict(
+        {_CHECKSUMS: {k: checksum(v) for k, v in config.splits.items()}}
+      ),
+    )
+
+  def _split_generators(self, dl_manager) -> dict[str, Iterator]:
+    del dl_manager  # the files were fetched and read before
+    config = self.builder_config
+    assert isinstance(config, _Config)
+    return {k: self._generate_examples(v) for k, v in config.splits.items()}
+
+  def _generate_examples(self, questions) -> Iterator[tuple[int, dict]]:
+    for number, question in enumerate(questions):
+      fields = readers.fields_of(question)
+      options = fields['options'].items()
+      fields['options'] = [{'letter': k, 'text': x} for k, x in options]
+      yield number, fields
+
+
+class BuiltQuestions(Sequence[types.Question]):
+  """The questions of a split, which are read from disk when they are asked for.
+
+  Args:
+    source: the data source of the split.
+  """
+
+  def __init__(self, source):
+    self._source = source
+
+  def __len__(self) -> int:
+    return len(self._source)
+
+  def __getitem__(self, index):
+    if isinstance(index, slice):
+      return [self[i] for i in range(*index.indices(len(self)))]
+    if not 0 <= index < len(self):
+      raise IndexError(index)
+    return _question(self._source[int(index)])
+
+
+class Summary(NamedTuple):
+  """A data set that was built.
+
+  Attributes:
+    name: its name.
+    sizes: the number of questions of each split.
+    checksums: the checksum of each split, see `checksum`.
+  """
+
+  name: str
+  sizes: Mapping[str, int]
+  checksums: Mapping[str, str]
+
+
+def build(
+  root: pathlib.Path,
+  name: str,
+  splits: Mapping[str, Sequence[types.Question]],
+  *,
+  description: str = '',
+  home: str = '',
+  licence: str = '',
+) -> Summary:
+  """Writes a data set, in place of one of that name that was built before.
+
+  Until the last moment, what was built before stays as it is.
+  """
+  config = _Config(
+    name=name,
+    description=description,
+    splits=splits,
+    home=home,
+    licence=licence,
+  )
+  target = layout.folder(root, name)
+  target.parent.mkdir(parents=True, exist_ok=True)
+  with tempfile.TemporaryDirectory(prefix='.partial-', dir=root) as partial:
+    with _quietly():
+      builder = SearchQuestions(config=config, data_dir=partial)
+      builder.download_and_prepare(
+        file_format='array_record',
+        download_config=tfds.download.DownloadConfig(try_download_gcs=False),
+      )
+    if target.exists():
+      target.rename(pathlib.Path(partial, 'replaced'))
+    os.rename(builder.data_dir, target)
+  return summary(root, name)
+
+
+def summary(root: pathlib.Path, name: str) -> Summary:
+  """Returns what is known of a data set that was built."""
+  info = _builder(root, name).info
+  sizes = {key: split.num_examples for key, split in info.splits.items()}
+  return Summary(name, sizes, info.metadata[_CHECKSUMS])
+
+
+def open_split(
+  root: pathlib.Path, name: str, splits: Sequence[str]
+) -> BuiltQuestions:
+  """Returns the questions of the first of some splits that a data set has.
+
+  Raises:
+    ValueError: if it has none of them, or was not built; one line.
+  """
+  layout.check_built(root, name)
+  builder = _builder(root, name)
+  for split in splits:
+    if split in builder.info.splits:
+      return BuiltQuestions(builder.as_data_source(split=split))
+  raise ValueError(
+    f'{name}: no split {" or ".join(splits)}; choices: '
+    + ', '.join(builder.info.splits)
+  )
+
+
+def checksum(questions: Sequence[types.Question]) -> str:
+  """Returns the SHA-256 of questions as lines of JSON, in their order."""
+  digest = hashlib.sha256()
+  for question in questions:
+    line = json.dumps(readers.fields_of(question), ensure_ascii=False)
+    digest.update(f'{line}\n'.encode())
+  return digest.hexdigest()
+
+
+def download(root: pathlib.Path, urls: Mapping[str, str]) -> None:
+  """Fetches files to `ROOT/downloads`, where an earlier call left none.
+
+  Args:
+    root: the folder of the data sets.
+    urls: the address of each file, by the path that it gets in that folder.
+
+  Raises:
+    OSError: if one cannot be fetched; one line.
+  """
+  folder = root / layout.DOWNLOADS
+  manager = None
+  for name, url in urls.items():
+    path = folder / name
+    if path.is_file():
+      continue
+    _check_reachable(url)
+    with _quietly():
+      manager = manager or tfds.download.DownloadManager(download_dir=folder)
+      try:
+        fetched = os.fspath(manager.download(url))
+      except Exception as error:  # requests and tfds raise many kinds
+        reason = ' '.join(str(error).split())
+        raise OSError(f'{url}: {reason}') from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(fetched, path)
+
+
+def _check_reachable(url: str) -> None:
+  """Raises OSError if nothing listens at an address.
+
+  The download tries ten times, which takes minutes where there is no network.
+  """
+  if any(os.environ.get(v) or os.environ.get(v.upper()) for v in _PROXIES):
+    return  # only the proxy can tell
+  parts = urllib.parse.urlsplit(url)
+  port = parts.port or {'https': 443, 'http': 80}[parts.scheme]
+  try:
+    socket.create_connection((parts.hostname, port), _CONNECT_SECONDS).close()
+  except OSError as error:
+    raise OSError(f'{url}: {error.strerror or error}') from error
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+  """Keeps progress bars, notices and warnings of the library to itself."""
+  tfds.disable_progress_bar()
+  loggers = [logging.getLogger(name) for name in ('absl', 'urllib3')]
+  levels = [logger.level for logger in loggers]
+  for logger in loggers:
+    logger.setLevel(logging.ERROR)
+  try:
+    with contextlib.redirect_stdout(io.StringIO()):
+      yield
+  finally:
+    for logger, level in zip(loggers, levels):
+      logger.setLevel(level)
+
+
+def _builder(root: pathlib.Path, name: str) -> Any:
+  with _quietly():
+    return tfds.builder_from_directory(layout.folder(root, name))
+
+
+def _question(row: Mapping[str, Any]) -> types.Question:
+  """Returns the question of a row as the library reads it, with bytes."""
+  options = zip(row['options']['letter'], row['options']['text'])
+  return readers.parse_question(
+    {
+      'id': row['id'].decode(),
+      'dataset': row['dataset'].decode(),
+      'kind': row['kind'].decode(),
+      'question': row['question'].decode(),
+      'answers': [answer.decode() for answer in row['answers']],
+      'options': {k.decode(): x.decode() for k, x in options},
+      'gold_pids': [identity.decode() for identity in row['gold_pids']],
+      'hops': int(row['hops']),
+    }
+  )

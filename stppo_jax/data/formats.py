@@ -1,0 +1,190 @@
+"""Turns the rows of published data sets into rows of our schema.
+
+A function takes a row as the authors publish it, or as its copy on the Hugging
+Face hub has it, and returns our fields of `readers.parse_question`. Rows with
+paragraphs have one field more, `context`: (title, text, whether it leads to the
+answer) of each paragraph.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import json
+import pathlib
+from typing import Any
+
+Fields = dict[str, Any]
+_LETTERS = 'ABCDEFGHIJ'
+
+
+def nq_open(row: Any, file: pathlib.PurePath) -> Fields:
+  """Natural Questions open: question and short answers."""
+  del file
+  return {'question': _get(row, 'question'), 'answers': _get(row, 'answer')}
+
+
+def triviaqa(row: Any, file: pathlib.PurePath) -> Fields:
+  """TriviaQA: the answer and its aliases, without the evidence."""
+  del file
+  answer = _get(row, 'Answer')
+  return {
+    'id': _get(row, 'QuestionId'),
+    'question': _get(row, 'Question'),
+    'answers': _once([_get(answer, 'Value'), *_get(answer, 'Aliases')]),
+  }
+
+
+def popqa(row: Any, file: pathlib.PurePath) -> Fields:
+  """PopQA: a line of the TSV file, whose answers are a JSON list."""
+  del file
+  return {
+    'id': _get(row, 'id'),
+    'question': _get(row, 'question'),
+    'answers': _once(_parsed(_get(row, 'possible_answers'))),
+  }
+
+
+def hotpotqa(row: Any, file: pathlib.PurePath) -> Fields:
+  """HotpotQA and 2WikiMultihopQA: paragraphs, of which some are supporting."""
+  del file
+  facts = _pairs(_get(row, 'supporting_facts'), 'title', 'sent_id')
+  supporting = {title for title, _ in facts}
+  paragraphs = _pairs(_get(row, 'context'), 'title', 'sentences')
+  return {
+    'id': row['_id'] if '_id' in row else _get(row, 'id'),
+    'question': _get(row, 'question'),
+    'answers': [_get(row, 'answer')],
+    'hops': len(supporting),
+    'context': [
+      (title, _joined(sentences), title in supporting)
+      for title, sentences in paragraphs
+    ],
+  }
+
+
+def musique(row: Any, file: pathlib.PurePath) -> Fields:
+  """MuSiQue: paragraphs and aliases; the id begins with the hops (`2hop__`)."""
+  del file
+  return {
+    'id': _get(row, 'id'),
+    'question': _get(row, 'question'),
+    'answers': _once([_get(row, 'answer'), *_get(row, 'answer_aliases')]),
+    'hops': len(_get(row, 'question_decomposition')),
+    'context': [
+      (_get(p, 'title'), _get(p, 'paragraph_text'), _get(p, 'is_supporting'))
+      for p in _get(row, 'paragraphs')
+    ],
+  }
+
+
+def bamboogle(row: Any, file: pathlib.PurePath) -> Fields:
+  """Bamboogle: two columns of a table."""
+  del file
+  return {
+    'question': _get(row, 'Question'),
+    'answers': [_get(row, 'Answer')],
+    'hops': 2,
+  }
+
+
+def medqa(row: Any, file: pathlib.PurePath) -> Fields:
+  """MedQA: options by letter, and the letter of the answer."""
+  del file
+  options = _get(row, 'options')
+  if isinstance(options, list):  # of some copies: {"key": "A", "value": ...}
+    options = {_get(o, 'key'): _get(o, 'value') for o in options}
+  return _choice(_get(row, 'question'), options, _get(row, 'answer_idx'))
+
+
+def medmcqa(row: Any, file: pathlib.PurePath) -> Fields:
+  """MedMCQA: four options and the number of the right one.
+
+  The number is from 1 in the files of the authors, and from 0 in the parquet
+  files of the hub.
+  """
+  options = [_get(row, f'op{letter}') for letter in 'abcd']
+  first = 0 if file.suffix == '.parquet' else 1
+  number = _get(row, 'cop')
+  if not isinstance(number, int) or not first <= number < first + 4:
+    raise ValueError(f'"cop": expected {first} to {first + 3}, got {number!r}')
+  letter = _LETTERS[number - first]
+  fields = _choice(_get(row, 'question'), _lettered(options), letter)
+  return {'id': _get(row, 'id')} | fields
+
+
+def pubmedqa(row: Any, file: pathlib.PurePath) -> Fields:
+  """PubMedQA: yes, no or maybe, with the sections of the abstract."""
+  del file
+  answer = _get(row, 'final_decision')
+  options = {'A': 'yes', 'B': 'no', 'C': 'maybe'}
+  letters = {text: letter for letter, text in options.items()}
+  if answer not in letters:
+    choices = ', '.join(letters)
+    raise ValueError(f'"final_decision": {answer!r}; choices: {choices}')
+  identity = _get(row, 'id')
+  sections = zip(_get(row, 'LABELS'), _get(row, 'CONTEXTS'))
+  return _choice(_get(row, 'QUESTION'), options, letters[answer]) | {
+    'id': identity,
+    'context': [
+      (f'PMID {identity} {label}', text, True) for label, text in sections
+    ],
+  }
+
+
+def mmlu(row: Any, file: pathlib.PurePath) -> Fields:
+  """MMLU: a line of the CSV file of a subject, which gives it its id."""
+  subject = file.name.rpartition('_')[0]
+  options = {letter: _get(row, letter) for letter in 'ABCD'}
+  fields = _choice(_get(row, 'question'), options, _get(row, 'answer'))
+  return {'id_prefix': f'{subject}_'} | fields
+
+
+def _choice(question: Any, options: Any, letter: Any) -> Fields:
+  if not isinstance(options, Mapping) or letter not in options:
+    raise ValueError(f'the answer {letter!r} is not the letter of an option')
+  return {
+    'kind': 'mcq',
+    'question': question,
+    'answers': [options[letter]],
+    'options': dict(options),
+    'answer_key': letter,
+  }
+
+
+def _lettered(options: Sequence[str]) -> dict[str, str]:
+  return dict(zip(_LETTERS, options))
+
+
+def _get(row: Any, name: str) -> Any:
+  """Returns a field that must be there.
+
+  Raises:
+    ValueError: if it is not; names it.
+  """
+  if not isinstance(row, Mapping):
+    raise ValueError(f'expected an object with "{name}"')
+  if name not in row or row[name] is None:
+    raise ValueError(f'no "{name}"')
+  return row[name]
+
+
+def _once(values: Sequence[Any]) -> list[Any]:
+  """Returns the different values, in order."""
+  return list(dict.fromkeys(values))
+
+
+def _parsed(value: Any) -> Any:
+  """Returns a value, parsed if it is JSON in a text."""
+  return json.loads(value) if isinstance(value, str) else value
+
+
+def _pairs(value: Any, first: str, second: str) -> list[tuple[Any, Any]]:
+  """Returns pairs that are a list, or two columns as on the hub."""
+  value = _parsed(value)
+  if isinstance(value, Mapping):
+    return list(zip(_get(value, first), _get(value, second)))
+  return [(a, b) for a, b in value]
+
+
+def _joined(sentences: Any) -> str:
+  """Returns the sentences of a paragraph as one text with single spaces."""
+  return ' '.join(' '.join(sentences).split())

@@ -1,0 +1,38 @@
+"""The folders of data sets that were built; see `data/built.py`.
+
+ROOT/search_questions/NAME/VERSION    a data set
+    /NAME.corpus.jsonl                the paragraphs of its questions, if any
+    /downloads                        files from the web
+"""
+
+import pathlib
+
+BUILDER = 'search_questions'
+VERSION = '1.0.0'
+DOWNLOADS = 'downloads'
+
+
+def folder(root: pathlib.Path, name: str) -> pathlib.Path:
+  """Returns the folder of a data set, which may not exist."""
+  return root / BUILDER / name / VERSION
+
+
+def corpus(root: pathlib.Path, name: str) -> pathlib.Path:
+  """Returns the file of the paragraphs that came with the questions."""
+  return root / f'{name}.corpus.jsonl'
+
+
+def names(root: pathlib.Path) -> list[str]:
+  """Returns the names of the data sets that were built, sorted."""
+  files = (root / BUILDER).glob(f'*/{VERSION}/dataset_info.json')
+  return sorted(path.parents[1].name for path in files)
+
+
+def check_built(root: pathlib.Path, name: str) -> None:
+  """Raises ValueError, one line, unless a data set was built."""
+  if name not in names(root):
+    there = ', '.join(names(root)) or 'none'
+    raise ValueError(
+      f'{name}: not built in {root} (there are: {there}); '
+      f'python -m stppo_jax data build {name} --root={root}'
+    )

@@ -1,0 +1,257 @@
+"""Mixtures of questions from several data sets, in an order by index.
+
+A mixture is written as one line, with a comma between its elements:
+
+    nq:train weight=2, hotpotqa:train weight=1 limit=5000 hops>=2
+
+An element is the name of a data set, or of a file, then its split after a colon
+where it has several, then any of
+
+    weight=W     its share among the questions of a step, relative to the others
+    limit=N      a sample of N of its questions, the same in every run
+    FIELD OP V   a filter, without spaces: the questions for which it holds
+
+FIELD is a key of FIELDS, OP one of = != < <= > >=.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import dataclasses
+import operator
+import re
+
+import numpy as np
+
+from stppo_jax import types
+
+# How a step is divided among weighted elements: exactly, in every block of this
+# many questions.
+_BLOCK = 1000
+
+FIELDS: dict[str, Callable[[types.Question], int | str]] = {
+  'dataset': lambda question: question.data_set,
+  'kind': lambda question: 'mcq' if question.kind == 'choice' else 'open',
+  'hops': lambda question: question.hops,
+  'gold': lambda question: len(question.gold_passages),
+  'options': lambda question: len(question.options),
+  'question_words': lambda question: len(question.text.split()),
+  'answer_words': lambda question: min(
+    len(answer.split()) for answer in question.golden_answers
+  ),
+}
+_TEXTS = ('dataset', 'kind')
+_OPERATORS: dict[str, Callable[[int | str, int | str], bool]] = {
+  '=': operator.eq,
+  '!=': operator.ne,
+  '<': operator.lt,
+  '<=': operator.le,
+  '>': operator.gt,
+  '>=': operator.ge,
+}
+_OPTION = re.compile(r'(\w+)(<=|>=|!=|=|<|>)(\S+)')
+
+
+@dataclasses.dataclass(frozen=True)
+class Filter:
+  """A condition on questions.
+
+  Attributes:
+    field: a key of FIELDS.
+    operator: a key of the operators.
+    value: what the field is compared with.
+  """
+
+  field: str
+  operator: str
+  value: int | str
+
+  def __call__(self, question: types.Question) -> bool:
+    return _OPERATORS[self.operator](FIELDS[self.field](question), self.value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Element:
+  """A data set of a mixture.
+
+  Attributes:
+    name: the name of a data set, or of a file.
+    split: its split; '' where none is named.
+    weight: its share, relative to the other elements; None for as many
+      questions as it has.
+    limit: the number of questions that are used; None for all.
+    filters: conditions that all its questions fulfil.
+  """
+
+  name: str
+  split: str = ''
+  weight: float | None = None
+  limit: int | None = None
+  filters: tuple[Filter, ...] = ()
+
+  def choose(
+    self, questions: Sequence[types.Question]
+  ) -> Sequence[types.Question]:
+    """Returns the questions that pass the filters, at most `limit` of them.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    if not self.filters and self.limit is None:
+      return questions
+    indices = np.arange(len(questions))
+    if self.filters:
+      passes = [all(f(q) for f in self.filters) for q in questions]
+      indices = indices[passes]
+    if self.limit is not None:
+      order = np.random.default_rng(0).permutation(len(indices))
+      indices = np.sort(indices[order[: self.limit]])
+    if not len(indices):
+      raise ValueError(f'{self.name}: no question passes the filters')
+    return [questions[int(index)] for index in indices]
+
+
+def parse(text: str) -> tuple[Element, ...]:
+  """Returns the elements of a mixture.
+
+  Raises:
+    ValueError: if the text is none; one line.
+  """
+  elements = tuple(_element(part) for part in text.split(','))
+  weighted = [element.weight is not None for element in elements]
+  if any(weighted) and not all(weighted):
+    name = elements[weighted.index(False)].name
+    raise ValueError(f'{name!r} has no weight, but others have one')
+  return elements
+
+
+def _element(text: str) -> Element:
+  words = text.split()
+  if not words:
+    raise ValueError('the name of a data set is missing')
+  name, _, split = words[0].partition(':')
+  element, filters = Element(name, split), []
+  for word in words[1:]:
+    match = _OPTION.fullmatch(word)
+    field, sign, value = match.groups() if match else ('', '', '')
+    if field == 'weight' and sign == '=':
+      element = dataclasses.replace(element, weight=_weight(value))
+    elif field == 'limit' and sign == '=':
+      element = dataclasses.replace(element, limit=_count(word, value, least=1))
+    elif field in _TEXTS and sign in ('=', '!='):
+      filters.append(Filter(field, sign, value))
+    elif field in FIELDS and field not in _TEXTS:
+      filters.append(Filter(field, sign, _count(word, value)))
+    else:
+      raise ValueError(
+        f'{word!r}: expected weight=W, limit=N or a filter such as hops>=2; '
+        f'fields: {", ".join(FIELDS)}'
+      )
+  return dataclasses.replace(element, filters=tuple(filters))
+
+
+def _weight(value: str) -> float:
+  try:
+    weight = float(value)
+  except ValueError:
+    weight = 0.0
+  if not 0 < weight < float('inf'):
+    raise ValueError(f'weight={value}: must be a number greater than 0')
+  return weight
+
+
+def _count(word: str, value: str, *, least: int = 0) -> int:
+  if not value.isdecimal() or int(value) < least:
+    raise ValueError(f'{word!r}: must be a whole number, {least} or greater')
+  return int(value)
+
+
+class Mixture:
+  """Questions of several data sets, one after the other, and their order.
+
+  Without weights, every epoch is a permutation of all questions. With weights,
+  each data set has epochs of its own, and every block of 1,000 places is
+  divided among them by their weights.
+
+  Args:
+    parts: the questions of each element.
+    weights: the weight of each element; None for no weights.
+  """
+
+  def __init__(
+    self,
+    parts: Sequence[Sequence[types.Question]],
+    weights: Sequence[float] | None = None,
+  ):
+    self._parts = parts
+    self._sizes = [len(part) for part in parts]
+    self._starts = np.cumsum([0, *self._sizes])
+    self._quotas = None if weights is None else _quotas(weights)
+
+  def __len__(self) -> int:
+    return int(self._starts[-1])
+
+  def __getitem__(self, index: int) -> types.Question:
+    part = int(np.searchsorted(self._starts, index, side='right')) - 1
+    return self._parts[part][index - int(self._starts[part])]
+
+  def order(self, seeds: Sequence[int], start: int, count: int) -> list[int]:
+    """Returns the indices at `count` places of the order, from `start` on.
+
+    Args:
+      seeds: the seeds of the order, which has no end.
+      start: the first place.
+      count: the number of places.
+    """
+    if self._quotas is None:
+      return _epochs(seeds, len(self), start, count)
+    indices = []
+    while len(indices) < count:
+      block, first = divmod(start + len(indices), _BLOCK)
+      last = min(_BLOCK, first + count - len(indices))
+      indices += self._block(seeds, block)[first:last]
+    return indices
+
+  def _block(self, seeds: Sequence[int], block: int) -> list[int]:
+    """Returns the indices of a block of places."""
+    assert self._quotas is not None
+    # A last 1 keeps these seeds apart from those of the parts' epochs.
+    rng = np.random.default_rng((*seeds, block, len(self._sizes), 1))
+    turns = rng.permutation(
+      np.repeat(np.arange(len(self._sizes)), self._quotas)
+    )
+    indices = np.zeros(_BLOCK, int)
+    for part, (size, quota) in enumerate(zip(self._sizes, self._quotas)):
+      places = _epochs((*seeds, part), size, block * quota, quota)
+      indices[turns == part] = self._starts[part] + np.asarray(places)
+    return indices.tolist()
+
+
+def _epochs(
+  seeds: Sequence[int], size: int, start: int, count: int
+) -> list[int]:
+  """Returns places of an order in which every epoch is a permutation."""
+  chosen, order = [], None
+  for place in range(start, start + count):
+    epoch, index = divmod(place, size)
+    if index == 0 or order is None:
+      order = np.random.default_rng((*seeds, epoch)).permutation(size)
+    chosen.append(int(order[index]))
+  return chosen
+
+
+def _quotas(weights: Sequence[float]) -> list[int]:
+  """Returns the places of each element in a block, at least one.
+
+  Raises:
+    ValueError: if a weight is too small for one.
+  """
+  shares = np.asarray(weights) / np.sum(weights) * _BLOCK
+  if shares.min() < 1:
+    raise ValueError(
+      f'a weight is less than 1/{_BLOCK} of their sum; leave the data set out'
+    )
+  # The places that rounding down leaves go to the largest remainders.
+  quotas = np.floor(shares).astype(int)
+  most = np.argsort(quotas - shares, kind='stable')
+  quotas[most[: _BLOCK - quotas.sum()]] += 1
+  return quotas.tolist()

@@ -1,0 +1,218 @@
+"""The table of published data sets: where their files come from.
+
+A set whose files a program can fetch has their addresses; of the others, it
+says which files a person has to fetch, and where.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import pathlib
+from typing import Any
+
+from stppo_jax.data import formats
+
+SPLITS = ('train', 'validation', 'test')
+TEST_IDS = 'test_ids'  # the place of `Published.test_ids` among the splits
+
+
+@dataclasses.dataclass(frozen=True)
+class Original:
+  """A file of a published data set.
+
+  Attributes:
+    split: the split that it holds: one of SPLITS.
+    pattern: the end of its path, as the authors name it; see `tables.find`.
+    url: the address of the file, or of the archive that holds it; '' where
+      a program cannot fetch it.
+    download: the name of what `url` serves.
+  """
+
+  split: str
+  pattern: str
+  url: str = ''
+  download: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+  """A published data set.
+
+  Attributes:
+    title: its name.
+    home: the page on which a person finds it.
+    licence: the licence of its authors.
+    read: makes our fields of a row, see `formats`.
+    originals: its files.
+    columns: see `tables.TableFile`.
+    test_ids: a file with the ids of the test questions, the keys of a JSON
+      object, which the other files hold among those for training; None if the
+      files are split already.
+  """
+
+  title: str
+  home: str
+  licence: str
+  read: Callable[[Any, pathlib.PurePath], formats.Fields]
+  originals: Sequence[Original]
+  columns: Sequence[str] = ()
+  test_ids: Original | None = None
+
+
+def _at(base: str, **names: str) -> tuple[Original, ...]:
+  """Returns one file for each split, all of them below one address."""
+  return tuple(
+    Original(split, name, f'{base}/{name}', name)
+    for split, name in names.items()
+  )
+
+
+def _inside(url: str, download: str, **names: str) -> tuple[Original, ...]:
+  """Returns one file for each split, all of them in one archive."""
+  return tuple(
+    Original(split, name, url, download) for split, name in names.items()
+  )
+
+
+_GITHUB = 'https://raw.githubusercontent.com'
+_HUB = 'https://huggingface.co/datasets'
+_MMLU_SUBJECTS = (
+  'anatomy',
+  'clinical_knowledge',
+  'college_biology',
+  'college_medicine',
+  'medical_genetics',
+  'professional_medicine',
+)
+
+PUBLISHED: Mapping[str, Published] = {
+  'nq': Published(
+    'Natural Questions, open',
+    'https://github.com/google-research-datasets/natural-questions',
+    'CC BY-SA 3.0',
+    formats.nq_open,
+    _at(
+      f'{_GITHUB}/google-research-datasets/natural-questions/master/nq_open',
+      train='NQ-open.train.jsonl',
+      validation='NQ-open.dev.jsonl',
+    ),
+  ),
+  'triviaqa': Published(
+    'TriviaQA, unfiltered',
+    'https://nlp.cs.washington.edu/triviaqa',
+    'Apache-2.0',
+    formats.triviaqa,
+    _inside(
+      'https://nlp.cs.washington.edu/triviaqa/data/triviaqa-unfiltered.tar.gz',
+      'triviaqa-unfiltered.tar.gz',
+      train='unfiltered-web-train.json',
+      validation='unfiltered-web-dev.json',
+    ),
+  ),
+  'popqa': Published(
+    'PopQA',
+    'https://github.com/AlexTMallen/adaptive-retrieval',
+    'MIT',
+    formats.popqa,
+    _at(
+      f'{_GITHUB}/AlexTMallen/adaptive-retrieval/main/data', test='popQA.tsv'
+    ),
+  ),
+  'hotpotqa': Published(
+    'HotpotQA',
+    'https://hotpotqa.github.io',
+    'CC BY-SA 4.0',
+    formats.hotpotqa,
+    _at(
+      'http://curtis.ml.cmu.edu/datasets/hotpot',
+      train='hotpot_train_v1.1.json',
+      validation='hotpot_dev_distractor_v1.json',
+    ),
+  ),
+  '2wikimultihopqa': Published(
+    '2WikiMultihopQA',
+    'https://github.com/Alab-NII/2wikimultihop',
+    'Apache-2.0',
+    formats.hotpotqa,
+    _inside(
+      'https://www.dropbox.com/s/ms2m13252h6xubs/data_ids_april7.zip?dl=1',
+      'data_ids_april7.zip',
+      train='train.json',
+      validation='dev.json',
+    ),
+  ),
+  'musique': Published(
+    'MuSiQue, answerable',
+    'https://github.com/StonyBrookNLP/musique (musique_v1.0.zip)',
+    'CC BY 4.0',
+    formats.musique,
+    (
+      Original('train', 'musique_ans_v1.0_train.jsonl'),
+      Original('validation', 'musique_ans_v1.0_dev.jsonl'),
+    ),
+  ),
+  'bamboogle': Published(
+    'Bamboogle',
+    'https://github.com/ofirpress/self-ask',
+    'MIT',
+    formats.bamboogle,
+    (
+      Original(
+        'test',
+        '*.csv',
+        'https://docs.google.com/spreadsheets/d/'
+        '1jwcsA5kE4TObr9YHn9Gc-wQHYjTbLhDGx6tmIzMhl_U/export?format=csv',
+        'bamboogle.csv',
+      ),
+    ),
+  ),
+  'medqa': Published(
+    'MedQA, US, four options',
+    'https://github.com/jind11/MedQA (data_clean.zip)',
+    'MIT',
+    formats.medqa,
+    _at(
+      f'{_HUB}/GBaker/MedQA-USMLE-4-options/resolve/main',
+      train='phrases_no_exclude_train.jsonl',
+      test='phrases_no_exclude_test.jsonl',
+    ),
+  ),
+  'medmcqa': Published(
+    'MedMCQA',
+    'https://github.com/medmcqa/medmcqa (data.zip)',
+    'MIT',
+    formats.medmcqa,
+    (
+      Original('train', 'train.json'),
+      Original('validation', 'dev.json'),
+    ),
+  ),
+  'pubmedqa': Published(
+    'PubMedQA, labelled by experts',
+    'https://github.com/pubmedqa/pubmedqa',
+    'MIT',
+    formats.pubmedqa,
+    _at(f'{_GITHUB}/pubmedqa/pubmedqa/master/data', train='ori_pqal.json'),
+    test_ids=_at(
+      f'{_GITHUB}/pubmedqa/pubmedqa/master/data', test='test_ground_truth.json'
+    )[0],
+  ),
+  'mmlu-med': Published(
+    'MMLU, six medical subjects',
+    'https://github.com/hendrycks/test',
+    'MIT',
+    formats.mmlu,
+    tuple(
+      Original(
+        split,
+        f'{folder}/{subject}_{folder}.csv',
+        'https://people.eecs.berkeley.edu/~hendrycks/data.tar',
+        'data.tar',
+      )
+      for split, folder in (('validation', 'val'), ('test', 'test'))
+      for subject in _MMLU_SUBJECTS
+    ),
+    columns=('question', 'A', 'B', 'C', 'D', 'answer'),
+  ),
+}

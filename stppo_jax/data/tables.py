@@ -1,0 +1,323 @@
+"""Reads rows from files: JSONL, JSON, CSV, TSV and parquet.
+
+A file may be compressed by gzip, or lie in a zip or tar archive, from which it
+is read without being extracted.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import contextlib
+import csv
+import dataclasses
+import fnmatch
+import gzip
+import io
+import json
+import os
+import pathlib
+import tarfile
+from typing import Any
+from typing import IO
+from typing import Protocol
+from typing import TypeVar
+import zipfile
+import zlib
+
+SUFFIXES = ('.jsonl', '.json', '.csv', '.tsv', '.parquet')
+ARCHIVES = ('.zip', '.tar', '.tar.gz', '.tgz')
+_BATCH = 1024  # rows of a parquet file that are read together
+
+
+class _Record(Protocol):
+  @property
+  def id(self) -> str: ...
+
+
+T = TypeVar('T', bound=_Record)
+
+
+@dataclasses.dataclass(frozen=True)
+class TableFile:
+  """A file of rows.
+
+  Attributes:
+    path: the file, or the archive that holds it.
+    member: its name in the archive; '' for a file of its own.
+    columns: the names of the columns of a CSV file without a line of names.
+  """
+
+  path: pathlib.Path
+  member: str = ''
+  columns: Sequence[str] = ()
+
+  def __str__(self) -> str:
+    return f'{self.path}!{self.member}' if self.member else str(self.path)
+
+  @property
+  def suffix(self) -> str:
+    """The last suffix of the name, without that of gzip, in lower case."""
+    name = (self.member or self.path.name).lower().removesuffix('.gz')
+    return pathlib.PurePosixPath(name).suffix
+
+
+def find(place: pathlib.Path, pattern: str) -> list[TableFile]:
+  """Returns the files whose path ends in a pattern, sorted.
+
+  Args:
+    place: a folder, an archive, or a single file, which is taken whatever its
+      name is.
+    pattern: the end of the path, with `*` for any characters, such as
+      `test/anatomy_*.csv`. The same name with `.gz` is found too.
+  """
+  if place.is_dir():
+    files = sorted(path for path in place.rglob('*') if path.is_file())
+    found = [
+      TableFile(path)
+      for path in files
+      if _ends_in(path.relative_to(place).as_posix(), pattern)
+    ]
+    archives = [path for path in files if _is_archive(path)]
+    return found or [f for path in archives for f in find(path, pattern)]
+  if _is_archive(place):
+    with _archive_errors(place):
+      return [
+        TableFile(place, name)
+        for name in sorted(_members(place))
+        if _ends_in(name, pattern)
+      ]
+  return [TableFile(place)]
+
+
+def _ends_in(name: str, pattern: str) -> bool:
+  if name.rpartition('/')[2].startswith('.'):
+    return False  # what some systems put beside the files of an archive
+  plain = f'/{name.removesuffix(".gz")}'
+  return fnmatch.fnmatchcase(plain, f'*/{pattern}')
+
+
+def _is_archive(path: pathlib.Path) -> bool:
+  return path.name.lower().endswith(ARCHIVES)
+
+
+def _members(archive: pathlib.Path) -> list[str]:
+  if archive.suffix.lower() == '.zip':
+    with zipfile.ZipFile(archive) as opened:
+      return [i.filename for i in opened.infolist() if not i.is_dir()]
+  with tarfile.open(archive) as opened:
+    return [member.name for member in opened if member.isfile()]
+
+
+@contextlib.contextmanager
+def _archive_errors(path: pathlib.Path) -> Iterator[None]:
+  try:
+    yield
+  except (zipfile.BadZipFile, tarfile.TarError) as error:
+    raise ValueError(f'{path}: not a complete archive: {error}') from error
+
+
+@contextlib.contextmanager
+def _opened(file: TableFile) -> Iterator[IO[bytes]]:
+  """Opens a file for reading bytes, decompressed."""
+  with contextlib.ExitStack() as stack:
+    name = file.member or file.path.name
+    if not file.member:
+      stream = stack.enter_context(open(file.path, 'rb'))
+    elif file.path.suffix.lower() == '.zip':
+      archive = stack.enter_context(zipfile.ZipFile(file.path))
+      stream = stack.enter_context(archive.open(file.member))
+    else:
+      archive = stack.enter_context(tarfile.open(file.path))
+      stream = archive.extractfile(file.member)
+      assert stream is not None  # it is listed as a file
+      stack.enter_context(stream)
+    if name.endswith('.gz'):
+      stream = stack.enter_context(gzip.open(stream))
+    yield stream  # type: ignore[misc]
+
+
+def read(
+  file: TableFile | str | os.PathLike[str],
+  parse: Callable[[Any, int], T],
+  *,
+  noun: str,
+  space: Callable[[T], str] = lambda _: '',
+) -> list[T]:
+  """Returns the record of each row, in order.
+
+  Args:
+    file: the file; the suffix of its name is one of SUFFIXES, or it has a JSON
+      value on every line.
+    parse: makes a record of the value and the number of a row; raises
+      ValueError if it cannot.
+    noun: what the records are, for messages.
+    space: the part of the file in which the id of a record is unique.
+
+  Raises:
+    FileNotFoundError: if there is no such file.
+    ValueError: if a row is no record, an id occurs twice, there is no record,
+      or the file cannot be read; names the file and the line or the row.
+  """
+  if not isinstance(file, TableFile):
+    file = TableFile(pathlib.Path(file))
+  if not file.path.is_file():
+    raise FileNotFoundError(f'{file}: no such file')
+  records = []
+  first_place: dict[tuple[str, str], str] = {}
+  for place, number, value in _rows(file):
+    try:
+      record = parse(value, number)
+      first = first_place.setdefault((space(record), record.id), place)
+      if first != place:
+        raise ValueError(f'duplicate id {record.id!r}, first on {first}')
+    except ValueError as error:
+      raise ValueError(f'{_where(file, place)}: {error}') from error
+    records.append(record)
+  if not records:
+    raise ValueError(f'{file}: no {noun}')
+  return records
+
+
+def keys(file: TableFile) -> set[str]:
+  """Returns the keys of the object in a JSON file.
+
+  Raises:
+    ValueError: if the file cannot be read or holds no object; names it.
+  """
+  with _file_errors(file), _opened(file) as stream, _text(stream) as text:
+    content = _loads(text.read(), str(file))
+  if not isinstance(content, Mapping):
+    raise ValueError(f'{file}: expected an object')
+  return set(content)
+
+
+def _where(file: TableFile, place: str) -> str:
+  """Returns `FILE:7` for a line, as editors read it, and `FILE: row 7`."""
+  if place.startswith('line '):
+    return f'{file}:{place.removeprefix("line ")}'
+  return f'{file}: {place}'
+
+
+def _rows(file: TableFile) -> Iterator[tuple[str, int, Any]]:
+  """Yields the place (`line 7` or `row 7`), the number and the value of rows.
+
+  Raises:
+    ValueError: if the file cannot be read; one line that names it.
+  """
+  with _file_errors(file), _opened(file) as stream:
+    yield from _READERS.get(file.suffix, _lines)(file, stream)
+
+
+@contextlib.contextmanager
+def _file_errors(file: TableFile) -> Iterator[None]:
+  """Raises ValueError, with the name of the file, if it cannot be decoded."""
+  try:
+    with _archive_errors(file.path):
+      yield
+  except UnicodeDecodeError as error:
+    # Text is decoded in large buffers, so the line is not known.
+    raise ValueError(f'{file}: not UTF-8: {error}') from error
+  except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+    raise ValueError(f'{file}: not a complete gzip file: {error}') from error
+
+
+def _lines(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
+  """Yields the JSON value of each line; empty lines are skipped."""
+  with _text(stream) as text:
+    for number, line in enumerate(text, start=1):
+      if line.strip():
+        place = f'line {number}'
+        yield place, number, _loads(line, _where(file, place))
+
+
+def _json(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
+  """Yields the rows of a JSON file, or of one with a value on every line.
+
+  The rows are the elements of a list, of the list `Data` of an object
+  (TriviaQA), or the values of an object whose keys are their ids (PubMedQA).
+  """
+  with _text(stream) as opened:
+    text = opened.read()
+  first, _, more = text.partition('\n')
+  if more.strip() and _is_json(first):
+    yield from _lines(file, io.BytesIO(text.encode()))
+    return
+  rows = _loads(text, str(file))
+  if isinstance(rows, Mapping):
+    data = rows.get('Data')
+    if isinstance(data, list):
+      rows = data
+    elif all(isinstance(row, Mapping) for row in rows.values()):
+      rows = [{'id': key} | row for key, row in rows.items()]
+  if not isinstance(rows, list):
+    raise ValueError(f'{file}: expected a list of rows, or an object of them')
+  for number, row in enumerate(rows, start=1):
+    yield f'row {number}', number, row
+
+
+def _is_json(line: str) -> bool:
+  try:
+    json.loads(line)
+  except (ValueError, RecursionError):
+    return False
+  return True
+
+
+def _loads(text: str, where: str) -> Any:
+  try:
+    return json.loads(text)
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f'{where}: {error}') from error
+
+
+def _table(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
+  """Yields the lines of a CSV or TSV file as objects of text."""
+  # Spreadsheets begin a file with a byte order mark.
+  with _text(stream, encoding='utf-8-sig', newline='') as text:
+    reader = csv.DictReader(
+      text,
+      fieldnames=list(file.columns) or None,
+      delimiter='\t' if file.suffix == '.tsv' else ',',
+      strict=True,
+    )
+    try:
+      for row in reader:
+        place = f'line {reader.line_num}'
+        if None in row or None in row.values():
+          names = len(reader.fieldnames or ())
+          raise ValueError(f'{_where(file, place)}: expected {names} columns')
+        yield place, reader.line_num, row
+    except csv.Error as error:
+      raise ValueError(f'{file}:{reader.line_num}: {error}') from error
+
+
+def _parquet(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
+  """Yields the rows of a parquet file."""
+  # Imported late: most runs read no such file.
+  import pyarrow
+  from pyarrow import parquet
+
+  number = 0
+  try:
+    for batch in parquet.ParquetFile(stream).iter_batches(_BATCH):
+      for row in batch.to_pylist():
+        number += 1
+        yield f'row {number}', number, row
+  except pyarrow.ArrowException as error:
+    reason = ' '.join(str(error).split())
+    raise ValueError(f'{file}: not a complete parquet file: {reason}') from None
+
+
+def _text(
+  stream: IO[bytes], *, encoding: str = 'utf-8', newline: str | None = None
+) -> io.TextIOWrapper:
+  return io.TextIOWrapper(stream, encoding=encoding, newline=newline)
+
+
+_READERS = {
+  '.json': _json,
+  '.csv': _table,
+  '.tsv': _table,
+  '.parquet': _parquet,
+}

@@ -1,0 +1,334 @@
+"""The command `data`: built from files and from a server, listed and shown."""
+
+import functools
+import http.server
+import pathlib
+import threading
+
+import pytest
+import tensorflow_datasets as tfds
+
+from stppo_jax import __main__
+from stppo_jax.data import built
+from stppo_jax.data import published
+from stppo_jax.retrieval import corpus as corpus_lib
+from tests.data import public_files
+
+_SIZES = {
+  'nq': {'train': 24, 'validation': 24},
+  'triviaqa': {'train': 24, 'validation': 24},
+  'popqa': {'test': 24},
+  'hotpotqa': {'train': 24, 'validation': 24},
+  '2wikimultihopqa': {'train': 24, 'validation': 24},
+  'musique': {'train': 24, 'validation': 24},
+  'bamboogle': {'test': 9},
+  'medqa': {'train': 24, 'test': 24},
+  'medmcqa': {'train': 24, 'validation': 24},
+  'pubmedqa': {'train': 12, 'test': 12},
+  'mmlu-med': {'validation': 24, 'test': 24},
+}
+
+
+@pytest.fixture(scope='module')
+def originals(tmp_path_factory):
+  """Returns the folder of each data set, as its authors publish it."""
+  return public_files.write(tmp_path_factory.mktemp('originals'))
+
+
+@pytest.fixture(scope='module')
+def root(tmp_path_factory, originals):
+  """Returns a folder in which every data set was built."""
+  root = tmp_path_factory.mktemp('built')
+  for name, folder in originals.items():
+    assert _data('build', name, root, f'--from_files={folder}') == 0
+  return root
+
+
+@pytest.fixture
+def server(originals):
+  """Returns the address of a server of all originals, one folder each."""
+
+  class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format, *args):
+      pass
+
+  folder = str(originals['nq'].parent)
+  handler = functools.partial(Quiet, directory=folder)
+  served = http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
+  thread = threading.Thread(target=served.serve_forever)
+  thread.start()
+  yield f'http://127.0.0.1:{served.server_port}'
+  served.shutdown()
+  thread.join()
+  served.server_close()
+
+
+def _data(command, name, root, *flags):
+  return __main__.main(['data', command, name, f'--root={root}', *flags])
+
+
+def _questions(root, name, split):
+  return built.open_split(root, name, [split])
+
+
+def test_every_published_set_is_built_from_its_originals(root):
+  assert set(_SIZES) == set(published.PUBLISHED)
+  for name, sizes in _SIZES.items():
+    summary = built.summary(root, name)
+    assert summary.sizes == sizes, name
+    for split in sizes:
+      questions = _questions(root, name, split)
+      assert {question.data_set for question in questions} == {name}
+      # The recorded checksum is that of what is read.
+      assert built.checksum(questions) == summary.checksums[split]
+
+
+@pytest.mark.parametrize(
+  ('name', 'split', 'index', 'expected'),
+  [
+    (
+      'nq',
+      'validation',
+      2,
+      ('validation_3', 'how deep is lake 502', ('502 metres', '502')),
+    ),
+    (
+      'triviaqa',
+      'train',
+      1,
+      (
+        'qf_101',
+        'Which lake is 101 metres deep?',
+        ('Lake 101', 'The Lake 101'),
+      ),
+    ),
+    (
+      'popqa',
+      'test',
+      0,
+      ('4222362', "What is Poet 0's occupation?", ('poet', 'writer')),
+    ),
+    (
+      'bamboogle',
+      'test',
+      8,
+      ('test_10', 'Who, then, was king after king 8?', ('King 8',)),
+    ),
+    ('medqa', 'test', 2, ('test_3', 'Case 502: which organ?', ('lung',))),
+    ('medmcqa', 'train', 3, ('1ab-103', 'Case 103: which organ?', ('skin',))),
+    ('pubmedqa', 'test', 1, ('21645376', 'Does drug 2 help?', ('maybe',))),
+    (
+      'mmlu-med',
+      'test',
+      5,
+      (
+        'clinical_knowledge_test_2',
+        'clinical_knowledge 1, which?',
+        ('liver',),
+      ),
+    ),
+  ],
+)
+def test_rows_are_read_as_their_authors_mean_them(
+  root, name, split, index, expected
+):
+  question = _questions(root, name, split)[index]
+  assert (question.id, question.text, question.golden_answers) == expected
+  if name in ('medqa', 'medmcqa', 'pubmedqa', 'mmlu-med'):
+    assert question.kind == 'choice'
+    assert set(question.golden_answers) < set(question.options.values())
+
+
+def test_paragraphs_become_a_corpus_and_gold_passages(root):
+  for name, gold in (
+    ('hotpotqa', ['River 500', 'Lake 500']),
+    ('2wikimultihopqa', ['River 500', 'Lake 500']),
+    ('musique', ['River 500', 'Lake 500']),
+  ):
+    corpus = corpus_lib.read_corpus(root / f'{name}.corpus.jsonl')
+    titles = {passage.id: passage.title for passage in corpus}
+    # Two of 48 questions each, and a third one that all of them share.
+    assert len(corpus) == 2 * 48 + 1
+    question = _questions(root, name, 'validation')[0]
+    assert [titles[pid] for pid in question.gold_passages] == gold
+    assert question.hops == 2
+  texts = {passage.text for passage in corpus}
+  assert 'River 500 flows into Lake 500.  It is long.' in texts
+  passages = corpus_lib.read_corpus(root / 'pubmedqa.corpus.jsonl')
+  assert passages[1].title == 'PMID 21645374 RESULTS'
+  assert not (root / 'nq.corpus.jsonl').exists()
+
+
+def test_any_program_reads_what_was_built(root):
+  folder = root / 'search_questions' / 'medqa' / '1.0.0'
+  source = tfds.builder_from_directory(folder).as_data_source('train')
+  assert source[1]['question'] == b'Case 101: which organ?'
+  assert source[1]['options']['letter'] == [b'A', b'B', b'C', b'D']
+
+
+def test_rows_are_read_by_index_in_any_order(root):
+  questions = _questions(root, 'hotpotqa', 'train')
+  forwards = [questions[index] for index in range(24)]
+  backwards = [questions[index] for index in reversed(range(24))]
+  assert backwards[::-1] == forwards
+  assert len({question.id for question in forwards}) == 24
+  assert questions[3:6] == forwards[3:6]
+
+
+def test_a_set_that_is_built_again_has_the_same_checksum(
+  tmp_path, root, originals, capsys
+):
+  flag = f'--from_files={originals["musique"]}'
+  assert _data('build', 'musique', tmp_path, flag) == 0
+  first = built.summary(tmp_path, 'musique')
+  assert first == built.summary(root, 'musique')
+  assert _data('build', 'musique', tmp_path, flag) == 2
+  assert '--force builds it anew' in capsys.readouterr().err
+  assert _data('build', 'musique', tmp_path, flag, '--force') == 0
+  assert built.summary(tmp_path, 'musique') == first
+  # Another row is another checksum.
+  rows = (originals['musique'] / 'musique_ans_v1.0_dev.jsonl').read_text()
+  path = tmp_path / 'dev.jsonl'
+  path.write_text(rows.replace('river 503', 'river 504'))
+  flag = f'--from_files=validation:{path}'
+  assert _data('build', 'musique', tmp_path, flag, '--force') == 0
+  other = built.summary(tmp_path, 'musique')
+  assert other.sizes == {'validation': 24}
+  assert other.checksums['validation'] != first.checksums['validation']
+  assert sorted(p.name for p in tmp_path.iterdir()) == [
+    'dev.jsonl',
+    'musique.corpus.jsonl',
+    'search_questions',
+  ]
+
+
+@pytest.mark.parametrize('name', ['nq', 'triviaqa', 'pubmedqa', 'mmlu-med'])
+def test_originals_are_fetched_from_a_server(name, tmp_path, root, server):
+  flag = f'--mirror={server}/{name}/'
+  assert _data('build', name, tmp_path, flag) == 0
+  assert built.summary(tmp_path, name) == built.summary(root, name)
+  # What is there already is not fetched again.
+  flags = ['--mirror=http://127.0.0.1:1', '--force']
+  assert _data('build', name, tmp_path, *flags) == 0
+
+
+def test_a_set_that_cannot_be_fetched_says_which_files_it_needs(
+  tmp_path, server, capsys
+):
+  assert _data('build', 'medmcqa', tmp_path) == 2
+  line = capsys.readouterr().err.strip()
+  assert line.startswith('medmcqa: its files cannot be fetched by a program; ')
+  assert 'train.json, dev.json from https://github.com/medmcqa' in line
+  assert _data('build', 'nq', tmp_path, f'--mirror={server}/away') == 2
+  line = capsys.readouterr().err.strip()
+  assert f'nq: cannot fetch {server}/away/NQ-open.train.jsonl: ' in line
+  assert '404' in line and 'NQ-open.dev.jsonl from https://' in line
+  assert '\n' not in line
+  assert _data('build', 'nq', tmp_path, '--mirror=http://127.0.0.1:1') == 2
+  assert 'Connection refused' in capsys.readouterr().err
+  (tmp_path / 'empty').mkdir()
+  flag = f'--from_files={tmp_path}/empty'
+  assert _data('build', 'hotpotqa', tmp_path, flag) == 2
+  assert 'hotpotqa: no original file in ' in capsys.readouterr().err
+  assert _data('build', 'mine', tmp_path) == 2
+  assert 'mine: not a published data set' in capsys.readouterr().err
+  assert not (tmp_path / 'search_questions').exists()
+
+
+@pytest.mark.parametrize(
+  ('name', 'file', 'line', 'message'),
+  [
+    ('nq', 'NQ-open.train.jsonl', '{"question": "q"}', ':25: no "answer"'),
+    ('nq', 'NQ-open.train.jsonl', '{"question', ':25: '),
+    (
+      'nq',
+      'NQ-open.train.jsonl',
+      '{"question": "q", "answer": "x"}',
+      ':25: "answers": expected a list of strings',
+    ),
+    (
+      'medmcqa',
+      'train.json',
+      '{"id": "1", "question": "q", "cop": 0, "opa": "a", "opb": "b", '
+      '"opc": "c", "opd": "d"}',
+      ':25: "cop": expected 1 to 4, got 0',
+    ),
+    (
+      'medqa',
+      'phrases_no_exclude_train.jsonl',
+      '{"question": "q", "options": {"A": "x"}, "answer_idx": "E"}',
+      ":25: the answer 'E' is not the letter of an option",
+    ),
+    (
+      'musique',
+      'musique_ans_v1.0_train.jsonl',
+      '{"id": "2hop__100_101", "question": "q", "answer": "a", '
+      '"answer_aliases": [], "question_decomposition": [], "paragraphs": []}',
+      ":25: duplicate id '2hop__100_101', first on line 1",
+    ),
+    ('popqa', 'popQA.tsv', '1\t2', ':26: expected 6 columns'),
+  ],
+)
+def test_a_malformed_row_is_named(
+  name, file, line, message, tmp_path, originals, capsys
+):
+  path = tmp_path / file
+  path.write_bytes((originals[name] / file).read_bytes() + f'{line}\n'.encode())
+  split = 'test' if name == 'popqa' else 'train'
+  root = tmp_path / 'root'
+  assert _data('build', name, root, f'--from_files={split}:{path}') == 2
+  error = capsys.readouterr().err.strip()
+  assert error.startswith(f'{path}{message}') and '\n' not in error
+  assert not list(root.rglob('*.jsonl*'))
+
+
+def test_list_and_show_print_what_a_person_reads(root, originals, capsys):
+  assert __main__.main(['data', 'list', f'--root={root}']) == 0
+  page = capsys.readouterr().out
+  assert 'validation: 24 questions, sha256 ' in page
+  assert 'MedMCQA; MIT; https://github.com/medmcqa' in page
+  assert _data('show', 'medqa:test', root, '--start=22') == 0
+  assert capsys.readouterr().out == (
+    'medqa:test: 24 questions\n'
+    '\n[22] medqa test_23\nCase 522: which organ?\n'
+    '  A. aorta\n  B. liver\n  C. lung\n  D. skin\n= lung\n'
+    '\n[23] medqa test_24\nCase 523: which organ?\n'
+    '  A. aorta\n  B. liver\n  C. lung\n  D. skin\n= skin\n'
+  )
+  assert _data('show', 'hotpotqa:validation', root, '--rows=1') == 0
+  page = capsys.readouterr().out
+  assert 'hops: 2\ngold passages: hotpotqa-' in page
+  path = root / 'mine.jsonl'
+  path.write_text('{"question": "a\\u001b[2Jb", "answers": ["x"]}\n')
+  assert __main__.main(['data', 'show', str(path)]) == 0
+  assert '[0] mine 1\na\\x1b[2Jb\n= x\n' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'message'),
+  [
+    ([], 'data: no command; choices: build, list, show'),
+    (['built'], 'data built: unknown command; did you mean build?'),
+    (['build', '--root=R'], 'a name must come before the flags'),
+    (['build', 'nq'], '--root: missing'),
+    (['show', 'nq', '--root=R'], 'nq: not built in R (there are: none); '),
+    (['show', 'nq', '--root=R', '--rows=x'], '--rows=x: must be a number'),
+    (['show', 'away.parquet'], 'away.parquet: no such file'),
+    (
+      ['build', 'mine', '--root=R', '--from_files=F'],
+      '--from_files=F: must be SPLIT:FILE,... for mine',
+    ),
+    (
+      ['build', 'nq', '--root=R', '--from_files=train:F'],
+      'F: no such file',
+    ),
+  ],
+)
+def test_wrong_arguments_are_one_line(
+  arguments, message, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  assert __main__.main(['data', *arguments]) == 2
+  error = capsys.readouterr().err
+  assert error.startswith(message) and error.count('\n') == 1
+  assert not list(pathlib.Path().iterdir())

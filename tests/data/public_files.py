@@ -1,0 +1,263 @@
+"""A few rows of every published data set, in the formats of their authors.
+
+The words are made up; the fields and the forms of the values are the authors'.
+"""
+
+import csv
+import io
+import json
+import pathlib
+import tarfile
+import zipfile
+
+NUM_ROWS = 24
+
+
+def _lines(rows):
+  return ''.join(json.dumps(row) + '\n' for row in rows).encode()
+
+
+def _nq(first):
+  return _lines(
+    {'question': f'how deep is lake {n}', 'answer': [f'{n} metres', str(n)]}
+    for n in range(first, first + NUM_ROWS)
+  )
+
+
+def _triviaqa(first):
+  rows = [
+    {
+      'Answer': {
+        'Aliases': [f'Lake {n}', f'The Lake {n}', f'Lake {n}'],
+        'MatchedWikiEntityName': '',
+        'NormalizedAliases': [f'lake {n}'],
+        'NormalizedValue': f'lake {n}',
+        'Type': 'WikipediaEntity',
+        'Value': f'Lake {n}',
+      },
+      'EntityPages': [],
+      'Question': f'Which lake is {n} metres deep?',
+      'QuestionId': f'qf_{n}',
+      'QuestionSource': 'http://www.example.org/',
+      'SearchResults': [],
+    }
+    for n in range(first, first + NUM_ROWS)
+  ]
+  return json.dumps({'Data': rows, 'Domain': 'Web', 'Version': 1.0}).encode()
+
+
+def _popqa():
+  out = io.StringIO()
+  names = ('id', 'subj', 'prop', 'obj', 'question', 'possible_answers')
+  writer = csv.DictWriter(out, names, delimiter='\t', lineterminator='\n')
+  writer.writeheader()
+  for n in range(NUM_ROWS):
+    writer.writerow(
+      {
+        'id': 4222362 + n,
+        'subj': f'Poet {n}',
+        'prop': 'occupation',
+        'obj': 'poet',
+        'question': f"What is Poet {n}'s occupation?",
+        'possible_answers': '["poet", "writer", "poet"]',
+      }
+    )
+  return out.getvalue().encode()
+
+
+def _paragraphs(n):
+  return [
+    [f'River {n}', [f'River {n} flows into Lake {n}.', ' It is long.']],
+    [f'Lake {n}', [f'Lake {n} is {n} metres deep.']],
+    ['Hill', ['A hill is no lake.']],
+  ]
+
+
+def _hotpotqa(first):
+  return json.dumps(
+    [
+      {
+        '_id': f'5a{n:04d}',
+        'answer': f'{n} metres',
+        'question': f'How deep is the lake that river {n} flows into?',
+        'supporting_facts': [[f'River {n}', 0], [f'Lake {n}', 0]],
+        'context': _paragraphs(n),
+        'type': 'bridge',
+        'level': 'hard',
+      }
+      for n in range(first, first + NUM_ROWS)
+    ]
+  ).encode()
+
+
+def _musique(first):
+  return _lines(
+    {
+      'id': f'2hop__{n}_{n + 1}',
+      'paragraphs': [
+        {
+          'idx': index,
+          'title': title,
+          'paragraph_text': ' '.join(sentences),
+          'is_supporting': index < 2,
+        }
+        for index, (title, sentences) in enumerate(_paragraphs(n))
+      ],
+      'question': f'How deep is the lake that river {n} flows into?',
+      'question_decomposition': [{'id': 1}, {'id': 2}],
+      'answer': f'{n} metres',
+      'answer_aliases': [f'{n} m'],
+      'answerable': True,
+    }
+    for n in range(first, first + NUM_ROWS)
+  )
+
+
+def _bamboogle():
+  rows = [f'"Who, then, was king after king {n}?",King {n}' for n in range(9)]
+  return '\r\n'.join(['\ufeffQuestion,Answer', *rows]).encode()
+
+
+_TEXTS = ['aorta', 'liver', 'lung', 'skin']
+
+
+def _medqa(first):
+  return _lines(
+    {
+      'question': f'Case {n}: which organ?',
+      'answer': _TEXTS[n % 4],
+      'options': dict(zip('ABCD', _TEXTS)),
+      'meta_info': 'step1',
+      'answer_idx': 'ABCD'[n % 4],
+      'metamap_phrases': ['organ'],
+    }
+    for n in range(first, first + NUM_ROWS)
+  )
+
+
+def _medmcqa(first):
+  return _lines(
+    {
+      'question': f'Case {n}: which organ?',
+      'exp': None,
+      'cop': n % 4 + 1,
+      **{f'op{letter}': text for letter, text in zip('abcd', _TEXTS)},
+      'subject_name': 'Anatomy',
+      'topic_name': None,
+      'id': f'1ab-{n}',
+      'choice_type': 'single',
+    }
+    for n in range(first, first + NUM_ROWS)
+  )
+
+
+def _pubmedqa():
+  decisions = ('yes', 'no', 'maybe')
+  return json.dumps(
+    {
+      f'{21645374 + n}': {
+        'QUESTION': f'Does drug {n} help?',
+        'CONTEXTS': [f'We gave drug {n}.', f'{n} of 99 were better.'],
+        'LABELS': ['BACKGROUND', 'RESULTS'],
+        'MESHES': ['Humans'],
+        'YEAR': '2011',
+        'reasoning_required_pred': 'yes',
+        'reasoning_free_pred': 'yes',
+        'final_decision': decisions[n % 3],
+        'LONG_ANSWER': 'It may.',
+      }
+      for n in range(NUM_ROWS)
+    },
+    indent=4,
+  ).encode()
+
+
+def _mmlu(subject):
+  out = io.StringIO()
+  writer = csv.writer(out, lineterminator='\n')
+  for n in range(4):
+    writer.writerow([f'{subject} {n}, which?', *_TEXTS, 'ABCD'[n % 4]])
+  return out.getvalue().encode()
+
+
+_SUBJECTS = (
+  'anatomy clinical_knowledge college_biology college_medicine '
+  'medical_genetics professional_medicine'
+).split()
+
+
+def _mmlu_files():
+  return {
+    f'data/{folder}/{subject}_{folder}.csv': _mmlu(subject)
+    for folder in ('dev', 'val', 'test')
+    for subject in [*_SUBJECTS, 'astronomy']
+  }
+
+
+def write(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+  """Writes what the authors serve; returns the folder of each data set.
+
+  The folders hold files and archives under the names that they have on the web.
+  """
+  files = {
+    'nq': {
+      'NQ-open.train.jsonl': _nq(100),
+      'NQ-open.dev.jsonl': _nq(500),
+    },
+    'triviaqa': {
+      'triviaqa-unfiltered.tar.gz': {
+        'triviaqa-unfiltered/unfiltered-web-train.json': _triviaqa(100),
+        'triviaqa-unfiltered/unfiltered-web-dev.json': _triviaqa(500),
+        'triviaqa-unfiltered/._unfiltered-web-dev.json': b'\0',
+      }
+    },
+    'popqa': {'popQA.tsv': _popqa()},
+    'hotpotqa': {
+      'hotpot_train_v1.1.json': _hotpotqa(100),
+      'hotpot_dev_distractor_v1.json': _hotpotqa(500),
+    },
+    '2wikimultihopqa': {
+      'data_ids_april7.zip': {
+        'data_ids_april7/train.json': _hotpotqa(100),
+        'data_ids_april7/dev.json': _hotpotqa(500),
+      }
+    },
+    'musique': {
+      'musique_ans_v1.0_train.jsonl': _musique(100),
+      'musique_ans_v1.0_dev.jsonl': _musique(500),
+    },
+    'bamboogle': {'bamboogle.csv': _bamboogle()},
+    'medqa': {
+      'phrases_no_exclude_train.jsonl': _medqa(100),
+      'phrases_no_exclude_test.jsonl': _medqa(500),
+    },
+    'medmcqa': {'train.json': _medmcqa(100), 'dev.json': _medmcqa(500)},
+    'pubmedqa': {
+      'ori_pqal.json': _pubmedqa(),
+      'test_ground_truth.json': json.dumps(
+        {f'{21645374 + n}': 'yes' for n in range(0, NUM_ROWS, 2)}
+      ).encode(),
+    },
+    'mmlu-med': {'data.tar': _mmlu_files()},
+  }
+  for name, served in files.items():
+    (folder / name).mkdir(parents=True)
+    for file, content in served.items():
+      _write(folder / name / file, content)
+  return {name: folder / name for name in files}
+
+
+def _write(path, content):
+  if isinstance(content, bytes):
+    path.write_bytes(content)
+  elif path.suffix == '.zip':
+    with zipfile.ZipFile(path, 'w') as archive:
+      for name, data in content.items():
+        archive.writestr(name, data)
+  else:
+    mode = 'w:gz' if path.suffix == '.gz' else 'w'
+    with tarfile.open(path, mode) as archive:
+      for name, data in content.items():
+        info = tarfile.TarInfo(name)
+        info.size = len(data)
+        archive.addfile(info, io.BytesIO(data))

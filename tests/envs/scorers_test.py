@@ -1,0 +1,145 @@
+"""Scores against the public definitions, on some four hundred pairs.
+
+The twins follow the evaluation of SQuAD 1.1 and the scorers of Search-R1 word
+for word: lower case, then no ASCII punctuation, then no articles, then single
+spaces. They are written character by character, unlike ours.
+"""
+
+import collections
+import itertools
+import string
+
+import numpy as np
+import pytest
+
+from stppo_jax.envs import rewards
+
+
+def _normal(text):
+  kept = ''.join(c for c in text.lower() if c not in set(string.punctuation))
+  words, word = [], ''
+  for char in f'{kept} ':
+    # An article stands between characters that are no word characters.
+    if char.isalnum() or char == '_':
+      word += char
+      continue
+    words.append('' if word in ('a', 'an', 'the') else word)
+    words.append(' ' if char.isspace() else char)
+    word = ''
+  # An article becomes a space: what stands around it is not joined.
+  return ' '.join(''.join(w if w else ' ' for w in words).split())
+
+
+def _exact(answer, golden):
+  return any(_normal(answer) == _normal(g) for g in golden)
+
+
+def _substring(answer, golden):
+  return any(_normal(g) in _normal(answer) for g in golden)
+
+
+def _f1(answer, golden):
+  best = 0.0
+  for g in golden:
+    ours, theirs = _normal(answer).split(), _normal(g).split()
+    same = sum(
+      (collections.Counter(ours) & collections.Counter(theirs)).values()
+    )
+    if same:
+      precision, recall = same / len(ours), same / len(theirs)
+      best = max(best, 2 * precision * recall / (precision + recall))
+  return best
+
+
+_TEXTS = (
+  'The Beatles',
+  'beatles',
+  'the  beatles!',
+  'A Day in the Life',
+  'day in life',
+  "Rock 'n' Roll",
+  'rock-n-roll',
+  'U.S.A.',
+  'usa',
+  'an apple, a day',
+  'Theatre',
+  'anthem',
+  '1,000',
+  '1000',
+  '3.14',
+  '314',
+  'July 4, 1776',
+  '4 July 1776',
+  '$5 million',
+  '5 million',
+  'Beyoncé',
+  'beyoncé',
+  'Beyonce',
+  '“quoted”',
+  'quoted',
+  'naïve café',
+  '東京',
+  'the 東京',
+  'Zürich\u00a0(city)',
+  'zürich city',
+  'ß',
+  'SS',
+  '_under_score_',
+  'underscore',
+  "king's",
+  'kings',
+  'a-b',
+  'ab',
+  'x / y',
+  'x y',
+)
+_PAIRS = [
+  (answer, golden) for answer, golden in itertools.product(_TEXTS, _TEXTS)
+]
+
+
+def _agrees(answer, golden):
+  assert rewards.normalise(answer) == _normal(answer)
+  assert rewards.exact_match(answer, golden) == _exact(answer, golden)
+  assert rewards.token_f1(answer, golden) == pytest.approx(_f1(answer, golden))
+  assert rewards.substring_match(answer, golden) == _substring(answer, golden)
+
+
+def test_scores_equal_the_public_definitions():
+  assert len(_PAIRS) == 1600
+  for answer, golden in _PAIRS:
+    _agrees(answer, [golden])
+  found = [_exact(a, [g]) for a, g in _PAIRS if a != g]
+  assert 20 < sum(found) < 100  # neither of the two is rare
+
+
+def test_lists_of_golden_answers_equal_the_public_definitions():
+  rng = np.random.default_rng(0)
+  for _ in range(300):
+    answer, *golden = rng.choice(_TEXTS, size=rng.integers(2, 6)).tolist()
+    _agrees(answer, golden)
+
+
+@pytest.mark.parametrize(
+  ('answer', 'golden', 'ours', 'theirs'),
+  [
+    # Every text contains the empty one: to Search-R1, "The" is in all answers.
+    ('Oslo', 'The', 0.0, True),
+    ('Oslo', '', 0.0, True),
+    ('the', 'The', 1.0, True),
+  ],
+)
+def test_where_a_golden_answer_is_nothing_ours_differs(
+  answer, golden, ours, theirs
+):
+  assert rewards.substring_match(answer, [golden]) == ours
+  assert _substring(answer, [golden]) is theirs
+
+
+@pytest.mark.parametrize(
+  ('answer', 'golden'), [('', ''), ('the', 'A'), ('!', '')]
+)
+def test_nothing_equals_nothing(answer, golden):
+  assert rewards.exact_match(answer, [golden]) == 1.0
+  # SQuAD 2.0: F1 of two empty answers is 1, as it was not defined in 1.1.
+  assert rewards.token_f1(answer, [golden]) == 1.0

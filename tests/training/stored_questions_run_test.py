@@ -1,0 +1,139 @@
+"""Runs of `train` on files of others, and on data sets that were built."""
+
+import pyarrow
+from pyarrow import parquet
+import pytest
+
+from stppo_jax import __main__
+from tests.data import public_files
+from tests.training import runs
+
+# The tokenizer and the prompt of other tests, whose programs have its shapes.
+_TOKENIZER = {
+  'num_steps': 1,
+  'evaluate__every': 1,
+  'evaluate__num_questions': 4,
+  'model__tokenizer_path': runs.REPO / 'assets' / 'quickstart',
+  'model__scan_unroll': 1,
+  'rollout__trajectories_per_step': 16,
+}
+
+
+def _row(n):
+  question, answers = f'how deep is lake {n}', [f'{n} metres']
+  return (
+    question,
+    answers,
+    {'style': 'rule', 'ground_truth': {'target': answers}},
+  )
+
+
+def _search_r1(n):
+  question, answers, model = _row(n)
+  return {
+    'id': f'train_{n}',
+    'question': question,
+    'golden_answers': answers,
+    'data_source': 'nq',
+    'prompt': [{'role': 'user', 'content': f'Question: {question}\n'}],
+    'ability': 'fact-reasoning',
+    'reward_model': model,
+    'extra_info': {'index': n, 'split': 'train'},
+  }
+
+
+def _verl(n):
+  question, _, model = _row(n)
+  return {
+    'data_source': 'searchR1_hotpotqa',
+    'prompt': [{'role': 'user', 'content': f'Question: {question}\n'}],
+    'ability': 'fact-reasoning',
+    'reward_model': model,
+    'extra_info': {'index': n, 'split': 'train', 'question': question},
+    'metadata': None,
+  }
+
+
+def _flashrag(n):
+  question, answers, _ = _row(n)
+  return {'id': f'test_{n}', 'question': question, 'golden_answers': answers}
+
+
+def test_a_step_on_parquet_files_of_three_others(tmp_path):
+  rows = {'search_r1': _search_r1, 'verl': _verl, 'flashrag': _flashrag}
+  for name, row in rows.items():
+    table = pyarrow.Table.from_pylist([row(n) for n in range(20)])
+    parquet.write_table(table, tmp_path / f'{name}.parquet')
+  line = '{"pid": "p", "title": "Lake 3", "text": "Lake 3 is deep."}\n'
+  (tmp_path / 'corpus.jsonl').write_text(line)
+  names = ', '.join(f'{name}.parquet weight=1' for name in rows)
+  workdir = tmp_path / 'runs' / '1'
+  changes = {
+    'data__name': 'jsonl',
+    'data__root': tmp_path,
+    'data__train': names,
+    'data__evaluation': 'flashrag.parquet limit=4',
+    'data__corpus': 'corpus.jsonl',
+    **_TOKENIZER,
+  }
+  workdir = tmp_path.parent / f'{tmp_path.name}-run'
+  assert runs.train(workdir, **changes) == 0
+  metrics = runs.metrics(workdir)[-1]
+  for name in ('nq', 'hotpotqa', 'flashrag'):
+    assert f'train/em/{name}' in metrics
+  assert 'val/em/flashrag' in metrics
+  # A step is resumed on the same questions: they are functions of the step.
+  assert runs.train(workdir, **changes) == 0
+
+
+@pytest.fixture(scope='module')
+def root(tmp_path_factory):
+  """Returns a folder with the data sets of the packaged configs."""
+  root = tmp_path_factory.mktemp('built')
+  for name, folder in public_files.write(root / 'originals').items():
+    arguments = [name, f'--root={root}', f'--from_files={folder}']
+    assert __main__.main(['data', 'build', *arguments]) == 0
+  return root
+
+
+@pytest.mark.parametrize(
+  ('config', 'trained', 'evaluated'),
+  [
+    ('hotpotqa', {'hotpotqa'}, {'hotpotqa'}),
+    ('nq_hotpotqa', {'nq', 'hotpotqa'}, {'nq', 'hotpotqa'}),
+    (
+      'medical',
+      {'medqa', 'medmcqa', 'pubmedqa'},
+      {'medqa', 'medmcqa', 'pubmedqa', 'mmlu-med'},
+    ),
+  ],
+)
+def test_a_step_of_each_packaged_config(
+  config, trained, evaluated, root, tmp_path
+):
+  changes = {'num_steps': 1, 'data__root': root, **_TOKENIZER}
+  changes['data__corpus'] = 'hotpotqa.corpus.jsonl'
+  changes['env__max_length'] = 1024
+  changes['rollout__length_bucket'] = 1024
+  flags = [
+    f'--config={runs.REPO}/configs/{config}.py',
+    *runs.flags(**changes)[1:],
+    f'--workdir={tmp_path}/run',
+  ]
+  assert __main__.main(['train', *flags]) == 0
+  metrics = runs.metrics(tmp_path / 'run')[-1]
+  names = {key.rpartition('/')[2] for key in metrics if 'train/em/' in key}
+  assert names <= trained and (names or config == 'medical')
+  names = {key.rpartition('/')[2] for key in metrics if 'val/em/' in key}
+  assert names == evaluated
+
+
+def test_a_data_set_that_was_not_built_is_named(tmp_path, capsys):
+  flags = runs.flags(data__name='tfds', data__root=tmp_path, data__train='nq')
+  assert __main__.main(['train', *flags, f'--workdir={tmp_path}/run']) == 2
+  lines = capsys.readouterr().err.splitlines()
+  assert any(
+    f"data.train='nq': nq: not built in {tmp_path} (there are: none); python "
+    '-m stppo_jax data build nq --root=' in line
+    for line in lines
+  )
