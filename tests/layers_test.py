@@ -106,6 +106,7 @@ HOMES = {
   'http.server': (),
   'urllib.request': (),
   'bm25s': ('retrieval',),
+  'prometheus_client': ('http',),
   'ml_collections': ('configs', 'commands'),
   'matplotlib': ('records.plots',),
   'tensorboardX': ('records.tensorboard',),

@@ -7,9 +7,14 @@ line, `{"detail": "..."}`, and no reply carries a traceback:
     401  no valid bearer token (with `token`; /health needs none)
     408  the body came too slowly
     413  the body is too large
+    415  the content type is not application/json (with `json_only`)
     422  the body is not a JSON object
     429  too many requests in flight, with Retry-After
     500  a bug in a handler, whose cause is in the server's log only
+
+GET /health answers {"status": "ok"}, and GET /metrics counts for Prometheus.
+The number of connections and the time for the headers of a request are bounded
+in `connections.py`.
 """
 
 import asyncio
@@ -17,44 +22,31 @@ from collections.abc import Awaitable
 from collections.abc import Callable
 from collections.abc import Mapping
 from concurrent import futures
-import dataclasses
-import hmac
 import ipaddress
 import json
-import logging
+import socket
 import threading
 from typing import Any
 
 from aiohttp import web
 
+from stppo_jax.http import connections as connections_lib
+from stppo_jax.http import metrics as metrics_lib
+from stppo_jax.http import middleware
+
 LOOPBACK = '127.0.0.1'
+
+# Connections that the system keeps until they are accepted.
+_BACKLOG = 1024
+_KEEPALIVE = 75.0  # seconds that an idle connection is kept open
+_CONNECTIONS = web.AppKey('connections', connections_lib.Connections)
 
 Fields = dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
-class Limits:
-  """The limits of what clients may request.
-
-  Attributes:
-    max_body_bytes: the largest body of a request; above it, 413.
-    max_concurrent: the most posts in flight; above it, 429.
-    retry_after: seconds that a 429 names in Retry-After.
-    body_timeout: seconds that a client may take to send a body.
-  """
-
-  max_body_bytes: int = 1 << 20
-  max_concurrent: int = 64
-  retry_after: int = 1
-  body_timeout: float = 30.0
-
-
-class Refusal(Exception):
-  """An error that is answered with its status and one line."""
-
-  def __init__(self, status: int, detail: str):
-    super().__init__(detail)
-    self.status = status
+# Defined there; callers of the server need them.
+Limits = middleware.Limits
+Refusal = middleware.Refusal
 
 
 def application(
@@ -64,8 +56,11 @@ def application(
   limits: Limits,
   close: Callable[[], None],
   token: str = '',
+  json_only: bool = False,
+  metrics: metrics_lib.Metrics | None = None,
+  fault: Callable[[int], str] | None = None,
 ) -> web.Application:
-  """Returns a server as an aiohttp application; /health is added.
+  """Returns a server as an aiohttp application, with /health and /metrics.
 
   Args:
     get: path -> handler without arguments.
@@ -74,20 +69,39 @@ def application(
     limits: the limits of what clients may request.
     close: called when the server ends.
     token: the bearer token that every request but /health needs; '' = none.
+    json_only: whether posts need the content type application/json. A web page
+      of another site cannot send it without being asked, so a browser on this
+      machine cannot be made to post.
+    metrics: the metrics of the server; requests and connections are added.
+    fault: decides which posts fail on purpose, see `middleware.inject`; None =
+      none do.
   """
 
   async def on_cleanup(app: web.Application) -> None:
     del app
     close()
 
+  connections = connections_lib.Connections(
+    max_connections=limits.max_connections, header_timeout=limits.header_timeout
+  )
+  metrics = metrics or metrics_lib.Metrics()
+  metrics.gauge('connections', 'Open connections.', lambda: len(connections))
   app = web.Application(
     client_max_size=limits.max_body_bytes,
-    middlewares=[_one_line, _authorize(token), _bound(limits)],
+    middlewares=[
+      middleware.watch(connections, metrics),
+      middleware.one_line,
+      middleware.authorize(token),
+      middleware.bound(limits, connections, json_only=json_only),
+      *([] if fault is None else [middleware.inject(fault, limits)]),
+    ],
   )
+  app[_CONNECTIONS] = connections
+  app.router.add_get('/metrics', _answer_metrics(metrics))
   for path, get_handler in {'/health': _health, **get}.items():
     app.router.add_get(path, _answer_get(get_handler))
   for path, post_handler in post.items():
-    app.router.add_post(path, _answer_post(post_handler, limits.body_timeout))
+    app.router.add_post(path, _answer_post(post_handler))
   app.on_cleanup.append(on_cleanup)
   return app
 
@@ -114,30 +128,99 @@ def check_exposure(host: str, token: str, *, token_variable: str) -> None:
     )
 
 
+def listen(host: str, port: int) -> socket.socket:
+  """Returns a socket that is bound to an address and not listening yet.
+
+  Raises:
+    OSError: the address is in use or does not belong to this machine.
+  """
+  found = socket.getaddrinfo(
+    host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+  )
+  # `localhost` may have an address of each family.
+  found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+  family, kind, protocol, _, name = found[0]
+  bound = socket.socket(family, kind, protocol)
+  try:
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(name)
+  except OSError as error:
+    bound.close()
+    raise OSError(error.errno, f'{host}:{port}: {error.strerror}') from error
+  except BaseException:
+    bound.close()
+    raise
+  return bound
+
+
+def url_of(bound: socket.socket, host: str) -> str:
+  """Returns the URL of a server that listens on a socket."""
+  name = f'[{host}]' if ':' in host else host
+  return f'http://{name}:{bound.getsockname()[1]}'
+
+
+class Running:
+  """A server that has started in the running loop.
+
+  Attributes:
+    runner: the runner of the application.
+  """
+
+  def __init__(self, runner: web.AppRunner, server: asyncio.Server):
+    self.runner = runner
+    self._server = server
+
+  async def cleanup(self) -> None:
+    """Stops to listen, finishes the requests in flight, and cleans up."""
+    self._server.close()
+    await self.runner.cleanup()
+
+
 async def start(
-  app: web.Application, host: str, port: int
-) -> tuple[web.AppRunner, str]:
-  """Serves in the running loop; returns the runner, to clean up, and the URL.
+  app: web.Application,
+  host: str,
+  port: int,
+  *,
+  bound: socket.socket | None = None,
+  shutdown_timeout: float = 1.0,
+) -> tuple[Running, str]:
+  """Serves in the running loop; returns the server, to clean up, and the URL.
 
   Args:
     app: the application to serve.
     host: the address to bind; see `check_exposure`.
     port: the port to bind; 0 = any free one.
+    bound: a socket that is bound to them already; it is closed at the end.
+    shutdown_timeout: seconds that requests in flight may take at the end.
 
   Raises:
     OSError: the address is in use or does not belong to this machine.
   """
-  # Idle connections must not delay the shutdown.
-  runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+  runner = web.AppRunner(
+    app,
+    access_log=None,
+    keepalive_timeout=_KEEPALIVE,
+    shutdown_timeout=shutdown_timeout,
+  )
   try:
     await runner.setup()
-    await web.TCPSite(runner, host, port).start()
+    bound = bound or listen(host, port)
+    make_protocol = runner.server
+    assert make_protocol is not None  # set up
+    if _CONNECTIONS in app:
+      make_protocol = app[_CONNECTIONS].guard(make_protocol)
+    server = await asyncio.get_running_loop().create_server(
+      make_protocol, sock=bound, backlog=connections_lib.ACCEPTED_AT_ONCE
+    )
+    # The loop accepts few connections at once, so that there are never many
+    # more than allowed, but more of them may wait.
+    bound.listen(_BACKLOG)
   except BaseException:
+    if bound is not None:
+      bound.close()
     await runner.cleanup()
     raise
-  bound_port = runner.addresses[0][1]
-  name = f'[{host}]' if ':' in host else host
-  return runner, f'http://{name}:{bound_port}'
+  return Running(runner, server), url_of(bound, host)
 
 
 class EmbeddedServer:
@@ -212,87 +295,31 @@ def _answer_get(handler: Callable[[], Fields]):
   return answer
 
 
-def _answer_post(
-  handler: Callable[..., Awaitable[Fields]], body_timeout: float
-):
+def _answer_post(handler: Callable[..., Awaitable[Fields]]):
   async def answer(request: web.Request) -> web.Response:
-    fields = await _json_object(request, body_timeout)
+    fields = _json_object(await request.read())
     return web.json_response(await handler(fields, **request.match_info))
 
   return answer
 
 
-async def _json_object(request: web.Request, timeout: float) -> Fields:
-  """Returns the fields of a body; raises a `web.HTTPException` or `Refusal`."""
+def _answer_metrics(metrics: metrics_lib.Metrics):
+  async def answer(request: web.Request) -> web.Response:
+    del request
+    return web.Response(
+      body=metrics.exposition(),
+      headers={'Content-Type': metrics_lib.CONTENT_TYPE},
+    )
+
+  return answer
+
+
+def _json_object(body: bytes) -> Fields:
+  """Returns the fields of a body, or refuses it."""
   try:
-    async with asyncio.timeout(timeout):
-      body = json.loads(await request.read())
-  except TimeoutError:
-    raise Refusal(408, 'the body came too slowly') from None
+    fields = json.loads(body)
   except (ValueError, RecursionError):
     raise Refusal(422, 'body: expected JSON in UTF-8') from None
-  if not isinstance(body, dict):
+  if not isinstance(fields, dict):
     raise Refusal(422, 'body: expected a JSON object')
-  return body
-
-
-@web.middleware
-async def _one_line(request: web.Request, handler) -> web.StreamResponse:
-  """Turns whatever a handler raises into a status and one line."""
-  headers: dict[str, str] = {}
-  try:
-    return await handler(request)
-  except Refusal as refusal:
-    status, detail = refusal.status, str(refusal)
-  except web.HTTPException as error:
-    headers = dict(error.headers)
-    headers.pop('Content-Type', None)
-    headers.pop('Content-Length', None)
-    status, detail = error.status, error.text or error.reason
-  except Exception:
-    logging.getLogger(__name__).exception('request failed: %s', request.path)
-    status, detail = 500, 'internal error'
-  detail = ' '.join(detail.split())
-  return web.json_response({'detail': detail}, status=status, headers=headers)
-
-
-def _authorize(token: str):
-  # Compared as bytes: compare_digest refuses text beyond ASCII.
-  expected = f'Bearer {token}'.encode()
-
-  @web.middleware
-  async def authorize(request: web.Request, handler) -> web.StreamResponse:
-    """Refuses requests without the token, compared in constant time."""
-    sent = request.headers.get('Authorization', '').encode('utf-8', 'replace')
-    is_open = not token or request.path == '/health'
-    if not is_open and not hmac.compare_digest(sent, expected):
-      raise web.HTTPUnauthorized(
-        text='a valid bearer token is needed',
-        headers={'WWW-Authenticate': 'Bearer'},
-      )
-    return await handler(request)
-
-  return authorize
-
-
-def _bound(limits: Limits):
-  in_flight = 0
-
-  @web.middleware
-  async def bound(request: web.Request, handler) -> web.StreamResponse:
-    """Refuses posts beyond the limit; gets are quick and not counted."""
-    nonlocal in_flight
-    if request.method != 'POST':
-      return await handler(request)
-    if in_flight >= limits.max_concurrent:
-      raise web.HTTPTooManyRequests(
-        text='too many requests in flight',
-        headers={'Retry-After': str(limits.retry_after)},
-      )
-    in_flight += 1
-    try:
-      return await handler(request)
-    finally:
-      in_flight -= 1
-
-  return bound
+  return fields

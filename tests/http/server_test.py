@@ -1,6 +1,8 @@
 """The HTTP server: its refusals, their messages, its start and its end."""
 
 import asyncio
+from concurrent import futures
+import contextlib
 import gc
 import http.client
 import json
@@ -98,29 +100,123 @@ def test_a_bug_is_500_without_a_traceback(url, caplog):
   assert 'secret detail' in caplog.text  # in the server's log
 
 
-def test_too_many_are_429_and_a_slow_body_is_408(url):
-  host, port = parse.urlsplit(url).netloc.split(':')
+def test_too_many_are_429_and_health_still_answers():
+  answering, ending = threading.Event(), threading.Event()
 
-  async def slow_client():
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b'POST /echo HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n')
-    writer.write(b'\r\n{')
-    await writer.drain()
-    await asyncio.sleep(
-      0.05
-    )  # It is now the only request in flight that is allowed.
-    busy = await asyncio.to_thread(_request, url, '/echo', b'{}')
-    health = await asyncio.to_thread(_request, url, '/health', method='GET')
-    status_line = await asyncio.wait_for(reader.readline(), 5)
-    writer.close()
-    await writer.wait_closed()
-    return busy, health, status_line
+  async def wait(fields):
+    answering.set()
+    await asyncio.to_thread(ending.wait, 10)
+    return fields
 
-  (status, headers, text), health, status_line = asyncio.run(slow_client())
+  def app():
+    return http_server.application(
+      get={}, post={'/wait': wait}, limits=_LIMITS, close=lambda: None
+    )
+
+  with (
+    http_server.EmbeddedServer(app) as server,
+    futures.ThreadPoolExecutor() as pool,
+  ):
+    first = pool.submit(_request, server.url, '/wait', b'{}')
+    assert answering.wait(10)  # It is the only one that may be in flight.
+    status, headers, text = _request(server.url, '/wait', b'{}')
+    health = _request(server.url, '/health', method='GET')
+    ending.set()
+    assert first.result()[0] == 200
   assert status == 429 and headers['Retry-After'] == '7'
   assert _detail(text) == 'too many requests in flight'
-  assert health[0] == 200 and b' 408 ' in status_line
-  assert _request(url, '/echo', b'{}')[0] == 200
+  assert health[0] == 200
+
+
+def test_a_slow_body_is_408(url):
+  host = parse.urlsplit(url).netloc
+  connection = http.client.HTTPConnection(host, timeout=5)
+  with contextlib.closing(connection):
+    connection.putrequest('POST', '/echo')
+    connection.putheader('Content-Length', '9')
+    connection.endheaders(b'{')
+    assert connection.getresponse().status == 408
+
+
+def test_a_content_type_can_be_asked_for():
+  def app():
+    return http_server.application(
+      get={},
+      post={'/echo': _echo},
+      limits=_LIMITS,
+      close=lambda: None,
+      json_only=True,
+    )
+
+  with http_server.EmbeddedServer(app) as server:
+    got = []
+    for value in ('', 'text/plain', 'application/json; charset=utf-8'):
+      headers = {'Content-Type': value} if value else {}
+      got.append(_request(server.url, '/echo', b'{}', headers=headers))
+  assert [status for status, *_ in got] == [415, 415, 200]
+  assert _detail(got[0][2]) == 'Content-Type: expected application/json'
+
+
+async def _echo(fields):
+  return fields
+
+
+def test_metrics_count_requests_by_path_and_status(url):
+  before = _metrics(url)
+  _request(url, '/echo', b'{}')
+  _request(url, '/echo', b'[]')
+  _request(url, '/no/such/path', b'{}')
+  after = _metrics(url)
+  grown = {name: after[name] - before.get(name, 0) for name in after}
+  name = 'stppo_http_requests_total{path="%s",status="%d"}'
+  assert grown[name % ('/echo', 200)] == grown[name % ('/echo', 422)] == 1
+  assert grown[name % ('unknown', 404)] == 1
+  assert grown['stppo_http_request_seconds_count{path="/echo"}'] == 2
+  assert after['stppo_connections'] >= 1
+
+
+def _metrics(url):
+  """Returns name, with its labels, to value."""
+  _, headers, text = _request(url, '/metrics', method='GET')
+  assert headers['Content-Type'].startswith('text/plain; version=')
+  lines = [line for line in text.splitlines() if not line.startswith('#')]
+  return {n: float(v) for n, v in (line.rsplit(' ', 1) for line in lines)}
+
+
+@pytest.mark.parametrize(
+  ('kind', 'status'),
+  [('status_500', 500), ('status_429', 429), ('malformed', 200)],
+)
+def test_faults_can_be_injected(kind, status):
+  def app():
+    return http_server.application(
+      get={},
+      post={'/echo': _echo},
+      limits=_LIMITS,
+      close=lambda: None,
+      fault=lambda number: kind if number == 1 else '',
+    )
+
+  with http_server.EmbeddedServer(app) as server:
+    got, _, text = _request(server.url, '/echo', b'{}')
+    assert got == status and 'injected fault' in text
+    assert _request(server.url, '/echo', b'{}')[0] == 200
+
+
+def test_a_connection_can_be_broken_on_purpose():
+  def app():
+    return http_server.application(
+      get={},
+      post={'/echo': _echo},
+      limits=_LIMITS,
+      close=lambda: None,
+      fault=lambda number: 'connection',
+    )
+
+  with http_server.EmbeddedServer(app) as server:
+    with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
+      _request(server.url, '/echo', b'{}')
+    assert _request(server.url, '/health', method='GET')[0] == 200
 
 
 def test_all_but_health_needs_the_token():

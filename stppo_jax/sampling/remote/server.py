@@ -9,13 +9,15 @@
 It implements as much of vLLM's and SGLang's protocols as `engine.py` needs. For
 every token it computes the whole dialogue again, because it is for tests and
 readers and need not be fast. `http.server.EmbeddedServer` serves it on the
-loopback interface.
+loopback interface. Posts need the content type application/json, and with a
+token all requests but /health need that.
 
 Weights that cannot be loaded are answered with 400, another model with 404,
 fields that are wrong with 422; further errors are in `http/server.py`.
 """
 
 import asyncio
+import collections
 from collections.abc import Callable
 from collections.abc import Sequence
 from concurrent import futures
@@ -37,6 +39,10 @@ from stppo_jax.sampling.remote import request_fields
 KIND = 'stppo_jax'  # see `dialects.DIALECTS`
 
 _LIMITS = http_server.Limits(max_body_bytes=4 << 20, max_concurrent=1024)
+# Programs that are kept, one for each way to truncate a distribution, and
+# requests that are remembered: clients choose how many there are.
+_MAX_PROGRAMS = 16
+_MAX_COMPLETIONS = 4096
 
 Fields = dict[str, Any]
 
@@ -45,7 +51,7 @@ class ModelServer:
   """A policy with its weights, and the handlers of requests to it.
 
   Attributes:
-    completions: the requests that were answered, in order.
+    completions: the last requests that were answered, in order.
     weight_version: the label of the weights.
   """
 
@@ -58,6 +64,7 @@ class ModelServer:
     token_bytes: Sequence[bytes],
     max_length: int,
     weights_root: str | pathlib.Path,
+    token: str = '',
   ):
     """Makes the handlers; `app` returns the application to start.
 
@@ -67,11 +74,17 @@ class ModelServer:
       params: the first weights of the model.
       token_bytes: the bytes of each token id; further ids have none.
       max_length: the most tokens of a dialogue.
-      weights_root: the folder below which weights may be loaded.
+      weights_root: the folder below which weights may be loaded; links that
+        lead out of it are refused.
+      token: the bearer token that requests need; '' = none.
     """
-    self.completions: list[request_fields.Completion] = []
+    self.completions: collections.deque[request_fields.Completion] = (
+      collections.deque(maxlen=_MAX_COMPLETIONS)
+    )
     self._name = name
     self._policy = policy
+    self._token = token
+    self._program = functools.lru_cache(_MAX_PROGRAMS)(self._compile)
     self.set_weights(params, 'default')
     self._token_bytes = list(token_bytes)
     self._max_length = max_length
@@ -89,6 +102,8 @@ class ModelServer:
       },
       limits=_LIMITS,
       close=self._executor.shutdown,
+      token=self._token,
+      json_only=True,
     )
 
   def set_weights(self, params: functional.Params, version: str) -> None:
@@ -112,14 +127,8 @@ class ModelServer:
     ids, logprobs, text, reason = [], [], b'', 'length'
     while len(ids) < completion.max_tokens and reason == 'length':
       length = len(prompt) + len(ids)
-      sampled = _next_token(
-        self._params,
-        tokens_1L,
-        np.int32(length),
-        key,
-        greedy,
-        policy=self._policy,
-        sampling=sampling,
+      sampled = self._program(sampling)(
+        self._params, tokens_1L, np.int32(length), key, greedy
       )
       token_id = int(sampled.tokens_S[0])
       tokens_1L[0, length] = token_id
@@ -171,11 +180,22 @@ class ModelServer:
     folder = pathlib.Path(path).resolve()
     if not folder.is_relative_to(self._weights_root):
       raise http_server.Refusal(400, 'model_path: not below weights_root')
+    for file in folder.glob('*'):
+      if not file.resolve().is_relative_to(self._weights_root):
+        raise http_server.Refusal(
+          400, f'{file.name}: a link out of weights_root'
+        )
     try:
       await self._run(self._load, folder, version)
     except (ValueError, OSError) as error:
       raise http_server.Refusal(400, str(error)) from error
     return {'success': True, 'message': 'loaded'}
+
+  def _compile(self, sampling: sampler.Sampling) -> Callable:
+    """Returns a program of its own, so that it is freed when it is dropped."""
+    return jax.jit(
+      functools.partial(_next_token, policy=self._policy, sampling=sampling)
+    )
 
   async def _run(self, function: Callable, *args: Any) -> Any:
     loop = asyncio.get_running_loop()
@@ -198,7 +218,6 @@ class ModelServer:
       raise http_server.Refusal(422, str(error)) from error
 
 
-@functools.partial(jax.jit, static_argnames=('policy', 'sampling'))
 def _next_token(
   params, tokens_1L, length, key, greedy, *, policy, sampling
 ) -> sampler.SampledTokens:

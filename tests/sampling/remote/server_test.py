@@ -34,13 +34,14 @@ def url(root):
     yield server.url
 
 
-def _post(url, path, body, method='POST'):
+def _post(url, path, body, method='POST', headers=None):
   host = parse.urlsplit(url).netloc
   connection = http.client.HTTPConnection(host, timeout=20)
   try:
     if not isinstance(body, bytes):
       body = json.dumps(body).encode()
-    connection.request(method, path, body)
+    headers = {'Content-Type': 'application/json'} | (headers or {})
+    connection.request(method, path, body, headers)
     response = connection.getresponse()
     return response.status, json.loads(response.read())
   finally:
@@ -119,3 +120,46 @@ def test_weights_are_read_from_below_the_root_only(url, root, tmp_path):
   assert _post(url, info, b'', 'GET')[1] == {'weight_version': 'v1'}
   status, reply = _post(url, '/update_weights_from_disk', {'model_path': 1})
   assert status == 422 and 'expected strings' in reply['detail']
+
+
+def test_a_link_out_of_the_root_is_not_followed(url, root, tmp_path):
+  (tmp_path / 'model.safetensors').write_bytes(b'secret')
+  (root / 'linked').mkdir()
+  (root / 'linked' / 'model.safetensors').symlink_to(
+    tmp_path / 'model.safetensors'
+  )
+  (root / 'folder').symlink_to(tmp_path)
+  for name, line in (
+    ('linked', 'model.safetensors: a link out of weights_root'),
+    ('folder', 'model_path: not below weights_root'),
+  ):
+    body = {'model_path': str(root / name), 'weight_version': 'v2'}
+    status, reply = _post(url, '/update_weights_from_disk', body)
+    assert status == 400 and reply['detail'] == line
+
+
+def test_posts_need_the_content_type_of_json(url):
+  """A page in a browser cannot send it to this machine unasked."""
+  for kind in ('text/plain', 'application/x-www-form-urlencoded'):
+    headers = {'Content-Type': kind}
+    status, reply = _post(url, '/v1/completions', _ASKED, headers=headers)
+    assert status == 415 and 'application/json' in reply['detail']
+
+
+def test_a_token_can_be_asked_for(root):
+  model = model_server.ModelServer(
+    'tiny',
+    fake_servers.MODEL,
+    fake_servers.PARAMS,
+    token_bytes=fake_servers.TOKENS,
+    max_length=fake_servers.MAX_LENGTH,
+    weights_root=root,
+    token='s3cret',
+  )
+  with http_server.EmbeddedServer(model.app) as server:
+    for path in ('/v1/models', '/model_info'):
+      assert _post(server.url, path, b'', 'GET')[0] == 401
+      headers = {'Authorization': 'Bearer s3cret'}
+      assert _post(server.url, path, b'', 'GET', headers)[0] == 200
+    assert _post(server.url, '/v1/completions', _ASKED)[0] == 401
+    assert _post(server.url, '/health', b'', 'GET')[0] == 200

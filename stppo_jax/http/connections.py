@@ -1,0 +1,167 @@
+"""The connections of a server: how many there are, and how long they may wait.
+
+A connection that sends nothing, or a byte at a time, costs a client nothing and
+the server a file descriptor. So a request must have its headers in time, and at
+the limit a new connection takes the place of the one that has been idle for
+longest. A connection is idle while none of its requests is being answered:
+clients that wait, or are slow to send a body, cannot keep others out.
+"""
+
+import asyncio
+from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
+from typing import Any
+
+try:
+  import resource
+except ImportError:  # Windows has no such limits.
+  resource = None
+
+# The connections that one pass of the event loop accepts.
+ACCEPTED_AT_ONCE = 32
+
+
+def bounded_by_descriptors(max_connections: int) -> int:
+  """Returns the limit, or half of the descriptors of the process if less.
+
+  The other half is for files, and for connections that are accepted before the
+  idle ones are closed.
+  """
+  if resource is None:
+    return max_connections
+  soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+  if soft == resource.RLIM_INFINITY:
+    return max_connections
+  return min(max_connections, max(soft // 2, 1))
+
+
+class Connections:
+  """The open connections of one server, in one event loop."""
+
+  def __init__(self, *, max_connections: int, header_timeout: float):
+    """Makes an empty table.
+
+    Args:
+      max_connections: the most connections; the descriptors of the process
+        bound them too.
+      header_timeout: seconds that a client may take to send the headers of a
+        request, once it has connected or has sent the first byte of it.
+    """
+    self.header_timeout = header_timeout
+    self._max_connections = bounded_by_descriptors(max_connections)
+    # The least recently active first.
+    self._open: dict[asyncio.BaseTransport, _Connection] = {}
+
+  def __len__(self) -> int:
+    return len(self._open)
+
+  def guard(
+    self, make_protocol: Callable[[], asyncio.Protocol]
+  ) -> Callable[[], asyncio.Protocol]:
+    """Returns a factory of protocols whose connections are in this table."""
+    return lambda: _Connection(self, make_protocol())
+
+  @contextlib.contextmanager
+  def request(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
+    """Spans a request whose headers have come."""
+    connection = self._open.get(transport) if transport else None
+    if connection is None:  # The client has gone.
+      yield
+      return
+    connection.stop_waiting()
+    connection.has_request = True
+    try:
+      yield
+    finally:
+      connection.has_request = False
+      self._touch(connection)
+
+  @contextlib.contextmanager
+  def busy(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
+    """Keeps a connection while one of its requests, read whole, is answered."""
+    connection = self._open.get(transport) if transport else None
+    if connection is None:
+      yield
+      return
+    connection.is_busy = True
+    try:
+      yield
+    finally:
+      connection.is_busy = False
+
+  def add(self, connection: '_Connection') -> bool:
+    """Adds a connection; returns False if all others are busy."""
+    if len(self._open) >= self._max_connections:
+      idle = (c for c in self._open.values() if not c.is_busy)
+      oldest = next(idle, None)
+      if oldest is None:
+        return False
+      self.remove(oldest)
+      oldest.transport.abort()
+    self._open[connection.transport] = connection
+    return True
+
+  def remove(self, connection: '_Connection') -> None:
+    connection.stop_waiting()
+    self._open.pop(connection.transport, None)
+
+  def _touch(self, connection: '_Connection') -> None:
+    """Makes a connection the most recently active one."""
+    if self._open.pop(connection.transport, None) is not None:
+      self._open[connection.transport] = connection
+
+
+class _Connection(asyncio.Protocol):
+  """Hands everything on to a protocol, and watches what comes.
+
+  Attributes:
+    transport: the transport, once connected.
+    has_request: whether there is a request whose headers have come.
+    is_busy: whether a request is being answered.
+  """
+
+  transport: Any  # an asyncio.Transport, which asyncio does not promise
+
+  def __init__(self, connections: Connections, protocol: asyncio.Protocol):
+    self._connections = connections
+    self._protocol = protocol
+    self._timer: asyncio.TimerHandle | None = None
+    self.has_request = self.is_busy = False
+
+  def connection_made(self, transport) -> None:
+    self.transport = transport
+    self._protocol.connection_made(transport)
+    if self._connections.add(self):
+      self._wait()
+    else:
+      transport.abort()
+
+  def connection_lost(self, exc: Exception | None) -> None:
+    self._connections.remove(self)
+    self._protocol.connection_lost(exc)
+
+  def data_received(self, data: bytes) -> None:
+    if not self.has_request and self._timer is None:
+      self._wait()  # for the rest of the headers, on a kept connection
+    self._protocol.data_received(data)
+
+  def eof_received(self) -> bool | None:
+    return self._protocol.eof_received()
+
+  def pause_writing(self) -> None:
+    self._protocol.pause_writing()
+
+  def resume_writing(self) -> None:
+    self._protocol.resume_writing()
+
+  def stop_waiting(self) -> None:
+    if self._timer is not None:
+      self._timer.cancel()
+      self._timer = None
+
+  def _wait(self) -> None:
+    loop = asyncio.get_running_loop()
+    self._timer = loop.call_later(
+      self._connections.header_timeout, self.transport.abort
+    )

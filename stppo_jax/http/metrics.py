@@ -1,0 +1,81 @@
+"""The metrics of a server, in the text format of Prometheus.
+
+In a process that has PROMETHEUS_MULTIPROC_DIR in its environment from the
+start, values are kept in files of that folder, and each worker process of a
+server answers with the sums of all.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
+import os
+import time
+
+import prometheus_client
+from prometheus_client import multiprocess
+
+CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
+FOLDER_VARIABLE = 'PROMETHEUS_MULTIPROC_DIR'
+
+_NAMESPACE = 'stppo'
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
+
+
+class Metrics:
+  """The counters of one server; a name without the prefix `stppo_`."""
+
+  def __init__(self):
+    self._registry = prometheus_client.CollectorRegistry()
+    self._folder = os.environ.get(FOLDER_VARIABLE, '')
+    self._requests = prometheus_client.Counter(
+      'http_requests',
+      'Requests by path and status.',
+      ('path', 'status'),
+      namespace=_NAMESPACE,
+      registry=self._registry,
+    )
+    self._seconds = prometheus_client.Histogram(
+      'http_request_seconds',
+      'Seconds per request, by path.',
+      ('path',),
+      namespace=_NAMESPACE,
+      registry=self._registry,
+      buckets=_SECONDS,
+    )
+
+  def counter(self, name: str, text: str) -> Callable[[float], None]:
+    """Adds a counter; returns the function that increases it."""
+    return prometheus_client.Counter(
+      name, text, namespace=_NAMESPACE, registry=self._registry
+    ).inc
+
+  def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
+    """Adds a number that is asked for when the metrics are.
+
+    Several processes cannot ask each other, so there it is left out.
+    """
+    if not self._folder:
+      prometheus_client.Gauge(
+        name, text, namespace=_NAMESPACE, registry=self._registry
+      ).set_function(value)
+
+  @contextlib.contextmanager
+  def request(self, path: str) -> Iterator[Callable[[int], None]]:
+    """Measures a request; yields the function that takes its status."""
+    statuses = []
+    begin = time.perf_counter()
+    try:
+      yield statuses.append
+    finally:
+      self._seconds.labels(path).observe(time.perf_counter() - begin)
+      # A request without a status was cancelled at the end of the server.
+      status = statuses[0] if statuses else 'cancelled'
+      self._requests.labels(path, status).inc()
+
+  def exposition(self) -> bytes:
+    """Returns all metrics as text."""
+    registry = self._registry
+    if self._folder:
+      registry = prometheus_client.CollectorRegistry()
+      multiprocess.MultiProcessCollector(registry, path=self._folder)
+    return prometheus_client.generate_latest(registry)

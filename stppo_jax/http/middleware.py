@@ -1,0 +1,183 @@
+"""The steps that every request takes on its way to a handler of the server."""
+
+import asyncio
+from collections.abc import Callable
+import dataclasses
+import hmac
+import logging
+
+from aiohttp import web
+
+from stppo_jax.http import connections as connections_lib
+from stppo_jax.http import metrics as metrics_lib
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """The limits of what clients may request.
+
+  Attributes:
+    max_body_bytes: the largest body of a request; above it, 413.
+    max_concurrent: the most posts that are answered at the same time; above
+      it, 429. A post whose body has not come yet does not count.
+    retry_after: seconds that a 429 names in Retry-After.
+    body_timeout: seconds that a client may take to send a body.
+    header_timeout: seconds that a client may take to send headers.
+    max_connections: the most connections; half of the file descriptors of the
+      process bound them too. Above it, the oldest idle one is closed.
+  """
+
+  max_body_bytes: int = 1 << 20
+  max_concurrent: int = 64
+  retry_after: int = 1
+  body_timeout: float = 30.0
+  header_timeout: float = 10.0
+  max_connections: int = 1024
+
+
+class Refusal(Exception):
+  """An error that is answered with its status and one line."""
+
+  def __init__(self, status: int, detail: str):
+    super().__init__(detail)
+    self.status = status
+
+
+@web.middleware
+async def one_line(request: web.Request, handler) -> web.StreamResponse:
+  """Turns whatever a handler raises into a status and one line."""
+  headers: dict[str, str] = {}
+  try:
+    return await handler(request)
+  except Refusal as refusal:
+    status, detail = refusal.status, str(refusal)
+  except web.HTTPException as error:
+    headers = dict(error.headers)
+    headers.pop('Content-Type', None)
+    headers.pop('Content-Length', None)
+    status, detail = error.status, error.text or error.reason
+  except Exception:
+    logging.getLogger(__name__).exception('request failed: %s', request.path)
+    status, detail = 500, 'internal error'
+  detail = ' '.join(detail.split())
+  return web.json_response({'detail': detail}, status=status, headers=headers)
+
+
+def authorize(token: str):
+  """Returns a middleware that refuses requests without the token."""
+  # Compared as bytes: compare_digest refuses text beyond ASCII.
+  expected = f'Bearer {token}'.encode()
+
+  @web.middleware
+  async def middleware(request: web.Request, handler) -> web.StreamResponse:
+    sent = request.headers.get('Authorization', '').encode('utf-8', 'replace')
+    is_open = not token or request.path == '/health'
+    if not is_open and not hmac.compare_digest(sent, expected):
+      raise web.HTTPUnauthorized(
+        text='a valid bearer token is needed',
+        headers={'WWW-Authenticate': 'Bearer'},
+      )
+    return await handler(request)
+
+  return middleware
+
+
+def bound(
+  limits: Limits,
+  connections: connections_lib.Connections,
+  *,
+  json_only: bool,
+):
+  """Returns a middleware that reads bodies, and refuses posts beyond the limit.
+
+  Only posts whose body is there count, so that slow clients take nothing from
+  the others. Gets are quick and not counted.
+  """
+  in_flight = 0
+
+  @web.middleware
+  async def middleware(request: web.Request, handler) -> web.StreamResponse:
+    nonlocal in_flight
+    if request.method != 'POST':
+      return await handler(request)
+    if json_only and request.content_type != 'application/json':
+      raise web.HTTPUnsupportedMediaType(
+        text='Content-Type: expected application/json'
+      )
+    try:
+      async with asyncio.timeout(limits.body_timeout):
+        await request.read()  # `request` keeps it for the handler.
+    except TimeoutError:
+      raise Refusal(408, 'the body came too slowly') from None
+    except (ConnectionError, web.RequestPayloadError):
+      # The client has gone, or sends no HTTP.
+      raise Refusal(400, 'the body is not complete') from None
+    if in_flight >= limits.max_concurrent:
+      raise web.HTTPTooManyRequests(
+        text='too many requests in flight',
+        headers={'Retry-After': str(limits.retry_after)},
+      )
+    in_flight += 1
+    try:
+      with connections.busy(request.transport):
+        return await handler(request)
+    finally:
+      in_flight -= 1
+
+  return middleware
+
+
+def inject(fault: Callable[[int], str], limits: Limits):
+  """Returns a middleware that fails posts on purpose.
+
+  Args:
+    fault: number of the post, from 1 -> what happens to it: 'connection' breaks
+      it, 'status_500' and 'status_429' are statuses, 'malformed' is a reply
+      that is not JSON, and '' is no fault.
+    limits: the limits of the server, which name Retry-After.
+  """
+  count = 0
+
+  @web.middleware
+  async def middleware(request: web.Request, handler) -> web.StreamResponse:
+    nonlocal count
+    if request.method != 'POST':
+      return await handler(request)
+    count += 1
+    match fault(count):
+      case 'connection':
+        if request.transport is not None:
+          request.transport.abort()
+        raise Refusal(500, 'injected fault: the connection is broken')
+      case 'status_500':
+        raise Refusal(500, 'injected fault')
+      case 'status_429':
+        raise web.HTTPTooManyRequests(
+          text='injected fault',
+          headers={'Retry-After': str(limits.retry_after)},
+        )
+      case 'malformed':
+        return web.Response(text='{"injected fault')
+    return await handler(request)
+
+  return middleware
+
+
+def watch(
+  connections: connections_lib.Connections, metrics: metrics_lib.Metrics
+):
+  """Returns a middleware that measures requests.
+
+  It also tells the connection that a request has come.
+  """
+
+  @web.middleware
+  async def middleware(request: web.Request, handler) -> web.StreamResponse:
+    resource = request.match_info.route.resource
+    path = resource.canonical if resource is not None else 'unknown'
+    with connections.request(request.transport), metrics.request(path) as done:
+      response = await handler(request)
+      done(response.status)
+      return response
+
+  return middleware
