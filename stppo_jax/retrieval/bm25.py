@@ -1,4 +1,4 @@
-"""BM25 over a list of passages, with rankings that do not vary between runs.
+"""BM25 over passages, with rankings that do not vary between runs.
 
 N passages, Q queries.
 """
@@ -6,6 +6,7 @@ N passages, Q queries.
 from collections.abc import Sequence
 import dataclasses
 import logging
+import os
 import re
 import sys
 from typing import Any
@@ -53,7 +54,7 @@ def words_of(text: str) -> list[str]:
 class Bm25Index:
   """An index over the title and text of passages.
 
-  A passage's score is the sum over the query's words w, repeats counted, of
+  A passage's score is the sum over the distinct words w of the query of
 
       idf(w) tf / (tf + k1 (1 - b + b length / mean length))
       idf(w) = log(1 + (N - df + 1/2) / (df + 1/2))
@@ -68,7 +69,7 @@ class Bm25Index:
     k1: float = 0.9,
     b: float = 0.4,
   ):
-    self._passages = tuple(passages)
+    self._passages: Sequence[types.Passage] = tuple(passages)
     # Word ids in order of appearance: bm25s would number the words in the order
     # of a set, which differs from process to process.
     vocabulary: dict[str, int] = {}
@@ -86,6 +87,46 @@ class Bm25Index:
       self._index.index(
         (word_ids, vocabulary), create_empty_token=False, show_progress=False
       )
+
+  def save(self, folder: str | os.PathLike[str]) -> None:
+    """Writes the index, without the passages, for `load`.
+
+    Raises:
+      ValueError: no passage has a word.
+    """
+    if self._index is None:
+      raise ValueError('no passage has a word that BM25 could index')
+    self._index.save(folder, show_progress=False)
+
+  @classmethod
+  def load(
+    cls, folder: str | os.PathLike[str], passages: Sequence[types.Passage]
+  ) -> 'Bm25Index':
+    """Returns an index that `save` wrote; its arrays are memory-mapped.
+
+    Args:
+      folder: the folder that `save` wrote to.
+      passages: the passages that the index was built from; they are read when
+        they are found.
+
+    Raises:
+      ValueError: the files are damaged, or of another number of passages.
+    """
+    try:
+      saved = _bm25s.BM25.load(folder, mmap=True, show_progress=False)
+    except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
+      raise ValueError(f'{folder}: damaged BM25 index: {error}') from error
+    if saved.scores['num_docs'] != len(passages):
+      raise ValueError(
+        f'{folder}: an index of {saved.scores["num_docs"]} passages, but there '
+        f'are {len(passages)}'
+      )
+    # Indexing a memmap is slow; a view of the same pages is not.
+    for name in ('data', 'indices', 'indptr'):
+      saved.scores[name] = np.asarray(saved.scores[name])
+    index = cls.__new__(cls)
+    index._passages, index._index = passages, saved
+    return index
 
   def __len__(self) -> int:
     return len(self._passages)
@@ -109,7 +150,8 @@ class Bm25Index:
   def _search(self, query: str, topk: int) -> list[types.Passage]:
     if self._index is None:
       return []
-    word_ids = self._index.get_tokens_ids(words_of(query))
+    words = list(dict.fromkeys(words_of(query)))
+    word_ids = self._index.get_tokens_ids(words)
     if not word_ids:
       return []
     scores_N = self._index.get_scores_from_ids(word_ids)
@@ -125,11 +167,9 @@ def _best(scores_N: np.ndarray, topk: int) -> np.ndarray:
   `np.partition` only gives the threshold, because the indices that it would
   choose among equal scores are arbitrary.
   """
-  indices = np.flatnonzero(scores_N > 0)
-  if len(indices) > topk:
-    scores = scores_N[indices]
-    threshold = np.partition(scores, len(scores) - topk)[len(scores) - topk]
-    ties = indices[scores == threshold]
-    above = indices[scores > threshold]
-    indices = np.concatenate([above, ties[: topk - len(above)]])
-  return indices[np.argsort(-scores_N[indices], kind='stable')]
+  size, threshold = len(scores_N), 0.0
+  if size > topk:
+    threshold = np.partition(scores_N, size - topk)[size - topk]
+  found = scores_N >= threshold if threshold > 0 else scores_N > 0
+  indices = np.flatnonzero(found)
+  return indices[np.argsort(-scores_N[indices], kind='stable')[:topk]]

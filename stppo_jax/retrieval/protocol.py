@@ -1,5 +1,6 @@
-"""The protocol of a retriever."""
+"""The protocols of a retriever and of the indexes behind a server."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from stppo_jax import types
@@ -56,4 +57,18 @@ class Retriever(Protocol):
       RetrievalError: the infrastructure failed the query, after all retries.
       RetrieverMisconfigured: the server refuses every query of this run.
     """
+    ...
+
+
+class Index(Protocol):
+  """Searches passages in this process, as the server does."""
+
+  def __len__(self) -> int:
+    """Returns the number of passages."""
+    ...
+
+  def search(
+    self, queries: Sequence[str], topk: int
+  ) -> list[list[types.Passage]]:
+    """Returns at most `topk` passages for each query, best first."""
     ...

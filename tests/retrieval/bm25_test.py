@@ -10,6 +10,11 @@ import pytest
 
 from stppo_jax import types
 from stppo_jax.retrieval import bm25
+from stppo_jax.retrieval import corpus
+from tests.retrieval import real_data
+
+# After `bm25`, which imports it without jax.
+import bm25s  # isort: skip
 
 
 def _passages(*texts):
@@ -27,7 +32,7 @@ def _reference(texts, query, k1, b):
   scores = []
   for words in documents:
     counts, score = collections.Counter(words), 0.0
-    for word in bm25.words_of(query):
+    for word in dict.fromkeys(bm25.words_of(query)):
       df = sum(word in other for other in documents)
       idf = math.log(1 + (len(documents) - df + 0.5) / (df + 0.5))
       tf = counts[word]
@@ -55,6 +60,7 @@ def test_agrees_with_the_equation_and_the_order_of_the_corpus():
   index = bm25.Bm25Index(_passages(*texts), k1=1.2, b=0.6)
   for _ in range(20):
     query = ' '.join(rng.choice(vocabulary, size=4))
+    query = f'{query} {query[:3]}'  # A word that is there twice counts once.
     expected = _reference(texts, query, 1.2, 0.6)
     order = sorted(
       (n for n in range(80) if expected[n] > 0),
@@ -107,3 +113,21 @@ def test_importing_it_does_not_import_jax():
     'assert not [m for m in sys.modules if m.split(".")[0] == "jax"]\n'
   )
   subprocess.run([sys.executable, '-c', script], check=True, timeout=60)
+
+
+def test_the_ranking_is_that_of_bm25s_called_directly():
+  passages = corpus.read_corpus(real_data.SHIPPED / 'corpus.jsonl')
+  index = bm25.Bm25Index(passages)
+  rows = real_data.questions(real_data.SHIPPED / 'questions.jsonl')
+  texts = [bm25.words_of(f'{p.title}\n{p.text}') for p in passages]
+  direct = bm25s.BM25(k1=0.9, b=0.4, backend='numpy')
+  direct.index(texts, show_progress=False)
+  for row in rows:
+    words = dict.fromkeys(bm25.words_of(row['question']))
+    scores_N = direct.get_scores([w for w in words if w in direct.vocab_dict])
+    order = np.argsort(-scores_N, kind='stable')[:10]
+    [found] = index.search([row['question']], 10)
+    assert _ids(found) == [passages[n].id for n in order]
+    np.testing.assert_allclose(
+      [p.score for p in found], scores_N[order], rtol=1e-6
+    )
