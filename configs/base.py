@@ -193,8 +193,8 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       },
       'retrieval': {
         'url': '',  # '' = an embedded server on a free local port
-        # Protocol of the server: search_r1 (ours too) | skyrl (one query per
-        # request). See docs/retrieval.md.
+        # Protocol of the server: search_r1 | skyrl | rllm | zerosearch |
+        # r1_searcher. Our server speaks all. See docs/retrieval.md.
         'dialect': 'search_r1',
         'topk': 3,  # passages per search
         'timeout': 30.0,  # seconds per request
@@ -202,6 +202,16 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # Seconds to wait for the server, at the start and in an outage.
         'start_grace': 60.0,
         'max_queries_per_request': 64,  # more become several requests
+        # A file to which all answers are written; '' = none. With its path in
+        # retrieval.replay, the run can be repeated without its server.
+        'record': '',
+        'replay': '',  # a file of recorded answers, in place of a server
+        'faults': {
+          # The share of the attempts to answer a query that fail on purpose,
+          # to see how a run stands it.
+          'rate': 0.0,
+          'seed': 0,  # decides which attempts fail
+        },
       },
       'rollout': {
         'trajectories_per_step': 512,  # collected in each step

@@ -291,8 +291,19 @@ def _embedded_server_speaks(dialect, url) -> Iterator[str]:
   if not url and dialect != dialects.SERVED:
     yield (
       f'retrieval.dialect={dialect!r}: must be {dialects.SERVED} when '
-      'retrieval.url is empty, because the embedded server supports no other'
+      'retrieval.url is empty, because the run then starts its own server'
     )
+
+
+def _answers_come_from_one_place(replay, record, url) -> Iterator[str]:
+  for key, value in (('record', record), ('url', url)):
+    if replay and value:
+      yield (
+        f'retrieval.replay={replay!r}: must be empty when retrieval.{key} is '
+        f'{value!r}'
+      )
+  if replay and not pathlib.Path(replay).is_file():
+    yield f'retrieval.replay={replay!r}: must be a file'
 
 
 RELATIONS: tuple[Relation, ...] = (
@@ -367,6 +378,10 @@ RELATIONS: tuple[Relation, ...] = (
   ),
   (('retrieval.url',), _url_is_valid),
   (('retrieval.dialect', 'retrieval.url'), _embedded_server_speaks),
+  (
+    ('retrieval.replay', 'retrieval.record', 'retrieval.url'),
+    _answers_come_from_one_place,
+  ),
   (('algorithm.advantage.name', 'rollout.group_size'), _groups_are_compared),
   (
     ('algorithm.advantage.name', 'loss.value_warmup_steps'),

@@ -123,6 +123,8 @@ RULES: Mapping[str, settings.Rule] = {
   'retrieval.retries': _NOT_NEGATIVE,
   'retrieval.start_grace': _NOT_NEGATIVE,
   'retrieval.max_queries_per_request': _POSITIVE,
+  'retrieval.faults.rate': _FRACTION,
+  'retrieval.faults.seed': _NOT_NEGATIVE,
   'rollout.trajectories_per_step': _POSITIVE,
   'rollout.group_size': _POSITIVE,
   'rollout.resample_rounds': _NOT_NEGATIVE,

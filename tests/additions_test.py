@@ -212,9 +212,7 @@ _DIALECT = Addition(
       'DIALECTS: Mapping[str, Dialect] = {',
       """
         'find': dataclasses.replace(
-          _SEARCH_R1,
-          path='/find',
-          body=lambda queries, topk: {'find': list(queries), 'at_most': topk},
+          _SEARCH_R1, path='/find', queries='find', topk='at_most', scores=''
         ),
       """,
     ),

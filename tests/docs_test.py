@@ -198,9 +198,15 @@ def _make_batch(folder):
     _run([*_python(collect), *_SMOKE], folder)
 
 
+def _index(command, folder):
+  """Returns the command that indexes a corpus."""
+  return command.replace('CORPUS.jsonl', str(_question_files(folder)))
+
+
 def _serves(command, folder):
-  corpus = _question_files(folder)
-  words = _python(command.replace('CORPUS.jsonl', str(corpus)))
+  (build,) = (line for line in _commands() if ' index ' in line)
+  _run(_python(_index(build, folder)), folder)
+  words = _python(command)
   words = ['--port=0' if w.startswith('--port=') else w for w in words]
   server = subprocess.Popen(
     words, cwd=folder, env=_environment(), stdout=subprocess.PIPE, text=True
@@ -250,6 +256,8 @@ def test_every_command_in_the_documents_runs(command, clone, monkeypatch):
     _check_plan(command, clone)
   elif words[:2] == ['make', 'quickstart']:
     _check_quickstart(command, _quickstart(command, clone), clone)
+  elif ' index ' in command:
+    assert _run(_python(_index(command, clone)), clone)
   elif ' serve ' in command:
     _serves(command, clone)
   elif ' lab ' in command or ' prefer ' in command:
@@ -316,6 +324,8 @@ def test_a_small_version_of_every_command_runs(
       call(*_TINY, *_OF_OWN_DATA)
       _check_metrics(pathlib.Path('runs/own/metrics.jsonl'))
       assert 'val/em/test' in pathlib.Path('runs/own/metrics.jsonl').read_text()
+  elif ' index ' in command:
+    call(words=shlex.split(_index(command, small_clone)))
   elif ' serve ' in command:
     _serves(command, small_clone)
   elif ' collect ' in command:

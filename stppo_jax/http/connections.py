@@ -135,7 +135,7 @@ class _Connection(asyncio.Protocol):
     if self._connections.add(self):
       self._wait()
     else:
-      transport.abort()
+      self.transport.abort()
 
   def connection_lost(self, exc: Exception | None) -> None:
     self._connections.remove(self)

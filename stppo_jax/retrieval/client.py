@@ -9,7 +9,6 @@ import asyncio
 import collections
 from collections.abc import Sequence
 import dataclasses
-import sys
 import time
 from typing import TypeVar
 
@@ -19,14 +18,16 @@ from stppo_jax import types
 from stppo_jax.http import address as http_address
 from stppo_jax.http import client as http_client
 from stppo_jax.retrieval import address
+from stppo_jax.retrieval import answer_cache
+from stppo_jax.retrieval import detection
 from stppo_jax.retrieval import dialects
+from stppo_jax.retrieval import faults as faults_lib
 from stppo_jax.retrieval import protocol
+from stppo_jax.retrieval import recording
 from stppo_jax.retrieval import replies
 
 _MAX_CONCURRENT_REQUESTS = 16
 _LATENCIES_KEPT = 65536
-# Bytes of an entry of the cache, beside those of its strings.
-_ENTRY_BYTES = 512
 # A request that one of its queries may have broken is repeated as so many
 # smaller ones.
 _SPLIT = 4
@@ -84,6 +85,8 @@ class HttpRetriever:
     cached_bytes: int = 64 << 20,
     max_passage_chars: int = 1 << 16,
     max_reply_bytes: int = http_client.MAX_REPLY_BYTES,
+    faults: faults_lib.Faults | None = None,
+    recorder: recording.Recorder | None = None,
     pauses: http_client.Pauses = http_client.PAUSES,
   ):
     """Makes a retriever; nothing is sent yet.
@@ -102,6 +105,9 @@ class HttpRetriever:
         used ones are dropped.
       max_passage_chars: the most characters that are kept of a passage's text.
       max_reply_bytes: the largest reply; a larger one is a failure.
+      faults: attempts that fail on purpose, by query and number of the attempt;
+        None = none do.
+      recorder: writes every answer; None = they are not recorded.
       pauses: how long to wait before retries and between health checks.
 
     Raises:
@@ -122,16 +128,14 @@ class HttpRetriever:
     self._topk = topk
     self._retries = retries
     self._start_grace = start_grace
-    self._max_queries = min(
-      max_queries_per_request, dialect.max_queries or max_queries_per_request
-    )
+    self._max_queries = 1 if dialect.one_query else max_queries_per_request
     self._max_passage_chars = max_passage_chars
-    self._cached_bytes = cached_bytes
-    self._bytes_in_cache = 0
+    self._cache = answer_cache.AnswerCache(cached_bytes)
+    self._faults = faults
+    self._recorder = recorder
+    # Whether a server of this address has ever answered a query.
+    self._was_answered = False
     self._pending: _Pending | None = None
-    self._cache: collections.OrderedDict[
-      tuple[str, str], tuple[types.Passage, ...]
-    ] = collections.OrderedDict()
     self.cache_hits = 0
     self.cache_misses = 0
     self._reset_statistics()
@@ -154,10 +158,10 @@ class HttpRetriever:
 
   async def _find(self, key: tuple[str, str]) -> list[types.Passage]:
     """Returns the passages of (corpus, query), from the cache if it can."""
-    if key in self._cache:
+    cached = self._cache.find(key)
+    if cached is not None:
       self.cache_hits += 1
-      self._cache.move_to_end(key)
-      return list(self._cache[key])
+      return list(cached)
     pending = self._pending_here()
     if key in pending.in_flight:
       self.cache_hits += 1
@@ -262,7 +266,9 @@ class HttpRetriever:
         return
       self._ok += 1
       self._latencies.append(time.monotonic() - started)
-      self._keep(key, tuple(future.result()))
+      if self._recorder is not None:
+        self._recorder.record(corpus, query, future.result())
+      self._cache.keep(key, tuple(future.result()))
 
     future.add_done_callback(done)
     pending.in_flight[key] = future
@@ -271,16 +277,6 @@ class HttpRetriever:
       # of queries becomes one request.
       pending.loop.call_soon(self._flush, pending)
     pending.queued.setdefault(corpus, {})[query] = future
-
-  def _keep(
-    self, key: tuple[str, str], passages: tuple[types.Passage, ...]
-  ) -> None:
-    """Adds an answer to the cache, and drops the oldest for room."""
-    self._cache[key] = passages
-    self._bytes_in_cache += _size(key, passages)
-    while self._bytes_in_cache > self._cached_bytes:
-      dropped, passages = self._cache.popitem(last=False)
-      self._bytes_in_cache -= _size(dropped, passages)
 
   def _flush(self, pending: _Pending) -> None:
     """Sends the queued queries, at most `max_queries_per_request` together."""
@@ -318,7 +314,7 @@ class HttpRetriever:
   ) -> None:
     """Requests passages; calls itself for the queries that failed."""
     try:
-      answers = await self._post(corpus, queries)
+      answers = await self._post(corpus, queries, attempt)
       failure = http_client.Failure(
         'malformed list of passages', http_client.Cause.MALFORMED
       )
@@ -335,8 +331,11 @@ class HttpRetriever:
     if not failed:
       return
     if failure.status in _PERMANENT or attempt == self._retries:
+      error = self._error(corpus, failure, attempt)
+      if not self._was_answered and detection.may_be_mismatch(failure):
+        error = await self._mismatch(corpus, failed[0], failure) or error
       for query in failed:
-        futures[query].set_exception(self._error(corpus, failure, attempt))
+        futures[query].set_exception(error)
       return
     self._num_retries += len(failed)
     await self._client.back_off(attempt, failure)
@@ -374,23 +373,66 @@ class HttpRetriever:
       f'retrieval.dialect and {address.TOKEN_VARIABLE}'
     )
 
+  async def _mismatch(
+    self, corpus: str, query: str, failure: http_client.Failure
+  ) -> protocol.RetrieverMisconfigured | None:
+    """Returns an error that names the dialects that the server speaks.
+
+    None if it speaks none, or the chosen one: then the failure is another.
+    """
+    failures = await detection.spoken(self._client, query, corpus=corpus)
+    spoken = [name for name, problem in failures.items() if problem is None]
+    names = {id(dialects.DIALECTS[name]) for name in spoken}
+    if not spoken or id(self._dialect) in names:
+      return None
+    return protocol.RetrieverMisconfigured(
+      f'{self._client.url}: {failure}; the server seems to speak the dialect '
+      f'{" or ".join(spoken)}: set retrieval.dialect'
+    )
+
   def _path(self, corpus: str) -> str:
     return (f'/{corpus}' if corpus else '') + self._dialect.path
 
-  async def _post(self, corpus: str, queries: Sequence[str]) -> replies.Answers:
-    """Sends one request; raises `http_client.Failure`."""
+  async def _post(
+    self, corpus: str, queries: Sequence[str], attempt: int
+  ) -> replies.Answers:
+    """Sends one request; raises `http_client.Failure`.
+
+    Returns:
+      The passages of each query; None where they are malformed, or where the
+      query has an injected fault.
+    """
+    asked = list(queries)
+    if self._faults is not None:
+      draws = {q: self._faults.draw(corpus, q, attempt) for q in queries}
+      asked = [query for query in queries if not draws[query]]
+      if not asked:
+        raise _injected(draws[queries[0]])
     reply = await self._client.post(
-      self._path(corpus), self._dialect.body(queries, self._topk)
+      self._path(corpus), self._dialect.body(asked, self._topk)
     )
     try:
-      answers = self._dialect.read(reply, len(queries))
-      return replies.clean(
+      answers = self._dialect.read(reply, len(asked))
+      answers = replies.clean(
         answers, topk=self._topk, max_chars=self._max_passage_chars
       )
     except ValueError as error:
       raise http_client.Failure(
         str(error), http_client.Cause.MALFORMED
       ) from error
+    self._was_answered |= any(answer is not None for answer in answers)
+    of_query = dict(zip(asked, answers, strict=True))
+    return [of_query.get(query) for query in queries]
+
+
+def _injected(kind: str) -> http_client.Failure:
+  """Returns the failure of a request whose queries all have a fault."""
+  cause, _, status = kind.partition('_')
+  return http_client.Failure(
+    f'injected fault: {kind}',
+    http_client.Cause(cause),
+    status=int(status or 0),
+  )
 
 
 def _a_query_may_be_to_blame(failure: http_client.Failure) -> bool:
@@ -402,9 +444,3 @@ def _a_query_may_be_to_blame(failure: http_client.Failure) -> bool:
 
 def _chunks(items: list[_Item], size: int) -> list[list[_Item]]:
   return [items[i : i + size] for i in range(0, len(items), size)]
-
-
-def _size(key: tuple[str, str], passages: Sequence[types.Passage]) -> int:
-  """Returns about how many bytes an answer takes in the cache."""
-  texts = [text for p in passages for text in (p.id, p.title, p.text)]
-  return _ENTRY_BYTES + sum(map(sys.getsizeof, [*key, *texts]))

@@ -1,8 +1,9 @@
-"""The requests to retrieval servers, and how their replies are read.
+"""The protocols of retrieval servers: their requests and their replies.
 
-`DIALECTS` has an entry for each protocol. A new protocol needs an entry, and a
-function if its requests or its replies are like none of those below. The types
-of a reply's fields are checked here; `replies.clean` bounds their values.
+`DIALECTS` has an entry for each protocol, which the client and the server read.
+A new protocol needs an entry, and two functions if its replies are like none of
+those below. The types of a reply's fields are checked here; `replies.clean`
+bounds their values.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from stppo_jax import types
 from stppo_jax.retrieval import corpus
 from stppo_jax.retrieval import replies
 
+Passages = Sequence[types.Passage]
+
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
@@ -22,29 +25,36 @@ class Dialect:
 
   Attributes:
     path: the path to which queries are posted, below the URL and the corpus.
-    body: (queries, topk) -> JSON values of one request.
+    queries: the field of a request that holds its queries.
+    topk: the field that holds the number of passages per query.
     read: (reply, number of queries) -> `replies.Answers`; raises ValueError
       with one line if nothing in the reply can be used.
-    max_queries: the most queries in one request; None = no bound.
+    write: (passages of each query, whether scores are wanted) -> the JSON
+      values of a reply.
+    one_query: whether a request has one query, a string, and not a list.
+    scores: the field that says whether scores are wanted; '' = there is none.
     health_path: the path that answers a GET with 200 when the server is ready.
       A server without it (404, 405) is ready as soon as it answers at all.
   """
 
   path: str
-  body: Callable[[Sequence[str], int], dict[str, Any]]
+  queries: str
+  topk: str
   read: Callable[[bytes, int], replies.Answers]
-  max_queries: int | None = None
+  write: Callable[[Sequence[Passages], bool], Any]
+  one_query: bool = False
+  scores: str = ''
   health_path: str = '/health'
 
-
-def _search_r1_body(queries: Sequence[str], topk: int) -> dict[str, Any]:
-  # The original server fails on return_scores: false.
-  return {'queries': list(queries), 'topk': topk, 'return_scores': True}
-
-
-def _skyrl_body(queries: Sequence[str], topk: int) -> dict[str, Any]:
-  (query,) = queries
-  return {'query': query, 'topk': topk, 'return_scores': True}
+  def body(self, queries: Sequence[str], topk: int) -> dict[str, Any]:
+    """Returns the JSON values of one request."""
+    if self.one_query:
+      (query,) = queries
+      body: dict[str, Any] = {self.queries: query, self.topk: topk}
+    else:
+      body = {self.queries: list(queries), self.topk: topk}
+    # The server of Search-R1 fails on return_scores: false.
+    return body | ({self.scores: True} if self.scores else {})
 
 
 def _read_result(reply: bytes, num_queries: int) -> replies.Answers:
@@ -52,21 +62,59 @@ def _read_result(reply: bytes, num_queries: int) -> replies.Answers:
 
   A passage is `{"document": {...}, "score": 0.8}` or the bare document.
   """
+  return _lists(replies.load(reply), 'result', num_queries, _read_passage)
+
+
+def _read_results(reply: bytes, num_queries: int) -> replies.Answers:
+  """Reads `{"results": [{"id", "content", "score"}, ...]}` of one query."""
   fields = replies.load(reply)
-  if not isinstance(fields, dict) or not isinstance(fields.get('result'), list):
-    raise ValueError('the reply has no list "result"')
-  result = fields['result']
-  if len(result) != num_queries:
+  if not isinstance(fields, dict) or not isinstance(
+    fields.get('results'), list
+  ):
+    raise ValueError('the reply has no list "results"')
+  return _one_list(fields['results'], num_queries, _read_content)
+
+
+def _read_texts(reply: bytes, num_queries: int) -> replies.Answers:
+  """Reads `[{"text"}, ...]` of one query."""
+  items = replies.load(reply)
+  if not isinstance(items, list):
+    raise ValueError('the reply is no list')
+  return _one_list(items, num_queries, _read_text)
+
+
+def _read_answers(reply: bytes, num_queries: int) -> replies.Answers:
+  """Reads `{"answers": [[text, ...], ...]}`, a list for each query."""
+  return _lists(replies.load(reply), 'answers', num_queries, _read_contents)
+
+
+def _lists(
+  fields: Any, name: str, num_queries: int, read: Callable[[Any], types.Passage]
+) -> replies.Answers:
+  if not isinstance(fields, dict) or not isinstance(fields.get(name), list):
+    raise ValueError(f'the reply has no list "{name}"')
+  lists = fields[name]
+  if len(lists) != num_queries:
     # It is not known which list belongs to which query.
-    raise ValueError(f'{len(result)} lists for {num_queries} queries')
-  return [_read_list(entry) for entry in result]
+    raise ValueError(f'{len(lists)} lists for {num_queries} queries')
+  return [_read_list(entry, read) for entry in lists]
 
 
-def _read_list(entry: Any) -> list[types.Passage] | None:
+def _one_list(
+  items: list, num_queries: int, read: Callable[[Any], types.Passage]
+) -> replies.Answers:
+  if num_queries != 1:
+    raise ValueError(f'one list for {num_queries} queries')
+  return [_read_list(items, read)]
+
+
+def _read_list(
+  entry: Any, read: Callable[[Any], types.Passage]
+) -> list[types.Passage] | None:
   if not isinstance(entry, list):
     return None
   try:
-    return [_read_passage(item) for item in entry]
+    return [read(item) for item in entry]
   except ValueError:
     return None
 
@@ -76,19 +124,104 @@ def _read_passage(item: Any) -> types.Passage:
     return corpus.passage_of(item)
   if 'score' not in item:
     return corpus.passage_of(item['document'])
-  score = item['score']
+  return corpus.passage_of(item['document'], score=_score(item['score']))
+
+
+def _read_content(item: Any) -> types.Passage:
+  if not isinstance(item, dict) or 'content' not in item:
+    raise ValueError('no "content"')
+  document = {'id': item.get('id', ''), 'contents': item['content']}
+  return corpus.passage_of(document, score=_score(item.get('score', 0.0)))
+
+
+def _read_text(item: Any) -> types.Passage:
+  if not isinstance(item, dict) or 'text' not in item:
+    raise ValueError('no "text"')
+  return _read_contents(item['text'])
+
+
+def _read_contents(contents: Any) -> types.Passage:
+  return corpus.passage_of({'contents': contents})
+
+
+def _score(score: Any) -> float:
   if isinstance(score, bool) or not isinstance(score, int | float):
     raise ValueError('"score" is not a number')
   if score != score:
     raise ValueError('"score" is nan')
-  return corpus.passage_of(item['document'], score=score)
+  return score
 
 
-_SEARCH_R1 = Dialect(path='/retrieve', body=_search_r1_body, read=_read_result)
+def _write_result(lists: Sequence[Passages], scores: bool) -> dict[str, Any]:
+  if not scores:
+    return {'result': [[corpus.document_of(p) for p in ps] for ps in lists]}
+  return {
+    'result': [
+      [{'document': corpus.document_of(p), 'score': p.score} for p in passages]
+      for passages in lists
+    ]
+  }
+
+
+def _write_results(lists: Sequence[Passages], scores: bool) -> dict[str, Any]:
+  del scores
+  (passages,) = lists
+  return {
+    'results': [
+      {'id': p.id, 'content': _contents(p), 'score': p.score} for p in passages
+    ]
+  }
+
+
+def _write_texts(lists: Sequence[Passages], scores: bool) -> list[Any]:
+  del scores
+  (passages,) = lists
+  return [{'text': _contents(p)} for p in passages]
+
+
+def _write_answers(lists: Sequence[Passages], scores: bool) -> dict[str, Any]:
+  del scores
+  return {'answers': [[_contents(p) for p in ps] for ps in lists]}
+
+
+def _contents(passage: types.Passage) -> str:
+  return corpus.document_of(passage)['contents']
+
+
+_SEARCH_R1 = Dialect(
+  path='/retrieve',
+  queries='queries',
+  topk='topk',
+  scores='return_scores',
+  read=_read_result,
+  write=_write_result,
+)
+_RLLM = Dialect(
+  path='/retrieve',
+  queries='query',
+  one_query=True,
+  topk='top_k',
+  read=_read_results,
+  write=_write_results,
+)
 DIALECTS: Mapping[str, Dialect] = {
   # Search-R1, verl, and our own server.
   'search_r1': _SEARCH_R1,
   # SkyRL, verl-agent: one query per request.
-  'skyrl': dataclasses.replace(_SEARCH_R1, body=_skyrl_body, max_queries=1),
+  'skyrl': dataclasses.replace(_SEARCH_R1, queries='query', one_query=True),
+  # rLLM, RAGEN.
+  'rllm': _RLLM,
+  # ZeroSearch: the requests of rLLM, other replies.
+  'zerosearch': dataclasses.replace(
+    _RLLM, read=_read_texts, write=_write_texts
+  ),
+  # R1-Searcher.
+  'r1_searcher': Dialect(
+    path='/queries',
+    queries='queries',
+    topk='k',
+    read=_read_answers,
+    write=_write_answers,
+  ),
 }
-SERVED = 'search_r1'  # the dialect of `server`, which a run can embed
+SERVED = 'search_r1'  # the dialect of a server that a run embeds

@@ -1,14 +1,16 @@
-"""The retrieval server: the protocol of Search-R1 over BM25.
+"""The retrieval server: every dialect over one index.
 
     POST /retrieve
          {"queries": ["..."], "topk": 3, "return_scores": true}
     200  {"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]}
     POST /worlds/{world}/retrieve    the same over the passages of one world
     GET  /health                     {"status": "ok"}
+    GET  /metrics                    counts for Prometheus
 
 There is one list per query, in order; without scores its entries are the bare
-documents. The path before /retrieve is a question's `corpus`. An unknown corpus
-is answered with 404, a wrong field with 422; further errors are in
+documents. Requests with other fields are those of another of `DIALECTS` and are
+answered in it. The path before /retrieve is a question's `corpus`. An unknown
+corpus is answered with 404, a wrong field with 422; further errors are in
 `http/server.py`.
 """
 
@@ -23,15 +25,21 @@ import re
 from typing import Any
 
 from stppo_jax import types
+from stppo_jax.http import metrics as metrics_lib
 from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import bm25
-from stppo_jax.retrieval import corpus as corpus_lib
+from stppo_jax.retrieval import dialects
+from stppo_jax.retrieval import faults as faults_lib
+from stppo_jax.retrieval import protocol
+from stppo_jax.retrieval import recording as recording_lib
 
 WorldPassages = Callable[[int], Sequence[types.Passage]]
-_Search = Callable[[Sequence[str], int], list[list[types.Passage]]]
+_Lists = list[list[types.Passage]]
+_Search = Callable[[Sequence[str], int], _Lists]
 
 # Eighteen digits fit an int64; int() takes quadratic time for long texts.
 _WORLD = re.compile(r'worlds/([0-9]{1,18})')
+_DEFAULT_TOPK = 3  # that of Search-R1's server
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +50,7 @@ class Limits(http_server.Limits):
     max_queries: the most queries of a request.
     max_query_chars: the longest query; longer than any of an environment.
     max_topk: the most passages per query.
+    max_batch: the most queries that are searched for at once.
     max_worlds: the number of indexes that are kept; the least recently used
       one is dropped.
   """
@@ -49,36 +58,51 @@ class Limits(http_server.Limits):
   max_queries: int = 512
   max_query_chars: int = 4096
   max_topk: int = 100
+  max_batch: int = 512
   max_worlds: int = 64
 
 
 def make_app(
-  passages: Sequence[types.Passage] | None = None,
+  index: protocol.Index | None = None,
   *,
   world_passages: WorldPassages | None = None,
+  recording: recording_lib.Recording | None = None,
   token: str = '',
+  dialect: str = '',
+  faults: faults_lib.Faults | None = None,
   limits: Limits | None = None,
 ):
   """Returns the server as an application to be started.
 
   Args:
-    passages: the corpus that is served at /retrieve; None = no such corpus.
+    index: the index that is served at /retrieve; None = no such index.
     world_passages: returns the passages of a world, served under /worlds;
       raises LookupError if there is no such world. None = no worlds.
+    recording: recorded answers, served in place of both.
     token: the bearer token that every request but /health needs; '' = none.
+    dialect: the only dialect that is spoken; '' = the one that a request's
+      fields belong to, the first of `DIALECTS` where it is not clear.
+    faults: requests that fail on purpose; None = none do.
     limits: the limits of what clients may request.
   """
   limits = limits or Limits()
-  service = _Service(passages, world_passages, limits)
+  spoken = (
+    [dialects.DIALECTS[dialect]] if dialect else dialects.DIALECTS.values()
+  )
+  metrics = metrics_lib.Metrics()
+  service = _Service(index, world_passages, recording, limits, metrics)
+  post = {}
+  for path in dict.fromkeys(d.path for d in spoken):
+    handler = service.handler([d for d in spoken if d.path == path])
+    post |= {path: handler, '/{corpus:.+}' + path: handler}
   return http_server.application(
     get={},
-    post={
-      '/retrieve': service.retrieve,
-      '/{corpus:.+}/retrieve': service.retrieve,
-    },
+    post=post,
     limits=limits,
     close=service.close,
     token=token,
+    metrics=metrics,
+    fault=None if faults is None else faults.draw,
   )
 
 
@@ -86,51 +110,148 @@ def embedded(
   passages: Sequence[types.Passage] | None = None,
   *,
   world_passages: WorldPassages | None = None,
+  recording: recording_lib.Recording | None = None,
   limits: Limits | None = None,
 ) -> http_server.EmbeddedServer:
-  """Returns a context manager that serves `make_app` on a loopback port."""
-  return http_server.EmbeddedServer(
-    functools.partial(
-      make_app, passages, world_passages=world_passages, limits=limits
+  """Returns a context manager that serves BM25 search on a loopback port.
+
+  Args:
+    passages: the passages of the index; None = no index.
+    world_passages, recording, limits: see `make_app`.
+  """
+
+  def make():
+    return make_app(
+      None if passages is None else bm25.Bm25Index(passages),
+      world_passages=world_passages,
+      recording=recording,
+      limits=limits,
     )
-  )
+
+  return http_server.EmbeddedServer(make)
 
 
-class _Service:
-  """The handler of retrieval requests, with its indexes."""
+class _Searches:
+  """Searches on a thread; queries that come meanwhile share the next call.
 
-  def __init__(
-    self,
-    passages: Sequence[types.Passage] | None,
-    world_passages: WorldPassages | None,
-    limits: Limits,
-  ):
-    self._limits = limits
-    self._world_passages = world_passages
-    self._own = None if passages is None else bm25.Bm25Index(passages)
-    self._worlds: collections.OrderedDict[int, bm25.Bm25Index] = (
+  One thread, so that /health answers during a search. More would not help:
+  searching holds the interpreter's lock, or uses all cores anyway. With one,
+  the indexes need no lock.
+  """
+
+  def __init__(self, max_batch: int):
+    self._max_batch = max_batch
+    self._executor = futures.ThreadPoolExecutor(1, 'retrieval-search')
+    # Corpus to the searches that wait; the corpora take turns.
+    self._waiting: collections.OrderedDict[str, collections.deque[_Waiting]] = (
       collections.OrderedDict()
     )
-    # A thread of its own, so that /health answers during a search. One thread
-    # suffices, because searching holds the interpreter's lock anyway, and with
-    # one the table of worlds needs no lock.
-    self._executor = futures.ThreadPoolExecutor(1, 'retrieval-search')
+    self._task: asyncio.Task | None = None
 
   def close(self) -> None:
     self._executor.shutdown()
 
-  async def retrieve(
-    self, fields: dict[str, Any], corpus: str = ''
-  ) -> dict[str, Any]:
-    search = self._search_of(corpus)
-    queries, topk, return_scores = self._parse(fields)
-    lists = await asyncio.get_running_loop().run_in_executor(
-      self._executor, search, queries, topk
+  async def search(
+    self, corpus: str, search: _Search, queries: Sequence[str], topk: int
+  ) -> _Lists:
+    """Returns the passages of each query; raises what `search` raises."""
+    loop = asyncio.get_running_loop()
+    waiting = _Waiting(search, queries, topk, loop.create_future())
+    self._waiting.setdefault(corpus, collections.deque()).append(waiting)
+    if self._task is None:
+      self._task = loop.create_task(self._run())
+    return await waiting.future
+
+  async def _run(self) -> None:
+    loop = asyncio.get_running_loop()
+    try:
+      while self._waiting:
+        batch = self._next_batch()
+        queries = [query for waiting in batch for query in waiting.queries]
+        topk = max(waiting.topk for waiting in batch)
+        try:
+          lists = await loop.run_in_executor(
+            self._executor, batch[0].search, queries, topk
+          )
+        except Exception as error:
+          for waiting in batch:
+            if not waiting.future.done():  # its client may have gone
+              waiting.future.set_exception(error)
+          continue
+        for waiting in batch:
+          size = len(waiting.queries)
+          found, lists = lists[:size], lists[size:]
+          if not waiting.future.done():
+            waiting.future.set_result([ps[: waiting.topk] for ps in found])
+    finally:
+      self._task = None
+
+  def _next_batch(self) -> list['_Waiting']:
+    """Takes the searches of one corpus, as many as one call may have."""
+    corpus, waiting = self._waiting.popitem(last=False)
+    batch, size = [], 0
+    while waiting and size < self._max_batch:
+      batch.append(waiting.popleft())
+      size += len(batch[-1].queries)
+    if waiting:
+      self._waiting[corpus] = waiting
+    return batch
+
+
+@dataclasses.dataclass(frozen=True)
+class _Waiting:
+  search: _Search
+  queries: Sequence[str]
+  topk: int
+  future: asyncio.Future
+
+
+class _Service:
+  """The handlers of retrieval requests, with their indexes."""
+
+  def __init__(
+    self,
+    index: protocol.Index | None,
+    world_passages: WorldPassages | None,
+    recording: recording_lib.Recording | None,
+    limits: Limits,
+    metrics: metrics_lib.Metrics,
+  ):
+    self._limits = limits
+    self._world_passages = world_passages
+    self._recording = recording
+    self._own = index
+    self._worlds: collections.OrderedDict[int, bm25.Bm25Index] = (
+      collections.OrderedDict()
     )
-    return {'result': _result(lists, return_scores)}
+    self._searches = _Searches(limits.max_batch)
+    self._count_queries = metrics.counter('queries', 'Queries answered.')
+    self._count_empty = metrics.counter('empty', 'Queries that found nothing.')
+    if index is not None:
+      metrics.gauge('passages', 'Passages served.', lambda: len(index))
+
+  def close(self) -> None:
+    self._searches.close()
+
+  def handler(self, spoken: Sequence[dialects.Dialect]):
+    """Returns the handler of requests in any of these dialects."""
+
+    async def retrieve(fields: dict[str, Any], corpus: str = '') -> Any:
+      search = self._search_of(corpus)
+      dialect = _dialect_of(fields, spoken)
+      queries, topk, scores = self._parse(fields, dialect)
+      lists = await self._searches.search(corpus, search, queries, topk)
+      self._count_queries(len(queries))
+      self._count_empty(sum(not passages for passages in lists))
+      return dialect.write(lists, scores)
+
+    return retrieve
 
   def _search_of(self, corpus: str) -> _Search:
-    """Returns the search function of a corpus, to run on the executor."""
+    """Returns the search function of a corpus, to run on the thread."""
+    recording = self._recording
+    if recording is not None:
+      return functools.partial(self._replay, recording, corpus)
     world = _WORLD.fullmatch(corpus)
     if not corpus and self._own is not None:
       return self._own.search
@@ -140,13 +261,25 @@ class _Service:
       )
     raise http_server.Refusal(404, f'unknown corpus {corpus[:80]!r}')
 
+  def _replay(
+    self,
+    recording: recording_lib.Recording,
+    corpus: str,
+    queries: Sequence[str],
+    topk: int,
+  ) -> _Lists:
+    try:
+      return [recording.find(corpus, query, topk) for query in queries]
+    except LookupError as error:
+      raise http_server.Refusal(404, str(error.args[0])) from None
+
   def _search_world(
     self,
     world_passages: WorldPassages,
     world: int,
     queries: Sequence[str],
     topk: int,
-  ) -> list[list[types.Passage]]:
+  ) -> _Lists:
     if world not in self._worlds:
       try:
         passages = world_passages(world)
@@ -158,53 +291,52 @@ class _Service:
     self._worlds.move_to_end(world)
     return self._worlds[world].search(queries, topk)
 
-  def _parse(self, fields: dict[str, Any]) -> tuple[list[str], int, bool]:
-    """Returns queries, topk and return_scores of a body, or refuses it."""
-    unknown = sorted(set(fields) - {'queries', 'topk', 'return_scores'})
-    if unknown:
-      raise _unprocessable(f'unknown field {unknown[0][:40]!r}')
-    if 'queries' not in fields:
-      raise _unprocessable('queries: missing')
-    # The defaults of Search-R1's server.
-    fields = {'topk': 3, 'return_scores': False} | fields
-    queries, topk = fields['queries'], fields['topk']
-    limits = self._limits
+  def _parse(
+    self, fields: dict[str, Any], dialect: dialects.Dialect
+  ) -> tuple[list[str], int, bool]:
+    """Returns queries, topk and whether scores are wanted, or refuses them."""
+    limits, name = self._limits, dialect.queries
+    queries = [fields[name]] if dialect.one_query else fields[name]
     if not isinstance(queries, list) or not all(
       isinstance(query, str) for query in queries
     ):
-      raise _unprocessable('queries: expected a list of strings')
+      expected = 'a string' if dialect.one_query else 'a list of strings'
+      raise _unprocessable(f'{name}: expected {expected}')
     if len(queries) > limits.max_queries:
       raise _unprocessable(
-        f'queries: {len(queries)}, at most {limits.max_queries} are allowed'
+        f'{name}: {len(queries)}, at most {limits.max_queries} are allowed'
       )
     if any(len(query) > limits.max_query_chars for query in queries):
       raise _unprocessable(
-        f'queries: at most {limits.max_query_chars} characters each'
+        f'{name}: at most {limits.max_query_chars} characters each'
       )
-    if topk is None:
-      topk = 3
+    topk = fields[dialect.topk] if dialect.topk in fields else None
+    topk = _DEFAULT_TOPK if topk is None else topk
     if type(topk) is not int or not 1 <= topk <= limits.max_topk:
       raise _unprocessable(
-        f'topk: expected an integer from 1 to {limits.max_topk}'
+        f'{dialect.topk}: expected an integer from 1 to {limits.max_topk}'
       )
-    if not isinstance(fields['return_scores'], bool):
-      raise _unprocessable('return_scores: expected true or false')
-    return queries, topk, fields['return_scores']
+    scores = fields[dialect.scores] if dialect.scores in fields else False
+    if not isinstance(scores, bool):
+      raise _unprocessable(f'{dialect.scores}: expected true or false')
+    return queries, topk, scores
+
+
+def _dialect_of(
+  fields: dict[str, Any], spoken: Sequence[dialects.Dialect]
+) -> dialects.Dialect:
+  """Returns the dialect that the fields of a request belong to."""
+  candidates = [d for d in spoken if d.queries in fields]
+  if not candidates:
+    names = ' or '.join(dict.fromkeys(d.queries for d in spoken))
+    raise _unprocessable(f'{names}: missing')
+  for dialect in candidates:
+    if set(fields) <= {dialect.queries, dialect.topk, dialect.scores}:
+      return dialect
+  first = candidates[0]
+  unknown = sorted(set(fields) - {first.queries, first.topk, first.scores})
+  raise _unprocessable(f'unknown field {unknown[0][:40]!r}')
 
 
 def _unprocessable(detail: str) -> http_server.Refusal:
   return http_server.Refusal(422, detail)
-
-
-def _result(
-  lists: list[list[types.Passage]], return_scores: bool
-) -> list[list[dict[str, Any]]]:
-  if not return_scores:
-    return [[corpus_lib.document_of(p) for p in ps] for ps in lists]
-  return [
-    [
-      {'document': corpus_lib.document_of(p), 'score': p.score}
-      for p in passages
-    ]
-    for passages in lists
-  ]

@@ -29,8 +29,6 @@ from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.retrieval import client
-from stppo_jax.retrieval import dialects
-from stppo_jax.retrieval import server
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import sentences
@@ -43,9 +41,7 @@ from stppo_jax.sampling.remote import client as client_lib
 from stppo_jax.sampling.remote import engine as remote_engine
 from stppo_jax.training import data_check
 from stppo_jax.training import model_files
-
-# Characters of a passage that are kept for each token of an observation.
-_CHARS_PER_TOKEN = 32
+from stppo_jax.training import retriever as retriever_lib
 
 
 class Misconfigured(Exception):
@@ -217,7 +213,9 @@ def build_services(
     loop = stack.enter_context(event_loop.EventLoop())
     retriever = None
     if kind.needs_retriever:
-      retriever = stack.enter_context(_retriever(config, questions, loop))
+      with config_errors():
+        connected = retriever_lib.connect(config, questions, loop)
+        retriever = stack.enter_context(connected)
     with config_errors():
       environment = kind.from_options(config.env.to_dict(), retriever)
       name = config.env.reward_function
@@ -225,36 +223,6 @@ def build_services(
         question = questions.train(0, 1, resample_round=0)[0]
         reward_function.try_once(name, environment, question)
     yield Services(questions, environment, retriever, loop)
-
-
-@contextlib.contextmanager
-def _retriever(
-  config, questions: questions_lib.Questions, loop: event_loop.EventLoop
-) -> Iterator[client.HttpRetriever]:
-  """Connects to the retriever; without a URL, to an embedded server."""
-  with contextlib.ExitStack() as stack:
-    url = config.retrieval.url
-    if not url:
-      with config_errors():
-        passages = questions.passages()
-      embedded = server.embedded(
-        passages, world_passages=questions.world_passages
-      )
-      url = stack.enter_context(embedded).url
-    retriever = client.HttpRetriever(
-      url,
-      dialect=dialects.DIALECTS[config.retrieval.dialect],
-      topk=config.retrieval.topk,
-      timeout=config.retrieval.timeout,
-      retries=config.retrieval.retries,
-      start_grace=config.retrieval.start_grace,
-      max_queries_per_request=config.retrieval.max_queries_per_request,
-      # Text has some four characters a token; more is cut off anyway.
-      max_passage_chars=_CHARS_PER_TOKEN * config.env.max_observation_tokens,
-    )
-    stack.callback(lambda: loop.run(retriever.close()))
-    loop.run(retriever.wait_until_ready())
-    yield retriever
 
 
 def build_tokenizer(

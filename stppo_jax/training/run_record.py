@@ -48,6 +48,10 @@ _LATER_KEYS = {
   'model.eos_token_ids': [],
   'env.rewards.overlong': 0.0,
   'env.overlong_fraction': 0.2,  # not read if overlong is 0
+  'retrieval.record': '',
+  'retrieval.replay': '',
+  'retrieval.faults.rate': 0.0,
+  'retrieval.faults.seed': 0,
   'algorithm.advantage.critic_tokens': 'policy',
   'algorithm.advantage.outcome_counts': 'per_trajectory',
 }

@@ -9,14 +9,11 @@ from stppo_jax import settings
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
 
+_NOT_OF_A_RUN = ('lab', 'data', 'serve', 'index', 'doctor')
 _COMMANDS = [
   *(('lab', name) for name in ('collect', 'score', 'advantages', 'compare')),
   *(('data', name) for name in ('build', 'list', 'show')),
-  *(
-    (name,)
-    for name in __main__.commands()
-    if name not in ('lab', 'data', 'serve')
-  ),
+  *((name,) for name in __main__.commands() if name not in _NOT_OF_A_RUN),
 ]
 
 
@@ -41,9 +38,18 @@ def test_the_help_of_a_command_lists_its_flags(capsys, command):
     assert ('--help=KEY explains a config key' in shown) == takes_keys
 
 
-def test_the_help_of_serve_lists_its_flags(capsys):
-  shown = _help(capsys, 'serve', '--help')
-  for name in ('corpus', 'synthetic_seed', 'host', 'port', 'name_pieces'):
+@pytest.mark.parametrize(
+  ('command', 'flags'),
+  [
+    ('serve', 'corpus synthetic_seed host port name_pieces index workers'),
+    ('serve', 'replay dialect fault_rate fault_seed'),
+    ('index', 'corpus out k1'),
+    ('doctor', 'url dialect corpus query expect timeout'),
+  ],
+)
+def test_the_help_of_a_server_lists_its_flags(capsys, command, flags):
+  shown = _help(capsys, command, '--help')
+  for name in flags.split():
     assert re.search(rf'^ +--{name}=', shown, re.MULTILINE), name
 
 

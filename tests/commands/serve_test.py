@@ -2,23 +2,24 @@
 
 import json
 import os
+import pathlib
 import signal
-import threading
-import time
-from urllib import request
+import subprocess
+import sys
+import urllib.request
 
 import pytest
 
 from stppo_jax import types
+from stppo_jax.commands import index
 from stppo_jax.commands import serve
 from stppo_jax.retrieval import address
 from stppo_jax.retrieval import server
+from tests.commands import serving
 
 
 def _ask(url, query):
-  body = json.dumps({'queries': [query], 'topk': 1}).encode()
-  with request.urlopen(request.Request(url, body), timeout=60) as reply:
-    return json.load(reply)['result'][0]
+  return serving.post(url, {'queries': [query], 'topk': 1})['result'][0]
 
 
 def _corpus(tmp_path):
@@ -27,37 +28,11 @@ def _corpus(tmp_path):
   return path
 
 
-def _serve(capsys, flags, ask, *, number=signal.SIGTERM, **options):
-  """Serves until one question is answered, then sends a signal.
-
-  Returns:
-    (the printed URL, what `ask` returned for it).
-  """
-  found = []
-
-  def use_and_end():
-    url = ''
-    while not url.endswith('\n'):  # printed once it is ready
-      time.sleep(0.01)
-      url += capsys.readouterr().out
-    try:
-      found.append((url, ask(url.strip())))
-    finally:
-      os.kill(os.getpid(), number)
-
-  user = threading.Thread(target=use_and_end, daemon=True)
-  user.start()
-  assert serve.main([*flags, '--port=0'], **options) == 0
-  user.join()
-  assert capsys.readouterr() == ('', '')
-  return found[0]
-
-
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_serves_a_corpus_until_a_signal_ends_it(tmp_path, capsys, number):
   ask = lambda url: _ask(f'{url}/retrieve', 'france')
   flags = [f'--corpus={_corpus(tmp_path)}']
-  url, passages = _serve(capsys, flags, ask, number=number)
+  url, passages = serving.run(capsys, flags, ask, number=number)
   assert url.startswith('http://127.0.0.1:')
   assert passages == [{'id': '7', 'contents': '"Paris"\nIn France.'}]
 
@@ -71,17 +46,92 @@ def test_serves_worlds(capsys):
 
   ask = lambda url: _ask(f'{url}/worlds/5/retrieve', 'town')
   flags = ['--synthetic_seed=3', '--distractors=9']
-  _, passages = _serve(capsys, flags, ask, make_passages=make_passages)
+  _, passages = serving.run(capsys, flags, ask, make_passages=make_passages)
   assert passages == [{'id': '3/5', 'contents': '"Town"\nx'}]
   options = {'entities_per_type': 42, 'name_pieces': 2, 'distractors': 9}
   assert asked == [(3, 0, options), (3, 5, options)]
 
 
+def test_several_processes_serve_one_index(tmp_path):
+  """They are counted together, replaced, and end with their parent."""
+  out = tmp_path / 'index'
+  assert index.main([f'--corpus={_corpus(tmp_path)}', f'--out={out}']) == 0
+  words = [sys.executable, '-m', 'stppo_jax', 'serve', f'--index={out}']
+  with subprocess.Popen(
+    [*words, '--workers=2', '--port=0'],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+  ) as parent:
+    try:
+      assert parent.stdout is not None and parent.stderr is not None
+      url = parent.stdout.readline().strip()
+      for _ in range(4):
+        assert _ask(f'{url}/retrieve', 'france')[0]['id'] == '7'
+      with urllib.request.urlopen(f'{url}/metrics', timeout=30) as reply:
+        counted = 'http_requests_total{path="/retrieve",status="200"} 4.0'
+        assert counted in reply.read().decode()
+      worker = int(_children(parent.pid)[0])
+      os.kill(worker, signal.SIGKILL)
+      assert f'worker {worker} ended with exit code -9' in (
+        parent.stderr.readline()
+      )
+      assert _ask(f'{url}/retrieve', 'france')[0]['id'] == '7'
+    finally:
+      parent.send_signal(signal.SIGTERM)
+    assert parent.wait(60) == 0
+  with pytest.raises(OSError):
+    _ask(f'{url}/retrieve', 'france')
+
+
+def _children(pid):
+  path = pathlib.Path(f'/proc/{pid}/task/{pid}/children')
+  return path.read_text().split()
+
+
+def test_recorded_answers_are_served(tmp_path, capsys):
+  path = tmp_path / 'answers.jsonl'
+  passage = {'id': '7', 'title': 'Paris', 'text': 'In France.', 'score': 1.0}
+  answer = {'corpus': '', 'query': 'q', 'topk': 1, 'passages': [passage]}
+  path.write_text(json.dumps(answer) + '\n', encoding='utf-8')
+  ask = lambda url: _ask(f'{url}/retrieve', 'q')
+  _, passages = serving.run(capsys, [f'--replay={path}'], ask)
+  assert passages == [{'id': '7', 'contents': '"Paris"\nIn France.'}]
+
+
+def test_one_dialect_with_faults_is_served(tmp_path, capsys):
+  body = {'query': 'france', 'top_k': 1}
+
+  def ask(url):
+    statuses = []
+    for _ in range(20):
+      try:
+        reply = serving.post(f'{url}/retrieve', body)
+        statuses.append([item['text'] for item in reply])
+      except (OSError, ValueError) as error:
+        statuses.append(type(error).__name__)
+    return statuses
+
+  flags = [f'--corpus={_corpus(tmp_path)}', '--dialect=zerosearch']
+  flags += ['--fault_rate=0.5', '--fault_seed=1']
+  _, statuses = serving.run(capsys, flags, ask)
+  good = statuses.count(['"Paris"\nIn France.'])
+  assert 4 < good < 16 and good < len(statuses)
+
+
 @pytest.mark.parametrize(
   ('flags', 'message'),
   [
-    ([], 'one of the arguments --corpus --synthetic_seed is required'),
+    ([], 'one of --index, --corpus, --synthetic_seed, --replay is'),
     (['--corpus=/absent'], '/absent: no such file'),
+    (['--index=/absent'], '/absent: no index: index.json is missing'),
+    (['--index=/absent', '--synthetic_seed=1'], 'not allowed with'),
+    (['--replay=/absent'], '/absent: no such file'),
+    (['--synthetic_seed=1', '--workers=2'], '--workers=2: must be 1'),
+    (['--index=/absent', '--workers=2'], '/absent: no index: index.json is'),
+    (['--index=/absent', '--workers=0'], '--workers=0: must be 1'),
+    (['--synthetic_seed=1', '--fault_rate=2'], 'rate of faults 2.0'),
+    (['--synthetic_seed=1', '--dialect=gem'], "invalid choice: 'gem'"),
     (['--corpus=/absent', '--synthetic_seed=1'], 'not allowed with'),
     (['--synthetic_seed=x'], "invalid int value: 'x'"),
     (['--synthetic_seed=1', '--port=70000'], '--port: 70000'),

@@ -216,12 +216,27 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
     ),
     (
       {'retrieval__dialect': 'gem', 'retrieval__url': 'http://h'},
-      "retrieval.dialect='gem': must be one of search_r1, skyrl",
+      "retrieval.dialect='gem': must be one of search_r1, skyrl, rllm, "
+      'zerosearch, r1_searcher',
+    ),
+    (
+      {'retrieval__replay': '/absent'},
+      "retrieval.replay='/absent': must be a file",
+    ),
+    (
+      {'retrieval__replay': __file__, 'retrieval__record': 'other'},
+      f'retrieval.replay={__file__!r}: must be empty when retrieval.record is '
+      "'other'",
+    ),
+    (
+      {'retrieval__replay': __file__, 'retrieval__url': 'http://host'},
+      f'retrieval.replay={__file__!r}: must be empty when retrieval.url is '
+      "'http://host'",
     ),
     (
       {'retrieval__dialect': 'skyrl'},
       "retrieval.dialect='skyrl': must be search_r1 when retrieval.url is "
-      'empty, because the embedded server supports no other',
+      'empty, because the run then starts its own server',
     ),
     (
       {'updates__old_policy': 'current', 'rollout__steps_ahead': 1},

@@ -8,6 +8,7 @@ import pytest
 from stppo_jax import types
 from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import address
+from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import protocol
 from stppo_jax.retrieval import server
 from tests.retrieval import fake_servers
@@ -185,7 +186,9 @@ def test_the_token_is_sent_and_kept_out_of_errors(monkeypatch):
   monkeypatch.setenv(address.TOKEN_VARIABLE, 's3cret')
 
   async def run(token):
-    app = server.make_app([types.Passage('1', 'T', 'cat')], token=token)
+    app = server.make_app(
+      bm25.Bm25Index([types.Passage('1', 'T', 'cat')]), token=token
+    )
     runner, url = await http_server.start(app, '127.0.0.1', 0)
     retriever = fake_servers.retriever(url)
     try:

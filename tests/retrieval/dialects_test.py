@@ -1,51 +1,57 @@
 """The requests of each dialect, and how replies are read."""
 
 import asyncio
+import contextlib
+import functools
 import json
 
 from aiohttp import web
 import pytest
 
 from stppo_jax import types
+from stppo_jax.http import server as http_server
+from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import dialects
+from stppo_jax.retrieval import protocol
+from stppo_jax.retrieval import server
 from tests.retrieval import fake_servers
 
 
 def test_search_r1_requests_have_scores():
-  server = fake_servers.Server()
-  results, _ = fake_servers.retrieve(server, ['cats'])
+  fake = fake_servers.Server()
+  results, _ = fake_servers.retrieve(fake, ['cats'])
   assert results == [[fake_servers.passage('cats')]]
-  assert server.requests == [
+  assert fake.requests == [
     ('/retrieve', {'queries': ['cats'], 'topk': 2, 'return_scores': True})
   ]
 
 
 def test_skyrl_requests_have_one_query():
-  server = fake_servers.Server(
+  fake = fake_servers.Server(
     lambda body: fake_servers.answer({'queries': [body['query']]})
   )
   results, statistics = fake_servers.retrieve(
-    server, ['cats', 'dogs'], dialect='skyrl'
+    fake, ['cats', 'dogs'], dialect='skyrl'
   )
   assert results == [[fake_servers.passage(q)] for q in ('cats', 'dogs')]
   assert statistics['retrieval/ok'] == 2.0
   body = {'query': 'cats', 'topk': 2, 'return_scores': True}
-  assert sorted(server.requests, key=str) == [
+  assert sorted(fake.requests, key=str) == [
     ('/retrieve', body),
     ('/retrieve', body | {'query': 'dogs'}),
   ]
 
 
 def test_the_path_of_a_dialect_may_stand_in_the_url():
-  server = fake_servers.Server()
+  fake = fake_servers.Server()
 
   async def run():
-    async with server.running() as url:
+    async with fake.running() as url:
       retriever = fake_servers.retriever(f'{url}/retrieve/')
       await retriever.retrieve('cats')
 
   asyncio.run(run())
-  assert [path for path, _ in server.requests] == ['/retrieve']
+  assert [path for path, _ in fake.requests] == ['/retrieve']
 
 
 def test_replies_may_lack_scores_and_have_more_passages_than_topk():
@@ -62,29 +68,68 @@ def test_replies_may_lack_scores_and_have_more_passages_than_topk():
   ]
 
 
-_DOCUMENT = {'contents': 'a'}
+_P = types.Passage('1', 'T', 'a', 1.0)
+_NO_SCORE = types.Passage('1', 'T', 'a')
+_BARE = types.Passage('', 'T', 'a')
+_CONTENTS = '"T"\na'
+_DOCUMENT = {'id': '1', 'contents': _CONTENTS}
+# Dialect -> (a good item, the passage that it is, bad items).
+_ITEMS = {
+  'search_r1': (
+    {'document': _DOCUMENT, 'score': 1},
+    _P,
+    [
+      'text',
+      {'document': {}},
+      {'document': {'contents': 3}},
+      {'id': 10**400, 'contents': 'a'},
+      {'document': _DOCUMENT, 'score': None},
+      {'document': _DOCUMENT, 'score': True},
+      {'document': _DOCUMENT, 'score': float('nan')},
+    ],
+  ),
+  'rllm': (
+    {'id': '1', 'content': _CONTENTS, 'score': 1},
+    _P,
+    ['text', {}, {'content': 3}, {'content': 'a', 'score': None}],
+  ),
+  'zerosearch': ({'text': _CONTENTS}, _BARE, ['text', {}, {'text': 3}, None]),
+  'r1_searcher': (_CONTENTS, _BARE, [3, None, {}, ['a']]),
+}
+_ITEMS['skyrl'] = _ITEMS['search_r1']
 
 
-@pytest.mark.parametrize(
-  'entry',
-  [
-    None,
-    {},
-    ['text'],
-    [{'document': {}}],
-    [{'document': {'contents': 3}}],
-    [{'id': 10**400, 'contents': 'a'}],
-    [{'document': _DOCUMENT, 'score': None}],
-    [{'document': _DOCUMENT, 'score': True}],
-    [{'document': _DOCUMENT, 'score': float('nan')}],
-  ],
-)
+def _reply(name, *entries):
+  """Returns the reply whose lists of passages are the entries."""
+  match name:
+    case 'rllm':
+      (entry,) = entries
+      values = {'results': entry}
+    case 'zerosearch':
+      (values,) = entries
+    case 'r1_searcher':
+      values = {'answers': entries}
+    case _:
+      values = {'result': entries}
+  return json.dumps(values).encode()
+
+
 @pytest.mark.parametrize('name', dialects.DIALECTS)
+def test_good_and_malformed_lists(name):
+  read = dialects.DIALECTS[name].read
+  good, passage, bad = _ITEMS[name]
+  assert read(_reply(name, [good, good]), 1) == [[passage, passage]]
+  assert read(_reply(name, []), 1) == [[]]
+  for item in bad:
+    assert read(_reply(name, [good, item]), 1) == [None]
+
+
+@pytest.mark.parametrize('name', ['search_r1', 'skyrl', 'r1_searcher'])
+@pytest.mark.parametrize('entry', [None, {}, 'text'])
 def test_a_malformed_list_leaves_the_others_alone(name, entry):
-  good = [{'document': _DOCUMENT, 'score': 1}]
-  reply = json.dumps({'result': [good, entry]}).encode()
-  first, second = dialects.DIALECTS[name].read(reply, 2)
-  assert first == [types.Passage('', '', 'a', 1.0)] and second is None
+  good, passage, (bad, *_) = _ITEMS[name]
+  reply = _reply(name, [good], entry, [bad])
+  assert dialects.DIALECTS[name].read(reply, 3) == [[passage], None, None]
 
 
 @pytest.mark.parametrize(
@@ -94,10 +139,13 @@ def test_a_malformed_list_leaves_the_others_alone(name, entry):
     b'\xff\xfe',
     b'[' * 100000,
     b'[]',
-    b'{"results": []}',
+    b'7',
+    b'{"other": []}',
     b'{"result": {}}',
     b'{"result": []}',
     b'{"result": [[], [], []]}',
+    b'{"answers": [[]]}',
+    b'{"results": {}}',
   ],
 )
 @pytest.mark.parametrize('name', dialects.DIALECTS)
@@ -105,3 +153,67 @@ def test_a_reply_without_a_list_per_query_is_one_line(name, reply):
   with pytest.raises(ValueError) as error:
     dialects.DIALECTS[name].read(reply, 2)
   assert str(error.value) and '\n' not in str(error.value)
+
+
+_PASSAGES = [
+  types.Passage('p0', 'Paris', 'Capital of France.'),
+  types.Passage('p1', 'Rome', 'Capital of Italy.'),
+]
+
+
+@pytest.fixture(scope='module')
+def servers():
+  """Returns the name of the only dialect to the URL of a server; '' = all."""
+  with contextlib.ExitStack() as stack:
+    urls = {}
+    for name in ('', *dialects.DIALECTS):
+      make = functools.partial(
+        server.make_app, bm25.Bm25Index(_PASSAGES), dialect=name
+      )
+      embedded = http_server.EmbeddedServer(make)
+      urls[name] = stack.enter_context(embedded).url
+    yield urls
+
+
+def _ask(url, dialect, **options):
+  async def run():
+    retriever = fake_servers.retriever(url, dialect=dialect, **options)
+    try:
+      return await asyncio.gather(
+        *(retriever.retrieve(query) for query in ('italy', 'paris', 'xyzzy'))
+      )
+    finally:
+      await retriever.close()
+
+  return asyncio.run(run())
+
+
+@pytest.mark.parametrize('name', dialects.DIALECTS)
+def test_our_server_speaks_every_dialect(servers, name):
+  for url in (servers[name], servers['']):
+    # ZeroSearch's requests are those of rLLM, so the server must be told.
+    if name != 'zerosearch' or url != servers['']:
+      found = _ask(url, name)
+      titles = [[(p.title, p.text) for p in passages] for passages in found]
+      rome, paris = (('Rome', _PASSAGES[1].text), ('Paris', _PASSAGES[0].text))
+      assert titles == [[rome], [paris], []]
+
+
+@pytest.mark.parametrize('name', dialects.DIALECTS)
+@pytest.mark.parametrize('other', dialects.DIALECTS)
+def test_a_mismatch_names_the_dialect_of_the_server(servers, name, other):
+  if name == other:
+    pytest.skip('no mismatch')
+  with pytest.raises(protocol.RetrieverMisconfigured) as error:
+    _ask(servers[other], name, retries=0)
+  assert f'seems to speak the dialect {other}: set' in str(error.value)
+  assert '\n' not in str(error.value)
+
+
+def test_a_server_that_fails_at_first_is_no_mismatch():
+  """Detection must not blame the dialect for the server's failures."""
+  fake = fake_servers.Server(
+    lambda body: web.json_response({'detail': 'bug'}, status=500)
+  )
+  results, _ = fake_servers.retrieve(fake, ['cats'], retries=1)
+  assert isinstance(results[0], protocol.RetrievalError)

@@ -117,7 +117,7 @@ def test_an_unknown_corpus_is_404(url, path, status):
 @pytest.mark.parametrize(
   ('body', 'line'),
   [
-    ({}, 'queries: missing'),
+    ({}, 'queries or query: missing'),
     ({'queries': 'x'}, 'queries: expected a list of strings'),
     ({'queries': ['x', 3]}, 'queries: expected a list of strings'),
     ({'queries': ['x'] * 4}, 'queries: 4, at most 3'),

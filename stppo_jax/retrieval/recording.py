@@ -1,0 +1,157 @@
+"""Recorded answers, so that a run can be repeated without its server.
+
+A recording is a file of JSON lines: {"corpus", "query", "topk", "passages"}.
+`Recorder` writes it while a run asks its server, `Recording` answers from it.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+from stppo_jax import types
+from stppo_jax.retrieval import corpus as corpus_lib
+
+_Key = tuple[str, str]  # corpus, query
+
+
+class Recorder:
+  """Appends answers to a file, the first one of each query."""
+
+  def __init__(self, path: str | os.PathLike[str], *, topk: int):
+    """Opens the file, or makes it; what it holds is kept.
+
+    A last line that is not complete, because the process was killed, is
+    removed.
+
+    Args:
+      path: the file.
+      topk: the number of passages that were asked for.
+
+    Raises:
+      OSError: the file cannot be written.
+      ValueError: it is no recording, or one with another topk; one line.
+    """
+    self._topk = topk
+    self._recorded: set[_Key] = set()
+    path = pathlib.Path(path)
+    if path.exists():
+      _remove_torn_line(path)
+      known = _read(path)
+      self._recorded = set(known)
+      other = {answer.topk for answer in known.values()} - {topk}
+      if other:
+        raise ValueError(
+          f'{path}: recorded with topk {min(other)}, not {topk}; choose '
+          'another file'
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    self._file = open(path, 'a', encoding='utf-8')
+
+  def record(
+    self, corpus: str, query: str, passages: Sequence[types.Passage]
+  ) -> None:
+    """Writes an answer, unless the query has one."""
+    if (corpus, query) in self._recorded:
+      return
+    self._recorded.add((corpus, query))
+    fields = {
+      'corpus': corpus,
+      'query': query,
+      'topk': self._topk,
+      'passages': [dataclasses.asdict(passage) for passage in passages],
+    }
+    # A query may hold halves of surrogate pairs, which UTF-8 cannot, so
+    # everything beyond ASCII is escaped.
+    self._file.write(json.dumps(fields) + '\n')
+    self._file.flush()
+
+  def close(self) -> None:
+    self._file.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Answer:
+  topk: int
+  passages: list[types.Passage]
+
+
+class Recording:
+  """The answers of a file that a `Recorder` wrote."""
+
+  def __init__(self, path: str | os.PathLike[str]):
+    """Reads the file.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: a line is no answer; names the file and the line.
+    """
+    path = pathlib.Path(path)
+    if not path.is_file():
+      raise FileNotFoundError(f'{path}: no such file')
+    self._path = path
+    self._answers = _read(path)
+
+  def __len__(self) -> int:
+    return len(self._answers)
+
+  def find(self, corpus: str, query: str, topk: int) -> list[types.Passage]:
+    """Returns the recorded passages of a query.
+
+    Raises:
+      LookupError: the query was not recorded, or with fewer passages.
+    """
+    try:
+      answer = self._answers[corpus, query]
+    except KeyError:
+      raise LookupError(
+        f'{self._path} has no answer to {query[:80]!r}: it was recorded in '
+        'another run'
+      ) from None
+    if topk > answer.topk:
+      raise LookupError(
+        f'{self._path} was recorded with topk {answer.topk}, not {topk}'
+      )
+    return answer.passages[:topk]
+
+
+def _read(path: pathlib.Path) -> dict[_Key, _Answer]:
+  answers = {}
+  with open(path, encoding='utf-8') as file:
+    for number, line in enumerate(file, start=1):
+      try:
+        key, answer = _parse(json.loads(line))
+      except (ValueError, RecursionError) as error:
+        raise ValueError(f'{path}:{number}: {error}') from error
+      answers.setdefault(key, answer)
+  return answers
+
+
+def _parse(fields: Any) -> tuple[_Key, _Answer]:
+  if not isinstance(fields, dict):
+    raise ValueError('expected an object')
+  for name, kind in (
+    ('corpus', str),
+    ('query', str),
+    ('topk', int),
+    ('passages', list),
+  ):
+    if name not in fields or not isinstance(fields[name], kind):
+      raise ValueError(f'"{name}": expected a value of type {kind.__name__}')
+  passages = []
+  for item in fields['passages']:
+    score = item.get('score', 0.0) if isinstance(item, dict) else 0.0
+    if isinstance(score, bool) or not isinstance(score, int | float):
+      raise ValueError('"score": expected a number')
+    passages.append(corpus_lib.passage_of(item, score=float(score)))
+  key = fields['corpus'], fields['query']
+  return key, _Answer(fields['topk'], passages)
+
+
+def _remove_torn_line(path: pathlib.Path) -> None:
+  with open(path, 'rb+') as file:
+    content = file.read()
+    if content and not content.endswith(b'\n'):
+      file.truncate(content.rfind(b'\n') + 1)

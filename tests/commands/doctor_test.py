@@ -1,0 +1,173 @@
+"""`doctor retriever`: what it finds, in plain words, and its exit codes."""
+
+import asyncio
+import contextlib
+import functools
+import re
+import socket
+import threading
+
+from aiohttp import web
+import pytest
+
+from stppo_jax import types
+from stppo_jax.commands import doctor
+from stppo_jax.http import server as http_server
+from stppo_jax.retrieval import address
+from stppo_jax.retrieval import bm25
+from stppo_jax.retrieval import server
+
+_PASSAGES = [types.Passage('p0', 'Paris', 'Capital of France.')]
+
+
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch):
+  monkeypatch.delenv(address.TOKEN_VARIABLE, raising=False)
+
+
+def _serve(**options):
+  index = bm25.Bm25Index(_PASSAGES)
+  return http_server.EmbeddedServer(
+    functools.partial(server.make_app, index, **options)
+  )
+
+
+def _examine(capsys, url, *flags):
+  """Returns the exit code and the lines."""
+  code = doctor.main(['retriever', f'--url={url}', '--timeout=5', *flags])
+  out, err = capsys.readouterr()
+  assert not err
+  return code, out.splitlines()
+
+
+def test_a_good_server(capsys):
+  with _serve() as embedded:
+    url = f'{embedded.url}/retrieve'
+    code, lines = _examine(capsys, url, '--expect=France')
+  assert code == 0
+  assert [line.split(':')[0] for line in lines] == [
+    'ok     address',
+    'ok     dialect',
+    'ok     time',
+    'ok     answer',
+  ]
+  assert (
+    'search_r1, skyrl, rllm, r1_searcher; retrieval.dialect=search_r1'
+    in (lines[1])
+  )
+  assert "1 passages for 'capital of France'" in lines[3]
+  assert 'Paris' in lines[3]
+
+
+def test_the_dialect_that_is_not_spoken(capsys):
+  with _serve(dialect='rllm') as embedded:
+    code, lines = _examine(capsys, embedded.url, '--dialect=search_r1')
+    assert code == 2
+    assert lines[-1].startswith('WRONG  dialect: not search_r1 (status 422')
+    assert lines[-1].endswith('but rllm: set retrieval.dialect=rllm')
+    assert _examine(capsys, embedded.url)[0] == 0
+
+
+@pytest.mark.parametrize(
+  ('flags', 'message'),
+  [
+    (['--query=xyzzy'], "nothing is found for 'xyzzy'. Does the server have"),
+    (['--expect=Rome'], "'Rome' is in none of the 1 passages for"),
+    (['--corpus=worlds/1'], 'dialect: no known one is answered. search_r1: st'),
+  ],
+)
+def test_answers_that_are_not_as_expected(capsys, flags, message):
+  with _serve() as embedded:
+    code, lines = _examine(capsys, embedded.url, *flags)
+  assert code == 2 and lines[-1].startswith('WRONG') and message in lines[-1]
+
+
+def test_a_token_that_is_missing(capsys, monkeypatch):
+  with _serve(token='s3cret') as embedded:
+    code, lines = _examine(capsys, embedded.url)
+    assert code == 2 and lines[-1].startswith('WRONG  token: ')
+    assert 'STPPO_RETRIEVAL_TOKEN' in lines[-1] and 's3cret' not in lines[-1]
+    monkeypatch.setenv(address.TOKEN_VARIABLE, 's3cret')
+    assert _examine(capsys, embedded.url)[0] == 0
+
+
+def test_nothing_listens(capsys):
+  with socket.socket() as bound:
+    bound.bind(('127.0.0.1', 0))
+    url = f'http://127.0.0.1:{bound.getsockname()[1]}'
+    code, lines = _examine(capsys, url)
+  assert code == 75 and len(lines) == 1
+  assert lines[0].startswith(f'WRONG  address: nothing answers at {url}: ')
+
+
+def test_a_server_that_never_answers(capsys):
+  with socket.create_server(('127.0.0.1', 0)) as silent:
+    url = f'http://127.0.0.1:{silent.getsockname()[1]}'
+    code, lines = _examine(capsys, url, '--timeout=0.1')
+  assert code == 75 and 'accepts connections, but sends no reply' in lines[0]
+
+
+@contextlib.contextmanager
+def _answering(respond):
+  """Serves `respond` for every request; yields the URL."""
+  loop = asyncio.new_event_loop()
+
+  async def start():
+    app = web.Application()
+    app.router.add_route('*', '/{path:.*}', respond)
+    return await http_server.start(app, '127.0.0.1', 0)
+
+  running, url = loop.run_until_complete(start())
+  thread = threading.Thread(target=loop.run_forever)
+  thread.start()
+  try:
+    yield url
+  finally:
+    asyncio.run_coroutine_threadsafe(running.cleanup(), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.mark.parametrize(
+  ('response', 'message'),
+  [
+    ((302, {'Location': 'http://elsewhere'}), 'address: .* redirects'),
+    ((403, {}), 'token: the server refuses'),
+    ((500, {}), 'dialect: no known one is answered'),
+    ((404, {}), 'dialect: no known one is answered'),
+    ((200, {}), 'dialect: no known one is answered'),
+  ],
+)
+def test_another_server(capsys, response, message):
+  status, headers = response
+
+  async def respond(request):
+    return web.Response(status=status, headers=headers)
+
+  with _answering(respond) as url:
+    code, lines = _examine(capsys, url)
+  assert code == 2
+  assert re.match(f'WRONG  {message}', lines[-1])
+
+
+@pytest.mark.parametrize(
+  ('flags', 'message'),
+  [
+    (['retriever'], 'the following arguments are required: --url'),
+    (['patience', '--url=x'], "invalid choice: 'patience'"),
+    (['retriever', '--url=http://x', '--timeout=0'], '--timeout=0: must be'),
+    (['retriever', '--url=http://x', '--corpus=..'], "corpus '..' is no plain"),
+  ],
+)
+def test_a_bad_flag_is_one_line_and_2(capsys, flags, message):
+  assert doctor.main(flags) == 2
+  out, err = capsys.readouterr()
+  assert not out and message in err and err.count('\n') == 1
+
+
+def test_a_bad_url_is_one_line_and_2(capsys):
+  code, lines = _examine(capsys, 'ftp://x')
+  assert (
+    code == 2 and len(lines) == 1 and 'is no http:// or https://' in lines[0]
+  )

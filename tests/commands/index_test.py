@@ -1,0 +1,108 @@
+"""`index`, then `serve`, searched over HTTP and scored; and their refusals."""
+
+import random
+
+import pytest
+
+from stppo_jax.commands import index
+from stppo_jax.commands import serve
+from tests.commands import serving
+from tests.retrieval import real_data
+
+_SHIPPED = real_data.SHIPPED / 'corpus.jsonl'
+
+
+def _index(corpus, out, *flags):
+  return index.main([f'--corpus={corpus}', f'--out={out}', *flags])
+
+
+def _recall(capsys, tmp_path, corpus, rows):
+  """Returns the recall in the top 3 of an index that is built and served."""
+  assert _index(corpus, tmp_path / 'index') == 0
+  capsys.readouterr()
+  queries = [row['question'] for row in rows]
+  body = {'queries': queries, 'topk': 3}
+  flags = [f'--index={tmp_path / "index"}', f'--corpus={corpus}']
+  _, reply = serving.run(
+    capsys, flags, lambda url: serving.post(f'{url}/retrieve', body)
+  )
+  lists = [[p['id'] for p in passages] for passages in reply['result']]
+  return real_data.recall(lists, rows)
+
+
+def test_a_corpus_is_indexed_served_searched_and_scored(capsys, tmp_path):
+  rows = real_data.questions(real_data.SHIPPED / 'questions.jsonl')
+  assert _recall(capsys, tmp_path, _SHIPPED, rows) == 1.0
+
+
+_SLOW = pytest.mark.slow
+_MULTIHOP = 'multihop/multihop'
+
+
+@pytest.mark.parametrize(
+  ('name', 'corpus', 'expected'),
+  [
+    ('general/xquad_en', 'general/xquad_en', 0.976),
+    pytest.param('general/nq_train', 'general/nq_train', 0.862, marks=_SLOW),
+    pytest.param('multihop/hotpot_ircot500', _MULTIHOP, 0.885, marks=_SLOW),
+    pytest.param('multihop/hotpot_train100', _MULTIHOP, 0.880, marks=_SLOW),
+    pytest.param('multihop/2wiki_train500', _MULTIHOP, 0.988, marks=_SLOW),
+    pytest.param('multihop/musique_train100', _MULTIHOP, 0.820, marks=_SLOW),
+  ],
+)
+def test_recall_on_real_data(capsys, tmp_path, name, corpus, expected):
+  """The figures of the folder's README, of at most 500 questions."""
+  if not real_data.FOLDER.is_dir():
+    pytest.skip('the folder of real data is absent')
+  rows = real_data.questions(real_data.FOLDER / f'{name}.questions.jsonl')
+  rows = random.Random(0).sample(rows, min(len(rows), 500))
+  path = real_data.FOLDER / f'{corpus}.corpus.jsonl'
+  found = _recall(capsys, tmp_path, path, rows)
+  assert found == pytest.approx(expected, abs=0.01)
+
+
+def test_an_index_is_built_once(capsys, tmp_path):
+  assert _index(_SHIPPED, tmp_path / 'a') == 0
+  assert capsys.readouterr().out.endswith('52 passages, bm25 built\n')
+  assert _index(_SHIPPED, tmp_path / 'a') == 0
+  assert capsys.readouterr().out.endswith('bm25 was there already\n')
+  assert _index(_SHIPPED, tmp_path / 'a', '--k1=1.5') == 2
+  assert 'made with other options' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ('corpus', 'flags', 'message'),
+  [
+    ('', [], 'corpus.jsonl: no passages'),
+    ('{"id": "1"}', [], 'corpus.jsonl:1: expected "contents", or "title"'),
+    (
+      '{"id": "1", "contents": "x"}\n{"id": "2", "title": 3, "text": "y"}',
+      [],
+      'corpus.jsonl:2: "title": expected a string, got 3',
+    ),
+    ('{"id": "1", "contents": "?"}', [], 'no passage has a word'),
+    ('{"id": "1", "contents": "x"}', ['--b=2'], '--k1=0.9 --b=2'),
+    ('{"id": "1", "contents": "x"}', ['--k1=x'], "invalid float value: 'x'"),
+  ],
+)
+def test_a_bad_value_is_one_line_and_2(
+  capsys, tmp_path, corpus, flags, message
+):
+  path = tmp_path / 'corpus.jsonl'
+  path.write_text(corpus + '\n', encoding='utf-8')
+  assert _index(path, tmp_path / 'index', *flags) == 2
+  output, errors = capsys.readouterr()
+  assert output == '' and message in errors and errors.count('\n') == 1
+
+
+def test_an_index_of_another_corpus_is_refused(capsys, tmp_path):
+  other = tmp_path / 'other.jsonl'
+  lines = _SHIPPED.read_text('utf-8')
+  other.write_text(lines.replace('film', 'song', 1), encoding='utf-8')
+  assert _index(_SHIPPED, tmp_path / 'index') == 0
+  capsys.readouterr()
+  assert _index(other, tmp_path / 'index') == 2
+  assert serve.main([f'--index={tmp_path / "index"}', f'--corpus={other}']) == 2
+  built, served = capsys.readouterr().err.splitlines()
+  assert 'index: ' in built and 'the index of another corpus: sha256' in built
+  assert 'serve: ' in served and 'the index of another corpus' in served
