@@ -14,6 +14,7 @@ from stppo_jax import types
 from stppo_jax.envs import actions
 from stppo_jax.models import functional
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import publish
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import event_loop
 from stppo_jax.sampling import engine as engine_lib
@@ -98,8 +99,9 @@ class SlotCollector:
     self._loop = loop
     self._engine = engine_lib.Engine(
       policy.model,
-      mesh=mesh_lib.make_mesh(
-        data=1, fsdp=1, tensor=1, devices=jax.devices()[:1]
+      placement=publish.Placement(
+        mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1]),
+        tensor=1,
       ),
       automaton=stops.build(
         policy.tokenizer.token_bytes(),

@@ -231,7 +231,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # The third keeps tokens with at least min_p times the largest
         # probability.
         'min_p': 0.0,
-        # Trajectories that are decoded at the same time;
+        # Trajectories that are decoded at the same time, also in evaluations;
         # 0 = trajectories_per_step.
         'slots': 0,
         # local: the engine of this process. remote: a server, see below.
@@ -257,9 +257,12 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # The number of lanes: slots are divided into lanes, which are decoded
         # in parallel, each by a thread. Set it to the number of cores on a CPU;
         # it must be 1 on several devices. Every lane has the same number of
-        # slots, also in evaluations, and holds whole groups.
+        # slots and holds whole groups.
         'lanes': 1,
         'extend_chunk': 64,  # tokens appended to a slot per call
+        # The number of devices that the engine's weights are cut over; several
+        # such groups of a host decode other rows. 0 = mesh.tensor.
+        'tensor': 0,
         # Tokens decoded before the host reads which turns have ended: a chunk.
         'decode_chunk': 16,
         # If not deterministic, a chunk ends as soon as this share of its turns
@@ -362,7 +365,6 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # 0 = never.
         'every': 50,
         'num_questions': 512,  # per data set, always the same ones
-        'batch_size': 256,  # trajectories that are decoded at the same time
       },
       'checkpoint': {
         'every': 50,  # steps between checkpoints; the last is always saved

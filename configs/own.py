@@ -28,7 +28,6 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.retrieval.topk = 2  # passages per search
   config.evaluate.every = 5  # steps
   config.evaluate.num_questions = 64
-  config.evaluate.batch_size = 16  # dialogues that are decoded at once
 
   # The model. A real run starts from a model that can follow instructions: set
   # config.model.path to its Hugging Face directory, and delete the lines down

@@ -55,7 +55,7 @@ def _groups_vary(rounds, group_size) -> Iterator[str]:
 
 
 def _lanes_divide_slots(
-  lanes, slots, trajectories, group_size, batch_size, engine
+  lanes, slots, trajectories, group_size, engine
 ) -> Iterator[str]:
   """Every lane has the same number of slots, a multiple of the group size."""
   if engine != 'local' or lanes == 1:
@@ -66,10 +66,6 @@ def _lanes_divide_slots(
     yield (
       f'rollout.{key}={slots or trajectories}: must be a multiple of '
       f'{lanes * group_size}, which is {" times ".join(divisors)}'
-    )
-  if batch_size % lanes:
-    yield (
-      f'evaluate.batch_size={batch_size}: must be a multiple of {divisors[0]}'
     )
 
 
@@ -341,7 +337,6 @@ RELATIONS: tuple[Relation, ...] = (
       'rollout.slots',
       'rollout.trajectories_per_step',
       'rollout.group_size',
-      'evaluate.batch_size',
       'rollout.engine',
     ),
     _lanes_divide_slots,

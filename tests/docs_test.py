@@ -46,7 +46,6 @@ _SMOKE = [
   '--config.sft.num_steps=1',
   '--config.sft.batch_size=4',
   '--config.evaluate.num_questions=4',
-  '--config.evaluate.batch_size=8',
   '--config.rollout.trajectories_per_step=8',
   '--config.updates.minibatch_size=8',
 ]

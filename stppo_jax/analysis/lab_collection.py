@@ -30,6 +30,7 @@ from stppo_jax.rollout import sentences
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
+from stppo_jax.training import engines
 from stppo_jax.training import run_record
 
 # Fields of a `TokenBatch` that have another name in the file.
@@ -70,14 +71,16 @@ def _collect(
     with assembly.config_errors():
       state = learner.start()
       reference = learner.reference()
-      collector, engine = assembly.build_collector(
-        config,
-        services,
-        tokenizer,
-        learner.policy,
-        slots=config.rollout.slots or config.rollout.trajectories_per_step,
-        group_size=config.rollout.group_size,
-      )
+    engine = engines.build(
+      config, services, tokenizer, learner.policy, components.placement
+    )
+    collector = engines.build_collector(
+      config,
+      services,
+      tokenizer,
+      engine,
+      group_size=config.rollout.group_size,
+    )
     step = 0
     if workdir is not None:
       step, state = _newest(learner, state, workdir)

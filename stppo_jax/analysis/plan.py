@@ -5,14 +5,12 @@ that a run would use, laid out and compiled by the compiler for CPUs. The sizes
 of parameters and optimiser states, and the collectives, are the same on any
 device; temporaries are planned by the CPU compiler and differ on accelerators.
 
-The engine of this host keeps its weights, keys and values all the time, and so
-does the engine of evaluations after the first one: both are counted. Batches
-and the policies of steps that are collected ahead are not counted.
+The engine of this host keeps its weights, keys and values all the time, so they
+are counted. Batches and the policies of steps that are collected ahead are not.
 """
 
 from collections.abc import Mapping
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -26,6 +24,8 @@ from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models import precision
 from stppo_jax.parallel import program
+from stppo_jax.parallel import publish
+from stppo_jax.parallel import sharding
 from stppo_jax.training import assembly
 
 Tree = Any
@@ -37,7 +37,7 @@ class Plan:
 
   Attributes:
     axes: the sizes of the mesh axes.
-    sizes: name to bytes of everything in memory during an update, engines
+    sizes: name to bytes of everything in memory during an update, the engine
       included. A reference in host memory is left out: it is on the devices
       only before an update.
     gradients: the bytes of the float32 gradients during an update.
@@ -85,13 +85,14 @@ def make(
   """
   with assembly.config_errors():
     mesh = assembly.build_mesh(config)
-    assembly.check_batch_sizes(config, mesh)
     tokenizer = None
     if not config.model.path:
       questions = assembly.build_questions(config)
       tokenizer = assembly.build_tokenizer(config, questions)
     shape = assembly.build_model_config(config, tokenizer)
     learner = learner_lib.Learner(config, shape, mesh)
+    placement = assembly.build_placement(config, shape, mesh)
+    assembly.check_batch_sizes(config, shape, mesh, placement)
     packed = _packed(config, shape, length, math.ceil(loss_fraction * length))
     state, reference, lowered = learner.lower_update(packed)
   models = {'policy': state.policy, 'value': state.value}
@@ -107,7 +108,8 @@ def make(
   sizes['frozen base'] = _bytes_per_device(state.frozen)
   if config.model.reference_memory == 'device':
     sizes['reference'] = _bytes_per_device(reference)
-  sizes |= engine_sizes(config, learner.policy)
+  if placement is not None:
+    sizes |= engine_sizes(config, learner.policy, placement)
   gradients = sum(
     sizes[f'{name} parameters'] for name, m in models.items() if m is not None
   )
@@ -133,35 +135,41 @@ def make(
   )
 
 
-def engine_sizes(config, policy: functional.Model) -> dict[str, int]:
-  """Returns the bytes of the engines on one device, by name.
+def engine_sizes(
+  config, policy: functional.Model, placement: publish.Placement
+) -> dict[str, int]:
+  """Returns the bytes of the engine on one device, by name.
 
-  Each device has all weights, in the dtype of the computation, and the keys and
-  values of its share of the slots.
+  These are its part of the weights, in the dtype of the computation, and its
+  part of the keys and values of all slots.
   """
   rollout = config.rollout
-  if rollout.engine != 'local':
-    return {}
   weights = jax.eval_shape(
     lambda key: precision.cast(policy.init(key), policy.config.dtype),
     jax.random.key(0),
   )
-  slots = {'engine': rollout.slots or rollout.trajectories_per_step}
-  if config.evaluate.every:
-    slots['evaluating engine'] = config.evaluate.batch_size
-  devices = assembly.build_mesh(config, local=True).size
-  size = -(-config.env.max_length // rollout.cache_blocks)
-  sizes = {}
-  for name, number in slots.items():
-    make = functools.partial(
-      cache_lib.empty,
+  blocks = rollout.cache_blocks
+  cache = jax.eval_shape(
+    lambda: cache_lib.empty(
       policy.config,
-      number // devices,
-      (size,) * rollout.cache_blocks,
+      rollout.slots or rollout.trajectories_per_step,
+      (-(-config.env.max_length // blocks),) * blocks,
     )
-    sizes[f'weights of the {name}'] = _bytes(weights)
-    sizes[f'keys and values of the {name}'] = _bytes(jax.eval_shape(make))
-  return sizes
+  )
+  layouts = {
+    'weights of the engine': (
+      weights,
+      sharding.param_shardings(weights, placement.mesh),
+    ),
+    'keys and values of the engine': (
+      cache,
+      cache_lib.shardings(policy.config, placement.mesh, blocks),
+    ),
+  }
+  return {
+    name: _bytes_per_device(jax.tree.map(_with_layout, *tree_and_layout))
+    for name, tree_and_layout in layouts.items()
+  }
 
 
 def _packed(
@@ -195,9 +203,8 @@ def _packed(
   )
 
 
-def _bytes(tree: Tree) -> int:
-  """Returns the bytes of a tree of shapes, all on one device."""
-  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def _with_layout(leaf: Any, layout: Any) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
 
 
 def _bytes_per_device(tree: Tree) -> int:

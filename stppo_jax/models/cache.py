@@ -16,20 +16,29 @@ from token to token, so they are neither copied nor written in it. `store` runs
 once per chunk of tokens, after the loop, and updates the donated blocks in
 place.
 
+On a mesh, heads of keys and values are cut along `tensor`. If there are fewer
+of them than devices, rows are cut along `tensor` too: then no device holds a
+head of another one again, and only the queries and results of attention move
+between devices.
+
 For a mixture of experts, the cache also holds the experts that each token
 visited, so that training can route it to the same ones (routing replay).
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from stppo_jax.models import attention
 from stppo_jax.models import config as model_config
 from stppo_jax.models import rotary
 from stppo_jax.models import transformer
+from stppo_jax.parallel import activations
 
 Array = jax.Array
 # Keys and values [B, K, J, H]; with experts, also their ids [B, 1, J, E].
@@ -52,6 +61,34 @@ def empty(
     tuple(_zeros(config, rows, size) for size in blocks)
     for _ in range(config.num_layers)
   )
+
+
+def shardings(
+  config: model_config.ModelConfig, mesh: jax.sharding.Mesh, num_blocks: int
+) -> Any:
+  """Returns the layout of a cache with so many blocks."""
+  rows, heads = _axes(config, mesh)
+  block: Any = (NamedSharding(mesh, P(rows, heads)),) * 2
+  if config.num_experts:
+    block = *block, NamedSharding(mesh, P(rows))
+  return ((block,) * num_blocks,) * config.num_layers
+
+
+def row_shards(
+  config: model_config.ModelConfig, mesh: jax.sharding.Mesh
+) -> int:
+  """Returns the number of devices that the rows of a cache are cut over."""
+  return activations.extent(mesh, _axes(config, mesh)[0])
+
+
+def _axes(
+  config: model_config.ModelConfig, mesh: jax.sharding.Mesh
+) -> tuple[activations.Axes, activations.Axes]:
+  """Returns the mesh axes of rows and of heads."""
+  rows, tensor = activations.ROWS, activations.TENSOR
+  if config.num_kv_heads % activations.extent(mesh, tensor):
+    return (*rows, tensor), None
+  return rows, tensor
 
 
 def nothing_recent(
@@ -118,6 +155,8 @@ def extend(
   places_C = first + jnp.arange(C)  # indices of the new tokens in `recent`
   rotation = rotary.rotation(module.config, lengths_B[:, None] + places_C[None])
   graph, _ = nnx.split(module.layers)
+  mesh = module.mesh
+  rows, heads = (None, None) if mesh is None else _axes(module.config, mesh)
   x_BCD, updated = module.embed(tokens_BC), []
   for params, blocks, old_block in zip(layers, cache, recent, strict=True):
     new_block = []
@@ -126,9 +165,9 @@ def extend(
     def append(new_BCKH, old_block=old_block, new_block=new_block):
       old = old_block[len(new_block)]
       new = new_BCKH.swapaxes(1, 2).astype(old.dtype)
-      new_block.append(
-        jax.lax.dynamic_update_slice_in_dim(old, new, first, axis=2)
-      )
+      new = activations.constrain(new, mesh, rows, heads)
+      new = jax.lax.dynamic_update_slice_in_dim(old, new, first, axis=2)
+      new_block.append(activations.constrain(new, mesh, rows, heads))
       return new_block[-1]
 
     def attend(q, k, v, append=append, blocks=blocks):
@@ -148,7 +187,11 @@ def extend(
         jnp.arange(keys.shape[2])[None, None] <= places_C[None, :, None]
       )
       slices.append(attention.KeySlice(keys, values, seen_1CJ, True))
-      return attention.attend_to_slices(q, slices)
+      q = activations.constrain(q, mesh, rows, None, heads)
+      mixed = attention.attend_to_slices(q, slices)
+      return activations.constrain(
+        mixed, mesh, activations.ROWS, None, activations.TENSOR
+      )
 
     x_BCD, routing = nnx.merge(graph, params)(x_BCD, rotation, attend)
     if routing is not None:

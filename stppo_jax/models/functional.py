@@ -324,6 +324,8 @@ class Model:
     Decoding reads every weight for every token. With stacked layers, each
     layer's weights would be sliced, and so copied, for every token.
     """
+    if 'layers' not in params:
+      return params
     layer = lambda n: jax.tree.map(lambda x: x[n], params['layers'])
     return {
       **params,

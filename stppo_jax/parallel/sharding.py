@@ -66,6 +66,21 @@ def param_shardings(
   return jax.tree_util.tree_map_with_path(one, params)
 
 
+def per_layer(layout: Tree, num_layers: int) -> Tree:
+  """Returns the layout of weights that have a tree for each layer.
+
+  Args:
+    layout: the layout of the same weights with stacked layers.
+    num_layers: the number of layers.
+  """
+  if 'layers' not in layout:
+    return layout
+  layer = jax.tree.map(
+    lambda x: NamedSharding(x.mesh, P(*x.spec[1:])), layout['layers']
+  )
+  return {**layout, 'layers': (layer,) * num_layers}
+
+
 def constrain_params(
   params: Tree,
   mesh: jax.sharding.Mesh | None,

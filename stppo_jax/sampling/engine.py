@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from stppo_jax.models import functional
+from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.sampling import compiled_programs
 from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import lane as lane_lib
@@ -36,7 +37,8 @@ class Engine:
 
   Args:
     model: the policy.
-    mesh: local devices; slots are sharded over its batch axes.
+    placement: the devices that decode. Slots are divided over their rows,
+      weights along their axis `tensor`.
     automaton: the stop automaton over the tokenizer's ids.
     options: how the engine cuts its work.
     make_driver: makes the slot driver of each lane; tests observe it.
@@ -55,18 +57,18 @@ class Engine:
     self,
     model: functional.Model,
     *,
-    mesh: jax.sharding.Mesh,
+    placement: publish_lib.Placement,
     automaton: stops.StopAutomaton,
     options: engine_options.EngineOptions,
     make_driver: Callable[..., slot_driver.SlotDriver] = slot_driver.SlotDriver,
   ):
-    options.check_devices(mesh.size)
+    options.check_devices(placement.mesh.size)
     self.slots = options.slots
     self.max_length = options.max_length
     self.version = 0
     self._options = options
     self._programs = compiled_programs.CompiledPrograms(
-      model, mesh=mesh, automaton=automaton, options=options
+      model, placement=placement, automaton=automaton, options=options
     )
     self._lanes = [
       lane_lib.Lane(make_driver(self._programs, options), options)
@@ -82,7 +84,7 @@ class Engine:
     the engine may still decode with these.
 
     Args:
-      params: the weights, in any layout.
+      params: the weights, on the devices of training.
       version: the number of the step that made them.
     """
     self._programs.publish(params)

@@ -58,6 +58,11 @@ class EngineOptions:
     """The number of slots in each lane."""
     return self.slots // self.lanes
 
+  @property
+  def block_size(self) -> int:
+    """The number of tokens in each block of a slot's cache."""
+    return -(-self.max_length // self.cache_blocks)
+
   def check_devices(self, num_devices: int) -> None:
     """Raises ValueError if lanes cannot run on so many devices.
 

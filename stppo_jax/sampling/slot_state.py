@@ -7,12 +7,14 @@ meaning of `slots_A` and `num_blocks`.
 
 from collections.abc import Sequence
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import functional
+from stppo_jax.parallel import sharding
 from stppo_jax.sampling import stops
 
 Array = jax.Array
@@ -62,6 +64,21 @@ def empty(
     prompt_hidden=hidden,
     automaton=zeros_S,
     budgets=zeros_S,
+  )
+
+
+def shardings(
+  model: functional.Model, mesh: jax.sharding.Mesh, num_blocks: int
+) -> SlotState:
+  """Returns the layout of slots on a mesh."""
+  by_slot: Any = sharding.batch_sharding(mesh)
+  return SlotState(
+    cache_lib.shardings(model.config, mesh, num_blocks),
+    lengths=by_slot,
+    hidden=by_slot,
+    prompt_hidden=by_slot,
+    automaton=by_slot,
+    budgets=by_slot,
   )
 
 

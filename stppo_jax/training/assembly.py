@@ -25,20 +25,15 @@ from stppo_jax.envs import protocol
 from stppo_jax.envs import reward_function
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import attention
+from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.retrieval import client
-from stppo_jax.rollout import collect
 from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import sentences
-from stppo_jax.sampling import engine as engine_lib
-from stppo_jax.sampling import engine_options
-from stppo_jax.sampling import sampler
-from stppo_jax.sampling import stops
 from stppo_jax.sampling import tokenizer as tokenizer_lib
-from stppo_jax.sampling.remote import client as client_lib
-from stppo_jax.sampling.remote import engine as remote_engine
 from stppo_jax.training import data_check
 from stppo_jax.training import model_files
 from stppo_jax.training import retriever as retriever_lib
@@ -91,12 +86,14 @@ class Components:
     questions: the data set.
     tokenizer: the policy's tokenizer.
     learner: models and compiled programs; no weight is read yet.
+    placement: the devices that decode; None with rollout.engine=remote.
     notes: lines about questions that cannot be used as they are.
   """
 
   questions: questions_lib.Questions
   tokenizer: tokenizer_lib.Tokenizer
   learner: learner_lib.Learner
+  placement: publish_lib.Placement | None
   notes: Sequence[str]
 
 
@@ -116,15 +113,27 @@ def build_components(config) -> Components:
         'supported'
       )
     mesh = build_mesh(config)
-    check_batch_sizes(config, mesh)
     shape = build_model_config(config, tokenizer)
     learner = learner_lib.Learner(config, shape, mesh)
+    placement = build_placement(config, shape, mesh)
+    check_batch_sizes(config, shape, mesh, placement)
     notes = data_check.check(config, questions, tokenizer)
-  return Components(questions, tokenizer, learner, notes)
+  return Components(questions, tokenizer, learner, placement, notes)
 
 
-def check_batch_sizes(config, mesh: jax.sharding.Mesh) -> None:
+def check_batch_sizes(
+  config,
+  shape: model_config.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  placement: publish_lib.Placement | None,
+) -> None:
   """Checks that devices divide every batch size, and that lanes may be used.
+
+  Args:
+    config: the config of a run.
+    shape: the policy's shape.
+    mesh: the mesh of training.
+    placement: the devices that decode, if the engine is local.
 
   Raises:
     ValueError: a size that they do not divide; one line for each.
@@ -136,27 +145,27 @@ def check_batch_sizes(config, mesh: jax.sharding.Mesh) -> None:
     'updates.microbatch_size': updates.microbatch_size,
     'sft.batch_size': config.sft.batch_size,
   }
-  sampled = {'evaluate.batch_size': config.evaluate.batch_size}
-  slots = 'slots' if rollout.slots else 'trajectories_per_step'
-  sampled[f'rollout.{slots}'] = rollout[slots]
-  checks = [(trained, mesh, 'the axes data and fsdp')]
-  lines = {}
-  if rollout.engine == 'local':
-    engine = build_mesh(config, local=True)
-    host = 'this host, on which the engine decodes'
-    checks.append((sampled, engine, host))
-    if rollout.lanes > 1 and engine.size > 1:
-      lines['rollout.lanes'] = (
-        f'rollout.lanes={rollout.lanes}: must be 1 on the {engine.size} '
-        f'devices of {host}'
+  shards = math.prod(mesh.shape[axis] for axis in mesh_lib.BATCH_AXES)
+  lines = {
+    key: f'{key}={size}: must be a multiple of the {shards} devices of the '
+    'axes data and fsdp'
+    for key, size in trained.items()
+    if size % shards
+  }
+  if placement is not None:
+    slots = 'slots' if rollout.slots else 'trajectories_per_step'
+    shards = cache_lib.row_shards(shape, placement.mesh)
+    if rollout[slots] % shards:
+      lines[f'rollout.{slots}'] = (
+        f'rollout.{slots}={rollout[slots]}: must be a multiple of {shards}: '
+        'the engine divides slots over so many devices of this host'
       )
-  for sizes, cut, where in checks:
-    shards = math.prod(cut.shape[axis] for axis in mesh_lib.BATCH_AXES)
-    for key, size in sizes.items():
-      if size % shards:
-        lines[key] = (
-          f'{key}={size}: must be a multiple of the {shards} devices of {where}'
-        )
+    if rollout.lanes > 1 and placement.mesh.size > 1:
+      lines['rollout.lanes'] = (
+        f'rollout.lanes={rollout.lanes}: must be 1 on the '
+        f'{placement.mesh.size} devices of this host, on which the engine '
+        'decodes'
+      )
   if lines:
     raise ValueError('\n'.join(lines.values()))
 
@@ -283,122 +292,34 @@ def build_model_config(
   return dataclasses.replace(shape, attention=attends, moe=model.moe)
 
 
-def build_mesh(config, *, local: bool = False) -> jax.sharding.Mesh:
-  """Returns the run's mesh, or one with the same axes over local devices."""
-  if local:
-    devices = jax.local_devices()
-    return mesh_lib.make_mesh(data=-1, fsdp=1, tensor=1, devices=devices)
+def build_mesh(config) -> jax.sharding.Mesh:
+  """Returns the mesh of training."""
   axes = config.mesh
   return mesh_lib.make_mesh(data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor)
 
 
-def build_collector(
-  config,
-  services: Services,
-  tokenizer: tokenizer_lib.Tokenizer,
-  policy: functional.Model,
-  *,
-  slots: int,
-  group_size: int = 1,
-) -> tuple[collect.Collector, engine_lib.Engine | remote_engine.RemoteEngine]:
-  """Returns a collector and its engine, to which no weights are published yet.
+def build_placement(
+  config, shape: model_config.ModelConfig, mesh: jax.sharding.Mesh
+) -> publish_lib.Placement | None:
+  """Returns the devices that decode; None with rollout.engine=remote.
+
+  Args:
+    config: the config of a run.
+    shape: the policy's shape.
+    mesh: the mesh of training.
 
   Raises:
-    EngineUnreachable, EngineUnsuited: with rollout.engine=remote only.
+    ValueError: rollout.tensor does not divide the devices or the model.
   """
-  eos_ids = model_files.end_token_ids(config, tokenizer)
-  automaton = stops.build(
-    tokenizer.token_bytes(),
-    stop_strings=services.environment.stop_strings,
-    eos_ids=eos_ids,
-  )
-  if config.rollout.engine == 'remote':
-    engine = _build_remote(config, services, policy, automaton, eos_ids)
-  else:
-    engine = engine_lib.Engine(
-      policy,
-      mesh=build_mesh(config, local=True),
-      automaton=automaton,
-      options=_engine_options(config, slots),
-    )
-  collector = collect.Collector(
-    engine=engine,
-    environment=services.environment,
-    tokenizer=tokenizer,
-    loop=services.loop,
-    max_turn_tokens=config.env.max_turn_tokens,
-    max_observation_tokens=config.env.max_observation_tokens,
-    group_size=group_size,
-    overlong=_overlong(config.env),
-    reward_function=reward_function.find(config.env.reward_function),
-  )
-  return collector, engine
-
-
-def _overlong(env) -> collect.Overlong | None:
-  """Returns the punishment of overlong trajectories, if it is switched on."""
-  if not env.rewards.overlong:
+  if config.rollout.engine != 'local':
     return None
-  return collect.Overlong(
-    weight=env.rewards.overlong,
-    max_length=env.max_length,
-    interval=env.overlong_fraction * env.max_length,
-  )
-
-
-def _sampling(config) -> sampler.Sampling:
-  rollout = config.rollout
-  return sampler.Sampling(
-    temperature=rollout.temperature,
-    top_k=rollout.top_k,
-    top_p=rollout.top_p,
-    min_p=rollout.min_p,
-  )
-
-
-def _engine_options(config, slots: int) -> engine_options.EngineOptions:
-  """Returns the options of the local engine."""
-  rollout = config.rollout
-  return engine_options.EngineOptions(
-    slots=slots,
-    max_length=config.env.max_length,
-    sampling=_sampling(config),
-    cache_blocks=rollout.cache_blocks,
-    extend_chunk=rollout.extend_chunk,
-    decode_chunk=rollout.decode_chunk,
-    early_exit=rollout.early_exit,
-    lookahead=rollout.lookahead,
-    deterministic=rollout.deterministic,
-    lanes=rollout.lanes,
-    batch_rows=rollout.batch_rows,
-    return_expert_ids=config.updates.routing_replay == 'sampler',
-  )
-
-
-def _build_remote(
-  config,
-  services: Services,
-  policy: functional.Model,
-  automaton: stops.StopAutomaton,
-  eos_ids: tuple[int, ...],
-) -> remote_engine.RemoteEngine:
-  """Returns an engine whose turns a server writes."""
-  served = config.rollout.remote
-  client = client_lib.EngineClient(
-    served.url, timeout=served.timeout, retries=served.retries
-  )
-  return remote_engine.RemoteEngine(
-    client,
-    loop=services.loop,
-    model=served.model,
-    shape=policy.config,
-    automaton=automaton,
-    stop_strings=services.environment.stop_strings,
-    eos_ids=eos_ids,
-    max_length=config.env.max_length,
-    sampling=_sampling(config),
-    concurrency=served.concurrency,
-  )
+  tensor = config.rollout.tensor or mesh.shape['tensor']
+  try:
+    placement = publish_lib.Placement(mesh, tensor)
+    functional.Model(shape, 'vocabulary', mesh=placement.mesh)
+  except ValueError as error:
+    raise ValueError(f'rollout.tensor={tensor}: {error}') from error
+  return placement
 
 
 def build_sentences(

@@ -12,13 +12,14 @@ import numpy as np
 
 from stppo_jax import types
 from stppo_jax.learner import keys as keys_lib
-from stppo_jax.models import functional
 from stppo_jax.parallel import compile_time
 from stppo_jax.records import checkpoint
 from stppo_jax.records import trajectory_metrics
+from stppo_jax.rollout import collect
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
+from stppo_jax.training import engines
 from stppo_jax.training import run_record
 
 
@@ -28,8 +29,7 @@ class Evaluator:
   Args:
     config: the config of a run.
     services: questions, environment and event loop.
-    tokenizer: the policy's tokenizer.
-    policy: the model that is evaluated.
+    collector: samples one trajectory of each question.
     show: prints a line about failures.
 
   Attributes:
@@ -40,8 +40,7 @@ class Evaluator:
     self,
     config,
     services: assembly.Services,
-    tokenizer,
-    policy: functional.Model,
+    collector: collect.Collector,
     show: Callable[[str], None] = print,
   ):
     self._services, self._show = services, show
@@ -50,28 +49,25 @@ class Evaluator:
       config.evaluate.num_questions
     )
     self.has_questions = bool(self._questions)
-    self._collector, self._engine = assembly.build_collector(
-      config, services, tokenizer, policy, slots=config.evaluate.batch_size
-    )
+    self._collector = collector
     self._main_score = services.environment.main_score
     self._key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
 
   def run(
-    self, params: functional.Params, *, greedy: bool = True
+    self, *, greedy: bool = True
   ) -> tuple[dict[str, float], list[types.Trajectory]]:
     """Returns the mean main score by data set, and all trajectories.
 
-    Trajectories that the infrastructure failed count in no mean. If there are
-    too many of them, the evaluation is repeated when the retriever is ready.
+    The policy is the one that was published last. Trajectories that the
+    infrastructure failed count in no mean. If there are too many of them, the
+    evaluation is repeated when the retriever is ready.
 
     Args:
-      params: weights of the policy.
       greedy: whether to decode greedily instead of sampling.
 
     Raises:
       Exceptions of `collection.collect_until_valid`.
     """
-    self._engine.publish(params, 0)
     questions = [q for group in self._questions.values() for q in group]
     keys = keys_lib.row_keys(self._key, 0, len(questions))
     trajectories = collection.collect_until_valid(
@@ -138,14 +134,21 @@ def evaluate(config, workdir: str | pathlib.Path) -> int:
     ) as checkpoints:
       restored = checkpoint_state.newest(checkpoints, learner, state)
     done, state = restored[:2] if restored else (0, state)
+    tokenizer = components.tokenizer
+    engine = engines.build(
+      config, services, tokenizer, learner.policy, components.placement
+    )
     evaluator = Evaluator(
-      config, services, components.tokenizer, learner.policy
+      config,
+      services,
+      engines.build_collector(config, services, tokenizer, engine),
     )
     if not evaluator.has_questions:
       raise assembly.Misconfigured(
         "data.evaluation='': there are no questions to evaluate on"
       )
-    scores, _ = evaluator.run(learner.merged_params(state))
+    engine.publish(learner.merged_params(state), done)
+    scores, _ = evaluator.run()
     for name, score in sorted(evaluator.metrics(scores).items()):
       print(f'step {done} {name} {score:.4f}')
   return 0

@@ -27,6 +27,7 @@ from stppo_jax.rollout import pack as pack_lib
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
+from stppo_jax.training import engines
 from stppo_jax.training import evaluation
 from stppo_jax.training import mismatch_check
 from stppo_jax.training import model_files
@@ -145,8 +146,15 @@ def _start(config, run: run_lib.Run, restart: bool) -> _Started:
     with assembly.config_errors():
       state, reference = learner.start(), learner.reference()
       sentences = assembly.build_sentences(config, tokenizer)
+    collecting = _collecting_services(config, services, components)
+    engine = engines.build(
+      config, collecting, tokenizer, learner.policy, components.placement
+    )
     evaluator = evaluation.Evaluator(
-      config, services, tokenizer, learner.policy, run.show
+      config,
+      services,
+      engines.build_collector(config, services, tokenizer, engine),
+      run.show,
     )
     run.open(
       config,
@@ -157,17 +165,17 @@ def _start(config, run: run_lib.Run, restart: bool) -> _Started:
     ends = model_files.end_token_ids(config, tokenizer)
     names = ', '.join(f'{i} {tokenizer.decode([i])!r}' for i in ends)
     run.show(f'a turn ends at a stop string or at token {names}')
-    with assembly.config_errors():
-      collector = _build_prefetcher(config, services, components, run)
+    collector = _build_prefetcher(config, collecting, components, engine, run)
     run.at_end(collector.close)
     checkpoints = checkpoint_state.TrainCheckpoints(learner, collector)
     state = run.resume(state, checkpoints)
 
   def evaluate(state: state_lib.TrainState):
-    # Wait for the collections in flight, whose counts of the retriever would
-    # otherwise contain the evaluation's queries.
+    # Wait for the collections in flight: they use the same engine, and their
+    # counts of the retriever would contain the evaluation's queries.
     collector.drain()
-    scores, trajectories = evaluator.run(learner.merged_params(state))
+    engine.publish(learner.merged_params(state), 0)
+    scores, trajectories = evaluator.run()
     return evaluator.metrics(scores, trajectories), trajectories
 
   evaluates = config.evaluate.every > 0 and evaluator.has_questions
@@ -181,26 +189,36 @@ def _start(config, run: run_lib.Run, restart: bool) -> _Started:
   return _Started(learner, collector, pack, state, reference)
 
 
+def _collecting_services(
+  config, services: assembly.Services, components: assembly.Components
+) -> assembly.Services:
+  """Returns the services of collections.
+
+  If steps are collected ahead, and on a thread, they have a loop that can be
+  stopped, which ends that thread.
+  """
+  # On several devices, programs of two threads can deadlock: if two devices get
+  # them in different orders, the collectives of each wait for the other's.
+  if config.rollout.steps_ahead and components.learner.mesh.size == 1:
+    loop = prefetch.StoppableLoop(services.loop)
+    return dataclasses.replace(services, loop=loop)
+  return services
+
+
 def _build_prefetcher(
   config,
   services: assembly.Services,
   components: assembly.Components,
+  engine: engines.Engine,
   run: run_lib.Run,
 ) -> prefetch.Prefetcher:
-  """Builds the prefetcher, with a thread of its own where that is safe."""
-  learner, rollout, loop = components.learner, config.rollout, None
-  # On several devices, programs of two threads can deadlock: if two devices get
-  # them in different orders, the collectives of each wait for the other's.
-  devices = max(learner.mesh.size, assembly.build_mesh(config, local=True).size)
-  if rollout.steps_ahead and devices == 1:
-    loop = prefetch.StoppableLoop(services.loop)
-    services = dataclasses.replace(services, loop=loop)
-  collector, engine = assembly.build_collector(
+  """Builds the prefetcher, with a thread of its own if its loop can stop."""
+  learner, rollout, loop = components.learner, config.rollout, services.loop
+  collector = engines.build_collector(
     config,
     services,
     components.tokenizer,
-    learner.policy,
-    slots=rollout.slots or rollout.trajectories_per_step,
+    engine,
     group_size=rollout.group_size,
   )
   steps = collection.StepCollector(config, services, collector, run.show)
@@ -212,7 +230,7 @@ def _build_prefetcher(
     learner.copy_policy,
     steps_ahead=rollout.steps_ahead,
     num_steps=config.num_steps,
-    loop=loop,
+    loop=loop if isinstance(loop, prefetch.StoppableLoop) else None,
   )
 
 

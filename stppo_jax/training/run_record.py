@@ -52,6 +52,7 @@ _LATER_KEYS = {
   'retrieval.replay': '',
   'retrieval.faults.rate': 0.0,
   'retrieval.faults.seed': 0,
+  'rollout.tensor': 0,
   'algorithm.advantage.critic_tokens': 'policy',
   'algorithm.advantage.outcome_counts': 'per_trajectory',
 }

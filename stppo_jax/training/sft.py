@@ -25,6 +25,7 @@ from stppo_jax.sampling import scripted
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
+from stppo_jax.training import engines
 from stppo_jax.training import evaluation
 from stppo_jax.training import model_files
 from stppo_jax.training import run as run_lib
@@ -51,9 +52,11 @@ def run(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
   """
   with run_lib.start(workdir) as run:
     with run.abandonable():
-      questions = assembly.build_components(config).questions
+      components = assembly.build_components(config)
       run.record_config(config, restart=restart, command='sft')
-      services = run.enter(assembly.build_services(config, questions))
+      services = run.enter(
+        assembly.build_services(config, components.questions)
+      )
       learner = _Learner(config, services)
       run.open(
         config, num_steps=config.sft.num_steps, tokenizer=learner.tokenizer
@@ -71,12 +74,18 @@ def run(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
       skips.check([metrics])
     policy, params = learner.policy, state.policy.params
     run.finish(policy, params)
+    engine = engines.build(
+      config, services, learner.tokenizer, policy, components.placement
+    )
+    engine.publish(params, run.num_steps)
     evaluator = evaluation.Evaluator(
-      config, services, learner.tokenizer, policy
+      config,
+      services,
+      engines.build_collector(config, services, learner.tokenizer, engine),
     )
     for greedy in (False, True):
       with run.abandonable():
-        scores, _ = evaluator.run(params, greedy=greedy)
+        scores, _ = evaluator.run(greedy=greedy)
       kind = 'greedy' if greedy else 'sampled'
       for name, score in sorted(scores.items()):
         run.show(f'{kind} {name} {score:.3f}')

@@ -329,12 +329,16 @@ def test_options_of_experts_that_a_model_lacks_make_no_difference(model):
     ),
     ({'mesh__data': 3, 'mesh__fsdp': 1}, 'mesh data=3 fsdp=1 tensor=1 does'),
     (
-      {'mesh__tensor': 2, 'evaluate__batch_size': 4},
-      'evaluate.batch_size=4: must be a multiple of the 8 devices of this host',
+      {'mesh__tensor': 2, 'rollout__slots': 12},
+      'rollout.slots=12: must be a multiple of 8: the engine divides slots',
     ),
     (
-      {'mesh__tensor': 2, 'rollout__slots': 12},
-      'rollout.slots=12: must be a multiple of the 8 devices of this host',
+      {'rollout__tensor': 3},
+      'rollout.tensor=3: must divide the 8 devices of this host',
+    ),
+    (
+      {'rollout__tensor': 4},
+      'rollout.tensor=4: mesh tensor=4 does not divide num_heads=2, ',
     ),
     (
       {
@@ -342,7 +346,7 @@ def test_options_of_experts_that_a_model_lacks_make_no_difference(model):
         'rollout__trajectories_per_step': 12,
         'updates__minibatch_size': 4,
       },
-      'rollout.trajectories_per_step=12: must be a multiple of the 8 devices',
+      'rollout.trajectories_per_step=12: must be a multiple of 8: the engine',
     ),
     (
       {'mesh__tensor': 2, 'rollout__lanes': 2},
@@ -366,18 +370,21 @@ def test_a_config_that_does_not_fit_the_devices_writes_no_folder(
 def test_a_remote_engine_has_no_rows_to_divide_among_devices():
   config = runs.config(
     mesh__tensor=2,
-    evaluate__batch_size=3,
     rollout__slots=3,
     rollout__lanes=3,
     rollout__engine='remote',
     rollout__remote__url='http://127.0.0.1:9',
     rollout__remote__model='x',
   )
-  assembly.check_batch_sizes(config, assembly.build_mesh(config))
+  shape, mesh = runs.shape(config), assembly.build_mesh(config)
+  placement = assembly.build_placement(config, shape, mesh)
+  assert placement is None
+  assembly.check_batch_sizes(config, shape, mesh, placement)
   config.lock().rollout.engine = 'local'
-  with pytest.raises(ValueError, match='evaluate.batch_size=3') as caught:
-    assembly.check_batch_sizes(config, assembly.build_mesh(config))
-  assert str(caught.value).count('\n') == 2
+  placement = assembly.build_placement(config, shape, mesh)
+  with pytest.raises(ValueError, match='rollout.slots=3') as caught:
+    assembly.check_batch_sizes(config, shape, mesh, placement)
+  assert str(caught.value).count('\n') == 1
 
 
 def test_a_reference_may_be_made_for_other_lengths(model):

@@ -10,7 +10,10 @@ import pytest
 
 from stppo_jax import __main__
 from stppo_jax.analysis import plan
+from stppo_jax.models import functional
+from stppo_jax.training import model_files
 from tests.models import tiny
+from tests.sampling import tiny_engine
 from tests.training import runs
 
 _PUBLISHED = pathlib.Path(__file__).parents[1] / 'models' / 'published'
@@ -51,27 +54,54 @@ def test_bytes_of_a_small_model():
     assert sizes[f'{name} optimizer'] == expected
   # The engine has all weights on every device, and two of the 16 slots: keys
   # and values of 128 tokens, one layer, one head of 8.
-  for name in ('engine', 'evaluating engine'):
-    weights = sizes[f'weights of the {name}']
-    assert weights == 2 * sizes['policy parameters'] - whole
-    assert sizes[f'keys and values of the {name}'] == 2 * 2 * 128 * 8 * 4
+  weights = sizes['weights of the engine']
+  assert weights == 2 * sizes['policy parameters'] - whole
+  assert sizes['keys and values of the engine'] == 2 * 2 * 128 * 8 * 4
   assert found.total == sum(sizes.values()) + found.gradients
 
 
 def test_an_engine_computes_with_weights_of_its_dtype():
-  config = runs.config(evaluate__every=0)
-  whole = plan.engine_sizes(config, tiny.model())
+  config, placement = runs.config(), tiny_engine.placement(8)
+  whole = plan.engine_sizes(config, tiny.model(), placement)
   # Two rows a device, of two layers with one key/value head of 8.
   assert whole['weights of the engine'] == 4 * _size(tiny.model())
   assert whole['keys and values of the engine'] == 2 * 2 * 2 * 128 * 8 * 4
-  halved = plan.engine_sizes(config, tiny.model(dtype='bfloat16'))
+  halved = plan.engine_sizes(config, tiny.model(dtype='bfloat16'), placement)
   assert halved == {name: size / 2 for name, size in whole.items()}
-  served = runs.config(
-    rollout__engine='remote',
-    rollout__remote__url='http://127.0.0.1:9',
-    rollout__remote__model='x',
+
+
+def test_a_server_decodes_on_devices_of_its_own(capsys):
+  code, out, err = _plan(
+    capsys,
+    '--compile=False',
+    '--config.rollout.engine=remote',
+    '--config.rollout.remote.url=http://127.0.0.1:9',
+    '--config.rollout.remote.model=x',
   )
-  assert plan.engine_sizes(served, tiny.model()) == {}
+  assert (code, err) == (0, '') and 'of the engine' not in out
+
+
+@pytest.mark.parametrize(
+  ('name', 'devices', 'tensor'),
+  [
+    ('qwen2_5_7b', 4, 4),  # as many heads of keys as devices
+    ('qwen2_5_7b', 8, 4),
+    ('qwen3_30b_a3b', 8, 8),  # half as many heads of keys
+  ],
+)
+def test_an_engine_is_cut_over_the_devices_of_a_host(name, devices, tensor):
+  config = runs.config(model__path=str(_PUBLISHED / name))
+  shape = model_files.shape(config, None)
+  one, cut = (
+    plan.engine_sizes(config, functional.Model(shape, 'vocabulary'), where)
+    for where in (
+      tiny_engine.placement(1),
+      tiny_engine.placement(devices, tensor),
+    )
+  )
+  for label, parts in (('weights', tensor), ('keys and values', devices)):
+    of_one, of_each = (x[f'{label} of the engine'] for x in (one, cut))
+    assert of_each == pytest.approx(of_one / parts, rel=0.03)
 
 
 def _size(model):
@@ -109,7 +139,11 @@ def test_a_compiled_plan_prints_collectives_and_operations(capsys):
     ('--hbm_gib=inf', '--hbm_gib=inf: must be greater than 0'),
     ('--length=-64', '--length=-64: must be 0 or greater'),
     ('--loss_fraction=3.0', '--loss_fraction=3.0: must be in (0, 1]'),
-    ('--config.evaluate.batch_size=4', 'evaluate.batch_size=4: must be a mul'),
+    ('--config.rollout.slots=4', 'rollout.slots=4: must be a multiple of 8'),
+    (
+      '--config.rollout.tensor=3',
+      'tensor=3: must divide the 8 devices of this',
+    ),
     ('--config.updates.microbatch_size=4', 'multiple of the 8 devices'),
   ],
 )
@@ -143,7 +177,7 @@ def _published(name, *flags):
   ['qwen2_5_7b', pytest.param('qwen3_30b_a3b', marks=pytest.mark.slow)],
 )
 def test_published_models_are_laid_out_on_64_devices(name):
-  # The engines of the largest hold 57 GiB of weights each, on every device.
+  # The engine of the largest holds 57 GiB of weights on every device.
   sizes = _sizes(_published(name, '--compile=False', '--hbm_gib=160'))
   per_device = 4e9 * _PARAMETERS[name] / 64 / _GIB
   # Norms and biases are whole on every device.

@@ -254,7 +254,7 @@ def test_a_retriever_that_does_not_answer_is_one_line_and_75(tmp_path, capsys):
       "data.root='/absent'",
     ),
     # These need the devices: eight.
-    ('st_ppo', {'evaluate__batch_size': 12}, 'multiple of the 8 devices'),
+    ('st_ppo', {'rollout__slots': 12}, 'rollout.slots=12: must be a multiple'),
     ('st_ppo', {'updates__microbatch_size': 4}, 'multiple of the 8 devices'),
     ('st_ppo', {'mesh__data': 3}, 'does not fit 8 devices'),
     (

@@ -11,6 +11,7 @@ from stppo_jax import types
 from stppo_jax.envs import actions
 from stppo_jax.envs import protocol
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import publish
 from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import pack
 from stppo_jax.sampling import engine as engine_lib
@@ -49,8 +50,9 @@ def _engine(*, deterministic):
   """Returns one engine for all tests, which compile its programs once."""
   engine = engine_lib.Engine(
     _MODEL,
-    mesh=mesh_lib.make_mesh(
-      data=1, fsdp=1, tensor=1, devices=jax.devices()[:1]
+    placement=publish.Placement(
+      mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1]),
+      tensor=1,
     ),
     automaton=stops.build(
       _TOKENIZER.token_bytes(),

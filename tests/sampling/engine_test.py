@@ -185,9 +185,37 @@ def test_slots_and_weights_may_be_sharded_over_devices():
     tiny_engine.keys(8)[jnp.array(who)],
     who=who,
   )
-  assert driver.programs.slots_per_device == 1
+  assert driver.programs.lengths_per_device == (1,)
   for row, n in enumerate(who):
     tiny_engine.assert_same(moved[row], expected[n])
+
+
+# As many heads of keys as devices, and half as many: then slots are cut.
+@pytest.mark.parametrize(
+  ('devices', 'tensor', 'cache'),
+  [(2, 2, (8, 1)), (4, 4, (2, 2)), (8, 2, (2, 1))],
+)
+def test_layers_may_be_cut_over_devices(devices, tensor, cache):
+  model = tiny.model(num_heads=4, num_kv_heads=2, vocab_size=12)
+  dialogues, programs = [], []
+  for place in ((1, 1), (devices, tensor)):
+    engine, (driver,) = tiny_engine.new_engine(
+      place[0], tensor=place[1], model=model, slots=8
+    )
+    dialogues.append(
+      tiny_engine.run_dialogues(
+        engine, tiny_engine.prompts(8), tiny_engine.keys(8)
+      )
+    )
+    programs.append(driver.programs)
+  for row, expected in dialogues[0].items():
+    tiny_engine.assert_same(dialogues[1][row], expected)
+  whole, cut = programs
+  assert whole.keys_per_device[:2] == (8, 2)
+  assert cut.keys_per_device[:2] == cache
+  # All but the norms, which are much of a model of this size.
+  of_one = whole.weights_per_device - 5 * 16
+  assert cut.weights_per_device - 5 * 16 == of_one / tensor
 
 
 @pytest.mark.parametrize(
@@ -396,7 +424,7 @@ def test_a_new_collection_drops_the_last_one(mode):
 
 
 def test_publishing_copies_the_weights():
-  whole = sharding.replicated(tiny_engine.mesh())
+  whole = sharding.replicated(tiny_engine.placement().mesh)
   engine = tiny_engine.engine()
   results = []
   for seed in (0, 1):
@@ -461,7 +489,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused():
   with pytest.raises(ValueError, match='9 ids, the model only 8'):
     engine_lib.Engine(
       tiny.model(vocab_size=8),
-      mesh=tiny_engine.mesh(),
+      placement=tiny_engine.placement(),
       automaton=tiny_engine.automaton(),
       options=tiny_engine.options(),
     )

@@ -16,7 +16,7 @@ _ROWS, _GROUP = 9, 3
 def _engine(**options):
   engine = engine_lib.Engine(
     _MODEL,
-    mesh=tiny_engine.mesh(),
+    placement=tiny_engine.placement(),
     automaton=tiny_engine.automaton(),
     # An odd number of slots: both modes have the same programs.
     options=tiny_engine.options(slots=3, early_exit=0.25, **options),

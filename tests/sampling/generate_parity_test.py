@@ -18,6 +18,7 @@ from stppo_jax.envs import protocol
 from stppo_jax.models import functional
 from stppo_jax.models.hf import load
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import publish
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import event_loop
 from stppo_jax.sampling import engine as engine_lib
@@ -100,8 +101,9 @@ def _engine(name, **options):
   model, params = _policy(name)
   engine = engine_lib.Engine(
     model,
-    mesh=mesh_lib.make_mesh(
-      data=1, fsdp=1, tensor=1, devices=jax.devices()[:1]
+    placement=publish.Placement(
+      mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1]),
+      tensor=1,
     ),
     automaton=stops.build(
       golden.TOKENS, stop_strings=golden.STOP_STRINGS, eos_ids=[golden.EOS]

@@ -21,7 +21,7 @@ def _programs(*, model=tiny_engine.MODEL, devices=1, **changes):
   options = tiny_engine.options(**({'deterministic': False} | changes))
   programs = compiled_programs.CompiledPrograms(
     model,
-    mesh=tiny_engine.mesh(devices),
+    placement=tiny_engine.placement(devices),
     automaton=tiny_engine.automaton(),
     options=options,
   )
@@ -268,7 +268,7 @@ def test_a_chunk_ends_with_enough_turns():
 def _shapes(programs, slots, devices=1):
   """Returns weights and state of all slots, as shapes."""
   state = jax.eval_shape(lambda: programs.empty(slots))
-  by_slot = sharding.batch_sharding(tiny_engine.mesh(devices))
+  by_slot = sharding.batch_sharding(tiny_engine.placement(devices).mesh)
   shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=by_slot)
   params = jax.tree.map(jnp.asarray, tiny_engine.PARAMS)
   return tiny_engine.MODEL.split_layers(params), jax.tree.map(shape, state)

@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from stppo_jax.models import functional
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import publish
 from stppo_jax.sampling import compiled_programs
 from stppo_jax.sampling import engine as engine_lib
 from stppo_jax.sampling import engine_options
@@ -50,11 +52,12 @@ _DEFAULTS: dict[str, Any] = {
 _DEVICE_ARGS = {'empty': 0, 'extend': 2, 'copy': 1, 'repeat': 1, 'decode': 2}
 
 
-def mesh(devices: int = 1) -> jax.sharding.Mesh:
-  """Returns a mesh over which nothing but rows is sharded."""
-  return mesh_lib.make_mesh(
+def placement(devices: int = 1, tensor: int = 1) -> publish.Placement:
+  """Returns devices over which rows and, along `tensor`, weights are cut."""
+  mesh = mesh_lib.make_mesh(
     data=-1, fsdp=1, tensor=1, devices=jax.devices()[:devices]
   )
+  return publish.Placement(mesh, tensor=tensor)
 
 
 def automaton() -> stops.StopAutomaton:
@@ -78,7 +81,8 @@ class RecordingPrograms:
     calls: by program, the arguments of each call but for weights and state.
     compiled: by program, how many calls had to compile; not counted if there
       are several lanes, which compile at the same time.
-    slots_per_device: slots of the latest state on each device.
+    lengths_per_device, keys_per_device: shapes of parts of the latest state on
+      each device.
     broken: whether `extend` fails, after it has donated the state.
   """
 
@@ -87,7 +91,7 @@ class RecordingPrograms:
     self._counts = lanes == 1
     self.calls: dict[str, list[tuple]] = {name: [] for name in _DEVICE_ARGS}
     self.compiled = dict.fromkeys(_DEVICE_ARGS, 0)
-    self.slots_per_device = 0
+    self.lengths_per_device = self.keys_per_device = ()
     self.broken = False
 
   def __getattr__(self, name):
@@ -107,10 +111,18 @@ class RecordingPrograms:
       result = getattr(self._programs, name)(*args, **static)
     self.compiled[name] += len(compiled)
     state = result[0] if name == 'decode' else result
-    (self.slots_per_device,) = state.lengths.sharding.shard_shape(
-      state.lengths.shape
+    self.lengths_per_device, self.keys_per_device = (
+      x.sharding.shard_shape(x.shape)
+      for x in (state.lengths, state.cache[0][0][0])
     )
     return result
+
+  @property
+  def weights_per_device(self) -> int:
+    """Returns the number of weights that each device holds."""
+    return sum(
+      x.addressable_data(0).size for x in jax.tree.leaves(self._programs.params)
+    )
 
   def forget_calls(self) -> None:
     """Empties the records of calls."""
@@ -141,7 +153,11 @@ class RecordingDriver(slot_driver.SlotDriver):
 
 
 def new_engine(
-  devices: int = 1, **changes
+  devices: int = 1,
+  *,
+  tensor: int = 1,
+  model: functional.Model = MODEL,
+  **changes,
 ) -> tuple[engine_lib.Engine, list[RecordingDriver]]:
   """Returns an engine that no other test has, and the driver of each lane."""
   drivers: list[RecordingDriver] = []
@@ -151,13 +167,13 @@ def new_engine(
     return drivers[-1]
 
   made = engine_lib.Engine(
-    MODEL,
-    mesh=mesh(devices),
+    model,
+    placement=placement(devices, tensor),
     automaton=automaton(),
     options=options(**changes),
     make_driver=make_driver,
   )
-  made.publish(PARAMS, 0)
+  made.publish(tiny.params(model), 0)
   return made, drivers
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from stppo_jax import types
 from stppo_jax.envs import search
-from stppo_jax.training import assembly
 from stppo_jax.training import evaluation
 from stppo_jax.training import interruption
 from tests.training import runs
@@ -53,15 +52,12 @@ def _failed(question):
 
 
 class _Sampler:
-  """A fake of collector and engine in one, with a table of answers."""
+  """A fake of a collector, with a table of answers."""
 
   ems = {'nq0': 1.0, 'nq1': 0.0, 'nq2': 1.0, 'hotpotqa0': 0.0}
 
   def __init__(self):
-    self.published, self.calls, self.outages = [], [], 0
-
-  def publish(self, params, version):
-    self.published.append((params, version))
+    self.calls, self.outages = [], 0
 
   def collect(self, questions, keys, *, greedy):
     if self.outages:
@@ -83,13 +79,10 @@ class _Sampler:
 
 
 @pytest.fixture
-def evaluated(monkeypatch):
-  """Returns (evaluator, fake, questions), with fewer slots than questions."""
+def evaluated():
+  """Returns (evaluator, fake, questions)."""
   fake, questions = _Sampler(), _Questions()
-  monkeypatch.setattr(
-    assembly, 'build_collector', lambda *_, **__: (fake, fake)
-  )
-  config = runs.config(evaluate__batch_size=2, evaluate__num_questions=7)
+  config = runs.config(evaluate__num_questions=7)
   services = python_types.SimpleNamespace(
     questions=questions,
     environment=search.SearchEnvironment,
@@ -97,16 +90,13 @@ def evaluated(monkeypatch):
   )
   services.loop = services.retriever
   fake.lines, fake.retriever = [], services.retriever
-  evaluator = evaluation.Evaluator(
-    config, services, None, None, fake.lines.append
-  )
+  evaluator = evaluation.Evaluator(config, services, fake, fake.lines.append)
   return evaluator, fake, questions
 
 
 def test_means_are_of_a_data_set_and_without_failures(evaluated):
   evaluator, fake, questions = evaluated
-  scores, trajectories = evaluator.run('weights')
-  assert fake.published == [('weights', 0)]
+  scores, trajectories = evaluator.run()
   assert questions.count == 7
   # The second question of hotpotqa was failed by the infrastructure.
   assert scores == pytest.approx({'nq': 2 / 3, 'hotpotqa': 0.0})
@@ -117,8 +107,8 @@ def test_means_are_of_a_data_set_and_without_failures(evaluated):
 
 def test_every_question_has_a_key_of_its_own_always_the_same(evaluated):
   evaluator, fake, _ = evaluated
-  evaluator.run('a')
-  evaluator.run('b', greedy=False)
+  evaluator.run()
+  evaluator.run(greedy=False)
   # All of them at once: the engine has its slots filled.
   (first, keys, greedy), (second, same_keys, drawn) = fake.calls
   assert first == second == ['nq0', 'nq1', 'nq2', 'hotpotqa0', 'hotpotqa1']
@@ -129,7 +119,7 @@ def test_every_question_has_a_key_of_its_own_always_the_same(evaluated):
 
 def test_an_evaluation_in_an_outage_is_repeated(evaluated):
   evaluator, fake, _ = evaluated
-  expected, trajectories = evaluator.run('weights')
+  expected, trajectories = evaluator.run()
   assert evaluator.metrics(expected, trajectories)[
     'evaluate/valid_fraction'
   ] == pytest.approx(4 / 5)
@@ -137,10 +127,10 @@ def test_an_evaluation_in_an_outage_is_repeated(evaluated):
   assert [line.startswith(failure) for line in fake.lines] == [True]
   fake.lines.clear()
   fake.outages = 2
-  again, _ = evaluator.run('weights')
+  again, _ = evaluator.run()
   assert again == expected and fake.retriever.waits == 2
   first, second, _ = fake.lines
   assert first == second and 'http://away: status 503' in first
   fake.outages = 9
   with pytest.raises(interruption.Outage, match='evaluation: .*status 503'):
-    evaluator.run('weights')
+    evaluator.run()

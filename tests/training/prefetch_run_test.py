@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings(
 def one_device():
   """Makes runs use one device of those that tests have."""
 
-  def build_mesh(config, *, local=False):
+  def build_mesh(config):
     return mesh_lib.make_mesh(
       data=1, fsdp=1, tensor=1, devices=jax.devices()[:1]
     )
@@ -221,7 +221,8 @@ def test_evaluations_use_the_present_policy_and_run_alone(
   tmp_path, monkeypatch
 ):
   moments, evaluated, updates = [], [], [threading.Event() for _ in range(4)]
-  run = evaluation.Evaluator.run
+  run, publish = evaluation.Evaluator.run, engine_lib.Engine.publish
+  published = []
 
   def act(moment):
     kind, count = moment
@@ -232,10 +233,15 @@ def test_evaluations_use_the_present_policy_and_run_alone(
       # Longer than the work before an evaluation.
       assert updates[count - 1].wait(60.0)
 
-  def seen(self, params, **options):
-    evaluated.append(jax.device_get(params))
-    return run(self, params, **options)
+  def kept(self, params, version, **options):
+    published.append(jax.device_get(params))
+    publish(self, params, version, **options)
 
+  def seen(self, **options):
+    evaluated.append(published[-1])
+    return run(self, **options)
+
+  monkeypatch.setattr(engine_lib.Engine, 'publish', kept)
   monkeypatch.setattr(evaluation.Evaluator, 'run', seen)
   assert _train(tmp_path, act=act, num_steps=3, evaluate__every=1) == 0
   collections = [kind for kind in moments if kind != 'updated']
@@ -259,8 +265,8 @@ def test_an_engine_of_other_weights_ends_the_run_before_an_update(
 ):
   publish = engine_lib.Engine.publish
 
-  def other(self, params, version):
-    publish(self, jax.tree.map(lambda x: 1.01 * x, params), version)
+  def other(self, params, version, **options):
+    publish(self, jax.tree.map(lambda x: 1.01 * x, params), version, **options)
 
   def act(moment):
     assert moment[0] != 'updated'

@@ -42,7 +42,6 @@ _TINY: dict[str, Any] = {
   'sft.batch_size': 8,
   'evaluate.every': 2,
   'evaluate.num_questions': 8,
-  'evaluate.batch_size': 16,
   'checkpoint.every': 1,
 }
 

@@ -14,7 +14,7 @@ from stppo_jax.http import server as http_server
 from stppo_jax.rollout import collect
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.sampling.remote import server as model_server
-from stppo_jax.training import assembly
+from stppo_jax.training import engines
 from tests.models import tiny
 from tests.sampling.remote import fake_servers
 
@@ -146,9 +146,8 @@ def test_a_config_collects_with_a_server(served):
   with http_server.EmbeddedServer(model.app) as server:
     config.rollout.remote.url = server.url
     assert not schema.check(config)
-    collector, engine = assembly.build_collector(
-      config, services, tokenizer, policy, slots=1
-    )
+    engine = engines.build(config, services, tokenizer, policy, None)
+    collector = engines.build_collector(config, services, tokenizer, engine)
     engine.publish(tiny.params(policy, seed=1), 7)
     question = types.Question('q', 'abc', ('x',), 'd')
     (trajectory,) = collector.collect([question], fake_servers.keys(1))

@@ -15,6 +15,7 @@ import numpy as np
 
 from stppo_jax.http import client as http_client
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import publish
 from stppo_jax.sampling import engine as local_engine_lib
 from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import sampler
@@ -204,8 +205,9 @@ def local_engine():
   """Returns a local engine with the same model and weights."""
   engine = local_engine_lib.Engine(
     MODEL,
-    mesh=mesh_lib.make_mesh(
-      data=-1, fsdp=1, tensor=1, devices=jax.devices()[:1]
+    placement=publish.Placement(
+      mesh_lib.make_mesh(data=-1, fsdp=1, tensor=1, devices=jax.devices()[:1]),
+      tensor=1,
     ),
     automaton=AUTOMATON,
     options=engine_options.EngineOptions(

@@ -1,0 +1,190 @@
+"""Copies weights from the layout of training to that of decoding.
+
+Training cuts a policy over the devices of all hosts. Every host decodes by
+itself, so each holds all weights, cut over some of its devices along `tensor`;
+the other devices of the host hold the same and decode other rows. One program
+on all devices copies the weights from one layout to the other. Its results are
+global arrays of which every host has all pieces; each host then makes arrays of
+its own devices out of its pieces, which copies nothing. `device_put` would not
+do: it may return the arrays of training themselves, which the next update
+deletes.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import sharding
+
+Tree = Any
+# Each axis of training in two parts: the part that decoding cuts rows along,
+# and the part that it cuts weights along.
+_ROWS = ('data_rows', 'fsdp_rows', 'tensor_rows')
+_COLUMNS = ('tensor_columns', 'data_columns', 'fsdp_columns')
+_PARTS = (
+  *('data_rows', 'data_columns', 'fsdp_rows', 'fsdp_columns'),
+  *('tensor_columns', 'tensor_rows'),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+  """The devices that decode, and the pieces of weights that each of them holds.
+
+  Attributes:
+    training: the mesh of training.
+    tensor: the number of devices that the weights of a host are cut over.
+
+  Raises:
+    ValueError: weights cannot be cut over so many devices of each host.
+  """
+
+  training: jax.sharding.Mesh
+  tensor: int
+
+  def __post_init__(self):
+    local = [d for d in self.training.devices.flat if _is_here(d)]
+    if len(local) % self.tensor:
+      raise ValueError(f'must divide the {len(local)} devices of this host')
+    trained = self.training.shape['tensor']
+    parts = self._parts
+    if math.prod(parts[name] for name in _COLUMNS) != self.tensor:
+      raise ValueError(
+        f'must divide mesh.tensor={trained}, or be a multiple of it by a '
+        f'divisor of mesh.fsdp={self.training.shape["fsdp"]} and mesh.data='
+        f'{self.training.shape["data"]}'
+      )
+    for group in self._groups:
+      if len({device.process_index for device in group}) > 1:
+        raise ValueError(
+          'the devices of training are in an order in which a host has too few '
+          'adjacent ones'
+        )
+
+  @functools.cached_property
+  def mesh(self) -> jax.sharding.Mesh:
+    """The mesh of this host, with the axes of training; `fsdp` has 1 device."""
+    groups = [group for group in self._groups if _is_here(group[0])]
+    return mesh_lib.make_mesh(
+      data=len(groups),
+      fsdp=1,
+      tensor=self.tensor,
+      devices=list(np.concatenate(groups)),
+    )
+
+  @functools.cached_property
+  def _parts(self) -> dict[str, int]:
+    """The size of each part of the axes of training."""
+    data, fsdp, tensor = self.training.devices.shape
+    columns = math.gcd(tensor, self.tensor)
+    more = self.tensor // columns if columns == tensor else 1
+    by_fsdp = math.gcd(more, fsdp)
+    by_data = math.gcd(more // by_fsdp, data)
+    return {
+      'data_rows': data // by_data,
+      'data_columns': by_data,
+      'fsdp_rows': fsdp // by_fsdp,
+      'fsdp_columns': by_fsdp,
+      'tensor_columns': columns,
+      'tensor_rows': tensor // columns,
+    }
+
+  @functools.cached_property
+  def _everywhere(self) -> jax.sharding.Mesh:
+    """The mesh of training with its axes in two parts each.
+
+    A program can only mix meshes that have their devices in the same order.
+    """
+    return jax.sharding.Mesh(
+      self.training.devices.reshape([self._parts[name] for name in _PARTS]),
+      _PARTS,
+      axis_types=(jax.sharding.AxisType.Auto,) * len(_PARTS),
+    )
+
+  @functools.cached_property
+  def _groups(self) -> np.ndarray:
+    """Devices [groups, tensor]: each group holds all weights."""
+    order = [_PARTS.index(name) for name in (*_ROWS, *_COLUMNS)]
+    devices = self._everywhere.devices.transpose(order)
+    return devices.reshape(-1, self.tensor)
+
+  def everywhere(self, layout: NamedSharding) -> NamedSharding:
+    """Returns a layout on `mesh` as one on the devices of all hosts."""
+    spec = (_COLUMNS if axis == 'tensor' else None for axis in layout.spec)
+    return NamedSharding(self._everywhere, P(*spec))
+
+  def here(self, x: jax.Array, layout: NamedSharding) -> jax.Array:
+    """Returns the pieces of a global array that are here as a local array."""
+    pieces = [piece.data for piece in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, layout, pieces)
+
+
+class Publisher:
+  """Copies weights of a model to the devices that decode with them.
+
+  Args:
+    placement: the devices.
+    cut: a function of weights with stacked layers that returns the copies with
+      a tree for each layer, in the dtype of the computation.
+    num_layers: the number of layers.
+  """
+
+  def __init__(
+    self,
+    placement: Placement,
+    cut: Callable[[Tree], Tree],
+    *,
+    num_layers: int,
+  ):
+    self._placement = placement
+    self._cut = cut
+    self._num_layers = num_layers
+    self._programs: dict[Any, tuple[Any, Tree]] = {}
+
+  def program(self, params: Tree) -> tuple[Any, Tree]:
+    """Returns the jitted copy of weights, and their layout on this host.
+
+    Args:
+      params: the weights, or their shapes.
+    """
+    key = jax.tree.structure(params)
+    if key not in self._programs:
+      layout = self._layout(params, self._placement.mesh)
+      everywhere = jax.tree.map(self._placement.everywhere, layout)
+      copy = jax.jit(self._copy, out_shardings=everywhere)
+      self._programs[key] = copy, layout
+    return self._programs[key]
+
+  def __call__(self, params: Tree) -> Tree:
+    """Returns copies of weights on this host's devices.
+
+    Args:
+      params: the weights, on the devices of training.
+    """
+    copy, layout = self.program(params)
+    return jax.tree.map(self._placement.here, copy(params), layout)
+
+  def _copy(self, params: Tree) -> Tree:
+    copied = self._cut(params)
+    mesh = self._placement.training
+    if mesh.size == 1:
+      return copied
+    # Pinned to the layout of training after the cast and for each layer, so
+    # that devices send the smaller dtype and hold no second copy of a stack.
+    return jax.lax.with_sharding_constraint(copied, self._layout(params, mesh))
+
+  def _layout(self, params: Tree, mesh: jax.sharding.Mesh) -> Tree:
+    layout = sharding.param_shardings(params, mesh)
+    return sharding.per_layer(layout, self._num_layers)
+
+
+def _is_here(device) -> bool:
+  return device.process_index == jax.process_index()
