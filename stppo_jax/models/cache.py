@@ -14,7 +14,7 @@ there. A loop that decodes tokens only ever appends to `Recent`,
 which is small; the blocks are an input of the loop, not part of what it carries
 from token to token, so they are neither copied nor written in it. `store` runs
 once per chunk of tokens, after the loop, and updates the donated blocks in
-place.
+place, on every device for itself.
 
 On a mesh, heads of keys and values are cut along `tensor`. If there are fewer
 of them than devices, rows are cut along `tensor` too: then no device holds a
@@ -28,7 +28,6 @@ visited, so that training can route it to the same ones (routing replay).
 from collections.abc import Sequence
 from typing import Any
 
-from flax import nnx
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
@@ -67,7 +66,7 @@ def shardings(
   config: model_config.ModelConfig, mesh: jax.sharding.Mesh, num_blocks: int
 ) -> Any:
   """Returns the layout of a cache with so many blocks."""
-  rows, heads = _axes(config, mesh)
+  rows, heads = _axes(config.num_kv_heads, mesh)
   block: Any = (NamedSharding(mesh, P(rows, heads)),) * 2
   if config.num_experts:
     block = *block, NamedSharding(mesh, P(rows))
@@ -78,15 +77,15 @@ def row_shards(
   config: model_config.ModelConfig, mesh: jax.sharding.Mesh
 ) -> int:
   """Returns the number of devices that the rows of a cache are cut over."""
-  return activations.extent(mesh, _axes(config, mesh)[0])
+  return activations.extent(mesh, _axes(config.num_kv_heads, mesh)[0])
 
 
 def _axes(
-  config: model_config.ModelConfig, mesh: jax.sharding.Mesh
+  num_kv_heads: int, mesh: jax.sharding.Mesh
 ) -> tuple[activations.Axes, activations.Axes]:
   """Returns the mesh axes of rows and of heads."""
   rows, tensor = activations.ROWS, activations.TENSOR
-  if config.num_kv_heads % activations.extent(mesh, tensor):
+  if num_kv_heads % activations.extent(mesh, tensor):
     return (*rows, tensor), None
   return rows, tensor
 
@@ -118,7 +117,7 @@ def expert_ids(cache: Cache) -> Array:
 
 def extend(
   module: transformer.Transformer,
-  layers: Sequence,
+  layers: Sequence[transformer.DecoderLayer],
   tokens_BC: Array,
   *,
   cache: Cache,
@@ -133,7 +132,7 @@ def extend(
   Args:
     module: the transformer, of which all weights but those of the layers are
       used.
-    layers: parameters of each layer.
+    layers: the layers.
     tokens_BC: the tokens. A row that has fewer may end with any ids: they
       change nothing before them.
     cache: all blocks; they are read, not written.
@@ -154,11 +153,12 @@ def extend(
   C = tokens_BC.shape[1]
   places_C = first + jnp.arange(C)  # indices of the new tokens in `recent`
   rotation = rotary.rotation(module.config, lengths_B[:, None] + places_C[None])
-  graph, _ = nnx.split(module.layers)
   mesh = module.mesh
-  rows, heads = (None, None) if mesh is None else _axes(module.config, mesh)
+  rows, heads = (
+    (None, None) if mesh is None else _axes(module.config.num_kv_heads, mesh)
+  )
   x_BCD, updated = module.embed(tokens_BC), []
-  for params, blocks, old_block in zip(layers, cache, recent, strict=True):
+  for layer, blocks, old_block in zip(layers, cache, recent, strict=True):
     new_block = []
 
     # Defaults bind this layer's values: a closure would see the last layer's.
@@ -189,11 +189,13 @@ def extend(
       slices.append(attention.KeySlice(keys, values, seen_1CJ, True))
       q = activations.constrain(q, mesh, rows, None, heads)
       mixed = attention.attend_to_slices(q, slices)
+      # In two steps, or the compiler would move every part of the mean.
+      mixed = activations.constrain(mixed, mesh, rows, None, heads)
       return activations.constrain(
         mixed, mesh, activations.ROWS, None, activations.TENSOR
       )
 
-    x_BCD, routing = nnx.merge(graph, params)(x_BCD, rotation, attend)
+    x_BCD, routing = layer(x_BCD, rotation, attend)
     if routing is not None:
       append(routing.expert_ids[:, :, None])
     updated.append(tuple(new_block))
@@ -213,8 +215,14 @@ def store(
   lengths_B: Array,
   counts_B: Array,
   slots_B: Array | None = None,
+  *,
+  mesh: jax.sharding.Mesh | None = None,
 ) -> Cache:
   """Returns the cache with the recent tokens appended; donate the old one.
+
+  Rows are written one after the other, each with one contiguous write to an
+  array. A scatter of all rows would do the same in one operation, but the
+  compiler for TPUs changes the layout of the whole cache before it and after.
 
   Args:
     cache: all blocks.
@@ -223,33 +231,92 @@ def store(
     counts_B: how many recent tokens of each row to keep.
     slots_B: the slot of the cache that each row writes to; rows with a slot
       that the cache does not have are left out. None: row b writes to slot b.
+    mesh: mesh that the cache is laid out on; None: one device.
   """
-  size = recent[0][0].shape[2]
+  if mesh is None or mesh.size == 1:
+    return _store(cache, recent, lengths_B, counts_B, slots_B)
+  rows, heads = _axes(cache[0][0][0].shape[1], mesh)
+  whole = P(rows, heads)
+  block = (whole, whole, P(rows))[: len(recent[0])]
+  return jax.shard_map(
+    _store,
+    mesh=mesh,
+    in_specs=(
+      tuple((block,) * len(x) for x in cache),
+      (block,) * len(recent),
+      P(rows),
+      P(rows),
+      P(rows),
+    ),
+    out_specs=tuple((block,) * len(x) for x in cache),
+    check_vma=False,
+  )(cache, recent, lengths_B, counts_B, slots_B)
+
+
+def _store(
+  cache: Cache,
+  recent: Recent,
+  lengths_B: Array,
+  counts_B: Array,
+  slots_B: Array | None,
+) -> Cache:
+  """Returns the part of a cache on one device, with the recent tokens."""
   num_slots = len(cache[0][0][0])
   if slots_B is None:
     slots_B = jnp.arange(num_slots)
-  kept_BJ = jnp.arange(size)[None] < counts_B[:, None]
-  # Writes to the slot behind the last are dropped.
-  slots_BJ = jnp.where(kept_BJ, slots_B[:, None], num_slots)
-  positions_BJ = lengths_B[:, None] + jnp.arange(size)[None]
+  counts_B = jnp.where(slots_B < num_slots, counts_B, 0)
+  slots_B = jnp.minimum(slots_B, num_slots - 1)
 
-  def one_layer(blocks, recent):
-    begin, stored = 0, []
-    for block in blocks:
-      # Each token lies in one block; the writes to all others are dropped. A
-      # position before the block must not become a negative index, which
-      # would count from the block's end: its slot is outside too.
-      end = begin + block[0].shape[2]
-      inside_BJ = (positions_BJ >= begin) & (positions_BJ < end)
-      index = (jnp.where(inside_BJ, slots_BJ, num_slots), slice(None))
-      index = (*index, positions_BJ - begin)
-      stored.append(
-        tuple(
-          old.at[index].set(new.swapaxes(1, 2), mode='drop')
-          for old, new in zip(block, recent, strict=True)
+  def one_row(row, cache):
+    where = slots_B[row], lengths_B[row], counts_B[row]
+
+    def one_layer(blocks, recent):
+      begin, stored = 0, []
+      for block in blocks:
+        stored.append(
+          tuple(
+            _written(old, new[row], *where, begin)
+            for old, new in zip(block, recent, strict=True)
+          )
         )
-      )
-      begin = end
-    return tuple(stored)
+        begin += block[0].shape[2]
+      return tuple(stored)
 
-  return tuple(one_layer(*layer) for layer in zip(cache, recent, strict=True))
+    return tuple(one_layer(*layer) for layer in zip(cache, recent, strict=True))
+
+  return jax.lax.fori_loop(0, len(lengths_B), one_row, cache)
+
+
+def _written(
+  old_BKJH: Array,
+  new_KCH: Array,
+  slot: Array,
+  length: Array,
+  count: Array,
+  begin: int,
+) -> Array:
+  """Returns a block with a row's recent tokens at its positions of them.
+
+  Args:
+    old_BKJH: the block.
+    new_KCH: recent tokens.
+    slot: the slot to write to.
+    length: position of the first recent token.
+    count: how many recent tokens to write.
+    begin: position of the block's first token.
+  """
+  _, K, J, H = old_BKJH.shape
+  C = new_KCH.shape[1]
+  size = min(C, J)
+  # The window of the block that is rewritten: it holds all positions of the
+  # tokens that lie in the block, and others, which keep what they have.
+  first = jnp.clip(length - begin, 0, J - size)
+  place = (slot, 0, first, 0)
+  old_1KCH = jax.lax.dynamic_slice(old_BKJH, place, (1, K, size, H))
+  shift = begin + first - length  # the recent token at the window's start
+  padded = jnp.pad(new_KCH, ((0, 0), (size, size), (0, 0)))
+  new_KCH = jax.lax.dynamic_slice_in_dim(padded, shift + size, size, axis=1)
+  index_C = shift + jnp.arange(size)
+  kept_C = (index_C >= 0) & (index_C < count)
+  window = jnp.where(kept_C[None, None, :, None], new_KCH[None], old_1KCH)
+  return jax.lax.dynamic_update_slice(old_BKJH, window, place)

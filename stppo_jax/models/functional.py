@@ -347,23 +347,27 @@ class Model:
     """Computes tokens that follow those in a cache; see `cache.extend`.
 
     Args:
-      params: the result of `split_layers`.
+      params: the result of `split_layers`, adapters included.
       tokens_BC: the next tokens of each row.
       cache, lengths_B, recent, first, num_blocks, slots_B: see `cache.extend`.
     """
     graph, abstract = _abstract(self.config, self.head, self.mesh)
     state = jax.tree.map(lambda x: x, abstract)
-    # `cache.extend` uses only the graph of the stacked layers, so their
-    # parameters may stay abstract; the real ones are passed layer by layer.
+    # The stacked layers stay abstract: each layer is a module of its own.
     top = {**params, 'layers': nnx.to_pure_dict(abstract)['layers']}
     nnx.replace_by_pure_dict(state, top)
+    module = nnx.merge(graph, state)
+    layer_graph, _ = nnx.split(module.layers)
     layers = []
     for tree in params['layers']:
-      layer = jax.tree.map(lambda x: x, abstract['layers'])
-      nnx.replace_by_pure_dict(layer, dict(tree))
+      base, adapters = lora_lib.split(tree)
+      layer_state = jax.tree.map(lambda x: x, abstract['layers'])
+      nnx.replace_by_pure_dict(layer_state, dict(base))
+      layer = nnx.merge(layer_graph, layer_state)
+      self._adapt(layer, adapters)
       layers.append(layer)
     return cache_lib.extend(
-      nnx.merge(graph, state),
+      module,
       layers,
       tokens_BC,
       cache=cache,
@@ -385,14 +389,20 @@ class Model:
     nnx.replace_by_pure_dict(state, dict(params))
     module = nnx.merge(graph, state)
     if adapters:
-      linear = _linear_layers(module)
       assert self.lora is not None  # there are adapters only if it is set
-      lora_lib.check(self.lora, _kernels(linear), adapters)
-      for name, pair in adapters.items():
-        linear[name].adapt(
-          pair[lora_lib.A], pair[lora_lib.B], scale=self.lora.scale
-        )
+      kernels = _kernels(_linear_layers(module))
+      lora_lib.check(self.lora, kernels, adapters)
+    self._adapt(module, adapters)
     return module
+
+  def _adapt(self, module: nnx.Module, adapters: Mapping[str, Params]) -> None:
+    """Puts adapters beside linear layers of a module, by their names."""
+    linear = _linear_layers(module)
+    for name, pair in adapters.items():
+      assert self.lora is not None
+      linear[name].adapt(
+        pair[lora_lib.A], pair[lora_lib.B], scale=self.lora.scale
+      )
 
 
 def _linear_layers(module: nnx.Module) -> dict[str, layers.Linear]:

@@ -20,8 +20,8 @@ from stppo_jax.sampling import slot_programs
 from stppo_jax.sampling import slot_state as slot_state_lib
 
 # A batch of active slots has the size of the largest batch, halved at most so
-# many times: each size is compiled once, and a fuller batch wastes less.
-_MAX_HALVINGS = 4
+# many times. Each of the four sizes is compiled; a fuller batch wastes less.
+_MAX_HALVINGS = 3
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,7 +114,7 @@ def extend(
   hidden_AD = _last(hidden_ACD, appended.counts_A, active.hidden)
   begins_A = appended.budgets_A >= 0
   cache = _stored(
-    state, slots_A, recent, lengths_A, appended.counts_A, hidden_AD
+    state, slots_A, recent, lengths_A, appended.counts_A, hidden_AD, model.mesh
   )
   return slot_state.scatter_slots(
     state,
@@ -244,7 +244,7 @@ def decode(
   stopped_A = active.automaton == stopped
   out = Chunk(*chunk, stopped_A, stopped_A | (active.budgets == 0))
   cache = _stored(
-    state, slots_A, recent, begin.lengths, counts_A, active.hidden
+    state, slots_A, recent, begin.lengths, counts_A, active.hidden, model.mesh
   )
   state = slot_state.scatter_slots(
     state,
@@ -259,7 +259,7 @@ def decode(
   return state, out
 
 
-def _stored(state, slots_A, recent, lengths_A, counts_A, hidden_AD):
+def _stored(state, slots_A, recent, lengths_A, counts_A, hidden_AD, mesh):
   """Returns the cache with the recent tokens of all rows that are finite.
 
   A slot outlives its row. Attention gives invisible positions the weight 0, but
@@ -269,7 +269,9 @@ def _stored(state, slots_A, recent, lengths_A, counts_A, hidden_AD):
   """
   finite_A = jnp.all(jnp.isfinite(hidden_AD), axis=1)
   counts_A = jnp.where(finite_A, counts_A, 0)
-  return cache_lib.store(state.cache, recent, lengths_A, counts_A, slots_A)
+  return cache_lib.store(
+    state.cache, recent, lengths_A, counts_A, slots_A, mesh=mesh
+  )
 
 
 def _last(hidden_ACD, counts_A, otherwise_AD):
