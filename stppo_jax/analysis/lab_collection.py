@@ -72,7 +72,7 @@ def _collect(
       state = learner.start()
       reference = learner.reference()
     engine = engines.build(
-      config, services, tokenizer, learner.policy, components.placement
+      config, services, tokenizer, learner.decoded, components.placement
     )
     collector = engines.build_collector(
       config,
@@ -84,7 +84,7 @@ def _collect(
     step = 0
     if workdir is not None:
       step, state = _newest(learner, state, workdir)
-    engine.publish(learner.merged_params(state), step)
+    engines.publish(engine, learner, state, step)
     step_collector = collection.StepCollector(
       config, services, collector, _show
     )

@@ -40,8 +40,9 @@ class Learner:
     mesh: the mesh of training.
 
   Attributes:
-    policy: the policy without adapters and value head, as it is exported and
-      as the engine decodes with it.
+    policy: the policy without adapters and value head, as it is exported.
+    decoded: the policy with its adapters but without a value head, as the local
+      engine decodes with it.
     mesh: the mesh of training.
 
   Raises:
@@ -60,6 +61,7 @@ class Learner:
     )
     self._policy = models.policy
     self.policy = models.policy.plain_policy
+    self.decoded = dataclasses.replace(self.policy, lora=models.policy.lora)
     self.mesh = mesh
     self._rows = sharding.batch_sharding(mesh)
     if self._reference_on_host:

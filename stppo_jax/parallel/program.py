@@ -191,7 +191,7 @@ def _group_size(rest) -> int:
     return int(match[1])
   if match := re.search(r'replica_groups=\{\{([\d,]+)\}', rest):
     return match[1].count(',') + 1
-  match = re.search(r'replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}', rest)
+  match = re.search(r'replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}', rest)
   if not match:
     return 0
   sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))

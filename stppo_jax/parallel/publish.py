@@ -53,7 +53,10 @@ class Placement:
   def __post_init__(self):
     local = [d for d in self.training.devices.flat if _is_here(d)]
     if len(local) % self.tensor:
-      raise ValueError(f'must divide the {len(local)} devices of this host')
+      raise ValueError(
+        f'must divide the {len(local)} devices of this host; an engine over '
+        'several hosts is not supported'
+      )
     trained = self.training.shape['tensor']
     parts = self._parts
     if math.prod(parts[name] for name in _COLUMNS) != self.tensor:
@@ -63,10 +66,11 @@ class Placement:
         f'{self.training.shape["data"]}'
       )
     for group in self._groups:
-      if len({device.process_index for device in group}) > 1:
+      hosts = sorted({device.process_index for device in group})
+      if len(hosts) > 1:
         raise ValueError(
-          'the devices of training are in an order in which a host has too few '
-          'adjacent ones'
+          'an engine over several hosts is not supported, and in this mesh the '
+          f'devices of a copy of the weights are on hosts {hosts}'
         )
 
   @functools.cached_property
@@ -116,10 +120,29 @@ class Placement:
     devices = self._everywhere.devices.transpose(order)
     return devices.reshape(-1, self.tensor)
 
-  def everywhere(self, layout: NamedSharding) -> NamedSharding:
-    """Returns a layout on `mesh` as one on the devices of all hosts."""
-    spec = (_COLUMNS if axis == 'tensor' else None for axis in layout.spec)
-    return NamedSharding(self._everywhere, P(*spec))
+  def stages(self, layout: NamedSharding) -> list[NamedSharding]:
+    """Returns the layouts that weights go through, on the devices of all hosts.
+
+    In the first, every device has of its piece in training what it or its
+    neighbours along `fsdp` need. In the second, they have exchanged it. In the
+    third, that of decoding, each has gathered its part. The compiler would
+    gather whole matrices without the stages between.
+
+    Args:
+      layout: the layout of training, of which the others follow.
+    """
+    names: list[dict[str | None, tuple[str, ...]]] = [
+      {
+        'fsdp': ('fsdp_rows', 'fsdp_columns'),
+        'tensor': ('tensor_columns', 'tensor_rows', 'data_columns'),
+      },
+      {'fsdp': ('fsdp_rows',), 'tensor': _COLUMNS},
+      {'tensor': _COLUMNS},
+    ]
+    return [
+      NamedSharding(self._everywhere, P(*map(parts.get, layout.spec)))
+      for parts in names
+    ]
 
   def here(self, x: jax.Array, layout: NamedSharding) -> jax.Array:
     """Returns the pieces of a global array that are here as a local array."""
@@ -132,8 +155,8 @@ class Publisher:
 
   Args:
     placement: the devices.
-    cut: a function of weights with stacked layers that returns the copies with
-      a tree for each layer, in the dtype of the computation.
+    cut: a function of weights with stacked layers that returns copies with a
+      tree for each layer, in the dtype of the computation.
     num_layers: the number of layers.
   """
 
@@ -158,8 +181,7 @@ class Publisher:
     key = jax.tree.structure(params)
     if key not in self._programs:
       layout = self._layout(params, self._placement.mesh)
-      everywhere = jax.tree.map(self._placement.everywhere, layout)
-      copy = jax.jit(self._copy, out_shardings=everywhere)
+      copy = jax.jit(self._copy, out_shardings=self._stages(params)[-1])
       self._programs[key] = copy, layout
     return self._programs[key]
 
@@ -174,12 +196,20 @@ class Publisher:
 
   def _copy(self, params: Tree) -> Tree:
     copied = self._cut(params)
-    mesh = self._placement.training
-    if mesh.size == 1:
+    if self._placement.training.size == 1:
       return copied
-    # Pinned to the layout of training after the cast and for each layer, so
-    # that devices send the smaller dtype and hold no second copy of a stack.
-    return jax.lax.with_sharding_constraint(copied, self._layout(params, mesh))
+    # The first stage is in the layout of training after the cast and for each
+    # layer, so that devices send the smaller dtype and no stack is held twice.
+    for layout in self._stages(params):
+      copied = jax.lax.with_sharding_constraint(copied, layout)
+    return copied
+
+  def _stages(self, params: Tree) -> list[Tree]:
+    layout = self._layout(params, self._placement.training)
+    stages = jax.tree.map(self._placement.stages, layout)
+    return [
+      jax.tree.map(lambda _, x, n=n: x[n], layout, stages) for n in range(3)
+    ]
 
   def _layout(self, params: Tree, mesh: jax.sharding.Mesh) -> Tree:
     layout = sharding.param_shardings(params, mesh)

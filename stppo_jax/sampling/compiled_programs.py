@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import functional
+from stppo_jax.models import lora
 from stppo_jax.models import precision
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.parallel import sharding
@@ -57,6 +58,7 @@ class CompiledPrograms:
     self.shards = cache_lib.row_shards(model.config, mesh)
     self._by_slot = sharding.batch_sharding(mesh)
     self.params = None
+    self._base = self._base_copy = None
     self.table_ZV = jax.device_put(
       automaton.table(model.config.vocab_size), sharding.replicated(mesh)
     )
@@ -78,15 +80,36 @@ class CompiledPrograms:
     if options.return_expert_ids:
       self.expert_ids = functions.expert_ids
 
-  def publish(self, params: functional.Params) -> None:
-    """Copies the policy's weights from the devices of training."""
+  def publish(
+    self, params: functional.Params, base: functional.Params | None = None
+  ) -> None:
+    """Copies the policy's weights from the devices of training.
+
+    Args:
+      params: the trained weights.
+      base: the frozen weights under adapters. They are copied only if they are
+        other arrays than in the last call.
+    """
     # The old weights go first: devices need never hold both.
     self.params = None
-    self.params = self._publisher(params)
+    if base is not self._base:
+      self._base_copy = None
+      self._base_copy = None if base is None else self._publisher(base)
+      self._base = base
+    params = self._publisher(params)
+    if self._base_copy is not None:
+      params = _joined(self._base_copy, params)
+    self.params = params
 
   def put(self, *trees):
     """Puts arrays on the devices, sharded by slot like the state."""
     return jax.device_put(trees, self._by_slot)
+
+
+def _joined(base: functional.Params, trained: functional.Params):
+  """Returns weights of which some are in either tree, cut into layers."""
+  pairs = zip(base['layers'], trained['layers'], strict=True)
+  return {**base, 'layers': tuple(lora.join(*pair) for pair in pairs)}
 
 
 class Functions(NamedTuple):

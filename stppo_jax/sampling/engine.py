@@ -77,17 +77,25 @@ class Engine:
     self._rows: dict[int, lane_lib.Row] = {}
     self._queue: collections.deque[lane_lib.Row] = collections.deque()
 
-  def publish(self, params: functional.Params, version: int) -> None:
+  def publish(
+    self,
+    params: functional.Params,
+    version: int,
+    *,
+    base: functional.Params | None = None,
+  ) -> None:
     """Copies the policy's weights, which are used until the next call.
 
     It must be a copy: the learner donates its weights to the next update while
     the engine may still decode with these.
 
     Args:
-      params: the weights, on the devices of training.
+      params: the trained weights, on the devices of training.
       version: the number of the step that made them.
+      base: the frozen weights, if the trained ones are adapters. They are
+        copied at the first call, and whenever other arrays are given.
     """
-    self._programs.publish(params)
+    self._programs.publish(params, base)
     self.version = version
 
   def begin(

@@ -5,6 +5,8 @@ the weights, and the keys and values of its slots.
 """
 
 from stppo_jax.envs import reward_function
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.rollout import collect
@@ -34,7 +36,7 @@ def build(
     config: the config of the run.
     services: the environment, whose stop strings end a turn, and the loop.
     tokenizer: the policy's tokenizer.
-    policy: the policy without adapters and value head.
+    policy: the policy without a value head.
     placement: see `assembly.build_placement`.
 
   Raises:
@@ -54,6 +56,32 @@ def build(
     automaton=automaton,
     options=_engine_options(config),
   )
+
+
+def publish(
+  engine: Engine,
+  learner: learner_lib.Learner,
+  state: state_lib.TrainState,
+  version: int,
+  *,
+  trained: functional.Params | None = None,
+) -> None:
+  """Gives the policy of a state to an engine.
+
+  Args:
+    engine: the engine.
+    learner: the learner that made the state.
+    state: the training state.
+    version: the number of steps that the policy was trained for.
+    trained: trained weights of an earlier policy; None: those of the state.
+  """
+  if isinstance(engine, engine_lib.Engine):
+    # The base stays where it is, and only the adapters are sent.
+    params = state.policy.params if trained is None else trained
+    params = {name: x for name, x in params.items() if name != 'scalar_head'}
+    engine.publish(params, version, base=state.frozen)
+  else:
+    engine.publish(learner.merged_params(state, trained), version)
 
 
 def build_collector(

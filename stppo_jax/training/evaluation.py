@@ -136,7 +136,7 @@ def evaluate(config, workdir: str | pathlib.Path) -> int:
     done, state = restored[:2] if restored else (0, state)
     tokenizer = components.tokenizer
     engine = engines.build(
-      config, services, tokenizer, learner.policy, components.placement
+      config, services, tokenizer, learner.decoded, components.placement
     )
     evaluator = Evaluator(
       config,
@@ -147,7 +147,7 @@ def evaluate(config, workdir: str | pathlib.Path) -> int:
       raise assembly.Misconfigured(
         "data.evaluation='': there are no questions to evaluate on"
       )
-    engine.publish(learner.merged_params(state), done)
+    engines.publish(engine, learner, state, done)
     scores, _ = evaluator.run()
     for name, score in sorted(evaluator.metrics(scores).items()):
       print(f'step {done} {name} {score:.4f}')

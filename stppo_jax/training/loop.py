@@ -148,7 +148,7 @@ def _start(config, run: run_lib.Run, restart: bool) -> _Started:
       sentences = assembly.build_sentences(config, tokenizer)
     collecting = _collecting_services(config, services, components)
     engine = engines.build(
-      config, collecting, tokenizer, learner.policy, components.placement
+      config, collecting, tokenizer, learner.decoded, components.placement
     )
     evaluator = evaluation.Evaluator(
       config,
@@ -174,7 +174,7 @@ def _start(config, run: run_lib.Run, restart: bool) -> _Started:
     # Wait for the collections in flight: they use the same engine, and their
     # counts of the retriever would contain the evaluation's queries.
     collector.drain()
-    engine.publish(learner.merged_params(state), 0)
+    engines.publish(engine, learner, state, 0)
     scores, trajectories = evaluator.run()
     return evaluator.metrics(scores, trajectories), trajectories
 
@@ -224,8 +224,8 @@ def _build_prefetcher(
   steps = collection.StepCollector(config, services, collector, run.show)
   return prefetch.Prefetcher(
     steps.collect,
-    lambda params, version: engine.publish(
-      learner.merged_params(run.state, params), version
+    lambda params, version: engines.publish(
+      engine, learner, run.state, version, trained=params
     ),
     learner.copy_policy,
     steps_ahead=rollout.steps_ahead,

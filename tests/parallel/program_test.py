@@ -32,7 +32,8 @@ backend_config={"known_trip_count":{"n":"5"}}
   %piece = f32[1,6]{1,0} reduce-scatter(%p), \
 replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_0'}, use_ids=true
   %some = f32[4,6]{1,0} all-reduce(%p), \
-replica_groups=mesh['axis_0'=8] {'axis_0':(1)2}, to_apply=%add
+replica_groups=mesh['axis_0'=8], device_ids=([2,4]T(1,0)) {'axis_0':(1)2}, \
+to_apply=%add
   %begun = (f32[4,6]{1,0}, f32[32,6]{1,0}) all-gather-start(%p)
   ROOT %moved = f32[4,6]{1,0} collective-permute(%p), pairs={{0,1}}
 }

@@ -1,5 +1,7 @@
 """The local engine equals repeated whole forward passes, and itself."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import scipy.special
 import scipy.stats
 
 from stppo_jax.models import heads
+from stppo_jax.models import lora as lora_lib
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.sampling import engine as engine_lib
@@ -421,6 +424,39 @@ def test_a_new_collection_drops_the_last_one(mode):
     [], tiny_engine.keys(0), group_size=1, max_turn_tokens=1, greedy=0
   )
   assert not engine.busy and not engine.poll()
+
+
+def test_only_adapters_are_published_beside_a_base():
+  lora = lora_lib.Lora(rank=2, alpha=8.0, targets='(q|down)_proj$')
+  model = dataclasses.replace(tiny_engine.MODEL, lora=lora)
+  drawn = model.init_adapters(jax.random.key(0))
+  adapters = [
+    jax.tree.map(
+      lambda x, n=n: jax.random.normal(jax.random.key(n), x.shape), drawn
+    )
+    for n in range(2)
+  ]
+  base = jax.tree.map(jnp.asarray, tiny_engine.PARAMS)
+  engine, (driver,) = tiny_engine.new_engine(model=model)
+  kernels = []
+  for number, trained in enumerate(adapters):
+    engine.publish(trained, number, base=base)
+    kernels.append(driver.programs.params['layers'][0]['o_proj']['kernel'])
+    merged = tiny_engine.engine()
+    merged.publish(model.merge_adapters(lora_lib.join(base, trained)), number)
+    found, expected = (
+      tiny_engine.run_dialogues(
+        x, tiny_engine.prompts(4), tiny_engine.keys(4), greedy=True
+      )
+      for x in (engine, merged)
+    )
+    for row in expected:
+      tiny_engine.assert_same(found[row], expected[row])
+  assert kernels[0] is kernels[1]  # the base has not moved
+  other = jax.tree.map(jnp.copy, base)
+  engine.publish(adapters[0], 2, base=other)
+  kernel = driver.programs.params['layers'][0]['o_proj']['kernel']
+  assert kernel is not kernels[0]
 
 
 def test_publishing_copies_the_weights():

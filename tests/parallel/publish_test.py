@@ -1,0 +1,152 @@
+"""Weights go from the layout of training to that of decoding."""
+
+import math
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import program
+from stppo_jax.parallel import publish
+from stppo_jax.parallel import sharding
+
+_LAYERS = 2
+# Data, fsdp and tensor of training, and tensor of decoding.
+_LAYOUTS = [
+  (1, 8, 1, 1),
+  (1, 8, 1, 4),
+  (2, 4, 1, 2),
+  (8, 1, 1, 4),
+  (1, 2, 4, 4),
+  (1, 2, 4, 2),
+  (1, 4, 2, 4),
+  (2, 2, 2, 8),
+]
+
+
+def _placement(data, fsdp, tensor, decoding):
+  mesh = mesh_lib.make_mesh(data=data, fsdp=fsdp, tensor=tensor)
+  return publish.Placement(mesh, decoding)
+
+
+def _params(mesh):
+  """Returns weights of two layers in the layout of training."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+  params = {
+    'embedding': draw(32, 64),
+    'layers': {
+      'q_proj': {'kernel': draw(_LAYERS, 64, 32), 'bias': draw(_LAYERS, 32)},
+      'down_proj': {'kernel': draw(_LAYERS, 96, 64)},
+      'mlp_norm': {'scale': draw(_LAYERS, 64)},
+    },
+  }
+  return jax.device_put(params, sharding.param_shardings(params, mesh))
+
+
+def _cut(params):
+  """Returns copies of weights with a tree for each layer."""
+  layer = lambda n: jax.tree.map(lambda x: x[n], params['layers'])
+  params = {**params, 'layers': tuple(layer(n) for n in range(_LAYERS))}
+  return jax.tree.map(jnp.copy, params)
+
+
+@pytest.mark.parametrize('layout', _LAYOUTS)
+def test_published_weights_equal_the_trained_ones(layout):
+  placement = _placement(*layout)
+  params = _params(placement.training)
+  published = publish.Publisher(placement, _cut, num_layers=_LAYERS)(params)
+  decoding = layout[-1]
+  assert placement.mesh.shape == {
+    'data': 8 // decoding,
+    'fsdp': 1,
+    'tensor': decoding,
+  }
+  jax.tree.map(np.testing.assert_array_equal, published, _cut(params))
+  embedding, layer = published['embedding'], published['layers'][1]
+  shard = lambda x: x.sharding.shard_shape(x.shape)
+  assert embedding.sharding.mesh == placement.mesh
+  assert shard(embedding) == (32 // decoding, 64)
+  assert shard(layer['q_proj']['kernel']) == (64, 32 // decoding)
+  assert shard(layer['down_proj']['kernel']) == (96 // decoding, 64)
+  assert shard(layer['mlp_norm']['scale']) == (64,)
+
+
+@pytest.mark.parametrize('layout', _LAYOUTS)
+def test_devices_send_what_the_formula_says(layout):
+  placement = _placement(*layout)
+  params = _params(placement.training)
+  publisher = publish.Publisher(placement, _cut, num_layers=_LAYERS)
+  copy, _ = publisher.program(params)
+  data, fsdp, tensor, decoding = layout
+  matrices = [
+    4 * x.size // (_LAYERS if x.ndim == 3 else 1)
+    for x in jax.tree.leaves(params)
+    for _ in range(_LAYERS if x.ndim == 3 else 1)
+    if x.size > 64 * _LAYERS
+  ]
+  # Training may have several devices for one of decoding along `tensor`, or one
+  # for several, of which some are along `fsdp` and the others along `data`.
+  by_fsdp = math.gcd(max(decoding // tensor, 1), fsdp)
+  by_data = max(decoding // tensor, 1) // by_fsdp
+  assert data % by_data == 0
+  rows = fsdp // by_fsdp * max(tensor // decoding, 1)
+  exchanged = (1 - 1 / by_fsdp) / (fsdp * tensor * by_data)
+  expected = sum(matrices) * (exchanged + (1 - 1 / rows) / decoding)
+  found = program.collectives(copy.lower(params).compile().as_text())
+  sent = sum(collective.sent for collective in found)
+  assert sent == pytest.approx(expected, rel=0.03)
+  # No device holds a whole matrix of which it needs a part.
+  largest = max(matrices) / decoding
+  assert all(collective.size <= largest for collective in found)
+
+
+@pytest.mark.parametrize(
+  ('layout', 'expected'),
+  [
+    ((1, 8, 1, 3), 'must divide the 8 devices of this host'),
+    ((8, 1, 1, 16), 'this host; an engine over several hosts is not'),
+  ],
+)
+def test_devices_that_cannot_be_cut_are_refused(layout, expected):
+  with pytest.raises(ValueError, match=expected):
+    _placement(*layout)
+
+
+def test_tensor_must_fit_the_training_s():
+  mesh = mesh_lib.make_mesh(data=1, fsdp=2, tensor=3, devices=jax.devices()[:6])
+  with pytest.raises(ValueError, match='must divide mesh.tensor=3, or be a'):
+    publish.Placement(mesh, 2)
+
+
+@pytest.mark.slow
+def test_every_host_gets_a_copy_on_its_own_devices():
+  with socket.socket() as listener:
+    listener.bind(('127.0.0.1', 0))
+    port = listener.getsockname()[1]
+  workers = [
+    subprocess.Popen(
+      [
+        sys.executable,
+        '-m',
+        'tests.parallel.publish_worker',
+        str(n),
+        str(port),
+      ],
+      cwd=pathlib.Path(__file__).parents[2],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+    for n in range(2)
+  ]
+  outputs = [worker.communicate(timeout=120)[0] for worker in workers]
+  for worker, output in zip(workers, outputs, strict=True):
+    assert worker.returncode == 0, output
+    assert output.endswith('published\n')
