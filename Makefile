@@ -89,6 +89,7 @@ bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting
 	$(PAGES) $(BENCH)/bin/python -m benchmarks.torch_update $(ARGS)
 	$(ONE_HEAP) $(BENCH)/bin/python -m benchmarks.vocabulary $(ARGS)
 	$(KEPT) $(BENCH)/bin/python -m benchmarks.collect $(ARGS)
+	$(BENCH)/bin/python -m benchmarks.retrieval $(ARGS)
 
 # An environment of its own: with torch beside it, transformers is another.
 $(BENCH)/.installed: requirements-test.txt benchmarks/requirements.txt

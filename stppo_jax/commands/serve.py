@@ -1,6 +1,8 @@
 """Serve a corpus, or the synthetic encyclopedia, over HTTP.
 
 python -m stppo_jax serve --index=DIR [--corpus=FILE.jsonl] [--workers=N]
+python -m stppo_jax serve --index=DIR --backend=dense|faiss|hybrid
+    --encoder=MODEL [--faiss=FILE] [--query_prefix=TEXT]
 python -m stppo_jax serve --corpus=FILE.jsonl
 python -m stppo_jax serve --synthetic_seed=N [--entities_per_type=N]
     [--name_pieces=N] [--distractors=N]
@@ -12,6 +14,13 @@ python -m stppo_jax serve --replay=FILE.jsonl
                          it must have been made
   --workers=N            the number of processes that answer, which share the
                          memory of the index
+  --backend=NAME         bm25, the default; dense, for vectors that `index` has
+                         made; faiss, for those in a file of FAISS; or hybrid,
+                         which joins BM25 with one of them
+  --encoder=MODEL        the Hugging Face directory of the vectors' encoder
+  --faiss=FILE           an index of FAISS over the passages, in their order
+  --query_prefix=TEXT    what the encoder expects in front of a query; with
+                         --faiss
   --synthetic_seed=N     data.synthetic_wiki.seed in the run's config
   --entities_per_type=N  data.synthetic_wiki.entities_per_type, likewise
   --name_pieces=N        data.synthetic_wiki.name_pieces, likewise
@@ -46,6 +55,7 @@ from stppo_jax.data import synthetic_wiki
 from stppo_jax.http import server as http_server
 from stppo_jax.http import workers
 from stppo_jax.retrieval import address
+from stppo_jax.retrieval import backends
 from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import corpus
 from stppo_jax.retrieval import dialects
@@ -105,9 +115,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     raise _UsageError(f'--{given[1]}: not allowed with --{given[0]}')
   if not 0 <= flags.port <= 65535:
     raise _UsageError(f'--port: {flags.port} is not in 0..65535')
-  if flags.workers < 1 or (flags.workers > 1 and flags.index is None):
+  if flags.backend != 'bm25' and flags.index is None:
+    raise _UsageError(f'--backend={flags.backend}: needs --index')
+  if flags.backend != 'bm25' and not flags.encoder:
+    raise _UsageError(f'--backend={flags.backend}: needs --encoder')
+  if flags.backend == 'faiss' and not flags.faiss:
+    raise _UsageError('--backend=faiss: needs --faiss')
+  shared = flags.index is not None and flags.backend == 'bm25'
+  if flags.workers < 1 or (flags.workers > 1 and not shared):
     raise _UsageError(
-      f'--workers={flags.workers}: must be 1, or with --index 1 or greater'
+      f'--workers={flags.workers}: must be 1, or with --index and BM25 1 or '
+      'greater'
     )
   http_server.check_exposure(
     flags.host, _token(), token_variable=address.TOKEN_VARIABLE
@@ -150,8 +168,13 @@ def _open_index(flags: argparse.Namespace) -> protocol.Index:
   folder = index_folder.IndexFolder(flags.index)
   if flags.corpus is not None:
     folder.check_corpus(corpus.read_corpus(flags.corpus))
-  folder.part('bm25')
-  return bm25.Bm25Index.load(folder.path / 'bm25', folder.passages)
+  return backends.open_index(
+    folder,
+    flags.backend,
+    encoder_directory=flags.encoder,
+    faiss_file=flags.faiss,
+    query_prefix=flags.query_prefix,
+  )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -161,6 +184,10 @@ def _parser() -> argparse.ArgumentParser:
     allow_abbrev=False,
   )
   parser.add_argument('--index', help='folder that `index` wrote')
+  parser.add_argument('--backend', choices=backends.BACKENDS, default='bm25')
+  parser.add_argument('--encoder', default='')
+  parser.add_argument('--faiss', default='')
+  parser.add_argument('--query_prefix', default='')
   parser.add_argument('--corpus', help='JSONL file of passages')
   parser.add_argument(
     '--synthetic_seed', type=int, help='seed of a synthetic encyclopedia'

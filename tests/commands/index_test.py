@@ -6,23 +6,25 @@ import pytest
 
 from stppo_jax.commands import index
 from stppo_jax.commands import serve
+from stppo_jax.retrieval import corpus
 from tests.commands import serving
+from tests.retrieval import encoders
 from tests.retrieval import real_data
 
 _SHIPPED = real_data.SHIPPED / 'corpus.jsonl'
 
 
-def _index(corpus, out, *flags):
-  return index.main([f'--corpus={corpus}', f'--out={out}', *flags])
+def _index(path, out, *flags):
+  return index.main([f'--corpus={path}', f'--out={out}', *flags])
 
 
-def _recall(capsys, tmp_path, corpus, rows):
+def _recall(capsys, tmp_path, path, rows):
   """Returns the recall in the top 3 of an index that is built and served."""
-  assert _index(corpus, tmp_path / 'index') == 0
+  assert _index(path, tmp_path / 'index') == 0
   capsys.readouterr()
   queries = [row['question'] for row in rows]
   body = {'queries': queries, 'topk': 3}
-  flags = [f'--index={tmp_path / "index"}', f'--corpus={corpus}']
+  flags = [f'--index={tmp_path / "index"}', f'--corpus={path}']
   _, reply = serving.run(
     capsys, flags, lambda url: serving.post(f'{url}/retrieve', body)
   )
@@ -40,7 +42,7 @@ _MULTIHOP = 'multihop/multihop'
 
 
 @pytest.mark.parametrize(
-  ('name', 'corpus', 'expected'),
+  ('name', 'passages', 'expected'),
   [
     ('general/xquad_en', 'general/xquad_en', 0.976),
     pytest.param('general/nq_train', 'general/nq_train', 0.862, marks=_SLOW),
@@ -50,13 +52,13 @@ _MULTIHOP = 'multihop/multihop'
     pytest.param('multihop/musique_train100', _MULTIHOP, 0.820, marks=_SLOW),
   ],
 )
-def test_recall_on_real_data(capsys, tmp_path, name, corpus, expected):
+def test_recall_on_real_data(capsys, tmp_path, name, passages, expected):
   """The figures of the folder's README, of at most 500 questions."""
   if not real_data.FOLDER.is_dir():
     pytest.skip('the folder of real data is absent')
   rows = real_data.questions(real_data.FOLDER / f'{name}.questions.jsonl')
   rows = random.Random(0).sample(rows, min(len(rows), 500))
-  path = real_data.FOLDER / f'{corpus}.corpus.jsonl'
+  path = real_data.FOLDER / f'{passages}.corpus.jsonl'
   found = _recall(capsys, tmp_path, path, rows)
   assert found == pytest.approx(expected, abs=0.01)
 
@@ -71,7 +73,7 @@ def test_an_index_is_built_once(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-  ('corpus', 'flags', 'message'),
+  ('lines', 'flags', 'message'),
   [
     ('', [], 'corpus.jsonl: no passages'),
     ('{"id": "1"}', [], 'corpus.jsonl:1: expected "contents", or "title"'),
@@ -81,18 +83,63 @@ def test_an_index_is_built_once(capsys, tmp_path):
       'corpus.jsonl:2: "title": expected a string, got 3',
     ),
     ('{"id": "1", "contents": "?"}', [], 'no passage has a word'),
+    (
+      '{"id": "1", "contents": "x"}',
+      ['--backend=dense'],
+      '--backend=dense and --encoder belong together',
+    ),
+    (
+      '{"id": "1", "contents": "x"}',
+      ['--backend=dense', '--encoder=/absent'],
+      '/absent: no encoder: config.json is missing',
+    ),
     ('{"id": "1", "contents": "x"}', ['--b=2'], '--k1=0.9 --b=2'),
     ('{"id": "1", "contents": "x"}', ['--k1=x'], "invalid float value: 'x'"),
   ],
 )
-def test_a_bad_value_is_one_line_and_2(
-  capsys, tmp_path, corpus, flags, message
-):
+def test_a_bad_value_is_one_line_and_2(capsys, tmp_path, lines, flags, message):
   path = tmp_path / 'corpus.jsonl'
-  path.write_text(corpus + '\n', encoding='utf-8')
+  path.write_text(lines + '\n', encoding='utf-8')
   assert _index(path, tmp_path / 'index', *flags) == 2
   output, errors = capsys.readouterr()
   assert output == '' and message in errors and errors.count('\n') == 1
+
+
+def _dense(tmp_path, *flags):
+  model = encoders.write(tmp_path / 'model')
+  out = tmp_path / 'index'
+  flags = ['--backend=dense', f'--encoder={model}', *flags]
+  assert _index(_SHIPPED, out, *flags) == 0
+  return [f'--index={out}', f'--encoder={model}']
+
+
+@pytest.mark.parametrize('backend', ['dense', 'hybrid'])
+def test_dense_search_is_indexed_and_served(capsys, tmp_path, backend):
+  """The weights are random, so a passage finds itself and little more."""
+  passages = corpus.read_corpus(_SHIPPED)
+  flags = _dense(tmp_path, '--dtype=bfloat16', '--query_prefix=')
+  assert _index(_SHIPPED, tmp_path / 'index') == 0
+  capsys.readouterr()
+  queries = [f'{p.title}\n{p.text}' for p in passages[:8]]
+  body = {'queries': queries, 'topk': 3}
+  _, reply = serving.run(
+    capsys,
+    [*flags, f'--backend={backend}'],
+    lambda url: serving.post(f'{url}/retrieve', body),
+  )
+  found = [[p['id'] for p in ps] for ps in reply['result']]
+  assert [ids[0] for ids in found] == [p.id for p in passages[:8]]
+  assert all(len(ids) == 3 for ids in found)
+
+
+def test_another_encoder_is_refused(capsys, tmp_path):
+  flags = _dense(tmp_path)
+  encoders.write(tmp_path / 'model', seed=1)
+  capsys.readouterr()
+  assert serve.main([*flags, '--backend=dense']) == 2
+  assert 'made by another encoder than' in capsys.readouterr().err
+  assert serve.main([*flags, '--backend=bm25']) == 2
+  assert 'no bm25 index; parts: dense' in capsys.readouterr().err
 
 
 def test_an_index_of_another_corpus_is_refused(capsys, tmp_path):

@@ -126,6 +126,15 @@ def test_one_dialect_with_faults_is_served(tmp_path, capsys):
     (['--corpus=/absent'], '/absent: no such file'),
     (['--index=/absent'], '/absent: no index: index.json is missing'),
     (['--index=/absent', '--synthetic_seed=1'], 'not allowed with'),
+    (
+      ['--synthetic_seed=1', '--backend=dense'],
+      '--backend=dense: needs',
+    ),
+    (['--index=/absent', '--backend=dense'], '--backend=dense: needs --encod'),
+    (
+      ['--index=/absent', '--backend=faiss', '--encoder=x'],
+      '--backend=faiss: needs --faiss',
+    ),
     (['--replay=/absent'], '/absent: no such file'),
     (['--synthetic_seed=1', '--workers=2'], '--workers=2: must be 1'),
     (['--index=/absent', '--workers=2'], '/absent: no index: index.json is'),

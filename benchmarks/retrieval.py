@@ -1,0 +1,317 @@
+"""Retrieval: BM25 against bm25s, a server's throughput, indexes, faults.
+
+    python -m benchmarks.retrieval
+    python -m benchmarks.retrieval --corpus=FILE.jsonl --only search http
+
+The passages are those of FILE, or random: words from a Zipf distribution, 100
+a passage. Queries are words of random passages.
+
+`search`: 100 queries a call, in this process. The peer is bm25s itself with the
+same index, words and numpy backend; the scores of both are asserted to be equal
+to 1e-5 before anything is timed.
+
+`http`: `serve` as a process, and 64 clients in this one, each of which sends
+one query after the other. Both share the cores.
+
+`index`: `index` on 100,000 random passages as a process, and the time from the
+start of `IndexFolder` to the first answer, memory-mapped.
+
+`faults`: `serve --fault_rate=0.3` as a process, which is killed after some
+answers and started again a second later. 300 queries are asked; all must be
+answered, and no thread or socket may be left over.
+"""
+
+import argparse
+import asyncio
+from collections.abc import Iterator
+from collections.abc import Sequence
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import numpy as np
+
+from benchmarks import measure
+from stppo_jax import types
+from stppo_jax.retrieval import bm25
+from stppo_jax.retrieval import client
+from stppo_jax.retrieval import corpus
+from stppo_jax.retrieval import dialects
+from stppo_jax.retrieval import index_folder
+
+# After `bm25`, which imports it without jax.
+import bm25s  # isort: skip
+
+PARTS = ('search', 'http', 'index', 'faults')
+_GOALS = {'search': 0.8, 'http': 500.0, 'index': 60.0, 'open': 1.0}
+_BATCH = 100  # queries of a call
+_CLIENTS = 64
+_TOPK = 3
+_LARGE = 100_000  # passages of the index that is built
+_ASKED_UNDER_FAULTS = 300
+_FAULT_RATE = 0.3
+_OUTAGE = 1.0  # seconds
+
+
+def random_passages(size: int, *, seed: int) -> list[types.Passage]:
+  """Returns passages of 100 words from a Zipf distribution."""
+  rng = np.random.default_rng(seed)
+  words_NW = np.minimum(rng.zipf(1.3, size=(size, 100)), 200_000)
+  return [
+    types.Passage(f'p{n}', f't{n}', ' '.join(f'w{w}' for w in words))
+    for n, words in enumerate(words_NW.tolist())
+  ]
+
+
+def random_queries(
+  passages: Sequence[types.Passage], size: int, *, seed: int
+) -> list[str]:
+  """Returns queries of eight words of a passage each."""
+  rng = np.random.default_rng(seed)
+  queries = []
+  for n in rng.integers(len(passages), size=size):
+    words = passages[n].text.split()
+    chosen = rng.integers(len(words), size=8) if words else []
+    queries.append(' '.join(words[i] for i in chosen))
+  return queries
+
+
+def search(passages: Sequence[types.Passage], *, repeats: int) -> str:
+  """Returns the table of queries per second in this process."""
+  queries = random_queries(passages, _BATCH, seed=1)
+  ours = bm25.Bm25Index(passages)
+  peer = bm25s.BM25(k1=0.9, b=0.4, backend='numpy')
+  texts = [bm25.words_of(f'{p.title}\n{p.text}') for p in passages]
+  peer.index(texts, show_progress=False)
+
+  def ask_peer() -> tuple:
+    # Reading the query is part of both.
+    words = [list(dict.fromkeys(bm25.words_of(query))) for query in queries]
+    return peer.retrieve(
+      words, k=_TOPK, show_progress=False, backend_selection='numpy'
+    )
+
+  scores = [[p.score for p in found] for found in ours.search(queries, _TOPK)]
+  np.testing.assert_allclose(scores, ask_peer()[1], rtol=1e-5)
+  cases = {
+    'ours': measure.Case(lambda: ours.search(queries, _TOPK)),
+    'bm25s': measure.Case(ask_peer),
+  }
+  seconds = measure.interleave(cases, repeats=repeats)
+  ratio = measure.quotient(seconds['bm25s'], seconds['ours'])
+  rows = [
+    (name, f'{_BATCH / np.median(x):.0f}', measure.milliseconds(x))
+    for name, x in seconds.items()
+  ]
+  header = ('search', 'queries/s', f'ms per {_BATCH}')
+  return '\n'.join(
+    (
+      measure.table(header, rows),
+      f'bm25s / ours: {ratio}, of the least {ratio.least:.3f} '
+      f'(goal {_GOALS["search"]})',
+      measure.verdict(seconds),
+    )
+  )
+
+
+@contextlib.contextmanager
+def served(folder: pathlib.Path, *flags: str) -> Iterator[tuple[str, int]]:
+  """Serves an index as a process; yields its URL and process id."""
+  words = [sys.executable, '-m', 'stppo_jax', 'serve', f'--index={folder}']
+  with subprocess.Popen(
+    [*words, *flags], stdout=subprocess.PIPE, text=True
+  ) as process:
+    assert process.stdout is not None
+    try:
+      yield process.stdout.readline().strip(), process.pid
+    finally:
+      process.send_signal(signal.SIGTERM)
+
+
+def write_index(
+  folder: pathlib.Path, passages: Sequence[types.Passage]
+) -> None:
+  """Builds an index in this process."""
+  made = index_folder.IndexFolder.create(folder, passages)
+  made.add_part('bm25', {}, bm25.Bm25Index(passages).save)
+
+
+def retriever(url: str, **options) -> client.HttpRetriever:
+  """Returns a client that sends each query in a request of its own."""
+  return client.HttpRetriever(
+    url,
+    dialect=dialects.DIALECTS['search_r1'],
+    topk=_TOPK,
+    timeout=30.0,
+    retries=12,
+    start_grace=30.0,
+    max_queries_per_request=1,
+    **options,
+  )
+
+
+async def _ask(url: str, queries: Sequence[str], *, clients: int) -> np.ndarray:
+  """Returns the seconds of each query, asked by some clients at a time."""
+  # Each has connections of its own, and asks one query after the other.
+  asking = [retriever(url) for _ in range(clients)]
+  seconds = []
+
+  async def ask(one: client.HttpRetriever, mine: Sequence[str]) -> None:
+    for query in mine:
+      begin = time.perf_counter()
+      await one.retrieve(query)
+      seconds.append(time.perf_counter() - begin)
+
+  await asyncio.gather(
+    *(ask(one, queries[i::clients]) for i, one in enumerate(asking))
+  )
+  await asyncio.gather(*(one.close() for one in asking))
+  return np.array(seconds)
+
+
+def http(
+  folder: pathlib.Path, queries: Sequence[str], *, workers: int, repeats: int
+) -> str:
+  """Returns the lines about the throughput of a server."""
+  rates, latencies = [], []
+  with served(folder, '--port=0', f'--workers={workers}') as (url, _):
+    asyncio.run(_ask(url, queries[:_CLIENTS], clients=_CLIENTS))
+    for _ in range(repeats):
+      begin = time.perf_counter()
+      latencies.append(asyncio.run(_ask(url, queries, clients=_CLIENTS)))
+      rates.append(len(queries) / (time.perf_counter() - begin))
+  low, middle, high = np.quantile(rates, (0, 0.5, 1))
+  p50, p99 = 1e3 * np.quantile(np.concatenate(latencies), (0.5, 0.99))
+  return (
+    f'http: {middle:.0f} ({low:.0f}-{high:.0f}) single queries/s with '
+    f'{_CLIENTS} clients and {workers} workers (goal {_GOALS["http"]:.0f}); '
+    f'p50 {p50:.0f} ms, p99 {p99:.0f} ms'
+  )
+
+
+def index(folder: pathlib.Path, *, size: int) -> str:
+  """Returns the lines about building and opening a large index."""
+  passages = random_passages(size, seed=2)
+  path = folder / 'large.jsonl'
+  with open(path, 'w', encoding='utf-8') as file:
+    for p in passages:
+      fields = {'id': p.id, 'title': p.title, 'text': p.text}
+      file.write(json.dumps(fields) + '\n')
+  words = [sys.executable, '-m', 'stppo_jax', 'index', f'--corpus={path}']
+  begin = time.perf_counter()
+  subprocess.run(
+    [*words, f'--out={folder / "large"}'], check=True, capture_output=True
+  )
+  built = time.perf_counter() - begin
+  query = random_queries(passages, 1, seed=3)
+  begin = time.perf_counter()
+  opened = index_folder.IndexFolder(folder / 'large')
+  mapped = bm25.Bm25Index.load(opened.path / 'bm25', opened.passages)
+  (found,) = mapped.search(query, 1)
+  ready = time.perf_counter() - begin
+  assert corpus.document_of(found[0])['contents']
+  return (
+    f'index: {size} passages in {built:.1f} s (goal {_GOALS["index"]:.0f}), '
+    f'open and first answer in {ready:.2f} s (goal {_GOALS["open"]:.0f})'
+  )
+
+
+def faults(folder: pathlib.Path, queries: Sequence[str]) -> str:
+  """Returns the line about a server that fails and goes away."""
+  before = threading.active_count(), _sockets()
+  answered, latencies = asyncio.run(_under_faults(folder, queries))
+  after = threading.active_count(), _sockets()
+  assert after == before, f'threads, sockets: {before} before, {after} after'
+  p50, p99 = np.quantile(latencies, (0.5, 0.99))
+  return (
+    f'faults: {answered} of {len(queries)} answered at '
+    f'{100 * _FAULT_RATE:.0f} % faults and an outage of {_OUTAGE:g} s; p50 '
+    f'{p50:.2f} s, p99 {p99:.2f} s; no thread and no socket left over'
+  )
+
+
+async def _under_faults(
+  folder: pathlib.Path, queries: Sequence[str]
+) -> tuple[int, list[float]]:
+  flags = (f'--fault_rate={_FAULT_RATE}', '--fault_seed=1')
+  latencies: list[float] = []
+
+  async def ask(one: client.HttpRetriever, query: str) -> bool:
+    begin = time.perf_counter()
+    found = await one.retrieve(query)
+    latencies.append(time.perf_counter() - begin)
+    return bool(found)
+
+  with contextlib.ExitStack() as stack:
+    url, pid = stack.enter_context(served(folder, '--port=0', *flags))
+    port = url.rpartition(':')[2]
+    one = retriever(url)
+    asking = [asyncio.create_task(ask(one, query)) for query in queries]
+    while len(latencies) < len(queries) // 10:
+      await asyncio.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    stack.close()
+    await asyncio.sleep(_OUTAGE)
+    stack.enter_context(served(folder, f'--port={port}', *flags))
+    answered = await asyncio.gather(*asking)
+    await one.close()
+  return sum(answered), latencies
+
+
+def _sockets() -> int:
+  """Returns the number of open sockets of this process."""
+  count = 0
+  for path in pathlib.Path('/proc/self/fd').glob('*'):
+    with contextlib.suppress(OSError):
+      count += os.readlink(path).startswith('socket:')
+  return count
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints what was measured, and on which machine."""
+  parser = argparse.ArgumentParser(prog='python -m benchmarks.retrieval')
+  parser.add_argument('--only', nargs='+', choices=PARTS, default=PARTS)
+  parser.add_argument('--corpus', default='', help='JSONL file of passages')
+  parser.add_argument('--passages', type=int, default=16_223, help='if random')
+  parser.add_argument('--large', type=int, default=_LARGE, help='of `index`')
+  parser.add_argument('--queries', type=int, default=2000, help='of `http`')
+  parser.add_argument('--workers', type=int, default=2, help='of `http`')
+  parser.add_argument('--repeats', type=int, default=measure.MIN_REPEATS)
+  measure.add_cores(parser)
+  flags = parser.parse_args(arguments)
+  measure.use_cores(flags.cores)
+  passages = (
+    corpus.read_corpus(flags.corpus)
+    if flags.corpus
+    else random_passages(flags.passages, seed=0)
+  )
+  print(f'BM25 over {len(passages)} passages, the best {_TOPK} of each query\n')
+  print(measure.environment(bm25s=bm25s.__version__), end='\n\n')
+  with tempfile.TemporaryDirectory() as name:
+    folder = pathlib.Path(name)
+    if 'search' in flags.only:
+      print(search(passages, repeats=flags.repeats), flush=True)
+    if {'http', 'faults'} & {*flags.only}:
+      write_index(folder / 'index', passages)
+    if 'http' in flags.only:
+      queries = random_queries(passages, flags.queries, seed=4)
+      line = http(
+        folder / 'index', queries, workers=flags.workers, repeats=flags.repeats
+      )
+      print(line, flush=True)
+    if 'index' in flags.only:
+      print(index(folder, size=flags.large), flush=True)
+    if 'faults' in flags.only:
+      queries = random_queries(passages, _ASKED_UNDER_FAULTS, seed=5)
+      print(faults(folder / 'index', queries), flush=True)
+
+
+if __name__ == '__main__':
+  main()
