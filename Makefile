@@ -82,7 +82,7 @@ types: $(TESTING)  ## pyright
 docs: $(RUNTIME)  ## docs/algorithms.md and docs/choices/ from the table
 	PYTHONPATH=. $(BIN)/python docs/make_algorithms.py
 
-bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting
+bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting, search
 	$(BENCH)/bin/python -m benchmarks.turn_sums $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.policy_loss $(ARGS)
 	$(XLA) $(BENCH)/bin/python -m benchmarks.update $(ARGS)
