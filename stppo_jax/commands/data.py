@@ -23,6 +23,7 @@ questions of a data set or of a file. docs/data.md has more.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import functools
 import pathlib
 
 from stppo_jax import settings
@@ -67,6 +68,7 @@ def _build(argv: Sequence[str]) -> int:
     from_files=values.get('from_files', ''),
     mirror=values.get('mirror', ''),
     note=notes.append,
+    say=functools.partial(print, flush=True),
   )
   for note in notes[:_SHOWN_NOTES]:
     print(f'note: {note}')

@@ -1,23 +1,188 @@
-"""Evaluate the newest checkpoint of a run on held-out questions.
+"""Evaluate a run, or any Hugging Face directory, on sets of questions.
 
-python -m stppo_jax evaluate --config=FILE.py[:ALGORITHM] --workdir=DIR
-    [--config.KEY=VALUE ...]
+python -m stppo_jax evaluate --checkpoint=DIR [--sets=SETS] [--samples=N]
+    [--out=DIR] [--config=FILE.py[:ALGORITHM]] [--config.KEY=VALUE ...]
 
-  --config=FILE.py[:ALGORITHM]  the config of the run
-  --workdir=DIR                 the folder of the run
-  --config.KEY=VALUE            sets a key of the config, as the run did
+Without --sets, a run is evaluated on the questions of its config. The scores
+are printed, and with --out written with all answers and dialogues. The same
+command continues an evaluation that was interrupted. docs/evaluation.md has
+more.
+
+  --checkpoint=DIR              the folder of a run, whose newest checkpoint is
+                                evaluated, or a Hugging Face directory
+  --sets=SETS                   data sets in data.root, such as nq,hotpotqa, or
+                                files of questions
+  --samples=N                   samples N dialogues of each question; without
+                                it, one is decoded greedily
+  --out=DIR                     the folder of the results
+  --config=FILE.py[:ALGORITHM]  the config, by default the one of the run, or
+                                configs/base.py
+  --config.KEY=VALUE            sets a key of the config, such as data.root,
+                                data.corpus or retrieval.url
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
+import pathlib
+from typing import Any
 
+from stppo_jax import settings
+from stppo_jax.commands import config_file
 from stppo_jax.commands import configuration
+from stppo_jax.commands import recorded_config
+from stppo_jax.configs import base
+from stppo_jax.configs import schema
+from stppo_jax.data import mixtures
+from stppo_jax.data import tables
+from stppo_jax.records import run_folder
+
+_FLAGS = ('checkpoint', 'sets', 'samples', 'out', 'config')
+# More questions than any data set has.
+_ALL = 10**9
 
 
 def main(argv: Sequence[str]) -> int:
-  """Evaluates the newest checkpoint; returns the exit code."""
-  arguments = configuration.parse(argv)
-  assert arguments.workdir is not None  # parse() has made sure of it
+  """Evaluates a checkpoint; returns the exit code."""
+  given = configuration.split(
+    argv, _FLAGS, overrides=True, former_names={'workdir': 'checkpoint'}
+  )
+  flags, errors = given.values, list(given.errors)
+  samples = flags.get('samples', '')
+  if samples and not (samples.isdecimal() and int(samples)):
+    errors.append(f'--samples={samples}: must be an integer, 1 or greater')
+  checkpoint = pathlib.Path(flags.get('checkpoint', ''))
+  problem = _problem(checkpoint) if flags.get('checkpoint') else 'missing'
+  if flags.get('checkpoint'):
+    errors += [f'--checkpoint={checkpoint}: {problem}'] if problem else []
+  elif 'checkpoint' not in given.meant:
+    errors.append('--checkpoint: missing')
+  config: Any = None
+  try:
+    config = _config(None if problem else checkpoint, flags)
+    errors += configuration.override_all(
+      config, given.overrides.items(), flag='--config.'
+    )
+    _choose_sets(config, flags.get('sets', ''))
+    errors += [f'config.{line}' for line in schema.check(config)]
+  except (OSError, ValueError) as error:
+    errors.append(str(error))
+  if flags.get('out') and not errors:
+    errors += run_folder.problems(
+      flags['out'],
+      flag='--out',
+      command='evaluate',
+      reads={
+        **configuration.folders_read(config),
+        '--checkpoint': checkpoint,
+      },
+      may_lie_inside=True,
+    )
+  if errors:
+    raise configuration.ConfigurationError(errors)
   # Imported late: a wrong flag is answered before jax is loaded.
-  from stppo_jax.training import evaluation
+  from stppo_jax.training import set_evaluation
 
-  return evaluation.evaluate(arguments.config, arguments.workdir)
+  return set_evaluation.evaluate(
+    config.lock(),
+    checkpoint,
+    samples=int(samples or 0),
+    out=pathlib.Path(flags['out']) if flags.get('out') else None,
+  )
+
+
+def _problem(folder: pathlib.Path) -> str:
+  """Returns why a folder is no checkpoint; '' if it is one."""
+  if not folder.is_dir():
+    return 'no such folder'
+  owner = run_folder.command_of(folder)
+  if owner in ('prefer', 'sft'):
+    return f'a run of {owner}: its policy is in {folder / "policy"}'
+  has_model = any(folder.glob('*.safetensors'))
+  if owner != 'train' and not (folder / 'config.json').is_file():
+    return 'neither a run, which train makes, nor a Hugging Face directory'
+  if owner != 'train' and not has_model:
+    return 'no *.safetensors, and no run: train has made none'
+  return ''
+
+
+def _config(checkpoint: pathlib.Path | None, flags: Mapping[str, str]) -> Any:
+  """Returns the config of a run, or one whose model a directory is.
+
+  Args:
+    checkpoint: the folder; None if there is none, so that the rest of the
+      command line is checked all the same.
+    flags: the flags of the command.
+
+  Raises:
+    ValueError: the config cannot be read; one line.
+  """
+  is_run = checkpoint and run_folder.command_of(checkpoint) == 'train'
+  if flags.get('config'):
+    try:
+      config = config_file.load(flags['config'])
+    except ValueError as error:
+      raise ValueError(f'--config={flags["config"]}: {error}') from error
+  elif checkpoint and is_run:
+    config = _with_later_keys(recorded_config.read(checkpoint))
+  else:
+    config = base.get_config()
+  if checkpoint and not is_run:
+    config.model.path = str(checkpoint)
+    config.model.lora.rank = 0
+    config.sft.before_training = False
+  return config
+
+
+def _with_later_keys(recorded: Any) -> Any:
+  """Returns a recorded config with the keys that are younger than the run."""
+  config = base.get_config()
+  known = settings.flatten(config)
+  values = {
+    key: value
+    for key, value in settings.flatten(recorded).items()
+    if key in known and not key.startswith('algorithm.')
+  }
+  with config.ignore_type():
+    config.update_from_flattened_dict(values)
+    config.algorithm = recorded.algorithm
+  return config
+
+
+def _choose_sets(config: Any, sets: str) -> None:
+  """Makes the evaluation questions of a config those of `--sets`.
+
+  Raises:
+    ValueError: the text names no sets; one line.
+  """
+  if not sets:
+    return
+  try:
+    elements = mixtures.parse(sets)
+  except ValueError as error:
+    raise ValueError(f'--sets={sets}: {error}') from error
+  are_files = [_is_file(element.name) for element in elements]
+  if any(are_files) and not all(are_files):
+    raise ValueError(f'--sets={sets}: must be data sets or files, not both')
+  data = config.data
+  data.name = 'tfds'
+  if any(are_files):
+    # The names of the files are relative to this folder, not to data.root.
+    data.name = 'jsonl'
+    if data.corpus:
+      data.corpus = str(pathlib.Path(data.root, data.corpus).resolve())
+    data.root = pathlib.Path.cwd().anchor
+    sets = ','.join(map(_with_whole_path, sets.split(',')))
+  data.evaluation = sets
+  # Nothing is trained, but every config has training questions.
+  data.train = sets
+  config.evaluate.num_questions = _ALL
+
+
+def _is_file(name: str) -> bool:
+  return pathlib.Path(name).suffix in (*tables.SUFFIXES, '.gz')
+
+
+def _with_whole_path(element: str) -> str:
+  """Returns an element of a mixture with the whole path of its file."""
+  file, *options = element.split()
+  return ' '.join([str(pathlib.Path(file).resolve()), *options])

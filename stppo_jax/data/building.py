@@ -17,6 +17,7 @@ def build(
   from_files: str = '',
   mirror: str = '',
   note: Callable[[str], None] = lambda line: None,
+  say: Callable[[str], None] = lambda line: None,
 ):
   """Builds a data set in a folder; returns its `built.Summary`.
 
@@ -29,6 +30,7 @@ def build(
       '' for the addresses of their authors.
     note: called with a line for each question that is probably not as it was
       meant.
+    say: called with a line for each file that is fetched.
 
   Raises:
     FilesMissing: if files are needed that cannot be fetched or were not given.
@@ -37,7 +39,7 @@ def build(
   if from_files:
     files = _given(name, from_files)
   else:
-    files = _fetched(root, name, mirror)
+    files = _fetched(root, name, mirror, say)
   # Imported late: it takes a second, and wrong arguments need none.
   from stppo_jax.data import built
 
@@ -77,7 +79,9 @@ def _given(name: str, from_files: str) -> originals.Files:
   return originals.in_place(name, place)
 
 
-def _fetched(root: pathlib.Path, name: str, mirror: str) -> originals.Files:
+def _fetched(
+  root: pathlib.Path, name: str, mirror: str, say: Callable[[str], None]
+) -> originals.Files:
   """Returns the files of each split, fetched from the web."""
   if name not in published_lib.PUBLISHED:
     choices = ', '.join(published_lib.PUBLISHED)
@@ -89,7 +93,7 @@ def _fetched(root: pathlib.Path, name: str, mirror: str) -> originals.Files:
   from stppo_jax.data import built
 
   try:
-    built.download(root, urls)
+    built.download(root, urls, say)
   except OSError as error:
     raise originals.FilesMissing(
       f'{name}: cannot fetch {error}; {originals.needed(name)}'

@@ -7,6 +7,7 @@ The builder needs no TensorFlow, and any program reads what it has built with
 which takes a second: import this one inside a function.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -202,12 +203,15 @@ def checksum(questions: Sequence[types.Question]) -> str:
   return digest.hexdigest()
 
 
-def download(root: pathlib.Path, urls: Mapping[str, str]) -> None:
+def download(
+  root: pathlib.Path, urls: Mapping[str, str], say: Callable[[str], None]
+) -> None:
   """Fetches files to `ROOT/downloads`, where an earlier call left none.
 
   Args:
     root: the folder of the data sets.
     urls: the address of each file, by the path that it gets in that folder.
+    say: called with a line for each file that is fetched.
 
   Raises:
     OSError: if one cannot be fetched; one line.
@@ -219,6 +223,7 @@ def download(root: pathlib.Path, urls: Mapping[str, str]) -> None:
     if path.is_file():
       continue
     _check_reachable(url)
+    say(f'fetching {url}')
     with _quietly():
       manager = manager or tfds.download.DownloadManager(download_dir=folder)
       try:

@@ -22,7 +22,7 @@ from stppo_jax.retrieval import corpus as corpus_lib
 # The indices of training worlds of runs with adjacent seeds lie this far apart.
 _WORLDS_PER_RUN = 1_000_000
 # The most training questions of files that are checked before a run.
-_CHECKED = 10_000
+_CHECKED = 4096
 
 
 class Questions(Protocol):
@@ -176,7 +176,7 @@ class StoredQuestions:
     self._corpus = corpus
 
   def training_sample(self, count: int) -> list[types.Question]:
-    """See `Questions`; at most 10,000, which takes a second."""
+    """See `Questions`; at most 4,096, which takes a second or two."""
     del count
     total = len(self._train)
     kept = np.linspace(0, total - 1, min(total, _CHECKED), dtype=int)

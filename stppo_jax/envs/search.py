@@ -162,7 +162,7 @@ class SearchEnvironment:
       return dict.fromkeys(OUTCOME_NAMES, 0.0), scores
     answer = self._find_answer(prompt, texts)
     if answer is not None:
-      scores |= _answer_scores(question, answer)
+      scores |= answer_scores(question, answer)
     scores['format'] = rewards_lib.format_reward(texts)
     measures = {
       'exact_match': scores['em'],
@@ -193,7 +193,7 @@ class SearchEnvironment:
     return weights['turn_search'] + weights['turn_answer_found'] * found
 
 
-def _answer_scores(question: types.Question, answer: str) -> dict[str, float]:
+def answer_scores(question: types.Question, answer: str) -> dict[str, float]:
   """Returns the scores that compare the answer with the golden answers."""
   golden = _golden_texts(question)
   if question.kind == 'choice':

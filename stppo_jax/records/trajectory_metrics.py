@@ -185,9 +185,9 @@ def record(trajectory: types.Trajectory, tokenizer) -> dict[str, Any]:
   """Returns a trajectory as plain data, for `trajectories-*.jsonl`.
 
   Returns:
-    question, golden_answers, data_set, prompt, turns (each with text,
-    observation, action and reward), rewards, scores and status, and the cause
-    of a failure.
+    question, golden_answers, data_set, options of a choice question, prompt,
+    turns (each with text, observation, action and reward), rewards, scores and
+    status, and the cause of a failure.
   """
   question = trajectory.question
   return {
@@ -195,6 +195,7 @@ def record(trajectory: types.Trajectory, tokenizer) -> dict[str, Any]:
     'question': question.text,
     'golden_answers': list(question.golden_answers),
     'data_set': question.data_set,
+    **({'options': dict(question.options)} if question.options else {}),
     'prompt': tokenizer.decode(trajectory.prompt_ids),
     'turns': [
       {

@@ -3,24 +3,15 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
-import contextlib
-import functools
-import pathlib
-import sys
 
 import numpy as np
 
 from stppo_jax import types
 from stppo_jax.learner import keys as keys_lib
-from stppo_jax.parallel import compile_time
-from stppo_jax.records import checkpoint
 from stppo_jax.records import trajectory_metrics
 from stppo_jax.rollout import collect
 from stppo_jax.training import assembly
-from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
-from stppo_jax.training import engines
-from stppo_jax.training import run_record
 
 
 class Evaluator:
@@ -104,51 +95,3 @@ class Evaluator:
       valid = trajectory_metrics.valid_fraction(trajectories)
       metrics['evaluate/valid_fraction'] = valid
     return metrics
-
-
-def evaluate(config, workdir: str | pathlib.Path) -> int:
-  """Prints the greedy scores of the newest checkpoint, or of the start.
-
-  Changes nothing in `workdir`, so that the run may be alive.
-
-  Returns:
-    The exit code.
-
-  Raises:
-    Exceptions with an `exit_code`, see `loop.train`.
-  """
-  workdir = pathlib.Path(workdir)
-  run_record.check_run(workdir)
-  run_record.check_checkpoints(workdir)
-  config = run_record.with_start(config, workdir)
-  components = assembly.build_components(config)
-  learner = components.learner
-  with (
-    compile_time.announced(functools.partial(print, file=sys.stderr)),
-    assembly.build_services(config, components.questions) as services,
-  ):
-    with assembly.config_errors():
-      state = learner.start()
-    with contextlib.closing(
-      checkpoint.Checkpointer(workdir, read_only=True)
-    ) as checkpoints:
-      restored = checkpoint_state.newest(checkpoints, learner, state)
-    done, state = restored[:2] if restored else (0, state)
-    tokenizer = components.tokenizer
-    engine = engines.build(
-      config, services, tokenizer, learner.decoded, components.placement
-    )
-    evaluator = Evaluator(
-      config,
-      services,
-      engines.build_collector(config, services, tokenizer, engine),
-    )
-    if not evaluator.has_questions:
-      raise assembly.Misconfigured(
-        "data.evaluation='': there are no questions to evaluate on"
-      )
-    engines.publish(engine, learner, state, done)
-    scores, _ = evaluator.run()
-    for name, score in sorted(evaluator.metrics(scores).items()):
-      print(f'step {done} {name} {score:.4f}')
-  return 0

@@ -106,7 +106,7 @@ def test_a_source_that_has_moved_is_named(workdir, tmp_path, capsys):
   flags = [f'--workdir={run}', f'--out={tmp_path}/out']
   assert _export(*flags) == 2
   err = capsys.readouterr().err
-  assert err.startswith("config.model.path='/absent': must be empty, or a fo")
+  assert err.startswith("config.model.path='/absent': no such folder; ")
   assert err.endswith('; if it has moved: --model=DIR\n')
   source = tmp_path / 'source'
   shutil.copytree(workdir / 'policy', source)

@@ -1,0 +1,113 @@
+"""`rescore` shows where two scorers differ, on dialogues saved by hand."""
+
+import json
+
+import pytest
+
+from stppo_jax import __main__
+
+_ONE = 'e.g. <answer> Oslo </answer>. Question: q'
+_TWO = 'inside <answer> and </answer>, ' + _ONE
+
+
+def _dialogue(identity, prompt, text, em, **more):
+  return {
+    'id': identity,
+    'question': 'q',
+    'golden_answers': ['Oslo'],
+    'data_set': 'nq',
+    'prompt': prompt,
+    'turns': [
+      {'text': text, 'observation': '', 'action': 'answer', 'reward': 0.0}
+    ],
+    'rewards': {'exact_match': em},
+    'scores': {'em': em, 'f1': em},
+    'status': 'completed',
+    **more,
+  }
+
+
+_DIALOGUES = [
+  _dialogue('right', _ONE, '<answer>Oslo</answer>', 1.0),
+  _dialogue('bare', 'q', '<answer>Oslo</answer>', 1.0),
+  _dialogue('silent', _TWO, 'hm', 0.0),
+  _dialogue('failed', _ONE, '', 0.0, status='infra_error'),
+  _dialogue(
+    'choice',
+    _ONE,
+    '<answer>B</answer>',
+    1.0,
+    options={'A': 'Rome', 'B': 'Oslo'},
+  ),
+]
+
+
+@pytest.fixture
+def file(tmp_path):
+  path = tmp_path / 'dialogues.jsonl'
+  path.write_text(''.join(json.dumps(row) + '\n\n' for row in _DIALOGUES))
+  return path
+
+
+def _rescore(capsys, file, *flags):
+  arguments = ['rescore', f'--trajectories={file}', *flags]
+  code = __main__.main(arguments)
+  out, err = capsys.readouterr()
+  return code, out, err
+
+
+def test_the_scorer_of_search_r1_differs_where_it_has_its_faults(file, capsys):
+  code, out, err = _rescore(capsys, file, '--scope=search_r1')
+  assert (code, err) == (0, '')
+  assert out.splitlines() == [
+    '4 dialogues',
+    'saved      em 0.7500',
+    'search_r1  em 0.7500',
+    '2 differ: 1 are right only to search_r1, 1 only as saved',
+    f'{file}:3: bare: saved 1, search_r1 0; it finds the answer none; '
+    'golden: Oslo',
+    f"{file}:5: silent: saved 0, search_r1 1; it finds the answer 'Oslo'; "
+    'golden: Oslo',
+  ]
+  _, out, _ = _rescore(capsys, file, '--scope=search_r1', '--shown=1')
+  assert len(out.splitlines()) == 5
+
+
+def test_the_scorer_that_saved_them_agrees(file, capsys):
+  code, out, _ = _rescore(capsys, file, '--scope=response')
+  assert code == 0
+  assert out.splitlines()[1:] == [
+    'saved      em 0.7500',
+    'response   em 0.7500',
+    '0 differ: 0 are right only to response, 0 only as saved',
+  ]
+
+
+@pytest.mark.parametrize(
+  ('line', 'message'),
+  [
+    ('{', ':1: not a dialogue: '),
+    ('{"id": "1"}', ':1: not a dialogue: no "golden_answers"'),
+    ('', ': no dialogues'),
+  ],
+)
+def test_a_file_without_dialogues_is_named(line, message, tmp_path, capsys):
+  path = tmp_path / 'f.jsonl'
+  path.write_text(line)
+  code, _, err = _rescore(capsys, path, '--scope=response')
+  assert code == 2
+  assert err.startswith(f'{path}{message}') and err.count('\n') == 1
+
+
+def test_wrong_flags_are_one_line_each(tmp_path, capsys):
+  code, _, err = _rescore(capsys, tmp_path / 'f', '--scope=all', '--shown=x')
+  assert code == 2
+  assert err.splitlines() == [
+    '--scope=all: unknown scorer; choices: response, search_r1',
+    '--shown=x: must be an integer, 0 or greater',
+  ]
+  code, _, err = _rescore(capsys, tmp_path / 'f', '--scope=response')
+  assert (code, err) == (
+    2,
+    f'--trajectories={tmp_path}/f: No such file or directory\n',
+  )
