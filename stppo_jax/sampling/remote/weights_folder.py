@@ -1,0 +1,57 @@
+"""The private folder into which an engine writes weights for its server.
+
+A process that is killed leaves its folder behind, gigabytes of weights. So the
+owner of a folder keeps a file in it locked, and whoever makes a folder first
+removes those whose lock is free.
+"""
+
+import contextlib
+import fcntl
+import os
+import pathlib
+import shutil
+import tempfile
+import weakref
+
+_PREFIX = 'stppo_jax-weights-'
+_LOCK = 'lock'
+
+
+class WeightsFolder:
+  """A folder that only this user can read.
+
+  It is removed when this object is garbage, or at the exit of the process.
+
+  Attributes:
+    path: the folder.
+  """
+
+  def __init__(self):
+    remove_abandoned()
+    self.path = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
+    # Locked before it has its name, so that nobody finds it free.
+    unnamed = self.path / f'{_LOCK}.new'
+    descriptor = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    unnamed.rename(self.path / _LOCK)
+    weakref.finalize(self, _remove, self.path, descriptor)
+
+
+def remove_abandoned() -> None:
+  """Removes the folders of this user whose owners have ended."""
+  for path in pathlib.Path(tempfile.gettempdir()).glob(f'{_PREFIX}*'):
+    # A folder may be removed at any moment, by its owner or another process.
+    with contextlib.suppress(OSError):
+      if path.lstat().st_uid != os.getuid():
+        continue
+      descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+      try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path)
+      finally:
+        os.close(descriptor)
+
+
+def _remove(path: pathlib.Path, descriptor: int) -> None:
+  shutil.rmtree(path, ignore_errors=True)
+  os.close(descriptor)
