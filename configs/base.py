@@ -274,7 +274,10 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # their longest trajectory has reached. More blocks save more reads, but
         # more programs are compiled.
         'cache_blocks': 4,
-        'length_bucket': 256,  # batches are padded to a multiple of it, tokens
+        # Batches are padded to a multiple of it, in tokens. It is the multiple
+        # with which there are at most 8 lengths up to env.max_length, because
+        # programs are compiled for each: 512 where this is 256.
+        'length_bucket': 256,
         # A step or an evaluation is collected again if the share of its
         # trajectories, or of their searches, that did not fail (INFRA_ERROR) is
         # smaller.

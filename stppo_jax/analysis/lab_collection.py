@@ -93,7 +93,7 @@ def _collect(
     trajectories, _ = step_collector.collect(step)
   packed = pack.pack(
     trajectories,
-    length_bucket=config.rollout.length_bucket,
+    length_bucket=assembly.length_unit(config),
     sentences=sentences.SentenceSplitter(tokenizer.token_bytes()),
     with_expert_ids=config.updates.routing_replay == 'sampler',
   )

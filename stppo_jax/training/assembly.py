@@ -33,6 +33,7 @@ from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.retrieval import client
 from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import sentences
+from stppo_jax.rollout import lengths
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import data_check
 from stppo_jax.training import model_files
@@ -329,3 +330,10 @@ def build_sentences(
   if config.algorithm.ratio.level != 'sentence':
     return None
   return sentences.SentenceSplitter(tokenizer.token_bytes())
+def length_unit(config) -> int:
+  """Returns the number of tokens that every batch's length is a multiple of."""
+  return lengths.unit(
+    config.rollout.length_bucket, max_length=config.env.max_length
+  )
+
+

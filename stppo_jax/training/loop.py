@@ -182,7 +182,7 @@ def _start(config, run: run_lib.Run, restart: bool) -> _Started:
   run.begin(evaluate, prints_samples=not evaluates)
   pack = functools.partial(
     pack_lib.pack,
-    length_bucket=config.rollout.length_bucket,
+    length_bucket=assembly.length_unit(config),
     sentences=sentences,
     with_expert_ids=config.updates.routing_replay == 'sampler',
   )

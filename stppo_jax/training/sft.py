@@ -283,4 +283,4 @@ def _pack_dialogues(
     what='demonstrations',
     show=print,
   )
-  return pack.pack(trajectories, length_bucket=config.rollout.length_bucket)
+  return pack.pack(trajectories, length_bucket=assembly.length_unit(config))
