@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from stppo_jax.models import blockwise
 from stppo_jax.models import splash
 from stppo_jax.parallel import activations
+from stppo_jax.parallel import mesh as mesh_lib
 
 Array = jax.Array
 Attend = Callable[[Array, Array, Array], Array]
@@ -211,7 +212,7 @@ def _xla(size: int, lengths_B: Array | None, mesh) -> Attend:
   are not needed.
   """
   del lengths_B
-  tile = _CPU_TILE if jax.default_backend() == 'cpu' else _TILE
+  tile = _CPU_TILE if mesh_lib.platform(mesh) == 'cpu' else _TILE
   if size > tile:
     return blockwise.attend(size, tile, mesh)
   causal_1LL = jnp.tril(jnp.ones((size, size), bool))[None]
@@ -234,12 +235,8 @@ def _cudnn(size: int, lengths_B: Array | None, mesh) -> Attend:
   def attend(q_BLNH, k_BLKH, v_BLKH):
     inputs = (q_BLNH, k_BLKH, v_BLKH)
     if mesh is not None:  # the kernel needs all three sharded alike
-      heads = activations.TENSOR
-      if k_BLKH.shape[2] % activations.extent(mesh, heads):
-        heads = None
       inputs = (
-        activations.constrain(x, mesh, activations.ROWS, None, heads)
-        for x in inputs
+        activations.spread_heads(x, q_BLNH.shape[2], mesh) for x in inputs
       )
     if valid_BL11 is None:
       return jax.nn.dot_product_attention(*inputs, **options)

@@ -31,7 +31,6 @@ pair, which is faster while the logits of a tile of queries, [C, L], are few.
 from collections.abc import Callable
 from collections.abc import Sequence
 import functools
-import math
 from typing import Any
 
 import jax
@@ -66,9 +65,8 @@ def attend(
 
   def attend(q_BLNH, k_BLKH, v_BLKH):
     B, L, N, H = q_BLNH.shape
-    copies = _copies(N, k_BLKH.shape[2], mesh)
-    K = k_BLKH.shape[2] * copies
-    k, v = (jnp.repeat(x, copies, axis=2) for x in (k_BLKH, v_BLKH))
+    k, v = (activations.spread_heads(x, N, mesh) for x in (k_BLKH, v_BLKH))
+    K = k.shape[2]
     widths = ((0, 0), (0, padded - L), (0, 0), (0, 0))
     q, k, v = (
       activations.constrain(
@@ -83,19 +81,6 @@ def attend(
     return mixed.transpose(0, 3, 1, 2, 4).reshape(B, padded, N, H)[:, :L]
 
   return attend
-
-
-def _copies(N: int, K: int, mesh: jax.sharding.Mesh | None) -> int:
-  """Returns the copies of each key head that give every device its own.
-
-  It is 1 unless several devices of the axis `tensor` share a head. Then each
-  gets a copy: the gradients of the copies are summed between devices once,
-  after all tiles, instead of in every pair of tiles.
-  """
-  if mesh is None:
-    return 1
-  heads = math.lcm(K, activations.extent(mesh, activations.TENSOR))
-  return heads // K if N % heads == 0 else 1
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

@@ -19,7 +19,10 @@ from stppo_jax.parallel import activations
 
 Array = jax.Array
 
-_TILES = (512, 256, 128)  # tokens; the first that divides the length is used
+# Tokens of a tile; the first that divides the padded length is used. Rows that
+# are longer than the largest tile are padded to whole tiles of that size: with
+# smaller ones the kernel starts more often and reads keys and values again.
+_TILES = (512, 256, 128)
 _TEXT, _PADDING = 1, 0
 
 
@@ -39,7 +42,8 @@ def attend(
   # Imported here because it takes a fifth of a second and only a TPU needs it.
   from jax.experimental.pallas.ops.tpu import splash_attention
 
-  padded = -(-size // _TILES[-1]) * _TILES[-1]
+  unit = _TILES[0] if size > _TILES[0] else _TILES[-1]
+  padded = -(-size // unit) * unit
 
   def mix(q_BLNH, k_BLKH, v_BLKH, segments_BL):
     kernel: Any = _kernel(splash_attention, q_BLNH.shape[2], padded, interpret)
@@ -56,6 +60,10 @@ def attend(
     lengths = lengths_B
     if lengths is None:
       lengths = jnp.full((rows,), size)
+    k_BLKH, v_BLKH = (
+      activations.spread_heads(x, q_BLNH.shape[2], mesh)
+      for x in (k_BLKH, v_BLKH)
+    )
     text_BL = jnp.arange(padded)[None] < lengths[:, None]
     segments_BL = jnp.where(text_BL, _TEXT, _PADDING).astype(jnp.int32)
     inputs = (q_BLNH, k_BLKH, v_BLKH, segments_BL)

@@ -9,6 +9,7 @@ and the MLP's hidden width over `tensor`.
 import math
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -40,6 +41,29 @@ def constrain(x: Array, mesh: jax.sharding.Mesh | None, *axes: Axes) -> Array:
   )
   layout = NamedSharding(mesh, P(*fitting))
   return jax.lax.with_sharding_constraint(x, layout)
+
+
+def spread_heads(
+  x_BLKH: Array, num_heads: int, mesh: jax.sharding.Mesh | None
+) -> Array:
+  """Returns keys or values in which every device has heads of its own.
+
+  Where several devices of the axis `tensor` share a head, each gets a copy of
+  it. Without copies the heads would be replicated, and every device would
+  compute the attention of all query heads. The gradients of the copies are
+  summed between the devices once, after attention.
+
+  Args:
+    x_BLKH: keys or values.
+    num_heads: N, query heads.
+    mesh: the result of `make_mesh`; None: one device.
+  """
+  if mesh is None or mesh.size == 1:
+    return x_BLKH
+  heads = math.lcm(x_BLKH.shape[2], extent(mesh, TENSOR))
+  if num_heads % heads == 0:
+    x_BLKH = jnp.repeat(x_BLKH, heads // x_BLKH.shape[2], axis=2)
+  return constrain(x_BLKH, mesh, ROWS, None, TENSOR)
 
 
 def extent(mesh: jax.sharding.Mesh, axes: Axes) -> int:

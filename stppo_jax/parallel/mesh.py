@@ -42,3 +42,15 @@ def make_mesh(
     AXES,
     axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
   )
+
+
+def platform(mesh: jax.sharding.Mesh | None) -> str:
+  """Returns the platform that a mesh is of: 'cpu', 'gpu' or 'tpu'.
+
+  What is built depends on the mesh, never on the devices of this process: a
+  program may be compiled for devices that are elsewhere (`topology`).
+
+  Args:
+    mesh: the result of `make_mesh`; None: one CPU.
+  """
+  return 'cpu' if mesh is None else mesh.devices.flat[0].platform

@@ -4,12 +4,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
 from stppo_jax.models import attention
 from stppo_jax.models import splash
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import program
 from tests.models import tiny
 
 _H = 8
@@ -139,6 +141,31 @@ def test_a_kernel_runs_on_shards_of_the_mesh():
   )
   for ours, theirs in zip(found, expected):
     np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+def test_devices_that_share_heads_run_the_kernel_on_their_own():
+  mesh = mesh_lib.make_mesh(data=2, fsdp=1, tensor=4)
+  lengths_B = np.array([9, 4], np.int32)
+  inputs = _inputs(2, 9, 4, 2)
+  rows, heads = 'data', 'tensor'
+  layouts = [
+    jax.NamedSharding(mesh, P(rows, None, axis)) for axis in (heads, None, None)
+  ]
+  attend = jax.jit(
+    _SPLASH(9, lengths_B, mesh),
+    in_shardings=layouts,
+    out_shardings=layouts[0],
+    compiler_options={'xla_backend_optimization_level': 0},
+  )
+  compiled = attend.lower(*inputs).compile()
+  # Neither queries nor results are sent to other devices.
+  assert program.collectives(compiled.as_text()) == []
+  expected = attention.IMPLEMENTATIONS['xla'](9, lengths_B, None)(*inputs)
+  found = compiled(*jax.device_put(inputs, tuple(layouts)))
+  for b, length in enumerate(lengths_B):
+    np.testing.assert_allclose(
+      found[b, :length], expected[b, :length], atol=2e-5
+    )
 
 
 def test_a_model_uses_the_configured_attention(monkeypatch):

@@ -45,3 +45,15 @@ def test_extent_multiplies_axes():
   mesh = mesh_lib.make_mesh(data=2, fsdp=4, tensor=1)
   for axes, devices in ((_ROWS, 8), ('fsdp', 4), (_TENSOR, 1), (None, 1)):
     assert activations.extent(mesh, axes) == devices
+
+
+@pytest.mark.parametrize(
+  ('num_kv_heads', 'heads'),
+  [(2, (0, 0, 1, 1)), (4, (0, 1, 2, 3)), (1, 4 * (0,))],
+)
+def test_devices_that_share_heads_get_copies(num_kv_heads, heads):
+  mesh = mesh_lib.make_mesh(data=2, fsdp=1, tensor=4)
+  x = np.arange(2 * 3 * num_kv_heads * 5.0).reshape(2, 3, num_kv_heads, 5)
+  found = jax.jit(lambda x: activations.spread_heads(x, 8, mesh))(x)
+  np.testing.assert_array_equal(found, x[:, :, list(heads)])
+  assert found.sharding.shard_shape(found.shape) == (1, 3, 1, 5)
