@@ -192,7 +192,7 @@ def environment(**versions: str) -> str:
   return '\n'.join(
     (
       'versions: ' + ', '.join(f'{k} {v}' for k, v in versions.items()),
-      f'device: {jax.device_count()} x {jax.default_backend()} ({device})',
+      f'device: {jax.device_count()} x {jax.devices()[0].platform} ({device})',
       f'machine: {platform.machine()}, {len(cores)} cores, load {load}',
       'flags: ' + (', '.join(f'{k}={v}' for k, v in flags.items()) or 'none'),
     )

@@ -93,8 +93,9 @@ def subject(config, length: int) -> Subject:
   """Returns the learner of a config at its start, with a random batch."""
   questions = assembly.build_questions(config)
   tokenizer = assembly.build_tokenizer(config, questions)
-  shape = assembly.build_model_config(config, tokenizer)
-  learner = learner_lib.Learner(config, shape, assembly.build_mesh(config))
+  mesh = assembly.build_mesh(config)
+  shape = assembly.build_model_config(config, tokenizer, mesh)
+  learner = learner_lib.Learner(config, shape, mesh)
   state = learner.start()
   packed = _packed(config, tokenizer.vocab_size, length)
   batch, _ = learner.annotate(state, packed, reference=learner.reference())

@@ -61,6 +61,8 @@ def _call_problems(call: ast.Call) -> Iterator[str]:
   if isinstance(function, ast.Name) and function.id in _UNSAFE_CALLS:
     yield f'{function.id}()'
   if isinstance(function, ast.Attribute):
+    if function.attr == 'default_backend':
+      yield 'default_backend(): ask the mesh (parallel/mesh.py: platform)'
     if function.attr == 'get' and 'config' in _names(function.value):
       yield 'config.get(): a hidden default'
     if function.attr == 'system' and _last_name(function.value) == 'os':
@@ -208,6 +210,7 @@ def test_files_are_small_and_named_by_a_noun():
     ('eval(text)', 'eval()'),
     ('exec(text)', 'exec()'),
     ('os.system(text)', 'os.system()'),
+    ('jax.default_backend()', 'ask the mesh'),
     ('yaml.load(text)', 'yaml.load()'),
     ('subprocess.run(text, shell=True)', 'shell=True'),
     ('subprocess.run(text, shell=1)', 'shell=True'),

@@ -21,6 +21,7 @@ from stppo_jax.learner import model_roles
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import update as update_lib
 from stppo_jax.models import functional
+from stppo_jax.parallel import compilation
 from stppo_jax.parallel import sharding
 
 
@@ -76,13 +77,14 @@ def build(
   key = jax.random.key(0)
   weights = jax.eval_shape(spec.policy.plain_policy.init, key)
   layout = sharding.param_shardings(jax.eval_shape(init, weights, key), mesh)
+  jit = functools.partial(jax.jit, compiler_options=compilation.options(mesh))
   # The layout is pinned. The compiler might lay out an updated state other
   # than a new or restored one, and then the update would compile twice.
   updated = dataclasses.replace(layout, frozen=None)
-  update = jax.jit(
+  update = jit(
     functools.partial(
       update_lib.update_rows,
-      rows_sharding=sharding.batch_sharding(mesh),
+      mesh=mesh,
       spec=spec,
     ),
     donate_argnums=0,
@@ -97,21 +99,21 @@ def build(
   return Programs(
     layout=layout,
     # Donated, so that no second copy of the weights is made.
-    init=jax.jit(init, donate_argnums=0, out_shardings=layout),
-    copy=jax.jit(
+    init=jit(init, donate_argnums=0, out_shardings=layout),
+    copy=jit(
       lambda params: jax.tree.map(jnp.copy, params),
       out_shardings=layout.policy.params,
     ),
-    merge=jax.jit(
+    merge=jit(
       functools.partial(merge_adapters, spec.policy),
       out_shardings=sharding.param_shardings(weights, mesh),
     ),
-    token_outputs=jax.jit(
+    token_outputs=jit(
       functools.partial(
         forward.token_outputs, models=models, temperature=spec.temperature
       )
     ),
-    annotate=jax.jit(
+    annotate=jit(
       functools.partial(
         annotate_lib.annotate,
         models=models,

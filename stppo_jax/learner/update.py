@@ -25,6 +25,7 @@ from stppo_jax.learner import microbatches as microbatches_lib
 from stppo_jax.learner import optimizer as optimizer_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
+from stppo_jax.parallel import rows as rows_lib
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.rl import gradients as gradients_lib
@@ -92,17 +93,15 @@ def update_rows(
   hyperparameters: Hyperparameters,
   *,
   frozen: functional.Params | None = None,
-  rows_sharding: jax.sharding.NamedSharding,
+  mesh: jax.sharding.Mesh,
   spec: loss_lib.UpdateSpec,
 ) -> tuple[state_lib.TrainState, loss_lib.LossOutputs]:
-  """Updates on some rows of a batch, laid out again; see `update`.
+  """Updates on some rows of a batch on a mesh, laid out again; see `update`.
 
   Selecting the rows and updating are one program: two programs in flight, both
   with collectives, can block each other on CPU devices.
   """
-  minibatch = jax.tree.map(
-    lambda x: jax.lax.with_sharding_constraint(x[rows], rows_sharding), batch
-  )
+  minibatch = rows_lib.select(batch, rows, mesh)
   return update(
     state, minibatch, algorithm, hyperparameters, frozen=frozen, spec=spec
   )

@@ -122,7 +122,7 @@ class ModelConfig:
       and, in small models on a CPU, run faster.
     attention: how attention of whole sequences is computed; a key of
       `attention.IMPLEMENTATIONS`.
-    moe: how experts are computed; 'auto' or a key of `moe.IMPLEMENTATIONS`.
+    moe: how experts are computed; a key of `moe.IMPLEMENTATIONS`.
   """
 
   vocab_size: int
@@ -148,7 +148,7 @@ class ModelConfig:
   remat: str = 'none'
   scan_unroll: int = 1
   attention: str = 'xla'
-  moe: str = 'auto'
+  moe: str = 'dense'
 
   def __post_init__(self):
     if self.num_heads % self.num_kv_heads:

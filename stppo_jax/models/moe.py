@@ -250,18 +250,27 @@ IMPLEMENTATIONS: Mapping[str, Implementation] = {
 }
 
 
+def choose(name: str, *, platform: str) -> str:
+  """Returns the key of `IMPLEMENTATIONS` that a config selects.
+
+  Args:
+    name: one of these keys, or 'auto' for the fastest on the platform: dense on
+      a CPU, grouped elsewhere.
+    platform: 'cpu', 'gpu' or 'tpu'.
+  """
+  if name != 'auto':
+    return name
+  return 'dense' if platform == 'cpu' else 'grouped'
+
+
 def implementation(name: str) -> Implementation:
-  """Returns an implementation; 'auto' is dense on a CPU, grouped elsewhere.
+  """Returns an implementation.
 
   Raises:
     ValueError: there is no implementation of that name.
   """
-  if name == 'auto':
-    name = 'dense' if jax.default_backend() == 'cpu' else 'grouped'
   if name not in IMPLEMENTATIONS:
-    raise ValueError(
-      f'moe={name!r}; choices: auto, ' + ', '.join(IMPLEMENTATIONS)
-    )
+    raise ValueError(f'moe={name!r}; choices: ' + ', '.join(IMPLEMENTATIONS))
   return IMPLEMENTATIONS[name]
 
 

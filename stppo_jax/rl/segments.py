@@ -222,15 +222,31 @@ IMPLEMENTATIONS = {
 }
 
 
+def _by_platform(accelerated: _Implementation) -> _Implementation:
+  """Returns `segment_sum` on a CPU, the given one elsewhere.
+
+  The choice is made when a program is lowered, for the devices that it is
+  lowered for, so the program has one of the two only.
+  """
+
+  def choose(on_cpu, elsewhere):
+    return lambda x, ids_BL, num_segments: jax.lax.platform_dependent(
+      x,
+      ids_BL,
+      cpu=lambda x, ids_BL: on_cpu(x, ids_BL, num_segments),
+      default=lambda x, ids_BL: elsewhere(x, ids_BL, num_segments),
+    )
+
+  scattered = IMPLEMENTATIONS['segment_sum']
+  return _Implementation(*map(choose, scattered, accelerated))
+
+
 def _choose(implementation: str, num_segments: int) -> _Implementation:
   if implementation == 'auto':
     if num_segments == 1:  # a plain masked sum: this wins everywhere
-      implementation = 'unrolled'
-    elif jax.default_backend() == 'cpu':
-      implementation = 'segment_sum'
-    else:
-      few = num_segments <= MAX_UNROLLED
-      implementation = 'unrolled' if few else 'broadcast'
+      return IMPLEMENTATIONS['unrolled']
+    few = num_segments <= MAX_UNROLLED
+    return _by_platform(IMPLEMENTATIONS['unrolled' if few else 'broadcast'])
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(
       f'unknown implementation {implementation!r}; choices: auto, '

@@ -28,12 +28,13 @@ from stppo_jax.models import attention
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
+from stppo_jax.models import moe
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.retrieval import client
 from stppo_jax.rollout import event_loop
-from stppo_jax.rollout import sentences
 from stppo_jax.rollout import lengths
+from stppo_jax.rollout import sentences
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import data_check
 from stppo_jax.training import model_files
@@ -114,7 +115,7 @@ def build_components(config) -> Components:
         'supported'
       )
     mesh = build_mesh(config)
-    shape = build_model_config(config, tokenizer)
+    shape = build_model_config(config, tokenizer, mesh)
     learner = learner_lib.Learner(config, shape, mesh)
     placement = build_placement(config, shape, mesh)
     check_batch_sizes(config, shape, mesh, placement)
@@ -265,24 +266,28 @@ def build_tokenizer(
 
 
 def build_model_config(
-  config, tokenizer: tokenizer_lib.Tokenizer | None
+  config,
+  tokenizer: tokenizer_lib.Tokenizer | None,
+  mesh: jax.sharding.Mesh,
 ) -> model_config.ModelConfig:
   """Returns the models' shape, from the model's directory or the config.
 
   Args:
     config: the config of a run.
     tokenizer: gives the vocabulary's size where there is no directory.
+    mesh: the devices that compute, whose platform chooses the implementations.
 
   Raises:
     ValueError: an unsupported model, a `model.attention` that does not run on
-      this backend, or a replay of experts by a model without experts.
+      these devices, or a replay of experts by a model without experts.
   """
   model, shape = config.model, model_files.shape(config, tokenizer)
+  platform = mesh_lib.platform(mesh)
   attends = attention.choose(
     model.attention,
     dtype=shape.dtype,
     head_dim=shape.head_dim,
-    platform=jax.default_backend(),
+    platform=platform,
   )
   replay = config.updates.routing_replay
   if replay != 'nowhere' and not shape.num_experts:
@@ -290,13 +295,16 @@ def build_model_config(
       f'updates.routing_replay={replay}: must be nowhere, the model in '
       f'{model.path} has no experts'
     )
-  return dataclasses.replace(shape, attention=attends, moe=model.moe)
+  experts = moe.choose(model.moe, platform=platform)
+  return dataclasses.replace(shape, attention=attends, moe=experts)
 
 
-def build_mesh(config) -> jax.sharding.Mesh:
-  """Returns the mesh of training."""
+def build_mesh(config, devices: Sequence | None = None) -> jax.sharding.Mesh:
+  """Returns the mesh of training, over these devices; None: over all."""
   axes = config.mesh
-  return mesh_lib.make_mesh(data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor)
+  return mesh_lib.make_mesh(
+    data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor, devices=devices
+  )
 
 
 def build_placement(
@@ -323,13 +331,6 @@ def build_placement(
   return placement
 
 
-def build_sentences(
-  config, tokenizer: tokenizer_lib.Tokenizer
-) -> sentences.SentenceSplitter | None:
-  """Returns a splitter of turns if the algorithm's ratio is of sentences."""
-  if config.algorithm.ratio.level != 'sentence':
-    return None
-  return sentences.SentenceSplitter(tokenizer.token_bytes())
 def length_unit(config) -> int:
   """Returns the number of tokens that every batch's length is a multiple of."""
   return lengths.unit(
@@ -337,3 +338,10 @@ def length_unit(config) -> int:
   )
 
 
+def build_sentences(
+  config, tokenizer: tokenizer_lib.Tokenizer
+) -> sentences.SentenceSplitter | None:
+  """Returns a splitter of turns if the algorithm's ratio is of sentences."""
+  if config.algorithm.ratio.level != 'sentence':
+    return None
+  return sentences.SentenceSplitter(tokenizer.token_bytes())

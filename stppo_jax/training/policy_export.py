@@ -59,8 +59,8 @@ def export(
     path = config.model.path or config.model.tokenizer_path
     questions = None if path else assembly.build_questions(config)
     tokenizer = assembly.build_tokenizer(config, questions)
-    shape = assembly.build_model_config(config, tokenizer)
-    mesh = mesh_for_width(shape.hidden_size)
+    mesh = mesh_for_width(model_files.shape(config, tokenizer).hidden_size)
+    shape = assembly.build_model_config(config, tokenizer, mesh)
     learner = learner_lib.Learner(config, shape, mesh)
   checkpointer = checkpoint.Checkpointer(workdir, read_only=True)
   steps = checkpointer.steps()

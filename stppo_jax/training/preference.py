@@ -22,6 +22,7 @@ from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
+from stppo_jax.parallel import compilation
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
@@ -116,8 +117,8 @@ def _start(
       tokenizer = assembly.build_tokenizer(config, questions)
       model_files.check(config, tokenizer)
       pairs, digest = pairs_lib.read(file)
-      shape = assembly.build_model_config(config, tokenizer)
       mesh = assembly.build_mesh(config)
+      shape = assembly.build_model_config(config, tokenizer, mesh)
       _check_sizes(config, pairs, shape, mesh, file)
       learner = PreferenceLearner(config, shape, mesh)
       # With other pairs, a resumed run would be one that no command describes.
@@ -176,6 +177,7 @@ class PreferenceLearner:
       donate_argnums=0,
       # Pinned, so that a restored state needs no other compiled program.
       out_shardings=(layout.policy, None),
+      compiler_options=compilation.options(mesh),
     )
 
   def start(self) -> state_lib.TrainState:

@@ -16,6 +16,7 @@ from stppo_jax.learner import optimizer as optimizer_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import functional
+from stppo_jax.parallel import compilation
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import sharding
 from stppo_jax.records import timing
@@ -157,8 +158,8 @@ class _Learner:
     self._config, self._services = config, services
     with assembly.config_errors():
       self.tokenizer = assembly.build_tokenizer(config, services.questions)
-      shape = assembly.build_model_config(config, self.tokenizer)
       self._mesh = assembly.build_mesh(config)
+      shape = assembly.build_model_config(config, self.tokenizer, self._mesh)
       self.policy = functional.Model(
         shape, 'vocabulary', self._mesh, chunk=config.updates.head_chunk
       )
@@ -166,7 +167,9 @@ class _Learner:
     self._rows = sharding.batch_sharding(self._mesh)
     self._teacher = assembly.build_demonstrations(config, services.questions)
     self._update = jax.jit(
-      functools.partial(_update, self.policy, self._adam), donate_argnums=0
+      functools.partial(_update, self.policy, self._adam),
+      donate_argnums=0,
+      compiler_options=compilation.options(self._mesh),
     )
 
   def start(self) -> state_lib.TrainState:

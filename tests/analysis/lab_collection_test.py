@@ -38,8 +38,9 @@ def learner(config):
   """Returns the learner of that run."""
   questions = assembly.build_questions(config)
   tokenizer = assembly.build_tokenizer(config, questions)
-  shape = assembly.build_model_config(config, tokenizer)
-  return learner_lib.Learner(config, shape, assembly.build_mesh(config))
+  mesh = assembly.build_mesh(config)
+  shape = assembly.build_model_config(config, tokenizer, mesh)
+  return learner_lib.Learner(config, shape, mesh)
 
 
 def _files(folder):

@@ -19,8 +19,9 @@ def learner():
   config = runs.config(loss__value_warmup_steps=_WARM_STEPS)
   questions = assembly.build_questions(config)
   tokenizer = assembly.build_tokenizer(config, questions)
-  shape = assembly.build_model_config(config, tokenizer)
-  return learner_lib.Learner(config, shape, assembly.build_mesh(config))
+  mesh = assembly.build_mesh(config)
+  shape = assembly.build_model_config(config, tokenizer, mesh)
+  return learner_lib.Learner(config, shape, mesh)
 
 
 @pytest.fixture(scope='module')
@@ -104,8 +105,9 @@ def test_a_checkpoint_contains_the_published_policies():
   config = runs.config(rollout__steps_ahead=2)
   questions = assembly.build_questions(config)
   tokenizer = assembly.build_tokenizer(config, questions)
-  shape = assembly.build_model_config(config, tokenizer)
-  learner = learner_lib.Learner(config, shape, assembly.build_mesh(config))
+  mesh = assembly.build_mesh(config)
+  shape = assembly.build_model_config(config, tokenizer, mesh)
+  learner = learner_lib.Learner(config, shape, mesh)
   abstract = learner.abstract_state(learner.start())
   kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.sharding), tree)
   assert kinds(abstract.published) == (kinds(abstract.policy.params),) * 2
@@ -116,7 +118,7 @@ def test_the_update_donates_the_whole_state(learner, packed):
   shapes = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), packed
   )
-  _, _, lowered = learner.lower_update(shapes)
+  lowered = learner.lower_update(shapes)
   memory = lowered.compile().memory_analysis()
   # The mesh has a data axis only, so every device has every leaf in full.
   size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
@@ -147,8 +149,9 @@ def test_every_epoch_has_its_own_permutation():
   )
   questions = assembly.build_questions(config)
   tokenizer = assembly.build_tokenizer(config, questions)
-  shape = assembly.build_model_config(config, tokenizer)
-  learner = learner_lib.Learner(config, shape, assembly.build_mesh(config))
+  mesh = assembly.build_mesh(config)
+  shape = assembly.build_model_config(config, tokenizer, mesh)
+  learner = learner_lib.Learner(config, shape, mesh)
   orders = []
   for step in (0, 1):
     for epoch in (0, 1):
@@ -172,8 +175,9 @@ def test_a_reference_may_be_kept_in_host_memory(learner, packed):
   config = runs.config(model__reference_memory='host')
   questions = assembly.build_questions(config)
   tokenizer = assembly.build_tokenizer(config, questions)
-  shape = assembly.build_model_config(config, tokenizer)
-  other = learner_lib.Learner(config, shape, assembly.build_mesh(config))
+  mesh = assembly.build_mesh(config)
+  shape = assembly.build_model_config(config, tokenizer, mesh)
+  other = learner_lib.Learner(config, shape, mesh)
   on_host = other.reference()
   kinds = lambda tree: {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
   assert kinds(on_host) == {'pinned_host'}

@@ -190,8 +190,22 @@ def test_an_even_load_has_a_loss_of_experts_per_token():
 
 
 def test_an_unknown_implementation_lists_the_choices():
-  with pytest.raises(ValueError, match="moe='x'; choices: auto, dense"):
+  with pytest.raises(ValueError, match="moe='x'; choices: dense, grouped"):
     _parts(moe='x')
+
+
+@pytest.mark.parametrize(
+  ('name', 'platform', 'expected'),
+  [
+    ('auto', 'cpu', 'dense'),
+    ('auto', 'gpu', 'grouped'),
+    ('auto', 'tpu', 'grouped'),
+    ('dense', 'tpu', 'dense'),
+    ('grouped', 'cpu', 'grouped'),
+  ],
+)
+def test_the_platform_chooses_the_implementation(name, platform, expected):
+  assert moe.choose(name, platform=platform) == expected
 
 
 @pytest.mark.torch

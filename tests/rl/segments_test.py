@@ -87,21 +87,21 @@ def test_starts_are_the_first_tokens_of_segments():
   )
 
 
-def _hlo(x, segmented, implementation):
-  totals = lambda x: segments.segment_totals(
-    x, segmented, implementation=implementation
+def _hlo(num_segments, platform):
+  """Returns the program of sums and means, and of their gradients."""
+  own = segments.Segments(jnp.asarray(IDS), num_segments)
+  total = lambda x: (
+    jnp.sum(segments.segment_totals(x, own) ** 2)
+    + jnp.sum(segments.segment_means(x, own) ** 2)
   )
-  return jax.jit(totals).lower(x).as_text()
+  traced = jax.jit(jax.value_and_grad(total)).trace(X)
+  return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
-def test_auto_scatters_on_cpu_only(monkeypatch):
-  many = segments.Segments(jnp.asarray(IDS), 3)
-  one = segments.Segments(jnp.asarray(IDS), 1)
-  assert 'scatter' in _hlo(X, many, 'auto')
-  assert 'scatter' not in _hlo(X, one, 'auto')
-  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
-  assert 'scatter' not in _hlo(X, many, 'auto')
-  assert 'scatter' not in _hlo(X, many._replace(num=33), 'auto')
+def test_auto_scatters_on_cpu_only():
+  assert 'scatter' in _hlo(3, 'cpu')
+  for num_segments, platform in ((1, 'cpu'), (3, 'cuda'), (33, 'tpu')):
+    assert 'scatter' not in _hlo(num_segments, platform)
 
 
 def test_errors_name_the_choices():

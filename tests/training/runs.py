@@ -68,7 +68,8 @@ def shape(settings) -> model_config.ModelConfig:
   """Returns the shape of a configuration's models."""
   questions = assembly.build_questions(settings)
   tokenizer = assembly.build_tokenizer(settings, questions)
-  return assembly.build_model_config(settings, tokenizer)
+  mesh = assembly.build_mesh(settings)
+  return assembly.build_model_config(settings, tokenizer, mesh)
 
 
 def learner(settings) -> learner_lib.Learner:

@@ -1,0 +1,57 @@
+"""Selects rows of a batch that is sharded over devices.
+
+n devices hold b rows each, and get m of the selected rows each.
+"""
+
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from stppo_jax.parallel import activations
+from stppo_jax.parallel import mesh as mesh_lib
+
+Array = jax.Array
+Tree = Any
+
+
+def select(batch: Tree, rows: Array, mesh: jax.sharding.Mesh) -> Tree:
+  """Returns some rows of a batch, laid out like the batch.
+
+  Written as x[rows], every device would get the whole batch, to keep a few of
+  its rows. Here, in each of m rounds, every device gets the next of its rows:
+  the devices exchange one row with each other, of which a device keeps that of
+  the row's owner. So a device holds n rows at a time besides its own.
+
+  Args:
+    batch: arrays [n b, ...], sharded over the axes data and fsdp.
+    rows: int32 [n m], indices of rows.
+    mesh: the mesh that the batch is laid out on.
+  """
+  axes = mesh_lib.BATCH_AXES
+  num_devices = activations.extent(mesh, axes)
+  if num_devices == 1:
+    return jax.tree.map(lambda x: x[rows], batch)
+
+  def local(batch, rows_nm):
+    size = len(jax.tree.leaves(batch)[0])  # b
+
+    def one_row(_, rows_n):
+      """Returns the next row of this device; rows_n: the next of all."""
+      owner = rows_n[jax.lax.axis_index(axes)] // size
+
+      def exchange(x):
+        got = jax.lax.all_to_all(x[rows_n % size], axes, 0, 0, tiled=True)
+        return got[owner]
+
+      return None, jax.tree.map(exchange, batch)
+
+    return jax.lax.scan(one_row, None, rows_nm.T)[1]
+
+  return jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(P(axes), P()),
+    out_specs=P(axes),
+    check_vma=False,
+  )(batch, rows.reshape(num_devices, -1))

@@ -1,0 +1,55 @@
+"""Rows selected from a sharded batch: which they are, and what devices hold."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import program
+from stppo_jax.parallel import rows
+from stppo_jax.parallel import sharding
+
+_ROWS, _LENGTH = 32, 5
+
+
+def _batch():
+  rng = np.random.default_rng(0)
+  return {
+    'numbers': rng.normal(size=(_ROWS, _LENGTH)).astype(np.float32),
+    'mask': rng.random((_ROWS, _LENGTH)) < 0.5,
+    'ids': rng.integers(0, 99, _ROWS).astype(np.int16),
+  }
+
+
+def _compiled(axes):
+  mesh = mesh_lib.make_mesh(**dict(zip(mesh_lib.AXES, axes)))
+  layout = sharding.batch_sharding(mesh)
+  select = jax.jit(
+    lambda batch, chosen: rows.select(batch, chosen, mesh), out_shardings=layout
+  )
+  batch = jax.device_put(_batch(), layout)
+  chosen = jnp.arange(_ROWS // 2)
+  return batch, select.lower(batch, chosen).compile()
+
+
+@pytest.mark.parametrize('axes', [(2, 2, 2), (1, 8, 1)])
+def test_rows_are_selected_without_gathering_the_batch(axes):
+  batch, select = _compiled(axes)
+  chosen = np.random.default_rng(1).permutation(_ROWS)[: _ROWS // 2]
+  found = select(batch, jnp.asarray(chosen))
+  for name, array in _batch().items():
+    np.testing.assert_array_equal(found[name], array[chosen])
+  text = select.as_text()
+  assert {c.kind for c in program.collectives(text)} == {'all-to-all'}
+  # Of the largest array, a device holds its own rows, or one row of each
+  # device, never those of the whole batch.
+  held = max(x.size for x in program.instructions(text) if len(x.arrays) == 1)
+  assert held <= _ROWS // 4 * _LENGTH * 4
+
+
+def test_one_device_takes_its_own_rows():
+  mesh = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+  chosen = np.array([3, 0, 3])
+  found = rows.select(_batch(), chosen, mesh)
+  np.testing.assert_array_equal(found['ids'], _batch()['ids'][chosen])
