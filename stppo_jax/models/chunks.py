@@ -10,7 +10,8 @@ backward pass forms them again (`vocabulary`).
 
 Chunks are cut along M, so that devices keep their own rows. On a mesh the
 output matrix is gathered over `fsdp` once, before the scan, and its gradient,
-which is summed in float32 over the chunks, is scattered once, after it. Within
+which is summed in float32 over the chunks, is scattered once, after it, in the
+dtype of the matrix. Within
 a chunk, devices along the axis `tensor` hold different vocabulary entries; they
 exchange sums over the entries, a number per token, and never logits.
 """
@@ -196,7 +197,7 @@ def backward(
     d_matrix_WD, (d_hidden_BMD,) = _over_chunks(
       step, zeros_WD, inputs, options.chunk
     )
-    return d_hidden_BMD, layout.sum_rows(d_matrix_WD)
+    return d_hidden_BMD, layout.sum_rows(d_matrix_WD.astype(dtype))
 
   layout = _Layout.of(options.mesh, matrices, inputs)
   dtype = matrices[0].dtype
@@ -204,7 +205,9 @@ def backward(
   d_hidden_BMD, d_matrix_VD = layout.spread(
     local, (layout.rows, layout.scattered)
   )(matrices, tuple(inputs))
-  return d_hidden_BMD, d_matrix_VD.astype(dtype)
+  # The barrier keeps the compiler for TPU from moving the sum over devices out
+  # of a loop over microbatches, in which some of its versions fail.
+  return d_hidden_BMD, jax.lax.optimization_barrier(d_matrix_VD)
 
 
 class _Layout(NamedTuple):

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from stppo_jax.models import attention
 from stppo_jax.models import config as model_config
+from stppo_jax.models import embedding
 from stppo_jax.models import layers
 from stppo_jax.models import moe
 from stppo_jax.models import remat
@@ -270,13 +271,8 @@ class Transformer(nnx.Module):
 
   def embed(self, tokens_BL: Array) -> Array:
     """Returns the input of the first layer [B, L, D]."""
-    # Sharded by vocabulary entries: each device contributes the entries that it
-    # holds, and the results are summed over the axis `tensor`.
-    embedding_VD = activations.constrain(
-      self.embedding[...], self.mesh, activations.TENSOR
-    )
-    x_BLD = _embed(embedding_VD, tokens_BL).astype(self.config.dtype)
-    return activations.constrain(x_BLD, self.mesh, activations.ROWS)
+    x_BLD = embedding.look_up(self.embedding[...], tokens_BL, self.mesh)
+    return x_BLD.astype(self.config.dtype)
 
 
 def gather_states(x_BLD: Array, places_BM: Array) -> Array:
@@ -288,30 +284,3 @@ def gather_states(x_BLD: Array, places_BM: Array) -> Array:
     mode='fill', fill_value=0, unique_indices=True
   )
   return jax.vmap(take)(x_BLD, places_BM)
-
-
-# The derivative that JAX derives adds up the gradients of equal ids one by one,
-# in the dtype of the table. In bfloat16 the sum of a frequent token stops
-# growing after some hundred terms, since each is less than half a unit in the
-# last place of the sum. This rule adds in float32 and rounds once.
-@jax.custom_vjp
-def _embed(table_VD: Array, tokens_BL: Array) -> Array:
-  """Returns the tokens' entries of the table [B, L, D]."""
-  return table_VD[tokens_BL]
-
-
-def _embed_forward(table_VD, tokens_BL):
-  # The backward pass needs the table's shape and dtype only: an array of no
-  # elements carries both, and the table itself is not kept alive.
-  empty = jnp.zeros((0, *table_VD.shape), table_VD.dtype)
-  return table_VD[tokens_BL], (empty, tokens_BL)
-
-
-def _embed_backward(residuals, gradient_BLD):
-  empty, tokens_BL = residuals
-  sums_VD = jnp.zeros(empty.shape[1:], jnp.float32)
-  sums_VD = sums_VD.at[tokens_BL].add(gradient_BLD.astype(jnp.float32))
-  return sums_VD.astype(empty.dtype), None
-
-
-_embed.defvjp(_embed_forward, _embed_backward)

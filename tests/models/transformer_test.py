@@ -79,9 +79,11 @@ def test_gradients_of_a_frequent_token_add_up_in_float32(axes):
   wanted_VD = np.zeros((16, 16))
   np.add.at(wanted_VD, tokens_BL, cotangent_BLD.astype(np.float64))
   assert found_VD.dtype == jnp.bfloat16
-  # Only the sum is rounded, to 8 bits.
+  # Only sums are rounded, to 8 bits: that of each device before it is sent, and
+  # that of all devices.
+  rtol = 2**-8 if mesh.size == 1 else 2**-7
   np.testing.assert_allclose(
-    found_VD.astype(np.float64), wanted_VD, rtol=2**-8, atol=1e-2
+    found_VD.astype(np.float64), wanted_VD, rtol=rtol, atol=1e-2
   )
 
 

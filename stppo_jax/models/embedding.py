@@ -1,0 +1,159 @@
+"""The look-up of tokens in the embedding, on one device or many.
+
+B rows, L tokens, D width, V vocabulary; on one device b rows, d columns and W
+vocabulary entries.
+
+The table is the largest matrix of a model, and a microbatch reads few of its
+entries. So on a mesh the table stays where it is. Each device looks up the
+tokens of all rows that `fsdp` shards, in its own columns; then the devices
+exchange the results, so that each has all columns of its own rows:
+
+    [b fsdp, L, d]  -- all-to-all -->  [b, L, D]
+
+The gradient goes the other way, and is added up where the columns are. What is
+sent is as large as the hidden states, whatever the size of the vocabulary.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from stppo_jax.parallel import activations
+from stppo_jax.parallel import mesh as mesh_lib
+
+Array = jax.Array
+_DATA, _FSDP, _TENSOR = mesh_lib.AXES
+
+
+def look_up(
+  table_VD: Array, tokens_BL: Array, mesh: jax.sharding.Mesh | None
+) -> Array:
+  """Returns the tokens' entries of the table [B, L, D], laid out by rows.
+
+  The gradients of equal tokens are added up in float32, and the sum of a device
+  is rounded to the dtype of the table once. (JAX would add one after the other
+  in the dtype of the table. In bfloat16 the sum of a frequent token stops
+  growing after some hundred terms, since each is less than half a unit in the
+  last place of the sum.)
+
+  Args:
+    table_VD: the embedding.
+    tokens_BL: token ids.
+    mesh: mesh that the arrays are laid out on; None: one device.
+  """
+  if _exchanges(table_VD, tokens_BL, mesh):
+    return _exchanged(mesh, table_VD, tokens_BL)
+  # Sharded by vocabulary entries: each device contributes the entries that it
+  # holds, and the results are summed over the axis `tensor`.
+  table_VD = activations.constrain(table_VD, mesh, activations.TENSOR)
+  x_BLD = _whole(table_VD, tokens_BL)
+  return activations.constrain(x_BLD, mesh, activations.ROWS)
+
+
+def _exchanges(table_VD, tokens_BL, mesh) -> bool:
+  """Returns whether the columns of the table are on different devices."""
+  if mesh is None or mesh.shape[_FSDP] == 1:
+    return False
+  entries, width = table_VD.shape
+  rows = len(tokens_BL)
+  sizes = (entries, _TENSOR), (width, _FSDP), (rows, activations.ROWS)
+  return not any(size % activations.extent(mesh, axes) for size, axes in sizes)
+
+
+@jax.custom_vjp
+def _whole(table_VD: Array, tokens_BL: Array) -> Array:
+  return table_VD[tokens_BL]
+
+
+def _whole_forward(table_VD, tokens_BL):
+  return table_VD[tokens_BL], (_shape(table_VD), tokens_BL)
+
+
+def _whole_backward(residuals, gradient_BLD):
+  empty, tokens_BL = residuals
+  return _sums(empty, tokens_BL, gradient_BLD).astype(empty.dtype), None
+
+
+_whole.defvjp(_whole_forward, _whole_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _exchanged(
+  mesh: jax.sharding.Mesh, table_VD: Array, tokens_BL: Array
+) -> Array:
+  """Returns the same as `_whole`, from columns that stay where they are."""
+
+  def local(table_Wd, tokens_bL):
+    places_BL = _places(_all_rows(tokens_bL), len(table_Wd))
+    x_BLd = table_Wd.at[places_BL].get(mode='fill', fill_value=0)
+    x_bLD = jax.lax.all_to_all(x_BLd, _FSDP, 0, 2, tiled=True)
+    # Only the device that holds the entry contributes a number that is not 0.
+    return jax.lax.psum(x_bLD, _TENSOR)
+
+  return _spread(local, mesh, (_TABLE, _ROWS), _ROWS)(table_VD, tokens_BL)
+
+
+def _exchanged_forward(mesh, table_VD, tokens_BL):
+  residuals = _shape(table_VD), tokens_BL
+  return _exchanged(mesh, table_VD, tokens_BL), residuals
+
+
+def _exchanged_backward(mesh, residuals, gradient_BLD):
+  empty, tokens_BL = residuals
+  (entries, width), dtype = empty.shape[1:], empty.dtype
+  block = entries // mesh.shape[_TENSOR], width // mesh.shape[_FSDP]
+
+  def local(tokens_bL, gradient_bLD):
+    gradient_BLd = jax.lax.all_to_all(gradient_bLD, _FSDP, 2, 0, tiled=True)
+    places_BL = _places(_all_rows(tokens_bL), block[0])
+    sums_Wd = _sums(jnp.zeros((0, *block), dtype), places_BL, gradient_BLd)
+    return jax.lax.psum(sums_Wd.astype(dtype), _DATA)
+
+  gradient_VD = _spread(local, mesh, (_ROWS, _ROWS), _TABLE)(
+    tokens_BL, gradient_BLD
+  )
+  return gradient_VD, None
+
+
+_exchanged.defvjp(_exchanged_forward, _exchanged_backward)
+
+_ROWS, _TABLE = P(activations.ROWS), P(_TENSOR, _FSDP)
+
+
+def _spread(local, mesh, in_specs, out_specs):
+  return jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=in_specs,
+    out_specs=out_specs,
+    check_vma=False,
+  )
+
+
+def _all_rows(tokens_bL: Array) -> Array:
+  """Returns the tokens of all rows that the devices along `fsdp` have."""
+  return jax.lax.all_gather(tokens_bL, _FSDP, axis=0, tiled=True)
+
+
+def _places(tokens_BL: Array, count: int) -> Array:
+  """Returns the index of each token here; `count` for entries elsewhere."""
+  places_BL = tokens_BL - jax.lax.axis_index(_TENSOR) * count
+  return jnp.where((places_BL >= 0) & (places_BL < count), places_BL, count)
+
+
+def _shape(table_VD: Array) -> Array:
+  """Returns an array of no elements that carries the table's shape and dtype.
+
+  The backward pass needs nothing else, and the table is not kept alive.
+  """
+  return jnp.zeros((0, *table_VD.shape), table_VD.dtype)
+
+
+def _sums(empty: Array, tokens_BL: Array, gradient_BLD: Array) -> Array:
+  """Returns the sum of the gradients of each entry, float32."""
+  sums_VD = jnp.zeros(empty.shape[1:], jnp.float32)
+  return sums_VD.at[tokens_BL].add(
+    gradient_BLD.astype(jnp.float32), mode='drop'
+  )
