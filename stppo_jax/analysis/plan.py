@@ -1,18 +1,22 @@
-"""Plans the memory and communication of an update on devices of another place.
+"""Plans the memory and communication of a run on devices of another place.
 
-Models are shapes and devices are virtual; the program of the update is the one
-that a run would use, laid out and compiled by the compiler for CPUs. The sizes
-of parameters and optimiser states, and the collectives, are the same on any
-device; temporaries are planned by the CPU compiler and differ on accelerators.
+Models are shapes and devices are virtual; the programs are those that a run
+would use, laid out and compiled for the devices: for a TPU slice that is not
+there (`parallel/topology.py`), or for CPUs. The sizes of parameters and
+optimiser states, and the collectives, are the same on any device; temporaries
+that the CPU compiler plans differ on accelerators.
 
 The engine of this host keeps its weights, keys and values all the time, so they
 are counted. Batches and the policies of steps that are collected ahead are not.
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
+from collections.abc import Sequence
 import dataclasses
 import math
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,43 +27,77 @@ from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models import precision
+from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import program
 from stppo_jax.parallel import publish
 from stppo_jax.parallel import sharding
+from stppo_jax.parallel import topology as topology_lib
 from stppo_jax.training import assembly
 
 Tree = Any
 
 
+# The programs that a plan may compile, by name: functions of a learner and the
+# shapes of a packed batch that lower them.
+PROGRAMS: Mapping[str, Callable[[learner_lib.Learner, Any], Any]] = {
+  'annotate': learner_lib.Learner.lower_annotate,
+  'update': learner_lib.Learner.lower_update,
+}
+
+
+class Cost(NamedTuple):
+  """The memory, traffic and work of a compiled program on one device.
+
+  Attributes:
+    temporaries: the bytes that it needs beside its arguments.
+    collectives: its collectives.
+    operations: the multiplications and additions of its matrix products.
+    seconds: the time that the compiler for TPU estimates for its kernels, which
+      is good for comparing programs; 0 on other platforms.
+    problem: why it does not fit; '' if it does. The other numbers are then 0.
+  """
+
+  temporaries: int = 0
+  collectives: tuple[program.Collective, ...] = ()
+  operations: int = 0
+  seconds: float = 0.0
+  problem: str = ''
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
-  """The plan of one update; sizes are bytes on one device.
+  """The plan of a run's programs; sizes are bytes on one device.
 
   Attributes:
     axes: the sizes of the mesh axes.
+    platform: the platform of the devices.
     sizes: name to bytes of everything in memory during an update, the engine
       included. A reference in host memory is left out: it is on the devices
       only before an update.
     gradients: the bytes of the float32 gradients during an update.
-    temporaries: the bytes that the compiled update needs beside its arguments,
-      gradients included; None if it was lowered only.
-    collectives: the collectives of the compiled update; empty if it was lowered
-      only.
-    operations: the multiplications and additions of its matrix products.
+    programs: the programs that were compiled, by name.
   """
 
   axes: Mapping[str, int]
+  platform: str
   sizes: Mapping[str, int]
   gradients: int
-  temporaries: int | None
-  collectives: tuple[program.Collective, ...]
-  operations: int
+  programs: Mapping[str, Cost]
 
   @property
   def total(self) -> int:
-    """Returns the bytes at the peak of an update."""
-    beside = self.gradients if self.temporaries is None else self.temporaries
-    return sum(self.sizes.values()) + beside
+    """Returns the bytes at the peak of a program."""
+    beside = [cost.temporaries for cost in self.programs.values()]
+    return sum(self.sizes.values()) + max(beside, default=self.gradients)
+
+  @property
+  def problems(self) -> list[str]:
+    """Returns a line for each program that does not fit by itself."""
+    return [
+      f'{name}: {cost.problem}'
+      for name, cost in self.programs.items()
+      if cost.problem
+    ]
 
 
 def make(
@@ -67,34 +105,36 @@ def make(
   *,
   length: int,
   loss_fraction: float,
-  compiles: bool,
+  programs: Sequence[str] = (),
+  topology: str = '',
 ) -> Plan:
   """Returns the plan of a configuration on all devices.
-
-  Attention is that of the platform: on CPU it needs logits of length x length,
-  which the kernels of accelerators do not need.
 
   Args:
     config: the config of a run; of its model, `config.json` suffices.
     length: the number of tokens of a row.
     loss_fraction: the largest share of a row's tokens that carries loss.
-    compiles: whether the update is compiled; False = it is lowered only.
+    programs: the keys of `PROGRAMS` to compile.
+    topology: the name of a TPU slice, see `topology.devices`; '': the devices
+      of this process.
 
   Raises:
-    Misconfigured: the mesh does not divide the model or the rows.
+    Misconfigured: there is no such slice, or the mesh does not divide the model
+      or the rows.
   """
   with assembly.config_errors():
-    mesh = assembly.build_mesh(config)
+    devices = topology_lib.devices(topology) if topology else None
+    mesh = assembly.build_mesh(config, devices)
     tokenizer = None
     if not config.model.path:
       questions = assembly.build_questions(config)
       tokenizer = assembly.build_tokenizer(config, questions)
-    shape = assembly.build_model_config(config, tokenizer)
+    shape = assembly.build_model_config(config, tokenizer, mesh)
     learner = learner_lib.Learner(config, shape, mesh)
     placement = assembly.build_placement(config, shape, mesh)
     assembly.check_batch_sizes(config, shape, mesh, placement)
-    packed = _packed(config, shape, length, math.ceil(loss_fraction * length))
-    state, reference, lowered = learner.lower_update(packed)
+    packed = packed_shapes(config, shape, length, loss_fraction)
+    state, reference = learner.abstract_start()
   models = {'policy': state.policy, 'value': state.value}
   sizes = {
     f'{name} {label}': _bytes_per_device(getattr(model, attribute))
@@ -113,25 +153,38 @@ def make(
   gradients = sum(
     sizes[f'{name} parameters'] for name, m in models.items() if m is not None
   )
-  temporaries, collectives, operations = None, (), 0
-  if compiles:
-    compiled = lowered.compile()
-    memory = compiled.memory_analysis()
-    temporaries = (
-      memory.temp_size_in_bytes
-      + memory.output_size_in_bytes
-      - memory.alias_size_in_bytes
-    )
-    text = compiled.as_text()
-    collectives = tuple(program.collectives(text))
-    operations = program.operations(text)
+  clock = topology_lib.CLOCK[topology_lib.chip(topology)] if topology else 1.0
   return Plan(
     axes=dict(mesh.shape),
+    platform=mesh_lib.platform(mesh),
     sizes={name: size for name, size in sizes.items() if size},
     gradients=gradients,
-    temporaries=temporaries,
-    collectives=collectives,
-    operations=operations,
+    programs={
+      name: _cost(PROGRAMS[name](learner, packed), clock) for name in programs
+    },
+  )
+
+
+def _cost(lowered, clock: float) -> Cost:
+  """Returns the cost of a lowered program.
+
+  Args:
+    lowered: the program.
+    clock: cycles of a device per second.
+  """
+  try:
+    compiled = topology_lib.compiled(lowered)
+  except topology_lib.DoesNotFit as error:
+    return Cost(problem=str(error))
+  memory = compiled.memory_analysis()
+  text = compiled.as_text()
+  return Cost(
+    memory.temp_size_in_bytes
+    + memory.output_size_in_bytes
+    - memory.alias_size_in_bytes,
+    tuple(program.collectives(text)),
+    program.operations(text),
+    program.estimated_cycles(text) / clock,
   )
 
 
@@ -172,11 +225,19 @@ def engine_sizes(
   }
 
 
-def _packed(
-  config, shape: model_config.ModelConfig, length: int, num_losses: int
+def packed_shapes(
+  config, shape: model_config.ModelConfig, length: int, loss_fraction: float
 ) -> batch_lib.TokenBatch:
-  """Returns the shapes of a batch that `pack` would make."""
+  """Returns the shapes of a batch that `pack` would make.
+
+  Args:
+    config: the config of a run.
+    shape: the shape of its models.
+    length: the number of tokens of a row.
+    loss_fraction: the largest share of a row's tokens that carries loss.
+  """
   rows = config.rollout.trajectories_per_step
+  num_losses = math.ceil(loss_fraction * length)
 
   def per_row(dtype, *shape: int) -> Any:  # a shape in place of an array
     return jax.ShapeDtypeStruct((rows, *shape), dtype)

@@ -289,17 +289,10 @@ class Learner:
     weights = jax.eval_shape(self.policy.init, jax.random.key(0))
     return self._abstract_state_of(weights).policy.params
 
-  def lower_update(
-    self, packed: batch_lib.TokenBatch
-  ) -> tuple[state_lib.TrainState, functional.Params | None, Any]:
-    """Lowers an update from shapes alone; nothing is loaded or computed.
-
-    Args:
-      packed: shapes of a packed batch.
-
-    Returns:
-      Shapes and layouts of state and reference, and the lowered update.
-    """
+  def abstract_start(
+    self,
+  ) -> tuple[state_lib.TrainState, functional.Params | None]:
+    """Returns shapes and layouts of the first state and of the reference."""
     weights = jax.eval_shape(self.policy.init, jax.random.key(0))
     cast = jax.eval_shape(
       lambda params: precision.cast(params, self.policy.config.dtype), weights
@@ -310,6 +303,26 @@ class Learner:
     if self._has_own_reference:
       layout = sharding.param_shardings(cast, self.mesh)
       reference = _with_shardings(cast, layout)
+    return state, reference
+
+  def lower_annotate(self, packed: batch_lib.TokenBatch) -> Any:
+    """Lowers `annotate` from shapes alone; nothing is loaded or computed.
+
+    Args:
+      packed: shapes of a packed batch.
+    """
+    state, reference = self.abstract_start()
+    return self._programs.annotate.lower(
+      state, self._laid_out(packed), self._algorithm, reference=reference
+    )
+
+  def lower_update(self, packed: batch_lib.TokenBatch) -> Any:
+    """Lowers `update` from shapes alone; nothing is loaded or computed.
+
+    Args:
+      packed: shapes of a packed batch.
+    """
+    state, reference = self.abstract_start()
     batch, _ = jax.eval_shape(
       self._programs.annotate,
       state,
@@ -317,15 +330,18 @@ class Learner:
       self._algorithm,
       reference=reference,
     )
-    lowered = self._programs.update.lower(
+    return self._programs.update.lower(
       dataclasses.replace(state, frozen=None),
-      _with_shardings(batch, jax.tree.map(lambda _: self._rows, batch)),
+      self._laid_out(batch),
       np.arange(self._config.updates.minibatch_size, dtype=np.int32),
       self._algorithm,
       self._hyperparameters,
       frozen=state.frozen,
     )
-    return state, reference, lowered
+
+  def _laid_out(self, batch: batch_lib.TokenBatch) -> batch_lib.TokenBatch:
+    """Returns the shapes of a batch with its layout attached."""
+    return _with_shardings(batch, jax.tree.map(lambda _: self._rows, batch))
 
   @property
   def _reference_on_host(self) -> bool:

@@ -1,7 +1,8 @@
 """Counts what a compiled program does on each device, from its HLO text.
 
 An instruction counts as often as it runs, one in the body of a loop as often as
-the loop iterates. Bytes and operations are those of one device.
+the loop iterates. Bytes and operations are those of one device. The text may be
+that of the compiler for CPU, GPU or TPU.
 """
 
 from collections import defaultdict
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 import dataclasses
 import math
 import re
+from typing import Any
 
 # For each kind of collective, the bytes that one of n devices in a ring sends.
 # `size` is the larger of the bytes of its operands and of its results.
@@ -35,6 +37,13 @@ _CALLED = re.compile(
   r'|branch_computations)=(?:%?([\w.-]+)|\{([^}]*)\})'
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_CHANNEL = re.compile(r'\bchannel_id=(\d+)')
+# The compiler for TPU estimates how long a kernel computes; it does not count
+# waits for other devices, nor kernels that it did not make itself.
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+# How the compiler for TPU names a kernel that is a reduce-scatter; inside, the
+# text has an all-reduce, of whose result a part is kept.
+_REDUCE_SCATTER_KERNEL = 'all-reduce-scatter'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +56,8 @@ class Instruction:
     operands: (element type, dimensions) of its arguments.
     rest: the text from the arguments on.
     times: how often it runs.
+    kernel: the name of the fused computation that it is in; '' if it is in
+      none.
   """
 
   opcode: str
@@ -54,6 +65,7 @@ class Instruction:
   operands: tuple[tuple[str, tuple[int, ...]], ...]
   rest: str
   times: int
+  kernel: str
 
   @property
   def size(self) -> int:
@@ -88,15 +100,17 @@ class Collective:
 def instructions(text: str) -> list[Instruction]:
   """Returns all instructions; a loop without a known trip count counts once."""
   computations = dict(_computations(text))
-  times = defaultdict(int)
+  times, fused = defaultdict(int), set()
   times[next(reversed(computations))] = 1  # the entry computation is last
   # Callees stand before their callers, so in reverse order a caller's count is
   # complete before it is added to those of its callees.
   for name, lines in reversed(computations.items()):
     for line in lines:
+      trips = _trips(line, computations)
       for kind, callee in _called(line['rest']):
-        trips = _TRIPS.search(line['rest']) if kind == 'body' else None
-        times[callee] += times[name] * (int(trips[1]) if trips else 1)
+        times[callee] += times[name] * (trips if kind == 'body' else 1)
+        if line['opcode'] == 'fusion':
+          fused.add(callee)
   found = []
   for name, lines in computations.items():
     arrays = {line['name']: _arrays(line['shape']) for line in lines}
@@ -109,6 +123,7 @@ def instructions(text: str) -> list[Instruction]:
           tuple(x for a in arguments for x in arrays.get(a, ())),
           line['rest'],
           times[name],
+          name if name in fused else '',
         )
       )
   return found
@@ -118,10 +133,17 @@ def collectives(text: str) -> list[Collective]:
   """Returns the collective operations of a program."""
   partitions = re.search(r'num_partitions=(\d+)', text)
   num_devices = int(partitions[1]) if partitions else 1
-  found = []
+  found, begun = [], set()
   for line in instructions(text):
     kind = line.opcode.removesuffix('-start')
     if kind in _SENT:
+      channel = _CHANNEL.search(line.rest)
+      if line.kernel and channel:
+        # A collective that runs beside others is in the kernel that begins it,
+        # in those that it runs beside, and in the one that ends it.
+        if (kind, channel[1]) in begun:
+          continue
+        begun.add((kind, channel[1]))
       # The result of an asynchronous start, except all-reduce-start, is a tuple
       # (operand, result): its largest array counts, not the sum.
       size = max(*map(_size, line.arrays)) if len(line.arrays) > 1 else 0
@@ -129,6 +151,8 @@ def collectives(text: str) -> list[Collective]:
         size = line.size
       size = max(size, sum(map(_size, line.operands)))
       devices = _group_size(line.rest) or num_devices
+      if line.kernel.startswith(_REDUCE_SCATTER_KERNEL):
+        kind = 'reduce-scatter'
       found.append(Collective(kind, line.arrays, size, devices, line.times))
   return found
 
@@ -145,7 +169,52 @@ def operations(text: str) -> int:
       _, result = line.arrays[0]
       inner = math.prod(left[d] for d in dims)
       total += 2 * line.times * inner * math.prod(result)
+    elif line.opcode == 'convolution':  # a matrix product, on TPU
+      labels = re.search(r'dim_labels=(\w+)_(\w+)->(\w+)', line.rest)
+      assert labels is not None  # every convolution has them
+      (_, left), (_, right) = line.operands
+      _, result = line.arrays[0]
+      left, right, result = (
+        dict(zip(names, sizes))
+        for names, sizes in zip(labels.groups(), (left, right, result))
+      )
+      pairs = left.pop('f') * right.pop('o') * result.pop('b')
+      for axis in result.keys() - {'f'}:
+        # Products with padding are left out.
+        pairs *= min(left[axis], result[axis]) * right[axis]
+      total += 2 * line.times * pairs
   return total
+
+
+def estimated_cycles(text: str) -> int:
+  """Returns the cycles that the compiler for TPU expects the kernels to take.
+
+  It is a number to compare programs by, not a time: the compiler estimates the
+  kernels that it makes itself, and no wait for another device. 0 in a program
+  for another platform.
+  """
+  total = 0
+  for line in instructions(text):
+    cycles = None if line.kernel else _CYCLES.search(line.rest)
+    if cycles:
+      total += line.times * int(cycles[1])
+  return total
+
+
+def _trips(line: Mapping[str, str], computations: Mapping[str, Any]) -> int:
+  """Returns how often the loop of an instruction iterates; 1 if unknown."""
+  if known := _TRIPS.search(line['rest']):
+    return int(known[1])
+  if line['opcode'] != 'while':
+    return 1
+  # The compiler for TPU does not tell. Loops of JAX count from 0 up to a
+  # constant, with which their condition compares.
+  callees = dict(_called(line['rest']))
+  condition = computations.get(callees['condition'], [])
+  limits = [x['rest'] for x in condition if x['opcode'] == 'constant']
+  limits = [int(x.partition(')')[0]) for x in limits if x[0].isdigit()]
+  below = any('direction=LT' in x['rest'] for x in condition)
+  return limits[0] if below and len(limits) == 1 else 1
 
 
 def _computations(text) -> Iterator[tuple[str, list[Mapping[str, str]]]]:

@@ -13,8 +13,12 @@ _WITH_TORCH = (
   'benchmarks.torch_update',
   'benchmarks.vocabulary',
 )
-# They compare numbers instead of times, and `make bench` leaves them out.
-_NO_BENCHMARK = {'benchmarks.same_numbers', 'benchmarks.mismatch'}
+# They measure no times, and `make bench` leaves them out.
+_NO_BENCHMARK = {
+  'benchmarks.same_numbers',
+  'benchmarks.mismatch',
+  'benchmarks.slices',
+}
 _MAKEFILE = (_ROOT / 'Makefile').read_text(encoding='utf-8')
 _MODULES = re.findall(r'^\| `python -m (benchmarks\.\w+)` \|', _PAGE, re.M)
 

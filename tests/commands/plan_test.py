@@ -36,9 +36,7 @@ def _sizes(out):
 
 
 def test_bytes_of_a_small_model():
-  found = plan.make(
-    runs.config(mesh__fsdp=2), length=128, loss_fraction=0.5, compiles=False
-  )
+  found = plan.make(runs.config(mesh__fsdp=2), length=128, loss_fraction=0.5)
   assert found.axes == {'data': 4, 'fsdp': 2, 'tensor': 1}
   sizes = found.sizes
   # All but norms and biases are cut in two; the value head is one column.
@@ -126,9 +124,9 @@ def test_a_plan_with_routing_replay(capsys):
 def test_a_compiled_plan_prints_collectives_and_operations(capsys):
   code, out, _ = _plan(capsys, '--hbm_gib=1e-6', '--config.mesh.fsdp=2')
   assert code == 2 and out.endswith('does not fit in 1e-06 GiB\n')
-  assert re.search(r'sent by \d+ all-gather\n', out)
-  assert re.search(r'[\d.]+ TFLOP of matrix products\n', out)
-  assert 'temporaries, as planned for CPU' in out
+  assert re.search(r'sent by \d+ all-gather of update\n', out)
+  assert re.search(r'[\d.]+ TFLOP of matrix products of update\n', out)
+  assert 'temporaries of update, as planned for CPU' in out
 
 
 @pytest.mark.parametrize(
@@ -136,7 +134,7 @@ def test_a_compiled_plan_prints_collectives_and_operations(capsys):
   [
     ('--config.mesh.tensor=8', 'tensor=8 does not divide num_heads=2'),
     ('--devices=0', '--devices=0: must be greater than 0'),
-    ('--hbm_gib=inf', '--hbm_gib=inf: must be greater than 0'),
+    ('--hbm_gib=inf', '--hbm_gib=inf: must be 0 or greater'),
     ('--length=-64', '--length=-64: must be 0 or greater'),
     ('--loss_fraction=3.0', '--loss_fraction=3.0: must be in (0, 1]'),
     ('--config.rollout.slots=4', 'rollout.slots=4: must be a multiple of 8'),

@@ -73,7 +73,8 @@ def _compiled(axes, num_microbatches=1, remat='none') -> _Compiled:
   )
   shape = dataclasses.replace(_SHAPE, remat=remat)
   learner = learner_lib.Learner(config, shape, mesh)
-  state, _, lowered = learner.lower_update(_packed(rows))
+  state, _ = learner.abstract_start()
+  lowered = learner.lower_update(_packed(rows))
   compiled = lowered.compile(compiler_options=_COMPILER_OPTIONS)
   return _Compiled(state, compiled, compiled.as_text())
 
@@ -105,20 +106,24 @@ def _bytes(tree, only=''):
 def _fsdp_formula(state, devices, *, num_microbatches):
   """Returns the bytes that a device sends in an update, n devices in a ring.
 
-      (n - 1) / n x (gathered + scattered)
+      (n - 1) / n x (gathered + scattered + exchanged)
 
   Layers are gathered in the forward and in the backward pass (which also
-  computes again with them) of every microbatch; embeddings and output matrix
-  once, before the loops. Gradients of every microbatch are summed and cut: on
-  CPU by an all-reduce, which sends twice what a reduce-scatter would, but for
-  the output matrix.
+  computes again with them) of every microbatch; the output matrix once, before
+  the loops. Gradients of every microbatch are summed and cut: on CPU by an
+  all-reduce, which sends twice what a reduce-scatter would, but for the output
+  matrix. Embeddings and their gradients stay where they are; what is exchanged
+  are the embedded tokens of a device's rows and their gradients, for each of
+  two models.
   """
   params = [state.policy.params, state.value.params]
   layers, output = _bytes(params, 'layers/.*kernel'), _bytes(params, 'lm_head')
-  embeddings = _bytes(params, 'embedding')
-  gathered = num_microbatches * 2 * layers + embeddings + output
-  scattered = num_microbatches * (2 * (_bytes(params) - output) + output)
-  return (devices - 1) / devices * (gathered + scattered)
+  summed = _bytes(params) - output - _bytes(params, 'embedding')
+  gathered = num_microbatches * 2 * layers + output
+  scattered = num_microbatches * (2 * summed + output)
+  tokens = num_microbatches * _ROWS_PER_DEVICE * _LENGTH
+  exchanged = 2 * 2 * tokens * _D * 4
+  return (devices - 1) / devices * (gathered + scattered + exchanged)
 
 
 @pytest.mark.parametrize(

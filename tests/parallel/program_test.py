@@ -55,6 +55,82 @@ def test_collectives_of_a_program_are_counted():
   ]
 
 
+# The compiler for TPU does not tell how often a loop iterates; it divides a
+# gather into kernels that run beside others; and it writes a reduce-scatter as
+# a kernel with an all-reduce.
+_TPU_TEXT = """HloModule jit_f, is_scheduled=true, num_partitions=16
+
+%begin (p: bf16[1,8]) -> (bf16[1,8], bf16[16,8]) {
+  %part = bf16[1,8]{1,0} parameter(0)
+  %all-gather.1 = bf16[16,8]{1,0} all-gather(%part), channel_id=7, \
+replica_groups=[1,16]<=[16], dimensions={0}
+  ROOT %begun = (bf16[1,8]{1,0}, bf16[16,8]{1,0}) custom-call(%all-gather.1)
+}
+
+%beside (p: bf16[1,8], x: bf16[4,16], w: bf16[16,8]) -> bf16[4,8] {
+  %part.2 = bf16[1,8]{1,0} parameter(0)
+  %all-gather.2 = bf16[16,8]{1,0} all-gather(%part.2), channel_id=7, \
+replica_groups=[1,16]<=[16], dimensions={0}
+  %x = bf16[4,16]{1,0} parameter(1)
+  %w = bf16[16,8]{1,0} parameter(2)
+  ROOT %product = bf16[4,8]{1,0} convolution(%x, %w), dim_labels=bf_io->bf
+}
+
+%all-reduce-scatter.3 (p: bf16[16,8]) -> bf16[1,8] {
+  %whole = bf16[16,8]{1,0} parameter(0)
+  %sum = bf16[16,8]{1,0} all-reduce(%whole), channel_id=9, \
+replica_groups=[1,16]<=[16], to_apply=%add
+  ROOT %piece = bf16[1,8]{1,0} dynamic-slice(%sum, %at, %zero)
+}
+
+%body (arg: (s32[], bf16[1,8])) -> (s32[], bf16[1,8]) {
+  %start = (bf16[1,8]{1,0}, bf16[16,8]{1,0}) fusion(%mine), kind=kCustom, \
+calls=%begin
+  %fusion.1 = bf16[4,8]{1,0} fusion(%start, %a, %b), kind=kOutput, \
+calls=%beside, backend_config={"window_config":{"estimated_cycles":"250"}}
+  %fusion.2 = bf16[1,8]{1,0} fusion(%c), kind=kCustom, \
+calls=%all-reduce-scatter.3
+}
+
+%condition (arg: (s32[], bf16[1,8])) -> pred[] {
+  %constant.4 = s32[]{:T(128)} constant(28)
+  ROOT %less = pred[] compare(%at, %constant.4), direction=LT
+}
+
+ENTRY %main (p: bf16[1,8]) -> bf16[1,8] {
+  %p = bf16[1,8]{1,0} parameter(0)
+  %loop = (s32[], bf16[1,8]{1,0}) while(%p), condition=%condition, body=%body
+  %heads = bf16[4,2,3]{2,1,0} convolution(%q, %k), window={size=2 \
+pad=1_1 rhs_reversal=1}, dim_labels=bf0_0oi->b0f
+  ROOT %copy = bf16[1,8]{1,0} copy(%p), backend_config={"estimated_cycles":"5"}
+}
+"""
+
+
+def test_programs_for_tpu_are_counted():
+  found = [
+    (c.kind, c.size, c.devices, c.times) for c in program.collectives(_TPU_TEXT)
+  ]
+  assert found == [
+    ('all-gather', 16 * 8 * 2, 16, 28),
+    ('reduce-scatter', 16 * 8 * 2, 16, 28),
+  ]
+  assert program.estimated_cycles(_TPU_TEXT) == 28 * 250 + 5
+  assert program.estimated_cycles(_TEXT) == 0
+
+
+def test_convolutions_that_are_products_are_counted():
+  text = _TPU_TEXT.replace(
+    '  %heads',
+    '  %q = bf16[4,5,1]{2,1,0} parameter(1)\n'
+    '  %k = bf16[2,3,5]{2,1,0} parameter(2)\n  %heads',
+  )
+  # [4, 16] x [16, 8] in the loop; [4, 5] x [5, 3] for each of two heads, of
+  # which the window adds padding.
+  expected = 28 * 2 * 4 * 16 * 8 + 2 * 4 * 5 * 3 * 2
+  assert program.operations(text) == expected
+
+
 def _compiled(function, mesh, *arrays):
   columns, whole = (
     jax.sharding.NamedSharding(mesh, s) for s in (P(None, 'fsdp'), P())

@@ -1,0 +1,161 @@
+"""Compiles the programs of published models for TPU slices; no TPU is needed.
+
+python -m benchmarks.slices [--only=TEXT] [--write]
+
+Each pair of a model and a slice takes some minutes and 3 GB of memory, in a
+process of its own. `--only` selects the pairs whose name contains the text, for
+example `7b` or `1_5b@v5e:4x4`. `--write` puts their lines into the table of
+docs/sharding.md and keeps the other lines.
+
+A run has 512 trajectories of 4096 tokens a step, of which half carry loss, and
+256 in an update, with a policy and a value model and bfloat16 activations. Each
+group of devices that shares a row has one row in a forward pass.
+"""
+
+import argparse
+import pathlib
+import re
+import subprocess
+import sys
+from typing import NamedTuple
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_MODELS = _ROOT / 'tests' / 'models' / 'published'
+_PAGE = _ROOT / 'docs' / 'sharding.md'
+_GIB = 2**30
+_LENGTH, _LOSS_FRACTION = 4096, 0.5
+_BEGIN, _END = '<!-- slices -->', '<!-- end of slices -->'
+_HEADER = (
+  '| model and slice | data, fsdp, tensor | state | annotate | update | sent |'
+  ' products | kernels | |',
+  '| --- | --- | --- | --- | --- | --- | --- | --- | --- |',
+)
+
+
+class Setting(NamedTuple):
+  """The mesh of a model on a slice.
+
+  A sum of gradients over all of 16 or more chips is compiled to an all-reduce,
+  which sends twice as much as a reduce-scatter, so `fsdp` has fewer chips.
+  """
+
+  data: int
+  fsdp: int
+  tensor: int
+
+
+SETTINGS = {
+  'qwen2_5_1_5b@v5e:2x4': Setting(1, 8, 1),
+  'qwen2_5_1_5b@v5e:4x4': Setting(2, 8, 1),
+  'qwen2_5_1_5b@v5e:8x8': Setting(8, 8, 1),
+  'qwen2_5_1_5b@v5p:2x2x4': Setting(2, 8, 1),
+  'qwen2_5_1_5b@v6e:4x4': Setting(2, 8, 1),
+  'qwen2_5_3b@v5e:2x4': Setting(1, 8, 1),
+  'qwen2_5_3b@v5e:4x4': Setting(1, 8, 2),
+  'qwen2_5_3b@v5e:8x8': Setting(4, 16, 1),
+  'qwen2_5_3b@v5p:2x2x4': Setting(2, 8, 1),
+  'qwen2_5_3b@v6e:4x4': Setting(2, 8, 1),
+  'qwen2_5_7b@v5e:8x8': Setting(1, 32, 2),
+  'qwen2_5_7b@v5p:2x2x4': Setting(2, 8, 1),
+  'qwen2_5_7b@v6e:4x4': Setting(1, 8, 2),
+  'qwen3_8b@v5e:8x8': Setting(1, 32, 2),
+  'qwen3_8b@v5p:2x2x4': Setting(2, 8, 1),
+  'qwen3_8b@v6e:4x4': Setting(1, 8, 2),
+  'qwen3_30b_a3b@v5p:2x2x4': Setting(1, 8, 2),
+}
+
+
+def config(name: str):
+  """Returns the config of a pair, a key of `SETTINGS`."""
+  from stppo_jax.configs import base
+
+  setting, model = SETTINGS[name], name.partition('@')[0]
+  made = base.get_config('st_ppo')
+  made.model.path = str(_MODELS / model)
+  made.model.dtype = 'bfloat16'
+  made.updates.remat = 'full'
+  made.updates.microbatch_size = setting.data * setting.fsdp
+  made.mesh.update(setting._asdict())
+  return made
+
+
+def line(name: str) -> str:
+  """Returns the line of a pair, after compiling its programs."""
+  from stppo_jax.analysis import plan as plan_lib
+  from stppo_jax.parallel import topology
+
+  model, _, chips = name.partition('@')
+  plan = plan_lib.make(
+    config(name),
+    length=_LENGTH,
+    loss_fraction=_LOSS_FRACTION,
+    programs=('annotate', 'update'),
+    topology=chips,
+  )
+  engines = [n for n in plan.sizes if 'engine' in n]
+  state = sum(size for n, size in plan.sizes.items() if n not in engines)
+  annotate, update = plan.programs['annotate'], plan.programs['update']
+  sent = sum(c.sent for c in update.collectives)
+  used = [
+    cost.problem or f'{(state + cost.temporaries) / _GIB:.1f}'
+    for cost in (annotate, update)
+  ]
+  memory = topology.MEMORY[topology.chip(chips)]
+  largest = state + max(annotate.temporaries, update.temporaries)
+  fits = not plan.problems and largest <= memory * _GIB
+  cells = (
+    f'{model} {chips}',
+    ', '.join(map(str, SETTINGS[name])),
+    f'{state / _GIB:.1f}',
+    *used,
+    f'{sent / _GIB:.0f}',
+    f'{update.operations / 1e12:.0f}',
+    f'{annotate.seconds:.1f} + {update.seconds:.1f}',
+    'fits' if fits else 'does not fit',
+  )
+  return f'| {" | ".join(cells)} |'
+
+
+def write(lines: list[str], page: pathlib.Path) -> None:
+  """Puts lines into the table of a page, in the order of `SETTINGS`."""
+  text = page.read_text(encoding='utf-8')
+  before, _, rest = text.partition(_BEGIN)
+  table, _, after = rest.partition(_END)
+  found = {}
+  for row in [*table.splitlines()[2:], *lines]:
+    if match := re.match(r'\| (\S+) (\S+) \|', row):
+      found['@'.join(match.groups())] = row
+  rows = [found[name] for name in SETTINGS if name in found]
+  table = '\n'.join(['', *_HEADER, *rows, ''])
+  page.write_text(before + _BEGIN + table + _END + after, encoding='utf-8')
+
+
+def main() -> None:
+  """Prints the line of each selected pair."""
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument('--only', default='')
+  parser.add_argument('--write', action='store_true')
+  parser.add_argument('--pair', choices=SETTINGS, help=argparse.SUPPRESS)
+  arguments = parser.parse_args()
+  if arguments.pair:
+    import jax
+
+    jax.config.update('jax_platforms', 'cpu')
+    print(line(arguments.pair))
+    return
+  for name in SETTINGS:
+    if arguments.only in name:
+      # One process for each, which gives its memory back.
+      command = [sys.executable, '-m', 'benchmarks.slices', f'--pair={name}']
+      done = subprocess.run(
+        command, cwd=_ROOT, stdout=subprocess.PIPE, text=True
+      )
+      done.check_returncode()
+      row = done.stdout.splitlines()[-1]
+      print(row, flush=True)
+      if arguments.write:
+        write([row], _PAGE)
+
+
+if __name__ == '__main__':
+  main()
