@@ -201,7 +201,7 @@ def scripts(
   return dialogues
 
 
-class Scripted:
+class Scripted(protocol.Environment):
   """An environment that follows scripts; question n is script n.
 
   A turn that is not in the script raises a ValueError, so that every timed

@@ -125,7 +125,8 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       'data': {
         # synthetic_wiki: questions on made-up encyclopedias. jsonl: questions
         # and passages from files, JSONL or parquet. tfds: data sets that the
-        # command `data build` has built.
+        # command `data build` has built. arithmetic: sums for env.name=tools.
+        # games: numbers from which env.name=textworld and gymnasium make games.
         'name': 'synthetic_wiki',
         # The folder that holds the files of jsonl, or the data sets of tfds.
         'root': '',
@@ -151,6 +152,13 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           'name_pieces': 2,  # sub-word pieces that a name consists of
           'distractors': 0,  # extra entities to which no fact points
           'think_words': 0,  # filler words in each <think> of a demonstration
+        },
+        'arithmetic': {
+          'max_number': 20,  # the largest number in a question
+        },
+        'games': {
+          # How many games are trained on; 0 = new ones in every step.
+          'count': 0,
         },
       },
       'env': {
@@ -183,6 +191,11 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           # Rewards of a turn, on the last token of the turn.
           'turn_search': 0.0,  # if its search found passages
           'turn_answer_found': 0.0,  # if these contain a golden answer
+          # Rewards of the environment textworld.
+          'solved': 1.0,  # of the trajectory, if the game is solved
+          # Of a turn: added if fewer commands are needed after it, subtracted
+          # if more are. 0 = the rewards are sparse.
+          'turn_progress': 0.0,
         },
         # The last part of max_length, in which rewards.overlong grows.
         'overlong_fraction': 0.2,
@@ -190,6 +203,27 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # search_r1: in prompt and response, like the scorer of Search-R1,
         # faults included.
         'reward_scope': 'response',
+        # The environment tools: functions that the policy can call.
+        'tools': {
+          # Tools of our own: some of TOOLS in envs/tools.py.
+          'names': ('calculator',),
+          # MCP servers, all tools of which can be called: addresses such as
+          # http://localhost:8000/mcp, and commands such as 'python server.py'.
+          'mcp_servers': (),
+          'timeout': 10.0,  # seconds per call
+        },
+        # The environment textworld: generated text games.
+        'textworld': {
+          'rooms': 2,  # rooms of a house
+          'objects': 4,  # things in it, at least
+          'quest_length': 2,  # commands that solve a game
+          # Whether observations list the commands that are possible.
+          'list_commands': True,
+        },
+        # The environment gymnasium: one of yours, with its interface.
+        'gymnasium': {
+          'make': '',  # module:function, a function that makes one
+        },
       },
       'retrieval': {
         'url': '',  # '' = an embedded server on a free local port

@@ -12,6 +12,7 @@ import pathlib
 from stppo_jax.data import layout
 from stppo_jax.data import mixtures
 from stppo_jax.envs import environments
+from stppo_jax.envs import gymnasium
 from stppo_jax.envs import prompts
 from stppo_jax.envs import reward_function
 from stppo_jax.retrieval import address
@@ -136,11 +137,19 @@ def _reward_function_exists(name) -> Iterator[str]:
     yield f'env.reward_function={name!r}: {error}'
 
 
+def _gymnasium_is_made(make, environment) -> Iterator[str]:
+  if environment == 'gymnasium':
+    try:
+      gymnasium.load(make)
+    except ValueError as error:
+      yield str(error)
+
+
 def _data_exist(
   name, root, train, evaluation, corpus, url, environment
 ) -> Iterator[str]:
   """The files or data sets that are named exist and lie under the root."""
-  if name == 'synthetic_wiki':
+  if name not in ('jsonl', 'tfds'):
     return
   folder = pathlib.Path(root).resolve()
   if not root:
@@ -346,6 +355,7 @@ RELATIONS: tuple[Relation, ...] = (
   (('model.tokenizer_path',), _tokenizer_exists),
   (('env.prompt_template',), _template_is_readable),
   (('env.reward_function',), _reward_function_exists),
+  (('env.gymnasium.make', 'env.name'), _gymnasium_is_made),
   (
     (
       'updates.routing_replay',

@@ -15,6 +15,7 @@ from stppo_jax.configs import base
 from stppo_jax.configs import relations
 from stppo_jax.envs import environments
 from stppo_jax.envs import rewards
+from stppo_jax.envs import tools
 from stppo_jax.retrieval import dialects
 
 
@@ -92,7 +93,9 @@ RULES: Mapping[str, settings.Rule] = {
   'mesh.data': _AXIS,
   'mesh.fsdp': _AXIS,
   'mesh.tensor': _AXIS,
-  'data.name': _one_of('synthetic_wiki', 'jsonl', 'tfds'),
+  'data.name': _one_of(
+    'synthetic_wiki', 'jsonl', 'tfds', 'arithmetic', 'games'
+  ),
   'data.tokenizer_vocab_size': settings.Rule(
     lambda x: x > 256, 'greater than 256, the number of bytes'
   ),
@@ -102,6 +105,8 @@ RULES: Mapping[str, settings.Rule] = {
   'data.synthetic_wiki.name_pieces': _AT_LEAST_2,
   'data.synthetic_wiki.distractors': _NOT_NEGATIVE,
   'data.synthetic_wiki.think_words': _NOT_NEGATIVE,
+  'data.arithmetic.max_number': _AT_LEAST_2,
+  'data.games.count': _NOT_NEGATIVE,
   'env.name': _one_of(*environments.ENVIRONMENTS),
   'env.max_turns': _NOT_NEGATIVE,
   'env.max_turn_tokens': _POSITIVE,
@@ -116,7 +121,21 @@ RULES: Mapping[str, settings.Rule] = {
   'env.overlong_fraction': _POSITIVE_FRACTION,
   'env.rewards.turn_search': _FINITE,
   'env.rewards.turn_answer_found': _FINITE,
+  'env.rewards.solved': _FINITE,
+  'env.rewards.turn_progress': _FINITE,
   'env.reward_scope': _one_of(*rewards.SCOPES),
+  'env.tools.names': settings.Rule(
+    lambda names: set(names) <= set(tools.TOOLS),
+    'some of ' + ', '.join(tools.TOOLS),
+  ),
+  'env.tools.mcp_servers': settings.Rule(
+    lambda servers: all(isinstance(x, str) and x.strip() for x in servers),
+    "addresses or commands, such as ('http://localhost:8000/mcp',)",
+  ),
+  'env.tools.timeout': _POSITIVE,
+  'env.textworld.rooms': _POSITIVE,
+  'env.textworld.objects': _NOT_NEGATIVE,
+  'env.textworld.quest_length': _POSITIVE,
   'retrieval.dialect': _one_of(*dialects.DIALECTS),
   'retrieval.topk': _POSITIVE,
   'retrieval.timeout': _POSITIVE,

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from tests import adding_an_algorithm_test
+from tests import adding_an_environment_test
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -54,7 +55,10 @@ class Addition(NamedTuple):
     documented: whether `make docs` has to be run.
   """
 
-  insertions: tuple[Insertion | adding_an_algorithm_test.Step, ...]
+  insertions: tuple[
+    Insertion | adding_an_algorithm_test.Step | adding_an_environment_test.Step,
+    ...,
+  ]
   program: str
   documented: bool = False
 
@@ -122,86 +126,31 @@ _CLIP_RULE = Addition(
 )
 
 _ENVIRONMENT = Addition(
-  (
-    Insertion(
-      'stppo_jax/envs/echo.py',
-      '',
-      '''
-      """Repeat the question: an environment with one turn."""
-
-      from stppo_jax import types
-      from stppo_jax.envs import protocol
-
-
-      class EchoEnvironment:
-        """Rewards a policy that writes the question once more."""
-
-        stop_strings = ('.',)
-        tags = ()
-        main_score = 'same'
-        needs_retriever = False
-
-        @classmethod
-        def from_options(cls, options, retriever):
-          return cls()
-
-        @staticmethod
-        def phrases(vocabulary):
-          return list(vocabulary)
-
-        @staticmethod
-        def statistics(trajectories):
-          return {}
-
-        def prompt(self, question):
-          return question.text
-
-        async def step(self, question, turn_index, text):
-          return protocol.Step('say', None, types.TrajectoryStatus.COMPLETED)
-
-        def rewards(self, question, prompt, texts, status):
-          same = float(texts == [prompt])
-          return {'same': same}, {'same': same}
-      ''',
-    ),
-    Insertion(
-      'stppo_jax/envs/environments.py',
-      "'search': search.SearchEnvironment,",
-      "'echo': echo.EchoEnvironment,\n",
-    ),
-    Insertion(
-      'stppo_jax/envs/environments.py',
-      'from stppo_jax.envs import search',
-      'from stppo_jax.envs import echo\n',
-    ),
-  ),
+  tuple(adding_an_environment_test.steps('stppo_jax')),
   """
   from stppo_jax import types
   from stppo_jax.commands import configuration
   from stppo_jax.envs import environments
-  from stppo_jax.rollout import collect
-  from stppo_jax.rollout import event_loop
-  from stppo_jax.sampling import scripted
   from tests.rollout import dialogues
 
-  flags = ['--config=configs/base.py', '--config.env.name=echo']
+  flags = ['--config=configs/base.py', '--config.env.name=guess']
+  flags.append('--config.env.max_turns=2')
   config = configuration.parse(flags, workdir=False).config
   kind = environments.find(config.env.name)
-  tokenizer = dialogues.Letters()
-  scripts = [[tokenizer.encode_text('say it.')], [tokenizer.encode_text('no.')]]
-  with event_loop.EventLoop() as loop:
-    collector = collect.Collector(
-      engine=scripted.ScriptedEngine(scripts, 40),
-      environment=kind.from_options(config.env.to_dict(), None),
-      tokenizer=tokenizer,
-      loop=loop,
-      max_turn_tokens=20,
-      max_observation_tokens=20,
-      group_size=2,
-    )
-    question = types.Question('1', 'say it.', ('say it.',), 'echo')
-    trajectories = collector.collect([question], keys=None)
-  assert [t.rewards['same'] for t in trajectories] == [1.0, 0.0]
+  say = lambda *texts: [f'<answer>{text}</answer>' for text in texts]
+  trajectories = dialogues.collect_scripts(
+    [say('5', '9', '7'), say('x', '8', '8')],
+    kind.from_options(config.env.to_dict(), None),
+    [types.Question('1', 'Below ten.', ('7',), 'numbers')],
+    group_size=2,
+    max_length=300,
+  )
+  assert [t.rewards['guessed'] for t in trajectories] == [1.0, 0.0]
+  hints = [dialogues.Letters().decode(turn.observation_ids)
+           for turn in trajectories[0].turns]
+  assert hints == ['\\nIt is larger.\\n', '\\nIt is smaller.\\n', '']
+  assert trajectories[1].turns[0].action == 'invalid'
+  assert kind.statistics(trajectories) == {'env/number_of_guesses': 3.0}
   """,
 )
 
@@ -370,7 +319,7 @@ def _run(words: list[str], root: pathlib.Path) -> str:
     ),
     (
       _ENVIRONMENT,
-      {'stppo_jax/envs/echo.py', 'stppo_jax/envs/environments.py'},
+      {'stppo_jax/envs/guess.py', 'stppo_jax/envs/environments.py'},
     ),
     (_DIALECT, {'stppo_jax/retrieval/dialects.py'}),
     (_MODEL, {'stppo_jax/models/config.py'}),

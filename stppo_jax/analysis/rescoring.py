@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from stppo_jax import types
 from stppo_jax.envs import rewards
-from stppo_jax.envs import search
 
 _FIELDS = ('id', 'golden_answers', 'prompt', 'turns', 'scores', 'status')
 
@@ -75,5 +74,5 @@ def _rescored(where: str, record: Mapping[str, Any], scope: str) -> Rescored:
   )
   score = 0.0
   if answer is not None:
-    score = search.answer_scores(question, answer)['em']
+    score = rewards.answer_scores(question, answer)['em']
   return Rescored(where, record, answer, score, record['scores']['em'])

@@ -1,5 +1,6 @@
 """Reads the action in the text that the policy wrote in one turn."""
 
+from collections.abc import Sequence
 import dataclasses
 import re
 
@@ -9,16 +10,14 @@ from stppo_jax.envs import protocol
 MAX_QUERY_CHARS = 2048
 STOP_STRINGS: tuple[str, ...] = ('</search>', '</answer>')
 
-_CLOSING_TAG = re.compile('</(search|answer)>')
-
 
 @dataclasses.dataclass(frozen=True)
 class Action:
   """The action of a turn.
 
   Attributes:
-    kind: 'search', 'answer' or `protocol.INVALID`.
-    content: the query or the answer without outer white space; '' if the
+    kind: the name of the element, such as 'answer', or `protocol.INVALID`.
+    content: the text of the element without outer white space; '' if the
       action is invalid.
   """
 
@@ -26,8 +25,10 @@ class Action:
   content: str = ''
 
 
-def parse_action(text: str) -> Action:
-  """Returns the first complete <search> or <answer> element of a turn.
+def parse_action(
+  text: str, kinds: Sequence[str] = ('search', 'answer')
+) -> Action:
+  """Returns the first complete element of a turn, such as <search> or <answer>.
 
   The first complete element is the one that *closes* first, since a closing tag
   ends the turn. It reaches back to the first opening tag of its name, over any
@@ -37,8 +38,12 @@ def parse_action(text: str) -> Action:
   A turn without such an element, with an empty query or with a query of more
   than MAX_QUERY_CHARS characters is invalid. All three are the policy's own
   mistakes, so the turn is trained on like any other.
+
+  Args:
+    text: what the policy wrote in the turn.
+    kinds: the names of the elements that are actions.
   """
-  for closing in _CLOSING_TAG.finditer(text):
+  for closing in re.finditer(f'</({"|".join(kinds)})>', text):
     kind = closing[1]
     opening = f'<{kind}>'
     start = text.find(opening, 0, closing.start())

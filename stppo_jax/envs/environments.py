@@ -4,11 +4,17 @@ An entry is a class that implements `protocol.Environment`; its key is a value
 of the config key `env.name`.
 """
 
+from stppo_jax.envs import gymnasium
 from stppo_jax.envs import protocol
 from stppo_jax.envs import search
+from stppo_jax.envs import text_games
+from stppo_jax.envs import tools
 
 ENVIRONMENTS: dict[str, type[protocol.Environment]] = {
+  'gymnasium': gymnasium.GymnasiumEnvironment,
   'search': search.SearchEnvironment,
+  'textworld': text_games.TextWorldEnvironment,
+  'tools': tools.ToolsEnvironment,
 }
 
 

@@ -10,6 +10,8 @@ import unicodedata
 
 TAG_NAMES = ('think', 'search', 'information', 'answer')
 TAGS = tuple(f'<{slash}{name}>' for name in TAG_NAMES for slash in ('', '/'))
+# Tags of other environments: of calls of tools, and of commands.
+OTHER_TAG_NAMES = ('tool_call', 'tool_response', 'action')
 
 # Characters that a reader, or a tokenizer's normaliser, may take for an angle
 # bracket. NFKD maps full-width, small and upright forms to these.
@@ -23,9 +25,11 @@ _LETTERS = {
   'һнη': 'h',
   'іıι': 'i',
   'κк': 'k',
+  'ӏ': 'l',
   'мμ': 'm',
   'ոпν': 'n',
   'оοօ': 'o',
+  'рρ': 'p',
   'гґ': 'r',
   'ѕ': 's',
   'тτ': 't',
@@ -41,7 +45,8 @@ _FOLDED = (
 # none of them, so the slow loop below is rarely entered. After _LESS come the
 # characters that NFKD decomposes into one of _LESS.
 _ANY_LESS = re.compile(f'[{_LESS}＜﹤≮⊀︿︽\u2329]')
-_TAG = re.compile(f'<[/\\\\]*(?:{"|".join(TAG_NAMES)})[/\\\\]*>')
+_NAMES = '|'.join(TAG_NAMES + OTHER_TAG_NAMES).replace('_', '[_-]*')
+_TAG = re.compile(rf'<[/\\]*(?:{_NAMES})[/\\]*>')
 
 
 def neutralise_tags(text: str) -> str:

@@ -69,8 +69,48 @@ class Step:
   passages: tuple[str, ...] = ()
 
 
-class Environment(Protocol):
-  """Opens a dialogue with a question, answers its turns and rewards it.
+class Episode(Protocol):
+  """Answers the turns of one trajectory and rewards it."""
+
+  async def step(
+    self, question: types.Question, turn_index: int, text: str
+  ) -> Step:
+    """Returns the action, the observation and the reward of one turn.
+
+    Args:
+      question: the question of the trajectory.
+      turn_index: the number of the turn, from 0.
+      text: the text that the policy wrote in this turn.
+    """
+    ...
+
+  def rewards(
+    self,
+    question: types.Question,
+    prompt: str,
+    texts: Sequence[str],
+    status: types.TrajectoryStatus,
+  ) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the rewards and the scores of a trajectory that has ended.
+
+    It is called once for each trajectory, however it ended.
+
+    Args:
+      question: the question of the trajectory.
+      prompt: the text that `prompt` returned.
+      texts: the policy's turns, without observations.
+      status: how the trajectory ended.
+
+    Returns:
+      Named, weighted rewards, whose sum is the outcome, and named, unweighted
+      scores for reports, `main_score` among them. The names are the same for
+      every trajectory. All are 0 after INFRA_ERROR.
+    """
+    ...
+
+
+class Environment(Episode, Protocol):
+  """Opens dialogues with questions, answers their turns and rewards them.
 
   Whatever `prompt`, `step` and `rewards` raise fails their own trajectory only,
   which ends with INFRA_ERROR. An exception with an `exit_code` ends the run.
@@ -83,12 +123,15 @@ class Environment(Protocol):
     main_score: the score that evaluations report, as
       `val/{main_score}/{data_set}`.
     needs_retriever: whether passages must be served before it is built.
+    tools: the functions that the policy can call, as its chat template expects
+      them (see `tool.Tool.description`).
   """
 
   stop_strings: tuple[str, ...]
   tags: tuple[str, ...]
   main_score: str
   needs_retriever: bool
+  tools: Sequence[Mapping[str, Any]] = ()
 
   @classmethod
   def from_options(
@@ -124,40 +167,16 @@ class Environment(Protocol):
     """
     ...
 
+  def episode(self, question: types.Question) -> Episode:
+    """Returns what will answer the turns of one trajectory.
+
+    An environment that keeps something between the turns of a trajectory
+    returns a new object for each, and needs no `step` and `rewards` of its own.
+    Others return themselves.
+    """
+    del question
+    return self
+
   def prompt(self, question: types.Question) -> str:
     """Returns the user message that opens a trajectory."""
-    ...
-
-  async def step(
-    self, question: types.Question, turn_index: int, text: str
-  ) -> Step:
-    """Returns the action, the observation and the reward of one turn.
-
-    Args:
-      question: the question of the trajectory.
-      turn_index: the number of the turn, from 0.
-      text: the text that the policy wrote in this turn.
-    """
-    ...
-
-  def rewards(
-    self,
-    question: types.Question,
-    prompt: str,
-    texts: Sequence[str],
-    status: types.TrajectoryStatus,
-  ) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the rewards and the scores of a trajectory that has ended.
-
-    Args:
-      question: the question of the trajectory.
-      prompt: the text that `prompt` returned.
-      texts: the policy's turns, without observations.
-      status: how the trajectory ended.
-
-    Returns:
-      Named, weighted rewards, whose sum is the outcome, and named, unweighted
-      scores for reports, `main_score` among them. The names are the same for
-      every trajectory. All are 0 after INFRA_ERROR.
-    """
     ...

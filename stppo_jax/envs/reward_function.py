@@ -100,7 +100,8 @@ def try_once(
   if function is not None:
     prompt, texts = environment.prompt(question), ['']
     status = types.TrajectoryStatus.TRUNCATED_LENGTH
-    _, scores = environment.rewards(question, prompt, texts, status)
+    episode = environment.episode(question)
+    _, scores = episode.rewards(question, prompt, texts, status)
     function(question, texts, scores)
 
 

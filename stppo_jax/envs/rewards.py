@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import re
 import string
 
+from stppo_jax import types
 from stppo_jax.envs import actions
 from stppo_jax.envs import neutralisation
 
@@ -117,6 +118,35 @@ def golden_choices(
   if keys:
     return frozenset(keys)
   return frozenset().union(*(choose(g, options) for g in golden_answers))
+
+
+def answer_scores(question: types.Question, answer: str) -> dict[str, float]:
+  """Returns the scores that compare the answer with the golden answers."""
+  golden = golden_texts(question)
+  if question.kind == 'choice':
+    options = question.options
+    em = choice_accuracy(answer, options, question.golden_answers)
+    chosen = choose(answer, options)
+    # F1 compares words: the answer "C" has none in common with its option.
+    if len(chosen) == 1:
+      (letter,) = chosen
+      answer = options[letter]
+  else:
+    em = exact_match(answer, golden)
+  return {
+    'em': em,
+    'f1': token_f1(answer, golden),
+    'substring_match': substring_match(answer, golden),
+  }
+
+
+def golden_texts(question: types.Question) -> Collection[str]:
+  """Returns the golden answers as texts; for choices, the options' texts."""
+  if question.kind != 'choice':
+    return question.golden_answers
+  options = question.options
+  golden = golden_choices(options, question.golden_answers)
+  return [options[key] for key in golden]
 
 
 def format_reward(texts: Sequence[str]) -> float:

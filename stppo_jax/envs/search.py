@@ -1,6 +1,5 @@
 """Question answering with a search engine."""
 
-from collections.abc import Collection
 from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
@@ -27,10 +26,10 @@ REWARD_NAMES = OUTCOME_NAMES + TURN_NAMES
 SCORE_NAMES: tuple[str, ...] = ('em', 'f1', 'substring_match', 'format')
 
 
-class SearchEnvironment:
+class SearchEnvironment(protocol.Environment):
   """Answers at most `max_turns` searches; one more turn may give the answer.
 
-  This is a `protocol.Environment` whose scores are SCORE_NAMES.
+  Its scores are SCORE_NAMES.
   """
 
   stop_strings = actions.STOP_STRINGS
@@ -162,7 +161,7 @@ class SearchEnvironment:
       return dict.fromkeys(OUTCOME_NAMES, 0.0), scores
     answer = self._find_answer(prompt, texts)
     if answer is not None:
-      scores |= answer_scores(question, answer)
+      scores |= rewards_lib.answer_scores(question, answer)
     scores['format'] = rewards_lib.format_reward(texts)
     measures = {
       'exact_match': scores['em'],
@@ -184,39 +183,10 @@ class SearchEnvironment:
     """
     if not passages:
       return 0.0
-    golden = _golden_texts(question)
+    golden = rewards_lib.golden_texts(question)
     found = max(
       rewards_lib.substring_match(f'{passage.title}\n{passage.text}', golden)
       for passage in passages
     )
     weights = self._weights
     return weights['turn_search'] + weights['turn_answer_found'] * found
-
-
-def answer_scores(question: types.Question, answer: str) -> dict[str, float]:
-  """Returns the scores that compare the answer with the golden answers."""
-  golden = _golden_texts(question)
-  if question.kind == 'choice':
-    options = question.options
-    em = rewards_lib.choice_accuracy(answer, options, question.golden_answers)
-    chosen = rewards_lib.choose(answer, options)
-    # F1 compares words: the answer "C" has none in common with its option.
-    if len(chosen) == 1:
-      (letter,) = chosen
-      answer = options[letter]
-  else:
-    em = rewards_lib.exact_match(answer, golden)
-  return {
-    'em': em,
-    'f1': rewards_lib.token_f1(answer, golden),
-    'substring_match': rewards_lib.substring_match(answer, golden),
-  }
-
-
-def _golden_texts(question: types.Question) -> Collection[str]:
-  """Returns the golden answers as texts; for choices, the options' texts."""
-  if question.kind != 'choice':
-    return question.golden_answers
-  options = question.options
-  golden = rewards_lib.golden_choices(options, question.golden_answers)
-  return [options[key] for key in golden]

@@ -35,7 +35,9 @@ _LINGER = 0.003
 class Tokenizer(Protocol):
   """See `sampling.tokenizer.Tokenizer`."""
 
-  def encode_prompt(self, text: str) -> np.ndarray: ...
+  def encode_prompt(
+    self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()
+  ) -> np.ndarray: ...
   def encode_text(
     self, text: str, *, tags: Sequence[str] = ()
   ) -> np.ndarray: ...
@@ -90,6 +92,7 @@ class _Row:
 
   Attributes:
     question, prompt, prompt_ids: how it begins.
+    episode: answers its turns.
     turns: the turns that the environment has answered.
     texts: what the policy wrote, by turn.
     status: how it ended; None while it goes on.
@@ -99,6 +102,7 @@ class _Row:
   question: types.Question
   prompt: str
   prompt_ids: np.ndarray
+  episode: protocol.Episode
   turns: list[types.Turn] = dataclasses.field(default_factory=list)
   texts: list[str] = dataclasses.field(default_factory=list)
   status: Status | None = None
@@ -262,9 +266,7 @@ class Collector:
   async def _step(self, row: _Row) -> protocol.Step:
     """Returns the environment's step, or one that says how it failed."""
     try:
-      return await self._environment.step(
-        row.question, len(row.turns), row.texts[-1]
-      )
+      return await row.episode.step(row.question, len(row.turns), row.texts[-1])
     except Exception as error:
       return protocol.Step(
         protocol.INVALID, None, Status.INFRA_ERROR, cause=self._cause(error)
@@ -308,19 +310,21 @@ class Collector:
   def _open(self, question: types.Question) -> list[_Row]:
     """Returns the rows of a question, which share its prompt."""
     status, cause = None, ''
+    episodes: list[protocol.Episode] = [self._environment] * self._group_size
     try:
       prompt = self._environment.prompt(self._neutral(question))
+      episodes = [self._environment.episode(question) for _ in episodes]
     except Exception as error:
       # A row must not be empty, and what it contains weighs nothing.
       prompt = self._neutral(question).text
       status, cause = Status.INFRA_ERROR, self._cause(error)
-    ids = self._tokenizer.encode_prompt(prompt)
+    ids = self._tokenizer.encode_prompt(prompt, tools=self._environment.tools)
     room = self._engine.max_length
     if status is None and len(ids) >= room:
       status = Status.TRUNCATED_LENGTH
     return [
-      _Row(question, prompt, ids[:room], status=status, cause=cause)
-      for _ in range(self._group_size)
+      _Row(question, prompt, ids[:room], episode, status=status, cause=cause)
+      for episode in episodes
     ]
 
   def _neutral(self, question: types.Question) -> types.Question:
@@ -381,7 +385,7 @@ class Collector:
     """Returns the trajectory of a row that has ended, with its rewards."""
     assert row.status is not None
     try:
-      rewards, scores = self._environment.rewards(
+      rewards, scores = row.episode.rewards(
         row.question, row.prompt, row.texts, row.status
       )
     except Exception as error:

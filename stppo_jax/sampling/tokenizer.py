@@ -97,8 +97,14 @@ class Tokenizer:
     text = json.dumps(content, indent=2, ensure_ascii=False) + '\n'
     path.write_text(text, encoding='utf-8')
 
-  def encode_prompt(self, text: str) -> np.ndarray:
+  def encode_prompt(
+    self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()
+  ) -> np.ndarray:
     """Returns the ids of a user message, in the chat template if there is one.
+
+    Args:
+      text: the message.
+      tools: functions that the template describes to the model, if it can.
 
     Returns:
       int32 [L].
@@ -107,16 +113,20 @@ class Tokenizer:
       ValueError: if the chat template fails, or leaves the message out.
     """
     if self._fast.chat_template:
-      text = self._templated(text)
+      text = self._templated(text, tools)
     ids = self._fast.encode(text, add_special_tokens=False)
     return np.asarray(ids, np.int32)
 
-  def _templated(self, text: str) -> str:
-    """Returns a user message in the chat template."""
+  def _templated(self, text: str, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a user message in the chat template, with tools before it."""
     message = [{'role': 'user', 'content': text}]
     try:
       templated = self._fast.apply_chat_template(
-        message, tokenize=False, add_generation_prompt=True
+        message,
+        # None and not (): some templates test only whether there are any.
+        tools=[dict(each) for each in tools] or None,
+        tokenize=False,
+        add_generation_prompt=True,
       )
     except Exception as error:  # templates are programs: any kind of them
       reason = f'{type(error).__name__}: {" ".join(str(error).split())}'

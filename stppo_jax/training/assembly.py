@@ -17,7 +17,9 @@ import math
 
 import jax
 
+from stppo_jax.data import arithmetic
 from stppo_jax.data import demonstrations
+from stppo_jax.data import games
 from stppo_jax.data import questions as questions_lib
 from stppo_jax.data import synthetic_wiki
 from stppo_jax.envs import environments
@@ -186,6 +188,12 @@ def build_questions(config) -> questions_lib.Questions:
         'distractors': options.distractors,
       },
     )
+  if config.data.name == 'arithmetic':
+    return arithmetic.ArithmeticQuestions(
+      seed=config.seed, max_number=config.data.arithmetic.max_number
+    )
+  if config.data.name == 'games':
+    return games.GameQuestions(seed=config.seed, count=config.data.games.count)
   return questions_lib.load(config.data, seed=config.seed)
 
 
@@ -200,6 +208,12 @@ def build_demonstrations(
       clean_one_hop_steps=config.sft.clean_one_hop_steps,
       clean_steps=config.sft.clean_steps,
       think_words=config.data.synthetic_wiki.think_words,
+    )
+  if isinstance(questions, arithmetic.ArithmeticQuestions):
+    return arithmetic.CalculatorDemonstrations(
+      questions=questions,
+      error_rate=config.sft.error_rate,
+      clean_steps=config.sft.clean_one_hop_steps + config.sft.clean_steps,
     )
   return demonstrations.LookupDemonstrations(
     questions=questions, seed=config.seed, error_rate=config.sft.error_rate
@@ -241,8 +255,8 @@ def build_tokenizer(
 ) -> tokenizer_lib.Tokenizer:
   """Returns the tokenizer of the model, or one made from the data.
 
-  For synthetic worlds it has a token for each phrase; for files, byte-level BPE
-  is trained on their passages.
+  For questions that are made here it has a token for each phrase; for files,
+  byte-level BPE is trained on their passages.
   """
   path = config.model.tokenizer_path or config.model.path
   if path:
@@ -251,6 +265,11 @@ def build_tokenizer(
   if config.data.name == 'synthetic_wiki':
     phrases = environment.phrases(synthetic_wiki.vocabulary())
     return tokenizer_lib.phrase_tokenizer(phrases)
+  if config.data.name == 'arithmetic':
+    numbers = arithmetic.vocabulary(config.data.arithmetic.max_number)
+    return tokenizer_lib.phrase_tokenizer(environment.phrases(numbers))
+  if config.data.name == 'games':
+    return tokenizer_lib.phrase_tokenizer(environment.phrases([]))
   assert questions is not None, 'there is no directory with a tokenizer'
   passages = questions.passages()
   assert passages is not None  # files have a corpus

@@ -6,6 +6,7 @@ from it, and its score is 0.
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 
 from stppo_jax import types
 from stppo_jax.data import questions as questions_lib
@@ -82,11 +83,11 @@ def _too_long(
   template = environment.prompt(blank)
   # A token takes at least one byte. So most prompts need not be tokenised,
   # which would take minutes for large files.
-  spare = max_length - len(tokenizer.encode_prompt(template))
+  encode = functools.partial(tokenizer.encode_prompt, tools=environment.tools)
+  spare = max_length - len(encode(template))
   longest = len(template.encode()) + spare
   prompts = [environment.prompt(question) for question in questions]
   return sum(
-    len(prompt.encode()) >= longest
-    and len(tokenizer.encode_prompt(prompt)) >= max_length
+    len(prompt.encode()) >= longest and len(encode(prompt)) >= max_length
     for prompt in prompts
   )

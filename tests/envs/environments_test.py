@@ -18,7 +18,7 @@ from stppo_jax.training import collection
 _STATUS = types.TrajectoryStatus
 
 
-class _Guessing:
+class _Guessing(protocol.Environment):
   """An environment in which a number is guessed, without a retriever."""
 
   stop_strings = ('!',)
@@ -148,9 +148,11 @@ def test_turns_end_at_the_stop_strings_of_the_environment(config):
 
 def test_an_unknown_name_prints_the_choices():
   assert environments.find('search') is search.SearchEnvironment
-  with pytest.raises(ValueError, match="unknown environment 'go'; .*: search"):
+  choices = 'gymnasium, search, textworld, tools'
+  message = f"unknown environment 'go'; choices: {choices}"
+  with pytest.raises(ValueError, match=message):
     environments.find('go')
   config = base.get_config()
   config.env.name = 'go'
   (line,) = schema.check(config)
-  assert line == "env.name='go': must be one of search"
+  assert line == f"env.name='go': must be one of {choices}"

@@ -17,7 +17,8 @@ class Letters:
   def encode_text(self, text, *, tags=()):
     return np.array([ord(letter) for letter in text], np.int32)
 
-  encode_prompt = encode_text
+  def encode_prompt(self, text, *, tools=()):
+    return self.encode_text(text)
 
   def neutralise(self, text):
     return text
@@ -26,7 +27,7 @@ class Letters:
     return ''.join(map(chr, ids))
 
 
-class TableEnvironment:
+class TableEnvironment(protocol.Environment):
   """An environment that looks up its answer to a text in a table.
 
   Attributes:

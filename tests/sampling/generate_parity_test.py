@@ -36,7 +36,8 @@ class _Numbers:
   def encode_text(self, text, *, tags=()):
     return np.array([int(word) for word in text.split()], np.int32)
 
-  encode_prompt = encode_text
+  def encode_prompt(self, text, *, tools=()):
+    return self.encode_text(text)
 
   def neutralise(self, text):
     return text
@@ -45,7 +46,7 @@ class _Numbers:
     return ' '.join(map(str, ids))
 
 
-class _Scripted:
+class _Scripted(protocol.Environment):
   """An environment that answers from the script, in random order.
 
   Question n has script n.

@@ -19,7 +19,7 @@ from tests.models import tiny
 from tests.sampling.remote import fake_servers
 
 
-class _Talk:
+class _Talk(protocol.Environment):
   """An environment that answers twice and then ends the dialogue."""
 
   stop_strings = actions.STOP_STRINGS

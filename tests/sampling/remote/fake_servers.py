@@ -50,7 +50,8 @@ class Tokens:
       text = text[len(TOKENS[ids[-1]]) :]
     return np.array(ids, np.int32)
 
-  encode_prompt = encode_text
+  def encode_prompt(self, text, *, tools=()):
+    return self.encode_text(text)
 
   def neutralise(self, text):
     return text

@@ -1,0 +1,174 @@
+"""Questions of mental arithmetic, and demonstrations that use a calculator."""
+
+import dataclasses
+import operator
+import zlib
+
+import numpy as np
+
+from stppo_jax import types
+
+_OPERATIONS = {'+': operator.add, '-': operator.sub, '*': operator.mul}
+_DATA_SET = 'arithmetic'
+_QUESTION = ('What is ', '?')
+_EVALUATION_SHARE = 8  # one expression in eight is for evaluation
+_CALL = (
+  '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}'
+  '</tool_call>'
+)
+# What the random numbers of a step are for.
+_TRAINING, _DEMONSTRATIONS = 1, 2
+_EVALUATION = (0, 3)
+
+# The errors of a demonstration.
+_ERRORS = ('no_call', 'other_expression', 'other_answer')
+
+
+@dataclasses.dataclass(frozen=True)
+class ArithmeticQuestions:
+  """Questions with two numbers and one operation; no result is negative.
+
+  A hash of the expression decides whether it is for training or for evaluation.
+  This is a `questions.Questions`.
+
+  Attributes:
+    seed: the seed of the run.
+    max_number: the largest number in a question.
+    notes: see `questions.Questions`.
+  """
+
+  seed: int
+  max_number: int
+  notes: tuple[str, ...] = ()
+
+  def training_sample(self, count: int) -> list[types.Question]:
+    """See `questions.Questions`."""
+    return self.train(0, count)
+
+  def train(
+    self, step: int, count: int, *, resample_round: int = 0
+  ) -> list[types.Question]:
+    """See `questions.Questions`."""
+    expressions = self._draw(
+      (self.seed, step, _TRAINING), (resample_round + 1) * count
+    )
+    return [_question(e) for e in expressions[resample_round * count :]]
+
+  def evaluation(self, count: int) -> dict[str, list[types.Question]]:
+    """See `questions.Questions`; there is one data set."""
+    order = np.random.default_rng(_EVALUATION)
+    chosen = [e for e in self._expressions() if _is_for_evaluation(e)]
+    order.shuffle(chosen)
+    return {_DATA_SET: [_question(e) for e in chosen[:count]]}
+
+  def passages(self) -> None:
+    """Raises ValueError: there is nothing to search."""
+    raise ValueError(
+      'data.name=arithmetic: has no passages; env.name must be one that does '
+      'not search, such as tools'
+    )
+
+  def world_passages(self, world: int) -> list[types.Passage]:
+    """Raises LookupError: there is nothing to search."""
+    raise LookupError(f'no world {world}: arithmetic has no passages')
+
+  def demonstrated(self, step: int, count: int) -> list[str]:
+    """Returns the expressions of the demonstrations of a step."""
+    return self._draw((self.seed, step, _DEMONSTRATIONS), count)
+
+  def _expressions(self) -> list[str]:
+    numbers = range(self.max_number + 1)
+    return [
+      f'{a} {sign} {b}'
+      for sign in _OPERATIONS
+      for a in numbers
+      for b in numbers
+      if sign != '-' or a >= b
+    ]
+
+  def _draw(self, key: tuple[int, ...], count: int) -> list[str]:
+    """Returns `count` different expressions for training."""
+    chosen = [e for e in self._expressions() if not _is_for_evaluation(e)]
+    if count > len(chosen):
+      raise ValueError(
+        f'{count} questions: there are {len(chosen)} different ones; raise '
+        'data.arithmetic.max_number'
+      )
+    order = np.random.default_rng(key).permutation(len(chosen))
+    return [chosen[index] for index in order[:count]]
+
+
+@dataclasses.dataclass(frozen=True)
+class CalculatorDemonstrations:
+  """Demonstrations that call the calculator and answer what it says.
+
+  In an error, the demonstrator guesses without a call, calls with another
+  number, or answers another number than the calculator.
+  This is a `demonstrations.Demonstrations`.
+
+  Attributes:
+    questions: the questions of the run.
+    error_rate: the probability of an error in a demonstration.
+    clean_steps: the number of first steps without errors.
+  """
+
+  questions: ArithmeticQuestions
+  error_rate: float
+  clean_steps: int
+
+  def batch(
+    self, step: int, count: int
+  ) -> list[tuple[types.Question, list[str]]]:
+    """See `demonstrations.Demonstrations`."""
+    rng = np.random.default_rng((self.questions.seed, step))
+    rate = 0.0 if step < self.clean_steps else self.error_rate
+    return [
+      (_question(expression), self._turns(expression, rng, rate))
+      for expression in self.questions.demonstrated(step, count)
+    ]
+
+  def _turns(
+    self, expression: str, rng: np.random.Generator, rate: float
+  ) -> list[str]:
+    """Returns the turns of a demonstration."""
+    error = ''
+    if rng.random() < rate:
+      error = _ERRORS[rng.integers(len(_ERRORS))]
+    if error == 'other_expression':
+      first, sign, _ = expression.split()
+      other = rng.integers(int(first) + 1)  # the result is not negative
+      expression = f'{first} {sign} {other}'
+    answer = _result(expression)
+    if error in ('no_call', 'other_answer'):
+      answer = str(rng.integers(self.questions.max_number**2 + 1))
+    turns = [_CALL % expression, f'<answer>{answer}</answer>']
+    return turns[1:] if error == 'no_call' else turns
+
+
+def vocabulary(max_number: int) -> list[str]:
+  """Returns the strings that get a token of their own in a made tokenizer.
+
+  Every number is one, up to the largest result: a small model then copies a
+  number at once.
+  """
+  signs = [f' {sign} ' for sign in _OPERATIONS]
+  return [*_QUESTION, *signs, *map(str, range(max_number**2 + 1))]
+
+
+def _question(expression: str) -> types.Question:
+  before, after = _QUESTION
+  return types.Question(
+    id=expression,
+    text=f'{before}{expression}{after}',
+    golden_answers=(_result(expression),),
+    data_set=_DATA_SET,
+  )
+
+
+def _result(expression: str) -> str:
+  first, sign, second = expression.split()
+  return str(_OPERATIONS[sign](int(first), int(second)))
+
+
+def _is_for_evaluation(expression: str) -> bool:
+  return zlib.crc32(expression.encode()) % _EVALUATION_SHARE == 0

@@ -1,0 +1,72 @@
+"""Numbers of games, for environments that make a game from its number."""
+
+import dataclasses
+
+import numpy as np
+
+from stppo_jax import types
+
+_DATA_SET = 'games'
+_FOR_EVALUATION = 10_000  # the numbers below are for evaluation
+_ALL = 2**29
+
+
+@dataclasses.dataclass(frozen=True)
+class GameQuestions:
+  """Questions without a text, whose id is the number of a game.
+
+  This is a `questions.Questions`. Runs of different seeds train on different
+  games, unless there are only a few, and are evaluated on the same ones.
+
+  Attributes:
+    seed: the seed of the run.
+    count: how many games there are for training; 0 = new ones in every step.
+    notes: see `questions.Questions`.
+  """
+
+  seed: int
+  count: int
+  notes: tuple[str, ...] = ()
+
+  def training_sample(self, count: int) -> list[types.Question]:
+    """See `questions.Questions`."""
+    return self.train(0, count)
+
+  def train(
+    self, step: int, count: int, *, resample_round: int = 0
+  ) -> list[types.Question]:
+    """See `questions.Questions`."""
+    needed = (resample_round + 1) * count
+    if self.count and needed > self.count:
+      raise ValueError(
+        f'data.games.count={self.count}: a step needs {needed} different games'
+      )
+    rng = np.random.default_rng((self.seed, step))
+    if self.count:
+      drawn = rng.permutation(self.count)[needed - count : needed]
+    else:
+      first = int(rng.integers(_ALL))
+      drawn = [(first + n) % _ALL for n in range(needed - count, needed)]
+    return [_question(_FOR_EVALUATION + int(number)) for number in drawn]
+
+  def evaluation(self, count: int) -> dict[str, list[types.Question]]:
+    """See `questions.Questions`; there is one data set."""
+    numbers = range(min(count, _FOR_EVALUATION))
+    return {_DATA_SET: [_question(number) for number in numbers]}
+
+  def passages(self) -> None:
+    """Raises ValueError: there is nothing to search."""
+    raise ValueError(
+      'data.name=games: has no passages; env.name must be one that plays '
+      'games, such as textworld'
+    )
+
+  def world_passages(self, world: int) -> list[types.Passage]:
+    """Raises LookupError: there is nothing to search."""
+    raise LookupError(f'no world {world}: games have no passages')
+
+
+def _question(number: int) -> types.Question:
+  return types.Question(
+    id=str(number), text='', golden_answers=(), data_set=_DATA_SET
+  )

@@ -1,0 +1,336 @@
+"""Text games that TextWorld generates from the number of a question.
+
+A game (arXiv 1806.11532) is a small house with things in it and a quest, such
+as to unlock a chest and to put what is in it on a table. The rules, the house
+and the quest are TextWorld's; the descriptions are ours, short ones that list
+what there is. They need no interpreter of Inform, which makes a game start in
+milliseconds. It needs the package `textworld`, an extra of ours.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import functools
+from typing import Any
+from typing import Self
+
+from stppo_jax import types
+from stppo_jax.envs import commands
+from stppo_jax.envs import neutralisation
+from stppo_jax.envs import prompts
+from stppo_jax.envs import protocol
+from stppo_jax.retrieval import protocol as retrieval
+
+Status = types.TrajectoryStatus
+
+_KEPT_GAMES = 1024  # in memory; the trajectories of a group share one
+
+# How the rooms of a fact lie to one another: seen from the second, seen from
+# the first.
+_DIRECTIONS = {'north_of': ('north', 'south'), 'west_of': ('west', 'east')}
+_CONDITIONS = ('open', 'closed', 'locked')
+
+# Commands that change nothing. Observations tell all that they would.
+_IDLE = ('examine', 'inventory', 'look')
+
+BUILT_IN = f"""\
+You play a text game. {commands.RULES}
+{prompts.PLACEHOLDER}
+"""
+
+
+class TextWorldEnvironment(protocol.Environment):
+  """Plays at most `max_turns` + 1 commands of a game.
+
+  A question's id is the seed of its game. The score is `solved`.
+  """
+
+  stop_strings = commands.STOP_STRINGS
+  tags = commands.TAGS
+  main_score = 'solved'
+  needs_retriever = False
+
+  def __init__(
+    self,
+    *,
+    rooms: int,
+    objects: int,
+    quest_length: int,
+    list_commands: bool,
+    max_turns: int,
+    prompt_template: str,
+    solved: float,
+    turn_progress: float,
+  ):
+    """Makes an environment.
+
+    Args:
+      rooms: the number of rooms.
+      objects: the least number of things in them.
+      quest_length: the number of commands that solve the game.
+      list_commands: whether observations list the commands that are possible.
+      max_turns: the number of commands that get an observation.
+      prompt_template: a file with `{question}`, which becomes the objective and
+        the first observation; '' for the built-in prompt.
+      solved: the reward of a solved game.
+      turn_progress: the reward of a turn after which fewer commands are needed,
+        and the punishment of one after which more are needed; 0 = sparse.
+
+    Raises:
+      ValueError: if the package `textworld` is missing or the file cannot be
+        used.
+    """
+    try:
+      import textworld  # pyright: ignore[reportMissingImports] # noqa: F401
+    except ImportError as error:
+      raise ValueError(
+        'env.name=textworld: needs the package textworld; install '
+        "'stppo_jax[textworld]'"
+      ) from error
+    self._template = BUILT_IN
+    if prompt_template:
+      self._template = prompts.load_template(prompt_template)
+    self._list_commands = list_commands
+    self._max_turns = max_turns
+    self._solved, self._turn_progress = solved, turn_progress
+    self._game = functools.lru_cache(_KEPT_GAMES)(
+      functools.partial(_make_game, rooms, objects, quest_length)
+    )
+
+  @classmethod
+  def from_options(
+    cls, options: Mapping[str, Any], retriever: retrieval.Retriever | None
+  ) -> Self:
+    """See `protocol.Environment`."""
+    del retriever
+    return cls(
+      **options['textworld'],
+      max_turns=options['max_turns'],
+      prompt_template=options['prompt_template'],
+      solved=options['rewards']['solved'],
+      turn_progress=options['rewards']['turn_progress'],
+    )
+
+  @staticmethod
+  def phrases(vocabulary: Sequence[str]) -> list[str]:
+    """Returns the tags and the vocabulary."""
+    return [*commands.TAGS, *vocabulary, commands.CORRECTION]
+
+  @staticmethod
+  def statistics(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
+    """Returns the mean number of possible commands of a trajectory."""
+    counts = [
+      sum(turn.action == 'command' for turn in trajectory.turns)
+      for trajectory in trajectories
+    ]
+    return {'env/number_of_commands': sum(counts) / len(counts)}
+
+  def episode(self, question: types.Question) -> '_Episode':
+    """Returns the environment of one trajectory, with a game of its own."""
+    return _Episode(self, self._begin(question))
+
+  def prompt(self, question: types.Question) -> str:
+    """Returns the prompt with the objective and what there is to see."""
+    game = self._begin(question)
+    text = f'Objective: {" ".join(game.objective.split())}\n{self.look(game)}'
+    return self._template.replace(prompts.PLACEHOLDER, text)
+
+  def solution(self, question: types.Question) -> list[str]:
+    """Returns commands that solve the game of a question."""
+    return self._begin(question).solution()
+
+  def look(self, game: '_Game') -> str:
+    """Returns what there is to see, and to do if commands are listed."""
+    text = ' '.join(game.sentences())
+    if self._list_commands:
+      text += f'\nCommands: {", ".join(sorted(game.commands()))}.'
+    return text
+
+  def answer(self, game: '_Game', turn_index: int, text: str) -> protocol.Step:
+    """Returns what becomes of a turn in a game, which it changes."""
+    command, kind, reward = commands.parse(text), 'command', 0.0
+    if command is None:
+      kind, news = protocol.INVALID, commands.correction()
+    elif command not in game.commands():
+      refused = neutralisation.neutralise_tags(f'{command!r} is not possible.')
+      kind, news = protocol.INVALID, commands.observation(refused)
+    else:
+      before = game.distance()
+      game.play(command)
+      after = game.distance()
+      reward = self._turn_progress * ((before > after) - (before < after))
+      if game.solved or game.lost:
+        return protocol.Step(kind, None, Status.COMPLETED, reward)
+      news = commands.observation(self.look(game))
+    if turn_index >= self._max_turns:
+      return protocol.Step(kind, None, Status.TRUNCATED_TURNS, reward)
+    return protocol.Step(kind, news, None, reward)
+
+  def outcome(
+    self, game: '_Game', status: Status
+  ) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the rewards and the scores of a game."""
+    solved = float(game.solved and status is not Status.INFRA_ERROR)
+    return {'solved': self._solved * solved}, {'solved': solved}
+
+  def _begin(self, question: types.Question) -> '_Game':
+    return _Game(self._game(int(question.id)))
+
+
+class _Episode(protocol.Episode):
+  """The environment of one trajectory, which has a game of its own."""
+
+  def __init__(self, rules: TextWorldEnvironment, game: '_Game'):
+    self._rules, self._game = rules, game
+
+  async def step(self, question, turn_index, text):
+    """See `protocol.Episode`."""
+    del question
+    return self._rules.answer(self._game, turn_index, text)
+
+  def rewards(self, question, prompt, texts, status):
+    """See `protocol.Episode`."""
+    del question, prompt, texts
+    return self._rules.outcome(self._game, status)
+
+
+def _make_game(rooms: int, objects: int, quest_length: int, seed: int) -> Any:
+  """Returns TextWorld's game of a seed, the same one in every run."""
+  import textworld  # pyright: ignore[reportMissingImports]
+  from textworld import generator  # pyright: ignore[reportMissingImports]
+
+  options = textworld.GameOptions()
+  options.kb = _rules_of_games()
+  options.nb_rooms = rooms
+  options.nb_objects = objects
+  options.quest_length = quest_length
+  # All of them: TextWorld draws what is missing from a generator of its own.
+  options.seeds = {
+    name: 4 * seed + n
+    for n, name in enumerate(('map', 'objects', 'quest', 'grammar'))
+  }
+  return generator.make_game(options)
+
+
+@functools.cache
+def _rules_of_games() -> Any:
+  """Returns the rules that all games share, which take long to read."""
+  from textworld import generator  # pyright: ignore[reportMissingImports]
+
+  return generator.KnowledgeBase.load()
+
+
+class _Game:
+  """A game that is being played."""
+
+  def __init__(self, made: Any):
+    from textworld.generator import game  # pyright: ignore[reportMissingImports]
+
+    self._made = made
+    self._progress = game.GameProgression(made)
+    self._names = {name: info.name for name, info in made.infos.items()}
+    self._solution = self._progress.winning_policy
+
+  @property
+  def objective(self) -> str:
+    return self._made.objective
+
+  @property
+  def solved(self) -> bool:
+    return self._progress.completed
+
+  @property
+  def lost(self) -> bool:
+    return self._progress.failed
+
+  def solution(self) -> list[str]:
+    """Returns the commands that solve the game from here."""
+    return [self._command(action) for action in self._solution or ()]
+
+  def distance(self) -> int:
+    """Returns how many commands are needed to solve the game from here."""
+    return len(self._solution or ())
+
+  @functools.cached_property
+  def _commands(self) -> Mapping[str, Any]:
+    """The possible actions, by command."""
+    return {
+      self._command(action): action
+      for action in self._progress.valid_actions
+      if not action.name.startswith(_IDLE)
+    }
+
+  def commands(self) -> Sequence[str]:
+    """Returns the commands that are possible now."""
+    return list(self._commands)
+
+  def play(self, command: str) -> None:
+    """Changes the game as a possible command does."""
+    self._progress.update(self._commands[command])
+    self._solution = self._progress.winning_policy
+    del self._commands
+
+  def _command(self, action: Any) -> str:
+    return action.format_command(
+      {
+        variable.name: self._names[variable.name]
+        for variable in action.variables
+      }
+    )
+
+  def sentences(self) -> Iterator[str]:
+    """Yields a sentence on each thing that the player can see or has."""
+    facts: dict[str, list[tuple[Any, ...]]] = {}
+    for fact in self._progress.state.facts:
+      facts.setdefault(fact.name, []).append(tuple(fact.arguments))
+    name = lambda variable: self._names[variable.name]
+    condition = {
+      variable.name: word
+      for word in _CONDITIONS
+      for (variable,) in facts.get(word, ())
+    }
+    (here,) = [r for who, r in facts['at'] if who.type == 'P']
+    yield f'You are in the {name(here)}.'
+    seen = []
+    for thing, room in facts['at']:
+      if room == here and thing.type != 'P':
+        state = condition.get(thing.name, '')
+        seen.append(_with_article(f'{state} {name(thing)}'))
+        for word in ('in', 'on'):
+          for inner, outer in facts.get(word, ()):
+            if outer == thing and (word == 'on' or state == 'open'):
+              seen.append(
+                f'{_with_article(name(inner))} {word} the {name(thing)}'
+              )
+    if seen:
+      yield f'There is {", ".join(sorted(seen))}.'
+    doors = {(a, b): door for a, door, b in facts.get('link', ())}
+    exits = []
+    for relation, (to_first, to_second) in _DIRECTIONS.items():
+      for first, second in facts.get(relation, ()):
+        for start, end, direction in (
+          (second, first, to_first),
+          (first, second, to_second),
+        ):
+          if start == here:
+            door = doors.get((start, end))
+            through = ''
+            if door is not None:
+              state = condition.get(door.name, '')
+              through = ' through ' + _with_article(f'{state} {name(door)}')
+            exits.append(direction + through)
+    if exits:
+      yield f'One can go {", ".join(sorted(exits))}.'
+    carried = [
+      _with_article(name(thing))
+      for thing, place in facts.get('in', ())
+      if place.type == 'I'
+    ]
+    if carried:
+      yield f'You have {", ".join(sorted(carried))}.'
+
+
+def _with_article(noun: str) -> str:
+  """Returns a noun with its indefinite article."""
+  noun = noun.strip()
+  return f'{"an" if noun[0].lower() in "aeiou" else "a"} {noun}'

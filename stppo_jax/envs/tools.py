@@ -1,0 +1,217 @@
+"""Answering questions with tools: a calculator and those of MCP servers."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import json
+from typing import Any
+from typing import Self
+
+from stppo_jax import types
+from stppo_jax.envs import calculator
+from stppo_jax.envs import mcp_tools
+from stppo_jax.envs import neutralisation
+from stppo_jax.envs import prompts
+from stppo_jax.envs import protocol
+from stppo_jax.envs import rewards as rewards_lib
+from stppo_jax.envs import tool as tool_lib
+from stppo_jax.envs import tool_calls
+from stppo_jax.retrieval import protocol as retrieval
+
+# The tools of our own: the choices of `env.tools.names`.
+TOOLS = {'calculator': calculator.Calculator}
+
+REWARD_NAMES = ('exact_match', 'substring_match', 'f1', 'format')
+SCORE_NAMES: tuple[str, ...] = ('em', 'f1', 'substring_match', 'format')
+
+_TAG_NAMES = ('think', 'answer', 'tool_call', 'tool_response')
+_RESPONSE = ('\n<tool_response>\n', '\n</tool_response>\n')
+_CALL = '{"name": "...", "arguments": {...}}'
+_CORRECTION = (
+  f'No valid action. Write <tool_call>{_CALL}</tool_call> to call a tool, or '
+  'the answer inside <answer> and </answer>.'
+)
+# Longer output is cut before it is neutralised and tokenised, which a tool that
+# floods its output would slow down. An observation holds fewer tokens anyway.
+_MAX_OUTPUT_CHARS = 65536
+
+# A model with a chat template is told of the tools by its template, too.
+BUILT_IN = f"""\
+Answer the question at the end of this message. You may call these tools:
+{{tools}}
+First reason inside <think> and </think>. To call a tool, write \
+<tool_call>{_CALL}</tool_call>: its result then appears between \
+<tool_response> and </tool_response>. Once you know the answer, give it \
+without any explanation inside the answer tag, for example \
+<answer> Lake Victoria </answer>.
+Question: {prompts.PLACEHOLDER}
+"""
+
+
+class ToolsEnvironment(protocol.Environment):
+  """Answers at most `max_turns` calls; one more turn may give the answer.
+
+  Its scores are SCORE_NAMES.
+  """
+
+  stop_strings = tool_calls.STOP_STRINGS
+  tags = tuple(f'<{slash}{n}>' for n in _TAG_NAMES for slash in ('', '/'))
+  main_score = 'em'
+  needs_retriever = False
+
+  def __init__(
+    self,
+    *,
+    tools: Sequence[tool_lib.Tool],
+    max_turns: int,
+    prompt_template: str,
+    rewards: Mapping[str, float],
+  ):
+    """Makes an environment.
+
+    Args:
+      tools: the tools that the policy can call.
+      max_turns: the number of calls per question.
+      prompt_template: a file with `{question}`, in which `{tools}` becomes a
+        line for each tool; '' for the built-in prompt.
+      rewards: the weight of each of REWARD_NAMES.
+
+    Raises:
+      ValueError: if two tools have one name, or the file cannot be used.
+    """
+    self.tools = tuple(tool.description for tool in tools)
+    names = [description['function']['name'] for description in self.tools]
+    for name in names:
+      if names.count(name) > 1:
+        raise ValueError(f'two tools have the name {name!r}')
+    self._tools = dict(zip(names, tools))
+    self._max_turns = max_turns
+    template = BUILT_IN
+    if prompt_template:
+      template = prompts.load_template(prompt_template)
+    self._template = template.replace('{tools}', _lines(self.tools))
+    self._weights = {name: rewards[name] for name in REWARD_NAMES}
+
+  @classmethod
+  def from_options(
+    cls, options: Mapping[str, Any], retriever: retrieval.Retriever | None
+  ) -> Self:
+    """See `protocol.Environment`; starts the MCP servers to ask what they have.
+
+    Raises:
+      ValueError: if an option has a bad value, or a server does not answer.
+    """
+    del retriever
+    chosen = options['tools']
+    tools: list[tool_lib.Tool] = []
+    for name in chosen['names']:
+      tools.append(TOOLS[name](timeout=chosen['timeout']))
+    for address in chosen['mcp_servers']:
+      tools += mcp_tools.connect(address, timeout=chosen['timeout'])
+    return cls(
+      tools=tools,
+      max_turns=options['max_turns'],
+      prompt_template=options['prompt_template'],
+      rewards=options['rewards'],
+    )
+
+  @staticmethod
+  def phrases(vocabulary: Sequence[str]) -> list[str]:
+    """Returns the tags, the forms of calls and the vocabulary."""
+    calls = [
+      f'{{"name": "{name}", "arguments": {{"{argument}": "'
+      for name, kind in TOOLS.items()
+      for argument in kind.description['function']['parameters']['required']
+    ]
+    tags = ToolsEnvironment.tags
+    return [*tags, *_RESPONSE, *calls, '"}}', *vocabulary, _CORRECTION]
+
+  @staticmethod
+  def statistics(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
+    """Returns the mean number of calls of a trajectory."""
+    calls = [
+      sum(turn.action == 'tool' for turn in trajectory.turns)
+      for trajectory in trajectories
+    ]
+    return {'env/number_of_tool_calls': sum(calls) / len(calls)}
+
+  def prompt(self, question: types.Question) -> str:
+    """See `protocol.Environment`."""
+    return prompts.fill(self._template, question)
+
+  async def step(
+    self, question: types.Question, turn_index: int, text: str
+  ) -> protocol.Step:
+    """See `protocol.Environment`.
+
+    The policy reads the error of a call that is its own fault. A tool that
+    cannot be reached ends the trajectory with INFRA_ERROR, and a turn after
+    `max_turns` calls that does not answer ends it with TRUNCATED_TURNS.
+    """
+    del question
+    action, content = tool_calls.parse(text)
+    if action == 'answer':
+      return protocol.Step('answer', None, types.TrajectoryStatus.COMPLETED)
+    if turn_index >= self._max_turns:
+      return protocol.Step(action, None, types.TrajectoryStatus.TRUNCATED_TURNS)
+    if not isinstance(content, tool_calls.Call):
+      correction = protocol.Observation(f'\n{_CORRECTION}\n', '', '')
+      return protocol.Step(protocol.INVALID, correction, None)
+    if content.name not in self._tools:
+      choices = ', '.join(self._tools) or 'none'
+      return protocol.Step(
+        protocol.INVALID,
+        _response(f'Error: no tool {content.name!r}; choices: {choices}'),
+        None,
+      )
+    try:
+      output = await self._tools[content.name].call(content.arguments)
+    except tool_lib.ToolError as error:
+      output = f'Error: {error}'
+    except tool_lib.ToolUnavailable as error:
+      return protocol.Step(
+        'tool', None, types.TrajectoryStatus.INFRA_ERROR, cause=str(error)
+      )
+    return protocol.Step('tool', _response(output), None)
+
+  def rewards(
+    self,
+    question: types.Question,
+    prompt: str,
+    texts: Sequence[str],
+    status: types.TrajectoryStatus,
+  ) -> tuple[dict[str, float], dict[str, float]]:
+    """See `protocol.Environment`; the rewards are REWARD_NAMES.
+
+    The form is right if the last turn answers and all others call a tool.
+    """
+    del prompt
+    scores = dict.fromkeys(SCORE_NAMES, 0.0)
+    if status is types.TrajectoryStatus.INFRA_ERROR:
+      return dict.fromkeys(REWARD_NAMES, 0.0), scores
+    turns = [tool_calls.parse(text) for text in texts]
+    if turns and turns[-1][0] == 'answer':
+      scores |= rewards_lib.answer_scores(question, str(turns[-1][1]))
+      kinds = {action for action, _ in turns[:-1]}
+      scores['format'] = float(kinds <= {'tool'})
+    measures = {'exact_match': scores['em'], **scores}
+    return {n: self._weights[n] * measures[n] for n in REWARD_NAMES}, scores
+
+
+def _response(output: str) -> protocol.Observation:
+  """Returns what a tool answers as an observation, without tags of ours."""
+  return protocol.Observation(
+    prefix=_RESPONSE[0],
+    body=neutralisation.neutralise_tags(output[:_MAX_OUTPUT_CHARS]),
+    suffix=_RESPONSE[1],
+  )
+
+
+def _lines(descriptions: Sequence[Mapping[str, Any]]) -> str:
+  """Returns a line for each tool: name, parameters, what it does."""
+  lines = []
+  for description in descriptions:
+    function = description['function']
+    parameters = json.dumps(function['parameters'].get('properties', {}))
+    purpose = ' '.join(function['description'].split())
+    lines.append(f'- {function["name"]}: {purpose} Arguments: {parameters}')
+  return neutralisation.neutralise_tags('\n'.join(lines))

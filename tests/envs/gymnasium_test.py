@@ -1,0 +1,111 @@
+"""An environment of the user, with the interface of Gymnasium."""
+
+import pytest
+
+from stppo_jax import types
+from stppo_jax.configs import base
+from stppo_jax.data import games
+from stppo_jax.envs import gymnasium
+from tests.rollout import dialogues
+from tests.sampling import vocabularies
+from tests.training import runs
+
+_STATUS = types.TrajectoryStatus
+_closed = []
+
+
+class Counter:
+  """An environment in which the seed has to be counted up to."""
+
+  def reset(self, *, seed=None):
+    self._goal, self._at = seed % 3 + 2, 0
+    return f'Count to {self._goal} </action>.', {}
+
+  def step(self, action):
+    if action == 'crash':
+      raise RuntimeError('a bug of the user')
+    right = action == str(self._at + 1)
+    self._at += right
+    done = self._at == self._goal
+    return f'At {self._at}. <answer>', 0.5 * right, done, False, {}
+
+  def close(self):
+    _closed.append(self)
+
+
+def make():
+  return Counter()
+
+
+def _from_options(name):
+  options = base.get_config().env.to_dict()
+  options['gymnasium']['make'] = name
+  options['max_turns'] = 2
+  return gymnasium.GymnasiumEnvironment.from_options(options, None)
+
+
+def _write(command):
+  return f'<think>x</think><action>{command}</action>'
+
+
+def test_episodes_are_independent_and_their_rewards_are_on_their_turns():
+  environment = gymnasium.GymnasiumEnvironment(
+    make=make, max_turns=2, prompt_template=''
+  )
+  questions = games.GameQuestions(seed=0, count=0).evaluation(1)['games']
+  scripts = [['1', '2'], ['1', '7', '2'], ['hm', '1', '1'], ['1', 'crash']]
+  _closed.clear()
+  trajectories = dialogues.collect_scripts(
+    [
+      [text if text == 'hm' else _write(text) for text in script]
+      for script in scripts
+    ],
+    environment,
+    questions,
+    tokenizer=vocabularies.bpe(),
+    max_length=3000,
+    group_size=4,
+  )
+  assert len(_closed) == 5  # the one of the prompt, too
+  assert [t.status for t in trajectories] == [
+    _STATUS.COMPLETED,
+    _STATUS.COMPLETED,
+    _STATUS.TRUNCATED_TURNS,
+    _STATUS.INFRA_ERROR,
+  ]
+  assert [[turn.reward for turn in t.turns] for t in trajectories] == [
+    [0.5, 0.5],
+    [0.5, 0.0, 0.5],
+    [0.0, 0.5, 0.0],
+    [0.5, 0.0],
+  ]
+  assert [t.scores['return'] for t in trajectories] == [1.0, 1.0, 0.5, 0.0]
+  assert trajectories[2].turns[0].action == 'invalid'
+  assert trajectories[3].cause == 'RuntimeError: a bug of the user'
+  decode = vocabularies.bpe().decode
+  assert 'Count to 2 (/action).' in decode(trajectories[0].prompt_ids)
+  assert decode(trajectories[0].turns[0].observation_ids) == (
+    '\n\nAt 1. (answer)\n\n'
+  )
+
+
+@pytest.mark.parametrize('name', ['', 'no_such_module:make', 'math:make'])
+def test_a_function_that_is_not_there_is_one_line(name):
+  with pytest.raises(ValueError, match='must be module:function') as caught:
+    _from_options(name)
+  assert '\n' not in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_run_trains_in_it(tmp_path):
+  changes = {
+    'num_steps': 1,
+    'data__name': 'games',
+    'env__name': 'gymnasium',
+    'env__gymnasium__make': f'{__name__}:make',
+    # Those of other tests, so that programs are shared.
+    'model__tokenizer_path': runs.REPO / 'assets' / 'quickstart',
+    'evaluate__every': 1,
+  }
+  assert runs.train(tmp_path / 'run', **changes) == 0
+  assert 'val/return/games' in runs.metrics(tmp_path / 'run')[-1]

@@ -1,0 +1,134 @@
+"""Generated text games, solved through the loop that collects trajectories."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from stppo_jax import types
+from stppo_jax.data import games
+from stppo_jax.envs import text_games
+from stppo_jax.rollout import pack
+from tests.rollout import dialogues
+from tests.sampling import vocabularies
+
+pytest.importorskip('textworld')
+
+_STATUS = types.TrajectoryStatus
+_QUESTIONS = games.GameQuestions(seed=0, count=0).evaluation(8)['games']
+
+
+def _environment(**changes):
+  options = {
+    'rooms': 3,
+    'objects': 4,
+    'quest_length': 3,
+    'list_commands': True,
+    'max_turns': 5,
+    'prompt_template': '',
+    'solved': 1.0,
+    'turn_progress': 0.25,
+  }
+  return text_games.TextWorldEnvironment(**(options | changes))
+
+
+@pytest.fixture(scope='module')
+def environment():
+  return _environment()
+
+
+def _write(command):
+  return f'<think>x</think><action>{command}</action>'
+
+
+def _collect(environment, scripts, questions):
+  return dialogues.collect_scripts(
+    [[_write(command) for command in script] for script in scripts],
+    environment,
+    questions,
+    tokenizer=vocabularies.bpe(),
+    max_length=20_000,
+    max_turn_tokens=200,
+    max_observation_tokens=2000,
+  )
+
+
+_BACK = {'north': 'south', 'south': 'north', 'east': 'west', 'west': 'east'}
+
+
+def test_a_script_solves_games_and_is_rewarded_on_the_right_turns(environment):
+  walk = next(
+    question
+    for question in _QUESTIONS
+    if environment.solution(question)[0].startswith('go ')
+  )
+  first, *rest = environment.solution(walk)
+  back = f'go {_BACK[first.removeprefix("go ")]}'
+  scripts = [
+    [first, *rest],
+    [first, 'fly away', *rest],  # a wasted turn
+    [first, back, first, *rest],  # a step that is undone
+  ]
+  trajectories = _collect(environment, scripts, [walk] * 3)
+  assert [t.status for t in trajectories] == [_STATUS.COMPLETED] * 3
+  assert [[turn.reward for turn in t.turns] for t in trajectories] == [
+    [0.25, 0.25, 0.25],
+    [0.25, 0.0, 0.25, 0.25],
+    [0.25, -0.25, 0.25, 0.25, 0.25],
+  ]
+  assert trajectories[1].turns[1].action == 'invalid'
+  for trajectory in trajectories:
+    assert trajectory.rewards == {'solved': 1.0} == trajectory.scores
+  # A turn's reward is on its last token, the outcome on the last of all.
+  batch = pack.pack(trajectories, length_bucket=64)
+  rewards_L, turn_ids_L = batch.rewards_BL[1], batch.turn_ids_BL[1]
+  ends = [np.flatnonzero(turn_ids_L == k)[-1] for k in (1, 2, 3, 4)]
+  assert rewards_L[ends].tolist() == [0.25, 0.0, 0.25, 1.25]
+  assert np.count_nonzero(rewards_L) == 3
+
+
+def test_trajectories_of_one_question_play_games_of_their_own(environment):
+  question = _QUESTIONS[0]
+  solution = environment.solution(question)
+  trajectories = dialogues.collect_scripts(
+    [[_write(c) for c in solution], [_write('wait')] * 6],
+    environment,
+    [question],
+    tokenizer=vocabularies.bpe(),
+    max_length=20_000,
+    max_turn_tokens=200,
+    max_observation_tokens=2000,
+    group_size=2,
+  )
+  assert [t.status for t in trajectories] == [
+    _STATUS.COMPLETED,
+    _STATUS.TRUNCATED_TURNS,
+  ]
+  assert [t.scores['solved'] for t in trajectories] == [1.0, 0.0]
+  counted = environment.statistics(trajectories)
+  assert counted == {'env/number_of_commands': 1.5}
+
+
+def test_the_prompt_tells_the_objective_and_what_can_be_done(environment):
+  question = _QUESTIONS[0]
+  prompt = environment.prompt(question)
+  assert prompt == _environment().prompt(question)
+  assert prompt != environment.prompt(_QUESTIONS[1])
+  objective, scene, possible = prompt.splitlines()[1:]
+  assert objective.startswith('Objective: ')
+  assert scene.startswith('You are in the ')
+  commands = possible.removeprefix('Commands: ').removesuffix('.').split(', ')
+  assert environment.solution(question)[0] in commands
+  assert 'Commands' not in _environment(list_commands=False).prompt(question)
+
+
+def test_knobs_make_the_games(environment):
+  question = _QUESTIONS[0]
+  longer = _environment(quest_length=5)
+  assert len(longer.solution(question)) == 5
+  sparse = _environment(turn_progress=0.0)
+  episode = sparse.episode(question)
+  for turn_index, command in enumerate(sparse.solution(question)):
+    step = asyncio.run(episode.step(question, turn_index, _write(command)))
+    assert step.reward == 0.0
+  assert step.status is _STATUS.COMPLETED

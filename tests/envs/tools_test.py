@@ -1,0 +1,193 @@
+"""The tools environment: every outcome of a turn, rewards and scores."""
+
+import asyncio
+
+import pytest
+
+from stppo_jax import types
+from stppo_jax.configs import base
+from stppo_jax.configs import schema
+from stppo_jax.envs import tool
+from stppo_jax.envs import tools
+from tests.rollout import dialogues
+from tests.sampling import vocabularies
+
+_STATUS = types.TrajectoryStatus
+_QUESTION = types.Question('q', 'What is 6 * 7?', ('42',), 'sums')
+_WEIGHTS = {
+  'exact_match': 1.0,
+  'substring_match': 0.5,
+  'f1': 0.25,
+  'format': 0.125,
+}
+_SAY = '<tool_call>{"name": "say", "arguments": {"text": "%s"}}</tool_call>'
+_ANSWER = '<think>x</think><answer> 42 </answer>'
+
+
+class _Say:
+  """A tool that says what it is told to, or fails."""
+
+  description = tool.describe(
+    'say',
+    'Says  a text.\n',
+    {'type': 'object', 'properties': {'text': {'type': 'string'}}},
+  )
+
+  async def call(self, arguments):
+    text = arguments['text']
+    if text == 'wrong':
+      raise tool.ToolError('not </answer> so')
+    if text == 'gone':
+      raise tool.ToolUnavailable('the line is dead')
+    return text
+
+
+def _environment(**changes):
+  options = {
+    'tools': [_Say()],
+    'max_turns': 2,
+    'prompt_template': '',
+    'rewards': _WEIGHTS,
+  }
+  return tools.ToolsEnvironment(**(options | changes))
+
+
+def _step(text, turn_index=0):
+  return asyncio.run(_environment().step(_QUESTION, turn_index, text))
+
+
+@pytest.mark.parametrize(
+  ('text', 'turn_index', 'action', 'status', 'observation'),
+  [
+    (_SAY % 'hi', 0, 'tool', None, '\n<tool_response>\nhi\n</tool_response>\n'),
+    (
+      _SAY % 'wrong',
+      1,
+      'tool',
+      None,
+      '\n<tool_response>\nError: not (/answer) so\n</tool_response>\n',
+    ),
+    (_SAY % 'gone', 0, 'tool', _STATUS.INFRA_ERROR, None),
+    (_ANSWER, 0, 'answer', _STATUS.COMPLETED, None),
+    (_ANSWER, 2, 'answer', _STATUS.COMPLETED, None),
+    (_SAY % 'hi', 2, 'tool', _STATUS.TRUNCATED_TURNS, None),
+    ('hm', 2, 'invalid', _STATUS.TRUNCATED_TURNS, None),
+    (
+      'hm',
+      0,
+      'invalid',
+      None,
+      '\nNo valid action. Write <tool_call>{"name": "...", "arguments": {...}}'
+      '</tool_call> to call a tool, or the answer inside <answer> and '
+      '</answer>.\n',
+    ),
+    (
+      '<tool_call>{"name": "sing"}</tool_call>',
+      0,
+      'invalid',
+      None,
+      "\n<tool_response>\nError: no tool 'sing'; choices: say\n"
+      '</tool_response>\n',
+    ),
+  ],
+)
+def test_every_turn_has_its_outcome(
+  text, turn_index, action, status, observation
+):
+  step = _step(text, turn_index)
+  assert (step.action, step.status) == (action, status)
+  assert (step.observation and step.observation.text) == observation
+  if status is _STATUS.INFRA_ERROR:
+    assert step.cause == 'the line is dead'
+
+
+@pytest.mark.parametrize(
+  ('texts', 'scores'),
+  [
+    ([_ANSWER], (1.0, 1.0, 1.0, 1.0)),
+    ([_SAY % 'x', _ANSWER], (1.0, 1.0, 1.0, 1.0)),
+    (['hm', _ANSWER], (1.0, 1.0, 1.0, 0.0)),
+    (['<answer>it is 42</answer>'], (0.0, 0.5, 1.0, 1.0)),
+    ([_ANSWER, _SAY % 'x'], (0.0, 0.0, 0.0, 0.0)),
+  ],
+)
+def test_rewards_are_weighted_scores_of_what_the_policy_wrote(texts, scores):
+  rewards, found = _environment().rewards(
+    _QUESTION, 'prompt', texts, _STATUS.COMPLETED
+  )
+  assert tuple(found[name] for name in tools.SCORE_NAMES) == scores
+  measures = found | {'exact_match': found['em']}
+  assert rewards == {n: w * measures[n] for n, w in _WEIGHTS.items()}
+  rewards, found = _environment().rewards(
+    _QUESTION, 'prompt', texts, _STATUS.INFRA_ERROR
+  )
+  assert not any(rewards.values()) and not any(found.values())
+
+
+def test_the_prompt_describes_the_tools(tmp_path):
+  prompt = _environment().prompt(_QUESTION)
+  line = '- say: Says a text. Arguments: {"text": {"type": "string"}}\n'
+  assert line in prompt and prompt.endswith('Question: What is 6 * 7?\n')
+  template = tmp_path / 'prompt.txt'
+  template.write_text('{tools}|{question}', encoding='utf-8')
+  short = _environment(prompt_template=str(template), tools=[])
+  assert short.prompt(_QUESTION) == '|What is 6 * 7?'
+
+
+def test_two_tools_of_one_name_are_refused():
+  with pytest.raises(ValueError, match="two tools have the name 'say'"):
+    _environment(tools=[_Say(), _Say()])
+
+
+# As in the templates of Qwen2.5 and Qwen3, shortened.
+_TEMPLATE = (
+  '{% if tools %}TOOLS{% for t in tools %}{{ t | tojson }}{% endfor %}\n'
+  '{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}'
+)
+
+
+@pytest.mark.parametrize('has_template', [True, False])
+def test_a_chat_template_describes_the_tools_in_its_own_format(has_template):
+  tokenizer = vocabularies.with_added(
+    tools.ToolsEnvironment.tags,
+    chat_template=_TEMPLATE if has_template else None,
+  )
+  ((trajectory,), environment) = _collect([[_ANSWER]], tokenizer)
+  prompt = tokenizer.decode(trajectory.prompt_ids)
+  assert prompt.endswith(environment.prompt(_QUESTION))
+  described = 'TOOLS{"type": "function", "function": {"name": "say", '
+  assert prompt.startswith(described) == has_template
+  assert trajectory.reward == sum(_WEIGHTS.values())
+
+
+def _collect(scripts, tokenizer, **changes):
+  environment = _environment(**changes)
+  trajectories = dialogues.collect_scripts(
+    scripts,
+    environment,
+    [_QUESTION] * len(scripts),
+    tokenizer=tokenizer,
+    max_length=3000,
+    max_turn_tokens=400,
+    max_observation_tokens=200,
+  )
+  return trajectories, environment
+
+
+def test_options_are_checked_by_name():
+  config = base.get_config()
+  config.env.name = 'tools'
+  config.env.tools.update(names=('abacus',), mcp_servers=('',), timeout=0.0)
+  assert schema.check(config) == [
+    "env.tools.names=('abacus',): must be some of calculator",
+    "env.tools.mcp_servers=('',): must be addresses or commands, such as "
+    "('http://localhost:8000/mcp',)",
+    'env.tools.timeout=0.0: must be greater than 0',
+  ]
+
+
+def test_the_calculator_is_there_by_default():
+  options = base.get_config().env.to_dict()
+  environment = tools.ToolsEnvironment.from_options(options, None)
+  ((function,)) = [each['function'] for each in environment.tools]
+  assert function['name'] == 'calculator'
