@@ -15,6 +15,7 @@ _TOKENIZER = {
   'evaluate__num_questions': 4,
   'model__tokenizer_path': runs.REPO / 'assets' / 'quickstart',
   'model__scan_unroll': 1,
+  'env__prompt_template': runs.REPO / 'configs' / 'prompts' / 'quickstart.txt',
   'rollout__trajectories_per_step': 16,
 }
 
@@ -59,6 +60,16 @@ def _flashrag(n):
   return {'id': f'test_{n}', 'question': question, 'golden_answers': answers}
 
 
+def _train(config, workdir, changes):
+  """Runs `train` with a packaged config and the sizes of other tests."""
+  flags = [
+    f'--config={runs.REPO}/configs/{config}.py',
+    *runs.flags(**changes)[1:],
+    f'--workdir={workdir}',
+  ]
+  return __main__.main(['train', *flags])
+
+
 def test_a_step_on_parquet_files_of_three_others(tmp_path):
   rows = {'search_r1': _search_r1, 'verl': _verl, 'flashrag': _flashrag}
   for name, row in rows.items():
@@ -67,7 +78,6 @@ def test_a_step_on_parquet_files_of_three_others(tmp_path):
   line = '{"pid": "p", "title": "Lake 3", "text": "Lake 3 is deep."}\n'
   (tmp_path / 'corpus.jsonl').write_text(line)
   names = ', '.join(f'{name}.parquet weight=1' for name in rows)
-  workdir = tmp_path / 'runs' / '1'
   changes = {
     'data__name': 'jsonl',
     'data__root': tmp_path,
@@ -77,13 +87,11 @@ def test_a_step_on_parquet_files_of_three_others(tmp_path):
     **_TOKENIZER,
   }
   workdir = tmp_path.parent / f'{tmp_path.name}-run'
-  assert runs.train(workdir, **changes) == 0
+  assert _train('base', workdir, changes) == 0
   metrics = runs.metrics(workdir)[-1]
   for name in ('nq', 'hotpotqa', 'flashrag'):
     assert f'train/em/{name}' in metrics
   assert 'val/em/flashrag' in metrics
-  # A step is resumed on the same questions: they are functions of the step.
-  assert runs.train(workdir, **changes) == 0
 
 
 @pytest.fixture(scope='module')
@@ -111,16 +119,8 @@ def root(tmp_path_factory):
 def test_a_step_of_each_packaged_config(
   config, trained, evaluated, root, tmp_path
 ):
-  changes = {'num_steps': 1, 'data__root': root, **_TOKENIZER}
-  changes['data__corpus'] = 'hotpotqa.corpus.jsonl'
-  changes['env__max_length'] = 1024
-  changes['rollout__length_bucket'] = 1024
-  flags = [
-    f'--config={runs.REPO}/configs/{config}.py',
-    *runs.flags(**changes)[1:],
-    f'--workdir={tmp_path}/run',
-  ]
-  assert __main__.main(['train', *flags]) == 0
+  changes = {'data__root': root, 'data__corpus': 'hotpotqa.corpus.jsonl'}
+  assert _train(config, tmp_path / 'run', changes | _TOKENIZER) == 0
   metrics = runs.metrics(tmp_path / 'run')[-1]
   names = {key.rpartition('/')[2] for key in metrics if 'train/em/' in key}
   assert names <= trained and (names or config == 'medical')
