@@ -65,6 +65,8 @@ def main(argv: Sequence[str]) -> int:
   slice_name = options['topology']
   if slice_name:
     jax.config.update('jax_platforms', 'cpu')  # no device is used
+    # A program for chips that are not there can be kept, but not read again.
+    jax.config.update('jax_enable_compilation_cache', False)
   elif devices != options['devices']:
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_num_cpu_devices', options['devices'])

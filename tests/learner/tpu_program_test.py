@@ -22,6 +22,8 @@ from tests.training import runs
 
 pytestmark = [
   pytest.mark.slow,
+  # A program for chips that are not there is kept, but cannot be read again.
+  pytest.mark.filterwarnings('ignore:Error reading persistent compilation'),
   pytest.mark.skipif(
     importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed'
   ),
