@@ -1,10 +1,202 @@
-"""Makes global arrays of the rows that each host holds."""
+"""Starts the processes of a run together, and makes global arrays of rows."""
 
+import collections
+from collections.abc import Iterator
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import socket
 from typing import Any
+import warnings
 
 import jax
+from jax._src import clusters
+import numpy as np
+
+from stppo_jax.parallel import hosts as hosts_lib
 
 Tree = Any
+
+START_TIMEOUT = 300.0  # seconds until all processes must have come
+_PATIENCE = 3600.0  # seconds that a host may be later than the others
+# The coordinator of this package notices lost hosts, and names them. If that of
+# jax noticed them first, it would abort the others without a name.
+_JAX_HEARTBEAT = 24 * 3600
+_JAX_SHUTDOWN = 10  # seconds
+_UNEXPECTED = 70  # the exit code of a bug
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """The place of this process among the processes of a run.
+
+  Attributes:
+    coordinator: host name and port of process 0.
+    process_id: the number of this process.
+    num_processes: the number of processes.
+    local_device_ids: the devices of this process; None: all of the machine.
+  """
+
+  coordinator: str
+  process_id: int
+  num_processes: int
+  local_device_ids: Sequence[int] | None = None
+
+
+def place(
+  coordinator: str, num_processes: int, process_id: int
+) -> Place | None:
+  """Returns the place that flags give to this process, or else a cluster.
+
+  Args:
+    coordinator: host name and port of process 0; '' if no flag was given.
+    num_processes: the number of processes; 0 if no flag was given.
+    process_id: the number of this process; -1 if no flag was given.
+
+  Returns:
+    None for a process without others.
+
+  Raises:
+    ValueError: flags are missing or wrong; one line.
+  """
+  given = {
+    '--coordinator': coordinator != '',
+    '--num_processes': num_processes != 0,
+    '--process_id': process_id != -1,
+  }
+  if not any(given.values()):
+    return detect()
+  missing = [flag for flag, is_given in given.items() if not is_given]
+  if missing:
+    raise ValueError(
+      f'{" and ".join(missing)}: missing; give {", ".join(given)} or none'
+    )
+  host, _, port = coordinator.rpartition(':')
+  if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    raise ValueError(
+      f'--coordinator={coordinator}: must be HOST:PORT, the address of '
+      'process 0'
+    )
+  if num_processes < 1:
+    raise ValueError(f'--num_processes={num_processes}: must be at least 1')
+  if not 0 <= process_id < num_processes:
+    raise ValueError(
+      f'--process_id={process_id}: must be from 0 to '
+      f'{num_processes - 1}, one below --num_processes'
+    )
+  if num_processes == 1:
+    return None
+  return Place(coordinator, process_id, num_processes)
+
+
+def detect() -> Place | None:
+  """Returns the place that a cluster has given to this process.
+
+  Clusters are TPU slices (VMs and GKE), Slurm, Open MPI and Kubernetes jobs, as
+  jax detects them. None outside of them, and for the only process of a job.
+  """
+  with warnings.catch_warnings():
+    # In any pod of Kubernetes jax warns that it lacks a package.
+    warnings.simplefilter('ignore')
+    coordinator, count, process_id, devices = (
+      clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        None, None, None, None, None, int(START_TIMEOUT)
+      )
+    )
+  if coordinator is None or process_id is None or count in (None, 1):
+    return None
+  assert count is not None
+  return Place(coordinator, process_id, count, devices)
+
+
+@contextlib.contextmanager
+def joined(
+  place: Place | None, *, start_timeout: float = START_TIMEOUT
+) -> Iterator[hosts_lib.Hosts]:
+  """Yields the hosts of a run, once all have come; they also end together.
+
+  Call it before jax is asked for devices.
+
+  Args:
+    place: the place of this process; None: it is the only one.
+    start_timeout: seconds to wait for the others.
+
+  Raises:
+    HostFailed: a host has not come, or has failed.
+  """
+  if place is None:
+    yield hosts_lib.ALONE
+    return
+  hosts = hosts_lib.ConnectedHosts(
+    place.coordinator,
+    place.process_id,
+    place.num_processes,
+    jax_port=_free_port(),
+    start_timeout=start_timeout,
+    patience=_PATIENCE,
+  )
+  try:
+    # Signals are ours: that of jax would take the place of Python's handler.
+    jax.config.update('jax_enable_preemption_service', False)
+    jax.distributed.initialize(
+      hosts.jax_address,
+      place.num_processes,
+      place.process_id,
+      local_device_ids=place.local_device_ids,
+      cluster_detection_method='deactivate',
+      coordinator_bind_address=hosts.jax_address,
+      heartbeat_timeout_seconds=_JAX_HEARTBEAT,
+      shutdown_timeout_seconds=_JAX_SHUTDOWN,
+    )
+    yield hosts
+    hosts.leave()
+    jax.distributed.shutdown()
+    hosts.close()
+  except BaseException as error:
+    cause = error
+    if isinstance(error, jax.errors.JaxRuntimeError):
+      # A collective fails where another host is lost, which has its own reason.
+      cause = hosts.diagnose(error)
+    line = str(cause)
+    if not isinstance(cause, hosts_lib.HostFailed):
+      line = (
+        f'{hosts.describe(hosts.index)} failed: {hosts_lib.describe(cause)}'
+      )
+    hosts.fail(line, getattr(cause, 'exit_code', _UNEXPECTED))
+    if cause is error:
+      raise
+    raise cause from error
+
+
+def by_host(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+  """Returns a mesh over all devices with the devices of a host side by side.
+
+  A host then holds whole rows of a batch, those that it has collected. The
+  devices of one process are left in their order.
+
+  Raises:
+    ValueError: the hosts have unequal numbers of devices, or `tensor` cuts rows
+      over several hosts; one line.
+  """
+  if jax.process_count() == 1:
+    return mesh
+  devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
+  counts = collections.Counter(device.process_index for device in devices)
+  if len(set(counts.values())) > 1:
+    listed = ', '.join(f'{n} on host {i}' for i, n in counts.items())
+    raise ValueError(
+      f'every host must have as many devices; there are {listed}'
+    )
+  tensor, local = mesh.shape['tensor'], counts[0]
+  if local % tensor:
+    raise ValueError(
+      f'mesh.tensor={tensor}: must divide the {local} devices of a host'
+    )
+  return jax.sharding.Mesh(
+    np.asarray(devices).reshape(mesh.devices.shape),
+    mesh.axis_names,
+    axis_types=mesh.axis_types,
+  )
 
 
 def from_local_rows(tree: Tree, sharding: jax.sharding.NamedSharding) -> Tree:
@@ -18,3 +210,10 @@ def from_local_rows(tree: Tree, sharding: jax.sharding.NamedSharding) -> Tree:
   return jax.tree.map(
     lambda x: jax.make_array_from_process_local_data(sharding, x), tree
   )
+
+
+def _free_port() -> int:
+  """Returns a port of this machine that is free now."""
+  with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    return probe.getsockname()[1]

@@ -1,0 +1,325 @@
+"""The coordinator of a run of several processes, and what passes through it.
+
+It is a server in process 0, at the address that all processes know. Every
+process, process 0 too, keeps a connection to it as long as it lives:
+
+    {"process": 1, "count": 4, "name": "worker-1"}    I am here
+    {"give": "vote/3", "value": ..., "to": "all"}     my part of an exchange
+    {"stop": true}                                    abandon what can be
+    {"failed": "host 1 ...", "code": 70}              the run cannot go on
+    {"bye": true}                                     I am done
+
+    {"hosts": ["worker-0", ...]}                      all are here
+    {"waiting": "for host 2, host 3 ..."}             who is missing
+    {"done": "vote/3", "values": [...]}               all parts of an exchange
+    {"stop": true}, {"failed": "...", "code": 75}     for everybody
+
+A message is a line of JSON. A process that is killed loses its connection, so
+the others hear of it at once, and by name.
+
+jax has a coordinator too, which XLA needs. Its clients abort the process, with
+a stack trace and without a name, when they lose the coordinator. So they reach
+it through the same port, by relays that stay open when process 0 is gone.
+"""
+
+import asyncio
+from collections.abc import Container
+from collections.abc import Sequence
+import contextlib
+import json
+import socket
+from typing import Any
+from typing import NamedTuple
+
+JAX = b'jax\n'  # the first line of a connection that is relayed
+TRY_AGAIN = 75
+_USAGE = 2
+# How the task of a connection ends; asyncio would log a cancelled one.
+_ENDS = (OSError, asyncio.CancelledError)
+_LIMIT = 1 << 28  # bytes of a message
+_CHUNK = 1 << 16
+# Seconds after which it is said for whom a process waits, and between two such
+# lines.
+FIRST_WAIT, NEXT_WAIT = 5.0, 60.0
+_PAUSE = 0.5  # seconds between two looks at who is late
+RETRY = 0.1  # seconds between two attempts to connect
+# Linux asks a silent peer after 5 seconds, and gives it up 15 seconds later: a
+# machine without power ends its connections in no other way.
+_KEEPALIVE = {'TCP_KEEPIDLE': 5, 'TCP_KEEPINTVL': 5, 'TCP_KEEPCNT': 3}
+
+Message = dict[str, Any]
+
+
+class _Member(NamedTuple):
+  """A process that is connected."""
+
+  name: str
+  writer: asyncio.StreamWriter
+
+
+class Coordinator:
+  """The server of process 0; all of it runs on one event loop.
+
+  Args:
+    address: where the processes find it, for the lines that they print.
+    count: the number of processes.
+    jax_port: the port of jax's coordinator on this machine.
+    start_timeout: seconds to wait until all processes have come.
+    patience: seconds that a process may come later than others to an exchange.
+  """
+
+  def __init__(
+    self,
+    address: str,
+    count: int,
+    *,
+    jax_port: int,
+    start_timeout: float,
+    patience: float,
+  ):
+    self._address = address
+    self._count = count
+    self._jax_port = jax_port
+    self._start_timeout = start_timeout
+    self._patience = patience
+    self._members: dict[int, _Member] = {}
+    self._left: set[int] = set()  # said goodbye, or are gone
+    # The exchanges that have begun: since when, and the parts so far.
+    self._given: dict[str, tuple[float, dict[int, Any]]] = {}
+    self._said: dict[str, float] = {}  # when a wait is said again
+    self._failed = False
+    self._all_left = asyncio.Event()
+
+  async def start(self, host: str, port: int) -> None:
+    """Listens at an address.
+
+    Raises:
+      OSError: the address is in use, or not one of this machine.
+    """
+    self._server = await asyncio.start_server(
+      self._serve, host, port, limit=_LIMIT
+    )
+    self._watching = asyncio.create_task(self._watch())
+
+  async def close(self, seconds: float) -> None:
+    """Waits until all processes have left, but not for ever, and ends."""
+    with contextlib.suppress(TimeoutError):
+      await asyncio.wait_for(self._all_left.wait(), seconds)
+    self._server.close()
+    self._watching.cancel()
+
+  async def _serve(self, reader, writer) -> None:
+    keep_alive(writer)
+    with contextlib.closing(writer):
+      # Whoever sends something else is none of ours.
+      with contextlib.suppress(*_ENDS, ValueError, KeyError, TypeError):
+        first = await reader.readline()
+        if first == JAX:
+          await self._relay(reader, writer)
+        elif first:
+          await self._join(json.loads(first), reader, writer)
+
+  async def _relay(self, reader, writer) -> None:
+    """Connects a client of jax with jax's coordinator, once that listens."""
+    while True:
+      try:
+        inner = await asyncio.open_connection('127.0.0.1', self._jax_port)
+        break
+      except ConnectionRefusedError:
+        await asyncio.sleep(RETRY)
+    with contextlib.closing(inner[1]):
+      await asyncio.gather(pump(reader, inner[1]), pump(inner[0], writer))
+
+  async def _join(self, hello: Message, reader, writer) -> None:
+    """Serves a process from its first message to its last."""
+    process, count, name = hello['process'], hello['count'], hello['name']
+    refusal = ''
+    if count != self._count:
+      refusal = f'{self._count} processes are expected, not {count}'
+    elif not 0 <= process < count or process in self._members:
+      taken = self._members.get(process)
+      by = f'by {taken.name} already' if taken else 'by no process'
+      refusal = f'--process_id={process} is taken {by}'
+    if refusal:
+      send(writer, {'failed': f'{self._address}: {refusal}', 'code': _USAGE})
+      return
+    self._members[process] = _Member(name, writer)
+    if len(self._members) == self._count:
+      names = [self._members[n].name for n in range(self._count)]
+      self._broadcast({'hosts': names})
+    while line := await self._line(reader):
+      self._receive(process, json.loads(line))
+    self._leave(process)
+
+  async def _line(self, reader) -> bytes:
+    """Returns the next message; b'' if the process is gone."""
+    try:
+      return await reader.readline()
+    except OSError:
+      return b''
+
+  def _receive(self, process: int, message: Message) -> None:
+    """Handles a message of a process."""
+    if 'give' in message:
+      self._give(process, message)
+    elif 'stop' in message:
+      self._broadcast(message)
+    elif 'failed' in message:
+      self._fail(message['failed'], message['code'])
+    elif 'bye' in message:
+      self._note_left(process)
+
+  def _give(self, process: int, message: Message) -> None:
+    """Adds the part of a process to an exchange, which ends with the last."""
+    key = message['give']
+    now = asyncio.get_running_loop().time()
+    _, parts = self._given.setdefault(key, (now, {}))
+    parts[process] = message['value']
+    if len(parts) == self._count:
+      del self._given[key]
+      values = [parts[n] for n in range(self._count)]
+      if message['to'] == 'first':
+        send(self._members[0].writer, {'done': key, 'values': values})
+        self._broadcast({'done': key, 'values': None}, but=0)
+      else:
+        self._broadcast({'done': key, 'values': values})
+
+  def _leave(self, process: int) -> None:
+    if process not in self._left:
+      self._fail(
+        f'{self.describe(process)} is gone: it was killed, or its machine or '
+        'network has failed',
+        TRY_AGAIN,
+      )
+    self._note_left(process)
+
+  def _note_left(self, process: int) -> None:
+    self._left.add(process)
+    if len(self._left) == self._count:
+      self._all_left.set()
+
+  def _fail(self, line: str, code: int) -> None:
+    """Tells everybody the first failure; others may follow from it."""
+    if not self._failed:
+      self._failed = True
+      self._broadcast({'failed': line, 'code': code})
+
+  def _broadcast(self, message: Message, *, but: int | None = None) -> None:
+    for process, member in self._members.items():
+      if process != but:
+        send(member.writer, message)
+
+  async def _watch(self) -> None:
+    """Says for whom the others wait, and gives up hosts that are too late."""
+    clock = asyncio.get_running_loop().time
+    started = clock()
+    while not self._failed:
+      await asyncio.sleep(_PAUSE)
+      waits = []
+      if missing := self._missing(self._members):
+        line = f'to come to {self._address}'
+        waits.append((started, self._start_timeout, line, missing))
+      for key, (since, parts) in self._given.items():
+        line = f'to come to the others ({key.rpartition("/")[0]})'
+        waits.append((since, self._patience, line, self._missing(parts)))
+      for since, patience, line, late in waits:
+        waited = clock() - since
+        if waited > patience:
+          self._fail(f'{late} failed {line} within {patience:.0f} s', TRY_AGAIN)
+          break
+        if waited > self._said.get(line, FIRST_WAIT):
+          self._said[line] = waited + NEXT_WAIT
+          self._broadcast({'waiting': f'for {late} {line}'})
+      if not waits:
+        self._said.clear()
+
+  def _missing(self, present: Container[int]) -> str:
+    """Returns the processes that are not present; '' if all are."""
+    return ', '.join(
+      self.describe(n) for n in range(self._count) if n not in present
+    )
+
+  def describe(self, process: int) -> str:
+    """Returns a process with the name of its machine, if it is known."""
+    member = self._members.get(process)
+    return f'host {process}' + (f' ({member.name})' if member else '')
+
+
+class Relay:
+  """A port of this machine that leads to jax's coordinator in process 0.
+
+  Attributes:
+    passes_end: whether the end of process 0 ends the connections too. As long
+      as it does not, jax waits where it would abort the process.
+  """
+
+  def __init__(self, host: str, port: int):
+    self._coordinator = host, port
+    self.passes_end = False
+
+  async def start(self) -> int:
+    """Listens, and returns the port."""
+    self._server = await asyncio.start_server(self._serve, '127.0.0.1', 0)
+    return self._server.sockets[0].getsockname()[1]
+
+  def close(self) -> None:
+    """Stops listening."""
+    self._server.close()
+
+  async def _serve(self, reader, writer) -> None:
+    with contextlib.closing(writer), contextlib.suppress(*_ENDS):
+      outer = await asyncio.open_connection(*self._coordinator)
+      with contextlib.closing(outer[1]):
+        keep_alive(outer[1])
+        outer[1].write(JAX)
+        await asyncio.gather(
+          pump(reader, outer[1]),
+          pump(outer[0], writer, ends=lambda: self.passes_end),
+        )
+
+
+async def pump(reader, writer, *, ends=lambda: True) -> None:
+  """Copies bytes until one side ends, and then ends the other if `ends()`."""
+  with contextlib.suppress(OSError):
+    while data := await reader.read(_CHUNK):
+      writer.write(data)
+      await writer.drain()
+  if ends():
+    writer.close()
+
+
+async def connect(host: str, port: int):
+  """Opens a connection for messages; see `asyncio.open_connection`."""
+  reader, writer = await asyncio.open_connection(host, port, limit=_LIMIT)
+  keep_alive(writer)
+  return reader, writer
+
+
+def send(writer: asyncio.StreamWriter, message: Message) -> None:
+  """Sends a message; without an error if the other side is gone."""
+  if not writer.is_closing():
+    writer.write(json.dumps(message).encode() + b'\n')
+
+
+def keep_alive(writer: asyncio.StreamWriter) -> None:
+  """Lets the system notice that the machine of the other side is gone."""
+  connection = writer.get_extra_info('socket')
+  connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+  connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+  for name, value in _KEEPALIVE.items():
+    if hasattr(socket, name):  # not everywhere but on Linux
+      option = getattr(socket, name)
+      connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def addresses(host: str) -> Sequence[str]:
+  """Returns the addresses to listen at, the best first.
+
+  A loopback name is bound to loopback, so that no other machine can connect. A
+  name that leads to another machine, such as a gateway, is no address of this
+  one: the second choice is every address.
+  """
+  resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+  first = str(resolved[0][4][0])
+  loopback = first.startswith('127.') or first == '::1'
+  return [first] if loopback else [first, '']

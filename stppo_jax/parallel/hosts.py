@@ -1,0 +1,378 @@
+"""The processes of a run, on one machine or on many, as each of them sees them.
+
+A *host* is one process with its devices. Python on the hosts agrees through the
+coordinator (see `coordinator`), outside compiled programs, so that an error or
+a signal of one host is heard while another is busy on its devices.
+
+No host goes on without the others: a host that fails is named on all of them,
+and all end. What stands in a program that waits for the lost host is ended from
+a thread.
+"""
+
+import asyncio
+import atexit
+from collections.abc import Callable
+from collections.abc import Coroutine
+from collections.abc import Sequence
+import concurrent.futures
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+from typing import Any
+
+from stppo_jax.parallel import coordinator as coordinator_lib
+
+# Seconds that a failed run has to end by itself, on every host.
+_GRACE = 10.0
+# Seconds to learn which host has failed, after an error that may follow from
+# the failure of another host.
+_DIAGNOSIS = 5.0
+
+
+class HostFailed(Exception):
+  """Another host has failed; the line names it and the cause.
+
+  Attributes:
+    exit_code: the exit code of the failed host; 75 if it was killed.
+    saves: whether all hosts are in a state in which they can save the run.
+  """
+
+  def __init__(self, line: str, exit_code: int, *, saves: bool = False):
+    super().__init__(line)
+    self.exit_code = exit_code
+    self.saves = saves
+
+
+class Hosts:
+  """The only host of a run, which agrees with itself.
+
+  Attributes:
+    index: the number of this host.
+    count: the number of hosts.
+    names: the names of their machines.
+    on_stop: called on another thread if all hosts are to abandon what they can.
+  """
+
+  def __init__(self, index: int = 0, names: Sequence[str] = ('localhost',)):
+    self.index = index
+    self.count = len(names)
+    self.names = list(names)
+    self.on_stop: Callable[[], None] = lambda: None
+
+  @property
+  def is_first(self) -> bool:
+    """Whether this host writes the files that all hosts share."""
+    return self.index == 0
+
+  def exchange(
+    self, what: str, value: Any, *, timeout: float | None = None
+  ) -> list[Any]:
+    """Returns the values of all hosts, in order; waits for the last of them.
+
+    Args:
+      what: the name of the value, the same on all hosts.
+      value: a value that JSON can write.
+      timeout: seconds to wait; None: as long as hosts are waited for at all.
+
+    Raises:
+      HostFailed: another host has failed, or does not come.
+      TimeoutError: another host does not come within `timeout`.
+    """
+    del what, timeout
+    return [value]
+
+  def gather(self, what: str, value: Any) -> list[Any] | None:
+    """Returns the values of all hosts to the first one, to others None."""
+    return self.exchange(what, value)
+
+  def share(self, size: int) -> slice:
+    """Returns this host's part of a number of items; parts differ by one."""
+    first = self.index * size // self.count
+    return slice(first, (self.index + 1) * size // self.count)
+
+  def describe(self, index: int) -> str:
+    """Returns a host as people know it."""
+    return f'host {index} ({self.names[index]})'
+
+  def stop(self) -> None:
+    """Asks all hosts to abandon what they can and to meet."""
+
+  def diagnose(self, error: BaseException) -> BaseException:
+    """Returns the failure of another host if it has caused an error."""
+    return error
+
+
+ALONE = Hosts()
+
+
+class ConnectedHosts(Hosts):
+  """One of several hosts.
+
+  Args:
+    address: host name and port of the coordinator.
+    index, count: see `Hosts`; host 0 runs the coordinator.
+    jax_port: on host 0, the port for jax's own coordinator.
+    start_timeout: seconds to wait for the other hosts.
+    patience: seconds to wait for a host that is late.
+    grace: seconds that this process has to end by itself in a run that has
+      failed.
+
+  Attributes:
+    jax_address: where jax's client finds jax's coordinator.
+
+  Raises:
+    HostFailed: the hosts have not met.
+  """
+
+  def __init__(
+    self,
+    address: str,
+    index: int,
+    count: int,
+    *,
+    jax_port: int,
+    start_timeout: float,
+    patience: float,
+    grace: float = _GRACE,
+  ):
+    super().__init__(index, [''] * count)
+    self._address = address
+    self._grace = grace
+    self._waiting: dict[str, concurrent.futures.Future] = {}
+    self._rounds: dict[str, int] = {}
+    self._lock = threading.Lock()
+    self._failure: HostFailed | None = None
+    self._failed = threading.Event()
+    self._ending = False
+    self._server: coordinator_lib.Coordinator | None = None
+    self._loop = asyncio.new_event_loop()
+    self._thread = threading.Thread(
+      target=self._loop.run_forever, name='hosts', daemon=True
+    )
+    self._thread.start()
+    host, _, port = address.rpartition(':')
+    host = host.strip('[]')
+    self.jax_address = f'127.0.0.1:{jax_port}'
+    if index == 0:
+      self._server = coordinator_lib.Coordinator(
+        address,
+        count,
+        jax_port=jax_port,
+        start_timeout=start_timeout,
+        patience=patience,
+      )
+      self._listen(host, int(port))
+    else:
+      self._relay = coordinator_lib.Relay(host, int(port))
+      self.jax_address = f'127.0.0.1:{self._call(self._relay.start())}'
+    met = self._expect('met')
+    self._call(self._connect(host, int(port), start_timeout))
+    self.names = met.result()
+
+  def exchange(
+    self, what: str, value: Any, *, timeout: float | None = None
+  ) -> list[Any]:
+    """See `Hosts.exchange`."""
+    return self._give(what, value, to='all').result(timeout)
+
+  def gather(self, what: str, value: Any) -> list[Any] | None:
+    """See `Hosts.gather`."""
+    return self._give(what, value, to='first').result()
+
+  def stop(self) -> None:
+    """See `Hosts.stop`."""
+    self._send({'stop': True})
+
+  def diagnose(self, error: BaseException) -> BaseException:
+    """See `Hosts.diagnose`; waits, because news come a little later."""
+    self._failed.wait(_DIAGNOSIS)
+    return self._failure or error
+
+  def fail(self, line: str, exit_code: int) -> None:
+    """Tells all hosts that the run cannot go on; this process must end now."""
+    with self._lock:
+      first, self._ending = not self._ending, True
+    if first and self._failure is None:
+      self._send({'failed': line, 'code': exit_code})
+    self._leave(exit_code)
+
+  def leave(self) -> None:
+    """Leaves the run; every host does so, once it is done."""
+    self.exchange('the end', None)
+    self._ending = True
+    if self._server is None:
+      self._relay.passes_end = True
+
+  def close(self) -> None:
+    """Ends the connection after `leave`."""
+    self._send({'bye': True})
+    self._call(self._close())
+    self._loop.call_soon_threadsafe(self._loop.stop)
+    self._thread.join()
+    self._loop.close()
+
+  def _listen(self, host: str, port: int) -> None:
+    """Starts the coordinator at the first address that is possible."""
+    assert self._server is not None
+    problem = ''
+    try:
+      for place in coordinator_lib.addresses(host):
+        try:
+          return self._call(self._server.start(place, port))
+        except OSError as error:
+          problem = problem or str(error)
+    except OSError as error:  # the name is not known
+      problem = str(error)
+    raise HostFailed(
+      f'the coordinator, process 0, cannot listen at {self._address}: '
+      f'{problem}',
+      coordinator_lib.TRY_AGAIN,
+    )
+
+  async def _connect(self, host: str, port: int, timeout: float) -> None:
+    """Connects to the coordinator, says who this is, and begins to listen."""
+    loop = asyncio.get_running_loop()
+    began, said = loop.time(), loop.time() + coordinator_lib.FIRST_WAIT
+    who = f'process {self.index} of {self.count}'
+    while True:
+      try:
+        reader, writer = await coordinator_lib.connect(host, port)
+        break
+      except OSError as error:
+        if loop.time() - began > timeout:
+          raise HostFailed(
+            f'{who} could not reach the coordinator, process 0, at '
+            f'{self._address} within {timeout:.0f} s: {error}',
+            coordinator_lib.TRY_AGAIN,
+          ) from error
+      if loop.time() > said:
+        said += coordinator_lib.NEXT_WAIT
+        say(f'{who} waits for the coordinator, process 0, at {self._address}')
+      await asyncio.sleep(coordinator_lib.RETRY)
+    self._writer = writer
+    name = socket.gethostname()
+    hello = {'process': self.index, 'count': self.count, 'name': name}
+    coordinator_lib.send(writer, hello)
+    self._listener = loop.create_task(self._receive_all(reader))
+
+  async def _receive_all(self, reader) -> None:
+    """Handles the coordinator's messages until it is gone."""
+    with contextlib.suppress(OSError):
+      while line := await reader.readline():
+        self._receive(json.loads(line))
+    if not self._ending:
+      name = self.names[0] and f' ({self.names[0]})'
+      line = f'host 0{name}, the coordinator, is gone'
+      self._end(
+        HostFailed(
+          f'{line}: it was killed, or its machine or network has failed',
+          coordinator_lib.TRY_AGAIN,
+        )
+      )
+
+  def _receive(self, message: coordinator_lib.Message) -> None:
+    if 'hosts' in message:
+      self._answer('met', message['hosts'])
+    elif 'done' in message:
+      self._answer(message['done'], message['values'])
+    elif 'waiting' in message:
+      if self._waiting or self.index == 0:
+        say(f'waiting {message["waiting"]}')
+    elif 'stop' in message:
+      self.on_stop()
+    elif 'failed' in message:
+      self._end(HostFailed(message['failed'], message['code']))
+
+  def _answer(self, key: str, value: Any) -> None:
+    with self._lock:
+      future = self._waiting.pop(key, None)
+    if future is not None:
+      future.set_result(value)
+
+  def _end(self, failure: HostFailed) -> None:
+    """Ends whatever waits for the others, and soon this process."""
+    with self._lock:
+      if self._failure is not None:
+        return
+      self._failure = failure
+      waiting, self._waiting = self._waiting, {}
+    self._failed.set()
+    for future in waiting.values():
+      future.set_exception(failure)
+    self.on_stop()
+    # The main thread may wait in a program for a host that never comes.
+    self._loop.call_later(self._grace, self._abort, failure)
+
+  def _abort(self, failure: HostFailed) -> None:
+    if not self._ending:  # by itself
+      say(str(failure))
+      _end_process(failure.exit_code)
+
+  def _give(self, what: str, value: Any, to: str) -> concurrent.futures.Future:
+    number = self._rounds[what] = self._rounds.get(what, -1) + 1
+    key = f'{what}/{number}'
+    future = self._expect(key)
+    self._send({'give': key, 'value': value, 'to': to})
+    return future
+
+  def _expect(self, key: str) -> concurrent.futures.Future:
+    """Returns the future of an exchange, which a failure ends too."""
+    future = concurrent.futures.Future()
+    with self._lock:
+      if self._failure is None:
+        self._waiting[key] = future
+        return future
+    future.set_exception(self._failure)
+    return future
+
+  def _leave(self, exit_code: int) -> None:
+    """Waits until the others know; the process then ends without jax.
+
+    At its usual end, jax would wait for hosts that do not come.
+    """
+    self._ending = True
+    atexit.register(_end_process, exit_code)
+    self._send({'bye': True})
+    self._call(self._close())
+
+  async def _close(self) -> None:
+    """Sends what is left; host 0 waits until the others have left."""
+    with contextlib.suppress(OSError):
+      await self._writer.drain()
+    self._writer.close()
+    if self._server is not None:
+      await self._server.close(_GRACE)
+    else:
+      self._relay.close()
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+      task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+  def _send(self, message: coordinator_lib.Message) -> None:
+    self._loop.call_soon_threadsafe(coordinator_lib.send, self._writer, message)
+
+  def _call(self, coroutine: Coroutine) -> Any:
+    """Runs a coroutine on the loop, and waits for its result."""
+    return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+def describe(error: BaseException) -> str:
+  """Returns an error as one line."""
+  return ' '.join(f'{type(error).__name__}: {error}'.split())
+
+
+def say(line: str) -> None:
+  """Prints a line to standard error."""
+  with contextlib.suppress(OSError, ValueError):
+    print(line, file=sys.stderr, flush=True)
+
+
+def _end_process(exit_code: int) -> None:
+  for stream in (sys.stdout, sys.stderr):
+    with contextlib.suppress(OSError, ValueError):
+      stream.flush()
+  os._exit(exit_code)

@@ -1,0 +1,204 @@
+"""Hosts meet, agree and end together, whatever happens to one of them."""
+
+import concurrent.futures
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from stppo_jax.parallel import distributed
+from stppo_jax.parallel import hosts as hosts_lib
+
+_REPO = pathlib.Path(__file__).resolve().parents[2]
+_NAME = re.escape(socket.gethostname())
+
+
+def _address() -> str:
+  with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    return f'127.0.0.1:{probe.getsockname()[1]}'
+
+
+def _in_threads(count, body):
+  """Returns what `body` returns for each host of a run in this process."""
+  address = _address()
+
+  def one(index):
+    hosts = hosts_lib.ConnectedHosts(
+      address, index, count, jax_port=1, start_timeout=30, patience=30
+    )
+    try:
+      return body(hosts)
+    finally:
+      hosts.leave()
+      hosts.close()
+
+  with concurrent.futures.ThreadPoolExecutor(count) as pool:
+    return list(pool.map(one, range(count)))
+
+
+def test_hosts_exchange_values():
+  def body(hosts):
+    assert hosts.count == 3 and hosts.names == [socket.gethostname()] * 3
+    words = hosts.exchange('word', {'from': hosts.index})
+    again = hosts.exchange('word', None)
+    return words, again, hosts.gather('number', hosts.index), hosts.share(10)
+
+  everywhere = [{'from': 0}, {'from': 1}, {'from': 2}]
+  first, *others = _in_threads(3, body)
+  assert first == (everywhere, [None] * 3, [0, 1, 2], slice(0, 3))
+  assert others[0] == (everywhere, [None] * 3, None, slice(3, 6))
+  assert others[1] == (everywhere, [None] * 3, None, slice(6, 10))
+
+
+def test_a_host_that_waits_costs_little():
+  def body(hosts):
+    hosts.exchange('vote', {})
+    began = time.process_time(), time.monotonic()
+    for _ in range(50):
+      hosts.exchange('vote', {})
+    return time.process_time() - began[0]
+
+  # Of both hosts, which share this process: a vote costs less than 5 ms.
+  assert max(_in_threads(2, body)) / 50 < 5e-3
+
+
+def test_a_timeout_is_an_error_of_this_host_alone():
+  def body(hosts):
+    if hosts.index:
+      with pytest.raises(TimeoutError):
+        hosts.exchange('late', 1, timeout=0.05)
+    hosts.exchange('meeting', None)
+    if not hosts.index:
+      return hosts.exchange('late', 0)
+    return None
+
+  assert _in_threads(2, body) == [[0, 1], None]
+
+
+def test_a_host_alone_agrees_with_itself():
+  assert hosts_lib.ALONE.exchange('word', 1) == [1]
+  assert hosts_lib.ALONE.gather('word', 1) == [1]
+  assert hosts_lib.ALONE.share(7) == slice(0, 7)
+
+
+def _start(address: str, *rest: str) -> subprocess.Popen:
+  return subprocess.Popen(
+    [sys.executable, '-u', '-m', 'tests.parallel.one_host', address, *rest],
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    cwd=_REPO,
+  )
+
+
+def _ends(*actions: str) -> list[tuple[int, str]]:
+  """Returns exit code and error output of hosts that do these actions."""
+  address, count = _address(), str(len(actions))
+  processes = [
+    _start(address, str(n), count, what) for n, what in enumerate(actions)
+  ]
+  return [(p.communicate(timeout=60)[1], p.returncode) for p in processes]
+
+
+@pytest.mark.parametrize('culprit', [0, 1])
+def test_a_host_that_fails_is_named_on_all(culprit):
+  actions = ['wait', 'wait', 'compute']
+  actions[culprit] = 'raise'
+  ends = _ends(*actions)
+  line = f'host {culprit} ({socket.gethostname()}): ValueError: two lines\n'
+  assert ends.pop(culprit) == ('', 70)
+  # One waits in Python, the other in something that cannot be interrupted.
+  assert ends == [(line, 70), (line, 70)]
+
+
+@pytest.mark.parametrize('culprit', [0, 1])
+def test_a_host_that_is_killed_is_named_on_all(culprit):
+  actions = ['wait', 'wait', 'compute']
+  actions[culprit] = 'die'
+  ends = _ends(*actions)
+  assert ends.pop(culprit)[1] == -9
+  for text, code in ends:
+    assert code == 75
+    assert re.fullmatch(
+      rf'host {culprit} \({_NAME}\)(, the coordinator,)? is gone: it was '
+      'killed, or its machine or network has failed\n',
+      text,
+    )
+
+
+def test_hosts_that_do_not_come_are_named():
+  alone, never = _address(), _address()
+  coordinator = _start(alone, '0', '3', 'wait')
+  other = _start(alone, '2', '3', 'wait')
+  lost = _start(never, '1', '2', 'wait')
+  waiting = f'waiting for host 1 to come to {alone}\n'
+  failed = f'host 1 failed to come to {alone} within 7 s\n'
+  for process in (coordinator, other):
+    assert process.communicate(timeout=60)[1] == waiting + failed
+    assert process.returncode == 75
+  who = 'process 1 of 2'
+  said, end = lost.communicate(timeout=60)[1].splitlines()
+  assert said == f'{who} waits for the coordinator, process 0, at {never}'
+  assert end.startswith(
+    f'{who} could not reach the coordinator, process 0, at {never} within 7 s: '
+  )
+  assert lost.returncode == 75
+
+
+def test_a_place_is_taken_once():
+  address = _address()
+  processes = [
+    _start(address, *rest)
+    for rest in (('0', '2', 'wait'), ('0', '2', 'wait'), ('1', '3', 'wait'))
+  ]
+  texts = [p.communicate(timeout=60)[1] for p in processes]
+  codes = [p.returncode for p in processes]
+  # Two coordinators cannot listen at one address; one waits for the others.
+  assert sorted(codes) == [2, 75, 75]
+  assert f'{address}: 2 processes are expected, not 3\n' in texts
+  (busy,) = (text for text in texts if 'cannot listen' in text)
+  assert busy.startswith(
+    f'the coordinator, process 0, cannot listen at {address}: '
+  )
+
+
+@pytest.mark.parametrize(
+  'flags, line',
+  [
+    (('h:1', 2, -1), '--process_id: missing; give --coordinator, '),
+    (('', 0, 0), '--coordinator and --num_processes: missing; '),
+    (('h', 2, 0), '--coordinator=h: must be HOST:PORT, '),
+    (('h:x', 2, 0), '--coordinator=h:x: must be HOST:PORT, '),
+    (('h:1', -1, 0), '--num_processes=-1: must be at least 1'),
+    (('h:1', 2, 2), '--process_id=2: must be from 0 to 1'),
+  ],
+)
+def test_flags_are_checked(flags, line):
+  with pytest.raises(ValueError) as error:
+    distributed.place(*flags)
+  assert str(error.value).startswith(line)
+
+
+def test_flags_give_a_place(monkeypatch):
+  assert distributed.place('h:1', 2, 1) == distributed.Place('h:1', 1, 2)
+  assert distributed.place('h:1', 1, 0) is None  # nobody to wait for
+  assert distributed.place('', 0, -1) is None  # no cluster
+  for name, value in {
+    'SLURM_JOB_ID': '4097',
+    'SLURM_STEP_NODELIST': 'node[007-009],other',
+    'SLURM_NTASKS': '3',
+    'SLURM_PROCID': '2',
+    'SLURM_LOCALID': '0',
+  }.items():
+    monkeypatch.setenv(name, value)
+  place = distributed.place('', 0, -1)
+  assert place is not None
+  assert place.coordinator.startswith('node007:')
+  assert (place.process_id, place.num_processes) == (2, 3)
+  monkeypatch.setenv('SLURM_NTASKS', '1')
+  assert distributed.place('', 0, -1) is None

@@ -1,0 +1,58 @@
+"""One host of a run without devices, as a process of its own.
+
+    python -m tests.parallel.one_host ADDRESS INDEX COUNT WHAT
+
+It meets the others, exchanges a word, and then does WHAT. `python -u` prints
+what happens, and the exit code is that of a command.
+"""
+
+import os
+import signal
+import sys
+import time
+
+from stppo_jax.parallel import hosts as hosts_lib
+
+GRACE = 1.0
+START_TIMEOUT = 7.0
+
+
+def main(address: str, index: str, count: str, what: str) -> int:
+  hosts = None
+  try:
+    hosts = hosts_lib.ConnectedHosts(
+      address,
+      int(index),
+      int(count),
+      jax_port=1,
+      start_timeout=START_TIMEOUT,
+      patience=30.0,
+      grace=GRACE,
+    )
+    assert hosts.exchange('word', index) == [str(n) for n in range(int(count))]
+    if what == 'raise':
+      raise ValueError('two\nlines')
+    if what == 'die':
+      os.kill(os.getpid(), signal.SIGKILL)
+    if what == 'compute':  # as a program does that waits for another host
+      time.sleep(60)
+    if what == 'wait':
+      hosts.exchange('more', None)
+    hosts.leave()
+    hosts.close()
+    return 0
+  except hosts_lib.HostFailed as failure:
+    print(failure, file=sys.stderr)
+    if hosts is not None:
+      hosts.fail(str(failure), failure.exit_code)
+    return failure.exit_code
+  except ValueError as error:
+    assert hosts is not None
+    hosts.fail(
+      f'{hosts.describe(hosts.index)}: {hosts_lib.describe(error)}', 70
+    )
+    return 70
+
+
+if __name__ == '__main__':
+  sys.exit(main(*sys.argv[1:]))
