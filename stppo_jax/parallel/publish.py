@@ -120,7 +120,9 @@ class Placement:
     devices = self._everywhere.devices.transpose(order)
     return devices.reshape(-1, self.tensor)
 
-  def stages(self, layout: NamedSharding) -> list[NamedSharding]:
+  def stages(
+    self, trained: NamedSharding, decoded: NamedSharding
+  ) -> list[NamedSharding]:
     """Returns the layouts that weights go through, on the devices of all hosts.
 
     In the first, every device has of its piece in training what it or its
@@ -129,19 +131,22 @@ class Placement:
     gather whole matrices without the stages between.
 
     Args:
-      layout: the layout of training, of which the others follow.
+      trained: the layout on the mesh of training.
+      decoded: the layout on `mesh`, of as many axes.
     """
-    names: list[dict[str | None, tuple[str, ...]]] = [
-      {
-        'fsdp': ('fsdp_rows', 'fsdp_columns'),
-        'tensor': ('tensor_columns', 'tensor_rows', 'data_columns'),
-      },
-      {'fsdp': ('fsdp_rows',), 'tensor': _COLUMNS},
-      {'tensor': _COLUMNS},
+    begin = {
+      'fsdp': ('fsdp_rows', 'fsdp_columns'),
+      'tensor': ('tensor_columns', 'tensor_rows', 'data_columns'),
+    }
+    last = [_COLUMNS if axis == 'tensor' else None for axis in decoded.spec]
+    exchanged = [
+      ('fsdp_rows',) if axis == 'fsdp' else columns
+      for axis, columns in zip(trained.spec, last, strict=True)
     ]
+    first = [begin.get(axis) for axis in trained.spec]
     return [
-      NamedSharding(self._everywhere, P(*map(parts.get, layout.spec)))
-      for parts in names
+      NamedSharding(self._everywhere, P(*spec))
+      for spec in (first, exchanged, last)
     ]
 
   def here(self, x: jax.Array, layout: NamedSharding) -> jax.Array:
@@ -206,7 +211,9 @@ class Publisher:
 
   def _stages(self, params: Tree) -> list[Tree]:
     layout = self._layout(params, self._placement.training)
-    stages = jax.tree.map(self._placement.stages, layout)
+    stages = jax.tree.map(
+      self._placement.stages, layout, self._layout(params, self._placement.mesh)
+    )
     return [
       jax.tree.map(lambda _, x, n=n: x[n], layout, stages) for n in range(3)
     ]

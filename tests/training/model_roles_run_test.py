@@ -90,7 +90,11 @@ def _shards(tree):
   [
     pytest.param(_LORA, marks=pytest.mark.slow, id='adapters'),
     pytest.param(_SHARED, marks=pytest.mark.slow, id='shared'),
-    pytest.param(_LORA | _SHARED, marks=pytest.mark.slow, id='both'),
+    pytest.param(
+      _LORA | _SHARED | {'mesh__fsdp': 2, 'rollout__tensor': 2},
+      marks=pytest.mark.slow,
+      id='both, cut over devices',
+    ),
     pytest.param(
       _LORA | {'rollout__steps_ahead': 1}, marks=pytest.mark.slow, id='ahead'
     ),
@@ -107,7 +111,7 @@ def test_a_run_is_the_same_when_cut_in_two(changes, tmp_path):
   shared = 'model__value_backbone' in changes
   lines = runs.metrics(whole)
   for line in lines:
-    # The engine samples with merged weights, the learner keeps them apart.
+    # Engine and learner compute with other programs, and with other layouts.
     assert line['mismatch/logprob_abs_diff'] < 1e-5
     assert line['update/skipped'] == 0 and np.isfinite(line['critic/vf_loss'])
     assert ('critic/grad_norm' in line) != shared  # of an optimiser
