@@ -308,6 +308,10 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # their longest trajectory has reached. More blocks save more reads, but
         # more programs are compiled.
         'cache_blocks': 4,
+        # The type of cached keys and values: model (as model.dtype) | int8.
+        # int8 halves a cache of bfloat16. The engine's log-probabilities then
+        # differ more from the trainer's: see mismatch/* in docs/metrics.md.
+        'cache_dtype': 'model',
         # Batches are padded to a multiple of it, in tokens. It is the multiple
         # with which there are at most 8 lengths up to env.max_length, because
         # programs are compiled for each: 512 where this is 256.

@@ -162,6 +162,7 @@ RULES: Mapping[str, settings.Rule] = {
   'rollout.decode_chunk': _POSITIVE,
   'rollout.lookahead': _NOT_NEGATIVE,
   'rollout.cache_blocks': _POSITIVE,
+  'rollout.cache_dtype': _one_of('model', 'int8'),
   'rollout.early_exit': _FRACTION,
   'rollout.extend_chunk': _POSITIVE,
   'rollout.length_bucket': _POSITIVE,

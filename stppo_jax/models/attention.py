@@ -58,6 +58,8 @@ class KeySlice(NamedTuple):
       read.
     slots_B: for each row, the index of its keys and values, whose leading axis
       may then have any size; None: row b uses index b.
+    scales: (k_scale_BKJ1, v_scale_BKJ1), what keys and values of type int8 are
+      multiplied by; None: they are used as they are.
   """
 
   k_BKJH: Array
@@ -65,6 +67,7 @@ class KeySlice(NamedTuple):
   visible_BLJ: Array
   needed: Array | bool
   slots_B: Array | None = None
+  scales: tuple[Array, Array] | None = None
 
 
 def attend_to_slices(q_BLNH: Array, slices: Sequence[KeySlice]) -> Array:
@@ -80,12 +83,19 @@ def attend_to_slices(q_BLNH: Array, slices: Sequence[KeySlice]) -> Array:
   q_BKRLH = _split_heads(q_BLNH, slices[0].k_BKJH.shape[1])
 
   def read(key_slice):
-    k_BKJH, v_BKJH = key_slice.k_BKJH, key_slice.v_BKJH
+    arrays = key_slice.k_BKJH, key_slice.v_BKJH, key_slice.scales
     if key_slice.slots_B is not None:
-      k_BKJH, v_BKJH = (
-        x.at[key_slice.slots_B].get(mode='clip') for x in (k_BKJH, v_BKJH)
+      arrays = jax.tree.map(
+        lambda x: x.at[key_slice.slots_B].get(mode='clip'), arrays
       )
-    weights, total, largest = _weights(q_BKRLH, k_BKJH, key_slice.visible_BLJ)
+    k_BKJH, v_BKJH, scales = arrays
+    k_scale, v_scale = (None, None) if scales is None else scales
+    weights, total, largest = _weights(
+      q_BKRLH, k_BKJH, key_slice.visible_BLJ, k_scale
+    )
+    if v_scale is not None:
+      weights = weights * _per_key(v_scale)
+      v_BKJH = v_BKJH.astype(q_BLNH.dtype)
     return _mix(weights, v_BKJH), total, largest
 
   def skip(key_slice):
@@ -116,18 +126,30 @@ def _split_heads(q_BLNH: Array, K: int) -> Array:
 
 
 def _weights(
-  q_BKRLH: Array, k_BKJH: Array, visible_BLJ: Array
+  q_BKRLH: Array,
+  k_BKJH: Array,
+  visible_BLJ: Array,
+  k_scale_BKJ1: Array | None = None,
 ) -> tuple[Array, Array, Array]:
   """Returns exp(logits - largest) [B, K, R, L, J], their sum, the largest."""
+  if k_scale_BKJ1 is not None:
+    k_BKJH = k_BKJH.astype(q_BKRLH.dtype)
   # In the equations here and in `_mix`, n is R and L as one axis.
   logits = _matmul(
     'bknh,bkjh->bknj', q_BKRLH, k_BKJH, preferred_element_type=jnp.float32
   )
+  if k_scale_BKJ1 is not None:
+    logits = logits * _per_key(k_scale_BKJ1)
   logits = jnp.where(visible_BLJ[:, None, None], logits, _MASKED)
   # The largest logit cancels out of softmax, so it carries no gradient.
   largest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
   weights = jnp.exp(logits - largest)
   return weights, jnp.sum(weights, axis=-1, keepdims=True), largest
+
+
+def _per_key(x_BKJ1: Array) -> Array:
+  """Returns [B, K, 1, 1, J], which multiplies logits or weights."""
+  return x_BKJ1[:, :, None, None, :, 0]
 
 
 def _mix(weights: Array, v_BKJH: Array) -> Array:

@@ -21,6 +21,10 @@ of them than devices, rows are cut along `tensor` too: then no device holds a
 head of another one again, and only the queries and results of attention move
 between devices.
 
+Keys and values may be stored in 8 bits: for each token and head an integer of
+-127..127 in place of each number, and their scale, the largest magnitude
+divided by 127. Recent tokens are not rounded.
+
 For a mixture of experts, the cache also holds the experts that each token
 visited, so that training can route it to the same ones (routing replay).
 """
@@ -40,10 +44,13 @@ from stppo_jax.models import transformer
 from stppo_jax.parallel import activations
 
 Array = jax.Array
-# Keys and values [B, K, J, H]; with experts, also their ids [B, 1, J, E].
+# Keys and values [B, K, J, H]; if they are int8, also their scales
+# [B, K, J, 1]; with experts, also their ids [B, 1, J, E].
 Block = tuple[Array, ...]
 Cache = tuple[tuple[Block, ...], ...]  # for each layer, its blocks
-Recent = tuple[Block, ...]  # for each layer
+Recent = tuple[Block, ...]  # for each layer; never in 8 bits
+# The smallest magnitude that a scale is made of: no division is by zero.
+_LEAST = 1e-12
 
 
 def empty(
@@ -56,9 +63,13 @@ def empty(
     rows: number of slots.
     blocks: J of each block; a slot holds at most their sum.
   """
+
+  def block(size):
+    zeros = _zeros(config, rows, size)
+    return _in_8_bits(zeros) if config.cache == 'int8' else zeros
+
   return tuple(
-    tuple(_zeros(config, rows, size) for size in blocks)
-    for _ in range(config.num_layers)
+    tuple(block(size) for size in blocks) for _ in range(config.num_layers)
   )
 
 
@@ -67,9 +78,10 @@ def shardings(
 ) -> Any:
   """Returns the layout of a cache with so many blocks."""
   rows, heads = _axes(config.num_kv_heads, mesh)
-  block: Any = (NamedSharding(mesh, P(rows, heads)),) * 2
+  specs = (P(rows, heads),) * (4 if config.cache == 'int8' else 2)
   if config.num_experts:
-    block = *block, NamedSharding(mesh, P(rows))
+    specs = *specs, P(rows)
+  block = tuple(NamedSharding(mesh, spec) for spec in specs)
   return ((block,) * num_blocks,) * config.num_layers
 
 
@@ -106,12 +118,28 @@ def _zeros(config, rows, size) -> Block:
   return *block, jnp.zeros(visits, jnp.int32)
 
 
+def _in_8_bits(block: Block) -> Block:
+  """Returns keys and values as integers, and their scales; see the module."""
+
+  def scale(x_BKJH):
+    largest = jnp.max(jnp.abs(x_BKJH), axis=-1, keepdims=True)
+    return jnp.maximum(largest.astype(jnp.float32), _LEAST) / 127
+
+  def whole(x_BKJH, scale_BKJ1):
+    scaled = x_BKJH.astype(jnp.float32) / scale_BKJ1
+    return jnp.round(scaled).astype(jnp.int8)
+
+  arrays, rest = block[:2], block[2:]
+  scales = tuple(map(scale, arrays))
+  return *map(whole, arrays, scales), *scales, *rest
+
+
 def expert_ids(cache: Cache) -> Array:
   """Returns the experts that cached tokens visited [B, J, layers, E].
 
   J are the positions of all blocks.
   """
-  visits = [[block[2][:, 0] for block in blocks] for blocks in cache]
+  visits = [[block[-1][:, 0] for block in blocks] for blocks in cache]
   return jnp.stack([jnp.concatenate(x, axis=1) for x in visits], axis=2)
 
 
@@ -178,8 +206,9 @@ def extend(
           _filled(blocks, n, lengths_B),
           n < num_blocks,
           slots_B,
+          (others[0], others[1]) if k_BKJH.dtype == jnp.int8 else None,
         )
-        for n, (k_BKJH, v_BKJH, *_) in enumerate(blocks)
+        for n, (k_BKJH, v_BKJH, *others) in enumerate(blocks)
       ]
       keys, values = append(k), append(v)
       # Among the recent tokens, each attends to itself and those before it.
@@ -233,11 +262,12 @@ def store(
       that the cache does not have are left out. None: row b writes to slot b.
     mesh: mesh that the cache is laid out on; None: one device.
   """
+  if cache[0][0][0].dtype == jnp.int8:
+    recent = tuple(map(_in_8_bits, recent))
   if mesh is None or mesh.size == 1:
     return _store(cache, recent, lengths_B, counts_B, slots_B)
   rows, heads = _axes(cache[0][0][0].shape[1], mesh)
-  whole = P(rows, heads)
-  block = (whole, whole, P(rows))[: len(recent[0])]
+  block = tuple(P(rows, heads if x.shape[1] > 1 else None) for x in recent[0])
   return jax.shard_map(
     _store,
     mesh=mesh,

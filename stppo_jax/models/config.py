@@ -27,7 +27,7 @@ ARCHITECTURES: Mapping[str, _Architecture] = {
 # Fields of a `ModelConfig` that are kept for the export and change no number;
 # fields that choose how to compute; and fields of only one kind of MLP.
 _FOR_EXPORT = ('max_position_embeddings', 'router_aux_loss_coef')
-_PROGRAM = ('dtype', 'remat', 'scan_unroll', 'attention', 'moe')
+_PROGRAM = ('dtype', 'remat', 'scan_unroll', 'attention', 'moe', 'cache')
 _OF_DENSE = ('intermediate_size',)
 _OF_EXPERTS = ('num_experts_per_tok', 'moe_intermediate_size', 'norm_topk_prob')
 
@@ -123,6 +123,8 @@ class ModelConfig:
     attention: how attention of whole sequences is computed; a key of
       `attention.IMPLEMENTATIONS`.
     moe: how experts are computed; a key of `moe.IMPLEMENTATIONS`.
+    cache: the type of cached keys and values: 'model' (that of the activations)
+      or 'int8'.
   """
 
   vocab_size: int
@@ -149,6 +151,7 @@ class ModelConfig:
   scan_unroll: int = 1
   attention: str = 'xla'
   moe: str = 'dense'
+  cache: str = 'model'
 
   def __post_init__(self):
     if self.num_heads % self.num_kv_heads:

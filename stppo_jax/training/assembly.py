@@ -314,8 +314,12 @@ def build_model_config(
       f'updates.routing_replay={replay}: must be nowhere, the model in '
       f'{model.path} has no experts'
     )
-  experts = moe.choose(model.moe, platform=platform)
-  return dataclasses.replace(shape, attention=attends, moe=experts)
+  return dataclasses.replace(
+    shape,
+    attention=attends,
+    moe=moe.choose(model.moe, platform=platform),
+    cache=config.rollout.cache_dtype,
+  )
 
 
 def build_mesh(config, devices: Sequence | None = None) -> jax.sharding.Mesh:

@@ -53,6 +53,7 @@ _LATER_KEYS = {
   'retrieval.faults.rate': 0.0,
   'retrieval.faults.seed': 0,
   'rollout.tensor': 0,
+  'rollout.cache_dtype': 'model',
   # Not read with the data and the environments that those runs have.
   'data.arithmetic.max_number': 20,
   'env.tools.names': ['calculator'],

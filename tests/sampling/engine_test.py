@@ -426,6 +426,26 @@ def test_a_new_collection_drops_the_last_one(mode):
   assert not engine.busy and not engine.poll()
 
 
+def test_a_cache_of_8_bits_moves_log_probabilities_a_little():
+  dialogues = []
+  for cache in ('model', 'int8'):
+    model = tiny.model(cache=cache)
+    engine, _ = tiny_engine.new_engine(model=model, slots=8)
+    dialogues.append(
+      tiny_engine.run_dialogues(
+        engine, tiny_engine.prompts(8), tiny_engine.keys(8)
+      )
+    )
+  exact, rounded = dialogues
+  # Rows with equal tokens can be compared: nearly all.
+  same = [n for n in exact if exact[n].tokens == rounded[n].tokens]
+  assert len(same) >= 6
+  distances = np.concatenate(
+    [np.subtract(exact[n].logprobs, rounded[n].logprobs) for n in same]
+  )
+  assert 1e-4 < np.abs(distances).max() < 0.1
+
+
 def test_only_adapters_are_published_beside_a_base():
   lora = lora_lib.Lora(rank=2, alpha=8.0, targets='(q|down)_proj$')
   model = dataclasses.replace(tiny_engine.MODEL, lora=lora)
