@@ -265,8 +265,8 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # The third keeps tokens with at least min_p times the largest
         # probability.
         'min_p': 0.0,
-        # Trajectories that are decoded at the same time, also in evaluations;
-        # 0 = trajectories_per_step.
+        # Trajectories that a host decodes at once, also in evaluations;
+        # 0 = all that it collects of a step.
         'slots': 0,
         # local: the engine of this process. remote: a server, see below.
         'engine': 'local',

@@ -9,7 +9,9 @@ wrote it before. So it never replaces the files of a model, of a data set, or of
 another program.
 """
 
+from collections.abc import Iterator
 from collections.abc import Mapping
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -23,6 +25,7 @@ EXPORT = 'export'
 _RUN, _EXPORTED = 'run.json', 'export.json'
 _NEW_RUN = 'run.new'
 _ASIDE = 'aside-'
+PROBE = 'probe-'  # a file that all hosts of a run must see
 # Sections of the config that every record of a run has.
 _SECTIONS = ('algorithm', 'model', 'rollout')
 _NPZ = b'PK'  # the first bytes of every npz file
@@ -117,13 +120,15 @@ def file_problems(
 def _others(folder: pathlib.Path) -> list[str]:
   """Returns the names in a folder that no start that was killed early leaves.
 
-  Such a start leaves its lock, half an identity, and what it moved aside.
+  Such a start leaves its lock, a probe, half an identity, and what it moved
+  aside.
   """
   names = os.listdir(folder) if folder.is_dir() else []
   return sorted(
     name
     for name in names
-    if name not in (lock.NAME, _NEW_RUN) and not name.startswith(_ASIDE)
+    if name not in (lock.NAME, _NEW_RUN)
+    and not name.startswith((_ASIDE, PROBE))
   )
 
 
@@ -192,6 +197,25 @@ def make_aside(folder: pathlib.Path) -> pathlib.Path:
       aside.mkdir()
       return aside
   raise AssertionError  # the loop has no end
+
+
+@contextlib.contextmanager
+def claimed(folder: pathlib.Path, *, restart: bool) -> Iterator[None]:
+  """Holds the lock of a folder.
+
+  Args:
+    folder: the folder; it is made if it is missing.
+    restart: whether to move aside what it holds.
+
+  Raises:
+    Locked: another process holds the lock.
+    OSError: the folder cannot be made or written.
+  """
+  with lock.held(folder):
+    aside = move_all_aside(folder) if restart else None
+    if aside is not None:
+      print(f'{folder}: what it held is now in {aside}')
+    yield
 
 
 def move_all_aside(folder: pathlib.Path) -> pathlib.Path | None:

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 import time
 
-from stppo_jax import batch as batch_lib
-
 
 class Timer:
   """Measures the seconds between laps.
@@ -26,8 +24,9 @@ class Timer:
 
 def step_metrics(
   laps: Mapping[str, float],
-  packed: batch_lib.TokenBatch,
   *,
+  tokens: float,
+  sampled: float,
   collect_seconds: float,
   save_seconds: float,
   num_epochs: int,
@@ -37,15 +36,14 @@ def step_metrics(
   Args:
     laps: the seconds of waiting for the collection, annotating and updating,
       by the names of `Timer`.
-    packed: the step's batch.
+    tokens: the tokens of the step's batch.
+    sampled: tokens of it that the policy wrote.
     collect_seconds: the duration of the collection; longer than the wait for it
       if it was made ahead.
     save_seconds: the duration of the save after the last step, whose own line
       was written before the save.
     num_epochs: the number of passes over the batch.
   """
-  tokens = float(packed.lengths_B.sum())
-  sampled = float((packed.turn_ids_BL > 0).sum())
   seconds = sum(laps.values())
   return {
     **laps,

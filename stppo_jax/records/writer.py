@@ -2,11 +2,13 @@
 
     workdir/metrics.jsonl              {"step": n, "name": number, ...} a line
     workdir/trajectories-000012.jsonl  dialogues of step 12, one a line
+           /trajectories-000012-host3.jsonl    those of another host
     workdir/tensorboard/               the same metrics again
 
-The first two are complete; TensorBoard has a copy. Metrics must never stop a
-run: an error of a file or of TensorBoard is counted in `writer/sink_errors` and
-logged once.
+Of several hosts the first writes metrics, and each the dialogues that it has
+collected. All files but TensorBoard's are complete; it has a copy. Metrics must
+never stop a run: an error of a file or of TensorBoard is counted in
+`writer/sink_errors` and logged once.
 """
 
 from collections.abc import Callable
@@ -29,7 +31,7 @@ from stppo_jax.records import tensorboard as tensorboard_lib
 _log = logging.getLogger(__name__)
 _SINK_ERRORS = 'writer/sink_errors'
 _NON_FINITE = 'writer/non_finite'
-_TRAJECTORIES = re.compile(r'trajectories-(\d{6,})\.jsonl')
+_TRAJECTORIES = re.compile(r'trajectories-(\d{6,})(-host\d+)?\.jsonl')
 
 
 class Writer:
@@ -139,17 +141,11 @@ class Writer:
 
   def write_trajectories(self, step: int, records: Sequence[Mapping]) -> None:
     """Writes as many first dialogues of a step as a run keeps."""
+    name = f'trajectories-{step:06d}.jsonl'
     kept = records[: self._trajectories]
-    if not kept:
-      return
-    path = self._workdir / f'trajectories-{step:06d}.jsonl'
-    lines = b''.join(json.dumps(record).encode() + b'\n' for record in kept)
-
-    def replace():
-      path.unlink(missing_ok=True)
-      append.append(path, lines)
-
-    self._counted('trajectories', replace)
+    self._counted(
+      'trajectories', lambda: _write_lines(self._workdir / name, kept)
+    )
 
   def show(self, text: str) -> None:
     """Prints text to the terminal beside the progress display."""
@@ -178,6 +174,62 @@ class Writer:
       if sink not in self._logged:
         self._logged.add(sink)
         _log.warning('cannot write %s, the run goes on: %r', sink, error)
+
+
+class OtherHostWriter:
+  """Writes the dialogues of a host that is not the first; see `Writer`."""
+
+  def __init__(
+    self, workdir: str | pathlib.Path, *, host: int, trajectories: int
+  ):
+    """Writes nothing yet.
+
+    Args:
+      workdir: the run's folder.
+      host: the number of the host.
+      trajectories: the number of dialogues that are written of each step.
+    """
+    self._workdir = pathlib.Path(workdir)
+    self._host = host
+    self._trajectories = trajectories
+
+  def rewind(self, step: int, *, saved: int) -> None:
+    """Leaves it to the first host to drop what was written after a step."""
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Leaves it to the first host to write metrics."""
+
+  def write_trajectories(self, step: int, records: Sequence[Mapping]) -> None:
+    """Writes as many first dialogues of a step as a run keeps of each host."""
+    name = f'trajectories-{step:06d}-host{self._host}.jsonl'
+    try:
+      _write_lines(self._workdir / name, records[: self._trajectories])
+    except OSError as error:
+      _log.warning('cannot write %s, the run goes on: %r', name, error)
+
+  def show(self, text: str) -> None:
+    """Prints text."""
+    print(f'host {self._host}: {text}', flush=True)
+
+  def close(self) -> None:
+    """Does nothing: everything is in its files already."""
+
+
+def of_host(
+  host: int, workdir: str | pathlib.Path, *, trajectories: int, **options: Any
+) -> Writer | OtherHostWriter:
+  """Returns the writer of a host; the options are those of `Writer`."""
+  if host:
+    return OtherHostWriter(workdir, host=host, trajectories=trajectories)
+  return Writer(workdir, trajectories=trajectories, **options)
+
+
+def _write_lines(path: pathlib.Path, records: Sequence[Mapping]) -> None:
+  """Writes records as lines, in place of an earlier file; none leave none."""
+  if records:
+    lines = b''.join(json.dumps(record).encode() + b'\n' for record in records)
+    path.unlink(missing_ok=True)
+    append.append(path, lines)
 
 
 def _step_of(line: bytes) -> float:

@@ -1,12 +1,17 @@
 """Packs trajectories into arrays; nothing else makes a batch of them.
 
 B trajectories, L tokens, M loss positions, E experts that a token visits.
+
+Each of several hosts packs its own trajectories. The hosts agree on L and M,
+and number groups and states as if one of them had packed all rows.
 """
 
 from collections.abc import Callable
 from collections.abc import Sequence
+import hashlib
 from typing import Any
 from typing import NamedTuple
+from typing import Protocol
 
 import numpy as np
 
@@ -18,6 +23,26 @@ Sentences = Callable[[np.ndarray], np.ndarray]
 
 # M is a multiple of about L / 4, because each M is another program to compile.
 _LOSS_BUCKETS = 4
+
+
+class Hosts(Protocol):
+  """See `parallel.hosts.Hosts`."""
+
+  @property
+  def index(self) -> int: ...
+  def exchange(self, what: str, value: Any) -> list[Any]: ...
+
+
+class _Labels(NamedTuple):
+  """Labels that tell a row's group and states from those of other rows.
+
+  Attributes:
+    group: data set and id of the question; ids are unique within a data set.
+    observations: for each turn, a digest of the observation that it follows.
+  """
+
+  group: tuple[str, str]
+  observations: list[str]
 
 
 class _TokenArrays(NamedTuple):
@@ -41,6 +66,7 @@ def pack(
   length_bucket: int,
   sentences: Sentences | None = None,
   with_expert_ids: bool = False,
+  hosts: Hosts | None = None,
 ) -> batch_lib.TokenBatch:
   """Returns trajectories as right-padded numpy arrays.
 
@@ -55,24 +81,29 @@ def pack(
     sentences: see `sentences.SentenceSplitter`; without it the batch has no
       sentence ids.
     with_expert_ids: whether the batch has the experts that the sampler chose.
+    hosts: the hosts whose rows make a batch, if there are several.
 
   Raises:
     ValueError: if these experts are wanted and not known.
   """
-  groups, states = {}, {}
-  group_ids, rows = [], []
-  for trajectory in trajectories:
-    question = trajectory.question
-    # Ids are unique within a data set only.
-    key = question.data_set, question.id
-    group_ids.append(groups.setdefault(key, len(groups)))
-    rows.append(_token_arrays(trajectory, group_ids[-1], states, sentences))
-  lengths = [len(row.tokens) for row in rows]
-  shape = (len(rows), -(-max(lengths) // length_bucket) * length_bucket)
+  labels = [_labels(trajectory) for trajectory in trajectories]
+  sizes = [_sizes(trajectory) for trajectory in trajectories]
+  lengths, losses = zip(*sizes)
+  mine = {'labels': labels, 'length': max(lengths), 'losses': max(losses)}
+  index, parts = 0, [mine]
+  if hosts is not None:
+    index, parts = hosts.index, hosts.exchange('rows', mine)
+  group_ids, state_ids = _number([part['labels'] for part in parts])[index]
+  rows = [
+    _token_arrays(*row, sentences) for row in zip(trajectories, state_ids)
+  ]
+  longest = max(part['length'] for part in parts)
+  most_losses = max(part['losses'] for part in parts)
+  shape = (len(rows), -(-longest // length_bucket) * length_bucket)
   stacked = _TokenArrays(*(_stacked(column, shape) for column in zip(*rows)))
   # `Any` because the batch is annotated with the jax arrays that these become.
   fields: dict[str, Any] = {
-    'loss_positions_BM': loss_positions(stacked.loss_mask),
+    'loss_positions_BM': loss_positions(stacked.loss_mask, most_losses),
     'lengths_B': np.array(lengths, np.int32),
     'group_ids_B': np.array(group_ids, np.int32),
   }
@@ -117,38 +148,88 @@ def _expert_ids(
 
 
 def _trains(trajectory: types.Trajectory) -> bool:
-  failed = trajectory.status is types.TrajectoryStatus.INFRA_ERROR
-  return not failed and len(trajectory.turns) > 0
+  return _is_valid(trajectory) and len(trajectory.turns) > 0
 
 
-def loss_positions(loss_mask_BL: np.ndarray) -> np.ndarray:
+def _is_valid(trajectory: types.Trajectory) -> bool:
+  return trajectory.status is not types.TrajectoryStatus.INFRA_ERROR
+
+
+def loss_positions(loss_mask_BL: np.ndarray, most: int = 0) -> np.ndarray:
   """Returns int32 [B, M]: the positions of each row's loss mask, then L.
 
   M is the least of a quarter, half, three quarters and all of L that suffices.
+
+  Args:
+    loss_mask_BL: the tokens that are trained on.
+    most: the most of them that any row has, if there are rows elsewhere.
   """
   length = loss_mask_BL.shape[1]
   counts_B = loss_mask_BL.sum(axis=1)
   bucket = -(-length // _LOSS_BUCKETS)
-  size = min(max(-(-counts_B.max() // bucket), 1) * bucket, length)
+  most = max(most, counts_B.max())
+  size = min(max(-(-most // bucket), 1) * bucket, length)
   # A stable sort: the true positions first, in order.
   order_BL = np.argsort(~loss_mask_BL, axis=1, kind='stable')
   real_BM = np.arange(size) < counts_B[:, None]
   return np.where(real_BM, order_BL[:, :size], length).astype(np.int32)
 
 
+def _labels(trajectory: types.Trajectory) -> _Labels:
+  """Returns the labels of a row."""
+  question = trajectory.question
+  observations = [''] + [
+    hashlib.blake2b(
+      np.asarray(turn.observation_ids, np.int32).tobytes(), digest_size=16
+    ).hexdigest()
+    for turn in trajectory.turns
+  ]
+  return _Labels((question.data_set, question.id), observations[:-1])
+
+
+def _sizes(trajectory: types.Trajectory) -> tuple[int, int]:
+  """Returns the tokens of a row, and those of them that it is trained on."""
+  policy = sum(len(turn.token_ids) for turn in trajectory.turns)
+  others = sum(len(turn.observation_ids) for turn in trajectory.turns)
+  length = len(trajectory.prompt_ids) + policy + others
+  return length, policy if _is_valid(trajectory) else 0
+
+
+def _number(
+  parts: Sequence[Sequence[Sequence[Any]]],
+) -> list[tuple[list[int], list[list[int]]]]:
+  """Returns, for the rows of each host, their groups and the states of turns.
+
+  Groups and states are numbered in the order in which they come first. A state
+  is a question and the latest observation.
+  """
+  groups, states = {}, {}
+  numbered = []
+  for part in parts:
+    group_ids, state_ids = [], []
+    for group, observations in part:
+      group_id = groups.setdefault(tuple(group), len(groups))
+      group_ids.append(group_id)
+      state_ids.append(
+        [
+          states.setdefault((group_id, observation), len(states) + 1)
+          for observation in observations
+        ]
+      )
+    numbered.append((group_ids, state_ids))
+  return numbered
+
+
 def _token_arrays(
   trajectory: types.Trajectory,
-  group_id: int,
-  states: dict[tuple[int, bytes | None], int],
+  row_state_ids: Sequence[int],
   sentences: Sentences | None,
 ) -> _TokenArrays:
-  """Returns the arrays of one trajectory, and numbers its new states.
+  """Returns the arrays of one trajectory.
 
   Args:
     trajectory: the trajectory.
-    group_id: the number of its question.
-    states: the number of each state so far, by question and latest observation;
-      new ones are added.
+    row_state_ids: the number of the state in which each turn began.
     sentences: see `pack`.
   """
   # Every list gets the prompt, then the turn and its observation, in turns. All
@@ -157,10 +238,10 @@ def _token_arrays(
   logprobs, turn_ids, state_ids, sentence_ids, rewards = (
     [_zeros(trajectory.prompt_ids)] for _ in range(5)
   )
-  observation, num_sentences = None, 0  # nothing is observed before turn 1
+  num_sentences = 0
   for turn_id, turn in enumerate(trajectory.turns, start=1):
     zeros = _zeros(turn.observation_ids)
-    state_id = states.setdefault((group_id, observation), len(states) + 1)
+    state_id = row_state_ids[turn_id - 1]
     turn_reward = _zeros(turn.token_ids)
     turn_reward[-1:] = turn.reward  # an empty turn has no token to put it on
     tokens += [turn.token_ids, turn.observation_ids]
@@ -172,11 +253,10 @@ def _token_arrays(
       numbers = num_sentences + sentences(turn.token_ids)
       num_sentences = max(numbers, default=num_sentences)
       sentence_ids += [numbers, zeros]
-    observation = np.asarray(turn.observation_ids, np.int32).tobytes()
   turn_ids_L = _joined(turn_ids, np.int32)
   rewards_L = _joined(rewards, np.float32)
   is_policy_L = turn_ids_L > 0
-  valid = trajectory.status is not types.TrajectoryStatus.INFRA_ERROR
+  valid = _is_valid(trajectory)
   if valid:
     rewards_L[np.flatnonzero(is_policy_L)[-1:]] += trajectory.reward
   else:

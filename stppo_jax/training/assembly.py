@@ -31,12 +31,12 @@ from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models import moe
+from stppo_jax.parallel import distributed
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.retrieval import client
 from stppo_jax.rollout import event_loop
 from stppo_jax.rollout import lengths
-from stppo_jax.rollout import sentences
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import data_check
 from stppo_jax.training import model_files
@@ -111,11 +111,6 @@ def build_components(config) -> Components:
     questions = build_questions(config)
     tokenizer = build_tokenizer(config, questions)
     model_files.check(config, tokenizer)
-    if jax.process_count() != 1:
-      raise ValueError(
-        f'{jax.process_count()} processes: a run of several processes is not '
-        'supported'
-      )
     mesh = build_mesh(config)
     shape = build_model_config(config, tokenizer, mesh)
     learner = learner_lib.Learner(config, shape, mesh)
@@ -156,10 +151,24 @@ def check_batch_sizes(
     for key, size in trained.items()
     if size % shards
   }
+  hosts = jax.process_count()
+  if rollout.trajectories_per_step % (hosts * rollout.group_size):
+    lines['hosts'] = (
+      f'rollout.trajectories_per_step={rollout.trajectories_per_step}: must '
+      f'give each of the {hosts} hosts as many groups of '
+      f'rollout.group_size={rollout.group_size}'
+    )
+  if hosts > 1 and rollout.engine == 'remote':
+    lines['engine'] = f'rollout.engine=remote: must be local on {hosts} hosts'
+  if hosts > 1 and config.retrieval.record:
+    lines['record'] = (
+      f"retrieval.record={config.retrieval.record}: must be '' on {hosts} "
+      'hosts, which would write the same file'
+    )
   if placement is not None:
     slots = 'slots' if rollout.slots else 'trajectories_per_step'
     shards = cache_lib.row_shards(shape, placement.mesh)
-    if rollout[slots] % shards:
+    if num_slots(config) % shards:
       lines[f'rollout.{slots}'] = (
         f'rollout.{slots}={rollout[slots]}: must be a multiple of {shards}: '
         'the engine divides slots over so many devices of this host'
@@ -172,6 +181,12 @@ def check_batch_sizes(
       )
   if lines:
     raise ValueError('\n'.join(lines.values()))
+
+
+def num_slots(config) -> int:
+  """Returns the number of trajectories that this host decodes at once."""
+  rollout = config.rollout
+  return rollout.slots or rollout.trajectories_per_step // jax.process_count()
 
 
 def build_questions(config) -> questions_lib.Questions:
@@ -325,8 +340,10 @@ def build_model_config(
 def build_mesh(config, devices: Sequence | None = None) -> jax.sharding.Mesh:
   """Returns the mesh of training, over these devices; None: over all."""
   axes = config.mesh
-  return mesh_lib.make_mesh(
-    data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor, devices=devices
+  return distributed.by_host(
+    mesh_lib.make_mesh(
+      data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor, devices=devices
+    )
   )
 
 
@@ -359,12 +376,3 @@ def length_unit(config) -> int:
   return lengths.unit(
     config.rollout.length_bucket, max_length=config.env.max_length
   )
-
-
-def build_sentences(
-  config, tokenizer: tokenizer_lib.Tokenizer
-) -> sentences.SentenceSplitter | None:
-  """Returns a splitter of turns if the algorithm's ratio is of sentences."""
-  if config.algorithm.ratio.level != 'sentence':
-    return None
-  return sentences.SentenceSplitter(tokenizer.token_bytes())

@@ -8,6 +8,7 @@ meaning beside them.
 
 import dataclasses
 from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,24 @@ from stppo_jax.training import prefetch
 
 _BASE = 'base_fingerprints'
 Restored = tuple[int, state_lib.TrainState, dict[str, Any]]
+
+
+class Checkpoints(Protocol):
+  """Converts between a state and the contents of a checkpoint."""
+
+  def save(
+    self,
+    checkpointer: checkpoint.Checkpointer,
+    step: int,
+    state: state_lib.TrainState,
+    host: dict[str, Any],
+  ) -> None:
+    """Saves a state and a JSON record."""
+
+  def restore(
+    self, checkpointer: checkpoint.Checkpointer, start: state_lib.TrainState
+  ) -> Restored | None:
+    """Returns (steps done, state, record), or None if nothing was saved."""
 
 
 class OtherBase(RuntimeError):

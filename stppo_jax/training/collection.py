@@ -5,6 +5,11 @@ A group whose rewards are all equal has advantages of 0. With
 questions (dynamic sampling of DAPO, arXiv 2503.14476). Shapes are static: every
 round collects as many groups as the step has. If too few of them have variance,
 the other places get groups without variance from the same round.
+
+Each of several hosts collects a part of every step: whole groups, the same ones
+whenever the step is collected by as many hosts. It replaces its own groups, and
+collects again what its own retriever failed. No host waits for another here;
+`measured` later describes what all of them have collected.
 """
 
 from collections.abc import Callable
@@ -14,9 +19,12 @@ import jax
 
 from stppo_jax import types
 from stppo_jax.learner import keys
+from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import trajectory_metrics
 from stppo_jax.rollout import collect
+from stppo_jax.rollout import sentences
 from stppo_jax.training import assembly
+from stppo_jax.training import host_metrics
 from stppo_jax.training import interruption
 
 # How often questions are collected while the retriever is ready but fails.
@@ -75,6 +83,7 @@ class StepCollector:
     services: questions, environment and retriever.
     collector: samples `rollout.group_size` trajectories of each question.
     show: prints a line.
+    hosts: the hosts of the run.
   """
 
   def __init__(
@@ -83,18 +92,23 @@ class StepCollector:
     services: assembly.Services,
     collector: collect.Collector,
     show: Callable[[str], None],
+    hosts: hosts_lib.Hosts = hosts_lib.ALONE,
   ):
     self._seed = config.seed
     self._config = config.rollout
     self._services = services
     self._collector = collector
     self._show = show
+    self._hosts = hosts
     self._silent_steps = 0
 
   def collect(
     self, step: int
   ) -> tuple[list[types.Trajectory], dict[str, float]]:
     """Returns the trajectories to train on, groups adjacent, and metrics.
+
+    With several hosts they are this host's, and `measured` completes the
+    metrics.
 
     The metrics of `trajectory_metrics` describe the groups before any of them
     is replaced. Replacing drops easy and hopeless questions: the scores of what
@@ -106,16 +120,35 @@ class StepCollector:
     # An evaluation uses the same retriever: drop what it has counted.
     self._statistics()
     groups = self._collect_round(step, 0)
-    metrics = trajectory_metrics.measure(
-      _rows(groups), self._services.environment
-    )
-    metrics |= trajectory_metrics.measure_groups(groups)
-    metrics |= self._replace_groups(groups, step)
+    self._first_groups = list(groups)
+    counts = self._replace_groups(groups, step)
     rows = _rows(groups)
-    metrics |= trajectory_metrics.measure_staleness(rows, step)
-    metrics |= self._statistics()
-    self._warn_of_silence(metrics, step)
-    return rows, metrics
+    counts |= self._statistics()
+    self._warn_of_silence(counts, step)
+    if self._hosts.count > 1:
+      return rows, counts
+    metrics = self._measure(self._first_groups)
+    staleness = trajectory_metrics.measure_staleness(rows, step)
+    return rows, metrics | staleness | counts
+
+  def measured(self, metrics: dict[str, float], step: int) -> dict[str, float]:
+    """Returns the metrics of a step that the hosts have collected.
+
+    All hosts call it after `collect`, with the metrics that it has returned.
+    Those of the first host then describe the trajectories of all of them.
+    """
+    if self._hosts.count == 1:
+      return metrics
+    groups, counts = host_metrics.gather(
+      self._hosts, self._first_groups, metrics
+    )
+    staleness = trajectory_metrics.measure_staleness(_rows(groups), step)
+    return self._measure(groups) | staleness | counts
+
+  def _measure(self, groups: Groups) -> dict[str, float]:
+    return trajectory_metrics.measure(
+      _rows(groups), self._services.environment
+    ) | trajectory_metrics.measure_groups(groups)
 
   def _warn_of_silence(self, metrics: dict[str, float], step: int) -> None:
     """Shows a line if the retriever found nothing in the whole step."""
@@ -171,8 +204,10 @@ class StepCollector:
     questions = self._services.questions.train(
       step, config.trajectories_per_step // size, resample_round=further
     )
+    share = self._hosts.share(len(questions))
+    questions = questions[share]
     row_keys = keys.row_keys(
-      self._key(step, further), 0, config.trajectories_per_step
+      self._key(step, further), share.start * size, len(questions) * size
     )
     trajectories = collect_until_valid(
       lambda: self._collector.collect(questions, row_keys),
@@ -190,6 +225,13 @@ class StepCollector:
       return keys.step_key(self._seed, step, keys.Purpose.COLLECT)
     key = keys.step_key(self._seed, step, keys.Purpose.RESAMPLE)
     return jax.random.fold_in(key, further)
+
+
+def build_sentences(config, tokenizer) -> sentences.SentenceSplitter | None:
+  """Returns a splitter of turns if the algorithm's ratio is of sentences."""
+  if config.algorithm.ratio.level != 'sentence':
+    return None
+  return sentences.SentenceSplitter(tokenizer.token_bytes())
 
 
 def _rows(groups: Sequence[Sequence[types.Trajectory]]):

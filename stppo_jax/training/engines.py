@@ -131,7 +131,7 @@ def _engine_options(config) -> engine_options.EngineOptions:
   """Returns the options of the local engine."""
   rollout = config.rollout
   return engine_options.EngineOptions(
-    slots=rollout.slots or rollout.trajectories_per_step,
+    slots=assembly.num_slots(config),
     max_length=config.env.max_length,
     sampling=_sampling(config),
     cache_blocks=rollout.cache_blocks,

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import math
 
 import numpy as np
 
 from stppo_jax import types
 from stppo_jax.learner import keys as keys_lib
-from stppo_jax.records import trajectory_metrics
+from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.rollout import collect
 from stppo_jax.training import assembly
 from stppo_jax.training import collection
@@ -22,6 +23,7 @@ class Evaluator:
     services: questions, environment and event loop.
     collector: samples one trajectory of each question.
     show: prints a line about failures.
+    hosts: the hosts of the run, each of which evaluates a part.
 
   Attributes:
     has_questions: whether the data set has questions to evaluate on.
@@ -33,8 +35,9 @@ class Evaluator:
     services: assembly.Services,
     collector: collect.Collector,
     show: Callable[[str], None] = print,
+    hosts: hosts_lib.Hosts = hosts_lib.ALONE,
   ):
-    self._services, self._show = services, show
+    self._services, self._show, self._hosts = services, show, hosts
     self._min_valid_fraction = config.rollout.min_valid_fraction
     self._questions = services.questions.evaluation(
       config.evaluate.num_questions
@@ -47,7 +50,7 @@ class Evaluator:
   def run(
     self, *, greedy: bool = True
   ) -> tuple[dict[str, float], list[types.Trajectory]]:
-    """Returns the mean main score by data set, and all trajectories.
+    """Returns the mean main score by data set, and this host's trajectories.
 
     The policy is the one that was published last. Trajectories that the
     infrastructure failed count in no mean. If there are too many of them, the
@@ -60,19 +63,27 @@ class Evaluator:
       Exceptions of `collection.collect_until_valid`.
     """
     questions = [q for group in self._questions.values() for q in group]
-    keys = keys_lib.row_keys(self._key, 0, len(questions))
-    trajectories = collection.collect_until_valid(
-      lambda: self._collector.collect(questions, keys, greedy=greedy),
-      self._services,
-      min_valid_fraction=self._min_valid_fraction,
-      what='evaluation',
-      show=self._show,
-    )
+    share = self._hosts.share(len(questions))
+    questions = questions[share]
+    keys = keys_lib.row_keys(self._key, share.start, len(questions))
+    trajectories = []
+    if questions:
+      trajectories = collection.collect_until_valid(
+        lambda: self._collector.collect(questions, keys, greedy=greedy),
+        self._services,
+        min_valid_fraction=self._min_valid_fraction,
+        what='evaluation',
+        show=self._show,
+      )
+    scored = [
+      (t.question.data_set, float(t.scores[self._main_score]))
+      for t in trajectories
+      if _is_valid(t)
+    ]
     scores: dict[str, list[float]] = {}
-    for trajectory in trajectories:
-      if trajectory.status is not types.TrajectoryStatus.INFRA_ERROR:
-        name = trajectory.question.data_set
-        scores.setdefault(name, []).append(trajectory.scores[self._main_score])
+    for part in self._hosts.exchange('scores', scored):
+      for data_set, score in part:
+        scores.setdefault(data_set, []).append(score)
     means = {name: float(np.mean(values)) for name, values in scores.items()}
     return means, trajectories
 
@@ -91,7 +102,23 @@ class Evaluator:
       f'val/{self._main_score}/{data_set}': score
       for data_set, score in scores.items()
     }
-    if trajectories:
-      valid = trajectory_metrics.valid_fraction(trajectories)
-      metrics['evaluate/valid_fraction'] = valid
+    if trajectories or self._hosts.count > 1:
+      valid = sum(_is_valid(trajectory) for trajectory in trajectories)
+      counts = self._hosts.exchange('valid', (valid, len(trajectories)))
+      valid, total = map(sum, zip(*counts))
+      metrics['evaluate/valid_fraction'] = valid / total
     return metrics
+
+
+def _is_valid(trajectory: types.Trajectory) -> bool:
+  return trajectory.status is not types.TrajectoryStatus.INFRA_ERROR
+
+
+def mean_score(metrics: Mapping[str, float]) -> float | None:
+  """Returns the mean score over the data sets that were evaluated.
+
+  None where nothing was evaluated, or where the score is not finite.
+  """
+  scores = [x for name, x in metrics.items() if name.startswith('val/')]
+  score = sum(scores) / len(scores) if scores else math.nan
+  return score if math.isfinite(score) else None

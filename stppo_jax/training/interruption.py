@@ -11,9 +11,13 @@ learns of signals from the operating system's side: it says at once what will
 happen, and ends the process at a second signal. Nothing is raised then: files
 are written in such a way that a process may be killed at any moment.
 
+A run of several processes ends as one: the first signal of any of them is told
+to the others, which then abandon what they can as well (`request`).
+
 This module imports little, so that signals are handled from the beginning.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 import contextlib
 import os
@@ -26,6 +30,8 @@ from typing import Any
 from stppo_jax import streams
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75}
+# By which another thread interrupts the main thread.
+_REQUEST = signal.SIGUSR1
 _IMPORTLIB = '<frozen importlib._bootstrap>'
 _SHOW_CURSOR = b'\x1b[?25h\n'
 
@@ -60,11 +66,14 @@ class Interruption:
   Attributes:
     exit_code: the exit code of the first signal; None before it.
     outlook: what the first signal leads to, for the line that is printed.
+    on_signal: called on another thread at the first signal.
   """
 
   def __init__(self, *, owns_process: bool = False):
     self.exit_code: int | None = None
     self.outlook = 'ending'
+    self.on_signal: Callable[[], None] = lambda: None
+    self._requested = False
     self._owns_process = owns_process
     self._abandonable = False
     self._announced = threading.Lock()
@@ -84,6 +93,7 @@ class Interruption:
       if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
         continue  # as `nohup` wants it
       self._previous[number] = signal.signal(number, self._receive)
+    self._previous[_REQUEST] = signal.signal(_REQUEST, self._interrupt)
     return self
 
   def __exit__(self, *_) -> None:
@@ -104,15 +114,33 @@ class Interruption:
     """
     self._abandonable = True
     try:
-      if self.exit_code is None:
+      if not self._is_interrupted:
         yield
     except Exception as error:
-      if self.exit_code is not None:
+      if self._is_interrupted:
         raise Interrupted from error
       raise
     finally:
       self._abandonable = False
-    if self.exit_code is not None:
+    if self._is_interrupted:
+      raise Interrupted
+
+  def request(self) -> None:
+    """Ends the body of `abandonable`, now or next time, from any thread."""
+    if not self._is_interrupted:
+      self._requested = True
+      main = threading.main_thread().ident
+      assert main is not None  # it has been started
+      signal.pthread_kill(main, _REQUEST)
+
+  @property
+  def _is_interrupted(self) -> bool:
+    return self._requested or self.exit_code is not None
+
+  def _interrupt(self, number: int, frame: types.FrameType | None) -> None:
+    """Handles a request, on the main thread."""
+    del number, frame
+    if self._abandonable:
       raise Interrupted
 
   def _receive(self, number: int, frame: types.FrameType | None) -> None:
@@ -132,7 +160,7 @@ class Interruption:
     received = 0
     while byte := os.read(self._reader, 1):
       number = byte[0]
-      if number not in self._previous:
+      if number not in self._previous or number not in EXIT_CODES:
         continue
       if number == signal.SIGHUP:
         # Otherwise what is printed while a run is saved would be an error.
@@ -143,6 +171,7 @@ class Interruption:
       received += 1
       if received == 1:
         self._announce(number)
+        self.on_signal()
       else:
         _say('abandoned; what was saved before remains')
         if os.isatty(1):  # a progress bar hides the cursor

@@ -21,6 +21,7 @@ from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
 from stppo_jax.parallel import compile_time
+from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import peaks
 from stppo_jax.records import timing
 from stppo_jax.rollout import pack as pack_lib
@@ -29,6 +30,8 @@ from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
 from stppo_jax.training import engines
 from stppo_jax.training import evaluation
+from stppo_jax.training import host_check
+from stppo_jax.training import host_metrics
 from stppo_jax.training import mismatch_check
 from stppo_jax.training import model_files
 from stppo_jax.training import prefetch
@@ -38,13 +41,20 @@ from stppo_jax.training import sft
 from stppo_jax.training import skipped_updates
 
 
-def train(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
+def train(
+  config,
+  workdir: str | pathlib.Path,
+  *,
+  restart: bool = False,
+  hosts: hosts_lib.Hosts = hosts_lib.ALONE,
+) -> int:
   """Trains, or resumes, the run of a config in `workdir`.
 
   Args:
     config: the config of the run.
     workdir: the run's folder.
     restart: whether to begin anew and move aside what the folder holds.
+    hosts: the hosts of the run; all of them call this function.
 
   Returns:
     The exit code: 0 done, 130 interrupted and saved, 75 preempted and saved.
@@ -54,10 +64,14 @@ def train(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
     devices or workdir, or an engine that samples from another policy than the
     one that is trained (2), corrupt or missing checkpoints (3), a retriever
     out of reach, a locked workdir, or a checkpoint that cannot be saved (75),
-    too many updates in a row that were skipped (76).
+    too many updates in a row that were skipped (76). After the failure of one
+    host, `HostFailed` with its exit code on the others.
   """
-  with run_lib.start(workdir) as run:
-    learner, collector, pack, state, reference = _start(config, run, restart)
+  host_check.check(hosts, config)
+  with run_lib.start(workdir, hosts=hosts) as run:
+    learner, steps, collector, pack, state, reference = _start(
+      config, run, restart
+    )
     # The denominator of ratios: with steps ahead and old_policy='sampled' the
     # policy that collected, otherwise the policy before the step's updates.
     off_policy = config.rollout.steps_ahead and (
@@ -67,18 +81,19 @@ def train(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
     compile_seconds = run.enter(compile_time.measured())
     for step in range(run.first_step, config.num_steps):
       timer = timing.Timer()
+      collector.schedule(step, state)  # publishes the policy that collects
       # A signal may end this early, because a collection can be made again.
       with run.abandonable():
-        collector.schedule(step, state)  # publishes the policy that collects
         collected = collector.result(step)
       timer.lap('wait')
 
       packed = pack(collected.trajectories)
+      totals = host_metrics.totals(hosts, packed, collected.seconds)
       old = collector.policy(step) if off_policy else None
       batch, metrics = learner.annotate(
         state, packed, reference=reference, old=old
       )
-      metrics = collected.metrics | _floats(metrics)
+      metrics = steps.measured(collected.metrics, step) | _floats(metrics)
       if step == 0:
         mismatch_check.check(
           metrics,
@@ -89,21 +104,23 @@ def train(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
 
       reports = []
       for epoch in range(config.updates.num_epochs):
-        for rows in learner.minibatches(len(packed.lengths_B), step, epoch):
+        for rows in learner.minibatches(len(batch.lengths_B), step, epoch):
           state, report = learner.update(state, batch, rows, step)
           reports.append(report)
       metrics |= learner_lib.summarize(reports)
       timer.lap('update')
 
-      num_trained = int(packed.loss_mask_BL.any(axis=1).sum())
-      learner.adapt_kl(metrics['critic/kl_per_trajectory'], num_trained)
+      learner.adapt_kl(metrics['critic/kl_per_trajectory'], totals.trained)
       metrics |= timing.step_metrics(
         timer.laps,
-        packed,
-        collect_seconds=collected.seconds,
+        tokens=totals.tokens,
+        sampled=totals.sampled,
+        collect_seconds=max(totals.collect_seconds),
         save_seconds=run.save_seconds,
         num_epochs=config.updates.num_epochs,
       )
+      if hosts.count > 1:
+        metrics |= host_metrics.collect_seconds(totals.collect_seconds)
       metrics |= peaks.max_memory()
       metrics['timing_s/compile'] = compile_seconds()
       run.finish_step(step + 1, state, metrics, collected.trajectories)
@@ -117,6 +134,7 @@ class _Started(NamedTuple):
 
   Attributes:
     learner: annotates and updates.
+    steps: describes what was collected.
     collector: samples trajectories from published policies.
     pack: turns trajectories into the arrays of a batch.
     state: the state to go on from.
@@ -124,6 +142,7 @@ class _Started(NamedTuple):
   """
 
   learner: learner_lib.Learner
+  steps: collection.StepCollector
   collector: prefetch.Prefetcher
   pack: Callable[[Sequence[types.Trajectory]], batch_lib.TokenBatch]
   state: state_lib.TrainState
@@ -137,15 +156,16 @@ def _start(config, run: run_lib.Run, restart: bool) -> _Started:
     for line in components.notes:
       print(f'note: {line}', flush=True)
     run.record_config(config, restart=restart)
+  with run.abandonable():
     services = run.enter(assembly.build_services(config, components.questions))
-    sft.make_start(config, run.workdir, services)
+    sft.make_start(config, run.workdir, services, run.hosts)
     started = run_record.with_start(config, run.workdir)
     if started is not config:
       config, components = started, assembly.build_components(started)
     learner, tokenizer = components.learner, components.tokenizer
     with assembly.config_errors():
       state, reference = learner.start(), learner.reference()
-      sentences = assembly.build_sentences(config, tokenizer)
+      sentences = collection.build_sentences(config, tokenizer)
     collecting = _collecting_services(config, services, components)
     engine = engines.build(
       config, collecting, tokenizer, learner.decoded, components.placement
@@ -155,6 +175,7 @@ def _start(config, run: run_lib.Run, restart: bool) -> _Started:
       services,
       engines.build_collector(config, services, tokenizer, engine),
       run.show,
+      run.hosts,
     )
     run.open(
       config,
@@ -165,18 +186,31 @@ def _start(config, run: run_lib.Run, restart: bool) -> _Started:
     ends = model_files.end_token_ids(config, tokenizer)
     names = ', '.join(f'{i} {tokenizer.decode([i])!r}' for i in ends)
     run.show(f'a turn ends at a stop string or at token {names}')
-    collector = _build_prefetcher(config, collecting, components, engine, run)
+    steps, collector = _build_prefetcher(
+      config, collecting, components, engine, run
+    )
     run.at_end(collector.close)
     checkpoints = checkpoint_state.TrainCheckpoints(learner, collector)
     state = run.resume(state, checkpoints)
 
-  def evaluate(state: state_lib.TrainState):
-    # Wait for the collections in flight: they use the same engine, and their
-    # counts of the retriever would contain the evaluation's queries.
-    collector.drain()
-    engines.publish(engine, learner, state, 0)
-    scores, trajectories = evaluator.run()
-    return evaluator.metrics(scores, trajectories), trajectories
+  def evaluate(state: state_lib.TrainState) -> run_lib.Evaluation:
+    def publish():
+      # Wait for the collections in flight: they use the same engine, and their
+      # counts of the retriever would contain the evaluation's queries.
+      collector.drain()
+      engines.publish(engine, learner, state, 0)
+
+    is_alone = run.hosts.count == 1
+    if not is_alone:  # all of them publish, even if one must then stop
+      publish()
+
+    def evaluates():
+      if is_alone:
+        publish()
+      scores, trajectories = evaluator.run()
+      return evaluator.metrics(scores, trajectories), trajectories
+
+    return evaluates
 
   evaluates = config.evaluate.every > 0 and evaluator.has_questions
   run.begin(evaluate, prints_samples=not evaluates)
@@ -185,8 +219,9 @@ def _start(config, run: run_lib.Run, restart: bool) -> _Started:
     length_bucket=assembly.length_unit(config),
     sentences=sentences,
     with_expert_ids=config.updates.routing_replay == 'sampler',
+    hosts=run.hosts,
   )
-  return _Started(learner, collector, pack, state, reference)
+  return _Started(learner, steps, collector, pack, state, reference)
 
 
 def _collecting_services(
@@ -211,7 +246,7 @@ def _build_prefetcher(
   components: assembly.Components,
   engine: engines.Engine,
   run: run_lib.Run,
-) -> prefetch.Prefetcher:
+) -> tuple[collection.StepCollector, prefetch.Prefetcher]:
   """Builds the prefetcher, with a thread of its own if its loop can stop."""
   learner, rollout, loop = components.learner, config.rollout, services.loop
   collector = engines.build_collector(
@@ -221,8 +256,10 @@ def _build_prefetcher(
     engine,
     group_size=rollout.group_size,
   )
-  steps = collection.StepCollector(config, services, collector, run.show)
-  return prefetch.Prefetcher(
+  steps = collection.StepCollector(
+    config, services, collector, run.show, run.hosts
+  )
+  return steps, prefetch.Prefetcher(
     steps.collect,
     lambda params, version: engines.publish(
       engine, learner, run.state, version, trained=params

@@ -147,12 +147,13 @@ def export(
   tokenizer: tokenizer_lib.Tokenizer,
   *,
   dtype: str,
+  writes: bool = True,
 ) -> None:
   """Writes a policy of a run as a directory that `transformers` loads.
 
   Files that came with the model are copied as they are. If they were deleted
   after the start of the run, they are written from the model's shape and the
-  tokenizer in memory.
+  tokenizer in memory. All hosts call it, and one of them writes.
 
   Raises:
     OSError, ValueError: see `hf.export.export`.
@@ -175,4 +176,5 @@ def export(
     dtype=dtype,
     source=source if has_source else '',
     save_tokenizer=save_rest,
+    writes=writes,
   )

@@ -107,6 +107,8 @@ class StoppableLoop:
 class Prefetcher:
   """Collects every step with the policy of `steps_ahead` steps before.
 
+  With a thread, it publishes the policy too. Without one, `schedule` does.
+
   Args:
     collect: collects a step with the published weights, see
       `StepCollector.collect`.
@@ -183,6 +185,9 @@ class Prefetcher:
     kept = {v: p for v, p in self._policies.items() if v >= oldest}
     self._policies = kept | {version: params}
     if self._thread is None:
+      # Here, and not in `result`: of several hosts one may be told to abandon
+      # its collection before it begins, and all of them publish together.
+      self._publish(self.policy(version), self._version(version))
       return
     last = min(version + self._steps_ahead, self._num_steps - 1)
     for step in range(max(self._in_flight, default=version - 1) + 1, last + 1):
@@ -224,7 +229,8 @@ class Prefetcher:
       raise Abandoned
     started = time.monotonic()
     try:
-      self._publish(params, self._version(step))
+      if self._thread is not None:
+        self._publish(params, self._version(step))
       trajectories, metrics = self._collect(step)
     except BaseException:
       # The run ends with this error, so later collections are not needed.

@@ -28,11 +28,8 @@ from collections.abc import Sequence
 import contextlib
 import functools
 import json
-import math
 import pathlib
 import sys
-from typing import Any
-from typing import Protocol
 from typing import TypeVar
 
 from stppo_jax import settings
@@ -42,9 +39,9 @@ from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import weights
 from stppo_jax.models import functional
 from stppo_jax.parallel import compile_time
+from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import checkpoint
 from stppo_jax.records import dialogues
-from stppo_jax.records import lock
 from stppo_jax.records import plots
 from stppo_jax.records import run_folder
 from stppo_jax.records import timing
@@ -54,10 +51,14 @@ from stppo_jax.retrieval import protocol
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.sampling.remote import client
 from stppo_jax.training import assembly
+from stppo_jax.training import checkpoint_state
+from stppo_jax.training import evaluation
+from stppo_jax.training import host_check
 from stppo_jax.training import interruption
 from stppo_jax.training import model_files
 from stppo_jax.training import run_record
 from stppo_jax.training import skipped_updates
+from stppo_jax.training import voting
 
 # These end a run that has begun, after its last finished step was saved.
 _OUTAGES = (
@@ -71,30 +72,17 @@ _OUTAGES = (
 
 T = TypeVar('T')
 State = state_lib.TrainState
-Evaluate = Callable[[State], tuple[dict[str, float], list[types.Trajectory]]]
-
-
-class Checkpoints(Protocol):
-  """Converts between a state and the contents of a checkpoint."""
-
-  def save(
-    self,
-    checkpointer: checkpoint.Checkpointer,
-    step: int,
-    state: State,
-    host: dict[str, Any],
-  ) -> None:
-    """Saves a state and a JSON record."""
-
-  def restore(
-    self, checkpointer: checkpoint.Checkpointer, start: State
-  ) -> tuple[int, State, dict[str, Any]] | None:
-    """Returns (steps done, state, record), or None if nothing was saved."""
+Evaluation = Callable[[], tuple[dict[str, float], list[types.Trajectory]]]
+# Publishes the policy of a state; what it returns evaluates it.
+Evaluate = Callable[[State], Evaluation]
 
 
 @contextlib.contextmanager
 def start(
-  workdir: str | pathlib.Path, *, unit: str = 'step'
+  workdir: str | pathlib.Path,
+  *,
+  unit: str = 'step',
+  hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> Iterator['Run']:
   """Yields a run that signals and outages end after its state was saved.
 
@@ -104,11 +92,13 @@ def start(
   Args:
     workdir: the run's folder.
     unit: the name of what the run counts, for the lines that it prints.
+    hosts: the hosts of the run.
   """
   with contextlib.ExitStack() as stack:
     interrupt = stack.enter_context(interruption.Interruption())
     interrupt.outlook = f'ending before the first {unit}'
-    run = Run(pathlib.Path(workdir), interrupt, stack, unit)
+    interrupt.on_signal, hosts.on_stop = hosts.stop, interrupt.request
+    run = Run(pathlib.Path(workdir), interrupt, stack, unit, hosts)
     stack.enter_context(compile_time.announced(run.show))
     try:
       yield run
@@ -127,8 +117,9 @@ def start(
         print(
           f'interrupted before the first {unit}; the same command starts again'
         )
-    except _OUTAGES:
-      if run.resumed:
+    except (*_OUTAGES, hosts_lib.HostFailed) as error:
+      # The others save too, unless a host was lost in the middle of a step.
+      if run.resumed and getattr(error, 'saves', True):
         run.save()
       raise
 
@@ -138,6 +129,7 @@ class Run:
 
   Attributes:
     workdir: the run's folder.
+    hosts: the hosts of the run; the first of them writes what they share.
     first_step: the number of steps that were done when the run was resumed.
     num_steps: the length of the run.
     steps_done: the number of steps that are done now.
@@ -156,8 +148,10 @@ class Run:
     interrupt: interruption.Interruption,
     stack: contextlib.ExitStack,
     unit: str,
+    hosts: hosts_lib.Hosts,
   ):
     self.workdir = workdir
+    self.hosts = hosts
     self.first_step = self.steps_done = 0
     self.resumed = False
     self.save_seconds = 0.0
@@ -175,10 +169,13 @@ class Run:
 
   @contextlib.contextmanager
   def abandonable(self) -> Iterator[None]:
-    """Runs a body that a signal may cut short; an update follows it."""
+    """Runs a body that a signal may cut short; an update follows it.
+
+    Several hosts vote at its end, see `voting`.
+    """
     if self.resumed:
       self._interrupt.outlook = f'saving {self._unit} {self.steps_done}'
-    with self._interrupt.abandonable():
+    with voting.voted(self.hosts, self._interrupt, saving=_OUTAGES):
       yield
     if self.resumed:
       number = self.steps_done + 1
@@ -202,11 +199,10 @@ class Run:
       Misconfigured: the folder cannot be written.
       Locked: another process writes there.
     """
-    with assembly.config_errors(str(self.workdir)):
-      self.enter(lock.held(self.workdir))
-      aside = run_folder.move_all_aside(self.workdir) if restart else None
-    if aside is not None:
-      print(f'{self.workdir}: what it held is now in {aside}')
+    if self.hosts.is_first:
+      with assembly.config_errors(str(self.workdir)):
+        self.enter(run_folder.claimed(self.workdir, restart=restart))
+    host_check.check_folder(self.hosts, self.workdir)
 
   def record_config(self, config, *, restart: bool = False, **also) -> None:
     """Claims the folder; records the config and what else defines the run.
@@ -218,6 +214,8 @@ class Run:
       CheckpointsMissing: the run's checkpoints are gone.
     """
     self.claim(restart=restart)
+    if not self.hosts.is_first:
+      return
     run_record.check_checkpoints(self.workdir)
     with assembly.config_errors(str(self.workdir)):
       run_record.record_config({**config.to_dict(), **also}, self.workdir)
@@ -245,17 +243,20 @@ class Run:
       self.workdir, keep=config.checkpoint.keep
     )
     self._stack.callback(self._checkpointer.close)
-    self._writer = writer_lib.Writer(
+    self._writer = writer_lib.of_host(
+      self.hosts.index,
       self.workdir,
       num_steps=num_steps,
       tensorboard=config.writer.tensorboard,
       trajectories=trajectories,
       hparams=settings.flatten(config),
     )
-    self._show = self._writer.show
     self._stack.callback(self._writer.close)
+    self._show = self._writer.show
 
-  def resume(self, start: State, checkpoints: Checkpoints) -> State:
+  def resume(
+    self, start: State, checkpoints: checkpoint_state.Checkpoints
+  ) -> State:
     """Returns the newest valid state; sets aside what was written after it.
 
     Args:
@@ -267,7 +268,8 @@ class Run:
     if restored is not None:
       self.steps_done, self.state, host = restored
       if 'unwritten' in host:
-        self._unwritten = json.loads(host['unwritten'])
+        metrics, records = json.loads(host['unwritten'])
+        self._unwritten = metrics, records if self.hosts.is_first else []
     self.first_step = self.steps_done
     # The line of the last finished step is kept, except where this start writes
     # it: the line of step 0, and the line of a step whose evaluation was
@@ -294,8 +296,9 @@ class Run:
     """
     self._evaluate, self._prints_samples = evaluate, prints_samples
     if self.steps_done == 0 and self._config.evaluate.every > 0:
+      evaluates = evaluate(self.state)
       with self.abandonable():
-        metrics = self._evaluated(evaluate)
+        metrics = self._evaluated(evaluates)
       self._writer.write(0, metrics)
     if self._unwritten is not None:
       self._finish_unwritten(*self._unwritten)
@@ -322,7 +325,12 @@ class Run:
     self._interrupt.outlook = f'saving {self._unit} {done}'
     self.save_seconds = 0.0
     self._score = None
-    self._unwritten = metrics, self._records(kept)
+    records = self._records(kept)
+    if not self.hosts.is_first:
+      # A checkpoint keeps unwritten dialogues of the first host only.
+      self._writer.write_trajectories(done, records)
+      records = []
+    self._unwritten = metrics, records
     self._finish_unwritten(*self._unwritten)
 
   def _finish_unwritten(self, metrics: dict, records: list) -> None:
@@ -333,12 +341,13 @@ class Run:
     """
     if self._evaluate is not None and self._due(self._config.evaluate.every):
       timer = timing.Timer()
-      with self._interrupt.abandonable():
-        metrics = metrics | self._evaluated(self._evaluate)
+      evaluates = self._evaluate(self.state)
+      with voting.voted(self.hosts, self._interrupt, saving=_OUTAGES):
+        metrics = metrics | self._evaluated(evaluates)
       timer.lap('evaluate')
       metrics |= timer.laps
       metrics['timing_s/step'] += metrics['timing_s/evaluate']
-      self._score = evaluation_score(metrics)
+      self._score = evaluation.mean_score(metrics)
     self._unwritten = None
     self._writer.write(self.steps_done, metrics)
     self._writer.write_trajectories(self.steps_done, records)
@@ -385,7 +394,7 @@ class Run:
     self._interrupt.outlook = 'exporting the policy, then ending'
     metrics, home = self.workdir / 'metrics.jsonl', self.workdir / 'policy'
     lines = [f'done. metrics: {metrics}']
-    if curve:
+    if curve and self.hosts.is_first:
       picture = self.workdir / 'learning_curve.png'
       config = self._config
       title = f'{config.title}, seed {config.seed}'
@@ -401,13 +410,19 @@ class Run:
         f'best evaluation: after {self._unit} {best}, kept in {path}'
       )
     model_files.export(
-      self._config, home, policy, params, self._tokenizer, dtype=weights.TRAINED
+      self._config,
+      home,
+      policy,
+      params,
+      self._tokenizer,
+      dtype=weights.TRAINED,
+      writes=self.hosts.is_first,
     )
     self.show('\n'.join([*lines, f'policy (Hugging Face format): {home}']))
 
-  def _evaluated(self, evaluate: Evaluate) -> dict[str, float]:
+  def _evaluated(self, evaluates: Evaluation) -> dict[str, float]:
     """Returns the metrics of an evaluation; prints a few of its dialogues."""
-    metrics, trajectories = evaluate(self.state)
+    metrics, trajectories = evaluates()
     records = self._records(self._samples(trajectories))
     self._print(f'evaluation after {self._unit} {self.steps_done}', records)
     return metrics
@@ -421,6 +436,8 @@ class Run:
     return items[:: max(len(items) // max(count, 1), 1)][:count]
 
   def _print(self, title: str, records: Sequence[dict]) -> None:
+    if not self.hosts.is_first:
+      return
     if records:
       self.show(f'{title} ({dialogues.LEGEND})')
     for record in records:
@@ -429,13 +446,3 @@ class Run:
   def _due(self, every: int) -> bool:
     last = self.steps_done == self.num_steps
     return every > 0 and (last or self.steps_done % every == 0)
-
-
-def evaluation_score(metrics: Mapping[str, float]) -> float | None:
-  """Returns the mean score over the data sets that were evaluated.
-
-  None where nothing was evaluated, or where the score is not finite.
-  """
-  scores = [x for name, x in metrics.items() if name.startswith('val/')]
-  score = sum(scores) / len(scores) if scores else math.nan
-  return score if math.isfinite(score) else None

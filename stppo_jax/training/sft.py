@@ -18,6 +18,7 @@ from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import functional
 from stppo_jax.parallel import compilation
 from stppo_jax.parallel import distributed
+from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.records import timing
 from stppo_jax.rollout import collect
@@ -94,7 +95,10 @@ def run(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
 
 
 def make_start(
-  config, workdir: pathlib.Path, services: assembly.Services
+  config,
+  workdir: pathlib.Path,
+  services: assembly.Services,
+  hosts: hosts_lib.Hosts,
 ) -> None:
   """Makes the supervised start if the config has one and it does not exist yet.
 
@@ -102,22 +106,29 @@ def make_start(
   incomplete start.
   """
   start = run_record.start_folder(config, workdir)
-  if start is None or start.is_dir():
+  if start is None:
+    return
+  # As the first host sees it, which writes it.
+  exists, *_ = hosts.exchange('start', start.is_dir())
+  if exists:
     return
   partial = start.with_suffix('.partial')
-  if partial.is_dir():
+  if hosts.is_first and partial.is_dir():
     shutil.rmtree(partial)
-  imitate(config, services, partial)
-  partial.rename(start)
+  imitate(config, services, partial, hosts)
+  if hosts.is_first:
+    partial.rename(start)
+  hosts.exchange('start', True)  # it is there
 
 
 def imitate(
   config,
   services: assembly.Services,
   directory: str | pathlib.Path,
+  hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> None:
   """Trains on demonstrations and writes a Hugging Face directory."""
-  learner = _Learner(config, services)
+  learner = _Learner(config, services, hosts)
   state, num_steps = learner.start(), config.sft.num_steps
   began = time.monotonic()
   skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
@@ -127,7 +138,8 @@ def imitate(
     reports.append(metrics)
     if step % _PRINT_EVERY == 0 or step == num_steps - 1:
       seconds, loss = time.monotonic() - began, metrics['sft/loss']
-      print(f'sft step {step} loss {loss:.4f} {seconds:.0f}s', flush=True)
+      if hosts.is_first:
+        print(f'sft step {step} loss {loss:.4f} {seconds:.0f}s', flush=True)
       skips.check(reports)
       reports.clear()
   model_files.export(
@@ -137,6 +149,7 @@ def imitate(
     state.policy.params,
     learner.tokenizer,
     dtype=weights_lib.TRAINED,
+    writes=hosts.is_first,
   )
 
 
@@ -148,14 +161,20 @@ class _Learner:
   Args:
     config: the config of a run.
     services: questions and environment, which answers the demonstrated turns.
+    hosts: the hosts of the run, each of which has a part of a batch.
 
   Attributes:
     policy: the model.
     tokenizer: its tokenizer.
   """
 
-  def __init__(self, config, services: assembly.Services):
-    self._config, self._services = config, services
+  def __init__(
+    self,
+    config,
+    services: assembly.Services,
+    hosts: hosts_lib.Hosts = hosts_lib.ALONE,
+  ):
+    self._config, self._services, self._hosts = config, services, hosts
     with assembly.config_errors():
       self.tokenizer = assembly.build_tokenizer(config, services.questions)
       self._mesh = assembly.build_mesh(config)
@@ -191,7 +210,7 @@ class _Learner:
     """Returns the demonstrations of a step."""
     dialogues = self._teacher.batch(step, self._config.sft.batch_size)
     packed = _pack_dialogues(
-      self._config, self._services, self.tokenizer, dialogues
+      self._config, self._services, self.tokenizer, dialogues, self._hosts
     )
     return distributed.from_local_rows(packed, self._rows)
 
@@ -247,8 +266,11 @@ def _pack_dialogues(
   services: assembly.Services,
   tokenizer,
   dialogues: Sequence[demonstrations.Demonstration],
+  hosts: hosts_lib.Hosts,
 ) -> batch_lib.TokenBatch:
-  """Returns demonstrations as a batch, answered by the real environment.
+  """Returns this host's part of the demonstrations of a step as a batch.
+
+  The real environment answers them.
 
   A turn longer than env.max_turn_tokens, which would be cut, must not be
   imitated: a dialogue with such a turn is replaced by another dialogue of the
@@ -269,6 +291,7 @@ def _pack_dialogues(
       f'env.max_turn_tokens={room}: no demonstrated turn fits'
     )
   chosen = [fitting[n % len(fitting)] for n in range(len(encoded))]
+  chosen = chosen[hosts.share(len(chosen))]
   collector = collect.Collector(
     engine=scripted.ScriptedEngine(
       [script for _, script in chosen], config.env.max_length
@@ -286,4 +309,6 @@ def _pack_dialogues(
     what='demonstrations',
     show=print,
   )
-  return pack.pack(trajectories, length_bucket=assembly.length_unit(config))
+  return pack.pack(
+    trajectories, length_bucket=assembly.length_unit(config), hosts=hosts
+  )

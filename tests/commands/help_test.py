@@ -73,9 +73,9 @@ def test_the_full_help_explains_every_key(capsys):
 def test_the_help_of_a_key_is_its_comment(capsys, flag):
   assert _help(capsys, 'train', f'--help={flag}').splitlines() == [
     'rollout.slots = 0',
-    '    Trajectories that are decoded at the same time, also in evaluations; '
-    '0 =',
-    '    trajectories_per_step.',
+    '    Trajectories that a host decodes at once, also in evaluations; '
+    '0 = all that',
+    '    it collects of a step.',
   ]
 
 

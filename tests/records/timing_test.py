@@ -2,10 +2,8 @@
 
 import time
 
-import numpy as np
 import pytest
 
-from stppo_jax import batch as batch_lib
 from stppo_jax.records import timing
 
 
@@ -19,23 +17,18 @@ def test_laps_are_apart(monkeypatch):
 
 
 def test_tokens_per_second():
-  turn_ids = np.array([[0, 1, 1, 0, 2, 0], [0, 0, 1, 1, 1, 1]])
-  packed = batch_lib.TokenBatch(
-    tokens_BL=turn_ids,
-    lengths_B=np.array([5, 6]),
-    turn_ids_BL=turn_ids,
-    loss_mask_BL=turn_ids > 0,
-    sampler_logprobs_BL=turn_ids,
-    rewards_BL=turn_ids,
-    group_ids_B=np.arange(2),
-  )
   laps = {
     'timing_s/wait': 0.5,
     'timing_s/annotate': 1.0,
     'timing_s/update': 4.0,
   }
   metrics = timing.step_metrics(
-    laps, packed, collect_seconds=3.5, save_seconds=0.25, num_epochs=2
+    laps,
+    tokens=11.0,
+    sampled=7.0,
+    collect_seconds=3.5,
+    save_seconds=0.25,
+    num_epochs=2,
   )
   assert metrics == laps | {
     'timing_s/collect': 3.5,

@@ -211,7 +211,7 @@ def test_only_ratios_of_sentences_need_a_splitter(level):
   config.algorithm.ratio.level = level
   questions = assembly.build_questions(config)
   tokenizer = assembly.build_tokenizer(config, questions)
-  split = assembly.build_sentences(config, tokenizer)
+  split = collection.build_sentences(config, tokenizer)
   assert (split is None) == (level == 'token')
   if split:
     ids = tokenizer.encode_text('done. find it.\n')

@@ -161,11 +161,15 @@ def test_further_steps_are_collected_meanwhile_but_not_too_many(steps_ahead):
 
 
 def test_old_policies_are_released():
-  collector = _collector(_Engine(), 2, background=False)
-  copies = []
-
   class Weights:
     pass
+
+  class Copies(_Engine):
+    def publish(self, params, version):
+      assert isinstance(params, Weights)  # which are copied, not kept
+
+  collector = _collector(Copies(), 2, background=False)
+  copies = []
 
   for version in range(5):
     state = _State(version)

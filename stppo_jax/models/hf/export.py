@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import fnmatch
+import functools
 import itertools
 import json
 import math
@@ -54,27 +55,36 @@ def export(
   source: str | pathlib.Path = '',
   save_tokenizer: Callable[[pathlib.Path], None] | None = None,
   max_shard_bytes: int = _MAX_SHARD_BYTES,
+  writes: bool = True,
 ) -> None:
   """Writes weights, configs and tokenizer, and replaces an earlier export.
+
+  All processes that hold shards of the weights call it, one of them with
+  `writes`: the others send it their parts, slice by slice.
 
   Args:
     directory: the folder to write; other files in it stay.
     config: shape of the policy.
-    params: its weights, in any sharding whose shards are all on this host.
+    params: its weights, in any sharding.
     dtype: dtype of the weights in the files; a key of `DTYPES`.
     source: the directory that the policy was read from: its `config.json` is
       kept but for the dtype, and its `generation_config.json` is copied. '' if
       there is none.
     save_tokenizer: function that writes the tokenizer's files to a folder.
     max_shard_bytes: size from which weights are split into several files.
+    writes: whether this process writes the files.
 
   Raises:
-    ValueError: the dtype is unknown, or other hosts hold shards of the weights.
+    ValueError: the dtype is unknown.
     OSError: writing failed, for example on a full disk; an earlier export is
       unchanged.
   """
   if dtype not in DTYPES:
     raise ValueError(f'dtype={dtype!r}; choices: {", ".join(DTYPES)}')
+  if not writes:
+    for _ in _values(params, _entries(config)):
+      pass
+    return
   with atomic_dir.replace_dir(directory, ours=is_ours) as folder:
     _write_weights(folder, config, params, DTYPES[dtype], max_shard_bytes)
     text = json.dumps(_config(config, source, dtype), indent=2) + '\n'
@@ -112,8 +122,7 @@ def _config(
 
 def _write_weights(folder, config, params, dtype, max_shard_bytes) -> None:
   """Writes the weight files, and their index if there are several."""
-  # Ordered by leaf, so that a slice of a leaf is a consecutive range of a file.
-  entries = sorted(names.entries(config), key=lambda e: (e.path, e.index))
+  entries = _entries(config)
   shapes = {e.hf_name: _shape(e, _leaf(params, e.path)) for e in entries}
   width = safetensors_file.DTYPES[dtype].itemsize
   sizes = {name: width * math.prod(shape) for name, shape in shapes.items()}
@@ -138,6 +147,15 @@ def _write_weights(folder, config, params, dtype, max_shard_bytes) -> None:
     index = {'metadata': total, 'weight_map': weight_map}
     text = json.dumps(index, indent=2) + '\n'
     (folder / weight_files.INDEX).write_text(text, encoding='utf-8')
+
+
+def _entries(config: model_config.ModelConfig) -> list[names.Entry]:
+  """Returns the tensors in the order in which they are written.
+
+  They are ordered by leaf, so that a slice of a leaf is a consecutive range of
+  a file.
+  """
+  return sorted(names.entries(config), key=lambda e: (e.path, e.index))
 
 
 def _values(
@@ -172,7 +190,7 @@ def _fetch(leaf: _Leaf, index: Sequence[slice]) -> np.ndarray:
   if isinstance(leaf, np.ndarray):
     return leaf[tuple(index)]
   if not leaf.is_fully_addressable:
-    raise ValueError('other hosts hold shards of the weights')
+    return _gather(leaf, index)
   wanted = [(i.start, i.stop) for i in index]
   wanted += [(0, size) for size in leaf.shape[len(index) :]]
   result = np.empty([stop - start for start, stop in wanted], leaf.dtype)
@@ -192,6 +210,25 @@ def _fetch(leaf: _Leaf, index: Sequence[slice]) -> np.ndarray:
     place = (slice(a - c, b - c) for (a, b), (c, _) in zip(overlap, wanted))
     result[tuple(place)] = data
   return result
+
+
+def _gather(leaf: jax.Array, index: Sequence[slice]) -> np.ndarray:
+  """Returns a slice of a leaf of which other processes hold shards."""
+  rest = leaf.shape[len(index) :]
+  starts = np.array([i.start for i in index] + [0] * len(rest), np.int32)
+  sizes = *(i.stop - i.start for i in index), *rest
+  assert isinstance(leaf.sharding, jax.sharding.NamedSharding)
+  return np.asarray(_slice(leaf.sharding.mesh)(leaf, starts, sizes))
+
+
+@functools.cache
+def _slice(mesh: jax.sharding.Mesh) -> Callable[..., jax.Array]:
+  """Returns a program that gives every device a slice of an array."""
+  return jax.jit(
+    lambda x, starts, sizes: jax.lax.dynamic_slice(x, list(starts), sizes),
+    static_argnums=2,
+    out_shardings=jax.NamedSharding(mesh, jax.P()),
+  )
 
 
 def _leaf(params: functional.Params, path: tuple[str, ...]) -> _Leaf:

@@ -1,0 +1,105 @@
+"""Sections of a run that all hosts end together.
+
+A section has nothing in it that waits for another host: it prepares, collects
+or evaluates. At its end the hosts vote: each tells whether it is done, was
+interrupted, or has failed. So every host knows before the next compiled program
+whether all of them will come to it, and all save the same step.
+
+The host that is interrupted or fails asks the others to abandon the section.
+"""
+
+from collections.abc import Iterator
+import contextlib
+from typing import Any
+
+import jax
+
+from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.training import interruption
+
+# Seconds that the others have to abandon a section.
+_PATIENCE = 20.0
+_TRY_AGAIN, _UNEXPECTED = 75, 70
+
+
+@contextlib.contextmanager
+def voted(
+  hosts: hosts_lib.Hosts,
+  interrupt: interruption.Interruption,
+  *,
+  saving: tuple[type[Exception], ...],
+) -> Iterator[None]:
+  """Runs a section that a signal on any host may cut short.
+
+  Args:
+    hosts: the hosts of the run.
+    interrupt: notices the signals of this one.
+    saving: errors after which the run can be saved.
+
+  Raises:
+    Interrupted: on all hosts, after a signal of any.
+    HostFailed: on the others, after an error of one.
+  """
+  if hosts.count == 1:
+    with interrupt.abandonable():
+      yield
+    return
+  error: BaseException | None = None
+  try:
+    with interrupt.abandonable():
+      yield
+  except interruption.Interrupted as caught:
+    error = caught
+  except hosts_lib.HostFailed:
+    raise
+  except jax.errors.JaxRuntimeError as caught:
+    error = hosts.diagnose(caught)
+    if error is not caught:
+      raise error from caught
+  except Exception as caught:
+    error = caught
+  vote = _vote(error, interrupt, saving)
+  if vote:
+    hosts.stop()
+  try:
+    votes = hosts.exchange('vote', vote, timeout=_PATIENCE if vote else None)
+  except TimeoutError:
+    cause = vote.get('failed', 'interrupted')
+    raise hosts_lib.HostFailed(
+      f'{hosts.describe(hosts.index)}: {cause}; other hosts did not abandon '
+      f'their work within {_PATIENCE:.0f} s',
+      vote.get('code', interrupt.exit_code or _TRY_AGAIN),
+    ) from error
+  if error is not None and 'failed' in vote:
+    raise error
+  for index, other in enumerate(votes):
+    if 'failed' in other:
+      raise hosts_lib.HostFailed(
+        f'{hosts.describe(index)} failed: {other["failed"]}',
+        other['code'],
+        saves=other['saves'],
+      )
+  codes = [other['interrupted'] for other in votes if other]
+  if codes:
+    interrupt.exit_code = next((code for code in codes if code), _TRY_AGAIN)
+    raise interruption.Interrupted
+
+
+def _vote(
+  error: BaseException | None,
+  interrupt: interruption.Interruption,
+  saving: tuple[type[Exception], ...],
+) -> dict[str, Any]:
+  """Returns the vote of this host; {} if it has done its section.
+
+  A host that abandoned it because of another one has no exit code of its own.
+  """
+  if error is None:
+    return {}
+  if isinstance(error, interruption.Interrupted):
+    return {'interrupted': interrupt.exit_code}
+  return {
+    'failed': hosts_lib.describe(error),
+    'code': getattr(error, 'exit_code', _UNEXPECTED),
+    'saves': isinstance(error, saving),
+  }

@@ -1,0 +1,241 @@
+"""Several processes are one run: the same numbers, one end, one resumption.
+
+Each has two virtual devices; collectives go over loopback.
+"""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from tests.training import runs
+
+# Orbax reads the leaves concurrently; see checkpoint_test.py.
+pytestmark = pytest.mark.filterwarnings(
+  'ignore::pytest.PytestUnraisableExceptionWarning'
+)
+_ENVIRONMENT = {
+  'JAX_PLATFORMS': 'cpu',
+  'JAX_NUM_CPU_DEVICES': '2',
+  # As in tests/conftest.py: other programs would round differently.
+  'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+}
+_TIMEOUT = 600  # seconds, on a machine that is busy with other things
+
+
+def _flags(workdir, count, index, address, algorithm, changes):
+  flags = ['train', *runs.flags(algorithm, **changes), f'--workdir={workdir}']
+  return flags + [
+    f'--coordinator={address}',
+    f'--num_processes={count}',
+    f'--process_id={index}',
+  ]
+
+
+def _start(
+  workdir, count=2, *, algorithm='st_ppo', faults=None, own=None, **changes
+):
+  """Starts the processes of a run.
+
+  Args:
+    workdir: the run's folder.
+    count: the number of processes.
+    algorithm: an entry of the table of algorithms.
+    faults: host to the arguments of `one_host`.
+    own: host to changes of its config.
+    **changes: see `runs.flags`.
+  """
+  with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    address = f'127.0.0.1:{probe.getsockname()[1]}'
+  processes = []
+  for index in range(count):
+    mine = changes | (own or {}).get(index, {})
+    module = ['stppo_jax']
+    if index in (faults or {}):
+      module = ['tests.training.one_host', *faults[index]]
+    arguments = _flags(workdir, count, index, address, algorithm, mine)
+    processes.append(
+      subprocess.Popen(
+        [sys.executable, '-u', '-m', *module, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=runs.REPO,
+        env=os.environ | _ENVIRONMENT,
+      )
+    )
+  return processes
+
+
+def _ends(processes) -> list[tuple[int, str]]:
+  """Returns the exit codes and what was printed; shows it if a test fails."""
+  ends = []
+  for index, process in enumerate(processes):
+    out, error = process.communicate(timeout=_TIMEOUT)
+    print(f'--- host {index}: {process.returncode}\n{out}{error}')
+    ends.append((process.returncode, out + error))
+  return ends
+
+
+def _train(workdir, count=2, **options):
+  ends = _ends(_start(workdir, count, **options))
+  assert [code for code, _ in ends] == [0] * count
+  return [text for _, text in ends]
+
+
+def _dialogues(workdir: pathlib.Path, step: int, count: int = 1):
+  """Returns the dialogues of all hosts in the order of the batch."""
+  names = [f'trajectories-{step:06d}.jsonl'] + [
+    f'trajectories-{step:06d}-host{index}.jsonl' for index in range(1, count)
+  ]
+  texts = [(workdir / name).read_text('utf-8') for name in names]
+  return [json.loads(line) for text in texts for line in text.splitlines()]
+
+
+def _assert_same_run(workdir, expected, *, count, steps):
+  """Asserts that several hosts did what one host did, up to rounding."""
+  for step in range(1, steps + 1):
+    assert _dialogues(workdir, step, count) == _dialogues(expected, step)
+  lines = zip(runs.repeated(workdir)[: steps + 1], runs.repeated(expected))
+  for ours, theirs in lines:
+    ours = {k: x for k, x in ours.items() if not k.startswith('hosts/')}
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+      np.testing.assert_allclose(
+        ours[name], theirs[name], rtol=1e-4, atol=1e-6, err_msg=name
+      )
+
+
+def test_two_hosts_are_one_run(tmp_path, finished):
+  """Also the figure: they start, train two steps and end in 20 s of two cores.
+
+  On a busy machine the time that they compute is what can be measured, which is
+  twice that.
+  """
+  before = os.times()
+  first, second = _train(tmp_path / 'run', num_steps=2)
+  after = os.times()
+  seconds = after.children_user - before.children_user
+  print(f'{seconds:.1f} s of a core')
+  assert 'step 2/2' in first and 'step 2/2' not in second
+  assert not list((tmp_path / 'run').glob('probe-*'))
+  _assert_same_run(tmp_path / 'run', finished, count=2, steps=2)
+  for line in runs.metrics(tmp_path / 'run')[1:]:
+    assert line['hosts/collect_s_min'] <= line['hosts/collect_s_max']
+    assert line['hosts/slowest'] in (0, 1)
+  # The checkpoint of two processes resumes as one, on eight devices.
+  assert runs.train(tmp_path / 'run') == 0
+  assert _dialogues(tmp_path / 'run', 3) == _dialogues(finished, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('algorithm', ['token_ppo', 'st_ppo', 'so_grpo'])
+@pytest.mark.parametrize('count', [2, 4])
+def test_trajectories_do_not_depend_on_the_number_of_hosts(
+  tmp_path, algorithm, count
+):
+  options = {'algorithm': algorithm, 'num_steps': 4}
+  _train(tmp_path / 'many', count, **options)
+  command = ['train', *runs.flags(algorithm, num_steps=4)]
+  one = runs.start(*command, f'--workdir={tmp_path / "one"}')
+  assert one.communicate(timeout=_TIMEOUT) and one.returncode == 0
+  _assert_same_run(tmp_path / 'many', tmp_path / 'one', count=count, steps=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('count', [1, 2])
+def test_a_checkpoint_of_four_hosts_resumes(tmp_path, finished, count):
+  _train(tmp_path / 'run', 4, num_steps=2)
+  if count == 1:
+    assert runs.train(tmp_path / 'run') == 0
+  else:
+    _train(tmp_path / 'run', count, num_steps=runs.STEPS)
+  assert _dialogues(tmp_path / 'run', 3, count) == _dialogues(finished, 3)
+
+
+@pytest.mark.slow
+def test_the_supervised_start_is_made_by_all(tmp_path):
+  options = {'sft__before_training': True, 'num_steps': 1}
+  _train(tmp_path / 'two', **options)
+  assert runs.train(tmp_path / 'one', **options) == 0
+  _assert_same_run(tmp_path / 'two', tmp_path / 'one', count=2, steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind, number', [('collect', 2), ('updated', 2)])
+@pytest.mark.parametrize('culprit', [0, 1])
+def test_a_signal_on_one_host_saves_the_same_step_on_all(
+  tmp_path, finished, kind, number, culprit
+):
+  run = tmp_path / 'run'
+  faults = {culprit: ('stop', kind, str(number))}
+  options = {'num_steps': runs.STEPS, 'checkpoint__every': 99}
+  ends = _ends(_start(run, faults=faults, **options))
+  assert [code for code, _ in ends] == [75, 75]
+  saved = number - 1 if kind == 'collect' else number
+  for _, text in ends:
+    assert f'interrupted after step {saved}, saved' in text
+  assert [p.name for p in (run / 'checkpoints').iterdir()] == [str(saved)]
+  _train(run, **options)
+  _assert_same_run(run, finished, count=2, steps=runs.STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('what', ['raise', 'kill'])
+@pytest.mark.parametrize('kind', ['collect', 'updated'])
+@pytest.mark.parametrize('culprit', [0, 1])
+def test_a_lost_host_ends_all_and_the_command_resumes(
+  tmp_path, finished, what, kind, culprit
+):
+  run, options = tmp_path / 'run', {'num_steps': runs.STEPS}
+  processes = _start(run, faults={culprit: (what, kind, '2')}, **options)
+  processes[culprit].wait(timeout=_TIMEOUT)
+  began = time.monotonic()
+  processes[1 - culprit].wait(timeout=_TIMEOUT)
+  assert time.monotonic() - began < 30
+  ends = _ends(processes)
+  codes = {'raise': (70, 70), 'kill': (-9, 75)}[what]
+  assert (ends[culprit][0], ends[1 - culprit][0]) == codes
+  (line,) = [
+    line for line in ends[1 - culprit][1].splitlines() if 'host' in line
+  ]
+  assert line.startswith(f'host {culprit} ({socket.gethostname()})')
+  assert {'raise': 'Crash: a bug, or a power cut', 'kill': 'is gone'}[
+    what
+  ] in line
+  _train(run, **options)
+  _assert_same_run(run, finished, count=2, steps=runs.STEPS)
+
+
+@pytest.mark.slow
+def test_a_slow_host_is_named_and_the_others_do_not_wait_in_collecting(
+  tmp_path,
+):
+  faults = {1: ('slow', 'collect', '2')}
+  assert _ends(_start(tmp_path / 'run', faults=faults, num_steps=2))
+  line = runs.metrics(tmp_path / 'run')[-1]
+  assert line['hosts/slowest'] == 1
+  # The fault takes five seconds, of which the other host collects none.
+  assert line['hosts/collect_s_max'] - line['hosts/collect_s_min'] > 4
+
+
+@pytest.mark.slow
+def test_hosts_that_differ_are_told_apart(tmp_path):
+  own = {1: {'rollout__temperature': 0.5, 'env__max_turns': 1}}
+  ends = _ends(_start(tmp_path / 'run', own=own))
+  name = socket.gethostname()
+  for code, text in ends:
+    assert code == 2
+    assert (
+      'config.rollout.temperature differs between hosts: 1.0 on host 0 '
+      f'({name}); 0.5 on host 1 ({name})\n'
+    ) in text
+    assert 'config.env.max_turns differs between hosts: 2 on ' in text
+  assert not (tmp_path / 'run').exists()

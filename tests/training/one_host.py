@@ -1,0 +1,39 @@
+"""One host of a run, as a process in which something goes wrong.
+
+    python -m tests.training.one_host WHAT KIND NUMBER train FLAGS
+
+At a moment of the run, see `faults`, the process raises an error, kills itself,
+sends itself SIGTERM or sleeps for five seconds. Each of two hosts collects half
+of a step.
+"""
+
+import functools
+import os
+import signal
+import sys
+import time
+
+from stppo_jax import __main__
+from tests.training import faults
+from tests.training import runs
+
+
+def main(what: str, kind: str, number: str, *argv: str) -> int:
+  act = {
+    'raise': faults.crash_at,
+    'kill': functools.partial(faults.send_at, number=signal.SIGKILL),
+    'stop': functools.partial(faults.send_at, number=signal.SIGTERM),
+    'slow': lambda moment: lambda now: time.sleep(5.0 * (now == moment)),
+  }[what]
+  half = runs.config(
+    rollout__trajectories_per_step=8, evaluate__num_questions=4
+  )
+  with faults.at(half, act((kind, int(number)))):
+    return __main__.main(argv)
+
+
+if __name__ == '__main__':
+  code = main(*sys.argv[1:])
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)
