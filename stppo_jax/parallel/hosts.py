@@ -210,6 +210,7 @@ class ConnectedHosts(Hosts):
     """Ends the connection after `leave`."""
     self._send({'bye': True})
     self._call(self._close())
+    self._call(self._stop())
     self._loop.call_soon_threadsafe(self._loop.stop)
     self._thread.join()
     self._loop.close()
@@ -345,7 +346,13 @@ class ConnectedHosts(Hosts):
     self._writer.close()
     if self._server is not None:
       await self._server.close(_GRACE)
-    else:
+
+  async def _stop(self) -> None:
+    """Ends what is left on the loop, which an end by a failure must not do.
+
+    jax would abort the process that loses its relay.
+    """
+    if self._server is None:
       self._relay.close()
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:

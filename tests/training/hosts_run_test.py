@@ -238,4 +238,5 @@ def test_hosts_that_differ_are_told_apart(tmp_path):
       f'({name}); 0.5 on host 1 ({name})\n'
     ) in text
     assert 'config.env.max_turns differs between hosts: 2 on ' in text
+    assert 'Terminating process' not in text  # as jax would
   assert not (tmp_path / 'run').exists()
