@@ -191,10 +191,10 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           # Rewards of a turn, on the last token of the turn.
           'turn_search': 0.0,  # if its search found passages
           'turn_answer_found': 0.0,  # if these contain a golden answer
-          # Rewards of the environment textworld.
-          'solved': 1.0,  # of the trajectory, if the game is solved
-          # Of a turn: added if fewer commands are needed after it, subtracted
-          # if more are. 0 = the rewards are sparse.
+          # Rewards of env.name=textworld.
+          'solved': 1.0,  # reward of the trajectory, if the game is solved
+          # Reward of a turn: added if the solution is fewer commands away than
+          # before the turn, subtracted if it is more. 0 = sparse rewards.
           'turn_progress': 0.0,
         },
         # The last part of max_length, in which rewards.overlong grows.
@@ -203,26 +203,28 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # search_r1: in prompt and response, like the scorer of Search-R1,
         # faults included.
         'reward_scope': 'response',
-        # The environment tools: functions that the policy can call.
+        # env.name=tools: functions that the policy can call.
         'tools': {
-          # Tools of our own: some of TOOLS in envs/tools.py.
+          # The built-in tools that it can call, keys of TOOLS in envs/tools.py.
           'names': ('calculator',),
-          # MCP servers, all tools of which can be called: addresses such as
-          # http://localhost:8000/mcp, and commands such as 'python server.py'.
+          # MCP servers: addresses such as http://localhost:8000/mcp, or
+          # commands such as 'python server.py'. All their tools can be called.
           'mcp_servers': (),
           'timeout': 10.0,  # seconds per call
         },
-        # The environment textworld: generated text games.
+        # env.name=textworld: generated text games.
         'textworld': {
-          'rooms': 2,  # rooms of a house
-          'objects': 4,  # things in it, at least
-          'quest_length': 2,  # commands that solve a game
+          'rooms': 2,  # the number of rooms in a game
+          'objects': 4,  # the least number of objects in these rooms
+          'quest_length': 2,  # the number of commands that solve a game
           # Whether observations list the commands that are possible.
           'list_commands': True,
         },
-        # The environment gymnasium: one of yours, with its interface.
+        # env.name=gymnasium: an environment of your own, with the interface of
+        # Gymnasium. See docs/environments.md.
         'gymnasium': {
-          'make': '',  # module:function, a function that makes one
+          # module:function, a function that returns an environment.
+          'make': '',
         },
       },
       'retrieval': {
@@ -236,13 +238,14 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # Seconds to wait for the server, at the start and in an outage.
         'start_grace': 60.0,
         'max_queries_per_request': 64,  # more become several requests
-        # A file to which all answers are written; '' = none. With its path in
-        # retrieval.replay, the run can be repeated without its server.
+        # A file to which the first answer to each query is written; '' = none.
+        # With its path in retrieval.replay, the run can be repeated without its
+        # server. It must be '' on several hosts.
         'record': '',
         'replay': '',  # a file of recorded answers, in place of a server
         'faults': {
           # The share of the attempts to answer a query that fail on purpose,
-          # to see how a run stands it.
+          # to test how a run copes with failures.
           'rate': 0.0,
           'seed': 0,  # decides which attempts fail
         },
@@ -268,7 +271,8 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # Trajectories that a host decodes at once, also in evaluations;
         # 0 = all that it collects of a step.
         'slots': 0,
-        # local: the engine of this process. remote: a server, see below.
+        # local: the engine of this process. remote: a server, see below. It
+        # must be local on several hosts.
         'engine': 'local',
         # A server of completions that receives the weights; docs/engines.md.
         'remote': {
@@ -279,10 +283,11 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           'retries': 4,  # attempts per turn after the first
           'concurrency': 256,  # turns requested at the same time
         },
-        # True: a slot is used once per wave, and the bits do not depend on the
-        # retriever's timing. False: free slots are refilled at once, and only
-        # dialogues whose turn is being written are computed, which is faster
-        # and the same up to rounding.
+        # True: all slots are filled together, and again when the last dialogue
+        # has ended, so the bits do not depend on the retriever's timing. False:
+        # free slots are refilled at once, and only dialogues whose turn is
+        # being written are computed, which is faster and the same up to
+        # rounding.
         'deterministic': True,
         # If not deterministic: the most trajectories that one call of a program
         # decodes; 0 = all. Fewer trajectories differ less in length, which
@@ -294,8 +299,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # slots and holds whole groups.
         'lanes': 1,
         'extend_chunk': 64,  # tokens appended to a slot per call
-        # The number of devices that the engine's weights are cut over; several
-        # such groups of a host decode other rows. 0 = mesh.tensor.
+        # The number of devices that one copy of the engine's weights is cut
+        # over. The other devices of a host hold further copies, which decode
+        # other trajectories. 0 = mesh.tensor.
         'tensor': 0,
         # Tokens decoded before the host reads which turns have ended: a chunk.
         'decode_chunk': 16,
@@ -312,22 +318,22 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # int8 halves a cache of bfloat16. The engine's log-probabilities then
         # differ more from the trainer's: see mismatch/* in docs/metrics.md.
         'cache_dtype': 'model',
-        # Batches are padded to a multiple of it, in tokens. It is the multiple
-        # with which there are at most 8 lengths up to env.max_length, because
-        # programs are compiled for each: 512 where this is 256.
+        # Batches are padded to a multiple of it, in tokens. Programs are
+        # compiled for each length, so it is rounded up to a multiple of itself
+        # with which there are at most 8 lengths up to env.max_length: 256
+        # becomes 512 with an env.max_length of 4096.
         'length_bucket': 256,
-        # A step or an evaluation is collected again if the share of its
-        # trajectories, or of their searches, that did not fail (INFRA_ERROR) is
-        # smaller.
+        # A step or an evaluation is collected again if fewer than this share of
+        # its trajectories, or of their searches, succeeded: the others failed
+        # because of the infrastructure (INFRA_ERROR).
         'min_valid_fraction': 0.5,
         # Step n is collected with the policy after n - steps_ahead steps,
         # while the steps before it are trained on. 0 = with the newest policy.
         'steps_ahead': 0,
-        # The largest difference between the log-probabilities that engine and
-        # trainer compute, mean over the tokens, that is still rounding; 99% of
-        # the tokens may differ by 10 times as much. If the first step differs
-        # by more, the run ends. -1 = the limit of model.dtype, which is in
-        # docs/models.md. 0 = no limit.
+        # How much the log-probabilities of engine and trainer may differ by
+        # rounding: the mean over the tokens; 99% of the tokens may differ by 10
+        # times as much. If they differ by more in the first step, the run ends.
+        # -1 = the limit for model.dtype, see docs/models.md. 0 = no limit.
         'mismatch_limit': -1.0,
       },
       'updates': {
@@ -415,7 +421,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       },
       'writer': {
         'tensorboard': True,  # whether TensorBoard files are written
-        'trajectories': 16,  # dialogues written per step
+        'trajectories': 16,  # dialogues that each host writes per step
         'samples': 2,  # dialogues printed per evaluation
       },
     }
