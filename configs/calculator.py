@@ -5,8 +5,8 @@
 
 The run first imitates demonstrations with errors. Reinforcement learning then
 selects what earns rewards: to call the calculator with the numbers of the
-question, and to answer what it says. Any algorithm of `configs/algorithms.py`
-can take the place of st_ppo.
+question, and to answer with its result. How well it learns has not been
+measured. Any algorithm of `configs/algorithms.py` can take the place of st_ppo.
 """
 
 import pathlib

@@ -32,7 +32,7 @@ class Observation:
   Attributes:
     prefix: the environment's own words; its tags may become added tokens of the
       tokenizer.
-    body: text of strangers, which never becomes an added token.
+    body: untrusted text, which never becomes an added token.
     suffix: the environment's own words, too.
   """
 

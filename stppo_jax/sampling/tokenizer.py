@@ -145,7 +145,7 @@ class Tokenizer:
 
     Args:
       text: what follows in a dialogue; no space is put in front of it.
-      tags: strings that keep their meaning; () for text of strangers.
+      tags: strings that keep their meaning; () for untrusted text.
 
     Returns:
       int32 [L].
