@@ -3,11 +3,15 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 import pathlib
+import re
 
 from stppo_jax.data import layout
 from stppo_jax.data import originals
 from stppo_jax.data import published as published_lib
 from stppo_jax.data import tables
+
+# A folder gets the name, and a mixture contains it.
+_NAME = re.compile(r'[a-zA-Z0-9][\w.-]*', re.ASCII)
 
 
 def build(
@@ -36,6 +40,15 @@ def build(
     FilesMissing: if files are needed that cannot be fetched or were not given.
     OSError, ValueError: if a file is missing or malformed; one line.
   """
+  if not _NAME.fullmatch(name):
+    raise ValueError(
+      f'{name}: must be a name of letters, digits and _ . -, which begins with '
+      'a letter or a digit'
+    )
+  if mirror and not mirror.startswith(('http://', 'https://')):
+    raise ValueError(
+      f'--mirror={mirror}: must be an address, http://... or https://...'
+    )
   if from_files:
     files = _given(name, from_files)
   else:

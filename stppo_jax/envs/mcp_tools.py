@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
+import json
 import logging
 import shlex
 import sys
@@ -44,6 +45,11 @@ class McpTool:
     error that the tool reports. A server that is gone, or that has not answered
     within the timeout, is the infrastructure's: the next call connects again.
     """
+    try:
+      # Otherwise the connection of all calls would fail with this one.
+      json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+      raise tool.ToolError(f'the arguments cannot be sent: {error}') from error
     return await self._server.call(
       self.description['function']['name'], dict(arguments)
     )

@@ -147,16 +147,11 @@ class Coordinator:
     if len(self._members) == self._count:
       names = [self._members[n].name for n in range(self._count)]
       self._broadcast({'hosts': names})
-    while line := await self._line(reader):
-      self._receive(process, json.loads(line))
+    # What is no message ends the connection, too: the others must know of it.
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+      while line := await reader.readline():
+        self._receive(process, json.loads(line))
     self._leave(process)
-
-  async def _line(self, reader) -> bytes:
-    """Returns the next message; b'' if the process is gone."""
-    try:
-      return await reader.readline()
-    except OSError:
-      return b''
 
   def _receive(self, process: int, message: Message) -> None:
     """Handles a message of a process."""

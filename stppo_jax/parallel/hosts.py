@@ -261,7 +261,8 @@ class ConnectedHosts(Hosts):
 
   async def _receive_all(self, reader) -> None:
     """Handles the coordinator's messages until it is gone."""
-    with contextlib.suppress(OSError):
+    # A ValueError: a line is too long, or no message.
+    with contextlib.suppress(OSError, ValueError):
       while line := await reader.readline():
         self._receive(json.loads(line))
     if not self._ending:

@@ -15,6 +15,7 @@ from stppo_jax import types
 from stppo_jax.retrieval import corpus as corpus_lib
 
 _Key = tuple[str, str]  # corpus, query
+_BEGINNING = b'{"corpus": "'  # of every line that is written
 
 
 class Recorder:
@@ -38,8 +39,10 @@ class Recorder:
     self._recorded: set[_Key] = set()
     path = pathlib.Path(path)
     if path.exists():
-      _remove_torn_line(path)
-      known = _read(path)
+      torn = _torn_line(path)
+      known = _read(path, but_last=bool(torn))
+      if torn:  # and all lines before it are ours
+        os.truncate(path, path.stat().st_size - len(torn))
       self._recorded = set(known)
       other = {answer.topk for answer in known.values()} - {topk}
       if other:
@@ -117,10 +120,13 @@ class Recording:
     return answer.passages[:topk]
 
 
-def _read(path: pathlib.Path) -> dict[_Key, _Answer]:
+def _read(path: pathlib.Path, *, but_last: bool = False) -> dict[_Key, _Answer]:
+  """Returns the answers of a file, or those of all lines but the last."""
   answers = {}
   with open(path, encoding='utf-8') as file:
     for number, line in enumerate(file, start=1):
+      if but_last and not line.endswith('\n'):
+        break
       try:
         key, answer = _parse(json.loads(line))
       except (ValueError, RecursionError) as error:
@@ -150,8 +156,13 @@ def _parse(fields: Any) -> tuple[_Key, _Answer]:
   return key, _Answer(fields['topk'], passages)
 
 
-def _remove_torn_line(path: pathlib.Path) -> None:
-  with open(path, 'rb+') as file:
-    content = file.read()
-    if content and not content.endswith(b'\n'):
-      file.truncate(content.rfind(b'\n') + 1)
+def _torn_line(path: pathlib.Path) -> bytes:
+  """Returns what is left of a last line that was not written completely.
+
+  Raises:
+    ValueError: it is not the beginning of an answer; one line.
+  """
+  torn = path.read_bytes().rpartition(b'\n')[2]
+  if torn[: len(_BEGINNING)] != _BEGINNING[: len(torn)]:
+    raise ValueError(f'{path}: no recording: its last line is no answer')
+  return torn

@@ -106,7 +106,8 @@ class Evaluator:
       valid = sum(_is_valid(trajectory) for trajectory in trajectories)
       counts = self._hosts.exchange('valid', (valid, len(trajectories)))
       valid, total = map(sum, zip(*counts))
-      metrics['evaluate/valid_fraction'] = valid / total
+      if total:
+        metrics['evaluate/valid_fraction'] = valid / total
     return metrics
 
 

@@ -19,6 +19,8 @@ import uuid
 import jax
 
 from stppo_jax import settings
+from stppo_jax.data import layout
+from stppo_jax.data import mixtures
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import run_folder
 from stppo_jax.training import assembly
@@ -135,10 +137,19 @@ def _files(config) -> Iterator[tuple[str, pathlib.Path]]:
   for key in ('path', 'reference_path', 'tokenizer_path'):
     if model[key]:
       yield f'model.{key}', pathlib.Path(model[key])
-  if data.name == 'jsonl':
-    for key in ('train', 'evaluation', 'corpus'):
-      if data[key]:
-        yield f'data.{key}', pathlib.Path(data.root, data[key])
+  if data.name in ('jsonl', 'tfds'):
+    root = pathlib.Path(data.root)
+    for key in ('train', 'evaluation'):
+      for element in mixtures.parse(data[key]) if data[key] else ():
+        path = root / element.name
+        if data.name == 'tfds':
+          # It has the checksums of the questions.
+          path = layout.folder(root, element.name) / 'metadata.json'
+        yield f'data.{key}: {element.name}', path
+    if data.corpus:
+      yield 'data.corpus', root / data.corpus
+  if config.retrieval.replay:
+    yield 'retrieval.replay', pathlib.Path(config.retrieval.replay)
   if config.env.prompt_template:
     yield 'env.prompt_template', pathlib.Path(config.env.prompt_template)
 

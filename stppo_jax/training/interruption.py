@@ -140,7 +140,8 @@ class Interruption:
   def _interrupt(self, number: int, frame: types.FrameType | None) -> None:
     """Handles a request, on the main thread."""
     del number, frame
-    if self._abandonable:
+    # A request to one that has ended meanwhile may reach the one around it.
+    if self._requested and self._abandonable:
       raise Interrupted
 
   def _receive(self, number: int, frame: types.FrameType | None) -> None:

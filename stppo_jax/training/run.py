@@ -98,6 +98,8 @@ def start(
     interrupt = stack.enter_context(interruption.Interruption())
     interrupt.outlook = f'ending before the first {unit}'
     interrupt.on_signal, hosts.on_stop = hosts.stop, interrupt.request
+    # Once its handlers are gone, a request would kill the process.
+    stack.callback(setattr, hosts, 'on_stop', lambda: None)
     run = Run(pathlib.Path(workdir), interrupt, stack, unit, hosts)
     stack.enter_context(compile_time.announced(run.show))
     try:

@@ -59,6 +59,7 @@ _READ_KEYS = (
   'model.dtype',
   'retrieval.dialect',
   'retrieval.topk',
+  'rollout.cache_dtype',
   'rollout.min_p',
   'rollout.temperature',
   'rollout.top_k',

@@ -311,6 +311,8 @@ def test_list_and_show_print_what_a_person_reads(root, originals, capsys):
     (['built'], 'data built: unknown command; did you mean build?'),
     (['build', '--root=R'], 'a name must come before the flags'),
     (['build', 'nq'], '--root: missing'),
+    (['build', '../R', '--root=R'], '../R: must be a name of letters'),
+    (['build', 'nq', '--root=R', '--mirror=M'], '--mirror=M: must be an add'),
     (['show', 'nq', '--root=R'], 'nq: not built in R (there are: none); '),
     (['show', 'nq', '--root=R', '--rows=x'], '--rows=x: must be a number'),
     (['show', 'away.parquet'], 'away.parquet: no such file'),

@@ -25,6 +25,14 @@ def _connect(address, timeout=30.0):
   return {each.description['function']['name']: each for each in found}
 
 
+@pytest.mark.parametrize('value', ['\ud800', float('nan')])
+def test_arguments_that_cannot_be_sent_are_the_fault_of_the_policy(value):
+  found = _connect(_COMMAND)
+  with event_loop.EventLoop() as loop:
+    with pytest.raises(tool.ToolError, match='cannot be sent'):
+      loop.run(found['add'].call({'a': value, 'b': 3}))
+
+
 def test_a_command_serves_until_it_crashes_and_again_after_that():
   found = _connect(_COMMAND)
   add = found['add'].description['function']

@@ -1,5 +1,6 @@
 """Hosts meet, agree and end together, whatever happens to one of them."""
 
+import asyncio
 import concurrent.futures
 import pathlib
 import re
@@ -10,6 +11,7 @@ import time
 
 import pytest
 
+from stppo_jax.parallel import coordinator as coordinator_lib
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import hosts as hosts_lib
 
@@ -202,3 +204,26 @@ def test_flags_give_a_place(monkeypatch):
   assert (place.process_id, place.num_processes) == (2, 3)
   monkeypatch.setenv('SLURM_NTASKS', '1')
   assert distributed.place('', 0, -1) is None
+
+
+def test_a_host_that_sends_no_message_is_named_to_the_others():
+  async def run():
+    coordinator = coordinator_lib.Coordinator(
+      'here', 2, jax_port=1, start_timeout=60, patience=60
+    )
+    port = int(_address().rpartition(':')[2])
+    await coordinator.start('127.0.0.1', port)
+    ends = [await coordinator_lib.connect('127.0.0.1', port) for _ in range(2)]
+    for index, (_, writer) in enumerate(ends):
+      hello = {'process': index, 'count': 2, 'name': f'h{index}'}
+      coordinator_lib.send(writer, hello)
+    (first, first_writer), (_, writer) = ends
+    assert b'hosts' in await first.readline()
+    writer.write(b'[\n')
+    line = await asyncio.wait_for(first.readline(), 30)
+    first_writer.close()
+    writer.close()
+    await coordinator.close(0)
+    return line
+
+  assert b'host 1 (h1) is gone' in asyncio.run(run())

@@ -138,3 +138,12 @@ def test_a_line_that_is_no_answer_is_named(tmp_path, line, message):
     recording.Recording(path)
   assert str(error.value).startswith(f'{path}:2: ')
   assert message in str(error.value)
+
+
+@pytest.mark.parametrize('text', ['{"a": 1}', '{"a": 1}\n{"b', '\n', 'a\n{'])
+def test_a_file_of_something_else_is_left_as_it_is(tmp_path, text):
+  path = tmp_path / 'config.json'
+  path.write_text(text)
+  with pytest.raises(ValueError, match=r'config\.json'):
+    recording.Recorder(path, topk=2)
+  assert path.read_text() == text

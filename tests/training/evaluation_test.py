@@ -8,6 +8,7 @@ import pytest
 
 from stppo_jax import types
 from stppo_jax.envs import search
+from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.training import evaluation
 from stppo_jax.training import interruption
 from tests.training import runs
@@ -103,6 +104,28 @@ def test_means_are_of_a_data_set_and_without_failures(evaluated):
   assert set(evaluator.metrics(scores)) == {'val/em/nq', 'val/em/hotpotqa'}
   ids = [trajectory.question.id for trajectory in trajectories]
   assert ids == ['nq0', 'nq1', 'nq2', 'hotpotqa0', 'hotpotqa1']
+
+
+class _TwoHosts(hosts_lib.Hosts):
+  """The first of two hosts that have the same values."""
+
+  def __init__(self):
+    super().__init__(0, ['a', 'b'])
+
+  def exchange(self, what, value, *, timeout=None):
+    del what, timeout
+    return [value, value]
+
+
+def test_hosts_without_questions_have_no_metrics():
+  services = python_types.SimpleNamespace(
+    questions=python_types.SimpleNamespace(evaluation=lambda count: {}),
+    environment=search.SearchEnvironment,
+  )
+  evaluator = evaluation.Evaluator(
+    runs.config(), services, _Sampler(), hosts=_TwoHosts()
+  )
+  assert evaluator.metrics(*evaluator.run()) == {}
 
 
 def test_every_question_has_a_key_of_its_own_always_the_same(evaluated):

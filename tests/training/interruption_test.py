@@ -292,3 +292,13 @@ def test_evaluating_leaves_a_live_run_alone(finished, tmp_path, capsys):
   assert __main__.main([*arguments, f'--workdir={missing}']) == 2
   assert not missing.exists()
   assert capsys.readouterr().err == f'--checkpoint={missing}: no such folder\n'
+
+
+def test_a_request_that_comes_too_late_ends_nothing_else():
+  with interruption.Interruption() as outer:
+    with outer.abandonable():
+      with interruption.Interruption() as inner:
+        pass
+      inner.request()
+      finished = True
+  assert finished and outer.exit_code is None

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from stppo_jax import __main__
+from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import checkpoint
 from stppo_jax.records import run_folder
 from stppo_jax.training import assembly
@@ -212,3 +213,10 @@ def test_evaluating_without_questions_is_no_success(tmp_path, capsys):
   assert out == ''
   assert err == "data.evaluation='': there are no questions to evaluate on\n"
   assert os.listdir(workdir) == ['config.json']
+
+
+def test_a_run_that_has_ended_is_not_interrupted(tmp_path):
+  hosts = hosts_lib.Hosts()
+  with run_lib.start(tmp_path, hosts=hosts):
+    interrupts = hosts.on_stop
+  assert hosts.on_stop != interrupts
