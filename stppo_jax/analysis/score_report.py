@@ -165,7 +165,8 @@ def as_json(reports: Sequence[SetReport]) -> dict[str, Any]:
 def rows(reports: Sequence[SetReport]) -> list[list[str]]:
   """Returns a table as text: a row of names, and one for each data set."""
   names = list(dict.fromkeys(key for entry in reports for key in entry.means))
-  ks = [k for k in reports[0].pass_at if k > 1]
+  # Where the infrastructure failed samples, data sets differ in their number.
+  ks = sorted({k for entry in reports for k in entry.pass_at if k > 1})
   main = reports[0].main_score
   scores = [key for key in reports[0].scores if key != main]
   has_baseline = any(entry.baseline is not None for entry in reports)
@@ -181,7 +182,7 @@ def rows(reports: Sequence[SetReport]) -> list[list[str]]:
       _text(entry.scores[main]),
       f'{_text(low)}-{_text(high)}',
       *(_text(entry.scores[key]) for key in scores),
-      *(_text(entry.pass_at[k]) for k in ks),
+      *(_text(entry.pass_at.get(k)) for k in ks),
       *(_text(entry.means.get(key)) for key in names),
     ]
     table.append(row + ([_text(entry.baseline)] if has_baseline else []))

@@ -390,7 +390,10 @@ class Collector:
       )
     except Exception as error:
       rewards, scores = {}, {}
-      row.status, row.cause = Status.INFRA_ERROR, self._cause(error)
+      # What failed first is the cause: an episode that could not begin cannot
+      # be rewarded either.
+      cause = self._cause(error)
+      row.status, row.cause = Status.INFRA_ERROR, row.cause or cause
     if self._reward_function is not None:
       reward = 0.0
       if row.status is not Status.INFRA_ERROR:

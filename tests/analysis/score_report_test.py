@@ -122,3 +122,18 @@ def test_tables_have_a_line_for_each_set():
   assert rule.count('|') == head.count('|') == nq.count('|')
   plain = score_report.as_json([first])
   assert plain['nq']['scores'] == {'em': 0.5, 'f1': 0.25}
+
+
+def test_a_table_has_sets_of_different_numbers_of_samples():
+  reports = [
+    score_report.report(name, [_record('1', 1, s) for s in range(count)], 'em')
+    for name, count in (('nq', 4), ('hotpotqa', 3))
+  ]
+  for order in (reports, reports[::-1]):
+    head, *body = score_report.rows(order)
+    ks = [head.index(f'pass@{k}') for k in (2, 3, 4)]
+    lines = {line[0]: [line[k] for k in ks] for line in body}
+    assert lines == {
+      'nq': ['1.000', '', '1.000'],
+      'hotpotqa': ['1.000', '1.000', ''],
+    }

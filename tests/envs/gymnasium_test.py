@@ -89,6 +89,24 @@ def test_episodes_are_independent_and_their_rewards_are_on_their_turns():
   )
 
 
+def test_an_episode_that_cannot_begin_says_why():
+  made = iter([Counter()])  # that of the prompt, and no other
+  environment = gymnasium.GymnasiumEnvironment(
+    make=lambda: next(made, None), max_turns=2, prompt_template=''
+  )
+  (trajectory,) = dialogues.collect_scripts(
+    [['hm']],
+    environment,
+    games.GameQuestions(seed=0, count=0).evaluation(1)['games'],
+    tokenizer=vocabularies.bpe(),
+    max_length=3000,
+  )
+  assert trajectory.status is _STATUS.INFRA_ERROR
+  assert trajectory.cause == (
+    "AttributeError: 'NoneType' object has no attribute 'reset'"
+  )
+
+
 @pytest.mark.parametrize('name', ['', 'no_such_module:make', 'math:make'])
 def test_a_function_that_is_not_there_is_one_line(name):
   with pytest.raises(ValueError, match='must be module:function') as caught:
