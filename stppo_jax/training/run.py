@@ -136,7 +136,8 @@ class Run:
     num_steps: the length of the run.
     steps_done: the number of steps that are done now.
     state: the state after the last finished step.
-    resumed: whether there is a state that an interruption has to save.
+    resumed: whether there is a state that an interruption has to save, on all
+      hosts.
     save_seconds: the duration of the last step's save; 0 if it had none.
     exit_code: the exit code of the process: 0, or that of the signal received.
   """
@@ -155,7 +156,7 @@ class Run:
     self.workdir = workdir
     self.hosts = hosts
     self.first_step = self.steps_done = 0
-    self.resumed = False
+    self.resumed = self._has_state = False
     self.save_seconds = 0.0
     self.exit_code = 0
     self._interrupt = interrupt
@@ -179,6 +180,8 @@ class Run:
       self._interrupt.outlook = f'saving {self._unit} {self.steps_done}'
     with voting.voted(self.hosts, self._interrupt, saving=_OUTAGES):
       yield
+    # Hosts save together: one that was interrupted has no state yet, perhaps.
+    self.resumed = self._has_state
     if self.resumed:
       number = self.steps_done + 1
       self._interrupt.outlook = f'finishing and saving {self._unit} {number}'
@@ -285,7 +288,8 @@ class Run:
         f'resumed after {self._unit} {self.steps_done}, the newest that was '
         f'saved; metrics and dialogues of later ones are in {aside}'
       )
-    self.resumed = True
+    self._has_state = True
+    self.resumed = self.hosts.count == 1
     return self.state
 
   def begin(self, evaluate: Evaluate, *, prints_samples: bool) -> None:

@@ -220,3 +220,37 @@ def test_a_run_that_has_ended_is_not_interrupted(tmp_path):
   with run_lib.start(tmp_path, hosts=hosts):
     interrupts = hosts.on_stop
   assert hosts.on_stop != interrupts
+
+
+class _OtherIsInterrupted(hosts_lib.Hosts):
+  """The first of two hosts; the second one votes that it was interrupted."""
+
+  def __init__(self):
+    super().__init__(0, ['a', 'b'])
+
+  def exchange(self, what, value, *, timeout=None):
+    del what, timeout
+    return [value, {'interrupted': 75}]
+
+
+class _Checkpoints:
+  """Checkpoints of a run that has none yet."""
+
+  def __init__(self):
+    self.saved = []
+
+  def restore(self, checkpointer, start):
+    del checkpointer, start
+
+  def save(self, checkpointer, step, state, host):
+    self.saved.append(step)
+
+
+def test_a_host_does_not_save_alone_what_others_have_not_resumed(tmp_path):
+  checkpoints = _Checkpoints()
+  with run_lib.start(tmp_path, hosts=_OtherIsInterrupted()) as run:
+    with run.abandonable():
+      run.open(runs.config(), num_steps=3, tokenizer=None)
+      run.resume(None, checkpoints)
+    pytest.fail('went on')
+  assert run.exit_code == 75 and checkpoints.saved == []
