@@ -237,8 +237,9 @@ def test_a_folder_of_configs_is_no_config(monkeypatch):
     (line,) = _errors(f'--config={folder}', '--workdir=x')
     assert line == (
       f'--config={folder}: is a folder; choices: configs/base.py, '
-      'configs/hotpotqa.py, configs/medical.py, configs/nq.py, '
-      'configs/nq_hotpotqa.py, configs/own.py, configs/quickstart.py'
+      'configs/calculator.py, configs/hotpotqa.py, configs/medical.py, '
+      'configs/nq.py, configs/nq_hotpotqa.py, configs/own.py, '
+      'configs/quickstart.py'
     )
 
 

@@ -117,7 +117,7 @@ def test_an_algorithm_has_the_options_of_a_run(file, config, capsys):
 def test_an_invalid_config_is_one_line_and_2(file, config, capsys):
   flags = 'score', f'--batch={file}', f'--config={config}:st_ppo'
   for old, new, expected in (
-    ('tau = 1.1', "tau = 'high'", f'--config={config}:st_ppo: fails with Type'),
+    ('tau = 1.1', "tau = 'high'", ' fails with TypeError: '),
     (
       'tau = 1.1',
       'tau = -1.0',

@@ -1,6 +1,7 @@
 """`train` and `sft` as users call them: algorithms, data, signals, errors."""
 
 import contextlib
+import functools
 import io
 import json
 import math
@@ -9,11 +10,15 @@ import re
 import signal
 
 import pytest
+import transformers
 
 from stppo_jax import __main__
 from stppo_jax import types
 from stppo_jax.data import demonstrations
+from stppo_jax.envs import neutralisation
+from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import server
+from stppo_jax.sampling import tokenizer as tokenizer_lib
 from tests.training import runs
 
 # Demonstrations without errors, and a rate at which a hundred steps suffice.
@@ -144,6 +149,24 @@ def test_queries_of_an_evaluation_count_in_no_line(tmp_path, taught):
   assert runs.metrics(tmp_path)[1]['retrieval/ok'] == len(queries) > 0
 
 
+# A server whose clients need a token, and one that has no worlds.
+@pytest.mark.parametrize(('token', 'status'), [('secret', 401), ('', 404)])
+def test_a_retriever_that_refuses_searches_is_one_line_and_2(
+  tmp_path, taught, capsys, token, status
+):
+  changes = {'model__path': taught[0], 'env__max_turn_tokens': 16}
+  app = functools.partial(server.make_app, [], token=token)
+  with http_server.EmbeddedServer(app) as running:
+    code = _train(
+      tmp_path, evaluate__every=0, retrieval__url=running.url, **changes
+    )
+  (line,) = capsys.readouterr().err.splitlines()
+  assert code == 2 and runs.metrics(tmp_path) == []
+  assert line.startswith(f'error: retriever {running.url}')
+  assert f'/retrieve: status {status}' in line
+  assert 'check retrieval.url' in line
+
+
 def _write_lines(path, rows):
   path.write_text(''.join(json.dumps(row) + '\n' for row in rows), 'utf-8')
 
@@ -206,6 +229,22 @@ def test_questions_and_passages_from_files(tmp_path, files):
   again = files | {'num_steps': 1, 'evaluate__every': 0}
   assert _train(workdir, **again) == 0
   assert start.stat().st_mtime_ns == made
+
+
+def test_tags_that_are_tokens_of_the_tokenizer_are_learned(tmp_path, files):
+  folder, tags = tmp_path / 'tokenizer', neutralisation.TAGS
+  corpus = (files['data__root'] / 'corpus.jsonl').read_text('utf-8')
+  size = files['data__tokenizer_vocab_size'] - len(tags)
+  tokenizer_lib.train_byte_level_bpe([corpus], size).save(folder)
+  fast = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+  fast.add_tokens(list(tags))
+  fast.save_pretrained(folder)
+  workdir = tmp_path / 'run'
+  line, records = _one_step(workdir, **files, model__tokenizer_path=folder)
+  turns = [turn for record in records for turn in record['turns']]
+  assert {'search', 'answer'} <= {turn['action'] for turn in turns}
+  assert line['env/ratio_of_valid_action'] > 0.5
+  assert any('\n\n<information>Doc 1' in t['observation'] for t in turns)
 
 
 def test_an_interrupted_start_leaves_none_and_is_made_anew(

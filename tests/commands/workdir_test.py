@@ -96,14 +96,12 @@ def test_a_batch_is_collected_into_no_model_and_over_no_other_file(
   assert _files(model) == before
 
 
-@pytest.mark.parametrize('command', ['evaluate', 'lab'])
-def test_a_folder_without_a_run_has_no_score(model, tmp_path, capsys, command):
-  words = {
-    'evaluate': ['evaluate'],
-    'lab': ['lab', 'collect', f'--out={tmp_path}/F.npz'],
-  }[command]
-  words += runs.flags(model__path=model)
+def test_a_folder_without_a_run_has_no_score(model, tmp_path, capsys):
+  flags = runs.flags(model__path=model)
+  collect = ['lab', 'collect', f'--out={tmp_path}/F.npz', *flags]
   for folder in (model, tmp_path):
-    line = _refused(capsys, *words, f'--workdir={folder}')
+    line = _refused(capsys, *collect, f'--workdir={folder}')
     assert line == f'no run in {folder}: train has made none\n'
   assert not (tmp_path / 'F.npz').exists()
+  line = _refused(capsys, 'evaluate', *flags, f'--workdir={tmp_path}')
+  assert f'{tmp_path}: neither a run' in line

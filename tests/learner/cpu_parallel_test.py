@@ -173,4 +173,6 @@ def test_a_resumed_run_on_one_cpu_device_is_the_same_run(tmp_path):
 
 def test_the_quickstart_runs_on_many_devices():
   mesh = mesh_lib.make_mesh(data=8, fsdp=1, tensor=1)
-  assembly.check_batch_sizes(quickstart.get_config(), mesh)
+  config = quickstart.get_config()
+  shape = runs.shape(config)
+  assembly.check_batch_sizes(config, shape, mesh, placement=None)

@@ -220,6 +220,7 @@ def test_the_command_again_changes_nothing(finished):
   assert (finished / 'metrics.jsonl').read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_bfloat16_run_has_a_limit_of_its_own(tmp_path, capsys):
   changes = {'num_steps': 1, 'evaluate__every': 0, 'model__dtype': 'bfloat16'}
   of_float32 = {'rollout__mismatch_limit': 2e-5}
