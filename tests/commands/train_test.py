@@ -162,7 +162,7 @@ def test_a_retriever_that_refuses_searches_is_one_line_and_2(
     )
   (line,) = capsys.readouterr().err.splitlines()
   assert code == 2 and runs.metrics(tmp_path) == []
-  assert line.startswith(f'error: retriever {running.url}')
+  assert line.startswith(running.url)
   assert f'/retrieve: status {status}' in line
   assert 'check retrieval.url' in line
 
@@ -231,6 +231,7 @@ def test_questions_and_passages_from_files(tmp_path, files):
   assert start.stat().st_mtime_ns == made
 
 
+@pytest.mark.slow
 def test_tags_that_are_tokens_of_the_tokenizer_are_learned(tmp_path, files):
   folder, tags = tmp_path / 'tokenizer', neutralisation.TAGS
   corpus = (files['data__root'] / 'corpus.jsonl').read_text('utf-8')
