@@ -412,9 +412,7 @@ class Run:
     best = self._checkpointer.best()
     if best is not None and best != self.steps_done:
       path = self.workdir / 'checkpoints' / str(best)
-      lines.append(
-        f'best evaluation: after {self._unit} {best}, kept in {path}'
-      )
+      lines += [f'best evaluation: after {self._unit} {best}, kept in {path}']
     model_files.export(
       self._config,
       home,
@@ -442,12 +440,10 @@ class Run:
     return items[:: max(len(items) // max(count, 1), 1)][:count]
 
   def _print(self, title: str, records: Sequence[dict]) -> None:
-    if not self.hosts.is_first:
-      return
-    if records:
+    if records and self.hosts.is_first:
       self.show(f'{title} ({dialogues.LEGEND})')
-    for record in records:
-      self.show(dialogues.render(record, colour=sys.stdout.isatty()))
+      for record in records:
+        self.show(dialogues.render(record, colour=sys.stdout.isatty()))
 
   def _due(self, every: int) -> bool:
     last = self.steps_done == self.num_steps
