@@ -30,6 +30,7 @@ from stppo_jax import settings
 from stppo_jax.commands import config_file
 from stppo_jax.commands import configuration
 from stppo_jax.commands import recorded_config
+from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
 from stppo_jax.configs import schema
 from stppo_jax.data import mixtures
@@ -145,6 +146,13 @@ def _with_later_keys(recorded: Any) -> Any:
   with config.ignore_type():
     config.update_from_flattened_dict(values)
     config.algorithm = recorded.algorithm
+    # Options younger than the run, which evaluations do not read, only check.
+    for kind, choices in algorithms.DEFAULTS.items():
+      section = config.algorithm[kind]
+      if 'name' in section and section.name in choices:
+        for option, value in choices[section.name].items():
+          if option not in section:
+            section[option] = value
   return config
 
 

@@ -51,9 +51,11 @@ def _ask(url, queries, **options):
 
 def test_all_are_answered_under_faults_on_the_wire():
   """The server breaks three tenths of its replies, as `serve` can."""
+  # Made first, because its progress bar starts a thread that stays.
+  index = bm25.Bm25Index(_PASSAGES)
   before = set(threading.enumerate())
   app = lambda: server.make_app(
-    bm25.Bm25Index(_PASSAGES),
+    index,
     faults=faults.Faults(rate=0.3, seed=0),
     limits=server.Limits(retry_after=0),
   )
@@ -69,7 +71,7 @@ def test_all_are_answered_under_faults_on_the_wire():
 
 
 def test_faults_of_the_client_do_not_depend_on_requests():
-  """Which queries fail for good is the same however they are batched."""
+  # The same queries fail for good, however they are batched.
   queries = [f'capital {n}' for n in range(60)]
   failed = []
   with server.embedded(_PASSAGES) as embedded:

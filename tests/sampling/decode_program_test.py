@@ -1,4 +1,4 @@
-"""What the compiled programs of decoding hold, read and send, from their text.
+"""Reads in compiled programs what decoding holds, reads and sends.
 
 A is the number of slots, J the length of a slot's cache; both are unlike every
 other size, so that arrays can be told apart by their dimensions.

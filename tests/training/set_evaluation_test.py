@@ -198,3 +198,15 @@ def test_wrong_arguments_are_named(
   out, err = capsys.readouterr()
   assert err.startswith(message) and out == ''
   assert sorted(os.listdir(tmp_path)) == ['M', 'empty', 'imitated']
+
+
+def test_a_run_without_later_options_has_no_other_errors(tmp_path, capsys):
+  config = runs.config().to_dict()
+  del config['algorithm']['advantage']['critic_tokens']
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  (tmp_path / 'run.json').write_text(
+    '{"command": "train", "run_id": "1", "config_digest": "2"}'
+  )
+  assert _evaluate(f'--checkpoint={tmp_path}', '--samples=0') == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line == '--samples=0: must be an integer, 1 or greater'
