@@ -77,7 +77,9 @@ def build(
   key = jax.random.key(0)
   weights = jax.eval_shape(spec.policy.plain_policy.init, key)
   layout = sharding.param_shardings(jax.eval_shape(init, weights, key), mesh)
-  jit = functools.partial(jax.jit, compiler_options=compilation.options(mesh))
+  jit = functools.partial(
+    compilation.jit, mesh=mesh, dtype=spec.policy.config.dtype
+  )
   # The layout is pinned. The compiler might lay out an updated state other
   # than a new or restored one, and then the update would compile twice.
   updated = dataclasses.replace(layout, frozen=None)

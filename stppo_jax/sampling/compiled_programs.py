@@ -17,6 +17,7 @@ from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import functional
 from stppo_jax.models import lora
 from stppo_jax.models import precision
+from stppo_jax.parallel import compilation
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.sampling import engine_options
@@ -156,6 +157,7 @@ def build(
   # number of blocks. Elsewhere each number of blocks has its own program.
   cpu = mesh.devices.flat[0].platform == 'cpu'
   by_blocks: dict[str, Any] = {'static_argnames': () if cpu else 'num_blocks'}
+  jit = functools.partial(compilation.jit, mesh=mesh, dtype=model.config.dtype)
   return Functions(
     # The weights are cast once here, to the dtype they are computed with:
     # every decoded token reads all of them. `jnp.copy` matters where the cast
@@ -177,7 +179,7 @@ def build(
     ),
     # The state is donated: the cache is the largest array of the engine, and
     # its new tokens must be stored in place.
-    extend=jax.jit(
+    extend=jit(
       functools.partial(slot_programs.extend, model=model),
       donate_argnums=1,
       **state,
@@ -189,7 +191,7 @@ def build(
     repeat=jax.jit(
       slot_state_lib.repeat_prompts, static_argnums=(1, 2), **state
     ),
-    decode=jax.jit(
+    decode=jit(
       functools.partial(
         slot_programs.decode,
         model=model,

@@ -16,7 +16,7 @@ _TAIL = 'mismatch/logprob_abs_diff_p99'
 # The largest mean difference, nats, that is rounding, by the type of the
 # computations: ten times the rounding that was measured, or more; see the table
 # of docs/models.md.
-_LIMITS = {'float32': 2e-5, 'bfloat16': 0.02}
+_LIMITS = {'float32': 2e-5, 'bfloat16': 0.05}
 _TAIL_PER_MEAN = 10  # the limit of the percentile, in limits of the mean
 
 

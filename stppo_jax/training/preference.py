@@ -165,7 +165,7 @@ class PreferenceLearner:
     self._rows = sharding.batch_sharding(mesh)
     options = config.preference
     size = options.batch_size
-    self._update = jax.jit(
+    self._update = compilation.jit(
       functools.partial(
         preference_update.update,
         policy=self._trained,
@@ -177,7 +177,8 @@ class PreferenceLearner:
       donate_argnums=0,
       # Pinned, so that a restored state needs no other compiled program.
       out_shardings=(layout.policy, None),
-      compiler_options=compilation.options(mesh),
+      mesh=mesh,
+      dtype=shape.dtype,
     )
 
   def start(self) -> state_lib.TrainState:

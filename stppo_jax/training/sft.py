@@ -185,10 +185,11 @@ class _Learner:
     self._adam, self._numbers = optimizer_lib.from_config(config.sft.optimizer)
     self._rows = sharding.batch_sharding(self._mesh)
     self._teacher = assembly.build_demonstrations(config, services.questions)
-    self._update = jax.jit(
+    self._update = compilation.jit(
       functools.partial(_update, self.policy, self._adam),
       donate_argnums=0,
-      compiler_options=compilation.options(self._mesh),
+      mesh=self._mesh,
+      dtype=shape.dtype,
     )
 
   def start(self) -> state_lib.TrainState:

@@ -33,6 +33,7 @@ from stppo_jax.http import server as http_server
 from stppo_jax.models import functional
 from stppo_jax.models import heads
 from stppo_jax.models.hf import load
+from stppo_jax.parallel import compilation
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling.remote import request_fields
 
@@ -193,8 +194,10 @@ class ModelServer:
 
   def _compile(self, sampling: sampler.Sampling) -> Callable:
     """Returns a program of its own, so that it is freed when it is dropped."""
-    return jax.jit(
-      functools.partial(_next_token, policy=self._policy, sampling=sampling)
+    return compilation.jit(
+      functools.partial(_next_token, policy=self._policy, sampling=sampling),
+      mesh=None,
+      dtype=self._policy.config.dtype,
     )
 
   async def _run(self, function: Callable, *args: Any) -> Any:
