@@ -13,8 +13,9 @@ _WITH_TORCH = (
   'benchmarks.torch_update',
   'benchmarks.vocabulary',
 )
-# They measure no times, and `make bench` leaves them out.
+# `make bench` leaves them out: they measure no times, or need an accelerator.
 _NO_BENCHMARK = {
+  'benchmarks.accelerator',
   'benchmarks.same_numbers',
   'benchmarks.mismatch',
   'benchmarks.slices',
