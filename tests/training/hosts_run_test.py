@@ -109,7 +109,7 @@ def _assert_same_run(workdir, expected, *, count, steps):
     assert ours.keys() == theirs.keys()
     for name in ours:
       np.testing.assert_allclose(
-        ours[name], theirs[name], rtol=1e-4, atol=1e-6, err_msg=name
+        ours[name], theirs[name], rtol=1e-4, atol=1e-5, err_msg=name
       )
 
 
@@ -141,9 +141,11 @@ def test_two_hosts_are_one_run(tmp_path, finished):
 def test_trajectories_do_not_depend_on_the_number_of_hosts(
   tmp_path, algorithm, count
 ):
-  options = {'algorithm': algorithm, 'num_steps': 4}
-  _train(tmp_path / 'many', count, **options)
-  command = ['train', *runs.flags(algorithm, num_steps=4)]
+  options = {'num_steps': 4}
+  if algorithm == 'so_grpo':  # a group of eight for each host
+    options |= {'rollout__trajectories_per_step': 32}
+  _train(tmp_path / 'many', count, algorithm=algorithm, **options)
+  command = ['train', *runs.flags(algorithm, **options)]
   one = runs.start(*command, f'--workdir={tmp_path / "one"}')
   assert one.communicate(timeout=_TIMEOUT) and one.returncode == 0
   _assert_same_run(tmp_path / 'many', tmp_path / 'one', count=count, steps=4)
@@ -169,7 +171,8 @@ def test_the_supervised_start_is_made_by_all(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind, number', [('collect', 2), ('updated', 2)])
+# The first collection is that of the evaluation before the first step.
+@pytest.mark.parametrize('kind, number', [('collect', 3), ('updated', 2)])
 @pytest.mark.parametrize('culprit', [0, 1])
 def test_a_signal_on_one_host_saves_the_same_step_on_all(
   tmp_path, finished, kind, number, culprit
@@ -179,7 +182,7 @@ def test_a_signal_on_one_host_saves_the_same_step_on_all(
   options = {'num_steps': runs.STEPS, 'checkpoint__every': 99}
   ends = _ends(_start(run, faults=faults, **options))
   assert [code for code, _ in ends] == [75, 75]
-  saved = number - 1 if kind == 'collect' else number
+  saved = number - 2 if kind == 'collect' else number
   for _, text in ends:
     assert f'interrupted after step {saved}, saved' in text
   assert [p.name for p in (run / 'checkpoints').iterdir()] == [str(saved)]
@@ -203,10 +206,10 @@ def test_a_lost_host_ends_all_and_the_command_resumes(
   ends = _ends(processes)
   codes = {'raise': (70, 70), 'kill': (-9, 75)}[what]
   assert (ends[culprit][0], ends[1 - culprit][0]) == codes
+  start = f'host {culprit} ({socket.gethostname()}) '
   (line,) = [
-    line for line in ends[1 - culprit][1].splitlines() if 'host' in line
+    line for line in ends[1 - culprit][1].splitlines() if line.startswith(start)
   ]
-  assert line.startswith(f'host {culprit} ({socket.gethostname()})')
   assert {'raise': 'Crash: a bug, or a power cut', 'kill': 'is gone'}[
     what
   ] in line
@@ -218,7 +221,7 @@ def test_a_lost_host_ends_all_and_the_command_resumes(
 def test_a_slow_host_is_named_and_the_others_do_not_wait_in_collecting(
   tmp_path,
 ):
-  faults = {1: ('slow', 'collect', '2')}
+  faults = {1: ('slow', 'collect', '3')}  # that of the second step
   assert _ends(_start(tmp_path / 'run', faults=faults, num_steps=2))
   line = runs.metrics(tmp_path / 'run')[-1]
   assert line['hosts/slowest'] == 1
