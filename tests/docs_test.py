@@ -275,6 +275,9 @@ def test_every_command_in_the_documents_runs(command, clone, monkeypatch):
     _make_run(clone, _quickstart)
     output = _run([*_python(command), *_SMOKE], clone)
     assert 'step 1, greedy' in output and 'two_hop' in output
+  elif ' status ' in command:
+    _make_run(clone, _quickstart)
+    assert 'finished' in _run(_python(command), clone)
   elif ' export ' in command:
     _make_run(clone, _quickstart)
     assert 'the policy after step 1' in _run(_python(command), clone)
@@ -345,6 +348,9 @@ def test_a_small_version_of_every_command_runs(
     _make_run(small_clone, _small_quickstart)
     output = call()
     assert 'step 1, greedy' in output and 'two_hop' in output
+  elif ' status ' in command:
+    _make_run(small_clone, _small_quickstart)
+    assert 'finished' in call()
   elif ' export ' in command:
     _make_run(small_clone, _small_quickstart)
     assert 'the policy after step 1' in call()

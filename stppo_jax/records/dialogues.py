@@ -5,14 +5,18 @@ every control character and every invisible one is shown as its escape.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import io
 import sys
 from typing import Any
 from typing import TextIO
+from typing import TypeVar
 import unicodedata
 
 import rich.console
 import rich.text
+
+T = TypeVar('T')
 
 # Role -> (style, mark at the start of each line). Where there is no colour, the
 # marks show the roles.
@@ -93,3 +97,8 @@ def _ansi(page: rich.text.Text) -> str:
   )
   console.print(page, end='', soft_wrap=True)
   return file.getvalue()
+
+
+def spread(items: Sequence[T], count: int) -> Sequence[T]:
+  """Returns at most so many of the items, evenly spread."""
+  return items[:: max(len(items) // max(count, 1), 1)][:count]

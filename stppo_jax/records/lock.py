@@ -83,6 +83,25 @@ def held(
       folder.rmdir()
 
 
+def holder(folder: pathlib.Path) -> tuple[Holder, bool | None] | None:
+  """Returns who holds the lock of a folder, without taking it.
+
+  Returns:
+    None if nobody does, or nobody who is named; otherwise the holder, and
+    whether that process runs. This is None for a process of another host.
+  """
+  try:
+    with open(folder / NAME, encoding='utf-8') as file:
+      found = _read(file)
+  except OSError:
+    return None
+  if found is None:
+    return None
+  if found.host != socket.gethostname():
+    return found, None
+  return found, _started(found.pid) == found.started
+
+
 def _acquire(path: pathlib.Path, say: Callable[[str], None]) -> TextIO:
   """Returns the lock, open and written by this process."""
   for _ in range(_ATTEMPTS):

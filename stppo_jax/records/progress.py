@@ -17,19 +17,16 @@ import rich.progress
 import rich.text
 
 from stppo_jax import streams
+from stppo_jax.records import headline
 
 _log = logging.getLogger(__name__)
-# The metrics that a line shows, beside the scores and the speed.
+# The metrics that a line shows, beside reward, scores and speed.
 _NAMES = {
-  'reward': 'critic/score/mean',
-  'loss': 'sft/loss',
-  'preference loss': 'preference/loss',
   'entropy': 'actor/entropy',
   'kl': 'critic/kl',
   'clipped': 'actor/pg_clipfrac',
   'turns': 'num_turns/mean',
 }
-_EVALUATION = 'val/'  # then the name of the score, then of the data set
 _THROUGHPUT = 'perf/throughput'
 _SKIPPED = 'update/skipped'
 
@@ -110,15 +107,10 @@ class Progress:
   def _line(self, done: int, metrics: Mapping[str, float]) -> str:
     """Returns the line of a step."""
     words = [f'step {done}/{self._num_steps}']
-    scores = {k: v for k, v in metrics.items() if k.startswith(_EVALUATION)}
-    if scores:
-      # The mean over data sets, as val/{score}.
-      name = '/'.join(next(iter(scores)).split('/')[:2])
-      words.append(f'{name} {sum(scores.values()) / len(scores):.3f}')
-    for name, key in _NAMES.items():
-      if key in metrics:
-        # Adding 0 turns a rounded -0 into 0.
-        words.append(f'{name} {round(metrics[key], 3) + 0.0:.3f}')
+    shown = headline.evaluation(metrics) | headline.main(metrics)
+    shown |= {n: metrics[key] for n, key in _NAMES.items() if key in metrics}
+    # Adding 0 turns a rounded -0 into 0.
+    words += [f'{name} {round(x, 3) + 0.0:.3f}' for name, x in shown.items()]
     if metrics.get(_SKIPPED, 0) > 0:
       words.append(f'skipped {metrics[_SKIPPED]:.0%} of the updates')
     if _THROUGHPUT in metrics:

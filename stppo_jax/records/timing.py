@@ -1,25 +1,43 @@
 """The seconds of a step by phase, and its tokens per second."""
 
+from collections.abc import Callable
 from collections.abc import Mapping
 import time
 
 
 class Timer:
-  """Measures the seconds between laps.
+  """Measures the seconds of phases that follow one another.
 
   Attributes:
-    laps: seconds by `timing_s/{name}`.
+    laps: seconds by `timing_s/{phase}`.
   """
 
-  def __init__(self):
-    self._last = time.monotonic()
-    self.laps: dict[str, float] = {}
+  def __init__(
+    self, phase: str, on_phase: Callable[[str], None] = lambda phase: None
+  ):
+    """Begins the first phase.
 
-  def lap(self, name: str) -> None:
-    """Records the seconds since the last lap, or since the start."""
+    Args:
+      phase: its name.
+      on_phase: called with the name of each phase that begins, and with '' at
+        the end of the last one.
+    """
+    self._on_phase = on_phase
+    self._phase = ''
+    self.laps: dict[str, float] = {}
+    self.begin(phase)
+
+  def begin(self, phase: str) -> None:
+    """Ends the phase before and begins another."""
     now = time.monotonic()
-    self.laps[f'timing_s/{name}'] = now - self._last
-    self._last = now
+    if self._phase:
+      self.laps[f'timing_s/{self._phase}'] = now - self._since
+    self._phase, self._since = phase, now
+    self._on_phase(phase)
+
+  def end(self) -> None:
+    """Ends the last phase."""
+    self.begin('')
 
 
 def step_metrics(

@@ -80,13 +80,13 @@ def train(
     skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
     compile_seconds = run.enter(compile_time.measured())
     for step in range(run.first_step, config.num_steps):
-      timer = timing.Timer()
+      timer = run.timer('wait')
       collector.schedule(step, state)  # publishes the policy that collects
       # A signal may end this early, because a collection can be made again.
       with run.abandonable():
         collected = collector.result(step)
-      timer.lap('wait')
 
+      timer.begin('annotate')
       packed = pack(collected.trajectories)
       totals = host_metrics.totals(hosts, packed, collected.seconds)
       old = collector.policy(step) if off_policy else None
@@ -100,15 +100,15 @@ def train(
           limit=config.rollout.mismatch_limit,
           dtype=config.model.dtype,
         )
-      timer.lap('annotate')
 
+      timer.begin('update')
       reports = []
       for epoch in range(config.updates.num_epochs):
         for rows in learner.minibatches(len(batch.lengths_B), step, epoch):
           state, report = learner.update(state, batch, rows, step)
           reports.append(report)
       metrics |= learner_lib.summarize(reports)
-      timer.lap('update')
+      timer.end()
 
       learner.adapt_kl(metrics['critic/kl_per_trajectory'], totals.trained)
       metrics |= timing.step_metrics(

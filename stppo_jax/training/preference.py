@@ -26,7 +26,6 @@ from stppo_jax.parallel import compilation
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
-from stppo_jax.records import timing
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import model_files
@@ -75,14 +74,14 @@ def prefer(
     options = config.preference
     skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
     for number in range(run.first_step, run.num_steps):
-      timer = timing.Timer()
+      timer = run.timer('step')
       with run.abandonable():
         minibatch = pairs_lib.minibatch(
           pairs, number, size=options.batch_size, seed=config.seed
         )
       state, metrics = learner.update(state, minibatch, reference)
       metrics = jax.device_get(metrics)
-      timer.lap('step')
+      timer.end()
       run.finish_step(number + 1, state, metrics | timer.laps)
       skips.check([metrics])
     run.finish(learner.policy, learner.merged_params(state))

@@ -42,7 +42,8 @@ from stppo_jax.parallel import compile_time
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import checkpoint
 from stppo_jax.records import dialogues
-from stppo_jax.records import plots
+from stppo_jax.records import heartbeat
+from stppo_jax.records import products
 from stppo_jax.records import run_folder
 from stppo_jax.records import timing
 from stppo_jax.records import trajectory_metrics
@@ -169,6 +170,11 @@ class Run:
     self._score: float | None = None
     # Metrics and dialogues of a step that still has to be evaluated.
     self._unwritten: tuple[dict, list] | None = None
+    self._heartbeat = heartbeat.Heartbeat(lambda: self.exit_code)
+
+  def timer(self, phase: str) -> timing.Timer:
+    """Returns a timer in its first phase; the heartbeat has its phases too."""
+    return timing.Timer(phase, self._heartbeat.enter_phase)
 
   @contextlib.contextmanager
   def abandonable(self) -> Iterator[None]:
@@ -224,6 +230,8 @@ class Run:
     run_record.check_checkpoints(self.workdir)
     with assembly.config_errors(str(self.workdir)):
       run_record.record_config({**config.to_dict(), **also}, self.workdir)
+    # Not earlier: until here the folder may be that of another run.
+    self.enter(self._heartbeat.written(self.workdir, self.hosts.names))
 
   def open(
     self,
@@ -276,6 +284,7 @@ class Run:
         metrics, records = json.loads(host['unwritten'])
         self._unwritten = metrics, records if self.hosts.is_first else []
     self.first_step = self.steps_done
+    self._heartbeat.count(self.steps_done, self.num_steps)
     # The line of the last finished step is kept, except where this start writes
     # it: the line of step 0, and the line of a step whose evaluation was
     # interrupted before it was written.
@@ -302,6 +311,7 @@ class Run:
     """
     self._evaluate, self._prints_samples = evaluate, prints_samples
     if self.steps_done == 0 and self._config.evaluate.every > 0:
+      self._heartbeat.enter_phase('evaluate')
       evaluates = evaluate(self.state)
       with self.abandonable():
         metrics = self._evaluated(evaluates)
@@ -328,6 +338,7 @@ class Run:
     kept = trajectories[: max(writer.trajectories, writer.samples)]
     metrics = {name: float(value) for name, value in metrics.items()}
     self.steps_done, self.state = done, state
+    self._heartbeat.count(done, self.num_steps)
     self._interrupt.outlook = f'saving {self._unit} {done}'
     self.save_seconds = 0.0
     self._score = None
@@ -346,11 +357,11 @@ class Run:
     with the state: the next start finishes the step in the same way.
     """
     if self._evaluate is not None and self._due(self._config.evaluate.every):
-      timer = timing.Timer()
+      timer = self.timer('evaluate')
       evaluates = self._evaluate(self.state)
       with voting.voted(self.hosts, self._interrupt, saving=_OUTAGES):
         metrics = metrics | self._evaluated(evaluates)
-      timer.lap('evaluate')
+      timer.end()
       metrics |= timer.laps
       metrics['timing_s/step'] += metrics['timing_s/evaluate']
       self._score = evaluation.mean_score(metrics)
@@ -359,12 +370,12 @@ class Run:
     self._writer.write_trajectories(self.steps_done, records)
     if self._due(self._config.checkpoint.every):
       if self._prints_samples:
-        self._print(f'{self._unit} {self.steps_done}', self._samples(records))
+        self._print(f'{self._unit} {self.steps_done}', records)
       # The save is last: a run that is killed before it writes the same lines
       # again, and none is ever missing.
-      timer = timing.Timer()
+      timer = self.timer('checkpoint')
       self.save()
-      timer.lap('checkpoint')
+      timer.end()
       self.save_seconds = timer.laps['timing_s/checkpoint']
 
   def save(self) -> None:
@@ -398,48 +409,37 @@ class Run:
       curve: whether to draw the learning curve.
     """
     self._interrupt.outlook = 'exporting the policy, then ending'
-    metrics, home = self.workdir / 'metrics.jsonl', self.workdir / 'policy'
-    lines = [f'done. metrics: {metrics}']
-    if curve and self.hosts.is_first:
-      picture = self.workdir / 'learning_curve.png'
+    self._heartbeat.enter_phase('export')
+    draws = curve and self.hosts.is_first
+    if draws:
       config = self._config
-      title = f'{config.title}, seed {config.seed}'
-      plots.learning_curve(metrics, picture, title=title)
-      lines += [
-        f'curve: {picture}',
-        f'dialogues: {self.workdir}/trajectories-*.jsonl',
-      ]
-    best = self._checkpointer.best()
-    if best is not None and best != self.steps_done:
-      path = self.workdir / 'checkpoints' / str(best)
-      lines += [f'best evaluation: after {self._unit} {best}, kept in {path}']
+      products.draw_curve(self.workdir, f'{config.title}, seed {config.seed}')
     model_files.export(
       self._config,
-      home,
+      self.workdir / 'policy',
       policy,
       params,
       self._tokenizer,
       dtype=weights.TRAINED,
       writes=self.hosts.is_first,
     )
-    self.show('\n'.join([*lines, f'policy (Hugging Face format): {home}']))
+    best = self._checkpointer.best()
+    best = None if best == self.steps_done else best
+    self.show(products.describe(self.workdir, self._unit, draws, best))
 
   def _evaluated(self, evaluates: Evaluation) -> dict[str, float]:
     """Returns the metrics of an evaluation; prints a few of its dialogues."""
     metrics, trajectories = evaluates()
-    records = self._records(self._samples(trajectories))
-    self._print(f'evaluation after {self._unit} {self.steps_done}', records)
+    title = f'evaluation after {self._unit} {self.steps_done}'
+    kept = dialogues.spread(trajectories, self._config.writer.samples)
+    self._print(title, self._records(kept))
     return metrics
 
   def _records(self, trajectories: Sequence[types.Trajectory]) -> list[dict]:
     return [trajectory_metrics.record(t, self._tokenizer) for t in trajectories]
 
-  def _samples(self, items: Sequence[T]) -> Sequence[T]:
-    """Returns `writer.samples` of the items, evenly spread."""
-    count = self._config.writer.samples
-    return items[:: max(len(items) // max(count, 1), 1)][:count]
-
   def _print(self, title: str, records: Sequence[dict]) -> None:
+    records = dialogues.spread(records, self._config.writer.samples)
     if records and self.hosts.is_first:
       self.show(f'{title} ({dialogues.LEGEND})')
       for record in records:

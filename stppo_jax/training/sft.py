@@ -20,7 +20,6 @@ from stppo_jax.parallel import compilation
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import sharding
-from stppo_jax.records import timing
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import pack
 from stppo_jax.sampling import scripted
@@ -66,12 +65,12 @@ def run(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
       state = run.resume(learner.start(), checkpoint_state.PolicyCheckpoints())
     skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
     for step in range(run.first_step, run.num_steps):
-      timer = timing.Timer()
+      timer = run.timer('step')
       with run.abandonable():
         batch = learner.batch(step)
       state, metrics = learner.update(state, batch, step)
       metrics = jax.device_get(metrics)
-      timer.lap('step')
+      timer.end()
       run.finish_step(step + 1, state, metrics | timer.laps)
       skips.check([metrics])
     policy, params = learner.policy, state.policy.params

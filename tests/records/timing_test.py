@@ -7,13 +7,15 @@ import pytest
 from stppo_jax.records import timing
 
 
-def test_laps_are_apart(monkeypatch):
+def test_phases_are_measured_and_announced(monkeypatch):
   clock = iter([100.0, 101.5, 105.5])
   monkeypatch.setattr(time, 'monotonic', lambda: next(clock))
-  timer = timing.Timer()
-  timer.lap('wait')
-  timer.lap('update')
+  phases = []
+  timer = timing.Timer('wait', phases.append)
+  timer.begin('update')
+  timer.end()
   assert timer.laps == {'timing_s/wait': 1.5, 'timing_s/update': 4.0}
+  assert phases == ['wait', 'update', '']
 
 
 def test_tokens_per_second():

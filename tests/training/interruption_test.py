@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from stppo_jax import __main__
+from stppo_jax.records import run_state
 from stppo_jax.retrieval import server
 from stppo_jax.training import assembly
 from stppo_jax.training import interruption
@@ -187,7 +188,9 @@ def test_an_interrupted_start_is_made_again(tmp_path, capsys):
   assert _train(tmp_path, send, **changes) == 130
   assert 'interrupted before the first step' in capsys.readouterr().out
   left = {path.name for path in tmp_path.iterdir()}
-  assert left == {'config.json', 'run.json'}
+  assert left == {'config.json', 'run.json', 'heartbeat.json'}
+  state = run_state.read(tmp_path)
+  assert (state.state, state.step) == (run_state.INTERRUPTED, 0)
   # As if killed while it was written.
   (tmp_path / 'start.partial').mkdir()
   (tmp_path / 'start.partial' / 'rest').touch()

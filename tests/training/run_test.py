@@ -14,6 +14,7 @@ from stppo_jax import __main__
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import checkpoint
 from stppo_jax.records import run_folder
+from stppo_jax.records import run_state
 from stppo_jax.training import assembly
 from stppo_jax.training import run as run_lib
 from tests.training import runs
@@ -68,6 +69,14 @@ def test_a_second_run_waits_for_the_first(run, capsys):
   said = f'took over the lock of an ended run: process {holder.pid} on host '
   assert said in capsys.readouterr().out
   assert not (run / 'lock').exists()
+
+
+def test_the_state_of_a_finished_run_is_known(finished):
+  state = run_state.read(finished)
+  assert state.state == run_state.FINISHED
+  assert state.step == state.num_steps == state.checkpoint == runs.STEPS
+  assert state.metrics.keys() == {'reward', 'val/em'}
+  assert len(state.hosts) == 1 and state.seconds_per_step
 
 
 def test_missing_checkpoints_erase_nothing(run, capsys):
@@ -152,7 +161,11 @@ def test_a_checkpoint_of_another_run_is_not_loaded(run, capsys, field):
     assert code == 2
   *_, line = capsys.readouterr().err.splitlines()
   assert f'step 3 is of the run {identity["run_id"]}, but the run of' in line
-  assert _files(run) == before
+  assert run_state.read(run).note.endswith(line)
+  after = _files(run)
+  for files in (before, after):
+    del files[run / 'heartbeat.json']
+  assert after == before
 
 
 def test_a_run_of_an_earlier_version_resumes(run, finished):

@@ -1,0 +1,99 @@
+"""Show how runs are doing: state, step, phase, speed, scores, checkpoint.
+
+python -m stppo_jax status DIR... [--json]
+
+  DIR     the folder of a run, its --workdir
+  --json  prints one JSON object for each run, with all digits
+
+Reads files of the folders, so it works beside a run, after it, and from any
+machine that sees them. The exit code is 2 if a DIR is not that of a run; the
+others are shown all the same.
+
+A run is finished; running; interrupted (stopped, or waiting for a server that
+was out of reach: the same command resumes it); failed (an error has ended it);
+or dead (its process is gone and could not say why). eta is hours:minutes:
+seconds at the pace of the last steps.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import datetime
+import json
+import sys
+
+from stppo_jax import settings
+from stppo_jax.records import run_state
+
+_TITLES = (
+  'run',
+  'state',
+  'step',
+  'phase',
+  's/step',
+  'eta',
+  'scores',
+  'saved',
+  'hosts',
+)
+
+
+def main(argv: Sequence[str]) -> int:
+  """Prints the states of runs; returns the exit code."""
+  flags = [word for word in argv if word.startswith('-')]
+  folders = [word for word in argv if not word.startswith('-')]
+  problems = [
+    f'{flag}: unknown flag{settings.closest(flag, ["--json"])}'
+    for flag in flags
+    if flag != '--json'
+  ]
+  if not folders:
+    problems.append('DIR: missing; give the folder of a run, or several')
+  if problems:
+    print('\n'.join(problems), file=sys.stderr)
+    return 2
+  states = []
+  for folder in folders:
+    try:
+      states.append(run_state.read(folder))
+    except run_state.NoRun as error:
+      problems.append(str(error))
+  if flags:
+    for state in states:
+      print(json.dumps(dataclasses.asdict(state)))
+  elif states:
+    print('\n'.join(table(states)))
+  for problem in problems:
+    print(problem, file=sys.stderr)
+  return 2 if problems else 0
+
+
+def table(states: Sequence[run_state.RunState]) -> list[str]:
+  """Returns the lines of a table of runs, and a line for each with a note."""
+  rows = [_TITLES, *map(_row, states)]
+  widths = [max(map(len, column)) for column in zip(*rows)]
+  lines = [
+    '  '.join(word.ljust(width) for word, width in zip(row, widths)).rstrip()
+    for row in rows
+  ]
+  return lines + [f'{s.folder}: {s.note}' for s in states if s.note]
+
+
+def _row(state: run_state.RunState) -> tuple[str, ...]:
+  length = '?' if state.num_steps is None else state.num_steps
+  pace = state.seconds_per_step
+  eta = ''
+  if state.eta is not None:
+    eta = str(datetime.timedelta(seconds=round(state.eta)))
+  scores = [f'{name} {x:.3f}' for name, x in state.metrics.items()]
+  saved = state.checkpoint
+  return (
+    state.folder,
+    state.state,
+    f'{state.step}/{length}',
+    state.phase,
+    '' if pace is None else f'{pace:.3g}',
+    eta,
+    ' '.join(scores),
+    '' if saved is None else str(saved),
+    str(len(state.hosts) or ''),
+  )

@@ -1,0 +1,27 @@
+"""The metrics that describe a step in one line."""
+
+from collections.abc import Mapping
+
+_EVALUATION = 'val/'  # then the name of the score, then of the data set
+_MAIN = {
+  'reward': 'critic/score/mean',
+  'loss': 'sft/loss',
+  'preference loss': 'preference/loss',
+}
+
+
+def evaluation(metrics: Mapping[str, float]) -> dict[str, float]:
+  """Returns the score of a step's evaluation by name; {} if it had none.
+
+  It is the mean over data sets, as `val/{score}`.
+  """
+  scores = {k: v for k, v in metrics.items() if k.startswith(_EVALUATION)}
+  if not scores:
+    return {}
+  name = '/'.join(next(iter(scores)).split('/')[:2])
+  return {name: sum(scores.values()) / len(scores)}
+
+
+def main(metrics: Mapping[str, float]) -> dict[str, float]:
+  """Returns the reward of a step, or its loss without rewards, by name."""
+  return {name: metrics[key] for name, key in _MAIN.items() if key in metrics}

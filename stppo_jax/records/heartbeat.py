@@ -1,0 +1,149 @@
+"""The heartbeat of a run: a small file that says what the run does now.
+
+    WORKDIR/heartbeat.json    {"phase": "update", "step": 12, "time": ..., ...}
+
+A thread replaces the file when something has changed, at most once a second,
+and otherwise every few seconds. A file whose time is old therefore belongs to a
+process that has ended or is out of reach. The last one names the exit code.
+Whoever reads it needs nothing of this package but the names of its fields.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import socket
+import threading
+import time
+
+NAME = 'heartbeat.json'
+_NEW_NAME = 'heartbeat.new'
+_EVERY = 5.0  # seconds between two writings in which nothing changes
+_SHORTEST = 1.0  # seconds between two writings in which something does
+_BUG = 70  # the exit code of an error that has none
+
+
+@dataclasses.dataclass
+class Beat:
+  """The content of the file; times are in seconds since 1970.
+
+  Attributes:
+    host: the name of the machine that writes the file.
+    pid: the number of the process that writes it.
+    hosts: the names of the machines of all hosts of the run.
+    phase: what the run does: start, wait (for the collection), annotate,
+      update, step (of sft and prefer), evaluate, checkpoint, export, or end.
+    phase_since: the time at which the phase began.
+    step: the number of steps that are done.
+    num_steps: the length of the run; 0 while it is not known.
+    time: the time of this writing.
+    exit_code: the exit code of the process; None while it runs.
+    error: the first line of the error that has ended it; '' for none.
+  """
+
+  host: str = ''
+  pid: int = 0
+  hosts: Sequence[str] = ()
+  phase: str = 'start'
+  phase_since: float = 0.0
+  step: int = 0
+  num_steps: int = 0
+  time: float = 0.0
+  exit_code: int | None = None
+  error: str = ''
+
+
+class Heartbeat:
+  """Writes the heartbeat of a run in the body of `written`, and only there.
+
+  Errors of the file are ignored: a run must not end because nobody can watch
+  it.
+
+  Args:
+    exit_code: returns the exit code of a body that ends without an error.
+  """
+
+  def __init__(self, exit_code: Callable[[], int]):
+    self._exit_code = exit_code
+    self._beat = Beat()
+    self._folder: pathlib.Path | None = None
+    self._changed = threading.Event()
+    self._ended = threading.Event()
+
+  @contextlib.contextmanager
+  def written(
+    self, folder: pathlib.Path, hosts: Sequence[str]
+  ) -> Iterator[None]:
+    """Writes the file during the body, and once more at its end.
+
+    Args:
+      folder: the run's folder.
+      hosts: the names of the machines of all hosts.
+    """
+    self._folder = folder
+    self._beat.host, self._beat.pid = socket.gethostname(), os.getpid()
+    self._beat.hosts = list(hosts)
+    self._beat.phase_since = time.time()
+    self._write()
+    thread = threading.Thread(
+      target=self._keep_writing, name='heartbeat', daemon=True
+    )
+    thread.start()
+    try:
+      yield
+      self._beat.exit_code = self._exit_code()
+    except BaseException as error:
+      self._beat.exit_code = getattr(error, 'exit_code', _BUG)
+      text = str(error) or type(error).__name__
+      self._beat.error = text.partition('\n')[0]
+      raise
+    finally:
+      self._ended.set()
+      self._changed.set()
+      thread.join()
+      self.enter_phase('end')
+      self._write()
+
+  def enter_phase(self, phase: str) -> None:
+    """Says what the run does from now on; '' changes nothing."""
+    if not phase:
+      return
+    self._beat.phase, self._beat.phase_since = phase, time.time()
+    self._changed.set()
+
+  def count(self, step: int, num_steps: int) -> None:
+    """Says how many steps are done, and how many the run has."""
+    self._beat.step, self._beat.num_steps = step, num_steps
+    self._changed.set()
+
+  def _keep_writing(self) -> None:
+    while not self._ended.wait(_SHORTEST):
+      self._changed.wait(_EVERY)
+      self._changed.clear()
+      if not self._ended.is_set():
+        self._write()
+
+  def _write(self) -> None:
+    """Replaces the file, so that readers find the old one or the new one."""
+    assert self._folder is not None
+    self._beat.time = time.time()
+    new = self._folder / _NEW_NAME
+    try:
+      new.write_text(json.dumps(dataclasses.asdict(self._beat)) + '\n', 'utf-8')
+      os.replace(new, self._folder / NAME)
+    except OSError:
+      return
+
+
+def read(folder: pathlib.Path) -> Beat | None:
+  """Returns the last heartbeat of a run; None if there is none."""
+  try:
+    fields = json.loads((folder / NAME).read_text('utf-8'))
+    known = {field.name for field in dataclasses.fields(Beat)}
+    return Beat(**{name: x for name, x in fields.items() if name in known})
+  except (OSError, ValueError, AttributeError):
+    return None

@@ -1,0 +1,216 @@
+"""Reads from its folder how a run is doing, whoever runs it and wherever.
+
+Only small files are read, and the end of metrics.jsonl, so that the states of
+many runs take no time.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import json
+import pathlib
+import time
+from typing import Any
+
+from stppo_jax.records import headline
+from stppo_jax.records import heartbeat
+from stppo_jax.records import lock
+from stppo_jax.records import run_folder
+
+FINISHED, RUNNING, INTERRUPTED = 'finished', 'running', 'interrupted'
+FAILED, DEAD = 'failed', 'dead'
+# The same command resumes a run that has ended with one of these.
+_RESUMABLE = (75, 130)
+# Seconds without a heartbeat after which a run on another machine is given up.
+# The clocks of machines differ, and shared file systems show changes late.
+_SILENCE = 120.0
+_TAIL = (
+  1 << 20
+)  # bytes at the end of metrics.jsonl in which lines are looked for
+_PACE = 20  # steps whose mean duration is the pace
+_COMMANDS = ('train', 'sft', 'prefer')
+
+
+class NoRun(Exception):
+  """A folder is not that of a run; the message is one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunState:
+  """The state of a run.
+
+  Attributes:
+    folder: the run's folder.
+    command: the command that writes there.
+    state: finished; running; interrupted (it was stopped, or a server was out
+      of reach: the same command resumes); failed (an error ended it); or dead
+      (the process is gone and could say nothing).
+    step: the number of steps that are done.
+    num_steps: the length of the run; None if it is not known.
+    phase: what it does; '' if it is not known.
+    seconds_per_step: the mean over the last steps; None before the second one.
+    eta: the seconds that remain at that pace; None unless it runs.
+    metrics: the reward (or the loss) of the last step and the last evaluation,
+      by name.
+    checkpoint: the step of the newest checkpoint; None if there is none.
+    hosts: the names of the machines of its hosts; [] if they are not known.
+    note: why it has ended, or where it runs; '' if there is nothing to say.
+  """
+
+  folder: str
+  command: str
+  state: str
+  step: int
+  num_steps: int | None
+  phase: str
+  seconds_per_step: float | None
+  eta: float | None
+  metrics: dict[str, float]
+  checkpoint: int | None
+  hosts: list[str]
+  note: str
+
+
+def read(folder: str | pathlib.Path) -> RunState:
+  """Returns the state of the run of a folder.
+
+  Raises:
+    NoRun: the folder is missing, or not that of a run.
+  """
+  path = pathlib.Path(folder)
+  if not path.is_dir():
+    raise NoRun(f'{folder}: no such folder')
+  command = run_folder.command_of(path)
+  if command not in _COMMANDS:
+    reason = f'it was written by {command}' if command else 'no run.json'
+    raise NoRun(f'{folder}: not the folder of a run: {reason}')
+  lines = _last_lines(path / 'metrics.jsonl')
+  steps = [line for line in lines if line['step'] > 0]
+  beat = heartbeat.read(path)
+  num_steps = (beat.num_steps if beat else 0) or _num_steps(path, command)
+  step = max([line['step'] for line in lines[:1]] + [beat.step if beat else 0])
+  state, note = _state(path, beat, is_complete=0 < num_steps <= step)
+  pace = _pace(steps)
+  is_running = state == RUNNING
+  return RunState(
+    folder=str(folder),
+    command=command,
+    state=state,
+    step=step,
+    num_steps=num_steps or None,
+    phase=beat.phase if beat and is_running else '',
+    seconds_per_step=pace,
+    eta=pace * (num_steps - step) if is_running and pace else None,
+    metrics=_shown(lines),
+    checkpoint=_newest_checkpoint(path / 'checkpoints'),
+    hosts=list(beat.hosts) if beat else [],
+    note=note,
+  )
+
+
+def _state(
+  folder: pathlib.Path, beat: heartbeat.Beat | None, *, is_complete: bool
+) -> tuple[str, str]:
+  """Returns the state of a run and the reason for it.
+
+  Args:
+    folder: the run's folder.
+    beat: its last heartbeat; versions before 0.3 wrote none.
+    is_complete: whether all of its steps are done.
+  """
+  silence = time.time() - beat.time if beat else 0.0
+  held = lock.holder(folder)
+  if held is not None:
+    holder, is_alive = held
+    # A process of another container is not seen, but heard.
+    is_heard = beat is not None and beat.exit_code is None
+    is_heard = is_heard and silence < _SILENCE
+    if is_alive or is_heard:
+      return RUNNING, ''
+    if is_alive is None and beat is None:
+      return RUNNING, f'{holder}, which cannot be seen from here'
+    if is_alive is None:
+      return DEAD, f'{holder}: no sign of life for {silence:.0f} s'
+    return DEAD, f'{holder}: that process is gone; the same command resumes'
+  if beat is None:
+    return (FINISHED if is_complete else INTERRUPTED), ''
+  if beat.exit_code is None:
+    return DEAD, f'process {beat.pid} on host {beat.host} left no exit code'
+  if beat.exit_code == 0:
+    return FINISHED, ''
+  if beat.exit_code in _RESUMABLE:
+    return INTERRUPTED, beat.error
+  return FAILED, f'exit code {beat.exit_code}: {beat.error}'
+
+
+def _last_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+  """Returns the last lines of a file of metrics, the newest first."""
+  try:
+    with open(path, 'rb') as file:
+      file.seek(max(path.stat().st_size - _TAIL, 0))
+      return list(_parsed(file.read()))
+  except OSError:
+    return []
+
+
+def _parsed(text: bytes) -> Iterator[dict[str, Any]]:
+  """Yields the lines that the state of a run needs, the newest first.
+
+  They are the last ones up to the newest evaluation, and enough for the pace.
+  """
+  has_evaluation, count = False, 0
+  for line in reversed(text.splitlines()):
+    is_evaluation = b'"val/' in line
+    if count > _PACE and (has_evaluation or not is_evaluation):
+      continue
+    try:
+      record = json.loads(line)
+      record['step'] += 0
+    except (ValueError, KeyError, TypeError):  # cut off, at one of the ends
+      continue
+    has_evaluation |= is_evaluation
+    count += 1
+    yield record
+
+
+def _shown(lines: list[dict[str, Any]]) -> dict[str, float]:
+  """Returns the newest reward or loss, and the newest evaluation."""
+  shown: dict[str, float] = {}
+  for select in (headline.main, headline.evaluation):
+    for line in lines:
+      finite = {name: x for name, x in line.items() if x is not None}
+      if selected := select(finite):
+        shown |= selected
+        break
+  return shown
+
+
+def _pace(steps: Sequence[Mapping[str, Any]]) -> float | None:
+  """Returns the mean seconds of the last steps, without the one that compiles.
+
+  Args:
+    steps: lines of metrics, the newest first.
+  """
+  # The last of them is left out: where the run is young, it compiled.
+  seconds = [
+    line['timing_s/step'] + (line.get('timing_s/checkpoint') or 0.0)
+    for line in steps[:-1][:_PACE]
+    if line.get('timing_s/step') is not None
+  ]
+  return sum(seconds) / len(seconds) if seconds else None
+
+
+def _num_steps(folder: pathlib.Path, command: str) -> int:
+  """Returns the length of a run by its config; 0 if it does not say."""
+  try:
+    config = json.loads((folder / 'config.json').read_text('utf-8'))
+    section = {'train': config, 'sft': config['sft']}.get(command, {})
+    return int(section.get('num_steps', 0))
+  except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    return 0
+
+
+def _newest_checkpoint(folder: pathlib.Path) -> int | None:
+  names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
+  return max((int(name) for name in names if name.isdecimal()), default=None)

@@ -1,0 +1,172 @@
+"""`status` tells how runs are doing from their files alone."""
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from stppo_jax import __main__
+from stppo_jax.records import run_state
+from tests.training import runs
+
+_GONE = 4_000_000  # above the largest process id of Linux
+_HERE = socket.gethostname()
+
+
+def _make(folder, *, lines=(), beat=None, holder=None, saved=(), num_steps=10):
+  """Makes the folder of a run by hand, as `train` leaves it."""
+  folder.mkdir(parents=True)
+  sections = dict.fromkeys(('algorithm', 'model', 'rollout', 'sft'), {})
+  config = sections | {'num_steps': num_steps}
+  (folder / 'config.json').write_text(json.dumps(config))
+  text = ''.join(json.dumps(line) + '\n' for line in lines)
+  (folder / 'metrics.jsonl').write_text(text)
+  if beat is not None:
+    now = {'time': time.time(), 'host': _HERE, 'pid': _GONE}
+    (folder / 'heartbeat.json').write_text(json.dumps(now | beat))
+  if holder is not None:
+    known = {'host': _HERE, 'started': '1', 'since': 'noon'}
+    (folder / 'lock').write_text(json.dumps(known | holder))
+  for step in saved:
+    (folder / 'checkpoints' / str(step)).mkdir(parents=True)
+  return folder
+
+
+def _line(step, **more):
+  return {'step': step, 'timing_s/step': 2.0, 'critic/score/mean': 0.5, **more}
+
+
+def _state(folder, **files):
+  return run_state.read(_make(folder, **files))
+
+
+def _this_process():
+  stat = pathlib.Path('/proc/self/stat').read_text('utf-8')
+  return {'pid': os.getpid(), 'started': stat.rpartition(')')[2].split()[19]}
+
+
+def test_a_running_run_has_a_phase_a_pace_and_an_end(tmp_path, capsys):
+  lines = [_line(1, **{'timing_s/step': 60.0, 'val/em/a': 0.2})]
+  lines += [_line(2, **{'val/em/a': 0.4, 'val/em/b': 0.6})]
+  lines += [_line(3), _line(4, **{'timing_s/checkpoint': 1.0})]
+  run = _make(
+    tmp_path / 'run',
+    lines=lines,
+    beat={'phase': 'update', 'step': 4, 'num_steps': 10, 'hosts': ['a', 'b']},
+    holder=_this_process(),
+    saved=(2, 4),
+  )
+  state = run_state.read(run)
+  assert state.state == run_state.RUNNING and state.phase == 'update'
+  assert state.step == state.checkpoint == 4 and state.num_steps == 10
+  # Not the first step, which compiles.
+  assert state.seconds_per_step == pytest.approx((2.0 + 2.0 + 3.0) / 3)
+  assert state.eta == pytest.approx(6 * 7 / 3)
+  assert state.metrics == {'reward': 0.5, 'val/em': 0.5}
+  assert __main__.main(['status', str(run), '--json']) == 0
+  assert json.loads(capsys.readouterr().out)['hosts'] == ['a', 'b']
+  assert __main__.main(['status', str(run)]) == 0
+  titles, row = capsys.readouterr().out.splitlines()
+  assert titles.split()[:4] == ['run', 'state', 'step', 'phase']
+  assert row.split()[1:6] == ['running', '4/10', 'update', '2.33', '0:00:14']
+  assert 'reward 0.500 val/em 0.500' in row
+
+
+_ALL = [_line(step) for step in range(1, 11)]
+
+
+@pytest.mark.parametrize(
+  ('files', 'state', 'note'),
+  [
+    ({'lines': _ALL, 'beat': {'exit_code': 0}}, 'finished', ''),
+    ({'lines': _ALL}, 'finished', ''),  # a version that wrote no heartbeat
+    ({'lines': _ALL[:3]}, 'interrupted', ''),
+    ({'beat': {'exit_code': 130}}, 'interrupted', ''),
+    ({'beat': {'exit_code': 75, 'error': 'no GPU'}}, 'interrupted', 'no GPU'),
+    ({'beat': {'exit_code': 76, 'error': 'nan'}}, 'failed', 'exit code 76: n'),
+    (
+      {'beat': {}},
+      'dead',
+      f'process {_GONE} on host {_HERE} left no exit code',
+    ),
+    ({'holder': {'pid': _GONE}}, 'dead', 'that process is gone'),
+    (
+      {'holder': {'pid': _GONE}, 'beat': {'time': 0}},
+      'dead',
+      'that process is gone',
+    ),
+    # In another container of this machine, or on another machine.
+    ({'holder': {'pid': _GONE}, 'beat': {}}, 'running', ''),
+    ({'holder': {'pid': 1, 'host': 'far'}, 'beat': {}}, 'running', ''),
+    ({'holder': {'pid': 1, 'host': 'far'}}, 'running', 'cannot be seen'),
+    (
+      {'holder': {'pid': 1, 'host': 'far'}, 'beat': {'time': 0}},
+      'dead',
+      'no sign of life for',
+    ),
+  ],
+)
+def test_the_state_follows_from_lock_and_heartbeat(
+  tmp_path, files, state, note
+):
+  found = _state(tmp_path / 'run', **files)
+  assert found.state == state
+  assert note in found.note and bool(note) == bool(found.note)
+
+
+def test_a_folder_that_is_no_run_does_not_hide_the_others(tmp_path, capsys):
+  run = _make(tmp_path / 'run', lines=_ALL)
+  (tmp_path / 'data').mkdir()
+  folders = [str(tmp_path / 'data'), str(run), str(tmp_path / 'nowhere')]
+  assert __main__.main(['status', *folders]) == 2
+  out, err = capsys.readouterr()
+  assert str(run) in out and 'finished' in out
+  assert err.splitlines() == [
+    f'{tmp_path}/data: not the folder of a run: no run.json',
+    f'{tmp_path}/nowhere: no such folder',
+  ]
+  for arguments in ([], ['--jsn', str(run)]):
+    assert __main__.main(['status', *arguments]) == 2
+    assert capsys.readouterr().err.count('\n') == 1
+
+
+def test_files_that_are_cut_off_are_no_error(tmp_path):
+  run = _make(tmp_path / 'run', lines=_ALL[:2], beat={})
+  with open(run / 'metrics.jsonl', 'a', encoding='utf-8') as file:
+    file.write('{"step": 3, "timing')
+  (run / 'heartbeat.json').write_text('{"time"')
+  assert run_state.read(run).step == 2
+
+
+def test_fifty_runs_take_less_than_a_second_and_no_jax(tmp_path):
+  many = {f'metric/{n}': float(n) for n in range(150)}
+  lines = [_line(step, **many) for step in range(1, 400)]
+  lines[99] |= {'val/em/a': 0.25}
+  first = _make(tmp_path / '0', lines=lines, beat={'exit_code': 75})
+  for number in range(1, 50):
+    folder = _make(tmp_path / str(number), beat={'exit_code': 75})
+    os.link(first / 'metrics.jsonl', folder / 'linked')
+    os.replace(folder / 'linked', folder / 'metrics.jsonl')
+  program = (
+    'import sys; from stppo_jax import __main__\n'
+    'code = __main__.main(sys.argv[1:])\n'
+    'assert not {"jax", "numpy", "rich"} & set(sys.modules)\n'
+    'sys.exit(code)'
+  )
+  folders = [str(tmp_path / str(number)) for number in range(50)]
+  before = os.times()
+  done = subprocess.run(
+    [sys.executable, '-c', program, 'status', *folders],
+    capture_output=True,
+    text=True,
+    cwd=runs.REPO,
+  )
+  after = os.times()
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.count('399/10') == done.stdout.count('val/em 0.250') == 50
+  assert after.children_user - before.children_user < 1.0

@@ -1,0 +1,62 @@
+"""The heartbeat says at once what has changed, and how a run has ended."""
+
+import time
+
+import pytest
+
+from stppo_jax.records import heartbeat
+
+
+def _wait_for(folder, holds):
+  """Waits until the file is as expected, at most a minute."""
+  for _ in range(6000):
+    beat = heartbeat.read(folder)
+    if beat is not None and holds(beat):
+      return beat
+    time.sleep(0.01)
+  raise AssertionError(heartbeat.read(folder))
+
+
+class _Outage(Exception):
+  exit_code = 75
+
+
+def test_changes_are_written_and_the_end_is_last(tmp_path):
+  beats = heartbeat.Heartbeat(lambda: 130)
+  beats.count(3, 9)
+  with beats.written(tmp_path, ['a', 'b']):
+    first = heartbeat.read(tmp_path)
+    assert (first.phase, first.step, first.hosts) == ('start', 3, ['a', 'b'])
+    assert first.exit_code is None
+    beats.enter_phase('update')
+    beats.enter_phase('')
+    second = _wait_for(tmp_path, lambda beat: beat.phase == 'update')
+    assert second.time > first.time
+    beats.count(4, 9)
+  last = heartbeat.read(tmp_path)
+  assert (last.phase, last.step, last.exit_code) == ('end', 4, 130)
+  assert [path.name for path in tmp_path.iterdir()] == [heartbeat.NAME]
+
+
+def test_an_error_is_named_and_goes_on(tmp_path):
+  for error, code in ((_Outage('no one\nhome'), 75), (KeyError(), 70)):
+    with pytest.raises(type(error)):
+      with heartbeat.Heartbeat(lambda: 0).written(tmp_path, ['a']):
+        raise error
+    last = heartbeat.read(tmp_path)
+    assert last.exit_code == code
+    assert last.error == {75: 'no one', 70: 'KeyError'}[code]
+
+
+def test_a_folder_that_vanishes_does_not_end_the_run(tmp_path):
+  folder = tmp_path / 'run'
+  folder.mkdir()
+  with heartbeat.Heartbeat(lambda: 0).written(folder, ['a']):
+    (folder / heartbeat.NAME).unlink()
+    folder.rmdir()
+  assert heartbeat.read(folder) is None
+
+
+def test_fields_of_later_versions_are_ignored(tmp_path):
+  (tmp_path / heartbeat.NAME).write_text('{"step": 2, "mood": "good"}')
+  assert heartbeat.read(tmp_path).step == 2
