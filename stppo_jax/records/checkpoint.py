@@ -25,6 +25,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from stppo_jax.records import fingerprint as fingerprint_lib
+from stppo_jax.records import orbax_errors
 from stppo_jax.records import run_folder
 
 _log = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class Checkpointer:
     self._scores: dict[int, float | None] = {}  # of the steps that were read
     self._workdir = pathlib.Path(workdir)
     self._run = run_folder.read(self._workdir)
+    orbax_errors.hide_repeated()
     handler = ocp.type_handlers.ArrayHandler(
       min_slice_bytes_for_replica_parallel=_LEAST_BYTES_SHARED
     )
@@ -145,9 +147,6 @@ class Checkpointer:
       manifest['config_digest'] = self._run.config_digest
     manifest['digest'] = digest(manifest)
     self._scores[step] = manifest['host'].get('score')
-    # Orbax logs the traceback of every error that it raises. The same filter is
-    # not added twice.
-    logging.getLogger('absl').addFilter(_is_not_raised_too)
     # Every error of a save, such as a full disk, is the same to the caller.
     try:
       self._manager.save(
@@ -161,9 +160,9 @@ class Checkpointer:
       self._manager.wait_until_finished()
     except Exception as error:
       self._manager.reload()  # its list of steps may name this one
-      reason = ' '.join(str(error).split())
       raise SaveFailed(
-        f'step {step} could not be saved in {self._folder}: {reason}'
+        f'step {step} could not be saved in {self._folder}: '
+        + orbax_errors.cause(error)
       ) from error
     if self._run is not None and not self._run.has_saved:
       # From now on, a folder without checkpoints has lost them. On a full disk,
@@ -412,11 +411,6 @@ class _Preserved:
     steps = [checkpoint.step for checkpoint in checkpoints]
     kept = self._choose(steps)
     return [step in kept for step in steps]
-
-
-def _is_not_raised_too(record: logging.LogRecord) -> bool:
-  """Returns whether a log record is no traceback of orbax."""
-  return not (record.exc_info and 'orbax' in record.pathname)
 
 
 def _named(tree: Any) -> dict[str, Any]:

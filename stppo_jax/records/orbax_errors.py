@@ -1,0 +1,86 @@
+"""Keeps Orbax from printing what it raises too.
+
+Orbax reads and writes leaves concurrently. When the first one fails, as on a
+full disk or in a damaged checkpoint, it raises that error; but it also logs it,
+and the tasks of the other leaves are dropped: Python reports each of them, and
+TensorStore reports that it cannot tell them their results. Some hundred lines
+of tracebacks would bury the one line that says what has happened.
+"""
+
+from collections.abc import Callable
+import logging
+import re
+import sys
+from typing import Any
+
+_ORBAX = 'orbax'
+# What asyncio logs of a task that has failed and that nobody waits for.
+_UNHEARD = 'exception was never retrieved'
+
+
+def hide_repeated() -> None:
+  """Hides what Orbax prints of errors that it raises; may be called again.
+
+  It changes the loggers of absl and asyncio, and the hook for exceptions that
+  Python ignores. All of them go on to report what has another origin.
+  """
+  # The same filter is not added twice.
+  logging.getLogger('absl').addFilter(_is_not_logged_by_orbax)
+  logging.getLogger('asyncio').addFilter(_is_not_unheard)
+  if not isinstance(sys.unraisablehook, _Hook):
+    sys.unraisablehook = _Hook(sys.unraisablehook)
+
+
+def cause(error: Exception) -> str:
+  """Returns the end of an error's message, which names its cause, as one line.
+
+  TensorStore puts the paths of its files before the cause, each followed by a
+  colon, and the whole specification of an array after it, in brackets.
+  """
+  line = ' '.join(str(error).split())
+  return re.split(r" \[\w+='", line)[0].rpartition('": ')[2]
+
+
+def _is_not_logged_by_orbax(record: logging.LogRecord) -> bool:
+  """Returns whether a log record is no traceback of Orbax."""
+  return not (record.exc_info and _ORBAX in record.pathname)
+
+
+def _is_not_unheard(record: logging.LogRecord) -> bool:
+  """Returns whether a log record is not about a dropped task of Orbax."""
+  return not (
+    _UNHEARD in record.getMessage()
+    and record.exc_info
+    and _passes_orbax(record.exc_info[1])
+  )
+
+
+def _passes_orbax(error: BaseException | None) -> bool:
+  """Returns whether an error was raised below a function of Orbax."""
+  trace = None if error is None else error.__traceback__
+  while trace is not None:
+    if _ORBAX in trace.tb_frame.f_code.co_filename:
+      return True
+    trace = trace.tb_next
+  return False
+
+
+class _Hook:
+  """Reports ignored exceptions, except those that an error of Orbax causes."""
+
+  def __init__(self, report: Callable[[Any], Any]):
+    self._report = report
+
+  def __call__(self, ignored: Any) -> None:
+    code = getattr(ignored.object, 'cr_code', None)
+    of_coroutine = code is not None and _ORBAX in code.co_filename
+    # TensorStore tells a loop that is gone. It calls asyncio from C++, so the
+    # traceback begins there.
+    trace = ignored.exc_traceback
+    first = None if trace is None else trace.tb_frame.f_code.co_name
+    of_tensorstore = (
+      first == 'call_soon_threadsafe'
+      and str(ignored.exc_value) == 'Event loop is closed'
+    )
+    if not of_coroutine and not of_tensorstore:
+      self._report(ignored)

@@ -1,0 +1,51 @@
+"""An error of Orbax is one line, and other errors are reported as ever."""
+
+import subprocess
+import sys
+
+import pytest
+
+_SAVES_TOO_MUCH = """
+import resource
+import sys
+
+import jax
+
+from stppo_jax.records import checkpoint
+
+class Own:
+  def __del__(self):
+    raise ValueError('an error of the user')
+
+state = {f'w{n}': jax.random.normal(jax.random.key(n), (64, 64))
+         for n in range(12)}
+checkpointer = checkpoint.Checkpointer(sys.argv[1])
+checkpointer.save(1, state, {})
+# As on a full disk: no file can grow beyond some thousand bytes.
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+try:
+  checkpointer.save(2, state, {})
+except checkpoint.SaveFailed as error:
+  print(error, file=sys.stderr)
+del checkpointer
+Own()
+"""
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_is_one_line(tmp_path):
+  done = subprocess.run(
+    [sys.executable, '-c', _SAVES_TOO_MUCH, str(tmp_path)],
+    capture_output=True,
+    text=True,
+    timeout=300,
+  )
+  line, *others = done.stderr.splitlines()
+  folder = tmp_path / 'checkpoints'
+  start, reason = line.split(': ', 1)
+  assert start == f'step 2 could not be saved in {folder}'
+  assert reason.endswith(': File too large') and len(reason) < 80
+  # The error of the user is reported, and nothing else.
+  assert others[-1] == 'ValueError: an error of the user'
+  assert sum('Traceback' in other for other in others) == 1
+  assert 'Event loop is closed' not in done.stderr
