@@ -21,6 +21,8 @@ import urllib.request
 import numpy as np
 import pytest
 
+from launch import submit
+from launch import sweep
 from stppo_jax import __main__
 from stppo_jax.configs import algorithms
 from stppo_jax.data import readers
@@ -35,10 +37,16 @@ _PAGES = {
   for name in (
     *_FIRST,
     'CONTRIBUTING.md',
+    'launch/README.md',
     *(str(p.relative_to(_ROOT)) for p in sorted(_ROOT.glob('docs/**/*.md'))),
   )
 }
 _README = _PAGES['README.md']
+_MAINS = {
+  'stppo_jax': __main__.main,
+  'launch.submit': submit.main,
+  'launch.sweep': sweep.main,
+}
 
 # What makes a long command short; it stays the same command.
 _SMOKE = [
@@ -99,7 +107,7 @@ def _run(words, cwd, **more):
 
 
 def _make_clone(root):
-  for name in ('assets', 'configs', 'stppo_jax', 'Makefile'):
+  for name in ('assets', 'configs', 'launch', 'stppo_jax', 'Makefile'):
     (root / name).symlink_to(_ROOT / name)
   (root / 'runs').mkdir()
   return root
@@ -160,7 +168,7 @@ def _saved(path, text):
 
 def _python(command):
   words = shlex.split(command)
-  assert words[:3] == ['python', '-m', 'stppo_jax'], command
+  assert words[:2] == ['python', '-m'], command
   return [sys.executable, *words[1:]]
 
 
@@ -293,8 +301,10 @@ def test_a_small_version_of_every_command_runs(
   words = shlex.split(command)
 
   def call(*more, words=words):
-    assert words[:3] == ['python', '-m', 'stppo_jax'], words
-    code = __main__.main([*words[3:], *more])  # of equal flags, the last counts
+    assert words[:2] == ['python', '-m'], words
+    code = _MAINS[words[2]](
+      [*words[3:], *more]
+    )  # the last of equal flags counts
     out, err = capsys.readouterr()
     assert code == 0, out + err
     assert out

@@ -1,0 +1,19 @@
+"""Compares the level of the ratio and the correction, on Natural Questions.
+
+    python -m launch.sweep --config=configs/sweeps/nq_2x2.py \
+        --out=/shared/runs/nq-2x2 --on=slurm --partition=gpu --jobs=4 \
+        --config.data.root=DATA --config.model.path=MODEL
+
+The four algorithms and the pairing of seeds are those of quickstart_2x2.py.
+"""
+
+from stppo_jax.configs import nq
+
+get_config = nq.get_config
+
+
+def sweep():
+  return {
+    'algorithm': ['token_ppo', 's_ppo', 'turn_ppo', 'st_ppo'],
+    'seed': [0, 1, 2],
+  }

@@ -1,0 +1,406 @@
+"""Submit a run to machines: renders a template of launch/templates.
+
+python -m launch.submit LAUNCHER --config=FILE.py[:ALGORITHM] --workdir=DIR
+    [--OPTION=VALUE ...] [--config.KEY=VALUE ...] [--dry_run | --stop]
+
+  LAUNCHER            local, slurm, tpu, jobset, xpk, sky, or retriever
+  --config, --workdir as for train; the same command resumes the run
+  --config.KEY=VALUE  sets a key of the config
+  --OPTION=VALUE      an option of the launcher; launch/README.md lists them
+  --dry_run           prints exactly what would be submitted
+  --stop              ends the run instead: it saves, and can be resumed
+
+The exit code is 2 for wrong flags and for a tool that is not installed,
+otherwise that of the tool.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+
+from stppo_jax import settings
+from stppo_jax.commands import configuration
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_TEMPLATES = _ROOT / 'launch' / 'templates'
+_FIELD = re.compile(r'\{\{(\w+)(?::(shell|plain))?\}\}')
+_LITERAL = re.compile(r'\d+|true|false')
+_NAME = re.compile(r'[a-z]([-a-z0-9]{0,38}[a-z0-9])?')
+# Folders of one machine, which no other sees and a new one does not have.
+_OWN_FOLDERS = ('/tmp', '/var/tmp', '/dev/shm', '/run')
+_SECRET = re.compile(r'(?i)\w*(token|secret|password|api_key)=|://[^/\s]*@')
+_MISSING = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Launcher:
+  """A way to run on machines.
+
+  Attributes:
+    template: the file of launch/templates that is rendered.
+    submit: the command that takes it: its standard input is the text, unless
+      a word is {file}, or {text} for a script that takes this process's place.
+    stop: the command that ends the run; () = Ctrl-C.
+    options: name to default; None must be given.
+    shared: whether the workdir must be seen by several machines.
+    run_restarts: whether launch/run.sh starts a run again, and not the machines
+      it runs on.
+  """
+
+  template: str
+  submit: tuple[str, ...]
+  stop: tuple[str, ...]
+  options: Mapping[str, str | None]
+  shared: bool = True
+  run_restarts: bool = False
+
+
+_BASH = ('bash', '-c', '{text}')
+_CLOUD = {'project': _MISSING, 'zone': _MISSING}
+# Options of every launcher that trains.
+_COMMON = {'name': '', 'restarts': '20', 'retriever': '', 'secrets': ''}
+_CLUSTER = {
+  'image': _MISSING,
+  'mount': '/shared',
+  'claim': 'shared',
+  'secret': 'stppo',
+}
+LAUNCHERS = {
+  'local': Launcher(
+    'local.sh',
+    _BASH,
+    (),
+    {
+      'processes': '2',
+      'gpus': '0',
+      'python': sys.executable,
+      'root': str(_ROOT),
+    },
+    shared=False,
+    run_restarts=True,
+  ),
+  'slurm': Launcher(
+    'slurm.sbatch',
+    ('sbatch',),
+    ('scancel', '--name={name}'),
+    {
+      'nodes': '1',
+      'gpus': '8',
+      'cpus': '64',
+      'time': '24:00:00',
+      'partition': _MISSING,
+      'root': str(_ROOT),
+    },
+  ),
+  'tpu': Launcher(
+    'tpu.sh',
+    _BASH,
+    (
+      *('gcloud', 'compute', 'tpus', 'queued-resources', 'delete', '{name}'),
+      *('--project={project}', '--zone={zone}', '--force'),
+    ),
+    _CLOUD
+    | {
+      'accelerator': _MISSING,  # such as v5litepod-16
+      'runtime': _MISSING,  # such as v2-alpha-tpuv5-lite
+      'nfs': _MISSING,  # HOST:/EXPORT, such as a Filestore
+      'mount': '/shared',
+      'repository': _MISSING,
+      'revision': 'main',
+      'worker_python': 'python3.11',
+      'spot': 'true',
+      'poll': '60',
+    },
+    run_restarts=True,
+  ),
+  'jobset': Launcher(
+    'jobset.yaml',
+    ('kubectl', 'replace', '--force', '-f', '-'),
+    ('kubectl', 'delete', 'jobset', '{name}'),
+    _CLUSTER
+    | {
+      'accelerator': _MISSING,  # such as tpu-v5-lite-podslice
+      'topology': _MISSING,  # such as 4x4
+      'workers': _MISSING,  # machines of the slice
+      'chips': '4',  # of a machine
+      'grace': '300',
+    },
+  ),
+  'xpk': Launcher(
+    'xpk.sh',
+    _BASH,
+    (
+      *('xpk', 'workload', 'delete', '--workload={name}'),
+      *('--cluster={cluster}', '--project={project}', '--zone={zone}'),
+    ),
+    _CLOUD
+    | {
+      'cluster': _MISSING,
+      'tpu_type': _MISSING,  # such as v5litepod-16
+      'image': _MISSING,
+      'mount': '/shared',
+    },
+  ),
+  'sky': Launcher(
+    'sky.yaml',
+    ('sky', 'jobs', 'launch', '--yes', '{file}'),
+    ('sky', 'jobs', 'cancel', '--yes', '--name', '{name}'),
+    {
+      'nodes': '1',
+      'accelerators': _MISSING,  # such as H100:8
+      'spot': 'true',
+      'volume': _MISSING,  # the name of a volume of SkyPilot
+      'mount': '/shared',
+      'extra': 'cuda',
+      'root': str(_ROOT),
+    },
+  ),
+  'retriever': Launcher(
+    'retriever.yaml',
+    ('kubectl', 'apply', '-f', '-'),
+    ('kubectl', 'delete', 'deployment,service', '{name}'),
+    _CLUSTER | {'name': 'retriever', 'replicas': '1', 'index': _MISSING},
+  ),
+}
+
+
+class UsageError(Exception):
+  """Flags are wrong; one line for each error."""
+
+
+# The flags of many runs, and how many of them run at once.
+Array = tuple[Sequence[Sequence[str]], str]
+
+
+def main(argv: Sequence[str], *, array: Array | None = None) -> int:
+  """Renders and submits; returns the exit code.
+
+  Args:
+    argv: the name of the launcher, and flags.
+    array: with the launcher slurm, the runs of an array; `argv` then has the
+      flags of its first run.
+  """
+  if not argv or argv[0] in ('-h', '--help', 'help'):
+    print(__doc__)
+    return 0 if argv else 2
+  name, *flags = argv
+  try:
+    if name not in LAUNCHERS:
+      choices = settings.closest(name, list(LAUNCHERS))
+      raise UsageError(f'{name}: unknown launcher{choices}')
+    launcher = LAUNCHERS[name]
+    given = configuration.split(
+      flags,
+      ['config', 'workdir', *options(name)],
+      switches=('dry_run', 'stop'),
+      overrides=True,
+    )
+    values = _values(name, given)
+    text = render(name, values, given.overrides, array=array)
+  except UsageError as error:
+    print(error, file=sys.stderr)
+    return 2
+  words = launcher.stop if 'stop' in given.switches else launcher.submit
+  words = [_with_values(word, values) for word in words]
+  if not words:
+    print(f'{name}: its processes end with Ctrl-C or SIGTERM', file=sys.stderr)
+    return 2
+  if 'dry_run' in given.switches:
+    # The text alone is on standard output.
+    print(f'{shlex.join(words)}:', file=sys.stderr)
+    print('' if 'stop' in given.switches else text, end='')
+    return 0
+  if shutil.which(words[0]) is None:
+    print(
+      f'{words[0]}: not installed; with --dry_run you see what it would get',
+      file=sys.stderr,
+    )
+    return 2
+  return _submit(words, text)
+
+
+def render(
+  name: str,
+  values: Mapping[str, str],
+  overrides: Mapping[str, str | bool],
+  *,
+  array: Array | None = None,
+) -> str:
+  """Returns the text that a launcher submits.
+
+  Args:
+    name: the name of the launcher.
+    values: the values of its options, of config and of workdir.
+    overrides: keys of the config, as `configuration.split` returns them.
+    array: the runs of an array, see `main`.
+  """
+  launcher = LAUNCHERS[name]
+  fields: dict[str, object] = {'root': str(_ROOT), **values}
+  if name == 'retriever':
+    where = ['--host=0.0.0.0', '--port=8000']
+    fields['serve'] = [f'--index={values["index"]}', *where]
+    return _fill(launcher.template, fields)
+  train = [f'--config={values["config"]}', f'--workdir={values["workdir"]}']
+  train += flags_of(overrides)
+  variables = {
+    'RESTARTS': values['restarts'] if launcher.run_restarts else '0',
+    'RETRIEVER': values['retriever'],
+    'SECRETS': values['secrets'],
+  }
+  variables = {key: value for key, value in variables.items() if value}
+  assignments = [f'{key}={value}' for key, value in variables.items()]
+  fields |= {
+    'env': ['env', *assignments],
+    'env_list': [{'name': k, 'value': x} for k, x in variables.items()],
+    'env_map': variables,
+    'train': train,
+    'command': shlex.join(['env', *assignments, 'launch/run.sh', *train]),
+    'log': f'{values["workdir"].rstrip("/")}.slurm.log',
+  }
+  if name == 'tpu':
+    fields['startup'] = _fill('startup.sh', fields)
+    fields['spot'] = '--spot' if values['spot'] == 'true' else ''
+  if array is not None:
+    runs, fields['jobs'] = array
+    fields['last'] = len(runs) - 1
+    fields['cases'] = ''.join(
+      f'  {n}) set -- {shlex.join(flags)} ;;\n' for n, flags in enumerate(runs)
+    )
+    folder = pathlib.PurePosixPath(values['workdir']).parent
+    fields['log'] = f'{folder}/%a.slurm.log'
+    return _fill('array.sbatch', fields)
+  return _fill(launcher.template, fields)
+
+
+def _fill(template: str, fields: Mapping[str, object]) -> str:
+  """Returns a template with its fields.
+
+  `{{name}}` is quoted as the language of the file needs it, `{{name:shell}}` as
+  the shell does, and `{{name:plain}}` not at all.
+  """
+  text = (_TEMPLATES / template).read_text('utf-8')
+  default = 'yaml' if template.endswith('.yaml') else 'shell'
+
+  def quoted(match: re.Match) -> str:
+    field, language = fields[match[1]], match[2] or default
+    if language == 'plain':
+      return str(field)
+    if language == 'yaml':  # JSON is YAML
+      is_literal = isinstance(field, str) and _LITERAL.fullmatch(field)
+      return str(field) if is_literal else json.dumps(field)
+    if isinstance(field, list):
+      return shlex.join(field)
+    return shlex.quote(str(field))
+
+  return _FIELD.sub(quoted, text)
+
+
+def options(name: str) -> dict[str, str | None]:
+  """Returns the options of a launcher, with their defaults."""
+  common = {} if name == 'retriever' else _COMMON
+  return {**common, **LAUNCHERS[name].options}
+
+
+def _values(name: str, given: configuration.Flags) -> dict[str, str]:
+  """Returns the checked values of all flags.
+
+  Raises:
+    UsageError: some are missing or wrong.
+  """
+  launcher, errors = LAUNCHERS[name], list(given.errors)
+  values = options(name) | given.values
+  required = [key for key, value in values.items() if value is _MISSING]
+  if name != 'retriever':
+    required += [key for key in ('config', 'workdir') if key not in values]
+  errors += [f'--{key}: missing' for key in required if key not in given.meant]
+  values = {key: value or '' for key, value in values.items()}
+  if name != 'retriever' and 'workdir' in values:
+    values['name'] = values['name'] or name_of(values['workdir'])
+    if launcher.shared:
+      errors += _workdir_problems(values['workdir'], values.get('mount', ''))
+  if not _NAME.fullmatch(values['name'] or 'x'):
+    errors.append(
+      f'--name={values["name"]}: must be at most 40 lowercase letters, digits '
+      'and hyphens, and begin with a letter'
+    )
+  for key in ('restarts', 'nodes', 'processes', 'workers', 'replicas', 'gpus'):
+    if values.get(key) and not values[key].isdecimal():
+      errors.append(f'--{key}={values[key]}: must be a whole number')
+  pairs = [*values.items(), *given.overrides.items()]
+  errors += [
+    f'--{key}: looks like a secret; put it into the file of --secrets, because '
+    'arguments are logged'
+    for key, value in pairs
+    if _SECRET.search(f'{key}={value}' if key != 'secret' else str(value))
+  ]
+  if not errors and name != 'retriever':
+    words = flags_of(given.overrides)
+    try:
+      configuration.parse(
+        [f'--config={values["config"]}', *words], workdir=False
+      )
+    except configuration.ConfigurationError as error:
+      errors += error.lines
+  if errors:
+    raise UsageError('\n'.join(errors))
+  return values
+
+
+def _workdir_problems(workdir: str, mount: str) -> list[str]:
+  """Returns why the machines of a run cannot share its folder."""
+  start, path = f'--workdir={workdir}: ', pathlib.PurePosixPath(workdir)
+  if '://' in workdir:
+    return [f'{start}a bucket; mount a file system that all workers share']
+  if not path.is_absolute():
+    return [f'{start}must be absolute, because workers start elsewhere']
+  if any(path.is_relative_to(own) for own in _OWN_FOLDERS):
+    return [f'{start}workers cannot share it: each machine has its own']
+  if mount and not path.is_relative_to(mount):
+    return [f'{start}workers share only --mount={mount}; give a folder in it']
+  return []
+
+
+def name_of(workdir: str) -> str:
+  """Returns the name of a job that runs in a folder."""
+  name = re.sub(r'[^a-z0-9]+', '-', pathlib.PurePosixPath(workdir).name.lower())
+  name = name.strip('-')[:40].rstrip('-')
+  return name if name[:1].isalpha() else f'run-{name}'[:40].rstrip('-')
+
+
+def flags_of(overrides: Mapping[str, str | bool]) -> list[str]:
+  """Returns the flags that set keys of a config."""
+  return [
+    f'--{"" if value else "no"}config.{key}'
+    if isinstance(value, bool)
+    else f'--config.{key}={value}'
+    for key, value in overrides.items()
+  ]
+
+
+def _with_values(word: str, values: Mapping[str, str]) -> str:
+  return re.sub(r'\{(\w+)\}', lambda m: values.get(m[1], m[0]), word)
+
+
+def _submit(words: Sequence[str], text: str) -> int:
+  """Gives a text to a command; returns its exit code."""
+  if '{text}' in words:
+    # In the place of this process, so that signals reach it.
+    os.execvp(words[0], [text if w == '{text}' else w for w in words])
+  with tempfile.NamedTemporaryFile('w', suffix='.yaml') as file:
+    file.write(text)
+    file.flush()
+    words = [file.name if w == '{file}' else w for w in words]
+    return subprocess.run(words, input=text, text=True, check=False).returncode
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,303 @@
+"""Run a grid of configs: here, as a Slurm array, or as jobs of a cluster.
+
+python -m launch.sweep --config=FILE.py --out=DIR [--on=LAUNCHER] [--jobs=N]
+    [--OPTION=VALUE ...] [--config.KEY=VALUE ...]
+    [--dry_run | --status | --stop]
+
+  --config=FILE.py    a config file with a function sweep(), which returns a
+                      dict of lists: the names of algorithms under 'algorithm',
+                      and the values of any config key under its name
+  --out=DIR           the folder of the sweep; each run has a folder in it
+  --on=LAUNCHER       local, the default; slurm (an array); jobset, xpk, or sky
+  --jobs=N            how many runs there are at once, here or in the array
+  --OPTION=VALUE      an option of the launcher, see launch/README.md
+  --config.KEY=VALUE  sets a key of all configs
+  --dry_run           prints what would be run
+  --status            prints the state of each run
+  --stop              ends the runs; they save, and the same command resumes
+
+The same command goes on: finished runs are not repeated, interrupted ones are
+resumed. The exit code is 0 once all runs are finished, 75 if some were stopped.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import importlib.util
+import itertools
+import os
+import pathlib
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from launch import submit
+from stppo_jax import settings
+from stppo_jax.commands import configuration
+from stppo_jax.commands import status
+from stppo_jax.records import lock
+from stppo_jax.records import run_state
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_LAUNCHERS = ('local', 'slurm', 'jobset', 'xpk', 'sky')
+_ALGORITHM = 'algorithm'
+_POLL = 0.2  # seconds
+
+
+def main(argv: Sequence[str]) -> int:
+  """Runs what is left of a sweep; returns the exit code."""
+  if not argv or argv[0] in ('-h', '--help', 'help'):
+    print(__doc__)
+    return 0 if argv else 2
+  try:
+    return _main(argv)
+  except submit.UsageError as error:
+    print(error, file=sys.stderr)
+    return 2
+  except lock.Locked as error:
+    print(error, file=sys.stderr)
+    return error.exit_code
+
+
+def _main(argv: Sequence[str]) -> int:
+  launcher = ([w[5:] for w in argv if w.startswith('--on=')] or ['local'])[-1]
+  if launcher not in _LAUNCHERS:
+    choices = settings.closest(launcher, _LAUNCHERS)
+    raise submit.UsageError(f'--on={launcher}: unknown launcher{choices}')
+  options = [] if launcher == 'local' else list(submit.options(launcher))
+  given = configuration.split(
+    argv,
+    ['config', 'out', 'on', 'jobs', *options],
+    switches=('dry_run', 'status', 'stop'),
+    overrides=True,
+  )
+  values, errors = given.values, list(given.errors)
+  errors += [
+    f'--{name}: missing'
+    for name in ('config', 'out')
+    if not values.get(name) and name not in given.meant
+  ]
+  jobs = values.get('jobs', '1')
+  if not jobs.isdecimal() or int(jobs) < 1:
+    errors.append(f'--jobs={jobs}: must be a whole number, at least 1')
+  if errors:
+    raise submit.UsageError('\n'.join(errors))
+  out = pathlib.Path(values['out'])
+  runs = {
+    name: [*flags, *submit.flags_of(given.overrides), f'--workdir={out / name}']
+    for name, flags in grid(values['config']).items()
+  }
+  _check(runs)
+  if 'status' in given.switches:
+    print('\n'.join(_table(out, runs)))
+    return 0
+  if 'stop' in given.switches and launcher == 'local':
+    return _stop(out)
+  is_stop = 'stop' in given.switches
+  left = [name for name in runs if _is_left(out / name, runs_too=is_stop)]
+  if not left:
+    print(f'nothing is left to {"stop" if is_stop else "start"}')
+    print('\n'.join(_table(out, runs)))
+    return 0
+  extra = [f'--{key}={x}' for key, x in values.items() if key in options]
+  extra += [
+    f'--{name}' for name in ('dry_run', 'stop') if name in given.switches
+  ]
+  if launcher == 'slurm':
+    return _array(out, {name: runs[name] for name in left}, jobs, extra)
+  if launcher != 'local':
+    # The folder is in the name, for other sweeps have jobs of the same runs.
+    names = {name: submit.name_of(f'{out.name}-{name}') for name in runs}
+    if len({*names.values()}) < len(names):
+      raise submit.UsageError(
+        f'--out={out}: the names of its jobs, which end after 40 characters, '
+        'would be the same; give a folder with a shorter name'
+      )
+    return max(
+      submit.main([launcher, *runs[name], f'--name={names[name]}', *extra])
+      for name in left
+    )
+  if 'dry_run' in given.switches:
+    for name in left:
+      print(shlex.join(['launch/run.sh', *runs[name]]))
+    return 0
+  with lock.held(out):
+    return _run_here(out, {name: runs[name] for name in left}, int(jobs), runs)
+
+
+def grid(file: str) -> dict[str, list[str]]:
+  """Returns name to flags of each run of the sweep of a config file.
+
+  Raises:
+    UsageError: the file has no sweep, or one that is no dict of lists.
+  """
+  start = f'--config={file}: '
+  path = pathlib.Path(file)
+  spec = importlib.util.spec_from_file_location(path.stem, path)
+  if not path.is_file() or spec is None or spec.loader is None:
+    raise submit.UsageError(f'{start}no such Python file')
+  module = importlib.util.module_from_spec(spec)
+  # The file is a program of the user: any exception in it is a usage error.
+  try:
+    spec.loader.exec_module(module)
+    axes = module.sweep()
+  except Exception as error:
+    reason = ' '.join(f'{type(error).__name__}: {error}'.split())
+    raise submit.UsageError(f'{start}sweep() fails with {reason}') from error
+  if not isinstance(axes, dict) or not all(
+    isinstance(x, list | tuple) and len(x) for x in axes.values()
+  ):
+    raise submit.UsageError(
+      f"{start}sweep() must return a dict of lists, such as {{'seed': [0, 1]}}"
+    )
+  runs = {}
+  for point in itertools.product(*axes.values()):
+    chosen = dict(zip(axes, point))
+    algorithm = chosen.pop(_ALGORITHM, '')
+    flags = [f'--config={file}:{algorithm}'.rstrip(':')]
+    flags += [f'--config.{key}={value}' for key, value in chosen.items()]
+    name = '-'.join([algorithm or path.stem, *map(_part, chosen.items())])
+    if name in runs:
+      raise submit.UsageError(f'{start}two runs of sweep() are named {name}')
+    runs[name] = flags
+  return runs
+
+
+def _part(item: tuple[str, Any]) -> str:
+  """Returns what a key and its value add to the name of a run."""
+  key, value = item
+  text = f'{key.rpartition(".")[2]}{value}'
+  return re.sub(r'[^A-Za-z0-9_.]+', '_', text)
+
+
+def _check(runs: Mapping[str, list[str]]) -> None:
+  """Raises `UsageError` unless the configs of all runs are valid."""
+  lines = []
+  for name, flags in runs.items():
+    words = [word for word in flags if not word.startswith('--workdir=')]
+    try:
+      configuration.parse(words, workdir=False)
+    except configuration.ConfigurationError as error:
+      lines += [f'{name}: {line}' for line in error.lines]
+  if lines:
+    raise submit.UsageError('\n'.join(lines))
+
+
+def _is_left(folder: pathlib.Path, *, runs_too: bool = False) -> bool:
+  """Returns whether a run is still to be started.
+
+  Args:
+    folder: the folder of the run.
+    runs_too: whether one that runs now counts, too.
+  """
+  try:
+    state = run_state.read(folder).state
+  except run_state.NoRun:
+    return True
+  done = [run_state.FINISHED, *([] if runs_too else [run_state.RUNNING])]
+  return state not in done
+
+
+def _table(out: pathlib.Path, runs: Mapping[str, Any]) -> list[str]:
+  """Returns the lines that tell the state of each run."""
+  states, waiting = [], []
+  for name in runs:
+    try:
+      states.append(run_state.read(out / name))
+    except run_state.NoRun:
+      waiting.append(name)
+  lines = status.table(states) if states else []
+  return lines + ([f'not started: {", ".join(waiting)}'] if waiting else [])
+
+
+def _run_here(
+  out: pathlib.Path,
+  left: Mapping[str, list[str]],
+  jobs: int,
+  runs: Mapping[str, Any],
+) -> int:
+  """Runs on this machine, each run on cores of its own; returns the exit code.
+
+  Args:
+    out: the folder of the sweep.
+    left: name to flags of the runs to start.
+    jobs: how many there are at once.
+    runs: all runs, for the table at the end.
+  """
+  jobs = min(jobs, len(left))
+  cores = sorted(os.sched_getaffinity(0))
+  each = max(len(cores) // jobs, 1)
+  waiting, stopped, worst = list(left.items()), [], 0
+  running: dict[int, tuple[str, subprocess.Popen]] = {}
+  handlers = {
+    number: signal.signal(number, lambda *_: stopped.append(True))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+  }
+  try:
+    while running or (waiting and not stopped):
+      for place in range(jobs):
+        if place in running or not waiting or stopped:
+          continue
+        name, flags = waiting.pop(0)
+        print(f'{name}: starts', flush=True)
+        process = subprocess.Popen(
+          [_ROOT / 'launch' / 'run.sh', *flags],
+          env={'PYTHON': sys.executable, **os.environ},
+          stdout=subprocess.DEVNULL,  # it is in the log of the run
+          # Signals come from here, once.
+          start_new_session=True,
+        )
+        first = place * each % len(cores)
+        os.sched_setaffinity(process.pid, cores[first : first + each])
+        running[place] = name, process
+      if stopped == [True]:
+        stopped.append(True)
+        for _, process in running.values():
+          process.send_signal(signal.SIGTERM)
+      for place, (name, process) in list(running.items()):
+        if process.poll() is not None:
+          del running[place]
+          worst = max(worst, abs(process.returncode))
+          print(
+            f'{name}: ended with exit code {process.returncode}', flush=True
+          )
+      time.sleep(_POLL)
+  finally:
+    for number, handler in handlers.items():
+      signal.signal(number, handler)
+  print('\n'.join(_table(out, runs)), flush=True)
+  return 75 if stopped else worst
+
+
+def _stop(out: pathlib.Path) -> int:
+  """Ends the sweep that runs in a folder on this machine."""
+  found = lock.holder(out)
+  if found is None:
+    print(f'{out}: no sweep runs here')
+    return 0
+  holder, is_alive = found
+  if not is_alive:
+    raise submit.UsageError(f'{out}: {holder} is not a process of this machine')
+  os.kill(holder.pid, signal.SIGTERM)
+  print(f'{out}: {holder} saves its runs and ends')
+  return 0
+
+
+def _array(
+  out: pathlib.Path,
+  left: Mapping[str, list[str]],
+  jobs: str,
+  extra: Sequence[str],
+) -> int:
+  """Submits runs as an array of Slurm; returns the exit code."""
+  first = next(iter(left.values()))
+  # The array is one job; its flags are checked as those of its first run.
+  command = ['slurm', *first, f'--name={submit.name_of(str(out))}', *extra]
+  return submit.main(command, array=(list(left.values()), jobs))
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=st-ppo
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --time=24:00:00
+#SBATCH --partition=gpu
+#SBATCH --output=/shared/runs/ST ppo.slurm.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+# Two minutes before the time is over, the run saves and ends with exit code 75.
+#SBATCH --signal=TERM@120
+# One process on each node, with all GPUs of the node. The coordinator is given,
+# because jax would otherwise take one GPU for each process.
+set -uo pipefail
+cd /srv/stppo_jax || exit 2
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export COORDINATOR=$head:$((20000 + SLURM_JOB_ID % 20000))
+# The variables are those of each process.
+# shellcheck disable=SC2016
+env RESTARTS=0 SECRETS=/home/me/secrets srun --kill-on-bad-exit=1 bash -c \
+  'exec launch/run.sh "$@" --coordinator="$COORDINATOR" \
+    --num_processes="$SLURM_NTASKS" --process_id="$SLURM_PROCID"' \
+  run.sh --config=quickstart:st_ppo '--workdir=/shared/runs/ST ppo' &
+step=$!
+# scancel --batch signals this script; its step is told by the same signal.
+trap 'kill -TERM "$step" 2>/dev/null' TERM
+while wait "$step"; code=$?; ((code > 128)) && kill -0 "$step" 2>/dev/null
+do :; done
+# A job that was cancelled is not running any more.
+if ((code == 75 && ${SLURM_RESTART_COUNT:-0} < 20)) &&
+  scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

