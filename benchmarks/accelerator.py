@@ -35,6 +35,7 @@ from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import attention
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
+from stppo_jax.models import operations
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish
 from stppo_jax.parallel import sharding
@@ -126,32 +127,6 @@ def measure_limits(width: int) -> Limits:
   return Limits(2 * width**3 / flops, 2 * x.nbytes / moved)
 
 
-def layer_flops(shape: model_config.ModelConfig, length: int) -> float:
-  """Returns the operations of all layers for a token, forward.
-
-  A token attends to half of the row on average.
-  """
-  heads = shape.num_heads * shape.head_dim
-  both = 2 * shape.num_kv_heads * shape.head_dim
-  weights = shape.hidden_size * (2 * heads + both + 3 * shape.intermediate_size)
-  return shape.num_layers * (2 * weights + 2 * length * heads)
-
-
-def forward_flops(
-  shape: model_config.ModelConfig, rows: int, length: int, losses: int
-) -> tuple[float, float]:
-  """Returns the operations of a pass of the policy, and of the value model.
-
-  Args:
-    shape: the shape of both.
-    rows, length: the shape of the batch.
-    losses: the number of tokens with a loss in the batch.
-  """
-  layers = rows * length * layer_flops(shape, length)
-  head = 2 * shape.hidden_size * shape.vocab_size * losses
-  return layers + head, layers
-
-
 def learner_table(
   size: str,
   limits: Limits,
@@ -177,7 +152,7 @@ def learner_table(
   batch = learners.random_batch(sizes)
   losses = int(np.sum(batch.loss_mask_BL))
   placed = jax.device_put(batch, sharding.batch_sharding(mesh))
-  policy, value = forward_flops(shape, rows, length, losses)
+  policy, value = operations.of_pass(shape, [length] * rows, losses)
 
   box = [learner.start()]  # the update consumes it
   reference = learner.reference()

@@ -424,6 +424,11 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'trajectories': 16,  # dialogues that each host writes per step
         'samples': 2,  # dialogues printed per evaluation
       },
+      'profile': {
+        # The first step to trace, counted from 1, and the first one after it
+        # that is not traced; (0, 0) = none. See docs/commands.md.
+        'steps': (0, 0),
+      },
     }
   )
   config.update_from_flattened_dict(algorithms.CHANGES.get(algorithm, {}))

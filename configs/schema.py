@@ -36,6 +36,13 @@ def _compiles(pattern: str) -> bool:
 _POSITIVE = settings.Rule(lambda x: 0 < x < math.inf, 'greater than 0')
 _AT_LEAST_2 = settings.Rule(lambda x: x >= 2, '2 or greater')
 _NOT_NEGATIVE = settings.Rule(lambda x: 0 <= x < math.inf, '0 or greater')
+_STEPS = settings.Rule(
+  lambda x: (
+    len(x) == 2 and all(type(n) is int for n in x) and 0 <= x[0] <= x[1]
+  ),
+  'two whole numbers that do not decrease: the first step to trace, and the '
+  'first one that is not traced any more',
+)
 _FRACTION = settings.Rule(lambda x: 0 <= x <= 1, 'in [0, 1]')
 _POSITIVE_FRACTION = settings.Rule(lambda x: 0 < x <= 1, 'in (0, 1]')
 _BETA = settings.Rule(lambda x: 0 <= x < 1, 'in [0, 1)')
@@ -205,6 +212,7 @@ RULES: Mapping[str, settings.Rule] = {
   'checkpoint.keep': _POSITIVE,
   'writer.trajectories': _NOT_NEGATIVE,
   'writer.samples': _NOT_NEGATIVE,
+  'profile.steps': _STEPS,
 }
 
 

@@ -23,6 +23,7 @@ from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models import precision
+from stppo_jax.parallel import chips
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import memory
 from stppo_jax.parallel import sharding
@@ -255,6 +256,31 @@ class Learner:
       target=options.target,
       horizon=options.horizon,
     )
+
+  def utilization(
+    self, operations: tuple[float, float], seconds: float
+  ) -> dict[str, float]:
+    """Returns the share of the devices' peak that the updates of a step use.
+
+    Args:
+      operations: counts of `models.operations` for a pass of the policy over
+        the batch, and for one of a value model.
+      seconds: the duration of all updates of the step.
+
+    Returns:
+      `perf/mfu`; {} on devices without a known peak, and in float32, of which
+      it is not the peak.
+    """
+    peak = chips.peak(self.mesh)
+    if peak is None or self.policy.config.dtype != 'bfloat16':
+      return {}
+    policy, value = operations
+    forward = policy + (value if self._spec.value is not None else 0.0)
+    # A backward pass has a product for the gradient of the input and one for
+    # that of the weights, which frozen weights do not need.
+    passes = 3 if self._policy.lora is None else 2
+    total = passes * forward * self._config.updates.num_epochs
+    return {'perf/mfu': total / seconds / peak}
 
   def copy_policy(self, state: state_lib.TrainState) -> functional.Params:
     """Copies the policy's trained weights, which an update donates."""

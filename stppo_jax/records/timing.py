@@ -35,9 +35,10 @@ class Timer:
     self._phase, self._since = phase, now
     self._on_phase(phase)
 
-  def end(self) -> None:
-    """Ends the last phase."""
+  def end(self) -> dict[str, float]:
+    """Ends the last phase; returns the seconds of all."""
     self.begin('')
+    return self.laps
 
 
 def step_metrics(

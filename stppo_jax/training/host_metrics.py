@@ -15,6 +15,8 @@ import numpy as np
 
 from stppo_jax import batch as batch_lib
 from stppo_jax import types
+from stppo_jax.models import config as model_config
+from stppo_jax.models import operations
 from stppo_jax.parallel import hosts as hosts_lib
 
 Groups = list[list[types.Trajectory]]
@@ -29,17 +31,23 @@ class Totals(NamedTuple):
     tokens: tokens of the batch.
     sampled: tokens of it that the policy wrote.
     trained: rows that are trained on.
+    operations: operations of a forward pass of the policy over the batch, and
+      one of the value model, by `models.operations`.
     collect_seconds: the time that each host has collected.
   """
 
   tokens: float
   sampled: float
   trained: int
+  operations: tuple[float, float]
   collect_seconds: list[float]
 
 
 def totals(
-  hosts: hosts_lib.Hosts, packed: batch_lib.TokenBatch, seconds: float
+  hosts: hosts_lib.Hosts,
+  packed: batch_lib.TokenBatch,
+  seconds: float,
+  shape: model_config.ModelConfig,
 ) -> Totals:
   """Returns the numbers of a step.
 
@@ -47,15 +55,20 @@ def totals(
     hosts: the hosts of the run.
     packed: this host's rows, as numpy arrays.
     seconds: the time that this host has collected.
+    shape: the shape of policy and value model.
   """
+  lengths = packed.lengths_B.tolist()
+  losses = float(packed.loss_mask_BL.sum())
   mine = (
     float(packed.lengths_B.sum()),
     float((packed.turn_ids_BL > 0).sum()),
     int(packed.loss_mask_BL.any(axis=1).sum()),
+    *operations.of_pass(shape, lengths, losses),
     seconds,
   )
-  tokens, sampled, trained, collected = zip(*hosts.exchange('totals', mine))
-  return Totals(sum(tokens), sum(sampled), sum(trained), list(collected))
+  *counts, collected = zip(*hosts.exchange('totals', mine))
+  tokens, sampled, trained, policy, value = map(sum, counts)
+  return Totals(tokens, sampled, trained, (policy, value), list(collected))
 
 
 def gather(

@@ -80,7 +80,7 @@ def train(
     skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
     compile_seconds = run.enter(compile_time.measured())
     for step in range(run.first_step, config.num_steps):
-      timer = run.timer('wait')
+      timer = run.timer('wait', step=step + 1)
       collector.schedule(step, state)  # publishes the policy that collects
       # A signal may end this early, because a collection can be made again.
       with run.abandonable():
@@ -88,7 +88,9 @@ def train(
 
       timer.begin('annotate')
       packed = pack(collected.trajectories)
-      totals = host_metrics.totals(hosts, packed, collected.seconds)
+      totals = host_metrics.totals(
+        hosts, packed, collected.seconds, learner.policy.config
+      )
       old = collector.policy(step) if off_policy else None
       batch, metrics = learner.annotate(
         state, packed, reference=reference, old=old
@@ -122,6 +124,9 @@ def train(
       if hosts.count > 1:
         metrics |= host_metrics.collect_seconds(totals.collect_seconds)
       metrics |= peaks.max_memory()
+      metrics |= learner.utilization(
+        totals.operations, timer.laps['timing_s/update']
+      )
       metrics['timing_s/compile'] = compile_seconds()
       run.finish_step(step + 1, state, metrics, collected.trajectories)
       skips.check([report.metrics for report in reports])

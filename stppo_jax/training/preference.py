@@ -81,8 +81,7 @@ def prefer(
         )
       state, metrics = learner.update(state, minibatch, reference)
       metrics = jax.device_get(metrics)
-      timer.end()
-      run.finish_step(number + 1, state, metrics | timer.laps)
+      run.finish_step(number + 1, state, metrics | timer.end())
       skips.check([metrics])
     run.finish(learner.policy, learner.merged_params(state))
   return run.exit_code

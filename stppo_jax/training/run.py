@@ -42,7 +42,6 @@ from stppo_jax.parallel import compile_time
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import checkpoint
 from stppo_jax.records import dialogues
-from stppo_jax.records import heartbeat
 from stppo_jax.records import products
 from stppo_jax.records import run_folder
 from stppo_jax.records import timing
@@ -60,6 +59,7 @@ from stppo_jax.training import model_files
 from stppo_jax.training import run_record
 from stppo_jax.training import skipped_updates
 from stppo_jax.training import voting
+from stppo_jax.training import watching
 
 # These end a run that has begun, after its last finished step was saved.
 _OUTAGES = (
@@ -170,11 +170,13 @@ class Run:
     self._score: float | None = None
     # Metrics and dialogues of a step that still has to be evaluated.
     self._unwritten: tuple[dict, list] | None = None
-    self._heartbeat = heartbeat.Heartbeat(lambda: self.exit_code)
+    self._watch = watching.Watch(lambda: self.exit_code)
 
-  def timer(self, phase: str) -> timing.Timer:
-    """Returns a timer in its first phase; the heartbeat has its phases too."""
-    return timing.Timer(phase, self._heartbeat.enter_phase)
+  def timer(self, phase: str, *, step: int = 0) -> timing.Timer:
+    """Returns a timer in a phase, which begins step `step` unless that is 0."""
+    if step:
+      self._watch.begin_step(step)
+    return timing.Timer(phase, self._watch.begin_phase)
 
   @contextlib.contextmanager
   def abandonable(self) -> Iterator[None]:
@@ -231,7 +233,8 @@ class Run:
     with assembly.config_errors(str(self.workdir)):
       run_record.record_config({**config.to_dict(), **also}, self.workdir)
     # Not earlier: until here the folder may be that of another run.
-    self.enter(self._heartbeat.written(self.workdir, self.hosts.names))
+    names, steps = self.hosts.names, config.profile.steps
+    self.enter(self._watch.started(self.workdir, names, steps))
 
   def open(
     self,
@@ -284,7 +287,7 @@ class Run:
         metrics, records = json.loads(host['unwritten'])
         self._unwritten = metrics, records if self.hosts.is_first else []
     self.first_step = self.steps_done
-    self._heartbeat.count(self.steps_done, self.num_steps)
+    self._watch.count(self.steps_done, self.num_steps)
     # The line of the last finished step is kept, except where this start writes
     # it: the line of step 0, and the line of a step whose evaluation was
     # interrupted before it was written.
@@ -311,7 +314,7 @@ class Run:
     """
     self._evaluate, self._prints_samples = evaluate, prints_samples
     if self.steps_done == 0 and self._config.evaluate.every > 0:
-      self._heartbeat.enter_phase('evaluate')
+      self._watch.begin_phase('evaluate')
       evaluates = evaluate(self.state)
       with self.abandonable():
         metrics = self._evaluated(evaluates)
@@ -338,7 +341,7 @@ class Run:
     kept = trajectories[: max(writer.trajectories, writer.samples)]
     metrics = {name: float(value) for name, value in metrics.items()}
     self.steps_done, self.state = done, state
-    self._heartbeat.count(done, self.num_steps)
+    self._watch.count(done, self.num_steps)
     self._interrupt.outlook = f'saving {self._unit} {done}'
     self.save_seconds = 0.0
     self._score = None
@@ -361,8 +364,7 @@ class Run:
       evaluates = self._evaluate(self.state)
       with voting.voted(self.hosts, self._interrupt, saving=_OUTAGES):
         metrics = metrics | self._evaluated(evaluates)
-      timer.end()
-      metrics |= timer.laps
+      metrics |= timer.end()
       metrics['timing_s/step'] += metrics['timing_s/evaluate']
       self._score = evaluation.mean_score(metrics)
     self._unwritten = None
@@ -375,8 +377,7 @@ class Run:
       # again, and none is ever missing.
       timer = self.timer('checkpoint')
       self.save()
-      timer.end()
-      self.save_seconds = timer.laps['timing_s/checkpoint']
+      self.save_seconds = timer.end()['timing_s/checkpoint']
 
   def save(self) -> None:
     """Saves the state of the last finished step, unless it is saved already."""
@@ -409,13 +410,12 @@ class Run:
       curve: whether to draw the learning curve.
     """
     self._interrupt.outlook = 'exporting the policy, then ending'
-    self._heartbeat.enter_phase('export')
-    draws = curve and self.hosts.is_first
-    if draws:
-      config = self._config
-      products.draw_curve(self.workdir, f'{config.title}, seed {config.seed}')
+    self._watch.begin_phase('export')
+    config, title = self._config, ''
+    if curve and self.hosts.is_first:
+      title = f'{config.title}, seed {config.seed}'
     model_files.export(
-      self._config,
+      config,
       self.workdir / 'policy',
       policy,
       params,
@@ -425,7 +425,7 @@ class Run:
     )
     best = self._checkpointer.best()
     best = None if best == self.steps_done else best
-    self.show(products.describe(self.workdir, self._unit, draws, best))
+    self.show(products.finished(self.workdir, self._unit, title, best))
 
   def _evaluated(self, evaluates: Evaluation) -> dict[str, float]:
     """Returns the metrics of an evaluation; prints a few of its dialogues."""

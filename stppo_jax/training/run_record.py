@@ -30,6 +30,7 @@ _FREE = (
   'evaluate',
   'checkpoint',
   'writer',
+  'profile',
   'retrieval',
   'mesh',
   'model.reference_memory',
@@ -54,6 +55,7 @@ _LATER_KEYS = {
   'retrieval.faults.seed': 0,
   'rollout.tensor': 0,
   'rollout.cache_dtype': 'model',
+  'profile.steps': [0, 0],
   # Not read with the data and the environments that those runs have.
   'data.arithmetic.max_number': 20,
   'env.tools.names': ['calculator'],

@@ -70,8 +70,7 @@ def run(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
         batch = learner.batch(step)
       state, metrics = learner.update(state, batch, step)
       metrics = jax.device_get(metrics)
-      timer.end()
-      run.finish_step(step + 1, state, metrics | timer.laps)
+      run.finish_step(step + 1, state, metrics | timer.end())
       skips.check([metrics])
     policy, params = learner.policy, state.policy.params
     run.finish(policy, params)

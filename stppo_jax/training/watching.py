@@ -1,0 +1,129 @@
+"""Lets a run be watched from outside: its heartbeat, and its profile.
+
+    WORKDIR/heartbeat.json           see `records.heartbeat`
+           /profile/plugins/...      traces, for XProf and TensorBoard
+           /profile/memory-000012.prof   memory after step 12, for pprof
+           /profile.request          asks for a trace of the next step
+
+A trace covers whole steps. Its spans `step` and the phases of a step are those
+of the timer, so they have the names of `timing_s/*`.
+"""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import contextlib
+import logging
+import pathlib
+
+import jax
+
+from stppo_jax.records import heartbeat
+
+REQUEST = 'profile.request'
+_PROFILE = 'profile'
+_log = logging.getLogger(__name__)
+
+
+class Watch:
+  """Keeps the heartbeat of a run, and traces the steps that are asked for.
+
+  Args:
+    exit_code: returns the exit code of a run that ends without an error.
+  """
+
+  def __init__(self, exit_code: Callable[[], int]):
+    self._heartbeat = heartbeat.Heartbeat(exit_code)
+    self._folder: pathlib.Path | None = None
+    self._steps = range(0)
+    self._traced: int | None = None  # the last step that is traced now
+    self._spans: list[contextlib.AbstractContextManager] = []
+
+  @contextlib.contextmanager
+  def started(
+    self, folder: pathlib.Path, hosts: Sequence[str], steps: Sequence[int]
+  ) -> Iterator[None]:
+    """Writes the heartbeat in the body, and ends a trace with it.
+
+    Args:
+      folder: the run's folder.
+      hosts: the names of the machines of all hosts.
+      steps: the first step to trace, and the first one after it that is not
+        traced; steps are counted from 1.
+    """
+    self._folder, self._steps = folder, range(*steps)
+    with self._heartbeat.written(folder, hosts):
+      try:
+        yield
+      finally:
+        self._end_trace()
+
+  def count(self, step: int, num_steps: int) -> None:
+    """Says how many steps are done, and how many the run has."""
+    self._heartbeat.count(step, num_steps)
+
+  def begin_step(self, step: int) -> None:
+    """Begins or ends a trace where that is due.
+
+    Args:
+      step: the number of the step that begins, from 1.
+    """
+    if self._folder is None:  # of several hosts, the first is traced
+      return
+    if self._traced is not None and step > self._traced:
+      self._end_trace()
+    request = self._folder / REQUEST
+    if self._traced is None and step in self._steps:
+      self._begin_trace(self._steps[-1])
+    elif self._traced is None and request.exists():
+      request.unlink(missing_ok=True)
+      self._begin_trace(step)
+    if self._traced is not None:
+      self._close_spans()
+      self._open(jax.profiler.StepTraceAnnotation('step', step_num=step))
+
+  def begin_phase(self, phase: str) -> None:
+    """Says what the run does from here on; '' = nothing that has a name."""
+    self._heartbeat.enter_phase(phase)
+    if self._traced is not None:
+      self._close_spans(keep=1)
+      if phase:
+        self._open(jax.profiler.TraceAnnotation(phase))
+
+  def _begin_trace(self, last: int) -> None:
+    assert self._folder is not None
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # every call of a function would be in it
+    try:
+      jax.profiler.start_trace(
+        self._folder / _PROFILE, profiler_options=options
+      )
+    except (OSError, RuntimeError) as error:
+      # A profile is not worth a run.
+      _log.warning('cannot trace, the run goes on: %s', error)
+    else:
+      self._traced = last
+
+  def _end_trace(self) -> None:
+    """Writes the trace, and the memory that is in use."""
+    if self._traced is None:
+      return
+    assert self._folder is not None
+    self._close_spans()
+    folder, last = self._folder / _PROFILE, self._traced
+    self._traced = None
+    try:
+      jax.profiler.stop_trace()
+      jax.profiler.save_device_memory_profile(
+        str(folder / f'memory-{last:06d}.prof')
+      )
+    except (OSError, RuntimeError) as error:
+      _log.warning('cannot write the trace, the run goes on: %s', error)
+
+  def _open(self, span: contextlib.AbstractContextManager) -> None:
+    span.__enter__()
+    self._spans.append(span)
+
+  def _close_spans(self, keep: int = 0) -> None:
+    while len(self._spans) > keep:
+      self._spans.pop().__exit__(None, None, None)

@@ -1,0 +1,56 @@
+"""The formulas count what a model of published size computes."""
+
+import dataclasses
+
+import pytest
+
+from stppo_jax.models import config as model_config
+from stppo_jax.models import operations
+
+# The shape of Qwen2.5-1.5B.
+_SHAPE = model_config.ModelConfig(
+  vocab_size=151_936,
+  hidden_size=1536,
+  intermediate_size=8960,
+  num_layers=28,
+  num_heads=12,
+  num_kv_heads=2,
+  head_dim=128,
+  rope_theta=1e6,
+  rms_norm_eps=1e-6,
+  qkv_bias=True,
+  tie_embeddings=True,
+)
+
+
+def test_operations_are_those_of_the_published_shapes():
+  # Qwen2.5-1.5B has 1.31e9 weights in its layers and 0.23e9 in its embedding
+  # (its model card), and a product with a weight is two operations.
+  layers = operations.of_layers(_SHAPE, 0)
+  assert layers == pytest.approx(2 * 1.31e9, rel=5e-3)
+  # Two products with half of 4096 tokens, for each of 12 heads of 128.
+  attention = operations.of_layers(_SHAPE, 4096) - layers
+  assert attention == 28 * 2 * 2 * 2048 * 12 * 128
+  policy, value = operations.of_pass(_SHAPE, [4096, 4096], losses=100)
+  assert value == 2 * 4096 * (layers + attention)
+  assert policy - value == pytest.approx(100 * 2 * 0.233e9, rel=5e-3)
+
+
+def test_a_row_counts_with_its_own_length():
+  one, two = (operations.of_pass(_SHAPE, [n], 0)[1] for n in (100, 300))
+  assert operations.of_pass(_SHAPE, [100, 300], 0)[1] == one + two
+  assert two > 3 * one
+
+
+def test_of_experts_those_count_that_a_token_visits():
+  experts = dataclasses.replace(
+    _SHAPE,
+    qkv_bias=False,
+    qk_norm=True,
+    num_experts=64,
+    num_experts_per_tok=8,
+    moe_intermediate_size=1120,
+  )
+  router = 28 * 2 * 1536 * 64
+  dense = operations.of_layers(_SHAPE, 512)
+  assert operations.of_layers(experts, 512) == dense + router
