@@ -26,11 +26,9 @@ from collections.abc import Sequence
 import pathlib
 from typing import Any
 
-from stppo_jax import settings
 from stppo_jax.commands import config_file
 from stppo_jax.commands import configuration
 from stppo_jax.commands import recorded_config
-from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
 from stppo_jax.configs import schema
 from stppo_jax.data import mixtures
@@ -124,35 +122,13 @@ def _config(checkpoint: pathlib.Path | None, flags: Mapping[str, str]) -> Any:
     except ValueError as error:
       raise ValueError(f'--config={flags["config"]}: {error}') from error
   elif checkpoint and is_run:
-    config = _with_later_keys(recorded_config.read(checkpoint))
+    config = recorded_config.read(checkpoint)
   else:
     config = base.get_config()
   if checkpoint and not is_run:
     config.model.path = str(checkpoint)
     config.model.lora.rank = 0
     config.sft.before_training = False
-  return config
-
-
-def _with_later_keys(recorded: Any) -> Any:
-  """Returns a recorded config with the keys that are younger than the run."""
-  config = base.get_config()
-  known = settings.flatten(config)
-  values = {
-    key: value
-    for key, value in settings.flatten(recorded).items()
-    if key in known and not key.startswith('algorithm.')
-  }
-  with config.ignore_type():
-    config.update_from_flattened_dict(values)
-    config.algorithm = recorded.algorithm
-    # Options younger than the run, which evaluations do not read, only check.
-    for kind, choices in algorithms.DEFAULTS.items():
-      section = config.algorithm[kind]
-      if 'name' in section and section.name in choices:
-        for option, value in choices[section.name].items():
-          if option not in section:
-            section[option] = value
   return config
 
 

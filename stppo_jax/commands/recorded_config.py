@@ -6,9 +6,16 @@ from typing import Any
 
 from ml_collections import config_dict
 
+from stppo_jax import settings
+from stppo_jax.configs import algorithms
+from stppo_jax.configs import base
+
 
 def read(folder: pathlib.Path) -> Any:
   """Returns the config that a run was started with.
+
+  Keys that are younger than the run have their defaults, and keys that are no
+  more are left out.
 
   Raises:
     ValueError: the folder is not that of a run of `train`.
@@ -26,7 +33,29 @@ def read(folder: pathlib.Path) -> Any:
     raise ValueError('config.json is not the record of a run')
   if 'batch_sha256' in content:
     raise ValueError("a run of prefer: its policy is in the folder's policy/")
-  return _with_tuples(config_dict.ConfigDict(content))
+  return _completed(_with_tuples(config_dict.ConfigDict(content)))
+
+
+def _completed(recorded: Any) -> Any:
+  """Returns the recorded config with today's keys."""
+  config = base.get_config()
+  known = settings.flatten(config)
+  values = {
+    key: value
+    for key, value in settings.flatten(recorded).items()
+    if key in known and not key.startswith('algorithm.')
+  }
+  with config.ignore_type():
+    config.update_from_flattened_dict(values)
+    # Its sections have the options of the choices that they name.
+    config.algorithm = recorded.algorithm
+    for kind, choices in algorithms.DEFAULTS.items():
+      section = config.algorithm[kind]
+      if 'name' in section and section.name in choices:
+        for option, value in choices[section.name].items():
+          if option not in section:
+            section[option] = value
+  return config
 
 
 def _with_tuples(config: Any) -> Any:

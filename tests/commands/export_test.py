@@ -71,6 +71,20 @@ def test_an_earlier_step_in_bfloat16(workdir, tmp_path):
   )
 
 
+def test_a_run_without_the_keys_of_later_versions(workdir, tmp_path):
+  old = tmp_path / 'old'
+  shutil.copytree(workdir, old)
+  config = json.loads((old / 'config.json').read_text())
+  del config['rollout']['tensor'], config['rollout']['cache_dtype']
+  del config['algorithm']['advantage']['critic_tokens']
+  config['rollout']['key_of_an_earlier_version'] = 1
+  (old / 'config.json').write_text(json.dumps(config))
+  out = tmp_path / 'out'
+  assert _export(f'--workdir={old}', f'--out={out}') == 0
+  name = 'model.safetensors'
+  assert (out / name).read_bytes() == (workdir / 'policy' / name).read_bytes()
+
+
 def _copy(workdir, folder, **changes):
   """Copies the folder of the run and changes its recorded config."""
   shutil.copytree(workdir, folder)
