@@ -14,6 +14,7 @@ import errno
 import importlib
 import os
 import sys
+from typing import Any
 
 from stppo_jax import __version__
 from stppo_jax import streams
@@ -27,20 +28,27 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def commands() -> dict[str, str]:
   """Returns name to docstring of every command, without importing any."""
-  import ast
+  docs = {name: _docstring(path) for name, path in _modules().items()}
+  return {name: doc for name, doc in docs.items() if doc is not None}
+
+
+def _modules() -> dict[str, Any]:
+  """Returns name to path of the files in the folder of the commands."""
   import pathlib
 
   folder = pathlib.Path(__file__).parent / 'commands'
-  modules = {
-    path.stem: ast.parse(path.read_text('utf-8'))
-    for path in sorted(folder.glob('*.py'))
-  }
-  return {
-    name: ast.get_docstring(module) or ''
-    for name, module in modules.items()
-    # The other modules of that folder are shared by the commands.
-    if 'main' in (getattr(node, 'name', '') for node in module.body)
-  }
+  return {path.stem: path for path in sorted(folder.glob('*.py'))}
+
+
+def _docstring(path) -> str | None:
+  """Returns the docstring of a command's file, and None of any other file."""
+  import ast
+
+  module = ast.parse(path.read_text('utf-8'))
+  # The other modules of that folder are shared by the commands.
+  if 'main' not in (getattr(node, 'name', '') for node in module.body):
+    return None
+  return ast.get_docstring(module) or ''
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,25 +71,27 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(argv: Sequence[str]) -> int:
   """Runs a command; returns its exit code, or raises what it raises."""
-  docs = commands()
   if not argv or argv[0] in ('--help', '-h', 'help'):
     print('usage: python -m stppo_jax COMMAND [FLAGS | --help]\n')
-    for name, doc in docs.items():
+    for name, doc in commands().items():
       print(f'  {name:10} {doc.partition(chr(10))[0]}')
     return 0 if argv else _USAGE
   if argv[0] == '--version':
     print(f'stppo_jax {__version__}')
     return 0
   name, *flags = argv
-  if name not in docs:
+  # Reading all of them takes a tenth of a second.
+  path = _modules().get(name)
+  doc = None if path is None else _docstring(path)
+  if doc is None:
     from stppo_jax import settings
 
-    choices = settings.closest(name, list(docs))
+    choices = settings.closest(name, list(commands()))
     print(f'{name}: unknown command{choices}', file=sys.stderr)
     return _USAGE
   for flag in flags:
     if flag in ('--help', '-h', '--helpfull') or flag.startswith('--help='):
-      print(_help(docs[name], flag))
+      print(_help(doc, flag))
       return 0
   # Otherwise transformers warns in every run that PyTorch is missing.
   os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
