@@ -5,10 +5,12 @@ function of (config, file, number, state), so that the same command resumes from
 the last checkpoint as if nothing had happened.
 """
 
+from collections.abc import Callable
 import dataclasses
 import functools
 import math
 import pathlib
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -159,24 +161,16 @@ class PreferenceLearner:
       beta=float(config.preference.beta),
       alpha=float(config.preference.alpha),
     )
-    self._init, layout = _jit_init(config, self._trained, optimizer, mesh)
     self._rows = sharding.batch_sharding(mesh)
     options = config.preference
     size = options.batch_size
-    self._update = compilation.jit(
-      functools.partial(
-        preference_update.update,
-        policy=self._trained,
-        optimizer=optimizer,
-        name=options.name,
-        temperature=config.rollout.temperature,
-        num_microbatches=size // (options.microbatch_size or size),
-      ),
-      donate_argnums=0,
-      # Pinned, so that a restored state needs no other compiled program.
-      out_shardings=(layout.policy, None),
-      mesh=mesh,
-      dtype=shape.dtype,
+    self._init, self._update = _programs(
+      self._trained,
+      optimizer,
+      mesh,
+      name=options.name,
+      temperature=config.rollout.temperature,
+      num_microbatches=size // (options.microbatch_size or size),
     )
 
   def start(self) -> state_lib.TrainState:
@@ -184,7 +178,9 @@ class PreferenceLearner:
     adapters = self._trained.lora is not None
     load = weights_lib.load_frozen if adapters else weights_lib.load_or_init
     path = self._config.model.path
-    return self._init(load(self._config, path, self.policy, self._mesh))
+    params = load(self._config, path, self.policy, self._mesh)
+    key = keys.step_key(self._config.seed, 0, keys.Purpose.INIT)
+    return self._init(params, jax.random.fold_in(key, 1))
 
   def reference(self, state: state_lib.TrainState) -> functional.Params:
     """Returns the weights of the frozen reference."""
@@ -219,20 +215,48 @@ class PreferenceLearner:
     return jax.jit(self._trained.merge_adapters)(joined)
 
 
-def _jit_init(config, policy: functional.Model, optimizer, mesh):
-  """Returns a function that makes the first state, and the state's layout."""
-  key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
-  make = functools.partial(
+# Equal models share them, so that each is compiled once in a process.
+@functools.lru_cache(maxsize=8)
+def _programs(
+  policy: functional.Model,
+  optimizer: optimizer_lib.Optimizer,
+  mesh: jax.sharding.Mesh,
+  **options: Any,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+  """Returns jitted functions: the state of weights and a key, and the update.
+
+  Args:
+    policy: the policy with its adapters.
+    optimizer: its optimiser.
+    mesh: the run's mesh.
+    **options: those of `preference_update.update`.
+  """
+  init = functools.partial(
     state_lib.init,
-    key=jax.random.fold_in(key, 1),
     policy=policy,
     value=None,
     policy_optimizer=optimizer,
     value_optimizer=optimizer,
   )
+  key = jax.random.key(0)
   weights = jax.eval_shape(policy.plain_policy.init, key)
-  layout = sharding.param_shardings(jax.eval_shape(make, weights), mesh)
-  return jax.jit(make, donate_argnums=0, out_shardings=layout), layout
+  layout = sharding.param_shardings(jax.eval_shape(init, weights, key), mesh)
+  return (
+    jax.jit(init, donate_argnums=0, out_shardings=layout),
+    compilation.jit(
+      functools.partial(
+        preference_update.update,
+        policy=policy,
+        optimizer=optimizer,
+        **options,
+      ),
+      donate_argnums=0,
+      # Pinned, so that a restored state needs no other compiled program.
+      out_shardings=(layout.policy, None),
+      mesh=mesh,
+      dtype=policy.config.dtype,
+    ),
+  )
 
 
 def _check_unused_keys(config) -> None:

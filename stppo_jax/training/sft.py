@@ -1,11 +1,13 @@
 """The supervised start: a policy imitates noisy demonstrations."""
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import dataclasses
 import functools
 import pathlib
 import shutil
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -180,15 +182,10 @@ class _Learner:
       self.policy = functional.Model(
         shape, 'vocabulary', self._mesh, chunk=config.updates.head_chunk
       )
-    self._adam, self._numbers = optimizer_lib.from_config(config.sft.optimizer)
+    adam, self._numbers = optimizer_lib.from_config(config.sft.optimizer)
+    self._init, self._update = _programs(self.policy, adam, self._mesh)
     self._rows = sharding.batch_sharding(self._mesh)
     self._teacher = assembly.build_demonstrations(config, services.questions)
-    self._update = compilation.jit(
-      functools.partial(_update, self.policy, self._adam),
-      donate_argnums=0,
-      mesh=self._mesh,
-      dtype=shape.dtype,
-    )
 
   def start(self) -> state_lib.TrainState:
     """Returns the state before the first step."""
@@ -196,14 +193,7 @@ class _Learner:
       params = weights_lib.load_or_init(
         self._config, self._config.model.path, self.policy, self._mesh
       )
-
-    def init(params):
-      moments = self._adam.init(params)
-      return state_lib.ModelState(params, moments, jnp.zeros((), jnp.int32))
-
-    layout = sharding.param_shardings(jax.eval_shape(init, params), self._mesh)
-    make = jax.jit(init, donate_argnums=0, out_shardings=layout)
-    return state_lib.TrainState(policy=make(params), value=None)
+    return state_lib.TrainState(policy=self._init(params), value=None)
 
   def batch(self, step: int) -> batch_lib.TokenBatch:
     """Returns the demonstrations of a step."""
@@ -222,6 +212,32 @@ class _Learner:
     numbers = self._numbers._replace(learning_rate=rate)
     policy, metrics = self._update(state.policy, batch, numbers)
     return dataclasses.replace(state, policy=policy), metrics
+
+
+# Equal models share them, so that each is compiled once in a process.
+@functools.lru_cache(maxsize=8)
+def _programs(
+  policy: functional.Model,
+  adam: optimizer_lib.Optimizer,
+  mesh: jax.sharding.Mesh,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+  """Returns jitted functions: the state of weights, and `_update`."""
+
+  def init(params):
+    moments = adam.init(params)
+    return state_lib.ModelState(params, moments, jnp.zeros((), jnp.int32))
+
+  weights = jax.eval_shape(policy.init, jax.random.key(0))
+  layout = sharding.param_shardings(jax.eval_shape(init, weights), mesh)
+  return (
+    jax.jit(init, donate_argnums=0, out_shardings=layout),
+    compilation.jit(
+      functools.partial(_update, policy, adam),
+      donate_argnums=0,
+      mesh=mesh,
+      dtype=policy.config.dtype,
+    ),
+  )
 
 
 def _update(

@@ -27,9 +27,9 @@ def _arrays():
   rng = np.random.default_rng(0)
   shape = (18, 32)
   mask = np.zeros(shape, bool)
-  mask[:, 6:12] = True
+  mask[:, 6:18] = True
   rewards = np.zeros(shape, np.float32)
-  rewards[::2, 11] = 1.0
+  rewards[::2, 17] = 1.0
   return {
     'tokens_BL': rng.integers(0, 290, shape).astype(np.int32),
     'loss_mask_BL': mask,
