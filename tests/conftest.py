@@ -3,9 +3,11 @@
 The environment is set before jax is imported anywhere.
 """
 
+import gc
 import importlib.metadata
 import os
 import pathlib
+import signal
 
 import hypothesis
 import pytest
@@ -46,6 +48,8 @@ if importlib.metadata.version('jaxlib').startswith('0.10.'):
 os.environ['HF_HUB_OFFLINE'] = '1'
 # Where transformers copies the code of a folder that it is told to trust.
 os.environ['HF_MODULES_CACHE'] = str(_ROOT / '.cache' / 'hf_modules')
+# Under `nohup` it is ignored, and every process of a test would inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 for _name in ('http_proxy', 'https_proxy', 'all_proxy', 'no_proxy'):
   os.environ.pop(_name, None)
   os.environ.pop(_name.upper(), None)
@@ -66,6 +70,30 @@ hypothesis.settings.load_profile('tests')
 _MANY_PIECES = 30_000
 
 
+# They train, or collect as a run does, with programs that take long to compile.
+_OF_RUNS = (
+  'tests/analysis/',
+  'tests/commands/',
+  'tests/docs_test.py',
+  'tests/learner/learner_test.py',
+  'tests/training/',
+)
+
+
+def pytest_collection_modifyitems(items):
+  """Puts the tests of runs first, so that one worker has their programs.
+
+  Each of two workers begins with half of the list.
+  """
+  items.sort(key=lambda item: not item.nodeid.startswith(_OF_RUNS))
+
+
+def pytest_collection_finish():
+  """Keeps modules and tests, which live to the end, out of the collector."""
+  gc.collect()
+  gc.freeze()
+
+
 @pytest.fixture(scope='module', autouse=True)
 def _room_for_programs():
   """Forgets compiled programs between modules before there are too many."""
@@ -73,13 +101,3 @@ def _room_for_programs():
   pieces = pathlib.Path('/proc/self/maps')
   if pieces.exists() and pieces.read_bytes().count(b'\n') > _MANY_PIECES:
     jax.clear_caches()
-
-
-@pytest.fixture
-def optimised():
-  """Compiles the programs of a test with all passes, for its last bits."""
-  jax.clear_caches()
-  jax.config.update('jax_disable_most_optimizations', False)
-  yield
-  jax.config.update('jax_disable_most_optimizations', True)
-  jax.clear_caches()

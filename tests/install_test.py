@@ -61,7 +61,7 @@ def _stppo(site, *arguments, cwd):
     env=os.environ | {'PYTHONPATH': str(site)},
     capture_output=True,
     text=True,
-    timeout=120,
+    timeout=300,
   )
   assert done.returncode == 0, done.stderr
   return done.stdout

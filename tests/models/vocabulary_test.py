@@ -109,12 +109,13 @@ def test_tokens_outside_loss_positions_have_no_influence(chunk, poison):
   assert not np.any(np.asarray(found[1][0])[~before])
 
 
-@pytest.mark.usefixtures('optimised')
 def test_results_at_an_extreme_temperature_are_finite():
   hidden, output, tokens, *of = _arguments()
-  (_, (logprobs, entropy)), gradients = _value_and_gradient(2 * _B)(
-    1e4 * hidden, output, tokens, *of, _POSITIONS
-  )
+  arguments = (1e4 * hidden, output, tokens, *of, _POSITIONS)
+  # Tests compile with fewer passes, which cost the last bits.
+  run = _value_and_gradient(2 * _B).lower(*arguments)
+  run = run.compile({'xla_backend_optimization_level': 3})
+  (_, (logprobs, entropy)), gradients = run(*arguments)
   jax.tree.map(lambda x: np.testing.assert_(np.isfinite(x).all()), gradients)
   assert np.max(np.abs(entropy)) < 1e-6
   assert np.all(logprobs < 1e-6)

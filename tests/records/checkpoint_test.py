@@ -34,9 +34,10 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.fixture(autouse=True)
-def _no_read_outlives_its_test():
-  """Waits for abandoned reads, whose errors would fail other tests."""
+# Once: a collection takes long in a process that has run many tests.
+@pytest.fixture(autouse=True, scope='module')
+def _no_read_outlives_these_tests():
+  """Collects abandoned reads, whose errors would fail other tests."""
   yield
   gc.collect()
 
@@ -100,7 +101,10 @@ def _restore(workdir, mesh=None):
   return checkpoint.Checkpointer(workdir, keep=3).restore_latest(target)
 
 
-@pytest.mark.parametrize('shape', [(2, 4), (8, 1), (1, 8)])
+@pytest.mark.parametrize(
+  'shape',
+  [(2, 4), (8, 1), pytest.param((1, 8), marks=pytest.mark.slow)],
+)
 def test_restores_bits_on_any_mesh(tmp_path, shape):
   _save(tmp_path, 1, 2)
   mesh = _mesh(*shape)
@@ -161,6 +165,7 @@ print('50 rounds')
 """
 
 
+@pytest.mark.slow
 def test_fingerprints_of_many_leaves_on_eight_devices_never_hang():
   # A process of its own, with the threads that XLA has without our settings.
   environment = os.environ | {
@@ -247,19 +252,29 @@ _DAMAGE = {
 }
 
 
-@pytest.mark.parametrize('damage', _DAMAGE)
-def test_damage_to_any_file_is_never_loaded(tmp_path, damage):
+# Each restoration takes a moment, so `make test` damages a file in one way.
+@pytest.mark.parametrize(
+  'kinds',
+  [
+    [*_DAMAGE],
+    *(pytest.param([kind], marks=pytest.mark.slow) for kind in _DAMAGE),
+  ],
+  ids='-'.join,
+)
+def test_damage_to_any_file_is_never_loaded(tmp_path, kinds):
   origin = tmp_path / 'origin'
   _save(origin, 1, 2)
   newest = origin / 'checkpoints' / '2'
   files = [p for p in newest.rglob('*') if p.is_file() and p.stat().st_size]
+  files.sort(key=lambda path: path.name)
   older, fell_back = _bits(_state(_mesh(2, 4), 1)), 0
   newer = _bits(_state(_mesh(2, 4), 2))
   saved_again = set()
   for number, file in enumerate(files):
     workdir = tmp_path / str(number)
     shutil.copytree(origin, workdir)
-    _DAMAGE[damage](workdir / file.relative_to(origin))
+    damage = _DAMAGE[kinds[number % len(kinds)]]
+    damage(workdir / file.relative_to(origin))
     step, state, host = _restore(workdir)
     # Some files are not needed to read; then the newest step is intact.
     assert _bits(state) == {1: older, 2: newer}[step], file
@@ -427,8 +442,9 @@ _SAVE_FOR_EVER = textwrap.dedent("""
 """)
 
 
-def test_a_kill_at_any_moment_leaves_only_complete_steps(tmp_path):
-  pauses = np.random.default_rng(0).uniform(0.0, 0.06, 2)
+@pytest.mark.parametrize('kills', [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_a_kill_at_any_moment_leaves_only_complete_steps(tmp_path, kills):
+  pauses = np.random.default_rng(0).uniform(0.0, 0.06, kills)
   saved = 0
   for pause in pauses:
     process = subprocess.Popen(
