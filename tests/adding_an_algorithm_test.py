@@ -114,6 +114,9 @@ def test_every_place_is_there_once(step):
     assert [x.strip() for x in text.splitlines()].count(step.line) == 1
 
 
+# Its tests compile for a minute. In `make test`, `additions_test.py` takes the
+# same steps, makes the documents and builds the algorithm.
+@pytest.mark.slow
 def test_the_page_adds_an_algorithm(changed):
   document = changed / 'docs' / 'algorithms.md'
   before = document.read_text(encoding='utf-8')
@@ -133,6 +136,7 @@ def test_the_page_adds_an_algorithm(changed):
   assert "algorithm.bounds.name = 'logarithmic'" in config.splitlines()
 
 
+@pytest.mark.slow
 def test_a_misspelt_option_is_reported_in_one_line(changed):
   words = f'{sys.executable} -m stppo_jax config --config.algorithm.bounds.'
   config = '--config=configs/quickstart.py:log_ppo'

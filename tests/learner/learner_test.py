@@ -4,13 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from stppo_jax import batch as batch_lib
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.training import assembly
 from tests import compilations
 from tests.training import runs
 
-_ROWS, _LENGTH = 16, 128
 _WARM_STEPS = 3
 
 
@@ -26,21 +24,7 @@ def learner():
 
 @pytest.fixture(scope='module')
 def packed():
-  """Returns sixteen rows of two turns, as `pack` makes them."""
-  rng = np.random.default_rng(0)
-  turn_ids = np.zeros((_ROWS, _LENGTH), np.int32)
-  turn_ids[:, 10:18], turn_ids[:, 40:48] = 1, 2
-  rewards = np.zeros(turn_ids.shape, np.float32)
-  rewards[:, 47] = rng.normal(size=_ROWS)
-  return batch_lib.TokenBatch(
-    tokens_BL=rng.integers(0, 290, turn_ids.shape).astype(np.int32),
-    lengths_B=np.full(_ROWS, 48, np.int32),
-    turn_ids_BL=turn_ids,
-    loss_mask_BL=turn_ids > 0,
-    sampler_logprobs_BL=np.zeros(turn_ids.shape, np.float32),
-    rewards_BL=rewards,
-    group_ids_B=np.arange(_ROWS, dtype=np.int32),
-  )
+  return runs.packed()
 
 
 def _stepped(learner, packed, step, *, state=None):

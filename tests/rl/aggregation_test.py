@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ def _batch(turn_ids, mask):
   return made.replace(turn_ids_BL=turn_ids, loss_mask_BL=mask)
 
 
+@functools.partial(jax.jit, static_argnames=('name', 'implementation'))
 def _aggregate(x, batch, name, implementation='auto'):
   return aggregation.aggregate(
     x,
@@ -47,9 +50,7 @@ def test_aggregates_by_hand(name, total, count):
 @pytest.mark.parametrize('implementation', segments.IMPLEMENTATIONS)
 def test_aggregates_equal_the_loop(name, implementation):
   batch, x, _ = batches.make()
-  total, count = jax.jit(_aggregate, static_argnums=(2, 3))(
-    x, batch, name, implementation
-  )
+  total, count = _aggregate(x, batch, name, implementation)
   options = algorithms.choice('aggregate', name)
   np.testing.assert_allclose(
     total / count, twins.aggregate(x, batch, **options), rtol=1e-12

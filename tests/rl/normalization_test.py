@@ -15,6 +15,7 @@ TURNS = np.array([[1, 1, 0, 2, 2, 3, 3, 4]], np.int32)
 _OPTIONS = {'num_turns': 4, 'implementation': 'auto'}
 
 
+@jax.jit
 def _guard(logs):
   batch, _, _ = batches.make()
   batch = batch.replace(turn_ids_BL=TURNS, loss_mask_BL=TURNS > 0)
@@ -53,6 +54,15 @@ def test_the_scale_is_limited():
   np.testing.assert_allclose(weights[0, 0], 1 / normalization.GUARD_LIMIT)
 
 
+@jax.jit
+@functools.partial(jax.value_and_grad, has_aux=True)
+def _loss_and_ratio(logprobs, entropy, batch):
+  """Returns (loss, ratio) of guarded GRPO, and the gradient of the loss."""
+  algorithm = batches.algorithm('grpo_guard')
+  loss = batches.policy_loss(algorithm, logprobs, entropy, batch)
+  return loss.loss, loss.ratio_BL
+
+
 @pytest.mark.parametrize('log_ratio', [4.0, 7.0, 20.0])
 @pytest.mark.parametrize('advantage', [-1.0, 1.0])
 def test_one_unusual_token_moves_its_turn_by_a_bounded_amount(
@@ -69,15 +79,7 @@ def test_one_unusual_token_moves_its_turn_by_a_bounded_amount(
     old_logprobs_BL=zeros,
     advantages_BL=zeros + np.float32(advantage),
   )
-  algorithm = batches.algorithm('grpo_guard')
-
-  @jax.jit
-  @functools.partial(jax.value_and_grad, has_aux=True)
-  def run(logprobs):
-    loss = batches.policy_loss(algorithm, logprobs, zeros, batch)
-    return loss.loss, loss.ratio_BL
-
-  (value, ratio_BL), gradient = run(logprobs)
+  (value, ratio_BL), gradient = _loss_and_ratio(logprobs, zeros, batch)
   assert np.isfinite(value) and np.all(np.isfinite(gradient))
   # Nine tokens did not change. The mean of e^l - 1 - l gave them ratios of 143
   # at log_ratio 4; the mean of l gives them less than 1.

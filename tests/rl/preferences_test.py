@@ -1,5 +1,6 @@
 """TDPO on pairs: its twin, its gradient, identities, and poison."""
 
+import functools
 import math
 
 import jax
@@ -26,12 +27,9 @@ def _pairs(seed=0, spread=0.5):
   return logprobs, logprobs + spread * draw(), np.abs(draw()), mask
 
 
+@functools.partial(jax.jit, static_argnames='name')
 def _loss(*arrays, name, beta=BETA, alpha=ALPHA):
-  return jax.jit(
-    lambda *arrays: preferences.preference_loss(
-      *arrays, name=name, beta=beta, alpha=alpha
-    )
-  )(*arrays)
+  return preferences.preference_loss(*arrays, name=name, beta=beta, alpha=alpha)
 
 
 def _twin(logprobs, ref, divergence, mask, name, frozen=None):

@@ -234,26 +234,17 @@ def test_a_bfloat16_run_has_a_limit_of_its_own(tmp_path, capsys):
 
 
 _SAVE = '2.orbax-checkpoint-tmp'  # renamed when it is complete
-_LAST_MOMENT = ('os.rename', _SAVE, [0, 1, 2])  # a save is not committed yet
 
 
-@pytest.mark.parametrize(
-  'kills',
-  [
-    [_LAST_MOMENT],
-    pytest.param(
-      [
-        ('collect', '2', [0, 1]),  # a collection has begun
-        ('os.mkdir', _SAVE, [0, 1, 2]),  # the metrics are written
-        _LAST_MOMENT,
-      ],
-      marks=pytest.mark.slow,
-    ),
-  ],
-  ids=['once', 'again and again'],
-)
-def test_a_killed_run_is_the_same_run(finished, tmp_path, kills):
-  for event, name, written in kills:
+# Each kill is a process that traces its programs. In `make test`, crashes end
+# runs in interruption_test.py, and records/checkpoint_test.py kills savers.
+@pytest.mark.slow
+def test_a_killed_run_is_the_same_run(finished, tmp_path):
+  for event, name, written in (
+    ('collect', '2', [0, 1]),  # a collection has begun
+    ('os.mkdir', _SAVE, [0, 1, 2]),  # the metrics are written
+    ('os.rename', _SAVE, [0, 1, 2]),  # a save is not committed yet
+  ):
     process = runs.start(
       str(tmp_path), event, name, module='tests.training.killed'
     )

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from stppo_jax import __main__
-from stppo_jax import batch as batch_lib
 from stppo_jax.learner import weights
 from stppo_jax.models.hf import load
 from stppo_jax.records import checkpoint
-from stppo_jax.rollout import pack
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import prefetch
 from tests.training import faults
@@ -140,26 +138,6 @@ def test_a_run_is_the_same_when_cut_in_two(changes, tmp_path):
     assert state.frozen is None and 'base_fingerprints' not in host
 
 
-def _packed():
-  """Returns a packed batch of sixteen rows of one turn."""
-  rng = np.random.default_rng(0)
-  turn_ids = np.zeros((16, 128), np.int32)
-  turn_ids[:, 10:18] = 1
-  rewards = np.zeros(turn_ids.shape, np.float32)
-  rewards[:, 17] = rng.normal(size=16)
-  mask = turn_ids > 0
-  return batch_lib.TokenBatch(
-    tokens_BL=rng.integers(0, 290, turn_ids.shape).astype(np.int32),
-    lengths_B=np.full(16, 18, np.int32),
-    turn_ids_BL=turn_ids,
-    loss_mask_BL=mask,
-    sampler_logprobs_BL=np.zeros(turn_ids.shape, np.float32),
-    rewards_BL=rewards,
-    group_ids_B=np.arange(16, dtype=np.int32),
-    loss_positions_BM=pack.loss_positions(mask),
-  )
-
-
 def test_an_updated_state_keeps_the_base_where_it_is():
   learner = _learner(_LORA)
   state = learner.start()
@@ -167,7 +145,7 @@ def test_an_updated_state_keeps_the_base_where_it_is():
   places = [x.unsafe_buffer_pointer() for x in _shards(state.frozen)]
   trained = jax.tree.leaves(dataclasses.replace(state, frozen=None))
   kept = state.frozen
-  batch = _packed()
+  batch = runs.packed()
   annotated, _ = learner.annotate(state, batch, reference=None)
   state, _ = learner.update_epochs(state, annotated, 0)
   assert all(leaf.is_deleted() for leaf in trained)

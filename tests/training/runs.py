@@ -8,11 +8,14 @@ import sys
 from typing import Any
 
 from ml_collections import config_dict
+import numpy as np
 
 from stppo_jax import __main__
+from stppo_jax import batch as batch_lib
 from stppo_jax.commands import configuration
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import config as model_config
+from stppo_jax.rollout import pack
 from stppo_jax.training import assembly
 
 STEPS = 3  # of the runs of `train`
@@ -37,6 +40,8 @@ _TINY: dict[str, Any] = {
   'rollout.length_bucket': 128,
   'updates.minibatch_size': 8,
   'updates.core_rows': 0,
+  # As in the quickstart, so that runs of other configs have its programs.
+  'updates.head_chunk': 8192,
   'updates.num_epochs': 1,
   'sft.num_steps': 4,
   'sft.batch_size': 8,
@@ -76,6 +81,31 @@ def learner(settings) -> learner_lib.Learner:
   """Returns the learner of a configuration."""
   mesh = assembly.build_mesh(settings)
   return learner_lib.Learner(settings, shape(settings), mesh)
+
+
+def packed() -> batch_lib.TokenBatch:
+  """Returns the rows of a step, of two turns each.
+
+  They have the arrays and the shapes of these runs, so that what computes with
+  them shares the programs of the runs.
+  """
+  rng = np.random.default_rng(0)
+  turn_ids_BL = np.zeros((16, 128), np.int32)
+  turn_ids_BL[:, 10:18], turn_ids_BL[:, 40:48] = 1, 2
+  mask_BL = turn_ids_BL > 0
+  rewards_BL = np.zeros(turn_ids_BL.shape, np.float32)
+  rewards_BL[:, 47] = rng.normal(size=len(rewards_BL))
+  return batch_lib.TokenBatch(
+    tokens_BL=rng.integers(0, 290, turn_ids_BL.shape).astype(np.int32),
+    lengths_B=np.full(len(turn_ids_BL), 48, np.int32),
+    turn_ids_BL=turn_ids_BL,
+    loss_mask_BL=mask_BL,
+    sampler_logprobs_BL=np.zeros(turn_ids_BL.shape, np.float32),
+    rewards_BL=rewards_BL,
+    group_ids_B=np.arange(len(turn_ids_BL), dtype=np.int32),
+    state_ids_BL=turn_ids_BL,
+    loss_positions_BM=pack.loss_positions(mask_BL),
+  )
 
 
 def train(workdir: pathlib.Path, **changes) -> int:
