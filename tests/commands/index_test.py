@@ -113,7 +113,9 @@ def _dense(tmp_path, *flags):
   return [f'--index={out}', f'--encoder={model}']
 
 
-@pytest.mark.parametrize('backend', ['dense', 'hybrid'])
+@pytest.mark.parametrize(
+  'backend', [pytest.param('dense', marks=pytest.mark.slow), 'hybrid']
+)
 def test_dense_search_is_indexed_and_served(capsys, tmp_path, backend):
   """The weights are random, so a passage finds itself and little more."""
   passages = corpus.read_corpus(_SHIPPED)

@@ -43,7 +43,11 @@ def _update(models, algorithm, batch, rows=_ALL_ROWS, num_microbatches=4):
   ('name', 'changes'),
   [
     ('st_ppo', {}),  # a statistic of the whole minibatch
-    ('s_ppo', {'correction__clipping_bias__norm': 'gradient'}),
+    pytest.param(
+      's_ppo',
+      {'correction__clipping_bias__norm': 'gradient'},
+      marks=pytest.mark.slow,
+    ),
     pytest.param(
       'grpo', {}, marks=pytest.mark.slow
     ),  # no value model and no statistic

@@ -116,24 +116,21 @@ def _updates(way) -> list[tuple[dict[str, float], Any]]:
   return found
 
 
+# In `make test`, tests/models computes the parts of a model on a mesh, and
+# update_test.py the update of a smaller model.
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'way',
   [
     _Way((2, 2, 2), num_microbatches=2, remat='full', chunk=10),
-    pytest.param(
-      _Way((2, 2, 2), 2, remat='full', chunk=10, norm='gradient'),
-      marks=pytest.mark.slow,
-    ),
-    pytest.param(_Way((2, 2, 2)), marks=pytest.mark.slow),
-    pytest.param(_Way((1, 1, 1), num_microbatches=2), marks=pytest.mark.slow),
-    pytest.param(_Way((8, 1, 1)), marks=pytest.mark.slow),
-    pytest.param(_Way((1, 8, 1), remat='dots'), marks=pytest.mark.slow),
-    pytest.param(_Way((2, 2, 2), remat='dots'), marks=pytest.mark.slow),
-    pytest.param(_Way((2, 2, 2), num_microbatches=2), marks=pytest.mark.slow),
-    pytest.param(
-      _Way((2, 2, 2), num_microbatches=2, remat='full', experts=True),
-      marks=pytest.mark.slow,
-    ),
+    _Way((2, 2, 2), 2, remat='full', chunk=10, norm='gradient'),
+    _Way((2, 2, 2)),
+    _Way((1, 1, 1), num_microbatches=2),
+    _Way((8, 1, 1)),
+    _Way((1, 8, 1), remat='dots'),
+    _Way((2, 2, 2), remat='dots'),
+    _Way((2, 2, 2), num_microbatches=2),
+    _Way((2, 2, 2), num_microbatches=2, remat='full', experts=True),
   ],
 )
 def test_three_updates_in_a_row_are_those_of_one_device(way):

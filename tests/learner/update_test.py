@@ -144,7 +144,7 @@ def test_outputs_at_the_loss_positions_suffice():
   positions_BM = pack.loss_positions(batch.loss_mask_BL)
   batch = batch.replace(loss_positions_BM=positions_BM)
   models = models._replace(policy=dataclasses.replace(models.policy, chunk=8))
-  there = updates.update(algorithm, batch, models, **_MANY)
+  there = updates.update(algorithm, batch, models, num_microbatches=2)
   updates.assert_same(there, everywhere, models)
 
 

@@ -97,8 +97,8 @@ def test_an_unknown_head_prints_the_choices():
   ('unrolled', 'adapted'),
   [
     pytest.param(1, False, marks=pytest.mark.slow),
-    (2, True),
-    pytest.param(2, False, marks=pytest.mark.slow),
+    pytest.param(2, True, marks=pytest.mark.slow),
+    (2, False),
   ],
 )
 def test_states_that_are_not_wanted_are_not_computed(unrolled, adapted):

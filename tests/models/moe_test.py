@@ -78,7 +78,9 @@ def test_the_mixture_equals_a_loop_over_tokens_and_experts(name, normed):
   assert np.abs(wanted).max() > 0.5
 
 
-@pytest.mark.parametrize('visited', (1, E, X))
+@pytest.mark.parametrize(
+  'visited', (1, E, pytest.param(X, marks=pytest.mark.slow))
+)
 def test_grouped_equals_dense_with_its_gradient(visited):
   ids = np.random.default_rng(visited).permuted(
     np.broadcast_to(np.arange(X), (B, L, X)), axis=-1

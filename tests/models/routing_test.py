@@ -109,9 +109,9 @@ def test_gradients_do_not_depend_on_how_experts_and_layers_are_computed(
   )
 
 
-@pytest.mark.parametrize(
-  'remat', ['none', pytest.param('full', marks=pytest.mark.slow)]
-)
+# The layer with experts on eight devices is tested every time in moe_test.py.
+@pytest.mark.slow
+@pytest.mark.parametrize('remat', ['none', 'full'])
 def test_eight_devices_are_one(remat):
   mesh = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
   config = dataclasses.replace(

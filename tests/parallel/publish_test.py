@@ -28,6 +28,7 @@ _LAYOUTS = [
   (1, 4, 2, 4),
   (2, 2, 2, 8),
 ]
+_FAST = ((1, 8, 1, 4), (1, 2, 4, 2), (2, 2, 2, 8))
 
 
 def _placement(data, fsdp, tensor, decoding):
@@ -57,7 +58,14 @@ def _cut(params):
   return jax.tree.map(jnp.copy, params)
 
 
-@pytest.mark.parametrize('layout', _LAYOUTS)
+# What is sent differs by the layout, and is read from every program below.
+@pytest.mark.parametrize(
+  'layout',
+  [
+    pytest.param(layout, marks=() if layout in _FAST else pytest.mark.slow)
+    for layout in _LAYOUTS
+  ],
+)
 def test_published_weights_equal_the_trained_ones(layout):
   placement = _placement(*layout)
   params = _params(placement.training)

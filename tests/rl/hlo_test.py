@@ -5,6 +5,7 @@ the minibatch's statistics included, with the rows sharded over eight devices.
 """
 
 import functools
+import itertools
 import os
 import re
 from typing import NamedTuple
@@ -172,20 +173,21 @@ def _check(algorithm, implementation):
   return program(*arguments)
 
 
-# The unrolled form differs from the other in the segment sums alone, so some
-# levels and scopes show what all do.
+# The forms differ in the segment sums alone, and the levels and scopes in which
+# of them they take: these show what all do.
+_FAST = (
+  ('sequence', 'broadcast'),
+  ('minibatch scope', 'broadcast'),
+  ('norm of the gradient', 'broadcast'),
+  ('turn scope', 'unrolled'),
+)
+
+
 @pytest.mark.parametrize(
   ('case', 'implementation'),
-  [(case, 'broadcast') for case in _CASES]
-  + [
-    pytest.param(
-      case,
-      'unrolled',
-      marks=()
-      if case in ('turn', 'minibatch scope', 'turn scope')
-      else pytest.mark.slow,
-    )
-    for case in _CASES
+  [
+    pytest.param(*case, marks=() if case in _FAST else pytest.mark.slow)
+    for case in itertools.product(_CASES, _ACCELERATED)
   ],
 )
 def test_no_scatter_and_scalars_between_devices(case, implementation):

@@ -78,7 +78,10 @@ def _per_device(tree):
 
 
 # Keys and values are cut by heads; or by slots, with as many devices as that.
-@pytest.mark.parametrize(('devices', 'tensor'), [(4, 2), (4, 4)])
+@pytest.mark.parametrize(
+  ('devices', 'tensor'),
+  [(4, 2), pytest.param(4, 4, marks=pytest.mark.slow)],
+)
 def test_decoding_on_devices_neither_copies_nor_sends_the_cache(
   devices, tensor
 ):

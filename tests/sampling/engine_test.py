@@ -132,7 +132,7 @@ def test_the_tokens_of_a_row_do_not_depend_on_other_rows(mode):
   'options',
   [
     {},
-    {'devices': 2, 'group_size': 2},
+    _slow({'devices': 2, 'group_size': 2}),
     _slow({'group_size': 2, 'cache_blocks': 4}),
     _slow({'group_size': 2, 'lanes': 2, 'slots': 8}),
   ],
@@ -151,9 +151,9 @@ def test_the_bits_do_not_depend_on_when_observations_arrive(options):
     _slow({'slots': 16}),
     {'extend_chunk': 7, 'decode_chunk': 1, 'lookahead': 0},
     _slow({'decode_chunk': 50, 'lookahead': 2, 'cache_blocks': 1}),
-    {'devices': 2},
+    _slow({'devices': 2}),
     {'deterministic': False},
-    {'cache_blocks': 4},
+    _slow({'cache_blocks': 4}),
     _slow(
       {'deterministic': False, 'slots': 3, 'lookahead': 2, 'cache_blocks': 3}
     ),
@@ -196,7 +196,11 @@ def test_slots_and_weights_may_be_sharded_over_devices():
 # As many heads of keys as devices, and half as many: then slots are cut.
 @pytest.mark.parametrize(
   ('devices', 'tensor', 'cache'),
-  [(2, 2, (8, 1)), (4, 4, (2, 2)), (8, 2, (2, 1))],
+  [
+    pytest.param(2, 2, (8, 1), marks=pytest.mark.slow),
+    (4, 4, (2, 2)),
+    pytest.param(8, 2, (2, 1), marks=pytest.mark.slow),
+  ],
 )
 def test_layers_may_be_cut_over_devices(devices, tensor, cache):
   model = tiny.model(num_heads=4, num_kv_heads=2, vocab_size=12)
@@ -227,7 +231,9 @@ def test_layers_may_be_cut_over_devices(devices, tensor, cache):
     (1, 4, 2),
     pytest.param(1, 3, 3, marks=pytest.mark.slow),
     pytest.param(2, 4, 2, marks=pytest.mark.slow),
-    (2, 4, 4),  # one group on two devices: one place is padding
+    # Fewer groups than devices: the other places are padding.
+    (8, 8, 4),
+    pytest.param(2, 4, 4, marks=pytest.mark.slow),
   ],
 )
 @pytest.mark.parametrize('mode', _MODES)
@@ -430,7 +436,7 @@ def test_a_cache_of_8_bits_moves_log_probabilities_a_little():
   dialogues = []
   for cache in ('model', 'int8'):
     model = tiny.model(cache=cache)
-    engine, _ = tiny_engine.new_engine(model=model, slots=8)
+    engine, _ = tiny_engine.new_engine(model=model)
     dialogues.append(
       tiny_engine.run_dialogues(
         engine, tiny_engine.prompts(8), tiny_engine.keys(8)
@@ -508,7 +514,7 @@ def test_tokens_are_as_frequent_as_they_are_probable():
   x_VD /= np.sqrt(np.mean(x_VD**2, axis=1, keepdims=True))
   logits_VV = x_VD * params['norm']['scale'] @ params['lm_head'].T
   counts_VV = np.zeros_like(logits_VV)
-  engine = tiny_engine.engine(slots=16)
+  engine = tiny_engine.engine()
   engine.publish(params, 0)
   rows = 192
   last = {row: int(tiny_engine.ids(row, 1)[0]) for row in range(rows)}

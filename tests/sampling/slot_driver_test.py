@@ -101,7 +101,9 @@ def test_programs_run_on_the_active_slots_only():
   assert sizes == {4, 2, 1}
 
 
-@pytest.mark.parametrize('devices', [1, 2])
+@pytest.mark.parametrize(
+  'devices', [1, pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_deterministic_programs_always_run_on_all_slots(devices):
   engine, (driver,) = tiny_engine.engine_and_drivers(devices=devices)
   _dialogues(engine, 12, 0, 1, 3)

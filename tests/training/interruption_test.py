@@ -179,9 +179,6 @@ def test_an_interrupted_start_is_made_again(tmp_path, capsys):
   changes = {
     'sft__before_training': True,
     'sft__num_steps': 2,
-    # The shapes of commands/train_test.py, whose program it shares.
-    'sft__batch_size': 16,
-    'env__max_turn_tokens': 16,
     'num_steps': 1,
     'evaluate__every': 0,
   }

@@ -123,8 +123,17 @@ def test_weights_of_any_dtype_become_float32(tmp_path, dtype):
 
 # Slices: whole leaves; some layers or rows; pieces of a layer; single numbers.
 @pytest.mark.parametrize('block_bytes', [2**24, 1500, 200])
-@pytest.mark.parametrize('sizes', [(8, 1, 1), (2, 2, 2)])
-@pytest.mark.parametrize('model', [_DENSE, _MIXTURE], ids=['dense', 'mixture'])
+@pytest.mark.parametrize(
+  ('sizes', 'model'),
+  [
+    pytest.param((8, 1, 1), _DENSE, id='data-dense'),
+    pytest.param((2, 2, 2), _MIXTURE, id='cut-mixture'),
+    pytest.param((2, 2, 2), _DENSE, id='cut-dense', marks=pytest.mark.slow),
+    pytest.param(
+      (8, 1, 1), _MIXTURE, id='data-mixture', marks=pytest.mark.slow
+    ),
+  ],
+)
 def test_leaves_are_read_into_their_shardings(
   tmp_path, monkeypatch, model, sizes, block_bytes
 ):
@@ -310,9 +319,8 @@ def _large(folder, num_layers, hidden_size):
     return file.tell()
 
 
-@pytest.mark.parametrize(
-  'num_devices', [1, pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('num_devices', [1, 4])
 def test_little_memory_is_needed_beside_the_parameters(tmp_path, num_devices):
   _large(tmp_path / 'small', 2, 64)
   size = _large(tmp_path / 'large', 5, 1024)
