@@ -90,7 +90,7 @@ def line(name: str) -> str:
     length=_LENGTH,
     loss_fraction=_LOSS_FRACTION,
     programs=('annotate', 'update'),
-    topology=chips,
+    topology=topology.find(chips),
   )
   engines = [n for n in plan.sizes if 'engine' in n]
   state = sum(size for n, size in plan.sizes.items() if n not in engines)
@@ -100,9 +100,8 @@ def line(name: str) -> str:
     cost.problem or f'{(state + cost.temporaries) / _GIB:.1f}'
     for cost in (annotate, update)
   ]
-  memory = topology.MEMORY[topology.chip(chips)]
   largest = state + max(annotate.temporaries, update.temporaries)
-  fits = not plan.problems and largest <= memory * _GIB
+  fits = not plan.problems and largest <= plan.limit
   cells = (
     f'{model} {chips}',
     ', '.join(map(str, SETTINGS[name])),

@@ -1,10 +1,11 @@
-"""Plans the memory and communication of a run on devices of another place.
+"""Plans the memory, the communication and the time of a run on other devices.
 
-Models are shapes and devices are virtual; the programs are those that a run
-would use, laid out and compiled for the devices: for a TPU slice that is not
-there (`parallel/topology.py`), or for CPUs. The sizes of parameters and
-optimiser states, and the collectives, are the same on any device; temporaries
-that the CPU compiler plans differ on accelerators.
+Models are shapes and devices are virtual. With `programs`, those that a run
+would use are compiled: for a TPU slice that is not there
+(`parallel/topology.py`), or for CPUs. The sizes of parameters and optimiser
+states, and the collectives, are the same on any device; temporaries that the
+CPU compiler plans differ on accelerators. Without `programs`, temporaries are
+estimated (`plan_memory.py`).
 
 The engine of this host keeps its weights, keys and values all the time, so they
 are counted. Batches and the policies of steps that are collected ahead are not.
@@ -22,16 +23,14 @@ import jax
 import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.analysis import plan_memory
+from stppo_jax.analysis import roofline
 from stppo_jax.learner import learner as learner_lib
-from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
-from stppo_jax.models import functional
-from stppo_jax.models import precision
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import program
-from stppo_jax.parallel import publish
-from stppo_jax.parallel import sharding
 from stppo_jax.parallel import topology as topology_lib
+from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.training import assembly
 
 Tree = Any
@@ -63,41 +62,83 @@ class Cost(NamedTuple):
   seconds: float = 0.0
   problem: str = ''
 
+  def sent(self, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Returns the bytes that a device sends, by kind and axes of the mesh.
+
+    Args:
+      mesh: the sizes of the axes of the mesh.
+    """
+    found: dict[tuple[str, str], list[float]] = {}
+    for collective in self.collectives:
+      axes = ' x '.join(collective.axes(mesh)) or 'no axis'
+      entry = found.setdefault((collective.kind, axes), [0.0, 0])
+      entry[0] += collective.sent
+      entry[1] += collective.times
+    return [
+      {'kind': kind, 'axes': axes, 'bytes': size, 'times': times}
+      for (kind, axes), (size, times) in sorted(found.items())
+    ]
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
   """The plan of a run's programs; sizes are bytes on one device.
 
   Attributes:
+    topology: the devices.
     axes: the sizes of the mesh axes.
-    platform: the platform of the devices.
     sizes: name to bytes of everything in memory during an update, the engine
       included. A reference in host memory is left out: it is on the devices
       only before an update.
-    gradients: the bytes of the float32 gradients during an update.
+    estimated: name to bytes of the temporaries of an update, by formula.
     programs: the programs that were compiled, by name.
+    work: the sizes of a step.
+    parts: the parts of a step by name, see `roofline.parts`.
+    num_steps: the steps of the run.
+    limit: the bytes of a device's memory.
   """
 
+  topology: topology_lib.Topology
   axes: Mapping[str, int]
-  platform: str
   sizes: Mapping[str, int]
-  gradients: int
+  estimated: Mapping[str, int]
   programs: Mapping[str, Cost]
+  work: roofline.Work
+  parts: Mapping[str, roofline.Part]
+  num_steps: int
+  limit: float
+
+  @property
+  def temporaries(self) -> dict[str, int]:
+    """The bytes of temporaries: of compiled programs, or as estimated."""
+    if self.programs:
+      return {name: cost.temporaries for name, cost in self.programs.items()}
+    return {'update': sum(self.estimated.values())}
 
   @property
   def total(self) -> int:
-    """Returns the bytes at the peak of a program."""
-    beside = [cost.temporaries for cost in self.programs.values()]
-    return sum(self.sizes.values()) + max(beside, default=self.gradients)
+    """The bytes at the peak of a program."""
+    return sum(self.sizes.values()) + max(self.temporaries.values())
 
   @property
   def problems(self) -> list[str]:
-    """Returns a line for each program that does not fit by itself."""
+    """A line for each program that does not fit by itself."""
     return [
       f'{name}: {cost.problem}'
       for name, cost in self.programs.items()
       if cost.problem
     ]
+
+  @property
+  def fits(self) -> bool:
+    """Whether all of it fits in the memory of a device."""
+    return self.total <= self.limit and not self.problems
+
+  @property
+  def seconds(self) -> tuple[float, float]:
+    """The seconds of a step: at the limits of the devices, and expected."""
+    parts = self.parts.values()
+    return sum(p.bound for p in parts), sum(p.expected for p in parts)
 
 
 def make(
@@ -106,7 +147,8 @@ def make(
   length: int,
   loss_fraction: float,
   programs: Sequence[str] = (),
-  topology: str = '',
+  topology: topology_lib.Topology | None = None,
+  memory: float = 0.0,
 ) -> Plan:
   """Returns the plan of a configuration on all devices.
 
@@ -115,15 +157,23 @@ def make(
     length: the number of tokens of a row.
     loss_fraction: the largest share of a row's tokens that carries loss.
     programs: the keys of `PROGRAMS` to compile.
-    topology: the name of a TPU slice, see `topology.devices`; '': the devices
-      of this process.
+    topology: the devices; None: those of this process.
+    memory: GiB of a device's memory; 0: that of the topology.
 
   Raises:
-    Misconfigured: there is no such slice, or the mesh does not divide the model
-      or the rows.
+    Misconfigured: there is no such slice, the mesh does not divide the model
+      or the rows, or a program does not compile.
   """
   with assembly.config_errors():
-    devices = topology_lib.devices(topology) if topology else None
+    if topology is None:
+      topology = topology_lib.find(f'cpu:{jax.device_count()}')
+      devices = None
+    elif not programs:
+      devices = topology_lib.virtual(topology)
+    elif topology.platform == 'tpu':
+      devices = topology_lib.devices(topology)
+    else:
+      devices = None
     mesh = assembly.build_mesh(config, devices)
     tokenizer = None
     if not config.model.path:
@@ -137,7 +187,7 @@ def make(
     state, reference = learner.abstract_start()
   models = {'policy': state.policy, 'value': state.value}
   sizes = {
-    f'{name} {label}': _bytes_per_device(getattr(model, attribute))
+    f'{name} {label}': plan_memory.bytes_per_device(getattr(model, attribute))
     for name, model in models.items()
     if model is not None
     for label, attribute in (
@@ -145,37 +195,109 @@ def make(
       ('optimizer', 'optimizer'),
     )
   }
-  sizes['frozen base'] = _bytes_per_device(state.frozen)
+  sizes['frozen base'] = plan_memory.bytes_per_device(state.frozen)
   if config.model.reference_memory == 'device':
-    sizes['reference'] = _bytes_per_device(reference)
+    sizes['reference'] = plan_memory.bytes_per_device(reference)
+  engine = {}
   if placement is not None:
-    sizes |= engine_sizes(config, learner.policy, placement)
-  gradients = sum(
+    engine = plan_memory.engine_sizes(config, learner.policy, placement)
+  trained = sum(
     sizes[f'{name} parameters'] for name, m in models.items() if m is not None
   )
-  clock = topology_lib.CLOCK[topology_lib.chip(topology)] if topology else 1.0
+  axes = dict(mesh.shape)
+  work = _work(config, learner, shape, axes, placement, engine, packed)
+  costs = {}
+  for name in programs:
+    with assembly.config_errors():
+      lowered = PROGRAMS[name](learner, packed)
+      costs[name] = _cost(name, lowered, topology.limits.clock)
   return Plan(
-    axes=dict(mesh.shape),
-    platform=mesh_lib.platform(mesh),
-    sizes={name: size for name, size in sizes.items() if size},
-    gradients=gradients,
-    programs={
-      name: _cost(PROGRAMS[name](learner, packed), clock) for name in programs
-    },
+    topology=topology,
+    axes=axes,
+    sizes={name: size for name, size in (sizes | engine).items() if size},
+    estimated=plan_memory.estimate_temporaries(
+      work, trained, head_chunk=config.updates.head_chunk
+    ),
+    programs=costs,
+    work=work,
+    parts=roofline.parts(work, topology),
+    num_steps=config.num_steps,
+    limit=(memory or topology.limits.memory) * topology_lib.GIB,
   )
 
 
-def _cost(lowered, clock: float) -> Cost:
+def _work(
+  config, learner, shape, axes, placement, engine, packed
+) -> roofline.Work:
+  """Returns the sizes of a step; see `make` for the arguments."""
+  rollout, updates = config.rollout, config.updates
+  algorithm = algorithm_lib.build_algorithm(config.algorithm)
+  values = 'none'
+  if algorithm.uses_values:
+    values = config.model.value_backbone
+  losses = packed.loss_positions_BM.shape[1]
+  length = packed.tokens_BL.shape[1]
+  weights = sum(
+    x.size
+    for x in jax.tree.leaves(
+      jax.eval_shape(learner.policy.init, jax.random.key(0))['layers']
+    )
+  )
+  trained = weights
+  if config.model.lora.rank:
+    state, _ = learner.abstract_start()
+    trained = sum(x.size for x in jax.tree.leaves(state.policy.params))
+  steps = rows = read = 0.0
+  if placement is not None:
+    hosts = mesh_lib.num_hosts(placement.training)
+    slots = assembly.num_slots(config, hosts)
+    waves = math.ceil(rollout.trajectories_per_step / hosts / slots)
+    rows = slots / placement.mesh.shape['data']
+    steps = float(waves * losses)
+    # While it grows, a row is half as long as in the end.
+    filled = min(length / config.env.max_length, 1.0) / 2
+    read = engine[plan_memory.WEIGHTS] + filled * engine[plan_memory.CACHE]
+  return roofline.Work(
+    shape=shape,
+    axes=axes,
+    trajectories=rollout.trajectories_per_step,
+    group_size=rollout.group_size,
+    minibatch=updates.minibatch_size,
+    microbatch=updates.microbatch_size or updates.minibatch_size,
+    updates=updates.num_epochs
+    * (rollout.trajectories_per_step // updates.minibatch_size),
+    length=length,
+    losses=losses,
+    values=values,
+    adapters=config.model.lora.rank > 0,
+    statistics=algorithm.uses_minibatch_statistics,
+    weights=weights,
+    trained=trained,
+    itemsize=jnp.dtype(shape.dtype).itemsize,
+    decode_steps=steps,
+    decode_bytes=read,
+    decode_rows=rows,
+    engine_tensor=placement.tensor if placement is not None else 0,
+  )
+
+
+def _cost(name: str, lowered, clock: float) -> Cost:
   """Returns the cost of a lowered program.
 
   Args:
+    name: its name, for the error.
     lowered: the program.
     clock: cycles of a device per second.
+
+  Raises:
+    Rejected: it does not compile; one line.
   """
   try:
     compiled = topology_lib.compiled(lowered)
   except topology_lib.DoesNotFit as error:
     return Cost(problem=str(error))
+  except topology_lib.Rejected as error:
+    raise topology_lib.Rejected(f'{name}: {error}') from error
   memory = compiled.memory_analysis()
   text = compiled.as_text()
   return Cost(
@@ -186,43 +308,6 @@ def _cost(lowered, clock: float) -> Cost:
     program.operations(text),
     program.estimated_cycles(text) / clock,
   )
-
-
-def engine_sizes(
-  config, policy: functional.Model, placement: publish.Placement
-) -> dict[str, int]:
-  """Returns the bytes of the engine on one device, by name.
-
-  These are its part of the weights, in the dtype of the computation, and its
-  part of the keys and values of all slots.
-  """
-  rollout = config.rollout
-  weights = jax.eval_shape(
-    lambda key: precision.cast(policy.init(key), policy.config.dtype),
-    jax.random.key(0),
-  )
-  blocks = rollout.cache_blocks
-  cache = jax.eval_shape(
-    lambda: cache_lib.empty(
-      policy.config,
-      rollout.slots or rollout.trajectories_per_step,
-      (-(-config.env.max_length // blocks),) * blocks,
-    )
-  )
-  layouts = {
-    'weights of the engine': (
-      weights,
-      sharding.param_shardings(weights, placement.mesh),
-    ),
-    'keys and values of the engine': (
-      cache,
-      cache_lib.shardings(policy.config, placement.mesh, blocks),
-    ),
-  }
-  return {
-    name: _bytes_per_device(jax.tree.map(_with_layout, *tree_and_layout))
-    for name, tree_and_layout in layouts.items()
-  }
 
 
 def packed_shapes(
@@ -261,16 +346,4 @@ def packed_shapes(
     state_ids_BL=ids_BL,
     loss_positions_BM=per_row(jnp.int32, num_losses),
     expert_ids=expert_ids,
-  )
-
-
-def _with_layout(leaf: Any, layout: Any) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout)
-
-
-def _bytes_per_device(tree: Tree) -> int:
-  """Returns the bytes on one device of a tree of shapes with layouts."""
-  return sum(
-    math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    for leaf in jax.tree.leaves(tree)
   )

@@ -1,35 +1,43 @@
-"""Estimate memory and traffic of a run on hardware that you do not have.
+"""Estimate memory, time and cost of a run on hardware that you do not have.
 
 python -m stppo_jax plan --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE ...]
     [--topology=v5e:4x4 | --devices=64] [--hbm_gib=80.0] [--length=0]
-    [--loss_fraction=0.5] [--compile=true]
+    [--loss_fraction=0.5] [--compile=true] [--programs=annotate,update]
+    [--price=0.0] [--json]
 
   --config=FILE.py[:ALGORITHM]  the config of the run
   --config.KEY=VALUE            sets a key of the config
-  --topology=NAME               a TPU slice: a generation and its chips along
-                                each axis; needs the package libtpu, no TPU
-  --devices=N                   without a topology: the number of devices
+  --topology=NAME               a TPU slice (a generation and its chips along
+                                each axis), gpu:h100:8, or cpu:8
+  --devices=N                   short for --topology=cpu:N
   --hbm_gib=X                   the memory of one device, in GiB; 0 = that of
-                                the topology's chips, or 80
+                                the topology's devices
   --length=N                    tokens of a row; 0 = env.max_length
   --loss_fraction=X             the largest share of them that is trained on
-  --compile=true                whether to compile; without it, what only
-                                compiled programs show is left out
+  --compile=true                whether to compile, which takes minutes;
+                                without it, temporaries are estimated too
+  --programs=NAMES              the programs to compile: annotate, update
+  --price=X                     the price of a chip for an hour, for the cost
+  --json                        prints one JSON object
 
 Shards the run's models over devices that need not be there; of `model.path`
 only config.json is read. Prints the bytes that one device holds, engines
-included, and the bytes that the devices send each other. With a topology,
-annotate and update are compiled by the compiler for TPU, otherwise the update
-by that for CPU. The exit code is 2 if the run does not fit in the memory.
+included, and an estimate of a step's time by formulas, with its assumptions.
+For a TPU slice, annotate and update are compiled by the compiler for TPU, which
+the package libtpu has and which needs no TPU; for cpu:N, the update is compiled
+for CPU. For GPUs nothing is compiled. The exit code is 2 if the run does not
+fit in the memory.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
+import json
 import math
+from typing import Any
 
 from stppo_jax.commands import configuration
 
 _GIB = 2**30
-_DEFAULT_GIB = 80.0
 _OPTIONS = {
   'topology': '',
   'devices': 64,
@@ -37,18 +45,29 @@ _OPTIONS = {
   'length': 0,
   'loss_fraction': 0.5,
   'compile': True,
+  'programs': '',
+  'price': 0.0,
 }
 _RULES = {
   'devices': (lambda x: 0 < x < math.inf, 'greater than 0'),
   'hbm_gib': (lambda x: 0 <= x < math.inf, '0 or greater'),
   'length': (lambda x: x >= 0, '0 or greater'),
   'loss_fraction': (lambda x: 0 < x <= 1, 'in (0, 1]'),
+  'price': (lambda x: 0 <= x < math.inf, '0 or greater'),
+}
+# The programs that are compiled for a platform.
+_PROGRAMS: Mapping[str, tuple[str, ...]] = {
+  'tpu': ('annotate', 'update'),
+  'gpu': (),
+  'cpu': ('update',),
 }
 
 
 def main(argv: Sequence[str]) -> int:
   """Prints the plan; returns the exit code, 2 where it does not fit."""
-  arguments = configuration.parse(argv, workdir=False, options=_OPTIONS)
+  arguments = configuration.parse(
+    argv, workdir=False, options=_OPTIONS, switches=('json',)
+  )
   options, config = arguments.options, arguments.config
   errors = [
     f'--{name}={options[name]}: must be {allowed}'
@@ -60,68 +79,138 @@ def main(argv: Sequence[str]) -> int:
   # Imported late: a wrong flag is answered before jax is loaded.
   import jax
 
-  # jax makes its config's attributes at run time.
-  devices = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
-  slice_name = options['topology']
-  if slice_name:
+  from stppo_jax.parallel import topology as topology_lib
+
+  try:
+    topology = topology_lib.find(
+      options['topology'] or f'cpu:{options["devices"]}'
+    )
+    programs = _programs(topology.platform, options)
+  except ValueError as error:
+    raise configuration.ConfigurationError([f'--topology={error}']) from error
+  if topology.platform == 'cpu' and programs:
+    # jax makes its config's attributes at run time.
+    devices = jax.config.jax_num_cpu_devices  # pyright: ignore[reportAttributeAccessIssue]
+    if devices != topology.num_devices:
+      jax.config.update('jax_platforms', 'cpu')
+      jax.config.update('jax_num_cpu_devices', topology.num_devices)
+  else:
     jax.config.update('jax_platforms', 'cpu')  # no device is used
+  if topology.platform == 'tpu' and programs:
     # A program for chips that are not there can be kept, but not read again.
     jax.config.update('jax_enable_compilation_cache', False)
-  elif devices != options['devices']:
-    jax.config.update('jax_platforms', 'cpu')
-    jax.config.update('jax_num_cpu_devices', options['devices'])
   from stppo_jax.analysis import plan as plan_lib
-  from stppo_jax.parallel import topology
+  from stppo_jax.analysis import plan_summary
 
-  programs = ('annotate', 'update') if slice_name else ('update',)
   plan = plan_lib.make(
     config,
     length=options['length'] or config.env.max_length,
     loss_fraction=options['loss_fraction'],
-    programs=programs if options['compile'] else (),
-    topology=slice_name,
+    programs=programs,
+    topology=topology,
+    memory=options['hbm_gib'],
   )
-  for line in describe(plan):
-    print(line)
-  memory = options['hbm_gib'] or _DEFAULT_GIB
-  if slice_name and not options['hbm_gib']:
-    memory = topology.MEMORY[topology.chip(slice_name)]
-  fits = plan.total <= memory * _GIB and not plan.problems
-  print(f'{"fits" if fits else "does not fit"} in {memory} GiB')
-  return 0 if fits else 2
+  summary = plan_summary.summary(plan, price=options['price'])
+  if 'json' in arguments.switches:
+    print(json.dumps(summary, indent=2))
+  else:
+    print('\n'.join(describe(summary)))
+  return 0 if plan.fits else 2
 
 
-def describe(plan) -> list[str]:
-  """Returns the lines that print a plan; sizes are of one device."""
-  lines = [' '.join(f'{axis}={size}' for axis, size in plan.axes.items())]
-  compiler = plan.platform.upper()
-  during = {
-    f'temporaries of {name}, as planned for {compiler}': cost.temporaries
-    for name, cost in plan.programs.items()
-  }
-  if not during:
-    during = {'gradients (not compiled: no other temporaries)': plan.gradients}
-  for name, size in {**plan.sizes, **during, 'total': plan.total}.items():
-    lines.append(f'{size / _GIB:10.3f} GiB  {name}')
-  lines += plan.problems
-  for name, cost in plan.programs.items():
-    lines += _describe(name, cost)
-  return lines
+def _programs(platform: str, options: Mapping[str, Any]) -> Sequence[str]:
+  """Returns the names of the programs to compile.
+
+  Raises:
+    ConfigurationError: there is no program of a given name.
+  """
+  choices = ('annotate', 'update')
+  names = [name for name in options['programs'].split(',') if name]
+  for name in names:
+    if name not in choices:
+      raise configuration.ConfigurationError(
+        [f'--programs={name}: must be some of {", ".join(choices)}']
+      )
+  if not options['compile'] or platform == 'gpu':
+    return ()
+  return names or _PROGRAMS[platform]
 
 
-def _describe(name: str, cost) -> list[str]:
-  """Returns the lines about what a compiled program does."""
-  lines = []
-  for kind in sorted({c.kind for c in cost.collectives}):
-    of_kind = [c for c in cost.collectives if c.kind == kind]
-    sent, times = sum(c.sent for c in of_kind), sum(c.times for c in of_kind)
-    lines.append(f'{sent / _GIB:10.3f} GiB  sent by {times} {kind} of {name}')
-  if cost.operations:
-    teras = cost.operations / 1e12
-    lines.append(f'{teras:10.3f} TFLOP of matrix products of {name}')
-  if cost.seconds:
+def describe(summary: Mapping[str, Any]) -> list[str]:
+  """Returns the lines that print a summary; sizes are of one device."""
+  axes = ' '.join(f'{axis}={n}' for axis, n in summary['mesh'].items())
+  lines = [f'{summary["topology"]}: {axes}', '', 'Memory of a device']
+  memory = summary['memory']
+  sizes = dict(memory['sizes'])
+  names = list(memory['temporaries'])
+  if memory['compiled_for']:
+    compiler = memory['compiled_for'].upper()
+    for name in names:
+      label = f'temporaries of {name}, as planned for {compiler}'
+      sizes[label] = memory['temporaries'][name]
+  else:
+    for name, size in memory['estimated'].items():
+      sizes[f'{name}, estimated'] = size
+  for name in ('total', 'limit', 'headroom'):
+    sizes[name] = memory[name]
+  lines += [f'{x / _GIB:10.3f} GiB  {name}' for name, x in sizes.items()]
+  lines += summary['problems']
+  for name, program in summary['programs'].items():
+    lines += ['', f'The compiled program of {name}, on a device']
+    for entry in program['collectives']:
+      bound = 'at most ' if entry['kind'] == 'all-reduce' else ''
+      lines.append(
+        f'{entry["bytes"] / _GIB:10.3f} GiB  {bound}sent by {entry["times"]} '
+        f'{entry["kind"]} along {entry["axes"]}'
+      )
+    if program['operations']:
+      teras = program['operations'] / 1e12
+      lines.append(f'{teras:10.3f} TFLOP  in matrix products')
+    if program['kernel_seconds']:
+      lines.append(
+        f'{program["kernel_seconds"]:10.3f} s  in kernels, by the estimate of '
+        'the compiler, which is good for comparing'
+      )
+  lines += ['', *_describe_step(summary)]
+  fits = 'fits' if summary['fits'] else 'does not fit'
+  return [*lines, '', f'{fits} in {memory["limit"] / _GIB:.4g} GiB']
+
+
+def _describe_step(summary: Mapping[str, Any]) -> list[str]:
+  """Returns the lines about the time of a step, by formulas."""
+  step = summary['step']
+  lines = [
+    f'A step of {step["trajectories"]} trajectories of {step["length"]} '
+    f'tokens, of which {step["losses"]} are trained on, by formulas',
+    '     at least   expected    TFLOP   GiB read   GiB sent',
+  ]
+  for name, part in step['parts'].items():
+    sent = sum(entry['bytes'] for entry in part['sent'])
     lines.append(
-      f'{cost.seconds:10.3f} s  in the kernels of {name}, by the estimate of '
-      'the compiler, which is good for comparing'
+      f'{part["seconds_at_least"]:11.2f} s {part["seconds"]:8.2f} s '
+      f'{part["operations"] / 1e12:8.0f} {part["read"] / _GIB:10.0f} '
+      f'{sent / _GIB:10.1f}  {name}'
     )
-  return lines
+  lines.append(
+    f'{step["seconds_at_least"]:11.2f} s {step["seconds"]:8.2f} s {"":30}a step'
+  )
+  lines += [
+    f'{entry["bytes"] / _GIB:10.3f} GiB  sent by {entry["kind"]} along '
+    f'{entry["axis"]} in {name}'
+    for name, part in step['parts'].items()
+    for entry in part['sent']
+  ]
+  lines.append(
+    f'{step["tokens_per_second"]:,.0f} tokens and '
+    f'{step["questions_per_second"]:.3g} questions per second'
+  )
+  run = summary['run']
+  price = ''
+  if run['cost'] is not None:
+    price = f', which cost {run["cost"]:,.2f} (at least '
+    price += f'{run["cost_at_least"]:,.2f})'
+  lines.append(
+    f'{run["num_steps"]} steps: {run["hours"]:.3g} hours, '
+    f'{run["chip_hours"]:.4g} chip-hours{price}'
+  )
+  return [*lines, *(f'Assumed: {line}.' for line in summary['assumptions'])]

@@ -6,8 +6,49 @@ multiplication are two operations.
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from stppo_jax.models import config as model_config
+
+
+class Weights(NamedTuple):
+  """The weights of the products that a token goes through in one layer.
+
+  Attributes:
+    attention: weights of queries, keys, values and the output.
+    expand: weights of gate and up projection, of all experts that it visits.
+    contract: weights of the down projection.
+  """
+
+  attention: int
+  expand: int
+  contract: int
+
+
+def layer_weights(shape: model_config.ModelConfig) -> Weights:
+  """Returns the weights that a token meets in a layer; norms are left out."""
+  queries = shape.num_heads * shape.head_dim
+  keys = shape.num_kv_heads * shape.head_dim
+  width = shape.intermediate_size
+  router = 0
+  if shape.num_experts:
+    width = shape.num_experts_per_tok * shape.moe_intermediate_size
+    router = shape.num_experts
+  return Weights(
+    attention=shape.hidden_size * (2 * queries + 2 * keys),
+    expand=shape.hidden_size * (2 * width + router),
+    contract=shape.hidden_size * width,
+  )
+
+
+def of_attention(shape: model_config.ModelConfig, length: float) -> float:
+  """Returns the operations of attention for a token of a row, in all layers.
+
+  Args:
+    shape: the shape of the model.
+    length: the tokens of the row; a token attends to half of them on average.
+  """
+  return 2.0 * shape.num_layers * length * shape.num_heads * shape.head_dim
 
 
 def of_layers(shape: model_config.ModelConfig, length: float) -> float:
@@ -19,14 +60,13 @@ def of_layers(shape: model_config.ModelConfig, length: float) -> float:
     length: the number of tokens of its row, of which it attends to half on
       average.
   """
-  heads = shape.num_heads * shape.head_dim
-  both = 2 * shape.num_kv_heads * shape.head_dim
-  width = shape.intermediate_size
-  if shape.num_experts:
-    width = shape.num_experts_per_tok * shape.moe_intermediate_size
-  router = shape.num_experts
-  weights = shape.hidden_size * (2 * heads + both + 3 * width + router)
-  return shape.num_layers * (2 * weights + 2 * length * heads)
+  products = 2.0 * shape.num_layers * sum(layer_weights(shape))
+  return products + of_attention(shape, length)
+
+
+def of_logits(shape: model_config.ModelConfig) -> float:
+  """Returns the operations of the logits of a token, forward."""
+  return 2.0 * shape.hidden_size * shape.vocab_size
 
 
 def of_pass(
@@ -40,4 +80,4 @@ def of_pass(
     losses: the number of tokens with a loss.
   """
   layers = sum(length * of_layers(shape, length) for length in lengths)
-  return layers + 2 * shape.hidden_size * shape.vocab_size * losses, layers
+  return layers + of_logits(shape) * losses, layers

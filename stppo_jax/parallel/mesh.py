@@ -54,3 +54,8 @@ def platform(mesh: jax.sharding.Mesh | None) -> str:
     mesh: the result of `make_mesh`; None: one CPU.
   """
   return 'cpu' if mesh is None else mesh.devices.flat[0].platform
+
+
+def num_hosts(mesh: jax.sharding.Mesh) -> int:
+  """Returns the number of hosts that the devices of a mesh belong to."""
+  return len({device.process_index for device in mesh.devices.flat})

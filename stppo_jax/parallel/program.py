@@ -14,6 +14,8 @@ import math
 import re
 from typing import Any
 
+import numpy as np
+
 # For each kind of collective, the bytes that one of n devices in a ring sends.
 # `size` is the larger of the bytes of its operands and of its results.
 _SENT = {
@@ -81,15 +83,32 @@ class Collective:
     kind: 'all-gather', 'all-reduce', ...
     arrays: (element type, dimensions) of its results.
     size: bytes of its operands or of its results, whichever is larger.
-    devices: number of devices in one group.
+    group: the numbers of the devices in the group of the first device, in the
+      order of the mesh.
     times: how often it runs.
   """
 
   kind: str
   arrays: tuple[tuple[str, tuple[int, ...]], ...]
   size: int
-  devices: int
+  group: tuple[int, ...]
   times: int
+
+  @property
+  def devices(self) -> int:
+    """The number of devices in one group."""
+    return len(self.group)
+
+  def axes(self, mesh: Mapping[str, int]) -> tuple[str, ...]:
+    """Returns the axes of a mesh along which the devices of a group differ.
+
+    Args:
+      mesh: the sizes of the axes, in their order.
+    """
+    places = np.unravel_index(self.group, tuple(mesh.values()))
+    return tuple(
+      axis for axis, places in zip(mesh, places) if len(set(places)) > 1
+    )
 
   @property
   def sent(self) -> float:
@@ -150,10 +169,10 @@ def collectives(text: str) -> list[Collective]:
       if not (line.opcode.endswith('-start') and kind != 'all-reduce'):
         size = line.size
       size = max(size, sum(map(_size, line.operands)))
-      devices = _group_size(line.rest) or num_devices
+      group = _group(line.rest) or tuple(range(num_devices))
       if line.kernel.startswith(_REDUCE_SCATTER_KERNEL):
         kind = 'reduce-scatter'
-      found.append(Collective(kind, line.arrays, size, devices, line.times))
+      found.append(Collective(kind, line.arrays, size, group, line.times))
   return found
 
 
@@ -254,17 +273,44 @@ def _size(array: tuple[str, Sequence[int]]) -> int:
   return math.prod(dims) * bits // 8
 
 
-def _group_size(rest) -> int:
-  """Returns the number of devices in one group; 0 if all are in one."""
-  if match := re.search(r'replica_groups=\[\d+,(\d+)\]', rest):
-    return int(match[1])
+def _group(rest) -> tuple[int, ...]:
+  """Returns the devices in the group of the first; () if all are in one."""
+  match = re.search(r'replica_groups=\[\d+,(\d+)\]<=(\S+?)(?:, |$)', rest)
+  if match:
+    return tuple(map(int, _numbers(match[2])[: int(match[1])]))
   if match := re.search(r'replica_groups=\{\{([\d,]+)\}', rest):
-    return match[1].count(',') + 1
-  match = re.search(r'replica_groups=mesh\[([^\]]*)\][^{]*\{([^}]*)\}', rest)
-  if not match:
-    return 0
-  sizes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
-  return math.prod(
-    int(size or sizes[axis])
-    for axis, size in re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])
+    return tuple(map(int, match[1].split(',')))
+  match = re.search(
+    r'replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((\S+)\))?[^{]*'
+    r'\{([^}]*)\}',
+    rest,
   )
+  if not match:
+    return ()
+  sizes = {a: int(n) for a, n in re.findall(r"'(\w+)'=(\d+)", match[1])}
+  devices = np.arange(math.prod(sizes.values()))
+  if match[2]:
+    devices = _numbers(match[2])
+  # The devices of a group differ along some axes, or along a part of an axis:
+  # `(2)4` is the middle of the axis cut into 2 x 4 x the rest.
+  devices = devices.reshape(tuple(sizes.values()))
+  chosen: list[Any] = [0] * len(sizes)
+  for axis, before, size in re.findall(
+    r"'(\w+)'(?::\((\d+)\)(\d+))?", match[3]
+  ):
+    places = slice(None)
+    if size:
+      stride = sizes[axis] // (int(before) * int(size))
+      places = slice(0, stride * int(size), stride)
+    chosen[list(sizes).index(axis)] = places
+  return tuple(int(n) for n in np.ravel(devices[tuple(chosen)]))
+
+
+def _numbers(text) -> np.ndarray:
+  """Returns the numbers that `[2,4]T(1,0)` stands for, in their order."""
+  sizes, _, order = text.partition('T')
+  shape = [int(n) for n in re.findall(r'\d+', sizes)]
+  numbers = np.arange(math.prod(shape)).reshape(shape)
+  if order:
+    numbers = numbers.transpose([int(n) for n in re.findall(r'\d+', order)])
+  return numbers.ravel()

@@ -1,29 +1,77 @@
-"""Programs compiled ahead of time for a TPU slice that is not there.
+"""Devices that are not there: their limits, and programs compiled for them.
+
+    v5e:4x4       a TPU slice: a generation and its chips along each axis
+    gpu:h100:8    GPUs, eight in a host
+    cpu:8         virtual devices of a CPU
 
 The compiler for TPU is in the package `libtpu`, which needs no TPU:
 
-    chips = topology.devices('v5e:4x4')
+    chips = topology.devices(topology.find('v5e:4x4'))
     mesh = mesh_lib.make_mesh(data=2, fsdp=8, tensor=1, devices=chips)
     ...                                   # build and lower programs on the mesh
     compiled = topology.compiled(lowered)
 
 The devices can neither hold arrays nor run programs. Arguments are shapes with
-the layouts of the mesh.
+the layouts of the mesh. `virtual` needs no compiler: its devices have a place
+in a mesh and nothing else, so layouts can be computed but nothing compiled.
 """
 
+from collections.abc import Mapping
+import dataclasses
+import math
 import os
 import re
 from typing import Any
+from typing import NamedTuple
 
 import jax
 
 GIB = 2**30
-# Memory of one chip that programs can use, GiB, by the name of its generation;
-# the compiler refuses a program that needs more.
-MEMORY = {'v4': 31.25, 'v5e': 15.75, 'v5p': 95.74, 'v6e': 31.25}
-# Cycles of a chip per second, for `program.estimated_cycles`.
-CLOCK = {'v4': 1.05e9, 'v5e': 1.5e9, 'v5p': 1.75e9, 'v6e': 1.75e9}
-_NAME = re.compile(r'(?P<chip>\w+):\d+x\d+(x\d+)?')
+
+
+class Limits(NamedTuple):
+  """The limits of one device, as its maker publishes them.
+
+  Attributes:
+    memory: GiB that programs can use; of a TPU, where its compiler refuses.
+    operations: bfloat16 multiplications and additions per second.
+    bandwidth: bytes per second to and from its memory.
+    links: bytes per second that it sends to devices of its host; on a TPU,
+      through both links of one axis of the torus.
+    network: bytes per second that it sends to another host.
+    clock: cycles per second, for `program.estimated_cycles`.
+    per_chip: devices of one chip.
+  """
+
+  memory: float
+  operations: float
+  bandwidth: float
+  links: float
+  network: float
+  clock: float = 1.0
+  per_chip: int = 1
+
+
+TPUS: Mapping[str, Limits] = {
+  'v4': Limits(30.75, 275e12, 1.23e12, 90e9, 90e9, 1.05e9),
+  'v5e': Limits(15.75, 197e12, 0.82e12, 90e9, 90e9, 1.5e9),
+  'v5p': Limits(95.74, 459e12, 2.76e12, 180e9, 180e9, 1.75e9),
+  'v6e': Limits(31.25, 918e12, 1.64e12, 180e9, 180e9, 1.75e9),
+  # A chip is two devices; each has half of the chip's rates.
+  'tpu7x': Limits(94.75, 1153e12, 3.69e12, 100e9, 100e9, 1.9e9, 2),
+}
+GPUS: Mapping[str, Limits] = {
+  'a100': Limits(79.3, 312e12, 2.04e12, 300e9, 25e9),
+  'h100': Limits(79.2, 989e12, 3.35e12, 450e9, 50e9),
+  'h200': Limits(139.8, 989e12, 4.8e12, 450e9, 50e9),
+}
+# The rates are a guess, good for comparing plans with each other.
+CPU = Limits(80.0, 50e9, 10e9, 5e9, 1e9)
+
+_TPU_NAME = re.compile(r'(\w+):(\d+x\d+(?:x\d+)?)')
+_GPU_NAME = re.compile(r'gpu:(\w+):(\d+)')
+_CPU_NAME = re.compile(r'cpu:(\d+)')
+_GPUS_PER_HOST, _CHIPS_PER_HOST = 8, 4
 # Otherwise libtpu looks for a TPU, and for another process that uses it.
 _ENVIRONMENT = {
   'TPU_SKIP_MDS_QUERY': '1',
@@ -35,29 +83,104 @@ _SIZE = re.compile(r'\b(\d[\d.]*[KMGT])')
 
 
 class DoesNotFit(ValueError):
-  """A program that needs more memory than a chip has; one line."""
+  """A program that needs more memory than a device has; one line."""
 
 
-def chip(name: str) -> str:
-  """Returns the generation of the chips of a slice, a key of `MEMORY`.
+class Rejected(ValueError):
+  """A program that the compiler cannot compile; one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+  """Some devices of one kind.
+
+  Attributes:
+    name: the name that `find` was given.
+    platform: 'tpu', 'gpu' or 'cpu'.
+    limits: the limits of one device.
+    num_devices: the number of devices.
+    per_host: the number of devices of a host.
+  """
+
+  name: str
+  platform: str
+  limits: Limits
+  num_devices: int
+  per_host: int
+
+  @property
+  def num_chips(self) -> int:
+    """The number of chips, which is what is paid for."""
+    return self.num_devices // self.limits.per_chip
+
+
+@dataclasses.dataclass(frozen=True)
+class VirtualDevice:
+  """A device that has a place in a mesh and nothing else."""
+
+  id: int
+  process_index: int
+  platform: str
+  device_kind: str
+
+  def addressable_memories(self) -> list[Any]:
+    """Returns memories that only have a kind."""
+    return [_Memory('device'), _Memory('pinned_host')]
+
+
+class _Memory(NamedTuple):
+  kind: str
+
+
+def find(name: str) -> Topology:
+  """Returns the topology of a name.
 
   Raises:
-    ValueError: the name is not that of a slice.
+    ValueError: there is none; the line lists the choices.
   """
-  match = _NAME.fullmatch(name)
-  if match is None or match['chip'] not in MEMORY:
+  if match := _TPU_NAME.fullmatch(name):
+    limits = TPUS.get(match[1])
+    chips = math.prod(map(int, match[2].split('x')))
+    if limits and chips:
+      devices, host = (n * limits.per_chip for n in (chips, _CHIPS_PER_HOST))
+      return Topology(name, 'tpu', limits, devices, min(devices, host))
+  elif match := _GPU_NAME.fullmatch(name):
+    limits, devices = GPUS.get(match[1]), int(match[2])
+    if limits and devices:
+      host = min(devices, _GPUS_PER_HOST)
+      return Topology(name, 'gpu', limits, devices, host)
+  elif match := _CPU_NAME.fullmatch(name):
+    devices = int(match[1])
+    if devices:
+      return Topology(name, 'cpu', CPU, devices, devices)
+  raise ValueError(
+    f'{name}: no such topology; must be a TPU generation and its chips along '
+    f'each axis, such as v5e:4x4 (generations: {", ".join(TPUS)}), or '
+    f'gpu:KIND:NUMBER, such as gpu:h100:8 (kinds: {", ".join(GPUS)}), or '
+    'cpu:NUMBER'
+  )
+
+
+def virtual(topology: Topology) -> list[Any]:
+  """Returns devices with a place in a mesh; nothing can be compiled for them.
+
+  Raises:
+    ValueError: the devices do not fill whole hosts; one line.
+  """
+  if topology.num_devices % topology.per_host:
     raise ValueError(
-      f'{name}: no TPU slice; must be a generation and its chips along each '
-      f'axis, such as v5e:4x4; generations: {", ".join(MEMORY)}'
+      f'{topology.name}: must fill hosts of {topology.per_host} devices'
     )
-  return match['chip']
+  return [
+    VirtualDevice(n, n // topology.per_host, topology.platform, topology.name)
+    for n in range(topology.num_devices)
+  ]
 
 
-def devices(name: str) -> list[Any]:
+def devices(topology: Topology) -> list[Any]:
   """Returns the devices of a TPU slice, to compile for.
 
-  Args:
-    name: a generation and the chips along each axis, such as v5e:4x4.
+  Those of a host stand side by side, as in a run.
 
   Raises:
     ValueError: there is no such slice, or libtpu is not installed; one line.
@@ -65,20 +188,26 @@ def devices(name: str) -> list[Any]:
   # Imported here because nothing else needs it.
   from jax.experimental import topologies
 
+  name = topology.name
   options: dict[str, Any] = {}
-  if name == f'{chip(name)}:1x1':  # otherwise a host has four chips or more
+  if name.endswith(':1x1'):  # otherwise a host has four chips or more
     options['chips_per_host_bounds'] = (1, 1, 1)
+  if name.startswith('v4:'):  # otherwise a chip is two devices
+    options['chip_config_name'] = 'megacore'
   for key, value in _ENVIRONMENT.items():
     os.environ.setdefault(key, value)
   try:
     found = topologies.get_topology_desc(name, platform='tpu', **options)
   except Exception as error:
     if 'not installed' in str(error):
-      reason = "needs the package libtpu: pip install 'stppo_jax[tpu]'"
+      reason = (
+        "needs the package libtpu: pip install 'stppo_jax[tpu]', or "
+        '--compile=False for an estimate without it'
+      )
     else:
       reason = str(error).partition('\n')[0]
     raise ValueError(f'{name}: {reason}') from error
-  return list(found.devices)
+  return sorted(found.devices, key=lambda d: (d.process_index, d.id))
 
 
 def compiled(lowered: Any) -> Any:
@@ -86,13 +215,16 @@ def compiled(lowered: Any) -> Any:
 
   Raises:
     DoesNotFit: it needs more memory than a chip has.
+    Rejected: the compiler fails.
   """
   try:
     return lowered.compile()
   except jax.errors.JaxRuntimeError as error:
     # The first two sizes of the message are what is needed and what there is.
     sizes = _SIZE.findall(str(error))
-    if not str(error).startswith('RESOURCE_EXHAUSTED') or len(sizes) < 2:
-      raise
-    needed, there = sizes[:2]
-    raise DoesNotFit(f'needs {needed}iB of {there}iB on a chip') from error
+    if str(error).startswith('RESOURCE_EXHAUSTED') and len(sizes) > 1:
+      needed, there = sizes[:2]
+      line = f'needs {needed}iB of {there}iB on a chip'
+      raise DoesNotFit(line) from error
+    first = str(error).strip().partition('\n')[0]
+    raise Rejected(f'the compiler rejects it: {first}') from error

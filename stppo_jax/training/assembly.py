@@ -151,7 +151,7 @@ def check_batch_sizes(
     for key, size in trained.items()
     if size % shards
   }
-  hosts = jax.process_count()
+  hosts = mesh_lib.num_hosts(mesh)
   if rollout.trajectories_per_step % (hosts * rollout.group_size):
     lines['hosts'] = (
       f'rollout.trajectories_per_step={rollout.trajectories_per_step}: must '
@@ -168,7 +168,7 @@ def check_batch_sizes(
   if placement is not None:
     slots = 'slots' if rollout.slots else 'trajectories_per_step'
     shards = cache_lib.row_shards(shape, placement.mesh)
-    if num_slots(config) % shards:
+    if num_slots(config, hosts) % shards:
       lines[f'rollout.{slots}'] = (
         f'rollout.{slots}={rollout[slots]}: must be a multiple of {shards}: '
         'the engine divides slots over so many devices of this host'
@@ -183,10 +183,10 @@ def check_batch_sizes(
     raise ValueError('\n'.join(lines.values()))
 
 
-def num_slots(config) -> int:
-  """Returns the number of trajectories that this host decodes at once."""
+def num_slots(config, hosts: int) -> int:
+  """Returns the number of trajectories that each host decodes at once."""
   rollout = config.rollout
-  return rollout.slots or rollout.trajectories_per_step // jax.process_count()
+  return rollout.slots or rollout.trajectories_per_step // hosts
 
 
 def build_questions(config) -> questions_lib.Questions:

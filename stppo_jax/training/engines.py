@@ -8,6 +8,7 @@ from stppo_jax.envs import reward_function
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
+from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.rollout import collect
 from stppo_jax.sampling import engine as engine_lib
@@ -54,7 +55,7 @@ def build(
     policy,
     placement=placement,
     automaton=automaton,
-    options=_engine_options(config),
+    options=_engine_options(config, mesh_lib.num_hosts(placement.training)),
   )
 
 
@@ -127,11 +128,11 @@ def _sampling(config) -> sampler.Sampling:
   )
 
 
-def _engine_options(config) -> engine_options.EngineOptions:
+def _engine_options(config, hosts: int) -> engine_options.EngineOptions:
   """Returns the options of the local engine."""
   rollout = config.rollout
   return engine_options.EngineOptions(
-    slots=assembly.num_slots(config),
+    slots=assembly.num_slots(config, hosts),
     max_length=config.env.max_length,
     sampling=_sampling(config),
     cache_blocks=rollout.cache_blocks,

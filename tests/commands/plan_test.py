@@ -1,5 +1,6 @@
 """Plans of small models counted by hand, of published ones on 64 devices."""
 
+import json
 import pathlib
 import re
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 
 from stppo_jax import __main__
 from stppo_jax.analysis import plan
+from stppo_jax.analysis import plan_memory
 from stppo_jax.models import functional
 from stppo_jax.training import model_files
 from tests.models import tiny
@@ -56,16 +58,20 @@ def test_bytes_of_a_small_model():
   weights = sizes['weights of the engine']
   assert weights == 2 * sizes['policy parameters'] - whole
   assert sizes['keys and values of the engine'] == 2 * 2 * 128 * 8 * 4
-  assert found.total == sum(sizes.values()) + found.gradients
+  assert found.total == sum(sizes.values()) + sum(found.estimated.values())
+  trained = sizes['policy parameters'] + sizes['value parameters']
+  assert found.estimated['gradients'] == trained
 
 
 def test_an_engine_computes_with_weights_of_its_dtype():
   config, placement = runs.config(), tiny_engine.placement(8)
-  whole = plan.engine_sizes(config, tiny.model(), placement)
+  whole = plan_memory.engine_sizes(config, tiny.model(), placement)
   # Two rows a device, of two layers with one key/value head of 8.
   assert whole['weights of the engine'] == 4 * _size(tiny.model())
   assert whole['keys and values of the engine'] == 2 * 2 * 2 * 128 * 8 * 4
-  halved = plan.engine_sizes(config, tiny.model(dtype='bfloat16'), placement)
+  halved = plan_memory.engine_sizes(
+    config, tiny.model(dtype='bfloat16'), placement
+  )
   assert halved == {name: size / 2 for name, size in whole.items()}
 
 
@@ -92,7 +98,9 @@ def test_an_engine_is_cut_over_the_devices_of_a_host(name, devices, tensor):
   config = runs.config(model__path=str(_PUBLISHED / name))
   shape = model_files.shape(config, None)
   one, cut = (
-    plan.engine_sizes(config, functional.Model(shape, 'vocabulary'), where)
+    plan_memory.engine_sizes(
+      config, functional.Model(shape, 'vocabulary'), where
+    )
     for where in (
       tiny_engine.placement(1),
       tiny_engine.placement(devices, tensor),
@@ -119,7 +127,7 @@ def test_a_plan_with_routing_replay(capsys):
     '--config.updates.routing_replay=sampler',
   )
   assert (code, err) == (0, '')
-  assert out.endswith('fits in 80.0 GiB\n')
+  assert out.endswith('fits in 80 GiB\n')
 
 
 def test_a_compiled_plan_prints_collectives_and_operations(capsys):
@@ -127,8 +135,9 @@ def test_a_compiled_plan_prints_collectives_and_operations(capsys):
   flags = '--hbm_gib=1e-6', '--config.mesh.fsdp=2'
   code, out, _ = _plan(capsys, *flags, algorithm='reinforce')
   assert code == 2 and out.endswith('does not fit in 1e-06 GiB\n')
-  assert re.search(r'sent by \d+ all-gather of update\n', out)
-  assert re.search(r'[\d.]+ TFLOP of matrix products of update\n', out)
+  assert re.search(r'sent by \d+ all-gather along fsdp\n', out)
+  assert re.search(r'at most sent by \d+ all-reduce along data\n', out)
+  assert re.search(r'[\d.]+ TFLOP  in matrix products\n', out)
   assert 'temporaries of update, as planned for CPU' in out
 
 
@@ -189,7 +198,66 @@ def test_the_update_of_7b_compiles_for_64_devices():
   out = _published('qwen2_5_7b')
   # 256 rows of 4096 tokens: two multiplications and additions a parameter and
   # token, forward, recomputed and twice backward; policy and value model.
-  assert 'fits in 80.0 GiB' in out
-  operations = float(re.search(r'([\d.]+) TFLOP', out)[1])
+  assert 'fits in 80 GiB' in out
+  operations = float(re.search(r'([\d.]+) TFLOP  in', out)[1])
   parameters = 2 * 7.616e9 - 2 * 152064 * 3584  # in products
   assert operations > 8 * parameters * 256 * 4096 / 64 / 1e12
+
+
+def _planned_for(capsys, name, *flags):
+  code = __main__.main(
+    [
+      *('plan', *runs.flags(), f'--topology={name}', '--compile=False'),
+      *flags,
+    ]
+  )
+  out, err = capsys.readouterr()
+  return code, out, err
+
+
+@pytest.mark.parametrize('name', ['v5e:2x4', 'gpu:h100:8', 'cpu:8'])
+def test_a_plan_without_a_compiler_has_seconds_and_costs(capsys, name):
+  code, out, err = _planned_for(
+    capsys, name, '--json', '--price=2.5', '--config.mesh.fsdp=2'
+  )
+  assert (code, err) == (0, '')
+  found = json.loads(out)
+  assert found['mesh'] == {'data': 4, 'fsdp': 2, 'tensor': 1}
+  memory = found['memory']
+  held = sum(memory['sizes'].values()) + memory['temporaries']['update']
+  assert memory['total'] == held == memory['limit'] - memory['headroom']
+  step, run = found['step'], found['run']
+  assert list(step['parts']) == [
+    *('extend', 'decode', 'publish', 'annotate', 'update')
+  ]
+  seconds = sum(part['seconds'] for part in step['parts'].values())
+  assert step['seconds'] == pytest.approx(seconds)
+  assert step['tokens_per_second'] == pytest.approx(16 * 128 / seconds)
+  assert step['questions_per_second'] == pytest.approx(16 / seconds)
+  assert run['chip_hours'] == pytest.approx(8 * 4 * seconds / 3600)
+  assert run['cost'] == pytest.approx(2.5 * run['chip_hours'])
+  assert 0 < run['cost_at_least'] < run['cost']
+  assert any('H200' in line for line in found['assumptions'])
+
+
+def test_a_plan_says_what_it_assumes_and_what_does_not_fit(capsys):
+  code, out, _ = _planned_for(capsys, 'gpu:a100:8', '--hbm_gib=1e-6')
+  assert code == 2 and out.endswith('\ndoes not fit in 1e-06 GiB\n')
+  assert 'GiB  headroom' in out and 'Assumed: every row' in out
+  assert re.search(r'^4 steps: [\d.e-]+ hours, [\d.e-]+ chip-hours$', out, re.M)
+
+
+@pytest.mark.parametrize(
+  ('flag', 'expected'),
+  [
+    ('--topology=v9:4x4', '--topology=v9:4x4: no such topology; must be a TPU'),
+    ('--topology=gpu:h100:12', 'gpu:h100:12: must fill hosts of 8 devices'),
+    ('--config.mesh.fsdp=3', 'mesh data=-1 fsdp=3 tensor=1 does not fit 8 de'),
+    ('--programs=decode', '--programs=decode: must be some of annotate, upd'),
+    ('--price=-1.0', '--price=-1.0: must be 0 or greater'),
+  ],
+)
+def test_a_wrong_topology_is_one_line_and_2(capsys, flag, expected):
+  code, out, err = _planned_for(capsys, 'v5e:2x4', flag)
+  assert code == 2 and out == ''
+  assert err.count('\n') == 1 and expected in err

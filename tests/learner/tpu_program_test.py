@@ -59,7 +59,7 @@ class _Compiled(NamedTuple):
 
 @functools.cache
 def _compiled() -> _Compiled:
-  devices = topology.devices('v5e:4x4')
+  devices = topology.devices(topology.find('v5e:4x4'))
   mesh = mesh_lib.make_mesh(data=_DATA, fsdp=_FSDP, tensor=1, devices=devices)
   rows = len(devices) * _NUM_MICROBATCHES
   config = runs.config(

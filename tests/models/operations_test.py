@@ -51,6 +51,9 @@ def test_of_experts_those_count_that_a_token_visits():
     num_experts_per_tok=8,
     moe_intermediate_size=1120,
   )
+  weights = operations.layer_weights(experts)
+  assert weights.expand == 1536 * (2 * 8 * 1120 + 64)  # with the router
+  assert weights.contract == 1536 * 8 * 1120
   router = 28 * 2 * 1536 * 64
   dense = operations.of_layers(_SHAPE, 512)
   assert operations.of_layers(experts, 512) == dense + router

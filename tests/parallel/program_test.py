@@ -55,6 +55,20 @@ def test_collectives_of_a_program_are_counted():
   ]
 
 
+def test_collectives_are_along_axes_of_the_mesh():
+  mesh = {'data': 2, 'fsdp': 2, 'tensor': 2}
+  found = [(c.group, c.axes(mesh)) for c in program.collectives(_TEXT)]
+  assert found == [
+    ((0, 1, 2, 3), ('fsdp', 'tensor')),
+    ((0, 1), ('tensor',)),
+    # Every second device of 4 x 1 x 2; half of [2, 4] transposed.
+    ((0, 2, 4, 6), ('data', 'fsdp')),
+    ((0, 2), ('fsdp',)),
+    (tuple(range(8)), ('data', 'fsdp', 'tensor')),
+    (tuple(range(8)), ('data', 'fsdp', 'tensor')),
+  ]
+
+
 # The compiler for TPU does not tell how often a loop iterates; it divides a
 # gather into kernels that run beside others; and it writes a reduce-scatter as
 # a kernel with an all-reduce.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from stppo_jax.parallel import chips
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.parallel import topology
@@ -18,21 +19,69 @@ _THERE = importlib.util.find_spec('libtpu') is not None
 needs_libtpu = pytest.mark.skipif(not _THERE, reason='libtpu is not installed')
 
 
-@pytest.mark.parametrize('name', ['v5e', 'v5e:16', 'v9:2x2', 'v5e:2x2x2x2', ''])
-def test_a_name_that_is_no_slice_is_refused(name):
-  with pytest.raises(ValueError, match='such as v5e:4x4; generations: v4, v5e'):
-    topology.devices(name)
+_NO_NAMES = (
+  'v5e v5e:16 v9:2x2 v5e:2x2x2x2 v5e:0x4 gpu:h1:8 gpu:h100:0 cpu cpu:0'
+)
+
+
+@pytest.mark.parametrize('name', ['', *_NO_NAMES.split()])
+def test_a_name_that_is_no_topology_lists_the_choices(name):
+  with pytest.raises(ValueError, match='v4, v5e, .*a100, h100.*or cpu') as e:
+    topology.find(name)
+  assert str(e.value).startswith(f'{name}: no such topology; must be')
+
+
+@pytest.mark.parametrize(
+  ('name', 'platform', 'devices', 'hosts', 'chips'),
+  [
+    ('v5e:4x4', 'tpu', 16, 4, 16),
+    ('v5e:1x1', 'tpu', 1, 1, 1),
+    ('v5p:2x2x4', 'tpu', 16, 4, 16),
+    ('tpu7x:2x2x2', 'tpu', 16, 2, 8),  # two devices a chip
+    ('gpu:h100:16', 'gpu', 16, 2, 16),
+    ('gpu:a100:4', 'gpu', 4, 1, 4),
+    ('cpu:8', 'cpu', 8, 1, 8),
+  ],
+)
+def test_virtual_devices_of_a_topology_have_a_place_in_a_mesh(
+  name, platform, devices, hosts, chips
+):
+  found = topology.find(name)
+  assert found.num_chips == chips
+  virtual = topology.virtual(found)
+  mesh = mesh_lib.make_mesh(data=1, fsdp=-1, tensor=1, devices=virtual)
+  assert mesh.size == found.num_devices == devices
+  assert mesh_lib.platform(mesh) == platform
+  assert mesh_lib.num_hosts(mesh) == hosts
+
+
+@pytest.mark.parametrize(
+  ('kind', 'limits'),
+  [
+    ('TPU v4', topology.TPUS['v4']),
+    ('TPU v5 lite', topology.TPUS['v5e']),
+    ('NVIDIA H100 80GB HBM3', topology.GPUS['h100']),
+    ('NVIDIA H200', topology.GPUS['h200']),
+  ],
+)
+def test_limits_are_the_peaks_that_runs_are_measured_by(kind, limits):
+  assert limits.operations == chips.PEAKS[kind]
+
+
+def test_gpus_fill_whole_hosts():
+  with pytest.raises(ValueError, match='^gpu:h100:12: must fill hosts of 8'):
+    topology.virtual(topology.find('gpu:h100:12'))
 
 
 @pytest.mark.skipif(_THERE, reason='libtpu is installed')
 def test_without_the_compiler_the_error_says_what_to_install():
   with pytest.raises(ValueError, match='^v5e:2x2: needs the package libtpu'):
-    topology.devices('v5e:2x2')
+    topology.devices(topology.find('v5e:2x2'))
 
 
 @needs_libtpu
 def test_programs_are_compiled_for_chips_that_are_not_there():
-  devices = topology.devices('v5e:2x4')
+  devices = topology.devices(topology.find('v5e:2x4'))
   mesh = mesh_lib.make_mesh(data=1, fsdp=8, tensor=1, devices=devices)
   assert mesh_lib.platform(mesh) == 'tpu'
   square = jax.jit(lambda x: jnp.tanh(x @ x) @ x)
@@ -45,3 +94,36 @@ def test_programs_are_compiled_for_chips_that_are_not_there():
   assert compiled.memory_analysis().argument_size_in_bytes == 4 * 512**2
   with pytest.raises(topology.DoesNotFit, match=r'^needs .*GiB of 15.75GiB on'):
     topology.compiled(square.lower(shape(60_000)))
+
+
+class _Refused:
+  """A lowered program that the compiler refuses."""
+
+  def compile(self):
+    raise jax.errors.JaxRuntimeError('INTERNAL: no such layout\nat line 3')
+
+
+def test_a_program_that_the_compiler_rejects_is_one_line():
+  with pytest.raises(topology.Rejected) as error:
+    topology.compiled(_Refused())
+  assert str(error.value) == (
+    'the compiler rejects it: INTERNAL: no such layout'
+  )
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+  ('name', 'memory'), [('v4:2x2x1', 30.75), ('tpu7x:2x2x1', 94.75)]
+)
+def test_slices_have_as_many_devices_and_as_much_memory_as_they_say(
+  name, memory
+):
+  found = topology.find(name)
+  devices = topology.devices(found)
+  assert len(devices) == found.num_devices
+  assert found.limits.memory == memory
+  mesh = mesh_lib.make_mesh(data=-1, fsdp=1, tensor=1, devices=devices)
+  layout = sharding.replicated(mesh)
+  x = jax.ShapeDtypeStruct((400_000, 400_000), jnp.bfloat16, sharding=layout)
+  with pytest.raises(topology.DoesNotFit, match=f'of {memory}GiB on a chip'):
+    topology.compiled(jax.jit(lambda x: x @ x).lower(x))

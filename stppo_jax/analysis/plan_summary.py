@@ -1,0 +1,77 @@
+"""A plan as numbers and texts that JSON can hold."""
+
+from typing import Any
+
+from stppo_jax.analysis import plan as plan_lib
+from stppo_jax.analysis import roofline
+
+
+def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
+  """Returns a plan as numbers and texts that JSON can hold.
+
+  Args:
+    plan: the plan.
+    price: the price of a chip for an hour; 0: unknown.
+  """
+  work = plan.work
+  at_least, seconds = plan.seconds
+  hours = [x * plan.num_steps / 3600 for x in (at_least, seconds)]
+  chip_hours = [x * plan.topology.num_chips for x in hours]
+  costs = [price * x if price else None for x in chip_hours]
+  return {
+    'topology': plan.topology.name,
+    'devices': plan.topology.num_devices,
+    'chips': plan.topology.num_chips,
+    'mesh': dict(plan.axes),
+    'fits': plan.fits,
+    'problems': plan.problems,
+    'memory': {
+      'sizes': dict(plan.sizes),
+      'compiled_for': plan.topology.platform if plan.programs else '',
+      'temporaries': plan.temporaries,
+      'estimated': dict(plan.estimated),
+      'total': plan.total,
+      'limit': plan.limit,
+      'headroom': plan.limit - plan.total,
+    },
+    'programs': {
+      name: {
+        'operations': cost.operations,
+        'kernel_seconds': cost.seconds,
+        'collectives': cost.sent(plan.axes),
+      }
+      for name, cost in plan.programs.items()
+    },
+    'step': {
+      'trajectories': work.trajectories,
+      'length': work.length,
+      'losses': work.losses,
+      'parts': {
+        name: {
+          'operations': part.operations,
+          'computed': part.computed,
+          'read': part.read,
+          'sent': [
+            {'kind': kind, 'axis': axis, 'bytes': size}
+            for (kind, axis), size in part.traffic.items()
+          ],
+          'seconds_at_least': part.bound,
+          'seconds': part.expected,
+        }
+        for name, part in plan.parts.items()
+      },
+      'seconds_at_least': at_least,
+      'seconds': seconds,
+      'tokens_per_second': work.trajectories * work.length / seconds,
+      'questions_per_second': work.trajectories / work.group_size / seconds,
+    },
+    'run': {
+      'num_steps': plan.num_steps,
+      'hours': hours[1],
+      'chip_hours': chip_hours[1],
+      'chip_hours_at_least': chip_hours[0],
+      'cost': costs[1],
+      'cost_at_least': costs[0],
+    },
+    'assumptions': list(roofline.ASSUMPTIONS),
+  }

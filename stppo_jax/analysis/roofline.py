@@ -1,0 +1,311 @@
+"""Estimates the seconds of a step from the limits of devices, not compiling.
+
+The operations, the bytes that are read and the bytes that devices send follow
+from formulas. `bound` is the time at the limits that the makers of a device
+publish, which no program can beat. `expected` uses the shares of these limits
+that one device has reached, see `SHARES`. In both, what a part computes, reads
+and sends overlaps, so the slowest of the three counts; the parts follow one
+another. Waiting for the retriever, evaluations and checkpoints are left out.
+"""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import NamedTuple
+
+from stppo_jax.models import config as model_config
+from stppo_jax.models import operations
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import topology as topology_lib
+
+# The kind of a collective and the axis of the mesh to bytes of one device.
+Traffic = Mapping[tuple[str, str], float]
+
+# The shares of the published rates that one H200 has reached with Qwen2.5-1.5B
+# in bfloat16, see docs/benchmarks.md. It multiplies large matrices at 716 of
+# its 989 TFLOP/s. Of that, annotate reaches 73 %, and an update with
+# updates.remat=full 51 %; with the operations that it computes a second time,
+# 73 % too. Decoding 128 rows of 1k tokens reads 49 % of the 3.25 TB/s that a
+# copy reads and writes, of 4.8 published. 129,000 tokens of prompts per second,
+# with an extend_chunk of 256, are 35 % of the published operations.
+_PRODUCT, _COPY = 716 / 989, 3.25 / 4.8
+SHARES: Mapping[str, float] = {
+  'decode': 0.49 * _COPY,
+  'extend': 0.35,
+  'publish': 1.0,
+  'annotate': 0.73 * _PRODUCT,
+  'update': 0.73 * _PRODUCT,
+}
+ASSUMPTIONS = (
+  'every row has all its tokens; the shares of published rates are those that '
+  'Qwen2.5-1.5B reached on one H200 (python -m benchmarks.accelerator): '
+  f'annotate and update {SHARES["update"]:.0%} of the operations, recomputed '
+  f'ones included, extend {SHARES["extend"]:.0%}, decode '
+  f"{SHARES['decode']:.0%} of the memory's bandwidth",
+  'products, reads and collectives of a part overlap, and parts follow one '
+  'another; waiting for the retriever, evaluations, checkpoints and compiling '
+  'are left out',
+)
+
+
+class Part(NamedTuple):
+  """The work of one device in a part of a step, and its time.
+
+  Attributes:
+    operations: multiplications and additions that the formulas need.
+    computed: the same with those that are computed a second time.
+    read: bytes from its memory; 0 where products take longer.
+    traffic: bytes that it sends.
+    bound: seconds at the published limits.
+    expected: seconds at the shares of them in `SHARES`.
+  """
+
+  operations: float
+  computed: float
+  read: float
+  traffic: Traffic
+  bound: float
+  expected: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+  """The sizes of a step that its parts depend on.
+
+  Attributes:
+    shape: the shape of policy and value model.
+    axes: the sizes of the axes of the mesh.
+    trajectories, group_size: rows of a step, and rows of one question.
+    minibatch, microbatch: rows of an update, and of a forward pass.
+    updates: updates of a step.
+    length: tokens of a row.
+    losses: tokens of a row that are trained on.
+    values: 'own', 'shared' or 'none', where the values come from.
+    adapters: whether only adapters are trained.
+    statistics: whether updates with several microbatches need one more pass.
+    weights: the weights of all layers of one model, in number.
+    trained: the number of weights that are trained, without the output matrix.
+    itemsize: the bytes of a number in the computations.
+    decode_steps: calls of the model on a device to decode all its rows.
+    decode_bytes: the bytes that such a call reads.
+    decode_rows: the rows of a device in such a call.
+    engine_tensor: the devices that a copy of the engine is cut over; 0 with a
+      remote engine.
+  """
+
+  shape: model_config.ModelConfig
+  axes: Mapping[str, int]
+  trajectories: int
+  group_size: int
+  minibatch: int
+  microbatch: int
+  updates: int
+  length: int
+  losses: int
+  values: str
+  adapters: bool
+  statistics: bool
+  weights: int
+  trained: int
+  itemsize: int
+  decode_steps: float
+  decode_bytes: float
+  decode_rows: float
+  engine_tensor: int
+
+  @property
+  def output(self) -> int:
+    """The weights of the output matrix."""
+    return self.shape.hidden_size * self.shape.vocab_size
+
+  @property
+  def rows_per_device(self) -> float:
+    """The rows of a device in a forward pass."""
+    shards = self.axes['data'] * self.axes['fsdp']
+    return self.microbatch / shards
+
+
+def parts(work: Work, topology: topology_lib.Topology) -> dict[str, Part]:
+  """Returns the parts of a step by name, in their order.
+
+  Args:
+    work: the sizes of the step.
+    topology: the devices.
+  """
+  found = {}
+  if work.engine_tensor:
+    found['extend'] = _extend(work)
+    found['decode'] = _decode(work)
+    found['publish'] = _publish(work)
+  found['annotate'] = _annotate(work)
+  found['update'] = _update(work)
+  devices = topology.num_devices
+  timed = {}
+  for name, (needed, computed, read, traffic) in found.items():
+    needed, computed = needed / devices, computed / devices
+    traffic = {key: size for key, size in traffic.items() if size}
+    sending = sum(
+      size / _bandwidth(topology, work.axes, axis)
+      for (_, axis), size in traffic.items()
+    )
+    limits = topology.limits
+    times = [computed / limits.operations, read / limits.bandwidth]
+    timed[name] = Part(
+      needed,
+      computed,
+      read,
+      traffic,
+      max(needed / limits.operations, times[1], sending),
+      max(*(x / SHARES[name] for x in times), sending),
+    )
+  return timed
+
+
+_Counts = tuple[float, float, float, dict[tuple[str, str], float]]
+
+
+def _extend(work: Work) -> _Counts:
+  """Prompts and observations, which are appended to the cache."""
+  appended = work.trajectories * (work.length - work.losses)
+  count = appended * operations.of_layers(work.shape, work.length)
+  return count, count, 0.0, {}
+
+
+def _decode(work: Work) -> _Counts:
+  shape, tensor = work.shape, work.engine_tensor
+  tokens = work.trajectories * work.losses
+  per_token = operations.of_layers(shape, work.length) + operations.of_logits(
+    shape
+  )
+  count = tokens * per_token
+  hidden = work.decode_rows * shape.hidden_size * work.itemsize
+  sums = 2 * shape.num_layers * work.decode_steps * hidden
+  traffic = {('all-reduce', 'tensor'): _all_reduce(sums, tensor)}
+  return count, count, work.decode_steps * work.decode_bytes, traffic
+
+
+def _publish(work: Work) -> _Counts:
+  """See docs/sharding.md for the formula."""
+  trained, parts = work.trained + work.output * (not work.adapters), 1
+  for axis in ('fsdp', 'tensor'):
+    parts *= work.axes[axis]
+  size, n = trained * work.itemsize, min(work.engine_tensor, parts)
+  sent = size / parts * (n - 1) / n + size / n * (1 - n / parts)
+  return 0.0, 0.0, 0.0, {('all-gather', 'fsdp'): sent}
+
+
+def _annotate(work: Work) -> _Counts:
+  rows = work.trajectories
+  models = 3 if work.values == 'own' else 2  # old policy, reference, values
+  count = models * _layers(work, rows) + 2 * _head(work, rows)
+  times = max(rows // work.microbatch, 1)
+  gathered = times * models * work.weights + 2 * work.output
+  traffic = {
+    ('all-gather', 'fsdp'): _scatter(work, gathered),
+    **_activations(work, times * models, sums=2),
+  }
+  return count, count, 0.0, traffic
+
+
+def _update(work: Work) -> _Counts:
+  shape, rows = work.shape, work.minibatch
+  times = rows // work.microbatch
+  models = 2 if work.values == 'own' else 1
+  layers, head = _layers(work, rows), _head(work, rows)
+  # Weights without a gradient need one product less in the backward pass.
+  passes = 2 if work.adapters else 3
+  needed = passes * (models * layers + head)
+  # Logits are computed again in the backward pass.
+  computed = needed + models * _recomputed(work, rows) + head
+  extra = int(work.statistics and times > 1)
+  computed += extra * (layers + head)
+  remat = shape.remat == 'full'
+  gathered = times * (2 * models + extra) * work.weights + work.output
+  summed = times * (models * work.trained + work.output * (not work.adapters))
+  tensor, fsdp = work.axes['tensor'], work.axes['fsdp']
+  sums = _all_reduce(summed * work.itemsize / tensor / fsdp, work.axes['data'])
+  traffic = {
+    ('all-gather', 'fsdp'): _scatter(work, gathered),
+    ('reduce-scatter', 'fsdp'): _scatter(work, summed),
+    ('all-reduce', 'data'): sums,
+    # Two sums of each layer forward and two backward; the first is computed
+    # again if nothing of a layer is kept.
+    **_activations(work, times * models, sums=4 + remat, look_ups=2),
+  }
+  for key, size in _activations(work, times * extra, sums=2).items():
+    traffic[key] += size
+  count = work.updates
+  return (
+    count * needed,
+    count * computed,
+    0.0,
+    {key: count * size for key, size in traffic.items()},
+  )
+
+
+def _layers(work: Work, rows: int) -> float:
+  """Returns the operations of all layers of one model, forward."""
+  return rows * work.length * operations.of_layers(work.shape, work.length)
+
+
+def _head(work: Work, rows: int) -> float:
+  """Returns the operations of the logits at loss positions."""
+  return rows * work.losses * operations.of_logits(work.shape)
+
+
+def _recomputed(work: Work, rows: int) -> float:
+  """Returns the operations of a model's layers that are computed again."""
+  shape, tokens = work.shape, rows * work.length
+  if shape.remat not in ('full', 'dots'):
+    return 0.0
+  count = tokens * operations.of_attention(shape, work.length)
+  if shape.remat == 'full':
+    # The backward pass does not need the result of the last product.
+    weights = operations.layer_weights(shape)
+    products = weights.attention + weights.expand
+    count += 2.0 * tokens * shape.num_layers * products
+  return count
+
+
+def _scatter(work: Work, weights: float) -> float:
+  """Returns what a device sends to gather, or to scatter, weights."""
+  fsdp = work.axes['fsdp']
+  size = weights * work.itemsize / work.axes['tensor']
+  return size * (fsdp - 1) / fsdp
+
+
+def _all_reduce(size: float, devices: int) -> float:
+  return 2 * size * (devices - 1) / devices
+
+
+def _activations(
+  work: Work, passes: int, *, sums: int, look_ups: int = 1
+) -> dict[tuple[str, str], float]:
+  """Returns what passes of models over a microbatch send of activations.
+
+  Args:
+    work: the sizes of the step.
+    passes: the number of passes.
+    sums: the sums over `tensor` in each layer.
+    look_ups: exchanges of embedded tokens in each pass.
+  """
+  shape, fsdp = work.shape, work.axes['fsdp']
+  hidden = work.rows_per_device * work.length * shape.hidden_size
+  hidden *= passes * work.itemsize
+  summed = sums * shape.num_layers * hidden
+  return {
+    ('all-to-all', 'fsdp'): look_ups * hidden * (fsdp - 1) / fsdp,
+    ('all-reduce', 'tensor'): _all_reduce(summed, work.axes['tensor']),
+  }
+
+
+def _bandwidth(
+  topology: topology_lib.Topology, axes: Mapping[str, int], axis: str
+) -> float:
+  """Returns the bytes per second that a device sends along an axis."""
+  inner = 1
+  for name in reversed(mesh_lib.AXES):
+    inner *= axes[name]
+    if name == axis:
+      break
+  limits = topology.limits
+  return limits.links if inner <= topology.per_host else limits.network
