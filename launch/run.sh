@@ -23,105 +23,111 @@
 # The exit code is that of the last start.
 set -uo pipefail
 
-workdir='' rank=''
-for word in "$@"; do
-  case $word in
-    --workdir=*) workdir=${word#*=} ;;
-    --process_id=*) rank=${word#*=} ;;
-    --restart | --restart=*)
-      echo 'run.sh: --restart: every start would begin anew; use train for it' >&2
+# bash reads a function as a whole: this file may be replaced while it runs.
+main() {
+  workdir='' rank=''
+  for word in "$@"; do
+    case $word in
+      --workdir=*) workdir=${word#*=} ;;
+      --process_id=*) rank=${word#*=} ;;
+      --restart | --restart=*)
+        echo 'run.sh: --restart: every start would begin anew; use train' >&2
+        exit 2
+        ;;
+    esac
+  done
+  if [ -z "$workdir" ]; then
+    echo 'run.sh: --workdir=DIR is missing; other flags are as for train' >&2
+    exit 2
+  fi
+
+  root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+  python=${PYTHON:-}
+  if [ -z "$python" ]; then
+    python=python3
+    [ -x "$root/.venv/bin/python" ] && python=$root/.venv/bin/python
+  fi
+  export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+
+  if [ -n "${SECRETS:-}" ]; then
+    if [ ! -r "$SECRETS" ]; then
+      echo "run.sh: SECRETS=$SECRETS: no such file" >&2
       exit 2
-      ;;
-  esac
-done
-if [ -z "$workdir" ]; then
-  echo 'run.sh: --workdir=DIR is missing; the other flags are those of train' >&2
-  exit 2
-fi
-
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=${PYTHON:-}
-if [ -z "$python" ]; then
-  python=python3
-  [ -x "$root/.venv/bin/python" ] && python=$root/.venv/bin/python
-fi
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-
-if [ -n "${SECRETS:-}" ]; then
-  if [ ! -r "$SECRETS" ]; then
-    echo "run.sh: SECRETS=$SECRETS: no such file" >&2
-    exit 2
-  fi
-  set -a
-  # shellcheck source=/dev/null
-  . "$SECRETS"
-  set +a
-fi
-
-logs=${LOGS:-${workdir%/}.logs}
-log=$logs/$HOSTNAME${rank:+-$rank}.log
-mkdir -p "$logs" || exit 2
-# What copies the output must live until the last line of a stopped run.
-exec > >(trap '' INT TERM HUP; exec tee -a "$log") 2>&1
-
-# The run has a session of its own, so that a Ctrl-C of the terminal reaches it
-# once, from here. Some supervisors signal it themselves, too. So it is told by
-# SIGHUP, which a run that is ending ignores, while a second SIGTERM would
-# abandon what it saves.
-child='' stopped='' signalled=''
-# shellcheck disable=SC2329  # it is called by the traps
-stop() {
-  stopped=$1 signalled=yes
-  [ -n "$child" ] && kill -HUP "$child" 2>/dev/null
-}
-trap 'stop 75' TERM HUP
-trap 'stop 130' INT
-
-server=''
-if [ -n "${RETRIEVER:-}" ]; then
-  port=$((${PORT:-8000} + ${rank:-0}))
-  listens() { (: </dev/tcp/127.0.0.1/"$port") 2>/dev/null; }
-  if listens; then
-    echo "run.sh: port $port is in use; choose another PORT for the retriever"
-    exit 2
-  fi
-  # The arguments are words.
-  # shellcheck disable=SC2086
-  "$python" -m stppo_jax serve $RETRIEVER --port="$port" &
-  server=$!
-  trap '[ -n "$server" ] && kill "$server" 2>/dev/null' EXIT
-  until listens; do
-    if [ -n "$stopped" ]; then exit "$stopped"; fi
-    if ! kill -0 "$server" 2>/dev/null; then
-      wait "$server"
-      exit
     fi
-    sleep 1
-  done
-  set -- "$@" --config.retrieval.url="http://127.0.0.1:$port"
-fi
-
-code=75
-for ((start = 0; start <= ${RESTARTS:-20}; start++)); do
-  if ((start > 0)); then
-    echo "run.sh: exit code 75; start $((start + 1)) in ${DELAY:-10} s"
-    sleep "${DELAY:-10}" &
-    wait $!
+    set -a
+    # shellcheck source=/dev/null
+    . "$SECRETS"
+    set +a
   fi
-  if [ -n "$stopped" ]; then code=$stopped && break; fi
-  setsid env --default-signal=HUP,INT "$python" -u -m stppo_jax train "$@" &
-  child=$!
-  # A signal ends `wait` early; 127 means that it had ended before.
-  signalled=yes
-  while [ -n "$signalled" ]; do
-    signalled=''
-    wait "$child"
-    result=$?
-    if ((result != 127)); then code=$result; fi
+
+  logs=${LOGS:-${workdir%/}.logs}
+  log=$logs/$HOSTNAME${rank:+-$rank}.log
+  mkdir -p "$logs" || exit 2
+  # What copies the output must live until the last line of a stopped run.
+  exec > >(trap '' INT TERM HUP; exec tee -a "$log") 2>&1
+
+  # The run has a session of its own, so that a Ctrl-C of the terminal reaches
+  # it once, from here. Some supervisors signal it themselves, too. So it is
+  # told by SIGHUP, which a run that is ending ignores, while a second SIGTERM
+  # would abandon what it saves.
+  child='' stopped='' signalled=''
+  # shellcheck disable=SC2329  # it is called by the traps
+  stop() {
+    stopped=$1 signalled=yes
+    [ -n "$child" ] && kill -HUP "$child" 2>/dev/null
+  }
+  trap 'stop 75' TERM HUP
+  trap 'stop 130' INT
+
+  server=''
+  if [ -n "${RETRIEVER:-}" ]; then
+    port=$((${PORT:-8000} + ${rank:-0}))
+    listens() { (: </dev/tcp/127.0.0.1/"$port") 2>/dev/null; }
+    if listens; then
+      echo "run.sh: port $port is in use; choose another PORT for the retriever"
+      exit 2
+    fi
+    # The arguments are words.
+    # shellcheck disable=SC2086
+    "$python" -m stppo_jax serve $RETRIEVER --port="$port" &
+    server=$!
+    trap '[ -n "$server" ] && kill "$server" 2>/dev/null' EXIT
+    until listens; do
+      if [ -n "$stopped" ]; then exit "$stopped"; fi
+      if ! kill -0 "$server" 2>/dev/null; then
+        wait "$server"
+        exit
+      fi
+      sleep 1
+    done
+    set -- "$@" --config.retrieval.url="http://127.0.0.1:$port"
+  fi
+
+  code=75
+  for ((start = 0; start <= ${RESTARTS:-20}; start++)); do
+    if ((start > 0)); then
+      echo "run.sh: exit code 75; start $((start + 1)) in ${DELAY:-10} s"
+      sleep "${DELAY:-10}" &
+      wait $!
+    fi
+    if [ -n "$stopped" ]; then code=$stopped && break; fi
+    setsid env --default-signal=HUP,INT "$python" -u -m stppo_jax train "$@" &
+    child=$!
+    # A signal ends `wait` early; 127 means that it had ended before.
+    signalled=yes
+    while [ -n "$signalled" ]; do
+      signalled=''
+      wait "$child"
+      result=$?
+      if ((result != 127)); then code=$result; fi
+    done
+    child=''
+    # 129: it was told before it could listen.
+    if [ -n "$stopped" ] && ((code == 75 || code == 129)); then
+      code=$stopped
+    fi
+    if ((code != 75)) || [ -n "$stopped" ]; then break; fi
   done
-  child=''
-  # 129: it was told before it could listen.
-  if [ -n "$stopped" ] && ((code == 75 || code == 129)); then code=$stopped; fi
-  if ((code != 75)) || [ -n "$stopped" ]; then break; fi
-done
-exit "$code"
+}
+
+main "$@"; exit "$code"

@@ -5,6 +5,9 @@ python -m stppo_jax status DIR... [--json]
   DIR     the folder of a run, its --workdir
   --json  prints one JSON object for each run, with all digits
 
+Below the table are the errors that ended runs, and alarms of their last steps:
+updates that were skipped, numbers that are not finite, failures of servers.
+
 Reads files of the folders, so it works beside a run, after it, and from any
 machine that sees them. The exit code is 2 if a DIR is not that of a run; the
 others are shown all the same.
@@ -68,14 +71,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def table(states: Sequence[run_state.RunState]) -> list[str]:
-  """Returns the lines of a table of runs, and a line for each with a note."""
+  """Returns the lines of a table of runs, and those of notes and alarms."""
   rows = [_TITLES, *map(_row, states)]
   widths = [max(map(len, column)) for column in zip(*rows)]
   lines = [
     '  '.join(word.ljust(width) for word, width in zip(row, widths)).rstrip()
     for row in rows
   ]
-  return lines + [f'{s.folder}: {s.note}' for s in states if s.note]
+  for state in states:
+    notes = [state.note] if state.note else []
+    lines += [f'{state.folder}: {line}' for line in notes + state.alarms]
+  return lines
 
 
 def _row(state: run_state.RunState) -> tuple[str, ...]:

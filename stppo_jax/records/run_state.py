@@ -56,6 +56,7 @@ class RunState:
     checkpoint: the step of the newest checkpoint; None if there is none.
     hosts: the names of the machines of its hosts; [] if they are not known.
     note: why it has ended, or where it runs; '' if there is nothing to say.
+    alarms: what went wrong in the last step, one line each.
   """
 
   folder: str
@@ -70,6 +71,7 @@ class RunState:
   checkpoint: int | None
   hosts: list[str]
   note: str
+  alarms: list[str]
 
 
 def read(folder: str | pathlib.Path) -> RunState:
@@ -106,6 +108,7 @@ def read(folder: str | pathlib.Path) -> RunState:
     checkpoint=_newest_checkpoint(path / 'checkpoints'),
     hosts=list(beat.hosts) if beat else [],
     note=note,
+    alarms=_alarms(steps[0]) if steps else [],
   )
 
 
@@ -199,6 +202,26 @@ def _pace(steps: Sequence[Mapping[str, Any]]) -> float | None:
     if line.get('timing_s/step') is not None
   ]
   return sum(seconds) / len(seconds) if seconds else None
+
+
+def _alarms(line: Mapping[str, Any]) -> list[str]:
+  """Returns what went wrong in a step, by its line of metrics."""
+
+  def value(name: str, default: float) -> float:
+    found = line.get(name)
+    return default if found is None else found
+
+  found = []
+  if skipped := value('update/skipped', 0.0):
+    found.append(f'{skipped:.0%} of the updates were skipped')
+  if failed := 1.0 - value('rollout/valid_fraction', 1.0):
+    found.append(f'the infrastructure failed {failed:.0%} of the trajectories')
+  answers = value('retrieval/answers', 0.0)
+  if answers and value('retrieval/empty', 0.0) == answers:
+    found.append(f'all {answers:.0f} searches found nothing')
+  if names := line.get('writer/non_finite'):
+    found.append(f'not finite: {", ".join(names)}')
+  return [f'step {line["step"]}: {alarm}' for alarm in found]
 
 
 def _num_steps(folder: pathlib.Path, command: str) -> int:

@@ -119,6 +119,29 @@ def test_the_state_follows_from_lock_and_heartbeat(
   assert note in found.note and bool(note) == bool(found.note)
 
 
+def test_alarms_are_those_of_the_last_step(tmp_path, capsys):
+  sick = {
+    'update/skipped': 0.5,
+    'rollout/valid_fraction': 0.75,
+    'retrieval/answers': 8.0,
+    'retrieval/empty': 8.0,
+    'actor/kl': None,
+    'writer/non_finite': {'actor/kl': 'nan'},
+  }
+  run = _make(tmp_path / 'run', lines=[_line(1), _line(2, **sick)])
+  assert __main__.main(['status', str(run)]) == 0
+  lines = capsys.readouterr().out.splitlines()[2:]
+  assert lines == [
+    f'{run}: step 2: 50% of the updates were skipped',
+    f'{run}: step 2: the infrastructure failed 25% of the trajectories',
+    f'{run}: step 2: all 8 searches found nothing',
+    f'{run}: step 2: not finite: actor/kl',
+  ]
+  assert not _state(
+    tmp_path / 'well', lines=[_line(1, **sick), _line(2)]
+  ).alarms
+
+
 def test_a_folder_that_is_no_run_does_not_hide_the_others(tmp_path, capsys):
   run = _make(tmp_path / 'run', lines=_ALL)
   (tmp_path / 'data').mkdir()

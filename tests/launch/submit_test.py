@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -194,6 +195,24 @@ def test_what_cannot_work_is_refused(command, expected, capsys, monkeypatch):
   assert submit.main(command) == 2
   out, err = capsys.readouterr()
   assert expected in err and err.count('\n') == 1 and out == ''
+
+
+def test_the_readme_has_the_options_and_defaults():
+  page = (_LAUNCH / 'README.md').read_text('utf-8').split('## Options')[1]
+  rows = dict(re.findall(r'^\| `?([a-z ]+)`? \| (.*) \|$', page, re.M))
+  common = re.findall(r'`(\w+)`', rows['all that train'])
+  assert {*rows} >= {*submit.LAUNCHERS}
+  for name in submit.LAUNCHERS:
+    options = submit.options(name)
+    own = re.findall(r'`(\w+)`', rows[name])
+    listed = own if name == 'retriever' else [*common, *own]
+    assert sorted(listed) == sorted(options), name
+    for option in own:
+      default = options[option]
+      # Folders of this machine are not named.
+      if default and not default.startswith(str(_LAUNCH.parent)):
+        if option not in ('python', 'mount', 'claim', 'secret'):
+          assert f'`{option}` ({default}' in rows[name], (name, option)
 
 
 def test_the_same_command_stops(capsys):

@@ -57,7 +57,7 @@ def config(tmp_path):
 
 @pytest.fixture
 def start(tmp_path, config):
-  """Returns a function that starts a sweep with the Python above."""
+  """Yields a function that starts a sweep with the Python above."""
   python = tmp_path / 'python'
   python.write_text(_FAKE)
   python.chmod(0o755)
@@ -73,7 +73,10 @@ def start(tmp_path, config):
       text=True,
     )
 
-  return start
+  yield start
+  # What a failed test has left ends.
+  (tmp_path / 'out').mkdir(exist_ok=True)
+  (tmp_path / 'out' / 'go').touch()
 
 
 def _starts(tmp_path):
