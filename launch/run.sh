@@ -67,13 +67,14 @@ main() {
   exec > >(trap '' INT TERM HUP; exec tee -a "$log") 2>&1
 
   # The run has a session of its own, so that a Ctrl-C of the terminal reaches
-  # it once, from here. Some supervisors signal it themselves, too. So it is
-  # told by SIGHUP, which a run that is ending ignores, while a second SIGTERM
-  # would abandon what it saves.
+  # it once, from here. Some supervisors signal every process. So it is told by
+  # SIGHUP, a little later: a run that is ending ignores that, while a second
+  # SIGTERM would abandon what it saves.
   child='' stopped='' signalled=''
   # shellcheck disable=SC2329  # it is called by the traps
   stop() {
     stopped=$1 signalled=yes
+    sleep 0.5
     [ -n "$child" ] && kill -HUP "$child" 2>/dev/null
   }
   trap 'stop 75' TERM HUP
