@@ -9,6 +9,7 @@ before the first program, and each difference is named with its hosts.
 from collections.abc import Iterator
 from collections.abc import Mapping
 import hashlib
+import importlib.util
 import os
 import pathlib
 import platform
@@ -36,6 +37,12 @@ _PROBE_PATIENCE = 10.0
 _PROBE_PAUSE = 0.1
 
 
+class HostsDiffer(Exception):
+  """Hosts have come to different programs, or with arrays of other shapes."""
+
+  exit_code = 70
+
+
 def check(hosts: hosts_lib.Hosts, config) -> None:
   """Checks that all hosts have the same config, files, code and devices.
 
@@ -61,6 +68,33 @@ def check(hosts: hosts_lib.Hosts, config) -> None:
     )
   if lines:
     raise assembly.Misconfigured('\n'.join(lines))
+
+
+def check_program(
+  hosts: hosts_lib.Hosts, program: str, step: int, arrays: Any
+) -> None:
+  """Checks that all hosts have come to one program, with the same shapes.
+
+  Otherwise they would wait for each other in it.
+
+  Args:
+    hosts: the hosts of the run.
+    program: the name of the program.
+    step: the step that it is a part of.
+    arrays: this host's part of the arrays whose shapes may differ.
+
+  Raises:
+    HostsDiffer: on all hosts; a line for each difference.
+  """
+  if hosts.count == 1:
+    return
+  signature = {'the program': program, 'the step': str(step)}
+  for path, x in jax.tree_util.tree_leaves_with_path(arrays):
+    name = jax.tree_util.keystr(path, simple=True, separator='.')
+    signature[f'the part of {name}'] = f'{x.dtype}{list(x.shape)}'
+  lines = differences(hosts, hosts.exchange('program', signature))
+  if lines:
+    raise HostsDiffer('\n'.join(lines))
 
 
 def differences(
@@ -128,6 +162,14 @@ def _facts(config) -> dict[str, str]:
     'the version of Python': platform.python_version(),
     'the devices': f'{len(devices)} {devices[0].device_kind}',
     **{key: _fingerprint(path) for key, path in _files(config)},
+    **{
+      f'the source of {key}={name}': _source(name)
+      for key, name in (
+        ('env.reward_function', config.env.reward_function),
+        ('env.gymnasium.make', config.env.gymnasium.make),
+      )
+      if name
+    },
   }
 
 
@@ -152,6 +194,25 @@ def _files(config) -> Iterator[tuple[str, pathlib.Path]]:
     yield 'retrieval.replay', pathlib.Path(config.retrieval.replay)
   if config.env.prompt_template:
     yield 'env.prompt_template', pathlib.Path(config.env.prompt_template)
+
+
+def _source(name: str) -> str:
+  """Returns the checksum of the file that defines a function of the user.
+
+  Args:
+    name: the function as `module:function`.
+  """
+  module = name.partition(':')[0]
+  importlib.invalidate_caches()
+  try:
+    found = importlib.util.find_spec(module)
+  # A package is imported to find a module in it, and may raise anything. The
+  # error is reported where the function is loaded.
+  except Exception:
+    found = None
+  if found is None or found.origin is None:
+    return 'no such module'
+  return _fingerprint(pathlib.Path(found.origin))
 
 
 def _fingerprint(path: pathlib.Path) -> str:

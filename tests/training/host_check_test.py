@@ -1,5 +1,8 @@
-"""Hosts compare the files that their config names."""
+"""Hosts compare the files that their config names, and what they compute."""
 
+import time
+
+import numpy as np
 import pytest
 
 from stppo_jax.data import layout
@@ -18,7 +21,7 @@ class _TwoHosts(hosts_lib.Hosts):
 
   def exchange(self, what, value, *, timeout=None):
     del timeout
-    assert what == 'facts'
+    assert what in ('facts', 'program')
     theirs = self.facts or value
     self.facts = value
     return [value, theirs]
@@ -30,6 +33,23 @@ def _check(config, change):
   host_check.check(before, config)
   change()
   host_check.check(_TwoHosts(before.facts), config)
+
+
+@pytest.mark.parametrize('key', ['reward_function', 'gymnasium__make'])
+def test_functions_of_the_user_are_compared(tmp_path, monkeypatch, key):
+  monkeypatch.syspath_prepend(tmp_path)
+  module = f'functions_of_{key}'
+  source = tmp_path / f'{module}.py'
+  source.write_text('def f(question, texts, scores):\n  return 1.0\n')
+  config = runs.config(**{f'env__{key}': f'{module}:f'})
+  with pytest.raises(assembly.Misconfigured) as error:
+    _check(config, lambda: source.write_text('f = 2.0\n'))
+  assert str(error.value).startswith(
+    f'the source of env.{key.replace("__", ".")}={module}:f '
+    'differs between hosts: '
+  )
+  with pytest.raises(assembly.Misconfigured, match='no such .* on host 0'):
+    _check(config, source.unlink)
 
 
 @pytest.mark.parametrize('name, changed', [('jsonl', 'b.jsonl'), ('tfds', 'b')])
@@ -54,3 +74,33 @@ def test_each_data_set_of_a_mixture_is_compared(tmp_path, name, changed):
   assert str(error.value).startswith(
     f'data.train: {changed} differs between hosts: '
   )
+
+
+def test_hosts_come_to_the_same_program():
+  batch = {'tokens_BL': np.zeros((8, 256), np.int32), 'sentence_ids_BL': None}
+
+  def check(ours, theirs):
+    hosts = _TwoHosts(None)
+    host_check.check_program(hosts, *theirs)
+    host_check.check_program(_TwoHosts(hosts.facts), *ours)
+
+  check(('update', 1, batch), ('update', 1, batch))
+  other = {
+    'tokens_BL': np.zeros((8, 128), np.int32),
+    'sentence_ids_BL': np.zeros((8, 128), np.int8),
+  }
+  with pytest.raises(host_check.HostsDiffer) as error:
+    check(('update', 1, batch), ('annotate', 2, other))
+  assert str(error.value) == (
+    'the program differs between hosts: update on host 0 (a); annotate on host '
+    '1 (b)\n'
+    'the step differs between hosts: 1 on host 0 (a); 2 on host 1 (b)\n'
+    'the part of tokens_BL differs between hosts: int32[8, 256] on host 0 (a); '
+    'int32[8, 128] on host 1 (b)\n'
+    'the part of sentence_ids_BL differs between hosts: (absent) on host 0 (a);'
+    ' int8[8, 128] on host 1 (b)'
+  )
+  began = time.process_time()
+  for _ in range(20):
+    check(('update', 1, batch), ('update', 1, batch))
+  assert (time.process_time() - began) / 40 < 1e-3
