@@ -328,7 +328,8 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # because of the infrastructure (INFRA_ERROR).
         'min_valid_fraction': 0.5,
         # Step n is collected with the policy after n - steps_ahead steps,
-        # while the steps before it are trained on. 0 = with the newest policy.
+        # while the steps before it are trained on (on several devices: between
+        # their updates, which saves no time). 0 = with the newest policy.
         'steps_ahead': 0,
         # How much the log-probabilities of engine and trainer may differ by
         # rounding: the mean over the tokens; 99% of the tokens may differ by 10

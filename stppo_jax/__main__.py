@@ -23,6 +23,8 @@ from stppo_jax.training import interruption
 # Other modules are imported late: signals are handled from the beginning.
 
 _USAGE, _BUG, _TRY_AGAIN, _INTERRUPTED, _UNREAD = 2, 70, 75, 130, 141
+# These keep compiled programs in their workdir.
+_TRAINING = ('train', 'sft', 'prefer')
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -95,7 +97,8 @@ def _run(argv: Sequence[str]) -> int:
       return 0
   # Otherwise transformers warns in every run that PyTorch is missing.
   os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
-  os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', _cache_folder())
+  if name not in _TRAINING:
+    os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', _cache_folder())
   return importlib.import_module(f'stppo_jax.commands.{name}').main(flags)
 
 

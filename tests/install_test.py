@@ -92,4 +92,5 @@ def test_the_quickstart_runs_from_anywhere_and_keeps_its_programs(
   flags = ['--config=quickstart', '--workdir=run', '--config.num_steps=1']
   flags += ['--config.evaluate.every=0']
   assert 'done.' in _stppo(site, 'train', *flags, cwd=folder)
-  assert any((tmp_path / 'caches' / 'stppo_jax' / 'jax').iterdir())
+  assert any((folder / 'run' / 'compiled').iterdir())
+  assert not (tmp_path / 'caches' / 'stppo_jax').exists()

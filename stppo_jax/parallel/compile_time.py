@@ -1,8 +1,10 @@
-"""The programs that a process compiles, and the seconds that this takes."""
+"""The programs that a process compiles: the time, and where they are kept."""
 
 from collections.abc import Callable
 from collections.abc import Iterator
 import contextlib
+import os
+import pathlib
 import threading
 
 import jax
@@ -11,6 +13,20 @@ import jax
 _LOWERED = '/jax/core/compile/jaxpr_to_mlir_module_duration'
 _COMPILED = '/jax/core/compile/backend_compile_duration'
 _LONG = 10.0  # seconds
+
+
+def keep(folder: pathlib.Path) -> None:
+  """Keeps compiled programs in a folder, where later processes find them.
+
+  The environment may name another folder (JAX_COMPILATION_CACHE_DIR).
+  """
+  # jax makes its config's attributes at run time.
+  if jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
+    return
+  jax.config.update('jax_compilation_cache_dir', str(folder))
+  # The shortest ones too: a run has hundreds of them.
+  if 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS' not in os.environ:
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
 
 
 @contextlib.contextmanager

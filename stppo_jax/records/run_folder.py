@@ -2,6 +2,7 @@
 
     WORKDIR/run.json      the command that writes there, and the run's id
            /aside-1/      files that a later start has moved away
+           /compiled/     compiled programs, which every start may use
     EXPORT/export.json    says that the folder is an exported policy
 
 A command writes to a folder only if it is new or empty, or if the same command
@@ -26,6 +27,7 @@ _RUN, _EXPORTED = 'run.json', 'export.json'
 _NEW_RUN = 'run.new'
 _ASIDE = 'aside-'
 PROBE = 'probe-'  # a file that all hosts of a run must see
+COMPILED = 'compiled'
 # Sections of the config that every record of a run has.
 _SECTIONS = ('algorithm', 'model', 'rollout')
 _NPZ = b'PK'  # the first bytes of every npz file
@@ -120,14 +122,14 @@ def file_problems(
 def _others(folder: pathlib.Path) -> list[str]:
   """Returns the names in a folder that no start that was killed early leaves.
 
-  Such a start leaves its lock, a probe, half an identity, and what it moved
-  aside.
+  Such a start leaves its lock, a probe, half an identity, compiled programs,
+  and what it moved aside.
   """
   names = os.listdir(folder) if folder.is_dir() else []
   return sorted(
     name
     for name in names
-    if name not in (lock.NAME, _NEW_RUN)
+    if name not in (lock.NAME, _NEW_RUN, COMPILED)
     and not name.startswith((_ASIDE, PROBE))
   )
 

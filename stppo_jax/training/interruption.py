@@ -112,7 +112,7 @@ class Interruption:
       Interrupted: a signal was received, in the body or before it. The body may
         have caught what the handler raised, or turned it into an error.
     """
-    self._abandonable = True
+    outside, self._abandonable = self._abandonable, True
     try:
       if not self._is_interrupted:
         yield
@@ -121,7 +121,7 @@ class Interruption:
         raise Interrupted from error
       raise
     finally:
-      self._abandonable = False
+      self._abandonable = outside
     if self._is_interrupted:
       raise Interrupted
 

@@ -6,6 +6,7 @@ happened.
 """
 
 from collections.abc import Callable
+from collections.abc import Iterator
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -32,6 +33,7 @@ from stppo_jax.training import engines
 from stppo_jax.training import evaluation
 from stppo_jax.training import host_check
 from stppo_jax.training import host_metrics
+from stppo_jax.training import memory_check
 from stppo_jax.training import mismatch_check
 from stppo_jax.training import model_files
 from stppo_jax.training import prefetch
@@ -88,6 +90,7 @@ def train(
 
       timer.begin('annotate')
       packed = pack(collected.trajectories)
+      host_check.check_program(hosts, 'annotate and update', step, packed)
       totals = host_metrics.totals(
         hosts, packed, collected.seconds, learner.policy.config
       )
@@ -158,12 +161,14 @@ def _start(config, run: run_lib.Run, restart: bool) -> _Started:
   """Builds what the loop works with and resumes the run."""
   with run.abandonable():
     components = assembly.build_components(config)  # before anything is written
-    for line in components.notes:
+    memory_check.check(config, memory_check.device_memory())
+    for line in [*components.notes, *_notes(config, components, run)]:
       print(f'note: {line}', flush=True)
     run.record_config(config, restart=restart)
   with run.abandonable():
     services = run.enter(assembly.build_services(config, components.questions))
-    sft.make_start(config, run.workdir, services, run.hosts)
+  with run.together():
+    sft.make_start(config, run, services)
     started = run_record.with_start(config, run.workdir)
     if started is not config:
       config, components = started, assembly.build_components(started)
@@ -227,6 +232,18 @@ def _start(config, run: run_lib.Run, restart: bool) -> _Started:
     hosts=run.hosts,
   )
   return _Started(learner, steps, collector, pack, state, reference)
+
+
+def _notes(
+  config, components: assembly.Components, run: run_lib.Run
+) -> Iterator[str]:
+  """Yields lines about options that do less than they seem to."""
+  ahead = config.rollout.steps_ahead
+  if ahead and components.learner.mesh.size > 1 and run.hosts.is_first:
+    yield (
+      f'rollout.steps_ahead={ahead}: on several devices the next step is '
+      'collected between updates, not beside them, which saves no time'
+    )
 
 
 def _collecting_services(

@@ -4,6 +4,7 @@
       with run.abandonable():
         run.record_config(config)
         ...                                    # build models and services
+      with run.together():
         run.open(config, num_steps=num_steps, tokenizer=tokenizer)
         state = run.resume(state, checkpoints)
       run.begin(evaluate, prints_samples=False)
@@ -34,7 +35,6 @@ from typing import TypeVar
 
 from stppo_jax import settings
 from stppo_jax import types
-from stppo_jax.envs import reward_function
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import weights
 from stppo_jax.models import functional
@@ -47,9 +47,7 @@ from stppo_jax.records import run_folder
 from stppo_jax.records import timing
 from stppo_jax.records import trajectory_metrics
 from stppo_jax.records import writer as writer_lib
-from stppo_jax.retrieval import protocol
 from stppo_jax.sampling import tokenizer as tokenizer_lib
-from stppo_jax.sampling.remote import client
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import evaluation
@@ -57,19 +55,8 @@ from stppo_jax.training import host_check
 from stppo_jax.training import interruption
 from stppo_jax.training import model_files
 from stppo_jax.training import run_record
-from stppo_jax.training import skipped_updates
 from stppo_jax.training import voting
 from stppo_jax.training import watching
-
-# These end a run that has begun, after its last finished step was saved.
-_OUTAGES = (
-  protocol.RetrieverUnreachable,
-  protocol.RetrieverMisconfigured,
-  client.EngineUnreachable,
-  interruption.Outage,
-  skipped_updates.Diverged,
-  reward_function.RewardFunctionFailed,  # once the function is mended
-)
 
 T = TypeVar('T')
 State = state_lib.TrainState
@@ -120,7 +107,7 @@ def start(
         print(
           f'interrupted before the first {unit}; the same command starts again'
         )
-    except (*_OUTAGES, hosts_lib.HostFailed) as error:
+    except (*voting.OUTAGES, hosts_lib.HostFailed) as error:
       # The others save too, unless a host was lost in the middle of a step.
       if run.resumed and getattr(error, 'saves', True):
         run.save()
@@ -179,20 +166,26 @@ class Run:
     return timing.Timer(phase, self._watch.begin_phase)
 
   @contextlib.contextmanager
-  def abandonable(self) -> Iterator[None]:
+  def abandonable(
+    self, *, patience: float | None = voting.PATIENCE
+  ) -> Iterator[None]:
     """Runs a body that a signal may cut short; an update follows it.
 
-    Several hosts vote at its end, see `voting`.
+    Several hosts vote at its end, see `voting.voted`.
     """
     if self.resumed:
       self._interrupt.outlook = f'saving {self._unit} {self.steps_done}'
-    with voting.voted(self.hosts, self._interrupt, saving=_OUTAGES):
+    with voting.voted(self.hosts, self._interrupt, patience=patience):
       yield
     # Hosts save together: one that was interrupted has no state yet, perhaps.
     self.resumed = self._has_state
     if self.resumed:
       number = self.steps_done + 1
       self._interrupt.outlook = f'finishing and saving {self._unit} {number}'
+
+  def together(self) -> contextlib.AbstractContextManager[None]:
+    """Runs a body in which hosts wait for each other; see `voting.together`."""
+    return voting.together(self.hosts, self.abandonable)
 
   def enter(self, context: contextlib.AbstractContextManager[T]) -> T:
     """Enters a context that is left when the run ends."""
@@ -205,6 +198,8 @@ class Run:
   def claim(self, *, restart: bool = False) -> None:
     """Locks the folder; nothing may be written there before.
 
+    From here on it also keeps the programs that are compiled.
+
     Args:
       restart: whether to move aside what the folder holds.
 
@@ -216,6 +211,7 @@ class Run:
       with assembly.config_errors(str(self.workdir)):
         self.enter(run_folder.claimed(self.workdir, restart=restart))
     host_check.check_folder(self.hosts, self.workdir)
+    compile_time.keep(self.workdir / run_folder.COMPILED)
 
   def record_config(self, config, *, restart: bool = False, **also) -> None:
     """Claims the folder; records the config and what else defines the run.
@@ -362,7 +358,7 @@ class Run:
     if self._evaluate is not None and self._due(self._config.evaluate.every):
       timer = self.timer('evaluate')
       evaluates = self._evaluate(self.state)
-      with voting.voted(self.hosts, self._interrupt, saving=_OUTAGES):
+      with voting.voted(self.hosts, self._interrupt):
         metrics = metrics | self._evaluated(evaluates)
       metrics |= timer.end()
       metrics['timing_s/step'] += metrics['timing_s/evaluate']

@@ -30,6 +30,7 @@ from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
 from stppo_jax.training import engines
 from stppo_jax.training import evaluation
+from stppo_jax.training import host_check
 from stppo_jax.training import model_files
 from stppo_jax.training import run as run_lib
 from stppo_jax.training import run_record
@@ -94,18 +95,13 @@ def run(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
   return run.exit_code
 
 
-def make_start(
-  config,
-  workdir: pathlib.Path,
-  services: assembly.Services,
-  hosts: hosts_lib.Hosts,
-) -> None:
+def make_start(config, run: run_lib.Run, services: assembly.Services) -> None:
   """Makes the supervised start if the config has one and it does not exist yet.
 
   It is written under another name first, so that an interruption leaves no
   incomplete start.
   """
-  start = run_record.start_folder(config, workdir)
+  hosts, start = run.hosts, run_record.start_folder(config, run.workdir)
   if start is None:
     return
   # As the first host sees it, which writes it.
@@ -115,7 +111,7 @@ def make_start(
   partial = start.with_suffix('.partial')
   if hosts.is_first and partial.is_dir():
     shutil.rmtree(partial)
-  imitate(config, services, partial, hosts)
+  imitate(config, run, services, partial)
   if hosts.is_first:
     partial.rename(start)
   hosts.exchange('start', True)  # it is there
@@ -123,18 +119,20 @@ def make_start(
 
 def imitate(
   config,
+  run: run_lib.Run,
   services: assembly.Services,
   directory: str | pathlib.Path,
-  hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> None:
   """Trains on demonstrations and writes a Hugging Face directory."""
-  learner = _Learner(config, services, hosts)
+  hosts, learner = run.hosts, _Learner(config, services, run.hosts)
   state, num_steps = learner.start(), config.sft.num_steps
   began = time.monotonic()
   skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
   reports = []
   for step in range(num_steps):
-    state, metrics = learner.update(state, learner.batch(step), step)
+    with run.abandonable():
+      batch = learner.batch(step)
+    state, metrics = learner.update(state, batch, step)
     reports.append(metrics)
     if step % _PRINT_EVERY == 0 or step == num_steps - 1:
       seconds, loss = time.monotonic() - began, metrics['sft/loss']
@@ -201,6 +199,7 @@ class _Learner:
     packed = _pack_dialogues(
       self._config, self._services, self.tokenizer, dialogues, self._hosts
     )
+    host_check.check_program(self._hosts, 'supervised update', step, packed)
     return distributed.from_local_rows(packed, self._rows)
 
   def update(

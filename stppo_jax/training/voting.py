@@ -1,25 +1,40 @@
 """Sections of a run that all hosts end together.
 
-A section has nothing in it that waits for another host: it prepares, collects
-or evaluates. At its end the hosts vote: each tells whether it is done, was
-interrupted, or has failed. So every host knows before the next compiled program
-whether all of them will come to it, and all save the same step.
+A section has no program in it that waits for another host: it prepares,
+collects or evaluates. At its end the hosts vote: each tells whether it is done,
+was interrupted, or has failed. So every host knows before the next compiled
+program whether all of them will come to it, and all save the same step.
 
 The host that is interrupted or fails asks the others to abandon the section.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 import contextlib
 from typing import Any
 
 import jax
 
+from stppo_jax.envs import reward_function
 from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.retrieval import protocol
+from stppo_jax.sampling.remote import client
 from stppo_jax.training import interruption
+from stppo_jax.training import skipped_updates
 
 # Seconds that the others have to abandon a section.
-_PATIENCE = 20.0
+PATIENCE = 20.0
 _TRY_AGAIN, _UNEXPECTED = 75, 70
+
+# These end a run that has begun, after its last finished step was saved.
+OUTAGES = (
+  protocol.RetrieverUnreachable,
+  protocol.RetrieverMisconfigured,
+  client.EngineUnreachable,
+  interruption.Outage,
+  skipped_updates.Diverged,
+  reward_function.RewardFunctionFailed,  # once the function is mended
+)
 
 
 @contextlib.contextmanager
@@ -27,14 +42,15 @@ def voted(
   hosts: hosts_lib.Hosts,
   interrupt: interruption.Interruption,
   *,
-  saving: tuple[type[Exception], ...],
+  patience: float | None = PATIENCE,
 ) -> Iterator[None]:
   """Runs a section that a signal on any host may cut short.
 
   Args:
     hosts: the hosts of the run.
     interrupt: notices the signals of this one.
-    saving: errors after which the run can be saved.
+    patience: seconds that the others have to come to the vote of a host that
+      was interrupted or has failed; None: as long as hosts are waited for.
 
   Raises:
     Interrupted: on all hosts, after a signal of any.
@@ -58,16 +74,16 @@ def voted(
       raise error from caught
   except Exception as caught:
     error = caught
-  vote = _vote(error, interrupt, saving)
+  vote = _vote(error, interrupt)
   if vote:
     hosts.stop()
   try:
-    votes = hosts.exchange('vote', vote, timeout=_PATIENCE if vote else None)
+    votes = hosts.exchange('vote', vote, timeout=patience if vote else None)
   except TimeoutError:
     cause = vote.get('failed', 'interrupted')
     raise hosts_lib.HostFailed(
       f'{hosts.describe(hosts.index)}: {cause}; other hosts did not abandon '
-      f'their work within {_PATIENCE:.0f} s',
+      f'their work within {patience:.0f} s',
       vote.get('code', interrupt.exit_code or _TRY_AGAIN),
     ) from error
   if error is not None and 'failed' in vote:
@@ -85,10 +101,35 @@ def voted(
     raise interruption.Interrupted
 
 
+@contextlib.contextmanager
+def together(
+  hosts: hosts_lib.Hosts,
+  abandonable: Callable[..., contextlib.AbstractContextManager[None]],
+) -> Iterator[None]:
+  """Runs a section whose programs need all hosts.
+
+  If one of several hosts left it at a signal, the others would wait for it in
+  vain. So they all finish the section, and leave then if one got a signal. A
+  single host leaves at once.
+
+  Args:
+    hosts: the hosts of the run.
+    abandonable: returns a section that ends with a vote, see `voted`. This one
+      may have such sections as parts.
+  """
+  if hosts.count == 1:
+    with abandonable():
+      yield
+    return
+  yield
+  # The first host here waits as long as the others compute.
+  with abandonable(patience=None):
+    pass
+
+
 def _vote(
   error: BaseException | None,
   interrupt: interruption.Interruption,
-  saving: tuple[type[Exception], ...],
 ) -> dict[str, Any]:
   """Returns the vote of this host; {} if it has done its section.
 
@@ -101,5 +142,5 @@ def _vote(
   return {
     'failed': hosts_lib.describe(error),
     'code': getattr(error, 'exit_code', _UNEXPECTED),
-    'saves': isinstance(error, saving),
+    'saves': isinstance(error, OUTAGES),
   }

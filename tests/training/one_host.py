@@ -5,8 +5,13 @@
 At a moment of the run, see `faults`, the process raises an error, kills itself,
 sends itself SIGTERM or sleeps for five seconds. Each of two hosts collects half
 of a step.
+
+    python -m tests.training.one_host WHAT printed TEXT train FLAGS
+
+does so once it has printed a text.
 """
 
+import contextlib
 import functools
 import os
 import signal
@@ -18,6 +23,22 @@ from tests.training import faults
 from tests.training import runs
 
 
+class _Stdout:
+  """The standard output, which reports that a text was printed."""
+
+  def __init__(self, text, act):
+    self._stdout, self._text, self._act = sys.stdout, text, act
+
+  def __getattr__(self, name):
+    return getattr(self._stdout, name)
+
+  def write(self, text):
+    written = self._stdout.write(text)
+    if self._text in text:
+      self._act(('printed', 1))
+    return written
+
+
 def main(what: str, kind: str, number: str, *argv: str) -> int:
   act = {
     'raise': faults.crash_at,
@@ -25,6 +46,9 @@ def main(what: str, kind: str, number: str, *argv: str) -> int:
     'stop': functools.partial(faults.send_at, number=signal.SIGTERM),
     'slow': lambda moment: lambda now: time.sleep(5.0 * (now == moment)),
   }[what]
+  if kind == 'printed':
+    with contextlib.redirect_stdout(_Stdout(number, act((kind, 1)))):
+      return __main__.main(argv)
   half = runs.config(
     rollout__trajectories_per_step=8, evaluate__num_questions=4
   )

@@ -7,9 +7,9 @@ import math
 import pytest
 
 from stppo_jax.configs import base
-from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import run_folder
 from stppo_jax.training import assembly
+from stppo_jax.training import run as run_lib
 from stppo_jax.training import run_record
 from stppo_jax.training import sft
 
@@ -174,7 +174,7 @@ class _Imitation:
   def __init__(self):
     self.calls, self.killed = 0, False
 
-  def __call__(self, config, services, directory, hosts):
+  def __call__(self, config, run, services, directory):
     self.calls += 1
     directory.mkdir()
     (directory / 'tokenizer.json').write_text('x')
@@ -187,21 +187,22 @@ def test_a_start_exists_completely_or_not_at_all(tmp_path, monkeypatch):
   imitation = _Imitation()
   monkeypatch.setattr(sft, 'imitate', imitation)
   config = base.get_config('st_ppo')
-  sft.make_start(config, tmp_path, None, hosts_lib.ALONE)  # none is wanted
-  assert run_record.with_start(config, tmp_path) is config
-  assert imitation.calls == 0
-  config.sft.before_training = True
-  imitation.killed = True
-  with pytest.raises(KeyboardInterrupt):
-    sft.make_start(config, tmp_path, None, hosts_lib.ALONE)
-  with pytest.raises(assembly.Misconfigured, match='has not begun') as caught:
-    run_record.with_start(config, tmp_path)
-  assert caught.value.exit_code == 2
-  imitation.killed = False
-  sft.make_start(config, tmp_path, None, hosts_lib.ALONE)
-  assert {p.name for p in tmp_path.iterdir()} == {'start'}
-  assert len(list((tmp_path / 'start').iterdir())) == 2
-  sft.make_start(config, tmp_path, None, hosts_lib.ALONE)  # it is there
+  with run_lib.start(tmp_path) as run:
+    sft.make_start(config, run, None)  # none is wanted
+    assert run_record.with_start(config, tmp_path) is config
+    assert imitation.calls == 0
+    config.sft.before_training = True
+    imitation.killed = True
+    with pytest.raises(KeyboardInterrupt):
+      sft.make_start(config, run, None)
+    with pytest.raises(assembly.Misconfigured, match='has not beg') as caught:
+      run_record.with_start(config, tmp_path)
+    assert caught.value.exit_code == 2
+    imitation.killed = False
+    sft.make_start(config, run, None)
+    assert {p.name for p in tmp_path.iterdir()} == {'start'}
+    assert len(list((tmp_path / 'start').iterdir())) == 2
+    sft.make_start(config, run, None)  # it is there
   assert imitation.calls == 2
   started = run_record.with_start(config.lock(), tmp_path)
   assert started.model.path == str(tmp_path / 'start')

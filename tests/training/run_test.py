@@ -5,9 +5,12 @@ import json
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 
+import jax
+from jax.experimental.compilation_cache import compilation_cache
 import pytest
 
 from stppo_jax import __main__
@@ -17,6 +20,7 @@ from stppo_jax.records import run_folder
 from stppo_jax.records import run_state
 from stppo_jax.training import assembly
 from stppo_jax.training import run as run_lib
+from stppo_jax.training import voting
 from tests.training import runs
 
 # Orbax reads the leaves concurrently; see checkpoint_test.py.
@@ -262,8 +266,102 @@ class _Checkpoints:
 def test_a_host_does_not_save_alone_what_others_have_not_resumed(tmp_path):
   checkpoints = _Checkpoints()
   with run_lib.start(tmp_path, hosts=_OtherIsInterrupted()) as run:
-    with run.abandonable():
+    with run.together():
       run.open(runs.config(), num_steps=3, tokenizer=None)
       run.resume(None, checkpoints)
     pytest.fail('went on')
   assert run.exit_code == 75 and checkpoints.saved == []
+
+
+class _OtherIsDone(hosts_lib.Hosts):
+  """The first of two hosts; the second one has done every section."""
+
+  def __init__(self):
+    super().__init__(0, ['a', 'b'])
+    self.votes = []
+
+  def exchange(self, what, value, *, timeout=None):
+    assert what == 'vote'
+    self.votes.append((value, timeout))
+    return [value, {}]
+
+
+def test_hosts_that_wait_for_each_other_finish_before_they_leave(tmp_path):
+  hosts, done = _OtherIsDone(), []
+  with run_lib.start(tmp_path, hosts=hosts) as run:
+    with run.together():
+      with run.abandonable():
+        done.append('a part')
+      os.kill(os.getpid(), signal.SIGTERM)
+      done.append('all')
+    pytest.fail('went on')
+  assert done == ['a part', 'all'] and run.exit_code == 75
+  # The last vote has no timeout: the others finish the body, too.
+  assert hosts.votes == [({}, None), ({'interrupted': 75}, None)]
+
+
+def test_hosts_that_wait_for_each_other_abandon_parts(tmp_path):
+  hosts = _OtherIsDone()
+  with run_lib.start(tmp_path, hosts=hosts) as run:
+    with run.together():
+      with run.abandonable():
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail('went on')
+  assert run.exit_code == 75
+  assert hosts.votes == [({'interrupted': 75}, voting.PATIENCE)]
+
+
+def test_a_host_alone_abandons_its_start_at_once(tmp_path):
+  with run_lib.start(tmp_path) as run:
+    with run.together():
+      with run.abandonable():
+        pass
+      os.kill(os.getpid(), signal.SIGTERM)
+      pytest.fail('went on')
+  assert run.exit_code == 75
+
+
+@pytest.fixture
+def own_cache(monkeypatch):
+  """Leaves it to a run where compiled programs are kept, and counts misses."""
+  before = jax.config.jax_compilation_cache_dir
+  monkeypatch.delenv('JAX_COMPILATION_CACHE_DIR')
+  jax.config.update('jax_compilation_cache_dir', None)
+  compilation_cache.reset_cache()
+  events = []
+
+  def listen(event, **details):
+    del details
+    events.append(event.removeprefix('/jax/compilation_cache/'))
+
+  jax.monitoring.register_event_listener(listen)
+
+  def misses():
+    wanted = events.count('compile_requests_use_cache')
+    missed = wanted - events.count('cache_hits')
+    events.clear()
+    return wanted, missed
+
+  yield misses
+  jax.monitoring.unregister_event_listener(listen)
+  jax.config.update('jax_compilation_cache_dir', before)
+  compilation_cache.reset_cache()
+
+
+@pytest.mark.slow
+def test_a_resumed_run_compiles_nothing_again(tmp_path, own_cache):
+  compiled = []
+  for num_steps in (1, 2, 3):
+    jax.clear_caches()  # as a new process does
+    own_cache()
+    assert runs.train(tmp_path / 'run', num_steps=num_steps) == 0
+    compiled.append(own_cache())
+  assert any((tmp_path / 'run' / 'compiled').iterdir())
+  (first, missed), (_, more), (wanted, none) = compiled
+  assert missed > first / 2 and wanted > first / 2
+  # The second start restores a checkpoint, for which it has a few programs.
+  assert more < missed / 4 and none == 0
+  before = set(os.listdir(tmp_path / 'run' / 'compiled'))
+  flags = [*runs.flags(num_steps=1), f'--workdir={tmp_path / "run"}']
+  assert __main__.main(['train', *flags, '--restart']) == 0
+  assert before <= set(os.listdir(tmp_path / 'run' / 'compiled'))
