@@ -225,6 +225,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'gymnasium': {
           # module:function, a function that returns an environment.
           'make': '',
+          'timeout': 60.0,  # seconds per call of its methods
         },
       },
       'retrieval': {

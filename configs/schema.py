@@ -143,6 +143,7 @@ RULES: Mapping[str, settings.Rule] = {
   'env.textworld.rooms': _POSITIVE,
   'env.textworld.objects': _NOT_NEGATIVE,
   'env.textworld.quest_length': _POSITIVE,
+  'env.gymnasium.timeout': _POSITIVE,
   'retrieval.dialect': _one_of(*dialects.DIALECTS),
   'retrieval.topk': _POSITIVE,
   'retrieval.timeout': _POSITIVE,

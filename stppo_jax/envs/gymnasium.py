@@ -11,10 +11,13 @@ needed, and what it makes fits.
 """
 
 import asyncio
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+from concurrent import futures
 import importlib
 import math
+import threading
 from typing import Any
 from typing import Self
 
@@ -26,6 +29,8 @@ from stppo_jax.envs import protocol
 from stppo_jax.retrieval import protocol as retrieval
 
 Status = types.TrajectoryStatus
+
+THREAD_NAME = 'gymnasium'  # of the threads that call the environments
 
 BUILT_IN = f"""\
 You act in an environment of text. {commands.RULES}
@@ -44,6 +49,7 @@ class GymnasiumEnvironment(protocol.Environment):
     max_turns: the number of actions that get an observation.
     prompt_template: a file with `{question}`, which becomes the first
       observation; '' for the built-in prompt.
+    timeout: the seconds that a call of `make`, `reset` or `step` may take.
 
   Raises:
     ValueError: if the file cannot be used.
@@ -54,8 +60,11 @@ class GymnasiumEnvironment(protocol.Environment):
   main_score = 'return'
   needs_retriever = False
 
-  def __init__(self, *, make: Any, max_turns: int, prompt_template: str):
+  def __init__(
+    self, *, make: Any, max_turns: int, prompt_template: str, timeout: float
+  ):
     self._make = make
+    self._timeout = timeout
     self._max_turns = max_turns
     self._template = BUILT_IN
     if prompt_template:
@@ -71,6 +80,7 @@ class GymnasiumEnvironment(protocol.Environment):
       make=load(options['gymnasium']['make']),
       max_turns=options['max_turns'],
       prompt_template=options['prompt_template'],
+      timeout=options['gymnasium']['timeout'],
     )
 
   @staticmethod
@@ -87,7 +97,7 @@ class GymnasiumEnvironment(protocol.Environment):
   def episode(self, question: types.Question) -> '_Episode':
     """Returns the environment of one trajectory."""
     made, _ = self._begin(question)
-    return _Episode(made, self._max_turns)
+    return _Episode(made, self._max_turns, self._timeout)
 
   def prompt(self, question: types.Question) -> str:
     """Returns the prompt with the first observation."""
@@ -97,19 +107,37 @@ class GymnasiumEnvironment(protocol.Environment):
     return self._template.replace(prompts.PLACEHOLDER, text)
 
   def _begin(self, question: types.Question) -> tuple[Any, str]:
-    """Returns an environment at its beginning, and the first observation."""
-    made = self._make()
-    text, _ = made.reset(seed=int(question.id))
-    return made, str(text)
+    """Returns an environment at its beginning, and the first observation.
+
+    Raises:
+      TimeoutError: it does not begin in time; one line.
+    """
+
+    def begin() -> tuple[Any, str]:
+      made = self._make()
+      text, _ = made.reset(seed=int(question.id))
+      return made, str(text)
+
+    begun = _start(begin)
+    try:
+      return begun.result(self._timeout)
+    except TimeoutError:
+      # The user's own error has the same type.
+      if begun.done() and begun.exception():
+        raise
+      begun.add_done_callback(_close_late)
+      raise TimeoutError(_too_long('make and reset', self._timeout)) from None
 
 
 class _Episode(protocol.Episode):
   """The environment of one trajectory."""
 
-  def __init__(self, made: Any, max_turns: int):
+  def __init__(self, made: Any, max_turns: int, timeout: float):
     self._made = made
     self._max_turns = max_turns
+    self._timeout = timeout
     self._return = 0.0
+    self._last: futures.Future | None = None  # the last call of `step`
 
   async def step(self, question, turn_index, text):
     """See `protocol.Episode`."""
@@ -119,9 +147,7 @@ class _Episode(protocol.Episode):
       kind, news = protocol.INVALID, commands.correction()
     else:
       kind = 'command'
-      # Beside the event loop, so that a slow one does not stop the others.
-      answer = await asyncio.to_thread(self._made.step, command)
-      seen, reward, terminated, truncated, _ = answer
+      seen, reward, terminated, truncated, _ = await self._act(command)
       reward = float(reward)
       if not math.isfinite(reward):
         raise ValueError(f'the reward of {command!r} is {reward}')
@@ -137,9 +163,33 @@ class _Episode(protocol.Episode):
   def rewards(self, question, prompt, texts, status):
     """See `protocol.Episode`; each turn has its reward already."""
     del question, prompt, texts
-    _close(self._made)
     failed = status is Status.INFRA_ERROR
     return {}, {'return': 0.0 if failed else self._return}
+
+  def close(self) -> None:
+    """Closes the environment, once a step that still runs has ended."""
+    if self._last is None:
+      _close(self._made)
+    else:
+      self._last.add_done_callback(lambda _: _close(self._made))
+
+  async def _act(self, command: str) -> tuple:
+    """Returns what the environment's `step` returns.
+
+    Raises:
+      TimeoutError: it takes too long; one line.
+    """
+    # Beside the event loop, so that a slow one does not stop the others.
+    self._last = _start(lambda: self._made.step(command))
+    try:
+      return await asyncio.wait_for(
+        asyncio.wrap_future(self._last), self._timeout
+      )
+    except TimeoutError:
+      # The user's own error has the same type.
+      if self._last.done() and self._last.exception():
+        raise
+      raise TimeoutError(_too_long('step', self._timeout)) from None
 
 
 def load(name: str) -> Any:
@@ -157,6 +207,36 @@ def load(name: str) -> Any:
       f'makes an environment: {error}'
     ) from error
   return found
+
+
+def _start(call: Callable[[], Any]) -> futures.Future:
+  """Starts a call on a thread of its own.
+
+  The threads of a pool would be used up by calls that never return, and the
+  process would wait for them at its end.
+  """
+  future: futures.Future = futures.Future()
+  future.set_running_or_notify_cancel()  # cannot be cancelled any more
+
+  def run() -> None:
+    try:
+      future.set_result(call())
+    except BaseException as error:
+      future.set_exception(error)
+
+  threading.Thread(target=run, name=THREAD_NAME, daemon=True).start()
+  return future
+
+
+def _too_long(method: str, timeout: float) -> str:
+  return f'{method}: no result within env.gymnasium.timeout={timeout:g} s'
+
+
+def _close_late(begun: futures.Future) -> None:
+  """Closes what has begun after nobody waited for it any more."""
+  if begun.exception() is None:
+    made, _ = begun.result()
+    _close(made)
 
 
 def _close(made: Any) -> None:

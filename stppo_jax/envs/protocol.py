@@ -108,6 +108,14 @@ class Episode(Protocol):
     """
     ...
 
+  def close(self) -> None:
+    """Releases what the episode has opened, such as a game of its own.
+
+    It is called once for each trajectory, also for one that was interrupted, of
+    which a step may still be running. An environment that returns itself from
+    `episode` serves further trajectories after it.
+    """
+
 
 class Environment(Episode, Protocol):
   """Opens dialogues with questions, answers their turns and rewards them.

@@ -101,7 +101,10 @@ def try_once(
     prompt, texts = environment.prompt(question), ['']
     status = types.TrajectoryStatus.TRUNCATED_LENGTH
     episode = environment.episode(question)
-    _, scores = episode.rewards(question, prompt, texts, status)
+    try:
+      _, scores = episode.rewards(question, prompt, texts, status)
+    finally:
+      episode.close()
     function(question, texts, scores)
 
 

@@ -203,10 +203,20 @@ class Collector:
       keys: typed jax keys, one for each trajectory.
       greedy: whether to take the most probable token instead of sampling.
     """
-    groups = [self._open(question) for question in questions]
-    rows = [row for group in groups for row in group]
+    rows: list[_Row] = []
+    try:
+      for question in questions:
+        rows += self._open(question)
+      self._run(rows, keys, greedy=greedy)
+      return [self._finish(row) for row in rows]
+    finally:
+      self._close_episodes([row.episode for row in rows])
+
+  def _run(self, rows: Sequence[_Row], keys, *, greedy: bool) -> None:
+    """Samples and answers turns until every row has a status."""
+    firsts = rows[:: self._group_size]
     self._engine.begin(
-      [g[0].prompt_ids if g[0].status is None else None for g in groups],
+      [row.prompt_ids if row.status is None else None for row in firsts],
       keys,
       group_size=self._group_size,
       max_turn_tokens=self._max_turn_tokens,
@@ -231,7 +241,15 @@ class Collector:
       # An interrupt or an error leaves requests that nobody waits for.
       for future in pending:
         future.cancel()
-    return [self._finish(row) for row in rows]
+
+  def _close_episodes(self, episodes: Sequence[protocol.Episode]) -> None:
+    for episode in episodes:
+      try:
+        episode.close()
+      except Exception as error:  # no trajectory depends on it
+        _log.warning(
+          'an episode could not be closed: %s: %s', type(error).__name__, error
+        )
 
   def statistics(self) -> Mapping[str, float]:
     """Returns what the engine has counted since the last call."""
@@ -310,11 +328,14 @@ class Collector:
   def _open(self, question: types.Question) -> list[_Row]:
     """Returns the rows of a question, which share its prompt."""
     status, cause = None, ''
-    episodes: list[protocol.Episode] = [self._environment] * self._group_size
+    episodes: list[protocol.Episode] = []
     try:
       prompt = self._environment.prompt(self._neutral(question))
-      episodes = [self._environment.episode(question) for _ in episodes]
+      while len(episodes) < self._group_size:
+        episodes.append(self._environment.episode(question))
     except Exception as error:
+      self._close_episodes(episodes)
+      episodes = [self._environment] * self._group_size
       # A row must not be empty, and what it contains weighs nothing.
       prompt = self._neutral(question).text
       status, cause = Status.INFRA_ERROR, self._cause(error)

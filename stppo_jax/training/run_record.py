@@ -69,6 +69,7 @@ _LATER_KEYS = {
   'env.textworld.quest_length': 2,
   'env.textworld.list_commands': True,
   'env.gymnasium.make': '',
+  'env.gymnasium.timeout': 60.0,
   'algorithm.advantage.critic_tokens': 'policy',
   'algorithm.advantage.outcome_counts': 'per_trajectory',
 }

@@ -1,5 +1,7 @@
 """An environment of the user, with the interface of Gymnasium."""
 
+import threading
+
 import pytest
 
 from stppo_jax import types
@@ -12,6 +14,13 @@ from tests.training import runs
 
 _STATUS = types.TrajectoryStatus
 _closed = []
+_go_on = threading.Event()  # for a step that hangs
+
+
+class Stop(Exception):
+  """An error of an environment that ends the run."""
+
+  exit_code = 2
 
 
 class Counter:
@@ -24,6 +33,10 @@ class Counter:
   def step(self, action):
     if action == 'crash':
       raise RuntimeError('a bug of the user')
+    if action == 'stop':
+      raise Stop('no more')
+    if action == 'hang':
+      assert _go_on.wait(60)
     right = action == str(self._at + 1)
     self._at += right
     done = self._at == self._goal
@@ -44,28 +57,31 @@ def _from_options(name):
   return gymnasium.GymnasiumEnvironment.from_options(options, None)
 
 
-def _write(command):
-  return f'<think>x</think><action>{command}</action>'
-
-
-def test_episodes_are_independent_and_their_rewards_are_on_their_turns():
+def _collect(scripts, *, make=make, timeout=60.0):
+  """Returns the trajectories of one question, one for each script."""
   environment = gymnasium.GymnasiumEnvironment(
-    make=make, max_turns=2, prompt_template=''
+    make=make, max_turns=2, prompt_template='', timeout=timeout
   )
-  questions = games.GameQuestions(seed=0, count=0).evaluation(1)['games']
-  scripts = [['1', '2'], ['1', '7', '2'], ['hm', '1', '1'], ['1', 'crash']]
   _closed.clear()
-  trajectories = dialogues.collect_scripts(
+  return dialogues.collect_scripts(
     [
-      [text if text == 'hm' else _write(text) for text in script]
+      [
+        text if text == 'hm' else f'<think>x</think><action>{text}</action>'
+        for text in script
+      ]
       for script in scripts
     ],
     environment,
-    questions,
+    games.GameQuestions(seed=0, count=0).evaluation(1)['games'],
     tokenizer=vocabularies.bpe(),
     max_length=3000,
-    group_size=4,
+    group_size=len(scripts),
   )
+
+
+def test_episodes_are_independent_and_their_rewards_are_on_their_turns():
+  scripts = [['1', '2'], ['1', '7', '2'], ['hm', '1', '1'], ['1', 'crash']]
+  trajectories = _collect(scripts)
   assert len(_closed) == 5  # the one of the prompt, too
   assert [t.status for t in trajectories] == [
     _STATUS.COMPLETED,
@@ -91,20 +107,41 @@ def test_episodes_are_independent_and_their_rewards_are_on_their_turns():
 
 def test_an_episode_that_cannot_begin_says_why():
   made = iter([Counter()])  # that of the prompt, and no other
-  environment = gymnasium.GymnasiumEnvironment(
-    make=lambda: next(made, None), max_turns=2, prompt_template=''
-  )
-  (trajectory,) = dialogues.collect_scripts(
-    [['hm']],
-    environment,
-    games.GameQuestions(seed=0, count=0).evaluation(1)['games'],
-    tokenizer=vocabularies.bpe(),
-    max_length=3000,
-  )
+  (trajectory,) = _collect([['hm']], make=lambda: next(made, None))
   assert trajectory.status is _STATUS.INFRA_ERROR
   assert trajectory.cause == (
     "AttributeError: 'NoneType' object has no attribute 'reset'"
   )
+
+
+def test_a_step_that_hangs_ends_its_own_trajectory_only():
+  _go_on.clear()
+  counted, hung = _collect([['1', '2'], ['1', 'hang']], timeout=0.5)
+  assert counted.status is _STATUS.COMPLETED
+  assert hung.status is _STATUS.INFRA_ERROR
+  assert hung.cause == (
+    'TimeoutError: step: no result within env.gymnasium.timeout=0.5 s'
+  )
+  assert len(_closed) == 2  # an environment is not closed in its step
+  _go_on.set()
+  for thread in threading.enumerate():
+    if thread.name == gymnasium.THREAD_NAME:
+      thread.join()
+  assert len(_closed) == 3
+
+
+def test_an_environment_that_does_not_begin_ends_its_trajectories():
+  _go_on.clear()
+  (trajectory,) = _collect([['1']], make=_go_on.wait, timeout=0.1)
+  _go_on.set()
+  assert trajectory.status is _STATUS.INFRA_ERROR
+  assert trajectory.cause.startswith('TimeoutError: make and reset: no result')
+
+
+def test_environments_are_closed_if_the_collection_ends_early():
+  with pytest.raises(Stop):
+    _collect([['1'], ['stop'], ['1']])
+  assert len(_closed) == 4
 
 
 @pytest.mark.parametrize('name', ['', 'no_such_module:make', 'math:make'])
