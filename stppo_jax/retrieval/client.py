@@ -148,6 +148,7 @@ class HttpRetriever:
     Raises:
       protocol.RetrievalError: the last retry failed; one line.
       protocol.RetrieverMisconfigured: no retry can help; one line.
+      recording.RecordingFailed: the answer cannot be recorded; one line.
       ValueError: the corpus is no plain relative path.
     """
     address.check_corpus(corpus)
@@ -266,8 +267,6 @@ class HttpRetriever:
         return
       self._ok += 1
       self._latencies.append(time.monotonic() - started)
-      if self._recorder is not None:
-        self._recorder.record(corpus, query, future.result())
       self._cache.keep(key, tuple(future.result()))
 
     future.add_done_callback(done)
@@ -327,6 +326,8 @@ class HttpRetriever:
       if passages is None:
         failed.append(query)
       else:
+        if self._recorder is not None:
+          self._recorder.record(corpus, query, passages)
         futures[query].set_result(passages)
     if not failed:
       return

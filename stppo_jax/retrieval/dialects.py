@@ -17,6 +17,8 @@ from stppo_jax.retrieval import corpus
 from stppo_jax.retrieval import replies
 
 Passages = Sequence[types.Passage]
+# None for a query that has no answer, in dialects of several queries.
+Lists = Sequence[Passages | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Dialect:
   queries: str
   topk: str
   read: Callable[[bytes, int], replies.Answers]
-  write: Callable[[Sequence[Passages], bool], Any]
+  write: Callable[[Lists, bool], Any]
   one_query: bool = False
   scores: str = ''
   health_path: str = '/health'
@@ -152,20 +154,17 @@ def _score(score: Any) -> float:
   return score
 
 
-def _write_result(lists: Sequence[Passages], scores: bool) -> dict[str, Any]:
+def _write_result(lists: Lists, scores: bool) -> dict[str, Any]:
   if not scores:
-    return {'result': [[corpus.document_of(p) for p in ps] for ps in lists]}
-  return {
-    'result': [
-      [{'document': corpus.document_of(p), 'score': p.score} for p in passages]
-      for passages in lists
-    ]
-  }
+    return {'result': _written(lists, corpus.document_of)}
+  write = lambda p: {'document': corpus.document_of(p), 'score': p.score}
+  return {'result': _written(lists, write)}
 
 
-def _write_results(lists: Sequence[Passages], scores: bool) -> dict[str, Any]:
+def _write_results(lists: Lists, scores: bool) -> dict[str, Any]:
   del scores
   (passages,) = lists
+  assert passages is not None
   return {
     'results': [
       {'id': p.id, 'content': _contents(p), 'score': p.score} for p in passages
@@ -173,15 +172,23 @@ def _write_results(lists: Sequence[Passages], scores: bool) -> dict[str, Any]:
   }
 
 
-def _write_texts(lists: Sequence[Passages], scores: bool) -> list[Any]:
+def _write_texts(lists: Lists, scores: bool) -> list[Any]:
   del scores
   (passages,) = lists
+  assert passages is not None
   return [{'text': _contents(p)} for p in passages]
 
 
-def _write_answers(lists: Sequence[Passages], scores: bool) -> dict[str, Any]:
+def _write_answers(lists: Lists, scores: bool) -> dict[str, Any]:
   del scores
-  return {'answers': [[_contents(p) for p in ps] for ps in lists]}
+  return {'answers': _written(lists, _contents)}
+
+
+def _written(lists: Lists, write: Callable[[types.Passage], Any]) -> list[Any]:
+  return [
+    None if passages is None else [write(p) for p in passages]
+    for passages in lists
+  ]
 
 
 def _contents(passage: types.Passage) -> str:

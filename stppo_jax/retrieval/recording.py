@@ -18,6 +18,16 @@ _Key = tuple[str, str]  # corpus, query
 _BEGINNING = b'{"corpus": "'  # of every line that is written
 
 
+class RecordingFailed(Exception):
+  """An answer cannot be recorded, for example because the disk is full.
+
+  The run ends, because without the answer it could not be repeated. The message
+  is one line.
+  """
+
+  exit_code = 75
+
+
 class Recorder:
   """Appends answers to a file, the first one of each query."""
 
@@ -37,7 +47,7 @@ class Recorder:
     """
     self._topk = topk
     self._recorded: set[_Key] = set()
-    path = pathlib.Path(path)
+    self._path = path = pathlib.Path(path)
     if path.exists():
       torn = _torn_line(path)
       known = _read(path, but_last=bool(torn))
@@ -51,15 +61,19 @@ class Recorder:
           'another file'
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    self._file = open(path, 'a', encoding='utf-8')
+    # Without a buffer, so that a full disk is noticed at once.
+    self._file = open(path, 'ab', buffering=0)
 
   def record(
     self, corpus: str, query: str, passages: Sequence[types.Passage]
   ) -> None:
-    """Writes an answer, unless the query has one."""
+    """Writes an answer, unless the query has one.
+
+    Raises:
+      RecordingFailed: it cannot be written.
+    """
     if (corpus, query) in self._recorded:
       return
-    self._recorded.add((corpus, query))
     fields = {
       'corpus': corpus,
       'query': query,
@@ -68,8 +82,15 @@ class Recorder:
     }
     # A query may hold halves of surrogate pairs, which UTF-8 cannot, so
     # everything beyond ASCII is escaped.
-    self._file.write(json.dumps(fields) + '\n')
-    self._file.flush()
+    line = json.dumps(fields).encode() + b'\n'
+    try:
+      while line:
+        line = line[self._file.write(line) :]
+    except OSError as error:
+      raise RecordingFailed(
+        f'retrieval.record={self._path}: {error.strerror}'
+      ) from error
+    self._recorded.add((corpus, query))
 
   def close(self) -> None:
     self._file.close()

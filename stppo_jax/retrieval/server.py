@@ -8,10 +8,11 @@
     GET  /metrics                    counts for Prometheus
 
 There is one list per query, in order; without scores its entries are the bare
-documents. Requests with other fields are those of another of `DIALECTS` and are
-answered in it. The path before /retrieve is a question's `corpus`. An unknown
-corpus is answered with 404, a wrong field with 422; further errors are in
-`http/server.py`.
+documents. Recorded answers have null in place of the list of a query that was
+not recorded. Requests with other fields are those of another of `DIALECTS` and
+are answered in it. The path before /retrieve is a question's `corpus`. An
+unknown corpus is answered with 404, a wrong field with 422; further errors are
+in `http/server.py`.
 """
 
 import asyncio
@@ -237,6 +238,8 @@ class _Service:
     """Returns the handler of requests in any of these dialects."""
 
     async def retrieve(fields: dict[str, Any], corpus: str = '') -> Any:
+      if self._recording is not None:
+        return self._replay(self._recording, corpus, fields, spoken)
       search = self._search_of(corpus)
       dialect = _dialect_of(fields, spoken)
       queries, topk, scores = self._parse(fields, dialect)
@@ -249,9 +252,6 @@ class _Service:
 
   def _search_of(self, corpus: str) -> _Search:
     """Returns the search function of a corpus, to run on the thread."""
-    recording = self._recording
-    if recording is not None:
-      return functools.partial(self._replay, recording, corpus)
     world = _WORLD.fullmatch(corpus)
     if not corpus and self._own is not None:
       return self._own.search
@@ -265,13 +265,31 @@ class _Service:
     self,
     recording: recording_lib.Recording,
     corpus: str,
-    queries: Sequence[str],
-    topk: int,
-  ) -> _Lists:
-    try:
-      return [recording.find(corpus, query, topk) for query in queries]
-    except LookupError as error:
-      raise http_server.Refusal(404, str(error.args[0])) from None
+    fields: dict[str, Any],
+    spoken: Sequence[dialects.Dialect],
+  ) -> Any:
+    """Answers with what was recorded.
+
+    A query that was not is answered with null and named in `detail`. A request
+    that has no other query is refused.
+    """
+    dialect = _dialect_of(fields, spoken)
+    queries, topk, scores = self._parse(fields, dialect)
+    lists: list[list[types.Passage] | None] = []
+    missing = []
+    for query in queries:
+      try:
+        lists.append(recording.find(corpus, query, topk))
+      except LookupError as error:
+        lists.append(None)
+        missing.append(str(error.args[0]))
+    found = [passages for passages in lists if passages is not None]
+    if missing and not found:
+      raise http_server.Refusal(404, missing[0])
+    self._count_queries(len(found))
+    self._count_empty(sum(not passages for passages in found))
+    reply = dialect.write(lists, scores)
+    return {**reply, 'detail': '; '.join(missing)} if missing else reply
 
   def _search_world(
     self,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 
 import pytest
 
@@ -9,6 +10,7 @@ from stppo_jax import types
 from stppo_jax.retrieval import protocol
 from stppo_jax.retrieval import recording
 from stppo_jax.retrieval import server
+from tests.commands import serving
 from tests.retrieval import fake_servers
 
 _PASSAGES = [
@@ -74,6 +76,24 @@ def test_what_fails_is_not_recorded(tmp_path):
   assert len(recording.Recording(path)) == 1
 
 
+def test_a_full_disk_ends_the_run_with_one_line(tmp_path):
+  path = tmp_path / 'answers.jsonl'
+  recorder = recording.Recorder(path, topk=2)
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  with server.embedded(_PASSAGES) as embedded:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+      asking = _ask(embedded.url, [('', 'capital')], recorder=recorder)
+      (error,) = asyncio.run(asking)
+    finally:
+      resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  assert isinstance(error, recording.RecordingFailed) and error.exit_code == 75
+  assert str(error) == f'retrieval.record={path}: File too large'
+  recorder.close()
+  recorded = _record(path)  # with more room; the torn line is removed
+  assert _replay(path) == recorded
+
+
 def test_a_torn_line_is_recorded_again(tmp_path):
   path = tmp_path / 'answers.jsonl'
   recorded = _record(path)
@@ -99,6 +119,29 @@ def test_what_was_not_recorded_ends_the_run(
   (error,) = _replay(path, [question], **options)
   assert isinstance(error, protocol.RetrieverMisconfigured)
   assert message in str(error) and '\n' not in str(error)
+
+
+def test_an_unknown_query_does_not_fail_those_of_its_request(tmp_path):
+  path = tmp_path / 'answers.jsonl'
+  recorded = _record(path)
+  questions = [('', 'capital'), ('', 'other'), ('', 'nothing')]
+  found, error, nothing = _replay(path, questions)
+  assert (found, nothing) == (recorded[0], recorded[2])
+  assert isinstance(error, protocol.RetrieverMisconfigured)
+  assert "has no answer to 'other'" in str(error)
+  replayed = recording.Recording(path)
+  with server.embedded(recording=replayed) as embedded:
+    for route, topk, name in (
+      ('retrieve', 'topk', 'result'),
+      ('queries', 'k', 'answers'),
+    ):
+      body = {'queries': ['capital', 'other'], topk: 2}
+      reply = serving.post(f'{embedded.url}/{route}', body)
+      known, unknown = reply[name]
+      assert len(known) == 2 and unknown is None
+      assert reply['detail'] == (
+        f"{path} has no answer to 'other': it was recorded in another run"
+      )
 
 
 def test_fewer_passages_can_be_replayed(tmp_path):
