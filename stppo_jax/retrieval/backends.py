@@ -111,10 +111,12 @@ def open_index(
     from stppo_jax.retrieval import encoder
     from stppo_jax.retrieval import faiss_index
 
+    model = encoder.TextEncoder(encoder_directory)
     return faiss_index.FaissIndex(
       faiss_file,
       folder.passages,
-      encoder.TextEncoder(encoder_directory).encode,
+      model.encode,
+      size=model.size,
       query_prefix=query_prefix,
     )
   return _open_dense(folder, encoder_directory)
@@ -133,9 +135,18 @@ def _open_dense(
       f'{folder.path / "dense"}: made by another encoder than '
       f'{encoder_directory}'
     )
+  path = folder.path / 'dense'
+  names = {field.name for field in dataclasses.fields(DenseOptions)}
+  if set(fields) != names or not all(
+    isinstance(v, str) for v in fields.values()
+  ):
+    raise ValueError(
+      f'{path}: damaged: part.json must hold a string for each of '
+      f'{", ".join(sorted(names))}'
+    )
   options = DenseOptions(**fields)
   return dense.DenseIndex(
-    dense.read_vectors(folder.path / 'dense', options.dtype),
+    dense.read_vectors(path, options.dtype, size=model.size),
     folder.passages,
     model.encode,
     query_prefix=options.query_prefix,

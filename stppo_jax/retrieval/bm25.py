@@ -114,8 +114,12 @@ class Bm25Index:
     """
     try:
       saved = _bm25s.BM25.load(folder, mmap=True, show_progress=False)
-    except (OSError, ValueError, EOFError, KeyError, TypeError) as error:
+    except Exception as error:  # whatever bm25s happens to do with the damage
       raise ValueError(f'{folder}: damaged BM25 index: {error}') from error
+    sizes = [np.shape(saved.scores[name]) for name in ('data', 'indices')]
+    ends = np.ravel(saved.scores['indptr'])[-1:].tolist()
+    if sizes != [tuple(ends)] * 2:
+      raise ValueError(f'{folder}: damaged BM25 index: its files do not fit')
     if saved.scores['num_docs'] != len(passages):
       raise ValueError(
         f'{folder}: an index of {saved.scores["num_docs"]} passages, but there '

@@ -9,6 +9,7 @@ tiles of a device.
 """
 
 from collections.abc import Callable
+from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import functools
@@ -29,6 +30,11 @@ Encode = Callable[[Sequence[str]], np.ndarray]
 DTYPES = {
   'float32': np.dtype(np.float32),
   'bfloat16': np.dtype(ml_dtypes.bfloat16),
+}
+# The format of numpy's files has no bfloat16.
+_STORED: Mapping[str, np.dtype[Any]] = {
+  **DTYPES,
+  'bfloat16': np.dtype(np.uint16),
 }
 _VECTORS = 'vectors.npy'
 _TILE = 4096  # rows of a tile
@@ -132,8 +138,7 @@ def write_vectors(
     dtype: a key of `DTYPES`.
     passage_prefix: written in front of every passage.
   """
-  # The format of numpy's files has no bfloat16.
-  stored = np.uint16 if dtype == 'bfloat16' else DTYPES[dtype]
+  stored = _STORED[dtype]
   vectors_ND = np.lib.format.open_memmap(
     pathlib.Path(folder) / _VECTORS,
     mode='w+',
@@ -148,8 +153,15 @@ def write_vectors(
   vectors_ND.flush()
 
 
-def read_vectors(folder: str | os.PathLike[str], dtype: str) -> np.ndarray:
+def read_vectors(
+  folder: str | os.PathLike[str], dtype: str, *, size: int
+) -> np.ndarray:
   """Returns [N, D], the vectors that `write_vectors` wrote, memory-mapped.
+
+  Args:
+    folder: the folder.
+    dtype: a key of `DTYPES`.
+    size: the width D that the vectors must have.
 
   Raises:
     ValueError: the file is missing or damaged; one line.
@@ -161,6 +173,12 @@ def read_vectors(folder: str | os.PathLike[str], dtype: str) -> np.ndarray:
     vectors_ND = np.load(path, mmap_mode='r', allow_pickle=False)
   except (OSError, ValueError, EOFError) as error:
     raise ValueError(f'{path}: damaged vectors: {error}') from error
+  stored = _STORED[dtype]
+  if (vectors_ND.dtype, vectors_ND.shape[1:]) != (stored, (size,)):
+    raise ValueError(
+      f'{path}: damaged vectors: {vectors_ND.dtype} of shape '
+      f'{vectors_ND.shape}, not {stored} of shape (passages, {size})'
+    )
   return vectors_ND.view(DTYPES[dtype])
 
 

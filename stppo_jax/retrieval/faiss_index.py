@@ -1,6 +1,6 @@
 """Search in an index that FAISS has made, such as those that are published.
 
-FAISS is optional: `pip install 'stppo_jax[faiss]'`.
+FAISS is optional: `pip install '.[faiss]'` in the clone.
 """
 
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ class FaissIndex:
     passages: Sequence[types.Passage],
     encode: dense.Encode,
     *,
+    size: int,
     query_prefix: str = '',
   ):
     """Opens the file; its vectors are memory-mapped where the kind allows.
@@ -32,18 +33,19 @@ class FaissIndex:
       path: the file that FAISS wrote.
       passages: the passages, in the order of the index.
       encode: returns the vectors of texts.
+      size: the width of these vectors.
       query_prefix: written in front of every query, as the encoder expects it.
 
     Raises:
-      ValueError: FAISS is not installed, the file is not readable, or it has
-        another number of vectors; one line.
+      ValueError: FAISS is not installed, the file is not readable, or its
+        vectors have another number or width; one line.
     """
     try:
       # Its names are made when it is imported, so types cannot be checked.
       faiss: Any = importlib.import_module('faiss')
     except ImportError as error:
       raise ValueError(
-        "FAISS is not installed: pip install 'stppo_jax[faiss]'"
+        "FAISS is not installed: run pip install '.[faiss]' in the clone"
       ) from error
     if not os.path.isfile(path):
       raise ValueError(f'{path}: no such file')
@@ -57,6 +59,11 @@ class FaissIndex:
         f'{path}: {self._index.ntotal} vectors for {len(passages)} passages: '
         'the index of another corpus'
       )
+    if self._index.d != size:
+      raise ValueError(
+        f'{path}: vectors of {self._index.d} numbers, but the encoder makes '
+        f'vectors of {size}: the index of another encoder'
+      )
     # Distances are better the smaller they are.
     self._sign = -1.0 if self._index.metric_type == faiss.METRIC_L2 else 1.0
     self._passages = passages
@@ -69,19 +76,10 @@ class FaissIndex:
   def search(
     self, queries: Sequence[str], topk: int
   ) -> list[list[types.Passage]]:
-    """Returns the passages that FAISS finds, best first.
-
-    Raises:
-      ValueError: the encoder's vectors have another width than the index's.
-    """
+    """Returns the passages that FAISS finds, best first."""
     if not queries:
       return []
     vectors_QD = self._encode([self._query_prefix + q for q in queries])
-    if vectors_QD.shape[1] != self._index.d:
-      raise ValueError(
-        f'the encoder makes vectors of {vectors_QD.shape[1]} numbers, the '
-        f'index has {self._index.d}'
-      )
     scores_QP, rows_QP = self._index.search(
       np.ascontiguousarray(vectors_QD, np.float32), min(topk, len(self))
     )

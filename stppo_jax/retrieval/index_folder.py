@@ -54,8 +54,10 @@ class StoredPassages(Sequence[types.Passage]):
     except (OSError, ValueError, EOFError) as error:
       raise ValueError(f'{folder}: damaged: {error}') from error
     self._offsets = np.asarray(mapped)  # Indexing a memmap is slow.
-    sizes = (num_passages + 1,), len(self._bytes)
-    if (self._offsets.shape, int(self._offsets[-1])) != sizes:
+    if self._offsets.dtype != np.int64 or self._offsets.ndim != 1:
+      raise ValueError(f'{folder}: damaged: {_OFFSETS} holds no offsets')
+    sizes = num_passages + 1, [len(self._bytes)]
+    if (len(self._offsets), self._offsets[-1:].tolist()) != sizes:
       raise ValueError(f'{folder}: damaged: {_PASSAGES} has another length')
 
   def __len__(self) -> int:

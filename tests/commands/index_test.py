@@ -1,5 +1,6 @@
 """`index`, then `serve`, searched over HTTP and scored; and their refusals."""
 
+import json
 import random
 
 import pytest
@@ -132,6 +133,18 @@ def test_dense_search_is_indexed_and_served(capsys, tmp_path, backend):
   found = [[p['id'] for p in ps] for ps in reply['result']]
   assert [ids[0] for ids in found] == [p.id for p in passages[:8]]
   assert all(len(ids) == 3 for ids in found)
+
+
+def test_a_damaged_part_is_one_line_and_2(capsys, tmp_path):
+  flags = _dense(tmp_path)
+  path = tmp_path / 'index' / 'dense' / 'part.json'
+  good = json.loads(path.read_text('utf-8'))
+  for damage in ({'dtype': ['float32']}, {'more': ''}, {'query_prefix': None}):
+    path.write_text(json.dumps(good | damage), encoding='utf-8')
+    capsys.readouterr()
+    assert serve.main([*flags, '--backend=dense']) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f'{path.parent}: damaged: part.json must hold a string' in line
 
 
 def test_another_encoder_is_refused(capsys, tmp_path):

@@ -100,7 +100,7 @@ def test_vectors_are_written_and_read(tmp_path, dtype):
     ),
   )
   assert texts[3] == 'passage: T3\ntext 3' and len(texts) == 9
-  found = dense.read_vectors(folder.path / 'dense', dtype)
+  found = dense.read_vectors(folder.path / 'dense', dtype, size=8)
   np.testing.assert_array_equal(
     found.astype(np.float32),
     _vectors(9, 8).astype(dense.DTYPES[dtype]).astype(np.float32),
@@ -110,9 +110,11 @@ def test_vectors_are_written_and_read(tmp_path, dtype):
   np.testing.assert_array_equal(
     rows_QP[:, 0], np.argmax(_vectors(9, 8) @ _vectors(9, 8).T, axis=1)
   )
+  with pytest.raises(ValueError, match=r'shape \(9, 8\), not .* 7\)'):
+    dense.read_vectors(folder.path / 'dense', dtype, size=7)
   (folder.path / 'dense' / 'vectors.npy').write_bytes(b'x')
   with pytest.raises(ValueError, match='damaged vectors'):
-    dense.read_vectors(folder.path / 'dense', dtype)
+    dense.read_vectors(folder.path / 'dense', dtype, size=8)
 
 
 def test_another_number_of_vectors_is_refused():

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from stppo_jax import types
@@ -75,6 +76,10 @@ def _cut(path):
   path.write_bytes(path.read_bytes()[:-5])
 
 
+def _empty(path):
+  np.save(path, np.load(path)[:0])
+
+
 def _grow(path):
   path.write_bytes(path.read_bytes() + b'x')
 
@@ -90,11 +95,18 @@ def _grow(path):
     ('passages.jsonl', _grow, 'passages.jsonl has another length'),
     ('passages.jsonl', lambda p: p.write_bytes(b''), 'damaged'),
     ('offsets.npy', _cut, 'damaged'),
+    ('offsets.npy', lambda p: np.save(p, np.zeros(0, int)), 'another length'),
+    ('offsets.npy', lambda p: np.save(p, 1.0), 'offsets.npy holds no offsets'),
     ('bm25/part.json', lambda p: p.unlink(), 'part.json is missing'),
     ('bm25/vocab.index.json', _cut, 'damaged BM25 index'),
     ('bm25/data.csc.index.npy', _cut, 'damaged BM25 index'),
     ('bm25/indptr.csc.index.npy', lambda p: p.unlink(), 'damaged BM25 index'),
     ('bm25/params.index.json', lambda p: p.write_text('{}'), 'of None'),
+    ('bm25/params.index.json', lambda p: p.write_text('[]'), 'damaged BM25'),
+    ('bm25/vocab.index.json', lambda p: p.write_text('[]'), 'damaged BM25'),
+    ('bm25/indptr.csc.index.npy', _empty, 'do not fit'),
+    ('bm25/indices.csc.index.npy', _empty, 'do not fit'),
+    ('bm25/data.csc.index.npy', _empty, 'do not fit'),
   ],
 )
 def test_damage_is_one_line(tmp_path, name, damage, message):
