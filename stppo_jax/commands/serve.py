@@ -221,8 +221,14 @@ async def _serve(app, flags: argparse.Namespace) -> int:
   bound = None
   if flags.socket is not None:
     bound = socket.socket(fileno=flags.socket)
+    loop, parent = asyncio.get_running_loop(), sys.stdin.fileno()
+
+    def parent_ended() -> None:
+      loop.remove_reader(parent)  # or it would be called again and again
+      stopping.set()
+
     # The parent writes nothing: its end is what can be read.
-    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stopping.set)
+    loop.add_reader(parent, parent_ended)
   running, url = await http_server.start(
     app,
     flags.host,

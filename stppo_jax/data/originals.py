@@ -170,8 +170,8 @@ def corpus_file(
 ) -> Iterator[Callable[[types.Passage], None]]:
   """Yields a function that writes a passage to a new file of passages.
 
-  The file gets its name at the end, if a passage was written and the body
-  raised nothing.
+  The file gets its name at the end if the body raised nothing. Without a
+  passage there is no file then, not even one of an earlier build.
   """
   partial = path.with_name(f'{path.name}.partial')
   count = 0
@@ -187,5 +187,7 @@ def corpus_file(
       yield keep
     if count:
       os.replace(partial, path)
+    else:
+      path.unlink(missing_ok=True)
   finally:
     partial.unlink(missing_ok=True)

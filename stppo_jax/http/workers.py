@@ -1,7 +1,8 @@
 """Worker processes that answer at one address.
 
 The parent binds the address, and each worker accepts connections from it as
-soon as it has time for one. A worker that ends is replaced. Workers end with
+soon as it has time for one. A worker that ends is replaced, after a pause if it
+did not live long. Workers end with
 their parent, also if that is killed: their standard input is a pipe from it,
 and the end of the pipe is their sign to end.
 """
@@ -17,6 +18,8 @@ import tempfile
 from stppo_jax.http import metrics
 
 _END_TIMEOUT = 20.0  # seconds until a worker that does not end is killed
+_LONG_LIFE = 60.0  # seconds; a worker that lived longer is replaced at once
+_LONGEST_PAUSE = 30.0  # seconds before a worker is replaced
 
 
 class WorkerFailed(Exception):
@@ -34,6 +37,7 @@ async def supervise(
   bound: socket.socket,
   stopping: asyncio.Event,
   ready: Callable[[], None],
+  first_pause: float = 1.0,
 ) -> None:
   """Runs workers until `stopping` is set, and waits for their end.
 
@@ -44,6 +48,8 @@ async def supervise(
     bound: the socket that they listen on.
     stopping: an event that ends all workers.
     ready: called once all workers are ready.
+    first_pause: the seconds before a worker is replaced that did not live long;
+      they double with each that follows.
 
   Raises:
     WorkerFailed: a worker ended before it was ready.
@@ -52,6 +58,8 @@ async def supervise(
     environment = os.environ | {metrics.FOLDER_VARIABLE: folder}
 
     async def keep_one(first: asyncio.Future) -> None:
+      loop = asyncio.get_running_loop()
+      pause = 0.0
       while not stopping.is_set():
         worker = await asyncio.create_subprocess_exec(
           *command(bound.fileno()),
@@ -66,15 +74,20 @@ async def supervise(
           assert worker.stdout is not None
           if not await worker.stdout.readline():
             raise WorkerFailed(await ended)
+          began = loop.time()
           if not first.done():
             first.set_result(None)
           await asyncio.wait([ended, stop], return_when='FIRST_COMPLETED')
           if not stop.done():
+            pause = min(max(2 * pause, first_pause), _LONGEST_PAUSE)
+            if loop.time() - began > _LONG_LIFE:
+              pause = 0.0
             print(
               f'worker {worker.pid} ended with exit code {ended.result()}; '
-              'starting another one',
+              f'starting another one in {pause:g} s',
               file=sys.stderr,
             )
+            await asyncio.wait([stop], timeout=pause)
         finally:
           stop.cancel()
           await _end(worker, ended)

@@ -18,7 +18,7 @@ def post(url, body):
 
 
 def run(capsys, flags, use, *, number=signal.SIGTERM, **options):
-  """Serves until `use(url)` returns, then sends a signal.
+  """Serves until `use(url)` returns, then sends a signal; 0 is none.
 
   Returns:
     (the printed URL, what `use` returned for it).
