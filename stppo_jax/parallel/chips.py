@@ -1,32 +1,32 @@
-"""How many operations the known accelerators can do."""
+"""Finds the published limits of the devices of a mesh."""
 
 import jax
 
-# Dense operations per second in bfloat16 of one device of jax, by its kind.
-# TPUs: the pages of the versions at cloud.google.com/tpu/docs (v4, v5e, v5p,
-# v6e); a device of these is a whole chip. NVIDIA: the data sheets of A100,
-# H100, H200 and L4, which quote twice as much for sparse matrices.
-PEAKS = {
-  'TPU v4': 275e12,
-  'TPU v5 lite': 197e12,
-  'TPU v5e': 197e12,
-  'TPU v5': 459e12,
-  'TPU v5p': 459e12,
-  'TPU v6 lite': 918e12,
-  'TPU v6e': 918e12,
-  'NVIDIA A100-SXM4-40GB': 312e12,
-  'NVIDIA A100-SXM4-80GB': 312e12,
-  'NVIDIA A100 80GB PCIe': 312e12,
-  'NVIDIA H100 80GB HBM3': 989e12,
-  'NVIDIA H100 PCIe': 756e12,
-  'NVIDIA H200': 989e12,
-  'NVIDIA L4': 121e12,
+from stppo_jax.parallel import topology
+
+# The kind of a device, as jax names it. Numbers and sources: `topology`.
+_KINDS = {
+  'TPU v4': topology.TPUS['v4'],
+  'TPU v5 lite': topology.TPUS['v5e'],
+  'TPU v5e': topology.TPUS['v5e'],
+  'TPU v5': topology.TPUS['v5p'],
+  'TPU v5p': topology.TPUS['v5p'],
+  'TPU v6 lite': topology.TPUS['v6e'],
+  'TPU v6e': topology.TPUS['v6e'],
+  'TPU7x': topology.TPUS['tpu7x'],
+  'NVIDIA A100-SXM4-40GB': topology.GPUS['a100'],
+  'NVIDIA A100-SXM4-80GB': topology.GPUS['a100'],
+  'NVIDIA H100 80GB HBM3': topology.GPUS['h100'],
+  'NVIDIA H200': topology.GPUS['h200'],
 }
 
 
 def peak(mesh: jax.sharding.Mesh) -> float | None:
-  """Returns the operations per second of all devices; None if not known."""
+  """Returns the bfloat16 operations per second of all devices of a mesh.
+
+  None if the limits of one of them are not known, as of a CPU.
+  """
   kinds = [device.device_kind for device in mesh.devices.flat]
-  if any(kind not in PEAKS for kind in kinds):
+  if any(kind not in _KINDS for kind in kinds):
     return None
-  return sum(PEAKS[kind] for kind in kinds)
+  return sum(_KINDS[kind].operations for kind in kinds)

@@ -52,6 +52,8 @@ class Limits(NamedTuple):
   per_chip: int = 1
 
 
+# TPUs: the page of each version at cloud.google.com/tpu/docs. GPUs: the data
+# sheets of NVIDIA for A100, H100 and H200 (SXM), without sparse matrices.
 TPUS: Mapping[str, Limits] = {
   'v4': Limits(30.75, 275e12, 1.23e12, 90e9, 90e9, 1.05e9),
   'v5e': Limits(15.75, 197e12, 0.82e12, 90e9, 90e9, 1.5e9),
