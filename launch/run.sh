@@ -70,12 +70,17 @@ main() {
   # it once, from here. Some supervisors signal every process. So it is told by
   # SIGHUP, a little later: a run that is ending ignores that, while a second
   # SIGTERM would abandon what it saves.
+  tell=HUP
+  # Under nohup it ignores that from the beginning: bit 0 of the mask.
+  if ((0x$(awk '/^SigIgn/ { print $2 }' /proc/self/status) & 1)); then
+    tell=TERM
+  fi
   child='' stopped='' signalled=''
   # shellcheck disable=SC2329  # it is called by the traps
   stop() {
     stopped=$1 signalled=yes
     sleep 0.5
-    [ -n "$child" ] && kill -HUP "$child" 2>/dev/null
+    [ -n "$child" ] && kill -s "$tell" "$child" 2>/dev/null
   }
   trap 'stop 75' TERM HUP
   trap 'stop 130' INT
@@ -112,7 +117,7 @@ main() {
       wait $!
     fi
     if [ -n "$stopped" ]; then code=$stopped && break; fi
-    setsid env --default-signal=HUP,INT "$python" -u -m stppo_jax train "$@" &
+    setsid "$python" -u -m stppo_jax train "$@" &
     child=$!
     # A signal ends `wait` early; 127 means that it had ended before.
     signalled=yes

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import signal
 import socket
 import subprocess
@@ -137,6 +136,15 @@ def test_a_signal_is_passed_on_once_and_ends_it(
   assert (tmp_path / 'calls').read_text().count('\n') == 1
 
 
+def test_under_nohup_a_signal_is_passed_on_too(fake, tmp_path):
+  process = fake(['nohup', _SCRIPT, f'--workdir={tmp_path}/run'], 'wait')
+  _wait((tmp_path / 'pid').exists)
+  process.terminate()
+  process.communicate(timeout=60)
+  assert process.returncode == 75
+  assert (tmp_path / 'told').read_text() == f'{int(signal.SIGTERM)}\n'
+
+
 def test_secrets_are_no_arguments(fake, tmp_path):
   secrets = tmp_path / 'secrets'
   secrets.write_text('WORD=open\n')
@@ -192,7 +200,7 @@ def test_a_retriever_runs_beside_the_run(fake, tmp_path):
   code, _, (call,) = _run(fake, tmp_path, '0', **flags)
   assert code == 0
   assert f' --config.retrieval.url=http://127.0.0.1:{port}|' in call
-  _wait_for(tmp_path / 'ended')
+  _wait((tmp_path / 'ended').exists)
 
 
 _SRUN = """#!/bin/bash
@@ -264,22 +272,23 @@ def test_slurm_starts_a_job_again_and_numbers_its_processes(
     )
 
 
-def _wait_for(path: pathlib.Path, seconds=600):
+def _wait(holds, seconds=600):
   for _ in range(seconds * 10):
-    if path.exists():
+    if holds():
       return
     time.sleep(0.1)
-  raise AssertionError(f'{path} does not appear')
+  raise AssertionError('it does not happen')
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('launcher', ['local', 'slurm'])
 def test_a_run_of_two_processes_survives_a_signal_and_a_kill(
-  tmp_path, finished, launcher
+  tmp_path, launcher
 ):
   """The same command resumes; the numbers are those of one process."""
   run = tmp_path / 'run'
-  config, *changes = runs.flags(num_steps=runs.STEPS)
+  options = {'num_steps': 12, 'evaluate__every': 6}
+  config, *changes = runs.flags(**options)
   environment = os.environ | {
     'JAX_PLATFORMS': 'cpu',
     'JAX_NUM_CPU_DEVICES': '2',
@@ -298,18 +307,21 @@ def test_a_run_of_two_processes_survives_a_signal_and_a_kill(
   def start():
     return subprocess.Popen(words, cwd=runs.REPO, env=environment)
 
+  def pid():
+    return json.loads((run / 'heartbeat.json').read_text())['pid']
+
   process = start()
-  _wait_for(run / 'checkpoints' / '1')
+  _wait((run / 'checkpoints' / '1').exists)
   process.send_signal(signal.SIGTERM)
   assert process.wait(timeout=600) == 75
+  before = pid()
   process = start()
-  _wait_for(run / 'heartbeat.json')
-  lock = run / 'lock'
-  _wait_for(lock)
-  os.kill(json.loads(lock.read_text())['pid'], signal.SIGKILL)
+  _wait(lambda: pid() != before)
+  os.kill(pid(), signal.SIGKILL)
   assert process.wait(timeout=600) == 137
   assert start().wait(timeout=600) == 0
-  lines = zip(runs.repeated(run), runs.repeated(finished), strict=True)
+  assert runs.train(tmp_path / 'one', **options) == 0
+  lines = zip(runs.repeated(run), runs.repeated(tmp_path / 'one'), strict=True)
   for ours, theirs in lines:
     assert ours['step'] == theirs['step']
     assert ours.get('val/em/one_hop') == theirs.get('val/em/one_hop')

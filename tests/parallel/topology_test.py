@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from stppo_jax.parallel import chips
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 from stppo_jax.parallel import topology
@@ -53,19 +52,6 @@ def test_virtual_devices_of_a_topology_have_a_place_in_a_mesh(
   assert mesh.size == found.num_devices == devices
   assert mesh_lib.platform(mesh) == platform
   assert mesh_lib.num_hosts(mesh) == hosts
-
-
-@pytest.mark.parametrize(
-  ('kind', 'limits'),
-  [
-    ('TPU v4', topology.TPUS['v4']),
-    ('TPU v5 lite', topology.TPUS['v5e']),
-    ('NVIDIA H100 80GB HBM3', topology.GPUS['h100']),
-    ('NVIDIA H200', topology.GPUS['h200']),
-  ],
-)
-def test_limits_are_the_peaks_that_runs_are_measured_by(kind, limits):
-  assert limits.operations == chips.PEAKS[kind]
 
 
 def test_gpus_fill_whole_hosts():
