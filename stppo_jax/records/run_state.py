@@ -119,7 +119,7 @@ def _state(
 
   Args:
     folder: the run's folder.
-    beat: its last heartbeat; versions before 0.3 wrote none.
+    beat: its last heartbeat; earlier versions wrote none.
     is_complete: whether all of its steps are done.
   """
   silence = time.time() - beat.time if beat else 0.0
