@@ -67,7 +67,7 @@ hypothesis.settings.load_profile('tests')
 
 # Of the 65,530 pieces of memory that Linux grants a process; a compiled program
 # takes some ten, and the next one more than granted crashes the compiler.
-_MANY_PIECES = 30_000
+_MANY_PIECES = 45_000
 
 
 # They train, or collect as a run does, with programs that take long to compile.

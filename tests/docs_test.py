@@ -208,9 +208,10 @@ def _index(command, folder):
   return command.replace('CORPUS.jsonl', str(_question_files(folder)))
 
 
-def _serves(command, folder):
-  (build,) = (line for line in _commands() if ' index ' in line)
-  _run(_python(_index(build, folder)), folder)
+def _serves(command, folder, build):
+  """Asserts that a server answers; `build` runs the command of its index."""
+  (line,) = (line for line in _commands() if ' index ' in line)
+  build(_index(line, folder))
   words = _python(command)
   words = ['--port=0' if w.startswith('--port=') else w for w in words]
   server = subprocess.Popen(
@@ -265,7 +266,7 @@ def test_every_command_in_the_documents_runs(command, clone, monkeypatch):
   elif ' index ' in command:
     assert _run(_python(_index(command, clone)), clone)
   elif ' serve ' in command:
-    _serves(command, clone)
+    _serves(command, clone, lambda line: _run(_python(line), clone))
   elif ' lab ' in command or ' prefer ' in command:
     _make_batch(clone)
     if ' collect ' not in command:
@@ -337,7 +338,7 @@ def test_a_small_version_of_every_command_runs(
   elif ' index ' in command:
     call(words=shlex.split(_index(command, small_clone)))
   elif ' serve ' in command:
-    _serves(command, small_clone)
+    _serves(command, small_clone, lambda line: call(words=shlex.split(line)))
   elif ' collect ' in command:
     _small_batch(command, call)
   elif ' score ' in command:

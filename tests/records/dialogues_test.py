@@ -4,7 +4,6 @@ import io
 import re
 
 from hypothesis import given
-from hypothesis import settings
 from hypothesis import strategies as st
 import pytest
 
@@ -83,7 +82,6 @@ def test_hidden_characters_are_shown(text, expected):
   assert dialogues.escape(text) == expected
 
 
-@settings(max_examples=30)
 @given(st.text())
 def test_nothing_unprintable_is_left(text):
   record = _RECORD | {'turns': [

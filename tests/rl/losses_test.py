@@ -259,14 +259,15 @@ def test_token_ppo_by_hand():
     advantages_BL=np.array([[9.0, 2.0, -3.0, 9.0, 1.0]]),
   )
   entropy = np.array([[9.0, 1.0, 2.0, 9.0, 3.0]])
-  token = _loss(batches.algorithm(), old + np.log(ratio), entropy, batch)
+  loss = jax.jit(_loss)
+  token = loss(batches.algorithm(), old + np.log(ratio), entropy, batch)
   policy = (-2 * 1.2 + 3 * 0.8 - 1.1) / 3
   np.testing.assert_allclose(token.policy, policy)
   np.testing.assert_allclose(token.entropy, 2.0)
   np.testing.assert_allclose(token.loss, policy - ENTROPY * 2.0)
   np.testing.assert_array_equal(token.cut_BL, [[0, 1, 1, 0, 0]])
   # The first turn's ratio is sqrt(1.5 * 0.5), inside the bounds.
-  turn = _loss(
+  turn = loss(
     batches.algorithm('turn_ppo'), old + np.log(ratio), entropy, batch
   )
   shared = math.sqrt(0.75)
@@ -442,7 +443,7 @@ def test_gradient_norm_pulls_back_policy_bias_and_other():
     loss = _loss(norm, x, entropy, batch)
     return loss.policy, loss.bias, loss.other
 
-  _, pull = jax.vjp(parts, logprobs)
+  _, pull = jax.vjp(jax.jit(parts), logprobs)
   policy, bias, other = (
     np.asarray(pull(seed)[0])
     for seed in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
@@ -547,6 +548,7 @@ def test_float32_in_float32_out(name):
   }
 
 
+@jax.jit
 def _value_loss(values, old, returns, mask, **options):
   return losses.value_loss(values, old, returns, mask, clip=0.5, **options)
 

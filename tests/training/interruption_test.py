@@ -179,6 +179,7 @@ def test_an_interrupted_start_is_made_again(tmp_path, capsys):
   changes = {
     'sft__before_training': True,
     'sft__num_steps': 2,
+    'sft__batch_size': 16,  # as in commands/train_test.py: the same program
     'num_steps': 1,
     'evaluate__every': 0,
   }
