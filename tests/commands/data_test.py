@@ -202,7 +202,15 @@ def test_a_set_that_is_built_again_has_the_same_checksum(
   ]
 
 
-@pytest.mark.parametrize('name', ['nq', 'triviaqa', 'pubmedqa', 'mmlu-med'])
+@pytest.mark.parametrize(
+  'name',
+  [
+    'nq',
+    pytest.param('triviaqa', marks=pytest.mark.slow),
+    'pubmedqa',
+    pytest.param('mmlu-med', marks=pytest.mark.slow),
+  ],
+)
 def test_originals_are_fetched_from_a_server(name, tmp_path, root, server):
   flag = f'--mirror={server}/{name}/'
   assert _data('build', name, tmp_path, flag) == 0

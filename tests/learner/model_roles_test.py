@@ -47,7 +47,7 @@ def _norm(tree):
   ('norm', 'cut'),
   [
     ('coefficient', {}),
-    ('gradient', {}),
+    pytest.param('gradient', {}, marks=pytest.mark.slow),
     pytest.param('gradient', _MANY, marks=pytest.mark.slow),
     pytest.param('coefficient', _MANY, marks=pytest.mark.slow),
   ],
@@ -241,6 +241,7 @@ def _flops(models):
   return [program.cost_analysis()['flops'] for program in programs]
 
 
+@pytest.mark.slow
 def test_a_shared_backbone_costs_10_n_instead_of_18_n():
   """Counts old, reference and values, and three passes a trained model."""
   # Unrolled, because XLA counts the body of a loop once.

@@ -77,7 +77,8 @@ def _value_and_gradients(attend, inputs, lengths_B):
   ('size', 'num_heads', 'num_kv_heads', 'lengths'),
   [
     (130, 4, 2, (130, 77)),  # a second, nearly empty tile
-    (5, 7, 1, (5, 0)),  # a row of nothing
+    # A row of nothing.
+    pytest.param(5, 7, 1, (5, 0), marks=pytest.mark.slow),
   ],
 )
 def test_splash_equals_the_definition(size, num_heads, num_kv_heads, lengths):

@@ -56,8 +56,8 @@ def _found(attend, inputs):
   ('size', 'tile', 'num_heads', 'num_kv_heads'),
   [
     (45, 8, 4, 2),  # six tiles of 8 with three tokens of padding
-    (22, 7, 4, 1),  # four of 6, the last one of 4
-    (9, 1, 2, 2),  # each token alone
+    pytest.param(22, 7, 4, 1, marks=pytest.mark.slow),  # four, the last shorter
+    pytest.param(9, 1, 2, 2, marks=pytest.mark.slow),  # each token alone
     (9, 9, 6, 2),  # one
   ],
 )
@@ -134,7 +134,9 @@ def _temporary(size, again):
   return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize('again', [False, True])
+@pytest.mark.parametrize(
+  'again', [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_memory_grows_with_the_length(again):
   few, many = (_temporary(size, again) for size in (2048, 4096))
   assert math.log2(many / few) < 1.2

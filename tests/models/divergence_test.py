@@ -62,7 +62,12 @@ def _jitted(temperature, chunk):
 
 @pytest.mark.parametrize(
   ('temperature', 'chunk'),
-  [(1.0, 1), (0.7, 4 * _B), (1.0, 6 * _B), (0.7, 64 * _B)],
+  [
+    pytest.param(1.0, 1, marks=pytest.mark.slow),
+    (0.7, 4 * _B),
+    (1.0, 6 * _B),
+    pytest.param(0.7, 64 * _B, marks=pytest.mark.slow),
+  ],
 )
 def test_divergence_equals_a_float64_loop(temperature, chunk):
   arguments = _arguments()

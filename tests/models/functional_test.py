@@ -93,13 +93,11 @@ def test_an_unknown_head_prints_the_choices():
     jax.eval_shape(model.init, jax.random.key(0))
 
 
+# The numbers at loss positions are tested every time in learner/update_test.py;
+# this counts operations too.
+@pytest.mark.slow
 @pytest.mark.parametrize(
-  ('unrolled', 'adapted'),
-  [
-    pytest.param(1, False, marks=pytest.mark.slow),
-    pytest.param(2, True, marks=pytest.mark.slow),
-    (2, False),
-  ],
+  ('unrolled', 'adapted'), [(1, False), (2, True), (2, False)]
 )
 def test_states_that_are_not_wanted_are_not_computed(unrolled, adapted):
   model = tiny.model('both', scan_unroll=unrolled)

@@ -39,9 +39,22 @@ def _ratio(
   )
 
 
-@pytest.mark.parametrize('implementation', segments.IMPLEMENTATIONS)
+# The value is the same whatever the gradient: each form has one of both.
+@pytest.mark.parametrize(
+  ('implementation', 'gradient'),
+  [
+    pytest.param(
+      form,
+      gradient,
+      marks=()
+      if (gradient == 'token') == (form == 'broadcast')
+      else pytest.mark.slow,
+    )
+    for form in segments.IMPLEMENTATIONS
+    for gradient in ratios.GRADIENTS
+  ],
+)
 @pytest.mark.parametrize('reduce', ratios.REDUCES)
-@pytest.mark.parametrize('gradient', ratios.GRADIENTS)
 @pytest.mark.parametrize('level', segments.LEVELS)
 def test_ratio_is_the_loop(level, gradient, reduce, implementation):
   batch, logprobs, _ = batches.make()

@@ -138,6 +138,8 @@ def test_a_run_is_the_same_when_cut_in_two(changes, tmp_path):
     assert state.frozen is None and 'base_fingerprints' not in host
 
 
+# learner/model_roles_test.py tests the updates of adapters every time.
+@pytest.mark.slow
 def test_an_updated_state_keeps_the_base_where_it_is():
   learner = _learner(_LORA)
   state = learner.start()
