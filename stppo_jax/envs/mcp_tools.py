@@ -90,8 +90,8 @@ def _descriptions(address: str, timeout: float) -> Sequence[Mapping[str, Any]]:
     return asyncio.run(ask())
   except ImportError as error:
     raise ValueError(
-      f'env.tools.mcp_servers={address!r}: needs the package mcp; install '
-      "'stppo_jax[mcp]'"
+      f'env.tools.mcp_servers={address!r}: needs the package mcp: run '
+      "pip install '.[mcp]' in the clone"
     ) from error
   except Exception as error:
     line = f'env.tools.mcp_servers={address!r}: {_reason(error)}'

@@ -84,8 +84,8 @@ class TextWorldEnvironment(protocol.Environment):
       import textworld  # pyright: ignore[reportMissingImports] # noqa: F401
     except ImportError as error:
       raise ValueError(
-        'env.name=textworld: needs the package textworld; install '
-        "'stppo_jax[textworld]'"
+        'env.name=textworld: needs the package textworld: run '
+        "pip install '.[textworld]' in the clone"
       ) from error
     self._template = BUILT_IN
     if prompt_template:

@@ -203,7 +203,7 @@ def devices(topology: Topology) -> list[Any]:
   except Exception as error:
     if 'not installed' in str(error):
       reason = (
-        "needs the package libtpu: pip install 'stppo_jax[tpu]', or "
+        "needs the package libtpu: run pip install '.[tpu]' in the clone, or "
         '--compile=False for an estimate without it'
       )
     else:
