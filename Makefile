@@ -82,7 +82,7 @@ types: $(TESTING)  ## pyright
 docs: $(RUNTIME)  ## docs/algorithms.md and docs/choices/ from the table
 	PYTHONPATH=. $(BIN)/python docs/make_algorithms.py
 
-bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting, search
+bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting, search, games
 	$(BENCH)/bin/python -m benchmarks.turn_sums $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.policy_loss $(ARGS)
 	$(XLA) $(BENCH)/bin/python -m benchmarks.update $(ARGS)
@@ -90,6 +90,7 @@ bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting, search
 	$(ONE_HEAP) $(BENCH)/bin/python -m benchmarks.vocabulary $(ARGS)
 	$(KEPT) $(BENCH)/bin/python -m benchmarks.collect $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.retrieval $(ARGS)
+	$(BENCH)/bin/python -m benchmarks.text_games $(ARGS)
 
 # An environment of its own: with torch beside it, transformers is another.
 $(BENCH)/.installed: requirements-test.txt benchmarks/requirements.txt

@@ -11,7 +11,8 @@ same index, words and numpy backend; the scores of both are asserted to be equal
 to 1e-5 before anything is timed.
 
 `http`: `serve` as a process, and 64 clients in this one, each of which sends
-one query after the other. Both share the cores.
+one query after the other. Both share the cores. The CPU time of a query does
+not depend on what else the machine computes, as its rate does.
 
 `index`: `index` on 100,000 random passages as a process, and the time from the
 start of `IndexFolder` to the first answer, memory-mapped.
@@ -181,19 +182,35 @@ def http(
 ) -> str:
   """Returns the lines about the throughput of a server."""
   rates, latencies = [], []
-  with served(folder, '--port=0', f'--workers={workers}') as (url, _):
+  with served(folder, '--port=0', f'--workers={workers}') as (url, pid):
     asyncio.run(_ask(url, queries[:_CLIENTS], clients=_CLIENTS))
+    server, clients = _cpu_seconds(pid), time.process_time()
     for _ in range(repeats):
       begin = time.perf_counter()
       latencies.append(asyncio.run(_ask(url, queries, clients=_CLIENTS)))
       rates.append(len(queries) / (time.perf_counter() - begin))
+    per_query = 1e3 / (repeats * len(queries))
+    server = per_query * (_cpu_seconds(pid) - server)
+    clients = per_query * (time.process_time() - clients)
   low, middle, high = np.quantile(rates, (0, 0.5, 1))
   p50, p99 = 1e3 * np.quantile(np.concatenate(latencies), (0.5, 0.99))
   return (
     f'http: {middle:.0f} ({low:.0f}-{high:.0f}) single queries/s with '
     f'{_CLIENTS} clients and {workers} workers (goal {_GOALS["http"]:.0f}); '
-    f'p50 {p50:.0f} ms, p99 {p99:.0f} ms'
+    f'p50 {p50:.0f} ms, p99 {p99:.0f} ms; CPU time of a query: {server:.2f} ms '
+    f'in the server, {clients:.2f} ms in the client'
   )
+
+
+def _cpu_seconds(pid: int) -> float:
+  """Returns the CPU time of a process and of its running children."""
+  place = pathlib.Path('/proc') / str(pid)
+  children = (place / 'task' / str(pid) / 'children').read_text('utf-8')
+  # The fields after the name, which is in brackets and may hold spaces.
+  fields = (place / 'stat').read_text('utf-8').rpartition(')')[2].split()
+  ticks = int(fields[11]) + int(fields[12])  # user and system
+  own = ticks / os.sysconf('SC_CLK_TCK')
+  return own + sum(_cpu_seconds(int(child)) for child in children.split())
 
 
 def index(folder: pathlib.Path, *, size: int) -> str:

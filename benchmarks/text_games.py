@@ -1,0 +1,103 @@
+"""TextWorld: games that are made per second, and steps per second.
+
+    pip install '.[textworld]'
+    python -m benchmarks.text_games
+
+A script plays in one thread, through the interface that the collector uses. It
+makes two steps of each kind in turn: the next command of the solution, and a
+command that is not possible. A step of the first kind looks for the shortest
+solution from the new place, and describes it. Games are made before steps are
+timed. The CPU time does not depend on what else the machine computes.
+"""
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+import time
+
+from benchmarks import measure
+from stppo_jax import types
+from stppo_jax.configs import base
+from stppo_jax.data import games
+from stppo_jax.envs import text_games
+
+_GOAL = 200  # steps per second
+
+
+def play(
+  environment: text_games.TextWorldEnvironment,
+  questions: Sequence[types.Question],
+) -> tuple[int, int]:
+  """Solves games; returns the numbers of steps and of solved games."""
+
+  async def run() -> tuple[int, int]:
+    steps = solved = 0
+    for question in questions:
+      episode = environment.episode(question)
+      commands = environment.solution(question)
+      texts = [x for command in commands for x in ('fly away', command)]
+      for turn_index, text in enumerate(texts):
+        step = await episode.step(
+          question, turn_index, f'<action>{text}</action>'
+        )
+        steps += 1
+      assert step.status is not None
+      _, scores = episode.rewards(question, '', texts, step.status)
+      solved += int(scores['solved'])
+    return steps, solved
+
+  return asyncio.run(run())
+
+
+def report(*, rooms: int, objects: int, quest_length: int, count: int) -> str:
+  """Returns the line about `count` games."""
+  options = base.get_config().env
+  options.max_turns = 2 * quest_length
+  options.textworld.update(
+    rooms=rooms, objects=objects, quest_length=quest_length
+  )
+  kind = text_games.TextWorldEnvironment
+  environment = kind.from_options(options.to_dict(), None)
+  questions = games.GameQuestions(seed=0, count=0).evaluation(count + 1)
+  first, *others = questions['games']
+  play(environment, [first])  # reads the rules
+  clocks = time.process_time, time.perf_counter
+  begin = [clock() for clock in clocks]
+  for question in others:
+    environment.prompt(question)
+  made = [clock() - b for clock, b in zip(clocks, begin)]
+  begin = [clock() for clock in clocks]
+  steps, solved = play(environment, others)
+  cpu, wall = (clock() - b for clock, b in zip(clocks, begin))
+  return (
+    f'{rooms} rooms, {objects} objects, quests of {quest_length}: '
+    f'{len(others) / made[0]:.0f} games made per CPU second '
+    f'({len(others) / made[1]:.0f} per second), '
+    f'{steps / cpu:.0f} steps per CPU second ({steps / wall:.0f} per second, '
+    f'goal {_GOAL}); {solved} of {len(others)} solved'
+  )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints what was measured, and on which machine."""
+  parser = argparse.ArgumentParser(prog='python -m benchmarks.text_games')
+  parser.add_argument('--rooms', type=int, default=3)
+  parser.add_argument('--objects', type=int, default=6)
+  parser.add_argument('--quest_length', type=int, default=4)
+  parser.add_argument('--games', type=int, default=40)
+  measure.add_cores(parser)
+  flags = parser.parse_args(arguments)
+  measure.use_cores(flags.cores)
+  print(measure.environment(), end='\n\n')
+  print(
+    report(
+      rooms=flags.rooms,
+      objects=flags.objects,
+      quest_length=flags.quest_length,
+      count=flags.games,
+    )
+  )
+
+
+if __name__ == '__main__':
+  main()
