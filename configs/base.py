@@ -220,8 +220,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           # Whether observations list the commands that are possible.
           'list_commands': True,
         },
-        # env.name=gymnasium: an environment of your own, with the interface of
-        # Gymnasium. See docs/environments.md.
+        # env.name=gymnasium: your own environment; docs/environments.md.
         'gymnasium': {
           # module:function, a function that returns an environment.
           'make': '',
