@@ -3,10 +3,18 @@
     python -m stppo_jax train --config=configs/calculator.py:st_ppo \
         --workdir=runs/calculator
 
-The run first imitates demonstrations with errors. Reinforcement learning then
-selects what earns rewards: to call the calculator with the numbers of the
-question, and to answer with its result. How well it learns has not been
-measured. Any algorithm of `configs/algorithms.py` can take the place of st_ppo.
+The run first imitates demonstrations that err in more than half of their turns.
+Reinforcement learning then selects what earns rewards: to call the calculator
+with the numbers of the question, and to answer with its result. The run takes
+some four minutes of CPU time, of which the start takes about half.
+
+Measured with seeds 0, 1 and 2 on two shared cores of a Xeon (jax 0.10.2):
+greedy val/em is 0.26, 0.38 and 0.35 before the first step, and 0.75, 0.91 and
+0.74 after ten steps. Of the sampled answers 0.14, 0.13 and 0.19 are right in
+the first step, and 0.66, 0.72 and 0.70 in the tenth. After 40 steps, val/em of
+seeds 0 and 1 is 0.82 and 0.91; seed 2, which fell back to a sampled 0.50 in
+step 17, was stopped at 0.69 in step 19. Any algorithm of
+`configs/algorithms.py` can take the place of st_ppo.
 """
 
 import pathlib
@@ -22,6 +30,7 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.num_steps = 40
   config.model.path = ''
   config.data.name = 'arithmetic'
+  config.data.arithmetic.max_number = 12
   config.env.name = 'tools'
   config.env.max_turns = 1
   config.env.max_length = 96
@@ -30,5 +39,6 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.sft.before_training = True
   config.sft.num_steps = 500
   config.sft.clean_one_hop_steps = 0
-  config.sft.clean_steps = 300
+  config.sft.clean_steps = 250
+  config.sft.error_rate = 0.55
   return config

@@ -20,8 +20,8 @@ _CALL = (
 _TRAINING, _DEMONSTRATIONS = 1, 2
 _EVALUATION = (0, 3)
 
-# The errors of a demonstration.
-_ERRORS = ('no_call', 'other_expression', 'other_answer')
+# The errors of the first turn.
+_ERRORS = ('no_call', 'other_expression')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,13 +102,14 @@ class ArithmeticQuestions:
 class CalculatorDemonstrations:
   """Demonstrations that call the calculator and answer what it says.
 
-  In an error, the demonstrator guesses without a call, calls with another
-  number, or answers another number than the calculator.
+  The demonstrator may err in every turn. In the first it guesses without a
+  call, or calls with another number. In the second it answers the first number
+  of the question, and not what the calculator says.
   This is a `demonstrations.Demonstrations`.
 
   Attributes:
     questions: the questions of the run.
-    error_rate: the probability of an error in a demonstration.
+    error_rate: the probability of an error in a turn.
     clean_steps: the number of first steps without errors.
   """
 
@@ -131,18 +132,16 @@ class CalculatorDemonstrations:
     self, expression: str, rng: np.random.Generator, rate: float
   ) -> list[str]:
     """Returns the turns of a demonstration."""
-    error = ''
+    first, sign, _ = expression.split()
     if rng.random() < rate:
       error = _ERRORS[rng.integers(len(_ERRORS))]
-    if error == 'other_expression':
-      first, sign, _ = expression.split()
+      if error == 'no_call':
+        guess = rng.integers(self.questions.max_number**2 + 1)
+        return [f'<answer>{guess}</answer>']
       other = rng.integers(int(first) + 1)  # the result is not negative
       expression = f'{first} {sign} {other}'
-    answer = _result(expression)
-    if error in ('no_call', 'other_answer'):
-      answer = str(rng.integers(self.questions.max_number**2 + 1))
-    turns = [_CALL % expression, f'<answer>{answer}</answer>']
-    return turns[1:] if error == 'no_call' else turns
+    answer = first if rng.random() < rate else _result(expression)
+    return [_CALL % expression, f'<answer>{answer}</answer>']
 
 
 def vocabulary(max_number: int) -> list[str]:

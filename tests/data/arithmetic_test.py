@@ -55,4 +55,4 @@ def test_demonstrations_call_answer_and_err_at_the_rate():
       ]
       wrong += actions != right
       assert actions[-1][0] == 'answer' and len(actions) <= 2
-    assert abs(wrong / 200 - rate) < 0.15
+    assert abs(wrong / 200 - (1 - (1 - rate) ** 2)) < 0.15
