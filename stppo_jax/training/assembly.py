@@ -215,7 +215,16 @@ def build_questions(config) -> questions_lib.Questions:
 def build_demonstrations(
   config, questions: questions_lib.Questions
 ) -> demonstrations.Demonstrations:
-  """Returns the demonstrations that the supervised start imitates."""
+  """Returns the demonstrations that the supervised start imitates.
+
+  Raises:
+    ValueError: the data set has none; one line.
+  """
+  if isinstance(questions, games.GameQuestions):
+    raise ValueError(
+      'data.name=games: has no demonstrations to imitate; start from a model '
+      'that can follow the prompt (model.path), without sft.before_training'
+    )
   if isinstance(questions, questions_lib.SyntheticQuestions):
     return demonstrations.SyntheticDemonstrations(
       questions=questions,

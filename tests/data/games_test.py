@@ -2,7 +2,9 @@
 
 import pytest
 
+from stppo_jax.configs import base
 from stppo_jax.data import games
+from stppo_jax.training import assembly
 
 
 def _ids(questions):
@@ -28,3 +30,10 @@ def test_too_few_games_are_an_error():
   questions = games.GameQuestions(seed=1, count=4)
   with pytest.raises(ValueError, match='data.games.count=4: a step needs 5'):
     questions.train(0, 5)
+
+
+def test_a_supervised_start_is_refused_with_one_line():
+  questions = games.GameQuestions(seed=0, count=0)
+  with pytest.raises(ValueError, match='has no demonstrations to') as error:
+    assembly.build_demonstrations(base.get_config(), questions)
+  assert '\n' not in str(error.value)
