@@ -87,6 +87,7 @@ class Plan:
   Attributes:
     topology: the devices.
     axes: the sizes of the mesh axes.
+    num_hosts: the number of hosts.
     sizes: name to bytes of everything in memory during an update, the engine
       included. A reference in host memory is left out: it is on the devices
       only before an update.
@@ -100,6 +101,7 @@ class Plan:
 
   topology: topology_lib.Topology
   axes: Mapping[str, int]
+  num_hosts: int
   sizes: Mapping[str, int]
   estimated: Mapping[str, int]
   programs: Mapping[str, Cost]
@@ -214,6 +216,7 @@ def make(
   return Plan(
     topology=topology,
     axes=axes,
+    num_hosts=mesh_lib.num_hosts(mesh),
     sizes={name: size for name, size in (sizes | engine).items() if size},
     estimated=plan_memory.estimate_temporaries(
       work, trained, head_chunk=config.updates.head_chunk

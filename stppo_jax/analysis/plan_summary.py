@@ -3,6 +3,7 @@
 from typing import Any
 
 from stppo_jax.analysis import plan as plan_lib
+from stppo_jax.analysis import plan_search
 from stppo_jax.analysis import roofline
 
 
@@ -75,3 +76,26 @@ def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
     },
     'assumptions': list(roofline.ASSUMPTIONS),
   }
+
+
+def row(tried: plan_search.Tried) -> dict[str, Any]:
+  """Returns the line of a mesh in a sweep."""
+  found = {
+    'data': tried.changes['mesh.data'],
+    'fsdp': tried.changes['mesh.fsdp'],
+    'tensor': tried.changes['mesh.tensor'],
+    'microbatch': tried.changes['updates.microbatch_size'],
+    'fits': False,
+    'problem': tried.problem,
+  }
+  if tried.plan is not None:
+    at_least, seconds = tried.plan.seconds
+    found |= {
+      'fits': tried.plan.fits,
+      'problem': '; '.join(tried.plan.problems),
+      'compiled': bool(tried.plan.programs),
+      'seconds_at_least': at_least,
+      'seconds': seconds,
+      'total': tried.plan.total,
+    }
+  return found

@@ -5,17 +5,65 @@ python -m stppo_jax config --config=FILE.py[:ALGORITHM]
 
   --config=FILE.py[:ALGORITHM]  the config, as for train
   --config.KEY=VALUE            sets the key of a line
+
+Lines that begin with # follow: the keys whose values are not those of
+configs/base.py, and numbers that the configuration leads to, such as the
+updates of a step.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from stppo_jax import settings
 from stppo_jax.commands import configuration
+from stppo_jax.configs import base
 
 
 def main(argv: Sequence[str]) -> int:
   """Prints the configuration; returns the exit code."""
   arguments = configuration.parse(argv, workdir=False)
   values = settings.flatten(arguments.config)
-  print('\n'.join(f'{key} = {value!r}' for key, value in values.items()))
+  lines = [f'{key} = {value!r}' for key, value in values.items()]
+  lines += differences(values, settings.flatten(base.get_config()))
+  lines += [f'# {line}' for line in derived(arguments.config)]
+  print('\n'.join(lines))
   return 0
+
+
+def differences(values: dict[str, Any], others: dict[str, Any]) -> list[str]:
+  """Returns a line for each value that is not that of the base config.
+
+  Args:
+    values: dotted key to value of a config.
+    others: dotted key to value of the base config.
+  """
+  lines = []
+  for key, value in values.items():
+    if key not in others:
+      lines.append(f'# differs from base: {key} = {value!r}, no key there')
+    elif others[key] != value:
+      lines.append(
+        f'# differs from base: {key} = {value!r}, not {others[key]!r}'
+      )
+  return lines
+
+
+def derived(config: Any) -> list[str]:
+  """Returns lines of numbers that a configuration leads to."""
+  rollout, updates = config.rollout, config.updates
+  rows, minibatch = rollout.trajectories_per_step, updates.minibatch_size
+  count = updates.num_epochs * (rows // minibatch)
+  microbatch = updates.microbatch_size or minibatch
+  # Updates between the policy that collected and that before the last update.
+  staleness = (1 + rollout.steps_ahead) * count - 1
+  length = config.env.max_length
+  return [
+    f'questions per step: {rows // rollout.group_size:,}',
+    f'updates per collection: {count:,}',
+    f'updates of the run: {count * config.num_steps:,}',
+    f'microbatches per update: {minibatch // microbatch:,}',
+    f'tokens per update: at most {minibatch * length:,}',
+    f'tokens of the run: at most {rows * length * config.num_steps:,}',
+    'off-policy degree: at the last update of a step, the policy is '
+    f'{staleness:,} updates newer than the one that collected',
+  ]

@@ -3,7 +3,7 @@
 python -m stppo_jax plan --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE ...]
     [--topology=v5e:4x4 | --devices=64] [--hbm_gib=80.0] [--length=0]
     [--loss_fraction=0.5] [--compile=true] [--programs=annotate,update]
-    [--price=0.0] [--json]
+    [--price=0.0] [--json] [--sweep_mesh] [--compile_best=0]
 
   --config=FILE.py[:ALGORITHM]  the config of the run
   --config.KEY=VALUE            sets a key of the config
@@ -19,14 +19,17 @@ python -m stppo_jax plan --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE ...]
   --programs=NAMES              the programs to compile: annotate, update
   --price=X                     the price of a chip for an hour, for the cost
   --json                        prints one JSON object
+  --sweep_mesh                  ranks all meshes, those that fit by their time
+  --compile_best=N              with --sweep_mesh: compiles the N best; -1 = all
 
 Shards the run's models over devices that need not be there; of `model.path`
 only config.json is read. Prints the bytes that one device holds, engines
 included, and an estimate of a step's time by formulas, with its assumptions.
 For a TPU slice, annotate and update are compiled by the compiler for TPU, which
 the package libtpu has and which needs no TPU; for cpu:N, the update is compiled
-for CPU. For GPUs nothing is compiled. The exit code is 2 if the run does not
-fit in the memory.
+for CPU. For GPUs nothing is compiled. If the run does not fit in the memory,
+the exit code is 2, and a line says with which changes it would; where programs
+are compiled, so are those with the changes.
 """
 
 from collections.abc import Mapping
@@ -47,6 +50,7 @@ _OPTIONS = {
   'compile': True,
   'programs': '',
   'price': 0.0,
+  'compile_best': 0,
 }
 _RULES = {
   'devices': (lambda x: 0 < x < math.inf, 'greater than 0'),
@@ -54,6 +58,7 @@ _RULES = {
   'length': (lambda x: x >= 0, '0 or greater'),
   'loss_fraction': (lambda x: 0 < x <= 1, 'in (0, 1]'),
   'price': (lambda x: 0 <= x < math.inf, '0 or greater'),
+  'compile_best': (lambda x: x >= -1, '0 or greater, or -1'),
 }
 # The programs that are compiled for a platform.
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
@@ -66,7 +71,7 @@ _PROGRAMS: Mapping[str, tuple[str, ...]] = {
 def main(argv: Sequence[str]) -> int:
   """Prints the plan; returns the exit code, 2 where it does not fit."""
   arguments = configuration.parse(
-    argv, workdir=False, options=_OPTIONS, switches=('json',)
+    argv, workdir=False, options=_OPTIONS, switches=('json', 'sweep_mesh')
   )
   options, config = arguments.options, arguments.config
   errors = [
@@ -100,22 +105,81 @@ def main(argv: Sequence[str]) -> int:
     # A program for chips that are not there can be kept, but not read again.
     jax.config.update('jax_enable_compilation_cache', False)
   from stppo_jax.analysis import plan as plan_lib
+  from stppo_jax.analysis import plan_search
   from stppo_jax.analysis import plan_summary
 
-  plan = plan_lib.make(
-    config,
-    length=options['length'] or config.env.max_length,
-    loss_fraction=options['loss_fraction'],
-    programs=programs,
-    topology=topology,
-    memory=options['hbm_gib'],
-  )
+  def planner(config, programs=()) -> plan_lib.Plan:
+    return plan_lib.make(
+      config,
+      length=options['length'] or config.env.max_length,
+      loss_fraction=options['loss_fraction'],
+      programs=programs,
+      topology=topology,
+      memory=options['hbm_gib'],
+    )
+
+  as_json = 'json' in arguments.switches
+  if 'sweep_mesh' in arguments.switches:
+    found = plan_search.sweep_meshes(config, topology.num_devices, planner)
+    best = options['compile_best'] if programs else 0
+    for n in range(len(found) if best < 0 else min(best, len(found))):
+      if found[n].plan is not None:
+        changes = found[n].changes
+        plan = planner(plan_search.changed(config, changes), programs)
+        found[n] = plan_search.Tried(changes, plan)
+    rows = [plan_summary.row(tried) for tried in found]
+    print(json.dumps(rows, indent=2) if as_json else _table(rows))
+    return 0 if any(row['fits'] for row in rows) else 2
+  plan = planner(config, programs)
   summary = plan_summary.summary(plan, price=options['price'])
-  if 'json' in arguments.switches:
+  if not plan.fits:
+    summary['advice'] = _advice(config, plan, planner, programs)
+  if as_json:
     print(json.dumps(summary, indent=2))
   else:
     print('\n'.join(describe(summary)))
   return 0 if plan.fits else 2
+
+
+def _advice(config, plan, planner, programs: Sequence[str]) -> str:
+  """Returns a sentence about changes with which a run fits."""
+  from stppo_jax.analysis import plan_search
+
+  limit = plan.limit
+  # If the compiler needs more than the estimate, the second try asks for less.
+  for _ in range(2):
+    tried = plan_search.advise(config, planner, limit)
+    if tried is None or tried.plan is None:
+      break
+    flags = ' '.join(f'--config.{k}={x}' for k, x in tried.changes.items())
+    needs = plan_search.gib(tried.plan.total)
+    if not programs:
+      return f'by the estimate it fits, in {needs}, with {flags}'
+    compiled = planner(plan_search.changed(config, tried.changes), programs)
+    if compiled.fits:
+      needs = plan_search.gib(compiled.total)
+      return f'it fits, compiled in {needs}, with {flags}'
+    limit -= max(compiled.total - plan.limit, 0.1 * plan.limit)
+  return (
+    'no change of the config was found with which it fits; use more devices'
+  )
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+  """Returns the lines that print the meshes of a sweep."""
+  lines = ['  data  fsdp tensor microbatch  at least  expected        GiB']
+  for row in rows:
+    cells = '{data:6} {fsdp:5} {tensor:6} {microbatch:10}'.format(**row)
+    if row['problem']:
+      lines.append(f'{cells}  {row["problem"]}')
+      continue
+    note = 'fits' if row['fits'] else 'does not fit'
+    compiled = ', compiled' if row['compiled'] else ''
+    lines.append(
+      f'{cells} {row["seconds_at_least"]:7.1f} s {row["seconds"]:7.1f} s '
+      f'{row["total"] / _GIB:10.1f}  {note}{compiled}'
+    )
+  return '\n'.join(lines)
 
 
 def _programs(platform: str, options: Mapping[str, Any]) -> Sequence[str]:
@@ -173,7 +237,8 @@ def describe(summary: Mapping[str, Any]) -> list[str]:
       )
   lines += ['', *_describe_step(summary)]
   fits = 'fits' if summary['fits'] else 'does not fit'
-  return [*lines, '', f'{fits} in {memory["limit"] / _GIB:.4g} GiB']
+  lines += ['', f'{fits} in {memory["limit"] / _GIB:.4g} GiB']
+  return lines + ([summary['advice']] if 'advice' in summary else [])
 
 
 def _describe_step(summary: Mapping[str, Any]) -> list[str]:

@@ -34,7 +34,7 @@ def make_mesh(
     sizes[sizes.index(-1)] = len(devices) // known
   if math.prod(sizes) != len(devices):
     raise ValueError(
-      f'mesh data={data} fsdp={fsdp} tensor={tensor} does not fit '
+      f'mesh.data={data} mesh.fsdp={fsdp} mesh.tensor={tensor} does not fit '
       f'{len(devices)} devices: the sizes must multiply to that number'
     )
   return jax.sharding.Mesh(

@@ -125,9 +125,22 @@ class VirtualDevice:
   platform: str
   device_kind: str
 
+  @property
+  def client(self) -> '_Client':
+    """The runtime, by which a mesh finds the devices of this host."""
+    return _Client()
+
   def addressable_memories(self) -> list[Any]:
     """Returns memories that only have a kind."""
     return [_Memory('device'), _Memory('pinned_host')]
+
+
+class _Client:
+  """The runtime of the first host."""
+
+  def process_index(self) -> int:
+    """Returns the number of this host."""
+    return 0
 
 
 class _Memory(NamedTuple):

@@ -349,10 +349,35 @@ def test_config_prints_overrides_that_give_the_same_config():
   assert 'seed = 3' in out.splitlines()
   assert "model.dtype = 'float32'" in out.splitlines()
   flags = [
-    f'--config.{line.replace(" = ", "=", 1)}' for line in out.split('\n')
+    f'--config.{line.replace(" = ", "=", 1)}'
+    for line in out.splitlines()
+    if not line.startswith('#')
   ]
-  again = _config(*flags[:-1])
+  again = _config(*flags)
   assert again.to_dict() == _config('--config.seed=3').to_dict()
+  differences = [x for x in out.splitlines() if x.startswith('# differs')]
+  assert differences[0] == '# differs from base: seed = 3, not 0'
+  assert len(differences) == 2  # the title has the name of the file
+
+
+def test_config_prints_numbers_that_follow_from_it():
+  code, out, _, _ = _run(
+    *('config', '--config=configs/quickstart.py:turn_ppo'),
+    *('--config.rollout.steps_ahead=2', '--config.updates.microbatch_size=16'),
+  )
+  assert code == 0
+  # 128 trajectories, minibatches of 64, two epochs, 60 steps.
+  assert out.splitlines()[-7:] == [
+    '# questions per step: 128',
+    '# updates per collection: 4',
+    '# updates of the run: 240',
+    '# microbatches per update: 4',
+    '# tokens per update: at most 12,288',
+    '# tokens of the run: at most 1,474,560',
+    '# off-policy degree: at the last update of a step, the policy is 11 '
+    'updates newer than the one that collected',
+  ]
+  assert '# differs from base: num_steps = 60, not 100' in out.splitlines()
 
 
 def test_the_list_of_commands():

@@ -327,7 +327,10 @@ def test_options_of_experts_that_a_model_lacks_make_no_difference(model):
       {'mesh__tensor': 8},
       'mesh tensor=8 does not divide num_heads=2, vocab_size=290',
     ),
-    ({'mesh__data': 3, 'mesh__fsdp': 1}, 'mesh data=3 fsdp=1 tensor=1 does'),
+    (
+      {'mesh__data': 3, 'mesh__fsdp': 1},
+      'mesh.data=3 mesh.fsdp=1 mesh.tensor=1 does',
+    ),
     (
       {'mesh__tensor': 2, 'rollout__slots': 12},
       'rollout.slots=12: must be a multiple of 8: the engine divides slots',

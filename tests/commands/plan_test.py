@@ -134,7 +134,7 @@ def test_a_compiled_plan_prints_collectives_and_operations(capsys):
   # Without a value model, which takes half the time to compile.
   flags = '--hbm_gib=1e-6', '--config.mesh.fsdp=2'
   code, out, _ = _plan(capsys, *flags, algorithm='reinforce')
-  assert code == 2 and out.endswith('does not fit in 1e-06 GiB\n')
+  assert code == 2 and '\ndoes not fit in 1e-06 GiB\n' in out
   assert re.search(r'sent by \d+ all-gather along fsdp\n', out)
   assert re.search(r'at most sent by \d+ all-reduce along data\n', out)
   assert re.search(r'[\d.]+ TFLOP  in matrix products\n', out)
@@ -242,7 +242,10 @@ def test_a_plan_without_a_compiler_has_seconds_and_costs(capsys, name):
 
 def test_a_plan_says_what_it_assumes_and_what_does_not_fit(capsys):
   code, out, _ = _planned_for(capsys, 'gpu:a100:8', '--hbm_gib=1e-6')
-  assert code == 2 and out.endswith('\ndoes not fit in 1e-06 GiB\n')
+  assert code == 2 and out.endswith(
+    '\ndoes not fit in 1e-06 GiB\nno change of the config was found with which '
+    'it fits; use more devices\n'
+  )
   assert 'GiB  headroom' in out and 'Assumed: every row' in out
   assert re.search(r'^4 steps: [\d.e-]+ hours, [\d.e-]+ chip-hours$', out, re.M)
 
@@ -252,7 +255,10 @@ def test_a_plan_says_what_it_assumes_and_what_does_not_fit(capsys):
   [
     ('--topology=v9:4x4', '--topology=v9:4x4: no such topology; must be a TPU'),
     ('--topology=gpu:h100:12', 'gpu:h100:12: must fill hosts of 8 devices'),
-    ('--config.mesh.fsdp=3', 'mesh data=-1 fsdp=3 tensor=1 does not fit 8 de'),
+    (
+      '--config.mesh.fsdp=3',
+      'mesh.fsdp=3 mesh.tensor=1 does not fit 8 devices',
+    ),
     ('--programs=decode', '--programs=decode: must be some of annotate, upd'),
     ('--price=-1.0', '--price=-1.0: must be 0 or greater'),
   ],
@@ -261,3 +267,47 @@ def test_a_wrong_topology_is_one_line_and_2(capsys, flag, expected):
   code, out, err = _planned_for(capsys, 'v5e:2x4', flag)
   assert code == 2 and out == ''
   assert err.count('\n') == 1 and expected in err
+
+
+_LARGE = (
+  *('plan', '--config=configs/base.py', '--topology=v5e:2x4'),
+  f'--config.model.path={_PUBLISHED / "qwen2_5_1_5b"}',
+  '--config.model.dtype=bfloat16',
+)
+
+
+def test_a_plan_says_with_which_changes_a_run_fits(capsys, monkeypatch):
+  monkeypatch.chdir(runs.REPO)
+  large = [*_LARGE, '--compile=False', '--config.mesh.fsdp=8']
+  assert __main__.main(large) == 2
+  *_, fits, advice = capsys.readouterr().out.splitlines()
+  assert fits == 'does not fit in 15.75 GiB'
+  found = re.fullmatch(
+    r'by the estimate it fits, in [\d.]+ GiB, with (.*)', advice
+  )
+  flags = found[1].split()
+  assert '--config.updates.remat=full' in flags
+  assert __main__.main([*large, *flags]) == 0
+  assert capsys.readouterr().out.endswith('\nfits in 15.75 GiB\n')
+
+
+def test_a_sweep_ranks_the_meshes_of_a_topology(capsys, monkeypatch):
+  monkeypatch.chdir(runs.REPO)
+  code = __main__.main(
+    [
+      *(*_LARGE, '--compile=False', '--sweep_mesh', '--json'),
+      *('--config.updates.remat=full', '--config.updates.microbatch_size=8'),
+      *('--config.rollout.slots=32', '--config.rollout.tensor=1'),
+    ]
+  )
+  assert code == 0
+  rows = json.loads(capsys.readouterr().out)
+  meshes = {(row['data'], row['fsdp'], row['tensor']) for row in rows}
+  assert len(meshes) == len(rows) == 10  # of eight devices
+  fits = [row['fits'] for row in rows]
+  assert fits == sorted(fits, reverse=True) and fits[0]
+  seconds = [row['seconds'] for row in rows if row['fits']]
+  assert seconds == sorted(seconds)
+  # Twelve heads cannot be cut over eight devices.
+  (refused,) = [row for row in rows if row['tensor'] == 8]
+  assert 'tensor=8 does not divide num_heads=12' in refused['problem']
