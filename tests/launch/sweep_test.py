@@ -84,8 +84,8 @@ def _starts(tmp_path):
   return path.read_text().splitlines() if path.exists() else []
 
 
-def _wait(holds):
-  for _ in range(6000):
+def _wait(holds, seconds=60):
+  for _ in range(100 * seconds):
     if holds():
       return
     time.sleep(0.01)
@@ -246,7 +246,7 @@ def test_a_killed_sweep_of_runs_repeats_none(tmp_path, config):
     return found
 
   process = start()
-  _wait(finished)
+  _wait(finished, seconds=600)
   process.send_signal(signal.SIGTERM)
   assert process.wait(timeout=600) == 75
   files = {
