@@ -11,9 +11,11 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 
+from stppo_jax.records import checkpoint
 from tests.training import runs
 
 # Orbax reads the leaves concurrently; see checkpoint_test.py.
@@ -29,6 +31,12 @@ _ENVIRONMENT = {
 # Metrics of hosts, and counts of requests: each host asks on its own.
 _OF_HOSTS = ('hosts/', 'retrieval/')
 _TIMEOUT = 600  # seconds, on a machine that is busy with other things
+
+
+def _address() -> str:
+  with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    return f'127.0.0.1:{probe.getsockname()[1]}'
 
 
 def _flags(workdir, count, index, address, algorithm, changes):
@@ -53,9 +61,7 @@ def _start(
     own: host to changes of its config.
     **changes: see `runs.flags`.
   """
-  with socket.socket() as probe:
-    probe.bind(('127.0.0.1', 0))
-    address = f'127.0.0.1:{probe.getsockname()[1]}'
+  address = _address()
   processes = []
   for index in range(count):
     mine = changes | (own or {}).get(index, {})
@@ -74,6 +80,28 @@ def _start(
       )
     )
   return processes
+
+
+def _one_step(out, count):
+  """Returns what hosts make of a stored batch, and their greedy dialogues."""
+  out.mkdir()
+  module = ['-m', 'tests.training.stored_batch_host', str(out), _address()]
+  processes = [
+    subprocess.Popen(
+      [sys.executable, '-u', *module, str(count), str(index)],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+      cwd=runs.REPO,
+      env=os.environ | _ENVIRONMENT,
+    )
+    for index in range(count)
+  ]
+  assert [code for code, _ in _ends(processes)] == [0] * count
+  texts = [(out / f'dialogues-{n}.json').read_text() for n in range(count)]
+  dialogues = [dialogue for text in texts for dialogue in json.loads(text)]
+  with np.load(out / 'update.npz') as arrays:
+    return dict(arrays), dialogues
 
 
 def _ends(processes) -> list[tuple[int, str]]:
@@ -107,15 +135,29 @@ def _assert_same_run(workdir, expected, *, count, steps):
     assert _dialogues(workdir, step, count) == _dialogues(expected, step)
   lines = zip(runs.repeated(workdir)[: steps + 1], runs.repeated(expected))
   for ours, theirs in lines:
-    ours, theirs = (
-      {k: x for k, x in line.items() if not k.startswith(_OF_HOSTS)}
-      for line in (ours, theirs)
+    _assert_same_metrics(ours, theirs)
+
+
+def _assert_same_metrics(ours, theirs):
+  ours, theirs = (
+    {k: x for k, x in line.items() if not k.startswith(_OF_HOSTS)}
+    for line in (ours, theirs)
+  )
+  assert ours.keys() == theirs.keys()
+  for name in ours:
+    np.testing.assert_allclose(
+      ours[name], theirs[name], rtol=1e-4, atol=1e-5, err_msg=name
     )
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-      np.testing.assert_allclose(
-        ours[name], theirs[name], rtol=1e-4, atol=1e-5, err_msg=name
-      )
+
+
+def _restored(workdir, **changes):
+  """Returns the newest state of a run, on a mesh of this process."""
+  learner = runs.learner(runs.config(**changes))
+  saved = checkpoint.Checkpointer(workdir, read_only=True)
+  found = saved.restore_latest(learner.abstract_state(learner.start()))
+  saved.close()
+  assert found is not None
+  return jax.device_get(found[1])
 
 
 def test_two_hosts_are_one_run(tmp_path, finished):
@@ -141,6 +183,23 @@ def test_two_hosts_are_one_run(tmp_path, finished):
 
 
 @pytest.mark.slow
+def test_a_stored_batch_has_the_same_gradients_on_any_number_of_hosts(tmp_path):
+  arrays, dialogues = _one_step(tmp_path / '1', 1)
+  gradients = [name for name in arrays if name.startswith('gradient ')]
+  assert len(gradients) > 20 and len(arrays) > len(gradients) + 1
+  assert max(np.abs(arrays[name]).max() for name in gradients) > 0.01
+  assert len(dialogues) == 16 and all(map(len, dialogues))
+  for count in (2, 4):
+    others, same = _one_step(tmp_path / str(count), count)
+    assert same == dialogues  # token for token
+    assert others.keys() == arrays.keys()
+    for name, x in arrays.items():
+      np.testing.assert_allclose(
+        others[name], x, rtol=0, atol=1e-6, err_msg=name
+      )
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('algorithm', ['token_ppo', 'st_ppo', 'so_grpo'])
 @pytest.mark.parametrize('count', [2, 4])
 def test_trajectories_do_not_depend_on_the_number_of_hosts(
@@ -160,14 +219,44 @@ def test_trajectories_do_not_depend_on_the_number_of_hosts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('count', [1, 2])
-def test_a_checkpoint_of_four_hosts_resumes(tmp_path, finished, count):
-  _train(tmp_path / 'run', 4, num_steps=2)
+@pytest.mark.parametrize(
+  'count, mesh', [(1, {}), (2, {}), (1, {'mesh__data': 2, 'mesh__fsdp': 4})]
+)
+def test_a_checkpoint_of_four_hosts_resumes(tmp_path, finished, count, mesh):
+  run = tmp_path / 'run'
+  _train(run, 4, num_steps=2)
+  # What is restored is what was saved, bit for bit on every mesh; a checkpoint
+  # has checksums of the latter.
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    _restored(run),
+    _restored(run, mesh__data=2, mesh__fsdp=4),
+  )
   if count == 1:
-    assert runs.train(tmp_path / 'run') == 0
+    assert runs.train(run, **mesh) == 0
   else:
-    _train(tmp_path / 'run', count, num_steps=runs.STEPS)
-  assert _dialogues(tmp_path / 'run', 3, count) == _dialogues(finished, 3)
+    _train(run, count, num_steps=runs.STEPS, **mesh)
+  # What is computed from there on is added in another order.
+  assert _dialogues(run, 3, count) == _dialogues(finished, 3)
+  _assert_same_metrics(runs.repeated(run)[-1], runs.repeated(finished)[-1])
+
+
+@pytest.mark.slow
+def test_hosts_collect_ahead_between_their_updates(tmp_path, capsys):
+  options = {'rollout__steps_ahead': 1, 'num_steps': runs.STEPS}
+  note = (
+    'note: rollout.steps_ahead=1: on several devices the next step is '
+    'collected between updates, not beside them, which saves no time\n'
+  )
+  assert runs.train(tmp_path / 'one', **options) == 0
+  assert note in capsys.readouterr().out
+  first, second = _train(tmp_path / 'two', **options)
+  assert note in first and note not in second
+  _assert_same_run(
+    tmp_path / 'two', tmp_path / 'one', count=2, steps=runs.STEPS
+  )
+  lines = runs.metrics(tmp_path / 'two')[1:]
+  assert [line['rollout/staleness'] for line in lines] == [0.0, 1.0, 1.0]
 
 
 @pytest.mark.slow
@@ -176,6 +265,23 @@ def test_the_supervised_start_is_made_by_all(tmp_path):
   _train(tmp_path / 'two', **options)
   assert runs.train(tmp_path / 'one', **options) == 0
   _assert_same_run(tmp_path / 'two', tmp_path / 'one', count=2, steps=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('printed', ['sft step 0', 'a turn ends at'])
+def test_a_signal_on_one_host_ends_a_start_on_all(tmp_path, printed):
+  """The first text is printed between updates, the other before a resumption.
+
+  The other host is then in a program, or comes to one, that needs both.
+  """
+  options = {'sft__before_training': True, 'num_steps': 1}
+  faults = {0: ('stop', 'printed', printed)}
+  ends = _ends(_start(tmp_path, faults=faults, **options))
+  assert [code for code, _ in ends] == [75, 75]
+  for _, text in ends:
+    assert 'interrupted before the first step' in text
+  assert (tmp_path / 'start').is_dir() == (printed != 'sft step 0')
+  _train(tmp_path, **options)
 
 
 @pytest.mark.slow
