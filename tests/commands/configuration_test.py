@@ -238,7 +238,8 @@ def test_a_folder_of_configs_is_no_config(monkeypatch):
     assert line == (
       f'--config={folder}: is a folder; choices: configs/base.py, '
       'configs/calculator.py, configs/hotpotqa.py, configs/medical.py, '
-      'configs/nq.py, configs/nq_hotpotqa.py, configs/own.py, '
+      'configs/nq.py, configs/nq_hotpotqa.py, configs/nq_hotpotqa_1_5b.py, '
+      'configs/nq_hotpotqa_3b.py, configs/nq_hotpotqa_7b.py, configs/own.py, '
       'configs/quickstart.py'
     )
 

@@ -1,0 +1,39 @@
+"""Trains Qwen2.5-3B on Natural Questions and HotpotQA, on a slice v5e:8x8.
+
+    python -m stppo_jax train --config=configs/nq_hotpotqa_3b.py:st_ppo \
+        --config.data.root=DATA --config.model.path=MODEL \
+        --config.retrieval.url=http://HOST:8000 --workdir=runs/nq_hotpotqa_3b
+
+DATA, MODEL and HOST are those of `configs/nq_hotpotqa.py`. The setting is that
+of the paper, see docs/algorithms.md. For one data set, set data.train to
+nq:train or hotpotqa:train, and data.evaluation likewise.
+
+    python -m stppo_jax plan --config=FILE --topology=v5e:8x8 --compile=False \
+        --config.model.path=MODEL --config.data.name=synthetic_wiki
+
+needs no data, and with FILE for this file it estimates, if half of the tokens
+are trained on (no run on a TPU has confirmed it yet):
+
+    11.2 of 15.75 GiB of a chip
+    75 seconds a step, at least 27
+    10 hours and 670 chip-hours for 500 steps
+"""
+
+from stppo_jax.configs import base
+from stppo_jax.configs import nq_hotpotqa
+
+
+def get_config(algorithm: str = 'st_ppo') -> base.Config:
+  config = nq_hotpotqa.get_config(algorithm)
+  config.env.max_turns = 3  # searches
+  # Of 1000 updates: two in each of 500 steps.
+  config.policy_optimizer.warmup_updates = 285
+  config.value_optimizer.warmup_updates = 15
+  config.model.dtype = 'bfloat16'
+  config.mesh.update(data=2, fsdp=32, tensor=1)
+  config.updates.remat = 'full'
+  config.updates.microbatch_size = 64
+  config.updates.head_chunk = 1024
+  config.rollout.slots = 16  # of each host, which has four chips
+  config.rollout.tensor = 2
+  return config
