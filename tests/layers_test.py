@@ -116,6 +116,7 @@ HOMES = {
   'matplotlib': ('records.plots',),
   'tensorboardX': ('records.tensorboard',),
   'rich': ('records',),
+  'packaging': ('analysis.machine',),
   'absl': ('training', 'analysis', 'commands'),
 }
 

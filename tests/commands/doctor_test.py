@@ -1,8 +1,9 @@
-"""`doctor retriever`: what it finds, in plain words, and its exit codes."""
+"""`doctor`: what it finds, in plain words, and its exit codes."""
 
 import asyncio
 import contextlib
 import functools
+import pathlib
 import re
 import socket
 import threading
@@ -11,11 +12,16 @@ from aiohttp import web
 import pytest
 
 from stppo_jax import types
+from stppo_jax.analysis import machine
+from stppo_jax.commands import configuration
 from stppo_jax.commands import doctor
 from stppo_jax.http import server as http_server
+from stppo_jax.records import lock
 from stppo_jax.retrieval import address
 from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import server
+from stppo_jax.training import assembly
+from tests.training import runs
 
 _PASSAGES = [types.Passage('p0', 'Paris', 'Capital of France.')]
 
@@ -171,3 +177,137 @@ def test_a_bad_url_is_one_line_and_2(capsys):
   assert (
     code == 2 and len(lines) == 1 and 'is no http:// or https://' in lines[0]
   )
+
+
+def _examine_machine(capsys, *flags):
+  """Returns the exit code, and grade and text of each line by its subject."""
+  code = doctor.main(flags)
+  out, err = capsys.readouterr()
+  assert not err
+  found = {}
+  for line in out.splitlines():
+    grade, subject, text = re.fullmatch(
+      r'(\w+) +([\w-]+): ?(.*)', line
+    ).groups()
+    found.setdefault(subject, []).append((grade, text))
+  return code, found
+
+
+def test_this_machine_is_examined_without_a_config(capsys, tmp_path):
+  workdir = tmp_path / 'new' / 'run'
+  code, found = _examine_machine(capsys, f'--workdir={workdir}')
+  assert code == 0 and not workdir.parent.exists()
+  assert list(found) == (
+    'python packages clock port devices memory cache workdir'.split()
+  )
+  assert {grade for lines in found.values() for grade, _ in lines} == {'ok'}
+  assert found['devices'][0][1].startswith('8 cpu')
+  for package in ('jax', 'flax', 'orbax-checkpoint', 'transformers'):
+    assert f'{package} ' in found['packages'][0][1]
+
+
+def test_a_config_is_examined_with_its_data_model_and_retriever(capsys):
+  questions = assembly.build_questions(runs.config())
+  with server.embedded(
+    questions.passages(), world_passages=questions.world_passages
+  ) as served:
+    flags = runs.flags(retrieval__url=served.url)
+    code, found = _examine_machine(capsys, *flags)
+  assert code == 0
+  (question,) = questions.train(0, 1, resample_round=0)
+  assert question.text in found['data'][0][1]
+  assert 'made from the data' in found['tokenizer'][0][1]
+  assert 'new weights' in found['model'][0][1]
+  assert [line.split(':')[0] for _, line in found['retriever']] == [
+    'address',
+    'dialect',
+    'time',
+    'answer',
+  ]
+  # That server has ended. And eight devices cannot share twelve dialogues.
+  code, found = _examine_machine(capsys, *flags)
+  ((grade, line),) = found['retriever']
+  assert code == 2 and grade == 'WRONG'
+  assert line.startswith(f'address: nothing answers at {served.url}')
+  flags = runs.flags(sft__batch_size=12)
+  code, found = _examine_machine(capsys, *flags)
+  assert code == 2 and 'model' not in found
+  assert found['config'][0][0] == 'WRONG'
+  assert 'sft.batch_size=12: must be a multiple of' in found['config'][0][1]
+
+
+def test_bad_flags_of_a_config_are_lines_and_nothing_is_examined(capsys):
+  for flags, line in (
+    (['--confg=quickstart'], '--confg=quickstart: unknown flag'),
+    (['--config.seed=1'], '--config: missing'),
+    (runs.flags(num_steps=-1), 'config.num_steps=-1: must be'),
+  ):
+    with pytest.raises(configuration.ConfigurationError, match=re.escape(line)):
+      doctor.main(flags)
+  assert not capsys.readouterr().out
+
+
+def test_a_folder_of_something_else_is_wrong(capsys, tmp_path):
+  (tmp_path / 'thesis.tex').touch()
+  code, found = _examine_machine(capsys, f'--workdir={tmp_path}')
+  ((grade, line),) = found['workdir']
+  assert code == 2 and grade == 'WRONG'
+  assert 'is not empty and was not written by train' in line
+  with lock.held(tmp_path / 'run'):
+    code, found = _examine_machine(capsys, f'--workdir={tmp_path / "run"}')
+  assert code == 0 and found['lock'][0][0] == 'note'
+
+
+_GIB = 2**30
+_ALMOST_ALL = 2**62
+
+
+@pytest.mark.parametrize(
+  ('findings', 'grade', 'text'),
+  [
+    (
+      lambda: machine.versions('>=4', []),
+      'WRONG',
+      'python: 3',
+    ),
+    (
+      lambda: machine.versions('>=3', ['jax>=0.1,<0.2']),
+      'WRONG',
+      "but must be <0.2,>=0.1; run: pip install 'jax<0.2,>=0.1'",
+    ),
+    (
+      lambda: machine.versions('>=3', ['no-such-package>=2']),
+      'WRONG',
+      'packages: no-such-package is missing; run: pip install',
+    ),
+    (
+      lambda: machine.versions('>=3', ['no-such>=2; extra == "cuda"']),
+      'ok',
+      'are supported',
+    ),
+    (lambda: machine.memory(None), 'note', 'does not say'),
+    (lambda: machine.memory(_GIB // 2), 'WRONG', 'at least 1.0 GiB are'),
+    (lambda: machine.memory(4 * _GIB, 9 * _GIB), 'WRONG', '9.0 GiB are'),
+    (lambda: machine.memory(9 * _GIB, 9 * _GIB), 'ok', '9.0 GiB free'),
+    (
+      lambda: machine.folder('workdir', pathlib.Path('/proc/new')),
+      'WRONG',
+      'workdir: /proc cannot be written',
+    ),
+    (
+      lambda: machine.folder(
+        'workdir', pathlib.Path('new'), needed=_ALMOST_ALL
+      ),
+      'WRONG',
+      '4294967296.0 GiB are needed: remove files',
+    ),
+    (lambda: machine.clock(lambda: 1e9), 'WRONG', 'clock: 2001-09-09'),
+    (lambda: machine.clock(lambda: 2e9), 'WRONG', 'it does not move'),
+  ],
+)
+def test_what_is_wrong_with_a_machine_is_said(
+  monkeypatch, tmp_path, findings, grade, text
+):
+  monkeypatch.chdir(tmp_path)
+  found = list(findings())
+  assert any(each == grade and text in line for each, line in found), found

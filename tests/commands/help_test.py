@@ -44,7 +44,7 @@ def test_the_help_of_a_command_lists_its_flags(capsys, command):
     ('serve', 'corpus synthetic_seed host port name_pieces index workers'),
     ('serve', 'replay dialect fault_rate fault_seed backend encoder faiss'),
     ('index', 'corpus out k1 backend encoder dtype passage_prefix'),
-    ('doctor', 'url dialect corpus query expect timeout'),
+    ('doctor', 'url dialect corpus query expect timeout config workdir'),
   ],
 )
 def test_the_help_of_a_server_lists_its_flags(capsys, command, flags):

@@ -1,0 +1,354 @@
+"""Examines the machine, and the files and services that a run would use.
+
+Each check yields findings: a grade and one line, which says what is there or
+what to do. Nothing is changed; a file that is written to try a folder has no
+name and is gone when it is closed.
+"""
+
+import asyncio
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import glob
+import importlib.metadata
+import math
+import os
+import pathlib
+import platform
+import shutil
+import socket
+import tempfile
+import time
+import tomllib
+from typing import NamedTuple
+
+import jax
+from packaging import requirements as requirements_lib
+from packaging import specifiers
+
+from stppo_jax.envs import environments
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.records import lock
+from stppo_jax.retrieval import examination
+from stppo_jax.retrieval import recording
+from stppo_jax.training import assembly
+
+OK, NOTE, WRONG = 'ok', 'note', 'WRONG'
+
+_GIB = 2**30
+_LEAST_MEMORY = 1 * _GIB  # without a config, which says more
+_LEAST_DISK = 1 * _GIB
+# Before any version of this package: such a clock was never set.
+_OLDEST_TIME = 1_704_067_200  # 2024-01-01 UTC
+# Shown with their versions; of the others only what is wrong is said.
+_SHOWN = ('jax', 'flax', 'orbax-checkpoint', 'transformers')
+# The files of NVIDIA GPUs, and of TPUs of older and newer generations.
+_ACCELERATORS = ('/dev/nvidia[0-9]*', '/dev/accel[0-9]*', '/dev/vfio/[0-9]*')
+
+
+class Finding(NamedTuple):
+  """The result of a check: `OK`, `NOTE` or `WRONG`, and one line."""
+
+  grade: str
+  line: str
+
+
+class Needs(NamedTuple):
+  """The bytes that a run needs at least; 0 = not known.
+
+  Attributes:
+    memory: the training state, if the host's memory holds it.
+    disk: the checkpoints that its folder holds at once.
+  """
+
+  memory: int = 0
+  disk: int = 0
+
+
+def declared() -> tuple[str, list[str]]:
+  """Returns the versions of Python and of packages that this one supports.
+
+  In a clone they are read from its files, which are newer than what was
+  installed from them.
+  """
+  root = pathlib.Path(__file__).resolve().parents[2]
+  project, required = root / 'pyproject.toml', root / 'requirements.in'
+  if project.is_file() and required.is_file():
+    content = tomllib.loads(project.read_text('utf-8'))
+    lines = required.read_text('utf-8').splitlines()
+    lines = [line.partition('#')[0].strip() for line in lines]
+    return content['project']['requires-python'], [x for x in lines if x]
+  metadata = importlib.metadata.metadata('stppo_jax')
+  return metadata['Requires-Python'], metadata.get_all('Requires-Dist') or []
+
+
+def versions(python: str, requirements: Sequence[str]) -> Iterator[Finding]:
+  """Compares the versions of Python and of packages with what is supported.
+
+  Args:
+    python: a range of versions, such as '>=3.11'.
+    requirements: packages with their ranges, such as 'jax>=0.10,<0.13'; those
+      of extras, which a run may do without, are left out.
+  """
+  version = platform.python_version()
+  if specifiers.SpecifierSet(python).contains(version, prereleases=True):
+    yield Finding(OK, f'python: {version}')
+  else:
+    yield Finding(WRONG, f'python: {version}, but must be {python}')
+  shown, others, is_wrong = [], 0, False
+  for text in requirements:
+    wanted = requirements_lib.Requirement(text)
+    if wanted.marker and not wanted.marker.evaluate({'extra': ''}):
+      continue
+    advice = f"run: pip install '{wanted.name}{wanted.specifier}'"
+    try:
+      found = importlib.metadata.version(wanted.name)
+    except importlib.metadata.PackageNotFoundError:
+      is_wrong = True
+      yield Finding(WRONG, f'packages: {wanted.name} is missing; {advice}')
+      continue
+    if not wanted.specifier.contains(found, prereleases=True):
+      is_wrong = True
+      yield Finding(
+        WRONG,
+        f'packages: {wanted.name} {found}, but must be {wanted.specifier}; '
+        + advice,
+      )
+    elif wanted.name in _SHOWN:
+      shown.append(f'{wanted.name} {found}')
+    else:
+      others += 1
+  if not is_wrong:
+    yield Finding(
+      OK, f'packages: {", ".join(shown)}, and {others} others are supported'
+    )
+
+
+def devices() -> Iterator[Finding]:
+  """Says what jax computes on, and whether it has missed something."""
+  try:
+    found = jax.devices()
+  except RuntimeError as error:
+    reason = ' '.join(str(error).split())
+    yield Finding(
+      WRONG,
+      f'devices: jax cannot start ({reason}). Does another process hold the '
+      'devices? JAX_PLATFORMS=cpu does without them',
+    )
+    return
+  kind = found[0].device_kind
+  line = f'devices: {len(found)} {found[0].platform}'
+  line += '' if kind == found[0].platform else f' ({kind})'
+  limit = (found[0].memory_stats() or {}).get('bytes_limit')
+  line += f', {_size(limit)} of memory each' if limit else ''
+  unused = [path for pattern in _ACCELERATORS for path in glob.glob(pattern)]
+  if found[0].platform == 'cpu' and unused:
+    yield Finding(
+      NOTE,
+      f'{line}; but {unused[0]} is an accelerator, which jax does not use: '
+      'install the extra cuda or tpu, and set no JAX_PLATFORMS',
+    )
+  else:
+    yield Finding(OK, line)
+
+
+def memory(available: int | None, needed: int = 0) -> Iterator[Finding]:
+  """Compares the free memory of the host with the need of a run.
+
+  Args:
+    available: the result of `available_memory`.
+    needed: bytes; 0 = not known.
+  """
+  if available is None:
+    yield Finding(NOTE, 'memory: this system does not say how much is free')
+    return
+  line = f'memory: {_size(available)} free'
+  least = max(needed, _LEAST_MEMORY)
+  if available >= least:
+    yield Finding(OK, line)
+  else:
+    yield Finding(
+      WRONG,
+      f'{line}, but at least {_size(least)} are needed: end other programs, '
+      'or use a larger machine',
+    )
+
+
+def available_memory() -> int | None:
+  """Returns the bytes that programs can still get; None if it is not known.
+
+  In a container it may be less than what the machine has.
+  """
+  free = []
+  try:
+    with open('/proc/meminfo', encoding='utf-8') as file:
+      fields = dict(line.split(':', 1) for line in file)
+    free.append(int(fields['MemAvailable'].split()[0]) * 1024)
+    group = pathlib.Path('/sys/fs/cgroup')
+    most = (group / 'memory.max').read_text('utf-8')
+    used = (group / 'memory.current').read_text('utf-8')
+    free.append(int(most) - int(used))
+  except (OSError, ValueError, KeyError):  # no limit, or another system
+    return min(free, default=None)
+  return min(free)
+
+
+def folder(
+  name: str, path: pathlib.Path, *, needed: int = 0
+) -> Iterator[Finding]:
+  """Checks that a folder can be written, or made, and has free space.
+
+  Args:
+    name: what the folder is, such as 'workdir'.
+    path: the folder, which may not exist yet.
+    needed: bytes; 0 = not known.
+  """
+  existing = path.absolute()
+  while not existing.exists():
+    existing = existing.parent
+  try:
+    with tempfile.TemporaryFile(dir=existing) as file:
+      file.write(b'written')
+      file.flush()
+      os.fsync(file.fileno())
+    free = shutil.disk_usage(existing).free
+  except OSError as error:
+    yield Finding(
+      WRONG,
+      f'{name}: {existing} cannot be written ({error.strerror}): choose '
+      'another folder',
+    )
+    return
+  line, least = f'{name}: {path} can be written', max(needed, _LEAST_DISK)
+  if free >= least:
+    yield Finding(OK, f'{line}, {_size(free)} free')
+  else:
+    yield Finding(
+      WRONG,
+      f'{line}, but only {_size(free)} are free, and {_size(least)} are '
+      'needed: remove files, or choose another folder',
+    )
+
+
+def owner(workdir: pathlib.Path) -> Iterator[Finding]:
+  """Says which process writes to a folder, if there is one."""
+  held = lock.holder(workdir)
+  if held is not None and held[1] is not False:
+    yield Finding(
+      NOTE,
+      f'lock: {held[0]} writes to {workdir}; no other run can begin there '
+      'before its end',
+    )
+
+
+def port() -> Iterator[Finding]:
+  """Listens on a free port of this machine, and connects to it."""
+  try:
+    with socket.create_server(('127.0.0.1', 0)) as server:
+      number = server.getsockname()[1]
+      with socket.create_connection(('127.0.0.1', number), timeout=5):
+        yield Finding(OK, f'port: {number} of 127.0.0.1 is free and reachable')
+  except OSError as error:
+    yield Finding(
+      WRONG,
+      f'port: this machine cannot connect to itself ({error}): allow '
+      'connections to 127.0.0.1, which the embedded retrieval server needs',
+    )
+
+
+def clock(now: Callable[[], float] = time.time) -> Iterator[Finding]:
+  """Checks that a clock is set and moves forward.
+
+  Args:
+    now: returns the seconds since 1970.
+  """
+  begin = now()
+  time.sleep(0.02)
+  end = now()
+  shown = time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(end))
+  if begin < _OLDEST_TIME:
+    yield Finding(WRONG, f'clock: {shown} is in the past: set the clock')
+  elif end <= begin:
+    yield Finding(
+      WRONG, f'clock: {shown}, and it does not move: restart the machine'
+    )
+  else:
+    yield Finding(OK, f'clock: {shown}')
+
+
+def setup(config) -> tuple[list[Finding], assembly.Components | None]:
+  """Builds what `train` builds before it starts, from data, model and devices.
+
+  Returns:
+    The findings, and what was built; None if something is wrong.
+  """
+  try:
+    built = assembly.build_components(config)
+  except assembly.Misconfigured as error:
+    lines = str(error).splitlines()
+    return [Finding(WRONG, f'config: {line}') for line in lines], None
+  question = built.questions.train(0, 1, resample_round=0)[0]
+  home = config.model.tokenizer_path or config.model.path
+  weights = built.learner.abstract_policy_params()
+  count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
+  source = config.model.path or 'new weights'
+  lines = [
+    f'data: {config.data.name}; its first question is {question.text!r}',
+    f'tokenizer: {built.tokenizer.vocab_size} tokens, '
+    + (home or 'made from the data'),
+    f'model: {source}, {count:,} parameters are trained',
+  ]
+  findings = [Finding(OK, line) for line in lines]
+  return findings + [Finding(NOTE, line) for line in built.notes], built
+
+
+def needs(config, built: assembly.Components) -> Needs:
+  """Returns what a run needs, by the shapes of its state."""
+  state = built.learner.abstract_state(built.learner.abstract_start()[0])
+  size = sum(
+    math.prod(leaf.shape) * leaf.dtype.itemsize
+    for leaf in jax.tree.leaves(state)
+  )
+  is_on_host = mesh_lib.platform(built.learner.mesh) == 'cpu'
+  # The newest ones, the best one, and one that is being written.
+  disk = (config.checkpoint.keep + 2) * size
+  return Needs(memory=size if is_on_host else 0, disk=disk)
+
+
+def retriever(config, built: assembly.Components) -> Iterator[Finding]:
+  """Asks the retriever of a config the first question of the run."""
+  options = config.retrieval
+  if not environments.find(config.env.name).needs_retriever:
+    yield Finding(OK, f'retriever: env.name={config.env.name} needs none')
+  elif options.replay:
+    try:
+      recording.Recording(options.replay)
+    except (OSError, ValueError) as error:
+      yield Finding(WRONG, f'retriever: {error}; set retrieval.replay')
+    else:
+      yield Finding(OK, f'retriever: answers recorded in {options.replay}')
+  elif not options.url:
+    yield Finding(OK, 'retriever: embedded in the run')
+  else:
+    question = built.questions.train(0, 1, resample_round=0)[0]
+    asked = examination.Examination(
+      options.url,
+      dialect=options.dialect,
+      corpus=question.corpus,
+      query=question.text,
+      timeout=options.timeout,
+    )
+    found = []
+    try:
+      asyncio.run(
+        examination.examine(asked, lambda *said: found.append(Finding(*said)))
+      )
+    except examination.Unusable as error:
+      found.append(Finding(WRONG, str(error)))
+    for grade, line in found:
+      yield Finding(grade, f'retriever: {line}')
+
+
+def _size(count: float) -> str:
+  """Returns a number of bytes in GiB."""
+  return f'{count / _GIB:.1f} GiB'

@@ -1,0 +1,197 @@
+"""Examines a retrieval server: its address, dialect, speed and answers."""
+
+from collections.abc import Callable
+import dataclasses
+import time
+
+import numpy as np
+
+from stppo_jax.http import address as http_address
+from stppo_jax.http import client as http_client
+from stppo_jax.retrieval import address
+from stppo_jax.retrieval import detection
+from stppo_jax.retrieval import dialects
+
+_NUM_TIMED = 8  # requests whose time is measured
+_SLOW = 1.0  # seconds
+_UNREACHABLE = 75
+
+# Called with 'ok' or 'note', and a line.
+Say = Callable[[str, str], None]
+
+
+class Unusable(Exception):
+  """The server cannot be used; the message says why and what to do.
+
+  Attributes:
+    exit_code: 2 if something must be changed first, 75 if the server cannot be
+      reached now.
+  """
+
+  def __init__(self, line: str, exit_code: int = 2):
+    super().__init__(line)
+    self.exit_code = exit_code
+
+
+@dataclasses.dataclass(frozen=True)
+class Examination:
+  """A question to a server, and what is known about the answer.
+
+  Attributes:
+    url: its address, as in retrieval.url.
+    dialect: the dialect of the run, a key of DIALECTS; '' if it is not known.
+    corpus: the corpus of a question, such as worlds/0.
+    query: a query whose answer is known.
+    expect: a text that its passages must contain.
+    timeout: seconds to wait for a reply.
+  """
+
+  url: str
+  dialect: str = ''
+  corpus: str = ''
+  query: str = 'capital of France'
+  expect: str = ''
+  timeout: float = 10.0
+
+
+async def examine(asked: Examination, say: Say) -> None:
+  """Says a line for each examination, until one fails.
+
+  Raises:
+    Unusable: a run cannot use the server.
+  """
+  url = asked.url
+  for path in dict.fromkeys(d.path for d in dialects.DIALECTS.values()):
+    try:
+      url = http_address.base_url(
+        url, suffix=path, token_variable=address.TOKEN_VARIABLE
+      )
+    except ValueError as error:
+      raise Unusable(f'address: {error}') from None
+  client = http_client.Client(
+    url, timeout=asked.timeout, token_variable=address.TOKEN_VARIABLE
+  )
+  try:
+    await _examine_address(client, say)
+    name = await _examine_dialects(client, asked, say)
+    await _examine_times(client, name, asked, say)
+    await _examine_answer(client, name, asked, say)
+  finally:
+    await client.close()
+
+
+async def _examine_address(client: http_client.Client, say: Say) -> None:
+  try:
+    await client.get('/health')
+    say('ok', f'address: {client.url} answers, and is healthy')
+  except http_client.Failure as failure:
+    if failure.cause is http_client.Cause.CONNECTION:
+      raise Unusable(
+        f'address: nothing answers at {client.url}: {failure}. Is the server '
+        'running, and are host and port right?',
+        _UNREACHABLE,
+      ) from None
+    if failure.cause is http_client.Cause.TIMEOUT:
+      raise Unusable(
+        f'address: {client.url} accepts connections, but sends {failure}. It '
+        'may be loading its index, or too busy',
+        _UNREACHABLE,
+      ) from None
+    if 300 <= failure.status < 400:
+      raise Unusable(
+        f'address: {client.url} redirects ({failure}); redirects are not '
+        'followed. Give the address that it redirects to'
+      ) from None
+    if failure.status in (401, 403):
+      raise _refused(failure) from None
+    if failure.status in (404, 405):
+      say('ok', f'address: {client.url} answers; it has no /health')
+    else:
+      say('note', f'address: {client.url} answers, but /health: {failure}')
+
+
+async def _examine_dialects(
+  client: http_client.Client, asked: Examination, say: Say
+) -> str:
+  """Returns the dialect to use."""
+  failures = await detection.spoken(client, asked.query, corpus=asked.corpus)
+  spoken = [name for name, failure in failures.items() if failure is None]
+  chosen = asked.dialect or (spoken[0] if spoken else '')
+  if not spoken:
+    for failure in failures.values():
+      if failure is not None and failure.status in (401, 403):
+        raise _refused(failure)
+    reasons = '; '.join(f'{name}: {why}' for name, why in failures.items())
+    raise Unusable(f'dialect: no known one is answered. {reasons}')
+  if chosen not in spoken:
+    raise Unusable(
+      f'dialect: not {chosen} ({failures[chosen]}), but {" or ".join(spoken)}: '
+      f'set retrieval.dialect={spoken[0]}'
+    )
+  say('ok', f'dialect: {", ".join(spoken)}; retrieval.dialect={chosen}')
+  return chosen
+
+
+async def _examine_times(
+  client: http_client.Client, name: str, asked: Examination, say: Say
+) -> None:
+  seconds = []
+  for n in range(_NUM_TIMED):
+    begin = time.monotonic()
+    # Other queries, because a server may keep its answers.
+    await _ask(client, name, f'{asked.query} {n}', asked)
+    seconds.append(time.monotonic() - begin)
+  median, longest = np.median(seconds), max(seconds)
+  line = (
+    f'time: {1e3 * median:.0f} ms per query, at most {1e3 * longest:.0f} ms'
+  )
+  if median > _SLOW:
+    say('note', f'{line}. Slow: a run waits for every search of a turn')
+  else:
+    say('ok', line)
+
+
+async def _examine_answer(
+  client: http_client.Client, name: str, asked: Examination, say: Say
+) -> None:
+  passages = await _ask(client, name, asked.query, asked)
+  if not passages:
+    raise Unusable(
+      f'answer: nothing is found for {asked.query!r}. Does the server have the '
+      'right corpus? Try another --query'
+    )
+  texts = [f'{p.title}\n{p.text}' for p in passages]
+  if asked.expect and not any(asked.expect in text for text in texts):
+    raise Unusable(
+      f'answer: {asked.expect!r} is in none of the {len(passages)} passages '
+      f'for {asked.query!r}; the first is {texts[0][:80]!r}'
+    )
+  say(
+    'ok',
+    f'answer: {len(passages)} passages for {asked.query!r}; the first is '
+    f'{texts[0][:80]!r}',
+  )
+
+
+async def _ask(
+  client: http_client.Client, name: str, query: str, asked: Examination
+):
+  """Returns the passages of a query, after one attempt."""
+  try:
+    (passages,) = await detection.ask(
+      client, dialects.DIALECTS[name], query, corpus=asked.corpus, topk=3
+    )
+  except http_client.Failure as failure:
+    raise Unusable(
+      f'answer: {query!r} failed ({failure}), though another query did not. '
+      'The server is not reliable',
+      _UNREACHABLE,
+    ) from None
+  return passages
+
+
+def _refused(failure: http_client.Failure) -> Unusable:
+  return Unusable(
+    f'token: the server refuses this client ({failure}); set the bearer token '
+    f'in {address.TOKEN_VARIABLE}'
+  )
