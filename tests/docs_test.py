@@ -286,6 +286,9 @@ def test_every_command_in_the_documents_runs(command, clone, monkeypatch):
   elif ' status ' in command:
     _make_run(clone, quickstart)
     assert 'finished' in _run(_python(command), clone)
+  elif ' checkpoint ' in command:
+    _make_run(clone, quickstart)
+    assert 'step' in _run(_python(command), clone)
   elif ' export ' in command:
     _make_run(clone, quickstart)
     assert 'the policy after step 1' in _run(_python(command), clone)
@@ -360,6 +363,9 @@ def test_a_small_version_of_every_command_runs(
   elif ' status ' in command:
     _make_run(small_clone, quickstart)
     assert 'finished' in call()
+  elif ' checkpoint ' in command:
+    _make_run(small_clone, quickstart)
+    assert 'step' in call()
   elif ' export ' in command:
     _make_run(small_clone, quickstart)
     assert 'the policy after step 1' in call()

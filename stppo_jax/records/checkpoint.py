@@ -13,7 +13,6 @@ from collections.abc import Callable
 from collections.abc import Sequence
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
 import pathlib
@@ -25,11 +24,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from stppo_jax.records import fingerprint as fingerprint_lib
+from stppo_jax.records import manifest as manifest_lib
 from stppo_jax.records import orbax_errors
 from stppo_jax.records import run_folder
 
 _log = logging.getLogger(__name__)
-_VERSION = 1
 # Replicas share the writing of larger arrays only: each shape that is cut is a
 # program to compile, which costs more than a small array takes to write.
 _LEAST_BYTES_SHARED = 2**20
@@ -132,7 +131,7 @@ class Checkpointer:
       return
     leaves = _named(state)
     manifest = {
-      'version': _VERSION,
+      'version': manifest_lib.VERSION,
       'step': step,
       'leaves': {
         name: {**_kind(leaf), 'fingerprint': fingerprint}
@@ -145,7 +144,7 @@ class Checkpointer:
     if self._run is not None:
       manifest['run_id'] = self._run.run_id
       manifest['config_digest'] = self._run.config_digest
-    manifest['digest'] = digest(manifest)
+    manifest['digest'] = manifest_lib.digest(manifest)
     self._scores[step] = manifest['host'].get('score')
     # Every error of a save, such as a full disk, is the same to the caller.
     try:
@@ -289,24 +288,19 @@ class Checkpointer:
     manifest = self._manager.restore(
       step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore())
     )['manifest']
-    if not isinstance(manifest, dict) or manifest.get('version') != _VERSION:
-      raise _Damaged('not a manifest of this program')
-    if manifest.pop('digest', None) != digest(manifest):
-      raise _Damaged('the manifest does not match its digest')
-    if manifest['step'] != step:
-      raise _Damaged(f'the manifest is of step {manifest["step"]}')
+    problem = manifest_lib.problem(manifest, step)
+    if problem:
+      raise _Damaged(problem)
     return manifest
 
   def _check_run(self, step: int, manifest: dict[str, Any]) -> None:
     """Raises `OtherState` if the step was saved by another run."""
-    run = self._run
-    if run is None or ('run_id' not in manifest and run.has_older_checkpoints):
-      return
-    saved = manifest.get('run_id'), manifest.get('config_digest')
-    if saved != (run.run_id, run.config_digest):
+    other = manifest_lib.other_run(manifest, self._run)
+    if other:
+      assert self._run is not None  # a run without an id has no other
       raise OtherState(
-        f'{self._folder}: step {step} is of the run {saved[0]}, but the run of '
-        f'this workdir is {run.run_id}; nothing was loaded'
+        f'{self._folder}: step {step} is of the run {other}, but the run of '
+        f'this workdir is {self._run.run_id}; nothing was loaded'
       )
 
   def _best(self, steps: Sequence[int]) -> int | None:
@@ -314,12 +308,7 @@ class Checkpointer:
     for step in steps:
       if step not in self._scores:
         self._scores[step] = self._read_score(step)
-    scored = [
-      (score, step)
-      for step in steps
-      if (score := self._scores[step]) is not None
-    ]
-    return max(scored)[1] if scored else None
+    return manifest_lib.best({step: self._scores[step] for step in steps})
 
   def _preserved(
     self, steps: Sequence[int], keep: int | None
@@ -432,9 +421,3 @@ def _kind(leaf: Any) -> dict[str, Any]:
 def _describe(kind: dict[str, Any]) -> str:
   """Returns a leaf's kind as text, such as float32[16,8]."""
   return f'{kind["dtype"]}[{",".join(map(str, kind["shape"]))}]'
-
-
-def digest(manifest: dict[str, Any]) -> str:
-  """Returns the checksum that a manifest carries of its other fields."""
-  text = json.dumps(manifest, sort_keys=True)
-  return hashlib.sha256(text.encode()).hexdigest()

@@ -9,10 +9,11 @@ from stppo_jax import settings
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
 
-_NOT_OF_A_RUN = ('lab', 'data', 'serve', 'index', 'doctor')
+_NOT_OF_A_RUN = ('lab', 'data', 'serve', 'index', 'doctor', 'checkpoint')
 _COMMANDS = [
   *(('lab', name) for name in ('collect', 'score', 'advantages', 'compare')),
   *(('data', name) for name in ('build', 'list', 'show')),
+  *(('checkpoint', name) for name in ('list', 'verify')),
   *((name,) for name in __main__.commands() if name not in _NOT_OF_A_RUN),
 ]
 

@@ -24,6 +24,7 @@ import pytest
 
 from stppo_jax.records import checkpoint
 from stppo_jax.records import fingerprint
+from stppo_jax.records import manifest as manifest_lib
 
 _REPO = pathlib.Path(__file__).resolve().parents[2]
 
@@ -298,7 +299,7 @@ def test_damaged_arrays_are_set_aside_with_a_warning(tmp_path, caplog):
   name = 'params.layers.w'
   saved['leaves'][name]['fingerprint'] ^= 1
   del saved['digest']
-  saved['digest'] = checkpoint.digest(saved)
+  saved['digest'] = manifest_lib.digest(saved)
   manifest.write_text(json.dumps(saved))
   assert _restore(tmp_path)[0] == 1
   (record,) = caplog.records

@@ -15,7 +15,7 @@ import pytest
 
 from stppo_jax import __main__
 from stppo_jax.parallel import hosts as hosts_lib
-from stppo_jax.records import checkpoint
+from stppo_jax.records import manifest as manifest_lib
 from stppo_jax.records import run_folder
 from stppo_jax.records import run_state
 from stppo_jax.training import assembly
@@ -180,7 +180,7 @@ def test_a_run_of_an_earlier_version_resumes(run, finished):
     manifest = json.loads(path.read_text())
     for field in ('run_id', 'config_digest', 'digest'):
       del manifest[field]
-    manifest['digest'] = checkpoint.digest(manifest)
+    manifest['digest'] = manifest_lib.digest(manifest)
     path.write_text(json.dumps(manifest))
   assert runs.train(run) == 0
   runs.assert_same_files(run, finished, num_steps=runs.STEPS)

@@ -1,0 +1,122 @@
+"""List the checkpoints of a run, or verify them all; nothing is changed.
+
+python -m stppo_jax checkpoint list --workdir=DIR
+python -m stppo_jax checkpoint verify --workdir=DIR
+
+  --workdir=DIR  the folder of the run, which may still be in progress
+
+list prints a line for each checkpoint: its step, when it was saved, its size,
+its score if it was evaluated, and whether it is the newest or the best. It
+reads small files only.
+
+verify reads all of them. It computes the fingerprint of every array again, and
+compares the digest of the manifest and the id of the run. A line says that a
+checkpoint is sound, or names the file or the array that is damaged. The exit
+code is 3 if one is damaged, or if the run has saved some and all are gone.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+import pathlib
+import time
+
+from stppo_jax import settings
+from stppo_jax.commands import configuration
+from stppo_jax.records import run_folder
+from stppo_jax.records import saved_steps
+
+_ACTIONS = ('list', 'verify')
+_COMMANDS = ('train', 'sft', 'prefer')
+_TITLES = ('step', 'saved', 'size', 'score', '')
+_DAMAGED = 3
+_UNITS = ('B', 'KiB', 'MiB', 'GiB', 'TiB')
+
+
+def main(argv: Sequence[str]) -> int:
+  """Lists or verifies the checkpoints of a run; returns the exit code."""
+  action, rest = argv[0] if argv else '', argv[1:]
+  if action.startswith('-'):
+    action, rest = '', argv
+  given = configuration.split(rest, ('workdir',))
+  errors = list(given.errors)
+  if action not in _ACTIONS:
+    problem = f'{action}: unknown' if action else 'missing'
+    errors.insert(0, problem + settings.closest(action, _ACTIONS))
+  workdir = pathlib.Path(given.values.get('workdir', ''))
+  if given.values.get('workdir'):
+    errors += [f'--workdir={workdir}: {x}' for x in _problems(workdir)]
+  elif 'workdir' not in given.meant:
+    errors.append('--workdir: missing')
+  if errors:
+    raise configuration.ConfigurationError(errors)
+  found = saved_steps.find(workdir)
+  if action == 'list':
+    print('\n'.join(table(found)) if found else f'{workdir}: no checkpoints')
+    return 0
+  return _verify(workdir, found)
+
+
+def table(found: Sequence[saved_steps.SavedStep]) -> list[str]:
+  """Returns the lines of a table of checkpoints."""
+  rows = [_TITLES, *map(_row, found)]
+  widths = [max(map(len, column)) for column in zip(*rows)]
+  return [
+    '  '.join(word.ljust(width) for word, width in zip(row, widths)).rstrip()
+    for row in rows
+  ]
+
+
+def _problems(workdir: pathlib.Path) -> Iterator[str]:
+  """Yields why a folder is not that of a run, if it is not."""
+  if not workdir.is_dir():
+    yield 'no such folder'
+  elif run_folder.command_of(workdir) not in _COMMANDS:
+    yield 'not the folder of a run'
+
+
+def _row(saved: saved_steps.SavedStep) -> tuple[str, ...]:
+  when = time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime(saved.time))
+  return (
+    str(saved.step),
+    when,
+    _size(saved.size),
+    '' if saved.score is None else f'{saved.score:.4f}',
+    ', '.join(saved.notes),
+  )
+
+
+def _size(count: float) -> str:
+  """Returns a number of bytes with a unit."""
+  unit = 0
+  while count >= 1024 and unit < len(_UNITS) - 1:
+    count, unit = count / 1024, unit + 1
+  return f'{count:.1f} {_UNITS[unit]}' if unit else f'{count} B'
+
+
+def _verify(
+  workdir: pathlib.Path, found: Sequence[saved_steps.SavedStep]
+) -> int:
+  """Verifies the checkpoints of a run; returns the exit code."""
+  # Imported late: a wrong flag is answered before jax is loaded.
+  import jax
+
+  # The devices may belong to the run, which may be going on.
+  jax.config.update('jax_platforms', 'cpu')
+  from stppo_jax.records import verification
+  from stppo_jax.training import run_record
+
+  run_record.check_checkpoints(workdir)
+  run, exit_code = run_folder.read(workdir), 0
+  checked = [saved for saved in found if saved.path.name.isdecimal()]
+  for saved in checked:
+    problems = verification.problems(saved.path, saved.step, run)
+    if problems and not saved.path.exists():
+      continue  # the run has removed it in the meantime
+    for problem in problems:
+      print(f'WRONG  step {saved.step}: {problem}', flush=True)
+      exit_code = _DAMAGED
+    if not problems:
+      print(f'ok     step {saved.step}: {_size(saved.size)}', flush=True)
+  if not checked:
+    print(f'{workdir}: no checkpoints')
+  return exit_code
