@@ -38,6 +38,7 @@ _PAGES = {
   for name in (
     *_FIRST,
     'CONTRIBUTING.md',
+    'SECURITY.md',
     'launch/README.md',
     *(str(p.relative_to(_ROOT)) for p in sorted(_ROOT.glob('docs/**/*.md'))),
   )

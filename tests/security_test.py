@@ -1,0 +1,88 @@
+"""Files of strangers run no code; SECURITY.md names tests that exist."""
+
+import json
+import pathlib
+import re
+import shutil
+
+import pytest
+
+from stppo_jax.sampling import tokenizer as tokenizer_lib
+from stppo_jax.training import model_files
+from tests.training import runs
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_MODEL = _ROOT / 'assets' / 'quickstart'
+_CODE = """
+import pathlib
+
+pathlib.Path({trace!r}).touch()
+
+
+class Stranger:
+  pass
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+  """Returns a copy of a model, which a stranger may have changed."""
+  return pathlib.Path(shutil.copytree(_MODEL, tmp_path / 'model'))
+
+
+def _edit(path, **changes):
+  path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_no_code_of_a_model_directory_is_run(model, tmp_path):
+  trace = tmp_path / 'trace'
+  (model / 'stranger.py').write_text(_CODE.format(trace=str(trace)))
+  (model / '__init__.py').write_text(_CODE.format(trace=str(trace)))
+  names = ('AutoConfig', 'AutoModelForCausalLM')
+  _edit(
+    model / 'config.json',
+    auto_map={name: 'stranger.Stranger' for name in names},
+  )
+  _edit(
+    model / 'tokenizer_config.json',
+    auto_map={'AutoTokenizer': [None, 'stranger.Stranger']},
+    tokenizer_class='Stranger',
+  )
+  config = runs.config(model__path=str(model))
+  model_files.check(config, model_files.load_tokenizer(model))
+  assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+  'template',
+  [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ messages.__init__.__globals__['os'].system('touch trace') }}",
+    "{{ cycler.__init__.__globals__.os.listdir('/') }}",
+    "{% include '/etc/passwd' %}",
+    '{% for i in range(1000000000) %}x{% endfor %}',
+  ],
+)
+def test_a_chat_template_stays_in_its_sandbox(
+  model, tmp_path, monkeypatch, template
+):
+  monkeypatch.chdir(tmp_path)
+  # The message comes first: otherwise the template would be refused for that.
+  text = "{{ messages[0]['content'] }}" + template
+  (model / 'chat_template.jinja').write_text(text)
+  tokenizer = tokenizer_lib.Tokenizer.load(model)
+  with pytest.raises(ValueError, match='^the chat template fails'):
+    tokenizer.encode_prompt('What is the capital of France?')
+  assert not pathlib.Path('trace').exists()
+
+
+def test_every_promise_names_a_test_that_exists():
+  page = (_ROOT / 'SECURITY.md').read_text('utf-8')
+  rows = re.findall(r'^\| (.*) \| (.*) \|$', page, re.MULTILINE)[2:]
+  assert len(rows) > 10
+  for promise, cell in rows:
+    names = re.findall(r'`(tests/[\w/]+\.py)::(test_\w+)`', cell)
+    assert names, promise
+    for file, test in names:
+      source = (_ROOT / file).read_text('utf-8')
+      assert re.search(rf'^(async )?def {test}\(', source, re.MULTILINE), test
