@@ -54,6 +54,7 @@ OURS = {
       'config_file',
       'config_keys',
       'configuration',
+      'evaluated_config',
       'lab_flags',
       'lab_algorithms',
       'recorded_config',

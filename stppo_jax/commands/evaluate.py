@@ -21,15 +21,12 @@ more.
                                 data.corpus or retrieval.url
 """
 
-from collections.abc import Mapping
 from collections.abc import Sequence
 import pathlib
 from typing import Any
 
-from stppo_jax.commands import config_file
 from stppo_jax.commands import configuration
-from stppo_jax.commands import recorded_config
-from stppo_jax.configs import base
+from stppo_jax.commands import evaluated_config
 from stppo_jax.configs import schema
 from stppo_jax.data import mixtures
 from stppo_jax.data import tables
@@ -50,14 +47,18 @@ def main(argv: Sequence[str]) -> int:
   if samples and not (samples.isdecimal() and int(samples)):
     errors.append(f'--samples={samples}: must be an integer, 1 or greater')
   checkpoint = pathlib.Path(flags.get('checkpoint', ''))
-  problem = _problem(checkpoint) if flags.get('checkpoint') else 'missing'
+  problem = (
+    evaluated_config.problem(checkpoint)
+    if flags.get('checkpoint')
+    else 'missing'
+  )
   if flags.get('checkpoint'):
     errors += [f'--checkpoint={checkpoint}: {problem}'] if problem else []
   elif 'checkpoint' not in given.meant:
     errors.append('--checkpoint: missing')
   config: Any = None
   try:
-    config = _config(None if problem else checkpoint, flags)
+    config = evaluated_config.read(None if problem else checkpoint, flags)
     errors += configuration.override_all(
       config, given.overrides.items(), flag='--config.'
     )
@@ -87,49 +88,6 @@ def main(argv: Sequence[str]) -> int:
     samples=int(samples or 0),
     out=pathlib.Path(flags['out']) if flags.get('out') else None,
   )
-
-
-def _problem(folder: pathlib.Path) -> str:
-  """Returns why a folder is no checkpoint; '' if it is one."""
-  if not folder.is_dir():
-    return 'no such folder'
-  owner = run_folder.command_of(folder)
-  if owner in ('prefer', 'sft'):
-    return f'a run of {owner}: its policy is in {folder / "policy"}'
-  has_model = any(folder.glob('*.safetensors'))
-  if owner != 'train' and not (folder / 'config.json').is_file():
-    return 'neither a run, which train makes, nor a Hugging Face directory'
-  if owner != 'train' and not has_model:
-    return 'no *.safetensors, and no run: train has made none'
-  return ''
-
-
-def _config(checkpoint: pathlib.Path | None, flags: Mapping[str, str]) -> Any:
-  """Returns the config of a run, or one whose model a directory is.
-
-  Args:
-    checkpoint: the folder; None if there is none, so that the rest of the
-      command line is checked all the same.
-    flags: the flags of the command.
-
-  Raises:
-    ValueError: the config cannot be read; one line.
-  """
-  is_run = checkpoint and run_folder.command_of(checkpoint) == 'train'
-  if flags.get('config'):
-    try:
-      config = config_file.load(flags['config'])
-    except ValueError as error:
-      raise ValueError(f'--config={flags["config"]}: {error}') from error
-  elif checkpoint and is_run:
-    config = recorded_config.read(checkpoint)
-  else:
-    config = base.get_config()
-  if checkpoint and not is_run:
-    config.model.path = str(checkpoint)
-    config.model.lora.rank = 0
-    config.sft.before_training = False
-  return config
 
 
 def _choose_sets(config: Any, sets: str) -> None:

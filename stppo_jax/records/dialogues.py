@@ -72,17 +72,44 @@ def render(record: Mapping[str, Any], *, colour: bool) -> str:
   passages.append(
     ('outcome' if sum(rewards.values()) > 0 else 'failure', outcome)
   )
+  return _page(passages, colour=colour)
+
+
+def render_reply(record: Mapping[str, Any], *, colour: bool) -> str:
+  """Returns what the policy did with a question that a person has asked.
+
+  Args:
+    record: a record of `set_evaluation.record_of`.
+    colour: whether to write ANSI colours; roles have marks in any case.
+
+  Returns:
+    Turns, observations and the answer, escaped as in `render`.
+  """
+  passages = []
+  for turn in record['turns']:
+    passages.append(('policy', turn['text']))
+    if turn['observation']:
+      passages.append(('observation', turn['observation']))
+  if record['answer'] is None:
+    passages.append(('failure', f'no answer: {record["status"]}'))
+  else:
+    passages.append(('outcome', record['answer']))
+  return _page(passages, colour=colour)
+
+
+def show(record: Mapping[str, Any], stream: TextIO = sys.stdout) -> None:
+  """Prints a dialogue, in colour if the stream is a terminal."""
+  stream.write(render(record, colour=stream.isatty()) + '\n')
+
+
+def _page(passages: Sequence[tuple[str, str]], *, colour: bool) -> str:
+  """Returns texts with the marks of their roles before each line."""
   page = rich.text.Text()
   for role, text in passages:
     style, mark = _ROLES[role]
     for line in escape(text).strip('\n').split('\n'):
       page.append(f'{mark} {line}'.rstrip() + '\n', style=style)
   return _ansi(page) if colour else page.plain
-
-
-def show(record: Mapping[str, Any], stream: TextIO = sys.stdout) -> None:
-  """Prints a dialogue, in colour if the stream is a terminal."""
-  stream.write(render(record, colour=stream.isatty()) + '\n')
 
 
 def _ansi(page: rich.text.Text) -> str:

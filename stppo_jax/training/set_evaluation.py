@@ -124,7 +124,9 @@ def evaluate(
       assembly.build_services(config, components.questions)
     )
     with assembly.config_errors():
-      done, params = _weights(config, checkpoint if is_run else None, learner)
+      done, params = load_weights(
+        config, checkpoint if is_run else None, learner
+      )
     identity = {
       'checkpoint': str(checkpoint.resolve()),
       'step': done,
@@ -156,7 +158,7 @@ def evaluate(
   return 0
 
 
-def _weights(
+def load_weights(
   config, run: pathlib.Path | None, learner: learner_lib.Learner
 ) -> tuple[int, functional.Params]:
   """Returns the steps done and the weights: the newest, or the start."""
@@ -218,7 +220,7 @@ def _collect_all(
   # A row has its key whatever was collected before.
   key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
   row_keys = keys_lib.row_keys(key, 0, len(rows))
-  record = functools.partial(_record, config, services, tokenizer)
+  record = functools.partial(record_of, config, services, tokenizer)
   rollout = config.rollout
   size = _BATCHES * (rollout.slots or rollout.trajectories_per_step)
   for first in range(0, len(left), size):
@@ -243,7 +245,7 @@ def _collect_all(
   return records
 
 
-def _record(
+def record_of(
   config,
   services: assembly.Services,
   tokenizer,

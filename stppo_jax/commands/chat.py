@@ -1,0 +1,57 @@
+"""Ask a run, or any Hugging Face directory, questions, and see it search.
+
+python -m stppo_jax chat --checkpoint=DIR [--config=FILE.py[:ALGORITHM]]
+    [--config.KEY=VALUE ...]
+
+Reads questions from the standard input, one on each line, and prints of each
+what was searched, what was found, and the answer. Control characters of models
+and passages are shown as their escapes.
+
+  --checkpoint=DIR              the folder of a run, whose newest checkpoint is
+                                asked, or a Hugging Face directory
+  --config=FILE.py[:ALGORITHM]  the config, by default the one of the run, or
+                                configs/base.py
+  --config.KEY=VALUE            sets a key of the config, such as retrieval.url
+"""
+
+from collections.abc import Sequence
+import io
+import pathlib
+import sys
+from typing import Any
+
+from stppo_jax.commands import configuration
+from stppo_jax.commands import evaluated_config
+from stppo_jax.configs import schema
+
+_FLAGS = ('checkpoint', 'config')
+
+
+def main(argv: Sequence[str]) -> int:
+  """Answers questions until the input ends; returns the exit code."""
+  given = configuration.split(argv, _FLAGS, overrides=True)
+  flags, errors = given.values, list(given.errors)
+  checkpoint = pathlib.Path(flags.get('checkpoint', ''))
+  problem = 'missing'
+  if flags.get('checkpoint'):
+    problem = evaluated_config.problem(checkpoint)
+    errors += [f'--checkpoint={checkpoint}: {problem}'] if problem else []
+  elif 'checkpoint' not in given.meant:
+    errors.append('--checkpoint: missing')
+  config: Any = None
+  try:
+    config = evaluated_config.read(None if problem else checkpoint, flags)
+    errors += configuration.override_all(
+      config, given.overrides.items(), flag='--config.'
+    )
+    errors += [f'config.{line}' for line in schema.check(config)]
+  except (OSError, ValueError) as error:
+    errors.append(str(error))
+  if errors:
+    raise configuration.ConfigurationError(errors)
+  # Imported late: a wrong flag is answered before jax is loaded.
+  from stppo_jax.training import chat
+
+  if isinstance(sys.stdin, io.TextIOWrapper):
+    sys.stdin.reconfigure(errors='replace')
+  return chat.chat(config.lock(), checkpoint, sys.stdin)
