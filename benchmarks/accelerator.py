@@ -1,6 +1,6 @@
 """Training and decoding on one accelerator, against its limits.
 
-    python -m benchmarks.accelerator --sizes 0.5B 1.5B
+    python -m benchmarks.accelerator --sizes 1.5B --remat full
 
 The models have the shapes of Qwen2.5, random weights and bfloat16 activations;
 tokens are random too. The limits are measured first: the rate of a large matrix

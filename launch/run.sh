@@ -47,7 +47,11 @@ main() {
     python=python3
     [ -x "$root/.venv/bin/python" ] && python=$root/.venv/bin/python
   fi
-  export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+  if ! command -v "$python" >/dev/null; then
+  echo "run.sh: PYTHON=$python: no such program" >&2
+  exit 2
+fi
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
   if [ -n "${SECRETS:-}" ]; then
     if [ ! -r "$SECRETS" ]; then

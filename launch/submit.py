@@ -137,7 +137,8 @@ LAUNCHERS = {
   ),
   'xpk': Launcher(
     'xpk.sh',
-    _BASH,
+    # Not in the place of this process: a sweep submits several.
+    ('bash', '{file}'),
     (
       *('xpk', 'workload', 'delete', '--workload={name}'),
       *('--cluster={cluster}', '--project={project}', '--zone={zone}'),
@@ -219,12 +220,18 @@ def main(argv: Sequence[str], *, array: Array | None = None) -> int:
     print(f'{shlex.join(words)}:', file=sys.stderr)
     print('' if 'stop' in given.switches else text, end='')
     return 0
-  if shutil.which(words[0]) is None:
+  # A script needs the tool that ends its run, too.
+  is_script = words[0] == 'bash' and bool(launcher.stop)
+  tool = launcher.stop[0] if is_script else words[0]
+  if shutil.which(tool) is None:
     print(
-      f'{words[0]}: not installed; with --dry_run you see what it would get',
+      f'{tool}: not installed; with --dry_run you see what it would get',
       file=sys.stderr,
     )
     return 2
+  if name == 'slurm':  # it does not make the folder of its logs
+    folder = pathlib.Path(values['workdir']).parent
+    folder.mkdir(parents=True, exist_ok=True)
   return _submit(words, text)
 
 
@@ -335,6 +342,13 @@ def _values(name: str, given: configuration.Flags) -> dict[str, str]:
   for key in ('restarts', 'nodes', 'processes', 'workers', 'replicas', 'gpus'):
     if values.get(key) and not values[key].isdecimal():
       errors.append(f'--{key}={values[key]}: must be a whole number')
+  if name == 'local' and not errors:
+    processes, gpus = int(values['processes']), int(values['gpus'])
+    if not processes or gpus % processes:
+      errors.append(
+        f'--processes={processes}: must be greater than 0 and divide '
+        f'--gpus={gpus}, because each process gets as many'
+      )
   pairs = [*values.items(), *given.overrides.items()]
   errors += [
     f'--{key}: looks like a secret; put it into the file of --secrets, because '

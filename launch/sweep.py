@@ -231,6 +231,7 @@ def _run_here(
   cores = sorted(os.sched_getaffinity(0))
   each = max(len(cores) // jobs, 1)
   waiting, stopped, worst = list(left.items()), [], 0
+  are_told = False
   running: dict[int, tuple[str, subprocess.Popen]] = {}
   handlers = {
     number: signal.signal(number, lambda *_: stopped.append(True))
@@ -253,8 +254,8 @@ def _run_here(
         first = place * each % len(cores)
         os.sched_setaffinity(process.pid, cores[first : first + each])
         running[place] = name, process
-      if stopped == [True]:
-        stopped.append(True)
+      if stopped and not are_told:  # several signals may have come at once
+        are_told = True
         for _, process in running.values():
           process.send_signal(signal.SIGTERM)
       for place, (name, process) in list(running.items()):

@@ -9,8 +9,8 @@
 
 The runs of one seed are paired: they ask the same questions, start from the
 same weights and sample with the same keys. On two CPU cores, the 20 runs take
-some 80 minutes. The quickstart is easy, so expect no difference; nq_2x2.py is
-the comparison of the paper.
+some 80 minutes. The quickstart is easy, so expect no difference. The setting of
+the paper is that of the configs nq_hotpotqa_*.py.
 """
 
 from stppo_jax.configs import quickstart

@@ -13,7 +13,7 @@ import re
 import sys
 from typing import Any
 
-_ORBAX = 'orbax'
+_ORBAX = '/orbax/'  # in the path of a file
 # What asyncio logs of a task that has failed and that nobody waits for.
 _UNHEARD = 'exception was never retrieved'
 
@@ -38,7 +38,8 @@ def cause(error: Exception) -> str:
   colon, and the whole specification of an array after it, in brackets.
   """
   line = ' '.join(str(error).split())
-  return re.split(r" \[\w+='", line)[0].rpartition('": ')[2]
+  end = re.split(r" \[\w+='", line)[0].rpartition('": ')[2]
+  return end or type(error).__name__
 
 
 def _is_not_logged_by_orbax(record: logging.LogRecord) -> bool:

@@ -56,12 +56,20 @@ def test_the_tool_gets_the_text_of_the_dry_run(name, tmp_path, monkeypatch):
   assert got.rstrip('\n') == _TEXTS[name].rstrip('\n')
 
 
-@pytest.mark.parametrize('name', ['slurm.sh', 'jobset.yaml', 'sky.yaml'])
-def test_a_tool_that_is_not_installed_is_named(name, monkeypatch, capsys):
+@pytest.mark.parametrize(
+  ('name', 'tool'),
+  [
+    ('slurm.sh', 'sbatch'),
+    ('jobset.yaml', 'kubectl'),
+    ('sky.yaml', 'sky'),
+    ('tpu.sh', 'gcloud'),
+    ('xpk.sh', 'xpk'),
+  ],
+)
+def test_a_tool_that_is_not_installed_is_named(name, tool, monkeypatch, capsys):
   monkeypatch.setenv('PATH', '')
   assert submit.main(rendered.COMMANDS[name]) == 2
   (line,) = capsys.readouterr().err.splitlines()
-  tool, *_ = submit.LAUNCHERS[rendered.COMMANDS[name][0]].submit
   assert line.startswith(f'{tool}: not installed') and '--dry_run' in line
 
 
@@ -239,3 +247,23 @@ def test_the_image_is_without_findings():
     [_HADOLINT, _LAUNCH / 'Dockerfile'], capture_output=True, text=True
   )
   assert done.returncode == 0, done.stdout
+
+
+def test_processes_divide_the_gpus(capsys):
+  command = rendered.COMMANDS['local.sh']
+  for flags in (['--gpus=3', '--processes=2'], ['--processes=0']):
+    assert submit.main([*command, *flags, '--dry_run']) == 2
+    assert 'must be greater than 0 and divide --gpus=' in (
+      capsys.readouterr().err
+    )
+
+
+def test_xpk_gets_every_job_of_a_process(tmp_path, monkeypatch):
+  tool = tmp_path / 'xpk'
+  tool.write_text(f'#!/bin/bash\necho "$1 $2" >> {tmp_path}/calls\n')
+  tool.chmod(0o755)
+  monkeypatch.setenv('PATH', f'{tmp_path}:{os.environ["PATH"]}')
+  for _ in range(2):
+    assert submit.main(rendered.COMMANDS['xpk.sh']) == 0
+  calls = (tmp_path / 'calls').read_text().splitlines()
+  assert len(calls) == 2 and calls[0] == calls[1] == 'workload create'

@@ -30,7 +30,7 @@ while wait "$step"; code=$?; ((code > 128)) && kill -0 "$step" 2>/dev/null
 do :; done
 # A job that was cancelled is not running any more.
 if ((code == 75 && ${SLURM_RESTART_COUNT:-0} < 20)) &&
-  scontrol show job "$SLURM_JOB_ID" | grep -q JobState=RUNNING; then
+  scontrol show job "$SLURM_JOB_ID" | grep JobState=RUNNING >/dev/null; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
