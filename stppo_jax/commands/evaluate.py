@@ -52,7 +52,15 @@ def main(argv: Sequence[str]) -> int:
     if flags.get('checkpoint')
     else 'missing'
   )
-  if flags.get('checkpoint'):
+  # The former name means a run: a score of its exported policy, with another
+  # config, could be taken for the score of the run.
+  means_run = any(word.startswith('--workdir') for word in argv)
+  if not problem and means_run and run_folder.command_of(checkpoint) != 'train':
+    errors.append(
+      f'no run in {checkpoint}: --checkpoint=DIR evaluates a Hugging Face '
+      'directory'
+    )
+  elif flags.get('checkpoint'):
     errors += [f'--checkpoint={checkpoint}: {problem}'] if problem else []
   elif 'checkpoint' not in given.meant:
     errors.append('--checkpoint: missing')
