@@ -48,20 +48,27 @@ main() {
     [ -x "$root/.venv/bin/python" ] && python=$root/.venv/bin/python
   fi
   if ! command -v "$python" >/dev/null; then
-  echo "run.sh: PYTHON=$python: no such program" >&2
-  exit 2
-fi
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+    echo "run.sh: PYTHON=$python: no such program" >&2
+    exit 2
+  fi
+  export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 
   if [ -n "${SECRETS:-}" ]; then
     if [ ! -r "$SECRETS" ]; then
       echo "run.sh: SECRETS=$SECRETS: no such file" >&2
       exit 2
     fi
-    set -a
-    # shellcheck source=/dev/null
-    . "$SECRETS"
-    set +a
+    # Values are taken as they are: a token may have a $ in it.
+    while IFS= read -r line || [ -n "$line" ]; do
+      case $line in
+        '' | '#'*) ;;
+        [a-zA-Z_]*=*) export "${line?}" ;;
+        *)
+          echo "run.sh: SECRETS=$SECRETS: a line is not NAME=VALUE" >&2
+          exit 2
+          ;;
+      esac
+    done <"$SECRETS"
   fi
 
   logs=${LOGS:-${workdir%/}.logs}
@@ -123,6 +130,8 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
     if [ -n "$stopped" ]; then code=$stopped && break; fi
     setsid "$python" -u -m stppo_jax train "$@" &
     child=$!
+    # It came before there was a child to tell.
+    if [ -n "$stopped" ]; then kill -s "$tell" "$child" 2>/dev/null; fi
     # A signal ends `wait` early; 127 means that it had ended before.
     signalled=yes
     while [ -n "$signalled" ]; do

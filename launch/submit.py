@@ -17,6 +17,7 @@ otherwise that of the tool.
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -384,10 +385,16 @@ def _workdir_problems(workdir: str, mount: str) -> list[str]:
 
 
 def name_of(workdir: str) -> str:
-  """Returns the name of a job that runs in a folder."""
-  name = re.sub(r'[^a-z0-9]+', '-', pathlib.PurePosixPath(workdir).name.lower())
-  name = name.strip('-')[:40].rstrip('-')
-  return name if name[:1].isalpha() else f'run-{name}'[:40].rstrip('-')
+  """Returns the name of the job that runs in a folder.
+
+  It ends with digits of the whole path: of two jobs of the same name, the
+  second would replace the first, or be stopped with it.
+  """
+  path = pathlib.PurePosixPath(workdir)
+  digits = hashlib.sha256(str(path).encode()).hexdigest()[:6]
+  name = re.sub(r'[^a-z0-9]+', '-', path.name.lower()).strip('-')
+  name = name if name[:1].isalpha() else f'run-{name}'
+  return f'{name[:33].rstrip("-")}-{digits}'
 
 
 def flags_of(overrides: Mapping[str, str | bool]) -> list[str]:

@@ -109,17 +109,7 @@ def _main(argv: Sequence[str]) -> int:
   if launcher == 'slurm':
     return _array(out, {name: runs[name] for name in left}, jobs, extra)
   if launcher != 'local':
-    # The folder is in the name, for other sweeps have jobs of the same runs.
-    names = {name: submit.name_of(f'{out.name}-{name}') for name in runs}
-    if len({*names.values()}) < len(names):
-      raise submit.UsageError(
-        f'--out={out}: the names of its jobs, which end after 40 characters, '
-        'would be the same; give a folder with a shorter name'
-      )
-    return max(
-      submit.main([launcher, *runs[name], f'--name={names[name]}', *extra])
-      for name in left
-    )
+    return max(submit.main([launcher, *runs[name], *extra]) for name in left)
   if 'dry_run' in given.switches:
     for name in left:
       print(shlex.join(['launch/run.sh', *runs[name]]))

@@ -78,7 +78,8 @@ def advise(config, planner: Planner, memory: float) -> Tried | None:
   are dropped that are not needed.
 
   Args:
-    config: the config of a run that does not fit.
+    config: the config of a run that does not fit, by the estimate or by the
+      compiler, which may need more.
     planner: estimates a plan.
     memory: bytes of a device that may be used.
   """
@@ -88,14 +89,14 @@ def advise(config, planner: Planner, memory: float) -> Tried | None:
     tried = _tried(config, {**changes, key: value}, planner)
     if tried.plan is not None and tried.plan.total < 0.99 * best.total:
       changes[key], best = value, tried.plan
-    if best.total <= memory:
+    if changes and best.total <= memory:
       break
   else:
     return None
   for key in list(changes):
     fewer = {k: x for k, x in changes.items() if k != key}
     tried = _tried(config, fewer, planner)
-    if tried.plan is not None and tried.plan.total <= memory:
+    if fewer and tried.plan is not None and tried.plan.total <= memory:
       changes, best = fewer, tried.plan
   return Tried(changes, best)
 

@@ -16,13 +16,10 @@ and passages are shown as their escapes.
 
 from collections.abc import Sequence
 import io
-import pathlib
 import sys
-from typing import Any
 
 from stppo_jax.commands import configuration
 from stppo_jax.commands import evaluated_config
-from stppo_jax.configs import schema
 
 _FLAGS = ('checkpoint', 'config')
 
@@ -30,23 +27,7 @@ _FLAGS = ('checkpoint', 'config')
 def main(argv: Sequence[str]) -> int:
   """Answers questions until the input ends; returns the exit code."""
   given = configuration.split(argv, _FLAGS, overrides=True)
-  flags, errors = given.values, list(given.errors)
-  checkpoint = pathlib.Path(flags.get('checkpoint', ''))
-  problem = 'missing'
-  if flags.get('checkpoint'):
-    problem = evaluated_config.problem(checkpoint)
-    errors += [f'--checkpoint={checkpoint}: {problem}'] if problem else []
-  elif 'checkpoint' not in given.meant:
-    errors.append('--checkpoint: missing')
-  config: Any = None
-  try:
-    config = evaluated_config.read(None if problem else checkpoint, flags)
-    errors += configuration.override_all(
-      config, given.overrides.items(), flag='--config.'
-    )
-    errors += [f'config.{line}' for line in schema.check(config)]
-  except (OSError, ValueError) as error:
-    errors.append(str(error))
+  checkpoint, config, errors = evaluated_config.parse(given)
   if errors:
     raise configuration.ConfigurationError(errors)
   # Imported late: a wrong flag is answered before jax is loaded.

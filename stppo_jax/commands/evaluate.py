@@ -27,7 +27,6 @@ from typing import Any
 
 from stppo_jax.commands import configuration
 from stppo_jax.commands import evaluated_config
-from stppo_jax.configs import schema
 from stppo_jax.data import mixtures
 from stppo_jax.data import tables
 from stppo_jax.records import run_folder
@@ -42,38 +41,25 @@ def main(argv: Sequence[str]) -> int:
   given = configuration.split(
     argv, _FLAGS, overrides=True, former_names={'workdir': 'checkpoint'}
   )
-  flags, errors = given.values, list(given.errors)
+  flags = given.values
+  checkpoint, config, errors = evaluated_config.parse(
+    given, change=lambda config: _choose_sets(config, flags.get('sets', ''))
+  )
   samples = flags.get('samples', '')
   if samples and not (samples.isdecimal() and int(samples)):
     errors.append(f'--samples={samples}: must be an integer, 1 or greater')
-  checkpoint = pathlib.Path(flags.get('checkpoint', ''))
-  problem = (
-    evaluated_config.problem(checkpoint)
-    if flags.get('checkpoint')
-    else 'missing'
-  )
   # The former name means a run: a score of its exported policy, with another
   # config, could be taken for the score of the run.
   means_run = any(word.startswith('--workdir') for word in argv)
-  if not problem and means_run and run_folder.command_of(checkpoint) != 'train':
+  if (
+    means_run
+    and not evaluated_config.problem(checkpoint)
+    and run_folder.command_of(checkpoint) != 'train'
+  ):
     errors.append(
       f'no run in {checkpoint}: --checkpoint=DIR evaluates a Hugging Face '
       'directory'
     )
-  elif flags.get('checkpoint'):
-    errors += [f'--checkpoint={checkpoint}: {problem}'] if problem else []
-  elif 'checkpoint' not in given.meant:
-    errors.append('--checkpoint: missing')
-  config: Any = None
-  try:
-    config = evaluated_config.read(None if problem else checkpoint, flags)
-    errors += configuration.override_all(
-      config, given.overrides.items(), flag='--config.'
-    )
-    _choose_sets(config, flags.get('sets', ''))
-    errors += [f'config.{line}' for line in schema.check(config)]
-  except (OSError, ValueError) as error:
-    errors.append(str(error))
   if flags.get('out') and not errors:
     errors += run_folder.problems(
       flags['out'],

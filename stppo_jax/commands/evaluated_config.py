@@ -1,13 +1,51 @@
 """The config of what `--checkpoint` names: a run, or a model's directory."""
 
+from collections.abc import Callable
 from collections.abc import Mapping
 import pathlib
 from typing import Any
 
 from stppo_jax.commands import config_file
+from stppo_jax.commands import configuration
 from stppo_jax.commands import recorded_config
 from stppo_jax.configs import base
+from stppo_jax.configs import schema
 from stppo_jax.records import run_folder
+
+
+def parse(
+  given: configuration.Flags,
+  *,
+  change: Callable[[Any], None] = lambda config: None,
+) -> tuple[pathlib.Path, Any, list[str]]:
+  """Returns the checkpoint that flags name, its config, and what is wrong.
+
+  Args:
+    given: the flags of a command with --checkpoint, --config and overrides.
+    change: changes the config before it is checked, and may raise ValueError.
+
+  Returns:
+    The folder; the config, which is None if it cannot be read; and a line for
+    each error.
+  """
+  flags, errors = given.values, list(given.errors)
+  checkpoint, reason = pathlib.Path(flags.get('checkpoint', '')), 'missing'
+  if flags.get('checkpoint'):
+    reason = problem(checkpoint)
+    errors += [f'--checkpoint={checkpoint}: {reason}'] if reason else []
+  elif 'checkpoint' not in given.meant:
+    errors.append('--checkpoint: missing')
+  config: Any = None
+  try:
+    config = read(None if reason else checkpoint, flags)
+    errors += configuration.override_all(
+      config, given.overrides.items(), flag='--config.'
+    )
+    change(config)
+    errors += [f'config.{line}' for line in schema.check(config)]
+  except (OSError, ValueError) as error:
+    errors.append(str(error))
+  return checkpoint, config, errors
 
 
 def problem(folder: pathlib.Path) -> str:

@@ -139,8 +139,7 @@ def _read(
 
 def _cause(error: Exception) -> str:
   """Returns one line about an error of a read."""
-  text = orbax_errors.cause(error) or ' '.join(str(error).split())[:300]
-  return f'cannot be read ({text or type(error).__name__})'
+  return f'cannot be read ({orbax_errors.cause(error)})'
 
 
 def _shortened(causes: dict[str, str]) -> str:

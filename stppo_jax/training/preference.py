@@ -76,7 +76,7 @@ def prefer(
     options = config.preference
     skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
     for number in range(run.first_step, run.num_steps):
-      timer = run.timer('step')
+      timer = run.timer('step', step=number + 1)
       with run.abandonable():
         minibatch = pairs_lib.minibatch(
           pairs, number, size=options.batch_size, seed=config.seed

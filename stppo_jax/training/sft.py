@@ -68,7 +68,7 @@ def run(config, workdir: str | pathlib.Path, *, restart: bool = False) -> int:
       state = run.resume(learner.start(), checkpoint_state.PolicyCheckpoints())
     skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
     for step in range(run.first_step, run.num_steps):
-      timer = run.timer('step')
+      timer = run.timer('step', step=step + 1)
       with run.abandonable():
         batch = learner.batch(step)
       state, metrics = learner.update(state, batch, step)

@@ -76,8 +76,12 @@ class Watch:
     if self._traced is None and step in self._steps:
       self._begin_trace(self._steps[-1])
     elif self._traced is None and request.exists():
-      request.unlink(missing_ok=True)
-      self._begin_trace(step)
+      try:
+        request.unlink(missing_ok=True)
+      except OSError as error:  # else every step would be traced
+        _log.warning('cannot remove the request for a trace: %s', error)
+      else:
+        self._begin_trace(step)
     if self._traced is not None:
       self._close_spans()
       self._open(jax.profiler.StepTraceAnnotation('step', step_num=step))

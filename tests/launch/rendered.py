@@ -24,7 +24,7 @@ COMMANDS = {
     '--partition=gpu',
     '--nodes=2',
     '--root=/srv/stppo_jax',
-    '--secrets=/home/me/secrets',
+    '--secrets=/srv/lab/secrets',
   ],
   'tpu.sh': [
     'tpu',

@@ -1,4 +1,4 @@
-"""What a worker executes restarts, passes on and hides what it should."""
+"""A worker's script restarts, passes on signals, and hides secrets."""
 
 import json
 import os
@@ -118,7 +118,7 @@ def test_only_exit_code_75_is_tried_again(
 def test_a_signal_is_passed_on_once_and_ends_it(
   fake, tmp_path, number, code, to
 ):
-  """As of a container, of a terminal, and of Slurm, which tells every process.
+  """It is sent by a container, by a terminal, or by Slurm to every process.
 
   In the last case the run hears that signal first, and then perhaps SIGHUP,
   which `train` does not take for a wish to abandon what it saves.
@@ -147,13 +147,14 @@ def test_under_nohup_a_signal_is_passed_on_too(fake, tmp_path):
 
 def test_secrets_are_no_arguments(fake, tmp_path):
   secrets = tmp_path / 'secrets'
-  secrets.write_text('WORD=open\n')
+  # No word of it is a word of the shell.
+  secrets.write_text('# of the lab\n\nWORD=o$HOME; p"en')
   flags = ['--config=x', '--process_id=3']
   code, out, calls = _run(fake, tmp_path, '0', *flags, SECRETS=str(secrets))
-  assert code == 0 and 'open' not in out
+  assert code == 0 and 'p"en' not in out
   assert calls == [
     f'-u -m stppo_jax train --workdir={tmp_path}/run --config=x --process_id=3'
-    '|open'
+    '|o$HOME; p"en'
   ]
   (log,) = (tmp_path / 'run.logs').iterdir()
   assert log.name.endswith('-3.log')
@@ -169,6 +170,7 @@ def test_secrets_are_no_arguments(fake, tmp_path):
       {'SECRETS': '/nowhere'},
       'SECRETS=/nowhere: no such file',
     ),
+    (['--workdir=a'], {'PYTHON': '/nowhere'}, 'PYTHON=/nowhere: no such'),
   ],
 )
 def test_wrong_usage_is_one_line(flags, environment, expected):
@@ -240,7 +242,7 @@ def _slurm(tmp_path, *flags):
   job.write_text(
     template.replace('/srv/stppo_jax', str(runs.REPO))
     .replace("'--workdir=/shared/runs/ST ppo'", ' '.join(flags))
-    .replace('SECRETS=/home/me/secrets', '')
+    .replace('SECRETS=/srv/lab/secrets', '')
   )
   return ['bash', str(job)], {
     'PATH': f'{tmp_path}/bin:{os.environ["PATH"]}',

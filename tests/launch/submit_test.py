@@ -1,4 +1,4 @@
-"""What launchers submit is as it was kept, valid, or refused."""
+"""Launchers submit the texts that are kept, which are valid."""
 
 import os
 import pathlib
@@ -35,7 +35,7 @@ def test_a_dry_run_prints_the_text(name, capsys):
 
 @pytest.mark.parametrize('name', ['slurm.sh', 'sky.yaml', 'local.sh'])
 def test_the_tool_gets_the_text_of_the_dry_run(name, tmp_path, monkeypatch):
-  """As its input, as a file, or in the place of the launcher."""
+  """It gets it as its input, as a file, or in the place of the launcher."""
   command = rendered.COMMANDS[name]
   tool, *_ = submit.LAUNCHERS[command[0]].submit
   fake = tmp_path / tool
@@ -192,8 +192,8 @@ def test_other_yaml_is_read_as_meant():
       '--workdir=/tmp/a: workers cannot share it',
     ),
     (
-      [*rendered.COMMANDS['jobset.yaml'], '--workdir=/home/me/run'],
-      '--workdir=/home/me/run: workers share only --mount=/shared',
+      [*rendered.COMMANDS['jobset.yaml'], '--workdir=/srv/lab/run'],
+      '--workdir=/srv/lab/run: workers share only --mount=/shared',
     ),
     (['local', *_RUN, '--stop'], 'local: its processes end with Ctrl-C'),
   ],
@@ -225,9 +225,10 @@ def test_the_readme_has_the_options_and_defaults():
 
 def test_the_same_command_stops(capsys):
   command = [*rendered.COMMANDS['tpu.sh'], '--stop', '--dry_run']
+  name = submit.name_of('/shared/runs/ST ppo')
   assert submit.main(command) == 0
   assert capsys.readouterr().err == (
-    'gcloud compute tpus queued-resources delete st-ppo --project=lab '
+    f'gcloud compute tpus queued-resources delete {name} --project=lab '
     '--zone=us-west4-a --force:\n'
   )
 
@@ -267,3 +268,13 @@ def test_xpk_gets_every_job_of_a_process(tmp_path, monkeypatch):
     assert submit.main(rendered.COMMANDS['xpk.sh']) == 0
   calls = (tmp_path / 'calls').read_text().splitlines()
   assert len(calls) == 2 and calls[0] == calls[1] == 'workload create'
+
+
+def test_jobs_of_two_folders_have_two_names():
+  names = [
+    submit.name_of(path)
+    for path in ('/a/nq', '/b/nq', '/a/nq/', f'/a/{"x" * 60}1', '/a/1')
+  ]
+  assert names[0] != names[1] and names[0] == names[2]
+  assert names[0].startswith('nq-') and names[4].startswith('run-1-')
+  assert all(len(name) <= 40 for name in names)

@@ -1,4 +1,4 @@
-"""Steps are traced when asked for, with the names of their phases."""
+"""Steps are traced when that is asked for, with the names of their phases."""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-#SBATCH --job-name=st-ppo
+#SBATCH --job-name=st-ppo-e2ad2f
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
@@ -19,7 +19,7 @@ head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export COORDINATOR=$head:$((20000 + SLURM_JOB_ID % 20000))
 # The variables are those of each process.
 # shellcheck disable=SC2016
-env RESTARTS=0 SECRETS=/home/me/secrets srun --kill-on-bad-exit=1 bash -c \
+env RESTARTS=0 SECRETS=/srv/lab/secrets srun --kill-on-bad-exit=1 bash -c \
   'exec launch/run.sh "$@" --coordinator="$COORDINATOR" \
     --num_processes="$SLURM_NTASKS" --process_id="$SLURM_PROCID"' \
   run.sh --config=quickstart:st_ppo '--workdir=/shared/runs/ST ppo' &

@@ -28,31 +28,31 @@ env RESTARTS=20 launch/run.sh --config=quickstart:st_ppo '--workdir=/shared/runs
 # Done, or broken: what would repeat for ever must not be paid for ever. After
 # 75, the next boot or the next slice goes on.
 if ((code != 75)); then
-  gcloud compute tpus queued-resources delete st-ppo --project=lab \
+  gcloud compute tpus queued-resources delete st-ppo-e2ad2f --project=lab \
     --zone=us-west4-a --force --quiet --async
 fi
 STARTUP
 where=(--project=lab --zone=us-west4-a)
 create() {
-  gcloud compute tpus queued-resources create st-ppo "${where[@]}" \
-    --node-id=st-ppo --accelerator-type=v5litepod-16 \
+  gcloud compute tpus queued-resources create st-ppo-e2ad2f "${where[@]}" \
+    --node-id=st-ppo-e2ad2f --accelerator-type=v5litepod-16 \
     --runtime-version=v2-alpha-tpuv5-lite --spot \
     --metadata-from-file=startup-script="$startup"
 }
 state() {
   gcloud compute tpus queued-resources list "${where[@]}" \
-    --filter='name ~ /st-ppo$' --format='value(state.state)'
+    --filter='name ~ /st-ppo-e2ad2f$' --format='value(state.state)'
 }
 now=$(state) || exit
 if [ -z "$now" ]; then create || exit; fi
 for ((again = 0; again <= 20; )); do
   sleep 60
   now=$(state) || continue  # the network; it is asked again
-  echo "$(date -u +%FT%TZ) st-ppo: ${now:-gone}"
+  echo "$(date -u +%FT%TZ) st-ppo-e2ad2f: ${now:-gone}"
   case $now in
     '') exit 0 ;;  # its workers have deleted it: the run has ended
     SUSPENDED | FAILED)
-      gcloud compute tpus queued-resources delete st-ppo "${where[@]}" \
+      gcloud compute tpus queued-resources delete st-ppo-e2ad2f "${where[@]}" \
         --force --quiet
       create || exit
       again=$((again + 1))
