@@ -4,6 +4,7 @@ from stppo_jax.analysis import plan as plan_lib
 from stppo_jax.analysis import plan_search
 from stppo_jax.configs import quickstart
 from stppo_jax.parallel import topology
+from stppo_jax.training import assembly
 
 
 def _planner(config):
@@ -23,6 +24,20 @@ def test_a_run_that_fits_by_the_estimate_alone_gets_a_change():
   tried = plan_search.advise(config, _planner, memory=2 * needs)
   assert tried is not None and tried.plan is not None
   assert tried.changes and tried.plan.total < needs
+
+
+def test_a_change_that_is_refused_is_no_advice():
+  config = quickstart.get_config('st_ppo').lock()
+
+  def planner(other):
+    if other.rollout.slots != config.rollout.slots:
+      raise assembly.Misconfigured('no')
+    return _planner(other)
+
+  needs = _planner(config).total
+  tried = plan_search.advise(config, planner, memory=2 * needs)
+  assert tried is not None and tried.changes
+  assert 'rollout.slots' not in tried.changes
 
 
 def test_nothing_that_fits_is_nothing():

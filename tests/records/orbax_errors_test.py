@@ -1,9 +1,13 @@
 """An error of Orbax is one line, and other errors are reported as ever."""
 
+import asyncio
 import subprocess
 import sys
+import types
 
 import pytest
+
+from stppo_jax.records import orbax_errors
 
 _SAVES_TOO_MUCH = """
 import resource
@@ -30,6 +34,33 @@ except checkpoint.SaveFailed as error:
 del checkpointer
 Own()
 """
+
+
+def _ignored(error, *, caller=None):
+  """Returns what Python tells its hook about an error that it ignores."""
+  trace = error.__traceback__
+  return types.SimpleNamespace(
+    object=caller, exc_value=error, exc_traceback=trace and trace.tb_next
+  )
+
+
+def test_only_what_tensorstore_tells_a_lost_loop_is_hidden(monkeypatch):
+  reported = []
+  monkeypatch.setattr(sys, 'unraisablehook', reported.append)
+  orbax_errors.hide_repeated()
+  orbax_errors.hide_repeated()
+  loop = asyncio.new_event_loop()
+  loop.close()
+  with pytest.raises(RuntimeError, match='closed') as raised:
+    loop.call_soon_threadsafe(print)
+  sys.unraisablehook(_ignored(raised.value))
+  assert reported == []
+  with pytest.raises(RuntimeError, match='closed') as raised:
+    loop.run_until_complete(None)
+  others = [_ignored(raised.value), _ignored(ValueError('own'))]
+  for other in others:
+    sys.unraisablehook(other)
+  assert reported == others
 
 
 @pytest.mark.slow
