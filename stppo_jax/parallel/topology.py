@@ -74,6 +74,8 @@ _TPU_NAME = re.compile(r'(\w+):(\d+x\d+(?:x\d+)?)')
 _GPU_NAME = re.compile(r'gpu:(\w+):(\d+)')
 _CPU_NAME = re.compile(r'cpu:(\d+)')
 _GPUS_PER_HOST, _CHIPS_PER_HOST = 8, 4
+# The slices of eight chips that one host holds; larger ones have hosts of four.
+_ONE_HOST = ('v5e:2x4', 'v6e:2x4')
 # Otherwise libtpu looks for a TPU, and for another process that uses it.
 _ENVIRONMENT = {
   'TPU_SKIP_MDS_QUERY': '1',
@@ -157,7 +159,8 @@ def find(name: str) -> Topology:
     limits = TPUS.get(match[1])
     chips = math.prod(map(int, match[2].split('x')))
     if limits and chips:
-      devices, host = (n * limits.per_chip for n in (chips, _CHIPS_PER_HOST))
+      host = chips if name in _ONE_HOST else _CHIPS_PER_HOST
+      devices, host = chips * limits.per_chip, host * limits.per_chip
       return Topology(name, 'tpu', limits, devices, min(devices, host))
   elif match := _GPU_NAME.fullmatch(name):
     limits, devices = GPUS.get(match[1]), int(match[2])
@@ -207,6 +210,8 @@ def devices(topology: Topology) -> list[Any]:
   options: dict[str, Any] = {}
   if name.endswith(':1x1'):  # otherwise a host has four chips or more
     options['chips_per_host_bounds'] = (1, 1, 1)
+  if name in _ONE_HOST:
+    options['chips_per_host_bounds'] = (2, 4, 1)
   if name.startswith('v4:'):  # otherwise a chip is two devices
     options['chip_config_name'] = 'megacore'
   for key, value in _ENVIRONMENT.items():

@@ -36,6 +36,8 @@ def test_a_name_that_is_no_topology_lists_the_choices(name):
     ('v5e:4x4', 'tpu', 16, 4, 16),
     ('v5e:1x1', 'tpu', 1, 1, 1),
     ('v5p:2x2x4', 'tpu', 16, 4, 16),
+    ('v5e:2x4', 'tpu', 8, 1, 8),
+    ('v6e:4x4', 'tpu', 16, 4, 16),
     ('tpu7x:2x2x2', 'tpu', 16, 2, 8),  # two devices a chip
     ('gpu:h100:16', 'gpu', 16, 2, 16),
     ('gpu:a100:4', 'gpu', 4, 1, 4),
@@ -70,6 +72,7 @@ def test_programs_are_compiled_for_chips_that_are_not_there():
   devices = topology.devices(topology.find('v5e:2x4'))
   mesh = mesh_lib.make_mesh(data=1, fsdp=8, tensor=1, devices=devices)
   assert mesh_lib.platform(mesh) == 'tpu'
+  assert mesh_lib.num_hosts(mesh) == 1
   square = jax.jit(lambda x: jnp.tanh(x @ x) @ x)
 
   def shape(size):
