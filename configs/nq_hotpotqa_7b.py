@@ -2,10 +2,12 @@
 
     python -m stppo_jax train --config=configs/nq_hotpotqa_7b.py:st_ppo \
         --config.data.root=DATA --config.model.path=MODEL \
-        --config.retrieval.url=http://HOST:8000 --workdir=runs/nq_hotpotqa_7b
+        --config.retrieval.url=http://HOST:8000 --workdir=/shared/run
 
-DATA, MODEL and HOST are those of `configs/nq_hotpotqa.py`. The setting is that
-of the paper, see docs/algorithms.md. For one data set, set data.train to
+Every host of the slice runs this command; launch/README.md has launchers that
+start it. All hosts must see /shared, DATA and MODEL, which are those of
+`configs/nq_hotpotqa.py`, as is HOST. The setting is that of the paper, see
+docs/algorithms.md. For one data set, set data.train to
 nq:train or hotpotqa:train, and data.evaluation likewise.
 
     python -m stppo_jax plan --config=FILE --topology=v5e:8x8 --compile=False \
