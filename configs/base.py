@@ -11,7 +11,9 @@ from typing import Any
 from ml_collections import config_dict
 
 from stppo_jax import settings
+from stppo_jax.configs import alarms
 from stppo_jax.configs import algorithms
+from stppo_jax.configs import optimizer
 
 # A ConfigDict. Its keys are attributes that exist at run time only, where a
 # type checker cannot follow them.
@@ -370,8 +372,8 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # With the last two, a change of the routing does not change the ratio.
         'routing_replay': 'nowhere',
       },
-      'policy_optimizer': _adam(learning_rate=1e-6),
-      'value_optimizer': _adam(learning_rate=1e-5),
+      'policy_optimizer': optimizer.adam(learning_rate=1e-6),
+      'value_optimizer': optimizer.adam(learning_rate=1e-5),
       'loss': {
         'entropy_coefficient': 0.001,  # weight of the entropy bonus
         'value_clip': 0.5,  # most that a value may differ from the old one
@@ -394,7 +396,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # The next steps, which have questions of all hops and no errors.
         'clean_steps': 0,
         # The learning rate falls linearly to 0 in the second half.
-        'optimizer': _adam(
+        'optimizer': optimizer.adam(
           learning_rate=2e-3, warmup_updates=50, b2=0.98, weight_decay=0.0
         ),
       },
@@ -425,6 +427,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'trajectories': 16,  # dialogues that each host writes per step
         'samples': 2,  # dialogues printed per evaluation
       },
+      # What the metrics of a step are compared with, to warn of a run that is
+      # going wrong: configs/alarms.py.
+      'alarms': alarms.section(),
       'profile': {
         # The first step to trace, counted from 1, and the first one after it
         # that is not traced; (0, 0) = none. See docs/commands.md.
@@ -434,17 +439,3 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
   )
   config.update_from_flattened_dict(algorithms.CHANGES.get(algorithm, {}))
   return config
-
-
-def _adam(**changes: float) -> dict[str, float]:
-  """Returns the options of AdamW, some of them changed."""
-  return {
-    'learning_rate': 1e-6,  # after the warm-up
-    'warmup_updates': 0,  # updates in which the rate rises linearly from 0
-    'b1': 0.9,  # decay of the mean of gradients
-    'b2': 0.999,  # decay of the mean of squared gradients
-    'eps': 1e-8,  # added to the root of that mean
-    'weight_decay': 0.01,  # decoupled from the gradient, as in AdamW
-    'max_grad_norm': 1.0,  # gradients are scaled down to this norm
-    **changes,
-  }

@@ -10,6 +10,7 @@ import re
 from typing import Any
 
 from stppo_jax import settings
+from stppo_jax.configs import alarms
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
 from stppo_jax.configs import relations
@@ -59,6 +60,7 @@ _TOKEN_IDS = settings.Rule(
   lambda ids: all(type(i) is int and i >= 0 for i in ids),
   'token ids, such as (2, 7)',
 )
+_NUMBER = settings.Rule(lambda x: not math.isnan(x), 'a number, inf or -inf')
 _REGEX = settings.Rule(_compiles, 'a regular expression')
 
 _OPTIMIZER = {
@@ -213,6 +215,12 @@ RULES: Mapping[str, settings.Rule] = {
   'checkpoint.keep': _POSITIVE,
   'writer.trajectories': _NOT_NEGATIVE,
   'writer.samples': _NOT_NEGATIVE,
+  **{f'alarms.{name}': _NUMBER for name in alarms.THRESHOLDS},
+  'alarms.stop': settings.Rule(
+    lambda names: set(names) <= set(alarms.THRESHOLDS),
+    'some of ' + ', '.join(alarms.THRESHOLDS),
+  ),
+  'alarms.stop_after': _POSITIVE,
   'profile.steps': _STEPS,
 }
 

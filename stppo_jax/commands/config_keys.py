@@ -1,7 +1,7 @@
 """Explains config keys by the comments of the files that define them.
 
 The keys of `algorithm` are defined in `configs/algorithms.py`, all others in
-`configs/base.py`.
+`configs/base.py` and the files beside it that it calls.
 """
 
 import ast
@@ -147,6 +147,12 @@ def _comments(module: types.ModuleType, name: str) -> Iterator[tuple[str, str]]:
     return ' '.join([*lines, behind[line]] if line in behind else lines)
 
   def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+      other = getattr(module, getattr(node.func.value, 'id', ''), None)
+      is_file = isinstance(other, types.ModuleType)
+      if is_file and other.__package__ == module.__package__:
+        for key, comment in _comments(other, node.func.attr):
+          yield f'{prefix}{key}', comment
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
       node = named[node.func.id] if node.func.id in named else node
     if isinstance(node, ast.FunctionDef):

@@ -6,7 +6,8 @@ python -m stppo_jax status DIR... [--json]
   --json  prints one JSON object for each run, with all digits
 
 Below the table are the errors that ended runs, and alarms of their last steps:
-updates that were skipped, numbers that are not finite, failures of servers.
+updates that were skipped, numbers that are not finite, and those that
+docs/metrics.md lists.
 
 Reads files of the folders, so it works beside a run, after it, and from any
 machine that sees them. The exit code is 2 if a DIR is not that of a run; the

@@ -13,6 +13,7 @@ import pathlib
 import time
 from typing import Any
 
+from stppo_jax.records import alarms
 from stppo_jax.records import headline
 from stppo_jax.records import heartbeat
 from stppo_jax.records import lock
@@ -206,21 +207,12 @@ def _pace(steps: Sequence[Mapping[str, Any]]) -> float | None:
 
 def _alarms(line: Mapping[str, Any]) -> list[str]:
   """Returns what went wrong in a step, by its line of metrics."""
-
-  def value(name: str, default: float) -> float:
-    found = line.get(name)
-    return default if found is None else found
-
   found = []
-  if skipped := value('update/skipped', 0.0):
+  if skipped := line.get('update/skipped'):
     found.append(f'{skipped:.0%} of the updates were skipped')
-  if failed := 1.0 - value('rollout/valid_fraction', 1.0):
-    found.append(f'the infrastructure failed {failed:.0%} of the trajectories')
-  answers = value('retrieval/answers', 0.0)
-  if answers and value('retrieval/empty', 0.0) == answers:
-    found.append(f'all {answers:.0f} searches found nothing')
   if names := line.get('writer/non_finite'):
     found.append(f'not finite: {", ".join(names)}')
+  found += alarms.recorded(line)
   return [f'step {line["step"]}: {alarm}' for alarm in found]
 
 

@@ -13,6 +13,7 @@ from stppo_jax.envs import protocol
 
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 _TRUNCATED_TURNS = types.TrajectoryStatus.TRUNCATED_TURNS
+_REPEATED = 4  # tokens that count as text that is repeated
 # A single failed turn may be the fault of its own query.
 _FEWEST_FAILED_TURNS = 2
 
@@ -101,6 +102,25 @@ def zero_variance(group: Sequence[types.Trajectory]) -> bool:
   valid = _valid(group)
   totals = {np.float32(t.reward + t.turn_reward) for t in valid}
   return len(valid) >= 2 and len(totals) == 1
+
+
+def count_tokens(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
+  """Returns the number of policy tokens, and of those that repeat text.
+
+  A token repeats text if it ends four tokens that the same turn has had before.
+  Several hosts add up these numbers, because only they have their tokens.
+  """
+  total = repeated = 0
+  for trajectory in _valid(trajectories):
+    for turn in trajectory.turns:
+      ids = turn.token_ids.tolist()
+      texts = list(zip(*(ids[start:] for start in range(_REPEATED))))
+      total += len(ids)
+      repeated += len(texts) - len(set(texts))
+  return {
+    'rollout/policy_tokens': float(total),
+    'rollout/repeated_tokens': float(repeated),
+  }
 
 
 def measure_groups(

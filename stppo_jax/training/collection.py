@@ -100,7 +100,6 @@ class StepCollector:
     self._collector = collector
     self._show = show
     self._hosts = hosts
-    self._silent_steps = 0
 
   def collect(
     self, step: int
@@ -123,8 +122,8 @@ class StepCollector:
     self._first_groups = list(groups)
     counts = self._replace_groups(groups, step)
     rows = _rows(groups)
+    counts |= trajectory_metrics.count_tokens(_rows(self._first_groups))
     counts |= self._statistics()
-    self._warn_of_silence(counts, step)
     if self._hosts.count > 1:
       return rows, counts
     metrics = self._measure(self._first_groups)
@@ -149,24 +148,6 @@ class StepCollector:
     return trajectory_metrics.measure(
       _rows(groups), self._services.environment
     ) | trajectory_metrics.measure_groups(groups)
-
-  def _warn_of_silence(self, metrics: dict[str, float], step: int) -> None:
-    """Shows a line if the retriever found nothing in the whole step."""
-    answers = metrics.get('retrieval/answers', 0)
-    if not answers:
-      return
-    if metrics['retrieval/empty'] < answers:
-      self._silent_steps = 0
-      return
-    self._silent_steps += 1
-    line = f'step {step + 1}: all {answers:.0f} searches found nothing'
-    if self._silent_steps == 1:
-      self._show(f'warning: {line}')
-    else:
-      self._show(
-        f'ALARM: {line}, for {self._silent_steps} steps now; does the '
-        'retriever serve the corpus of these questions?'
-      )
 
   def _statistics(self) -> dict[str, float]:
     """Returns the counts of retriever and engine since the last call."""

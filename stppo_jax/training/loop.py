@@ -26,6 +26,7 @@ from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import peaks
 from stppo_jax.records import timing
 from stppo_jax.rollout import pack as pack_lib
+from stppo_jax.training import alarms
 from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
@@ -66,7 +67,8 @@ def train(
     devices or workdir, or an engine that samples from another policy than the
     one that is trained (2), corrupt or missing checkpoints (3), a retriever
     out of reach, a locked workdir, or a checkpoint that cannot be saved (75),
-    too many updates in a row that were skipped (76). After the failure of one
+    too many updates in a row that were skipped, or an alarm that ends the run
+    (76). After the failure of one
     host, `HostFailed` with its exit code on the others.
   """
   host_check.check(hosts, config)
@@ -80,6 +82,7 @@ def train(
       config.updates.old_policy == 'sampled'
     )
     skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
+    watch = alarms.Alarms(config, hosts, run.show)
     compile_seconds = run.enter(compile_time.measured())
     for step in range(run.first_step, config.num_steps):
       timer = run.timer('wait', step=step + 1)
@@ -131,8 +134,10 @@ def train(
         totals.operations, timer.laps['timing_s/update']
       )
       metrics['timing_s/compile'] = compile_seconds()
+      metrics |= watch.measure(metrics)
       run.finish_step(step + 1, state, metrics, collected.trajectories)
       skips.check([report.metrics for report in reports])
+      watch.check(step + 1)
     run.finish(learner.policy, learner.merged_params(run.state), curve=True)
   return run.exit_code
 

@@ -31,6 +31,7 @@ _FREE = (
   'checkpoint',
   'writer',
   'profile',
+  'alarms',
   'retrieval',
   'mesh',
   'model.reference_memory',

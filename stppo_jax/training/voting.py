@@ -19,6 +19,7 @@ from stppo_jax.envs import reward_function
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.retrieval import protocol
 from stppo_jax.sampling.remote import client
+from stppo_jax.training import alarms
 from stppo_jax.training import interruption
 from stppo_jax.training import skipped_updates
 
@@ -33,6 +34,7 @@ OUTAGES = (
   client.EngineUnreachable,
   interruption.Outage,
   skipped_updates.Diverged,
+  alarms.Alarmed,
   reward_function.RewardFunctionFailed,  # once the function is mended
 )
 

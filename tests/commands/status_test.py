@@ -123,8 +123,8 @@ def test_alarms_are_those_of_the_last_step(tmp_path, capsys):
   sick = {
     'update/skipped': 0.5,
     'rollout/valid_fraction': 0.75,
-    'retrieval/answers': 8.0,
-    'retrieval/empty': 8.0,
+    'alarm/infrastructure': 1.0,
+    'alarm/kl': 0.0,
     'actor/kl': None,
     'writer/non_finite': {'actor/kl': 'nan'},
   }
@@ -133,9 +133,11 @@ def test_alarms_are_those_of_the_last_step(tmp_path, capsys):
   lines = capsys.readouterr().out.splitlines()[2:]
   assert lines == [
     f'{run}: step 2: 50% of the updates were skipped',
-    f'{run}: step 2: the infrastructure failed 25% of the trajectories',
-    f'{run}: step 2: all 8 searches found nothing',
     f'{run}: step 2: not finite: actor/kl',
+    f'{run}: step 2: alarm infrastructure: the share of trajectories that the '
+    'infrastructure failed (rollout/valid_fraction) is 0.25, above '
+    'alarms.infrastructure; look at retrieval/failures and at the log of the '
+    'retriever or the engine.',
   ]
   assert not _state(
     tmp_path / 'well', lines=[_line(1, **sick), _line(2)]

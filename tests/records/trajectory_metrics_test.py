@@ -134,6 +134,25 @@ def test_truncation_is_a_mean_over_tokens():
   assert name not in _measure([_drawn(_STATUS.COMPLETED, None)])
 
 
+def test_text_that_a_turn_repeats_is_counted():
+  rows = [
+    _trajectory([(text, '', 'search') for text in texts], status, em=0.0)
+    for texts, status in (
+      (('abcabcabc', 'abcd'), _STATUS.COMPLETED),  # abca, bcab, cabc twice
+      (('aaaaaaa', 'abc', ''), _STATUS.TRUNCATED_LENGTH),
+      (('aaaaaaa',), _STATUS.INFRA_ERROR),
+    )
+  ]
+  assert trajectory_metrics.count_tokens(rows) == {
+    'rollout/policy_tokens': 9 + 4 + 7 + 3,
+    'rollout/repeated_tokens': 3 + 3,
+  }
+  assert trajectory_metrics.count_tokens([]) == {
+    'rollout/policy_tokens': 0,
+    'rollout/repeated_tokens': 0,
+  }
+
+
 def test_staleness_is_a_mean_over_trajectories():
   trajectories = [
     dataclasses.replace(_earned(1.0), version=version) for version in (3, 3, 4)

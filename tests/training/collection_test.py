@@ -34,9 +34,8 @@ class _World:
     waits: the number of waits for the retriever.
   """
 
-  def __init__(self, *rounds, answers=0, empty=0):
+  def __init__(self, *rounds):
     self._rounds = list(rounds)
-    self.answers, self.empty = answers, empty
     self.asked, self.keys, self.waits = [], [], 0
     self._queries = 5  # of an evaluation, which are in no line of a step
     self.questions = self.retriever = self.loop = self
@@ -61,11 +60,7 @@ class _World:
 
   def statistics(self):
     queries, self._queries = self._queries, 0
-    return {
-      'retrieval/ok': queries,
-      'retrieval/answers': self.answers,
-      'retrieval/empty': self.empty,
-    }
+    return {'retrieval/ok': queries}
 
   async def wait_until_ready(self):
     self.waits += 1
@@ -182,27 +177,6 @@ def test_a_start_with_too_few_questions_is_refused():
   config.rollout.resample_rounds = 50
   with pytest.raises(ValueError, match='fewer than 408 questions'):
     data_check.check_count(config, questions)
-
-
-def test_a_retriever_that_finds_nothing_is_told():
-  world, lines = _World(*['v=v='] * 5, answers=7, empty=7), []
-  config = runs.config(rollout__trajectories_per_step=8, rollout__group_size=2)
-  sampler = types_lib.SimpleNamespace(
-    collect=world.collect, statistics=lambda: {}
-  )
-  collector = collection.StepCollector(config, world, sampler, lines.append)
-  for step, empty in enumerate((7, 7, 6, 7, 7)):
-    world.empty = empty
-    collector.collect(step)
-  starts = (
-    'warning: step 1',
-    'ALARM: step 2',
-    'warning: step 4',
-    'ALARM: step 5',
-  )
-  assert len(lines) == 4
-  for line, start in zip(lines, starts, strict=True):
-    assert line.startswith(f'{start}: all 7 searches found nothing')
 
 
 @pytest.mark.parametrize('level', ['token', 'sentence'])

@@ -1,0 +1,15 @@
+"""The options of the optimisers."""
+
+
+def adam(**changes: float) -> dict[str, float]:
+  """Returns the options of AdamW, some of them changed."""
+  return {
+    'learning_rate': 1e-6,  # after the warm-up
+    'warmup_updates': 0,  # updates in which the rate rises linearly from 0
+    'b1': 0.9,  # decay of the mean of gradients
+    'b2': 0.999,  # decay of the mean of squared gradients
+    'eps': 1e-8,  # added to the root of that mean
+    'weight_decay': 0.01,  # decoupled from the gradient, as in AdamW
+    'max_grad_norm': 1.0,  # gradients are scaled down to this norm
+    **changes,
+  }
