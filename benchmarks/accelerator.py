@@ -43,7 +43,7 @@ from stppo_jax.sampling import engine as engine_lib
 from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import sampler
 from stppo_jax.sampling import stops
-from stppo_jax.training import assembly
+from stppo_jax.training.building import assembly
 
 # The shapes in the `config.json` of Qwen2.5, and one that any machine can run.
 SHAPES = {

@@ -20,7 +20,7 @@ from stppo_jax.learner import state as state_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.parallel import sharding
 from stppo_jax.rollout import pack
-from stppo_jax.training import assembly
+from stppo_jax.training.building import assembly
 
 ALGORITHM = 'token_ppo'
 NUM_TURNS = 4

@@ -6,7 +6,7 @@
 A line of the table is a collection as the first step of a run makes it: what
 |log-probability in the engine - log-probability in the trainer| is in the mean
 over the sampled tokens, at most for 99% of them, and at most for all of them.
-The limits of `training/mismatch_check.py` are set by this table.
+The limits of `training/checks/mismatch_check.py` are set by this table.
 
 The models are that of the quickstart, which was trained, and some with random
 weights. With flags of a config, it is the quickstart with these flags instead.
@@ -21,7 +21,7 @@ import jax
 
 from benchmarks import measure
 from stppo_jax.analysis import lab_collection
-from stppo_jax.commands import configuration
+from stppo_jax.commands.flags import configuration
 from stppo_jax.rl import mismatch_metrics
 
 _CONFIG = pathlib.Path(__file__).parents[1] / 'configs' / 'quickstart.py'

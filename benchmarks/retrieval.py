@@ -41,11 +41,11 @@ import numpy as np
 
 from benchmarks import measure
 from stppo_jax import types
-from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import client
-from stppo_jax.retrieval import corpus
 from stppo_jax.retrieval import dialects
-from stppo_jax.retrieval import index_folder
+from stppo_jax.retrieval.indexes import bm25
+from stppo_jax.retrieval.indexes import corpus
+from stppo_jax.retrieval.indexes import index_folder
 
 # After `bm25`, which imports it without jax.
 import bm25s  # isort: skip

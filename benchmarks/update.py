@@ -27,7 +27,7 @@ from stppo_jax import batch as batch_lib
 from stppo_jax.configs import quickstart
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.rollout import pack
-from stppo_jax.training import assembly
+from stppo_jax.training.building import assembly
 
 TOKEN, TURN = 'token_ppo', 'turn_ppo'
 FIRST, SECOND = 'first', 'second'

@@ -29,7 +29,7 @@ import sys
 import tempfile
 
 from stppo_jax import settings
-from stppo_jax.commands import configuration
+from stppo_jax.commands.flags import configuration
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _TEMPLATES = _ROOT / 'launch' / 'templates'

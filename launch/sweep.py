@@ -36,8 +36,8 @@ from typing import Any
 
 from launch import submit
 from stppo_jax import settings
-from stppo_jax.commands import configuration
 from stppo_jax.commands import status
+from stppo_jax.commands.flags import configuration
 from stppo_jax.records import lock
 from stppo_jax.records import run_state
 

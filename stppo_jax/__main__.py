@@ -30,27 +30,24 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 def commands() -> dict[str, str]:
   """Returns name to docstring of every command, without importing any."""
-  docs = {name: _docstring(path) for name, path in _modules().items()}
-  return {name: doc for name, doc in docs.items() if doc is not None}
+  return {name: _docstring(path) for name, path in _files().items()}
 
 
-def _modules() -> dict[str, Any]:
-  """Returns name to path of the files in the folder of the commands."""
+def _files() -> dict[str, Any]:
+  """Returns name to path of every command."""
   import pathlib
 
   folder = pathlib.Path(__file__).parent / 'commands'
-  return {path.stem: path for path in sorted(folder.glob('*.py'))}
+  paths = {path.stem: path for path in sorted(folder.glob('*.py'))}
+  del paths['__init__']
+  return paths
 
 
-def _docstring(path) -> str | None:
-  """Returns the docstring of a command's file, and None of any other file."""
+def _docstring(path) -> str:
+  """Returns the docstring of a file, which is not executed."""
   import ast
 
-  module = ast.parse(path.read_text('utf-8'))
-  # The other modules of that folder are shared by the commands.
-  if 'main' not in (getattr(node, 'name', '') for node in module.body):
-    return None
-  return ast.get_docstring(module) or ''
+  return ast.get_docstring(ast.parse(path.read_text('utf-8'))) or ''
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,7 +80,7 @@ def _run(argv: Sequence[str]) -> int:
     return 0
   name, *flags = argv
   # Reading all of them takes a tenth of a second.
-  path = _modules().get(name)
+  path = _files().get(name)
   doc = None if path is None else _docstring(path)
   if doc is None:
     from stppo_jax import settings
@@ -111,7 +108,7 @@ def _help(doc: str, flag: str) -> str:
   """
   if flag in ('--help', '-h') and '--config.KEY' not in doc:
     return doc
-  from stppo_jax.commands import config_keys
+  from stppo_jax.commands.flags import config_keys
 
   if flag in ('--help', '-h'):
     return f'{doc}\n\n{config_keys.HINT}'

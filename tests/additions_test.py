@@ -101,7 +101,7 @@ _ALGORITHM = Addition(
     ),
   ),
   """
-  from stppo_jax.commands import configuration
+  from stppo_jax.commands.flags import configuration
   from stppo_jax.rl import algorithm
 
   config = configuration.parse(
@@ -117,7 +117,7 @@ _ALGORITHM = Addition(
 _CLIP_RULE = Addition(
   tuple(adding_an_algorithm_test.steps()),
   """
-  from stppo_jax.commands import configuration
+  from stppo_jax.commands.flags import configuration
   from stppo_jax.rl import algorithm
 
   config = configuration.parse(
@@ -134,7 +134,7 @@ _ENVIRONMENT = Addition(
   tuple(adding_an_environment_test.steps('stppo_jax')),
   """
   from stppo_jax import types
-  from stppo_jax.commands import configuration
+  from stppo_jax.commands.flags import configuration
   from stppo_jax.envs import environments
   from tests.rollout import dialogues
 
@@ -173,7 +173,7 @@ _DIALECT = Addition(
   ),
   """
   import json
-  from stppo_jax.commands import configuration
+  from stppo_jax.commands.flags import configuration
   from stppo_jax.retrieval import dialects
 
   flags = ['--config=configs/base.py', '--config.retrieval.dialect=find']
@@ -243,7 +243,7 @@ _KEY = Addition(
   import contextlib
   import io
   from stppo_jax.commands import config
-  from stppo_jax.commands import configuration
+  from stppo_jax.commands.flags import configuration
 
   flags = ['--config=configs/base.py', '--config.env.greeting=hello']
   with contextlib.redirect_stdout(io.StringIO()) as output:

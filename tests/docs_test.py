@@ -27,7 +27,7 @@ from launch import sweep
 from stppo_jax import __main__
 from stppo_jax.configs import algorithms
 from stppo_jax.data import readers
-from stppo_jax.retrieval import corpus
+from stppo_jax.retrieval.indexes import corpus
 from stppo_jax.rl import estimator_needs
 from tests.training import runs
 

@@ -29,10 +29,10 @@ _RUNS_MODULES = ('import_module', 'exec_module', 'run_module', 'run_path')
 _MAY_RUN_MODULES = (
   'stppo_jax/__init__.py',  # the package itself, as a console script
   'stppo_jax/__main__.py',  # a file of commands/
-  'stppo_jax/commands/config_file.py',  # --config, a program of the user
+  'stppo_jax/commands/flags/config_file.py',  # --config, a program of the user
   'stppo_jax/envs/gymnasium.py',  # env.gymnasium.make
   'stppo_jax/envs/reward_function.py',  # env.reward_function
-  'stppo_jax/retrieval/faiss_index.py',  # faiss, which is optional
+  'stppo_jax/retrieval/indexes/faiss_index.py',  # faiss, which is optional
   'launch/sweep.py',  # --sweep, a program of the user
 )
 _UNSAFE_OPTIONS = ('shell', 'allow_pickle', 'trust_remote_code')

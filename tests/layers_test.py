@@ -45,22 +45,8 @@ OURS = {
   'records': ('types', 'streams', 'batch', 'envs.protocol', 'records'),
   'training': _ALL,
   'analysis': _ALL,
-  # Not each other: these hold what commands share.
-  'commands': _ALL
-  + ('http',)
-  + tuple(
-    f'commands.{n}'
-    for n in (
-      'config_file',
-      'config_keys',
-      'configuration',
-      'evaluated_config',
-      'lab_flags',
-      'lab_algorithms',
-      'recorded_config',
-    )
-  )
-  + ('configs',),
+  # Not each other: what they share is in `commands.flags`.
+  'commands': _ALL + ('http', 'commands.flags', 'configs'),
   '__main__': (
     'settings',
     'streams',
@@ -84,22 +70,25 @@ OURS = {
 # Dependency -> the only places that may import it.
 _JAX_LAYERS = _DEVICE[1:] + (
   'learner',
-  'records.checkpoint',
-  'records.fingerprint',
-  'records.verification',
+  'records.checkpoints.checkpoint',
+  'records.checkpoints.fingerprint',
+  'records.checkpoints.verification',
   'training',
   'analysis',
   'commands',
 )
 HOMES = {
-  'jax': _JAX_LAYERS + ('retrieval.dense', 'retrieval.encoder'),
+  'jax': _JAX_LAYERS + ('retrieval.indexes.dense', 'retrieval.indexes.encoder'),
   'jaxlib': (),
-  'flax': ('models', 'sampling', 'learner', 'retrieval.encoder'),
+  'flax': ('models', 'sampling', 'learner', 'retrieval.indexes.encoder'),
   'optax': ('learner.optimizer',),
-  'orbax': ('records.checkpoint', 'records.verification'),
+  'orbax': (
+    'records.checkpoints.checkpoint',
+    'records.checkpoints.verification',
+  ),
   'chex': _JAX_LAYERS,
   'transformers': ('sampling.tokenizer', 'models.hf'),
-  'tokenizers': ('sampling.tokenizer', 'retrieval.encoder'),
+  'tokenizers': ('sampling.tokenizer', 'retrieval.indexes.encoder'),
   'tensorflow': (),
   'tensorflow_datasets': ('data.built',),
   'pyarrow': ('data.tables',),
@@ -267,7 +256,7 @@ def test_a_planted_violation_is_named(tmp_path, path, source, expected):
 def test_allowed_imports_pass(tmp_path):
   _plant(
     tmp_path,
-    'records/checkpoint.py',
+    'records/checkpoints/checkpoint.py',
     """
       import json
       import jax
@@ -276,11 +265,13 @@ def test_allowed_imports_pass(tmp_path):
       from stppo_jax import types
       """,
   )
-  _plant(tmp_path, 'retrieval/dense.py', 'import jax\nimport urllib.parse')
+  _plant(
+    tmp_path, 'retrieval/indexes/dense.py', 'import jax\nimport urllib.parse'
+  )
   _plant(
     tmp_path,
     'commands/train.py',
-    'from stppo_jax.commands import configuration\nfrom configs import base',
+    'from stppo_jax.commands.flags import config_keys\nimport configs',
   )
   assert violations(tmp_path) == []
 

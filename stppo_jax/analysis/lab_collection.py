@@ -24,14 +24,14 @@ from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import compile_time
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import sharding
-from stppo_jax.records import checkpoint
+from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.rollout import pack
 from stppo_jax.rollout import sentences
-from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
-from stppo_jax.training import engines
 from stppo_jax.training import run_record
+from stppo_jax.training.building import assembly
+from stppo_jax.training.building import engines
 
 # Fields of a `TokenBatch` that have another name in the file.
 _NAMES_IN_FILE = {'values_BL': 'old_values_BL'}

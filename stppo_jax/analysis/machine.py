@@ -31,7 +31,7 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.records import lock
 from stppo_jax.retrieval import examination
 from stppo_jax.retrieval import recording
-from stppo_jax.training import assembly
+from stppo_jax.training.building import assembly
 
 OK, NOTE, WRONG = 'ok', 'note', 'WRONG'
 

@@ -31,7 +31,7 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import program
 from stppo_jax.parallel import topology as topology_lib
 from stppo_jax.rl import algorithm as algorithm_lib
-from stppo_jax.training import assembly
+from stppo_jax.training.building import assembly
 
 Tree = Any
 

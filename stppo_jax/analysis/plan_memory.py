@@ -13,7 +13,7 @@ from stppo_jax.models import precision
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish
 from stppo_jax.parallel import sharding
-from stppo_jax.training import assembly
+from stppo_jax.training.building import assembly
 
 Tree = Any
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from stppo_jax.analysis import plan as plan_lib
 from stppo_jax.parallel import topology as topology_lib
-from stppo_jax.training import assembly
+from stppo_jax.training.building import assembly
 
 # Returns the plan of a config.
 Planner = Callable[[Any], plan_lib.Plan]

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import io
 import sys
 
-from stppo_jax.commands import configuration
-from stppo_jax.commands import evaluated_config
+from stppo_jax.commands.flags import configuration
+from stppo_jax.commands.flags import evaluated_config
 
 _FLAGS = ('checkpoint', 'config')
 

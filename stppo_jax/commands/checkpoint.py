@@ -21,9 +21,9 @@ import pathlib
 import time
 
 from stppo_jax import settings
-from stppo_jax.commands import configuration
+from stppo_jax.commands.flags import configuration
 from stppo_jax.records import run_folder
-from stppo_jax.records import saved_steps
+from stppo_jax.records.checkpoints import saved_steps
 
 _ACTIONS = ('list', 'verify')
 _COMMANDS = ('train', 'sft', 'prefer')
@@ -102,7 +102,7 @@ def _verify(
 
   # The devices may belong to the run, which may be going on.
   jax.config.update('jax_platforms', 'cpu')
-  from stppo_jax.records import verification
+  from stppo_jax.records.checkpoints import verification
   from stppo_jax.training import run_record
 
   run_record.check_checkpoints(workdir)

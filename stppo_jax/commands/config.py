@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stppo_jax import settings
-from stppo_jax.commands import configuration
+from stppo_jax.commands.flags import configuration
 from stppo_jax.configs import base
 
 

@@ -28,7 +28,7 @@ import pathlib
 
 from stppo_jax import settings
 from stppo_jax import types
-from stppo_jax.commands import configuration
+from stppo_jax.commands.flags import configuration
 from stppo_jax.data import building
 from stppo_jax.data import layout
 from stppo_jax.data import mixtures

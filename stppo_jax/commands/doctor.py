@@ -37,7 +37,7 @@ import pathlib
 import sys
 from typing import Any
 
-from stppo_jax.commands import configuration
+from stppo_jax.commands.flags import configuration
 from stppo_jax.http import client as http_client
 from stppo_jax.records import run_folder
 from stppo_jax.retrieval import address

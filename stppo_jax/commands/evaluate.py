@@ -25,8 +25,8 @@ from collections.abc import Sequence
 import pathlib
 from typing import Any
 
-from stppo_jax.commands import configuration
-from stppo_jax.commands import evaluated_config
+from stppo_jax.commands.flags import configuration
+from stppo_jax.commands.flags import evaluated_config
 from stppo_jax.data import mixtures
 from stppo_jax.data import tables
 from stppo_jax.records import run_folder

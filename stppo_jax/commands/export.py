@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import pathlib
 from typing import Any
 
-from stppo_jax.commands import configuration
-from stppo_jax.commands import recorded_config
+from stppo_jax.commands.flags import configuration
+from stppo_jax.commands.flags import recorded_config
 from stppo_jax.configs import schema
 from stppo_jax.records import run_folder
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
   if errors:
     raise configuration.ConfigurationError(errors)
   # Imported late: a wrong flag is answered before jax is loaded.
-  from stppo_jax.training import policy_export
+  from stppo_jax.training.building import policy_export
 
   return policy_export.export(
     config.lock(),

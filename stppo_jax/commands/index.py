@@ -23,9 +23,9 @@ import argparse
 from collections.abc import Sequence
 import sys
 
-from stppo_jax.retrieval import backends
-from stppo_jax.retrieval import corpus
-from stppo_jax.retrieval import index_folder
+from stppo_jax.retrieval.indexes import backends
+from stppo_jax.retrieval.indexes import corpus
+from stppo_jax.retrieval.indexes import index_folder
 
 
 class _UsageError(Exception):

@@ -53,9 +53,9 @@ import sys
 from typing import Any
 
 from stppo_jax import settings
-from stppo_jax.commands import configuration
-from stppo_jax.commands import lab_algorithms
-from stppo_jax.commands import lab_flags
+from stppo_jax.commands.flags import configuration
+from stppo_jax.commands.flags import lab_algorithms
+from stppo_jax.commands.flags import lab_flags
 
 # jax and the modules that import it are imported inside the functions: a wrong
 # flag is reported at once, and `_on_cpu` must choose the platform first.

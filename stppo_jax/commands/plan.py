@@ -38,7 +38,7 @@ import json
 import math
 from typing import Any
 
-from stppo_jax.commands import configuration
+from stppo_jax.commands.flags import configuration
 
 _GIB = 2**30
 _OPTIONS = {

@@ -17,7 +17,7 @@ and the trained policy is written to DIR/policy.
 
 from collections.abc import Sequence
 
-from stppo_jax.commands import configuration
+from stppo_jax.commands.flags import configuration
 
 
 def main(argv: Sequence[str]) -> int:

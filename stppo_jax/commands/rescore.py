@@ -18,7 +18,7 @@ import pathlib
 
 from stppo_jax import settings
 from stppo_jax.analysis import rescoring
-from stppo_jax.commands import configuration
+from stppo_jax.commands.flags import configuration
 from stppo_jax.envs import rewards
 from stppo_jax.records import dialogues
 

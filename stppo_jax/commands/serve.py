@@ -55,15 +55,15 @@ from stppo_jax.data import synthetic_wiki
 from stppo_jax.http import server as http_server
 from stppo_jax.http import workers
 from stppo_jax.retrieval import address
-from stppo_jax.retrieval import backends
-from stppo_jax.retrieval import bm25
-from stppo_jax.retrieval import corpus
 from stppo_jax.retrieval import dialects
 from stppo_jax.retrieval import faults
-from stppo_jax.retrieval import index_folder
 from stppo_jax.retrieval import protocol
 from stppo_jax.retrieval import recording
 from stppo_jax.retrieval import server
+from stppo_jax.retrieval.indexes import backends
+from stppo_jax.retrieval.indexes import bm25
+from stppo_jax.retrieval.indexes import corpus
+from stppo_jax.retrieval.indexes import index_folder
 
 _SHUTDOWN_TIMEOUT = 10.0  # seconds for the requests in flight at the end
 _WORLD_OPTIONS = ('entities_per_type', 'name_pieces', 'distractors')

@@ -15,7 +15,7 @@ model.path of a run.
 
 from collections.abc import Sequence
 
-from stppo_jax.commands import configuration
+from stppo_jax.commands.flags import configuration
 
 
 def main(argv: Sequence[str]) -> int:

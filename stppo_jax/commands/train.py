@@ -23,7 +23,7 @@ python -m stppo_jax train --config=FILE.py[:ALGORITHM] --workdir=DIR
 
 from collections.abc import Sequence
 
-from stppo_jax.commands import configuration
+from stppo_jax.commands.flags import configuration
 
 
 def main(argv: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from stppo_jax import types
 from stppo_jax.data import mixtures
 from stppo_jax.data import readers
 from stppo_jax.data import synthetic_wiki
-from stppo_jax.retrieval import corpus as corpus_lib
+from stppo_jax.retrieval.indexes import corpus as corpus_lib
 
 # The indices of training worlds of runs with adjacent seeds lie this far apart.
 _WORLDS_PER_RUN = 1_000_000

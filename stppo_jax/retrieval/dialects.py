@@ -13,8 +13,8 @@ import dataclasses
 from typing import Any
 
 from stppo_jax import types
-from stppo_jax.retrieval import corpus
 from stppo_jax.retrieval import replies
+from stppo_jax.retrieval.indexes import corpus
 
 Passages = Sequence[types.Passage]
 # None for a query that has no answer, in dialects of several queries.

@@ -12,7 +12,7 @@ import pathlib
 from typing import Any
 
 from stppo_jax import types
-from stppo_jax.retrieval import corpus as corpus_lib
+from stppo_jax.retrieval.indexes import corpus as corpus_lib
 
 _Key = tuple[str, str]  # corpus, query
 _BEGINNING = b'{"corpus": "'  # of every line that is written

@@ -28,11 +28,11 @@ from typing import Any
 from stppo_jax import types
 from stppo_jax.http import metrics as metrics_lib
 from stppo_jax.http import server as http_server
-from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import dialects
 from stppo_jax.retrieval import faults as faults_lib
 from stppo_jax.retrieval import protocol
 from stppo_jax.retrieval import recording as recording_lib
+from stppo_jax.retrieval.indexes import bm25
 
 WorldPassages = Callable[[int], Sequence[types.Passage]]
 _Lists = list[list[types.Passage]]

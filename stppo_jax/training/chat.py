@@ -14,10 +14,10 @@ from stppo_jax.learner import keys as keys_lib
 from stppo_jax.parallel import compile_time
 from stppo_jax.records import dialogues
 from stppo_jax.records import run_folder
-from stppo_jax.training import assembly
-from stppo_jax.training import engines
 from stppo_jax.training import run_record
 from stppo_jax.training import set_evaluation
+from stppo_jax.training.building import assembly
+from stppo_jax.training.building import engines
 
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
-from stppo_jax.records import checkpoint
-from stppo_jax.records import fingerprint
+from stppo_jax.records.checkpoints import checkpoint
+from stppo_jax.records.checkpoints import fingerprint
 from stppo_jax.training import prefetch
 
 _BASE = 'base_fingerprints'

@@ -11,8 +11,8 @@ from stppo_jax import types
 from stppo_jax.learner import keys as keys_lib
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.rollout import collect
-from stppo_jax.training import assembly
 from stppo_jax.training import collection
+from stppo_jax.training.building import assembly
 
 
 class Evaluator:

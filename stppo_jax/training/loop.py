@@ -27,21 +27,21 @@ from stppo_jax.parallel import peaks
 from stppo_jax.records import timing
 from stppo_jax.rollout import pack as pack_lib
 from stppo_jax.training import alarms
-from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
-from stppo_jax.training import engines
 from stppo_jax.training import evaluation
-from stppo_jax.training import host_check
 from stppo_jax.training import host_metrics
-from stppo_jax.training import memory_check
-from stppo_jax.training import mismatch_check
-from stppo_jax.training import model_files
 from stppo_jax.training import prefetch
 from stppo_jax.training import run as run_lib
 from stppo_jax.training import run_record
 from stppo_jax.training import sft
-from stppo_jax.training import skipped_updates
+from stppo_jax.training.building import assembly
+from stppo_jax.training.building import engines
+from stppo_jax.training.building import model_files
+from stppo_jax.training.checks import host_check
+from stppo_jax.training.checks import memory_check
+from stppo_jax.training.checks import mismatch_check
+from stppo_jax.training.checks import skipped_updates
 
 
 def train(

@@ -28,12 +28,12 @@ from stppo_jax.parallel import compilation
 from stppo_jax.parallel import distributed
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
-from stppo_jax.training import assembly
 from stppo_jax.training import checkpoint_state
-from stppo_jax.training import model_files
 from stppo_jax.training import pairs as pairs_lib
 from stppo_jax.training import run as run_lib
-from stppo_jax.training import skipped_updates
+from stppo_jax.training.building import assembly
+from stppo_jax.training.building import model_files
+from stppo_jax.training.checks import skipped_updates
 
 # Keys that `prefer` does not use, with the values that a config may have: the
 # value that describes what `prefer` does, and the default.

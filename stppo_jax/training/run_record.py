@@ -19,7 +19,7 @@ import uuid
 
 from stppo_jax import settings
 from stppo_jax.records import run_folder
-from stppo_jax.training import assembly
+from stppo_jax.training.building import assembly
 
 # Keys that may change between two starts: the length and the title of a run,
 # what is evaluated, written and kept, the devices and the servers. None of them

@@ -35,16 +35,16 @@ from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import functional
 from stppo_jax.parallel import compile_time
 from stppo_jax.records import append
-from stppo_jax.records import checkpoint as checkpoint_lib
-from stppo_jax.records import fingerprint
 from stppo_jax.records import lock
 from stppo_jax.records import run_folder
 from stppo_jax.records import trajectory_metrics
-from stppo_jax.training import assembly
+from stppo_jax.records.checkpoints import checkpoint as checkpoint_lib
+from stppo_jax.records.checkpoints import fingerprint
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
-from stppo_jax.training import engines
 from stppo_jax.training import run_record
+from stppo_jax.training.building import assembly
+from stppo_jax.training.building import engines
 
 COMMAND = 'evaluate'
 _TRY_AGAIN = 75

@@ -21,7 +21,7 @@ from stppo_jax.retrieval import protocol
 from stppo_jax.sampling.remote import client
 from stppo_jax.training import alarms
 from stppo_jax.training import interruption
-from stppo_jax.training import skipped_updates
+from stppo_jax.training.checks import skipped_updates
 
 # Seconds that the others have to abandon a section.
 PATIENCE = 20.0

@@ -13,9 +13,9 @@ from stppo_jax.analysis import estimates
 from stppo_jax.analysis import lab_collection
 from stppo_jax.analysis import saved_batch
 from stppo_jax.learner import learner as learner_lib
-from stppo_jax.records import checkpoint
-from stppo_jax.training import assembly
+from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.training import run_record
+from stppo_jax.training.building import assembly
 from tests.training import runs
 
 _COEFFICIENT = 0.5  # of the KL penalty, in the checkpoint

@@ -4,7 +4,7 @@ from stppo_jax.analysis import plan as plan_lib
 from stppo_jax.analysis import plan_search
 from stppo_jax.configs import quickstart
 from stppo_jax.parallel import topology
-from stppo_jax.training import assembly
+from stppo_jax.training.building import assembly
 
 
 def _planner(config):

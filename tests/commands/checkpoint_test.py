@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import pytest
 
 from stppo_jax import __main__
-from stppo_jax.records import checkpoint
-from stppo_jax.records import manifest as manifest_lib
 from stppo_jax.records import run_folder
+from stppo_jax.records.checkpoints import checkpoint
+from stppo_jax.records.checkpoints import manifest as manifest_lib
 from tests.training import runs
 
-# As in tests/records/checkpoint_test.py.
+# As in tests/records/checkpoints/checkpoint_test.py.
 pytestmark = pytest.mark.filterwarnings(
   'ignore::pytest.PytestUnraisableExceptionWarning'
 )

@@ -11,7 +11,7 @@ import tensorflow_datasets as tfds
 from stppo_jax import __main__
 from stppo_jax.data import built
 from stppo_jax.data import published
-from stppo_jax.retrieval import corpus as corpus_lib
+from stppo_jax.retrieval.indexes import corpus as corpus_lib
 from tests.data import public_files
 
 _SIZES = {

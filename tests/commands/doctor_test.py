@@ -13,14 +13,14 @@ import pytest
 
 from stppo_jax import types
 from stppo_jax.analysis import machine
-from stppo_jax.commands import configuration
 from stppo_jax.commands import doctor
+from stppo_jax.commands.flags import configuration
 from stppo_jax.http import server as http_server
 from stppo_jax.records import lock
 from stppo_jax.retrieval import address
-from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import server
-from stppo_jax.training import assembly
+from stppo_jax.retrieval.indexes import bm25
+from stppo_jax.training.building import assembly
 from tests.training import runs
 
 _PASSAGES = [types.Passage('p0', 'Paris', 'Capital of France.')]

@@ -15,7 +15,7 @@ from stppo_jax import __main__
 from stppo_jax.commands import export
 from stppo_jax.models.hf import export as export_lib
 from stppo_jax.models.hf import load
-from stppo_jax.training import policy_export
+from stppo_jax.training.building import policy_export
 from tests.training import runs
 
 _RUN = {'num_steps': 2, 'evaluate__every': 0}

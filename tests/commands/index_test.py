@@ -7,7 +7,7 @@ import pytest
 
 from stppo_jax.commands import index
 from stppo_jax.commands import serve
-from stppo_jax.retrieval import corpus
+from stppo_jax.retrieval.indexes import corpus
 from tests.commands import serving
 from tests.retrieval import encoders
 from tests.retrieval import real_data

@@ -13,7 +13,7 @@ from stppo_jax import __main__
 from stppo_jax.analysis import plan
 from stppo_jax.analysis import plan_memory
 from stppo_jax.models import functional
-from stppo_jax.training import model_files
+from stppo_jax.training.building import model_files
 from tests.models import tiny
 from tests.sampling import tiny_engine
 from tests.training import runs

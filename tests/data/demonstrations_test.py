@@ -11,8 +11,8 @@ from stppo_jax.data import questions as questions_lib
 from stppo_jax.data import synthetic_wiki
 from stppo_jax.envs import prompts
 from stppo_jax.envs import search
-from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import fakes
+from stppo_jax.retrieval.indexes import bm25
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from tests.rollout import dialogues
 

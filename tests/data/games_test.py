@@ -4,7 +4,7 @@ import pytest
 
 from stppo_jax.configs import base
 from stppo_jax.data import games
-from stppo_jax.training import assembly
+from stppo_jax.training.building import assembly
 
 
 def _ids(questions):

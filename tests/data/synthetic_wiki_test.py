@@ -6,7 +6,7 @@ import re
 import pytest
 
 from stppo_jax.data import synthetic_wiki
-from stppo_jax.retrieval import bm25
+from stppo_jax.retrieval.indexes import bm25
 
 _OPTIONS = {'entities_per_type': 12, 'name_pieces': 2, 'distractors': 0}
 

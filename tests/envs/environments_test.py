@@ -12,8 +12,8 @@ from stppo_jax.rollout import collect
 from stppo_jax.rollout import pack
 from stppo_jax.sampling import scripted
 from stppo_jax.sampling import stops
-from stppo_jax.training import assembly
 from stppo_jax.training import collection
+from stppo_jax.training.building import assembly
 
 _STATUS = types.TrajectoryStatus
 

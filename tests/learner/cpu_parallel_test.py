@@ -13,7 +13,7 @@ import pytest
 from stppo_jax.configs import quickstart
 from stppo_jax.learner import cpu_parallel
 from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.training import assembly
+from stppo_jax.training.building import assembly
 from tests.learner import updates
 from tests.rl import batches
 from tests.training import runs

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from stppo_jax.learner import learner as learner_lib
-from stppo_jax.training import assembly
+from stppo_jax.training.building import assembly
 from tests import compilations
 from tests.training import runs
 

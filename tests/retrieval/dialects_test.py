@@ -11,10 +11,10 @@ import pytest
 
 from stppo_jax import types
 from stppo_jax.http import server as http_server
-from stppo_jax.retrieval import bm25
 from stppo_jax.retrieval import dialects
 from stppo_jax.retrieval import protocol
 from stppo_jax.retrieval import server
+from stppo_jax.retrieval.indexes import bm25
 from tests.retrieval import fake_servers
 
 

@@ -23,7 +23,7 @@ from stppo_jax.envs import environments
 from stppo_jax.envs import protocol
 from stppo_jax.retrieval import fakes
 from stppo_jax.rl import kl
-from stppo_jax.training import assembly
+from stppo_jax.training.building import assembly
 
 Moment = tuple[str, int]
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from stppo_jax.records import checkpoint
+from stppo_jax.records.checkpoints import checkpoint
 from tests.training import runs
 
 # Orbax reads the leaves concurrently; see checkpoint_test.py.

@@ -11,8 +11,8 @@ import pytest
 from stppo_jax import __main__
 from stppo_jax.records import run_state
 from stppo_jax.retrieval import server
-from stppo_jax.training import assembly
 from stppo_jax.training import interruption
+from stppo_jax.training.building import assembly
 from tests.training import faults
 from tests.training import runs
 

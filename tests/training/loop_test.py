@@ -11,7 +11,7 @@ import pytest
 
 from stppo_jax.models import functional
 from stppo_jax.models.hf import load
-from stppo_jax.records import checkpoint
+from stppo_jax.records.checkpoints import checkpoint
 from tests.training import faults
 from tests.training import runs
 
@@ -237,7 +237,8 @@ _SAVE = '2.orbax-checkpoint-tmp'  # renamed when it is complete
 
 
 # Each kill is a process that traces its programs. In `make test`, crashes end
-# runs in interruption_test.py, and records/checkpoint_test.py kills savers.
+# runs in interruption_test.py, and tests/records/checkpoints/checkpoint_test.py
+# kills savers.
 @pytest.mark.slow
 def test_a_killed_run_is_the_same_run(finished, tmp_path):
   for event, name, written in (

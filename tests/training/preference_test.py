@@ -11,11 +11,11 @@ import pytest
 
 from stppo_jax.models import functional
 from stppo_jax.models.hf import load
-from stppo_jax.records import checkpoint
 from stppo_jax.records import writer
-from stppo_jax.training import assembly
+from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.training import preference
 from stppo_jax.training import run_record
+from stppo_jax.training.building import assembly
 from tests.training import runs
 
 _GROUPS, _LENGTH = 11, 32

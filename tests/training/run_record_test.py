@@ -8,10 +8,10 @@ import pytest
 
 from stppo_jax.configs import base
 from stppo_jax.records import run_folder
-from stppo_jax.training import assembly
 from stppo_jax.training import run as run_lib
 from stppo_jax.training import run_record
 from stppo_jax.training import sft
+from stppo_jax.training.building import assembly
 
 
 def _config():

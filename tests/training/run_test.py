@@ -15,12 +15,12 @@ import pytest
 
 from stppo_jax import __main__
 from stppo_jax.parallel import hosts as hosts_lib
-from stppo_jax.records import manifest as manifest_lib
 from stppo_jax.records import run_folder
 from stppo_jax.records import run_state
-from stppo_jax.training import assembly
+from stppo_jax.records.checkpoints import manifest as manifest_lib
 from stppo_jax.training import run as run_lib
 from stppo_jax.training import voting
+from stppo_jax.training.building import assembly
 from tests.training import runs
 
 # Orbax reads the leaves concurrently; see checkpoint_test.py.

@@ -12,11 +12,11 @@ import numpy as np
 
 from stppo_jax import __main__
 from stppo_jax import batch as batch_lib
-from stppo_jax.commands import configuration
+from stppo_jax.commands.flags import configuration
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.rollout import pack
-from stppo_jax.training import assembly
+from stppo_jax.training.building import assembly
 
 STEPS = 3  # of the runs of `train`
 REPO = pathlib.Path(__file__).resolve().parents[2]

@@ -14,8 +14,8 @@ from stppo_jax.data import readers
 from stppo_jax.envs import actions
 from stppo_jax.envs import prompts
 from stppo_jax.envs import rewards
-from stppo_jax.retrieval import bm25
-from stppo_jax.retrieval import corpus as corpus_lib
+from stppo_jax.retrieval.indexes import bm25
+from stppo_jax.retrieval.indexes import corpus as corpus_lib
 from tests.training import question_files
 from tests.training import runs
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from stppo_jax import __main__
-from stppo_jax.commands import configuration
+from stppo_jax.commands.flags import configuration
 from tests.training import runs
 
 _CHANGES = {

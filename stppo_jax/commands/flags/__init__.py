@@ -1,0 +1,1 @@
+"""Flags, config files and their keys, which the commands share."""

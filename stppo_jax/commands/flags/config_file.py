@@ -1,0 +1,96 @@
+"""Loads a config file, or says in one line what is wrong with it."""
+
+import importlib.util
+import pathlib
+import re
+import traceback
+from typing import Any
+
+from ml_collections import config_dict
+
+from stppo_jax import settings
+from stppo_jax.configs import algorithms
+
+_PACKAGE = pathlib.Path(__file__).parents[2]
+_INSTALLED = 'configs'  # the folder of the configs that are installed
+
+
+def load(name: str) -> Any:
+  """Returns the configuration that `FILE.py[:ALGORITHM]` describes.
+
+  Raises:
+    ValueError: no such file or algorithm, or a file that fails; one line.
+  """
+  file, _, algorithm = name.partition(':')
+  path = _find(file)
+  spec = importlib.util.spec_from_file_location(path.stem, path)
+  if spec is None or spec.loader is None:
+    raise ValueError('not a Python file')
+  module = importlib.util.module_from_spec(spec)
+  arguments = (algorithm,) if algorithm else ()
+  # The file is a program of the user: any exception in it is a usage error.
+  try:
+    spec.loader.exec_module(module)
+    get_config = getattr(module, 'get_config', None)
+    config = get_config(*arguments) if get_config else None
+  except algorithms.UnknownAlgorithm as error:
+    raise ValueError(str(error)) from error
+  except Exception as error:
+    raise ValueError(_describe(error, path)) from error
+  if get_config is None:
+    raise ValueError('has no function get_config')
+  if not isinstance(config, config_dict.ConfigDict):
+    raise ValueError(
+      f'get_config returns {type(config).__name__}, expected a ConfigDict'
+    )
+  config = config.copy_and_resolve_references()
+  if 'title' in config:
+    config.title = f'{path.stem}: {config.title}'
+  return config
+
+
+def _find(file: str) -> pathlib.Path:
+  """Returns the path of a config file.
+
+  From a folder without such a file, `configs/base.py` is the one that is
+  installed with the package. `base` is short for it.
+
+  Raises:
+    ValueError: if there is no such file; the message lists those that are.
+  """
+  if re.fullmatch(r'\w+', file) and not pathlib.Path(file).exists():
+    file = f'{_INSTALLED}/{file}.py'
+  path = pathlib.Path(file)
+  folders = [pathlib.Path()]
+  if path.parts[:1] == (_INSTALLED,):
+    folders.append(_PACKAGE)
+  choices = set()
+  for folder in folders:
+    if (folder / path).is_file():
+      return folder / path
+    parent = path if path.is_dir() else path.parent
+    names = [f.name for f in (folder / parent).glob('*.py') if _is_config(f)]
+    choices.update(str(parent / name) for name in names)
+  if path.is_dir():
+    raise ValueError(f'is a folder; choices: {", ".join(sorted(choices))}')
+  raise ValueError('no such file' + settings.closest(file, sorted(choices)))
+
+
+def _is_config(path: pathlib.Path) -> bool:
+  """Returns whether a Python file has the function of a config."""
+  return b'def get_config(' in path.read_bytes()
+
+
+def _describe(error: Exception, path: pathlib.Path) -> str:
+  """Returns one line with the place and the cause of an error in a file."""
+  reason, file, line = str(error), str(path), None
+  if isinstance(error, SyntaxError) and error.filename:
+    # Which may be that of a module that the file imports.
+    reason, file, line = error.msg, error.filename, error.lineno
+  else:
+    for frame in traceback.extract_tb(error.__traceback__):
+      if frame.filename == str(path.absolute()):
+        line = frame.lineno
+  place = f'{file}, line {line},' if line else file
+  text = f'{place} fails with {type(error).__name__}: {reason}'
+  return ' '.join(text.split())

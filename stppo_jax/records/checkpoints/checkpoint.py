@@ -1,0 +1,423 @@
+"""Checkpoints that are verified when read, and set aside when damaged.
+
+    workdir/checkpoints/<step>/state      the arrays, as Orbax writes them
+                              /manifest   JSON: rules for the arrays, host state
+                       /<step>.corrupt    a damaged step, kept for inspection
+
+Orbax commits a step by one rename, so that a killed save leaves no step. But it
+verifies nothing: a flipped bit loads silently, and another dtype is cast.
+Therefore the manifest has the shape, dtype and fingerprint of every leaf.
+"""
+
+from collections.abc import Callable
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import json
+import logging
+import pathlib
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+import orbax.checkpoint as ocp
+
+from stppo_jax.records import run_folder
+from stppo_jax.records.checkpoints import fingerprint as fingerprint_lib
+from stppo_jax.records.checkpoints import manifest as manifest_lib
+from stppo_jax.records.checkpoints import orbax_errors
+
+_log = logging.getLogger(__name__)
+# Replicas share the writing of larger arrays only: each shape that is cut is a
+# program to compile, which costs more than a small array takes to write.
+_LEAST_BYTES_SHARED = 2**20
+
+
+class CorruptCheckpoints(RuntimeError):
+  """There are checkpoints, but none of them is valid."""
+
+  exit_code = 3
+
+
+class SaveFailed(RuntimeError):
+  """A step could not be saved; earlier steps are unchanged."""
+
+  exit_code = 75
+
+
+class OtherState(RuntimeError):
+  """A checkpoint that is not damaged but of another run or another model."""
+
+  exit_code = 2
+
+
+class _Damaged(Exception):
+  """A step that must not be loaded; the message names the damage."""
+
+
+class Checkpointer:
+  """Saves and restores a pytree of arrays with a JSON record beside it.
+
+  Collective: with several processes, all of them call every method.
+  """
+
+  def __init__(
+    self,
+    workdir: str | pathlib.Path,
+    *,
+    keep: int | None = None,
+    read_only: bool = False,
+  ):
+    """Opens `workdir/checkpoints`, and makes it unless `read_only`.
+
+    Args:
+      workdir: the run's folder.
+      keep: the number of the newest steps that are kept, beside the one with
+        the best score; None: all.
+      read_only: whether nothing may be changed, as in the folder of a run that
+        may be going on: files that look like the rest of a killed save may be a
+        save in progress.
+    """
+    self._folder = pathlib.Path(workdir).resolve() / 'checkpoints'
+    self._read_only = read_only
+    self._scores: dict[int, float | None] = {}  # of the steps that were read
+    self._workdir = pathlib.Path(workdir)
+    self._run = run_folder.read(self._workdir)
+    orbax_errors.hide_repeated()
+    handler = ocp.type_handlers.ArrayHandler(
+      min_slice_bytes_for_replica_parallel=_LEAST_BYTES_SHARED
+    )
+    self._manager = ocp.CheckpointManager(
+      self._folder,
+      options=ocp.CheckpointManagerOptions(
+        preservation_policy=_Preserved(
+          lambda steps: self._preserved(steps, keep)
+        ),
+        create=not read_only,
+        cleanup_tmp_directories=not read_only,  # of a save that was killed
+        read_only=read_only,
+        enable_async_checkpointing=False,
+      ),
+      item_handlers={
+        'state': ocp.PyTreeCheckpointHandler(
+          type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+            (jax.Array, handler)
+          )
+        ),
+        'manifest': ocp.JsonCheckpointHandler(),
+      },
+    )
+
+  def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
+    """Saves a step and waits until it is on disk.
+
+    A step that exists already is not written again, because states are
+    functions of the step.
+
+    Args:
+      step: the number of steps that are done.
+      state: a pytree of arrays, sharded in any way.
+      host: further values of the state, which JSON can write; 'score', if
+        there is one, says how good the step is, greater is better.
+
+    Raises:
+      SaveFailed: nothing of this step remains, older steps are intact.
+      ValueError: the checkpoints were opened read-only.
+    """
+    if self._read_only:
+      raise ValueError(f'{self._folder} is open for reading only')
+    if step in self._manager.all_steps():
+      return
+    leaves = _named(state)
+    manifest = {
+      'version': manifest_lib.VERSION,
+      'step': step,
+      'leaves': {
+        name: {**_kind(leaf), 'fingerprint': fingerprint}
+        for (name, leaf), fingerprint in zip(
+          leaves.items(), fingerprint_lib.fingerprints(list(leaves.values()))
+        )
+      },
+      'host': json.loads(json.dumps(host, allow_nan=False)),
+    }
+    if self._run is not None:
+      manifest['run_id'] = self._run.run_id
+      manifest['config_digest'] = self._run.config_digest
+    manifest['digest'] = manifest_lib.digest(manifest)
+    self._scores[step] = manifest['host'].get('score')
+    # Every error of a save, such as a full disk, is the same to the caller.
+    try:
+      self._manager.save(
+        step,
+        args=ocp.args.Composite(
+          state=ocp.args.PyTreeSave(leaves),
+          manifest=ocp.args.JsonSave(manifest),
+        ),
+        force=True,
+      )
+      self._manager.wait_until_finished()
+    except Exception as error:
+      self._manager.reload()  # its list of steps may name this one
+      raise SaveFailed(
+        f'step {step} could not be saved in {self._folder}: '
+        + orbax_errors.cause(error)
+      ) from error
+    if self._run is not None and not self._run.has_saved:
+      # From now on, a folder without checkpoints has lost them. On a full disk,
+      # the next save writes it.
+      run = dataclasses.replace(self._run, has_saved=True)
+      with contextlib.suppress(OSError):
+        if jax.process_index() == 0:
+          run_folder.write(self._workdir, run)
+        self._run = run
+
+  def steps(self) -> list[int]:
+    """Returns the steps that exist, valid or not, in order."""
+    return sorted(self._manager.all_steps())
+
+  def best(self) -> int | None:
+    """Returns the step with the best score; None if no step has one.
+
+    Of several with the same score it is the newest.
+    """
+    return self._best(self._manager.all_steps())
+
+  def restore_latest(
+    self, abstract_state: Any, *, subtree: str = '', step: int | None = None
+  ) -> tuple[int, Any, dict[str, Any]] | None:
+    """Returns the newest valid step, or None if nothing was ever saved.
+
+    A damaged step (truncated, flipped bits, foreign) is renamed to
+    `<step>.corrupt` with a warning, and the next older one is tried. It is
+    renamed, not deleted, for inspection, and not left, because a step of the
+    same number will be saved. If opened read-only, a damaged step is skipped.
+
+    Args:
+      abstract_state: a pytree of `jax.ShapeDtypeStruct` with shardings, or of
+        arrays: the structure, and the sharding of each leaf.
+      subtree: the dotted path, such as 'policy.params', of the subtree of the
+        saved state that is wanted; nothing else is read. '': the whole state.
+        Only for a checkpointer that is read-only and never reads whole states.
+      step: the step that is wanted; None: the newest valid one.
+
+    Returns:
+      (step, state, host); leaves have the shardings of `abstract_state`.
+
+    Raises:
+      CorruptCheckpoints: there were steps, and all are damaged.
+      OtherState: the newest sound step is of another run, or has another
+        structure, or leaves of other shapes or dtypes. Nothing is renamed: it
+        may be a step of a run whose folder was given by mistake.
+      ValueError: a subtree is wanted of checkpoints that are open for writing.
+    """
+    if subtree and not self._read_only:
+      raise ValueError(
+        f'subtree={subtree!r}: {self._folder} is open for writing'
+      )
+    skipped = []
+    for saved in reversed(self.steps()):
+      if step not in (None, saved):
+        continue
+      try:
+        state, host = self._restore(saved, abstract_state, subtree)
+      except _Damaged as error:
+        if self._read_only:
+          skipped.append(str(saved))
+          action = 'passed over'
+        else:
+          action = f'set aside as {self._set_aside(saved)}'
+        _log.warning(
+          'checkpoint %d is not valid (%s); %s', saved, error, action
+        )
+      else:
+        return saved, state, host
+    # Steps that earlier starts have set aside count too: if the run then began
+    # again from step 0, nobody would notice that it was lost.
+    corrupt = sorted(path.name for path in self._folder.glob('*.corrupt*'))
+    corrupt += skipped
+    if corrupt:
+      advice = '' if self._read_only else '; --restart begins the run anew'
+      raise CorruptCheckpoints(
+        f'{self._folder}: only corrupt checkpoints left: '
+        f'{", ".join(corrupt)}{advice}'
+      )
+    return None
+
+  def close(self) -> None:
+    """Releases the files."""
+    self._manager.close()
+
+  def _restore(self, step: int, abstract_state: Any, subtree: str):
+    """Returns the state and the JSON record of a step.
+
+    Raises:
+      _Damaged, OtherState: the step must not be loaded.
+    """
+    prefix = f'{subtree}.' if subtree else ''
+    wanted = {f'{prefix}{k}': x for k, x in _named(abstract_state).items()}
+    manifest = self._attempt(lambda: self._read_manifest(step))
+    self._check_run(step, manifest)
+    saved = manifest['leaves']
+    saved = {name: saved[name] for name in saved if name.startswith(prefix)}
+    self._check_leaves(step, saved, wanted)
+    abstract = {
+      name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+      for name, leaf in wanted.items()
+    }
+    restore = ocp.args.PyTreeRestore(
+      abstract,
+      restore_args=ocp.checkpoint_utils.construct_restore_args(abstract),
+      partial_restore=bool(subtree),
+    )
+    restored = self._attempt(
+      lambda: self._manager.restore(
+        step, args=ocp.args.Composite(state=restore)
+      )['state']
+    )
+    leaves = [restored[name] for name in wanted]
+    for name, number in zip(wanted, fingerprint_lib.fingerprints(leaves)):
+      expected = manifest['leaves'][name]['fingerprint']
+      if number != expected:
+        raise _Damaged(f'{name}: fingerprint {number}, saved as {expected}')
+    treedef = jax.tree.structure(abstract_state)
+    return jax.tree.unflatten(treedef, leaves), manifest['host']
+
+  def _read_manifest(self, step: int) -> dict[str, Any]:
+    """Returns the manifest of a step, checked by its digest."""
+    manifest = self._manager.restore(
+      step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore())
+    )['manifest']
+    problem = manifest_lib.problem(manifest, step)
+    if problem:
+      raise _Damaged(problem)
+    return manifest
+
+  def _check_run(self, step: int, manifest: dict[str, Any]) -> None:
+    """Raises `OtherState` if the step was saved by another run."""
+    other = manifest_lib.other_run(manifest, self._run)
+    if other:
+      assert self._run is not None  # a run without an id has no other
+      raise OtherState(
+        f'{self._folder}: step {step} is of the run {other}, but the run of '
+        f'this workdir is {self._run.run_id}; nothing was loaded'
+      )
+
+  def _best(self, steps: Sequence[int]) -> int | None:
+    """Returns the one of the steps with the best score; see `best`."""
+    for step in steps:
+      if step not in self._scores:
+        self._scores[step] = self._read_score(step)
+    return manifest_lib.best({step: self._scores[step] for step in steps})
+
+  def _preserved(
+    self, steps: Sequence[int], keep: int | None
+  ) -> set[int | None]:
+    """Returns the newest steps, as many as are kept, and the best one."""
+    if keep is None:
+      return set(steps)
+    return {*sorted(steps)[-keep:], self._best(steps)}
+
+  def _read_score(self, step: int) -> float | None:
+    """Returns the score of a step; None if it has none or is damaged."""
+    try:
+      manifest = self._attempt(lambda: self._read_manifest(step))
+    except _Damaged:
+      return None
+    return manifest['host'].get('score')
+
+  def _check_leaves(
+    self, step: int, saved: dict[str, dict], wanted: dict[str, Any]
+  ) -> None:
+    """Raises `OtherState` for the first leaf, by name, that differs."""
+    for name in sorted(saved.keys() | wanted.keys()):
+      expected = _describe(_kind(wanted[name])) if name in wanted else 'nothing'
+      found = _describe(saved[name]) if name in saved else 'nothing'
+      if found != expected:
+        raise OtherState(
+          f'{self._folder}: step {step} does not fit this config: leaf {name}: '
+          f'expected {expected}, found {found}'
+        )
+
+  def _attempt(self, read: Callable[[], Any]) -> Any:
+    """Returns `read()`; an error on any process is damage on all of them.
+
+    The processes vote, because each must set the same step aside and restore
+    the same older one: otherwise they would wait in different collectives.
+    """
+    # A damaged file can raise anything in its readers. Errors that are no
+    # evidence of damage (no memory, no permission) are raised as they are.
+    result: Any = None
+    problem: str | None = None
+    try:
+      result = read()
+    except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+      raise
+    except Exception as error:
+      text = ' '.join(str(error).split())[:300]
+      problem = text if isinstance(error, _Damaged) else repr(text)
+    if jax.process_count() > 1:
+      failed = multihost_utils.process_allgather(np.bool_(problem is not None))
+      if failed.any() and problem is None:
+        problem = f'unreadable on process {np.flatnonzero(failed).tolist()}'
+    if problem is not None:
+      raise _Damaged(problem)
+    return result
+
+  def _set_aside(self, step: int) -> str:
+    """Renames the folder of a step on the first process; returns the new name.
+
+    Every process first chooses the name, then waits for the others before and
+    after the rename, so that none sees the folder renamed while it chooses.
+    """
+    source = self._folder / str(step)
+    target = self._folder / f'{step}.corrupt'
+    count = 1
+    while target.exists():
+      count += 1
+      target = self._folder / f'{step}.corrupt{count}'
+    if jax.process_count() > 1:
+      multihost_utils.sync_global_devices('checkpoint.set_aside.before')
+    if jax.process_index() == 0:
+      source.rename(target)
+    if jax.process_count() > 1:
+      multihost_utils.sync_global_devices('checkpoint.set_aside.after')
+    self._manager.reload()
+    return target.name
+
+
+class _Preserved:
+  """A policy of Orbax that keeps the steps which a function chooses."""
+
+  def __init__(self, choose: Callable[[Sequence[int]], set[int | None]]):
+    self._choose = choose
+
+  def should_preserve(
+    self, checkpoints: Sequence[Any], *, context: Any
+  ) -> Sequence[bool]:
+    """Returns whether each step is kept, as Orbax asks at every save."""
+    del context
+    steps = [checkpoint.step for checkpoint in checkpoints]
+    kept = self._choose(steps)
+    return [step in kept for step in steps]
+
+
+def _named(tree: Any) -> dict[str, Any]:
+  """Returns the leaves by dotted path, such as 'policy.layers.norm'."""
+  named = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    name = jax.tree_util.keystr(path, simple=True, separator='.') or 'state'
+    if name in named:
+      raise ValueError(f'two leaves of the state are named {name!r}')
+    named[name] = leaf
+  return named
+
+
+def _kind(leaf: Any) -> dict[str, Any]:
+  """Returns shape and dtype of a leaf, in the form of a manifest."""
+  return {'shape': list(leaf.shape), 'dtype': str(leaf.dtype)}
+
+
+def _describe(kind: dict[str, Any]) -> str:
+  """Returns a leaf's kind as text, such as float32[16,8]."""
+  return f'{kind["dtype"]}[{",".join(map(str, kind["shape"]))}]'

@@ -1,0 +1,99 @@
+"""Lists the checkpoints of a run from their small files, without jax."""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+import re
+
+from stppo_jax.records.checkpoints import manifest as manifest_lib
+
+_SET_ASIDE = re.compile(r'(\d+)\.corrupt\d*')
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedStep:
+  """A checkpoint of a run.
+
+  Attributes:
+    step: the number of steps that were done.
+    path: its folder.
+    time: when it was saved, in seconds since 1970.
+    size: the bytes of its files.
+    score: how good the step is; None if it was not evaluated.
+    notes: what else there is to say: newest, best, set aside, or what is wrong
+      with its manifest.
+  """
+
+  step: int
+  path: pathlib.Path
+  time: float
+  size: int
+  score: float | None
+  notes: tuple[str, ...]
+
+
+def find(workdir: pathlib.Path) -> list[SavedStep]:
+  """Returns the checkpoints of a run in order, also those set aside.
+
+  Arrays are not read: `verification` finds out whether they are intact.
+
+  Raises:
+    OSError: a folder cannot be read.
+  """
+  folder = workdir / 'checkpoints'
+  names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+  # What Orbax is writing now has another name.
+  numbers = sorted(int(name) for name in names if name.isdecimal())
+  known = [_read(folder / str(number), number) for number in numbers]
+  known = [saved for saved in known if saved.path.exists()]
+  best = manifest_lib.best({saved.step: saved.score for saved in known})
+  found = []
+  for saved in known:
+    notes = ['newest'] if saved is known[-1] else []
+    notes += ['best'] if saved.step == best else []
+    found.append(dataclasses.replace(saved, notes=(*notes, *saved.notes)))
+  for name in sorted(names):
+    match = _SET_ASIDE.fullmatch(name)
+    if match:
+      saved = _read(folder / name, int(match[1]))
+      found.append(dataclasses.replace(saved, notes=(f'set aside: {name}',)))
+  return sorted(found, key=lambda saved: saved.step)
+
+
+def read_manifest(path: pathlib.Path, step: int) -> dict:
+  """Returns the manifest of a checkpoint, checked by its digest.
+
+  Args:
+    path: the folder of the checkpoint.
+    step: its step.
+
+  Raises:
+    ValueError: it cannot be read, or is not that of the step; one line.
+  """
+  try:
+    manifest = json.loads((path / manifest_lib.FILE).read_text('utf-8'))
+  except OSError as error:
+    raise ValueError(str(error.strerror)) from error
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f'not JSON ({error})') from error
+  problem = manifest_lib.problem(manifest, step)
+  if problem:
+    raise ValueError(problem)
+  return manifest
+
+
+def _read(path: pathlib.Path, step: int) -> SavedStep:
+  """Returns what the small files of a checkpoint say."""
+  score, notes = None, ()
+  try:
+    score = read_manifest(path, step)['host'].get('score')
+  except ValueError as error:
+    notes = (f'damaged: {manifest_lib.FILE}: {error}',)
+  files = []
+  with contextlib.suppress(FileNotFoundError):  # a run removes old checkpoints
+    files += [each.stat() for each in path.rglob('*') if each.is_file()]
+  size = sum(each.st_size for each in files)
+  # Orbax renames the folder when all of its files are written.
+  time = max((each.st_mtime for each in files), default=0.0)
+  return SavedStep(step, path, time, size, score, notes)

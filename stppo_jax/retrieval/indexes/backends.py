@@ -1,0 +1,153 @@
+"""The kinds of search that a server offers over the folder of an index."""
+
+from collections.abc import Sequence
+import dataclasses
+import os
+
+from stppo_jax.retrieval import protocol
+from stppo_jax.retrieval.indexes import bm25
+from stppo_jax.retrieval.indexes import hybrid
+from stppo_jax.retrieval.indexes import index_folder
+
+# Modules that need jax or FAISS are imported by those who choose them.
+
+BACKENDS = ('bm25', 'dense', 'faiss', 'hybrid')
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseOptions:
+  """The choices of a dense part.
+
+  Attributes:
+    query_prefix, passage_prefix: what the encoder expects in front of texts,
+      'query: ' and 'passage: ' for E5.
+    dtype: the dtype of the stored vectors, float32 or bfloat16.
+  """
+
+  query_prefix: str = ''
+  passage_prefix: str = ''
+  dtype: str = 'float32'
+
+
+def add_bm25(folder: index_folder.IndexFolder, *, k1: float, b: float) -> bool:
+  """Adds a part for BM25 to a folder; returns whether it was not there yet."""
+  return folder.add_part(
+    'bm25',
+    {'k1': k1, 'b': b},
+    lambda path: bm25.Bm25Index(folder.passages, k1=k1, b=b).save(path),
+  )
+
+
+def add_dense(
+  folder: index_folder.IndexFolder,
+  encoder_directory: str | os.PathLike[str],
+  options: DenseOptions,
+) -> bool:
+  """Adds the vectors of all passages; returns whether they were not there yet.
+
+  Raises:
+    ValueError: the directory holds no encoder, or the folder has the vectors of
+      another encoder; one line.
+  """
+  from stppo_jax.retrieval.indexes import dense
+  from stppo_jax.retrieval.indexes import encoder
+
+  model = encoder.TextEncoder(encoder_directory)
+  return folder.add_part(
+    'dense',
+    {'encoder': model.sha256, **dataclasses.asdict(options)},
+    lambda path: dense.write_vectors(
+      path,
+      folder.passages,
+      model.encode,
+      size=model.size,
+      dtype=options.dtype,
+      passage_prefix=options.passage_prefix,
+    ),
+  )
+
+
+def open_index(
+  folder: index_folder.IndexFolder,
+  backend: str,
+  *,
+  encoder_directory: str = '',
+  faiss_file: str = '',
+  query_prefix: str = '',
+) -> protocol.Index:
+  """Opens an index of a folder.
+
+  Args:
+    folder: the folder.
+    backend: one of `BACKENDS`; hybrid is BM25 with FAISS if there is a file of
+      it, else with the dense part.
+    encoder_directory: the encoder of the vectors, for all but BM25.
+    faiss_file: an index of FAISS over the folder's passages, in their order.
+    query_prefix: what the encoder expects in front of queries, with FAISS.
+
+  Raises:
+    ValueError: a part is missing or does not fit; one line.
+  """
+  if backend == 'bm25':
+    folder.part('bm25')
+    return bm25.Bm25Index.load(folder.path / 'bm25', folder.passages)
+  if backend == 'hybrid':
+    kinds: Sequence[str] = ('bm25', 'faiss' if faiss_file else 'dense')
+    return hybrid.HybridIndex(
+      [
+        open_index(
+          folder,
+          kind,
+          encoder_directory=encoder_directory,
+          faiss_file=faiss_file,
+          query_prefix=query_prefix,
+        )
+        for kind in kinds
+      ]
+    )
+  if not encoder_directory:
+    raise ValueError(f'{backend}: needs the encoder of the vectors')
+  if backend == 'faiss':
+    from stppo_jax.retrieval.indexes import encoder
+    from stppo_jax.retrieval.indexes import faiss_index
+
+    model = encoder.TextEncoder(encoder_directory)
+    return faiss_index.FaissIndex(
+      faiss_file,
+      folder.passages,
+      model.encode,
+      size=model.size,
+      query_prefix=query_prefix,
+    )
+  return _open_dense(folder, encoder_directory)
+
+
+def _open_dense(
+  folder: index_folder.IndexFolder, encoder_directory: str
+) -> protocol.Index:
+  from stppo_jax.retrieval.indexes import dense
+  from stppo_jax.retrieval.indexes import encoder
+
+  fields = folder.part('dense')
+  model = encoder.TextEncoder(encoder_directory)
+  if fields.pop('encoder', None) != model.sha256:
+    raise ValueError(
+      f'{folder.path / "dense"}: made by another encoder than '
+      f'{encoder_directory}'
+    )
+  path = folder.path / 'dense'
+  names = {field.name for field in dataclasses.fields(DenseOptions)}
+  if set(fields) != names or not all(
+    isinstance(v, str) for v in fields.values()
+  ):
+    raise ValueError(
+      f'{path}: damaged: part.json must hold a string for each of '
+      f'{", ".join(sorted(names))}'
+    )
+  options = DenseOptions(**fields)
+  return dense.DenseIndex(
+    dense.read_vectors(path, options.dtype, size=model.size),
+    folder.passages,
+    model.encode,
+    query_prefix=options.query_prefix,
+  )

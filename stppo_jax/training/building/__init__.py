@@ -1,0 +1,1 @@
+"""Builds what a run is made of: components, engines, a retriever, files."""

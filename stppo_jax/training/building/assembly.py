@@ -1,0 +1,387 @@
+"""Builds the components and services of a run from its config.
+
+`Components` need no weights and no server. They are built before anything is
+written and before any server is waited for, so that every error in a config,
+its files or the devices is reported at once. `Services` run beside the policy:
+an event loop and the client of a retriever that answers.
+
+Only `training`, `analysis` and `commands` read configs; all other packages take
+numbers.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence
+import contextlib
+import dataclasses
+import math
+
+import jax
+
+from stppo_jax.data import arithmetic
+from stppo_jax.data import demonstrations
+from stppo_jax.data import games
+from stppo_jax.data import questions as questions_lib
+from stppo_jax.data import synthetic_wiki
+from stppo_jax.envs import environments
+from stppo_jax.envs import protocol
+from stppo_jax.envs import reward_function
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.models import attention
+from stppo_jax.models import cache as cache_lib
+from stppo_jax.models import config as model_config
+from stppo_jax.models import functional
+from stppo_jax.models import moe
+from stppo_jax.parallel import distributed
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import publish as publish_lib
+from stppo_jax.retrieval import client
+from stppo_jax.rollout import event_loop
+from stppo_jax.rollout import lengths
+from stppo_jax.sampling import tokenizer as tokenizer_lib
+from stppo_jax.training.building import model_files
+from stppo_jax.training.building import retriever as retriever_lib
+from stppo_jax.training.checks import data_check
+
+
+class Misconfigured(Exception):
+  """A config that does not fit its files or the devices; a line per reason."""
+
+  exit_code = 2
+
+
+@contextlib.contextmanager
+def config_errors(subject: str = '') -> Iterator[None]:
+  """Raises `Misconfigured` for a ValueError or OSError of the body.
+
+  The line begins with the file of an OSError, or the subject if it has none.
+  """
+  try:
+    yield
+  except (ValueError, OSError) as error:
+    reason = getattr(error, 'strerror', None)
+    name = getattr(error, 'filename', None) or subject
+    line = f'{name}: {reason}' if reason and name else str(error)
+    raise Misconfigured(line) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Services:
+  """The services that run beside the policy.
+
+  Attributes:
+    questions: the data set.
+    environment: opens the dialogues and answers the policy's turns.
+    retriever: the client of the retrieval server; None if the environment needs
+      none.
+    loop: the event loop on which the environment and its clients run.
+  """
+
+  questions: questions_lib.Questions
+  environment: protocol.Environment
+  retriever: client.HttpRetriever | None
+  loop: event_loop.EventLoop
+
+
+@dataclasses.dataclass(frozen=True)
+class Components:
+  """The components of a config that fits its files and the devices.
+
+  Attributes:
+    questions: the data set.
+    tokenizer: the policy's tokenizer.
+    learner: models and compiled programs; no weight is read yet.
+    placement: the devices that decode; None with rollout.engine=remote.
+    notes: lines about questions that cannot be used as they are.
+  """
+
+  questions: questions_lib.Questions
+  tokenizer: tokenizer_lib.Tokenizer
+  learner: learner_lib.Learner
+  placement: publish_lib.Placement | None
+  notes: Sequence[str]
+
+
+def build_components(config) -> Components:
+  """Builds and checks everything that needs no weights and no retriever.
+
+  Raises:
+    Misconfigured: the config does not fit its files or the devices.
+  """
+  with config_errors():
+    questions = build_questions(config)
+    tokenizer = build_tokenizer(config, questions)
+    model_files.check(config, tokenizer)
+    mesh = build_mesh(config)
+    shape = build_model_config(config, tokenizer, mesh)
+    learner = learner_lib.Learner(config, shape, mesh)
+    placement = build_placement(config, shape, mesh)
+    check_batch_sizes(config, shape, mesh, placement)
+    notes = data_check.check(config, questions, tokenizer)
+  return Components(questions, tokenizer, learner, placement, notes)
+
+
+def check_batch_sizes(
+  config,
+  shape: model_config.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  placement: publish_lib.Placement | None,
+) -> None:
+  """Checks that devices divide every batch size, and that lanes may be used.
+
+  Args:
+    config: the config of a run.
+    shape: the policy's shape.
+    mesh: the mesh of training.
+    placement: the devices that decode, if the engine is local.
+
+  Raises:
+    ValueError: a size that they do not divide; one line for each.
+  """
+  rollout, updates = config.rollout, config.updates
+  trained = {
+    'rollout.trajectories_per_step': rollout.trajectories_per_step,
+    'updates.minibatch_size': updates.minibatch_size,
+    'updates.microbatch_size': updates.microbatch_size,
+    'sft.batch_size': config.sft.batch_size,
+  }
+  shards = math.prod(mesh.shape[axis] for axis in mesh_lib.BATCH_AXES)
+  lines = {
+    key: f'{key}={size}: must be a multiple of the {shards} devices of the '
+    'axes data and fsdp'
+    for key, size in trained.items()
+    if size % shards
+  }
+  hosts = mesh_lib.num_hosts(mesh)
+  if rollout.trajectories_per_step % (hosts * rollout.group_size):
+    lines['hosts'] = (
+      f'rollout.trajectories_per_step={rollout.trajectories_per_step}: must '
+      f'give each of the {hosts} hosts as many groups of '
+      f'rollout.group_size={rollout.group_size}'
+    )
+  if hosts > 1 and rollout.engine == 'remote':
+    lines['engine'] = f'rollout.engine=remote: must be local on {hosts} hosts'
+  if hosts > 1 and config.retrieval.record:
+    lines['record'] = (
+      f"retrieval.record={config.retrieval.record}: must be '' on {hosts} "
+      'hosts, which would write the same file'
+    )
+  if placement is not None:
+    slots = 'slots' if rollout.slots else 'trajectories_per_step'
+    shards = cache_lib.row_shards(shape, placement.mesh)
+    if num_slots(config, hosts) % shards:
+      lines[f'rollout.{slots}'] = (
+        f'rollout.{slots}={rollout[slots]}: must be a multiple of {shards}: '
+        'the engine divides slots over so many devices of this host'
+      )
+    if rollout.lanes > 1 and placement.mesh.size > 1:
+      lines['rollout.lanes'] = (
+        f'rollout.lanes={rollout.lanes}: must be 1 on the '
+        f'{placement.mesh.size} devices of this host, on which the engine '
+        'decodes'
+      )
+  if lines:
+    raise ValueError('\n'.join(lines.values()))
+
+
+def num_slots(config, hosts: int) -> int:
+  """Returns the number of trajectories that each host decodes at once."""
+  rollout = config.rollout
+  return rollout.slots or rollout.trajectories_per_step // hosts
+
+
+def build_questions(config) -> questions_lib.Questions:
+  """Returns the data set of a config."""
+  if config.data.name == 'synthetic_wiki':
+    options = config.data.synthetic_wiki
+    return questions_lib.SyntheticQuestions(
+      seed=config.seed,
+      world_seed=options.seed,
+      hops=tuple(options.hops),
+      world_options={
+        'entities_per_type': options.entities_per_type,
+        'name_pieces': options.name_pieces,
+        'distractors': options.distractors,
+      },
+    )
+  if config.data.name == 'arithmetic':
+    return arithmetic.ArithmeticQuestions(
+      seed=config.seed, max_number=config.data.arithmetic.max_number
+    )
+  if config.data.name == 'games':
+    return games.GameQuestions(seed=config.seed, count=config.data.games.count)
+  return questions_lib.load(config.data, seed=config.seed)
+
+
+def build_demonstrations(
+  config, questions: questions_lib.Questions
+) -> demonstrations.Demonstrations:
+  """Returns the demonstrations that the supervised start imitates.
+
+  Raises:
+    ValueError: the data set has none; one line.
+  """
+  if isinstance(questions, games.GameQuestions):
+    raise ValueError(
+      'data.name=games: has no demonstrations to imitate; start from a model '
+      'that can follow the prompt (model.path), without sft.before_training'
+    )
+  if isinstance(questions, questions_lib.SyntheticQuestions):
+    return demonstrations.SyntheticDemonstrations(
+      questions=questions,
+      error_rate=config.sft.error_rate,
+      clean_one_hop_steps=config.sft.clean_one_hop_steps,
+      clean_steps=config.sft.clean_steps,
+      think_words=config.data.synthetic_wiki.think_words,
+    )
+  if isinstance(questions, arithmetic.ArithmeticQuestions):
+    return arithmetic.CalculatorDemonstrations(
+      questions=questions,
+      error_rate=config.sft.error_rate,
+      clean_steps=config.sft.clean_one_hop_steps + config.sft.clean_steps,
+    )
+  return demonstrations.LookupDemonstrations(
+    questions=questions, seed=config.seed, error_rate=config.sft.error_rate
+  )
+
+
+@contextlib.contextmanager
+def build_services(
+  config, questions: questions_lib.Questions
+) -> Iterator[Services]:
+  """Builds the environment of a run, and its retriever if it needs one.
+
+  Raises:
+    Misconfigured: if passages cannot be read, or an option of the environment
+      has a bad value.
+    RetrieverUnreachable: if no server answers within retrieval.start_grace.
+    RewardFunctionFailed: if the user's reward function fails.
+  """
+  with contextlib.ExitStack() as stack:
+    with config_errors():
+      kind = environments.find(config.env.name)
+    loop = stack.enter_context(event_loop.EventLoop())
+    retriever = None
+    if kind.needs_retriever:
+      with config_errors():
+        connected = retriever_lib.connect(config, questions, loop)
+        retriever = stack.enter_context(connected)
+    with config_errors():
+      environment = kind.from_options(config.env.to_dict(), retriever)
+      name = config.env.reward_function
+      if name:
+        question = questions.train(0, 1, resample_round=0)[0]
+        reward_function.try_once(name, environment, question)
+    yield Services(questions, environment, retriever, loop)
+
+
+def build_tokenizer(
+  config, questions: questions_lib.Questions | None
+) -> tokenizer_lib.Tokenizer:
+  """Returns the tokenizer of the model, or one made from the data.
+
+  For questions that are made here it has a token for each phrase; for files,
+  byte-level BPE is trained on their passages.
+  """
+  path = config.model.tokenizer_path or config.model.path
+  if path:
+    return model_files.load_tokenizer(path)
+  environment = environments.find(config.env.name)
+  if config.data.name == 'synthetic_wiki':
+    phrases = environment.phrases(synthetic_wiki.vocabulary())
+    return tokenizer_lib.phrase_tokenizer(phrases)
+  if config.data.name == 'arithmetic':
+    numbers = arithmetic.vocabulary(config.data.arithmetic.max_number)
+    return tokenizer_lib.phrase_tokenizer(environment.phrases(numbers))
+  if config.data.name == 'games':
+    return tokenizer_lib.phrase_tokenizer(environment.phrases([]))
+  assert questions is not None, 'there is no directory with a tokenizer'
+  passages = questions.passages()
+  assert passages is not None  # files have a corpus
+  texts = [
+    f'Doc 1(Title: {passage.title}) {passage.text}\n' for passage in passages
+  ]
+  # The tags are in every dialogue but in no passage. They are repeated, so that
+  # BPE merges each of them into few tokens.
+  texts += list(environment.tags) * len(texts)
+  return tokenizer_lib.train_byte_level_bpe(
+    texts, config.data.tokenizer_vocab_size
+  )
+
+
+def build_model_config(
+  config,
+  tokenizer: tokenizer_lib.Tokenizer | None,
+  mesh: jax.sharding.Mesh,
+) -> model_config.ModelConfig:
+  """Returns the models' shape, from the model's directory or the config.
+
+  Args:
+    config: the config of a run.
+    tokenizer: gives the vocabulary's size where there is no directory.
+    mesh: the devices that compute, whose platform chooses the implementations.
+
+  Raises:
+    ValueError: an unsupported model, a `model.attention` that does not run on
+      these devices, or a replay of experts by a model without experts.
+  """
+  model, shape = config.model, model_files.shape(config, tokenizer)
+  platform = mesh_lib.platform(mesh)
+  attends = attention.choose(
+    model.attention,
+    dtype=shape.dtype,
+    head_dim=shape.head_dim,
+    platform=platform,
+  )
+  replay = config.updates.routing_replay
+  if replay != 'nowhere' and not shape.num_experts:
+    raise ValueError(
+      f'updates.routing_replay={replay}: must be nowhere, the model in '
+      f'{model.path} has no experts'
+    )
+  return dataclasses.replace(
+    shape,
+    attention=attends,
+    moe=moe.choose(model.moe, platform=platform),
+    cache=config.rollout.cache_dtype,
+  )
+
+
+def build_mesh(config, devices: Sequence | None = None) -> jax.sharding.Mesh:
+  """Returns the mesh of training, over these devices; None: over all."""
+  axes = config.mesh
+  return distributed.by_host(
+    mesh_lib.make_mesh(
+      data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor, devices=devices
+    )
+  )
+
+
+def build_placement(
+  config, shape: model_config.ModelConfig, mesh: jax.sharding.Mesh
+) -> publish_lib.Placement | None:
+  """Returns the devices that decode; None with rollout.engine=remote.
+
+  Args:
+    config: the config of a run.
+    shape: the policy's shape.
+    mesh: the mesh of training.
+
+  Raises:
+    ValueError: rollout.tensor does not divide the devices or the model.
+  """
+  if config.rollout.engine != 'local':
+    return None
+  tensor = config.rollout.tensor or mesh.shape['tensor']
+  try:
+    placement = publish_lib.Placement(mesh, tensor)
+    functional.Model(shape, 'vocabulary', mesh=placement.mesh)
+  except ValueError as error:
+    raise ValueError(f'rollout.tensor={tensor}: {error}') from error
+  return placement
+
+
+def length_unit(config) -> int:
+  """Returns the number of tokens that every batch's length is a multiple of."""
+  return lengths.unit(
+    config.rollout.length_bucket, max_length=config.env.max_length
+  )

@@ -1,0 +1,173 @@
+"""Builds the engine of a process, and the collectors that sample with it.
+
+Collecting and evaluating share one engine, because each engine holds a copy of
+the weights, and the keys and values of its slots.
+"""
+
+from stppo_jax.envs import reward_function
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import state as state_lib
+from stppo_jax.models import functional
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import publish as publish_lib
+from stppo_jax.rollout import collect
+from stppo_jax.sampling import engine as engine_lib
+from stppo_jax.sampling import engine_options
+from stppo_jax.sampling import sampler
+from stppo_jax.sampling import stops
+from stppo_jax.sampling import tokenizer as tokenizer_lib
+from stppo_jax.sampling.remote import client as client_lib
+from stppo_jax.sampling.remote import engine as remote_engine
+from stppo_jax.training.building import assembly
+from stppo_jax.training.building import model_files
+
+Engine = engine_lib.Engine | remote_engine.RemoteEngine
+
+
+def build(
+  config,
+  services: assembly.Services,
+  tokenizer: tokenizer_lib.Tokenizer,
+  policy: functional.Model,
+  placement: publish_lib.Placement | None,
+) -> Engine:
+  """Returns the engine of a run, to which no weights are published yet.
+
+  Args:
+    config: the config of the run.
+    services: the environment, whose stop strings end a turn, and the loop.
+    tokenizer: the policy's tokenizer.
+    policy: the policy without a value head.
+    placement: see `assembly.build_placement`.
+
+  Raises:
+    EngineUnreachable, EngineUnsuited: with rollout.engine=remote only.
+  """
+  eos_ids = model_files.end_token_ids(config, tokenizer)
+  automaton = stops.build(
+    tokenizer.token_bytes(),
+    stop_strings=services.environment.stop_strings,
+    eos_ids=eos_ids,
+  )
+  if placement is None:
+    return _build_remote(config, services, policy, automaton, eos_ids)
+  return engine_lib.Engine(
+    policy,
+    placement=placement,
+    automaton=automaton,
+    options=_engine_options(config, mesh_lib.num_hosts(placement.training)),
+  )
+
+
+def publish(
+  engine: Engine,
+  learner: learner_lib.Learner,
+  state: state_lib.TrainState,
+  version: int,
+  *,
+  trained: functional.Params | None = None,
+) -> None:
+  """Gives the policy of a state to an engine.
+
+  Args:
+    engine: the engine.
+    learner: the learner that made the state.
+    state: the training state.
+    version: the number of steps that the policy was trained for.
+    trained: trained weights of an earlier policy; None: those of the state.
+  """
+  if isinstance(engine, engine_lib.Engine):
+    # The base stays where it is, and only the adapters are sent.
+    params = state.policy.params if trained is None else trained
+    params = {name: x for name, x in params.items() if name != 'scalar_head'}
+    engine.publish(params, version, base=state.frozen)
+  else:
+    engine.publish(learner.merged_params(state, trained), version)
+
+
+def build_collector(
+  config,
+  services: assembly.Services,
+  tokenizer: tokenizer_lib.Tokenizer,
+  engine: Engine,
+  *,
+  group_size: int = 1,
+) -> collect.Collector:
+  """Returns a collector of groups that samples with an engine."""
+  return collect.Collector(
+    engine=engine,
+    environment=services.environment,
+    tokenizer=tokenizer,
+    loop=services.loop,
+    max_turn_tokens=config.env.max_turn_tokens,
+    max_observation_tokens=config.env.max_observation_tokens,
+    group_size=group_size,
+    overlong=_overlong(config.env),
+    reward_function=reward_function.find(config.env.reward_function),
+  )
+
+
+def _overlong(env) -> collect.Overlong | None:
+  """Returns the punishment of overlong trajectories, if it is switched on."""
+  if not env.rewards.overlong:
+    return None
+  return collect.Overlong(
+    weight=env.rewards.overlong,
+    max_length=env.max_length,
+    interval=env.overlong_fraction * env.max_length,
+  )
+
+
+def _sampling(config) -> sampler.Sampling:
+  rollout = config.rollout
+  return sampler.Sampling(
+    temperature=rollout.temperature,
+    top_k=rollout.top_k,
+    top_p=rollout.top_p,
+    min_p=rollout.min_p,
+  )
+
+
+def _engine_options(config, hosts: int) -> engine_options.EngineOptions:
+  """Returns the options of the local engine."""
+  rollout = config.rollout
+  return engine_options.EngineOptions(
+    slots=assembly.num_slots(config, hosts),
+    max_length=config.env.max_length,
+    sampling=_sampling(config),
+    cache_blocks=rollout.cache_blocks,
+    extend_chunk=rollout.extend_chunk,
+    decode_chunk=rollout.decode_chunk,
+    early_exit=rollout.early_exit,
+    lookahead=rollout.lookahead,
+    deterministic=rollout.deterministic,
+    lanes=rollout.lanes,
+    batch_rows=rollout.batch_rows,
+    return_expert_ids=config.updates.routing_replay == 'sampler',
+  )
+
+
+def _build_remote(
+  config,
+  services: assembly.Services,
+  policy: functional.Model,
+  automaton: stops.StopAutomaton,
+  eos_ids: tuple[int, ...],
+) -> remote_engine.RemoteEngine:
+  """Returns an engine whose turns a server writes."""
+  served = config.rollout.remote
+  client = client_lib.EngineClient(
+    served.url, timeout=served.timeout, retries=served.retries
+  )
+  return remote_engine.RemoteEngine(
+    client,
+    loop=services.loop,
+    model=served.model,
+    shape=policy.config,
+    automaton=automaton,
+    stop_strings=services.environment.stop_strings,
+    eos_ids=eos_ids,
+    max_length=config.env.max_length,
+    sampling=_sampling(config),
+    concurrency=served.concurrency,
+  )

@@ -1,0 +1,107 @@
+"""Export of a run's policy to a directory that other programs load."""
+
+import os
+import pathlib
+
+import jax
+
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import weights
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.records.checkpoints import checkpoint
+from stppo_jax.training import checkpoint_state
+from stppo_jax.training import run_record
+from stppo_jax.training.building import assembly
+from stppo_jax.training.building import model_files
+
+
+class ExportFailed(RuntimeError):
+  """The error of a failed export; the directory is as it was before."""
+
+  exit_code = 75
+
+
+def export(
+  config,
+  workdir: str | pathlib.Path,
+  out: str | pathlib.Path,
+  *,
+  step: int | None,
+  dtype: str,
+) -> int:
+  """Writes the policy of a checkpoint and prints its step.
+
+  Of the checkpoint only the policy's weights are read, sharded over as many
+  devices as divide them, whatever the mesh of the run was. Of the model's
+  directory the shape and the tokenizer are read and, under adapters, the
+  weights. Nothing in `workdir` is changed, so that the run may be going on.
+
+  Args:
+    config: the config of the run.
+    workdir: the run's folder.
+    out: the directory to write; see `records.run_folder` for those that
+      commands refuse.
+    step: the checkpoint that is wanted; None: the newest valid one.
+    dtype: the dtype of the weights in the files.
+
+  Returns:
+    The exit code.
+
+  Raises:
+    Misconfigured: there is no such checkpoint.
+    ExportFailed: the files cannot be written, for example to a full disk.
+    Exceptions with an `exit_code`, see `loop.train`.
+  """
+  out = pathlib.Path(out)
+  with assembly.config_errors():
+    config = run_record.with_start(config, pathlib.Path(workdir))
+    _check_writable(out)
+    path = config.model.path or config.model.tokenizer_path
+    questions = None if path else assembly.build_questions(config)
+    tokenizer = assembly.build_tokenizer(config, questions)
+    mesh = mesh_for_width(model_files.shape(config, tokenizer).hidden_size)
+    shape = assembly.build_model_config(config, tokenizer, mesh)
+    learner = learner_lib.Learner(config, shape, mesh)
+  checkpointer = checkpoint.Checkpointer(workdir, read_only=True)
+  steps = checkpointer.steps()
+  if not steps or step not in (None, *steps):
+    wanted = 'checkpoint' if step is None else f'checkpoint of step {step}'
+    there = ', '.join(map(str, steps)) or 'none'
+    raise assembly.Misconfigured(f'{workdir}: no {wanted}; there are: {there}')
+  frozen = None
+  if config.model.lora.rank:
+    with assembly.config_errors():
+      frozen = weights.load_frozen(
+        config, config.model.path, learner.policy, mesh
+      )
+  restored = checkpoint_state.policy_params(
+    checkpointer, learner, frozen, step=step
+  )
+  checkpointer.close()
+  if restored is None:
+    raise assembly.Misconfigured(f'{workdir}: no checkpoint of step {step}')
+  done, params = restored
+  try:
+    model_files.export(
+      config, out, learner.policy, params, tokenizer, dtype=dtype
+    )
+  except OSError as error:
+    raise ExportFailed(f'{out}: {error}') from error
+  print(f'{out}: the policy after step {done}, {dtype}')
+  return 0
+
+
+def mesh_for_width(hidden_size: int) -> jax.sharding.Mesh:
+  """Returns a mesh of the most devices that divide the model width."""
+  devices = jax.devices()
+  most = max(n for n in range(1, len(devices) + 1) if hidden_size % n == 0)
+  return mesh_lib.make_mesh(data=1, fsdp=-1, tensor=1, devices=devices[:most])
+
+
+def _check_writable(out: pathlib.Path) -> None:
+  """Raises ValueError if a folder cannot be made or replaced."""
+  parent = out.resolve().parent
+  while not parent.exists():
+    parent = parent.parent
+  if not os.access(parent, os.W_OK):
+    raise ValueError(f'--out={out}: {parent} is not writable')

@@ -1,0 +1,1 @@
+"""Checks that refuse, or end, a run that should not go on."""

@@ -1,0 +1,236 @@
+"""Checks, at the start, that the hosts of a run agree.
+
+Hosts that differ in a key of the config, in a file or in the code would not
+fail: they would train on something that no config describes, or wait for each
+other in different programs. So everything that a step depends on is compared
+before the first program, and each difference is named with its hosts.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+import hashlib
+import importlib.util
+import os
+import pathlib
+import platform
+import time
+from typing import Any
+import uuid
+
+import jax
+
+from stppo_jax import settings
+from stppo_jax.data import layout
+from stppo_jax.data import mixtures
+from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.records import run_folder
+from stppo_jax.training.building import assembly
+
+# Every host asks its own retriever.
+_OWN_KEYS = ('retrieval.url',)
+_PACKAGE = pathlib.Path(__file__).parents[2]
+# Files of at most so many bytes are compared as they are; of larger ones, which
+# are weights, the size.
+_MAX_BYTES = 1 << 28
+# Seconds that a file system may take to show a new file to other machines.
+_PROBE_PATIENCE = 10.0
+_PROBE_PAUSE = 0.1
+
+
+class HostsDiffer(Exception):
+  """Hosts have come to different programs, or with arrays of other shapes."""
+
+  exit_code = 70
+
+
+def check(hosts: hosts_lib.Hosts, config) -> None:
+  """Checks that all hosts have the same config, files, code and devices.
+
+  Raises:
+    Misconfigured: on all hosts; a line for each difference.
+  """
+  if hosts.count == 1:
+    return
+  values = {
+    key: value
+    for key, value in settings.flatten(config).items()
+    if key not in _OWN_KEYS
+  }
+  ours = {'the config': _digest(repr(sorted(values.items()))), **_facts(config)}
+  facts = hosts.exchange('facts', ours)
+  lines = differences(hosts, facts)
+  if len({fact['the config'] for fact in facts}) > 1:
+    lines = lines[1:] + differences(
+      hosts,
+      hosts.exchange(
+        'config', {f'config.{key}': repr(x) for key, x in values.items()}
+      ),
+    )
+  if lines:
+    raise assembly.Misconfigured('\n'.join(lines))
+
+
+def check_program(
+  hosts: hosts_lib.Hosts, program: str, step: int, arrays: Any
+) -> None:
+  """Checks that all hosts have come to one program, with the same shapes.
+
+  Otherwise they would wait for each other in it.
+
+  Args:
+    hosts: the hosts of the run.
+    program: the name of the program.
+    step: the step that it is a part of.
+    arrays: this host's part of the arrays whose shapes may differ.
+
+  Raises:
+    HostsDiffer: on all hosts; a line for each difference.
+  """
+  if hosts.count == 1:
+    return
+  signature = {'the program': program, 'the step': str(step)}
+  for path, x in jax.tree_util.tree_leaves_with_path(arrays):
+    name = jax.tree_util.keystr(path, simple=True, separator='.')
+    signature[f'the part of {name}'] = f'{x.dtype}{list(x.shape)}'
+  lines = differences(hosts, hosts.exchange('program', signature))
+  if lines:
+    raise HostsDiffer('\n'.join(lines))
+
+
+def differences(
+  hosts: hosts_lib.Hosts, facts: list[dict[str, str]]
+) -> list[str]:
+  """Returns a line for each fact in which hosts differ: who has what."""
+  lines = []
+  for name in dict.fromkeys(name for fact in facts for name in fact):
+    holders: dict[str, list[str]] = {}
+    for index, fact in enumerate(facts):
+      value = fact.get(name, '(absent)')
+      holders.setdefault(value, []).append(hosts.describe(index))
+    if len(holders) > 1:
+      who = '; '.join(f'{x} on {", ".join(on)}' for x, on in holders.items())
+      lines.append(f'{name} differs between hosts: {who}')
+  return lines
+
+
+def check_folder(hosts: hosts_lib.Hosts, workdir: pathlib.Path) -> None:
+  """Checks that all hosts see the files that the first one writes.
+
+  Raises:
+    Misconfigured: on all hosts, if the folder is not on a shared file system.
+  """
+  if hosts.count == 1:
+    return
+  probe = workdir / f'{run_folder.PROBE}{uuid.uuid4().hex}'
+  if hosts.is_first:
+    probe.touch()
+  try:
+    (name, *_) = hosts.exchange('probe', probe.name)
+    seen = hosts.exchange('seen', _appears(workdir / name))
+  finally:
+    if hosts.is_first:
+      probe.unlink()
+  blind = [hosts.describe(n) for n, sees in enumerate(seen) if not sees]
+  if blind:
+    raise assembly.Misconfigured(
+      f'--workdir={workdir}: {", ".join(blind)} cannot see what '
+      f'{hosts.describe(0)} writes there; it must be on a file system that all '
+      'hosts share'
+    )
+
+
+def _appears(path: pathlib.Path) -> bool:
+  """Returns whether a file can be seen, at once or a little later."""
+  deadline = time.monotonic() + _PROBE_PATIENCE
+  while time.monotonic() < deadline:
+    if path.parent.is_dir() and path.name in os.listdir(path.parent):
+      return True
+    time.sleep(_PROBE_PAUSE)
+  return False
+
+
+def _facts(config) -> dict[str, str]:
+  """Returns what must be the same on all hosts, by name."""
+  devices = jax.local_devices()
+  code = hashlib.sha256()
+  for path in sorted(_PACKAGE.rglob('*.py')):
+    code.update(f'{path.relative_to(_PACKAGE)}\0'.encode())
+    code.update(path.read_bytes())
+  return {
+    'the code': code.hexdigest()[:12],
+    'the version of jax': jax.__version__,
+    'the version of Python': platform.python_version(),
+    'the devices': f'{len(devices)} {devices[0].device_kind}',
+    **{key: _fingerprint(path) for key, path in _files(config)},
+    **{
+      f'the source of {key}={name}': _source(name)
+      for key, name in (
+        ('env.reward_function', config.env.reward_function),
+        ('env.gymnasium.make', config.env.gymnasium.make),
+      )
+      if name
+    },
+  }
+
+
+def _files(config) -> Iterator[tuple[str, pathlib.Path]]:
+  """Yields the files and folders that a config names, by key."""
+  model, data = config.model, config.data
+  for key in ('path', 'reference_path', 'tokenizer_path'):
+    if model[key]:
+      yield f'model.{key}', pathlib.Path(model[key])
+  if data.name in ('jsonl', 'tfds'):
+    root = pathlib.Path(data.root)
+    for key in ('train', 'evaluation'):
+      for element in mixtures.parse(data[key]) if data[key] else ():
+        path = root / element.name
+        if data.name == 'tfds':
+          # It has the checksums of the questions.
+          path = layout.folder(root, element.name) / 'metadata.json'
+        yield f'data.{key}: {element.name}', path
+    if data.corpus:
+      yield 'data.corpus', root / data.corpus
+  if config.retrieval.replay:
+    yield 'retrieval.replay', pathlib.Path(config.retrieval.replay)
+  if config.env.prompt_template:
+    yield 'env.prompt_template', pathlib.Path(config.env.prompt_template)
+
+
+def _source(name: str) -> str:
+  """Returns the checksum of the file that defines a function of the user.
+
+  Args:
+    name: the function as `module:function`.
+  """
+  module = name.partition(':')[0]
+  importlib.invalidate_caches()
+  try:
+    found = importlib.util.find_spec(module)
+  # A package is imported to find a module in it, and may raise anything. The
+  # error is reported where the function is loaded.
+  except Exception:
+    found = None
+  if found is None or found.origin is None:
+    return 'no such module'
+  return _fingerprint(pathlib.Path(found.origin))
+
+
+def _fingerprint(path: pathlib.Path) -> str:
+  """Returns the checksum of a file, or of the files of a folder."""
+  if not path.exists():
+    return 'no such file'
+  if path.is_file():
+    with open(path, 'rb') as file:
+      return hashlib.file_digest(file, 'sha256').hexdigest()[:12]
+  contents: Mapping[str, Any] = {
+    other.name: _fingerprint(other)
+    if other.stat().st_size <= _MAX_BYTES
+    else other.stat().st_size
+    for other in sorted(path.iterdir())
+    if other.is_file()
+  }
+  return _digest(repr(contents))
+
+
+def _digest(text: str) -> str:
+  return hashlib.sha256(text.encode()).hexdigest()[:12]

@@ -1,0 +1,421 @@
+"""Command lines of users: their configurations and their errors."""
+
+import math
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+import textwrap
+
+from ml_collections import config_dict
+import pytest
+
+from stppo_jax.commands.flags import configuration
+from stppo_jax.configs import algorithms
+
+_REPO = pathlib.Path(__file__).resolve().parents[3]
+_BASE = f'--config={_REPO}/configs/base.py'
+
+
+def _errors(*argv, **kwargs):
+  with pytest.raises(configuration.ConfigurationError) as caught:
+    configuration.parse(argv, **kwargs)
+  assert all('\n' not in line for line in caught.value.lines)
+  return caught.value.lines
+
+
+def _config(*argv):
+  return configuration.parse([_BASE, *argv], workdir=False).config
+
+
+@pytest.mark.parametrize(
+  ('flag', 'expected'),
+  [
+    ('--config.seed=7', 7),
+    ('--config.rollout.temperature=2', 2.0),
+    ('--config.rollout.temperature=5e-1', 0.5),
+    ('--config.mesh.fsdp=1', 1),
+    ('--config.writer.tensorboard=False', False),
+    ('--config.writer.tensorboard=false', False),
+    ('--config.writer.tensorboard=0', False),
+    ('--noconfig.writer.tensorboard', False),
+    ('--config.sft.before_training=true', True),
+    ('--config.sft.before_training', True),
+    ('--config.data.synthetic_wiki.hops=[2]', (2,)),
+    ('--config.data.synthetic_wiki.hops=(1,)', (1,)),
+    ("--config.updates.remat='full'", 'full'),
+    ('--config.updates.remat=full', 'full'),
+    ('--config.data.corpus=12', '12'),
+    ('--config.data.corpus=a=b', 'a=b'),
+    ('--config.data.corpus=', ''),
+    ('--config.algorithm.correction.clipping_bias.tau=5', 5.0),
+    ('--config.algorithm.correction.clipping_bias.tau=inf', math.inf),
+    (
+      "--config.algorithm.correction.names=['clipping_bias']",
+      ('clipping_bias',),
+    ),
+    ('--config.algorithm.correction.names=tis', ('tis',)),
+    ("--config.algorithm.correction.names='tis'", ('tis',)),
+    ('--config.algorithm.correction.names=tis,mis', ('tis', 'mis')),
+    ('--config.algorithm.correction.names=[tis, mis]', ('tis', 'mis')),
+    ('--config.algorithm.correction.names=(tis,)', ('tis',)),
+    ('--config.algorithm.correction.names=', ()),
+    ('--config.algorithm.correction.names=()', ()),
+  ],
+)
+def test_values_take_the_type_of_their_key(flag, expected):
+  config = _config(flag)
+  for name in flag.partition('=')[0].partition('config.')[2].split('.'):
+    config = config[name]
+  assert config == expected and type(config) is type(expected)
+
+
+def test_algorithm_workdir_options_and_separate_values(tmp_path):
+  arguments = configuration.parse(
+      [
+          '--config', f'{_REPO}/configs/base.py:turn_ppo',
+          '--workdir', str(tmp_path / 'run'),
+          '--config.mesh.data', '-1',
+          '--config.seed=1', '--config.seed=2',
+          '--steps=12',
+      ],
+      options={'steps': 5, 'name': 'x'},
+  )  # fmt: skip
+  config = arguments.config
+  assert config.algorithm.ratio.level == 'turn'
+  assert (config.seed, config.mesh.data) == (2, -1)
+  assert arguments.options == {'steps': 12, 'name': 'x'}
+  assert arguments.workdir == tmp_path / 'run'
+  assert not arguments.workdir.exists()
+  with pytest.raises((AttributeError, KeyError)):
+    config.new_key = 1
+  assert isinstance(config, config_dict.ConfigDict)
+
+
+def test_booleans_need_no_value(tmp_path):
+  options = {'compile': True, 'deep': False, 'name': ''}
+  flags = '--nocompile', '--deep', '--name=f', '--x', '--y=t', '--restart=0'
+  arguments = configuration.parse(
+    [_BASE, *flags, '--nox'],
+    workdir=False,
+    options=options,
+    switches=('x', 'y', 'restart'),
+  )
+  assert arguments.options == {'compile': False, 'deep': True, 'name': 'f'}
+  assert arguments.switches == {'y'}
+  assert configuration.parse(
+    [_BASE, '--deep', 'f', '--compile=true'], workdir=False, options=options
+  ).options == {'compile': True, 'deep': False, 'name': ''}
+
+
+def test_a_workdir_may_be_optional(tmp_path):
+  optional = {'workdir': False, 'options': {'workdir': ''}}
+  assert configuration.parse([_BASE], **optional).workdir is None
+  arguments = configuration.parse([_BASE, f'--workdir={tmp_path}'], **optional)
+  assert arguments.workdir == tmp_path
+  (line,) = _errors(_BASE, f'--workdir={__file__}', **optional)
+  assert 'exists and is not a folder' in line
+
+
+def test_flags_that_repeat_and_flags_without_a_value():
+  argv = ['--set', 'a=1', '--fast', '--x', '-1', '--set=b=2', '--x=3']
+  found = configuration.split(argv, ['x'], lists=['set'], switches=['fast'])
+  assert found.values == {'x': '3'}
+  assert found.lists == {'set': ['a=1', 'b=2']}
+  assert found.switches == {'fast'} and not found.errors
+  argv = ['--fats', '--fast=maybe', '--set', '--config.seed=1', 'x']
+  found = configuration.split(argv, ['x'], lists=['set'], switches=['fast'])
+  assert found.errors == [
+    '--fats: unknown flag; did you mean --fast? choices: --x, --set, --fast',
+    '--fast=maybe: expected true or false',
+    '--set: has no value',
+    '--config.seed=1: unknown flag; choices: --x, --set, --fast',
+    'x: not a flag; flags start with --',
+  ]
+  assert found.meant == {'fast', 'x'}
+
+
+@pytest.mark.parametrize('flag', ['--fats', '-fast', '--fsat'])
+def test_the_value_of_a_misspelt_flag_is_no_error_of_its_own(flag):
+  found = configuration.split([flag, '-1', flag, 'y', flag, '--x=1'], ['x'])
+  first, second, third, fourth = found.errors
+  assert first == third == fourth and first.startswith(f'{flag}: ')
+  assert second.startswith('-1: ')  # it may be a flag too
+  assert found.values == {'x': '1'}
+
+
+@pytest.mark.parametrize(
+  ('flag', 'expected'),
+  [
+    ('--config.sed=1', "no key 'sed' in config; did you mean seed?"),
+    (
+      '--config.rollout.temprature=1',
+      "no key 'temprature' in config.rollout; did you mean temperature?",
+    ),
+    ('--config.rolout.temperature=1', 'did you mean rollout?'),
+    ('--config.zzz=1', "no key 'zzz' in config; choices: algorithm, "),
+    ('--config.seed.x=1', 'config.seed is a value and has no keys'),
+    ('--config.updates=1', 'a section, not a value; set one of its keys: '),
+    ('--config.seed=1.0', 'expected int, such as 0'),
+    ('--config.seed=True', 'expected int, such as 0'),
+    ('--config.seed=abc', 'expected int, such as 0'),
+    ('--config.rollout.temperature=hot', 'expected a number (float)'),
+    ('--config.rollout.temperature=True', 'expected a number (float)'),
+    ('--config.rollout.temperature=nan', 'expected a number (float)'),
+    ('--config.writer.tensorboard=2', 'expected true or false'),
+    ('--config.writer.tensorboard=yes', 'expected true or false'),
+    ('--noconfig.writer.tensorboard=1', 'unknown flag'),
+    ('--noconfig.seed', '--noconfig.seed: not a boolean'),
+    ('--noconfig.sed', "--noconfig.sed: no key 'sed' in config; did you mean"),
+    ('--config.data.synthetic_wiki.hops=1', 'expected a tuple'),
+    ('--config.data.synthetic_wiki.hops=one', 'expected a tuple'),
+    ('--config.algorithm.correction.names=1', 'expected a tuple'),
+    ('--config.algorithm.correction.names=(tis', 'expected a tuple'),
+    ('--config.algorithm.correction.names=tis mis', 'expected a tuple'),
+    ('--config.updates.num_epochs=__import__("os")', 'expected int'),
+    ('--config.rollout.temperature=0', 'must be greater than 0'),
+    ('--config.rollout.temperature=1e999', 'must be greater than 0'),
+    ('--config.seed', 'has no value'),
+    ('config.seed=1', 'not a flag'),
+    ('--zzz=1', 'unknown flag; choices: --config, --workdir, --steps'),
+    ('--workdri=1', 'unknown flag; did you mean --workdir?'),
+    ('--steps=many', 'expected int, such as 5'),
+  ],
+)
+def test_a_wrong_flag_is_one_line(flag, expected):
+  (line,) = _errors(_BASE, '--workdir=x', flag, options={'steps': 5})
+  assert flag.lstrip('-').partition('=')[0] in line and expected in line
+
+
+def test_missing_flags_and_a_file_for_a_folder():
+  assert _errors() == ['--config: missing', '--workdir: missing']
+  (line,) = _errors(_BASE, f'--workdir={__file__}')
+  assert 'exists and is not a folder' in line
+
+
+@pytest.mark.parametrize(
+  ('source', 'expected'),
+  [
+    ('x = (', 'line 1, fails with SyntaxError: '),
+    ('\nimport no_such_module', 'line 2, fails with ModuleNotFoundError'),
+    ('x = 1', ': has no function get_config'),
+    ('def get_config(): return {}', 'returns dict, expected a ConfigDict'),
+    ('def get_config():\n  return 1 / 0', 'line 2, fails with ZeroDivision'),
+    (
+      'import json\ndef get_config(): return json.loads("")',
+      'line 2, fails with JSONDecodeError',  # its place, not that of json
+    ),
+    ('def get_config(): raise ValueError("a\\nb")', 'ValueError: a b'),
+    (
+      'def get_config(x): pass',
+      'mine.py fails with TypeError: get_config() mi',
+    ),
+  ],
+)
+def test_a_config_file_that_fails(tmp_path, source, expected):
+  file = tmp_path / 'mine.py'
+  file.write_text(source, encoding='utf-8')
+  (line,) = _errors(f'--config={file}', '--workdir=x')
+  assert line.startswith(f'--config={file}: ') and expected in line
+  if ' line ' in expected:
+    assert f'{file}, line ' in line
+
+
+def test_a_module_that_a_config_imports_is_named_too(tmp_path, monkeypatch):
+  monkeypatch.syspath_prepend(tmp_path)
+  (tmp_path / 'sizes_with_an_error.py').write_text('\nx = (', encoding='utf-8')
+  file = tmp_path / 'mine.py'
+  file.write_text('import sizes_with_an_error', encoding='utf-8')
+  (line,) = _errors(f'--config={file}', '--workdir=x')
+  assert 'sizes_with_an_error.py, line 2, fails with SyntaxError: ' in line
+
+
+def test_a_folder_of_configs_is_no_config(monkeypatch):
+  monkeypatch.chdir(_REPO)
+  for folder in ('configs', 'configs/', './configs'):
+    (line,) = _errors(f'--config={folder}', '--workdir=x')
+    assert line == (
+      f'--config={folder}: is a folder; choices: configs/base.py, '
+      'configs/calculator.py, configs/hotpotqa.py, configs/medical.py, '
+      'configs/nq.py, configs/nq_hotpotqa.py, configs/nq_hotpotqa_1_5b.py, '
+      'configs/nq_hotpotqa_3b.py, configs/nq_hotpotqa_7b.py, configs/own.py, '
+      'configs/quickstart.py'
+    )
+
+
+def test_a_missing_file_and_an_unknown_algorithm():
+  (line,) = _errors(f'--config={_REPO}/configs/bse.py', '--workdir=x')
+  assert 'no such file; did you mean' in line and 'configs/base.py' in line
+  (line,) = _errors(_BASE + ':st_pp', '--workdir=x')
+  assert "st_pp: unknown algorithm 'st_pp'; did you mean st_ppo" in line
+  assert 'choices: ' + ', '.join(sorted(algorithms.ALGORITHMS)) in line
+
+
+def test_packaged_configs_load_from_any_folder(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  flags = '--config=configs/quickstart.py:turn_ppo', '--workdir=x'
+  config = configuration.parse(flags).config
+  assert config.algorithm.ratio.level == 'turn'
+  # Files that the config names are found too, and its own files come first.
+  assert '{question}' in pathlib.Path(config.env.prompt_template).read_text()
+  (line,) = _errors('--config=configs/quickstrt.py', '--workdir=x')
+  assert 'no such file; did you mean configs/quickstart.py' in line
+  (tmp_path / 'configs').mkdir()
+  mine = 'from stppo_jax.configs import base\nget_config = base.get_config\n'
+  (tmp_path / 'configs' / 'quickstart.py').write_text(mine)
+  assert configuration.parse(flags).config.model.path == ''
+
+
+def test_errors_of_all_kinds_are_printed_together():
+  lines = _errors(
+    _BASE,
+    '--workdri=x',
+    '--config.sed=1',
+    '--config.seed=x',
+    '--config.env.max_length=-1',
+    '--config.algorithm.objective.name=hope',
+    '--config.retrieval.url=nowhere',
+  )
+  starts = [line.split(':')[0].split('=')[0] for line in lines]
+  assert starts == [
+    '--workdri',  # and no --workdir that is missing
+    '--config.sed',
+    '--config.seed',
+    'config.env.max_length',
+    'config.retrieval.url',
+    'config.algorithm.objective.name',
+  ]
+
+
+def _run(*argv):
+  """Returns exit code, stdout, stderr and CPU seconds of a process.
+
+  Its platform does not exist, so that touching a device is an error.
+  """
+  before = resource.getrusage(resource.RUSAGE_CHILDREN)
+  # A platform that does not exist: touching a device would be an error.
+  environ = os.environ | {'JAX_PLATFORMS': 'none_such'}
+  done = subprocess.run(
+    [sys.executable, '-m', 'stppo_jax', *argv],
+    capture_output=True,
+    text=True,
+    cwd=_REPO,
+    env=environ,
+    timeout=60,
+    check=False,
+  )
+  # Not the time on the wall: other tests share the machine.
+  after = resource.getrusage(resource.RUSAGE_CHILDREN)
+  seconds = (after.ru_utime + after.ru_stime) - (
+    before.ru_utime + before.ru_stime
+  )
+  return done.returncode, done.stdout, done.stderr, seconds
+
+
+@pytest.mark.parametrize('command', ['train', 'sft', 'evaluate'])
+def test_a_wrong_command_line_exits_2_fast(tmp_path, command):
+  code, out, err, seconds = _run(
+    command,
+    '--config=configs/base.py',
+    f'--workdir={tmp_path}/run',
+    '--config.rollout.temperature=0',
+    '--config.sed=1',
+  )
+  assert (code, out) == (2, '')
+  # Only evaluate reads a folder that must be there.
+  expected = 3 if command == 'evaluate' else 2
+  assert len(err.splitlines()) == expected and 'Traceback' not in err
+  assert seconds < 2
+  assert not (tmp_path / 'run').exists()
+
+
+def test_a_wrong_algorithm_exits_2_without_a_device(tmp_path):
+  code, _, err, _ = _run(
+    'train',
+    '--config=configs/base.py',
+    f'--workdir={tmp_path}/run',
+    '--config.algorithm.bounds.name=loose',
+  )
+  line = "config.algorithm.bounds.name='loose': must be one of fixed"
+  assert code == 2
+  assert err.startswith(line) and len(err.splitlines()) == 1
+
+
+def test_config_prints_overrides_that_give_the_same_config():
+  code, out, err, _ = _run(
+    'config', '--config=configs/base.py', '--config.seed=3'
+  )
+  assert (code, err) == (0, '')
+  assert 'seed = 3' in out.splitlines()
+  assert "model.dtype = 'float32'" in out.splitlines()
+  flags = [
+    f'--config.{line.replace(" = ", "=", 1)}'
+    for line in out.splitlines()
+    if not line.startswith('#')
+  ]
+  again = _config(*flags)
+  assert again.to_dict() == _config('--config.seed=3').to_dict()
+  differences = [x for x in out.splitlines() if x.startswith('# differs')]
+  assert differences[0] == '# differs from base: seed = 3, not 0'
+  assert len(differences) == 2  # the title has the name of the file
+
+
+def test_config_prints_numbers_that_follow_from_it():
+  code, out, _, _ = _run(
+    *('config', '--config=configs/quickstart.py:turn_ppo'),
+    *('--config.rollout.steps_ahead=2', '--config.updates.microbatch_size=16'),
+  )
+  assert code == 0
+  # 128 trajectories, minibatches of 64, two epochs, 60 steps.
+  assert out.splitlines()[-7:] == [
+    '# questions per step: 128',
+    '# updates per collection: 4',
+    '# updates of the run: 240',
+    '# microbatches per update: 4',
+    '# tokens per update: at most 12,288',
+    '# tokens of the run: at most 1,474,560',
+    '# off-policy degree: at the last update of a step, the policy is 11 '
+    'updates newer than the one that collected',
+  ]
+  assert '# differs from base: num_steps = 60, not 100' in out.splitlines()
+
+
+def test_the_list_of_commands():
+  code, out, _, _ = _run()
+  assert code == 2
+  for name in ('config', 'evaluate', 'sft', 'train'):
+    assert f'\n  {name:10} ' in out
+  assert '\n  configuration' not in out
+  assert _run('--help')[:2] == (0, out)
+  code, out, err, _ = _run('trian')
+  assert (code, out) == (2, '') and len(err.splitlines()) == 1
+  assert err.startswith('trian: unknown command; did you mean train? choices: ')
+
+
+def test_exit_codes_of_what_a_command_raises(tmp_path):
+  program = textwrap.dedent("""
+      import sys
+      from stppo_jax import __main__
+      from stppo_jax.commands import config
+      class Foreseen(Exception):
+        exit_code = 75
+      def main(argv):
+        raise {'a': Foreseen('the retriever is away'), 'b': KeyError('bug'),
+               'c': KeyboardInterrupt()}[argv[0]]
+      config.main = main
+      sys.exit(__main__.main(['config', sys.argv[1]]))
+  """)
+  for name, code, expected in (
+    ('a', 75, 'the retriever is away\n'),
+    ('b', 70, 'Traceback'),
+    ('c', 130, 'interrupted\n'),
+  ):
+    done = subprocess.run(
+      [sys.executable, '-c', program, name],
+      capture_output=True,
+      text=True,
+      cwd=_REPO,
+      check=False,
+    )
+    assert done.returncode == code and done.stderr.startswith(expected)

@@ -1,0 +1,493 @@
+"""Restored bits are the saved ones; damaged steps are set aside."""
+
+import contextlib
+import dataclasses
+import gc
+import json
+import os
+import pathlib
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+from stppo_jax.records.checkpoints import checkpoint
+from stppo_jax.records.checkpoints import fingerprint
+from stppo_jax.records.checkpoints import manifest as manifest_lib
+
+_REPO = pathlib.Path(__file__).resolve().parents[3]
+
+# Orbax reads the leaves concurrently and gives up at the first that is damaged.
+# The reads still under way then die without a listener, now or a little later.
+pytestmark = pytest.mark.filterwarnings(
+  'ignore::pytest.PytestUnraisableExceptionWarning'
+)
+
+
+# Once: a collection takes long in a process that has run many tests.
+@pytest.fixture(autouse=True, scope='module')
+def _no_read_outlives_these_tests():
+  """Collects abandoned reads, whose errors would fail other tests."""
+  yield
+  gc.collect()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _State:
+  params: dict
+  opt_state: tuple
+  step: jax.Array
+
+
+def _mesh(*shape):
+  return jax.make_mesh(
+    shape, ('data', 'fsdp'), axis_types=(jax.sharding.AxisType.Auto,) * 2
+  )
+
+
+def _state(mesh, seed=0):
+  """Returns a state with all dtypes, shardings and containers of runs."""
+  sharded = NamedSharding(mesh, P('fsdp', None))
+  whole = NamedSharding(mesh, P())
+  key = jax.random.key(seed)
+  params = {
+    'layers': {'w': jax.random.normal(key, (16, 8))},
+    'half': jax.random.normal(key, (8, 4), jnp.bfloat16),
+  }
+  params = jax.device_put(params, sharded)
+  opt_state = optax.adamw(1e-3).init(params)
+  extra = {
+    'flags': jnp.arange(8) % 3 == 0,
+    'ids': jnp.arange(8, dtype=jnp.int32) * (seed + 1),
+    'nan': jnp.array([jnp.nan, -0.0, jnp.inf, 1e-45], jnp.float32),
+  }
+  params |= jax.device_put(extra, whole)
+  opt_state = jax.device_put(opt_state, whole)
+  return _State(params, opt_state, jax.device_put(jnp.int32(seed), whole))
+
+
+def _abstract(state):
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+    state,
+  )
+
+
+def _bits(tree):
+  return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def _save(workdir, *steps, mesh=None):
+  saver = checkpoint.Checkpointer(workdir, keep=3)
+  for step in steps:
+    state = _state(mesh or _mesh(2, 4), step)
+    saver.save(step, state, {'kl': step / 10})
+  saver.close()
+
+
+def _restore(workdir, mesh=None):
+  target = _abstract(_state(mesh or _mesh(2, 4)))
+  return checkpoint.Checkpointer(workdir, keep=3).restore_latest(target)
+
+
+@pytest.mark.parametrize(
+  'shape',
+  [(2, 4), (8, 1), pytest.param((1, 8), marks=pytest.mark.slow)],
+)
+def test_restores_bits_on_any_mesh(tmp_path, shape):
+  _save(tmp_path, 1, 2)
+  mesh = _mesh(*shape)
+  step, state, host = _restore(tmp_path, mesh)
+  expected = _state(mesh, 2)
+  assert (step, host) == (2, {'kl': 0.2})
+  assert _bits(state) == _bits(expected)
+  assert jax.tree.structure(state) == jax.tree.structure(expected)
+  for found, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(expected)):
+    assert found.sharding == wanted.sharding
+    assert found.dtype == wanted.dtype
+
+
+def test_nothing_saved_is_none_and_keep_bounds_the_steps(tmp_path):
+  assert _restore(tmp_path) is None
+  _save(tmp_path, 1, 2, 3, 4, 5)
+  kept = {p.name for p in (tmp_path / 'checkpoints').iterdir()}
+  assert kept == {'3', '4', '5'}
+
+
+def test_the_best_step_is_kept_beside_the_newest(tmp_path):
+  scores = {1: 0.2, 2: 0.9, 3: 0.9, 4: 0.1, 5: None, 6: 0.3}
+  for steps in ((1, 2, 3, 4), (5, 6)):  # two starts
+    saver = checkpoint.Checkpointer(tmp_path, keep=2)
+    for step in steps:
+      score = {} if scores[step] is None else {'score': scores[step]}
+      saver.save(step, {'x': jnp.ones(2)}, score)
+    saver.close()
+  reader = checkpoint.Checkpointer(tmp_path, read_only=True)
+  assert reader.steps() == [3, 5, 6]  # of equals the newest is the best
+  assert reader.best() == 3
+  reader.close()
+  _flip(tmp_path / 'checkpoints' / '3' / 'manifest' / 'metadata', 0.5)
+  reader = checkpoint.Checkpointer(tmp_path, read_only=True)
+  assert reader.best() == 6  # a damaged step has no score
+  reader.close()
+
+
+_ROUNDS = """
+import faulthandler
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from stppo_jax.records.checkpoints import checkpoint
+from stppo_jax.records.checkpoints import fingerprint
+
+faulthandler.dump_traceback_later(60, exit=True)
+mesh = jax.make_mesh((8,), ('fsdp',))
+sharding = NamedSharding(mesh, P('fsdp'))
+state = [
+  jax.device_put(np.full((8, 8 + n % 3), n, np.float32), sharding)
+  for n in range(90)
+]
+first = fingerprint.fingerprints(state)
+for _ in range(50):
+  assert fingerprint.fingerprints(state) == first
+print('50 rounds')
+"""
+
+
+@pytest.mark.slow
+def test_fingerprints_of_many_leaves_on_eight_devices_never_hang():
+  # A process of its own, with the threads that XLA has without our settings.
+  environment = os.environ | {
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_NUM_CPU_DEVICES': '8',
+    'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+  }
+  environment.pop('NPROC', None)
+  process = subprocess.run(
+    [sys.executable, '-c', _ROUNDS],
+    capture_output=True,
+    text=True,
+    env=environment,
+    cwd=_REPO,
+    timeout=90,
+  )
+  assert process.returncode == 0, process.stderr
+  assert process.stdout == '50 rounds\n'
+
+
+def test_a_step_is_saved_once(tmp_path):
+  saver = checkpoint.Checkpointer(tmp_path, keep=2)
+  saver.save(1, {'x': jnp.ones(2)}, {'first': True})
+  saver.save(1, {'x': jnp.zeros(2)}, {'first': False})
+  _, state, host = saver.restore_latest({'x': jnp.zeros(2)})
+  assert host == {'first': True} and state['x'].tolist() == [1, 1]
+
+
+def _fingerprint_slowly(array):
+  """Returns the fingerprint by Python integers, one word after another."""
+  array = np.asarray(array)
+  if array.dtype == bool:
+    array = array.astype(np.uint8)
+  word = f'u{min(array.dtype.itemsize, 4)}'
+  words = np.ascontiguousarray(array).reshape(-1).view(word)
+  weights = [i * 0x9E3779B1 % 2**32 | 1 for i in range(words.size)]
+  return sum(int(x) * w for x, w in zip(words, weights)) % 2**32
+
+
+def test_fingerprint_is_the_documented_sum_under_every_sharding():
+  x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+  shardings = [
+    NamedSharding(_mesh(*shape), spec)
+    for shape in ((2, 4), (1, 8))
+    for spec in (P(), P('fsdp'), P('data', 'fsdp'), P(None, 'fsdp'))
+  ]
+  arrays = [jax.device_put(x, sharding) for sharding in shardings]
+  assert set(fingerprint.fingerprints(arrays)) == {_fingerprint_slowly(x)}
+  others = [
+    jnp.arange(7, dtype=jnp.int32) - 3,
+    jnp.asarray(x, jnp.bfloat16),
+    jnp.asarray(x > 0),
+    jnp.int32(5),
+    jnp.arange(24, dtype=jnp.uint8).reshape(2, 3, 4),
+  ]
+  expected = [_fingerprint_slowly(y) for y in others]
+  assert fingerprint.fingerprints(others) == expected
+
+
+def test_fingerprint_misses_no_flipped_bit_and_no_swap():
+  x = np.random.default_rng(1).normal(size=(6, 5)).astype(np.float32)
+  (clean,) = fingerprint.fingerprints([x])
+  words = x.view(np.uint32)
+  for place in np.ndindex(x.shape):
+    for bit in (0, 1, 15, 22, 30, 31):
+      flipped = words.copy()
+      flipped[place] ^= np.uint32(1 << bit)
+      assert fingerprint.fingerprints([flipped.view(np.float32)]) != [clean]
+  assert fingerprint.fingerprints([x[::-1].copy()]) != [clean]
+  assert fingerprint.fingerprints([x[:, ::-1].copy()]) != [clean]
+
+
+def _flip(path, where):
+  data = bytearray(path.read_bytes())
+  data[int(where * (len(data) - 1))] ^= 0x10
+  path.write_bytes(data)
+
+
+_DAMAGE = {
+  'flip first': lambda path: _flip(path, 0.0),
+  'flip middle': lambda path: _flip(path, 0.5),
+  'truncate': lambda path: os.truncate(path, path.stat().st_size // 2),
+  'delete': lambda path: path.unlink(),
+}
+
+
+# Each restoration takes a moment, so `make test` damages a file in one way.
+@pytest.mark.parametrize(
+  'kinds',
+  [
+    [*_DAMAGE],
+    *(pytest.param([kind], marks=pytest.mark.slow) for kind in _DAMAGE),
+  ],
+  ids='-'.join,
+)
+def test_damage_to_any_file_is_never_loaded(tmp_path, kinds):
+  origin = tmp_path / 'origin'
+  _save(origin, 1, 2)
+  newest = origin / 'checkpoints' / '2'
+  files = [p for p in newest.rglob('*') if p.is_file() and p.stat().st_size]
+  files.sort(key=lambda path: path.name)
+  older, fell_back = _bits(_state(_mesh(2, 4), 1)), 0
+  newer = _bits(_state(_mesh(2, 4), 2))
+  saved_again = set()
+  for number, file in enumerate(files):
+    workdir = tmp_path / str(number)
+    shutil.copytree(origin, workdir)
+    damage = _DAMAGE[kinds[number % len(kinds)]]
+    damage(workdir / file.relative_to(origin))
+    step, state, host = _restore(workdir)
+    # Some files are not needed to read; then the newest step is intact.
+    assert _bits(state) == {1: older, 2: newer}[step], file
+    assert host == {'kl': step / 10}
+    fell_back += step == 1
+    # The run goes on and saves this step again: tried once for each item of a
+    # checkpoint and each outcome.
+    outcome = (file.relative_to(newest).parts[0], step)
+    if outcome not in saved_again:
+      saved_again.add(outcome)
+      _save(workdir, 2)
+      assert _restore(workdir)[0] == 2, file
+  assert fell_back >= 3
+
+
+def test_damaged_arrays_are_set_aside_with_a_warning(tmp_path, caplog):
+  _save(tmp_path, 1, 2)
+  folder = tmp_path / 'checkpoints'
+  manifest = folder / '2' / 'manifest' / 'metadata'
+  saved = json.loads(manifest.read_text())
+  name = 'params.layers.w'
+  saved['leaves'][name]['fingerprint'] ^= 1
+  del saved['digest']
+  saved['digest'] = manifest_lib.digest(saved)
+  manifest.write_text(json.dumps(saved))
+  assert _restore(tmp_path)[0] == 1
+  (record,) = caplog.records
+  assert name in record.message and '2.corrupt' in record.message
+  assert (folder / '2.corrupt').is_dir() and not (folder / '2').exists()
+
+
+def _listing(folder):
+  """Returns every path below the folder with its bytes."""
+  return {
+    str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
+    for p in folder.rglob('*')
+  }
+
+
+@pytest.mark.parametrize(
+  ('change', 'expected'),
+  [
+    (
+      lambda s: {**s, 'a': s['a'].astype(jnp.bfloat16)},
+      'leaf a: expected bfloat16[4], found float32[4]',
+    ),
+    (
+      lambda s: {**s, 'a': s['a'].reshape(4, 1)},
+      'leaf a: expected float32[4,1], found float32[4]',
+    ),
+    (
+      lambda s: {**s, 'c': s['b']},
+      'leaf c: expected int32[2], found nothing',
+    ),
+    (
+      lambda s: {'a': s['a']},
+      'leaf b: expected nothing, found int32[2]',
+    ),
+  ],
+)
+def test_a_wrong_config_harms_no_checkpoint(tmp_path, change, expected):
+  state = {'a': jnp.arange(4.0), 'b': jnp.ones(2, jnp.int32)}
+  saver = checkpoint.Checkpointer(tmp_path, keep=2)
+  saver.save(1, state, {})
+  saver.save(2, state, {})
+  before = _listing(tmp_path)
+  saver = checkpoint.Checkpointer(tmp_path, keep=2)
+  with pytest.raises(checkpoint.OtherState) as caught:
+    saver.restore_latest(change(state))
+  assert str(caught.value).endswith(
+    f'step 2 does not fit this config: {expected}'
+  )
+  assert caught.value.exit_code == 2
+  assert _listing(tmp_path) == before
+  assert saver.restore_latest(state)[0] == 2
+
+
+def test_only_corrupt_checkpoints_are_no_fresh_start(tmp_path):
+  _save(tmp_path, 1)
+  _flip(tmp_path / 'checkpoints' / '1' / 'manifest' / 'metadata', 0.5)
+  for _ in range(2):  # the next start must not silently begin anew
+    with pytest.raises(checkpoint.CorruptCheckpoints, match='1.corrupt') as e:
+      _restore(tmp_path)
+    assert e.value.exit_code == 3
+
+
+def test_read_only_changes_nothing(tmp_path, caplog):
+  _save(tmp_path, 1, 2)
+  folder = tmp_path / 'checkpoints'
+  # Orbax names a save under way so; opened for writing, it is swept away.
+  under_way = folder / '3.orbax-checkpoint-tmp'
+  shutil.copytree(folder / '1', under_way)
+  _flip(folder / '2' / 'manifest' / 'metadata', 0.5)
+  before = _listing(tmp_path)
+  target = _abstract(_state(_mesh(2, 4)))
+  reader = checkpoint.Checkpointer(tmp_path, read_only=True)
+  step, state, _ = reader.restore_latest(target)
+  assert step == 1 and _bits(state) == _bits(_state(_mesh(2, 4), 1))
+  assert 'checkpoint 2 is not valid' in caplog.text
+  with pytest.raises(ValueError, match='reading only'):
+    reader.save(9, state, {})
+  reader.close()
+  assert _listing(tmp_path) == before
+  _restore(tmp_path)
+  assert not under_way.exists() and (folder / '2.corrupt').is_dir()
+
+
+def test_read_only_reports_steps_that_are_all_damaged(tmp_path):
+  _save(tmp_path, 1)
+  _flip(tmp_path / 'checkpoints' / '1' / 'manifest' / 'metadata', 0.5)
+  reader = checkpoint.Checkpointer(tmp_path, read_only=True)
+  with pytest.raises(checkpoint.CorruptCheckpoints, match='left: 1$'):
+    reader.restore_latest(_abstract(_state(_mesh(2, 4))))
+
+
+def test_read_only_makes_no_folder(tmp_path):
+  reader = checkpoint.Checkpointer(tmp_path / 'none', read_only=True)
+  assert reader.restore_latest({'x': jnp.zeros(2)}) is None
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_foreign_folder_is_set_aside(tmp_path):
+  _save(tmp_path, 1, 2)
+  folder = tmp_path / 'checkpoints'
+  shutil.copytree(folder / '1', folder / '7')  # a copy under another number
+  step, state, _ = _restore(tmp_path)
+  assert step == 2 and _bits(state) == _bits(_state(_mesh(2, 4), 2))
+  assert (folder / '7.corrupt').is_dir()
+
+
+def test_a_full_disk_is_an_error_and_keeps_the_old_step(tmp_path, caplog):
+  size = 1 << 18
+  saver = checkpoint.Checkpointer(tmp_path, keep=2)
+  state = {'x': jax.random.normal(jax.random.key(0), (size,))}
+  saver.save(1, state, {})
+  fingerprint.fingerprints([state['x'] + 1])  # compiled before the limit
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+  try:
+    with pytest.raises(checkpoint.SaveFailed, match='step 2 could not be'):
+      saver.save(2, {'x': state['x'] + 1}, {})
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  assert not [record for record in caplog.records if record.exc_info]
+  assert saver.restore_latest(state)[0] == 1
+  saver.save(2, {'x': state['x'] + 1}, {})  # there is room again
+  step, restored, _ = saver.restore_latest(state)
+  assert step == 2
+  assert np.array_equal(restored['x'], np.asarray(state['x'] + 1))
+
+
+_SAVE_FOR_EVER = textwrap.dedent("""
+    import itertools, sys
+    import jax.numpy as jnp
+    from stppo_jax.records.checkpoints import checkpoint
+    saver = checkpoint.Checkpointer(sys.argv[1], keep=2)
+    state = {'x': jnp.zeros(1 << 16), 'y': jnp.zeros(1 << 16)}
+    restored = saver.restore_latest(state)
+    first = restored[0] + 1 if restored else 1
+    print('ready', flush=True)
+    for step in itertools.count(first):
+      state = {name: jnp.full(1 << 16, step, jnp.float32) for name in state}
+      saver.save(step, state, {'step': step})
+      print(step, flush=True)
+""")
+
+
+@pytest.mark.parametrize('kills', [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_a_kill_at_any_moment_leaves_only_complete_steps(tmp_path, kills):
+  pauses = np.random.default_rng(0).uniform(0.0, 0.06, kills)
+  saved = 0
+  for pause in pauses:
+    process = subprocess.Popen(
+      [sys.executable, '-c', _SAVE_FOR_EVER, str(tmp_path)],
+      stdout=subprocess.PIPE,
+      text=True,
+      cwd=_REPO,
+    )
+    assert process.stdout.readline() == 'ready\n'
+    process.stdout.readline()  # at least one step each time
+    time.sleep(pause)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    target = {'x': jnp.zeros(1 << 16), 'y': jnp.zeros(1 << 16)}
+    saver = checkpoint.Checkpointer(tmp_path, keep=2)
+    step, state, host = saver.restore_latest(target)
+    assert step > saved and host == {'step': step}
+    assert all(np.all(np.asarray(x) == step) for x in state.values())
+    saved = step
+  names = [p.name for p in (tmp_path / 'checkpoints').iterdir()]
+  assert not [name for name in names if not name.isdigit()], names
+
+
+def test_a_subtree_is_read_alone(tmp_path):
+  layout = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  whole = {'policy': {'w': jnp.arange(6.0)}, 'value': {'w': jnp.ones(3)}}
+  with contextlib.closing(checkpoint.Checkpointer(tmp_path)) as saving:
+    for step in (1, 2):
+      saving.save(step, jax.tree.map(lambda x: x + step, whole), {'n': step})
+    with pytest.raises(ValueError, match='open for writing'):
+      saving.restore_latest(whole['policy'], subtree='policy')
+  shape = {'w': jax.ShapeDtypeStruct((6,), jnp.float32, sharding=layout)}
+  reading = checkpoint.Checkpointer(tmp_path, read_only=True)
+  with contextlib.closing(reading):
+    assert reading.steps() == [1, 2]
+    for wanted, found in ((None, 2), (1, 1)):
+      step, part, host = reading.restore_latest(
+        shape, subtree='policy', step=wanted
+      )
+      assert (step, host) == (found, {'n': found})
+      assert part.keys() == {'w'}
+      np.testing.assert_array_equal(part['w'], np.arange(6.0) + found)
+    assert reading.restore_latest(shape, subtree='policy', step=3) is None
+    with pytest.raises(checkpoint.OtherState, match='leaf value.w: expected f'):
+      reading.restore_latest(shape, subtree='value')

@@ -1,0 +1,122 @@
+"""Dense search equals a sort of all products, on one device and on eight."""
+
+import jax
+import numpy as np
+import pytest
+
+from stppo_jax import types
+from stppo_jax.retrieval.indexes import dense
+from stppo_jax.retrieval.indexes import index_folder
+
+
+class _Passages:
+  """N passages, made when they are looked at."""
+
+  def __init__(self, size):
+    self._size = size
+
+  def __len__(self):
+    return self._size
+
+  def __getitem__(self, n):
+    return types.Passage(f'p{n}', '', '')
+
+
+def _vectors(*shape, seed=0):
+  return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def _index(vectors_ND, num_devices, **options):
+  return dense.DenseIndex(
+    vectors_ND,
+    _Passages(len(vectors_ND)),
+    lambda texts: _vectors(len(texts), vectors_ND.shape[1], seed=1),
+    devices=jax.local_devices()[:num_devices],
+    **options,
+  )
+
+
+@pytest.mark.parametrize('num_devices', [1, 8])
+def test_it_equals_a_sort_of_all_products(num_devices):
+  vectors_ND, queries_QD = _vectors(20_000, 64), _vectors(7, 64, seed=1)
+  index = _index(vectors_ND, num_devices, tile=600)
+  scores_QP, rows_QP = index.nearest(queries_QD, 10)
+  products_QN = queries_QD @ vectors_ND.T
+  order = np.argsort(-products_QN, axis=1, kind='stable')[:, :10]
+  np.testing.assert_array_equal(rows_QP, order)
+  expected = np.take_along_axis(products_QN, order, axis=1)
+  np.testing.assert_allclose(scores_QP, expected, rtol=1e-5)
+
+
+def test_passages_come_with_scores_and_the_prefix_is_written():
+  texts = []
+
+  def encode(queries):
+    texts.extend(queries)
+    return np.eye(len(queries), 3, dtype=np.float32)
+
+  vectors_ND = np.array([[1, 0, 0], [0, 2, 0], [0, 1, 3]], np.float32)
+  index = dense.DenseIndex(
+    vectors_ND, _Passages(3), encode, query_prefix='query: '
+  )
+  first, second = index.search(['a', 'b'], 2)
+  assert texts == ['query: a', 'query: b'] and len(index) == 3
+  assert [(p.id, p.score) for p in first] == [('p0', 1.0), ('p1', 0.0)]
+  assert [(p.id, p.score) for p in second] == [('p1', 2.0), ('p2', 1.0)]
+  assert index.search([], 2) == []
+
+
+def test_ties_come_in_the_order_of_the_corpus():
+  vectors_ND = np.ones((50, 4), np.float32)
+  vectors_ND[30] += 1
+  for num_devices in (1, 8):
+    index = _index(vectors_ND, num_devices, tile=3)
+    _, rows_QP = index.nearest(np.ones((1, 4), np.float32), 5)
+    assert rows_QP.tolist() == [[30, 0, 1, 2, 3]]
+
+
+def test_topk_beyond_the_corpus():
+  vectors_ND = _vectors(5, 4)
+  for num_devices in (1, 8):
+    _, rows_QP = _index(vectors_ND, num_devices).nearest(_vectors(1, 4), 50)
+    assert sorted(rows_QP[0]) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize('dtype', dense.DTYPES)
+def test_vectors_are_written_and_read(tmp_path, dtype):
+  passages = [types.Passage(f'{n}', f'T{n}', f'text {n}') for n in range(9)]
+  folder = index_folder.IndexFolder.create(tmp_path / 'index', passages)
+  texts = []
+
+  def encode(some):
+    texts.extend(some)
+    return _vectors(len(some), 8)
+
+  folder.add_part(
+    'dense',
+    {'dtype': dtype},
+    lambda path: dense.write_vectors(
+      path, passages, encode, size=8, dtype=dtype, passage_prefix='passage: '
+    ),
+  )
+  assert texts[3] == 'passage: T3\ntext 3' and len(texts) == 9
+  found = dense.read_vectors(folder.path / 'dense', dtype, size=8)
+  np.testing.assert_array_equal(
+    found.astype(np.float32),
+    _vectors(9, 8).astype(dense.DTYPES[dtype]).astype(np.float32),
+  )
+  # In bfloat16 a product has three digits.
+  _, rows_QP = _index(found, 8).nearest(_vectors(9, 8), 1)
+  np.testing.assert_array_equal(
+    rows_QP[:, 0], np.argmax(_vectors(9, 8) @ _vectors(9, 8).T, axis=1)
+  )
+  with pytest.raises(ValueError, match=r'shape \(9, 8\), not .* 7\)'):
+    dense.read_vectors(folder.path / 'dense', dtype, size=7)
+  (folder.path / 'dense' / 'vectors.npy').write_bytes(b'x')
+  with pytest.raises(ValueError, match='damaged vectors'):
+    dense.read_vectors(folder.path / 'dense', dtype, size=8)
+
+
+def test_another_number_of_vectors_is_refused():
+  with pytest.raises(ValueError, match='4 vectors for 5 passages'):
+    dense.DenseIndex(_vectors(4, 2), _Passages(5), _vectors)

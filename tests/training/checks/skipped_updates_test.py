@@ -1,0 +1,93 @@
+"""Numbers that are not finite reach no weight, are told, and end a run."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from stppo_jax import __main__
+from stppo_jax.envs import environments
+from stppo_jax.envs import search
+from stppo_jax.training.checks import skipped_updates
+from tests.training import runs
+
+
+class _Poisoned(search.SearchEnvironment):
+  """An environment that gives one reward in sixteen as nan."""
+
+  _count = 0
+
+  def rewards(self, question, prompt, texts, status):
+    outcomes, scores = super().rewards(question, prompt, texts, status)
+    _Poisoned._count += 1
+    if _Poisoned._count % 16 == 0:
+      outcomes = outcomes | {'exact_match': math.nan}
+    return outcomes, scores
+
+
+def test_one_nan_reward_in_each_batch_is_told_and_ends_the_run(
+  tmp_path, monkeypatch, capsys
+):
+  monkeypatch.setitem(environments.ENVIRONMENTS, 'search', _Poisoned)
+  changes = {
+    'evaluate__every': 0,
+    'checkpoint__every': 99,
+    'algorithm__kl__controller': 'adaptive',
+  }
+  assert runs.train(tmp_path, updates__max_skipped=4, **changes) == 76
+  output, errors = capsys.readouterr()
+  # Two updates in a step.
+  lines = runs.metrics(tmp_path)
+  assert [line['update/skipped'] for line in lines] == [1, 1]
+  assert '  skipped 100% of the updates  ' in output
+  (line,) = errors.splitlines()
+  assert line.startswith('4 updates in a row were skipped') and 'nan' in line
+  assert 'updates.max_skipped=4' in line
+  # What was done is saved, and the same command goes on from there.
+  saved = [path.name for path in (tmp_path / 'checkpoints').iterdir()]
+  assert saved == ['2'] and not (tmp_path / 'policy').exists()
+  assert runs.train(tmp_path, updates__max_skipped=0, **changes) == 0
+  assert len(runs.metrics(tmp_path)) == 3
+
+
+def test_a_rate_beyond_all_numbers_is_refused(tmp_path, capsys):
+  rate = {'policy_optimizer__learning_rate': 1e39}
+  assert runs.train(tmp_path / 'run', **rate) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  expected = 'policy_optimizer.learning_rate=1e+39: must be in [0, 1]'
+  assert line.endswith(expected)
+  assert not (tmp_path / 'run').exists()
+
+
+def test_the_supervised_start_keeps_weights_that_are_not_finite_out(
+  tmp_path, capsys
+):
+  # An eps that is 0 in float32 divides 0 by 0 where there is no gradient: at
+  # the embeddings of tokens that do not occur.
+  flags = runs.flags(
+    sft__optimizer__eps=1e-50,
+    model__tie_embeddings=False,
+    updates__max_skipped=2,
+  )
+  assert __main__.main(['sft', *flags, f'--workdir={tmp_path}']) == 76
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith('2 updates in a row were skipped')
+  assert not list(tmp_path.glob('**/*.safetensors'))
+
+
+def _updates(*skipped):
+  return [{'update/skipped': np.float32(x)} for x in skipped]
+
+
+def test_only_skips_in_a_row_count_over_several_steps():
+  skips = skipped_updates.SkippedUpdates(3)
+  skips.check(_updates(1, 1, 0, 1))
+  skips.check(_updates(1, 0))
+  skips.check(_updates(1, 1))
+  with pytest.raises(skipped_updates.Diverged, match='^3 updates in a row'):
+    skips.check(jax.device_put(_updates(1)))
+
+
+def test_a_limit_of_zero_is_none():
+  skipped_updates.SkippedUpdates(0).check(_updates(*[1] * 99))
