@@ -222,23 +222,31 @@ IMPLEMENTATIONS = {
 }
 
 
-def _by_platform(accelerated: _Implementation) -> _Implementation:
-  """Returns `segment_sum` on a CPU, the given one elsewhere.
+@functools.cache
+def _by_platform(accelerated: str) -> _Implementation:
+  """Returns `segment_sum` on a CPU, the given implementation elsewhere.
 
   The choice is made when a program is lowered, for the devices that it is
   lowered for, so the program has one of the two only.
   """
 
   def choose(on_cpu, elsewhere):
-    return lambda x, ids_BL, num_segments: jax.lax.platform_dependent(
-      x,
-      ids_BL,
-      cpu=lambda x, ids_BL: on_cpu(x, ids_BL, num_segments),
-      default=lambda x, ids_BL: elsewhere(x, ids_BL, num_segments),
-    )
+    # Both are traced, whatever the platform. `jit` remembers what it traced, so
+    # this happens once for each shape and not at each of many calls.
+    @functools.partial(jax.jit, static_argnums=2, inline=True)
+    def chosen(x, ids_BL, num_segments):
+      return jax.lax.platform_dependent(
+        x,
+        ids_BL,
+        cpu=lambda x, ids_BL: on_cpu(x, ids_BL, num_segments),
+        default=lambda x, ids_BL: elsewhere(x, ids_BL, num_segments),
+      )
 
-  scattered = IMPLEMENTATIONS['segment_sum']
-  return _Implementation(*map(choose, scattered, accelerated))
+    return chosen
+
+  return _Implementation(
+    *map(choose, IMPLEMENTATIONS['segment_sum'], IMPLEMENTATIONS[accelerated])
+  )
 
 
 def _choose(implementation: str, num_segments: int) -> _Implementation:
@@ -246,7 +254,7 @@ def _choose(implementation: str, num_segments: int) -> _Implementation:
     if num_segments == 1:  # a plain masked sum: this wins everywhere
       return IMPLEMENTATIONS['unrolled']
     few = num_segments <= MAX_UNROLLED
-    return _by_platform(IMPLEMENTATIONS['unrolled' if few else 'broadcast'])
+    return _by_platform('unrolled' if few else 'broadcast')
   if implementation not in IMPLEMENTATIONS:
     raise ValueError(
       f'unknown implementation {implementation!r}; choices: auto, '
