@@ -425,6 +425,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       'writer': {
         'tensorboard': True,  # whether TensorBoard files are written
         'trajectories': 16,  # dialogues that each host writes per step
+        # How many of them have ratio, advantage, value and entropy of each
+        # token, which takes a forward pass over them.
+        'token_details': 4,
         'samples': 2,  # dialogues printed per evaluation
       },
       # What the metrics of a step are compared with, to warn of a run that is

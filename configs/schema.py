@@ -214,6 +214,7 @@ RULES: Mapping[str, settings.Rule] = {
   'checkpoint.every': _POSITIVE,
   'checkpoint.keep': _POSITIVE,
   'writer.trajectories': _NOT_NEGATIVE,
+  'writer.token_details': _NOT_NEGATIVE,
   'writer.samples': _NOT_NEGATIVE,
   **{f'alarms.{name}': _NUMBER for name in alarms.THRESHOLDS},
   'alarms.stop': settings.Rule(

@@ -80,6 +80,32 @@ class TokenBatch:
     return dataclasses.replace(self, **arrays)
 
 
+class TokenDetails(NamedTuple):
+  """The numbers of the tokens of some rows after the updates of a step.
+
+  Attributes:
+    loss_mask_BL: bool, see `TokenBatch`; the rest has no meaning off the mask.
+    old_logprobs_BL: float32, see `TokenBatch`.
+    ratio_BL, turn_ratio_BL: float32, new policy / old policy, of the token and
+      of its turn.
+    entropy_BL: float32, the entropy of the new policy in nats.
+    advantages_BL: float32, see `TokenBatch`.
+    values_BL: float32, see `TokenBatch`; None without a value model.
+    cut_BL: bool, tokens whose gradient the objective cuts.
+    weights_BL: float32, the corrections' multiplier; 0 silences a token.
+  """
+
+  loss_mask_BL: Any
+  old_logprobs_BL: Any
+  ratio_BL: Any
+  turn_ratio_BL: Any
+  entropy_BL: Any
+  advantages_BL: Any
+  values_BL: Any
+  cut_BL: Any
+  weights_BL: Any
+
+
 class PairBatch(NamedTuple):
   """Pairs of trajectories of one question each; index 0 is the better one.
 

@@ -18,13 +18,16 @@ from stppo_jax.learner import model_roles
 from stppo_jax.learner import optimizer as optimizer_lib
 from stppo_jax.learner import programs as programs_lib
 from stppo_jax.learner import state as state_lib
+from stppo_jax.learner import token_details as token_details_lib
 from stppo_jax.learner import update as update_lib
 from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
 from stppo_jax.models import precision
+from stppo_jax.parallel import activations
 from stppo_jax.parallel import chips
 from stppo_jax.parallel import distributed
+from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import memory
 from stppo_jax.parallel import sharding
 from stppo_jax.rl import algorithm as algorithm_lib
@@ -100,6 +103,7 @@ class Learner:
       num_turns=config.env.max_turns + 1,
       num_microbatches=updates.minibatch_size // microbatch_size,
     )
+    self._microbatch_size = microbatch_size
     self._programs = programs_lib.build(
       self._spec,
       mesh,
@@ -227,6 +231,39 @@ class Learner:
       frozen=state.frozen,
       expert_ids=expert_ids,
     )
+
+  def token_details(
+    self,
+    state: state_lib.TrainState,
+    batch: batch_lib.TokenBatch,
+    hosts: hosts_lib.Hosts,
+  ) -> batch_lib.TokenDetails | None:
+    """Measures the tokens of this host's first rows; see `token_details`.
+
+    Args:
+      state: the state after the updates of a step.
+      batch: the annotated batch.
+      hosts: the hosts of the run; all of them call this function.
+
+    Returns:
+      numpy arrays of at least as many rows as the config wants; None where it
+      wants none.
+    """
+    writer = self._config.writer
+    count = min(writer.token_details, writer.trajectories)
+    if not count:
+      return None
+    rows = token_details_lib.choose_rows(
+      len(batch.lengths_B),
+      count,
+      num_hosts=hosts.count,
+      num_devices=activations.extent(self.mesh, activations.ROWS),
+      unit=self._microbatch_size,
+    )
+    details = self._programs.token_details(state, batch, rows, self._algorithm)
+    each = len(rows) // hosts.count
+    mine = slice(hosts.index * each, (hosts.index + 1) * each)
+    return jax.tree.map(lambda x: x[mine], jax.device_get(details))
 
   @property
   def kl_coefficient(self) -> float:

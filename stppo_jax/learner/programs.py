@@ -19,6 +19,7 @@ from stppo_jax.learner import forward
 from stppo_jax.learner import loss as loss_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import state as state_lib
+from stppo_jax.learner import token_details
 from stppo_jax.learner import update as update_lib
 from stppo_jax.models import functional
 from stppo_jax.parallel import compilation
@@ -37,6 +38,7 @@ class Programs(NamedTuple):
     annotate: see `annotate.annotate`.
     update: see `update.update_rows`; it donates the state.
     update_minibatch: `update`, or the same on several cores of a CPU.
+    token_details: see `token_details.measure_tokens`; all hosts get all rows.
   """
 
   layout: state_lib.TrainState
@@ -47,6 +49,7 @@ class Programs(NamedTuple):
   annotate: Callable[..., Any]
   update: Any
   update_minibatch: Callable[..., Any]
+  token_details: Callable[..., Any]
 
 
 # A process that trains several algorithms needs few: most of them differ in
@@ -127,6 +130,17 @@ def build(
     ),
     update=update,
     update_minibatch=update_minibatch,
+    token_details=jit(
+      functools.partial(
+        token_details.measure_tokens,
+        models=models,
+        mesh=mesh,
+        temperature=spec.temperature,
+        num_turns=spec.num_turns,
+        microbatch_size=microbatch_size,
+      ),
+      out_shardings=sharding.replicated(mesh),
+    ),
   )
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from stppo_jax import batch as batch_lib
 from stppo_jax import types
 from stppo_jax.envs import protocol
+from stppo_jax.records import token_records
 
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 _TRUNCATED_TURNS = types.TrajectoryStatus.TRUNCATED_TURNS
@@ -201,15 +203,31 @@ def measure(
   return metrics
 
 
-def record(trajectory: types.Trajectory, tokenizer) -> dict[str, Any]:
+def record(
+  trajectory: types.Trajectory,
+  tokenizer,
+  *,
+  details: batch_lib.TokenDetails | None = None,
+  row: int = 0,
+) -> dict[str, Any]:
   """Returns a trajectory as plain data, for `trajectories-*.jsonl`.
+
+  Args:
+    trajectory: the trajectory.
+    tokenizer: decodes it.
+    details: the numbers of tokens, in whose rows it may be.
+    row: its row there.
 
   Returns:
     question, golden_answers, data_set, options of a choice question, prompt,
     turns (each with text, observation, action and reward), rewards, scores and
-    status, and the cause of a failure.
+    status, and the cause of a failure. Turns whose tokens have numbers have
+    `tokens` too, see `token_records.turn_records`.
   """
   question = trajectory.question
+  tokens: list[dict[str, Any] | None] = [None] * len(trajectory.turns)
+  if details is not None and row < len(details.loss_mask_BL):
+    tokens = token_records.turn_records(trajectory, details, row, tokenizer)
   return {
     'id': question.id,
     'question': question.text,
@@ -223,14 +241,27 @@ def record(trajectory: types.Trajectory, tokenizer) -> dict[str, Any]:
         'observation': tokenizer.decode(turn.observation_ids),
         'action': turn.action,
         'reward': float(turn.reward),
+        **({'tokens': numbers} if numbers else {}),
       }
-      for turn in trajectory.turns
+      for turn, numbers in zip(trajectory.turns, tokens)
     ],
     'rewards': _floats(trajectory.rewards),
     'scores': _floats(trajectory.scores),
     'status': trajectory.status.value,
     **({'cause': trajectory.cause} if trajectory.cause else {}),
   }
+
+
+def records(
+  trajectories: Sequence[types.Trajectory],
+  tokenizer,
+  details: batch_lib.TokenDetails | None = None,
+) -> list[dict[str, Any]]:
+  """Returns `record` of each trajectory; the first may have details."""
+  return [
+    record(trajectory, tokenizer, details=details, row=row)
+    for row, trajectory in enumerate(trajectories)
+  ]
 
 
 def _valid(

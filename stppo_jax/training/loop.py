@@ -116,6 +116,8 @@ def train(
           state, report = learner.update(state, batch, rows, step)
           reports.append(report)
       metrics |= learner_lib.summarize(reports)
+      timer.begin('token_details')
+      details = learner.token_details(state, batch, hosts)
       timer.end()
 
       learner.adapt_kl(metrics['critic/kl_per_trajectory'], totals.trained)
@@ -135,7 +137,7 @@ def train(
       )
       metrics['timing_s/compile'] = compile_seconds()
       metrics |= watch.measure(metrics)
-      run.finish_step(step + 1, state, metrics, collected.trajectories)
+      run.finish_step(step + 1, state, metrics, collected.trajectories, details)
       skips.check([report.metrics for report in reports])
       watch.check(step + 1)
     run.finish(learner.policy, learner.merged_params(run.state), curve=True)

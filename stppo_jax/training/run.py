@@ -33,6 +33,7 @@ import pathlib
 import sys
 from typing import TypeVar
 
+from stppo_jax import batch as batch_lib
 from stppo_jax import settings
 from stppo_jax import types
 from stppo_jax.learner import state as state_lib
@@ -324,6 +325,7 @@ class Run:
     state: State,
     metrics: Mapping[str, float],
     trajectories: Sequence[types.Trajectory] = (),
+    details: batch_lib.TokenDetails | None = None,
   ) -> None:
     """Evaluates, writes and saves an updated step, where each is due.
 
@@ -332,6 +334,7 @@ class Run:
       state: the state after it.
       metrics: scalars by name.
       trajectories: the trajectories that were collected.
+      details: the numbers of the tokens of the first of them.
     """
     writer = self._config.writer
     kept = trajectories[: max(writer.trajectories, writer.samples)]
@@ -341,7 +344,7 @@ class Run:
     self._interrupt.outlook = f'saving {self._unit} {done}'
     self.save_seconds = 0.0
     self._score = None
-    records = self._records(kept)
+    records = trajectory_metrics.records(kept, self._tokenizer, details)
     if not self.hosts.is_first:
       # A checkpoint keeps unwritten dialogues of the first host only.
       self._writer.write_trajectories(done, records)
@@ -428,11 +431,8 @@ class Run:
     metrics, trajectories = evaluates()
     title = f'evaluation after {self._unit} {self.steps_done}'
     kept = dialogues.spread(trajectories, self._config.writer.samples)
-    self._print(title, self._records(kept))
+    self._print(title, trajectory_metrics.records(kept, self._tokenizer))
     return metrics
-
-  def _records(self, trajectories: Sequence[types.Trajectory]) -> list[dict]:
-    return [trajectory_metrics.record(t, self._tokenizer) for t in trajectories]
 
   def _print(self, title: str, records: Sequence[dict]) -> None:
     records = dialogues.spread(records, self._config.writer.samples)

@@ -48,6 +48,8 @@ _TINY: dict[str, Any] = {
   'evaluate.every': 2,
   'evaluate.num_questions': 8,
   'checkpoint.every': 1,
+  # A program of its own, which few tests need.
+  'writer.token_details': 0,
 }
 
 

@@ -1,0 +1,135 @@
+"""Measures the tokens of a few trajectories after the updates of a step.
+
+B trajectories, L tokens.
+
+One forward pass of the new policy over rows of the batch shows what the updates
+did to each token: its ratio, whether the objective now cuts its gradient, what
+the corrections make of it. Statistics of a whole minibatch, which some bounds
+and corrections read, are formed over these rows, as if they were a minibatch.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.learner import forward
+from stppo_jax.learner import microbatches
+from stppo_jax.learner import model_roles
+from stppo_jax.learner import state as state_lib
+from stppo_jax.parallel import rows as rows_lib
+from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.rl import losses
+from stppo_jax.rl import ratios
+
+Array = jax.Array
+
+
+class _Inputs(NamedTuple):
+  """The arrays of a `TokenBatch` that the policy reads."""
+
+  tokens_BL: Array
+  lengths_B: Array
+  loss_positions_BM: Array | None
+  expert_ids: Array | None
+
+
+def choose_rows(
+  num_rows: int, count: int, *, num_hosts: int, num_devices: int, unit: int
+) -> np.ndarray:
+  """Returns the first rows of each host, and as many more as devices need.
+
+  Args:
+    num_rows: the rows of the batch; those of the hosts follow one another.
+    count: the number of rows that are wanted of each host.
+    num_hosts: the number of hosts.
+    num_devices: the devices that share the rows of a batch; divides num_rows.
+    unit: the rows of one forward pass; divides num_rows.
+
+  Returns:
+    int32: equally many rows of each host, one host after the other. Their
+    number is a multiple of num_devices, and of unit if it is larger than unit.
+  """
+  size = num_rows // num_hosts
+  for each in range(min(count, size), size):
+    total = each * num_hosts
+    if total % num_devices == 0 and (total <= unit or total % unit == 0):
+      break
+  else:
+    each = size
+  starts = np.arange(num_hosts, dtype=np.int32) * size
+  return (starts[:, None] + np.arange(each, dtype=np.int32)).reshape(-1)
+
+
+def measure_tokens(
+  state: state_lib.TrainState,
+  batch: batch_lib.TokenBatch,
+  rows: Array,
+  algorithm: algorithm_lib.Algorithm,
+  *,
+  models: model_roles.Models,
+  mesh: jax.sharding.Mesh,
+  temperature: float,
+  num_turns: int,
+  microbatch_size: int,
+) -> batch_lib.TokenDetails:
+  """Returns the numbers of the tokens of some rows.
+
+  Args:
+    state: the state after the updates.
+    batch: the annotated batch that it was updated on.
+    rows: from `choose_rows`.
+    algorithm: the algorithm, whose numbers may be traced.
+    models: policy and value model.
+    mesh: the mesh that the batch is laid out on.
+    temperature: the sampling temperature.
+    num_turns: static, the largest number of turns of a trajectory.
+    microbatch_size: static, rows that the policy sees at once.
+  """
+  chosen = rows_lib.select(batch, rows, mesh)
+  policy = models.policy
+  params, frozen = forward.cast_params(
+    state, frozen=state.frozen, dtype=policy.config.dtype
+  )
+  weights = state_lib.join_frozen(policy, frozen, params.policy)
+  logprobs_BL, entropy_BL = microbatches.map_rows(
+    lambda inputs: policy.logprobs_and_entropy(
+      weights, **inputs._asdict(), temperature=temperature
+    ),
+    _Inputs(*(getattr(chosen, name) for name in _Inputs._fields)),
+    max(len(rows) // microbatch_size, 1),
+  )
+  loss = losses.policy_loss(
+    algorithm,
+    logprobs_BL,
+    entropy_BL,
+    chosen,
+    statistics=None,
+    count=None,
+    entropy_coefficient=0.0,
+    num_turns=num_turns,
+  )
+  log_ratio_BL = ratios.token_log_ratio(
+    logprobs_BL, chosen.old_logprobs_BL, chosen.loss_mask_BL
+  )
+  turn_log_ratio_BL = ratios.level_log_ratio(
+    log_ratio_BL,
+    chosen,
+    level='turn',
+    gradient='segment',
+    reduce=algorithm.ratio.reduce,
+    num_turns=num_turns,
+  )
+  return batch_lib.TokenDetails(
+    loss_mask_BL=chosen.loss_mask_BL,
+    old_logprobs_BL=chosen.old_logprobs_BL,
+    ratio_BL=jnp.exp(log_ratio_BL),
+    turn_ratio_BL=jnp.exp(turn_log_ratio_BL),
+    entropy_BL=entropy_BL,
+    advantages_BL=chosen.advantages_BL,
+    values_BL=chosen.values_BL,
+    cut_BL=loss.cut_BL,
+    weights_BL=jnp.broadcast_to(loss.weights_BL, logprobs_BL.shape),
+  )

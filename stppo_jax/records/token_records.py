@@ -1,0 +1,101 @@
+"""Records what the updates did to the tokens of a trajectory.
+
+A turn of `trajectories-*.jsonl` then has `tokens`: lists with a number for each
+token, rounded to four digits, and what the whole turn shares.
+"""
+
+import codecs
+from collections.abc import Sequence
+import functools
+from typing import Any
+from typing import Protocol
+
+import numpy as np
+
+from stppo_jax import batch as batch_lib
+from stppo_jax import types
+
+# Name in the record -> field of `TokenDetails`.
+_LISTS = {
+  'old_logprob': 'old_logprobs_BL',
+  'ratio': 'ratio_BL',
+  'entropy': 'entropy_BL',
+  'advantage': 'advantages_BL',
+  'value': 'values_BL',
+}
+
+
+class Tokenizer(Protocol):
+  """See `sampling.tokenizer.Tokenizer`."""
+
+  def token_bytes(self) -> list[bytes]: ...
+
+
+def turn_records(
+  trajectory: types.Trajectory,
+  details: batch_lib.TokenDetails,
+  row: int,
+  tokenizer: Tokenizer,
+) -> list[dict[str, Any] | None]:
+  """Returns `tokens` of each turn; None for one that is not trained on.
+
+  Returns:
+    characters: how many characters of `text` each token adds; old_logprob,
+    ratio, entropy, advantage, and value where there is a value model: numbers
+    of each token; turn_ratio: a number; clipped: the places of the tokens whose
+    gradient is cut; weight: the corrections' multiplier of each token, absent
+    where all are 1.
+  """
+  records = []
+  start = len(trajectory.prompt_ids)
+  for turn in trajectory.turns:
+    place = slice(start, start + len(turn.token_ids))
+    start = place.stop + len(turn.observation_ids)
+    trained = details.loss_mask_BL[row, place]
+    # A turn that was cut out of the batch, or of a failed trajectory.
+    if not len(trained) or not trained.all():
+      records.append(None)
+      continue
+    record: dict[str, Any] = {
+      'characters': character_counts(turn.token_ids, tokenizer)
+    }
+    for name, field in _LISTS.items():
+      array_BL = getattr(details, field)
+      if array_BL is not None:
+        record[name] = _rounded(array_BL[row, place])
+    record['turn_ratio'] = _rounded(details.turn_ratio_BL[row, place][:1])[0]
+    record['clipped'] = np.flatnonzero(details.cut_BL[row, place]).tolist()
+    weights = details.weights_BL[row, place]
+    if not (weights == 1).all():
+      record['weight'] = _rounded(weights)
+    records.append(record)
+  return records
+
+
+def character_counts(
+  token_ids: Sequence[int] | np.ndarray, tokenizer: Tokenizer
+) -> list[int]:
+  """Returns the number of characters that each token adds to the turn's text.
+
+  A token that ends within a character adds none; the token that completes the
+  character does.
+  """
+  pieces = tokenizer.token_bytes()
+  decoder = codecs.getincrementaldecoder('utf-8')(errors='replace')
+  counts = [
+    len(decoder.decode(pieces[i] if i < len(pieces) else b''))
+    for i in token_ids
+  ]
+  if counts:
+    counts[-1] += len(decoder.decode(b'', final=True))
+  return counts
+
+
+def _rounded(values: np.ndarray) -> list[float | None]:
+  """Returns four digits of each number; None in place of one not finite."""
+  return [_round(float(value)) for value in values]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _round(value: float) -> float | None:
+  return float(f'{value:.4g}') if np.isfinite(value) else None
