@@ -17,16 +17,21 @@
 #             which become environment variables: arguments are visible to all
 #             users of a machine, and are logged
 #   RETRIEVER arguments of `serve`, such as --index=DIR: a retrieval server that
-#             runs beside the run, at PORT (8000 by default, plus the number of
-#             the process)
+#             runs beside the run, and is started again with it if it has ended
+#   PORT      where it listens, plus the number of the process; by default the
+#             first of 8000, 8100, 8200, ... for which that is free
 #
 # The exit code is that of the last start.
 set -uo pipefail
 
 # bash reads a function as a whole: this file may be replaced while it runs.
 main() {
-  workdir='' rank=''
+  workdir='' rank='' before=''
   for word in "$@"; do
+    case $before in  # `--workdir DIR` means the same as `--workdir=DIR`
+      --workdir | --process_id) word=$before=$word ;;
+    esac
+    before=$word
     case $word in
       --workdir=*) workdir=${word#*=} ;;
       --process_id=*) rank=${word#*=} ;;
@@ -96,10 +101,17 @@ main() {
   trap 'stop 75' TERM HUP
   trap 'stop 130' INT
 
-  server=''
-  if [ -n "${RETRIEVER:-}" ]; then
-    port=$((${PORT:-8000} + ${rank:-0}))
-    listens() { (: </dev/tcp/127.0.0.1/"$port") 2>/dev/null; }
+  server='' url=''
+  port=$((${PORT:-8000} + ${rank:-0}))
+  listens() { (: </dev/tcp/127.0.0.1/"$port") 2>/dev/null; }
+  trap '[ -n "$server" ] && kill "$server" 2>/dev/null' EXIT
+  # Starts the retriever unless it runs; ends this script if it cannot.
+  retrieve() {
+    if [ -n "$server" ] && kill -0 "$server" 2>/dev/null; then return; fi
+    # Other runs may have their retrievers on this machine.
+    while [ -z "${PORT:-}" ] && ((port < 65000)) && listens; do
+      port=$((port + 100))
+    done
     if listens; then
       echo "run.sh: port $port is in use; choose another PORT for the retriever"
       exit 2
@@ -108,7 +120,6 @@ main() {
     # shellcheck disable=SC2086
     "$python" -m stppo_jax serve $RETRIEVER --port="$port" &
     server=$!
-    trap '[ -n "$server" ] && kill "$server" 2>/dev/null' EXIT
     until listens; do
       if [ -n "$stopped" ]; then exit "$stopped"; fi
       if ! kill -0 "$server" 2>/dev/null; then
@@ -117,8 +128,8 @@ main() {
       fi
       sleep 1
     done
-    set -- "$@" --config.retrieval.url="http://127.0.0.1:$port"
-  fi
+    url=--config.retrieval.url=http://127.0.0.1:$port
+  }
 
   code=75
   for ((start = 0; start <= ${RESTARTS:-20}; start++)); do
@@ -128,7 +139,8 @@ main() {
       wait $!
     fi
     if [ -n "$stopped" ]; then code=$stopped && break; fi
-    setsid "$python" -u -m stppo_jax train "$@" &
+    if [ -n "${RETRIEVER:-}" ]; then retrieve; fi
+    setsid "$python" -u -m stppo_jax train "$@" ${url:+"$url"} &
     child=$!
     # It came before there was a child to tell.
     if [ -n "$stopped" ]; then kill -s "$tell" "$child" 2>/dev/null; fi

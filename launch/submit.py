@@ -68,7 +68,8 @@ class Launcher:
 _BASH = ('bash', '-c', '{text}')
 _CLOUD = {'project': _MISSING, 'zone': _MISSING}
 # Options of every launcher that trains.
-_COMMON = {'name': '', 'restarts': '20', 'retriever': '', 'secrets': ''}
+_COMMON = {'name': '', 'retriever': '', 'secrets': ''}
+_RESTARTS = {'restarts': '20'}  # of those that count them
 _CLUSTER = {
   'image': _MISSING,
   'mount': '/shared',
@@ -80,7 +81,8 @@ LAUNCHERS = {
     'local.sh',
     _BASH,
     (),
-    {
+    _RESTARTS
+    | {
       'processes': '2',
       'gpus': '0',
       'python': sys.executable,
@@ -93,7 +95,8 @@ LAUNCHERS = {
     'slurm.sbatch',
     ('sbatch',),
     ('scancel', '--name={name}'),
-    {
+    _RESTARTS
+    | {
       'nodes': '1',
       'gpus': '8',
       'cpus': '64',
@@ -110,6 +113,7 @@ LAUNCHERS = {
       *('--project={project}', '--zone={zone}', '--force'),
     ),
     _CLOUD
+    | _RESTARTS
     | {
       'accelerator': _MISSING,  # such as v5litepod-16
       'runtime': _MISSING,  # such as v2-alpha-tpuv5-lite
@@ -128,6 +132,7 @@ LAUNCHERS = {
     ('kubectl', 'replace', '--force', '-f', '-'),
     ('kubectl', 'delete', 'jobset', '{name}'),
     _CLUSTER
+    | _RESTARTS
     | {
       'accelerator': _MISSING,  # such as tpu-v5-lite-podslice
       'topology': _MISSING,  # such as 4x4
@@ -145,6 +150,7 @@ LAUNCHERS = {
       *('--cluster={cluster}', '--project={project}', '--zone={zone}'),
     ),
     _CLOUD
+    | _RESTARTS
     | {
       'cluster': _MISSING,
       'tpu_type': _MISSING,  # such as v5litepod-16

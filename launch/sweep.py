@@ -28,6 +28,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -63,7 +64,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(argv: Sequence[str]) -> int:
-  launcher = ([w[5:] for w in argv if w.startswith('--on=')] or ['local'])[-1]
+  # The launcher says which other flags there are.
+  first = configuration.split(argv, ['on'], overrides=True)
+  launcher = first.values.get('on', 'local')
   if launcher not in _LAUNCHERS:
     choices = settings.closest(launcher, _LAUNCHERS)
     raise submit.UsageError(f'--on={launcher}: unknown launcher{choices}')
@@ -283,10 +286,24 @@ def _array(
   jobs: str,
   extra: Sequence[str],
 ) -> int:
-  """Submits runs as an array of Slurm; returns the exit code."""
+  """Submits runs as an array of Slurm; returns the exit code.
+
+  Raises:
+    UsageError: runs of this sweep wait in the queue.
+  """
   first = next(iter(left.values()))
+  name = submit.name_of(str(out))
+  is_submitted = not {'--dry_run', '--stop'}.intersection(extra)
+  if is_submitted and shutil.which('squeue') is not None:
+    queue = ['squeue', '--noheader', f'--name={name}', '--states=PENDING']
+    waiting = subprocess.run(queue, capture_output=True, text=True, check=False)
+    if waiting.stdout.strip():
+      raise submit.UsageError(
+        f'--out={out}: runs of this sweep wait in the queue of Slurm; let them '
+        'start, or take them out of it with --stop'
+      )
   # The array is one job; its flags are checked as those of its first run.
-  command = ['slurm', *first, f'--name={submit.name_of(str(out))}', *extra]
+  command = ['slurm', *first, f'--name={name}', *extra]
   return submit.main(command, array=(list(left.values()), jobs))
 
 

@@ -25,8 +25,12 @@ if 'serve' in sys.argv:
   server.bind(('127.0.0.1', int(sys.argv[-1].removeprefix('--port='))))
   server.listen()
   signal.signal(signal.SIGTERM, lambda *_: sys.exit((folder / 'ended').touch()))
-  while True:
+  with open(folder / 'servers', 'a') as file:
+    file.write(f'{{os.getpid()}}\\n')
+  is_first = len((folder / 'servers').read_text().split()) == 1
+  while not (is_first and 'DIES' in os.environ and (folder / 'calls').exists()):
     time.sleep(0.01)
+  sys.exit(1)
 name = 'calls' + os.environ.get('SLURM_PROCID', '')
 calls = folder / name
 count = calls.read_text().count('\\n') if calls.exists() else 0
@@ -45,6 +49,10 @@ for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
 with open(calls, 'a') as file:
   file.write(' '.join(sys.argv[1:]) + '|' + os.environ.get('WORD', '') + '\\n')
 print('call', count, flush=True)
+if 'DIES' in os.environ:  # the first server ends before this process does
+  first, *_ = (folder / 'servers').read_text().split()
+  while pathlib.Path('/proc', first).exists():
+    time.sleep(0.01)
 while code == 'wait':
   time.sleep(0.01)
 sys.exit(int(code))
@@ -203,6 +211,24 @@ def test_a_retriever_runs_beside_the_run(fake, tmp_path):
   assert code == 0
   assert f' --config.retrieval.url=http://127.0.0.1:{port}|' in call
   _wait((tmp_path / 'ended').exists)
+
+
+def test_a_retriever_that_ended_is_started_again(fake, tmp_path):
+  with socket.socket() as other:
+    other.bind(('127.0.0.1', 0))  # of another run on this machine
+    other.listen()
+    taken = other.getsockname()[1]
+    # By default it listens at 8000 plus the number of the process.
+    rank = taken - 8000
+    flags = [f'--process_id={rank}', '--workdir', f'{tmp_path}/spaced']
+    code, _, calls = _run(
+      fake, tmp_path, '75 0', *flags, RETRIEVER='--index=x', DIES='yes'
+    )
+  assert code == 0 and len(calls) == 2
+  assert (tmp_path / 'servers').read_text().count('\n') == 2
+  for call in calls:
+    port = int(call.rpartition(':')[2].partition('|')[0])
+    assert port > taken and (port - taken) % 100 == 0
 
 
 _SRUN = """#!/bin/bash

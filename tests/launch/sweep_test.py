@@ -157,8 +157,21 @@ def test_the_array_of_slurm_has_what_is_left(tmp_path, config, capsys):
   assert 'workers cannot share it' in capsys.readouterr().err
 
 
+def test_runs_that_wait_in_slurm_are_not_submitted_twice(
+  tmp_path, config, capsys, monkeypatch
+):
+  squeue = tmp_path / 'squeue'
+  squeue.write_text('#!/bin/sh\necho "$*" | grep -o name=grid-.*PENDING\n')
+  squeue.chmod(0o755)
+  monkeypatch.setenv('PATH', f'{tmp_path}:{os.environ["PATH"]}')
+  flags = [f'--config={config}', '--on=slurm', '--partition=gpu']
+  assert sweep.main([*flags, '--out=/shared/grid']) == 2
+  assert 'runs of this sweep wait in the queue' in capsys.readouterr().err
+  assert sweep.main([*flags, '--out=/shared/grid', '--dry_run']) == 0
+
+
 def test_pod_jobs_are_one_for_each_run(config, capsys):
-  flags = ['--on=jobset', '--image=i', '--accelerator=a', '--topology=4x4']
+  flags = ['--on', 'jobset', '--image=i', '--accelerator=a', '--topology=4x4']
   flags += [f'--config={config}', '--out=/shared/grids', '--workers=4']
   assert sweep.main([*flags, '--dry_run']) == 0
   out = capsys.readouterr().out

@@ -10,6 +10,12 @@ cat >"$startup" <<'STARTUP'
 # The startup script of every VM of a TPU slice: runs as root at each boot.
 set -euo pipefail
 mkdir /run/stppo 2>/dev/null || exit 0  # once a boot
+release() {
+  gcloud compute tpus queued-resources delete st-ppo-e2ad2f --project=lab \
+    --zone=us-west4-a --force --quiet --async
+}
+# A setup that fails leaves a slice that does nothing and is paid for.
+trap release ERR
 mkdir -p /shared
 if ! mountpoint -q /shared; then
   apt-get -qq update
@@ -23,14 +29,12 @@ if [ ! -d /opt/stppo_jax ]; then
   /opt/stppo_jax/.venv/bin/pip install --quiet '/opt/stppo_jax[tpu]'
 fi
 cd /opt/stppo_jax
+trap - ERR
 code=0
 env RESTARTS=20 launch/run.sh --config=quickstart:st_ppo '--workdir=/shared/runs/ST ppo' '--config.title=what happens?' || code=$?
 # Done, or broken: what would repeat for ever must not be paid for ever. After
 # 75, the next boot or the next slice goes on.
-if ((code != 75)); then
-  gcloud compute tpus queued-resources delete st-ppo-e2ad2f --project=lab \
-    --zone=us-west4-a --force --quiet --async
-fi
+if ((code != 75)); then release; fi
 STARTUP
 where=(--project=lab --zone=us-west4-a)
 create() {
