@@ -79,8 +79,9 @@ lint: $(TESTING)  ## ruff: rules and format
 types: $(TESTING)  ## pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-docs: $(RUNTIME)  ## docs/algorithms.md and docs/choices/ from the table
+docs: $(RUNTIME)  ## the pages and tables that are made from others
 	PYTHONPATH=. $(BIN)/python docs/make_algorithms.py
+	PYTHONPATH=. $(BIN)/python docs/make_collapse.py
 
 bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting, search, games
 	$(BENCH)/bin/python -m benchmarks.turn_sums $(ARGS)

@@ -17,7 +17,8 @@ python -m launch.sweep --config=FILE.py --out=DIR [--on=LAUNCHER] [--jobs=N]
   --stop              ends the runs; they save, and the same command resumes
 
 The same command goes on: finished runs are not repeated, interrupted ones are
-resumed. The exit code is 0 once all runs are finished, 75 if some were stopped.
+resumed. The exit code is 0 once all runs are finished; 75 if they were stopped,
+or 130 by Ctrl-C.
 """
 
 from collections.abc import Mapping
@@ -32,7 +33,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from typing import Any
 
 from launch import submit
@@ -41,11 +41,11 @@ from stppo_jax.commands import status
 from stppo_jax.commands.flags import configuration
 from stppo_jax.records import lock
 from stppo_jax.records import run_state
+from stppo_jax.training import parallel_runs
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _LAUNCHERS = ('local', 'slurm', 'jobset', 'xpk', 'sky')
 _ALGORITHM = 'algorithm'
-_POLL = 0.2  # seconds
 
 
 def main(argv: Sequence[str]) -> int:
@@ -220,50 +220,12 @@ def _run_here(
     jobs: how many there are at once.
     runs: all runs, for the table at the end.
   """
-  jobs = min(jobs, len(left))
-  cores = sorted(os.sched_getaffinity(0))
-  each = max(len(cores) // jobs, 1)
-  waiting, stopped, worst = list(left.items()), [], 0
-  are_told = False
-  running: dict[int, tuple[str, subprocess.Popen]] = {}
-  handlers = {
-    number: signal.signal(number, lambda *_: stopped.append(True))
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-  }
-  try:
-    while running or (waiting and not stopped):
-      for place in range(jobs):
-        if place in running or not waiting or stopped:
-          continue
-        name, flags = waiting.pop(0)
-        print(f'{name}: starts', flush=True)
-        process = subprocess.Popen(
-          [_ROOT / 'launch' / 'run.sh', *flags],
-          env={'PYTHON': sys.executable, **os.environ},
-          stdout=subprocess.DEVNULL,  # it is in the log of the run
-          # Signals come from here, once.
-          start_new_session=True,
-        )
-        first = place * each % len(cores)
-        os.sched_setaffinity(process.pid, cores[first : first + each])
-        running[place] = name, process
-      if stopped and not are_told:  # several signals may have come at once
-        are_told = True
-        for _, process in running.values():
-          process.send_signal(signal.SIGTERM)
-      for place, (name, process) in list(running.items()):
-        if process.poll() is not None:
-          del running[place]
-          worst = max(worst, abs(process.returncode))
-          print(
-            f'{name}: ended with exit code {process.returncode}', flush=True
-          )
-      time.sleep(_POLL)
-  finally:
-    for number, handler in handlers.items():
-      signal.signal(number, handler)
+  script = _ROOT / 'launch' / 'run.sh'  # it writes a log of each run
+  exit_code = parallel_runs.run(
+    {name: [script, *flags] for name, flags in left.items()}, jobs=jobs
+  )
   print('\n'.join(_table(out, runs)), flush=True)
-  return 75 if stopped else worst
+  return exit_code
 
 
 def _stop(out: pathlib.Path) -> int:

@@ -104,7 +104,7 @@ HOMES = {
   'mcp_types': ('envs.mcp_tools',),
   'textworld': ('envs.text_games',),
   'ml_collections': ('configs', 'commands'),
-  'matplotlib': ('records.plots',),
+  'matplotlib': ('records.plots', 'analysis.ablation.figures'),
   'tensorboardX': ('records.tensorboard',),
   'rich': ('records',),
   'packaging': ('analysis.machine',),

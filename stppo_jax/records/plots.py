@@ -21,9 +21,9 @@ _KL = {
 }
 _WINDOW = 5  # steps
 # The palette of Okabe and Ito, which colour-blind people can distinguish.
-_COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
+COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9')
 _GREY = '#666666'
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
   'font.family': 'sans-serif',
   'font.size': 9,
   'axes.spines.top': False,
@@ -98,7 +98,7 @@ def learning_curve(
     ValueError: the metrics have no line.
   """
   metrics = read_metrics(metrics_path)
-  with matplotlib.rc_context(_STYLE):
+  with matplotlib.rc_context(STYLE):
     page = figure.Figure(figsize=(6.0, 6.4), layout='constrained')
     if title:
       # A pair of $ would enclose a formula.
@@ -141,7 +141,7 @@ def _draw_score(axes, metrics: Mapping[str, np.ndarray]):
       steps[evaluated],
       metrics[name][evaluated],
       'o-',
-      color=_COLOURS[i % len(_COLOURS)],
+      color=COLOURS[i % len(COLOURS)],
       markersize=4,
       label=name,
     )
@@ -149,7 +149,7 @@ def _draw_score(axes, metrics: Mapping[str, np.ndarray]):
 
 def _draw_clip(axes, metrics):
   axes.set_title('Share of tokens outside the clipping band')
-  for level, colour in zip(_LEVELS, _COLOURS):
+  for level, colour in zip(_LEVELS, COLOURS):
     low, high = f'clipfrac/{level}/low', f'clipfrac/{level}/high'
     if low in metrics and high in metrics:
       share = metrics[low] + metrics[high]
@@ -159,6 +159,6 @@ def _draw_clip(axes, metrics):
 
 def _draw_kl(axes, metrics):
   axes.set_title('KL divergence (nats per token)')
-  for (name, label), colour in zip(_KL.items(), _COLOURS):
+  for (name, label), colour in zip(_KL.items(), COLOURS):
     if name in metrics:
       axes.plot(metrics['step'], metrics[name], color=colour, label=label)

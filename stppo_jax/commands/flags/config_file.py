@@ -1,5 +1,6 @@
 """Loads a config file, or says in one line what is wrong with it."""
 
+from collections.abc import Callable
 import importlib.util
 import pathlib
 import re
@@ -23,22 +24,11 @@ def load(name: str) -> Any:
   """
   file, _, algorithm = name.partition(':')
   path = _find(file)
-  spec = importlib.util.spec_from_file_location(path.stem, path)
-  if spec is None or spec.loader is None:
-    raise ValueError('not a Python file')
-  module = importlib.util.module_from_spec(spec)
-  arguments = (algorithm,) if algorithm else ()
-  # The file is a program of the user: any exception in it is a usage error.
-  try:
-    spec.loader.exec_module(module)
-    get_config = getattr(module, 'get_config', None)
-    config = get_config(*arguments) if get_config else None
-  except algorithms.UnknownAlgorithm as error:
-    raise ValueError(str(error)) from error
-  except Exception as error:
-    raise ValueError(_describe(error, path)) from error
+  get_config = _function(path, 'get_config')
   if get_config is None:
     raise ValueError('has no function get_config')
+  arguments = (algorithm,) if algorithm else ()
+  config = _called(get_config, path, *arguments)
   if not isinstance(config, config_dict.ConfigDict):
     raise ValueError(
       f'get_config returns {type(config).__name__}, expected a ConfigDict'
@@ -47,6 +37,46 @@ def load(name: str) -> Any:
   if 'title' in config:
     config.title = f'{path.stem}: {config.title}'
   return config
+
+
+def load_studies(file: str) -> Any:
+  """Returns what the function `studies` of a config file returns.
+
+  Raises:
+    ValueError: no such file or function, or a file that fails; one line.
+  """
+  path = _find(file)
+  studies = _function(path, 'studies')
+  if studies is None:
+    raise ValueError('has no function studies')
+  return _called(studies, path)
+
+
+def _function(path: pathlib.Path, name: str) -> Callable[..., Any] | None:
+  """Returns a function of a config file; None if it has none of that name."""
+  spec = importlib.util.spec_from_file_location(path.stem, path)
+  if spec is None or spec.loader is None:
+    raise ValueError('not a Python file')
+  module, loader = importlib.util.module_from_spec(spec), spec.loader
+  _called(lambda: loader.exec_module(module), path)
+  return getattr(module, name, None)
+
+
+def _called(
+  function: Callable[..., Any], path: pathlib.Path, *arguments: Any
+) -> Any:
+  """Returns what a function of a config file returns.
+
+  Raises:
+    ValueError: it fails; one line.
+  """
+  # The file is a program of the user: any exception in it is a usage error.
+  try:
+    return function(*arguments)
+  except algorithms.UnknownAlgorithm as error:
+    raise ValueError(str(error)) from error
+  except Exception as error:
+    raise ValueError(_describe(error, path)) from error
 
 
 def _find(file: str) -> pathlib.Path:

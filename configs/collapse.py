@@ -1,0 +1,189 @@
+"""Studies of how training collapses, on the synthetic encyclopedia.
+
+    python -m stppo_jax ablate --config=configs/collapse.py:levels \
+        --workdir=runs/levels
+
+The stress is the same in all studies: many updates on one small collection, at
+a large learning rate, so that the policy moves far from the one that collected.
+docs/collapse.md has the results, and says how the settings were picked.
+"""
+
+from stppo_jax.configs import base
+from stppo_jax.configs import quickstart
+
+_LEVELS = ('token_ppo', 's_ppo', 'turn_ppo', 'st_ppo')
+_RATE = 'policy_optimizer.learning_rate'
+_STRESS_RATE = 4e-4
+_BIAS = 'algorithm.correction.clipping_bias'
+_SCOPES = ('minibatch', 'microbatch', 'sequence', 'turn')
+_THINK_WORDS = (0, 20, 50)  # with the other tokens: turns of some 10, 30, 60
+# The steps of `sft` -> those of `train`, in about the same time together.
+_BUDGETS = {1000: 76, 1300: 68, 1600: 60}
+_REWARDS = {
+  'sparse rewards': {},
+  'rewards of turns': {
+    'env.rewards.turn_search': 0.1,
+    'env.rewards.turn_answer_found': 0.1,
+  },
+}
+# The second environment, see configs/calculator.py.
+_CALCULATOR = {
+  'data.name': 'arithmetic',
+  'data.arithmetic.max_number': 12,
+  'env.name': 'tools',
+  'env.max_turns': 1,
+  'env.max_length': 96,
+  'env.max_observation_tokens': 32,
+  'sft.num_steps': 500,
+  'sft.clean_one_hop_steps': 0,
+  'sft.clean_steps': 250,
+  'sft.error_rate': 0.55,
+}
+
+
+def get_config(algorithm: str = 'st_ppo') -> base.Config:
+  config = quickstart.get_config(algorithm)
+  config.num_steps = 60
+  if config.algorithm.advantage.name == 'gae':
+    config.algorithm.advantage.lambda_ = 1.0
+  # 4 minibatches x 8 epochs = 32 updates on one collection.
+  config.rollout.trajectories_per_step = 32
+  config.updates.minibatch_size = 8
+  config.updates.num_epochs = 8
+  config.rollout.length_bucket = 64  # fewer programs to compile
+  config.policy_optimizer.learning_rate = _STRESS_RATE
+  config.value_optimizer.learning_rate = 5e-4
+  # Without a warm-up, the first updates of Adam look like a collapse.
+  config.policy_optimizer.warmup_updates = 80
+  config.value_optimizer.warmup_updates = 80
+  # The studies read the metrics; the rest would only take time.
+  config.evaluate.every = 20
+  config.evaluate.num_questions = 128
+  config.checkpoint.every = 10
+  config.checkpoint.keep = 1
+  config.writer.tensorboard = False
+  config.writer.samples = 0
+  config.alarms.stop = ()  # a run that collapses is what is looked for
+  return config
+
+
+def _long_turns(words):
+  """Returns what lets a <think> begin with so many words."""
+  return {
+    'data.synthetic_wiki.think_words': words,
+    'env.max_turn_tokens': 16 + words,
+    'env.max_length': 192 + 4 * words,  # of the four turns
+  }
+
+
+def _corrections(algorithm):
+  """Returns an arm for each definition, threshold and scope."""
+  arms = {
+    f'{scope}, tau {tau:g}': {
+      'algorithm': algorithm,
+      f'{_BIAS}.tau': tau,
+      f'{_BIAS}.scope': scope,
+    }
+    for scope in _SCOPES
+    for tau in (1.5, 3.0, 5.0)
+  }
+  for name, changes in arms.items():
+    if name.startswith('microbatch'):
+      changes |= {'updates.core_rows': 0, 'updates.microbatch_size': 4}
+  gradient = {'algorithm': algorithm, f'{_BIAS}.norm': 'gradient'}
+  return {**arms, 'norm of the gradient': gradient}
+
+
+def studies():
+  return {
+    'levels': {
+      'title': 'Level of the ratio and correction, at three learning rates',
+      'seeds': 8,
+      'arms': {
+        f'rate {rate:g}': {name: {_RATE: rate} for name in _LEVELS}
+        for rate in (2.5e-4, 3.2e-4, _STRESS_RATE)
+      },
+    },
+    'turn_length': {
+      'title': 'Turns of some 10, 30 and 60 tokens',
+      'seeds': 3,
+      'arms': {
+        f'{words + 10} tokens': {
+          name: {**_long_turns(words), 'start': f'{words} words'}
+          for name in _LEVELS
+        }
+        for words in _THINK_WORDS
+      },
+      'starts': {
+        f'{words} words': _long_turns(words) for words in _THINK_WORDS
+      },
+    },
+    'correction': {
+      'title': 'Definition, threshold and scope of the correction',
+      'seeds': 3,
+      'arms': {
+        'token ratio': {'token_ppo': {}, **_corrections('s_ppo')},
+        'turn ratio': {'turn_ppo': {}, **_corrections('st_ppo')},
+      },
+    },
+    'controls': {
+      'title': 'Plain controls beside the turn ratio and the correction',
+      'seeds': 3,
+      'arms': {
+        '': {
+          'token_ppo': {},
+          'dual clip': {
+            'algorithm': 'token_ppo',
+            'algorithm.objective.name': 'dual_clip',
+          },
+          'a third of the rate': {
+            'algorithm': 'token_ppo',
+            _RATE: _STRESS_RATE / 3,
+          },
+          '2 epochs': {'algorithm': 'token_ppo', 'updates.num_epochs': 2},
+          'turn_ppo': {},
+          'st_ppo': {},
+        },
+      },
+    },
+    'staleness': {
+      'title': 'Steps between the policy that collects and the one that trains',
+      'seeds': 3,
+      'arms': {
+        f'{steps} steps': {
+          name: {'rollout.steps_ahead': steps} for name in _LEVELS
+        }
+        for steps in range(5)
+      },
+    },
+    'groups': {
+      'title': 'Methods that compare the trajectories of a group',
+      'seeds': 3,
+      'arms': {'': {'grpo': {}, 'gspo': {}, 'so_grpo': {}}},
+    },
+    'start': {
+      'title': 'The supervised start that a fixed budget buys, and its rewards',
+      'seeds': 3,
+      'arms': {
+        rewards: {
+          f'{steps} steps of sft': {
+            'algorithm': 'st_ppo',
+            'start': f'{steps}',
+            'num_steps': num_steps,
+            **changes,
+          }
+          for steps, num_steps in _BUDGETS.items()
+        }
+        for rewards, changes in _REWARDS.items()
+      },
+      'starts': {f'{n}': {'sft.num_steps': n} for n in _BUDGETS},
+    },
+    'calculator': {
+      'title': 'Level of the ratio and correction, with a calculator',
+      'seeds': 3,
+      'arms': {
+        '': {name: {**_CALCULATOR, 'start': 'calculator'} for name in _LEVELS},
+      },
+      'starts': {'calculator': _CALCULATOR},
+    },
+  }

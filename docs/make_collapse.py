@@ -1,0 +1,71 @@
+"""Writes the tables of docs/collapse.md, and its pictures, from the CSV files.
+
+    make docs
+
+docs/collapse holds a CSV file for each study that has been run. The text of the
+page is written by hand; what stands between the two comments that name a study
+is replaced.
+"""
+
+import pathlib
+import re
+
+from stppo_jax.analysis.ablation import figures
+from stppo_jax.analysis.ablation import results
+from stppo_jax.analysis.ablation import study as study_lib
+from stppo_jax.analysis.ablation import verdict
+from stppo_jax.configs import collapse
+
+_FOLDER = pathlib.Path(__file__).parent
+PAGE, TABLES = _FOLDER / 'collapse.md', _FOLDER / 'collapse'
+_BLOCK = r'(<!-- study {name} -->\n).*?(\n<!-- end of {name} -->)'
+
+
+def studies() -> dict[str, study_lib.Study]:
+  """Returns the shipped studies by name."""
+  return {
+    name: study_lib.parse(name, content)
+    for name, content in collapse.studies().items()
+  }
+
+
+def page(text: str) -> str:
+  """Returns the text of the page with the tables of today's CSV files."""
+  for name, study in studies().items():
+    block = re.compile(_BLOCK.format(name=name), re.DOTALL)
+    made = f'\n{_block(study)}\n'
+    text, count = block.subn(lambda m: m[1] + made + m[2], text)
+    if count != 1:
+      raise ValueError(f'{PAGE}: needs one block of the study {name}')
+  return text
+
+
+def _block(study: study_lib.Study) -> str:
+  """Returns what the page says of a study."""
+  runs = results.read(TABLES / f'{study.name}.csv')
+  command = (
+    f'python -m stppo_jax ablate --config=configs/collapse.py:{study.name} '
+    f'--workdir=runs/{study.name} --table=docs/collapse/{study.name}.csv'
+  )
+  if not runs:
+    return f'Not run yet: the command is\n\n```text\n{command}\n```'
+  planned = len(study.arms) * study.seeds
+  return (
+    f'{len(runs)} of {planned} planned runs. The command that goes on with '
+    f'them is\n\n```text\n{command}\n```\n\n'
+    f'{verdict.as_markdown(study, runs)}\n'
+    f'![Success over steps](collapse/{study.name}_success.png)\n\n'
+    f'![Ratios, entropy, KL and critic](collapse/{study.name}_inside.png)'
+  )
+
+
+def main() -> None:
+  """Writes the page and the pictures."""
+  PAGE.write_text(page(PAGE.read_text('utf-8')), encoding='utf-8')
+  for study in studies().values():
+    if runs := results.read(TABLES / f'{study.name}.csv'):
+      figures.draw(study, runs, TABLES, formats=('png',))
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,240 @@
+"""The table of a study: a CSV file with a line for each step of each run.
+
+    group,arm,seed,settings,step,success,...
+
+`settings` is a digest of the arm's config. Lines of another digest are never
+compared with, nor added to, those of an arm. A cell is empty where a step has
+no such number, or one that is not finite.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import csv
+import dataclasses
+import io
+import math
+import os
+import pathlib
+
+import numpy as np
+
+from stppo_jax.records import headline
+from stppo_jax.records import plots
+
+_LEVELS = ('token', 'turn', 'sequence')
+# Column -> metrics whose sum it is; docs/metrics.md explains them.
+METRICS = {
+  'success': ('critic/score/mean',),
+  **{
+    f'clip_{level}': (f'clipfrac/{level}/low', f'clipfrac/{level}/high')
+    for level in _LEVELS
+  },
+  'cut': ('actor/pg_clipfrac',),
+  **{f'ratio_max_{level}': (f'ratio/{level}/max',) for level in _LEVELS},
+  'entropy': ('actor/entropy',),
+  'kl_old': ('actor/ppo_kl',),
+  'kl_reference': ('critic/kl',),
+  'explained_variance': ('critic/vf_explained_var',),
+  'spread_clipped': ('stab/norm_clipped',),
+  'spread_unclipped': ('stab/norm_unclipped',),
+  'rho': ('stab/rho',),
+  'scale': ('stab/scale',),
+  'turn_length': ('turn_length/mean',),
+  **{
+    f'alarm_{name}': (f'alarm/{name}',)
+    for name in (
+      'repetition',
+      'entropy',
+      'turn_ratio',
+      'explained_variance',
+      'finish_ratio',
+      'search_rate',
+      'kl',
+    )
+  },
+}
+# The mean over the evaluation sets, of the greedy policy.
+_GREEDY = 'greedy'
+COLUMNS = ('success', _GREEDY, *[n for n in METRICS if n != 'success'])
+_KEYS = ('group', 'arm', 'seed', 'settings', 'step')
+_HEAD = (*_KEYS, *COLUMNS)
+_DIGITS = 5
+
+
+class BadTable(Exception):
+  """A file that is no table of a study, or not of this one; one line."""
+
+  exit_code = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """The numbers of a finished run.
+
+  Attributes:
+    group: the group of its arm.
+    arm: the name of its arm.
+    seed: its seed.
+    settings: the digest of its arm's config.
+    columns: column to its numbers, one for each step from 0, the evaluation
+      before training; nan where there is none.
+  """
+
+  group: str
+  arm: str
+  seed: int
+  settings: str
+  columns: Mapping[str, np.ndarray]
+
+  @property
+  def key(self) -> tuple[str, str]:
+    """The key of its arm."""
+    return self.group, self.arm
+
+  def per_step(self, column: str) -> np.ndarray:
+    """Returns a column without step 0, which has evaluations only."""
+    return self.columns[column][1:]
+
+
+def from_folder(
+  folder: pathlib.Path, *, group: str, arm: str, seed: int, digest: str
+) -> Run:
+  """Returns the numbers of the run in a folder.
+
+  Args:
+    folder: the run's folder.
+    group: the group of its arm.
+    arm: the name of its arm.
+    seed: its seed.
+    digest: the digest of its arm's config.
+  """
+  metrics = plots.read_metrics(folder / 'metrics.jsonl')
+  count = int(metrics['step'].max()) + 1
+  places = metrics['step'].astype(int)
+  nothing = np.full(len(places), math.nan)
+
+  def column(values: np.ndarray) -> np.ndarray:
+    full = np.full(count, math.nan)
+    full[places] = values
+    return rounded(full)
+
+  columns = {
+    name: column(np.sum([metrics.get(x, nothing) for x in parts], axis=0))
+    for name, parts in METRICS.items()
+  }
+  by_step = [
+    {name: x[i] for name, x in metrics.items() if not math.isnan(x[i])}
+    for i in range(len(places))
+  ]
+  greedy = [headline.evaluation(line) for line in by_step]
+  columns[_GREEDY] = column(
+    np.array([next(iter(x.values()), math.nan) for x in greedy])
+  )
+  return Run(group, arm, seed, digest, columns)
+
+
+def rounded(values: np.ndarray) -> np.ndarray:
+  """Returns values with the digits that a table keeps."""
+  return np.array([float(_text(x) or 'nan') for x in values])
+
+
+def read(path: pathlib.Path) -> list[Run]:
+  """Returns the runs of a table; [] if there is no such file.
+
+  Raises:
+    BadTable: the file has other columns, or a line that is damaged.
+  """
+  if not path.exists():
+    return []
+  lines: dict[tuple[str, str, int, str], list[list[float]]] = {}
+  with open(path, encoding='utf-8', newline='') as file:
+    reader = csv.reader(file)
+    head = next(reader, [])
+    names = head[len(_KEYS) :]
+    # An earlier version had fewer columns.
+    if tuple(head[: len(_KEYS)]) != _KEYS or not {'success'} <= set(
+      names
+    ) <= set(COLUMNS):
+      raise BadTable(
+        f'{path}: not a table of ablate: its first line must be '
+        f'{",".join(_HEAD)}'
+      )
+    for number, words in enumerate(reader, start=2):
+      try:
+        group, arm, seed, digest, step, *cells = words
+        values = [float(cell or 'nan') for cell in cells]
+        rows = lines.setdefault((group, arm, int(seed), digest), [])
+        if len(values) != len(names) or int(step) != len(rows):
+          raise ValueError
+      except ValueError as error:
+        raise BadTable(
+          f'{path}, line {number}: damaged; it must have {len(head)} cells, '
+          'and the steps of a run must follow one another'
+        ) from error
+      rows.append(values)
+  runs = []
+  for key, rows in lines.items():
+    columns = dict(zip(names, np.array(rows).T))
+    nothing = np.full(len(rows), math.nan)
+    runs.append(Run(*key, {x: columns.get(x, nothing) for x in COLUMNS}))
+  return runs
+
+
+def write(path: pathlib.Path, runs: Iterable[Run]) -> None:
+  """Writes a table, in place of an earlier one."""
+  text = io.StringIO()
+  writer = csv.writer(text, lineterminator='\n')
+  writer.writerow(_HEAD)
+  for run in runs:
+    start = (run.group, run.arm, run.seed, run.settings)
+    table = np.array([run.columns[name] for name in COLUMNS]).T
+    for step, values in enumerate(table):
+      writer.writerow([*start, step, *map(_text, values)])
+  path.parent.mkdir(parents=True, exist_ok=True)
+  # By a rename, so that a process killed here leaves the old file or the new.
+  new = path.with_name(f'{path.name}.new')
+  new.write_text(text.getvalue(), encoding='utf-8')
+  os.replace(new, path)
+
+
+def _text(value: float) -> str:
+  return f'{value:.{_DIGITS}g}' if math.isfinite(value) else ''
+
+
+def ordered(runs: Sequence[Run], keys: Sequence[tuple[str, str]]) -> list[Run]:
+  """Returns runs by seed, then by the order of their arms."""
+  return sorted(runs, key=lambda run: (run.seed, keys.index(run.key)))
+
+
+def check(
+  runs: Sequence[Run], digests: Mapping[tuple[str, str], str], path: object
+) -> None:
+  """Checks that runs can be compared with those of a study.
+
+  Args:
+    runs: the runs of a table.
+    digests: the key of each arm of the study to the digest of its config.
+    path: the table, for the message.
+
+  Raises:
+    BadTable: an arm is not one of the study, or had other settings, or a run
+      has another length than the others of its arm.
+  """
+  lengths: dict[tuple[str, str], int] = {}
+  for run in runs:
+    name = ' '.join(part for part in run.key if part)
+    if run.key not in digests:
+      raise BadTable(f'{path}: has {name!r}, which is no arm of this study')
+    if run.settings != digests[run.key]:
+      raise BadTable(
+        f'{path}: its runs of {name!r} had other settings ({run.settings}) '
+        f'than the config has now ({digests[run.key]}), so they cannot be '
+        'compared; give another --table'
+      )
+    length = len(run.columns['success']) - 1
+    if lengths.setdefault(run.key, length) != length:
+      raise BadTable(
+        f'{path}: its runs of {name!r} have {lengths[run.key]} and {length} '
+        'steps, so they cannot be compared'
+      )

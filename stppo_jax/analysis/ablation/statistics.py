@@ -1,0 +1,160 @@
+"""The statistics of a study: curves in numbers, intervals, differences.
+
+Success is the mean outcome reward of a step's sampled dialogues. It is noisy,
+so best, final and collapse are read off its means of five steps.
+"""
+
+from collections.abc import Sequence
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from stppo_jax.analysis import score_report
+from stppo_jax.analysis.ablation import results
+
+WINDOW = 5  # steps
+_COLLAPSED = 0.5  # share of the best mean
+# All signs of so many differences are tried, more are drawn.
+_MAX_EXACT = 12
+_DRAWS = 10_000
+_Z = 1.959964  # 97.5 % of a normal distribution lie below
+
+
+class Curve(NamedTuple):
+  """The success of a run in a few numbers.
+
+  Attributes:
+    area: its mean over all steps, the area under the curve per step.
+    best: the largest mean of five steps.
+    final: the mean of the last five steps.
+    collapsed: whether it fell under half of its best and stayed there, for the
+      last five means at least.
+    collapsed_at: the last step of the first of those means; nan if it did not.
+  """
+
+  area: float
+  best: float
+  final: float
+  collapsed: bool
+  collapsed_at: float
+
+
+def curve(success: np.ndarray) -> Curve:
+  """Returns a curve of success in a few numbers.
+
+  Args:
+    success: the success of each step, from the first; at least one.
+  """
+  window = min(WINDOW, len(success))
+  means = np.convolve(success, np.full(window, 1 / window), mode='valid')
+  best = int(np.argmax(means))
+  is_low = means < _COLLAPSED * means[best]
+  stayed = 0  # means at the end that are all low
+  while stayed < len(means) - 1 - best and is_low[-1 - stayed]:
+    stayed += 1
+  collapsed = stayed >= WINDOW
+  first = len(means) - stayed + window
+  return Curve(
+    area=float(success.mean()),
+    best=float(means[best]),
+    final=float(means[-1]),
+    collapsed=collapsed,
+    collapsed_at=float(first) if collapsed else math.nan,
+  )
+
+
+class Estimate(NamedTuple):
+  """A mean over seeds with its 95 % interval."""
+
+  mean: float
+  low: float
+  high: float
+
+
+def mean(values: Sequence[float]) -> Estimate:
+  """Returns a mean with its percentile bootstrap interval over seeds."""
+  array = np.asarray(values, np.float64)
+  return Estimate(float(array.mean()), *score_report.bootstrap(array))
+
+
+def rate(count: int, total: int) -> Estimate:
+  """Returns a share with its Wilson interval.
+
+  The bootstrap would say that a share of 0 or 1 is certain.
+  """
+  share = count / total
+  spread = _Z * math.sqrt(share * (1 - share) / total + (_Z / (2 * total)) ** 2)
+  middle, width = share + _Z**2 / (2 * total), 1 + _Z**2 / total
+  return Estimate(
+    share,
+    max((middle - spread) / width, 0.0),
+    min((middle + spread) / width, 1.0),
+  )
+
+
+class Difference(NamedTuple):
+  """A difference of two arms over the seeds that both have.
+
+  Attributes:
+    seeds: the number of these seeds.
+    larger: the number of them in which it is positive.
+    estimate: its mean with the bootstrap interval over seeds.
+    p: the probability of a mean this far from 0, on either side, if the sign
+      of each seed's difference were random; with n seeds at least 2 / 2^n.
+  """
+
+  seeds: int
+  larger: int
+  estimate: Estimate
+  p: float
+
+
+def difference(values: Sequence[float], others: Sequence[float]) -> Difference:
+  """Returns the paired difference of two samples; equal places are pairs."""
+  deltas = np.asarray(values, np.float64) - np.asarray(others, np.float64)
+  return Difference(
+    seeds=len(deltas),
+    larger=int((deltas > 0).sum()),
+    estimate=mean(deltas.tolist()),
+    p=_sign_flip(deltas),
+  )
+
+
+def _sign_flip(deltas: np.ndarray) -> float:
+  """Returns the p-value of a mean of differences; see `Difference`."""
+  if len(deltas) <= _MAX_EXACT:
+    signs = np.array(list(itertools.product((1, -1), repeat=len(deltas))))
+  else:
+    signs = np.random.default_rng(0).choice((1, -1), (_DRAWS, len(deltas)))
+    signs[0] = 1
+  totals = np.abs(signs @ deltas)
+  # Sums of the same numbers in another order differ by rounding.
+  return float(np.mean(totals >= abs(deltas.sum()) - 1e-12))
+
+
+def last(values: np.ndarray) -> float:
+  """Returns the last number that is not nan; nan if there is none."""
+  found = values[~np.isnan(values)]
+  return float(found[-1]) if len(found) else math.nan
+
+
+def average(values: np.ndarray) -> float:
+  """Returns the mean of the numbers that are not nan; nan if there is none."""
+  found = values[~np.isnan(values)]
+  return float(found.mean()) if len(found) else math.nan
+
+
+def largest(values: np.ndarray) -> float:
+  """Returns the largest number; nan if there is none."""
+  found = values[~np.isnan(values)]
+  return float(found.max()) if len(found) else math.nan
+
+
+def common(
+  runs: Sequence[results.Run], others: Sequence[results.Run]
+) -> list[tuple[results.Run, results.Run]]:
+  """Returns the pairs of runs of two arms that have the same seed."""
+  by_seed = {run.seed: run for run in others}
+  return [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed]

@@ -1,0 +1,178 @@
+"""Studies: which algorithms and settings are compared, and with which seeds.
+
+A config file describes its studies with a function `studies()`, which returns a
+dict of dicts:
+
+    {'levels': {
+        'title': 'The level of the ratio',
+        'seeds': 8,
+        'arms': {
+          'rate 5e-4': {
+            'token_ppo': {'policy_optimizer.learning_rate': 5e-4},
+            'half the epochs': {'algorithm': 'token_ppo', ...},
+          },
+        },
+        'starts': {...},
+    }}
+
+An arm is a config that is trained once for each seed. Arms are in groups, and
+are compared with the other arms of their group. An arm is a dict of config
+keys; 'algorithm' names its algorithm, by default the name of the arm, and
+'start' the start that it trains from. A start is a dict of config keys with
+which `sft` trains one policy, which all seeds share.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import itertools
+import re
+from typing import Any
+
+from stppo_jax import settings
+
+_KEYS = ('title', 'seeds', 'arms', 'starts')
+_ALL_PAIRS = 4  # arms of a group, at most, of which all pairs are compared
+
+
+class BadStudy(ValueError):
+  """A description of studies that cannot be used; the message is one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+  """One config of a study.
+
+  Attributes:
+    group: the name of its group; '' in a study with a single group.
+    name: its name, which no other arm of the group has.
+    algorithm: a key of the table of algorithms.
+    start: the name of the start that it trains from; '' = that of the config.
+    changes: dotted config key to value.
+  """
+
+  group: str
+  name: str
+  algorithm: str
+  start: str
+  changes: Mapping[str, Any]
+
+  @property
+  def key(self) -> tuple[str, str]:
+    """Its group and its name, which no other arm of the study shares."""
+    return self.group, self.name
+
+  def run_name(self, seed: int) -> str:
+    """Returns the name of its run with a seed, which can be a folder."""
+    words = [self.group, self.name, f'seed{seed}']
+    return '-'.join(file_name(word) for word in words if word)
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+  """A study.
+
+  Attributes:
+    name: its name in the config file.
+    title: what it varies, in a few words.
+    seeds: the number of seeds that it is planned with.
+    arms: its arms, group by group.
+    starts: name to changes of the supervised starts.
+  """
+
+  name: str
+  title: str
+  seeds: int
+  arms: Sequence[Arm]
+  starts: Mapping[str, Mapping[str, Any]]
+
+  @property
+  def groups(self) -> dict[str, list[Arm]]:
+    """The arms of each group, in order."""
+    groups: dict[str, list[Arm]] = {}
+    for arm in self.arms:
+      groups.setdefault(arm.group, []).append(arm)
+    return groups
+
+  def pairs(self) -> list[tuple[Arm, Arm]]:
+    """Returns the pairs that are compared: (arm, the one it is compared with).
+
+    They are all pairs of a small group; in a larger one, each arm is compared
+    with the first.
+    """
+    pairs = []
+    for arms in self.groups.values():
+      found = list(itertools.combinations(arms, 2))
+      if len(arms) > _ALL_PAIRS:
+        found = found[: len(arms) - 1]
+      pairs += [(second, first) for first, second in found]
+    return pairs
+
+  def of_groups(self, names: Sequence[str]) -> 'Study':
+    """Returns the study with some of its groups only.
+
+    Raises:
+      BadStudy: it has no such group.
+    """
+    for name in names:
+      if name not in self.groups:
+        choices = settings.closest(name, [group for group in self.groups])
+        raise BadStudy(f'{name}: no group of study {self.name}{choices}')
+    arms = [arm for arm in self.arms if arm.group in names]
+    return dataclasses.replace(self, arms=arms)
+
+
+def parse(name: str, content: Any) -> Study:
+  """Returns the study that a dict describes.
+
+  Raises:
+    BadStudy: it is no such dict.
+  """
+  start = f'study {name}: '
+  if not isinstance(content, dict):
+    raise BadStudy(f'{start}must be a dict, not {type(content).__name__}')
+  for key in content:
+    if key not in _KEYS:
+      choices = settings.closest(str(key), _KEYS)
+      raise BadStudy(f'{start}unknown key {key!r}{choices}')
+  seeds, starts = content.get('seeds'), content.get('starts', {})
+  groups: Any = content.get('arms')
+  if type(seeds) is not int or seeds < 1:
+    raise BadStudy(f'{start}seeds={seeds!r}: must be a whole number, 1 or more')
+  if not _is_nested(groups) or not all(map(_is_nested, groups.values())):
+    raise BadStudy(
+      f'{start}arms must be a dict of groups, such as '
+      "{'': {'token_ppo': {}, 'st_ppo': {}}}"
+    )
+  arms = [
+    _arm(start, group, arm, dict(changes), starts)
+    for group, members in groups.items()
+    for arm, changes in members.items()
+  ]
+  names = [arm.run_name(0) for arm in arms]
+  for run in names:
+    if names.count(run) > 1:
+      raise BadStudy(f'{start}two arms have runs named {run}')
+  return Study(name, content.get('title', name), seeds, arms, starts)
+
+
+def _arm(start, group, name, changes, starts) -> Arm:
+  made = changes.pop('start', '')
+  if made and made not in starts:
+    choices = settings.closest(made, list(starts))
+    raise BadStudy(f'{start}arm {name}: unknown start {made!r}{choices}')
+  return Arm(group, name, changes.pop('algorithm', name), made, changes)
+
+
+def file_name(text: str) -> str:
+  """Returns a text without what a file's name should not have."""
+  return re.sub(r'[^A-Za-z0-9_.+-]+', '_', text)
+
+
+def _is_nested(value: Any) -> bool:
+  """Returns whether a value is a dict of dicts that is not empty."""
+  return (
+    isinstance(value, dict)
+    and bool(value)
+    and all(isinstance(x, dict) for x in value.values())
+  )

@@ -1,0 +1,155 @@
+"""The tables of a study: success of its arms, and how they differ."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import math
+
+import numpy as np
+
+from stppo_jax.analysis import score_report
+from stppo_jax.analysis.ablation import results
+from stppo_jax.analysis.ablation import statistics
+from stppo_jax.analysis.ablation import study as study_lib
+
+Table = list[list[str]]
+_OUTCOMES = (
+  'area',
+  'best',
+  'final',
+  'final, greedy',
+  'collapsed',
+  'median step',
+)
+# Heading -> column, how the steps of a run become a number, format.
+_INSIDE: Mapping[str, tuple[str, Callable[[np.ndarray], float], str]] = {
+  'outside, token': ('clip_token', statistics.average, '.3f'),
+  'outside, turn': ('clip_turn', statistics.average, '.3f'),
+  'outside, sequence': ('clip_sequence', statistics.average, '.3f'),
+  'cut': ('cut', statistics.average, '.3f'),
+  'largest token ratio': ('ratio_max_token', statistics.largest, '.3g'),
+  'largest turn ratio': ('ratio_max_turn', statistics.largest, '.3g'),
+  'spread outside': ('spread_clipped', statistics.average, '.2f'),
+  'spread inside': ('spread_unclipped', statistics.average, '.2f'),
+  'entropy at the end': ('entropy', statistics.last, '.2f'),
+  'KL at the end': ('kl_reference', statistics.last, '.2f'),
+  'explained variance': ('explained_variance', statistics.average, '.2f'),
+  'turn length': ('turn_length', statistics.average, '.1f'),
+}
+
+
+def tables(
+  study: study_lib.Study, runs: Sequence[results.Run]
+) -> dict[str, Table]:
+  """Returns title to table; arms without a run are left out.
+
+  Args:
+    study: the study.
+    runs: its finished runs.
+  """
+  by_arm: dict[tuple[str, str], list[results.Run]] = {}
+  for run in sorted(runs, key=lambda run: run.seed):
+    by_arm.setdefault(run.key, []).append(run)
+  arms = [arm for arm in study.arms if arm.key in by_arm]
+  if not arms:
+    return {}
+  has_groups = len(study.groups) > 1
+  head = ['group'] * has_groups + ['arm', 'seeds']
+  outcomes, inside = [[*head, *_OUTCOMES]], [[*head, *_INSIDE]]
+  for arm in arms:
+    of_arm = by_arm[arm.key]
+    start = [arm.group] * has_groups + [arm.name, str(len(of_arm))]
+    outcomes.append(start + _outcomes(of_arm))
+    inside.append(start + _inside(of_arm))
+  found = {'Success': outcomes, 'What happened in the updates': inside}
+  differences = _differences(study, by_arm, has_groups)
+  if len(differences) > 1:
+    found['Paired differences'] = differences
+  return found
+
+
+def _outcomes(runs: Sequence[results.Run]) -> list[str]:
+  curves = [statistics.curve(run.per_step('success')) for run in runs]
+  greedy = [statistics.last(run.columns['greedy']) for run in runs]
+  steps = [c.collapsed_at for c in curves if c.collapsed]
+  count = len(steps)
+  share = statistics.rate(count, len(runs))
+  return [
+    _estimate([c.area for c in curves]),
+    _estimate([c.best for c in curves]),
+    _estimate([c.final for c in curves]),
+    _estimate(greedy),
+    f'{count}/{len(runs)} ({share.low:.2f}..{share.high:.2f})',
+    f'{np.median(steps):.0f}' if steps else '',
+  ]
+
+
+def _inside(runs: Sequence[results.Run]) -> list[str]:
+  cells = []
+  for column, reduce, form in _INSIDE.values():
+    values = np.array([reduce(run.per_step(column)) for run in runs])
+    value = statistics.average(values)
+    if reduce is statistics.largest:  # one run can have a ratio of 1e9
+      value = float(np.median(values))
+    cells.append('' if math.isnan(value) else f'{value:{form}}')
+  return cells
+
+
+def _differences(study, by_arm, has_groups) -> Table:
+  table = [
+    ['group'] * has_groups
+    + ['arm', 'minus', 'seeds', 'area', 'larger', 'p', 'final', 'larger', 'p']
+  ]
+  for arm, other in study.pairs():
+    pairs = statistics.common(
+      by_arm.get(arm.key, []), by_arm.get(other.key, [])
+    )
+    if not pairs:
+      continue
+    row = [arm.group] * has_groups + [arm.name, other.name, str(len(pairs))]
+    for name in ('area', 'final'):
+      values, others = (
+        [
+          getattr(statistics.curve(pair[i].per_step('success')), name)
+          for pair in pairs
+        ]
+        for i in range(2)
+      )
+      found = statistics.difference(values, others)
+      row += [
+        _signed(found.estimate),
+        f'{found.larger}/{found.seeds}',
+        f'{found.p:.3f}',
+      ]
+    table.append(row)
+  return table
+
+
+def _estimate(values: Sequence[float]) -> str:
+  """Returns a mean and its interval; a single seed has no interval."""
+  if any(map(math.isnan, values)):
+    return ''
+  found = statistics.mean(values)
+  if len(values) == 1:
+    return f'{found.mean:.2f}'
+  return f'{found.mean:.2f} ({found.low:.2f}..{found.high:.2f})'
+
+
+def _signed(estimate: statistics.Estimate) -> str:
+  return f'{estimate.mean:+.2f} ({estimate.low:+.2f}..{estimate.high:+.2f})'
+
+
+def as_text(study: study_lib.Study, runs: Sequence[results.Run]) -> str:
+  """Returns the tables for a terminal."""
+  return '\n\n'.join(
+    f'{title}\n{score_report.as_text(table)}'
+    for title, table in tables(study, runs).items()
+  )
+
+
+def as_markdown(study: study_lib.Study, runs: Sequence[results.Run]) -> str:
+  """Returns the tables in Markdown."""
+  return '\n'.join(
+    f'{title}:\n\n{score_report.as_markdown(table)}'
+    for title, table in tables(study, runs).items()
+  )

@@ -1,0 +1,202 @@
+"""Train the arms of a study with paired seeds, and compare them.
+
+python -m stppo_jax ablate --config=FILE.py[:STUDY] --workdir=DIR
+    [--seeds=N | --seeds=N,N,...] [--groups=GROUP,...] [--jobs=N]
+    [--table=FILE.csv] [--config.KEY=VALUE ...] [--dry_run]
+
+  --config=FILE.py[:STUDY]  a config file with a function studies(), such as
+                            configs/collapse.py, and the name of a study in it;
+                            by default its first
+  --workdir=DIR             the folder of the study; each run has a folder in it
+  --seeds=N                 how many seeds, from 0; or, with commas, which ones.
+                            By default as many as the study is planned with
+  --groups=GROUP,...        some groups of the study, by default all
+  --jobs=N                  how many runs there are at once; by default one for
+                            each core
+  --table=FILE.csv          the table of all runs, by default DIR/STUDY.csv.
+                            Runs that it has are not made again; new ones are
+                            added
+  --config.KEY=VALUE        sets a key of all configs
+  --dry_run                 prints the commands that would be run
+
+The runs of one seed ask the same questions and start from the same weights. All
+arms of a seed come before the next seed. At the end, tables compare the
+finished runs. DIR holds them as STUDY.md, and pictures in the folder figures.
+
+The same command goes on: finished runs are not repeated, interrupted ones are
+resumed. Ctrl-C and SIGTERM are passed on to the runs, which save. The exit code
+is 0 once all runs are finished.
+"""
+
+from collections.abc import Sequence
+import hashlib
+import os
+import pathlib
+import shlex
+import sys
+from typing import Any
+import uuid
+
+from stppo_jax.analysis.ablation import study as study_lib
+from stppo_jax.commands.flags import ablation_flags
+from stppo_jax.records import run_folder
+from stppo_jax.records import run_state
+
+_TRY_AGAIN = 75
+
+
+def main(argv: Sequence[str]) -> int:
+  """Trains what a study lacks and compares its runs; returns the exit code."""
+  plan = ablation_flags.parse(argv)
+  # Imported late: a wrong flag is answered before numpy and others are loaded.
+  from stppo_jax.analysis.ablation import results
+  from stppo_jax.records import lock
+
+  runs = results.read(plan.table)
+  results.check(runs, plan.digests, plan.table)
+  if plan.is_dry:
+    commands = _start_commands(plan, runs) | _run_commands(plan, runs)
+    for name, words in commands.items():
+      print(f'{name}: {shlex.join(words[1:])}')
+    return 0
+  with lock.held(plan.folder):
+    _record(plan)
+    return _carry_out(plan, runs)
+
+
+def _record(plan: ablation_flags.Plan) -> None:
+  """Records whose folder it is."""
+  if run_folder.read(plan.folder) is None:
+    digest = hashlib.sha256(plan.study.name.encode()).hexdigest()
+    run = run_folder.Run('ablate', uuid.uuid4().hex, digest)
+    run_folder.write(plan.folder, run)
+  plan.record()
+
+
+def _wanted(plan: ablation_flags.Plan) -> list[tuple[study_lib.Arm, int]]:
+  """Returns the runs of the study, all arms of a seed before the next seed."""
+  return [(arm, seed) for seed in plan.seeds for arm in plan.study.arms]
+
+
+def _missing(
+  plan: ablation_flags.Plan, runs
+) -> list[tuple[study_lib.Arm, int]]:
+  """Returns the runs that the table does not have."""
+  done = {(run.key, run.seed) for run in runs}
+  return [(a, seed) for a, seed in _wanted(plan) if (a.key, seed) not in done]
+
+
+def _state(folder: pathlib.Path) -> str:
+  """Returns the state of the run of a folder; '' if there is none."""
+  try:
+    return run_state.read(folder).state
+  except run_state.NoRun:
+    return ''
+
+
+def _start_commands(plan: ablation_flags.Plan, runs) -> dict[str, list[str]]:
+  """Returns the commands of the supervised starts that are to be made."""
+  commands = {}
+  for start in dict.fromkeys(arm.start for arm, _ in _missing(plan, runs)):
+    folder = plan.start_folder(start)
+    if start and _state(folder) != run_state.FINISHED:
+      flags = plan.start_flags(start)
+      commands[folder.name] = _command('sft', flags, folder)
+  return commands
+
+
+def _run_commands(plan: ablation_flags.Plan, runs) -> dict[str, list[str]]:
+  """Returns the commands of the runs that are to be made or to go on."""
+  commands = {}
+  for arm, seed in _missing(plan, runs):
+    folder = plan.run_folder(arm, seed)
+    if _state(folder) not in (run_state.FINISHED, run_state.RUNNING):
+      path = plan.start_folder(arm.start) / 'policy'
+      flags = [*plan.train_flags(arm, str(path)), f'--config.seed={seed}']
+      commands[folder.name] = _command('train', flags, folder)
+  return commands
+
+
+def _command(
+  name: str, flags: Sequence[str], folder: pathlib.Path
+) -> list[str]:
+  # As in launch/run.sh, PYTHON names the interpreter.
+  python = os.environ.get('PYTHON', sys.executable)
+  words = [python, '-m', 'stppo_jax', name, *flags]
+  return [*words, f'--workdir={folder}']
+
+
+def _carry_out(plan: ablation_flags.Plan, runs: list[Any]) -> int:
+  """Makes the runs that are missing and compares all; returns the exit code.
+
+  Args:
+    plan: what is to be done.
+    runs: the runs of the table; new ones are added.
+  """
+  from stppo_jax.analysis.ablation import results
+  from stppo_jax.training import parallel_runs
+
+  def gather(*_) -> None:
+    """Adds the runs that have finished to the table."""
+    found = [
+      results.from_folder(
+        plan.run_folder(arm, seed),
+        group=arm.group,
+        arm=arm.name,
+        seed=seed,
+        digest=plan.digests[arm.key],
+      )
+      for arm, seed in _missing(plan, runs)
+      if _state(plan.run_folder(arm, seed)) == run_state.FINISHED
+    ]
+    if found:
+      runs.extend(found)
+      keys = [arm.key for arm in plan.whole.arms]
+      results.write(plan.table, results.ordered(runs, keys))
+
+  gather()
+  exit_code = 0
+  for make in (_start_commands, _run_commands):
+    commands = make(plan, runs)
+    if commands and not exit_code:
+      exit_code = parallel_runs.run(
+        commands, jobs=plan.jobs, logs=plan.folder, on_end=gather
+      )
+  gather()
+  missing = _missing(plan, runs)
+  _report(plan, runs, draws=not missing)
+  if missing:
+    names = ', '.join(arm.run_name(seed) for arm, seed in missing)
+    print(f'not finished: {names}', file=sys.stderr)
+  return exit_code or (_TRY_AGAIN if missing else 0)
+
+
+def _report(
+  plan: ablation_flags.Plan, runs: Sequence[Any], *, draws: bool
+) -> None:
+  """Prints and writes the tables of the finished runs.
+
+  Args:
+    plan: what was to be done.
+    runs: the finished runs.
+    draws: whether to draw them, too, for which somebody who has pressed Ctrl-C
+      would not wait.
+  """
+  if not runs:
+    print('no run has finished yet')
+    return
+  from stppo_jax.analysis.ablation import verdict
+
+  study = plan.whole
+  print(verdict.as_text(study, runs))
+  page = plan.folder / f'{study.name}.md'
+  page.write_text(
+    f'# {study.title}\n\n{verdict.as_markdown(study, runs)}', encoding='utf-8'
+  )
+  written = [plan.table, page]
+  if draws:
+    from stppo_jax.analysis.ablation import figures
+
+    written.append(plan.folder / 'figures')
+    figures.draw(study, runs, written[-1])
+  print(f'\nwritten: {", ".join(map(str, written))}')

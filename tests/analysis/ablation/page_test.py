@@ -1,0 +1,66 @@
+"""docs/collapse.md has the numbers of the CSV files, and nothing else."""
+
+import numpy as np
+import pytest
+
+from docs import make_collapse
+from stppo_jax.analysis.ablation import results
+
+_STUDIES = make_collapse.studies()
+_TEXT = make_collapse.PAGE.read_text(encoding='utf-8')
+
+
+def test_the_page_has_the_tables_of_the_files():
+  assert make_collapse.page(_TEXT) == _TEXT, 'run `make docs`'
+
+
+def test_every_file_is_the_table_of_a_study():
+  files = {path.stem for path in make_collapse.TABLES.glob('*.csv')}
+  assert files <= set(_STUDIES)
+  pictures = {path.name for path in make_collapse.TABLES.glob('*.png')}
+  kinds = ('success', 'inside')
+  assert pictures == {f'{name}_{kind}.png' for name in files for kind in kinds}
+
+
+@pytest.mark.parametrize('name', _STUDIES)
+def test_the_runs_of_a_file_are_those_of_its_study(name):
+  study = _STUDIES[name]
+  path = make_collapse.TABLES / f'{name}.csv'
+  runs = results.read(path)
+  digests = {run.key: run.settings for run in runs}
+  assert set(digests) <= {arm.key for arm in study.arms}
+  results.check(runs, digests, path)
+  keys = [(*run.key, run.seed) for run in runs]
+  assert len(set(keys)) == len(keys)
+  for run in runs:
+    success = run.per_step('success')
+    assert np.all((success >= 0) & (success <= 1))
+
+
+def test_a_table_that_is_changed_by_hand_is_found():
+  changed = _TEXT.replace('Not run yet', 'Run', 1)
+  assert make_collapse.page(changed) == _TEXT
+  with pytest.raises(ValueError, match='one block of the study levels'):
+    make_collapse.page(_TEXT.replace('<!-- study levels -->', ''))
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path):
+  values = np.array([np.nan, 0.25, 1 / 3, np.inf, 1e-12])
+  columns = {name: results.rounded(values) for name in results.COLUMNS}
+  run = results.Run('a, b', 'st_ppo', 7, 'x', columns)
+  path = tmp_path / 'table.csv'
+  results.write(path, [run])
+  (found,) = results.read(path)
+  assert (*found.key, found.seed, found.settings) == ('a, b', 'st_ppo', 7, 'x')
+  expected = [np.nan, 0.25, 0.33333, np.nan, 1e-12]
+  for column in found.columns.values():
+    np.testing.assert_array_equal(column, expected)
+  # One line is missing: the run is damaged.
+  lines = path.read_text().splitlines(keepends=True)
+  path.write_text(''.join([*lines[:3], *lines[4:]]))
+  with pytest.raises(results.BadTable, match='table.csv, line 4: damaged'):
+    results.read(path)
+  # A file with fewer columns is that of an earlier version.
+  path.write_text('group,arm,seed,settings,step,success\n,a,0,x,0,\n')
+  (old,) = results.read(path)
+  assert set(old.columns) == set(results.COLUMNS)

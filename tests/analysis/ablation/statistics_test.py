@@ -1,0 +1,112 @@
+"""The statistics of a study against scipy, and collapse by hand."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from stppo_jax.analysis.ablation import statistics
+
+# Areas of eight seeds of two arms.
+_A = [0.21, 0.34, 0.27, 0.45, 0.19, 0.31, 0.38, 0.25]
+_B = [0.48, 0.33, 0.52, 0.61, 0.44, 0.29, 0.57, 0.50]
+
+
+@pytest.mark.parametrize('values', [_A, _B, [0.1, 0.5, 0.4]])
+def test_intervals_are_those_of_scipy(values):
+  found = statistics.mean(values)
+  expected = stats.bootstrap(
+    (np.array(values),),
+    np.mean,
+    method='percentile',
+    n_resamples=100_000,
+    rng=np.random.default_rng(1),
+  ).confidence_interval
+  assert found.mean == pytest.approx(np.mean(values))
+  # 1,000 resamples: the ends have an error of some 0.004 of their own.
+  np.testing.assert_allclose(found[1:], expected, atol=0.012)
+
+
+@pytest.mark.parametrize(
+  ('count', 'total'), [(0, 8), (3, 8), (8, 8), (1, 3), (0, 1)]
+)
+def test_the_interval_of_a_share_is_that_of_scipy(count, total):
+  found = statistics.rate(count, total)
+  expected = stats.binomtest(count, total).proportion_ci(method='wilson')
+  np.testing.assert_allclose(found, [count / total, *expected], atol=1e-6)
+
+
+@pytest.mark.parametrize('count', [3, 8])
+def test_paired_differences_are_those_of_scipy(count):
+  values, others = np.array(_B[:count]), np.array(_A[:count])
+  found = statistics.difference(values, others)
+  expected = stats.permutation_test(
+    (values, others),
+    lambda x, y: np.mean(x - y),
+    permutation_type='samples',
+    n_resamples=np.inf,
+  )
+  assert found.estimate.mean == pytest.approx(expected.statistic)
+  assert found.p == pytest.approx(expected.pvalue)
+  assert (found.seeds, found.larger) == (count, (values > others).sum())
+  assert found.p >= 2 / 2**count
+  turned = statistics.difference(others, values)
+  assert turned.p == found.p
+  assert turned.estimate.mean == pytest.approx(-found.estimate.mean)
+
+
+def test_many_seeds_have_a_drawn_p_value():
+  rng = np.random.default_rng(0)
+  values = rng.normal(0.3, 1.0, 16)
+  found = statistics.difference(values, np.zeros(16))
+  expected = stats.permutation_test(
+    (values, np.zeros(16)),
+    lambda x, y: np.mean(x - y),
+    permutation_type='samples',
+    n_resamples=np.inf,
+  )
+  assert found.p == pytest.approx(expected.pvalue, abs=0.015)
+
+
+def test_best_final_and_area_by_hand():
+  found = statistics.curve(np.array([0, 0.2, 0.4, 0.6, 0.8, 1.0, 0.0, 0.0]))
+  assert found.area == pytest.approx(3 / 8)
+  assert found.best == pytest.approx(0.6)  # of steps 2 to 6
+  assert found.final == pytest.approx(0.48)
+  assert not found.collapsed and math.isnan(found.collapsed_at)
+
+
+@pytest.mark.parametrize(
+  ('success', 'expected'),
+  [
+    # Under half of the best from the mean of steps 19 to 23 on.
+    ([0.1] * 10 + [0.8] * 10 + [0.0] * 10, 23),
+    # It recovers: nothing has collapsed.
+    ([0.8] * 10 + [0.0] * 10 + [0.8] * 10, None),
+    # It falls in the last steps: whether it stays there is not known.
+    ([0.8] * 20 + [0.0] * 5, None),
+    # Half of the best is not under half of it.
+    ([0.8] * 10 + [0.4] * 20, None),
+    # The best comes after the fall.
+    ([0.8] * 10 + [0.0] * 10 + [0.9] * 10 + [0.0] * 10, 33),
+    # It never learned, or is too short.
+    ([0.0] * 20, None),
+    ([0.5, 0.0, 0.0], None),
+  ],
+)
+def test_a_collapse_falls_under_half_of_the_best_and_stays(success, expected):
+  found = statistics.curve(np.array(success))
+  assert found.collapsed == (expected is not None)
+  if expected:
+    assert found.collapsed_at == expected
+
+
+def test_missing_numbers_are_left_out():
+  values = np.array([1.0, math.nan, 3.0, math.nan])
+  assert statistics.average(values) == 2
+  assert statistics.last(values) == 3
+  assert statistics.largest(values) == 3
+  nothing = np.array([math.nan])
+  for reduce in (statistics.average, statistics.last, statistics.largest):
+    assert math.isnan(reduce(nothing))

@@ -1,0 +1,347 @@
+"""`ablate` trains each arm with each seed once, and compares what has ended."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from stppo_jax import __main__
+from stppo_jax.analysis.ablation import results
+from stppo_jax.records import run_folder
+from tests.training import runs
+
+_CONFIG = f'{runs.REPO}/configs/collapse.py'
+_STUDIES = """
+from stppo_jax.configs import collapse
+
+get_config = collapse.get_config
+
+def studies():
+  return {
+    'pair': {
+      'seeds': 2,
+      'arms': {'': {'token_ppo': {}, 'mine': {'algorithm': 'turn_ppo'}}},
+    },
+    'started': {
+      'title': 'Two starts',
+      'seeds': 1,
+      'arms': {
+        'a': {'token_ppo': {'start': 'one'}},
+        'b': {'token_ppo': {'start': 'two', 'num_steps': 7}},
+      },
+      'starts': {
+        'one': {'sft.num_steps': 1}, 'two': {'sft.num_steps': 2}
+      },
+    },
+    'empty': {'seeds': 1, 'arms': {}},
+    'typo': {'seeds': 1, 'arm': {}},
+    'none': {'seeds': 0, 'arms': {'': {'token_ppo': {}}}},
+    'wrong': {'seeds': 1, 'arms': {'': {'token_ppo': {'num_step': 1}}}},
+    'nothing': {'seeds': 1, 'arms': {'': {'token_ppo': {'start': 'one'}}}},
+  }
+"""
+# In place of Python: leaves the folder of a run that has learned and then, if
+# it is that of token_ppo, collapsed. While the file `hold` exists, it waits for
+# its end or for a signal.
+_FAKE = f"""#!{sys.executable}
+import json, os, pathlib, signal, sys, time
+command = sys.argv[3]
+flags = dict(w.split('=', 1) for w in sys.argv[4:])
+workdir = pathlib.Path(flags['--workdir'])
+workdir.mkdir(parents=True, exist_ok=True)
+with open(workdir.parent / 'starts', 'a') as file:
+  file.write(command + ' ' + workdir.name + '\\n')
+config = dict.fromkeys(('algorithm', 'model', 'rollout'), {{}})
+config |= {{'num_steps': 30, 'command': command, 'sft': {{'num_steps': 30}}}}
+(workdir / 'config.json').write_text(json.dumps(config))
+def beat(exit_code):
+  beat = {{'time': time.time(), 'step': 30, 'exit_code': exit_code}}
+  (workdir / 'heartbeat.json').write_text(json.dumps(beat))
+def end(*_):
+  beat(75)
+  sys.exit(75)
+signal.signal(signal.SIGTERM, end)
+(workdir.parent / (workdir.name + '.waits')).touch()
+while (workdir.parent / 'hold').exists():
+  time.sleep(0.01)
+fails = workdir.parent / 'fail'
+if fails.exists() and workdir.name.endswith(fails.read_text()):
+  beat(70)
+  sys.exit(70)
+seed = int(flags.get('--config.seed', 0))
+lines = [{{'step': 0, 'val/em/one_hop': 0.25, 'val/em/two_hop': 0.75}}]
+for step in range(1, 31):
+  falls = 'token_ppo' in flags['--config'] and step > 15
+  success = 0.0 if falls else 0.6 + seed / 10
+  line = {{'step': step, 'critic/score/mean': success}}
+  for level in ('token', 'turn', 'sequence'):
+    line |= {{f'clipfrac/{{level}}/low': 0.1, f'clipfrac/{{level}}/high': 0.02}}
+    line[f'ratio/{{level}}/max'] = step
+  lines.append(line | {{'actor/entropy': 1 / 3, 'critic/kl': None}})
+lines[-1]['val/em/one_hop'] = lines[-1]['val/em/two_hop'] = 0.125
+text = ''.join(json.dumps(line) + '\\n' for line in lines)
+(workdir / 'metrics.jsonl').write_text(text)
+beat(0)
+"""
+_RUNS = ['token_ppo-seed0', 'mine-seed0', 'token_ppo-seed1', 'mine-seed1']
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+  """The folder of a study whose runs are those of the Python above."""
+  (tmp_path / 'studies.py').write_text(_STUDIES)
+  python = tmp_path / 'python'
+  python.write_text(_FAKE)
+  python.chmod(0o755)
+  monkeypatch.setenv('PYTHON', str(python))
+  yield tmp_path / 'study'
+  (tmp_path / 'study' / 'hold').unlink(missing_ok=True)  # after a failed test
+
+
+def _flags(folder, study='pair', *more):
+  config = folder.parent / 'studies.py'
+  return [f'--config={config}:{study}', f'--workdir={folder}', *more]
+
+
+def _ablate(folder, *more, study='pair'):
+  return __main__.main(['ablate', *_flags(folder, study, *more)])
+
+
+def _starts(folder):
+  path = folder / 'starts'
+  words = [line.split()[1] for line in path.read_text().splitlines()]
+  return words
+
+
+def _wait(holds, seconds=60):
+  for _ in range(100 * seconds):
+    if holds():
+      return
+    time.sleep(0.01)
+  raise AssertionError('it does not happen')
+
+
+def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
+  assert _ablate(folder, '--dry_run') == 0
+  assert not folder.exists()
+  planned = capsys.readouterr().out.splitlines()
+  assert [line.split(':')[0] for line in planned] == _RUNS
+  assert '--config.seed=1' in planned[-1] and ':turn_ppo' in planned[-1]
+  # Those of the second seed fail, and are made again.
+  folder.mkdir()
+  run_folder.write(folder, run_folder.Run('ablate', 'x', 'y'))
+  (folder / 'fail').write_text('seed1')
+  assert _ablate(folder, '--jobs=1') == 70
+  out, err = capsys.readouterr()
+  assert 'token_ppo-seed1: ended with exit code 70' in out
+  assert 'not finished: token_ppo-seed1, mine-seed1' in err
+  assert 'Paired differences' in out
+  (folder / 'fail').unlink()
+  assert _ablate(folder, '--jobs=1') == 0
+  assert _starts(folder) == [*_RUNS, *_RUNS[2:]]
+  runs_of_table = results.read(folder / 'pair.csv')
+  assert [(run.arm, run.seed) for run in runs_of_table] == [
+    (name.rpartition('-')[0], int(name[-1])) for name in _RUNS
+  ]
+  fallen = runs_of_table[2]
+  np.testing.assert_allclose(fallen.per_step('success')[14:16], [0.7, 0])
+  np.testing.assert_allclose(fallen.per_step('clip_turn'), 0.12)
+  np.testing.assert_allclose(fallen.per_step('entropy'), 0.33333)
+  assert np.isnan(fallen.columns['kl_reference']).all()
+  np.testing.assert_allclose(fallen.columns['greedy'][[0, -1]], [0.5, 0.125])
+  page = (folder / 'pair.md').read_text()
+  rows = [line.split(' | ') for line in page.splitlines() if '| ' in line]
+  outcome = {row[0].strip('| '): row for row in reversed(rows[2:])}
+  # The first mean under half of the best is that of steps 14 to 18.
+  assert outcome['token_ppo'][2:] == [
+    '0.32 (0.30..0.35)',
+    '0.65 (0.60..0.70)',
+    '0.00 (0.00..0.00)',
+    '0.12 (0.12..0.12)',
+    '2/2 (0.34..1.00)',
+    '18 |',
+  ]
+  assert outcome['mine'][6].startswith('0/2')
+  assert re.search(r'\| mine \| token_ppo \| 2 \| \+0\.32 .* \| 2/2 \|', page)
+  names = [f'pair_{x}' for x in ('inside', 'success')]
+  assert sorted(path.name for path in (folder / 'figures').iterdir()) == [
+    f'{name}.{suffix}' for name in names for suffix in ('png', 'svg')
+  ]
+  out = capsys.readouterr().out
+  assert 'Paired differences' in out and '2/2 (0.34..1.00)' in out
+  assert _ablate(folder, '--dry_run') == 0
+  assert not capsys.readouterr().out
+
+  # Another folder goes on with its table.
+  table, another = folder / 'pair.csv', folder.parent / 'another'
+  before, flags = table.read_text(), [f'--table={folder}/pair.csv']
+  assert _ablate(another, *flags, '--seeds=0,2', '--jobs=2') == 0
+  assert sorted(_starts(another)) == ['mine-seed2', 'token_ppo-seed2']
+  assert table.read_text().startswith(before)
+  capsys.readouterr()
+  # Other settings cannot be compared with it.
+  other = '--config.num_steps=7'
+  assert _ablate(folder.parent / 'new', *flags, other) == 2
+  err = capsys.readouterr().err
+  assert 'pair.csv: its runs of ' in err and 'cannot be compared' in err
+  assert err.count('\n') == 1
+  assert _ablate(another, other) == 2
+  err = capsys.readouterr().err
+  assert 'had other settings; use another --workdir' in err
+  assert _ablate(another, study='started') == 2
+  err = capsys.readouterr().err
+  assert "holds the study 'pair', not 'started'" in err
+  table.write_text(before.replace(',0.6,', ',x,', 1))
+  assert _ablate(another, *flags) == 2
+  assert 'pair.csv, line 3: damaged' in capsys.readouterr().err
+  table.write_text('a,b\n')
+  assert _ablate(another, *flags) == 2
+  assert 'not a table of ablate' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_stopped_study_goes_on(folder):
+  folder.mkdir()
+  (folder / 'hold').touch()
+  run_folder.write(folder, run_folder.Run('ablate', 'x', 'y'))
+
+  def start():
+    return subprocess.Popen(
+      [sys.executable, '-m', 'stppo_jax', 'ablate']
+      + _flags(folder, 'pair', '--jobs=2'),
+      cwd=runs.REPO,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+
+  process = start()
+  _wait(lambda: len(list(folder.glob('*.waits'))) == 2)
+  process.send_signal(signal.SIGTERM)
+  out, _ = process.communicate(timeout=60)
+  assert process.returncode == 75, out
+  assert out.count('ended with exit code 75') == 2
+  assert 'no run has finished yet' in out
+  assert 'not finished: token_ppo-seed0, mine-seed0, token_ppo-seed1' in out
+  (folder / 'hold').unlink()
+  process = start()
+  out, _ = process.communicate(timeout=60)
+  assert process.returncode == 0, out
+  # Twice where it was stopped, and never after the end.
+  assert sorted(_starts(folder)) == sorted([*_RUNS[:2], *_RUNS])
+
+
+def test_starts_are_made_before_the_runs_that_need_them(folder, capsys):
+  assert _ablate(folder, '--dry_run', study='started') == 0
+  words = [line.split() for line in capsys.readouterr().out.splitlines()]
+  assert [line[0] + line[3] for line in words] == [
+    'start-one:sft',
+    'start-two:sft',
+    'a-token_ppo-seed0:train',
+    'b-token_ppo-seed0:train',
+  ]
+  assert '--config.model.path=' in words[0]
+  assert '--config.sft.num_steps=1' in words[0]
+  assert f'--config.model.path={folder}/start-two/policy' in words[3]
+  flags = ['--groups=b', '--dry_run']
+  assert _ablate(folder, *flags, study='started') == 0
+  assert 'start-one' not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  ('study', 'flags', 'expected'),
+  [
+    ('pairs', [], "unknown study 'pairs'; did you mean pair? choices: pair"),
+    ('empty', [], 'study empty: arms must be a dict of groups'),
+    ('typo', [], "study typo: unknown key 'arm'; did you mean arms?"),
+    ('none', [], 'study none: seeds=0: must be a whole number'),
+    ('wrong', [], "token_ppo: --config.num_step=1: no key 'num_step'"),
+    ('nothing', [], "study nothing: arm token_ppo: unknown start 'one'"),
+    ('pair', ['--groups=a'], 'a: no group of study pair'),
+    ('pair', ['--seeds=x'], '--seeds=x: must be how many, such as 3'),
+    ('pair', ['--seeds=0'], '--seeds=0: must be how many, such as 3'),
+    ('pair', ['--jobs=0'], '--jobs=0: must be a whole number, at least 1'),
+    ('pair', ['--tabel=a'], '--tabel=a: unknown flag; did you mean --table?'),
+  ],
+)
+def test_wrong_input_is_one_line(folder, study, flags, expected, capsys):
+  assert _ablate(folder, *flags, study=study) == 2
+  err = capsys.readouterr().err
+  assert expected in err and err.count('\n') == 1
+  assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+  ('flags', 'expected'),
+  [
+    ([f'--config={_CONFIG}'], '--workdir: missing'),
+    (['--workdir=a'], '--config: missing'),
+    (['--config=/no.py', '--workdir=a'], '--config=/no.py: no such file'),
+    (
+      [f'--config={runs.REPO}/configs/own.py', '--workdir=a'],
+      'own.py: has no function studies',
+    ),
+    (
+      [f'--config={_CONFIG}', f'--workdir={runs.REPO}/docs'],
+      'docs: is not empty and was not written by ablate',
+    ),
+  ],
+)
+def test_a_config_without_studies_is_refused(flags, expected, capsys):
+  assert __main__.main(['ablate', *flags]) == 2
+  err = capsys.readouterr().err
+  assert expected in err and err.count('\n') == 1
+
+
+@pytest.mark.parametrize(
+  'study',
+  'levels turn_length correction controls staleness groups start '
+  'calculator'.split(),
+)
+def test_the_shipped_studies_have_valid_configs(study, tmp_path, capsys):
+  flags = [f'--config={_CONFIG}:{study}', f'--workdir={tmp_path}/study']
+  assert __main__.main(['ablate', *flags, '--dry_run']) == 0
+  lines = capsys.readouterr().out.splitlines()
+  trained = [line for line in lines if ' train ' in line]
+  assert len(trained) >= 9
+  # Seeds are paired: every arm has each.
+  seeds = [re.findall(r'--config\.seed=(\d+)', line)[0] for line in trained]
+  assert len({seeds.count(seed) for seed in seeds}) == 1
+
+
+@pytest.mark.slow
+def test_a_study_of_runs_is_killed_and_goes_on(tmp_path):
+  folder = tmp_path / 'study'
+  flags = [f'--config={_CONFIG}', '--groups=rate 0.00075', '--seeds=1']
+  flags += [f'--workdir={folder}', '--jobs=2', *runs.flags(num_steps=5)[1:]]
+
+  def start():
+    return subprocess.Popen(
+      [sys.executable, '-m', 'stppo_jax', 'ablate', *flags],
+      cwd=runs.REPO,
+      env=os.environ | {'JAX_NUM_CPU_DEVICES': '1'},
+    )
+
+  process = start()
+  _wait(lambda: (folder / 'levels.csv').exists(), seconds=600)
+  process.send_signal(signal.SIGTERM)
+  assert process.wait(timeout=600) == 75
+  done = results.read(folder / 'levels.csv')
+  files = {
+    path: path.stat().st_mtime_ns
+    for run in done
+    for path in folder.glob(f'*-{run.arm}-seed0/*')
+  }
+  assert files and start().wait(timeout=600) == 0
+  found = results.read(folder / 'levels.csv')
+  assert len(found) == 4 and files == {p: p.stat().st_mtime_ns for p in files}
+  for run in found:
+    assert len(run.per_step('success')) == 5
+    for column in ('success', 'clip_token', 'clip_turn', 'entropy', 'rho'):
+      assert np.isfinite(run.per_step(column)).all(), column
+    assert np.isfinite(run.columns['greedy'][[0, 5]]).all()
