@@ -426,7 +426,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'tensorboard': True,  # whether TensorBoard files are written
         'trajectories': 16,  # dialogues that each host writes per step
         # How many of them have ratio, advantage, value and entropy of each
-        # token, which takes a forward pass over them.
+        # token, which takes a forward pass over them; see docs/report.md.
         'token_details': 4,
         'samples': 2,  # dialogues printed per evaluation
       },

@@ -287,6 +287,9 @@ def test_every_command_in_the_documents_runs(command, clone, monkeypatch):
   elif ' status ' in command:
     _make_run(clone, quickstart)
     assert 'finished' in _run(_python(command), clone)
+  elif ' report ' in command or ' view ' in command:
+    _make_run(clone, quickstart)
+    assert _run(_python(command), clone)
   elif ' checkpoint ' in command:
     _make_run(clone, quickstart)
     assert 'step' in _run(_python(command), clone)
@@ -364,6 +367,9 @@ def test_a_small_version_of_every_command_runs(
   elif ' status ' in command:
     _make_run(small_clone, quickstart)
     assert 'finished' in call()
+  elif ' report ' in command or ' view ' in command:
+    _make_run(small_clone, quickstart)
+    call()
   elif ' checkpoint ' in command:
     _make_run(small_clone, quickstart)
     assert 'step' in call()

@@ -43,10 +43,11 @@ OURS = {
   'rollout': ('types', 'batch', 'envs', 'retrieval.protocol', 'rollout'),
   'learner': ('types', 'batch', 'rl', 'parallel', 'models', 'learner'),
   'records': ('types', 'streams', 'batch', 'envs.protocol', 'records'),
+  'report': ('settings', 'records', 'report'),
   'training': _ALL,
   'analysis': _ALL,
   # Not each other: what they share is in `commands.flags`.
-  'commands': _ALL + ('http', 'commands.flags', 'configs'),
+  'commands': _ALL + ('http', 'report', 'commands.flags', 'configs'),
   '__main__': (
     'settings',
     'streams',
@@ -104,7 +105,11 @@ HOMES = {
   'mcp_types': ('envs.mcp_tools',),
   'textworld': ('envs.text_games',),
   'ml_collections': ('configs', 'commands'),
-  'matplotlib': ('records.plots', 'analysis.ablation.figures'),
+  'matplotlib': (
+    'records.plots',
+    'report.figures',
+    'analysis.ablation.figures',
+  ),
   'tensorboardX': ('records.tensorboard',),
   'rich': ('records',),
   'packaging': ('analysis.machine',),
@@ -187,7 +192,7 @@ def page_rows() -> list[str]:
     others = [n for n in allowed if n != layer and layer not in n.split('.')]
     words = [f'`{n}`' for n in others]
     if set(_ALL) <= set(allowed):
-      above = [f'`{n}`' for n in ('commands', 'configs', 'http')]
+      above = [f'`{n}`' for n in ('commands', 'configs', 'http', 'report')]
       above = [n for n in above if n not in words and n != f'`{layer}`']
       words = ['every room' + ' but '[: 5 * bool(above)] + ', '.join(above)]
     rows.append(f'| `{layer}` | {", ".join(words) or "nothing"} |')

@@ -23,6 +23,9 @@ from typing import Any
 from stppo_jax.records import lock
 
 EXPORT = 'export'
+# The version of the files of a run. One that a reader of today would
+# misunderstand gets a higher number, which then stands in run.json.
+SCHEMA = 1
 _RUN, _EXPORTED = 'run.json', 'export.json'
 _NEW_RUN = 'run.new'
 _ASIDE = 'aside-'
@@ -173,6 +176,12 @@ def read(folder: pathlib.Path) -> Run | None:
     return Run(**_json(folder / _RUN))
   except TypeError:
     return None
+
+
+def schema(folder: pathlib.Path) -> int:
+  """Returns the version of a run's files, see `SCHEMA`."""
+  number = _json(folder / _RUN).get('schema', SCHEMA)
+  return number if isinstance(number, int) else -1
 
 
 def write(folder: pathlib.Path, run: Run) -> None:

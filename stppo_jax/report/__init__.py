@@ -1,0 +1,1 @@
+"""Pages about runs: figures, tables and dialogues, from what runs have left."""

@@ -1,0 +1,190 @@
+"""Encodes the dialogues of runs for the viewer: an index, and packed steps.
+
+The index has a row for each dialogue: what filters, sorting and the list read.
+The dialogues of a step are one packed part, the lines of their file. So a page
+with thousands of them opens at once and unpacks those that are looked at.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import math
+import pathlib
+from typing import Any
+from typing import NamedTuple
+
+from stppo_jax.report import packing
+from stppo_jax.report import run_files
+
+# Actions that ask the environment nothing.
+_SILENT = ('answer', 'invalid')
+COLUMNS = (
+  'run',
+  'step',
+  'part',
+  'place',
+  'question',
+  'key',
+  'reward',
+  'status',
+  'clipped',
+  'searches',
+  'turns',
+  'tokens',
+  'spread',
+)
+
+
+class Encoded(NamedTuple):
+  """The dialogues of a page.
+
+  Attributes:
+    index: `COLUMNS` by name, and the texts that they number: questions,
+      statuses.
+    parts: packed lines of the files, numbered by the column `part`.
+    notes: what was left out, one line each.
+  """
+
+  index: dict[str, Any]
+  parts: list[str]
+  notes: list[str]
+
+
+class _Step(NamedTuple):
+  """The dialogues of a step of a run, and their lines, packed."""
+
+  run: int
+  step: int
+  records: list[Mapping[str, Any]]
+  packed: str
+
+
+def encode(
+  runs: Sequence[run_files.Run],
+  *,
+  most: int,
+  most_bytes: int,
+  losses: list[str],
+) -> Encoded:
+  """Encodes the dialogues of runs, of evenly spread steps if there are many.
+
+  Args:
+    runs: the runs.
+    most: the largest number of dialogues.
+    most_bytes: the largest size of all parts together.
+    losses: gets a line for each dialogue that cannot be read.
+  """
+  files: dict[tuple[int, int], list[pathlib.Path]] = {}
+  for number, run in enumerate(runs):
+    for step, path in run_files.dialogue_files(run.folder):
+      files.setdefault((number, step), []).append(path)
+  counts = [sum(map(_count, paths)) for paths in files.values()]
+  chosen = _thin(list(files.items()), counts, most)
+  steps = [_read(key, paths, losses) for key, paths in chosen]
+  kept = _thin(steps, [len(step.packed) for step in steps], most_bytes)
+  notes = []
+  if len(kept) < len(files):
+    limit = f'{most:,} dialogues' if kept == steps else 'the size of the page'
+    notes.append(
+      f'dialogues of {len(kept)} of {len(files)} steps, evenly spread: '
+      f'more would exceed {limit}'
+    )
+  return Encoded(_index(kept), [step.packed for step in kept], notes)
+
+
+def _count(path: pathlib.Path) -> int:
+  return path.read_bytes().count(b'\n')
+
+
+def _thin(items: Sequence[Any], sizes: Sequence[int], most: int) -> list[Any]:
+  """Returns evenly spread items, the last included, as many as fit."""
+  wanted = len(items)
+  while wanted:
+    places = [(n + 1) * len(items) // wanted - 1 for n in range(wanted)]
+    total = sum(sizes[place] for place in places)
+    if total <= most:
+      return [items[place] for place in places]
+    wanted = min(wanted - 1, math.ceil(wanted * most / total))
+  return []
+
+
+def _read(
+  key: tuple[int, int], paths: Sequence[pathlib.Path], losses: list[str]
+) -> _Step:
+  """Reads the dialogues of a step, those of all hosts."""
+  pairs = [pair for path in paths for pair in run_files.dialogues(path, losses)]
+  lines = b'\n'.join(line for line, _ in pairs)
+  return _Step(*key, [record for _, record in pairs], packing.pack(lines))
+
+
+def _index(steps: Sequence[_Step]) -> dict[str, Any]:
+  """Returns the columns of the index, and the texts that they number."""
+  questions: dict[str, int] = {}
+  keys: dict[tuple[str, str], int] = {}
+  statuses: dict[str, int] = {}
+  rows = []
+  for part, step in enumerate(steps):
+    for place, record in enumerate(step.records):
+      question, status = record['question'], record['status']
+      key = str(record.get('data_set', '')), str(record.get('id', question))
+      rows.append(
+        (
+          step.run,
+          step.step,
+          part,
+          place,
+          questions.setdefault(question, len(questions)),
+          keys.setdefault(key, len(keys)),
+          packing.rounded(reward(record)),
+          statuses.setdefault(status, len(statuses)),
+          *map(packing.rounded, measures(record)),
+        )
+      )
+  columns = zip(*rows) if rows else ((),) * len(COLUMNS)
+  return {
+    'columns': dict(zip(COLUMNS, map(list, columns))),
+    'questions': list(questions),
+    'statuses': list(statuses),
+  }
+
+
+def reward(record: Mapping[str, Any]) -> float:
+  """Returns the outcome reward of a dialogue: the sum of its terms."""
+  values = record['rewards'].values()
+  return float(sum(x for x in values if run_files.is_number(x)))
+
+
+def contains(record: Mapping[str, Any], text: str) -> bool:
+  """Returns whether a text is in question, prompt, answers or turns.
+
+  Capital letters are as small ones, as in the viewer.
+  """
+  texts = [record['question'], record['prompt'], *record['golden_answers']]
+  for turn in record['turns']:
+    texts += [turn['text'], turn['observation']]
+  return text.lower() in '\n'.join(texts).lower()
+
+
+def measures(
+  record: Mapping[str, Any],
+) -> tuple[float | None, float, float, float | None, float | None]:
+  """Returns the measures of a dialogue that the viewer filters and sorts by.
+
+  Returns:
+    The share of its tokens that are clipped; its searches (turns that asked the
+    environment anything); its turns; its policy tokens; the largest distance of
+    the log of a turn ratio from 0. None where no token has numbers.
+  """
+  turns = record['turns']
+  searches = sum(turn['action'] not in _SILENT for turn in turns)
+  tokens = [t['tokens'] for t in turns if isinstance(t.get('tokens'), dict)]
+  count = sum(len(numbers.get('ratio', ())) for numbers in tokens)
+  clipped = distance = None
+  if count:
+    cut = sum(len(numbers.get('clipped', ())) for numbers in tokens)
+    clipped = cut / count
+    ratios = [numbers.get('turn_ratio') for numbers in tokens]
+    logs = [
+      abs(math.log(x)) for x in ratios if run_files.is_number(x) and x > 0
+    ]
+    distance = max(logs, default=None)
+  return clipped, searches, len(turns), count or None, distance

@@ -1,0 +1,91 @@
+"""Draws the figures of a report as PNG."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import io
+import pathlib
+import statistics
+from typing import Any
+from typing import NamedTuple
+
+import matplotlib
+from matplotlib import figure
+from matplotlib import ticker
+
+from stppo_jax.records import plots
+from stppo_jax.report import output
+
+_DASHES = ('-', '--', ':', '-.')
+
+
+class Curves(NamedTuple):
+  """The metrics of an experiment.
+
+  Attributes:
+    label: its name in legends.
+    columns: the columns of each run, from `panels.columns`.
+  """
+
+  label: str
+  columns: list[dict[str, dict[int, float]]]
+
+
+def draw(
+  panel: Mapping[str, Any],
+  curves: Sequence[Curves],
+  path: pathlib.Path,
+) -> None:
+  """Draws a panel: a line for each experiment and metric, a band over seeds.
+
+  Args:
+    panel: from `panels.layout`.
+    curves: the metrics, by experiment.
+    path: the PNG file, which is replaced.
+  """
+  with matplotlib.rc_context(plots.STYLE):
+    page = figure.Figure(figsize=(5.2, 3.0), layout='constrained')
+    axes = page.subplots()
+    axes.set_title(panel['title'])
+    for number, members in enumerate(curves):
+      for place, metric in enumerate(panel['metrics']):
+        points = band(members, metric)
+        if not points:
+          continue
+        # One experiment has a colour for each metric.
+        colour = number if len(curves) > 1 else place
+        dash = place if len(curves) > 1 else 0
+        steps, means, low, high = zip(*points)
+        style: dict[str, Any] = {
+          'color': plots.COLOURS[colour % len(plots.COLOURS)]
+        }
+        words = [members.label] if len(curves) > 1 else []
+        words += [metric] if len(panel['metrics']) > 1 or not words else []
+        axes.fill_between(steps, low, high, alpha=0.2, linewidth=0, **style)
+        axes.plot(
+          steps,
+          means,
+          _DASHES[dash % len(_DASHES)],
+          label=', '.join(words).replace('$', r'\$'),
+          **style,
+        )
+    axes.set_xlabel('step')
+    axes.xaxis.set_major_locator(
+      ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10])
+    )
+    if axes.get_legend_handles_labels()[0]:
+      axes.legend(fontsize=7)
+    content = io.BytesIO()
+    page.savefig(content, format='png')
+    output.write(path, content.getvalue())
+
+
+def band(members: Curves, metric: str) -> list[tuple[int, float, float, float]]:
+  """Returns (step, mean, least, largest) of a metric over the seeds."""
+  values: dict[int, list[float]] = {}
+  for columns in members.columns:
+    for step, value in columns.get(metric, {}).items():
+      values.setdefault(step, []).append(value)
+  return [
+    (step, statistics.fmean(x), min(x), max(x))
+    for step, x in sorted(values.items())
+  ]

@@ -1,0 +1,31 @@
+"""Writes the files of a report, and no file that is something else."""
+
+import os
+import pathlib
+
+# Every report has this text near its beginning.
+MARK = 'stppo_jax report'
+_BEGINNING = 1000  # bytes
+
+
+def problem(path: pathlib.Path) -> str:
+  """Returns why a report must not be written there; '' if it may."""
+  try:
+    if path.is_dir():
+      return f'{path}: is a folder; give a file'
+    if not path.parent.is_dir():
+      return f'{path}: no such folder: {path.parent}'
+    if path.exists():
+      with open(path, 'rb') as file:
+        if MARK.encode() not in file.read(_BEGINNING):
+          return f'{path}: exists and is no report; give another file'
+  except OSError as error:
+    return f'{path}: {error.strerror}'
+  return ''
+
+
+def write(path: pathlib.Path, content: bytes) -> None:
+  """Writes a file by a rename, so that there is the old one or the new."""
+  new = path.with_name(f'{path.name}.new')
+  new.write_bytes(content)
+  os.replace(new, path)

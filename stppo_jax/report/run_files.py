@@ -1,0 +1,198 @@
+"""Reads what a run of `train` has left in its folder, whole or not.
+
+A run may still be going, may have been killed in the middle of a line, or may
+have numbers that are not finite. What cannot be read is left out and said.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+import dataclasses
+import json
+import math
+import pathlib
+import re
+from typing import Any
+
+from stppo_jax import settings
+from stppo_jax.records import run_folder
+from stppo_jax.records import run_state
+
+_DIALOGUES = re.compile(r'trajectories-(\d{6,})(-host\d+)?\.jsonl')
+_COMMAND = 'train'
+
+
+class Unreadable(Exception):
+  """A folder cannot be reported on; the message is one line."""
+
+  exit_code = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """A run as its files describe it.
+
+  Attributes:
+    folder: the folder, as it was named.
+    recorded: the config, dotted key to value; {} if the file is missing.
+    lines: the lines of metrics.jsonl in order; the first may be of step 0.
+    state: what `status` says of it.
+    losses: what could not be read, one line each.
+  """
+
+  folder: str
+  recorded: Mapping[str, Any]
+  lines: list[dict[str, Any]]
+  state: run_state.RunState
+  losses: list[str]
+
+  @property
+  def title(self) -> str:
+    """The title of the run, or the name of its folder."""
+    return str(self.recorded.get('title') or pathlib.Path(self.folder).name)
+
+  @property
+  def seed(self) -> Any:
+    """The seed; None if it is not known."""
+    return self.recorded.get('seed')
+
+  def column(self, name: str) -> list[tuple[int, float]]:
+    """Returns (step, value) of each finite value of a metric."""
+    return [
+      (line['step'], line[name])
+      for line in self.lines
+      if is_number(line.get(name))
+    ]
+
+  def names(self) -> list[str]:
+    """Returns the names of all metrics, in the order in which they come."""
+    names = dict.fromkeys(
+      name
+      for line in self.lines
+      for name, value in line.items()
+      if is_number(value)
+    )
+    return [name for name in names if name != 'step']
+
+
+def is_number(value: Any) -> bool:
+  """Returns whether a value of a line is a finite number."""
+  is_real = isinstance(value, int | float) and not isinstance(value, bool)
+  return is_real and math.isfinite(value)
+
+
+def read(folder: str) -> Run:
+  """Reads a run.
+
+  Raises:
+    Unreadable: the folder is not that of a run of `train`, or has another
+      schema, or has no line of metrics yet.
+  """
+  try:
+    state = run_state.read(folder)
+  except run_state.NoRun as error:
+    raise Unreadable(str(error)) from error
+  if state.command != _COMMAND:
+    raise Unreadable(
+      f'{folder}: a run of {state.command}; a report shows runs of {_COMMAND}'
+    )
+  path = pathlib.Path(folder)
+  schema = run_folder.schema(path)
+  if schema != run_folder.SCHEMA:
+    raise Unreadable(
+      f'{folder}: its files have schema {schema}, and this version reads '
+      f'schema {run_folder.SCHEMA}; use the version that wrote them'
+    )
+  losses: list[str] = []
+  lines = [
+    line
+    for _, line in _objects(path / 'metrics.jsonl', losses)
+    if isinstance(line.get('step'), int)
+  ]
+  if not lines:
+    raise Unreadable('\n'.join([f'{folder}: no step is written yet', *losses]))
+  return Run(folder, _config(path, losses), lines, state, losses)
+
+
+def dialogue_files(folder: str) -> list[tuple[int, pathlib.Path]]:
+  """Returns (step, file) of the dialogues of a run, in order."""
+  return sorted(
+    (int(match[1]), path)
+    for path in pathlib.Path(folder).iterdir()
+    if (match := _DIALOGUES.fullmatch(path.name))
+  )
+
+
+def dialogues(
+  path: pathlib.Path, losses: list[str]
+) -> list[tuple[bytes, dict[str, Any]]]:
+  """Returns (line, dialogue) of a file; `losses` gets what was left out."""
+  found = []
+  for line, record in _objects(path, losses):
+    if _is_dialogue(record):
+      found.append((line, record))
+    else:
+      losses.append(f'{path}: a line is no dialogue; it was dropped')
+  return found
+
+
+def _is_dialogue(record: Mapping[str, Any]) -> bool:
+  """Returns whether a record has what every dialogue has."""
+  texts = [record.get(name) for name in ('question', 'prompt', 'status')]
+  turns, golden = record.get('turns'), record.get('golden_answers')
+  return (
+    all(isinstance(text, str) for text in texts)
+    and isinstance(record.get('rewards'), dict)
+    and isinstance(golden, list)
+    and all(isinstance(answer, str) for answer in golden)
+    and isinstance(turns, list)
+    and all(_is_turn(turn) for turn in turns)
+  )
+
+
+def _is_turn(turn: Any) -> bool:
+  if not isinstance(turn, dict):
+    return False
+  texts = [turn.get(name) for name in ('text', 'observation', 'action')]
+  return all(isinstance(text, str) for text in texts)
+
+
+def _config(folder: pathlib.Path, losses: list[str]) -> dict[str, Any]:
+  """Returns the flat config of a run; {} if it cannot be read."""
+  path = folder / 'config.json'
+  try:
+    return settings.flatten(json.loads(path.read_text('utf-8')))
+  except (OSError, ValueError, AttributeError) as error:
+    losses.append(f'{path}: cannot be read: {error}')
+    return {}
+
+
+def _objects(
+  path: pathlib.Path, losses: list[str]
+) -> Iterator[tuple[bytes, dict[str, Any]]]:
+  """Yields (line, object) of a file with one object a line.
+
+  The lines are strict JSON: numbers that are not finite are null.
+  """
+  try:
+    text = path.read_bytes()
+  except FileNotFoundError:
+    return
+  except OSError as error:
+    losses.append(f'{path}: {error.strerror}')
+    return
+  # What follows the last line break is empty, or a line that is cut off.
+  *lines, rest = text.split(b'\n')
+  for number, line in enumerate(lines, start=1):
+    try:
+      value = json.loads(line, parse_constant=lambda _: None)
+    except ValueError:
+      value = None
+    if not isinstance(value, dict):
+      losses.append(f'{path}: line {number} is no JSON object; it was dropped')
+    elif b'NaN' in line or b'Infinity' in line:
+      yield json.dumps(value).encode(), value
+    else:
+      yield line, value
+  if rest:
+    number = len(lines) + 1
+    losses.append(f'{path}: line {number} is cut off and was dropped')

@@ -1,0 +1,96 @@
+"""A browser for the tests of pages, and runs that are made up once."""
+
+import os
+import pathlib
+import shutil
+
+import pytest
+
+from stppo_jax import __main__
+from tests.report import made_runs
+
+_NAMES = ('chromium', 'chromium-browser', 'google-chrome')
+_PATHS = [path for name in _NAMES if (path := shutil.which(name))]
+# The page loads nothing, and neither shall the browser.
+_FLAGS = (
+  '--no-sandbox --disable-gpu --disable-quic --no-first-run '
+  '--disable-background-networking --disable-component-update --disable-sync'
+).split()
+
+
+@pytest.fixture(scope='session')
+def browser():
+  """A headless Chromium."""
+  playwright = pytest.importorskip(
+    'playwright.sync_api', reason='needs the package playwright'
+  )
+  if not _PATHS:
+    pytest.skip('needs the package chromium (apt-get install chromium)')
+  with playwright.sync_playwright() as driver:
+    chromium = driver.chromium.launch(executable_path=_PATHS[0], args=_FLAGS)
+    yield chromium
+    chromium.close()
+
+
+class Opened:
+  """A page in a browser, with what went wrong in it and what it asked for.
+
+  Attributes:
+    page: the page of playwright.
+    errors: messages of errors, of scripts and of the console.
+    requests: the addresses of all requests.
+  """
+
+  def __init__(self, browser, path, fragment='', **options):
+    self.page = browser.new_page(**options)
+    self.errors, self.requests = [], []
+    self.page.on('pageerror', lambda error: self.errors.append(str(error)))
+    self.page.on('console', lambda line: self.errors.append(line.text))
+    self.page.on('request', lambda asked: self.requests.append(asked.url))
+    self.address = pathlib.Path(path).resolve().as_uri()
+    self.open(fragment)
+
+  def open(self, fragment=''):
+    """Opens the page anew, with a fragment of its address."""
+    self.page.goto('about:blank')
+    self.page.goto(self.address + (f'#{fragment}' if fragment else ''))
+    self.page.wait_for_selector('html[data-ready]', state='attached')
+
+  def shown(self, number):
+    """Waits until the dialogue of this number is shown."""
+    self.page.wait_for_selector(f'#detail[data-number="{number}"]')
+
+  def close(self):
+    """Closes the page; nothing must have gone wrong."""
+    self.page.close()
+    assert not self.errors
+    assert set(self.requests) <= {self.address, 'about:blank'}
+
+
+@pytest.fixture(scope='session')
+def made(tmp_path_factory):
+  """Two experiments of two seeds; the second one collapses."""
+  root = tmp_path_factory.mktemp('made')
+  for seed in range(2):
+    made_runs.make(root / f'st{seed}', seed=seed, steps=30)
+    made_runs.make(
+      root / f'token{seed}',
+      seed=seed,
+      steps=30,
+      algorithm='token_ppo',
+      collapses=True,
+    )
+  return [root / name for name in ('st0', 'st1', 'token0', 'token1')]
+
+
+@pytest.fixture(scope='session')
+def made_page(made, tmp_path_factory):
+  """The page about these runs."""
+  out = tmp_path_factory.mktemp('page') / 'report.html'
+  assert report(*made, f'--out={out}') == 0
+  return out
+
+
+def report(*words) -> int:
+  """Runs the command in this process; returns its exit code."""
+  return __main__.main(['report', *map(os.fspath, words)])

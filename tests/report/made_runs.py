@@ -1,0 +1,214 @@
+"""Folders like those that runs of `train` leave, made up from a seed."""
+
+from collections.abc import Mapping
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from stppo_jax import settings
+from tests.training import runs
+
+_WORDS = (
+  'river bridge north council built opened the of in a capital president lake '
+  'school founded station line museum was is under between province district'
+).split()
+_PHASES = ('wait', 'annotate', 'update', 'token_details', 'checkpoint')
+
+
+def make(
+  folder: pathlib.Path,
+  *,
+  seed: int = 0,
+  steps: int = 6,
+  dialogues: int = 4,
+  tokens: int = 8,
+  detailed: int = 2,
+  questions: int = 3,
+  collapses: bool = False,
+  algorithm: str = 'st_ppo',
+  config: Mapping[str, Any] | None = None,
+) -> pathlib.Path:
+  """Writes a finished run.
+
+  Args:
+    folder: the folder, which is made.
+    seed: the seed of the run and of its numbers.
+    steps: the number of steps.
+    dialogues: the number of dialogues of a step.
+    tokens: the number of policy tokens of a turn.
+    detailed: the number of dialogues whose tokens have numbers.
+    questions: the number of different questions.
+    collapses: whether the reward falls to 0 in the second half.
+    algorithm: an entry of the table of algorithms.
+    config: config keys that differ, by dotted name.
+
+  Returns:
+    The folder.
+  """
+  rng = np.random.default_rng(seed)
+  folder.mkdir(parents=True)
+  values = runs.config(algorithm, num_steps=steps, seed=seed)
+  values.update_from_flattened_dict(dict(config or {}))
+  _write(folder / 'config.json', values.to_dict())
+  _write(
+    folder / 'run.json',
+    {'command': 'train', 'run_id': 'x', 'config_digest': 'x'},
+  )
+  lines = [{'step': 0, **_evaluation(rng, 0.2)}]
+  for step in range(1, steps + 1):
+    level = 0.2 + 0.7 * step / steps
+    if collapses and step > steps / 2:
+      level = 0.0
+    lines.append(_metrics(rng, step, level, steps))
+    if step % 2 == 0:
+      lines[-1] |= _evaluation(rng, level)
+    if dialogues:
+      text = ''.join(
+        json.dumps(
+          dialogue(
+            rng,
+            question=int(rng.integers(questions)),
+            level=level,
+            tokens=tokens,
+            detailed=number < detailed,
+          )
+        )
+        + '\n'
+        for number in range(dialogues)
+      )
+      path = folder / f'trajectories-{step:06d}.jsonl'
+      path.write_text(text, 'utf-8')
+  text = ''.join(json.dumps(line) + '\n' for line in lines)
+  (folder / 'metrics.jsonl').write_text(text, 'utf-8')
+  return folder
+
+
+def read_metrics(folder: pathlib.Path) -> list[dict[str, Any]]:
+  """Returns the lines of metrics.jsonl."""
+  return runs.metrics(folder)
+
+
+def flat_config(folder: pathlib.Path) -> dict[str, Any]:
+  """Returns the config of a run by dotted key."""
+  return settings.flatten(json.loads((folder / 'config.json').read_text()))
+
+
+def dialogue(
+  rng: np.random.Generator,
+  *,
+  question: int = 0,
+  level: float = 0.5,
+  tokens: int = 8,
+  detailed: bool = True,
+) -> dict[str, Any]:
+  """Returns a dialogue as a line of `trajectories-*.jsonl`."""
+  searches = int(rng.integers(0, 3))
+  turns = [_turn(rng, 'search', tokens, detailed) for _ in range(searches)]
+  turns.append(_turn(rng, 'answer', tokens, detailed))
+  reward = float(rng.random() < level)
+  return {
+    'id': f'q{question}',
+    'question': f'Who built bridge number {question}?',
+    'golden_answers': [f'the council of {question}'],
+    'data_set': 'made',
+    'prompt': f'Question: Who built bridge number {question}?\n',
+    'turns': turns,
+    'rewards': {'exact_match': reward, 'format': -0.0},
+    'scores': {'em': reward, 'f1': reward},
+    'status': 'completed' if rng.random() < 0.8 else 'truncated_turns',
+  }
+
+
+def _turn(rng, action, tokens, detailed):
+  words = [f' {word}' for word in rng.choice(_WORDS, tokens)]
+  turn = {
+    'text': ''.join(words),
+    'observation': '',
+    'action': action,
+    'reward': 0.0,
+  }
+  if action == 'search':
+    turn['observation'] = ' '.join(rng.choice(_WORDS, 4 * tokens))
+  if detailed:
+    advantage = rng.normal()
+    turn['tokens'] = {
+      'characters': [len(word) for word in words],
+      'old_logprob': _digits(-rng.exponential(0.5, tokens)),
+      'ratio': _digits(np.exp(rng.normal(0, 0.2, tokens))),
+      'entropy': _digits(rng.exponential(0.4, tokens)),
+      'advantage': _digits(advantage + rng.normal(0, 0.1, tokens)),
+      'value': _digits(rng.random(tokens)),
+      'turn_ratio': float(f'{np.exp(rng.normal(0, 0.1)):.4g}'),
+      'clipped': np.flatnonzero(rng.random(tokens) < 0.2).tolist(),
+    }
+    if rng.random() < 0.3:
+      turn['tokens']['weight'] = [0.0, *[1.0] * (tokens - 1)]
+  return turn
+
+
+def _digits(values) -> list[float]:
+  return [float(f'{value:.4g}') for value in values]
+
+
+def _evaluation(rng, level):
+  return {
+    f'val/em/{name}': float(np.clip(level + rng.normal(0, 0.03), 0, 1))
+    for name in ('one_hop', 'two_hop')
+  }
+
+
+def _metrics(rng, step, level, steps):
+  """Returns a line of metrics.jsonl with the names of a real one."""
+  noise = lambda size: float(abs(rng.normal(0, size)))
+  line: dict[str, Any] = {
+    'step': step,
+    'critic/score/mean': float(np.clip(level + rng.normal(0, 0.04), 0, 1)),
+    'critic/kl': 0.002 * step + noise(0.001),
+    'critic/vf_explained_var': level - noise(0.1),
+    'critic/vf_loss': noise(0.1),
+    'critic/values/mean': level,
+    'critic/returns/mean': level + noise(0.05),
+    'actor/entropy': 0.9 * (1 - step / steps) + noise(0.05),
+    'actor/pg_clipfrac': noise(0.02),
+    'actor/ppo_kl': noise(0.01),
+    'actor/grad_norm': 1 + noise(0.3),
+    'critic/grad_norm': 1 + noise(0.3),
+    'stab/rho': 1 + noise(2.0),
+    'stab/scale': 1.0 if step % 3 else 0.4,
+    'stab/norm_clipped': noise(1.0),
+    'stab/norm_unclipped': noise(1.0),
+    'stab/rejected': 0.0,
+    'update/skipped': 0.5 if step == 2 else 0.0,
+    'rollout/zero_variance_groups': noise(0.2),
+    'num_turns/mean': 2 + noise(0.2),
+    'response_length/mean': 20 + noise(4.0),
+    'env/number_of_valid_search': 1 + noise(0.2),
+    'env/finish_ratio': 1 - noise(0.05),
+    'retrieval/empty': float(rng.integers(0, 3)),
+    'retrieval/failures': 0.0,
+    'retrieval/latency_p50': 0.02 + noise(0.01),
+    'retrieval/latency_p99': 0.2 + noise(0.1),
+    'alarm/entropy': float(step > 0.8 * steps),
+    'perf/throughput': 1000 + noise(100.0),
+  }
+  for level_name in ('token', 'turn', 'sequence'):
+    line[f'ratio/{level_name}/mean'] = 1 + noise(0.01)
+    line[f'ratio/{level_name}/std'] = noise(0.1)
+    line[f'ratio/{level_name}/max'] = 1.2 + noise(0.5)
+    line[f'ratio/{level_name}/min'] = 0.5 + noise(0.1)
+    line[f'ratio/{level_name}/ess'] = 0.95
+    for side in ('low', 'high'):
+      name = f'clipfrac/{level_name}/{side}'
+      line[name] = noise(0.03)
+      for turn in (1, 2):
+        line[f'{name}/turn_{turn}'] = noise(0.03)
+  for phase in _PHASES:
+    line[f'timing_s/{phase}'] = 1 + noise(0.2)
+  line['timing_s/step'] = 4 + noise(0.2)
+  return line
+
+
+def _write(path, value):
+  path.write_text(json.dumps(value) + '\n', 'utf-8')
