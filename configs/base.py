@@ -14,6 +14,7 @@ from stppo_jax import settings
 from stppo_jax.configs import alarms
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import optimizer
+from stppo_jax.configs import saving
 
 # A ConfigDict. Its keys are attributes that exist at run time only, where a
 # type checker cannot follow them.
@@ -416,12 +417,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'every': 50,
         'num_questions': 512,  # per data set, always the same ones
       },
-      'checkpoint': {
-        'every': 50,  # steps between checkpoints; the last is always saved
-        # How many of the newest checkpoints are kept. The one with the best
-        # evaluation is kept too, if checkpoints are saved at evaluated steps.
-        'keep': 2,
-      },
+      # Saving, resuming and preemptions: configs/saving.py.
+      'checkpoint': saving.checkpoint(),
+      'preemption': saving.preemption(),
       'writer': {
         'tensorboard': True,  # whether TensorBoard files are written
         'trajectories': 16,  # dialogues that each host writes per step

@@ -213,6 +213,8 @@ RULES: Mapping[str, settings.Rule] = {
   'evaluate.num_questions': _POSITIVE,
   'checkpoint.every': _POSITIVE,
   'checkpoint.keep': _POSITIVE,
+  'checkpoint.keep_every': _NOT_NEGATIVE,
+  'preemption.grace': _NOT_NEGATIVE,
   'writer.trajectories': _NOT_NEGATIVE,
   'writer.token_details': _NOT_NEGATIVE,
   'writer.samples': _NOT_NEGATIVE,

@@ -29,7 +29,6 @@ _ACTIONS = ('list', 'verify')
 _COMMANDS = ('train', 'sft', 'prefer')
 _TITLES = ('step', 'saved', 'size', 'score', '')
 _DAMAGED = 3
-_UNITS = ('B', 'KiB', 'MiB', 'GiB', 'TiB')
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,18 +78,10 @@ def _row(saved: saved_steps.SavedStep) -> tuple[str, ...]:
   return (
     str(saved.step),
     when,
-    _size(saved.size),
+    saved_steps.describe_size(saved.size),
     '' if saved.score is None else f'{saved.score:.4f}',
     ', '.join(saved.notes),
   )
-
-
-def _size(count: float) -> str:
-  """Returns a number of bytes with a unit."""
-  unit = 0
-  while count >= 1024 and unit < len(_UNITS) - 1:
-    count, unit = count / 1024, unit + 1
-  return f'{count:.1f} {_UNITS[unit]}' if unit else f'{count} B'
 
 
 def _verify(
@@ -116,7 +107,8 @@ def _verify(
       print(f'WRONG  step {saved.step}: {problem}', flush=True)
       exit_code = _DAMAGED
     if not problems:
-      print(f'ok     step {saved.step}: {_size(saved.size)}', flush=True)
+      size = saved_steps.describe_size(saved.size)
+      print(f'ok     step {saved.step}: {size}', flush=True)
   if not checked:
     print(f'{workdir}: no checkpoints')
   return exit_code

@@ -108,6 +108,17 @@ class Heartbeat:
       self.enter_phase('end')
       self._write()
 
+  def end(self, exit_code: int) -> None:
+    """Writes the file a last time, for a process that does not leave `written`.
+
+    Nothing is written before `written` is entered.
+    """
+    if self._folder is not None:
+      self._ended.set()
+      self._beat.exit_code = exit_code
+      self.enter_phase('end')
+      self._write()
+
   def enter_phase(self, phase: str) -> None:
     """Says what the run does from now on; '' changes nothing."""
     if not phase:

@@ -83,6 +83,13 @@ def held(
       folder.rmdir()
 
 
+def release(folder: pathlib.Path) -> None:
+  """Removes the lock of this process, which ends without leaving `held`."""
+  found = holder(folder)
+  if found is not None and found[1] and found[0].pid == os.getpid():
+    (folder / NAME).unlink(missing_ok=True)
+
+
 def holder(folder: pathlib.Path) -> tuple[Holder, bool | None] | None:
   """Returns who holds the lock of a folder, without taking it.
 

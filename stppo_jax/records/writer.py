@@ -112,8 +112,29 @@ class Writer:
     self._purge_step = step + 1
     return aside
 
-  def write(self, step: int, metrics: Mapping[str, float]) -> None:
-    """Appends the metrics of a step and shows it.
+  def complete(self, step: int, line: str) -> bool:
+    """Writes the line of a step again if the file has lost it.
+
+    Call it after `rewind`. A line may be lost although the checkpoint of its
+    step is not: the machine has failed, or the disk was full.
+
+    Args:
+      step: the step of the newest checkpoint.
+      line: what `write` has returned for it.
+
+    Returns:
+      Whether it was written.
+    """
+    lines = []
+    if self._metrics.exists():
+      lines = self._metrics.read_bytes().splitlines(keepends=True)
+    if not line or any(_step_of(each) == step for each in lines):
+      return False
+    self._append(line)
+    return True
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> str:
+    """Appends the metrics of a step and shows it; returns the line.
 
     Args:
       step: the number of steps that are done with this one.
@@ -135,9 +156,10 @@ class Writer:
     record[_SINK_ERRORS] = self._errors
     if non_finite:
       record[_NON_FINITE] = non_finite
-    line = json.dumps(record, allow_nan=False).encode() + b'\n'
-    self._counted('metrics', lambda: append.append(self._metrics, line))
+    line = json.dumps(record, allow_nan=False)
+    self._append(line)
     self._display.update(step, finite)
+    return line
 
   def write_trajectories(self, step: int, records: Sequence[Mapping]) -> None:
     """Writes as many first dialogues of a step as a run keeps."""
@@ -154,6 +176,11 @@ class Writer:
   def close(self) -> None:
     """Ends the display; everything is in its files already."""
     self._display.close()
+
+  def _append(self, line: str) -> None:
+    """Appends a line of metrics."""
+    data = line.encode() + b'\n'
+    self._counted('metrics', lambda: append.append(self._metrics, data))
 
   def _write_sink(self, step: int, metrics: Mapping[str, float]) -> None:
     """Writes the scalars of a step for TensorBoard."""
@@ -196,8 +223,13 @@ class OtherHostWriter:
   def rewind(self, step: int, *, saved: int) -> None:
     """Leaves it to the first host to drop what was written after a step."""
 
-  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+  def complete(self, step: int, line: str) -> bool:
+    """Leaves it to the first host to write lines again."""
+    return False
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> str:
     """Leaves it to the first host to write metrics."""
+    return ''
 
   def write_trajectories(self, step: int, records: Sequence[Mapping]) -> None:
     """Writes as many first dialogues of a step as a run keeps of each host."""

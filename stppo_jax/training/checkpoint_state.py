@@ -33,8 +33,10 @@ class Checkpoints(Protocol):
     step: int,
     state: state_lib.TrainState,
     host: dict[str, Any],
+    *,
+    waits: bool,
   ) -> None:
-    """Saves a state and a JSON record."""
+    """Saves a state and a JSON record; see `Checkpointer.save`."""
 
   def restore(
     self, checkpointer: checkpoint.Checkpointer, start: state_lib.TrainState
@@ -68,6 +70,8 @@ class TrainCheckpoints:
     step: int,
     state: state_lib.TrainState,
     host: dict[str, Any],
+    *,
+    waits: bool,
   ) -> None:
     """Saves the state after `step` steps; see `Checkpointer.save`."""
     published = self._collector.published(step, state.policy.params)
@@ -77,7 +81,7 @@ class TrainCheckpoints:
       **base_record(state.frozen),
     }
     state = dataclasses.replace(state, published=published, frozen=None)
-    checkpointer.save(step, state, host)
+    checkpointer.save(step, state, host, waits=waits)
 
   def restore(
     self,
@@ -103,10 +107,12 @@ class PolicyCheckpoints:
     step: int,
     state: state_lib.TrainState,
     host: dict[str, Any],
+    *,
+    waits: bool,
   ) -> None:
     """Saves the policy after `step` updates; see `Checkpointer.save`."""
     host = host | base_record(state.frozen)
-    checkpointer.save(step, state.policy, host)
+    checkpointer.save(step, state.policy, host, waits=waits)
 
   def restore(
     self,

@@ -9,7 +9,9 @@ since updates donate their arguments. So the handler raises only inside
 A handler waits while the main thread compiles or computes. So another thread
 learns of signals from the operating system's side: it says at once what will
 happen, and ends the process at a second signal. Nothing is raised then: files
-are written in such a way that a process may be killed at any moment.
+are written in such a way that a process may be killed at any moment. If the
+main thread does not react for a while, it also asks the run whether the process
+may end without it (`rescue`).
 
 A run of several processes ends as one: the first signal of any of them is told
 to the others, which then abandon what they can as well (`request`).
@@ -24,6 +26,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import types
 from typing import Any
 
@@ -33,6 +36,8 @@ EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75}
 # By which another thread interrupts the main thread.
 _REQUEST = signal.SIGUSR1
 _IMPORTLIB = '<frozen importlib._bootstrap>'
+# Seconds that the main thread has to react before a rescue, and between two.
+_PATIENCE = 1.0
 _SHOW_CURSOR = b'\x1b[?25h\n'
 
 
@@ -47,6 +52,12 @@ class Outage(Exception):
   """The retriever is ready, yet fails too many queries of one step."""
 
   exit_code = 75
+
+
+def no_rescue(exit_code: int, *, answered: bool) -> bool:
+  """Leaves the end to the main thread; see `Interruption.rescue`."""
+  del exit_code, answered
+  return False
 
 
 class Interruption:
@@ -67,12 +78,22 @@ class Interruption:
     exit_code: the exit code of the first signal; None before it.
     outlook: what the first signal leads to, for the line that is printed.
     on_signal: called on another thread at the first signal.
+    signalled: the time of that signal, by `time.monotonic`; None before it.
+    rescue: called on another thread while the main thread does not end; returns
+      whether the process may end without it. Its arguments are the exit code,
+      and whether the main thread knows of the signal. If not, the main thread
+      runs no Python code until `rescue` returns.
   """
 
   def __init__(self, *, owns_process: bool = False):
     self.exit_code: int | None = None
     self.outlook = 'ending'
     self.on_signal: Callable[[], None] = lambda: None
+    self.rescue: Callable[..., bool] = no_rescue
+    self.signalled: float | None = None
+    self._answering = threading.Lock()
+    self._answered = False
+    self._left = threading.Event()
     self._requested = False
     self._owns_process = owns_process
     self._abandonable = False
@@ -97,6 +118,7 @@ class Interruption:
     return self
 
   def __exit__(self, *_) -> None:
+    self._left.set()
     for number, handler in self._previous.items():
       signal.signal(number, handler)
     signal.set_wakeup_fd(self._previous_wakeup)
@@ -148,6 +170,8 @@ class Interruption:
     """Handles a signal, on the main thread."""
     if self.exit_code is not None:
       return  # The other thread handles a second signal.
+    with self._answering:  # not during a rescue
+      self._answered = True
     self.exit_code = EXIT_CODES[signal.Signals(number)]
     if not self._abandonable:
       return
@@ -171,14 +195,26 @@ class Interruption:
           continue
       received += 1
       if received == 1:
+        self.signalled = time.monotonic()
         self._announce(number)
         self.on_signal()
+        exit_code = EXIT_CODES[signal.Signals(number)]
+        threading.Thread(
+          target=self._keep_rescuing, args=(exit_code,), daemon=True
+        ).start()
       else:
         _say('abandoned; what was saved before remains')
         if os.isatty(1):  # a progress bar hides the cursor
           os.write(1, _SHOW_CURSOR)
         # Without flushing: the main thread may be waiting to write.
         os._exit(EXIT_CODES[signal.Signals(number)])
+
+  def _keep_rescuing(self, exit_code: int) -> None:
+    """Ends the process when that loses nothing, unless it ends by itself."""
+    while not self._left.wait(_PATIENCE):
+      with self._answering:
+        if self.rescue(exit_code, answered=self._answered):
+          end_process(exit_code)
 
   def _announce(self, number: int) -> None:
     """Says once what the first signal leads to."""

@@ -28,9 +28,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import functools
-import json
 import pathlib
-import sys
 from typing import TypeVar
 
 from stppo_jax import batch as batch_lib
@@ -41,18 +39,20 @@ from stppo_jax.learner import weights
 from stppo_jax.models import functional
 from stppo_jax.parallel import compile_time
 from stppo_jax.parallel import hosts as hosts_lib
-from stppo_jax.records import dialogues
+from stppo_jax.records import lock
 from stppo_jax.records import products
 from stppo_jax.records import run_folder
 from stppo_jax.records import timing
 from stppo_jax.records import trajectory_metrics
 from stppo_jax.records import writer as writer_lib
-from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import checkpoint_state
+from stppo_jax.training import endings
 from stppo_jax.training import evaluation
 from stppo_jax.training import interruption
 from stppo_jax.training import run_record
+from stppo_jax.training import samples
+from stppo_jax.training import saving
 from stppo_jax.training import voting
 from stppo_jax.training import watching
 from stppo_jax.training.building import assembly
@@ -63,6 +63,9 @@ T = TypeVar('T')
 State = state_lib.TrainState
 Evaluation = Callable[[], tuple[dict[str, float], list[types.Trajectory]]]
 # Publishes the policy of a state; what it returns evaluates it.
+# Phases in which updates consume the state.
+_CONSUMING = ('update', 'step')
+
 Evaluate = Callable[[State], Evaluation]
 
 
@@ -73,10 +76,10 @@ def start(
   unit: str = 'step',
   hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> Iterator['Run']:
-  """Yields a run that signals and outages end after its state was saved.
+  """Yields a run that signals and errors end after its state was saved.
 
   A signal ends the body without an error; `Run.exit_code` is then that of the
-  signal.
+  signal. See `endings` for errors.
 
   Args:
     workdir: the run's folder.
@@ -91,28 +94,8 @@ def start(
     stack.callback(setattr, hosts, 'on_stop', lambda: None)
     run = Run(pathlib.Path(workdir), interrupt, stack, unit, hosts)
     stack.enter_context(compile_time.announced(run.show))
-    try:
+    with endings.handled(run, interrupt):
       yield run
-    except interruption.Interrupted:
-      assert interrupt.exit_code is not None  # a signal was received
-      run.exit_code = interrupt.exit_code
-      if run.resumed:
-        run.save()
-        run.show(
-          f'interrupted after {unit} {run.steps_done}, saved; '
-          'the same command resumes'
-        )
-      else:
-        # Whatever a start has written is complete, or the next start makes it
-        # again.
-        print(
-          f'interrupted before the first {unit}; the same command starts again'
-        )
-    except (*voting.OUTAGES, hosts_lib.HostFailed) as error:
-      # The others save too, unless a host was lost in the middle of a step.
-      if run.resumed and getattr(error, 'saves', True):
-        run.save()
-      raise
 
 
 class Run:
@@ -127,7 +110,9 @@ class Run:
     state: the state after the last finished step.
     resumed: whether there is a state that an interruption has to save, on all
       hosts.
-    save_seconds: the duration of the last step's save; 0 if it had none.
+    save_seconds: how long the last step has waited for its save; 0 if it had
+      none.
+    unit: the name of what the run counts.
     exit_code: the exit code of the process: 0, or that of the signal received.
   """
 
@@ -150,21 +135,20 @@ class Run:
     self.exit_code = 0
     self._interrupt = interrupt
     self._stack = stack
-    self._unit = unit
+    self.unit = unit
     self._show: Callable[[str], None] = functools.partial(print, flush=True)
     self._evaluate: Evaluate | None = None
     self._prints_samples = False
-    # The score of the last finished step, if it was evaluated.
-    self._score: float | None = None
-    # Metrics and dialogues of a step that still has to be evaluated.
-    self._unwritten: tuple[dict, list] | None = None
+    self._extra = saving.Extra()  # of the last finished step
+    # Whether an update may have consumed the state of that step.
+    self._is_consumed = False
     self._watch = watching.Watch(lambda: self.exit_code)
 
   def timer(self, phase: str, *, step: int = 0) -> timing.Timer:
     """Returns a timer in a phase, which begins step `step` unless that is 0."""
     if step:
       self._watch.begin_step(step)
-    return timing.Timer(phase, self._watch.begin_phase)
+    return timing.Timer(phase, self._begin_phase)
 
   @contextlib.contextmanager
   def abandonable(
@@ -175,14 +159,16 @@ class Run:
     Several hosts vote at its end, see `voting.voted`.
     """
     if self.resumed:
-      self._interrupt.outlook = f'saving {self._unit} {self.steps_done}'
+      self._interrupt.outlook = f'saving {self.last}'
+    outside, self._is_consumed = self._is_consumed, False
     with voting.voted(self.hosts, self._interrupt, patience=patience):
       yield
+    self._is_consumed = outside
     # Hosts save together: one that was interrupted has no state yet, perhaps.
     self.resumed = self._has_state
     if self.resumed:
       number = self.steps_done + 1
-      self._interrupt.outlook = f'finishing and saving {self._unit} {number}'
+      self._interrupt.outlook = f'finishing and saving {self.unit} {number}'
 
   def together(self) -> contextlib.AbstractContextManager[None]:
     """Runs a body in which hosts wait for each other; see `voting.together`."""
@@ -252,10 +238,8 @@ class Run:
     self._config = config
     self.num_steps = num_steps
     self._tokenizer = tokenizer
-    self._checkpointer = checkpoint.Checkpointer(
-      self.workdir, keep=config.checkpoint.keep
-    )
-    self._stack.callback(self._checkpointer.close)
+    self._saver = saving.Saver(config, self.workdir, self.hosts)
+    self._stack.callback(self._saver.checkpointer.close)
     self._writer = writer_lib.of_host(
       self.hosts.index,
       self.workdir,
@@ -266,6 +250,8 @@ class Run:
     )
     self._stack.callback(self._writer.close)
     self._show = self._writer.show
+    count = config.writer.samples if self.hosts.is_first else 0
+    self._samples = samples.Samples(self.show, tokenizer, count)
 
   def resume(
     self, start: State, checkpoints: checkpoint_state.Checkpoints
@@ -276,27 +262,19 @@ class Run:
       start: the state before the first step, which a new run returns.
       checkpoints: saves and restores states.
     """
-    self._checkpoints, self.state = checkpoints, start
-    restored = checkpoints.restore(self._checkpointer, start)
+    self.state = start
+    restored = self._saver.restore(start, checkpoints)
     if restored is not None:
-      self.steps_done, self.state, host = restored
-      if 'unwritten' in host:
-        metrics, records = json.loads(host['unwritten'])
-        self._unwritten = metrics, records if self.hosts.is_first else []
+      self.steps_done, self.state, self._extra = restored
+      if self._extra.unwritten is not None and not self.hosts.is_first:
+        self._extra.unwritten = self._extra.unwritten[0], []
+    if self.steps_done < self.num_steps:
+      self._saver.check_room()
     self.first_step = self.steps_done
     self._watch.count(self.steps_done, self.num_steps)
-    # The line of the last finished step is kept, except where this start writes
-    # it: the line of step 0, and the line of a step whose evaluation was
-    # interrupted before it was written.
-    written = self.steps_done > 0 and self._unwritten is None
-    aside = self._writer.rewind(
-      self.steps_done - (not written), saved=self.steps_done
+    saving.rewind(
+      self._writer, self.steps_done, self._extra, what=self.last, show=self.show
     )
-    if aside is not None:
-      self.show(
-        f'resumed after {self._unit} {self.steps_done}, the newest that was '
-        f'saved; metrics and dialogues of later ones are in {aside}'
-      )
     self._has_state = True
     self.resumed = self.hosts.count == 1
     return self.state
@@ -316,8 +294,8 @@ class Run:
       with self.abandonable():
         metrics = self._evaluated(evaluates)
       self._writer.write(0, metrics)
-    if self._unwritten is not None:
-      self._finish_unwritten(*self._unwritten)
+    if self._extra.unwritten is not None:
+      self._finish_unwritten(*self._extra.unwritten)
 
   def finish_step(
     self,
@@ -341,22 +319,23 @@ class Run:
     metrics = {name: float(value) for name, value in metrics.items()}
     self.steps_done, self.state = done, state
     self._watch.count(done, self.num_steps)
-    self._interrupt.outlook = f'saving {self._unit} {done}'
+    self._interrupt.outlook = f'saving {self.last}'
     self.save_seconds = 0.0
-    self._score = None
     records = trajectory_metrics.records(kept, self._tokenizer, details)
     if not self.hosts.is_first:
       # A checkpoint keeps unwritten dialogues of the first host only.
       self._writer.write_trajectories(done, records)
       records = []
-    self._unwritten = metrics, records
-    self._finish_unwritten(*self._unwritten)
+    self._extra = saving.Extra(unwritten=(metrics, records))
+    self._is_consumed = False
+    self._saver.checkpointer.check()
+    self._finish_unwritten(metrics, records)
 
   def _finish_unwritten(self, metrics: dict, records: list) -> None:
     """Evaluates, writes and saves the last step.
 
-    An interruption of the evaluation leaves `_unwritten` set, and saves it
-    with the state: the next start finishes the step in the same way.
+    An interruption of the evaluation leaves it unwritten, and saves it so with
+    the state: the next start finishes the step in the same way.
     """
     if self._evaluate is not None and self._due(self._config.evaluate.every):
       timer = self.timer('evaluate')
@@ -365,30 +344,50 @@ class Run:
         metrics = metrics | self._evaluated(evaluates)
       metrics |= timer.end()
       metrics['timing_s/step'] += metrics['timing_s/evaluate']
-      self._score = evaluation.mean_score(metrics)
-    self._unwritten = None
-    self._writer.write(self.steps_done, metrics)
+      self._extra.score = evaluation.mean_score(metrics)
+    self._extra.line = self._writer.write(self.steps_done, metrics)
+    self._extra.unwritten = None
     self._writer.write_trajectories(self.steps_done, records)
     if self._due(self._config.checkpoint.every):
       if self._prints_samples:
-        self._print(f'{self._unit} {self.steps_done}', records)
+        self._samples.print_records(self.last, records)
       # The save is last: a run that is killed before it writes the same lines
       # again, and none is ever missing.
       timer = self.timer('checkpoint')
-      self.save()
+      self._saver.save(self.steps_done, self.state, self._extra, waits=False)
       self.save_seconds = timer.end()['timing_s/checkpoint']
+    self._saver.warn_of_room(self.show)
+
+  @property
+  def last(self) -> str:
+    """The last finished step, such as 'step 3'."""
+    return f'{self.unit} {self.steps_done}'
+
+  @property
+  def has_unsaved(self) -> bool:
+    """Whether a finished step is not on disk yet."""
+    return self._has_state and self.steps_done > self._saver.saved
+
+  @property
+  def is_intact(self) -> bool:
+    """Whether no update can have consumed the state of the last step."""
+    return not self._is_consumed
 
   def save(self) -> None:
-    """Saves the state of the last finished step, unless it is saved already."""
-    host = {}
-    if self._unwritten is not None:
-      # As text, because a metric may be nan, which a manifest must not contain.
-      host['unwritten'] = json.dumps(self._unwritten)
-    if self._score is not None:
-      host['score'] = self._score
-    self._checkpoints.save(
-      self._checkpointer, self.steps_done, self.state, host
+    """Saves the last finished step, and waits until it is on disk.
+
+    Raises:
+      NoTime: a signal ends the run, and too little time is left.
+    """
+    since = self._interrupt.signalled
+    self._saver.save_in_time(
+      self.steps_done, self.state, self._extra, since=since
     )
+
+  def release(self, exit_code: int) -> None:
+    """Leaves the folder as the end of a process does, which is near."""
+    self._watch.end(exit_code)
+    lock.release(self.workdir)
 
   def show(self, text: str) -> None:
     """Prints text, beside the progress display once there is one."""
@@ -408,7 +407,8 @@ class Run:
       params: its weights, adapters merged.
       curve: whether to draw the learning curve.
     """
-    self._interrupt.outlook = 'exporting the policy, then ending'
+    self._saver.checkpointer.wait()
+    self._interrupt.outlook = 'ending; the next start exports the policy'
     self._watch.begin_phase('export')
     config, title = self._config, ''
     if curve and self.hosts.is_first:
@@ -422,24 +422,25 @@ class Run:
       dtype=weights.TRAINED,
       writes=self.hosts.is_first,
     )
-    best = self._checkpointer.best()
+    best = self._saver.checkpointer.best()
     best = None if best == self.steps_done else best
-    self.show(products.finished(self.workdir, self._unit, title, best))
+    self.show(products.finished(self.workdir, self.unit, title, best))
 
   def _evaluated(self, evaluates: Evaluation) -> dict[str, float]:
     """Returns the metrics of an evaluation; prints a few of its dialogues."""
     metrics, trajectories = evaluates()
-    title = f'evaluation after {self._unit} {self.steps_done}'
-    kept = dialogues.spread(trajectories, self._config.writer.samples)
-    self._print(title, trajectory_metrics.records(kept, self._tokenizer))
+    self._samples.print(f'evaluation after {self.last}', trajectories)
     return metrics
 
-  def _print(self, title: str, records: Sequence[dict]) -> None:
-    records = dialogues.spread(records, self._config.writer.samples)
-    if records and self.hosts.is_first:
-      self.show(f'{title} ({dialogues.LEGEND})')
-      for record in records:
-        self.show(dialogues.render(record, colour=sys.stdout.isatty()))
+  def _begin_phase(self, phase: str) -> None:
+    """Notes the phase of the step that begins; '' = the end of the last one."""
+    if phase in _CONSUMING:
+      # A signal that came before need not wait for what begins here.
+      if self.hosts.count == 1 and not self._is_consumed:
+        with self._interrupt.abandonable():
+          pass
+      self._is_consumed = True
+    self._watch.begin_phase(phase)
 
   def _due(self, every: int) -> bool:
     last = self.steps_done == self.num_steps

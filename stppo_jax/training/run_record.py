@@ -29,6 +29,7 @@ _FREE = (
   'title',
   'evaluate',
   'checkpoint',
+  'preemption',
   'writer',
   'profile',
   'alarms',

@@ -62,6 +62,10 @@ class Watch:
     """Says how many steps are done, and how many the run has."""
     self._heartbeat.count(step, num_steps)
 
+  def end(self, exit_code: int) -> None:
+    """Writes the last heartbeat of a process that ends here and now."""
+    self._heartbeat.end(exit_code)
+
   def begin_step(self, step: int) -> None:
     """Begins or ends a trace where that is due.
 

@@ -174,6 +174,20 @@ def test_a_run_interrupted_anywhere_is_the_same_run(finished, tmp_path, capsys):
   _assert_same_run(tmp_path, finished)
 
 
+def test_no_error_loses_a_finished_step(finished, tmp_path, capsys):
+  """One that nobody foresaw, and a file that cannot be written at the end."""
+  assert _train(tmp_path, faults.crash_at(('collect', 2))) == 70
+  assert 'step 1 is saved' in capsys.readouterr().out
+  (tmp_path / 'policy').touch()  # where a folder is to be
+  assert _train(tmp_path) == 75
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith(f'{tmp_path}/policy')
+  assert line.endswith('; step 3 is saved; the same command resumes')
+  (tmp_path / 'policy').unlink()
+  assert _train(tmp_path) == 0
+  _assert_same_run(tmp_path, finished)
+
+
 def test_an_interrupted_start_is_made_again(tmp_path, capsys):
   """The supervised start exists completely or not at all."""
   changes = {

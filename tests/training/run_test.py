@@ -14,6 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 import pytest
 
 from stppo_jax import __main__
+from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import run_folder
 from stppo_jax.records import run_state
@@ -124,6 +125,31 @@ def test_what_no_checkpoint_explains_is_kept(run, finished, capsys):
     run / 'aside-1' / 'metrics.jsonl': written,
     run / 'aside-1' / third: (finished / third).read_bytes(),
   }
+
+
+@pytest.mark.parametrize('left', [b'', b'{"step": 3, "a'])
+def test_a_lost_line_of_metrics_is_written_again(run, left, capsys):
+  written = (run / 'metrics.jsonl').read_bytes()
+  *lines, _ = written.splitlines(keepends=True)
+  (run / 'metrics.jsonl').write_bytes(b''.join(lines) + left)
+  assert runs.train(run) == 0
+  assert (run / 'metrics.jsonl').read_bytes() == written
+  said = 'metrics.jsonl had lost the line of step 3; it was written again'
+  assert said in capsys.readouterr().out
+
+
+def test_a_disk_without_room_is_told_before_a_step_is_lost(
+  run, capsys, monkeypatch
+):
+  shutil.rmtree(run / 'checkpoints' / '3')
+  before = _files(run / 'checkpoints')
+  usage = shutil.disk_usage(run)
+  monkeypatch.setattr(shutil, 'disk_usage', lambda _: usage._replace(free=1000))
+  assert runs.train(run) == 75
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith(f'{run}: a checkpoint takes about 1')
+  assert line.endswith(' KiB, and 1000 B are free')
+  assert _files(run / 'checkpoints') == before
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(run, capsys):
@@ -250,6 +276,9 @@ class _OtherIsInterrupted(hosts_lib.Hosts):
     return [value, {'interrupted': 75}]
 
 
+_NO_STATE = state_lib.TrainState(policy=None, value=None)
+
+
 class _Checkpoints:
   """Checkpoints of a run that has none yet."""
 
@@ -259,7 +288,7 @@ class _Checkpoints:
   def restore(self, checkpointer, start):
     del checkpointer, start
 
-  def save(self, checkpointer, step, state, host):
+  def save(self, checkpointer, step, state, host, *, waits):
     self.saved.append(step)
 
 
@@ -268,7 +297,7 @@ def test_a_host_does_not_save_alone_what_others_have_not_resumed(tmp_path):
   with run_lib.start(tmp_path, hosts=_OtherIsInterrupted()) as run:
     with run.together():
       run.open(runs.config(), num_steps=3, tokenizer=None)
-      run.resume(None, checkpoints)
+      run.resume(_NO_STATE, checkpoints)
     pytest.fail('went on')
   assert run.exit_code == 75 and checkpoints.saved == []
 

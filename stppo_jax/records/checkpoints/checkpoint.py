@@ -7,10 +7,13 @@
 Orbax commits a step by one rename, so that a killed save leaves no step. But it
 verifies nothing: a flipped bit loads silently, and another dtype is cast.
 Therefore the manifest has the shape, dtype and fingerprint of every leaf.
+
+A save copies the arrays to the host and is then written by threads, while its
+caller goes on. On a CPU the copy is a view of the array, which an update cannot
+reuse as long as it is read: jax gives the update another buffer.
 """
 
 from collections.abc import Callable
-from collections.abc import Sequence
 import contextlib
 import dataclasses
 import json
@@ -25,8 +28,13 @@ import orbax.checkpoint as ocp
 
 from stppo_jax.records import run_folder
 from stppo_jax.records.checkpoints import fingerprint as fingerprint_lib
+from stppo_jax.records.checkpoints import leaves as leaves_lib
 from stppo_jax.records.checkpoints import manifest as manifest_lib
+from stppo_jax.records.checkpoints import manifest_handler
 from stppo_jax.records.checkpoints import orbax_errors
+from stppo_jax.records.checkpoints import pending_save
+from stppo_jax.records.checkpoints import preservation
+from stppo_jax.records.checkpoints import saved_steps
 
 _log = logging.getLogger(__name__)
 # Replicas share the writing of larger arrays only: each shape that is cut is a
@@ -40,14 +48,14 @@ class CorruptCheckpoints(RuntimeError):
   exit_code = 3
 
 
-class SaveFailed(RuntimeError):
-  """A step could not be saved; earlier steps are unchanged."""
-
-  exit_code = 75
-
-
 class OtherState(RuntimeError):
   """A checkpoint that is not damaged but of another run or another model."""
+
+  exit_code = 2
+
+
+class NewerSchema(RuntimeError):
+  """A checkpoint that a newer version of this program has saved."""
 
   exit_code = 2
 
@@ -67,6 +75,7 @@ class Checkpointer:
     workdir: str | pathlib.Path,
     *,
     keep: int | None = None,
+    keep_every: int = 0,
     read_only: bool = False,
   ):
     """Opens `workdir/checkpoints`, and makes it unless `read_only`.
@@ -75,13 +84,17 @@ class Checkpointer:
       workdir: the run's folder.
       keep: the number of the newest steps that are kept, beside the one with
         the best score; None: all.
+      keep_every: the multiples of this number are kept too; 0: none.
       read_only: whether nothing may be changed, as in the folder of a run that
         may be going on: files that look like the rest of a killed save may be a
         save in progress.
     """
     self._folder = pathlib.Path(workdir).resolve() / 'checkpoints'
     self._read_only = read_only
-    self._scores: dict[int, float | None] = {}  # of the steps that were read
+    self._pending = pending_save.PendingSave()
+    self._preservation = preservation.Preservation(
+      self._folder, keep=keep, keep_every=keep_every
+    )
     self._workdir = pathlib.Path(workdir)
     self._run = run_folder.read(self._workdir)
     orbax_errors.hide_repeated()
@@ -91,13 +104,13 @@ class Checkpointer:
     self._manager = ocp.CheckpointManager(
       self._folder,
       options=ocp.CheckpointManagerOptions(
-        preservation_policy=_Preserved(
-          lambda steps: self._preserved(steps, keep)
-        ),
+        preservation_policy=self._preservation,
         create=not read_only,
         cleanup_tmp_directories=not read_only,  # of a save that was killed
         read_only=read_only,
-        enable_async_checkpointing=False,
+        async_options=ocp.AsyncOptions(
+          post_finalization_callback=self._pending.note_end
+        ),
       ),
       item_handlers={
         'state': ocp.PyTreeCheckpointHandler(
@@ -105,12 +118,14 @@ class Checkpointer:
             (jax.Array, handler)
           )
         ),
-        'manifest': ocp.JsonCheckpointHandler(),
+        'manifest': manifest_handler.ManifestHandler(),
       },
     )
 
-  def save(self, step: int, state: Any, host: dict[str, Any]) -> None:
-    """Saves a step and waits until it is on disk.
+  def save(
+    self, step: int, state: Any, host: dict[str, Any], *, waits: bool = True
+  ) -> None:
+    """Saves a step, after the one that is being written, if any.
 
     A step that exists already is not written again, because states are
     functions of the step.
@@ -120,49 +135,67 @@ class Checkpointer:
       state: a pytree of arrays, sharded in any way.
       host: further values of the state, which JSON can write; 'score', if
         there is one, says how good the step is, greater is better.
+      waits: whether to wait until the step is on disk. Otherwise threads write
+        it, and the caller may go on and donate the arrays.
 
     Raises:
-      SaveFailed: nothing of this step remains, older steps are intact.
+      SaveFailed: nothing is left of this step, or of the one before that was
+        still being written; older steps are intact.
       ValueError: the checkpoints were opened read-only.
     """
     if self._read_only:
       raise ValueError(f'{self._folder} is open for reading only')
-    if step in self._manager.all_steps():
+    self.wait()
+    steps = self._manager.all_steps()
+    if step in steps:
       return
-    leaves = _named(state)
+    leaves = leaves_lib.named(state)
     manifest = {
       'version': manifest_lib.VERSION,
       'step': step,
-      'leaves': {
-        name: {**_kind(leaf), 'fingerprint': fingerprint}
-        for (name, leaf), fingerprint in zip(
-          leaves.items(), fingerprint_lib.fingerprints(list(leaves.values()))
-        )
-      },
+      'leaves': {name: leaves_lib.kind(leaf) for name, leaf in leaves.items()},
       'host': json.loads(json.dumps(host, allow_nan=False)),
     }
     if self._run is not None:
       manifest['run_id'] = self._run.run_id
       manifest['config_digest'] = self._run.config_digest
-    manifest['digest'] = manifest_lib.digest(manifest)
-    self._scores[step] = manifest['host'].get('score')
-    # Every error of a save, such as a full disk, is the same to the caller.
-    try:
-      self._manager.save(
-        step,
-        args=ocp.args.Composite(
-          state=ocp.args.PyTreeSave(leaves),
-          manifest=ocp.args.JsonSave(manifest),
-        ),
-        force=True,
-      )
-      self._manager.wait_until_finished()
-    except Exception as error:
-      self._manager.reload()  # its list of steps may name this one
-      raise SaveFailed(
-        f'step {step} could not be saved in {self._folder}: '
-        + orbax_errors.cause(error)
-      ) from error
+    self._preservation.note(step, manifest['host'].get('score'))
+    numbers = fingerprint_lib.begin(list(leaves.values()))
+    items = ocp.args.Composite(
+      state=ocp.args.PyTreeSave(leaves),
+      manifest=manifest_handler.ManifestSave(manifest, list(leaves), numbers),
+    )
+    self._pending.begin(self._manager, step, items)
+    if waits:
+      self.wait()
+
+  @property
+  def save_seconds(self) -> float:
+    """How long the last save took until it was on disk; 0 before one."""
+    return self._pending.seconds
+
+  @property
+  def saved(self) -> int:
+    """The last step that this object has saved; 0 before one."""
+    return self._pending.saved
+
+  @property
+  def is_saving(self) -> bool:
+    """Whether threads write a step, as far as `check` and `wait` know."""
+    return self._pending.is_going_on
+
+  def check(self) -> None:
+    """Raises `SaveFailed` if the last save has failed; does not wait for it."""
+    self._pending.check()
+
+  def wait(self) -> None:
+    """Waits until the last save is on disk.
+
+    Raises:
+      SaveFailed: nothing is left of that step; older steps are intact.
+    """
+    if not self._pending.wait():
+      return
     if self._run is not None and not self._run.has_saved:
       # From now on, a folder without checkpoints has lost them. On a full disk,
       # the next save writes it.
@@ -181,7 +214,7 @@ class Checkpointer:
 
     Of several with the same score it is the newest.
     """
-    return self._best(self._manager.all_steps())
+    return self._preservation.best(self._manager.all_steps())
 
   def restore_latest(
     self, abstract_state: Any, *, subtree: str = '', step: int | None = None
@@ -209,8 +242,11 @@ class Checkpointer:
       OtherState: the newest sound step is of another run, or has another
         structure, or leaves of other shapes or dtypes. Nothing is renamed: it
         may be a step of a run whose folder was given by mistake.
+      NewerSchema: a newer version of this program has saved a step that was to
+        be restored; nothing is renamed.
       ValueError: a subtree is wanted of checkpoints that are open for writing.
     """
+    self.wait()
     if subtree and not self._read_only:
       raise ValueError(
         f'subtree={subtree!r}: {self._folder} is open for writing'
@@ -245,7 +281,11 @@ class Checkpointer:
     return None
 
   def close(self) -> None:
-    """Releases the files."""
+    """Releases the files, once the last save is on disk or has failed."""
+    try:
+      self.wait()
+    except pending_save.SaveFailed as error:
+      _log.warning('%s', error)
     self._manager.close()
 
   def _restore(self, step: int, abstract_state: Any, subtree: str):
@@ -255,12 +295,18 @@ class Checkpointer:
       _Damaged, OtherState: the step must not be loaded.
     """
     prefix = f'{subtree}.' if subtree else ''
-    wanted = {f'{prefix}{k}': x for k, x in _named(abstract_state).items()}
+    wanted = {
+      f'{prefix}{k}': x for k, x in leaves_lib.named(abstract_state).items()
+    }
     manifest = self._attempt(lambda: self._read_manifest(step))
     self._check_run(step, manifest)
     saved = manifest['leaves']
     saved = {name: saved[name] for name in saved if name.startswith(prefix)}
-    self._check_leaves(step, saved, wanted)
+    difference = leaves_lib.difference(saved, wanted)
+    if difference:
+      raise OtherState(
+        f'{self._folder}: step {step} does not fit this config: {difference}'
+      )
     abstract = {
       name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
       for name, leaf in wanted.items()
@@ -285,13 +331,17 @@ class Checkpointer:
 
   def _read_manifest(self, step: int) -> dict[str, Any]:
     """Returns the manifest of a step, checked by its digest."""
-    manifest = self._manager.restore(
-      step, args=ocp.args.Composite(manifest=ocp.args.JsonRestore())
-    )['manifest']
-    problem = manifest_lib.problem(manifest, step)
-    if problem:
-      raise _Damaged(problem)
-    return manifest
+    try:
+      return saved_steps.read_manifest(self._folder / str(step), step)
+    except saved_steps.NewerSchema as error:
+      raise NewerSchema(
+        f'{self._folder}: step {step} is {error}; nothing was changed: resume '
+        'with the version that saved it, or a later one'
+      ) from error
+    except ValueError as error:
+      if isinstance(error.__cause__, PermissionError):
+        raise error.__cause__ from None
+      raise _Damaged(f'{manifest_lib.FILE}: {error}') from error
 
   def _check_run(self, step: int, manifest: dict[str, Any]) -> None:
     """Raises `OtherState` if the step was saved by another run."""
@@ -302,42 +352,6 @@ class Checkpointer:
         f'{self._folder}: step {step} is of the run {other}, but the run of '
         f'this workdir is {self._run.run_id}; nothing was loaded'
       )
-
-  def _best(self, steps: Sequence[int]) -> int | None:
-    """Returns the one of the steps with the best score; see `best`."""
-    for step in steps:
-      if step not in self._scores:
-        self._scores[step] = self._read_score(step)
-    return manifest_lib.best({step: self._scores[step] for step in steps})
-
-  def _preserved(
-    self, steps: Sequence[int], keep: int | None
-  ) -> set[int | None]:
-    """Returns the newest steps, as many as are kept, and the best one."""
-    if keep is None:
-      return set(steps)
-    return {*sorted(steps)[-keep:], self._best(steps)}
-
-  def _read_score(self, step: int) -> float | None:
-    """Returns the score of a step; None if it has none or is damaged."""
-    try:
-      manifest = self._attempt(lambda: self._read_manifest(step))
-    except _Damaged:
-      return None
-    return manifest['host'].get('score')
-
-  def _check_leaves(
-    self, step: int, saved: dict[str, dict], wanted: dict[str, Any]
-  ) -> None:
-    """Raises `OtherState` for the first leaf, by name, that differs."""
-    for name in sorted(saved.keys() | wanted.keys()):
-      expected = _describe(_kind(wanted[name])) if name in wanted else 'nothing'
-      found = _describe(saved[name]) if name in saved else 'nothing'
-      if found != expected:
-        raise OtherState(
-          f'{self._folder}: step {step} does not fit this config: leaf {name}: '
-          f'expected {expected}, found {found}'
-        )
 
   def _attempt(self, read: Callable[[], Any]) -> Any:
     """Returns `read()`; an error on any process is damage on all of them.
@@ -351,7 +365,12 @@ class Checkpointer:
     problem: str | None = None
     try:
       result = read()
-    except (MemoryError, PermissionError, jax.errors.JaxRuntimeError):
+    except (
+      MemoryError,
+      PermissionError,
+      NewerSchema,
+      jax.errors.JaxRuntimeError,
+    ):
       raise
     except Exception as error:
       text = ' '.join(str(error).split())[:300]
@@ -384,40 +403,3 @@ class Checkpointer:
       multihost_utils.sync_global_devices('checkpoint.set_aside.after')
     self._manager.reload()
     return target.name
-
-
-class _Preserved:
-  """A policy of Orbax that keeps the steps which a function chooses."""
-
-  def __init__(self, choose: Callable[[Sequence[int]], set[int | None]]):
-    self._choose = choose
-
-  def should_preserve(
-    self, checkpoints: Sequence[Any], *, context: Any
-  ) -> Sequence[bool]:
-    """Returns whether each step is kept, as Orbax asks at every save."""
-    del context
-    steps = [checkpoint.step for checkpoint in checkpoints]
-    kept = self._choose(steps)
-    return [step in kept for step in steps]
-
-
-def _named(tree: Any) -> dict[str, Any]:
-  """Returns the leaves by dotted path, such as 'policy.layers.norm'."""
-  named = {}
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    name = jax.tree_util.keystr(path, simple=True, separator='.') or 'state'
-    if name in named:
-      raise ValueError(f'two leaves of the state are named {name!r}')
-    named[name] = leaf
-  return named
-
-
-def _kind(leaf: Any) -> dict[str, Any]:
-  """Returns shape and dtype of a leaf, in the form of a manifest."""
-  return {'shape': list(leaf.shape), 'dtype': str(leaf.dtype)}
-
-
-def _describe(kind: dict[str, Any]) -> str:
-  """Returns a leaf's kind as text, such as float32[16,8]."""
-  return f'{kind["dtype"]}[{",".join(map(str, kind["shape"]))}]'

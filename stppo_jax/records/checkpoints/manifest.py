@@ -5,6 +5,9 @@
 It names version, step and run, the shape, dtype and fingerprint of every leaf,
 values of the host, and a digest of all that. Nothing here imports jax, so that
 checkpoints can be listed at once.
+
+A version of this program that writes other manifests has a greater `VERSION`,
+and the same digest: so it is known that they are newer and not damaged.
 """
 
 from collections.abc import Mapping
@@ -27,14 +30,29 @@ def digest(manifest: Mapping[str, Any]) -> str:
 
 def problem(manifest: Any, step: int) -> str:
   """Returns why this is not the manifest of a step; '' if it is."""
-  if not isinstance(manifest, dict) or manifest.get('version') != VERSION:
+  if not isinstance(manifest, dict) or 'version' not in manifest:
     return 'not a manifest of this program'
   fields = {name: x for name, x in manifest.items() if name != 'digest'}
   if manifest.get('digest') != digest(fields):
     return 'the manifest does not match its digest'
+  if manifest['version'] != VERSION:
+    return (
+      f'of schema {manifest["version"]}, and this version of the program reads '
+      f'schema {VERSION}'
+    )
   if manifest['step'] != step:
     return f'the manifest is of step {manifest["step"]}'
   return ''
+
+
+def is_newer(manifest: Any) -> bool:
+  """Returns whether a newer version of the program wrote a manifest."""
+  if not isinstance(manifest, dict):
+    return False
+  version = manifest.get('version')
+  fields = {name: x for name, x in manifest.items() if name != 'digest'}
+  is_whole = manifest.get('digest') == digest(fields)
+  return type(version) is int and version > VERSION and is_whole
 
 
 def other_run(manifest: Mapping[str, Any], run: run_folder.Run | None) -> str:

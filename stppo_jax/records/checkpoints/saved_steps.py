@@ -8,7 +8,12 @@ import re
 
 from stppo_jax.records.checkpoints import manifest as manifest_lib
 
+_UNITS = ('B', 'KiB', 'MiB', 'GiB', 'TiB')
 _SET_ASIDE = re.compile(r'(\d+)\.corrupt\d*')
+
+
+class NewerSchema(ValueError):
+  """A newer version of this program has saved the checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +66,14 @@ def find(workdir: pathlib.Path) -> list[SavedStep]:
   return sorted(found, key=lambda saved: saved.step)
 
 
+def describe_size(count: float) -> str:
+  """Returns a number of bytes with a unit."""
+  unit = 0
+  while count >= 1024 and unit < len(_UNITS) - 1:
+    count, unit = count / 1024, unit + 1
+  return f'{count:.1f} {_UNITS[unit]}' if unit else f'{count} B'
+
+
 def read_manifest(path: pathlib.Path, step: int) -> dict:
   """Returns the manifest of a checkpoint, checked by its digest.
 
@@ -78,6 +91,8 @@ def read_manifest(path: pathlib.Path, step: int) -> dict:
   except (ValueError, RecursionError) as error:
     raise ValueError(f'not JSON ({error})') from error
   problem = manifest_lib.problem(manifest, step)
+  if manifest_lib.is_newer(manifest):
+    raise NewerSchema(problem)
   if problem:
     raise ValueError(problem)
   return manifest
@@ -88,6 +103,8 @@ def _read(path: pathlib.Path, step: int) -> SavedStep:
   score, notes = None, ()
   try:
     score = read_manifest(path, step)['host'].get('score')
+  except NewerSchema as error:
+    notes = (str(error),)
   except ValueError as error:
     notes = (f'damaged: {manifest_lib.FILE}: {error}',)
   files = []

@@ -25,6 +25,8 @@ import pytest
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.records.checkpoints import fingerprint
 from stppo_jax.records.checkpoints import manifest as manifest_lib
+from stppo_jax.records.checkpoints import pending_save
+from stppo_jax.records.checkpoints import saved_steps
 
 _REPO = pathlib.Path(__file__).resolve().parents[3]
 
@@ -142,6 +144,56 @@ def test_the_best_step_is_kept_beside_the_newest(tmp_path):
   reader = checkpoint.Checkpointer(tmp_path, read_only=True)
   assert reader.best() == 6  # a damaged step has no score
   reader.close()
+
+
+def test_every_mth_step_is_kept(tmp_path):
+  saver = checkpoint.Checkpointer(tmp_path, keep=1, keep_every=3)
+  for step in range(1, 8):
+    saver.save(step, {'x': jnp.ones(2)}, {})
+  saver.close()
+  kept = {int(p.name) for p in (tmp_path / 'checkpoints').iterdir()}
+  assert kept == {3, 6, 7}
+
+
+def test_a_newer_schema_is_refused_and_nothing_is_changed(tmp_path):
+  _save(tmp_path, 1, 2)
+  manifest = tmp_path / 'checkpoints' / '2' / manifest_lib.FILE
+  saved = json.loads(manifest.read_text())
+  del saved['digest']
+  saved |= {'version': manifest_lib.VERSION + 1, 'more': 'of that version'}
+  saved['digest'] = manifest_lib.digest(saved)
+  manifest.write_text(json.dumps(saved))
+  before = _listing(tmp_path)
+  with pytest.raises(checkpoint.NewerSchema) as caught:
+    _restore(tmp_path)
+  assert caught.value.exit_code == 2 and '\n' not in str(caught.value)
+  said = 'step 2 is of schema 2, and this version of the program reads schema 1'
+  assert said in str(caught.value)
+  assert _listing(tmp_path) == before
+  found = saved_steps.find(tmp_path)
+  assert found[-1].notes[-1].startswith('of schema 2')
+
+
+def test_a_save_beside_the_loop_has_the_bits_of_its_step(tmp_path):
+  update = jax.jit(
+    lambda state: jax.tree.map(lambda x: (x * 2).astype(x.dtype), state),
+    donate_argnums=0,
+  )
+  saver = checkpoint.Checkpointer(tmp_path, keep=3)
+  state = jax.tree.map(jnp.array, _state(_mesh(2, 4), 1))
+  expected = {}
+  for step in (1, 2, 3):
+    expected[step] = [x.copy() for x in jax.device_get(jax.tree.leaves(state))]
+    saver.save(step, state, {}, waits=False)
+    assert saver.is_saving
+    for _ in range(3):
+      state = update(state)
+  saver.wait()
+  assert saver.saved == 3 and saver.save_seconds > 0
+  for step, leaves in expected.items():
+    _, restored, _ = saver.restore_latest(_abstract(state), step=step)
+    assert _bits(restored) == _bits(leaves)
+  saver.close()
 
 
 _ROUNDS = """
@@ -415,11 +467,17 @@ def test_a_full_disk_is_an_error_and_keeps_the_old_step(tmp_path, caplog):
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
   try:
-    with pytest.raises(checkpoint.SaveFailed, match='step 2 could not be'):
+    with pytest.raises(pending_save.SaveFailed, match='step 2 could not be'):
       saver.save(2, {'x': state['x'] + 1}, {})
+    # Beside the loop, the failure is told when the next step asks.
+    saver.save(2, {'x': state['x'] + 1}, {}, waits=False)
+    with pytest.raises(pending_save.SaveFailed, match='step 2 could not be'):
+      while saver.is_saving:
+        saver.check()
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
   assert not [record for record in caplog.records if record.exc_info]
+  assert saver.steps() == [1] and saver.saved == 1
   assert saver.restore_latest(state)[0] == 1
   saver.save(2, {'x': state['x'] + 1}, {})  # there is room again
   step, restored, _ = saver.restore_latest(state)
@@ -465,6 +523,7 @@ def test_a_kill_at_any_moment_leaves_only_complete_steps(tmp_path, kills):
     assert step > saved and host == {'step': step}
     assert all(np.all(np.asarray(x) == step) for x in state.values())
     saved = step
+    saver.close()  # sweeps what the kill has left
   names = [p.name for p in (tmp_path / 'checkpoints').iterdir()]
   assert not [name for name in names if not name.isdigit()], names
 

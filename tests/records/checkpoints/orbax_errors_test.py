@@ -16,6 +16,7 @@ import sys
 import jax
 
 from stppo_jax.records.checkpoints import checkpoint
+from stppo_jax.records.checkpoints import pending_save
 
 class Own:
   def __del__(self):
@@ -29,7 +30,7 @@ checkpointer.save(1, state, {})
 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
 try:
   checkpointer.save(2, state, {})
-except checkpoint.SaveFailed as error:
+except pending_save.SaveFailed as error:
   print(error, file=sys.stderr)
 del checkpointer
 Own()

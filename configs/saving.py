@@ -1,0 +1,26 @@
+"""The sections about saving and resuming a run."""
+
+from typing import Any
+
+
+def checkpoint() -> dict[str, Any]:
+  """Returns the section `checkpoint`."""
+  return {
+    'every': 50,  # steps between checkpoints; the last is always saved
+    # How many of the newest checkpoints are kept. The one with the best
+    # evaluation is kept too, if checkpoints are saved at evaluated steps.
+    'keep': 2,
+    # Checkpoints of steps that are multiples of this number are kept, too, if
+    # they are saved; 0 = none.
+    'keep_every': 0,
+  }
+
+
+def preemption() -> dict[str, Any]:
+  """Returns the section `preemption`."""
+  return {
+    # Seconds from the signal that ends a run until the process is killed, such
+    # as terminationGracePeriodSeconds of Kubernetes. A save that takes longer
+    # than what is left of them is not begun; 0 = there is time.
+    'grace': 0.0,
+  }

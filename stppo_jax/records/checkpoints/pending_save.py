@@ -1,0 +1,93 @@
+"""The save that threads write while its caller goes on; at most one.
+
+Orbax tells of an error only to whoever waits for the save. After one, its list
+of steps must be read again: it may name the step that failed.
+"""
+
+from collections.abc import Iterator
+import contextlib
+import time
+
+import orbax.checkpoint as ocp
+
+from stppo_jax.records.checkpoints import orbax_errors
+
+
+class SaveFailed(RuntimeError):
+  """A step could not be saved; earlier steps are unchanged."""
+
+  exit_code = 75
+
+
+class PendingSave:
+  """Begins saves, and finds out how they end.
+
+  Attributes:
+    seconds: how long the last save took until it was on disk; 0 before one.
+    saved: the step of that save; 0 before one.
+  """
+
+  def __init__(self):
+    self.seconds, self.saved = 0.0, 0
+    self._manager: ocp.CheckpointManager | None = None
+    self._step = 0
+    self._began = self._ended = 0.0
+
+  def begin(
+    self, manager: ocp.CheckpointManager, step: int, items: ocp.args.Composite
+  ) -> None:
+    """Copies what is saved to the host, and has threads write it.
+
+    Raises:
+      SaveFailed: it could not be begun.
+    """
+    assert self._manager is None  # the last one was waited for
+    self._manager, self._step = manager, step
+    self._began, self._ended = time.monotonic(), 0.0
+    with self._failing():
+      manager.save(step, args=items, force=True)
+
+  @property
+  def is_going_on(self) -> bool:
+    """Whether nobody has learnt yet how the save ended."""
+    return self._manager is not None
+
+  def check(self) -> None:
+    """Raises `SaveFailed` if the save has failed; does not wait for it."""
+    if self._manager is not None and not self._manager.is_saving_in_progress():
+      self.wait()
+
+  def wait(self) -> bool:
+    """Waits until the save is on disk; returns False if there was none.
+
+    Raises:
+      SaveFailed: nothing is left of its step.
+    """
+    if self._manager is None:
+      return False
+    with self._failing():
+      self._manager.wait_until_finished()
+    self.seconds = (self._ended or time.monotonic()) - self._began
+    self._manager, self.saved = None, self._step
+    return True
+
+  def note_end(self) -> None:
+    """Notes that the files are written; Orbax calls it on a thread."""
+    self._ended = time.monotonic()
+
+  @contextlib.contextmanager
+  def _failing(self) -> Iterator[None]:
+    """Raises `SaveFailed` for an error of the body.
+
+    Every error of a save, such as a full disk, is the same to the caller.
+    """
+    assert self._manager is not None
+    try:
+      yield
+    except Exception as error:
+      manager, self._manager = self._manager, None
+      manager.reload()
+      raise SaveFailed(
+        f'step {self._step} could not be saved in {manager.directory}: '
+        + orbax_errors.cause(error)
+      ) from error
