@@ -44,7 +44,6 @@ quickstart: $(RUNTIME)  ## train on a synthetic wiki (ALGORITHM=token_ppo SEED=1
 	$(PAGES) $(BIN)/python -m stppo_jax train --config=$(CONFIG):$(ALGORITHM) \
 	  --config.seed=$(SEED) --workdir=$(WORKDIR) $(ARGS)
 
-# Types are checked on one core while the tests run on another.
 check: $(TESTING)  ## lint, types and the fast tests: before every commit
 	$(MAKE) lint
 	$(MAKE) -j2 types test-fast
@@ -56,7 +55,8 @@ test: $(TESTING)  ## all tests but the slow ones
 	  -m 'not slow' tests $(ARGS)
 
 test-fast: $(TESTING)  ## the tests of the folders that answer in seconds
-	$(BIN)/python -m pytest -q -m 'not slow' $(FAST_TESTS) $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal \
+	  -m 'not slow' $(FAST_TESTS) $(ARGS)
 
 test-slow: $(TESTING)  ## the slow tests
 	$(BIN)/python -m pytest -q -m slow tests

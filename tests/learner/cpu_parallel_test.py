@@ -67,6 +67,7 @@ def test_the_numbers_are_those_of_one_program(name, changes):
   jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
+@pytest.mark.slow
 def test_only_the_rows_of_the_minibatch_count():
   models, algorithm = updates.sums(), batches.algorithm('st_ppo')
   batch = updates.batch(models)

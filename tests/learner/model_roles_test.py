@@ -151,6 +151,7 @@ def _adapter_gradient(pair, kernel_gradient):
   }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'cut', [{}, pytest.param(_MANY, marks=pytest.mark.slow, id='many')]
 )

@@ -148,6 +148,7 @@ def test_outputs_at_the_loss_positions_suffice():
   updates.assert_same(there, everywhere, models)
 
 
+@pytest.mark.slow
 def test_a_critic_at_the_whole_response_learns_from_observations():
   models = updates.sums()
   batch = updates.batch(models)

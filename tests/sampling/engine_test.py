@@ -432,6 +432,7 @@ def test_a_new_collection_drops_the_last_one(mode):
   assert not engine.busy and not engine.poll()
 
 
+@pytest.mark.slow
 def test_a_cache_of_8_bits_moves_log_probabilities_a_little():
   dialogues = []
   for cache in ('model', 'int8'):
@@ -452,6 +453,7 @@ def test_a_cache_of_8_bits_moves_log_probabilities_a_little():
   assert 1e-4 < np.abs(distances).max() < 0.1
 
 
+@pytest.mark.slow
 def test_only_adapters_are_published_beside_a_base():
   lora = lora_lib.Lora(rank=2, alpha=8.0, targets='(q|down)_proj$')
   model = dataclasses.replace(tiny_engine.MODEL, lora=lora)

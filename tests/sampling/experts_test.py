@@ -39,7 +39,9 @@ def _dialogues(engine):
   return dialogues, reported
 
 
-@pytest.mark.parametrize('deterministic', (True, False))
+@pytest.mark.parametrize(
+  'deterministic', (pytest.param(True, marks=pytest.mark.slow), False)
+)
 def test_the_experts_of_every_token_are_reported(deterministic):
   # Slots are used again, and two of three prompts are copied.
   dialogues, reported = _dialogues(

@@ -275,6 +275,7 @@ _GROUPS = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_of_groups_is_the_same_when_cut_in_two(tmp_path, capsys):
   whole, cut = tmp_path / 'whole', tmp_path / 'cut'
   assert runs.train(whole, **_GROUPS) == 0

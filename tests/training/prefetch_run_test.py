@@ -153,9 +153,8 @@ def test_the_ratio_can_be_of_the_current_policy(finished, tmp_path):
     assert spread[0] < spread[1]
 
 
-@pytest.mark.parametrize(
-  'steps_ahead', [1, pytest.param(2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('steps_ahead', [1, 2])
 def test_a_run_interrupted_often_is_the_same_run(
   finished, tmp_path, capsys, steps_ahead
 ):

@@ -153,6 +153,7 @@ def test_unknown_experts_cannot_be_replayed(replay, changes, message):
     _annotated(models, _batch(models), replay)
 
 
+@pytest.mark.slow
 def test_updates_replay_and_balance_the_load_however_they_are_cut():
   models = _models(**tiny.MIXTURE)
   batch = _batch(models, expert_ids=_expert_ids())

@@ -60,6 +60,7 @@ def test_a_rate_beyond_all_numbers_is_refused(tmp_path, capsys):
   assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.slow
 def test_the_supervised_start_keeps_weights_that_are_not_finite_out(
   tmp_path, capsys
 ):
