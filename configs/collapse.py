@@ -132,6 +132,7 @@ def studies():
       'arms': {
         '': {
           'token_ppo': {},
+          'KL stop': {'algorithm': 'token_ppo', 'updates.kl_stop': 0.03},
           'dual clip': {
             'algorithm': 'token_ppo',
             'algorithm.objective.name': 'dual_clip',

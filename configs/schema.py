@@ -183,6 +183,7 @@ RULES: Mapping[str, settings.Rule] = {
   ),
   'updates.minibatch_size': _POSITIVE,
   'updates.num_epochs': _POSITIVE,
+  'updates.kl_stop': _NOT_NEGATIVE,
   'updates.microbatch_size': _NOT_NEGATIVE,
   'updates.core_rows': _NOT_NEGATIVE,
   'updates.max_skipped': _NOT_NEGATIVE,

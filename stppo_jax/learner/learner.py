@@ -295,7 +295,7 @@ class Learner:
     )
 
   def utilization(
-    self, operations: tuple[float, float], seconds: float
+    self, operations: tuple[float, float], seconds: float, epochs: float
   ) -> dict[str, float]:
     """Returns the share of the devices' peak that the updates of a step use.
 
@@ -303,6 +303,7 @@ class Learner:
       operations: counts of `models.operations` for a pass of the policy over
         the batch, and for one of a value model.
       seconds: the duration of all updates of the step.
+      epochs: the number of passes over the batch that they made.
 
     Returns:
       `perf/mfu`; {} on devices without a known peak, and in float32, of which
@@ -316,7 +317,7 @@ class Learner:
     # A backward pass has a product for the gradient of the input and one for
     # that of the weights, which frozen weights do not need.
     passes = 3 if self._policy.lora is None else 2
-    total = passes * forward * self._config.updates.num_epochs
+    total = passes * forward * epochs
     return {'perf/mfu': total / seconds / peak}
 
   def copy_policy(self, state: state_lib.TrainState) -> functional.Params:

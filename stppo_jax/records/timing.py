@@ -48,7 +48,7 @@ def step_metrics(
   sampled: float,
   collect_seconds: float,
   save_seconds: float,
-  num_epochs: int,
+  num_epochs: float,
 ) -> dict[str, float]:
   """Returns the seconds of a step's phases and its tokens per second.
 

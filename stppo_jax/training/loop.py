@@ -15,6 +15,7 @@ from typing import Any
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from stppo_jax import batch as batch_lib
 from stppo_jax import types
@@ -81,6 +82,7 @@ def train(
     off_policy = config.rollout.steps_ahead and (
       config.updates.old_policy == 'sampled'
     )
+    kl_stop = config.updates.kl_stop
     skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
     watch = alarms.Alarms(config, hosts, run.show)
     compile_seconds = run.enter(compile_time.measured())
@@ -111,15 +113,20 @@ def train(
 
       timer.begin('update')
       reports = []
-      for epoch in range(config.updates.num_epochs):
-        for rows in learner.minibatches(len(batch.lengths_B), step, epoch):
-          state, report = learner.update(state, batch, rows, step)
-          reports.append(report)
+      for rows in _minibatches(config, learner, batch, step):
+        state, report = learner.update(state, batch, rows, step)
+        reports.append(report)
+        if 0 < kl_stop < learner_lib.summarize([report])['actor/ppo_kl']:
+          break
       metrics |= learner_lib.summarize(reports)
+      metrics['update/count'] = len(reports)
       timer.begin('token_details')
       details = learner.token_details(state, batch, hosts)
       timer.end()
 
+      epochs = (
+        len(reports) * config.updates.minibatch_size / len(batch.lengths_B)
+      )
       learner.adapt_kl(metrics['critic/kl_per_trajectory'], totals.trained)
       metrics |= timing.step_metrics(
         timer.laps,
@@ -127,13 +134,13 @@ def train(
         sampled=totals.sampled,
         collect_seconds=max(totals.collect_seconds),
         save_seconds=run.save_seconds,
-        num_epochs=config.updates.num_epochs,
+        num_epochs=epochs,
       )
       if hosts.count > 1:
         metrics |= host_metrics.collect_seconds(totals.collect_seconds)
       metrics |= peaks.max_memory()
       metrics |= learner.utilization(
-        totals.operations, timer.laps['timing_s/update']
+        totals.operations, timer.laps['timing_s/update'], epochs
       )
       metrics['timing_s/compile'] = compile_seconds()
       metrics |= watch.measure(metrics)
@@ -142,6 +149,14 @@ def train(
       watch.check(step + 1)
     run.finish(learner.policy, learner.merged_params(run.state), curve=True)
   return run.exit_code
+
+
+def _minibatches(
+  config, learner: learner_lib.Learner, batch: batch_lib.TokenBatch, step: int
+) -> Iterator[np.ndarray]:
+  """Yields the rows of each update of a step, epoch by epoch."""
+  for epoch in range(config.updates.num_epochs):
+    yield from learner.minibatches(len(batch.lengths_B), step, epoch)
 
 
 class _Started(NamedTuple):

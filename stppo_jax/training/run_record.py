@@ -58,6 +58,7 @@ _LATER_KEYS = {
   'rollout.tensor': 0,
   'rollout.cache_dtype': 'model',
   'profile.steps': [0, 0],
+  'updates.kl_stop': 0.0,
   # Not read with the data and the environments that those runs have.
   'data.arithmetic.max_number': 20,
   'env.tools.names': ['calculator'],

@@ -107,6 +107,7 @@ def test_every_algorithm_of_the_table_keeps_the_rules(name):
     ('sft.optimizer.learning_rate', math.nan, 'in [0, 1]'),
     ('policy_optimizer.weight_decay', 1e3, 'in [0, 1]'),
     ('updates.max_skipped', -1, '0 or greater'),
+    ('updates.kl_stop', -0.1, '0 or greater'),
     ('value_optimizer.max_grad_norm', 0.0, 'greater than 0'),
     ('loss.value_clip', 0.0, 'greater than 0'),
     ('checkpoint.keep', 0, 'greater than 0'),
