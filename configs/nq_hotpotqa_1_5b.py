@@ -23,19 +23,12 @@ are trained on (no run on a TPU has confirmed it yet):
 
 from stppo_jax.configs import base
 from stppo_jax.configs import nq_hotpotqa
+from stppo_jax.configs import slices
 
 
 def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config = nq_hotpotqa.get_config(algorithm)
   config.env.max_turns = 3  # searches
-  # Of 1000 updates: two in each of 500 steps.
-  config.policy_optimizer.warmup_updates = 285
-  config.value_optimizer.warmup_updates = 15
-  config.model.dtype = 'bfloat16'
-  config.mesh.update(data=2, fsdp=8, tensor=1)
-  config.updates.remat = 'full'
-  config.updates.microbatch_size = 16
-  config.updates.head_chunk = 1024
-  config.rollout.slots = 32  # of each host, which has four chips
-  config.rollout.tensor = 2
+  slices.place(config, '1_5b')
+  slices.warm_up(config)
   return config

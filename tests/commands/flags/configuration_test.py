@@ -13,6 +13,7 @@ import pytest
 
 from stppo_jax.commands.flags import configuration
 from stppo_jax.configs import algorithms
+from tests.configs import resolved
 
 _REPO = pathlib.Path(__file__).resolve().parents[3]
 _BASE = f'--config={_REPO}/configs/base.py'
@@ -236,11 +237,8 @@ def test_a_folder_of_configs_is_no_config(monkeypatch):
   for folder in ('configs', 'configs/', './configs'):
     (line,) = _errors(f'--config={folder}', '--workdir=x')
     assert line == (
-      f'--config={folder}: is a folder; choices: configs/base.py, '
-      'configs/calculator.py, configs/hotpotqa.py, configs/medical.py, '
-      'configs/nq.py, configs/nq_hotpotqa.py, configs/nq_hotpotqa_1_5b.py, '
-      'configs/nq_hotpotqa_3b.py, configs/nq_hotpotqa_7b.py, configs/own.py, '
-      'configs/quickstart.py'
+      f'--config={folder}: is a folder; choices: '
+      + ', '.join(f'configs/{name}.py' for name in ('base', *resolved.files()))
     )
 
 

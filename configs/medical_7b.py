@@ -1,0 +1,35 @@
+"""Trains Qwen2.5-7B-Instruct on medical questions, on a slice v5e:8x8.
+
+    python -m stppo_jax train --config=configs/medical_7b.py:st_ppo \
+        --config.data.root=DATA --config.model.path=MODEL \
+        --config.retrieval.url=http://HOST:8000 --workdir=/shared/run
+
+Every host of the slice runs this command; launch/README.md has launchers that
+start it. All hosts must see /shared, DATA and MODEL, which are those of
+`configs/medical.py`, as is HOST. As in the paper (arXiv:2511.20718), a step has
+256 questions, a minibatch 128 trajectories, and a dialogue at most 6 searches.
+
+    python -m stppo_jax plan --config=FILE --topology=v5e:8x8 --compile=False \
+        --config.model.path=MODEL --config.data.name=synthetic_wiki
+
+needs no data, and with FILE for this file it estimates, if half of the tokens
+are trained on (no run on a TPU has confirmed it yet):
+
+    10.9 of 15.75 GiB of a chip
+    59 seconds a step, at least 22
+    3 hours and 212 chip-hours for 200 steps
+"""
+
+from stppo_jax.configs import base
+from stppo_jax.configs import medical
+from stppo_jax.configs import slices
+
+
+def get_config(algorithm: str = 'st_ppo') -> base.Config:
+  config = medical.get_config(algorithm)
+  config.env.max_turns = 6  # searches
+  config.rollout.trajectories_per_step = 256
+  config.updates.minibatch_size = 128
+  slices.place(config, '7b')
+  slices.warm_up(config)
+  return config

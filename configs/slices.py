@@ -1,0 +1,67 @@
+"""What training Qwen2.5 needs on a slice of TPU v5e, by the model's size.
+
+The chips have 16 GiB each, and a host has four of them. `python -m stppo_jax
+plan --sweep_mesh` finds such settings for other models and other slices.
+"""
+
+import typing
+
+from stppo_jax.configs import base
+
+
+class Slice(typing.NamedTuple):
+  """A slice and the layout of a model on it.
+
+  Attributes:
+    topology: its name, for `plan`.
+    data, fsdp, tensor: the mesh of training.
+    microbatch_size: trajectories per forward pass.
+    slots: dialogues that a host decodes at a time.
+    decode_tensor: chips over which the weights are divided in decoding.
+  """
+
+  topology: str
+  data: int
+  fsdp: int
+  tensor: int
+  microbatch_size: int
+  slots: int
+  decode_tensor: int
+
+
+SLICES = {
+  '1_5b': Slice('v5e:4x4', 2, 8, 1, 16, 32, 2),
+  '3b': Slice('v5e:8x8', 2, 32, 1, 64, 16, 2),
+  '7b': Slice('v5e:8x8', 1, 16, 4, 16, 16, 4),
+}
+
+
+def place(config: base.Config, size: str) -> None:
+  """Sets what a config needs so that a model of a size trains on its slice.
+
+  Args:
+    config: the config, which is changed.
+    size: a key of `SLICES`.
+  """
+  chosen = SLICES[size]
+  config.model.dtype = 'bfloat16'
+  config.mesh.update(data=chosen.data, fsdp=chosen.fsdp, tensor=chosen.tensor)
+  config.updates.remat = 'full'
+  config.updates.microbatch_size = chosen.microbatch_size
+  config.updates.head_chunk = 1024
+  config.rollout.slots = chosen.slots
+  config.rollout.tensor = chosen.decode_tensor
+
+
+def warm_up(config: base.Config) -> None:
+  """Raises the learning rates over the share of the updates of ST-PPO.
+
+  It is 28.5 % of all updates for the policy and 1.5 % for the values
+  (arXiv:2511.20718). Call it when the number of steps and the sizes are set.
+  """
+  per_epoch = (
+    config.rollout.trajectories_per_step // config.updates.minibatch_size
+  )
+  updates = config.num_steps * per_epoch * config.updates.num_epochs
+  config.policy_optimizer.warmup_updates = round(0.285 * updates)
+  config.value_optimizer.warmup_updates = round(0.015 * updates)
