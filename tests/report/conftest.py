@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
+from benchmarks import made_runs
 from stppo_jax import __main__
-from tests.report import made_runs
 
 _NAMES = ('chromium', 'chromium-browser', 'google-chrome')
 _PATHS = [path for name in _NAMES if (path := shutil.which(name))]
@@ -60,11 +60,23 @@ class Opened:
     """Waits until the dialogue of this number is shown."""
     self.page.wait_for_selector(f'#detail[data-number="{number}"]')
 
-  def close(self):
-    """Closes the page; nothing must have gone wrong."""
-    self.page.close()
+  def check(self):
+    """Nothing must have gone wrong, and nothing else been asked for."""
     assert not self.errors
     assert set(self.requests) <= {self.address, 'about:blank'}
+
+  def close(self):
+    """Closes the page and checks it."""
+    self.page.close()
+    self.check()
+
+
+@pytest.fixture(scope='session')
+def made_opened(browser, made_page):
+  """The page about runs that are made up, open in a browser."""
+  opened = Opened(browser, made_page)
+  yield opened
+  opened.close()
 
 
 @pytest.fixture(scope='session')

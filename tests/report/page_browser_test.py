@@ -6,15 +6,15 @@ import statistics
 
 import pytest
 
+from benchmarks import made_runs
 from tests.report import conftest
-from tests.report import made_runs
 
 
 @pytest.fixture
-def opened(browser, made_page):
-  opened = conftest.Opened(browser, made_page)
-  yield opened
-  opened.close()
+def opened(made_opened):
+  made_opened.open()
+  yield made_opened
+  made_opened.check()
 
 
 def _numbers(text):
@@ -64,6 +64,7 @@ def test_a_figure_shows_mean_and_band_under_the_pointer(opened, made):
     assert shown == pytest.approx(expected, rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_zoom_and_smoothing_are_in_the_address(opened):
   opened.open('tab=curves')
   page = opened.page
@@ -85,6 +86,7 @@ def test_zoom_and_smoothing_are_in_the_address(opened):
   assert figure.locator('.curve').first.get_attribute('d') == curve
 
 
+@pytest.mark.slow
 def test_an_experiment_can_be_hidden(opened):
   page = opened.page
   page.locator('#legend button').nth(1).click()
@@ -95,6 +97,7 @@ def test_an_experiment_can_be_hidden(opened):
   assert figure.locator('.curve').count() == 1
 
 
+@pytest.mark.slow
 def test_differences_of_configurations_are_shown(opened):
   opened.open('tab=config')
   page = opened.page
@@ -107,7 +110,9 @@ def test_differences_of_configurations_are_shown(opened):
   assert rows.all_inner_texts() == ['algorithm.ratio.level\tturn\ttoken']
 
 
-@pytest.mark.parametrize('scheme', ['light', 'dark'])
+@pytest.mark.parametrize(
+  'scheme', ['dark', pytest.param('light', marks=pytest.mark.slow)]
+)
 def test_light_dark_and_narrow(browser, made_page, scheme):
   opened = conftest.Opened(
     browser,

@@ -7,12 +7,12 @@ import shutil
 import numpy as np
 import pytest
 
+from benchmarks import made_runs
 from stppo_jax import __main__
 from stppo_jax.report import comparison
 from stppo_jax.report import dialogue_data
 from stppo_jax.report import run_files
 from tests.report import conftest
-from tests.report import made_runs
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
+from benchmarks import made_runs
 from stppo_jax.report import comparison
 from stppo_jax.report import page
 from stppo_jax.report import run_files
 from stppo_jax.report import summary
-from tests.report import made_runs
 
 
 @pytest.fixture(scope='module')

@@ -6,16 +6,16 @@ import math
 import numpy as np
 import pytest
 
+from benchmarks import made_runs
 from tests.report import conftest
-from tests.report import made_runs
 
 
 @pytest.fixture
-def opened(browser, made_page):
-  opened = conftest.Opened(browser, made_page, 'tab=dialogues')
-  opened.shown(0)
-  yield opened
-  opened.close()
+def opened(made_opened):
+  made_opened.open('tab=dialogues')
+  made_opened.shown(0)
+  yield made_opened
+  made_opened.check()
 
 
 @pytest.fixture(scope='module')
@@ -81,6 +81,7 @@ def test_each_filter_keeps_what_it_says(opened, records):
     assert _count(opened) == 480
 
 
+@pytest.mark.slow
 def test_sorting_by_clipped_share(opened, records):
   page = opened.page
   page.select_option('#filter-sort', 'clipped')

@@ -1,4 +1,4 @@
-"""Folders like those that runs of `train` leave, made up from a seed."""
+"""Makes up folders like those that runs of `train` leave, from a seed."""
 
 from collections.abc import Mapping
 import json
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from stppo_jax import settings
-from tests.training import runs
+from stppo_jax.configs import quickstart
 
 _WORDS = (
   'river bridge north council built opened the of in a capital president lake '
@@ -49,8 +49,9 @@ def make(
   """
   rng = np.random.default_rng(seed)
   folder.mkdir(parents=True)
-  values = runs.config(algorithm, num_steps=steps, seed=seed)
-  values.update_from_flattened_dict(dict(config or {}))
+  values = quickstart.get_config(algorithm)
+  changes = {'num_steps': steps, 'seed': seed, **(config or {})}
+  values.update_from_flattened_dict(changes)
   _write(folder / 'config.json', values.to_dict())
   _write(
     folder / 'run.json',
@@ -87,7 +88,8 @@ def make(
 
 def read_metrics(folder: pathlib.Path) -> list[dict[str, Any]]:
   """Returns the lines of metrics.jsonl."""
-  return runs.metrics(folder)
+  text = (folder / 'metrics.jsonl').read_text('utf-8')
+  return [json.loads(line) for line in text.splitlines()]
 
 
 def flat_config(folder: pathlib.Path) -> dict[str, Any]:
