@@ -83,7 +83,7 @@ docs: $(RUNTIME)  ## the pages and tables that are made from others
 	PYTHONPATH=. $(BIN)/python docs/make_algorithms.py
 	PYTHONPATH=. $(BIN)/python docs/make_collapse.py
 
-bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting, search, games
+bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting, search, reports, games
 	$(BENCH)/bin/python -m benchmarks.turn_sums $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.policy_loss $(ARGS)
 	$(XLA) $(BENCH)/bin/python -m benchmarks.update $(ARGS)
@@ -91,6 +91,7 @@ bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting, search
 	$(ONE_HEAP) $(BENCH)/bin/python -m benchmarks.vocabulary $(ARGS)
 	$(KEPT) $(BENCH)/bin/python -m benchmarks.collect $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.retrieval $(ARGS)
+	$(BENCH)/bin/python -m benchmarks.report $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.text_games $(ARGS)
 
 # An environment of its own: with torch beside it, transformers is another.

@@ -1,35 +1,24 @@
 """A browser for the tests of pages, and runs that are made up once."""
 
+import contextlib
 import os
 import pathlib
-import shutil
 
 import pytest
 
+from benchmarks import chromium
 from benchmarks import made_runs
 from stppo_jax import __main__
-
-_NAMES = ('chromium', 'chromium-browser', 'google-chrome')
-_PATHS = [path for name in _NAMES if (path := shutil.which(name))]
-# The page loads nothing, and neither shall the browser.
-_FLAGS = (
-  '--no-sandbox --disable-gpu --disable-quic --no-first-run '
-  '--disable-background-networking --disable-component-update --disable-sync'
-).split()
 
 
 @pytest.fixture(scope='session')
 def browser():
   """A headless Chromium."""
-  playwright = pytest.importorskip(
-    'playwright.sync_api', reason='needs the package playwright'
-  )
-  if not _PATHS:
-    pytest.skip('needs the package chromium (apt-get install chromium)')
-  with playwright.sync_playwright() as driver:
-    chromium = driver.chromium.launch(executable_path=_PATHS[0], args=_FLAGS)
-    yield chromium
-    chromium.close()
+  with contextlib.ExitStack() as stack:
+    try:
+      yield stack.enter_context(chromium.started())
+    except chromium.Missing as missing:
+      pytest.skip(str(missing))
 
 
 class Opened:

@@ -1,0 +1,243 @@
+"""The report of a long run: seconds, size, loading; and what records cost.
+
+    python -m benchmarks.report
+
+A run of 500 steps with 5,000 dialogues is made up, whose tokens all have
+numbers. Its report is written, and opened in Chromium if that and the package
+playwright are installed. Then the quickstart trains some steps. The cost of
+what it records (the numbers of tokens, dialogues, metrics) is compared with the
+duration of its steps; the first two, which compile, are left out.
+"""
+
+import argparse
+from collections.abc import Sequence
+import contextlib
+import io
+import json
+import pathlib
+import statistics
+import tempfile
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks import chromium
+from benchmarks import made_runs
+from benchmarks import measure
+from stppo_jax import __main__
+from stppo_jax import batch as batch_lib
+from stppo_jax import types
+from stppo_jax.records import progress
+from stppo_jax.records import trajectory_metrics
+from stppo_jax.records import writer as writer_lib
+from stppo_jax.sampling import tokenizer as tokenizer_lib
+
+_MEGABYTE = 1e6
+_GOALS = {'seconds': 30, 'MB': 25, 'loading': 3.0, 'records': 0.03}
+_COMPILES = 2  # steps that are not counted
+_REPEATS = 5
+
+
+def write_report(folder: pathlib.Path, page: pathlib.Path) -> float:
+  """Writes the report of a run; returns the seconds that it took."""
+  start = time.perf_counter()
+  with contextlib.redirect_stdout(io.StringIO()):
+    code = __main__.main(['report', str(folder), f'--out={page}'])
+  assert code == 0
+  return time.perf_counter() - start
+
+
+def load(browser: Any, page: pathlib.Path) -> tuple[float, float]:
+  """Returns the seconds until dialogues are shown, and those of a search."""
+  opened = browser.new_page()
+  start = time.perf_counter()
+  opened.goto(page.resolve().as_uri() + '#tab=dialogues')
+  opened.wait_for_selector('#detail[data-number="0"]')
+  shown = time.perf_counter() - start
+  start = time.perf_counter()
+  opened.fill('#filter-text', 'no dialogue has these words')
+  opened.get_by_text('0 of ').wait_for()
+  searched = time.perf_counter() - start
+  opened.close()
+  return shown, searched
+
+
+def recording_share(
+  folder: pathlib.Path, words: Sequence[str]
+) -> tuple[float, float, float]:
+  """Trains; returns seconds of a step, of measuring tokens and of writing.
+
+  Args:
+    folder: an empty folder for the run.
+    words: flags of `train`.
+  """
+  workdir = folder / 'run'
+  with contextlib.redirect_stdout(io.StringIO()):
+    code = __main__.main(['train', *words, f'--workdir={workdir}'])
+  assert code == 0
+  text = (workdir / 'metrics.jsonl').read_text('utf-8')
+  lines = [json.loads(line) for line in text.splitlines()]
+  lines = [line for line in lines if line['step'] > _COMPILES]
+  step = statistics.median(line['timing_s/step'] for line in lines)
+  tokens = statistics.median(line['timing_s/token_details'] for line in lines)
+  return step, tokens, writing_seconds(folder / 'again', workdir, lines[-1])
+
+
+def writing_seconds(
+  folder: pathlib.Path, workdir: pathlib.Path, metrics: dict[str, Any]
+) -> float:
+  """Returns the seconds that the records of a run's last step take.
+
+  Args:
+    folder: where they are written again.
+    workdir: the run's folder.
+    metrics: the metrics of the step.
+  """
+  path = sorted(workdir.glob('trajectories-*.jsonl'))[-1]
+  dialogues = [json.loads(x) for x in path.read_text('utf-8').splitlines()]
+  tokenizer = tokenizer_lib.Tokenizer.load(workdir / 'policy')
+  trajectories = [_trajectory(dialogue, tokenizer) for dialogue in dialogues]
+  rows = sum('tokens' in dialogue['turns'][0] for dialogue in dialogues)
+  details = _details(trajectories[:rows])
+  numbers = {k: v for k, v in metrics.items() if isinstance(v, float)}
+  writer = writer_lib.Writer(
+    folder,
+    num_steps=_REPEATS,
+    tensorboard=True,
+    trajectories=len(dialogues),
+    display=progress.Progress(_REPEATS),
+  )
+  seconds = []
+  for step in range(1, _REPEATS + 1):
+    start = time.perf_counter()
+    records = trajectory_metrics.records(trajectories, tokenizer, details)
+    with contextlib.redirect_stdout(io.StringIO()):
+      writer.write(step, numbers)
+    writer.write_trajectories(step, records)
+    seconds.append(time.perf_counter() - start)
+  writer.close()
+  return statistics.median(seconds)
+
+
+def _trajectory(dialogue, tokenizer) -> types.Trajectory:
+  """Returns a trajectory with the texts of a record."""
+
+  def turn(record) -> types.Turn:
+    ids = tokenizer.encode_text(record['text'])
+    return types.Turn(
+      ids,
+      np.zeros(len(ids), np.float32),
+      tokenizer.encode_text(record['observation']),
+      record['action'],
+    )
+
+  return types.Trajectory(
+    question=types.Question(
+      dialogue['id'],
+      dialogue['question'],
+      tuple(dialogue['golden_answers']),
+      dialogue['data_set'],
+    ),
+    prompt_ids=tokenizer.encode_text(dialogue['prompt']),
+    turns=tuple(map(turn, dialogue['turns'])),
+    rewards=dialogue['rewards'],
+    status=types.TrajectoryStatus(dialogue['status']),
+    scores=dialogue['scores'],
+  )
+
+
+def _details(
+  trajectories: Sequence[types.Trajectory],
+) -> batch_lib.TokenDetails:
+  """Returns random numbers for all tokens of trajectories."""
+  length = max(
+    len(t.prompt_ids)
+    + sum(len(x.token_ids) + len(x.observation_ids) for x in t.turns)
+    for t in trajectories
+  )
+  rng = np.random.default_rng(0)
+  arrays = {
+    name: rng.normal(size=(len(trajectories), length)).astype(np.float32)
+    for name in batch_lib.TokenDetails._fields
+  }
+  arrays['loss_mask_BL'] = np.ones((len(trajectories), length), bool)
+  arrays['cut_BL'] = arrays['cut_BL'] > 1
+  return batch_lib.TokenDetails(**arrays)
+
+
+def pages(steps: int, dialogues: int, tokens: int) -> list[str]:
+  """Returns the lines about the report of a run.
+
+  Args:
+    steps: the steps of the run.
+    dialogues: the dialogues of a step.
+    tokens: the policy tokens of a turn.
+  """
+  with tempfile.TemporaryDirectory() as name:
+    folder = made_runs.make(
+      pathlib.Path(name, 'run'),
+      steps=steps,
+      dialogues=dialogues,
+      tokens=tokens,
+      detailed=dialogues,
+      questions=steps,
+    )
+    page = pathlib.Path(name, 'report.html')
+    seconds = write_report(folder, page)
+    size = page.stat().st_size / _MEGABYTE
+    lines = [
+      f'{steps} steps, {steps * dialogues:,} dialogues, {tokens} tokens a '
+      f'turn: report in {seconds:.1f} s (goal {_GOALS["seconds"]}), '
+      f'{size:.1f} MB (goal {_GOALS["MB"]})'
+    ]
+    try:
+      with chromium.started() as browser:
+        shown, searched = load(browser, page)
+    except chromium.Missing as missing:
+      return [*lines, f'not opened: {missing}']
+    return [
+      *lines,
+      f'dialogues shown after {shown:.2f} s (goal {_GOALS["loading"]}), all '
+      f'texts searched in {searched:.2f} s',
+    ]
+
+
+def records(words: Sequence[str]) -> str:
+  """Returns the line about the cost of records.
+
+  Args:
+    words: flags of `train`.
+  """
+  with tempfile.TemporaryDirectory() as name:
+    step, tokens, writing = recording_share(pathlib.Path(name), words)
+  return (
+    f'a step of {step:.2f} s: numbers of tokens {1e3 * tokens:.1f} ms '
+    f'({tokens / step:.1%}), writing {1e3 * writing:.1f} ms '
+    f'({writing / step:.1%}); together {(tokens + writing) / step:.1%} '
+    f'(goal {_GOALS["records"]:.0%})'
+  )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints what was measured, and on which machine."""
+  parser = argparse.ArgumentParser(prog='python -m benchmarks.report')
+  parser.add_argument('--steps', type=int, default=500)
+  parser.add_argument('--dialogues', type=int, default=10)
+  parser.add_argument('--tokens', type=int, default=64)
+  parser.add_argument('--train_steps', type=int, default=12)
+  measure.add_cores(parser)
+  flags = parser.parse_args(arguments)
+  measure.use_cores(flags.cores)
+  print(measure.environment(), end='\n\n')
+  print('\n'.join(pages(flags.steps, flags.dialogues, flags.tokens)))
+  words = [
+    '--config=configs/quickstart.py',
+    f'--config.num_steps={flags.train_steps}',
+    '--config.evaluate.every=0',
+  ]
+  print(records(words))
+
+
+if __name__ == '__main__':
+  main()
