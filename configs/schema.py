@@ -73,6 +73,7 @@ _OPTIMIZER = {
   'eps': _POSITIVE,
   'weight_decay': _FRACTION,
   'max_grad_norm': _POSITIVE,
+  'skip_grad_norm': _NOT_NEGATIVE,
 }
 _SIZES = ('hidden_size', 'intermediate_size', 'num_layers', 'num_heads')
 

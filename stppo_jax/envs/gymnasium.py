@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from concurrent import futures
 import importlib
-import math
 import threading
 from typing import Any
 from typing import Self
@@ -149,8 +148,7 @@ class _Episode(protocol.Episode):
       kind = 'command'
       seen, reward, terminated, truncated, _ = await self._act(command)
       reward = float(reward)
-      if not math.isfinite(reward):
-        raise ValueError(f'the reward of {command!r} is {reward}')
+      protocol.check_reward(f'of {command!r}', reward)
       self._return += reward
       ended = terminated or truncated
       news = commands.observation(neutralisation.neutralise_tags(str(seen)))

@@ -20,6 +20,7 @@ from stppo_jax.retrieval import protocol as retrieval
 # The action of a turn without a valid action. An environment is free to choose
 # the names of all other actions.
 INVALID = 'invalid'
+_LARGEST_REWARD = 3.4e38  # of float32, in which rewards are trained on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,3 +189,17 @@ class Environment(Episode, Protocol):
   def prompt(self, question: types.Question) -> str:
     """Returns the user message that opens a trajectory."""
     ...
+
+
+def check_reward(name: str, reward: float) -> None:
+  """Checks that a reward can be trained on.
+
+  Args:
+    name: the name of the reward, for the message.
+    reward: the reward.
+
+  Raises:
+    ValueError: it is nan, or infinite in float32; one line.
+  """
+  if not abs(reward) <= _LARGEST_REWARD:
+    raise ValueError(f'the reward {name} is {reward}, expected a finite number')

@@ -5,6 +5,7 @@ The order is always: correction of the gradient, global-norm clip, Adam, decay.
 
 from collections.abc import Mapping
 import functools
+import math
 from typing import Any
 from typing import NamedTuple
 
@@ -26,12 +27,14 @@ class Hyperparameters(NamedTuple):
     weight_decay: share of a weight subtracted per unit of the rate, as in
       AdamW.
     max_grad_norm: the global norm that a gradient is clipped to.
+    skip_grad_norm: the global norm above which the update is skipped.
   """
 
   learning_rate: Array | float
   warmup_updates: Array | float
   weight_decay: Array | float
   max_grad_norm: Array | float
+  skip_grad_norm: Array | float
 
 
 def from_config(
@@ -40,10 +43,12 @@ def from_config(
   """Returns the optimiser of a config section, and its runtime numbers.
 
   Args:
-    section: the fields of `Hyperparameters`, and Adam's b1, b2 and eps.
+    section: the fields of `Hyperparameters`, and Adam's b1, b2 and eps. Its
+      `skip_grad_norm` is 0 if no update is to be skipped for its gradient.
   """
   adam = {name: section[name] for name in ('b1', 'b2', 'eps')}
   numbers = {name: float(section[name]) for name in Hyperparameters._fields}
+  numbers['skip_grad_norm'] = numbers['skip_grad_norm'] or math.inf
   return _adam(**adam), Hyperparameters(**numbers)
 
 
@@ -89,7 +94,22 @@ def apply_gradient(
   return params, state, {'grad_norm': norm, 'lr': rate}
 
 
-def all_finite(tree: Tree) -> Array:
+def is_sound(
+  new: Tree, grad_norm: Array, hyperparameters: Hyperparameters
+) -> Array:
+  """Returns whether an update may be made.
+
+  Args:
+    new: what it would leave: weights and moments. They are looked at too,
+      because a finite gradient times a large rate can overflow.
+    grad_norm: the norm of its gradient before clipping.
+    hyperparameters: may be traced.
+  """
+  is_small = grad_norm <= hyperparameters.skip_grad_norm
+  return is_small & _all_finite((grad_norm, new))
+
+
+def _all_finite(tree: Tree) -> Array:
   """Returns whether every number of a tree is finite."""
   finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]
   # Without the barrier, XLA turns the last reduction into a chain of as many

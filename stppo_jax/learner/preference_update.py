@@ -121,16 +121,18 @@ def update(
   new_state = state_lib.ModelState(
     new_params, optimizer_state, state.updates + 1
   )
-  finite = optimizer_lib.all_finite((report['grad_norm'], new_state))
+  sound = optimizer_lib.is_sound(
+    new_state, report['grad_norm'], hyperparameters.optimizer
+  )
   new_state = jax.tree.map(
-    lambda new, old: jnp.where(finite, new, old), new_state, state
+    lambda new, old: jnp.where(sound, new, old), new_state, state
   )
   metrics = {
     'preference/loss': mean.total,
     'preference/margin': mean.margin,
     'preference/accuracy': mean.correct,
     'preference/pairs': sums.count,
-    'update/skipped': 1.0 - finite.astype(jnp.float32),
+    'update/skipped': 1.0 - sound.astype(jnp.float32),
   }
   for index, side in enumerate(('preferred', 'dispreferred')):
     metrics[f'preference/{side}/log_ratio'] = mean.log_ratio_2[index]

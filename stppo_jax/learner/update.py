@@ -60,8 +60,9 @@ def update(
 ) -> tuple[state_lib.TrainState, loss_lib.LossOutputs]:
   """Updates both models on one annotated minibatch.
 
-  An update whose gradient, new weights or new moments are not finite changes
-  nothing and is counted in the metric `update/skipped`.
+  An update changes nothing, and is counted in the metric `update/skipped`, if
+  its gradient, new weights or new moments are not finite, or if the norm of a
+  gradient is above `skip_grad_norm`.
 
   Args:
     state: the state before the update, without its frozen weights; donate it.
@@ -215,7 +216,7 @@ def apply_gradients(
   *,
   spec: loss_lib.UpdateSpec,
 ) -> tuple[state_lib.TrainState, loss_lib.LossOutputs]:
-  """Takes a step of both optimisers if gradients and results are finite."""
+  """Takes a step of both optimisers, unless one of them must be skipped."""
   metrics = dict(outputs.metrics)
   new_policy, report = _step(
     spec.policy_optimizer,
@@ -223,21 +224,24 @@ def apply_gradients(
     gradient.policy,
     hyperparameters.policy,
   )
-  # The results too: a finite gradient times a large rate can overflow.
-  finite = optimizer_lib.all_finite((report['grad_norm'], new_policy))
+  sound = optimizer_lib.is_sound(
+    new_policy, report['grad_norm'], hyperparameters.policy
+  )
   metrics |= {f'actor/{name}': x for name, x in report.items()}
   new_value = None
   if gradient.value is not None:
     new_value, report = _step(
       spec.value_optimizer, state.value, gradient.value, hyperparameters.value
     )
-    finite &= optimizer_lib.all_finite((report['grad_norm'], new_value))
+    sound &= optimizer_lib.is_sound(
+      new_value, report['grad_norm'], hyperparameters.value
+    )
     metrics |= {f'critic/{name}': x for name, x in report.items()}
   new_state = state_lib.TrainState(
-    _where(finite & hyperparameters.policy_learns, new_policy, state.policy),
-    _where(finite, new_value, state.value),
+    _where(sound & hyperparameters.policy_learns, new_policy, state.policy),
+    _where(sound, new_value, state.value),
   )
-  metrics['update/skipped'] = 1.0 - finite.astype(jnp.float32)
+  metrics['update/skipped'] = 1.0 - sound.astype(jnp.float32)
   return new_state, outputs._replace(metrics=metrics)
 
 

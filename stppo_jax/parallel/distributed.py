@@ -212,6 +212,23 @@ def from_local_rows(tree: Tree, sharding: jax.sharding.NamedSharding) -> Tree:
   )
 
 
+def to_local_rows(tree: Tree) -> Tree:
+  """Returns the rows of global arrays that this process holds, as numpy arrays.
+
+  It is the inverse of `from_local_rows`.
+  """
+
+  def local(array: jax.Array) -> np.ndarray:
+    # Devices that are replicas of each other hold the same rows.
+    parts = {
+      shard.index[0].start or 0: shard.data
+      for shard in array.addressable_shards
+    }
+    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
+
+  return jax.tree.map(local, tree)
+
+
 def _free_port() -> int:
   """Returns a port of this machine that is free now."""
   with socket.socket() as probe:

@@ -284,7 +284,9 @@ class Collector:
   async def _step(self, row: _Row) -> protocol.Step:
     """Returns the environment's step, or one that says how it failed."""
     try:
-      return await row.episode.step(row.question, len(row.turns), row.texts[-1])
+      step = await row.episode.step(row.question, len(row.turns), row.texts[-1])
+      protocol.check_reward('of a turn', step.reward)
+      return step
     except Exception as error:
       return protocol.Step(
         protocol.INVALID, None, Status.INFRA_ERROR, cause=self._cause(error)
@@ -409,6 +411,8 @@ class Collector:
       rewards, scores = row.episode.rewards(
         row.question, row.prompt, row.texts, row.status
       )
+      for name, reward in rewards.items():
+        protocol.check_reward(name, reward)
     except Exception as error:
       rewards, scores = {}, {}
       # What failed first is the cause: an episode that could not begin cannot

@@ -132,6 +132,8 @@ def newest(
   checkpointer: checkpoint.Checkpointer,
   learner: learner_lib.Learner,
   start: state_lib.TrainState,
+  *,
+  step: int | None = None,
 ) -> Restored | None:
   """Returns the newest valid step, or None if none was saved.
 
@@ -140,6 +142,7 @@ def newest(
     learner: the learner of the run.
     start: the state before the first step; its frozen weights become those of
       the restored state.
+    step: the step that is wanted; None: the newest valid one.
 
   Returns:
     (steps done, state, JSON record).
@@ -148,12 +151,14 @@ def newest(
     OtherBase: the run has other frozen weights.
     Exceptions of `Checkpointer.restore_latest`.
   """
-  restored = checkpointer.restore_latest(learner.abstract_state(start))
+  restored = checkpointer.restore_latest(
+    learner.abstract_state(start), step=step
+  )
   if restored is None:
     return None
-  step, state, host = restored
-  check_base(step, host, start.frozen)
-  return step, dataclasses.replace(state, frozen=start.frozen), host
+  done, state, host = restored
+  check_base(done, host, start.frozen)
+  return done, dataclasses.replace(state, frozen=start.frozen), host
 
 
 def policy_params(

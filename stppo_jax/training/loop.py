@@ -30,6 +30,7 @@ from stppo_jax.rollout import pack as pack_lib
 from stppo_jax.training import alarms
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
+from stppo_jax.training import crash
 from stppo_jax.training import evaluation
 from stppo_jax.training import host_metrics
 from stppo_jax.training import prefetch
@@ -113,7 +114,8 @@ def train(
 
       timer.begin('update')
       reports = []
-      for rows in _minibatches(config, learner, batch, step):
+      minibatches = list(_minibatches(config, learner, batch, step))
+      for rows in minibatches:
         state, report = learner.update(state, batch, rows, step)
         reports.append(report)
         if 0 < kl_stop < learner_lib.summarize([report])['actor/ppo_kl']:
@@ -145,7 +147,12 @@ def train(
       metrics['timing_s/compile'] = compile_seconds()
       metrics |= watch.measure(metrics)
       run.finish_step(step + 1, state, metrics, collected.trajectories, details)
-      skips.check([report.metrics for report in reports])
+      dump = functools.partial(
+        crash.write,
+        *(run, config, learner, state, batch, step, minibatches),
+        kl_coefficient=metrics['critic/kl_coef'],
+      )
+      skips.check([report.metrics for report in reports], dump)
       watch.check(step + 1)
     run.finish(learner.policy, learner.merged_params(run.state), curve=True)
   return run.exit_code

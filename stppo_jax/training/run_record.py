@@ -59,6 +59,9 @@ _LATER_KEYS = {
   'rollout.cache_dtype': 'model',
   'profile.steps': [0, 0],
   'updates.kl_stop': 0.0,
+  'policy_optimizer.skip_grad_norm': 0.0,
+  'value_optimizer.skip_grad_norm': 0.0,
+  'sft.optimizer.skip_grad_norm': 0.0,
   # Not read with the data and the environments that those runs have.
   'data.arithmetic.max_number': 20,
   'env.tools.names': ['calculator'],

@@ -267,11 +267,13 @@ def _update(
   params, moments, report = optimizer_lib.apply_gradient(
     adam, state.params, state.optimizer, gradient, state.updates, numbers
   )
-  finite = optimizer_lib.all_finite((report['grad_norm'], params, moments))
+  sound = optimizer_lib.is_sound(
+    (params, moments), report['grad_norm'], numbers
+  )
   new = state_lib.ModelState(params, moments, state.updates + 1)
-  state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, state)
+  state = jax.tree.map(lambda new, old: jnp.where(sound, new, old), new, state)
   metrics = {f'actor/{name}': x for name, x in report.items()}
-  metrics['update/skipped'] = 1.0 - finite.astype(jnp.float32)
+  metrics['update/skipped'] = 1.0 - sound.astype(jnp.float32)
   return state, {'sft/loss': loss, **metrics}
 
 

@@ -125,6 +125,26 @@ def test_another_step_does_not_recompile(learner, packed):
   assert not programs
 
 
+def test_an_update_with_too_large_a_gradient_is_skipped(packed):
+  def stepped(limits):
+    learner = runs.learner(runs.config(**limits))
+    state = learner.start()
+    before = jax.device_get(state)
+    batch, _ = learner.annotate(state, packed, reference=learner.reference())
+    after, metrics = learner.update_epochs(state, batch, 0)
+    return before, after, metrics
+
+  _, _, plain = stepped({})
+  assert plain['update/skipped'] == 0
+  for kind, norm in (('policy', 'actor'), ('value', 'critic')):
+    limit = plain[f'{norm}/grad_norm'] / 2
+    key = f'{kind}_optimizer__skip_grad_norm'
+    before, after, metrics = stepped({key: limit})
+    assert metrics['update/skipped'] == 1
+    assert metrics[f'{norm}/grad_norm'] > limit
+    _assert_equal(after, before)  # policy and value model, moments and counts
+
+
 def test_every_epoch_has_its_own_permutation():
   config = runs.config(
     rollout__trajectories_per_step=32,

@@ -17,6 +17,7 @@ _NUMBERS = optimizer.Hyperparameters(
   warmup_updates=4.0,
   weight_decay=0.3,
   max_grad_norm=1.0,
+  skip_grad_norm=np.inf,
 )
 
 

@@ -52,6 +52,7 @@ DESCENT = optimizer_lib.Hyperparameters(
   warmup_updates=0.0,
   weight_decay=0.0,
   max_grad_norm=1e9,
+  skip_grad_norm=np.inf,
 )
 Models = model_roles.Models
 

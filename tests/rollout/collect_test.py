@@ -1,5 +1,7 @@
 """Dialogues are collected token by token, in every way that they can end."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -105,6 +107,27 @@ def test_an_observation_must_leave_room_to_write(
   assert _text(trajectory.turns[0].observation_ids) == observation
   assert _text(trajectory.turns[-1].token_ids) == last
   assert environment.ends[0][3] is status
+
+
+@pytest.mark.parametrize('reward', [math.nan, math.inf, 1e39])
+def test_a_reward_that_is_not_finite_fails_its_trajectory(reward, caplog):
+  environment = dialogues.TableEnvironment(
+    {'a': dialogues.observe('1', reward=reward), 'b': _DONE}
+  )
+  questions = [dialogues.question('Q')] * 2
+  poisoned, sound = dialogues.collect_scripts(
+    [['a', 'b'], ['b']], environment, questions
+  )
+  assert sound.status is _STATUS.COMPLETED and sound.reward == 1.0
+  assert poisoned.status is _STATUS.INFRA_ERROR
+  number = 'expected a finite number'
+  expected = f'ValueError: the reward of a turn is {reward}, {number}'
+  assert poisoned.cause == expected
+  environment = dialogues.TableEnvironment({'b': _DONE}, {'right': reward})
+  (poisoned,) = dialogues.collect_scripts([['b']], environment, questions[:1])
+  assert poisoned.status is _STATUS.INFRA_ERROR and not poisoned.reward
+  assert poisoned.cause == f'ValueError: the reward right is {reward}, {number}'
+  assert all(record.levelname == 'ERROR' for record in caplog.records)
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,19 @@
 """Ends a run whose updates are skipped one after the other.
 
-An update is skipped if its gradient or its new weights are not finite. One that
-is skipped now and then loses a minibatch; many in a row mean that the run
-learns nothing any more, and each further step is computed in vain.
+An update is skipped if its gradient or its new weights are not finite, or if
+the norm of its gradient is above `skip_grad_norm`. One that is skipped now and
+then loses a minibatch; many in a row mean that the run learns nothing any more,
+and each further step is computed in vain.
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
+import pathlib
 
 import jax
+
+Dump = Callable[[int, Mapping[str, float]], pathlib.Path | None]
 
 
 class Diverged(RuntimeError):
@@ -28,24 +33,40 @@ class SkippedUpdates:
     self._limit = limit
     self._count = 0
 
-  def check(self, updates: Sequence[Mapping[str, jax.Array]]) -> None:
+  def check(
+    self,
+    updates: Sequence[Mapping[str, jax.Array]],
+    dump: Dump = lambda update, metrics: None,
+  ) -> None:
     """Counts updates by their metrics, the earliest first.
+
+    Args:
+      updates: the metrics of the updates of a step.
+      dump: writes down an update before the run ends, by its number in the step
+        and its metrics; returns the folder.
 
     Raises:
       Diverged: so many in a row were skipped; the message has the numbers of
         the last one.
     """
-    for metrics in jax.device_get(updates):
+    fetched = jax.device_get(updates)
+    for metrics in fetched:
       self._count = self._count + 1 if metrics['update/skipped'] else 0
       if self._limit and self._count >= self._limit:
+        # The last one, because nothing has changed the state since then.
+        last = max(n for n, m in enumerate(fetched) if m['update/skipped'])
+        metrics, folder = fetched[last], dump(last, fetched[last])
         numbers = ', '.join(
           f'{name} {metrics[name]:g}'
           for name in ('actor/grad_norm', 'critic/grad_norm', 'actor/lr')
           if name in metrics
         )
+        advice = ''
+        if folder is not None:
+          advice = f'; python -m stppo_jax replay {folder} repeats the last one'
         raise Diverged(
           f'{self._count} updates in a row were skipped, because a gradient or '
-          f'a new weight was not finite (the last one: {numbers}): look for '
-          'rewards that are nan or inf, or lower the learning rate; '
-          f'updates.max_skipped={self._limit} is the limit, 0 is none'
+          'a new weight was not finite or the gradient was above '
+          f'skip_grad_norm (the last one: {numbers}): lower the learning rate; '
+          f'updates.max_skipped={self._limit} is the limit, 0 is none{advice}'
         )

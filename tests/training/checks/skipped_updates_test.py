@@ -1,6 +1,8 @@
 """Numbers that are not finite reach no weight, are told, and end a run."""
 
+import json
 import math
+import shutil
 
 import jax
 import numpy as np
@@ -11,6 +13,9 @@ from stppo_jax.envs import environments
 from stppo_jax.envs import search
 from stppo_jax.training.checks import skipped_updates
 from tests.training import runs
+
+# Times the entropy it is more than float32 has, so no update is finite.
+_OVERFLOW = {'evaluate__every': 0, 'loss__entropy_coefficient': 3e38}
 
 
 class _Poisoned(search.SearchEnvironment):
@@ -26,15 +31,21 @@ class _Poisoned(search.SearchEnvironment):
     return outcomes, scores
 
 
-def test_one_nan_reward_in_each_batch_is_told_and_ends_the_run(
+def test_a_nan_reward_fails_its_trajectory_and_no_update(
   tmp_path, monkeypatch, capsys
 ):
   monkeypatch.setitem(environments.ENVIRONMENTS, 'search', _Poisoned)
-  changes = {
-    'evaluate__every': 0,
-    'checkpoint__every': 99,
-    'algorithm__kl__controller': 'adaptive',
-  }
+  changes = {'num_steps': 1, 'evaluate__every': 0}
+  assert runs.train(tmp_path, **changes) == 0
+  (line,) = runs.metrics(tmp_path)
+  assert line['rollout/status/infra_error'] == 1
+  assert line['update/skipped'] == 0 and 'writer/non_finite' not in line
+  reason = 'the reward exact_match is nan, expected a finite number'
+  assert reason in capsys.readouterr().out
+
+
+def test_updates_that_are_not_finite_end_the_run(tmp_path, capsys):
+  changes = {'checkpoint__every': 99, **_OVERFLOW}
   assert runs.train(tmp_path, updates__max_skipped=4, **changes) == 76
   output, errors = capsys.readouterr()
   # Two updates in a step.
@@ -42,13 +53,97 @@ def test_one_nan_reward_in_each_batch_is_told_and_ends_the_run(
   assert [line['update/skipped'] for line in lines] == [1, 1]
   assert '  skipped 100% of the updates  ' in output
   (line,) = errors.splitlines()
-  assert line.startswith('4 updates in a row were skipped') and 'nan' in line
+  assert line.startswith('4 updates in a row were skipped')
+  assert 'actor/grad_norm inf' in line
   assert 'updates.max_skipped=4' in line
   # What was done is saved, and the same command goes on from there.
   saved = [path.name for path in (tmp_path / 'checkpoints').iterdir()]
   assert saved == ['2'] and not (tmp_path / 'policy').exists()
   assert runs.train(tmp_path, updates__max_skipped=0, **changes) == 0
   assert len(runs.metrics(tmp_path)) == 3
+
+
+@pytest.fixture(scope='module')
+def diverged(tmp_path_factory):
+  """Returns the folder of a run that ended in its first step."""
+  workdir = tmp_path_factory.mktemp('diverged')
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv(
+      'JAX_OF_A_TEST', 'http://me:hushhush@host/?api_key=hushhush&n=1'
+    )
+    patch.setenv('TPU_TOKEN', 'hushhush')
+    assert runs.train(workdir, updates__max_skipped=2, **_OVERFLOW) == 76
+  return workdir
+
+
+def _replay(folder, capsys):
+  capsys.readouterr()
+  code = __main__.main(['replay', str(folder)])
+  return code, *capsys.readouterr()
+
+
+def test_the_update_that_ended_a_run_can_be_repeated(diverged, capsys):
+  folder = diverged / 'crash' / 'step_1'
+  record = json.loads((folder / 'crash.json').read_text('utf-8'))
+  assert (record['step'], record['update']) == (1, 2)
+  assert record['metrics']['actor/grad_norm'] in ('nan', 'inf')
+  leaf = record['state']['policy.params.norm.scale']
+  assert leaf == {
+    'shape': [16],
+    'dtype': 'float32',
+    'not_finite': 0,
+    'largest': 1.0,
+  }
+  shown = 'http://***@host/?api_key=***&n=1'
+  assert record['environment']['JAX_OF_A_TEST'] == shown
+  assert all(b'hushhush' not in path.read_bytes() for path in folder.iterdir())
+  code, output, errors = _replay(folder, capsys)
+  assert code == 0 and not errors
+  lines = output.splitlines()
+  assert lines[0].startswith('update 2 of step 1, 8 rows; run: TFRT_CPU_0')
+  assert lines[1] == 'batch and state: every number is finite'
+  assert 'update/skipped: 1 here, 1 in the run' in lines
+  assert lines[-1] == 'reproduced: the update is skipped here, too'
+
+
+def test_a_repeated_update_names_what_is_not_finite(diverged, tmp_path, capsys):
+  workdir = shutil.copytree(diverged, tmp_path / 'run')
+  folder = workdir / 'crash' / 'step_1'
+  # Of another run: its config is sound, its batch is not.
+  config = json.loads((folder / 'config.json').read_text('utf-8'))
+  config['loss']['entropy_coefficient'] = 0.001
+  (folder / 'config.json').write_text(json.dumps(config), 'utf-8')
+  code, output, _ = _replay(folder, capsys)
+  assert code == 1 and output.endswith('the update is sound here\n')
+  arrays = dict(np.load(folder / 'batch.npz', allow_pickle=False))
+  row = json.loads((folder / 'crash.json').read_text('utf-8'))['rows'][3]
+  place = int(np.flatnonzero(arrays['loss_mask_BL'][row])[0])
+  arrays['advantages_BL'][row, place] = np.nan
+  np.savez(folder / 'batch.npz', **arrays)
+  code, output, _ = _replay(folder, capsys)
+  assert code == 0
+  line = f'batch: advantages_BL: 1 not finite, the first at [{row}, {place}]'
+  assert line in output.splitlines()
+
+
+def test_a_dump_that_is_no_use_is_refused_in_one_line(
+  diverged, tmp_path, capsys
+):
+  workdir = shutil.copytree(diverged, tmp_path / 'run')
+  folder = workdir / 'crash' / 'step_1'
+  shutil.rmtree(workdir / 'checkpoints' / '1')
+  (workdir / 'checkpoints' / '9').mkdir()
+  for damage, line in (
+    (lambda: None, 'the checkpoint of step 1 is gone'),
+    (lambda: (folder / 'batch.npz').write_bytes(b'PK'), 'cut off or damaged'),
+    (lambda: (folder / 'batch.npz').unlink(), 'batch.npz: No such file'),
+    (lambda: (folder / 'crash.json').write_text('[]'), 'not the record of an'),
+    (lambda: (folder / 'config.json').unlink(), 'no config.json'),
+    (lambda: shutil.rmtree(folder), 'no such folder'),
+  ):
+    damage()
+    code, _, errors = _replay(folder, capsys)
+    assert code == 2 and line in errors and errors.count('\n') == 1
 
 
 def test_a_rate_beyond_all_numbers_is_refused(tmp_path, capsys):

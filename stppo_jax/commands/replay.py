@@ -1,0 +1,51 @@
+"""Repeat on a CPU an update that was skipped and ended a run.
+
+python -m stppo_jax replay DIR
+
+  DIR  the dump of the update, WORKDIR/crash/step_N
+
+A run that ends with exit code 76 because too many updates were skipped leaves
+such a dump, and a checkpoint with the state before the update. The command
+makes the update again on one CPU device, and prints what is not finite in the
+batch and in the state, and each metric of the update, here and in the run.
+
+The exit code is 0 if the update is skipped here too, and 1 if it is sound here:
+then the accelerator, its compiler or its memory is at fault, not the numbers.
+"""
+
+from collections.abc import Sequence
+import pathlib
+import sys
+
+from stppo_jax.commands import recorded_config
+
+
+def main(argv: Sequence[str]) -> int:
+  """Repeats an update; returns the exit code."""
+  flags = [word for word in argv if word.startswith('-')]
+  problems = [f'{flag}: unknown flag; give DIR alone' for flag in flags]
+  if len(argv) - len(flags) != 1:
+    problems.append('DIR: give one dump, such as WORKDIR/crash/step_12')
+  elif not pathlib.Path(argv[0]).is_dir():
+    problems.append(f'{argv[0]}: no such folder')
+  if problems:
+    print('\n'.join(problems), file=sys.stderr)
+    return 2
+  folder = pathlib.Path(argv[0])
+  try:
+    config = recorded_config.read(folder)
+  except ValueError as error:
+    print(f'{folder}: {error}', file=sys.stderr)
+    return 2
+  # Imported late: a wrong flag is answered before jax is loaded.
+  import jax
+
+  # The devices may belong to another run.
+  jax.config.update('jax_platforms', 'cpu')
+  from stppo_jax.training import replay
+
+  if replay.replay(config, folder):
+    print('reproduced: the update is skipped here, too')
+    return 0
+  print('not reproduced: the update is sound here')
+  return 1
