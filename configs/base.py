@@ -425,6 +425,8 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       'preemption': saving.preemption(),
       'writer': {
         'tensorboard': True,  # whether TensorBoard files are written
+        # Experiment trackers that get the metrics too: some of wandb, trackio.
+        'trackers': (),
         'trajectories': 16,  # dialogues that each host writes per step
         # How many of them have ratio, advantage, value and entropy of each
         # token, which takes a forward pass over them; see docs/report.md.

@@ -217,6 +217,9 @@ RULES: Mapping[str, settings.Rule] = {
   'checkpoint.keep': _POSITIVE,
   'checkpoint.keep_every': _NOT_NEGATIVE,
   'preemption.grace': _NOT_NEGATIVE,
+  'writer.trackers': settings.Rule(
+    lambda names: set(names) <= {'wandb', 'trackio'}, 'some of wandb, trackio'
+  ),
   'writer.trajectories': _NOT_NEGATIVE,
   'writer.token_details': _NOT_NEGATIVE,
   'writer.samples': _NOT_NEGATIVE,

@@ -110,6 +110,8 @@ HOMES = {
     'analysis.ablation.figures',
   ),
   'tensorboardX': ('records.tensorboard',),
+  'wandb': ('records.trackers',),
+  'trackio': ('records.trackers',),
   'rich': ('records',),
   'packaging': ('analysis.machine',),
   'absl': ('training', 'analysis', 'commands'),

@@ -1,4 +1,4 @@
-"""Writes the metrics and dialogues of a run to files and to TensorBoard.
+"""Writes metrics and dialogues of a run to files, TensorBoard and trackers.
 
     workdir/metrics.jsonl              {"step": n, "name": number, ...} a line
     workdir/trajectories-000012.jsonl  dialogues of step 12, one a line
@@ -6,9 +6,9 @@
     workdir/tensorboard/               the same metrics again
 
 Of several hosts the first writes metrics, and each the dialogues that it has
-collected. All files but TensorBoard's are complete; it has a copy. Metrics must
-never stop a run: an error of a file or of TensorBoard is counted in
-`writer/sink_errors` and logged once.
+collected. All files but TensorBoard's are complete; it has a copy, and so do
+trackers (`records/trackers.py`). Metrics must never stop a run: an error of any
+of these is counted in `writer/sink_errors`, and the first of each is logged.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,9 @@ from stppo_jax.records import append
 from stppo_jax.records import progress
 from stppo_jax.records import run_folder
 from stppo_jax.records import tensorboard as tensorboard_lib
+from stppo_jax.records import trackers as trackers_lib
 
+METRICS = 'metrics.jsonl'
 _log = logging.getLogger(__name__)
 _SINK_ERRORS = 'writer/sink_errors'
 _NON_FINITE = 'writer/non_finite'
@@ -45,6 +47,7 @@ class Writer:
     tensorboard: bool,
     trajectories: int,
     hparams: Mapping[str, Any] | None = None,
+    trackers: Sequence[trackers_lib.Tracker] = (),
     display: progress.Progress | None = None,
   ):
     """Makes the folder; files are made at the first write.
@@ -55,14 +58,16 @@ class Writer:
       tensorboard: whether to write for TensorBoard too.
       trajectories: the number of dialogues that are written of each step.
       hparams: the values of the config by key, for TensorBoard.
+      trackers: experiment trackers that get the metrics, too.
       display: the progress display; by default one on standard output.
     """
     self._workdir = pathlib.Path(workdir)
     self._workdir.mkdir(parents=True, exist_ok=True)
-    self._metrics = self._workdir / 'metrics.jsonl'
+    self._metrics = self._workdir / METRICS
     self._tensorboard = tensorboard
     self._trajectories = trajectories
     self._hparams = hparams or {}
+    self._trackers = trackers
     self._display = display or progress.Progress(num_steps)
     self._sink = None
     self._purge_step = None
@@ -153,6 +158,8 @@ class Writer:
         non_finite[name] = str(value)
     if self._tensorboard:
       self._counted('tensorboard', lambda: self._write_sink(step, finite))
+    for tracker in self._trackers:
+      self._counted(tracker.name, lambda: tracker.write(step, finite))
     record[_SINK_ERRORS] = self._errors
     if non_finite:
       record[_NON_FINITE] = non_finite
@@ -174,8 +181,10 @@ class Writer:
     self._display.show(text)
 
   def close(self) -> None:
-    """Ends the display; everything is in its files already."""
+    """Ends display and trackers; everything is in its files already."""
     self._display.close()
+    for tracker in self._trackers:
+      tracker.close()
 
   def _append(self, line: str) -> None:
     """Appends a line of metrics."""
@@ -245,15 +254,6 @@ class OtherHostWriter:
 
   def close(self) -> None:
     """Does nothing: everything is in its files already."""
-
-
-def of_host(
-  host: int, workdir: str | pathlib.Path, *, trajectories: int, **options: Any
-) -> Writer | OtherHostWriter:
-  """Returns the writer of a host; the options are those of `Writer`."""
-  if host:
-    return OtherHostWriter(workdir, host=host, trajectories=trajectories)
-  return Writer(workdir, trajectories=trajectories, **options)
 
 
 def _write_lines(path: pathlib.Path, records: Sequence[Mapping]) -> None:

@@ -20,7 +20,6 @@ import math
 import os
 import pathlib
 import platform
-import re
 import sys
 from typing import Any
 
@@ -33,27 +32,11 @@ from stppo_jax.analysis import batch_file
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import distributed
+from stppo_jax.records import scrubbing
 from stppo_jax.training import run as run_lib
 
 RECORD, CONFIG = 'crash.json', 'config.json'
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
-# Variables that change what is computed, and where.
-_VARIABLES = re.compile(
-  'JAX_|XLA_|TF_|TPU_|LIBTPU_|CUDA_|NVIDIA_|NCCL_|OMP_|GLIBC_|SLURM_|PYTHON|'
-  'NPROC$'
-)
-_SECRET = re.compile('TOKEN|SECRET|KEY|PASS|CREDENTIAL|AUTH', re.IGNORECASE)
-# A password in an address, and a secret as a parameter.
-_SECRET_TEXT = (
-  (re.compile(r'(//)[^/@\s"]+@'), r'\1***@'),
-  (
-    re.compile(
-      r'((?:token|secret|api_?key|password)[\w-]*[=: ]\s*)[^\s"&]+',
-      re.IGNORECASE,
-    ),
-    r'\1***',
-  ),
-)
 _log = logging.getLogger(__name__)
 
 
@@ -101,7 +84,7 @@ def write(
     'state': leaves,
     'versions': _versions(),
     'devices': [str(device) for device in learner.mesh.devices.flat],
-    'environment': environment(os.environ),
+    'environment': scrubbing.environment(os.environ),
   }
   try:
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,9 +96,9 @@ def write(
     )
     if run.hosts.is_first:
       text = json.dumps(config.to_dict(), indent=2, sort_keys=True)
-      (folder / CONFIG).write_text(scrubbed(text) + '\n', 'utf-8')
+      (folder / CONFIG).write_text(scrubbing.scrubbed(text) + '\n', 'utf-8')
       text = json.dumps(record, indent=2, allow_nan=False)
-      (folder / RECORD).write_text(scrubbed(text) + '\n', 'utf-8')
+      (folder / RECORD).write_text(scrubbing.scrubbed(text) + '\n', 'utf-8')
   except OSError as error:
     _log.warning('cannot write %s: %s', folder, error)
     return None
@@ -125,22 +108,6 @@ def write(
 def batch_name(host: int) -> str:
   """Returns the name of the file with the rows of a host."""
   return f'batch-host{host}.npz' if host else 'batch.npz'
-
-
-def environment(variables: Mapping[str, str]) -> dict[str, str]:
-  """Returns the variables that matter to a program, without secrets."""
-  return {
-    name: scrubbed(value)
-    for name, value in sorted(variables.items())
-    if _VARIABLES.match(name) and not _SECRET.search(name)
-  }
-
-
-def scrubbed(text: str) -> str:
-  """Returns a text without the secrets that addresses and flags contain."""
-  for pattern, replacement in _SECRET_TEXT:
-    text = pattern.sub(replacement, text)
-  return text
 
 
 def summary(state: state_lib.TrainState) -> dict[str, dict[str, Any]]:

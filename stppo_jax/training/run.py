@@ -32,7 +32,6 @@ import pathlib
 from typing import TypeVar
 
 from stppo_jax import batch as batch_lib
-from stppo_jax import settings
 from stppo_jax import types
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import weights
@@ -44,7 +43,6 @@ from stppo_jax.records import products
 from stppo_jax.records import run_folder
 from stppo_jax.records import timing
 from stppo_jax.records import trajectory_metrics
-from stppo_jax.records import writer as writer_lib
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import endings
@@ -57,6 +55,7 @@ from stppo_jax.training import voting
 from stppo_jax.training import watching
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import model_files
+from stppo_jax.training.building import sinks
 from stppo_jax.training.checks import host_check
 
 T = TypeVar('T')
@@ -240,13 +239,12 @@ class Run:
     self._tokenizer = tokenizer
     self._saver = saving.Saver(config, self.workdir, self.hosts)
     self._stack.callback(self._saver.checkpointer.close)
-    self._writer = writer_lib.of_host(
-      self.hosts.index,
+    self._writer = sinks.build_writer(
+      config,
       self.workdir,
+      self.hosts,
       num_steps=num_steps,
-      tensorboard=config.writer.tensorboard,
       trajectories=trajectories,
-      hparams=settings.flatten(config),
     )
     self._stack.callback(self._writer.close)
     self._show = self._writer.show

@@ -1,0 +1,187 @@
+"""Sends the metrics of a run to experiment trackers, in the background.
+
+Trackers are packages of others that talk to servers: their calls may fail, or
+never return. So a thread makes them, from a queue of bounded length, and a run
+waits for neither. What a tracker has lost is in metrics.jsonl all the same.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import dataclasses
+import logging
+import netrc
+import os
+import pathlib
+import queue
+import threading
+from typing import Any
+from typing import Protocol
+import urllib.parse
+
+from stppo_jax.records import scrubbing
+
+_log = logging.getLogger(__name__)
+_LONGEST = 1000  # steps that wait for a tracker
+_PATIENCE = 10.0  # seconds that the end of a run waits for it
+_PROJECT = 'stppo_jax'
+_WANDB = 'https://api.wandb.ai'
+
+
+class Experiment(Protocol):
+  """An experiment that a tracker has opened."""
+
+  def log(self, metrics: dict[str, float], step: int) -> None:
+    """Adds the metrics of a step."""
+
+  def finish(self) -> None:
+    """Sends what is left."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+  """What trackers know of a run.
+
+  Attributes:
+    title: the name of the run.
+    run_id: the id of the run, the same in all of its starts.
+    folder: the run's folder.
+    config: the values of the config by key.
+  """
+
+  title: str
+  run_id: str
+  folder: pathlib.Path
+  config: Mapping[str, Any]
+
+  def scrubbed(self) -> dict[str, Any]:
+    """Returns the config without secrets, which leaves this machine."""
+    return {
+      key: x if isinstance(x, int | float) else scrubbing.scrubbed(str(x))
+      for key, x in self.config.items()
+    }
+
+
+class Tracker:
+  """Calls a tracker in a thread of its own.
+
+  Args:
+    name: a key of `TRACKERS`.
+    identity: what it is to know of the run.
+  """
+
+  def __init__(self, name: str, identity: Identity):
+    self.name = name
+    self._open = lambda: TRACKERS[name](identity)
+    self._queue: queue.Queue = queue.Queue(_LONGEST)
+    self._error: BaseException | None = None
+    self._thread: threading.Thread | None = None
+
+  def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    """Queues the metrics of a step.
+
+    Raises:
+      Exception: what the tracker has raised since the last call.
+      queue.Full: it does not keep up; these metrics are dropped.
+    """
+    if self._thread is None:
+      self._thread = threading.Thread(
+        target=self._call, name=self.name, daemon=True
+      )
+      self._thread.start()
+    error, self._error = self._error, None
+    if error is None or self._thread.is_alive():
+      self._queue.put_nowait((step, dict(metrics)))
+    if error is not None:
+      raise error
+
+  def close(self, patience: float = _PATIENCE) -> None:
+    """Gives the tracker some seconds to send what is left."""
+    if self._thread is None:
+      return
+    try:
+      self._queue.put_nowait(None)
+    except queue.Full:
+      return
+    self._thread.join(patience)
+
+  def _call(self) -> None:
+    """Opens the experiment and sends what is queued; runs in the thread."""
+    experiment = None
+    while (item := self._queue.get()) is not None:
+      try:
+        if experiment is None:
+          experiment = self._open()
+        step, metrics = item
+        experiment.log(metrics, step=step)
+      except Exception as error:  # whatever packages of others raise
+        self._error = error
+    try:
+      if experiment is not None:
+        experiment.finish()
+    except Exception as error:
+      self._error = error
+
+
+def _open_wandb(identity: Identity) -> Experiment:
+  """Opens an experiment of Weights & Biases.
+
+  Without a key, which it would ask for, and where its server cannot be reached,
+  it is written to the run's folder for `wandb sync`.
+  """
+  import wandb  # pyright: ignore[reportMissingImports]
+
+  def init(mode: str) -> Experiment:
+    return wandb.init(
+      project=os.environ.get('WANDB_PROJECT', _PROJECT),
+      name=identity.title,
+      id=identity.run_id,
+      resume='allow',
+      config=identity.scrubbed(),
+      dir=str(identity.folder),
+      mode=mode,
+      # It must not take the output of the run, nor read the code.
+      settings=wandb.Settings(
+        console='off', silent=True, init_timeout=30, disable_git=True
+      ),
+    )
+
+  mode = os.environ.get('WANDB_MODE', 'online' if _has_key() else 'offline')
+  if mode != 'online':
+    return init(mode)
+  try:
+    return init(mode)
+  except Exception as error:
+    reason, folder = str(error).partition('\n')[0], identity.folder / 'wandb'
+    _log.warning('wandb cannot be reached, it writes to %s: %s', folder, reason)
+    return init('offline')
+
+
+def _has_key() -> bool:
+  """Returns whether there is a key for the server of Weights & Biases."""
+  if os.environ.get('WANDB_API_KEY'):
+    return True
+  host = urllib.parse.urlsplit(
+    os.environ.get('WANDB_BASE_URL', _WANDB)
+  ).hostname
+  try:
+    return netrc.netrc().authenticators(host or '') is not None
+  except (OSError, netrc.NetrcParseError):
+    return False
+
+
+def _open_trackio(identity: Identity) -> Experiment:
+  """Opens an experiment of trackio, which keeps it on this machine."""
+  import trackio  # pyright: ignore[reportMissingImports]
+
+  return trackio.init(
+    project=_PROJECT,
+    name=f'{identity.title} {identity.run_id[:8]}',
+    config=identity.scrubbed(),
+    resume='allow',
+  )
+
+
+TRACKERS: Mapping[str, Callable[[Identity], Experiment]] = {
+  'wandb': _open_wandb,
+  'trackio': _open_trackio,
+}
