@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 # Metrics that depend on the clock and so differ between any two runs.
-_TIMES = ('timing_s/', 'perf/', 'retrieval/latency')
+_TIMES = ('timing_s/', 'perf/', 'goodput/', 'retrieval/latency')
 _SHOWN = 3  # differences that a line names
 # A smaller evaluation than the quickstart's, at the same steps.
 _SMALL = ['--config.evaluate.num_questions=64']

@@ -2,7 +2,8 @@
 
 python -m stppo_jax replay DIR
 
-  DIR  the dump of the update, WORKDIR/crash/step_N
+  DIR     the dump of the update, WORKDIR/crash/step_N
+  --help  prints this text
 
 A run that ends with exit code 76 because too many updates were skipped leaves
 such a dump, and a checkpoint with the state before the update. The command
@@ -17,13 +18,17 @@ from collections.abc import Sequence
 import pathlib
 import sys
 
-from stppo_jax.commands import recorded_config
+from stppo_jax import settings
+from stppo_jax.commands.flags import recorded_config
 
 
 def main(argv: Sequence[str]) -> int:
   """Repeats an update; returns the exit code."""
   flags = [word for word in argv if word.startswith('-')]
-  problems = [f'{flag}: unknown flag; give DIR alone' for flag in flags]
+  problems = [
+    f'{flag}: unknown flag{settings.closest(flag, ["--help"])}'
+    for flag in flags
+  ]
   if len(argv) - len(flags) != 1:
     problems.append('DIR: give one dump, such as WORKDIR/crash/step_12')
   elif not pathlib.Path(argv[0]).is_dir():

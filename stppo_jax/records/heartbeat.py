@@ -43,6 +43,9 @@ class Beat:
     time: the time of this writing.
     exit_code: the exit code of the process; None while it runs.
     error: the first line of the error that has ended it; '' for none.
+    began: the time at which the first start of the run began.
+    restarts: how often the run was started again.
+    lost_steps: the number of steps that were done, and lost by a restart.
   """
 
   host: str = ''
@@ -55,6 +58,9 @@ class Beat:
   time: float = 0.0
   exit_code: int | None = None
   error: str = ''
+  began: float = 0.0
+  restarts: int = 0
+  lost_steps: int = 0
 
 
 class Heartbeat:
@@ -65,12 +71,17 @@ class Heartbeat:
 
   Args:
     exit_code: returns the exit code of a body that ends without an error.
+
+  Attributes:
+    beat: the content of the file.
   """
 
   def __init__(self, exit_code: Callable[[], int]):
     self._exit_code = exit_code
-    self._beat = Beat()
+    self.beat = Beat()
     self._folder: pathlib.Path | None = None
+    self._done = 0  # steps that the start before has done
+    self._writing = threading.Lock()
     self._changed = threading.Event()
     self._ended = threading.Event()
 
@@ -85,9 +96,17 @@ class Heartbeat:
       hosts: the names of the machines of all hosts.
     """
     self._folder = folder
-    self._beat.host, self._beat.pid = socket.gethostname(), os.getpid()
-    self._beat.hosts = list(hosts)
-    self._beat.phase_since = time.time()
+    self.beat.began = time.time()
+    before = read(folder)
+    if before is not None:
+      self.beat.began = before.began or self.beat.began
+      self.beat.restarts = before.restarts + 1
+      self.beat.lost_steps = before.lost_steps
+      # Until `resume`: a process that is killed before it must not hide them.
+      self.beat.step = self._done = before.step
+    self.beat.host, self.beat.pid = socket.gethostname(), os.getpid()
+    self.beat.hosts = list(hosts)
+    self.beat.phase_since = time.time()
     self._write()
     thread = threading.Thread(
       target=self._keep_writing, name='heartbeat', daemon=True
@@ -95,11 +114,11 @@ class Heartbeat:
     thread.start()
     try:
       yield
-      self._beat.exit_code = self._exit_code()
+      self.beat.exit_code = self._exit_code()
     except BaseException as error:
-      self._beat.exit_code = getattr(error, 'exit_code', _BUG)
+      self.beat.exit_code = getattr(error, 'exit_code', _BUG)
       text = str(error) or type(error).__name__
-      self._beat.error = text.partition('\n')[0]
+      self.beat.error = text.partition('\n')[0]
       raise
     finally:
       self._ended.set()
@@ -115,7 +134,7 @@ class Heartbeat:
     """
     if self._folder is not None:
       self._ended.set()
-      self._beat.exit_code = exit_code
+      self.beat.exit_code = exit_code
       self.enter_phase('end')
       self._write()
 
@@ -123,13 +142,25 @@ class Heartbeat:
     """Says what the run does from now on; '' changes nothing."""
     if not phase:
       return
-    self._beat.phase, self._beat.phase_since = phase, time.time()
+    self.beat.phase, self.beat.phase_since = phase, time.time()
     self._changed.set()
 
   def count(self, step: int, num_steps: int) -> None:
     """Says how many steps are done, and how many the run has."""
-    self._beat.step, self._beat.num_steps = step, num_steps
+    self.beat.step, self.beat.num_steps = step, num_steps
     self._changed.set()
+
+  def resume(self, step: int, done: int) -> None:
+    """Says after how many steps the run goes on; later ones are lost.
+
+    Args:
+      step: the number of steps that are kept.
+      done: the number of steps that the start before has left records of.
+    """
+    self.beat.lost_steps += max(self._done - step, done - step, 0)
+    self._done = step
+    # At once: whoever drops those records next cannot count them any more.
+    self._write()
 
   def _keep_writing(self) -> None:
     while not self._ended.wait(_SHORTEST):
@@ -140,14 +171,13 @@ class Heartbeat:
 
   def _write(self) -> None:
     """Replaces the file, so that readers find the old one or the new one."""
-    assert self._folder is not None
-    self._beat.time = time.time()
-    new = self._folder / _NEW_NAME
-    try:
-      new.write_text(json.dumps(dataclasses.asdict(self._beat)) + '\n', 'utf-8')
-      os.replace(new, self._folder / NAME)
-    except OSError:
+    if self._folder is None:  # of several hosts, the first one writes
       return
+    self.beat.time = time.time()
+    new = self._folder / _NEW_NAME
+    with self._writing, contextlib.suppress(OSError):
+      new.write_text(json.dumps(dataclasses.asdict(self.beat)) + '\n', 'utf-8')
+      os.replace(new, self._folder / NAME)
 
 
 def read(folder: pathlib.Path) -> Beat | None:

@@ -39,7 +39,7 @@ class Experiment(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-  """What trackers know of a run.
+  """A run, as trackers know it.
 
   Attributes:
     title: the name of the run.

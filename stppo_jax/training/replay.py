@@ -91,9 +91,7 @@ def _read(folder: pathlib.Path) -> dict[str, Any]:
   return record
 
 
-def _read_batch(
-  folder: pathlib.Path, record: dict[str, Any]
-) -> dict[str, np.ndarray]:
+def _read_batch(folder: pathlib.Path, record: dict[str, Any]) -> dict[str, Any]:
   """Returns the arrays of a batch, with the rows of all hosts in order.
 
   Raises:

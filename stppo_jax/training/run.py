@@ -43,6 +43,7 @@ from stppo_jax.records import products
 from stppo_jax.records import run_folder
 from stppo_jax.records import timing
 from stppo_jax.records import trajectory_metrics
+from stppo_jax.records import writer as writer_lib
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import endings
@@ -209,6 +210,7 @@ class Run:
       CheckpointsMissing: the run's checkpoints are gone.
     """
     self.claim(restart=restart)
+    self.enter(self._watch.phases_watched(self.workdir, self.hosts.index))
     if not self.hosts.is_first:
       return
     run_record.check_checkpoints(self.workdir)
@@ -270,6 +272,7 @@ class Run:
       self._saver.check_room()
     self.first_step = self.steps_done
     self._watch.count(self.steps_done, self.num_steps)
+    self._watch.resume(self.steps_done, self.workdir / writer_lib.METRICS)
     saving.rewind(
       self._writer, self.steps_done, self._extra, what=self.last, show=self.show
     )
@@ -343,6 +346,7 @@ class Run:
       metrics |= timer.end()
       metrics['timing_s/step'] += metrics['timing_s/evaluate']
       self._extra.score = evaluation.mean_score(metrics)
+    metrics = metrics | self._watch.account(metrics)
     self._extra.line = self._writer.write(self.steps_done, metrics)
     self._extra.unwritten = None
     self._writer.write_trajectories(self.steps_done, records)

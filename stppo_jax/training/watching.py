@@ -1,6 +1,7 @@
-"""Lets a run be watched from outside: its heartbeat, and its profile.
+"""Lets a run be watched from outside: its heartbeat, stacks and profile.
 
     WORKDIR/heartbeat.json           see `records.heartbeat`
+           /stacks/host0             see `records.watchdog`
            /profile/plugins/...      traces, for XProf and TensorBoard
            /profile/memory-000012.prof   memory after step 12, for pprof
            /profile.request          asks for a trace of the next step
@@ -11,6 +12,7 @@ of the timer, so they have the names of `timing_s/*`.
 
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import logging
@@ -18,7 +20,9 @@ import pathlib
 
 import jax
 
+from stppo_jax.records import goodput
 from stppo_jax.records import heartbeat
+from stppo_jax.records import watchdog
 
 REQUEST = 'profile.request'
 _PROFILE = 'profile'
@@ -26,7 +30,9 @@ _log = logging.getLogger(__name__)
 
 
 class Watch:
-  """Keeps the heartbeat of a run, and traces the steps that are asked for.
+  """Keeps the heartbeat of a run, its watchdog and the account of its time.
+
+  It also traces the steps that are asked for.
 
   Args:
     exit_code: returns the exit code of a run that ends without an error.
@@ -34,6 +40,8 @@ class Watch:
 
   def __init__(self, exit_code: Callable[[], int]):
     self._heartbeat = heartbeat.Heartbeat(exit_code)
+    self._watchdog = watchdog.Watchdog()
+    self._goodput: goodput.Goodput | None = None
     self._folder: pathlib.Path | None = None
     self._steps = range(0)
     self._traced: int | None = None  # the last step that is traced now
@@ -57,6 +65,40 @@ class Watch:
         yield
       finally:
         self._end_trace()
+
+  def phases_watched(
+    self, folder: pathlib.Path, host: int
+  ) -> contextlib.AbstractContextManager[None]:
+    """Watches in the body how long phases take; every host does.
+
+    Args:
+      folder: the run's folder.
+      host: the number of this host.
+    """
+    return self._watchdog.watching(folder / 'stacks' / f'host{host}')
+
+  def resume(self, step: int, metrics: pathlib.Path) -> None:
+    """Says after how many steps the run goes on.
+
+    Args:
+      step: the number of steps that are kept.
+      metrics: the file with their metrics.
+    """
+    if self._folder is None:
+      return
+    kept = goodput.read(metrics, step)
+    self._heartbeat.resume(step, kept.last_step)
+    beat = self._heartbeat.beat
+    self._goodput = goodput.Goodput(
+      began=beat.began,
+      restarts=beat.restarts,
+      lost_steps=beat.lost_steps,
+      productive=kept.seconds,
+    )
+
+  def account(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics of the time until this line; {} on other hosts."""
+    return {} if self._goodput is None else self._goodput.measure(metrics)
 
   def count(self, step: int, num_steps: int) -> None:
     """Says how many steps are done, and how many the run has."""
@@ -93,6 +135,7 @@ class Watch:
   def begin_phase(self, phase: str) -> None:
     """Says what the run does from here on; '' = nothing that has a name."""
     self._heartbeat.enter_phase(phase)
+    self._watchdog.enter_phase(phase)
     if self._traced is not None:
       self._close_spans(keep=1)
       if phase:

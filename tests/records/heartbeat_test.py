@@ -60,3 +60,28 @@ def test_a_folder_that_vanishes_does_not_end_the_run(tmp_path):
 def test_fields_of_later_versions_are_ignored(tmp_path):
   (tmp_path / heartbeat.NAME).write_text('{"step": 2, "mood": "good"}')
   assert heartbeat.read(tmp_path).step == 2
+
+
+def test_restarts_and_what_they_lost_are_counted(tmp_path):
+  def run(resumed, written, done):
+    beats = heartbeat.Heartbeat(lambda: 0)
+    with beats.written(tmp_path, ['a']):
+      beats.resume(resumed, written)
+      now = heartbeat.read(tmp_path)
+      beats.count(done, 9)
+    return now
+
+  first = run(0, 0, 5)
+  assert (first.restarts, first.lost_steps) == (0, 0)
+  second = run(3, 4, 3)  # the heartbeat says 5, metrics say 4
+  assert (second.restarts, second.lost_steps) == (1, 2)
+  third = run(3, 4, 3)  # metrics say 4, the heartbeat 3: killed before a beat
+  assert (third.restarts, third.lost_steps) == (2, 3)
+  assert first.began == second.began == third.began
+
+
+def test_a_run_of_an_earlier_version_begins_its_account_now(tmp_path):
+  (tmp_path / heartbeat.NAME).write_text('{"step": 2, "time": 5.0}')
+  before = time.time()
+  with heartbeat.Heartbeat(lambda: 0).written(tmp_path, ['a']):
+    assert heartbeat.read(tmp_path).began >= before

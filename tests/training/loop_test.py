@@ -135,6 +135,12 @@ def test_metrics_have_their_names_and_are_finite(finished):
     due = line['step'] in (2, _STEPS)
     assert (evaluated <= line.keys()) == due
     assert ('timing_s/evaluate' in line) == due
+    # Every second is in one phase, up to what writing a line takes.
+    phases = ('step', 'checkpoint', 'other')
+    seconds = sum(line[f'timing_s/{phase}'] for phase in phases)
+    assert line['timing_s/total'] == pytest.approx(seconds)
+    assert 0 < line['goodput/fraction'] <= 1
+    assert line['goodput/restarts'] == line['goodput/lost_steps'] == 0
   # The save of a step is timed in the line of the next.
   assert lines[1]['timing_s/checkpoint'] == 0
   assert lines[2]['timing_s/checkpoint'] > 0
@@ -256,6 +262,11 @@ def test_a_killed_run_is_the_same_run(finished, tmp_path):
     assert left == ({'1', _SAVE} if event == 'os.rename' else {'1'})
   assert runs.train(tmp_path) == 0
   _assert_same_run(tmp_path, finished)
+  last = runs.metrics(tmp_path)[-1]
+  assert last['goodput/restarts'] == 3 and last['goodput/lost_steps'] == 2
+  assert (
+    last['goodput/fraction'] < runs.metrics(finished)[-1]['goodput/fraction']
+  )
 
 
 def test_every_line_is_json(finished):

@@ -63,10 +63,7 @@ def whole(file, tmp_path_factory):
 
 def _lines(folder):
   """Returns the lines of metrics without times."""
-  return [
-    {name: x for name, x in line.items() if not name.startswith('timing_s/')}
-    for line in runs.metrics(folder)
-  ]
+  return runs.repeated(folder)
 
 
 def _interrupt_at(step, monkeypatch):

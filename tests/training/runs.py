@@ -20,7 +20,7 @@ from stppo_jax.training.building import assembly
 
 STEPS = 3  # of the runs of `train`
 REPO = pathlib.Path(__file__).resolve().parents[2]
-_OF_THE_CLOCK = ('timing_s/', 'perf/', 'retrieval/latency')
+_OF_THE_CLOCK = ('timing_s/', 'perf/', 'goodput/', 'retrieval/latency')
 _TINY: dict[str, Any] = {
   'num_steps': 4,
   'model.path': '',

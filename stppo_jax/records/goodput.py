@@ -1,0 +1,101 @@
+"""Accounts for the time of a run, over all of its starts.
+
+Goodput is the share of the wall time since a run's first start in which it made
+steps that were kept. The rest is starting, saving, waiting to be started again,
+and steps that were lost and made again. What has to outlive a start is in the
+heartbeat and in metrics.jsonl.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import json
+import pathlib
+import time
+from typing import NamedTuple
+
+# Of a line of metrics; all phases of a step together, and the save before it.
+_STEP, _SAVE = 'timing_s/step', 'timing_s/checkpoint'
+
+
+class Goodput:
+  """Accounts for the seconds of a run, line by line of its metrics.
+
+  Args:
+    began: the time of the run's first start, in seconds since 1970.
+    restarts: how often it was started again.
+    lost_steps: how many steps were done and lost by these restarts.
+    productive: seconds of the steps that were kept until this start.
+    clock: returns seconds since any moment.
+    now: returns seconds since 1970.
+  """
+
+  def __init__(
+    self,
+    *,
+    began: float,
+    restarts: int,
+    lost_steps: int,
+    productive: float,
+    clock: Callable[[], float] = time.monotonic,
+    now: Callable[[], float] = time.time,
+  ):
+    self._began, self._restarts = began, restarts
+    self._lost_steps, self._productive = lost_steps, productive
+    self._clock, self._now = clock, now
+    self._since = clock()
+
+  def measure(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics of a line that is written now.
+
+    Args:
+      metrics: the other metrics of the line.
+    """
+    now = self._clock()
+    total, self._since = now - self._since, now
+    step = metrics.get(_STEP, 0.0)
+    self._productive += step
+    # A clock that was set back must not make more than 100%.
+    wall = max(self._now() - self._began, self._productive)
+    return {
+      'timing_s/total': total,
+      'timing_s/other': max(total - step - metrics.get(_SAVE, 0.0), 0.0),
+      'goodput/fraction': self._productive / wall if wall else 1.0,
+      'goodput/wall_s': wall,
+      'goodput/restarts': float(self._restarts),
+      'goodput/lost_steps': float(self._lost_steps),
+    }
+
+
+class Kept(NamedTuple):
+  """The steps of a run, as a file of metrics records them.
+
+  Attributes:
+    seconds: the duration of the steps that are kept.
+    last_step: the last step that was written, kept or not.
+  """
+
+  seconds: float
+  last_step: int
+
+
+def read(path: pathlib.Path, step: int) -> Kept:
+  """Reads a file of metrics, which may be missing or end within a line.
+
+  Args:
+    path: the file.
+    step: the last step that is kept.
+  """
+  seconds, last = 0.0, 0
+  try:
+    lines = path.read_bytes().splitlines()
+  except OSError:
+    lines = []
+  for line in lines:
+    try:
+      record = json.loads(line)
+      last = max(last, record['step'])
+      if 0 < record['step'] <= step:
+        seconds += record[_STEP]
+    except (ValueError, KeyError, TypeError, RecursionError):
+      continue
+  return Kept(seconds, last)

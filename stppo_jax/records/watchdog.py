@@ -1,0 +1,109 @@
+"""Writes down what all threads do when a phase of a run takes far too long.
+
+    WORKDIR/stacks/host0        the stacks of the first host
+
+A run that hangs looks like one that works. The stacks say in which call it
+waits: for a retriever, a file system, a lock, or another host.
+"""
+
+import collections
+from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
+import datetime
+import faulthandler
+import logging
+import pathlib
+import statistics
+import threading
+import time
+
+_log = logging.getLogger(__name__)
+# How many times the usual duration of a phase is far too long. What is shorter
+# than some seconds is often late because the machine is busy.
+_FACTOR = 10.0
+_LEAST = 60.0  # seconds
+_REMEMBERED = 20  # durations of a phase, whose median is the usual one
+_EVERY = 1.0  # seconds between two looks
+
+
+class Watchdog:
+  """Watches how long the phases of a run take.
+
+  Nothing is said of a phase that has not ended before: how long it takes is not
+  known, and it may compile.
+
+  Args:
+    clock: returns seconds.
+    least: seconds that no phase is too long.
+    every: seconds between two looks.
+  """
+
+  def __init__(
+    self,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    least: float = _LEAST,
+    every: float = _EVERY,
+  ):
+    self._clock, self._least, self._every = clock, least, every
+    self._durations: dict[str, collections.deque[float]] = {}
+    self._phase, self._since = '', clock()
+    self._has_told = False
+    # Of the phase, which the thread below reads.
+    self._lock = threading.Lock()
+
+  @contextlib.contextmanager
+  def watching(self, path: pathlib.Path) -> Iterator[None]:
+    """Looks at the phases during the body.
+
+    Args:
+      path: the file that stacks are appended to.
+    """
+    ended = threading.Event()
+
+    def watch():
+      while not ended.wait(self._every):
+        self.look(path)
+
+    thread = threading.Thread(target=watch, name='watchdog', daemon=True)
+    thread.start()
+    try:
+      yield
+    finally:
+      ended.set()
+      thread.join()
+
+  def enter_phase(self, phase: str) -> None:
+    """Says what the run does from now on; '' = nothing that has a name."""
+    with self._lock:
+      now = self._clock()
+      if self._phase:
+        durations = self._durations.setdefault(
+          self._phase, collections.deque(maxlen=_REMEMBERED)
+        )
+        durations.append(now - self._since)
+      self._phase, self._since, self._has_told = phase, now, False
+
+  def look(self, path: pathlib.Path) -> None:
+    """Writes the stacks, once, if the present phase takes far too long."""
+    with self._lock:
+      phase, seconds = self._phase, self._clock() - self._since
+      if self._has_told or phase not in self._durations:
+        return
+      usual = statistics.median(self._durations[phase])
+      if seconds <= max(_FACTOR * usual, self._least):
+        return
+      self._has_told = True
+    told = f'{phase} has taken {seconds:.0f} s, usually {usual:.3g} s'
+    try:
+      path.parent.mkdir(parents=True, exist_ok=True)
+      with open(path, 'a', encoding='utf-8') as file:
+        file.write(f'{datetime.datetime.now().astimezone()}: {told}\n')
+        file.flush()
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.write('\n')
+      where = f'what each thread does is in {path}'
+    except OSError as error:
+      where = f'the stacks cannot be written: {error}'
+    _log.warning('%s; %s', told, where)

@@ -1,0 +1,51 @@
+"""Every second of a run is in one phase, and what restarts cost is known."""
+
+import json
+
+import pytest
+
+from stppo_jax.records import goodput
+
+
+class _Clock:
+  def __init__(self, now):
+    self.now = now
+
+  def __call__(self):
+    return self.now
+
+
+def test_seconds_are_accounted_for_line_by_line():
+  clock, now = _Clock(7.0), _Clock(1100.0)
+  account = goodput.Goodput(
+    began=1000.0,
+    restarts=2,
+    lost_steps=3,
+    productive=40.0,
+    clock=clock,
+    now=now,
+  )
+  clock.now, now.now = 17.0, 1110.0
+  line = {'timing_s/step': 6.0, 'timing_s/checkpoint': 1.0}
+  assert account.measure(line) == {
+    'timing_s/total': 10.0,
+    'timing_s/other': 3.0,
+    'goodput/fraction': pytest.approx(46 / 110),
+    'goodput/wall_s': 110.0,
+    'goodput/restarts': 2.0,
+    'goodput/lost_steps': 3.0,
+  }
+  clock.now, now.now = 21.0, 900.0  # the clock was set back
+  metrics = account.measure({'timing_s/step': 4.0})
+  assert metrics['timing_s/total'] == 4.0 and metrics['timing_s/other'] == 0.0
+  assert metrics['goodput/fraction'] == 1.0
+
+
+def test_only_steps_that_are_kept_are_productive(tmp_path):
+  path = tmp_path / 'metrics.jsonl'
+  assert goodput.read(path, 9) == (0.0, 0)
+  lines = [{'step': 0, 'timing_s/step': 99.0}, {'step': 2, 'sft/loss': 1.0}]
+  lines += [{'step': n, 'timing_s/step': 2.0**n} for n in range(1, 6)]
+  text = ''.join(json.dumps(line) + '\n' for line in lines)
+  path.write_text(text + '[1]\n{"step": 3, "timi', 'utf-8')
+  assert goodput.read(path, 3) == (2 + 4 + 8, 5)
