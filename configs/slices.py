@@ -1,4 +1,4 @@
-"""What training Qwen2.5 needs on a slice of TPU v5e, by the model's size.
+"""The options with which Qwen2.5 trains on slices of TPU v5e, by model size.
 
 The chips have 16 GiB each, and a host has four of them. `python -m stppo_jax
 plan --sweep_mesh` finds such settings for other models and other slices.
