@@ -422,6 +422,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       },
       # Saving, resuming and preemptions: configs/saving.py.
       'checkpoint': saving.checkpoint(),
+      'resume': saving.resume(),
       'preemption': saving.preemption(),
       'writer': {
         'tensorboard': True,  # whether TensorBoard files are written

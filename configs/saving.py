@@ -16,6 +16,17 @@ def checkpoint() -> dict[str, Any]:
   }
 
 
+def resume() -> dict[str, Any]:
+  """Returns the section `resume`."""
+  return {
+    # Keys or sections that may differ from those that the run was started with,
+    # such as ('policy_optimizer.learning_rate', 'seed'). Keys that change
+    # nothing of what a step computes may always differ, and the shape of the
+    # model never.
+    'allow_change': (),
+  }
+
+
 def preemption() -> dict[str, Any]:
   """Returns the section `preemption`."""
   return {

@@ -5,6 +5,7 @@ that concern several keys. Nothing here touches a device.
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence
 import math
 import re
 from typing import Any
@@ -32,6 +33,20 @@ def _compiles(pattern: str) -> bool:
   except re.error:
     return False
   return True
+
+
+def _are_keys(names: Sequence[str]) -> bool:
+  """Returns whether all names are keys or sections of the config."""
+  keys = [f'{key}.' for key in settings.flatten(base.get_config())]
+  return all(
+    isinstance(name, str)
+    # The options of an algorithm depend on its choices.
+    and (
+      name.startswith('algorithm.')
+      or any(key.startswith(f'{name}.') for key in keys)
+    )
+    for name in names
+  )
 
 
 _POSITIVE = settings.Rule(lambda x: 0 < x < math.inf, 'greater than 0')
@@ -217,6 +232,9 @@ RULES: Mapping[str, settings.Rule] = {
   'checkpoint.keep': _POSITIVE,
   'checkpoint.keep_every': _NOT_NEGATIVE,
   'preemption.grace': _NOT_NEGATIVE,
+  'resume.allow_change': settings.Rule(
+    _are_keys, "keys or sections of the config, such as ('seed',)"
+  ),
   'writer.trackers': settings.Rule(
     lambda names: set(names) <= {'wandb', 'trackio'}, 'some of wandb, trackio'
   ),

@@ -3,10 +3,14 @@
     FOLDER/lock    JSON: the host and the process that hold it, and since when
 
 The file is made exclusively, which network file systems can do too. The lock of
-a process that has ended is taken over, but only on the host of that process:
-no other host can see that it has ended. A process may also look ended because
-it runs in another container of the host. So its holder keeps the file locked
-with `flock` too, where the file system has such locks.
+a process that has ended is taken over. On the host of that process this can be
+seen at once. A process may also look ended because it runs in another container
+of the host. So its holder keeps the file locked with `flock` too, where the
+file system has such locks.
+
+No other host can see that a process has ended. So a holder touches the file
+every few seconds, and another host takes the lock over when that has not
+happened for minutes. A holder that was only frozen finds out by `Claim.check`.
 """
 
 from collections.abc import Callable
@@ -18,16 +22,28 @@ import json
 import os
 import pathlib
 import socket
+import tempfile
+import threading
 import time
 from typing import TextIO
 
 NAME = 'lock'
+# Seconds between two touches of the file, and seconds without one after which
+# another host takes the lock over.
+_EVERY = 10.0
+_SILENCE = 300.0
 # Attempts to open a lock that other processes make and remove.
 _ATTEMPTS = 10
 
 
 class Locked(RuntimeError):
   """Another process writes to the folder, or may do so."""
+
+  exit_code = 75
+
+
+class Lost(RuntimeError):
+  """Another process has taken the lock over: this one must not write."""
 
   exit_code = 75
 
@@ -42,26 +58,67 @@ class Holder:
     started: the time of its start, in the kernel's count; '' if unknown. It
       tells the process from a later one of the same number.
     since: the time at which it took the lock.
+    touches: whether it touches the file; earlier versions did not.
   """
 
   host: str
   pid: int
   started: str
   since: str
+  touches: bool = False
 
   def __str__(self) -> str:
     return f'process {self.pid} on host {self.host}, since {self.since}'
 
 
+class Claim:
+  """The lock of a folder, held by this process as long as nobody takes it."""
+
+  def __init__(self, path: pathlib.Path, holder: Holder):
+    self._path, self._holder = path, holder
+    self._ended = threading.Event()
+
+  def check(self) -> None:
+    """Raises `Lost` if another process has taken the lock over."""
+    try:
+      with open(self._path, encoding='utf-8') as file:
+        found = _read(file)
+    except OSError:  # removed by hand
+      return
+    if found != self._holder:
+      raise Lost(
+        f'{self._path.parent}: {found or "another process"} has taken over, '
+        'since this process showed no life; it writes nothing any more'
+      )
+
+  def keep_touching(self, every: float) -> None:
+    """Touches the file every so many seconds until `end`; a thread's work."""
+    while not self._ended.wait(every):
+      with contextlib.suppress(OSError):
+        self.check()
+        os.utime(self._path)
+
+  def end(self) -> None:
+    """Ends `keep_touching`."""
+    self._ended.set()
+
+
 @contextlib.contextmanager
 def held(
-  folder: pathlib.Path, say: Callable[[str], None] = print
-) -> Iterator[None]:
+  folder: pathlib.Path,
+  say: Callable[[str], None] = print,
+  *,
+  every: float = _EVERY,
+  silence: float = _SILENCE,
+) -> Iterator[Claim]:
   """Holds the lock of a folder; makes the folder if it is missing.
 
   Args:
     folder: the folder to lock.
     say: function that prints whose lock was taken over.
+    every: seconds between two touches of the file.
+    silence: seconds without one after which the lock of a process on another
+      host is taken over.
 
   Raises:
     Locked: another process holds the lock.
@@ -70,12 +127,22 @@ def held(
   is_new = not folder.is_dir()
   folder.mkdir(parents=True, exist_ok=True)
   path = folder / NAME
-  with _acquire(path, say) as file:
+  with _acquire(path, say, every=every, silence=silence) as file:
+    file.seek(0)
+    holder = _read(file)
+    assert holder is not None  # this process
+    claim = Claim(path, holder)
+    thread = threading.Thread(
+      target=claim.keep_touching, args=(every,), name='lock', daemon=True
+    )
+    thread.start()
     try:
-      yield
+      yield claim
     finally:
+      claim.end()
       # Somebody may have removed the file, and another process made its own.
-      with contextlib.suppress(OSError):
+      with contextlib.suppress(OSError, Lost):
+        claim.check()
         if _is_at(file, path):
           path.unlink()
   if is_new:
@@ -109,7 +176,13 @@ def holder(folder: pathlib.Path) -> tuple[Holder, bool | None] | None:
   return found, _started(found.pid) == found.started
 
 
-def _acquire(path: pathlib.Path, say: Callable[[str], None]) -> TextIO:
+def _acquire(
+  path: pathlib.Path,
+  say: Callable[[str], None],
+  *,
+  every: float,
+  silence: float,
+) -> TextIO:
   """Returns the lock, open and written by this process."""
   for _ in range(_ATTEMPTS):
     with contextlib.suppress(FileExistsError):
@@ -130,6 +203,8 @@ def _acquire(path: pathlib.Path, say: Callable[[str], None]) -> TextIO:
         is_free = _flock(file)
         if _is_at(file, path):  # otherwise it was released in this moment
           holder = _read(file)
+          if holder is not None and holder.host != socket.gethostname():
+            _check_elsewhere(path, holder, say, every, silence)
           _check(path, holder, is_free)
           _write(file)
           say(f'{path.parent}: took over the lock of an ended run: {holder}')
@@ -149,15 +224,52 @@ def _check(path: pathlib.Path, holder: Holder | None, is_free: bool) -> None:
       f'{folder}: locked by an unknown process; if none writes there, remove '
       f'{path} and start again'
     )
-  if holder.host != socket.gethostname():
+  is_here = holder.host == socket.gethostname()
+  if not is_free or (is_here and _started(holder.pid) == holder.started):
+    raise Locked(
+      f'{folder}: locked by {holder}; wait for its end, or use another folder'
+    )
+
+
+def _check_elsewhere(
+  path: pathlib.Path,
+  holder: Holder,
+  say: Callable[[str], None],
+  every: float,
+  silence: float,
+) -> None:
+  """Raises `Locked` unless a holder on another host is silent for long.
+
+  If the network was gone, a holder that lives is silent too. So the file is
+  looked at a second time, when its holder must have touched it.
+  """
+  folder = path.parent
+  if not holder.touches:
     raise Locked(
       f'{folder}: locked by {holder}; if that process has ended, which this '
       f'host cannot see, remove {path} and start again'
     )
-  if not is_free or _started(holder.pid) == holder.started:
-    raise Locked(
-      f'{folder}: locked by {holder}; wait for its end, or use another folder'
+  touched = path.stat().st_mtime
+  age = _now(folder) - touched
+  if age > silence:
+    say(
+      f'{folder}: locked by {holder}, silent for {age:.0f} s; taking over in '
+      f'{2 * every:.0f} s unless it shows life'
     )
+    time.sleep(2 * every)
+  if age <= silence or path.stat().st_mtime != touched:
+    raise Locked(
+      f'{folder}: locked by {holder}, which showed life {max(age, 0):.0f} s '
+      f'ago; once it is silent for {silence:.0f} s, a start takes over'
+    )
+
+
+def _now(folder: pathlib.Path) -> float:
+  """Returns the time by the clock that dates the files of a folder."""
+  with tempfile.TemporaryFile(dir=folder) as file:
+    file.write(b'x')
+    file.flush()
+    return os.fstat(file.fileno()).st_mtime
 
 
 def _flock(file: TextIO) -> bool:
@@ -180,7 +292,7 @@ def _write(file: TextIO) -> None:
   """Writes this process as the holder."""
   since = time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())
   pid = os.getpid()
-  holder = Holder(socket.gethostname(), pid, _started(pid) or '', since)
+  holder = Holder(socket.gethostname(), pid, _started(pid) or '', since, True)
   file.seek(0)
   file.truncate()
   file.write(json.dumps(dataclasses.asdict(holder)) + '\n')

@@ -211,8 +211,8 @@ def make_aside(folder: pathlib.Path) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def claimed(folder: pathlib.Path, *, restart: bool) -> Iterator[None]:
-  """Holds the lock of a folder.
+def claimed(folder: pathlib.Path, *, restart: bool) -> Iterator[lock.Claim]:
+  """Holds the lock of a folder, and yields it.
 
   Args:
     folder: the folder; it is made if it is missing.
@@ -222,11 +222,11 @@ def claimed(folder: pathlib.Path, *, restart: bool) -> Iterator[None]:
     Locked: another process holds the lock.
     OSError: the folder cannot be made or written.
   """
-  with lock.held(folder):
+  with lock.held(folder) as claim:
     aside = move_all_aside(folder) if restart else None
     if aside is not None:
       print(f'{folder}: what it held is now in {aside}')
-    yield
+    yield claim
 
 
 def move_all_aside(folder: pathlib.Path) -> pathlib.Path | None:

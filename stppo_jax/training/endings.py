@@ -11,6 +11,7 @@ import functools
 from typing import Protocol
 
 from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.records import lock
 from stppo_jax.training import interruption
 from stppo_jax.training import saving
 from stppo_jax.training import voting
@@ -113,6 +114,8 @@ def _save_last(run: Endable, error: Exception) -> None:
     # The others save too, unless a host was lost in the middle of a step.
     if run.resumed and getattr(error, 'saves', True):
       run.save()
+    return
+  if isinstance(error, lock.Lost):
     return
   # Of several hosts, the others are not in a state in which they could save.
   if run.hosts.count > 1 or not run.has_unsaved or not run.is_intact:

@@ -136,6 +136,7 @@ class Run:
     self._interrupt = interrupt
     self._stack = stack
     self.unit = unit
+    self._claim: lock.Claim | None = None
     self._show: Callable[[str], None] = functools.partial(print, flush=True)
     self._evaluate: Evaluate | None = None
     self._prints_samples = False
@@ -196,7 +197,8 @@ class Run:
     """
     if self.hosts.is_first:
       with assembly.config_errors(str(self.workdir)):
-        self.enter(run_folder.claimed(self.workdir, restart=restart))
+        claimed = run_folder.claimed(self.workdir, restart=restart)
+        self._claim = self.enter(claimed)
     host_check.check_folder(self.hosts, self.workdir)
     compile_time.keep(self.workdir / run_folder.COMPILED)
 
@@ -239,7 +241,7 @@ class Run:
     self._config = config
     self.num_steps = num_steps
     self._tokenizer = tokenizer
-    self._saver = saving.Saver(config, self.workdir, self.hosts)
+    self._saver = saving.Saver(config, self.workdir, self.hosts, self._claim)
     self._stack.callback(self._saver.checkpointer.close)
     self._writer = sinks.build_writer(
       config,
@@ -329,7 +331,7 @@ class Run:
       records = []
     self._extra = saving.Extra(unwritten=(metrics, records))
     self._is_consumed = False
-    self._saver.checkpointer.check()
+    self._saver.check()
     self._finish_unwritten(metrics, records)
 
   def _finish_unwritten(self, metrics: dict, records: list) -> None:
@@ -381,9 +383,8 @@ class Run:
     Raises:
       NoTime: a signal ends the run, and too little time is left.
     """
-    since = self._interrupt.signalled
     self._saver.save_in_time(
-      self.steps_done, self.state, self._extra, since=since
+      self.steps_done, self.state, self._extra, self._interrupt.signalled
     )
 
   def release(self, exit_code: int) -> None:

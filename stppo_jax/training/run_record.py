@@ -4,12 +4,17 @@
            /run.json       the run's id, see `records.run_folder`
            /start          the policy that it starts from, without model.path
 
+           /config_changes.jsonl    what later starts were allowed to change
+
 A run is a function of its config. A run that is resumed with another config
-would be a mixture that no config describes, so it is refused, with a line for
-each key that differs.
+is a mixture that no config describes, so it is refused, with a line for each
+key that differs. There are three classes of keys: free ones may differ, guarded
+ones if `resume.allow_change` names them, fixed ones never.
 """
 
+from collections.abc import Callable
 from collections.abc import Mapping
+from collections.abc import Sequence
 import hashlib
 import json
 import os
@@ -18,6 +23,7 @@ from typing import Any
 import uuid
 
 from stppo_jax import settings
+from stppo_jax.records import append
 from stppo_jax.records import run_folder
 from stppo_jax.training.building import assembly
 
@@ -30,6 +36,7 @@ _FREE = (
   'evaluate',
   'checkpoint',
   'preemption',
+  'resume',
   'writer',
   'profile',
   'alarms',
@@ -40,10 +47,32 @@ _FREE = (
   'rollout.mismatch_limit',
   'updates.max_skipped',
 )
+# Keys that decide the shape of the state, or which command runs. No checkpoint
+# fits others. All keys that are neither free nor fixed are guarded.
+_FIXED = (
+  'command',
+  'batch_sha256',
+  'model.hidden_size',
+  'model.intermediate_size',
+  'model.num_layers',
+  'model.num_heads',
+  'model.num_kv_heads',
+  'model.head_dim',
+  'model.qkv_bias',
+  'model.qk_norm',
+  'model.tie_embeddings',
+  'model.num_experts',
+  'model.moe_intermediate_size',
+  'model.lora.rank',
+  'model.lora.targets',
+  'model.value_backbone',
+  'rollout.steps_ahead',
+)
 # A run has begun when it has left one of these. Before that, a config that was
 # wrong (its weights did not fit, say) may be corrected.
 _PRODUCTS = ('start', 'metrics.jsonl', 'checkpoints/*')
 _ABSENT = '(absent)'
+_ALLOW = '--config.resume.allow_change'
 # Keys that are younger than some runs, with the value that those runs had.
 _LATER_KEYS = {
   'env.name': 'search',
@@ -94,7 +123,9 @@ class CheckpointsMissing(Exception):
 
 
 def record_config(
-  config: Mapping[str, Any], workdir: str | pathlib.Path
+  config: Mapping[str, Any],
+  workdir: str | pathlib.Path,
+  say: Callable[[str], None] = print,
 ) -> None:
   """Records the config and the id of a run that starts or resumes.
 
@@ -104,6 +135,7 @@ def record_config(
     config: the nested config, without references; its values must be those that
       Python's JSON can write, which infinity is.
     workdir: the run's folder.
+    say: prints a line for each guarded key that was allowed to change.
 
   Raises:
     OtherRun: a run of another config has begun here; nothing is changed.
@@ -114,10 +146,18 @@ def record_config(
   # Parsed again, because JSON turns tuples into lists.
   config = json.loads(text)
   has_begun = any(any(workdir.glob(p)) for p in _PRODUCTS)
+  changes = {}
   if path.is_file() and has_begun:
-    lines = _differences(config, _read(path), workdir)
+    allowed = config['resume']['allow_change']
+    changes = _differences(config, _read(path))
+    lines = [
+      _refusal(key, *values, workdir)
+      for key, values in changes.items()
+      if _is_in(key, _FIXED) or not _is_in(key, allowed)
+    ]
     if lines:
       raise OtherRun('\n'.join(lines))
+    _note_changes(changes, workdir)
   workdir.mkdir(parents=True, exist_ok=True)
   if not has_begun or run_folder.read(workdir) is None:
     command = run_folder.command_of_record(config)
@@ -126,6 +166,8 @@ def record_config(
   new = path.with_suffix('.new')
   new.write_text(text, encoding='utf-8')
   os.replace(new, path)
+  for key, (ours, theirs) in changes.items():
+    say(f'note: {key}={ours} from now on; it was {theirs}')
 
 
 def record_run(
@@ -208,23 +250,49 @@ def _digest(config: Mapping[str, Any]) -> str:
   values = {
     key: value
     for key, value in settings.flatten(config).items()
-    if not _is_free(key) and (key, value) not in _LATER_KEYS.items()
+    if not _is_in(key, _FREE) and (key, value) not in _LATER_KEYS.items()
   }
   text = json.dumps(values, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _is_free(key: str) -> bool:
-  return f'{key}.'.startswith(tuple(f'{free}.' for free in _FREE))
+def _is_in(key: str, names: Sequence[str]) -> bool:
+  """Returns whether a key, or a section that it is in, is among the names."""
+  return f'{key}.'.startswith(tuple(f'{name}.' for name in names))
 
 
-def _differences(config, recorded, workdir) -> list[str]:
+def _differences(config, recorded) -> dict[str, tuple[Any, Any]]:
+  """Returns the keys that are not free and differ, with both values."""
   ours = _LATER_KEYS | settings.flatten(config)
   theirs = _LATER_KEYS | settings.flatten(recorded)
-  return [
-    f'{key}={ours.get(key, _ABSENT)}: the run in {workdir} was started with '
-    f'{theirs.get(key, _ABSENT)}; use another --workdir'
+  return {
+    key: (ours.get(key, _ABSENT), theirs.get(key, _ABSENT))
     for key in sorted(ours.keys() | theirs.keys())
-    if not _is_free(key)
+    if not _is_in(key, _FREE)
     and (key not in ours or key not in theirs or ours[key] != theirs[key])
+  }
+
+
+def _refusal(key: str, ours: Any, theirs: Any, workdir: pathlib.Path) -> str:
+  """Returns the line about a key that must not have changed."""
+  advice = '' if _is_in(key, _FIXED) else f', or allow it: {_ALLOW}={key}'
+  return (
+    f'{key}={ours}: the run in {workdir} was started with {theirs}; use '
+    f'another --workdir{advice}'
+  )
+
+
+def _note_changes(
+  changes: Mapping[str, tuple[Any, Any]], workdir: pathlib.Path
+) -> None:
+  """Records changes: which checkpoint is older than they are, and what."""
+  folder = workdir / 'checkpoints'
+  names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+  newest = max((int(name) for name in names if name.isdecimal()), default=0)
+  lines = [
+    {'after_step': newest, 'key': key, 'from': theirs, 'to': ours}
+    for key, (ours, theirs) in changes.items()
   ]
+  text = ''.join(json.dumps(line) + '\n' for line in lines)
+  if text:
+    append.append(workdir / 'config_changes.jsonl', text.encode())

@@ -17,6 +17,7 @@ import jax
 
 from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.records import lock
 from stppo_jax.records import writer as writer_lib
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.records.checkpoints import pending_save
@@ -81,13 +82,20 @@ class Saver:
     config: the config of the run.
     workdir: its folder.
     hosts: its hosts, all of which call the methods that save or restore.
+    claim: the lock of the folder; None if another host holds it.
 
   Attributes:
     checkpointer: has the checkpoints.
   """
 
-  def __init__(self, config, workdir: pathlib.Path, hosts: hosts_lib.Hosts):
-    self._workdir, self._hosts = workdir, hosts
+  def __init__(
+    self,
+    config,
+    workdir: pathlib.Path,
+    hosts: hosts_lib.Hosts,
+    claim: lock.Claim | None,
+  ):
+    self._workdir, self._hosts, self._claim = workdir, hosts, claim
     self._grace = config.preemption.grace
     options = config.checkpoint
     self.checkpointer = checkpoint.Checkpointer(
@@ -120,8 +128,21 @@ class Saver:
     self._restored, state, record = restored
     return self._restored, state, Extra.of_record(record)
 
+  def check(self) -> None:
+    """Checks that what was saved is there, and that the folder is ours.
+
+    Raises:
+      SaveFailed: the last save has failed; one that goes on is not waited for.
+      Lost: another process writes to the folder.
+    """
+    self.checkpointer.check()
+    if self._claim is not None:
+      self._claim.check()
+
   def save(self, step: int, state: State, extra: Extra, *, waits: bool) -> None:
     """Saves a step unless it is saved already; see `Checkpointer.save`."""
+    if self._claim is not None:
+      self._claim.check()
     try:
       self.checkpointer.wait()
     except pending_save.SaveFailed as error:
@@ -133,7 +154,7 @@ class Saver:
     )
 
   def save_in_time(
-    self, step: int, state: State, extra: Extra, *, since: float | None
+    self, step: int, state: State, extra: Extra, since: float | None
   ) -> None:
     """Saves a step at the end of a run, if there is time for it.
 

@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -19,12 +21,27 @@ with lock.held(pathlib.Path(sys.argv[1])):
   sys.stdin.read()
 """
 
+# A process that this one takes for one of another host.
+_HOLD_ELSEWHERE = """
+import pathlib, socket, sys, time
+from stppo_jax.records import lock
+socket.gethostname = lambda: 'elsewhere'
+with lock.held(pathlib.Path(sys.argv[1]), every=0.1) as claim:
+  print('held', flush=True)
+  try:
+    while True:
+      claim.check()
+      time.sleep(0.05)
+  except lock.Lost as error:
+    print(f'lost: {error}')
+"""
+
 
 @contextlib.contextmanager
-def _holder(folder):
+def _holder(folder, script=_HOLD):
   """Runs another process that holds the lock."""
   process = subprocess.Popen(
-    [sys.executable, '-c', _HOLD, str(folder)],
+    [sys.executable, '-c', script, str(folder)],
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
     text=True,
@@ -45,10 +62,10 @@ def _change(folder, **fields):
   return lock.Holder(**holder)
 
 
-def _refused(folder):
+def _refused(folder, **times):
   """Returns the error of taking the lock."""
   with pytest.raises(lock.Locked) as caught:
-    with lock.held(folder, pytest.fail):
+    with lock.held(folder, pytest.fail, **times):
       pytest.fail('entered')
   assert caught.value.exit_code == 75 and '\n' not in str(caught.value)
   return str(caught.value)
@@ -91,14 +108,64 @@ def test_a_process_that_looks_ended_may_hold_the_file(tmp_path):
       ended.wait()
     _change(tmp_path, pid=ended.pid)
     assert 'wait for its end' in _refused(tmp_path)
+    _change(tmp_path, pid=process.pid)
     process.communicate()  # releases the lock
     assert not list(tmp_path.iterdir())
 
 
-def test_a_lock_of_another_host_says_how_to_take_it_over(tmp_path):
+def test_the_lock_of_another_host_is_taken_over_once_it_is_silent(tmp_path):
+  quick = {'every': 0.1, 'silence': 1.0}
+  with _holder(tmp_path, script=_HOLD_ELSEWHERE) as process:
+    time.sleep(2 * quick['silence'])
+    message = _refused(tmp_path, **quick)
+    assert ' on host elsewhere, since 20' in message
+    assert message.endswith('silent for 1 s, a start takes over')
+    # As if its network or its machine were frozen. The kernel's lock is gone,
+    # which a file system need not have.
+    process.send_signal(signal.SIGSTOP)
+    text = (tmp_path / lock.NAME).read_text()
+    (tmp_path / lock.NAME).unlink()
+    (tmp_path / lock.NAME).write_text(text)
+    assert 'showed life 0 s ago' in _refused(tmp_path, **quick)
+    time.sleep(1.5 * quick['silence'])
+    said = []
+    with lock.held(tmp_path, said.append, **quick) as claim:
+      claim.check()
+      assert 'taking over in 0 s unless it shows life' in said[0]
+      assert (
+        f'took over the lock of an ended run: process {process.pid} on'
+        in (said[1])
+      )
+      # The other one finds out, and leaves the lock alone.
+      process.send_signal(signal.SIGCONT)
+      out, _ = process.communicate()
+      assert out.startswith('lost: ') and f'process {os.getpid()} on' in out
+      claim.check()
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_silent_lock_that_shows_life_at_last_is_not_taken_over(tmp_path):
+  path = tmp_path / lock.NAME
   with _holder(tmp_path):
     pass
   _change(tmp_path, host='elsewhere')
+  os.utime(path, (0, 0))
+  said = []
+
+  def say(text):
+    said.append(text)
+    os.utime(path)
+
+  with pytest.raises(lock.Locked, match='showed life'):
+    with lock.held(tmp_path, say, every=0.01):
+      pytest.fail('entered')
+  assert len(said) == 1
+
+
+def test_a_lock_of_an_earlier_version_elsewhere_is_left_alone(tmp_path):
+  with _holder(tmp_path):
+    pass
+  _change(tmp_path, host='elsewhere', touches=False)
   message = _refused(tmp_path)
   assert 'on host elsewhere, since 20' in message
   assert message.endswith(f'remove {tmp_path}/lock and start again')

@@ -289,7 +289,8 @@ def test_another_config_is_refused_before_any_request(finished, capsys):
   # No server listens there.
   assert _train(finished, seed=5, retrieval__url='http://127.0.0.1:9') == 2
   assert capsys.readouterr().err == (
-    f'seed=5: the run in {finished} was started with 0; use another --workdir\n'
+    f'seed=5: the run in {finished} was started with 0; use another --workdir,'
+    ' or allow it: --config.resume.allow_change=seed\n'
   )
   assert (finished / 'config.json').read_bytes() == before
 

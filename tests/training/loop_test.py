@@ -257,9 +257,19 @@ def test_a_killed_run_is_the_same_run(finished, tmp_path):
     )
     _, errors = process.communicate()
     assert process.returncode == -signal.SIGKILL, errors
-    assert [line['step'] for line in runs.metrics(tmp_path)] == written
+    lines = [line['step'] for line in runs.metrics(tmp_path)]
+    # Threads save, so one more step may be written meanwhile.
+    assert lines in (written, [*written, written[-1] + 1])
     left = {path.name for path in (tmp_path / 'checkpoints').iterdir()}
-    assert left == ({'1', _SAVE} if event == 'os.rename' else {'1'})
+    # The collection begins while threads still write step 1.
+    assert (
+      left
+      in {
+        'collect': ({'1'}, {'1.orbax-checkpoint-tmp'}),
+        'os.mkdir': ({'1'},),
+        'os.rename': ({'1', _SAVE},),
+      }[event]
+    )
   assert runs.train(tmp_path) == 0
   _assert_same_run(tmp_path, finished)
   last = runs.metrics(tmp_path)[-1]

@@ -59,9 +59,10 @@ def test_another_config_is_refused_with_a_line_a_key(tmp_path):
     run_record.record_config(other, tmp_path)
   was = f': the run in {tmp_path} was started with '
   lines = str(caught.value).split('\n')
-  advice = '; use another --workdir'
-  assert all(line.endswith(advice) for line in lines)
-  assert [line.removesuffix(advice) for line in lines] == [
+  allow = '; use another --workdir, or allow it: --config.resume.allow_change='
+  keys = [line.partition('=')[0] for line in lines]
+  assert all(line.endswith(f'{allow}{k}') for k, line in zip(keys, lines))
+  assert [line.partition(allow)[0] for line in lines] == [
     f'algorithm.extra=x{was}(absent)',
     f'policy_optimizer.learning_rate=0.5{was}1e-06',
     f'rollout.temperature=(absent){was}1.0',
@@ -70,6 +71,49 @@ def test_another_config_is_refused_with_a_line_a_key(tmp_path):
   ]
   assert caught.value.exit_code == 2
   assert (tmp_path / 'config.json').read_bytes() == before
+
+
+def test_a_guarded_key_changes_only_if_it_is_named(tmp_path):
+  _begin(tmp_path, _config())
+  (tmp_path / 'checkpoints' / '40').mkdir(parents=True)
+  first = run_folder.read(tmp_path)
+  other = _config()
+  other['policy_optimizer'] |= {'learning_rate': 0.5, 'b1': 0.8}
+  other['seed'] = 3
+  other['resume']['allow_change'] = ['policy_optimizer']
+  with pytest.raises(run_record.OtherRun) as caught:
+    run_record.record_config(other, tmp_path)
+  (line,) = str(caught.value).split('\n')
+  assert line.startswith('seed=3: ')
+  assert not (tmp_path / 'config_changes.jsonl').exists()
+  other['resume']['allow_change'] += ['seed']
+  lines = []
+  run_record.record_config(other, tmp_path, lines.append)
+  assert lines == [
+    'note: policy_optimizer.b1=0.8 from now on; it was 0.9',
+    'note: policy_optimizer.learning_rate=0.5 from now on; it was 1e-06',
+    'note: seed=3 from now on; it was 0',
+  ]
+  assert json.loads((tmp_path / 'config.json').read_text())['seed'] == 3
+  assert run_folder.read(tmp_path) == first  # its checkpoints are its own
+  noted = (tmp_path / 'config_changes.jsonl').read_text().splitlines()
+  assert json.loads(noted[2]) == {
+    'after_step': 40,
+    'key': 'seed',
+    'from': 0,
+    'to': 3,
+  }
+  run_record.record_config(other, tmp_path, pytest.fail)  # from now on
+
+
+def test_the_shape_of_a_run_never_changes(tmp_path):
+  _begin(tmp_path, _config())
+  other = _config()
+  other['model']['num_layers'] = 7
+  other['resume']['allow_change'] = ['model', 'model.num_layers']
+  with pytest.raises(run_record.OtherRun) as caught:
+    run_record.record_config(other, tmp_path)
+  assert str(caught.value).endswith('with 3; use another --workdir')
 
 
 def test_a_run_has_one_id_and_the_digest_of_what_defines_it(tmp_path):
@@ -210,8 +254,9 @@ def test_a_start_exists_completely_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_an_infinite_number_is_recorded_and_compared(tmp_path):
-  run_record.record_config({'tau': math.inf}, tmp_path)
+  config = {'tau': math.inf, 'resume': {'allow_change': ()}}
+  run_record.record_config(config, tmp_path)
   (tmp_path / 'metrics.jsonl').touch()
-  run_record.record_config({'tau': math.inf}, tmp_path)
+  run_record.record_config(config, tmp_path)
   with pytest.raises(run_record.OtherRun, match='tau=3.0: .* with inf'):
-    run_record.record_config({'tau': 3.0}, tmp_path)
+    run_record.record_config(config | {'tau': 3.0}, tmp_path)

@@ -405,9 +405,12 @@ def _typed(text: str | bool, current: Any) -> Any:
 def _split_names(text: str) -> tuple[str, ...] | str:
   """Returns `tis,mis`, `(tis,mis)` or `[tis,mis]` as a tuple of names.
 
+  A name may be a dotted key.
+
   A text that is no list of names is returned as it is.
   """
   if text[:1] + text[-1:] in ('()', '[]'):
     text = text[1:-1]
   names = tuple(name.strip() for name in text.split(',') if name.strip())
-  return names if all(name.isidentifier() for name in names) else text
+  parts = [part for name in names for part in name.split('.')]
+  return names if all(part.isidentifier() for part in parts) else text
