@@ -120,7 +120,7 @@ def _labels(runs: Sequence[run_files.Run]) -> list[str]:
     words = [title]
     for key in keys[:_LABEL_KEYS]:
       value = _shown(run.recorded.get(key, _ABSENT))
-      words.append(f'{key.removeprefix("algorithm.")}={value}')
+      words.append(f'{key.rpartition(".")[2]}={value}')
     labels.append(' '.join(words))
   # Runs without a config, and those that differ in many keys.
   return [

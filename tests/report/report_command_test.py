@@ -199,8 +199,8 @@ def test_experiments_are_what_differs_in_more_than_the_seed(made, tmp_path):
   ]
   labels = [group.label for group in groups]
   assert len(set(labels)) == 3
-  assert labels[0].endswith('bounds.clip_high=0.2')
-  assert labels[2].endswith('bounds.clip_high=0.3')
+  assert labels[0].endswith(' clip_high=0.2')
+  assert labels[2].endswith(' clip_high=0.3')
 
 
 def test_dialogues_are_thinned_by_whole_steps(tmp_path):

@@ -280,6 +280,8 @@ class Figure {
     const several = this.panel.metrics.length > 1;
     const many = data.groups.length > 1;
     const keys = [];
+    const steps = this.series.flatMap((s) => s.points.map((p) => p.x));
+    const at = step === null ? null : nearest(steps, step);
     this.panel.metrics.forEach((metric, m) => {
       const on = this.shown.has(metric);
       if (several) {
@@ -293,7 +295,7 @@ class Figure {
       }
       if (!on) return;
       for (const s of this.series.filter((s) => s.metric === metric)) {
-        const point = nearest(s.points, step);
+        const point = pointAt(s.points, at);
         if (!point || (step === null && several)) continue;
         const text = number(point.mean) + (point.count > 1
           ? ` [${number(point.low)}, ${number(point.high)}]` : '');
@@ -302,9 +304,8 @@ class Figure {
           style: {color: s.colour}}, text));
       }
     });
-    if (step !== null && this.series.length) {
-      const point = nearest(this.series[0].points, step);
-      keys.unshift(make('span', {class: 'at'}, `step ${point.x}`));
+    if (at !== null) {
+      keys.unshift(make('span', {class: 'at'}, `step ${at}`));
     }
     this.keys.replaceChildren(...keys);
   }
@@ -317,12 +318,17 @@ function sample(colour, dash) {
   return svg;
 }
 
-// The point next to a step; the last one without a step.
-function nearest(points, step) {
-  if (!points.length) return null;
+// The step next to the pointer that some line has; null if there are no lines.
+function nearest(steps, step) {
+  return steps.reduce((a, b) => (
+    a === null || Math.abs(b - step) < Math.abs(a - step) ? b : a), null);
+}
+
+// The point of a line at a step; the last one if no step is asked for, and none
+// where the line has no point.
+function pointAt(points, step) {
   if (step === null) return points[points.length - 1];
-  return points.reduce((a, b) => (
-    Math.abs(b.x - step) < Math.abs(a.x - step) ? b : a));
+  return points.find((point) => point.x === step);
 }
 
 function hover(step) {

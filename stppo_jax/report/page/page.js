@@ -31,7 +31,7 @@ function overview() {
 
 function curves() {
   const window_ = make('select', {id: 'smooth'}, [1, 5, 10, 20, 50].map((n) => (
-    make('option', {value: n}, n === 1 ? 'every step' : `mean of ${n} steps`))));
+    make('option', {value: n}, n === 1 ? 'no smoothing' : `mean of ${n} points`))));
   window_.value = address.get('smooth', '1');
   window_.addEventListener('change', () => {
     address.set({smooth: window_.value === '1' ? null : window_.value});

@@ -324,7 +324,8 @@ function turnBlock(turn, number_, name, scale) {
       badges), body),
     turn.observation ? make('article', {class: 'observation'},
       make('header', {}, 'observation'),
-      appendText(make('div', {class: 'text', dir: 'auto'}), turn.observation))
+      appendText(make('div', {class: 'text', dir: 'auto'}),
+        turn.observation.replace(/^\n+|\n+$/g, '')))
       : null,
   ];
 }
@@ -593,7 +594,7 @@ function viewer() {
   requestAnimationFrame(apply);
   return [showNotes(), controls, make('div', {class: 'viewer'},
     make('div', {class: 'left'}, make('div', {class: 'counted'}, count,
-      make('span', {class: 'dim'}, 'j k  / c  1–8')), box), detail)];
+      make('span', {class: 'dim'}, 'keys: j k / c 1–8')), box), detail)];
 }
 
 // So many of the sorted numbers, around one of them.
