@@ -7,6 +7,7 @@ have numbers that are not finite. What cannot be read is left out and said.
 from collections.abc import Iterator
 from collections.abc import Mapping
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -55,23 +56,23 @@ class Run:
     """The seed; None if it is not known."""
     return self.recorded.get('seed')
 
+  @functools.cached_property
+  def columns(self) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) of each finite value, by metric."""
+    columns: dict[str, list[tuple[int, float]]] = {}
+    for line in self.lines:
+      for name, value in line.items():
+        if name != 'step' and is_number(value):
+          columns.setdefault(name, []).append((line['step'], value))
+    return columns
+
   def column(self, name: str) -> list[tuple[int, float]]:
     """Returns (step, value) of each finite value of a metric."""
-    return [
-      (line['step'], line[name])
-      for line in self.lines
-      if is_number(line.get(name))
-    ]
+    return self.columns.get(name, [])
 
   def names(self) -> list[str]:
     """Returns the names of all metrics, in the order in which they come."""
-    names = dict.fromkeys(
-      name
-      for line in self.lines
-      for name, value in line.items()
-      if is_number(value)
-    )
-    return [name for name in names if name != 'step']
+    return list(self.columns)
 
 
 def is_number(value: Any) -> bool:

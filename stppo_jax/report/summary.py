@@ -17,6 +17,7 @@ from stppo_jax.report import run_files
 
 _LAST = 10  # steps
 _REWARD = 'critic/score/mean'
+_EVALUATION = 'val/'  # then the name of the score, then of the data set
 LEVELS = ('token', 'turn', 'sentence', 'sequence')
 PHASES = (
   'wait',
@@ -80,12 +81,16 @@ def rows(runs: Sequence[run_files.Run]) -> list[Row]:
 
 def evaluations(run: run_files.Run) -> list[tuple[int, float]]:
   """Returns (step, score) of each evaluation."""
-  scores = []
-  for line in run.lines:
-    finite = {k: v for k, v in line.items() if run_files.is_number(v)}
-    for score in headline.evaluation(finite).values():
-      scores.append((line['step'], score))
-  return scores
+  by_step: dict[int, dict[str, float]] = {}
+  for name in run.names():
+    if name.startswith(_EVALUATION):
+      for step, value in run.column(name):
+        by_step.setdefault(step, {})[name] = value
+  return [
+    (step, score)
+    for step, metrics in sorted(by_step.items())
+    for score in headline.evaluation(metrics).values()
+  ]
 
 
 def collapse_step(run: run_files.Run) -> int | None:
@@ -161,7 +166,7 @@ def evaluation_table(
   """Returns the last and the best value of each evaluation metric by group."""
   runs = [run for members in groups for run in members.runs]
   names = dict.fromkeys(
-    name for run in runs for name in run.names() if name.startswith('val/')
+    name for run in runs for name in run.names() if name.startswith(_EVALUATION)
   )
   return [
     {
