@@ -1,6 +1,5 @@
 """Groups runs that differ only in their seed, and says how groups differ."""
 
-from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import json
@@ -57,9 +56,7 @@ def differences(
   """Returns (key, the value of each run) of each key that differs."""
   keys = sorted({key for run in runs for key in run.recorded})
   rows = [
-    (key, [run.recorded.get(key, _ABSENT) for run in runs])
-    for key in keys
-    if any(run.recorded for run in runs)
+    (key, [run.recorded.get(key, _ABSENT) for run in runs]) for key in keys
   ]
   return [row for row in rows if len({_text(x) for x in row[1]}) > 1]
 
@@ -74,12 +71,12 @@ def problems(groups: Sequence[Group]) -> list[str]:
   found = []
   for other in (members.runs[0] for members in groups[1:]):
     start = f'{first.folder} and {other.folder}: cannot be compared: '
-    names = [run.recorded.get('env.name', 'search') for run in (first, other)]
+    tasks = [run.recorded.get('env.name', 'search') for run in (first, other)]
     scores = [_scores(run) for run in (first, other)]
-    if names[0] != names[1]:
-      found.append(f'{start}env.name is {names[0]} and {names[1]}')
+    if tasks[0] != tasks[1]:
+      found.append(f'{start}env.name is {tasks[0]} and {tasks[1]}')
     elif all(scores) and not set(scores[0]) & set(scores[1]):
-      texts = ' and '.join(', '.join(names) for names in scores)
+      texts = ' and '.join(map(', '.join, scores))
       found.append(f'{start}they have no evaluation in common: {texts}')
   return found
 
@@ -142,8 +139,7 @@ def config_rows(
 ) -> list[tuple[str, list[str]]]:
   """Returns (key, the value of each run as text) of all keys."""
   keys = sorted({key for run in runs for key in run.recorded})
-  empty: Mapping[str, Any] = {}
   return [
-    (key, [_shown((run.recorded or empty).get(key, _ABSENT)) for run in runs])
+    (key, [_shown(run.recorded.get(key, _ABSENT)) for run in runs])
     for key in keys
   ]

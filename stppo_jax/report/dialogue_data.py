@@ -98,7 +98,7 @@ def _count(path: pathlib.Path) -> int:
 def _thin(items: Sequence[Any], sizes: Sequence[int], most: int) -> list[Any]:
   """Returns evenly spread items, the last included, as many as fit."""
   wanted = len(items)
-  while wanted:
+  while wanted > 0:
     places = [(n + 1) * len(items) // wanted - 1 for n in range(wanted)]
     total = sum(sizes[place] for place in places)
     if total <= most:

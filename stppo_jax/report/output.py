@@ -15,6 +15,8 @@ def problem(path: pathlib.Path) -> str:
       return f'{path}: is a folder; give a file'
     if not path.parent.is_dir():
       return f'{path}: no such folder: {path.parent}'
+    if not os.access(path.parent, os.W_OK):
+      return f'{path}: the folder cannot be written'
     if path.exists():
       with open(path, 'rb') as file:
         if MARK.encode() not in file.read(_BEGINNING):

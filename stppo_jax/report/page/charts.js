@@ -152,12 +152,11 @@ class Figure {
         high = Math.max(high, point.high);
       }
     }
-    const rule = this.panel.line
-      ? data.lines.map((l) => l[this.panel.line]) : [];
-    const level = rule.find((value) => value !== undefined);
-    if (level !== undefined && low <= high) {
-      low = Math.min(low, level);
-      high = Math.max(high, level);
+    const rules = [...new Set(visibleGroups().map((group) => (
+      data.lines[group][this.panel.line])))].filter((v) => v !== undefined);
+    if (low <= high) {
+      low = Math.min(low, ...rules);
+      high = Math.max(high, ...rules);
     }
     this.plot.replaceChildren();
     this.log.classList.toggle('on', this.logarithmic);
@@ -196,7 +195,7 @@ class Figure {
       svg.append(make('text', {class: 'tick', x: x(v), y: height - 6,
         'text-anchor': 'middle'}, number(v)));
     }
-    if (level !== undefined) {
+    for (const level of rules) {
       svg.append(make('line', {class: 'rule', x1: left, x2: width - right,
         y1: y(level), y2: y(level)}));
     }

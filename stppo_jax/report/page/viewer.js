@@ -11,9 +11,8 @@ async function loadIndex() {
   index.count = index.columns.step.length;
   index.ofKey = new Map();
   index.columns.key.forEach((key, n) => {
-    const same = `${key}`;
-    if (!index.ofKey.has(same)) index.ofKey.set(same, []);
-    index.ofKey.get(same).push(n);
+    if (!index.ofKey.has(key)) index.ofKey.set(key, []);
+    index.ofKey.get(key).push(n);
   });
 }
 
@@ -47,9 +46,9 @@ function list(value) {
 }
 
 function textsOf(record) {
-  return [record.question, record.prompt, ...list(record.golden_answers),
-    ...list(record.turns).flatMap((t) => [t.text, t.observation])]
-    .filter((x) => typeof x === 'string').join('\n').toLowerCase();
+  return [record.question, record.prompt, ...record.golden_answers,
+    ...record.turns.flatMap((t) => [t.text, t.observation])]
+    .join('\n').toLowerCase();
 }
 
 // ---------------------------------------------------------------- the filters
@@ -161,7 +160,7 @@ function shade(name, value) {
 
 function scaleOf(name, record) {
   const values = [];
-  for (const turn of list(record.turns)) {
+  for (const turn of record.turns) {
     if (!turn.tokens) continue;
     turn.tokens.characters.forEach((_, i) => {
       const value = shade(name, MEASURES[name][1](turn.tokens, i));
@@ -195,7 +194,7 @@ function background(name, value, scale) {
 }
 
 function available(record) {
-  const tokens = list(record.turns).map((t) => t.tokens).filter((t) => t);
+  const tokens = record.turns.map((t) => t.tokens).filter((t) => t);
   return Object.keys(MEASURES).filter((name) => name === 'none'
     || tokens.some((t) => t.characters.some((_, i) => {
       const value = MEASURES[name][1](t, i);
@@ -220,7 +219,7 @@ function legend(name, record) {
 // ------------------------------------------------------------ one dialogue
 
 function prepare(record) {
-  for (const turn of list(record.turns)) {
+  for (const turn of record.turns) {
     const t = turn.tokens;
     if (!t) continue;
     // A record that is damaged is shown without the numbers of its tokens.
@@ -318,7 +317,7 @@ function turnBlock(turn, number_, name, scale) {
   }
   const body = make('div', {class: 'text', dir: 'auto'});
   if (t) body.append(...tokenSpans(turn, name, scale));
-  else appendText(body, String(turn.text || ''));
+  else appendText(body, turn.text);
   return [
     make('article', {class: 'turn'}, make('header', {}, words.join(' · '),
       badges), body),
@@ -340,22 +339,22 @@ function scores(record) {
 function dialogueView(n, record, name) {
   const c = index.columns;
   const scale = name === 'none' ? null : scaleOf(name, record);
-  const golden = list(record.golden_answers).join(' | ');
+  const golden = record.golden_answers.join(' | ');
   const prompt = make('details', {class: 'prompt'},
     make('summary', {}, 'prompt'),
     appendText(make('div', {class: 'text', dir: 'auto'}),
-      String(record.prompt || '')));
+      record.prompt));
   return make('div', {class: 'dialogue', 'data-number': n},
     make('div', {class: 'where'}, groupChip(data.runs[c.run[n]].group),
       where(n), rewardBadge(c.reward[n]),
       badge(index.statuses[c.status[n]],
         index.statuses[c.status[n]] === 'completed' ? '' : 'bad')),
     appendText(make('h2', {class: 'question', dir: 'auto'}),
-      String(record.question || '')),
+      record.question),
     make('p', {class: 'golden'}, 'golden: ', make('b', {}, golden)),
     scores(record),
     record.cause ? make('p', {class: 'notes'}, record.cause) : null,
-    prompt, list(record.turns).map((turn, i) => (
+    prompt, record.turns.map((turn, i) => (
       turnBlock(turn, i + 1, name, scale))));
 }
 
@@ -468,7 +467,7 @@ function viewer() {
       return;
     }
     const chosen = address.get('colour', 'ratio');
-    const same = index.ofKey.get(`${c.key[n]}`);
+    const same = index.ofKey.get(c.key[n]);
     const compares = address.get('compare', '') === '1';
     const numbers = compares ? same.slice().sort((a, b) => (
       c.step[a] - c.step[b] || a - b)) : [n];
