@@ -2,6 +2,8 @@
 
 step 12/100  reward 0.534  val/em 0.610  entropy 1.204  kl 0.013  clipped 0.021
 turns 2.375  2,345 tokens/s  eta 0:12:30   (one line)
+
+The bar also shows the phase of the step that is in progress.
 """
 
 from collections.abc import Callable
@@ -72,11 +74,12 @@ class Progress:
     if self._console.is_terminal:
       self._bar = rich.progress.Progress(
         rich.progress.BarColumn(bar_width=None),
+        rich.progress.TextColumn('{task.fields[phase]}', markup=False),
         rich.progress.TextColumn('{task.description}', markup=False),
         console=self._console,
         expand=True,
       )
-      self._task = self._bar.add_task('starting', total=num_steps)
+      self._task = self._bar.add_task('starting', total=num_steps, phase='')
       self._bar.start()
 
   def update(self, done: int, metrics: Mapping[str, float]) -> None:
@@ -86,6 +89,11 @@ class Progress:
       self._bar.update(self._task, completed=done, description=line)
     else:
       self._print(line)
+
+  def enter_phase(self, phase: str) -> None:
+    """Shows in the bar what the run does; '' changes nothing."""
+    if self._bar is not None and phase:
+      self._bar.update(self._task, phase=phase)
 
   def show(self, text: str) -> None:
     """Prints text above the bar, with the colours that it has."""

@@ -176,6 +176,10 @@ class Writer:
       'trajectories', lambda: _write_lines(self._workdir / name, kept)
     )
 
+  def enter_phase(self, phase: str) -> None:
+    """Shows in the progress display what the run does from now on."""
+    self._display.enter_phase(phase)
+
   def show(self, text: str) -> None:
     """Prints text to the terminal beside the progress display."""
     self._display.show(text)
@@ -247,6 +251,9 @@ class OtherHostWriter:
       _write_lines(self._workdir / name, records[: self._trajectories])
     except OSError as error:
       _log.warning('cannot write %s, the run goes on: %r', name, error)
+
+  def enter_phase(self, phase: str) -> None:
+    """Leaves it to the first host to show what the run does."""
 
   def show(self, text: str) -> None:
     """Prints text."""

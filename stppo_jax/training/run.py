@@ -252,6 +252,7 @@ class Run:
     )
     self._stack.callback(self._writer.close)
     self._show = self._writer.show
+    self._watch.on_phase = self._writer.enter_phase
     count = config.writer.samples if self.hosts.is_first else 0
     self._samples = samples.Samples(self.show, tokenizer, count)
 

@@ -36,11 +36,15 @@ class Watch:
 
   Args:
     exit_code: returns the exit code of a run that ends without an error.
+
+  Attributes:
+    on_phase: called with the name of each phase that begins, or ''.
   """
 
   def __init__(self, exit_code: Callable[[], int]):
     self._heartbeat = heartbeat.Heartbeat(exit_code)
     self._watchdog = watchdog.Watchdog()
+    self.on_phase: Callable[[str], None] = lambda phase: None
     self._goodput: goodput.Goodput | None = None
     self._folder: pathlib.Path | None = None
     self._steps = range(0)
@@ -136,6 +140,7 @@ class Watch:
     """Says what the run does from here on; '' = nothing that has a name."""
     self._heartbeat.enter_phase(phase)
     self._watchdog.enter_phase(phase)
+    self.on_phase(phase)
     if self._traced is not None:
       self._close_spans(keep=1)
       if phase:

@@ -62,6 +62,17 @@ def test_a_resumed_run_counts_its_own_steps():
   assert file.getvalue() == 'step 51/100\nstep 52/100  eta 0:01:36\n'
 
 
+def test_a_terminal_shows_the_phase_and_a_log_does_not():
+  for terminal in (True, False):
+    shown, file = _progress(10, [5.0], terminal=terminal)
+    shown.enter_phase('update')
+    shown.enter_phase('')
+    shown.update(1, {'critic/score/mean': 0.25})
+    shown.close()
+    assert 'step 1/10  reward 0.250' in file.getvalue()
+    assert ('update' in file.getvalue()) == terminal
+
+
 def test_a_console_that_is_lost_does_not_end_the_run(caplog):
   for kind in ('pipe', 'full'):
     if kind == 'pipe':
