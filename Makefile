@@ -34,7 +34,7 @@ TESTING := $(VENV)/.installed-testing
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart check test test-fast test-slow test-torch test-torch-slow
-.PHONY: lint types docs bench lock
+.PHONY: lint types docs bench chaos lock
 
 help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) \
@@ -82,6 +82,10 @@ types: $(TESTING)  ## pyright
 docs: $(RUNTIME)  ## the pages and tables that are made from others
 	PYTHONPATH=. $(BIN)/python docs/make_algorithms.py
 	PYTHONPATH=. $(BIN)/python docs/make_collapse.py
+
+chaos: $(TESTING)  ## strike a run with faults (ARGS=--faults=8)
+	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.chaos \
+	  --seed=$(SEED) $(ARGS)
 
 bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting, search, reports, games
 	$(BENCH)/bin/python -m benchmarks.turn_sums $(ARGS)

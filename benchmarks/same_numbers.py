@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 # Metrics that depend on the clock and so differ between any two runs.
-_TIMES = ('timing_s/', 'perf/', 'goodput/', 'retrieval/latency')
+TIMES = ('timing_s/', 'perf/', 'goodput/', 'retrieval/latency')
 _SHOWN = 3  # differences that a line names
 # A smaller evaluation than the quickstart's, at the same steps.
 _SMALL = ['--config.evaluate.num_questions=64']
@@ -80,7 +80,7 @@ def compare_metrics(
   for number, (before, after) in enumerate(zip(old, new), start=1):
     names = [*before, *(name for name in after if name not in before)]
     for name in names:
-      if name.startswith(_TIMES):
+      if name.startswith(TIMES):
         continue
       count += 1
       if name not in before or name not in after:

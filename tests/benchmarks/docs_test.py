@@ -16,6 +16,7 @@ _WITH_TORCH = (
 # `make bench` leaves them out: they measure no times, or need an accelerator.
 _NO_BENCHMARK = {
   'benchmarks.accelerator',
+  'benchmarks.chaos',
   'benchmarks.same_numbers',
   'benchmarks.mismatch',
   'benchmarks.slices',

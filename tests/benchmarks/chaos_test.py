@@ -1,0 +1,83 @@
+"""The chaos test strikes as its seed says, and finds every difference."""
+
+import json
+import random
+import shutil
+
+import pytest
+
+from benchmarks import chaos
+
+
+@pytest.fixture
+def folders(tmp_path):
+  """Returns the folders of two equal runs, made by hand."""
+  run = tmp_path / 'run'
+  manifest = run / 'checkpoints' / '2' / 'manifest'
+  manifest.mkdir(parents=True)
+  (run / 'checkpoints' / '2.corrupt').mkdir()
+  leaves = {'policy.params.norm': {'fingerprint': 7}}
+  (manifest / 'metadata').write_text(json.dumps({'leaves': leaves}))
+  (run / 'policy').mkdir()
+  (run / 'policy' / 'model.safetensors').write_bytes(b'weights')
+  lines = [
+    {'step': n, 'loss': n / 2, 'timing_s/step': random.random()} for n in (1, 2)
+  ]
+  text = ''.join(json.dumps(line) + '\n' for line in lines)
+  (run / 'metrics.jsonl').write_text(text)
+  (run / 'trajectories-000001.jsonl').write_text('{}\n')
+  return run, shutil.copytree(run, tmp_path / 'other')
+
+
+def _found(folders, *, may_lack=False):
+  return list(chaos.differences(*folders, may_lack=may_lack))
+
+
+def test_equal_runs_do_not_differ(folders):
+  assert _found(folders) == []
+  line = {'step': 2, 'loss': 1.0, 'timing_s/step': 9.0, 'goodput/restarts': 3.0}
+  line['writer/sink_errors'] = 5
+  path = folders[0] / 'metrics.jsonl'
+  first = path.read_text().splitlines()[0]
+  path.write_text(f'{first}\n{json.dumps(line)}\n')
+  assert _found(folders) == []
+
+
+@pytest.mark.parametrize(
+  ('file', 'text', 'expected'),
+  [
+    ('policy/model.safetensors', 'other', 'policy/model.safetensors'),
+    (
+      'checkpoints/2/manifest/metadata',
+      '{"leaves": {"policy.params.norm": {"fingerprint": 8}}}',
+      'the last checkpoint',
+    ),
+    ('trajectories-000001.jsonl', '{"a": 1}\n', 'trajectories-000001.jsonl'),
+    (
+      'metrics.jsonl',
+      '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 1.5}\n',
+      'metrics of step 2: loss',
+    ),
+  ],
+)
+def test_each_difference_is_found(folders, file, text, expected):
+  (folders[0] / file).write_text(text)
+  assert _found(folders) == _found(folders, may_lack=True) == [expected]
+
+
+def test_only_a_full_disk_excuses_what_is_missing(folders):
+  (folders[0] / 'metrics.jsonl').write_text('{"step": 2, "loss": 1.0}\n')
+  (folders[0] / 'trajectories-000001.jsonl').unlink()
+  assert _found(folders, may_lack=True) == []
+  assert _found(folders) == [
+    'metrics of step 1: missing',
+    'trajectories-000001.jsonl: missing',
+  ]
+
+
+@pytest.mark.slow
+def test_a_run_survives_faults(tmp_path, capsys):
+  flags = ['--faults=6', '--pace=8', '--seed=1', f'--folder={tmp_path}']
+  assert chaos.main(flags) == 0
+  output = capsys.readouterr().out
+  assert output.endswith('equal, bit for bit\n') and '6 faults in' in output

@@ -1,0 +1,79 @@
+"""A long run needs no more memory, threads, files or programs than a short one.
+
+STEPS=2000 makes it as long as the promise of docs/reliability.md; without, it
+takes a minute or two on an idle machine.
+"""
+
+import gc
+import os
+import pathlib
+import threading
+from typing import NamedTuple
+
+import pytest
+
+from tests import compilations
+from tests.training import faults
+from tests.training import runs
+
+_STEPS = int(os.environ.get('STEPS', '120'))
+_KIB_PER_STEP = 48  # of memory that allocators may keep between steps
+
+
+class _Use(NamedTuple):
+  """The things that the process holds at the end of a step."""
+
+  memory: int  # KiB
+  threads: int
+  files: int
+  sockets: int
+  compiled: int
+
+
+def _use(programs):
+  gc.collect()
+  links = []
+  for path in pathlib.Path('/proc/self/fd').iterdir():
+    try:
+      links.append(os.readlink(path))
+    except OSError:  # the one that lists them
+      continue
+  status = pathlib.Path('/proc/self/status').read_text('utf-8')
+  memory = status.partition('VmRSS:')[2].split()[0]
+  sockets = sum(link.startswith('socket:') for link in links)
+  return _Use(
+    int(memory),
+    threading.active_count(),
+    len(links) - sockets,
+    sockets,
+    len(programs),
+  )
+
+
+@pytest.mark.slow
+def test_nothing_grows_from_step_to_step(tmp_path, record_property):
+  changes = {
+    'num_steps': _STEPS,
+    'evaluate__every': 10,
+    'checkpoint__every': 10,
+    'writer__samples': 0,
+  }
+  used = {}
+  with compilations.counted() as programs:
+
+    def act(moment):
+      kind, number = moment
+      # Not beside an evaluation or a save, which the next step may find open.
+      if kind == 'updated' and number % 10 == 5:
+        used[number] = _use(programs)
+
+    with faults.at(runs.config(**changes), act):
+      assert runs.train(tmp_path, **changes) == 0
+  numbers = sorted(used)
+  first, last = numbers[len(numbers) // 4], numbers[-1]
+  before, after = used[first], used[last]
+  growth = (after.memory - before.memory) / (last - first)
+  record_property('KiB per step', growth)
+  print(f'steps {first} to {last}: {growth:.1f} KiB per step, {after}')
+  assert growth < _KIB_PER_STEP, used
+  assert after._replace(memory=0) == before._replace(memory=0), used
