@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import alarms
 
+# A number at its threshold would else begin and end an alarm at every step.
+_SILENT_STEPS = 5
+
 
 class Alarmed(RuntimeError):
   """An alarm rang for so long that the run ends."""
@@ -37,6 +40,8 @@ class Alarms:
     self._hosts, self._show = hosts, show
     # Of each alarm that rings: in how many steps in a row it has.
     self._rung: dict[str, int] = {}
+    # Of each alarm that was told: for how many steps it has been silent.
+    self._told: dict[str, int] = {}
     self._lines: list[str] = []
 
   def measure(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -44,13 +49,17 @@ class Alarms:
     rings = alarms.check(metrics, self._thresholds)
     before, self._rung = self._rung, {}
     self._lines = []
-    for name in (name for name in rings if rings[name]):
-      self._rung[name] = before[name] + 1 if name in before else 1
-      if name not in before:
-        self._lines.append(f'ALARM {alarms.describe(name, metrics)}')
-    for name in before:
-      if name in rings and not rings[name]:
-        self._lines.append(f'alarm {name}: over')
+    for name, is_ringing in rings.items():
+      if is_ringing:
+        self._rung[name] = before[name] + 1 if name in before else 1
+        if name not in self._told:
+          self._lines.append(f'ALARM {alarms.describe(name, metrics)}')
+        self._told[name] = 0
+      elif name in self._told:
+        self._told[name] += 1
+        if self._told[name] == _SILENT_STEPS:
+          self._lines.append(f'alarm {name}: over')
+          del self._told[name]
     return {alarms.PREFIX + name: float(ring) for name, ring in rings.items()}
 
   def check(self, step: int) -> None:

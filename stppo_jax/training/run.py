@@ -244,11 +244,7 @@ class Run:
     self._saver = saving.Saver(config, self.workdir, self.hosts, self._claim)
     self._stack.callback(self._saver.checkpointer.close)
     self._writer = sinks.build_writer(
-      config,
-      self.workdir,
-      self.hosts,
-      num_steps=num_steps,
-      trajectories=trajectories,
+      config, self.workdir, self.hosts, num_steps, trajectories=trajectories
     )
     self._stack.callback(self._writer.close)
     self._show = self._writer.show

@@ -13,8 +13,8 @@ def build_writer(
   config,
   workdir: pathlib.Path,
   hosts: hosts_lib.Hosts,
-  *,
   num_steps: int,
+  *,
   trajectories: int,
 ) -> writer_lib.Writer | writer_lib.OtherHostWriter:
   """Returns the writer of a host; of several, the first one has the metrics.
