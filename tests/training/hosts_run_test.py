@@ -200,6 +200,21 @@ def test_a_stored_batch_has_the_same_gradients_on_any_number_of_hosts(tmp_path):
 
 
 @pytest.mark.slow
+def test_each_host_records_the_tokens_of_its_own_rows(tmp_path):
+  _train(tmp_path, num_steps=1, writer__token_details=3, evaluate__every=0)
+  for name in ('trajectories-000001.jsonl', 'trajectories-000001-host1.jsonl'):
+    lines = (tmp_path / name).read_text('utf-8').splitlines()
+    records = [json.loads(line) for line in lines]
+    detailed = ['tokens' in record['turns'][0] for record in records]
+    assert sum(detailed) >= 3 and all(detailed[: sum(detailed)])
+    for turn in (t for record in records for t in record['turns']):
+      if 'tokens' in turn:
+        assert sum(turn['tokens']['characters']) == len(turn['text'])
+        # The update of a step moves the policy a little.
+        assert all(0.5 < ratio < 2 for ratio in turn['tokens']['ratio'])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('algorithm', ['token_ppo', 'st_ppo', 'so_grpo'])
 @pytest.mark.parametrize('count', [2, 4])
 def test_trajectories_do_not_depend_on_the_number_of_hosts(
