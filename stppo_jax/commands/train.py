@@ -1,7 +1,7 @@
 """Train a policy; the same command resumes after any interruption.
 
 python -m stppo_jax train --config=FILE.py[:ALGORITHM] --workdir=DIR
-    [--config.KEY=VALUE ...] [--restart]
+    [--config.KEY=VALUE ...] [--restart] [--verify_resume=STEPS]
     [--coordinator=HOST:PORT --num_processes=N --process_id=I]
     [--start_timeout=SECONDS]
 
@@ -13,6 +13,9 @@ python -m stppo_jax train --config=FILE.py[:ALGORITHM] --workdir=DIR
                                 --noconfig.KEY set a boolean
   --restart                     moves what DIR holds into a subfolder and begins
                                 a new run
+  --verify_resume=STEPS         trains twice on this machine: in DIR/whole in
+                                one piece, and in DIR/cut resumed after STEPS;
+                                then compares the results bit for bit
   --coordinator=HOST:PORT       the address of process 0, if several processes
                                 train together and no cluster tells them; see
                                 docs/hosts.md
@@ -22,24 +25,31 @@ python -m stppo_jax train --config=FILE.py[:ALGORITHM] --workdir=DIR
 """
 
 from collections.abc import Sequence
+import pathlib
 
 from stppo_jax.commands.flags import configuration
+from stppo_jax.training.checks import resume_check
 
 
 def main(argv: Sequence[str]) -> int:
   """Trains until the configured number of steps; returns the exit code."""
+  named = [flag for flag in argv if flag.startswith('--verify_resume')]
+  verifies = bool(named) and named[-1] != resume_check.NONE
   arguments = configuration.parse(
     argv,
     options={
+      'verify_resume': 0,
       'coordinator': '',
       'num_processes': 0,
       'process_id': -1,
       'start_timeout': 300.0,
     },
     switches=('restart',),
-    writer='train',
+    writer=resume_check.COMMAND if verifies else 'train',
   )
   assert arguments.workdir is not None  # parse() has made sure of it
+  if verifies:
+    return _verify(argv, arguments, arguments.workdir)
   # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.parallel import distributed
   from stppo_jax.training import loop
@@ -60,3 +70,29 @@ def main(argv: Sequence[str]) -> int:
       restart='restart' in arguments.switches,
       hosts=hosts,
     )
+
+
+def _verify(
+  argv: Sequence[str],
+  arguments: configuration.Arguments,
+  workdir: pathlib.Path,
+) -> int:
+  """Checks that the run can be resumed; returns the exit code."""
+  after, num_steps = (
+    arguments.options['verify_resume'],
+    arguments.config.num_steps,
+  )
+  errors = []
+  if not 0 < after < num_steps:
+    errors.append(
+      f'--verify_resume={after}: must be greater than 0 and less than '
+      f'num_steps={num_steps}'
+    )
+  if arguments.switches or arguments.options['coordinator']:
+    errors.append(
+      '--verify_resume: runs on one machine, and without --restart: give a '
+      'new folder'
+    )
+  if errors:
+    raise configuration.ConfigurationError(errors)
+  return resume_check.verify(argv, workdir, after=after, num_steps=num_steps)

@@ -32,6 +32,7 @@ class Endable(Protocol):
   resumed: bool
   exit_code: int
   unit: str
+  steps_done: int
 
   @property
   def last(self) -> str:
@@ -97,6 +98,12 @@ def _save_interrupted(run: Endable) -> None:
     # Whatever a start has written is complete, or the next start makes it
     # again.
     print(
+      f'interrupted before the first {run.unit}; the same command starts again'
+    )
+    return
+  if run.steps_done == 0:
+    # There is nothing to lose, and the first save compiles a program.
+    run.show(
       f'interrupted before the first {run.unit}; the same command starts again'
     )
     return

@@ -262,18 +262,14 @@ def test_a_killed_run_is_the_same_run(finished, tmp_path):
     assert lines in (written, [*written, written[-1] + 1])
     left = {path.name for path in (tmp_path / 'checkpoints').iterdir()}
     # The collection begins while threads still write step 1.
-    assert (
-      left
-      in {
-        'collect': ({'1'}, {'1.orbax-checkpoint-tmp'}),
-        'os.mkdir': ({'1'},),
-        'os.rename': ({'1', _SAVE},),
-      }[event]
-    )
+    begun = {'1.orbax-checkpoint-tmp'}
+    expected = {'1', _SAVE} if event == 'os.rename' else {'1'}
+    assert left == expected or (event == 'collect' and left == begun)
   assert runs.train(tmp_path) == 0
   _assert_same_run(tmp_path, finished)
   last = runs.metrics(tmp_path)[-1]
-  assert last['goodput/restarts'] == 3 and last['goodput/lost_steps'] == 2
+  # The second and the third step, and what threads had not saved yet.
+  assert last['goodput/restarts'] == 3 and 2 <= last['goodput/lost_steps'] <= 4
   assert (
     last['goodput/fraction'] < runs.metrics(finished)[-1]['goodput/fraction']
   )

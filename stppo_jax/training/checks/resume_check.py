@@ -1,0 +1,110 @@
+"""Checks that a run which is cut in two ends as the same run, bit for bit.
+
+    WORKDIR/whole    the run in one piece
+           /cut      the run that ends after some steps, and is resumed
+
+Each piece is a process of its own, as it would be after a preemption. Then the
+fingerprints of all arrays of the last checkpoints are compared.
+"""
+
+from collections.abc import Sequence
+import pathlib
+import subprocess
+import sys
+from typing import Any
+import uuid
+
+from stppo_jax.records import run_folder
+from stppo_jax.records.checkpoints import saved_steps
+
+COMMAND = 'train --verify_resume'
+NONE = '--verify_resume=0'  # a flag that verifies nothing
+_DIFFERS = 3  # exit code
+
+
+class NothingToCompare(Exception):
+  """A checkpoint is missing or damaged."""
+
+  exit_code = _DIFFERS
+
+
+def verify(
+  flags: Sequence[str], workdir: pathlib.Path, *, after: int, num_steps: int
+) -> int:
+  """Makes a run in one piece and in two, and compares their ends.
+
+  Args:
+    flags: flags of the command `train`, the last of equal ones counts.
+    workdir: the folder of both runs.
+    after: the steps after which the second run is cut.
+    num_steps: the length of the runs.
+
+  Returns:
+    The exit code: 0 they are equal, 3 they differ, or that of a run that has
+    not come to its end.
+  """
+  workdir.mkdir(parents=True, exist_ok=True)
+  if run_folder.read(workdir) is None:
+    run = run_folder.Run(COMMAND, uuid.uuid4().hex, '')
+    run_folder.write(workdir, run)
+  whole, cut = workdir / 'whole', workdir / 'cut'
+  for folder, steps in ((whole, num_steps), (cut, after), (cut, num_steps)):
+    print(f'--- {folder}: to step {steps}', flush=True)
+    length = f'--config.num_steps={steps}'
+    code = _train([*flags, f'--workdir={folder}', length, NONE])
+    if code:
+      print(f'{folder}: ended with exit code {code}; nothing was compared')
+      return code
+  lines, count = differences(whole, cut, num_steps)
+  for line in lines:
+    print(f'WRONG  {line}')
+  pieces = f'{after} + {num_steps - after} steps against {num_steps}'
+  if not lines:
+    print(f'ok     {pieces}: {count} arrays, all of them equal in every bit')
+  return _DIFFERS if lines else 0
+
+
+def differences(
+  one: pathlib.Path, other: pathlib.Path, step: int
+) -> tuple[list[str], int]:
+  """Compares the checkpoints of a step of two runs by their fingerprints.
+
+  Returns:
+    A line for each array, or value of the host, that differs; and the number of
+    arrays.
+
+  Raises:
+    NothingToCompare: a checkpoint is missing or damaged.
+  """
+  ours, theirs = (_manifest(folder, step) for folder in (one, other))
+  lines = []
+  for name in sorted(ours['leaves'].keys() | theirs['leaves'].keys()):
+    if ours['leaves'].get(name) != theirs['leaves'].get(name):
+      lines.append(f'step {step}: {name} differs')
+  for name in sorted(ours['host'].keys() & theirs['host'].keys() - {'line'}):
+    if ours['host'][name] != theirs['host'][name]:
+      lines.append(
+        f'step {step}: {name} is {ours["host"][name]} in one piece, and '
+        f'{theirs["host"][name]} in two'
+      )
+  return lines, len(ours['leaves'])
+
+
+def _manifest(folder: pathlib.Path, step: int) -> dict[str, Any]:
+  path = folder / 'checkpoints' / str(step)
+  try:
+    return saved_steps.read_manifest(path, step)
+  except ValueError as error:
+    raise NothingToCompare(f'{path}: {error}') from error
+
+
+def _train(flags: Sequence[str]) -> int:
+  """Runs `train` as a process; ends it if this one is interrupted."""
+  command = [sys.executable, '-m', 'stppo_jax', 'train', *flags]
+  process = subprocess.Popen(command)
+  try:
+    return process.wait()
+  except BaseException:
+    process.terminate()
+    process.wait()
+    raise
