@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 _ORBAX = '/orbax/'  # in the path of a file
+_ADVICE = 'Waiting for previous save'
 # What asyncio logs of a task that has failed and that nobody waits for.
 _UNHEARD = 'exception was never retrieved'
 
@@ -43,8 +44,13 @@ def cause(error: Exception) -> str:
 
 
 def _is_not_logged_by_orbax(record: logging.LogRecord) -> bool:
-  """Returns whether a log record is no traceback of Orbax."""
-  return not (record.exc_info and _ORBAX in record.pathname)
+  """Returns whether a log record is none of Orbax that nobody needs.
+
+  These are tracebacks, and advice to save less often, which counts the time
+  that a run waits for a save at its end.
+  """
+  is_advice = record.getMessage().startswith(_ADVICE)
+  return not (_ORBAX in record.pathname and (record.exc_info or is_advice))
 
 
 def _is_not_unheard(record: logging.LogRecord) -> bool:

@@ -1,6 +1,7 @@
 """An error of Orbax is one line, and other errors are reported as ever."""
 
 import asyncio
+import logging
 import subprocess
 import sys
 import types
@@ -81,3 +82,19 @@ def test_a_save_that_fails_is_one_line(tmp_path):
   assert others[-1] == 'ValueError: an error of the user'
   assert sum('Traceback' in other for other in others) == 1
   assert 'Event loop is closed' not in done.stderr
+
+
+def test_advice_about_waiting_is_hidden_and_other_warnings_are_not():
+  orbax_errors.hide_repeated()
+  logger = logging.getLogger('absl')
+  shown = [
+    logger.filter(
+      logger.makeRecord('absl', logging.WARNING, path, 1, text, (), None)
+    )
+    for path, text in (
+      ('/site/orbax/checkpoint_manager.py', 'Waiting for previous save to ...'),
+      ('/site/orbax/checkpoint_manager.py', 'another warning'),
+      ('/site/other.py', 'Waiting for previous save to ...'),
+    )
+  ]
+  assert list(map(bool, shown)) == [False, True, True]
