@@ -1,6 +1,9 @@
 """Numbers of games, for environments that make a game from its number."""
 
+from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
+from typing import Protocol
 
 import numpy as np
 
@@ -64,6 +67,61 @@ class GameQuestions:
   def world_passages(self, world: int) -> list[types.Passage]:
     """Raises LookupError: there is nothing to search."""
     raise LookupError(f'no world {world}: games have no passages')
+
+
+class Player(Protocol):
+  """An environment that can play its games to the end."""
+
+  def demonstrate(
+    self,
+    question: types.Question,
+    choose: Callable[[str, Sequence[str]], str],
+  ) -> list[str]:
+    """Returns the turns of a played game.
+
+    Args:
+      question: the question of the game.
+      choose: gets a command that leads to the solution, and all commands that
+        are possible; returns the one to play.
+    """
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class GameDemonstrations:
+  """Demonstrations of the games that are trained on.
+
+  The demonstrator may err in every turn: it then plays any possible command.
+  This is a `demonstrations.Demonstrations`.
+
+  Attributes:
+    questions: the questions of the run, which must be of a limited number of
+      games: a new game takes a tenth of a second to make.
+    player: the environment of the run.
+    error_rate: the probability of an error in a turn.
+    clean_steps: the number of first steps without errors.
+  """
+
+  questions: GameQuestions
+  player: Player
+  error_rate: float
+  clean_steps: int
+
+  def batch(
+    self, step: int, count: int
+  ) -> list[tuple[types.Question, list[str]]]:
+    """See `demonstrations.Demonstrations`."""
+    rng = np.random.default_rng((self.questions.seed, step))
+    rate = 0.0 if step < self.clean_steps else self.error_rate
+
+    def choose(right: str, possible: Sequence[str]) -> str:
+      if rng.random() >= rate:
+        return right
+      return possible[int(rng.integers(len(possible)))]
+
+    numbers = rng.integers(self.questions.count, size=count)
+    chosen = [_question(_FOR_EVALUATION + int(number)) for number in numbers]
+    return [(q, self.player.demonstrate(q, choose)) for q in chosen]
 
 
 def _question(number: int) -> types.Question:

@@ -22,6 +22,11 @@ def parse(text: str) -> str | None:
   return ' '.join(action.content.split())
 
 
+def write(command: str) -> str:
+  """Returns a turn that gives a command."""
+  return f'<action> {command}</action>'
+
+
 def observation(text: str) -> protocol.Observation:
   """Returns what a game answers as an observation."""
   return protocol.Observation('\n\n', text, '\n\n')

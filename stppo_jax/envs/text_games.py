@@ -7,10 +7,13 @@ what there is. They need no interpreter of Inform, which makes a game start in
 milliseconds. It needs the package `textworld`, an extra of ours.
 """
 
+from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import functools
+import pathlib
+import re
 from typing import Any
 from typing import Self
 
@@ -24,6 +27,8 @@ from stppo_jax.retrieval import protocol as retrieval
 Status = types.TrajectoryStatus
 
 _KEPT_GAMES = 1024  # in memory; the trajectories of a group share one
+
+_KEPT_STATES = 16 * _KEPT_GAMES
 
 # How the rooms of a fact lie to one another: seen from the second, seen from
 # the first.
@@ -96,6 +101,8 @@ class TextWorldEnvironment(protocol.Environment):
     self._game = functools.lru_cache(_KEPT_GAMES)(
       functools.partial(_make_game, rooms, objects, quest_length)
     )
+    # Demonstrations come to the same states again and again.
+    self._choices = functools.lru_cache(_KEPT_STATES)(self._choices_after)
 
   @classmethod
   def from_options(
@@ -113,8 +120,9 @@ class TextWorldEnvironment(protocol.Environment):
 
   @staticmethod
   def phrases(vocabulary: Sequence[str]) -> list[str]:
-    """Returns the tags and the vocabulary."""
-    return [*commands.TAGS, *vocabulary, commands.CORRECTION]
+    """Returns the tags, the vocabulary and the words of TextWorld."""
+    words = [f' {word}' for word in _words_of_games()]
+    return [*commands.TAGS, *vocabulary, *words, commands.CORRECTION]
 
   @staticmethod
   def statistics(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
@@ -127,17 +135,31 @@ class TextWorldEnvironment(protocol.Environment):
 
   def episode(self, question: types.Question) -> '_Episode':
     """Returns the environment of one trajectory, with a game of its own."""
-    return _Episode(self, self._begin(question))
+    return _Episode(self, self._begin(question.id))
 
   def prompt(self, question: types.Question) -> str:
     """Returns the prompt with the objective and what there is to see."""
-    game = self._begin(question)
+    game = self._begin(question.id)
     text = f'Objective: {" ".join(game.objective.split())}\n{self.look(game)}'
     return self._template.replace(prompts.PLACEHOLDER, text)
 
   def solution(self, question: types.Question) -> list[str]:
     """Returns commands that solve the game of a question."""
-    return self._begin(question).solution()
+    return self._begin(question.id).solution()
+
+  def demonstrate(
+    self,
+    question: types.Question,
+    choose: Callable[[str, Sequence[str]], str],
+  ) -> list[str]:
+    """See `games.Player`."""
+    played: tuple[str, ...] = ()
+    while len(played) <= self._max_turns:
+      right, possible = self._choices(question.id, played)
+      if right is None:
+        break
+      played += (choose(right, possible),)
+    return [commands.write(command) for command in played]
 
   def look(self, game: '_Game') -> str:
     """Returns what there is to see, and to do if commands are listed."""
@@ -173,8 +195,20 @@ class TextWorldEnvironment(protocol.Environment):
     solved = float(game.solved and status is not Status.INFRA_ERROR)
     return {'solved': self._solved * solved}, {'solved': solved}
 
-  def _begin(self, question: types.Question) -> '_Game':
-    return _Game(self._game(int(question.id)))
+  def _choices_after(
+    self, number: str, played: tuple[str, ...]
+  ) -> tuple[str | None, list[str]]:
+    """Returns the next command of a solution, and all that are possible.
+
+    It is None if the game is solved, or cannot be solved any more.
+    """
+    game = self._begin(number)
+    for command in played:
+      game.play(command)
+    return next(iter(game.solution()), None), sorted(game.commands())
+
+  def _begin(self, number: str) -> '_Game':
+    return _Game(self._game(int(number)))
 
 
 class _Episode(protocol.Episode):
@@ -210,6 +244,16 @@ def _make_game(rooms: int, objects: int, quest_length: int, seed: int) -> Any:
     for n, name in enumerate(('map', 'objects', 'quest', 'grammar'))
   }
   return generator.make_game(options)
+
+
+@functools.cache
+def _words_of_games() -> list[str]:
+  """Returns the words that names and objectives of games consist of."""
+  from textworld.generator import text_grammar  # pyright: ignore[reportMissingImports]
+
+  files = text_grammar.Grammar().grammar_files
+  texts = [pathlib.Path(file).read_text('utf-8') for file in files]
+  return sorted(set(re.findall(r"[A-Za-z][A-Za-z'-]*", ' '.join(texts))))
 
 
 @functools.cache
@@ -320,7 +364,7 @@ class _Game:
               through = ' through ' + _with_article(f'{state} {name(door)}')
             exits.append(direction + through)
     if exits:
-      yield f'One can go {", ".join(sorted(exits))}.'
+      yield f'You can go {", ".join(sorted(exits))}.'
     carried = [
       _with_article(name(thing))
       for thing, place in facts.get('in', ())

@@ -183,7 +183,9 @@ class _Learner:
     adam, self._numbers = optimizer_lib.from_config(config.sft.optimizer)
     self._init, self._update = _programs(self.policy, adam, self._mesh)
     self._rows = sharding.batch_sharding(self._mesh)
-    self._teacher = assembly.build_demonstrations(config, services.questions)
+    self._teacher = assembly.build_demonstrations(
+      config, services.questions, services.environment
+    )
 
   def start(self) -> state_lib.TrainState:
     """Returns the state before the first step."""

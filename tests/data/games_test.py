@@ -32,8 +32,40 @@ def test_too_few_games_are_an_error():
     questions.train(0, 5)
 
 
-def test_a_supervised_start_is_refused_with_one_line():
-  questions = games.GameQuestions(seed=0, count=0)
-  with pytest.raises(ValueError, match='has no demonstrations to') as error:
-    assembly.build_demonstrations(base.get_config(), questions)
-  assert '\n' not in str(error.value)
+def test_demonstrations_need_a_limited_number_of_games_that_can_be_played():
+  config = base.get_config()
+  for count, player, expected in (
+    (0, _Player(), 'data.games.count=0: must be greater than 0 for demonst'),
+    (4, object(), 'env.name=search: has no demonstrations to imitate'),
+  ):
+    questions = games.GameQuestions(seed=0, count=count)
+    with pytest.raises(ValueError, match=expected) as error:
+      assembly.build_demonstrations(config, questions, player)
+    assert '\n' not in str(error.value)
+
+
+class _Player:
+  """Plays games of ten commands, of which one is right."""
+
+  def demonstrate(self, question, choose):
+    del question
+    return [choose('right', ['right', *'abcdefghi']) for _ in range(5)]
+
+
+def test_a_demonstrator_errs_as_often_as_it_should():
+  questions = games.GameQuestions(seed=0, count=50)
+  teacher = games.GameDemonstrations(
+    questions=questions, player=_Player(), error_rate=0.5, clean_steps=2
+  )
+  trained = {q.id for q in questions.train(0, 50)}
+  for step in (0, 1):
+    assert {t for _, turns in teacher.batch(step, 9) for t in turns} == {
+      'right'
+    }
+  drawn = teacher.batch(2, 400)
+  assert {question.id for question, _ in drawn} == trained
+  right = [turn == 'right' for _, turns in drawn for turn in turns]
+  # Of the errors, one in ten is right by chance.
+  assert sum(right) / len(right) == pytest.approx(0.55, abs=0.04)
+  assert teacher.batch(2, 400) == drawn
+  assert teacher.batch(3, 400) != drawn

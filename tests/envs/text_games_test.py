@@ -1,12 +1,14 @@
 """Generated text games, solved through the loop that collects trajectories."""
 
 import asyncio
+import re
 
 import numpy as np
 import pytest
 
 from stppo_jax import types
 from stppo_jax.data import games
+from stppo_jax.envs import commands
 from stppo_jax.envs import text_games
 from stppo_jax.rollout import pack
 from tests.rollout import dialogues
@@ -132,3 +134,29 @@ def test_knobs_make_the_games(environment):
     step = asyncio.run(episode.step(question, turn_index, _write(command)))
     assert step.reward == 0.0
   assert step.status is _STATUS.COMPLETED
+
+
+def test_demonstrations_are_played_to_the_end(environment):
+  right = environment.demonstrate(_QUESTIONS[0], lambda right, _: right)
+  solution = environment.solution(_QUESTIONS[0])
+  assert [commands.parse(turn) for turn in right] == solution
+  offered = []
+
+  def last(right, possible):
+    assert right in possible and possible == sorted(possible)
+    offered.append(possible)
+    return possible[-1]
+
+  other = environment.demonstrate(_QUESTIONS[0], last)
+  assert len(other) == len(offered) <= 6
+  script = [commands.parse(turn) for turn in other]
+  (found,) = _collect(environment, [script], _QUESTIONS[:1])
+  assert not any(turn.action == 'invalid' for turn in found.turns)
+
+
+def test_every_word_of_a_game_is_a_phrase(environment):
+  phrases = environment.phrases([])
+  for question in _QUESTIONS:
+    game = environment.prompt(question).split('Objective: ')[1]
+    for word in re.findall(r" ([A-Za-z][A-Za-z'-]*)", game):
+      assert f' {word}' in phrases

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import math
+import typing
 
 import jax
 
@@ -213,17 +214,32 @@ def build_questions(config) -> questions_lib.Questions:
 
 
 def build_demonstrations(
-  config, questions: questions_lib.Questions
+  config,
+  questions: questions_lib.Questions,
+  environment: protocol.Environment,
 ) -> demonstrations.Demonstrations:
   """Returns the demonstrations that the supervised start imitates.
 
   Raises:
-    ValueError: the data set has none; one line.
+    ValueError: there are none; one line.
   """
   if isinstance(questions, games.GameQuestions):
-    raise ValueError(
-      'data.name=games: has no demonstrations to imitate; start from a model '
-      'that can follow the prompt (model.path), without sft.before_training'
+    if not hasattr(environment, 'demonstrate'):
+      raise ValueError(
+        f'env.name={config.env.name}: has no demonstrations to imitate; start '
+        'from a model that can follow the prompt (model.path), without '
+        'sft.before_training'
+      )
+    if not questions.count:
+      raise ValueError(
+        'data.games.count=0: must be greater than 0 for demonstrations, '
+        'because a new game takes long to make'
+      )
+    return games.GameDemonstrations(
+      questions=questions,
+      player=typing.cast(games.Player, environment),
+      error_rate=config.sft.error_rate,
+      clean_steps=config.sft.clean_one_hop_steps + config.sft.clean_steps,
     )
   if isinstance(questions, questions_lib.SyntheticQuestions):
     return demonstrations.SyntheticDemonstrations(
