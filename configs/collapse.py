@@ -97,7 +97,7 @@ def _corrections(algorithm):
 def studies():
   return {
     'levels': {
-      'title': 'Level of the ratio and correction, at three learning rates',
+      'title': 'Level of the ratio, and correction',
       'seeds': 8,
       'arms': {
         f'rate {rate:g}': {name: {_RATE: rate} for name in _LEVELS}
@@ -180,7 +180,7 @@ def studies():
       'starts': {f'{n}': {'sft.num_steps': n} for n in _BUDGETS},
     },
     'calculator': {
-      'title': 'Level of the ratio and correction, with a calculator',
+      'title': 'Level of the ratio, and correction, with a calculator',
       'seeds': 3,
       'arms': {
         '': {name: {**_CALCULATOR, 'start': 'calculator'} for name in _LEVELS},

@@ -1,6 +1,5 @@
 """`ablate` trains each arm with each seed once, and compares what has ended."""
 
-import os
 import re
 import signal
 import subprocess
@@ -82,6 +81,7 @@ for step in range(1, 31):
   for level in ('token', 'turn', 'sequence'):
     line |= {{f'clipfrac/{{level}}/low': 0.1, f'clipfrac/{{level}}/high': 0.02}}
     line[f'ratio/{{level}}/max'] = step
+  line |= {{'alarm/kl': float(step > 12), 'alarm/entropy': 0.0}}
   lines.append(line | {{'actor/entropy': 1 / 3, 'critic/kl': None}})
 lines[-1]['val/em/one_hop'] = lines[-1]['val/em/two_hop'] = 0.125
 text = ''.join(json.dumps(line) + '\\n' for line in lines)
@@ -168,6 +168,10 @@ def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
   ]
   assert outcome['mine'][6].startswith('0/2')
   assert re.search(r'\| mine \| token_ppo \| 2 \| \+0\.32 .* \| 2/2 \|', page)
+  # From step 13 on, five before step 18, and in 18 of 30 steps of the others.
+  assert '| kl | 2/2 | 5 | 60% of steps |' in page
+  assert '| entropy | 0/2 |  | 0% of steps |' in page
+  assert '| repetition |' not in page  # it was not measured
   names = [f'pair_{x}' for x in ('inside', 'success')]
   assert sorted(path.name for path in (folder / 'figures').iterdir()) == [
     f'{name}.{suffix}' for name in names for suffix in ('png', 'svg')
@@ -316,30 +320,26 @@ def test_the_shipped_studies_have_valid_configs(study, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_study_of_runs_is_killed_and_goes_on(tmp_path):
+  (tmp_path / 'studies.py').write_text(_STUDIES)
   folder = tmp_path / 'study'
-  flags = [f'--config={_CONFIG}', '--groups=rate 0.00075', '--seeds=1']
-  flags += [f'--workdir={folder}', '--jobs=2', *runs.flags(num_steps=5)[1:]]
-
-  def start():
-    return subprocess.Popen(
-      [sys.executable, '-m', 'stppo_jax', 'ablate', *flags],
-      cwd=runs.REPO,
-      env=os.environ | {'JAX_NUM_CPU_DEVICES': '1'},
-    )
-
-  process = start()
-  _wait(lambda: (folder / 'levels.csv').exists(), seconds=600)
+  table = folder / 'pair.csv'
+  sizes = runs.flags(num_steps=5, evaluate__every=5)[1:]
+  flags = _flags(folder, 'pair', '--seeds=1', '--jobs=1', *sizes)
+  process = runs.start('ablate', *flags)
+  _wait(lambda: table.exists() or process.poll() is not None, seconds=600)
   process.send_signal(signal.SIGTERM)
-  assert process.wait(timeout=600) == 75
-  done = results.read(folder / 'levels.csv')
+  out, err = process.communicate(timeout=600)
+  assert process.returncode == 75, out + err
+  (done,) = results.read(table)
   files = {
-    path: path.stat().st_mtime_ns
-    for run in done
-    for path in folder.glob(f'*-{run.arm}-seed0/*')
+    path: path.stat().st_mtime_ns for path in folder.glob(f'{done.arm}-seed0/*')
   }
-  assert files and start().wait(timeout=600) == 0
-  found = results.read(folder / 'levels.csv')
-  assert len(found) == 4 and files == {p: p.stat().st_mtime_ns for p in files}
+  process = runs.start('ablate', *flags)
+  out, err = process.communicate(timeout=600)
+  assert process.returncode == 0, out + err
+  found = results.read(table)
+  assert [run.arm for run in found] == ['token_ppo', 'mine']
+  assert files and files == {path: path.stat().st_mtime_ns for path in files}
   for run in found:
     assert len(run.per_step('success')) == 5
     for column in ('success', 'clip_token', 'clip_turn', 'entropy', 'rho'):

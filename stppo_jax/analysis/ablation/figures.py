@@ -27,9 +27,11 @@ _INSIDE = {
   'KL to the reference': ('kl_reference', False),
   'Explained variance': ('explained_variance', False),
 }
+# Where an axis begins: a critic can be wrong by any factor.
+_LEAST = {'explained_variance': -1.0}
 _STYLES = ('-', '--', ':', '-.')
 _SAVED: Mapping[str, dict[str, Any]] = {
-  'png': {'format': 'png'},
+  'png': {'format': 'png', 'dpi': 110},
   'svg': {'format': 'svg', 'metadata': {'Date': None}},
 }
 
@@ -114,13 +116,16 @@ def _page(
         _draw(axes, [r.per_step(column) for r in by_arm[arm.key]], number, arm)
       if is_log:
         axes.set_yscale('log')
+      if column in _LEAST:
+        axes.set_ylim(_LEAST[column], 1.0)
   for axes in grid[-1]:
     axes.set_xlabel('step')
   for place in range(len(groups)):
     if place == len(groups) - 1:
       grid[0][place].legend(loc='upper left', bbox_to_anchor=(1.0, 1.0))
+  title = f'{study.title}: means of {statistics.WINDOW} steps'
   page.suptitle(
-    study.title.replace('$', r'\$'),
+    title.replace('$', r'\$'),
     x=_LEFT / width,
     y=1 - 0.1 / tall,
     ha='left',
@@ -148,5 +153,6 @@ def _draw(axes, curves: Sequence[np.ndarray], number: int, arm) -> None:
   for row, values in zip(table, smooth):
     row[: len(values)] = values
   means = [statistics.average(column) for column in table.T]
-  label = f'{arm.name} ({len(curves)})'
+  seeds = f'{len(curves)} seed' + 's' * (len(curves) > 1)
+  label = f'{arm.name}, {seeds}'
   axes.plot(np.arange(1, length + 1), means, line, color=colour, label=label)

@@ -23,6 +23,16 @@ from stppo_jax.records import headline
 from stppo_jax.records import plots
 
 _LEVELS = ('token', 'turn', 'sequence')
+# Those of `records/alarms.py` that a policy which goes wrong can set off.
+ALARMS = (
+  'repetition',
+  'entropy',
+  'turn_ratio',
+  'explained_variance',
+  'finish_ratio',
+  'search_rate',
+  'kl',
+)
 # Column -> metrics whose sum it is; docs/metrics.md explains them.
 METRICS = {
   'success': ('critic/score/mean',),
@@ -41,18 +51,7 @@ METRICS = {
   'rho': ('stab/rho',),
   'scale': ('stab/scale',),
   'turn_length': ('turn_length/mean',),
-  **{
-    f'alarm_{name}': (f'alarm/{name}',)
-    for name in (
-      'repetition',
-      'entropy',
-      'turn_ratio',
-      'explained_variance',
-      'finish_ratio',
-      'search_rate',
-      'kl',
-    )
-  },
+  **{f'alarm_{name}': (f'alarm/{name}',) for name in ALARMS},
 }
 # The mean over the evaluation sets, of the greedy policy.
 _GREEDY = 'greedy'

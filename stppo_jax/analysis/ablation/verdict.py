@@ -62,9 +62,12 @@ def tables(
     outcomes.append(start + _outcomes(of_arm))
     inside.append(start + _inside(of_arm))
   found = {'Success': outcomes, 'What happened in the updates': inside}
-  differences = _differences(study, by_arm, has_groups)
-  if len(differences) > 1:
-    found['Paired differences'] = differences
+  for title, table in (
+    ('Paired differences', _differences(study, by_arm, has_groups)),
+    ('Alarms', _alarms(runs)),
+  ):
+    if len(table) > 1:
+      found[title] = table
   return found
 
 
@@ -117,16 +120,47 @@ def _differences(study, by_arm, has_groups) -> Table:
       )
       found = statistics.difference(values, others)
       row += [
-        _signed(found.estimate),
+        _signed(found),
         f'{found.larger}/{found.seeds}',
-        f'{found.p:.3f}',
+        f'{found.p:.3f}' if found.seeds > 1 else '',
       ]
     table.append(row)
   return table
 
 
+def _alarms(runs: Sequence[results.Run]) -> Table:
+  """Returns when alarms rang: before a collapse, and without one."""
+  table = [
+    ['alarm', 'rang before a collapse', 'steps before', 'rang without one']
+  ]
+  curves = [statistics.curve(run.per_step('success')) for run in runs]
+  for name in results.ALARMS:
+    early, collapsed, quiet = [], 0, []
+    for run, curve in zip(runs, curves):
+      rings = run.per_step(f'alarm_{name}')
+      if np.isnan(rings).all():  # as in a run without a value model
+        continue
+      if not curve.collapsed:
+        quiet.append(statistics.average(rings))
+        continue
+      collapsed += 1
+      # Step n is at place n - 1.
+      steps = 1 + np.flatnonzero(rings[: int(curve.collapsed_at)] == 1)
+      early += [curve.collapsed_at - steps[0]] if len(steps) else []
+    if collapsed or quiet:
+      table.append(
+        [
+          name,
+          f'{len(early)}/{collapsed}',
+          f'{np.median(early):.0f}' if early else '',
+          f'{np.mean(quiet):.0%} of steps' if quiet else '',
+        ]
+      )
+  return table
+
+
 def _estimate(values: Sequence[float]) -> str:
-  """Returns a mean and its interval; a single seed has no interval."""
+  """Returns a mean and its interval, which one seed does not have."""
   if any(map(math.isnan, values)):
     return ''
   found = statistics.mean(values)
@@ -135,8 +169,12 @@ def _estimate(values: Sequence[float]) -> str:
   return f'{found.mean:.2f} ({found.low:.2f}..{found.high:.2f})'
 
 
-def _signed(estimate: statistics.Estimate) -> str:
-  return f'{estimate.mean:+.2f} ({estimate.low:+.2f}..{estimate.high:+.2f})'
+def _signed(difference: statistics.Difference) -> str:
+  """Returns a mean difference and its interval, unless it has one seed."""
+  mean, low, high = difference.estimate
+  if difference.seeds == 1:
+    return f'{mean:+.2f}'
+  return f'{mean:+.2f} ({low:+.2f}..{high:+.2f})'
 
 
 def as_text(study: study_lib.Study, runs: Sequence[results.Run]) -> str:
