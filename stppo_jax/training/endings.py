@@ -165,7 +165,7 @@ def _rescue(run: Endable, exit_code: int, *, answered: bool) -> bool:
     except Exception as error:  # the main thread tries again
       run.show(f'{run.last} cannot be saved now: {error}')
       return False
-  if run.resumed:
+  if run.resumed and run.steps_done:
     run.show(f'interrupted after {run.last}, saved; {_RESUMES}')
   else:
     print(
