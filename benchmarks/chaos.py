@@ -294,7 +294,8 @@ def differences(
       yield f'metrics of step {step}: {", ".join(sorted(names)[:3])}'
   for path in sorted(undisturbed.glob('trajectories-*.jsonl')):
     ours_path = disturbed / path.name
-    if not ours_path.is_file():
+    # All lines are written or, on a full disk, none.
+    if not ours_path.is_file() or not ours_path.stat().st_size:
       if not may_lack:
         yield f'{path.name}: missing'
     elif ours_path.read_bytes() != path.read_bytes():
