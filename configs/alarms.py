@@ -2,16 +2,17 @@
 
 `records/alarms.py` has the rules. The defaults were set so that healthy runs of
 the quickstart are silent; another model and other questions may need others.
+A threshold of inf or -inf silences its alarm.
 """
 
 from typing import Any
 
 
 def section() -> dict[str, Any]:
-  """Returns the section; a key is that of an alarm unless OPTIONS has it."""
+  """Returns the section: thresholds by the names of alarms, and OPTIONS."""
   return {
-    # The largest share of repeated text: of policy tokens that end four tokens
-    # which the same turn has had before. inf and -inf silence an alarm.
+    # The largest share of repeated text: of policy tokens that, with the three
+    # before them, are a sequence that the same turn has had before.
     'repetition': 0.5,
     'entropy': 0.01,  # the least entropy of the policy, in nats
     'turn_ratio': 5.0,  # the largest ratio of a turn

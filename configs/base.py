@@ -343,8 +343,8 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       'updates': {
         'minibatch_size': 256,  # trajectories per optimiser step
         'num_epochs': 1,  # passes over a collected batch
-        # A step ends with the first update in which log(old / new), the mean
-        # over its policy tokens (actor/ppo_kl), exceeds this. 0 = never.
+        # The updates of a step end after the first in which log(old / new), the
+        # mean over its policy tokens (actor/ppo_kl), exceeds this; 0 = never.
         'kl_stop': 0.0,
         # Trajectories per forward pass; 0 = minibatch_size.
         'microbatch_size': 0,

@@ -5,8 +5,8 @@
         --config.retrieval.url=http://HOST:8000 --workdir=/shared/run
 
 Every host of the slice runs this command; launch/README.md has launchers that
-start it. All hosts must see /shared, DATA and MODEL, which are those of
-`configs/medical.py`, as is HOST. As in the paper (arXiv:2511.20718), a step has
+start it. All hosts must see /shared, DATA and MODEL. `configs/medical.py`
+explains DATA, MODEL and HOST. As in the paper (arXiv:2511.20718), a step has
 256 questions, a minibatch 128 trajectories, and a dialogue at most 6 searches.
 
     python -m stppo_jax plan --config=FILE --topology=v5e:4x4 --compile=False \

@@ -6,7 +6,7 @@
 
 Every host of the slice runs this command; launch/README.md has launchers that
 start it. All hosts must see /shared, DATA and MODEL, which are those of
-`configs/nq_hotpotqa.py`, as is HOST. The setting is that of the paper, see
+`configs/nq_hotpotqa.py`, and so is HOST. The setting is that of the paper, see
 docs/algorithms.md. For one data set, set data.train to
 nq:train or hotpotqa:train, and data.evaluation likewise.
 

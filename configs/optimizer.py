@@ -11,7 +11,7 @@ def adam(**changes: float) -> dict[str, float]:
     'eps': 1e-8,  # added to the root of that mean
     'weight_decay': 0.01,  # decoupled from the gradient, as in AdamW
     'max_grad_norm': 1.0,  # gradients are scaled down to this norm
-    # Updates whose gradient has a larger norm are skipped, as spikes; 0 = none
+    # Updates whose gradient has a larger norm (a spike) are skipped; 0 = none
     # is. actor/grad_norm and critic/grad_norm show which norms are usual.
     'skip_grad_norm': 0.0,
     **changes,

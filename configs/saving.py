@@ -10,8 +10,8 @@ def checkpoint() -> dict[str, Any]:
     # How many of the newest checkpoints are kept. The one with the best
     # evaluation is kept too, if checkpoints are saved at evaluated steps.
     'keep': 2,
-    # Checkpoints of steps that are multiples of this number are kept, too, if
-    # they are saved; 0 = none.
+    # Checkpoints of steps that are multiples of this number are never removed;
+    # 0 = none. `every` says which steps are saved at all.
     'keep_every': 0,
   }
 
@@ -31,7 +31,7 @@ def preemption() -> dict[str, Any]:
   """Returns the section `preemption`."""
   return {
     # Seconds from the signal that ends a run until the process is killed, such
-    # as terminationGracePeriodSeconds of Kubernetes. A save that takes longer
-    # than what is left of them is not begun; 0 = there is time.
+    # as terminationGracePeriodSeconds of Kubernetes. No save is begun if the
+    # last one took longer than what is left; 0 = a save is always begun.
     'grace': 0.0,
   }

@@ -90,8 +90,7 @@ def _verify(
     )
   if arguments.switches or arguments.options['coordinator']:
     errors.append(
-      '--verify_resume: runs on one machine, and without --restart: give a '
-      'new folder'
+      '--verify_resume: needs one machine and no --restart; use a new folder'
     )
   if errors:
     raise configuration.ConfigurationError(errors)

@@ -88,7 +88,7 @@ class Claim:
     if found != self._holder:
       raise Lost(
         f'{self._path.parent}: {found or "another process"} has taken over, '
-        'since this process showed no life; it writes nothing any more'
+        'because this process showed no life; this process writes no more'
       )
 
   def keep_touching(self, every: float) -> None:

@@ -129,7 +129,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
       ('critic/vf_explained_var',),
       'Of the returns by the values. Near 0 the values say nothing.',
     ),
-    Panel('Value loss', ('critic/vf_loss',), 'Before the norm is clipped.'),
+    Panel('Value loss', ('critic/vf_loss',), 'What the value model minimises.'),
     Panel(
       'Values and returns',
       ('critic/values/mean', 'critic/returns/mean'),
@@ -143,7 +143,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     Panel(
       'Skipped updates',
       ('update/skipped',),
-      'Share of updates whose gradient or result was not finite.',
+      'Share of updates that were not finite or above skip_grad_norm.',
     ),
     Panel(
       'Sampler and trainer',
@@ -176,7 +176,7 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     Panel(
       'Latency of the retriever',
       ('retrieval/latency_p50', 'retrieval/latency_p99'),
-      'Seconds from question to answer: median and slowest of a hundred.',
+      'Seconds from question to answer: median and 99th percentile.',
     ),
   ),
   'Goodput': (

@@ -86,6 +86,6 @@ class Alarms:
       raise Alarmed(
         f'the run ends at step {step}: alarm {due[0]} has rung in '
         f'{self._stop_after} steps in a row, and alarms.stop names it; '
-        f'{alarms.ALARMS[due[0]].advice} Afterwards the same command goes on; '
-        "--config.alarms.stop='()' goes on in any case"
+        f'{alarms.ALARMS[due[0]].advice} Then the same command goes on. With '
+        "--config.alarms.stop='()' it goes on whatever alarms ring"
       )

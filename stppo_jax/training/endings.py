@@ -130,7 +130,7 @@ def _save_last(run: Endable, error: Exception) -> None:
   try:
     run.save()
   except Exception as second:
-    run.show(f'{run.last} is lost: {second}')
+    run.show(f'{run.last} could not be saved and is lost: {second}')
   else:
     run.show(f'{run.last} is saved')
 

@@ -44,7 +44,7 @@ def run(
   running: dict[int, tuple[str, subprocess.Popen]] = {}
   are_told = False
   with interruption.Interruption() as interrupt:
-    interrupt.outlook = 'what runs is told to save and end'
+    interrupt.outlook = 'the runs save and end'
     try:
       while running or (waiting and interrupt.exit_code is None):
         for place in range(jobs):

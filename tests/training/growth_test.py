@@ -1,7 +1,7 @@
 """A long run needs no more memory, threads, files or programs than a short one.
 
-STEPS=2000 makes it as long as the promise of docs/reliability.md; without, it
-takes a minute or two on an idle machine.
+STEPS sets its length; docs/reliability.md reports a run of STEPS=80. The
+default takes a minute or two on an idle machine.
 """
 
 import gc

@@ -85,7 +85,7 @@ def differences(
     if ours['host'][name] != theirs['host'][name]:
       lines.append(
         f'step {step}: {name} is {ours["host"][name]} in one piece, and '
-        f'{theirs["host"][name]} in two'
+        f'{theirs["host"][name]} if it is cut'
       )
   return lines, len(ours['leaves'])
 

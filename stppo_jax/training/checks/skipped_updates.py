@@ -68,5 +68,5 @@ class SkippedUpdates:
           f'{self._count} updates in a row were skipped, because a gradient or '
           'a new weight was not finite or the gradient was above '
           f'skip_grad_norm (the last one: {numbers}): lower the learning rate; '
-          f'updates.max_skipped={self._limit} is the limit, 0 is none{advice}'
+          f'updates.max_skipped={self._limit} is the limit; 0: no limit{advice}'
         )
