@@ -63,7 +63,10 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.checkpoint.keep = 1
   config.writer.tensorboard = False
   config.writer.samples = 0
-  config.alarms.stop = ()  # a run that collapses is what is looked for
+  # A run that collapses is what is looked for: it must not end early, or the
+  # study would lack it.
+  config.alarms.stop = ()
+  config.updates.max_skipped = 0
   return config
 
 

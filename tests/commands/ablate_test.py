@@ -11,6 +11,8 @@ import pytest
 
 from stppo_jax import __main__
 from stppo_jax.analysis.ablation import results
+from stppo_jax.commands.flags import ablation_flags
+from stppo_jax.configs import collapse
 from stppo_jax.records import run_folder
 from tests.training import runs
 
@@ -316,6 +318,15 @@ def test_the_shipped_studies_have_valid_configs(study, tmp_path, capsys):
   # Seeds are paired: every arm has each.
   seeds = [re.findall(r'--config\.seed=(\d+)', line)[0] for line in trained]
   assert len({seeds.count(seed) for seed in seeds}) == 1
+
+
+def test_no_number_of_skipped_updates_ends_a_run_of_a_study(tmp_path):
+  flags = [f'--config={_CONFIG}:groups', f'--workdir={tmp_path}/study']
+  assert collapse.get_config().updates.max_skipped == 0
+  digests = ablation_flags.parse(flags).digests
+  # It decides when a run ends, not what it computes.
+  ends = ablation_flags.parse([*flags, '--config.updates.max_skipped=8'])
+  assert ends.digests == digests
 
 
 @pytest.mark.slow

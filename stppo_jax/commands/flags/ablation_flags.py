@@ -26,6 +26,7 @@ _NOT_COMPARED = (
   'alarms',
   'profile',
   'mesh',
+  'updates.max_skipped',
 )
 # Of a path, only the name is the same on another machine.
 _PATHS = ('model.path', 'env.prompt_template')
