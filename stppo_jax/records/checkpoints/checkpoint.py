@@ -186,7 +186,8 @@ class Checkpointer:
 
   def check(self) -> None:
     """Raises `SaveFailed` if the last save has failed; does not wait for it."""
-    self._pending.check()
+    if self._pending.check():
+      self._note_saved()
 
   def wait(self) -> None:
     """Waits until the last save is on disk.
@@ -194,16 +195,8 @@ class Checkpointer:
     Raises:
       SaveFailed: nothing is left of that step; older steps are intact.
     """
-    if not self._pending.wait():
-      return
-    if self._run is not None and not self._run.has_saved:
-      # From now on, a folder without checkpoints has lost them. On a full disk,
-      # the next save writes it.
-      run = dataclasses.replace(self._run, has_saved=True)
-      with contextlib.suppress(OSError):
-        if jax.process_index() == 0:
-          run_folder.write(self._workdir, run)
-        self._run = run
+    if self._pending.wait():
+      self._note_saved()
 
   def steps(self) -> list[int]:
     """Returns the steps that exist, valid or not, in order."""
@@ -287,6 +280,18 @@ class Checkpointer:
     except pending_save.SaveFailed as error:
       _log.warning('%s', error)
     self._manager.close()
+
+  def _note_saved(self) -> None:
+    """Notes in the run's folder that a save has ended well."""
+    if self._run is None or self._run.has_saved:
+      return
+    # From now on, a folder without checkpoints has lost them. On a full disk,
+    # the next save writes it.
+    run = dataclasses.replace(self._run, has_saved=True)
+    with contextlib.suppress(OSError):
+      if jax.process_index() == 0:
+        run_folder.write(self._workdir, run)
+      self._run = run
 
   def _restore(self, step: int, abstract_state: Any, subtree: str):
     """Returns the state and the JSON record of a step.

@@ -52,10 +52,15 @@ class PendingSave:
     """Whether nobody has learnt yet how the save ended."""
     return self._manager is not None
 
-  def check(self) -> None:
-    """Raises `SaveFailed` if the save has failed; does not wait for it."""
-    if self._manager is not None and not self._manager.is_saving_in_progress():
-      self.wait()
+  def check(self) -> bool:
+    """Returns whether a save has ended, of which nobody has learnt yet.
+
+    Raises:
+      SaveFailed: nothing is left of its step.
+    """
+    if self._manager is None or self._manager.is_saving_in_progress():
+      return False
+    return self.wait()
 
   def wait(self) -> bool:
     """Waits until the save is on disk; returns False if there was none.

@@ -22,6 +22,7 @@ import numpy as np
 import optax
 import pytest
 
+from stppo_jax.records import run_folder
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.records.checkpoints import fingerprint
 from stppo_jax.records.checkpoints import manifest as manifest_lib
@@ -193,6 +194,17 @@ def test_a_save_beside_the_loop_has_the_bits_of_its_step(tmp_path):
   for step, leaves in expected.items():
     _, restored, _ = saver.restore_latest(_abstract(state), step=step)
     assert _bits(restored) == _bits(leaves)
+  saver.close()
+
+
+def test_a_save_that_check_finds_ended_is_noted_in_the_folder(tmp_path):
+  run_folder.write(tmp_path, run_folder.Run('train', 'id', 'digest'))
+  saver = checkpoint.Checkpointer(tmp_path, keep=2)
+  saver.save(1, {'x': jnp.arange(8)}, {}, waits=False)
+  while saver.is_saving:
+    saver.check()
+  # Now: a process that is killed never waits for the save.
+  assert run_folder.read(tmp_path).has_saved
   saver.close()
 
 
