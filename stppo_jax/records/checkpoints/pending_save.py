@@ -31,6 +31,7 @@ class PendingSave:
     self.seconds, self.saved = 0.0, 0
     self._manager: ocp.CheckpointManager | None = None
     self._step = 0
+    self._is_beginning = False
     self._began = self._ended = 0.0
 
   def begin(
@@ -42,10 +43,16 @@ class PendingSave:
       SaveFailed: it could not be begun.
     """
     assert self._manager is None  # the last one was waited for
-    self._manager, self._step = manager, step
     self._began, self._ended = time.monotonic(), 0.0
-    with self._failing():
-      manager.save(step, args=items, force=True)
+    self._is_beginning = True
+    try:
+      with self._failing(manager, step):
+        manager.save(step, args=items, force=True)
+      # Not earlier: a wait on another thread would find nothing to wait for,
+      # and take the step for saved.
+      self._manager, self._step = manager, step
+    finally:
+      self._is_beginning = False
 
   @property
   def is_going_on(self) -> bool:
@@ -66,11 +73,14 @@ class PendingSave:
     """Waits until the save is on disk; returns False if there was none.
 
     Raises:
-      SaveFailed: nothing is left of its step.
+      SaveFailed: nothing is left of its step, or another thread is beginning a
+        save, whose end cannot be waited for yet.
     """
+    if self._is_beginning:
+      raise SaveFailed('another thread is beginning a save')
     if self._manager is None:
       return False
-    with self._failing():
+    with self._failing(self._manager, self._step):
       self._manager.wait_until_finished()
     self.seconds = (self._ended or time.monotonic()) - self._began
     self._manager, self.saved = None, self._step
@@ -81,18 +91,19 @@ class PendingSave:
     self._ended = time.monotonic()
 
   @contextlib.contextmanager
-  def _failing(self) -> Iterator[None]:
+  def _failing(
+    self, manager: ocp.CheckpointManager, step: int
+  ) -> Iterator[None]:
     """Raises `SaveFailed` for an error of the body.
 
     Every error of a save, such as a full disk, is the same to the caller.
     """
-    assert self._manager is not None
     try:
       yield
     except Exception as error:
-      manager, self._manager = self._manager, None
+      self._manager = None
       manager.reload()
       raise SaveFailed(
-        f'step {self._step} could not be saved in {manager.directory}: '
+        f'step {step} could not be saved in {manager.directory}: '
         + orbax_errors.cause(error)
       ) from error
