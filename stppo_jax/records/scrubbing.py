@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 import re
+from typing import Any
 
 # Variables that change what is computed, and where.
 _VARIABLES = re.compile(
@@ -9,13 +10,26 @@ _VARIABLES = re.compile(
   'NPROC$'
 )
 _SECRET = re.compile('TOKEN|SECRET|KEY|PASS|CREDENTIAL|AUTH', re.IGNORECASE)
-# A password in an address, and a secret as a parameter.
+# A value as a shell takes it: between quotes, which may themselves be quoted.
+_VALUE = (
+  r'(?:\\"[^"]*"|\\\'[^\']*\'|"(?:\\.|[^"\\])*"|\'[^\']*\''
+  r'|(?:\\?["\'])?[^\s"\'&]+)'
+)
+# A password in an address, a header, and a secret as a flag or a parameter.
 _SECRET_TEXTS = (
   (re.compile(r'(//)[^/@\s"]+@'), r'\1***@'),
   (
     re.compile(
+      r'(authorization\s*[:=]\s*(?:(?:basic|bearer|token)\s+)?|\bbearer\s+)'
+      r'[^\s"\'\\,]+',
+      re.IGNORECASE,
+    ),
+    r'\1***',
+  ),
+  (
+    re.compile(
       r'(--[\w-]*(?:token|secret|key|password)[\w-]*[= ]\s*'
-      r'|(?:token|secret|api_?key|password)[\w-]*=)[^\s"\'&]+',
+      rf'|(?:(?:token|secret|api_?key|password)[\w-]*|key)=){_VALUE}',
       re.IGNORECASE,
     ),
     r'\1***',
@@ -24,10 +38,28 @@ _SECRET_TEXTS = (
 
 
 def scrubbed(text: str) -> str:
-  """Returns a text without the secrets that addresses and flags contain."""
+  """Returns a text without the secrets that it contains.
+
+  Those are passwords in addresses, the credentials of an Authorization header,
+  and the values of flags and parameters whose names speak of a secret.
+  """
   for pattern, replacement in _SECRET_TEXTS:
     text = pattern.sub(replacement, text)
   return text
+
+
+def scrubbed_values(value: Any) -> Any:
+  """Returns a value of a config with all texts in it scrubbed.
+
+  It comes before any quoting of the texts, of which the patterns know nothing.
+  """
+  if isinstance(value, str):
+    return scrubbed(value)
+  if isinstance(value, Mapping):
+    return {key: scrubbed_values(x) for key, x in value.items()}
+  if isinstance(value, list | tuple):
+    return type(value)(scrubbed_values(x) for x in value)
+  return value
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:

@@ -56,8 +56,8 @@ class Identity:
   def scrubbed(self) -> dict[str, Any]:
     """Returns the config without secrets, which leaves this machine."""
     return {
-      key: x if isinstance(x, int | float) else scrubbing.scrubbed(str(x))
-      for key, x in self.config.items()
+      key: x if isinstance(x, int | float) else str(x)
+      for key, x in scrubbing.scrubbed_values(self.config).items()
     }
 
 

@@ -95,10 +95,11 @@ def write(
       {name: x for name, x in fields.items() if x is not None},
     )
     if run.hosts.is_first:
-      text = json.dumps(config.to_dict(), indent=2, sort_keys=True)
-      (folder / CONFIG).write_text(scrubbing.scrubbed(text) + '\n', 'utf-8')
+      values = scrubbing.scrubbed_values(config.to_dict())
+      text = json.dumps(values, indent=2, sort_keys=True)
+      (folder / CONFIG).write_text(text + '\n', 'utf-8')
       text = json.dumps(record, indent=2, allow_nan=False)
-      (folder / RECORD).write_text(scrubbing.scrubbed(text) + '\n', 'utf-8')
+      (folder / RECORD).write_text(text + '\n', 'utf-8')
   except OSError as error:
     _log.warning('cannot write %s: %s', folder, error)
     return None

@@ -68,9 +68,8 @@ def diverged(tmp_path_factory):
   """Returns the folder of a run that ended in its first step."""
   workdir = tmp_path_factory.mktemp('diverged')
   with pytest.MonkeyPatch.context() as patch:
-    patch.setenv(
-      'JAX_OF_A_TEST', 'http://me:hushhush@host/?api_key=hushhush&n=1'
-    )
+    address = 'http://me:hushhush@host/?api_key=hushhush&n=1'
+    patch.setenv('JAX_OF_A_TEST', f'{address} --token "hushhush"')
     patch.setenv('TPU_TOKEN', 'hushhush')
     assert runs.train(workdir, updates__max_skipped=2, **_OVERFLOW) == 76
   return workdir
@@ -94,7 +93,7 @@ def test_the_update_that_ended_a_run_can_be_repeated(diverged, capsys):
     'not_finite': 0,
     'largest': 1.0,
   }
-  shown = 'http://***@host/?api_key=***&n=1'
+  shown = 'http://***@host/?api_key=***&n=1 --token ***'
   assert record['environment']['JAX_OF_A_TEST'] == shown
   assert all(b'hushhush' not in path.read_bytes() for path in folder.iterdir())
   code, output, errors = _replay(folder, capsys)
