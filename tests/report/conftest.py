@@ -11,7 +11,9 @@ from benchmarks import made_runs
 from stppo_jax import __main__
 
 
-@pytest.fixture(scope='session')
+# While it runs, its thread has an event loop, in which tests of other modules
+# could start none of their own.
+@pytest.fixture(scope='module')
 def browser():
   """A headless Chromium."""
   with contextlib.ExitStack() as stack:
@@ -60,7 +62,7 @@ class Opened:
     self.check()
 
 
-@pytest.fixture(scope='session')
+@pytest.fixture(scope='module')
 def made_opened(browser, made_page):
   """The page about runs that are made up, open in a browser."""
   opened = Opened(browser, made_page)

@@ -159,7 +159,7 @@ def test_another_base_is_refused(tmp_path):
   learner = _learner(_LORA)
   start = learner.start()
   checkpoints = checkpoint.Checkpointer(tmp_path)
-  _checkpoints(learner).save(checkpoints, 3, start, {'a': 1})
+  _checkpoints(learner).save(checkpoints, 3, start, {'a': 1}, waits=True)
   step, state, host = checkpoint_state.newest(checkpoints, learner, start)
   assert step == 3 and state.frozen is start.frozen and host['a'] == 1
   norm = {'scale': 1.5 * start.frozen['norm']['scale']}
@@ -184,7 +184,7 @@ def test_frozen_weights_have_the_dtype_of_the_computation(tmp_path):
   assert adapted.dtype == np.float32
   # A later process makes the same base.
   checkpoints = checkpoint.Checkpointer(tmp_path)
-  _checkpoints(learner).save(checkpoints, 3, start, {})
+  _checkpoints(learner).save(checkpoints, 3, start, {}, waits=True)
   checkpoints.close()
   checkpoints = checkpoint.Checkpointer(tmp_path, read_only=True)
   config = runs.config(**_changes(changes | _LORA))
