@@ -78,7 +78,10 @@ class Run:
 def is_number(value: Any) -> bool:
   """Returns whether a value of a line is a finite number."""
   is_real = isinstance(value, int | float) and not isinstance(value, bool)
-  return is_real and math.isfinite(value)
+  try:
+    return is_real and math.isfinite(value)
+  except OverflowError:  # a whole number of 400 digits, in a damaged line
+    return False
 
 
 def read(folder: str) -> Run:

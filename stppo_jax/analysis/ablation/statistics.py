@@ -45,8 +45,13 @@ def curve(success: np.ndarray) -> Curve:
   """Returns a curve of success in a few numbers.
 
   Args:
-    success: the success of each step, from the first; at least one.
+    success: the success of each step, from the first. Steps that are nan are
+      left out; without another one, all numbers of the result are nan.
   """
+  steps = 1 + np.flatnonzero(~np.isnan(success))
+  success = success[steps - 1]
+  if not len(steps):
+    return Curve(math.nan, math.nan, math.nan, False, math.nan)
   window = min(WINDOW, len(success))
   means = np.convolve(success, np.full(window, 1 / window), mode='valid')
   best = int(np.argmax(means))
@@ -61,7 +66,7 @@ def curve(success: np.ndarray) -> Curve:
     best=float(means[best]),
     final=float(means[-1]),
     collapsed=collapsed,
-    collapsed_at=float(first) if collapsed else math.nan,
+    collapsed_at=float(steps[first - 1]) if collapsed else math.nan,
   )
 
 
@@ -103,6 +108,7 @@ class Difference(NamedTuple):
     estimate: its mean with the bootstrap interval over seeds.
     p: the probability of a mean this far from 0, on either side, if the sign
       of each seed's difference were random; with n seeds at least 2 / 2^n.
+      It is nan if a difference is.
   """
 
   seeds: int
@@ -124,6 +130,8 @@ def difference(values: Sequence[float], others: Sequence[float]) -> Difference:
 
 def _sign_flip(deltas: np.ndarray) -> float:
   """Returns the p-value of a mean of differences; see `Difference`."""
+  if np.isnan(deltas).any():  # all comparisons with nan are false: p were 0
+    return math.nan
   if len(deltas) <= _MAX_EXACT:
     signs = np.array(list(itertools.product((1, -1), repeat=len(deltas))))
   else:

@@ -119,6 +119,9 @@ def _differences(study, by_arm, has_groups) -> Table:
         for i in range(2)
       )
       found = statistics.difference(values, others)
+      if math.isnan(found.p):
+        row += ['', '', '']
+        continue
       row += [
         _signed(found),
         f'{found.larger}/{found.seeds}',

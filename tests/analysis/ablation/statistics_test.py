@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from stppo_jax.analysis.ablation import results
 from stppo_jax.analysis.ablation import statistics
+from stppo_jax.analysis.ablation import study as study_lib
+from stppo_jax.analysis.ablation import verdict
 
 # Areas of eight seeds of two arms.
 _A = [0.21, 0.34, 0.27, 0.45, 0.19, 0.31, 0.38, 0.25]
@@ -110,3 +113,38 @@ def test_missing_numbers_are_left_out():
   nothing = np.array([math.nan])
   for reduce in (statistics.average, statistics.last, statistics.largest):
     assert math.isnan(reduce(nothing))
+
+
+def test_steps_without_success_are_left_out():
+  success = np.array([0.1] * 10 + [0.8] * 10 + [0.0] * 10)
+  missing = np.insert(success, [3, 25], math.nan)
+  found, expected = statistics.curve(missing), statistics.curve(success)
+  assert found[:4] == expected[:4] and found.collapsed
+  # One of the two is before the steps that were low.
+  assert found.collapsed_at == expected.collapsed_at + 1
+  nothing = statistics.curve(np.full(3, math.nan))
+  assert math.isnan(nothing.area) and not nothing.collapsed
+  assert math.isnan(statistics.difference([0.1, math.nan], [0.9, 0.8]).p)
+
+
+def test_a_run_without_success_has_no_difference():
+  one, other = np.full(31, math.nan), np.full(31, 0.5)
+  study = study_lib.parse(
+    'pair', {'seeds': 2, 'arms': {'': {'token_ppo': {}, 'st_ppo': {}}}}
+  )
+  runs = [
+    results.Run(
+      '',
+      arm,
+      seed,
+      'x',
+      {
+        name: one if seed and arm == 'st_ppo' else other
+        for name in results.COLUMNS
+      },
+    )
+    for arm in ('token_ppo', 'st_ppo')
+    for seed in range(2)
+  ]
+  _, row = verdict.tables(study, runs)['Paired differences']
+  assert row == ['st_ppo', 'token_ppo', '2', *[''] * 6]
