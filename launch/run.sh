@@ -153,8 +153,8 @@ main() {
       if ((result != 127)); then code=$result; fi
     done
     child=''
-    # 129: it was told before it could listen.
-    if [ -n "$stopped" ] && ((code == 75 || code == 129)); then
+    # 129, 143: SIGHUP or SIGTERM came before it could listen.
+    if [ -n "$stopped" ] && ((code == 75 || code == 129 || code == 143)); then
       code=$stopped
     fi
     if ((code != 75)) || [ -n "$stopped" ]; then break; fi

@@ -15,7 +15,8 @@ from tests.training import runs
 
 _SCRIPT = runs.REPO / 'launch' / 'run.sh'
 # In place of Python: writes down its arguments and the environment, and ends
-# with the next exit code of a file; at 'wait' it waits for a signal.
+# with the next exit code of a file; at 'wait' it waits for a signal, and at
+# 'deaf' for one that ends it, as before it has loaded what listens.
 _FAKE = f"""#!{sys.executable}
 import os, pathlib, signal, sys, time
 folder = pathlib.Path(os.environ['FOLDER'])
@@ -44,7 +45,8 @@ def end(number, frame):
   sys.exit(75)
 
 for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
-  signal.signal(number, end)
+  if code != 'deaf':
+    signal.signal(number, end)
 (folder / 'pid').write_text(str(os.getpid()))
 with open(calls, 'a') as file:
   file.write(' '.join(sys.argv[1:]) + '|' + os.environ.get('WORD', '') + '\\n')
@@ -53,7 +55,7 @@ if 'DIES' in os.environ:  # the first server ends before this process does
   first, *_ = (folder / 'servers').read_text().split()
   while pathlib.Path('/proc', first).exists():
     time.sleep(0.01)
-while code == 'wait':
+while code in ('wait', 'deaf'):
   time.sleep(0.01)
 sys.exit(int(code))
 """
@@ -151,6 +153,17 @@ def test_under_nohup_a_signal_is_passed_on_too(fake, tmp_path):
   process.communicate(timeout=60)
   assert process.returncode == 75
   assert (tmp_path / 'told').read_text() == f'{int(signal.SIGTERM)}\n'
+
+
+@pytest.mark.parametrize('command', [[], ['nohup']])
+def test_a_run_that_was_told_before_it_listened_is_stopped_too(
+  fake, tmp_path, command
+):
+  process = fake([*command, _SCRIPT, f'--workdir={tmp_path}/run'], 'deaf')
+  _wait((tmp_path / 'calls').exists)
+  process.terminate()
+  process.communicate(timeout=60)
+  assert process.returncode == 75
 
 
 def test_secrets_are_no_arguments(fake, tmp_path):
