@@ -6,9 +6,10 @@ python -m stppo_jax replay DIR
   --help  prints this text
 
 A run that ends with exit code 76 because too many updates were skipped leaves
-such a dump, and a checkpoint with the state before the update. The command
-makes the update again on one CPU device, and prints what is not finite in the
-batch and in the state, and each metric of the update, here and in the run.
+a checkpoint with the state before the last of them and such a dump, unless a
+sound update followed in the same step. The command makes the update again on
+one CPU device, and prints what is not finite in the batch and in the state, and
+each metric of the update, here and in the run.
 
 The exit code is 0 if the update is skipped here too, and 1 if it is sound here.
 Then the cause is probably not in the numbers, but in the accelerator, its

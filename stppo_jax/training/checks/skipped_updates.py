@@ -42,8 +42,8 @@ class SkippedUpdates:
 
     Args:
       updates: the metrics of the updates of a step.
-      dump: writes down an update before the run ends, by its number in the step
-        and its metrics; returns the folder.
+      dump: writes down the last update before the run ends, by its number in
+        the step and its metrics, if it was skipped; returns the folder.
 
     Raises:
       Diverged: so many in a row were skipped; the message has the numbers of
@@ -53,9 +53,12 @@ class SkippedUpdates:
     for metrics in fetched:
       self._count = self._count + 1 if metrics['update/skipped'] else 0
       if self._limit and self._count >= self._limit:
-        # The last one, because nothing has changed the state since then.
         last = max(n for n, m in enumerate(fetched) if m['update/skipped'])
-        metrics, folder = fetched[last], dump(last, fetched[last])
+        metrics, folder = fetched[last], None
+        # If others were made after it, the state before it is lost: repeated
+        # with the state after the step, it could be sound.
+        if last == len(fetched) - 1:
+          folder = dump(last, metrics)
         numbers = ', '.join(
           f'{name} {metrics[name]:g}'
           for name in ('actor/grad_norm', 'critic/grad_norm', 'actor/lr')

@@ -186,3 +186,23 @@ def test_only_skips_in_a_row_count_over_several_steps():
 
 def test_a_limit_of_zero_is_none():
   skipped_updates.SkippedUpdates(0).check(_updates(*[1] * 99))
+
+
+@pytest.mark.parametrize(
+  ('updates', 'expected'), [((1, 1), [1]), ((0, 1, 1, 1), [3]), ((1, 1, 0), [])]
+)
+def test_an_update_is_dumped_only_if_the_state_before_it_is_kept(
+  updates, expected, tmp_path
+):
+  dumped = []
+
+  def dump(update, metrics):
+    assert metrics['update/skipped']
+    dumped.append(update)
+    return tmp_path
+
+  skips = skipped_updates.SkippedUpdates(2)
+  with pytest.raises(skipped_updates.Diverged) as error:
+    skips.check(_updates(*updates), dump)
+  assert dumped == expected
+  assert ('stppo_jax replay' in str(error.value)) == bool(expected)
