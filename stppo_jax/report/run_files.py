@@ -20,6 +20,15 @@ from stppo_jax.records import run_state
 
 _DIALOGUES = re.compile(r'trajectories-(\d{6,})(-host\d+)?\.jsonl')
 _COMMAND = 'train'
+# What `tokens` of a turn may have for each token; records/token_records.py.
+_TOKEN_LISTS = (
+  'old_logprob',
+  'ratio',
+  'entropy',
+  'advantage',
+  'value',
+  'weight',
+)
 
 
 class Unreadable(Exception):
@@ -110,7 +119,7 @@ def read(folder: str) -> Run:
   lines = [
     line
     for _, line in _objects(path / 'metrics.jsonl', losses)
-    if isinstance(line.get('step'), int)
+    if isinstance(line.get('step'), int) and is_number(line['step'])
   ]
   if not lines:
     raise Unreadable('\n'.join([f'{folder}: no step is written yet', *losses]))
@@ -146,6 +155,7 @@ def _is_dialogue(record: Mapping[str, Any]) -> bool:
   return (
     all(isinstance(text, str) for text in texts)
     and isinstance(record.get('rewards'), dict)
+    and all(is_number(reward) for reward in record['rewards'].values())
     and isinstance(golden, list)
     and all(isinstance(answer, str) for answer in golden)
     and isinstance(turns, list)
@@ -157,7 +167,34 @@ def _is_turn(turn: Any) -> bool:
   if not isinstance(turn, dict):
     return False
   texts = [turn.get(name) for name in ('text', 'observation', 'action')]
-  return all(isinstance(text, str) for text in texts)
+  return all(isinstance(text, str) for text in texts) and (
+    'tokens' not in turn or _is_tokens(turn['tokens'])
+  )
+
+
+def _is_tokens(tokens: Any) -> bool:
+  """Returns whether a turn's numbers are as many as it has tokens."""
+  if not isinstance(tokens, dict):
+    return False
+  characters = tokens.get('characters')
+  places = tokens.get('clipped')
+  if not isinstance(characters, list) or not isinstance(places, list):
+    return False
+  lists = [tokens[name] for name in _TOKEN_LISTS if name in tokens]
+  return (
+    all(isinstance(x, int) and is_number(x) for x in characters + places)
+    and _is_number_or_none(tokens.get('turn_ratio'))
+    and all(
+      isinstance(values, list)
+      and len(values) == len(characters)
+      and all(map(_is_number_or_none, values))
+      for values in lists
+    )
+  )
+
+
+def _is_number_or_none(value: Any) -> bool:
+  return value is None or is_number(value)
 
 
 def _config(folder: pathlib.Path, losses: list[str]) -> dict[str, Any]:
@@ -189,7 +226,7 @@ def _objects(
   for number, line in enumerate(lines, start=1):
     try:
       value = json.loads(line, parse_constant=lambda _: None)
-    except ValueError:
+    except (ValueError, RecursionError):
       value = None
     if not isinstance(value, dict):
       losses.append(f'{path}: line {number} is no JSON object; it was dropped')
