@@ -120,7 +120,10 @@ def _save_last(run: Endable, error: Exception) -> None:
   if isinstance(error, (*voting.OUTAGES, hosts_lib.HostFailed)):
     # The others save too, unless a host was lost in the middle of a step.
     if run.resumed and getattr(error, 'saves', True):
-      run.save()
+      try:
+        run.save()
+      except saving.NoTime as second:
+        run.show(f'{run.last} is {second}')
     return
   if isinstance(error, lock.Lost):
     return

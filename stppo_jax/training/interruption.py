@@ -172,6 +172,8 @@ class Interruption:
       return  # The other thread handles a second signal.
     with self._answering:  # not during a rescue
       self._answered = True
+    # The other thread may notice the signal later than this one needs its time.
+    self.signalled = self.signalled or time.monotonic()
     self.exit_code = EXIT_CODES[signal.Signals(number)]
     if not self._abandonable:
       return
@@ -195,7 +197,7 @@ class Interruption:
           continue
       received += 1
       if received == 1:
-        self.signalled = time.monotonic()
+        self.signalled = self.signalled or time.monotonic()
         self._announce(number)
         self.on_signal()
         exit_code = EXIT_CODES[signal.Signals(number)]

@@ -37,6 +37,8 @@ class NoRoom(RuntimeError):
 class NoTime(Exception):
   """A save was not begun, since the process may be killed before its end."""
 
+  exit_code = 75
+
 
 @dataclasses.dataclass
 class Extra:
@@ -198,10 +200,13 @@ class Saver:
 
   def _lack_of_time(self, step: int, since: float | None) -> str:
     """Returns why there is no time to save a step; '' if there is."""
-    takes = self.checkpointer.save_seconds
-    if not self._grace or since is None or step == self.saved:
+    # A save that has begun is waited for at the end of the process anyway.
+    has_begun = step in (self.saved, self.checkpointer.saving)
+    if not self._grace or since is None or has_begun:
       return ''
+    takes = self.checkpointer.save_seconds
     left = self._grace - (time.monotonic() - since)
+    left -= self.checkpointer.seconds_left
     if takes <= left:
       return ''
     return (

@@ -184,6 +184,16 @@ class Checkpointer:
     """Whether threads write a step, as far as `check` and `wait` know."""
     return self._pending.is_going_on
 
+  @property
+  def saving(self) -> int:
+    """The step that threads write; 0 if there is none."""
+    return self._pending.step
+
+  @property
+  def seconds_left(self) -> float:
+    """How long they may still write it, by the time of the save before."""
+    return self._pending.seconds_left
+
   def check(self) -> None:
     """Raises `SaveFailed` if the last save has failed; does not wait for it."""
     if self._pending.check():

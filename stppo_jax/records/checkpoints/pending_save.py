@@ -59,6 +59,18 @@ class PendingSave:
     """Whether nobody has learnt yet how the save ended."""
     return self._manager is not None
 
+  @property
+  def step(self) -> int:
+    """The step of the save that is going on; 0 if there is none."""
+    return 0 if self._manager is None else self._step
+
+  @property
+  def seconds_left(self) -> float:
+    """How long the save goes on if it takes as long as the one before."""
+    if self._manager is None or self._ended:
+      return 0.0
+    return max(self.seconds - (time.monotonic() - self._began), 0.0)
+
   def check(self) -> bool:
     """Returns whether a save has ended, of which nobody has learnt yet.
 
