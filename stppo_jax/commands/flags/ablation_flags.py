@@ -205,7 +205,8 @@ def _digest(plan: Plan, arm: study_lib.Arm) -> str:
   """Returns the digest of what the runs of an arm compute, for all seeds.
 
   It is made of the values that are not those of `configs/base.py`, so that a
-  key which is added there later changes no digest.
+  key which is added there later changes no digest. A default that is changed
+  there changes none either, so earlier rows must then be made again.
 
   Raises:
     ConfigurationError: the config of the arm is wrong.
