@@ -20,6 +20,8 @@ import socket
 import threading
 import time
 
+from stppo_jax.records import lock
+
 NAME = 'heartbeat.json'
 _NEW_NAME = 'heartbeat.new'
 _EVERY = 5.0  # seconds between two writings in which nothing changes
@@ -80,6 +82,7 @@ class Heartbeat:
     self._exit_code = exit_code
     self.beat = Beat()
     self._folder: pathlib.Path | None = None
+    self._claim: lock.Claim | None = None
     self._done = 0  # steps that the start before has done
     self._writing = threading.Lock()
     self._changed = threading.Event()
@@ -87,15 +90,20 @@ class Heartbeat:
 
   @contextlib.contextmanager
   def written(
-    self, folder: pathlib.Path, hosts: Sequence[str]
+    self,
+    folder: pathlib.Path,
+    hosts: Sequence[str],
+    claim: lock.Claim | None = None,
   ) -> Iterator[None]:
     """Writes the file during the body, and once more at its end.
 
     Args:
       folder: the run's folder.
       hosts: the names of the machines of all hosts.
+      claim: the lock of the folder, if it has one. Once another process has
+        taken it over, the file is that of the other one.
     """
-    self._folder = folder
+    self._folder, self._claim = folder, claim
     self.beat.began = time.time()
     before = read(folder)
     if before is not None:
@@ -175,7 +183,9 @@ class Heartbeat:
       return
     self.beat.time = time.time()
     new = self._folder / _NEW_NAME
-    with self._writing, contextlib.suppress(OSError):
+    with self._writing, contextlib.suppress(OSError, lock.Lost):
+      if self._claim is not None:
+        self._claim.check()
       new.write_text(json.dumps(dataclasses.asdict(self.beat)) + '\n', 'utf-8')
       os.replace(new, self._folder / NAME)
 

@@ -92,11 +92,19 @@ class Claim:
       )
 
   def keep_touching(self, every: float) -> None:
-    """Touches the file every so many seconds until `end`; a thread's work."""
+    """Touches the file every so many seconds; a thread's work.
+
+    It ends with `end`, or once another process has taken the lock over, which
+    the main thread finds out by `check`.
+    """
     while not self._ended.wait(every):
-      with contextlib.suppress(OSError):
+      try:
         self.check()
         os.utime(self._path)
+      except Lost:
+        return
+      except OSError:
+        pass
 
   def end(self) -> None:
     """Ends `keep_touching`."""

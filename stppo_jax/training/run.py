@@ -220,7 +220,7 @@ class Run:
       run_record.record_config({**config.to_dict(), **also}, self.workdir)
     # Not earlier: until here the folder may be that of another run.
     names, steps = self.hosts.names, config.profile.steps
-    self.enter(self._watch.started(self.workdir, names, steps))
+    self.enter(self._watch.started(self.workdir, names, steps, self._claim))
 
   def open(
     self,

@@ -22,6 +22,7 @@ import jax
 
 from stppo_jax.records import goodput
 from stppo_jax.records import heartbeat
+from stppo_jax.records import lock
 from stppo_jax.records import watchdog
 
 REQUEST = 'profile.request'
@@ -53,7 +54,11 @@ class Watch:
 
   @contextlib.contextmanager
   def started(
-    self, folder: pathlib.Path, hosts: Sequence[str], steps: Sequence[int]
+    self,
+    folder: pathlib.Path,
+    hosts: Sequence[str],
+    steps: Sequence[int],
+    claim: lock.Claim | None = None,
   ) -> Iterator[None]:
     """Writes the heartbeat in the body, and ends a trace with it.
 
@@ -62,9 +67,10 @@ class Watch:
       hosts: the names of the machines of all hosts.
       steps: the first step to trace, and the first one after it that is not
         traced; steps are counted from 1.
+      claim: the lock of the folder, if it has one.
     """
     self._folder, self._steps = folder, range(*steps)
-    with self._heartbeat.written(folder, hosts):
+    with self._heartbeat.written(folder, hosts, claim):
       try:
         yield
       finally:

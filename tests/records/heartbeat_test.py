@@ -1,10 +1,12 @@
 """The heartbeat says at once what has changed, and how a run has ended."""
 
+import json
 import time
 
 import pytest
 
 from stppo_jax.records import heartbeat
+from stppo_jax.records import lock
 
 
 def _wait_for(folder, holds):
@@ -55,6 +57,18 @@ def test_a_folder_that_vanishes_does_not_end_the_run(tmp_path):
     (folder / heartbeat.NAME).unlink()
     folder.rmdir()
   assert heartbeat.read(folder) is None
+
+
+def test_the_process_that_lost_the_folder_writes_no_more(tmp_path):
+  with lock.held(tmp_path) as claim:
+    beats = heartbeat.Heartbeat(lambda: 0)
+    with beats.written(tmp_path, ['a'], claim):
+      path = tmp_path / lock.NAME
+      holder = json.loads(path.read_text())
+      path.write_text(json.dumps(holder | {'host': 'elsewhere'}))
+      (tmp_path / heartbeat.NAME).write_text('{"phase": "update"}')
+      beats.resume(1, 1)
+    assert heartbeat.read(tmp_path).phase == 'update'
 
 
 def test_fields_of_later_versions_are_ignored(tmp_path):

@@ -162,6 +162,14 @@ def test_a_silent_lock_that_shows_life_at_last_is_not_taken_over(tmp_path):
   assert len(said) == 1
 
 
+def test_a_touching_thread_ends_without_an_error_once_the_lock_is_lost(
+  tmp_path,
+):
+  with lock.held(tmp_path, every=3600) as claim:
+    _change(tmp_path, host='elsewhere')
+    claim.keep_touching(0.001)  # returns
+
+
 def test_a_lock_of_an_earlier_version_elsewhere_is_left_alone(tmp_path):
   with _holder(tmp_path):
     pass
