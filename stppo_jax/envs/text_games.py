@@ -85,13 +85,7 @@ class TextWorldEnvironment(protocol.Environment):
       ValueError: if the package `textworld` is missing or the file cannot be
         used.
     """
-    try:
-      import textworld  # pyright: ignore[reportMissingImports] # noqa: F401
-    except ImportError as error:
-      raise ValueError(
-        'env.name=textworld: needs the package textworld: run '
-        "pip install '.[textworld]' in the clone"
-      ) from error
+    _require_textworld()
     self._template = BUILT_IN
     if prompt_template:
       self._template = prompts.load_template(prompt_template)
@@ -120,7 +114,12 @@ class TextWorldEnvironment(protocol.Environment):
 
   @staticmethod
   def phrases(vocabulary: Sequence[str]) -> list[str]:
-    """Returns the tags, the vocabulary and the words of TextWorld."""
+    """Returns the tags, the vocabulary and the words of TextWorld.
+
+    Raises:
+      ValueError: the package `textworld` is missing.
+    """
+    _require_textworld()
     words = [f' {word}' for word in _words_of_games()]
     return [*commands.TAGS, *vocabulary, *words, commands.CORRECTION]
 
@@ -244,6 +243,17 @@ def _make_game(rooms: int, objects: int, quest_length: int, seed: int) -> Any:
     for n, name in enumerate(('map', 'objects', 'quest', 'grammar'))
   }
   return generator.make_game(options)
+
+
+def _require_textworld() -> None:
+  """Raises ValueError if the package `textworld` is missing."""
+  try:
+    import textworld  # pyright: ignore[reportMissingImports] # noqa: F401
+  except ImportError as error:
+    raise ValueError(
+      'env.name=textworld: needs the package textworld: run '
+      "pip install '.[textworld]' in the clone"
+    ) from error
 
 
 @functools.cache

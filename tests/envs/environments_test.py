@@ -1,5 +1,7 @@
 """An environment outside the package, from its options to its metrics."""
 
+import sys
+
 import pytest
 
 from stppo_jax import types
@@ -156,3 +158,10 @@ def test_an_unknown_name_prints_the_choices():
   config.env.name = 'go'
   (line,) = schema.check(config)
   assert line == f"env.name='go': must be one of {choices}"
+
+
+def test_a_missing_package_is_named_with_its_command(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'textworld', None)
+  expected = "needs the package textworld: run pip install '.\\[textworld\\]'"
+  with pytest.raises(ValueError, match=expected):
+    environments.find('textworld').phrases([])
