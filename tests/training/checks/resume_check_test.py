@@ -41,7 +41,7 @@ def test_a_run_that_cannot_be_cut_is_refused(tmp_path, capsys):
     '--verify_resume=2: must be greater than 0 and less than num_steps=2\n'
   )
   assert __main__.main(['train', *flags, '--verify_resume=1', '--restart']) == 2
-  assert '--verify_resume: runs on one machine' in capsys.readouterr().err
+  assert '--verify_resume: needs one machine' in capsys.readouterr().err
   assert not (tmp_path / 'run').exists()
 
 
