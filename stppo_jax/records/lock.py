@@ -28,6 +28,7 @@ import time
 from typing import TextIO
 
 NAME = 'lock'
+_BOOT_ID = pathlib.Path('/proc/sys/kernel/random/boot_id')
 # Seconds between two touches of the file, and seconds without one after which
 # another host takes the lock over.
 _EVERY = 10.0
@@ -59,6 +60,8 @@ class Holder:
       tells the process from a later one of the same number.
     since: the time at which it took the lock.
     touches: whether it touches the file; earlier versions did not.
+    boot: the kernel's number of the host's start, which differs between hosts
+      of the same name; '' if unknown.
   """
 
   host: str
@@ -66,6 +69,16 @@ class Holder:
   started: str
   since: str
   touches: bool = False
+  boot: str = ''
+
+  @property
+  def is_here(self) -> bool:
+    """Whether this host can see if the process runs.
+
+    A pod that is started again elsewhere may have the name of the one before.
+    """
+    is_named = self.host == socket.gethostname()
+    return is_named and self.boot in ('', _boot())
 
   def __str__(self) -> str:
     return f'process {self.pid} on host {self.host}, since {self.since}'
@@ -135,10 +148,8 @@ def held(
   is_new = not folder.is_dir()
   folder.mkdir(parents=True, exist_ok=True)
   path = folder / NAME
-  with _acquire(path, say, every=every, silence=silence) as file:
-    file.seek(0)
-    holder = _read(file)
-    assert holder is not None  # this process
+  file, holder = _acquire(path, say, every=every, silence=silence)
+  with file:
     claim = Claim(path, holder)
     thread = threading.Thread(
       target=claim.keep_touching, args=(every,), name='lock', daemon=True
@@ -179,7 +190,7 @@ def holder(folder: pathlib.Path) -> tuple[Holder, bool | None] | None:
     return None
   if found is None:
     return None
-  if found.host != socket.gethostname():
+  if not found.is_here:
     return found, None
   return found, _started(found.pid) == found.started
 
@@ -190,33 +201,33 @@ def _acquire(
   *,
   every: float,
   silence: float,
-) -> TextIO:
-  """Returns the lock, open and written by this process."""
+) -> tuple[TextIO, Holder]:
+  """Returns the lock, open, and this process as its holder."""
   for _ in range(_ATTEMPTS):
     with contextlib.suppress(FileExistsError):
       file = open(path, 'x+', encoding='utf-8')
       try:
         _flock(file)
-        _write(file)
+        mine = _write(file)
       except BaseException:
         # A lock that names nobody would have to be removed by hand.
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # it tries to write once more
           file.close()
         raise
-      return file
+      return file, mine
     with contextlib.suppress(FileNotFoundError):
       file = open(path, 'r+', encoding='utf-8')
       try:
         is_free = _flock(file)
         if _is_at(file, path):  # otherwise it was released in this moment
           holder = _read(file)
-          if holder is not None and holder.host != socket.gethostname():
+          if holder is not None and not holder.is_here:
             _check_elsewhere(path, holder, say, every, silence)
           _check(path, holder, is_free)
-          _write(file)
+          mine = _write(file)
           say(f'{path.parent}: took over the lock of an ended run: {holder}')
-          return file
+          return file, mine
       except BaseException:
         file.close()
         raise
@@ -232,8 +243,7 @@ def _check(path: pathlib.Path, holder: Holder | None, is_free: bool) -> None:
       f'{folder}: locked by an unknown process; if none writes there, remove '
       f'{path} and start again'
     )
-  is_here = holder.host == socket.gethostname()
-  if not is_free or (is_here and _started(holder.pid) == holder.started):
+  if not is_free or (holder.is_here and _started(holder.pid) == holder.started):
     raise Locked(
       f'{folder}: locked by {holder}; wait for its end, or use another folder'
     )
@@ -296,16 +306,31 @@ def _is_at(file: TextIO, path: pathlib.Path) -> bool:
   return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
 
 
-def _write(file: TextIO) -> None:
-  """Writes this process as the holder."""
+def _write(file: TextIO) -> Holder:
+  """Writes this process as the holder, and returns it.
+
+  Two hosts may take over at one moment, so it is not read back: both would read
+  the one that wrote last, and neither would find out.
+  """
   since = time.strftime('%Y-%m-%d %H:%M:%S UTC', time.gmtime())
   pid = os.getpid()
-  holder = Holder(socket.gethostname(), pid, _started(pid) or '', since, True)
+  holder = Holder(
+    socket.gethostname(), pid, _started(pid) or '', since, True, _boot()
+  )
   file.seek(0)
   file.truncate()
   file.write(json.dumps(dataclasses.asdict(holder)) + '\n')
   file.flush()
   os.fsync(file.fileno())  # other hosts see it
+  return holder
+
+
+def _boot() -> str:
+  """Returns the kernel's number of this host's start; '' without one."""
+  try:
+    return _BOOT_ID.read_text('ascii').strip()
+  except OSError:
+    return ''
 
 
 def _read(file: TextIO) -> Holder | None:

@@ -1,4 +1,4 @@
-"""What every shipped config resolves to is kept in files."""
+"""Every shipped config resolves to what is kept in files."""
 
 from tests.configs import resolved
 

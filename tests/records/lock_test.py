@@ -101,6 +101,16 @@ def test_a_number_that_another_process_has_now_is_no_holder(tmp_path):
     assert len(said) == 1
 
 
+def test_a_host_of_the_same_name_is_another_host(tmp_path):
+  with _holder(tmp_path):
+    pass
+  # As a pod that was started again on another machine sees it.
+  _change(tmp_path, boot='of another machine')
+  assert 'once it is silent for 300 s' in _refused(tmp_path)
+  found = lock.holder(tmp_path)
+  assert found is not None and found[1] is None
+
+
 def test_a_process_that_looks_ended_may_hold_the_file(tmp_path):
   with _holder(tmp_path) as process:
     # So does the number of a process of another container look here.

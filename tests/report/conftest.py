@@ -52,7 +52,7 @@ class Opened:
     self.page.wait_for_selector(f'#detail[data-number="{number}"]')
 
   def check(self):
-    """Nothing must have gone wrong, and nothing else been asked for."""
+    """Asserts that no error was raised and no other address was asked for."""
     assert not self.errors
     assert set(self.requests) <= {self.address, 'about:blank'}
 
