@@ -28,9 +28,9 @@ from benchmarks import measure
 from stppo_jax import __main__
 from stppo_jax import batch as batch_lib
 from stppo_jax import types
-from stppo_jax.records import progress
 from stppo_jax.records import trajectory_metrics
 from stppo_jax.records import writer as writer_lib
+from stppo_jax.records.sinks import progress
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 
 _MEGABYTE = 1e6

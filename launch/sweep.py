@@ -39,8 +39,8 @@ from launch import submit
 from stppo_jax import settings
 from stppo_jax.commands import status
 from stppo_jax.commands.flags import configuration
-from stppo_jax.records import lock
 from stppo_jax.records import run_state
+from stppo_jax.records.liveness import lock
 from stppo_jax.training import parallel_runs
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -19,7 +19,7 @@ from typing import Any
 
 from stppo_jax import __version__
 from stppo_jax import streams
-from stppo_jax.training import interruption
+from stppo_jax.training.stopping import interruption
 
 # Other modules are imported late: signals are handled from the beginning.
 

@@ -28,7 +28,7 @@ from packaging import specifiers
 
 from stppo_jax.envs import environments
 from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.records import lock
+from stppo_jax.records.liveness import lock
 from stppo_jax.retrieval import examination
 from stppo_jax.retrieval import recording
 from stppo_jax.training.building import assembly

@@ -1,7 +1,8 @@
 """Statistics of evaluated dialogues, and their tables.
 
-A record is a line of `dialogues.jsonl`, see `training/set_evaluation.py`. Q
-questions of a data set, S samples of each, R resamples.
+A record is a line of `dialogues.jsonl`, see
+`training/evaluating/set_evaluation.py`. Q questions of a data set, S samples of
+each, R resamples.
 """
 
 from collections.abc import Mapping

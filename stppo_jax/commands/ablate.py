@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
   plan = ablation_flags.parse(argv)
   # Imported late: a wrong flag is answered before numpy and others are loaded.
   from stppo_jax.analysis.ablation import results
-  from stppo_jax.records import lock
+  from stppo_jax.records.liveness import lock
 
   runs = results.read(plan.table)
   results.check(runs, plan.digests, plan.table)

@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
   if errors:
     raise configuration.ConfigurationError(errors)
   # Imported late: a wrong flag is answered before jax is loaded.
-  from stppo_jax.training import set_evaluation
+  from stppo_jax.training.evaluating import set_evaluation
 
   return set_evaluation.evaluate(
     config.lock(),

@@ -2,7 +2,7 @@
 
 import pathlib
 
-from stppo_jax.records import plots
+from stppo_jax.records.sinks import plots
 
 
 def finished(

@@ -20,7 +20,7 @@ import os
 import pathlib
 from typing import Any
 
-from stppo_jax.records import lock
+from stppo_jax.records.liveness import lock
 
 EXPORT = 'export'
 # The version of the files of a run. One that a reader of today would

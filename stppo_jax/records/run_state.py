@@ -14,10 +14,10 @@ import time
 from typing import Any
 
 from stppo_jax.records import alarms
-from stppo_jax.records import headline
-from stppo_jax.records import heartbeat
-from stppo_jax.records import lock
 from stppo_jax.records import run_folder
+from stppo_jax.records.liveness import heartbeat
+from stppo_jax.records.liveness import lock
+from stppo_jax.records.sinks import headline
 
 FINISHED, RUNNING, INTERRUPTED = 'finished', 'running', 'interrupted'
 FAILED, DEAD = 'failed', 'dead'

@@ -7,8 +7,9 @@
 
 Of several hosts the first writes metrics, and each the dialogues that it has
 collected. All files but TensorBoard's are complete; it has a copy, and so do
-trackers (`records/trackers.py`). Metrics must never stop a run: an error of any
-of these is counted in `writer/sink_errors`, and the first of each is logged.
+trackers (`records/sinks/trackers.py`). Metrics must never stop a run: an error
+of any of these is counted in `writer/sink_errors`, and the first of each is
+logged.
 """
 
 from collections.abc import Callable
@@ -24,10 +25,10 @@ import shutil
 from typing import Any
 
 from stppo_jax.records import append
-from stppo_jax.records import progress
 from stppo_jax.records import run_folder
-from stppo_jax.records import tensorboard as tensorboard_lib
-from stppo_jax.records import trackers as trackers_lib
+from stppo_jax.records.sinks import progress
+from stppo_jax.records.sinks import tensorboard as tensorboard_lib
+from stppo_jax.records.sinks import trackers as trackers_lib
 
 METRICS = 'metrics.jsonl'
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import statistics
 from typing import Any
 from typing import NamedTuple
 
-from stppo_jax.records import headline
+from stppo_jax.records.sinks import headline
 from stppo_jax.report import comparison
 from stppo_jax.report import run_files
 

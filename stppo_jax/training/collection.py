@@ -24,8 +24,8 @@ from stppo_jax.records import trajectory_metrics
 from stppo_jax.rollout import collect
 from stppo_jax.rollout import sentences
 from stppo_jax.training import host_metrics
-from stppo_jax.training import interruption
 from stppo_jax.training.building import assembly
+from stppo_jax.training.stopping import interruption
 
 # How often questions are collected while the retriever is ready but fails.
 _MAX_COLLECTIONS = 3

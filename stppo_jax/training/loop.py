@@ -25,13 +25,10 @@ from stppo_jax.models import functional
 from stppo_jax.parallel import compile_time
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import peaks
-from stppo_jax.records import timing
+from stppo_jax.records.liveness import timing
 from stppo_jax.rollout import pack as pack_lib
-from stppo_jax.training import alarms
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
-from stppo_jax.training import crash
-from stppo_jax.training import evaluation
 from stppo_jax.training import host_metrics
 from stppo_jax.training import prefetch
 from stppo_jax.training import run as run_lib
@@ -44,6 +41,9 @@ from stppo_jax.training.checks import host_check
 from stppo_jax.training.checks import memory_check
 from stppo_jax.training.checks import mismatch_check
 from stppo_jax.training.checks import skipped_updates
+from stppo_jax.training.evaluating import evaluation
+from stppo_jax.training.stopping import alarms
+from stppo_jax.training.stopping import crash
 
 
 def train(

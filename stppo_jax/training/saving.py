@@ -17,11 +17,11 @@ import jax
 
 from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import hosts as hosts_lib
-from stppo_jax.records import lock
 from stppo_jax.records import writer as writer_lib
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.records.checkpoints import pending_save
 from stppo_jax.records.checkpoints import saved_steps
+from stppo_jax.records.liveness import lock
 from stppo_jax.training import checkpoint_state
 
 State = state_lib.TrainState

@@ -27,7 +27,6 @@ from stppo_jax.rollout import pack
 from stppo_jax.sampling import scripted
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
-from stppo_jax.training import evaluation
 from stppo_jax.training import run as run_lib
 from stppo_jax.training import run_record
 from stppo_jax.training.building import assembly
@@ -35,6 +34,7 @@ from stppo_jax.training.building import engines
 from stppo_jax.training.building import model_files
 from stppo_jax.training.checks import host_check
 from stppo_jax.training.checks import skipped_updates
+from stppo_jax.training.evaluating import evaluation
 
 Array = jax.Array
 _PRINT_EVERY = 50  # steps

@@ -16,7 +16,7 @@ from stppo_jax.analysis import machine
 from stppo_jax.commands import doctor
 from stppo_jax.commands.flags import configuration
 from stppo_jax.http import server as http_server
-from stppo_jax.records import lock
+from stppo_jax.records.liveness import lock
 from stppo_jax.retrieval import address
 from stppo_jax.retrieval import server
 from stppo_jax.retrieval.indexes import bm25

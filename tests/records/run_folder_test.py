@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from stppo_jax.records import lock
 from stppo_jax.records import run_folder
+from stppo_jax.records.liveness import lock
 
 
 def _problems(folder, command='train', reads=None, **options):

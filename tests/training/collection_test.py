@@ -15,9 +15,9 @@ from stppo_jax import types
 from stppo_jax.envs import search
 from stppo_jax.learner import keys
 from stppo_jax.training import collection
-from stppo_jax.training import interruption
 from stppo_jax.training.building import assembly
 from stppo_jax.training.checks import data_check
+from stppo_jax.training.stopping import interruption
 from tests.training import runs
 
 _STATUS = types.TrajectoryStatus

@@ -16,9 +16,9 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.retrieval import protocol
 from stppo_jax.sampling import engine as engine_lib
-from stppo_jax.training import evaluation
 from stppo_jax.training import prefetch
 from stppo_jax.training.building import assembly
+from stppo_jax.training.evaluating import evaluation
 from tests.training import faults
 from tests.training import runs
 

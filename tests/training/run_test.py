@@ -20,8 +20,8 @@ from stppo_jax.records import run_folder
 from stppo_jax.records import run_state
 from stppo_jax.records.checkpoints import manifest as manifest_lib
 from stppo_jax.training import run as run_lib
-from stppo_jax.training import voting
 from stppo_jax.training.building import assembly
+from stppo_jax.training.stopping import voting
 from tests.training import runs
 
 # Orbax reads the leaves concurrently; see checkpoint_test.py.
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 _HOLD = """
 import pathlib, sys
-from stppo_jax.records import lock
+from stppo_jax.records.liveness import lock
 with lock.held(pathlib.Path(sys.argv[1])):
   print('held', flush=True)
   sys.stdin.read()

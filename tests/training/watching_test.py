@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from stppo_jax import __main__
-from stppo_jax.records import heartbeat
-from stppo_jax.records import timing
+from stppo_jax.records.liveness import heartbeat
+from stppo_jax.records.liveness import timing
 from stppo_jax.training import watching
 from tests.training import runs
 

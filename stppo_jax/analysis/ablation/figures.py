@@ -13,7 +13,7 @@ import numpy as np
 from stppo_jax.analysis.ablation import results
 from stppo_jax.analysis.ablation import statistics
 from stppo_jax.analysis.ablation import study as study_lib
-from stppo_jax.records import plots
+from stppo_jax.records.sinks import plots
 
 # Inches of a panel, and of what is around all panels.
 _WIDTH, _HEIGHT = 3.4, 1.8

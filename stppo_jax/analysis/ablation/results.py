@@ -19,8 +19,8 @@ import pathlib
 
 import numpy as np
 
-from stppo_jax.records import headline
-from stppo_jax.records import plots
+from stppo_jax.records.sinks import headline
+from stppo_jax.records.sinks import plots
 
 _LEVELS = ('token', 'turn', 'sequence')
 # Those of `records/alarms.py` that a policy which goes wrong can set off.

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 
-from stppo_jax.records import lock
+from stppo_jax.records.liveness import lock
 
 NAME = 'heartbeat.json'
 _NEW_NAME = 'heartbeat.new'

@@ -19,9 +19,9 @@ from stppo_jax.envs import reward_function
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.retrieval import protocol
 from stppo_jax.sampling.remote import client
-from stppo_jax.training import alarms
-from stppo_jax.training import interruption
 from stppo_jax.training.checks import skipped_updates
+from stppo_jax.training.stopping import alarms
+from stppo_jax.training.stopping import interruption
 
 # Seconds that the others have to abandon a section.
 PATIENCE = 20.0

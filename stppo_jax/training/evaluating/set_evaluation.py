@@ -35,11 +35,11 @@ from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import functional
 from stppo_jax.parallel import compile_time
 from stppo_jax.records import append
-from stppo_jax.records import lock
 from stppo_jax.records import run_folder
 from stppo_jax.records import trajectory_metrics
 from stppo_jax.records.checkpoints import checkpoint as checkpoint_lib
 from stppo_jax.records.checkpoints import fingerprint
+from stppo_jax.records.liveness import lock
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
 from stppo_jax.training import run_record

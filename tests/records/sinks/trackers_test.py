@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from stppo_jax.records import trackers
 from stppo_jax.records import writer as writer_lib
+from stppo_jax.records.sinks import trackers
 
 _IDENTITY = trackers.Identity(
   title='quickstart: st_ppo, seed 0',

@@ -1,7 +1,8 @@
 """Makes an update again that has ended a run, on one CPU device.
 
-The dump of `training/crash.py` has the batch and the rows of the minibatch; the
-state before the update is in the checkpoint that the run saved as it ended.
+The dump of `training/stopping/crash.py` has the batch and the rows of the
+minibatch; the state before the update is in the checkpoint that the run saved
+as it ended.
 """
 
 from collections.abc import Iterator
@@ -21,9 +22,9 @@ from stppo_jax.parallel import distributed
 from stppo_jax.parallel import sharding
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.training import checkpoint_state
-from stppo_jax.training import crash
 from stppo_jax.training import run_record
 from stppo_jax.training.building import assembly
+from stppo_jax.training.stopping import crash
 
 
 def replay(config, folder: pathlib.Path) -> bool:

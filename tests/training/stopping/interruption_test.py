@@ -11,8 +11,8 @@ import pytest
 from stppo_jax import __main__
 from stppo_jax.records import run_state
 from stppo_jax.retrieval import server
-from stppo_jax.training import interruption
 from stppo_jax.training.building import assembly
+from stppo_jax.training.stopping import interruption
 from tests.training import faults
 from tests.training import runs
 
@@ -53,7 +53,7 @@ def test_other_work_is_finished_first(number):
 # A process that computes for minutes, and reaches no Python code meanwhile.
 _BUSY = """
 import hashlib
-from stppo_jax.training import interruption
+from stppo_jax.training.stopping import interruption
 with interruption.Interruption() as interrupt:
   interrupt.outlook = 'saving step 3'
   print('ready', flush=True)

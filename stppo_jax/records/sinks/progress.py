@@ -19,7 +19,7 @@ import rich.progress
 import rich.text
 
 from stppo_jax import streams
-from stppo_jax.records import headline
+from stppo_jax.records.sinks import headline
 
 _log = logging.getLogger(__name__)
 # The metrics that a line shows, beside reward, scores and speed.

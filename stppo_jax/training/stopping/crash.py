@@ -7,8 +7,8 @@
                          /batch-host1.npz  the rows of another host
 
 A skipped update changes nothing, so the state before it is the one that the run
-saves as it ends, if no sound update followed in the step. `training/replay.py`
-makes the update again from both.
+saves as it ends, if no sound update followed in the step.
+`training/stopping/replay.py` makes the update again from both.
 """
 
 from collections.abc import Mapping

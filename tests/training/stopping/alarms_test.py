@@ -4,7 +4,7 @@ import pytest
 
 from stppo_jax import __main__
 from stppo_jax.parallel import hosts as hosts_lib
-from stppo_jax.training import alarms
+from stppo_jax.training.stopping import alarms
 from tests.training import runs
 
 

@@ -15,9 +15,9 @@ from stppo_jax.parallel import compile_time
 from stppo_jax.records import dialogues
 from stppo_jax.records import run_folder
 from stppo_jax.training import run_record
-from stppo_jax.training import set_evaluation
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import engines
+from stppo_jax.training.evaluating import set_evaluation
 
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 

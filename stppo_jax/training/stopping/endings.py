@@ -11,10 +11,10 @@ import functools
 from typing import Protocol
 
 from stppo_jax.parallel import hosts as hosts_lib
-from stppo_jax.records import lock
-from stppo_jax.training import interruption
+from stppo_jax.records.liveness import lock
 from stppo_jax.training import saving
-from stppo_jax.training import voting
+from stppo_jax.training.stopping import interruption
+from stppo_jax.training.stopping import voting
 
 _RESUMES = 'the same command resumes'
 

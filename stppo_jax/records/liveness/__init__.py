@@ -1,0 +1,1 @@
+"""Who runs a run, whether it goes on, and where its time goes."""

@@ -1,0 +1,1 @@
+"""Sinks: the terminal, plots and trackers show the metrics of a run."""

@@ -1,0 +1,1 @@
+"""Evaluation of a run in training, of sets of questions, of one question."""
