@@ -18,8 +18,8 @@
 #             users of a machine, and are logged
 #   RETRIEVER arguments of `serve`, such as --index=DIR: a retrieval server that
 #             runs beside the run, and is started again with it if it has ended
-#   PORT      where it listens, plus the number of the process; by default the
-#             first of 8000, 8100, 8200, ... for which that is free
+#   PORT      the port of that server, plus the number of the process; a free
+#             port by default
 #
 # The exit code is that of the last start.
 set -uo pipefail
@@ -101,34 +101,25 @@ main() {
   trap 'stop 75' TERM HUP
   trap 'stop 130' INT
 
-  server='' url=''
-  port=$((${PORT:-8000} + ${rank:-0}))
-  listens() { (: </dev/tcp/127.0.0.1/"$port") 2>/dev/null; }
+  server='' url='' port=0  # a free one, which no other retriever has
+  if [ -n "${PORT:-}" ]; then port=$((PORT + ${rank:-0})); fi
   trap '[ -n "$server" ] && kill "$server" 2>/dev/null' EXIT
   # Starts the retriever unless it runs; ends this script if it cannot.
   retrieve() {
     if [ -n "$server" ] && kill -0 "$server" 2>/dev/null; then return; fi
-    # Other runs may have their retrievers on this machine.
-    while [ -z "${PORT:-}" ] && ((port < 65000)) && listens; do
-      port=$((port + 100))
-    done
-    if listens; then
-      echo "run.sh: port $port is in use; choose another PORT for the retriever"
-      exit 2
-    fi
     # The arguments are words.
     # shellcheck disable=SC2086
-    "$python" -m stppo_jax serve $RETRIEVER --port="$port" &
+    exec 3< <(exec "$python" -m stppo_jax serve $RETRIEVER --port="$port")
     server=$!
-    until listens; do
+    # When it is ready, it prints its URL.
+    until read -r -t 1 url <&3; do
       if [ -n "$stopped" ]; then exit "$stopped"; fi
       if ! kill -0 "$server" 2>/dev/null; then
         wait "$server"
         exit
       fi
-      sleep 1
     done
-    url=--config.retrieval.url=http://127.0.0.1:$port
+    url=--config.retrieval.url=$url
   }
 
   code=75

@@ -17,10 +17,14 @@ python -m launch.sweep --config=FILE.py --out=DIR [--on=LAUNCHER] [--jobs=N]
   --stop              ends the runs; they save, and the same command resumes
 
 The same command goes on: finished runs are not repeated, interrupted ones are
-resumed. The exit code is 0 once all runs are finished; 75 if they were stopped,
-or 130 by Ctrl-C.
+resumed, and those that still run are left alone.
+
+The exit code here is 0 once all runs are finished; 75 if they were stopped, or
+if runs of an earlier sweep still run; 130 after Ctrl-C; and otherwise the
+largest one of the runs. With another launcher it is that of the submission.
 """
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import importlib.util
@@ -104,7 +108,7 @@ def _main(argv: Sequence[str]) -> int:
   if not left:
     print(f'nothing is left to {"stop" if is_stop else "start"}')
     print('\n'.join(_table(out, runs)))
-    return 0
+    return 0 if is_stop or launcher != 'local' else _unfinished(out, runs)
   extra = [f'--{key}={x}' for key, x in values.items() if key in options]
   extra += [
     f'--{name}' for name in ('dry_run', 'stop') if name in given.switches
@@ -225,7 +229,12 @@ def _run_here(
     {name: [script, *flags] for name, flags in left.items()}, jobs=jobs
   )
   print('\n'.join(_table(out, runs)), flush=True)
-  return exit_code
+  return exit_code or _unfinished(out, runs)
+
+
+def _unfinished(out: pathlib.Path, runs: Iterable[str]) -> int:
+  """Returns 0 if all runs of the sweep are finished, otherwise 75."""
+  return 75 if any(_is_left(out / run, runs_too=True) for run in runs) else 0
 
 
 def _stop(out: pathlib.Path) -> int:

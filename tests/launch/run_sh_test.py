@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ if 'serve' in sys.argv:
   server = socket.socket()
   server.bind(('127.0.0.1', int(sys.argv[-1].removeprefix('--port='))))
   server.listen()
+  print('http://127.0.0.1:%d' % server.getsockname()[1], flush=True)
   signal.signal(signal.SIGTERM, lambda *_: sys.exit((folder / 'ended').touch()))
   with open(folder / 'servers', 'a') as file:
     file.write(f'{{os.getpid()}}\\n')
@@ -205,43 +207,58 @@ def test_wrong_usage_is_one_line(flags, environment, expected):
   assert expected in done.stderr and done.stderr.count('\n') == 1
 
 
+_RETRIEVER = {'RETRIEVER': '--index=x'}
+
+
+def _url(call):
+  """Returns the address of the retriever in the arguments of a call."""
+  return call.partition(' --config.retrieval.url=')[2].partition('|')[0]
+
+
 def test_a_retriever_runs_beside_the_run(fake, tmp_path):
-  with socket.socket() as probe:
-    probe.bind(('127.0.0.1', 0))
-    port = probe.getsockname()[1]
-    probe.listen()
-    # That of another program is not taken for it.
-    wrong = fake(
-      [_SCRIPT, f'--workdir={tmp_path}/other'],
-      '0',
-      RETRIEVER='--index=x',
-      PORT=str(port),
-    )
-    assert f'port {port} is in use' in wrong.communicate(timeout=60)[0]
-    assert wrong.returncode == 2
-  flags = {'RETRIEVER': '--index=x', 'PORT': str(port)}
-  code, _, (call,) = _run(fake, tmp_path, '0', **flags)
+  code, _, (call,) = _run(fake, tmp_path, '0', **_RETRIEVER)
   assert code == 0
-  assert f' --config.retrieval.url=http://127.0.0.1:{port}|' in call
+  assert re.fullmatch(r'http://127\.0\.0\.1:\d{4,5}', _url(call))
   _wait((tmp_path / 'ended').exists)
 
 
-def test_a_retriever_that_ended_is_started_again(fake, tmp_path):
+def test_a_retriever_that_cannot_start_ends_it(fake, tmp_path):
   with socket.socket() as other:
-    other.bind(('127.0.0.1', 0))  # of another run on this machine
+    other.bind(('127.0.0.1', 0))
     other.listen()
-    taken = other.getsockname()[1]
-    # By default it listens at 8000 plus the number of the process.
-    rank = taken - 8000
-    flags = [f'--process_id={rank}', '--workdir', f'{tmp_path}/spaced']
-    code, _, calls = _run(
-      fake, tmp_path, '75 0', *flags, RETRIEVER='--index=x', DIES='yes'
-    )
+    # PORT is that of the first process.
+    port = {'PORT': str(other.getsockname()[1] - 3)}
+    words = [_SCRIPT, '--workdir', f'{tmp_path}/run', '--process_id', '3']
+    process = fake(words, '0', **_RETRIEVER, **port)
+    out, _ = process.communicate(timeout=60)
+  assert process.returncode == 1 and 'Address already in use' in out
+  assert not (tmp_path / 'calls').exists()
+
+
+def test_a_retriever_that_ended_is_started_again(fake, tmp_path):
+  code, _, calls = _run(fake, tmp_path, '75 0', DIES='yes', **_RETRIEVER)
   assert code == 0 and len(calls) == 2
   assert (tmp_path / 'servers').read_text().count('\n') == 2
-  for call in calls:
-    port = int(call.rpartition(':')[2].partition('|')[0])
-    assert port > taken and (port - taken) % 100 == 0
+  assert all(map(_url, calls))
+
+
+def test_runs_that_start_together_have_retrievers_of_their_own(fake, tmp_path):
+  processes = [
+    fake(
+      [_SCRIPT, f'--workdir={tmp_path}/run{number}'],
+      'wait',
+      SLURM_PROCID=number,
+      **_RETRIEVER,
+    )
+    for number in '01'
+  ]
+  calls = [tmp_path / f'calls{number}' for number in '01']
+  _wait(lambda: all(path.exists() for path in calls))
+  urls = {_url(path.read_text()) for path in calls}
+  assert len(urls) == 2 and all(urls)
+  for process in processes:
+    process.terminate()
+    assert process.wait(timeout=60) == 75
 
 
 _SRUN = """#!/bin/bash

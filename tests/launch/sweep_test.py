@@ -12,6 +12,7 @@ import pytest
 from launch import submit
 from launch import sweep
 from stppo_jax.records import run_state
+from stppo_jax.records.liveness import lock
 from tests.training import runs
 
 # In place of Python: leaves the folder of a finished run, or waits for the file
@@ -57,17 +58,23 @@ def config(tmp_path):
 
 
 @pytest.fixture
-def start(tmp_path, config):
+def python(tmp_path, monkeypatch):
+  """Lets runs have the Python above."""
+  path = tmp_path / 'python'
+  path.write_text(_FAKE)
+  path.chmod(0o755)
+  monkeypatch.setenv('PYTHON', str(path))
+  monkeypatch.setenv('DELAY', '0')
+
+
+@pytest.fixture
+def start(tmp_path, config, python):
   """Yields a function that starts a sweep with the Python above."""
-  python = tmp_path / 'python'
-  python.write_text(_FAKE)
-  python.chmod(0o755)
 
   def start(*flags):
     words = [sys.executable, '-m', 'launch.sweep', f'--config={config}']
     return subprocess.Popen(
       [*words, f'--out={tmp_path}/out', *flags],
-      env=os.environ | {'PYTHON': str(python), 'DELAY': '0'},
       cwd=runs.REPO,
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
@@ -136,6 +143,23 @@ def test_a_killed_sweep_and_a_killed_run_are_no_obstacle(tmp_path, start):
   out, _ = process.communicate(timeout=60)
   assert process.returncode == 0, out
   assert sorted(line.split()[0] for line in _starts(tmp_path)) == sorted(_NAMES)
+
+
+def test_a_run_that_another_process_runs_is_left_alone(
+  tmp_path, config, python, capsys
+):
+  run = tmp_path / 'out' / _NAMES[0]
+  flags = [f'--config={config}', f'--out={tmp_path}/out', '--jobs=4']
+  with lock.held(run):  # as after a sweep was killed, but not its runs
+    sections = dict.fromkeys(('algorithm', 'model', 'rollout'), {})
+    (run / 'config.json').write_text(json.dumps(sections))
+    (tmp_path / 'out' / 'go').touch()
+    assert sweep.main(flags) == 75
+    out = capsys.readouterr().out
+    assert out.count('finished') == 3 and out.count('running') == 1
+    assert sorted(x.split()[0] for x in _starts(tmp_path)) == sorted(_NAMES[1:])
+    assert sweep.main(flags) == 75
+    assert 'nothing is left to start' in capsys.readouterr().out
 
 
 def test_the_array_of_slurm_has_what_is_left(tmp_path, config, capsys):
