@@ -15,6 +15,7 @@ is the accuracy of the choice. More than half of the answers of PubMedQA are
 """
 
 from stppo_jax.configs import base
+from stppo_jax.configs import slices
 
 
 def get_config(algorithm: str = 'st_ppo') -> base.Config:
@@ -28,4 +29,19 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
     evaluation='medqa:test, medmcqa:validation, pubmedqa:test, mmlu-med:test',
     corpus='',
   )
+  return config
+
+
+def get_sized_config(algorithm: str, size: str) -> base.Config:
+  """Returns the setting of the paper for a size of Qwen2.5.
+
+  Args:
+    algorithm: an entry of the table of algorithms.
+    size: a key of `slices.SLICES`.
+  """
+  config = get_config(algorithm)
+  config.env.max_turns = 6  # searches
+  config.rollout.trajectories_per_step = 256
+  config.updates.minibatch_size = 128
+  slices.place(config, size)
   return config

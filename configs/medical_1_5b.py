@@ -5,15 +5,16 @@
         --config.retrieval.url=http://HOST:8000 --workdir=/shared/run
 
 Every host of the slice runs this command; launch/README.md has launchers that
-start it. All hosts must see /shared, DATA and MODEL. `configs/medical.py`
-explains DATA, MODEL and HOST. As in the paper (arXiv:2511.20718), a step has
-256 questions, a minibatch 128 trajectories, and a dialogue at most 6 searches.
+start it. `configs/medical.py` explains DATA, MODEL and HOST; all hosts must see
+/shared, DATA and MODEL. As in the paper (arXiv:2511.20718), a step has 256
+questions, a minibatch 128 trajectories, and a dialogue at most 6 searches.
 
-    python -m stppo_jax plan --config=FILE --topology=v5e:4x4 --compile=False \
-        --config.model.path=MODEL --config.data.name=synthetic_wiki
+    python -m stppo_jax plan --config=configs/medical_1_5b.py \
+        --topology=v5e:4x4 --compile=False --config.model.path=MODEL \
+        --config.data.name=synthetic_wiki
 
-needs no data, and with FILE for this file it estimates, if half of the tokens
-are trained on (no run on a TPU has confirmed it yet):
+needs no data. If half of the tokens are trained on, it estimates (no run on a
+TPU has confirmed it yet):
 
     12.6 of 15.75 GiB of a chip
     54 seconds a step, at least 20
@@ -22,14 +23,7 @@ are trained on (no run on a TPU has confirmed it yet):
 
 from stppo_jax.configs import base
 from stppo_jax.configs import medical
-from stppo_jax.configs import slices
 
 
 def get_config(algorithm: str = 'st_ppo') -> base.Config:
-  config = medical.get_config(algorithm)
-  config.env.max_turns = 6  # searches
-  config.rollout.trajectories_per_step = 256
-  config.updates.minibatch_size = 128
-  slices.place(config, '1_5b')
-  slices.warm_up(config)
-  return config
+  return medical.get_sized_config(algorithm, '1_5b')

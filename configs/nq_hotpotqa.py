@@ -13,6 +13,7 @@ Without weights, the data sets are mixed by their sizes. Set data.train to
 """
 
 from stppo_jax.configs import base
+from stppo_jax.configs import slices
 
 
 def get_config(algorithm: str = 'st_ppo') -> base.Config:
@@ -25,4 +26,23 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
     evaluation='nq:validation, hotpotqa:validation',
     corpus='',
   )
+  return config
+
+
+def get_sized_config(
+  algorithm: str, size: str, data_set: str = ''
+) -> base.Config:
+  """Returns the setting of the paper for a size of Qwen2.5.
+
+  Args:
+    algorithm: an entry of the table of algorithms.
+    size: a key of `slices.SLICES`.
+    data_set: nq or hotpotqa; '' = both.
+  """
+  config = get_config(algorithm)
+  if data_set:
+    config.data.train = f'{data_set}:train'
+    config.data.evaluation = f'{data_set}:validation'
+  config.env.max_turns = 3  # searches
+  slices.place(config, size)
   return config

@@ -5,16 +5,16 @@
         --config.retrieval.url=http://HOST:8000 --workdir=/shared/run
 
 Every host of the slice runs this command; launch/README.md has launchers that
-start it. All hosts must see /shared, DATA and MODEL, which are those of
-`configs/nq_hotpotqa.py`, and so is HOST. The setting is that of the paper, see
-docs/algorithms.md. For one data set, set data.train to
-nq:train or hotpotqa:train, and data.evaluation likewise.
+start it. `configs/nq_hotpotqa.py` explains DATA, MODEL and HOST; all hosts must
+see /shared, DATA and MODEL. The setting is that of the paper, which
+docs/algorithms.md describes.
 
-    python -m stppo_jax plan --config=FILE --topology=v5e:4x4 --compile=False \
-        --config.model.path=MODEL --config.data.name=synthetic_wiki
+    python -m stppo_jax plan --config=configs/nq_hotpotqa_1_5b.py \
+        --topology=v5e:4x4 --compile=False --config.model.path=MODEL \
+        --config.data.name=synthetic_wiki
 
-needs no data, and with FILE for this file it estimates, if half of the tokens
-are trained on (no run on a TPU has confirmed it yet):
+needs no data. If half of the tokens are trained on, it estimates (no run on a
+TPU has confirmed it yet):
 
     12.6 of 15.75 GiB of a chip
     108 seconds a step, at least 40
@@ -23,12 +23,7 @@ are trained on (no run on a TPU has confirmed it yet):
 
 from stppo_jax.configs import base
 from stppo_jax.configs import nq_hotpotqa
-from stppo_jax.configs import slices
 
 
 def get_config(algorithm: str = 'st_ppo') -> base.Config:
-  config = nq_hotpotqa.get_config(algorithm)
-  config.env.max_turns = 3  # searches
-  slices.place(config, '1_5b')
-  slices.warm_up(config)
-  return config
+  return nq_hotpotqa.get_sized_config(algorithm, '1_5b')

@@ -39,8 +39,11 @@ SLICES = {
 def place(config: base.Config, size: str) -> None:
   """Sets what a config needs so that a model of a size trains on its slice.
 
+  Learning rates rise over the shares of the updates that ST-PPO has: 28.5 % of
+  them for the policy and 1.5 % for the values (arXiv:2511.20718).
+
   Args:
-    config: the config, which is changed.
+    config: the config, which is changed. It has its number of steps and sizes.
     size: a key of `SLICES`.
   """
   chosen = SLICES[size]
@@ -51,14 +54,6 @@ def place(config: base.Config, size: str) -> None:
   config.updates.head_chunk = 1024
   config.rollout.slots = chosen.slots
   config.rollout.tensor = chosen.decode_tensor
-
-
-def warm_up(config: base.Config) -> None:
-  """Raises the learning rates over the share of the updates of ST-PPO.
-
-  It is 28.5 % of all updates for the policy and 1.5 % for the values
-  (arXiv:2511.20718). Call it when the number of steps and the sizes are set.
-  """
   per_epoch = (
     config.rollout.trajectories_per_step // config.updates.minibatch_size
   )

@@ -6,11 +6,20 @@ import re
 
 import pytest
 
+from stppo_jax import settings
 from stppo_jax.analysis import plan as plan_lib
 from stppo_jax.configs import slices
 from stppo_jax.parallel import topology
 
 _PUBLISHED = pathlib.Path(__file__).parents[1] / 'models' / 'published'
+
+
+def _doc(module) -> str:
+  """Returns the docstring of a recipe, whose commands have its file."""
+  doc = module.__doc__
+  commands = re.findall(r'--config=configs/(\w+)\.py', doc)
+  assert commands == [module.__name__.rpartition('.')[2]] * 2  # train, plan
+  return doc
 
 
 @pytest.mark.parametrize('size', slices.SLICES)
@@ -19,7 +28,7 @@ def test_the_figures_of_a_recipe_are_those_of_its_plan(name, size):
   module = importlib.import_module(f'stppo_jax.configs.{name}_{size}')
   config = module.get_config()
   config.model.path = str(_PUBLISHED / f'qwen2_5_{size}')
-  doc = module.__doc__ or ''
+  doc = _doc(module)
   where = re.search(r'--topology=(\S+)', doc)
   assert where is not None and where[1] == slices.SLICES[size].topology
   plan = plan_lib.make(
@@ -39,3 +48,18 @@ def test_the_figures_of_a_recipe_are_those_of_its_plan(name, size):
   ):
     assert f'    {line}\n' in doc
   assert plan.fits
+
+
+@pytest.mark.parametrize('size', slices.SLICES)
+@pytest.mark.parametrize('name', ['nq', 'hotpotqa'])
+def test_one_data_set_has_the_figures_of_both(name, size):
+  one, both = (
+    importlib.import_module(f'stppo_jax.configs.{x}_{size}')
+    for x in (name, 'nq_hotpotqa')
+  )
+  ours = settings.flatten(one.get_config())
+  others = settings.flatten(both.get_config())
+  differ = [key for key in ours if ours[key] != others[key]]
+  assert differ == ['data.evaluation', 'data.train']
+  figures = [_doc(x).partition('--topology=')[2] for x in (one, both)]
+  assert figures[0] and figures[0] == figures[1]
