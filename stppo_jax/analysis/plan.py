@@ -241,10 +241,7 @@ def _work(
   losses = packed.loss_positions_BM.shape[1]
   length = packed.tokens_BL.shape[1]
   weights = sum(
-    x.size
-    for x in jax.tree.leaves(
-      jax.eval_shape(learner.policy.init, jax.random.key(0))['layers']
-    )
+    x.size for x in jax.tree.leaves(learner.policy.abstract_params['layers'])
   )
   trained = weights
   if config.model.lora.rank:

@@ -1,5 +1,6 @@
 """The bytes on one device of the engine, and of an update's temporaries."""
 
+import functools
 import math
 from typing import Any
 
@@ -32,8 +33,8 @@ def engine_sizes(
   """
   rollout = config.rollout
   weights = jax.eval_shape(
-    lambda key: precision.cast(policy.init(key), policy.config.dtype),
-    jax.random.key(0),
+    functools.partial(precision.cast, dtype=policy.config.dtype),
+    policy.abstract_params,
   )
   blocks = rollout.cache_blocks
   cache = jax.eval_shape(

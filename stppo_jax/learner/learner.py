@@ -350,14 +350,14 @@ class Learner:
 
   def abstract_policy_params(self) -> Any:
     """Returns shapes and layouts of the policy's trained weights."""
-    weights = jax.eval_shape(self.policy.init, jax.random.key(0))
+    weights = self.policy.abstract_params
     return self._abstract_state_of(weights).policy.params
 
   def abstract_start(
     self,
   ) -> tuple[state_lib.TrainState, functional.Params | None]:
     """Returns shapes and layouts of the first state and of the reference."""
-    weights = jax.eval_shape(self.policy.init, jax.random.key(0))
+    weights = self.policy.abstract_params
     cast = jax.eval_shape(
       lambda params: precision.cast(params, self.policy.config.dtype), weights
     )

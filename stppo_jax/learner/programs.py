@@ -78,7 +78,7 @@ def build(
   models = model_roles.Models(spec.policy, spec.value)
   init = init_state(spec)
   key = jax.random.key(0)
-  weights = jax.eval_shape(spec.policy.plain_policy.init, key)
+  weights = spec.policy.plain_policy.abstract_params
   layout = sharding.param_shardings(jax.eval_shape(init, weights, key), mesh)
   jit = functools.partial(
     compilation.jit, mesh=mesh, dtype=spec.policy.config.dtype

@@ -50,8 +50,7 @@ def load_or_init(
 @functools.lru_cache(maxsize=8)
 def _layout_and_init(policy: functional.Model, mesh: jax.sharding.Mesh):
   """Returns the layout of a policy's weights, and a program that draws them."""
-  shapes = jax.eval_shape(policy.init, jax.random.key(0))
-  layout = sharding.param_shardings(shapes, mesh)
+  layout = sharding.param_shardings(policy.abstract_params, mesh)
   return layout, jax.jit(policy.init, out_shardings=layout)
 
 

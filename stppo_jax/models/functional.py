@@ -11,6 +11,7 @@ vocabulary.
 
 from collections.abc import Mapping
 import dataclasses
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -98,6 +99,12 @@ class Model:
       self.config, head=self.head, rngs=nnx.Rngs(params=key)
     )
     return nnx.to_pure_dict(nnx.state(module))
+
+  @property
+  def abstract_params(self) -> Params:
+    """The shapes and dtypes of the weights of `init`; nothing is computed."""
+    leaves, tree = _abstract_params(self.config, self.head)
+    return jax.tree.unflatten(tree, leaves)
 
   def init_adapters(self, key: Array) -> Params:
     """Returns fresh adapters; see `lora.init`.
@@ -416,6 +423,14 @@ def _linear_layers(module: nnx.Module) -> dict[str, layers.Linear]:
 
 def _kernels(linear: Mapping[str, layers.Linear]) -> dict[str, Any]:
   return {name: layer.kernel for name, layer in linear.items()}
+
+
+# Tracing `init` takes longer than all else that a caller does with the shapes.
+@functools.lru_cache(maxsize=32)
+def _abstract_params(config: model_config.ModelConfig, head: str):
+  """Returns shapes and structure of the weights of `init`."""
+  init = Model(config, head).init
+  return jax.tree.flatten(jax.eval_shape(init, jax.random.key(0)))
 
 
 def _abstract(

@@ -239,7 +239,7 @@ def _programs(
     value_optimizer=optimizer,
   )
   key = jax.random.key(0)
-  weights = jax.eval_shape(policy.plain_policy.init, key)
+  weights = policy.plain_policy.abstract_params
   layout = sharding.param_shardings(jax.eval_shape(init, weights, key), mesh)
   return (
     jax.jit(init, donate_argnums=0, out_shardings=layout),

@@ -228,7 +228,7 @@ def _programs(
     moments = adam.init(params)
     return state_lib.ModelState(params, moments, jnp.zeros((), jnp.int32))
 
-  weights = jax.eval_shape(policy.init, jax.random.key(0))
+  weights = policy.abstract_params
   layout = sharding.param_shardings(jax.eval_shape(init, weights), mesh)
   return (
     jax.jit(init, donate_argnums=0, out_shardings=layout),

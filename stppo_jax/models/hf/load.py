@@ -211,7 +211,7 @@ def _plan(
         f'tensors, found {len(tensors)}'
       )
   model = functional.Model(config, 'vocabulary')
-  shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
+  shapes = model.abstract_params
   leaves: dict[tuple[str, ...], _Leaf] = {}
   problems = []
   for name, entry in wanted.items():
