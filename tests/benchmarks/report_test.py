@@ -8,6 +8,7 @@ from benchmarks import report
 from tests.training import runs
 
 
+@pytest.mark.slow
 def test_a_page_is_written_and_measured():
   first, second = report.pages(steps=4, dialogues=3, tokens=4)
   assert first.startswith('4 steps, 12 dialogues, 4 tokens a turn: report in ')

@@ -255,6 +255,7 @@ def test_a_wrong_file_is_one_line_and_2(
   assert f'--batch={tmp_path}/F.npz: ' in line or 'float32, the' in line
 
 
+@pytest.mark.slow
 def test_score_runs_on_cpu_in_any_environment(tmp_path):
   environment = {'JAX_PLATFORMS': 'tpu', 'PATH': ''}
   arrays, *_ = batch_arrays.arrays()

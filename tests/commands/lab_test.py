@@ -183,6 +183,7 @@ def test_help_names_every_subcommand(capsys):
     assert f'python -m stppo_jax lab {name} --' in out
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'configs').symlink_to(runs.REPO / 'configs')

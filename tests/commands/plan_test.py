@@ -130,6 +130,7 @@ def test_a_plan_with_routing_replay(capsys):
   assert out.endswith('fits in 80 GiB\n')
 
 
+@pytest.mark.slow
 def test_a_compiled_plan_prints_collectives_and_operations(capsys):
   # Without a value model, which takes half the time to compile.
   flags = '--hbm_gib=1e-6', '--config.mesh.fsdp=2'

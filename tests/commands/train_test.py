@@ -117,6 +117,7 @@ def test_every_algorithm_goes_on_from_the_supervised_start(
   assert line['retrieval/ok'] > 0
 
 
+@pytest.mark.slow
 def test_a_running_server_is_used(tmp_path, taught):
   asked = []
 

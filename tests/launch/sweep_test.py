@@ -100,6 +100,7 @@ def _wait(holds, seconds=60):
   raise AssertionError('it does not happen')
 
 
+@pytest.mark.slow
 def test_a_sweep_that_was_stopped_goes_on(tmp_path, config, start, capsys):
   flags = [f'--config={config}', f'--out={tmp_path}/out']
   first = start('--jobs=2')

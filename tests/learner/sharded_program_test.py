@@ -126,6 +126,7 @@ def _fsdp_formula(state, devices, *, num_microbatches):
   return (devices - 1) / devices * (gathered + scattered + exchanged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('num_microbatches', 'remat'),
   [

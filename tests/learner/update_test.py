@@ -180,6 +180,7 @@ def test_a_critic_at_the_whole_response_learns_from_observations():
     assert differs == changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name',
   [

@@ -62,6 +62,7 @@ def test_reading_in_random_chunks_equals_one_pass(num_kv_heads):
     assert {0, _C} <= seen_counts
 
 
+@pytest.mark.slow
 def test_keys_and_values_of_8_bits_are_near_those_of_32():
   params, tokens_BL = tiny.params(tiny.model()), _tokens()
   lengths_B = np.zeros(_B, np.int32)

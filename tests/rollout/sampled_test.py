@@ -189,6 +189,7 @@ def test_trajectories_do_not_depend_on_the_order_of_answers(deterministic):
   assert len(orders) > 1
 
 
+@pytest.mark.slow
 def test_the_engine_decodes_while_the_environment_answers(monkeypatch):
   engine = _engine(deterministic=False)
   environment = _Slow(0)

@@ -198,7 +198,7 @@ def test_slots_and_weights_may_be_sharded_over_devices():
   ('devices', 'tensor', 'cache'),
   [
     pytest.param(2, 2, (8, 1), marks=pytest.mark.slow),
-    (4, 4, (2, 2)),
+    pytest.param(4, 4, (2, 2), marks=pytest.mark.slow),
     pytest.param(8, 2, (2, 1), marks=pytest.mark.slow),
   ],
 )
@@ -506,6 +506,7 @@ def test_publishing_copies_the_weights():
   assert all(results[0][n].tokens != results[1][n].tokens for n in results[0])
 
 
+@pytest.mark.slow
 def test_tokens_are_as_frequent_as_they_are_probable():
   # Without the branches of its layers, the model is a Markov chain: the next
   # token depends on the last one alone, through norm and head.

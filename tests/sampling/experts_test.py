@@ -39,6 +39,7 @@ def _dialogues(engine):
   return dialogues, reported
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'deterministic', (pytest.param(True, marks=pytest.mark.slow), False)
 )

@@ -50,6 +50,7 @@ def _calls(driver, name):
   return jax.tree.map(np.asarray, driver.programs.calls[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'devices', [pytest.param(1, marks=pytest.mark.slow), 2]
 )

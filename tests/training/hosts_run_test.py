@@ -160,6 +160,7 @@ def _restored(workdir, **changes):
   return jax.device_get(found[1])
 
 
+@pytest.mark.slow
 def test_two_hosts_are_one_run(tmp_path, finished):
   """Also the figure: they start, train two steps and end in 20 s of two cores.
 

@@ -107,6 +107,7 @@ def test_staleness_is_the_number_of_steps_ahead(finished):
   assert all(line['ratio/token/max'] > 1 + 1e-5 for line in lines[1:])
 
 
+@pytest.mark.slow
 def test_in_between_it_is_the_same_run_as_in_the_background(
   finished, tmp_path, monkeypatch
 ):

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
+@pytest.mark.slow
 def test_no_save_is_begun_after_the_grace_seconds(tmp_path, capsys):
   alarm = {'finish_ratio': 2.0, 'stop': ('finish_ratio',), 'stop_after': 1}
   alarm = {f'alarms__{key}': value for key, value in alarm.items()}

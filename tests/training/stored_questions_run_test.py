@@ -70,6 +70,7 @@ def _train(config, workdir, changes):
   return __main__.main(['train', *flags])
 
 
+@pytest.mark.slow
 def test_a_step_on_parquet_files_of_three_others(tmp_path):
   rows = {'search_r1': _search_r1, 'verl': _verl, 'flashrag': _flashrag}
   for name, row in rows.items():
@@ -107,7 +108,9 @@ def root(tmp_path_factory):
 @pytest.mark.parametrize(
   ('config', 'trained', 'evaluated'),
   [
-    ('hotpotqa', {'hotpotqa'}, {'hotpotqa'}),
+    pytest.param(
+      'hotpotqa', {'hotpotqa'}, {'hotpotqa'}, marks=pytest.mark.slow
+    ),
     ('nq_hotpotqa', {'nq', 'hotpotqa'}, {'nq', 'hotpotqa'}),
     (
       'medical',

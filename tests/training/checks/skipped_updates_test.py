@@ -81,6 +81,7 @@ def _replay(folder, capsys):
   return code, *capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_the_update_that_ended_a_run_can_be_repeated(diverged, capsys):
   folder = diverged / 'crash' / 'step_1'
   record = json.loads((folder / 'crash.json').read_text('utf-8'))
@@ -105,6 +106,7 @@ def test_the_update_that_ended_a_run_can_be_repeated(diverged, capsys):
   assert lines[-1] == 'reproduced: the update is skipped here, too'
 
 
+@pytest.mark.slow
 def test_a_repeated_update_names_what_is_not_finite(diverged, tmp_path, capsys):
   workdir = shutil.copytree(diverged, tmp_path / 'run')
   folder = workdir / 'crash' / 'step_1'

@@ -245,6 +245,7 @@ def test_a_few_failures_are_no_outage(tmp_path, capsys):
   assert not list(tmp_path.glob('trajectories-*'))
 
 
+@pytest.mark.slow
 def test_an_outage_that_lasts_saves_and_ends_the_run(
   finished, tmp_path, capsys
 ):
