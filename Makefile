@@ -83,7 +83,7 @@ docs: $(RUNTIME)  ## the pages and tables that are made from others
 	PYTHONPATH=. $(BIN)/python docs/make_algorithms.py
 	PYTHONPATH=. $(BIN)/python docs/make_collapse.py
 
-chaos: $(TESTING)  ## strike a run with faults (ARGS=--faults=8)
+chaos: $(TESTING)  ## strike a run of two processes with faults (ARGS=--faults=8)
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.chaos \
 	  --seed=$(SEED) $(ARGS)
 

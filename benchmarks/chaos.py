@@ -1,20 +1,22 @@
 """Strikes a run with faults until many have struck, and compares its result.
 
     python -m benchmarks.chaos
-    python -m benchmarks.chaos --faults=10 --seed=3 --folder=DIR
+    python -m benchmarks.chaos --faults=10 --seed=3 --hosts=1 --folder=DIR
 
-A supervisor trains the quickstart, made small, as a process that asks a
-retrieval server in another process. At random moments, which follow from the
-seed, one of `FAULTS` strikes. Whenever the run has ended, the same command
+A supervisor trains the quickstart, made small, as two processes (`--hosts`)
+that ask a retrieval server in another one. At random moments, which follow from
+the seed, one of `FAULTS` strikes. Whenever the run has ended, the same command
 starts it again. When enough faults have struck, the run goes on to its end, and
 an undisturbed run of the same length is made. These must be equal, bit for bit:
 
 - the exported weights, and the fingerprints of the last checkpoint;
-- every number of metrics.jsonl but the times, and every dialogue.
+- every number of metrics.jsonl but times and counts of the faults themselves,
+  and every dialogue.
 
 While a disk is full, lines of metrics and dialogues may be lost, as is
 promised; then those that are there are compared. The exit code is 1 if anything
-differs or if the run ends with a code that no fault explains.
+differs, if a process ends with a code that no fault explains, or if one waits
+for another that has ended.
 """
 
 import argparse
@@ -24,7 +26,6 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
-import json
 import os
 import pathlib
 import random
@@ -36,13 +37,15 @@ import sys
 import tempfile
 import threading
 import time
-from typing import Any
 
-from benchmarks import same_numbers
+from benchmarks import run_differences
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _BLOCK = 10  # steps by which the run becomes longer while faults are left
 _KEPT_LINES = 40  # of the run's output, printed if it fails
+_TOGETHER = 120.0  # seconds in which all processes of a run have ended
+_START_TIMEOUT = 60.0  # seconds that they wait for each other at a start
+_POLL = 0.05
 _SMALL = {
   'rollout.trajectories_per_step': 32,
   'updates.minibatch_size': 16,
@@ -62,8 +65,6 @@ _EXPECTED = {
   130,
   *(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)),
 }
-# Differences that a full disk explains.
-_OF_THE_DISK = 'writer/sink_errors'
 
 
 class Failed(Exception):
@@ -76,38 +77,61 @@ class Chaos:
   Args:
     folder: holds the folder of the run.
     seed: decides which faults strike, and when.
+    hosts: the number of processes that train together.
     overrides: further flags of `train`.
 
   Attributes:
+    processes: the processes of the run, while it goes on.
+    clock: the file of `jumping_clock`.
     struck: how often each fault has struck.
     starts: how often the run was started.
   """
 
-  def __init__(self, folder: pathlib.Path, seed: int, overrides: Sequence[str]):
+  def __init__(
+    self,
+    folder: pathlib.Path,
+    seed: int,
+    *,
+    hosts: int = 1,
+    overrides: Sequence[str] = (),
+  ):
     self.workdir = folder / 'disturbed'
+    self.clock = folder / 'clock'
     self.random = random.Random(seed)
     self.struck: collections.Counter = collections.Counter()
     self.starts = 0
-    self._overrides = overrides
-    with socket.socket() as probe:
-      probe.bind(('127.0.0.1', 0))
-      self._port = probe.getsockname()[1]
-    self.process: subprocess.Popen | None = None
+    self._hosts, self._overrides = hosts, overrides
+    self._port = _free_port()
+    self.processes: list[subprocess.Popen] = []
     self.retriever: subprocess.Popen | None = None
     self._output: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
 
-  def command(self, workdir: pathlib.Path, num_steps: int) -> list[str]:
-    """Returns the command of a run of that length."""
+  def commands(
+    self, workdir: pathlib.Path, num_steps: int
+  ) -> Iterator[list[str]]:
+    """Yields the command of each process of a run of that length."""
     values = _SMALL | {
       'num_steps': num_steps,
       'retrieval.url': f'http://127.0.0.1:{self._port}',
     }
-    flags = [f'--config.{key}={value}' for key, value in values.items()]
-    return [
-      *(sys.executable, '-m', 'stppo_jax', 'train'),
-      *('--config=configs/quickstart.py:st_ppo', f'--workdir={workdir}'),
-      *(*flags, *self._overrides),
+    command = [
+      *(sys.executable, '-m', 'benchmarks.jumping_clock', str(self.clock)),
+      *('train', '--config=configs/quickstart.py:st_ppo'),
+      f'--workdir={workdir}',
+      *(f'--config.{key}={value}' for key, value in values.items()),
+      *self._overrides,
     ]
+    if self._hosts == 1:
+      yield command
+      return
+    address = f'127.0.0.1:{_free_port()}'
+    for index in range(self._hosts):
+      yield command + [
+        f'--coordinator={address}',
+        f'--num_processes={self._hosts}',
+        f'--process_id={index}',
+        f'--start_timeout={_START_TIMEOUT}',
+      ]
 
   def start_retriever(self) -> None:
     self.retriever = subprocess.Popen(
@@ -123,37 +147,55 @@ class Chaos:
   def start(self, workdir: pathlib.Path, num_steps: int) -> None:
     """Starts the run, whose output is kept for the case that it fails."""
     self.starts += 1
-    process = self.process = subprocess.Popen(
-      self.command(workdir, num_steps),
-      cwd=_ROOT,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-      errors='replace',
-    )
+    for command in self.commands(workdir, num_steps):
+      process = subprocess.Popen(
+        command,
+        cwd=_ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors='replace',
+      )
+      self.processes.append(process)
+      threading.Thread(target=self._read, args=(process,), daemon=True).start()
 
-    def read():
-      assert process.stdout is not None
-      with process.stdout as lines:
-        self._output.extend(lines)
-
-    threading.Thread(target=read, daemon=True).start()
+  def _read(self, process: subprocess.Popen) -> None:
+    assert process.stdout is not None
+    with process.stdout as lines:
+      self._output.extend(lines)
 
   def wait(self, seconds: float | None = None) -> int | None:
     """Returns the run's exit code; None if it goes on after some seconds.
 
     Raises:
-      Failed: nothing explains this code.
+      Failed: nothing explains a code, or a process goes on without the others.
     """
-    assert self.process is not None
-    try:
-      code = self.process.wait(seconds)
-    except subprocess.TimeoutExpired:
-      return None
-    self.process = None
-    if code not in _EXPECTED:
-      raise Failed(f'exit code {code}:\n{"".join(self._output)}')
-    return code
+    assert self.processes
+    end = None if seconds is None else time.monotonic() + seconds
+    ended_since: float | None = None
+    while True:
+      codes = [process.poll() for process in self.processes]
+      if None not in codes:
+        break
+      if any(code is not None for code in codes):
+        ended_since = ended_since or time.monotonic()
+        if time.monotonic() > ended_since + _TOGETHER:
+          raise self._failed(f'a process goes on without the others: {codes}')
+      elif end is not None and time.monotonic() > end:
+        return None
+      time.sleep(_POLL)
+    self.processes = []
+    unexpected = [code for code in codes if code not in _EXPECTED]
+    if unexpected:
+      raise self._failed(f'exit code {unexpected[0]}')
+    return next((code for code in codes if code), 0)
+
+  def _failed(self, what: str) -> Failed:
+    return Failed(f'{what}:\n{"".join(self._output)}')
+
+  def victim(self) -> subprocess.Popen:
+    """Returns one of the processes of the run."""
+    return self.random.choice(self.processes)
 
   def strike(self) -> None:
     """Lets a fault strike, chosen at random."""
@@ -162,16 +204,23 @@ class Chaos:
     self.struck[name] += 1
 
   def close(self) -> None:
-    for process in (self.process, self.retriever):
+    for process in (*self.processes, self.retriever):
       if process is not None and process.poll() is None:
         process.kill()
         process.wait()
 
 
+def _free_port() -> int:
+  with socket.socket() as probe:
+    probe.bind(('127.0.0.1', 0))
+    return probe.getsockname()[1]
+
+
 def _send(number: signal.Signals) -> Callable[[Chaos], None]:
+  """Returns a fault: a signal to one process, after which all of them end."""
+
   def strike(chaos: Chaos) -> None:
-    assert chaos.process is not None
-    chaos.process.send_signal(number)
+    chaos.victim().send_signal(number)
     chaos.wait()
 
   return strike
@@ -179,10 +228,29 @@ def _send(number: signal.Signals) -> Callable[[Chaos], None]:
 
 def _pause(chaos: Chaos) -> None:
   """Stops the run for a moment, as a machine does that has no time for it."""
-  assert chaos.process is not None
-  chaos.process.send_signal(signal.SIGSTOP)
-  time.sleep(chaos.random.uniform(0.5, 3))
-  chaos.process.send_signal(signal.SIGCONT)
+  _stop(chaos, chaos.processes, chaos.random.uniform(0.5, 3))
+
+
+def _slow_host(chaos: Chaos) -> None:
+  """Stops one process for longer, while the others wait for it."""
+  _stop(chaos, [chaos.victim()], chaos.random.uniform(3, 10))
+
+
+def _stop(
+  chaos: Chaos, processes: Sequence[subprocess.Popen], seconds: float
+) -> None:
+  for process in processes:
+    process.send_signal(signal.SIGSTOP)
+  time.sleep(seconds)
+  for process in processes:
+    process.send_signal(signal.SIGCONT)
+
+
+def _clock_jump(chaos: Chaos) -> None:
+  """Sets the clock of the run, for good, by up to a day."""
+  new = chaos.clock.with_suffix('.new')
+  new.write_text(f'{chaos.random.uniform(-86400, 86400):.3f}', 'ascii')
+  os.replace(new, chaos.clock)
 
 
 def _slow_retriever(chaos: Chaos) -> None:
@@ -203,19 +271,27 @@ def _outage(chaos: Chaos) -> None:
 
 def _full_disk(chaos: Chaos) -> None:
   """Lets the run write no file beyond a few bytes, as if the disk were full."""
-  assert chaos.process is not None
-  pid = chaos.process.pid
-  with contextlib.suppress(ProcessLookupError):
-    _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (1024, hard))
-    time.sleep(chaos.random.uniform(0.5, 4))
-    resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
+  struck = list(chaos.processes)
+  _limit_files(struck, 1024)
+  time.sleep(chaos.random.uniform(0.5, 4))
+  _limit_files(struck, None)
+
+
+def _limit_files(
+  processes: Sequence[subprocess.Popen], size: int | None
+) -> None:
+  """Sets the largest file that processes can write; None: any."""
+  for process in processes:
+    with contextlib.suppress(ProcessLookupError):
+      _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+      limit = hard if size is None else size
+      resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, hard))
 
 
 def _corrupt(chaos: Chaos) -> None:
   """Kills the run and damages its newest checkpoint, unless it is the only."""
   _send(signal.SIGKILL)(chaos)
-  steps = sorted(_steps(chaos.workdir))
+  steps = sorted(run_differences.steps(chaos.workdir))
   if len(steps) < 2:
     return
   newest = chaos.workdir / 'checkpoints' / str(steps[-1])
@@ -236,6 +312,8 @@ FAULTS: Mapping[str, Callable[[Chaos], None]] = {
   'SIGTERM': _send(signal.SIGTERM),
   'SIGINT': _send(signal.SIGINT),
   'paused run': _pause,
+  'slow host': _slow_host,
+  'clock jump': _clock_jump,
   'slow retriever': _slow_retriever,
   'outage of the retriever': _outage,
   'full disk': _full_disk,
@@ -257,7 +335,7 @@ def run(chaos: Chaos, *, faults: int, pace: float, minutes: float) -> int:
   """
   end, num_steps = time.monotonic() + 60 * minutes, _BLOCK
   while True:
-    if chaos.process is None:
+    if not chaos.processes:
       chaos.start(chaos.workdir, num_steps)
     is_over = chaos.struck.total() >= faults or time.monotonic() > end
     code = chaos.wait(None if is_over else chaos.random.uniform(0, 2 * pace))
@@ -270,63 +348,6 @@ def run(chaos: Chaos, *, faults: int, pace: float, minutes: float) -> int:
       print(f'{chaos.struck.total()} faults have struck', flush=True)
 
 
-def differences(
-  disturbed: pathlib.Path, undisturbed: pathlib.Path, *, may_lack: bool
-) -> Iterator[str]:
-  """Yields what differs between the folders of two runs.
-
-  Args:
-    disturbed, undisturbed: the folders.
-    may_lack: whether the first may lack lines and dialogues.
-  """
-  name = 'policy/model.safetensors'
-  if (disturbed / name).read_bytes() != (undisturbed / name).read_bytes():
-    yield name
-  if _fingerprints(disturbed) != _fingerprints(undisturbed):
-    yield 'the last checkpoint'
-  ours, theirs = _metrics(disturbed), _metrics(undisturbed)
-  for step, line in theirs.items():
-    if step not in ours:
-      if not may_lack:
-        yield f'metrics of step {step}: missing'
-    elif ours[step] != line:
-      names = [k for k in line | ours[step] if line.get(k) != ours[step].get(k)]
-      yield f'metrics of step {step}: {", ".join(sorted(names)[:3])}'
-  for path in sorted(undisturbed.glob('trajectories-*.jsonl')):
-    ours_path = disturbed / path.name
-    # All lines are written or, on a full disk, none.
-    if not ours_path.is_file() or not ours_path.stat().st_size:
-      if not may_lack:
-        yield f'{path.name}: missing'
-    elif ours_path.read_bytes() != path.read_bytes():
-      yield path.name
-
-
-def _metrics(workdir: pathlib.Path) -> dict[int, dict[str, Any]]:
-  """Returns the numbers of each step that do not depend on the clock."""
-  text = (workdir / 'metrics.jsonl').read_text('utf-8')
-  lines = [json.loads(line) for line in text.splitlines()]
-  left_out = (*same_numbers.TIMES, _OF_THE_DISK)
-  return {
-    line['step']: {k: x for k, x in line.items() if not k.startswith(left_out)}
-    for line in lines
-  }
-
-
-def _steps(workdir: pathlib.Path) -> list[int]:
-  folder = workdir / 'checkpoints'
-  names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
-  return [int(name) for name in names if name.isdecimal()]
-
-
-def _fingerprints(workdir: pathlib.Path) -> dict[str, Any]:
-  """Returns the fingerprint of each array of the last checkpoint."""
-  step = max(_steps(workdir))
-  path = workdir / 'checkpoints' / str(step) / 'manifest' / 'metadata'
-  leaves = json.loads(path.read_text('utf-8'))['leaves']
-  return {'step': step, **leaves}
-
-
 def main(argv: Sequence[str]) -> int:
   """Strikes a run with faults; returns the exit code."""
   parser = argparse.ArgumentParser(
@@ -336,13 +357,15 @@ def main(argv: Sequence[str]) -> int:
   parser.add_argument('--minutes', type=float, default=60.0)
   parser.add_argument('--pace', type=float, default=15.0, help='seconds')
   parser.add_argument('--seed', type=int, default=0)
+  parser.add_argument('--hosts', type=int, default=2)
   parser.add_argument('--folder', type=pathlib.Path, help='is kept')
   flags, overrides = parser.parse_known_args(argv)
   with contextlib.ExitStack() as stack:
     folder = flags.folder or pathlib.Path(
       stack.enter_context(tempfile.TemporaryDirectory())
     )
-    chaos = Chaos(folder, flags.seed, overrides)
+    folder.mkdir(parents=True, exist_ok=True)
+    chaos = Chaos(folder, flags.seed, hosts=flags.hosts, overrides=overrides)
     stack.callback(chaos.close)
     chaos.start_retriever()
     began = time.monotonic()
@@ -359,11 +382,11 @@ def main(argv: Sequence[str]) -> int:
       print(failure)
       return 1
     found = list(
-      differences(
+      run_differences.differences(
         chaos.workdir, undisturbed, may_lack=chaos.struck['full disk'] > 0
       )
     )
-    last = _last_line(chaos.workdir)
+    last = run_differences.last_line(chaos.workdir)
   print('\n'.join(f'{name}: {n}' for name, n in chaos.struck.items()))
   print(
     f'{chaos.struck.total()} faults in {minutes:.1f} minutes, {starts} starts, '
@@ -372,11 +395,6 @@ def main(argv: Sequence[str]) -> int:
   )
   print('\n'.join(f'DIFFERS  {line}' for line in found) or 'equal, bit for bit')
   return 1 if found else 0
-
-
-def _last_line(workdir: pathlib.Path) -> dict[str, Any]:
-  text = (workdir / 'metrics.jsonl').read_text('utf-8')
-  return json.loads(text.splitlines()[-1])
 
 
 if __name__ == '__main__':

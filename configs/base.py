@@ -44,6 +44,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
       # config file before it.
       'title': algorithm,
       'algorithm': copy.deepcopy(algorithms.ALGORITHMS[algorithm]),
+      # The folder of a run of `train`, from whose newest policy this run starts
+      # in place of the model below; '' = from that model. See docs/models.md.
+      'init_from': '',
       'model': {
         # The model that is trained: a Hugging Face directory (config.json,
         # safetensors, tokenizer). '' = random weights of the shape below.
@@ -156,9 +159,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           'distractors': 0,  # extra entities to which no fact points
           'think_words': 0,  # filler words in each <think> of a demonstration
         },
-        'arithmetic': {
-          'max_number': 20,  # the largest number in a question
-        },
+        'arithmetic': {'max_number': 20},  # the largest number in a question
         'games': {
           # How many games are trained on; 0 = new ones in every step.
           'count': 0,

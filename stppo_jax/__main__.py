@@ -123,7 +123,8 @@ def _failed(error: Exception) -> int:
   lost = streams.silence_lost()
   exit_code = getattr(error, 'exit_code', None)
   if exit_code is not None:
-    print(error, file=sys.stderr)
+    # It may quote a file of others.
+    print(streams.escape(str(error)), file=sys.stderr)
     return exit_code
   if isinstance(error, BrokenPipeError) and lost:
     return _UNREAD

@@ -1,4 +1,8 @@
-"""Standard streams that cannot be written any more, as after `train | head`."""
+"""Standard streams: text that is safe to print, and streams that are lost.
+
+Text of others can hold commands to the terminal. A stream is lost when nobody
+reads it any more, as after `train | head`.
+"""
 
 import contextlib
 import io
@@ -6,6 +10,21 @@ import os
 import select
 import sys
 from typing import IO
+import unicodedata
+
+# Control, invisible (bidirectional overrides!), surrogates, private use,
+# line and paragraph separators.
+_HIDDEN = ('Cc', 'Cf', 'Cs', 'Co', 'Cn', 'Zl', 'Zp')
+
+
+def escape(text: str) -> str:
+  """Returns the text with unprintable characters, but line breaks, escaped."""
+  return ''.join(
+    char
+    if char == '\n' or unicodedata.category(char) not in _HIDDEN
+    else char.encode('unicode_escape', 'surrogatepass').decode()
+    for char in text
+  )
 
 
 def silence_lost(*, flush: bool = True) -> bool:

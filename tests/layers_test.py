@@ -43,7 +43,7 @@ OURS = {
   'rollout': ('types', 'batch', 'envs', 'retrieval.protocol', 'rollout'),
   'learner': ('types', 'batch', 'rl', 'parallel', 'models', 'learner'),
   'records': ('types', 'streams', 'batch', 'envs.protocol', 'records'),
-  'report': ('settings', 'records', 'report'),
+  'report': ('settings', 'streams', 'records', 'report'),
   'training': _ALL,
   'analysis': _ALL,
   # Not each other: what they share is in `commands.flags`.

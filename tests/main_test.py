@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from stppo_jax import __main__
 from tests.training import runs
 
 # Python imports it at its start: the process signals itself at an import.
@@ -69,3 +70,10 @@ def test_output_to_a_full_disk_is_one_line():
   with open('/dev/full', 'w') as full, _start('help', stdout=full) as process:
     assert process.stderr.read() == 'output: No space left on device\n'
   assert process.returncode == 75
+
+
+def test_an_error_that_quotes_a_file_is_escaped(capsys):
+  name = 'no\x1b[31m\u202efolder'
+  assert __main__.main(['export', f'--workdir={name}', '--out=out']) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith('--workdir=no\\x1b[31m\\u202efolder: ')

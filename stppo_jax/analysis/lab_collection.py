@@ -135,7 +135,7 @@ def _with_start(config, workdir):
     Misconfigured: there are no such weights yet, or no such workdir.
   """
   if workdir is None:
-    if config.sft.before_training and not config.model.path:
+    if run_record.start_folder(config, pathlib.Path()) is not None:
       raise assembly.Misconfigured(
         '--workdir: missing; the start of this config is made by its run'
       )

@@ -54,7 +54,7 @@ def rescore(path: pathlib.Path, scope: str) -> Iterator[Rescored]:
         missing = [name for name in _FIELDS if name not in record]
         if missing or 'em' not in record['scores']:
           raise ValueError(f'no "{(missing or ["scores.em"])[0]}"')
-      except (ValueError, TypeError) as error:
+      except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f'{where}: not a dialogue: {error}') from error
       if record['status'] != types.TrajectoryStatus.INFRA_ERROR.value:
         yield _rescored(where, record, scope)

@@ -27,6 +27,7 @@ import functools
 import pathlib
 
 from stppo_jax import settings
+from stppo_jax import streams
 from stppo_jax import types
 from stppo_jax.commands.flags import configuration
 from stppo_jax.data import building
@@ -35,7 +36,6 @@ from stppo_jax.data import mixtures
 from stppo_jax.data import published
 from stppo_jax.data import readers
 from stppo_jax.data import tables
-from stppo_jax.records import dialogues
 
 _SHOWN_NOTES = 5
 
@@ -123,7 +123,7 @@ def _show(argv: Sequence[str]) -> int:
   last = min(start + numbers['rows'], len(questions))
   print(f'{name}: {len(questions):,} questions')
   for number in range(start, last):
-    print('\n' + dialogues.escape(_page(number, questions[number])))
+    print('\n' + streams.escape(_page(number, questions[number])))
   return 0
 
 

@@ -21,24 +21,10 @@ from typing import Any
 
 from stppo_jax.commands.flags import configuration
 from stppo_jax.commands.flags import recorded_config
-from stppo_jax.configs import schema
 from stppo_jax.records import run_folder
 
 DTYPES = ('float32', 'bfloat16')  # keys of `models.hf.export.DTYPES`
 _FLAGS = ('workdir', 'out', 'step', 'dtype', 'model')
-# The beginnings of the config keys that an export reads.
-_USED_KEYS = (
-  'algorithm',
-  'env.max_turns',
-  'loss.',
-  'model.',
-  'policy_optimizer.',
-  'rollout.',
-  'seed',
-  'sft.before_training',
-  'updates.',
-  'value_optimizer.',
-)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,7 +44,12 @@ def main(argv: Sequence[str]) -> int:
     try:
       config = recorded_config.read(pathlib.Path(flags['workdir']))
       recorded = config.copy_and_resolve_references()
-      errors += _check(config, flags.get('model'))
+      problems = recorded_config.prepare_export(config, flags.get('model'))
+      hint = '' if flags.get('model') else '; if it has moved: --model=DIR'
+      errors += [
+        line + hint if line.startswith('config.model.path=') else line
+        for line in problems
+      ]
       if flags.get('out') and not errors:
         errors += _check_out(recorded, flags)
     except (OSError, ValueError) as error:
@@ -75,34 +66,6 @@ def main(argv: Sequence[str]) -> int:
     step=None if step is None else int(step),
     dtype=dtype,
   )
-
-
-def _check(config: Any, model: str | None) -> list[str]:
-  """Returns a line for each reason why a recorded config cannot be exported.
-
-  Keys that an export does not use are set to values that need no file and no
-  device, so that the check of the whole config passes without them.
-  """
-  with config.model.ignore_type():
-    if model is not None:
-      config.model.path = model
-    config.model.reference_path = ''
-    config.model.reference_memory = 'device'
-    config.model.attention = 'auto'
-  problems = schema.check(config)
-  errors = [line for line in problems if line.startswith(_USED_KEYS)]
-  if not errors and not (
-    config.model.path
-    or config.model.tokenizer_path
-    or config.sft.before_training
-  ):
-    # The run made its tokenizer from the data; an export makes it again.
-    errors = [line for line in problems if line.startswith('data.')]
-  hint = '' if model else '; if it has moved: --model=DIR'
-  return [
-    f'config.{line}{hint if line.startswith("model.path=") else ""}'
-    for line in errors
-  ]
 
 
 def _check_out(config: Any, flags: Mapping[str, str]) -> list[str]:

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 import pathlib
 
 from stppo_jax import settings
+from stppo_jax import streams
 from stppo_jax.analysis import rescoring
 from stppo_jax.commands.flags import configuration
 from stppo_jax.envs import rewards
-from stppo_jax.records import dialogues
 
 _FLAGS = ('trajectories', 'scope', 'shown')
 
@@ -74,4 +74,4 @@ def _print(
       f'{entry.where}: {entry.record["id"]}: saved {entry.saved:g}, {scope} '
       f'{entry.score:g}; it finds the answer {answer}; golden: {golden}'
     )
-    print(dialogues.escape(line))
+    print(streams.escape(line))

@@ -26,6 +26,7 @@ import json
 import sys
 
 from stppo_jax import settings
+from stppo_jax import streams
 from stppo_jax.records import run_state
 
 _TITLES = (
@@ -73,7 +74,8 @@ def main(argv: Sequence[str]) -> int:
 
 def table(states: Sequence[run_state.RunState]) -> list[str]:
   """Returns the lines of a table of runs, and those of notes and alarms."""
-  rows = [_TITLES, *map(_row, states)]
+  rows = [_TITLES]
+  rows += [tuple(map(_line, _row(state))) for state in states]
   widths = [max(map(len, column)) for column in zip(*rows)]
   lines = [
     '  '.join(word.ljust(width) for word, width in zip(row, widths)).rstrip()
@@ -81,8 +83,13 @@ def table(states: Sequence[run_state.RunState]) -> list[str]:
   ]
   for state in states:
     notes = [state.note] if state.note else []
-    lines += [f'{state.folder}: {line}' for line in notes + state.alarms]
+    lines += [_line(f'{state.folder}: {x}') for x in notes + state.alarms]
   return lines
+
+
+def _line(text: str) -> str:
+  """Returns text of a run's files as one line without control characters."""
+  return streams.escape(text).replace('\n', '\\n')
 
 
 def _row(state: run_state.RunState) -> tuple[str, ...]:

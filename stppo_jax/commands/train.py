@@ -26,8 +26,10 @@ python -m stppo_jax train --config=FILE.py[:ALGORITHM] --workdir=DIR
 
 from collections.abc import Sequence
 import pathlib
+from typing import Any
 
 from stppo_jax.commands.flags import configuration
+from stppo_jax.commands.flags import recorded_config
 from stppo_jax.training.checks import resume_check
 
 
@@ -50,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
   assert arguments.workdir is not None  # parse() has made sure of it
   if verifies:
     return _verify(argv, arguments, arguments.workdir)
+  source = _source(arguments)
   # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.parallel import distributed
   from stppo_jax.training import loop
@@ -68,8 +71,31 @@ def main(argv: Sequence[str]) -> int:
       arguments.config,
       arguments.workdir,
       restart='restart' in arguments.switches,
+      source=source,
       hosts=hosts,
     )
+
+
+def _source(arguments: configuration.Arguments) -> Any:
+  """Returns the config of the run that `init_from` names.
+
+  None if there is none, or if the start was made from it already.
+  """
+  folder, workdir = arguments.config.init_from, arguments.workdir
+  assert workdir is not None
+  is_made = (workdir / 'start').is_dir() and not arguments.switches
+  if not folder or is_made:
+    return None
+  try:
+    config = recorded_config.read(pathlib.Path(folder))
+    errors = recorded_config.prepare_export(config)
+  except (OSError, ValueError) as error:
+    errors = [str(error)]
+  if errors:
+    raise configuration.ConfigurationError(
+      [f'config.init_from={folder}: {line}' for line in errors]
+    )
+  return config.lock()
 
 
 def _verify(

@@ -174,7 +174,10 @@ def _once(values: Sequence[Any]) -> list[Any]:
 
 def _parsed(value: Any) -> Any:
   """Returns a value, parsed if it is JSON in a text."""
-  return json.loads(value) if isinstance(value, str) else value
+  try:
+    return json.loads(value) if isinstance(value, str) else value
+  except RecursionError as error:
+    raise ValueError(f'nested too deeply: {value:.40}') from error
 
 
 def _pairs(value: Any, first: str, second: str) -> list[tuple[Any, Any]]:

@@ -11,10 +11,11 @@ import sys
 from typing import Any
 from typing import TextIO
 from typing import TypeVar
-import unicodedata
 
 import rich.console
 import rich.text
+
+from stppo_jax import streams
 
 T = TypeVar('T')
 
@@ -31,19 +32,6 @@ _ROLES = {
 LEGEND = '  '.join(
   f'{mark} {role}' for role, (_, mark) in _ROLES.items() if role != 'failure'
 )
-# Control, invisible (bidirectional overrides!), surrogates, private use,
-# line and paragraph separators.
-_HIDDEN = ('Cc', 'Cf', 'Cs', 'Co', 'Cn', 'Zl', 'Zp')
-
-
-def escape(text: str) -> str:
-  """Returns the text with unprintable characters, but line breaks, escaped."""
-  return ''.join(
-    char
-    if char == '\n' or unicodedata.category(char) not in _HIDDEN
-    else char.encode('unicode_escape', 'surrogatepass').decode()
-    for char in text
-  )
 
 
 def render(record: Mapping[str, Any], *, colour: bool) -> str:
@@ -107,7 +95,7 @@ def _page(passages: Sequence[tuple[str, str]], *, colour: bool) -> str:
   page = rich.text.Text()
   for role, text in passages:
     style, mark = _ROLES[role]
-    for line in escape(text).strip('\n').split('\n'):
+    for line in streams.escape(text).strip('\n').split('\n'):
       page.append(f'{mark} {line}'.rstrip() + '\n', style=style)
   return _ansi(page) if colour else page.plain
 

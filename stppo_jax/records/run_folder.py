@@ -246,6 +246,6 @@ def _json(path: pathlib.Path) -> dict[str, Any]:
   """Returns the object in a file; {} if it cannot be read."""
   try:
     content = json.loads(path.read_text('utf-8'))
-  except (OSError, ValueError):
+  except (OSError, ValueError, RecursionError):
     return {}
   return content if isinstance(content, dict) else {}

@@ -30,6 +30,8 @@ _TAIL = (
   1 << 20
 )  # bytes at the end of metrics.jsonl in which lines are looked for
 _PACE = 20  # steps whose mean duration is the pace
+# What a line or a file raises that is damaged, or not ours.
+_UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
 _COMMANDS = ('train', 'sft', 'prefer')
 
 
@@ -171,7 +173,7 @@ def _parsed(text: bytes) -> Iterator[dict[str, Any]]:
     try:
       record = json.loads(line)
       record['step'] += 0
-    except (ValueError, KeyError, TypeError):  # cut off, at one of the ends
+    except _UNREADABLE:  # cut off, at one of the ends
       continue
     has_evaluation |= is_evaluation
     count += 1
@@ -222,7 +224,7 @@ def _num_steps(folder: pathlib.Path, command: str) -> int:
     config = json.loads((folder / 'config.json').read_text('utf-8'))
     section = {'train': config, 'sft': config['sft']}.get(command, {})
     return int(section.get('num_steps', 0))
-  except (OSError, ValueError, KeyError, TypeError, AttributeError):
+  except (OSError, AttributeError, *_UNREADABLE):
     return 0
 
 

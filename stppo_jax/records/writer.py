@@ -278,5 +278,5 @@ def _step_of(line: bytes) -> float:
     return math.inf
   try:
     return json.loads(line)['step']
-  except (ValueError, KeyError, TypeError):
+  except (ValueError, KeyError, TypeError, RecursionError):
     return math.inf

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 import pathlib
 from typing import Any
 
-from stppo_jax.records import dialogues
+from stppo_jax import streams
 from stppo_jax.report import comparison
 from stppo_jax.report import figures
 from stppo_jax.report import output
@@ -112,7 +112,7 @@ def write(
 
 def escape(text: Any) -> str:
   """Returns text that Markdown and HTML show as it is, on one line."""
-  text = dialogues.escape(str(text)).replace('\n', ' ')
+  text = streams.escape(str(text)).replace('\n', ' ')
   text = text.replace('&', '&amp;')
   return ''.join(f'\\{c}' if c in _MARKS else c for c in text)
 

@@ -202,7 +202,7 @@ def _config(folder: pathlib.Path, losses: list[str]) -> dict[str, Any]:
   path = folder / 'config.json'
   try:
     return settings.flatten(json.loads(path.read_text('utf-8')))
-  except (OSError, ValueError, AttributeError) as error:
+  except (OSError, ValueError, AttributeError, RecursionError) as error:
     losses.append(f'{path}: cannot be read: {error}')
     return {}
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 from typing import Any
 
+from stppo_jax import streams
 from stppo_jax.records import dialogues
 from stppo_jax.report import dialogue_data
 
@@ -33,7 +34,7 @@ def table(records: Mapping[int, Mapping[str, Any]]) -> list[str]:
   rows: list[Sequence[str]] = [_TITLES]
   for number, record in records.items():
     clipped, searches, turns, _, _ = dialogue_data.measures(record)
-    question = dialogues.escape(record['question'])
+    question = streams.escape(record['question'])
     question = question.replace('\n', ' ')
     if len(question) > _QUESTION:
       question = f'{question[: _QUESTION - 3]}...'
@@ -41,7 +42,7 @@ def table(records: Mapping[int, Mapping[str, Any]]) -> list[str]:
       (
         str(number),
         f'{dialogue_data.reward(record):.3g}',
-        dialogues.escape(record['status']),
+        streams.escape(record['status']),
         f'{turns:.0f}',
         f'{searches:.0f}',
         '' if clipped is None else f'{clipped:.1%}',
@@ -79,7 +80,7 @@ def _token_table(turn: Mapping[str, Any]) -> list[str]:
     start += count
     rows.append(
       (
-        dialogues.escape(piece).replace('\n', '\\n'),
+        streams.escape(piece).replace('\n', '\\n'),
         *(_shown(numbers[name][place]) for name in names.values()),
         'clipped' if place in clipped else '',
       )

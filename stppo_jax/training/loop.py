@@ -37,6 +37,7 @@ from stppo_jax.training import sft
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import engines
 from stppo_jax.training.building import model_files
+from stppo_jax.training.building import origin
 from stppo_jax.training.checks import host_check
 from stppo_jax.training.checks import memory_check
 from stppo_jax.training.checks import mismatch_check
@@ -51,6 +52,7 @@ def train(
   workdir: str | pathlib.Path,
   *,
   restart: bool = False,
+  source: Any = None,
   hosts: hosts_lib.Hosts = hosts_lib.ALONE,
 ) -> int:
   """Trains, or resumes, the run of a config in `workdir`.
@@ -59,6 +61,8 @@ def train(
     config: the config of the run.
     workdir: the run's folder.
     restart: whether to begin anew and move aside what the folder holds.
+    source: the config of the run that `init_from` names; not needed once the
+      folder has the start that is made from it.
     hosts: the hosts of the run; all of them call this function.
 
   Returns:
@@ -76,7 +80,7 @@ def train(
   host_check.check(hosts, config)
   with run_lib.start(workdir, hosts=hosts) as run:
     learner, steps, collector, pack, state, reference = _start(
-      config, run, restart
+      config, run, restart, source
     )
     # The denominator of ratios: with steps ahead and old_policy='sampled' the
     # policy that collected, otherwise the policy before the step's updates.
@@ -186,10 +190,12 @@ class _Started(NamedTuple):
   reference: functional.Params | None
 
 
-def _start(config, run: run_lib.Run, restart: bool) -> _Started:
+def _start(config, run: run_lib.Run, restart: bool, source: Any) -> _Started:
   """Builds what the loop works with and resumes the run."""
   with run.abandonable():
-    components = assembly.build_components(config)  # before anything is written
+    # Before anything is written.
+    model = origin.expected(config, source, run.workdir)
+    components = assembly.build_components(model)
     memory_check.check(config, memory_check.device_memory())
     for line in [*components.notes, *_notes(config, components, run)]:
       print(f'note: {line}', flush=True)
@@ -197,13 +203,15 @@ def _start(config, run: run_lib.Run, restart: bool) -> _Started:
   with run.abandonable():
     services = run.enter(assembly.build_services(config, components.questions))
   with run.together():
+    origin.make_start(config, source, run.workdir, run.hosts)
     sft.make_start(config, run, services)
     started = run_record.with_start(config, run.workdir)
     if started is not config:
       config, components = started, assembly.build_components(started)
     learner, tokenizer = components.learner, components.tokenizer
     with assembly.config_errors():
-      state, reference = learner.start(), learner.reference()
+      state, note = origin.with_value(config, learner.start(), run.workdir)
+      reference = learner.reference()
       sentences = collection.build_sentences(config, tokenizer)
     collecting = _collecting_services(config, services, components)
     engine = engines.build(
@@ -230,7 +238,7 @@ def _start(config, run: run_lib.Run, restart: bool) -> _Started:
     )
     run.at_end(collector.close)
     checkpoints = checkpoint_state.TrainCheckpoints(learner, collector)
-    state = run.resume(state, checkpoints)
+    state = run.resume(state, checkpoints, note=note)
 
   def evaluate(state: state_lib.TrainState) -> run_lib.Evaluation:
     def publish():

@@ -41,7 +41,6 @@ from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import products
 from stppo_jax.records import run_folder
 from stppo_jax.records import trajectory_metrics
-from stppo_jax.records import writer as writer_lib
 from stppo_jax.records.liveness import lock
 from stppo_jax.records.liveness import timing
 from stppo_jax.sampling import tokenizer as tokenizer_lib
@@ -51,6 +50,7 @@ from stppo_jax.training import saving
 from stppo_jax.training import watching
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import model_files
+from stppo_jax.training.building import origin
 from stppo_jax.training.building import sinks
 from stppo_jax.training.checks import host_check
 from stppo_jax.training.evaluating import evaluation
@@ -63,10 +63,8 @@ T = TypeVar('T')
 State = state_lib.TrainState
 Evaluation = Callable[[], tuple[dict[str, float], list[types.Trajectory]]]
 # Publishes the policy of a state; what it returns evaluates it.
-# Phases in which updates consume the state.
-_CONSUMING = ('update', 'step')
-
 Evaluate = Callable[[State], Evaluation]
+_CONSUMING = ('update', 'step')  # phases in which updates consume the state
 
 
 @contextlib.contextmanager
@@ -253,25 +251,31 @@ class Run:
     self._samples = samples.Samples(self.show, tokenizer, count)
 
   def resume(
-    self, start: State, checkpoints: checkpoint_state.Checkpoints
+    self,
+    start: State,
+    checkpoints: checkpoint_state.Checkpoints,
+    *,
+    note: str = '',
   ) -> State:
     """Returns the newest valid state; sets aside what was written after it.
 
     Args:
       start: the state before the first step, which a new run returns.
       checkpoints: saves and restores states.
+      note: what a new run says about that state, at the end of a line.
     """
     self.state = start
     restored = self._saver.restore(start, checkpoints)
     if restored is not None:
       self.steps_done, self.state, self._extra = restored
-      if self._extra.unwritten is not None and not self.hosts.is_first:
-        self._extra.unwritten = self._extra.unwritten[0], []
+    saved = '' if restored is None else self.last
+    number, name = origin.find(self._config, self.workdir, saved=saved)
+    self.show(f'start: {name}{"" if saved else note}')
     if self.steps_done < self.num_steps:
       self._saver.check_room()
     self.first_step = self.steps_done
     self._watch.count(self.steps_done, self.num_steps)
-    self._watch.resume(self.steps_done, self.workdir / writer_lib.METRICS)
+    self._watch.resume(self.steps_done, number)
     saving.rewind(
       self._writer, self.steps_done, self._extra, what=self.last, show=self.show
     )
@@ -410,9 +414,8 @@ class Run:
     self._saver.checkpointer.wait()
     self._interrupt.outlook = 'ending; the next start exports the policy'
     self._watch.begin_phase('export')
-    config, title = self._config, ''
-    if curve and self.hosts.is_first:
-      title = f'{config.title}, seed {config.seed}'
+    config, draws = self._config, curve and self.hosts.is_first
+    title = f'{config.title}, seed {config.seed}' if draws else ''
     model_files.export(
       config,
       self.workdir / 'policy',

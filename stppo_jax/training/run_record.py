@@ -2,8 +2,8 @@
 
     WORKDIR/config.json    the config that the run was started with
            /run.json       the run's id, see `records.run_folder`
-           /start          the policy that it starts from, without model.path
-
+           /start          the policy that it starts from, if the run makes it:
+                           see `building.origin`
            /config_changes.jsonl    what later starts were allowed to change
 
 A run is a function of its config. A run that is resumed with another config
@@ -75,6 +75,7 @@ _ABSENT = '(absent)'
 _ALLOW = '--config.resume.allow_change'
 # Keys that are younger than some runs, with the value that those runs had.
 _LATER_KEYS = {
+  'init_from': '',
   'env.name': 'search',
   'env.reward_function': '',
   'model.eos_token_ids': [],
@@ -213,13 +214,13 @@ def check_checkpoints(workdir: pathlib.Path) -> None:
 
 
 def start_folder(config, workdir: pathlib.Path) -> pathlib.Path | None:
-  """Returns the folder of the supervised start; None if the config has none."""
-  wanted = config.sft.before_training and not config.model.path
-  return workdir / 'start' if wanted else None
+  """Returns the folder of a start that the run makes; None if it makes none."""
+  imitates = config.sft.before_training and not config.model.path
+  return workdir / 'start' if config.init_from or imitates else None
 
 
 def with_start(config, workdir: pathlib.Path):
-  """Returns the config with the supervised start as its model, if it has one.
+  """Returns the config with the start that the run made, if any, as its model.
 
   Raises:
     Misconfigured: the start has not been made yet.
@@ -231,13 +232,15 @@ def with_start(config, workdir: pathlib.Path):
     raise assembly.Misconfigured(f'{start}: missing, the run has not begun')
   config = config.copy_and_resolve_references()
   config.model.path = str(start)
+  if config.init_from:
+    config.model.tokenizer_path = ''  # the start has that of the other run
   return config
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
   try:
     return json.loads(path.read_text(encoding='utf-8'))
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise OtherRun(f'{path}: not the record of a run ({error})') from error
 
 

@@ -128,7 +128,10 @@ class Saver:
     if restored is None:
       return None
     self._restored, state, record = restored
-    return self._restored, state, Extra.of_record(record)
+    extra = Extra.of_record(record)
+    if extra.unwritten is not None and not self._hosts.is_first:
+      extra.unwritten = extra.unwritten[0], []  # dialogues of the first host
+    return self._restored, state, extra
 
   def check(self) -> None:
     """Checks that what was saved is there, and that the folder is ours.
@@ -148,6 +151,8 @@ class Saver:
     try:
       self.checkpointer.wait()
     except pending_save.SaveFailed as error:
+      if self._hosts.count > 1:  # the others wait for this one
+        raise
       # A newer step replaces it, if it can be saved.
       _log.warning('%s', error)
     assert self._checkpoints is not None  # a state was restored or begun

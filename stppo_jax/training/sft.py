@@ -102,7 +102,7 @@ def make_start(config, run: run_lib.Run, services: assembly.Services) -> None:
   incomplete start.
   """
   hosts, start = run.hosts, run_record.start_folder(config, run.workdir)
-  if start is None:
+  if start is None or config.init_from:
     return
   # As the first host sees it, which writes it.
   exists, *_ = hosts.exchange('start', start.is_dir())

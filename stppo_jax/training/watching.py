@@ -20,6 +20,7 @@ import pathlib
 
 import jax
 
+from stppo_jax.records import writer
 from stppo_jax.records.liveness import goodput
 from stppo_jax.records.liveness import heartbeat
 from stppo_jax.records.liveness import lock
@@ -87,16 +88,16 @@ class Watch:
     """
     return self._watchdog.watching(folder / 'stacks' / f'host{host}')
 
-  def resume(self, step: int, metrics: pathlib.Path) -> None:
+  def resume(self, step: int, origin: int) -> None:
     """Says after how many steps the run goes on.
 
     Args:
       step: the number of steps that are kept.
-      metrics: the file with their metrics.
+      origin: the number of the place that its weights come from.
     """
     if self._folder is None:
       return
-    kept = goodput.read(metrics, step)
+    kept = goodput.read(self._folder / writer.METRICS, step)
     self._heartbeat.resume(step, kept.last_step)
     beat = self._heartbeat.beat
     self._goodput = goodput.Goodput(
@@ -104,6 +105,7 @@ class Watch:
       restarts=beat.restarts,
       lost_steps=beat.lost_steps,
       productive=kept.seconds,
+      origin=origin,
     )
 
   def account(self, metrics: Mapping[str, float]) -> dict[str, float]:

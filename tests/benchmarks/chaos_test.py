@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from benchmarks import chaos
+from benchmarks import run_differences
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def folders(tmp_path):
 
 
 def _found(folders, *, may_lack=False):
-  return list(chaos.differences(*folders, may_lack=may_lack))
+  return list(run_differences.differences(*folders, may_lack=may_lack))
 
 
 def test_equal_runs_do_not_differ(folders):

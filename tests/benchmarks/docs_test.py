@@ -17,6 +17,8 @@ _WITH_TORCH = (
 _NO_BENCHMARK = {
   'benchmarks.accelerator',
   'benchmarks.chaos',
+  'benchmarks.exit_time',
+  'benchmarks.jumping_clock',
   'benchmarks.same_numbers',
   'benchmarks.mismatch',
   'benchmarks.slices',

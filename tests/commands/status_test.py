@@ -168,6 +168,18 @@ def test_files_that_are_cut_off_are_no_error(tmp_path):
   assert run_state.read(run).step == 2
 
 
+def test_text_of_a_run_is_escaped_and_a_bad_heartbeat_is_none(tmp_path, capsys):
+  error = 'gone\x1b[31m\nrun  finished'
+  beat = {'exit_code': 75, 'error': error, 'num_steps': 10}
+  run = _make(tmp_path / 'run', lines=_ALL[:2], beat=beat)
+  assert __main__.main(['status', str(run)]) == 0
+  *_, note = capsys.readouterr().out.splitlines()
+  assert note == f'{run}: gone\\x1b[31m\\nrun  finished'
+  for number, wrong in enumerate(({'num_steps': 'ten'}, {'phase': [[]]})):
+    folder = tmp_path / str(number)
+    assert _state(folder, lines=_ALL, beat=beat | wrong).state == 'finished'
+
+
 def test_fifty_runs_take_less_than_a_second_and_no_jax(tmp_path):
   many = {f'metric/{n}': float(n) for n in range(150)}
   lines = [_line(step, **many) for step in range(1, 400)]

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 import pytest
 
+from stppo_jax import streams
 from stppo_jax.records import dialogues
 
 _RECORD = {
@@ -79,7 +80,7 @@ def test_colour_only_adds_colour():
   ],
 )
 def test_hidden_characters_are_shown(text, expected):
-  assert dialogues.escape(text) == expected
+  assert streams.escape(text) == expected
 
 
 @given(st.text())

@@ -284,6 +284,15 @@ def test_the_supervised_start_is_made_by_all(tmp_path):
 
 
 @pytest.mark.slow
+def test_another_run_is_the_start_of_all(tmp_path, finished):
+  options = {'init_from': finished, 'num_steps': 1}
+  first, _ = _train(tmp_path / 'two', **options)
+  assert f'start: init_from={finished}, kept in {tmp_path}/two/start' in first
+  assert runs.train(tmp_path / 'one', **options) == 0
+  _assert_same_run(tmp_path / 'two', tmp_path / 'one', count=2, steps=1)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('printed', ['sft step 0', 'a turn ends at'])
 def test_a_signal_on_one_host_ends_a_start_on_all(tmp_path, printed):
   """The first text is printed between updates, the other before a resumption.
@@ -343,6 +352,25 @@ def test_a_lost_host_ends_all_and_the_command_resumes(
   assert {'raise': 'Crash: a bug, or a power cut', 'kill': 'is gone'}[
     what
   ] in line
+  _train(run, **options)
+  _assert_same_run(run, finished, count=2, steps=runs.STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('culprit', [0, 1])
+def test_a_host_that_cannot_save_ends_all_at_once(tmp_path, finished, culprit):
+  """Orbax would let the others wait for it for twenty minutes."""
+  run, options = tmp_path / 'run', {'num_steps': runs.STEPS}
+  faults = {culprit: ('fill', 'updated', '2')}
+  processes = _start(run, faults=faults, **options)
+  processes[culprit].wait(timeout=_TIMEOUT)
+  began = time.monotonic()
+  ends = _ends(processes)
+  assert time.monotonic() - began < 30
+  assert [code for code, _ in ends] == [75, 75]
+  assert 'step 2 could not be saved in ' in ends[culprit][1]
+  name = f'host {culprit} ({socket.gethostname()}) failed: SaveFailed'
+  assert name in ends[1 - culprit][1]
   _train(run, **options)
   _assert_same_run(run, finished, count=2, steps=runs.STEPS)
 

@@ -1,24 +1,26 @@
 """Trains in this process until it kills itself, at a known moment.
 
-    python -m tests.training.killed WORKDIR EVENT NAME
+    python -m tests.training.killed WORKDIR EVENT NAME [FLAGS]
 
 A signal that nobody can catch, SIGKILL, is sent when Python is about to do
 something with a file or folder: EVENT is the name of an audit event, such as
 os.mkdir, and NAME the last part of the path. With the event `collect`, NAME is
-the number of the collection that begins.
+the number of the collection that begins. FLAGS are those of `train`, by default
+those of `runs.train`.
 """
 
 import functools
 import os
-import pathlib
 import signal
 import sys
 
+from stppo_jax import __main__
+from stppo_jax.commands.flags import configuration
 from tests.training import faults
 from tests.training import runs
 
 
-def main(workdir: str, event: str, name: str) -> int:
+def main(workdir: str, event: str, name: str, *flags: str) -> int:
   kill = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
 
   def audit(happened, arguments):
@@ -30,8 +32,10 @@ def main(workdir: str, event: str, name: str) -> int:
       kill()
 
   sys.addaudithook(audit)
-  with faults.at(runs.config(), act):
-    return runs.train(pathlib.Path(workdir))
+  flags = flags or tuple(runs.flags(num_steps=runs.STEPS))
+  config = configuration.parse(flags, workdir=False).config
+  with faults.at(config, act):
+    return __main__.main(['train', *flags, f'--workdir={workdir}'])
 
 
 if __name__ == '__main__':

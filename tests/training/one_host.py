@@ -3,8 +3,8 @@
     python -m tests.training.one_host WHAT KIND NUMBER train FLAGS
 
 At a moment of the run, see `faults`, the process raises an error, kills itself,
-sends itself SIGTERM or sleeps for five seconds. Each of two hosts collects half
-of a step.
+sends itself SIGTERM, sleeps for five seconds, or has a full disk from then on.
+Each of two hosts collects half of a step.
 
     python -m tests.training.one_host WHAT printed TEXT train FLAGS
 
@@ -14,6 +14,7 @@ does so once it has printed a text.
 import contextlib
 import functools
 import os
+import resource
 import signal
 import sys
 import time
@@ -39,11 +40,18 @@ class _Stdout:
     return written
 
 
+def _fill_disk():
+  """Lets this process write no file beyond a few bytes."""
+  _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
+
+
 def main(what: str, kind: str, number: str, *argv: str) -> int:
   act = {
     'raise': faults.crash_at,
     'kill': functools.partial(faults.send_at, number=signal.SIGKILL),
     'stop': functools.partial(faults.send_at, number=signal.SIGTERM),
+    'fill': lambda moment: lambda now: _fill_disk() if now == moment else None,
     'slow': lambda moment: lambda now: time.sleep(5.0 * (now == moment)),
   }[what]
   if kind == 'printed':

@@ -235,7 +235,7 @@ def _other_study(plan: Plan) -> list[str]:
   try:
     record = json.loads((plan.folder / _RECORD).read_text('utf-8'))
     name, digests = record['study'], record['settings']
-  except (OSError, ValueError, KeyError, TypeError):
+  except (OSError, ValueError, KeyError, TypeError, RecursionError):
     return []  # a new folder
   if name != plan.study.name:
     return [f'{start}holds the study {name!r}, not {plan.study.name!r}']

@@ -155,6 +155,8 @@ def folders_read(config: Any) -> dict[str, pathlib.Path]:
     for key in ('path', 'reference_path', 'tokenizer_path')
     if model[key]
   }
+  if config.init_from:
+    folders['init_from'] = pathlib.Path(config.init_from)
   if data.name == 'tfds':
     folders['data.root'] = pathlib.Path(data.root)
   elif data.name == 'jsonl':

@@ -87,5 +87,5 @@ def read(checkpoint: pathlib.Path | None, flags: Mapping[str, str]) -> Any:
   if checkpoint and not is_run:
     config.model.path = str(checkpoint)
     config.model.lora.rank = 0
-    config.sft.before_training = False
+    config.sft.before_training, config.init_from = False, ''
   return config

@@ -9,6 +9,21 @@ from ml_collections import config_dict
 from stppo_jax import settings
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
+from stppo_jax.configs import schema
+
+# The beginnings of the config keys that an export reads.
+_USED_KEYS = (
+  'algorithm',
+  'env.max_turns',
+  'loss.',
+  'model.',
+  'policy_optimizer.',
+  'rollout.',
+  'seed',
+  'sft.before_training',
+  'updates.',
+  'value_optimizer.',
+)
 
 
 def read(folder: pathlib.Path) -> Any:
@@ -25,7 +40,7 @@ def read(folder: pathlib.Path) -> Any:
     raise ValueError('no config.json: not the folder of a run')
   try:
     content = json.loads(path.read_text(encoding='utf-8'))
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise ValueError(f'config.json is not JSON: {error}') from error
   if not isinstance(content, dict) or not (
     'algorithm' in content and isinstance(content.get('model'), dict)
@@ -67,3 +82,33 @@ def _with_tuples(config: Any) -> Any:
       elif isinstance(value, list | tuple):
         config[key] = tuple(value)
   return config
+
+
+def prepare_export(config: Any, model: str | None = None) -> list[str]:
+  """Returns a line for each reason why a recorded config cannot be exported.
+
+  Keys that an export does not use are set to values that need no file and no
+  device, so that the check of the whole config passes without them.
+
+  Args:
+    config: from `read`; it is changed.
+    model: where the directory that was the run's model.path is now; None: where
+      it was.
+  """
+  with config.model.ignore_type():
+    if model is not None:
+      config.model.path = model
+    config.model.reference_path = ''
+    config.model.reference_memory = 'device'
+    config.model.attention = 'auto'
+  problems = schema.check(config)
+  errors = [line for line in problems if line.startswith(_USED_KEYS)]
+  if not errors and not (
+    config.model.path
+    or config.model.tokenizer_path
+    or config.sft.before_training
+    or config.init_from
+  ):
+    # The run made its tokenizer from the data; an export makes it again.
+    errors = [line for line in problems if line.startswith('data.')]
+  return [f'config.{line}' for line in errors]

@@ -92,7 +92,13 @@ def read_header(path: str | pathlib.Path) -> dict[str, Tensor]:
     tensors = {
       name: _tensor(path, 8 + length, entry) for name, entry in header.items()
     }
-  except (AttributeError, KeyError, TypeError, ValueError) as error:
+  except (
+    AttributeError,
+    KeyError,
+    TypeError,
+    ValueError,
+    RecursionError,
+  ) as error:
     raise ValueError(
       f'{path}: the header is damaged: {" ".join(repr(error).split())}'
     ) from error

@@ -74,7 +74,7 @@ def read_json(path: pathlib.Path) -> dict:
   """
   try:
     content = json.loads(path.read_text(encoding='utf-8'))
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise ValueError(f'{path}: not JSON: {error}') from error
   if not isinstance(content, dict):
     raise ValueError(f'{path}: expected an object, found {content!r:.40}')

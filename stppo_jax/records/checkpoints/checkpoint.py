@@ -91,7 +91,7 @@ class Checkpointer:
     """
     self._folder = pathlib.Path(workdir).resolve() / 'checkpoints'
     self._read_only = read_only
-    self._pending = pending_save.PendingSave()
+    self._pending = pending_save.PendingSave(jax.process_count())
     self._preservation = preservation.Preservation(
       self._folder, keep=keep, keep_every=keep_every
     )
@@ -289,7 +289,8 @@ class Checkpointer:
       self.wait()
     except pending_save.SaveFailed as error:
       _log.warning('%s', error)
-    self._manager.close()
+    if not self._pending.holds_up_others:
+      self._manager.close()
 
   def _note_saved(self) -> None:
     """Notes in the run's folder that a save has ended well."""

@@ -5,8 +5,12 @@ full disk or in a damaged checkpoint, it raises that error; but it also logs it,
 and the tasks of the other leaves are dropped: Python reports each of them, and
 TensorStore reports that it cannot tell them their results. Some hundred lines
 of tracebacks would bury the one line that says what has happened.
+
+What is hidden is kept: of several hosts, the one whose part of a save has
+failed learns of it here long before Orbax raises it.
 """
 
+import collections
 from collections.abc import Callable
 import logging
 import re
@@ -17,6 +21,8 @@ _ORBAX = '/orbax/'  # in the path of a file
 _ADVICE = 'Waiting for previous save'
 # What asyncio logs of a task that has failed and that nobody waits for.
 _UNHEARD = 'exception was never retrieved'
+# The last error that Orbax has logged.
+logged: collections.deque[Exception] = collections.deque(maxlen=1)
 
 
 def hide_repeated() -> None:
@@ -49,8 +55,12 @@ def _is_not_logged_by_orbax(record: logging.LogRecord) -> bool:
   These are tracebacks, and advice to save less often, which counts the time
   that a run waits for a save at its end.
   """
-  is_advice = record.getMessage().startswith(_ADVICE)
-  return not (_ORBAX in record.pathname and (record.exc_info or is_advice))
+  if _ORBAX not in record.pathname:
+    return True
+  error = record.exc_info and record.exc_info[1]
+  if isinstance(error, Exception):
+    logged.append(error)
+  return not (error or record.getMessage().startswith(_ADVICE))
 
 
 def _is_not_unheard(record: logging.LogRecord) -> bool:

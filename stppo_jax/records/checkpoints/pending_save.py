@@ -2,6 +2,11 @@
 
 Orbax tells of an error only to whoever waits for the save. After one, its list
 of steps must be read again: it may name the step that failed.
+
+Of several hosts, each waits in Orbax for the parts of all others, for twenty
+minutes, before it would tell of an error of its own. But it logs the error at
+once. After one the run must end, which it does on all hosts together: the
+others would go on to wait for this one.
 """
 
 from collections.abc import Iterator
@@ -11,6 +16,8 @@ import time
 import orbax.checkpoint as ocp
 
 from stppo_jax.records.checkpoints import orbax_errors
+
+_POLL = 0.05  # seconds
 
 
 class SaveFailed(RuntimeError):
@@ -22,13 +29,20 @@ class SaveFailed(RuntimeError):
 class PendingSave:
   """Begins saves, and finds out how they end.
 
+  Args:
+    num_hosts: the number of hosts that save together.
+
   Attributes:
     seconds: how long the last save took until it was on disk; 0 before one.
     saved: the step of that save; 0 before one.
+    holds_up_others: whether a save has failed for which other hosts still wait
+      in Orbax: whoever closes it would wait for them.
   """
 
-  def __init__(self):
+  def __init__(self, num_hosts: int = 1):
+    self._num_hosts = num_hosts
     self.seconds, self.saved = 0.0, 0
+    self.holds_up_others = False
     self._manager: ocp.CheckpointManager | None = None
     self._step = 0
     self._is_beginning = False
@@ -45,6 +59,7 @@ class PendingSave:
     assert self._manager is None  # the last one was waited for
     self._began, self._ended = time.monotonic(), 0.0
     self._is_beginning = True
+    orbax_errors.logged.clear()
     try:
       with self._failing(manager, step):
         manager.save(step, args=items, force=True)
@@ -77,7 +92,11 @@ class PendingSave:
     Raises:
       SaveFailed: nothing is left of its step.
     """
-    if self._manager is None or self._manager.is_saving_in_progress():
+    if self._manager is None:
+      return False
+    if self._manager.is_saving_in_progress():
+      with self._failing(self._manager, self._step):
+        self._check_part(self._manager)
       return False
     return self.wait()
 
@@ -93,6 +112,8 @@ class PendingSave:
     if self._manager is None:
       return False
     with self._failing(self._manager, self._step):
+      while self._check_part(self._manager):
+        time.sleep(_POLL)
       self._manager.wait_until_finished()
     self.seconds = (self._ended or time.monotonic()) - self._began
     self._manager, self.saved = None, self._step
@@ -101,6 +122,19 @@ class PendingSave:
   def note_end(self) -> None:
     """Notes that the files are written; Orbax calls it on a thread."""
     self._ended = time.monotonic()
+
+  def _check_part(self, manager: ocp.CheckpointManager) -> bool:
+    """Returns whether the parts of several hosts are being written.
+
+    Raises:
+      The error of the part of this host.
+    """
+    if self._num_hosts == 1 or not manager.is_saving_in_progress():
+      return False
+    if orbax_errors.logged:
+      self.holds_up_others = True
+      raise orbax_errors.logged[0]
+    return True
 
   @contextlib.contextmanager
   def _failing(

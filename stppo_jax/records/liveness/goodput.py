@@ -25,6 +25,7 @@ class Goodput:
     restarts: how often it was started again.
     lost_steps: how many steps were done and lost by these restarts.
     productive: seconds of the steps that were kept until this start.
+    origin: the number of the place that this start has its weights from.
     clock: returns seconds since any moment.
     now: returns seconds since 1970.
   """
@@ -36,11 +37,13 @@ class Goodput:
     restarts: int,
     lost_steps: int,
     productive: float,
+    origin: int,
     clock: Callable[[], float] = time.monotonic,
     now: Callable[[], float] = time.time,
   ):
     self._began, self._restarts = began, restarts
     self._lost_steps, self._productive = lost_steps, productive
+    self._origin = origin
     self._clock, self._now = clock, now
     self._since = clock()
 
@@ -63,6 +66,7 @@ class Goodput:
       'goodput/wall_s': wall,
       'goodput/restarts': float(self._restarts),
       'goodput/lost_steps': float(self._lost_steps),
+      'goodput/origin': float(self._origin),
     }
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import socket
@@ -191,10 +192,24 @@ class Heartbeat:
 
 
 def read(folder: pathlib.Path) -> Beat | None:
-  """Returns the last heartbeat of a run; None if there is none."""
+  """Returns the last heartbeat of a run; None if there is none to be read."""
   try:
     fields = json.loads((folder / NAME).read_text('utf-8'))
     known = {field.name for field in dataclasses.fields(Beat)}
-    return Beat(**{name: x for name, x in fields.items() if name in known})
-  except (OSError, ValueError, AttributeError):
+    beat = Beat(**{name: x for name, x in fields.items() if name in known})
+  except (OSError, ValueError, AttributeError, RecursionError):
     return None
+  return beat if _is_sound(beat) else None
+
+
+def _is_sound(beat: Beat) -> bool:
+  """Returns whether the fields have their types: others may write the file."""
+  numbers = (beat.pid, beat.step, beat.num_steps, beat.restarts)
+  numbers += (beat.lost_steps, beat.time, beat.phase_since, beat.began)
+  texts = (beat.host, beat.phase, beat.error)
+  return (
+    all(type(x) in (int, float) and math.isfinite(x) for x in numbers)
+    and all(isinstance(x, str) for x in texts)
+    and isinstance(beat.hosts, list | tuple)
+    and type(beat.exit_code) in (int, type(None))
+  )

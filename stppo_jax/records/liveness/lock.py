@@ -337,7 +337,7 @@ def _read(file: TextIO) -> Holder | None:
   """Returns the holder; None if the file does not name one."""
   try:
     holder = Holder(**json.loads(file.read()))
-  except (ValueError, TypeError):
+  except (ValueError, TypeError, RecursionError):
     return None
   return holder if type(holder.pid) is int and holder.pid > 0 else None
 

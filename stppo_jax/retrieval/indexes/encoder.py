@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import hashlib
-import json
 import os
 import pathlib
 from typing import Any
@@ -291,7 +290,7 @@ def _is_lower_case(directory: pathlib.Path) -> bool:
   path = directory / 'tokenizer_config.json'
   if not path.is_file():
     return True
-  fields = json.loads(path.read_text(encoding='utf-8'))
+  fields = weight_files.read_json(path)
   return bool(fields.get('do_lower_case', True))
 
 

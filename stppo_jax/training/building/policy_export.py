@@ -2,13 +2,17 @@
 
 import os
 import pathlib
+from typing import Any
+from typing import NamedTuple
 
 import jax
 
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import weights
+from stppo_jax.models import functional
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.records.checkpoints import checkpoint
+from stppo_jax.sampling import tokenizer as tokenizer_lib
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import run_record
 from stppo_jax.training.building import assembly
@@ -19,6 +23,24 @@ class ExportFailed(RuntimeError):
   """The error of a failed export; the directory is as it was before."""
 
   exit_code = 75
+
+
+class Policy(NamedTuple):
+  """A policy that was read from a checkpoint.
+
+  Attributes:
+    config: the config of its run, with its start, if it made one, as the model.
+    tokenizer: the tokenizer of the run.
+    learner: the learner of the run.
+    step: the number of steps that were done.
+    params: weights of `learner.policy`, adapters merged.
+  """
+
+  config: Any
+  tokenizer: tokenizer_lib.Tokenizer
+  learner: learner_lib.Learner
+  step: int
+  params: functional.Params
 
 
 def export(
@@ -54,12 +76,46 @@ def export(
   """
   out = pathlib.Path(out)
   with assembly.config_errors():
-    config = run_record.with_start(config, pathlib.Path(workdir))
     _check_writable(out)
+  policy = read(config, workdir, step=step)
+  try:
+    model_files.export(
+      policy.config,
+      out,
+      policy.learner.policy,
+      policy.params,
+      policy.tokenizer,
+      dtype=dtype,
+    )
+  except OSError as error:
+    raise ExportFailed(f'{out}: {error}') from error
+  print(f'{out}: the policy after step {policy.step}, {dtype}')
+  return 0
+
+
+def read(
+  config,
+  workdir: str | pathlib.Path,
+  *,
+  step: int | None,
+  mesh: jax.sharding.Mesh | None = None,
+) -> Policy:
+  """Reads the policy of a checkpoint; all hosts of the mesh call it.
+
+  Args:
+    config, workdir, step: see `export`.
+    mesh: gets the weights; None: one of as many devices as divide them.
+
+  Raises:
+    Exceptions of `export`, except `ExportFailed`.
+  """
+  with assembly.config_errors():
+    config = run_record.with_start(config, pathlib.Path(workdir))
     path = config.model.path or config.model.tokenizer_path
     questions = None if path else assembly.build_questions(config)
     tokenizer = assembly.build_tokenizer(config, questions)
-    mesh = mesh_for_width(model_files.shape(config, tokenizer).hidden_size)
+    if mesh is None:
+      mesh = mesh_for_width(model_files.shape(config, tokenizer).hidden_size)
     shape = assembly.build_model_config(config, tokenizer, mesh)
     learner = learner_lib.Learner(config, shape, mesh)
   checkpointer = checkpoint.Checkpointer(workdir, read_only=True)
@@ -80,15 +136,7 @@ def export(
   checkpointer.close()
   if restored is None:
     raise assembly.Misconfigured(f'{workdir}: no checkpoint of step {step}')
-  done, params = restored
-  try:
-    model_files.export(
-      config, out, learner.policy, params, tokenizer, dtype=dtype
-    )
-  except OSError as error:
-    raise ExportFailed(f'{out}: {error}') from error
-  print(f'{out}: the policy after step {done}, {dtype}')
-  return 0
+  return Policy(config, tokenizer, learner, *restored)
 
 
 def mesh_for_width(hidden_size: int) -> jax.sharding.Mesh:

@@ -9,6 +9,7 @@ from typing import TextIO
 
 import jax
 
+from stppo_jax import streams
 from stppo_jax import types
 from stppo_jax.learner import keys as keys_lib
 from stppo_jax.parallel import compile_time
@@ -68,7 +69,7 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
     collector = engines.build_collector(config, services, tokenizer, engine)
     after = f', step {step}' if is_run else ''
     say(f'{checkpoint}{after}; one question a line, Ctrl-D ends')
-    say(f'for example: {dialogues.escape(example.text)}')
+    say(f'for example: {streams.escape(example.text)}')
     # Greedy decoding reads no random numbers.
     keys = keys_lib.row_keys(jax.random.key(config.seed), 0, 1)
     for number, text in enumerate(_lines(questions)):
@@ -77,7 +78,7 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
       )
       (trajectory,) = collector.collect([question], keys, greedy=True)
       if trajectory.status is _INFRA_ERROR:
-        say(f'the infrastructure failed: {dialogues.escape(trajectory.cause)}')
+        say(f'the infrastructure failed: {streams.escape(trajectory.cause)}')
         continue
       record = set_evaluation.record_of(
         config, services, tokenizer, trajectory, 0

@@ -344,7 +344,7 @@ class _Folder:
       return
     try:
       there = json.loads(path.read_text(encoding='utf-8'))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       raise assembly.Misconfigured(f'{path}: not JSON: {error}') from error
     lines = [
       f'--out={self._path}: has an evaluation with {key}={there.get(key)!r}, '

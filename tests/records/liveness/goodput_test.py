@@ -22,6 +22,7 @@ def test_seconds_are_accounted_for_line_by_line():
     restarts=2,
     lost_steps=3,
     productive=40.0,
+    origin=3,
     clock=clock,
     now=now,
   )
@@ -34,6 +35,7 @@ def test_seconds_are_accounted_for_line_by_line():
     'goodput/wall_s': 110.0,
     'goodput/restarts': 2.0,
     'goodput/lost_steps': 3.0,
+    'goodput/origin': 3.0,
   }
   clock.now, now.now = 21.0, 900.0  # the clock was set back
   metrics = account.measure({'timing_s/step': 4.0})

@@ -61,9 +61,9 @@ with interruption.Interruption() as interrupt:
 """
 
 
-def _busy(*before):
+def _busy(*before, program=_BUSY):
   process = subprocess.Popen(
-    [*before, sys.executable, '-c', _BUSY],
+    [*before, sys.executable, '-c', program],
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
@@ -85,6 +85,27 @@ def test_a_signal_is_answered_at_once_and_a_second_one_ends(number):
   out, err = process.communicate(timeout=60)
   assert (out, err) == ('', 'abandoned; what was saved before remains\n')
   assert process.returncode == _CODES[number]
+
+
+# One that may end without its main thread, from the second time it is asked.
+_RESCUED = """
+answers = [False, True]
+def rescue(exit_code, *, answered):
+  print('asked', exit_code, answered, flush=True)
+  return answers.pop(0)
+"""
+
+
+def test_a_process_that_reacts_to_nothing_ends_without_its_main_thread():
+  """As one does that compiles a program, if nothing would be lost."""
+  ready = "  print('ready'"
+  program = _BUSY.replace(ready, f'  interrupt.rescue = rescue\n{ready}')
+  process = _busy(program=_RESCUED + program)
+  process.send_signal(signal.SIGTERM)
+  out, err = process.communicate(timeout=60)
+  assert out.count('asked 75 ') == 2
+  assert err == 'SIGTERM: saving step 3; send another one to abandon\n'
+  assert process.returncode == 75
 
 
 def test_a_hangup_counts_once_and_nohup_ignores_it():

@@ -1,0 +1,212 @@
+"""Measures how long the quickstart takes to end after SIGTERM, phase by phase.
+
+    python -m benchmarks.exit_time
+    python -m benchmarks.exit_time --only=first_update,first_save --limit=5
+
+Each of `MOMENTS` is a run of its own in a new folder, whose programs are all
+compiled in it, and which sends itself SIGTERM at that moment. The time is from
+there until its parent sees that the process is gone. It is compared with
+`preemption.grace`, which the runs set to the limit: a save that does not fit
+into it is not begun. A run must end with exit code 75 and without a traceback,
+and if it had done a step, that step must be saved.
+
+The exit code is 1 if a run ends otherwise, or takes longer than the limit. Run
+it on an idle machine: the runs share their cores with whatever else there is.
+"""
+
+import argparse
+from collections.abc import Mapping
+from collections.abc import Sequence
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import NamedTuple
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_FLAGS = (
+  '--config=configs/quickstart.py:st_ppo',
+  '--config.num_steps=4',
+  '--config.evaluate.every=2',
+  '--config.checkpoint.every=2',
+)
+_TRY_AGAIN = 75
+_SENT = 'signal-sent'  # the file with the time of the signal
+
+
+class Moment(NamedTuple):
+  """A moment of a run.
+
+  Attributes:
+    kind: import, file or phase.
+    name: the module that is imported, the file that gets its name, or the phase
+      that begins.
+    number: the how manieth time.
+    delay: seconds from there to the signal.
+  """
+
+  kind: str
+  name: str
+  number: int = 1
+  delay: float = 0.0
+
+
+# Programs are compiled in whatever is first.
+MOMENTS: Mapping[str, Moment] = {
+  'first_imports': Moment('import', 'numpy'),
+  'imports': Moment('import', 'jax'),
+  'late_imports': Moment('import', 'orbax.checkpoint'),
+  'building': Moment('file', 'config.json', delay=0.3),
+  'first_evaluation': Moment('phase', 'evaluate', delay=0.5),
+  'first_compilation': Moment('phase', 'evaluate', delay=2.0),
+  'first_collection': Moment('phase', 'wait', delay=0.5),
+  'first_annotation': Moment('phase', 'annotate', delay=0.3),
+  'first_update': Moment('phase', 'update', delay=1.0),
+  'collection': Moment('phase', 'wait', 2, 0.3),
+  'annotation': Moment('phase', 'annotate', 2, 0.02),
+  'update': Moment('phase', 'update', 2, 0.1),
+  'evaluation': Moment('phase', 'evaluate', 2, 0.3),
+  'first_save': Moment('phase', 'checkpoint', delay=0.05),
+  'save': Moment('phase', 'checkpoint', 2, 0.02),
+  'export': Moment('phase', 'export'),
+}
+
+
+class End(NamedTuple):
+  """The end of a run.
+
+  Attributes:
+    seconds: from the signal to the end of the process; nan: it got none.
+    exit_code: its exit code.
+    problem: what it did wrong; '' for nothing.
+  """
+
+  seconds: float
+  exit_code: int
+  problem: str
+
+
+def measure(name: str, folder: pathlib.Path, flags: Sequence[str] = ()) -> End:
+  """Runs the quickstart in a new folder until the signal of a moment ends it.
+
+  Args:
+    name: a key of `MOMENTS`.
+    folder: an empty folder.
+    flags: further flags of `train`.
+  """
+  process = subprocess.Popen(
+    [
+      *(sys.executable, '-m', 'benchmarks.exit_time', '--child', name),
+      *(str(folder), *_FLAGS, *flags),
+    ],
+    cwd=_ROOT,
+    # No programs of earlier runs.
+    env={k: x for k, x in os.environ.items() if 'COMPILATION_CACHE' not in k},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+    errors='replace',
+  )
+  output, _ = process.communicate()
+  ended = time.time()
+  try:
+    seconds = ended - float((folder / _SENT).read_text('ascii'))
+  except FileNotFoundError:
+    seconds = float('nan')
+  problem = ''
+  if process.returncode != _TRY_AGAIN or 'Traceback' in output:
+    problem = f'exit code {process.returncode}: {output[-2000:]}'
+  elif 'interrupted' not in output and 'SIGTERM: ending' not in output:
+    problem = f'it does not say that it was interrupted: {output[-2000:]}'
+  elif 'not saved' in output:
+    problem = output[output.index('interrupted') :].strip()
+  return End(seconds, process.returncode, problem)
+
+
+def _run(name: str, folder: pathlib.Path, argv: Sequence[str]) -> int:
+  """Trains in this process, which sends itself the signal of a moment."""
+  moment, happened = MOMENTS[name], 0
+
+  def send() -> None:
+    (folder / _SENT).write_text(repr(time.time()), 'ascii')
+    os.kill(os.getpid(), signal.SIGTERM)
+
+  def count() -> None:
+    nonlocal happened
+    happened += 1
+    if happened == moment.number:
+      if moment.delay:
+        timer = threading.Timer(moment.delay, send)
+        timer.daemon = True
+        timer.start()
+      else:
+        send()
+
+  def audit(event: str, arguments: tuple) -> None:
+    is_import = event == 'import' and moment.kind == 'import'
+    if is_import and arguments[0] == moment.name:
+      count()
+    if event == 'os.rename' and moment.kind == 'file':
+      if os.path.basename(str(arguments[1])) == moment.name:
+        count()
+
+  sys.addaudithook(audit)
+  from stppo_jax import __main__
+  from stppo_jax.training.stopping import interruption
+
+  if moment.kind == 'phase':
+    from stppo_jax.training import watching
+
+    begin = watching.Watch.begin_phase
+
+    def begin_phase(self: watching.Watch, phase: str) -> None:
+      begin(self, phase)
+      if phase == moment.name:
+        count()
+
+    watching.Watch.begin_phase = begin_phase
+  code = __main__.main(['train', f'--workdir={folder / "run"}', *argv])
+  if code in interruption.EXIT_CODES.values():
+    interruption.end_process(code)
+  return code
+
+
+def main(argv: Sequence[str]) -> int:
+  """Measures the moments that flags name; returns the exit code."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('--only', default=','.join(MOMENTS))
+  parser.add_argument('--limit', type=float, default=5.0, help='seconds')
+  flags, overrides = parser.parse_known_args(argv)
+  names = flags.only.split(',')
+  unknown = [name for name in names if name not in MOMENTS]
+  if unknown:
+    parser.error(f'--only={unknown[0]}: must be some of {", ".join(MOMENTS)}')
+  worst = 0.0
+  problems = []
+  for name in names:
+    with tempfile.TemporaryDirectory() as folder:
+      grace = f'--config.preemption.grace={flags.limit}'
+      end = measure(name, pathlib.Path(folder), [grace, *overrides])
+    print(f'{name:18} {end.seconds:6.2f} s', flush=True)
+    if end.problem or not end.seconds <= flags.limit:
+      problems.append(f'{name}: {end.seconds:.2f} s; {end.problem}')
+    worst = max(worst, end.seconds)
+  print(
+    f'longest: {worst:.2f} s; load {os.getloadavg()[0]:.1f} on '
+    f'{os.cpu_count()} cores'
+  )
+  print('\n'.join(f'WRONG  {line}' for line in problems) or 'all in time')
+  return 1 if problems else 0
+
+
+if __name__ == '__main__':
+  os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+  if sys.argv[1:2] == ['--child']:
+    sys.exit(_run(sys.argv[2], pathlib.Path(sys.argv[3]), sys.argv[4:]))
+  sys.exit(main(sys.argv[1:]))

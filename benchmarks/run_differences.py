@@ -1,0 +1,80 @@
+"""Finds what differs between the folders of two runs of one config."""
+
+from collections.abc import Iterator
+import json
+import pathlib
+from typing import Any
+
+from benchmarks import same_numbers
+
+# Metrics of the time, and those that count the faults themselves.
+_LEFT_OUT = (
+  *same_numbers.TIMES,
+  'hosts/',
+  'retrieval/retries',
+  'retrieval/failures',
+  'writer/sink_errors',
+)
+
+
+def differences(
+  disturbed: pathlib.Path, undisturbed: pathlib.Path, *, may_lack: bool
+) -> Iterator[str]:
+  """Yields what differs between the folders of two runs.
+
+  Args:
+    disturbed, undisturbed: the folders.
+    may_lack: whether the first may lack lines and dialogues.
+  """
+  name = 'policy/model.safetensors'
+  if (disturbed / name).read_bytes() != (undisturbed / name).read_bytes():
+    yield name
+  if _fingerprints(disturbed) != _fingerprints(undisturbed):
+    yield 'the last checkpoint'
+  ours, theirs = _metrics(disturbed), _metrics(undisturbed)
+  for step, line in theirs.items():
+    if step not in ours:
+      if not may_lack:
+        yield f'metrics of step {step}: missing'
+    elif ours[step] != line:
+      names = [k for k in line | ours[step] if line.get(k) != ours[step].get(k)]
+      yield f'metrics of step {step}: {", ".join(sorted(names)[:3])}'
+  for path in sorted(undisturbed.glob('trajectories-*.jsonl')):
+    ours_path = disturbed / path.name
+    # All lines are written or, on a full disk, none.
+    if not ours_path.is_file() or not ours_path.stat().st_size:
+      if not may_lack:
+        yield f'{path.name}: missing'
+    elif ours_path.read_bytes() != path.read_bytes():
+      yield path.name
+
+
+def _metrics(workdir: pathlib.Path) -> dict[int, dict[str, Any]]:
+  """Returns the numbers of each step that do not depend on the clock."""
+  text = (workdir / 'metrics.jsonl').read_text('utf-8')
+  lines = [json.loads(line) for line in text.splitlines()]
+  return {
+    line['step']: {k: x for k, x in line.items() if not k.startswith(_LEFT_OUT)}
+    for line in lines
+  }
+
+
+def steps(workdir: pathlib.Path) -> list[int]:
+  """Returns the steps that a run has checkpoints of."""
+  folder = workdir / 'checkpoints'
+  names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
+  return [int(name) for name in names if name.isdecimal()]
+
+
+def _fingerprints(workdir: pathlib.Path) -> dict[str, Any]:
+  """Returns the fingerprint of each array of the last checkpoint."""
+  step = max(steps(workdir))
+  path = workdir / 'checkpoints' / str(step) / 'manifest' / 'metadata'
+  leaves = json.loads(path.read_text('utf-8'))['leaves']
+  return {'step': step, **leaves}
+
+
+def last_line(workdir: pathlib.Path) -> dict[str, Any]:
+  """Returns the last line of a run's metrics."""
+  text = (workdir / 'metrics.jsonl').read_text('utf-8')
+  return json.loads(text.splitlines()[-1])

@@ -1,0 +1,80 @@
+"""Tests that JSON that is nested too deeply is an error of one line."""
+
+import json
+import shutil
+
+import pytest
+
+from stppo_jax import __main__
+from stppo_jax.data import formats
+from tests.training import runs
+
+_DEEP = '{"a": ' * 100_000
+_MODEL = runs.REPO / 'assets' / 'quickstart'
+
+
+@pytest.fixture
+def run(tmp_path):
+  """Returns the folder of a run, made by hand."""
+  folder = tmp_path / 'run'
+  folder.mkdir()
+  record = {'command': 'train', 'run_id': '1', 'config_digest': '2'}
+  (folder / 'run.json').write_text(json.dumps(record))
+  (folder / 'metrics.jsonl').write_text('{"step": 1, "loss": 0.5}\n')
+  (folder / 'checkpoints' / '1').mkdir(parents=True)
+  return folder
+
+
+def _refused(capsys, *arguments):
+  """Returns the one line with which a command ends with exit code 2."""
+  assert __main__.main([str(word) for word in arguments]) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  return line
+
+
+@pytest.mark.parametrize(
+  'command',
+  [
+    ('report', 'RUN', '--out=OUT/report.html'),
+    ('export', '--workdir=RUN', '--out=OUT/policy'),
+    ('evaluate', '--checkpoint=RUN'),
+    ('train', '--workdir=RUN', *runs.flags()),
+    ('train', '--workdir=OUT/new', *runs.flags(init_from='RUN')),
+  ],
+)
+def test_the_config_of_a_run(run, tmp_path, capsys, command):
+  (run / 'config.json').write_text(_DEEP)
+  words = [
+    word.replace('RUN', str(run)).replace('OUT', str(tmp_path))
+    for word in command
+  ]
+  assert 'config.json' in _refused(capsys, *words)
+
+
+def test_records_that_status_passes_over(run, capsys):
+  for name in ('config.json', 'heartbeat.json', 'metrics.jsonl', 'lock'):
+    (run / name).write_text(_DEEP + '\n')
+  assert __main__.main(['status', str(run)]) == 0
+  (run / 'run.json').write_text(_DEEP)
+  assert 'no run.json' in _refused(capsys, 'status', run)
+
+
+@pytest.mark.parametrize(
+  'name', ['config.json', 'generation_config.json', 'model.safetensors']
+)
+def test_the_files_of_a_model(tmp_path, capsys, name):
+  model = tmp_path / 'model'
+  shutil.copytree(_MODEL, model)
+  data = _DEEP.encode()
+  if name == 'model.safetensors':
+    data = len(data).to_bytes(8, 'little') + data
+  (model / name).write_bytes(data)
+  flags = runs.flags(model__path=model)
+  line = _refused(capsys, 'train', *flags, f'--workdir={tmp_path}/run')
+  assert name in line
+
+
+def test_a_list_in_a_row_of_a_data_set():
+  row = {'possible_answers': '[' * 100_000, 'question': '', 'id': 1}
+  with pytest.raises(ValueError, match='nested too deeply'):
+    formats.popqa(row, None)

@@ -1,0 +1,37 @@
+"""A killed run of any algorithm resumes as the same run, bit for bit."""
+
+import json
+import signal
+
+import pytest
+
+from stppo_jax import __main__
+from stppo_jax.configs import algorithms
+from tests.training import runs
+
+_STEPS = 4
+
+
+def _leaves(workdir):
+  """Returns the fingerprints of parameters, optimiser and all else."""
+  path = workdir / 'checkpoints' / str(_STEPS) / 'manifest' / 'metadata'
+  return json.loads(path.read_text('utf-8'))['leaves']
+
+
+# Two processes trace the programs of each. In `make test`, signals end runs of
+# st_ppo, in interruption_test.py.
+@pytest.mark.slow
+@pytest.mark.parametrize('algorithm', algorithms.ALGORITHMS)
+def test_two_steps_a_kill_and_two_steps_are_four_steps(tmp_path, algorithm):
+  flags = runs.flags(algorithm, num_steps=_STEPS, evaluate__every=0)
+  killed, whole = tmp_path / 'killed', tmp_path / 'whole'
+  process = runs.start(
+    *(str(killed), 'collect', '3', *flags), module='tests.training.killed'
+  )
+  _, errors = process.communicate()
+  assert process.returncode == -signal.SIGKILL, errors
+  assert [line['step'] for line in runs.metrics(killed)] == [1, 2]
+  for folder in (killed, whole):
+    assert __main__.main(['train', *flags, f'--workdir={folder}']) == 0
+  runs.assert_same_files(killed, whole, num_steps=_STEPS)
+  assert _leaves(killed) == _leaves(whole)
