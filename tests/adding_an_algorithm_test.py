@@ -87,7 +87,7 @@ def _run(words: list[str], root: pathlib.Path) -> str:
     env=dict(os.environ, PYTHONPATH=str(root)),
     capture_output=True,
     text=True,
-    timeout=300,
+    timeout=1200,
   )
   assert done.returncode == 0, f'{words}\n{done.stdout}{done.stderr}'
   return done.stdout
@@ -146,7 +146,7 @@ def test_a_misspelt_option_is_reported_in_one_line(changed):
     env=dict(os.environ, PYTHONPATH=str(changed)),
     capture_output=True,
     text=True,
-    timeout=300,
+    timeout=1200,
   )
   assert done.returncode == 2
   (line,) = done.stderr.splitlines()

@@ -96,7 +96,7 @@ def _run(words, cwd):
     env=_environment(),
     capture_output=True,
     text=True,
-    timeout=300,
+    timeout=1200,
   )
   assert done.returncode == 0, done.stdout + done.stderr
   return done.stdout

@@ -292,6 +292,7 @@ def test_a_plan_says_with_which_changes_a_run_fits(capsys, monkeypatch):
   assert capsys.readouterr().out.endswith('\nfits in 15.75 GiB\n')
 
 
+@pytest.mark.slow
 def test_a_sweep_ranks_the_meshes_of_a_topology(capsys, monkeypatch):
   monkeypatch.chdir(runs.REPO)
   code = __main__.main(

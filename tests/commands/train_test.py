@@ -249,6 +249,7 @@ def test_tags_that_are_tokens_of_the_tokenizer_are_learned(tmp_path, files):
   assert any('\n\n<information>Doc 1' in t['observation'] for t in turns)
 
 
+@pytest.mark.slow
 def test_an_interrupted_start_leaves_none_and_is_made_anew(
   tmp_path, files, monkeypatch, capsys
 ):

@@ -235,6 +235,7 @@ def test_a_retriever_that_cannot_start_ends_it(fake, tmp_path):
   assert not (tmp_path / 'calls').exists()
 
 
+@pytest.mark.slow
 def test_a_retriever_that_ended_is_started_again(fake, tmp_path):
   code, _, calls = _run(fake, tmp_path, '75 0', DIES='yes', **_RETRIEVER)
   assert code == 0 and len(calls) == 2

@@ -131,6 +131,7 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path, config, start, capsys):
   assert 'no sweep runs here' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_and_a_killed_run_are_no_obstacle(tmp_path, start):
   process = start()
   _wait(lambda: len(_starts(tmp_path)) == 1)

@@ -32,6 +32,7 @@ def _updated():
   return learner, state, batch
 
 
+@pytest.mark.slow
 def test_the_numbers_of_tokens_are_those_of_the_new_policy():
   learner, state, batch = _updated()
   details = learner.token_details(state, batch, hosts_lib.ALONE)

@@ -73,6 +73,7 @@ def _value_and_gradients(attend, inputs, lengths_B):
   return mixed, *gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('size', 'num_heads', 'num_kv_heads', 'lengths'),
   [

@@ -41,7 +41,8 @@ def _gradient(name, unrolled=1):
 @pytest.mark.parametrize(
   ('name', 'unrolled'),
   [
-    ('dots', 1),  # keeps what a policy names
+    # Keeps what a policy names.
+    pytest.param('dots', 1, marks=pytest.mark.slow),
     ('full', 2),  # keeps nothing; one layer after another
     pytest.param('all_dots', 1, marks=pytest.mark.slow),
     pytest.param('full', 1, marks=pytest.mark.slow),

@@ -78,7 +78,7 @@ def test_greedy_dialogues_equal_repeated_whole_passes(mode):
   assert {len(d.spans) for d in dialogues.values()} == {1, 2, 3}
 
 
-@pytest.mark.parametrize('top_k', [0, 3])
+@pytest.mark.parametrize('top_k', [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_reported_logprobs_equal_the_trainer_s(top_k):
   dialogues = _dialogues(top_k=top_k)
   packed_BL = np.zeros((_ROWS, _MAX_LENGTH), np.int32)
@@ -149,7 +149,7 @@ def test_the_bits_do_not_depend_on_when_observations_arrive(options):
   'options',
   [
     _slow({'slots': 16}),
-    {'extend_chunk': 7, 'decode_chunk': 1, 'lookahead': 0},
+    _slow({'extend_chunk': 7, 'decode_chunk': 1, 'lookahead': 0}),
     _slow({'decode_chunk': 50, 'lookahead': 2, 'cache_blocks': 1}),
     _slow({'devices': 2}),
     {'deterministic': False},

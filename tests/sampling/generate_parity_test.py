@@ -205,7 +205,7 @@ _ENGINES = {
   ('name', 'engine'),
   [
     pytest.param('qwen2_tied', 'waves', marks=pytest.mark.slow),
-    ('qwen2_untied', 'refilled'),
+    pytest.param('qwen2_untied', 'refilled', marks=pytest.mark.slow),
     pytest.param('qwen2_tied', 'refilled', marks=pytest.mark.slow),
     pytest.param('qwen2_tied', 'one wave', marks=pytest.mark.slow),
     pytest.param('qwen2_untied', 'waves', marks=pytest.mark.slow),

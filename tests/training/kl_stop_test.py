@@ -15,7 +15,8 @@ _CHANGES = {
 
 
 @pytest.mark.parametrize(
-  ('limit', 'fewest', 'most'), [(0.0, 8, 8), (1e-3, 2, 7)]
+  ('limit', 'fewest', 'most'),
+  [pytest.param(0.0, 8, 8, marks=pytest.mark.slow), (1e-3, 2, 7)],
 )
 def test_a_step_ends_with_the_first_update_that_is_far(
   tmp_path, limit, fewest, most

@@ -155,6 +155,7 @@ def test_an_updated_state_keeps_the_base_where_it_is():
   assert [x.unsafe_buffer_pointer() for x in _shards(state.frozen)] == places
 
 
+@pytest.mark.slow
 def test_another_base_is_refused(tmp_path):
   learner = _learner(_LORA)
   start = learner.start()

@@ -217,6 +217,7 @@ def test_a_killed_run_resumes_as_the_same_run(
   _assert_same_run(tmp_path, finished(steps_ahead), steps_ahead)
 
 
+@pytest.mark.slow
 def test_evaluations_use_the_present_policy_and_run_alone(
   tmp_path, monkeypatch
 ):

@@ -129,6 +129,7 @@ def test_the_kept_experts_are_those_of_the_old_policy(replay):
     np.testing.assert_array_equal(annotated.expert_ids, routing.expert_ids)
 
 
+@pytest.mark.slow
 def test_the_experts_of_the_sampler_are_those_of_the_old_policy_too():
   models = _models(**tiny.MIXTURE)
   params = updates.train_state(models).policy.params

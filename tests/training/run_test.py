@@ -152,6 +152,7 @@ def test_a_disk_without_room_is_told_before_a_step_is_lost(
   assert _files(run / 'checkpoints') == before
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_begins_again(run, capsys):
   shutil.rmtree(run / 'checkpoints')
   (run / 'checkpoints').mkdir()

@@ -195,6 +195,7 @@ def test_a_run_interrupted_anywhere_is_the_same_run(finished, tmp_path, capsys):
   _assert_same_run(tmp_path, finished)
 
 
+@pytest.mark.slow
 def test_no_error_loses_a_finished_step(finished, tmp_path, capsys):
   """One that nobody foresaw, and a file that cannot be written at the end."""
   assert _train(tmp_path, faults.crash_at(('collect', 2))) == 70
@@ -234,6 +235,7 @@ def test_an_interrupted_start_is_made_again(tmp_path, capsys):
   assert not (tmp_path / 'start.partial').exists()
 
 
+@pytest.mark.slow
 def test_a_step_in_an_outage_is_collected_again(finished, tmp_path, capsys):
   failures, collections = {('collect', 2): 0.75, ('collect', 3): 0.75}, []
 
