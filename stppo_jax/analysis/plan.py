@@ -1,83 +1,38 @@
 """Plans the memory, the communication and the time of a run on other devices.
 
 Models are shapes and devices are virtual. With `programs`, those that a run
-would use are compiled: for a TPU slice that is not there
+would use are compiled (`plan_programs.py`): for a TPU slice that is not there
 (`parallel/topology.py`), or for CPUs. The sizes of parameters and optimiser
 states, and the collectives, are the same on any device; temporaries that the
 CPU compiler plans differ on accelerators. Without `programs`, temporaries are
 estimated (`plan_memory.py`).
 
 The engine of this host keeps its weights, keys and values all the time, so they
-are counted. Batches and the policies of steps that are collected ahead are not.
+are counted. The policies of steps that are collected ahead are not, nor are
+batches without a compiled program.
 """
 
-from collections.abc import Callable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
 import math
 from typing import Any
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.analysis import plan_memory
+from stppo_jax.analysis import plan_programs
 from stppo_jax.analysis import roofline
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.parallel import program
 from stppo_jax.parallel import topology as topology_lib
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.training.building import assembly
 
 Tree = Any
-
-
-# The programs that a plan may compile, by name: functions of a learner and the
-# shapes of a packed batch that lower them.
-PROGRAMS: Mapping[str, Callable[[learner_lib.Learner, Any], Any]] = {
-  'annotate': learner_lib.Learner.lower_annotate,
-  'update': learner_lib.Learner.lower_update,
-}
-
-
-class Cost(NamedTuple):
-  """The memory, traffic and work of a compiled program on one device.
-
-  Attributes:
-    temporaries: the bytes that it needs beside its arguments.
-    collectives: its collectives.
-    operations: the multiplications and additions of its matrix products.
-    seconds: the time that the compiler for TPU estimates for its kernels, which
-      is good for comparing programs; 0 on other platforms.
-    problem: why it does not fit; '' if it does. The other numbers are then 0.
-  """
-
-  temporaries: int = 0
-  collectives: tuple[program.Collective, ...] = ()
-  operations: int = 0
-  seconds: float = 0.0
-  problem: str = ''
-
-  def sent(self, mesh: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Returns the bytes that a device sends, by kind and axes of the mesh.
-
-    Args:
-      mesh: the sizes of the axes of the mesh.
-    """
-    found: dict[tuple[str, str], list[float]] = {}
-    for collective in self.collectives:
-      axes = ' x '.join(collective.axes(mesh)) or 'no axis'
-      entry = found.setdefault((collective.kind, axes), [0.0, 0])
-      entry[0] += collective.sent
-      entry[1] += collective.times
-    return [
-      {'kind': kind, 'axes': axes, 'bytes': size, 'times': times}
-      for (kind, axes), (size, times) in sorted(found.items())
-    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +59,7 @@ class Plan:
   num_hosts: int
   sizes: Mapping[str, int]
   estimated: Mapping[str, int]
-  programs: Mapping[str, Cost]
+  programs: Mapping[str, plan_programs.Cost]
   work: roofline.Work
   parts: Mapping[str, roofline.Part]
   num_steps: int
@@ -112,9 +67,15 @@ class Plan:
 
   @property
   def temporaries(self) -> dict[str, int]:
-    """The bytes of temporaries: of compiled programs, or as estimated."""
+    """The bytes that programs need beside `sizes`, by their names.
+
+    Of compiled programs these are temporaries, a batch, and what the compiler
+    pads; without them, the temporaries of an update are estimated.
+    """
     if self.programs:
-      return {name: cost.temporaries for name, cost in self.programs.items()}
+      return {
+        name: cost.beside(self.sizes) for name, cost in self.programs.items()
+      }
     return {'update': sum(self.estimated.values())}
 
   @property
@@ -158,7 +119,8 @@ def make(
     config: the config of a run; of its model, `config.json` suffices.
     length: the number of tokens of a row.
     loss_fraction: the largest share of a row's tokens that carries loss.
-    programs: the keys of `PROGRAMS` to compile.
+    programs: the keys of `plan_programs.PROGRAMS` to compile; those of the
+      engine are left out where there is none on these devices.
     topology: the devices; None: those of this process.
     memory: GiB of a device's memory; 0: that of the topology.
 
@@ -208,11 +170,12 @@ def make(
   )
   axes = dict(mesh.shape)
   work = _work(config, learner, shape, axes, placement, engine, packed)
-  costs = {}
-  for name in programs:
-    with assembly.config_errors():
-      lowered = PROGRAMS[name](learner, packed)
-      costs[name] = _cost(name, lowered, topology.limits.clock)
+  with assembly.config_errors():
+    costs = plan_programs.compile_all(
+      programs,
+      plan_programs.Subject(config, learner, placement, packed),
+      clock=topology.limits.clock,
+    )
   return Plan(
     topology=topology,
     axes=axes,
@@ -278,35 +241,6 @@ def _work(
     decode_bytes=read,
     decode_rows=rows,
     engine_tensor=placement.tensor if placement is not None else 0,
-  )
-
-
-def _cost(name: str, lowered, clock: float) -> Cost:
-  """Returns the cost of a lowered program.
-
-  Args:
-    name: its name, for the error.
-    lowered: the program.
-    clock: cycles of a device per second.
-
-  Raises:
-    Rejected: it does not compile; one line.
-  """
-  try:
-    compiled = topology_lib.compiled(lowered)
-  except topology_lib.DoesNotFit as error:
-    return Cost(problem=str(error))
-  except topology_lib.Rejected as error:
-    raise topology_lib.Rejected(f'{name}: {error}') from error
-  memory = compiled.memory_analysis()
-  text = compiled.as_text()
-  return Cost(
-    memory.temp_size_in_bytes
-    + memory.output_size_in_bytes
-    - memory.alias_size_in_bytes,
-    tuple(program.collectives(text)),
-    program.operations(text),
-    program.estimated_cycles(text) / clock,
   )
 
 

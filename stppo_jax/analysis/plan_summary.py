@@ -37,9 +37,13 @@ def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
     },
     'programs': {
       name: {
+        'arguments': cost.arguments,
+        'in_place': cost.in_place,
+        'temporaries': cost.temporaries,
+        'accessed': cost.accessed,
         'operations': cost.operations,
         'kernel_seconds': cost.seconds,
-        'collectives': cost.sent(plan.axes),
+        'collectives': cost.sent,
       }
       for name, cost in plan.programs.items()
     },

@@ -2,7 +2,7 @@
 
 python -m stppo_jax plan --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE ...]
     [--topology=v5e:4x4 | --devices=64] [--hbm_gib=80.0] [--length=0]
-    [--loss_fraction=0.5] [--compile=true] [--programs=annotate,update]
+    [--loss_fraction=0.5] [--compile=true] [--programs=decode,update]
     [--price=0.0] [--json] [--sweep_mesh] [--compile_best=0]
 
   --config=FILE.py[:ALGORITHM]  the config of the run
@@ -16,7 +16,8 @@ python -m stppo_jax plan --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE ...]
   --loss_fraction=X             the largest share of them that is trained on
   --compile=true                whether to compile, which takes minutes;
                                 without it, temporaries are estimated too
-  --programs=NAMES              the programs to compile: annotate, update
+  --programs=NAMES              the programs to compile, of extend, decode,
+                                publish, annotate and update
   --price=X                     the price of a chip for an hour, for the cost
   --json                        prints one JSON object
   --sweep_mesh                  ranks all meshes, those that fit by their time
@@ -25,11 +26,12 @@ python -m stppo_jax plan --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE ...]
 Shards the run's models over devices that need not be there; of `model.path`
 only config.json is read. Prints the bytes that one device holds, engines
 included, and an estimate of a step's time by formulas, with its assumptions.
-For a TPU slice, annotate and update are compiled by the compiler for TPU, which
-the package libtpu has and which needs no TPU; for cpu:N, the update is compiled
-for CPU. For GPUs nothing is compiled. If the run does not fit in the memory,
-the exit code is 2, and a line says with which changes it would; where programs
-are compiled, so are those with the changes.
+For a TPU slice, the programs of the run are compiled by the compiler for TPU,
+which the package libtpu has and which needs no TPU; for cpu:N, the update is
+compiled for CPU. Of each program it is the largest that the run has. For GPUs
+nothing is compiled. If the run does not fit in the memory, the exit code is 2,
+and a line says with which changes it would; where programs are compiled, so are
+those with the changes.
 """
 
 from collections.abc import Mapping
@@ -60,9 +62,10 @@ _RULES = {
   'price': (lambda x: 0 <= x < math.inf, '0 or greater'),
   'compile_best': (lambda x: x >= -1, '0 or greater, or -1'),
 }
-# The programs that are compiled for a platform.
+_NAMES = 'extend', 'decode', 'publish', 'annotate', 'update'
+# The programs that are compiled for a platform, those first that take longest.
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
-  'tpu': ('annotate', 'update'),
+  'tpu': tuple(reversed(_NAMES)),
   'gpu': (),
   'cpu': ('update',),
 }
@@ -188,12 +191,11 @@ def _programs(platform: str, options: Mapping[str, Any]) -> Sequence[str]:
   Raises:
     ConfigurationError: there is no program of a given name.
   """
-  choices = ('annotate', 'update')
   names = [name for name in options['programs'].split(',') if name]
   for name in names:
-    if name not in choices:
+    if name not in _NAMES:
       raise configuration.ConfigurationError(
-        [f'--programs={name}: must be some of {", ".join(choices)}']
+        [f'--programs={name}: must be some of {", ".join(_NAMES)}']
       )
   if not options['compile'] or platform == 'gpu':
     return ()
@@ -210,7 +212,7 @@ def describe(summary: Mapping[str, Any]) -> list[str]:
   if memory['compiled_for']:
     compiler = memory['compiled_for'].upper()
     for name in names:
-      label = f'temporaries of {name}, as planned for {compiler}'
+      label = f'more for {name}, as compiled for {compiler}'
       sizes[label] = memory['temporaries'][name]
   else:
     for name, size in memory['estimated'].items():
@@ -221,6 +223,16 @@ def describe(summary: Mapping[str, Any]) -> list[str]:
   lines += summary['problems']
   for name, program in summary['programs'].items():
     lines += ['', f'The compiled program of {name}, on a device']
+    if program['arguments']:
+      lines.append(
+        f'{program["arguments"] / _GIB:10.3f} GiB  of arguments, of which '
+        f'{program["in_place"] / _GIB:.3f} GiB are updated in place'
+      )
+    if program['accessed']:
+      lines.append(
+        f'{program["accessed"] / _GIB:10.3f} GiB  read from memory or written '
+        'to it'
+      )
     for entry in program['collectives']:
       bound = 'at most ' if entry['kind'] == 'all-reduce' else ''
       lines.append(

@@ -6,7 +6,6 @@ that of the compiler for CPU, GPU or TPU.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -15,6 +14,9 @@ import re
 from typing import Any
 
 import numpy as np
+
+# A parsed instruction, see `computations`.
+Line = Mapping[str, str]
 
 # For each kind of collective, the bytes that one of n devices in a ring sends.
 # `size` is the larger of the bytes of its operands and of its results.
@@ -72,7 +74,7 @@ class Instruction:
   @property
   def size(self) -> int:
     """Bytes of its results."""
-    return sum(map(_size, self.arrays))
+    return sum(map(size_of, self.arrays))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,34 +120,47 @@ class Collective:
 
 def instructions(text: str) -> list[Instruction]:
   """Returns all instructions; a loop without a known trip count counts once."""
-  computations = dict(_computations(text))
-  times, fused = defaultdict(int), set()
-  times[next(reversed(computations))] = 1  # the entry computation is last
-  # Callees stand before their callers, so in reverse order a caller's count is
-  # complete before it is added to those of its callees.
-  for name, lines in reversed(computations.items()):
-    for line in lines:
-      trips = _trips(line, computations)
-      for kind, callee in _called(line['rest']):
-        times[callee] += times[name] * (trips if kind == 'body' else 1)
-        if line['opcode'] == 'fusion':
-          fused.add(callee)
+  parsed = computations(text)
+  times, fused = run_counts(parsed)
   found = []
-  for name, lines in computations.items():
+  for name, lines in parsed.items():
     arrays = {line['name']: _arrays(line['shape']) for line in lines}
     for line in lines:
-      arguments = re.findall(r'%([\w.-]+)', line['rest'].partition(')')[0])
       found.append(
         Instruction(
           line['opcode'],
           arrays[line['name']],
-          tuple(x for a in arguments for x in arrays.get(a, ())),
+          tuple(x for a in arguments(line) for x in arrays.get(a, ())),
           line['rest'],
           times[name],
           name if name in fused else '',
         )
       )
   return found
+
+
+def run_counts(
+  parsed: Mapping[str, Sequence[Line]],
+) -> tuple[Mapping[str, int], set[str]]:
+  """Returns how often each computation runs, and which are those of kernels.
+
+  A loop that may end early counts as often as it can iterate.
+
+  Args:
+    parsed: the result of `computations`.
+  """
+  times, fused = defaultdict(int), set()
+  times[next(reversed(parsed))] = 1  # the entry computation is last
+  # Callees stand before their callers, so in reverse order a caller's count is
+  # complete before it is added to those of its callees.
+  for name, lines in reversed(parsed.items()):
+    for line in lines:
+      trips = _trips(line, parsed)
+      for kind, callee in called(line):
+        times[callee] += times[name] * (trips if kind == 'body' else 1)
+        if line['opcode'] == 'fusion':
+          fused.add(callee)
+  return times, fused
 
 
 def collectives(text: str) -> list[Collective]:
@@ -165,10 +180,10 @@ def collectives(text: str) -> list[Collective]:
         begun.add((kind, channel[1]))
       # The result of an asynchronous start, except all-reduce-start, is a tuple
       # (operand, result): its largest array counts, not the sum.
-      size = max(*map(_size, line.arrays)) if len(line.arrays) > 1 else 0
+      size = max(*map(size_of, line.arrays)) if len(line.arrays) > 1 else 0
       if not (line.opcode.endswith('-start') and kind != 'all-reduce'):
         size = line.size
-      size = max(size, sum(map(_size, line.operands)))
+      size = max(size, sum(map(size_of, line.operands)))
       group = _group(line.rest) or tuple(range(num_devices))
       if line.kernel.startswith(_REDUCE_SCATTER_KERNEL):
         kind = 'reduce-scatter'
@@ -220,7 +235,7 @@ def estimated_cycles(text: str) -> int:
   return total
 
 
-def _trips(line: Mapping[str, str], computations: Mapping[str, Any]) -> int:
+def _trips(line: Line, parsed: Mapping[str, Sequence[Line]]) -> int:
   """Returns how often the loop of an instruction iterates; 1 if unknown."""
   if known := _TRIPS.search(line['rest']):
     return int(known[1])
@@ -228,33 +243,49 @@ def _trips(line: Mapping[str, str], computations: Mapping[str, Any]) -> int:
     return 1
   # The compiler for TPU does not tell. Loops of JAX count from 0 up to a
   # constant, with which their condition compares.
-  callees = dict(_called(line['rest']))
-  condition = computations.get(callees['condition'], [])
-  limits = [x['rest'] for x in condition if x['opcode'] == 'constant']
-  limits = [int(x.partition(')')[0]) for x in limits if x[0].isdigit()]
-  below = any('direction=LT' in x['rest'] for x in condition)
-  return limits[0] if below and len(limits) == 1 else 1
+  condition = parsed.get(dict(called(line))['condition'], [])
+  constants = {
+    x['name']: int(x['rest'].partition(')')[0])
+    for x in condition
+    if x['opcode'] == 'constant' and x['rest'][0].isdigit()
+  }
+  limits = [
+    constants[arguments(x)[1]]
+    for x in condition
+    if 'direction=LT' in x['rest'] and arguments(x)[1] in constants
+  ]
+  return limits[0] if len(limits) == 1 else 1
 
 
-def _computations(text) -> Iterator[tuple[str, list[Mapping[str, str]]]]:
-  """Yields the name of each computation and its parsed instructions."""
-  name, lines = None, []
+def computations(text: str) -> dict[str, list[Line]]:
+  """Returns the instructions of each computation by its name.
+
+  An instruction has a name, a shape, an opcode and the rest of its line from
+  the arguments on.
+  """
+  found, name, lines = {}, None, []
   for line in text.splitlines():
     if match := _INSTRUCTION.match(line):
       lines.append(match.groupdict())
     elif line.startswith('}') and name is not None:
-      yield name, lines
-      name = None
+      found[name], name = lines, None
     elif match := _COMPUTATION.match(line):
       name, lines = match['name'], []
+  return found
 
 
-def _called(rest) -> Iterator[tuple[str, str]]:
-  """Yields how an instruction calls other computations, and their names."""
-  for kind, one, several in _CALLED.findall(rest):
-    names = [one] if one else several.split(',')
-    for name in names:
-      yield kind, name.strip().removeprefix('%')
+def called(line: Line) -> list[tuple[str, str]]:
+  """Returns how an instruction calls other computations, and their names."""
+  return [
+    (kind, name.strip().removeprefix('%'))
+    for kind, one, several in _CALLED.findall(line['rest'])
+    for name in ([one] if one else several.split(','))
+  ]
+
+
+def arguments(line: Line) -> list[str]:
+  """Returns the names of the instructions that an instruction reads."""
+  return re.findall(r'%([\w.-]+)', line['rest'].partition(')')[0])
 
 
 def _arrays(shape) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -265,8 +296,8 @@ def _arrays(shape) -> tuple[tuple[str, tuple[int, ...]], ...]:
   )
 
 
-def _size(array: tuple[str, Sequence[int]]) -> int:
-  """Returns the bytes of an array."""
+def size_of(array: tuple[str, Sequence[int]]) -> int:
+  """Returns the bytes of an array, given its element type and dimensions."""
   kind, dims = array
   digits = re.search(r'\d+', kind)
   bits = int(digits[0]) if digits else 8 * (kind == 'pred')

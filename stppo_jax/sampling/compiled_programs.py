@@ -63,14 +63,7 @@ class CompiledPrograms:
     self.table_ZV = jax.device_put(
       automaton.table(model.config.vocab_size), sharding.replicated(mesh)
     )
-    functions = build(
-      model,
-      placement,
-      blocks=(options.block_size,) * options.cache_blocks,
-      stopped=automaton.stopped,
-      sampling=options.sampling,
-      num_tokens=options.decode_chunk,
-    )
+    functions = build(model, placement, options, stopped=automaton.stopped)
     self._publisher = functions.publisher
     self.empty = functions.empty
     self.extend = functions.extend
@@ -99,7 +92,7 @@ class CompiledPrograms:
       self._base = base
     params = self._publisher(params)
     if self._base_copy is not None:
-      params = _joined(self._base_copy, params)
+      params = joined(self._base_copy, params)
     self.params = params
 
   def put(self, *trees):
@@ -107,7 +100,9 @@ class CompiledPrograms:
     return jax.device_put(trees, self._by_slot)
 
 
-def _joined(base: functional.Params, trained: functional.Params):
+def joined(
+  base: functional.Params, trained: functional.Params
+) -> functional.Params:
   """Returns weights of which some are in either tree, cut into layers."""
   pairs = zip(base['layers'], trained['layers'], strict=True)
   return {**base, 'layers': tuple(lora.join(*pair) for pair in pairs)}
@@ -125,10 +120,35 @@ class Functions(NamedTuple):
   expert_ids: Callable[..., Any]
 
 
+def build(
+  model: functional.Model,
+  placement: publish_lib.Placement,
+  options: engine_options.EngineOptions,
+  *,
+  stopped: int,
+) -> Functions:
+  """Returns the jitted functions of an engine.
+
+  Args:
+    model: the policy; the mesh in it is replaced by that of the placement.
+    placement: the devices that decode.
+    options: the engine's options.
+    stopped: the absorbing state of the stop automaton.
+  """
+  return _build(
+    model,
+    placement,
+    blocks=options.blocks,
+    stopped=stopped,
+    sampling=options.sampling,
+    num_tokens=options.decode_chunk,
+  )
+
+
 # A process that trains several algorithms decodes all of them with the same
 # programs.
 @functools.lru_cache(maxsize=8)
-def build(
+def _build(
   model: functional.Model,
   placement: publish_lib.Placement,
   *,

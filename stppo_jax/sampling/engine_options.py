@@ -60,8 +60,31 @@ class EngineOptions:
 
   @property
   def block_size(self) -> int:
-    """The number of tokens in each block of a slot's cache."""
+    """The number of tokens in a block of a slot's cache."""
     return -(-self.max_length // self.cache_blocks)
+
+  @property
+  def blocks(self) -> tuple[int, ...]:
+    """The number of tokens in each block of a slot's cache."""
+    return (self.block_size,) * self.cache_blocks
+
+  def compacts(self, shards: int) -> bool:
+    """Returns whether programs run on the active slots only.
+
+    They run on all slots if the engine is deterministic, or if slots are
+    sharded over devices, where gathering single slots would move their caches
+    from device to device.
+
+    Args:
+      shards: the number of devices that slots are divided over.
+    """
+    return not self.deterministic and shards == 1
+
+  def most_rows(self, shards: int) -> int:
+    """Returns the most slots in a call of `decode`; see `compacts`."""
+    if self.compacts(shards) and self.batch_rows:
+      return min(self.batch_rows, self.slots_per_lane)
+    return self.slots_per_lane
 
   def check_devices(self, num_devices: int) -> None:
     """Raises ValueError if lanes cannot run on so many devices.

@@ -71,10 +71,8 @@ class Decode:
 class SlotDriver:
   """Some slots, their state on the devices, and the calls that change it.
 
-  Programs run on all slots if the engine is deterministic, or if slots are
-  sharded over devices, where gathering single slots would move their caches
-  from device to device. Otherwise they run on the active slots only, in
-  batches of a few fixed sizes.
+  Programs run on all slots, or on the active slots only
+  (`EngineOptions.compacts`), then in batches of a few fixed sizes.
 
   Args:
     programs: the programs to call.
@@ -95,10 +93,8 @@ class SlotDriver:
     self._programs = programs
     self._extend_chunk = options.extend_chunk
     self.slots = options.slots_per_lane
-    self.compacts = not options.deterministic and programs.shards == 1
-    self.batch_rows = self.slots
-    if self.compacts and options.batch_rows:
-      self.batch_rows = min(options.batch_rows, self.slots)
+    self.compacts = options.compacts(programs.shards)
+    self.batch_rows = options.most_rows(programs.shards)
     self.returns_expert_ids = options.return_expert_ids
     self._state: slot_state_lib.SlotState | None = None
 

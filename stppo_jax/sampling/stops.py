@@ -88,6 +88,11 @@ def build(
   return StopAutomaton(state_ZV.astype(np.int16), stopped)
 
 
+def num_states(stop_strings: Sequence[str]) -> int:
+  """Returns Z; it depends on the stop strings and on no vocabulary."""
+  return len(_byte_automaton([stop.encode() for stop in stop_strings]))
+
+
 def _spellable(stop: bytes, token_bytes: Sequence[bytes]) -> bool:
   """Returns whether tokens can spell the string, also with text around it."""
   tokens = set(token_bytes)

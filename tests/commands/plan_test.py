@@ -139,7 +139,10 @@ def test_a_compiled_plan_prints_collectives_and_operations(capsys):
   assert re.search(r'sent by \d+ all-gather along fsdp\n', out)
   assert re.search(r'at most sent by \d+ all-reduce along data\n', out)
   assert re.search(r'[\d.]+ TFLOP  in matrix products\n', out)
-  assert 'temporaries of update, as planned for CPU' in out
+  assert 'GiB  more for update, as compiled for CPU' in out
+  assert re.search(
+    r'GiB  of arguments, of which [\d.]+ GiB are updated in', out
+  )
 
 
 @pytest.mark.parametrize(
@@ -260,7 +263,7 @@ def test_a_plan_says_what_it_assumes_and_what_does_not_fit(capsys):
       '--config.mesh.fsdp=3',
       'mesh.fsdp=3 mesh.tensor=1 does not fit 8 devices',
     ),
-    ('--programs=decode', '--programs=decode: must be some of annotate, upd'),
+    ('--programs=sft', '--programs=sft: must be some of extend, decode, pub'),
     ('--price=-1.0', '--price=-1.0: must be 0 or greater'),
   ],
 )

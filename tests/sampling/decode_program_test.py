@@ -10,17 +10,14 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stppo_jax.models import precision
 from stppo_jax.parallel import program
-from stppo_jax.sampling import compiled_programs
+from stppo_jax.parallel import sharding
 from stppo_jax.sampling import engine_options
-from stppo_jax.sampling import sampler
+from stppo_jax.sampling import lowering
 from stppo_jax.sampling import slot_driver
-from stppo_jax.sampling import slot_state
 from tests.models import tiny
 from tests.sampling import tiny_engine
 
@@ -30,44 +27,23 @@ _MODEL = tiny.model(
 )
 
 
-def _lowered(model, devices, tensor):
-  """Returns the lowered program of decode, and the shapes of cache and weights.
-
-  All arguments are shapes with layouts: no array is made.
-  """
+def _lowering(model, devices, tensor):
+  """Returns the engine of a model on some devices; no array is made."""
   placement = tiny_engine.placement(devices, tensor)
-  mesh = placement.mesh
-  programs = compiled_programs.build(
-    model,
-    placement,
-    blocks=(_J,),
-    stopped=2,
-    sampling=sampler.Sampling(temperature=1.0),
-    num_tokens=5,
-  )
-  placed = lambda x, layout: jax.ShapeDtypeStruct(
-    x.shape, x.dtype, sharding=layout
-  )
   weights = jax.eval_shape(model.init, jax.random.key(0))
-  _, layout = programs.publisher.program(weights)
-  cut = jax.eval_shape(
-    lambda x: model.split_layers(precision.cast(x, model.config.dtype)), weights
+  return lowering.Lowering(
+    model,
+    placement=placement,
+    options=tiny_engine.options(
+      slots=_A, max_length=_J, cache_blocks=1, decode_chunk=5
+    ),
+    num_states=3,
+    trained=jax.tree.map(
+      lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
+      weights,
+      sharding.param_shardings(weights, placement.training),
+    ),
   )
-  params = jax.tree.map(placed, cut, layout)
-  layout = slot_state.shardings(model, mesh, 1)
-  empty = jax.eval_shape(lambda: slot_state.empty(model, _A, (_J,)))
-  state = jax.tree.map(placed, empty, layout)
-  lowered = programs.decode.lower(
-    params,
-    state,
-    None,
-    placed(jax.ShapeDtypeStruct((_A, 2), jnp.uint32), layout.lengths),
-    np.zeros((3, 12), np.uint8),
-    False,
-    _A,
-    num_blocks=1,
-  )
-  return lowered, state.cache, params
 
 
 def _per_device(tree):
@@ -88,8 +64,8 @@ def test_decoding_on_devices_neither_copies_nor_sends_the_cache(
   model = dataclasses.replace(
     _MODEL, config=dataclasses.replace(_MODEL.config, dtype='float32')
   )
-  lowered, cache, _ = _lowered(model, devices, tensor)
-  compiled = lowered.compile()
+  engine = _lowering(model, devices, tensor)
+  cache, compiled = engine.state.cache, engine.decode().compile()
   memory = compiled.memory_analysis()
   size = _per_device(cache)
   assert size == 2 * 2 * _A * 2 * _J * 8 * 4 / devices  # layers, k and v, heads
@@ -113,12 +89,14 @@ def test_decoding_on_devices_neither_copies_nor_sends_the_cache(
 
 
 def test_weights_are_read_in_the_dtype_of_the_computation():
-  lowered, _, params = _lowered(_MODEL, 1, 1)
+  engine = _lowering(_MODEL, 1, 1)
   converted = re.findall(
     r'convert %\S+ : \(tensor<([\dx]+)xbf16>\) -> tensor<[\dx]+xf32>',
-    lowered.as_text(),
+    engine.decode().as_text(),
   )
-  shapes = {'x'.join(map(str, x.shape)) for x in jax.tree.leaves(params)}
+  shapes = {
+    'x'.join(map(str, x.shape)) for x in jax.tree.leaves(engine.weights)
+  }
   matrices = {shape for shape in shapes if 'x' in shape}
   assert len(matrices) > 4 and converted
   assert not matrices & set(converted)

@@ -55,7 +55,7 @@ def build(
     policy,
     placement=placement,
     automaton=automaton,
-    options=_engine_options(config, mesh_lib.num_hosts(placement.training)),
+    options=options(config, mesh_lib.num_hosts(placement.training)),
   )
 
 
@@ -79,10 +79,14 @@ def publish(
   if isinstance(engine, engine_lib.Engine):
     # The base stays where it is, and only the adapters are sent.
     params = state.policy.params if trained is None else trained
-    params = {name: x for name, x in params.items() if name != 'scalar_head'}
-    engine.publish(params, version, base=state.frozen)
+    engine.publish(decoded_weights(params), version, base=state.frozen)
   else:
     engine.publish(learner.merged_params(state, trained), version)
+
+
+def decoded_weights(trained: functional.Params) -> functional.Params:
+  """Returns the trained weights without the value head, which decodes none."""
+  return {name: x for name, x in trained.items() if name != 'scalar_head'}
 
 
 def build_collector(
@@ -128,8 +132,8 @@ def _sampling(config) -> sampler.Sampling:
   )
 
 
-def _engine_options(config, hosts: int) -> engine_options.EngineOptions:
-  """Returns the options of the local engine."""
+def options(config, hosts: int) -> engine_options.EngineOptions:
+  """Returns the options of the local engine of each host."""
   rollout = config.rollout
   return engine_options.EngineOptions(
     slots=assembly.num_slots(config, hosts),

@@ -1,0 +1,126 @@
+"""Lowers the engine's programs from shapes; nothing is loaded or computed.
+
+Of `extend` and `decode` it is the largest that a run compiles: the one for most
+rows, which reads all blocks of the cache. The devices need not be there, see
+`parallel/topology.py`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from stppo_jax.models import cache as cache_lib
+from stppo_jax.models import functional
+from stppo_jax.parallel import publish as publish_lib
+from stppo_jax.parallel import sharding
+from stppo_jax.sampling import compiled_programs
+from stppo_jax.sampling import engine_options
+from stppo_jax.sampling import slot_programs
+from stppo_jax.sampling import slot_state
+
+
+class Lowering:
+  """Lowers the programs of an engine.
+
+  Args:
+    model: the policy.
+    placement: the devices that decode.
+    options: the engine's options.
+    num_states: the number of states of the stop automaton.
+    trained: shapes of the policy's trained weights, with their layout.
+    base: shapes of the frozen weights, if the trained ones are adapters.
+
+  Attributes:
+    weights: shapes of the published weights, with their layout.
+    state: shapes of the slots of a lane, with their layout.
+  """
+
+  def __init__(
+    self,
+    model: functional.Model,
+    *,
+    placement: publish_lib.Placement,
+    options: engine_options.EngineOptions,
+    num_states: int,
+    trained: functional.Params,
+    base: functional.Params | None = None,
+  ):
+    mesh = placement.mesh
+    self._functions = compiled_programs.build(
+      model, placement, options, stopped=num_states - 1
+    )
+    self._options = options
+    self._trained = trained
+    self.weights = self._published(trained)
+    if base is not None:
+      self.weights = compiled_programs.joined(
+        self._published(base), self.weights
+      )
+    self._slots_layout = slot_state.shardings(model, mesh, options.cache_blocks)
+    slots = options.slots_per_lane
+    self.state = jax.tree.map(
+      _placed,
+      jax.eval_shape(lambda: slot_state.empty(model, slots, options.blocks)),
+      self._slots_layout,
+    )
+    self._rows = options.most_rows(cache_lib.row_shards(model.config, mesh))
+    self._table_ZV = jax.ShapeDtypeStruct(
+      (num_states, model.config.vocab_size),
+      jnp.int16,
+      sharding=sharding.replicated(mesh),
+    )
+
+  def extend(self) -> Any:
+    """Lowers the program that appends tokens to slots."""
+    appended = slot_programs.AppendBatch(
+      self._by_row(jnp.int32, self._options.extend_chunk),
+      self._by_row(jnp.int32),
+      self._by_row(jnp.bool_),
+      self._by_row(jnp.bool_),
+      self._by_row(jnp.int32),
+    )
+    return self._functions.extend.lower(
+      self.weights,
+      self.state,
+      self._active(),
+      appended,
+      num_blocks=self._options.cache_blocks,
+    )
+
+  def decode(self) -> Any:
+    """Lowers the program that decodes a chunk of tokens."""
+    return self._functions.decode.lower(
+      self.weights,
+      self.state,
+      self._active(),
+      self._by_row(jnp.uint32, 2),
+      self._table_ZV,
+      False,
+      self._rows,
+      num_blocks=self._options.cache_blocks,
+    )
+
+  def publish(self) -> Any:
+    """Lowers the copy of the trained weights, on the devices of training."""
+    copy, _ = self._functions.publisher.program(self._trained)
+    return copy.lower(self._trained)
+
+  def _published(self, params: functional.Params) -> functional.Params:
+    copy, layout = self._functions.publisher.program(params)
+    return jax.tree.map(_placed, jax.eval_shape(copy, params), layout)
+
+  def _by_row(self, dtype, *shape: int) -> Any:  # a shape in place of an array
+    return jax.ShapeDtypeStruct(
+      (self._rows, *shape), dtype, sharding=self._slots_layout.lengths
+    )
+
+  def _active(self) -> Any:
+    """Returns the shape of the active slots; None if all slots are."""
+    if self._rows == self._options.slots_per_lane:
+      return None
+    return self._by_row(jnp.int32)
+
+
+def _placed(shape: Any, layout: Any) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=layout)

@@ -1,0 +1,132 @@
+"""The engine's programs as they are compiled for TPU chips that are not there.
+
+They need the compiler for TPU, `pip install libtpu`, and are skipped without
+it. The model is Qwen2.5-1.5B with few layers, on a host with four chips.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import math
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import pytest
+
+from stppo_jax.models import functional
+from stppo_jax.parallel import accesses
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import program
+from stppo_jax.parallel import publish
+from stppo_jax.parallel import sharding
+from stppo_jax.parallel import topology
+from stppo_jax.sampling import lowering
+from stppo_jax.training.building import model_files
+from tests.sampling import tiny_engine
+from tests.training import runs
+
+pytestmark = [
+  pytest.mark.slow,
+  # A program for chips that are not there is kept, but cannot be read again.
+  pytest.mark.filterwarnings('ignore:Error reading persistent compilation'),
+  pytest.mark.skipif(
+    importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed'
+  ),
+]
+
+_LAYERS, _SLOTS, _LENGTH, _CHUNK = 4, 64, 4096, 16
+_CHIPS, _TENSOR = 4, 2
+_STATES = 19
+
+
+@functools.cache
+def _lowering() -> lowering.Lowering:
+  config = runs.config(
+    model__path=str(runs.REPO / 'tests/models/published/qwen2_5_1_5b'),
+    model__dtype='bfloat16',
+  )
+  shape = model_files.shape(config, None)
+  shape = dataclasses.replace(shape, num_layers=_LAYERS, attention='splash')
+  chips = topology.devices(topology.find('v5e:2x2'))
+  mesh = mesh_lib.make_mesh(data=1, fsdp=_CHIPS, tensor=1, devices=chips)
+  model = functional.Model(shape, 'vocabulary', mesh=mesh)
+  weights = jax.eval_shape(model.init, jax.random.key(0))
+  return lowering.Lowering(
+    model,
+    placement=publish.Placement(mesh, _TENSOR),
+    options=tiny_engine.options(
+      slots=_SLOTS,
+      max_length=_LENGTH,
+      cache_blocks=4,
+      decode_chunk=_CHUNK,
+      extend_chunk=256,
+    ),
+    num_states=_STATES,
+    trained=jax.tree.map(
+      lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
+      weights,
+      sharding.param_shardings(weights, mesh),
+    ),
+  )
+
+
+class _Compiled(NamedTuple):
+  memory: Any
+  text: str
+
+
+@functools.cache
+def _compiled(name: str) -> _Compiled:
+  compiled = topology.compiled(getattr(_lowering(), name)())
+  return _Compiled(compiled.memory_analysis(), compiled.as_text())
+
+
+def _bytes(tree) -> int:
+  """Returns the bytes of arrays on one device."""
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    for x in jax.tree.leaves(tree)
+  )
+
+
+def test_decoding_reads_little_more_than_weights_keys_and_values():
+  # Of all rows the whole cache is live.
+  needed = _bytes(_lowering().weights) + _bytes(_lowering().state.cache)
+  accessed = accesses.count(_compiled('decode').text) / _CHUNK
+  assert needed < accessed < 1.15 * needed
+
+
+@pytest.mark.parametrize('name', ['decode', 'extend'])
+def test_the_cache_is_updated_in_place(name):
+  memory, size = _compiled(name).memory, _bytes(_lowering().state.cache)
+  assert memory.alias_size_in_bytes >= size
+  if name == 'decode':
+    assert memory.temp_size_in_bytes < size / 2
+
+
+def test_no_program_has_a_float32_copy_of_the_weights():
+  matrices = {
+    x.sharding.shard_shape(x.shape)
+    for x in jax.tree.leaves(_lowering().weights)
+    if x.ndim > 1
+  }
+  of_f32 = {
+    dims
+    for line in program.instructions(_compiled('decode').text)
+    for kind, dims in line.arrays
+    if kind == 'f32' and not line.kernel
+  }
+  assert len(matrices) > 4 and of_f32 and not matrices & of_f32
+
+
+def test_publishing_sends_what_the_formula_says():
+  weights = jax.tree.leaves(_lowering().weights)
+  size = sum(2 * x.size for x in weights if x.ndim > 1)  # bfloat16
+  exchanged = size / _CHIPS * (_TENSOR - 1) / _TENSOR
+  gathered = size / _TENSOR * (1 - _TENSOR / _CHIPS)
+  found = program.collectives(_compiled('publish').text)
+  sent = sum(collective.sent for collective in found)
+  assert sent == pytest.approx(exchanged + gathered, rel=0.03)
+  dtypes = {kind for c in found for kind, dims in c.arrays if len(dims) > 1}
+  assert dtypes == {'bf16'}
