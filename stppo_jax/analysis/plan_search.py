@@ -83,12 +83,12 @@ def advise(config, planner: Planner, memory: float) -> Tried | None:
     planner: estimates a plan.
     memory: bytes of a device that may be used.
   """
-  changes: dict[str, Any] = {}
+  changes: Changes = {}
   best = planner(config)
   for key, value in _candidates(config, best):
     tried = _tried(config, {**changes, key: value}, planner)
     if tried.plan is not None and tried.plan.total < 0.99 * best.total:
-      changes[key], best = value, tried.plan
+      changes, best = tried.changes, tried.plan
     if changes and best.total <= memory:
       break
   else:
@@ -97,8 +97,42 @@ def advise(config, planner: Planner, memory: float) -> Tried | None:
     fewer = {k: x for k, x in changes.items() if k != key}
     tried = _tried(config, fewer, planner)
     if fewer and tried.plan is not None and tried.plan.total <= memory:
-      changes, best = fewer, tried.plan
+      changes, best = tried.changes, tried.plan
   return Tried(changes, best)
+
+
+def advice(
+  config,
+  planner: Planner,
+  memory: float,
+  *,
+  compiler: Planner | None = None,
+) -> str:
+  """Returns a sentence about changes with which a run fits.
+
+  Args:
+    config: the config of a run that does not fit.
+    planner: estimates a plan.
+    memory: bytes of a device.
+    compiler: makes a plan with compiled programs, which then has to fit too.
+  """
+  limit = memory
+  # If the compiler needs more than the estimate, the second try asks for less.
+  for _ in range(2):
+    tried = advise(config, planner, limit)
+    if tried is None or tried.plan is None:
+      break
+    flags = ' '.join(f'--config.{k}={x}' for k, x in tried.changes.items())
+    if compiler is None:
+      needs = gib(tried.plan.total)
+      return f'by the estimate it fits, in {needs}, with {flags}'
+    compiled = compiler(changed(config, tried.changes))
+    if compiled.fits:
+      return f'it fits, compiled in {gib(compiled.total)}, with {flags}'
+    limit -= max(compiled.total - memory, 0.1 * memory)
+  return (
+    'no change of the config was found with which it fits; use more devices'
+  )
 
 
 def _candidates(config, plan: plan_lib.Plan) -> Iterator[tuple[str, Any]]:
@@ -162,4 +196,5 @@ def _rank(tried: Tried) -> tuple:
 
 def gib(size: float) -> str:
   """Returns bytes in GiB, as plans print them."""
-  return f'{size / topology_lib.GIB:.1f} GiB'
+  number = size / topology_lib.GIB
+  return f'{number:.1f} GiB' if number >= 1 else f'{number:.2g} GiB'

@@ -136,36 +136,15 @@ def main(argv: Sequence[str]) -> int:
   plan = planner(config, programs)
   summary = plan_summary.summary(plan, price=options['price'])
   if not plan.fits:
-    summary['advice'] = _advice(config, plan, planner, programs)
+    compiler = (lambda other: planner(other, programs)) if programs else None
+    summary['advice'] = plan_search.advice(
+      config, planner, plan.limit, compiler=compiler
+    )
   if as_json:
     print(json.dumps(summary, indent=2))
   else:
     print('\n'.join(describe(summary)))
   return 0 if plan.fits else 2
-
-
-def _advice(config, plan, planner, programs: Sequence[str]) -> str:
-  """Returns a sentence about changes with which a run fits."""
-  from stppo_jax.analysis import plan_search
-
-  limit = plan.limit
-  # If the compiler needs more than the estimate, the second try asks for less.
-  for _ in range(2):
-    tried = plan_search.advise(config, planner, limit)
-    if tried is None or tried.plan is None:
-      break
-    flags = ' '.join(f'--config.{k}={x}' for k, x in tried.changes.items())
-    needs = plan_search.gib(tried.plan.total)
-    if not programs:
-      return f'by the estimate it fits, in {needs}, with {flags}'
-    compiled = planner(plan_search.changed(config, tried.changes), programs)
-    if compiled.fits:
-      needs = plan_search.gib(compiled.total)
-      return f'it fits, compiled in {needs}, with {flags}'
-    limit -= max(compiled.total - plan.limit, 0.1 * plan.limit)
-  return (
-    'no change of the config was found with which it fits; use more devices'
-  )
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -140,7 +140,7 @@ def instructions(text: str) -> list[Instruction]:
 
 
 def run_counts(
-  parsed: Mapping[str, Sequence[Line]],
+  parsed: dict[str, list[Line]],
 ) -> tuple[Mapping[str, int], set[str]]:
   """Returns how often each computation runs, and which are those of kernels.
 
