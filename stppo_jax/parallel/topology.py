@@ -52,16 +52,25 @@ class Limits(NamedTuple):
   per_chip: int = 1
 
 
-# TPUs: the page of each version at cloud.google.com/tpu/docs. GPUs: the data
-# sheets of NVIDIA for A100, H100 and H200 (SXM), without sparse matrices.
+# Operations and bandwidth of TPUs: the page of each version at
+# cloud.google.com/tpu/docs. Links of v4 to v6e: the table of "How to Scale Your
+# Model" (jax-ml.github.io/scaling-book/tpus), by Google's engineers, which has
+# 45 or 90 GB/s for a link in one direction. The pages of Google imply 50 or 100
+# for v5e (400 GB/s through four ports in both directions), v6e (800) and v5p
+# (1200 through six); that of v4 has none. The clocks are unverified.
 TPUS: Mapping[str, Limits] = {
-  'v4': Limits(30.75, 275e12, 1.23e12, 90e9, 90e9, 1.05e9),
+  'v4': Limits(30.75, 275e12, 1.2e12, 90e9, 90e9, 1.05e9),
   'v5e': Limits(15.75, 197e12, 0.82e12, 90e9, 90e9, 1.5e9),
-  'v5p': Limits(95.74, 459e12, 2.76e12, 180e9, 180e9, 1.75e9),
+  'v5p': Limits(95.74, 459e12, 2.765e12, 180e9, 180e9, 1.75e9),
   'v6e': Limits(31.25, 918e12, 1.64e12, 180e9, 180e9, 1.75e9),
-  # A chip is two devices; each has half of the chip's rates.
+  # A chip is two devices; each has half of the chip's rates. The links follow
+  # from Google's page: 1200 GB/s through six ports in both directions.
   'tpu7x': Limits(94.75, 1153e12, 3.69e12, 100e9, 100e9, 1.9e9, 2),
 }
+# The data sheets of NVIDIA for A100, H100 and H200 (SXM), without sparse
+# matrices; links have half of what they give for both directions. Unverified:
+# the network, an adapter of 200 Gb/s (A100) or 400 Gb/s for each GPU as in
+# NVIDIA's DGX, and the usable memory of A100.
 GPUS: Mapping[str, Limits] = {
   'a100': Limits(79.3, 312e12, 2.04e12, 300e9, 25e9),
   'h100': Limits(79.2, 989e12, 3.35e12, 450e9, 50e9),
