@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend import core as extend_core
 import jax.numpy as jnp
 
 from stppo_jax.parallel import sharding
@@ -71,13 +72,16 @@ def accumulate(
   if len(jax.tree.leaves(microbatches)[0]) == 1:
     sums, outputs = function(first)
     return sums, jax.tree.map(lambda x: x[None], outputs)
-  # The carry starts from zeros of the summands' shapes, not from the first
-  # microbatch's sum, so that the program of the function is compiled once.
-  shapes, _ = jax.eval_shape(function, first)
-  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+  # Tracing a model takes seconds, so it is done once, for the shapes and the
+  # loop. The carry starts from zeros of the summands' shapes, not from the
+  # first microbatch's sum, so that the function is compiled once.
+  traced, shapes = jax.make_jaxpr(function, return_shape=True)(first)
+  call = extend_core.jaxpr_as_fun(traced)
+  structure = jax.tree.structure(shapes)
+  zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[0])
 
   def add(sums, microbatch):
-    new, outputs = function(microbatch)
+    new, outputs = structure.unflatten(call(*jax.tree.leaves(microbatch)))
     return jax.tree.map(jnp.add, sums, new), outputs
 
   return jax.lax.scan(add, zeros, microbatches)

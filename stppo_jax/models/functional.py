@@ -433,12 +433,17 @@ def _abstract_params(config: model_config.ModelConfig, head: str):
   return jax.tree.flatten(jax.eval_shape(init, jax.random.key(0)))
 
 
+@functools.lru_cache(maxsize=32)
 def _abstract(
   config: model_config.ModelConfig,
   head: str,
   mesh: jax.sharding.Mesh | None,
 ):
-  """Returns graph and abstract state of the module, made without arrays."""
+  """Returns graph and abstract state of the module, made without arrays.
+
+  Every program asks for them several times, and they take long to make.
+  Callers fill copies of the state.
+  """
   make = lambda: transformer.Transformer(
     config, head=head, mesh=mesh, rngs=nnx.Rngs(0)
   )

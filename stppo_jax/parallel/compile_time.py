@@ -21,9 +21,8 @@ def keep(folder: pathlib.Path) -> None:
   The environment may name another folder (JAX_COMPILATION_CACHE_DIR).
   """
   # jax makes its config's attributes at run time.
-  if jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
-    return
-  jax.config.update('jax_compilation_cache_dir', str(folder))
+  if not jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update('jax_compilation_cache_dir', str(folder))
   # The shortest ones too: a run has hundreds of them.
   if 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS' not in os.environ:
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from stppo_jax.learner import microbatches
 from stppo_jax.learner import preference_update
 from stppo_jax.learner import update
 from stppo_jax.training import pairs as pairs_lib
@@ -111,3 +112,28 @@ def test_weights_are_cast_before_the_loop(of_pairs):
     for leaf in jax.tree.leaves(state.params):
       dtypes = {aval.dtype for aval in consts if aval.shape == leaf.shape}
       assert dtypes == {_BFLOAT16}, leaf.shape
+
+
+@pytest.mark.parametrize('count', [1, 3])
+def test_the_function_is_traced_once(count):
+  scale, traced = jnp.float32(2), []
+
+  def function(scale, microbatch):
+    traced.append(microbatch)
+    return {'sum': scale * microbatch}, microbatch + 1
+
+  def total(scale, rows_B2):
+    return microbatches.accumulate(
+      lambda microbatch: function(scale, microbatch),
+      microbatches.split(rows_B2, count),
+    )
+
+  rows_B2 = jnp.arange(12.0).reshape(6, 2)
+  sums, outputs = jax.jit(total)(scale, rows_B2)
+  assert len(traced) == 1
+  parts = rows_B2.reshape(-1, count, 2).swapaxes(0, 1)
+  np.testing.assert_array_equal(sums['sum'], 2 * parts.sum(0))
+  np.testing.assert_array_equal(outputs, parts + 1)
+  # A number from outside of the loop is differentiated as well.
+  slope = jax.grad(lambda x: total(x, rows_B2)[0]['sum'].sum())(scale)
+  assert slope == rows_B2.sum()
