@@ -3,22 +3,25 @@
     make docs
 
 docs/collapse holds a CSV file for each study that has been run. The text of the
-page is written by hand; what stands between the two comments that name a study
-is replaced.
+page is written by hand; what stands between two comments that name a study, or
+the alarms, is replaced.
 """
 
 import pathlib
 import re
 
+from stppo_jax.analysis import score_report
 from stppo_jax.analysis.ablation import figures
 from stppo_jax.analysis.ablation import results
 from stppo_jax.analysis.ablation import study as study_lib
 from stppo_jax.analysis.ablation import verdict
 from stppo_jax.configs import collapse
+from stppo_jax.records import success
 
 _FOLDER = pathlib.Path(__file__).parent
 PAGE, TABLES = _FOLDER / 'collapse.md', _FOLDER / 'collapse'
-_BLOCK = r'(<!-- study {name} -->\n).*?(\n<!-- end of {name} -->)'
+_BLOCK = r'(<!-- {kind}{name} -->\n).*?(\n<!-- end of {name} -->)'
+_ALARMS = 'alarms'
 
 
 def studies() -> dict[str, study_lib.Study]:
@@ -32,12 +35,34 @@ def studies() -> dict[str, study_lib.Study]:
 def page(text: str) -> str:
   """Returns the text of the page with the tables of today's CSV files."""
   for name, study in studies().items():
-    block = re.compile(_BLOCK.format(name=name), re.DOTALL)
-    made = f'\n{_block(study)}\n'
-    text, count = block.subn(lambda m: m[1] + made + m[2], text)
-    if count != 1:
-      raise ValueError(f'{PAGE}: needs one block of the study {name}')
+    text = _replaced(text, 'study ', name, _block(study))
+  return _replaced(text, '', _ALARMS, _alarms())
+
+
+def _replaced(text: str, kind: str, name: str, made: str) -> str:
+  """Returns the text with another block between the two comments of a name."""
+  block = re.compile(_BLOCK.format(kind=kind, name=name), re.DOTALL)
+  text, count = block.subn(lambda m: f'{m[1]}\n{made}\n{m[2]}', text)
+  if count != 1:
+    raise ValueError(f'{PAGE}: needs one block of {kind}{name}')
   return text
+
+
+def _alarms() -> str:
+  """Returns what the page says of the alarms of all runs."""
+  # A study may have runs of another one, which count once.
+  runs = {
+    (run.settings, run.seed): run
+    for name in studies()
+    for run in results.read(TABLES / f'{name}.csv')
+  }
+  collapsed = sum(
+    success.curve(run.per_step('success')).collapsed for run in runs.values()
+  )
+  return (
+    f'{len(runs)} runs, {collapsed} of them collapsed:\n\n'
+    + score_report.as_markdown(verdict.alarms(list(runs.values()))).rstrip()
+  )
 
 
 def _block(study: study_lib.Study) -> str:

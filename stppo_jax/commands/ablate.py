@@ -2,7 +2,8 @@
 
 python -m stppo_jax ablate --config=FILE.py[:STUDY] --workdir=DIR
     [--seeds=N | --seeds=N,N,...] [--groups=GROUP,...] [--jobs=N]
-    [--table=FILE.csv] [--config.KEY=VALUE ...] [--dry_run]
+    [--table=FILE.csv] [--reuse=FILE.csv,...] [--config.KEY=VALUE ...]
+    [--dry_run]
 
   --config=FILE.py[:STUDY]  a config file with a function studies(), such as
                             configs/collapse.py, and the name of a study in it;
@@ -15,7 +16,10 @@ python -m stppo_jax ablate --config=FILE.py[:STUDY] --workdir=DIR
                             each core
   --table=FILE.csv          the table of all runs, by default DIR/STUDY.csv.
                             Runs that it has are not made again; new ones are
-                            added
+                            added. Other commands may add to it meanwhile
+  --reuse=FILE.csv,...      tables of other studies. Runs of theirs that had the
+                            settings and the seed of a run of this study are
+                            copied, and not made again
   --config.KEY=VALUE        sets a key of all configs
   --dry_run                 prints the commands that would be run
 
@@ -29,6 +33,7 @@ is 0 once all runs are finished.
 """
 
 from collections.abc import Sequence
+import dataclasses
 import hashlib
 import os
 import pathlib
@@ -54,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
 
   runs = results.read(plan.table)
   results.check(runs, plan.digests, plan.table)
+  copied = _copied(plan, runs)
+  runs += copied
   if plan.is_dry:
     commands = _start_commands(plan, runs) | _run_commands(plan, runs)
     for name, words in commands.items():
@@ -61,7 +68,27 @@ def main(argv: Sequence[str]) -> int:
     return 0
   with lock.held(plan.folder):
     _record(plan)
+    if copied:
+      runs = results.add(plan.table, copied, plan.digests)
     return _carry_out(plan, runs)
+
+
+def _copied(plan: ablation_flags.Plan, runs: Sequence[Any]) -> list[Any]:
+  """Returns runs of other studies that are equal to some that are missing."""
+  from stppo_jax.analysis.ablation import results
+
+  found = {
+    (run.settings, run.seed): run
+    for path in plan.reuse
+    for run in results.read(path)
+  }
+  return [
+    dataclasses.replace(
+      found[plan.digests[arm.key], seed], group=arm.group, arm=arm.name
+    )
+    for arm, seed in _missing(plan, runs)
+    if (plan.digests[arm.key], seed) in found
+  ]
 
 
 def _record(plan: ablation_flags.Plan) -> None:
@@ -150,9 +177,7 @@ def _carry_out(plan: ablation_flags.Plan, runs: list[Any]) -> int:
       if _state(plan.run_folder(arm, seed)) == run_state.FINISHED
     ]
     if found:
-      runs.extend(found)
-      keys = [arm.key for arm in plan.whole.arms]
-      results.write(plan.table, results.ordered(runs, keys))
+      runs[:] = results.add(plan.table, found, plan.digests)
 
   gather()
   exit_code = 0

@@ -11,6 +11,9 @@ import statistics
 from typing import Any
 from typing import NamedTuple
 
+import numpy as np
+
+from stppo_jax.records import success
 from stppo_jax.records.sinks import headline
 from stppo_jax.report import comparison
 from stppo_jax.report import run_files
@@ -94,22 +97,12 @@ def evaluations(run: run_files.Run) -> list[tuple[int, float]]:
 
 
 def collapse_step(run: run_files.Run) -> int | None:
-  """Returns the step at which success collapsed; None if it did not.
-
-  It is the first step after the best one from which on the mean reward of ten
-  steps stays below half of its best.
-  """
-  means = _trailing_means(run.column(_REWARD))
-  if not means:
-    return None
-  best = max(value for _, value in means)
-  place = [value for _, value in means].index(best)
-  last_good = max(
-    n for n, (_, value) in enumerate(means) if value >= best / 2 or n <= place
+  """Returns the step at which success collapsed; None if it did not."""
+  column = run.column(_REWARD)
+  curve = success.curve(
+    np.array([value for _, value in column]), [step for step, _ in column]
   )
-  if best <= 0 or last_good == len(means) - 1:
-    return None
-  return means[last_good + 1][0]
+  return int(curve.collapsed_at) if curve.collapsed else None
 
 
 def spread(values: Sequence[float | None]) -> dict[str, Any] | None:
@@ -215,14 +208,6 @@ def _mapping(value: Any) -> Mapping[str, Any]:
   return value if isinstance(value, dict) else {}
 
 
-def _trailing_means(column: Pairs) -> list[tuple[int, float]]:
-  values = [value for _, value in column]
-  return [
-    (step, statistics.fmean(values[max(n + 1 - _LAST, 0) : n + 1]))
-    for n, (step, _) in enumerate(column)
-  ]
-
-
 def _last(column: Pairs, count: int) -> float | None:
   values = [value for _, value in column][-count:]
   return statistics.fmean(values) if values else None
@@ -300,7 +285,7 @@ _ROWS = (
     'collapsed at step',
     _collapse,
     0,
-    'from there on the mean reward of ten steps stays below half of its best',
+    'from there on the mean reward of five steps stays below half of its best',
   ),
   Row(
     'clipped tokens',

@@ -39,6 +39,10 @@ def studies():
         'one': {'sft.num_steps': 1}, 'two': {'sft.num_steps': 2}
       },
     },
+    'single': {'seeds': 2, 'arms': {'': {'st_ppo': {}}}},
+    'copy': {
+      'seeds': 1, 'arms': {'': {'base': {'algorithm': 'token_ppo'}, 'gspo': {}}}
+    },
     'empty': {'seeds': 1, 'arms': {}},
     'typo': {'seeds': 1, 'arm': {}},
     'none': {'seeds': 0, 'arms': {'': {'token_ppo': {}}}},
@@ -171,8 +175,8 @@ def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
   assert outcome['mine'][6].startswith('0/2')
   assert re.search(r'\| mine \| token_ppo \| 2 \| \+0\.32 .* \| 2/2 \|', page)
   # From step 13 on, five before step 18, and in 18 of 30 steps of the others.
-  assert '| kl | 2/2 | 5 | 60% of steps |' in page
-  assert '| entropy | 0/2 |  | 0% of steps |' in page
+  assert '| kl | 2/2 | 5 | 2/2 | 60% |' in page
+  assert '| entropy | 0/2 |  | 0/2 | 0% |' in page
   assert '| repetition |' not in page  # it was not measured
   names = [f'pair_{x}' for x in ('inside', 'success')]
   assert sorted(path.name for path in (folder / 'figures').iterdir()) == [
@@ -208,6 +212,23 @@ def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
   table.write_text('a,b\n')
   assert _ablate(another, *flags) == 2
   assert 'not a table of ablate' in capsys.readouterr().err
+
+
+def test_equal_runs_of_another_study_are_not_made_again(folder, capsys):
+  assert _ablate(folder, '--seeds=1') == 0
+  capsys.readouterr()
+  another = folder.parent / 'another'
+  flags = [f'--reuse={folder}/pair.csv']
+  assert _ablate(another, *flags, '--dry_run', study='copy') == 0
+  (planned,) = capsys.readouterr().out.splitlines()
+  assert planned.startswith('gspo-seed0: ')
+  assert _ablate(another, *flags, study='copy') == 0
+  assert _starts(another) == ['gspo-seed0']
+  made, _ = results.read(folder / 'pair.csv')
+  copied, _ = results.read(another / 'copy.csv')
+  assert (copied.arm, copied.settings) == ('base', made.settings)
+  for name, column in copied.columns.items():
+    np.testing.assert_array_equal(column, made.columns[name])
 
 
 @pytest.mark.slow
@@ -272,6 +293,7 @@ def test_starts_are_made_before_the_runs_that_need_them(folder, capsys):
     ('pair', ['--seeds=x'], '--seeds=x: must be how many, such as 3'),
     ('pair', ['--seeds=0'], '--seeds=0: must be how many, such as 3'),
     ('pair', ['--jobs=0'], '--jobs=0: must be a whole number, at least 1'),
+    ('pair', ['--reuse=/no.csv'], '--reuse=/no.csv: no such file'),
     ('pair', ['--tabel=a'], '--tabel=a: unknown flag; did you mean --table?'),
   ],
 )
@@ -333,26 +355,28 @@ def test_no_number_of_skipped_updates_ends_a_run_of_a_study(tmp_path):
 def test_a_study_of_runs_is_killed_and_goes_on(tmp_path):
   (tmp_path / 'studies.py').write_text(_STUDIES)
   folder = tmp_path / 'study'
-  table = folder / 'pair.csv'
-  sizes = runs.flags(num_steps=5, evaluate__every=5)[1:]
-  flags = _flags(folder, 'pair', '--seeds=1', '--jobs=1', *sizes)
+  table = folder / 'single.csv'
+  # Two seeds of one arm: the second run finds the programs of the first.
+  sizes = runs.flags(num_steps=3, evaluate__every=3)[1:]
+  flags = _flags(folder, 'single', '--jobs=1', *sizes)
   process = runs.start('ablate', *flags)
   _wait(lambda: table.exists() or process.poll() is not None, seconds=600)
   process.send_signal(signal.SIGTERM)
   out, err = process.communicate(timeout=600)
   assert process.returncode == 75, out + err
   (done,) = results.read(table)
+  assert done.seed == 0
   files = {
-    path: path.stat().st_mtime_ns for path in folder.glob(f'{done.arm}-seed0/*')
+    path: path.stat().st_mtime_ns for path in folder.glob('st_ppo-seed0/*')
   }
   process = runs.start('ablate', *flags)
   out, err = process.communicate(timeout=600)
   assert process.returncode == 0, out + err
   found = results.read(table)
-  assert [run.arm for run in found] == ['token_ppo', 'mine']
+  assert [run.seed for run in found] == [0, 1]
   assert files and files == {path: path.stat().st_mtime_ns for path in files}
   for run in found:
-    assert len(run.per_step('success')) == 5
+    assert len(run.per_step('success')) == 3
     for column in ('success', 'clip_token', 'clip_turn', 'entropy', 'rho'):
       assert np.isfinite(run.per_step(column)).all(), column
-    assert np.isfinite(run.columns['greedy'][[0, 5]]).all()
+    assert np.isfinite(run.columns['greedy'][[0, 3]]).all()

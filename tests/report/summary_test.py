@@ -35,14 +35,12 @@ def _scores(folder):
 
 def _collapse(folder):
   steps, rewards = _column(folder, 'critic/score/mean')
-  sums = np.cumsum(rewards)
-  sums[10:] -= sums[:-10].copy()
-  means = sums / np.minimum(np.arange(len(rewards)) + 1, 10)
+  means = np.lib.stride_tricks.sliding_window_view(rewards, 5).mean(axis=1)
   low = means < means.max() / 2
   after = np.arange(len(means)) > means.argmax()
-  # From where on all that follow are low.
+  # From where on all that follow are low: at least five.
   stays = np.logical_and.accumulate((low & after)[::-1])[::-1]
-  return float(steps[stays.argmax()]) if stays.any() else None
+  return float(steps[4 + stays.argmax()]) if stays.sum() >= 5 else None
 
 
 def _mean_of_ten(name):

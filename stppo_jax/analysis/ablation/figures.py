@@ -13,6 +13,7 @@ import numpy as np
 from stppo_jax.analysis.ablation import results
 from stppo_jax.analysis.ablation import statistics
 from stppo_jax.analysis.ablation import study as study_lib
+from stppo_jax.records import success as success_lib
 from stppo_jax.records.sinks import plots
 
 # Inches of a panel, and of what is around all panels.
@@ -123,7 +124,7 @@ def _page(
   for place in range(len(groups)):
     if place == len(groups) - 1:
       grid[0][place].legend(loc='upper left', bbox_to_anchor=(1.0, 1.0))
-  title = f'{study.title}: means of {statistics.WINDOW} steps'
+  title = f'{study.title}: means of {success_lib.WINDOW} steps'
   page.suptitle(
     title.replace('$', r'\$'),
     x=_LEFT / width,
@@ -138,7 +139,9 @@ def _draw(axes, curves: Sequence[np.ndarray], number: int, arm) -> None:
   """Draws a thin line for each seed, and a thick one for their mean."""
   colour = plots.COLOURS[number % len(plots.COLOURS)]
   line = _STYLES[number // len(plots.COLOURS) % len(_STYLES)]
-  smooth = [plots.trailing_mean(values, statistics.WINDOW) for values in curves]
+  smooth = [
+    plots.trailing_mean(values, success_lib.WINDOW) for values in curves
+  ]
   for values in smooth:
     axes.plot(
       np.arange(1, len(values) + 1),

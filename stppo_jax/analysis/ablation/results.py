@@ -8,10 +8,13 @@ no such number, or one that is not finite.
 """
 
 from collections.abc import Iterable
+from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import csv
 import dataclasses
+import fcntl
 import io
 import math
 import os
@@ -28,7 +31,9 @@ ALARMS = (
   'repetition',
   'entropy',
   'turn_ratio',
+  'zero_variance',
   'explained_variance',
+  'empty_answers',
   'finish_ratio',
   'search_rate',
   'kl',
@@ -180,6 +185,49 @@ def read(path: pathlib.Path) -> list[Run]:
   return runs
 
 
+def add(
+  path: pathlib.Path,
+  runs: Sequence[Run],
+  digests: Mapping[tuple[str, str], str],
+) -> list[Run]:
+  """Adds runs to a table to which other processes may add, too.
+
+  Args:
+    path: the table.
+    runs: the new runs; those that the table has by now are left out.
+    digests: the key of each arm of the study to the digest of its config.
+
+  Returns:
+    All runs of the table, by seed, then by the order of the arms.
+
+  Raises:
+    BadTable: see `read` and `check`.
+  """
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with _locked(path.parent):
+    found = read(path)
+    check(found, digests, path)
+    known = {(run.key, run.seed) for run in found}
+    found += [run for run in runs if (run.key, run.seed) not in known]
+    places = {key: place for place, key in enumerate(digests)}
+    found.sort(key=lambda run: (run.seed, places[run.key]))
+    write(path, found)
+  return found
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path) -> Iterator[None]:
+  """Waits until no other process adds to a table of the folder."""
+  # The folder itself is locked, so that no file is left beside the table.
+  descriptor = os.open(folder, os.O_RDONLY)
+  try:
+    with contextlib.suppress(OSError):  # a file system without such locks
+      fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield
+  finally:
+    os.close(descriptor)
+
+
 def write(path: pathlib.Path, runs: Iterable[Run]) -> None:
   """Writes a table, in place of an earlier one."""
   text = io.StringIO()
@@ -190,7 +238,6 @@ def write(path: pathlib.Path, runs: Iterable[Run]) -> None:
     table = np.array([run.columns[name] for name in COLUMNS]).T
     for step, values in enumerate(table):
       writer.writerow([*start, step, *map(_text, values)])
-  path.parent.mkdir(parents=True, exist_ok=True)
   # By a rename, so that a process killed here leaves the old file or the new.
   new = path.with_name(f'{path.name}.new')
   new.write_text(text.getvalue(), encoding='utf-8')
@@ -199,11 +246,6 @@ def write(path: pathlib.Path, runs: Iterable[Run]) -> None:
 
 def _text(value: float) -> str:
   return f'{value:.{_DIGITS}g}' if math.isfinite(value) else ''
-
-
-def ordered(runs: Sequence[Run], keys: Sequence[tuple[str, str]]) -> list[Run]:
-  """Returns runs by seed, then by the order of their arms."""
-  return sorted(runs, key=lambda run: (run.seed, keys.index(run.key)))
 
 
 def check(

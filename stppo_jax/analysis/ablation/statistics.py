@@ -1,8 +1,4 @@
-"""The statistics of a study: curves in numbers, intervals, differences.
-
-Success is the mean outcome reward of a step's sampled dialogues. It is noisy,
-so best, final and collapse are read off its means of five steps.
-"""
+"""The statistics of a study: intervals, differences, numbers of a column."""
 
 from collections.abc import Sequence
 import itertools
@@ -14,60 +10,10 @@ import numpy as np
 from stppo_jax.analysis import score_report
 from stppo_jax.analysis.ablation import results
 
-WINDOW = 5  # steps
-_COLLAPSED = 0.5  # share of the best mean
 # All signs of so many differences are tried, more are drawn.
 _MAX_EXACT = 12
 _DRAWS = 10_000
 _Z = 1.959964  # 97.5 % of a normal distribution lie below
-
-
-class Curve(NamedTuple):
-  """The success of a run in a few numbers.
-
-  Attributes:
-    area: its mean over all steps, the area under the curve per step.
-    best: the largest mean of five steps.
-    final: the mean of the last five steps.
-    collapsed: whether it fell under half of its best and stayed there, for the
-      last five means at least.
-    collapsed_at: the last step of the first of those means; nan if it did not.
-  """
-
-  area: float
-  best: float
-  final: float
-  collapsed: bool
-  collapsed_at: float
-
-
-def curve(success: np.ndarray) -> Curve:
-  """Returns a curve of success in a few numbers.
-
-  Args:
-    success: the success of each step, from the first. Steps that are nan are
-      left out; without another one, all numbers of the result are nan.
-  """
-  steps = 1 + np.flatnonzero(~np.isnan(success))
-  success = success[steps - 1]
-  if not len(steps):
-    return Curve(math.nan, math.nan, math.nan, False, math.nan)
-  window = min(WINDOW, len(success))
-  means = np.convolve(success, np.full(window, 1 / window), mode='valid')
-  best = int(np.argmax(means))
-  is_low = means < _COLLAPSED * means[best]
-  stayed = 0  # means at the end that are all low
-  while stayed < len(means) - 1 - best and is_low[-1 - stayed]:
-    stayed += 1
-  collapsed = stayed >= WINDOW
-  first = len(means) - stayed + window
-  return Curve(
-    area=float(success.mean()),
-    best=float(means[best]),
-    final=float(means[-1]),
-    collapsed=collapsed,
-    collapsed_at=float(steps[first - 1]) if collapsed else math.nan,
-  )
 
 
 class Estimate(NamedTuple):

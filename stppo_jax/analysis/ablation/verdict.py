@@ -8,9 +8,11 @@ import math
 import numpy as np
 
 from stppo_jax.analysis import score_report
+from stppo_jax.analysis.ablation import alarm_power
 from stppo_jax.analysis.ablation import results
 from stppo_jax.analysis.ablation import statistics
 from stppo_jax.analysis.ablation import study as study_lib
+from stppo_jax.records import success as success_lib
 
 Table = list[list[str]]
 _OUTCOMES = (
@@ -64,7 +66,7 @@ def tables(
   found = {'Success': outcomes, 'What happened in the updates': inside}
   for title, table in (
     ('Paired differences', _differences(study, by_arm, has_groups)),
-    ('Alarms', _alarms(runs)),
+    ('Alarms', alarms(runs)),
   ):
     if len(table) > 1:
       found[title] = table
@@ -72,7 +74,7 @@ def tables(
 
 
 def _outcomes(runs: Sequence[results.Run]) -> list[str]:
-  curves = [statistics.curve(run.per_step('success')) for run in runs]
+  curves = [success_lib.curve(run.per_step('success')) for run in runs]
   greedy = [statistics.last(run.columns['greedy']) for run in runs]
   steps = [c.collapsed_at for c in curves if c.collapsed]
   count = len(steps)
@@ -113,7 +115,7 @@ def _differences(study, by_arm, has_groups) -> Table:
     for name in ('area', 'final'):
       values, others = (
         [
-          getattr(statistics.curve(pair[i].per_step('success')), name)
+          getattr(success_lib.curve(pair[i].per_step('success')), name)
           for pair in pairs
         ]
         for i in range(2)
@@ -131,35 +133,30 @@ def _differences(study, by_arm, has_groups) -> Table:
   return table
 
 
-def _alarms(runs: Sequence[results.Run]) -> Table:
-  """Returns when alarms rang: before a collapse, and without one."""
-  table = [
-    ['alarm', 'rang before a collapse', 'steps before', 'rang without one']
-  ]
-  curves = [statistics.curve(run.per_step('success')) for run in runs]
-  for name in results.ALARMS:
-    early, collapsed, quiet = [], 0, []
-    for run, curve in zip(runs, curves):
-      rings = run.per_step(f'alarm_{name}')
-      if np.isnan(rings).all():  # as in a run without a value model
-        continue
-      if not curve.collapsed:
-        quiet.append(statistics.average(rings))
-        continue
-      collapsed += 1
-      # Step n is at place n - 1.
-      steps = 1 + np.flatnonzero(rings[: int(curve.collapsed_at)] == 1)
-      early += [curve.collapsed_at - steps[0]] if len(steps) else []
-    if collapsed or quiet:
-      table.append(
-        [
-          name,
-          f'{len(early)}/{collapsed}',
-          f'{np.median(early):.0f}' if early else '',
-          f'{np.mean(quiet):.0%} of steps' if quiet else '',
-        ]
+def alarms(runs: Sequence[results.Run]) -> Table:
+  """Returns when alarms rang: before a collapse, and in healthy runs."""
+  found = []
+  for run in runs:
+    rings = {name: run.per_step(f'alarm_{name}') for name in results.ALARMS}
+    rings = {n: values for n, values in rings.items() if _some(values)}
+    found.append(
+      alarm_power.Rings(
+        curve=success_lib.curve(run.per_step('success')),
+        steps={n: _places(x == 1) for n, x in rings.items()},
+        counts={n: int((~np.isnan(x)).sum()) for n, x in rings.items()},
       )
-  return table
+    )
+  return alarm_power.table(found, results.ALARMS)
+
+
+def _places(rang: np.ndarray) -> list[float]:
+  """Returns the steps in which an alarm rang; step n is at place n - 1."""
+  return (1.0 + np.flatnonzero(rang)).tolist()
+
+
+def _some(values: np.ndarray) -> bool:
+  """Returns whether there is a number."""
+  return not np.isnan(values).all()
 
 
 def _estimate(values: Sequence[float]) -> str:

@@ -16,7 +16,7 @@ from stppo_jax.commands.flags import configuration
 from stppo_jax.configs import base
 from stppo_jax.records import run_folder
 
-_FLAGS = ('config', 'workdir', 'seeds', 'groups', 'jobs', 'table')
+_FLAGS = ('config', 'workdir', 'seeds', 'groups', 'jobs', 'table', 'reuse')
 # They change nothing that a run computes, or differ between seeds or machines.
 _NOT_COMPARED = (
   'seed',
@@ -42,6 +42,7 @@ class Plan:
     whole: the study with all groups.
     folder: the folder of the study.
     table: the table of all runs.
+    reuse: tables of other studies, from which runs are taken.
     seeds: the seeds that are wanted.
     jobs: the number of runs at once.
     flags: the flags of all runs: overrides of the command line.
@@ -54,6 +55,7 @@ class Plan:
   whole: study_lib.Study
   folder: pathlib.Path
   table: pathlib.Path
+  reuse: Sequence[pathlib.Path]
   seeds: Sequence[int]
   jobs: int
   flags: Sequence[str]
@@ -134,6 +136,7 @@ def parse(argv: Sequence[str]) -> Plan:
     whole=whole,
     folder=folder,
     table=pathlib.Path(values.get('table', folder / f'{study.name}.csv')),
+    reuse=_tables(values.get('reuse', ''), errors),
     seeds=_seeds(values.get('seeds', str(study.seeds)), errors),
     jobs=_jobs(values.get('jobs', ''), errors),
     flags=_flags_of(given.overrides),
@@ -171,6 +174,15 @@ def _study(studies: Any, name: str) -> study_lib.Study:
     choices = settings.closest(name, list(studies))
     raise ValueError(f'unknown study {name!r}{choices}')
   return study_lib.parse(name, studies[name])
+
+
+def _tables(text: str, errors: list[str]) -> list[pathlib.Path]:
+  """Returns the files that --reuse names; adds what is wrong to `errors`."""
+  paths = [pathlib.Path(name) for name in text.split(',') if name]
+  errors += [
+    f'--reuse={path}: no such file' for path in paths if not path.is_file()
+  ]
+  return paths
 
 
 def _seeds(text: str, errors: list[str]) -> list[int]:

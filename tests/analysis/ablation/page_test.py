@@ -1,5 +1,7 @@
 """docs/collapse.md has the numbers of the CSV files, and nothing else."""
 
+from concurrent import futures
+
 import numpy as np
 import pytest
 
@@ -40,7 +42,7 @@ def test_the_runs_of_a_file_are_those_of_its_study(name):
 def test_a_table_that_is_changed_by_hand_is_found():
   changed = _TEXT.replace('Not run yet', 'Run', 1)
   assert make_collapse.page(changed) == _TEXT
-  with pytest.raises(ValueError, match='one block of the study levels'):
+  with pytest.raises(ValueError, match='one block of study levels'):
     make_collapse.page(_TEXT.replace('<!-- study levels -->', ''))
 
 
@@ -64,3 +66,21 @@ def test_a_table_is_read_as_it_was_written(tmp_path):
   path.write_text('group,arm,seed,settings,step,success\n,a,0,x,0,\n')
   (old,) = results.read(path)
   assert set(old.columns) == set(results.COLUMNS)
+
+
+def test_no_run_is_lost_where_several_add_to_a_table(tmp_path):
+  path = tmp_path / 'table.csv'
+  columns = {name: np.array([np.nan, 0.5]) for name in results.COLUMNS}
+  digests = {('', name): 'x' for name in 'abcd'}
+
+  def add(name):
+    for seed in range(6):
+      run = results.Run('', name, seed, 'x', columns)
+      results.add(path, [run], digests)
+      results.add(path, [run], digests)  # it is there by now
+
+  with futures.ThreadPoolExecutor() as pool:
+    list(pool.map(add, 'abcd'))
+  found = [(run.seed, run.arm) for run in results.read(path)]
+  assert found == [(seed, name) for seed in range(6) for name in 'abcd']
+  assert [x.name for x in tmp_path.iterdir()] == ['table.csv']

@@ -1,0 +1,59 @@
+"""`alarms` says how long before a collapse each alarm rang."""
+
+import numpy as np
+import pytest
+
+from benchmarks import made_runs
+from stppo_jax import __main__
+from stppo_jax.records import success
+
+
+@pytest.fixture(scope='module')
+def study(tmp_path_factory):
+  """A folder of two runs, of which one collapses."""
+  folder = tmp_path_factory.mktemp('study')
+  for name, collapses in (('healthy', False), ('fallen', True)):
+    made_runs.make(folder / name, steps=30, dialogues=0, collapses=collapses)
+  return folder
+
+
+def _alarms(capsys, *words, exit_code=0):
+  """Returns what is printed: rows of the table by name, and errors."""
+  assert __main__.main(['alarms', *map(str, words)]) == exit_code
+  out, err = capsys.readouterr()
+  rows = [line.split() for line in out.splitlines() if line.split()]
+  return out, {row[0]: row[1:] for row in rows}, err
+
+
+def test_the_steps_between_an_alarm_and_the_collapse(study, capsys):
+  lines = made_runs.read_metrics(study / 'fallen')[1:]
+  reward = [line['critic/score/mean'] for line in lines]
+  end = success.curve(np.array(reward)).collapsed_at
+  kls = [line['critic/kl'] for line in lines]
+  limit = sorted(kls)[len(kls) // 2]
+  first = next(n for n, x in enumerate(kls, start=1) if x > limit)
+  others = [
+    line['critic/kl'] for line in made_runs.read_metrics(study / 'healthy')[1:]
+  ]
+  above = sum(x > limit for x in others)
+  out, rows, err = _alarms(capsys, study, f'--kl={limit!r}')
+  assert out.startswith('2 runs, 1 of them collapsed') and not err
+  expected = ['1/1', f'{end - first:.0f}'] if first <= end else ['0/1']
+  assert rows['kl'] == [
+    *expected,
+    f'{int(above > 0)}/1',
+    f'{above / len(others):.0%}',
+  ]
+  # A threshold that is never passed.
+  _, rows, _ = _alarms(capsys, study / 'fallen', '--kl=inf')
+  assert rows['kl'] == ['0/1', '0/0']
+
+
+def test_what_cannot_be_read_is_said(study, tmp_path, capsys):
+  _, rows, err = _alarms(capsys, study, tmp_path, exit_code=2)
+  assert 'entropy' in rows
+  assert str(tmp_path) in err and err.count('\n') == 1
+  _, _, err = _alarms(capsys, study, '--kl=x', exit_code=2)
+  assert err == '--kl=x: must be a number, such as --kl=2.5\n'
+  _, _, err = _alarms(capsys, exit_code=2)
+  assert err == 'DIR: missing; give the folder of a run, or several\n'
