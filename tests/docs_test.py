@@ -62,6 +62,8 @@ _SMOKE = [
 # What makes it shorter still: the sizes of other tests, whose programs it
 # shares.
 _TINY = runs.flags(num_steps=1, evaluate__every=1)[1:]
+# Commands that read the folder of a run.
+_READERS = ('report', 'view', 'alarms')
 # The tokenizer of those tests, so that the programs have their shapes.
 _OF_OWN_DATA = [
   '--config.model.tokenizer_path=assets/quickstart',
@@ -287,7 +289,7 @@ def test_every_command_in_the_documents_runs(command, clone, monkeypatch):
   elif ' status ' in command:
     _make_run(clone, quickstart)
     assert 'finished' in _run(_python(command), clone)
-  elif ' report ' in command or ' view ' in command:
+  elif any(f' {name} ' in command for name in _READERS):
     _make_run(clone, quickstart)
     assert _run(_python(command), clone)
   elif ' checkpoint ' in command:
@@ -367,7 +369,7 @@ def test_a_small_version_of_every_command_runs(
   elif ' status ' in command:
     _make_run(small_clone, quickstart)
     assert 'finished' in call()
-  elif ' report ' in command or ' view ' in command:
+  elif any(f' {name} ' in command for name in _READERS):
     _make_run(small_clone, quickstart)
     call()
   elif ' checkpoint ' in command:
