@@ -194,8 +194,12 @@ def _is_left(folder: pathlib.Path, *, runs_too: bool = False) -> bool:
     state = run_state.read(folder).state
   except run_state.NoRun:
     return True
-  done = [run_state.FINISHED, *([] if runs_too else [run_state.RUNNING])]
-  return state not in done
+  if state != run_state.RUNNING or runs_too:
+    return state != run_state.FINISHED
+  # A killed process counts as running for two minutes, in which its heartbeat
+  # is new. But `train` takes over at once where it can see that it is gone.
+  held = lock.holder(folder)
+  return held is not None and held[1] is False
 
 
 def _table(out: pathlib.Path, runs: Mapping[str, Any]) -> list[str]:

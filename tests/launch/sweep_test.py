@@ -2,7 +2,9 @@
 
 import json
 import os
+import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,6 +24,7 @@ import json, os, pathlib, signal, sys, time
 flags = dict(w.split('=', 1) for w in sys.argv[5:])
 workdir = pathlib.Path(flags['--workdir'])
 workdir.mkdir(parents=True, exist_ok=True)
+(workdir / 'lock').unlink(missing_ok=True)  # it takes it over
 sections = dict.fromkeys(('algorithm', 'model', 'rollout'), {{}})
 (workdir / 'config.json').write_text(json.dumps(sections | {{'num_steps': 1}}))
 def beat(exit_code):
@@ -150,11 +153,19 @@ def test_a_killed_sweep_and_a_killed_run_are_no_obstacle(tmp_path, start):
 def test_a_run_that_another_process_runs_is_left_alone(
   tmp_path, config, python, capsys
 ):
-  run = tmp_path / 'out' / _NAMES[0]
+  """Unlike one whose process was killed a moment ago on this machine."""
+  run, killed = (tmp_path / 'out' / name for name in _NAMES[:2])
+  killed.mkdir(parents=True)
+  holder = {'host': socket.gethostname(), 'pid': 4_000_000, 'started': '1'}
+  (killed / 'lock').write_text(json.dumps(holder | {'since': 'noon'}))
+  beat = {'time': time.time(), 'host': holder['host'], 'pid': holder['pid']}
+  (killed / 'heartbeat.json').write_text(json.dumps(beat))
   flags = [f'--config={config}', f'--out={tmp_path}/out', '--jobs=4']
   with lock.held(run):  # as after a sweep was killed, but not its runs
     sections = dict.fromkeys(('algorithm', 'model', 'rollout'), {})
-    (run / 'config.json').write_text(json.dumps(sections))
+    for folder in (run, killed):
+      (folder / 'config.json').write_text(json.dumps(sections))
+    assert run_state.read(killed).state == run_state.RUNNING
     (tmp_path / 'out' / 'go').touch()
     assert sweep.main(flags) == 75
     out = capsys.readouterr().out
@@ -259,23 +270,39 @@ def test_the_sweep_of_the_paper_has_paired_seeds(name):
   assert sum(map(len, seeds.values())) == len(grid)
 
 
+def _descendants(pid):
+  """Returns the numbers of all processes that a process has started."""
+  found = []
+  for path in pathlib.Path(f'/proc/{pid}/task').glob('*/children'):
+    for child in path.read_text().split():
+      found += [int(child), *_descendants(child)]
+  return found
+
+
 @pytest.mark.slow
-def test_a_killed_sweep_of_runs_repeats_none(tmp_path, config):
-  flags = [sys.executable, '-m', 'launch.sweep', f'--config={config}']
-  flags += [f'--out={tmp_path}/out', '--jobs=2', *runs.flags(num_steps=2)[1:]]
-  environment = os.environ | {
-    'JAX_NUM_CPU_DEVICES': '1',
-    'JAX_PLATFORMS': 'cpu',
-  }
+def test_a_killed_sweep_of_the_paper_repeats_no_run(tmp_path):
+  """Four algorithms with three seeds each; everything is killed in between."""
+  path, out = tmp_path / 'grid.py', tmp_path / 'out'
+  path.write_text(
+    _GRID.replace(
+      "'token_ppo', ", "'token_ppo', 's_ppo', 'turn_ppo', "
+    ).replace('[0, 1]', '[0, 1, 2]')
+  )
+  names = set(sweep.grid(str(path)))
+  assert len(names) == 12
+  words = [sys.executable, '-m', 'launch.sweep', f'--config={path}']
+  words += [f'--out={out}', '--jobs=2', *runs.flags(num_steps=2)[1:]]
+  # The programs are those of the tests that train in this process.
+  environment = os.environ | {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}
 
   def start():
-    return subprocess.Popen(flags, cwd=runs.REPO, env=environment)
+    return subprocess.Popen(words, cwd=runs.REPO, env=environment)
 
   def finished():
     found = set()
-    for name in _NAMES:
+    for name in names:
       try:
-        state = run_state.read(tmp_path / 'out' / name).state
+        state = run_state.read(out / name).state
       except run_state.NoRun:
         continue
       if state == run_state.FINISHED:
@@ -283,14 +310,17 @@ def test_a_killed_sweep_of_runs_repeats_none(tmp_path, config):
     return found
 
   process = start()
-  _wait(finished, seconds=600)
-  process.send_signal(signal.SIGTERM)
-  assert process.wait(timeout=600) == 75
+  _wait(lambda: len(finished()) >= 3, seconds=1200)
+  process.send_signal(signal.SIGSTOP)  # no other run starts meanwhile
+  for pid in [process.pid, *_descendants(process.pid)]:
+    os.kill(pid, signal.SIGKILL)
+  process.wait(timeout=60)
   files = {
     path: path.stat().st_mtime_ns
     for name in finished()
-    for path in (tmp_path / 'out' / name).rglob('*')
+    for path in (out / name).rglob('*')
   }
-  assert files and start().wait(timeout=600) == 0
-  assert finished() == set(_NAMES)
+  assert files and finished() != names
+  assert start().wait(timeout=3600) == 0
+  assert finished() == names
   assert files == {path: path.stat().st_mtime_ns for path in files}
