@@ -344,10 +344,14 @@ def _wait(holds, seconds=600):
 def test_a_run_of_two_processes_survives_a_signal_and_a_kill(
   tmp_path, launcher
 ):
-  """The same command resumes; the numbers are those of one process."""
+  """The same command resumes; the numbers are those of one process.
+
+  Each process has a retriever of its own beside it.
+  """
   run = tmp_path / 'run'
   options = {'num_steps': 12, 'evaluate__every': 6}
   config, *changes = runs.flags(**options)
+  retriever = '--synthetic_seed=0 --entities_per_type=8'
   environment = os.environ | {
     'JAX_PLATFORMS': 'cpu',
     'JAX_NUM_CPU_DEVICES': '2',
@@ -357,11 +361,11 @@ def test_a_run_of_two_processes_survives_a_signal_and_a_kill(
   }
   if launcher == 'local':
     words = [sys.executable, '-m', 'launch.submit', 'local', config]
-    words += [*changes, f'--workdir={run}']
+    words += [*changes, f'--workdir={run}', f'--retriever={retriever}']
   else:
     flags = [config, *changes, f'--workdir={run}']
     words, more = _slurm(tmp_path, *flags)
-    environment |= more
+    environment |= {'RETRIEVER': retriever, **more}
 
   def start():
     return subprocess.Popen(words, cwd=runs.REPO, env=environment)
