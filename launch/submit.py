@@ -220,7 +220,7 @@ def main(argv: Sequence[str], *, array: Array | None = None) -> int:
   words = launcher.stop if 'stop' in given.switches else launcher.submit
   words = [_with_values(word, values) for word in words]
   if not words:
-    print(f'{name}: its processes end with Ctrl-C or SIGTERM', file=sys.stderr)
+    print(f'{name}: has no --stop; end it with Ctrl-C', file=sys.stderr)
     return 2
   if 'dry_run' in given.switches:
     # The text alone is on standard output.
@@ -232,7 +232,7 @@ def main(argv: Sequence[str], *, array: Array | None = None) -> int:
   tool = launcher.stop[0] if is_script else words[0]
   if shutil.which(tool) is None:
     print(
-      f'{tool}: not installed; with --dry_run you see what it would get',
+      f'{tool}: not installed; --dry_run prints what it would be given',
       file=sys.stderr,
     )
     return 2

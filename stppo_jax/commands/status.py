@@ -5,18 +5,25 @@ python -m stppo_jax status DIR... [--json]
   DIR     the folder of a run, its --workdir
   --json  prints one JSON object for each run, with all digits
 
-Below the table are the errors that ended runs, and alarms of their last steps:
-updates that were skipped, numbers that are not finite, and those that
+Below the table are the errors that ended runs, and the alarms of their last
+steps: skipped updates, numbers that are not finite, and the alarms that
 docs/metrics.md lists.
 
-Reads files of the folders, so it works beside a run, after it, and from any
-machine that sees them. The exit code is 2 if a DIR is not that of a run; the
-others are shown all the same.
+The command only reads files of the folders, so it works during a run and after
+it, on any machine that sees them. The exit code is 2 if a DIR is not that of a
+run; the others are shown all the same.
 
-A run is finished; running; interrupted (stopped, or waiting for a server that
-was out of reach: the same command resumes it); failed (an error has ended it);
-or dead (its process is gone and could not say why). eta is hours:minutes:
-seconds at the pace of the last steps.
+The state of a run is one of
+
+  finished     all steps are done
+  running      its process lives
+  interrupted  a signal has ended it, or a server was out of reach; the same
+               command resumes it
+  failed       an error has ended it
+  dead         its process is gone and could not say why
+
+eta, in hours:minutes:seconds, is the time that remains at the pace of the last
+steps.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,6 @@
 """Launchers submit the texts that are kept, which are valid."""
 
+import itertools
 import os
 import pathlib
 import re
@@ -87,54 +88,44 @@ def test_shell_is_without_findings():
   assert done.returncode == 0, done.stdout
 
 
-# Fields of a JobSet (v1alpha2) and of the jobs in it, by their public schemas;
-# an exclamation mark stands behind those that must be there.
-_POD = {'restartPolicy', 'terminationGracePeriodSeconds', 'nodeSelector'}
-_POD |= {'containers!', 'volumes'}
-_FIELDS = {
-  '': {'apiVersion!', 'kind!', 'metadata!', 'spec!'},
-  'metadata': {'name!'},
-  'spec': {'replicatedJobs!', 'failurePolicy'},
-  'spec.failurePolicy': {'maxRestarts', 'rules'},
-  'spec.failurePolicy.rules': {'name!', 'action!', 'onJobFailureReasons'},
-  'spec.replicatedJobs': {'name!', 'template!', 'replicas'},
-  'spec.replicatedJobs.template': {'spec!'},
-  'spec.replicatedJobs.template.spec': {
-    *('parallelism', 'completions', 'completionMode', 'backoffLimit'),
-    *('podFailurePolicy', 'template!'),
-  },
-  'spec.replicatedJobs.template.spec.template.spec': _POD,
-  'spec.replicatedJobs.template.spec.podFailurePolicy.rules.onExitCodes': {
-    *('containerName', 'operator!', 'values!'),
-  },
-  'spec.replicatedJobs.template.spec.template.spec.containers': {
-    *('name!', 'image', 'command', 'args', 'env', 'envFrom', 'ports'),
-    *('resources', 'volumeMounts'),
-  },
-}
+def _lost(document, known, path=''):
+  """Yields the path of each value that a schema's object does not have."""
+  if isinstance(document, dict) and isinstance(known, dict):
+    for key, value in document.items():
+      yield from _lost(value, known.get(key), f'{path}.{key}')
+  elif isinstance(document, list) and isinstance(known, list):
+    for value, other in itertools.zip_longest(document, known):
+      yield from _lost(value, other, path)
+  elif document != known:
+    yield path
 
 
-def _objects(value, path=''):
-  """Yields the path and the value of each object in a document."""
-  if isinstance(value, dict):
-    yield path, value
-    for key, below in value.items():
-      yield from _objects(below, f'{path}.{key}' if path else key)
-  elif isinstance(value, list):
-    for item in value:
-      yield from _objects(item, path)
-
-
-def test_the_jobset_has_the_fields_that_its_schema_demands():
+def test_jobset_and_pods_keep_their_public_schemas():
+  """What must be there is, with its type, and nothing else."""
+  models = pytest.importorskip('kubeflow_trainer_api.models')
   jobset = yaml.safe_load(_TEXTS['jobset.yaml'])
-  found = {}
-  for path, value in _objects(jobset):
-    found.setdefault(path, []).append(value)
-  for path, fields in _FIELDS.items():
-    for value in found[path]:
-      known = {field.rstrip('!') for field in fields}
-      demanded = {field.rstrip('!') for field in fields if field[-1] == '!'}
-      assert demanded <= set(value) <= known, path
+  deployment, _ = yaml.safe_load_all(_TEXTS['retriever.yaml'])
+  misspelt = yaml.safe_load(_TEXTS['jobset.yaml'].replace('maxRe', 'maxre'))
+  for model, document, lost in (
+    (models.JobsetV1alpha2JobSet, jobset, []),
+    (
+      models.IoK8sApiCoreV1PodTemplateSpec,
+      deployment['spec']['template'],
+      [],
+    ),
+    (
+      models.JobsetV1alpha2JobSet,
+      misspelt,
+      ['.spec.failurePolicy.maxrestarts'],
+    ),
+  ):
+    # It drops what the schema does not have, and adds defaults.
+    known = model.from_dict(document).to_dict()
+    assert list(_lost(document, known)) == lost
+
+
+def test_the_jobset_says_what_is_meant():
+  jobset = yaml.safe_load(_TEXTS['jobset.yaml'])
   assert jobset['apiVersion'] == 'jobset.x-k8s.io/v1alpha2'
   job = jobset['spec']['replicatedJobs'][0]['template']['spec']
   # A policy for exit codes is allowed only where pods are never restarted.
@@ -195,7 +186,7 @@ def test_other_yaml_is_read_as_meant():
       [*rendered.COMMANDS['jobset.yaml'], '--workdir=/srv/lab/run'],
       '--workdir=/srv/lab/run: workers share only --mount=/shared',
     ),
-    (['local', *_RUN, '--stop'], 'local: its processes end with Ctrl-C'),
+    (['local', *_RUN, '--stop'], 'local: has no --stop; end it with Ctrl-C'),
   ],
 )
 def test_what_cannot_work_is_refused(command, expected, capsys, monkeypatch):
