@@ -87,7 +87,7 @@ chaos: $(TESTING)  ## strike a run of two processes with faults (ARGS=--faults=8
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.chaos \
 	  --seed=$(SEED) $(ARGS)
 
-bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting, search, reports, games, saves
+bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting, search, reports, games, saves, commands
 	$(BENCH)/bin/python -m benchmarks.turn_sums $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.policy_loss $(ARGS)
 	$(XLA) $(BENCH)/bin/python -m benchmarks.update $(ARGS)
@@ -98,6 +98,7 @@ bench: $(BENCH)/.installed  ## measure sums, losses, updates, collecting, search
 	$(BENCH)/bin/python -m benchmarks.report $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.text_games $(ARGS)
 	$(BENCH)/bin/python -m benchmarks.checkpoints $(ARGS)
+	$(BENCH)/bin/python -m benchmarks.commands $(ARGS)
 
 # An environment of its own: with torch beside it, transformers is another.
 $(BENCH)/.installed: requirements-test.txt benchmarks/requirements.txt

@@ -1,0 +1,114 @@
+"""The CPU time of what answers at once: a bad config, `status`, `config`.
+
+    python -m benchmarks.commands
+
+Each command is a process of its own, whose time includes the start of Python.
+There is a bad config of every kind: an unknown key, a wrong type, a rule of one
+key and one of several, an algorithm, a file, and devices that are not there.
+The runs of `status` are made up.
+"""
+
+import argparse
+from collections.abc import Sequence
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+
+from benchmarks import made_runs
+from benchmarks import measure
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_CONFIG = '--config=configs/quickstart.py'
+_BAD = (
+  'rollout.temprature=0.7',
+  'num_steps=ten',
+  'rollout.top_p=1.5',
+  'updates.minibatch_size=7',
+  'algorithm.bounds.name=loose',
+  'model.path=no/such',
+  'mesh.data=1000000',
+)
+_REFUSED, _STATUS = 2.0, 1.0  # the goals, in seconds
+
+
+def seconds(arguments: Sequence[str], *, exit_code: int, repeats: int) -> float:
+  """Returns the median CPU time of a command, in seconds.
+
+  Raises:
+    RuntimeError: it ends with another exit code.
+  """
+  found = []
+  for _ in range(repeats):
+    before = os.times()
+    done = subprocess.run(
+      [sys.executable, '-m', 'stppo_jax', *arguments],
+      cwd=_ROOT,
+      capture_output=True,
+      text=True,
+    )
+    after = os.times()
+    if done.returncode != exit_code:
+      raise RuntimeError(f'{arguments}: {done.returncode}: {done.stderr}')
+    found.append(
+      after.children_user
+      + after.children_system
+      - before.children_user
+      - before.children_system
+    )
+  return statistics.median(found)
+
+
+def report(
+  folder: pathlib.Path, *, bad: Sequence[str], runs: int, repeats: int
+) -> str:
+  """Returns the table of the commands.
+
+  Args:
+    folder: where made-up runs are written.
+    bad: config keys with values that are refused.
+    runs: the number of runs of `status`.
+    repeats: how often each command is run.
+  """
+  commands = [
+    (f'train --config.{change}', ['train', _CONFIG, f'--config.{change}'])
+    for change in bad
+  ]
+  rows = []
+  for name, words in commands:
+    took = seconds(
+      [*words, f'--workdir={folder / "none"}'], exit_code=2, repeats=repeats
+    )
+    rows.append((name, f'{took:.2f}', f'{_REFUSED:g}'))
+  folders = [
+    made_runs.make(folder / str(n), seed=n, steps=100, dialogues=1, detailed=0)
+    for n in range(runs)
+  ]
+  took = seconds(['status', *map(str, folders)], exit_code=0, repeats=repeats)
+  rows.append((f'status of {runs} runs', f'{took:.2f}', f'{_STATUS:g}'))
+  took = seconds(['config', _CONFIG], exit_code=0, repeats=repeats)
+  rows.append(('config', f'{took:.2f}', ''))
+  return measure.table(('command', 'CPU seconds', 'goal'), rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+  """Prints what was measured, and on which machine."""
+  parser = argparse.ArgumentParser(prog='python -m benchmarks.commands')
+  parser.add_argument('--runs', type=int, default=50)
+  parser.add_argument('--repeats', type=int, default=3)
+  measure.add_cores(parser)
+  flags = parser.parse_args(arguments)
+  measure.use_cores(flags.cores)
+  print(measure.environment(), end='\n\n')
+  with tempfile.TemporaryDirectory() as folder:
+    print(
+      report(
+        pathlib.Path(folder), bad=_BAD, runs=flags.runs, repeats=flags.repeats
+      )
+    )
+
+
+if __name__ == '__main__':
+  main()
