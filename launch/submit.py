@@ -16,7 +16,6 @@ otherwise that of the tool.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
-import dataclasses
 import hashlib
 import json
 import os
@@ -28,157 +27,17 @@ import subprocess
 import sys
 import tempfile
 
+from launch import launchers
 from stppo_jax import settings
 from stppo_jax.commands.flags import configuration
 
-_ROOT = pathlib.Path(__file__).resolve().parent.parent
-_TEMPLATES = _ROOT / 'launch' / 'templates'
+_TEMPLATES = launchers.ROOT / 'launch' / 'templates'
 _FIELD = re.compile(r'\{\{(\w+)(?::(shell|plain))?\}\}')
 _LITERAL = re.compile(r'\d+|true|false')
 _NAME = re.compile(r'[a-z]([-a-z0-9]{0,38}[a-z0-9])?')
 # Folders of one machine, which no other sees and a new one does not have.
 _OWN_FOLDERS = ('/tmp', '/var/tmp', '/dev/shm', '/run')
 _SECRET = re.compile(r'(?i)\w*(token|secret|password|api_key)=|://[^/\s]*@')
-_MISSING = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Launcher:
-  """A way to run on machines.
-
-  Attributes:
-    template: the file of launch/templates that is rendered.
-    submit: the command that takes it: its standard input is the text, unless
-      a word is {file}, or {text} for a script that takes this process's place.
-    stop: the command that ends the run; () = Ctrl-C.
-    options: name to default; None must be given.
-    shared: whether the workdir must be seen by several machines.
-    run_restarts: whether launch/run.sh starts a run again, and not the machines
-      it runs on.
-  """
-
-  template: str
-  submit: tuple[str, ...]
-  stop: tuple[str, ...]
-  options: Mapping[str, str | None]
-  shared: bool = True
-  run_restarts: bool = False
-
-
-_BASH = ('bash', '-c', '{text}')
-_CLOUD = {'project': _MISSING, 'zone': _MISSING}
-# Options of every launcher that trains.
-_COMMON = {'name': '', 'retriever': '', 'secrets': ''}
-_RESTARTS = {'restarts': '20'}  # of those that count them
-_CLUSTER = {
-  'image': _MISSING,
-  'mount': '/shared',
-  'claim': 'shared',
-  'secret': 'stppo',
-}
-LAUNCHERS = {
-  'local': Launcher(
-    'local.sh',
-    _BASH,
-    (),
-    _RESTARTS
-    | {
-      'processes': '2',
-      'gpus': '0',
-      'python': sys.executable,
-      'root': str(_ROOT),
-    },
-    shared=False,
-    run_restarts=True,
-  ),
-  'slurm': Launcher(
-    'slurm.sbatch',
-    ('sbatch',),
-    ('scancel', '--name={name}'),
-    _RESTARTS
-    | {
-      'nodes': '1',
-      'gpus': '8',
-      'cpus': '64',
-      'time': '24:00:00',
-      'partition': _MISSING,
-      'root': str(_ROOT),
-    },
-  ),
-  'tpu': Launcher(
-    'tpu.sh',
-    _BASH,
-    (
-      *('gcloud', 'compute', 'tpus', 'queued-resources', 'delete', '{name}'),
-      *('--project={project}', '--zone={zone}', '--force'),
-    ),
-    _CLOUD
-    | _RESTARTS
-    | {
-      'accelerator': _MISSING,  # such as v5litepod-16
-      'runtime': _MISSING,  # such as v2-alpha-tpuv5-lite
-      'nfs': _MISSING,  # HOST:/EXPORT, such as a Filestore
-      'mount': '/shared',
-      'repository': _MISSING,
-      'revision': 'main',
-      'worker_python': 'python3.11',
-      'spot': 'true',
-      'poll': '60',
-    },
-    run_restarts=True,
-  ),
-  'jobset': Launcher(
-    'jobset.yaml',
-    ('kubectl', 'replace', '--force', '-f', '-'),
-    ('kubectl', 'delete', 'jobset', '{name}'),
-    _CLUSTER
-    | _RESTARTS
-    | {
-      'accelerator': _MISSING,  # such as tpu-v5-lite-podslice
-      'topology': _MISSING,  # such as 4x4
-      'workers': _MISSING,  # machines of the slice
-      'chips': '4',  # of a machine
-      'grace': '300',
-    },
-  ),
-  'xpk': Launcher(
-    'xpk.sh',
-    # Not in the place of this process: a sweep submits several.
-    ('bash', '{file}'),
-    (
-      *('xpk', 'workload', 'delete', '--workload={name}'),
-      *('--cluster={cluster}', '--project={project}', '--zone={zone}'),
-    ),
-    _CLOUD
-    | _RESTARTS
-    | {
-      'cluster': _MISSING,
-      'tpu_type': _MISSING,  # such as v5litepod-16
-      'image': _MISSING,
-      'mount': '/shared',
-    },
-  ),
-  'sky': Launcher(
-    'sky.yaml',
-    ('sky', 'jobs', 'launch', '--yes', '{file}'),
-    ('sky', 'jobs', 'cancel', '--yes', '--name', '{name}'),
-    {
-      'nodes': '1',
-      'accelerators': _MISSING,  # such as H100:8
-      'spot': 'true',
-      'volume': _MISSING,  # the name of a volume of SkyPilot
-      'mount': '/shared',
-      'extra': 'cuda',
-      'root': str(_ROOT),
-    },
-  ),
-  'retriever': Launcher(
-    'retriever.yaml',
-    ('kubectl', 'apply', '-f', '-'),
-    ('kubectl', 'delete', 'deployment,service', '{name}'),
-    _CLUSTER | {'name': 'retriever', 'replicas': '1', 'index': _MISSING},
-  ),
-}
 
 
 class UsageError(Exception):
@@ -202,13 +61,13 @@ def main(argv: Sequence[str], *, array: Array | None = None) -> int:
     return 0 if argv else 2
   name, *flags = argv
   try:
-    if name not in LAUNCHERS:
-      choices = settings.closest(name, list(LAUNCHERS))
+    if name not in launchers.LAUNCHERS:
+      choices = settings.closest(name, list(launchers.LAUNCHERS))
       raise UsageError(f'{name}: unknown launcher{choices}')
-    launcher = LAUNCHERS[name]
+    launcher = launchers.LAUNCHERS[name]
     given = configuration.split(
       flags,
-      ['config', 'workdir', *options(name)],
+      ['config', 'workdir', *launchers.options(name)],
       switches=('dry_run', 'stop'),
       overrides=True,
     )
@@ -257,8 +116,8 @@ def render(
     overrides: keys of the config, as `configuration.split` returns them.
     array: the runs of an array, see `main`.
   """
-  launcher = LAUNCHERS[name]
-  fields: dict[str, object] = {'root': str(_ROOT), **values}
+  launcher = launchers.LAUNCHERS[name]
+  fields: dict[str, object] = {'root': str(launchers.ROOT), **values}
   if name == 'retriever':
     where = ['--host=0.0.0.0', '--port=8000']
     fields['serve'] = [f'--index={values["index"]}', *where]
@@ -318,21 +177,15 @@ def _fill(template: str, fields: Mapping[str, object]) -> str:
   return _FIELD.sub(quoted, text)
 
 
-def options(name: str) -> dict[str, str | None]:
-  """Returns the options of a launcher, with their defaults."""
-  common = {} if name == 'retriever' else _COMMON
-  return {**common, **LAUNCHERS[name].options}
-
-
 def _values(name: str, given: configuration.Flags) -> dict[str, str]:
   """Returns the checked values of all flags.
 
   Raises:
     UsageError: some are missing or wrong.
   """
-  launcher, errors = LAUNCHERS[name], list(given.errors)
-  values = options(name) | given.values
-  required = [key for key, value in values.items() if value is _MISSING]
+  launcher, errors = launchers.LAUNCHERS[name], list(given.errors)
+  values = launchers.options(name) | given.values
+  required = [key for key, value in values.items() if value is None]
   if name != 'retriever':
     required += [key for key in ('config', 'workdir') if key not in values]
   errors += [f'--{key}: missing' for key in required if key not in given.meant]

@@ -39,6 +39,7 @@ import subprocess
 import sys
 from typing import Any
 
+from launch import launchers
 from launch import submit
 from stppo_jax import settings
 from stppo_jax.commands import status
@@ -47,7 +48,6 @@ from stppo_jax.records import run_state
 from stppo_jax.records.liveness import lock
 from stppo_jax.training import parallel_runs
 
-_ROOT = pathlib.Path(__file__).resolve().parent.parent
 _LAUNCHERS = ('local', 'slurm', 'jobset', 'xpk', 'sky')
 _ALGORITHM = 'algorithm'
 
@@ -74,7 +74,7 @@ def _main(argv: Sequence[str]) -> int:
   if launcher not in _LAUNCHERS:
     choices = settings.closest(launcher, _LAUNCHERS)
     raise submit.UsageError(f'--on={launcher}: unknown launcher{choices}')
-  options = [] if launcher == 'local' else list(submit.options(launcher))
+  options = [] if launcher == 'local' else list(launchers.options(launcher))
   given = configuration.split(
     argv,
     ['config', 'out', 'on', 'jobs', *options],
@@ -228,7 +228,7 @@ def _run_here(
     jobs: how many there are at once.
     runs: all runs, for the table at the end.
   """
-  script = _ROOT / 'launch' / 'run.sh'  # it writes a log of each run
+  script = launchers.ROOT / 'launch' / 'run.sh'  # it writes a log of each run
   exit_code = parallel_runs.run(
     {name: [script, *flags] for name, flags in left.items()}, jobs=jobs
   )

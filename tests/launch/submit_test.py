@@ -11,6 +11,7 @@ import sys
 import pytest
 import yaml
 
+from launch import launchers
 from launch import submit
 from tests.launch import rendered
 
@@ -38,7 +39,7 @@ def test_a_dry_run_prints_the_text(name, capsys):
 def test_the_tool_gets_the_text_of_the_dry_run(name, tmp_path, monkeypatch):
   """It gets it as its input, as a file, or in the place of the launcher."""
   command = rendered.COMMANDS[name]
-  tool, *_ = submit.LAUNCHERS[command[0]].submit
+  tool, *_ = launchers.LAUNCHERS[command[0]].submit
   fake = tmp_path / tool
   fake.write_text(
     '#!/bin/sh\nfor last; do :; done\n'
@@ -200,9 +201,9 @@ def test_the_readme_has_the_options_and_defaults():
   page = (_LAUNCH / 'README.md').read_text('utf-8').split('## Options')[1]
   rows = dict(re.findall(r'^\| `?([a-z ]+)`? \| (.*) \|$', page, re.M))
   common = re.findall(r'`(\w+)`', rows['all that train'])
-  assert {*rows} >= {*submit.LAUNCHERS}
-  for name in submit.LAUNCHERS:
-    options = submit.options(name)
+  assert {*rows} >= {*launchers.LAUNCHERS}
+  for name in launchers.LAUNCHERS:
+    options = launchers.options(name)
     own = re.findall(r'`(\w+)`', rows[name])
     listed = own if name == 'retriever' else [*common, *own]
     assert sorted(listed) == sorted(options), name
