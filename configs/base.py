@@ -1,5 +1,6 @@
 """Every key of a run with its default, its unit and its choices.
 
+Some sections are functions of files beside this one, such as `rollout.py`.
 Other configs change a few of the keys. The rules for their values are in
 `schema.py` and `relations.py`. Configs are Python programs that run when they
 are loaded: open one only if you trust it.
@@ -13,7 +14,9 @@ from ml_collections import config_dict
 from stppo_jax import settings
 from stppo_jax.configs import alarms
 from stppo_jax.configs import algorithms
+from stppo_jax.configs import offline
 from stppo_jax.configs import optimizer
+from stppo_jax.configs import rollout
 from stppo_jax.configs import saving
 
 # A ConfigDict. Its keys are attributes that exist at run time only, where a
@@ -254,93 +257,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
           'seed': 0,  # decides which attempts fail
         },
       },
-      'rollout': {
-        'trajectories_per_step': 512,  # collected in each step
-        # Trajectories per question. Algorithms that compare them have more by
-        # default, see `CHANGES` in algorithms.py.
-        'group_size': 1,
-        # Groups whose rewards are all equal have no advantage. They are
-        # replaced by groups of new questions, in at most this many extra
-        # collections per step (dynamic sampling of DAPO). 0 = never.
-        'resample_rounds': 0,
-        'temperature': 1.0,  # logits are divided by it
-        # Three filters choose which tokens may be sampled, one after the other.
-        # The first keeps the top_k most probable tokens; 0 = all.
-        'top_k': 0,
-        # The second keeps the fewest tokens whose probabilities sum to top_p.
-        'top_p': 1.0,
-        # The third keeps tokens with at least min_p times the largest
-        # probability.
-        'min_p': 0.0,
-        # Trajectories that a host decodes at once, also in evaluations;
-        # 0 = all that it collects of a step.
-        'slots': 0,
-        # local: the engine of this process. remote: a server, see below. It
-        # must be local on several hosts.
-        'engine': 'local',
-        # A server of completions that receives the weights; docs/engines.md.
-        'remote': {
-          # The address of vLLM, SGLang or our own server.
-          'url': '',
-          'model': '',  # the name of the model on the server
-          'timeout': 300.0,  # seconds per turn, and until the server is ready
-          'retries': 4,  # attempts per turn after the first
-          'concurrency': 256,  # turns requested at the same time
-        },
-        # True: all slots are filled together, and again when the last dialogue
-        # has ended, so the bits do not depend on the retriever's timing. False:
-        # free slots are refilled at once, and only dialogues whose turn is
-        # being written are computed, which is faster and the same up to
-        # rounding.
-        'deterministic': True,
-        # If not deterministic: the most trajectories that one call of a program
-        # decodes; 0 = all. Fewer trajectories differ less in length, which
-        # saves time on a CPU.
-        'batch_rows': 0,
-        # The number of lanes: slots are divided into lanes, which are decoded
-        # in parallel, each by a thread. Set it to the number of cores on a CPU;
-        # it must be 1 on several devices. Every lane has the same number of
-        # slots and holds whole groups.
-        'lanes': 1,
-        'extend_chunk': 64,  # tokens appended to a slot per call
-        # The number of devices that one copy of the engine's weights is cut
-        # over. The other devices of a host hold further copies, which decode
-        # other trajectories. 0 = mesh.tensor.
-        'tensor': 0,
-        # Tokens decoded before the host reads which turns have ended: a chunk.
-        'decode_chunk': 16,
-        # If not deterministic, a chunk ends as soon as this share of its turns
-        # has ended.
-        'early_exit': 0.25,
-        # Chunks that are started before the host has read the previous one.
-        'lookahead': 1,
-        # Blocks of the KV cache per slot. Programs read only the blocks that
-        # their longest trajectory has reached. More blocks save more reads, but
-        # more programs are compiled.
-        'cache_blocks': 4,
-        # The type of cached keys and values: model (as model.dtype) | int8.
-        # int8 halves a cache of bfloat16. The engine's log-probabilities then
-        # differ more from the trainer's: see mismatch/* in docs/metrics.md.
-        'cache_dtype': 'model',
-        # Batches are padded to a multiple of it, in tokens. Programs are
-        # compiled for each length, so it is rounded up to a multiple of itself
-        # with which there are at most 8 lengths up to env.max_length: 256
-        # becomes 512 with an env.max_length of 4096.
-        'length_bucket': 256,
-        # A step or an evaluation is collected again if fewer than this share of
-        # its trajectories, or of their searches, succeeded: the others failed
-        # because of the infrastructure (INFRA_ERROR).
-        'min_valid_fraction': 0.5,
-        # Step n is collected with the policy after n - steps_ahead steps,
-        # while the steps before it are trained on (on several devices: between
-        # their updates, which saves no time). 0 = with the newest policy.
-        'steps_ahead': 0,
-        # How much the log-probabilities of engine and trainer may differ by
-        # rounding: the mean over the tokens; 99% of the tokens may differ by 10
-        # times as much. If they differ by more in the first step, the run ends.
-        # -1 = the limit for model.dtype, see docs/models.md. 0 = no limit.
-        'mismatch_limit': -1.0,
-      },
+      'rollout': rollout.section(),
       'updates': {
         'minibatch_size': 256,  # trajectories per optimiser step
         'num_epochs': 1,  # passes over a collected batch
@@ -389,32 +306,10 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'load_balance_coefficient': 0.001,
       },
       # `sft`: supervised training on demonstrations with errors, before RL.
-      'sft': {
-        'num_steps': 2000,  # one update each
-        # Whether `train` begins with `sft` if model.path is ''. The result is
-        # kept in WORKDIR/start.
-        'before_training': False,
-        'batch_size': 64,  # dialogues
-        'error_rate': 0.3,  # probability of an error in a turn
-        # The first steps, which have questions of one hop and no errors.
-        'clean_one_hop_steps': 0,
-        # The next steps, which have questions of all hops and no errors.
-        'clean_steps': 0,
-        # The learning rate falls linearly to 0 in the second half.
-        'optimizer': optimizer.adam(
-          learning_rate=2e-3, warmup_updates=50, b2=0.98, weight_decay=0.0
-        ),
-      },
+      'sft': offline.sft(),
       # `prefer`: offline training on pairs of trajectories. It uses
       # policy_optimizer.
-      'preference': {
-        'name': 'tdpo2',  # tdpo1 | tdpo2
-        'beta': 0.1,  # how strongly the policy is kept near the reference
-        'alpha': 0.5,  # tdpo2: weight of the divergences
-        'batch_size': 64,  # pairs per update
-        'microbatch_size': 0,  # pairs per forward pass; 0 = batch_size
-        'num_epochs': 1,  # passes over the pairs
-      },
+      'preference': offline.preference(),
       'evaluate': {
         # Steps between evaluations; the last step is always evaluated.
         # 0 = never.

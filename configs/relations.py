@@ -7,16 +7,9 @@ all its keys keep their own rules.
 
 from collections.abc import Callable
 from collections.abc import Iterator
-import pathlib
+import functools
 
-from stppo_jax.data import layout
-from stppo_jax.data import mixtures
-from stppo_jax.envs import environments
-from stppo_jax.envs import gymnasium
-from stppo_jax.envs import prompts
-from stppo_jax.envs import reward_function
-from stppo_jax.retrieval import address
-from stppo_jax.retrieval import dialects
+from stppo_jax.configs import external
 from stppo_jax.rl import estimator_needs
 
 Relation = tuple[tuple[str, ...], Callable[..., Iterator[str]]]
@@ -106,100 +99,6 @@ def _remote_engine_is_named(engine, url, model) -> Iterator[str]:
     )
 
 
-def _model_exists(key: str) -> Relation:
-  """Returns the rule that `key` names a Hugging Face directory, or nothing."""
-
-  def relation(path) -> Iterator[str]:
-    if path and not pathlib.Path(path).exists():
-      yield f'{key}={path!r}: no such folder'
-    elif path and not (pathlib.Path(path) / 'config.json').is_file():
-      yield f'{key}={path!r}: has no config.json, which every model has'
-
-  return (key,), relation
-
-
-def _tokenizer_exists(path) -> Iterator[str]:
-  if path and not pathlib.Path(path).exists():
-    yield f'model.tokenizer_path={path!r}: no such file or folder'
-
-
-def _template_is_readable(path) -> Iterator[str]:
-  try:
-    prompts.load_template(path)
-  except ValueError as error:
-    yield f'env.{error}'
-
-
-def _reward_function_exists(name) -> Iterator[str]:
-  try:
-    reward_function.find(name)
-  except ValueError as error:
-    yield f'env.reward_function={name!r}: {error}'
-
-
-def _gymnasium_is_made(make, environment) -> Iterator[str]:
-  if environment == 'gymnasium':
-    try:
-      gymnasium.load(make)
-    except ValueError as error:
-      yield str(error)
-
-
-def _data_exist(
-  name, root, train, evaluation, corpus, url, environment
-) -> Iterator[str]:
-  """The files or data sets that are named exist and lie under the root."""
-  if name not in ('jsonl', 'tfds'):
-    return
-  folder = pathlib.Path(root).resolve()
-  if not root:
-    yield f"data.root='': must name a folder when data.name={name}"
-    return
-  if not folder.is_dir():
-    yield f'data.root={root!r}: {_not_there(folder, "folder")}'
-    return
-  if not train:
-    kind = 'file' if name == 'jsonl' else 'data set'
-    yield f"data.train='': must name a {kind} when data.name={name}"
-  for key, text in (('train', train), ('evaluation', evaluation)):
-    try:
-      elements = mixtures.parse(text) if text else ()
-    except ValueError as error:
-      yield f'data.{key}={text!r}: {error}'
-      continue
-    for element in elements:
-      if name == 'jsonl' and not element.split:
-        yield from _file_exists(key, text, element.name, root)
-      elif name == 'jsonl':
-        yield f'data.{key}={text!r}: {element.name} is a file without splits'
-      else:
-        try:
-          layout.check_built(folder, element.name)
-        except ValueError as error:
-          yield f'data.{key}={text!r}: {error}'
-      if key == 'evaluation' and element.weight is not None:
-        yield f'data.{key}={text!r}: must have no weights'
-  if environments.find(environment).needs_retriever and not url and not corpus:
-    yield f"data.corpus='': must name a file when data.name={name}"
-  if corpus:
-    yield from _file_exists('corpus', corpus, corpus, root)
-
-
-def _file_exists(key, text, file, root) -> Iterator[str]:
-  folder = pathlib.Path(root).resolve()
-  path = (folder / file).resolve()
-  if not path.is_relative_to(folder):
-    yield f'data.{key}={text!r}: must lie under data.root={root}'
-  elif not path.is_file():
-    problem = _not_there(path, 'file')
-    yield f'data.{key}={text!r}: {problem} in data.root={root}'
-
-
-def _not_there(path: pathlib.Path, kind: str) -> str:
-  """Returns why a path is not the file or folder that it should be."""
-  return f'not a {kind}' if path.exists() else f'no such {kind}'
-
-
 def _architecture_exists(
   qkv_bias, qk_norm, experts, visited, width
 ) -> Iterator[str]:
@@ -286,31 +185,6 @@ def _steps_are_not_enlarged(names, norm, tau) -> Iterator[str]:
     )
 
 
-def _url_is_valid(url) -> Iterator[str]:
-  problem = address.check_url(url) if url else None
-  if problem:
-    yield f'retrieval.url: {problem}'
-
-
-def _embedded_server_speaks(dialect, url) -> Iterator[str]:
-  if not url and dialect != dialects.SERVED:
-    yield (
-      f'retrieval.dialect={dialect!r}: must be {dialects.SERVED} when '
-      'retrieval.url is empty, because the run then starts its own server'
-    )
-
-
-def _answers_come_from_one_place(replay, record, url) -> Iterator[str]:
-  for key, value in (('record', record), ('url', url)):
-    if replay and value:
-      yield (
-        f'retrieval.replay={replay!r}: must be empty when retrieval.{key} is '
-        f'{value!r}'
-      )
-  if replay and not pathlib.Path(replay).is_file():
-    yield f'retrieval.replay={replay!r}: must be a file'
-
-
 RELATIONS: tuple[Relation, ...] = (
   _is_multiple('rollout.trajectories_per_step', 'updates.minibatch_size'),
   _is_multiple('rollout.trajectories_per_step', 'rollout.group_size'),
@@ -350,12 +224,15 @@ RELATIONS: tuple[Relation, ...] = (
     ),
     _lanes_divide_slots,
   ),
-  _model_exists('model.path'),
-  _model_exists('model.reference_path'),
-  (('model.tokenizer_path',), _tokenizer_exists),
-  (('env.prompt_template',), _template_is_readable),
-  (('env.reward_function',), _reward_function_exists),
-  (('env.gymnasium.make', 'env.name'), _gymnasium_is_made),
+  (('model.path',), functools.partial(external.model_exists, 'model.path')),
+  (
+    ('model.reference_path',),
+    functools.partial(external.model_exists, 'model.reference_path'),
+  ),
+  (('model.tokenizer_path',), external.tokenizer_exists),
+  (('env.prompt_template',), external.template_is_readable),
+  (('env.reward_function',), external.reward_function_exists),
+  (('env.gymnasium.make', 'env.name'), external.gymnasium_is_made),
   (
     (
       'updates.routing_replay',
@@ -379,13 +256,13 @@ RELATIONS: tuple[Relation, ...] = (
       'retrieval.url',
       'env.name',
     ),
-    _data_exist,
+    external.data_exist,
   ),
-  (('retrieval.url',), _url_is_valid),
-  (('retrieval.dialect', 'retrieval.url'), _embedded_server_speaks),
+  (('retrieval.url',), external.url_is_valid),
+  (('retrieval.dialect', 'retrieval.url'), external.embedded_server_speaks),
   (
     ('retrieval.replay', 'retrieval.record', 'retrieval.url'),
-    _answers_come_from_one_place,
+    external.answers_come_from_one_place,
   ),
   (('algorithm.advantage.name', 'rollout.group_size'), _groups_are_compared),
   (

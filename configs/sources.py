@@ -6,94 +6,23 @@ reason and is a line of `docs/algorithms.md`. An algorithm that is not in the
 table is our version of its method, and has no source to compare with.
 """
 
-from collections.abc import Mapping
-from typing import Any
-from typing import NamedTuple
-
 from stppo_jax import settings
 from stppo_jax.configs import base
+from stppo_jax.configs import source_values
 
-CODE = 'read in code'
-PAPER = 'read in the paper'
-DEFINITION = 'a definition'
-
-
-class Source(NamedTuple):
-  """The values that a source uses; None where it does not say.
-
-  Attributes:
-    where: the paper, or the file of its code.
-    sure: how the values are known.
-    clip: options of `algorithm` that say what is clipped.
-    aggregate: the name of the aggregate.
-    std: options of `algorithm` that say what advantages are divided by.
-    group: trajectories of a question.
-    kl: options of `algorithm` that say where the divergence enters.
-    entropy: the weight of the entropy bonus.
-    others: other keys of the config.
-    why: for every key whose default differs, why it does.
-    notes: differences that no key expresses, as sentences.
-  """
-
-  where: str
-  sure: str
-  clip: Mapping[str, Any] | None
-  aggregate: str | None
-  std: Mapping[str, Any] | None
-  group: int | None
-  kl: Mapping[str, Any] | None
-  entropy: float | None
-  others: Mapping[str, Any] = {}
-  why: Mapping[str, str] = {}
-  notes: tuple[str, ...] = ()
-
-  def values(self) -> dict[str, Any]:
-    """Returns what the source says, by the key of the config."""
-    options = {
-      **(self.clip or {}),
-      'aggregate.name': self.aggregate,
-      **(self.std or {}),
-      **(self.kl or {}),
-    }
-    keys = {
-      **{f'algorithm.{key}': value for key, value in options.items()},
-      'rollout.group_size': self.group,
-      'loss.entropy_coefficient': self.entropy,
-      **self.others,
-    }
-    return {key: value for key, value in keys.items() if value is not None}
-
-  def silent(self) -> list[str]:
-    """Returns the topics about which the source says nothing."""
-    topics = ('clip', 'aggregate', 'std', 'group', 'kl', 'entropy')
-    return [topic for topic in topics if getattr(self, topic) is None]
+_CODE, _PAPER = source_values.CODE, source_values.PAPER
+_Source = source_values.Source
 
 
-class Difference(NamedTuple):
-  """A key whose default differs from the source's value."""
-
-  key: str
-  ours: Any
-  theirs: Any
-  why: str
-
-
-def differences(name: str) -> list[Difference]:
-  """Returns where the defaults of an algorithm differ from its source.
-
-  Args:
-    name: a key of `SOURCES`.
-
-  Raises:
-    KeyError: a difference has no reason.
-  """
+def differences(name: str) -> list[source_values.Difference]:
+  """Returns where the defaults of an algorithm of `SOURCES` differ from it."""
   ours = settings.flatten(base.get_config(name))
-  source = SOURCES[name]
-  return [
-    Difference(key, ours.get(key), theirs, source.why[key])
-    for key, theirs in source.values().items()
-    if ours.get(key) != theirs
-  ]
+  return source_values.differences(SOURCES[name], ours)
+
+
+def lines(name: str) -> list[str]:
+  """Returns a sentence or two about each of these differences."""
+  return source_values.lines(SOURCES[name], differences(name))
 
 
 _FORK = 'the fork of Search-R1 by the authors of arXiv 2511.20718'
@@ -130,9 +59,9 @@ _SHARED_WHY = {
   'loss.entropy_coefficient': _ONE_BONUS,
 }
 
-_PPO = Source(
+_PPO = _Source(
   where=_FORK,
-  sure=CODE,
+  sure=_CODE,
   clip=_CLIP,
   aggregate='token_mean',
   std={'advantage.whiten': 'all'},
@@ -158,36 +87,15 @@ _CORRECTED_PPO = _PPO._replace(
   },
 )
 
-
-def lines(name: str) -> list[str]:
-  """Returns a sentence or two about each difference from the source.
-
-  Args:
-    name: a key of `SOURCES`.
-  """
-  source = SOURCES[name]
-  compared = [
-    f'`{key}` is {_text(ours)}, there {_text(theirs)}. {why}'
-    for key, ours, theirs, why in differences(name)
-  ]
-  silent = ', '.join(source.silent())
-  unknown = [f'The source does not say: {silent}.'] if silent else []
-  return [*compared, *source.notes, *unknown]
-
-
-def _text(value: Any) -> str:
-  return f'{value:.3g}' if isinstance(value, float) else str(value)
-
-
 SOURCES = {
   'token_ppo': _PPO,
   'turn_ppo': _PPO,
   's_ppo': _CORRECTED_PPO,
   'st_ppo': _CORRECTED_PPO,
   'so_ppo': _CORRECTED_PPO,
-  'so_grpo': Source(
+  'so_grpo': _Source(
     where=_FORK,
-    sure=CODE,
+    sure=_CODE,
     clip=_CLIP,
     aggregate='token_mean',
     std=_GROUP_STD,
@@ -196,9 +104,9 @@ SOURCES = {
     entropy=0.001,
     others={_SCOPE: 'sequence'},
   ),
-  'bilevel_ppo': Source(
+  'bilevel_ppo': _Source(
     where='RAGEN, config/base.yaml',
-    sure=CODE,
+    sure=_CODE,
     clip={**_CLIP, 'bounds.clip_high': 0.28},
     aggregate='token_mean',
     std={'advantage.whiten': 'policy'},
@@ -215,15 +123,13 @@ SOURCES = {
       'There, a step trains on the quarter of the groups that vary most.',
     ),
   ),
-  'grpo': Source(
+  'grpo': _Source(
     where='arXiv 2402.03300',
-    sure=PAPER,
-    clip=None,
+    sure=_PAPER,
     aggregate='sequence_mean',
     std={'advantage.name': 'group_normalized'},
     group=64,
     kl={'kl.where': 'loss', 'kl.estimator': 'k3', 'kl.coefficient': 0.04},
-    entropy=None,
     why={
       **_SHARED_WHY,
       'algorithm.kl.coefficient': 'Ours is that of Search-R1, for search.',
@@ -233,15 +139,14 @@ SOURCES = {
       '`kl.estimator=k3_clamped`.',
     ),
   ),
-  'dr_grpo': Source(
+  'dr_grpo': _Source(
     where='understand-r1-zero, train_zero_math.py',
-    sure=CODE,
+    sure=_CODE,
     clip=_CLIP,
     aggregate='constant_length',
     std={'advantage.name': 'group_centered'},
     group=8,
     kl=_NO_KL,
-    entropy=None,
     others={'algorithm.aggregate.max_response_tokens': 3000.0},
     why={
       'algorithm.aggregate.max_response_tokens': (
@@ -249,9 +154,9 @@ SOURCES = {
       )
     },
   ),
-  'dapo': Source(
+  'dapo': _Source(
     where='verl, recipe/dapo/run_dapo_qwen2.5_32b.sh',
-    sure=CODE,
+    sure=_CODE,
     clip={**_CLIP, 'bounds.clip_high': 0.28},
     aggregate='token_mean',
     std=_GROUP_STD,
@@ -277,19 +182,17 @@ SOURCES = {
       '10.',
     ),
   ),
-  'gspo': Source(
+  'gspo': _Source(
     where='arXiv 2507.18071',
-    sure=PAPER,
+    sure=_PAPER,
     clip=_GSPO_CLIP,
     aggregate='sequence_mean',
     std={'advantage.name': 'group_normalized'},
-    group=None,
     kl=_NO_KL,
-    entropy=None,
   ),
-  'gspo_token': Source(
+  'gspo_token': _Source(
     where='verl, examples/gspo_trainer/test_gspo_3b_math.sh',
-    sure=CODE,
+    sure=_CODE,
     clip=_GSPO_CLIP,
     aggregate='sequence_mean',
     std=_GROUP_STD,
@@ -298,9 +201,9 @@ SOURCES = {
     entropy=0.0,
     why=_SHARED_WHY,
   ),
-  'bapo': Source(
+  'bapo': _Source(
     where='BAPO, recipe/bapo/run_bapo_example.sh',
-    sure=CODE,
+    sure=_CODE,
     clip={
       'bounds.low': 0.8,
       'bounds.high': 1.2,
@@ -335,9 +238,9 @@ SOURCES = {
       'of each term.',
     ),
   ),
-  'cispo': Source(
+  'cispo': _Source(
     where='verl, examples/cispo_trainer/run_cispo_qwen2_5_0_5b_gsm8k.sh',
-    sure=CODE,
+    sure=_CODE,
     clip={
       'bounds.clip_low': 10.0,
       'bounds.clip_high': 0.2,
@@ -357,9 +260,9 @@ SOURCES = {
       'The paper says that only the upper bound was tuned, but not to what.',
     ),
   ),
-  'reinforce': Source(
+  'reinforce': _Source(
     where='Williams, 1992',
-    sure=DEFINITION,
+    sure=source_values.DEFINITION,
     clip=_UNCLIPPED,
     aggregate='sequence_sum',
     std={'advantage.whiten': 'none'},
@@ -373,23 +276,21 @@ SOURCES = {
       ),
     },
   ),
-  'rloo': Source(
+  'rloo': _Source(
     where='arXiv 2402.14740',
-    sure=PAPER,
+    sure=_PAPER,
     clip=_UNCLIPPED,
     aggregate='sequence_sum',
     std={'advantage.name': 'leave_one_out'},
-    group=None,
     kl={'kl.where': 'reward', 'kl.estimator': 'k1'},
-    entropy=None,
     notes=(
       'TRL clips the ratio of the sequence, and has `kl.coefficient=0.05` and '
       'groups of 2.',
     ),
   ),
-  'minirl': Source(
+  'minirl': _Source(
     where='arXiv 2512.01374',
-    sure=PAPER,
+    sure=_PAPER,
     clip={
       'bounds.clip_low': 0.2,
       'bounds.clip_high': 0.27,
@@ -397,14 +298,12 @@ SOURCES = {
     },
     aggregate='sequence_sum',
     std={'advantage.name': 'group_centered'},
-    group=None,
     kl=_NO_KL,
-    entropy=None,
     others={'algorithm.correction.tis.cap': 5.0},
   ),
-  'mt_grpo': Source(
+  'mt_grpo': _Source(
     where='Multi-Turn-RL-Agent, mt_grpo_env_trainer.py and run_mt_grpo.sh',
-    sure=CODE,
+    sure=_CODE,
     clip=_CLIP,
     aggregate='token_mean',
     std={'advantage.name': 'turn_group', 'advantage.epsilon': 1e-4},
@@ -418,9 +317,9 @@ SOURCES = {
       'There, a trajectory without a tool call has z(sum of both rewards).',
     ),
   ),
-  'gigpo': Source(
+  'gigpo': _Source(
     where='verl-agent, examples/gigpo_trainer/run_search.sh',
-    sure=CODE,
+    sure=_CODE,
     clip={**_CLIP, 'objective.name': 'dual_clip'},
     aggregate='token_mean',
     std={

@@ -18,8 +18,8 @@
 #             users of a machine, and are logged
 #   RETRIEVER arguments of `serve`, such as --index=DIR: a retrieval server that
 #             runs beside the run, and is started again with it if it has ended
-#   PORT      the port of that server, plus the number of the process; a free
-#             port by default
+#   PORT      the server listens there, plus the number of the process; by
+#             default on any free port
 #
 # The exit code is that of the last start.
 set -uo pipefail

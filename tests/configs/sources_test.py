@@ -6,6 +6,7 @@ from docs import texts
 from stppo_jax import settings
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
+from stppo_jax.configs import source_values
 from stppo_jax.configs import sources
 
 _NAMES = pytest.mark.parametrize('name', sources.SOURCES)
@@ -47,8 +48,9 @@ def test_sources_speak_of_keys_that_exist(name):
 @_NAMES
 def test_a_source_says_what_it_knows(name):
   source = sources.SOURCES[name]
-  assert source.sure in (sources.CODE, sources.PAPER, sources.DEFINITION)
-  if source.sure == sources.CODE:  # code has a value of everything
+  ways = source_values.CODE, source_values.PAPER, source_values.DEFINITION
+  assert source.sure in ways
+  if source.sure == source_values.CODE:  # code has a value of everything
     assert set(source.silent()) <= {'entropy'}
   for sentence in (*source.why.values(), *source.notes):
     assert sentence.endswith('.')

@@ -1,0 +1,139 @@
+"""Rules about what a config names: files, data sets, functions and servers.
+
+Each function takes the values of keys and yields the errors, one line each.
+`configs/relations.py` says which keys they are.
+"""
+
+from collections.abc import Iterator
+import pathlib
+
+from stppo_jax.data import layout
+from stppo_jax.data import mixtures
+from stppo_jax.envs import environments
+from stppo_jax.envs import gymnasium
+from stppo_jax.envs import prompts
+from stppo_jax.envs import reward_function
+from stppo_jax.retrieval import address
+from stppo_jax.retrieval import dialects
+
+
+def model_exists(key: str, path) -> Iterator[str]:
+  """Checks that a key names a Hugging Face directory, or nothing."""
+  if path and not pathlib.Path(path).exists():
+    yield f'{key}={path!r}: no such folder'
+  elif path and not (pathlib.Path(path) / 'config.json').is_file():
+    yield f'{key}={path!r}: has no config.json, which every model has'
+
+
+def tokenizer_exists(path) -> Iterator[str]:
+  """Checks that the tokenizer of its own, if any, is there."""
+  if path and not pathlib.Path(path).exists():
+    yield f'model.tokenizer_path={path!r}: no such file or folder'
+
+
+def template_is_readable(path) -> Iterator[str]:
+  """Checks that the template of the prompt can be read and has its field."""
+  try:
+    prompts.load_template(path)
+  except ValueError as error:
+    yield f'env.{error}'
+
+
+def reward_function_exists(name) -> Iterator[str]:
+  """Checks that the reward function of the user, if any, can be imported."""
+  try:
+    reward_function.find(name)
+  except ValueError as error:
+    yield f'env.reward_function={name!r}: {error}'
+
+
+def gymnasium_is_made(make, environment) -> Iterator[str]:
+  """Checks that the function that makes environments can be imported."""
+  if environment == 'gymnasium':
+    try:
+      gymnasium.load(make)
+    except ValueError as error:
+      yield str(error)
+
+
+def data_exist(
+  name, root, train, evaluation, corpus, url, environment
+) -> Iterator[str]:
+  """Checks that the files or data sets exist and lie under the root."""
+  if name not in ('jsonl', 'tfds'):
+    return
+  folder = pathlib.Path(root).resolve()
+  if not root:
+    yield f"data.root='': must name a folder when data.name={name}"
+    return
+  if not folder.is_dir():
+    yield f'data.root={root!r}: {_not_there(folder, "folder")}'
+    return
+  if not train:
+    kind = 'file' if name == 'jsonl' else 'data set'
+    yield f"data.train='': must name a {kind} when data.name={name}"
+  for key, text in (('train', train), ('evaluation', evaluation)):
+    try:
+      elements = mixtures.parse(text) if text else ()
+    except ValueError as error:
+      yield f'data.{key}={text!r}: {error}'
+      continue
+    for element in elements:
+      if name == 'jsonl' and not element.split:
+        yield from _file_exists(key, text, element.name, root)
+      elif name == 'jsonl':
+        yield f'data.{key}={text!r}: {element.name} is a file without splits'
+      else:
+        try:
+          layout.check_built(folder, element.name)
+        except ValueError as error:
+          yield f'data.{key}={text!r}: {error}'
+      if key == 'evaluation' and element.weight is not None:
+        yield f'data.{key}={text!r}: must have no weights'
+  if environments.find(environment).needs_retriever and not url and not corpus:
+    yield f"data.corpus='': must name a file when data.name={name}"
+  if corpus:
+    yield from _file_exists('corpus', corpus, corpus, root)
+
+
+def _file_exists(key, text, file, root) -> Iterator[str]:
+  folder = pathlib.Path(root).resolve()
+  path = (folder / file).resolve()
+  if not path.is_relative_to(folder):
+    yield f'data.{key}={text!r}: must lie under data.root={root}'
+  elif not path.is_file():
+    problem = _not_there(path, 'file')
+    yield f'data.{key}={text!r}: {problem} in data.root={root}'
+
+
+def _not_there(path: pathlib.Path, kind: str) -> str:
+  """Returns why a path is not the file or folder that it should be."""
+  return f'not a {kind}' if path.exists() else f'no such {kind}'
+
+
+def url_is_valid(url) -> Iterator[str]:
+  """Checks the form of the retriever's address."""
+  problem = address.check_url(url) if url else None
+  if problem:
+    yield f'retrieval.url: {problem}'
+
+
+def embedded_server_speaks(dialect, url) -> Iterator[str]:
+  """Checks that the run's own server, if it starts one, speaks the dialect."""
+  if not url and dialect != dialects.SERVED:
+    yield (
+      f'retrieval.dialect={dialect!r}: must be {dialects.SERVED} when '
+      'retrieval.url is empty, because the run then starts its own server'
+    )
+
+
+def answers_come_from_one_place(replay, record, url) -> Iterator[str]:
+  """Checks that answers come from a file or from a server."""
+  for key, value in (('record', record), ('url', url)):
+    if replay and value:
+      yield (
+        f'retrieval.replay={replay!r}: must be empty when retrieval.{key} is '
+        f'{value!r}'
+      )
+  if replay and not pathlib.Path(replay).is_file():
+    yield f'retrieval.replay={replay!r}: must be a file'

@@ -1,0 +1,37 @@
+"""The sections of training without a collector: `sft` and `prefer`."""
+
+from typing import Any
+
+from stppo_jax.configs import optimizer
+
+
+def sft() -> dict[str, Any]:
+  """Returns the section `sft`."""
+  return {
+    'num_steps': 2000,  # one update each
+    # Whether `train` begins with `sft` if model.path is ''. The result is
+    # kept in WORKDIR/start.
+    'before_training': False,
+    'batch_size': 64,  # dialogues
+    'error_rate': 0.3,  # probability of an error in a turn
+    # The first steps, which have questions of one hop and no errors.
+    'clean_one_hop_steps': 0,
+    # The next steps, which have questions of all hops and no errors.
+    'clean_steps': 0,
+    # The learning rate falls linearly to 0 in the second half.
+    'optimizer': optimizer.adam(
+      learning_rate=2e-3, warmup_updates=50, b2=0.98, weight_decay=0.0
+    ),
+  }
+
+
+def preference() -> dict[str, Any]:
+  """Returns the section `preference`."""
+  return {
+    'name': 'tdpo2',  # tdpo1 | tdpo2
+    'beta': 0.1,  # how strongly the policy is kept near the reference
+    'alpha': 0.5,  # tdpo2: weight of the divergences
+    'batch_size': 64,  # pairs per update
+    'microbatch_size': 0,  # pairs per forward pass; 0 = batch_size
+    'num_epochs': 1,  # passes over the pairs
+  }

@@ -1,0 +1,94 @@
+"""The section about collecting: how trajectories are sampled."""
+
+from typing import Any
+
+
+def section() -> dict[str, Any]:
+  """Returns the section `rollout`."""
+  return {
+    'trajectories_per_step': 512,  # collected in each step
+    # Trajectories per question. Algorithms that compare them have more by
+    # default, see `CHANGES` in algorithms.py.
+    'group_size': 1,
+    # Groups whose rewards are all equal have no advantage. They are
+    # replaced by groups of new questions, in at most this many extra
+    # collections per step (dynamic sampling of DAPO). 0 = never.
+    'resample_rounds': 0,
+    'temperature': 1.0,  # logits are divided by it
+    # Three filters choose which tokens may be sampled, one after the other.
+    # The first keeps the top_k most probable tokens; 0 = all.
+    'top_k': 0,
+    # The second keeps the fewest tokens whose probabilities sum to top_p.
+    'top_p': 1.0,
+    # The third keeps tokens with at least min_p times the largest
+    # probability.
+    'min_p': 0.0,
+    # Trajectories that a host decodes at once, also in evaluations;
+    # 0 = all that it collects of a step.
+    'slots': 0,
+    # local: the engine of this process. remote: a server, see below. It
+    # must be local on several hosts.
+    'engine': 'local',
+    # A server of completions that receives the weights; docs/engines.md.
+    'remote': {
+      # The address of vLLM, SGLang or our own server.
+      'url': '',
+      'model': '',  # the name of the model on the server
+      'timeout': 300.0,  # seconds per turn, and until the server is ready
+      'retries': 4,  # attempts per turn after the first
+      'concurrency': 256,  # turns requested at the same time
+    },
+    # True: all slots are filled together, and again when the last dialogue
+    # has ended, so the bits do not depend on the retriever's timing. False:
+    # free slots are refilled at once, and only dialogues whose turn is
+    # being written are computed, which is faster and the same up to
+    # rounding.
+    'deterministic': True,
+    # If not deterministic: the most trajectories that one call of a program
+    # decodes; 0 = all. Fewer trajectories differ less in length, which
+    # saves time on a CPU.
+    'batch_rows': 0,
+    # The number of lanes: slots are divided into lanes, which are decoded
+    # in parallel, each by a thread. Set it to the number of cores on a CPU;
+    # it must be 1 on several devices. Every lane has the same number of
+    # slots and holds whole groups.
+    'lanes': 1,
+    'extend_chunk': 64,  # tokens appended to a slot per call
+    # The number of devices that one copy of the engine's weights is cut
+    # over. The other devices of a host hold further copies, which decode
+    # other trajectories. 0 = mesh.tensor.
+    'tensor': 0,
+    # Tokens decoded before the host reads which turns have ended: a chunk.
+    'decode_chunk': 16,
+    # If not deterministic, a chunk ends as soon as this share of its turns
+    # has ended.
+    'early_exit': 0.25,
+    # Chunks that are started before the host has read the previous one.
+    'lookahead': 1,
+    # Blocks of the KV cache per slot. Programs read only the blocks that
+    # their longest trajectory has reached. More blocks save more reads, but
+    # more programs are compiled.
+    'cache_blocks': 4,
+    # The type of cached keys and values: model (as model.dtype) | int8.
+    # int8 halves a cache of bfloat16. The engine's log-probabilities then
+    # differ more from the trainer's: see mismatch/* in docs/metrics.md.
+    'cache_dtype': 'model',
+    # Batches are padded to a multiple of it, in tokens. Programs are
+    # compiled for each length, so it is rounded up to a multiple of itself
+    # with which there are at most 8 lengths up to env.max_length: 256
+    # becomes 512 with an env.max_length of 4096.
+    'length_bucket': 256,
+    # A step or an evaluation is collected again if fewer than this share of
+    # its trajectories, or of their searches, succeeded: the others failed
+    # because of the infrastructure (INFRA_ERROR).
+    'min_valid_fraction': 0.5,
+    # Step n is collected with the policy after n - steps_ahead steps,
+    # while the steps before it are trained on (on several devices: between
+    # their updates, which saves no time). 0 = with the newest policy.
+    'steps_ahead': 0,
+    # How much the log-probabilities of engine and trainer may differ by
+    # rounding: the mean over the tokens; 99% of the tokens may differ by 10
+    # times as much. If they differ by more in the first step, the run ends.
+    # -1 = the limit for model.dtype, see docs/models.md. 0 = no limit.
+    'mismatch_limit': -1.0,
+  }

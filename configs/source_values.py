@@ -1,0 +1,102 @@
+"""Describes the source of an algorithm and compares our defaults with it."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+from typing import NamedTuple
+
+CODE = 'read in code'
+PAPER = 'read in the paper'
+DEFINITION = 'a definition'
+
+
+class Source(NamedTuple):
+  """The values that a source uses; None where it does not say.
+
+  Attributes:
+    where: the paper, or the file of its code.
+    sure: how the values are known.
+    clip: options of `algorithm` that say what is clipped.
+    aggregate: the name of the aggregate.
+    std: options of `algorithm` that say what advantages are divided by.
+    group: trajectories of a question.
+    kl: options of `algorithm` that say where the divergence enters.
+    entropy: the weight of the entropy bonus.
+    others: other keys of the config.
+    why: for every key whose default differs, why it does.
+    notes: differences that no key expresses, as sentences.
+  """
+
+  where: str
+  sure: str
+  clip: Mapping[str, Any] | None = None
+  aggregate: str | None = None
+  std: Mapping[str, Any] | None = None
+  group: int | None = None
+  kl: Mapping[str, Any] | None = None
+  entropy: float | None = None
+  others: Mapping[str, Any] = {}
+  why: Mapping[str, str] = {}
+  notes: tuple[str, ...] = ()
+
+  def values(self) -> dict[str, Any]:
+    """Returns what the source says, by the key of the config."""
+    options = {
+      **(self.clip or {}),
+      'aggregate.name': self.aggregate,
+      **(self.std or {}),
+      **(self.kl or {}),
+    }
+    keys = {
+      **{f'algorithm.{key}': value for key, value in options.items()},
+      'rollout.group_size': self.group,
+      'loss.entropy_coefficient': self.entropy,
+      **self.others,
+    }
+    return {key: value for key, value in keys.items() if value is not None}
+
+  def silent(self) -> list[str]:
+    """Returns the topics about which the source says nothing."""
+    topics = ('clip', 'aggregate', 'std', 'group', 'kl', 'entropy')
+    return [topic for topic in topics if getattr(self, topic) is None]
+
+
+class Difference(NamedTuple):
+  """A key whose default differs from the source's value."""
+
+  key: str
+  ours: Any
+  theirs: Any
+  why: str
+
+
+def differences(source: Source, ours: Mapping[str, Any]) -> list[Difference]:
+  """Returns where our defaults differ from a source.
+
+  Args:
+    source: what the source uses.
+    ours: dotted key to value of our config.
+
+  Raises:
+    KeyError: a difference has no reason.
+  """
+  return [
+    Difference(key, ours.get(key), theirs, source.why[key])
+    for key, theirs in source.values().items()
+    if ours.get(key) != theirs
+  ]
+
+
+def lines(source: Source, differing: Sequence[Difference]) -> list[str]:
+  """Returns a sentence or two about each difference from a source."""
+  compared = [
+    f'`{key}` is {_text(ours)}, there {_text(theirs)}. {why}'
+    for key, ours, theirs, why in differing
+  ]
+  silent = ', '.join(source.silent())
+  unknown = [f'The source does not say: {silent}.'] if silent else []
+  return [*compared, *source.notes, *unknown]
+
+
+def _text(value: Any) -> str:
+  return f'{value:.3g}' if isinstance(value, float) else str(value)
