@@ -12,6 +12,9 @@ and if it had done a step, that step must be saved.
 
 The exit code is 1 if a run ends otherwise, or takes longer than the limit. Run
 it on an idle machine: the runs share their cores with whatever else there is.
+The second column is the time that all threads of the process have computed from
+the signal on. It depends less on other work, and threads compute side by side:
+on a busy machine it says roughly what an idle one would take.
 """
 
 import argparse
@@ -35,7 +38,7 @@ _FLAGS = (
   '--config.checkpoint.every=2',
 )
 _TRY_AGAIN = 75
-_SENT = 'signal-sent'  # the file with the time of the signal
+_SENT = 'signal-sent'  # the file with the times of the signal
 
 
 class Moment(NamedTuple):
@@ -81,11 +84,13 @@ class End(NamedTuple):
 
   Attributes:
     seconds: from the signal to the end of the process; nan: it got none.
+    computed: the part of it in which the process computed, over all threads.
     exit_code: its exit code.
     problem: what it did wrong; '' for nothing.
   """
 
   seconds: float
+  computed: float
   exit_code: int
   problem: str
 
@@ -98,6 +103,7 @@ def measure(name: str, folder: pathlib.Path, flags: Sequence[str] = ()) -> End:
     folder: an empty folder.
     flags: further flags of `train`.
   """
+  before = sum(os.times()[2:4])
   process = subprocess.Popen(
     [
       *(sys.executable, '-m', 'benchmarks.exit_time', '--child', name),
@@ -112,11 +118,11 @@ def measure(name: str, folder: pathlib.Path, flags: Sequence[str] = ()) -> End:
     errors='replace',
   )
   output, _ = process.communicate()
-  ended = time.time()
-  try:
-    seconds = ended - float((folder / _SENT).read_text('ascii'))
-  except FileNotFoundError:
-    seconds = float('nan')
+  ended = time.time(), sum(os.times()[2:4]) - before
+  seconds = computed = float('nan')
+  if (folder / _SENT).exists():
+    sent = map(float, (folder / _SENT).read_text('ascii').split())
+    seconds, computed = (end - then for end, then in zip(ended, sent))
   problem = ''
   if process.returncode != _TRY_AGAIN or 'Traceback' in output:
     problem = f'exit code {process.returncode}: {output[-2000:]}'
@@ -124,7 +130,7 @@ def measure(name: str, folder: pathlib.Path, flags: Sequence[str] = ()) -> End:
     problem = f'it does not say that it was interrupted: {output[-2000:]}'
   elif 'not saved' in output:
     problem = output[output.index('interrupted') :].strip()
-  return End(seconds, process.returncode, problem)
+  return End(seconds, computed, process.returncode, problem)
 
 
 def _run(name: str, folder: pathlib.Path, argv: Sequence[str]) -> int:
@@ -132,7 +138,8 @@ def _run(name: str, folder: pathlib.Path, argv: Sequence[str]) -> int:
   moment, happened = MOMENTS[name], 0
 
   def send() -> None:
-    (folder / _SENT).write_text(repr(time.time()), 'ascii')
+    now = time.time(), sum(os.times()[:2])
+    (folder / _SENT).write_text(' '.join(map(repr, now)), 'ascii')
     os.kill(os.getpid(), signal.SIGTERM)
 
   def count() -> None:
@@ -193,7 +200,8 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
       grace = f'--config.preemption.grace={flags.limit}'
       end = measure(name, pathlib.Path(folder), [grace, *overrides])
-    print(f'{name:18} {end.seconds:6.2f} s', flush=True)
+    times = f'{end.seconds:6.2f} s  {end.computed:6.2f} s computed'
+    print(f'{name:18} {times}', flush=True)
     if end.problem or not end.seconds <= flags.limit:
       problems.append(f'{name}: {end.seconds:.2f} s; {end.problem}')
     worst = max(worst, end.seconds)

@@ -360,8 +360,9 @@ def test_a_lost_host_ends_all_and_the_command_resumes(
 @pytest.mark.parametrize('culprit', [0, 1])
 def test_a_host_that_cannot_save_ends_all_at_once(tmp_path, finished, culprit):
   """Orbax would let the others wait for it for twenty minutes."""
-  run, options = tmp_path / 'run', {'num_steps': runs.STEPS}
-  faults = {culprit: ('fill', 'updated', '2')}
+  # Weights are cut over the hosts, so that both of them write.
+  options = {'num_steps': runs.STEPS, 'mesh__fsdp': 4}
+  run, faults = tmp_path / 'run', {culprit: ('fill', 'updated', '2')}
   processes = _start(run, faults=faults, **options)
   processes[culprit].wait(timeout=_TIMEOUT)
   began = time.monotonic()
