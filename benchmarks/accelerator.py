@@ -374,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
           length=flags.length,
           remat=remat,
         )
-        print(measure.table(header, rows), '\n', flush=True)
+        print(measure.table(header, rows) + '\n', flush=True)
         gc.collect()
   if 'decode' in tables:
     header = (

@@ -8,10 +8,10 @@ from benchmarks import accelerator
 
 _TINY = (
   '--sizes=tiny',
-  '--rows=4',
-  '--microbatch=2',
+  '--rows=16',
+  '--microbatch=8',
   '--length=256',
-  '--slots=4',
+  '--slots=8',
   '--prompt=64',
   '--product=256',
 )
@@ -26,5 +26,5 @@ def test_a_run_prints_its_limits_and_tables(capsys):
   assert [row.split('|')[0].strip() for row in rows] == [
     'annotate',
     'update',
-    '4',
+    '8',
   ]
