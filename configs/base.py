@@ -328,6 +328,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # How many of them have ratio, advantage, value and entropy of each
         # token, which takes a forward pass over them; see docs/report.md.
         'token_details': 4,
+        'evaluation': 16,  # dialogues that each host writes per evaluation
         'samples': 2,  # dialogues printed per evaluation
       },
       # What the metrics of a step are compared with, to warn of a run that is

@@ -240,6 +240,7 @@ RULES: Mapping[str, settings.Rule] = {
   ),
   'writer.trajectories': _NOT_NEGATIVE,
   'writer.token_details': _NOT_NEGATIVE,
+  'writer.evaluation': _NOT_NEGATIVE,
   'writer.samples': _NOT_NEGATIVE,
   **{f'alarms.{name}': _NUMBER for name in alarms.THRESHOLDS},
   'alarms.stop': settings.Rule(

@@ -22,6 +22,7 @@ _FOLDER = pathlib.Path(__file__).parent
 PAGE, TABLES = _FOLDER / 'collapse.md', _FOLDER / 'collapse'
 _BLOCK = r'(<!-- {kind}{name} -->\n).*?(\n<!-- end of {name} -->)'
 _ALARMS = 'alarms'
+_FIRST = 'levels'
 
 
 def studies() -> dict[str, study_lib.Study]:
@@ -72,6 +73,8 @@ def _block(study: study_lib.Study) -> str:
     f'python -m stppo_jax ablate --config=configs/collapse.py:{study.name} '
     f'--workdir=runs/{study.name} --table=docs/collapse/{study.name}.csv'
   )
+  if study.name != _FIRST:  # it may have runs that others need, too
+    command += f' --reuse=docs/collapse/{_FIRST}.csv'
   if not runs:
     return f'Not run yet: the command is\n\n```text\n{command}\n```'
   planned = len(study.arms) * study.seeds

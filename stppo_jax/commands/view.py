@@ -1,17 +1,19 @@
 """Show the dialogues of a run in the terminal.
 
-python -m stppo_jax view DIR [--step=N] [--number=N] [--tokens] [FILTERS]
+python -m stppo_jax view DIR [--evaluation] [--step=N] [--number=N] [--tokens]
+                        [FILTERS]
 
-  DIR         the folder of a run of train, its --workdir
-  --step      the step; by default the last one that has dialogues
-  --number    shows that dialogue of the step; without it, a list of them
-  --tokens    shows ratio, advantage, value and entropy of each token too,
-              where they are recorded (writer.token_details)
-  --status    lists only dialogues that ended so
-  --least     lists only dialogues whose reward is at least this
-  --most      lists only dialogues whose reward is at most this
-  --searches  lists only dialogues with so many searches
-  --text      lists only dialogues that contain the text
+  DIR           the folder of a run of train, its --workdir
+  --evaluation  the dialogues of evaluations, not those that were trained on
+  --step        the step; by default the last one that has dialogues
+  --number      shows that dialogue of the step; without it, a list of them
+  --tokens      shows ratio, advantage, value and entropy of each token too,
+                where they are recorded (writer.token_details)
+  --status      lists only dialogues that ended so
+  --least       lists only dialogues whose reward is at least this
+  --most        lists only dialogues whose reward is at most this
+  --searches    lists only dialogues with so many searches
+  --text        lists only dialogues that contain the text
 
 Control characters and invisible ones are shown as escapes. What cannot be read
 is named in one line, and the exit code is then 2. `report` makes a page with
@@ -31,6 +33,7 @@ from stppo_jax.report import run_files
 from stppo_jax.report import terminal
 
 _TYPES: dict[str, Callable[[str], Any]] = {
+  '--evaluation': str,
   '--step': int,
   '--number': int,
   '--tokens': str,
@@ -75,11 +78,12 @@ def _lines(
     Unreadable: the step or the dialogue is not there.
   """
   files: dict[int, list[pathlib.Path]] = {}
-  for step, path in run_files.dialogue_files(folder):
+  kind = run_files.EVALUATED if '--evaluation' in flags else run_files.SAMPLED
+  for step, path in run_files.dialogue_files(folder, kind=kind):
     files.setdefault(step, []).append(path)
   if not files:
     raise run_files.Unreadable(
-      f'{folder}: no dialogue is written (writer.trajectories)'
+      f'{folder}: no dialogue is written (writer.{kind})'
     )
   step = flags.get('--step', max(files))
   if step not in files:

@@ -3,6 +3,7 @@
     workdir/metrics.jsonl              {"step": n, "name": number, ...} a line
     workdir/trajectories-000012.jsonl  dialogues of step 12, one a line
            /trajectories-000012-host3.jsonl    those of another host
+           /evaluation-000012.jsonl    those of the evaluation after it
     workdir/tensorboard/               the same metrics again
 
 Of several hosts the first writes metrics, and each the dialogues that it has
@@ -34,7 +35,9 @@ METRICS = 'metrics.jsonl'
 _log = logging.getLogger(__name__)
 _SINK_ERRORS = 'writer/sink_errors'
 _NON_FINITE = 'writer/non_finite'
-_TRAJECTORIES = re.compile(r'trajectories-(\d{6,})(-host\d+)?\.jsonl')
+_DIALOGUES = re.compile(
+  r'(?:trajectories|evaluation)-(\d{6,})(-host\d+)?\.jsonl'
+)
 
 
 class Writer:
@@ -97,7 +100,7 @@ class Writer:
     dialogues = [
       (int(match[1]), path)
       for path in self._workdir.iterdir()
-      if (match := _TRAJECTORIES.fullmatch(path.name))
+      if (match := _DIALOGUES.fullmatch(path.name))
     ]
     written = [*map(_step_of, lines), *(number for number, _ in dialogues)]
     aside = None
@@ -177,6 +180,11 @@ class Writer:
       'trajectories', lambda: _write_lines(self._workdir / name, kept)
     )
 
+  def write_evaluation(self, step: int, records: Sequence[Mapping]) -> None:
+    """Writes dialogues of the evaluation after a step."""
+    path = self._workdir / f'evaluation-{step:06d}.jsonl'
+    self._counted('evaluation', lambda: _write_lines(path, records))
+
   def enter_phase(self, phase: str) -> None:
     """Shows in the progress display what the run does from now on."""
     self._display.enter_phase(phase)
@@ -247,11 +255,11 @@ class OtherHostWriter:
 
   def write_trajectories(self, step: int, records: Sequence[Mapping]) -> None:
     """Writes as many first dialogues of a step as a run keeps of each host."""
-    name = f'trajectories-{step:06d}-host{self._host}.jsonl'
-    try:
-      _write_lines(self._workdir / name, records[: self._trajectories])
-    except OSError as error:
-      _log.warning('cannot write %s, the run goes on: %r', name, error)
+    self._write(f'trajectories-{step:06d}', records[: self._trajectories])
+
+  def write_evaluation(self, step: int, records: Sequence[Mapping]) -> None:
+    """Writes this host's dialogues of the evaluation after a step."""
+    self._write(f'evaluation-{step:06d}', records)
 
   def enter_phase(self, phase: str) -> None:
     """Leaves it to the first host to show what the run does."""
@@ -262,6 +270,13 @@ class OtherHostWriter:
 
   def close(self) -> None:
     """Does nothing: everything is in its files already."""
+
+  def _write(self, name: str, records: Sequence[Mapping]) -> None:
+    path = self._workdir / f'{name}-host{self._host}.jsonl'
+    try:
+      _write_lines(path, records)
+    except OSError as error:
+      _log.warning('cannot write %s, the run goes on: %r', path.name, error)
 
 
 def _write_lines(path: pathlib.Path, records: Sequence[Mapping]) -> None:

@@ -18,7 +18,10 @@ from stppo_jax import settings
 from stppo_jax.records import run_folder
 from stppo_jax.records import run_state
 
-_DIALOGUES = re.compile(r'trajectories-(\d{6,})(-host\d+)?\.jsonl')
+SAMPLED, EVALUATED = 'trajectories', 'evaluation'
+_DIALOGUES = re.compile(
+  rf'({SAMPLED}|{EVALUATED})-(\d{{6,}})(-host\d+)?\.jsonl'
+)
 _COMMAND = 'train'
 # What `tokens` of a turn may have for each token; records/token_records.py.
 _TOKEN_LISTS = (
@@ -126,12 +129,20 @@ def read(folder: str) -> Run:
   return Run(folder, _config(path, losses), lines, state, losses)
 
 
-def dialogue_files(folder: str) -> list[tuple[int, pathlib.Path]]:
-  """Returns (step, file) of the dialogues of a run, in order."""
+def dialogue_files(
+  folder: str, *, kind: str = SAMPLED
+) -> list[tuple[int, pathlib.Path]]:
+  """Returns (step, file) of the dialogues of a run, in order.
+
+  Args:
+    folder: the folder of the run.
+    kind: SAMPLED, those that were trained on, or EVALUATED, those of its
+      evaluations.
+  """
   return sorted(
-    (int(match[1]), path)
+    (int(match[2]), path)
     for path in pathlib.Path(folder).iterdir()
-    if (match := _DIALOGUES.fullmatch(path.name))
+    if (match := _DIALOGUES.fullmatch(path.name)) and match[1] == kind
   )
 
 

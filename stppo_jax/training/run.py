@@ -247,8 +247,7 @@ class Run:
     self._stack.callback(self._writer.close)
     self._show = self._writer.show
     self._watch.on_phase = self._writer.enter_phase
-    count = config.writer.samples if self.hosts.is_first else 0
-    self._samples = samples.Samples(self.show, tokenizer, count)
+    self._samples = samples.build(config, self._writer, tokenizer, self.hosts)
 
   def resume(
     self,
@@ -430,9 +429,10 @@ class Run:
     self.show(products.finished(self.workdir, self.unit, title, best))
 
   def _evaluated(self, evaluates: Evaluation) -> dict[str, float]:
-    """Returns the metrics of an evaluation; prints a few of its dialogues."""
+    """Returns the metrics of an evaluation; shows a few of its dialogues."""
     metrics, trajectories = evaluates()
-    self._samples.print(f'evaluation after {self.last}', trajectories)
+    title = f'evaluation after {self.last}'
+    self._samples.show_evaluation(self.steps_done, title, trajectories)
     return metrics
 
   def _begin_phase(self, phase: str) -> None:

@@ -77,6 +77,7 @@ def test_a_resumed_run_has_the_lines_of_an_uninterrupted_one(tmp_path):
     for step in range(1, last + 1):
       writer.write(step, {'a': step})
       writer.write_trajectories(step, [{'step': step}])
+      writer.write_evaluation(step, [{'evaluated': step}])
   with open(broken / 'metrics.jsonl', 'a') as file:
     file.write('{"step": 4, "a": 4.0, "writ')  # killed while writing
   writer = _writer(broken)
@@ -85,9 +86,9 @@ def test_a_resumed_run_has_the_lines_of_an_uninterrupted_one(tmp_path):
   # Nobody knows whether the same lines will be written again.
   assert aside == broken / 'aside-1'
   assert (aside / 'metrics.jsonl').read_bytes() == before
-  third = 'trajectories-000003.jsonl'
-  assert (aside / third).read_bytes() == (whole / third).read_bytes()
-  assert len(list(aside.iterdir())) == 2
+  for third in ('trajectories-000003.jsonl', 'evaluation-000003.jsonl'):
+    assert (aside / third).read_bytes() == (whole / third).read_bytes()
+  assert len(list(aside.iterdir())) == 3
   shutil.rmtree(aside)
   assert [line['step'] for line in _lines(broken)] == [1, 2]
   dialogues = sorted(path.name for path in broken.glob('trajectories-*'))
@@ -95,9 +96,10 @@ def test_a_resumed_run_has_the_lines_of_an_uninterrupted_one(tmp_path):
   for step in (3, 4):
     writer.write(step, {'a': step})
     writer.write_trajectories(step, [{'step': step}])
+    writer.write_evaluation(step, [{'evaluated': step}])
   files = {path.name: path.read_bytes() for path in whole.iterdir()}
   assert files == {p.name: p.read_bytes() for p in broken.iterdir()}
-  assert len(files) == 5
+  assert len(files) == 9
 
 
 def test_a_line_without_a_line_break_is_dropped(tmp_path):
@@ -129,6 +131,22 @@ def test_trajectories_of_a_step_replace_each_other(tmp_path):
   assert records == [{'n': 1}, {'n': 'ü'}]
   _writer(tmp_path, trajectories=0).write_trajectories(13, [{'n': 0}])
   assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_other_hosts_write_dialogues_of_their_own(tmp_path):
+  other = writer_lib.OtherHostWriter(tmp_path, host=3, trajectories=1)
+  other.write_trajectories(12, [{'n': 0}, {'n': 1}])
+  other.write_evaluation(12, [{'n': 2}, {'n': 3}])
+  lines = {path.name: path.read_text() for path in tmp_path.iterdir()}
+  assert lines == {
+    'trajectories-000012-host3.jsonl': '{"n": 0}\n',
+    'evaluation-000012-host3.jsonl': '{"n": 2}\n{"n": 3}\n',
+  }
+  # The first host drops them when it resumes from an earlier step.
+  _writer(tmp_path).rewind(11, saved=12)
+  assert len(list(tmp_path.iterdir())) == 2
+  aside = _writer(tmp_path).rewind(11, saved=11)
+  assert aside is not None and len(list(aside.iterdir())) == 2
 
 
 def test_tensorboard_has_the_scalars_and_drops_some_on_resume(tmp_path):

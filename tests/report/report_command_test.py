@@ -354,6 +354,20 @@ def test_view_lists_the_last_step(run, capsys):
   assert '%' in rows[0] and '%' not in rows[3]
 
 
+def test_view_shows_the_dialogues_of_evaluations(run, capsys):
+  code, _, err = _view(capsys, run, '--evaluation')
+  assert (code, err) == (
+    2,
+    f'{run}: no dialogue is written (writer.evaluation)\n',
+  )
+  path = run / 'evaluation-000004.jsonl'
+  lines = (run / 'trajectories-000003.jsonl').read_text().splitlines()
+  path.write_text(f'{lines[0]}\n')
+  code, out, _ = _view(capsys, run, '--evaluation')
+  assert code == 0 and out.startswith('step 4: 1 of 1 dialogues')
+  path.unlink()
+
+
 def test_view_filters(run, capsys):
   path = run / 'trajectories-000003.jsonl'
   records = [json.loads(line) for line in path.read_text().splitlines()]

@@ -123,6 +123,23 @@ _NAMES = {
 }
 
 
+def test_evaluations_leave_their_dialogues(finished):
+  names = sorted(path.name for path in finished.glob('evaluation-*'))
+  assert names == [f'evaluation-{step:06d}.jsonl' for step in (0, 2, _STEPS)]
+  for name, line in zip(names, (runs.metrics(finished)[n] for n in (0, 2, 3))):
+    lines = (finished / name).read_text('utf-8').splitlines()
+    records = [json.loads(text) for text in lines]
+    # As many as an evaluation has in these runs, eight of each set.
+    assert len(records) == 16
+    for data_set in ('one_hop', 'two_hop'):
+      scores = [
+        record['scores']['em']
+        for record in records
+        if record['data_set'] == data_set
+      ]
+      assert sum(scores) / 8 == line[f'val/em/{data_set}']
+
+
 def test_metrics_have_their_names_and_are_finite(finished):
   lines = runs.metrics(finished)
   assert [line['step'] for line in lines] == [0, 1, 2, 3]

@@ -1,42 +1,69 @@
-"""Prints a few dialogues of a run, which show what its policy does."""
+"""Shows a few dialogues of a run, and writes those of its evaluations."""
 
-from collections.abc import Callable
 from collections.abc import Sequence
 import sys
 
 from stppo_jax import types
+from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import dialogues
 from stppo_jax.records import trajectory_metrics
+from stppo_jax.records import writer as writer_lib
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 
 
+def build(
+  config,
+  writer: writer_lib.Writer | writer_lib.OtherHostWriter,
+  tokenizer: tokenizer_lib.Tokenizer,
+  hosts: hosts_lib.Hosts,
+) -> 'Samples':
+  """Returns the samples of a host; the first one prints some."""
+  return Samples(
+    writer,
+    tokenizer,
+    printed=config.writer.samples if hosts.is_first else 0,
+    written=config.writer.evaluation,
+  )
+
+
 class Samples:
-  """Prints samples of dialogues.
+  """Prints samples of dialogues, and writes those of evaluations.
 
   Args:
-    show: prints text.
+    writer: the writer of the run.
     tokenizer: decodes dialogues.
-    count: the number of dialogues that are printed at a time.
+    printed: the number of dialogues that are printed at a time.
+    written: the number of dialogues that are written of an evaluation.
   """
 
   def __init__(
     self,
-    show: Callable[[str], None],
+    writer: writer_lib.Writer | writer_lib.OtherHostWriter,
     tokenizer: tokenizer_lib.Tokenizer,
-    count: int,
+    *,
+    printed: int,
+    written: int,
   ):
-    self._show, self._tokenizer, self._count = show, tokenizer, count
+    self._writer, self._tokenizer = writer, tokenizer
+    self._printed, self._written = printed, written
 
-  def print(self, title: str, trajectories: Sequence[types.Trajectory]) -> None:
-    """Prints some of the trajectories under a title."""
-    kept = dialogues.spread(trajectories, self._count)
-    records = trajectory_metrics.records(kept, self._tokenizer)
-    self.print_records(title, records)
+  def show_evaluation(
+    self, step: int, title: str, trajectories: Sequence[types.Trajectory]
+  ) -> None:
+    """Prints and writes some dialogues of the evaluation after a step."""
+    kept = dialogues.spread(trajectories, self._printed)
+    self.print_records(title, self._records(kept))
+    kept = dialogues.spread(trajectories, self._written)
+    self._writer.write_evaluation(step, self._records(kept))
 
   def print_records(self, title: str, records: Sequence[dict]) -> None:
     """Prints some records of trajectories under a title."""
-    records = dialogues.spread(records, self._count)
+    records = dialogues.spread(records, self._printed)
     if records:
-      self._show(f'{title} ({dialogues.LEGEND})')
+      self._writer.show(f'{title} ({dialogues.LEGEND})')
       for record in records:
-        self._show(dialogues.render(record, colour=sys.stdout.isatty()))
+        text = dialogues.render(record, colour=sys.stdout.isatty())
+        self._writer.show(text)
+
+  def _records(self, trajectories: Sequence[types.Trajectory]) -> list[dict]:
+    return trajectory_metrics.records(trajectories, self._tokenizer)
