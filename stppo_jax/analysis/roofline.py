@@ -254,16 +254,8 @@ def _head(work: Work, rows: int) -> float:
 
 def _recomputed(work: Work, rows: int) -> float:
   """Returns the operations of a model's layers that are computed again."""
-  shape, tokens = work.shape, rows * work.length
-  if shape.remat not in ('full', 'dots'):
-    return 0.0
-  count = tokens * operations.of_attention(shape, work.length)
-  if shape.remat == 'full':
-    # The backward pass does not need the result of the last product.
-    weights = operations.layer_weights(shape)
-    products = weights.attention + weights.expand
-    count += 2.0 * tokens * shape.num_layers * products
-  return count
+  tokens = rows * work.length
+  return tokens * operations.of_recomputed(work.shape, work.length)
 
 
 def _scatter(work: Work, weights: float) -> float:

@@ -20,6 +20,7 @@ from stppo_jax.learner import programs as programs_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import token_details as token_details_lib
 from stppo_jax.learner import update as update_lib
+from stppo_jax.learner import utilization as utilization_lib
 from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
@@ -295,30 +296,33 @@ class Learner:
     )
 
   def utilization(
-    self, operations: tuple[float, float], seconds: float, epochs: float
+    self,
+    counts: utilization_lib.Counts,
+    *,
+    seconds: float,
+    epochs: float,
   ) -> dict[str, float]:
-    """Returns the share of the devices' peak that the updates of a step use.
+    """Returns `utilization.shares` of the peak that the updates of a step use.
+
+    {} on devices without a known peak, and in float32, of which it is not the
+    peak.
 
     Args:
-      operations: counts of `models.operations` for a pass of the policy over
-        the batch, and for one of a value model.
+      counts: the operations of a pass over the batch.
       seconds: the duration of all updates of the step.
       epochs: the number of passes over the batch that they made.
-
-    Returns:
-      `perf/mfu`; {} on devices without a known peak, and in float32, of which
-      it is not the peak.
     """
     peak = chips.peak(self.mesh)
     if peak is None or self.policy.config.dtype != 'bfloat16':
       return {}
-    policy, value = operations
-    forward = policy + (value if self._spec.value is not None else 0.0)
-    # A backward pass has a product for the gradient of the input and one for
-    # that of the weights, which frozen weights do not need.
-    passes = 3 if self._policy.lora is None else 2
-    total = passes * forward * epochs
-    return {'perf/mfu': total / seconds / peak}
+    extra_pass = self._algorithm.uses_minibatch_statistics
+    return utilization_lib.shares(
+      counts,
+      peak_operations=peak * seconds / epochs,
+      has_value_model=self._spec.value is not None,
+      trains_adapters=self._policy.lora is not None,
+      extra_pass=extra_pass and self._spec.num_microbatches > 1,
+    )
 
   def copy_policy(self, state: state_lib.TrainState) -> functional.Params:
     """Copies the policy's trained weights, which an update donates."""

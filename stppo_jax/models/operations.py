@@ -1,8 +1,8 @@
-"""The operations that the formulas of a model need.
+"""The operations that the formulas of a model need, and those done twice.
 
-Causal attention counts half of the square, logits count at loss positions only,
-and what is computed a second time does not count. An addition and a
-multiplication are two operations.
+Causal attention counts half of the square, and logits count at loss positions
+only. What is computed a second time counts in `of_recomputed` and
+`of_second_pass` alone. An addition and a multiplication are two operations.
 """
 
 from collections.abc import Iterable
@@ -69,6 +69,23 @@ def of_logits(shape: model_config.ModelConfig) -> float:
   return 2.0 * shape.hidden_size * shape.vocab_size
 
 
+def of_recomputed(shape: model_config.ModelConfig, length: float) -> float:
+  """Returns the operations of all layers that a backward pass does again.
+
+  Args:
+    shape: the shape of the model; `remat` says what is kept.
+    length: the tokens of the row, see `of_layers`.
+  """
+  if shape.remat not in ('full', 'dots'):
+    return 0.0
+  count = of_attention(shape, length)
+  if shape.remat == 'full':
+    # The backward pass does not need the result of the last product.
+    weights = layer_weights(shape)
+    count += 2.0 * shape.num_layers * (weights.attention + weights.expand)
+  return count
+
+
 def of_pass(
   shape: model_config.ModelConfig, lengths: Iterable[float], losses: float
 ) -> tuple[float, float]:
@@ -80,4 +97,19 @@ def of_pass(
     losses: the number of tokens with a loss.
   """
   layers = sum(length * of_layers(shape, length) for length in lengths)
+  return layers + of_logits(shape) * losses, layers
+
+
+def of_second_pass(
+  shape: model_config.ModelConfig, lengths: Iterable[float], losses: float
+) -> tuple[float, float]:
+  """Returns what the backward passes of policy and value model do again.
+
+  Logits are always computed again: they are too large to be kept. What an
+  attention kernel does again inside it is not counted.
+
+  Args:
+    shape, lengths, losses: see `of_pass`.
+  """
+  layers = sum(length * of_recomputed(shape, length) for length in lengths)
   return layers + of_logits(shape) * losses, layers

@@ -192,8 +192,9 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     ),
     Panel(
       'Share of the peak',
-      ('perf/mfu',),
-      'Operations of the updates over the peak of the devices.',
+      ('perf/mfu', 'perf/hfu'),
+      'Operations of the updates over the peak of the devices; hfu counts '
+      'those that are done again.',
     ),
     Panel(
       'Memory',

@@ -15,6 +15,7 @@ import numpy as np
 
 from stppo_jax import batch as batch_lib
 from stppo_jax import types
+from stppo_jax.learner import utilization
 from stppo_jax.models import config as model_config
 from stppo_jax.models import operations
 from stppo_jax.parallel import hosts as hosts_lib
@@ -31,15 +32,14 @@ class Totals(NamedTuple):
     tokens: tokens of the batch.
     sampled: tokens of it that the policy wrote.
     trained: rows that are trained on.
-    operations: operations of a forward pass of the policy over the batch, and
-      one of the value model, by `models.operations`.
+    operations: the operations of the models for the batch.
     collect_seconds: the time that each host has collected.
   """
 
   tokens: float
   sampled: float
   trained: int
-  operations: tuple[float, float]
+  operations: utilization.Counts
   collect_seconds: list[float]
 
 
@@ -64,11 +64,14 @@ def totals(
     float((packed.turn_ids_BL > 0).sum()),
     int(packed.loss_mask_BL.any(axis=1).sum()),
     *operations.of_pass(shape, lengths, losses),
+    *operations.of_second_pass(shape, lengths, losses),
     seconds,
   )
   *counts, collected = zip(*hosts.exchange('totals', mine))
-  tokens, sampled, trained, policy, value = map(sum, counts)
-  return Totals(tokens, sampled, trained, (policy, value), list(collected))
+  tokens, sampled, trained, *done = map(sum, counts)
+  return Totals(
+    tokens, sampled, trained, utilization.Counts(*done), list(collected)
+  )
 
 
 def gather(

@@ -146,7 +146,9 @@ def train(
         metrics |= host_metrics.collect_seconds(totals.collect_seconds)
       metrics |= peaks.max_memory()
       metrics |= learner.utilization(
-        totals.operations, timer.laps['timing_s/update'], epochs
+        totals.operations,
+        seconds=timer.laps['timing_s/update'],
+        epochs=epochs,
       )
       metrics['timing_s/compile'] = compile_seconds()
       metrics |= watch.measure(metrics)

@@ -57,3 +57,16 @@ def test_of_experts_those_count_that_a_token_visits():
   router = 28 * 2 * 1536 * 64
   dense = operations.of_layers(_SHAPE, 512)
   assert operations.of_layers(experts, 512) == dense + router
+
+
+@pytest.mark.parametrize('remat', ['full', 'dots', 'all_dots', 'none'])
+def test_what_a_backward_pass_does_again_depends_on_what_is_kept(remat):
+  shape = dataclasses.replace(_SHAPE, remat=remat)
+  policy, value = operations.of_second_pass(shape, [4096], losses=100)
+  # Logits are always computed again.
+  assert policy - value == 100 * operations.of_logits(shape)
+  attention = 4096 * 28 * 2 * 2 * 2048 * 12 * 128
+  down = 4096 * 28 * 2 * 8960 * 1536
+  everything = 4096 * operations.of_layers(shape, 4096)
+  expected = {'full': everything - down, 'dots': attention}
+  assert value == expected.get(remat, 0)
