@@ -20,6 +20,8 @@ from stppo_jax.report import panels
 from stppo_jax.report import run_files
 from stppo_jax.report import summary
 
+# Not a language of scripts, so the browser only keeps it.
+_PART = 'application/octet-stream'
 _FILES = 'page'
 _PROGRAMS = ('base.js', 'charts.js', 'tables.js', 'viewer.js', 'page.js')
 _HEAD_ROOM = 1 << 20  # bytes for program, tables and the index
@@ -54,7 +56,6 @@ def html(
     'notes': [*losses, *encoded.notes],
     'metrics': packed,
     'index': packing.pack_json(encoded.index),
-    'parts': encoded.parts,
   }
   program = '\n'.join(map(_file, _PROGRAMS))
   page = _file('template.html')
@@ -63,6 +64,11 @@ def html(
     'DIGEST': _digest(f'\n{program}\n'),
     'STYLE': _file('page.css'),
     'PROGRAM': program,
+    # Behind the program, and read one by one: most of them are never shown.
+    'PARTS': '\n'.join(
+      f'<script type="{_PART}" id="part-{number}">{packed}</script>'
+      for number, packed in enumerate(encoded.parts)
+    ),
     'DATA': packing.script_json(content),
   }.items():
     page = page.replace(f'[[{name}]]', text)

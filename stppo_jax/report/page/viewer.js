@@ -16,6 +16,12 @@ async function loadIndex() {
   });
 }
 
+// The parts come behind this program in the file.
+const isRead = new Promise((done) => {
+  if (document.readyState !== 'loading') done();
+  else document.addEventListener('DOMContentLoaded', done);
+});
+
 const unpacked = new Map();  // part -> promise of its dialogues
 
 function part(number) {
@@ -23,8 +29,10 @@ function part(number) {
   if (promise) {
     unpacked.delete(number);  // to the end: it was used last
   } else {
-    promise = unpack(data.parts[number]).then((text) => (
-      text.split('\n').filter((line) => line).map(JSON.parse)));
+    promise = isRead.then(() => (
+      unpack(document.getElementById(`part-${number}`).textContent)))
+      .then((text) => (
+        text.split('\n').filter((line) => line).map(JSON.parse)));
   }
   unpacked.set(number, promise);
   if (unpacked.size > KEPT_PARTS) unpacked.delete(unpacked.keys().next().value);
