@@ -130,6 +130,10 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'data': -1,  # cuts batches; weights are replicated along it
         'fsdp': 1,  # cuts batches and weights
         'tensor': 1,  # cuts weights within a layer
+        # The share of each host's devices that only collects while the others,
+        # which are those of the mesh, learn; for rollout.steps_ahead > 0.
+        # 0 = all devices do both.
+        'collect_fraction': 0.0,
       },
       'data': {
         # synthetic_wiki: questions on made-up encyclopedias. jsonl: questions

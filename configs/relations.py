@@ -32,6 +32,17 @@ def _one_axis_takes_the_rest(data, fsdp, tensor) -> Iterator[str]:
     yield f'{rest[1]}=-1: at most one axis may be -1, and {rest[0]} is -1 too'
 
 
+def _devices_collect_ahead(fraction, steps_ahead, engine) -> Iterator[str]:
+  must = f'mesh.collect_fraction={fraction}: must be 0 when'
+  if fraction and not steps_ahead:
+    yield (
+      f'{must} rollout.steps_ahead=0: the devices that collect and those that '
+      'learn would wait for each other'
+    )
+  if fraction and engine != 'local':
+    yield f'{must} rollout.engine={engine}: a server of its own decodes'
+
+
 def _turn_fits(max_turn_tokens, max_length) -> Iterator[str]:
   if max_turn_tokens >= max_length:
     yield (
@@ -212,6 +223,10 @@ RELATIONS: tuple[Relation, ...] = (
   ),
   _is_multiple('preference.batch_size', 'preference.microbatch_size'),
   (('mesh.data', 'mesh.fsdp', 'mesh.tensor'), _one_axis_takes_the_rest),
+  (
+    ('mesh.collect_fraction', 'rollout.steps_ahead', 'rollout.engine'),
+    _devices_collect_ahead,
+  ),
   (('env.max_turn_tokens', 'env.max_length'), _turn_fits),
   (('rollout.resample_rounds', 'rollout.group_size'), _groups_vary),
   (

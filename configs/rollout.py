@@ -82,9 +82,9 @@ def section() -> dict[str, Any]:
     # its trajectories, or of their searches, succeeded: the others failed
     # because of the infrastructure (INFRA_ERROR).
     'min_valid_fraction': 0.5,
-    # Step n is collected with the policy after n - steps_ahead steps,
-    # while the steps before it are trained on (on several devices: between
-    # their updates, which saves no time). 0 = with the newest policy.
+    # Step n is collected with the policy after n - steps_ahead steps, while the
+    # steps before it are trained on; on several devices, only if
+    # mesh.collect_fraction divides them. 0 = with the newest policy.
     'steps_ahead': 0,
     # How much the log-probabilities of engine and trainer may differ by
     # rounding: the mean over the tokens; 99% of the tokens may differ by 10

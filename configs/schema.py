@@ -61,7 +61,7 @@ _STEPS = settings.Rule(
 )
 _FRACTION = settings.Rule(lambda x: 0 <= x <= 1, 'in [0, 1]')
 _POSITIVE_FRACTION = settings.Rule(lambda x: 0 < x <= 1, 'in (0, 1]')
-_BETA = settings.Rule(lambda x: 0 <= x < 1, 'in [0, 1)')
+_BELOW_1 = settings.Rule(lambda x: 0 <= x < 1, 'in [0, 1)')
 _FINITE = settings.Rule(math.isfinite, 'a finite number')
 _AXIS = settings.Rule(
   lambda x: x == -1 or x > 0, 'greater than 0, or -1 for all remaining devices'
@@ -83,8 +83,8 @@ _OPTIMIZER = {
   # leaves nothing of a model.
   'learning_rate': _FRACTION,
   'warmup_updates': _NOT_NEGATIVE,
-  'b1': _BETA,
-  'b2': _BETA,
+  'b1': _BELOW_1,
+  'b2': _BELOW_1,
   'eps': _POSITIVE,
   'weight_decay': _FRACTION,
   'max_grad_norm': _POSITIVE,
@@ -118,6 +118,7 @@ RULES: Mapping[str, settings.Rule] = {
   'mesh.data': _AXIS,
   'mesh.fsdp': _AXIS,
   'mesh.tensor': _AXIS,
+  'mesh.collect_fraction': _BELOW_1,
   'data.name': _one_of(
     'synthetic_wiki', 'jsonl', 'tfds', 'arithmetic', 'games'
   ),

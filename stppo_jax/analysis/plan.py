@@ -8,7 +8,8 @@ CPU compiler plans differ on accelerators. Without `programs`, temporaries are
 estimated (`plan_memory.py`).
 
 The engine of this host keeps its weights, keys and values all the time, so they
-are counted. The policies of steps that are collected ahead are not, nor are
+are counted: on all devices, or on those that only collect. The policies of
+steps that are collected ahead are not counted where all devices learn, nor are
 batches without a compiled program.
 """
 
@@ -46,6 +47,7 @@ class Plan:
     sizes: name to bytes of everything in memory during an update, the engine
       included. A reference in host memory is left out: it is on the devices
       only before an update.
+    collecting: name to bytes of what a device holds that only collects.
     estimated: name to bytes of the temporaries of an update, by formula.
     programs: the programs that were compiled, by name.
     work: the sizes of a step.
@@ -58,6 +60,7 @@ class Plan:
   axes: Mapping[str, int]
   num_hosts: int
   sizes: Mapping[str, int]
+  collecting: Mapping[str, int]
   estimated: Mapping[str, int]
   programs: Mapping[str, plan_programs.Cost]
   work: roofline.Work
@@ -73,15 +76,19 @@ class Plan:
     pads; without them, the temporaries of an update are estimated.
     """
     if self.programs:
-      return {
-        name: cost.beside(self.sizes) for name, cost in self.programs.items()
-      }
+      held = {**self.sizes, **self.collecting}
+      return {name: cost.beside(held) for name, cost in self.programs.items()}
     return {'update': sum(self.estimated.values())}
 
   @property
   def total(self) -> int:
-    """The bytes at the peak of a program."""
-    return sum(self.sizes.values()) + max(self.temporaries.values())
+    """The bytes at the peak of a program, on the device that holds most."""
+    peaks = []
+    for name, temporaries in self.temporaries.items():
+      collects = self.collecting and name in roofline.COLLECTING
+      held = self.collecting if collects else self.sizes
+      peaks.append(sum(held.values()) + temporaries)
+    return max(*peaks, sum(self.collecting.values()))
 
   @property
   def problems(self) -> list[str]:
@@ -100,8 +107,14 @@ class Plan:
   @property
   def seconds(self) -> tuple[float, float]:
     """The seconds of a step: at the limits of the devices, and expected."""
-    parts = self.parts.values()
-    return sum(p.bound for p in parts), sum(p.expected for p in parts)
+    sides = {True: [0.0, 0.0], False: [0.0, 0.0]}  # collecting, learning
+    for name, part in self.parts.items():
+      side = sides[name in roofline.COLLECTING]
+      side[0] += part.bound
+      side[1] += part.expected
+    joined = max if self.collecting else lambda *both: sum(both)
+    bound, expected = zip(*sides.values())
+    return joined(*bound), joined(*expected)
 
 
 def make(
@@ -145,7 +158,7 @@ def make(
       tokenizer = assembly.build_tokenizer(config, questions)
     shape = assembly.build_model_config(config, tokenizer, mesh)
     learner = learner_lib.Learner(config, shape, mesh)
-    placement = assembly.build_placement(config, shape, mesh)
+    placement = assembly.build_placement(config, shape, mesh, devices)
     assembly.check_batch_sizes(config, shape, mesh, placement)
     packed = packed_shapes(config, shape, length, loss_fraction)
     state, reference = learner.abstract_start()
@@ -165,6 +178,7 @@ def make(
   engine = {}
   if placement is not None:
     engine = plan_memory.engine_sizes(config, learner.policy, placement)
+  is_apart = placement is not None and placement.collecting
   trained = sum(
     sizes[f'{name} parameters'] for name, m in models.items() if m is not None
   )
@@ -180,7 +194,12 @@ def make(
     topology=topology,
     axes=axes,
     num_hosts=mesh_lib.num_hosts(mesh),
-    sizes={name: size for name, size in (sizes | engine).items() if size},
+    sizes={
+      name: size
+      for name, size in (sizes | ({} if is_apart else engine)).items()
+      if size
+    },
+    collecting=plan_memory.collecting(config, engine) if is_apart else {},
     estimated=plan_memory.estimate_temporaries(
       work, trained, head_chunk=config.updates.head_chunk
     ),
@@ -211,6 +230,7 @@ def _work(
     state, _ = learner.abstract_start()
     trained = sum(x.size for x in jax.tree.leaves(state.policy.params))
   steps = rows = read = 0.0
+  hosts = 1
   if placement is not None:
     hosts = mesh_lib.num_hosts(placement.training)
     slots = assembly.num_slots(config, hosts)
@@ -241,6 +261,7 @@ def _work(
     decode_bytes=read,
     decode_rows=rows,
     engine_tensor=placement.tensor if placement is not None else 0,
+    collectors=0 if placement is None else len(placement.collecting) * hosts,
   )
 
 

@@ -1,5 +1,6 @@
 """The bytes on one device of the engine, and of an update's temporaries."""
 
+from collections.abc import Mapping
 import functools
 import math
 from typing import Any
@@ -58,6 +59,23 @@ def engine_sizes(
     name: bytes_per_device(jax.tree.map(_with_layout, *tree_and_layout))
     for name, tree_and_layout in layouts.items()
   }
+
+
+def collecting(config, engine: Mapping[str, int]) -> dict[str, int]:
+  """Returns the bytes of a device that only collects, by name.
+
+  Beside the policy that collects it holds those of the steps that come next;
+  of adapters, little more than the base.
+
+  Args:
+    config: the config of the run.
+    engine: from `engine_sizes`.
+  """
+  sizes = dict(engine)
+  if not config.model.lora.rank:
+    ahead = config.rollout.steps_ahead
+    sizes['weights of the next steps'] = ahead * sizes[WEIGHTS]
+  return sizes
 
 
 def estimate_temporaries(

@@ -7,6 +7,7 @@ from typing import Any
 from typing import NamedTuple
 
 from stppo_jax.analysis import plan as plan_lib
+from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import topology as topology_lib
 from stppo_jax.training.building import assembly
 
@@ -37,7 +38,9 @@ def changed(config, changes: Changes) -> Any:
   return copy.lock()
 
 
-def sweep_meshes(config, num_devices: int, planner: Planner) -> list[Tried]:
+def sweep_meshes(
+  config, topology: topology_lib.Topology, planner: Planner
+) -> list[Tried]:
   """Returns the plans of all meshes, the best first.
 
   Those that fit come first, the fastest of them at the top. Each device keeps
@@ -46,10 +49,19 @@ def sweep_meshes(config, num_devices: int, planner: Planner) -> list[Tried]:
 
   Args:
     config: the config of a run; its mesh may have one axis of -1.
-    num_devices: the number of devices.
+    topology: the devices.
     planner: estimates a plan.
+
+  Raises:
+    Misconfigured: the devices do not fill whole hosts; one line.
   """
-  updates, mesh = config.updates, dict(config.mesh)
+  with assembly.config_errors():
+    learning, _ = mesh_lib.divide(
+      topology_lib.virtual(topology), config.mesh.collect_fraction
+    )
+  num_devices = len(learning)
+  updates = config.updates
+  mesh = {axis: config.mesh[axis] for axis in mesh_lib.AXES}
   microbatch = updates.microbatch_size or updates.minibatch_size
   known = [size for size in mesh.values() if size != -1]
   rest = num_devices

@@ -28,6 +28,7 @@ def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
     'problems': plan.problems,
     'memory': {
       'sizes': dict(plan.sizes),
+      'collecting': dict(plan.collecting),
       'compiled_for': plan.topology.platform if plan.programs else '',
       'temporaries': plan.temporaries,
       'estimated': dict(plan.estimated),
@@ -78,7 +79,10 @@ def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
       'cost': costs[1],
       'cost_at_least': costs[0],
     },
-    'assumptions': list(roofline.ASSUMPTIONS),
+    'assumptions': [
+      *roofline.ASSUMPTIONS,
+      *([roofline.BESIDE] if plan.collecting else []),
+    ],
   }
 
 

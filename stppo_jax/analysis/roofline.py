@@ -5,11 +5,13 @@ from formulas. `bound` is the time at the limits that the makers of a device
 publish, which no program can beat. `expected` uses the shares of these limits
 that one device has reached, see `SHARES`. In both, what a part computes, reads
 and sends overlaps, so the slowest of the three counts; the parts follow one
-another. Waiting for the retriever, evaluations and checkpoints are left out.
+another, but for devices that only collect. Waiting for the retriever,
+evaluations and checkpoints are left out.
 """
 
 from collections.abc import Mapping
 import dataclasses
+import math
 from typing import NamedTuple
 
 from stppo_jax.models import config as model_config
@@ -35,6 +37,12 @@ SHARES: Mapping[str, float] = {
   'annotate': 0.73 * _PRODUCT,
   'update': 0.73 * _PRODUCT,
 }
+# The parts of a step in which devices collect.
+COLLECTING = ('extend', 'decode')
+BESIDE = (
+  'the devices that only collect do so while the others annotate, update and '
+  'publish, and a step lasts as long as the slower of the two'
+)
 ASSUMPTIONS = (
   'every row has all its tokens; the shares of published rates are those that '
   'Qwen2.5-1.5B reached on one H200 (python -m benchmarks.accelerator): '
@@ -90,6 +98,7 @@ class Work:
     decode_rows: the rows of a device in such a call.
     engine_tensor: the devices that a copy of the engine is cut over; 0 with a
       remote engine.
+    collectors: the devices that only collect; 0: all devices do both.
   """
 
   shape: model_config.ModelConfig
@@ -111,6 +120,12 @@ class Work:
   decode_bytes: float
   decode_rows: float
   engine_tensor: int
+  collectors: int = 0
+
+  @property
+  def learners(self) -> int:
+    """The devices that learn."""
+    return math.prod(self.axes.values())
 
   @property
   def output(self) -> int:
@@ -138,9 +153,10 @@ def parts(work: Work, topology: topology_lib.Topology) -> dict[str, Part]:
     found['publish'] = _publish(work)
   found['annotate'] = _annotate(work)
   found['update'] = _update(work)
-  devices = topology.num_devices
   timed = {}
   for name, (needed, computed, read, traffic) in found.items():
+    collects = name in COLLECTING and work.collectors
+    devices = work.collectors if collects else work.learners
     needed, computed = needed / devices, computed / devices
     traffic = {key: size for key, size in traffic.items() if size}
     sending = sum(
@@ -190,7 +206,10 @@ def _publish(work: Work) -> _Counts:
     parts *= work.axes[axis]
   size, n = trained * work.itemsize, min(work.engine_tensor, parts)
   sent = size / parts * (n - 1) / n + size / n * (1 - n / parts)
-  return 0.0, 0.0, 0.0, {('all-gather', 'fsdp'): sent}
+  # Each device that only collects gets its part from one that learns.
+  copied = size / n * work.collectors / work.learners
+  traffic = {('all-gather', 'fsdp'): sent, ('copy', 'tensor'): copied}
+  return 0.0, 0.0, 0.0, traffic
 
 
 def _annotate(work: Work) -> _Counts:

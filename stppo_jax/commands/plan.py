@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
 
   as_json = 'json' in arguments.switches
   if 'sweep_mesh' in arguments.switches:
-    found = plan_search.sweep_meshes(config, topology.num_devices, planner)
+    found = plan_search.sweep_meshes(config, topology, planner)
     best = options['compile_best'] if programs else 0
     for n in range(len(found) if best < 0 else min(best, len(found))):
       if found[n].plan is not None:
@@ -184,8 +184,9 @@ def _programs(platform: str, options: Mapping[str, Any]) -> Sequence[str]:
 def describe(summary: Mapping[str, Any]) -> list[str]:
   """Returns the lines that print a summary; sizes are of one device."""
   axes = ' '.join(f'{axis}={n}' for axis, n in summary['mesh'].items())
-  lines = [f'{summary["topology"]}: {axes}', '', 'Memory of a device']
   memory = summary['memory']
+  which = ' that learns' if memory['collecting'] else ''
+  lines = [f'{summary["topology"]}: {axes}', '', f'Memory of a device{which}']
   sizes = dict(memory['sizes'])
   names = list(memory['temporaries'])
   if memory['compiled_for']:
@@ -196,6 +197,10 @@ def describe(summary: Mapping[str, Any]) -> list[str]:
   else:
     for name, size in memory['estimated'].items():
       sizes[f'{name}, estimated'] = size
+  if memory['collecting']:
+    lines += [f'{x / _GIB:10.3f} GiB  {name}' for name, x in sizes.items()]
+    lines += ['', 'Memory of a device that collects']
+    sizes = dict(memory['collecting'])
   for name in ('total', 'limit', 'headroom'):
     sizes[name] = memory[name]
   lines += [f'{x / _GIB:10.3f} GiB  {name}' for name, x in sizes.items()]

@@ -44,6 +44,35 @@ def make_mesh(
   )
 
 
+def divide(devices: Sequence, fraction: float) -> tuple[list, list]:
+  """Returns the devices that learn, and those that collect beside them.
+
+  The last devices of each host collect.
+
+  Args:
+    devices: devices of all hosts.
+    fraction: the share of each host's devices that collects, which is rounded
+      to whole devices; 0: all devices learn, and none only collects.
+
+  Raises:
+    ValueError: no device of a host is left for one of the two; one line.
+  """
+  by_host: dict[int, list] = {}
+  for device in devices:
+    by_host.setdefault(device.process_index, []).append(device)
+  learning, collecting = [], []
+  for host in by_host.values():
+    count = round(fraction * len(host))
+    if fraction and not 0 < count < len(host):
+      raise ValueError(
+        f'mesh.collect_fraction={fraction}: must leave at least one of the '
+        f'{len(host)} devices of a host to collect, and one to learn'
+      )
+    learning += host[: len(host) - count]
+    collecting += host[len(host) - count :]
+  return learning, collecting
+
+
 def platform(mesh: jax.sharding.Mesh | None) -> str:
   """Returns the platform that a mesh is of: 'cpu', 'gpu' or 'tpu'.
 

@@ -8,11 +8,15 @@ global arrays of which every host has all pieces; each host then makes arrays of
 its own devices out of its pieces, which copies nothing. `device_put` would not
 do: it may return the arrays of training themselves, which the next update
 deletes.
+
+If some devices of each host only collect, the program gathers the copy on the
+others, and each host then moves it to those that collect.
 """
 
 from collections.abc import Callable
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -42,6 +46,8 @@ class Placement:
   Attributes:
     training: the mesh of training.
     tensor: the number of devices that the weights of a host are cut over.
+    collecting: the devices of this host that decode, if they are not those that
+      train.
 
   Raises:
     ValueError: weights cannot be cut over so many devices of each host.
@@ -49,14 +55,18 @@ class Placement:
 
   training: jax.sharding.Mesh
   tensor: int
+  collecting: tuple[Any, ...] = ()
 
   def __post_init__(self):
     local = [d for d in self.training.devices.flat if _is_here(d)]
-    if len(local) % self.tensor:
-      raise ValueError(
-        f'must divide the {len(local)} devices of this host; an engine over '
-        'several hosts is not supported'
-      )
+    learning = ' that learn' if self.collecting else ''
+    counts = {learning: len(local), ' that collect': len(self.collecting)}
+    for which, count in counts.items():
+      if count % self.tensor:
+        raise ValueError(
+          f'must divide the {count} devices of this host{which}; an '
+          'engine over several hosts is not supported'
+        )
     trained = self.training.shape['tensor']
     parts = self._parts
     if math.prod(parts[name] for name in _COLUMNS) != self.tensor:
@@ -76,12 +86,12 @@ class Placement:
   @functools.cached_property
   def mesh(self) -> jax.sharding.Mesh:
     """The mesh of this host, with the axes of training; `fsdp` has 1 device."""
-    groups = [group for group in self._groups if _is_here(group[0])]
+    devices = list(self.collecting)
+    if not devices:
+      groups = [group for group in self._groups if _is_here(group[0])]
+      devices = list(np.concatenate(groups))
     return mesh_lib.make_mesh(
-      data=len(groups),
-      fsdp=1,
-      tensor=self.tensor,
-      devices=list(np.concatenate(groups)),
+      data=-1, fsdp=1, tensor=self.tensor, devices=devices
     )
 
   @functools.cached_property
@@ -151,7 +161,10 @@ class Placement:
 
   def here(self, x: jax.Array, layout: NamedSharding) -> jax.Array:
     """Returns the pieces of a global array that are here as a local array."""
-    pieces = [piece.data for piece in x.addressable_shards]
+    if self.collecting:
+      pieces = _moved(x, layout)
+    else:
+      pieces = [piece.data for piece in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, layout, pieces)
 
 
@@ -221,6 +234,28 @@ class Publisher:
   def _layout(self, params: Tree, mesh: jax.sharding.Mesh) -> Tree:
     layout = sharding.param_shardings(params, mesh)
     return sharding.per_layer(layout, self._num_layers)
+
+
+def _moved(x: jax.Array, layout: NamedSharding) -> list[jax.Array]:
+  """Returns copies of the pieces of a layout on its devices.
+
+  Each is copied from one device of this host that holds the same piece; if
+  several do, they take turns.
+  """
+  held: dict[tuple, list[jax.Array]] = {}
+  for piece in x.addressable_shards:
+    held.setdefault(_bounds(piece.index, x.shape), []).append(piece.data)
+  sources = {bounds: itertools.cycle(held[bounds]) for bounds in held}
+  places = layout.addressable_devices_indices_map(x.shape).items()
+  return [
+    jax.device_put(next(sources[_bounds(index, x.shape)]), device)
+    for device, index in places
+  ]
+
+
+def _bounds(index: Any, shape: tuple[int, ...]) -> tuple:
+  """Returns the ends of a piece in each dimension; slices have no hash."""
+  return tuple(s.indices(size)[:2] for s, size in zip(index, shape))
 
 
 def _is_here(device) -> bool:

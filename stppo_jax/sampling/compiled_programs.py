@@ -86,6 +86,12 @@ class CompiledPrograms:
     """
     # The old weights go first: devices need never hold both.
     self.params = None
+    self.params = self.copied(params, base)
+
+  def copied(
+    self, params: functional.Params, base: functional.Params | None = None
+  ) -> functional.Params:
+    """Returns what `publish` sets `params` to, without setting it."""
     if base is not self._base:
       self._base_copy = None
       self._base_copy = None if base is None else self._publisher(base)
@@ -93,7 +99,7 @@ class CompiledPrograms:
     params = self._publisher(params)
     if self._base_copy is not None:
       params = joined(self._base_copy, params)
-    self.params = params
+    return params
 
   def put(self, *trees):
     """Puts arrays on the devices, sharded by slot like the state."""

@@ -98,6 +98,20 @@ class Engine:
     self._programs.publish(params, base)
     self.version = version
 
+  def copied(
+    self, params: functional.Params, *, base: functional.Params | None = None
+  ) -> functional.Params:
+    """Returns a copy of weights for `adopt`; see `publish`.
+
+    The engine may decode meanwhile. Its devices then hold the weights twice.
+    """
+    return self._programs.copied(params, base)
+
+  def adopt(self, weights: functional.Params, version: int) -> None:
+    """Publishes weights that `copied` has returned."""
+    self._programs.params = weights
+    self.version = version
+
   def begin(
     self,
     prompts: Sequence[np.ndarray | None],

@@ -100,6 +100,8 @@ class StepCollector:
     self._collector = collector
     self._show = show
     self._hosts = hosts
+    # By step, until they are measured: a later step may be collected before.
+    self._first_groups: dict[int, Groups] = {}
 
   def collect(
     self, step: int
@@ -119,14 +121,15 @@ class StepCollector:
     # An evaluation uses the same retriever: drop what it has counted.
     self._statistics()
     groups = self._collect_round(step, 0)
-    self._first_groups = list(groups)
+    first = list(groups)
     counts = self._replace_groups(groups, step)
     rows = _rows(groups)
-    counts |= trajectory_metrics.count_tokens(_rows(self._first_groups))
+    counts |= trajectory_metrics.count_tokens(_rows(first))
     counts |= self._statistics()
     if self._hosts.count > 1:
+      self._first_groups[step] = first
       return rows, counts
-    metrics = self._measure(self._first_groups)
+    metrics = self._measure(first)
     staleness = trajectory_metrics.measure_staleness(rows, step)
     return rows, metrics | staleness | counts
 
@@ -139,7 +142,7 @@ class StepCollector:
     if self._hosts.count == 1:
       return metrics
     groups, counts = host_metrics.gather(
-      self._hosts, self._first_groups, metrics
+      self._hosts, self._first_groups.pop(step), metrics
     )
     staleness = trajectory_metrics.measure_staleness(_rows(groups), step)
     return self._measure(groups) | staleness | counts

@@ -25,6 +25,7 @@ from stppo_jax.models import functional
 from stppo_jax.parallel import compile_time
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import peaks
+from stppo_jax.parallel import publish as publish_lib
 from stppo_jax.records.liveness import timing
 from stppo_jax.rollout import pack as pack_lib
 from stppo_jax.training import checkpoint_state
@@ -276,13 +277,28 @@ def _start(config, run: run_lib.Run, restart: bool, source: Any) -> _Started:
 def _notes(
   config, components: assembly.Components, run: run_lib.Run
 ) -> Iterator[str]:
-  """Yields lines about options that do less than they seem to."""
-  ahead = config.rollout.steps_ahead
-  if ahead and components.learner.mesh.size > 1 and run.hosts.is_first:
+  """Yields lines about what devices do, and options that do less than hoped."""
+  ahead, learning = config.rollout.steps_ahead, components.learner.mesh.size
+  if not run.hosts.is_first:
+    return
+  if placement := _apart(components):
+    collecting = len(placement.collecting)
     yield (
-      f'rollout.steps_ahead={ahead}: on several devices the next step is '
-      'collected between updates, not beside them, which saves no time'
+      f'mesh.collect_fraction={config.mesh.collect_fraction}: devices of each '
+      f'host: {learning // run.hosts.count} learn, {collecting} collect'
     )
+  elif ahead and learning > 1:
+    yield (
+      f'rollout.steps_ahead={ahead}: the next step is collected between '
+      'updates, which saves no time; with mesh.collect_fraction some devices '
+      'collect beside them'
+    )
+
+
+def _apart(components: assembly.Components) -> publish_lib.Placement | None:
+  """Returns the placement if the devices that collect do not learn."""
+  placement = components.placement
+  return placement if placement and placement.collecting else None
 
 
 def _collecting_services(
@@ -293,9 +309,11 @@ def _collecting_services(
   If steps are collected ahead, and on a thread, they have a loop that can be
   stopped, which ends that thread.
   """
-  # On several devices, programs of two threads can deadlock: if two devices get
-  # them in different orders, the collectives of each wait for the other's.
-  if config.rollout.steps_ahead and components.learner.mesh.size == 1:
+  # If several devices both learn and collect, programs of two threads can
+  # deadlock: two devices may get them in different orders, and the collectives
+  # of each then wait for the other's.
+  is_safe = components.learner.mesh.size == 1 or _apart(components)
+  if config.rollout.steps_ahead and is_safe:
     loop = prefetch.StoppableLoop(services.loop)
     return dataclasses.replace(services, loop=loop)
   return services
@@ -320,15 +338,31 @@ def _build_prefetcher(
   steps = collection.StepCollector(
     config, services, collector, run.show, run.hosts
   )
-  return steps, prefetch.Prefetcher(
+  build = functools.partial(
+    prefetch.Prefetcher,
+    copy_policy=learner.copy_policy,
+    steps_ahead=rollout.steps_ahead,
+    num_steps=config.num_steps,
+    loop=loop if isinstance(loop, prefetch.StoppableLoop) else None,
+  )
+  if placement := _apart(components):
+
+    def collect(step: int):
+      # Small programs without devices of their own must not wait in the queue
+      # of a device that learns.
+      with jax.default_device(placement.collecting[0]):
+        return steps.collect(step)
+
+    return steps, build(
+      collect,
+      functools.partial(engines.adopt, engine),
+      send=lambda params: engines.copied(engine, run.state, params),
+    )
+  return steps, build(
     steps.collect,
     lambda params, version: engines.publish(
       engine, learner, run.state, version, trained=params
     ),
-    learner.copy_policy,
-    steps_ahead=rollout.steps_ahead,
-    num_steps=config.num_steps,
-    loop=loop if isinstance(loop, prefetch.StoppableLoop) else None,
   )
 
 

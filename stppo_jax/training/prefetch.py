@@ -119,8 +119,11 @@ class Prefetcher:
     num_steps: the length of the run; no later step is collected.
     loop: the event loop of `collect`; given, steps are collected on another
       thread. None: a step is collected in the call of `result`. There must be
-      no thread with several devices, where the collectives of programs that two
-      threads start could wait for each other.
+      no thread if several devices both learn and collect: the collectives of
+      programs that two threads start could wait for each other.
+    send: copies weights to the devices that collect, for `publish`, in the call
+      of `schedule`: if several hosts learn, they do it together, in the order
+      of their other programs. None: `publish` copies them.
   """
 
   def __init__(
@@ -132,6 +135,7 @@ class Prefetcher:
     steps_ahead: int,
     num_steps: int,
     loop: StoppableLoop | None,
+    send: Callable[[functional.Params], functional.Params] | None = None,
   ):
     self._collect = collect
     self._publish = publish
@@ -139,6 +143,8 @@ class Prefetcher:
     self._steps_ahead = steps_ahead
     self._num_steps = num_steps
     self._loop = loop
+    self._send = send
+    self._sent: tuple[int, functional.Params] | None = None
     self._thread = None
     if loop is not None:
       # One thread, so that weights are published only between two collections.
@@ -192,7 +198,7 @@ class Prefetcher:
     last = min(version + self._steps_ahead, self._num_steps - 1)
     for step in range(max(self._in_flight, default=version - 1) + 1, last + 1):
       self._in_flight[step] = self._thread.submit(
-        self._collect_step, step, self.policy(step)
+        self._collect_step, step, self._sent_policy(step)
       )
 
   def policy(self, step: int) -> functional.Params:
@@ -220,6 +226,15 @@ class Prefetcher:
       assert self._loop is not None
       self._loop.stop()
       self._thread.shutdown(cancel_futures=True)
+
+  def _sent_policy(self, step: int) -> functional.Params:
+    """Returns the weights of a step, on the devices that collect it."""
+    if self._send is None:
+      return self.policy(step)
+    version = self._version(step)
+    if self._sent is None or self._sent[0] != version:
+      self._sent = version, self._send(self.policy(step))
+    return self._sent[1]
 
   def _version(self, step: int) -> int:
     return max(0, step - self._steps_ahead)

@@ -85,6 +85,7 @@ _LATER_KEYS = {
   'retrieval.replay': '',
   'retrieval.faults.rate': 0.0,
   'retrieval.faults.seed': 0,
+  'mesh.collect_fraction': 0.0,
   'rollout.tensor': 0,
   'rollout.cache_dtype': 'model',
   'profile.steps': [0, 0],

@@ -63,6 +63,34 @@ def test_bytes_of_a_small_model():
   assert found.estimated['gradients'] == trained
 
 
+def test_devices_that_only_collect_hold_the_engine_and_the_next_weights(capsys):
+  divided = {'mesh__collect_fraction': 0.5, 'rollout__steps_ahead': 1}
+  found = plan.make(runs.config(**divided), length=128, loss_fraction=0.5)
+  assert found.axes == {'data': 4, 'fsdp': 1, 'tensor': 1}
+  together = plan.make(runs.config(mesh__data=8), length=128, loss_fraction=0.5)
+  ours, theirs = dict(found.collecting), dict(together.sizes)
+  weights = theirs.pop('weights of the engine')
+  cache = theirs.pop('keys and values of the engine')
+  assert found.sizes == theirs
+  assert ours == {
+    'weights of the engine': weights,
+    'weights of the next steps': weights,
+    'keys and values of the engine': 2 * cache,  # on half the devices
+  }
+  # They collect while the others learn.
+  collect = sum(found.parts[name].expected for name in ('extend', 'decode'))
+  learn = sum(part.expected for part in found.parts.values()) - collect
+  assert found.seconds[1] == pytest.approx(max(collect, learn))
+  assert found.parts['update'].computed == pytest.approx(
+    2 * together.parts['update'].computed
+  )
+  flags = [f'--config.{k.replace("__", ".")}={x}' for k, x in divided.items()]
+  code, out, _ = _plan(capsys, *flags, '--compile=False')
+  assert code == 0 and 'Memory of a device that collects' in out
+  assert 'GiB  weights of the next steps' in out
+  assert 'a step lasts as long as the slower of the two' in out
+
+
 def test_an_engine_computes_with_weights_of_its_dtype():
   config, placement = runs.config(), tiny_engine.placement(8)
   whole = plan_memory.engine_sizes(config, tiny.model(), placement)

@@ -75,6 +75,7 @@ def test_every_algorithm_of_the_table_keeps_the_rules(name):
     ('loss.value_coefficient', 0.0, 'greater than 0'),
     ('mesh.fsdp', 0, '-1 for all remaining devices'),
     ('mesh.tensor', -2, '-1 for all remaining devices'),
+    ('mesh.collect_fraction', 1.0, 'in [0, 1)'),
     ('data.name', 'nq', 'one of synthetic_wiki, jsonl'),
     ('data.tokenizer_vocab_size', 256, 'greater than 256'),
     ('data.synthetic_wiki.hops', (), 'some of 1 and 2'),
@@ -198,6 +199,11 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
       {'model__lora__rank': 8, 'model__reference_memory': 'host'},
       'model.reference_memory=host: must be device when model.lora.rank=8 and '
       'model.reference_path is empty: the base is the reference',
+    ),
+    (
+      {'mesh__collect_fraction': 0.5},
+      'mesh.collect_fraction=0.5: must be 0 when rollout.steps_ahead=0: the '
+      'devices that collect and those that learn would wait for each other',
     ),
     (
       {'mesh__tensor': -1},

@@ -1,9 +1,12 @@
 """Sizes of the mesh that are given, left open, or impossible."""
 
+import dataclasses
+
 import jax
 import pytest
 
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import topology
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,26 @@ def test_sizes_that_do_not_fit_are_refused(sizes):
   data, fsdp, tensor = sizes
   with pytest.raises(ValueError, match='does not fit 8 devices.*multiply'):
     mesh_lib.make_mesh(data=data, fsdp=fsdp, tensor=tensor)
+
+
+@pytest.mark.parametrize(
+  ('fraction', 'learning'),
+  [(0.0, '0123 4567'), (0.25, '012 456'), (0.5, '01 45'), (0.7, '0 4')],
+)
+def test_the_last_devices_of_each_host_collect(fraction, learning):
+  hosts = topology.virtual(topology.find('v5e:2x4'))
+  # Two hosts of four devices each.
+  hosts = [dataclasses.replace(d, process_index=d.id // 4) for d in hosts]
+  learn, collect = mesh_lib.divide(hosts, fraction)
+  expected = [hosts[int(n)] for n in learning.replace(' ', '')]
+  assert learn == expected
+  assert collect == ([d for d in hosts if d not in learn] if fraction else [])
+
+
+@pytest.mark.parametrize('fraction', [0.01, 0.95])
+def test_a_host_has_devices_of_both_kinds(fraction):
+  with pytest.raises(ValueError, match='one of the 8 devices of a host'):
+    mesh_lib.divide(jax.devices(), fraction)
 
 
 def test_a_mesh_of_some_devices():

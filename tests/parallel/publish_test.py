@@ -86,6 +86,20 @@ def test_published_weights_equal_the_trained_ones(layout):
   assert shard(layer['mlp_norm']['scale']) == (64,)
 
 
+@pytest.mark.parametrize(('fsdp', 'decoding'), [(4, 2), (4, 1), (1, 1)])
+def test_devices_that_only_collect_get_the_weights(fsdp, decoding):
+  devices = jax.devices()
+  mesh = mesh_lib.make_mesh(data=1, fsdp=fsdp, tensor=1, devices=devices[:fsdp])
+  placement = publish.Placement(mesh, decoding, tuple(devices[4:]))
+  params = _params(mesh)
+  published = publish.Publisher(placement, _cut, num_layers=_LAYERS)(params)
+  jax.tree.map(np.testing.assert_array_equal, published, _cut(params))
+  kernel = published['layers'][1]['q_proj']['kernel']
+  assert kernel.sharding.mesh == placement.mesh
+  assert placement.mesh.devices.flatten().tolist() == devices[4:]
+  assert kernel.sharding.shard_shape(kernel.shape) == (64, 32 // decoding)
+
+
 @pytest.mark.parametrize('layout', _LAYOUTS)
 def test_devices_send_what_the_formula_says(layout):
   placement = _placement(*layout)
@@ -125,6 +139,22 @@ def test_devices_send_what_the_formula_says(layout):
 def test_devices_that_cannot_be_cut_are_refused(layout, expected):
   with pytest.raises(ValueError, match=expected):
     _placement(*layout)
+
+
+@pytest.mark.parametrize(
+  ('learning', 'collecting', 'expected'),
+  [
+    (4, 3, 'must divide the 3 devices of this host that collect'),
+    (3, 4, 'must divide the 3 devices of this host that learn'),
+  ],
+)
+def test_both_kinds_of_devices_must_be_cut(learning, collecting, expected):
+  devices = jax.devices()
+  mesh = mesh_lib.make_mesh(
+    data=learning, fsdp=1, tensor=1, devices=devices[:learning]
+  )
+  with pytest.raises(ValueError, match=expected):
+    publish.Placement(mesh, 2, tuple(devices[4 : 4 + collecting]))
 
 
 def test_tensor_must_fit_the_training_s():

@@ -258,15 +258,23 @@ def test_a_checkpoint_of_four_hosts_resumes(tmp_path, finished, count, mesh):
 
 
 @pytest.mark.slow
-def test_hosts_collect_ahead_between_their_updates(tmp_path, capsys):
+@pytest.mark.parametrize('fraction', [0.0, 0.5])
+def test_hosts_collect_ahead(tmp_path, capsys, fraction):
+  """All devices do both, or one device of each host collects and one learns."""
   options = {'rollout__steps_ahead': 1, 'num_steps': runs.STEPS}
-  note = (
-    'note: rollout.steps_ahead=1: on several devices the next step is '
-    'collected between updates, not beside them, which saves no time\n'
+  between = (
+    'note: rollout.steps_ahead=1: the next step is collected between updates, '
+    'which saves no time'
+  )
+  beside = (
+    'note: mesh.collect_fraction=0.5: devices of each host: 1 learn, 1 '
+    'collect\n'
   )
   assert runs.train(tmp_path / 'one', **options) == 0
-  assert note in capsys.readouterr().out
+  assert between in capsys.readouterr().out
+  options['mesh__collect_fraction'] = fraction
   first, second = _train(tmp_path / 'two', **options)
+  note = beside if fraction else between
   assert note in first and note not in second
   _assert_same_run(
     tmp_path / 'two', tmp_path / 'one', count=2, steps=runs.STEPS

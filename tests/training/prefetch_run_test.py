@@ -107,6 +107,32 @@ def test_staleness_is_the_number_of_steps_ahead(finished):
   assert all(line['ratio/token/max'] > 1 + 1e-5 for line in lines[1:])
 
 
+def test_a_device_that_only_collects_makes_the_same_run(finished, tmp_path):
+  """One device learns and another one collects, at the same time."""
+  updated, threads = threading.Event(), set()
+
+  def act(moment):
+    if moment == ('collect', 2):
+      threads.add(threading.current_thread().name[:13])
+      # The update of the first step does not wait for this collection.
+      assert updated.wait(60.0)
+    if moment == ('updated', 1):
+      updated.set()
+
+  # Of the eight devices of tests the first one learns, and the last collects.
+  changes = {'mesh__collect_fraction': 0.125, 'evaluate__every': 0}
+  assert _train(tmp_path, act=act, num_steps=2, **changes) == 0
+  assert threads == {'collect-ahead'}
+  for step in (1, 2):
+    ours, theirs = (
+      runs.trajectories(folder, step) for folder in (tmp_path, finished(1))
+    )
+    assert ours == theirs
+  pairs = zip(runs.repeated(tmp_path), runs.repeated(finished(1))[1:])
+  for ours, theirs in pairs:
+    assert ours == {name: theirs[name] for name in ours}
+
+
 @pytest.mark.slow
 def test_in_between_it_is_the_same_run_as_in_the_background(
   finished, tmp_path, monkeypatch

@@ -160,6 +160,31 @@ def test_further_steps_are_collected_meanwhile_but_not_too_many(steps_ahead):
   collector.close()
 
 
+def test_weights_are_sent_once_by_the_thread_that_learns():
+  engine, sent = _Engine(), []
+
+  def send(params):
+    assert threading.current_thread() is threading.main_thread()
+    sent.append(params)
+    return params
+
+  collector = prefetch.Prefetcher(
+    engine.collect,
+    engine.publish,
+    lambda state: state.policy.params,
+    steps_ahead=1,
+    num_steps=5,
+    loop=_Never(),
+    send=send,
+  )
+  for step in range(5):
+    collector.schedule(step, _State(step))
+    collector.result(step)
+  collector.close()
+  assert engine.events == _events(range(5), 1)
+  assert sent == [f'policy {version}' for version in range(4)]
+
+
 def test_old_policies_are_released():
   class Weights:
     pass

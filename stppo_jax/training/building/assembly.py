@@ -363,17 +363,38 @@ def build_model_config(
 
 
 def build_mesh(config, devices: Sequence | None = None) -> jax.sharding.Mesh:
-  """Returns the mesh of training, over these devices; None: over all."""
+  """Returns the mesh of training.
+
+  Args:
+    config: the config of a run.
+    devices: the devices of the run, of which some may only collect; None: all.
+
+  Raises:
+    ValueError: the axes do not fit the devices.
+  """
   axes = config.mesh
-  return distributed.by_host(
-    mesh_lib.make_mesh(
-      data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor, devices=devices
-    )
+  learning, collecting = mesh_lib.divide(
+    devices or jax.devices(), axes.collect_fraction
   )
+  try:
+    mesh = mesh_lib.make_mesh(
+      data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor, devices=learning
+    )
+  except ValueError as error:
+    if not collecting:
+      raise
+    raise ValueError(
+      f'{error}; the other {len(collecting)} collect: '
+      f'mesh.collect_fraction={axes.collect_fraction}'
+    ) from error
+  return distributed.by_host(mesh)
 
 
 def build_placement(
-  config, shape: model_config.ModelConfig, mesh: jax.sharding.Mesh
+  config,
+  shape: model_config.ModelConfig,
+  mesh: jax.sharding.Mesh,
+  devices: Sequence | None = None,
 ) -> publish_lib.Placement | None:
   """Returns the devices that decode; None with rollout.engine=remote.
 
@@ -381,6 +402,7 @@ def build_placement(
     config: the config of a run.
     shape: the policy's shape.
     mesh: the mesh of training.
+    devices: see `build_mesh`.
 
   Raises:
     ValueError: rollout.tensor does not divide the devices or the model.
@@ -388,8 +410,12 @@ def build_placement(
   if config.rollout.engine != 'local':
     return None
   tensor = config.rollout.tensor or mesh.shape['tensor']
+  _, collecting = mesh_lib.divide(
+    devices or jax.devices(), config.mesh.collect_fraction
+  )
+  here = tuple(d for d in collecting if d.process_index == jax.process_index())
   try:
-    placement = publish_lib.Placement(mesh, tensor)
+    placement = publish_lib.Placement(mesh, tensor, here)
     functional.Model(shape, 'vocabulary', mesh=placement.mesh)
   except ValueError as error:
     raise ValueError(f'rollout.tensor={tensor}: {error}') from error

@@ -89,6 +89,20 @@ def decoded_weights(trained: functional.Params) -> functional.Params:
   return {name: x for name, x in trained.items() if name != 'scalar_head'}
 
 
+def copied(
+  engine: Engine, state: state_lib.TrainState, trained: functional.Params
+) -> functional.Params:
+  """Returns a copy of trained weights on the devices of a local engine."""
+  assert isinstance(engine, engine_lib.Engine)
+  return engine.copied(decoded_weights(trained), base=state.frozen)
+
+
+def adopt(engine: Engine, weights: functional.Params, version: int) -> None:
+  """Publishes weights that `copied` has returned."""
+  assert isinstance(engine, engine_lib.Engine)
+  engine.adopt(weights, version)
+
+
 def build_collector(
   config,
   services: assembly.Services,

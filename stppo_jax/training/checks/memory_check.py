@@ -39,7 +39,8 @@ def check(config, limit: int | None) -> None:
   plan = _plan(config)
   if _bytes(plan) <= limit:
     return
-  parts = sorted(plan.sizes.items(), key=lambda part: -part[1])
+  held = {**plan.sizes, **plan.collecting}
+  parts = sorted(held.items(), key=lambda part: -part[1])
   gib = plan_search.gib
   largest = ', '.join(f'{gib(size)} for {name}' for name, size in parts[:3])
   raise assembly.Misconfigured(
@@ -54,4 +55,6 @@ def _plan(config) -> plan_lib.Plan:
 
 
 def _bytes(plan: plan_lib.Plan) -> int:
-  return sum(plan.sizes.values()) + plan.estimated['gradients']
+  """Returns the bytes on the device that holds most."""
+  learns = sum(plan.sizes.values()) + plan.estimated['gradients']
+  return max(learns, sum(plan.collecting.values()))

@@ -118,6 +118,7 @@ def _for_one_cpu(config):
   """Returns a config whose programs run on a CPU without other devices."""
   config = config.copy_and_resolve_references()
   config.mesh.data = config.mesh.fsdp = config.mesh.tensor = 1
+  config.mesh.collect_fraction = 0.0
   config.rollout.tensor = 0
   config.model.attention = 'auto'
   config.model.reference_memory = 'device'
