@@ -2,8 +2,6 @@
 
 import pathlib
 
-from stppo_jax.records.sinks import plots
-
 
 def finished(
   workdir: pathlib.Path, unit: str, title: str, best: int | None
@@ -20,6 +18,9 @@ def finished(
   metrics = workdir / 'metrics.jsonl'
   lines = [f'done. metrics: {metrics}']
   if title:
+    # Late, because it loads the library that draws.
+    from stppo_jax.records.sinks import plots
+
     curve = workdir / 'learning_curve.png'
     plots.learning_curve(metrics, curve, title=title)
     lines += [
