@@ -57,6 +57,18 @@ class Run:
   has_saved: bool = False
 
 
+def bucket_problem(folder: str | pathlib.Path) -> str:
+  """Returns why an address such as gs://bucket/run is no folder; '' if it is.
+
+  Locks, and folders that are renamed in one step, need a file system. As a path
+  the address would be a folder named `gs:` here.
+  """
+  first = pathlib.PurePath(folder).parts[:1]
+  if not first or not first[0].endswith(':'):
+    return ''
+  return 'a bucket; mount a file system and name a folder in it'
+
+
 def problems(
   folder: str | pathlib.Path,
   *,
@@ -76,6 +88,8 @@ def problems(
     may_lie_inside: whether the folder may lie in one of them.
   """
   path, start = pathlib.Path(folder), f'{flag}={folder}: '
+  if problem := bucket_problem(folder):
+    return [f'{start}{problem}']
   try:
     if path.exists() and not path.is_dir():
       return [f'{start}exists and is not a folder']

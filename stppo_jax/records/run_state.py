@@ -85,7 +85,8 @@ def read(folder: str | pathlib.Path) -> RunState:
   """
   path = pathlib.Path(folder)
   if not path.is_dir():
-    raise NoRun(f'{folder}: no such folder')
+    problem = run_folder.bucket_problem(folder) or 'no such folder'
+    raise NoRun(f'{folder}: {problem}')
   command = run_folder.command_of(path)
   if command not in _COMMANDS:
     reason = f'it was written by {command}' if command else 'no run.json'

@@ -53,6 +53,19 @@ def test_a_model_is_no_workdir(
   assert _files(model) == before
 
 
+def test_a_bucket_is_no_workdir(tmp_path, monkeypatch, capsys):
+  monkeypatch.chdir(tmp_path)
+  line = _refused(capsys, 'train', *runs.flags(), '--workdir=gs://mine/run')
+  assert line == (
+    '--workdir=gs://mine/run: a bucket; mount a file system and name a folder '
+    'in it\n'
+  )
+  for command in ('status', 'report'):
+    line = _refused(capsys, command, 'gs://mine/run')
+    assert line.startswith('gs://mine/run: a bucket; mount a file system')
+  assert not _files(tmp_path)
+
+
 @pytest.mark.parametrize('command', ['train', 'sft', 'prefer'])
 def test_a_folder_of_others_is_no_workdir(model, batch, capsys, command):
   before = _files(model)

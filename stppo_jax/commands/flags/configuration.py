@@ -132,7 +132,7 @@ def parse(
     # The folders that a config names are known only if it is valid.
     folders = {} if errors else folders_read(config)
     errors += run_folder.problems(
-      path, flag='--workdir', command=writer, reads=folders
+      flags['workdir'], flag='--workdir', command=writer, reads=folders
     )
   if errors:
     raise ConfigurationError(errors)
