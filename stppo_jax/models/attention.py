@@ -22,6 +22,7 @@ from stppo_jax.models import blockwise
 from stppo_jax.models import splash
 from stppo_jax.parallel import activations
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import rows
 
 Array = jax.Array
 Attend = Callable[[Array, Array, Array], Array]
@@ -57,7 +58,7 @@ class KeySlice(NamedTuple):
     needed: scalar, False where no query sees any of them: then they are not
       read.
     slots_B: for each row, the index of its keys and values, whose leading axis
-      may then have any size; None: row b uses index b.
+      may then have any size, see `rows.take`; None: row b uses index b.
     scales: (k_scale_BKJ1, v_scale_BKJ1), what keys and values of type int8 are
       multiplied by; None: they are used as they are.
   """
@@ -85,9 +86,7 @@ def attend_to_slices(q_BLNH: Array, slices: Sequence[KeySlice]) -> Array:
   def read(key_slice):
     arrays = key_slice.k_BKJH, key_slice.v_BKJH, key_slice.scales
     if key_slice.slots_B is not None:
-      arrays = jax.tree.map(
-        lambda x: x.at[key_slice.slots_B].get(mode='clip'), arrays
-      )
+      arrays = jax.tree.map(lambda x: rows.take(x, key_slice.slots_B), arrays)
     k_BKJH, v_BKJH, scales = arrays
     k_scale, v_scale = (None, None) if scales is None else scales
     weights, total, largest = _weights(

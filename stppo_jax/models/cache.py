@@ -172,8 +172,8 @@ def extend(
       rows. An int leaves the other blocks out of the program. An array skips
       them by a branch when the program runs, which saves compiling a program
       for each number, where a branch is cheap.
-    slots_B: the slot of the cache that each row reads; only blocks that are
-      read are gathered. None: row b reads slot b.
+    slots_B: the slot of the cache that each row reads, see `rows.take`; only
+      blocks that are read are gathered. None: row b reads slot b.
 
   Returns:
     Final hidden states [B, C, D], and the recent tokens with the new ones.
@@ -258,12 +258,15 @@ def store(
     recent: keys and values of the tokens that follow the cached ones.
     lengths_B: tokens of each row that the cache holds.
     counts_B: how many recent tokens of each row to keep.
-    slots_B: the slot of the cache that each row writes to; rows with a slot
-      that the cache does not have are left out. None: row b writes to slot b.
+    slots_B: the slot of the cache that each row writes to, see `rows.put`; rows
+      with a slot that the cache does not have are left out. None: row b writes
+      to slot b.
     mesh: mesh that the cache is laid out on; None: one device.
   """
   if cache[0][0][0].dtype == jnp.int8:
     recent = tuple(map(_in_8_bits, recent))
+  if slots_B is not None:
+    slots_B = slots_B.reshape(-1)
   if mesh is None or mesh.size == 1:
     return _store(cache, recent, lengths_B, counts_B, slots_B)
   rows, heads = _axes(cache[0][0][0].shape[1], mesh)

@@ -1,4 +1,4 @@
-"""Selects rows of a batch that is sharded over devices.
+"""Selects rows of arrays that are sharded over devices.
 
 n devices hold b rows each, and get m of the selected rows each.
 """
@@ -55,3 +55,39 @@ def select(batch: Tree, rows: Array, mesh: jax.sharding.Mesh) -> Tree:
     out_specs=P(axes),
     check_vma=False,
   )(batch, rows.reshape(num_devices, -1))
+
+
+def take(x: Array, index: Array) -> Array:
+  """Returns rows of an array.
+
+  Args:
+    x: [n b, ...].
+    index: int32 [A], numbers of rows; or int32 [n, m], for each device numbers
+      of rows within its part: then no row moves to another device. A number
+      that is too large stands for any row.
+  """
+  if index.ndim == 1:
+    return x.at[index].get(mode='clip')
+  parts = _parts(x, index)
+  taken = jax.vmap(lambda part, m: part.at[m].get(mode='clip'))(parts, index)
+  return taken.reshape(-1, *x.shape[1:])
+
+
+def put(x: Array, index: Array, new: Array) -> Array:
+  """Returns an array with other rows in some places.
+
+  Args:
+    x, index: see `take`; a number that is too large stands for no row.
+    new: the rows, in the order of the index.
+  """
+  if index.ndim == 1:
+    return x.at[index].set(new, mode='drop')
+  put_part = lambda part, m, new: part.at[m].set(new, mode='drop')
+  parts = _parts(x, index)
+  updated = jax.vmap(put_part)(parts, index, _parts(new, index))
+  return updated.reshape(x.shape)
+
+
+def _parts(x: Array, index: Array) -> Array:
+  """Returns the part of each device, [n, b, ...]."""
+  return x.reshape(len(index), -1, *x.shape[1:])

@@ -68,23 +68,27 @@ class EngineOptions:
     """The number of tokens in each block of a slot's cache."""
     return (self.block_size,) * self.cache_blocks
 
-  def compacts(self, shards: int) -> bool:
-    """Returns whether programs run on the active slots only.
+  @property
+  def compacts(self) -> bool:
+    """Whether programs run on the active slots only."""
+    return not self.deterministic
 
-    They run on all slots if the engine is deterministic, or if slots are
-    sharded over devices, where gathering single slots would move their caches
-    from device to device.
+  @property
+  def most_rows(self) -> int:
+    """The most slots in a call of `decode`; see `compacts`."""
+    if self.compacts and self.batch_rows:
+      return min(self.batch_rows, self.slots_per_lane)
+    return self.slots_per_lane
+
+  def largest_call(self, shards: int) -> int:
+    """Returns the number of slots that the largest call of a program gets.
+
+    Every device gets as many, even if most of the active slots are on one.
 
     Args:
       shards: the number of devices that slots are divided over.
     """
-    return not self.deterministic and shards == 1
-
-  def most_rows(self, shards: int) -> int:
-    """Returns the most slots in a call of `decode`; see `compacts`."""
-    if self.compacts(shards) and self.batch_rows:
-      return min(self.batch_rows, self.slots_per_lane)
-    return self.slots_per_lane
+    return shards * min(self.most_rows, self.slots_per_lane // shards)
 
   def check_devices(self, num_devices: int) -> None:
     """Raises ValueError if lanes cannot run on so many devices.

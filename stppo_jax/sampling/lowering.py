@@ -64,7 +64,8 @@ class Lowering:
       jax.eval_shape(lambda: slot_state.empty(model, slots, options.blocks)),
       self._slots_layout,
     )
-    self._rows = options.most_rows(cache_lib.row_shards(model.config, mesh))
+    self._shards = cache_lib.row_shards(model.config, mesh)
+    self._rows = options.largest_call(self._shards)
     self._table_ZV = jax.ShapeDtypeStruct(
       (num_states, model.config.vocab_size),
       jnp.int16,
@@ -119,7 +120,13 @@ class Lowering:
     """Returns the shape of the active slots; None if all slots are."""
     if self._rows == self._options.slots_per_lane:
       return None
-    return self._by_row(jnp.int32)
+    if self._shards == 1:
+      return self._by_row(jnp.int32)
+    return jax.ShapeDtypeStruct(
+      (self._shards, self._rows // self._shards),
+      jnp.int32,
+      sharding=self._slots_layout.lengths,
+    )
 
 
 def _placed(shape: Any, layout: Any) -> jax.ShapeDtypeStruct:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -72,7 +73,9 @@ class SlotDriver:
   """Some slots, their state on the devices, and the calls that change it.
 
   Programs run on all slots, or on the active slots only
-  (`EngineOptions.compacts`), then in batches of a few fixed sizes.
+  (`EngineOptions.compacts`), then in batches of a few fixed sizes. If slots are
+  sharded over devices, each device gathers the same number of its own slots, so
+  that no cache moves between devices.
 
   Args:
     programs: the programs to call.
@@ -93,8 +96,8 @@ class SlotDriver:
     self._programs = programs
     self._extend_chunk = options.extend_chunk
     self.slots = options.slots_per_lane
-    self.compacts = options.compacts(programs.shards)
-    self.batch_rows = options.most_rows(programs.shards)
+    self.compacts = options.compacts
+    self.batch_rows = options.most_rows
     self.returns_expert_ids = options.return_expert_ids
     self._state: slot_state_lib.SlotState | None = None
 
@@ -120,7 +123,8 @@ class SlotDriver:
     self._state = None  # frees the old cache before the new one is allocated
     state = self._programs.empty(num_slots)
     for appends, first in self._chunks(prompts):
-      state = self._extend(state, appends, first, None, num_slots)
+      everywhere = _Active(None, list(appends), num_slots)
+      state = self._extend(state, appends, first, everywhere)
     if group_size > 1:
       state = self._programs.repeat(state, groups, group_size)
     self._state = state
@@ -133,10 +137,9 @@ class SlotDriver:
       # like lengths go together.
       by_length = sorted(chunk, key=lambda slot: chunk[slot].length)
       for batch in self._batches(by_length):
-        active, A = self._active(batch)
         batch_appends = {slot: chunk[slot] for slot in batch}
         # Kept after every call: each one donates the state before it.
-        state = self._extend(state, batch_appends, first, active, A)
+        state = self._extend(state, batch_appends, first, self._active(batch))
         self._state = state
 
   def copy(self, copies: Mapping[int, CopyPrompt]) -> None:
@@ -146,10 +149,13 @@ class SlotDriver:
     can swap theirs, as long as they are in one batch.
     """
     for batch in self._batches(list(copies)):
-      active, A = self._active(batch)
-      if active is None:  # a copy needs its slots by number
-        active = np.full(A, self.slots, np.int32)
-        active[: len(batch)] = batch
+      # A prompt may be on another device than its copy, so slots are given by
+      # their numbers, whatever device holds them.
+      A = self.slots
+      if self.compacts and self._programs.shards == 1:
+        A = _size(len(batch), self.batch_rows)
+      active = np.full(A, self.slots, np.int32)
+      active[: len(batch)] = batch
       arrays = np.zeros((3, A), np.int32)
       for place, copy in enumerate(copies[slot] for slot in batch):
         arrays[:, place] = copy.source, copy.length, copy.budget
@@ -174,11 +180,10 @@ class SlotDriver:
       The slot of each entry of the chunk, None for padding; and the chunk.
     """
     slots = sorted(decodes)
-    active, A = self._active(slots)
+    active, places, A = self._active(slots)
     placed: list[int | None] = [None] * A
     key_data_A2 = np.zeros((A, 2), np.uint32)
-    for n, slot in enumerate(slots):
-      place = slot if active is None else n
+    for place, slot in zip(places, slots):
       placed[place] = slot
       key_data_A2[place] = decodes[slot].key_data
     self._state, chunk = self._programs.decode(
@@ -225,12 +230,10 @@ class SlotDriver:
     state: slot_state_lib.SlotState,
     appends: Mapping[int, Append],
     first: int,
-    active: np.ndarray | None,
-    A: int,
+    active: '_Active',
   ) -> slot_state_lib.SlotState:
     """Appends up to C tokens to slots of a state, which is donated."""
-    C = self._extend_chunk
-    places = appends if active is None else range(len(appends))
+    A, C = active.size, self._extend_chunk
     batch = slot_programs.AppendBatch(
       tokens_AC=np.zeros((A, C), np.int32),
       counts_A=np.zeros(A, np.int32),
@@ -238,7 +241,7 @@ class SlotDriver:
       prompts_A=np.zeros(A, bool),
       budgets_A=np.full(A, -1, np.int32),
     )
-    for place, append in zip(places, appends.values()):
+    for place, append in zip(active.places, appends.values()):
       token_ids = append.token_ids[first : first + C]
       last = first + C >= len(append.token_ids)
       batch.tokens_AC[place, : len(token_ids)] = token_ids
@@ -249,7 +252,7 @@ class SlotDriver:
     return self._programs.extend(
       self._programs.params,
       state,
-      *self._programs.put(active, batch),
+      *self._programs.put(active.slots, batch),
       num_blocks=self._num_blocks(appends.values(), first),
     )
 
@@ -264,20 +267,43 @@ class SlotDriver:
     for first in range(0, len(slots), self.batch_rows):
       yield slots[first : first + self.batch_rows]
 
-  def _active(self, slots: Sequence[int]) -> tuple[np.ndarray | None, int]:
-    """Returns the active slots as padded int32 [A], and A.
+  def _active(self, slots: Sequence[int]) -> '_Active':
+    """Returns the active slots as a program gets them."""
+    shards = self._programs.shards
+    part = self.slots // shards  # slots of a device
+    largest = int(np.bincount([slot // part for slot in slots]).max())
+    size = _size(largest, min(self.batch_rows, part))
+    if not self.compacts or size == part:
+      return _Active(None, slots, self.slots)
+    active = np.full((shards, size), self.slots, np.int32)
+    counts, places = [0] * shards, []
+    for slot in slots:
+      shard = slot // part
+      active[shard, counts[shard]] = slot % part
+      places.append(shard * size + counts[shard])
+      counts[shard] += 1
+    return _Active(active if shards > 1 else active[0], places, shards * size)
 
-    The array is None where the program runs on all slots.
-    """
-    if not self.compacts:
-      return None, self.slots
-    size = self.batch_rows
-    for _ in range(_MAX_HALVINGS):
-      if size % 2 or len(slots) > size // 2:
-        break
-      size //= 2
-    if size == self.slots:
-      return None, size
-    active = np.full(size, self.slots, np.int32)
-    active[: len(slots)] = slots
-    return active, size
+
+class _Active(NamedTuple):
+  """The active slots of a call.
+
+  Attributes:
+    slots: what the program gets, see `slot_programs`; None: all slots.
+    places: the place of each active slot in the program's arrays.
+    size: A, the length of these arrays.
+  """
+
+  slots: np.ndarray | None
+  places: Sequence[int]
+  size: int
+
+
+def _size(count: int, largest: int) -> int:
+  """Returns the smallest size of a batch that holds so many slots."""
+  size = largest
+  for _ in range(_MAX_HALVINGS):
+    if size % 2 or count > size // 2:
+      break
+    size //= 2
+  return size

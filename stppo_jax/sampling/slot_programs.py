@@ -11,8 +11,10 @@ lengths, which are values. A row that waits or has ended is computed along with
 the others and frozen by a mask: nothing that belongs to it is stored.
 
 Every program works on all slots (`slots_A=None`), which needs no copy of the
-cache, or on the slots `slots_A`, of which it gathers what it needs. An entry of
-`slots_A` that is S or more pads the shape and stands for no slot. `num_blocks`
+cache, or on the slots `slots_A`, of which it gathers what it needs: int32 [A],
+or, if several devices hold the slots, [devices, A / devices], slots within the
+part of each device. An entry that is S or more pads the shape and stands for no
+slot. `num_blocks`
 is how many blocks of the cache hold all that the active slots have read so far;
 attention looks at no others, so that a short dialogue does not pay for
 `max_length`; see `cache.extend`.
@@ -178,7 +180,7 @@ def decode(
   A, C = len(active.lengths), num_tokens
   if slots_A is not None:
     # Entries that only pad the shape have nothing to generate.
-    is_slot_A = slots_A < len(state.lengths)
+    is_slot_A = slots_A.reshape(-1) < len(state.lengths)
     budgets_A = jnp.where(is_slot_A, active.budgets, 0)
     active = dataclasses.replace(active, budgets=budgets_A)
 

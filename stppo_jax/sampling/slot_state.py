@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import functional
+from stppo_jax.parallel import rows
 from stppo_jax.parallel import sharding
 from stppo_jax.sampling import stops
 
@@ -169,7 +170,7 @@ def gather_cache(
   if slots_A is None:
     return state.cache
   zeros = lambda block, slots_A: jax.tree.map(
-    lambda x: jnp.zeros((len(slots_A), *x.shape[1:]), x.dtype), block
+    lambda x: jnp.zeros((slots_A.size, *x.shape[1:]), x.dtype), block
   )
   return tuple(
     tuple(
@@ -183,7 +184,7 @@ def gather_cache(
 def _gather(tree, slots_A: Array):
   # A slot id of S or more stands for no slot: what is read there is never
   # stored, because `_scatter` drops it.
-  return jax.tree.map(lambda x: x.at[slots_A].get(mode='clip'), tree)
+  return jax.tree.map(lambda x: rows.take(x, slots_A), tree)
 
 
 def scatter_slots(
@@ -200,6 +201,4 @@ def scatter_slots(
 
 
 def _scatter(tree, slots_A: Array, new):
-  return jax.tree.map(
-    lambda x, new: x.at[slots_A].set(new, mode='drop'), tree, new
-  )
+  return jax.tree.map(lambda x, new: rows.put(x, slots_A, new), tree, new)

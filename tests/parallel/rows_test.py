@@ -53,3 +53,20 @@ def test_one_device_takes_its_own_rows():
   chosen = np.array([3, 0, 3])
   found = rows.select(_batch(), chosen, mesh)
   np.testing.assert_array_equal(found['ids'], _batch()['ids'][chosen])
+
+
+@pytest.mark.parametrize('index', [[[1, 0], [9, 3]], [1, 9, 7]])
+def test_rows_of_each_part_are_taken_and_put(index):
+  x = np.arange(8.0)[:, None]
+  index = np.array(index)
+  # In two parts of four rows, row 3 of the second one is row 7.
+  numbers = (index + [[0], [4]]).ravel() if index.ndim == 2 else index
+  numbers = np.where(index.ravel() == 9, 9, numbers)
+  real = numbers < 8
+  found = np.asarray(rows.take(jnp.asarray(x), jnp.asarray(index)))
+  np.testing.assert_array_equal(found[real], x[numbers[real]])
+  new = -np.arange(1.0, 1 + len(numbers))[:, None]
+  updated = rows.put(jnp.asarray(x), jnp.asarray(index), jnp.asarray(new))
+  expected = x.copy()
+  expected[numbers[real]] = new[real]
+  np.testing.assert_array_equal(updated, expected)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from stppo_jax.models import cache as cache_lib
 from stppo_jax.parallel import program
 from stppo_jax.parallel import sharding
 from stppo_jax.sampling import engine_options
@@ -27,7 +28,7 @@ _MODEL = tiny.model(
 )
 
 
-def _lowering(model, devices, tensor):
+def _lowering(model, devices, tensor, **changes):
   """Returns the engine of a model on some devices; no array is made."""
   placement = tiny_engine.placement(devices, tensor)
   weights = jax.eval_shape(model.init, jax.random.key(0))
@@ -35,7 +36,7 @@ def _lowering(model, devices, tensor):
     model,
     placement=placement,
     options=tiny_engine.options(
-      slots=_A, max_length=_J, cache_blocks=1, decode_chunk=5
+      slots=_A, max_length=_J, cache_blocks=1, decode_chunk=5, **changes
     ),
     num_states=3,
     trained=jax.tree.map(
@@ -86,6 +87,36 @@ def test_decoding_on_devices_neither_copies_nor_sends_the_cache(
     if _J in dims and 8 in dims
   ]
   assert of_cache and max(of_cache) == keys
+
+
+@pytest.mark.parametrize(
+  ('devices', 'tensor'),
+  [(4, 2), pytest.param(4, 4, marks=pytest.mark.slow)],
+)
+def test_devices_gather_their_own_active_slots(devices, tensor):
+  model = dataclasses.replace(
+    _MODEL, config=dataclasses.replace(_MODEL.config, dtype='float32')
+  )
+  engine = _lowering(model, devices, tensor, deterministic=False, batch_rows=5)
+  compiled = engine.decode().compile()
+  size = _per_device(engine.state.cache)
+  assert compiled.memory_analysis().alias_size_in_bytes >= size
+  text = compiled.as_text()
+  sent = [x for c in program.collectives(text) for _, x in c.arrays]
+  assert sent and all(_J not in dims for dims in sent)
+  # Attention reads 5 slots of a device, of as many as it has heads of.
+  heads = 1 if tensor == 2 else 2
+  shapes = {
+    tuple(dims)
+    for line in program.instructions(text)
+    for _, dims in line.arrays
+    if _J in dims and 8 in dims
+  }
+  slots = _A // cache_lib.row_shards(
+    model.config, tiny_engine.placement(devices, tensor).mesh
+  )
+  assert {dims[0] for dims in shapes} <= {slots, 5, 1}
+  assert (5, heads, _J, 8) in shapes
 
 
 def test_weights_are_read_in_the_dtype_of_the_computation():

@@ -72,10 +72,9 @@ def test_nothing_is_compiled_after_the_warm_up(devices):
       _dialogues(engine, 24, group_size, group_size, group_size)
   compiled = [dict(driver.programs.compiled) for driver in drivers]
   refilling, waiting = compiled
-  # One for each size of a batch of active slots: two, one.
-  sizes = 2 if devices == 1 else 1
-  assert refilling['decode'] == sizes and waiting['decode'] == 0
-  assert refilling['extend'] == sizes
+  # One for each size of a batch: two slots of each device, or one.
+  assert refilling['decode'] == 2 and waiting['decode'] == 0
+  assert refilling['extend'] == 2
   # In waves, the prompts of groups are one more shape.
   assert waiting['extend'] <= 1
   for engine, driver in zip(engines, drivers):
@@ -100,6 +99,28 @@ def test_programs_run_on_the_active_slots_only():
     assert len(set(active)) == len(active) > len(slots_A) // 2
     assert not key_data_A2[slots_A == 4].any()
   assert sizes == {4, 2, 1}
+
+
+@pytest.mark.slow
+def test_each_device_runs_as_many_of_its_active_slots():
+  engine, (driver,) = tiny_engine.engine_and_drivers(
+    deterministic=False, devices=2, slots=8
+  )
+  _dialogues(engine, 12, 0, 1, 3)
+  sizes = set()
+  for slots, key_data_A2, *_ in _calls(driver, 'decode'):
+    sizes.add(len(key_data_A2))
+    if slots is None:
+      assert len(key_data_A2) == 8
+      continue
+    assert slots.size == len(key_data_A2) and len(slots) == 2
+    for own in slots:
+      active = own[own < 8]
+      assert len(set(active)) == len(active) and all(active < 4)
+    # The device with most of them needs the size.
+    assert (slots < 8).sum(axis=1).max() > slots.shape[1] // 2
+    assert not key_data_A2[slots.reshape(-1) == 8].any()
+  assert sizes == {8, 4, 2}
 
 
 @pytest.mark.parametrize(
