@@ -75,9 +75,12 @@ def _block(study: study_lib.Study) -> str:
   )
   if study.name != _FIRST:  # it may have runs that others need, too
     command += f' --reuse=docs/collapse/{_FIRST}.csv'
-  if not runs:
-    return f'Not run yet: the command is\n\n```text\n{command}\n```'
   planned = len(study.arms) * study.seeds
+  if not runs:
+    return (
+      f'Not run yet: {planned} runs are planned. The command is\n\n'
+      f'```text\n{command}\n```'
+    )
   return (
     f'{len(runs)} of {planned} planned runs. The command that goes on with '
     f'them is\n\n```text\n{command}\n```\n\n'
