@@ -2,14 +2,15 @@
 
 python -m benchmarks.slices [--only=TEXT] [--write]
 
-Each pair of a model and a slice takes some minutes and 3 GB of memory, in a
-process of its own. `--only` selects the pairs whose name contains the text, for
-example `7b` or `1_5b@v5e:4x4`. `--write` puts their lines into the table of
+Each pair of a model and a slice takes some minutes and some GB of memory, in a
+process of its own. `--only` selects the pairs whose name contains the text,
+for example `7b` or `1_5b@v5e:4x4`. `--write` puts their lines into the table of
 docs/sharding.md and keeps the other lines.
 
 A run has 512 trajectories of 4096 tokens a step, of which half carry loss, and
 256 in an update, with a policy and a value model and bfloat16 activations. Each
-group of devices that shares a row has one row in a forward pass.
+group of devices that shares a row has one row in a forward pass. The slots of
+the engine are chosen by hand.
 """
 
 import argparse
@@ -27,41 +28,49 @@ _LENGTH, _LOSS_FRACTION = 4096, 0.5
 _BEGIN, _END = '<!-- slices -->', '<!-- end of slices -->'
 _HEADER = (
   '| model and slice | data, fsdp, tensor | state | annotate | update | sent |'
-  ' products | kernels | |',
-  '| --- | --- | --- | --- | --- | --- | --- | --- | --- |',
+  ' products | kernels | slots, tensor | engine | extend | decode | publish |'
+  ' |',
+  '|' + ' --- |' * 14,
 )
 
 
 class Setting(NamedTuple):
-  """The mesh of a model on a slice.
+  """The mesh of a model on a slice, and the engine of each of its hosts.
 
   A sum of gradients over all of 16 or more chips is compiled to an all-reduce,
   which sends twice as much as a reduce-scatter, so `fsdp` has fewer chips.
+
+  Attributes:
+    data, fsdp, tensor: the mesh of training.
+    slots: dialogues that a host decodes at a time.
+    decode_tensor: chips over which the weights are divided in decoding.
   """
 
   data: int
   fsdp: int
   tensor: int
+  slots: int
+  decode_tensor: int
 
 
 SETTINGS = {
-  'qwen2_5_1_5b@v5e:2x4': Setting(1, 8, 1),
-  'qwen2_5_1_5b@v5e:4x4': Setting(2, 8, 1),
-  'qwen2_5_1_5b@v5e:8x8': Setting(8, 8, 1),
-  'qwen2_5_1_5b@v5p:2x2x4': Setting(2, 8, 1),
-  'qwen2_5_1_5b@v6e:4x4': Setting(2, 8, 1),
-  'qwen2_5_3b@v5e:2x4': Setting(1, 8, 1),
-  'qwen2_5_3b@v5e:4x4': Setting(1, 8, 2),
-  'qwen2_5_3b@v5e:8x8': Setting(4, 16, 1),
-  'qwen2_5_3b@v5p:2x2x4': Setting(2, 8, 1),
-  'qwen2_5_3b@v6e:4x4': Setting(2, 8, 1),
-  'qwen2_5_7b@v5e:8x8': Setting(1, 32, 2),
-  'qwen2_5_7b@v5p:2x2x4': Setting(2, 8, 1),
-  'qwen2_5_7b@v6e:4x4': Setting(1, 8, 2),
-  'qwen3_8b@v5e:8x8': Setting(1, 32, 2),
-  'qwen3_8b@v5p:2x2x4': Setting(2, 8, 1),
-  'qwen3_8b@v6e:4x4': Setting(1, 8, 2),
-  'qwen3_30b_a3b@v5p:2x2x4': Setting(1, 8, 2),
+  'qwen2_5_1_5b@v5e:2x4': Setting(1, 8, 1, 64, 2),
+  'qwen2_5_1_5b@v5e:4x4': Setting(2, 8, 1, 32, 2),
+  'qwen2_5_1_5b@v5e:8x8': Setting(8, 8, 1, 32, 2),
+  'qwen2_5_1_5b@v5p:2x2x4': Setting(2, 8, 1, 128, 1),
+  'qwen2_5_1_5b@v6e:4x4': Setting(2, 8, 1, 64, 2),
+  'qwen2_5_3b@v5e:2x4': Setting(1, 8, 1, 16, 2),
+  'qwen2_5_3b@v5e:4x4': Setting(1, 8, 2, 16, 2),
+  'qwen2_5_3b@v5e:8x8': Setting(4, 16, 1, 16, 2),
+  'qwen2_5_3b@v5p:2x2x4': Setting(2, 8, 1, 64, 1),
+  'qwen2_5_3b@v6e:4x4': Setting(2, 8, 1, 32, 2),
+  'qwen2_5_7b@v5e:8x8': Setting(1, 32, 2, 16, 4),
+  'qwen2_5_7b@v5p:2x2x4': Setting(2, 8, 1, 64, 1),
+  'qwen2_5_7b@v6e:4x4': Setting(1, 8, 2, 16, 4),
+  'qwen3_8b@v5e:8x8': Setting(1, 32, 2, 8, 4),
+  'qwen3_8b@v5p:2x2x4': Setting(2, 8, 1, 32, 1),
+  'qwen3_8b@v6e:4x4': Setting(1, 8, 2, 16, 4),
+  'qwen3_30b_a3b@v5p:2x2x4': Setting(1, 8, 2, 32, 4),
 }
 
 
@@ -75,13 +84,16 @@ def config(name: str):
   made.model.dtype = 'bfloat16'
   made.updates.remat = 'full'
   made.updates.microbatch_size = setting.data * setting.fsdp
-  made.mesh.update(setting._asdict())
+  made.mesh.update(data=setting.data, fsdp=setting.fsdp, tensor=setting.tensor)
+  made.rollout.slots = setting.slots
+  made.rollout.tensor = setting.decode_tensor
   return made
 
 
 def line(name: str) -> str:
   """Returns the line of a pair, after compiling its programs."""
   from stppo_jax.analysis import plan as plan_lib
+  from stppo_jax.analysis import plan_programs
   from stppo_jax.parallel import topology
 
   model, _, chips = name.partition('@')
@@ -89,28 +101,36 @@ def line(name: str) -> str:
     config(name),
     length=_LENGTH,
     loss_fraction=_LOSS_FRACTION,
-    programs=('annotate', 'update'),
+    programs=list(plan_programs.PROGRAMS)[::-1],
     topology=topology.find(chips),
   )
-  engines = [n for n in plan.sizes if 'engine' in n]
-  state = sum(size for n, size in plan.sizes.items() if n not in engines)
-  annotate, update = plan.programs['annotate'], plan.programs['update']
-  sent = sum(c.sent for c in update.collectives)
-  used = [
-    cost.problem or f'{(state + cost.temporaries) / _GIB:.1f}'
-    for cost in (annotate, update)
-  ]
-  largest = state + max(annotate.temporaries, update.temporaries)
-  fits = not plan.problems and largest <= plan.limit
+  engine = sum(size for n, size in plan.sizes.items() if 'engine' in n)
+  state = sum(plan.sizes.values()) - engine
+  update = plan.programs['update']
+  setting = SETTINGS[name]
+  learning, collecting = (
+    [
+      plan.programs[n].problem or f'{(held + plan.temporaries[n]) / _GIB:.1f}'
+      for n in names
+    ]
+    for held, names in (
+      (state, ('annotate', 'update')),
+      (state + engine, ('extend', 'decode', 'publish')),
+    )
+  )
+  seconds = [f'{plan.programs[n].seconds:.1f}' for n in ('annotate', 'update')]
   cells = (
     f'{model} {chips}',
-    ', '.join(map(str, SETTINGS[name])),
+    ', '.join(map(str, setting[:3])),
     f'{state / _GIB:.1f}',
-    *used,
-    f'{sent / _GIB:.0f}',
+    *learning,
+    f'{sum(c.sent for c in update.collectives) / _GIB:.0f}',
     f'{update.operations / 1e12:.0f}',
-    f'{annotate.seconds:.1f} + {update.seconds:.1f}',
-    'fits' if fits else 'does not fit',
+    ' + '.join(seconds),
+    ', '.join(map(str, setting[3:])),
+    f'{engine / _GIB:.1f}',
+    *collecting,
+    'fits' if plan.fits else 'does not fit',
   )
   return f'| {" | ".join(cells)} |'
 
