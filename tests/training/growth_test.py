@@ -68,8 +68,9 @@ def test_nothing_grows_from_step_to_step(tmp_path, record_property):
 
     def act(moment):
       kind, number = moment
-      # Not beside an evaluation or a save, which the next step may find open.
-      if kind == 'updated' and number % 50 == 25:
+      # Not beside an evaluation or a save, which the next step may find open,
+      # and not before the first of them, which compile.
+      if kind == 'updated' and number % 50 == 25 and number > 50:
         used[number] = _use(programs)
 
     with faults.at(runs.config(**changes), act):
