@@ -138,7 +138,7 @@ def _assert_same_run(workdir, expected, *, count, steps):
     _assert_same_metrics(ours, theirs)
 
 
-def _assert_same_metrics(ours, theirs):
+def _assert_same_metrics(ours, theirs, *, rtol=1e-4, atol=1e-5):
   ours, theirs = (
     {k: x for k, x in line.items() if not k.startswith(_OF_HOSTS)}
     for line in (ours, theirs)
@@ -146,7 +146,7 @@ def _assert_same_metrics(ours, theirs):
   assert ours.keys() == theirs.keys()
   for name in ours:
     np.testing.assert_allclose(
-      ours[name], theirs[name], rtol=1e-4, atol=1e-5, err_msg=name
+      ours[name], theirs[name], rtol=rtol, atol=atol, err_msg=name
     )
 
 
@@ -252,9 +252,17 @@ def test_a_checkpoint_of_four_hosts_resumes(tmp_path, finished, count, mesh):
     assert runs.train(run, **mesh) == 0
   else:
     _train(run, count, num_steps=runs.STEPS, **mesh)
-  # What is computed from there on is added in another order.
+  # What is computed from there on is added in another order. With as many
+  # devices each has as many rows, so that nothing else differs. The explained
+  # variance is a quotient of which the divisor is almost 0 here.
   assert _dialogues(run, 3, count) == _dialogues(finished, 3)
-  _assert_same_metrics(runs.repeated(run)[-1], runs.repeated(finished)[-1])
+  ours, theirs = runs.repeated(run)[-1], runs.repeated(finished)[-1]
+  close = {}
+  if count == 1:
+    close = {'rtol': 1e-6, 'atol': 1e-6}
+    name = 'critic/vf_explained_var'
+    assert ours.pop(name) == pytest.approx(theirs.pop(name), rel=1e-5)
+  _assert_same_metrics(ours, theirs, **close)
 
 
 @pytest.mark.slow
