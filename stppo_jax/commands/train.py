@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
   source = _source(arguments)
   # Imported late: a wrong flag is answered before jax is loaded.
   from stppo_jax.parallel import distributed
-  from stppo_jax.training import loop
+  from stppo_jax.parallel import mesh
 
   options = arguments.options
   try:
@@ -67,6 +67,13 @@ def main(argv: Sequence[str]) -> int:
   with distributed.joined(
     place, start_timeout=options['start_timeout']
   ) as hosts:
+    try:
+      mesh.make_learning_mesh(**arguments.config.mesh)
+    except ValueError as error:
+      raise configuration.ConfigurationError([str(error)]) from error
+    # Imported later still, because it takes seconds.
+    from stppo_jax.training import loop
+
     return loop.train(
       arguments.config,
       arguments.workdir,

@@ -73,6 +73,36 @@ def divide(devices: Sequence, fraction: float) -> tuple[list, list]:
   return learning, collecting
 
 
+def make_learning_mesh(
+  *,
+  data: int,
+  fsdp: int,
+  tensor: int,
+  collect_fraction: float,
+  devices: Sequence | None = None,
+) -> jax.sharding.Mesh:
+  """Returns the mesh of training, over the devices that do not only collect.
+
+  Args:
+    data, fsdp, tensor: devices along each axis, see `make_mesh`.
+    collect_fraction: the share of each host's devices that only collects.
+    devices: the devices of the run; None: all.
+
+  Raises:
+    ValueError: the axes do not fit the devices.
+  """
+  learning, collecting = divide(devices or jax.devices(), collect_fraction)
+  try:
+    return make_mesh(data=data, fsdp=fsdp, tensor=tensor, devices=learning)
+  except ValueError as error:
+    if not collecting:
+      raise
+    raise ValueError(
+      f'{error}; the other {len(collecting)} collect: '
+      f'mesh.collect_fraction={collect_fraction}'
+    ) from error
+
+
 def platform(mesh: jax.sharding.Mesh | None) -> str:
   """Returns the platform that a mesh is of: 'cpu', 'gpu' or 'tpu'.
 

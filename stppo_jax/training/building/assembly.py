@@ -372,21 +372,7 @@ def build_mesh(config, devices: Sequence | None = None) -> jax.sharding.Mesh:
   Raises:
     ValueError: the axes do not fit the devices.
   """
-  axes = config.mesh
-  learning, collecting = mesh_lib.divide(
-    devices or jax.devices(), axes.collect_fraction
-  )
-  try:
-    mesh = mesh_lib.make_mesh(
-      data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor, devices=learning
-    )
-  except ValueError as error:
-    if not collecting:
-      raise
-    raise ValueError(
-      f'{error}; the other {len(collecting)} collect: '
-      f'mesh.collect_fraction={axes.collect_fraction}'
-    ) from error
+  mesh = mesh_lib.make_learning_mesh(**config.mesh, devices=devices)
   return distributed.by_host(mesh)
 
 
