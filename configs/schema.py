@@ -96,6 +96,7 @@ RULES: Mapping[str, settings.Rule] = {
   'seed': _NOT_NEGATIVE,
   'num_steps': _POSITIVE,
   'title': settings.Rule(str.isprintable, 'one printable line'),
+  'init_from': settings.Rule(str.isprintable, 'one printable line'),
   'model.reference_memory': _one_of('device', 'host'),
   'model.eos_token_ids': _TOKEN_IDS,
   'model.dtype': _one_of('float32', 'bfloat16'),
