@@ -5,7 +5,8 @@ python -m stppo_jax alarms DIR... [--ALARM=THRESHOLD ...]
   DIR  the folder of a run of train, or a folder of such folders, such as the
        workdir of a study or a sweep
 
-Other thresholds than those of configs/alarms.py show what they would have done:
+The thresholds are those of configs/alarms.py. Give others to see when the
+alarms would have rung with them:
 
   --repetition          the largest share of repeated text
   --entropy             the least entropy of the policy, in nats
@@ -19,10 +20,10 @@ Other thresholds than those of configs/alarms.py show what they would have done:
   --infrastructure      the largest share of trajectories that fail
 
 A run has collapsed if its success fell under half of its best and stayed there
-(docs/collapse.md). A finished run that has not is healthy; one that has neither
-finished nor collapsed is left out. The alarms are computed from the metrics
-that were written, so nothing is trained. What cannot be read is named in one
-line, and the exit code is then 2.
+(docs/collapse.md). A finished run that has not collapsed is healthy; a run that
+has neither finished nor collapsed is left out. The alarms are computed from the
+metrics that were written, so nothing is trained. What cannot be read is named
+in one line, and the exit code is then 2.
 """
 
 from collections.abc import Sequence

@@ -28,10 +28,10 @@ only config.json is read. Prints the bytes that one device holds, engines
 included, and an estimate of a step's time by formulas, with its assumptions.
 For a TPU slice, the programs of the run are compiled by the compiler for TPU,
 which the package libtpu has and which needs no TPU; for cpu:N, the update is
-compiled for CPU. Of each program it is the largest that the run has. For GPUs
-nothing is compiled. If the run does not fit in the memory, the exit code is 2,
-and a line says with which changes it would; where programs are compiled, so are
-those with the changes.
+compiled for CPU. A run has each program in several sizes, of which only the
+largest is compiled. For GPUs nothing is compiled. If the run does not fit in
+the memory, the exit code is 2, and a line says with which changes it would;
+where programs are compiled, those with the changes were compiled, too.
 """
 
 from collections.abc import Mapping
