@@ -48,7 +48,7 @@ class Moment(NamedTuple):
     kind: import, file or phase.
     name: the module that is imported, the file that gets its name, or the phase
       that begins.
-    number: the how manieth time.
+    number: which occurrence of it, counted from 1.
     delay: seconds from there to the signal.
   """
 

@@ -73,8 +73,10 @@ def _moved(
   if opcode == 'slice-start':  # ((source), destination, context)
     fast, size = _sizes(line['shape'])[1], _sizes(line['shape'], all_=True)[1]
     return fast + (size if operands[0] else 0)
-  if opcode.endswith('-start'):  # a collective: (operand, result)
-    return operands[0] + max(_sizes(line['shape']))
+  if opcode.endswith('-start') and opcode != 'all-reduce-start':
+    # A collective: (operands, as many results, contexts).
+    results = _sizes(line['shape'])[len(operands) : 2 * len(operands)]
+    return sum(operands) + sum(results)
   if opcode in _READS_PART:
     return min(operands[0], _all_bytes(line)) + _bytes(line['shape'])
   if opcode == _WRITES_PART:

@@ -51,7 +51,8 @@ def curve(
   window = min(WINDOW, len(success))
   means = np.convolve(success, np.full(window, 1 / window), mode='valid')
   best = int(np.argmax(means))
-  is_low = means < _COLLAPSED * means[best]
+  # Half of a best mean that is negative would be above it.
+  is_low = (means[best] > 0) & (means < _COLLAPSED * means[best])
   stayed = 0  # means at the end that are all low
   while stayed < len(means) - 1 - best and is_low[-1 - stayed]:
     stayed += 1

@@ -199,7 +199,7 @@ def _start(config, run: run_lib.Run, restart: bool, source: Any) -> _Started:
     # Before anything is written.
     model = origin.expected(config, source, run.workdir)
     components = assembly.build_components(model)
-    memory_check.check(config, memory_check.device_memory())
+    memory_check.check(model, memory_check.device_memory())
     for line in [*components.notes, *_notes(config, components, run)]:
       print(f'note: {line}', flush=True)
     run.record_config(config, restart=restart)

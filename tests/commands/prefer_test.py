@@ -102,6 +102,10 @@ def test_a_file_that_cannot_be_read_is_one_line_and_2(tmp_path, capsys):
     ({'preference__beta': 0.0}, 'preference.beta=0.0: must be greater than 0'),
     ({'preference__alpha': -1.0}, 'must be 0 or greater'),
     (
+      {'init_from': 'a/run'},
+      'init_from=a/run: must be empty for prefer, which starts from model.path',
+    ),
+    (
       {'preference__microbatch_size': 3},
       'preference.batch_size=8: must be a multiple of preference.microbatch_s',
     ),

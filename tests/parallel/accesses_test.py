@@ -65,6 +65,26 @@ def test_what_a_loop_moves_is_counted_as_often_as_it_runs():
   assert accesses.count(_TEXT) == 3 * per_turn + 16 + 2 * 16
 
 
+def test_a_collective_moves_all_of_its_arrays():
+  two = '(f32[16]{0}, f32[32]{0})'
+  for opcode, shape in (
+    ('all-reduce', two),
+    ('all-gather', f'({two}, (f32[64]{{0}}, f32[128]{{0}}))'),
+  ):
+    text = f"""
+HloModule collective
+
+ENTRY %main (a: f32[16], b: f32[32]) -> {two} {{
+  %a = f32[16]{{0}} parameter(0)
+  %b = f32[32]{{0}} parameter(1)
+  %begun = {shape} {opcode}-start(%a, %b)
+  ROOT %ended = {two} {opcode}-done(%begun)
+}}
+"""
+    results = 48 if opcode == 'all-reduce' else 192
+    assert accesses.count(text) == 4 * (48 + results)
+
+
 def test_a_compiled_product_reads_its_factors_and_writes_its_result():
   x_AD, w_DV = jnp.zeros((64, 32)), jnp.zeros((32, 256))
   text = jax.jit(jnp.dot).lower(x_AD, w_DV).compile().as_text()

@@ -31,6 +31,7 @@ def test_best_final_and_area_by_hand():
     ([0.8] * 10 + [0.0] * 10 + [0.9] * 10 + [0.0] * 10, 33),
     # It never learned, or is too short.
     ([0.0] * 20, None),
+    ([-1.0] * 20, None),
     ([0.5, 0.0, 0.0], None),
   ],
 )

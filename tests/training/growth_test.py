@@ -1,6 +1,6 @@
 """A long run needs no more memory, threads, files or programs than a short one.
 
-STEPS sets its length; docs/reliability.md reports what the default shows.
+STEPS sets its length; docs/reliability.md reports a measurement.
 """
 
 import gc

@@ -120,10 +120,13 @@ def test_what_no_checkpoint_explains_is_kept(run, finished, capsys):
   said = 'resumed after step 2, the newest that was saved; metrics and dialogu'
   assert said in capsys.readouterr().out
   aside = _files(run / 'aside-1')
-  third = 'trajectories-000003.jsonl'
+  dialogues = ('trajectories-000003.jsonl', 'evaluation-000003.jsonl')
   assert aside == {
     run / 'aside-1' / 'metrics.jsonl': written,
-    run / 'aside-1' / third: (finished / third).read_bytes(),
+    **{
+      run / 'aside-1' / name: (finished / name).read_bytes()
+      for name in dialogues
+    },
   }
 
 

@@ -34,6 +34,8 @@ from stppo_jax.data import mixtures
 from stppo_jax.records import run_folder
 
 _OVERRIDE = 'config.'
+# The commands that train but do not start from another run.
+_OFFLINE = ('sft', 'prefer')
 _BOOLEANS = {
   **dict.fromkeys(('true', 't', '1'), True),
   **dict.fromkeys(('false', 'f', '0'), False),
@@ -126,6 +128,11 @@ def parse(
       overrides = given.overrides.items()
       errors += override_all(config, overrides, flag='--config.')
       errors += [f'config.{line}' for line in schema.check(config)]
+      if writer in _OFFLINE and config.init_from:
+        errors.append(
+          f'config.init_from={config.init_from}: must be empty for {writer}, '
+          'which starts from model.path'
+        )
   if path is not None and not writer and path.exists() and not path.is_dir():
     errors.append(f'--workdir={path}: exists and is not a folder')
   if path is not None and writer:

@@ -174,7 +174,7 @@ def with_value(
     workdir: the run's folder.
 
   Returns:
-    The state, and the end of a line about a value model that does not fit.
+    The state, and the end of a line if there is no value model that fits.
   """
   if not config.init_from or state.value is None:
     return state, ''
@@ -187,6 +187,9 @@ def with_value(
       restored = None
     reads.close()
   if restored is None:
-    return state, '; its value model does not fit, ours starts from the policy'
+    return (
+      state,
+      '; it has no value model that fits, ours starts from the policy',
+    )
   value = dataclasses.replace(state.value, params=restored[1])
   return dataclasses.replace(state, value=value), ''

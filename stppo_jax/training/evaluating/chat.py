@@ -13,7 +13,6 @@ from stppo_jax import streams
 from stppo_jax import types
 from stppo_jax.learner import keys as keys_lib
 from stppo_jax.parallel import compile_time
-from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.records import dialogues
 from stppo_jax.records import run_folder
 from stppo_jax.training import run_record
@@ -48,11 +47,10 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
     run_record.check_checkpoints(checkpoint)
     config = run_record.with_start(config, checkpoint)
   config = config.copy_and_resolve_references()
-  # One question at a time: each device decodes one row, and one is used.
-  _, collecting = mesh_lib.divide(
-    jax.local_devices(), config.mesh.collect_fraction
-  )
-  config.rollout.slots = len(collecting) or jax.local_device_count()
+  # Nothing learns beside it, so all devices may collect. Of one question at a
+  # time, each decodes one row, and one is used.
+  config.mesh.collect_fraction = 0.0
+  config.rollout.slots = jax.local_device_count()
   config.rollout.lanes = 1
   components = assembly.build_components(config)
   tokenizer, learner = components.tokenizer, components.learner

@@ -62,7 +62,7 @@ def test_a_value_model_that_is_not_there_is_said(tmp_path):
   assert origin.with_value(runs.config(), start, tmp_path) == (start, '')
   config = runs.config(init_from='other')
   state, note = origin.with_value(config, start, tmp_path)
-  assert state is start and 'its value model does not fit' in note
+  assert state is start and 'it has no value model that fits' in note
 
 
 def test_each_origin_has_a_number(tmp_path):
