@@ -94,6 +94,7 @@ def test_loss_and_gradient_are_those_of_the_plain_loops(name, changes, poison):
   assert found.metrics['actor/grad_norm'] == pytest.approx(norm, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_norm_gradient_divides_by_the_norm_over_logprobs():
   arrays, batch, logprobs, entropy = batch_arrays.arrays(spread=0.6)
   row = batches.algorithm_options('s_ppo', **{_NORM: 'gradient'})

@@ -136,6 +136,7 @@ def test_a_running_server_is_used(tmp_path, taught):
   assert line['retrieval/ok'] > 0
 
 
+@pytest.mark.slow
 def test_queries_of_an_evaluation_count_in_no_line(tmp_path, taught):
   changes = {'model__path': taught[0], 'env__max_turn_tokens': 16}
   assert _train(tmp_path, num_steps=1, evaluate__every=1, **changes) == 0

@@ -253,6 +253,7 @@ def test_microbatches_change_nothing():
   assert split[0].expert_ids.dtype == np.int16
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_one_microbatch():
   of_64, of_16 = (
     _compiled(rows, 4)[0].memory_analysis().temp_size_in_bytes

@@ -142,6 +142,7 @@ def test_bytes_are_those_of_the_fsdp_formula(num_microbatches, remat):
   assert sent == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.slow
 @_MESHES
 def test_logits_are_neither_sent_nor_held(axes):
   _, _, text = _compiled(axes)

@@ -74,6 +74,7 @@ def test_the_numbers_of_tokens_are_those_of_the_new_policy():
   assert len(np.unique(details.weights_BL[mask_BL])) == 1
 
 
+@pytest.mark.slow
 def test_each_host_gets_its_own_rows():
   learner, state, batch = _updated()
   rows = []

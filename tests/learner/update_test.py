@@ -136,6 +136,7 @@ def test_a_bias_norm_below_its_floor_divides_by_the_floor():
     )
 
 
+@pytest.mark.slow
 def test_outputs_at_the_loss_positions_suffice():
   models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
   batch = updates.batch(models)

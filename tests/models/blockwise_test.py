@@ -142,6 +142,7 @@ def test_memory_grows_with_the_length(again):
   assert math.log2(many / few) < 1.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('size', 'tiles', 'loops'), [(80, 1, 0), (320, 4, 0), (321, 1, 1)]
 )

@@ -38,6 +38,7 @@ def _gradient(name, unrolled=1):
   return jax.jit(jax.grad(functools.partial(_loss, model)))(tiny.params(model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('name', 'unrolled'),
   [

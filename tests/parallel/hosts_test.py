@@ -169,6 +169,7 @@ def stranded():
   ]
 
 
+@pytest.mark.slow
 def test_hosts_that_do_not_come_are_named(stranded):
   (alone, ends), (never, lost), _ = stranded
   waiting = f'waiting for host 1 to come to {alone}\n'
@@ -184,6 +185,7 @@ def test_hosts_that_do_not_come_are_named(stranded):
   assert code == 75
 
 
+@pytest.mark.slow
 def test_a_place_is_taken_once(stranded):
   *_, (address, ends) = stranded
   texts, codes = zip(*ends)

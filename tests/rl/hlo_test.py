@@ -177,7 +177,6 @@ def _check(algorithm, implementation):
 # of them they take: these show what all do.
 _FAST = (
   ('sequence', 'broadcast'),
-  ('minibatch scope', 'broadcast'),
   ('norm of the gradient', 'broadcast'),
   ('turn scope', 'unrolled'),
 )

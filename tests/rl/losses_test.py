@@ -100,17 +100,13 @@ ALL = pytest.mark.parametrize('case', CASES)
 # so the forms of accelerators are tried on cases which together use them at
 # every level that has sums and in every correction. The rest are slow tests.
 _ALL_FORMS = ('st_turn', 'everything_corrects', 'sspo')
-# Other numbers of rows are other programs to compile. Every aggregate, level
-# and correction has a case here; the rest are slow tests.
+# Other numbers of rows are other programs to compile. Every level and every
+# correction has a case here; the rest are slow tests.
 _OTHER_ROWS = (
   *_ALL_FORMS,
   'so_sequence',
-  'turn_balanced',
   'guarded_st_ppo',
-  'grpo',
   'dr_grpo',
-  'minirl',
-  'st_ppo',
 )
 OTHER_ROWS = pytest.mark.parametrize(
   'case',

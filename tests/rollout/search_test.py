@@ -156,7 +156,7 @@ _FORGERIES = st.lists(
 ).map(''.join)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(title=_FORGERIES, text=_FORGERIES, room=st.sampled_from([12, 40, 500]))
 @pytest.mark.parametrize('name', _TOKENIZERS)
 def test_passages_cannot_forge_tags_or_tokens(name, title, text, room):
@@ -221,7 +221,7 @@ _WRITTEN = st.lists(
 ).map(''.join)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
   scripts=st.lists(
     st.lists(_WRITTEN.filter(bool), min_size=3, max_size=3),

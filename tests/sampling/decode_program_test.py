@@ -55,6 +55,7 @@ def _per_device(tree):
 
 
 # Keys and values are cut by heads; or by slots, with as many devices as that.
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('devices', 'tensor'),
   [(4, 2), pytest.param(4, 4, marks=pytest.mark.slow)],

@@ -173,6 +173,7 @@ def test_other_shapes_generate_the_same_tokens(options):
       tiny_engine.assert_same(dialogues[row], expected[row])
 
 
+@pytest.mark.slow
 def test_slots_and_weights_may_be_sharded_over_devices():
   expected = _dialogues(8)
   # Trained weights arrive sharded over the mesh; the engine gathers them.

@@ -173,6 +173,7 @@ def test_another_base_is_refused(tmp_path):
   assert caught.value.exit_code == 2 and '\n' not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_frozen_weights_have_the_dtype_of_the_computation(tmp_path):
   changes = {'model__dtype': 'bfloat16'}
   kinds = lambda tree: {leaf.dtype.name for leaf in jax.tree.leaves(tree)}

@@ -107,6 +107,7 @@ def test_staleness_is_the_number_of_steps_ahead(finished):
   assert all(line['ratio/token/max'] > 1 + 1e-5 for line in lines[1:])
 
 
+@pytest.mark.slow
 def test_a_device_that_only_collects_makes_the_same_run(finished, tmp_path):
   """One device learns and another one collects, at the same time."""
   updated, threads = threading.Event(), set()

@@ -210,6 +210,7 @@ def test_no_error_loses_a_finished_step(finished, tmp_path, capsys):
   _assert_same_run(tmp_path, finished)
 
 
+@pytest.mark.slow
 def test_an_interrupted_start_is_made_again(tmp_path, capsys):
   """The supervised start exists completely or not at all."""
   changes = {
