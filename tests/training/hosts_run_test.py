@@ -325,8 +325,8 @@ def test_a_signal_on_one_host_ends_a_start_on_all(tmp_path, printed):
   _train(tmp_path, **options)
 
 
-@pytest.mark.slow
 # The first collection is that of the evaluation before the first step.
+@pytest.mark.slow
 @pytest.mark.parametrize('kind, number', [('collect', 3), ('updated', 2)])
 @pytest.mark.parametrize('culprit', [0, 1])
 def test_a_signal_on_one_host_saves_the_same_step_on_all(
