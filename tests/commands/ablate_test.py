@@ -214,6 +214,7 @@ def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
   assert 'not a table of ablate' in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_equal_runs_of_another_study_are_not_made_again(folder, capsys):
   assert _ablate(folder, '--seeds=1') == 0
   capsys.readouterr()

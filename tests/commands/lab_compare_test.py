@@ -26,6 +26,7 @@ def test_compare_prints_a_table_or_json(file, capsys):
   assert f'{found["rows"]["st_ppo"]["silenced"]:.2%}' in out
 
 
+@pytest.mark.slow
 def test_one_algorithm_is_compared_with_several_settings(file, capsys):
   tight = f'st_ppo:{lab_calls.TAU}=1.1:ratio.gradient=token'
   several = 'st_ppo:correction.names=[tis,clipping_bias]'

@@ -251,6 +251,7 @@ def test_processes_divide_the_gpus(capsys):
     )
 
 
+@pytest.mark.slow
 def test_xpk_gets_every_job_of_a_process(tmp_path, monkeypatch):
   tool = tmp_path / 'xpk'
   tool.write_text(f'#!/bin/bash\necho "$1 $2" >> {tmp_path}/calls\n')

@@ -3,6 +3,7 @@
 import types as python_types
 
 import numpy as np
+import pytest
 
 from stppo_jax import types
 from stppo_jax.configs import base
@@ -66,6 +67,7 @@ def _same_trajectories(ours, theirs):
       )
 
 
+@pytest.mark.slow
 def test_collected_dialogues_are_those_of_the_local_engine(served):
   ours = _collect(fake_servers.local_engine(), served.loop)
   theirs = _collect(served.engine(), served.loop)
