@@ -102,7 +102,7 @@ def _lost(document, known, path=''):
 
 
 def test_jobset_and_pods_keep_their_public_schemas():
-  """What must be there is, with its type, and nothing else."""
+  """The required fields are there with their types, and no others are."""
   models = pytest.importorskip('kubeflow_trainer_api.models')
   jobset = yaml.safe_load(_TEXTS['jobset.yaml'])
   deployment, _ = yaml.safe_load_all(_TEXTS['retriever.yaml'])

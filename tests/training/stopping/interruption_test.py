@@ -97,7 +97,7 @@ def rescue(exit_code, *, answered):
 
 
 def test_a_process_that_reacts_to_nothing_ends_without_its_main_thread():
-  """As one does that compiles a program, if nothing would be lost."""
+  """A process that compiles a program reacts to nothing."""
   ready = "  print('ready'"
   program = _BUSY.replace(ready, f'  interrupt.rescue = rescue\n{ready}')
   process = _busy(program=_RESCUED + program)
