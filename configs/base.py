@@ -132,7 +132,7 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'tensor': 1,  # cuts weights within a layer
         # The share of each host's devices that only collects while the others,
         # which are those of the mesh, learn; for rollout.steps_ahead > 0.
-        # 0 = all devices do both.
+        # It is rounded to whole devices. 0 = all devices do both.
         'collect_fraction': 0.0,
       },
       'data': {

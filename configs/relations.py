@@ -37,7 +37,7 @@ def _devices_collect_ahead(fraction, steps_ahead, engine) -> Iterator[str]:
   if fraction and not steps_ahead:
     yield (
       f'{must} rollout.steps_ahead=0: the devices that collect and those that '
-      'learn would wait for each other'
+      'learn would wait for each other; set rollout.steps_ahead=1'
     )
   if fraction and engine != 'local':
     yield f'{must} rollout.engine={engine}: a server of its own decodes'

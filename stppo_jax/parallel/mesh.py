@@ -2,12 +2,18 @@
 
 from collections.abc import Sequence
 import math
+import re
 
 import jax
 import numpy as np
 
 AXES = ('data', 'fsdp', 'tensor')
 BATCH_AXES = ('data', 'fsdp')
+
+# The kinds of devices, or the topologies, whose compiler (libtpu 0.0.42) ends
+# the process when it compiles a collective, an exchange between devices, among
+# some of the chips of several hosts.
+_ONLY_WHOLE_HOSTS = re.compile(r'v[56](e\b| lite\b)')
 
 
 def make_mesh(
@@ -55,18 +61,28 @@ def divide(devices: Sequence, fraction: float) -> tuple[list, list]:
       to whole devices; 0: all devices learn, and none only collects.
 
   Raises:
-    ValueError: no device of a host is left for one of the two; one line.
+    ValueError: no device of a host is left for one of the two, or no program
+      for the devices that learn can be compiled; one line.
   """
   by_host: dict[int, list] = {}
   for device in devices:
     by_host.setdefault(device.process_index, []).append(device)
+  kind = devices[0].device_kind
+  if fraction and len(by_host) > 1 and _ONLY_WHOLE_HOSTS.search(kind):
+    raise ValueError(
+      f'mesh.collect_fraction={fraction}: must be 0 on {len(by_host)} hosts of '
+      f'{kind}, whose compiler fails where part of the chips of several hosts '
+      'learn; v4 and v5p can be divided, and so can a single host of v5e or v6e'
+    )
   learning, collecting = [], []
   for host in by_host.values():
     count = round(fraction * len(host))
     if fraction and not 0 < count < len(host):
       raise ValueError(
         f'mesh.collect_fraction={fraction}: must leave at least one of the '
-        f'{len(host)} devices of a host to collect, and one to learn'
+        f'{len(host)} devices of a host to collect, and one to learn; '
+        f'{fraction} of {len(host)} is rounded to {count}; '
+        f'{0.5 if len(host) > 1 else 0} would do'
       )
     learning += host[: len(host) - count]
     collecting += host[len(host) - count :]

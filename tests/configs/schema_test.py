@@ -203,7 +203,8 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
     (
       {'mesh__collect_fraction': 0.5},
       'mesh.collect_fraction=0.5: must be 0 when rollout.steps_ahead=0: the '
-      'devices that collect and those that learn would wait for each other',
+      'devices that collect and those that learn would wait for each other; '
+      'set rollout.steps_ahead=1',
     ),
     (
       {'mesh__tensor': -1},

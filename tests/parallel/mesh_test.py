@@ -1,7 +1,5 @@
 """Sizes of the mesh that are given, left open, or impossible."""
 
-import dataclasses
-
 import jax
 import pytest
 
@@ -43,9 +41,7 @@ def test_sizes_that_do_not_fit_are_refused(sizes):
   [(0.0, '0123 4567'), (0.25, '012 456'), (0.5, '01 45'), (0.7, '0 4')],
 )
 def test_the_last_devices_of_each_host_collect(fraction, learning):
-  hosts = topology.virtual(topology.find('v5e:2x4'))
-  # Two hosts of four devices each.
-  hosts = [dataclasses.replace(d, process_index=d.id // 4) for d in hosts]
+  hosts = topology.virtual(topology.find('v5p:2x2x2'))  # two hosts of four
   learn, collect = mesh_lib.divide(hosts, fraction)
   expected = [hosts[int(n)] for n in learning.replace(' ', '')]
   assert learn == expected
@@ -54,8 +50,33 @@ def test_the_last_devices_of_each_host_collect(fraction, learning):
 
 @pytest.mark.parametrize('fraction', [0.01, 0.95])
 def test_a_host_has_devices_of_both_kinds(fraction):
-  with pytest.raises(ValueError, match='one of the 8 devices of a host'):
+  with pytest.raises(ValueError) as error:
     mesh_lib.divide(jax.devices(), fraction)
+  assert str(error.value) == (
+    f'mesh.collect_fraction={fraction}: must leave at least one of the 8 '
+    'devices of a host to collect, and one to learn; '
+    f'{fraction} of 8 is rounded to {round(fraction * 8)}; 0.5 would do'
+  )
+
+
+def test_a_host_of_one_device_is_not_divided():
+  with pytest.raises(ValueError, match='of 1 is rounded to 0; 0 would do$'):
+    mesh_lib.divide(jax.devices()[:1], 0.5)
+
+
+@pytest.mark.parametrize('name', ['v5e:4x4', 'v6e:2x8'])
+def test_several_hosts_of_some_tpus_are_not_divided(name):
+  chips = topology.virtual(topology.find(name))
+  with pytest.raises(ValueError) as error:
+    mesh_lib.divide(chips, 0.5)
+  assert str(error.value) == (
+    f'mesh.collect_fraction=0.5: must be 0 on 4 hosts of {name}, whose '
+    'compiler fails where part of the chips of several hosts learn; v4 and '
+    'v5p can be divided, and so can a single host of v5e or v6e'
+  )
+  assert mesh_lib.divide(chips, 0) == (chips, [])
+  learning, collecting = mesh_lib.divide(chips[:4], 0.5)
+  assert (learning, collecting) == (chips[:2], chips[2:4])
 
 
 def test_a_mesh_of_some_devices():

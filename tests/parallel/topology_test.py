@@ -85,6 +85,28 @@ def test_programs_are_compiled_for_chips_that_are_not_there():
     topology.compiled(square.lower(shape(60_000)))
 
 
+@needs_libtpu
+@pytest.mark.parametrize('name', ['v5e:4x4', 'v6e:4x4'])
+def test_several_hosts_whose_chips_cannot_be_divided(name):
+  chips = topology.devices(topology.find(name))
+  with pytest.raises(ValueError, match='must be 0 on 4 hosts of TPU v. lite,'):
+    mesh_lib.divide(chips, 0.5)
+
+
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['v5e:2x4', 'v5p:2x2x2'])
+def test_chips_that_learn_beside_others_have_collectives(name):
+  chips = topology.devices(topology.find(name))
+  learning, _ = mesh_lib.divide(chips, 0.5)
+  mesh = mesh_lib.make_mesh(data=1, fsdp=-1, tensor=1, devices=learning)
+  x = jax.ShapeDtypeStruct(
+    (1024, 1024), jnp.bfloat16, sharding=sharding.batch_sharding(mesh)
+  )
+  lowered = jax.jit(lambda x: jnp.tanh(x @ x.T)).lower(x)
+  assert 'all-gather' in topology.compiled(lowered).as_text()
+
+
 class _Refused:
   """A lowered program that the compiler refuses."""
 
