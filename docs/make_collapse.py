@@ -4,24 +4,32 @@
 
 docs/collapse holds a CSV file for each study that has been run. The text of the
 page is written by hand; what stands between two comments that name a study, or
-the alarms, is replaced.
+a table of alarms, is replaced.
 """
 
+from collections.abc import Mapping
+import functools
 import pathlib
 import re
+from typing import Any
 
+from stppo_jax import settings
 from stppo_jax.analysis import score_report
+from stppo_jax.analysis.ablation import alarm_power
 from stppo_jax.analysis.ablation import figures
 from stppo_jax.analysis.ablation import results
 from stppo_jax.analysis.ablation import study as study_lib
 from stppo_jax.analysis.ablation import verdict
 from stppo_jax.configs import collapse
-from stppo_jax.records import success
 
 _FOLDER = pathlib.Path(__file__).parent
 PAGE, TABLES = _FOLDER / 'collapse.md', _FOLDER / 'collapse'
 _BLOCK = r'(<!-- {kind}{name} -->\n).*?(\n<!-- end of {name} -->)'
-_ALARMS = 'alarms'
+# The tables of alarms, and the thresholds in place of the default ones.
+_ALARMS = {
+  'alarms': {},
+  'other thresholds': {'kl': 2.5, 'explained_variance': -1.0},
+}
 _FIRST = 'levels'
 
 
@@ -37,7 +45,9 @@ def page(text: str) -> str:
   """Returns the text of the page with the tables of today's CSV files."""
   for name, study in studies().items():
     text = _replaced(text, 'study ', name, _block(study))
-  return _replaced(text, '', _ALARMS, _alarms())
+  for name, thresholds in _ALARMS.items():
+    text = _replaced(text, '', name, _alarms(thresholds))
+  return text
 
 
 def _replaced(text: str, kind: str, name: str, made: str) -> str:
@@ -49,42 +59,80 @@ def _replaced(text: str, kind: str, name: str, made: str) -> str:
   return text
 
 
-def _alarms() -> str:
-  """Returns what the page says of the alarms of all runs."""
-  # A study may have runs of another one, which count once.
-  runs = {
-    (run.settings, run.seed): run
-    for name in studies()
-    for run in results.read(TABLES / f'{name}.csv')
-  }
-  collapsed = sum(
-    success.curve(run.per_step('success')).collapsed for run in runs.values()
-  )
+def _table(name: str) -> pathlib.Path:
+  """Returns the file of a study's runs."""
+  return TABLES / f'{name}.csv'
+
+
+def _alarms(thresholds: Mapping[str, float]) -> str:
+  """Returns what the page says of the alarms of all runs.
+
+  Args:
+    thresholds: the thresholds in place of those that the runs had. If there are
+      any, the table has only their alarms.
+  """
+  files = [_table(name) for name in studies() if _table(name).exists()]
+  words = [f'docs/collapse/{path.name}' for path in files]
+  words += [f'--{name}={threshold:g}' for name, threshold in thresholds.items()]
+  rings = [
+    alarm_power.of_table(run, thresholds)
+    for run in results.distinct(x for path in files for x in results.read(path))
+  ]
+  rows = alarm_power.table(rings, list(thresholds) or results.ALARMS)
   return (
-    f'{len(runs)} runs, {collapsed} of them collapsed:\n\n'
-    + score_report.as_markdown(verdict.alarms(list(runs.values()))).rstrip()
+    f'```text\npython -m stppo_jax alarms {" ".join(words)}\n```\n\n'
+    f'{alarm_power.title(rings)}:\n\n{score_report.as_markdown(rows).rstrip()}'
   )
+
+
+def _copied(study: study_lib.Study) -> int:
+  """Returns how many runs of a study the table of the first one has."""
+  if study.name == _FIRST:
+    return 0
+  first = studies()[_FIRST]
+  arms = {arm.key: _settings(first, arm) for arm in first.arms}
+  there = [
+    arms[run.key]
+    for run in results.read(_table(_FIRST))
+    if run.seed < study.seeds
+  ]
+  return sum(there.count(_settings(study, arm)) for arm in study.arms)
+
+
+@functools.cache
+def _config(algorithm: str) -> dict[str, Any]:
+  """Returns the stress with an algorithm, by dotted keys."""
+  return settings.flatten(collapse.get_config(algorithm))
+
+
+def _settings(
+  study: study_lib.Study, arm: study_lib.Arm
+) -> tuple[dict[str, Any], Any]:
+  """Returns the config of an arm by dotted keys, and that of its start."""
+  return {**_config(arm.algorithm), **arm.changes}, study.starts.get(arm.start)
 
 
 def _block(study: study_lib.Study) -> str:
   """Returns what the page says of a study."""
-  runs = results.read(TABLES / f'{study.name}.csv')
+  runs = results.read(_table(study.name))
+  planned = len(study.arms) * study.seeds
+  copies = ''
   command = (
     f'python -m stppo_jax ablate --config=configs/collapse.py:{study.name} '
     f'--workdir=runs/{study.name} --table=docs/collapse/{study.name}.csv'
   )
-  if study.name != _FIRST:  # it may have runs that others need, too
+  if copied := _copied(study):
     command += f' --reuse=docs/collapse/{_FIRST}.csv'
-  planned = len(study.arms) * study.seeds
+    copies = f', of which {copied} are copied from study 1'
   if not runs:
     return (
-      f'Not run yet: {planned} runs are planned. The command is\n\n'
+      f'Not run yet: {planned} runs are planned{copies}. The command is\n\n'
       f'```text\n{command}\n```'
     )
+  found = verdict.tables(study, runs)
   return (
-    f'{len(runs)} of {planned} planned runs. The command that goes on with '
-    f'them is\n\n```text\n{command}\n```\n\n'
-    f'{verdict.as_markdown(study, runs)}\n'
+    f'{len(runs)} of {planned} planned runs{copies}. The command that goes on '
+    f'with them is\n\n```text\n{command}\n```\n\n{verdict.as_markdown(found)}\n'
     f'![Success over steps](collapse/{study.name}_success.png)\n\n'
     f'![Ratios, entropy, KL and critic](collapse/{study.name}_inside.png)'
   )
@@ -94,7 +142,7 @@ def main() -> None:
   """Writes the page and the pictures."""
   PAGE.write_text(page(PAGE.read_text('utf-8')), encoding='utf-8')
   for study in studies().values():
-    if runs := results.read(TABLES / f'{study.name}.csv'):
+    if runs := results.read(_table(study.name)):
       figures.draw(study, runs, TABLES, formats=('png',))
 
 

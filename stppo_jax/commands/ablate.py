@@ -213,10 +213,11 @@ def _report(
   from stppo_jax.analysis.ablation import verdict
 
   study = plan.whole
-  print(verdict.as_text(study, runs))
+  tables = verdict.tables(study, runs) | verdict.alarms(runs)
+  print(verdict.as_text(tables))
   page = plan.folder / f'{study.name}.md'
   page.write_text(
-    f'# {study.title}\n\n{verdict.as_markdown(study, runs)}', encoding='utf-8'
+    f'# {study.title}\n\n{verdict.as_markdown(tables)}', encoding='utf-8'
   )
   written = [plan.table, page]
   if draws:

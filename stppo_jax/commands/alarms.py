@@ -1,9 +1,9 @@
 """Say which alarms rang in runs, and how long before a collapse.
 
-python -m stppo_jax alarms DIR... [--ALARM=THRESHOLD ...]
+python -m stppo_jax alarms RUNS... [--ALARM=THRESHOLD ...]
 
-  DIR  the folder of a run of train, or a folder of such folders, such as the
-       workdir of a study or a sweep
+  RUNS  the folder of a run of train, a folder of such folders (the workdir of a
+        study or a sweep), or FILE.csv, the table of a study
 
 The thresholds are those of configs/alarms.py. Give others to see when the
 alarms would have rung with them:
@@ -19,13 +19,18 @@ alarms would have rung with them:
   --kl                  the largest divergence from the reference, in nats
   --infrastructure      the largest share of trajectories that fail
 
-A run has collapsed if its success fell under half of its best and stayed there
-(docs/collapse.md). A finished run that has not collapsed is healthy; a run that
-has neither finished nor collapsed is left out. The alarms are computed from the
-metrics that were written, so nothing is trained. What cannot be read is named
-in one line, and the exit code is then 2.
+Success is averaged over five steps. A run has collapsed if the last five of
+these means, or more, are all below half of the best one (docs/collapse.md). A
+finished run that has not collapsed is healthy; a run that has neither finished
+nor collapsed is left out.
+
+The alarms are computed from the metrics that were written, so nothing is
+trained. A table has the metrics of entropy, turn_ratio, explained_variance and
+kl; of the other alarms it has when they rang with the thresholds of the run.
+What cannot be read is named in one line, and the exit code is then 2.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
 import math
 import pathlib
@@ -36,6 +41,7 @@ import numpy as np
 from stppo_jax import settings
 from stppo_jax.analysis import score_report
 from stppo_jax.analysis.ablation import alarm_power
+from stppo_jax.analysis.ablation import results
 from stppo_jax.configs import alarms as thresholds_lib
 from stppo_jax.records import alarms as alarms_lib
 from stppo_jax.records import run_state
@@ -47,16 +53,25 @@ _REWARD = 'critic/score/mean'
 
 def main(argv: Sequence[str]) -> int:
   """Prints what the alarms are worth; returns the exit code."""
-  folders = [word for word in argv if not word.startswith('-')]
-  thresholds, problems = _thresholds(
-    [word for word in argv if word.startswith('-')]
-  )
-  if not folders:
-    problems.append('DIR: missing; give the folder of a run, or several')
+  words = [word for word in argv if not word.startswith('-')]
+  tables = [word for word in words if word.endswith('.csv')]
+  given, problems = _thresholds([word for word in argv if word.startswith('-')])
+  if not words:
+    problems.append('RUNS: missing; give the folder of a run, or several')
+  if tables:
+    problems += [
+      f'--{name}: no table of a study has its number; give the folders of runs'
+      for name in given
+      if name not in alarm_power.MEASURED
+    ]
   if problems:
     print('\n'.join(problems), file=sys.stderr)
     return 2
-  runs, losses = [], []
+  runs, losses = _of_tables(tables, given)
+  section = thresholds_lib.section()
+  thresholds = {name: section[name] for name in thresholds_lib.THRESHOLDS}
+  thresholds |= given
+  folders = [word for word in words if word not in tables]
   for folder in dict.fromkeys(x for name in folders for x in _runs(name)):
     try:
       run = run_files.read(folder)
@@ -70,8 +85,7 @@ def main(argv: Sequence[str]) -> int:
     else:
       print(f'{folder}: left out: it has not finished, nor collapsed')
   if runs:
-    collapsed = sum(run.curve.collapsed for run in runs)
-    print(f'{len(runs)} runs, {collapsed} of them collapsed\n')
+    print(f'{alarm_power.title(runs)}\n')
     rows = alarm_power.table(runs, list(alarms_lib.ALARMS))
     print(score_report.as_text(rows))
   for loss in losses:
@@ -80,15 +94,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _thresholds(words: Sequence[str]) -> tuple[dict[str, float], list[str]]:
-  """Returns the threshold of each alarm, and what is wrong with the flags."""
-  section = thresholds_lib.section()
-  thresholds = {name: section[name] for name in thresholds_lib.THRESHOLDS}
+  """Returns the thresholds that flags give, and what is wrong with them."""
+  thresholds: dict[str, float] = {}
   problems = []
+  names = thresholds_lib.THRESHOLDS
   for word in words:
     flag, _, text = word.partition('=')
     name = flag.removeprefix('--')
-    if name not in thresholds or flag == name:
-      hint = settings.closest(flag, [f'--{name}' for name in thresholds])
+    if name not in names or flag == name:
+      hint = settings.closest(flag, [f'--{name}' for name in names])
       problems.append(f'{word}: unknown flag{hint}')
       continue
     try:
@@ -98,6 +112,24 @@ def _thresholds(words: Sequence[str]) -> tuple[dict[str, float], list[str]]:
     if math.isnan(thresholds[name]):
       problems.append(f'{word}: must be a number, such as --kl=2.5')
   return thresholds, problems
+
+
+def _of_tables(
+  tables: Sequence[str], thresholds: Mapping[str, float]
+) -> tuple[list[alarm_power.Rings], list[str]]:
+  """Returns the alarms of the runs of tables, and what cannot be read."""
+  runs: list[results.Run] = []
+  losses = []
+  for table in dict.fromkeys(tables):
+    path = pathlib.Path(table)
+    try:
+      if not path.is_file():
+        raise results.BadTable(f'{table}: no such file')
+      runs += results.read(path)
+    except results.BadTable as error:
+      losses.append(str(error))
+  rings = [alarm_power.of_table(x, thresholds) for x in results.distinct(runs)]
+  return rings, losses
 
 
 def _runs(folder: str) -> list[str]:

@@ -66,7 +66,8 @@ def main(argv: Sequence[str]) -> int:
       )
       output.write(out, text.encode())
     size = out.stat().st_size / _MEGABYTE
-    print(f'{out}: {len(runs)} runs, {size:.1f} MB')
+    count = f'{len(runs)} run' + 's' * (len(runs) != 1)
+    print(f'{out}: {count}, {size:.1f} MB')
   for loss in losses:
     print(loss, file=sys.stderr)
   return 2 if losses else 0

@@ -21,9 +21,10 @@ class Curve(NamedTuple):
     area: its mean over all steps, the area under the curve per step.
     best: the largest mean of five steps.
     final: the mean of the last five steps.
-    collapsed: whether it fell under half of its best and stayed there, for the
-      last five means at least.
-    collapsed_at: the last step of the first of those means; nan if it did not.
+    collapsed: whether the last five means of five steps, or more, are all below
+      half of the best one.
+    collapsed_at: the last step of the first of those means; nan if it did not
+      collapse.
   """
 
   area: float

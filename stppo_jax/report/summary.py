@@ -285,7 +285,8 @@ _ROWS = (
     'collapsed at step',
     _collapse,
     0,
-    'from there on the mean reward of five steps stays below half of its best',
+    'the means of five steps that end here or later, five or more, are all '
+    'below half of the best',
   ),
   Row(
     'clipped tokens',

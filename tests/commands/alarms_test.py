@@ -5,6 +5,7 @@ import pytest
 
 from benchmarks import made_runs
 from stppo_jax import __main__
+from stppo_jax.analysis.ablation import results
 from stppo_jax.records import success
 
 
@@ -37,7 +38,7 @@ def test_the_steps_between_an_alarm_and_the_collapse(study, capsys):
   ]
   above = sum(x > limit for x in others)
   out, rows, err = _alarms(capsys, study, f'--kl={limit!r}')
-  assert out.startswith('2 runs, 1 of them collapsed') and not err
+  assert out.startswith('2 runs, 1 collapsed\n') and not err
   expected = ['1/1', f'{end - first:.0f}'] if first <= end else ['0/1']
   assert rows['kl'] == [
     *expected,
@@ -45,8 +46,9 @@ def test_the_steps_between_an_alarm_and_the_collapse(study, capsys):
     f'{above / len(others):.0%}',
   ]
   # A threshold that is never passed.
-  _, rows, _ = _alarms(capsys, study / 'fallen', '--kl=inf')
+  out, rows, _ = _alarms(capsys, study / 'fallen', '--kl=inf')
   assert rows['kl'] == ['0/1', '0/0']
+  assert out.startswith('1 run, 1 collapsed\n')
 
 
 def test_what_cannot_be_read_is_said(study, tmp_path, capsys):
@@ -56,4 +58,29 @@ def test_what_cannot_be_read_is_said(study, tmp_path, capsys):
   _, _, err = _alarms(capsys, study, '--kl=x', exit_code=2)
   assert err == '--kl=x: must be a number, such as --kl=2.5\n'
   _, _, err = _alarms(capsys, exit_code=2)
-  assert err == 'DIR: missing; give the folder of a run, or several\n'
+  assert err == 'RUNS: missing; give the folder of a run, or several\n'
+
+
+def test_thresholds_are_tried_on_the_table_of_a_study(study, tmp_path, capsys):
+  path = tmp_path / 'table.csv'
+  results.write(
+    path,
+    [
+      results.from_folder(study / name, group='', arm=name, seed=0, digest=name)
+      for name in ('healthy', 'fallen')
+    ],
+  )
+  flags = ['--kl=0.02', '--explained_variance=0.3', '--entropy=0.5']
+  _, expected, _ = _alarms(capsys, study, *flags)
+  _, rows, _ = _alarms(capsys, path, *flags)
+  for name in ('kl', 'explained_variance', 'entropy'):
+    assert rows[name] == expected[name]
+  # A copy of a run counts once.
+  assert _alarms(capsys, path, path, *flags)[1] == rows
+  _, _, err = _alarms(capsys, path, '--repetition=1', exit_code=2)
+  assert err == (
+    '--repetition: no table of a study has its number; give the folders of '
+    'runs\n'
+  )
+  _, _, err = _alarms(capsys, tmp_path / 'no.csv', exit_code=2)
+  assert err == f'{tmp_path}/no.csv: no such file\n'

@@ -6,7 +6,23 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stppo_jax.analysis.ablation import results
+from stppo_jax.records import alarms as alarms_lib
 from stppo_jax.records import success as success_lib
+
+# Metric -> the column of a table that holds it.
+_COLUMNS = {
+  metrics[0]: column
+  for column, metrics in results.METRICS.items()
+  if len(metrics) == 1
+}
+# The alarms that a table can be asked about with any threshold: it holds the
+# metric that they compare. Of the others it only says when they rang.
+MEASURED = tuple(
+  name
+  for name, alarm in alarms_lib.ALARMS.items()
+  if alarm.number(dict.fromkeys(_COLUMNS, 0.0)) is not None
+)
 
 
 class Rings(NamedTuple):
@@ -23,6 +39,50 @@ class Rings(NamedTuple):
   curve: success_lib.Curve
   steps: Mapping[str, Sequence[float]]
   counts: Mapping[str, int]
+
+
+def of_table(
+  run: results.Run, thresholds: Mapping[str, float] | None = None
+) -> Rings:
+  """Returns the alarms of a run in the table of a study.
+
+  Args:
+    run: the run.
+    thresholds: thresholds for alarms of `MEASURED`. The other alarms rang when
+      the run recorded it, with the thresholds of its config.
+  """
+  rang = {name: run.per_step(f'alarm_{name}') for name in results.ALARMS}
+  for name, threshold in (thresholds or {}).items():
+    rang[name] = _rang(run, name, threshold)
+  rang = {name: x for name, x in rang.items() if not np.isnan(x).all()}
+  return Rings(
+    curve=success_lib.curve(run.per_step('success')),
+    # Step n is at place n - 1.
+    steps={n: (1.0 + np.flatnonzero(x == 1)).tolist() for n, x in rang.items()},
+    counts={n: int((~np.isnan(x)).sum()) for n, x in rang.items()},
+  )
+
+
+def _rang(run: results.Run, name: str, threshold: float) -> np.ndarray:
+  """Returns for each step 1 if the alarm rings, 0 if not, nan if unknown."""
+  # Comparing with nan, the other alarms never ring.
+  thresholds = dict.fromkeys(alarms_lib.ALARMS, float('nan'))
+  thresholds[name] = threshold
+  columns = {metric: run.per_step(x) for metric, x in _COLUMNS.items()}
+  return np.array(
+    [
+      alarms_lib.check(dict(zip(columns, numbers)), thresholds).get(
+        name, float('nan')
+      )
+      for numbers in zip(*columns.values())
+    ]
+  )
+
+
+def title(runs: Sequence[Rings]) -> str:
+  """Returns how many runs there are, and how many of them collapsed."""
+  collapsed = sum(run.curve.collapsed for run in runs)
+  return f'{len(runs)} run{"s" * (len(runs) != 1)}, {collapsed} collapsed'
 
 
 _HEAD = (

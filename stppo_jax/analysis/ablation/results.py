@@ -185,6 +185,11 @@ def read(path: pathlib.Path) -> list[Run]:
   return runs
 
 
+def distinct(runs: Iterable[Run]) -> list[Run]:
+  """Returns the runs of several tables without copies of the same run."""
+  return list({(run.settings, run.seed): run for run in runs}.values())
+
+
 def add(
   path: pathlib.Path,
   runs: Sequence[Run],

@@ -43,11 +43,11 @@ _INSIDE: Mapping[str, tuple[str, Callable[[np.ndarray], float], str]] = {
 def tables(
   study: study_lib.Study, runs: Sequence[results.Run]
 ) -> dict[str, Table]:
-  """Returns title to table; arms without a run are left out.
+  """Returns title to table of what became of the arms.
 
   Args:
     study: the study.
-    runs: its finished runs.
+    runs: its finished runs. Arms without a run are left out.
   """
   by_arm: dict[tuple[str, str], list[results.Run]] = {}
   for run in sorted(runs, key=lambda run: run.seed):
@@ -64,13 +64,17 @@ def tables(
     outcomes.append(start + _outcomes(of_arm))
     inside.append(start + _inside(of_arm))
   found = {'Success': outcomes, 'What happened in the updates': inside}
-  for title, table in (
-    ('Paired differences', _differences(study, by_arm, has_groups)),
-    ('Alarms', alarms(runs)),
-  ):
-    if len(table) > 1:
-      found[title] = table
+  differences = _differences(study, by_arm, has_groups)
+  if len(differences) > 1:
+    found['Paired differences'] = differences
   return found
+
+
+def alarms(runs: Sequence[results.Run]) -> dict[str, Table]:
+  """Returns title to table of when alarms rang; {} if no run has any."""
+  rings = [alarm_power.of_table(run) for run in runs]
+  table = alarm_power.table(rings, results.ALARMS)
+  return {'Alarms': table} if len(table) > 1 else {}
 
 
 def _outcomes(runs: Sequence[results.Run]) -> list[str]:
@@ -133,32 +137,6 @@ def _differences(study, by_arm, has_groups) -> Table:
   return table
 
 
-def alarms(runs: Sequence[results.Run]) -> Table:
-  """Returns when alarms rang: before a collapse, and in healthy runs."""
-  found = []
-  for run in runs:
-    rings = {name: run.per_step(f'alarm_{name}') for name in results.ALARMS}
-    rings = {n: values for n, values in rings.items() if _some(values)}
-    found.append(
-      alarm_power.Rings(
-        curve=success_lib.curve(run.per_step('success')),
-        steps={n: _places(x == 1) for n, x in rings.items()},
-        counts={n: int((~np.isnan(x)).sum()) for n, x in rings.items()},
-      )
-    )
-  return alarm_power.table(found, results.ALARMS)
-
-
-def _places(rang: np.ndarray) -> list[float]:
-  """Returns the steps in which an alarm rang; step n is at place n - 1."""
-  return (1.0 + np.flatnonzero(rang)).tolist()
-
-
-def _some(values: np.ndarray) -> bool:
-  """Returns whether there is a number."""
-  return not np.isnan(values).all()
-
-
 def _estimate(values: Sequence[float]) -> str:
   """Returns a mean and its interval, which one seed does not have."""
   if any(map(math.isnan, values)):
@@ -177,17 +155,16 @@ def _signed(difference: statistics.Difference) -> str:
   return f'{mean:+.2f} ({low:+.2f}..{high:+.2f})'
 
 
-def as_text(study: study_lib.Study, runs: Sequence[results.Run]) -> str:
-  """Returns the tables for a terminal."""
+def as_text(found: Mapping[str, Table]) -> str:
+  """Returns titles and tables for a terminal."""
   return '\n\n'.join(
-    f'{title}\n{score_report.as_text(table)}'
-    for title, table in tables(study, runs).items()
+    f'{title}\n{score_report.as_text(table)}' for title, table in found.items()
   )
 
 
-def as_markdown(study: study_lib.Study, runs: Sequence[results.Run]) -> str:
-  """Returns the tables in Markdown."""
+def as_markdown(found: Mapping[str, Table]) -> str:
+  """Returns titles and tables in Markdown."""
   return '\n'.join(
     f'{title}:\n\n{score_report.as_markdown(table)}'
-    for title, table in tables(study, runs).items()
+    for title, table in found.items()
   )

@@ -1,12 +1,15 @@
 """docs/collapse.md has the numbers of the CSV files, and nothing else."""
 
 from concurrent import futures
+import re
 
 import numpy as np
 import pytest
 
 from docs import make_collapse
+from stppo_jax.analysis.ablation import alarm_power
 from stppo_jax.analysis.ablation import results
+from stppo_jax.configs import alarms
 
 _STUDIES = make_collapse.studies()
 _TEXT = make_collapse.PAGE.read_text(encoding='utf-8')
@@ -44,6 +47,23 @@ def test_a_table_that_is_changed_by_hand_is_found():
   assert make_collapse.page(changed) == _TEXT
   with pytest.raises(ValueError, match='one block of study levels'):
     make_collapse.page(_TEXT.replace('<!-- study levels -->', ''))
+
+
+def test_a_command_reuses_runs_of_study_1_where_it_has_some():
+  for name in _STUDIES:
+    (block,) = re.findall(f'<!-- study {name} -->(.*?)<!--', _TEXT, re.DOTALL)
+    found = re.search(r'of which (\d+) are copied from study 1', block)
+    assert ('--reuse=' in block) == (found is not None)
+    shared = {'correction': 12, 'controls': 9, 'staleness': 12}
+    assert found is None or int(found[1]) == shared[name]
+
+
+def test_alarms_computed_from_a_table_are_those_that_runs_recorded():
+  for path in make_collapse.TABLES.glob('*.csv'):
+    for run in results.read(path):
+      default = {name: alarms.section()[name] for name in alarm_power.MEASURED}
+      again = alarm_power.of_table(run, default)
+      assert again == alarm_power.of_table(run)
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path):
