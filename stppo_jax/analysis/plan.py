@@ -48,6 +48,9 @@ class Plan:
       included. A reference in host memory is left out: it is on the devices
       only before an update.
     collecting: name to bytes of what a device holds that only collects.
+    copied: bytes of keys and values that decode copies while few slots are
+      active, on a device that collects. The program that is compiled runs on
+      all slots, and has no copy, unless rollout.batch_rows is smaller.
     estimated: name to bytes of the temporaries of an update, by formula.
     programs: the programs that were compiled, by name.
     work: the sizes of a step.
@@ -61,6 +64,7 @@ class Plan:
   num_hosts: int
   sizes: Mapping[str, int]
   collecting: Mapping[str, int]
+  copied: int
   estimated: Mapping[str, int]
   programs: Mapping[str, plan_programs.Cost]
   work: roofline.Work
@@ -83,12 +87,16 @@ class Plan:
   @property
   def total(self) -> int:
     """The bytes at the peak of a program, on the device that holds most."""
-    peaks = []
+    held = sum(self.sizes.values())
+    collecting = sum((self.collecting or self.sizes).values())
+    peaks = [collecting + self.copied]
     for name, temporaries in self.temporaries.items():
-      collects = self.collecting and name in roofline.COLLECTING
-      held = self.collecting if collects else self.sizes
-      peaks.append(sum(held.values()) + temporaries)
-    return max(*peaks, sum(self.collecting.values()))
+      if name in roofline.COLLECTING:
+        copied = self.copied if name == 'decode' else 0
+        peaks.append(collecting + temporaries + copied)
+      else:
+        peaks.append(held + temporaries)
+    return max(peaks)
 
   @property
   def problems(self) -> list[str]:
@@ -175,9 +183,11 @@ def make(
   sizes['frozen base'] = plan_memory.bytes_per_device(state.frozen)
   if config.model.reference_memory == 'device':
     sizes['reference'] = plan_memory.bytes_per_device(reference)
-  engine = {}
+  engine, copied = {}, 0
   if placement is not None:
     engine = plan_memory.engine_sizes(config, learner.policy, placement)
+    cache = engine[plan_memory.CACHE]
+    copied = plan_memory.copied(config, learner.policy, placement, cache)
   is_apart = placement is not None and placement.collecting
   trained = sum(
     sizes[f'{name} parameters'] for name, m in models.items() if m is not None
@@ -200,6 +210,7 @@ def make(
       if size
     },
     collecting=plan_memory.collecting(config, engine) if is_apart else {},
+    copied=copied,
     estimated=plan_memory.estimate_temporaries(
       work, trained, head_chunk=config.updates.head_chunk
     ),

@@ -16,6 +16,7 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish
 from stppo_jax.parallel import sharding
 from stppo_jax.training.building import assembly
+from stppo_jax.training.building import engines
 
 Tree = Any
 
@@ -59,6 +60,29 @@ def engine_sizes(
     name: bytes_per_device(jax.tree.map(_with_layout, *tree_and_layout))
     for name, tree_and_layout in layouts.items()
   }
+
+
+def copied(
+  config,
+  policy: functional.Model,
+  placement: publish.Placement,
+  cache: int,
+) -> int:
+  """Returns the bytes of keys and values that a device copies to decode.
+
+  With rollout.deterministic=False, a call on at most half of the slots reads
+  theirs from a copy. While all slots are active there is none.
+
+  Args:
+    config: the config of the run.
+    policy: the policy.
+    placement: the devices that decode.
+    cache: the bytes of the keys and values of all slots of the device.
+  """
+  options = engines.options(config, mesh_lib.num_hosts(placement.training))
+  shards = cache_lib.row_shards(policy.config, placement.mesh)
+  slots = options.slots_per_lane // shards
+  return cache * options.most_copied(shards) // slots
 
 
 def collecting(config, engine: Mapping[str, int]) -> dict[str, int]:

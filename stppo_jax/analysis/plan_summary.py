@@ -29,6 +29,7 @@ def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
     'memory': {
       'sizes': dict(plan.sizes),
       'collecting': dict(plan.collecting),
+      'copied': plan.copied,
       'compiled_for': plan.topology.platform if plan.programs else '',
       'temporaries': plan.temporaries,
       'estimated': dict(plan.estimated),

@@ -201,6 +201,9 @@ def describe(summary: Mapping[str, Any]) -> list[str]:
     lines += [f'{x / _GIB:10.3f} GiB  {name}' for name, x in sizes.items()]
     lines += ['', 'Memory of a device that collects']
     sizes = dict(memory['collecting'])
+  if memory['copied']:
+    label = 'keys and values of active slots, which decode copies'
+    sizes[label] = memory['copied']
   for name in ('total', 'limit', 'headroom'):
     sizes[name] = memory[name]
   lines += [f'{x / _GIB:10.3f} GiB  {name}' for name, x in sizes.items()]

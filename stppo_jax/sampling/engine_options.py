@@ -90,6 +90,22 @@ class EngineOptions:
     """
     return shards * min(self.most_rows, self.slots_per_lane // shards)
 
+  def most_copied(self, shards: int) -> int:
+    """Returns the most slots whose keys and values a device copies to decode.
+
+    A call on the active slots only reads them from a copy. 0 if every call is
+    on all slots.
+
+    Args:
+      shards: the number of devices that slots are divided over.
+    """
+    part = self.slots_per_lane // shards
+    if not self.compacts:
+      return 0
+    if self.most_rows < part:
+      return self.most_rows
+    return 0 if part % 2 else part // 2
+
   def check_devices(self, num_devices: int) -> None:
     """Raises ValueError if lanes cannot run on so many devices.
 

@@ -91,6 +91,28 @@ def test_devices_that_only_collect_hold_the_engine_and_the_next_weights(capsys):
   assert 'a step lasts as long as the slower of the two' in out
 
 
+def test_decoding_active_slots_only_copies_their_keys_and_values(capsys):
+  def made(**changes):
+    return plan.make(runs.config(**changes), length=128, loss_fraction=0.5)
+
+  some = {'rollout__deterministic': False}
+  cache = made().sizes['keys and values of the engine']
+  assert made().copied == 0
+  # A device has two of the 16 slots; with one, there is nothing to leave out.
+  assert made(**some).copied == cache / 2
+  assert made(**some, rollout__slots=8).copied == 0
+  # Nothing is copied during an update, which needs more here.
+  assert made(**some).total == made().total
+  apart = {**some, 'mesh__collect_fraction': 0.5, 'rollout__steps_ahead': 1}
+  long = made(**apart, env__max_length=2**20)
+  assert long.copied == long.collecting['keys and values of the engine'] / 2
+  assert long.total == sum(long.collecting.values()) + long.copied
+  flag = '--config.rollout.deterministic=False'
+  code, out, _ = _plan(capsys, flag, '--compile=False')
+  assert code == 0
+  assert 'GiB  keys and values of active slots, which decode copies\n' in out
+
+
 def test_an_engine_computes_with_weights_of_its_dtype():
   config, placement = runs.config(), tiny_engine.placement(8)
   whole = plan_memory.engine_sizes(config, tiny.model(), placement)

@@ -98,10 +98,19 @@ def test_devices_gather_their_own_active_slots(devices, tensor):
   model = dataclasses.replace(
     _MODEL, config=dataclasses.replace(_MODEL.config, dtype='float32')
   )
-  engine = _lowering(model, devices, tensor, deterministic=False, batch_rows=5)
+  some = {'deterministic': False, 'batch_rows': 5}
+  engine = _lowering(model, devices, tensor, **some)
   compiled = engine.decode().compile()
   size = _per_device(engine.state.cache)
-  assert compiled.memory_analysis().alias_size_in_bytes >= size
+  memory = compiled.memory_analysis()
+  assert memory.alias_size_in_bytes >= size
+  slots = _A // cache_lib.row_shards(
+    model.config, tiny_engine.placement(devices, tensor).mesh
+  )
+  # What a plan counts beside the cache, see `most_copied`.
+  options = tiny_engine.options(slots=_A, **some)
+  assert options.most_copied(_A // slots) == 5
+  assert memory.temp_size_in_bytes >= 5 * size / slots
   text = compiled.as_text()
   sent = [x for c in program.collectives(text) for _, x in c.arrays]
   assert sent and all(_J not in dims for dims in sent)
@@ -113,9 +122,6 @@ def test_devices_gather_their_own_active_slots(devices, tensor):
     for _, dims in line.arrays
     if _J in dims and 8 in dims
   }
-  slots = _A // cache_lib.row_shards(
-    model.config, tiny_engine.placement(devices, tensor).mesh
-  )
   assert {dims[0] for dims in shapes} <= {slots, 5, 1}
   assert (5, heads, _J, 8) in shapes
 

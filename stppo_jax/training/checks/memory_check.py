@@ -1,9 +1,10 @@
 """Checks, before anything is loaded, that a run fits its devices' memory.
 
 The count is the plan's (`analysis/plan.py`) of weights, moments, gradients, the
-reference, and the engine. Programs need more than that, so what is refused here
-would have failed later, after everything was loaded. What is advised counts the
-temporaries of an update too, by the plan's estimate.
+reference, the engine, and what decoding copies of it. Programs need more than
+that, so what is refused here would have failed later, after everything was
+loaded. What is advised counts the temporaries of an update too, by the plan's
+estimate.
 """
 
 import jax
@@ -57,4 +58,5 @@ def _plan(config) -> plan_lib.Plan:
 def _bytes(plan: plan_lib.Plan) -> int:
   """Returns the bytes on the device that holds most."""
   learns = sum(plan.sizes.values()) + plan.estimated['gradients']
-  return max(learns, sum(plan.collecting.values()))
+  decodes = sum((plan.collecting or plan.sizes).values()) + plan.copied
+  return max(learns, decodes)
