@@ -174,11 +174,15 @@ def _weights(algorithm, batch):
 
 
 # By default the form of the segment sums that a CPU uses: `auto` would be
-# another program to compile for every case.
-@functools.partial(jax.jit, static_argnames='implementation')
+# another program to compile for every case. jax takes an argument that is left
+# out for another one, so the compiled function is always given it.
 def _run(algorithm, logprobs, entropy, *rest, implementation='segment_sum'):
   """Returns the loss and its gradients by log-probabilities and entropy."""
+  return _run_jitted(implementation, algorithm, logprobs, entropy, *rest)
 
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run_jitted(implementation, algorithm, logprobs, entropy, *rest):
   def total(x, e):
     loss = _loss(algorithm, x, e, *rest, implementation=implementation)
     return loss.loss, loss
@@ -533,7 +537,7 @@ def test_float32_in_float32_out(name):
   batch, logprobs, entropy = batches.make(dtype=np.float32, spread=0.6)
   loss = jax.eval_shape(
     _run,
-    batches.algorithm(name),
+    _algorithm(name),
     logprobs.astype(np.float32),
     entropy.astype(np.float32),
     batch,

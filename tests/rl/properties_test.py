@@ -206,6 +206,9 @@ def test_turns_may_have_other_growing_numbers(case, name):
   _assert_close(actual, expected)
 
 
+# A program for every algorithm and number of rows; losses_test.py has the same
+# property for one layout of turns.
+@pytest.mark.slow
 @QUICK
 @CASE
 def test_microbatches_are_one_batch(case, name):
