@@ -32,6 +32,10 @@ BIN := $(VENV)/bin
 RUNTIME := $(VENV)/.installed-runtime
 TESTING := $(VENV)/.installed-testing
 
+# Python keeps the bytecode of modules unless it is told not to: then each of the
+# hundreds of processes that tests start would compile the package again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help quickstart check test test-fast test-slow test-torch test-torch-slow
 .PHONY: lint types docs bench chaos lock
