@@ -5,7 +5,6 @@ import functools
 import io
 import json
 import math
-import os
 import re
 import signal
 
@@ -14,11 +13,11 @@ import transformers
 
 from stppo_jax import __main__
 from stppo_jax import types
-from stppo_jax.data import demonstrations
 from stppo_jax.envs import neutralisation
 from stppo_jax.http import server as http_server
 from stppo_jax.retrieval import server
 from stppo_jax.sampling import tokenizer as tokenizer_lib
+from tests.training import faults
 from tests.training import runs
 
 # Demonstrations without errors, and a rate at which a hundred steps suffice.
@@ -79,22 +78,15 @@ def test_an_interrupted_sft_resumes_as_the_same_run(tmp_path, capsys):
   flags = runs.flags(**changes, checkpoint__every=9, evaluate__num_questions=1)
   whole, workdir = tmp_path / 'whole', tmp_path / 'interrupted'
   assert __main__.main(['sft', *flags, f'--workdir={whole}']) == 0
-  batch, sent = demonstrations.SyntheticDemonstrations.batch, []
-
-  def interrupted(self, step, count):
-    if step == 2 and not sent:
-      sent.append(step)
-      os.kill(os.getpid(), signal.SIGHUP)
-    return batch(self, step, count)
-
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(demonstrations.SyntheticDemonstrations, 'batch', interrupted)
+  capsys.readouterr()
+  stop = faults.send_at(('printed', 1), signal.SIGHUP)
+  with faults.printed('step 2/', stop):
     assert __main__.main(['sft', *flags, f'--workdir={workdir}']) == 75
-    assert not (workdir / 'policy').exists()
-    out, err = capsys.readouterr()
-    assert 'interrupted after step 2, saved' in out
-    assert 'SIGHUP: saving step 2; send another one to abandon' in err
-    assert __main__.main(['sft', *flags, f'--workdir={workdir}']) == 0
+  assert not (workdir / 'policy').exists()
+  out, err = capsys.readouterr()
+  assert 'interrupted after step 2, saved' in out
+  assert 'SIGHUP: saving step 2; send another one to abandon' in err
+  assert __main__.main(['sft', *flags, f'--workdir={workdir}']) == 0
   assert runs.repeated(workdir) == runs.repeated(whole)
   weights = 'policy/model.safetensors'
   assert (workdir / weights).read_bytes() == (whole / weights).read_bytes()
@@ -252,22 +244,15 @@ def test_tags_that_are_tokens_of_the_tokenizer_are_learned(tmp_path, files):
 
 @pytest.mark.slow
 def test_an_interrupted_start_leaves_none_and_is_made_anew(
-  tmp_path, files, monkeypatch, capsys
+  tmp_path, files, capsys
 ):
-  workdir, calls = tmp_path / 'run', []
-  batch = demonstrations.LookupDemonstrations.batch
-
-  def interrupted(self, step, count):
-    calls.append(step)
-    if step == 3:
-      os.kill(os.getpid(), signal.SIGINT)
-    return batch(self, step, count)
-
-  with monkeypatch.context() as patch:
-    patch.setattr(demonstrations.LookupDemonstrations, 'batch', interrupted)
+  workdir = tmp_path / 'run'
+  stop = faults.send_at(('printed', 1), signal.SIGINT)
+  with faults.printed('sft step 0', stop):
     assert _train(workdir, **files) == 130
-  assert calls == [0, 1, 2, 3]
-  assert 'the same command starts again' in capsys.readouterr().out
+  printed = capsys.readouterr().out
+  assert printed.count('sft step') == 1
+  assert 'the same command starts again' in printed
   assert not (workdir / 'start').exists()
   assert not (workdir / 'metrics.jsonl').exists()
 

@@ -15,6 +15,8 @@ import contextlib
 import dataclasses
 import os
 import signal
+import sys
+from typing import Any
 
 import pytest
 
@@ -81,6 +83,32 @@ def at(settings, act: Callable[[Moment], float | None]):
     patch.setitem(environments.ENVIRONMENTS, settings.env.name, Environment)
     patch.setitem(kl.CONTROLLERS, settings.algorithm.kl.controller, adapt)
     yield
+
+
+def printed(text: str, act: Callable[[Moment], Any]):
+  """Returns a context in which `act(('printed', 1))` follows each such text.
+
+  Args:
+    text: what is printed at once, or a part of it.
+    act: see `at`.
+  """
+  return contextlib.redirect_stdout(_Stdout(text, act))
+
+
+class _Stdout:
+  """The standard output, which reports that a text was printed."""
+
+  def __init__(self, text, act):
+    self._stdout, self._text, self._act = sys.stdout, text, act
+
+  def __getattr__(self, name):
+    return getattr(self._stdout, name)
+
+  def write(self, text):
+    written = self._stdout.write(text)
+    if self._text in text:
+      self._act(('printed', 1))
+    return written
 
 
 def send_at(moment: Moment, number: signal.Signals) -> Callable:

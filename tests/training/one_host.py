@@ -11,7 +11,6 @@ Each of two hosts collects half of a step.
 does so once it has printed a text.
 """
 
-import contextlib
 import functools
 import os
 import resource
@@ -22,22 +21,6 @@ import time
 from stppo_jax import __main__
 from tests.training import faults
 from tests.training import runs
-
-
-class _Stdout:
-  """The standard output, which reports that a text was printed."""
-
-  def __init__(self, text, act):
-    self._stdout, self._text, self._act = sys.stdout, text, act
-
-  def __getattr__(self, name):
-    return getattr(self._stdout, name)
-
-  def write(self, text):
-    written = self._stdout.write(text)
-    if self._text in text:
-      self._act(('printed', 1))
-    return written
 
 
 def _fill_disk():
@@ -55,7 +38,7 @@ def main(what: str, kind: str, number: str, *argv: str) -> int:
     'slow': lambda moment: lambda now: time.sleep(5.0 * (now == moment)),
   }[what]
   if kind == 'printed':
-    with contextlib.redirect_stdout(_Stdout(number, act((kind, 1)))):
+    with faults.printed(number, act((kind, 1))):
       return __main__.main(argv)
   half = runs.config(
     rollout__trajectories_per_step=8, evaluate__num_questions=4

@@ -1,5 +1,6 @@
 """Runs on pairs learn, resume bit for bit, and export a policy."""
 
+from concurrent import futures
 import json
 import math
 import os
@@ -9,13 +10,12 @@ import signal
 import numpy as np
 import pytest
 
-from stppo_jax.models import functional
 from stppo_jax.models.hf import load
-from stppo_jax.records import writer
 from stppo_jax.records.checkpoints import checkpoint
 from stppo_jax.training import preference
 from stppo_jax.training import run_record
 from stppo_jax.training.building import assembly
+from tests.training import faults
 from tests.training import runs
 
 _GROUPS, _LENGTH = 11, 32
@@ -66,16 +66,10 @@ def _lines(folder):
   return runs.repeated(folder)
 
 
-def _interrupt_at(step, monkeypatch):
-  """Makes a run end when that update is written."""
-  write = writer.Writer.write
-
-  def interrupted(self, done, metrics):
-    write(self, done, metrics)
-    if done == step:
-      os.kill(os.getpid(), signal.SIGTERM)
-
-  monkeypatch.setattr(writer.Writer, 'write', interrupted)
+def _interrupted_at(update):
+  """Returns a context in which a run ends when that update is written."""
+  stop = faults.send_at(('printed', 1), signal.SIGTERM)
+  return faults.printed(f'step {update}/', stop)
 
 
 def test_the_preferred_becomes_likelier_than_the_other(whole):
@@ -96,10 +90,9 @@ def test_the_preferred_becomes_likelier_than_the_other(whole):
 
 
 def test_an_interrupted_run_resumes_as_the_same_run(
-  file, whole, tmp_path, monkeypatch, capsys
+  file, whole, tmp_path, capsys
 ):
-  with monkeypatch.context() as patch:
-    _interrupt_at(3, patch)
+  with _interrupted_at(3):
     code = preference.prefer(runs.config(**_SMALL), file, tmp_path)
   assert code == 75
   assert 'interrupted after update 3, saved' in capsys.readouterr().out
@@ -114,13 +107,12 @@ def test_an_interrupted_run_resumes_as_the_same_run(
 
 
 @pytest.mark.slow
-def test_adapters_alone_learn_beside_the_reference(file, tmp_path, monkeypatch):
+def test_adapters_alone_learn_beside_the_reference(file, tmp_path):
   lora = {'model__lora__rank': 4, 'model__lora__targets': '(q|down)_proj'}
   config = runs.config(
     **(_SMALL | lora | {'policy_optimizer__learning_rate': 0.02})
   )
-  with monkeypatch.context() as patch:
-    _interrupt_at(3, patch)
+  with _interrupted_at(3):
     assert preference.prefer(config, file, tmp_path) == 75
   assert preference.prefer(config, file, tmp_path) == 0
   first, *_, last = runs.metrics(tmp_path)
@@ -165,14 +157,17 @@ def test_the_exported_policy_is_the_last_state(whole):
   assert np.isfinite(params['embedding']).all()
 
 
-def test_without_adapters_an_export_copies_no_weights(
-  file, whole, tmp_path, monkeypatch
-):
+def test_without_adapters_an_export_copies_no_weights(file, whole, tmp_path):
+  config = runs.config(**_SMALL)
+  learner = preference.PreferenceLearner(
+    config, runs.shape(config), assembly.build_mesh(config)
+  )
+  state = learner.start()
+  assert learner.merged_params(state) is state.policy.params
   shutil.copytree(whole, tmp_path / 'run')
   shutil.rmtree(tmp_path / 'run' / 'policy')
-  monkeypatch.delattr(functional.Model, 'merge_adapters')
   # Nothing is left to do but the export.
-  assert preference.prefer(runs.config(**_SMALL), file, tmp_path / 'run') == 0
+  assert preference.prefer(config, file, tmp_path / 'run') == 0
   exported = 'policy/model.safetensors'
   again = (tmp_path / 'run' / exported).read_bytes()
   assert again == (whole / exported).read_bytes()
@@ -189,15 +184,18 @@ def test_another_file_or_config_is_another_run(file, whole, tmp_path):
   assert _lines(whole) == before
 
 
-def test_a_run_interrupted_at_its_start_leaves_nothing(
-  file, tmp_path, monkeypatch, capsys
-):
-  monkeypatch.setattr(
-    assembly,
-    'build_questions',
-    lambda config: os.kill(os.getpid(), signal.SIGINT),
-  )
-  assert preference.prefer(runs.config(**_SMALL), file, tmp_path / 'run') == 130
+def test_a_run_interrupted_at_its_start_leaves_nothing(tmp_path, capsys):
+  pairs = tmp_path / 'pairs.npz'
+  os.mkfifo(pairs)
+
+  def interrupt():
+    with open(pairs, 'wb'):  # which waits until the run reads the pairs
+      os.kill(os.getpid(), signal.SIGINT)
+
+  with futures.ThreadPoolExecutor() as pool:
+    pool.submit(interrupt)
+    code = preference.prefer(runs.config(**_SMALL), pairs, tmp_path / 'run')
+  assert code == 130
   assert 'the same command starts again' in capsys.readouterr().out
   assert not (tmp_path / 'run').exists()
 

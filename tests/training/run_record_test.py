@@ -8,9 +8,7 @@ import pytest
 
 from stppo_jax.configs import base
 from stppo_jax.records import run_folder
-from stppo_jax.training import run as run_lib
 from stppo_jax.training import run_record
-from stppo_jax.training import sft
 from stppo_jax.training.building import assembly
 
 
@@ -212,42 +210,16 @@ def test_a_record_that_is_none_is_refused(tmp_path):
     run_record.record_config(_config(), tmp_path)
 
 
-class _Imitation:
-  """A fake of `sft.imitate`, which can fail before its second file."""
-
-  def __init__(self):
-    self.calls, self.killed = 0, False
-
-  def __call__(self, config, run, services, directory):
-    self.calls += 1
-    directory.mkdir()
-    (directory / 'tokenizer.json').write_text('x')
-    if self.killed:
-      raise KeyboardInterrupt
-    (directory / 'model.safetensors').write_text('x')
-
-
-def test_a_start_exists_completely_or_not_at_all(tmp_path, monkeypatch):
-  imitation = _Imitation()
-  monkeypatch.setattr(sft, 'imitate', imitation)
+# `stopping/interruption_test.py` interrupts runs that make their start.
+def test_a_start_counts_once_it_is_complete(tmp_path):
   config = base.get_config('st_ppo')
-  with run_lib.start(tmp_path) as run:
-    sft.make_start(config, run, None)  # none is wanted
-    assert run_record.with_start(config, tmp_path) is config
-    assert imitation.calls == 0
-    config.sft.before_training = True
-    imitation.killed = True
-    with pytest.raises(KeyboardInterrupt):
-      sft.make_start(config, run, None)
-    with pytest.raises(assembly.Misconfigured, match='has not beg') as caught:
-      run_record.with_start(config, tmp_path)
-    assert caught.value.exit_code == 2
-    imitation.killed = False
-    sft.make_start(config, run, None)
-    assert {p.name for p in tmp_path.iterdir()} == {'start'}
-    assert len(list((tmp_path / 'start').iterdir())) == 2
-    sft.make_start(config, run, None)  # it is there
-  assert imitation.calls == 2
+  assert run_record.with_start(config, tmp_path) is config  # none is wanted
+  config.sft.before_training = True
+  (tmp_path / 'start.partial').mkdir()  # as left by a run that was killed
+  with pytest.raises(assembly.Misconfigured, match='has not beg') as caught:
+    run_record.with_start(config, tmp_path)
+  assert caught.value.exit_code == 2
+  (tmp_path / 'start').mkdir()
   started = run_record.with_start(config.lock(), tmp_path)
   assert started.model.path == str(tmp_path / 'start')
   assert config.model.path == ''  # what is recorded
