@@ -126,6 +126,8 @@ class Pair:
 
   Attributes:
     ours: our trainer.
+    before: the weights before that update.
+    metrics: our metrics of it.
     theirs: torch's eager trainer.
     fastest: the settings of `theirs`.
     seconds: the seconds of the first steps, which compile.
@@ -133,15 +135,15 @@ class Pair:
 
   def __init__(self, sizes: learners.Sizes, *, compiled: bool):
     self.ours = learners.Trainer(sizes)
-    self._before = self.ours.weights()
+    self.before = self.ours.weights()
     self.seconds = {}
-    self.seconds[OURS], self._metrics = _timed(self.ours.step)
-    self.theirs = self._torch('fused', compiled=False)
+    self.seconds[OURS], self.metrics = _timed(self.ours.step)
+    self.theirs = self.new_trainer('fused', compiled=False)
     self._check(self.theirs)
     self.fastest = torch_trainer.use_fastest(self.theirs)
     self._compiled = None
     if compiled:
-      self._compiled = self._torch(
+      self._compiled = self.new_trainer(
         self.fastest.form,
         compiled=True,
         microbatch=self.fastest.microbatch,
@@ -158,12 +160,15 @@ class Pair:
       for name, trainer in trainers.items()
     }
 
-  def _torch(self, form, *, compiled, microbatch=0):
+  def new_trainer(
+    self, form: str, *, compiled: bool, microbatch: int = 0
+  ) -> torch_trainer.Trainer:
+    """Returns a trainer of torch before its first update; see `Trainer`."""
     ours = self.ours
     return torch_trainer.Trainer(
       ours.config,
       ours.shape,
-      self._before,
+      self.before,
       ours.batch,
       compiled=compiled,
       form=form,
@@ -173,7 +178,7 @@ class Pair:
   def _check(self, trainer) -> float:
     """Returns the seconds of a first step, which must be equal to ours."""
     seconds, metrics = _timed(trainer.step)
-    assert_parity(self.ours, self._metrics, trainer, metrics, self._before)
+    assert_parity(self.ours, self.metrics, trainer, metrics, self.before)
     return seconds
 
 

@@ -42,10 +42,10 @@ def test_another_update_is_not_timed(monkeypatch, changed):
 
 def test_other_gradients_are_not_parity():
   pair = torch_update.Pair(_TINY, compiled=False)
-  theirs = pair._torch('fused', compiled=False)
+  theirs = pair.new_trainer('fused', compiled=False)
   found = theirs.step()
   check = lambda: torch_update.assert_parity(
-    pair.ours, pair._metrics, theirs, found, pair._before
+    pair.ours, pair.metrics, theirs, found, pair.before
   )
   check()
   norm = theirs.value.model.norm.weight
@@ -53,7 +53,7 @@ def test_other_gradients_are_not_parity():
   with pytest.raises(AssertionError, match='value'):
     check()
   norm.data -= 0.01
-  policy = theirs.policy.model.layers[0].self_attn.q_proj.weight
-  theirs._optimizers['policy'].state[policy]['exp_avg'].mul_(1.5)
+  moments = theirs.moments('policy')  # which share the optimiser's memory
+  moments['model.layers.0.self_attn.q_proj.weight'] *= 1.5
   with pytest.raises(AssertionError, match='policy model.layers.0.*q_proj'):
     check()

@@ -1,9 +1,11 @@
 """`export` as users call it: any checkpoint of a run, and every error."""
 
+import builtins
 import contextlib
 import io
 import json
 import os
+import pathlib
 import shutil
 
 import ml_dtypes
@@ -226,10 +228,13 @@ def test_a_record_of_something_else_is_refused(tmp_path, capsys):
 
 
 def test_a_full_disk_is_a_line_and_75(workdir, tmp_path, capsys, monkeypatch):
-  def full(*_, **__):
-    raise OSError(28, 'No space left on device')
+  opened = open
 
-  monkeypatch.setattr('stppo_jax.models.hf.safetensors_file.write', full)
+  def on_a_full_disk(path, *args, **options):
+    is_new = pathlib.Path(path).is_relative_to(tmp_path)
+    return opened('/dev/full' if is_new else path, *args, **options)
+
+  monkeypatch.setattr(builtins, 'open', on_a_full_disk)
   assert _export(f'--workdir={workdir}', f'--out={tmp_path}/out') == 75
   err = capsys.readouterr().err
   assert 'No space left on device' in err and err.count('\n') == 1

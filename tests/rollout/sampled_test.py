@@ -77,6 +77,20 @@ def _engine(*, deterministic):
   return engine
 
 
+class _Watched:
+  """An engine that calls a function before each poll."""
+
+  def __init__(self, engine, before_poll):
+    self._engine, self._before_poll = engine, before_poll
+
+  def __getattr__(self, name):
+    return getattr(self._engine, name)
+
+  def poll(self):
+    self._before_poll()
+    return self._engine.poll()
+
+
 def test_sampled_trajectories_are_what_the_trainer_reads():
   engine = _engine(deterministic=True)
   keys = jax.random.split(jax.random.key(0), _SLOTS)
@@ -190,16 +204,12 @@ def test_trajectories_do_not_depend_on_the_order_of_answers(deterministic):
 
 
 @pytest.mark.slow
-def test_the_engine_decodes_while_the_environment_answers(monkeypatch):
-  engine = _engine(deterministic=False)
-  environment = _Slow(0)
-  waiting, poll = [], engine.poll
-
-  def counted():
-    waiting.append(environment.in_flight)
-    return poll()
-
-  monkeypatch.setattr(engine, 'poll', counted)
+def test_the_engine_decodes_while_the_environment_answers():
+  environment, waiting = _Slow(0), []
+  engine = _Watched(
+    _engine(deterministic=False),
+    lambda: waiting.append(environment.in_flight),
+  )
   questions = [dialogues.question('why?')] * 12
   with event_loop.EventLoop() as loop:
     collector = dialogues.make_collector(
@@ -210,20 +220,16 @@ def test_the_engine_decodes_while_the_environment_answers(monkeypatch):
 
 
 @pytest.mark.parametrize('deterministic', [True, False])
-def test_an_interrupted_collection_leaves_nothing_behind(
-  deterministic, monkeypatch
-):
-  engine = _engine(deterministic=deterministic)
+def test_an_interrupted_collection_leaves_nothing_behind(deterministic):
   questions = [dialogues.question(text) for text in ('why?', 'the of', 'so')]
   row_keys = jax.random.split(jax.random.key(2), 6)
-  poll, until = engine.poll, []
+  until = []
 
-  def interrupted():
+  def interrupt():
     if until and not until.pop():
       raise KeyboardInterrupt
-    return poll()
 
-  monkeypatch.setattr(engine, 'poll', interrupted)
+  engine = _Watched(_engine(deterministic=deterministic), interrupt)
   with event_loop.EventLoop() as loop:
     collector = dialogues.make_collector(
       engine,
