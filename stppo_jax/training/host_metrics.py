@@ -29,6 +29,7 @@ class Totals(NamedTuple):
   """Numbers of a step that every host needs.
 
   Attributes:
+    rows: rows of the batch.
     tokens: tokens of the batch.
     sampled: tokens of it that the policy wrote.
     trained: rows that are trained on.
@@ -36,6 +37,7 @@ class Totals(NamedTuple):
     collect_seconds: the time that each host has collected.
   """
 
+  rows: int
   tokens: float
   sampled: float
   trained: int
@@ -60,6 +62,7 @@ def totals(
   lengths = packed.lengths_B.tolist()
   losses = float(packed.loss_mask_BL.sum())
   mine = (
+    len(lengths),
     float(packed.lengths_B.sum()),
     float((packed.turn_ids_BL > 0).sum()),
     int(packed.loss_mask_BL.any(axis=1).sum()),
@@ -68,9 +71,9 @@ def totals(
     seconds,
   )
   *counts, collected = zip(*hosts.exchange('totals', mine))
-  tokens, sampled, trained, *done = map(sum, counts)
+  rows, tokens, sampled, trained, *done = map(sum, counts)
   return Totals(
-    tokens, sampled, trained, utilization.Counts(*done), list(collected)
+    rows, tokens, sampled, trained, utilization.Counts(*done), list(collected)
   )
 
 

@@ -22,19 +22,16 @@ from stppo_jax import types
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
-from stppo_jax.parallel import compile_time
 from stppo_jax.parallel import hosts as hosts_lib
-from stppo_jax.parallel import peaks
 from stppo_jax.parallel import publish as publish_lib
-from stppo_jax.records.liveness import timing
 from stppo_jax.rollout import pack as pack_lib
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
-from stppo_jax.training import host_metrics
 from stppo_jax.training import prefetch
 from stppo_jax.training import run as run_lib
 from stppo_jax.training import run_record
 from stppo_jax.training import sft
+from stppo_jax.training import step_metrics
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import engines
 from stppo_jax.training.building import model_files
@@ -75,8 +72,8 @@ def train(
     one that is trained (2), corrupt or missing checkpoints (3), a retriever
     out of reach, a locked workdir, or a checkpoint that cannot be saved (75),
     too many updates in a row that were skipped, or an alarm that ends the run
-    (76). After the failure of one
-    host, `HostFailed` with its exit code on the others.
+    (76). After the failure of one host, `HostFailed` with its exit code on the
+    others.
   """
   host_check.check(hosts, config)
   with run_lib.start(workdir, hosts=hosts) as run:
@@ -91,7 +88,7 @@ def train(
     kl_stop = config.updates.kl_stop
     skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
     watch = alarms.Alarms(config, hosts, run.show)
-    compile_seconds = run.enter(compile_time.measured())
+    meter = step_metrics.StepMetrics(config, learner, run)
     for step in range(run.first_step, config.num_steps):
       timer = run.timer('wait', step=step + 1)
       collector.schedule(step, state)  # publishes the policy that collects
@@ -102,64 +99,37 @@ def train(
       timer.begin('annotate')
       packed = pack(collected.trajectories)
       host_check.check_program(hosts, 'annotate and update', step, packed)
-      totals = host_metrics.totals(
-        hosts, packed, collected.seconds, learner.policy.config
-      )
+      totals = meter.totals(packed, collected.seconds)
       old = collector.policy(step) if off_policy else None
-      batch, metrics = learner.annotate(
+      batch, annotated = learner.annotate(
         state, packed, reference=reference, old=old
       )
-      metrics = steps.measured(collected.metrics, step) | _floats(metrics)
+      metrics = steps.measured(collected.metrics, step) | _floats(annotated)
       if step == 0:
-        mismatch_check.check(
-          metrics,
-          limit=config.rollout.mismatch_limit,
-          dtype=config.model.dtype,
-        )
+        mismatch_check.check(config, metrics)
 
       timer.begin('update')
-      reports = []
+      updates = []
       minibatches = list(_minibatches(config, learner, batch, step))
       for rows in minibatches:
-        state, report = learner.update(state, batch, rows, step)
-        reports.append(report)
-        if 0 < kl_stop < learner_lib.summarize([report])['actor/ppo_kl']:
+        state, update = learner.update(state, batch, rows, step)
+        updates.append(update)
+        if 0 < kl_stop < learner_lib.summarize([update])['actor/ppo_kl']:
           break
-      metrics |= learner_lib.summarize(reports)
-      metrics['update/count'] = len(reports)
       timer.begin('token_details')
       details = learner.token_details(state, batch, hosts)
       timer.end()
 
-      epochs = (
-        len(reports) * config.updates.minibatch_size / len(batch.lengths_B)
-      )
-      learner.adapt_kl(metrics['critic/kl_per_trajectory'], totals.trained)
-      metrics |= timing.step_metrics(
-        timer.laps,
-        tokens=totals.tokens,
-        sampled=totals.sampled,
-        collect_seconds=max(totals.collect_seconds),
-        save_seconds=run.save_seconds,
-        num_epochs=epochs,
-      )
-      if hosts.count > 1:
-        metrics |= host_metrics.collect_seconds(totals.collect_seconds)
-      metrics |= peaks.max_memory()
-      metrics |= learner.utilization(
-        totals.operations,
-        seconds=timer.laps['timing_s/update'],
-        epochs=epochs,
-      )
-      metrics['timing_s/compile'] = compile_seconds()
+      metrics |= meter.measure(updates, totals, timer.laps)
       metrics |= watch.measure(metrics)
+      learner.adapt_kl(metrics['critic/kl_per_trajectory'], totals.trained)
       run.finish_step(step + 1, state, metrics, collected.trajectories, details)
       dump = functools.partial(
         crash.write,
         *(run, config, learner, state, batch, step, minibatches),
         kl_coefficient=metrics['critic/kl_coef'],
       )
-      skips.check([report.metrics for report in reports], dump)
+      skips.check([update.metrics for update in updates], dump)
       watch.check(step + 1)
     run.finish(learner.policy, learner.merged_params(run.state), curve=True)
   return run.exit_code

@@ -26,19 +26,22 @@ class Disagreement(Exception):
   exit_code = 2
 
 
-def check(metrics: Mapping[str, float], *, limit: float, dtype: str) -> None:
+def check(config, metrics: Mapping[str, float]) -> None:
   """Checks the first step of a run, before any update.
 
+  `rollout.mismatch_limit` is the largest difference of log-probabilities, mean
+  over the tokens, that counts as rounding, in nats; -1: that of `model.dtype`;
+  0: no limit.
+
   Args:
+    config: the config of the run.
     metrics: the metrics of the step.
-    limit: the largest difference of log-probabilities, mean over the tokens,
-      that counts as rounding, in nats; -1: that of the dtype; 0: no limit.
-    dtype: the type of the computations.
 
   Raises:
     Disagreement: the mean is larger, or the 99th percentile is larger than 10
       times the limit, or one of them is nan.
   """
+  limit, dtype = config.rollout.mismatch_limit, config.model.dtype
   source = f'rollout.mismatch_limit={limit:g}'
   if limit == -1:
     limit = _LIMITS[dtype]

@@ -2,6 +2,7 @@
 
 import math
 
+import ml_collections
 import pytest
 
 from stppo_jax.training.checks import mismatch_check
@@ -14,6 +15,13 @@ def _metrics(mean, tail):
   }
 
 
+def _check(metrics, *, limit, dtype):
+  config = ml_collections.ConfigDict(
+    {'rollout': {'mismatch_limit': limit}, 'model': {'dtype': dtype}}
+  )
+  mismatch_check.check(config, metrics)
+
+
 @pytest.mark.parametrize(
   ('dtype', 'mean', 'tail'),
   [
@@ -23,7 +31,7 @@ def _metrics(mean, tail):
   ],
 )
 def test_rounding_is_agreement(dtype, mean, tail):
-  mismatch_check.check(_metrics(mean, tail), limit=-1, dtype=dtype)
+  _check(_metrics(mean, tail), limit=-1.0, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +42,7 @@ def test_rounding_is_agreement(dtype, mean, tail):
 def test_anything_else_is_one_line(dtype, mean, tail):
   metrics = _metrics(mean, tail)
   with pytest.raises(mismatch_check.Disagreement) as caught:
-    mismatch_check.check(metrics, limit=-1, dtype=dtype)
+    _check(metrics, limit=-1.0, dtype=dtype)
   assert caught.value.exit_code == 2
   (line,) = str(caught.value).splitlines()
   assert f'_mean is {mean:.3g} (at most ' in line
@@ -43,13 +51,13 @@ def test_anything_else_is_one_line(dtype, mean, tail):
   with pytest.raises(
     mismatch_check.Disagreement, match='by rollout.mismatch_l'
   ):
-    mismatch_check.check(metrics, limit=1, dtype=dtype)
-  mismatch_check.check(metrics, limit=0, dtype=dtype)  # switched off
+    _check(metrics, limit=1.0, dtype=dtype)
+  _check(metrics, limit=0.0, dtype=dtype)  # switched off
 
 
 def test_the_value_that_the_message_asks_for_passes():
   metrics = _metrics(0.2, 5.0)
   with pytest.raises(mismatch_check.Disagreement) as caught:
-    mismatch_check.check(metrics, limit=-1, dtype='bfloat16')
+    _check(metrics, limit=-1.0, dtype='bfloat16')
   assert 'set rollout.mismatch_limit above 0.5;' in str(caught.value)
-  mismatch_check.check(metrics, limit=0.51, dtype='bfloat16')
+  _check(metrics, limit=0.51, dtype='bfloat16')

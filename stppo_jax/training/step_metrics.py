@@ -1,0 +1,79 @@
+"""The metrics of a training step that no part of it returns by itself.
+
+They say what the updates did, how long each phase took, and how busy the
+devices were.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import loss as loss_lib
+from stppo_jax.parallel import compile_time
+from stppo_jax.parallel import peaks
+from stppo_jax.records.liveness import timing
+from stppo_jax.training import host_metrics
+from stppo_jax.training import run as run_lib
+
+
+class StepMetrics:
+  """Measures the steps of a run, on all its hosts.
+
+  Args:
+    config: the config of the run.
+    learner: annotates and updates.
+    run: the run; what is compiled until it ends is measured.
+  """
+
+  def __init__(self, config, learner: learner_lib.Learner, run: run_lib.Run):
+    self._config = config
+    self._learner = learner
+    self._run = run
+    self._compile_seconds = run.enter(compile_time.measured())
+
+  def totals(
+    self, packed: batch_lib.TokenBatch, seconds: float
+  ) -> host_metrics.Totals:
+    """Returns the numbers of a step's batch; all hosts call it.
+
+    Args:
+      packed: this host's rows, as numpy arrays.
+      seconds: the time that this host has collected.
+    """
+    return host_metrics.totals(
+      self._run.hosts, packed, seconds, self._learner.policy.config
+    )
+
+  def measure(
+    self,
+    updates: Sequence[loss_lib.LossOutputs],
+    totals: host_metrics.Totals,
+    laps: Mapping[str, float],
+  ) -> dict[str, float]:
+    """Returns the metrics of a step by name.
+
+    Args:
+      updates: what its updates returned.
+      totals: the numbers of its batch.
+      laps: the seconds of its phases, by the names of `timing.Timer`.
+    """
+    epochs = len(updates) * self._config.updates.minibatch_size / totals.rows
+    metrics = learner_lib.summarize(updates)
+    metrics['update/count'] = len(updates)
+    metrics |= timing.step_metrics(
+      laps,
+      tokens=totals.tokens,
+      sampled=totals.sampled,
+      collect_seconds=max(totals.collect_seconds),
+      save_seconds=self._run.save_seconds,
+      num_epochs=epochs,
+    )
+    if len(totals.collect_seconds) > 1:
+      metrics |= host_metrics.collect_seconds(totals.collect_seconds)
+    metrics |= peaks.max_memory()
+    metrics |= self._learner.utilization(
+      totals.operations, seconds=laps['timing_s/update'], epochs=epochs
+    )
+    metrics['timing_s/compile'] = self._compile_seconds()
+    return metrics
