@@ -36,7 +36,7 @@ _BASH = ('bash', '-c', '{text}')
 _CLOUD = {'project': _MISSING, 'zone': _MISSING}
 # Options of every launcher that trains.
 _COMMON = {'name': '', 'retriever': '', 'secrets': ''}
-_RESTARTS = {'restarts': '20'}  # of those that count them
+_RESTARTS = {'restarts': '20'}  # an option of the launchers that count restarts
 _CLUSTER = {
   'image': _MISSING,
   'mount': '/shared',
@@ -104,13 +104,13 @@ LAUNCHERS = {
       'accelerator': _MISSING,  # such as tpu-v5-lite-podslice
       'topology': _MISSING,  # such as 4x4
       'workers': _MISSING,  # machines of the slice
-      'chips': '4',  # of a machine
+      'chips': '4',  # chips of a machine
       'grace': '300',
     },
   ),
   'xpk': Launcher(
     'xpk.sh',
-    # Not in the place of this process: a sweep submits several.
+    # This process goes on beside it, because a sweep submits several.
     ('bash', '{file}'),
     (
       *('xpk', 'workload', 'delete', '--workload={name}'),

@@ -88,8 +88,9 @@ def copied(
 def collecting(config, engine: Mapping[str, int]) -> dict[str, int]:
   """Returns the bytes of a device that only collects, by name.
 
-  Beside the policy that collects it holds those of the steps that come next;
-  of adapters, little more than the base.
+  It holds the policy that collects, and those of the steps that come next.
+  Policies that differ in their adapters share the base, so the later ones are
+  not counted.
 
   Args:
     config: the config of the run.

@@ -1,4 +1,4 @@
-"""Estimates the seconds of a step from the limits of devices, not compiling.
+"""Estimates the seconds of a step from the limits of devices.
 
 The operations, the bytes that are read and the bytes that devices send follow
 from formulas. `bound` is the time at the limits that the makers of a device
@@ -278,7 +278,7 @@ def _recomputed(work: Work, rows: int) -> float:
 
 
 def _scatter(work: Work, weights: float) -> float:
-  """Returns what a device sends to gather, or to scatter, weights."""
+  """Returns the bytes that a device sends to gather, or scatter, weights."""
   fsdp = work.axes['fsdp']
   size = weights * work.itemsize / work.axes['tensor']
   return size * (fsdp - 1) / fsdp
@@ -291,7 +291,7 @@ def _all_reduce(size: float, devices: int) -> float:
 def _activations(
   work: Work, passes: int, *, sums: int, look_ups: int = 1
 ) -> dict[tuple[str, str], float]:
-  """Returns what passes of models over a microbatch send of activations.
+  """Returns the bytes of activations that passes over a microbatch send.
 
   Args:
     work: the sizes of the step.

@@ -204,8 +204,8 @@ def _report(
   Args:
     plan: what was to be done.
     runs: the finished runs.
-    draws: whether to draw them, too, for which somebody who has pressed Ctrl-C
-      would not wait.
+    draws: whether to draw figures, too; after Ctrl-C nobody wants to wait for
+      them.
   """
   if not runs:
     print('no run has finished yet')

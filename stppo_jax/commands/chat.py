@@ -3,7 +3,7 @@
 python -m stppo_jax chat --checkpoint=DIR [--config=FILE.py[:ALGORITHM]]
     [--config.KEY=VALUE ...]
 
-Reads questions from the standard input, one on each line, and prints of each
+Reads questions from the standard input, one on each line, and prints for each
 what was searched, what was found, and the answer. Control characters of models
 and passages are shown as their escapes.
 

@@ -16,7 +16,7 @@ questions of a data set or of a file. docs/data.md has more.
                       originals, or a file for each split, such as
                       train:FILE,test:FILE
   --mirror=URL        fetches the originals from this folder of the web
-  --force             builds a data set that is there already anew
+  --force             builds a data set again that is there already
   --rows=N            the number of questions that are shown, 3 by default
   --start=N           the first of them, 0 by default
 """

@@ -16,8 +16,8 @@ python -m stppo_jax plan --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE ...]
   --loss_fraction=X             the largest share of them that is trained on
   --compile=true                whether to compile, which takes minutes;
                                 without it, temporaries are estimated too
-  --programs=NAMES              the programs to compile, of extend, decode,
-                                publish, annotate and update
+  --programs=NAMES              the programs to compile: some of extend, decode,
+                                publish, annotate, update
   --price=X                     the price of a chip for an hour, for the cost
   --json                        prints one JSON object
   --sweep_mesh                  ranks all meshes, those that fit by their time
@@ -26,12 +26,12 @@ python -m stppo_jax plan --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE ...]
 Shards the run's models over devices that need not be there; of `model.path`
 only config.json is read. Prints the bytes that one device holds, engines
 included, and an estimate of a step's time by formulas, with its assumptions.
-For a TPU slice, the programs of the run are compiled by the compiler for TPU,
-which the package libtpu has and which needs no TPU; for cpu:N, the update is
-compiled for CPU. A run has each program in several sizes, of which only the
-largest is compiled. For GPUs nothing is compiled. If the run does not fit in
-the memory, the exit code is 2, and a line says with which changes it would;
-where programs are compiled, those with the changes were compiled, too.
+For a TPU slice, the programs of the run are compiled for TPU, which takes the
+package libtpu and no TPU; for cpu:N, the update is compiled for CPU. A run has
+each program in several sizes, of which only the largest is compiled. For GPUs
+nothing is compiled. If the run does not fit in the memory, the exit code is 2,
+and a line says with which changes it would; where programs are compiled, those
+with the changes were compiled, too.
 """
 
 from collections.abc import Mapping

@@ -9,10 +9,10 @@ python -m stppo_jax view DIR [--evaluation] [--step=N] [--number=N] [--tokens]
   --number      shows that dialogue of the step; without it, a list of them
   --tokens      shows ratio, advantage, value and entropy of each token too,
                 where they are recorded (writer.token_details)
-  --status      lists only dialogues that ended so
+  --status      lists only dialogues that ended with this status
   --least       lists only dialogues whose reward is at least this
   --most        lists only dialogues whose reward is at most this
-  --searches    lists only dialogues with so many searches
+  --searches    lists only dialogues with this number of searches
   --text        lists only dialogues that contain the text
 
 Control characters and invisible ones are shown as escapes. What cannot be read

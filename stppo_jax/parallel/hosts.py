@@ -5,8 +5,8 @@ coordinator (see `coordinator`), outside compiled programs, so that an error or
 a signal of one host is heard while another is busy on its devices.
 
 No host goes on without the others: a host that fails is named on all of them,
-and all end. What stands in a program that waits for the lost host is ended from
-a thread.
+and all end. A process whose main thread waits for the lost host in a compiled
+program is ended by another thread.
 """
 
 import asyncio

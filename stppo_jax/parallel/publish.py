@@ -135,10 +135,10 @@ class Placement:
   ) -> list[NamedSharding]:
     """Returns the layouts that weights go through, on the devices of all hosts.
 
-    In the first, every device has of its piece in training what it or its
-    neighbours along `fsdp` need. In the second, they have exchanged it. In the
-    third, that of decoding, each has gathered its part. The compiler would
-    gather whole matrices without the stages between.
+    In the first, every device has those parts of its training piece that it or
+    its neighbours along `fsdp` need. In the second, they have exchanged these
+    parts. The third is the layout of decoding: each has gathered its part.
+    Without the first two, the compiler would gather whole matrices.
 
     Args:
       trained: the layout on the mesh of training.

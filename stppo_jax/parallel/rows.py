@@ -18,10 +18,11 @@ Tree = Any
 def select(batch: Tree, rows: Array, mesh: jax.sharding.Mesh) -> Tree:
   """Returns some rows of a batch, laid out like the batch.
 
-  Written as x[rows], every device would get the whole batch, to keep a few of
-  its rows. Here, in each of m rounds, every device gets the next of its rows:
-  the devices exchange one row with each other, of which a device keeps that of
-  the row's owner. So a device holds n rows at a time besides its own.
+  For x[rows], every device would get the whole batch and keep a few of its
+  rows. Here every device gets one row in each of m rounds. It sends to every
+  other device a row at the place that this one looks for, and keeps only the
+  row that comes from the owner. So a device holds n rows at a time besides its
+  own.
 
   Args:
     batch: arrays [n b, ...], sharded over the axes data and fsdp.

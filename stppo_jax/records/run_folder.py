@@ -137,10 +137,10 @@ def file_problems(
 
 
 def _others(folder: pathlib.Path) -> list[str]:
-  """Returns the names in a folder that no start that was killed early leaves.
+  """Returns the names in a folder, but those that a killed start may leave.
 
-  Such a start leaves its lock, a probe, half an identity, compiled programs,
-  and what it moved aside.
+  A start that was killed early leaves its lock, a probe, an incomplete
+  run.json, compiled programs, and what it moved aside.
   """
   names = os.listdir(folder) if folder.is_dir() else []
   return sorted(

@@ -23,14 +23,14 @@ FINISHED, RUNNING, INTERRUPTED = 'finished', 'running', 'interrupted'
 FAILED, DEAD = 'failed', 'dead'
 # The same command resumes a run that has ended with one of these.
 _RESUMABLE = (75, 130)
-# Seconds without a heartbeat after which a run on another machine is given up.
+# Seconds without a heartbeat until a run on another machine counts as dead.
 # The clocks of machines differ, and shared file systems show changes late.
 _SILENCE = 120.0
 _TAIL = (
   1 << 20
 )  # bytes at the end of metrics.jsonl in which lines are looked for
 _PACE = 20  # steps whose mean duration is the pace
-# What a line or a file raises that is damaged, or not ours.
+# The errors of reading a line or a file that is damaged, or not ours.
 _UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
 _COMMANDS = ('train', 'sft', 'prefer')
 
@@ -130,7 +130,7 @@ def _state(
   held = lock.holder(folder)
   if held is not None:
     holder, is_alive = held
-    # A process of another container is not seen, but heard.
+    # A process in another container cannot be seen, but its heartbeat can.
     is_heard = beat is not None and beat.exit_code is None
     is_heard = is_heard and silence < _SILENCE
     if is_alive or is_heard:

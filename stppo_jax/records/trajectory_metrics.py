@@ -15,7 +15,7 @@ from stppo_jax.records import token_records
 
 _INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 _TRUNCATED_TURNS = types.TrajectoryStatus.TRUNCATED_TURNS
-_REPEATED = 4  # tokens that count as text that is repeated
+_REPEATED = 4  # tokens in a row, the shortest text that counts as repeated
 # A single failed turn may be the fault of its own query.
 _FEWEST_FAILED_TURNS = 2
 

@@ -173,7 +173,7 @@ class Writer:
     return line
 
   def write_trajectories(self, step: int, records: Sequence[Mapping]) -> None:
-    """Writes as many first dialogues of a step as a run keeps."""
+    """Writes the first dialogues of a step, as many as the run keeps."""
     name = f'trajectories-{step:06d}.jsonl'
     kept = records[: self._trajectories]
     self._counted(
@@ -254,7 +254,7 @@ class OtherHostWriter:
     return ''
 
   def write_trajectories(self, step: int, records: Sequence[Mapping]) -> None:
-    """Writes as many first dialogues of a step as a run keeps of each host."""
+    """Writes the first dialogues of this host, as many as the run keeps."""
     self._write(f'trajectories-{step:06d}', records[: self._trajectories])
 
   def write_evaluation(self, step: int, records: Sequence[Mapping]) -> None:

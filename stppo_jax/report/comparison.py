@@ -64,8 +64,8 @@ def differences(
 def problems(groups: Sequence[Group]) -> list[str]:
   """Returns a line for each group that cannot be compared with the first.
 
-  Runs can be compared if they are of the same environment and were evaluated,
-  if at all, by a score in common.
+  Runs can be compared if they have the same environment and, where both were
+  evaluated, a score in common.
   """
   first = groups[0].runs[0]
   found = []

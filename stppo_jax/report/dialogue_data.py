@@ -156,7 +156,7 @@ def reward(record: Mapping[str, Any]) -> float:
 def contains(record: Mapping[str, Any], text: str) -> bool:
   """Returns whether a text is in question, prompt, answers or turns.
 
-  Capital letters are as small ones, as in the viewer.
+  Upper and lower case count as equal, as in the viewer.
   """
   texts = [record['question'], record['prompt'], *record['golden_answers']]
   for turn in record['turns']:

@@ -76,7 +76,7 @@ def html(
 
 
 def contents(groups: Sequence[comparison.Group]) -> dict[str, Any]:
-  """Returns what the page shows but for metrics and dialogues, as plain data.
+  """Returns what the page shows, without metrics and dialogues, as plain data.
 
   Lists are by run or by group in the order of the page; spreads are those of
   `summary.spread`.

@@ -119,7 +119,7 @@ class Lane:
     # The group whose prompt each slot holds. It stays when the row goes on or
     # ends, until the slot is given to a row of another group.
     self._group_at: list[int | None] = [None] * self._driver.slots
-    self._groups: set[int] = set()  # of all rows that have come here
+    self._groups: set[int] = set()  # the groups of all rows of this lane so far
     self._to_append: list[tuple[Row, np.ndarray]] = []
     # By slot; the row whose last chunk was started longest ago comes first.
     self._generating: dict[int, Row] = {}

@@ -14,10 +14,9 @@ Every program works on all slots (`slots_A=None`), which needs no copy of the
 cache, or on the slots `slots_A`, of which it gathers what it needs: int32 [A],
 or, if several devices hold the slots, [devices, A / devices], slots within the
 part of each device. An entry that is S or more pads the shape and stands for no
-slot. `num_blocks`
-is how many blocks of the cache hold all that the active slots have read so far;
-attention looks at no others, so that a short dialogue does not pay for
-`max_length`; see `cache.extend`.
+slot. `num_blocks` is how many blocks of the cache hold all that the active
+slots have read so far; attention looks at no others, so that a short dialogue
+does not pay for `max_length`; see `cache.extend`.
 """
 
 import dataclasses

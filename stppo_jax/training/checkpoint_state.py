@@ -54,8 +54,8 @@ class TrainCheckpoints:
   """Saves a training state with published policies and the KL coefficient.
 
   Args:
-    learner: has the present KL coefficient.
-    collector: has the policies that collect the next steps.
+    learner: the learner, whose present KL coefficient is saved.
+    collector: the collector, whose policies for the next steps are saved.
   """
 
   def __init__(

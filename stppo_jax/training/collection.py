@@ -100,7 +100,8 @@ class StepCollector:
     self._collector = collector
     self._show = show
     self._hosts = hosts
-    # By step, until they are measured: a later step may be collected before.
+    # Step -> its groups, until they are measured. A later step may be collected
+    # before that.
     self._first_groups: dict[int, Groups] = {}
 
   def collect(

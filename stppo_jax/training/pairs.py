@@ -27,7 +27,7 @@ _NEEDED = {
 def packed(
   tokens_Q2L: np.ndarray, loss_mask_Q2L: np.ndarray
 ) -> batch_lib.PairBatch:
-  """Returns pairs with lengths and loss positions; clears the tokens after."""
+  """Returns pairs; clears the tokens after the last loss position of a row."""
   length = loss_mask_Q2L.shape[2]
   positions_BM = pack.loss_positions(loss_mask_Q2L.reshape(-1, length))
   # True up to the last loss position; later tokens do not influence the loss.

@@ -80,7 +80,7 @@ def run(
 def _start(
   words: Sequence[str | pathlib.Path], log: pathlib.Path | None
 ) -> subprocess.Popen:
-  """Starts a command in a session of its own: signals come from here, once."""
+  """Starts a command in a session where only this process signals to it."""
   # run.sh starts the Python that PYTHON names.
   environment = {'PYTHON': sys.executable, **os.environ}
   with open(log or os.devnull, 'ab') as output:

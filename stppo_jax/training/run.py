@@ -388,7 +388,7 @@ class Run:
     )
 
   def release(self, exit_code: int) -> None:
-    """Leaves the folder as the end of a process does, which is near."""
+    """Leaves the folder as an ended process would; the process ends soon."""
     self._watch.end(exit_code)
     lock.release(self.workdir)
 

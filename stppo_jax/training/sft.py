@@ -104,7 +104,7 @@ def make_start(config, run: run_lib.Run, services: assembly.Services) -> None:
   hosts, start = run.hosts, run_record.start_folder(config, run.workdir)
   if start is None or config.init_from:
     return
-  # As the first host sees it, which writes it.
+  # What the first host sees counts, because it writes the start.
   exists, *_ = hosts.exchange('start', start.is_dir())
   if exists:
     return

@@ -26,7 +26,7 @@ from stppo_jax.records.sinks import headline
 from stppo_jax.records.sinks import plots
 
 _LEVELS = ('token', 'turn', 'sequence')
-# Those of `records/alarms.py` that a policy which goes wrong can set off.
+# The alarms of `records/alarms.py` that a policy can set off.
 ALARMS = (
   'repetition',
   'entropy',
@@ -58,7 +58,7 @@ METRICS = {
   'turn_length': ('turn_length/mean',),
   **{f'alarm_{name}': (f'alarm/{name}',) for name in ALARMS},
 }
-# The mean over the evaluation sets, of the greedy policy.
+# The mean score of the greedy policy over the evaluation sets.
 _GREEDY = 'greedy'
 COLUMNS = ('success', _GREEDY, *[n for n in METRICS if n != 'success'])
 _KEYS = ('group', 'arm', 'seed', 'settings', 'step')

@@ -29,8 +29,8 @@ _USED_KEYS = (
 def read(folder: pathlib.Path) -> Any:
   """Returns the config that a run was started with.
 
-  Keys that are younger than the run have their defaults, and keys that are no
-  more are left out.
+  Keys that are younger than the run have their defaults. Keys that do not exist
+  any more are left out.
 
   Raises:
     ValueError: the folder is not that of a run of `train`.

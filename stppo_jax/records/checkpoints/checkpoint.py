@@ -191,7 +191,7 @@ class Checkpointer:
 
   @property
   def seconds_left(self) -> float:
-    """How long they may still write it, by the time of the save before."""
+    """How long threads still write if they take as long as the last save."""
     return self._pending.seconds_left
 
   def check(self) -> None:

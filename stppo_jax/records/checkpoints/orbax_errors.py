@@ -29,7 +29,7 @@ def hide_repeated() -> None:
   """Hides what Orbax prints of errors that it raises; may be called again.
 
   It changes the loggers of absl and asyncio, and the hook for exceptions that
-  Python ignores. All of them go on to report what has another origin.
+  Python ignores. They still report what has another origin.
   """
   # The same filter is not added twice.
   logging.getLogger('absl').addFilter(_is_not_logged_by_orbax)
@@ -50,10 +50,10 @@ def cause(error: Exception) -> str:
 
 
 def _is_not_logged_by_orbax(record: logging.LogRecord) -> bool:
-  """Returns whether a log record is none of Orbax that nobody needs.
+  """Returns False for the log records of Orbax that nobody needs.
 
-  These are tracebacks, and advice to save less often, which counts the time
-  that a run waits for a save at its end.
+  These are tracebacks, and advice to save less often: it counts the time that a
+  run waits for a save at its end.
   """
   if _ORBAX not in record.pathname:
     return True
@@ -64,7 +64,7 @@ def _is_not_logged_by_orbax(record: logging.LogRecord) -> bool:
 
 
 def _is_not_unheard(record: logging.LogRecord) -> bool:
-  """Returns whether a log record is not about a dropped task of Orbax."""
+  """Returns False for log records about dropped tasks of Orbax."""
   return not (
     _UNHEARD in record.getMessage()
     and record.exc_info

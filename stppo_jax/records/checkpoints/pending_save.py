@@ -87,7 +87,7 @@ class PendingSave:
     return max(self.seconds - (time.monotonic() - self._began), 0.0)
 
   def check(self) -> bool:
-    """Returns whether a save has ended, of which nobody has learnt yet.
+    """Returns whether a save has ended since the last call of this or `wait`.
 
     Raises:
       SaveFailed: nothing is left of its step.

@@ -44,7 +44,7 @@ class Preservation:
   def should_preserve(
     self, checkpoints: Sequence[Any], *, context: Any
   ) -> Sequence[bool]:
-    """Returns whether each step is kept, as Orbax asks it."""
+    """Returns for each step whether it is kept; Orbax calls it."""
     del context
     steps = [checkpoint.step for checkpoint in checkpoints]
     kept = self._kept(steps)

@@ -105,7 +105,7 @@ def _read_all(
       unreadable[names[0]] = _cause(error)
       return {}
   arrays = {}
-  for name in names:  # which of them is it?
+  for name in names:  # one by one, to find those that cannot be read
     arrays |= _read_all(reader, path, leaves, [name], unreadable)
   return arrays
 

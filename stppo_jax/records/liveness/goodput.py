@@ -13,7 +13,8 @@ import pathlib
 import time
 from typing import NamedTuple
 
-# Of a line of metrics; all phases of a step together, and the save before it.
+# Metrics of a line: the seconds of all phases of the step together, and those
+# of the save before it.
 _STEP, _SAVE = 'timing_s/step', 'timing_s/checkpoint'
 
 

@@ -36,7 +36,7 @@ _SKIPPED = 'update/skipped'
 class _Console(rich.console.Console):
   """A console whose `print` raises an error if the pipe is closed.
 
-  That of rich would end the process.
+  A console of rich would end the process instead.
   """
 
   def on_broken_pipe(self) -> None:

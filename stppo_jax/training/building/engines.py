@@ -85,7 +85,7 @@ def publish(
 
 
 def decoded_weights(trained: functional.Params) -> functional.Params:
-  """Returns the trained weights without the value head, which decodes none."""
+  """Returns the trained weights without the value head, unused in decoding."""
   return {name: x for name, x in trained.items() if name != 'scalar_head'}
 
 

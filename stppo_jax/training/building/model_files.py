@@ -52,7 +52,7 @@ def shape(
     for field in dataclasses.fields(model_config.ModelConfig)
     if field.name in model and field.name not in runtime
   }
-  assert tokenizer is not None  # only a directory can do without
+  assert tokenizer is not None  # only a model's directory makes it optional
   longest = model_config.ModelConfig.max_position_embeddings
   return model_config.ModelConfig(
     vocab_size=tokenizer.vocab_size,

@@ -67,8 +67,9 @@ def find(config, workdir: pathlib.Path, *, saved: str) -> Origin:
 def expected(config, source, workdir: pathlib.Path):
   """Returns the config with the model that it will start from.
 
-  That of another run is described like the one that its start will have. So a
-  config that does not fit it is refused before anything is written.
+  If it starts from another run, the model is described as the copy of that
+  run's policy will be. So a config that does not fit it is refused before
+  anything is written.
 
   Args:
     config: the config of a run.
@@ -113,7 +114,7 @@ def make_start(
   start = workdir / 'start'
   if not config.init_from:
     return
-  # As the first host sees it, which writes it.
+  # What the first host sees counts, because it writes the start.
   exists, *_ = hosts.exchange('start', start.is_dir())
   if exists:
     return
@@ -126,7 +127,7 @@ def make_start(
       f'init_from={config.init_from}: its policy after step {theirs.step}',
       flush=True,
     )
-  hosts.exchange('start', False)  # it is gone
+  hosts.exchange('start', False)  # what a killed start has left is gone
   _copy_value(theirs, config.init_from, workdir / _VALUE)
   # Last: once it is there, nothing is made again. It gets its name when it is
   # complete.

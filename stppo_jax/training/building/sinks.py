@@ -17,7 +17,7 @@ def build_writer(
   *,
   trajectories: int,
 ) -> writer_lib.Writer | writer_lib.OtherHostWriter:
-  """Returns the writer of a host; of several, the first one has the metrics.
+  """Returns the writer of a host; only the first host writes metrics.
 
   Args:
     config: the config of the run.

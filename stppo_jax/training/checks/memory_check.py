@@ -17,7 +17,7 @@ from stppo_jax.training.building import assembly
 def device_memory() -> int | None:
   """Returns the bytes that programs may use of the smallest local device.
 
-  None where devices do not say it, as CPUs do not.
+  None if the devices do not report it; CPUs do not.
   """
   stats = [device.memory_stats() or {} for device in jax.local_devices()]
   limits = [x['bytes_limit'] for x in stats if x.get('bytes_limit')]

@@ -42,8 +42,9 @@ class SkippedUpdates:
 
     Args:
       updates: the metrics of the updates of a step.
-      dump: writes down the last update before the run ends, by its number in
-        the step and its metrics, if it was skipped; returns the folder.
+      dump: called before the run ends, with the number in the step and the
+        metrics of the last update, if that one was skipped; writes them down
+        and returns the folder.
 
     Raises:
       Diverged: so many in a row were skipped; the message has the numbers of

@@ -47,8 +47,8 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
     run_record.check_checkpoints(checkpoint)
     config = run_record.with_start(config, checkpoint)
   config = config.copy_and_resolve_references()
-  # Nothing learns beside it, so all devices may collect. Of one question at a
-  # time, each decodes one row, and one is used.
+  # Nothing is learned here, so all devices may collect. Questions come one at a
+  # time, but each device decodes one row; only one of these rows is used.
   config.mesh.collect_fraction = 0.0
   config.rollout.slots = jax.local_device_count()
   config.rollout.lanes = 1

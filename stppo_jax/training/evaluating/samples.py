@@ -33,7 +33,7 @@ class Samples:
     writer: the writer of the run.
     tokenizer: decodes dialogues.
     printed: the number of dialogues that are printed at a time.
-    written: the number of dialogues that are written of an evaluation.
+    written: the number of dialogues of an evaluation that are written.
   """
 
   def __init__(

@@ -50,8 +50,8 @@ COMMAND = 'evaluate'
 _TRY_AGAIN = 75
 # Dialogues that are collected between two writes, for each slot of the engine.
 _BATCHES = 4
-# The beginnings of the config keys on which the dialogues depend, with the
-# weights and the number of samples.
+# The dialogues depend on the config keys that begin so, on the weights, and on
+# the number of samples.
 _READ_KEYS = (
   'data.',
   'env.',
@@ -361,7 +361,7 @@ class _Folder:
       raise assembly.Misconfigured('\n'.join(lines))
 
   def records(self) -> list[dict[str, Any]]:
-    """Returns the records that were written, and drops half a last one."""
+    """Returns the written records; drops a last one that is incomplete."""
     if self._path is None:
       return []
     path = self._path / 'dialogues.jsonl'
@@ -382,7 +382,7 @@ class _Folder:
     append.append(path, ''.join(lines).encode())
 
   def write(self, name: str, text: str) -> None:
-    """Writes a file, by a rename: a process killed here leaves one of both."""
+    """Writes a file by a rename: a kill leaves the old file or the new one."""
     if self._path is None:
       return
     path = self._path / name

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import alarms
 
-# A number at its threshold would else begin and end an alarm at every step.
+# An alarm has ended after so many silent steps. If one were enough, a number
+# near its threshold would begin and end an alarm at every step.
 _SILENT_STEPS = 5
 
 
@@ -38,14 +39,14 @@ class Alarms:
     self._stop_after: int = options.pop('stop_after')
     self._thresholds: dict[str, float] = options
     self._hosts, self._show = hosts, show
-    # Of each alarm that rings: in how many steps in a row it has.
+    # Alarm that rings -> the number of steps in a row in which it has rung.
     self._rung: dict[str, int] = {}
-    # Of each alarm that was told: for how many steps it has been silent.
+    # Alarm that was shown -> the number of steps since it rang last.
     self._told: dict[str, int] = {}
     self._lines: list[str] = []
 
   def measure(self, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Returns `alarm/{name}` of a step, by its other metrics."""
+    """Returns the metrics `alarm/{name}` of a step, from its other metrics."""
     rings = alarms.check(metrics, self._thresholds)
     before, self._rung = self._rung, {}
     self._lines = []

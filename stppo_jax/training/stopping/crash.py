@@ -59,7 +59,7 @@ def write(
   Args:
     run: the run, in whose folder it is written.
     config: the config of the run.
-    learner: has made the update.
+    learner: the learner that made the update.
     state: the state after the step.
     batch: the annotated batch of the step.
     step: the number of steps done before.
@@ -69,8 +69,8 @@ def write(
     kl_coefficient: the coefficient of the divergence in the step.
 
   Returns:
-    The folder; None if it cannot be written, of which a warning tells: what
-    ends the run must be told in any case.
+    The folder; None if it cannot be written. That is only a warning, so that
+    the error which ends the run is still reported.
   """
   folder = run.workdir / 'crash' / f'step_{step + 1}'
   # All hosts compute it, before one of them may fail to write.
@@ -144,7 +144,7 @@ def _measure(leaves):
 
 
 def _number(x: Any) -> float | str:
-  """Returns a metric as JSON can write it."""
+  """Returns a metric in a form that JSON can write."""
   return float(x) if math.isfinite(x) else str(np.float32(x))
 
 

@@ -26,7 +26,7 @@ class Stopped(Exception):
 
 
 class Endable(Protocol):
-  """A run, as far as its end is concerned; see `run.Run`."""
+  """The part of a run that its end needs; see `run.Run`."""
 
   hosts: hosts_lib.Hosts
   resumed: bool
@@ -84,7 +84,7 @@ def handled(
       raise
     if hasattr(error, 'exit_code'):
       raise
-    # The second one is where something was to be renamed to.
+    # If a rename has failed, the second name is its target.
     name = error.filename2 or error.filename
     cause = f'{name}: {error.strerror}' if name else str(error)
     raise Stopped(f'{cause}; {_progress(run)}; {_RESUMES}') from error

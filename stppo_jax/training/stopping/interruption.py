@@ -172,7 +172,8 @@ class Interruption:
       return  # The other thread handles a second signal.
     with self._answering:  # not during a rescue
       self._answered = True
-    # The other thread may notice the signal later than this one needs its time.
+    # This thread needs the time of the signal, and the other one, which notes
+    # it too, may be late.
     self.signalled = self.signalled or time.monotonic()
     self.exit_code = EXIT_CODES[signal.Signals(number)]
     if not self._abandonable:
