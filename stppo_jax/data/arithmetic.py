@@ -7,6 +7,7 @@ import zlib
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.data import demonstrations
 
 _OPERATIONS = {'+': operator.add, '-': operator.sub, '*': operator.mul}
 _DATA_SET = 'arithmetic'
@@ -121,8 +122,12 @@ class CalculatorDemonstrations:
     self, step: int, count: int
   ) -> list[tuple[types.Question, list[str]]]:
     """See `demonstrations.Demonstrations`."""
-    rng = np.random.default_rng((self.questions.seed, step))
-    rate = 0.0 if step < self.clean_steps else self.error_rate
+    rng, rate = demonstrations.noise(
+      self.questions.seed,
+      step,
+      error_rate=self.error_rate,
+      clean_steps=self.clean_steps,
+    )
     return [
       (_question(expression), self._turns(expression, rng, rate))
       for expression in self.questions.demonstrated(step, count)

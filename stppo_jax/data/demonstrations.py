@@ -32,6 +32,21 @@ class Demonstrations(Protocol):
     ...
 
 
+def noise(
+  seed: int, step: int, *, error_rate: float, clean_steps: int
+) -> tuple[np.random.Generator, float]:
+  """Returns the random numbers of a step, and the probability of an error.
+
+  Args:
+    seed: the seed of the errors.
+    step: the step of the imitation.
+    error_rate: the probability of an error after the clean steps.
+    clean_steps: the number of first steps without errors.
+  """
+  rate = 0.0 if step < clean_steps else error_rate
+  return np.random.default_rng((seed, step)), rate
+
+
 @dataclasses.dataclass(frozen=True)
 class SyntheticDemonstrations:
   """Demonstrations in synthetic worlds that no training step uses.
@@ -54,12 +69,15 @@ class SyntheticDemonstrations:
   def batch(self, step: int, count: int) -> list[Demonstration]:
     """See `Demonstrations`."""
     one_hop = step < self.clean_one_hop_steps
-    clean = step < self.clean_one_hop_steps + self.clean_steps
     world, chains = self.questions.demonstration_chains(
       step, count, hops=(1,) if one_hop else self.questions.hops
     )
-    rng = np.random.default_rng((self.questions.seed, step))
-    rate = 0.0 if clean else self.error_rate
+    rng, rate = noise(
+      self.questions.seed,
+      step,
+      error_rate=self.error_rate,
+      clean_steps=self.clean_one_hop_steps + self.clean_steps,
+    )
     return [
       (
         chain.question,

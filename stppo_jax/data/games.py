@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from stppo_jax import types
+from stppo_jax.data import demonstrations
 
 _DATA_SET = 'games'
 _FOR_EVALUATION = 10_000  # the numbers below are for evaluation
@@ -111,8 +112,12 @@ class GameDemonstrations:
     self, step: int, count: int
   ) -> list[tuple[types.Question, list[str]]]:
     """See `demonstrations.Demonstrations`."""
-    rng = np.random.default_rng((self.questions.seed, step))
-    rate = 0.0 if step < self.clean_steps else self.error_rate
+    rng, rate = demonstrations.noise(
+      self.questions.seed,
+      step,
+      error_rate=self.error_rate,
+      clean_steps=self.clean_steps,
+    )
 
     def choose(right: str, possible: Sequence[str]) -> str:
       if rng.random() >= rate:

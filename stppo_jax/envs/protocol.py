@@ -191,6 +191,17 @@ class Environment(Episode, Protocol):
     ...
 
 
+def mean_turns(trajectories: Sequence[types.Trajectory], action: str) -> float:
+  """Returns the mean number of turns of a trajectory that have an action.
+
+  Args:
+    trajectories: at least one.
+    action: the name of the action.
+  """
+  turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+  return sum(turn.action == action for turn in turns) / len(trajectories)
+
+
 def check_reward(name: str, reward: float) -> None:
   """Checks that a reward can be trained on.
 

@@ -97,11 +97,9 @@ class SearchEnvironment(protocol.Environment):
   @staticmethod
   def statistics(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
     """Returns the mean number of valid searches of a trajectory."""
-    searches = [
-      sum(turn.action == 'search' for turn in trajectory.turns)
-      for trajectory in trajectories
-    ]
-    return {'env/number_of_valid_search': sum(searches) / len(searches)}
+    return {
+      'env/number_of_valid_search': protocol.mean_turns(trajectories, 'search')
+    }
 
   def prompt(self, question: types.Question) -> str:
     """See `protocol.Environment`."""

@@ -126,11 +126,9 @@ class TextWorldEnvironment(protocol.Environment):
   @staticmethod
   def statistics(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
     """Returns the mean number of possible commands of a trajectory."""
-    counts = [
-      sum(turn.action == 'command' for turn in trajectory.turns)
-      for trajectory in trajectories
-    ]
-    return {'env/number_of_commands': sum(counts) / len(counts)}
+    return {
+      'env/number_of_commands': protocol.mean_turns(trajectories, 'command')
+    }
 
   def episode(self, question: types.Question) -> '_Episode':
     """Returns the environment of one trajectory, with a game of its own."""

@@ -128,11 +128,9 @@ class ToolsEnvironment(protocol.Environment):
   @staticmethod
   def statistics(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
     """Returns the mean number of calls of a trajectory."""
-    calls = [
-      sum(turn.action == 'tool' for turn in trajectory.turns)
-      for trajectory in trajectories
-    ]
-    return {'env/number_of_tool_calls': sum(calls) / len(calls)}
+    return {
+      'env/number_of_tool_calls': protocol.mean_turns(trajectories, 'tool')
+    }
 
   def prompt(self, question: types.Question) -> str:
     """See `protocol.Environment`."""

@@ -30,15 +30,6 @@ from stppo_jax.rl import mismatch_metrics
 Array = jax.Array
 
 
-class _Inputs(NamedTuple):
-  """The arrays of a `TokenBatch` that models read."""
-
-  tokens_BL: Array
-  lengths_B: Array
-  loss_positions_BM: Array | None
-  expert_ids: Array | None
-
-
 class _Outputs(NamedTuple):
   """The outputs of the models for some rows.
 
@@ -120,7 +111,7 @@ def annotate(
       temperature=temperature,
       routing_replay=routing_replay,
     ),
-    _Inputs(*(getattr(batch, name) for name in _Inputs._fields)),
+    forward.model_inputs(batch),
     num_microbatches,
   )
   mask_BL = batch.loss_mask_BL
@@ -186,7 +177,7 @@ def _metrics(
 
 
 def _model_outputs(
-  inputs: _Inputs,
+  inputs: forward.ModelInputs,
   params: forward.TrainedParams,
   frozen: functional.Params | None,
   reference: functional.Params,

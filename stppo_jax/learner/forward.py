@@ -7,12 +7,27 @@ from typing import NamedTuple
 
 import jax
 
+from stppo_jax import batch as batch_lib
 from stppo_jax.learner import model_roles
 from stppo_jax.learner import state as state_lib
 from stppo_jax.models import functional
 from stppo_jax.models import precision
 
 Array = jax.Array
+
+
+class ModelInputs(NamedTuple):
+  """The arrays of a `TokenBatch` that models read."""
+
+  tokens_BL: Array
+  lengths_B: Array
+  loss_positions_BM: Array | None
+  expert_ids: Array | None
+
+
+def model_inputs(batch: batch_lib.TokenBatch) -> ModelInputs:
+  """Returns the arrays of a batch that models read."""
+  return ModelInputs(*(getattr(batch, name) for name in ModelInputs._fields))
 
 
 class TrainedParams(NamedTuple):

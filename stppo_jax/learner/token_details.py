@@ -8,8 +8,6 @@ the corrections make of it. Statistics of a whole minibatch, which some bounds
 and corrections read, are formed over these rows, as if they were a minibatch.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,15 +23,6 @@ from stppo_jax.rl import losses
 from stppo_jax.rl import ratios
 
 Array = jax.Array
-
-
-class _Inputs(NamedTuple):
-  """The arrays of a `TokenBatch` that the policy reads."""
-
-  tokens_BL: Array
-  lengths_B: Array
-  loss_positions_BM: Array | None
-  expert_ids: Array | None
 
 
 def choose_rows(
@@ -98,7 +87,7 @@ def measure_tokens(
     lambda inputs: policy.logprobs_and_entropy(
       weights, **inputs._asdict(), temperature=temperature
     ),
-    _Inputs(*(getattr(chosen, name) for name in _Inputs._fields)),
+    forward.model_inputs(chosen),
     max(len(rows) // microbatch_size, 1),
   )
   loss = losses.policy_loss(

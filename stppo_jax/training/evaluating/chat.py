@@ -14,8 +14,6 @@ from stppo_jax import types
 from stppo_jax.learner import keys as keys_lib
 from stppo_jax.parallel import compile_time
 from stppo_jax.records import dialogues
-from stppo_jax.records import run_folder
-from stppo_jax.training import run_record
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import engines
 from stppo_jax.training.evaluating import set_evaluation
@@ -42,10 +40,7 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
     Exceptions with an `exit_code`, see `loop.train`.
   """
   say = functools.partial(print, file=sys.stderr, flush=True)
-  is_run = run_folder.command_of(checkpoint) == 'train'
-  if is_run:
-    run_record.check_checkpoints(checkpoint)
-    config = run_record.with_start(config, checkpoint)
+  config, run = set_evaluation.of_checkpoint(config, checkpoint)
   config = config.copy_and_resolve_references()
   # Nothing is learned here, so all devices may collect. Questions come one at a
   # time, but each device decodes one row; only one of these rows is used.
@@ -61,15 +56,13 @@ def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
       assembly.build_services(config, components.questions)
     )
     with assembly.config_errors():
-      step, params = set_evaluation.load_weights(
-        config, checkpoint if is_run else None, learner
-      )
+      step, params = set_evaluation.load_weights(config, run, learner)
     engine = engines.build(
       config, services, tokenizer, learner.policy, components.placement
     )
     engine.publish(params, 0)
     collector = engines.build_collector(config, services, tokenizer, engine)
-    after = f', step {step}' if is_run else ''
+    after = f', step {step}' if run else ''
     say(f'{checkpoint}{after}; one question a line, Ctrl-D ends')
     say(f'for example: {streams.escape(example.text)}')
     # Greedy decoding reads no random numbers.

@@ -106,10 +106,7 @@ def evaluate(
     Exceptions with an `exit_code`, see `loop.train`.
   """
   say = functools.partial(print, file=sys.stderr, flush=True)
-  is_run = run_folder.command_of(checkpoint) == 'train'
-  if is_run:
-    run_record.check_checkpoints(checkpoint)
-    config = run_record.with_start(config, checkpoint)
+  config, run = of_checkpoint(config, checkpoint)
   components = assembly.build_components(config)
   groups = components.questions.evaluation(config.evaluate.num_questions)
   questions = [question for group in groups.values() for question in group]
@@ -124,9 +121,7 @@ def evaluate(
       assembly.build_services(config, components.questions)
     )
     with assembly.config_errors():
-      done, params = load_weights(
-        config, checkpoint if is_run else None, learner
-      )
+      done, params = load_weights(config, run, learner)
     identity = {
       'checkpoint': str(checkpoint.resolve()),
       'step': done,
@@ -143,7 +138,7 @@ def evaluate(
   decoding = f'{samples} samples each' if samples else 'greedy'
   _report(
     f'{checkpoint}, step {done}, {decoding}'
-    if is_run
+    if run
     else f'{checkpoint}, {decoding}',
     records,
     services.environment.main_score,
@@ -156,6 +151,25 @@ def evaluate(
     )
     return _TRY_AGAIN
   return 0
+
+
+def of_checkpoint(
+  config, checkpoint: pathlib.Path
+) -> tuple[Any, pathlib.Path | None]:
+  """Returns the config with its start, and the folder of the run, if any.
+
+  Args:
+    config: the config of a run, or for a Hugging Face directory one whose model
+      it is.
+    checkpoint: the folder of a run of `train`, or a Hugging Face directory.
+
+  Raises:
+    Misconfigured, CheckpointsMissing: the run has nothing to read.
+  """
+  if run_folder.command_of(checkpoint) != 'train':
+    return config, None
+  run_record.check_checkpoints(checkpoint)
+  return run_record.with_start(config, checkpoint), checkpoint
 
 
 def load_weights(
