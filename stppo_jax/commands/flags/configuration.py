@@ -14,9 +14,7 @@ A configuration is annotated as `Any`: it is a ConfigDict, whose keys are
 attributes that no type checker can check (`schema.check` checks them instead).
 """
 
-import ast
 from collections.abc import Collection
-from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 import dataclasses
@@ -24,11 +22,9 @@ import difflib
 import pathlib
 from typing import Any
 
-from ml_collections import config_dict
-
 from stppo_jax import settings
 from stppo_jax.commands.flags import config_file
-from stppo_jax.configs import algorithms
+from stppo_jax.commands.flags import overrides as overrides_lib
 from stppo_jax.configs import schema
 from stppo_jax.data import mixtures
 from stppo_jax.records import run_folder
@@ -36,15 +32,6 @@ from stppo_jax.records import run_folder
 _OVERRIDE = 'config.'
 # The commands that train but do not start from another run.
 _OFFLINE = ('sft', 'prefer')
-_BOOLEANS = {
-  **dict.fromkeys(('true', 't', '1'), True),
-  **dict.fromkeys(('false', 'f', '0'), False),
-}
-# Key of an option that chooses other options (such as algorithm.bounds.name) ->
-# the section of the algorithm that they are in.
-_CHOOSING_KEYS = {
-  f'algorithm.{kind}.name': kind for kind in algorithms.DEFAULTS
-}
 
 
 class ConfigurationError(Exception):
@@ -114,7 +101,7 @@ def parse(
   for name in options:
     if name in flags:
       try:
-        options[name] = _typed(flags[name], options[name])
+        options[name] = overrides_lib.typed(flags[name], options[name])
       except ValueError as error:
         errors.append(f'--{name}={flags[name]}: {error}')
   path = pathlib.Path(flags['workdir']) if flags.get('workdir') else None
@@ -126,7 +113,7 @@ def parse(
       errors.append(f'--config={flags["config"]}: {error}')
     else:
       overrides = given.overrides.items()
-      errors += override_all(config, overrides, flag='--config.')
+      errors += overrides_lib.override_all(config, overrides, flag='--config.')
       errors += [f'config.{line}' for line in schema.check(config)]
       if writer in _OFFLINE and config.init_from:
         errors.append(
@@ -253,7 +240,7 @@ def split(
       continue
     if name in switches:
       try:
-        is_on = _boolean(value) if equals else not negated
+        is_on = overrides_lib.boolean(value) if equals else not negated
       except ValueError as error:
         flags.errors.append(f'{flag}: {error}')
       else:
@@ -275,151 +262,3 @@ def split(
     else:
       flags.values[name] = str(given)
   return flags
-
-
-def override_all(
-  config: Any,
-  overrides: Iterable[tuple[str, str | bool]],
-  *,
-  flag: str,
-  section: str = '',
-) -> list[str]:
-  """Sets several keys of a configuration in place; returns the errors.
-
-  Keys that choose other options (such as algorithm.bounds.name) are set before
-  those options, in whichever order they were given.
-
-  Args:
-    config: the configuration to change.
-    overrides: keys and the text of their values, see `Flags.overrides`.
-    flag: the text before the key on the command line, for the messages.
-    section: dotted name of the section that the keys are relative to; '' = the
-      whole configuration.
-
-  Returns:
-    A line for each key that could not be set.
-  """
-  errors = []
-  prefix = f'{section}.' if section else ''
-  for key, text in sorted(
-    overrides, key=lambda item: prefix + item[0] not in _CHOOSING_KEYS
-  ):
-    try:
-      override(config, prefix + key, text)
-    except ValueError as error:
-      typed = (
-        f'{flag}{key}' if isinstance(text, bool) else f'{flag}{key}={text}'
-      )
-      if text is False:
-        typed = f'--no{typed.removeprefix("--")}'
-      errors.append(f'{typed}: {error}')
-  return errors
-
-
-def override(config: Any, key: str, text: str | bool) -> None:
-  """Sets a dotted key to a value of its present type.
-
-  A key that chooses other options (such as algorithm.bounds.name) also replaces
-  them by the options of the new choice, with their defaults.
-
-  Args:
-    config: the configuration to change.
-    key: the dotted key.
-    text: the text of the value; a bool where the flag has no value.
-
-  Raises:
-    ValueError: no such key, or a value of another type; one line.
-  """
-  kind = _CHOOSING_KEYS[key] if key in _CHOOSING_KEYS else ''
-  if kind and isinstance(text, str) and text in algorithms.DEFAULTS[kind]:
-    if config.algorithm[kind]['name'] != text:
-      options = algorithms.choice(kind, text)
-      config.algorithm[kind] = config_dict.ConfigDict(options)
-    return
-  *names, leaf = key.split('.')
-  section, path = config, 'config'
-  for name in names:
-    if name not in section or not isinstance(
-      section[name], config_dict.ConfigDict
-    ):
-      raise ValueError(_unknown(name, section, path))
-    section, path = section[name], f'{path}.{name}'
-  if leaf not in section:
-    raise ValueError(_unknown(leaf, section, path))
-  if isinstance(section[leaf], config_dict.ConfigDict):
-    keys = ', '.join(section[leaf].keys())
-    raise ValueError(f'a section, not a value; set one of its keys: {keys}')
-  # `_typed` checks the type, with a message that names what is expected.
-  with section.ignore_type():
-    section[leaf] = _typed(text, section[leaf])
-
-
-def _unknown(name: str, section: Any, path: str) -> str:
-  """Returns the error of a name that is no key of a section."""
-  if name in section:
-    return f'{path}.{name} is a value and has no keys'
-  return f'no key {name!r} in {path}' + settings.closest(
-    name, list(section.keys())
-  )
-
-
-def _boolean(text: str) -> bool:
-  """Returns the boolean of a text, as absl and ml_collections read it.
-
-  Raises:
-    ValueError: the text is no boolean.
-  """
-  if text.lower() not in _BOOLEANS:
-    raise ValueError('expected true or false')
-  return _BOOLEANS[text.lower()]
-
-
-def _typed(text: str | bool, current: Any) -> Any:
-  """Returns the value of a text, in the type of `current`.
-
-  An int is accepted as a float, and a string needs no quotes.
-
-  Raises:
-    ValueError: the value has another type; the message names the expected one.
-  """
-  if isinstance(current, bool):
-    return text if isinstance(text, bool) else _boolean(text)
-  if isinstance(text, bool):
-    raise ValueError('has no value' if text else 'not a boolean')
-  try:
-    value = ast.literal_eval(text)
-  except (ValueError, SyntaxError, MemoryError, RecursionError):
-    value = text
-  if current is None:
-    return value
-  if isinstance(current, str):
-    return value if isinstance(value, str) else text
-  if isinstance(current, float):
-    if value in ('inf', '-inf'):  # Python has no literal for them
-      return float(value)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-      return float(value)
-    raise ValueError(f'expected a number (float), such as {current}')
-  if isinstance(current, tuple | list):
-    if isinstance(value, str) and all(isinstance(x, str) for x in current):
-      value = _split_names(value)
-    if isinstance(value, tuple | list):
-      return type(current)(value)
-    raise ValueError("expected a tuple, such as (1, 2) or ('a',)")
-  if isinstance(value, bool) or not isinstance(value, type(current)):
-    raise ValueError(f'expected {type(current).__name__}, such as {current}')
-  return value
-
-
-def _split_names(text: str) -> tuple[str, ...] | str:
-  """Returns `tis,mis`, `(tis,mis)` or `[tis,mis]` as a tuple of names.
-
-  A name may be a dotted key.
-
-  A text that is no list of names is returned as it is.
-  """
-  if text[:1] + text[-1:] in ('()', '[]'):
-    text = text[1:-1]
-  names = tuple(name.strip() for name in text.split(',') if name.strip())
-  parts = [part for name in names for part in name.split('.')]
-  return names if all(part.isidentifier() for part in parts) else text

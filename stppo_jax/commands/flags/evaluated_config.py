@@ -7,6 +7,7 @@ from typing import Any
 
 from stppo_jax.commands.flags import config_file
 from stppo_jax.commands.flags import configuration
+from stppo_jax.commands.flags import overrides as overrides_lib
 from stppo_jax.commands.flags import recorded_config
 from stppo_jax.configs import base
 from stppo_jax.configs import schema
@@ -38,7 +39,7 @@ def parse(
   config: Any = None
   try:
     config = read(None if reason else checkpoint, flags)
-    errors += configuration.override_all(
+    errors += overrides_lib.override_all(
       config, given.overrides.items(), flag='--config.'
     )
     change(config)

@@ -22,6 +22,7 @@ from ml_collections import config_dict
 from stppo_jax import settings as settings_lib
 from stppo_jax.commands.flags import config_file
 from stppo_jax.commands.flags import configuration
+from stppo_jax.commands.flags import overrides as overrides_lib
 from stppo_jax.configs import algorithms
 
 # A comma, unless a closing bracket comes before the next opening one.
@@ -231,7 +232,7 @@ def _apply(
       texts[key] = text
     else:
       errors.append(f'{flag}{setting}: expected KEY=VALUE')
-  errors += configuration.override_all(
+  errors += overrides_lib.override_all(
     config, texts.items(), flag=flag, section=section
   )
   if errors:
