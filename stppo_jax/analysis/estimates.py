@@ -18,6 +18,7 @@ from stppo_jax.analysis import saved_batch
 from stppo_jax.rl import advantages as advantages_lib
 from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.rl import estimator_needs
+from stppo_jax.rl import gae
 from stppo_jax.rl import kl as kl_lib
 from stppo_jax.rl import masking
 from stppo_jax.rl import options as options_lib
@@ -95,7 +96,7 @@ def check(estimator: Any, arrays: saved_batch.Arrays) -> None:
     lines.append(saved_batch.locate(rule, wrong_BL))
   options = estimator.arguments()
   if 'observation_tokens' in options:
-    reads = advantages_lib.OBSERVATION_TOKENS[options['observation_tokens']]
+    reads = gae.OBSERVATION_TOKENS[options['observation_tokens']]
     reads_BL = np.asarray(reads(arrays['loss_mask_BL']))
     for name in _VALUES & arrays.keys():
       lines += saved_batch.not_finite(name, arrays[name], reads_BL)

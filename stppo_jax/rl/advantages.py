@@ -1,8 +1,8 @@
 """Advantages, returns and the steps at which the critic is trained.
 
 B trajectories, L tokens. `values_BL[:, l]` is V before token l. An estimator
-is called `estimator(rewards_BL, batch, **options)`. GAE and reward-to-go stand
-here, the estimators that compare the trajectories of a question in
+is called `estimator(rewards_BL, batch, **options)`. The recursion of GAE stands
+in `gae`, and the estimators that compare the trajectories of a question in
 `group_advantages`.
 
 Only rewards on policy tokens count, so the outcome must stand on the last
@@ -16,16 +16,15 @@ of the turn, or of the token, before the observation.
 
 import dataclasses
 
-import chex
 import jax
 import jax.numpy as jnp
 
 from stppo_jax import batch as batch_lib
 from stppo_jax.rl import estimator_needs
+from stppo_jax.rl import gae as gae_lib
 from stppo_jax.rl import group_advantages
 from stppo_jax.rl import masking
 from stppo_jax.rl import options as options_lib
-from stppo_jax.rl import segments as segments_lib
 
 Array = jax.Array
 
@@ -51,153 +50,9 @@ class Advantages:
   value_mask_BL: Array
 
 
-def gae(
-  rewards_BL: Array,
-  values_BL: Array,
-  step_mask_BL: Array,
-  *,
-  end_mask_BL: Array | None = None,
-  gamma: Array | float,
-  lambda_: Array | float,
-) -> Array:
-  """Returns generalised advantage estimates over the steps of a row.
-
-  With the steps of a row numbered 1..n and V_{n+1} = 0:
-
-    delta_i = r_i + gamma V_{i+1} - V_i
-    A_i = delta_i + gamma lambda A_{i+1}                 (arXiv 1506.02438)
-
-  The scan carries value and advantage across tokens that are not steps, which
-  gives the same numbers as deleting those tokens. A reward between two steps
-  belongs to the step before it.
-
-  Args:
-    rewards_BL: the reward at each token, finite everywhere.
-    values_BL: V before each token, read at the steps only.
-    step_mask_BL: bool, the steps.
-    end_mask_BL: bool, steps after which the recursion starts anew
-      (V_{i+1} = A_{i+1} = 0); None: only the last step of a row.
-    gamma: discount per step.
-    lambda_: trace decay per step.
-
-  Returns:
-    A at the steps, 0 elsewhere.
-  """
-  if end_mask_BL is None:
-    end_mask_BL = jnp.zeros_like(step_mask_BL)
-  chex.assert_equal_shape([rewards_BL, values_BL, step_mask_BL, end_mask_BL])
-  values_BL = masking.select(values_BL, step_mask_BL)
-
-  def previous(carry, token):
-    # Value and advantage of the next step, and the rewards between here and
-    # there, which belong to the step that the scan reaches next.
-    value_B, advantage_B, reward_B = carry
-    reward_now_B, value_now_B, step_B, end_B = token
-    value_B = jnp.where(end_B, 0, value_B)
-    advantage_B = jnp.where(end_B, 0, advantage_B)
-    reward_B = reward_B + reward_now_B
-    delta_B = reward_B + gamma * value_B - value_now_B
-    advantage_B = jnp.where(
-      step_B, delta_B + gamma * lambda_ * advantage_B, advantage_B
-    )
-    value_B = jnp.where(step_B, value_now_B, value_B)
-    reward_B = jnp.where(step_B, 0, reward_B)
-    return (value_B, advantage_B, reward_B), advantage_B
-
-  zero_B = jnp.zeros_like(values_BL, shape=values_BL.shape[:1])
-  _, advantages_LB = jax.lax.scan(
-    previous,
-    (zero_B, zero_B, zero_B),
-    (rewards_BL.T, values_BL.T, step_mask_BL.T, end_mask_BL.T),
-    reverse=True,
-  )
-  return masking.select(advantages_LB.T, step_mask_BL)
-
-
-def _skipped(loss_mask_BL):
-  return loss_mask_BL
-
-
-# 'included' is what the reference run of arXiv 2511.20718 did [code].
-OBSERVATION_TOKENS = {'skipped': _skipped, 'included': masking.response_mask}
 # The steps at which the critic is trained: those at policy tokens, or all. The
 # reference run trained it at all [code].
 CRITIC_TOKENS = ('policy', 'response')
-
-
-def _latest(x_BL, step_mask_BL):
-  """Returns for every token the value of the last step at or before it."""
-  position_BL = jax.lax.broadcasted_iota(jnp.int32, x_BL.shape, 1)
-  step_BL = jax.lax.cummax(jnp.where(step_mask_BL, position_BL, 0), axis=1)
-  return jnp.take_along_axis(x_BL, step_BL, axis=1)
-
-
-def _turn_ids(batch):
-  return jnp.where(batch.loss_mask_BL, batch.turn_ids_BL, 0)
-
-
-def _turn_starts(batch):
-  """Returns a mask of the first token of each turn.
-
-  Turn ids never decrease in a row.
-  """
-  return segments_lib.segment_starts(segments_lib.Segments(_turn_ids(batch), 0))
-
-
-def _turn_ends(batch):
-  """Returns a mask of the last token of each turn."""
-  none = jnp.iinfo(batch.turn_ids_BL.dtype).max
-  ids_BL = jnp.where(batch.loss_mask_BL, batch.turn_ids_BL, none)
-  # Turn ids never decrease, so the smallest id after a token is that of the
-  # next policy token: a greater one means that the turn ends here.
-  smallest_BL = jax.lax.cummin(ids_BL, axis=1, reverse=True)
-  after_BL = jnp.pad(smallest_BL[:, 1:], ((0, 0), (0, 1)), constant_values=none)
-  return ids_BL < after_BL
-
-
-def _token_steps(rewards_BL, batch, *, gamma, lambda_, observation_tokens, **_):
-  step_mask_BL = OBSERVATION_TOKENS[observation_tokens](batch.loss_mask_BL)
-  advantages_BL = gae(
-    rewards_BL, batch.values_BL, step_mask_BL, gamma=gamma, lambda_=lambda_
-  )
-  return advantages_BL, step_mask_BL
-
-
-def _turn_steps(rewards_BL, batch, *, gamma, lambda_, **_):
-  starts_BL = _turn_starts(batch)
-  advantages_BL = gae(
-    rewards_BL, batch.values_BL, starts_BL, gamma=gamma, lambda_=lambda_
-  )
-  return advantages_BL, starts_BL
-
-
-def _bilevel_steps(
-  rewards_BL, batch, *, gamma, lambda_, gamma_turn, lambda_turn, **_
-):
-  turn_advantages_BL, starts_BL = _turn_steps(
-    rewards_BL, batch, gamma=gamma_turn, lambda_=lambda_turn
-  )
-  turn_returns_BL = turn_advantages_BL + masking.select(
-    batch.values_BL, starts_BL
-  )
-  ends_BL = _turn_ends(batch)
-  advantages_BL = gae(
-    masking.select(_latest(turn_returns_BL, starts_BL), ends_BL),
-    batch.values_BL,
-    batch.loss_mask_BL,
-    end_mask_BL=ends_BL,
-    gamma=gamma,
-    lambda_=lambda_,
-  )
-  return advantages_BL, batch.loss_mask_BL
-
-
-# Each function returns the advantages at the steps, and the mask of the steps.
-STEPS = {
-  'token': _token_steps,
-  'turn': _turn_steps,
-  'bilevel': _bilevel_steps,
-}
 
 
 @options_lib.dataclass
@@ -208,8 +63,8 @@ class Gae(options_lib.Named):
   lambda_: float = options_lib.number(at_most=1.0)
   gamma_turn: float = options_lib.number(at_most=1.0)
   lambda_turn: float = options_lib.number(at_most=1.0)
-  steps: str = options_lib.one_of(STEPS)
-  observation_tokens: str = options_lib.one_of(OBSERVATION_TOKENS)
+  steps: str = options_lib.one_of(gae_lib.STEPS)
+  observation_tokens: str = options_lib.one_of(gae_lib.OBSERVATION_TOKENS)
   critic_tokens: str = options_lib.one_of(CRITIC_TOKENS)
   whiten: str = options_lib.one_of(masking.WHITENS)
 
@@ -278,7 +133,7 @@ def gae_estimator(
     lambda_turn: with bi-level steps, the trace decay per turn.
   """
   mask_BL = batch.loss_mask_BL
-  at_steps_BL, step_mask_BL = STEPS[steps](
+  at_steps_BL, step_mask_BL = gae_lib.STEPS[steps](
     masking.select(rewards_BL, mask_BL),
     batch,
     gamma=gamma,
@@ -294,9 +149,9 @@ def gae_estimator(
   else:
     value_mask_BL, returns_mask_BL = step_mask_BL, step_mask_BL
   return Advantages(
-    advantages_BL=_latest(at_steps_BL, step_mask_BL),
+    advantages_BL=gae_lib.latest(at_steps_BL, step_mask_BL),
     returns_BL=masking.select(
-      _latest(at_steps_BL + values_BL, step_mask_BL), returns_mask_BL
+      gae_lib.latest(at_steps_BL + values_BL, step_mask_BL), returns_mask_BL
     ),
     value_mask_BL=value_mask_BL,
   )
@@ -331,14 +186,14 @@ def monte_carlo(
   Whitening subtracts the mean of the batch, the baseline of REINFORCE++.
   """
   mask_BL = batch.loss_mask_BL
-  to_go_BL = gae(
+  to_go_BL = gae_lib.gae(
     masking.select(rewards_BL, mask_BL),
     jnp.zeros_like(rewards_BL),
     mask_BL,
     gamma=gamma,
     lambda_=1.0,
   )
-  return _latest(to_go_BL, mask_BL)
+  return gae_lib.latest(to_go_BL, mask_BL)
 
 
 ADVANTAGES = {

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from stppo_jax.rl import advantages
+from stppo_jax.rl import gae
 from stppo_jax.rl import masking
 from tests.rl import advantage_twins
 from tests.rl import batches
@@ -67,7 +68,7 @@ VARIANTS = pytest.mark.parametrize(
 
 def test_gae_by_hand():
   # One observation between two policy tokens; values 0.5 and 0.25.
-  out = advantages.gae(
+  out = gae.gae(
     np.array([[0.0, 0.0, 1.0]]),
     np.array([[0.5, 99.0, 0.25]]),
     np.array([[True, False, True]]),
@@ -80,7 +81,7 @@ def test_gae_by_hand():
 
 
 def test_a_reward_between_steps_belongs_to_the_step_before():
-  out = advantages.gae(
+  out = gae.gae(
     np.array([[0.0, 3.0, 1.0]]),
     np.zeros((1, 3)),
     np.array([[True, False, True]]),
@@ -178,7 +179,7 @@ def test_the_recursion_starts_anew_after_an_end():
   # Two turns of two tokens have the advantages of two rows.
   rewards = np.array([[0.0, 2.0, 0.0, 1.0]])
   values = np.array([[0.5, -1.0, 0.25, 3.0]])
-  together = advantages.gae(
+  together = gae.gae(
     rewards,
     values,
     np.ones((1, 4), bool),
@@ -186,7 +187,7 @@ def test_the_recursion_starts_anew_after_an_end():
     gamma=0.5,
     lambda_=0.5,
   )
-  alone = advantages.gae(
+  alone = gae.gae(
     rewards.reshape(2, 2),
     values.reshape(2, 2),
     np.ones((2, 2), bool),
@@ -396,7 +397,7 @@ def _value_and_gradient(steps):
 
 
 @pytest.mark.parametrize('value', [np.nan, np.inf])
-@pytest.mark.parametrize('steps', advantages.STEPS)
+@pytest.mark.parametrize('steps', gae.STEPS)
 def test_poison_off_the_mask_changes_nothing(steps, value):
   batch, _, _ = batches.make()
 
