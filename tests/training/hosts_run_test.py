@@ -325,6 +325,44 @@ def test_a_signal_on_one_host_ends_a_start_on_all(tmp_path, printed):
   _train(tmp_path, **options)
 
 
+_OUTSIDE_OF_A_RUN = """
+import os, signal, sys
+from stppo_jax.parallel import distributed
+from stppo_jax.training.stopping import interruption
+
+address, index = sys.argv[1:]
+place = distributed.place(address, 2, int(index))
+with interruption.Interruption() as interrupt:
+  try:
+    with interrupt.abandonable(), distributed.joined(place) as hosts:
+      hosts.exchange('word', None)
+      if hosts.index:
+        os.kill(os.getpid(), signal.SIGINT)
+  except (interruption.Interrupted, Exception) as error:
+    print(error, file=sys.stderr)
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_outside_of_a_run_has_its_exit_code_on_all():
+  """A host may wait at the end of a run, or at its start, for the others."""
+  address = _address()
+  processes = [
+    subprocess.Popen(
+      [sys.executable, '-c', _OUTSIDE_OF_A_RUN, address, str(index)],
+      env=os.environ | _ENVIRONMENT,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for index in range(2)
+  ]
+  (code, text), (culprit, _) = _ends(processes)
+  assert culprit == code == 130
+  assert 'failed: Interrupted: by a signal' in text
+
+
 # The first collection is that of the evaluation before the first step.
 @pytest.mark.slow
 @pytest.mark.parametrize('kind, number', [('collect', 3), ('updated', 2)])

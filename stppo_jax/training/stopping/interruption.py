@@ -35,6 +35,7 @@ from stppo_jax import streams
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75, signal.SIGHUP: 75}
 # By which another thread interrupts the main thread.
 _REQUEST = signal.SIGUSR1
+_TRY_AGAIN = 75
 _IMPORTLIB = '<frozen importlib._bootstrap>'
 # Seconds that the main thread has to react before a rescue, and between two.
 _PATIENCE = 1.0
@@ -45,7 +46,18 @@ class Interrupted(BaseException):
   """Ends the body of `abandonable`.
 
   It is not an Exception, so that no handler of errors catches it.
+
+  Args:
+    exit_code: the exit code of the signal; None: that of another host.
+
+  Attributes:
+    exit_code: the exit code of this process and, if it does not tell the other
+      hosts of the signal itself, of theirs.
   """
+
+  def __init__(self, exit_code: int | None = None):
+    super().__init__('by a signal')
+    self.exit_code = exit_code or _TRY_AGAIN
 
 
 class Outage(Exception):
@@ -140,12 +152,12 @@ class Interruption:
         yield
     except Exception as error:
       if self._is_interrupted:
-        raise Interrupted from error
+        raise Interrupted(self.exit_code) from error
       raise
     finally:
       self._abandonable = outside
     if self._is_interrupted:
-      raise Interrupted
+      raise Interrupted(self.exit_code)
 
   def request(self) -> None:
     """Ends the body of `abandonable`, now or next time, from any thread."""
@@ -181,7 +193,7 @@ class Interruption:
     if self._owns_process and _is_importing(frame):
       self._announce(number)
       end_process(self.exit_code)
-    raise Interrupted
+    raise Interrupted(self.exit_code)
 
   def _watch(self) -> None:
     """Reads the numbers of signals as they arrive, on a thread of its own."""

@@ -100,7 +100,7 @@ def voted(
   codes = [other['interrupted'] for other in votes if other]
   if codes:
     interrupt.exit_code = next((code for code in codes if code), _TRY_AGAIN)
-    raise interruption.Interrupted
+    raise interruption.Interrupted(interrupt.exit_code)
 
 
 @contextlib.contextmanager

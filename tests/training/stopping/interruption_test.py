@@ -30,11 +30,11 @@ def _send(number):
 @pytest.mark.parametrize('number', _CODES)
 def test_abandonable_work_ends_at_a_signal(number):
   with interruption.Interruption() as interrupt:
-    with pytest.raises(interruption.Interrupted):
+    with pytest.raises(interruption.Interrupted) as caught:
       with interrupt.abandonable():
         _send(number)
         pytest.fail('went on')
-    assert interrupt.exit_code == _CODES[number]
+    assert caught.value.exit_code == interrupt.exit_code == _CODES[number]
 
 
 @pytest.mark.parametrize('number', _CODES)
