@@ -4,10 +4,13 @@
     python -m benchmarks.chaos --faults=10 --seed=3 --hosts=1 --folder=DIR
 
 A supervisor trains the quickstart, made small, as two processes (`--hosts`)
-that ask a retrieval server in another one. At random moments, which follow from
-the seed, one of `FAULTS` strikes. Whenever the run has ended, the same command
-starts it again. When enough faults have struck, the run goes on to its end, and
-an undisturbed run of the same length is made. These must be equal, bit for bit:
+that ask a retrieval server in another one. The faults of `benchmarks.faults`
+strike, each as often as the others, in an order and at moments that follow from
+the seed: some while the run starts, the others when it has made a step since.
+A fault counts if its effect was seen; otherwise it is tried again. Whenever the
+run has ended, the same command starts it again. When enough faults have struck,
+or `--minutes` are over, the run goes on to its end, and an undisturbed run of
+the same length is made. These must be equal, bit for bit:
 
 - the exported weights, and the fingerprints of the last checkpoint;
 - every number of metrics.jsonl but times and counts of the faults themselves,
@@ -15,337 +18,150 @@ an undisturbed run of the same length is made. These must be equal, bit for bit:
 
 While a disk is full, lines of metrics and dialogues may be lost, as is
 promised; then those that are there are compared. The exit code is 1 if anything
-differs, if a process ends with a code that no fault explains, or if one waits
-for another that has ended.
+differs, if a process ends with a code that no fault explains, if one waits for
+another that has ended, if the run makes no step in ten minutes, and if fewer
+faults have struck than were asked for. The folder is then kept.
 """
 
 import argparse
 import collections
-from collections.abc import Callable
 from collections.abc import Iterator
-from collections.abc import Mapping
 from collections.abc import Sequence
-import contextlib
-import os
 import pathlib
 import random
-import resource
-import signal
-import socket
-import subprocess
+import shutil
 import sys
 import tempfile
-import threading
 import time
+from typing import NamedTuple
 
+from benchmarks import disturbed_run
+from benchmarks import faults as faults_lib
 from benchmarks import run_differences
 
-_ROOT = pathlib.Path(__file__).resolve().parent.parent
-_BLOCK = 10  # steps by which the run becomes longer while faults are left
-_KEPT_LINES = 40  # of the run's output, printed if it fails
-_TOGETHER = 120.0  # seconds in which all processes of a run have ended
-_START_TIMEOUT = 60.0  # seconds that they wait for each other at a start
-_POLL = 0.05
-_SMALL = {
-  'rollout.trajectories_per_step': 32,
-  'updates.minibatch_size': 16,
-  'evaluate.every': 5,
-  'evaluate.num_questions': 16,
-  'checkpoint.every': 1,
-  'checkpoint.keep': 3,
-  'writer.samples': 0,
-  # No trajectory may fail: it would be missing in the batch.
-  'rollout.min_valid_fraction': 1.0,
-}
-# Codes with which a run may end. A signal that comes before Python has begun
-# ends the process itself.
-_EXPECTED = {
-  0,
-  75,
-  130,
-  *(-number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)),
-}
+_EARLY = 0.25  # the share of the strikes that come while the run starts
+_TRIES = 5  # of a strike that does not come off
+# The usual seconds of a start, until one was measured.
+_START = 30.0
+_POLL = 0.2
 
 
-class Failed(Exception):
-  """The run has broken a promise; the message says which."""
+class Strike(NamedTuple):
+  """A fault, and when it strikes.
+
+  Attributes:
+    name: a key of `FAULTS`.
+    early: the moment as a share of the time that a start takes, if the run has
+      just been started; None = after a step.
+    seconds: from the fault before, or from the first step of a start.
+    seed: decides about the details.
+  """
+
+  name: str
+  early: float | None
+  seconds: float
+  seed: int
+
+
+def schedule(seed: int, pace: float) -> Iterator[Strike]:
+  """Yields strikes: all faults, in random order, again and again.
+
+  Args:
+    seed: decides about everything.
+    pace: the mean number of seconds between two strikes.
+  """
+  draws = random.Random(seed)
+  while True:
+    names = sorted(faults_lib.FAULTS)
+    draws.shuffle(names)
+    for name in names:
+      is_early, moment = draws.random() < _EARLY, draws.random()
+      seconds = draws.uniform(0, 2 * pace)
+      number = draws.randrange(2**32)
+      yield Strike(name, moment if is_early else None, seconds, number)
 
 
 class Chaos:
-  """A run, its retrieval server, and the faults that strike them.
+  """Strikes a run.
 
   Args:
-    folder: holds the folder of the run.
-    seed: decides which faults strike, and when.
-    hosts: the number of processes that train together.
-    overrides: further flags of `train`.
+    run: the run.
+    block: the number of steps by which it becomes longer when it has ended and
+      faults are left.
 
   Attributes:
-    processes: the processes of the run, while it goes on.
-    clock: the file of `jumping_clock`.
+    num_steps: the length of the run.
     struck: how often each fault has struck.
-    starts: how often the run was started.
+    early: how many of them have struck while the run started.
+    missed: how often each of them was tried, and had no effect.
   """
 
-  def __init__(
-    self,
-    folder: pathlib.Path,
-    seed: int,
-    *,
-    hosts: int = 1,
-    overrides: Sequence[str] = (),
-  ):
-    self.workdir = folder / 'disturbed'
-    self.clock = folder / 'clock'
-    self.random = random.Random(seed)
-    self.struck: collections.Counter = collections.Counter()
-    self.starts = 0
-    self._hosts, self._overrides = hosts, overrides
-    self._port = _free_port()
-    self.processes: list[subprocess.Popen] = []
-    self.retriever: subprocess.Popen | None = None
-    self._output: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+  def __init__(self, run: disturbed_run.DisturbedRun, *, block: int):
+    self.num_steps = block
+    self.struck: collections.Counter[str] = collections.Counter()
+    self.missed: collections.Counter[str] = collections.Counter()
+    self.early = 0
+    self._run, self._block = run, block
+    self._began = time.monotonic()
+    self._start_seconds = _START
 
-  def commands(
-    self, workdir: pathlib.Path, num_steps: int
-  ) -> Iterator[list[str]]:
-    """Yields the command of each process of a run of that length."""
-    values = _SMALL | {
-      'num_steps': num_steps,
-      'retrieval.url': f'http://127.0.0.1:{self._port}',
-    }
-    command = [
-      *(sys.executable, '-m', 'benchmarks.jumping_clock', str(self.clock)),
-      *('train', '--config=configs/quickstart.py:st_ppo'),
-      f'--workdir={workdir}',
-      *(f'--config.{key}={value}' for key, value in values.items()),
-      *self._overrides,
-    ]
-    if self._hosts == 1:
-      yield command
-      return
-    address = f'127.0.0.1:{_free_port()}'
-    for index in range(self._hosts):
-      yield command + [
-        f'--coordinator={address}',
-        f'--num_processes={self._hosts}',
-        f'--process_id={index}',
-        f'--start_timeout={_START_TIMEOUT}',
-      ]
-
-  def start_retriever(self) -> None:
-    self.retriever = subprocess.Popen(
-      [
-        *(sys.executable, '-m', 'stppo_jax', 'serve', '--synthetic_seed=0'),
-        f'--port={self._port}',
-      ],
-      cwd=_ROOT,
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.DEVNULL,
-    )
-
-  def start(self, workdir: pathlib.Path, num_steps: int) -> None:
-    """Starts the run, whose output is kept for the case that it fails."""
-    self.starts += 1
-    for command in self.commands(workdir, num_steps):
-      process = subprocess.Popen(
-        command,
-        cwd=_ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors='replace',
-      )
-      self.processes.append(process)
-      threading.Thread(target=self._read, args=(process,), daemon=True).start()
-
-  def _read(self, process: subprocess.Popen) -> None:
-    assert process.stdout is not None
-    with process.stdout as lines:
-      self._output.extend(lines)
-
-  def wait(self, seconds: float | None = None) -> int | None:
-    """Returns the run's exit code; None if it goes on after some seconds.
+  def strike_all(
+    self, strikes: Iterator[Strike], *, count: int, until: float
+  ) -> None:
+    """Lets so many strikes come, or until a moment; then lets the run end.
 
     Raises:
-      Failed: nothing explains a code, or a process goes on without the others.
+      Failed: the run has broken a promise.
     """
-    assert self.processes
-    end = None if seconds is None else time.monotonic() + seconds
-    ended_since: float | None = None
-    while True:
-      codes = [process.poll() for process in self.processes]
-      if None not in codes:
-        break
-      if any(code is not None for code in codes):
-        ended_since = ended_since or time.monotonic()
-        if time.monotonic() > ended_since + _TOGETHER:
-          raise self._failed(f'a process goes on without the others: {codes}')
-      elif end is not None and time.monotonic() > end:
-        return None
-      time.sleep(_POLL)
-    self.processes = []
-    unexpected = [code for code in codes if code not in _EXPECTED]
-    if unexpected:
-      raise self._failed(f'exit code {unexpected[0]}')
-    return next((code for code in codes if code), 0)
+    while self.struck.total() < count and time.monotonic() < until:
+      strike = next(strikes)
+      details = random.Random(strike.seed)
+      for _ in range(_TRIES):
+        if self._strike(strike, details):
+          break
+        self.missed[strike.name] += 1
+    while not self._run.processes or self._run.wait() != 0:
+      self._run.start(self.num_steps)
 
-  def _failed(self, what: str) -> Failed:
-    return Failed(f'{what}:\n{"".join(self._output)}')
+  def _strike(self, strike: Strike, details: random.Random) -> bool:
+    """Waits for the moment of a strike; returns whether it has struck."""
+    run = self._run
+    is_early = strike.early is not None and not run.processes
+    if is_early:
+      run.start(self.num_steps)
+      assert strike.early is not None
+      self._pass(strike.early * self._start_seconds)
+      is_early = not run.has_made_step
+    else:
+      self._reach_step()
+      self._pass(strike.seconds)
+    if not run.goes_on:
+      return False
+    beat = run.beat
+    moment = f'step {beat.step + 1}, {beat.phase}' if beat else 'start'
+    has_struck = faults_lib.FAULTS[strike.name](run, details)
+    self.struck[strike.name] += has_struck
+    self.early += has_struck and is_early
+    minutes = (time.monotonic() - self._began) / 60
+    result = f'{self.struck.total()}' if has_struck else 'missed'
+    print(f'{minutes:6.1f} min  {result}: {strike.name} ({moment})', flush=True)
+    return has_struck
 
-  def victim(self) -> subprocess.Popen:
-    """Returns one of the processes of the run."""
-    return self.random.choice(self.processes)
+  def _reach_step(self) -> None:
+    """Returns when this start of the run has made a step."""
+    run, is_new = self._run, False
+    while not run.processes or not run.has_made_step:
+      is_new = True
+      if not run.processes:
+        run.start(self.num_steps)
+      self._pass(_POLL)
+    if is_new:
+      self._start_seconds = time.monotonic() - run.started
 
-  def strike(self) -> None:
-    """Lets a fault strike, chosen at random."""
-    name = self.random.choice(sorted(FAULTS))
-    FAULTS[name](self)
-    self.struck[name] += 1
-
-  def close(self) -> None:
-    for process in (*self.processes, self.retriever):
-      if process is not None and process.poll() is None:
-        process.kill()
-        process.wait()
-
-
-def _free_port() -> int:
-  with socket.socket() as probe:
-    probe.bind(('127.0.0.1', 0))
-    return probe.getsockname()[1]
-
-
-def _send(number: signal.Signals) -> Callable[[Chaos], None]:
-  """Returns a fault: a signal to one process, after which all of them end."""
-
-  def strike(chaos: Chaos) -> None:
-    chaos.victim().send_signal(number)
-    chaos.wait()
-
-  return strike
-
-
-def _pause(chaos: Chaos) -> None:
-  """Stops the run for a moment, as a machine does that has no time for it."""
-  _stop(chaos, chaos.processes, chaos.random.uniform(0.5, 3))
-
-
-def _slow_host(chaos: Chaos) -> None:
-  """Stops one process for longer, while the others wait for it."""
-  _stop(chaos, [chaos.victim()], chaos.random.uniform(3, 10))
-
-
-def _stop(
-  chaos: Chaos, processes: Sequence[subprocess.Popen], seconds: float
-) -> None:
-  for process in processes:
-    process.send_signal(signal.SIGSTOP)
-  time.sleep(seconds)
-  for process in processes:
-    process.send_signal(signal.SIGCONT)
-
-
-def _clock_jump(chaos: Chaos) -> None:
-  """Sets the clock of the run, for good, by up to a day."""
-  new = chaos.clock.with_suffix('.new')
-  new.write_text(f'{chaos.random.uniform(-86400, 86400):.3f}', 'ascii')
-  os.replace(new, chaos.clock)
-
-
-def _slow_retriever(chaos: Chaos) -> None:
-  assert chaos.retriever is not None
-  chaos.retriever.send_signal(signal.SIGSTOP)
-  time.sleep(chaos.random.uniform(0.5, 5))
-  chaos.retriever.send_signal(signal.SIGCONT)
-
-
-def _outage(chaos: Chaos) -> None:
-  """Kills the retriever, and starts it again a little later."""
-  assert chaos.retriever is not None
-  chaos.retriever.kill()
-  chaos.retriever.wait()
-  time.sleep(chaos.random.uniform(0.5, 5))
-  chaos.start_retriever()
-
-
-def _full_disk(chaos: Chaos) -> None:
-  """Lets the run write no file beyond a few bytes, as if the disk were full."""
-  struck = list(chaos.processes)
-  _limit_files(struck, 1024)
-  time.sleep(chaos.random.uniform(0.5, 4))
-  _limit_files(struck, None)
-
-
-def _limit_files(
-  processes: Sequence[subprocess.Popen], size: int | None
-) -> None:
-  """Sets the largest file that processes can write; None: any."""
-  for process in processes:
-    with contextlib.suppress(ProcessLookupError):
-      _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
-      limit = hard if size is None else size
-      resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, hard))
-
-
-def _corrupt(chaos: Chaos) -> None:
-  """Kills the run and damages its newest checkpoint, unless it is the only."""
-  _send(signal.SIGKILL)(chaos)
-  steps = sorted(run_differences.steps(chaos.workdir))
-  if len(steps) < 2:
-    return
-  newest = chaos.workdir / 'checkpoints' / str(steps[-1])
-  files = [p for p in sorted(newest.rglob('*')) if p.is_file()]
-  files = [path for path in files if path.stat().st_size]
-  path = chaos.random.choice(files)
-  data = bytearray(path.read_bytes())
-  if chaos.random.random() < 0.5:
-    data = data[: len(data) // 2]
-  else:
-    place = chaos.random.randrange(len(data))
-    data[place] ^= 1 << chaos.random.randrange(8)
-  path.write_bytes(data)
-
-
-FAULTS: Mapping[str, Callable[[Chaos], None]] = {
-  'kill -9': _send(signal.SIGKILL),
-  'SIGTERM': _send(signal.SIGTERM),
-  'SIGINT': _send(signal.SIGINT),
-  'paused run': _pause,
-  'slow host': _slow_host,
-  'clock jump': _clock_jump,
-  'slow retriever': _slow_retriever,
-  'outage of the retriever': _outage,
-  'full disk': _full_disk,
-  'corrupt checkpoint': _corrupt,
-}
-
-
-def run(chaos: Chaos, *, faults: int, pace: float, minutes: float) -> int:
-  """Trains under faults; returns the number of steps.
-
-  Args:
-    chaos: strikes the faults.
-    faults: how many shall strike.
-    pace: the mean number of seconds between two of them.
-    minutes: after this time no more strike.
-
-  Raises:
-    Failed: see `Chaos.wait`.
-  """
-  end, num_steps = time.monotonic() + 60 * minutes, _BLOCK
-  while True:
-    if not chaos.processes:
-      chaos.start(chaos.workdir, num_steps)
-    is_over = chaos.struck.total() >= faults or time.monotonic() > end
-    code = chaos.wait(None if is_over else chaos.random.uniform(0, 2 * pace))
-    if code == 0 and is_over:
-      return num_steps
-    if code == 0:
-      num_steps += _BLOCK
-    elif code is None:
-      chaos.strike()
-      print(f'{chaos.struck.total()} faults have struck', flush=True)
+  def _pass(self, seconds: float) -> None:
+    """Lets some seconds pass, or less if the run ends."""
+    if self._run.wait(seconds) == 0:
+      self.num_steps += self._block
 
 
 def main(argv: Sequence[str]) -> int:
@@ -354,49 +170,88 @@ def main(argv: Sequence[str]) -> int:
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument('--faults', type=int, default=100)
-  parser.add_argument('--minutes', type=float, default=60.0)
-  parser.add_argument('--pace', type=float, default=15.0, help='seconds')
+  parser.add_argument(
+    '--minutes', type=float, default=60.0, help='after these, no more strike'
+  )
+  parser.add_argument(
+    '--pace', type=float, default=4.0, help='mean seconds between two faults'
+  )
   parser.add_argument('--seed', type=int, default=0)
   parser.add_argument('--hosts', type=int, default=2)
-  parser.add_argument('--folder', type=pathlib.Path, help='is kept')
+  parser.add_argument(
+    '--steps',
+    type=int,
+    default=50,
+    help='length of the run, which becomes so much longer while faults are '
+    f'left; a multiple of {disturbed_run.EVALUATES}',
+  )
+  parser.add_argument(
+    '--folder', type=pathlib.Path, help='where the runs are, and are kept'
+  )
   flags, overrides = parser.parse_known_args(argv)
-  with contextlib.ExitStack() as stack:
-    folder = flags.folder or pathlib.Path(
-      stack.enter_context(tempfile.TemporaryDirectory())
+  if flags.steps % disturbed_run.EVALUATES:
+    # A run evaluates its last step, and the undisturbed one is longer.
+    parser.error(
+      f'--steps={flags.steps}: must be a multiple of {disturbed_run.EVALUATES}'
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    chaos = Chaos(folder, flags.seed, hosts=flags.hosts, overrides=overrides)
-    stack.callback(chaos.close)
-    chaos.start_retriever()
-    began = time.monotonic()
-    try:
-      num_steps = run(
-        chaos, faults=flags.faults, pace=flags.pace, minutes=flags.minutes
-      )
-      minutes = (time.monotonic() - began) / 60
-      starts, undisturbed = chaos.starts, folder / 'undisturbed'
-      chaos.start(undisturbed, num_steps)
-      if (code := chaos.wait()) != 0:
-        raise Failed(f'the undisturbed run ended with exit code {code}')
-    except Failed as failure:
-      print(failure)
-      return 1
-    found = list(
-      run_differences.differences(
-        chaos.workdir, undisturbed, may_lack=chaos.struck['full disk'] > 0
-      )
-    )
-    last = run_differences.last_line(chaos.workdir)
-  print('\n'.join(f'{name}: {n}' for name, n in chaos.struck.items()))
+  folder = flags.folder or pathlib.Path(tempfile.mkdtemp(prefix='chaos-'))
+  folder.mkdir(parents=True, exist_ok=True)
+  run = disturbed_run.DisturbedRun(
+    folder, hosts=flags.hosts, overrides=overrides
+  )
+  try:
+    code = _compare(run, folder, flags)
+  except disturbed_run.Failed as failure:
+    print(failure)
+    code = 1
+  finally:
+    run.close()
+  if code:
+    print(f'the runs are kept in {folder}')
+  elif flags.folder is None:
+    shutil.rmtree(folder)
+  return code
+
+
+def _compare(
+  run: disturbed_run.DisturbedRun,
+  folder: pathlib.Path,
+  flags: argparse.Namespace,
+) -> int:
+  """Strikes a run, makes the undisturbed one, and compares them."""
+  began = time.monotonic()
+  run.start_retriever()
+  chaos = Chaos(run, block=flags.steps)
+  chaos.strike_all(
+    schedule(flags.seed, flags.pace),
+    count=flags.faults,
+    until=began + 60 * flags.minutes,
+  )
+  minutes = (time.monotonic() - began) / 60
+  starts, undisturbed = run.starts, folder / 'undisturbed'
+  run.clock.unlink(missing_ok=True)
+  run.start(chaos.num_steps, workdir=undisturbed)
+  if (code := run.wait()) != 0:
+    raise run.failed(f'the undisturbed run ended with exit code {code}')
+  may_lack = chaos.struck['full disk'] + chaos.missed['full disk'] > 0
+  found = list(
+    run_differences.differences(run.workdir, undisturbed, may_lack=may_lack)
+  )
+  last = run_differences.last_line(run.workdir)
+  for name in faults_lib.FAULTS:
+    print(f'{name}: {chaos.struck[name]}, missed {chaos.missed[name]}')
+  count = chaos.struck.total()
   print(
-    f'{chaos.struck.total()} faults in {minutes:.1f} minutes, {starts} starts, '
-    f'{num_steps} steps, {last["goodput/lost_steps"]:.0f} lost and made again, '
+    f'{count} faults in {minutes:.1f} minutes, {chaos.early} of them while the '
+    f'run started; {starts} starts, {chaos.num_steps} steps, '
+    f'{last["goodput/lost_steps"]:.0f} lost and made again, '
     f'goodput {last["goodput/fraction"]:.2f}'
   )
+  if count < flags.faults:
+    found.append(f'only {count} of {flags.faults} faults have struck')
   print('\n'.join(f'DIFFERS  {line}' for line in found) or 'equal, bit for bit')
   return 1 if found else 0
 
 
 if __name__ == '__main__':
-  os.environ.setdefault('JAX_PLATFORMS', 'cpu')
   sys.exit(main(sys.argv[1:]))

@@ -1,12 +1,16 @@
 """The chaos test strikes as its seed says, and finds every difference."""
 
+import itertools
 import json
 import random
 import shutil
+import subprocess
 
 import pytest
 
 from benchmarks import chaos
+from benchmarks import disturbed_run
+from benchmarks import faults
 from benchmarks import run_differences
 
 
@@ -76,9 +80,46 @@ def test_only_a_full_disk_excuses_what_is_missing(folders):
   ]
 
 
+def test_each_fault_comes_as_often_as_the_others_as_the_seed_says():
+  def draw(seed):
+    return list(itertools.islice(chaos.schedule(seed, 4.0), 50))
+
+  strikes = draw(3)
+  assert strikes == draw(3) != draw(4)
+  kinds = sorted(faults.FAULTS)
+  for first in range(0, 50, len(kinds)):
+    deck = strikes[first : first + len(kinds)]
+    assert sorted(strike.name for strike in deck) == kinds
+  assert {strike.early is None for strike in strikes} == {True, False}
+
+
+@pytest.mark.parametrize('name', ['kill -9', 'SIGTERM', 'paused run'])
+def test_a_fault_has_struck_only_a_process_that_goes_on(tmp_path, name):
+  run = disturbed_run.DisturbedRun(tmp_path, hosts=1)
+  with subprocess.Popen(['true']) as process:
+    process.wait()
+  run.processes = [process]
+  assert not faults.FAULTS[name](run, random.Random(0))
+  with subprocess.Popen(['sleep', '60']) as process:
+    run.processes = [process]
+    assert faults.FAULTS[name](run, random.Random(0))
+    process.kill()
+
+
+def test_an_exit_code_without_a_fault_is_a_failure(tmp_path):
+  run = disturbed_run.DisturbedRun(tmp_path, hosts=1)
+  with subprocess.Popen(['sleep', '60']) as process:
+    run.processes = [process]
+    process.kill()  # as the kernel does when memory is short
+    with pytest.raises(disturbed_run.Failed, match='exit code -9'):
+      run.wait()
+
+
 @pytest.mark.slow
 def test_a_run_survives_faults(tmp_path, capsys):
-  flags = ['--faults=6', '--pace=8', '--seed=1', f'--folder={tmp_path}']
-  assert chaos.main(flags) == 0
+  flags = ['--faults=10', '--pace=3', '--steps=10', '--seed=1']
+  assert chaos.main([*flags, f'--folder={tmp_path}']) == 0
   output = capsys.readouterr().out
-  assert output.endswith('equal, bit for bit\n') and '6 faults in' in output
+  assert output.endswith('equal, bit for bit\n') and '10 faults in' in output
+  for name in faults.FAULTS:
+    assert f'\n{name}: 1, missed' in output
