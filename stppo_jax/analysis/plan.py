@@ -32,6 +32,7 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import topology as topology_lib
 from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.training.building import assembly
+from stppo_jax.training.checks import batch_sizes
 
 Tree = Any
 
@@ -167,7 +168,7 @@ def make(
     shape = assembly.build_model_config(config, tokenizer, mesh)
     learner = learner_lib.Learner(config, shape, mesh)
     placement = assembly.build_placement(config, shape, mesh, devices)
-    assembly.check_batch_sizes(config, shape, mesh, placement)
+    batch_sizes.check(config, shape, mesh, placement)
     packed = packed_shapes(config, shape, length, loss_fraction)
     state, reference = learner.abstract_start()
   models = {'policy': state.policy, 'value': state.value}
@@ -244,7 +245,7 @@ def _work(
   hosts = 1
   if placement is not None:
     hosts = mesh_lib.num_hosts(placement.training)
-    slots = assembly.num_slots(config, hosts)
+    slots = batch_sizes.num_slots(config, hosts)
     waves = math.ceil(rollout.trajectories_per_step / hosts / slots)
     rows = slots / placement.mesh.shape['data']
     steps = float(waves * losses)

@@ -15,8 +15,8 @@ from stppo_jax.models import precision
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish
 from stppo_jax.parallel import sharding
-from stppo_jax.training.building import assembly
 from stppo_jax.training.building import engines
+from stppo_jax.training.checks import batch_sizes
 
 Tree = Any
 
@@ -42,7 +42,7 @@ def engine_sizes(
   cache = jax.eval_shape(
     lambda: cache_lib.empty(
       policy.config,
-      assembly.num_slots(config, mesh_lib.num_hosts(placement.training)),
+      batch_sizes.num_slots(config, mesh_lib.num_hosts(placement.training)),
       (-(-config.env.max_length // blocks),) * blocks,
     )
   )

@@ -11,6 +11,7 @@ from stppo_jax.models.hf import export
 from stppo_jax.records import run_folder
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import model_files
+from stppo_jax.training.checks import batch_sizes
 from tests.models import tiny
 from tests.sampling import vocabularies
 from tests.training import runs
@@ -384,11 +385,11 @@ def test_a_remote_engine_has_no_rows_to_divide_among_devices():
   shape, mesh = runs.shape(config), assembly.build_mesh(config)
   placement = assembly.build_placement(config, shape, mesh)
   assert placement is None
-  assembly.check_batch_sizes(config, shape, mesh, placement)
+  batch_sizes.check(config, shape, mesh, placement)
   config.lock().rollout.engine = 'local'
   placement = assembly.build_placement(config, shape, mesh)
   with pytest.raises(ValueError, match='rollout.slots=3') as caught:
-    assembly.check_batch_sizes(config, shape, mesh, placement)
+    batch_sizes.check(config, shape, mesh, placement)
   assert str(caught.value).count('\n') == 1
 
 

@@ -13,7 +13,7 @@ import pytest
 from stppo_jax.configs import quickstart
 from stppo_jax.learner import cpu_parallel
 from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.training.building import assembly
+from stppo_jax.training.checks import batch_sizes
 from tests.learner import updates
 from tests.rl import batches
 from tests.training import runs
@@ -180,4 +180,4 @@ def test_the_quickstart_runs_on_many_devices():
   mesh = mesh_lib.make_mesh(data=8, fsdp=1, tensor=1)
   config = quickstart.get_config()
   shape = runs.shape(config)
-  assembly.check_batch_sizes(config, shape, mesh, placement=None)
+  batch_sizes.check(config, shape, mesh, placement=None)

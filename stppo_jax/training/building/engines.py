@@ -20,6 +20,7 @@ from stppo_jax.sampling.remote import client as client_lib
 from stppo_jax.sampling.remote import engine as remote_engine
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import model_files
+from stppo_jax.training.checks import batch_sizes
 
 Engine = engine_lib.Engine | remote_engine.RemoteEngine
 
@@ -150,7 +151,7 @@ def options(config, hosts: int) -> engine_options.EngineOptions:
   """Returns the options of the local engine of each host."""
   rollout = config.rollout
   return engine_options.EngineOptions(
-    slots=assembly.num_slots(config, hosts),
+    slots=batch_sizes.num_slots(config, hosts),
     max_length=config.env.max_length,
     sampling=_sampling(config),
     cache_blocks=rollout.cache_blocks,
