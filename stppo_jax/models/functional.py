@@ -1,9 +1,9 @@
 """A model as pure functions over a parameter tree.
 
-The network is a Flax NNX module, split once into its graph and its parameters;
-from there on, functions take a parameter tree: a nested dict of arrays
-({'embedding': ..., 'layers': {...}, ...}) in which leaves of the layers carry a
-leading layer axis.
+The network is a Flax NNX module, split once into its graph and its parameters
+(`modules`). From there on, functions take a parameter tree: a nested dict of
+arrays ({'embedding': ..., 'layers': {...}, ...}) in which leaves of the layers
+carry a leading layer axis.
 
 B rows, L tokens, M loss positions, C tokens read at once, D width, V
 vocabulary.
@@ -11,21 +11,17 @@ vocabulary.
 
 from collections.abc import Mapping
 import dataclasses
-import functools
 from typing import Any
 from typing import NamedTuple
 
-from flax import nnx
 import jax
 
 from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import heads
-from stppo_jax.models import layers
 from stppo_jax.models import lora as lora_lib
+from stppo_jax.models import modules
 from stppo_jax.models import moe
-from stppo_jax.models import shapes
-from stppo_jax.models import transformer
 from stppo_jax.parallel import division
 
 Array = jax.Array
@@ -95,16 +91,12 @@ class Model:
 
   def init(self, key: Array) -> Params:
     """Returns random weights, float32, without adapters."""
-    module = transformer.Transformer(
-      self.config, head=self.head, rngs=nnx.Rngs(params=key)
-    )
-    return nnx.to_pure_dict(nnx.state(module))
+    return modules.init(self.config, self.head, key)
 
   @property
   def abstract_params(self) -> Params:
     """The shapes and dtypes of the weights of `init`; nothing is computed."""
-    leaves, tree = _abstract_params(self.config, self.head)
-    return jax.tree.unflatten(tree, leaves)
+    return modules.abstract_params(self.config, self.head)
 
   def init_adapters(self, key: Array) -> Params:
     """Returns fresh adapters; see `lora.init`.
@@ -114,8 +106,7 @@ class Model:
     """
     if self.lora is None:
       raise ValueError('the model has no adapters: lora is None')
-    graph, abstract = _abstract(self.config, self.head, self.mesh)
-    kernels = _kernels(_linear_layers(nnx.merge(graph, abstract)))
+    kernels = modules.kernels(self.config, self.head, self.mesh)
     return lora_lib.init(self.lora, kernels, key)
 
   def join_params(self, frozen: Params, params: Params) -> Params:
@@ -188,7 +179,9 @@ class Model:
     places_BM = None
     if loss_positions_BM is not None:
       places_BM = heads.state_positions(loss_positions_BM, tokens_BL.shape[1])
-    module = self._module(params)
+    module = modules.filled(
+      self.config, self.head, self.mesh, params, lora=self.lora
+    )
     return module.hidden_and_routing(
       tokens_BL,
       lengths_B=lengths_B,
@@ -358,21 +351,9 @@ class Model:
       tokens_BC: the next tokens of each row.
       cache, lengths_B, recent, first, num_blocks, slots_B: see `cache.extend`.
     """
-    graph, abstract = _abstract(self.config, self.head, self.mesh)
-    state = jax.tree.map(lambda x: x, abstract)
-    # The stacked layers stay abstract: each layer is a module of its own.
-    top = {**params, 'layers': nnx.to_pure_dict(abstract)['layers']}
-    nnx.replace_by_pure_dict(state, top)
-    module = nnx.merge(graph, state)
-    layer_graph, _ = nnx.split(module.layers)
-    layers = []
-    for tree in params['layers']:
-      base, adapters = lora_lib.split(tree)
-      layer_state = jax.tree.map(lambda x: x, abstract['layers'])
-      nnx.replace_by_pure_dict(layer_state, dict(base))
-      layer = nnx.merge(layer_graph, layer_state)
-      self._adapt(layer, adapters)
-      layers.append(layer)
+    module, layers = modules.filled_by_layer(
+      self.config, self.head, self.mesh, params, lora=self.lora
+    )
     return cache_lib.extend(
       module,
       layers,
@@ -384,67 +365,3 @@ class Model:
       num_blocks=num_blocks,
       slots_B=slots_B,
     )
-
-  def _module(self, params: Params) -> transformer.Transformer:
-    """Returns the module with these parameters, adapters included."""
-    adapters = {}
-    if self.lora is not None:
-      params, adapters = lora_lib.split(params)
-    graph, abstract = _abstract(self.config, self.head, self.mesh)
-    shapes.check(params, nnx.to_pure_dict(abstract))
-    state = jax.tree.map(lambda x: x, abstract)  # a copy, which is filled below
-    nnx.replace_by_pure_dict(state, dict(params))
-    module = nnx.merge(graph, state)
-    if adapters:
-      assert self.lora is not None  # there are adapters only if it is set
-      kernels = _kernels(_linear_layers(module))
-      lora_lib.check(self.lora, kernels, adapters)
-    self._adapt(module, adapters)
-    return module
-
-  def _adapt(self, module: nnx.Module, adapters: Mapping[str, Params]) -> None:
-    """Puts adapters beside linear layers of a module, by their names."""
-    linear = _linear_layers(module)
-    for name, pair in adapters.items():
-      assert self.lora is not None
-      linear[name].adapt(
-        pair[lora_lib.A], pair[lora_lib.B], scale=self.lora.scale
-      )
-
-
-def _linear_layers(module: nnx.Module) -> dict[str, layers.Linear]:
-  """Returns the layers that may have adapters, named like 'layers/q_proj'."""
-  return {
-    '/'.join(map(str, path)): child
-    for path, child in nnx.iter_modules(module)
-    if isinstance(child, layers.Linear)
-  }
-
-
-def _kernels(linear: Mapping[str, layers.Linear]) -> dict[str, Any]:
-  return {name: layer.kernel for name, layer in linear.items()}
-
-
-# Tracing `init` takes longer than all else that a caller does with the shapes.
-@functools.lru_cache(maxsize=32)
-def _abstract_params(config: model_config.ModelConfig, head: str):
-  """Returns shapes and structure of the weights of `init`."""
-  init = Model(config, head).init
-  return jax.tree.flatten(jax.eval_shape(init, jax.random.key(0)))
-
-
-@functools.lru_cache(maxsize=32)
-def _abstract(
-  config: model_config.ModelConfig,
-  head: str,
-  mesh: jax.sharding.Mesh | None,
-):
-  """Returns graph and abstract state of the module, made without arrays.
-
-  Every program asks for them several times, and they take long to make.
-  Callers fill copies of the state.
-  """
-  make = lambda: transformer.Transformer(
-    config, head=head, mesh=mesh, rngs=nnx.Rngs(0)
-  )
-  return nnx.split(nnx.eval_shape(make))

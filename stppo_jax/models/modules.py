@@ -1,0 +1,162 @@
+"""Makes the Flax module of a model, and fills it with parameters.
+
+A module is made once for each shape, without arrays. A program that computes
+with it fills a copy with the arrays of a parameter tree, see `functional`.
+"""
+
+from collections.abc import Mapping
+import functools
+from typing import Any
+
+from flax import nnx
+import jax
+
+from stppo_jax.models import config as model_config
+from stppo_jax.models import layers as layers_lib
+from stppo_jax.models import lora as lora_lib
+from stppo_jax.models import shapes
+from stppo_jax.models import transformer
+
+Array = jax.Array
+Params = Mapping[str, Any]
+
+
+def init(config: model_config.ModelConfig, head: str, key: Array) -> Params:
+  """Returns random weights, float32, without adapters.
+
+  Args:
+    config: the shape.
+    head: see `functional.Model`.
+    key: the random key.
+  """
+  module = transformer.Transformer(config, head=head, rngs=nnx.Rngs(params=key))
+  return nnx.to_pure_dict(nnx.state(module))
+
+
+def abstract_params(config: model_config.ModelConfig, head: str) -> Params:
+  """Returns the shapes and dtypes of the weights of `init`."""
+  leaves, tree = _abstract_params(config, head)
+  return jax.tree.unflatten(tree, leaves)
+
+
+def kernels(
+  config: model_config.ModelConfig, head: str, mesh: jax.sharding.Mesh | None
+) -> dict[str, Any]:
+  """Returns the shapes of the kernels that may have adapters, by layer."""
+  graph, abstract = _abstract(config, head, mesh)
+  return _kernels(_linear_layers(nnx.merge(graph, abstract)))
+
+
+def filled(
+  config: model_config.ModelConfig,
+  head: str,
+  mesh: jax.sharding.Mesh | None,
+  params: Params,
+  *,
+  lora: lora_lib.Lora | None,
+) -> transformer.Transformer:
+  """Returns the module with these parameters, adapters included.
+
+  Args:
+    config, head, mesh: see `functional.Model`.
+    params: the parameters; layers are stacked.
+    lora: options of adapters, which the parameters may contain.
+
+  Raises:
+    ValueError: parameters that do not fit the shape, by name.
+  """
+  adapters = {}
+  if lora is not None:
+    params, adapters = lora_lib.split(params)
+  graph, abstract = _abstract(config, head, mesh)
+  shapes.check(params, nnx.to_pure_dict(abstract))
+  state = jax.tree.map(lambda x: x, abstract)  # a copy, which is filled below
+  nnx.replace_by_pure_dict(state, dict(params))
+  module = nnx.merge(graph, state)
+  if adapters:
+    assert lora is not None  # there are adapters only if it is set
+    lora_lib.check(lora, _kernels(_linear_layers(module)), adapters)
+  _adapt(module, adapters, lora)
+  return module
+
+
+def filled_by_layer(
+  config: model_config.ModelConfig,
+  head: str,
+  mesh: jax.sharding.Mesh | None,
+  params: Params,
+  *,
+  lora: lora_lib.Lora | None,
+) -> tuple[transformer.Transformer, list[Any]]:
+  """Returns the module whose layers are empty, and a module for each layer.
+
+  Args:
+    config, head, mesh, lora: see `filled`.
+    params: the parameters, with a tree for each layer.
+  """
+  graph, abstract = _abstract(config, head, mesh)
+  state = jax.tree.map(lambda x: x, abstract)
+  # The stacked layers stay abstract: each layer is a module of its own.
+  top = {**params, 'layers': nnx.to_pure_dict(abstract)['layers']}
+  nnx.replace_by_pure_dict(state, top)
+  module = nnx.merge(graph, state)
+  layer_graph, _ = nnx.split(module.layers)
+  layers = []
+  for tree in params['layers']:
+    base, adapters = lora_lib.split(tree)
+    layer_state = jax.tree.map(lambda x: x, abstract['layers'])
+    nnx.replace_by_pure_dict(layer_state, dict(base))
+    layer = nnx.merge(layer_graph, layer_state)
+    _adapt(layer, adapters, lora)
+    layers.append(layer)
+  return module, layers
+
+
+def _adapt(
+  module: nnx.Module,
+  adapters: Mapping[str, Params],
+  lora: lora_lib.Lora | None,
+) -> None:
+  """Puts adapters beside linear layers of a module, by their names."""
+  linear = _linear_layers(module)
+  for name, pair in adapters.items():
+    assert lora is not None
+    linear[name].adapt(pair[lora_lib.A], pair[lora_lib.B], scale=lora.scale)
+
+
+def _linear_layers(module: nnx.Module) -> dict[str, layers_lib.Linear]:
+  """Returns the layers that may have adapters, named like 'layers/q_proj'."""
+  return {
+    '/'.join(map(str, path)): child
+    for path, child in nnx.iter_modules(module)
+    if isinstance(child, layers_lib.Linear)
+  }
+
+
+def _kernels(linear: Mapping[str, layers_lib.Linear]) -> dict[str, Any]:
+  return {name: layer.kernel for name, layer in linear.items()}
+
+
+# Tracing `init` takes longer than all else that a caller does with the shapes.
+@functools.lru_cache(maxsize=32)
+def _abstract_params(config: model_config.ModelConfig, head: str):
+  """Returns shapes and structure of the weights of `init`."""
+  make = functools.partial(init, config, head)
+  return jax.tree.flatten(jax.eval_shape(make, jax.random.key(0)))
+
+
+@functools.lru_cache(maxsize=32)
+def _abstract(
+  config: model_config.ModelConfig,
+  head: str,
+  mesh: jax.sharding.Mesh | None,
+):
+  """Returns graph and abstract state of the module, made without arrays.
+
+  Every program asks for them several times, and they take long to make.
+  Callers fill copies of the state.
+  """
+  make = lambda: transformer.Transformer(
+    config, head=head, mesh=mesh, rngs=nnx.Rngs(0)
+  )
+  return nnx.split(nnx.eval_shape(make))
