@@ -9,7 +9,7 @@ from stppo_jax import __main__
 from stppo_jax.configs import algorithms
 from tests.training import runs
 
-_STEPS = 4
+_STEPS = 8
 
 
 def _leaves(workdir):
@@ -22,15 +22,15 @@ def _leaves(workdir):
 # st_ppo, in interruption_test.py.
 @pytest.mark.slow
 @pytest.mark.parametrize('algorithm', algorithms.ALGORITHMS)
-def test_two_steps_a_kill_and_two_steps_are_four_steps(tmp_path, algorithm):
+def test_four_steps_a_kill_and_four_steps_are_eight_steps(tmp_path, algorithm):
   flags = runs.flags(algorithm, num_steps=_STEPS, evaluate__every=0)
   killed, whole = tmp_path / 'killed', tmp_path / 'whole'
   process = runs.start(
-    *(str(killed), 'collect', '3', *flags), module='tests.training.killed'
+    *(str(killed), 'updated', '5', *flags), module='tests.training.killed'
   )
   _, errors = process.communicate()
   assert process.returncode == -signal.SIGKILL, errors
-  assert [line['step'] for line in runs.metrics(killed)] == [1, 2]
+  assert [line['step'] for line in runs.metrics(killed)] == [1, 2, 3, 4]
   for folder in (killed, whole):
     assert __main__.main(['train', *flags, f'--workdir={folder}']) == 0
   runs.assert_same_files(killed, whole, num_steps=_STEPS)

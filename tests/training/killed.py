@@ -4,9 +4,9 @@
 
 A signal that nobody can catch, SIGKILL, is sent when Python is about to do
 something with a file or folder: EVENT is the name of an audit event, such as
-os.mkdir, and NAME the last part of the path. With the event `collect`, NAME is
-the number of the collection that begins. FLAGS are those of `train`, by default
-those of `runs.train`.
+os.mkdir, and NAME the last part of the path. Or EVENT and NAME are a moment of
+`faults.py`, such as `updated 5`. FLAGS are those of `train`, by default those
+of `runs.train`.
 """
 
 import functools
@@ -28,7 +28,7 @@ def main(workdir: str, event: str, name: str, *flags: str) -> int:
       kill()
 
   def act(moment):
-    if event == 'collect' and moment == (event, int(name)):
+    if moment == (event, int(name) if name.isdigit() else name):
       kill()
 
   sys.addaudithook(audit)
