@@ -153,6 +153,7 @@ def retriever(url: str, **options) -> client.HttpRetriever:
     timeout=30.0,
     retries=12,
     start_grace=30.0,
+    max_failure_rate=0.5,
     max_queries_per_request=1,
     **options,
   )

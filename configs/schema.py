@@ -169,6 +169,7 @@ RULES: Mapping[str, settings.Rule] = {
   'retrieval.timeout': _POSITIVE,
   'retrieval.retries': _NOT_NEGATIVE,
   'retrieval.start_grace': _NOT_NEGATIVE,
+  'retrieval.max_failure_rate': _FRACTION,
   'retrieval.max_queries_per_request': _POSITIVE,
   'retrieval.faults.rate': _FRACTION,
   'retrieval.faults.seed': _NOT_NEGATIVE,

@@ -24,6 +24,8 @@ import weakref
 import aiohttp
 import yarl
 
+from stppo_jax.http import outage_gate
+
 MAX_REPLY_BYTES = 64 << 20
 
 _EXCERPT = 200  # characters of an error reply that a message quotes
@@ -127,6 +129,7 @@ class Client:
     max_concurrent: int | None = None,
     max_reply_bytes: int = MAX_REPLY_BYTES,
     pauses: Pauses = PAUSES,
+    gate: outage_gate.OutageGate | None = None,
   ):
     """Makes a client; nothing is sent yet.
 
@@ -139,6 +142,7 @@ class Client:
         bound.
       max_reply_bytes: the largest reply; a larger one is a failure.
       pauses: how long to wait before retries and between health checks.
+      gate: lets posts wait while the server fails; None = they never wait.
     """
     self.url = url
     self.timeout = timeout
@@ -146,6 +150,7 @@ class Client:
     self._max_concurrent = max_concurrent
     self._max_reply_bytes = max_reply_bytes
     self._pauses = pauses
+    self._gate = gate
     self._random = random.Random()
     self._connection: _Connection | None = None
 
@@ -158,11 +163,16 @@ class Client:
 
     Raises:
       Failure: there was no reply, or one with another status.
+      Exception: see `OutageGate.passed`.
     """
     # The timeout starts only when a slot is free: in a burst of requests, the
     # last ones would otherwise time out before they are sent.
     async with self._connect().slots:
-      return await self._request('POST', path, body, self.timeout)
+      if self._gate is None:
+        return await self._request('POST', path, body, self.timeout)
+      await self._gate.passed()
+      with self._gate.counted():
+        return await self._request('POST', path, body, self.timeout)
 
   async def wait_until_ready(
     self,

@@ -17,10 +17,12 @@ import numpy as np
 from stppo_jax import types
 from stppo_jax.http import address as http_address
 from stppo_jax.http import client as http_client
+from stppo_jax.http import outage_gate
 from stppo_jax.retrieval import address
 from stppo_jax.retrieval import answer_cache
 from stppo_jax.retrieval import detection
 from stppo_jax.retrieval import dialects
+from stppo_jax.retrieval import failures
 from stppo_jax.retrieval import faults as faults_lib
 from stppo_jax.retrieval import protocol
 from stppo_jax.retrieval import recording
@@ -32,10 +34,6 @@ _LATENCIES_KEPT = 65536
 # smaller ones.
 _SPLIT = 4
 
-# Statuses that no retry changes: they are about the address or the token.
-_PERMANENT = frozenset({401, 403, 404, 405, *range(300, 400)})
-# Statuses of a server that is overloaded or away; no query is to blame.
-_OVERLOADED = frozenset({408, 429, 502, 503, 504})
 # A server without a health endpoint is ready when it answers at all: the server
 # of Search-R1 listens only after its index is loaded.
 _READY = (200, 404, 405)
@@ -81,6 +79,7 @@ class HttpRetriever:
     timeout: float,
     retries: int,
     start_grace: float,
+    max_failure_rate: float,
     max_queries_per_request: int,
     cached_bytes: int = 64 << 20,
     max_passage_chars: int = 1 << 16,
@@ -100,6 +99,8 @@ class HttpRetriever:
       timeout: seconds per request.
       retries: the most attempts per query beyond the first one.
       start_grace: the seconds after which `wait_until_ready` gives up.
+      max_failure_rate: the share of the last requests that may fail; beyond it
+        all wait until the server is ready.
       max_queries_per_request: the most queries in one request.
       cached_bytes: the memory of the answers that are kept; the least recently
         used ones are dropped.
@@ -116,6 +117,7 @@ class HttpRetriever:
     base = http_address.base_url(
       url, suffix=dialect.path, token_variable=address.TOKEN_VARIABLE
     )
+    self._gate = outage_gate.OutageGate(max_failure_rate, self.wait_until_ready)
     self._client = http_client.Client(
       base,
       timeout=timeout,
@@ -123,6 +125,7 @@ class HttpRetriever:
       max_concurrent=_MAX_CONCURRENT_REQUESTS,
       max_reply_bytes=max_reply_bytes,
       pauses=pauses,
+      gate=self._gate,
     )
     self._dialect = dialect
     self._topk = topk
@@ -148,6 +151,7 @@ class HttpRetriever:
     Raises:
       protocol.RetrievalError: the last retry failed; one line.
       protocol.RetrieverMisconfigured: no retry can help; one line.
+      protocol.RetrieverUnreachable: see `wait_until_ready`.
       recording.RecordingFailed: the answer cannot be recorded; one line.
       ValueError: the corpus is no plain relative path.
     """
@@ -186,7 +190,7 @@ class HttpRetriever:
         path,
         grace=self._start_grace,
         ready_statuses=_READY,
-        final_statuses=_PERMANENT.difference(_READY),
+        final_statuses=failures.PERMANENT.difference(_READY),
       )
     except http_client.NotReady as error:
       raise protocol.RetrieverUnreachable(f'retriever {error}') from error
@@ -201,7 +205,8 @@ class HttpRetriever:
     `retrieval/retries` counts repeated attempts, and `retrieval/latency_*` are
     seconds from query to answer, retries included; 0 if there was none.
     `retrieval/answers` counts all answers, and `retrieval/empty` those without
-    a passage.
+    a passage. `retrieval/outages` counts how often all requests had to wait
+    until the server was ready, `retrieval/outage_s` for how many seconds.
     """
     p50, p99 = (
       np.percentile(self._latencies, [50, 99])
@@ -216,6 +221,8 @@ class HttpRetriever:
       'retrieval/empty': float(self._empty),
       'retrieval/latency_p50': float(p50),
       'retrieval/latency_p99': float(p99),
+      'retrieval/outages': float(self._gate.times_closed),
+      'retrieval/outage_s': self._gate.seconds_closed,
     }
     for cause, count in self._causes.items():
       result[f'retrieval/failures/{cause}'] = float(count)
@@ -229,6 +236,7 @@ class HttpRetriever:
       for task in pending.tasks:
         task.cancel()
       await asyncio.gather(*pending.tasks, return_exceptions=True)
+    await self._gate.close()
     await self._client.close()
 
   def _reset_statistics(self) -> None:
@@ -236,6 +244,7 @@ class HttpRetriever:
     self._answers = self._empty = 0
     self._causes: dict[str, int] = {}
     self._latencies = collections.deque[float](maxlen=_LATENCIES_KEPT)
+    self._gate.reset_statistics()
 
   def _pending_here(self) -> _Pending:
     """Returns the pending queries of the running loop.
@@ -320,7 +329,7 @@ class HttpRetriever:
       may_be_to_blame = False  # The other lists of the reply are fine.
     except http_client.Failure as error:
       answers, failure = [None] * len(queries), error
-      may_be_to_blame = _a_query_may_be_to_blame(failure)
+      may_be_to_blame = failures.a_query_may_be_to_blame(failure)
     failed = []
     for query, passages in zip(queries, answers, strict=True):
       if passages is None:
@@ -331,7 +340,7 @@ class HttpRetriever:
         futures[query].set_result(passages)
     if not failed:
       return
-    if failure.status in _PERMANENT or attempt == self._retries:
+    if failure.status in failures.PERMANENT or attempt == self._retries:
       error = self._error(corpus, failure, attempt)
       if not self._was_answered and detection.may_be_mismatch(failure):
         error = await self._mismatch(corpus, failed[0], failure) or error
@@ -358,7 +367,7 @@ class HttpRetriever:
     self, corpus: str, failure: http_client.Failure, attempt: int
   ) -> Exception:
     """Returns what a query raises whose last attempt has failed."""
-    if failure.status in _PERMANENT:
+    if failure.status in failures.PERMANENT:
       return self._misconfigured(self._path(corpus), failure)
     cause = failure.cause.value.replace(' ', '_')
     return protocol.RetrievalError(
@@ -381,8 +390,8 @@ class HttpRetriever:
 
     None if it speaks none, or the chosen one: then the failure is another.
     """
-    failures = await detection.spoken(self._client, query, corpus=corpus)
-    spoken = [name for name, problem in failures.items() if problem is None]
+    problems = await detection.spoken(self._client, query, corpus=corpus)
+    spoken = [name for name, problem in problems.items() if problem is None]
     names = {id(dialects.DIALECTS[name]) for name in spoken}
     if not spoken or id(self._dialect) in names:
       return None
@@ -408,7 +417,7 @@ class HttpRetriever:
       draws = {q: self._faults.draw(corpus, q, attempt) for q in queries}
       asked = [query for query in queries if not draws[query]]
       if not asked:
-        raise _injected(draws[queries[0]])
+        raise failures.injected(draws[queries[0]])
     reply = await self._client.post(
       self._path(corpus), self._dialect.body(asked, self._topk)
     )
@@ -424,23 +433,6 @@ class HttpRetriever:
     self._was_answered |= any(answer is not None for answer in answers)
     of_query = dict(zip(asked, answers, strict=True))
     return [of_query.get(query) for query in queries]
-
-
-def _injected(kind: str) -> http_client.Failure:
-  """Returns the failure of a request whose queries all have a fault."""
-  cause, _, status = kind.partition('_')
-  return http_client.Failure(
-    f'injected fault: {kind}',
-    http_client.Cause(cause),
-    status=int(status or 0),
-  )
-
-
-def _a_query_may_be_to_blame(failure: http_client.Failure) -> bool:
-  """Returns whether smaller requests may find the query that breaks them."""
-  if failure.cause is http_client.Cause.STATUS:
-    return failure.status not in _OVERLOADED
-  return failure.cause is not http_client.Cause.CONNECTION
 
 
 def _chunks(items: list[_Item], size: int) -> list[list[_Item]]:

@@ -22,7 +22,11 @@ from stppo_jax.parallel import hosts as hosts_lib
 
 Groups = list[list[types.Trajectory]]
 # Counts that are not added up over hosts.
-_LARGEST = ('retrieval/latency', 'rollout/resample_rounds')
+_LARGEST = (
+  'retrieval/latency',
+  'retrieval/outage_s',
+  'rollout/resample_rounds',
+)
 
 
 class Totals(NamedTuple):

@@ -48,6 +48,7 @@ def connect(
       timeout=c.timeout,
       retries=c.retries,
       start_grace=c.start_grace,
+      max_failure_rate=c.max_failure_rate,
       max_queries_per_request=c.max_queries_per_request,
       # Text has some four characters a token; more is cut off anyway.
       max_passage_chars=_CHARS_PER_TOKEN * config.env.max_observation_tokens,

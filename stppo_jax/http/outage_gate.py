@@ -1,0 +1,101 @@
+"""Lets requests wait while a server fails most of them."""
+
+import asyncio
+import collections
+from collections.abc import Awaitable
+from collections.abc import Callable
+from collections.abc import Iterator
+import contextlib
+import time
+
+_WINDOW = 20  # requests whose failures are counted
+_LEAST = 3  # requests without which a share of failures says nothing
+
+
+class OutageGate:
+  """Closes when too many of the last requests failed.
+
+  While it is closed no request is sent. One task asks the server whether it is
+  ready, and all requests go on when it is. If they failed at once instead, an
+  outage of a second would lose all of them.
+
+  It works in one event loop at a time.
+
+  Args:
+    max_failure_rate: the share of the last requests that may fail.
+    until_ready: returns when the server is ready; raises an error when nobody
+      is to wait any longer.
+
+  Attributes:
+    times_closed: how often it has closed.
+    seconds_closed: how long it was closed.
+  """
+
+  def __init__(
+    self,
+    max_failure_rate: float,
+    until_ready: Callable[[], Awaitable[None]],
+  ):
+    self._max_failure_rate = max_failure_rate
+    self._until_ready = until_ready
+    self._succeeded = collections.deque[bool](maxlen=_WINDOW)
+    self._is_closed = False
+    self._prober: asyncio.Task[None] | None = None
+    self.reset_statistics()
+
+  def reset_statistics(self) -> None:
+    """Counts from 0 again."""
+    self.times_closed, self.seconds_closed = 0, 0.0
+
+  @contextlib.contextmanager
+  def counted(self) -> Iterator[None]:
+    """Counts the request in the body; an error means that it has failed."""
+    try:
+      yield
+    except Exception:
+      self._count(succeeded=False)
+      raise
+    self._count(succeeded=True)
+
+  async def passed(self) -> None:
+    """Returns when requests may be sent: at once if the gate is open.
+
+    Raises:
+      Exception: the error of `until_ready`, to all that wait.
+    """
+    if not self._is_closed:
+      return
+    loop = asyncio.get_running_loop()
+    # The task of a loop that has ended never ends itself.
+    if self._prober is None or self._prober.get_loop() is not loop:
+      self._prober = loop.create_task(self._probe())
+    # Shielded: the others go on waiting if this request is cancelled.
+    await asyncio.shield(self._prober)
+
+  async def close(self) -> None:
+    """Ends the task that asks the server."""
+    prober, self._prober = self._prober, None
+    if prober is not None and prober.get_loop() is asyncio.get_running_loop():
+      prober.cancel()
+      await asyncio.gather(prober, return_exceptions=True)
+
+  async def _probe(self) -> None:
+    began = time.monotonic()
+    try:
+      await self._until_ready()
+      self._is_closed = False
+      self._succeeded.clear()
+    finally:
+      self.seconds_closed += time.monotonic() - began
+      self._prober = None
+
+  def _count(self, *, succeeded: bool) -> None:
+    """Closes the gate if too many of the last requests have failed."""
+    if self._is_closed:  # it was sent before
+      return
+    self._succeeded.append(succeeded)
+    failed = self._succeeded.count(False)
+    is_outage = failed > self._max_failure_rate * len(self._succeeded)
+    if failed >= _LEAST and is_outage:
+      self._is_closed = True
+      self.times_closed += 1

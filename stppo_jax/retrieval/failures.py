@@ -1,0 +1,25 @@
+"""Classifies the failures of requests to a retriever."""
+
+from stppo_jax.http import client as http_client
+
+# Statuses that no retry changes: they are about the address or the token.
+PERMANENT = frozenset({401, 403, 404, 405, *range(300, 400)})
+# Statuses of a server that is overloaded or away; no query is to blame.
+_OVERLOADED = frozenset({408, 429, 502, 503, 504})
+
+
+def injected(kind: str) -> http_client.Failure:
+  """Returns the failure of a request whose queries all have a fault."""
+  cause, _, status = kind.partition('_')
+  return http_client.Failure(
+    f'injected fault: {kind}',
+    http_client.Cause(cause),
+    status=int(status or 0),
+  )
+
+
+def a_query_may_be_to_blame(failure: http_client.Failure) -> bool:
+  """Returns whether smaller requests may find the query that breaks them."""
+  if failure.cause is http_client.Cause.STATUS:
+    return failure.status not in _OVERLOADED
+  return failure.cause is not http_client.Cause.CONNECTION
