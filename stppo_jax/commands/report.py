@@ -21,6 +21,7 @@ import pathlib
 import sys
 
 from stppo_jax import settings
+from stppo_jax.records import atomic_files
 from stppo_jax.report import comparison
 from stppo_jax.report import output
 from stppo_jax.report import page
@@ -64,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         most_dialogues=int(flags['--dialogues']),
         most_bytes=int(flags['--megabytes']) * _MEGABYTE,
       )
-      output.write(out, text.encode())
+      atomic_files.replace(out, text.encode())
     size = out.stat().st_size / _MEGABYTE
     count = f'{len(runs)} run' + 's' * (len(runs) != 1)
     print(f'{out}: {count}, {size:.1f} MB')

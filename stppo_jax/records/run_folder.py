@@ -20,6 +20,7 @@ import os
 import pathlib
 from typing import Any
 
+from stppo_jax.records import atomic_files
 from stppo_jax.records.liveness import lock
 
 EXPORT = 'export'
@@ -27,7 +28,6 @@ EXPORT = 'export'
 # misunderstand gets a higher number, which then stands in run.json.
 SCHEMA = 1
 _RUN, _EXPORTED = 'run.json', 'export.json'
-_NEW_RUN = 'run.new'
 _ASIDE = 'aside-'
 PROBE = 'probe-'  # a file that all hosts of a run must see
 COMPILED = 'compiled'
@@ -146,7 +146,7 @@ def _others(folder: pathlib.Path) -> list[str]:
   return sorted(
     name
     for name in names
-    if name not in (lock.NAME, _NEW_RUN, COMPILED)
+    if name not in (lock.NAME, f'{_RUN}.new', COMPILED)
     and not name.startswith((_ASIDE, PROBE))
   )
 
@@ -199,13 +199,9 @@ def schema(folder: pathlib.Path) -> int:
 
 
 def write(folder: pathlib.Path, run: Run) -> None:
-  """Records the identity of the run of a folder.
-
-  By a rename, so that a process killed here leaves the old file or the new.
-  """
-  new = folder / _NEW_RUN
-  new.write_text(json.dumps(dataclasses.asdict(run), indent=2) + '\n', 'utf-8')
-  os.replace(new, folder / _RUN)
+  """Records the identity of the run of a folder."""
+  text = json.dumps(dataclasses.asdict(run), indent=2) + '\n'
+  atomic_files.replace(folder / _RUN, text.encode())
 
 
 def mark_export(folder: pathlib.Path) -> None:

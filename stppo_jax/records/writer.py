@@ -19,13 +19,12 @@ from collections.abc import Sequence
 import json
 import logging
 import math
-import os
 import pathlib
 import re
 import shutil
 from typing import Any
 
-from stppo_jax.records import append
+from stppo_jax.records import atomic_files
 from stppo_jax.records import run_folder
 from stppo_jax.records.sinks import progress
 from stppo_jax.records.sinks import tensorboard as tensorboard_lib
@@ -113,11 +112,7 @@ class Writer:
           path.rename(aside / path.name)
     if lines:
       kept = [line for line in lines if _step_of(line) <= step]
-      # By a rename, so that a process killed here leaves the old file or the
-      # new one.
-      new = self._metrics.with_suffix('.new')
-      new.write_bytes(b''.join(kept))
-      os.replace(new, self._metrics)
+      atomic_files.replace(self._metrics, b''.join(kept))
     self._purge_step = step + 1
     return aside
 
@@ -202,7 +197,7 @@ class Writer:
   def _append(self, line: str) -> None:
     """Appends a line of metrics."""
     data = line.encode() + b'\n'
-    self._counted('metrics', lambda: append.append(self._metrics, data))
+    self._counted('metrics', lambda: atomic_files.append(self._metrics, data))
 
   def _write_sink(self, step: int, metrics: Mapping[str, float]) -> None:
     """Writes the scalars of a step for TensorBoard."""
@@ -284,7 +279,7 @@ def _write_lines(path: pathlib.Path, records: Sequence[Mapping]) -> None:
   if records:
     lines = b''.join(json.dumps(record).encode() + b'\n' for record in records)
     path.unlink(missing_ok=True)
-    append.append(path, lines)
+    atomic_files.append(path, lines)
 
 
 def _step_of(line: bytes) -> float:

@@ -12,8 +12,8 @@ import matplotlib
 from matplotlib import figure
 from matplotlib import ticker
 
+from stppo_jax.records import atomic_files
 from stppo_jax.records.sinks import plots
-from stppo_jax.report import output
 
 _DASHES = ('-', '--', ':', '-.')
 
@@ -76,7 +76,7 @@ def draw(
       axes.legend(fontsize=7)
     content = io.BytesIO()
     page.savefig(content, format='png')
-    output.write(path, content.getvalue())
+    atomic_files.replace(path, content.getvalue())
 
 
 def band(members: Curves, metric: str) -> list[tuple[int, float, float, float]]:

@@ -5,6 +5,7 @@ import pathlib
 from typing import Any
 
 from stppo_jax import streams
+from stppo_jax.records import atomic_files
 from stppo_jax.report import comparison
 from stppo_jax.report import figures
 from stppo_jax.report import output
@@ -107,7 +108,7 @@ def write(
       figures.draw(panel, curves, folder / name)
       lines += [f'![{panel["title"]}]({folder.name}/{name})', '']
       lines += [f'*{panel["title"]}.* {escape(panel["note"])}', '']
-  output.write(out, ('\n'.join(lines) + '\n').encode())
+  atomic_files.replace(out, ('\n'.join(lines) + '\n').encode())
 
 
 def escape(text: Any) -> str:

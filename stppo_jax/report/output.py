@@ -1,4 +1,4 @@
-"""Writes the files of a report, and no file that is something else."""
+"""Says which files a report may replace: none that is something else."""
 
 import os
 import pathlib
@@ -24,10 +24,3 @@ def problem(path: pathlib.Path) -> str:
   except OSError as error:
     return f'{path}: {error.strerror}'
   return ''
-
-
-def write(path: pathlib.Path, content: bytes) -> None:
-  """Writes a file by a rename, so that there is the old one or the new."""
-  new = path.with_name(f'{path.name}.new')
-  new.write_bytes(content)
-  os.replace(new, path)

@@ -17,13 +17,12 @@ from collections.abc import Mapping
 from collections.abc import Sequence
 import hashlib
 import json
-import os
 import pathlib
 from typing import Any
 import uuid
 
 from stppo_jax import settings
-from stppo_jax.records import append
+from stppo_jax.records import atomic_files
 from stppo_jax.records import run_folder
 from stppo_jax.training.building import assembly
 
@@ -164,10 +163,7 @@ def record_config(
   if not has_begun or run_folder.read(workdir) is None:
     command = run_folder.command_of_record(config)
     record_run(config, workdir, command, has_older_checkpoints=has_begun)
-  # By a rename, so that a process killed here leaves the old file or the new.
-  new = path.with_suffix('.new')
-  new.write_text(text, encoding='utf-8')
-  os.replace(new, path)
+  atomic_files.replace(path, text.encode())
   for key, (ours, theirs) in changes.items():
     say(f'note: {key}={ours} from now on; it was {theirs}')
 
@@ -299,4 +295,4 @@ def _note_changes(
   ]
   text = ''.join(json.dumps(line) + '\n' for line in lines)
   if text:
-    append.append(workdir / 'config_changes.jsonl', text.encode())
+    atomic_files.append(workdir / 'config_changes.jsonl', text.encode())

@@ -24,7 +24,7 @@ def test_a_folder_that_is_new_or_empty_may_be_written(tmp_path):
 
 def test_what_a_killed_start_leaves_is_nothing(tmp_path):
   (tmp_path / lock.NAME).touch()
-  (tmp_path / 'run.new').touch()
+  (tmp_path / 'run.json.new').touch()
   run_folder.make_aside(tmp_path)
   assert not _problems(tmp_path)
 

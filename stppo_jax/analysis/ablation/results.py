@@ -22,6 +22,7 @@ import pathlib
 
 import numpy as np
 
+from stppo_jax.records import atomic_files
 from stppo_jax.records.sinks import headline
 from stppo_jax.records.sinks import plots
 
@@ -243,10 +244,7 @@ def write(path: pathlib.Path, runs: Iterable[Run]) -> None:
     table = np.array([run.columns[name] for name in COLUMNS]).T
     for step, values in enumerate(table):
       writer.writerow([*start, step, *map(_text, values)])
-  # By a rename, so that a process killed here leaves the old file or the new.
-  new = path.with_name(f'{path.name}.new')
-  new.write_text(text.getvalue(), encoding='utf-8')
-  os.replace(new, path)
+  atomic_files.replace(path, text.getvalue().encode())
 
 
 def _text(value: float) -> str:

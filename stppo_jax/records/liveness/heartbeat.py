@@ -21,10 +21,10 @@ import socket
 import threading
 import time
 
+from stppo_jax.records import atomic_files
 from stppo_jax.records.liveness import lock
 
 NAME = 'heartbeat.json'
-_NEW_NAME = 'heartbeat.new'
 _EVERY = 5.0  # seconds between two writings in which nothing changes
 _SHORTEST = 1.0  # seconds between two writings in which something does
 _BUG = 70  # the exit code of an error that has none
@@ -183,12 +183,11 @@ class Heartbeat:
     if self._folder is None:  # of several hosts, the first one writes
       return
     self.beat.time = time.time()
-    new = self._folder / _NEW_NAME
+    text = json.dumps(dataclasses.asdict(self.beat)) + '\n'
     with self._writing, contextlib.suppress(OSError, lock.Lost):
       if self._claim is not None:
         self._claim.check()
-      new.write_text(json.dumps(dataclasses.asdict(self.beat)) + '\n', 'utf-8')
-      os.replace(new, self._folder / NAME)
+      atomic_files.replace(self._folder / NAME, text.encode())
 
 
 def read(folder: pathlib.Path) -> Beat | None:

@@ -18,7 +18,7 @@ from tensorboardX import summary
 from tensorboardX.proto import event_pb2 as _event_pb2
 from tensorboardX.proto import summary_pb2 as _summary_pb2
 
-from stppo_jax.records import append
+from stppo_jax.records import atomic_files
 
 # The classes of these modules are made at run time, so type checkers do not
 # find them.
@@ -56,7 +56,7 @@ class EventFile:
           step=purge_step, session_log=started, wall_time=time.time()
         )
       )
-    append.append(self._path, data)
+    atomic_files.append(self._path, data)
 
   def write_hparams(self, hparams: Mapping[str, Any]) -> None:
     """Appends the hyperparameters of the run, which TensorBoard compares.
@@ -75,7 +75,7 @@ class EventFile:
       _frame(event_pb2.Event(summary=part, wall_time=time.time()))
       for part in summary.hparams(values, dict.fromkeys(_HPARAM_METRICS, 0.0))
     ]
-    append.append(self._path, b''.join(frames))
+    atomic_files.append(self._path, b''.join(frames))
 
   def write(self, step: int, metrics: Mapping[str, float]) -> None:
     """Appends the scalars of a step.
@@ -92,7 +92,7 @@ class EventFile:
       wall_time=time.time(),
       summary=summary_pb2.Summary(value=values),
     )
-    append.append(self._path, _frame(event))
+    atomic_files.append(self._path, _frame(event))
 
 
 def _frame(event) -> bytes:

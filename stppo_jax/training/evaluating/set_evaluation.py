@@ -11,17 +11,14 @@ continues after the last of them.
 """
 
 from collections.abc import Callable
-from collections.abc import Iterator
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
 import functools
 import json
-import os
 import pathlib
 import sys
 from typing import Any
-import uuid
 
 import jax
 
@@ -34,19 +31,17 @@ from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import functional
 from stppo_jax.parallel import compile_time
-from stppo_jax.records import append
 from stppo_jax.records import run_folder
 from stppo_jax.records import trajectory_metrics
 from stppo_jax.records.checkpoints import checkpoint as checkpoint_lib
 from stppo_jax.records.checkpoints import fingerprint
-from stppo_jax.records.liveness import lock
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import collection
 from stppo_jax.training import run_record
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import engines
+from stppo_jax.training.evaluating import evaluation_folder
 
-COMMAND = 'evaluate'
 _TRY_AGAIN = 75
 # Dialogues that are collected between two writes, for each slot of the engine.
 _BATCHES = 4
@@ -129,7 +124,7 @@ def evaluate(
       'samples': samples,
       **_read_settings(config),
     }
-    folder = _Folder(out, identity)
+    folder = evaluation_folder.EvaluationFolder(out, identity)
     stack.enter_context(folder.held())
     records = _collect_all(
       config, services, components, params, questions, samples, folder, say
@@ -206,7 +201,7 @@ def _collect_all(
   params: functional.Params,
   questions: Sequence[types.Question],
   samples: int,
-  folder: '_Folder',
+  folder: evaluation_folder.EvaluationFolder,
   say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
   """Returns a record of each dialogue that the infrastructure did not fail."""
@@ -285,7 +280,7 @@ def _report(
   title: str,
   records: Sequence[Mapping[str, Any]],
   main_score: str,
-  folder: '_Folder',
+  folder: evaluation_folder.EvaluationFolder,
 ) -> None:
   """Prints and writes the statistics of all records."""
   by_set: dict[str, list[Mapping[str, Any]]] = {}
@@ -318,88 +313,3 @@ def _read_settings(config) -> dict[str, Any]:
     if key.startswith(_READ_KEYS)
   }
   return json.loads(json.dumps(values))
-
-
-class _Folder:
-  """The folder of an evaluation; without a path, nothing is written.
-
-  Args:
-    path: the folder, or None.
-    identity: what is evaluated, as JSON has it.
-  """
-
-  def __init__(self, path: pathlib.Path | None, identity: Mapping[str, Any]):
-    self._path, self._identity = path, identity
-
-  @contextlib.contextmanager
-  def held(self) -> Iterator[None]:
-    """Locks the folder.
-
-    Raises:
-      Misconfigured: it has dialogues of another evaluation; nothing changes.
-      Locked: another process writes there.
-    """
-    if self._path is None:
-      yield
-      return
-    with lock.held(self._path, lambda line: print(line, file=sys.stderr)):
-      self._check()
-      if run_folder.read(self._path) is None:
-        run = run_folder.Run(COMMAND, uuid.uuid4().hex, '')
-        run_folder.write(self._path, run)
-      text = json.dumps(self._identity, indent=2) + '\n'
-      self.write('evaluation.json', text)
-      yield
-
-  def _check(self) -> None:
-    assert self._path is not None
-    path = self._path / 'evaluation.json'
-    if not path.is_file():
-      return
-    try:
-      there = json.loads(path.read_text(encoding='utf-8'))
-    except (ValueError, RecursionError) as error:
-      raise assembly.Misconfigured(f'{path}: not JSON: {error}') from error
-    lines = [
-      f'--out={self._path}: has an evaluation with {key}={there.get(key)!r}, '
-      f'not {value!r}; give another folder'
-      for key, value in self._identity.items()
-      if key != 'weights' and there.get(key) != value
-    ]
-    if not lines and there.get('weights') != self._identity['weights']:
-      lines = [
-        f'--out={self._path}: has an evaluation of other weights; give another '
-        'folder'
-      ]
-    if lines:
-      raise assembly.Misconfigured('\n'.join(lines))
-
-  def records(self) -> list[dict[str, Any]]:
-    """Returns the written records; drops a last one that is incomplete."""
-    if self._path is None:
-      return []
-    path = self._path / 'dialogues.jsonl'
-    if not path.is_file():
-      return []
-    content = path.read_bytes()
-    whole = content[: content.rfind(b'\n') + 1]
-    if whole != content:
-      os.truncate(path, len(whole))
-    return [json.loads(line) for line in whole.decode().splitlines()]
-
-  def append(self, records: Sequence[Mapping[str, Any]]) -> None:
-    """Appends records to the dialogues."""
-    if self._path is None or not records:
-      return
-    lines = [json.dumps(record) + '\n' for record in records]
-    path = self._path / 'dialogues.jsonl'
-    append.append(path, ''.join(lines).encode())
-
-  def write(self, name: str, text: str) -> None:
-    """Writes a file by a rename: a kill leaves the old file or the new one."""
-    if self._path is None:
-      return
-    path = self._path / name
-    new = path.with_name(f'{name}.new')
-    new.write_text(text, encoding='utf-8')
-    os.replace(new, path)

@@ -1,0 +1,34 @@
+"""Changes files as a whole or not at all, even when the disk is full."""
+
+import os
+import pathlib
+
+
+def replace(path: pathlib.Path, data: bytes) -> None:
+  """Writes a file, in place of an earlier one.
+
+  By a rename, so that a process that is killed here leaves the old file or the
+  new one.
+
+  Raises:
+    OSError: the old file is as it was.
+  """
+  new = path.with_name(f'{path.name}.new')
+  new.write_bytes(data)
+  os.replace(new, path)
+
+
+def append(path: pathlib.Path, data: bytes) -> None:
+  """Appends all of the data or, if that fails, none of it.
+
+  Raises:
+    OSError: nothing was written; the file is as it was.
+  """
+  with open(path, 'ab', buffering=0) as file:
+    start = file.tell()
+    try:
+      while data:
+        data = data[file.write(data) :]
+    except OSError:
+      file.truncate(start)
+      raise
