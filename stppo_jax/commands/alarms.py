@@ -26,8 +26,8 @@ nor collapsed is left out.
 
 The alarms are computed from the metrics that were written, so nothing is
 trained. A table has the metrics of entropy, turn_ratio, explained_variance and
-kl; of the other alarms it has when they rang with the thresholds of the run.
-What cannot be read is named in one line, and the exit code is then 2.
+kl. For the other alarms it only says when they rang, with the thresholds of the
+run. What cannot be read is named in one line, and the exit code is then 2.
 """
 
 from collections.abc import Mapping

@@ -171,7 +171,7 @@ class Running:
     self._server = server
 
   async def cleanup(self) -> None:
-    """Stops to listen, finishes the requests in flight, and cleans up."""
+    """Stops listening, finishes the requests in flight, and cleans up."""
     self._server.close()
     await self.runner.cleanup()
 

@@ -2,9 +2,8 @@
 
 The parent binds the address, and each worker accepts connections from it as
 soon as it has time for one. A worker that ends is replaced, after a pause if it
-did not live long. Workers end with
-their parent, also if that is killed: their standard input is a pipe from it,
-and the end of the pipe is their sign to end.
+did not live long. Workers end with their parent, also if that is killed: their
+standard input is a pipe from it, and the end of the pipe is their sign to end.
 """
 
 import asyncio

@@ -10,11 +10,11 @@ possible one. The number of blocks read changes no bit of the result, see
 `attention.attend_to_slices`.
 
 New tokens are kept beside the blocks, in `Recent`, until `store` moves them
-there. A loop that decodes tokens only ever appends to `Recent`,
-which is small; the blocks are an input of the loop, not part of what it carries
-from token to token, so they are neither copied nor written in it. `store` runs
-once per chunk of tokens, after the loop, and updates the donated blocks in
-place, on every device for itself.
+there. A loop that decodes tokens only ever appends to `Recent`, which is small;
+the blocks are an input of the loop, not part of what it carries from token to
+token, so they are neither copied nor written in it. `store` runs once per chunk
+of tokens, after the loop, and updates the donated blocks in place, on every
+device for itself.
 
 On a mesh, heads of keys and values are cut along `tensor`. If there are fewer
 of them than devices, rows are cut along `tensor` too: then no device holds a

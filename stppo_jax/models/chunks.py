@@ -11,9 +11,9 @@ backward pass forms them again (`vocabulary`).
 Chunks are cut along M, so that devices keep their own rows. On a mesh the
 output matrix is gathered over `fsdp` once, before the scan, and its gradient,
 which is summed in float32 over the chunks, is scattered once, after it, in the
-dtype of the matrix. Within
-a chunk, devices along the axis `tensor` hold different vocabulary entries; they
-exchange sums over the entries, a number per token, and never logits.
+dtype of the matrix. Within a chunk, devices along the axis `tensor` hold
+different vocabulary entries; they exchange sums over the entries, a number per
+token, and never logits.
 """
 
 from collections.abc import Callable

@@ -2,8 +2,8 @@
 
 import hashlib
 
-# What a fault does to a request: the connection breaks, the server answers with
-# a status, or with something that is not the protocol.
+# What a fault does to a request: the connection breaks, or the server answers
+# with a status, or with something that is no reply of the protocol.
 KINDS = ('connection', 'status_500', 'status_429', 'malformed')
 
 

@@ -16,8 +16,8 @@ _COLUMNS = {
   for column, metrics in results.METRICS.items()
   if len(metrics) == 1
 }
-# The alarms that a table can be asked about with any threshold: it holds the
-# metric that they compare. Of the others it only says when they rang.
+# The alarms whose metric a table holds, so that any threshold can be tried. For
+# the others it only says when they rang.
 MEASURED = tuple(
   name
   for name, alarm in alarms_lib.ALARMS.items()
@@ -65,7 +65,7 @@ def of_table(
 
 def _rang(run: results.Run, name: str, threshold: float) -> np.ndarray:
   """Returns for each step 1 if the alarm rings, 0 if not, nan if unknown."""
-  # Comparing with nan, the other alarms never ring.
+  # The thresholds of the other alarms are nan, so these never ring.
   thresholds = dict.fromkeys(alarms_lib.ALARMS, float('nan'))
   thresholds[name] = threshold
   columns = {metric: run.per_step(x) for metric, x in _COLUMNS.items()}

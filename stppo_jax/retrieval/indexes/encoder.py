@@ -136,7 +136,7 @@ class TextEncoder:
     encodings = self._tokenizer.encode_batch([_unicode(t) for t in texts])
     ids = [encoding.ids for encoding in encodings]
     vectors_BD = np.empty((len(ids), self.size), np.float32)
-    # Texts of like length share a batch, whose length is a multiple of some.
+    # Texts of similar length share a batch.
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     for begin in range(0, len(order), _BATCH):
       rows = order[begin : begin + _BATCH]
