@@ -19,8 +19,9 @@ the same length is made. These must be equal, bit for bit:
 While a disk is full, lines of metrics and dialogues may be lost, as is
 promised; then those that are there are compared. The exit code is 1 if anything
 differs, if a process ends with a code that no fault explains, if one waits for
-another that has ended, if the run makes no step in ten minutes, and if fewer
-faults have struck than were asked for. The folder is then kept.
+another that has ended, if the run makes no step in ten minutes or in twenty
+starts, and if fewer faults have struck than were asked for. The folder is then
+kept.
 """
 
 import argparse

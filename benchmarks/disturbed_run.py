@@ -22,6 +22,7 @@ EVALUATES = 5  # steps from one evaluation to the next
 _KEPT_LINES = 60  # of the run's output, printed if it fails
 _TOGETHER = 120.0  # seconds in which all processes of a run have ended
 _HANGS = 600.0  # seconds in which a run makes a step, or ends
+_STARTS = 20  # in which it makes a step
 _START_TIMEOUT = 60.0  # seconds that processes wait for each other at a start
 _POLL = 0.05
 _SMALL = {
@@ -82,6 +83,7 @@ class DisturbedRun:
     self._hosts, self._overrides = hosts, overrides
     self._num_steps = 0
     self._saved = -1  # the newest step when the run was started
+    self._best = (-1, 0)  # the newest step of all, and the starts since then
     self._output: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
     self._current = self.workdir
     self._sent: dict[int, int] = {}  # process to the signal that it got
@@ -91,11 +93,23 @@ class DisturbedRun:
   def start(
     self, num_steps: int, *, workdir: pathlib.Path | None = None
   ) -> None:
-    """Starts the run; `workdir` is that of another run of the same config."""
+    """Starts the run.
+
+    Args:
+      num_steps: its length.
+      workdir: the folder of another run of the same config; None: of this one.
+
+    Raises:
+      Failed: the run was started many times, and has made no further step.
+    """
     self.starts += 1
     self._num_steps, self._current = num_steps, workdir or self.workdir
     self.started, self._saved = time.monotonic(), self._newest()
     self._progressed = (-1, self.started)
+    best, starts = self._best
+    self._best = (best, starts + 1) if self._saved <= best else (self._saved, 0)
+    if self._best[1] > _STARTS:
+      raise self.failed(f'no step in {_STARTS} starts')
     env = dict(os.environ, JAX_PLATFORMS='cpu')
     for command in self._commands():
       process = subprocess.Popen(

@@ -115,6 +115,20 @@ def test_an_exit_code_without_a_fault_is_a_failure(tmp_path):
       run.wait()
 
 
+def test_a_run_that_always_ends_without_a_step_is_a_failure(
+  tmp_path, monkeypatch
+):
+  program = tmp_path / 'python'
+  program.write_text('#!/bin/sh\nexit 75\n')
+  program.chmod(0o700)
+  monkeypatch.setattr('sys.executable', str(program))
+  run = disturbed_run.DisturbedRun(tmp_path, hosts=1)
+  with pytest.raises(disturbed_run.Failed, match='no step in 20 starts'):
+    for _ in range(30):
+      run.start(5)
+      assert run.wait() == 75
+
+
 @pytest.mark.slow
 def test_a_run_survives_faults(tmp_path, capsys):
   flags = ['--faults=10', '--pace=3', '--steps=10', '--seed=1']
