@@ -109,7 +109,9 @@ class Cost(NamedTuple):
     """The bytes that a device sends, by kind and axes of the mesh."""
     found: dict[tuple[str, str], list[float]] = {}
     for collective in self.collectives:
-      axes = ' x '.join(collective.axes(self.axes)) or 'no axis'
+      axes = ' x '.join(collective.axes(self.axes))
+      if not axes:  # a group of one device, which sends nothing
+        continue
       entry = found.setdefault((collective.kind, axes), [0.0, 0])
       entry[0] += collective.sent
       entry[1] += collective.times

@@ -49,9 +49,9 @@ ASSUMPTIONS = (
   f'annotate and update {SHARES["update"]:.0%} of the operations, recomputed '
   f'ones included, extend {SHARES["extend"]:.0%}, decode '
   f"{SHARES['decode']:.0%} of the memory's bandwidth",
-  'products, reads and collectives of a part overlap, and parts follow one '
-  'another; waiting for the retriever, evaluations, checkpoints and compiling '
-  'are left out',
+  'products, reads and exchanges between devices of a part overlap, and parts '
+  'follow one another; waiting for the retriever, evaluations, checkpoints and '
+  'compiling are left out',
 )
 
 
@@ -91,7 +91,8 @@ class Work:
     adapters: whether only adapters are trained.
     statistics: whether updates with several microbatches need one more pass.
     weights: the weights of all layers of one model, in number.
-    trained: the number of weights that are trained, without the output matrix.
+    trained: the number of weights that are trained, without the embedding and
+      the output matrix.
     itemsize: the bytes of a number in the computations.
     decode_steps: calls of the model on a device to decode all its rows.
     decode_bytes: the bytes that such a call reads.
@@ -201,7 +202,8 @@ def _decode(work: Work) -> _Counts:
 
 def _publish(work: Work) -> _Counts:
   """See docs/sharding.md for the formula."""
-  trained, parts = work.trained + work.output * (not work.adapters), 1
+  tables = 0 if work.adapters else 2 - work.shape.tie_embeddings
+  trained, parts = work.trained + tables * work.output, 1
   for axis in ('fsdp', 'tensor'):
     parts *= work.axes[axis]
   size, n = trained * work.itemsize, min(work.engine_tensor, parts)

@@ -172,9 +172,11 @@ def collectives(text: str) -> list[Collective]:
     kind = line.opcode.removesuffix('-start')
     if kind in _SENT:
       channel = _CHANNEL.search(line.rest)
-      if line.kernel and channel:
+      scatters = line.kernel.startswith(_REDUCE_SCATTER_KERNEL)
+      if line.kernel and channel and not scatters:
         # A collective that runs beside others is in the kernel that begins it,
-        # in those that it runs beside, and in the one that ends it.
+        # in those that it runs beside, and in the one that ends it. A kernel
+        # that is a reduce-scatter is one, though others may have its channel.
         if (kind, channel[1]) in begun:
           continue
         begun.add((kind, channel[1]))
@@ -185,7 +187,7 @@ def collectives(text: str) -> list[Collective]:
         size = line.size
       size = max(size, sum(map(size_of, line.operands)))
       group = _group(line.rest) or tuple(range(num_devices))
-      if line.kernel.startswith(_REDUCE_SCATTER_KERNEL):
+      if scatters:
         kind = 'reduce-scatter'
       found.append(Collective(kind, line.arrays, size, group, line.times))
   return found

@@ -22,6 +22,7 @@ _NO_BENCHMARK = {
   'benchmarks.same_numbers',
   'benchmarks.mismatch',
   'benchmarks.slices',
+  'benchmarks.weak_scaling',
 }
 _MAKEFILE = (_ROOT / 'Makefile').read_text(encoding='utf-8')
 _MODULES = re.findall(r'^\| `python -m (benchmarks\.\w+)` \|', _PAGE, re.M)

@@ -71,7 +71,7 @@ def test_collectives_are_along_axes_of_the_mesh():
 
 # The compiler for TPU does not tell how often a loop iterates; it divides a
 # gather into kernels that run beside others; and it writes a reduce-scatter as
-# a kernel with an all-reduce.
+# a kernel with an all-reduce, whose channel another one may have too.
 _TPU_TEXT = """HloModule jit_f, is_scheduled=true, num_partitions=16
 
 %begin (p: bf16[1,8]) -> (bf16[1,8], bf16[16,8]) {
@@ -97,6 +97,13 @@ replica_groups=[1,16]<=[16], to_apply=%add
   ROOT %piece = bf16[1,8]{1,0} dynamic-slice(%sum, %at, %zero)
 }
 
+%all-reduce-scatter.4 (p: bf16[32,8]) -> bf16[2,8] {
+  %whole.2 = bf16[32,8]{1,0} parameter(0)
+  %sum.2 = bf16[32,8]{1,0} all-reduce(%whole.2), channel_id=9, \
+replica_groups=[1,16]<=[16], to_apply=%add
+  ROOT %piece.2 = bf16[2,8]{1,0} dynamic-slice(%sum.2, %at, %zero)
+}
+
 %body (arg: (s32[], bf16[1,8])) -> (s32[], bf16[1,8]) {
   %start = (bf16[1,8]{1,0}, bf16[16,8]{1,0}) fusion(%mine), kind=kCustom, \
 calls=%begin
@@ -104,6 +111,8 @@ calls=%begin
 calls=%beside, backend_config={"window_config":{"estimated_cycles":"250"}}
   %fusion.2 = bf16[1,8]{1,0} fusion(%c), kind=kCustom, \
 calls=%all-reduce-scatter.3
+  %fusion.3 = bf16[2,8]{1,0} fusion(%d), kind=kCustom, \
+calls=%all-reduce-scatter.4
 }
 
 %condition (arg: (s32[], bf16[1,8])) -> pred[] {
@@ -128,6 +137,7 @@ def test_programs_for_tpu_are_counted():
   assert found == [
     ('all-gather', 16 * 8 * 2, 16, 28),
     ('reduce-scatter', 16 * 8 * 2, 16, 28),
+    ('reduce-scatter', 32 * 8 * 2, 16, 28),
   ]
   assert program.estimated_cycles(_TPU_TEXT) == 28 * 250 + 5
   assert program.estimated_cycles(_TEXT) == 0

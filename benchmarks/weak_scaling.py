@@ -1,0 +1,154 @@
+"""Counts the work of a chip as a TPU slice grows; no TPU is needed.
+
+python -m benchmarks.weak_scaling [--only=v5e:4x4] [--write]
+
+Each chip keeps its rows, and its part of the weights: `fsdp` is 8, and `data`
+grows. Then a chip multiplies the same on any slice, and sends the same along
+`fsdp`; only the sums of gradients along `data` grow, up to twice their size.
+The update and the copy of the weights to the engine (publish) are compiled, and
+what they multiply and send is counted in their text. Beside it is what the
+formulas of `plan` say. Each slice takes some minutes. `--write` makes the table
+of docs/sharding.md again.
+
+The model has few layers, all of the same kind, and small matrices, because the
+compiler takes longer for larger ones. Its output matrix is its own.
+"""
+
+import argparse
+import json
+import pathlib
+import tempfile
+from typing import NamedTuple
+
+_PAGE = pathlib.Path(__file__).resolve().parents[1] / 'docs' / 'sharding.md'
+_MIB = 2**20
+_BEGIN, _END = '<!-- weak scaling -->', '<!-- end of weak scaling -->'
+_HEADER = (
+  '| slice | data, fsdp | products of a chip | update sends | by formula |'
+  ' publish sends | by formula |',
+  '|' + ' --- |' * 7,
+)
+_MODEL = {
+  'architectures': ['Qwen2ForCausalLM'],
+  'model_type': 'qwen2',
+  'hidden_size': 512,
+  'intermediate_size': 4096,
+  'num_hidden_layers': 2,
+  'num_attention_heads': 4,
+  'num_key_value_heads': 2,
+  'vocab_size': 8192,
+  'rms_norm_eps': 1e-6,
+  'rope_theta': 1e4,
+  'max_position_embeddings': 4096,
+  'tie_word_embeddings': False,
+}
+_LENGTH, _MICROBATCHES, _FSDP = 512, 4, 8
+SLICES = ('v5e:2x4', 'v5e:4x4', 'v5e:8x8', 'v5e:16x16')
+
+
+class Counted(NamedTuple):
+  """The work of a chip in an update and in publishing.
+
+  Attributes:
+    topology: the slice.
+    data: the size of the axis that grows.
+    operations: multiplications and additions in matrix products of an update.
+    update, publish: bytes that the compiled program sends, and by formula.
+  """
+
+  topology: str
+  data: int
+  operations: int
+  update: tuple[float, float]
+  publish: tuple[float, float]
+
+
+def count(name: str) -> Counted:
+  """Compiles the programs for a slice, and returns what a chip does in them."""
+  from stppo_jax.analysis import plan as plan_lib
+  from stppo_jax.configs import base
+  from stppo_jax.parallel import topology as topology_lib
+
+  topology = topology_lib.find(name)
+  # Without statistics of the minibatch, which would cost a pass of its own.
+  config = base.get_config('turn_ppo')
+  data, rows = topology.num_devices // _FSDP, topology.num_devices
+  config.model.dtype = 'bfloat16'
+  config.updates.remat = 'full'
+  config.mesh.update(data=data, fsdp=_FSDP, tensor=1)
+  config.rollout.tensor = 2
+  config.updates.microbatch_size = rows
+  config.updates.minibatch_size = _MICROBATCHES * rows
+  config.rollout.trajectories_per_step = _MICROBATCHES * rows
+  config.rollout.slots = 16
+  config.sft.batch_size = rows  # the mesh must divide it
+  with tempfile.TemporaryDirectory() as folder:
+    config.model.path = folder
+    path = pathlib.Path(folder, 'config.json')
+    path.write_text(json.dumps(_MODEL), encoding='utf-8')
+    plan = plan_lib.make(
+      config,
+      length=_LENGTH,
+      loss_fraction=0.5,
+      programs=('update', 'publish'),
+      topology=topology,
+    )
+  sent = {
+    program: (
+      sum(c.sent for c in plan.programs[program].collectives),
+      sum(plan.parts[program].traffic.values()),
+    )
+    for program in ('update', 'publish')
+  }
+  assert plan.work.updates == 1
+  return Counted(name, data, plan.programs['update'].operations, **sent)
+
+
+def line(counted: Counted) -> str:
+  """Returns the line of a slice in the table."""
+  cells = [
+    counted.topology,
+    f'{counted.data}, {_FSDP}',
+    f'{counted.operations / 1e9:.1f} GFLOP',
+  ]
+  for sent, formula in (counted.update, counted.publish):
+    difference = round(100 * (sent / formula - 1), 1) + 0.0  # no -0.0
+    cells.append(f'{sent / _MIB:.1f} MiB')
+    cells.append(f'{formula / _MIB:.1f} ({difference:+.1f} %)')
+  return f'| {" | ".join(cells)} |'
+
+
+def write(lines: list[str], page: pathlib.Path) -> None:
+  """Puts the table into a page."""
+  text = page.read_text(encoding='utf-8')
+  before, _, rest = text.partition(_BEGIN)
+  _, _, after = rest.partition(_END)
+  table = '\n'.join(['', *_HEADER, *lines, ''])
+  page.write_text(before + _BEGIN + table + _END + after, encoding='utf-8')
+
+
+def main() -> None:
+  """Prints the line of each slice."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('--only', default='', choices=('', *SLICES))
+  parser.add_argument('--write', action='store_true')
+  arguments = parser.parse_args()
+  import jax
+
+  jax.config.update('jax_platforms', 'cpu')
+  # A program for chips that are not there can be kept, but not read again.
+  jax.config.update('jax_enable_compilation_cache', False)
+  print('\n'.join(_HEADER))
+  lines = []
+  for name in SLICES:
+    if arguments.only in ('', name):
+      lines.append(line(count(name)))
+      print(lines[-1], flush=True)
+  if arguments.write and not arguments.only:
+    write(lines, _PAGE)
+
+
+if __name__ == '__main__':
+  main()
