@@ -8,35 +8,41 @@ from collections.abc import Iterator
 import contextlib
 import time
 
-_WINDOW = 20  # requests whose failures are counted
-_LEAST = 3  # requests without which a share of failures says nothing
+# The requests that are judged: few, so that a query that is sent alone closes
+# the gate before its usual four retries are spent.
+_WINDOW = 6
+_LEAST = 3  # failures that close the gate
 
 
 class OutageGate:
   """Closes when too many of the last requests failed.
 
   While it is closed no request is sent. One task asks the server whether it is
-  ready, and all requests go on when it is. If they failed at once instead, an
-  outage of a second would lose all of them.
+  ready, and all requests go on when it is. Otherwise each would spend its few
+  retries within seconds.
 
   It works in one event loop at a time.
 
   Args:
-    max_failure_rate: the share of the last requests that may fail.
+    max_failure_rate: the share of the last six requests that may fail.
+    signals_outage: whether an error of a request is that of a server which is
+      away; other errors count as answers.
     until_ready: returns when the server is ready; raises an error when nobody
       is to wait any longer.
 
   Attributes:
     times_closed: how often it has closed.
-    seconds_closed: how long it was closed.
+    seconds_closed: the seconds of asking until the server was ready.
   """
 
   def __init__(
     self,
     max_failure_rate: float,
+    signals_outage: Callable[[Exception], bool],
     until_ready: Callable[[], Awaitable[None]],
   ):
     self._max_failure_rate = max_failure_rate
+    self._signals_outage = signals_outage
     self._until_ready = until_ready
     self._succeeded = collections.deque[bool](maxlen=_WINDOW)
     self._is_closed = False
@@ -49,11 +55,11 @@ class OutageGate:
 
   @contextlib.contextmanager
   def counted(self) -> Iterator[None]:
-    """Counts the request in the body; an error means that it has failed."""
+    """Counts the request in the body by the error that it raises, if any."""
     try:
       yield
-    except Exception:
-      self._count(succeeded=False)
+    except Exception as error:
+      self._count(succeeded=not self._signals_outage(error))
       raise
     self._count(succeeded=True)
 

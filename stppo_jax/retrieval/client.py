@@ -9,6 +9,7 @@ import asyncio
 import collections
 from collections.abc import Sequence
 import dataclasses
+import logging
 import time
 from typing import TypeVar
 
@@ -39,6 +40,7 @@ _SPLIT = 4
 _READY = (200, 404, 405)
 
 _Item = TypeVar('_Item')
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -100,7 +102,7 @@ class HttpRetriever:
       retries: the most attempts per query beyond the first one.
       start_grace: the seconds after which `wait_until_ready` gives up.
       max_failure_rate: the share of the last requests that may fail; beyond it
-        all wait until the server is ready.
+        all wait until the server is ready, unless `start_grace` is 0.
       max_queries_per_request: the most queries in one request.
       cached_bytes: the memory of the answers that are kept; the least recently
         used ones are dropped.
@@ -117,7 +119,9 @@ class HttpRetriever:
     base = http_address.base_url(
       url, suffix=dialect.path, token_variable=address.TOKEN_VARIABLE
     )
-    self._gate = outage_gate.OutageGate(max_failure_rate, self.wait_until_ready)
+    self._gate = outage_gate.OutageGate(
+      max_failure_rate, failures.signals_outage, self._wait_out
+    )
     self._client = http_client.Client(
       base,
       timeout=timeout,
@@ -125,7 +129,7 @@ class HttpRetriever:
       max_concurrent=_MAX_CONCURRENT_REQUESTS,
       max_reply_bytes=max_reply_bytes,
       pauses=pauses,
-      gate=self._gate,
+      gate=self._gate if start_grace else None,
     )
     self._dialect = dialect
     self._topk = topk
@@ -196,6 +200,17 @@ class HttpRetriever:
       raise protocol.RetrieverUnreachable(f'retriever {error}') from error
     except http_client.Failure as failure:
       raise self._misconfigured(path, failure) from failure
+
+  async def _wait_out(self) -> None:
+    """Waits until an outage is over, and says so."""
+    _log.warning(
+      'retriever %s fails most requests; all wait until it is ready, for at '
+      'most %g s',
+      self._client.url,
+      self._start_grace,
+    )
+    await self.wait_until_ready()
+    _log.warning('retriever %s is ready again', self._client.url)
 
   def statistics(self) -> dict[str, float]:
     """Returns counts since the last call, and resets them.
@@ -269,6 +284,8 @@ class HttpRetriever:
 
     def done(future: asyncio.Future) -> None:
       del pending.in_flight[key]
+      if isinstance(future.exception(), protocol.RetrieverUnreachable):
+        return  # It was not sent.
       if future.exception() is not None:
         self._failures += 1
         cause = getattr(future.exception(), 'cause', 'other')
@@ -304,7 +321,8 @@ class HttpRetriever:
     try:
       await self._request(corpus, futures, list(futures), 0)
     except Exception as error:
-      # A bug of this client: callers must see the error and not wait for ever.
+      # An outage that lasts, or a bug of this client: callers must see the
+      # error and not wait for ever.
       for future in futures.values():
         if not future.done():
           future.set_exception(error)

@@ -4,8 +4,9 @@ from stppo_jax.http import client as http_client
 
 # Statuses that no retry changes: they are about the address or the token.
 PERMANENT = frozenset({401, 403, 404, 405, *range(300, 400)})
-# Statuses of a server that is overloaded or away; no query is to blame.
-_OVERLOADED = frozenset({408, 429, 502, 503, 504})
+# Statuses of a server that is away, or overloaded; no query is to blame.
+_AWAY = frozenset({502, 503, 504})
+_OVERLOADED = _AWAY | {408, 429}
 
 
 def injected(kind: str) -> http_client.Failure:
@@ -23,3 +24,13 @@ def a_query_may_be_to_blame(failure: http_client.Failure) -> bool:
   if failure.cause is http_client.Cause.STATUS:
     return failure.status not in _OVERLOADED
   return failure.cause is not http_client.Cause.CONNECTION
+
+
+def signals_outage(error: Exception) -> bool:
+  """Returns whether an error of a request says that the server is away."""
+  if not isinstance(error, http_client.Failure):
+    return False
+  return error.status in _AWAY or error.cause in (
+    http_client.Cause.CONNECTION,
+    http_client.Cause.TIMEOUT,
+  )

@@ -24,7 +24,7 @@ Groups = list[list[types.Trajectory]]
 # Counts that are not added up over hosts.
 _LARGEST = (
   'retrieval/latency',
-  'retrieval/outage_s',
+  'retrieval/outage',
   'rollout/resample_rounds',
 )
 

@@ -23,14 +23,18 @@ class _Outage:
     failed: how many searches it has failed.
   """
 
-  def __init__(self, checks_left):
+  def __init__(self, checks_left, *, good=0, is_healthy=False):
+    """Is away after `good` searches; says so unless `is_healthy`."""
     self._checks_left = checks_left
+    self._good = good
+    self._is_healthy = is_healthy
     self.checks = self.together = self.failed = 0
     self._now = 0
 
   async def _search(self, request):
     body = await request.json()
-    if self._checks_left:
+    self._good -= 1
+    if self._checks_left and self._good < 0:
       self.failed += 1
       return web.Response(status=503)
     return fake_servers.answer(body)
@@ -42,7 +46,7 @@ class _Outage:
     self.together = max(self.together, self._now)
     await asyncio.sleep(0)  # another one would come now
     self._now -= 1
-    if self._checks_left:
+    if self._checks_left and not self._is_healthy:
       self._checks_left -= 1
       return web.Response(status=503)
     return web.Response()
@@ -92,6 +96,40 @@ def test_an_outage_fails_no_query():
   assert statistics['retrieval/failures'] == 0.0
 
 
+def test_a_lone_search_waits_before_its_last_attempt():
+  """The requests before it were answered, and it is the only one in flight."""
+  server = _Outage(5, good=20)
+
+  async def run():
+    async with server.running() as url:
+      retriever = fake_servers.retriever(url, retries=4, start_grace=60.0)
+      for query in _QUERIES[:21]:
+        assert await retriever.retrieve(query)
+      await retriever.close()
+      return retriever.statistics()
+
+  statistics = asyncio.run(run())
+  assert server.failed == 4 and server.checks == 6
+  assert statistics['retrieval/failures'] == 0.0
+
+
+def test_searches_that_fail_at_a_healthy_server_end():
+  server = _Outage(1, is_healthy=True)
+
+  async def run():
+    async with server.running() as url:
+      retriever = fake_servers.retriever(
+        url, max_queries_per_request=1, retries=4, start_grace=60.0
+      )
+      found = await _ask(retriever, _QUERIES[:8])
+      await retriever.close()
+      return found
+
+  for error in asyncio.run(run()):
+    assert isinstance(error, protocol.RetrievalError)
+    assert 'status 503' in str(error)
+
+
 def test_requests_that_seldom_fail_do_not_wait():
   server, found, statistics = _outage(0, _QUERIES)
   assert found == [[fake_servers.passage(query)] for query in _QUERIES]
@@ -108,6 +146,7 @@ def test_an_outage_that_lasts_is_no_failure_of_a_query():
   queries = _QUERIES[:_CONCURRENT]
   _, found, statistics = _outage(10**9, queries, retries=1, start_grace=0.1)
   assert statistics['retrieval/outages'] == 1.0
+  assert statistics['retrieval/failures'] == 0.0
   for error in found:
     assert isinstance(error, protocol.RetrieverUnreachable)
     assert 'not ready within 0.1 s: status 503' in str(error)
