@@ -313,9 +313,10 @@ def test_an_engine_of_another_policy_ends_the_run_before_an_update(
   def act(moment):
     assert moment[0] != 'updated'
 
-  # Even the rounding of the engine is too much.
-  changes = {'rollout__mismatch_limit': 1e-12, 'evaluate__every': 0}
+  # It reads rounded keys and values, so its policy is another one.
+  changes = {'rollout__cache_dtype': 'int8', 'evaluate__every': 0}
   assert _train(tmp_path, act=act, **changes) == 2
   (line,) = capsys.readouterr().err.splitlines()
   assert 'do not compute the same policy' in line
+  assert 'by the limit for model.dtype=float32' in line
   assert not [*(tmp_path / 'checkpoints').iterdir()]
