@@ -19,10 +19,10 @@ def select(batch: Tree, rows: Array, mesh: jax.sharding.Mesh) -> Tree:
   """Returns some rows of a batch, laid out like the batch.
 
   For x[rows], every device would get the whole batch and keep a few of its
-  rows. Here every device gets one row in each of m rounds. It sends to every
-  other device a row at the place that this one looks for, and keeps only the
-  row that comes from the owner. So a device holds n rows at a time besides its
-  own.
+  rows. Here every device gets one row in each of m rounds. In a round, every
+  device sends one of its rows to each of the others: the row with the local
+  index that the receiver asks for. The receiver keeps only what the owner of
+  its row has sent. So a device holds n rows at a time besides its own.
 
   Args:
     batch: arrays [n b, ...], sharded over the axes data and fsdp.

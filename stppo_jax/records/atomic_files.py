@@ -7,8 +7,8 @@ import pathlib
 def replace(path: pathlib.Path, data: bytes) -> None:
   """Writes a file, in place of an earlier one.
 
-  By a rename, so that a process that is killed here leaves the old file or the
-  new one.
+  The data are written to a file beside it, which is then renamed. So a process
+  that is killed here leaves the old file or the new one.
 
   Raises:
     OSError: the old file is as it was.

@@ -137,7 +137,7 @@ def file_problems(
 
 
 def _others(folder: pathlib.Path) -> list[str]:
-  """Returns the names in a folder, but those that a killed start may leave.
+  """Returns all names in a folder except those that a killed start may leave.
 
   A start that was killed early leaves its lock, a probe, an incomplete
   run.json, compiled programs, and what it moved aside.

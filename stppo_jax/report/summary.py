@@ -285,8 +285,8 @@ _ROWS = (
     'collapsed at step',
     _collapse,
     0,
-    'the means of five steps that end here or later, five or more, are all '
-    'below half of the best',
+    'from here on, every mean over five steps is below half of the best; '
+    'there are at least five such means',
   ),
   Row(
     'clipped tokens',

@@ -51,8 +51,8 @@ class Interrupted(BaseException):
     exit_code: the exit code of the signal; None: that of another host.
 
   Attributes:
-    exit_code: the exit code of this process and, if it does not tell the other
-      hosts of the signal itself, of theirs.
+    exit_code: the exit code of this process. The other hosts end with it, too,
+      unless they were told of the signal.
   """
 
   def __init__(self, exit_code: int | None = None):
