@@ -6,12 +6,14 @@ from collections.abc import Awaitable
 from collections.abc import Callable
 from collections.abc import Iterator
 import contextlib
+import logging
 import time
 
 # The requests that are judged: few, so that a query that is sent alone closes
 # the gate before its usual four retries are spent.
 _WINDOW = 6
 _LEAST = 3  # failures that close the gate
+_log = logging.getLogger(__name__)
 
 
 class OutageGate:
@@ -29,6 +31,7 @@ class OutageGate:
       away; other errors count as answers.
     until_ready: returns when the server is ready; raises an error when nobody
       is to wait any longer.
+    server: its name, for the lines that say when requests wait.
 
   Attributes:
     times_closed: how often it has closed.
@@ -40,10 +43,13 @@ class OutageGate:
     max_failure_rate: float,
     signals_outage: Callable[[Exception], bool],
     until_ready: Callable[[], Awaitable[None]],
+    *,
+    server: str,
   ):
     self._max_failure_rate = max_failure_rate
     self._signals_outage = signals_outage
     self._until_ready = until_ready
+    self._server = server
     self._succeeded = collections.deque[bool](maxlen=_WINDOW)
     self._is_closed = False
     self._prober: asyncio.Task[None] | None = None
@@ -87,8 +93,10 @@ class OutageGate:
 
   async def _probe(self) -> None:
     began = time.monotonic()
+    _log.warning('%s is away: requests wait until it is ready', self._server)
     try:
       await self._until_ready()
+      _log.warning('%s is ready again', self._server)
       self._is_closed = False
       self._succeeded.clear()
     finally:

@@ -9,7 +9,6 @@ import asyncio
 import collections
 from collections.abc import Sequence
 import dataclasses
-import logging
 import time
 from typing import TypeVar
 
@@ -40,7 +39,6 @@ _SPLIT = 4
 _READY = (200, 404, 405)
 
 _Item = TypeVar('_Item')
-_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
@@ -120,7 +118,10 @@ class HttpRetriever:
       url, suffix=dialect.path, token_variable=address.TOKEN_VARIABLE
     )
     self._gate = outage_gate.OutageGate(
-      max_failure_rate, failures.signals_outage, self._wait_out
+      max_failure_rate,
+      failures.signals_outage,
+      self.wait_until_ready,
+      server=f'retriever {base}',
     )
     self._client = http_client.Client(
       base,
@@ -200,17 +201,6 @@ class HttpRetriever:
       raise protocol.RetrieverUnreachable(f'retriever {error}') from error
     except http_client.Failure as failure:
       raise self._misconfigured(path, failure) from failure
-
-  async def _wait_out(self) -> None:
-    """Waits until an outage is over, and says so."""
-    _log.warning(
-      'retriever %s fails most requests; all wait until it is ready, for at '
-      'most %g s',
-      self._client.url,
-      self._start_grace,
-    )
-    await self.wait_until_ready()
-    _log.warning('retriever %s is ready again', self._client.url)
 
   def statistics(self) -> dict[str, float]:
     """Returns counts since the last call, and resets them.
