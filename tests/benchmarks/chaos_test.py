@@ -93,7 +93,10 @@ def test_each_fault_comes_as_often_as_the_others_as_the_seed_says():
   assert {strike.early is None for strike in strikes} == {True, False}
 
 
-@pytest.mark.parametrize('name', ['kill -9', 'SIGTERM', 'paused run'])
+@pytest.mark.parametrize(
+  'name',
+  ['kill -9', 'SIGTERM', pytest.param('paused run', marks=pytest.mark.slow)],
+)
 def test_a_fault_has_struck_only_a_process_that_goes_on(tmp_path, name):
   run = disturbed_run.DisturbedRun(tmp_path, hosts=1)
   with subprocess.Popen(['true']) as process:

@@ -164,6 +164,7 @@ def test_logits_are_neither_sent_nor_held(axes):
   assert _CHUNK * width * 4 <= largest < limit
 
 
+@pytest.mark.slow
 @_MESHES
 def test_the_state_is_written_in_place(axes):
   state, compiled, _ = _compiled(axes)

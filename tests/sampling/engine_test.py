@@ -233,7 +233,7 @@ def test_layers_may_be_cut_over_devices(devices, tensor, cache):
     pytest.param(1, 3, 3, marks=pytest.mark.slow),
     pytest.param(2, 4, 2, marks=pytest.mark.slow),
     # Fewer groups than devices: the other places are padding.
-    (8, 8, 4),
+    pytest.param(8, 8, 4, marks=pytest.mark.slow),
     pytest.param(2, 4, 4, marks=pytest.mark.slow),
   ],
 )

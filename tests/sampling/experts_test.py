@@ -61,6 +61,7 @@ def test_the_experts_of_every_token_are_reported(deterministic):
     )
 
 
+@pytest.mark.slow
 def test_experts_are_reported_on_request_only():
   _, reported = _dialogues(_engine(deterministic=True))
   assert set(reported.values()) == {None}

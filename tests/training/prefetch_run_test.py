@@ -307,6 +307,7 @@ def _texts(path):
   }
 
 
+@pytest.mark.slow
 def test_an_engine_of_another_policy_ends_the_run_before_an_update(
   tmp_path, capsys
 ):
