@@ -1,11 +1,11 @@
 """Runs on pairs learn, resume bit for bit, and export a policy."""
 
-from concurrent import futures
 import json
 import math
 import os
 import shutil
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -189,12 +189,13 @@ def test_a_run_interrupted_at_its_start_leaves_nothing(tmp_path, capsys):
   os.mkfifo(pairs)
 
   def interrupt():
-    with open(pairs, 'wb'):  # which waits until the run reads the pairs
+    # More than a pipe holds: once it is written, the run is reading the pairs.
+    with open(pairs, 'wb', buffering=0) as file:
+      file.write(bytes(1 << 20))
       os.kill(os.getpid(), signal.SIGINT)
 
-  with futures.ThreadPoolExecutor() as pool:
-    pool.submit(interrupt)
-    code = preference.prefer(runs.config(**_SMALL), pairs, tmp_path / 'run')
+  threading.Thread(target=interrupt, daemon=True).start()
+  code = preference.prefer(runs.config(**_SMALL), pairs, tmp_path / 'run')
   assert code == 130
   assert 'the same command starts again' in capsys.readouterr().out
   assert not (tmp_path / 'run').exists()
