@@ -56,12 +56,13 @@ def test_errors_of_lanes_are_raised_by_poll_and_by_begin(lanes):
     with pytest.raises(RuntimeError, match='the device is gone'):
       while engine.busy:
         engine.poll()
-  for driver in drivers:
-    driver.programs.broken = False
-  # Each lane raises once more, also the one that no poll has waited for.
+  # Each lane raises once more, also the one that no poll has waited for. Its
+  # thread may begin its call only now.
   for _ in range(lanes):
     with pytest.raises(RuntimeError, match='the device is gone'):
       _begin(engine, tiny_engine.prompts(1))
+  for driver in drivers:
+    driver.programs.broken = False
   prompts, keys = tiny_engine.prompts(4), tiny_engine.keys(4)
   expected = tiny_engine.run_dialogues(tiny_engine.engine(), prompts, keys)
   again = tiny_engine.run_dialogues(engine, prompts, keys)
