@@ -50,8 +50,7 @@ class Plan:
       only before an update.
     collecting: name to bytes of what a device holds that only collects.
     copied: bytes of keys and values that decode copies while few slots are
-      active, on a device that collects. The program that is compiled runs on
-      all slots, and has no copy, unless rollout.batch_rows is smaller.
+      active, on a device that collects, beside what the compiled program needs.
     estimated: name to bytes of the temporaries of an update, by formula.
     programs: the programs that were compiled, by name.
     work: the sizes of a step.
@@ -188,7 +187,13 @@ def make(
   if placement is not None:
     engine = plan_memory.engine_sizes(config, learner.policy, placement)
     cache = engine[plan_memory.CACHE]
-    copied = plan_memory.copied(config, learner.policy, placement, cache)
+    copied = plan_memory.copied(
+      config,
+      learner.policy,
+      placement,
+      cache,
+      is_compiled='decode' in programs,
+    )
   is_apart = placement is not None and placement.collecting
   trained = sum(
     sizes[f'{name} parameters'] for name, m in models.items() if m is not None

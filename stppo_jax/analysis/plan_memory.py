@@ -67,21 +67,28 @@ def copied(
   policy: functional.Model,
   placement: publish.Placement,
   cache: int,
+  *,
+  is_compiled: bool,
 ) -> int:
   """Returns the bytes of keys and values that a device copies to decode.
 
   With rollout.deterministic=False, a call on at most half of the slots reads
-  theirs from a copy. While all slots are active there is none.
+  theirs from a copy. While all slots are active there is none. If
+  rollout.batch_rows is less than all, every call is on fewer; then the compiled
+  program has the copy among its temporaries, and 0 is returned for it.
 
   Args:
     config: the config of the run.
     policy: the policy.
     placement: the devices that decode.
     cache: the bytes of the keys and values of all slots of the device.
+    is_compiled: whether decode is compiled, so that its temporaries are known.
   """
   options = engines.options(config, mesh_lib.num_hosts(placement.training))
   shards = cache_lib.row_shards(policy.config, placement.mesh)
   slots = options.slots_per_lane // shards
+  if is_compiled and options.most_rows < slots:
+    return 0
   return cache * options.most_copied(shards) // slots
 
 

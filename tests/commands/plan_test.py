@@ -113,6 +113,24 @@ def test_decoding_active_slots_only_copies_their_keys_and_values(capsys):
   assert 'GiB  keys and values of active slots, which decode copies\n' in out
 
 
+def test_a_copy_inside_the_compiled_decode_is_counted_once():
+  placement = tiny_engine.placement(8)
+
+  def copied(batch_rows, *, is_compiled):
+    config = runs.config(
+      rollout__deterministic=False, rollout__batch_rows=batch_rows
+    )
+    return plan_memory.copied(
+      config, tiny.model(), placement, 1600, is_compiled=is_compiled
+    )
+
+  # A device has two slots. The program that is compiled is on both of them, or
+  # on one: then its temporaries hold the copy.
+  assert copied(0, is_compiled=True) == copied(0, is_compiled=False) == 800
+  assert copied(1, is_compiled=False) == 800
+  assert copied(1, is_compiled=True) == 0
+
+
 def test_an_engine_computes_with_weights_of_its_dtype():
   config, placement = runs.config(), tiny_engine.placement(8)
   whole = plan_memory.engine_sizes(config, tiny.model(), placement)

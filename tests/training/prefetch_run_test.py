@@ -138,9 +138,9 @@ def test_a_device_that_only_collects_makes_the_same_run(finished, tmp_path):
 
 @pytest.mark.slow
 def test_in_between_it_is_the_same_run_as_in_the_background(tmp_path):
-  """Two devices learn, and collect too, or a third one does it beside them."""
+  """Two devices learn, and collect too, or two others do it beside them."""
   lines, dialogues, main = [], [], threading.main_thread()
-  for places, fraction in (((0, 1), 0.0), ((0, 1, 2), 1 / 3)):
+  for places, fraction in (((0, 1), 0.0), ((0, 1, 2, 3), 0.5)):
     threads, folder = set(), tmp_path / f'{len(places)}'
 
     def act(moment):
@@ -151,13 +151,7 @@ def test_in_between_it_is_the_same_run_as_in_the_background(tmp_path):
     with _devices(*places):
       assert _train(folder, act=act, num_steps=3, **changes) == 0
     assert (threads == {main}) if not fraction else (main not in threads)
-    # Sampling on one device rounds the log-probabilities in another way.
-    lines.append(
-      [
-        {k: x for k, x in line.items() if not k.startswith('mismatch/')}
-        for line in runs.repeated(folder)
-      ]
-    )
+    lines.append(runs.repeated(folder))
     dialogues.append([runs.trajectories(folder, step) for step in (1, 2, 3)])
   assert lines[0] == lines[1] and len(lines[0]) == 3
   assert dialogues[0] == dialogues[1]
