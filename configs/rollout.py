@@ -82,6 +82,10 @@ def section() -> dict[str, Any]:
     # its trajectories, or of their searches, succeeded: the others failed
     # because of the infrastructure (INFRA_ERROR).
     'min_valid_fraction': 0.5,
+    # Trajectories of a step that still ended in INFRA_ERROR are collected again
+    # with the same keys, in at most this many extra collections. 0 = never:
+    # they weigh nothing in the update.
+    'refill_rounds': 0,
     # Step n is collected with the policy after n - steps_ahead steps, while the
     # steps before it are trained on; on several devices, only if
     # mesh.collect_fraction divides them. 0 = with the newest policy.

@@ -196,6 +196,7 @@ RULES: Mapping[str, settings.Rule] = {
   'rollout.extend_chunk': _POSITIVE,
   'rollout.length_bucket': _POSITIVE,
   'rollout.min_valid_fraction': _FRACTION,
+  'rollout.refill_rounds': _NOT_NEGATIVE,
   'rollout.steps_ahead': _NOT_NEGATIVE,
   'rollout.mismatch_limit': settings.Rule(
     lambda x: x == -1 or 0 <= x < math.inf, '0 or greater, or -1'

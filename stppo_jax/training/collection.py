@@ -1,4 +1,8 @@
-"""Collects a step; waits for outages and replaces groups without variance.
+"""Collects a step: waits for outages, refills failed rows, replaces groups.
+
+A trajectory that the infrastructure failed weighs nothing in the update. With
+`rollout.refill_rounds` it is collected again with the same keys, so that it
+becomes what it would have been without the failure.
 
 A group whose rewards are all equal has advantages of 0. With
 `rollout.resample_rounds` such groups are replaced by groups of further
@@ -16,6 +20,7 @@ from collections.abc import Callable
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 
 from stppo_jax import types
 from stppo_jax.learner import keys
@@ -31,6 +36,7 @@ from stppo_jax.training.stopping import interruption
 _MAX_COLLECTIONS = 3
 
 Groups = list[list[types.Trajectory]]
+_INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
 _lacks_variance = trajectory_metrics.zero_variance
 
 
@@ -103,6 +109,7 @@ class StepCollector:
     # Step -> its groups, until they are measured. A later step may be collected
     # before that.
     self._first_groups: dict[int, Groups] = {}
+    self._refilled_rows = 0  # of the step that is being collected
 
   def collect(
     self, step: int
@@ -121,9 +128,11 @@ class StepCollector:
     """
     # An evaluation uses the same retriever: drop what it has counted.
     self._statistics()
+    self._refilled_rows = 0
     groups = self._collect_round(step, 0)
     first = list(groups)
     counts = self._replace_groups(groups, step)
+    counts['rollout/refilled_rows'] = float(self._refilled_rows)
     rows = _rows(groups)
     counts |= trajectory_metrics.count_tokens(_rows(first))
     counts |= self._statistics()
@@ -201,9 +210,45 @@ class StepCollector:
       what=f'step {step + 1}',
       show=self._show,
     )
+    trajectories = self._refill(trajectories, questions, row_keys, step)
     return [
       trajectories[n : n + size] for n in range(0, len(trajectories), size)
     ]
+
+  def _refill(
+    self,
+    trajectories: list[types.Trajectory],
+    questions: Sequence[types.Question],
+    row_keys: jax.Array,
+    step: int,
+  ) -> list[types.Trajectory]:
+    """Returns the trajectories, failed ones collected again where that helps.
+
+    The engine begins whole groups, so the other rows of a group are generated
+    once more, too. They stay what they were.
+    """
+    size, num_failed = self._config.group_size, _num_failed(trajectories)
+    filled = list(trajectories)
+    for _ in range(self._config.refill_rounds):
+      failed = [n for n, t in enumerate(filled) if t.status is _INFRA_ERROR]
+      if not failed:
+        break
+      groups = sorted({row // size for row in failed})
+      rows = [group * size + n for group in groups for n in range(size)]
+      again = self._collector.collect(
+        [questions[group] for group in groups], row_keys[np.array(rows)]
+      )
+      for row, trajectory in zip(rows, again, strict=True):
+        if filled[row].status is _INFRA_ERROR:
+          filled[row] = trajectory
+    refilled = num_failed - _num_failed(filled)
+    self._refilled_rows += refilled
+    if num_failed and self._config.refill_rounds:
+      self._show(
+        f'step {step + 1}: {refilled} of {num_failed} failed trajectories were '
+        'refilled'
+      )
+    return filled
 
   def _key(self, step: int, further: int) -> jax.Array:
     if not further:
@@ -217,6 +262,10 @@ def build_sentences(config, tokenizer) -> sentences.SentenceSplitter | None:
   if config.algorithm.ratio.level != 'sentence':
     return None
   return sentences.SentenceSplitter(tokenizer.token_bytes())
+
+
+def _num_failed(trajectories: Sequence[types.Trajectory]) -> int:
+  return sum(t.status is _INFRA_ERROR for t in trajectories)
 
 
 def _rows(groups: Sequence[Sequence[types.Trajectory]]):

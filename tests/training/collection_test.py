@@ -2,7 +2,7 @@
 
 There are four groups of two trajectories. A letter stands for the rewards of
 a group: 'v' different ones (varied), '=' equal ones (uniform), 'x' none,
-because the infrastructure failed them.
+because the infrastructure failed them, 'h' half of them.
 """
 
 import types as types_lib
@@ -21,7 +21,12 @@ from stppo_jax.training.stopping import interruption
 from tests.training import runs
 
 _STATUS = types.TrajectoryStatus
-_REWARDS = {'v': (0.0, 1.0), '=': (1.0, 1.0), 'x': (None, None)}
+_REWARDS = {
+  'v': (0.0, 1.0),
+  '=': (1.0, 1.0),
+  'x': (None, None),
+  'h': (0.5, None),
+}
 _STEP = 5
 
 
@@ -37,6 +42,7 @@ class _World:
   def __init__(self, *rounds):
     self._rounds = list(rounds)
     self.asked, self.keys, self.waits = [], [], 0
+    self.collected = []
     self._queries = 5  # of an evaluation, which are in no line of a step
     self.questions = self.retriever = self.loop = self
     self.environment = search.SearchEnvironment
@@ -51,6 +57,7 @@ class _World:
   def collect(self, questions, row_keys):
     self._queries += 1
     self.keys.append(np.asarray(jax.random.key_data(row_keys)).tolist())
+    self.collected.append(' '.join(question.id for question in questions))
     collected = self._rounds.pop(0)
     return [
       _trajectory(question, reward)
@@ -82,13 +89,14 @@ def _trajectory(question, reward):
   )
 
 
-def _collect(world, rounds, show=lambda line: None):
+def _collect(world, rounds, show=lambda line: None, refill_rounds=0):
   """Returns (question id of each group, metrics) of a step."""
   config = runs.config(
     rollout__trajectories_per_step=8,
     rollout__group_size=2,
     rollout__resample_rounds=rounds,
     rollout__min_valid_fraction=0.5,
+    rollout__refill_rounds=refill_rounds,
   )
   sampler = types_lib.SimpleNamespace(
     collect=world.collect, statistics=lambda: {'engine/ok': 7.0}
@@ -157,6 +165,55 @@ def test_a_round_in_an_outage_is_collected_again():
   assert lines[0].startswith(f'{failed}the first cause: not known; it is ')
   assert metrics['rollout/valid_fraction'] == 1.0
   assert metrics['rollout/resample_rounds'] == 1
+
+
+@pytest.mark.parametrize(
+  ('rounds', 'collected', 'refilled'),
+  [
+    # Nothing failed, and nothing is collected again.
+    (2, ['v=v='], 0),
+    (0, ['vx=v'], 0),
+    # Only what failed is, in as many rounds as it takes and as there are.
+    (1, ['vx=v', 'v'], 2),
+    (2, ['xxv=', 'vx', '='], 4),
+    (2, ['xxv=', 'vx', 'x'], 2),
+    # The kept row of a group with one failure stays what it was.
+    (1, ['h=v=', 'v'], 1),
+  ],
+)
+def test_failed_rows_are_collected_again(rounds, collected, refilled):
+  world, lines = _World(*collected), []
+  ids, metrics = _collect(world, 0, lines.append, refill_rounds=rounds)
+  assert ids == '00 01 02 03'.split()
+  assert metrics['rollout/refilled_rows'] == refilled
+  num_failed = sum({'x': 2, 'h': 1}.get(letter, 0) for letter in collected[0])
+  valid = 1 - (num_failed - refilled) / 8
+  assert metrics['rollout/valid_fraction'] == valid
+  # What is collected again has the keys that it had.
+  first = dict(zip(world.collected[0].split(), _pairs(world.keys[0])))
+  for names, row_keys in zip(world.collected[1:], world.keys[1:], strict=True):
+    assert [first[name] for name in names.split()] == _pairs(row_keys)
+  line = f'step 6: {refilled} of {num_failed} failed trajectories were refilled'
+  assert (line in lines) == bool(rounds and num_failed)
+
+
+def _pairs(row_keys):
+  """Returns the keys of each group of two trajectories."""
+  return list(zip(row_keys[::2], row_keys[1::2], strict=True))
+
+
+def test_a_refilled_group_keeps_the_rows_that_did_not_fail():
+  world = _World('h=v=', 'v')
+  config = runs.config(
+    rollout__trajectories_per_step=8,
+    rollout__group_size=2,
+    rollout__refill_rounds=1,
+  )
+  sampler = types_lib.SimpleNamespace(collect=world.collect, statistics=dict)
+  step = collection.StepCollector(config, world, sampler, lambda line: None)
+  trajectories, _ = step.collect(_STEP)
+  # `h` has the rewards 0.5 and none; `v` has 0 and 1.
+  assert [t.reward for t in trajectories[:2]] == [0.5, 1.0]
 
 
 def test_a_lasting_outage_ends_the_step():

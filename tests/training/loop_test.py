@@ -115,7 +115,8 @@ _NAMES = {
   *(
     f'rollout/{name}'
     for name in (
-      'zero_variance_groups resampled_groups resample_rounds staleness'.split()
+      'zero_variance_groups resampled_groups resample_rounds refilled_rows '
+      'staleness'.split()
     )
   ),
   'reward/turns/mean',

@@ -251,6 +251,26 @@ def test_a_step_in_an_outage_is_collected_again(finished, tmp_path, capsys):
   _assert_same_run(tmp_path, finished)
 
 
+@pytest.mark.slow
+def test_refilled_rows_are_those_of_a_run_without_failures(
+  finished, tmp_path, capsys
+):
+  def act(moment):
+    return 0.5 if moment == ('collect', 2) else None
+
+  assert _train(tmp_path, act, rollout__refill_rounds=2) == 0
+  assert (
+    '2: 8 of 8 failed' in capsys.readouterr().out
+  )
+  name = 'rollout/refilled_rows'
+  lines, expected = runs.repeated(tmp_path), runs.repeated(finished)
+  assert [line.pop(name, 0) for line in lines] == [0, 0, 8, 0]
+  assert [line.pop(name, 0) for line in expected] == [0, 0, 0, 0]
+  assert lines == expected
+  weights = 'policy/model.safetensors'
+  assert (tmp_path / weights).read_bytes() == (finished / weights).read_bytes()
+
+
 def test_a_few_failures_are_no_outage(tmp_path, capsys):
   changes = {
     'num_steps': 1,
