@@ -26,8 +26,8 @@ def lines(name: str) -> list[str]:
 
 
 _FORK = 'the fork of Search-R1 by the authors of arXiv 2511.20718'
-_ONE_GROUP = 'Ours is the same for all such algorithms, to compare them.'
-_ONE_BONUS = 'Ours is the same for all algorithms, to compare them.'
+_ONE_GROUP = 'Ours is that of all algorithms with groups except `so_grpo`.'
+_ONE_BONUS = 'Ours is the same for all algorithms, for comparisons.'
 _ALONE = (
   'Ours is that of `token_ppo`, so that a comparison shows the effect of the '
   'estimator alone.'
@@ -178,8 +178,8 @@ SOURCES = {
       'There, the length of the answer is punished, and groups of equal '
       'accuracy are replaced; here, the length of the trajectory, and groups '
       'of equal reward.',
-      'verl has a dual clip as well, whose c some scripts of the recipe set to '
-      '10.',
+      'verl has a dual clip as well, and some scripts of the recipe set its c '
+      'to 10.',
     ),
   ),
   'gspo': _Source(
@@ -339,8 +339,8 @@ SOURCES = {
       'algorithm.objective.name': ('It comes with verl, not with the method.'),
     },
     notes=(
-      'There, states are equal if their texts are similar to 0.9; here, if '
-      'their tokens are equal.',
+      'There, states count as equal if the similarity of their texts is 0.9; '
+      'here, only if their tokens are equal.',
       'There, every turn is a row of its own, and an invalid action costs '
       '0.01.',
     ),

@@ -113,8 +113,8 @@ _OPTIONS = {
       'arXiv 2511.20718.',
       entry.CODE,
       'To repeat a run of the reference implementation. With gamma = lambda_ = '
-      '1 this changes whitening only. With others, GAE reads the values at '
-      'observations, so that `critic_tokens` must be `response`.',
+      '1 this changes whitening only. Otherwise GAE reads the values at '
+      'observations, so `critic_tokens` must be `response`.',
     ),
   },
   'advantage.critic_tokens': {
@@ -122,7 +122,8 @@ _OPTIONS = {
       'value loss = mean over the steps that are policy tokens',
       '—',
       entry.OURS,
-      'The default: GAE reads no other value where observations are skipped.',
+      'The default: where observations are skipped, GAE reads only the values '
+      'at these tokens.',
     ),
     'response': entry.Description(
       """
@@ -131,7 +132,7 @@ _OPTIONS = {
       """,
       'arXiv 2511.20718.',
       entry.CODE,
-      'To repeat a run of the reference implementation. It goes with '
+      'To repeat a run of the reference implementation. Use it together with '
       '`observation_tokens=included`.',
     ),
   },

@@ -64,7 +64,7 @@ ALGORITHMS = {
     The loss uses turn ratios; rho is that of s_ppo, from token ratios.
     """,
     f'{_SORL}.',
-    entry.CODE + ' The tokens over which rho is computed are those of `s_ppo`.',
+    entry.CODE + ' rho is computed over the same tokens as in `s_ppo`.',
     'This is the subject of the project: turn ratios and the correction '
     'together.',
   ),
@@ -122,8 +122,8 @@ ALGORITHMS = {
     """,
     'arXiv 2503.20783.',
     entry.CODE,
-    'Unlike in `grpo`, neither its length nor the spread of the rewards '
-    'changes the weight of a trajectory.',
+    'The weight of a trajectory should depend neither on its length nor on the '
+    'spread of the rewards, as it does in `grpo`.',
     'verl: `norm_adv_by_std_in_grpo=False`, '
     '`loss_agg_mode=seq-mean-token-sum-norm`. TRL: '
     "`loss_type='dr_grpo'`, `scale_rewards='none'`. slime: "
@@ -142,10 +142,10 @@ ALGORITHMS = {
     entry.CODE + ' That the length is that of the whole trajectory is our '
     'choice.',
     'Entropy should not collapse: the probability of rare tokens may grow '
-    'further. Its dynamic sampling, which replaces groups of equal rewards '
-    'because they teach nothing, is the key `rollout.resample_rounds`; set it '
-    'to 0, and `env.rewards.overlong` too, to see the effect of the bounds '
-    'alone.',
+    'further than with equal bounds. The key `rollout.resample_rounds` sets '
+    'its dynamic sampling, which replaces groups of equal rewards because they '
+    'teach nothing. To see the effect of the bounds alone, set this key and '
+    '`env.rewards.overlong` to 0.',
     'verl: `clip_ratio_high=0.28`, `loss_agg_mode=token-mean`. TRL: '
     "`loss_type='dapo'`. Tunix: `loss_agg_mode='token-mean'`.",
   ),

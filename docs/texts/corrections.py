@@ -72,8 +72,8 @@ _BIAS = {
       _SORL,
       entry.REVIEWS + ' The floor is our choice: without it a small |c| would '
       'enlarge steps.',
-      'The form of the reviews is wanted. It costs a second backward pass; tau '
-      'and scope do not apply.',
+      "You want the form that the paper's reviews describe. It costs a second "
+      'backward pass; tau and scope do not apply.',
     ),
   },
   'scope': {
@@ -88,8 +88,8 @@ _BIAS = {
       _SORL,
       entry.CODE + ' The microbatch of the reference implementation is that of '
       'one GPU.',
-      'It is the nearest to the reference implementation. It changes with '
-      '`updates.microbatch_size`.',
+      'You want what is nearest to the reference implementation. The result '
+      'depends on `updates.microbatch_size`.',
     ),
     'sequence': entry.Description(
       'rho over each trajectory, N_V = 1 where nothing is inside',
@@ -112,8 +112,8 @@ _BIAS = {
       'w = exp(l) of the token, at any level of the loss',
       _SORL,
       entry.CODE,
-      'The default. The reference implementation has it with turn ratios in '
-      'the loss, too.',
+      'The default. The reference implementation takes token ratios here even '
+      'where the loss has turn ratios.',
     ),
     'turn': entry.Description(
       "w = the turn's ratio, which all of its tokens share",

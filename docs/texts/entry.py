@@ -12,12 +12,13 @@ PLAIN = 'A definition.'
 # How well established an entry is: every `Description.sure` begins with one of
 # these phrases.
 SURE = {
-  CODE: "It was read in the reference implementation of the method's authors, "
-  'or in the public code that the entry names.',
-  PAPER: "It was read in the paper's text, without code to compare with.",
-  REVIEWS: 'Neither the text of the paper nor code contains it.',
+  CODE: 'The equation was read in the reference implementation of the '
+  "method's authors, or in the public code that the entry names.",
+  PAPER: "The equation was read in the paper's text, without code to compare "
+  'with.',
+  REVIEWS: 'Neither the text of the paper nor code contains the equation.',
   PEER: 'Neither text nor code of the authors was available.',
-  OURS: 'The source does not say it, is not public or has another subject.',
+  OURS: 'The source does not say this, is not public, or has another subject.',
   PLAIN: 'The equation is the definition, so there is nothing to be unsure of.',
 }
 

@@ -116,8 +116,8 @@ _BOUNDS = {
     low_limit. The sums are over the whole minibatch.
     """,
     'BAPO, arXiv 2510.18927.',
-    entry.PAPER + ' Eq. 8 takes the absolute value of the whole sum; that of '
-    "each term is our choice. The authors' script differs from both: see "
+    entry.PAPER + ' Eq. 8 takes the absolute value of the whole sum; taking it '
+    "of each term is our choice. The authors' script differs from both: see "
     '`bapo`.',
     'Negative advantages outweigh the positive ones, as in stale batches.',
   ),

@@ -31,34 +31,39 @@ NOTATION = """\
 A *policy token* is a token that the policy wrote and that is trained on, so no
 token of a prompt, an observation, padding or a failed trajectory is one. A
 *turn* is the contiguous policy tokens between two observations. A *segment* is
-the tokens that share one ratio. Means and counts are over the policy tokens of
-the whole minibatch, on all devices.
+the tokens that share one ratio. The *outcome* is the reward of the whole
+trajectory, without the rewards of turns. k1 and k3 are the estimates of the
+divergence that [the KL term](choices/kl.md) defines. Means and counts are over
+the policy tokens of the whole minibatch, on all devices.
 """
 
 HOW_SURE = """\
 Not everything here is equally well established. Under "How sure", every entry
-begins with one of these phrases, and then says what limits it.
+begins with one of these phrases, and may then say what the phrase does not
+cover.
 """
 
 PAPER_SETTING = """\
-Where the table of algorithms has a default, `token_ppo`, `turn_ppo`, `s_ppo`
-and `st_ppo` have the setting of arXiv 2511.20718: the bounds, gamma and lambda,
-the KL term, tau. Two defaults differ on purpose. The reference implementation
-computes rho per microbatch of one GPU, while here cutting a batch changes
-nothing (`correction.clipping_bias.scope=microbatch` is the nearest). It also
-includes observation tokens, which the policy did not write, and trains the
-value model at them (`advantage.observation_tokens=included`,
+The defaults of `token_ppo`, `turn_ppo`, `s_ppo` and `st_ppo` are the setting of
+arXiv 2511.20718: the bounds, gamma and lambda, the KL term, tau. They differ
+from it in two ways, on purpose. The reference implementation computes rho per
+microbatch of one GPU; here rho is computed over the whole minibatch, so that
+cutting a batch changes nothing
+(`correction.clipping_bias.scope=microbatch` is the nearest to the reference).
+The reference implementation also includes the tokens of observations, which the
+policy did not write, in GAE and in whitening, and trains the value model at
+them (`advantage.observation_tokens=included`,
 `advantage.critic_tokens=response` and `advantage.whiten=all` do the same).
 
-The rest of its setting: Qwen2.5 base models of 1.5B, 3B and 7B on NQ and
-HotpotQA, top-3 passages of the 2018 Wikipedia by E5-base-v2, 3 searches and
-one last answer, 500 tokens per turn and per observation, context 4096; 512
+The rest of the paper's setting: Qwen2.5 base models of 1.5B, 3B and 7B on NQ
+and HotpotQA, top-3 passages of the 2018 Wikipedia by E5-base-v2, 3 searches
+and one last answer, 500 tokens per turn and per observation, context 4096; 512
 questions per step with one trajectory each, minibatches of 256 or 128, 1 or 2
 epochs; learning rates 1e-6 (policy, warm-up 28.5 % of the steps) and 1e-5
 (value, 1.5 %); value clip 0.5, entropy 0.001, gradient norm 1, temperature 1.
 
-No number in this document is a result. The paper's tables of results were not
-available when this document was written.
+No number on this page is a result. The paper's tables of results were not
+available.
 """
 
 PREFERENCES = """\

@@ -21,13 +21,13 @@ Algorithm = Mapping[str, Mapping[str, Any]]
 # The question that each option answers, in the order of the pages.
 QUESTIONS = {
   'ratio.level': 'Which tokens share one ratio?',
-  'ratio.gradient': 'Through which log-probabilities does its gradient flow?',
+  'ratio.gradient': 'Through which log-probabilities does the gradient flow?',
   'ratio.reduce': 'How do the log-ratios of a segment become one?',
   'ratio.normalize': 'What is done to the log-ratio before a ratio is formed?',
   'bounds.name': 'What interval of the ratio is trusted?',
   'objective.name': 'What happens outside the trusted interval?',
   'correction.names': 'Which factors correct the terms of the loss?',
-  'correction.clipping_bias.norm': 'What is divided, and by what?',
+  'correction.clipping_bias.norm': 'What does the correction divide, and by what?',
   'correction.clipping_bias.scope': 'Over which tokens is rho computed?',
   'correction.clipping_bias.level': 'Which level does the ratio w have?',
   'correction.clipping_bias.applies_to': 'Which losses are scaled?',
@@ -45,8 +45,8 @@ QUESTIONS = {
     'How often does an outcome count in the statistics of its group?'
   ),
   'kl.where': 'Where does the divergence from the reference enter?',
-  'kl.estimator': 'How is it estimated?',
-  'kl.controller': 'How is its coefficient set?',
+  'kl.estimator': 'How is the divergence estimated?',
+  'kl.controller': 'How is the coefficient of the term set?',
 }
 
 
