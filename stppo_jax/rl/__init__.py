@@ -1,1 +1,4 @@
-"""Pure maths: arrays in, arrays out. No models, no files, no logging."""
+"""The mathematics of the algorithms: pure functions of arrays.
+
+Nothing here knows of models, files or logging.
+"""

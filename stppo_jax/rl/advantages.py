@@ -1,15 +1,15 @@
 """Advantages, returns and the steps at which the critic is trained.
 
 B trajectories, L tokens. `values_BL[:, l]` is V before token l. An estimator
-is called `estimator(rewards_BL, batch, **options)`. The recursion of GAE stands
-in `gae`, and the estimators that compare the trajectories of a question in
-`group_advantages`.
+is called `estimator(rewards_BL, batch, **options)`. The module `gae` has the
+recursion of GAE, and `group_advantages` the estimators that compare the
+trajectories of a question.
 
 Only rewards on policy tokens count, so the outcome must stand on the last
 policy token. Nothing is bootstrapped at the end of a row. A row whose loss
 mask is false everywhere changes nothing.
 
-Advantages of observation tokens are read by `whiten='all'` only. GAE with
+Only `whiten='all'` reads the advantages of observation tokens. GAE with
 included observations computes them; all other estimators repeat the advantage
 of the turn, or of the token, before the observation.
 """
@@ -34,13 +34,13 @@ Array = jax.Array
 class Advantages:
   """The result of an estimator; 0 or false off the loss mask.
 
-  With GAE's `critic_tokens='response'`, returns and value mask have the
-  observations between policy tokens too.
+  With GAE's `critic_tokens='response'`, returns and value mask also cover the
+  observations between policy tokens.
 
   Attributes:
     advantages_BL: the advantages that the policy loss uses. The functions in
       `ADVANTAGES` return them for observation tokens too, because whitening may
-      be over more tokens than the loss mask.
+      need more tokens than the loss mask has.
     returns_BL: the critic's targets, formed before any whitening.
     value_mask_BL: bool, the steps at which the critic is trained.
   """
@@ -50,14 +50,14 @@ class Advantages:
   value_mask_BL: Array
 
 
-# The steps at which the critic is trained: those at policy tokens, or all. The
-# reference run trained it at all [code].
+# The critic is trained at the steps that are policy tokens, or at all steps, as
+# in the reference implementation of arXiv 2511.20718.
 CRITIC_TOKENS = ('policy', 'response')
 
 
 @options_lib.dataclass
 class Gae(options_lib.Named):
-  """Options of `gae_estimator`."""
+  """Options of `gae_estimator`; see `estimate_advantages` for `whiten`."""
 
   gamma: float = options_lib.number(at_most=1.0)
   lambda_: float = options_lib.number(at_most=1.0)
@@ -74,7 +74,8 @@ class Gae(options_lib.Named):
     if included and steps != 'token':
       rule = f"'skipped' when steps is {steps!r}"
       yield 'observation_tokens', observation_tokens, rule
-    # With gamma = lambda_ = 1 the values of later steps cancel.
+    # With gamma = lambda_ = 1 the values of later steps cancel out of an
+    # advantage, so it does not matter that no loss trains some of them.
     elif included and critic_tokens == 'policy' and (gamma, lambda_) != (1, 1):
       rule = (
         "'response' when observation_tokens is 'included', unless gamma and "
@@ -100,20 +101,23 @@ def gae_estimator(
 ) -> Advantages:
   """Returns GAE at token, turn or bi-level steps, for all policy tokens.
 
-  Bi-level (RAGEN, arXiv 2504.20073): GAE over turns with gamma_turn and
-  lambda_turn gives each turn k a return,
+  `gae.gae` has the recursion over token or turn steps. Bi-level steps are those
+  of RAGEN (arXiv 2504.20073). GAE over turns, with gamma_turn and lambda_turn,
+  gives each turn k with the rewards r_k a return G_k,
 
     A_k = r_k + gamma_turn V_{k+1} - V_k + gamma_turn lambda_turn A_{k+1}
     G_k = A_k + V_k
 
   which becomes the only reward of the turn, on its last token. GAE with gamma
-  and lambda_ then runs over the tokens of each turn alone. The return of a
-  token comes from its own recursion, and the critic is trained at every policy
-  token [code]. That V_k is read before the first token of turn k is [ours]: the
-  code reads it at the token with the turn's reward, has one lambda for both
-  levels, and recognises a turn by its reward, so that it misses turns whose
-  reward is 0. Both give the same numbers where lambda_turn = 1 and every turn
-  has a reward other than 0 on its last token.
+  and lambda_ then runs over the tokens of each turn alone. As in the authors'
+  code, the return of a token comes from this second recursion, and the critic
+  is trained at every policy token.
+
+  Here V_k is read before the first token of turn k, which is our choice. The
+  authors' code reads it at the token with the turn's reward. It has one lambda
+  for both levels, and it recognises a turn by its reward, so that it misses
+  turns whose reward is 0. The two give the same numbers where lambda_turn = 1
+  and every turn has a reward other than 0 on its last token.
 
   Args:
     rewards_BL: the outcome, minus a KL penalty where there is one.
@@ -124,11 +128,12 @@ def gae_estimator(
       turn is a step; the rewards of the turn are summed into it, its advantage
       goes to all tokens of the turn, and the critic is trained there only.
       'bilevel': GAE over turns, then over the tokens of each turn.
-    observation_tokens: with token steps: 'skipped', or 'included' from the
-      first to the last policy token of a row. Turns never include them.
+    observation_tokens: with token steps, whether observation tokens between the
+      first and the last policy token of a row are steps ('included') or not
+      ('skipped'). Turns never include them.
     critic_tokens: the critic is trained at the steps that are policy tokens
-      ('policy'), or at all steps ('response'), which differ where observations
-      are included.
+      ('policy'), or at all steps ('response'). The two differ only where
+      observations are included.
     gamma_turn: with bi-level steps, the discount per turn.
     lambda_turn: with bi-level steps, the trace decay per turn.
   """
@@ -158,7 +163,7 @@ def gae_estimator(
 
 
 def _without_critic(estimate_BL, options):
-  """Returns the choice of an estimator that gives no targets to a critic."""
+  """Returns the table entry of an estimator that trains no critic."""
 
   def estimator(rewards_BL, batch, **options):
     return Advantages(
@@ -172,7 +177,7 @@ def _without_critic(estimate_BL, options):
 
 @options_lib.dataclass
 class MonteCarlo(options_lib.Named):
-  """Options of `monte_carlo`."""
+  """Options of `monte_carlo`; see `estimate_advantages` for `whiten`."""
 
   gamma: float = options_lib.number(at_most=1.0)
   whiten: str = options_lib.one_of(masking.WHITENS)
@@ -181,9 +186,17 @@ class MonteCarlo(options_lib.Named):
 def monte_carlo(
   rewards_BL: Array, batch: batch_lib.TokenBatch, *, gamma: Array | float
 ) -> Array:
-  """Returns the discounted reward to go of every policy token: REINFORCE.
+  """Returns the discounted reward-to-go of every policy token: REINFORCE.
 
-  Whitening subtracts the mean of the batch, the baseline of REINFORCE++.
+    A_l = r_l + gamma A_{l+1}    over the policy tokens of a row
+
+  Whitening subtracts the mean of the batch, which is the baseline of
+  REINFORCE++ (arXiv 2501.03262).
+
+  Args:
+    rewards_BL: the outcome, minus a KL penalty where there is one.
+    batch: masks.
+    gamma: discount per policy token.
   """
   mask_BL = batch.loss_mask_BL
   to_go_BL = gae_lib.gae(
@@ -233,7 +246,7 @@ def estimate_advantages(
   Args:
     rewards_BL: the outcome, minus a KL penalty where there is one.
     batch: masks, turn ids, group ids; values for the estimators in
-      `estimator_needs.VALUES`, state ids for those in `STATES`.
+      `estimator_needs.VALUES`, state ids for those in `estimator_needs.STATES`.
     name: a key of `ADVANTAGES`.
     whiten: 'none': advantages are not whitened. Otherwise they have mean 0 and
       variance 1 (unbiased) over the loss mask ('policy'), or over all tokens
@@ -243,7 +256,7 @@ def estimate_advantages(
     **options: the options of the estimator.
 
   Raises:
-    ValueError: the batch lacks an array of the estimator.
+    ValueError: the batch lacks an array that the estimator reads.
   """
   if name in estimator_needs.TURNS:
     options['num_turns'] = num_turns

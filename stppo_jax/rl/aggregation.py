@@ -1,13 +1,15 @@
 """Aggregates: how the terms of the tokens become a scalar.
 
 B trajectories, L tokens, T turns. Every aggregate is a weighted sum over the
-loss mask, divided by a count. Weights and count depend on the masks only:
+loss mask, divided by a count. Weights and count depend on the masks only. A
+row or a turn counts if it has a token in the loss mask:
 
-  token_mean       weight 1                   count: tokens
-  turn_mean        1 / tokens of the turn     count: turns with a token
-  sequence_mean    1 / tokens of the row      count: rows with a token
-  sequence_sum     weight 1                   count: rows with a token
-  constant_length  1 / max_response_tokens    count: rows with a token
+                   weight                     count
+  token_mean       1                          tokens  (arXiv 2503.14476)
+  turn_mean        1 / tokens of the turn     turns
+  sequence_mean    1 / tokens of the row      rows    (arXiv 2402.03300)
+  sequence_sum     1                          rows
+  constant_length  1 / max_response_tokens    rows    (arXiv 2503.20783)
 
 Totals and counts add up over microbatches and devices. The total is divided
 once, by the count of the whole minibatch, so that cutting the minibatch into
@@ -56,6 +58,9 @@ def segment_weights(
   Returns:
     The weights [B, L], 1 / (tokens of the segment) and 0 off the mask, and the
     number of segments with a token.
+
+  Raises:
+    ValueError: the batch lacks the ids of the level.
   """
   if level == 'token':
     return _ones(batch, dtype), jnp.sum(batch.loss_mask_BL, dtype=dtype)
@@ -82,7 +87,11 @@ def _sequence_sum(batch, dtype, *, num_turns, implementation):
 
 @options_lib.dataclass
 class ConstantLength(options_lib.Named):
-  """Options of the aggregate constant_length."""
+  """Options of the aggregate constant_length.
+
+  Attributes:
+    max_response_tokens: the length that divides the sum of every row.
+  """
 
   max_response_tokens: float = options_lib.number(above=0.0)
 
@@ -134,7 +143,13 @@ def aggregate_weights(
 def aggregate(
   x_BL: Array, batch: batch_lib.TokenBatch, **arguments
 ) -> tuple[Array, Array]:
-  """Returns (total, count) of x [B, L]; the aggregate is total / count."""
+  """Returns (total, count) of x; the aggregate is total / count.
+
+  Args:
+    x_BL: the terms; anything off the loss mask.
+    batch: the batch, whose loss mask and turn ids are read.
+    **arguments: the keyword arguments of `aggregate_weights`.
+  """
   weights_BL, count = aggregate_weights(batch, x_BL.dtype, **arguments)
   return jnp.sum(weights_BL * masking.select(x_BL, batch.loss_mask_BL)), count
 
@@ -142,6 +157,13 @@ def aggregate(
 def aggregate_count(
   batch: batch_lib.TokenBatch, dtype=jnp.float32, **arguments
 ) -> Array:
-  """Returns the count alone, from the masks of a whole minibatch."""
+  """Returns the count alone.
+
+  Args:
+    batch: the batch, whose masks are read. The count of a whole minibatch
+      divides the totals of its microbatches.
+    dtype: the dtype of the count.
+    **arguments: the keyword arguments of `aggregate_weights`.
+  """
   _, count = aggregate_weights(batch, dtype, **arguments)
   return count

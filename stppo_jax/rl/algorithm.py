@@ -1,9 +1,9 @@
 """An algorithm is data: the choices of five axes, an advantage and a KL term.
 
 `build_algorithm` turns an entry of the table in `configs/algorithms.py` into
-dataclasses whose numbers are the leaves of a jax pytree (another epsilon does
-not recompile) and whose names are static. The functions behind the names are
-looked up in tables; no code branches on the name of an algorithm.
+dataclasses. Their numbers are the leaves of a jax pytree, so that changing one
+does not recompile, and their names are static. The functions behind the names
+are looked up in tables; no code branches on the name of an algorithm.
 """
 
 from collections.abc import Mapping
@@ -30,8 +30,8 @@ class Algorithm(options.Options):
     ratio: which tokens share a ratio, and where its gradient goes.
     bounds: the trusted interval of the ratio, one of `bounds.BOUNDS`.
     objective: what happens outside it, one of `objectives.OBJECTIVES`.
-    correction: the weights of the loss terms; the names of the selected
-      corrections, and the options of every correction.
+    correction: the names of the corrections that weigh the loss terms, and the
+      options of every correction, selected or not.
     aggregate: how tokens become a scalar, one of `aggregation.AGGREGATES`.
     advantage: how good a token was, one of `advantages.ADVANTAGES`.
     kl: where the divergence from the reference enters.
@@ -49,12 +49,13 @@ class Algorithm(options.Options):
   def conflicts(ratio, objective, advantage, kl, **_):
     clips = ('pessimistic', 'dual_clip')
     if ratio['normalize'] == 'guard' and objective['name'] not in clips:
-      # The guard undoes a factor in the gradient of the ratio, and only these
-      # objectives have a gradient of the ratio.
+      # The guard undoes a factor in the gradient of the ratio, and only in
+      # these objectives does the gradient flow through the ratio.
       rule = "'none' unless objective.name is " + ' or '.join(clips)
       yield 'ratio.normalize', ratio['normalize'], rule
     if advantage['name'] == 'turn_group' and kl['where'] == 'reward':
-      # The penalty would count as a reward of the turns.
+      # turn_group counts every reward but the outcome as a turn's reward, so
+      # the KL penalty inside the rewards would count as one.
       rule = "'loss' or 'nowhere' when advantage.name is 'turn_group'"
       yield 'kl.where', kl['where'], rule
 
@@ -65,14 +66,14 @@ class Algorithm(options.Options):
 
   @property
   def trains_values_at_observations(self) -> bool:
-    """Whether the value model is trained off the loss mask, too."""
+    """Whether the value model is trained at observation tokens, too."""
     return self.advantage.arguments().get('critic_tokens') == 'response'
 
   @property
   def uses_minibatch_statistics(self) -> bool:
     """Whether the loss needs numbers formed over the whole minibatch.
 
-    Where it does not, `losses.minibatch_statistics` has no leaves.
+    If not, the result of `losses.minibatch_statistics` has no leaves.
     """
     choices = [
       (normalization.NORMALIZATIONS[self.ratio.normalize], self.ratio),
@@ -85,7 +86,7 @@ class Algorithm(options.Options):
 
   @property
   def divides_by_bias_norm(self) -> bool:
-    """Whether the policy gradient is divided by the norm of the bias."""
+    """Whether the clipping-bias correction divides the policy gradient."""
     correction = self.correction
     return (
       'clipping_bias' in correction.names
@@ -94,7 +95,7 @@ class Algorithm(options.Options):
 
   @property
   def needs(self) -> frozenset[str]:
-    """The optional arrays of `TokenBatch` that the loss reads."""
+    """The names of the optional arrays of `TokenBatch` that the loss reads."""
     arrays = set()
     if self.ratio.level == 'sentence':
       arrays.add('sentence_ids_BL')

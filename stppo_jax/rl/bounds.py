@@ -37,7 +37,10 @@ def fixed(
   clip_low: Number,
   clip_high: Number,
 ) -> tuple[Number, Number]:
-  """Returns (1 - clip_low, 1 + clip_high), both positive distances from 1."""
+  """Returns (1 - clip_low, 1 + clip_high).
+
+  Source: PPO, arXiv 1707.06347; with unequal distances DAPO, arXiv 2503.14476.
+  """
   del context, statistics
   return 1 - clip_low, 1 + clip_high
 
@@ -71,9 +74,16 @@ def entropy_scaled(
     f = clip(H / mean H, least, most)
     low, high = 1 - f clip_low, 1 + f clip_high
 
-  H is the mean entropy of the tokens of the ratio's segment, mean H the mean
-  over the segments of the minibatch. Source: arXiv 2511.04256, whose function
-  f is unknown; this one is our choice.
+  H is the mean entropy, in nats, of the tokens of the ratio's segment, and
+  mean H the mean of H over the segments of the minibatch; f is 1 where mean H
+  is 0. Source: arXiv 2511.04256. That entropy scales the bounds is from the
+  paper; f is our choice.
+
+  Args:
+    context: the microbatch.
+    mean_entropy: mean H.
+    clip_low, clip_high: the distances of the bounds from 1 where f is 1.
+    least, most: the range of f.
   """
   H_BL = context.mean(context.entropy_BL, context.level)
   some = mean_entropy > 0
@@ -83,7 +93,7 @@ def entropy_scaled(
 
 
 def _mean_entropy(context: LossContext, **options) -> Array:
-  """Returns the mean over segments of their mean entropy."""
+  """Returns the mean over segments of the mean entropy of each, in nats."""
   del options
   weights_BL, count = aggregation.segment_weights(
     context.level,
@@ -95,7 +105,9 @@ def _mean_entropy(context: LossContext, **options) -> Array:
   return masking.divide(jnp.sum(weights_BL * context.entropy_BL), count)
 
 
-MAX_STEPS = 10_000  # the most steps a bound of `balanced` may take to its limit
+# The most steps that a bound of `balanced` may need to reach its limit. Every
+# step costs a pass over the minibatch.
+MAX_STEPS = 10_000
 
 
 @options_lib.dataclass
@@ -154,15 +166,16 @@ def _balance(
   high_limit: Number,
   positive_share: Number,
 ) -> _Interval:
-  """Returns bounds moved up until positive terms have their wanted share.
+  """Returns bounds that are raised until positive terms have a wanted share.
 
   The share of the positive advantages in the clipped objective is
 
     sum_{A > 0} pi_old min(r A, clip(r) A) / sum pi_old |min(r A, clip(r) A)|
 
-  While it is below `positive_share`, high grows by high_step up to high_limit,
-  and after that low grows by low_step up to low_limit. Source: arXiv
-  2510.18927; the absolute value under the sum is our reading.
+  The bounds start as `low` and `high`. While the share is below
+  `positive_share`, high grows by high_step up to high_limit, and after that low
+  grows by low_step up to low_limit. Source: arXiv 2510.18927. Its Eq. 8 takes
+  the absolute value of the whole sum; that of each term is our choice.
   """
   ratio_BL = context.ratio_at(context.level)
   advantages_BL, mask_BL = context.advantages_BL, context.mask_BL
@@ -171,8 +184,9 @@ def _balance(
   weight_BL = masking.select(jnp.exp(old_BL), mask_BL)
 
   dtype = ratio_BL.dtype
-  # Steps are counted and multiplied, never added up: a sum of steps would
-  # round, and a step smaller than the rounding would never reach the limit.
+  # A bound is its start plus the number of its steps times the step's size.
+  # Adding one step after the other would round each sum, and steps smaller than
+  # the rounding error would never reach the limit.
   most = _Interval(
     _steps(low, low_limit, low_step), _steps(high, high_limit, high_step)
   )
@@ -204,7 +218,7 @@ def _balance(
 
 
 def _steps(start, limit, step):
-  """Returns how many steps lead from the start to the limit."""
+  """Returns the number of steps that lead from the start to the limit."""
   count = jnp.ceil((limit - start) / step)
   return jnp.clip(count, 0, MAX_STEPS).astype(jnp.int32)
 

@@ -2,9 +2,9 @@
 
 B trajectories, L tokens, T turns. The PPO gradient is the off-policy gradient
 minus what clipping removed, C = E[1{clipped} w A grad log pi]. With the ratio
-w and the band [low, high], the sign of A ignored,
+w and the bounds low and high, whatever the sign of A,
 
-  U = policy tokens with w outside the band,  V = those inside
+  U = policy tokens with w outside the bounds,  V = those with w inside
   N_U = rms over U of w A                     N_V = rms over V of w A
 
 norm='coefficient':
@@ -16,9 +16,9 @@ norm='coefficient':
   'sequence' (a row) or 'turn'. Where U is empty, s = 1. Where V is empty,
   N_V = 0 for minibatch and microbatch, and 1 for sequence and turn: there an
   empty V is common, and N_V = 0 would give every short clipped turn a
-  gradient of zero.
+  gradient of almost zero.
 
-norm='gradient' (known from the paper's reviews only):
+norm='gradient' (known from the paper's public reviews only):
 
   g_policy <- g_policy / max(|c|_2, floor)
 
@@ -65,7 +65,7 @@ class Sums(typing.NamedTuple):
 
 def _split(ratio_BL, advantages_BL, loss_mask_BL, low, high):
   """Returns w A [B, L] and the masks of U and V, all detached."""
-  # Detached: no gradient flows through the measures of the batch.
+  # Detached: no gradient flows through the norms.
   ratio_BL = sg(jnp.where(loss_mask_BL, ratio_BL, 1))
   weighted_BL = ratio_BL * sg(masking.select(advantages_BL, loss_mask_BL))
   inside_BL = (ratio_BL >= low) & (ratio_BL <= high)
@@ -123,7 +123,10 @@ def turn_sums(
 
 
 def norms(sums: Sums, *, kept_empty: float = 0.0) -> tuple[Array, Array]:
-  """Returns (N_U, N_V); where U is empty 0, where V is empty `kept_empty`."""
+  """Returns (N_U, N_V).
+
+  N_U is 0 where U is empty, and N_V is `kept_empty` where V is empty.
+  """
   clipped = jnp.sqrt(masking.divide(sums.clipped_squares, sums.clipped_count))
   kept = jnp.sqrt(masking.divide(sums.kept_squares, sums.kept_count))
   return clipped, jnp.where(sums.kept_count > 0, kept, kept_empty)
@@ -150,7 +153,7 @@ def gradient_scale(bias_grad_norm: Array, *, floor: Array | float) -> Array:
 
 
 def _sum_arguments(context, level, low, high):
-  """Returns the arguments of the sums: w, A, the mask and the band."""
+  """Returns the arguments of the sums: w, A, the mask and the bounds."""
   return (
     context.ratio_at(level),
     context.advantages_BL,
@@ -224,7 +227,18 @@ NORMS = {'coefficient': _coefficient, 'gradient': _gradient}
 
 @options_lib.dataclass
 class ClippingBias(options_lib.Options):
-  """Options of `clipping_bias`."""
+  """Options of `clipping_bias`.
+
+  Attributes:
+    norm: a key of `NORMS`.
+    tau: with norm='coefficient', the rho above which terms are scaled;
+      infinity: none are.
+    scope: with norm='coefficient', the tokens over which rho is formed, a key
+      of `SCOPES`.
+    level: the level of the ratio w, one of `RATIO_LEVELS`.
+    applies_to: the losses whose terms are scaled, some of `LOSSES`.
+    floor: with norm='gradient', the smallest divisor.
+  """
 
   norm: str = options_lib.one_of(NORMS)
   tau: float = options_lib.number(above=0.0, infinite=True)
@@ -256,10 +270,7 @@ def clipping_bias(
     context: the microbatch.
     low, high: the bounds in force.
     sums: `minibatch_sums` of the whole minibatch; () where they are not needed.
-    norm: a key of `NORMS`.
-    level: the level of the ratio w, one of `RATIO_LEVELS`.
-    floor: an option of norm='gradient', see `gradient_scale`.
-    **options: tau, scope and applies_to.
+    norm, level, floor, **options: see `ClippingBias`.
   """
   del floor
   sum_arguments = _sum_arguments(context, level, low, high)

@@ -2,7 +2,7 @@
 
 A correction is called `correction(context, low, high, statistics, **options)`
 with the bounds in force, and returns `loss_context.TermWeights`. `statistics`
-is the result of its `Choice.statistics` for the whole minibatch, () for a
+is the result of its `Choice.statistics` for the whole minibatch, and () for a
 correction that needs none. The weights of all selected corrections multiply.
 Denominators never change, so a term of weight 0 still counts.
 """
@@ -21,5 +21,6 @@ CORRECTIONS = {
   **mismatch.CORRECTIONS,
 }
 
-# Which corrections are selected, and the options of all of them.
+# A class that holds the names of the selected corrections, and the options of
+# all corrections.
 Correction = options.selection('Correction', CORRECTIONS)

@@ -11,14 +11,15 @@ normalisation, whichever level is optimised:
 
   ratio/{level}/{mean,std,min,max}
   ratio/{level}/ess            (sum r)^2 / (n sum r^2), 1 if all are equal
-  clipfrac/{level}/{low,high}  share of tokens outside the band, sign ignored
+  clipfrac/{level}/{low,high}  share of tokens below, above the bounds, whatever
+                               the sign of A
   clipfrac/{level}/{low,high}/turn_{k}  the same in turn k = 1, 2, ...; absent
                                where no row has that turn
   actor/pg_clipfrac            share of tokens whose gradient was cut
   actor/ppo_kl                 mean of log pi_old - log pi
-  actor/entropy                mean over tokens
+  actor/entropy                mean entropy in nats
   stab/norm_clipped, stab/norm_unclipped, stab/rho
-                               N_U, N_V and rho, see clipping_bias.py
+                               N_U, N_V and rho, see `clipping_bias`
   stab/scale                   mean multiplier of the policy terms
   stab/rejected                share of tokens whose multiplier is 0
   bounds/low, bounds/high      mean bounds in force
@@ -52,7 +53,7 @@ class Diagnostics:
 
 
 def merge(a: Diagnostics, b: Diagnostics) -> Diagnostics:
-  """Returns the diagnostics of the tokens of both."""
+  """Returns the diagnostics of the tokens of a and of b together."""
   return Diagnostics(
     jax.tree.map(jnp.add, a.sums, b.sums),
     jax.tree.map(jnp.minimum, a.minima, b.minima),
@@ -61,7 +62,7 @@ def merge(a: Diagnostics, b: Diagnostics) -> Diagnostics:
 
 
 def merge_stacked(stacked: Diagnostics) -> Diagnostics:
-  """Merges along the leading axis, such as the one that a scan stacks."""
+  """Returns diagnostics merged along the leading axis, such as a scan's."""
   return Diagnostics(
     jax.tree.map(lambda x: jnp.sum(x, axis=0), stacked.sums),
     jax.tree.map(lambda x: jnp.min(x, axis=0), stacked.minima),
@@ -172,7 +173,7 @@ def _share(total: float, count: float) -> float:
 
 
 def summarize(diagnostics: Diagnostics) -> dict[str, float]:
-  """Returns the metrics, on the host; all are 0 without tokens."""
+  """Returns the metrics as Python numbers; all are 0 without tokens."""
   sums, minima, maxima = jax.tree.map(
     lambda x: np.asarray(x, np.float64),
     (diagnostics.sums, diagnostics.minima, diagnostics.maxima),

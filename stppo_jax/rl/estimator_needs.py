@@ -1,10 +1,12 @@
 """Lists what advantage estimators need beside rewards and masks.
 
-Names only: configs are checked by them, and reading a config imports no jax.
+The lists hold names only: they serve to check configs, and reading a config
+imports no jax.
 """
 
-VALUES = frozenset({'gae'})  # batch.values_BL, from a value model
-# The trajectories of a question, to compare them: batch.group_ids_B.
+# These estimators read batch.values_BL, from a value model.
+VALUES = frozenset({'gae'})
+# These compare the trajectories of a question, which batch.group_ids_B marks.
 GROUPS = frozenset(
   {
     'group_normalized',
@@ -14,5 +16,7 @@ GROUPS = frozenset(
     'gigpo',
   }
 )
-TURNS = frozenset({'gigpo'})  # the static num_turns
-STATES = frozenset({'gigpo'})  # batch.state_ids_BL
+# These take the static number num_turns.
+TURNS = frozenset({'gigpo'})
+# These read batch.state_ids_BL.
+STATES = frozenset({'gigpo'})

@@ -52,8 +52,9 @@ def gae(
   values_BL = masking.select(values_BL, step_mask_BL)
 
   def previous(carry, token):
-    # Value and advantage of the next step, and the rewards between here and
-    # there, which belong to the step that the scan reaches next.
+    # The value and the advantage of the next step, and the rewards between this
+    # token and that step. They belong to the step before them, which the scan,
+    # running backwards, reaches next.
     value_B, advantage_B, reward_B = carry
     reward_now_B, value_now_B, step_B, end_B = token
     value_B = jnp.where(end_B, 0, value_B)
@@ -81,12 +82,14 @@ def _skipped(loss_mask_BL):
   return loss_mask_BL
 
 
-# 'included' is what the reference run of arXiv 2511.20718 did [code].
+# 'included' is what the reference implementation of arXiv 2511.20718 does.
 OBSERVATION_TOKENS = {'skipped': _skipped, 'included': masking.response_mask}
 
 
 def latest(x_BL: Array, step_mask_BL: Array) -> Array:
   """Returns for every token the value of the last step at or before it.
+
+  Tokens before the first step get x at token 0.
 
   Args:
     x_BL: numbers, read at the steps only.

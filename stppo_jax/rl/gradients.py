@@ -42,7 +42,7 @@ def term_gradients(
 ) -> tuple[LossTerms, Tree]:
   """Returns the gradient of each term, and the auxiliary output.
 
-  The forward pass runs once; each term is pulled back through it by itself.
+  The forward pass runs once, and each term has a backward pass of its own.
 
   Args:
     loss_terms: maps parameters to (scalar terms, auxiliary output).
@@ -61,7 +61,7 @@ def term_gradients(
 def divide_by_bias_norm(
   gradients: LossTerms, *, floor: Array | float
 ) -> tuple[Tree, Array]:
-  """Returns the combined gradient g (see the module), and |c|_2.
+  """Returns the combined gradient g (see the module's docstring), and |c|_2.
 
   Args:
     gradients: the gradient of each term, summed over the microbatches; all have

@@ -2,15 +2,16 @@
 
 B trajectories, L tokens, T turns, C numbers that are compared (one per
 trajectory, or one per turn of all trajectories). Rows of one question share
-`group_ids_B`. An estimator is called `estimator(rewards_BL, batch, **options)`.
+`group_ids_B`. An estimator is called `estimator(rewards_BL, batch, **options)`
+and returns advantages [B, L].
 
-The reward of a row, R, is the sum of `rewards_BL` over its loss mask. A row
-whose loss mask is false everywhere, and a turn without a token in it, is as
-if it were absent. No mean is formed: x_i - mean(x) is computed as the mean of
-the differences x_i - x_j, so that equal rewards give exactly 0. A rounded mean
+The reward of a row, R, is the sum of `rewards_BL` over its loss mask. Rows
+whose loss mask is false everywhere, and turns without a token in it, count as
+absent. No mean is formed: x_i - mean(x) is computed as the mean of the
+differences x_i - x_j, so that equal rewards give exactly 0. A rounded mean
 would leave 1e-8, which the division by std + 1e-6 would make visible. A group
-of one gives 0 (verl and verl-agent leave such a row its raw reward [code]; 0 is
-[ours]).
+of one row gives 0, which is our choice: verl and verl-agent leave such a row
+its raw reward.
 
 Comparisons are matrices [C, C]: there is no scatter and no sorting, and on a
 mesh every device compares its own rows with all rows. A compiler for
@@ -34,7 +35,7 @@ Array = jax.Array
 
 
 def _pairs(ids_C, present_C):
-  """Returns a mask [C, C] of the pairs (i, j) present in one group."""
+  """Returns a mask [C, C] of the pairs (i, j) that are present in one group."""
   both_CC = present_C[:, None] & present_C[None, :]
   return both_CC & (ids_C[:, None] == ids_C[None, :])
 
@@ -64,14 +65,14 @@ def _standardized(x_C, pairs_CC, epsilon):
     axis=1,
   )
   variance_C = masking.divide(squares_C, jnp.maximum(count_C - 1, 0))
-  # The square root has an infinite slope at 0, so there it is taken of 1, and
-  # the result is not selected.
+  # The square root has an infinite slope at 0. So where the variance is 0, the
+  # root of 1 is computed instead and then replaced by 0.
   some_C = variance_C > 0
   std_C = masking.select(jnp.sqrt(jnp.where(some_C, variance_C, 1)), some_C)
   return masking.divide(centered_C, std_C + epsilon)
 
 
-# What the difference from the group's mean is divided by.
+# The difference from the group's mean is divided by std + epsilon, or not.
 NORMALIZATIONS = {'std': _standardized, 'none': _centered}
 
 
@@ -91,7 +92,12 @@ def _to_tokens(x_B, batch):
 
 @options_lib.dataclass
 class GroupNormalized(options_lib.Named):
-  """Options of `group_normalized`."""
+  """Options of `group_normalized`.
+
+  Attributes:
+    epsilon: added to the standard deviation.
+    whiten: see `advantages.estimate_advantages`.
+  """
 
   epsilon: float = options_lib.number(above=0.0)
   whiten: str = options_lib.one_of(masking.WHITENS)
@@ -105,8 +111,9 @@ def group_normalized(
 ) -> Array:
   """Returns (R - mean) / (std + epsilon) over the group: GRPO.
 
-  The standard deviation is the unbiased one, as torch.std in verl and TRL
-  [code]; epsilon is 1e-6 in verl, 1e-4 in TRL. Source: arXiv 2402.03300.
+  The standard deviation is the unbiased one, as that of torch.std, which verl
+  and TRL use; epsilon is 1e-6 in verl and 1e-4 in TRL. Source: arXiv
+  2402.03300.
   """
   reward_B, pairs_BB = _rows(rewards_BL, batch)
   return _to_tokens(_standardized(reward_B, pairs_BB, epsilon), batch)
@@ -120,7 +127,10 @@ class Group(options_lib.Named):
 
 
 def group_centered(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
-  """Returns R - mean over the group: Dr. GRPO (arXiv 2503.20783), MiniRL."""
+  """Returns R - mean over the group: Dr. GRPO and MiniRL.
+
+  Sources: arXiv 2503.20783, arXiv 2512.01374.
+  """
   total_B, count_B = _differences(*_rows(rewards_BL, batch))
   return _to_tokens(masking.divide(total_B, count_B), batch)
 
@@ -128,7 +138,7 @@ def group_centered(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
 def leave_one_out(rewards_BL: Array, batch: batch_lib.TokenBatch) -> Array:
   """Returns R - mean over the other rows of the group: RLOO.
 
-  With G rows in the group it is G / (G - 1) times `group_centered`. Source:
+  With G rows in the group this is G / (G - 1) times `group_centered`. Source:
   arXiv 2402.14740.
   """
   total_B, count_B = _differences(*_rows(rewards_BL, batch))
@@ -144,7 +154,13 @@ def _turns_so_far(batch):
 
 @options_lib.dataclass
 class TurnGroup(options_lib.Named):
-  """Options of `turn_group`."""
+  """Options of `turn_group`.
+
+  Attributes:
+    turn_weight: weight of z(turn reward).
+    epsilon: added to the standard deviation.
+    whiten: see `advantages.estimate_advantages`.
+  """
 
   turn_weight: float = options_lib.number()
   epsilon: float = options_lib.number(above=0.0)
@@ -158,19 +174,20 @@ def turn_group(
   turn_weight: Array | float,
   epsilon: Array | float,
 ) -> Array:
-  """Returns advantages of the outcome and of the turn rewards: MT-GRPO.
+  """Returns advantages from the outcome and from the turn rewards: MT-GRPO.
 
-    A = z(outcome) + turn_weight z(turn reward) [before the row's last turn]
+    A = z(outcome) + turn_weight z(turn reward)    before the row's last turn
+    A = z(outcome)                                 in the row's last turn
 
-  with z as in `group_normalized`, the outcome the reward on the row's last
-  policy token, and the turn reward the sum of all other rewards of the row,
-  which stand on the last tokens of earlier turns. (A KL penalty inside the
-  rewards would count as turn reward.)
+  z(x) is (x - mean) / (std + epsilon) over the group, as in `group_normalized`.
+  The outcome is the reward on the row's last policy token. The turn reward is
+  the sum of all other rewards of the row, which stand on the last tokens of
+  earlier turns. (A KL penalty inside the rewards would count as turn reward.)
 
-  Source: arXiv 2505.11821, whose code has a single tool call: one turn, then
-  the last one [code]. That all turns before the last share z(turn reward) is
-  [ours]. So is that a row of one turn has z(outcome) only, where the code
-  normalises the sum of both rewards.
+  Source: arXiv 2505.11821. The authors' code has a single tool call: one turn,
+  then the last one. Two things are our choice: all turns before the last share
+  z(turn reward), and a row of one turn has z(outcome) only, where the authors'
+  code normalises the sum of both rewards.
   """
   mask_BL = batch.loss_mask_BL
   count_BL = jnp.cumsum(mask_BL.astype(jnp.int32), axis=1)
@@ -202,14 +219,14 @@ def _to_go(rewards_BT, present_BT, gamma):
   return to_go_TB.T
 
 
-# How often the outcome of a trajectory counts in the mean and the standard
-# deviation of its group.
+# The outcome of a trajectory counts once per turn, or once, in the mean and the
+# standard deviation of its group.
 OUTCOME_COUNTS = ('per_turn', 'per_trajectory')
 
 
 @options_lib.dataclass
 class Gigpo(options_lib.Named):
-  """Options of `gigpo`."""
+  """Options of `gigpo`; see `advantages.estimate_advantages` for `whiten`."""
 
   omega: float = options_lib.number()
   gamma: float = options_lib.number(at_most=1.0)
@@ -230,15 +247,16 @@ def gigpo(
   epsilon: Array | float,
   num_turns: int,
 ) -> Array:
-  """Returns advantages among rows, and among turns begun in one state: GiGPO.
+  """Returns advantages of rows, and of turns that begin in one state: GiGPO.
 
     A = N(R) + omega N(G),   G_k = r_k + gamma G_{k+1}
 
-  with N as `normalize` says. R is compared over the group. G, the reward-to-go
-  of a turn, is compared over all turns of the batch that share a state id, also
-  within one row [code].
+  N normalises as the argument `normalize` says. R is compared over the group.
+  G, the reward-to-go of a turn, is compared over all turns of the question that
+  share a state id, also within one row, as in the authors' code.
 
-  Source: arXiv 2505.10978; omega 1, gamma 0.95 and epsilon 1e-6 [code].
+  Source: arXiv 2505.10978. The authors' code has omega 1, gamma 0.95 and
+  epsilon 1e-6.
 
   Args:
     rewards_BL: the outcome, and the rewards of turns.
@@ -247,8 +265,8 @@ def gigpo(
     gamma: discount per turn.
     normalize: 'std': N(x) = (x - mean) / (std + epsilon). 'none': x - mean.
     outcome_counts: R counts in the mean and the deviation of its group once for
-      each turn of the trajectory ('per_turn', the default of the authors' code
-      [code]), or once ('per_trajectory', Eq. 3 of the paper).
+      each turn of the trajectory ('per_turn', the default of the authors'
+      code), or once ('per_trajectory', Eq. 3 of the paper).
     epsilon: added to the standard deviation.
     num_turns: static, the most turns a row can have.
 
@@ -281,7 +299,8 @@ def gigpo(
   if outcome_counts == 'per_turn':
     rewards_C = jnp.repeat(reward_B, num_turns)
     outcome_C = normalization(rewards_C, group_pairs_CC, epsilon)
-    # Of the turns of a row, all that are present have the same.
+    # All present turns of a row have the same outcome advantage, so that of the
+    # first one is the row's.
     some_B = jnp.argmax(present_BT, axis=1)
     outcome_B = jnp.take_along_axis(
       outcome_C.reshape(present_BT.shape), some_B[:, None], axis=1

@@ -12,9 +12,9 @@ An estimate is one thing and its gradient in a loss another: on policy, the
 expected gradient of k1 is 0, that of k2 is the gradient of KL(pi || reference),
 and that of k3 is the gradient of KL(reference || pi), the other direction.
 
-k3 grows as exp(-x): one token with x = -10 counts 22,015. verl, Search-R1 and
-the fork of arXiv 2511.20718 clamp it to [-10, 10] in the loss, TRL does not
-[code]. A clamped token has no gradient.
+k3 grows as exp(-x): one token with x = -10 counts 22,015. In the loss, verl,
+Search-R1 and the reference implementation of arXiv 2511.20718 clamp it to
+[-10, 10], and TRL does not. A clamped token has no gradient.
 
 Source: J. Schulman, "Approximating KL divergence", 2020.
 """
@@ -48,7 +48,7 @@ K3_LIMIT = 10.0  # nats, as in verl
 
 def _k3_clamped(x_BL):
   k3_BL = _k3(x_BL)
-  # A selection: k3 is never negative, so that only the upper limit acts.
+  # k3 is never negative, so only the upper limit matters.
   return jnp.where(k3_BL > K3_LIMIT, K3_LIMIT, k3_BL)
 
 
@@ -63,7 +63,15 @@ def kl_estimate(
   *,
   estimator: str,
 ) -> Array:
-  """Returns the estimate per token, 0 off the mask; x is in [-20, 20]."""
+  """Returns the estimated divergence at each token in nats, 0 off the mask.
+
+  Args:
+    logprobs_BL: log pi of the tokens, differentiable.
+    ref_logprobs_BL: the same tokens' log-probabilities under the reference; no
+      gradient flows into them. x is clipped to [-20, 20].
+    loss_mask_BL: bool, the tokens that have an estimate.
+    estimator: a key of `KL_ESTIMATORS`.
+  """
   x_BL = ratios.token_log_ratio(logprobs_BL, ref_logprobs_BL, loss_mask_BL)
   return KL_ESTIMATORS[estimator](x_BL)
 
@@ -83,7 +91,7 @@ def penalized_rewards(
 
 
 def fixed_coefficient(coefficient, kl, *, num_trajectories, target, horizon):
-  """Returns the same coefficient for the next step."""
+  """Returns the coefficient of this step for the next one."""
   del kl, num_trajectories, target, horizon
   return coefficient
 

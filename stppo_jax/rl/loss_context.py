@@ -2,9 +2,9 @@
 
 B trajectories, L tokens, T segments of a row. Bounds and corrections are
 computed from the same arrays: ratios at every level, advantages, entropies and
-masks. A `LossContext` has those of one microbatch. Numbers that a rule needs
-from the whole minibatch are its `statistics`. They are formed before the loss,
-without gradient, from a `LossContext` of the whole minibatch.
+masks. A `LossContext` holds these arrays for one microbatch. The numbers that a
+rule needs from the whole minibatch are its `statistics`. They are formed before
+the loss, without gradient, from a `LossContext` of the whole minibatch.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class TermWeights(typing.NamedTuple):
     policy_BL: multiplies the policy terms.
     value_BL: multiplies the value terms.
     bias_BL: the factor of log pi in the term whose gradient is the bias c, see
-      `clipping_bias`; 0 without such a term.
+      `clipping_bias`; 0 if there is no such term.
   """
 
   policy_BL: Array

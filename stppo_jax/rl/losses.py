@@ -1,14 +1,16 @@
-"""The policy loss, built from the five axes, and the value loss.
+"""The policy loss, built from an algorithm, and the value loss.
 
 B trajectories, L tokens. The policy loss of a microbatch, with the aggregate's
 count of the whole minibatch:
 
-  policy = sum_l a_l s_l term_l / count      a: aggregate weight, s: correction
+  policy = sum_l a_l s_l term_l / count
   loss   = policy + kl_coefficient * kl - entropy_coefficient * entropy
 
+term_l is the objective at token l, a_l the token's weight in the aggregate, and
+s_l the product of the corrections and of the multiplier of the normalisation.
 kl (0 unless kl.where is 'loss') and entropy go through the same aggregate,
-without the correction. The losses of the microbatches of a minibatch add up to
-the minibatch's loss.
+without s_l. The losses of the microbatches of a minibatch add up to the
+minibatch's loss.
 
 Where the clipping-bias correction divides the gradient (norm='gradient'), the
 terms policy, bias and other are differentiated separately; see `gradients`.
@@ -45,14 +47,16 @@ class PolicyLoss:
 
   Attributes:
     loss: policy + other.
-    policy: the policy term, corrected unless norm is 'gradient'.
-    bias: a scalar whose gradient is c; 0 unless norm is 'gradient'.
+    policy: the policy term.
+    bias: a scalar whose gradient is the bias c, see `gradients`; 0 unless the
+      clipping-bias correction divides the gradient.
     other: the KL term minus the entropy bonus, with their coefficients.
-    entropy: the mean entropy, without its coefficient.
-    kl: the divergence without its coefficient; 0 unless it is in the loss.
+    entropy: the aggregated entropy in nats, without its coefficient.
+    kl: the aggregated divergence in nats, without its coefficient; 0 unless it
+      is in the loss.
     ratio_BL: the ratio at the optimised level, 1 off the mask.
-    weights_BL: the corrections' multiplier of the policy terms.
-    value_weights_BL: the corrections' multiplier of the value terms.
+    weights_BL: the multiplier of the policy terms, s_l.
+    value_weights_BL: the multiplier of the value terms by the corrections.
     cut_BL: bool, the tokens whose gradient the objective cut.
     low, high: the bounds in force, scalars or [B, L].
   """
@@ -101,8 +105,8 @@ def _context(
   return loss_context_lib.LossContext(
     ratio_at,
     algorithm.ratio.level,
-    # No gradient flows into the advantages, whatever made them, nor into the
-    # entropy, which here only scales bounds.
+    # Advantages are data, and the entropy only scales bounds here: no gradient
+    # flows into either of them.
     sg(masking.select(batch.advantages_BL, mask_BL)),
     sg(masking.select(entropy_BL, mask_BL)),
     batch,
@@ -115,7 +119,8 @@ def _bounds(algorithm, context, statistics) -> tuple[Array, Array]:
   options = algorithm.bounds.arguments()
   rule = bounds_lib.BOUNDS[options.pop('name')].function
   dtype = context.advantages_BL.dtype
-  # Adaptive bounds depend on the policy, and are data to the gradient.
+  # Detached: adaptive bounds depend on the policy, but are constants to the
+  # gradient.
   low, high = (
     sg(jnp.asarray(bound, dtype))
     for bound in rule(context, statistics, **options)
@@ -131,7 +136,7 @@ def _corrections(algorithm):
 
 
 def _statistics(choice, options, *arrays, **arguments):
-  """Returns the statistics of a table entry, () where it needs none."""
+  """Returns the statistics of a table entry, or () if it needs none."""
   if not choice.uses_statistics(options):
     return ()
   return choice.statistics(*arrays, **arguments)
@@ -146,13 +151,13 @@ def minibatch_statistics(
   num_turns: int,
   implementation: str = 'auto',
 ) -> Statistics:
-  """Returns what the loss reads of the whole minibatch, without gradient.
+  """Returns the numbers of the whole minibatch that the loss reads, detached.
 
   Args:
     algorithm: the algorithm, whose numbers may be traced.
     logprobs_BL: log pi_theta of the tokens, for every row of the minibatch.
-    entropy_BL: the policy's entropy at each token.
-    batch: the minibatch.
+    entropy_BL: the policy's entropy at each token in nats.
+    batch: the minibatch, with the arrays that `policy_loss` reads.
     num_turns: static, the largest number of turns of a row.
     implementation: the way segments are summed, see `segments`.
 
@@ -216,13 +221,13 @@ def policy_loss(
     algorithm: the algorithm, whose numbers may be traced.
     logprobs_BL: log pi_theta of the tokens, differentiable; anything off the
       loss mask.
-    entropy_BL: the policy's entropy at each token, differentiable.
+    entropy_BL: the policy's entropy at each token in nats, differentiable.
     batch: old log-probabilities and advantages, and the arrays that
       `algorithm.needs` names.
-    statistics: `minibatch_statistics` of the minibatch; None forms them from
+    statistics: `minibatch_statistics` of the minibatch; None: they are formed
+      from this microbatch.
+    count: `aggregation.aggregate_count` of the minibatch; None: the count of
       this microbatch.
-    count: `aggregation.aggregate_count` of the minibatch; None counts this
-      microbatch.
     entropy_coefficient: weight of the entropy bonus.
     num_turns: static, the largest number of turns of a row.
     implementation: the way segments are summed, see `segments`.
@@ -310,8 +315,8 @@ class ValueLoss(typing.NamedTuple):
 
   Attributes:
     total: the sum of the terms.
-    count: the steps at which the value model is trained.
-    clipped: the steps where the clipped error was the larger one.
+    count: the number of steps at which the value model is trained.
+    clipped: the number of steps where the clipped error was the larger one.
   """
 
   total: Array
@@ -328,7 +333,9 @@ def value_loss(
   clip: Array | float,
   weights_BL: Array | None = None,
 ) -> ValueLoss:
-  """Returns 0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2), summed.
+  """Returns the clipped value loss of PPO, summed over the steps.
+
+    0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)
 
   Args:
     values_BL: V of the value model in training, differentiable.
@@ -336,8 +343,8 @@ def value_loss(
     returns_BL: the targets R.
     value_mask_BL: bool, the steps at which the value model is trained.
     clip: c, the greatest trusted distance from the old value.
-    weights_BL: multiplier of the terms, `PolicyLoss.value_weights_BL`; the
-      count is unchanged. None: 1.
+    weights_BL: multiplier of the terms, `PolicyLoss.value_weights_BL`, which
+      leaves the count as it is. None: all are 1.
   """
   chex.assert_equal_shape([values_BL, old_values_BL, returns_BL, value_mask_BL])
   values_BL = masking.select(values_BL, value_mask_BL)

@@ -38,12 +38,12 @@ def masked_total(
 
 
 def masked_mean(x_BL: Array, mask_BL: Array) -> Array:
-  """Returns the mean over the mask."""
+  """Returns the mean of x over the mask, a scalar."""
   return divide(*masked_total(x_BL, mask_BL))
 
 
 def masked_moments(x_BL: Array, mask_BL: Array) -> tuple[Array, Array]:
-  """Returns mean and unbiased variance (over count - 1) of the mask.
+  """Returns mean and unbiased variance (over count - 1) of x over the mask.
 
   The variance of fewer than two values is 0.
   """
@@ -80,6 +80,6 @@ def _whiten_response(x_BL, mask_BL):
   return whiten(x_BL, response_mask(mask_BL))
 
 
-# Over which tokens mean and variance are taken; 'all' includes observations,
-# which is what the reference run of arXiv 2511.20718 did [code].
+# 'all' takes mean and variance over observation tokens too, as the reference
+# implementation of arXiv 2511.20718 does.
 WHITENS = {'none': _as_is, 'policy': whiten, 'all': _whiten_response}

@@ -1,20 +1,21 @@
 """Corrections for a sampler whose probabilities differ from the trainer's.
 
-B trajectories, L tokens. Under the same weights, other kernels, another
-precision or another engine give another mu than the trainer's pi_old. With
+B trajectories, L tokens. Even under the same weights, a sampler with other
+kernels, another precision or another engine has other probabilities, mu, than
+the trainer, whose probabilities before the first update are pi_old. With
 
   k = pi_old (trainer) / mu (sampler)
 
-of a token, or of a sequence (the product over its policy tokens; log k is
-clipped to [-20, 20] in both cases):
+of a token, or of a sequence (the product over its policy tokens), and log k
+clipped to [-20, 20], the weights of the policy terms are
 
-  tis     min(k, cap)                                 truncated
-  mis     k where k <= cap, else 0                    masked
-  icepop  k where least <= k <= most, else 0          (arXiv 2510.18855)
-  geo_rs  1 where |mean log k of the sequence| <= band, else 0: rejected
+  tis     min(k, cap)                          truncated (Yao et al., 2025)
+  mis     k where k <= cap, else 0             masked (Liu et al., 2025)
+  icepop  k where least <= k <= most, else 0   masked (arXiv 2510.18855)
+  geo_rs  1 where |mean log k of the sequence| <= band, else 0
+                                               rejected (documentation of verl)
 
-k is detached and multiplies the policy terms. `mismatch_metrics` measures k
-before any of this.
+The weights are detached. `mismatch_metrics` measures k before any of this.
 """
 
 from collections.abc import Callable
@@ -43,9 +44,9 @@ def _ratio(context):
   return sg(context.ratio_at(context.level))  # Detached: a factor of a weight.
 
 
-# The factor of k in what `tis` truncates; the objective multiplies by the same
-# factor itself. 'product' truncates pi_theta / mu, staleness and mismatch
-# together, as in MiniRL.
+# `tis` truncates k times this factor and then divides by the factor, because
+# the objective multiplies by it again. So 'product' truncates pi_theta / mu,
+# which is staleness and mismatch together, as in MiniRL (arXiv 2512.01374).
 TRUNCATED: Mapping[str, Callable[[LossContext], Array]] = {
   'mismatch': _one,
   'product': _ratio,
@@ -54,7 +55,13 @@ TRUNCATED: Mapping[str, Callable[[LossContext], Array]] = {
 
 @options_lib.dataclass
 class Tis(options_lib.Options):
-  """Options of `tis`."""
+  """Options of `tis`.
+
+  Attributes:
+    cap: the number at which k, or k times the ratio, is truncated.
+    level: the level of k, one of `LEVELS`.
+    truncated: a key of `TRUNCATED`.
+  """
 
   cap: float = options_lib.number(above=0.0)
   level: str = options_lib.one_of(LEVELS)
@@ -71,7 +78,10 @@ def tis(
   level: str,
   truncated: str,
 ) -> TermWeights:
-  """Returns min(k, cap); with truncated='product' min(k r, cap) / r."""
+  """Returns min(k, cap), or with truncated='product' min(k r, cap) / r.
+
+  r is the ratio at the level of the algorithm.
+  """
   del low, high, statistics
   factor_BL = TRUNCATED[truncated](context)
   k_BL = jnp.exp(context.log_mismatch(level))
@@ -82,7 +92,12 @@ def tis(
 
 @options_lib.dataclass
 class Mis(options_lib.Options):
-  """Options of `mis`."""
+  """Options of `mis`.
+
+  Attributes:
+    cap: the largest k whose term keeps a weight.
+    level: the level of k, one of `LEVELS`.
+  """
 
   cap: float = options_lib.number(above=0.0)
   level: str = options_lib.one_of(LEVELS)
@@ -105,7 +120,7 @@ def mis(
 
 @options_lib.dataclass
 class Icepop(options_lib.Options):
-  """Options of `icepop`."""
+  """Options of `icepop`; terms with k outside [least, most] get weight 0."""
 
   least: float = options_lib.number(at_most=1.0)
   most: float = options_lib.number()
@@ -147,7 +162,7 @@ def geo_rs(
   *,
   band: Number,
 ) -> TermWeights:
-  """Returns 0 for sequences whose mean log k is further than `band` from 0."""
+  """Returns 0 in sequences where |mean log k| > band, else 1."""
   del low, high, statistics
   log_k_BL = context.log_mismatch('token')
   mean_BL = context.mean(log_k_BL, 'sequence')

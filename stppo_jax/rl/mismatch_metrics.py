@@ -6,7 +6,7 @@ before `rl.mismatch` truncates it:
   mismatch/logprob_abs_diff             max |log k|
   mismatch/logprob_abs_diff_{mean,p99}  mean and 99th percentile of |log k|
   mismatch/k3                           mean of k - 1 - log k: KL(mu || pi_old)
-  mismatch/weight_raw_{mean,max}        of k
+  mismatch/weight_raw_{mean,max}        mean and maximum of k
   mismatch/sequence_log_weight_raw_max  max over rows of |sum log k|
   mismatch/ess                          (sum k)^2 / (n sum k^2)
 
@@ -31,7 +31,15 @@ LOG_WEIGHT_LIMIT = 60.0
 def measure(
   old_logprobs_BL: Array, sampler_logprobs_BL: Array, loss_mask_BL: Array
 ) -> dict[str, Array]:
-  """Returns the metrics of the module's docstring; all 0 without a token."""
+  """Returns the metrics that the module's docstring lists, as scalars.
+
+  All are 0 if the loss mask is false everywhere.
+
+  Args:
+    old_logprobs_BL: log pi_old of the tokens, by the trainer.
+    sampler_logprobs_BL: log mu of the tokens, as the sampler reported them.
+    loss_mask_BL: bool, the tokens that are measured.
+  """
   chex.assert_equal_shape([old_logprobs_BL, sampler_logprobs_BL, loss_mask_BL])
   log_k_BL = masking.select(old_logprobs_BL - sampler_logprobs_BL, loss_mask_BL)
   bounded_BL = jnp.minimum(log_k_BL, LOG_WEIGHT_LIMIT)
@@ -65,8 +73,9 @@ def measure(
 
 
 def _percentile_99(x_BL: Array, mask_BL: Array) -> Array:
-  """Returns the least number that 99% of them do not exceed; 0 of none."""
-  ordered = jnp.sort(jnp.where(mask_BL, x_BL, jnp.inf), axis=None)  # mask first
+  """Returns the smallest x that 99% of x do not exceed; 0 for an empty mask."""
+  # inf is sorted to the end, behind the numbers that the mask selects.
+  ordered = jnp.sort(jnp.where(mask_BL, x_BL, jnp.inf), axis=None)
   count = jnp.sum(mask_BL)
   index = count - count // 100 - 1
   return jnp.where(count > 0, ordered[jnp.maximum(index, 0)], 0.0)

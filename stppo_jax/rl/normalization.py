@@ -1,4 +1,4 @@
-"""Normalisations of the log-ratio, before a ratio is formed of it.
+"""Normalisations of the log-ratio, before a ratio is formed from it.
 
 B trajectories, L tokens, T turns. A normalisation is called
 `normalize(log_ratio_BL, batch, statistics, *, num_turns, implementation)` and
@@ -6,19 +6,22 @@ returns the new log-ratio and a detached multiplier of each policy term.
 `statistics` is the result of its `Choice.statistics` for the whole minibatch,
 () for a normalisation that needs none.
 
-`guard` is GRPO-Guard (arXiv 2510.22319) carried over from flow matching to
-tokens. It is experimental, and our reading: the published form is
-r = exp((l + b) sigma sqrt(dt)). With turn k as the unit,
+`guard` carries GRPO-Guard (arXiv 2510.22319) over from flow matching to tokens.
+It is experimental, and the form for tokens is our choice: the published form is
+r = exp((l + b) sigma sqrt(dt)), in the notation of the paper. With turn k as
+the unit,
 
-  l' = clip((l - m_k) s_k, -20, 20)    m_k = mean over the turn of l
-                                       s_k = target / std over the turn of l
+  l'  = clip((l - m_k) s_k, -20, 20)
+  m_k = mean over the turn of l
+  s_k = clip(target / std over the turn of l, 1/10, 10)
 
 m_k is the systematic shift of the turn's log-ratio. (The estimate of the shift
 by the mean of e^l - 1 - l is unbounded: one token with l = 7 would multiply the
-ratios of its whole turn by e^100.) s_k gives every turn the same spread,
-`target` being the mean spread of the minibatch's turns. The terms of turn k are
-divided by s_k, so that the gradient of a turn is not enlarged with its
-log-ratio. With the aggregate turn_mean, all turns then contribute equally.
+ratios of its whole turn by e^100.) s_k gives every turn the same spread;
+`target` is the mean spread of the minibatch's turns. Turns without a spread
+have s_k = 1. The terms of turn k are divided by s_k, so that the gradient of a
+turn is not enlarged with its log-ratio. With the aggregate turn_mean, all turns
+then contribute equally.
 """
 
 from typing import NamedTuple
@@ -58,7 +61,7 @@ class _Turns(NamedTuple):
     segments: the turns.
     mean_BT: m_k.
     spread_BT: the standard deviation of l.
-    varies_BT: bool, the spread is more than rounding.
+    varies_BT: bool, whether the spread is more than rounding.
   """
 
   segments: segments_lib.Segments

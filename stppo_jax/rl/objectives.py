@@ -33,15 +33,19 @@ def pessimistic(
   """
   del logprobs_BL
   above_BL, below_BL = _harmful(ratio_BL, advantages_BL, low, high)
-  # A selection has the value of max and clip, but where the ratio lies exactly
-  # on a bound it keeps the whole gradient, of which they would keep a half.
+  # These selections have the value of max and clip. But where the ratio lies
+  # exactly on a bound, they keep the whole gradient; max and clip keep half.
   trusted_BL = jnp.where(above_BL, high, jnp.where(below_BL, low, ratio_BL))
   return -advantages_BL * trusted_BL, above_BL | below_BL
 
 
 @options_lib.dataclass
 class DualClip(options_lib.Named):
-  """Options of `dual_clip`."""
+  """Options of `dual_clip`.
+
+  Attributes:
+    c: the largest ratio that counts where A < 0.
+  """
 
   c: float = options_lib.number(above=1.0)
 
@@ -107,7 +111,7 @@ def unclipped(
   low: Array | float,
   high: Array | float,
 ) -> tuple[Array, Array]:
-  """Returns -sg(r) A log pi: the off-policy gradient, nothing is cut."""
+  """Returns -sg(r) A log pi, the off-policy gradient, which cuts nothing."""
   del low, high
   # Detached as in `detached`.
   weight_BL = sg(ratio_BL)
@@ -115,7 +119,7 @@ def unclipped(
 
 
 def _harmful(ratio_BL, advantages_BL, low, high):
-  """Returns masks of ratios out of bounds on the side that A pushes them to."""
+  """Returns masks of ratios above high with A > 0, and below low with A < 0."""
   above_BL = (ratio_BL > high) & (advantages_BL > 0)
   below_BL = (ratio_BL < low) & (advantages_BL < 0)
   return above_BL, below_BL

@@ -1,4 +1,4 @@
-"""Options of an algorithm: dataclasses, rules of their values, checks.
+"""Dataclasses of an algorithm's options, with rules for their values.
 
 A function that can be chosen by name takes its options as keyword arguments.
 The dataclass that holds them is beside the function, and a table maps the
@@ -12,8 +12,8 @@ name to both:
     BOUNDS = {'fixed': options.Choice(fixed, Fixed), ...}
 
 Every field is made by `one_of`, `some_of`, `number` or `section`, which attach
-the rule of its values. Numbers are leaves of a jax pytree, so that another
-number does not recompile; names are static. `check` finds every problem of a
+the rule for its values. Numbers are leaves of a jax pytree, so that changing
+one does not recompile; names are static. `check` finds all problems of a
 mapping of options at once, and `build` turns the mapping into the dataclass.
 """
 
@@ -39,10 +39,11 @@ def dataclass(cls):
 
 
 class Options:
-  """Base of all options."""
+  """Base class of all dataclasses of options."""
 
-  # A static method of a subclass: takes all options as keyword arguments and
-  # yields (option, value, rule in words) for those that do not fit together.
+  # A subclass may define this static method. It takes all options as keyword
+  # arguments and yields (option, value, rule in words) for each of them that
+  # does not fit the others.
   conflicts: ClassVar[Callable[..., Iterator[tuple[str, Any, str]]] | None] = (
     None
   )
@@ -57,14 +58,14 @@ class Options:
 
 @dataclass
 class Named(Options):
-  """Options of a choice from a table; complete for a function without any.
+  """Options of a choice from a table; enough for a function without options.
 
   Attributes:
     name: the key of the table.
   """
 
-  # `section` attaches no rule to it: the valid names are the keys of the table,
-  # and one class may serve several tables.
+  # This field has no rule of its own: its valid names are the keys of the
+  # table, and one class may serve several tables.
   name: str = dataclasses.field(metadata={'static': True})
 
 
@@ -72,12 +73,12 @@ class Choice(typing.NamedTuple):
   """An entry of a table: a function that can be chosen, with what it needs.
 
   Attributes:
-    function: what is called, with its options as keyword arguments.
+    function: the function, which takes its options as keyword arguments.
     options: the dataclass of its options.
-    statistics: forms what the function must know of the whole minibatch; None
-      if the function reads nothing but its microbatch.
-    needs_statistics: whether the function needs the statistics under the given
-      options.
+    statistics: a second function, which forms the numbers of the whole
+      minibatch that `function` needs; None: it needs only its microbatch.
+    needs_statistics: a predicate of the options; false where `function` needs
+      no statistics after all.
   """
 
   function: Callable[..., Any]
@@ -91,14 +92,14 @@ class Choice(typing.NamedTuple):
 
 
 Table = Mapping[str, Choice]
-# The options that a section of the configuration holds: those of one
-# dataclass, or those of the choice that the option `name` takes from a table.
+# A section of the configuration holds the options of one dataclass, or those of
+# the choice that its option `name` takes from a table.
 Section = type[Options] | Table
 
 
 @dataclasses.dataclass(frozen=True)
 class OneOf:
-  """The rule of an option that holds one of some names."""
+  """The rule of an option that holds one of several names."""
 
   names: tuple[str, ...]
 
@@ -115,7 +116,12 @@ class OneOf:
 
 @dataclasses.dataclass(frozen=True)
 class SomeOf:
-  """The rule of an option that holds some names, each at most once."""
+  """The rule of an option that holds a tuple of distinct names.
+
+  Attributes:
+    names: the names that the tuple may hold.
+    at_least: the smallest number of names in it.
+  """
 
   names: tuple[str, ...]
   at_least: int
@@ -138,7 +144,7 @@ class SomeOf:
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-  """The rule of an option that holds a number of an interval."""
+  """The rule of an option that holds a number; see `number`."""
 
   above: float | None
   at_most: float
@@ -157,7 +163,7 @@ class Number:
 
   @property
   def allowed(self) -> str:
-    """Returns in words what is allowed."""
+    """The numbers that are allowed, in words."""
     kind = 'a number' if self.infinite else 'a finite number'
     least = '>= 0' if self.above is None else f'> {self.above:g}'
     most = f' and <= {self.at_most:g}' if self.at_most < math.inf else ''
@@ -173,12 +179,12 @@ Rule = OneOf | SomeOf | Number
 
 
 def one_of(names: Iterable[str]) -> Any:
-  """Returns a field that holds one of some names (keys of a table)."""
+  """Returns a field that holds one of several names, such as a table's keys."""
   return _static(OneOf(tuple(names)))
 
 
 def some_of(names: Iterable[str], *, at_least: int = 0) -> Any:
-  """Returns a field that holds some of some names, each at most once."""
+  """Returns a field that holds a tuple of distinct names; see `SomeOf`."""
   return _static(SomeOf(tuple(names), at_least))
 
 
@@ -191,7 +197,7 @@ def number(
   """Returns a field that holds a number.
 
   Args:
-    above: what the number must be greater than; None: it is 0 or greater.
+    above: the number must be greater than this; None: it must be 0 or greater.
     at_most: the greatest number allowed.
     infinite: whether infinity is allowed.
   """
@@ -204,7 +210,7 @@ def section(options: Section) -> Any:
 
 
 def selection(name: str, table: Table) -> Any:
-  """Returns a dataclass of options for a table of which several may be chosen.
+  """Returns a dataclass of options for a table with several choices at once.
 
   Args:
     name: the name of the class.
@@ -225,7 +231,7 @@ def _static(rule):
 
 
 def _chosen(section: Section, values: Any) -> type[Options]:
-  """Returns the dataclass of a section under values with a valid name."""
+  """Returns the dataclass of a section's options; `values` names a choice."""
   if isinstance(section, Mapping):
     return section[values['name']].options
   return section
@@ -289,6 +295,7 @@ def _check_options(section, values, key) -> Iterator[str]:
       problems = check(entry, values[name], dotted)
     clean = clean and not problems
     yield from problems
+  # A conflict is between options that are valid by themselves.
   if clean and cls.conflicts is not None:
     conflicts = cls.conflicts(**{name: values[name] for name in entries})
     for name, value, rule in conflicts:
@@ -296,7 +303,12 @@ def _check_options(section, values, key) -> Iterator[str]:
 
 
 def build(section: Section, values: Any) -> Any:
-  """Returns the dataclass of values in which `check` finds no problem."""
+  """Returns the dataclass that a mapping of options describes.
+
+  Args:
+    section: a dataclass of options, or a table of choices.
+    values: the mapping, in which `check` finds no problem.
+  """
   cls = _chosen(section, values)
   options = {
     name: entry.build(values[name])
@@ -312,8 +324,9 @@ def rules(section: Section, values: Any = None) -> Iterator[tuple[str, Rule]]:
 
   Args:
     section: a dataclass of options, or a table of choices.
-    values: values of the section, which select the choices; None yields the
-      options of all choices of a table, keys that choices share repeatedly.
+    values: values of the section, which select the choices. None yields the
+      options of all choices of a table; a key that several choices have in
+      common may then come several times.
   """
   if values is None and isinstance(section, Mapping):
     classes = dict.fromkeys(choice.options for choice in section.values())

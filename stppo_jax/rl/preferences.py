@@ -11,9 +11,10 @@ mask of a trajectory y and KL over the whole vocabulary at each of its tokens,
   tdpo1: shift = K(l) - K(w)
   tdpo2: shift = alpha (K(l) - sg K(w))
 
-Without the shift it is DPO, and so is the gradient at pi = reference, where K
-is least. The sums leave observations out, because the policy did not write
-them; the paper has one turn and no observations [ours].
+Without the shift this is DPO. At pi = reference the gradient is that of DPO,
+too, because K is at its minimum. The sums leave observations out, because the
+policy did not write them. This is our choice: the paper has one turn and no
+observations.
 
 Source: Zeng et al., "Token-level Direct Preference Optimization",
 arXiv 2404.11999.
@@ -56,8 +57,10 @@ class PreferenceLoss(typing.NamedTuple):
     count: the number of pairs.
     margin: the sum of beta u, the margin of the implied rewards.
     correct: the number of pairs with u > 0.
-    log_ratio_2: the sums of R, that of the preferred trajectories first.
-    divergence_2: the sums of K, that of the preferred trajectories first.
+    log_ratio_2: the sums of R over preferred and over dispreferred
+      trajectories.
+    divergence_2: the sums of K over preferred and over dispreferred
+      trajectories, in nats.
   """
 
   total: Array
@@ -78,14 +81,16 @@ def preference_loss(
   beta: Array | float,
   alpha: Array | float,
 ) -> PreferenceLoss:
-  """Returns the preference loss of the pairs, see the module.
+  """Returns the preference loss of the pairs; see the module's docstring.
+
+  Off the loss mask the numbers of the first three arrays may be anything.
 
   Args:
-    logprobs_Q2L: log pi of the tokens, differentiable; off the loss mask this
-      and the next two may be anything.
-    ref_logprobs_Q2L: the same of the reference, which is data.
-    divergence_Q2L: KL(reference || pi) over the vocabulary in nats, of the
-      distribution that each token was drawn from; differentiable.
+    logprobs_Q2L: log pi of the tokens, differentiable.
+    ref_logprobs_Q2L: log-probabilities of the tokens under the reference; no
+      gradient flows into them.
+    divergence_Q2L: KL(reference || pi) in nats, between the distributions over
+      the whole vocabulary that predict each token; differentiable.
     loss_mask_Q2L: bool, tokens of the policy that are trained on.
     name: a key of `PREFERENCES`.
     beta: scale of the margin; a larger one keeps the policy nearer to the
@@ -93,7 +98,7 @@ def preference_loss(
     alpha: weight of the divergences in tdpo2.
 
   Raises:
-    ValueError: unknown name.
+    ValueError: the name is not a key of `PREFERENCES`.
   """
   if name not in PREFERENCES:
     raise ValueError(

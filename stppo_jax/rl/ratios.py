@@ -1,4 +1,4 @@
-"""Importance ratios: which tokens share one, and where its gradient goes.
+"""Importance ratios of tokens, or of segments of tokens, and their gradients.
 
 B trajectories, L tokens, T turns. With l = log pi_theta - log pi_old, the
 ratio of segment k is
@@ -93,13 +93,17 @@ def level_log_ratio(
     level: a key of `segments.LEVELS`; at 'token' gradient and reduce change
       nothing.
     gradient: 'segment': d log r_k is the mean (or sum) over the segment of
-      d log pi. 'token': the same value, each token keeps its own gradient.
+      d log pi. 'token': the value is the same, but the gradient is d log pi of
+      the token alone.
     reduce: 'mean' or 'sum'.
     num_turns: static, the most turns a row can have.
     implementation: the way segments are summed, see `segments`.
 
   Returns:
     [B, L], 0 off the mask, where the ratio is therefore 1.
+
+  Raises:
+    ValueError: the batch lacks the ids of the level.
   """
   chex.assert_equal_shape([log_ratio_BL, batch.loss_mask_BL])
   if level == 'token':  # a segment of one token is its own mean and sum

@@ -18,7 +18,7 @@ Three implementations give the same numbers:
     compiler fuses into the reduction. There is no scatter either. It is for
     more segments than can reasonably be unrolled, such as sentences.
 
-An id above T is an error of the caller; its token counts as in no segment.
+An id above T is an error of the caller; its token belongs to no segment.
 """
 
 import functools
@@ -196,13 +196,14 @@ def _two_reductions(totals):
 def _one_scatter(x_BL, ids_BL, num_segments):
   """Returns sums and counts from one scatter of pairs.
 
-  It is hardly slower than a scatter of numbers.
+  A scatter of pairs is hardly slower than one of numbers.
   """
   pairs_BL2 = jnp.stack([x_BL, jnp.ones_like(x_BL)], axis=-1)
   sums_BT2 = _totals_segment_sum(pairs_BL2, ids_BL, num_segments)
   return sums_BT2[..., 0], sums_BT2[..., 1]
 
 
+# Each function takes (numbers, ids_BL, number of segments).
 class _Implementation(typing.NamedTuple):
   totals: typing.Callable
   spread: typing.Callable
@@ -227,12 +228,12 @@ def _by_platform(accelerated: str) -> _Implementation:
   """Returns `segment_sum` on a CPU, the given implementation elsewhere.
 
   The choice is made when a program is lowered, for the devices that it is
-  lowered for, so the program has one of the two only.
+  lowered for, so the program contains only one of the two.
   """
 
   def choose(on_cpu, elsewhere):
-    # Both are traced, whatever the platform. `jit` remembers what it traced, so
-    # this happens once for each shape and not at each of many calls.
+    # Tracing covers both branches, whatever the platform. `jit` caches the
+    # result, so this happens once for each shape and not at every call.
     @functools.partial(jax.jit, static_argnums=2, inline=True)
     def chosen(x, ids_BL, num_segments):
       return jax.lax.platform_dependent(
@@ -251,7 +252,7 @@ def _by_platform(accelerated: str) -> _Implementation:
 
 def _choose(implementation: str, num_segments: int) -> _Implementation:
   if implementation == 'auto':
-    if num_segments == 1:  # a plain masked sum: this wins everywhere
+    if num_segments == 1:  # a plain masked sum, the fastest on every platform
       return IMPLEMENTATIONS['unrolled']
     few = num_segments <= MAX_UNROLLED
     return _by_platform('unrolled' if few else 'broadcast')
@@ -282,7 +283,7 @@ def segment_totals(
 def segment_counts(
   segments: Segments, dtype=jnp.float32, *, implementation: str = 'auto'
 ) -> Array:
-  """Returns the number of tokens in each segment: [B, T], floating."""
+  """Returns the number of tokens in each segment, [B, T] of `dtype`."""
   ones_BL = jnp.ones(segments.ids_BL.shape, dtype)
   return segment_totals(ones_BL, segments, implementation=implementation)
 
@@ -310,8 +311,8 @@ def _means_forward(x_BL, ids_BL, num_segments, implementation):
 def _means_backward(num_segments, implementation, residuals, cotangent_BL):
   """Returns segment means of the cotangents.
 
-  The mean over a segment, given to each of its tokens, is a symmetric matrix,
-  so the transpose of taking means is taking means.
+  Giving each token the mean of its segment is a linear map with a symmetric
+  matrix, so it is its own transpose.
   """
   ids_BL, counts_BT = residuals
   chosen = _choose(implementation, num_segments)
