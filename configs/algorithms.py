@@ -62,8 +62,8 @@ DEFAULTS = {
     'sequence_sum': {},
     'constant_length': {'max_response_tokens': 4096.0},
   },
-  # How advantages are estimated. whiten: over which tokens they are whitened:
-  # none | policy | all (observation tokens too).
+  # How advantages are estimated. `whiten` says over which tokens they are
+  # whitened: none | policy | all (observation tokens too).
   'advantage': {
     'gae': {
       'gamma': 1.0,
@@ -75,8 +75,9 @@ DEFAULTS = {
       # If steps is token: skipped | included (as in the reference
       # implementation).
       'observation_tokens': 'skipped',
-      # Where the value model is trained: at policy tokens (policy), or at all
-      # steps (response), which must be so where observations are included.
+      # Where the value model is trained: at steps that are policy tokens
+      # (policy), or at all steps (response). Included observations need
+      # `response`, unless gamma and lambda_ are 1.
       'critic_tokens': 'policy',
       'whiten': 'policy',
     },
@@ -86,8 +87,8 @@ DEFAULTS = {
     'leave_one_out': {'whiten': 'none'},
     'turn_group': {'turn_weight': 1.0, 'epsilon': 1e-4, 'whiten': 'none'},
     'gigpo': {
-      'omega': 1.0,  # weight of the step advantage
-      'gamma': 0.95,  # per turn
+      'omega': 1.0,  # weight of the advantage among turns
+      'gamma': 0.95,  # discount per turn
       'normalize': 'std',  # std | none
       # How often an outcome counts in the statistics of its group: once for
       # each turn of its trajectory (per_turn), or once (per_trajectory).
@@ -114,8 +115,8 @@ _TOKEN_PPO = {
   'ratio': {
     # Which tokens share one ratio: token | turn | sentence | sequence.
     'level': 'token',
-    # Whose gradient a token has: of the segment's ratio (segment), or of the
-    # token's own ratio (token).
+    # Through which log-probabilities the gradient of a token's ratio flows:
+    # through those of the whole segment (segment), or the token's own (token).
     'gradient': 'segment',
     # The geometric mean of the token ratios (mean), or their product (sum).
     'reduce': 'mean',
@@ -126,28 +127,28 @@ _TOKEN_PPO = {
   'bounds': choice('bounds', 'fixed'),
   'objective': choice('objective', 'pessimistic'),
   'correction': {
-    # The corrections that are used: some of clipping_bias, tis, mis, icepop,
-    # geo_rs. Each gives the terms of the loss a factor; the factors of several
+    # The selected corrections: any of clipping_bias, tis, mis, icepop, geo_rs.
+    # Each gives the terms of the loss a factor; the factors of several
     # corrections are multiplied.
     'names': (),
     'clipping_bias': {
       'norm': 'coefficient',  # coefficient | gradient
-      'tau': 3.0,  # coefficient: scale by 1/rho only above this rho
+      'tau': 3.0,  # if norm is coefficient: scale by 1/rho above this rho
       'scope': 'minibatch',  # minibatch | microbatch | sequence | turn
-      'level': 'token',  # of the ratio that is compared: token | turn
+      'level': 'token',  # the level of the ratio compared: token | turn
       'applies_to': ('policy',),  # losses that are scaled
-      'floor': 1.0,  # gradient: the least divisor
+      'floor': 1.0,  # if norm is gradient: the smallest divisor
     },
-    # The factors of the following depend on k, the ratio of the trainer's old
-    # policy to the sampler.
+    # The factors of the following corrections depend on k, the ratio of the
+    # trainer's probability under the old policy to the sampler's.
     'tis': {
       'cap': 2.0,  # the largest factor
-      'level': 'token',  # of k: token | sequence
+      'level': 'token',  # the level of k: token | sequence
       'truncated': 'mismatch',  # mismatch: k | product: k times the ratio
     },
     'mis': {
       'cap': 2.0,  # the factor is 0 where k is larger
-      'level': 'token',  # of k: token | sequence
+      'level': 'token',  # the level of k: token | sequence
     },
     'icepop': {
       'least': 0.5,  # the factor is 0 where k is smaller
@@ -162,8 +163,8 @@ _TOKEN_PPO = {
     'estimator': 'k1',  # k1 | k2 | k3 | k3_clamped
     'coefficient': 0.001,  # weight of the KL term
     'controller': 'fixed',  # fixed | adaptive
-    'target': 6.0,  # adaptive: nats per trajectory
-    'horizon': 10000.0,  # adaptive: trajectories
+    'target': 6.0,  # if adaptive: the wanted KL in nats per trajectory
+    'horizon': 10000.0,  # if adaptive: the time constant in trajectories
   },
 }
 
@@ -171,7 +172,8 @@ _TOKEN_PPO = {
 def _algorithm(**changes):
   """Returns token PPO with some options changed.
 
-  A section with another name replaces the whole section.
+  A change that gives a `name` replaces its whole section, since the options of
+  another choice are others. All other changes are merged into their sections.
   """
   algorithm = copy.deepcopy(_TOKEN_PPO)
   _merge(algorithm, changes)
@@ -202,12 +204,12 @@ _GSPO_BOUNDS = {
 
 
 ALGORITHMS = {
-  # The subject: arXiv 2511.20718.
+  # The algorithms of arXiv 2511.20718, which this repository is about.
   'token_ppo': _algorithm(),
   'turn_ppo': _algorithm(**_TURN),
   's_ppo': _algorithm(**_BIAS),
   'st_ppo': _algorithm(**_TURN, **_BIAS),
-  # The name of st_ppo in version 2 of the paper, and the form for groups.
+  # Version 2 of the paper calls st_ppo so_ppo; so_grpo is its form for groups.
   'so_ppo': _algorithm(**_TURN, **_BIAS),
   'so_grpo': _algorithm(
     **_TURN,
@@ -298,7 +300,7 @@ CHANGES = {
   for name, algorithm in ALGORITHMS.items()
   if algorithm['advantage']['name'] in estimator_needs.GROUPS
 }
-# As in its published runs: 5 trajectories for each of 512 questions.
+# The published runs of so_grpo have 5 trajectories for each of 512 questions.
 CHANGES['so_grpo'] = {
   'rollout.group_size': 5,
   'rollout.trajectories_per_step': 2560,
