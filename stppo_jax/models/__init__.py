@@ -1,1 +1,1 @@
-"""The transformer (policy and value), its heads and its files."""
+"""The transformer of policy and value model, its heads and its files."""

@@ -1,12 +1,13 @@
-"""Attention: each query takes a mean of the values whose keys it may see.
+"""Attention: a weighted mean of the values whose keys a query may see.
 
 B rows, L queries, J keys, N query heads, K heads of keys and of values,
-R = N / K query heads that share one of them, H head size.
+R = N / K query heads that share one of them, H head size. Sharing is that of
+grouped-query attention (Ainslie et al., 2023, arXiv 2305.13245).
 
 `attention` is the definition: it takes any mask and runs everywhere. Whole
-sequences use `causal_attention`: tiles (`blockwise`) or a kernel of the
-platform. Those support causal masks only, so reading from a cache always uses
-`attend_to_slices`.
+sequences use `causal_attention`, which computes in tiles (`blockwise`) or by a
+kernel of the platform. Both support causal masks only, so reading from a cache
+always uses `attend_to_slices`.
 """
 
 from collections.abc import Callable
@@ -29,8 +30,8 @@ Attend = Callable[[Array, Array, Array], Array]
 
 # Finite, so that a query which sees nothing gets finite numbers, not nan.
 _MASKED = -1e30
-# Tokens of a tile. On a CPU they are few, so that the logits of a pair of tiles
-# stay in its cache; elsewhere more of them pay for the start of a kernel.
+# Tokens of a tile. On a CPU tiles are small, so that the logits of a pair of
+# tiles stay in its cache; elsewhere each tile must be worth starting a kernel.
 _CPU_TILE, _TILE = 80, 512
 
 
@@ -41,6 +42,11 @@ def attention(
 
   Logits are float32. Keys are broadcast over the query heads that share them,
   never repeated.
+
+  Args:
+    q_BLNH: queries.
+    k_BKJH, v_BKJH: keys and values.
+    visible_BLJ: bool, the keys that each query sees; its B may be 1.
   """
   q_BKRLH = _split_heads(q_BLNH, k_BKJH.shape[1])
   weights, total, _ = _weights(q_BKRLH, k_BKJH, visible_BLJ)
@@ -54,13 +60,13 @@ class KeySlice(NamedTuple):
 
   Attributes:
     k_BKJH, v_BKJH: keys and values; each slice has its own J.
-    visible_BLJ: bool, which keys each query sees; its B and L may be 1.
-    needed: scalar, False where no query sees any of them: then they are not
-      read.
+    visible_BLJ: bool, the keys that each query sees; its B and L may be 1.
+    needed: scalar bool. It may be false if no query sees any of these keys;
+      then they are not read.
     slots_B: for each row, the index of its keys and values, whose leading axis
       may then have any size, see `rows.take`; None: row b uses index b.
-    scales: (k_scale_BKJ1, v_scale_BKJ1), what keys and values of type int8 are
-      multiplied by; None: they are used as they are.
+    scales: (k_scale_BKJ1, v_scale_BKJ1), the factors of keys and values of type
+      int8; None: keys and values are used as they are.
   """
 
   k_BKJH: Array
@@ -130,7 +136,7 @@ def _weights(
   visible_BLJ: Array,
   k_scale_BKJ1: Array | None = None,
 ) -> tuple[Array, Array, Array]:
-  """Returns exp(logits - largest) [B, K, R, L, J], their sum, the largest."""
+  """Returns exp(logits - largest) [B, K, R, L, J], their sum, and largest."""
   if k_scale_BKJ1 is not None:
     k_BKJH = k_BKJH.astype(q_BKRLH.dtype)
   # In the equations here and in `_mix`, n is R and L as one axis.
@@ -147,7 +153,7 @@ def _weights(
 
 
 def _per_key(x_BKJ1: Array) -> Array:
-  """Returns [B, K, 1, 1, J], which multiplies logits or weights."""
+  """Returns scales in the layout of logits and weights, [B, K, 1, 1, J]."""
   return x_BKJ1[:, :, None, None, :, 0]
 
 
@@ -157,7 +163,7 @@ def _mix(weights: Array, v_BKJH: Array) -> Array:
 
 
 def _matmul(equation: str, x: Array, y: Array, **options) -> Array:
-  """Returns the product of x [B, K, R, L, ...], R and L as one axis, with y."""
+  """Returns x [B, K, R, L, ...] times y, with R and L of x as one axis."""
   B, K, R, L, _ = x.shape
   flat = jnp.einsum(equation, x.reshape(B, K, R * L, -1), y, **options)
   return flat.reshape(B, K, R, L, -1)
@@ -187,8 +193,8 @@ def causal_attention(
     mesh: mesh that activations are laid out on; None: one device.
 
   Returns:
-    attend(q_BLNH, k_BLKH, v_BLKH) to [B, L, N, H]. At padding the result is
-    finite and has no meaning.
+    A function of (q_BLNH, k_BLKH, v_BLKH) that returns [B, L, N, H]. At padding
+    its result is finite and has no meaning.
   """
   return IMPLEMENTATIONS[name](size, lengths_B, mesh)
 
@@ -261,8 +267,8 @@ def _cudnn(size: int, lengths_B: Array | None, mesh) -> Attend:
       )
     if valid_BL11 is None:
       return jax.nn.dot_product_attention(*inputs, **options)
-    # At padding the kernel writes arbitrary numbers, in the gradients too, so
-    # zeros are selected there, before it and after it.
+    # At padding the kernel writes arbitrary numbers, in the gradients too. So
+    # zeros are selected there before the kernel and after it.
     inputs = (jnp.where(valid_BL11, x, 0) for x in inputs)
     mixed_BLNH = jax.nn.dot_product_attention(*inputs, **options)
     return jnp.where(valid_BL11, mixed_BLNH, 0)

@@ -53,13 +53,13 @@ def attend(
 
   Args:
     size: tokens of a row with its padding.
-    tile: tokens of a tile at most.
+    tile: the most tokens of a tile.
     mesh: mesh that activations are laid out on; None: one device.
   """
   num_tiles = -(-size // tile)
   tile = -(-size // num_tiles)  # equal tiles have the least padding
   padded = num_tiles * tile
-  mix: Any = _mix_in_loop  # custom_vjp hides the type of what it returns
+  mix: Any = _mix_in_loop  # custom_vjp hides the type of its result
   if num_tiles <= _FEW:
     padded, mix = size, _mix_unrolled  # the last tile may be shorter
 
@@ -142,7 +142,8 @@ def _backward(tile, residuals, gradient_BKRLH):
       for x, (number, y), axis in zip(carry, terms, axes, strict=True)
     ), None
 
-  # Gradients of keys and values grow as [B, K, H, L]: see `_sum_over_queries`.
+  # Gradients of keys and values are summed as [B, K, H, L], the layout of
+  # `_sum_over_queries`.
   inputs = (q_BKRLH, k_BKLH.swapaxes(2, 3), v_BKLH.swapaxes(2, 3))
   axes = (_TOKENS, -1, -1)
   start = tuple(jnp.zeros(x.shape, jnp.float32) for x in inputs)
@@ -228,11 +229,11 @@ def _mean(gradient: Array, mixed: Array) -> Array:
 def _sum_over_queries(pairs_BKRLJ: Array, q_BKRLH: Array) -> Array:
   """Returns Σ over queries and their heads of pairs x q, [B, K, H, J].
 
-  With H before J it is q, the smaller operand, that has to be transposed.
+  With H before J, only q has to be transposed, which is the smaller operand.
   """
   pairs_BKRLJ = pairs_BKRLJ.astype(q_BKRLH.dtype)
-  # einsum sums over its letters in alphabetical order, which decides the bits:
-  # with g for R, query heads come before tokens, as they lie in memory.
+  # einsum sums over its letters in alphabetical order, and the order decides
+  # how sums round. With g for R, query heads come before tokens, as in memory.
   return _sum('bkglh,bkglj->bkhj', q_BKRLH, pairs_BKRLJ)
 
 
@@ -242,15 +243,15 @@ def _cast_like(gradients: Sequence[Array], inputs: Sequence[Array]) -> tuple:
 
 
 def _pairs(q_BKRLH: Array, tile: int) -> tuple[Array, Array]:
-  """Returns the numbers of the tiles of queries and of keys of each pair.
+  """Returns for each pair the number of its tile of queries, and of keys.
 
   A tile of queries is paired with the tiles of keys up to its own.
   """
   pairs = np.tril_indices(q_BKRLH.shape[_TOKENS] // tile)
   queries, keys = (x.astype(np.int32) for x in pairs)
-  # The barrier makes the numbers seem to depend on the queries. As constants
-  # they would let the compiler compute the masks of all pairs ahead of the
-  # loop, where layers are computed again, and hold them in memory.
+  # The barrier makes the numbers seem to depend on the queries. If they were
+  # constants, the compiler would compute the masks of all pairs ahead of a loop
+  # that computes layers again, and hold them in memory.
   return jax.lax.optimization_barrier((queries, keys, q_BKRLH))[:2]
 
 

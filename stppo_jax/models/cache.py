@@ -1,12 +1,13 @@
 """A cache of keys and values, and passes that continue from it.
 
 B rows, C tokens read at once, D width, K heads of keys and of values, H head
-size, J positions of a block of the cache or of the recent tokens.
+size, J positions of a block of the cache or of the recent tokens, E experts
+that a token visits.
 
 A slot's keys and values lie in several blocks, and a program reads only the
 first ones, up to the last block that the longest row has reached. So the cost
 of a token grows with the present length of the rows, not with the greatest
-possible one. The number of blocks read changes no bit of the result, see
+possible length. The number of blocks read changes no bit of the result, see
 `attention.attend_to_slices`.
 
 New tokens are kept beside the blocks, in `Recent`, until `store` moves them
@@ -16,14 +17,14 @@ token, so they are neither copied nor written in it. `store` runs once per chunk
 of tokens, after the loop, and updates the donated blocks in place, on every
 device for itself.
 
-On a mesh, heads of keys and values are cut along `tensor`. If there are fewer
-of them than devices, rows are cut along `tensor` too: then no device holds a
-head of another one again, and only the queries and results of attention move
-between devices.
+On a mesh, heads of keys and values are sharded along `tensor`. If the devices
+along `tensor` do not divide the number of heads, rows are sharded along
+`tensor` too, instead of heads. Then no two devices hold the same head of a row,
+and only the queries and the results of attention move between devices.
 
-Keys and values may be stored in 8 bits: for each token and head an integer of
--127..127 in place of each number, and their scale, the largest magnitude
-divided by 127. Recent tokens are not rounded.
+Keys and values may be stored in 8 bits. The H numbers of a token and head then
+become integers of -127..127 with one scale, the largest magnitude divided by
+127. Recent tokens are not rounded.
 
 For a mixture of experts, the cache also holds the experts that each token
 visited, so that training can route it to the same ones (routing replay).
@@ -49,7 +50,7 @@ Array = jax.Array
 Block = tuple[Array, ...]
 Cache = tuple[tuple[Block, ...], ...]  # for each layer, its blocks
 Recent = tuple[Block, ...]  # for each layer; never in 8 bits
-# The smallest magnitude that a scale is made of: no division is by zero.
+# Scales are made from this magnitude at least, so no number is divided by zero.
 _LEAST = 1e-12
 
 
@@ -61,7 +62,7 @@ def empty(
   Args:
     config: the model's shape.
     rows: number of slots.
-    blocks: J of each block; a slot holds at most their sum.
+    blocks: positions J of each block; a slot holds as many tokens as their sum.
   """
 
   def block(size):
@@ -76,7 +77,7 @@ def empty(
 def shardings(
   config: model_config.ModelConfig, mesh: jax.sharding.Mesh, num_blocks: int
 ) -> Any:
-  """Returns the layout of a cache with so many blocks."""
+  """Returns the shardings of a cache with `num_blocks` blocks per layer."""
   rows, heads = _axes(config.num_kv_heads, mesh)
   specs = (P(rows, heads),) * (4 if config.cache == 'int8' else 2)
   if config.num_experts:
@@ -119,7 +120,7 @@ def _zeros(config, rows, size) -> Block:
 
 
 def _in_8_bits(block: Block) -> Block:
-  """Returns keys and values as integers, and their scales; see the module."""
+  """Returns a block with keys and values as integers, and their scales."""
 
   def scale(x_BKJH):
     largest = jnp.max(jnp.abs(x_BKJH), axis=-1, keepdims=True)
@@ -137,7 +138,7 @@ def _in_8_bits(block: Block) -> Block:
 def expert_ids(cache: Cache) -> Array:
   """Returns the experts that cached tokens visited [B, J, layers, E].
 
-  J are the positions of all blocks.
+  J counts the positions of all blocks.
   """
   visits = [[block[-1][:, 0] for block in blocks] for blocks in cache]
   return jnp.stack([jnp.concatenate(x, axis=1) for x in visits], axis=2)
@@ -155,23 +156,22 @@ def extend(
   num_blocks: Array | int,
   slots_B: Array | None = None,
 ) -> tuple[Array, Recent]:
-  """Computes the next tokens of each row; decoding is the case C = 1.
+  """Returns the states of the next tokens of each row; decoding has C = 1.
 
   Args:
-    module: the transformer, of which all weights but those of the layers are
-      used.
+    module: the transformer, whose own layers are not used.
     layers: the layers.
-    tokens_BC: the tokens. A row that has fewer may end with any ids: they
-      change nothing before them.
+    tokens_BC: token ids. A row with fewer new tokens may end with any ids,
+      which change nothing before them.
     cache: all blocks; they are read, not written.
     lengths_B: tokens of each row that the cache holds.
     recent: keys and values of the tokens that follow the cached ones; the
       first `first` of them are valid.
     first: index in `recent` of the first new token; the same in all rows.
-    num_blocks: the number of first blocks that together hold all tokens of the
-      rows. An int leaves the other blocks out of the program. An array skips
-      them by a branch when the program runs, which saves compiling a program
-      for each number, where a branch is cheap.
+    num_blocks: how many of the first blocks to read; together they hold all
+      tokens of the rows. An int leaves the other blocks out of the program. An
+      array skips them by a branch when the program runs, which saves compiling
+      a program for each number, where a branch is cheap.
     slots_B: the slot of the cache that each row reads, see `rows.take`; only
       blocks that are read are gathered. None: row b reads slot b.
 
@@ -218,7 +218,8 @@ def extend(
       slices.append(attention.KeySlice(keys, values, seen_1CJ, True))
       q = activations.constrain(q, mesh, rows, None, heads)
       mixed = attention.attend_to_slices(q, slices)
-      # In two steps, or the compiler would move every part of the mean.
+      # The layout changes in two steps. With the second one alone the compiler
+      # would move the parts of every slice instead of their mean.
       mixed = activations.constrain(mixed, mesh, rows, None, heads)
       return activations.constrain(
         mixed, mesh, activations.ROWS, None, activations.TENSOR
@@ -251,13 +252,13 @@ def store(
 
   Rows are written one after the other, each with one contiguous write to an
   array. A scatter of all rows would do the same in one operation, but the
-  compiler for TPUs changes the layout of the whole cache before it and after.
+  compiler for TPUs changes the layout of the whole cache before and after it.
 
   Args:
     cache: all blocks.
     recent: keys and values of the tokens that follow the cached ones.
     lengths_B: tokens of each row that the cache holds.
-    counts_B: how many recent tokens of each row to keep.
+    counts_B: the number of recent tokens of each row that are stored.
     slots_B: the slot of the cache that each row writes to, see `rows.put`; rows
       with a slot that the cache does not have are left out. None: row b writes
       to slot b.
@@ -328,21 +329,21 @@ def _written(
   count: Array,
   begin: int,
 ) -> Array:
-  """Returns a block with a row's recent tokens at its positions of them.
+  """Returns a block with the recent tokens of a row that belong in it.
 
   Args:
     old_BKJH: the block.
     new_KCH: recent tokens.
     slot: the slot to write to.
     length: position of the first recent token.
-    count: how many recent tokens to write.
+    count: the number of recent tokens that are stored.
     begin: position of the block's first token.
   """
   _, K, J, H = old_BKJH.shape
   C = new_KCH.shape[1]
   size = min(C, J)
-  # The window of the block that is rewritten: it holds all positions of the
-  # tokens that lie in the block, and others, which keep what they have.
+  # Only a window of the block is rewritten. It covers the positions of all new
+  # tokens in the block; its other positions keep their content.
   first = jnp.clip(length - begin, 0, J - size)
   place = (slot, 0, first, 0)
   old_1KCH = jax.lax.dynamic_slice(old_BKJH, place, (1, K, size, H))

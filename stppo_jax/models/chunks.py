@@ -145,7 +145,7 @@ def forward(
   matrices: Sequence[Array],
   inputs: Sequence[Array],
 ) -> tuple[Array, ...]:
-  """Returns numbers for each token, computed from its logits.
+  """Returns the numbers that a function computes from each token's logits.
 
   Args:
     options: see `Options`.
@@ -205,8 +205,8 @@ def backward(
   d_hidden_BMD, d_matrix_VD = layout.spread(
     local, (layout.rows, layout.scattered)
   )(matrices, tuple(inputs))
-  # The barrier keeps the compiler for TPU from moving the sum over devices out
-  # of a loop over microbatches, in which some of its versions fail.
+  # Some versions of the compiler for TPU fail when they move the sum over
+  # devices out of a loop over microbatches. The barrier prevents that.
   return d_hidden_BMD, jax.lax.optimization_barrier(d_matrix_VD)
 
 
@@ -285,8 +285,8 @@ def _over_chunks(step, carry, inputs, chunk: int):
   """Scans `step` over chunks [C, ...] of inputs [B, M, ...].
 
   All chunks have one size, the smallest that keeps their number. The last is
-  filled up with zeros, whose results are cut off again. A single chunk needs
-  no loop.
+  filled up with zeros, and their results are cut off again. A single chunk
+  needs no loop.
 
   Returns:
     The last carry, and the results for all tokens [B, M, ...].

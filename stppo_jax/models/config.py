@@ -24,8 +24,8 @@ ARCHITECTURES: Mapping[str, _Architecture] = {
   'qwen3_moe': _Architecture('Qwen3MoeForCausalLM', False, True, True),
 }
 
-# Fields of a `ModelConfig` that are kept for the export and change no number;
-# fields that choose how to compute; and fields of only one kind of MLP.
+# Fields of a `ModelConfig` that are only kept for the export; fields that say
+# how to compute and not what; and the fields that only one kind of MLP has.
 _FOR_EXPORT = ('max_position_embeddings', 'router_aux_loss_coef')
 _PROGRAM = ('dtype', 'remat', 'scan_unroll', 'attention', 'moe', 'cache')
 _OF_DENSE = ('intermediate_size',)
@@ -49,9 +49,13 @@ class RopeScaling:
 
   Attributes:
     rope_type: 'linear' or 'llama3'.
-    factor: angles turn more slowly by this factor.
+    factor: the number by which angles are divided.
     low_freq_factor, high_freq_factor, original_max_position_embeddings: used by
-      'llama3' only, which slows down only angles that turn slowly.
+      'llama3' only, which leaves angles that turn fast as they are.
+
+  Raises:
+    ValueError: the type is unknown, or a number that it needs is not positive
+      or contradicts another.
   """
 
   rope_type: str
@@ -92,7 +96,8 @@ class ModelConfig:
 
   Biases, norms of queries and keys, and experts distinguish the architectures.
   Combinations that are not in `ARCHITECTURES` raise ValueError, so that every
-  model can be exported. Field names follow this project's configs.
+  model can be exported. Sizes that do not fit together raise it, too. Field
+  names follow this project's configs.
 
   Attributes:
     vocab_size: V, vocabulary entries of the embedding.
@@ -213,7 +218,7 @@ class ModelConfig:
         one line.
     """
     kind = fields_lib.model_type(hf)
-    # First, because the fields of other families have other meanings.
+    # Checked first, because fields have other meanings in other families.
     if kind is None or kind not in ARCHITECTURES:
       raise ValueError(
         f'unsupported model_type {kind!r}; supported: '
@@ -261,7 +266,7 @@ class ModelConfig:
   def to_hf(self) -> dict[str, Any]:
     """Returns the contents of a `config.json` that `transformers` loads.
 
-    Rotary positions are written in the way that old and new versions read.
+    Rotary positions are written in a form that its old and new versions read.
     """
     hf = {
       'architectures': [ARCHITECTURES[self.architecture].class_name],

@@ -5,13 +5,14 @@ vocabulary entries.
 
 The table is the largest matrix of a model, and a microbatch reads few of its
 entries. So on a mesh the table stays where it is. Each device looks up the
-tokens of all rows that `fsdp` shards, in its own columns; then the devices
-exchange the results, so that each has all columns of its own rows:
+tokens of all devices along `fsdp` in its own columns. Then the devices exchange
+the results, so that each has all columns of its own rows:
 
     [b fsdp, L, d]  -- all-to-all -->  [b, L, D]
 
-The gradient goes the other way, and is added up where the columns are. What is
-sent is as large as the hidden states, whatever the size of the vocabulary.
+The gradient goes the other way, and is added up where the columns are. The
+devices send as much as the hidden states hold, whatever the size of the
+vocabulary.
 """
 
 import functools
@@ -83,7 +84,7 @@ _whole.defvjp(_whole_forward, _whole_backward)
 def _exchanged(
   mesh: jax.sharding.Mesh, table_VD: Array, tokens_BL: Array
 ) -> Array:
-  """Returns the same as `_whole`, from columns that stay where they are."""
+  """Returns the result of `_whole`, from columns that stay where they are."""
 
   def local(table_Wd, tokens_bL):
     places_BL = _places(_all_rows(tokens_bL), len(table_Wd))

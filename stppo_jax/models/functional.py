@@ -66,11 +66,13 @@ class Model:
     head: 'vocabulary' (a policy), 'scalar' (a value model) or 'both' (a policy
       that estimates values too).
     mesh: mesh that activations are laid out on; None leaves the layout to the
-      compiler. Raises ValueError if it does not divide the model, see
-      `division`.
+      compiler.
     lora: options of adapters, which parameters may then contain. Parameters
       without adapters are accepted too, as the base alone.
     chunk: tokens of a device whose logits are held at once; 0: all.
+
+  Raises:
+    ValueError: the mesh does not divide the model, see `division`.
   """
 
   config: model_config.ModelConfig
@@ -95,14 +97,14 @@ class Model:
 
   @property
   def abstract_params(self) -> Params:
-    """The shapes and dtypes of the weights of `init`; nothing is computed."""
+    """The shapes and dtypes of the result of `init`; nothing is computed."""
     return modules.abstract_params(self.config, self.head)
 
   def init_adapters(self, key: Array) -> Params:
     """Returns fresh adapters; see `lora.init`.
 
     Raises:
-      ValueError: no options of adapters, or targets that match no linear layer.
+      ValueError: `lora` is None, or its targets match no linear layer.
     """
     if self.lora is None:
       raise ValueError('the model has no adapters: lora is None')
@@ -113,8 +115,8 @@ class Model:
     """Returns one tree of all weights; no array is copied.
 
     Args:
-      frozen: a policy's weights, or {} where everything is trained.
-      params: what is trained: adapters and heads, or all weights.
+      frozen: a policy's weights, or {} if all weights are trained.
+      params: the trained weights: adapters and heads, or all.
     """
     if self.head == 'scalar':
       frozen = {name: x for name, x in frozen.items() if name != 'lm_head'}
@@ -149,7 +151,7 @@ class Model:
     loss_positions_BM: Array | None = None,
     expert_ids: Array | None = None,
   ) -> Array:
-    """Returns the first result of `hidden_and_routing`."""
+    """Returns the hidden states of `hidden_and_routing`."""
     return self.hidden_and_routing(
       params,
       tokens_BL,
@@ -172,9 +174,9 @@ class Model:
     The arguments are those of `token_outputs`.
 
     Returns:
-      Hidden states [B, L, D]; or, where loss positions are given, [B, M, D],
-      those that predict the tokens there. And the routing; None without
-      experts.
+      The hidden states and the routing. The states are [B, L, D] or, if loss
+      positions are given, those that predict the tokens there, [B, M, D]. The
+      routing is None without experts.
     """
     places_BM = None
     if loss_positions_BM is not None:
@@ -212,7 +214,7 @@ class Model:
       expert_ids: int [B, L, layers, E], the experts to visit; None leaves them
         to the routers. See `moe.MixtureOfExperts`.
       temperature: divides the logits.
-      values_everywhere: whether values are wanted at every token, also where
+      values_everywhere: whether values are wanted at every token, even if
         loss positions are given.
     """
     narrowed = loss_positions_BM is not None
@@ -300,7 +302,7 @@ class Model:
     loss_positions_BM: Array | None = None,
     expert_ids: Array | None = None,
   ) -> Array:
-    """Returns values_BL of a value model; 0 where none is wanted.
+    """Returns values_BL of a value model; 0 at tokens without a wanted value.
 
     The arguments are those of `token_outputs`.
     """
@@ -344,7 +346,7 @@ class Model:
     num_blocks: Array | int,
     slots_B: Array | None = None,
   ) -> tuple[Array, cache_lib.Recent]:
-    """Computes tokens that follow those in a cache; see `cache.extend`.
+    """Returns the states of tokens that follow a cache; see `cache.extend`.
 
     Args:
       params: the result of `split_layers`, adapters included.

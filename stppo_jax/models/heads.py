@@ -45,8 +45,8 @@ def token_logprobs_and_entropy(
     temperature: divides the logits.
     chunk: tokens of a device whose logits are held at once; 0: all.
     mesh: mesh that the arrays are laid out on; None: one device.
-    narrowed: whether the hidden states are [B, M, D] already, those at
-      `state_positions`.
+    narrowed: whether the hidden states are already those at `state_positions`
+      alone, [B, M, D].
 
   Returns:
     logprobs_BL, entropy_BL, float32; 0 at other tokens and at the first, which
@@ -119,8 +119,8 @@ def token_values(
   """Returns values_BL, float32: V before token l; 0 where none is wanted.
 
   Args:
-    hidden_BLD: final hidden states; where loss positions are given, [B, M, D],
-      those at `state_positions`.
+    hidden_BLD: final hidden states; if loss positions are given, only those at
+      `state_positions`, [B, M, D].
     scalar_D1: the value head.
     tokens_BL: token ids.
     loss_positions_BM: tokens that values are wanted for, see

@@ -1,14 +1,16 @@
-"""LoRA: low-rank adapters beside frozen matrices (Hu et al., 2021).
+"""LoRA: low-rank adapters beside frozen matrices.
 
     y = x W + (alpha / rank) (x A) B
 
-with W [in, out], A [in, rank] and B [rank, out].
+with W [in, out], A [in, rank] and B [rank, out]. Source: Hu et al., 2021, arXiv
+2106.09685.
 
 There are two trees of weights with the same nesting: the frozen base, and the
-adapters, leaves `lora_a` and `lora_b` beside each adapted `kernel`. `join`
-makes one tree of both, which a model computes with; `merge` makes a tree
-without adapters, in which they are added to the kernels. A is drawn and B is
-zero, so that a model with fresh adapters computes the same bits as its base.
+adapters, whose leaves `lora_a` and `lora_b` have the place beside the `kernel`
+that they adapt. `join` makes one tree of both, which is the input of a model.
+`merge` makes a tree without adapters, in which they are added to the kernels. A
+is random at first and B is zero, so that a model with fresh adapters computes
+the same bits as its base.
 
 Layers are stacked on the leading axis of every leaf.
 """
@@ -156,8 +158,8 @@ def join(one: Params, other: Params) -> Params:
 def merge(options: Lora, params: Params) -> Params:
   """Returns weights without adapters that compute the same: W + alpha/rank A B.
 
-  A merged kernel has the wider dtype of base and adapters: rounding to a base
-  in bfloat16 would lose small adapters in float32.
+  A merged kernel has the wider dtype of base and adapters, because rounding to
+  a base in bfloat16 would lose small adapters in float32.
 
   Args:
     options: scale of the adapters.

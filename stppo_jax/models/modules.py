@@ -63,7 +63,7 @@ def filled(
     lora: options of adapters, which the parameters may contain.
 
   Raises:
-    ValueError: parameters that do not fit the shape, by name.
+    ValueError: parameters do not fit the shape; the message names them.
   """
   adapters = {}
   if lora is not None:
@@ -74,7 +74,7 @@ def filled(
   nnx.replace_by_pure_dict(state, dict(params))
   module = nnx.merge(graph, state)
   if adapters:
-    assert lora is not None  # there are adapters only if it is set
+    assert lora is not None  # without it no adapters are split off
     lora_lib.check(lora, _kernels(_linear_layers(module)), adapters)
   _adapt(module, adapters, lora)
   return module
@@ -88,7 +88,7 @@ def filled_by_layer(
   *,
   lora: lora_lib.Lora | None,
 ) -> tuple[transformer.Transformer, list[Any]]:
-  """Returns the module whose layers are empty, and a module for each layer.
+  """Returns the module with abstract layers, and a module for each layer.
 
   Args:
     config, head, mesh, lora: see `filled`.
@@ -153,8 +153,8 @@ def _abstract(
 ):
   """Returns graph and abstract state of the module, made without arrays.
 
-  Every program asks for them several times, and they take long to make.
-  Callers fill copies of the state.
+  The result is cached, because every program asks for it several times and it
+  takes long to make. So callers must fill copies of the state.
   """
   make = lambda: transformer.Transformer(
     config, head=head, mesh=mesh, rngs=nnx.Rngs(0)

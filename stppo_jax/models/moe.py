@@ -3,11 +3,11 @@
 B rows, L tokens of a row, D width, X experts, E experts that a token visits,
 U = B L E visits, F width of one expert's MLP. As in Qwen3-MoE:
 
-    p = softmax(x router)                                  over all X, float32
-    w_e = p_e, divided by the sum over the visited ones if the config says so
-    y = sum_e w_e down_e(silu(gate_e x) * up_e x)          over the visited ones
+    p = softmax(x router)                             over all experts, float32
+    w_e = p_e, or p_e / sum p over visited experts    as the config says
+    y = sum_e w_e down_e(silu(gate_e x) * up_e x)     over visited experts
 
-No expert has a capacity: no token is dropped.
+Experts have no capacity limit, so no token is dropped.
 """
 
 from collections.abc import Callable
@@ -31,14 +31,14 @@ Array = jax.Array
 class Routing:
   """The experts that tokens visited, and the sums of the load-balance loss.
 
-  It describes one layer, or a whole model: then the ids have an axis of layers,
-  and the sums are over the layers too.
+  It describes one layer or a whole model. For a model the ids have an axis of
+  layers, and the sums are over the layers too.
 
   Attributes:
     expert_ids: int32, the experts that each token visited, [B, L, E] or
       [B, L, layers, E].
-    visits_BX: float32, how often a row's tokens visited each expert, summed
-      over the tokens that count; no gradient.
+    visits_BX: float32, the number of visits to each expert by those tokens of a
+      row that count; detached.
     probs_BX: float32, the sum of p over the same tokens; differentiable.
   """
 
@@ -148,11 +148,11 @@ def load_balance(visits_X: Array, probs_X: Array, tokens: Array) -> Array:
 
 
 def dense(x_BLD, ids_BLE, weights_BLE, kernels, mesh) -> Array:
-  """Returns the mixture from every expert for every token, mostly times 0.
+  """Returns the mixture by computing every expert for every token.
 
-  The experts form one MLP of width X F. It is the definition that `grouped` is
-  tested against, and the fastest on CPU, where XLA computes grouped products in
-  full.
+  The experts form one MLP of width X F, and those that a token does not visit
+  have weight 0. This is the definition that `grouped` is tested against. It is
+  also the fastest on CPU, where XLA computes grouped products in full.
   """
   gate_XDF, up_XDF, down_XFD = kernels
   X, D, F = gate_XDF.shape
@@ -175,7 +175,7 @@ def dense(x_BLD, ids_BLE, weights_BLE, kernels, mesh) -> Array:
 
 
 def grouped(x_BLD, ids_BLE, weights_BLE, kernels, mesh) -> Array:
-  """Returns the mixture from visited experts only, visits sorted by expert.
+  """Returns the mixture by computing visited experts only.
 
   On a mesh every device sorts the tokens of its own rows and holds a slice of F
   of all experts: no token moves to another device.
@@ -222,9 +222,9 @@ def _grouped(x_BLD, ids_BLE, weights_BLE, gate_XDF, up_XDF, down_XFD):
   return jnp.einsum('bled,ble->bld', y_BLED, weights_BLE)
 
 
-# To JAX `order` is any index array, not a permutation: its derivative of
-# x[order] would be a scatter-add, which is slow and, on a GPU, adds in any
-# order. With the inverse permutation at hand the gradient is another gather.
+# JAX does not know that `order` is a permutation: its derivative of x[order]
+# would be a scatter-add, which is slow and, on a GPU, adds in any order. With
+# the inverse permutation at hand the gradient is another gather.
 @jax.custom_vjp
 def _permuted(x_UD: Array, order_U: Array, inverse_U: Array) -> Array:
   """Returns x[order]; its gradient is g[inverse]."""

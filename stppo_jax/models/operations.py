@@ -1,8 +1,9 @@
-"""The operations that the formulas of a model need, and those done twice.
+"""Counts the floating-point operations that a model needs.
 
-Causal attention counts half of the square, and logits count at loss positions
-only. What is computed a second time counts in `of_recomputed` and
-`of_second_pass` alone. An addition and a multiplication are two operations.
+Causal attention counts half of the square of the length, and logits count at
+loss positions only. Operations that a backward pass repeats count in
+`of_recomputed` and `of_second_pass` alone. An addition and a multiplication are
+two operations.
 """
 
 from collections.abc import Iterable
@@ -12,12 +13,13 @@ from stppo_jax.models import config as model_config
 
 
 class Weights(NamedTuple):
-  """The weights of the products that a token goes through in one layer.
+  """The numbers of weights that a token is multiplied by in one layer.
 
   Attributes:
-    attention: weights of queries, keys, values and the output.
-    expand: weights of gate and up projection, of all experts that it visits.
-    contract: weights of the down projection.
+    attention: weights of the query, key, value and output projections.
+    expand: weights of the gate and up projections; in a mixture, those of the
+      experts that the token visits, and those of the router.
+    contract: weights of the down projections.
   """
 
   attention: int
@@ -26,7 +28,7 @@ class Weights(NamedTuple):
 
 
 def layer_weights(shape: model_config.ModelConfig) -> Weights:
-  """Returns the weights that a token meets in a layer; norms are left out."""
+  """Returns the numbers of weights of a layer; norms are left out."""
   queries = shape.num_heads * shape.head_dim
   keys = shape.num_kv_heads * shape.head_dim
   width = shape.intermediate_size
@@ -42,39 +44,38 @@ def layer_weights(shape: model_config.ModelConfig) -> Weights:
 
 
 def of_attention(shape: model_config.ModelConfig, length: float) -> float:
-  """Returns the operations of attention for a token of a row, in all layers.
+  """Returns the forward operations of attention for a token, in all layers.
 
   Args:
     shape: the shape of the model.
-    length: the tokens of the row; a token attends to half of them on average.
+    length: the number of tokens of its row, of which it attends to half on
+      average.
   """
   return 2.0 * shape.num_layers * length * shape.num_heads * shape.head_dim
 
 
 def of_layers(shape: model_config.ModelConfig, length: float) -> float:
-  """Returns the operations of all layers for a token, forward.
+  """Returns the forward operations of all layers for a token.
 
   Args:
-    shape: the shape of the model; of its experts, those count that a token
-      visits.
-    length: the number of tokens of its row, of which it attends to half on
-      average.
+    shape: the shape of the model, of whose experts only the visited ones count.
+    length: the number of tokens of its row, see `of_attention`.
   """
   products = 2.0 * shape.num_layers * sum(layer_weights(shape))
   return products + of_attention(shape, length)
 
 
 def of_logits(shape: model_config.ModelConfig) -> float:
-  """Returns the operations of the logits of a token, forward."""
+  """Returns the forward operations of the logits of a token."""
   return 2.0 * shape.hidden_size * shape.vocab_size
 
 
 def of_recomputed(shape: model_config.ModelConfig, length: float) -> float:
-  """Returns the operations of all layers that a backward pass does again.
+  """Returns the operations of a token that the layers' backward pass repeats.
 
   Args:
-    shape: the shape of the model; `remat` says what is kept.
-    length: the tokens of the row, see `of_layers`.
+    shape: the shape of the model, whose `remat` says which results are saved.
+    length: the number of tokens of its row, see `of_attention`.
   """
   if shape.remat not in ('full', 'dots'):
     return 0.0
@@ -89,10 +90,10 @@ def of_recomputed(shape: model_config.ModelConfig, length: float) -> float:
 def of_pass(
   shape: model_config.ModelConfig, lengths: Iterable[float], losses: float
 ) -> tuple[float, float]:
-  """Returns the operations of a pass of the policy, and of the value model.
+  """Returns the forward operations of the policy, and of the value model.
 
   Args:
-    shape: the shape of both.
+    shape: the shape of both models.
     lengths: the number of tokens of each row.
     losses: the number of tokens with a loss.
   """
@@ -103,10 +104,10 @@ def of_pass(
 def of_second_pass(
   shape: model_config.ModelConfig, lengths: Iterable[float], losses: float
 ) -> tuple[float, float]:
-  """Returns what the backward passes of policy and value model do again.
+  """Returns the operations that backward passes of both models repeat.
 
-  Logits are always computed again: they are too large to be kept. What an
-  attention kernel does again inside it is not counted.
+  Logits are always computed again, because they are too large to be saved. What
+  an attention kernel recomputes by itself is not counted.
 
   Args:
     shape, lengths, losses: see `of_pass`.

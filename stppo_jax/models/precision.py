@@ -14,7 +14,7 @@ _FLOAT32 = re.compile(r'(^|/)router/')
 
 
 def cast(params: Tree, dtype: str) -> Tree:
-  """Returns the weights in `dtype`; those of float32 computations stay so.
+  """Returns the weights in `dtype`; those of routers stay float32.
 
   A model casts weights where it uses them, so its results are the same with and
   without this cast. But with it, a loop over microbatches or tokens reads the

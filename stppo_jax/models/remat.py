@@ -37,7 +37,8 @@ def rematerialised(
       'dots' products with weights, 'full' the layer's input only.
     unrolled: whether several layers are in one iteration. Within an iteration
       the compiler would find that something is computed twice and keep the
-      first result, which has to be prevented; across iterations it cannot.
+      first result in memory, which has to be prevented. Across iterations it
+      cannot find this.
 
   Raises:
     ValueError: the name is not a key of `POLICIES`.

@@ -1,10 +1,11 @@
-"""Rotary position embeddings.
+"""Rotary position embeddings (Su et al., 2021, arXiv 2104.09864).
 
-B rows, L tokens, N heads of queries or of keys, H head size. The pair i of
-a head turns by the angle position * theta^(-2i / H). For texts longer than
-those that a model was first trained on, scaling reduces the angles: 'linear'
-those of all pairs alike (Chen et al. 2023), 'llama3' mostly those of pairs that
-turn slowly within the original length (Dubey et al. 2024).
+B rows, L tokens, N heads of queries or of keys, H head size. Numbers i and
+i + H/2 of a head are a pair, which turns by the angle
+position * theta^(-2i / H). For texts longer than those that a model was first
+trained on, scaling reduces the angles. 'linear' reduces those of all pairs
+alike (Chen et al., 2023), 'llama3' mostly those of pairs that turn slowly
+within the original length (Dubey et al., 2024).
 """
 
 from collections.abc import Callable

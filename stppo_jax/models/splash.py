@@ -1,4 +1,4 @@
-"""Causal attention by the splash kernel, which is for TPU.
+"""Causal attention by the splash attention kernel for TPU.
 
 B rows, L tokens, N query heads, K heads of keys and of values, H head size.
 Inside the kernel L includes the padding to whole tiles.
@@ -19,9 +19,10 @@ from stppo_jax.parallel import activations
 
 Array = jax.Array
 
-# Tokens of a tile; the first that divides the padded length is used. Rows that
-# are longer than the largest tile are padded to whole tiles of that size: with
-# smaller ones the kernel starts more often and reads keys and values again.
+# Tokens of a tile; the first size that divides the padded length is used. Rows
+# that are longer than the largest tile are padded to whole tiles of that size,
+# because with smaller tiles the kernel starts more often and reads keys and
+# values again.
 _TILES = (512, 256, 128)
 _TEXT, _PADDING = 1, 0
 

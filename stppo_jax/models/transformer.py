@@ -83,7 +83,8 @@ class DecoderLayer(nnx.Module):
     Args:
       x_BLD: the residual stream.
       rotation: see `rotary.rotation`.
-      attend: (q_BLNH, k_BLKH, v_BLKH) to mixed values [B, L, N, H].
+      attend: function of (q_BLNH, k_BLKH, v_BLKH) that returns mixed values
+        [B, L, N, H].
       expert_ids_BLE, mask_BL: see `moe.MixtureOfExperts`.
       places_BM: positions of the states that are wanted, see `gather_states`.
         Everything after attention is computed for these only, and the result
@@ -194,8 +195,8 @@ class Transformer(nnx.Module):
     """Returns final hidden states, and the routing of a mixture of experts.
 
     Args:
-      tokens_BL, lengths_B: the arguments of `__call__`. The sums of the routing
-        are over tokens that are no padding.
+      tokens_BL, lengths_B: the arguments of `__call__`. Padding does not count
+        in the sums of the routing.
       expert_ids: int [B, L, layers, E], experts to visit in each layer, see
         `moe.MixtureOfExperts`; None leaves them to the routers.
       places_BM: positions of the states that are wanted, see `gather_states`.
@@ -203,8 +204,8 @@ class Transformer(nnx.Module):
         its attention. None: all.
 
     Returns:
-      Hidden states [B, L, D], or [B, M, D] at the places. And the routing, its
-      sums taken over the layers; None without experts.
+      The hidden states, [B, L, D] or [B, M, D] at the places, and the routing,
+      with its sums taken over the layers; None without experts.
     """
     L = tokens_BL.shape[1]
     positions_1L = jnp.arange(L)[None]
@@ -260,9 +261,9 @@ class Transformer(nnx.Module):
   def _last_layer_apart(self) -> bool:
     """Whether the last layer is computed outside the scan over the others.
 
-    It is only if the layers are unrolled: taking the last one out of a loop's
-    stack would copy its weights. It is not with experts, since the routing of
-    all tokens is an output.
+    The layers must be unrolled, since taking the last one out of a loop's stack
+    would copy its weights. There must be no experts, since the routing of all
+    tokens is an output.
     """
     config = self.config
     return (
@@ -278,7 +279,7 @@ class Transformer(nnx.Module):
 def gather_states(x_BLD: Array, places_BM: Array) -> Array:
   """Returns the states at the places [B, M, D]; 0 at places outside 0..L - 1.
 
-  All places of a row are distinct, so that the gradient is a plain write.
+  The places of a row must be distinct: then the gradient is a plain write.
   """
   take = lambda x_LD, places_M: x_LD.at[places_M].get(
     mode='fill', fill_value=0, unique_indices=True

@@ -38,7 +38,17 @@ def logprobs_and_entropy(
   output_VD: Array,
   tokens_BM: Array,
 ) -> tuple[Array, Array]:
-  """Returns log p_token and H after each hidden state; float32, nats."""
+  """Returns log p_token and H of the distribution after each hidden state.
+
+  Args:
+    options: see `chunks.Options`.
+    hidden_BMD: hidden states, differentiable.
+    output_VD: output matrix, differentiable.
+    tokens_BM: the token after each hidden state.
+
+  Returns:
+    Two arrays [B, M], float32, in nats.
+  """
   return _entropy_forward(options, hidden_BMD, output_VD, tokens_BM)[0]
 
 
@@ -104,9 +114,20 @@ def divergence(
   ref_output_VD: Array,
   tokens_BM: Array,
 ) -> tuple[Array, Array, Array]:
-  """Returns log p_token, log ref_token and KL(ref || p); float32, nats.
+  """Returns log p_token, log ref_token and KL(ref || p) per hidden state.
 
   The reference is data: it gets no gradient.
+
+  Args:
+    options: see `chunks.Options`.
+    hidden_BMD, output_VD: hidden states and output matrix of the policy,
+      differentiable.
+    ref_hidden_BMD, ref_output_VD: hidden states and output matrix of the
+      reference.
+    tokens_BM: the token after each hidden state.
+
+  Returns:
+    Three arrays [B, M], float32, in nats.
   """
   return _divergence_forward(
     options, hidden_BMD, output_VD, ref_hidden_BMD, ref_output_VD, tokens_BM
