@@ -1,1 +1,1 @@
-"""Hugging Face model directories in and out."""
+"""Reads and writes model directories in the format of Hugging Face."""

@@ -27,8 +27,8 @@ def replace_dir(
 
   Args:
     directory: the folder to replace or create.
-    ours: function of a file's name: whether such a file of the old folder is
-      replaced. All other files move into the new folder.
+    ours: function of a file's name that returns whether the new folder replaces
+      such a file of the old one. All other files move into the new folder.
   """
   directory = pathlib.Path(directory).resolve()
   partial = directory.with_name(f'.{directory.name}.partial')
@@ -58,7 +58,7 @@ def replace_dir(
 def _clear(
   old: pathlib.Path, new: pathlib.Path, ours: Callable[[str], bool]
 ) -> None:
-  """Removes a replaced folder after moving other files to the new one."""
+  """Removes the old folder after moving files that are not ours to the new."""
   for path in old.iterdir():
     if not ours(path.name) and not (new / path.name).exists():
       os.rename(path, new / path.name)

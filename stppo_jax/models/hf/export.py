@@ -63,15 +63,16 @@ def export(
   `writes`: the others send it their parts, slice by slice.
 
   Args:
-    directory: the folder to write; other files in it stay.
+    directory: the folder to write; files in it that no export writes stay.
     config: shape of the policy.
     params: its weights, in any sharding.
     dtype: dtype of the weights in the files; a key of `DTYPES`.
-    source: the directory that the policy was read from: its `config.json` is
-      kept but for the dtype, and its `generation_config.json` is copied. '' if
-      there is none.
+    source: the directory that the policy was read from; '' if there is none.
+      Its `config.json` is kept but for the dtype, and its
+      `generation_config.json` is copied.
     save_tokenizer: function that writes the tokenizer's files to a folder.
-    max_shard_bytes: size from which weights are split into several files.
+    max_shard_bytes: size in bytes above which weights are split into several
+      files.
     writes: whether this process writes the files.
 
   Raises:
@@ -170,7 +171,8 @@ def _values(
     step = max(1, weight_files.SLICE_BYTES // row_bytes)
     if not tensors[0].index:
       (entry,) = tensors
-      # Rows of a transposed tensor are columns here.
+      # A transposed tensor is yielded in one piece, because its rows in the
+      # file are columns of the leaf.
       step = len(leaf) if entry.transposed else step
       for start in range(0, len(leaf), step):
         rows = _fetch(leaf, [slice(start, min(start + step, len(leaf)))])

@@ -32,8 +32,8 @@ _TEXTS = settings.Rule(
   'a list of strings',
 )
 
-# Fields where null means that there is no value: it follows from other fields,
-# or `needed` raises an error of its own.
+# Fields where null means that there is no value. Then the value follows from
+# other fields, or `needed` raises an error of its own.
 _OR_NULL: Mapping[str, settings.Rule] = {
   'vocab_size': _COUNT,
   'hidden_size': _COUNT,

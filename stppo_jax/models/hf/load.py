@@ -1,8 +1,8 @@
 """Reads a policy from a Hugging Face directory.
 
-Errors are found from the headers of the files, before any weight is read: every
-tensor of the files must belong to a leaf of the model's parameters, and every
-leaf must have all its tensors.
+Most errors are found in the headers of the files, before any weight is read:
+every tensor of the files must belong to a leaf of the model's parameters, and
+every leaf must have all its tensors.
 
 A model may be larger than the memory of a host, so no leaf is ever built there.
 Files are mapped into memory, and a leaf is placed slice by slice into its
@@ -84,12 +84,13 @@ def read_config(
 
 
 def end_token_ids(directory: str | pathlib.Path) -> tuple[int, ...]:
-  """Returns the ids that end a text, which instruct models have several of.
+  """Returns the ids of the tokens that end a text; () if none are given.
 
-  They are in `generation_config.json`, or else in `config.json`.
+  Instruct models have several of them. They are in `generation_config.json`, or
+  else in `config.json`.
 
   Raises:
-    ValueError: a file has something else than ids; one line.
+    ValueError: a value is not a token id; one line.
   """
   for name in ('generation_config.json', 'config.json'):
     path = pathlib.Path(directory) / name
@@ -111,8 +112,9 @@ def check_weights(
 ) -> None:
   """Raises ValueError unless a directory has the weights of such a policy.
 
-  `read_params` lists the errors. No weight is read, except that a head which is
-  not used is compared with the embedding, and a warning says if they differ.
+  `read_params` lists the errors. Values are not read, with one exception: where
+  the embedding is used as the head, a head in the files is compared with it,
+  and a warning is logged if the two differ.
   """
   _plan(directory, config)
   if config.tie_embeddings:
@@ -120,7 +122,7 @@ def check_weights(
 
 
 def _compare_head(directory: str | pathlib.Path) -> None:
-  """Warns of a head that differs from the embedding in its place."""
+  """Logs a warning if the unused head differs from the embedding."""
   tensors = weight_files.read_headers(directory)
   embedding, head = tensors[_EMBEDDING], tensors.get(_HEAD)
   if head is None:
@@ -311,9 +313,9 @@ def _place_slice(
     leaf: the leaf.
     sharding: the sharding of the leaf, and of the slice.
     index: bounds of the slice on each axis.
-    owned: whether the devices must own the memory. The CPU backend otherwise
-      uses aligned memory of numpy as it is; such an array cannot be donated,
-      so the program that is to consume it would copy it.
+    owned: whether the devices must own the memory. Otherwise the CPU backend
+      uses aligned memory of numpy as it is. Such an array cannot be donated, so
+      the program that is to consume it would copy it.
   """
   shape = tuple(i.stop - i.start for i in index)
   holders: dict[tuple, list] = {}  # bounds -> devices
@@ -342,7 +344,7 @@ def _place_slice(
 
 
 def _read(leaf: _Leaf, index: _Index, offset: int = 0) -> np.ndarray:
-  """Returns a slice of a leaf, float32; only what it covers is read."""
+  """Returns a slice of a leaf, float32, and reads no more than the slice."""
   result = _memory(tuple(i.stop - i.start for i in index), offset)
   depth = len(next(iter(leaf.sources)))
   leading, rest = index[:depth], index[depth:]
@@ -362,7 +364,7 @@ def _read(leaf: _Leaf, index: _Index, offset: int = 0) -> np.ndarray:
 def _memory(shape: tuple[int, ...], offset: int = 0) -> np.ndarray:
   """Returns float32 zeros that begin at `offset` bytes in pages of their own.
 
-  Pages go back to the system when the array is deleted. Memory of malloc may
+  Pages go back to the system when the array is deleted. Memory from malloc may
   stay with the process, so the slices of a large model would add up.
   """
   size = 4 * math.prod(shape)

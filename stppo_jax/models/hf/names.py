@@ -42,7 +42,7 @@ _TOP = {
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-  """A tensor of a file, and the leaf or the slice of a leaf that it is.
+  """A tensor of a file and its place in the parameter tree.
 
   Attributes:
     hf_name: name of the tensor.

@@ -1,4 +1,4 @@
-"""The safetensors format: one file of named tensors, mapped, not read.
+"""The safetensors format: one file of named tensors, mapped into memory.
 
     8 bytes   length n of the header, little-endian
     n bytes   JSON: {name: {dtype, shape, data_offsets: [begin, end]}, ...}
@@ -39,7 +39,7 @@ class Tensor:
 
   Attributes:
     path: the file.
-    dtype: name in the format, such as 'BF16'.
+    dtype: name of the dtype in the format, such as 'BF16'.
     shape: sizes of the axes.
     begin: offset of the first byte in the file.
   """
@@ -148,8 +148,8 @@ def write(
     file: a file open for writing.
     shapes: shapes of all tensors by name.
     dtype: dtype of all tensors in the file; a key of `DTYPES`.
-    chunks: the values in the order of `shapes`, each a tensor or leading
-      entries of one; they are cast to `dtype`.
+    chunks: the values in the order of `shapes`, each a whole tensor or
+      consecutive rows of one; they are cast to `dtype`.
 
   Raises:
     ValueError: there are more or fewer values than `shapes` promises.

@@ -17,7 +17,7 @@ from stppo_jax.models.hf import safetensors_file
 
 SINGLE = 'model.safetensors'
 INDEX = 'model.safetensors.index.json'
-SLICE_BYTES = 2**23  # size of the slices of a leaf, float32, on the host
+SLICE_BYTES = 2**23  # size in bytes of a leaf's float32 slices on the host
 _SHOWN = 3  # the most names that an error lists
 
 
@@ -70,7 +70,7 @@ def read_json(path: pathlib.Path) -> dict:
   """Returns the object in a JSON file.
 
   Raises:
-    ValueError: the file holds none; one line.
+    ValueError: the file holds no object; one line.
   """
   try:
     content = json.loads(path.read_text(encoding='utf-8'))
