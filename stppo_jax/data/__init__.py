@@ -1,1 +1,1 @@
-"""Questions, passages and demonstrations: synthetic worlds and files."""
+"""Questions, passages and demonstrations of synthetic worlds and of files."""

@@ -17,11 +17,12 @@ _CALL = (
   '<tool_call>{"name": "calculator", "arguments": {"expression": "%s"}}'
   '</tool_call>'
 )
-# What the random numbers of a step are for.
+# The last part of a random seed is its purpose, so that no two streams are the
+# same. The order of the evaluation questions does not depend on the run.
 _TRAINING, _DEMONSTRATIONS = 1, 2
 _EVALUATION = (0, 3)
 
-# The errors of the first turn.
+# The errors that the demonstrator may make in its first turn.
 _ERRORS = ('no_call', 'other_expression')
 
 
@@ -101,17 +102,17 @@ class ArithmeticQuestions:
 
 @dataclasses.dataclass(frozen=True)
 class CalculatorDemonstrations:
-  """Demonstrations that call the calculator and answer what it says.
+  """Demonstrations that call the calculator and answer with its result.
 
-  The demonstrator may err in every turn. In the first it guesses without a
-  call, or calls with another number. In the second it answers the first number
-  of the question, and not what the calculator says.
+  The demonstrator may err in every turn. In the first turn it guesses without
+  a call, or calls with another number. In the second turn it answers with the
+  first number of the question instead of the result.
   This is a `demonstrations.Demonstrations`.
 
   Attributes:
     questions: the questions of the run.
     error_rate: the probability of an error in a turn.
-    clean_steps: the number of first steps without errors.
+    clean_steps: the number of steps at the start that have no errors.
   """
 
   questions: ArithmeticQuestions
@@ -150,10 +151,10 @@ class CalculatorDemonstrations:
 
 
 def vocabulary(max_number: int) -> list[str]:
-  """Returns the strings that get a token of their own in a made tokenizer.
+  """Returns the strings that get a token of their own in a new tokenizer.
 
-  Every number is one, up to the largest result: a small model then copies a
-  number at once.
+  Every number up to the largest result is one token, so a small model copies
+  a number in one step.
   """
   signs = [f' {sign} ' for sign in _OPERATIONS]
   return [*_QUESTION, *signs, *map(str, range(max_number**2 + 1))]

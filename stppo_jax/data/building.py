@@ -10,7 +10,7 @@ from stppo_jax.data import originals
 from stppo_jax.data import published as published_lib
 from stppo_jax.data import tables
 
-# A folder gets the name, and a mixture contains it.
+# The name is part of a path and of a mixture, so it has no slash and no space.
 _NAME = re.compile(r'[a-zA-Z0-9][\w.-]*', re.ASCII)
 
 
@@ -32,13 +32,12 @@ def build(
       pairs with commas between them; '' to fetch the original files.
     mirror: the address of a folder that has the originals under their names;
       '' for the addresses of their authors.
-    note: called with a line for each question that is probably not as it was
-      meant.
+    note: called with a line for each question that is probably faulty.
     say: called with a line for each file that is fetched.
 
   Raises:
     FilesMissing: if files are needed that cannot be fetched or were not given.
-    OSError, ValueError: if a file is missing or malformed; one line.
+    OSError, ValueError: if a file is missing or malformed; the message is one line.
   """
   if not _NAME.fullmatch(name):
     raise ValueError(
@@ -53,7 +52,7 @@ def build(
     files = _given(name, from_files)
   else:
     files = _fetched(root, name, mirror, say)
-  # Imported late: it takes a second, and wrong arguments need none.
+  # This import takes a second, so it comes after the check of the arguments.
   from stppo_jax.data import built
 
   entry = published_lib.PUBLISHED.get(name)
@@ -118,7 +117,7 @@ def _urls(name: str, mirror: str) -> Mapping[str, str]:
   """Returns the address of each file, by its place among the downloads.
 
   Raises:
-    FilesMissing: if a file has none.
+    FilesMissing: if a file has no address.
   """
   entry = published_lib.PUBLISHED[name]
   urls = {}

@@ -1,10 +1,10 @@
-"""Data sets of `tensorflow_datasets`: built from questions, read by index.
+"""Writes questions as `tensorflow_datasets` and reads them by index.
 
     ROOT/search_questions/NAME/VERSION    array_record files and their metadata
 
 The builder needs no TensorFlow, and any program reads what it has built with
-`tfds.builder_from_directory`. No other module imports `tensorflow_datasets`,
-which takes a second: import this one inside a function.
+`tfds.builder_from_directory`. Importing `tensorflow_datasets` takes a second,
+so only this module imports it: import this module inside a function.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ _PROXIES = ('http_proxy', 'https_proxy', 'all_proxy')
 
 @dataclasses.dataclass
 class _Config(tfds.core.BuilderConfig):
-  """The configuration that a data set is, with the questions to write."""
+  """The builder configuration of one data set, with the questions to write."""
 
   splits: Mapping[str, Sequence[types.Question]] = dataclasses.field(
     default_factory=dict, repr=False
@@ -49,12 +49,12 @@ class _Config(tfds.core.BuilderConfig):
 
 
 class SearchQuestions(tfds.core.GeneratorBasedBuilder):
-  """Questions for policies that search; every data set is a configuration."""
+  """The builder of all data sets; each of them is one configuration of it."""
 
   VERSION = tfds.core.Version(layout.VERSION)
   name = layout.BUILDER
-  # The library would look for files beside this one, with a package that it
-  # does not require.
+  # With a path, the library would look for files beside this one, and import a
+  # package for it that it does not require.
   code_path = None  # type: ignore[assignment]
 
   def _info(self) -> tfds.core.DatasetInfo:
@@ -99,7 +99,7 @@ class SearchQuestions(tfds.core.GeneratorBasedBuilder):
 
 
 class BuiltQuestions(Sequence[types.Question]):
-  """The questions of a split, which are read from disk when they are asked for.
+  """The questions of a split, which are read from disk on access.
 
   Args:
     source: the data source of the split.
@@ -123,7 +123,7 @@ class Summary(NamedTuple):
   """A data set that was built.
 
   Attributes:
-    name: its name.
+    name: the name of the data set.
     sizes: the number of questions of each split.
     checksums: the checksum of each split, see `checksum`.
   """
@@ -142,9 +142,17 @@ def build(
   home: str = '',
   licence: str = '',
 ) -> Summary:
-  """Writes a data set, in place of one of that name that was built before.
+  """Writes a data set, which replaces an earlier one of the same name.
 
-  Until the last moment, what was built before stays as it is.
+  The earlier one stays as it is until the new one is complete.
+
+  Args:
+    root: the folder of the data sets.
+    name: the name of the data set.
+    splits: the questions of each split.
+    description: what the data set holds, for its metadata.
+    home: the page of its authors, for its metadata.
+    licence: the licence of its authors, for its metadata.
   """
   config = _Config(
     name=name,
@@ -169,7 +177,7 @@ def build(
 
 
 def summary(root: pathlib.Path, name: str) -> Summary:
-  """Returns what is known of a data set that was built."""
+  """Returns the sizes and the checksums of a data set that was built."""
   info = _builder(root, name).info
   sizes = {key: split.num_examples for key, split in info.splits.items()}
   return Summary(name, sizes, info.metadata[_CHECKSUMS])
@@ -178,10 +186,11 @@ def summary(root: pathlib.Path, name: str) -> Summary:
 def open_split(
   root: pathlib.Path, name: str, splits: Sequence[str]
 ) -> BuiltQuestions:
-  """Returns the questions of the first of some splits that a data set has.
+  """Returns the questions of the first of `splits` that a data set has.
 
   Raises:
-    ValueError: if it has none of them, or was not built; one line.
+    ValueError: if the data set has none of the splits, or was not built; the
+      message is one line.
   """
   layout.check_built(root, name)
   builder = _builder(root, name)
@@ -195,7 +204,7 @@ def open_split(
 
 
 def checksum(questions: Sequence[types.Question]) -> str:
-  """Returns the SHA-256 of questions as lines of JSON, in their order."""
+  """Returns the SHA-256 of the questions, written in order as lines of JSON."""
   digest = hashlib.sha256()
   for question in questions:
     line = json.dumps(readers.fields_of(question), ensure_ascii=False)
@@ -206,7 +215,7 @@ def checksum(questions: Sequence[types.Question]) -> str:
 def download(
   root: pathlib.Path, urls: Mapping[str, str], say: Callable[[str], None]
 ) -> None:
-  """Fetches files to `ROOT/downloads`, where an earlier call left none.
+  """Fetches the files that are not yet in `ROOT/downloads`.
 
   Args:
     root: the folder of the data sets.
@@ -214,7 +223,7 @@ def download(
     say: called with a line for each file that is fetched.
 
   Raises:
-    OSError: if one cannot be fetched; one line.
+    OSError: if a file cannot be fetched; the message is one line.
   """
   folder = root / layout.DOWNLOADS
   manager = None
@@ -241,7 +250,7 @@ def _check_reachable(url: str) -> None:
   The download tries ten times, which takes minutes where there is no network.
   """
   if any(os.environ.get(v) or os.environ.get(v.upper()) for v in _PROXIES):
-    return  # only the proxy can tell
+    return  # only the proxy knows which addresses can be reached
   parts = urllib.parse.urlsplit(url)
   port = parts.port or {'https': 443, 'http': 80}[parts.scheme]
   try:
@@ -252,7 +261,7 @@ def _check_reachable(url: str) -> None:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-  """Keeps progress bars, notices and warnings of the library to itself."""
+  """Silences the progress bars, notices and warnings of the library."""
   tfds.disable_progress_bar()
   loggers = [logging.getLogger(name) for name in ('absl', 'urllib3')]
   levels = [logger.level for logger in loggers]
@@ -272,7 +281,7 @@ def _builder(root: pathlib.Path, name: str) -> Any:
 
 
 def _question(row: Mapping[str, Any]) -> types.Question:
-  """Returns the question of a row as the library reads it, with bytes."""
+  """Returns the question of a row, whose texts the library reads as bytes."""
   options = zip(row['options']['letter'], row['options']['text'])
   return readers.parse_question(
     {

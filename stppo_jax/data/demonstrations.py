@@ -1,9 +1,9 @@
-"""Noisy demonstrations of searching, for the supervised start.
+"""Noisy demonstrations of searching, for the supervised start of a run.
 
-Every turn is a decision at which the demonstrator may err: it answers without
-searching, searches for half a name, or takes a wrong fact from the passage
-before. A policy that imitates it has good and bad habits, of which
-reinforcement learning can then select those that earn rewards.
+The demonstrator may err in every turn: it answers without searching, searches
+for half a name, or takes a wrong fact from the previous passage. A policy that
+imitates it gets good and bad habits, so that reinforcement learning has
+something to choose from.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ from stppo_jax.envs import neutralisation
 
 Demonstration = tuple[types.Question, list[str]]
 
-# The errors of a searching turn. The last one is impossible in the first turn,
-# before which no passage has been read.
+# The errors of a turn that searches. The last one is impossible in the first
+# turn, because no passage has been read yet.
 _SEARCH_ERRORS = ('no_search', 'partial_query', 'wrong_fact')
 
 
@@ -41,7 +41,7 @@ def noise(
     seed: the seed of the errors.
     step: the step of the imitation.
     error_rate: the probability of an error after the clean steps.
-    clean_steps: the number of first steps without errors.
+    clean_steps: the number of steps at the start that have no errors.
   """
   rate = 0.0 if step < clean_steps else error_rate
   return np.random.default_rng((seed, step)), rate
@@ -54,8 +54,8 @@ class SyntheticDemonstrations:
   Attributes:
     questions: the questions of the run, whose encyclopedia is used.
     error_rate: the probability of an error at each decision.
-    clean_one_hop_steps: the number of first steps, which have one hop and no
-      errors; in them the policy learns to copy.
+    clean_one_hop_steps: the number of steps at the start that have one hop and
+      no errors, so that the policy learns to copy first.
     clean_steps: the number of steps after those, with all hops and no errors.
     think_words: the number of filler words at the start of each <think>.
   """
@@ -93,8 +93,8 @@ class SyntheticDemonstrations:
 class LookupDemonstrations:
   """Demonstrations that search for the question itself, then answer it.
 
-  Files allow no more, because they contain no facts beyond the answer. The
-  policy learns the form of the dialogue from them, not how to read.
+  Files of questions hold no facts beyond the answer, so a better search cannot
+  be made from them. The policy learns the form of the dialogue, not to read.
 
   Attributes:
     questions: the questions of the run.

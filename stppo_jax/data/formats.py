@@ -1,9 +1,9 @@
 """Turns the rows of published data sets into rows of our schema.
 
-A function takes a row as the authors publish it, or as its copy on the Hugging
-Face hub has it, and returns our fields of `readers.parse_question`. Rows with
-paragraphs have one field more, `context`: (title, text, whether it leads to the
-answer) of each paragraph.
+Each function takes a row as the authors publish it, or as its copy on the
+Hugging Face hub has it, and returns the fields that `readers.parse_question`
+takes. Rows with paragraphs get one more field, `context`: a list of (title,
+text, whether the paragraph leads to the answer).
 """
 
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ _LETTERS = 'ABCDEFGHIJ'
 
 
 def nq_open(row: Any, file: pathlib.PurePath) -> Fields:
-  """Natural Questions open: question and short answers."""
+  """Converts a row of Natural Questions open: question and short answers."""
   del file
   return {'question': _get(row, 'question'), 'answers': _get(row, 'answer')}
 
 
 def triviaqa(row: Any, file: pathlib.PurePath) -> Fields:
-  """TriviaQA: the answer and its aliases, without the evidence."""
+  """Converts a row of TriviaQA; its evidence is left out."""
   del file
   answer = _get(row, 'Answer')
   return {
@@ -34,7 +34,7 @@ def triviaqa(row: Any, file: pathlib.PurePath) -> Fields:
 
 
 def popqa(row: Any, file: pathlib.PurePath) -> Fields:
-  """PopQA: a line of the TSV file, whose answers are a JSON list."""
+  """Converts a row of the TSV file of PopQA, whose answers are a JSON list."""
   del file
   return {
     'id': _get(row, 'id'),
@@ -44,7 +44,7 @@ def popqa(row: Any, file: pathlib.PurePath) -> Fields:
 
 
 def hotpotqa(row: Any, file: pathlib.PurePath) -> Fields:
-  """HotpotQA and 2WikiMultihopQA: paragraphs, of which some are supporting."""
+  """Converts a row of HotpotQA or 2WikiMultihopQA, with its paragraphs."""
   del file
   facts = _pairs(_get(row, 'supporting_facts'), 'title', 'sent_id')
   supporting = {title for title, _ in facts}
@@ -62,7 +62,7 @@ def hotpotqa(row: Any, file: pathlib.PurePath) -> Fields:
 
 
 def musique(row: Any, file: pathlib.PurePath) -> Fields:
-  """MuSiQue: paragraphs and aliases; the id begins with the hops (`2hop__`)."""
+  """Converts a row of MuSiQue, with its paragraphs."""
   del file
   return {
     'id': _get(row, 'id'),
@@ -77,7 +77,7 @@ def musique(row: Any, file: pathlib.PurePath) -> Fields:
 
 
 def bamboogle(row: Any, file: pathlib.PurePath) -> Fields:
-  """Bamboogle: two columns of a table."""
+  """Converts a row of the table of Bamboogle; every question has two hops."""
   del file
   return {
     'question': _get(row, 'Question'),
@@ -87,19 +87,19 @@ def bamboogle(row: Any, file: pathlib.PurePath) -> Fields:
 
 
 def medqa(row: Any, file: pathlib.PurePath) -> Fields:
-  """MedQA: options by letter, and the letter of the answer."""
+  """Converts a row of MedQA: options by letter, and the answer's letter."""
   del file
   options = _get(row, 'options')
-  if isinstance(options, list):  # of some copies: {"key": "A", "value": ...}
+  if isinstance(options, list):  # some copies: [{"key": "A", "value": ...}]
     options = {_get(o, 'key'): _get(o, 'value') for o in options}
   return _choice(_get(row, 'question'), options, _get(row, 'answer_idx'))
 
 
 def medmcqa(row: Any, file: pathlib.PurePath) -> Fields:
-  """MedMCQA: four options and the number of the right one.
+  """Converts a row of MedMCQA: four options and the number of the right one.
 
-  The number is from 1 in the files of the authors, and from 0 in the parquet
-  files of the hub.
+  The number counts from 1 in the files of the authors, and from 0 in the
+  parquet files of the hub.
   """
   options = [_get(row, f'op{letter}') for letter in 'abcd']
   first = 0 if file.suffix == '.parquet' else 1
@@ -112,7 +112,7 @@ def medmcqa(row: Any, file: pathlib.PurePath) -> Fields:
 
 
 def pubmedqa(row: Any, file: pathlib.PurePath) -> Fields:
-  """PubMedQA: yes, no or maybe, with the sections of the abstract."""
+  """Converts a row of PubMedQA: yes, no or maybe, with the abstract's parts."""
   del file
   answer = _get(row, 'final_decision')
   options = {'A': 'yes', 'B': 'no', 'C': 'maybe'}
@@ -131,7 +131,7 @@ def pubmedqa(row: Any, file: pathlib.PurePath) -> Fields:
 
 
 def mmlu(row: Any, file: pathlib.PurePath) -> Fields:
-  """MMLU: a line of the CSV file of a subject, which gives it its id."""
+  """Converts a row of MMLU; the id begins with the subject of the CSV file."""
   subject = file.name.rpartition('_')[0]
   options = {letter: _get(row, letter) for letter in 'ABCD'}
   fields = _choice(_get(row, 'question'), options, _get(row, 'answer'))
@@ -155,10 +155,10 @@ def _lettered(options: Sequence[str]) -> dict[str, str]:
 
 
 def _get(row: Any, name: str) -> Any:
-  """Returns a field that must be there.
+  """Returns a required field.
 
   Raises:
-    ValueError: if it is not; names it.
+    ValueError: if the field is absent or null; the message names the field.
   """
   if not isinstance(row, Mapping):
     raise ValueError(f'expected an object with "{name}"')
@@ -168,12 +168,12 @@ def _get(row: Any, name: str) -> Any:
 
 
 def _once(values: Sequence[Any]) -> list[Any]:
-  """Returns the different values, in order."""
+  """Returns the values in order, without repetitions."""
   return list(dict.fromkeys(values))
 
 
 def _parsed(value: Any) -> Any:
-  """Returns a value, parsed if it is JSON in a text."""
+  """Returns a value, decoded if it is a string of JSON."""
   try:
     return json.loads(value) if isinstance(value, str) else value
   except RecursionError as error:
@@ -181,7 +181,7 @@ def _parsed(value: Any) -> Any:
 
 
 def _pairs(value: Any, first: str, second: str) -> list[tuple[Any, Any]]:
-  """Returns pairs that are a list, or two columns as on the hub."""
+  """Returns pairs, given as a list or, as on the hub, in two columns."""
   value = _parsed(value)
   if isinstance(value, Mapping):
     return list(zip(_get(value, first), _get(value, second)))

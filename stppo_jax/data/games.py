@@ -1,4 +1,4 @@
-"""Numbers of games, for environments that make a game from its number."""
+"""Questions that number games, for environments that make games of numbers."""
 
 from collections.abc import Callable
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from stppo_jax.data import demonstrations
 
 _DATA_SET = 'games'
 _FOR_EVALUATION = 10_000  # the numbers below are for evaluation
-_ALL = 2**29
+_ALL = 2**29  # the number of games for training where the config sets no limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,11 +20,11 @@ class GameQuestions:
   """Questions without a text, whose id is the number of a game.
 
   This is a `questions.Questions`. Runs of different seeds train on different
-  games, unless there are only a few, and are evaluated on the same ones.
+  games, unless `count` limits them. All runs are evaluated on the same games.
 
   Attributes:
     seed: the seed of the run.
-    count: how many games there are for training; 0 = new ones in every step.
+    count: the number of games for training; 0 for new ones in every step.
     notes: see `questions.Questions`.
   """
 
@@ -82,8 +82,8 @@ class Player(Protocol):
 
     Args:
       question: the question of the game.
-      choose: gets a command that leads to the solution, and all commands that
-        are possible; returns the one to play.
+      choose: takes a command that leads to the solution, and all commands that
+        are possible; returns the command to play.
     """
     ...
 
@@ -92,15 +92,15 @@ class Player(Protocol):
 class GameDemonstrations:
   """Demonstrations of the games that are trained on.
 
-  The demonstrator may err in every turn: it then plays any possible command.
+  The demonstrator may err in every turn: it then plays a random command.
   This is a `demonstrations.Demonstrations`.
 
   Attributes:
-    questions: the questions of the run, which must be of a limited number of
-      games: a new game takes a tenth of a second to make.
+    questions: the questions of the run, with a limited number of games, because
+      a new game takes a tenth of a second to make.
     player: the environment of the run.
     error_rate: the probability of an error in a turn.
-    clean_steps: the number of first steps without errors.
+    clean_steps: the number of steps at the start that have no errors.
   """
 
   questions: GameQuestions

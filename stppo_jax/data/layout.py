@@ -1,4 +1,4 @@
-"""The folders of data sets that were built; see `data/built.py`.
+"""The folders of the data sets that `data/built.py` writes.
 
 ROOT/search_questions/NAME/VERSION    a data set
     /NAME.corpus.jsonl                the paragraphs of its questions, if any
@@ -29,7 +29,7 @@ def names(root: pathlib.Path) -> list[str]:
 
 
 def check_built(root: pathlib.Path, name: str) -> None:
-  """Raises ValueError, one line, unless a data set was built."""
+  """Raises ValueError, in one line, unless a data set was built."""
   if name not in names(root):
     there = ', '.join(names(root)) or 'none'
     raise ValueError(

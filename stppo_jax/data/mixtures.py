@@ -1,17 +1,18 @@
-"""Mixtures of questions from several data sets, in an order by index.
+"""Mixtures of questions from several data sets.
 
 A mixture is written as one line, with a comma between its elements:
 
     nq:train weight=2, hotpotqa:train weight=1 limit=5000 hops>=2
 
-An element is the name of a data set, or of a file, then its split after a colon
-where it has several, then any of
+An element starts with the name of a data set or of a file. Its split, if there
+are several, follows after a colon. Then come any of these options:
 
     weight=W     its share among the questions of a step, relative to the others
     limit=N      a sample of N of its questions, the same in every run
-    FIELD OP V   a filter, without spaces: the questions for which it holds
+    FIELD OP V   a filter, without spaces: only questions for which it holds
 
-FIELD is a key of FIELDS, OP one of = != < <= > >=.
+FIELD is a key of FIELDS, OP is one of = != < <= > >=, V is the value to compare
+with.
 """
 
 from collections.abc import Callable
@@ -24,8 +25,8 @@ import numpy as np
 
 from stppo_jax import types
 
-# How a step is divided among weighted elements: exactly, in every block of this
-# many questions.
+# In every block of this many questions, the shares of the elements are those of
+# their weights, rounded to whole questions.
 _BLOCK = 1000
 
 FIELDS: dict[str, Callable[[types.Question], int | str]] = {
@@ -57,8 +58,8 @@ class Filter:
 
   Attributes:
     field: a key of FIELDS.
-    operator: a key of the operators.
-    value: what the field is compared with.
+    operator: one of = != < <= > >=.
+    value: the value that the field is compared with.
   """
 
   field: str
@@ -76,8 +77,8 @@ class Element:
   Attributes:
     name: the name of a data set, or of a file.
     split: its split; '' where none is named.
-    weight: its share, relative to the other elements; None for as many
-      questions as it has.
+    weight: its share, relative to the other elements; None for a share in
+      proportion to the number of its questions.
     limit: the number of questions that are used; None for all.
     filters: conditions that all its questions fulfil.
   """
@@ -114,7 +115,7 @@ def parse(text: str) -> tuple[Element, ...]:
   """Returns the elements of a mixture.
 
   Raises:
-    ValueError: if the text is none; one line.
+    ValueError: if the text is not a mixture; the message is one line.
   """
   elements = tuple(_element(part) for part in text.split(','))
   weighted = [element.weight is not None for element in elements]
@@ -195,12 +196,12 @@ class Mixture:
     return self._parts[part][index - int(self._starts[part])]
 
   def order(self, seeds: Sequence[int], start: int, count: int) -> list[int]:
-    """Returns the indices at `count` places of the order, from `start` on.
+    """Returns `count` indices of an endless order of the questions.
 
     Args:
-      seeds: the seeds of the order, which has no end.
-      start: the first place.
-      count: the number of places.
+      seeds: the seeds of the order.
+      start: the place of the first index in the order.
+      count: the number of indices.
     """
     if self._quotas is None:
       return _epochs(seeds, len(self), start, count)
@@ -214,7 +215,8 @@ class Mixture:
   def _block(self, seeds: Sequence[int], block: int) -> list[int]:
     """Returns the indices of a block of places."""
     assert self._quotas is not None
-    # A last 1 keeps these seeds apart from those of the parts' epochs.
+    # numpy fills up short seeds with zeros. The 1 at the end keeps these seeds
+    # apart from those of the parts' epochs.
     rng = np.random.default_rng((*seeds, block, len(self._sizes), 1))
     turns = rng.permutation(
       np.repeat(np.arange(len(self._sizes)), self._quotas)
@@ -229,7 +231,7 @@ class Mixture:
 def _epochs(
   seeds: Sequence[int], size: int, start: int, count: int
 ) -> list[int]:
-  """Returns places of an order in which every epoch is a permutation."""
+  """Returns `count` indices of an order whose every epoch is a permutation."""
   chosen, order = [], None
   for place in range(start, start + count):
     epoch, index = divmod(place, size)
@@ -240,17 +242,17 @@ def _epochs(
 
 
 def _quotas(weights: Sequence[float]) -> list[int]:
-  """Returns the places of each element in a block, at least one.
+  """Returns the number of places of each element in a block, at least one.
 
   Raises:
-    ValueError: if a weight is too small for one.
+    ValueError: if a weight is too small for one place.
   """
   shares = np.asarray(weights) / np.sum(weights) * _BLOCK
   if shares.min() < 1:
     raise ValueError(
       f'a weight is less than 1/{_BLOCK} of their sum; leave the data set out'
     )
-  # The places that rounding down leaves go to the largest remainders.
+  # The places that are left over by rounding down go to the largest remainders.
   quotas = np.floor(shares).astype(int)
   most = np.argsort(quotas - shares, kind='stable')
   quotas[most[: _BLOCK - quotas.sum()]] += 1

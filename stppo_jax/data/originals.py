@@ -24,11 +24,11 @@ Files = Mapping[str, Sequence[tables.TableFile]]
 
 
 class FilesMissing(ValueError):
-  """A data set needs files that it was not given; one line."""
+  """Raised, in one line, if files that a data set needs were not given."""
 
 
 def needed(name: str) -> str:
-  """Returns which files a published data set needs, and where they are."""
+  """Returns a message on the files of a published data set and their home."""
   entry = published_lib.PUBLISHED[name]
   originals = [*entry.originals]
   originals += [entry.test_ids] if entry.test_ids else []
@@ -45,11 +45,11 @@ def in_place(name: str, place: pathlib.Path) -> Files:
 
   Args:
     name: a key of `published.PUBLISHED`.
-    place: the folder or the archive that holds them; a split of which no file
-      is there is left out.
+    place: the folder or the archive that holds them; splits without a file in
+      it are left out.
 
   Raises:
-    FilesMissing: if none is there; says which are needed.
+    FilesMissing: if no file is there; the message names those that are needed.
   """
   entry = published_lib.PUBLISHED[name]
   found: dict[str, list[tables.TableFile]] = {}
@@ -73,8 +73,7 @@ class Reader:
 
   Args:
     name: the name of the data set.
-    note: called with a line for each question that is probably not as it was
-      meant.
+    note: called with a line for each question that is probably faulty.
     keep: called with each new passage.
   """
 
@@ -94,7 +93,7 @@ class Reader:
 
     Raises:
       FileNotFoundError, ValueError: if a file is missing or malformed, or an id
-        occurs twice; one line that names the file and the line.
+        occurs twice; the message is one line with the file and the line.
     """
     splits = {}
     for split, parts in files.items():
@@ -170,8 +169,8 @@ def corpus_file(
 ) -> Iterator[Callable[[types.Passage], None]]:
   """Yields a function that writes a passage to a new file of passages.
 
-  The file gets its name at the end if the body raised nothing. Without a
-  passage there is no file then, not even one of an earlier build.
+  The file gets its name at the end, unless the body raised. If there was no
+  passage, no file is left, and that of an earlier build is removed.
   """
   partial = path.with_name(f'{path.name}.partial')
   count = 0

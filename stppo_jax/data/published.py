@@ -1,7 +1,8 @@
 """The table of published data sets: where their files come from.
 
-A set whose files a program can fetch has their addresses; of the others, it
-says which files a person has to fetch, and where.
+It has the addresses of the files that a program can fetch. For the other data
+sets, it names the files that a person has to fetch, and the page to fetch them
+from.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import Any
 from stppo_jax.data import formats
 
 SPLITS = ('train', 'validation', 'test')
-TEST_IDS = 'test_ids'  # the place of `Published.test_ids` among the splits
+TEST_IDS = 'test_ids'  # the key of `Published.test_ids` in a table of splits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Original:
     pattern: the end of its path, as the authors name it; see `tables.find`.
     url: the address of the file, or of the archive that holds it; '' where
       a program cannot fetch it.
-    download: the name of what `url` serves.
+    download: the name of the file or archive at `url`.
   """
 
   split: str
@@ -43,12 +44,12 @@ class Published:
     title: its name.
     home: the page on which a person finds it.
     licence: the licence of its authors.
-    read: makes our fields of a row, see `formats`.
+    read: converts a row of its files to our fields, see `formats`.
     originals: its files.
     columns: see `tables.TableFile`.
-    test_ids: a file with the ids of the test questions, the keys of a JSON
-      object, which the other files hold among those for training; None if the
-      files are split already.
+    test_ids: a JSON file whose keys are the ids of the test questions, which
+      the other files mix with the training questions; None if the files are
+      split already.
   """
 
   title: str

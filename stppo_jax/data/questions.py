@@ -19,7 +19,8 @@ from stppo_jax.data import readers
 from stppo_jax.data import synthetic_wiki
 from stppo_jax.retrieval.indexes import corpus as corpus_lib
 
-# The indices of training worlds of runs with adjacent seeds lie this far apart.
+# The training worlds of two runs with adjacent seeds have indices this far
+# apart, so that no two runs share a world.
 _WORLDS_PER_RUN = 1_000_000
 # The most training questions of files that are checked before a run.
 _CHECKED = 4096
@@ -29,7 +30,7 @@ class Questions(Protocol):
   """A data set: training questions, evaluation questions and passages.
 
   Attributes:
-    notes: a line for each question that is probably not as it was meant.
+    notes: a line for each question that is probably faulty.
   """
 
   @property
@@ -38,7 +39,8 @@ class Questions(Protocol):
   def training_sample(self, count: int) -> Sequence[types.Question]:
     """Returns training questions for a check before the run.
 
-    These are those of the files, or `count` of a world.
+    Questions that are generated are `count`. Files give their own, whatever
+    `count` is.
     """
     ...
 
@@ -50,9 +52,9 @@ class Questions(Protocol):
     Args:
       step: the number of the step.
       count: the number of questions.
-      resample_round: 0 for the questions that the step starts with, n for the
-        n-th `count` questions that replace some of them. No two rounds of a
-        step share a question.
+      resample_round: 0 for the questions that the step starts with, n for those
+        of the n-th round of replacements. No two rounds of a step share a
+        question.
 
     Raises:
       ValueError: if there are too few questions.
@@ -60,7 +62,7 @@ class Questions(Protocol):
     ...
 
   def evaluation(self, count: int) -> dict[str, list[types.Question]]:
-    """Returns data set to at most `count` questions, always the same ones."""
+    """Returns at most `count` questions by data set, always the same ones."""
     ...
 
   def passages(self) -> Sequence[types.Passage] | None:
@@ -83,7 +85,7 @@ class SyntheticQuestions:
   Attributes:
     seed: the seed of the run.
     world_seed: the seed of the encyclopedia.
-    hops: the numbers of hops that questions take in turn.
+    hops: the numbers of hops, which the questions take in turn.
     world_options: the options of `synthetic_wiki.make_world`.
     notes: see `Questions`.
   """
@@ -148,15 +150,15 @@ class StoredQuestions:
   """Questions and passages from files, or from data sets that were built.
 
   A step takes the next `count` questions of the mixture's order. The questions
-  of its resampling rounds are a random sample of all others; the order has them
-  at their own places all the same.
+  of its resampling rounds are a random sample of all others. They still come up
+  at their own places in the order.
 
   Args:
     seed: the seed of the order.
     train: the training questions.
     evaluation: the evaluation questions; empty for no evaluation.
-    corpus: the file of passages, read at the first use; None if another server
-      has them.
+    corpus: the file of passages, read when they are asked for; None if another
+      server has them.
     notes: see `Questions`.
   """
 
@@ -176,7 +178,7 @@ class StoredQuestions:
     self._corpus = corpus
 
   def training_sample(self, count: int) -> list[types.Question]:
-    """See `Questions`; at most 4,096, which takes a second or two."""
+    """See `Questions`; at most 4,096, whose check takes a second or two."""
     del count
     total = len(self._train)
     kept = np.linspace(0, total - 1, min(total, _CHECKED), dtype=int)
@@ -199,7 +201,7 @@ class StoredQuestions:
     return [self._train[index] for index in chosen]
 
   def _others(self, step: int, of_step: set[int], count: int) -> list[int]:
-    """Returns different questions that a step does not begin with."""
+    """Returns `count` different indices that are not in `of_step`."""
     total, found = len(self._train), dict.fromkeys(())
     start = total
     while len(found) < count:
@@ -234,7 +236,7 @@ class StoredQuestions:
 
 
 class Data(Protocol):
-  """The section `data` of a config, of files or built data sets.
+  """The section `data` of a config that names files or built data sets.
 
   Attributes:
     name: jsonl for files, tfds for data sets that were built.
@@ -258,7 +260,8 @@ def load(data: Data, *, seed: int) -> StoredQuestions:
     seed: the seed of the run.
 
   Raises:
-    FileNotFoundError, ValueError: if one is missing or malformed; one line.
+    FileNotFoundError, ValueError: if a file or a data set is missing or
+      malformed; the message is one line.
   """
   notes: list[str] = []
   root = pathlib.Path(data.root)
@@ -292,15 +295,14 @@ def sources(
     kind: jsonl for files, tfds for data sets that were built.
     root: the folder of the files or of the data sets.
     mixture: see `data/mixtures.py`.
-    splits: the splits of which the first that exists is taken where an element
-      names none.
-    note: called with a line for each question that is probably not as it was
-      meant.
+    splits: where an element names no split, the first of these that exists is
+      taken.
+    note: called with a line for each question that is probably faulty.
   """
   result = []
   for element in mixtures.parse(mixture):
     if kind == 'tfds':
-      # Imported late: it takes a second.
+      # This import takes a second, which only built data sets should cost.
       from stppo_jax.data import built
 
       wanted = [element.split] if element.split else splits

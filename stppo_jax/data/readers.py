@@ -5,9 +5,9 @@ Every row is an object; docs/data.md describes its fields:
     {"question", "answers": [...], "id", "dataset", "kind": "open" | "mcq",
      "options": {"A": ...}, "answer_key": "A", "gold_pids": [...], "hops": n}
 
-"question" and "answers" must be there. "options" and "answer_key" belong to the
+"question" and "answers" are required. "options" and "answer_key" belong to the
 kind "mcq". Rows of Search-R1, verl and FlashRAG, whose fields have other names,
-are understood too. Other fields are ignored, and a field that is null counts as
+are accepted too. Unknown fields are ignored, and a field that is null counts as
 absent.
 """
 
@@ -24,9 +24,9 @@ from stppo_jax.envs import rewards
 _KINDS = {'open': 'open', 'mcq': 'choice'}
 # The names of Search-R1 and FlashRAG for our fields.
 _OTHER_NAMES = {'answers': 'golden_answers', 'dataset': 'data_source'}
-# What verl puts before the name of a data set of Search-R1.
+# verl puts this before the name of a data set of Search-R1.
 _PREFIX = 'searchR1_'
-# What the prompts of Search-R1 put before the question.
+# The prompts of Search-R1 put this before the question.
 _BEFORE_QUESTION = 'Question:'
 
 
@@ -37,18 +37,18 @@ def read_questions(
 ) -> list[types.Question]:
   """Reads questions in the order of the file; empty lines are skipped.
 
-  A question without an id has the number of its row, and one without a data
-  set the name of the file up to the first dot.
+  A question without an id gets the number of its row. A question without a
+  data set gets the name of the file up to the first dot.
 
   Args:
     file: the file; see `tables.read` for its formats.
-    note: called with a line for each golden answer of which nothing is left
-      when answers are compared, such as "the". An empty answer equals it.
+    note: called with a line for each golden answer that is empty once it is
+      normalised for comparison, such as "the": an empty answer equals it.
 
   Raises:
     FileNotFoundError: if there is no such file.
     ValueError: if a row is not a question, an id occurs twice in a data set,
-      or there is no question; names file and line.
+      or there is no question; the message names the file and the line.
   """
   if not isinstance(file, tables.TableFile):
     file = tables.TableFile(pathlib.Path(file))
@@ -70,7 +70,7 @@ def read_questions(
 def note_empty_answers(
   question: types.Question, where: str, note: Callable[[str], None]
 ) -> None:
-  """Notes golden answers of which nothing is left when they are compared."""
+  """Notes golden answers that are empty once they are normalised."""
   for answer in question.golden_answers:
     if question.kind == 'open' and not rewards.normalise(answer):
       note(
@@ -87,7 +87,7 @@ def is_question(fields: Any) -> bool:
 
 
 def with_our_names(fields: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the fields of a row under the names that we have for them.
+  """Returns the fields of a row under our names.
 
   Raises:
     ValueError: if a row of verl has no golden answers.
@@ -129,7 +129,7 @@ def _verl_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_question(fields: Any) -> types.Question:
-  """Returns the question of one object with our names of the fields.
+  """Returns the question of one object whose fields have our names.
 
   A question without a kind is a choice if it has options, otherwise open.
   The golden answers of a choice question are texts of options: the text of
@@ -170,7 +170,7 @@ def parse_question(fields: Any) -> types.Question:
 
 
 def fields_of(question: types.Question) -> dict[str, Any]:
-  """Returns the fields of which `parse_question` makes the question."""
+  """Returns the fields from which `parse_question` makes the same question."""
   kinds = {theirs: ours for ours, theirs in _KINDS.items()}
   return {
     'id': question.id,
@@ -220,7 +220,8 @@ def _options(fields: Mapping[str, Any]) -> dict[str, str]:
     raise ValueError('no "options"')
   options = fields['options']
   if isinstance(options, Mapping):
-    # A parquet file has every option of any row in each of its rows.
+    # In a parquet file, every row has the keys of all rows; those that are not
+    # its own are null.
     options = {key: x for key, x in options.items() if x is not None}
   if (
     not isinstance(options, Mapping)
@@ -243,7 +244,7 @@ def _gold_passages(fields: Mapping[str, Any]) -> tuple[str, ...]:
 def _hops(fields: Mapping[str, Any]) -> int:
   hops = fields.get('hops', 0)
   if isinstance(hops, float) and hops.is_integer():
-    hops = int(hops)  # pandas, where other rows have none
+    hops = int(hops)  # pandas writes floats if some rows have no number
   if not isinstance(hops, int) or isinstance(hops, bool) or hops < 0:
     raise ValueError('"hops": expected a number, 0 or greater')
   return hops

@@ -1,10 +1,10 @@
 """A synthetic encyclopedia: worlds of made-up entities and questions on them.
 
 A world has entities of five types. Their names are composed of sub-word pieces,
-so an answer has to be copied from a passage, and facts are drawn anew for every
+so an answer has to be copied from a passage. Facts are drawn anew for every
 world, so they cannot be memorised. Names of evaluation worlds (those with an
-index below NUM_EVALUATION_WORLDS) never occur in another world: a hash of the
-name decides to which kind of world it belongs.
+index below NUM_EVALUATION_WORLDS) never occur in a training world: a hash of
+the name decides which kind of world may use it.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ _TEMPLATES = (
 
 _CONSONANTS = 'bdfgklmnprstvz'
 _VOWELS = 'aeiou'
-_NUM_PIECES = 64  # openings, and as many endings
+_NUM_PIECES = 64  # the number of openings, and also of endings
 _EVALUATION_SHARE = 4  # one name in four belongs to the evaluation worlds
 
 _HOP_NAMES = {1: 'one_hop', 2: 'two_hop'}
@@ -82,7 +82,7 @@ class Entity:
 
   @property
   def text(self) -> str:
-    """The passage: one sentence on the type and one on each fact."""
+    """The passage: a sentence on the type, then one on each fact."""
     facts = ''.join(f'. Its {r} is {name}' for r, name in self.facts.items())
     return f'{self.name} is a {self.type}{facts}.'
 
@@ -232,7 +232,8 @@ def _draw_names(rng, count, name_pieces, evaluation) -> list[str]:
 def vocabulary() -> list[str]:
   """Returns the strings that get a token of their own.
 
-  The order decides token ids: keep it, or models trained before are misread.
+  The order decides the token ids, so changing it breaks models that are trained
+  already.
   """
   relations = sorted({r for table in RELATIONS.values() for r in table})
   words = ['?', '.', '. Its', ' is a', ' is', ' the', ' of', ' of the']

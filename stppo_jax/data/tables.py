@@ -44,8 +44,8 @@ class TableFile:
 
   Attributes:
     path: the file, or the archive that holds it.
-    member: its name in the archive; '' for a file of its own.
-    columns: the names of the columns of a CSV file without a line of names.
+    member: its name in the archive; '' if it is not in an archive.
+    columns: the names of the columns of a CSV file that has no header line.
   """
 
   path: pathlib.Path
@@ -64,6 +64,8 @@ class TableFile:
 
 def find(place: pathlib.Path, pattern: str) -> list[TableFile]:
   """Returns the files whose path ends in a pattern, sorted.
+
+  The archives of a folder are searched only if no file of the folder matches.
 
   Args:
     place: a folder, an archive, or a single file, which is taken whatever its
@@ -92,7 +94,7 @@ def find(place: pathlib.Path, pattern: str) -> list[TableFile]:
 
 def _ends_in(name: str, pattern: str) -> bool:
   if name.rpartition('/')[2].startswith('.'):
-    return False  # what some systems put beside the files of an archive
+    return False  # some systems add hidden files to an archive
   plain = f'/{name.removesuffix(".gz")}'
   return fnmatch.fnmatchcase(plain, f'*/{pattern}')
 
@@ -151,13 +153,14 @@ def read(
       value on every line.
     parse: makes a record of the value and the number of a row; raises
       ValueError if it cannot.
-    noun: what the records are, for messages.
-    space: the part of the file in which the id of a record is unique.
+    noun: the word for the records in error messages.
+    space: returns the name space in which the id of a record must be unique.
 
   Raises:
     FileNotFoundError: if there is no such file.
     ValueError: if a row is no record, an id occurs twice, there is no record,
-      or the file cannot be read; names the file and the line or the row.
+      or the file cannot be read; the message names the file and the line or the
+      row.
   """
   if not isinstance(file, TableFile):
     file = TableFile(pathlib.Path(file))
@@ -183,7 +186,8 @@ def keys(file: TableFile) -> set[str]:
   """Returns the keys of the object in a JSON file.
 
   Raises:
-    ValueError: if the file cannot be read or holds no object; names it.
+    ValueError: if the file cannot be read or holds no object; the message names
+      the file.
   """
   with _file_errors(file), _opened(file) as stream, _text(stream) as text:
     content = _loads(text.read(), str(file))
@@ -203,7 +207,8 @@ def _rows(file: TableFile) -> Iterator[tuple[str, int, Any]]:
   """Yields the place (`line 7` or `row 7`), the number and the value of rows.
 
   Raises:
-    ValueError: if the file cannot be read; one line that names it.
+    ValueError: if the file cannot be read; the message is one line that names
+      the file.
   """
   with _file_errors(file), _opened(file) as stream:
     yield from _READERS.get(file.suffix, _lines)(file, stream)
@@ -211,7 +216,7 @@ def _rows(file: TableFile) -> Iterator[tuple[str, int, Any]]:
 
 @contextlib.contextmanager
 def _file_errors(file: TableFile) -> Iterator[None]:
-  """Raises ValueError, with the name of the file, if it cannot be decoded."""
+  """Turns decoding errors into a ValueError that names the file."""
   try:
     with _archive_errors(file.path):
       yield
@@ -232,7 +237,7 @@ def _lines(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
 
 
 def _json(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
-  """Yields the rows of a JSON file, or of one with a value on every line.
+  """Yields the rows of a JSON file, or of a file with a value on every line.
 
   The rows are the elements of a list, of the list `Data` of an object
   (TriviaQA), or the values of an object whose keys are their ids (PubMedQA).
@@ -272,7 +277,7 @@ def _loads(text: str, where: str) -> Any:
 
 
 def _table(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
-  """Yields the lines of a CSV or TSV file as objects of text."""
+  """Yields each line of a CSV or TSV file as a dict of strings."""
   # Spreadsheets begin a file with a byte order mark.
   with _text(stream, encoding='utf-8-sig', newline='') as text:
     reader = csv.DictReader(
@@ -294,7 +299,7 @@ def _table(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
 
 def _parquet(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
   """Yields the rows of a parquet file."""
-  # Imported late: most runs read no such file.
+  # Imported here, because most runs read no such file.
   import pyarrow
   from pyarrow import parquet
 
