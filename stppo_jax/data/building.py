@@ -37,7 +37,8 @@ def build(
 
   Raises:
     FilesMissing: if files are needed that cannot be fetched or were not given.
-    OSError, ValueError: if a file is missing or malformed; the message is one line.
+    OSError, ValueError: if a file is missing or malformed; the message is one
+      line.
   """
   if not _NAME.fullmatch(name):
     raise ValueError(

@@ -1,8 +1,8 @@
 """A tool that evaluates Python arithmetic in processes of its own.
 
-The processes stay, because starting one takes longer than most calculations. A
-process that hangs or crashes is killed; its call fails as the policy's fault,
-and the next one gets a new process.
+The processes are kept, because starting one takes longer than most
+calculations. A process that hangs or crashes is killed. Its call fails by the
+policy's fault, and the next call gets a new process.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ from typing import Any
 from stppo_jax.envs import tool
 
 _PROGRAM = pathlib.Path(__file__).with_name('calculator_program.py')
-_PROCESSES = 2  # that calculate at the same time
+_PROCESSES = 2  # the number of calculations at the same time
 _MAX_EXPRESSION_CHARS = 1000
 
 
 class Calculator:
   """A `tool.Tool` that evaluates arithmetic expressions.
 
-  All calls must be made on one event loop. When it cancels its tasks, the
-  processes end.
+  All calls must be made on one event loop. The processes end when that loop
+  cancels its tasks.
 
   Args:
     timeout: the seconds after which an expression is given up.
@@ -83,7 +83,7 @@ class Calculator:
           process = await _end(process)
           result = self._failure(error)
         if answer.done():
-          continue  # nobody waits for it any more
+          continue  # the caller was cancelled
         if isinstance(result, Exception):
           answer.set_exception(result)
         else:
@@ -92,7 +92,7 @@ class Calculator:
       await _end(process)
 
   def _failure(self, error: Exception) -> Exception:
-    """Returns what a caller is told of an error that ended its process."""
+    """Returns the exception for a caller whose process ended with an error."""
     if isinstance(error, TimeoutError):
       return tool.ToolError(f'no result after {self._timeout:g} seconds')
     if isinstance(error, EOFError | ConnectionError):
@@ -102,8 +102,8 @@ class Calculator:
 
 async def _start() -> asyncio.subprocess.Process:
   return await asyncio.create_subprocess_exec(
-    # No site packages and no variables of the environment: it starts at once
-    # and has nothing to read.
+    # Without site packages the process starts at once. Without environment
+    # variables it holds nothing that an expression should not see.
     *(sys.executable, '-I', '-S', str(_PROGRAM)),
     stdin=asyncio.subprocess.PIPE,
     stdout=asyncio.subprocess.PIPE,
@@ -115,7 +115,7 @@ async def _start() -> asyncio.subprocess.Process:
 async def _ask(
   process: asyncio.subprocess.Process, expression: str
 ) -> str | tool.ToolError:
-  """Returns the value of an expression, or why it has none."""
+  """Returns the value of an expression, or the error that it leads to."""
   assert process.stdin is not None and process.stdout is not None
   process.stdin.write(json.dumps(expression).encode() + b'\n')
   await process.stdin.drain()
@@ -127,7 +127,7 @@ async def _ask(
 
 
 async def _end(process: asyncio.subprocess.Process | None) -> None:
-  """Kills a process, and waits until nothing is left of it."""
+  """Kills a process and waits until it has ended."""
   if process is None:
     return
   if process.returncode is None:

@@ -1,12 +1,13 @@
-"""Evaluates Python arithmetic, one expression a line, in a process of its own.
+"""Evaluates Python arithmetic in a process of its own, one expression per line.
 
 `calculator.py` runs this file. It imports nothing of the package, so that it
 starts in a few milliseconds. Every line that it reads is a JSON string, and
-every line that it writes a JSON object with a "value" or an "error".
+every line that it writes is a JSON object with a "value" or an "error".
 
-An expression is a tree of numbers, operators and the functions below, which are
-looked up in tables: no name, attribute or call of Python is within its reach.
-What takes long is stopped from outside, and what takes memory by a limit.
+An expression is parsed to a tree of numbers, operators and the functions below.
+They are looked up in tables, so an expression cannot reach any other name,
+attribute or function of Python. `calculator.py` ends a process that takes too
+long, and a limit of the process stops an expression that takes too much memory.
 """
 
 import ast
@@ -58,8 +59,8 @@ def evaluate(expression: str) -> Any:
   """Returns the value of an expression.
 
   Raises:
-    Exception: whatever Python raises for it; ValueError for what is not
-      arithmetic.
+    ValueError: if the expression is not arithmetic.
+    Exception: whatever else Python raises for it, such as ZeroDivisionError.
   """
   return _value(ast.parse(expression.strip(), mode='eval').body)
 

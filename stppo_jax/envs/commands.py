@@ -1,4 +1,4 @@
-"""Turns that are commands, in environments that are text games."""
+"""Reads and writes the turns of text games, which are commands."""
 
 from stppo_jax.envs import actions
 from stppo_jax.envs import protocol
@@ -28,7 +28,7 @@ def write(command: str) -> str:
 
 
 def observation(text: str) -> protocol.Observation:
-  """Returns what a game answers as an observation."""
+  """Returns the observation that holds the text of a game."""
   return protocol.Observation('\n\n', text, '\n\n')
 
 

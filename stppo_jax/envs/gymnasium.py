@@ -4,10 +4,10 @@
       return MyGame()
 
 A function of the user, named in the config as `module:function`, makes an
-environment. It has the methods `reset(seed=...)`, which returns a text and a
-dict, and `step(text)`, which returns a text, a reward, whether the episode has
-terminated, whether it was truncated, and a dict. The package `gymnasium` is not
-needed, and what it makes fits.
+environment. The environment has the methods `reset(seed=...)`, which returns a
+text and a dict, and `step(text)`, which returns a text, a reward, whether the
+episode has terminated, whether it was truncated, and a dict. Environments of
+the package `gymnasium` fit, but the package is not needed.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from stppo_jax.retrieval import protocol as retrieval
 
 Status = types.TrajectoryStatus
 
-THREAD_NAME = 'gymnasium'  # of the threads that call the environments
+THREAD_NAME = 'gymnasium'  # the name of threads that call the environments
 
 BUILT_IN = f"""\
 You act in an environment of text. {commands.RULES}
@@ -46,7 +46,7 @@ class GymnasiumEnvironment(protocol.Environment):
   Args:
     make: makes an environment.
     max_turns: the number of actions that get an observation.
-    prompt_template: a file with `{question}`, which becomes the first
+    prompt_template: a file in which `{question}` is replaced by the first
       observation; '' for the built-in prompt.
     timeout: the seconds that a call of `make`, `reset` or `step` may take.
 
@@ -106,10 +106,10 @@ class GymnasiumEnvironment(protocol.Environment):
     return self._template.replace(prompts.PLACEHOLDER, text)
 
   def _begin(self, question: types.Question) -> tuple[Any, str]:
-    """Returns an environment at its beginning, and the first observation.
+    """Returns a new environment and its first observation.
 
     Raises:
-      TimeoutError: it does not begin in time; one line.
+      TimeoutError: if it does not start in time; the message is one line.
     """
 
     def begin() -> tuple[Any, str]:
@@ -121,7 +121,7 @@ class GymnasiumEnvironment(protocol.Environment):
     try:
       return begun.result(self._timeout)
     except TimeoutError:
-      # The user's own error has the same type.
+      # A TimeoutError that the user's code raised is passed on as it is.
       if begun.done() and begun.exception():
         raise
       begun.add_done_callback(_close_late)
@@ -175,16 +175,16 @@ class _Episode(protocol.Episode):
     """Returns what the environment's `step` returns.
 
     Raises:
-      TimeoutError: it takes too long; one line.
+      TimeoutError: if the step takes too long; the message is one line.
     """
-    # Beside the event loop, so that a slow one does not stop the others.
+    # A thread runs the step, so that a slow one does not block the event loop.
     self._last = _start(lambda: self._made.step(command))
     try:
       return await asyncio.wait_for(
         asyncio.wrap_future(self._last), self._timeout
       )
     except TimeoutError:
-      # The user's own error has the same type.
+      # A TimeoutError that the user's code raised is passed on as it is.
       if self._last.done() and self._last.exception():
         raise
       raise TimeoutError(_too_long('step', self._timeout)) from None
@@ -194,7 +194,7 @@ def load(name: str) -> Any:
   """Returns the function `module:function` that makes an environment.
 
   Raises:
-    ValueError: there is none; one line.
+    ValueError: if there is no such function; the message is one line.
   """
   module, _, function = name.partition(':')
   try:
@@ -210,8 +210,8 @@ def load(name: str) -> Any:
 def _start(call: Callable[[], Any]) -> futures.Future:
   """Starts a call on a thread of its own.
 
-  The threads of a pool would be used up by calls that never return, and the
-  process would wait for them at its end.
+  Calls that never return would use up the threads of a pool, and the process
+  would wait for these threads at its end.
   """
   future: futures.Future = futures.Future()
   future.set_running_or_notify_cancel()  # cannot be cancelled any more
@@ -231,13 +231,13 @@ def _too_long(method: str, timeout: float) -> str:
 
 
 def _close_late(begun: futures.Future) -> None:
-  """Closes what has begun after nobody waited for it any more."""
+  """Closes an environment that started only after its caller had given up."""
   if begun.exception() is None:
     made, _ = begun.result()
     _close(made)
 
 
 def _close(made: Any) -> None:
-  """Closes an environment that can be closed."""
+  """Closes an environment if it has a method for that."""
   if hasattr(made, 'close'):
     made.close()

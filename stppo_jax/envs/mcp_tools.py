@@ -1,8 +1,8 @@
 """Tools of servers that speak the Model Context Protocol (MCP).
 
-A server is a command, with which we talk over its standard input and output, or
-an address, with which we talk over HTTP. It needs the package `mcp`, an extra
-of ours.
+A server is given as a command, which is spoken to over its standard input and
+output, or as an address, which is spoken to over HTTP. The tools need the
+package `mcp`, which the extra `mcp` of this package installs.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class ServerUnreachable(Exception):
-  """No MCP server answers at an address, though one may later."""
+  """Raised if no MCP server answers at an address; one may answer later."""
 
   exit_code = 75
 
@@ -30,8 +30,8 @@ class McpTool:
   """A `tool.Tool` of an MCP server.
 
   Args:
-    server: the server that has it.
-    description: what it tells the policy.
+    server: the server that runs the tool.
+    description: see `tool.Tool`.
   """
 
   def __init__(self, server: '_Server', description: Mapping[str, Any]):
@@ -41,12 +41,12 @@ class McpTool:
   async def call(self, arguments: Mapping[str, Any]) -> str:
     """See `tool.Tool`.
 
-    The server refuses bad arguments, which is the policy's fault, as is an
-    error that the tool reports. A server that is gone, or that has not answered
-    within the timeout, is the infrastructure's: the next call connects again.
+    Arguments that the server refuses and errors that the tool reports are the
+    policy's fault. A server that is gone, or does not answer within the
+    timeout, is a fault of the infrastructure, and the next call connects again.
     """
     try:
-      # Otherwise the connection of all calls would fail with this one.
+      # Arguments that cannot be sent would break the connection of all calls.
       json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
       raise tool.ToolError(f'the arguments cannot be sent: {error}') from error
@@ -63,8 +63,9 @@ def connect(address: str, *, timeout: float) -> list[McpTool]:
     timeout: seconds that an answer may take.
 
   Raises:
-    ValueError: the package `mcp` is missing, or the command fails; one line.
-    ServerUnreachable: no server answers at an address.
+    ValueError: if the package `mcp` is missing, or the command fails; the
+      message is one line.
+    ServerUnreachable: if no server answers at an address.
   """
   server = _Server(address, timeout)
   return [McpTool(server, each) for each in _descriptions(address, timeout)]
@@ -72,7 +73,7 @@ def connect(address: str, *, timeout: float) -> list[McpTool]:
 
 @functools.cache
 def _descriptions(address: str, timeout: float) -> Sequence[Mapping[str, Any]]:
-  """Returns what a server says about its tools."""
+  """Returns the descriptions of the tools of a server."""
 
   async def ask():
     async with _client(address, timeout) as client:
@@ -103,8 +104,9 @@ def _descriptions(address: str, timeout: float) -> Sequence[Mapping[str, Any]]:
 class _Server:
   """The connection to a server, made by the first call and after a failure.
 
-  A task of its own holds the connection, because `mcp` wants it to be closed
-  where it was opened. It ends when the event loop cancels its tasks.
+  A task of its own holds the connection, because `mcp` requires that the task
+  that opened a connection closes it. The task ends when the event loop cancels
+  its tasks.
   """
 
   def __init__(self, address: str, timeout: float):
@@ -170,7 +172,7 @@ def _client(address: str, timeout: float):
   if not _is_url(address):
     command, *arguments = shlex.split(address)
     parameters = mcp.StdioServerParameters(command=command, args=arguments)
-    # What the server reports there is for the person who started the run.
+    # The server's error output goes to the person who started the run.
     server = stdio.stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr)
   return mcp.Client(server, read_timeout_seconds=timeout)
 
@@ -180,7 +182,7 @@ def _is_url(address: str) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-  """Returns one line on an error, or on the first of a group of errors."""
+  """Returns an error, or the first error of a group, as one line."""
   while isinstance(error, BaseExceptionGroup):
     error = error.exceptions[0]
   return ' '.join(f'{type(error).__name__}: {error}'.split())

@@ -1,4 +1,4 @@
-"""Makes text from outside harmless: no tag of ours is left in it.
+"""Makes text from outside harmless: none of our tags is left in it.
 
 `neutralise_tags` ends at a fixed point: applied again it changes nothing, so a
 tag cannot be assembled from the remains of another.
@@ -10,7 +10,7 @@ import unicodedata
 
 TAG_NAMES = ('think', 'search', 'information', 'answer')
 TAGS = tuple(f'<{slash}{name}>' for name in TAG_NAMES for slash in ('', '/'))
-# Tags of other environments: of calls of tools, and of commands.
+# The tags of the environments with tools and of those with commands.
 OTHER_TAG_NAMES = ('tool_call', 'tool_response', 'action')
 
 # Characters that a reader, or a tokenizer's normaliser, may take for an angle
@@ -50,7 +50,7 @@ _TAG = re.compile(rf'<[/\\]*(?:{_NAMES})[/\\]*>')
 
 
 def neutralise_tags(text: str) -> str:
-  """Returns the text with the angle brackets of our own tags made round.
+  """Returns the text with round brackets in place of those of our own tags.
 
   Case, white space, zero-width characters, accents and look-alikes make no
   difference: `< / ＡＮＳＷＥＲ ＞` is a tag too. Everything else is unchanged.
@@ -71,7 +71,7 @@ def neutralise_tags(text: str) -> str:
 
 
 def _fold(text: str) -> tuple[str, list[int]]:
-  """Returns the text as a lenient reader sees it, and where it came from.
+  """Returns the text as a lenient reader sees it.
 
   Returns:
     The folded text, and for each of its characters the index in `text`.
@@ -96,5 +96,6 @@ def _fold_character(character: str) -> str:
   )
 
 
-# Separators, controls, formats, and marks on the letter before.
+# The Unicode categories of separators, of control and format characters, and of
+# marks that combine with the letter before them.
 _INVISIBLE = frozenset({'Zs', 'Zl', 'Zp', 'Cc', 'Cf', 'Mn', 'Me'})

@@ -10,7 +10,8 @@ from stppo_jax.envs import protocol
 
 PLACEHOLDER = '{question}'
 
-# Exactly one complete answer tag: scoring with scope 'search_r1' counts them.
+# It has exactly one complete answer tag, because the reward scope 'search_r1'
+# counts those of the prompt too.
 BUILT_IN = """\
 Find the answer to the question at the end of this message.
 First reason inside <think> and </think>. When you lack a fact, write a query \
@@ -39,7 +40,7 @@ def load_template(path: str) -> str:
 
   Raises:
     ValueError: if the file is missing, is not UTF-8 or contains no
-      placeholder; one line.
+      placeholder; the message is one line.
   """
   if not path:
     return BUILT_IN
@@ -56,7 +57,7 @@ def load_template(path: str) -> str:
 def fill(template: str, question: types.Question) -> str:
   """Returns the prompt of a question, with our own tags in it neutralised.
 
-  The options of a choice question follow it, one a line.
+  The options of a choice question follow it, one per line.
   """
   text = question.text
   if question.kind == 'choice':
@@ -82,14 +83,15 @@ def information(passages: Sequence[types.Passage]) -> protocol.Observation:
 
 def correction() -> protocol.Observation:
   """Returns the observation that follows a turn without a valid action."""
-  # No part of it is a stranger's, so nothing in it is neutralised.
+  # All of this text is our own, so nothing in it has to be neutralised.
   return protocol.Observation(f'\n\n{_CORRECTION}\n\n', body='', suffix='')
 
 
 def phrases(vocabulary: Sequence[str]) -> list[str]:
   """Returns the strings that get a token of their own in this dialogue.
 
-  The order decides token ids: keep it, or models trained before are misread.
+  The order decides the token ids, so changing it breaks models that are trained
+  already.
 
   Args:
     vocabulary: the strings of the questions and passages.

@@ -1,10 +1,10 @@
 """The protocol of an environment, which speaks text and never sees token ids.
 
 The collector samples a turn, decodes it for `step`, tokenises the observation
-on its own and appends it; `rewards` scores the trajectory at its end. What else
-a run needs (where a turn ends, which score to report) are class attributes, so
-that an environment is one class in one file and one line of
-`environments.ENVIRONMENTS`.
+apart from the turn, and appends it. `rewards` scores the trajectory at its end.
+Everything else that a run needs, such as where a turn ends and which score to
+report, is a class attribute. So an environment is one class in one file and one
+line of `environments.ENVIRONMENTS`.
 """
 
 from collections.abc import Mapping
@@ -20,21 +20,21 @@ from stppo_jax.retrieval import protocol as retrieval
 # The action of a turn without a valid action. An environment is free to choose
 # the names of all other actions.
 INVALID = 'invalid'
-_LARGEST_REWARD = 3.4e38  # of float32, in which rewards are trained on
+_LARGEST_REWARD = 3.4e38  # training stores rewards as float32
 
 
 @dataclasses.dataclass(frozen=True)
 class Observation:
   """The environment's answer to a turn.
 
-  It is cut to `max_observation_tokens` inside `body` only, so that a closing
+  Only `body` is cut where `max_observation_tokens` requires it, so a closing
   tag in `suffix` is always there.
 
   Attributes:
     prefix: the environment's own words; its tags may become added tokens of the
       tokenizer.
     body: untrusted text, which never becomes an added token.
-    suffix: the environment's own words, too.
+    suffix: the environment's own words after the body.
   """
 
   prefix: str
@@ -58,7 +58,7 @@ class Step:
     status: how the trajectory ended; None while it goes on.
     reward: the weighted reward of this turn, without the outcome of the
       trajectory.
-    cause: one line on what failed, where the status is INFRA_ERROR.
+    cause: one line on the failure if the status is INFRA_ERROR, else ''.
     passages: the ids of the passages that the turn found.
   """
 
@@ -112,17 +112,17 @@ class Episode(Protocol):
   def close(self) -> None:
     """Releases what the episode has opened, such as a game of its own.
 
-    It is called once for each trajectory, also for one that was interrupted, of
-    which a step may still be running. An environment that returns itself from
-    `episode` serves further trajectories after it.
+    It is called once for each trajectory. A step may still be running if the
+    trajectory was interrupted. An environment that returns itself from
+    `episode` serves further trajectories after this call.
     """
 
 
 class Environment(Episode, Protocol):
   """Opens dialogues with questions, answers their turns and rewards them.
 
-  Whatever `prompt`, `step` and `rewards` raise fails their own trajectory only,
-  which ends with INFRA_ERROR. An exception with an `exit_code` ends the run.
+  An exception in `prompt`, `step` or `rewards` ends only its own trajectory,
+  with INFRA_ERROR. An exception with an `exit_code` ends the run.
 
   Attributes:
     stop_strings: the first of them that the policy completes ends its turn.
@@ -131,7 +131,8 @@ class Environment(Episode, Protocol):
       on them too.
     main_score: the score that evaluations report, as
       `val/{main_score}/{data_set}`.
-    needs_retriever: whether passages must be served before it is built.
+    needs_retriever: whether `from_options` needs a retriever, so that passages
+      must be served before.
     tools: the functions that the policy can call, as its chat template expects
       them (see `tool.Tool.description`).
   """
@@ -154,7 +155,7 @@ class Environment(Episode, Protocol):
       retriever: finds passages; None unless `needs_retriever`.
 
     Raises:
-      ValueError: if an option has a bad value; one line.
+      ValueError: if an option has a bad value; the message is one line.
     """
     ...
 
@@ -177,11 +178,11 @@ class Environment(Episode, Protocol):
     ...
 
   def episode(self, question: types.Question) -> Episode:
-    """Returns what will answer the turns of one trajectory.
+    """Returns the object that answers the turns of one trajectory.
 
-    An environment that keeps something between the turns of a trajectory
-    returns a new object for each, and needs no `step` and `rewards` of its own.
-    Others return themselves.
+    An environment with a state between turns returns a new object for each
+    trajectory, and needs no `step` and `rewards` of its own. Other environments
+    return themselves.
     """
     del question
     return self
@@ -192,7 +193,7 @@ class Environment(Episode, Protocol):
 
 
 def mean_turns(trajectories: Sequence[types.Trajectory], action: str) -> float:
-  """Returns the mean number of turns of a trajectory that have an action.
+  """Returns the mean number of turns of a trajectory that have this action.
 
   Args:
     trajectories: at least one.
@@ -210,7 +211,7 @@ def check_reward(name: str, reward: float) -> None:
     reward: the reward.
 
   Raises:
-    ValueError: it is nan, or infinite in float32; one line.
+    ValueError: if it is nan, or infinite in float32; the message is one line.
   """
   if not abs(reward) <= _LARGEST_REWARD:
     raise ValueError(f'the reward {name} is {reward}, expected a finite number')

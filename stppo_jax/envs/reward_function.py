@@ -26,7 +26,7 @@ _ARGUMENTS = ('question', 'texts', 'scores')
 
 
 class RewardFunctionFailed(Exception):
-  """The function raised an error, or returned no finite number; one line."""
+  """Raised, in one line, if the function fails or returns no finite number."""
 
   exit_code = 2
 
@@ -34,11 +34,11 @@ class RewardFunctionFailed(Exception):
 def load(name: str) -> RewardFunction:
   """Returns the function that `module:function` names.
 
-  What the returned function raises is always `RewardFunctionFailed`.
+  The returned function raises nothing but `RewardFunctionFailed`.
 
   Raises:
-    ValueError: there is no such function, or it takes other arguments; one
-      line.
+    ValueError: if there is no such function, or it takes other arguments; the
+      message is one line.
   """
   module_name, colon, function_name = name.partition(':')
   if not (module_name and colon and function_name.isidentifier()):
@@ -66,7 +66,7 @@ def load(name: str) -> RewardFunction:
   def reward(question, texts, scores) -> float:
     try:
       value = function(question, texts, scores)
-      # Not of a text, which `float` would parse.
+      # `float` would also parse a string, which is no valid reward.
       number = float(value) if hasattr(value, '__float__') else math.nan
     except Exception as error:
       raise RewardFunctionFailed(
@@ -94,7 +94,7 @@ def try_once(
   """Calls a function once with a trajectory that was cut off at its start.
 
   Raises:
-    RewardFunctionFailed: the function fails.
+    RewardFunctionFailed: if the function fails.
   """
   function = find(name)
   if function is not None:
@@ -111,7 +111,8 @@ def try_once(
 def _line(error: Exception) -> str:
   """Returns an error with the file and the line that raised it, in one line."""
   frames = traceback.extract_tb(error.__traceback__)
-  # Of an import that finds nothing, the last frame is one of Python's own.
+  # The last frame of an import that finds nothing is one of Python's own, which
+  # tells the user nothing.
   where = ''
   if frames and not isinstance(error, ImportError):
     where = f' ({frames[-1].filename}:{frames[-1].lineno})'

@@ -30,7 +30,7 @@ _END_OF_TURN = re.compile(
 
 
 def normalise(text: str) -> str:
-  """Returns the text as SQuAD compares it.
+  """Returns the text as the evaluation of SQuAD compares it.
 
   The result is in lower case, without ASCII punctuation and articles, and has
   single spaces.
@@ -57,7 +57,7 @@ def substring_match(answer: str, golden_answers: Collection[str]) -> float:
 
 
 def token_f1(answer: str, golden_answers: Collection[str]) -> float:
-  """Returns the F1 of words with the closest golden answer. (SQuAD)"""
+  """Returns the F1 of words with the closest golden answer, as in SQuAD."""
   return max((_f1(answer, golden) for golden in golden_answers), default=0.0)
 
 
@@ -182,9 +182,9 @@ def search_r1_answer(prompt: str, texts: Sequence[str]) -> str | None:
   """Returns the answer that the scorer of Search-R1 finds, with its faults.
 
   It reads prompt and response together and takes the last complete <answer>
-  element if there are at least two, because its prompt contains one. So with a
-  prompt that contains none, a correct answer is not found. With a prompt that
-  contains two, such as that of Search-R1 ("inside <answer> and </answer>" reads
+  element if there are at least two, because it expects one in the prompt. So a
+  single correct answer is not found if the prompt contains none. If the prompt
+  contains two, as that of Search-R1 does ("inside <answer> and </answer>" reads
   as one), a policy that never answers is scored by the example of the prompt.
   """
   answers = _ANSWER.findall(prompt + ''.join(texts))

@@ -54,13 +54,14 @@ class SearchEnvironment(protocol.Environment):
       max_turns: the number of searches per question.
       prompt_template: a file with `{question}`; '' for the built-in prompt.
       rewards: the weight of each of REWARD_NAMES. `search_penalty` is
-        subtracted per search; `turn_search` goes to a turn whose search found
-        passages, `turn_answer_found` to one that found a golden answer in them.
+        subtracted per search. `turn_search` goes to a turn whose search found
+        passages, and `turn_answer_found` to a turn whose passages contain a
+        golden answer.
       reward_scope: a key of `rewards.SCOPES`: the text in which the answer is
         sought.
 
     Raises:
-      ValueError: if an argument has a bad value; one line.
+      ValueError: if an argument has a bad value; the message is one line.
     """
     if set(rewards) != set(REWARD_NAMES):
       raise ValueError(
@@ -89,7 +90,7 @@ class SearchEnvironment(protocol.Environment):
       retriever=retriever,
       max_turns=options['max_turns'],
       prompt_template=options['prompt_template'],
-      # The collector gives the rewards of lengths.
+      # The collector gives the rewards for the length of a trajectory.
       rewards={name: options['rewards'][name] for name in REWARD_NAMES},
       reward_scope=options['reward_scope'],
     )
@@ -175,9 +176,10 @@ class SearchEnvironment(protocol.Environment):
   def _turn_reward(
     self, question: types.Question, passages: Sequence[types.Passage]
   ) -> float:
-    """Returns the reward of a search by the passages that it found (MT-GRPO).
+    """Returns the reward of a search for the passages that it found.
 
-    All passages count, also those that the length limit will cut off.
+    All passages count, including those that the length limit will cut off.
+    Source: MT-GRPO, arXiv 2505.11821.
     """
     if not passages:
       return 0.0

@@ -1,10 +1,11 @@
 """Text games that TextWorld generates from the number of a question.
 
 A game (arXiv 1806.11532) is a small house with things in it and a quest, such
-as to unlock a chest and to put what is in it on a table. The rules, the house
-and the quest are TextWorld's; the descriptions are ours, short ones that list
-what there is. They need no interpreter of Inform, which makes a game start in
-milliseconds. It needs the package `textworld`, an extra of ours.
+as to unlock a chest and to put its content on a table. The rules, the house and
+the quest are TextWorld's. The descriptions are our own: short lists of what
+there is. They need no interpreter of Inform, so a game starts in milliseconds.
+The games need the package `textworld`, which the extra `textworld` of this
+package installs.
 """
 
 from collections.abc import Callable
@@ -26,16 +27,17 @@ from stppo_jax.retrieval import protocol as retrieval
 
 Status = types.TrajectoryStatus
 
-_KEPT_GAMES = 1024  # in memory; the trajectories of a group share one
+_KEPT_GAMES = 1024  # games in memory; the trajectories of a group share one
 
+# States of games in memory, with the choices that demonstrations have there.
 _KEPT_STATES = 16 * _KEPT_GAMES
 
-# How the rooms of a fact lie to one another: seen from the second, seen from
-# the first.
+# For a fact about two rooms: the direction from the second room to the first,
+# and from the first to the second.
 _DIRECTIONS = {'north_of': ('north', 'south'), 'west_of': ('west', 'east')}
 _CONDITIONS = ('open', 'closed', 'locked')
 
-# Commands that change nothing. Observations tell all that they would.
+# These commands change nothing, and observations tell all that they would tell.
 _IDLE = ('examine', 'inventory', 'look')
 
 BUILT_IN = f"""\
@@ -75,11 +77,12 @@ class TextWorldEnvironment(protocol.Environment):
       quest_length: the number of commands that solve the game.
       list_commands: whether observations list the commands that are possible.
       max_turns: the number of commands that get an observation.
-      prompt_template: a file with `{question}`, which becomes the objective and
-        the first observation; '' for the built-in prompt.
+      prompt_template: a file in which `{question}` is replaced by the objective
+        and the first observation; '' for the built-in prompt.
       solved: the reward of a solved game.
       turn_progress: the reward of a turn after which fewer commands are needed,
-        and the punishment of one after which more are needed; 0 = sparse.
+        and the penalty of a turn after which more are needed; 0 for sparse
+        rewards.
 
     Raises:
       ValueError: if the package `textworld` is missing or the file cannot be
@@ -95,7 +98,7 @@ class TextWorldEnvironment(protocol.Environment):
     self._game = functools.lru_cache(_KEPT_GAMES)(
       functools.partial(_make_game, rooms, objects, quest_length)
     )
-    # Demonstrations come to the same states again and again.
+    # Demonstrations reach the same states again and again.
     self._choices = functools.lru_cache(_KEPT_STATES)(self._choices_after)
 
   @classmethod
@@ -117,7 +120,7 @@ class TextWorldEnvironment(protocol.Environment):
     """Returns the tags, the vocabulary and the words of TextWorld.
 
     Raises:
-      ValueError: the package `textworld` is missing.
+      ValueError: if the package `textworld` is missing.
     """
     _require_textworld()
     words = [f' {word}' for word in _words_of_games()]
@@ -125,7 +128,7 @@ class TextWorldEnvironment(protocol.Environment):
 
   @staticmethod
   def statistics(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
-    """Returns the mean number of possible commands of a trajectory."""
+    """Returns the mean number of commands that a game obeyed."""
     return {
       'env/number_of_commands': protocol.mean_turns(trajectories, 'command')
     }
@@ -135,7 +138,7 @@ class TextWorldEnvironment(protocol.Environment):
     return _Episode(self, self._begin(question.id))
 
   def prompt(self, question: types.Question) -> str:
-    """Returns the prompt with the objective and what there is to see."""
+    """Returns the prompt with the objective and the first observation."""
     game = self._begin(question.id)
     text = f'Objective: {" ".join(game.objective.split())}\n{self.look(game)}'
     return self._template.replace(prompts.PLACEHOLDER, text)
@@ -159,14 +162,14 @@ class TextWorldEnvironment(protocol.Environment):
     return [commands.write(command) for command in played]
 
   def look(self, game: '_Game') -> str:
-    """Returns what there is to see, and to do if commands are listed."""
+    """Returns what the player sees, with the commands if they are listed."""
     text = ' '.join(game.sentences())
     if self._list_commands:
       text += f'\nCommands: {", ".join(sorted(game.commands()))}.'
     return text
 
   def answer(self, game: '_Game', turn_index: int, text: str) -> protocol.Step:
-    """Returns what becomes of a turn in a game, which it changes."""
+    """Plays a turn in a game, which changes, and returns its result."""
     command, kind, reward = commands.parse(text), 'command', 0.0
     if command is None:
       kind, news = protocol.INVALID, commands.correction()
@@ -195,9 +198,9 @@ class TextWorldEnvironment(protocol.Environment):
   def _choices_after(
     self, number: str, played: tuple[str, ...]
   ) -> tuple[str | None, list[str]]:
-    """Returns the next command of a solution, and all that are possible.
+    """Returns the next command of a solution, and all possible commands.
 
-    It is None if the game is solved, or cannot be solved any more.
+    The next command is None if the game is solved or can no longer be solved.
     """
     game = self._begin(number)
     for command in played:
@@ -235,7 +238,8 @@ def _make_game(rooms: int, objects: int, quest_length: int, seed: int) -> Any:
   options.nb_rooms = rooms
   options.nb_objects = objects
   options.quest_length = quest_length
-  # All of them: TextWorld draws what is missing from a generator of its own.
+  # All seeds are given, because TextWorld draws the others from a generator of
+  # its own.
   options.seeds = {
     name: 4 * seed + n
     for n, name in enumerate(('map', 'objects', 'quest', 'grammar'))
@@ -266,7 +270,7 @@ def _words_of_games() -> list[str]:
 
 @functools.cache
 def _rules_of_games() -> Any:
-  """Returns the rules that all games share, which take long to read."""
+  """Returns the rules that all games share; reading them takes long."""
   from textworld import generator  # pyright: ignore[reportMissingImports]
 
   return generator.KnowledgeBase.load()
@@ -317,7 +321,7 @@ class _Game:
     return list(self._commands)
 
   def play(self, command: str) -> None:
-    """Changes the game as a possible command does."""
+    """Plays a command, which must be possible."""
     self._progress.update(self._commands[command])
     self._solution = self._progress.winning_policy
     del self._commands

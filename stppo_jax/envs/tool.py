@@ -6,15 +6,15 @@ from typing import Protocol
 
 
 class ToolError(Exception):
-  """A call that failed through the policy's fault; it reads the message.
+  """Raised if a call fails by the policy's fault; the policy reads the message.
 
-  Bad arguments are such a fault, and so is a program that hangs or crashes
-  because of what it was asked to do.
+  Bad arguments are such a fault, and so are arguments at which a program hangs
+  or crashes.
   """
 
 
 class ToolUnavailable(Exception):
-  """A call that the infrastructure failed; its trajectory has no weight."""
+  """Raised if the infrastructure fails; the trajectory then has no weight."""
 
 
 class Tool(Protocol):
@@ -30,11 +30,11 @@ class Tool(Protocol):
   def description(self) -> Mapping[str, Any]: ...
 
   async def call(self, arguments: Mapping[str, Any]) -> str:
-    """Returns what the tool answers.
+    """Returns the answer of the tool.
 
     Raises:
-      ToolError: the call itself is at fault.
-      ToolUnavailable: the tool cannot be reached.
+      ToolError: if the call itself is at fault.
+      ToolUnavailable: if the tool cannot be reached.
     """
     ...
 

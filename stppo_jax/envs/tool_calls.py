@@ -11,7 +11,7 @@ from stppo_jax.envs import protocol
 
 STOP_STRINGS: tuple[str, ...] = ('</tool_call>', '</answer>')
 
-# Before a bare call, Llama writes this token.
+# Llama writes this token before a call without tags.
 _PYTHON_TAG = '<|python_tag|>'
 _END_OF_TURN = re.compile(r'(?:\s|<\|[a-z_]+\|>|</s>)*')
 
@@ -29,8 +29,7 @@ def parse(text: str) -> tuple[str, Call | str]:
 
   A call is the JSON object {"name", "arguments"} in a <tool_call> element, as
   Hermes and Qwen write it, or a turn that is nothing but such an object, as
-  Llama writes it. Llama's name of the arguments, "parameters", is understood
-  too.
+  Llama writes it. Llama's name of the arguments, "parameters", is accepted too.
 
   Returns:
     ('tool', the call), ('answer', the text) or (`protocol.INVALID`, '').

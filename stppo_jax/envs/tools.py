@@ -1,4 +1,4 @@
-"""Answering questions with tools: a calculator and those of MCP servers."""
+"""Question answering with a calculator and with tools of MCP servers."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from stppo_jax.envs import tool as tool_lib
 from stppo_jax.envs import tool_calls
 from stppo_jax.retrieval import protocol as retrieval
 
-# The tools of our own: the choices of `env.tools.names`.
+# The built-in tools: the choices of `env.tools.names`.
 TOOLS = {'calculator': calculator.Calculator}
 
 REWARD_NAMES = ('exact_match', 'substring_match', 'f1', 'format')
@@ -30,11 +30,11 @@ _CORRECTION = (
   f'No valid action. Write <tool_call>{_CALL}</tool_call> to call a tool, or '
   'the answer inside <answer> and </answer>.'
 )
-# Longer output is cut before it is neutralised and tokenised, which a tool that
-# floods its output would slow down. An observation holds fewer tokens anyway.
+# Longer output is cut first, because it would take long to neutralise and to
+# tokenise. An observation holds fewer tokens anyway.
 _MAX_OUTPUT_CHARS = 65536
 
-# A model with a chat template is told of the tools by its template, too.
+# A chat template tells the model of the tools, too.
 BUILT_IN = f"""\
 Answer the question at the end of this message. You may call these tools:
 {{tools}}
@@ -76,7 +76,7 @@ class ToolsEnvironment(protocol.Environment):
       rewards: the weight of each of REWARD_NAMES.
 
     Raises:
-      ValueError: if two tools have one name, or the file cannot be used.
+      ValueError: if two tools have the same name, or the file cannot be used.
     """
     self.tools = tuple(tool.description for tool in tools)
     names = [description['function']['name'] for description in self.tools]
@@ -95,7 +95,7 @@ class ToolsEnvironment(protocol.Environment):
   def from_options(
     cls, options: Mapping[str, Any], retriever: retrieval.Retriever | None
   ) -> Self:
-    """See `protocol.Environment`; starts the MCP servers to ask what they have.
+    """See `protocol.Environment`; asks the MCP servers for their tools.
 
     Raises:
       ValueError: if an option has a bad value, or a server does not answer.
@@ -180,7 +180,7 @@ class ToolsEnvironment(protocol.Environment):
   ) -> tuple[dict[str, float], dict[str, float]]:
     """See `protocol.Environment`; the rewards are REWARD_NAMES.
 
-    The form is right if the last turn answers and all others call a tool.
+    The score `format` is 1 if the last turn answers and all others call a tool.
     """
     del prompt
     scores = dict.fromkeys(SCORE_NAMES, 0.0)
@@ -196,7 +196,7 @@ class ToolsEnvironment(protocol.Environment):
 
 
 def _response(output: str) -> protocol.Observation:
-  """Returns what a tool answers as an observation, without tags of ours."""
+  """Returns the output of a tool as an observation, our tags neutralised."""
   return protocol.Observation(
     prefix=_RESPONSE[0],
     body=neutralisation.neutralise_tags(output[:_MAX_OUTPUT_CHARS]),
@@ -205,7 +205,7 @@ def _response(output: str) -> protocol.Observation:
 
 
 def _lines(descriptions: Sequence[Mapping[str, Any]]) -> str:
-  """Returns a line for each tool: name, parameters, what it does."""
+  """Returns a line for each tool: its name, its purpose and its parameters."""
   lines = []
   for description in descriptions:
     function = description['function']
