@@ -4,7 +4,7 @@ from urllib import parse
 
 
 def check_url(url: str, *, token_variable: str) -> str | None:
-  """Returns one line on what is wrong with a server's URL; None if nothing is.
+  """Returns what is wrong with a server's URL, in one line; None if valid.
 
   Args:
     url: http or https, without user, password, query and fragment.
@@ -35,11 +35,10 @@ def check_url(url: str, *, token_variable: str) -> str | None:
 def base_url(url: str, *, suffix: str, token_variable: str) -> str:
   """Returns a URL without trailing slashes and without `suffix` at its end.
 
-  Users often copy the URL of an endpoint, but its path is added again to each
-  request.
+  Users often copy the URL of an endpoint, whose path every request adds again.
 
   Raises:
-    ValueError: the URL is not valid; one line.
+    ValueError: if the URL is not valid; the message is one line.
   """
   problem = check_url(url, token_variable=token_variable)
   if problem:

@@ -1,9 +1,9 @@
 """The HTTP client for retrieval and inference servers.
 
 A request that fails raises `Failure`, which names the cause. Whether another
-attempt can help differs between servers, so the caller decides it and calls
-`back_off` in between. Redirects are not followed, the environment's proxies are
-not used, and the size of a reply is bounded.
+attempt can help differs between servers, so the caller decides, and calls
+`back_off` between attempts. Redirects are not followed, the environment's
+proxies are not used, and the size of a reply is bounded.
 """
 
 import asyncio
@@ -66,8 +66,8 @@ class Failure(Exception):
 
   Attributes:
     cause: why the request failed.
-    status: the status of the reply, where that is the cause; else 0.
-    retry_after: seconds to wait by the reply's Retry-After; 0 without one.
+    status: the status of the reply if it is the cause, else 0.
+    retry_after: the seconds of the reply's Retry-After header; 0 without one.
   """
 
   def __init__(
@@ -97,8 +97,8 @@ class _Connection:
     session: the session, usable in that loop only.
     slots: bounds the posts in flight.
     keeper: a task that closes the session when it is cancelled.
-    cancel_keeper: cancels the task from any thread, and when the client is
-      garbage.
+    cancel_keeper: cancels the task from any thread; called at the latest when
+      the client is garbage-collected.
   """
 
   loop: asyncio.AbstractEventLoop
@@ -113,7 +113,7 @@ class Client:
 
   Connections are made in the running loop. They are closed by `close`, or when
   the loop cancels its tasks at its end (`asyncio.run` and
-  `event_loop.EventLoop` do), or when the client is garbage.
+  `event_loop.EventLoop` do), or when the client is garbage-collected.
 
   Attributes:
     url: the URL that all paths are appended to.
@@ -136,13 +136,13 @@ class Client:
     Args:
       url: a URL that `address.base_url` returned.
       timeout: seconds per request.
-      token_variable: the environment variable whose present value is sent as a
-        bearer token.
-      max_concurrent: the most posts in flight, further ones wait; None = no
+      token_variable: the environment variable that holds the bearer token; it
+        is read now.
+      max_concurrent: the most posts in flight; further ones wait. None = no
         bound.
       max_reply_bytes: the largest reply; a larger one is a failure.
       pauses: how long to wait before retries and between health checks.
-      gate: lets posts wait while the server fails; None = they never wait.
+      gate: makes posts wait while the server fails; None = they never wait.
     """
     self.url = url
     self.timeout = timeout
@@ -159,10 +159,10 @@ class Client:
     return await self._request('GET', path, None, timeout or self.timeout)
 
   async def post(self, path: str, body: Any) -> bytes:
-    """Posts JSON values, once, and returns the body of a 200.
+    """Posts JSON values and returns the body of a 200, after one attempt.
 
     Raises:
-      Failure: there was no reply, or one with another status.
+      Failure: if there was no reply, or a reply with another status.
       Exception: see `OutageGate.passed`.
     """
     # The timeout starts only when a slot is free: in a burst of requests, the
@@ -188,11 +188,11 @@ class Client:
       path: the path of the health check.
       grace: seconds until this gives up.
       ready_statuses: the statuses of a server that is ready.
-      final_statuses: the statuses of a server that never will be.
+      final_statuses: the statuses of a server that will never be ready.
 
     Raises:
-      Failure: the server answered with one of `final_statuses`.
-      NotReady: the server did not answer so within `grace` seconds.
+      Failure: if the server answered with one of `final_statuses`.
+      NotReady: if the server was not ready within `grace` seconds.
     """
     deadline = time.monotonic() + grace
     while True:
@@ -222,7 +222,8 @@ class Client:
       failure: the error of that attempt.
     """
     pauses = self._pauses
-    # 2.0**1024 overflows, and long before that the pause is the longest.
+    # The exponent is bounded because 2.0**1024 overflows. The pause has reached
+    # its bound long before.
     pause = min(pauses.first * 2.0 ** min(attempt, 64), pauses.longest)
     pause *= self._random.uniform(0.5, 1.5)
     retry_after = min(failure.retry_after, pauses.longest_retry_after)
@@ -325,11 +326,11 @@ class Client:
 
 
 def retry_after_seconds(value: str | None) -> float:
-  """Returns the seconds to wait by a Retry-After header.
+  """Returns the seconds to wait by a Retry-After header (RFC 9110).
 
   Args:
-    value: seconds, or a date as in RFC 9110; 0 is returned where it is absent,
-      unreadable or in the past.
+    value: seconds or a date; 0 is returned if the header is absent, unreadable
+      or in the past.
   """
   if value is None:
     return 0.0

@@ -23,7 +23,7 @@ ACCEPTED_AT_ONCE = 32
 
 
 def bounded_by_descriptors(max_connections: int) -> int:
-  """Returns the limit, or half of the descriptors of the process if less.
+  """Returns the limit, or half of the process's descriptors if they are fewer.
 
   The other half is for files, and for connections that are accepted before the
   idle ones are closed.
@@ -50,7 +50,7 @@ class Connections:
     """
     self.header_timeout = header_timeout
     self._max_connections = bounded_by_descriptors(max_connections)
-    # The least recently active first.
+    # Ordered by activity, the least recently active connection first.
     self._open: dict[asyncio.BaseTransport, _Connection] = {}
 
   def __len__(self) -> int:
@@ -64,7 +64,7 @@ class Connections:
 
   @contextlib.contextmanager
   def request(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
-    """Spans a request whose headers have come."""
+    """Tracks a request, whose headers have come, until it has been answered."""
     connection = self._open.get(transport) if transport else None
     if connection is None:  # The client has gone.
       yield
@@ -79,7 +79,7 @@ class Connections:
 
   @contextlib.contextmanager
   def busy(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
-    """Keeps a connection while one of its requests, read whole, is answered."""
+    """Keeps a connection open while a request that was read is answered."""
     connection = self._open.get(transport) if transport else None
     if connection is None:
       yield
@@ -113,7 +113,7 @@ class Connections:
 
 
 class _Connection(asyncio.Protocol):
-  """Hands everything on to a protocol, and watches what comes.
+  """Passes all events on to a protocol, and limits the time for headers.
 
   Attributes:
     transport: the transport, once connected.
@@ -121,7 +121,7 @@ class _Connection(asyncio.Protocol):
     is_busy: whether a request is being answered.
   """
 
-  transport: Any  # an asyncio.Transport, which asyncio does not promise
+  transport: Any  # an asyncio.Transport; asyncio declares a wider type
 
   def __init__(self, connections: Connections, protocol: asyncio.Protocol):
     self._connections = connections
@@ -143,7 +143,7 @@ class _Connection(asyncio.Protocol):
 
   def data_received(self, data: bytes) -> None:
     if not self.has_request and self._timer is None:
-      self._wait()  # for the rest of the headers, on a kept connection
+      self._wait()  # a kept connection has begun another request
     self._protocol.data_received(data)
 
   def eof_received(self) -> bool | None:

@@ -22,7 +22,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
 
 
 class Metrics:
-  """The counters of one server; a name without the prefix `stppo_`."""
+  """The metrics of one server; their names get the prefix `stppo_`."""
 
   def __init__(self):
     self._registry = prometheus_client.CollectorRegistry()
@@ -50,9 +50,10 @@ class Metrics:
     ).inc
 
   def gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
-    """Adds a number that is asked for when the metrics are.
+    """Adds a gauge, whose value is read whenever the metrics are.
 
-    Several processes cannot ask each other, so there it is left out.
+    Worker processes cannot read each other's values, so a server that has
+    several of them leaves the gauge out.
     """
     if not self._folder:
       prometheus_client.Gauge(

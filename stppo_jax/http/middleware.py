@@ -17,14 +17,14 @@ class Limits:
   """The limits of what clients may request.
 
   Attributes:
-    max_body_bytes: the largest body of a request; above it, 413.
-    max_concurrent: the most posts that are answered at the same time; above
-      it, 429. A post whose body has not come yet does not count.
+    max_body_bytes: the largest body of a request; a larger one gets a 413.
+    max_concurrent: the most posts that are answered at the same time; further
+      ones get a 429. A post whose body has not come yet does not count.
     retry_after: seconds that a 429 names in Retry-After.
     body_timeout: seconds that a client may take to send a body.
     header_timeout: seconds that a client may take to send headers.
-    max_connections: the most connections; half of the file descriptors of the
-      process bound them too. Above it, the oldest idle one is closed.
+    max_connections: the most connections, which half of the file descriptors of
+      the process bound too. One more closes the oldest idle connection.
   """
 
   max_body_bytes: int = 1 << 20
@@ -134,10 +134,10 @@ def inject(fault: Callable[[int], str], limits: Limits):
   """Returns a middleware that fails posts on purpose.
 
   Args:
-    fault: number of the post, from 1 -> what happens to it: 'connection' breaks
-      it, 'status_500' and 'status_429' are statuses, 'malformed' is a reply
-      that is not JSON, and '' is no fault.
-    limits: the limits of the server, which name Retry-After.
+    fault: takes the number of the post, from 1, and returns what happens to it:
+      'connection' breaks the connection, 'status_500' and 'status_429' are
+      statuses, 'malformed' is a reply that is not JSON, and '' is no fault.
+    limits: the limits of the server, with the seconds of Retry-After.
   """
   count = 0
 

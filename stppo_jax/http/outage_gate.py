@@ -1,4 +1,4 @@
-"""Lets requests wait while a server fails most of them."""
+"""Makes requests wait while a server fails most of them."""
 
 import asyncio
 import collections
@@ -9,33 +9,33 @@ import contextlib
 import logging
 import time
 
-# The requests that are judged: few, so that a query that is sent alone closes
-# the gate before its usual four retries are spent.
+# The number of last requests that decide. It is small, so that a query that is
+# sent alone closes the gate before its usual four retries are used up.
 _WINDOW = 6
-_LEAST = 3  # failures that close the gate
+_LEAST = 3  # the gate does not close for fewer failures
 _log = logging.getLogger(__name__)
 
 
 class OutageGate:
-  """Closes when too many of the last requests failed.
+  """A gate that closes when too many of the last requests have failed.
 
-  While it is closed no request is sent. One task asks the server whether it is
-  ready, and all requests go on when it is. Otherwise each would spend its few
-  retries within seconds.
+  While it is closed, no request is sent. One task asks the server whether it is
+  ready, and all requests go on when it is. Without the gate, each request would
+  use up its few retries within seconds.
 
   It works in one event loop at a time.
 
   Args:
     max_failure_rate: the share of the last six requests that may fail.
-    signals_outage: whether an error of a request is that of a server which is
-      away; other errors count as answers.
-    until_ready: returns when the server is ready; raises an error when nobody
-      is to wait any longer.
-    server: its name, for the lines that say when requests wait.
+    signals_outage: returns whether an error of a request means that the server
+      is away; requests with other errors count as answered.
+    until_ready: returns when the server is ready; raises an error when the wait
+      has to end.
+    server: the name of the server in log lines.
 
   Attributes:
-    times_closed: how often it has closed.
-    seconds_closed: the seconds of asking until the server was ready.
+    times_closed: the number of times that the gate has closed.
+    seconds_closed: the seconds spent on waiting until the server was ready.
   """
 
   def __init__(
@@ -61,7 +61,7 @@ class OutageGate:
 
   @contextlib.contextmanager
   def counted(self) -> Iterator[None]:
-    """Counts the request in the body by the error that it raises, if any."""
+    """Counts the request in the body as failed if it raises an outage error."""
     try:
       yield
     except Exception as error:
@@ -73,15 +73,16 @@ class OutageGate:
     """Returns when requests may be sent: at once if the gate is open.
 
     Raises:
-      Exception: the error of `until_ready`, to all that wait.
+      Exception: the error of `until_ready`, for each request that waits.
     """
     if not self._is_closed:
       return
     loop = asyncio.get_running_loop()
-    # The task of a loop that has ended never ends itself.
+    # A task of a loop that has ended would never finish, so it is replaced.
     if self._prober is None or self._prober.get_loop() is not loop:
       self._prober = loop.create_task(self._probe())
-    # Shielded: the others go on waiting if this request is cancelled.
+    # Shielded, so that the other requests go on waiting if this one is
+    # cancelled.
     await asyncio.shield(self._prober)
 
   async def close(self) -> None:
@@ -105,7 +106,7 @@ class OutageGate:
 
   def _count(self, *, succeeded: bool) -> None:
     """Closes the gate if too many of the last requests have failed."""
-    if self._is_closed:  # it was sent before
+    if self._is_closed:  # the request was sent before the gate closed
       return
     self._succeeded.append(succeeded)
     failed = self._succeeded.count(False)

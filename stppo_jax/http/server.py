@@ -12,7 +12,8 @@ line, `{"detail": "..."}`, and no reply carries a traceback:
     429  too many requests in flight, with Retry-After
     500  a bug in a handler, whose cause is in the server's log only
 
-GET /health answers {"status": "ok"}, and GET /metrics counts for Prometheus.
+GET /health answers {"status": "ok"}, and GET /metrics the metrics as text for
+Prometheus.
 The number of connections and the time for the headers of a request are bounded
 in `connections.py`.
 """
@@ -36,7 +37,7 @@ from stppo_jax.http import middleware
 
 LOOPBACK = '127.0.0.1'
 
-# Connections that the system keeps until they are accepted.
+# The most connections that wait in the system until they are accepted.
 _BACKLOG = 1024
 _KEEPALIVE = 75.0  # seconds that an idle connection is kept open
 _CONNECTIONS = web.AppKey('connections', connections_lib.Connections)
@@ -44,7 +45,7 @@ _CONNECTIONS = web.AppKey('connections', connections_lib.Connections)
 Fields = dict[str, Any]
 
 
-# Defined there; callers of the server need them.
+# Callers of the server need these two names of `middleware`.
 Limits = middleware.Limits
 Refusal = middleware.Refusal
 
@@ -63,15 +64,15 @@ def application(
   """Returns a server as an aiohttp application, with /health and /metrics.
 
   Args:
-    get: path -> handler without arguments.
-    post: path -> handler of the body; what the path matches in braces is passed
-      by keyword.
+    get: the handler of each path; it takes no arguments.
+    post: the handler of each path; it takes the JSON object of the body, and by
+      keyword the parts of the path that stand in braces.
     limits: the limits of what clients may request.
     close: called when the server ends.
     token: the bearer token that every request but /health needs; '' = none.
-    json_only: whether posts need the content type application/json. A web page
-      of another site cannot send it without being asked, so a browser on this
-      machine cannot be made to post.
+    json_only: whether posts need the content type application/json. A browser
+      does not send it for a web page of another site unless the server agrees,
+      so such a page cannot make a browser on this machine post.
     metrics: the metrics of the server; requests and connections are added.
     fault: decides which posts fail on purpose, see `middleware.inject`; None =
       none do.
@@ -115,7 +116,7 @@ def check_exposure(host: str, token: str, *, token_variable: str) -> None:
     token_variable: the environment variable that the message recommends.
 
   Raises:
-    ValueError: host is not a loopback address and there is no token.
+    ValueError: if host is not a loopback address and there is no token.
   """
   try:
     loopback = ipaddress.ip_address(host).is_loopback
@@ -132,7 +133,7 @@ def listen(host: str, port: int) -> socket.socket:
   """Returns a socket that is bound to an address and not listening yet.
 
   Raises:
-    OSError: the address is in use or does not belong to this machine.
+    OSError: if the address is in use or does not belong to this machine.
   """
   found = socket.getaddrinfo(
     host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -184,17 +185,18 @@ async def start(
   bound: socket.socket | None = None,
   shutdown_timeout: float = 1.0,
 ) -> tuple[Running, str]:
-  """Serves in the running loop; returns the server, to clean up, and the URL.
+  """Serves in the running loop; returns the running server and its URL.
 
   Args:
     app: the application to serve.
     host: the address to bind; see `check_exposure`.
     port: the port to bind; 0 = any free one.
-    bound: a socket that is bound to them already; it is closed at the end.
+    bound: a socket that is bound to host and port already; it is closed at the
+      end.
     shutdown_timeout: seconds that requests in flight may take at the end.
 
   Raises:
-    OSError: the address is in use or does not belong to this machine.
+    OSError: if the address is in use or does not belong to this machine.
   """
   runner = web.AppRunner(
     app,
@@ -206,14 +208,14 @@ async def start(
     await runner.setup()
     bound = bound or listen(host, port)
     make_protocol = runner.server
-    assert make_protocol is not None  # set up
+    assert make_protocol is not None  # `setup` has made it
     if _CONNECTIONS in app:
       make_protocol = app[_CONNECTIONS].guard(make_protocol)
     server = await asyncio.get_running_loop().create_server(
       make_protocol, sock=bound, backlog=connections_lib.ACCEPTED_AT_ONCE
     )
     # The loop accepts few connections at once, so that there are never many
-    # more than allowed, but more of them may wait.
+    # more than allowed. This makes the queue longer in which others wait.
     bound.listen(_BACKLOG)
   except BaseException:
     if bound is not None:

@@ -2,8 +2,8 @@
 
 The parent binds the address, and each worker accepts connections from it as
 soon as it has time for one. A worker that ends is replaced, after a pause if it
-did not live long. Workers end with their parent, also if that is killed: their
-standard input is a pipe from it, and the end of the pipe is their sign to end.
+did not live long. Workers end with their parent, even if it is killed: their
+standard input is a pipe from the parent, and they end when the pipe does.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ _LONGEST_PAUSE = 30.0  # seconds before a worker is replaced
 
 
 class WorkerFailed(Exception):
-  """A worker ended before it was ready; it has printed the reason."""
+  """Raised if a worker ended before it was ready; it has printed the reason."""
 
   def __init__(self, exit_code: int):
     super().__init__(f'a worker ended with exit code {exit_code}')
@@ -41,17 +41,17 @@ async def supervise(
   """Runs workers until `stopping` is set, and waits for their end.
 
   Args:
-    command: (descriptor of the socket) -> the command of a worker, which prints
-      a line when it is ready.
+    command: takes the descriptor of the socket and returns the command of a
+      worker, which prints a line when it is ready.
     num_workers: the number of workers.
-    bound: the socket that they listen on.
+    bound: the socket that the workers listen on.
     stopping: an event that ends all workers.
     ready: called once all workers are ready.
-    first_pause: the seconds before a worker is replaced that did not live long;
-      they double with each that follows.
+    first_pause: the seconds until a worker that did not live long is replaced;
+      they double with each further one.
 
   Raises:
-    WorkerFailed: a worker ended before it was ready.
+    WorkerFailed: if a worker ended before it was ready.
   """
   with tempfile.TemporaryDirectory() as folder:
     environment = os.environ | {metrics.FOLDER_VARIABLE: folder}
