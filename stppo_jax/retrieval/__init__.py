@@ -1,1 +1,4 @@
-"""Search over passages: index, server and client. Pure Python without jax."""
+"""Search over passages: indexes, server and client.
+
+Only the indexes of vectors, dense and FAISS, import jax.
+"""

@@ -11,9 +11,9 @@ _CORPUS = re.compile(f'{_SEGMENT}(/{_SEGMENT})*')
 
 
 def check_url(url: str) -> str | None:
-  """Returns one line on what is wrong with a URL; None if nothing is.
+  """Returns what is wrong with a URL, in one line; None if it is valid.
 
-  Uses no network. The URL may end with the path of the endpoint.
+  The check uses no network. The URL may end with the path of the endpoint.
   """
   return address.check_url(url, token_variable=TOKEN_VARIABLE)
 

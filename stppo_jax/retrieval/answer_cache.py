@@ -40,6 +40,6 @@ class AnswerCache:
 
 
 def _size(key: _Key, passages: Sequence[types.Passage]) -> int:
-  """Returns about how many bytes an answer takes."""
+  """Returns an estimate of the bytes that an answer takes."""
   texts = [text for p in passages for text in (p.id, p.title, p.text)]
   return _ENTRY_BYTES + sum(map(sys.getsizeof, [*key, *texts]))

@@ -1,4 +1,4 @@
-"""The retriever over HTTP, with retries for a network that fails.
+"""A retriever over HTTP, which repeats queries that fail.
 
 Queries that wait at the same time share a request. Only the queries that fail
 are sent again, and only those that keep failing raise `RetrievalError`, so that
@@ -30,8 +30,8 @@ from stppo_jax.retrieval import replies
 
 _MAX_CONCURRENT_REQUESTS = 16
 _LATENCIES_KEPT = 65536
-# A request that one of its queries may have broken is repeated as so many
-# smaller ones.
+# A request that may have failed because of one of its queries is divided into
+# this many smaller ones.
 _SPLIT = 4
 
 # A server without a health endpoint is ready when it answers at all: the server
@@ -66,8 +66,8 @@ class HttpRetriever:
 
   Attributes:
     cache_hits, cache_misses: the numbers of queries with and without an answer
-      in the cache, since the start. A query whose answer another caller waits
-      for already counts as a hit.
+      in the cache, since the start. A query counts as a hit, too, if another
+      caller already waits for its answer.
   """
 
   def __init__(
@@ -93,14 +93,16 @@ class HttpRetriever:
     A bearer token in the environment (STPPO_RETRIEVAL_TOKEN) is sent along.
 
     Args:
-      url: http or https, see `address.check_url`; without a corpus.
+      url: the http or https URL, without the path of a corpus; see
+        `address.check_url`.
       dialect: the protocol of the server.
       topk: the number of passages per query.
       timeout: seconds per request.
       retries: the most attempts per query beyond the first one.
       start_grace: the seconds after which `wait_until_ready` gives up.
-      max_failure_rate: the share of the last requests that may fail; beyond it
-        all wait until the server is ready, unless `start_grace` is 0.
+      max_failure_rate: the share of the last requests that may fail. If more
+        fail, all requests wait until the server is ready, unless `start_grace`
+        is 0.
       max_queries_per_request: the most queries in one request.
       cached_bytes: the memory of the answers that are kept; the least recently
         used ones are dropped.
@@ -112,7 +114,7 @@ class HttpRetriever:
       pauses: how long to wait before retries and between health checks.
 
     Raises:
-      ValueError: the URL is not valid; one line.
+      ValueError: if the URL is not valid; the message is one line.
     """
     base = http_address.base_url(
       url, suffix=dialect.path, token_variable=address.TOKEN_VARIABLE
@@ -154,11 +156,14 @@ class HttpRetriever:
     """See `protocol.Retriever`; concurrent calls share requests.
 
     Raises:
-      protocol.RetrievalError: the last retry failed; one line.
-      protocol.RetrieverMisconfigured: no retry can help; one line.
+      protocol.RetrievalError: if the last retry failed; the message is one
+        line.
+      protocol.RetrieverMisconfigured: if no retry can help; the message is one
+        line.
       protocol.RetrieverUnreachable: see `wait_until_ready`.
-      recording.RecordingFailed: the answer cannot be recorded; one line.
-      ValueError: the corpus is no plain relative path.
+      recording.RecordingFailed: if the answer cannot be recorded; the message
+        is one line.
+      ValueError: if the corpus is no plain relative path.
     """
     address.check_corpus(corpus)
     passages = await self._find((corpus, query))
@@ -167,7 +172,7 @@ class HttpRetriever:
     return passages
 
   async def _find(self, key: tuple[str, str]) -> list[types.Passage]:
-    """Returns the passages of (corpus, query), from the cache if it can."""
+    """Returns the passages of (corpus, query), if possible from the cache."""
     cached = self._cache.find(key)
     if cached is not None:
       self.cache_hits += 1
@@ -186,8 +191,10 @@ class HttpRetriever:
     """Waits until the server's health endpoint answers.
 
     Raises:
-      protocol.RetrieverUnreachable: it did not within `start_grace` seconds.
-      protocol.RetrieverMisconfigured: it refuses this run, or redirects it.
+      protocol.RetrieverUnreachable: if the server does not answer within
+        `start_grace` seconds.
+      protocol.RetrieverMisconfigured: if the server refuses this run, or
+        redirects it.
     """
     path = self._dialect.health_path
     try:
@@ -205,13 +212,14 @@ class HttpRetriever:
   def statistics(self) -> dict[str, float]:
     """Returns counts since the last call, and resets them.
 
-    `retrieval/ok` and `retrieval/failures` count queries that were sent (not
-    answers from the cache), `retrieval/failures/{cause}` the latter by cause,
-    `retrieval/retries` counts repeated attempts, and `retrieval/latency_*` are
-    seconds from query to answer, retries included; 0 if there was none.
-    `retrieval/answers` counts all answers, and `retrieval/empty` those without
-    a passage. `retrieval/outages` counts how often all requests had to wait
-    until the server was ready, `retrieval/outage_s` for how many seconds.
+    `retrieval/ok` and `retrieval/failures` count queries that were sent, so not
+    answers from the cache. `retrieval/failures/{cause}` counts the failures of
+    each cause, and `retrieval/retries` the repeated attempts.
+    `retrieval/latency_*` are percentiles of the seconds from query to answer,
+    retries included; 0 if there was no answer. `retrieval/answers` counts all
+    answers, and `retrieval/empty` those without a passage.
+    `retrieval/outages` counts the times that all requests had to wait until the
+    server was ready, and `retrieval/outage_s` the seconds that this took.
     """
     p50, p99 = (
       np.percentile(self._latencies, [50, 99])
@@ -311,8 +319,8 @@ class HttpRetriever:
     try:
       await self._request(corpus, futures, list(futures), 0)
     except Exception as error:
-      # An outage that lasts, or a bug of this client: callers must see the
-      # error and not wait for ever.
+      # In a lasting outage, or after a bug of this client, callers must see the
+      # error instead of waiting for ever.
       for future in futures.values():
         if not future.done():
           future.set_exception(error)
@@ -374,7 +382,7 @@ class HttpRetriever:
   def _error(
     self, corpus: str, failure: http_client.Failure, attempt: int
   ) -> Exception:
-    """Returns what a query raises whose last attempt has failed."""
+    """Returns the exception of a query whose last attempt has failed."""
     if failure.status in failures.PERMANENT:
       return self._misconfigured(self._path(corpus), failure)
     cause = failure.cause.value.replace(' ', '_')
@@ -396,7 +404,8 @@ class HttpRetriever:
   ) -> protocol.RetrieverMisconfigured | None:
     """Returns an error that names the dialects that the server speaks.
 
-    None if it speaks none, or the chosen one: then the failure is another.
+    None is returned if the server speaks none of them, or speaks the chosen
+    one: the failure then has another reason.
     """
     problems = await detection.spoken(self._client, query, corpus=corpus)
     spoken = [name for name, problem in problems.items() if problem is None]

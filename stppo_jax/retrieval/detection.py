@@ -18,7 +18,7 @@ async def ask(
   """Returns the reply to one query, after one attempt.
 
   Raises:
-    http_client.Failure: there was no reply in this dialect.
+    http_client.Failure: if there was no reply in this dialect.
   """
   path = (f'/{corpus}' if corpus else '') + dialect.path
   reply = await client.post(path, dialect.body([query], topk))
@@ -38,7 +38,7 @@ async def ask(
 async def spoken(
   client: http_client.Client, query: str, *, corpus: str = ''
 ) -> dict[str, http_client.Failure | None]:
-  """Asks in every dialect; returns the failure of each, None if it answered."""
+  """Asks in every dialect; returns its failure, or None if it is answered."""
 
   async def failure_in(dialect: dialects.Dialect):
     try:

@@ -1,8 +1,8 @@
 """The protocols of retrieval servers: their requests and their replies.
 
-`DIALECTS` has an entry for each protocol, which the client and the server read.
-A new protocol needs an entry, and two functions if its replies are like none of
-those below. The types of a reply's fields are checked here; `replies.clean`
+`DIALECTS` has an entry for each protocol, which the client and the server use.
+A new protocol needs an entry, and two functions if its replies differ from all
+of those below. The types of a reply's fields are checked here; `replies.clean`
 bounds their values.
 """
 
@@ -17,23 +17,25 @@ from stppo_jax.retrieval import replies
 from stppo_jax.retrieval.indexes import corpus
 
 Passages = Sequence[types.Passage]
-# None for a query that has no answer, in dialects of several queries.
+# The passages of each query. None stands for a query without an answer, which
+# only dialects with several queries per request have.
 Lists = Sequence[Passages | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-  """The differences between servers.
+  """The protocol of a server, as far as servers differ.
 
   Attributes:
     path: the path to which queries are posted, below the URL and the corpus.
     queries: the field of a request that holds its queries.
     topk: the field that holds the number of passages per query.
-    read: (reply, number of queries) -> `replies.Answers`; raises ValueError
-      with one line if nothing in the reply can be used.
-    write: (passages of each query, whether scores are wanted) -> the JSON
-      values of a reply.
-    one_query: whether a request has one query, a string, and not a list.
+    read: takes the reply and the number of queries, and returns
+      `replies.Answers`; raises ValueError with one line if nothing in the reply
+      can be used.
+    write: takes the passages of each query and whether scores are wanted, and
+      returns the JSON values of a reply.
+    one_query: whether a request has a single query as a string, and no list.
     scores: the field that says whether scores are wanted; '' = there is none.
     health_path: the path that answers a GET with 200 when the server is ready.
       A server without it (404, 405) is ready as soon as it answers at all.
@@ -55,7 +57,8 @@ class Dialect:
       body: dict[str, Any] = {self.queries: query, self.topk: topk}
     else:
       body = {self.queries: list(queries), self.topk: topk}
-    # The server of Search-R1 fails on return_scores: false.
+    # Scores are always asked for, because the server of Search-R1 fails on
+    # return_scores: false.
     return body | ({self.scores: True} if self.scores else {})
 
 
@@ -97,7 +100,7 @@ def _lists(
     raise ValueError(f'the reply has no list "{name}"')
   lists = fields[name]
   if len(lists) != num_queries:
-    # It is not known which list belongs to which query.
+    # Nothing says which list belongs to which query.
     raise ValueError(f'{len(lists)} lists for {num_queries} queries')
   return [_read_list(entry, read) for entry in lists]
 

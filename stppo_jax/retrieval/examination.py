@@ -35,10 +35,10 @@ class Unusable(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Examination:
-  """A question to a server, and what is known about the answer.
+  """What to examine: a server, and a query whose answer is known.
 
   Attributes:
-    url: its address, as in retrieval.url.
+    url: the address of the server, as in retrieval.url.
     dialect: the dialect of the run, a key of DIALECTS; '' if it is not known.
     corpus: the corpus of a question, such as worlds/0.
     query: a query whose answer is known.
@@ -55,10 +55,10 @@ class Examination:
 
 
 async def examine(asked: Examination, say: Say) -> None:
-  """Says a line for each examination, until one fails.
+  """Examines a server step by step, with a line on each, until one fails.
 
   Raises:
-    Unusable: a run cannot use the server.
+    Unusable: if a run cannot use the server.
   """
   url = asked.url
   for path in dict.fromkeys(d.path for d in dialects.DIALECTS.values()):
@@ -138,7 +138,7 @@ async def _examine_times(
   seconds = []
   for n in range(_NUM_TIMED):
     begin = time.monotonic()
-    # Other queries, because a server may keep its answers.
+    # Each query is a new one, because a server may cache its answers.
     await _ask(client, name, f'{asked.query} {n}', asked)
     seconds.append(time.monotonic() - begin)
   median, longest = np.median(seconds), max(seconds)

@@ -27,8 +27,8 @@ class FakeRetriever:
     """Makes a retriever.
 
     Args:
-      passages: query to passages (other queries find none), or a function of
-        the query.
+      passages: the passages of each query (other queries find none), or a
+        function that returns the passages of a query.
       fail_on: queries that raise RetrievalError.
     """
     self._passages = passages

@@ -1,4 +1,4 @@
-"""Faults that are injected on purpose, drawn by a seed."""
+"""Faults that are injected on purpose, drawn from a seed."""
 
 import hashlib
 
@@ -22,7 +22,7 @@ class Faults:
       seed: the seed of all decisions.
 
     Raises:
-      ValueError: the rate is not from 0 to 1.
+      ValueError: if the rate is not from 0 to 1.
     """
     if not 0 <= rate <= 1:
       raise ValueError(f'rate of faults {rate}: must be from 0 to 1')

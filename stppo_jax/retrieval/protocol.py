@@ -7,10 +7,10 @@ from stppo_jax import types
 
 
 class RetrievalError(Exception):
-  """A query that the infrastructure failed, its retries included.
+  """Raised if the infrastructure fails a query and all its retries.
 
-  The policy is never the cause: the trajectory ends with INFRA_ERROR and weighs
-  nothing. The message is one line.
+  The policy is never the cause: the trajectory ends with INFRA_ERROR and has no
+  weight in training. The message is one line.
 
   Attributes:
     cause: a short name of the cause, for metrics: 'timeout', 'status_500', ...
@@ -22,7 +22,7 @@ class RetrievalError(Exception):
 
 
 class RetrieverUnreachable(Exception):
-  """No retriever was ready within `start_grace` seconds.
+  """Raised if no retriever was ready within `start_grace` seconds.
 
   It is not a RetrievalError, so that no environment treats it as the failure of
   one query: the command ends with exit code 75 and can be repeated.
@@ -32,9 +32,9 @@ class RetrieverUnreachable(Exception):
 
 
 class RetrieverMisconfigured(Exception):
-  """A server that will never answer this run: a wrong address or token.
+  """Raised if a server will never answer: the address or the token is wrong.
 
-  Waiting does not help, so it is neither the failure of one query nor an
+  Waiting does not help, so this is neither the failure of one query nor an
   outage: the command ends with exit code 2.
   """
 
@@ -54,8 +54,8 @@ class Retriever(Protocol):
       corpus: `Question.corpus`; '' is the server's own corpus.
 
     Raises:
-      RetrievalError: the infrastructure failed the query, after all retries.
-      RetrieverMisconfigured: the server refuses every query of this run.
+      RetrievalError: if the infrastructure failed the query, after all retries.
+      RetrieverMisconfigured: if the server refuses every query of this run.
     """
     ...
 

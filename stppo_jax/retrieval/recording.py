@@ -1,7 +1,8 @@
 """Recorded answers, so that a run can be repeated without its server.
 
 A recording is a file of JSON lines: {"corpus", "query", "topk", "passages"}.
-`Recorder` writes it while a run asks its server, `Recording` answers from it.
+`Recorder` writes the file while a run asks its server, and `Recording` answers
+from it.
 """
 
 from collections.abc import Sequence
@@ -15,11 +16,11 @@ from stppo_jax import types
 from stppo_jax.retrieval.indexes import corpus as corpus_lib
 
 _Key = tuple[str, str]  # corpus, query
-_BEGINNING = b'{"corpus": "'  # of every line that is written
+_BEGINNING = b'{"corpus": "'  # the first bytes of every line
 
 
 class RecordingFailed(Exception):
-  """An answer cannot be recorded, for example because the disk is full.
+  """Raised if an answer cannot be recorded, such as on a full disk.
 
   The run ends, because without the answer it could not be repeated. The message
   is one line.
@@ -29,21 +30,22 @@ class RecordingFailed(Exception):
 
 
 class Recorder:
-  """Appends answers to a file, the first one of each query."""
+  """Appends the first answer to each query to a file."""
 
   def __init__(self, path: str | os.PathLike[str], *, topk: int):
-    """Opens the file, or makes it; what it holds is kept.
+    """Opens the file to append to it, or makes it.
 
-    A last line that is not complete, because the process was killed, is
-    removed.
+    If a process was killed while it wrote the last line, the rest of that line
+    is removed.
 
     Args:
       path: the file.
       topk: the number of passages that were asked for.
 
     Raises:
-      OSError: the file cannot be written.
-      ValueError: it is no recording, or one with another topk; one line.
+      OSError: if the file cannot be written.
+      ValueError: if the file is no recording, or was recorded with another
+        topk; the message is one line.
     """
     self._topk = topk
     self._recorded: set[_Key] = set()
@@ -51,7 +53,7 @@ class Recorder:
     if path.exists():
       torn = _torn_line(path)
       known = _read(path, but_last=bool(torn))
-      if torn:  # and all lines before it are ours
+      if torn:  # `_read` has accepted all lines before it
         os.truncate(path, path.stat().st_size - len(torn))
       self._recorded = set(known)
       other = {answer.topk for answer in known.values()} - {topk}
@@ -70,7 +72,7 @@ class Recorder:
     """Writes an answer, unless the query has one.
 
     Raises:
-      RecordingFailed: it cannot be written.
+      RecordingFailed: if the answer cannot be written.
     """
     if (corpus, query) in self._recorded:
       return
@@ -80,8 +82,8 @@ class Recorder:
       'topk': self._topk,
       'passages': [dataclasses.asdict(passage) for passage in passages],
     }
-    # A query may hold halves of surrogate pairs, which UTF-8 cannot, so
-    # everything beyond ASCII is escaped.
+    # Everything beyond ASCII is escaped, because a query may hold halves of
+    # surrogate pairs, which UTF-8 cannot encode.
     line = json.dumps(fields).encode() + b'\n'
     try:
       while line:
@@ -109,8 +111,9 @@ class Recording:
     """Reads the file.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: a line is no answer; names the file and the line.
+      FileNotFoundError: if there is no such file.
+      ValueError: if a line is no answer; the message names the file and the
+        line.
     """
     path = pathlib.Path(path)
     if not path.is_file():
@@ -125,7 +128,7 @@ class Recording:
     """Returns the recorded passages of a query.
 
     Raises:
-      LookupError: the query was not recorded, or with fewer passages.
+      LookupError: if the query was not recorded, or was with fewer passages.
     """
     try:
       answer = self._answers[corpus, query]
@@ -178,10 +181,11 @@ def _parse(fields: Any) -> tuple[_Key, _Answer]:
 
 
 def _torn_line(path: pathlib.Path) -> bytes:
-  """Returns what is left of a last line that was not written completely.
+  """Returns the last line if it is not complete, else nothing.
 
   Raises:
-    ValueError: it is not the beginning of an answer; one line.
+    ValueError: if the line does not begin like an answer; the message is one
+      line.
   """
   torn = path.read_bytes().rpartition(b'\n')[2]
   if torn[: len(_BEGINNING)] != _BEGINNING[: len(torn)]:

@@ -1,7 +1,7 @@
-"""The door through which the replies of servers enter a run.
+"""Parses and cleans the replies of servers.
 
-Whatever a server sends, a passage that leaves here can be cached, tokenised and
-written: its texts are Unicode and not long, and its score is finite.
+Whatever a server sends, a cleaned passage can be cached, tokenised and written:
+its texts are valid Unicode of bounded length, and its score is finite.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def load(reply: bytes) -> Any:
   """Returns the JSON values of a reply.
 
   Raises:
-    ValueError: it is not JSON; one line.
+    ValueError: if the reply is not JSON; the message is one line.
   """
   try:
     return json.loads(reply, parse_int=_number)
@@ -33,7 +33,7 @@ def load(reply: bytes) -> Any:
 
 
 def clean(answers: Answers, *, topk: int, max_chars: int) -> Answers:
-  """Returns answers whose passages are harmless, whoever has sent them.
+  """Returns the answers with valid, bounded texts and with finite scores.
 
   Args:
     answers: the passages of each query.

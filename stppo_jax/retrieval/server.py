@@ -5,14 +5,14 @@
     200  {"result": [[{"document": {"id", "contents"}, "score"}, ...], ...]}
     POST /worlds/{world}/retrieve    the same over the passages of one world
     GET  /health                     {"status": "ok"}
-    GET  /metrics                    counts for Prometheus
+    GET  /metrics                    metrics as text for Prometheus
 
 There is one list per query, in order; without scores its entries are the bare
-documents. Recorded answers have null in place of the list of a query that was
-not recorded. Requests with other fields are those of another of `DIALECTS` and
-are answered in it. The path before /retrieve is a question's `corpus`. An
-unknown corpus is answered with 404, a wrong field with 422; further errors are
-in `http/server.py`.
+documents. If answers are recorded ones, a query that was not recorded has null
+in place of its list. A request with other fields belongs to another of
+`DIALECTS` and is answered in that dialect. The path before /retrieve is a
+question's `corpus`. An unknown corpus is answered with 404, a wrong field with
+422; further errors are in `http/server.py`.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class Limits(http_server.Limits):
 
   Attributes:
     max_queries: the most queries of a request.
-    max_query_chars: the longest query; longer than any of an environment.
+    max_query_chars: the most characters of a query; environments send fewer.
     max_topk: the most passages per query.
     max_batch: the most queries that are searched for at once.
     max_worlds: the number of indexes that are kept; the least recently used
@@ -79,10 +79,10 @@ def make_app(
     index: the index that is served at /retrieve; None = no such index.
     world_passages: returns the passages of a world, served under /worlds;
       raises LookupError if there is no such world. None = no worlds.
-    recording: recorded answers, served in place of both.
+    recording: recorded answers, served in place of the index and the worlds.
     token: the bearer token that every request but /health needs; '' = none.
-    dialect: the only dialect that is spoken; '' = the one that a request's
-      fields belong to, the first of `DIALECTS` where it is not clear.
+    dialect: the only dialect that is spoken; '' = the first of `DIALECTS` that
+      has the fields of the request.
     faults: requests that fail on purpose; None = none do.
     limits: the limits of what clients may request.
   """
@@ -135,15 +135,15 @@ def embedded(
 class _Searches:
   """Searches on a thread; queries that come meanwhile share the next call.
 
-  One thread, so that /health answers during a search. More would not help:
-  searching holds the interpreter's lock, or uses all cores anyway. With one,
-  the indexes need no lock.
+  The thread keeps the event loop free to answer /health during a search. More
+  threads would not help: searching holds the interpreter's lock, or uses all
+  cores anyway. With one thread, the indexes need no lock.
   """
 
   def __init__(self, max_batch: int):
     self._max_batch = max_batch
     self._executor = futures.ThreadPoolExecutor(1, 'retrieval-search')
-    # Corpus to the searches that wait; the corpora take turns.
+    # The searches that wait, by corpus. The corpora take turns.
     self._waiting: collections.OrderedDict[str, collections.deque[_Waiting]] = (
       collections.OrderedDict()
     )
@@ -188,7 +188,7 @@ class _Searches:
       self._task = None
 
   def _next_batch(self) -> list['_Waiting']:
-    """Takes the searches of one corpus, as many as one call may have."""
+    """Takes the next searches of one corpus, as many as one call may have."""
     corpus, waiting = self._waiting.popitem(last=False)
     batch, size = [], 0
     while waiting and size < self._max_batch:
@@ -268,10 +268,10 @@ class _Service:
     fields: dict[str, Any],
     spoken: Sequence[dialects.Dialect],
   ) -> Any:
-    """Answers with what was recorded.
+    """Answers with the recorded passages.
 
-    A query that was not is answered with null and named in `detail`. A request
-    that has no other query is refused.
+    A query that was not recorded is answered with null, and `detail` names it.
+    A request of which no query was recorded is refused.
     """
     dialect = _dialect_of(fields, spoken)
     queries, topk, scores = self._parse(fields, dialect)

@@ -9,18 +9,19 @@ from stppo_jax.retrieval.indexes import bm25
 from stppo_jax.retrieval.indexes import hybrid
 from stppo_jax.retrieval.indexes import index_folder
 
-# Modules that need jax or FAISS are imported by those who choose them.
+# Modules that need jax or FAISS are imported inside the functions that use
+# them, so that the other kinds of search do not need them.
 
 BACKENDS = ('bm25', 'dense', 'faiss', 'hybrid')
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseOptions:
-  """The choices of a dense part.
+  """The options of a dense part.
 
   Attributes:
-    query_prefix, passage_prefix: what the encoder expects in front of texts,
-      'query: ' and 'passage: ' for E5.
+    query_prefix, passage_prefix: the texts that the encoder expects in front of
+      queries and passages, 'query: ' and 'passage: ' for E5.
     dtype: the dtype of the stored vectors, float32 or bfloat16.
   """
 
@@ -46,8 +47,8 @@ def add_dense(
   """Adds the vectors of all passages; returns whether they were not there yet.
 
   Raises:
-    ValueError: the directory holds no encoder, or the folder has the vectors of
-      another encoder; one line.
+    ValueError: if the directory holds no encoder, or the folder has the vectors
+      of another encoder; the message is one line.
   """
   from stppo_jax.retrieval.indexes import dense
   from stppo_jax.retrieval.indexes import encoder
@@ -79,14 +80,15 @@ def open_index(
 
   Args:
     folder: the folder.
-    backend: one of `BACKENDS`; hybrid is BM25 with FAISS if there is a file of
-      it, else with the dense part.
+    backend: one of `BACKENDS`; hybrid joins BM25 with FAISS if `faiss_file` is
+      given, else with the dense part.
     encoder_directory: the encoder of the vectors, for all but BM25.
     faiss_file: an index of FAISS over the folder's passages, in their order.
-    query_prefix: what the encoder expects in front of queries, with FAISS.
+    query_prefix: the text that the encoder expects in front of queries; only
+      FAISS needs it, because a dense part stores its own.
 
   Raises:
-    ValueError: a part is missing or does not fit; one line.
+    ValueError: if a part is missing or does not fit; the message is one line.
   """
   if backend == 'bm25':
     folder.part('bm25')

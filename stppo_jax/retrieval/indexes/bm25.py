@@ -59,7 +59,9 @@ class Bm25Index:
       idf(w) tf / (tf + k1 (1 - b + b length / mean length))
       idf(w) = log(1 + (N - df + 1/2) / (df + 1/2))
 
-  as in Lucene. (Kamphuis et al. 2020, "Which BM25 do you mean?")
+  as in Lucene. tf is the count of w in the passage, df the number of passages
+  with w, and length the number of words of the passage. Source: Kamphuis et al.
+  2020, "Which BM25 do you mean?".
   """
 
   def __init__(
@@ -81,7 +83,7 @@ class Bm25Index:
       for passage in self._passages
     ]
     self._index = None
-    # Without words the mean length, by which lengths are divided, would be 0.
+    # Without any word, the mean length would be 0 and the scores nan.
     if vocabulary:
       self._index = _bm25s.BM25(k1=k1, b=b, method='lucene', backend='numpy')
       self._index.index(
@@ -92,7 +94,7 @@ class Bm25Index:
     """Writes the index, without the passages, for `load`.
 
     Raises:
-      ValueError: no passage has a word.
+      ValueError: if no passage has a word.
     """
     if self._index is None:
       raise ValueError('no passage has a word that BM25 could index')
@@ -110,11 +112,12 @@ class Bm25Index:
         they are found.
 
     Raises:
-      ValueError: the files are damaged, or of another number of passages.
+      ValueError: if the files are damaged, or made from another number of
+        passages.
     """
     try:
       saved = _bm25s.BM25.load(folder, mmap=True, show_progress=False)
-    except Exception as error:  # whatever bm25s happens to do with the damage
+    except Exception as error:  # bm25s raises many kinds for damaged files
       raise ValueError(f'{folder}: damaged BM25 index: {error}') from error
     sizes = [np.shape(saved.scores[name]) for name in ('data', 'indices')]
     ends = np.ravel(saved.scores['indptr'])[-1:].tolist()
@@ -145,9 +148,9 @@ class Bm25Index:
       topk: the most passages per query; may exceed N.
 
     Returns:
-      Q lists, best first, ties in the order of the corpus. Only passages that
-      share a word with the query are in it, so a list may be shorter than
-      `topk`; it is empty if no word of the query is in the corpus.
+      Q lists, best first, ties in the order of the corpus. A list has only
+      passages that share a word with the query, so it may be shorter than
+      `topk`, and is empty if no word of the query is in the corpus.
     """
     return [self._search(query, topk) for query in queries]
 
@@ -166,10 +169,10 @@ class Bm25Index:
 
 
 def _best(scores_N: np.ndarray, topk: int) -> np.ndarray:
-  """Returns the indices of the largest positive scores, ties in their order.
+  """Returns the indices of the largest positive scores, ties in corpus order.
 
-  `np.partition` only gives the threshold, because the indices that it would
-  choose among equal scores are arbitrary.
+  `np.partition` gives only the threshold, because its choice among equal scores
+  would be arbitrary.
   """
   size, threshold = len(scores_N), 0.0
   if size > topk:

@@ -14,12 +14,12 @@ from stppo_jax.data import tables
 
 
 def read_corpus(path: str | os.PathLike[str]) -> list[types.Passage]:
-  """Reads passages, one JSON object a line; empty lines are skipped.
+  """Reads passages, one JSON object per line; empty lines are skipped.
 
   Raises:
-    FileNotFoundError: there is no such file.
-    ValueError: a line is no passage, an id occurs twice, or there is no
-      passage; names file and line.
+    FileNotFoundError: if there is no such file.
+    ValueError: if a line is no passage, an id occurs twice, or there is no
+      passage; the message names the file and the line.
   """
   return tables.read(path, _parse, noun='passages')
 
@@ -40,7 +40,7 @@ def passage_of(document: Any, *, score: float = 0.0) -> types.Passage:
   The id is '' where the document has none, because some servers send none.
 
   Raises:
-    ValueError: the document has neither shape, or a value of a wrong type.
+    ValueError: if the document has neither shape, or a value has a wrong type.
   """
   if not isinstance(document, Mapping):
     raise ValueError(f'expected an object, got {_short(document)}')

@@ -1,11 +1,11 @@
-"""Exact dense search: the passages whose vectors have the largest products.
+"""Exact dense search: finds the passages with the largest inner products.
 
-The rows of the corpus are divided among the devices. Each device goes over its
-rows in tiles and keeps the best passages so far, so no array has a product for
-every passage.
+The vectors of the corpus are divided among the devices. Each device goes over
+its vectors in tiles and keeps the best passages so far, so no array ever has a
+product for every passage.
 
 N passages, Q queries, D width, P passages that are found, T rows of a tile, C
-tiles of a device.
+tiles of a device (of all devices outside `shard_map`).
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ DTYPES = {
   'float32': np.dtype(np.float32),
   'bfloat16': np.dtype(ml_dtypes.bfloat16),
 }
-# The format of numpy's files has no bfloat16.
+# Numpy's file format has no bfloat16, so its bits are stored as integers.
 _STORED: Mapping[str, np.dtype[Any]] = {
   **DTYPES,
   'bfloat16': np.dtype(np.uint16),
@@ -59,13 +59,13 @@ class DenseIndex:
     Args:
       vectors_ND: a vector for each passage, float32 or bfloat16.
       passages: the N passages; they are read when they are found.
-      encode: returns [Q, D], the vectors of texts.
+      encode: returns the vectors of Q texts, [Q, D].
       query_prefix: written in front of every query, as the encoder expects it.
       devices: the devices to use; None = all of this process.
-      tile: rows whose products are computed at once.
+      tile: the number of rows whose products are computed at once.
 
     Raises:
-      ValueError: the numbers of vectors and of passages differ.
+      ValueError: if the numbers of vectors and of passages differ.
     """
     if len(vectors_ND) != len(passages):
       raise ValueError(
@@ -88,7 +88,7 @@ class DenseIndex:
   def search(
     self, queries: Sequence[str], topk: int
   ) -> list[list[types.Passage]]:
-    """Returns the passages with the largest products, ties in their order."""
+    """Returns the passages with the largest products, ties in corpus order."""
     if not queries:
       return []
     queries_QD = self._encode([self._query_prefix + q for q in queries])
@@ -104,9 +104,14 @@ class DenseIndex:
   def nearest(
     self, queries_QD: np.ndarray, topk: int
   ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the largest products, [Q, P] float32, and their rows, [Q, P]."""
+    """Returns the largest products, [Q, P] float32, and their rows, [Q, P].
+
+    Args:
+      queries_QD: the vectors of the queries.
+      topk: the most rows per query; P is the less of it and N.
+    """
     num_queries, topk = len(queries_QD), min(topk, len(self))
-    # Few shapes, so that few programs are compiled.
+    # Sizes are rounded up to powers of two, so that few programs are compiled.
     height = 1 << (num_queries - 1).bit_length()
     padded_QD = np.zeros((height, queries_QD.shape[1]), np.float32)
     padded_QD[:num_queries] = queries_QD
@@ -164,7 +169,7 @@ def read_vectors(
     size: the width D that the vectors must have.
 
   Raises:
-    ValueError: the file is missing or damaged; one line.
+    ValueError: if the file is missing or damaged; the message is one line.
   """
   path = pathlib.Path(folder) / _VECTORS
   if dtype not in DTYPES:
@@ -213,9 +218,9 @@ def _search(
   num_rows: int,
   topk: int,
 ) -> tuple[Array, Array]:
-  """Returns the largest products and their rows, [Q, P] each.
+  """Returns the largest products and their rows, [Q, topk] each.
 
-  Where there are fewer rows than `topk`, the last products are -inf.
+  If there are fewer rows than `topk`, the last products are -inf.
   """
   num_queries, tile = len(queries_QD), tiles_CTD.shape[1]
   spec = jax.sharding.PartitionSpec
@@ -230,18 +235,22 @@ def _search(
         queries_QD.astype(tile_TD.dtype),
         tile_TD,
         preferred_element_type=jnp.float32,
+        # Accelerators would round float32 vectors at the default precision.
         precision=jax.lax.Precision.HIGHEST,
       )
       rows_T = first + number * tile + jnp.arange(tile)
       scores_QT = jnp.where(rows_T[None] < num_rows, scores_QT, -jnp.inf)
       rows_QT = jnp.broadcast_to(rows_T[None], scores_QT.shape)
-      # Of equal products the first is taken: these rows come after the best.
+      # `top_k` takes the first of equal products, so the best so far, which are
+      # from earlier rows, stand in front.
       return _best(
         jnp.concatenate([best[0], scores_QT], axis=1),
         jnp.concatenate([best[1], rows_QT], axis=1),
         topk,
       ), None
 
+    # The carry of the scan differs between devices, so its first value, which
+    # does not, has to be declared as varying.
     none = jax.lax.pcast(
       (
         jnp.full((num_queries, topk), -jnp.inf),
@@ -254,7 +263,8 @@ def _search(
     (scores_QP, rows_QP), _ = jax.lax.scan(step, none, (numbers, tiles_CTD))
     return scores_QP, rows_QP
 
-  # The best of each device side by side, in the order of the devices.
+  # The best of each device stand side by side in the order of the devices, so
+  # the last `top_k` keeps ties in the order of the rows, too.
   scores, rows = jax.shard_map(
     on_device,
     mesh=mesh,

@@ -1,7 +1,8 @@
-"""The encoder of dense search: BERT, its states averaged and normalised.
+"""The encoder of dense search: BERT with mean pooling, vectors normalised.
 
-It reads Hugging Face directories of BERT-shaped sentence encoders such as E5
-and MiniLM: config.json, model.safetensors, and tokenizer.json or vocab.txt.
+It reads Hugging Face directories of sentence encoders with the architecture of
+BERT (arXiv 1810.04805), such as E5 and MiniLM: config.json, model.safetensors,
+and tokenizer.json or vocab.txt.
 
 B texts, L tokens, D width, N heads, H head size, V vocabulary.
 """
@@ -24,8 +25,8 @@ from stppo_jax.models.hf import weight_files
 
 Array = jax.Array
 
-_MAX_LENGTH = 512  # tokens; no more positions are trained
-_LENGTH_BUCKET = 32  # lengths are padded to a multiple of it, tokens
+_MAX_LENGTH = 512  # tokens; BERT is trained with no more positions
+_LENGTH_BUCKET = 32  # tokens; lengths are padded to a multiple of it
 _BATCH = 64  # texts per call
 _NORM_EPS = 1e-12  # the least norm by which a mean state is divided
 
@@ -45,7 +46,7 @@ class EncoderConfig:
 
 
 class EncoderLayer(nnx.Module):
-  """Attention and an MLP, each with a residual around and a norm after."""
+  """Attention and an MLP, each with a residual connection, then a norm."""
 
   def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs):
     size, wide = config.hidden_size, config.intermediate_size
@@ -76,7 +77,7 @@ class EncoderLayer(nnx.Module):
 
 
 class Encoder(nnx.Module):
-  """Maps token ids to one vector of length 1 for each text."""
+  """Maps the token ids of each text to a vector of norm 1."""
 
   def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs):
     size = config.hidden_size
@@ -89,7 +90,12 @@ class Encoder(nnx.Module):
     )
 
   def __call__(self, token_ids_BL: Array, mask_BL: Array) -> Array:
-    """Returns [B, D], the mean of the states of the tokens, normalised."""
+    """Returns the normalised mean of the states of the tokens, [B, D].
+
+    Args:
+      token_ids_BL: token ids, right-padded.
+      mask_BL: True at the tokens, False at the padding.
+    """
     positions_1L = jnp.arange(token_ids_BL.shape[1])[None]
     x_BLD = self.norm(
       self.words(token_ids_BL)
@@ -109,15 +115,15 @@ class TextEncoder:
 
   Attributes:
     size: the width D of the vectors.
-    sha256: the checksum of the weights, by which indexes name their encoder.
+    sha256: the checksum of the weights, by which an index names its encoder.
   """
 
   def __init__(self, directory: str | os.PathLike[str]):
     """Reads a Hugging Face directory.
 
     Raises:
-      ValueError: a file is missing or damaged, or of another kind of model; one
-        line.
+      ValueError: if a file is missing, damaged, or from another kind of model;
+        the message is one line.
     """
     directory = pathlib.Path(directory)
     config = read_config(directory)
@@ -136,12 +142,12 @@ class TextEncoder:
     encodings = self._tokenizer.encode_batch([_unicode(t) for t in texts])
     ids = [encoding.ids for encoding in encodings]
     vectors_BD = np.empty((len(ids), self.size), np.float32)
-    # Texts of similar length share a batch.
+    # Texts of similar length share a batch, so that little is padded.
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     for begin in range(0, len(order), _BATCH):
       rows = order[begin : begin + _BATCH]
       longest = max(len(ids[i]) for i in rows)
-      # Few shapes, so that few programs are compiled.
+      # Shapes are rounded up, so that few programs are compiled.
       height = 1 << (len(rows) - 1).bit_length()
       length = -(-longest // _LENGTH_BUCKET) * _LENGTH_BUCKET
       ids_BL = np.zeros((height, length), np.int32)
@@ -197,7 +203,8 @@ def read_encoder(directory: pathlib.Path, config: EncoderConfig) -> Encoder:
   """Returns the encoder with the weights of a directory, in float32.
 
   Raises:
-    ValueError: a tensor is missing or of another shape; one line.
+    ValueError: if a tensor is missing or has another shape; the message is one
+      line.
   """
   tensors = weight_files.read_headers(directory)
   # Some files have the encoder inside a larger model.
@@ -246,7 +253,7 @@ _LAYER_NAMES: Mapping[str, str] = {
 
 
 def _name(path: tuple) -> tuple[str, bool]:
-  """Returns the tensor of a leaf, and whether it is stored transposed."""
+  """Returns the name of a leaf's tensor and whether it is transposed there."""
   *place, leaf = path
   suffix = 'bias' if leaf == 'bias' else 'weight'
   if place[0] == 'layers':

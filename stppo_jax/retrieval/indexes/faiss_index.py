@@ -1,6 +1,6 @@
-"""Search in an index that FAISS has made, such as those that are published.
+"""Search in an index that FAISS has written, such as a published one.
 
-FAISS is optional: `pip install '.[faiss]'` in the clone.
+FAISS is optional; `pip install '.[faiss]'` in the clone installs it.
 """
 
 from collections.abc import Sequence
@@ -37,11 +37,11 @@ class FaissIndex:
       query_prefix: written in front of every query, as the encoder expects it.
 
     Raises:
-      ValueError: FAISS is not installed, the file is not readable, or its
-        vectors have another number or width; one line.
+      ValueError: if FAISS is not installed, the file is not readable, or its
+        vectors have another number or width; the message is one line.
     """
     try:
-      # Its names are made when it is imported, so types cannot be checked.
+      # FAISS makes its names at import, so types cannot be checked.
       faiss: Any = importlib.import_module('faiss')
     except ImportError as error:
       raise ValueError(
@@ -64,7 +64,7 @@ class FaissIndex:
         f'{path}: vectors of {self._index.d} numbers, but the encoder makes '
         f'vectors of {size}: the index of another encoder'
       )
-    # Distances are better the smaller they are.
+    # Scores are better the larger they are, so distances change their sign.
     self._sign = -1.0 if self._index.metric_type == faiss.METRIC_L2 else 1.0
     self._passages = passages
     self._encode = encode
@@ -87,7 +87,7 @@ class FaissIndex:
       [
         dataclasses.replace(self._passages[int(n)], score=self._sign * float(s))
         for s, n in zip(scores, rows)
-        if n >= 0  # FAISS fills up with -1.
+        if n >= 0  # FAISS pads its results with -1.
       ]
       for scores, rows in zip(scores_QP, rows_QP)
     ]

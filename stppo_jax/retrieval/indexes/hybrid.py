@@ -6,8 +6,9 @@ import dataclasses
 from stppo_jax import types
 from stppo_jax.retrieval import protocol
 
-# Cormack et al. 2009, "Reciprocal Rank Fusion outperforms Condorcet and
-# individual rank learning methods": how little the first ranks differ.
+# The larger the offset, the less the first ranks differ. Source: Cormack et al.
+# 2009, "Reciprocal Rank Fusion outperforms Condorcet and individual rank
+# learning methods".
 _RANK_OFFSET = 60
 _DEPTH = 100  # passages that each index contributes
 

@@ -2,7 +2,7 @@
 
     index.json        {"version", "passages", "sha256"}, written last
     passages.jsonl    {"id", "title", "text"} on each line
-    offsets.npy       [N + 1], where each line begins, and where the last ends
+    offsets.npy       [N + 1], the bytes where lines begin and the last one ends
     bm25/ dense/      parts, each with a part.json that names its passages
 
 The checksum is that of passages.jsonl. A part is only used with the passages
@@ -45,7 +45,7 @@ class StoredPassages(Sequence[types.Passage]):
     """Maps the files.
 
     Raises:
-      ValueError: a file is missing or not what was written; one line.
+      ValueError: if a file is missing or damaged; the message is one line.
     """
     try:
       mapped = np.load(folder / _OFFSETS, mmap_mode='r', allow_pickle=False)
@@ -95,7 +95,7 @@ class IndexFolder:
     """Opens a folder that `create` made.
 
     Raises:
-      ValueError: it is no such folder, or a damaged one; one line.
+      ValueError: if the folder is none, or is damaged; the message is one line.
     """
     self.path = pathlib.Path(path)
     manifest = _read_manifest(self.path / _MANIFEST)
@@ -117,8 +117,8 @@ class IndexFolder:
     """Writes passages to a folder, or opens the folder that has them already.
 
     Raises:
-      ValueError: the folder holds other passages or other files, or there is
-        no passage; one line.
+      ValueError: if the folder holds other passages or other files, or there is
+        no passage; the message is one line.
     """
     if not passages:
       raise ValueError('a corpus without passages cannot be indexed')
@@ -127,7 +127,7 @@ class IndexFolder:
       folder = cls(path)
       folder.check_corpus(passages)
       return folder
-    ours = {_PASSAGES, _OFFSETS}  # left by a start that was interrupted
+    ours = {_PASSAGES, _OFFSETS}  # an interrupted start may have left these
     if path.exists() and {file.name for file in path.iterdir()} - ours:
       raise ValueError(f'{path}: not empty, and no index')
     path.mkdir(parents=True, exist_ok=True)
@@ -164,7 +164,7 @@ class IndexFolder:
     options: Mapping[str, Any],
     write: Callable[[pathlib.Path], None],
   ) -> bool:
-    """Writes a part, unless it is there with the same options.
+    """Writes a part, unless the folder has it with the same options.
 
     Args:
       name: the name of the part.
@@ -175,7 +175,8 @@ class IndexFolder:
       Whether the part was written.
 
     Raises:
-      ValueError: the part is there with other options; one line.
+      ValueError: if the folder has the part with other options; the message is
+        one line.
     """
     manifest = {'sha256': self.sha256, **options}
     path = self.path / name
@@ -198,7 +199,7 @@ class IndexFolder:
     """Returns the options of a part.
 
     Raises:
-      ValueError: there is no such part, or it was made from other passages.
+      ValueError: if there is no such part, or it was made from other passages.
     """
     path = self.path / name
     if not path.exists():
