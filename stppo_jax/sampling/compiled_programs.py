@@ -43,7 +43,7 @@ class CompiledPrograms:
     table_ZV: the automaton's transitions, with a column for each id.
     empty, extend, copy, repeat, decode: compiled functions of `slot_state` and
       `slot_programs`.
-    expert_ids: likewise; None unless options.return_expert_ids.
+    expert_ids: such a function, too; None unless options.return_expert_ids.
   """
 
   def __init__(
@@ -84,7 +84,7 @@ class CompiledPrograms:
       base: the frozen weights under adapters. They are copied only if they are
         other arrays than in the last call.
     """
-    # The old weights go first: devices need never hold both.
+    # The old weights are dropped first, so that devices never hold both.
     self.params = None
     self.params = self.copied(params, base)
 
@@ -109,13 +109,13 @@ class CompiledPrograms:
 def joined(
   base: functional.Params, trained: functional.Params
 ) -> functional.Params:
-  """Returns weights of which some are in either tree, cut into layers."""
+  """Returns frozen and trained weights, cut into layers, as one tree."""
   pairs = zip(base['layers'], trained['layers'], strict=True)
   return {**base, 'layers': tuple(lora.join(*pair) for pair in pairs)}
 
 
 class Functions(NamedTuple):
-  """Jitted functions, see `CompiledPrograms`, and the copy of weights."""
+  """The jitted functions of `CompiledPrograms`, and what copies the weights."""
 
   publisher: publish_lib.Publisher
   empty: Callable[..., Any]
@@ -151,8 +151,8 @@ def build(
   )
 
 
-# A process that trains several algorithms decodes all of them with the same
-# programs.
+# Cached, so that a process that trains several algorithms decodes all of them
+# with the same programs.
 @functools.lru_cache(maxsize=8)
 def _build(
   model: functional.Model,
@@ -175,11 +175,11 @@ def _build(
   """
   mesh = placement.mesh
   model = dataclasses.replace(model, mesh=mesh)
-  # The state has the same layout when it goes in and when it comes out; with
-  # another one, the next call would be compiled anew.
+  # The state comes out in the layout in which it went in; with another layout,
+  # the next call would be compiled anew.
   layout = slot_state_lib.shardings(model, mesh, len(blocks))
   state: dict[str, Any] = {'out_shardings': layout}
-  # On a CPU a branch is cheap and compiling is dear: one program looks at any
+  # On a CPU a branch is cheap and compiling is slow, so one program handles any
   # number of blocks. Elsewhere each number of blocks has its own program.
   cpu = mesh.devices.flat[0].platform == 'cpu'
   by_blocks: dict[str, Any] = {'static_argnames': () if cpu else 'num_blocks'}

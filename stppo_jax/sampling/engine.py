@@ -40,8 +40,8 @@ class Engine:
     placement: the devices that decode. Slots are divided over their rows,
       weights along their axis `tensor`.
     automaton: the stop automaton over the tokenizer's ids.
-    options: how the engine cuts its work.
-    make_driver: makes the slot driver of each lane; tests observe it.
+    options: the options of the engine.
+    make_driver: makes the slot driver of each lane; tests replace it.
 
   Attributes:
     slots: rows that are decoded together.
@@ -125,9 +125,9 @@ class Engine:
 
     Args:
       prompts: token ids, one array for each group of adjacent rows; None for a
-        group that is left out. A prompt is computed once for its group, or,
-        where slots are refilled, once in each lane that rows of the group get
-        a slot in.
+        group that is left out. A prompt is computed once for its group, or, if
+        slots are refilled, once in each lane in which rows of the group get a
+        slot.
       keys: one typed key for each row; token t of a row is sampled with
         fold_in(key, t), where t is its position in the row.
       group_size: rows that share a prompt; divides the slots of a lane.
@@ -138,8 +138,8 @@ class Engine:
       ValueError: if the group size does not divide the slots of a lane, a
         prompt is empty or leaves no room to generate, or there are too few
         keys.
-      Exception: what a lane's thread has raised since the last collection
-        began, also if a poll has raised it already.
+      Exception: the error that a lane's thread has raised since the last
+        collection began, even if a poll has raised it already.
     """
     self._options.check_group_size(group_size)
     turns.check_prompts(
@@ -164,7 +164,8 @@ class Engine:
     """Appends an observation to a row, whose next turn begins.
 
     Raises:
-      ValueError: if it leaves no room to generate, or no turn has ended.
+      ValueError: if the observation leaves no room to generate, or no turn of
+        the row has ended.
     """
     lane = self._lane_between_turns(row)
     turns.check_observation(

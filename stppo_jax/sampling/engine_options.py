@@ -7,10 +7,10 @@ from stppo_jax.sampling import sampler
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-  """How the local engine cuts its work.
+  """How the local engine divides its work.
 
-  Only `sampling` and `max_length` change what is generated; all the others
-  change how fast.
+  Only `sampling` and `max_length` change what is generated. All the others
+  change how fast that is done.
 
   Attributes:
     slots: rows that are decoded together; a multiple of `lanes` and of the
@@ -18,18 +18,18 @@ class EngineOptions:
     max_length: tokens that a row can hold, its prompt included.
     sampling: temperature and truncation.
     cache_blocks: blocks that a slot's KV cache is cut into. A token attends to
-      as many of them as the longest row in its call has begun; more blocks
-      waste less attention and compile more programs.
+      the blocks that the longest row in its call has begun, so more blocks
+      waste less attention, but compile more programs.
     extend_chunk: tokens of a prompt or an observation that one call appends.
     decode_chunk: most tokens of a row that one call decodes.
-    early_exit: share of the turns in a chunk after whose end the chunk ends;
-      without effect if `deterministic`.
+    early_exit: a chunk ends once this share of its turns has ended; without
+      effect if `deterministic`.
     lookahead: chunks that are started before the result of the last is read.
-    deterministic: run every program on all slots and refill them in waves, so
-      that the same bits come out whenever observations arrive.
+    deterministic: whether to run every program on all slots and to refill them
+      in waves, so that the same bits come out whenever observations arrive.
     lanes: groups of slots with a thread each; more than one needs one device.
-    batch_rows: most rows that a call decodes; 0 means all rows of a lane, and
-      it is without effect if `deterministic`.
+    batch_rows: most rows that a call decodes; 0 means all rows of a lane.
+      Without effect if `deterministic`.
     return_expert_ids: whether `close` returns the experts that each token of
       the row visited.
   """
@@ -83,7 +83,8 @@ class EngineOptions:
   def largest_call(self, shards: int) -> int:
     """Returns the number of slots that the largest call of a program gets.
 
-    Every device gets as many, even if most of the active slots are on one.
+    Every device gets the same number, even if most of the active slots are on
+    one of them.
 
     Args:
       shards: the number of devices that slots are divided over.
@@ -93,8 +94,8 @@ class EngineOptions:
   def most_copied(self, shards: int) -> int:
     """Returns the most slots whose keys and values a device copies to decode.
 
-    A call on the active slots only reads them from a copy. 0 if every call is
-    on all slots.
+    A call on only the active slots reads them from a copy. The number is 0 if
+    every call is on all slots.
 
     Args:
       shards: the number of devices that slots are divided over.
@@ -107,10 +108,11 @@ class EngineOptions:
     return 0 if part % 2 else part // 2
 
   def check_devices(self, num_devices: int) -> None:
-    """Raises ValueError if lanes cannot run on so many devices.
+    """Raises ValueError if lanes cannot run on this number of devices.
 
-    The threads of two lanes would issue their programs in either order, so
-    that collectives of one device could wait for those of another crosswise.
+    The threads of two lanes could start their programs in another order on each
+    device, and collectives of the two programs would then wait for each other
+    for ever.
     """
     if self.lanes > 1 and num_devices > 1:
       raise ValueError(

@@ -23,8 +23,8 @@ from stppo_jax.sampling import slot_driver
 from stppo_jax.sampling import slot_programs
 from stppo_jax.sampling import turns
 
-# Append once the rows that wait for it are so many for each generating row. A
-# call of `extend` with one row costs much of what it costs with a full batch.
+# Append once the number of rows that wait for it is this share of the number of
+# generating rows: a larger call of `extend` costs little more than a small one.
 _APPEND_SHARE = 0.25
 
 
@@ -33,11 +33,11 @@ class Row:
   """A dialogue, as the host sees it.
 
   Attributes:
-    number: its number in the collection.
-    prompt: [L] int32.
-    group: the group that shares its prompt.
-    key_data: uint32 [2], the data of its key.
-    lane: where its slot is; None while it waits for one.
+    number: the number of the row in the collection.
+    prompt: [L] int32, token ids.
+    group: the group that shares the prompt.
+    key_data: uint32 [2], the data of the row's key.
+    lane: the lane of its slot; None while it waits for one.
     slot: its slot in the lane.
     length: tokens so far, without those of chunks in flight.
     turn: serial number of the turn; it tells a late chunk of an earlier turn
@@ -66,8 +66,9 @@ class _ChunkInFlight:
 
   Attributes:
     turns: the row and its turn in each slot of the chunk.
-    earlier: calls since the chunk before it, which must not have failed.
-    result: what `SlotDriver.decode` returns.
+    earlier: the calls since the previous chunk; if one of them failed, this
+      chunk is of no use.
+    result: the future of what `SlotDriver.decode` returns.
   """
 
   turns: Mapping[int, tuple[Row, int]]
@@ -93,8 +94,8 @@ class Lane:
   ):
     self._driver = driver
     self._options = options
-    # Chunks of equal shapes are what makes a run deterministic, and the number
-    # of steps in a chunk is one of them.
+    # If chunks ended early, the number of tokens that a row decodes in a chunk
+    # would depend on the other rows, and the run would not be deterministic.
     self._exit_share = 1.0 if options.deterministic else options.early_exit
     self._in_flight: collections.deque[_ChunkInFlight] = collections.deque()
     self._calls: list[concurrent.futures.Future] = []  # since the last chunk
@@ -106,8 +107,8 @@ class Lane:
   def begin(self, *, max_turn_tokens: int, greedy: bool) -> None:
     """Empties all slots for a new collection.
 
-    Waits for the calls of the last collection, and raises what they raised:
-    nobody else would hear of it. The call after that one succeeds.
+    Waits for the calls of the last collection and raises the first error of
+    them, which would otherwise be lost. The next call then succeeds.
 
     Args:
       max_turn_tokens: longest turn.
@@ -129,7 +130,7 @@ class Lane:
     self._calls = []
     concurrent.futures.wait(left)
     try:
-      for future in left:  # in the order of the calls: the cause comes first
+      for future in left:  # in the order of the calls, so the cause is first
         future.result()
     except BaseException:
       self._driver.reset()
@@ -202,14 +203,14 @@ class Lane:
     return self._call(self._driver.expert_ids, row.slot, row.length).result()
 
   def schedule(self, *, queued: bool) -> concurrent.futures.Future | None:
-    """Starts the calls for which it is time.
+    """Starts the calls that are due.
 
     Args:
       queued: whether rows wait for a slot.
 
     Returns:
-      A future that is done when `collect_done` does not wait; None if nothing
-      is in flight.
+      A future that is done as soon as `collect_done` would not wait; None if
+      nothing is in flight.
     """
     if self._should_append():
       self._append_scheduled()
@@ -225,7 +226,8 @@ class Lane:
     try:
       future.set_result(function(*args))
     except Exception as error:
-      # As with a thread: `collect_done` raises it, `begin` resets the slots.
+      # As with a thread, `collect_done` raises the error later, and `begin`
+      # resets the slots.
       future.set_exception(error)
     return future
 
@@ -243,7 +245,7 @@ class Lane:
   def _should_append(self) -> bool:
     """Returns whether enough rows wait to be appended to.
 
-    Waiting moves work in time only: it changes no token.
+    Waiting changes when a token is computed, but no token.
     """
     share = _APPEND_SHARE if self._driver.compacts else 1
     enough = min(len(self._generating) * share, self._driver.batch_rows)
@@ -288,13 +290,13 @@ class Lane:
 
     Otherwise two chunks are in flight, so that the device need not wait for the
     host. A chunk reads as many blocks of the cache as its longest row needs, so
-    a batch is one row and those closest to it in length. Which row is first
-    depends on the queue. While rows wait for a slot, it is the one that has
-    waited longest: new rows are short, and if the shortest went first, they
-    would overtake it for ever. Once the queue is empty, it is the shortest,
-    which has most ahead of it: then all rows end at about the same time, and
-    few are left at the end whose wait for the retriever nobody's decoding
-    hides.
+    a batch is one row and those closest to it in length. The queue decides
+    which row that is. While rows wait for a slot, it is the row that has waited
+    longest: new rows are short, and if the shortest row went first, new ones
+    would overtake the others for ever. Once the queue is empty, it is the
+    shortest row, which has most tokens ahead of it. All rows then end at about
+    the same time. Otherwise a few would be left at the end, and the device
+    would be idle while they wait for the retriever.
     """
     size = self._driver.batch_rows
     rows = self._generating.values()
@@ -317,7 +319,7 @@ class Lane:
     """Starts decoding in rows."""
     decodes, row_turns = {}, {}
     for row in rows:
-      # The chunks in flight may have decoded so many tokens more.
+      # The row may be longer by all tokens of its chunks in flight.
       ahead = row.in_flight * self._options.decode_chunk
       length = min(row.length + ahead, self._options.max_length)
       decodes[row.slot] = slot_driver.Decode(row.key_data, length)
@@ -345,7 +347,7 @@ class Lane:
       future.result()  # raises what the call raised
     slots, chunk = oldest.result.result()
     chunk = jax.device_get(chunk)
-    # Only now: if the chunk failed, `begin` must still find it and clean up.
+    # Removed only now, because `begin` must find a chunk that failed.
     self._in_flight.popleft()
     columns = chunk.tokens_AC, chunk.logprobs_AC, chunk.truncated_logprobs_AC
     ended = {}
@@ -353,8 +355,8 @@ class Lane:
       if slot is None:
         continue
       row, turn = oldest.turns[slot]
-      # A chunk that was started ahead finds that the turn has ended in an
-      # earlier one. The device decoded nothing in it.
+      # The turn has ended in an earlier chunk, after this one was started. The
+      # device has decoded nothing for it here.
       if row.turn != turn or not row.generating:
         continue
       row.in_flight -= 1

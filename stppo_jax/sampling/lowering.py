@@ -1,8 +1,8 @@
 """Lowers the engine's programs from shapes; nothing is loaded or computed.
 
-Of `extend` and `decode` it is the largest that a run compiles: the one for most
-rows, which reads all blocks of the cache. The devices need not be there, see
-`parallel/topology.py`.
+`extend` and `decode` are lowered as the largest programs that a run compiles:
+those for the most rows, which read all blocks of the cache. The devices need
+not be there, see `parallel/topology.py`.
 """
 
 from typing import Any

@@ -1,14 +1,15 @@
 """Samples one token for each row.
 
 S rows, V vocabulary. A sample is the argmax of the logits plus Gumbel noise,
-which is distributed as their softmax. The noise of a row depends on nothing but
-its key and the token's position in the row, so that neither the slot, nor the
-batch, nor the order of events changes the token.
+which is distributed as their softmax (the Gumbel-max trick). The noise of a row
+depends on nothing but its key and the token's position in the row, so that
+neither the slot, nor the batch, nor the order of events changes the token.
 
 Truncation leaves only some tokens to sample from: the `top_k` most probable;
 the fewest most probable ones that hold `top_p` of the mass; those at least
 `min_p` times as probable as the most probable one. The three apply in this
-order, each to what the one before left.
+order, each to what the one before left. Sources: top_p, arXiv 1904.09751;
+min_p, arXiv 2407.01082.
 """
 
 import dataclasses
@@ -62,8 +63,8 @@ def sample(
   """Samples the next token of every row.
 
   Args:
-    logits_SV: float32.
-    keys_S: typed keys.
+    logits_SV: float32, before the temperature.
+    keys_S: the typed key of each row.
     positions_S: int32, the position of the next token in its row.
     sampling: temperature and truncation.
     greedy: whether to take the most probable token instead.

@@ -1,4 +1,4 @@
-"""An engine that repeats what it was given, for demonstrations and tests."""
+"""An engine that repeats given turns, for demonstrations and tests."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from stppo_jax.sampling import turns
 
 
 class ScriptedEngine:
-  """Stands in for `Engine`: row n generates scripts[n], one entry a turn.
+  """Stands in for `Engine`: row n generates scripts[n], one entry per turn.
 
   A row whose script has run out generates empty turns. All log-probabilities
   are 0.

@@ -1,8 +1,8 @@
 """Calls the compiled programs on the slots of one lane.
 
-S slots, A active slots, C tokens appended by a call. The caller says by slot
-what to append and where to decode. Here that becomes arrays of one of a few
-shapes, so that nothing is compiled any more once each shape has come up.
+S slots, A active slots, C tokens appended by a call. The caller gives what to
+append, and where to decode, by slot. This module turns it into arrays of a few
+fixed shapes, so that nothing is compiled once each shape has been used.
 """
 
 from collections.abc import Iterable
@@ -20,8 +20,9 @@ from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import slot_programs
 from stppo_jax.sampling import slot_state as slot_state_lib
 
-# A batch of active slots has the size of the largest batch, halved at most so
-# many times. Each of the four sizes is compiled; a fuller batch wastes less.
+# The size of a batch of active slots is that of the largest batch, halved at
+# most this many times. With more sizes, batches are fuller, but each size is
+# compiled.
 _MAX_HALVINGS = 3
 
 
@@ -46,7 +47,7 @@ class CopyPrompt:
   """A prompt that a slot gets from another slot, or gets back from itself.
 
   Attributes:
-    source: the slot that holds the prompt; it may have gone on since.
+    source: the slot that holds the prompt; its row may have gone on since.
     length: tokens of the prompt.
     budget: tokens that the policy may generate after it.
   """
@@ -117,7 +118,7 @@ class SlotDriver:
       group_size: divides the slots.
     """
     groups = self.slots // group_size
-    # Every device needs as many slots: those that pad the groups stay empty.
+    # Every device needs the same number of slots, so empty slots are added.
     shards = self._programs.shards
     num_slots = -(-groups // shards) * shards
     self._state = None  # frees the old cache before the new one is allocated
@@ -138,7 +139,7 @@ class SlotDriver:
       by_length = sorted(chunk, key=lambda slot: chunk[slot].length)
       for batch in self._batches(by_length):
         batch_appends = {slot: chunk[slot] for slot in batch}
-        # Kept after every call: each one donates the state before it.
+        # Set after every call, because each call donates the state before it.
         state = self._extend(state, batch_appends, first, self._active(batch))
         self._state = state
 
@@ -149,8 +150,8 @@ class SlotDriver:
     can swap theirs, as long as they are in one batch.
     """
     for batch in self._batches(list(copies)):
-      # A prompt may be on another device than its copy, so slots are given by
-      # their numbers, whatever device holds them.
+      # A prompt may be on another device than its copy, so slots have their
+      # numbers among all slots here, not among those of a device.
       A = self.slots
       if self.compacts and self._programs.shards == 1:
         A = _size(len(batch), self.batch_rows)
@@ -174,7 +175,7 @@ class SlotDriver:
     Args:
       decodes: by slot; at most `batch_rows`.
       greedy: whether to take the most probable token instead of sampling.
-      enough: turns after whose end the chunk ends.
+      enough: the chunk ends once this many turns have ended in it.
 
     Returns:
       The slot of each entry of the chunk, None for padding; and the chunk.
@@ -219,7 +220,7 @@ class SlotDriver:
         {
           slot: append
           for slot, append in appends.items()
-          # Without a token too, the first chunk begins a turn.
+          # The first chunk begins the turn even if it has no token.
           if not first or first < len(append.token_ids)
         },
         first,
@@ -259,7 +260,7 @@ class SlotDriver:
   def _num_blocks(
     self, slots: Iterable[Append | CopyPrompt | Decode], appended: int = 0
   ) -> int:
-    """Returns how many blocks hold what slots have read."""
+    """Returns how many blocks hold all tokens that the slots have so far."""
     longest = max(slot.length + appended for slot in slots)
     return -(-longest // self._programs.block_size)
 
@@ -289,7 +290,7 @@ class _Active(NamedTuple):
   """The active slots of a call.
 
   Attributes:
-    slots: what the program gets, see `slot_programs`; None: all slots.
+    slots: `slots_A` of the programs, see `slot_programs`; None for all slots.
     places: the place of each active slot in the program's arrays.
     size: A, the length of these arrays.
   """

@@ -6,16 +6,16 @@ states of the stop automaton. `extend` appends prompts and observations,
 turns of a dialogue, so that no token is computed twice.
 
 Shapes are fixed, because XLA compiles a program for each shape. Rows come, go
-and end their turns at any time; what changes with them are masks, counts and
-lengths, which are values. A row that waits or has ended is computed along with
-the others and frozen by a mask: nothing that belongs to it is stored.
+and end their turns at any time, which changes only masks, counts and lengths. A
+row that waits or has ended is computed along with the others and frozen by a
+mask: nothing that belongs to it is stored.
 
 Every program works on all slots (`slots_A=None`), which needs no copy of the
 cache, or on the slots `slots_A`, of which it gathers what it needs: int32 [A],
 or, if several devices hold the slots, [devices, A / devices], slots within the
 part of each device. An entry that is S or more pads the shape and stands for no
-slot. `num_blocks` is how many blocks of the cache hold all that the active
-slots have read so far; attention looks at no others, so that a short dialogue
+slot. `num_blocks` is the number of blocks of the cache that hold all tokens of
+the active slots so far. Attention reads no others, so that a short dialogue
 does not pay for `max_length`; see `cache.extend`.
 """
 
@@ -148,9 +148,9 @@ def decode(
 ) -> tuple[slot_state.SlotState, Chunk]:
   """Decodes at most `num_tokens` tokens in the slots that have a budget.
 
-  The chunk ends early after `enough` turns have ended in it: the rows that
-  still generate would else be decoded in a batch that is mostly frozen, and
-  the rows that ended would wait for them.
+  The chunk ends early after `enough` turns have ended in it. Otherwise the rows
+  that still generate would be decoded in a batch that is mostly frozen, and the
+  rows that ended would wait for them.
 
   Args:
     params: the policy's weights.
@@ -159,7 +159,7 @@ def decode(
     key_data_A2: uint32, the data of a key for each row.
     table_ZV: transitions of the stop automaton.
     greedy: whether to take the most probable token instead of sampling.
-    enough: turns after whose end no further token is decoded in any slot.
+    enough: once this many turns have ended, no slot decodes a further token.
     model: the policy.
     stopped: the automaton's absorbing state.
     sampling: temperature and truncation.
@@ -170,9 +170,9 @@ def decode(
     The state, and the tokens of the chunk.
   """
   active = slot_state.gather_slots(state, slots_A)
-  # Gathered once, outside the loop, which reads the blocks for every token. It
-  # never stores into them: new keys and values go to `recent`, because a loop
-  # that carried the blocks would copy the whole cache for every token.
+  # Gathered once, outside the loop, which reads the blocks for every token. The
+  # loop stores new keys and values in `recent` and not in the blocks, because a
+  # loop that carried the blocks would copy the whole cache for every token.
   blocks = slot_state.gather_cache(state, slots_A, num_blocks)
   keys_A = jax.random.wrap_key_data(key_data_A2)
   output_VD = model.output_VD(params)
@@ -197,8 +197,8 @@ def decode(
     generating_A = generating(active)
     *columns, counts_A = chunk
     # The position in the dialogue is folded into a row's key, not the number of
-    # the call: whatever slot, batch and chunk a row is in, and whatever else
-    # happens, the same token is sampled.
+    # the call, so that the same token is sampled whatever slot, batch and chunk
+    # the row is in.
     sampled = sampler.sample(
       heads.logits(active.hidden, output_VD),
       keys_A,
@@ -264,9 +264,10 @@ def _stored(state, slots_A, recent, lengths_A, counts_A, hidden_AD, mesh):
   """Returns the cache with the recent tokens of all rows that are finite.
 
   A slot outlives its row. Attention gives invisible positions the weight 0, but
-  0 times nan is nan: what is not finite must never reach the cache. The look at
-  the final hidden state also orders the program: blocks are overwritten only
-  after all of them have been read, or the compiler would have to copy them.
+  0 times nan is nan, so no value that is not finite may reach the cache. The
+  test of the final hidden state also orders the program: blocks are overwritten
+  only after all of them have been read. Otherwise the compiler would have to
+  copy them.
   """
   finite_A = jnp.all(jnp.isfinite(hidden_AD), axis=1)
   counts_A = jnp.where(finite_A, counts_A, 0)

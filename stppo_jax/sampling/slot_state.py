@@ -1,8 +1,8 @@
 """The state of the slots on the devices, and how prompts move between slots.
 
 S slots, A active slots, D model width, L positions of the cache, E experts a
-token visits. See `slot_programs` for what else changes slots, and for the
-meaning of `slots_A` and `num_blocks`.
+token visits. See `slot_programs` for the programs that append and decode, and
+for the meaning of `slots_A` and `num_blocks`.
 """
 
 from collections.abc import Sequence
@@ -94,9 +94,9 @@ def copy_prompts(
 ) -> SlotState:
   """Copies prompts from slots to other slots, in which a turn begins.
 
-  A slot that holds a prompt still holds it when its row has gone on: the cache
-  only grows at the end. Beyond the prompt the copy holds what followed it in
-  the source; the length says that those positions are not visible.
+  A slot still holds its prompt when its row has gone on, because the cache only
+  grows at the end. Beyond the prompt, the copy has what followed it in the
+  source, but its length makes those positions invisible.
 
   Args:
     state: all slots; donate it.
@@ -138,8 +138,8 @@ def repeat_prompts(
   """Returns slots in which each prompt is repeated `group_size` times.
 
   Args:
-    prompts: a slot for each group, and maybe some that pad them.
-    num_groups: number of groups that are real.
+    prompts: a slot for each group, then possibly slots of padding.
+    num_groups: number of groups, without the padding.
     group_size: slots of each group.
   """
   return jax.tree.map(

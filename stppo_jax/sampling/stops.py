@@ -2,11 +2,11 @@
 
 Z states of the automaton, V vocabulary. A tokenizer can cut a stop string into
 tokens in many ways, and a stop string can end in the middle of a token, so that
-comparing token ids would miss some. The automaton of Aho and Corasick reads
-bytes instead: its state is the longest suffix of the text that begins a stop
-string. All bytes of a token are read in advance, once for each state, which
-gives a table [Z, V] of states after a token. On the device, following the
-automaton is one gather for each token.
+comparing token ids would miss some. The automaton of Aho and Corasick (1975,
+"Efficient string matching") reads bytes instead: its state is the longest
+suffix of the text that begins a stop string. All bytes of a token are read in
+advance, once for each state, which gives a table [Z, V] of states after a
+token. On the device, following the automaton is one gather for each token.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class StopAutomaton:
   Attributes:
     next_state_ZV: int16, the state after a token.
     stopped: the absorbing state, entered as soon as a stop string is complete,
-      also in the middle of a token.
+      even in the middle of a token.
   """
 
   next_state_ZV: np.ndarray
@@ -89,12 +89,12 @@ def build(
 
 
 def num_states(stop_strings: Sequence[str]) -> int:
-  """Returns Z; it depends on the stop strings and on no vocabulary."""
+  """Returns Z, which depends on the stop strings but not on the vocabulary."""
   return len(_byte_automaton([stop.encode() for stop in stop_strings]))
 
 
 def _spellable(stop: bytes, token_bytes: Sequence[bytes]) -> bool:
-  """Returns whether tokens can spell the string, also with text around it."""
+  """Returns whether tokens can spell the string, with or without other text."""
   tokens = set(token_bytes)
   ends = {
     n for n in range(1, len(stop)) if any(t.endswith(stop[:n]) for t in tokens)

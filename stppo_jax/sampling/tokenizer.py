@@ -21,15 +21,16 @@ from tokenizers import models
 from tokenizers import pre_tokenizers
 from tokenizers import trainers
 
-# By its whole name: for a name of `transformers` itself, the type checker reads
-# those of all its models first, which is a third of its time.
+# Imported by its full path: for a name of `transformers` itself, the type
+# checker would read the names of all models first, a third of its time.
 import transformers.tokenization_utils_tokenizers as fast_tokenizers
 
 END_OF_TEXT = '<|endoftext|>'
 
 # One of these is inserted into the literal of an added token to break it up.
 _GAPS = ' .-_~^'
-# For `AutoTokenizer` if it trusts remote code, see `Tokenizer.save`.
+# The code that `AutoTokenizer` runs if it trusts remote code, see
+# `Tokenizer.save`.
 _CODE = '''"""Reads the tokenizer of this folder by the rules of its file."""
 
 from transformers import PreTrainedTokenizerFast
@@ -84,10 +85,11 @@ class Tokenizer:
   def save(self, directory: str | pathlib.Path) -> None:
     """Writes the files that `load` and `transformers` read.
 
-    `AutoTokenizer` reads the files of every model of type qwen2 with the rules
-    of Qwen2's own tokenizer, whatever class they name, which would give other
-    ids. It obeys the class if `auto_map` is there. If it is told to trust
-    remote code, it takes the class that `auto_map` names, from a file beside.
+    `AutoTokenizer` reads the files of every model of type qwen2 by the rules of
+    Qwen2's own tokenizer, whatever class they name, and would give other ids.
+    It uses the class that they name only if there is an `auto_map`. If it is
+    told to trust remote code, it takes the class that `auto_map` names, from a
+    file beside the others.
     """
     self._fast.save_pretrained(directory)
     path = pathlib.Path(directory) / 'tokenizer_config.json'
@@ -103,7 +105,7 @@ class Tokenizer:
   def encode_prompt(
     self, text: str, *, tools: Sequence[Mapping[str, Any]] = ()
   ) -> np.ndarray:
-    """Returns the ids of a user message, in the chat template if there is one.
+    """Returns the ids of a user message, in its chat template if it has one.
 
     Args:
       text: the message.
@@ -126,12 +128,12 @@ class Tokenizer:
     try:
       templated = self._fast.apply_chat_template(
         message,
-        # None and not (): some templates test only whether there are any.
+        # Without tools, None: some templates take an empty list for tools.
         tools=[dict(each) for each in tools] or None,
         tokenize=False,
         add_generation_prompt=True,
       )
-    except Exception as error:  # templates are programs: any kind of them
+    except Exception as error:  # a template is a program: it may raise anything
       reason = f'{type(error).__name__}: {" ".join(str(error).split())}'
       raise ValueError(f'the chat template fails ({reason})') from error
     assert isinstance(templated, str)  # a list only for several dialogues
@@ -142,9 +144,9 @@ class Tokenizer:
   def encode_text(self, text: str, *, tags: Sequence[str] = ()) -> np.ndarray:
     """Returns the ids of text in a dialogue; only tags may be added tokens.
 
-    A passage that could spell a special token could end a message. Literals of
-    added tokens in the text are broken up first, except in the tags, which the
-    tokenizer encodes as it likes.
+    A passage that could spell a special token could end a message. So literals
+    of added tokens in the text are broken up first, except in the tags, which
+    the tokenizer encodes by its own rules.
 
     Args:
       text: what follows in a dialogue; no space is put in front of it.
@@ -164,14 +166,14 @@ class Tokenizer:
       part if n % 2 else self.neutralise(part) for n, part in enumerate(parts)
     )
     ids = self._inside.encode(text, add_special_tokens=False).ids
-    # A normaliser may have made a literal of characters that resemble it.
+    # A normaliser may have turned characters that look alike into a literal.
     kept = [i for i in ids if i not in self._added or self._allowed(i, tags)]
     return np.asarray(kept, np.int32)
 
   def _allowed(self, token_id: int, tags: Sequence[str]) -> bool:
     """Returns whether an added token may be in text with these tags."""
     content = self._added[token_id].content
-    unknown = token_id == self._fast.unk_token_id  # of any strange character
+    unknown = token_id == self._fast.unk_token_id  # any unknown character
     return unknown or any(content in tag for tag in tags)
 
   def neutralise(self, text: str) -> str:
@@ -185,9 +187,10 @@ class Tokenizer:
   def decode(self, ids: Sequence[int] | np.ndarray) -> str:
     """Returns the text of ids, with special tokens.
 
-    It is the text of their bytes, so that it has a stop string if and only if
-    the bytes have. Bytes that are no UTF-8 become replacement characters. Ids
-    above the vocabulary, which a padded embedding has, add nothing.
+    The text is decoded from the bytes of the ids, so it has a stop string if
+    and only if the bytes do. Bytes that are not UTF-8 become replacement
+    characters. Ids above the vocabulary, which a padded embedding has, add
+    nothing.
     """
     pieces = self.token_bytes()
     joined = b''.join(pieces[i] for i in ids if i < len(pieces))
@@ -196,12 +199,12 @@ class Tokenizer:
   def token_bytes(self) -> list[bytes]:
     """Returns the bytes that each id adds to the text, by the decoder's rules.
 
-    What a decoder does to the first token of a text only, such as removing its
-    space, is left out, because the text of a turn follows other text.
+    Rules for only the first token of a text, such as to remove its space, are
+    left out, because the text of a turn follows other text.
 
     Raises:
       ValueError: if the tokenizer's decoder does more than join tokens, or a
-        token is not one of a byte-level vocabulary; one line.
+        token is not one of a byte-level vocabulary; the message is one line.
     """
     if self._bytes is None:
       steps = _decoder_steps(self._fast.backend_tokenizer)
@@ -216,9 +219,9 @@ class Tokenizer:
 def phrase_tokenizer(phrases: Iterable[str]) -> Tokenizer:
   """Returns a tokenizer with a token for each phrase and each ASCII character.
 
-  It is a Unigram model. A character that no phrase covers costs as much as ten
-  phrases, so that a text becomes the fewest characters and, among these, the
-  fewest phrases. The tags of a dialogue are phrases, not added tokens.
+  The tokenizer is a Unigram model. A character that no phrase covers costs as
+  much as ten phrases, so a text is cut into few single characters, and then
+  into few phrases. The tags of a dialogue are phrases, not added tokens.
 
   Args:
     phrases: see `protocol.Environment.phrases`.
@@ -236,7 +239,7 @@ def phrase_tokenizer(phrases: Iterable[str]) -> Tokenizer:
 def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
   """Returns a byte-level BPE tokenizer trained on texts.
 
-  Any text is the same after it has been encoded and decoded.
+  Decoding the ids of any text returns the same text.
 
   Args:
     texts: what to train on.
@@ -264,9 +267,9 @@ def _wrap(backend: tokenizers.Tokenizer) -> Tokenizer:
 def _without_literals(text: str, literals: Sequence[str]) -> str:
   """Returns the text with every literal broken behind its first character.
 
-  The gap is a character that no literal contains, so that a replacement makes
-  no new literal; it can only leave others, which the next round finds. A
-  literal of one character becomes a gap.
+  The gap is a character that no literal contains, so a replacement makes no new
+  literal. It may leave a literal that overlapped with the replaced one, which
+  the next round finds. A literal of one character becomes a gap.
 
   Raises:
     ValueError: if every gap is a character of some literal.
@@ -292,8 +295,8 @@ def _without_prefix_space(
 ) -> tokenizers.Tokenizer:
   """Returns a tokenizer that puts no space in front of the text.
 
-  Tokenizers of the SentencePiece kind do so, which is right at the start of a
-  text only: in a dialogue it would come back before every observation.
+  SentencePiece tokenizers put one there, which is right only at the start of a
+  text: in a dialogue, it would come before every observation.
   """
   text = backend.to_str()
   spec = json.loads(text)
@@ -315,10 +318,10 @@ def _without_prefix_space(
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[Mapping[str, Any]]:
-  """Returns what the decoder does to each token, one step after another.
+  """Returns the steps that the decoder applies to each token, in order.
 
   Raises:
-    ValueError: if it does something else than join what the steps give.
+    ValueError: if the decoder does more to the results than join them.
   """
   decoder = json.loads(backend.to_str())['decoder'] or {}
   steps, joined = [], False
@@ -327,7 +330,7 @@ def _decoder_steps(backend: tokenizers.Tokenizer) -> list[Mapping[str, Any]]:
     if kind == 'Fuse':
       joined = True
     elif joined and kind == 'Strip' and not step['stop']:
-      pass  # of the beginning of the whole text
+      pass  # it strips only the beginning of the whole text
     elif not joined and (
       kind in ('ByteLevel', 'ByteFallback')
       or kind == 'Replace'

@@ -23,17 +23,17 @@ Result = TypeVar('Result')
 
 
 class EngineError(Exception):
-  """The error of a request whose retries failed too; one line."""
+  """Raised if a request and its retries failed; the message is one line."""
 
 
 class EngineUnreachable(Exception):
-  """No server was ready in time; the command can be repeated; one line."""
+  """Raised, in one line, if no server was ready in time; one may be later."""
 
   exit_code = 75
 
 
 class EngineUnsuited(ValueError):
-  """A server that cannot sample for this run; one line."""
+  """Raised, in one line, if a server cannot sample for this run."""
 
   exit_code = 2
 
@@ -65,7 +65,7 @@ class EngineClient:
       pauses: how long to wait before retries and between health checks.
 
     Raises:
-      ValueError: the URL is not valid; one line.
+      ValueError: if the URL is not valid; the message is one line.
     """
     self.url = address.base_url(
       url, suffix='/v1', token_variable=TOKEN_VARIABLE
@@ -94,7 +94,7 @@ class EngineClient:
         after a `BadReply` it is not.
 
     Raises:
-      EngineError: every attempt failed, or one failed for good.
+      EngineError: if every attempt failed, or one failed in a final way.
     """
     return await self._retry(path, lambda: self._http.post(path, body), read)
 
@@ -102,7 +102,7 @@ class EngineClient:
     """Gets /health until the server answers with 200.
 
     Raises:
-      EngineUnreachable: it did not within `timeout` seconds.
+      EngineUnreachable: if the server did not within `timeout` seconds.
     """
     try:
       await self._http.wait_until_ready('/health', grace=self._timeout)

@@ -1,4 +1,4 @@
-"""The requests to inference servers, and how their replies are read.
+"""Writes the requests to inference servers, and reads their replies.
 
 Token ids are sent and received: text is never turned into ids, neither here nor
 on the server. vLLM and the server in `server.py` implement the OpenAI
@@ -23,9 +23,9 @@ _ROUNDING = 1e-3  # nats by which a log-probability may exceed 0
 
 
 class BadReply(ValueError):
-  """A reply that shows that the server cannot do what was requested.
+  """Raised if a reply shows that the server cannot do what was requested.
 
-  Another attempt would have the same reply.
+  Another attempt would get the same reply.
   """
 
 
@@ -38,8 +38,8 @@ class Request:
     max_tokens: the most tokens of the turn.
     sampling: temperature and truncation.
     seed: the seed of the draws, in [0, 2**31).
-    stop_strings: the server ends the turn with the first one completed.
-    stop_ids: the server ends the turn with the first one of these tokens, too.
+    stop_strings: the server ends the turn when one of them is complete.
+    stop_ids: the server ends the turn after one of these tokens, too.
   """
 
   prompt_ids: Sequence[int]
@@ -68,16 +68,18 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Dialect:
-  """The differences between servers.
+  """The protocol of a server, as far as servers differ.
 
   Attributes:
     path: the path to which requests for turns are posted.
-    body: (model, request) -> JSON values of the request.
-    read: (request, reply) -> `Answer`; raises ValueError or `BadReply`.
+    body: takes the model's name and a request, and returns its JSON values.
+    read: takes a request and its reply, and returns an `Answer`; raises
+      ValueError or `BadReply`.
     tempered: whether log-probabilities are under softmax(logits / temperature)
       instead of softmax(logits). Both are before truncation.
     update_path: the path to which requests to load weights are posted.
-    update_body: (folder, label) -> JSON values of such a request.
+    update_body: takes the folder and the label of weights, and returns the JSON
+      values of such a request.
     flush_path: the path that is posted to after an update, to drop keys and
       values of the old weights; '' = the update drops them.
     version_path: the path whose reply has `weight_version`, the label of the
@@ -98,7 +100,7 @@ def read_models(reply: bytes) -> dict[str, Mapping[str, Any]]:
   """Returns the entries of a /v1/models reply, by model name.
 
   Raises:
-    ValueError: the reply has no list of models.
+    ValueError: if the reply has no list of models.
   """
   entries = _fields(reply).get('data')
   if not isinstance(entries, list):
@@ -114,7 +116,7 @@ def read_version(reply: bytes) -> str | None:
   """Returns the label of the weights in a reply; None if it has none.
 
   Raises:
-    ValueError: the reply is not a JSON object.
+    ValueError: if the reply is not a JSON object.
   """
   return _label(_fields(reply))
 
@@ -126,7 +128,7 @@ def check_success(reply: bytes) -> None:
 
 
 def seed_of(key_data: np.ndarray, position: int) -> int:
-  """Returns a seed for a turn.
+  """Returns the seed of a turn, in [0, 2**31).
 
   Args:
     key_data: the row's key, as integers.
@@ -238,8 +240,9 @@ def _read_generate(request: Request, reply: bytes) -> Answer:
   kind = reason.get('type') if isinstance(reason, dict) else reason
   if kind not in ('stop', 'length'):
     raise ValueError(f'finish_reason={str(kind)[:40]!r}')
-  # Only the number of prompt tokens is compared. Their ids would be sent only
-  # with log-probabilities, which the server had to compute anew in every turn.
+  # Only the number of prompt tokens is compared. The server would send their
+  # ids only with their log-probabilities, which it would have to compute anew
+  # in every turn.
   if meta.get('prompt_tokens') != len(request.prompt_ids):
     raise BadReply('the prompt was read as another number of tokens')
   ids = fields.get('output_ids')
@@ -271,7 +274,8 @@ def _answer(
   """Returns the answer with these ids and log-probabilities.
 
   Raises:
-    BadReply: one of them has a wrong type, length or value.
+    BadReply: if the ids or the log-probabilities have a wrong type, length or
+      value.
   """
   if not isinstance(ids, list) or not all(type(n) is int for n in ids):
     raise BadReply('the reply has no token ids')

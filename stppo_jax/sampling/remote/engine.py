@@ -1,15 +1,15 @@
-"""An engine whose turns vLLM, SGLang or the server beside this module writes.
+"""An engine whose turns are written by vLLM, SGLang or our own `server.py`.
 
 It has the methods of `engine.Engine`. Each turn is one request with the ids of
-the whole dialogue (the server's prefix cache has what was computed before),
-answered with ids and log-probabilities. The run's own automaton decides where a
+the whole dialogue, of which the server's prefix cache has the earlier part. The
+reply has ids and log-probabilities. The run's own automaton decides where a
 turn ends: tokens that a server wrote after the end are cut off.
 
 Weights are written as safetensors to a folder in the directory of temporary
 files (TMPDIR), which the server must be able to read. `publish` only writes
-them; the server loads them at the beginning of a collection, unless the label
-that it reports is theirs already. So several engines may share a server, and a
-server that was restarted gets the weights again.
+them. The server loads them at the beginning of a collection, unless it reports
+their label already. So several engines may share a server, and a server that
+was restarted gets the weights again.
 """
 
 import collections
@@ -63,7 +63,7 @@ class _Row:
 
 
 class RemoteEngine:
-  """An engine that requests turns of a server, with seeds made from keys.
+  """An engine that requests turns from a server, with seeds made from keys.
 
   Attributes:
     max_length: the most tokens of a row.
@@ -100,9 +100,10 @@ class RemoteEngine:
       concurrency: the most turns in flight.
 
     Raises:
-      EngineUnreachable: the server is not ready within the client's timeout.
-      EngineUnsuited: it does not serve this model, is of an unknown kind, holds
-        too few tokens, or does not answer with ids and log-probabilities.
+      EngineUnreachable: if the server is not ready within the client's timeout.
+      EngineUnsuited: if the server does not serve this model, is of an unknown
+        kind, holds too few tokens, or does not answer with ids and
+        log-probabilities.
     """
     self.max_length = max_length
     self.version = 0
@@ -166,19 +167,20 @@ class RemoteEngine:
         and of the position at which the turn begins.
       group_size: the number of rows of a prompt.
       max_turn_tokens: the most tokens of a turn.
-      greedy: whether to take the likeliest token instead of sampling.
+      greedy: whether to take the most probable token instead of sampling.
 
     Raises:
-      ValueError: a prompt is empty or leaves no room to write, or there are too
-        few keys.
-      EngineUnreachable: the server is not ready, or does not load the weights.
+      ValueError: if a prompt is empty or leaves no room to write, or there are
+        too few keys.
+      EngineUnreachable: if the server is not ready, or does not load the
+        weights.
     """
     turns.check_prompts(
       prompts, keys, group_size=group_size, max_length=self.max_length
     )
     self._reset()
     self._max_turn_tokens = max_turn_tokens
-    # Greedy is top_k=1 and not temperature 0, with which servers would report
+    # Greedy decoding is top_k=1, because at temperature 0 servers would report
     # log-probabilities at temperature 1.
     top_1 = {'top_k': 1, 'top_p': 1.0, 'min_p': 0.0} if greedy else {}
     self._turn_sampling = dataclasses.replace(self._sampling, **top_1)
@@ -205,7 +207,8 @@ class RemoteEngine:
     """Appends an observation to a row and begins its next turn.
 
     Raises:
-      ValueError: it leaves no room to write, or no turn of the row has ended.
+      ValueError: if the observation leaves no room to write, or no turn of the
+        row has ended.
     """
     self._check_between_turns(row)
     turns.check_observation(
@@ -220,7 +223,7 @@ class RemoteEngine:
     """Ends a row.
 
     Raises:
-      ValueError: no turn of the row has ended.
+      ValueError: if no turn of the row has ended.
     """
     self._check_between_turns(row)
     del self._rows[row]
@@ -228,7 +231,7 @@ class RemoteEngine:
   def poll(self) -> dict[int, turns.GeneratedTurn | None]:
     """Waits a moment and returns the turns that ended, by row.
 
-    The turn is None where the request failed, its retries included.
+    A turn is None if its request and all retries failed.
     """
     while self._waiting and len(self._in_flight) < self._concurrency:
       self._request(self._waiting.popleft())
@@ -245,8 +248,8 @@ class RemoteEngine:
   def statistics(self) -> dict[str, float]:
     """Returns counts since the last call, and resets them.
 
-    `engine/ok` and `engine/failures` count turns, `engine/retries` further
-    attempts at one of them.
+    `engine/ok` and `engine/failures` count turns, and `engine/retries` counts
+    repeated attempts.
     """
     retries = self._client.num_retries
     result = {
@@ -311,8 +314,9 @@ class RemoteEngine:
     """Returns the turn in an answer.
 
     Raises:
-      ValueError: the answer ends without a stop and below `max_tokens`.
-      BadReply: it is by other weights, or has ids that the model has not.
+      ValueError: if the answer ends without a stop and below `max_tokens`.
+      BadReply: if the answer is by other weights, or has ids that the model
+        lacks.
     """
     if answer.version is not None and self._label not in ('', answer.version):
       raise dialects.BadReply(

@@ -8,7 +8,8 @@ from typing import Any
 
 _MAX_STOPS = 16
 
-# Fields whose other values the server does not support; they may be left out.
+# The server supports no other values of these fields. A request may leave them
+# out.
 _FIXED = {
   'n': 1,
   'stream': False,
@@ -37,7 +38,7 @@ class Completion:
     temperature: the temperature; 0 = greedy.
     top_k, top_p, min_p: the truncation, see `sampler.Sampling`.
     seed: the seed of the draws.
-    stop: the first of these strings to be completed ends the completion.
+    stop: the first of these strings to be complete ends the completion.
     stop_token_ids: the first of these tokens ends it, too.
   """
 
@@ -65,8 +66,8 @@ def parse(
     max_length: the most tokens of a dialogue.
 
   Raises:
-    LookupError: the request is for another model.
-    ValueError: a field cannot be served; one line.
+    LookupError: if the request is for another model.
+    ValueError: if a field cannot be served; the message is one line.
   """
   kinds: dict[str, Any] = {
     field.name: field.type for field in dataclasses.fields(Completion)

@@ -30,9 +30,10 @@ async def connect(
     trial: the request for a turn, with the options of all later ones.
 
   Raises:
-    EngineUnreachable: the server is not ready within the client's timeout.
-    EngineUnsuited: it does not serve the model, is of an unknown kind, holds
-      too few tokens, or does not answer with token ids and log-probabilities.
+    EngineUnreachable: if the server is not ready within the client's timeout.
+    EngineUnsuited: if the server does not serve the model, is of an unknown
+      kind, holds too few tokens, or does not answer with token ids and
+      log-probabilities.
   """
   await client.wait_until_ready()
   try:
@@ -101,11 +102,11 @@ class ServedModel:
 
     Args:
       request: the request for the turn.
-      check: (request, answer) -> result. After a ValueError the request is
-        repeated, after a `BadReply` it is not.
+      check: takes the request and its answer, and returns the result. After a
+        ValueError the request is repeated, after a `BadReply` it is not.
 
     Raises:
-      EngineError: the request failed, its retries included.
+      EngineError: if the request and its retries failed.
     """
     return await self._client.post(
       self._dialect.path,
@@ -116,16 +117,17 @@ class ServedModel:
   async def set_weights(self, folder: pathlib.Path, label: str) -> None:
     """Waits for the server, and has it load weights unless it holds them.
 
-    The label is compared before and after: before, because another engine that
-    shares the server may have replaced the weights, or a restart lost them;
-    after, because another run may replace them at any time.
+    The label is compared before, because another engine that shares the server
+    may have replaced the weights, or a restart may have lost them. It is
+    compared after, because another run may replace the weights at any time.
 
     Args:
       folder: a folder that `export.export` wrote, which the server can read.
       label: a name that no other weights have; '' = keep the server's own.
 
     Raises:
-      EngineUnreachable: the server is not ready, or does not load them.
+      EngineUnreachable: if the server is not ready, or does not load the
+        weights.
     """
     await self._client.wait_until_ready()
     if not label:
@@ -147,7 +149,7 @@ class ServedModel:
     """Returns the label of the server's weights; None if it is not reported.
 
     Raises:
-      EngineError: the request failed, its retries included.
+      EngineError: if the request and its retries failed.
     """
     path = self._dialect.version_path
     if not path:

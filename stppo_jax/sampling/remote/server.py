@@ -6,11 +6,11 @@
     POST /update_weights_from_disk  {"model_path": ..., "weight_version": ...}
     GET  /model_info                {"weight_version": ...}
 
-It implements as much of vLLM's and SGLang's protocols as `engine.py` needs. For
-every token it computes the whole dialogue again, because it is for tests and
-readers and need not be fast. `http.server.EmbeddedServer` serves it on the
-loopback interface. Posts need the content type application/json, and with a
-token all requests but /health need that.
+It implements as much of vLLM's and SGLang's protocols as `engine.py` needs. It
+is for tests and for readers and need not be fast, so it computes the whole
+dialogue again for every token. `http.server.EmbeddedServer` serves it on the
+loopback interface. Posts need the content type application/json. If a bearer
+token is set, all requests but /health need it.
 
 Weights that cannot be loaded are answered with 400, another model with 404,
 fields that are wrong with 422; further errors are in `http/server.py`.
@@ -40,8 +40,8 @@ from stppo_jax.sampling.remote import request_fields
 KIND = 'stppo_jax'  # see `dialects.DIALECTS`
 
 _LIMITS = http_server.Limits(max_body_bytes=4 << 20, max_concurrent=1024)
-# Programs that are kept, one for each way to truncate a distribution, and
-# requests that are remembered: clients choose how many there are.
+# The most programs, one for each `Sampling`, and the most requests that are
+# kept. Without a bound, clients could fill the memory.
 _MAX_PROGRAMS = 16
 _MAX_COMPLETIONS = 4096
 
@@ -193,7 +193,7 @@ class ModelServer:
     return {'success': True, 'message': 'loaded'}
 
   def _compile(self, sampling: sampler.Sampling) -> Callable:
-    """Returns a program of its own, so that it is freed when it is dropped."""
+    """Returns a new program, which is freed when the cache drops it."""
     return compilation.jit(
       functools.partial(_next_token, policy=self._policy, sampling=sampling),
       mesh=None,

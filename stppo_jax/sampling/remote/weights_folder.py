@@ -1,8 +1,8 @@
 """The private folder into which an engine writes weights for its server.
 
-A process that is killed leaves its folder behind, gigabytes of weights. So the
-owner of a folder keeps a file in it locked, and whoever makes a folder first
-removes those whose lock is free.
+A process that is killed leaves its folder behind, with gigabytes of weights. So
+the owner of a folder keeps a file in it locked, and a process that makes a
+folder first removes those whose lock is free.
 """
 
 import contextlib
@@ -20,7 +20,8 @@ _LOCK = 'lock'
 class WeightsFolder:
   """A folder that only this user can read.
 
-  It is removed when this object is garbage, or at the exit of the process.
+  The folder is removed when this object is garbage-collected, or at the exit of
+  the process.
 
   Attributes:
     path: the folder.
@@ -29,7 +30,8 @@ class WeightsFolder:
   def __init__(self):
     remove_abandoned()
     self.path = pathlib.Path(tempfile.mkdtemp(prefix=_PREFIX))
-    # Locked before it has its name, so that nobody finds it free.
+    # The file is locked before it gets its name, so no process can find it
+    # unlocked.
     unnamed = self.path / f'{_LOCK}.new'
     descriptor = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
