@@ -90,11 +90,11 @@ def differences(source: Source, ours: Mapping[str, Any]) -> list[Difference]:
 def lines(source: Source, differing: Sequence[Difference]) -> list[str]:
   """Returns a sentence or two about each difference from a source."""
   compared = [
-    f'`{key}` is {_text(ours)}, there {_text(theirs)}. {why}'
+    f'`{key}` is {_text(ours)} here and {_text(theirs)} there. {why}'
     for key, ours, theirs, why in differing
   ]
   silent = ', '.join(source.silent())
-  unknown = [f'The source does not say: {silent}.'] if silent else []
+  unknown = [f'The source does not give: {silent}.'] if silent else []
   return [*compared, *source.notes, *unknown]
 
 

@@ -27,7 +27,7 @@ QUESTIONS = {
   'bounds.name': 'What interval of the ratio is trusted?',
   'objective.name': 'What happens outside the trusted interval?',
   'correction.names': 'Which factors correct the terms of the loss?',
-  'correction.clipping_bias.norm': 'What does the correction divide, and by what?',
+  'correction.clipping_bias.norm': 'How does the correction shrink an update?',
   'correction.clipping_bias.scope': 'Over which tokens is rho computed?',
   'correction.clipping_bias.level': 'Which level does the ratio w have?',
   'correction.clipping_bias.applies_to': 'Which losses are scaled?',
@@ -211,9 +211,9 @@ def _source(source, lines):
   """Returns the paragraph and the list of differences from a source."""
   where = f'The defaults of {_linked(source.where)} ({source.sure})'
   if not lines:
-    return [_wrapped(f'{where} are ours.')]
+    return [_wrapped(f'{where} are ours too.')]
   return [
-    _wrapped(f'{where} are ours, but for these differences:'),
+    _wrapped(f'{where} are ours too, except for these:'),
     '\n'.join(_wrapped(f'- {line}', subsequent_indent='  ') for line in lines),
   ]
 
