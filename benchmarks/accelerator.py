@@ -152,7 +152,7 @@ def learner_table(
   batch = learners.random_batch(sizes)
   losses = int(np.sum(batch.loss_mask_BL))
   placed = jax.device_put(batch, sharding.batch_sharding(mesh))
-  policy, value = operations.of_pass(shape, [length] * rows, losses)
+  policy, value = operations.forward_operations(shape, [length] * rows, losses)
 
   box = [learner.start()]  # the update consumes it
   reference = learner.reference()

@@ -189,12 +189,13 @@ class ModelConfig:
       if architecture[1:] == properties:
         return kind
     choices = '; '.join(
-      f'{kind} ({a.qkv_bias}, {a.qk_norm}, {"> 0" if a.experts else "0"})'
+      f'{kind} (qkv_bias={a.qkv_bias}, qk_norm={a.qk_norm}, num_experts '
+      f'{"> 0" if a.experts else "= 0"})'
       for kind, a in ARCHITECTURES.items()
     )
     raise ValueError(
       f'qkv_bias={self.qkv_bias}, qk_norm={self.qk_norm}, num_experts='
-      f'{self.num_experts} is no architecture; choices: {choices}'
+      f'{self.num_experts} are those of no architecture; choices: {choices}'
     )
 
   @classmethod

@@ -125,7 +125,7 @@ def check(
   chosen = adapted(options, kernels)
   if sorted(adapters) != chosen:
     raise ValueError(
-      f'adapters are beside {sorted(adapters)}, expected {chosen}'
+      f'adapters belong to {sorted(adapters)}, expected {chosen}'
     )
   for name, pair in adapters.items():
     layers, din, dout = kernels[name].shape

@@ -1,9 +1,8 @@
 """Counts the floating-point operations that a model needs.
 
 Causal attention counts half of the square of the length, and logits count at
-loss positions only. Operations that a backward pass repeats count in
-`of_recomputed` and `of_second_pass` alone. An addition and a multiplication are
-two operations.
+loss positions only. Only the functions named `recomputed_*` count what a
+backward pass repeats. An addition and a multiplication are two operations.
 """
 
 from collections.abc import Iterable
@@ -43,7 +42,9 @@ def layer_weights(shape: model_config.ModelConfig) -> Weights:
   )
 
 
-def of_attention(shape: model_config.ModelConfig, length: float) -> float:
+def attention_operations(
+  shape: model_config.ModelConfig, length: float
+) -> float:
   """Returns the forward operations of attention for a token, in all layers.
 
   Args:
@@ -54,32 +55,34 @@ def of_attention(shape: model_config.ModelConfig, length: float) -> float:
   return 2.0 * shape.num_layers * length * shape.num_heads * shape.head_dim
 
 
-def of_layers(shape: model_config.ModelConfig, length: float) -> float:
+def layer_operations(shape: model_config.ModelConfig, length: float) -> float:
   """Returns the forward operations of all layers for a token.
 
   Args:
     shape: the shape of the model, of whose experts only the visited ones count.
-    length: the number of tokens of its row, see `of_attention`.
+    length: the number of tokens of its row, see `attention_operations`.
   """
   products = 2.0 * shape.num_layers * sum(layer_weights(shape))
-  return products + of_attention(shape, length)
+  return products + attention_operations(shape, length)
 
 
-def of_logits(shape: model_config.ModelConfig) -> float:
+def logit_operations(shape: model_config.ModelConfig) -> float:
   """Returns the forward operations of the logits of a token."""
   return 2.0 * shape.hidden_size * shape.vocab_size
 
 
-def of_recomputed(shape: model_config.ModelConfig, length: float) -> float:
+def recomputed_layer_operations(
+  shape: model_config.ModelConfig, length: float
+) -> float:
   """Returns the operations of a token that the layers' backward pass repeats.
 
   Args:
     shape: the shape of the model, whose `remat` says which results are saved.
-    length: the number of tokens of its row, see `of_attention`.
+    length: the number of tokens of its row, see `attention_operations`.
   """
   if shape.remat not in ('full', 'dots'):
     return 0.0
-  count = of_attention(shape, length)
+  count = attention_operations(shape, length)
   if shape.remat == 'full':
     # The backward pass does not need the result of the last product.
     weights = layer_weights(shape)
@@ -87,7 +90,7 @@ def of_recomputed(shape: model_config.ModelConfig, length: float) -> float:
   return count
 
 
-def of_pass(
+def forward_operations(
   shape: model_config.ModelConfig, lengths: Iterable[float], losses: float
 ) -> tuple[float, float]:
   """Returns the forward operations of the policy, and of the value model.
@@ -97,11 +100,11 @@ def of_pass(
     lengths: the number of tokens of each row.
     losses: the number of tokens with a loss.
   """
-  layers = sum(length * of_layers(shape, length) for length in lengths)
-  return layers + of_logits(shape) * losses, layers
+  layers = sum(length * layer_operations(shape, length) for length in lengths)
+  return layers + logit_operations(shape) * losses, layers
 
 
-def of_second_pass(
+def recomputed_operations(
   shape: model_config.ModelConfig, lengths: Iterable[float], losses: float
 ) -> tuple[float, float]:
   """Returns the operations that backward passes of both models repeat.
@@ -110,7 +113,9 @@ def of_second_pass(
   an attention kernel recomputes by itself is not counted.
 
   Args:
-    shape, lengths, losses: see `of_pass`.
+    shape, lengths, losses: see `forward_operations`.
   """
-  layers = sum(length * of_recomputed(shape, length) for length in lengths)
-  return layers + of_logits(shape) * losses, layers
+  layers = sum(
+    length * recomputed_layer_operations(shape, length) for length in lengths
+  )
+  return layers + logit_operations(shape) * losses, layers

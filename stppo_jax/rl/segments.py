@@ -263,7 +263,7 @@ def _choose(implementation: str, num_segments: int) -> _Implementation:
     )
   if implementation == 'unrolled' and num_segments > MAX_UNROLLED:
     raise ValueError(
-      f'unrolled over {num_segments} segments; at most {MAX_UNROLLED}'
+      f'unrolled over {num_segments} segments, must be at most {MAX_UNROLLED}'
     )
   return IMPLEMENTATIONS[implementation]
 

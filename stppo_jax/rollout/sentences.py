@@ -8,17 +8,17 @@ _ENDS = b'.?!\n'
 
 
 class SentenceSplitter:
-  """Maps the tokens of a turn to sentences. [ours]
+  """Maps the tokens of a turn to sentences.
 
-  A sentence ends at `.`, `?`, `!` or a line break of the decoded turn. The
-  token that contains the end closes the sentence, together with all else that
-  is in the token. Every such character ends a sentence, those of "3.14" and of
-  "..." too, but a token closes one sentence only, however many of them it
-  contains.
+  The rule is our choice. A sentence ends at `.`, `?`, `!` or a line break of
+  the decoded turn. The token that contains such a character is the last one of
+  the sentence, with whatever else is in the token. Every such character ends
+  a sentence, also those in "3.14" and "...". A token with several of them still
+  ends one sentence only.
 
-  The text itself is not needed. The four characters are ASCII, and no byte of
-  a longer UTF-8 character is ASCII, so looking at a token's bytes is enough,
-  also where a character is spread over several tokens.
+  The bytes of a token are enough to find the ends. The four characters are
+  ASCII, and no byte of a longer UTF-8 character is ASCII, so this holds even
+  where a character is spread over several tokens.
 
   Args:
     token_bytes: what each id contributes to the text, see

@@ -70,8 +70,8 @@ def totals(
     float(packed.lengths_B.sum()),
     float((packed.turn_ids_BL > 0).sum()),
     int(packed.loss_mask_BL.any(axis=1).sum()),
-    *operations.of_pass(shape, lengths, losses),
-    *operations.of_second_pass(shape, lengths, losses),
+    *operations.forward_operations(shape, lengths, losses),
+    *operations.recomputed_operations(shape, lengths, losses),
     seconds,
   )
   *counts, collected = zip(*hosts.exchange('totals', mine))

@@ -51,7 +51,9 @@ def test_formulas_agree_with_compiled_programs(name):
   # The compiled number leaves out attention: four passes of two models, and
   # one more of the policy.
   tokens = work.trajectories * work.length / plan.topology.num_devices
-  attention = 9 * tokens * operations.of_attention(work.shape, work.length)
+  attention = (
+    9 * tokens * operations.attention_operations(work.shape, work.length)
+  )
   assert (part.computed - attention) / 2e12 == pytest.approx(products, rel=0.03)
   formula = sum(part.traffic.values()) / 2 / _GIB
   assert 0.85 * sent < formula < 1.05 * sent

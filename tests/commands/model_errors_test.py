@@ -175,7 +175,7 @@ def _lose_brackets(content):
     (_header(_rename), f'missing tensors {_NORM}: expected'),
     (
       _header(lambda header: header[_NORM].update(shape=[32, 2])),
-      f'{_NORM} gives shape (32, 2), expected (64,)',
+      f'{_NORM} has shape (32, 2), expected (64,)',
     ),
     (_cut, 'model.safetensors: truncated: expected '),
     (

@@ -190,7 +190,7 @@ def test_wrong_options_of_adapters_are_named(options, message):
   [
     (
       lambda layers: layers.pop('q_proj'),
-      r"adapters are beside \['layers/down_proj', 'layers/o_proj'\], expected",
+      r"adapters belong to \['layers/down_proj', 'layers/o_proj'\], expected",
     ),
     (
       lambda layers: layers['q_proj'].pop('lora_b'),

@@ -109,7 +109,7 @@ def test_errors_name_the_choices():
   many = segments.Segments(jnp.asarray(IDS), 33)
   with pytest.raises(ValueError, match="'sorted'.*auto, segment_sum, unroll"):
     segments.segment_totals(X, many, implementation='sorted')
-  with pytest.raises(ValueError, match='33 segments; at most 32'):
+  with pytest.raises(ValueError, match='33 segments, must be at most 32'):
     segments.segment_totals(X, many, implementation='unrolled')
 
 

@@ -239,12 +239,12 @@ def _problems(source: _Source, leaf_shape: Sequence[int]) -> list[str]:
   expected = expected[::-1] if entry.transposed else expected
   if tensor.shape != expected:
     problems.append(
-      f'{entry.hf_name} gives shape {tensor.shape}, expected {expected}'
+      f'{entry.hf_name} has shape {tensor.shape}, expected {expected}'
     )
   if tensor.dtype not in safetensors_file.DTYPES:
     supported = ', '.join(safetensors_file.DTYPES)
     problems.append(
-      f'{entry.hf_name} is of dtype {tensor.dtype}, supported: {supported}'
+      f'{entry.hf_name} has dtype {tensor.dtype}, supported: {supported}'
     )
   return problems
 

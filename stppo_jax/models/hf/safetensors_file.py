@@ -171,4 +171,4 @@ def write(
     values = np.ascontiguousarray(chunk, DTYPES[dtype])
     written += file.write(values.reshape(-1).view(np.uint8).data)
   if written != end:
-    raise ValueError(f'{written} bytes of tensors were written, promised {end}')
+    raise ValueError(f'{written} bytes of tensors were written, expected {end}')

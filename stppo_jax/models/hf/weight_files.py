@@ -40,12 +40,15 @@ def read_headers(
   tensors = {}
   for file in sorted(set(weight_map.values())):
     if not (directory / file).is_file():
-      raise ValueError(f'{index}: names {file}, which is not there')
+      raise ValueError(f'{index}: names {file}, but there is no such file')
     there = safetensors_file.read_header(directory / file)
     promised = {name for name, where in weight_map.items() if where == file}
     for problem, names in (
       ('lacks tensors that the index places in it', promised - there.keys()),
-      ('has tensors that the index does not', there.keys() - promised),
+      (
+        'has tensors that the index does not place in it',
+        there.keys() - promised,
+      ),
     ):
       if names:
         raise ValueError(f'{directory / file}: {problem}: {shortened(names)}')

@@ -199,18 +199,18 @@ def _with(**changes):
     ),
     (
       _with(model__norm__weight=np.zeros(3, np.float32)),
-      r'model.norm.weight gives shape \(3,\), expected \(16,\)',
+      r'model.norm.weight has shape \(3,\), expected \(16,\)',
     ),
     (
       # No kernel is square, so that a transposed one has another shape.
       _with(
         model__layers__1__mlp__up_proj__weight=np.zeros((16, 24), np.float32)
       ),
-      r'up_proj.weight gives shape \(16, 24\), expected \(24, 16\)',
+      r'up_proj.weight has shape \(16, 24\), expected \(24, 16\)',
     ),
     (
       _with(model__norm__weight=np.zeros(16, np.int8)),
-      'model.norm.weight is of dtype I8, supported: F32, BF16, F16',
+      'model.norm.weight has dtype I8, supported: F32, BF16, F16',
     ),
     (
       lambda tensors: tensors.update(

@@ -60,7 +60,7 @@ def test_the_library_reads_our_files(tmp_path, dtype):
 
 def test_too_few_or_many_values_are_refused():
   for chunks in ([], [np.zeros(3)]):
-    with pytest.raises(ValueError, match='promised 8'):
+    with pytest.raises(ValueError, match='expected 8'):
       safetensors_file.write(io.BytesIO(), {'x': (2,)}, 'F32', iter(chunks))
 
 

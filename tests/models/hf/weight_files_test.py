@@ -44,12 +44,12 @@ def test_a_single_file_is_preferred_to_an_index(tmp_path):
   [
     (
       _MAP | {'d': 'other.safetensors'},
-      'names other.safetensors, which is not there',
+      'names other.safetensors, but there is no such file',
     ),
     (_MAP | {'d': _FILES[1]}, f'{_FILES[1]}: lacks tensors .*: d$'),
     ({'a': _FILES[0], 'c': _FILES[1]}, f'{_FILES[0]}: has tensors .*: b$'),
     (_MAP | {'d': f'../x/{_FILES[0]}'}, 'is not a file name'),
-    (_MAP | {'d': '..'}, 'is not a file name|not there'),
+    (_MAP | {'d': '..'}, 'is not a file name|no such file'),
     (_MAP | {'d': 3}, '3 is not a file name'),
     ({}, 'no weight_map'),
     ([], 'no weight_map'),

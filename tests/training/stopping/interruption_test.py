@@ -259,9 +259,7 @@ def test_refilled_rows_are_those_of_a_run_without_failures(
     return 0.5 if moment == ('collect', 2) else None
 
   assert _train(tmp_path, act, rollout__refill_rounds=2) == 0
-  assert (
-    '2: 8 of 8 failed' in capsys.readouterr().out
-  )
+  assert '2: 8 of 8 failed' in capsys.readouterr().out
   name = 'rollout/refilled_rows'
   lines, expected = runs.repeated(tmp_path), runs.repeated(finished)
   assert [line.pop(name, 0) for line in lines] == [0, 0, 8, 0]
