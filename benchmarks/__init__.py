@@ -1,1 +1,1 @@
-"""Benchmarks: ratios measured in one run. See docs/benchmarks.md."""
+"""Benchmarks, which compare cases within one run; see docs/benchmarks.md."""

@@ -1,4 +1,4 @@
-"""Training and decoding on one accelerator, against its limits.
+"""Compares training and decoding on one accelerator with its limits.
 
     python -m benchmarks.accelerator --sizes 1.5B --remat full
 
@@ -9,10 +9,10 @@ log-probabilities of the tokens that it sampled are compared with the trainer's.
 
 TFLOP/s and MFU count only the operations that the formulas need: causal
 attention counts half of the square, logits count at loss positions only, and
-what is computed a second time does not count. MFU is the share of the measured
+recomputation does not count. MFU is the share of the rate of the measured
 matrix product. Decoding a token in every row must read all weights once, and
-the keys and values of each row; their bytes per second are shown as a share of
-the copy.
+the keys and values of each row. Their bytes per second are shown as a share of
+the rate of the copy.
 """
 
 import argparse
@@ -52,8 +52,8 @@ SHAPES = {
   '1.5B': (151_936, 1536, 8960, 28, 12, 2, 128),
   '3B': (151_936, 2048, 11_008, 36, 16, 2, 128),
 }
-# The mean difference between engine and trainer that counts as rounding; the
-# limit of a run in bfloat16.
+# A mean difference between engine and trainer up to this one counts as
+# rounding. It is the limit of a run in bfloat16.
 MISMATCH = 0.05
 _FIELDS = (
   'vocab_size',
@@ -68,7 +68,7 @@ _REPEATS = 5
 
 
 class Limits(NamedTuple):
-  """Holds the measured limits of a device.
+  """The measured limits of a device.
 
   Attributes:
     flops: operations per second of a matrix product in bfloat16.
@@ -249,7 +249,7 @@ def mismatch(
   prompts_AL: np.ndarray,
   turns: tuple[np.ndarray, np.ndarray],
 ) -> tuple[float, float]:
-  """Returns how much log-probabilities of engine and trainer differ.
+  """Returns how much the log-probabilities of engine and trainer differ.
 
   Args:
     model, params: the policy.
@@ -257,10 +257,10 @@ def mismatch(
     turns: what `collect` returned for them.
 
   Returns:
-    The mean difference, and that which 99% of the tokens do not exceed.
+    The mean and the 99th percentile of the absolute differences.
 
   Raises:
-    AssertionError: the mean is greater than `MISMATCH`.
+    AssertionError: if the mean is greater than `MISMATCH`.
   """
   ids_AT, sampled_AT = turns
   trained_AL, _ = jax.jit(

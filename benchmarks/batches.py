@@ -13,9 +13,9 @@ def turn_ids(
 ) -> np.ndarray:
   """Returns int32 [B, L]: 1..num_turns where the policy wrote, else 0.
 
-  A row is cut into num_turns + 1 equal spans. The first is the prompt, each
-  other one a turn of a fifth to three fifths of it, then an observation. Every
-  turn has a token.
+  A row is cut into num_turns + 1 equal spans. The first is the prompt. Each
+  other one is a turn that takes a fifth to three fifths of the span, and then
+  an observation. Every turn has at least one token.
   """
   span = length // (num_turns + 1)
   ids_BL = np.zeros((rows, length), np.int32)
@@ -44,7 +44,7 @@ def token_batch(
     return rng.normal(size=ids_BL.shape).astype(np.float32)
 
   old_BL = -np.abs(draw())
-  # A shift of each row makes whole turns leave the band.
+  # A common shift of all tokens of a row makes whole turns leave the band.
   shift_B1 = 0.15 * rng.normal(size=(rows, 1)).astype(np.float32)
   logprobs_BL = old_BL + shift_B1 + np.float32(0.2) * draw()
   batch = batch_lib.TokenBatch(

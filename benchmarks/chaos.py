@@ -3,25 +3,24 @@
     python -m benchmarks.chaos
     python -m benchmarks.chaos --faults=10 --seed=3 --hosts=1 --folder=DIR
 
-A supervisor trains the quickstart, made small, as two processes (`--hosts`)
-that ask a retrieval server in another one. The faults of `benchmarks.faults`
-strike, each as often as the others, in an order and at moments that follow from
-the seed: some while the run starts, the others when it has made a step since.
-A fault counts if its effect was seen; otherwise it is tried again. Whenever the
-run has ended, the same command starts it again. When enough faults have struck,
-or `--minutes` are over, the run goes on to its end, and an undisturbed run of
-the same length is made. These must be equal, bit for bit:
+A supervisor trains a small quickstart as two processes (`--hosts`) that ask a
+retrieval server in a third one. The faults of `benchmarks.faults` strike, each
+as often as the others, in an order and at moments that follow from the seed.
+Some strike while the run starts, the others after it has made a step. A fault
+counts if its effect was seen; otherwise it is tried again. Whenever the run has
+ended, the same command starts it again. When enough faults have struck, or
+`--minutes` are over, the run goes on to its end, and an undisturbed run of the
+same length is made. These must be equal, bit for bit:
 
 - the exported weights, and the fingerprints of the last checkpoint;
 - every number of metrics.jsonl but times and counts of the faults themselves,
   and every dialogue.
 
-While a disk is full, lines of metrics and dialogues may be lost, as is
-promised; then those that are there are compared. The exit code is 1 if anything
-differs, if a process ends with a code that no fault explains, if one waits for
-another that has ended, if the run makes no step in ten minutes or in twenty
-starts, and if fewer faults have struck than were asked for. The folder is then
-kept.
+While a disk is full, lines of metrics and dialogues may be lost, as documented;
+only the others are compared then. The exit code is 1 if anything differs, if a
+process ends with a code that no fault explains, if one waits for another that
+has ended, if the run makes no step in ten minutes or in twenty starts, or if
+fewer faults have struck than were asked for. The folder is kept in that case.
 """
 
 import argparse
@@ -41,8 +40,8 @@ from benchmarks import faults as faults_lib
 from benchmarks import run_differences
 
 _EARLY = 0.25  # the share of the strikes that come while the run starts
-_TRIES = 5  # of a strike that does not come off
-# The usual seconds of a start, until one was measured.
+_TRIES = 5  # how often a strike without an effect is tried
+# The assumed seconds of a start, until one was measured.
 _START = 30.0
 _POLL = 0.2
 
@@ -52,10 +51,11 @@ class Strike(NamedTuple):
 
   Attributes:
     name: a key of `FAULTS`.
-    early: the moment as a share of the time that a start takes, if the run has
-      just been started; None = after a step.
-    seconds: from the fault before, or from the first step of a start.
-    seed: decides about the details.
+    early: the moment of a strike during the start of a run, as a share of the
+      time that a start takes; None = the strike comes after a step.
+    seconds: the time since the fault before, or since the first step of a
+      start.
+    seed: the seed of the details.
   """
 
   name: str
@@ -68,7 +68,7 @@ def schedule(seed: int, pace: float) -> Iterator[Strike]:
   """Yields strikes: all faults, in random order, again and again.
 
   Args:
-    seed: decides about everything.
+    seed: the seed of the order, the moments and the details.
     pace: the mean number of seconds between two strikes.
   """
   draws = random.Random(seed)
@@ -93,8 +93,8 @@ class Chaos:
   Attributes:
     num_steps: the length of the run.
     struck: how often each fault has struck.
-    early: how many of them have struck while the run started.
-    missed: how often each of them was tried, and had no effect.
+    early: the number of faults that have struck while the run started.
+    missed: how often each fault was tried without an effect.
   """
 
   def __init__(self, run: disturbed_run.DisturbedRun, *, block: int):
@@ -109,10 +109,10 @@ class Chaos:
   def strike_all(
     self, strikes: Iterator[Strike], *, count: int, until: float
   ) -> None:
-    """Lets so many strikes come, or until a moment; then lets the run end.
+    """Strikes `count` times, or until a moment; then lets the run end.
 
     Raises:
-      Failed: the run has broken a promise.
+      Failed: if the run has broken a promise.
     """
     while self.struck.total() < count and time.monotonic() < until:
       strike = next(strikes)
@@ -160,7 +160,7 @@ class Chaos:
       self._start_seconds = time.monotonic() - run.started
 
   def _pass(self, seconds: float) -> None:
-    """Lets some seconds pass, or less if the run ends."""
+    """Waits for some seconds, or less if the run ends."""
     if self._run.wait(seconds) == 0:
       self.num_steps += self._block
 
@@ -191,7 +191,8 @@ def main(argv: Sequence[str]) -> int:
   )
   flags, overrides = parser.parse_known_args(argv)
   if flags.steps % disturbed_run.EVALUATES:
-    # A run evaluates its last step, and the undisturbed one is longer.
+    # A run always evaluates its last step. If the disturbed run becomes longer,
+    # the undisturbed one evaluates only at multiples.
     parser.error(
       f'--steps={flags.steps}: must be a multiple of {disturbed_run.EVALUATES}'
     )

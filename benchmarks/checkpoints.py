@@ -1,16 +1,17 @@
-"""Measures what checkpoints cost a run: fingerprints, and waiting for saves.
+"""Measures the time that checkpoints cost: fingerprints, and waits for saves.
 
     python -m benchmarks.checkpoints --megabytes 400
 
 A save computes a fingerprint of every array of the state. The first line
 compares the time that this takes in the quickstart with the updates of one of
 its steps. The whole step takes longer, and a run saves once in several steps,
-so the share that is printed is an upper bound. It is to be at most 0.02.
+so the share that is printed is an upper bound. Its goal is at most 0.02.
 
-The last line compares how long a loop waits for a save that threads write with
-a save that it waits for. The state has `--megabytes` in 40 arrays of random
-numbers. Saves of both kinds alternate; after each, an update donates the state.
-The quotient of the medians is to be at most 0.1.
+The last line compares two kinds of saves by the time that a loop waits: one
+that threads write beside the loop, and one that the loop waits for. The state
+has `--megabytes` in 40 arrays of random numbers. Saves of both kinds alternate;
+after each, an update donates the state. The goal for the quotient of the
+medians is at most 0.1.
 """
 
 import argparse

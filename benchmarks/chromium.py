@@ -1,4 +1,4 @@
-"""Starts the headless Chromium of this machine, for pages."""
+"""Starts the headless Chromium of this machine, to load pages."""
 
 from collections.abc import Iterator
 import contextlib
@@ -6,7 +6,7 @@ import shutil
 from typing import Any
 
 _NAMES = ('chromium', 'chromium-browser', 'google-chrome')
-# The pages load nothing, and neither shall the browser.
+# The pages load nothing from a network, and the browser should not either.
 _FLAGS = (
   '--no-sandbox --disable-gpu --disable-quic --no-first-run '
   '--disable-background-networking --disable-component-update --disable-sync'
@@ -14,7 +14,7 @@ _FLAGS = (
 
 
 class Missing(Exception):
-  """Something that is needed is not installed; the line says what."""
+  """Raised, in one line, if a program or a package is not installed."""
 
 
 @contextlib.contextmanager
@@ -22,7 +22,7 @@ def started() -> Iterator[Any]:
   """Yields the browser, an object of playwright.
 
   Raises:
-    Missing: Chromium or playwright is not installed.
+    Missing: if Chromium or playwright is not installed.
   """
   path = next((p for name in _NAMES if (p := shutil.which(name))), None)
   if path is None:

@@ -1,49 +1,51 @@
-"""Collecting: against `generate`, under latency, with refilled slots.
+"""Times collection: against `generate`, under latency, with refilled slots.
 
     python -m benchmarks.collect
     python -m benchmarks.collect --only latency refill
 
-Dialogues are scripted (see `dialogues`): random, of known lengths, from a model
-that costs what any of its shape costs. All cases of a table collect the same
-dialogues greedily and write the same tokens, which is asserted before anything
-is timed and checked again in every timed collection; log-probabilities agree to
-1e-4. A time is that of a whole collection: texts are encoded and decoded,
-queries answered on the event loop's thread, dialogues started and ended.
+Dialogues are scripted (see `dialogues`): they are random, of known lengths, and
+written by a model that takes as long as any model of its shape. All cases of a
+table collect the same dialogues greedily and write the same tokens. This is
+asserted before anything is timed and checked again in every timed collection;
+log-probabilities agree to 1e-4. Each time is that of a whole collection, in
+which texts are encoded and decoded, queries are answered on the event loop's
+thread, and dialogues start and end.
 
 `generate`: 512 dialogues, as many as a step of the paper collects; prompts of
-40 to 100 tokens, 1 to 3 searches, observations of 60 to 125, turns log-normal
-around 20, at most 125: searching as in the paper's setting (500 tokens a turn
-and an observation at most, 3 searches), at a quarter of its lengths and limits.
-Each dialogue has a slot. The peer calls `transformers` `generate` once a turn
-on all unfinished dialogues, from their first token on, and waits for the last
-one of a batch; it stops by the ids of the closing tokens. It runs with the
-threads and the batch size that are the fastest, dialogues of about the same
-length in each batch.
+40 to 100 tokens, 1 to 3 searches, observations of 60 to 125 tokens, turns
+log-normal around 20 tokens, at most 125. These are a quarter of the lengths and
+limits of the paper's setting (at most 500 tokens in a turn and in an
+observation, 3 searches). Each dialogue has a slot. The peer calls
+`transformers` `generate` once a turn on all unfinished dialogues, from their
+first token on, and waits for the last one of a batch; it stops by the ids of
+the closing tokens. It runs with the fastest threads and batch size; a batch has
+dialogues of about the same length.
 
-Ours has what a CPU wants, not the defaults of `configs/base.py`: as many
+Ours has settings for a CPU, not the defaults of `configs/base.py`: as many
 `rollout.lanes` as there are cores, `batch_rows` 16, `early_exit` 0.5,
 `lookahead` 0, ten `cache_blocks`, and `deterministic=False`. Waves
-(`deterministic=True`) have the lanes and the blocks only: each program works on
+(`deterministic=True`) have only the lanes and the blocks: each program works on
 all slots of a lane, and no chunk ends early.
 
-`original`, with a quarter of the dialogues, has no stops: in every turn it
+`original`, with a quarter of the dialogues, has no stops. In every turn it
 writes 500 tokens, the limit of the loops that the paper builds on, or to the
-end of sequence, and cuts afterwards. That it is slower is waste, not speed. The
-goal is for these 500; `--cut_at=125` is the same quarter of that limit as these
-dialogues are of the paper's. No peer waits for a retriever.
+end of sequence, and cuts the rest afterwards. It is slower because of these
+wasted tokens. The goal is for 500 tokens; `--cut_at=125` is a quarter of that
+limit, as these dialogues are a quarter of the paper's. No peer waits for a
+retriever.
 
 `latency`: the same dialogues, where each search is answered after 0, 0.2 or
 1 s, or log-normal around 0.2 s (sigma 1; the mean is 0.33 s). Each dialogue has
 a slot, but few of them decode at a time; those that wait are left out of the
 batches. `sharing` predicts the times from the time without latency. Nothing can
-hide a wait at the end, which matters the less the longer the dialogues take:
-see larger `--widths`.
+hide the waits of the last dialogues, which matter less if the dialogues take
+longer: see larger `--widths`.
 
-`refill`: turns log-normal around 16 (sigma 1), half of the dialogues, four
-times as many as slots: slots that are given to the next dialogue at once,
-against waves of as many slots, each as long as its longest dialogue. The two
-modes also differ in their batches of 16 rows of like length and in chunks
-that end early, see above.
+`refill`: half of the dialogues, with turns log-normal around 16 (sigma 1), and
+a quarter as many slots as dialogues. Slots that are given to the next dialogue
+at once are compared with waves of dialogues, each as long as its longest
+dialogue. The two modes also differ in their batches of 16 rows of similar
+length and in chunks that end early, see above.
 """
 
 import argparse
@@ -111,7 +113,7 @@ def against(
     cut_at: the most tokens of a turn; 'original' writes as many in every turn.
 
   Raises:
-    AssertionError: their tokens or log-probabilities differ.
+    AssertionError: if the tokens or log-probabilities of two cases differ.
   """
   from benchmarks import generate_reference  # torch is needed here only
 
@@ -158,7 +160,7 @@ def latency(
   """Returns the table of delayed against immediate observations.
 
   Raises:
-    AssertionError: other tokens or log-probabilities with latency.
+    AssertionError: if latency changes tokens or log-probabilities.
   """
   collector = collectors.SlotCollector(
     policy, loop, slots=rows, deterministic=False
@@ -233,7 +235,7 @@ def refill(
   """Returns the table of refilled slots against waves.
 
   Raises:
-    AssertionError: other tokens or log-probabilities.
+    AssertionError: if the tokens or log-probabilities of the modes differ.
   """
   environment = dialogues.Scripted(
     dialogues.scripts(rows, UNEVEN, filler=policy.filler)

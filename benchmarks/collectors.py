@@ -27,9 +27,9 @@ PARITY = 1e-4  # the largest difference of log-probabilities
 # The most tokens of a turn and of an observation: a quarter of the paper's 500.
 MAX_TURN_TOKENS = dialogues.LONGEST
 MAX_LENGTH = 980  # more than the longest dialogue: 100 + 4 * 125 + 3 * 125
-# The quickstart's model (but with untied embeddings); the proportions of
-# Qwen2.5-0.5B, with seven query heads to a key/value head, at a quarter of its
-# width; and a larger model.
+# tiny is the quickstart's model, but with untied embeddings. grouped has the
+# proportions of Qwen2.5-0.5B, with seven query heads to a key/value head, at a
+# quarter of its width. wide is a larger model.
 WIDTHS = {
   'tiny': {
     'filler': 44,  # entries, of 412
@@ -81,9 +81,9 @@ def policy(width: str) -> Policy:
 class SlotCollector:
   """Collects dialogues with the slot engine, a lane for each core.
 
-  The settings are keys of a config too (`rollout.lanes`, ...), with other
-  defaults. With `deterministic`, `batch_rows` and `early_exit` have no effect.
-  There are fewer lanes where the cores do not divide the slots.
+  A config has these settings too (`rollout.lanes`, ...), with other defaults.
+  With `deterministic`, `batch_rows` and `early_exit` have no effect. There are
+  fewer lanes than cores if the cores do not divide the slots.
   """
 
   def __init__(
@@ -128,7 +128,7 @@ class SlotCollector:
     """Returns the trajectories of all dialogues of the environment.
 
     Raises:
-      ValueError: the policy wrote another text than the script.
+      ValueError: if the policy wrote another text than the script.
     """
     questions = environment.questions()
     return collect.Collector(
@@ -157,7 +157,7 @@ def assert_parity(
   """Compares trajectories: equal tokens, log-probabilities to PARITY.
 
   Raises:
-    AssertionError: they differ; the message names the row.
+    AssertionError: if the trajectories differ; the message names the row.
   """
   for n, (one, other) in enumerate(zip(trajectories, others, strict=True)):
     for ours, theirs in zip(one.turns, other.turns, strict=True):

@@ -1,11 +1,11 @@
-"""The CPU time of what answers at once: a bad config, `status`, `config`.
+"""Measures the CPU time of quick commands: a bad config, `status`, `config`.
 
     python -m benchmarks.commands
 
 Each command is a process of its own, whose time includes the start of Python.
-There is a bad config of every kind: an unknown key, a wrong type, a rule of one
-key and one of several, an algorithm, a file, and devices that are not there.
-The runs of `status` are made up.
+There is a bad config of every kind: an unknown key, a wrong type, a broken rule
+of one key and one of several keys, a bad algorithm, a missing file, and missing
+devices. The runs of `status` are made up.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def seconds(arguments: Sequence[str], *, exit_code: int, repeats: int) -> float:
   """Returns the median CPU time of a command, in seconds.
 
   Raises:
-    RuntimeError: it ends with another exit code.
+    RuntimeError: if the command ends with another exit code.
   """
   found = []
   for _ in range(repeats):

@@ -1,16 +1,16 @@
 """Dialogues of known length, and a policy that is made to write them.
 
-A benchmark of collecting needs turns of chosen lengths from a model that costs
-what any model of its shape costs. So the vocabulary has entries that count
+A benchmark of collecting needs turns of chosen lengths from a model that takes
+as long as any model of its shape. So the vocabulary has entries that count
 down: after ' s9' the policy writes ' s8', ' s7', ..., ' s1', '</search>'; after
-' r9' the same towards '</answer>' and the end of sequence. Each input of a
+' r9' it counts down to '</answer>' and the end of sequence. Each input of a
 dialogue (the prompt, an observation) ends with such an entry, which decides how
 long the next turn is and what closes it. All other entries are filler.
 
 The weights are random except for the output matrix, where the row of an entry
-is the embedding of the entry before it. They take as much computation as any
-other weights. The greedy token is certain by a wide margin, while its
-log-probability depends on the whole dialogue: parity is asserted on both.
+is the scaled embedding of the entry before it. They take as much computation as
+any other weights. The greedy token is certain by a wide margin, while its
+log-probability depends on the whole dialogue. Parity is asserted on both.
 """
 
 import asyncio
@@ -31,8 +31,8 @@ from stppo_jax.sampling import tokenizer as tokenizer_lib
 LONGEST = 125  # tokens of the longest turn
 _SEARCH, _ANSWER = '</search>', '</answer>'
 _EMBEDDING_SCALE = 0.5
-# Factor on the initial kernels, times the root of the width: the history then
-# changes the log-probabilities as much at any width.
+# The initial kernels are multiplied by this and divided by the root of the
+# width, so that the history changes log-probabilities equally at any width.
 _KERNEL_SCALE = 24.0
 _PEAK = 10.0  # the logit of the next token, roughly
 
@@ -141,7 +141,7 @@ def token_id(tokenizer: tokenizer_lib.Tokenizer, text: str) -> int:
   """Returns the id of a text that is one token.
 
   Raises:
-    ValueError: it is several tokens.
+    ValueError: if the text is several tokens.
   """
   (single,) = tokenizer.encode_prompt(text)
   return int(single)
@@ -231,7 +231,7 @@ class Scripted(protocol.Environment):
     """Returns the next observation, after its latency.
 
     Raises:
-      ValueError: the text is not that of the script.
+      ValueError: if the text is not that of the script.
     """
     script = self._dialogues[int(question.id)]
     if text != script.turns[turn_index]:

@@ -20,16 +20,16 @@ from stppo_jax.records.liveness import heartbeat
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EVALUATES = 5  # steps from one evaluation to the next
 _KEPT_LINES = 60  # of the run's output, printed if it fails
-_TOGETHER = 120.0  # seconds in which all processes of a run have ended
-_HANGS = 600.0  # seconds in which a run makes a step, or ends
-_STARTS = 20  # in which it makes a step
+_TOGETHER = 120.0  # most seconds from the first end of a process to the last
+_HANGS = 600.0  # seconds in which a run must make a step, or end
+_STARTS = 20  # starts in which a run must make a step
 _START_TIMEOUT = 60.0  # seconds that processes wait for each other at a start
 _POLL = 0.05
 _SMALL = {
   'rollout.trajectories_per_step': 16,
   'updates.minibatch_size': 8,
-  # Fewer and smaller programs: each start compiles them again on all hosts but
-  # the first, which alone writes to the cache of jax.
+  # These keys make programs fewer and smaller: each start compiles them again
+  # on all hosts but the first, which alone writes to the cache of jax.
   'model.scan_unroll': 1,
   'writer.token_details': 0,
   'evaluate.every': EVALUATES,
@@ -37,20 +37,20 @@ _SMALL = {
   'checkpoint.every': 1,
   'checkpoint.keep': 3,
   'writer.samples': 0,
-  # No trajectory may fail: it would be missing in the batch.
+  # No trajectory may fail, because it would be missing in the batch.
   'rollout.min_valid_fraction': 1.0,
 }
 _EXPECTED = (0, 75, 130)  # codes with which a run may end
-# What the output is searched for: the error of a file that cannot grow.
+# The output is searched for this error of a file that cannot grow.
 _FULL = os.strerror(errno.EFBIG)
 
 
 class Failed(Exception):
-  """The run has broken a promise; the message says which."""
+  """Raised if the run has broken a promise; the message says which one."""
 
 
 class DisturbedRun:
-  """A run whose processes and retrieval server others may strike.
+  """A run with its retrieval server, which faults may strike.
 
   Args:
     folder: holds the folder of the run.
@@ -62,10 +62,10 @@ class DisturbedRun:
     clock: the file of `jumping_clock`.
     port: the port of the retrieval server on this machine.
     processes: the processes of the run, while it goes on.
-    codes: the exit codes of the processes when it has last ended.
+    codes: the exit code of each process when the run has ended last.
     retriever: the retrieval server.
     starts: how often the run was started.
-    started: when it was started last, by the monotonic clock.
+    started: the time of the last start, by the monotonic clock.
     full: how many lines of output have told of a file that cannot grow.
   """
 
@@ -87,8 +87,8 @@ class DisturbedRun:
     self._output: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
     self._current = self.workdir
     self._sent: dict[int, int] = {}  # process to the signal that it got
-    self._counting = threading.Lock()  # by a thread for each process
-    self._progressed = (0, math.inf)  # steps that were done, and since when
+    self._counting = threading.Lock()  # for `full`; each process has a thread
+    self._progressed = (0, math.inf)  # the newest step, and its time
 
   def start(
     self, num_steps: int, *, workdir: pathlib.Path | None = None
@@ -96,11 +96,11 @@ class DisturbedRun:
     """Starts the run.
 
     Args:
-      num_steps: its length.
-      workdir: the folder of another run of the same config; None: of this one.
+      num_steps: the number of steps of the run.
+      workdir: the folder of another run of the same config; None for this run.
 
     Raises:
-      Failed: the run was started many times, and has made no further step.
+      Failed: if the run was started many times, and has made no further step.
     """
     self.starts += 1
     self._num_steps, self._current = num_steps, workdir or self.workdir
@@ -173,7 +173,7 @@ class DisturbedRun:
           self.full += _FULL in line
 
   def send(self, process: subprocess.Popen, number: signal.Signals) -> None:
-    """Sends a signal, which may be why the process ends."""
+    """Sends a signal, and notes it as an explanation of the exit code."""
     self._sent[process.pid] = number
     process.send_signal(number)
 
@@ -201,11 +201,11 @@ class DisturbedRun:
     )
 
   def wait(self, seconds: float | None = None) -> int | None:
-    """Returns the run's exit code; None if it goes on after some seconds.
+    """Returns the run's exit code; None if it still goes on after `seconds`.
 
     Raises:
-      Failed: nothing explains a code, a process goes on without the others, or
-        the run makes no step.
+      Failed: if nothing explains an exit code, a process goes on without the
+        others, or the run makes no step.
     """
     assert self.processes
     end = None if seconds is None else time.monotonic() + seconds
@@ -231,7 +231,7 @@ class DisturbedRun:
     return next((code for code in codes if code), 0)
 
   def _check_progress(self) -> None:
-    """Raises `Failed` if no step was done for long."""
+    """Raises `Failed` if the run has made no step for too long."""
     beat, (step, since) = self.beat, self._progressed
     if beat is not None and beat.step != step:
       self._progressed = (beat.step, time.monotonic())

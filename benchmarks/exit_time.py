@@ -3,18 +3,18 @@
     python -m benchmarks.exit_time
     python -m benchmarks.exit_time --only=first_update,first_save --limit=5
 
-Each of `MOMENTS` is a run of its own in a new folder, whose programs are all
-compiled in it, and which sends itself SIGTERM at that moment. The time is from
-there until its parent sees that the process is gone. It is compared with
-`preemption.grace`, which the runs set to the limit: a save that does not fit
-into it is not begun. A run must end with exit code 75 and without a traceback,
-and if it had done a step, that step must be saved.
+For each of `MOMENTS`, a run of its own starts in a new folder, compiles all its
+programs, and sends itself SIGTERM at that moment. The time is counted from the
+signal until the parent process sees that the run has ended. It is compared with
+the limit, to which the runs also set `preemption.grace`: a save that does not
+fit into it is not begun. A run must end with exit code 75 and without a
+traceback, and if it had done a step, that step must be saved.
 
 The exit code is 1 if a run ends otherwise, or takes longer than the limit. Run
-it on an idle machine: the runs share their cores with whatever else there is.
-The second column is the time that all threads of the process have computed from
-the signal on. It depends less on other work, and threads compute side by side:
-on a busy machine it says roughly what an idle one would take.
+this on an idle machine, because the runs share their cores with all other work.
+The second column is the CPU time of all threads of the process from the signal
+on. It depends less on other work: on a busy machine it shows roughly how long
+an idle machine would take.
 """
 
 import argparse
@@ -48,8 +48,8 @@ class Moment(NamedTuple):
     kind: import, file or phase.
     name: the module that is imported, the file that gets its name, or the phase
       that begins.
-    number: which occurrence of it, counted from 1.
-    delay: seconds from there to the signal.
+    number: the number of the occurrence, counted from 1.
+    delay: seconds from the moment to the signal.
   """
 
   kind: str
@@ -58,7 +58,7 @@ class Moment(NamedTuple):
   delay: float = 0.0
 
 
-# Programs are compiled in whatever is first.
+# The first occurrence of a phase compiles its programs.
 MOMENTS: Mapping[str, Moment] = {
   'first_imports': Moment('import', 'numpy'),
   'imports': Moment('import', 'jax'),
@@ -83,10 +83,11 @@ class End(NamedTuple):
   """The end of a run.
 
   Attributes:
-    seconds: from the signal to the end of the process; nan: it got none.
-    computed: the part of it in which the process computed, over all threads.
-    exit_code: its exit code.
-    problem: what it did wrong; '' for nothing.
+    seconds: the time from the signal to the end of the process; nan if it got
+      no signal.
+    computed: the CPU seconds of all its threads in that time.
+    exit_code: the exit code of the process.
+    problem: what the run did wrong; '' for nothing.
   """
 
   seconds: float
@@ -110,7 +111,8 @@ def measure(name: str, folder: pathlib.Path, flags: Sequence[str] = ()) -> End:
       *(str(folder), *_FLAGS, *flags),
     ],
     cwd=_ROOT,
-    # No programs of earlier runs.
+    # Without the cache of compiled programs, no program of an earlier run is
+    # used.
     env={k: x for k, x in os.environ.items() if 'COMPILATION_CACHE' not in k},
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,

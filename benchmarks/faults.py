@@ -1,8 +1,8 @@
 """The faults of `benchmarks.chaos`.
 
-Each of `FAULTS` strikes a run, and returns whether it has struck: whether its
-effect was seen. A signal may come when a process has just ended, an outage when
-nobody asks, and damage to a byte that nobody reads.
+Each of `FAULTS` strikes a run, and returns whether its effect was seen. A fault
+may have none: a signal may come when a process has just ended, an outage when
+there is no request, and damage to a byte that is never read.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ Fault = Callable[[DisturbedRun, Random], bool]
 
 
 def _send(number: signal.Signals) -> Fault:
-  """Returns a fault: a signal to one process, after which all of them end."""
+  """Returns a fault: a signal to one process, which makes all of them end."""
 
   def strike(run: DisturbedRun, random: Random) -> bool:
     victim = random.choice(run.processes)
@@ -47,7 +47,7 @@ def _send(number: signal.Signals) -> Fault:
 
 
 def _pause(run: DisturbedRun, random: Random) -> bool:
-  """Stops the run for a moment, as a machine does that has no time for it."""
+  """Stops the run for a moment, as an overloaded machine does."""
   return _stop(run.processes, random.uniform(0.5, 3))
 
 
@@ -75,7 +75,7 @@ def _state(pid: int) -> str:
 
 
 def _clock_jump(run: DisturbedRun, random: Random) -> bool:
-  """Sets the clock of the run, for good, by up to a day."""
+  """Shifts the clock of the run by up to a day, and does not set it back."""
   offset = random.uniform(-86400, 86400)
   new = run.clock.with_suffix('.new')
   new.write_text(f'{offset:.3f}', 'ascii')
@@ -101,7 +101,7 @@ def _slow_retriever(run: DisturbedRun, random: Random) -> bool:
 
 
 def _unread_bytes(port: int) -> int:
-  """Returns what waits at a port: bytes of requests, and new connections."""
+  """Returns the number of unread bytes and of new connections at a port."""
   waiting = 0
   for line in pathlib.Path('/proc/net/tcp').read_text('ascii').splitlines()[1:]:
     _, local, _, state, queues, *_ = line.split()
@@ -112,9 +112,9 @@ def _unread_bytes(port: int) -> int:
 
 
 def _outage(run: DisturbedRun, random: Random) -> bool:
-  """Kills the retriever, and starts it again when it was missed for a while.
+  """Kills the retriever, waits for a request to miss it, and starts it again.
 
-  At first nobody listens at its port, then connections are closed at once.
+  At first nothing listens at its port, then connections are closed at once.
   """
   assert run.retriever is not None
   run.retriever.kill()
@@ -134,7 +134,7 @@ def _outage(run: DisturbedRun, random: Random) -> bool:
 def _closed_door(port: int) -> Iterator[Callable[[], bool]]:
   """Listens at a port, and yields a function that turns away one client.
 
-  It returns whether one came.
+  The function returns whether a client came.
   """
   with socket.socket() as door:
     door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -151,9 +151,9 @@ def _closed_door(port: int) -> Iterator[Callable[[], bool]]:
 
 
 def _full_disk(run: DisturbedRun, random: Random) -> bool:
-  """Lets the run write no file beyond a few bytes, as if the disk were full.
+  """Limits the files of the run to a few bytes, as if the disk were full.
 
-  It has room again when an error of it was seen, and a little later.
+  The limit ends a little after the run has reported an error because of it.
   """
   struck, before = list(run.processes), run.full
   _limit_files(struck, 1024)
@@ -168,7 +168,7 @@ def _full_disk(run: DisturbedRun, random: Random) -> bool:
 def _limit_files(
   processes: Sequence[subprocess.Popen], size: int | None
 ) -> None:
-  """Sets the largest file that processes can write; None: any."""
+  """Sets the largest file, in bytes, that processes can write; None = any."""
   for process in processes:
     with contextlib.suppress(ProcessLookupError):
       _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
@@ -179,7 +179,7 @@ def _limit_files(
 def _corrupt(run: DisturbedRun, random: Random) -> bool:
   """Kills the run, damages its newest checkpoint, and starts it again.
 
-  The damage has struck if that checkpoint was set aside.
+  The fault has struck if the run has set that checkpoint aside.
   """
   victim = random.choice(run.processes)
   run.send(victim, signal.SIGKILL)
@@ -199,8 +199,8 @@ def _corrupt(run: DisturbedRun, random: Random) -> bool:
 def _damage(folder: pathlib.Path, random: Random) -> None:
   """Cuts one of the files of a folder in half, or flips one of its bits.
 
-  A larger file is likelier: a disk is as bad in one place as in another, and
-  some of the small files are not read.
+  Larger files are more probable, because every place of a disk is equally bad,
+  and because some of the small files are not read.
   """
   files = [p for p in sorted(folder.rglob('*')) if p.is_file()]
   (path,) = random.choices(files, [path.stat().st_size for path in files])
@@ -224,9 +224,9 @@ def _comes(
 
   Args:
     run: the run, in which nothing is seen any more once it has ended.
-    is_seen: returns whether it is seen.
-    ends: returns whether it will not be seen any more.
-    patience: seconds after which nobody waits any longer.
+    is_seen: returns whether the effect is seen.
+    ends: returns whether the effect can no longer be seen.
+    patience: the most seconds to wait.
   """
   end = time.monotonic() + patience
   while time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""Collects with `generate` of `transformers`, a turn of all rows at a time.
+"""Collects with `generate` of `transformers`, one turn of all rows at a time.
 
 This is a common loop around a library's `generate`. Every turn computes the
 dialogues from their first tokens, padded to the longest one of a batch. The
@@ -37,7 +37,7 @@ class GenerateLoop:
     loop: runs the environment's coroutines.
     stops: whether a turn ends at the id of a closing token, the fastest way
       that `generate` has. Otherwise it writes `max_turn_tokens` tokens, or to
-      the end of sequence, and what follows the closing token is cut.
+      the end of sequence, and the tokens after the closing token are cut off.
     max_turn_tokens: the most tokens of a turn.
 
   Attributes:
@@ -164,7 +164,7 @@ class GenerateLoop:
 def use_fastest(
   peer: GenerateLoop, environment: dialogues.Scripted, *, rows: int
 ) -> str:
-  """Sets the fastest threads and batch size of the peer; returns a line.
+  """Sets the fastest threads and batch size of the peer; returns a report.
 
   Small models are slower with more threads, especially on a busy machine.
   Smaller batches wait for fewer rows and have less padding, larger ones need

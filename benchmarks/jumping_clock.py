@@ -1,11 +1,11 @@
-"""Runs stppo_jax by a clock that another process sets.
+"""Runs stppo_jax with a clock that another process sets.
 
     python -m benchmarks.jumping_clock FILE COMMAND FLAGS
 
-To set the clock of the machine needs rights, and would strike whoever else uses
-it. So only the Python code of this process sees another time: `time.time()` is
-that of the machine plus the seconds that FILE holds. Nothing of stppo_jax
-imports the name itself, so that all of it is deceived.
+Setting the clock of the machine needs special rights, and would affect all its
+other users. So only the Python code of this process sees another time:
+`time.time()` is the time of the machine plus the seconds that FILE holds. No
+module of stppo_jax imports the function by name, so all of them see that time.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def main(file: pathlib.Path, argv: Sequence[str]) -> int:
   def now() -> float:
     try:
       return clock() + float(file.read_text('ascii'))
-    except (OSError, ValueError):  # there is none yet
+    except (OSError, ValueError):  # FILE does not exist yet
       return clock()
 
   time.time = now

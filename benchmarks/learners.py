@@ -1,6 +1,6 @@
-"""The whole update of a run: policy and value model, with a donated state.
+"""Makes the whole update of a run: policy and value model, state donated.
 
-B trajectories, L tokens, M loss positions. Weights and batch are random; some
+B trajectories, L tokens, M loss positions. Weights and batch are random. Some
 ratios and values are clipped, others are not.
 """
 
@@ -30,7 +30,8 @@ _WEIGHT_DECAY = 0.01
 class Sizes(NamedTuple):
   """The sizes of both models and of the batch.
 
-  `chunk` is `updates.head_chunk`, `core_rows` is `updates.core_rows`.
+  `chunk` is `updates.head_chunk` of the config, `core_rows` is
+  `updates.core_rows`.
   """
 
   vocabulary: int
@@ -43,7 +44,7 @@ class Sizes(NamedTuple):
 
   @property
   def shape(self) -> model_config.ModelConfig:
-    """Returns the shape of both models; heads are 64 wide from width 256."""
+    """The shape of both models, whose heads are 64 wide from width 256 on."""
     head_dim = 64 if self.width >= 256 else min(32, self.width // 2)
     return model_config.ModelConfig(
       vocab_size=self.vocabulary,

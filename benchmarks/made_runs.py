@@ -1,4 +1,4 @@
-"""Makes up folders like those that runs of `train` leave, from a seed."""
+"""Makes folders like those of finished runs of `train`, from a seed."""
 
 from collections.abc import Mapping
 import json
@@ -33,12 +33,12 @@ def make(
   """Writes a finished run.
 
   Args:
-    folder: the folder, which is made.
+    folder: the folder, which must not exist.
     seed: the seed of the run and of its numbers.
     steps: the number of steps.
     dialogues: the number of dialogues of a step.
     tokens: the number of policy tokens of a turn.
-    detailed: the number of dialogues whose tokens have numbers.
+    detailed: the number of dialogues of a step whose tokens have numbers.
     questions: the number of different questions.
     collapses: whether the reward falls to 0 in the second half.
     algorithm: an entry of the table of algorithms.

@@ -1,9 +1,9 @@
-"""Interleaved timing and its report.
+"""Times cases in turn, and reports the times.
 
-Everything that is compared is timed in the same process, round by round: a
-round times each case once, the next round in the opposite order. So other work
-of the machine falls on all cases alike, and the quotient of two cases is formed
-within a round.
+All cases of a comparison are timed in the same process, round by round: a round
+times each case once, and the next round does so in the opposite order. So other
+work of the machine affects all cases alike, and the quotient of two cases is
+formed within a round.
 """
 
 import argparse
@@ -21,8 +21,8 @@ import numpy as np
 
 MIN_REPEATS = 7
 _WARM_CALLS = 2
-# Long enough to make the resolution of the clock negligible, and the threads of
-# another library that still spin.
+# A sample is long enough that the resolution of the clock is negligible, and so
+# are threads of another library that still spin.
 SAMPLE_SECONDS = 0.05
 # Samples cannot be trusted if upper quartile / least exceeds this.
 _DISTURBED = 1.5
@@ -35,8 +35,7 @@ class Case(NamedTuple):
   Attributes:
     run: the function that is timed. It must not return before its work is done.
     prepare: makes the argument of `run` for each call, and is not timed. None =
-      `run` has no argument and is called so often that a sample takes about
-      50 ms.
+      `run` has no argument, and a sample repeats it for about 50 ms.
   """
 
   run: Callable[..., Any]
@@ -86,7 +85,8 @@ def interleave(
   """Returns seconds per call: `repeats` samples for each case.
 
   Raises:
-    ValueError: fewer than seven repeats, whose median would be unreliable.
+    ValueError: if `repeats` is less than 7, with which the median would be
+      unreliable.
   """
   if repeats < MIN_REPEATS:
     raise ValueError(f'repeats={repeats}: must be {MIN_REPEATS} or greater')
@@ -112,9 +112,9 @@ def milliseconds(seconds: np.ndarray) -> str:
 def verdict(seconds: Mapping[Any, np.ndarray]) -> str:
   """Returns a line that says whether the samples of each case agree.
 
-  Interleaving is no help against every disturbance: libraries whose threads
-  wait for each other in a loop become a hundred times slower when there is no
-  core for each of them.
+  Interleaving does not help against every disturbance: libraries whose threads
+  wait for each other in a loop become a hundred times slower if there is not a
+  core for each thread.
   """
   disturbed = [
     ' '.join(name) if isinstance(name, tuple) else name

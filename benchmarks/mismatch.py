@@ -3,13 +3,13 @@
     python -m benchmarks.mismatch
     python -m benchmarks.mismatch --config.model.path=DIR
 
-A line of the table is a collection as the first step of a run makes it: what
-|log-probability in the engine - log-probability in the trainer| is in the mean
-over the sampled tokens, at most for 99% of them, and at most for all of them.
-The limits of `training/checks/mismatch_check.py` are set by this table.
+Each line of the table is a collection like that of the first step of a run. It
+gives the mean, the 99th percentile and the maximum, over the sampled tokens, of
+|log-probability in the engine - log-probability in the trainer|. The limits of
+`training/checks/mismatch_check.py` come from this table.
 
-The models are that of the quickstart, which was trained, and some with random
-weights. With flags of a config, it is the quickstart with these flags instead.
+The models are the trained model of the quickstart, and one with random weights.
+With flags of a config, it is the quickstart with these flags instead.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ CASES: Mapping[str, Sequence[str]] = {
 
 def differences(flags: Sequence[str]) -> tuple[float, ...]:
   """Returns mean, 99th percentile and maximum for a config with these flags."""
-  # An algorithm without value model, which has no part in it.
+  # An algorithm without a value model, which a collection does not need.
   flags = (f'--config={_CONFIG}:reinforce', *flags)
   config = configuration.parse(flags, workdir=False).config
   arrays = lab_collection.collect(config, workdir=None, num_updates=0)
@@ -70,7 +70,7 @@ def differences(flags: Sequence[str]) -> tuple[float, ...]:
 
 
 def run(cases: Mapping[str, Sequence[str]]) -> str:
-  """Returns the table of these models: name -> flags."""
+  """Returns the table of these models, each with its flags."""
   lines = [
     (name, dtype, *(f'{x:.1e}' for x in found))
     for name, flags in cases.items()

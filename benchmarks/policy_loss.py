@@ -1,11 +1,11 @@
-"""The policy loss and its gradient, against the same formula in plain torch.
+"""Times the policy loss and its gradient against plain torch.
 
     python -m benchmarks.policy_loss
 
-Both start from log-probabilities [B, L] and end with the loss and its gradient
-with respect to them, in float32 on all cores of the process. Ours is jitted;
-torch is eager, in the fastest of the forms of `torch_reference.py`, all of
-which are shown. Nothing is timed before loss and gradient agree to 1e-6.
+Both sides compute the same formula: from log-probabilities [B, L] to the loss
+and its gradient with respect to them, in float32 on all cores of the process.
+Ours is jitted. Torch is eager, in all forms of `torch_reference.py`, of which
+the fastest counts. Nothing is timed before loss and gradient agree to 1e-6.
 """
 
 import argparse
@@ -36,7 +36,7 @@ HEADER = (
 
 
 class Setting(NamedTuple):
-  """The torch function of an algorithm, and the least quotient."""
+  """The torch function of an algorithm, and the goal of the quotient."""
 
   level: str
   corrected: bool
@@ -75,7 +75,7 @@ def compile_ours(
 
 
 def _torch(setting, turn_means, batch, logprobs_BL, entropy_BL, num_turns):
-  """Returns a function () -> (loss, gradient)."""
+  """Returns a function that returns the loss and its gradient."""
   leaf_BL = torch.tensor(logprobs_BL, requires_grad=True)
   arguments = [
     torch.tensor(x)
@@ -119,10 +119,10 @@ def run(
   repeats: int,
   implementation: str = 'auto',
 ) -> str:
-  """Returns the table, compile times and whether it can be trusted.
+  """Returns the table, compile times and whether the times can be trusted.
 
   Raises:
-    AssertionError: ours and torch disagree; nothing is timed then.
+    AssertionError: if ours and torch disagree; nothing is timed then.
   """
   batch, logprobs_BL, entropy_BL = batches.token_batch(
     rows=rows, length=length, num_turns=num_turns

@@ -1,11 +1,11 @@
-"""The report of a long run: seconds, size, loading; and what records cost.
+"""Measures the report of a long run, and the cost of records.
 
     python -m benchmarks.report
 
 A run of 500 steps with 5,000 dialogues is made up, whose tokens all have
 numbers. Its report is written, and opened in Chromium if that and the package
-playwright are installed. Then the quickstart trains some steps. The cost of
-what it records (the numbers of tokens, dialogues, metrics) is compared with the
+playwright are installed. Then the quickstart trains some steps. The time that
+its records take (numbers of tokens, dialogues, metrics) is compared with the
 duration of its steps; the first two, which compile, are left out.
 """
 
@@ -49,7 +49,7 @@ def write_report(folder: pathlib.Path, page: pathlib.Path) -> float:
 
 
 def load(browser: Any, page: pathlib.Path) -> tuple[float, float]:
-  """Returns the seconds until dialogues are shown, and those of a search."""
+  """Returns the seconds until dialogues are shown, and of a search in them."""
   opened = browser.new_page()
   start = time.perf_counter()
   opened.goto(page.resolve().as_uri() + '#tab=dialogues')
@@ -66,7 +66,7 @@ def load(browser: Any, page: pathlib.Path) -> tuple[float, float]:
 def recording_share(
   folder: pathlib.Path, words: Sequence[str]
 ) -> tuple[float, float, float]:
-  """Trains; returns seconds of a step, of measuring tokens and of writing.
+  """Trains; returns the seconds of a step, of token numbers and of writing.
 
   Args:
     folder: an empty folder for the run.
@@ -90,7 +90,7 @@ def writing_seconds(
   """Returns the seconds that the records of a run's last step take.
 
   Args:
-    folder: where they are written again.
+    folder: the folder to which the records are written again.
     workdir: the run's folder.
     metrics: the metrics of the step.
   """

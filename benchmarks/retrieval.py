@@ -1,24 +1,24 @@
-"""Retrieval: BM25 against bm25s, a server's throughput, indexes, faults.
+"""Measures retrieval: BM25 against bm25s, a server, indexes, faults.
 
     python -m benchmarks.retrieval
     python -m benchmarks.retrieval --corpus=FILE.jsonl --only search http
 
-The passages are those of FILE, or random: words from a Zipf distribution, 100
-a passage. Queries are words of random passages.
+The passages are those of FILE, or random: 100 words each, from a Zipf
+distribution. Queries are words of random passages.
 
-`search`: 100 queries a call, in this process. The peer is bm25s itself with the
-same index, words and numpy backend; the scores of both are asserted to be equal
-to 1e-5 before anything is timed.
+`search` times calls of 100 queries in this process. The peer is bm25s itself
+with the same index, words and numpy backend; the scores of both are asserted to
+be equal to 1e-5 before anything is timed.
 
-`http`: `serve` as a process, and 64 clients in this one, each of which sends
-one query after the other. Both share the cores. The CPU time of a query does
-not depend on what else the machine computes, as its rate does.
+`http` runs `serve` as a process, and 64 clients in this one, each of which
+sends one query after the other. Both share the cores. The rate depends on other
+work of the machine, but the CPU time of a query does not.
 
-`index`: `index` on 100,000 random passages as a process, and the time from the
-start of `IndexFolder` to the first answer, memory-mapped.
+`index` runs `index` on 100,000 random passages as a process, and measures the
+time from opening the memory-mapped index to its first answer.
 
-`faults`: `serve --fault_rate=0.3` as a process, which is killed after some
-answers and started again a second later. 300 queries are asked; all must be
+`faults` runs `serve --fault_rate=0.3` as a process, which is killed after some
+answers and started again a second later. 300 queries are sent. All must be
 answered, and no thread or socket may be left over.
 """
 
@@ -47,7 +47,7 @@ from stppo_jax.retrieval.indexes import bm25
 from stppo_jax.retrieval.indexes import corpus
 from stppo_jax.retrieval.indexes import index_folder
 
-# After `bm25`, which imports it without jax.
+# This import must come after that of `bm25`, which imports bm25s without jax.
 import bm25s  # isort: skip
 
 PARTS = ('search', 'http', 'index', 'faults')
@@ -93,7 +93,7 @@ def search(passages: Sequence[types.Passage], *, repeats: int) -> str:
   peer.index(texts, show_progress=False)
 
   def ask_peer() -> tuple:
-    # Reading the query is part of both.
+    # Both sides split the query into words.
     words = [list(dict.fromkeys(bm25.words_of(query))) for query in queries]
     return peer.retrieve(
       words, k=_TOPK, show_progress=False, backend_selection='numpy'
@@ -161,7 +161,7 @@ def retriever(url: str, **options) -> client.HttpRetriever:
 
 async def _ask(url: str, queries: Sequence[str], *, clients: int) -> np.ndarray:
   """Returns the seconds of each query, asked by some clients at a time."""
-  # Each has connections of its own, and asks one query after the other.
+  # Each client has its own connections, and sends one query after the other.
   asking = [retriever(url) for _ in range(clients)]
   seconds = []
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from benchmarks import same_numbers
 
-# Metrics of the time, and those that count the faults themselves. Queries that
-# were sent are among them, because a process that is started again has no
-# answers in its cache.
+# Metrics of times, and metrics that count the faults themselves. They include
+# the number of queries that were sent, because a process that is started again
+# has an empty cache of answers.
 _LEFT_OUT = (
   *same_numbers.TIMES,
   'hosts/',
@@ -24,7 +24,7 @@ _LEFT_OUT = (
 def differences(
   disturbed: pathlib.Path, undisturbed: pathlib.Path, *, may_lack: bool
 ) -> Iterator[str]:
-  """Yields what differs between the folders of two runs.
+  """Yields a line for each difference between the folders of two runs.
 
   Args:
     disturbed, undisturbed: the folders.
@@ -45,7 +45,7 @@ def differences(
       yield f'metrics of step {step}: {", ".join(sorted(names)[:3])}'
   for path in sorted(undisturbed.glob('trajectories-*.jsonl')):
     ours_path = disturbed / path.name
-    # All lines are written or, on a full disk, none.
+    # On a full disk none of the lines is written; otherwise all are.
     if not ours_path.is_file() or not ours_path.stat().st_size:
       if not may_lack:
         yield f'{path.name}: missing'
@@ -54,7 +54,7 @@ def differences(
 
 
 def _metrics(workdir: pathlib.Path) -> dict[int, dict[str, Any]]:
-  """Returns the numbers of each step that do not depend on the clock."""
+  """Returns the metrics of each step, without those of `_LEFT_OUT`."""
   text = (workdir / 'metrics.jsonl').read_text('utf-8')
   lines = [json.loads(line) for line in text.splitlines()]
   return {
@@ -64,7 +64,7 @@ def _metrics(workdir: pathlib.Path) -> dict[int, dict[str, Any]]:
 
 
 def steps(workdir: pathlib.Path) -> list[int]:
-  """Returns the steps that a run has checkpoints of."""
+  """Returns the steps of which a run has checkpoints."""
   folder = workdir / 'checkpoints'
   names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
   return [int(name) for name in names if name.isdecimal()]

@@ -3,12 +3,12 @@
     python -m benchmarks.same_numbers OLD NEW
     python -m benchmarks.same_numbers OLD NEW --steps 2 --algorithms st_ppo
 
-This is for a change that must alter no number. In each checkout it trains the
-quickstart for some steps and collects one batch with `lab collect`, in a
-process of its own that sees this checkout's files only, under the Python of
-this process. These must be equal, bit for bit:
+Use it for a change that must not alter any number. In each checkout it trains
+the quickstart for some steps and collects one batch with `lab collect`. The
+processes see only the files of their checkout, under the Python of this
+process. These must be equal, bit for bit:
 
-- every number of metrics.jsonl but the times,
+- every number of metrics.jsonl except the times,
 - every trajectory that the run wrote: texts, rewards, scores, status,
 - every array of the collected batch, its token ids among them,
 - every file under tests/golden, archives and JSON by their contents.
@@ -101,7 +101,7 @@ def compare_trajectories(
   """Compares the trajectories that two runs wrote.
 
   Args:
-    old: file name to the JSON lines of that file, one a trajectory.
+    old: the JSON lines of each file, one per trajectory, by file name.
     new: the same for the other run.
     subject: the subject of the result.
   """
@@ -195,9 +195,9 @@ def _run(checkout: pathlib.Path, *arguments: str) -> None:
   """Runs a command of a checkout.
 
   Raises:
-    SystemExit: with code 2 if the command fails; its output is printed.
+    SystemExit: with code 2 if the command fails, whose output is printed.
   """
-  # With -P and PYTHONPATH no installed copy of the package is imported.
+  # -P and PYTHONPATH keep an installed copy of the package from being imported.
   command = [sys.executable, '-P', '-m', 'stppo_jax', *arguments]
   done = subprocess.run(
     command,
@@ -222,7 +222,7 @@ def compare_runs(
   steps: int,
   overrides: Sequence[str] = (),
 ) -> Iterator[Comparison]:
-  """Trains and collects in both checkouts; yields a comparison at a time.
+  """Trains and collects in both checkouts; yields each comparison when done.
 
   Args:
     checkouts: the old and the new checkout.

@@ -1,11 +1,12 @@
 """Simulates how long collecting takes when observations are delayed.
 
-Dialogues share one processor evenly (processor sharing): of n active dialogues
-each runs at 1 / n of its speed, as in a batch whose cost is linear in its size.
-A dialogue that waits for an observation keeps its slot and costs nothing; when
-one ends, the next gets its slot at once. The simulation leaves out what the
-engine loses by batching observations, by batches of fixed sizes and by chunks,
-and what it gains by its order; measured times differ by that.
+Dialogues share one processor evenly (processor sharing): each of n active
+dialogues runs at 1 / n of its speed, as in a batch whose cost is linear in its
+size. A dialogue that waits for an observation keeps its slot and costs nothing.
+When a dialogue ends, the next one gets its slot at once. The simulation leaves
+out the time that the engine loses by batching observations, by batches of fixed
+sizes and by chunks, and the time that it gains by the order of its rows, so
+measured times differ.
 """
 
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ class Row(NamedTuple):
 
 def makespan(rows: Sequence[Row], slots: int) -> float:
   """Returns the seconds from the first start to the last end."""
-  now = served = 0.0  # seconds; work that each active row has got since 0
+  now = served = 0.0  # seconds; work that a row active since time 0 has got
   working: list[tuple[float, int, int]] = []  # (served at its end, row, turn)
   waiting: list[tuple[float, int, int]] = []  # (time of the answer, row, turn)
   begun = min(slots, len(rows))

@@ -7,10 +7,10 @@ process of its own. `--only` selects the pairs whose name contains the text,
 for example `7b` or `1_5b@v5e:4x4`. `--write` puts their lines into the table of
 docs/sharding.md and keeps the other lines.
 
-A run has 512 trajectories of 4096 tokens a step, of which half carry loss, and
-256 in an update, with a policy and a value model and bfloat16 activations. Each
-group of devices that shares a row has one row in a forward pass. The slots of
-the engine are chosen by hand.
+A run has 512 trajectories of 4096 tokens in a step, and 256 of them in an
+update. Half of the tokens carry loss. There are a policy and a value model,
+with bfloat16 activations. Each group of devices that shares a row has one row
+in a forward pass. The slots of the engine are chosen by hand.
 """
 
 import argparse
@@ -37,8 +37,9 @@ _HEADER = (
 class Setting(NamedTuple):
   """The mesh of a model on a slice, and the engine of each of its hosts.
 
-  A sum of gradients over all of 16 or more chips is compiled to an all-reduce,
-  which sends twice as much as a reduce-scatter, so `fsdp` has fewer chips.
+  If a sum of gradients goes over all chips and these are 16 or more, it is
+  compiled to an all-reduce, which sends twice as much as a reduce-scatter. So
+  `fsdp` has fewer chips.
 
   Attributes:
     data, fsdp, tensor: the mesh of training.
@@ -164,7 +165,7 @@ def main() -> None:
     return
   for name in SETTINGS:
     if arguments.only in name:
-      # One process for each, which gives its memory back.
+      # Each pair has its own process, which gives its memory back at its end.
       command = [sys.executable, '-m', 'benchmarks.slices', f'--pair={name}']
       done = subprocess.run(
         command, cwd=_ROOT, stdout=subprocess.PIPE, text=True

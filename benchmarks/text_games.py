@@ -1,13 +1,13 @@
-"""TextWorld: games that are made per second, and steps per second.
+"""Measures TextWorld: the games made per second, and the steps per second.
 
     pip install '.[textworld]'
     python -m benchmarks.text_games
 
 A script plays in one thread, through the interface that the collector uses. It
-makes two steps of each kind in turn: the next command of the solution, and a
-command that is not possible. A step of the first kind looks for the shortest
-solution from the new place, and describes it. Games are made before steps are
-timed. The CPU time does not depend on what else the machine computes.
+alternates between a command that is not possible and the next command of the
+solution. After the latter, the environment looks for the shortest solution from
+the new state, and describes what the player sees. Games are made before steps
+are timed. The CPU time does not depend on other work of the machine.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The policy losses in plain eager torch, as a user of torch would write them.
+"""The losses in plain eager torch, as a user of torch would write them.
 
 B trajectories, L tokens, T turns. There are three ways to give tokens the mean
 of their turn. Which is the fastest depends on the machine, so all three are
@@ -66,7 +66,12 @@ def _rms(x_BL, mask_BL):
 def clipping_bias_scale(
   log_ratio_BL: Tensor, advantages_BL: Tensor, mask_BL: Tensor
 ) -> Tensor:
-  """Returns 1 / rho where rho = N_U / N_V exceeds tau, else 1."""
+  """Returns the scale of the clipping bias correction, a scalar.
+
+  It is 1 / rho if rho = N_U / N_V exceeds tau, else 1. N_U and N_V are the root
+  mean squares of ratio times advantage over the tokens whose ratio is outside
+  and inside the band.
+  """
   ratio_BL = log_ratio_BL.exp()
   inside_BL = (ratio_BL >= 1 - CLIP) & (ratio_BL <= 1 + CLIP)
   weighted_BL = ratio_BL * advantages_BL
@@ -87,7 +92,7 @@ def policy_loss(
   turn_means: TurnMeans | None,
   corrected: bool,
 ) -> Tensor:
-  """Returns the loss of token PPO, Turn-PPO, S-PPO or ST-PPO.
+  """Returns the scalar loss of token PPO, Turn-PPO, S-PPO or ST-PPO.
 
   Args:
     logprobs_BL: log-probabilities, with respect to which the loss is
@@ -123,10 +128,10 @@ def value_loss(
   *,
   clip: float,
 ) -> Tensor:
-  """Returns half the mean of the larger of two squared errors.
+  """Returns the clipped value loss, a scalar.
 
-  These are the errors of the values and of the values clipped around the old
-  ones.
+  It is half of the mean over tokens of the larger of two squared errors: that
+  of the value, and that of the value clipped to within `clip` of the old one.
   """
   near_BL = old_values_BL + (values_BL - old_values_BL).clamp(-clip, clip)
   plain_BL = (values_BL - returns_BL).square()

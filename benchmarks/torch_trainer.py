@@ -20,14 +20,17 @@ from stppo_jax import batch as batch_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models.hf import export
 
-# Implementations of AdamW; it depends on the machine which one is the fastest.
+# The implementations of AdamW. Which one is faster depends on the machine.
 FORMS = ('fused', 'foreach')
-# Rows of a microbatch; gradients are accumulated over these; 0 = all rows.
+# Rows of a microbatch; gradients are accumulated over microbatches. 0 = all.
 MICROBATCHES = (0, 16, 8, 4)
 
 
 class _Data(NamedTuple):
-  """A batch as torch tensors; but for tokens, index l is about token l + 1."""
+  """A batch as torch tensors, whose index l is about token l + 1.
+
+  Only in `tokens_BL`, index l is token l.
+  """
 
   tokens_BL: torch.Tensor
   old_logprobs_BL: torch.Tensor
@@ -116,14 +119,14 @@ class Trainer:
 
   @property
   def rows(self) -> int:
-    """Returns the number of rows of the batch."""
+    """The number of rows of the batch."""
     return len(self._data.tokens_BL)
 
   def split(self, microbatch: int) -> None:
-    """Splits the batch into microbatches of this many rows; 0 = one of all.
+    """Splits the batch into microbatches of this many rows; 0 = all rows.
 
-    The loss of each is weighted by its share of the tokens, which carry a loss
-    in policy and value model alike.
+    The loss of a microbatch is weighted by its share of the loss positions,
+    which are the same for policy and value model.
     """
     rows = microbatch or self.rows
     tensors = [x.split(rows) for x in self._data]
@@ -166,7 +169,8 @@ class Trainer:
   def _policy_loss(self, tokens_BL, old_BL, advantages_BL, mask_BL, ids_BL, *_):
     logits_BLV = self.policy(tokens_BL, use_cache=False).logits
     log_softmax_BLV = torch.log_softmax(logits_BLV, dim=-1)
-    # The ids are rolled and the result is cut: cutting the logits copies them.
+    # The ids are rolled and the result is cut, because cutting the logits would
+    # copy them.
     next_BL1 = tokens_BL.roll(-1, 1)[..., None]
     logprobs_BL = log_softmax_BLV.gather(-1, next_BL1)[:, :-1, 0]
     entropy_BL = -(log_softmax_BLV.exp() * log_softmax_BLV).sum(-1)[:, :-1]
@@ -192,7 +196,7 @@ class Trainer:
 
 
 class Fastest(NamedTuple):
-  """The settings that torch is the fastest with."""
+  """The settings with which torch is the fastest."""
 
   threads: int
   microbatch: int
@@ -204,7 +208,7 @@ class Fastest(NamedTuple):
 
 
 def use_fastest(trainer: Trainer) -> Fastest:
-  """Sets the threads, microbatches and AdamW that torch is the fastest with.
+  """Sets the threads, microbatch and AdamW with which torch is the fastest.
 
   They are chosen one after the other, by the shorter of two samples. Small
   models are slower with more threads, especially on a busy machine.

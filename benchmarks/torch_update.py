@@ -26,9 +26,9 @@ from benchmarks import measure
 from benchmarks import torch_trainer
 from stppo_jax.models.hf import names
 
-PARITY = 1e-5  # of losses
-GRADIENTS = 3e-5  # of norms, and of gradients relative to the largest
-MOVED = 1e-3  # difference of the updated weights / how far they moved
+PARITY = 1e-5  # tolerance of losses
+GRADIENTS = 3e-5  # tolerance of norms, and of gradients relative to the largest
+MOVED = 1e-3  # most distance between both new weights / distance they moved
 OURS, EAGER, COMPILED = 'ours', 'torch, eager', 'torch.compile'
 GOAL = 1.2
 HEADER = (
@@ -40,11 +40,11 @@ HEADER = (
   'of the least',
   'threads, microbatch, AdamW',
 )
-_CORE_ROWS = 2  # they fit its cache
+_CORE_ROWS = 2  # rows of this size fit into the cache of a core
 SIZES = tuple(
   learners.Sizes(*sizes, core_rows=_CORE_ROWS)
   for sizes in (
-    (290, 64, 3, 64, 160),  # of the quickstart
+    (290, 64, 3, 64, 160),  # the sizes of the quickstart
     (290, 128, 4, 16, 256),
     (4096, 128, 4, 16, 256),
     (4096, 256, 6, 16, 256),
@@ -70,7 +70,7 @@ def assert_parity(
     before: the weights before both updates, see `learners.Trainer.weights`.
 
   Raises:
-    AssertionError: they differ.
+    AssertionError: if the updates differ.
   """
   entropy = ours.config.loss.entropy_coefficient * metrics['actor/entropy']
   expected = {
@@ -95,8 +95,9 @@ def assert_parity(
         moment, moments[key], 0, GRADIENTS * largest, err_msg=f'{name} {key}'
       )
     ended = dict(getattr(theirs, name).named_parameters())
-    # Adam magnifies the smallest gradients, so single weights may differ; the
-    # distance between all weights is small beside the distance they moved.
+    # Adam magnifies the smallest gradients, so single weights may differ. The
+    # distance between the new weights of both sides must be small compared with
+    # the distance that they moved.
     apart = moved = 0.0
     for (key, now), old in zip(
       named(model.params).items(), named(start).values(), strict=True
@@ -109,7 +110,7 @@ def assert_parity(
 def _named(shape, tree) -> dict[str, np.ndarray]:
   """Returns tensors of a parameter tree by their names in Hugging Face files.
 
-  The value head is left out; its gradient is part of the norm.
+  The value head is left out, because its gradient is part of the norm.
   """
   named = {}
   for entry in names.entries(shape):
@@ -127,10 +128,10 @@ class Pair:
   Attributes:
     ours: our trainer.
     before: the weights before that update.
-    metrics: our metrics of it.
+    metrics: our metrics of that update.
     theirs: torch's eager trainer.
     fastest: the settings of `theirs`.
-    seconds: the seconds of the first steps, which compile.
+    seconds: the seconds of each trainer's first step, which compiles.
   """
 
   def __init__(self, sizes: learners.Sizes, *, compiled: bool):
@@ -176,7 +177,7 @@ class Pair:
     )
 
   def _check(self, trainer) -> float:
-    """Returns the seconds of a first step, which must be equal to ours."""
+    """Returns the seconds of a first step, whose update must equal ours."""
     seconds, metrics = _timed(trainer.step)
     assert_parity(self.ours, self.metrics, trainer, metrics, self.before)
     return seconds
@@ -191,10 +192,10 @@ def _timed(call):
 def run(
   sizes: Sequence[learners.Sizes], *, repeats: int, compiled: bool
 ) -> str:
-  """Returns the table, first steps and whether it can be trusted.
+  """Returns the table, first steps and whether the times can be trusted.
 
   Raises:
-    AssertionError: ours and torch disagree; nothing is timed then.
+    AssertionError: if ours and torch disagree; nothing is timed then.
   """
   lines, first, timed = [], [], {}
   threads = torch.get_num_threads()

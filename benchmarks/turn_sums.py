@@ -3,8 +3,8 @@
     python -m benchmarks.turn_sums
 
 B trajectories, L tokens, T turns. `segment_sum`, `unrolled` and `broadcast` are
-in `rl/segments.py`, with the advantage of each. Two other common forms are
-written here:
+in `rl/segments.py`, which names the advantage of each. Two other common forms
+are written here:
 
   one_hot      x @ one_hot(ids), a product at highest precision. An infinity in
                one turn reaches all others: 0 * inf is nan.
@@ -35,7 +35,7 @@ from stppo_jax.rl import segments as segments_lib
 Array = jax.Array
 
 LARGE, SMALL = 1e4, 1e-3
-PARITY = 1e-6  # of a turn's sum, relative to the sum of its magnitudes
+PARITY = 1e-6  # error of a turn's sum, relative to the sum of its magnitudes
 HEADER = (
   'form',
   'sums, ms',
@@ -63,7 +63,8 @@ def prefix_sums(x_BL: Array, ids_BL: Array, num_turns: int) -> Array:
   """Returns differences of a running sum; ids must not decrease in a row."""
   running_BL = jnp.cumsum(jnp.where(ids_BL > 0, x_BL, 0), axis=1)
   running_BL = jnp.pad(running_BL, ((0, 0), (1, 0)))
-  # Between turns it is the id of the turn before, so that the row is sorted.
+  # Tokens between turns get the id of the turn before, so that the row is
+  # sorted.
   sorted_BL = jax.lax.cummax(ids_BL, axis=1)
   bounds_B = jax.vmap(
     lambda row_L: jnp.searchsorted(row_L, jnp.arange(1, num_turns + 2))
@@ -132,7 +133,7 @@ def run(*, rows: int, length: int, num_turns: int, repeats: int) -> str:
   """Returns the table, and whether it can be trusted.
 
   Raises:
-    AssertionError: a form's sums are wrong; nothing is timed then.
+    AssertionError: if a form's sums are wrong; nothing is timed then.
   """
   rng = np.random.default_rng(0)
   ids_BL = batches.turn_ids(rng, rows, length, num_turns)

@@ -1,16 +1,16 @@
-"""The whole update of the quickstart's models: turn level against token level.
+"""Compares updates at turn level and at token level in the quickstart.
 
     python -m benchmarks.update
 
-Both algorithms update from the same state on the same annotated batch: policy
-and value model, diagnostics included, as training does it. The state is
-donated, so each sample gets a copy, which is not timed.
+Both algorithms update policy and value model from the same state on the same
+annotated batch, with diagnostics, as training does. The state is donated, so
+each sample gets a copy, which is not timed.
 
 A program that is compiled a second time may be some percent slower than the
-first: its memory lies elsewhere, its threads meet at other times. So each
-algorithm is compiled twice, in the order token, turn, turn, token, and the sums
-of both times are compared. `second / first` compares two programs of the same
-algorithm, and shows how far `turn / token` can be trusted.
+first, because its memory lies elsewhere and its threads meet at other times. So
+each algorithm is compiled twice, in the order token, turn, turn, token, and the
+sums of both times are compared. `second / first` compares programs of the same
+algorithms, and shows how far `turn / token` can be trusted.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def subject(config, length: int) -> Subject:
 
 
 def assert_parity(metrics: Sequence[dict[str, float]]) -> None:
-  """Compares losses: at a ratio of 1 both levels are the same algorithm."""
+  """Compares losses; if all ratios are 1, both levels have the same loss."""
   one, *others = metrics
   for other in others:
     for name in ('actor/pg_loss', 'actor/entropy', 'critic/vf_loss'):
@@ -113,7 +113,7 @@ def assert_parity(metrics: Sequence[dict[str, float]]) -> None:
 
 
 def _with_algorithm(config, name: str):
-  """Returns a copy whose first step does not update the policy."""
+  """Returns a copy with an algorithm, whose first step trains only values."""
   config = config.copy_and_resolve_references()
   config.algorithm = quickstart.get_config(name).algorithm
   config.loss.value_warmup_steps = _WARM_STEPS
@@ -129,7 +129,8 @@ def run(config, *, length: int, repeats: int) -> str:
     repeats: the number of samples of each case.
 
   Raises:
-    AssertionError: losses differ where ratios are 1; nothing is timed then.
+    AssertionError: if losses differ although ratios are 1; nothing is timed
+      then.
   """
   cases, compiling, metrics = {}, {}, []
   for name in CASES:

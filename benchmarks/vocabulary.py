@@ -2,12 +2,13 @@
 
     python -m benchmarks.vocabulary
 
-Policy and value model are those of `benchmarks/torch_update.py`, and the same
-checks of parity come before any timing. Torch is `transformers`' Qwen2, eager,
-which keeps the logits of all tokens in memory; ours keeps those of a chunk of
-the loss positions. Each side's peak memory is measured in a process of its own:
-weights, moments, gradients and temporary memory. The last table compiles our
-loss and gradient for longer rows without running them. This needs Linux.
+Policy and value model are those of `benchmarks/torch_update.py`, with the same
+checks of parity before any timing. Torch is the eager Qwen2 of `transformers`,
+which keeps the logits of all tokens in memory. Ours keeps the logits of a chunk
+of the loss positions. The peak memory of each side is measured in a process of
+its own: weights, moments, gradients and temporary memory. For the last table,
+our loss and gradient are compiled for longer rows and not run. This needs
+Linux.
 """
 
 import argparse
@@ -38,7 +39,7 @@ OURS, TORCH = torch_update.OURS, torch_update.EAGER
 TIME_GOAL, MEMORY_GOAL, SLOPE_GOAL = 1.0, 0.4, 1.15
 HEADER = ('case', 'ms', 'peak memory, MiB')
 _SMALL_VOCABULARY = 1024
-_STEPS = 2  # torch allocates its moments in the first
+_STEPS = 2  # torch allocates its moments in the first step
 _STATUS = pathlib.Path('/proc/self/status')
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -61,8 +62,9 @@ def peak(side: str, sizes: learners.Sizes) -> float:
     )
   size = sum(x.nbytes for x in jax.tree.leaves(held))
   del held
-  # The high-water mark of the process is reset: it counts from now on.
-  ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back to the system
+  # Freed memory goes back to the system, and the high-water mark of the process
+  # is reset, so that it counts from now on.
+  ctypes.CDLL(None).malloc_trim(0)
   _STATUS.with_name('clear_refs').write_text('5')
   before = _kilobytes('VmRSS')
   for _ in range(_STEPS):
@@ -71,7 +73,7 @@ def peak(side: str, sizes: learners.Sizes) -> float:
 
 
 def _kilobytes(name: str) -> int:
-  """Returns a number of /proc/self/status."""
+  """Returns a number of /proc/self/status, in kB."""
   lines = dict(x.split(':') for x in _STATUS.read_text().splitlines())
   return int(lines[name].split()[0])
 
@@ -92,7 +94,7 @@ def peak_apart(side: str, sizes: learners.Sizes) -> float:
 
 
 def _loss(model: functional.Model):
-  """Returns a function (params, batch) -> loss of a policy."""
+  """Returns a function of parameters and a batch: the loss of a policy."""
   algorithm = algorithm_lib.build_algorithm(
     algorithms.ALGORITHMS[learners.ALGORITHM]
   )
@@ -134,8 +136,8 @@ def temporary(sizes: learners.Sizes) -> int:
 def slope(sizes: learners.Sizes, lengths: Sequence[int]) -> str:
   """Returns the table of how temporary memory grows with the length.
 
-  The logits of a chunk take the same memory at any length, which hides how the
-  rest grows; so there is a column with a small vocabulary too. A slope is that
+  The logits of a chunk take the same memory at any length, which hides the
+  growth of the rest. So another column has a small vocabulary. A slope is that
   of log memory over log length between neighbouring lengths; the greatest one
   counts.
   """
@@ -166,10 +168,10 @@ def slope(sizes: learners.Sizes, lengths: Sequence[int]) -> str:
 
 
 def run(sizes: learners.Sizes, *, repeats: int) -> str:
-  """Returns times and peaks, quotients and whether they can be trusted.
+  """Returns times, peaks, quotients and whether the times can be trusted.
 
   Raises:
-    AssertionError: ours and torch disagree; nothing is timed then.
+    AssertionError: if ours and torch disagree; nothing is timed then.
   """
   pair = torch_update.Pair(sizes, compiled=False)
   seconds = measure.interleave(pair.cases(), repeats=repeats)
@@ -241,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
   print(measure.environment(torch=torch.__version__), end='\n\n')
   print(run(sizes, repeats=flags.repeats))
   if flags.lengths:
-    # One row, layers computed again in the backward pass.
+    # This table is for one row; the backward pass recomputes the layers.
     print('\n' + slope(sizes._replace(rows=1), flags.lengths))
 
 

@@ -2,16 +2,17 @@
 
 python -m benchmarks.weak_scaling [--only=v5e:4x4] [--write]
 
-Each chip keeps its rows, and its part of the weights: `fsdp` is 8, and `data`
-grows. Then a chip multiplies the same on any slice, and sends the same along
-`fsdp`; only the sums of gradients along `data` grow, up to twice their size.
-The update and the copy of the weights to the engine (publish) are compiled, and
-what they multiply and send is counted in their text. Beside it is what the
-formulas of `plan` say. Each slice takes some minutes. `--write` makes the table
-of docs/sharding.md again.
+Each chip keeps its number of rows and its part of the weights: `fsdp` is 8, and
+`data` grows. Then a chip multiplies the same on any slice, and sends the same
+along `fsdp`. Only the bytes of the sums of gradients along `data` grow, up to
+twice the size of the gradients. The update and the copy of the weights to the
+engine (publish) are compiled, and their products and their sent bytes are
+counted in the compiled text. The table shows the results of the formulas of
+`plan` beside them. Each slice takes some minutes. `--write` writes the table of
+docs/sharding.md again.
 
 The model has few layers, all of the same kind, and small matrices, because the
-compiler takes longer for larger ones. Its output matrix is its own.
+compiler takes longer for larger ones. Its embeddings are not tied.
 """
 
 import argparse
@@ -64,13 +65,14 @@ class Counted(NamedTuple):
 
 
 def count(name: str) -> Counted:
-  """Compiles the programs for a slice, and returns what a chip does in them."""
+  """Compiles the programs for a slice, and returns the work of a chip."""
   from stppo_jax.analysis import plan as plan_lib
   from stppo_jax.configs import base
   from stppo_jax.parallel import topology as topology_lib
 
   topology = topology_lib.find(name)
-  # Without statistics of the minibatch, which would cost a pass of its own.
+  # This algorithm needs no statistics of the minibatch, which would cost one
+  # more pass.
   config = base.get_config('turn_ppo')
   data, rows = topology.num_devices // _FSDP, topology.num_devices
   config.model.dtype = 'bfloat16'
@@ -138,7 +140,7 @@ def main() -> None:
   import jax
 
   jax.config.update('jax_platforms', 'cpu')
-  # A program for chips that are not there can be kept, but not read again.
+  # The cache could store a program for chips that are absent, but not load it.
   jax.config.update('jax_enable_compilation_cache', False)
   print('\n'.join(_HEADER))
   lines = []
