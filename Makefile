@@ -83,11 +83,11 @@ lint: $(TESTING)  ## ruff: rules and format
 types: $(TESTING)  ## pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-docs: $(RUNTIME)  ## the pages and tables that are made from others
+docs: $(RUNTIME)  ## write the generated pages and tables
 	PYTHONPATH=. $(BIN)/python docs/make_algorithms.py
 	PYTHONPATH=. $(BIN)/python docs/make_collapse.py
 
-chaos: $(TESTING)  ## strike a run of two processes with faults (ARGS=--faults=8)
+chaos: $(TESTING)  ## inject faults into a run of two processes (ARGS=--faults=8)
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.chaos \
 	  --seed=$(SEED) $(ARGS)
 

@@ -192,7 +192,7 @@ def describe(summary: Mapping[str, Any]) -> list[str]:
   if memory['compiled_for']:
     compiler = memory['compiled_for'].upper()
     for name in names:
-      label = f'more for {name}, as compiled for {compiler}'
+      label = f'other memory of {name}, as compiled for {compiler}'
       sizes[label] = memory['temporaries'][name]
   else:
     for name, size in memory['estimated'].items():

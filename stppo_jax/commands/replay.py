@@ -11,7 +11,7 @@ sound update followed in the same step. The command makes the update again on
 one CPU device, and prints what is not finite in the batch and in the state, and
 each metric of the update, here and in the run.
 
-The exit code is 0 if the update is skipped here too, and 1 if it is sound here.
+The exit code is 0 if the update is skipped here too, and 1 if it is not.
 Then the cause is probably not in the numbers, but in the accelerator, its
 compiler or its memory, or in rounding, which differs between devices.
 """

@@ -207,7 +207,7 @@ def test_a_compiled_plan_prints_collectives_and_operations(capsys):
   assert re.search(r'sent by \d+ all-gather along fsdp\n', out)
   assert re.search(r'at most sent by \d+ all-reduce along data\n', out)
   assert re.search(r'[\d.]+ TFLOP  in matrix products\n', out)
-  assert 'GiB  more for update, as compiled for CPU' in out
+  assert 'GiB  other memory of update, as compiled for CPU' in out
   assert re.search(
     r'GiB  of arguments, of which [\d.]+ GiB are updated in', out
   )

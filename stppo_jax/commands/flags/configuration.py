@@ -8,7 +8,10 @@
     --config.a.b, --noconfig.a.b  sets a key to True, to False
     --workdir=DIR                 the folder of the run
 
-Nothing here imports jax or touches a device.
+The flags are written as for `config_flags` of ml_collections, which is not used
+for two reasons: it stops at the first wrong flag, where all errors are reported
+here, and it does not know that setting the `name` of a section decides which
+options the section has. Nothing here imports jax or touches a device.
 
 A configuration is annotated as `Any`: it is a ConfigDict, whose keys are
 attributes that no type checker can check (`schema.check` checks them instead).
