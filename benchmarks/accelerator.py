@@ -4,7 +4,7 @@
 
 The models have the shapes of Qwen2.5, random weights and bfloat16 activations;
 tokens are random too. The limits are measured first: the rate of a large matrix
-product, and that of a large copy. Before decoding is timed, the engine's
+product and the rate of a large copy. Before decoding is timed, the engine's
 log-probabilities of the tokens that it sampled are compared with the trainer's.
 
 TFLOP/s and MFU count only the operations that the formulas need: causal
@@ -302,7 +302,7 @@ def decode_table(
   begin = time.perf_counter()
   run(short)
   first = time.perf_counter() - begin
-  few = slice(0, 8)  # as many as the trainer's activations leave room for
+  few = slice(0, 8)  # more rows would not fit beside the trainer's activations
   ids_AT, sampled_AT = run(short)
   difference = mismatch(
     model, params, prompts_AL[few], (ids_AT[few], sampled_AT[few])

@@ -130,8 +130,9 @@ def value_loss(
 ) -> Tensor:
   """Returns the clipped value loss, a scalar.
 
-  It is half of the mean over tokens of the larger of two squared errors: that
-  of the value, and that of the value clipped to within `clip` of the old one.
+  It is half of the mean over tokens of the larger of two squared errors: the
+  error of the value, and the error of the value clipped to within `clip` of the
+  old value.
   """
   near_BL = old_values_BL + (values_BL - old_values_BL).clamp(-clip, clip)
   plain_BL = (values_BL - returns_BL).square()

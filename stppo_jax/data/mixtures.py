@@ -25,8 +25,8 @@ import numpy as np
 
 from stppo_jax import types
 
-# In every block of this many questions, the shares of the elements are those of
-# their weights, rounded to whole questions.
+# Every block of this many questions is divided in proportion to the weights,
+# rounded to whole questions.
 _BLOCK = 1000
 
 FIELDS: dict[str, Callable[[types.Question], int | str]] = {

@@ -170,7 +170,7 @@ def corpus_file(
   """Yields a function that writes a passage to a new file of passages.
 
   The file gets its name at the end, unless the body raised. If there was no
-  passage, no file is left, and that of an earlier build is removed.
+  passage, no file is left, not even one of an earlier build.
   """
   partial = path.with_name(f'{path.name}.partial')
   count = 0

@@ -39,8 +39,8 @@ class Questions(Protocol):
   def training_sample(self, count: int) -> Sequence[types.Question]:
     """Returns training questions for a check before the run.
 
-    Questions that are generated are `count`. Files give their own, whatever
-    `count` is.
+    A generator returns `count` questions. Files ignore `count` and return a
+    sample of all their questions.
     """
     ...
 

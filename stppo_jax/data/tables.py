@@ -57,7 +57,7 @@ class TableFile:
 
   @property
   def suffix(self) -> str:
-    """The last suffix of the name, without that of gzip, in lower case."""
+    """The last suffix of the name in lower case; `.gz` does not count."""
     name = (self.member or self.path.name).lower().removesuffix('.gz')
     return pathlib.PurePosixPath(name).suffix
 
@@ -68,8 +68,7 @@ def find(place: pathlib.Path, pattern: str) -> list[TableFile]:
   The archives of a folder are searched only if no file of the folder matches.
 
   Args:
-    place: a folder, an archive, or a single file, which is taken whatever its
-      name is.
+    place: a folder, an archive, or a single file, which may have any name.
     pattern: the end of the path, with `*` for any characters, such as
       `test/anatomy_*.csv`. The same name with `.gz` is found too.
   """

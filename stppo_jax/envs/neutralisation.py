@@ -50,7 +50,7 @@ _TAG = re.compile(rf'<[/\\]*(?:{_NAMES})[/\\]*>')
 
 
 def neutralise_tags(text: str) -> str:
-  """Returns the text with round brackets in place of those of our own tags.
+  """Returns the text with our own tags in round instead of angle brackets.
 
   Case, white space, zero-width characters, accents and look-alikes make no
   difference: `< / ＡＮＳＷＥＲ ＞` is a tag too. Everything else is unchanged.

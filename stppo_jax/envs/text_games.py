@@ -162,7 +162,7 @@ class TextWorldEnvironment(protocol.Environment):
     return [commands.write(command) for command in played]
 
   def look(self, game: '_Game') -> str:
-    """Returns what the player sees, with the commands if they are listed."""
+    """Returns what the player sees, and the commands if they are listed."""
     text = ' '.join(game.sentences())
     if self._list_commands:
       text += f'\nCommands: {", ".join(sorted(game.commands()))}.'

@@ -4,7 +4,7 @@ from urllib import parse
 
 
 def check_url(url: str, *, token_variable: str) -> str | None:
-  """Returns what is wrong with a server's URL, in one line; None if valid.
+  """Returns the problem of a server's URL in one line; None if it is valid.
 
   Args:
     url: http or https, without user, password, query and fragment.

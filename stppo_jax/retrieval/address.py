@@ -11,7 +11,7 @@ _CORPUS = re.compile(f'{_SEGMENT}(/{_SEGMENT})*')
 
 
 def check_url(url: str) -> str | None:
-  """Returns what is wrong with a URL, in one line; None if it is valid.
+  """Returns the problem of a URL in one line; None if it is valid.
 
   The check uses no network. The URL may end with the path of the endpoint.
   """

@@ -6,7 +6,7 @@ import sys
 
 from stppo_jax import types
 
-# Bytes of an entry, beside those of its strings.
+# The bytes of an entry without its strings, roughly.
 _ENTRY_BYTES = 512
 
 _Key = tuple[str, str]  # corpus, query

@@ -40,7 +40,7 @@ _Search = Callable[[Sequence[str], int], _Lists]
 
 # Eighteen digits fit an int64; int() takes quadratic time for long texts.
 _WORLD = re.compile(r'worlds/([0-9]{1,18})')
-_DEFAULT_TOPK = 3  # that of Search-R1's server
+_DEFAULT_TOPK = 3  # as in Search-R1's server
 
 
 @dataclasses.dataclass(frozen=True)

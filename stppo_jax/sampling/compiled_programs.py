@@ -1,7 +1,7 @@
 """The compiled programs of the local engine, and the weights they read.
 
 All lanes share them, and so do engines of the same model, sizes and sampling: a
-program is traced and compiled once in a process, whoever calls it first.
+program is traced and compiled once in a process.
 """
 
 from collections.abc import Callable

@@ -8,8 +8,8 @@ neither the slot, nor the batch, nor the order of events changes the token.
 Truncation leaves only some tokens to sample from: the `top_k` most probable;
 the fewest most probable ones that hold `top_p` of the mass; those at least
 `min_p` times as probable as the most probable one. The three apply in this
-order, each to what the one before left. Sources: top_p, arXiv 1904.09751;
-min_p, arXiv 2407.01082.
+order, each to the tokens that the last one left. Sources: top_p, arXiv
+1904.09751; min_p, arXiv 2407.01082.
 """
 
 import dataclasses

@@ -139,7 +139,7 @@ class SlotDriver:
       by_length = sorted(chunk, key=lambda slot: chunk[slot].length)
       for batch in self._batches(by_length):
         batch_appends = {slot: chunk[slot] for slot in batch}
-        # Set after every call, because each call donates the state before it.
+        # Set after every call, because the call donates the previous state.
         state = self._extend(state, batch_appends, first, self._active(batch))
         self._state = state
 

@@ -11,7 +11,7 @@ row that waits or has ended is computed along with the others and frozen by a
 mask: nothing that belongs to it is stored.
 
 Every program works on all slots (`slots_A=None`), which needs no copy of the
-cache, or on the slots `slots_A`, of which it gathers what it needs: int32 [A],
+cache, or on the slots `slots_A`, whose state it gathers first: int32 [A],
 or, if several devices hold the slots, [devices, A / devices], slots within the
 part of each device. An entry that is S or more pads the shape and stands for no
 slot. `num_blocks` is the number of blocks of the cache that hold all tokens of
