@@ -6,13 +6,10 @@ a fault never harms other trajectories.
 """
 
 import asyncio
-import collections
 from collections.abc import Sequence
 import dataclasses
 import time
 from typing import TypeVar
-
-import numpy as np
 
 from stppo_jax import types
 from stppo_jax.http import address as http_address
@@ -27,9 +24,9 @@ from stppo_jax.retrieval import faults as faults_lib
 from stppo_jax.retrieval import protocol
 from stppo_jax.retrieval import recording
 from stppo_jax.retrieval import replies
+from stppo_jax.retrieval import statistics
 
 _MAX_CONCURRENT_REQUESTS = 16
-_LATENCIES_KEPT = 65536
 # A request that may have failed because of one of its queries is divided into
 # this many smaller ones.
 _SPLIT = 4
@@ -167,8 +164,7 @@ class HttpRetriever:
     """
     address.check_corpus(corpus)
     passages = await self._find((corpus, query))
-    self._answers += 1
-    self._empty += not passages
+    self._statistics.count_answer(is_empty=not passages)
     return passages
 
   async def _find(self, key: tuple[str, str]) -> list[types.Passage]:
@@ -212,33 +208,14 @@ class HttpRetriever:
   def statistics(self) -> dict[str, float]:
     """Returns counts since the last call, and resets them.
 
-    `retrieval/ok` and `retrieval/failures` count queries that were sent, so not
-    answers from the cache. `retrieval/failures/{cause}` counts the failures of
-    each cause, and `retrieval/retries` the repeated attempts.
-    `retrieval/latency_*` are percentiles of the seconds from query to answer,
-    retries included; 0 if there was no answer. `retrieval/answers` counts all
-    answers, and `retrieval/empty` those without a passage.
-    `retrieval/outages` counts the times that all requests had to wait until the
-    server was ready, and `retrieval/outage_s` the seconds that this took.
+    See `statistics.Statistics.metrics`. `retrieval/outages` counts the times
+    that all requests had to wait until the server was ready, and
+    `retrieval/outage_s` the seconds that this took.
     """
-    p50, p99 = (
-      np.percentile(self._latencies, [50, 99])
-      if self._latencies
-      else (0.0, 0.0)
-    )
-    result = {
-      'retrieval/ok': float(self._ok),
-      'retrieval/retries': float(self._num_retries),
-      'retrieval/failures': float(self._failures),
-      'retrieval/answers': float(self._answers),
-      'retrieval/empty': float(self._empty),
-      'retrieval/latency_p50': float(p50),
-      'retrieval/latency_p99': float(p99),
+    result = self._statistics.metrics() | {
       'retrieval/outages': float(self._gate.times_closed),
       'retrieval/outage_s': self._gate.seconds_closed,
     }
-    for cause, count in self._causes.items():
-      result[f'retrieval/failures/{cause}'] = float(count)
     self._reset_statistics()
     return result
 
@@ -253,10 +230,7 @@ class HttpRetriever:
     await self._client.close()
 
   def _reset_statistics(self) -> None:
-    self._ok = self._num_retries = self._failures = 0
-    self._answers = self._empty = 0
-    self._causes: dict[str, int] = {}
-    self._latencies = collections.deque[float](maxlen=_LATENCIES_KEPT)
+    self._statistics = statistics.Statistics()
     self._gate.reset_statistics()
 
   def _pending_here(self) -> _Pending:
@@ -282,15 +256,13 @@ class HttpRetriever:
 
     def done(future: asyncio.Future) -> None:
       del pending.in_flight[key]
-      if isinstance(future.exception(), protocol.RetrieverUnreachable):
+      error = future.exception()
+      if isinstance(error, protocol.RetrieverUnreachable):
         return  # It was not sent.
-      if future.exception() is not None:
-        self._failures += 1
-        cause = getattr(future.exception(), 'cause', 'other')
-        self._causes[cause] = self._causes.get(cause, 0) + 1
+      if error is not None:
+        self._statistics.count_failure(error)
         return
-      self._ok += 1
-      self._latencies.append(time.monotonic() - started)
+      self._statistics.count_success(time.monotonic() - started)
       self._cache.keep(key, tuple(future.result()))
 
     future.add_done_callback(done)
@@ -363,7 +335,7 @@ class HttpRetriever:
       for query in failed:
         futures[query].set_exception(error)
       return
-    self._num_retries += len(failed)
+    self._statistics.retries += len(failed)
     await self._client.back_off(attempt, failure)
     # One query that breaks the server must not fail the other queries of its
     # request. So the requests shrink, and in the last attempt every query has a

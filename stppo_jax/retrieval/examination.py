@@ -35,7 +35,7 @@ class Unusable(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Examination:
-  """What to examine: a server, and a query whose answer is known.
+  """The server to examine, and a query whose answer is known.
 
   Attributes:
     url: the address of the server, as in retrieval.url.

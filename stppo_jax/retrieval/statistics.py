@@ -1,0 +1,65 @@
+"""Counts what became of queries."""
+
+import collections
+
+import numpy as np
+
+_LATENCIES_KEPT = 65536
+
+
+class Statistics:
+  """The counts of a retriever since it was last asked for them.
+
+  Attributes:
+    retries: the number of repeated attempts of queries.
+  """
+
+  def __init__(self):
+    self.retries = 0
+    self._ok = self._failures = 0
+    self._answers = self._empty = 0
+    self._causes: dict[str, int] = {}
+    self._latencies = collections.deque[float](maxlen=_LATENCIES_KEPT)
+
+  def count_answer(self, *, is_empty: bool) -> None:
+    """Counts an answer of the server or of the cache."""
+    self._answers += 1
+    self._empty += is_empty
+
+  def count_success(self, seconds: float) -> None:
+    """Counts a query that the server answered after these seconds."""
+    self._ok += 1
+    self._latencies.append(seconds)
+
+  def count_failure(self, error: BaseException) -> None:
+    """Counts a query that was given up, under the `cause` of its error."""
+    self._failures += 1
+    cause = getattr(error, 'cause', 'other')
+    self._causes[cause] = self._causes.get(cause, 0) + 1
+
+  def metrics(self) -> dict[str, float]:
+    """Returns the counts under the names of metrics.
+
+    `retrieval/ok` and `retrieval/failures` count queries that were sent, so not
+    answers from the cache. `retrieval/failures/{cause}` counts the failures of
+    each cause, and `retrieval/retries` the repeated attempts.
+    `retrieval/latency_*` are percentiles of the seconds from query to answer,
+    retries included; 0 if there was no answer. `retrieval/answers` counts all
+    answers, and `retrieval/empty` those without a passage.
+    """
+    p50, p99 = (
+      np.percentile(self._latencies, [50, 99])
+      if self._latencies
+      else (0.0, 0.0)
+    )
+    counts = {
+      'ok': self._ok,
+      'retries': self.retries,
+      'failures': self._failures,
+      'answers': self._answers,
+      'empty': self._empty,
+      'latency_p50': p50,
+      'latency_p99': p99,
+    }
+    counts |= {f'failures/{name}': n for name, n in self._causes.items()}
+    return {f'retrieval/{name}': float(n) for name, n in counts.items()}
