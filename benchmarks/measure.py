@@ -123,7 +123,7 @@ def verdict(seconds: Mapping[Any, np.ndarray]) -> str:
   ]
   if not disturbed:
     return 'undisturbed'
-  return 'NOT A RESULT, the machine was busy: samples disagree of ' + ', '.join(
+  return 'NOT A RESULT, the machine was busy; samples differ for ' + ', '.join(
     disturbed
   )
 

@@ -75,7 +75,7 @@ def note_empty_answers(
     if question.kind == 'open' and not rewards.normalise(answer):
       note(
         f'{where}: nothing is left of the answer {answer!r} when it is '
-        'compared, so an empty answer is right'
+        'compared, so an empty answer counts as correct'
       )
 
 

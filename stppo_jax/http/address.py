@@ -17,9 +17,9 @@ def check_url(url: str, *, token_variable: str) -> str | None:
     parts = parse.urlsplit(url)
     port = parts.port
   except ValueError as error:
-    return f'{url!r} is no URL: {error}'
+    return f'{url!r} is not a URL: {error}'
   if parts.scheme not in ('http', 'https') or not parts.hostname:
-    return f'{url!r} is no http:// or https:// URL'
+    return f'{url!r} is not an http:// or https:// URL'
   if port == 0:
     return f'{url!r} names port 0'
   if parts.username is not None or parts.password is not None:

@@ -21,4 +21,4 @@ def check_url(url: str) -> str | None:
 def check_corpus(corpus: str) -> None:
   """Raises ValueError unless a question's corpus is '' or a plain path."""
   if corpus and not _CORPUS.fullmatch(corpus):
-    raise ValueError(f'corpus {corpus!r} is no plain relative path')
+    raise ValueError(f'corpus {corpus!r} is not a plain relative path')

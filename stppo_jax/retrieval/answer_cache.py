@@ -14,7 +14,7 @@ _Passages = tuple[types.Passage, ...]
 
 
 class AnswerCache:
-  """Keeps answers; the least recently used ones are dropped for room."""
+  """Keeps answers, and drops the least recently used ones when it is full."""
 
   def __init__(self, max_bytes: int):
     self._max_bytes = max_bytes
@@ -31,7 +31,9 @@ class AnswerCache:
     return None
 
   def keep(self, key: _Key, passages: _Passages) -> None:
-    """Adds an answer, and drops the oldest for room."""
+    """Adds or replaces an answer, and drops the least recently used ones."""
+    if key in self._answers:
+      self._bytes -= _size(key, self._answers.pop(key))
     self._answers[key] = passages
     self._bytes += _size(key, passages)
     while self._bytes > self._max_bytes:

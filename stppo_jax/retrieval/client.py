@@ -160,7 +160,7 @@ class HttpRetriever:
       protocol.RetrieverUnreachable: see `wait_until_ready`.
       recording.RecordingFailed: if the answer cannot be recorded; the message
         is one line.
-      ValueError: if the corpus is no plain relative path.
+      ValueError: if the corpus is not a plain relative path.
     """
     address.check_corpus(corpus)
     passages = await self._find((corpus, query))

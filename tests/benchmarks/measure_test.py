@@ -80,7 +80,7 @@ def test_a_busy_machine_is_reported():
   assert measure.verdict({'a': calm, 'b': one_late}) == 'undisturbed'
   busy = np.array([1, 1, 5, 9])
   verdict = measure.verdict({'a': calm, ('b', 'c'): busy, 'd': busy})
-  assert verdict.startswith('NOT A RESULT') and verdict.endswith('of b c, d')
+  assert verdict.startswith('NOT A RESULT') and verdict.endswith('for b c, d')
 
 
 def test_the_table_is_markdown():

@@ -53,7 +53,11 @@ _CONFIGS = [
   # Files and addresses.
   (['model.path=no/such'], "model.path='no/such'", 'no such folder'),
   (['env.prompt_template=no/such'], "template='no/such'", 'No such file'),
-  (['retrieval.url=ftp://host'], 'retrieval.url', "'ftp://host' is no http"),
+  (
+    ['retrieval.url=ftp://host'],
+    'retrieval.url',
+    "'ftp://host' is not an http",
+  ),
   (['data.name=jsonl'], "data.root=''", 'must name a folder'),
   # Devices: there are eight.
   (['mesh.data=3'], 'mesh.data=3', '8 devices: the sizes must multiply'),

@@ -163,7 +163,10 @@ def test_another_server(capsys, response, message):
     (['retriever'], 'the following arguments are required: --url'),
     (['patience', '--url=x'], "invalid choice: 'patience'"),
     (['retriever', '--url=http://x', '--timeout=0'], '--timeout=0: must be'),
-    (['retriever', '--url=http://x', '--corpus=..'], "corpus '..' is no plain"),
+    (
+      ['retriever', '--url=http://x', '--corpus=..'],
+      "corpus '..' is not a plain",
+    ),
   ],
 )
 def test_a_bad_flag_is_one_line_and_2(capsys, flags, message):
@@ -175,7 +178,9 @@ def test_a_bad_flag_is_one_line_and_2(capsys, flags, message):
 def test_a_bad_url_is_one_line_and_2(capsys):
   code, lines = _examine(capsys, 'ftp://x')
   assert (
-    code == 2 and len(lines) == 1 and 'is no http:// or https://' in lines[0]
+    code == 2
+    and len(lines) == 1
+    and 'is not an http:// or https://' in lines[0]
   )
 
 

@@ -216,7 +216,7 @@ def test_a_broken_rule_is_one_line(key, value, allowed):
     ),
     (
       {'retrieval__url': 'ftp://host'},
-      "retrieval.url: 'ftp://host' is no http:// or https:// URL",
+      "retrieval.url: 'ftp://host' is not an http:// or https:// URL",
     ),
     (
       {'retrieval__dialect': 'gem', 'retrieval__url': 'http://h'},
