@@ -7,10 +7,8 @@ collection is the one that a step of a run from the same weights would make,
 with the same random numbers.
 """
 
-from collections.abc import Iterator
 import contextlib
 import dataclasses
-import itertools
 import pathlib
 import sys
 
@@ -101,13 +99,10 @@ def _collect(
   annotated, _ = learner.annotate(state, packed, reference=reference)
   kl_coefficient = np.asarray(learner.kl_coefficient)
   batch = jax.device_get(annotated)
-  chosen = minibatches(
-    learner,
-    len(batch.lengths_B),
-    step,
-    num_epochs=config.updates.num_epochs,
-    num_updates=num_updates,
-  )
+  num_rows, updates = len(batch.lengths_B), config.updates
+  if num_updates is None:
+    num_updates = updates.num_epochs * num_rows // updates.minibatch_size
+  chosen = learner.minibatches(num_rows, step, num_updates=num_updates)
   for number, rows in enumerate(chosen, 1):
     _show(f'update {number}')
     # Each minibatch is a batch of its own with one epoch, see `_one_epoch`. A
@@ -149,8 +144,8 @@ def _with_start(config, workdir):
 def _one_epoch(config):
   """Returns the config for a learner that gets one minibatch at a time.
 
-  `update_epochs` makes `num_epochs` passes over what it gets. The epochs of a
-  step are counted by `minibatches` here, so the learner must make one pass.
+  `update_epochs` makes `num_epochs` passes over what it gets, and here it gets
+  one minibatch after the other.
   """
   config = config.copy_and_resolve_references()
   config.updates.num_epochs = 1
@@ -170,32 +165,6 @@ def _newest(
   step, state, host = restored
   learner.kl_coefficient = host['kl_coefficient']
   return step, dataclasses.replace(state, published=())
-
-
-def minibatches(
-  learner: learner_lib.Learner,
-  num_rows: int,
-  step: int,
-  *,
-  num_epochs: int,
-  num_updates: int | None,
-) -> Iterator[np.ndarray]:
-  """Yields the row numbers of minibatches, in the order of a step of a run.
-
-  Args:
-    learner: derives the minibatches.
-    num_rows: the number of rows of the collected batch.
-    step: the number of steps done before.
-    num_epochs: the number of epochs, used if `num_updates` is None.
-    num_updates: the number of minibatches, from as many epochs as necessary.
-  """
-  epochs = range(num_epochs) if num_updates is None else itertools.count()
-  every = (
-    rows
-    for epoch in epochs
-    for rows in learner.minibatches(num_rows, step, epoch)
-  )
-  return itertools.islice(every, num_updates)
 
 
 def _arrays(batch: batch_lib.TokenBatch) -> dict[str, np.ndarray]:

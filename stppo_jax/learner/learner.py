@@ -161,15 +161,25 @@ class Learner:
     )
 
   def minibatches(
-    self, num_rows: int, step: int, epoch: int
+    self, num_rows: int, step: int, *, num_updates: int | None = None
   ) -> list[np.ndarray]:
-    """Returns the rows of each minibatch of an epoch."""
+    """Returns the rows of each minibatch of a step, epoch by epoch.
+
+    Args:
+      num_rows: rows of the batch.
+      step: the training step.
+      num_updates: the number of minibatches, from as many epochs as necessary.
+        If it is None, there are `updates.num_epochs` epochs.
+    """
+    updates = self._config.updates
+    if num_updates is None:
+      num_updates = updates.num_epochs * num_rows // updates.minibatch_size
     return minibatches_lib.minibatch_rows(
       num_rows,
-      size=self._config.updates.minibatch_size,
+      size=updates.minibatch_size,
+      count=num_updates,
       seed=self._config.seed,
       step=step,
-      epoch=epoch,
     )
 
   def update(
@@ -212,10 +222,9 @@ class Learner:
       The new state and the metrics of `summarize`.
     """
     outputs = []
-    for epoch in range(self._config.updates.num_epochs):
-      for rows in self.minibatches(len(batch.lengths_B), step, epoch):
-        state, output = self.update(state, batch, rows, step)
-        outputs.append(output)
+    for rows in self.minibatches(len(batch.lengths_B), step):
+      state, output = self.update(state, batch, rows, step)
+      outputs.append(output)
     return state, summarize(outputs)
 
   def token_outputs(
@@ -331,6 +340,7 @@ class Learner:
   def merged_params(
     self,
     state: state_lib.TrainState,
+    *,
     params: functional.Params | None = None,
   ) -> functional.Params:
     """Returns weights of `self.policy`, for decoding and for export.
@@ -425,6 +435,14 @@ class Learner:
     init = programs_lib.init_state(self._spec)
     state = jax.eval_shape(init, weights, jax.random.key(0))
     return _with_shardings(state, self._programs.layout)
+
+
+def exceeds_kl(update: loss_lib.LossOutputs, limit: float) -> bool:
+  """Returns whether an update's KL estimate is above a limit; 0: there is none.
+
+  The estimate is the metric `actor/ppo_kl`, in nats per token.
+  """
+  return 0 < limit < summarize([update])['actor/ppo_kl']
 
 
 def summarize(outputs: Sequence[loss_lib.LossOutputs]) -> dict[str, float]:

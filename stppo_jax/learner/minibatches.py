@@ -4,9 +4,9 @@ import numpy as np
 
 
 def minibatch_rows(
-  num_rows: int, *, size: int, seed: int, step: int, epoch: int
+  num_rows: int, *, size: int, count: int, seed: int, step: int
 ) -> list[np.ndarray]:
-  """Returns the row numbers of each minibatch of an epoch.
+  """Returns the row numbers of each minibatch of a step, epoch by epoch.
 
   Every epoch of every step has its own permutation. It is derived from the
   arguments and not stored, so a resumed run uses the same minibatches.
@@ -14,13 +14,18 @@ def minibatch_rows(
   Args:
     num_rows: rows of the collected batch.
     size: rows of a minibatch; divides `num_rows`.
+    count: the number of minibatches, from as many epochs as necessary.
     seed: the run's seed.
     step: the training step.
-    epoch: the pass over the batch, from 0.
 
   Returns:
     int32 arrays of `size` row numbers.
   """
-  generator = np.random.default_rng((seed, step, epoch))
-  order = generator.permutation(num_rows).astype(np.int32)
-  return np.split(order, num_rows // size)
+  num_epochs = -(-count * size // num_rows)
+  order = np.concatenate(
+    [
+      np.random.default_rng((seed, step, epoch)).permutation(num_rows)
+      for epoch in range(max(1, num_epochs))
+    ]
+  )
+  return np.split(order.astype(np.int32), len(order) // size)[:count]

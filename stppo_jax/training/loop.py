@@ -5,42 +5,20 @@ that the same command resumes from the last checkpoint as if nothing had
 happened.
 """
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
-import dataclasses
 import functools
 import pathlib
 from typing import Any
-from typing import NamedTuple
 
 import jax
-import numpy as np
 
-from stppo_jax import batch as batch_lib
-from stppo_jax import types
 from stppo_jax.learner import learner as learner_lib
-from stppo_jax.learner import state as state_lib
-from stppo_jax.models import functional
 from stppo_jax.parallel import hosts as hosts_lib
-from stppo_jax.parallel import publish as publish_lib
-from stppo_jax.rollout import pack as pack_lib
-from stppo_jax.training import checkpoint_state
-from stppo_jax.training import collection
-from stppo_jax.training import prefetch
 from stppo_jax.training import run as run_lib
-from stppo_jax.training import run_record
-from stppo_jax.training import sft
 from stppo_jax.training import step_metrics
-from stppo_jax.training.building import assembly
-from stppo_jax.training.building import engines
-from stppo_jax.training.building import model_files
-from stppo_jax.training.building import origin
+from stppo_jax.training.building import trainer as trainer_lib
 from stppo_jax.training.checks import host_check
-from stppo_jax.training.checks import memory_check
 from stppo_jax.training.checks import mismatch_check
 from stppo_jax.training.checks import skipped_updates
-from stppo_jax.training.evaluating import evaluation
 from stppo_jax.training.stopping import alarms
 from stppo_jax.training.stopping import crash
 
@@ -77,19 +55,16 @@ def train(
   """
   host_check.check(hosts, config)
   with run_lib.start(workdir, hosts=hosts) as run:
-    learner, steps, collector, pack, state, reference = _start(
-      config, run, restart, source
+    trainer = trainer_lib.build(config, run, restart=restart, source=source)
+    learner, collector, state = (
+      trainer.learner,
+      trainer.collector,
+      trainer.state,
     )
-    # The denominator of ratios: with steps ahead and old_policy='sampled' the
-    # policy that collected, otherwise the policy before the step's updates.
-    off_policy = config.rollout.steps_ahead and (
-      config.updates.old_policy == 'sampled'
-    )
-    kl_stop = config.updates.kl_stop
-    skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
-    watch = alarms.Alarms(config, hosts, run.show)
     meter = step_metrics.StepMetrics(config, learner, run)
-    for step in range(run.first_step, config.num_steps):
+    watch = alarms.Alarms(config, hosts, run.show)
+    skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
+    for step in range(run.first_step, run.num_steps):
       timer = run.timer('wait', step=step + 1)
       collector.schedule(step, state)  # publishes the policy that collects
       # A signal may end this early, because a collection can be made again.
@@ -97,24 +72,24 @@ def train(
         collected = collector.result(step)
 
       timer.begin('annotate')
-      packed = pack(collected.trajectories)
+      packed = trainer.pack(collected.trajectories)
       host_check.check_program(hosts, 'annotate and update', step, packed)
       totals = meter.totals(packed, collected.seconds)
-      old = collector.policy(step) if off_policy else None
+      old = collector.old_policy(step)
       batch, annotated = learner.annotate(
-        state, packed, reference=reference, old=old
+        state, packed, reference=trainer.reference, old=old
       )
-      metrics = steps.measured(collected.metrics, step) | _floats(annotated)
+      metrics = trainer.steps.measured(collected.metrics, step)
+      metrics |= {k: float(x) for k, x in jax.device_get(annotated).items()}
       if step == 0:
         mismatch_check.check(config, metrics)
 
       timer.begin('update')
       updates = []
-      minibatches = list(_minibatches(config, learner, batch, step))
-      for rows in minibatches:
+      for rows in learner.minibatches(len(batch.lengths_B), step):
         state, update = learner.update(state, batch, rows, step)
         updates.append(update)
-        if 0 < kl_stop < learner_lib.summarize([update])['actor/ppo_kl']:
+        if learner_lib.exceeds_kl(update, config.updates.kl_stop):
           break
       timer.begin('token_details')
       details = learner.token_details(state, batch, hosts)
@@ -123,218 +98,16 @@ def train(
       metrics |= meter.measure(updates, totals, timer.laps)
       metrics |= watch.measure(metrics)
       learner.adapt_kl(metrics['critic/kl_per_trajectory'], totals.trained)
-      run.finish_step(step + 1, state, metrics, collected.trajectories, details)
-      dump = functools.partial(
-        crash.write,
-        *(run, config, learner, state, batch, step, minibatches),
-        kl_coefficient=metrics['critic/kl_coef'],
+      run.finish_step(
+        step + 1, state, metrics, collected.trajectories, details=details
       )
-      skips.check([update.metrics for update in updates], dump)
+      skips.check(
+        [update.metrics for update in updates],
+        functools.partial(
+          *(crash.write, run, config, learner, state, batch),
+          kl_coefficient=metrics['critic/kl_coef'],
+        ),
+      )
       watch.check(step + 1)
     run.finish(learner.policy, learner.merged_params(run.state), curve=True)
   return run.exit_code
-
-
-def _minibatches(
-  config, learner: learner_lib.Learner, batch: batch_lib.TokenBatch, step: int
-) -> Iterator[np.ndarray]:
-  """Yields the rows of each update of a step, epoch by epoch."""
-  for epoch in range(config.updates.num_epochs):
-    yield from learner.minibatches(len(batch.lengths_B), step, epoch)
-
-
-class _Started(NamedTuple):
-  """The objects that the loop works with.
-
-  Attributes:
-    learner: annotates and updates.
-    steps: describes what was collected.
-    collector: samples trajectories from published policies.
-    pack: turns trajectories into the arrays of a batch.
-    state: the state to go on from.
-    reference: weights of the frozen reference; None if the state has them.
-  """
-
-  learner: learner_lib.Learner
-  steps: collection.StepCollector
-  collector: prefetch.Prefetcher
-  pack: Callable[[Sequence[types.Trajectory]], batch_lib.TokenBatch]
-  state: state_lib.TrainState
-  reference: functional.Params | None
-
-
-def _start(config, run: run_lib.Run, restart: bool, source: Any) -> _Started:
-  """Builds what the loop works with and resumes the run."""
-  with run.abandonable():
-    # Before anything is written.
-    model = origin.expected(config, source, run.workdir)
-    components = assembly.build_components(model)
-    memory_check.check(model, memory_check.device_memory())
-    for line in [*components.notes, *_notes(config, components, run)]:
-      print(f'note: {line}', flush=True)
-    run.record_config(config, restart=restart)
-  with run.abandonable():
-    services = run.enter(assembly.build_services(config, components.questions))
-  with run.together():
-    origin.make_start(config, source, run.workdir, run.hosts)
-    sft.make_start(config, run, services)
-    started = run_record.with_start(config, run.workdir)
-    if started is not config:
-      config, components = started, assembly.build_components(started)
-    learner, tokenizer = components.learner, components.tokenizer
-    with assembly.config_errors():
-      state, note = origin.with_value(config, learner.start(), run.workdir)
-      reference = learner.reference()
-      sentences = collection.build_sentences(config, tokenizer)
-    collecting = _collecting_services(config, services, components)
-    engine = engines.build(
-      config, collecting, tokenizer, learner.decoded, components.placement
-    )
-    evaluator = evaluation.Evaluator(
-      config,
-      services,
-      engines.build_collector(config, services, tokenizer, engine),
-      run.show,
-      run.hosts,
-    )
-    run.open(
-      config,
-      num_steps=config.num_steps,
-      tokenizer=tokenizer,
-      trajectories=config.writer.trajectories,
-    )
-    ends = model_files.end_token_ids(config, tokenizer)
-    names = ', '.join(f'{i} {tokenizer.decode([i])!r}' for i in ends)
-    run.show(f'a turn ends at a stop string or at token {names}')
-    steps, collector = _build_prefetcher(
-      config, collecting, components, engine, run
-    )
-    run.at_end(collector.close)
-    checkpoints = checkpoint_state.TrainCheckpoints(learner, collector)
-    state = run.resume(state, checkpoints, note=note)
-
-  def evaluate(state: state_lib.TrainState) -> run_lib.Evaluation:
-    def publish():
-      # Wait for the collections in flight: they use the same engine, and their
-      # counts of the retriever would contain the evaluation's queries.
-      collector.drain()
-      engines.publish(engine, learner, state, 0)
-
-    is_alone = run.hosts.count == 1
-    if not is_alone:  # all of them publish, even if one must then stop
-      publish()
-
-    def evaluates():
-      if is_alone:
-        publish()
-      scores, trajectories = evaluator.run()
-      return evaluator.metrics(scores, trajectories), trajectories
-
-    return evaluates
-
-  evaluates = config.evaluate.every > 0 and evaluator.has_questions
-  run.begin(evaluate, prints_samples=not evaluates)
-  pack = functools.partial(
-    pack_lib.pack,
-    length_bucket=assembly.length_unit(config),
-    sentences=sentences,
-    with_expert_ids=config.updates.routing_replay == 'sampler',
-    hosts=run.hosts,
-  )
-  return _Started(learner, steps, collector, pack, state, reference)
-
-
-def _notes(
-  config, components: assembly.Components, run: run_lib.Run
-) -> Iterator[str]:
-  """Yields lines about what devices do, and options that do less than hoped."""
-  ahead, learning = config.rollout.steps_ahead, components.learner.mesh.size
-  if not run.hosts.is_first:
-    return
-  if placement := _apart(components):
-    collecting = len(placement.collecting)
-    yield (
-      f'mesh.collect_fraction={config.mesh.collect_fraction}: devices of each '
-      f'host: {learning // run.hosts.count} learn, {collecting} collect'
-    )
-  elif ahead and learning > 1:
-    yield (
-      f'rollout.steps_ahead={ahead}: the next step is collected between '
-      'updates, which saves no time; with mesh.collect_fraction some devices '
-      'collect beside them'
-    )
-
-
-def _apart(components: assembly.Components) -> publish_lib.Placement | None:
-  """Returns the placement if the devices that collect do not learn."""
-  placement = components.placement
-  return placement if placement and placement.collecting else None
-
-
-def _collecting_services(
-  config, services: assembly.Services, components: assembly.Components
-) -> assembly.Services:
-  """Returns the services of collections.
-
-  If steps are collected ahead, and on a thread, they have a loop that can be
-  stopped, which ends that thread.
-  """
-  # If several devices both learn and collect, programs of two threads can
-  # deadlock: two devices may get them in different orders, and the collectives
-  # of each then wait for the other's.
-  is_safe = components.learner.mesh.size == 1 or _apart(components)
-  if config.rollout.steps_ahead and is_safe:
-    loop = prefetch.StoppableLoop(services.loop)
-    return dataclasses.replace(services, loop=loop)
-  return services
-
-
-def _build_prefetcher(
-  config,
-  services: assembly.Services,
-  components: assembly.Components,
-  engine: engines.Engine,
-  run: run_lib.Run,
-) -> tuple[collection.StepCollector, prefetch.Prefetcher]:
-  """Builds the prefetcher, with a thread of its own if its loop can stop."""
-  learner, rollout, loop = components.learner, config.rollout, services.loop
-  collector = engines.build_collector(
-    config,
-    services,
-    components.tokenizer,
-    engine,
-    group_size=rollout.group_size,
-  )
-  steps = collection.StepCollector(
-    config, services, collector, run.show, run.hosts
-  )
-  build = functools.partial(
-    prefetch.Prefetcher,
-    copy_policy=learner.copy_policy,
-    steps_ahead=rollout.steps_ahead,
-    num_steps=config.num_steps,
-    loop=loop if isinstance(loop, prefetch.StoppableLoop) else None,
-  )
-  if placement := _apart(components):
-
-    def collect(step: int):
-      # Small programs without devices of their own must not wait in the queue
-      # of a device that learns.
-      with jax.default_device(placement.collecting[0]):
-        return steps.collect(step)
-
-    return steps, build(
-      collect,
-      functools.partial(engines.adopt, engine),
-      send=lambda params: engines.copied(engine, run.state, params),
-    )
-  return steps, build(
-    steps.collect,
-    lambda params, version: engines.publish(
-      engine, learner, run.state, version, trained=params
-    ),
-  )
-
-
-def _floats(metrics: dict[str, Any]) -> dict[str, float]:
-  return {name: float(x) for name, x in jax.device_get(metrics).items()}

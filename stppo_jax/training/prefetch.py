@@ -124,6 +124,8 @@ class Prefetcher:
     send: copies weights to the devices that collect, for `publish`, in the call
       of `schedule`: if several hosts learn, they do it together, in the order
       of their other programs. None: `publish` copies them.
+    samples_old: with steps ahead, whether the denominator of ratios is the
+      policy that collected a step, and not the one before its updates.
   """
 
   def __init__(
@@ -136,6 +138,7 @@ class Prefetcher:
     num_steps: int,
     loop: StoppableLoop | None,
     send: Callable[[functional.Params], functional.Params] | None = None,
+    samples_old: bool = False,
   ):
     self._collect = collect
     self._publish = publish
@@ -144,6 +147,7 @@ class Prefetcher:
     self._num_steps = num_steps
     self._loop = loop
     self._send = send
+    self._samples_old = samples_old
     self._sent: tuple[int, functional.Params] | None = None
     self._thread = None
     if loop is not None:
@@ -204,6 +208,15 @@ class Prefetcher:
   def policy(self, step: int) -> functional.Params:
     """Returns the weights that a step is collected with."""
     return self._policies[self._version(step)]
+
+  def old_policy(self, step: int) -> functional.Params | None:
+    """Returns the weights of the policy in the denominator of a step's ratios.
+
+    None: they are those of the state before the step's updates.
+    """
+    if self._steps_ahead and self._samples_old:
+      return self.policy(step)
+    return None
 
   def result(self, step: int) -> Collected:
     """Waits for the collection of the next step and returns it.

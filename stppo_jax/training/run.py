@@ -306,6 +306,7 @@ class Run:
     state: State,
     metrics: Mapping[str, float],
     trajectories: Sequence[types.Trajectory] = (),
+    *,
     details: batch_lib.TokenDetails | None = None,
   ) -> None:
     """Evaluates, writes and saves an updated step, where each is due.

@@ -1,7 +1,6 @@
 """The lab collects, annotates and updates like a step of a run."""
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -144,19 +143,6 @@ def test_an_algorithm_without_values_has_none_in_the_file():
   assert all(
     np.isfinite(x[mask]).all() for n, x in found.items() if n[-3:] == '_BL'
   )
-
-
-def test_minibatches_go_through_epochs(learner):
-  minibatches = functools.partial(
-    lab_collection.minibatches, learner, 16, 5, num_epochs=1
-  )
-  nine = list(minibatches(num_updates=9))
-  assert [len(rows) for rows in nine] == [8] * 9
-  for n in range(0, 8, 2):
-    assert sorted([*nine[n], *nine[n + 1]]) == list(range(16))
-  assert len({tuple(rows) for rows in nine}) == 9
-  np.testing.assert_array_equal(list(minibatches(num_updates=None)), nine[:2])
-  assert list(minibatches(num_updates=0)) == []
 
 
 def test_a_start_that_does_not_exist_yet_is_one_line(tmp_path):

@@ -158,13 +158,19 @@ def test_every_epoch_has_its_own_permutation():
   learner = learner_lib.Learner(config, shape, mesh)
   orders = []
   for step in (0, 1):
-    for epoch in (0, 1):
-      minibatches = learner.minibatches(32, step, epoch)
-      assert [len(rows) for rows in minibatches] == [8] * 4
-      orders.append(np.concatenate(minibatches).tolist())
-      assert sorted(orders[-1]) == list(range(32))
-      again = learner.minibatches(32, step, epoch)
-      assert np.concatenate(again).tolist() == orders[-1]
+    minibatches = learner.minibatches(32, step)
+    assert [len(rows) for rows in minibatches] == [8] * 8
+    for epoch in np.array(minibatches).reshape(2, 32).tolist():
+      orders.append(epoch)
+      assert sorted(epoch) == list(range(32))
+    # More and fewer updates than the epochs of the config have.
+    np.testing.assert_array_equal(
+      learner.minibatches(32, step, num_updates=9)[:8], minibatches
+    )
+    np.testing.assert_array_equal(
+      learner.minibatches(32, step, num_updates=3), minibatches[:3]
+    )
+    assert learner.minibatches(32, step, num_updates=0) == []
   assert len(set(map(tuple, orders))) == 4
 
 

@@ -27,7 +27,7 @@ def _updated():
   batch, _ = learner.annotate(
     state, runs.packed(), reference=learner.reference()
   )
-  for rows in learner.minibatches(16, 0, 0):
+  for rows in learner.minibatches(16, 0):
     state, _ = learner.update(state, batch, rows, 0)
   return learner, state, batch
 

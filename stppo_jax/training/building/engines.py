@@ -82,7 +82,7 @@ def publish(
     params = state.policy.params if trained is None else trained
     engine.publish(decoded_weights(params), version, base=state.frozen)
   else:
-    engine.publish(learner.merged_params(state, trained), version)
+    engine.publish(learner.merged_params(state, params=trained), version)
 
 
 def decoded_weights(trained: functional.Params) -> functional.Params:

@@ -12,7 +12,6 @@ saves as it ends, if no sound update followed in the step.
 """
 
 from collections.abc import Mapping
-from collections.abc import Sequence
 import dataclasses
 import importlib.metadata
 import json
@@ -47,14 +46,12 @@ def write(
   learner: learner_lib.Learner,
   state: state_lib.TrainState,
   batch: batch_lib.TokenBatch,
-  step: int,
-  minibatches: Sequence[np.ndarray],
   update: int,
   metrics: Mapping[str, float],
   *,
   kl_coefficient: float,
 ) -> pathlib.Path | None:
-  """Writes the dump of an update; all hosts call it.
+  """Writes the dump of an update of the last step; all hosts call it.
 
   Args:
     run: the run, in whose folder it is written.
@@ -62,8 +59,6 @@ def write(
     learner: the learner that made the update.
     state: the state after the step.
     batch: the annotated batch of the step.
-    step: the number of steps done before.
-    minibatches: the rows of each update of the step.
     update: the number of the update in the step, from 0.
     metrics: the metrics of the update.
     kl_coefficient: the coefficient of the divergence in the step.
@@ -72,11 +67,13 @@ def write(
     The folder; None if it cannot be written. That is only a warning, so that
     the error which ends the run is still reported.
   """
-  folder = run.workdir / 'crash' / f'step_{step + 1}'
+  done = run.steps_done
+  folder = run.workdir / 'crash' / f'step_{done}'
+  minibatches = learner.minibatches(len(batch.lengths_B), done - 1)
   # All hosts compute it, before one of them may fail to write.
   leaves = summary(state)
   record = {
-    'step': step + 1,
+    'step': done,
     'update': update + 1,
     'rows': minibatches[update].tolist(),
     'hosts': run.hosts.count,
