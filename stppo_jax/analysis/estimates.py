@@ -180,7 +180,11 @@ def estimate(estimator: Any, arrays: saved_batch.Arrays) -> Estimate:
 def _estimate(estimator, batch, *, num_turns):
   """Returns (arrays, scalar metrics), both on the device."""
   estimated = advantages_lib.estimate_advantages(
-    batch.rewards_BL, batch, num_turns=num_turns, **estimator.arguments()
+    batch.rewards_BL,
+    batch,
+    num_turns=num_turns,
+    name=estimator.name,
+    **estimator.arguments(),
   )
   metrics = {}
   for name in ('advantages', 'returns'):

@@ -138,6 +138,7 @@ def annotate(
     rewards_BL,
     batch,
     num_turns=num_turns,
+    name=algorithm.advantage.name,
     **algorithm.advantage.arguments(),
   )
   batch = batch.replace(

@@ -265,7 +265,10 @@ def minibatch_context(
       algorithm, logprobs_BL, entropy_BL, batch, num_turns=spec.num_turns
     )
   count = aggregation.aggregate_count(
-    batch, num_turns=spec.num_turns, **algorithm.aggregate.arguments()
+    batch,
+    num_turns=spec.num_turns,
+    name=algorithm.aggregate.name,
+    **algorithm.aggregate.arguments(),
   )
   value_count = jnp.maximum(jnp.sum(batch.value_mask_BL), 1)
   return MinibatchContext(batch, count, value_count, statistics)

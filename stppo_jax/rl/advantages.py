@@ -239,9 +239,8 @@ def estimate_advantages(
 ) -> Advantages:
   """Returns the advantages of a whole collected batch.
 
-  It is called before the batch is cut into minibatches, with
-  `**algorithm.advantage.arguments()`. Under jit on global arrays, groups and
-  whitening extend over all hosts.
+  It is called before the batch is cut into minibatches. Under jit on global
+  arrays, groups and whitening extend over all hosts.
 
   Args:
     rewards_BL: the outcome, minus a KL penalty where there is one.

@@ -36,8 +36,21 @@ from stppo_jax.rl import objectives
 from stppo_jax.rl import ratios
 
 Array = jax.Array
-Statistics = dict[str, typing.Any]
 sg = jax.lax.stop_gradient
+
+
+class Statistics(typing.NamedTuple):
+  """The numbers of a whole minibatch that the loss of each microbatch reads.
+
+  Attributes:
+    normalize: those of the normalisation; () where it needs none.
+    bounds: those of the bounds; () where they need none.
+    corrections: those of each correction, by its name.
+  """
+
+  normalize: typing.Any
+  bounds: typing.Any
+  corrections: dict[str, typing.Any]
 
 
 @jax.tree_util.register_dataclass
@@ -116,14 +129,13 @@ def _context(
 
 def _bounds(algorithm, context, statistics) -> tuple[Array, Array]:
   """Returns the absolute bounds (low, high) in force."""
-  options = algorithm.bounds.arguments()
-  rule = bounds_lib.BOUNDS[options.pop('name')].function
+  rule = bounds_lib.BOUNDS[algorithm.bounds.name].function
   dtype = context.advantages_BL.dtype
   # Detached: adaptive bounds depend on the policy, but are constants to the
   # gradient.
   low, high = (
     sg(jnp.asarray(bound, dtype))
-    for bound in rule(context, statistics, **options)
+    for bound in rule(context, statistics, **algorithm.bounds.arguments())
   )
   return low, high
 
@@ -183,24 +195,23 @@ def minibatch_statistics(
   context = _context(
     algorithm, log_ratio_BL, entropy_BL, batch, **segment_options
   )
-  options = algorithm.bounds.arguments()
   bounds = _statistics(
-    bounds_lib.BOUNDS[options.pop('name')],
+    bounds_lib.BOUNDS[algorithm.bounds.name],
     algorithm.bounds,
     context,
-    **options,
+    **algorithm.bounds.arguments(),
   )
   low, high = _bounds(algorithm, context, bounds)
-  return {
-    'normalize': normalize,
-    'bounds': bounds,
-    'corrections': {
+  return Statistics(
+    normalize,
+    bounds,
+    {
       name: _statistics(
         choice, options, context, low, high, **options.arguments()
       )
       for name, choice, options in _corrections(algorithm)
     },
-  }
+  )
 
 
 def policy_loss(
@@ -245,16 +256,20 @@ def policy_loss(
     )
 
   log_ratio_BL, scale_BL = _normalized(
-    algorithm, logprobs_BL, batch, statistics['normalize'], **segment_options
+    algorithm, logprobs_BL, batch, statistics.normalize, **segment_options
   )
   context = _context(
     algorithm, log_ratio_BL, entropy_BL, batch, **segment_options
   )
-  low, high = _bounds(algorithm, context, statistics['bounds'])
+  low, high = _bounds(algorithm, context, statistics.bounds)
   ratio_BL = context.ratio_at(algorithm.ratio.level)
-  objective = algorithm.objective.arguments()
-  term_BL, cut_BL = objectives.OBJECTIVES[objective.pop('name')].function(
-    ratio_BL, logprobs_BL, context.advantages_BL, low, high, **objective
+  term_BL, cut_BL = objectives.OBJECTIVES[algorithm.objective.name].function(
+    ratio_BL,
+    logprobs_BL,
+    context.advantages_BL,
+    low,
+    high,
+    **algorithm.objective.arguments(),
   )
 
   value_scale_BL = jnp.ones_like(term_BL)
@@ -264,7 +279,7 @@ def policy_loss(
       context,
       low,
       high,
-      statistics['corrections'][name],
+      statistics.corrections[name],
       **options.arguments(),
     )
     scale_BL = scale_BL * weights.policy_BL
@@ -274,6 +289,7 @@ def policy_loss(
   weights_BL, own_count = aggregation.aggregate_weights(
     batch,
     logprobs_BL.dtype,
+    name=algorithm.aggregate.name,
     **algorithm.aggregate.arguments(),
     **segment_options,
   )

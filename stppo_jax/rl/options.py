@@ -49,10 +49,11 @@ class Options:
   )
 
   def arguments(self) -> dict[str, Any]:
-    """Returns all options by name, to be passed on as keyword arguments."""
+    """Returns the options as keyword arguments, all but the choice's `name`."""
     return {
       field.name: getattr(self, field.name)
       for field in dataclasses.fields(typing.cast(Any, self))
+      if field.name != 'name'
     }
 
 

@@ -28,8 +28,10 @@ def test_every_algorithm_of_the_table_builds(name, wrap):
   assert algorithm_lib.check_algorithm(algorithm) == []
   built = algorithm_lib.build_algorithm(algorithm)
   assert built.ratio.level == algorithm['ratio']['level']
-  assert built.bounds.arguments() == dict(algorithm['bounds'])
-  assert built.advantage.arguments() == dict(algorithm['advantage'])
+  for section in ('bounds', 'advantage'):
+    options = getattr(built, section)
+    named = {'name': options.name} | options.arguments()
+    assert named == dict(algorithm[section])
 
 
 def test_numbers_are_leaves_and_names_are_static():

@@ -169,7 +169,11 @@ def _loss(
 
 def _weights(algorithm, batch):
   return aggregation.aggregate_weights(
-    batch, float, num_turns=batches.T, **algorithm.aggregate.arguments()
+    batch,
+    float,
+    num_turns=batches.T,
+    name=algorithm.aggregate.name,
+    **algorithm.aggregate.arguments(),
   )
 
 

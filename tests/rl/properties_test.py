@@ -230,7 +230,11 @@ def _part(algorithm, logprobs, entropy, whole, part, rows):
     algorithm, logprobs, entropy, whole, num_turns=T
   )
   count = aggregation.aggregate_count(
-    whole, logprobs.dtype, num_turns=T, **algorithm.aggregate.arguments()
+    whole,
+    logprobs.dtype,
+    num_turns=T,
+    name=algorithm.aggregate.name,
+    **algorithm.aggregate.arguments(),
   )
 
   def total(x):
