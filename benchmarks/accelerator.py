@@ -262,18 +262,18 @@ def mismatch(
   Raises:
     AssertionError: if the mean is greater than `MISMATCH`.
   """
-  ids_AT, sampled_AT = turns
+  token_ids, sampled = turns
   trained_AL, _ = jax.jit(
     functools.partial(model.logprobs_and_entropy, temperature=1.0)
-  )(params, np.concatenate([prompts_AL, ids_AT], axis=1))
-  trained_AT = np.asarray(trained_AL)[:, prompts_AL.shape[1] :]
-  differences_AT = np.abs(trained_AT - sampled_AT)
-  mean = float(differences_AT.mean())
+  )(params, np.concatenate([prompts_AL, token_ids], axis=1))
+  trained = np.asarray(trained_AL)[:, prompts_AL.shape[1] :]
+  differences = np.abs(trained - sampled)
+  mean = float(differences.mean())
   if not mean < MISMATCH:
     raise AssertionError(
       f'engine and trainer differ by {mean:.4f} on average, limit {MISMATCH}'
     )
-  return mean, float(np.quantile(differences_AT, 0.99))
+  return mean, float(np.quantile(differences, 0.99))
 
 
 def decode_table(
@@ -303,9 +303,9 @@ def decode_table(
   run(short)
   first = time.perf_counter() - begin
   few = slice(0, 8)  # more rows would not fit beside the trainer's activations
-  ids_AT, sampled_AT = run(short)
+  token_ids, sampled = run(short)
   difference = mismatch(
-    model, params, prompts_AL[few], (ids_AT[few], sampled_AT[few])
+    model, params, prompts_AL[few], (token_ids[few], sampled[few])
   )
   seconds = [seconds_of(functools.partial(run, n), 3) for n in (short, long)]
   tokens = rows * (long - short)

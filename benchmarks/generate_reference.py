@@ -122,16 +122,16 @@ class GenerateLoop:
       ids_BL[n, longest - len(row) :] = torch.tensor(row)
       mask_BL[n, longest - len(row) :] = 1
     with torch.inference_mode():
-      out_BN = self._model.generate(
+      out_BL = self._model.generate(
         ids_BL, attention_mask=mask_BL, **self._options
       )[:, longest:]
-    closed_BN = np.isin(out_BN.numpy(), self._closing)
+    closed_BL = np.isin(out_BL.numpy(), self._closing)
     ends_B = np.where(
-      closed_BN.any(1), closed_BN.argmax(1) + 1, closed_BN.shape[1]
+      closed_BL.any(1), closed_BL.argmax(1) + 1, closed_BL.shape[1]
     )
     return [
       row[:end].astype(np.int32)
-      for row, end in zip(out_BN.numpy(), ends_B, strict=True)
+      for row, end in zip(out_BL.numpy(), ends_B, strict=True)
     ]
 
   def with_logprobs(

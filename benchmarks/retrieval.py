@@ -64,10 +64,10 @@ _OUTAGE = 1.0  # seconds
 def random_passages(size: int, *, seed: int) -> list[types.Passage]:
   """Returns passages of 100 words from a Zipf distribution."""
   rng = np.random.default_rng(seed)
-  words_NW = np.minimum(rng.zipf(1.3, size=(size, 100)), 200_000)
+  words = np.minimum(rng.zipf(1.3, size=(size, 100)), 200_000)
   return [
     types.Passage(f'p{n}', f't{n}', ' '.join(f'w{w}' for w in words))
-    for n, words in enumerate(words_NW.tolist())
+    for n, words in enumerate(words.tolist())
   ]
 
 

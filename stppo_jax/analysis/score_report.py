@@ -1,8 +1,7 @@
 """Statistics of evaluated dialogues, and their tables.
 
 A record is a line of `dialogues.jsonl`, see
-`training/evaluating/set_evaluation.py`. Q questions of a data set, S samples of
-each, R resamples.
+`training/evaluating/set_evaluation.py`.
 """
 
 from collections.abc import Mapping
@@ -67,11 +66,12 @@ def report(name: str, records: Sequence[Record], main_score: str) -> SetReport:
   samples = max(map(len, by_question.values()))
   groups = [group for group in by_question.values() if len(group) == samples]
   records = [record for group in groups for record in group]
-  scores_QS = {
+  # Each array is [questions, samples].
+  scores = {
     key: np.array([[r['scores'][key] for r in group] for group in groups])
     for key in records[0]['scores']
   }
-  right_Q = (scores_QS[main_score] >= 1).sum(axis=1)
+  right = (scores[main_score] >= 1).sum(axis=1)
   found = [_found(r) for r in records if r['gold_passages']]
   means = {
     'searches': _mean(r['searches'] for r in records),
@@ -86,12 +86,10 @@ def report(name: str, records: Sequence[Record], main_score: str) -> SetReport:
     questions=len(groups),
     samples=samples,
     main_score=main_score,
-    scores={key: float(x_QS.mean()) for key, x_QS in scores_QS.items()},
-    intervals={
-      key: bootstrap(x_QS.mean(axis=1)) for key, x_QS in scores_QS.items()
-    },
+    scores={key: float(x.mean()) for key, x in scores.items()},
+    intervals={key: bootstrap(x.mean(axis=1)) for key, x in scores.items()},
     pass_at={
-      k: _mean(pass_at_k(samples, int(right), k) for right in right_Q)
+      k: _mean(pass_at_k(samples, int(count), k) for count in right)
       for k in _powers(samples)
     },
     means=means,
@@ -99,14 +97,14 @@ def report(name: str, records: Sequence[Record], main_score: str) -> SetReport:
   )
 
 
-def bootstrap(values_Q: np.ndarray) -> tuple[float, float]:
+def bootstrap(values: np.ndarray) -> tuple[float, float]:
   """Returns the 95 % percentile interval of the mean over questions."""
   rng = np.random.default_rng(0)
-  count = len(values_Q)
-  means_R = [
-    values_Q[rng.integers(count, size=count)].mean() for _ in range(_RESAMPLES)
+  count = len(values)
+  means = [
+    values[rng.integers(count, size=count)].mean() for _ in range(_RESAMPLES)
   ]
-  low, high = np.percentile(means_R, _INTERVAL)
+  low, high = np.percentile(means, _INTERVAL)
   return float(low), float(high)
 
 

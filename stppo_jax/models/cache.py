@@ -346,11 +346,11 @@ def _written(
   # tokens in the block; its other positions keep their content.
   first = jnp.clip(length - begin, 0, J - size)
   place = (slot, 0, first, 0)
-  old_1KCH = jax.lax.dynamic_slice(old_BKJH, place, (1, K, size, H))
+  old = jax.lax.dynamic_slice(old_BKJH, place, (1, K, size, H))
   shift = begin + first - length  # the recent token at the window's start
   padded = jnp.pad(new_KCH, ((0, 0), (size, size), (0, 0)))
-  new_KCH = jax.lax.dynamic_slice_in_dim(padded, shift + size, size, axis=1)
-  index_C = shift + jnp.arange(size)
-  kept_C = (index_C >= 0) & (index_C < count)
-  window = jnp.where(kept_C[None, None, :, None], new_KCH[None], old_1KCH)
+  new = jax.lax.dynamic_slice_in_dim(padded, shift + size, size, axis=1)
+  index = shift + jnp.arange(size)
+  kept = (index >= 0) & (index < count)
+  window = jnp.where(kept[None, None, :, None], new[None], old)
   return jax.lax.dynamic_update_slice(old_BKJH, window, place)

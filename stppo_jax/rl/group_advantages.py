@@ -1,9 +1,8 @@
 """Advantages that compare the trajectories of one question; no value model.
 
-B trajectories, L tokens, T turns, C numbers that are compared (one per
-trajectory, or one per turn of all trajectories). Rows of one question share
-`group_ids_B`. An estimator is called `estimator(rewards_BL, batch, **options)`
-and returns advantages [B, L].
+B trajectories, L tokens, T turns. Rows of one question share `group_ids_B`. An
+estimator is called `estimator(rewards_BL, batch, **options)` and returns
+advantages [B, L].
 
 The reward of a row, R, is the sum of `rewards_BL` over its loss mask. Rows
 whose loss mask is false everywhere, and turns without a token in it, count as
@@ -13,10 +12,12 @@ would leave 1e-8, which the division by std + 1e-6 would make visible. A group
 of one row gives 0, which is our choice: verl and verl-agent leave such a row
 its raw reward.
 
-Comparisons are matrices [C, C]: there is no scatter and no sorting, and on a
-mesh every device compares its own rows with all rows. A compiler for
-accelerators fuses the matrices into their sums; on CPU they take 5 bytes per
-pair.
+What is compared is one number per trajectory, or one per turn of all
+trajectories; these vectors, and the square matrices of their pairs, have no
+suffix where they may be either. With matrices there is no scatter and no
+sorting, and on a mesh every device compares its own rows with all rows. A
+compiler for accelerators fuses the matrices into their sums; on CPU they take 5
+bytes per pair.
 
 Every token of a row has an advantage, observations and padding included,
 because whitening may be over observation tokens.
@@ -34,42 +35,40 @@ from stppo_jax.rl import segments as segments_lib
 Array = jax.Array
 
 
-def _pairs(ids_C, present_C):
-  """Returns a mask [C, C] of the pairs (i, j) that are present in one group."""
-  both_CC = present_C[:, None] & present_C[None, :]
-  return both_CC & (ids_C[:, None] == ids_C[None, :])
+def _pairs(ids, present):
+  """Returns a square mask of the pairs (i, j) that are present in one group."""
+  both = present[:, None] & present[None, :]
+  return both & (ids[:, None] == ids[None, :])
 
 
-def _differences(x_C, pairs_CC):
+def _differences(x, pairs):
   """Returns the sum of x_i - x_j over i's group, and the group's size."""
-  total_C = jnp.sum(
-    masking.select(x_C[:, None] - x_C[None, :], pairs_CC), axis=1
-  )
-  return total_C, jnp.sum(pairs_CC, axis=1, dtype=x_C.dtype)
+  total = jnp.sum(masking.select(x[:, None] - x[None, :], pairs), axis=1)
+  return total, jnp.sum(pairs, axis=1, dtype=x.dtype)
 
 
-def _centered(x_C, pairs_CC, epsilon):
+def _centered(x, pairs, epsilon):
   del epsilon
-  return masking.divide(*_differences(x_C, pairs_CC))
+  return masking.divide(*_differences(x, pairs))
 
 
-def _standardized(x_C, pairs_CC, epsilon):
+def _standardized(x, pairs, epsilon):
   """Returns (x - mean) / (std + epsilon), with the unbiased variance."""
-  total_C, count_C = _differences(x_C, pairs_CC)
-  centered_C = masking.divide(total_C, count_C)
-  squares_C = jnp.sum(
+  total, count = _differences(x, pairs)
+  centered = masking.divide(total, count)
+  squares = jnp.sum(
     masking.select(
-      jnp.broadcast_to(jnp.square(centered_C)[None, :], pairs_CC.shape),
-      pairs_CC,
+      jnp.broadcast_to(jnp.square(centered)[None, :], pairs.shape),
+      pairs,
     ),
     axis=1,
   )
-  variance_C = masking.divide(squares_C, jnp.maximum(count_C - 1, 0))
+  variance = masking.divide(squares, jnp.maximum(count - 1, 0))
   # The square root has an infinite slope at 0. So where the variance is 0, the
   # root of 1 is computed instead and then replaced by 0.
-  some_C = variance_C > 0
-  std_C = masking.select(jnp.sqrt(jnp.where(some_C, variance_C, 1)), some_C)
-  return masking.divide(centered_C, std_C + epsilon)
+  some = variance > 0
+  std = masking.select(jnp.sqrt(jnp.where(some, variance, 1)), some)
+  return masking.divide(centered, std + epsilon)
 
 
 # The difference from the group's mean is divided by std + epsilon, or not.
@@ -285,25 +284,25 @@ def gigpo(
   states_BT = total(masking.select(batch.state_ids_BL, starts_BL))
 
   to_go_BT = _to_go(rewards_BT, present_BT, gamma)
-  present_C = present_BT.reshape(-1)
-  groups_C = jnp.repeat(batch.group_ids_B, num_turns)
+  present = present_BT.reshape(-1)
+  group_ids = jnp.repeat(batch.group_ids_B, num_turns)
   # State ids start anew with every question, so that equal ids mean the same
   # state within one question only.
-  group_pairs_CC = _pairs(groups_C, present_C)
-  pairs_CC = group_pairs_CC & _pairs(states_BT.reshape(-1), present_C)
-  step_C = normalization(to_go_BT.reshape(-1), pairs_CC, epsilon)
+  group_pairs = _pairs(group_ids, present)
+  pairs = group_pairs & _pairs(states_BT.reshape(-1), present)
+  step = normalization(to_go_BT.reshape(-1), pairs, epsilon)
   step_BL = segments_lib.segment_spread(
-    step_C.reshape(to_go_BT.shape),
+    step.reshape(to_go_BT.shape),
     segments_lib.Segments(_turns_so_far(batch), num_turns),
   )
   if outcome_counts == 'per_turn':
-    rewards_C = jnp.repeat(reward_B, num_turns)
-    outcome_C = normalization(rewards_C, group_pairs_CC, epsilon)
+    rewards = jnp.repeat(reward_B, num_turns)
+    outcome = normalization(rewards, group_pairs, epsilon)
     # All present turns of a row have the same outcome advantage, so that of the
     # first one is the row's.
     some_B = jnp.argmax(present_BT, axis=1)
     outcome_B = jnp.take_along_axis(
-      outcome_C.reshape(present_BT.shape), some_B[:, None], axis=1
+      outcome.reshape(present_BT.shape), some_B[:, None], axis=1
     )[:, 0]
   else:
     outcome_B = normalization(reward_B, pairs_BB, epsilon)

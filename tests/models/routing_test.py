@@ -1,6 +1,6 @@
 """Whole models with experts: the routing of tokens, and its replay.
 
-B rows, L tokens, N layers, E experts that a token visits, X experts.
+B rows, L tokens, E experts that a token visits, X experts.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Experts of the old policy, or of the sampler, forced in the update.
 
-B trajectories, L tokens, N layers, E experts that a token visits, X experts.
+B trajectories, L tokens, E experts that a token visits, X experts.
 """
 
 import functools

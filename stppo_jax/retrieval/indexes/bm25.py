@@ -1,6 +1,6 @@
 """BM25 over passages, with rankings that do not vary between runs.
 
-N passages, Q queries.
+P passages.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class Bm25Index:
   A passage's score is the sum over the distinct words w of the query of
 
       idf(w) tf / (tf + k1 (1 - b + b length / mean length))
-      idf(w) = log(1 + (N - df + 1/2) / (df + 1/2))
+      idf(w) = log(1 + (P - df + 1/2) / (df + 1/2))
 
   as in Lucene. tf is the count of w in the passage, df the number of passages
   with w, and length the number of words of the passage. Source: Kamphuis et al.
@@ -144,11 +144,11 @@ class Bm25Index:
     """Returns the best passages of each query.
 
     Args:
-      queries: Q texts.
-      topk: the most passages per query; may exceed N.
+      queries: the texts to search for.
+      topk: the most passages per query; may exceed P.
 
     Returns:
-      Q lists, best first, ties in the order of the corpus. A list has only
+      A list per query, best first, ties in the order of the corpus. It has only
       passages that share a word with the query, so it may be shorter than
       `topk`, and is empty if no word of the query is in the corpus.
     """
@@ -161,22 +161,22 @@ class Bm25Index:
     word_ids = self._index.get_tokens_ids(words)
     if not word_ids:
       return []
-    scores_N = self._index.get_scores_from_ids(word_ids)
+    scores_P = self._index.get_scores_from_ids(word_ids)
     return [
-      dataclasses.replace(self._passages[n], score=float(scores_N[n]))
-      for n in _best(scores_N, topk)
+      dataclasses.replace(self._passages[n], score=float(scores_P[n]))
+      for n in _best(scores_P, topk)
     ]
 
 
-def _best(scores_N: np.ndarray, topk: int) -> np.ndarray:
+def _best(scores_P: np.ndarray, topk: int) -> np.ndarray:
   """Returns the indices of the largest positive scores, ties in corpus order.
 
   `np.partition` gives only the threshold, because its choice among equal scores
   would be arbitrary.
   """
-  size, threshold = len(scores_N), 0.0
+  size, threshold = len(scores_P), 0.0
   if size > topk:
-    threshold = np.partition(scores_N, size - topk)[size - topk]
-  found = scores_N >= threshold if threshold > 0 else scores_N > 0
+    threshold = np.partition(scores_P, size - topk)[size - topk]
+  found = scores_P >= threshold if threshold > 0 else scores_P > 0
   indices = np.flatnonzero(found)
-  return indices[np.argsort(-scores_N[indices], kind='stable')[:topk]]
+  return indices[np.argsort(-scores_P[indices], kind='stable')[:topk]]

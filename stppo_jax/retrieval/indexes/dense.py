@@ -4,8 +4,8 @@ The vectors of the corpus are divided among the devices. Each device goes over
 its vectors in tiles and keeps the best passages so far, so no array ever has a
 product for every passage.
 
-N passages, Q queries, D width, P passages that are found, T rows of a tile, C
-tiles of a device (of all devices outside `shard_map`).
+P passages of the corpus, D width. Arrays over queries, over the passages that
+are found, or over tiles have no suffix; their shapes are in the docstrings.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ class DenseIndex:
 
   def __init__(
     self,
-    vectors_ND: np.ndarray,
+    vectors_PD: np.ndarray,
     passages: Sequence[types.Passage],
     encode: Encode,
     *,
@@ -57,9 +57,9 @@ class DenseIndex:
     """Copies the vectors to the devices.
 
     Args:
-      vectors_ND: a vector for each passage, float32 or bfloat16.
-      passages: the N passages; they are read when they are found.
-      encode: returns the vectors of Q texts, [Q, D].
+      vectors_PD: a vector for each passage, float32 or bfloat16.
+      passages: the P passages; they are read when they are found.
+      encode: returns the vectors of texts, [texts, D].
       query_prefix: written in front of every query, as the encoder expects it.
       devices: the devices to use; None = all of this process.
       tile: the number of rows whose products are computed at once.
@@ -67,16 +67,16 @@ class DenseIndex:
     Raises:
       ValueError: if the numbers of vectors and of passages differ.
     """
-    if len(vectors_ND) != len(passages):
+    if len(vectors_PD) != len(passages):
       raise ValueError(
-        f'{len(vectors_ND)} vectors for {len(passages)} passages'
+        f'{len(vectors_PD)} vectors for {len(passages)} passages'
       )
     self._passages = passages
     self._encode = encode
     self._query_prefix = query_prefix
     devices = list(devices or jax.local_devices())
     mesh = jax.sharding.Mesh(np.array(devices), ('rows',))
-    self._tiles_CTD = _tiles(vectors_ND, mesh, tile)
+    self._tiles = _tiles(vectors_PD, mesh, tile)
     self._search = jax.jit(
       functools.partial(_search, mesh=mesh, num_rows=len(passages)),
       static_argnames='topk',
@@ -91,36 +91,38 @@ class DenseIndex:
     """Returns the passages with the largest products, ties in corpus order."""
     if not queries:
       return []
-    queries_QD = self._encode([self._query_prefix + q for q in queries])
-    scores_QP, rows_QP = self.nearest(queries_QD, topk)
+    query_vectors = self._encode([self._query_prefix + q for q in queries])
+    found = self.nearest(query_vectors, topk)
     return [
       [
         dataclasses.replace(self._passages[n], score=float(score))
         for score, n in zip(scores, rows)
       ]
-      for scores, rows in zip(scores_QP, rows_QP)
+      for scores, rows in zip(*found)
     ]
 
   def nearest(
-    self, queries_QD: np.ndarray, topk: int
+    self, query_vectors: np.ndarray, topk: int
   ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the largest products, [Q, P] float32, and their rows, [Q, P].
+    """Returns the largest products, float32, and the rows that have them.
+
+    Both are [queries, min(topk, P)].
 
     Args:
-      queries_QD: the vectors of the queries.
-      topk: the most rows per query; P is the less of it and N.
+      query_vectors: the vectors of the queries, [queries, D].
+      topk: the most rows per query.
     """
-    num_queries, topk = len(queries_QD), min(topk, len(self))
+    num_queries, topk = len(query_vectors), min(topk, len(self))
     # Sizes are rounded up to powers of two, so that few programs are compiled.
     height = 1 << (num_queries - 1).bit_length()
-    padded_QD = np.zeros((height, queries_QD.shape[1]), np.float32)
-    padded_QD[:num_queries] = queries_QD
-    scores_QP, rows_QP = self._search(
-      padded_QD, self._tiles_CTD, topk=1 << (topk - 1).bit_length()
+    padded = np.zeros((height, query_vectors.shape[1]), np.float32)
+    padded[:num_queries] = query_vectors
+    scores, rows = self._search(
+      padded, self._tiles, topk=1 << (topk - 1).bit_length()
     )
     return (
-      np.asarray(scores_QP)[:num_queries, :topk],
-      np.asarray(rows_QP)[:num_queries, :topk],
+      np.asarray(scores)[:num_queries, :topk],
+      np.asarray(rows)[:num_queries, :topk],
     )
 
 
@@ -144,7 +146,7 @@ def write_vectors(
     passage_prefix: written in front of every passage.
   """
   stored = _STORED[dtype]
-  vectors_ND = np.lib.format.open_memmap(
+  vectors_PD = np.lib.format.open_memmap(
     pathlib.Path(folder) / _VECTORS,
     mode='w+',
     dtype=stored,
@@ -154,14 +156,14 @@ def write_vectors(
     some = passages[begin : begin + _ENCODED_AT_ONCE]
     texts = [f'{passage_prefix}{p.title}\n{p.text}' for p in some]
     vectors = np.asarray(encode(texts), DTYPES[dtype])
-    vectors_ND[begin : begin + len(some)] = vectors.view(stored)
-  vectors_ND.flush()
+    vectors_PD[begin : begin + len(some)] = vectors.view(stored)
+  vectors_PD.flush()
 
 
 def read_vectors(
   folder: str | os.PathLike[str], dtype: str, *, size: int
 ) -> np.ndarray:
-  """Returns [N, D], the vectors that `write_vectors` wrote, memory-mapped.
+  """Returns [P, D], the vectors that `write_vectors` wrote, memory-mapped.
 
   Args:
     folder: the folder.
@@ -175,32 +177,32 @@ def read_vectors(
   if dtype not in DTYPES:
     raise ValueError(f'{path}: dtype {dtype!r}: one of {", ".join(DTYPES)}')
   try:
-    vectors_ND = np.load(path, mmap_mode='r', allow_pickle=False)
+    vectors_PD = np.load(path, mmap_mode='r', allow_pickle=False)
   except (OSError, ValueError, EOFError) as error:
     raise ValueError(f'{path}: damaged vectors: {error}') from error
   stored = _STORED[dtype]
-  if (vectors_ND.dtype, vectors_ND.shape[1:]) != (stored, (size,)):
+  if (vectors_PD.dtype, vectors_PD.shape[1:]) != (stored, (size,)):
     raise ValueError(
-      f'{path}: damaged vectors: {vectors_ND.dtype} of shape '
-      f'{vectors_ND.shape}, not {stored} of shape (passages, {size})'
+      f'{path}: damaged vectors: {vectors_PD.dtype} of shape '
+      f'{vectors_PD.shape}, not {stored} of shape (passages, {size})'
     )
-  return vectors_ND.view(DTYPES[dtype])
+  return vectors_PD.view(DTYPES[dtype])
 
 
-def _tiles(vectors_ND: np.ndarray, mesh: jax.sharding.Mesh, tile: int) -> Array:
-  """Returns [C, T, D], the vectors in tiles, divided among the devices.
+def _tiles(vectors_PD: np.ndarray, mesh: jax.sharding.Mesh, tile: int) -> Array:
+  """Returns [tiles, rows of a tile, D], divided among the devices.
 
   Missing rows of the last tiles are 0. Each device reads its own rows only.
   """
-  num_rows, size = vectors_ND.shape
+  num_rows, size = vectors_PD.shape
   per_device = -(-num_rows // mesh.size)
   tile = max(min(tile, per_device), 1)
   num_tiles = mesh.size * -(-per_device // tile)
 
   def read(place: Any) -> np.ndarray:
     begin, end, _ = place[0].indices(num_tiles)
-    block = np.zeros(((end - begin) * tile, size), vectors_ND.dtype)
-    rows = vectors_ND[begin * tile : end * tile]
+    block = np.zeros(((end - begin) * tile, size), vectors_PD.dtype)
+    rows = vectors_PD[begin * tile : end * tile]
     block[: len(rows)] = rows
     return block.reshape(end - begin, tile, size)
 
@@ -211,41 +213,42 @@ def _tiles(vectors_ND: np.ndarray, mesh: jax.sharding.Mesh, tile: int) -> Array:
 
 
 def _search(
-  queries_QD: Array,
-  tiles_CTD: Array,
+  query_vectors: Array,
+  tiles: Array,
   *,
   mesh: jax.sharding.Mesh,
   num_rows: int,
   topk: int,
 ) -> tuple[Array, Array]:
-  """Returns the largest products and their rows, [Q, topk] each.
+  """Returns the largest products and their rows, [queries, topk] each.
 
   If there are fewer rows than `topk`, the last products are -inf.
   """
-  num_queries, tile = len(queries_QD), tiles_CTD.shape[1]
+  num_queries, tile = len(query_vectors), tiles.shape[1]
   spec = jax.sharding.PartitionSpec
 
-  def on_device(queries_QD: Array, tiles_CTD: Array) -> tuple[Array, Array]:
-    first = jax.lax.axis_index('rows') * (tiles_CTD.shape[0] * tile)
+  def on_device(query_vectors: Array, tiles: Array) -> tuple[Array, Array]:
+    first = jax.lax.axis_index('rows') * (tiles.shape[0] * tile)
 
     def step(best, numbered):
-      number, tile_TD = numbered
-      scores_QT = jnp.einsum(
+      number, tile_vectors = numbered
+      products = jnp.einsum(
         'qd,td->qt',
-        queries_QD.astype(tile_TD.dtype),
-        tile_TD,
+        query_vectors.astype(tile_vectors.dtype),
+        tile_vectors,
         preferred_element_type=jnp.float32,
         # Accelerators would round float32 vectors at the default precision.
         precision=jax.lax.Precision.HIGHEST,
       )
-      rows_T = first + number * tile + jnp.arange(tile)
-      scores_QT = jnp.where(rows_T[None] < num_rows, scores_QT, -jnp.inf)
-      rows_QT = jnp.broadcast_to(rows_T[None], scores_QT.shape)
+      rows = (first + number * tile + jnp.arange(tile))[None]
+      products = jnp.where(rows < num_rows, products, -jnp.inf)
       # `top_k` takes the first of equal products, so the best so far, which are
       # from earlier rows, stand in front.
       return _best(
-        jnp.concatenate([best[0], scores_QT], axis=1),
-        jnp.concatenate([best[1], rows_QT], axis=1),
+        jnp.concatenate([best[0], products], axis=1),
+        jnp.concatenate(
+          [best[1], jnp.broadcast_to(rows, products.shape)], axis=1
+        ),
         topk,
       ), None
 
@@ -259,9 +262,9 @@ def _search(
       'rows',
       to='varying',
     )
-    numbers = jnp.arange(tiles_CTD.shape[0])
-    (scores_QP, rows_QP), _ = jax.lax.scan(step, none, (numbers, tiles_CTD))
-    return scores_QP, rows_QP
+    numbers = jnp.arange(tiles.shape[0])
+    (scores, rows), _ = jax.lax.scan(step, none, (numbers, tiles))
+    return scores, rows
 
   # The best of each device stand side by side in the order of the devices, so
   # the last `top_k` keeps ties in the order of the rows, too.
@@ -270,7 +273,7 @@ def _search(
     mesh=mesh,
     in_specs=(spec(), spec('rows')),
     out_specs=spec(None, 'rows'),
-  )(queries_QD, tiles_CTD)
+  )(query_vectors, tiles)
   return _best(scores, rows, topk)
 
 

@@ -79,9 +79,9 @@ class FaissIndex:
     """Returns the passages that FAISS finds, best first."""
     if not queries:
       return []
-    vectors_QD = self._encode([self._query_prefix + q for q in queries])
-    scores_QP, rows_QP = self._index.search(
-      np.ascontiguousarray(vectors_QD, np.float32), min(topk, len(self))
+    vectors = self._encode([self._query_prefix + q for q in queries])
+    found = self._index.search(
+      np.ascontiguousarray(vectors, np.float32), min(topk, len(self))
     )
     return [
       [
@@ -89,5 +89,5 @@ class FaissIndex:
         for s, n in zip(scores, rows)
         if n >= 0  # FAISS pads its results with -1.
       ]
-      for scores, rows in zip(scores_QP, rows_QP)
+      for scores, rows in zip(*found)
     ]

@@ -124,10 +124,10 @@ def test_the_ranking_is_that_of_bm25s_called_directly():
   direct.index(texts, show_progress=False)
   for row in rows:
     words = dict.fromkeys(bm25.words_of(row['question']))
-    scores_N = direct.get_scores([w for w in words if w in direct.vocab_dict])
-    order = np.argsort(-scores_N, kind='stable')[:10]
+    scores_P = direct.get_scores([w for w in words if w in direct.vocab_dict])
+    order = np.argsort(-scores_P, kind='stable')[:10]
     [found] = index.search([row['question']], 10)
     assert _ids(found) == [passages[n].id for n in order]
     np.testing.assert_allclose(
-      [p.score for p in found], scores_N[order], rtol=1e-6
+      [p.score for p in found], scores_P[order], rtol=1e-6
     )

@@ -26,11 +26,11 @@ def _vectors(*shape, seed=0):
   return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-def _index(vectors_ND, num_devices, **options):
+def _index(vectors_PD, num_devices, **options):
   return dense.DenseIndex(
-    vectors_ND,
-    _Passages(len(vectors_ND)),
-    lambda texts: _vectors(len(texts), vectors_ND.shape[1], seed=1),
+    vectors_PD,
+    _Passages(len(vectors_PD)),
+    lambda texts: _vectors(len(texts), vectors_PD.shape[1], seed=1),
     devices=jax.local_devices()[:num_devices],
     **options,
   )
@@ -38,14 +38,14 @@ def _index(vectors_ND, num_devices, **options):
 
 @pytest.mark.parametrize('num_devices', [1, 8])
 def test_it_equals_a_sort_of_all_products(num_devices):
-  vectors_ND, queries_QD = _vectors(20_000, 64), _vectors(7, 64, seed=1)
-  index = _index(vectors_ND, num_devices, tile=600)
-  scores_QP, rows_QP = index.nearest(queries_QD, 10)
-  products_QN = queries_QD @ vectors_ND.T
-  order = np.argsort(-products_QN, axis=1, kind='stable')[:, :10]
-  np.testing.assert_array_equal(rows_QP, order)
-  expected = np.take_along_axis(products_QN, order, axis=1)
-  np.testing.assert_allclose(scores_QP, expected, rtol=1e-5)
+  vectors_PD, query_vectors = _vectors(20_000, 64), _vectors(7, 64, seed=1)
+  index = _index(vectors_PD, num_devices, tile=600)
+  scores, rows = index.nearest(query_vectors, 10)
+  products = query_vectors @ vectors_PD.T
+  order = np.argsort(-products, axis=1, kind='stable')[:, :10]
+  np.testing.assert_array_equal(rows, order)
+  expected = np.take_along_axis(products, order, axis=1)
+  np.testing.assert_allclose(scores, expected, rtol=1e-5)
 
 
 def test_passages_come_with_scores_and_the_prefix_is_written():
@@ -55,9 +55,9 @@ def test_passages_come_with_scores_and_the_prefix_is_written():
     texts.extend(queries)
     return np.eye(len(queries), 3, dtype=np.float32)
 
-  vectors_ND = np.array([[1, 0, 0], [0, 2, 0], [0, 1, 3]], np.float32)
+  vectors_PD = np.array([[1, 0, 0], [0, 2, 0], [0, 1, 3]], np.float32)
   index = dense.DenseIndex(
-    vectors_ND, _Passages(3), encode, query_prefix='query: '
+    vectors_PD, _Passages(3), encode, query_prefix='query: '
   )
   first, second = index.search(['a', 'b'], 2)
   assert texts == ['query: a', 'query: b'] and len(index) == 3
@@ -67,19 +67,19 @@ def test_passages_come_with_scores_and_the_prefix_is_written():
 
 
 def test_ties_come_in_the_order_of_the_corpus():
-  vectors_ND = np.ones((50, 4), np.float32)
-  vectors_ND[30] += 1
+  vectors_PD = np.ones((50, 4), np.float32)
+  vectors_PD[30] += 1
   for num_devices in (1, 8):
-    index = _index(vectors_ND, num_devices, tile=3)
-    _, rows_QP = index.nearest(np.ones((1, 4), np.float32), 5)
-    assert rows_QP.tolist() == [[30, 0, 1, 2, 3]]
+    index = _index(vectors_PD, num_devices, tile=3)
+    _, rows = index.nearest(np.ones((1, 4), np.float32), 5)
+    assert rows.tolist() == [[30, 0, 1, 2, 3]]
 
 
 def test_topk_beyond_the_corpus():
-  vectors_ND = _vectors(5, 4)
+  vectors_PD = _vectors(5, 4)
   for num_devices in (1, 8):
-    _, rows_QP = _index(vectors_ND, num_devices).nearest(_vectors(1, 4), 50)
-    assert sorted(rows_QP[0]) == [0, 1, 2, 3, 4]
+    _, rows = _index(vectors_PD, num_devices).nearest(_vectors(1, 4), 50)
+    assert sorted(rows[0]) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize('dtype', dense.DTYPES)
@@ -106,9 +106,9 @@ def test_vectors_are_written_and_read(tmp_path, dtype):
     _vectors(9, 8).astype(dense.DTYPES[dtype]).astype(np.float32),
   )
   # In bfloat16 a product has three digits.
-  _, rows_QP = _index(found, 8).nearest(_vectors(9, 8), 1)
+  _, rows = _index(found, 8).nearest(_vectors(9, 8), 1)
   np.testing.assert_array_equal(
-    rows_QP[:, 0], np.argmax(_vectors(9, 8) @ _vectors(9, 8).T, axis=1)
+    rows[:, 0], np.argmax(_vectors(9, 8) @ _vectors(9, 8).T, axis=1)
   )
   with pytest.raises(ValueError, match=r'shape \(9, 8\), not .* 7\)'):
     dense.read_vectors(folder.path / 'dense', dtype, size=7)

@@ -24,12 +24,12 @@ def faiss():
 
 @pytest.mark.parametrize('kind', ['IndexFlatIP', 'IndexFlatL2'])
 def test_flat_agrees_with_exact_search(faiss, tmp_path, kind):
-  vectors_ND = _vectors(_PASSAGES)
+  vectors_PD = _vectors(_PASSAGES)
   flat = getattr(faiss, kind)(16)
-  flat.add(vectors_ND)
+  flat.add(vectors_PD)
   path = tmp_path / 'flat.index'
   faiss.write_index(flat, str(path))
-  exact = dense.DenseIndex(vectors_ND, _PASSAGES, _vectors)
+  exact = dense.DenseIndex(vectors_PD, _PASSAGES, _vectors)
   found = faiss_index.FaissIndex(path, _PASSAGES, _vectors, size=16)
   queries = ['a', 'b', 'c']
   for ours, theirs in zip(exact.search(queries, 5), found.search(queries, 5)):
