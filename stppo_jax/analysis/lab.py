@@ -20,6 +20,7 @@ import numpy as np
 
 from stppo_jax.analysis import saved_batch
 from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.rl import corrections
 from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.rl import gradients as gradients_lib
 from stppo_jax.rl import losses
@@ -35,11 +36,6 @@ _ALWAYS_REQUIRED = (
 )
 # With these there are more metrics; the loss is the same without them.
 OPTIONAL_ARRAYS = ('entropy_BL', 'sentence_ids_BL', 'sampler_logprobs_BL')
-# Metrics of numbers that a correction uses in the loss: unlike those that only
-# describe it, they must be finite.
-_USED_BY_CORRECTION = {
-  'clipping_bias': ('stab/norm_clipped', 'stab/norm_unclipped', 'stab/rho'),
-}
 
 
 class Score(NamedTuple):
@@ -62,7 +58,7 @@ def required_arrays(
 ) -> frozenset[str]:
   """Returns the names of the arrays that `score` reads for an algorithm."""
   names = algorithm.needs | set(_ALWAYS_REQUIRED)
-  if algorithm.bounds.name == 'entropy_scaled' or entropy_coefficient:
+  if entropy_coefficient:
     names |= {'entropy_BL'}
   return frozenset(names)
 
@@ -112,9 +108,9 @@ def score(
     results
     | {
       name: np.asarray(metrics[name], zeros_BL.dtype)
+      # What a correction uses must be finite, unlike what only describes it.
       for correction in algorithm.correction.names
-      if correction in _USED_BY_CORRECTION
-      for name in _USED_BY_CORRECTION[correction]
+      for name in corrections.CORRECTIONS[correction].metrics
     }
   )
   return Score(

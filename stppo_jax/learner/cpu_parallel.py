@@ -43,13 +43,8 @@ def is_supported(
   They may not under a correction whose scope is the microbatch, because its
   result depends on their size.
   """
-  correction = algorithm.correction
-  of_microbatch = (
-    'clipping_bias' in correction.names
-    and correction.clipping_bias.scope == 'microbatch'
-  )
   one_cpu = mesh.size == 1 and mesh.devices.item().platform == 'cpu'
-  return one_cpu and not of_microbatch
+  return one_cpu and not algorithm.depends_on_microbatches
 
 
 def num_workers(num_microbatches: int, cores: int | None = None) -> int:

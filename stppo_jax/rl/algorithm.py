@@ -6,6 +6,7 @@ does not recompile, and their names are static. The functions behind the names
 are looked up in tables; no code branches on the name of an algorithm.
 """
 
+from collections.abc import Iterator
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +16,6 @@ from stppo_jax.rl import bounds
 from stppo_jax.rl import corrections
 from stppo_jax.rl import estimator_needs
 from stppo_jax.rl import kl as kl_lib
-from stppo_jax.rl import mismatch
 from stppo_jax.rl import normalization
 from stppo_jax.rl import objectives
 from stppo_jax.rl import options
@@ -75,14 +75,16 @@ class Algorithm(options.Options):
 
     If not, the result of `losses.minibatch_statistics` has no leaves.
     """
-    choices = [
-      (normalization.NORMALIZATIONS[self.ratio.normalize], self.ratio),
-      (bounds.BOUNDS[self.bounds.name], self.bounds),
-    ]
+    return any(
+      choice.uses_statistics(chosen) for choice, chosen in self._choices()
+    )
+
+  def _choices(self) -> Iterator[tuple[options.Choice, options.Options]]:
+    """Yields what is chosen for the policy loss, with its options."""
+    yield normalization.NORMALIZATIONS[self.ratio.normalize], self.ratio
+    yield bounds.BOUNDS[self.bounds.name], self.bounds
     for name in self.correction.names:
-      choice = corrections.CORRECTIONS[name]
-      choices.append((choice, getattr(self.correction, name)))
-    return any(choice.uses_statistics(chosen) for choice, chosen in choices)
+      yield corrections.CORRECTIONS[name], getattr(self.correction, name)
 
   @property
   def divides_by_bias_norm(self) -> bool:
@@ -94,15 +96,22 @@ class Algorithm(options.Options):
     )
 
   @property
+  def depends_on_microbatches(self) -> bool:
+    """Whether a correction's result depends on the size of microbatches."""
+    correction = self.correction
+    return (
+      'clipping_bias' in correction.names
+      and correction.clipping_bias.scope == 'microbatch'
+    )
+
+  @property
   def needs(self) -> frozenset[str]:
-    """The names of the optional arrays of `TokenBatch` that the loss reads."""
-    arrays = set()
+    """The names of the arrays that the loss reads and not every loss does."""
+    arrays = set().union(*(choice.arrays for choice, _ in self._choices()))
     if self.ratio.level == 'sentence':
       arrays.add('sentence_ids_BL')
     if self.kl.where == 'loss':
       arrays.add('ref_logprobs_BL')
-    if mismatch.CORRECTIONS.keys() & set(self.correction.names):
-      arrays.add('sampler_logprobs_BL')
     return frozenset(arrays)
 
 

@@ -226,7 +226,10 @@ def _steps(start, limit, step):
 BOUNDS = {
   'fixed': options_lib.Choice(fixed, Fixed),
   'entropy_scaled': options_lib.Choice(
-    entropy_scaled, EntropyScaled, _mean_entropy
+    entropy_scaled,
+    EntropyScaled,
+    _mean_entropy,
+    arrays=frozenset({'entropy_BL'}),
   ),
   'balanced': options_lib.Choice(balanced, Balanced, _balance),
 }

@@ -17,6 +17,7 @@ CORRECTIONS = {
     clipping_bias.ClippingBias,
     clipping_bias.minibatch_sums,
     clipping_bias.needs_minibatch_sums,
+    metrics=('stab/norm_clipped', 'stab/norm_unclipped', 'stab/rho'),
   ),
   **mismatch.CORRECTIONS,
 }

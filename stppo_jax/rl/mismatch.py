@@ -170,9 +170,10 @@ def geo_rs(
   return loss_context_lib.policy_weights(near_BL.astype(log_k_BL.dtype))
 
 
-CORRECTIONS = {  # all of them read the sampler's log-probabilities
-  'tis': options_lib.Choice(tis, Tis),
-  'mis': options_lib.Choice(mis, Mis),
-  'icepop': options_lib.Choice(icepop, Icepop),
-  'geo_rs': options_lib.Choice(geo_rs, GeoRs),
+_ARRAYS = frozenset({'sampler_logprobs_BL'})
+CORRECTIONS = {
+  'tis': options_lib.Choice(tis, Tis, arrays=_ARRAYS),
+  'mis': options_lib.Choice(mis, Mis, arrays=_ARRAYS),
+  'icepop': options_lib.Choice(icepop, Icepop, arrays=_ARRAYS),
+  'geo_rs': options_lib.Choice(geo_rs, GeoRs, arrays=_ARRAYS),
 }

@@ -80,12 +80,17 @@ class Choice(typing.NamedTuple):
       minibatch that `function` needs; None: it needs only its microbatch.
     needs_statistics: a predicate of the options; false where `function` needs
       no statistics after all.
+    arrays: the names of the arrays that `function` reads and that not every
+      loss reads.
+    metrics: the names of the metrics whose numbers `function` uses.
   """
 
   function: Callable[..., Any]
   options: type[Options] = Named
   statistics: Callable[..., Any] | None = None
   needs_statistics: Callable[[Any], bool] = lambda options: True
+  arrays: frozenset[str] = frozenset()
+  metrics: tuple[str, ...] = ()
 
   def uses_statistics(self, options: Options) -> bool:
     """Returns whether statistics of the whole minibatch must be formed."""

@@ -242,7 +242,7 @@ def test_only_estimators_with_a_critic_use_values():
 
 
 def test_the_loss_needs_only_the_arrays_that_its_choices_read():
-  assert batches.algorithm('sspo').needs == {'sentence_ids_BL'}
+  assert batches.algorithm('sspo').needs == {'entropy_BL', 'sentence_ids_BL'}
   assert batches.algorithm('minirl').needs == {'sampler_logprobs_BL'}
   assert batches.algorithm('grpo').needs == {'ref_logprobs_BL'}
 
