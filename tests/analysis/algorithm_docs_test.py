@@ -199,8 +199,8 @@ def test_an_entry_lists_the_needs_of_its_algorithm():
   assert _bullet('Needs', _entry('`st_ppo`')) == 'a value model.'
   assert _bullet('Needs', _entry('`reinforce`')) == 'no value model.'
   assert _bullet('Needs', _entry('`sspo`')) == (
-    'no value model, several trajectories of a question, `sentence_ids_BL` in '
-    'the loss.'
+    'no value model, several trajectories of a question, `entropy_BL` in the '
+    'loss, `sentence_ids_BL` in the loss.'
   )
 
 
