@@ -96,7 +96,7 @@ def attend_to_slices(q_BLNH: Array, slices: Sequence[KeySlice]) -> Array:
     k_BKJH, v_BKJH, scales = arrays
     k_scale, v_scale = (None, None) if scales is None else scales
     weights, total, largest = _weights(
-      q_BKRLH, k_BKJH, key_slice.visible_BLJ, k_scale
+      q_BKRLH, k_BKJH, key_slice.visible_BLJ, k_scale_BKJ1=k_scale
     )
     if v_scale is not None:
       weights = weights * _per_key(v_scale)
@@ -134,6 +134,7 @@ def _weights(
   q_BKRLH: Array,
   k_BKJH: Array,
   visible_BLJ: Array,
+  *,
   k_scale_BKJ1: Array | None = None,
 ) -> tuple[Array, Array, Array]:
   """Returns exp(logits - largest) [B, K, R, L, J], their sum, and largest."""
@@ -178,6 +179,7 @@ def _join_heads(mixed: Array) -> Array:
 def causal_attention(
   name: str,
   size: int,
+  *,
   lengths_B: Array | None,
   mesh: jax.sharding.Mesh | None,
 ) -> Attend:
@@ -195,8 +197,15 @@ def causal_attention(
   Returns:
     A function of (q_BLNH, k_BLKH, v_BLKH) that returns [B, L, N, H]. At padding
     its result is finite and has no meaning.
+
+  Raises:
+    ValueError: there is no implementation of that name.
   """
-  return IMPLEMENTATIONS[name](size, lengths_B, mesh)
+  if name not in IMPLEMENTATIONS:
+    raise ValueError(
+      f'attention={name!r}; choices: ' + ', '.join(IMPLEMENTATIONS)
+    )
+  return IMPLEMENTATIONS[name](size, lengths_B=lengths_B, mesh=mesh)
 
 
 def choose(name: str, *, dtype: str, head_dim: int, platform: str) -> str:
@@ -232,7 +241,9 @@ def choose(name: str, *, dtype: str, head_dim: int, platform: str) -> str:
   return name
 
 
-def _xla(size: int, lengths_B: Array | None, mesh) -> Attend:
+def _xla(
+  size: int, *, lengths_B: Array | None, mesh: jax.sharding.Mesh | None
+) -> Attend:
   """Returns attention that runs everywhere: by the definition, or in tiles.
 
   Padding follows all text, so the causal mask hides it already and the lengths
@@ -248,7 +259,9 @@ def _xla(size: int, lengths_B: Array | None, mesh) -> Attend:
   )
 
 
-def _cudnn(size: int, lengths_B: Array | None, mesh) -> Attend:
+def _cudnn(
+  size: int, *, lengths_B: Array | None, mesh: jax.sharding.Mesh | None
+) -> Attend:
   """Returns attention by cuDNN's fused kernel for GPUs, which skips padding."""
   options: dict[str, Any] = {'is_causal': True, 'implementation': 'cudnn'}
   valid_BL11 = None

@@ -244,8 +244,8 @@ def store(
   recent: Recent,
   lengths_B: Array,
   counts_B: Array,
-  slots_B: Array | None = None,
   *,
+  slots_B: Array | None = None,
   mesh: jax.sharding.Mesh | None = None,
 ) -> Cache:
   """Returns the cache with the recent tokens appended; donate the old one.

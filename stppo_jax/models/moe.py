@@ -117,7 +117,7 @@ class MixtureOfExperts(nnx.Module):
     y_BLD = self.implementation(
       x_BLD, ids_BLE, weights_BLE.astype(x_BLD.dtype), kernels, self.mesh
     )
-    return y_BLD, _routing(ids_BLE, probs_BLX, mask_BL)
+    return y_BLD, _routing(ids_BLE, probs_BLX, mask_BL=mask_BL)
 
   def _probabilities(self, x_BLD: Array) -> Array:
     """Returns p [B, L, X], in full float32: rounding could change ranks."""
@@ -275,7 +275,7 @@ def implementation(name: str) -> Implementation:
 
 
 def _routing(
-  ids_BLE: Array, probs_BLX: Array, mask_BL: Array | None
+  ids_BLE: Array, probs_BLX: Array, *, mask_BL: Array | None
 ) -> Routing:
   """Returns the routing of one layer."""
   num_experts = probs_BLX.shape[-1]

@@ -29,9 +29,9 @@ _TEXT, _PADDING = 1, 0
 
 def attend(
   size: int,
+  *,
   lengths_B: Array | None,
   mesh: jax.sharding.Mesh | None,
-  *,
   interpret: bool = False,
 ) -> Callable[[Array, Array, Array], Array]:
   """Returns `attend` of `attention.causal_attention`, by the kernel.

@@ -211,7 +211,7 @@ class Transformer(nnx.Module):
     positions_1L = jnp.arange(L)[None]
     rotation = rotary.rotation(self.config, positions_1L)
     attend = attention.causal_attention(
-      self.config.attention, L, lengths_B, self.mesh
+      self.config.attention, L, lengths_B=lengths_B, mesh=self.mesh
     )
     graph, stacked = nnx.split(self.layers)
 

@@ -75,7 +75,7 @@ class CompiledPrograms:
       self.expert_ids = functions.expert_ids
 
   def publish(
-    self, params: functional.Params, base: functional.Params | None = None
+    self, params: functional.Params, *, base: functional.Params | None = None
   ) -> None:
     """Copies the policy's weights from the devices of training.
 
@@ -86,10 +86,10 @@ class CompiledPrograms:
     """
     # The old weights are dropped first, so that devices never hold both.
     self.params = None
-    self.params = self.copied(params, base)
+    self.params = self.copied(params, base=base)
 
   def copied(
-    self, params: functional.Params, base: functional.Params | None = None
+    self, params: functional.Params, *, base: functional.Params | None = None
   ) -> functional.Params:
     """Returns what `publish` sets `params` to, without setting it."""
     if base is not self._base:

@@ -95,7 +95,7 @@ class Engine:
       base: the frozen weights, if the trained ones are adapters. They are
         copied at the first call, and whenever other arrays are given.
     """
-    self._programs.publish(params, base)
+    self._programs.publish(params, base=base)
     self.version = version
 
   def copied(
@@ -105,7 +105,7 @@ class Engine:
 
     The engine may decode meanwhile. Its devices then hold the weights twice.
     """
-    return self._programs.copied(params, base)
+    return self._programs.copied(params, base=base)
 
   def adopt(self, weights: functional.Params, version: int) -> None:
     """Publishes weights that `copied` has returned."""

@@ -84,8 +84,8 @@ class Lowering:
     return self._functions.extend.lower(
       self.weights,
       self.state,
-      self._active(),
       appended,
+      slots_A=self._active(),
       num_blocks=self._options.cache_blocks,
     )
 
@@ -94,11 +94,11 @@ class Lowering:
     return self._functions.decode.lower(
       self.weights,
       self.state,
-      self._active(),
       self._by_row(jnp.uint32, 2),
       self._table_ZV,
-      False,
-      self._rows,
+      slots_A=self._active(),
+      greedy=False,
+      enough=self._rows,
       num_blocks=self._options.cache_blocks,
     )
 

@@ -187,13 +187,15 @@ class SlotDriver:
     for place, slot in zip(places, slots):
       placed[place] = slot
       key_data_A2[place] = decodes[slot].key_data
+    slots_A, key_data_A2 = self._programs.put(active, key_data_A2)
     self._state, chunk = self._programs.decode(
       self._programs.params,
       self._state,
-      *self._programs.put(active, key_data_A2),
+      key_data_A2,
       self._programs.table_ZV,
-      greedy,
-      enough,
+      slots_A=slots_A,
+      greedy=greedy,
+      enough=enough,
       num_blocks=self._num_blocks(decodes.values()),
     )
     return placed, chunk
@@ -250,10 +252,12 @@ class SlotDriver:
       batch.starts_A[place] = not append.length and not first
       batch.prompts_A[place] = not append.length and last
       batch.budgets_A[place] = append.budget if last else -1
+    slots_A, batch = self._programs.put(active.slots, batch)
     return self._programs.extend(
       self._programs.params,
       state,
-      *self._programs.put(active.slots, batch),
+      batch,
+      slots_A=slots_A,
       num_blocks=self._num_blocks(appends.values(), first),
     )
 

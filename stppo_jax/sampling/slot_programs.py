@@ -80,9 +80,9 @@ class Chunk:
 def extend(
   params: functional.Params,
   state: slot_state.SlotState,
-  slots_A: Array | None,
   appended: AppendBatch,
   *,
+  slots_A: Array | None,
   model: functional.Model,
   num_blocks: Array | int,
 ) -> slot_state.SlotState:
@@ -91,15 +91,15 @@ def extend(
   Args:
     params: the policy's weights.
     state: all slots; donate it.
-    slots_A: see the module.
     appended: the tokens.
+    slots_A: see the module.
     model: the policy.
     num_blocks: see the module.
 
   Returns:
     The state with the tokens in it.
   """
-  active = slot_state.gather_slots(state, slots_A)
+  active = slot_state.gather_slots(state, slots_A=slots_A)
   A, C = appended.tokens_AC.shape
   lengths_A = jnp.where(appended.starts_A, 0, active.lengths)
   hidden_ACD, recent = model.extend(
@@ -115,12 +115,18 @@ def extend(
   hidden_AD = _last(hidden_ACD, appended.counts_A, active.hidden)
   begins_A = appended.budgets_A >= 0
   cache = _stored(
-    state, slots_A, recent, lengths_A, appended.counts_A, hidden_AD, model.mesh
+    state,
+    recent,
+    lengths_A,
+    appended.counts_A,
+    hidden_AD,
+    slots_A=slots_A,
+    mesh=model.mesh,
   )
   return slot_state.scatter_slots(
     state,
-    slots_A,
     cache,
+    slots_A=slots_A,
     lengths=lengths_A + appended.counts_A,
     hidden=hidden_AD,
     prompt_hidden=jnp.where(
@@ -134,12 +140,12 @@ def extend(
 def decode(
   params: functional.Params,
   state: slot_state.SlotState,
-  slots_A: Array | None,
   key_data_A2: Array,
   table_ZV: Array,
+  *,
+  slots_A: Array | None,
   greedy: Array | bool,
   enough: Array | int,
-  *,
   model: functional.Model,
   stopped: int,
   sampling: sampler.Sampling,
@@ -155,9 +161,9 @@ def decode(
   Args:
     params: the policy's weights.
     state: all slots; donate it.
-    slots_A: see the module.
     key_data_A2: uint32, the data of a key for each row.
     table_ZV: transitions of the stop automaton.
+    slots_A: see the module.
     greedy: whether to take the most probable token instead of sampling.
     enough: once this many turns have ended, no slot decodes a further token.
     model: the policy.
@@ -169,11 +175,13 @@ def decode(
   Returns:
     The state, and the tokens of the chunk.
   """
-  active = slot_state.gather_slots(state, slots_A)
+  active = slot_state.gather_slots(state, slots_A=slots_A)
   # Gathered once, outside the loop, which reads the blocks for every token. The
   # loop stores new keys and values in `recent` and not in the blocks, because a
   # loop that carried the blocks would copy the whole cache for every token.
-  blocks = slot_state.gather_cache(state, slots_A, num_blocks)
+  blocks = slot_state.gather_cache(
+    state, slots_A=slots_A, num_blocks=num_blocks
+  )
   keys_A = jax.random.wrap_key_data(key_data_A2)
   output_VD = model.output_VD(params)
   A, C = len(active.lengths), num_tokens
@@ -245,12 +253,18 @@ def decode(
   stopped_A = active.automaton == stopped
   out = Chunk(*chunk, stopped_A, stopped_A | (active.budgets == 0))
   cache = _stored(
-    state, slots_A, recent, begin.lengths, counts_A, active.hidden, model.mesh
+    state,
+    recent,
+    begin.lengths,
+    counts_A,
+    active.hidden,
+    slots_A=slots_A,
+    mesh=model.mesh,
   )
   state = slot_state.scatter_slots(
     state,
-    slots_A,
     cache,
+    slots_A=slots_A,
     lengths=begin.lengths + counts_A,
     hidden=active.hidden,
     prompt_hidden=active.prompt_hidden,
@@ -260,7 +274,7 @@ def decode(
   return state, out
 
 
-def _stored(state, slots_A, recent, lengths_A, counts_A, hidden_AD, mesh):
+def _stored(state, recent, lengths_A, counts_A, hidden_AD, *, slots_A, mesh):
   """Returns the cache with the recent tokens of all rows that are finite.
 
   A slot outlives its row. Attention gives invisible positions the weight 0, but
@@ -272,7 +286,7 @@ def _stored(state, slots_A, recent, lengths_A, counts_A, hidden_AD, mesh):
   finite_A = jnp.all(jnp.isfinite(hidden_AD), axis=1)
   counts_A = jnp.where(finite_A, counts_A, 0)
   return cache_lib.store(
-    state.cache, recent, lengths_A, counts_A, slots_A, mesh=mesh
+    state.cache, recent, lengths_A, counts_A, slots_B=slots_A, mesh=mesh
   )
 
 

@@ -106,8 +106,8 @@ def copy_prompts(
     budgets_A: int32, tokens that the policy may generate.
     num_blocks: blocks that hold the prompts.
   """
-  sources = gather_slots(state, sources_A)
-  gathered = gather_cache(state, sources_A, num_blocks)
+  sources = gather_slots(state, slots_A=sources_A)
+  gathered = gather_cache(state, slots_A=sources_A, num_blocks=num_blocks)
   layers = [
     tuple(
       jax.lax.cond(
@@ -122,8 +122,8 @@ def copy_prompts(
   ]
   return scatter_slots(
     state,
-    slots_A,
     tuple(layers),
+    slots_A=slots_A,
     lengths=lengths_A,
     hidden=sources.prompt_hidden,
     prompt_hidden=sources.prompt_hidden,
@@ -157,14 +157,14 @@ def expert_ids(state: SlotState, slot: Array) -> Array:
   return cache_lib.expert_ids(cache)[0].astype(jnp.int16)
 
 
-def gather_slots(state: SlotState, slots_A: Array | None) -> SlotState:
+def gather_slots(state: SlotState, *, slots_A: Array | None) -> SlotState:
   """Returns the state of the active slots, without their cache."""
   state = dataclasses.replace(state, cache=())
   return state if slots_A is None else _gather(state, slots_A)
 
 
 def gather_cache(
-  state: SlotState, slots_A: Array | None, num_blocks: Array | int
+  state: SlotState, *, slots_A: Array | None, num_blocks: Array | int
 ) -> cache_lib.Cache:
   """Returns the cache of the active slots: its first blocks, then zeros."""
   if slots_A is None:
@@ -189,8 +189,9 @@ def _gather(tree, slots_A: Array):
 
 def scatter_slots(
   state: SlotState,
-  slots_A: Array | None,
   cache: cache_lib.Cache,
+  *,
+  slots_A: Array | None,
   **fields_A: Array,
 ) -> SlotState:
   """Returns the state with new fields of the active slots and a new cache."""

@@ -1,4 +1,4 @@
-"""Attention receives the lengths of the rows in every pass.
+"""Models are given the lengths of the rows in every pass.
 
 Kernels of accelerators skip the padding; here passes are traced, not run.
 """
@@ -10,23 +10,32 @@ import pytest
 
 from stppo_jax.learner import annotate
 from stppo_jax.learner import update as update_lib
-from stppo_jax.models import attention
+from stppo_jax.models import functional
 from tests.learner import updates
 from tests.rl import batches
 
 
 @pytest.fixture
-def lengths(monkeypatch):
-  """Returns a list that gets the lengths that attention receives, by pass."""
-  lengths = []
-  plain = attention.IMPLEMENTATIONS['xla']
+def lengths():
+  """Returns a list that gets the lengths that models receive, by pass."""
+  return []
 
-  def record(size, lengths_B, mesh):
-    lengths.append(lengths_B)
-    return plain(size, lengths_B, mesh)
 
-  monkeypatch.setitem(attention.IMPLEMENTATIONS, 'xla', record)
-  return lengths
+def _models(lengths):
+  """Returns small models that record the lengths they are given."""
+
+  class Recording(functional.Model):
+    def hidden_and_routing(
+      self, params, tokens_BL, *, lengths_B=None, **arrays
+    ):
+      lengths.append(lengths_B)
+      return super().hidden_and_routing(
+        params, tokens_BL, lengths_B=lengths_B, **arrays
+      )
+
+  return updates.Models(
+    *(Recording(x.config, x.head) for x in updates.transformers())
+  )
 
 
 def _check(lengths, *, passes, rows):
@@ -36,7 +45,7 @@ def _check(lengths, *, passes, rows):
 
 @pytest.mark.parametrize(('num_microbatches', 'passes'), [(1, 2), (2, 3)])
 def test_an_update_passes_the_lengths(lengths, num_microbatches, passes):
-  models = updates.transformers()
+  models = _models(lengths)
   update = functools.partial(
     update_lib.update, spec=updates.spec(models, num_microbatches)
   )
@@ -54,7 +63,7 @@ def test_an_update_passes_the_lengths(lengths, num_microbatches, passes):
 
 
 def test_annotating_passes_the_lengths(lengths):
-  models = updates.transformers()
+  models = _models(lengths)
   state, batch = updates.train_state(models), updates.batch(models)
   lengths.clear()
   jax.eval_shape(

@@ -26,13 +26,13 @@ def _inputs(rows, size, num_heads, num_kv_heads, seed=0):
   )
 
 
-def _by_hand(q_BLQH, k_BLKH, v_BLKH):
+def _by_hand(q_BLNH, k_BLKH, v_BLKH):
   """Returns attention computed one query at a time, in float64."""
-  mixed = np.zeros(q_BLQH.shape)
-  shared = q_BLQH.shape[2] // k_BLKH.shape[2]
-  for b, at, head in np.ndindex(q_BLQH.shape[:3]):
+  mixed = np.zeros(q_BLNH.shape)
+  shared = q_BLNH.shape[2] // k_BLKH.shape[2]
+  for b, at, head in np.ndindex(q_BLNH.shape[:3]):
     keys = k_BLKH[b, : at + 1, head // shared].astype(np.float64)
-    logits = keys @ q_BLQH[b, at, head] / np.sqrt(_H)
+    logits = keys @ q_BLNH[b, at, head] / np.sqrt(_H)
     weights = np.exp(logits - logits.max())
     values = v_BLKH[b, : at + 1, head // shared]
     mixed[b, at, head] = weights @ values / weights.sum()
@@ -42,7 +42,9 @@ def _by_hand(q_BLQH, k_BLKH, v_BLKH):
 @pytest.mark.parametrize('num_kv_heads', [1, 2, 4])
 def test_attention_by_hand(num_kv_heads):
   inputs = _inputs(2, 9, 4, num_kv_heads)
-  attend = jax.jit(attention.causal_attention('xla', 9, None, None))
+  attend = jax.jit(
+    attention.causal_attention('xla', 9, lengths_B=None, mesh=None)
+  )
   np.testing.assert_allclose(attend(*inputs), _by_hand(*inputs), atol=1e-5)
 
 
@@ -50,7 +52,9 @@ def test_padding_does_not_change_earlier_queries():
   # A token never attends to later ones, so padding needs no mask.
   lengths_B = np.array([3, 7], np.int32)
   inputs = _inputs(2, 7, 2, 1)
-  attend = jax.jit(attention.causal_attention('xla', 7, lengths_B, None))
+  attend = jax.jit(
+    attention.causal_attention('xla', 7, lengths_B=lengths_B, mesh=None)
+  )
   mixed = attend(*inputs)
   poisoned = [x.copy() for x in inputs]
   for x in poisoned:
@@ -64,8 +68,8 @@ def _value_and_gradients(attend, inputs, lengths_B):
   weights = np.random.default_rng(9).normal(size=inputs[0].shape)
 
   def loss(inputs):
-    mixed_BLQH = jnp.where(valid_BL11, attend(*inputs), 0)
-    return jnp.sum(mixed_BLQH * weights), mixed_BLQH
+    mixed_BLNH = jnp.where(valid_BL11, attend(*inputs), 0)
+    return jnp.sum(mixed_BLNH * weights), mixed_BLNH
 
   (_, mixed), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(
     inputs
@@ -86,7 +90,9 @@ def test_splash_equals_the_definition(size, num_heads, num_kv_heads, lengths):
   lengths_B = np.array(lengths, np.int32)
   inputs = _inputs(2, size, num_heads, num_kv_heads)
   expected, found = (
-    _value_and_gradients(make(size, lengths_B, None), inputs, lengths_B)
+    _value_and_gradients(
+      make(size, lengths_B=lengths_B, mesh=None), inputs, lengths_B
+    )
     for make in (attention.IMPLEMENTATIONS['xla'], _SPLASH)
   )
   for ours, theirs in zip(found, expected):
@@ -118,12 +124,14 @@ def test_cudnn_gets_equivalent_arguments(lengths, monkeypatch):
   monkeypatch.setattr(jax.nn, 'dot_product_attention', stand_in)
   lengths_B = None if lengths is None else np.array(lengths, np.int32)
   inputs = _inputs(3, 9, 4, 2)
-  attend = attention.causal_attention('cudnn', 9, lengths_B, None)
-  mixed_BLQH = jax.jit(attend)(*inputs)
-  assert np.isfinite(mixed_BLQH).all()
+  attend = attention.causal_attention(
+    'cudnn', 9, lengths_B=lengths_B, mesh=None
+  )
+  mixed_BLNH = jax.jit(attend)(*inputs)
+  assert np.isfinite(mixed_BLNH).all()
   expected, found = (
     _value_and_gradients(
-      attention.causal_attention(name, 9, lengths_B, None),
+      attention.causal_attention(name, 9, lengths_B=lengths_B, mesh=None),
       inputs,
       (~padding).sum(1),
     )
@@ -138,7 +146,9 @@ def test_a_kernel_runs_on_shards_of_the_mesh():
   lengths_B = np.array([4, 9, 1, 6], np.int32)
   inputs = _inputs(4, 9, 4, 2)
   expected, found = (
-    _value_and_gradients(make(9, lengths_B, mesh), inputs, lengths_B)
+    _value_and_gradients(
+      make(9, lengths_B=lengths_B, mesh=mesh), inputs, lengths_B
+    )
     for make in (attention.IMPLEMENTATIONS['xla'], _SPLASH)
   )
   for ours, theirs in zip(found, expected):
@@ -154,7 +164,7 @@ def test_devices_that_share_heads_run_the_kernel_on_their_own():
     jax.NamedSharding(mesh, P(rows, None, axis)) for axis in (heads, None, None)
   ]
   attend = jax.jit(
-    _SPLASH(9, lengths_B, mesh),
+    _SPLASH(9, lengths_B=lengths_B, mesh=mesh),
     in_shardings=layouts,
     out_shardings=layouts[0],
     compiler_options={'xla_backend_optimization_level': 0},
@@ -162,7 +172,9 @@ def test_devices_that_share_heads_run_the_kernel_on_their_own():
   compiled = attend.lower(*inputs).compile()
   # Neither queries nor results are sent to other devices.
   assert program.collectives(compiled.as_text()) == []
-  expected = attention.IMPLEMENTATIONS['xla'](9, lengths_B, None)(*inputs)
+  expected = attention.IMPLEMENTATIONS['xla'](
+    9, lengths_B=lengths_B, mesh=None
+  )(*inputs)
   found = compiled(*jax.device_put(inputs, tuple(layouts)))
   for b, length in enumerate(lengths_B):
     np.testing.assert_allclose(

@@ -27,11 +27,11 @@ def _inputs(size, num_heads, num_kv_heads, *, rows=2, dtype=np.float32):
   )
 
 
-def _definition(q_BLQH, k_BLKH, v_BLKH):
-  size = q_BLQH.shape[1]
+def _definition(q_BLNH, k_BLKH, v_BLKH):
+  size = q_BLNH.shape[1]
   causal_1LL = jnp.tril(jnp.ones((1, size, size), bool))
   k_BKLH, v_BKLH = (x.swapaxes(1, 2) for x in (k_BLKH, v_BLKH))
-  return attention.attention(q_BLQH, k_BKLH, v_BKLH, causal_1LL)
+  return attention.attention(q_BLNH, k_BKLH, v_BKLH, causal_1LL)
 
 
 def _loss(attend):
@@ -98,7 +98,7 @@ def test_later_tokens_change_nothing_before_them():
 
 def _compiled(size, num_heads, num_kv_heads, mesh):
   """Returns the compiled gradients of attention for this length."""
-  attend = attention.causal_attention('xla', size, None, mesh)
+  attend = attention.causal_attention('xla', size, lengths_B=None, mesh=mesh)
 
   def shape(heads):
     over = _HEADS if heads % activations.extent(mesh, _HEADS) == 0 else None
@@ -124,13 +124,13 @@ def _compiled(size, num_heads, num_kv_heads, mesh):
 
 def _temporary(size, again):
   """Returns the bytes of the gradient of two layers of attention."""
-  attend = attention.causal_attention('xla', size, None, None)
-  layer = lambda x_BLQH, _: (x_BLQH + attend(x_BLQH, x_BLQH, x_BLQH), None)
+  attend = attention.causal_attention('xla', size, lengths_B=None, mesh=None)
+  layer = lambda x_BLNH, _: (x_BLNH + attend(x_BLNH, x_BLNH, x_BLNH), None)
   if again:
     layer = jax.checkpoint(layer, prevent_cse=False)
-  loss = lambda x_BLQH: jnp.sum(jax.lax.scan(layer, x_BLQH, length=2)[0])
-  x_BLQH = jax.ShapeDtypeStruct((1, size, 2, _H), jnp.float32)
-  compiled = jax.jit(jax.grad(loss)).lower(x_BLQH).compile()
+  loss = lambda x_BLNH: jnp.sum(jax.lax.scan(layer, x_BLNH, length=2)[0])
+  x_BLNH = jax.ShapeDtypeStruct((1, size, 2, _H), jnp.float32)
+  compiled = jax.jit(jax.grad(loss)).lower(x_BLNH).compile()
   return compiled.memory_analysis().temp_size_in_bytes
 
 
@@ -148,7 +148,7 @@ def test_memory_grows_with_the_length(again):
 )
 def test_many_tiles_are_one_loop(size, tiles, loops):
   inputs = _inputs(size, 4, 2, rows=1)
-  attend = attention.causal_attention('xla', size, None, None)
+  attend = attention.causal_attention('xla', size, lengths_B=None, mesh=None)
   text = jax.jit(attend).lower(*inputs).as_text()
   assert text.count('stablehlo.while') == loops
   assert text.count('stablehlo.exponential') == tiles + loops

@@ -137,7 +137,7 @@ def test_storing_equals_a_plain_loop():
     np.array([3, 4, 0]),
   ):  # slot 4 does not exist
     stored = jax.jit(cache_lib.store)(
-      cache, recent, lengths_B, counts_B, rows_B
+      cache, recent, lengths_B, counts_B, slots_B=rows_B
     )
     for blocks, expected_blocks, layer in zip(stored, cache, recent):
       for part in (0, 1):

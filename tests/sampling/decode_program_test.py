@@ -151,7 +151,7 @@ class _Shapes:
   def put(self, *trees):
     return trees
 
-  def decode(self, params, state, slots_A, key_data_A2, *args, **static):
+  def decode(self, params, state, key_data_A2, table_ZV, **kwargs):
     self.sizes.add(len(key_data_A2))
     return state, None
 

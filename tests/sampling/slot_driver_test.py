@@ -305,14 +305,18 @@ def test_the_cache_is_updated_in_place(name):
   params, state = _shapes(programs, slots)
   if name == 'decode':
     keys = np.zeros((slots, 2), np.uint32)
-    args = params, state, None, keys, programs.table_ZV, False, slots
+    args = params, state, keys, programs.table_ZV
+    options = {'greedy': False, 'enough': slots}
   else:
     zeros = np.zeros(slots, np.int32)
     batch = slot_programs.AppendBatch(
       np.zeros((slots, C), np.int32), zeros, zeros > 0, zeros > 0, zeros
     )
-    args = params, state, None, batch
-  compiled = getattr(programs, name).lower(*args, num_blocks=2).compile()
+    args, options = (params, state, batch), {}
+  lowered = getattr(programs, name).lower(
+    *args, slots_A=None, num_blocks=2, **options
+  )
+  compiled = lowered.compile()
   memory = compiled.memory_analysis()
   cache = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.cache))
   assert cache == 2 * 2 * slots * length * 8 * 4  # layers, keys and values

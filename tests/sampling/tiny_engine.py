@@ -78,7 +78,8 @@ class RecordingPrograms:
   """Stands in for the compiled programs of one lane, and records their calls.
 
   Attributes:
-    calls: by program, the arguments of each call but for weights and state.
+    calls: by program, the arguments of each call but for weights and state;
+      `slots_A` is the first one where a program takes it.
     compiled: by program, how many calls had to compile; not counted if there
       are several lanes, which compile at the same time.
     lengths_per_device, keys_per_device: shapes of parts of the latest state on
@@ -99,8 +100,9 @@ class RecordingPrograms:
       return getattr(self._programs, name)
     return functools.partial(self._call, name)
 
-  def _call(self, name, *args, **static):
-    self.calls[name].append(args[_DEVICE_ARGS[name] :])
+  def _call(self, name, *args, **kwargs):
+    slots_A = [kwargs['slots_A']] if 'slots_A' in kwargs else []
+    self.calls[name].append((*slots_A, *args[_DEVICE_ARGS[name] :]))
     if name == 'extend' and self.broken:
       jax.tree.map(lambda x: x.delete(), args[1])
       raise RuntimeError('the device is gone')
@@ -108,7 +110,7 @@ class RecordingPrograms:
     if self._counts:
       counted = compilations.counted()
     with counted as compiled:
-      result = getattr(self._programs, name)(*args, **static)
+      result = getattr(self._programs, name)(*args, **kwargs)
     self.compiled[name] += len(compiled)
     state = result[0] if name == 'decode' else result
     self.lengths_per_device, self.keys_per_device = (
