@@ -27,8 +27,8 @@ from stppo_jax.records import run_folder
 from stppo_jax.training.building import assembly
 
 # Keys that may change between two starts: the length and the title of a run,
-# what is evaluated, written and kept, the devices and the servers. None of them
-# changes what a step computes.
+# what is evaluated, written and kept, the devices, and how servers are reached.
+# None of them changes what a step computes.
 _FREE = (
   'num_steps',
   'title',
@@ -39,7 +39,14 @@ _FREE = (
   'writer',
   'profile',
   'alarms',
-  'retrieval',
+  'retrieval.url',
+  'retrieval.dialect',
+  'retrieval.timeout',
+  'retrieval.retries',
+  'retrieval.start_grace',
+  'retrieval.max_failure_rate',
+  'retrieval.max_queries_per_request',
+  'retrieval.record',
   'mesh',
   'model.reference_memory',
   'model.allow_beyond_max_position_embeddings',

@@ -178,6 +178,13 @@ def test_a_run_of_0_2_0_counted_outcomes_once_a_trajectory(tmp_path):
     ('checkpoint', 'keep', 9),
     ('writer', 'samples', 0),
     ('retrieval', 'url', 'http://127.0.0.1:9'),
+    ('retrieval', 'dialect', 'skyrl'),
+    ('retrieval', 'timeout', 1.0),
+    ('retrieval', 'retries', 0),
+    ('retrieval', 'start_grace', 1.0),
+    ('retrieval', 'max_failure_rate', 1.0),
+    ('retrieval', 'max_queries_per_request', 1),
+    ('retrieval', 'record', 'answers.jsonl'),
     ('mesh', 'fsdp', 2),
     ('rollout', 'mismatch_limit', 0.0),
   ],
@@ -189,6 +196,26 @@ def test_keys_that_may_differ_are_rewritten(tmp_path, block, key, value):
   run_record.record_config(other, tmp_path)
   recorded = json.loads((tmp_path / 'config.json').read_text())
   assert (recorded[block] if block else recorded)[key] == value
+
+
+@pytest.mark.parametrize(
+  ('key', 'value'),
+  [
+    ('topk', 5),
+    ('replay', 'answers.jsonl'),
+    ('faults', {'rate': 0.5, 'seed': 0}),
+    ('faults', {'rate': 0.0, 'seed': 1}),
+  ],
+)
+def test_what_a_search_finds_is_guarded(tmp_path, key, value):
+  _begin(tmp_path, _config())
+  other = _config()
+  other['retrieval'][key] = value
+  refused = rf'^retrieval\.{key}.* allow it'
+  with pytest.raises(run_record.OtherRun, match=refused):
+    run_record.record_config(other, tmp_path)
+  other['resume']['allow_change'] = [f'retrieval.{key}']
+  run_record.record_config(other, tmp_path)
 
 
 @pytest.mark.parametrize('product', ['start', 'metrics.jsonl', 'checkpoints/4'])
