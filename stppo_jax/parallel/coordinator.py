@@ -271,6 +271,9 @@ class Relay:
           pump(reader, outer[1]),
           pump(outer[0], writer, ends=lambda: self.passes_end),
         )
+      # Process 0 is gone. What jax still sends to it is dropped.
+      while await reader.read(_CHUNK):
+        pass
 
 
 async def pump(reader, writer, *, ends=lambda: True) -> None:

@@ -10,12 +10,16 @@ from stppo_jax.analysis import plan
 from stppo_jax.parallel import topology
 from tests.training import runs
 
-# The second one only updates longer, the third one also decodes and annotates
-# longer. Steps differ by more than what a busy machine adds to them.
+# The second one only makes more updates, the third one also decodes and
+# annotates longer. Steps differ by more than what a busy machine adds to them.
 _CHANGES = {
   'small': {},
-  'more epochs': {'updates__num_epochs': 3},
-  'larger': {'model__intermediate_size': 512, 'model__num_layers': 6},
+  'more epochs': {'updates__num_epochs': 6},
+  'larger': {
+    'updates__num_epochs': 6,
+    'model__intermediate_size': 1024,
+    'model__num_layers': 6,
+  },
 }
 
 
