@@ -1,7 +1,9 @@
 """Reads and writes the npz files of saved batches."""
 
+from collections.abc import Iterable
 import os
 import pathlib
+from typing import BinaryIO
 import zipfile
 import zlib
 
@@ -10,10 +12,14 @@ import numpy as np
 from stppo_jax.analysis import saved_batch
 
 _ZIP_MAGIC = b'PK'  # the first bytes of every npz file
+# Bytes that the compressed arrays of a file may take together. A file of a few
+# MiB can otherwise fill the memory.
+_MAX_UNPACKED = 4 << 30
 _DAMAGED = (
   ValueError,
   EOFError,
   RuntimeError,  # encrypted, or a compression that zipfile does not know
+  MemoryError,  # a shape that is larger than the contents
   zipfile.BadZipFile,
   zlib.error,
 )
@@ -27,22 +33,41 @@ def load(path: str | pathlib.Path) -> dict[str, np.ndarray]:
     ValueError: it is not an npz file, or has none of these arrays.
   """
   with open(path, 'rb') as file:
-    if file.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:
-      raise ValueError('not an npz file')
-    file.seek(0)
-    try:
-      archive = np.load(file, allow_pickle=False)
-    except _DAMAGED as error:
-      raise ValueError('not a sound npz file: cut off or damaged') from error
-    arrays = {
-      name: _member(archive, name)
-      for name in saved_batch.ARRAY_KINDS
-      if name in archive.files
-    }
+    arrays = read(file, saved_batch.ARRAY_KINDS)
   if not arrays:
     names = ', '.join(saved_batch.ARRAY_KINDS)
     raise ValueError(f'has no array of these names: {names}')
   return arrays
+
+
+def read(file: BinaryIO, names: Iterable[str]) -> dict[str, np.ndarray]:
+  """Returns the arrays of an open npz file that have one of the names.
+
+  Raises:
+    ValueError: it is not an npz file, is damaged, or takes too much memory;
+      one line without the name of the file.
+  """
+  if file.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:
+    raise ValueError('not an npz file')
+  file.seek(0)
+  try:
+    archive = np.load(file, allow_pickle=False)
+  except _DAMAGED as error:
+    raise ValueError('not a sound npz file: cut off or damaged') from error
+  present = [name for name in names if name in archive.files]
+  files = {name for array in present for name in (array, f'{array}.npy')}
+  # zipfile unpacks no more of a member than the size that is stated here.
+  unpacked = sum(
+    member.file_size
+    for member in archive.zip.infolist()
+    if member.filename in files and member.compress_type != zipfile.ZIP_STORED
+  )
+  if unpacked > _MAX_UNPACKED:
+    raise ValueError(
+      f'its compressed arrays take {unpacked} bytes; the most is '
+      f'{_MAX_UNPACKED}, and arrays that are not compressed may be larger'
+    )
+  return {name: _member(archive, name) for name in present}
 
 
 def _member(archive, name: str) -> np.ndarray:

@@ -25,6 +25,8 @@ from typing import TypeVar
 import zipfile
 import zlib
 
+from stppo_jax.data import lines
+
 SUFFIXES = ('.jsonl', '.json', '.csv', '.tsv', '.parquet')
 ARCHIVES = ('.zip', '.tar', '.tar.gz', '.tgz')
 _BATCH = 1024  # rows of a parquet file that are read together
@@ -229,7 +231,7 @@ def _file_errors(file: TableFile) -> Iterator[None]:
 def _lines(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
   """Yields the JSON value of each line; empty lines are skipped."""
   with _text(stream) as text:
-    for number, line in enumerate(text, start=1):
+    for number, line in lines.numbered(text, file):
       if line.strip():
         place = f'line {number}'
         yield place, number, _loads(line, _where(file, place))
@@ -280,7 +282,7 @@ def _table(file: TableFile, stream: IO[bytes]) -> Iterator[tuple]:
   # Spreadsheets begin a file with a byte order mark.
   with _text(stream, encoding='utf-8-sig', newline='') as text:
     reader = csv.DictReader(
-      text,
+      (line for _, line in lines.numbered(text, file)),
       fieldnames=list(file.columns) or None,
       delimiter='\t' if file.suffix == '.tsv' else ',',
       strict=True,

@@ -13,6 +13,7 @@ import pathlib
 from typing import Any
 
 from stppo_jax import types
+from stppo_jax.data import lines
 from stppo_jax.retrieval.indexes import corpus as corpus_lib
 
 _Key = tuple[str, str]  # corpus, query
@@ -148,7 +149,7 @@ def _read(path: pathlib.Path, *, but_last: bool = False) -> dict[_Key, _Answer]:
   """Returns the answers of a file, or those of all lines but the last."""
   answers = {}
   with open(path, encoding='utf-8') as file:
-    for number, line in enumerate(file, start=1):
+    for number, line in lines.numbered(file, path):
       if but_last and not line.endswith('\n'):
         break
       try:

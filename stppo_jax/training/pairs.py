@@ -7,12 +7,11 @@ M loss positions.
 import hashlib
 import pathlib
 from typing import BinaryIO
-import zipfile
-import zlib
 
 import numpy as np
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.analysis import batch_file
 from stppo_jax.rollout import pack
 
 # Field of a `TokenBatch` -> (its contents, the kinds of its dtype).
@@ -150,15 +149,8 @@ def updates_per_epoch(count: int, size: int) -> int:
 
 def _arrays(file: BinaryIO) -> dict[str, np.ndarray]:
   """Returns the arrays of a file that are needed, their dtypes checked."""
-  try:
-    archive = np.load(file, allow_pickle=False)
-    if not isinstance(archive, np.lib.npyio.NpzFile):
-      raise ValueError('a single array')
-    missing = [name for name in _NEEDED if name not in archive.files]
-    arrays = {n: archive[n] for n in _NEEDED if n not in missing}
-  except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-    reason = ' '.join(str(error).split())
-    raise ValueError(f'not a sound npz file ({reason})') from error
+  arrays = batch_file.read(file, _NEEDED)
+  missing = [name for name in _NEEDED if name not in arrays]
   if missing:
     raise ValueError(f'lacks {", ".join(missing)}')
   for name, array in arrays.items():

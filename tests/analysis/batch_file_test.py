@@ -89,6 +89,26 @@ def test_objects_under_other_names_are_never_unpacked(tmp_path):
   assert batch_file.load(path).keys() == {'loss_mask_BL'}
 
 
+@pytest.mark.parametrize('name', ['loss_mask_BL.npy', 'loss_mask_BL'])
+def test_a_small_file_cannot_fill_the_memory(tmp_path, name):
+  path = tmp_path / 'F.npz'
+  with zipfile.ZipFile(path, 'w', zipfile.ZIP_DEFLATED) as archive:
+    archive.writestr(name, _npy(np.ones((2, 3), bool)))
+    # What zipfile goes by; to pack so many bytes takes too long for a test.
+    archive.getinfo(name).file_size = 5 << 30
+  with pytest.raises(ValueError, match='^its compressed arrays take 536870912'):
+    batch_file.load(path)
+  shape = b"'shape': (999999999999,), }"
+  whole = _npy(np.ones((2, 3), bool))
+  end = whole.index(b'\n')
+  start = whole.index(b"'shape'")
+  lies = whole[:start] + shape.ljust(end - start) + whole[end:]
+  path.write_bytes(_zip(loss_mask_BL=lies))
+  with pytest.raises(ValueError) as caught:
+    batch_file.load(path)
+  assert str(caught.value) == _NO_ARRAY
+
+
 def test_a_file_without_a_known_array_lists_their_names(tmp_path):
   batch_file.save(tmp_path / 'F.npz', {'x': np.zeros(3)})
   with pytest.raises(ValueError, match='has no array .*: tokens_BL, lengths_B'):

@@ -1,6 +1,7 @@
 """`rescore` shows where two scorers differ, on dialogues saved by hand."""
 
 import json
+import os
 
 import pytest
 
@@ -97,6 +98,15 @@ def test_a_file_without_dialogues_is_named(line, message, tmp_path, capsys):
   code, _, err = _rescore(capsys, path, '--scope=response')
   assert code == 2
   assert err.startswith(f'{path}{message}') and err.count('\n') == 1
+
+
+def test_a_line_that_is_too_long_is_named(tmp_path, capsys):
+  path = tmp_path / 'f.jsonl'
+  path.write_text('\n')
+  os.truncate(path, 33 << 20)
+  code, _, err = _rescore(capsys, path, '--scope=response')
+  assert code == 2 and err.count('\n') == 1
+  assert err.startswith(f'{path}:2: longer than 33554432 characters')
 
 
 def test_wrong_flags_are_one_line_each(tmp_path, capsys):

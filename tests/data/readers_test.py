@@ -148,6 +148,16 @@ def test_a_question_and_its_answers_suffice(tmp_path):
   ]
 
 
+def test_a_line_that_is_too_long_is_named_before_it_fills_the_memory(tmp_path):
+  packed = gzip.compress(b'a' * (1 << 20)) * 33  # 33 MiB without a line break
+  for name in ('questions.jsonl.gz', 'questions.csv.gz'):
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(b'\n') + packed)
+    with pytest.raises(ValueError) as error:
+      readers.read_questions(path)
+    assert str(error.value).startswith(f'{path}:2: longer than 33554432 char')
+
+
 def test_compressed_files_are_read_and_damaged_ones_named(tmp_path):
   plain = _write(tmp_path, _OPEN, _CHOICE)
   path = tmp_path / 'questions.jsonl.gz'

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import resource
 
 import pytest
@@ -181,6 +182,15 @@ def test_a_line_that_is_no_answer_is_named(tmp_path, line, message):
     recording.Recording(path)
   assert str(error.value).startswith(f'{path}:2: ')
   assert message in str(error.value)
+
+
+def test_a_line_that_is_too_long_is_named(tmp_path):
+  path = tmp_path / 'answers.jsonl'
+  path.write_text(json.dumps(_GOOD) + '\n')
+  os.truncate(path, 33 << 20)
+  with pytest.raises(ValueError) as error:
+    recording.Recording(path)
+  assert str(error.value).startswith(f'{path}:2: longer than 33554432 char')
 
 
 @pytest.mark.parametrize('text', ['{"a": 1}', '{"a": 1}\n{"b', '\n', 'a\n{'])

@@ -164,10 +164,10 @@ def test_a_file_that_is_no_npz_file_is_named(tmp_path):
   assert damaged != whole
   for content in (b'', b'text', whole[: len(whole) // 2], damaged):
     path.write_bytes(content)
-    with pytest.raises(ValueError, match='not a sound npz file'):
+    with pytest.raises(ValueError, match='npz: not an? (sound )?npz file'):
       pairs_lib.read(path)
   np.save(tmp_path / 'one.npy', np.zeros(3))
-  with pytest.raises(ValueError, match='a single array'):
+  with pytest.raises(ValueError, match='not an npz file'):
     pairs_lib.read(tmp_path / 'one.npy')
   with pytest.raises(FileNotFoundError):
     pairs_lib.read(tmp_path / 'absent.npz')

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.analysis import batch_file
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import distributed
@@ -103,12 +104,10 @@ def _read_batch(folder: pathlib.Path, record: dict[str, Any]) -> dict[str, Any]:
   for host in range(record['hosts']):
     path = folder / crash.batch_name(host)
     try:
-      with np.load(path, allow_pickle=False) as archive:
-        parts.append({k: archive[k] for k in names if k in archive.files})
-    except FileNotFoundError:
-      raise
-    except Exception as error:  # of a damaged file, numpy raises any
-      raise ValueError(f'{path}: cut off or damaged') from error
+      with open(path, 'rb') as file:
+        parts.append(batch_file.read(file, names))
+    except ValueError as error:
+      raise ValueError(f'{path}: {error}') from error
   return {
     name: np.concatenate([part[name] for part in parts]) for name in parts[0]
   }
