@@ -95,7 +95,7 @@ def apply_gradient(
 
 
 def is_sound(
-  new: Tree, grad_norm: Array, hyperparameters: Hyperparameters
+  new: Tree, grad_norm: Array, loss: Tree, hyperparameters: Hyperparameters
 ) -> Array:
   """Returns whether an update may be made.
 
@@ -103,10 +103,12 @@ def is_sound(
     new: what it would leave: weights and moments. They are looked at too,
       because a finite gradient times a large rate can overflow.
     grad_norm: the norm of its gradient before clipping.
+    loss: the loss, or its terms. They are looked at too, because a square
+      can overflow where its gradient does not.
     hyperparameters: may be traced.
   """
   is_small = grad_norm <= hyperparameters.skip_grad_norm
-  return is_small & _all_finite((grad_norm, new))
+  return is_small & _all_finite((grad_norm, loss, new))
 
 
 def _all_finite(tree: Tree) -> Array:

@@ -122,7 +122,7 @@ def update(
     new_params, optimizer_state, state.updates + 1
   )
   sound = optimizer_lib.is_sound(
-    new_state, report['grad_norm'], hyperparameters.optimizer
+    new_state, report['grad_norm'], mean.total, hyperparameters.optimizer
   )
   new_state = jax.tree.map(
     lambda new, old: jnp.where(sound, new, old), new_state, state

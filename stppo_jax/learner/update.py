@@ -61,8 +61,8 @@ def update(
   """Updates both models on one annotated minibatch.
 
   An update changes nothing, and is counted in the metric `update/skipped`, if
-  its gradient, new weights or new moments are not finite, or if the norm of a
-  gradient is above `skip_grad_norm`.
+  its loss, gradient, new weights or new moments are not finite, or if the norm
+  of a gradient is above `skip_grad_norm`.
 
   Args:
     state: the state before the update, without its frozen weights; donate it.
@@ -225,7 +225,7 @@ def apply_gradients(
     hyperparameters.policy,
   )
   sound = optimizer_lib.is_sound(
-    new_policy, report['grad_norm'], hyperparameters.policy
+    new_policy, report['grad_norm'], outputs.metrics, hyperparameters.policy
   )
   metrics |= {f'actor/{name}': x for name, x in report.items()}
   new_value = None
@@ -234,7 +234,7 @@ def apply_gradients(
       spec.value_optimizer, state.value, gradient.value, hyperparameters.value
     )
     sound &= optimizer_lib.is_sound(
-      new_value, report['grad_norm'], hyperparameters.value
+      new_value, report['grad_norm'], outputs.metrics, hyperparameters.value
     )
     metrics |= {f'critic/{name}': x for name, x in report.items()}
   new_state = state_lib.TrainState(

@@ -270,7 +270,7 @@ def _update(
     adam, state.params, state.optimizer, gradient, state.updates, numbers
   )
   sound = optimizer_lib.is_sound(
-    (params, moments), report['grad_norm'], numbers
+    (params, moments), report['grad_norm'], loss, numbers
   )
   new = state_lib.ModelState(params, moments, state.updates + 1)
   state = jax.tree.map(lambda new, old: jnp.where(sound, new, old), new, state)

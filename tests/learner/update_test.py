@@ -279,6 +279,27 @@ def test_a_poisoned_minibatch_changes_nothing_and_is_counted(name, value):
   )
 
 
+@pytest.mark.parametrize('num_microbatches', [1, 2])
+def test_a_loss_that_is_not_finite_changes_nothing(num_microbatches):
+  models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']
+  batch = updates.batch(models)
+  far_BL = batch.returns_BL.copy()
+  far_BL[0, 3] = 3e19  # its square overflows, and its gradient does not
+  result = updates.update(
+    algorithm,
+    batch.replace(returns_BL=far_BL),
+    models,
+    num_microbatches=num_microbatches,
+  )
+  assert np.isfinite(result.metrics['actor/grad_norm'])
+  assert np.isfinite(result.metrics['critic/grad_norm'])
+  assert np.isinf(result.metrics['critic/vf_loss'])
+  assert result.metrics['update/skipped'] == 1
+  jax.tree.map(
+    np.testing.assert_array_equal, result.state, updates.train_state(models)
+  )
+
+
 @pytest.mark.parametrize('model', ['policy_step', 'value_step'])
 def test_new_weights_that_are_not_finite_change_nothing(model):
   models, algorithm = updates.sums(), _ALGORITHMS['st_ppo']

@@ -1,9 +1,9 @@
 """Ends a run whose updates are skipped one after the other.
 
-An update is skipped if its gradient or its new weights are not finite, or if
-the norm of its gradient is above `skip_grad_norm`. One that is skipped now and
-then loses a minibatch; many in a row mean that the run learns nothing any more,
-and each further step is computed in vain.
+An update is skipped if its loss, its gradient or its new weights are not
+finite, or if the norm of its gradient is above `skip_grad_norm`. One that is
+skipped now and then loses a minibatch; many in a row mean that the run learns
+nothing any more, and each further step is computed in vain.
 """
 
 from collections.abc import Callable
@@ -69,8 +69,8 @@ class SkippedUpdates:
         if folder is not None:
           advice = f'; python -m stppo_jax replay {folder} repeats the last one'
         raise Diverged(
-          f'{self._count} updates in a row were skipped, because a gradient or '
-          'a new weight was not finite or the gradient was above '
+          f'{self._count} updates in a row were skipped, because the loss, a '
+          'gradient or a new weight was not finite or the gradient was above '
           f'skip_grad_norm (the last one: {numbers}): lower the learning rate; '
           f'updates.max_skipped={self._limit} is the limit; 0: no limit{advice}'
         )
