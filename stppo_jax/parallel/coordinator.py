@@ -7,15 +7,18 @@ process, process 0 too, keeps a connection to it as long as it lives:
     {"give": "vote/3", "value": ..., "to": "all"}     my part of an exchange
     {"stop": true}                                    abandon what can be
     {"failed": "host 1 ...", "code": 70}              the run cannot go on
+    {"answer": true}                                  I am alive
     {"bye": true}                                     I am done
 
     {"hosts": ["worker-0", ...]}                      all are here
     {"waiting": "for host 2, host 3 ..."}             who is missing
     {"done": "vote/3", "values": [...]}               all parts of an exchange
+    {"ask": true}                                     are you alive?
     {"stop": true}, {"failed": "...", "code": 75}     for everybody
 
 A message is a line of JSON. A process that is killed loses its connection, so
-the others hear of it at once, and by name.
+the others hear of it at once, and by name. One that is stopped, or whose
+machine hangs, keeps it, but answers nothing any more.
 
 jax has a coordinator too, which XLA needs. Its clients abort the process, with
 a stack trace and without a name, when they lose the coordinator. So they reach
@@ -41,7 +44,8 @@ _CHUNK = 1 << 16
 # Seconds after which it is said for whom a process waits, and between two such
 # lines.
 FIRST_WAIT, NEXT_WAIT = 5.0, 60.0
-_PAUSE = 0.5  # seconds between two looks at who is late
+PAUSE = 0.5  # seconds between two looks at who is late
+ASK_EVERY = 5.0  # seconds between two questions whether a process is alive
 RETRY = 0.1  # seconds between two attempts to connect
 # Linux asks a silent peer after 5 seconds, and gives it up 15 seconds later: a
 # machine without power ends its connections in no other way.
@@ -65,7 +69,8 @@ class Coordinator:
     count: the number of processes.
     jax_port: the port of jax's coordinator on this machine.
     start_timeout: seconds to wait until all processes have come.
-    patience: seconds that a process may come later than others to an exchange.
+    patience: seconds that a process may come later than others to an exchange,
+      and that it may take to answer.
   """
 
   def __init__(
@@ -86,6 +91,7 @@ class Coordinator:
     self._left: set[int] = set()  # said goodbye, or are gone
     # The exchanges that have begun: since when, and the parts so far.
     self._given: dict[str, tuple[float, dict[int, Any]]] = {}
+    self._asked: dict[int, float] = {}  # since when processes owe an answer
     self._said: dict[str, float] = {}  # when a wait is said again
     self._failed = False
     self._all_left = asyncio.Event()
@@ -154,7 +160,8 @@ class Coordinator:
     self._leave(process)
 
   def _receive(self, process: int, message: Message) -> None:
-    """Handles a message of a process."""
+    """Handles a message of a process, which is a sign of life as well."""
+    self._asked.pop(process, None)
     if 'give' in message:
       self._give(process, message)
     elif 'stop' in message:
@@ -190,6 +197,7 @@ class Coordinator:
 
   def _note_left(self, process: int) -> None:
     self._left.add(process)
+    self._asked.pop(process, None)
     if len(self._left) == self._count:
       self._all_left.set()
 
@@ -207,10 +215,20 @@ class Coordinator:
   async def _watch(self) -> None:
     """Says for whom the others wait, and gives up hosts that are too late."""
     clock = asyncio.get_running_loop().time
-    started = clock()
+    started = asked = clock()
     while not self._failed:
-      await asyncio.sleep(_PAUSE)
+      await asyncio.sleep(PAUSE)
+      if clock() - asked > ASK_EVERY:
+        asked = clock()
+        self._ask(asked)
       waits = []
+      shortest = min(FIRST_WAIT, self._patience)
+      if silent := [
+        n for n, since in self._asked.items() if clock() - since > shortest
+      ]:
+        since = min(self._asked[n] for n in silent)
+        late = ', '.join(self.describe(n) for n in silent)
+        waits.append((since, self._patience, 'to answer', late))
       if missing := self._missing(self._members):
         line = f'to come to {self._address}'
         waits.append((started, self._start_timeout, line, missing))
@@ -227,6 +245,13 @@ class Coordinator:
           self._broadcast({'waiting': f'for {late} {line}'})
       if not waits:
         self._said.clear()
+
+  def _ask(self, now: float) -> None:
+    """Asks the processes for a sign of life that do not owe one already."""
+    for process, member in self._members.items():
+      if process not in self._left and process not in self._asked:
+        self._asked[process] = now
+        send(member.writer, {'ask': True})
 
   def _missing(self, present: Container[int]) -> str:
     """Returns the processes that are not present; '' if all are."""

@@ -116,7 +116,7 @@ class ConnectedHosts(Hosts):
     index, count: see `Hosts`; host 0 runs the coordinator.
     jax_port: on host 0, the port for jax's own coordinator.
     start_timeout: seconds to wait for the other hosts.
-    patience: seconds to wait for a host that is late.
+    patience: seconds to wait for a host that is late or does not answer.
     grace: seconds that this process has to end by itself in a run that has
       failed.
 
@@ -140,7 +140,7 @@ class ConnectedHosts(Hosts):
   ):
     super().__init__(index, [''] * count)
     self._address = address
-    self._grace = grace
+    self._patience, self._grace = patience, grace
     self._waiting: dict[str, concurrent.futures.Future] = {}
     self._rounds: dict[str, int] = {}
     self._lock = threading.Lock()
@@ -257,7 +257,10 @@ class ConnectedHosts(Hosts):
     name = socket.gethostname()
     hello = {'process': self.index, 'count': self.count, 'name': name}
     coordinator_lib.send(writer, hello)
+    self._heard = loop.time()  # something of the coordinator
     self._listener = loop.create_task(self._receive_all(reader))
+    if self._server is None:
+      self._watching = loop.create_task(self._watch())
 
   async def _receive_all(self, reader) -> None:
     """Handles the coordinator's messages until it is gone."""
@@ -266,17 +269,42 @@ class ConnectedHosts(Hosts):
       while line := await reader.readline():
         self._receive(json.loads(line))
     if not self._ending:
-      name = self.names[0] and f' ({self.names[0]})'
-      line = f'host 0{name}, the coordinator, is gone'
       self._end(
         HostFailed(
-          f'{line}: it was killed, or its machine or network has failed',
+          f'{self._coordinator} is gone: it was killed, or its machine or '
+          'network has failed',
           coordinator_lib.TRY_AGAIN,
         )
       )
 
+  async def _watch(self) -> None:
+    """Names a coordinator that asks nothing any more, and gives it up."""
+    clock = asyncio.get_running_loop().time
+    said = coordinator_lib.FIRST_WAIT
+    while self._failure is None and not self._ending:
+      await asyncio.sleep(coordinator_lib.PAUSE)
+      silent = clock() - self._heard - coordinator_lib.ASK_EVERY
+      if silent > self._patience:
+        line = f'{self._coordinator} failed to answer within '
+        self._end(
+          HostFailed(f'{line}{self._patience:.0f} s', coordinator_lib.TRY_AGAIN)
+        )
+      elif silent > said:
+        said = silent + coordinator_lib.NEXT_WAIT
+        say(f'waiting for {self._coordinator} to answer')
+      elif silent < coordinator_lib.FIRST_WAIT:
+        said = coordinator_lib.FIRST_WAIT
+
+  @property
+  def _coordinator(self) -> str:
+    name = self.names[0] and f' ({self.names[0]})'
+    return f'host 0{name}, the coordinator,'
+
   def _receive(self, message: coordinator_lib.Message) -> None:
-    if 'hosts' in message:
+    self._heard = self._loop.time()
+    if 'ask' in message:
+      coordinator_lib.send(self._writer, {'answer': True})
+    elif 'hosts' in message:
       self._answer('met', message['hosts'])
     elif 'done' in message:
       self._answer(message['done'], message['values'])

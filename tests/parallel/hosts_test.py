@@ -99,12 +99,26 @@ def _start(address: str, *rest: str) -> subprocess.Popen:
   )
 
 
-def _ends(*actions: str) -> list[tuple[int, str]]:
-  """Returns exit code and error output of hosts that do these actions."""
+def _ends(
+  *actions: str, patience: str = '30', frozen: int | None = None
+) -> list[tuple[str, int]]:
+  """Returns error output and exit code of hosts that do these actions.
+
+  Args:
+    *actions: see `one_host`.
+    patience: seconds that they wait for each other.
+    frozen: the host that must be killed once the others have ended.
+  """
   address, count = _address(), str(len(actions))
   processes = [
-    _start(address, str(n), count, what) for n, what in enumerate(actions)
+    _start(address, str(n), count, what, patience)
+    for n, what in enumerate(actions)
   ]
+  for n, process in enumerate(processes):
+    if n != frozen:
+      process.wait(timeout=60)
+  if frozen is not None:
+    processes[frozen].kill()
   return [(p.communicate(timeout=60)[1], p.returncode) for p in processes]
 
 
@@ -138,6 +152,27 @@ def test_a_host_that_is_killed_is_named_on_all(culprit):
       'killed, or its machine or network has failed\n',
       text,
     )
+
+
+@pytest.mark.slow
+def test_a_host_that_does_not_come_is_named_on_all():
+  """It sleeps; the others wait for it in Python."""
+  ends = _ends('wait', 'wait', 'compute', patience='2')
+  line = f'host 2 ({socket.gethostname()}) failed to come to the others (more)'
+  assert ends == [(f'{line} within 2 s\n', 75)] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('culprit', [0, 1])
+def test_a_host_that_is_frozen_is_named_on_all(culprit):
+  """The others wait for it where nothing can be interrupted."""
+  actions = ['compute', 'compute', 'compute']
+  actions[culprit] = 'freeze'
+  ends = _ends(*actions, patience='2', frozen=culprit)
+  role = '' if culprit else ', the coordinator,'
+  line = f'host {culprit} ({socket.gethostname()}){role} failed to answer'
+  assert ends.pop(culprit)[1] == -9
+  assert ends == [(f'{line} within 2 s\n', 75)] * 2
 
 
 class _Stranded(NamedTuple):

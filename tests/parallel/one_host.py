@@ -1,6 +1,6 @@
 """One host of a run without devices, as a process of its own.
 
-    python -m tests.parallel.one_host ADDRESS INDEX COUNT WHAT
+    python -m tests.parallel.one_host ADDRESS INDEX COUNT WHAT [PATIENCE]
 
 It meets the others, exchanges a word, and then does WHAT. `python -u` prints
 what happens, and the exit code is that of a command.
@@ -17,7 +17,9 @@ GRACE = 1.0
 START_TIMEOUT = 7.0
 
 
-def main(address: str, index: str, count: str, what: str) -> int:
+def main(
+  address: str, index: str, count: str, what: str, patience: str = '30'
+) -> int:
   hosts = None
   try:
     hosts = hosts_lib.ConnectedHosts(
@@ -26,7 +28,7 @@ def main(address: str, index: str, count: str, what: str) -> int:
       int(count),
       jax_port=1,
       start_timeout=START_TIMEOUT,
-      patience=30.0,
+      patience=float(patience),
       grace=GRACE,
     )
     assert hosts.exchange('word', index) == [str(n) for n in range(int(count))]
@@ -34,6 +36,8 @@ def main(address: str, index: str, count: str, what: str) -> int:
       raise ValueError('two\nlines')
     if what == 'die':
       os.kill(os.getpid(), signal.SIGKILL)
+    if what == 'freeze':
+      os.kill(os.getpid(), signal.SIGSTOP)
     if what == 'compute':  # as a program does that waits for another host
       time.sleep(60)
     if what == 'wait':
