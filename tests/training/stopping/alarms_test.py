@@ -3,7 +3,9 @@
 import pytest
 
 from stppo_jax import __main__
+from stppo_jax import types
 from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.retrieval import server
 from stppo_jax.training.stopping import alarms
 from tests.training import runs
 
@@ -54,6 +56,32 @@ def test_a_retriever_that_never_finds_anything_ends_the_run():
   _steps(watch, 20, 20, 20, 20, 3, 20, 20, 20, 20)
   with pytest.raises(alarms.Alarmed, match='^the run ends at step 1: alarm em'):
     _steps(watch, 20)
+
+
+@pytest.mark.slow
+def test_a_run_whose_retriever_never_finds_anything_ends(tmp_path, capsys):
+  """The policy is that of the quickstart, which searches from the beginning."""
+  strange = types.Passage('0', 'zqx', 'zqx')  # no query has this word
+  served = server.embedded([strange], world_passages=lambda world: [strange])
+  with served:
+    code = runs.train(
+      tmp_path,
+      num_steps=9,
+      model__path=runs.REPO / 'assets' / 'quickstart',
+      retrieval__url=served.url,
+      evaluate__every=0,
+      checkpoint__every=99,
+      alarms__stop_after=2,
+    )
+  assert code == 76
+  output, errors = capsys.readouterr()
+  assert 'step 1: ALARM empty_answers: the share of searches that' in output
+  (line,) = errors.splitlines()
+  assert line.startswith('the run ends at step 2: alarm empty_answers has rung')
+  for line in runs.metrics(tmp_path):
+    assert line['retrieval/empty'] == line['retrieval/answers'] >= 10
+    assert line['retrieval/failures'] == 0
+  assert (tmp_path / 'checkpoints' / '2').is_dir()
 
 
 def test_all_hosts_end_with_the_first_one():
