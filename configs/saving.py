@@ -32,6 +32,7 @@ def preemption() -> dict[str, Any]:
   return {
     # Seconds from the signal that ends a run until the process is killed, such
     # as terminationGracePeriodSeconds of Kubernetes. No save is begun if the
-    # last one took longer than what is left; 0 = a save is always begun.
+    # last one took longer than what is left, and no update is waited for any
+    # longer; 0 = a save is always begun, and an update is waited for.
     'grace': 0.0,
   }

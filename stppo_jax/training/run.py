@@ -131,9 +131,7 @@ class Run:
     self.resumed = self._has_state = False
     self.save_seconds = 0.0
     self.exit_code = 0
-    self._interrupt = interrupt
-    self._stack = stack
-    self.unit = unit
+    self._interrupt, self._stack, self.unit = interrupt, stack, unit
     self._claim: lock.Claim | None = None
     self._show: Callable[[str], None] = functools.partial(print, flush=True)
     self._evaluate: Evaluate | None = None
@@ -239,6 +237,7 @@ class Run:
     self._config = config
     self.num_steps = num_steps
     self._tokenizer = tokenizer
+    self._interrupt.grace = config.preemption.grace
     self._saver = saving.Saver(config, self.workdir, self.hosts, self._claim)
     self._stack.callback(self._saver.checkpointer.close)
     self._writer = sinks.build_writer(

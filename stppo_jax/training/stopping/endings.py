@@ -68,7 +68,7 @@ def handled(
   Raises:
     Stopped: in place of an OSError of a run that has begun.
   """
-  interrupt.rescue = functools.partial(_rescue, run)
+  interrupt.rescue = functools.partial(_rescue, run, interrupt)
   try:
     yield
   except interruption.Interrupted:
@@ -144,13 +144,20 @@ def _progress(run: Endable) -> str:
   return f'{run.last} is saved'
 
 
-def _rescue(run: Endable, exit_code: int, *, answered: bool) -> bool:
+def _rescue(
+  run: Endable,
+  interrupt: interruption.Interruption,
+  exit_code: int,
+  *,
+  answered: bool,
+) -> bool:
   """Prepares the end of a process whose main thread does not react.
 
   It may be compiling, which nothing can interrupt. This is another thread.
 
   Args:
     run: the run.
+    interrupt: knows how long ago the signal was.
     exit_code: the exit code of the signal.
     answered: whether the main thread knows of the signal: then it goes on to an
       end, and its state may be consumed meanwhile.
@@ -161,6 +168,14 @@ def _rescue(run: Endable, exit_code: int, *, answered: bool) -> bool:
   if run.hosts.count > 1:
     return False
   if run.has_unsaved:
+    if not run.is_intact and interrupt.is_overdue:
+      run.show(
+        f'interrupted in the updates after {run.last}, which did not end '
+        f'within preemption.grace={interrupt.grace:g} s: what was done since '
+        f'the newest checkpoint is lost; {_RESUMES}'
+      )
+      run.release(exit_code)
+      return True
     if answered or not run.is_intact:
       return False
     try:

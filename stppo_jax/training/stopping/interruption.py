@@ -91,6 +91,7 @@ class Interruption:
     outlook: what the first signal leads to, for the line that is printed.
     on_signal: called on another thread at the first signal.
     signalled: the time of that signal, by `time.monotonic`; None before it.
+    grace: seconds from that signal until the process is killed; 0: not known.
     rescue: called on another thread while the main thread does not end; returns
       whether the process may end without it. Its arguments are the exit code,
       and whether the main thread knows of the signal. If not, the main thread
@@ -103,6 +104,7 @@ class Interruption:
     self.on_signal: Callable[[], None] = lambda: None
     self.rescue: Callable[..., bool] = no_rescue
     self.signalled: float | None = None
+    self.grace = 0.0
     self._answering = threading.Lock()
     self._answered = False
     self._left = threading.Event()
@@ -166,6 +168,13 @@ class Interruption:
       main = threading.main_thread().ident
       assert main is not None  # it has been started
       signal.pthread_kill(main, _REQUEST)
+
+  @property
+  def is_overdue(self) -> bool:
+    """Whether the process has had all of its seconds since the signal."""
+    if not self.grace or self.signalled is None:
+      return False
+    return time.monotonic() - self.signalled >= self.grace
 
   @property
   def _is_interrupted(self) -> bool:
