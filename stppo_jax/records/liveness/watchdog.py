@@ -23,6 +23,9 @@ _log = logging.getLogger(__name__)
 # than some seconds is often late because the machine is busy.
 _FACTOR = 10.0
 _LEAST = 60.0  # seconds
+# Seconds that are far too long for a phase that has not ended before: it may
+# compile, and how long it takes is not known.
+_FIRST = 1800.0
 _REMEMBERED = 20  # durations of a phase, whose median is the usual one
 _EVERY = 1.0  # seconds between two looks
 
@@ -30,12 +33,10 @@ _EVERY = 1.0  # seconds between two looks
 class Watchdog:
   """Watches how long the phases of a run take.
 
-  Nothing is said of a phase that has not ended before: how long it takes is not
-  known, and it may compile.
-
   Args:
     clock: returns seconds.
-    least: seconds that no phase is too long.
+    least: seconds that are too long for no phase.
+    first: seconds that are too long for a phase that has not ended before.
     every: seconds between two looks.
   """
 
@@ -44,9 +45,11 @@ class Watchdog:
     *,
     clock: Callable[[], float] = time.monotonic,
     least: float = _LEAST,
+    first: float = _FIRST,
     every: float = _EVERY,
   ):
-    self._clock, self._least, self._every = clock, least, every
+    self._clock, self._every = clock, every
+    self._least, self._first = least, first
     self._durations: dict[str, collections.deque[float]] = {}
     self._phase, self._since = '', clock()
     self._has_told = False
@@ -89,13 +92,17 @@ class Watchdog:
     """Writes the stacks, once, if the present phase takes far too long."""
     with self._lock:
       phase, seconds = self._phase, self._clock() - self._since
-      if self._has_told or phase not in self._durations:
+      if self._has_told or not phase:
         return
-      usual = statistics.median(self._durations[phase])
-      if seconds <= max(_FACTOR * usual, self._least):
+      limit, known = self._first, 'and has not ended before'
+      if phase in self._durations:
+        usual = statistics.median(self._durations[phase])
+        limit = max(_FACTOR * usual, self._least)
+        known = f'usually {usual:.3g} s'
+      if seconds <= limit:
         return
       self._has_told = True
-    told = f'{phase} has taken {seconds:.0f} s, usually {usual:.3g} s'
+    told = f'{phase} has taken {seconds:.0f} s, {known}'
     try:
       path.parent.mkdir(parents=True, exist_ok=True)
       with open(path, 'a', encoding='utf-8') as file:

@@ -55,12 +55,24 @@ def test_ten_times_the_usual_time_is_told_once(tmp_path, clock, caplog):
   assert path.read_text('utf-8').count('has taken') == 2
 
 
-def test_nothing_is_said_without_a_measure(tmp_path, clock):
+def test_a_phase_that_has_not_ended_before_has_half_an_hour(
+  tmp_path, clock, caplog
+):
+  watch = watchdog.Watchdog(clock=clock)
+  path = tmp_path / 'stacks.txt'
+  watch.enter_phase('update')
+  clock.now += 1800.0  # it may compile
+  watch.look(path)
+  assert not path.exists()
+  clock.now += 1.0
+  watch.look(path)
+  told = 'update has taken 1801 s, and has not ended before'
+  assert told in path.read_text('utf-8') and told in caplog.text
+
+
+def test_nothing_is_said_of_short_times_and_between_phases(tmp_path, clock):
   watch = watchdog.Watchdog(clock=clock, least=60.0)
   path = tmp_path / 'stacks.txt'
-  watch.enter_phase('evaluate')  # for the first time
-  clock.now += 1e6
-  watch.look(path)
   _phases(watch, clock, update=0.1)
   watch.enter_phase('update')
   clock.now += 59.0  # which a busy machine may cause
