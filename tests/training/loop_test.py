@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import signal
+import time
 
 import jax
 import numpy as np
@@ -153,15 +154,46 @@ def test_metrics_have_their_names_and_are_finite(finished):
     due = line['step'] in (2, _STEPS)
     assert (evaluated <= line.keys()) == due
     assert ('timing_s/evaluate' in line) == due
-    # Every second is in one phase, up to what writing a line takes.
+    # Every second is in one phase.
     phases = ('step', 'checkpoint', 'other')
     seconds = sum(line[f'timing_s/{phase}'] for phase in phases)
     assert line['timing_s/total'] == pytest.approx(seconds)
     assert 0 < line['goodput/fraction'] <= 1
     assert line['goodput/restarts'] == line['goodput/lost_steps'] == 0
+  # Hardly any is in none that has a name.
+  other, total = (
+    sum(line[f'timing_s/{phase}'] for line in lines[1:])
+    for phase in ('other', 'total')
+  )
+  assert other < total / 2
   # The save of a step is timed in the line of the next.
   assert lines[1]['timing_s/checkpoint'] == 0
   assert lines[2]['timing_s/checkpoint'] > 0
+
+
+def test_the_times_of_a_step_are_those_of_the_clock(tmp_path):
+  moments = {}
+
+  def act(moment):
+    moments[moment] = time.monotonic()
+    if moment == ('collect', 2):
+      time.sleep(0.2)
+
+  changes = {'num_steps': 2, 'evaluate__every': 0, 'checkpoint__every': 99}
+  with faults.at(runs.config(**changes), act):
+    assert runs.train(tmp_path, **changes) == 0
+  ended = time.monotonic()
+  line = runs.metrics(tmp_path)[-1]
+  seconds = lambda phase: line[f'timing_s/{phase}']
+  # The time of a step begins with the line of the step before, which is written
+  # between these two moments, and ends with its own.
+  least = moments['updated', 2] - moments['collect', 2]
+  most = ended - moments['updated', 1]
+  assert 0.2 < least <= seconds('total') <= most
+  collecting = moments['collected', 2] - moments['collect', 2]
+  assert 0.2 < collecting <= seconds('wait')
+  phases = ('wait', 'annotate', 'update', 'token_details')
+  assert seconds('step') == pytest.approx(sum(map(seconds, phases)))
 
 
 def test_numbers_of_a_run_make_sense(finished):
