@@ -110,23 +110,10 @@ def update(
   (gradient, sums), _ = microbatches_lib.accumulate(step, microbatches)
   count = jnp.maximum(sums.count, 1)
   gradient, mean = jax.tree.map(lambda x: x / count, (gradient, sums))
-  new_params, optimizer_state, report = optimizer_lib.apply_gradient(
-    optimizer,
-    state.params,
-    state.optimizer,
-    gradient,
-    state.updates,
-    hyperparameters.optimizer,
+  new_state, sound, report = state_lib.take_step(
+    optimizer, state, gradient, hyperparameters.optimizer, loss=mean.total
   )
-  new_state = state_lib.ModelState(
-    new_params, optimizer_state, state.updates + 1
-  )
-  sound = optimizer_lib.is_sound(
-    new_state, report['grad_norm'], mean.total, hyperparameters.optimizer
-  )
-  new_state = jax.tree.map(
-    lambda new, old: jnp.where(sound, new, old), new_state, state
-  )
+  new_state = state_lib.select(sound, new_state, state)
   metrics = {
     'preference/loss': mean.total,
     'preference/margin': mean.margin,

@@ -110,3 +110,44 @@ def init(
     value=None if value is None else init_model(value, 1, value_optimizer),
     frozen=weights if lora else None,
   )
+
+
+def take_step(
+  optimizer: optimizer_lib.Optimizer,
+  model: ModelState,
+  gradient: Tree,
+  hyperparameters: optimizer_lib.Hyperparameters,
+  *,
+  loss: Tree,
+) -> tuple[ModelState, jax.Array, dict[str, jax.Array]]:
+  """Takes an optimiser step of one model.
+
+  Args:
+    optimizer: see `optimizer.from_config`.
+    model: the model before the step.
+    gradient: float32, in the structure of the weights.
+    hyperparameters: may be traced.
+    loss: the loss, or its terms, which must be finite.
+
+  Returns:
+    The model after the step, whether the step is sound (`optimizer.is_sound`),
+    and the metrics of `optimizer.apply_gradient`.
+  """
+  params, moments, metrics = optimizer_lib.apply_gradient(
+    optimizer,
+    model.params,
+    model.optimizer,
+    gradient,
+    model.updates,
+    hyperparameters,
+  )
+  new = ModelState(params, moments, model.updates + 1)
+  sound = optimizer_lib.is_sound(
+    new, metrics['grad_norm'], loss, hyperparameters
+  )
+  return new, sound, metrics
+
+
+def select(condition: jax.Array, new: Tree, old: Tree) -> Tree:
+  """Returns the new state where the condition holds, and else the old one."""
+  return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)

@@ -218,28 +218,30 @@ def apply_gradients(
 ) -> tuple[state_lib.TrainState, loss_lib.LossOutputs]:
   """Takes a step of both optimisers, unless one of them must be skipped."""
   metrics = dict(outputs.metrics)
-  new_policy, report = _step(
+  new_policy, sound, report = state_lib.take_step(
     spec.policy_optimizer,
     state.policy,
     gradient.policy,
     hyperparameters.policy,
-  )
-  sound = optimizer_lib.is_sound(
-    new_policy, report['grad_norm'], outputs.metrics, hyperparameters.policy
+    loss=outputs.metrics,
   )
   metrics |= {f'actor/{name}': x for name, x in report.items()}
   new_value = None
   if gradient.value is not None:
-    new_value, report = _step(
-      spec.value_optimizer, state.value, gradient.value, hyperparameters.value
+    new_value, value_sound, report = state_lib.take_step(
+      spec.value_optimizer,
+      state.value,
+      gradient.value,
+      hyperparameters.value,
+      loss=outputs.metrics,
     )
-    sound &= optimizer_lib.is_sound(
-      new_value, report['grad_norm'], outputs.metrics, hyperparameters.value
-    )
+    sound &= value_sound
     metrics |= {f'critic/{name}': x for name, x in report.items()}
   new_state = state_lib.TrainState(
-    _where(sound & hyperparameters.policy_learns, new_policy, state.policy),
-    _where(sound, new_value, state.value),
+    state_lib.select(
+      sound & hyperparameters.policy_learns, new_policy, state.policy
+    ),
+    state_lib.select(sound, new_value, state.value),
   )
   metrics['update/skipped'] = 1.0 - sound.astype(jnp.float32)
   return new_state, outputs._replace(metrics=metrics)
@@ -258,20 +260,3 @@ def _differentiate_terms(params: forward.TrainedParams, *arrays, **options):
     policy=gradients.policy.policy, bias=gradients.bias.policy
   )
   return (None, outputs), gradients
-
-
-def _step(optimizer, model, gradient, hyperparameters):
-  params, optimizer_state, report = optimizer_lib.apply_gradient(
-    optimizer,
-    model.params,
-    model.optimizer,
-    gradient,
-    model.updates,
-    hyperparameters,
-  )
-  new = state_lib.ModelState(params, optimizer_state, model.updates + 1)
-  return new, report
-
-
-def _where(condition: Array, new: Tree, old: Tree) -> Tree:
-  return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)

@@ -266,14 +266,10 @@ def _update(
     return -jnp.sum(chosen_BL) / jnp.sum(batch.loss_mask_BL)
 
   loss, gradient = jax.value_and_grad(negative_log_likelihood)(state.params)
-  params, moments, report = optimizer_lib.apply_gradient(
-    adam, state.params, state.optimizer, gradient, state.updates, numbers
+  new, sound, report = state_lib.take_step(
+    adam, state, gradient, numbers, loss=loss
   )
-  sound = optimizer_lib.is_sound(
-    (params, moments), report['grad_norm'], loss, numbers
-  )
-  new = state_lib.ModelState(params, moments, state.updates + 1)
-  state = jax.tree.map(lambda new, old: jnp.where(sound, new, old), new, state)
+  state = state_lib.select(sound, new, state)
   metrics = {f'actor/{name}': x for name, x in report.items()}
   metrics['update/skipped'] = 1.0 - sound.astype(jnp.float32)
   return state, {'sft/loss': loss, **metrics}
