@@ -1,8 +1,6 @@
 """The device side of a run: layouts, and the jitted annotate and update."""
 
-from collections.abc import Sequence
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -20,6 +18,7 @@ from stppo_jax.learner import programs as programs_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import token_details as token_details_lib
 from stppo_jax.learner import update as update_lib
+from stppo_jax.learner import update_metrics
 from stppo_jax.learner import utilization as utilization_lib
 from stppo_jax.learner import weights as weights_lib
 from stppo_jax.models import config as model_config
@@ -32,7 +31,6 @@ from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.parallel import memory
 from stppo_jax.parallel import sharding
 from stppo_jax.rl import algorithm as algorithm_lib
-from stppo_jax.rl import diagnostics as diagnostics_lib
 from stppo_jax.rl import kl as kl_lib
 
 
@@ -219,13 +217,13 @@ class Learner:
     """Does all updates of a step, as `training/loop.py` does.
 
     Returns:
-      The new state and the metrics of `summarize`.
+      The new state and the metrics of `update_metrics.summarize`.
     """
     outputs = []
     for rows in self.minibatches(len(batch.lengths_B), step):
       state, output = self.update(state, batch, rows, step)
       outputs.append(output)
-    return state, summarize(outputs)
+    return state, update_metrics.summarize(outputs)
 
   def token_outputs(
     self,
@@ -435,25 +433,6 @@ class Learner:
     init = programs_lib.init_state(self._spec)
     state = jax.eval_shape(init, weights, jax.random.key(0))
     return _with_shardings(state, self._programs.layout)
-
-
-def exceeds_kl(update: loss_lib.LossOutputs, limit: float) -> bool:
-  """Returns whether an update's KL estimate is above a limit; 0: there is none.
-
-  The estimate is the metric `actor/ppo_kl`, in nats per token.
-  """
-  return 0 < limit < summarize([update])['actor/ppo_kl']
-
-
-def summarize(outputs: Sequence[loss_lib.LossOutputs]) -> dict[str, float]:
-  """Returns the metrics of a step: means over its updates, ratios pooled."""
-  metrics, diagnostics = zip(*jax.device_get(outputs))
-  means = {
-    name: float(np.mean([update[name] for update in metrics]))
-    for name in metrics[0]
-  }
-  pooled = functools.reduce(diagnostics_lib.merge, diagnostics)
-  return means | diagnostics_lib.summarize(pooled)
 
 
 def _with_shardings(shapes, layouts):

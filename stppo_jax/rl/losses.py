@@ -43,9 +43,9 @@ class Statistics(typing.NamedTuple):
   """The numbers of a whole minibatch that the loss of each microbatch reads.
 
   Attributes:
-    normalize: those of the normalisation; () where it needs none.
-    bounds: those of the bounds; () where they need none.
-    corrections: those of each correction, by its name.
+    normalize: the numbers that the normalisation reads, or ().
+    bounds: the numbers that the bounds read, or ().
+    corrections: by name, the numbers that each correction reads, or ().
   """
 
   normalize: typing.Any

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from stppo_jax import batch as batch_lib
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import loss as loss_lib
+from stppo_jax.learner import update_metrics
 from stppo_jax.parallel import compile_time
 from stppo_jax.parallel import peaks
 from stppo_jax.records.liveness import timing
@@ -59,7 +60,7 @@ class StepMetrics:
       laps: the seconds of its phases, by the names of `timing.Timer`.
     """
     epochs = len(updates) * self._config.updates.minibatch_size / totals.rows
-    metrics = learner_lib.summarize(updates)
+    metrics = update_metrics.summarize(updates)
     metrics['update/count'] = len(updates)
     metrics |= timing.step_metrics(
       laps,
