@@ -9,7 +9,6 @@ import numpy as np
 from stppo_jax import batch as batch_lib
 from stppo_jax.learner import cpu_parallel
 from stppo_jax.learner import forward
-from stppo_jax.learner import keys
 from stppo_jax.learner import loss as loss_lib
 from stppo_jax.learner import minibatches as minibatches_lib
 from stppo_jax.learner import model_roles
@@ -113,12 +112,9 @@ class Learner:
 
   def start(self) -> state_lib.TrainState:
     """Returns the state before the first update."""
-    path = self._config.model.path
-    adapters = self._policy.lora is not None
-    load = weights_lib.load_frozen if adapters else weights_lib.load_or_init
-    params = load(self._config, path, self.policy, self.mesh)
-    key = keys.step_key(self._config.seed, 0, keys.Purpose.INIT)
-    return self._programs.init(params, jax.random.fold_in(key, 1))
+    return self._programs.init(
+      *weights_lib.load_start(self._config, self._policy, self.mesh)
+    )
 
   def reference(self) -> functional.Params | None:
     """Returns the weights of the frozen reference.

@@ -47,6 +47,28 @@ def load_or_init(
   return init(key)
 
 
+def load_start(
+  config, policy: functional.Model, mesh: jax.sharding.Mesh
+) -> tuple[functional.Params, jax.Array]:
+  """Returns the weights of `model.path`, and the key of what is added to them.
+
+  A value head and adapters are drawn with the key. The weights are those of a
+  frozen base if the policy has adapters.
+
+  Args:
+    config: the run's config.
+    policy: the policy, with its adapters.
+    mesh: the devices.
+
+  Raises:
+    ValueError: files that do not fit the model.
+  """
+  load = load_or_init if policy.lora is None else load_frozen
+  params = load(config, config.model.path, policy.plain_policy, mesh)
+  key = keys.step_key(config.seed, 0, keys.Purpose.INIT)
+  return params, jax.random.fold_in(key, 1)
+
+
 @functools.lru_cache(maxsize=8)
 def _layout_and_init(policy: functional.Model, mesh: jax.sharding.Mesh):
   """Returns the layout of a policy's weights, and a program that draws them."""

@@ -5,29 +5,17 @@ function of (config, file, number, state), so that the same command resumes from
 the last checkpoint as if nothing had happened.
 """
 
-from collections.abc import Callable
-import dataclasses
-import functools
 import math
 import pathlib
-from typing import Any
 from typing import NamedTuple
 
 import jax
 
 from stppo_jax import batch as batch_lib
-from stppo_jax.learner import keys
-from stppo_jax.learner import model_roles
-from stppo_jax.learner import optimizer as optimizer_lib
-from stppo_jax.learner import preference_update
+from stppo_jax.learner import preference_learner
 from stppo_jax.learner import state as state_lib
-from stppo_jax.learner import weights as weights_lib
-from stppo_jax.models import config as model_config
 from stppo_jax.models import functional
-from stppo_jax.parallel import compilation
-from stppo_jax.parallel import distributed
 from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.parallel import sharding
 from stppo_jax.training import checkpoint_state
 from stppo_jax.training import pairs as pairs_lib
 from stppo_jax.training import run as run_lib
@@ -99,7 +87,7 @@ class _Started(NamedTuple):
     reference: weights of the frozen reference.
   """
 
-  learner: 'PreferenceLearner'
+  learner: preference_learner.PreferenceLearner
   pairs: batch_lib.PairBatch
   state: state_lib.TrainState
   reference: functional.Params
@@ -120,7 +108,7 @@ def _start(
       mesh = assembly.build_mesh(config)
       shape = assembly.build_model_config(config, tokenizer, mesh)
       _check_sizes(config, pairs, shape, mesh, file)
-      learner = PreferenceLearner(config, shape, mesh)
+      learner = preference_learner.PreferenceLearner(config, shape, mesh)
       # With other pairs, a resumed run would be one that no command describes.
       run.record_config(config, restart=restart, batch_sha256=digest)
       state = learner.start()
@@ -134,129 +122,6 @@ def _start(
     state = run.resume(state, checkpoint_state.PolicyCheckpoints())
   run.show(f'{num_pairs} pairs')
   return _Started(learner, pairs, state, reference)
-
-
-class PreferenceLearner:
-  """Makes the state of a policy and updates it on pairs.
-
-  Args:
-    config: the config of a run.
-    shape: the policy's shape.
-    mesh: the run's mesh.
-
-  Attributes:
-    policy: the policy without adapters.
-  """
-
-  def __init__(
-    self, config, shape: model_config.ModelConfig, mesh: jax.sharding.Mesh
-  ):
-    self._config, self._mesh = config, mesh
-    models = model_roles.build(config, shape, mesh, uses_values=False)
-    self._trained = models.policy
-    self.policy = self._trained.plain_policy
-    optimizer, numbers = optimizer_lib.from_config(config.policy_optimizer)
-    self._hyperparameters = preference_update.Hyperparameters(
-      numbers,
-      beta=float(config.preference.beta),
-      alpha=float(config.preference.alpha),
-    )
-    self._rows = sharding.batch_sharding(mesh)
-    options = config.preference
-    size = options.batch_size
-    self._init, self._update = _programs(
-      self._trained,
-      optimizer,
-      mesh,
-      name=options.name,
-      temperature=config.rollout.temperature,
-      num_microbatches=size // (options.microbatch_size or size),
-    )
-
-  def start(self) -> state_lib.TrainState:
-    """Returns the state before the first update."""
-    adapters = self._trained.lora is not None
-    load = weights_lib.load_frozen if adapters else weights_lib.load_or_init
-    path = self._config.model.path
-    params = load(self._config, path, self.policy, self._mesh)
-    key = keys.step_key(self._config.seed, 0, keys.Purpose.INIT)
-    return self._init(params, jax.random.fold_in(key, 1))
-
-  def reference(self, state: state_lib.TrainState) -> functional.Params:
-    """Returns the weights of the frozen reference."""
-    model = self._config.model
-    if state.frozen is not None and not model.reference_path:
-      return state.frozen
-    path = model.reference_path or model.path
-    return weights_lib.load_frozen(self._config, path, self.policy, self._mesh)
-
-  def update(
-    self,
-    state: state_lib.TrainState,
-    minibatch: batch_lib.PairBatch,
-    reference: functional.Params,
-  ) -> tuple[state_lib.TrainState, dict[str, jax.Array]]:
-    """Takes one optimiser step; consumes all of a state but frozen weights."""
-    policy, metrics = self._update(
-      state.policy,
-      distributed.from_local_rows(minibatch, self._rows),
-      self._hyperparameters,
-      reference,
-      frozen=state.frozen,
-    )
-    return dataclasses.replace(state, policy=policy), metrics
-
-  def merged_params(self, state: state_lib.TrainState) -> functional.Params:
-    """Returns weights for `policy`: without adapters, no copy is made."""
-    params = state.policy.params
-    if state.frozen is None:
-      return params
-    joined = state_lib.join_frozen(self._trained, state.frozen, params)
-    return jax.jit(self._trained.merge_adapters)(joined)
-
-
-# Equal models share them, so that each is compiled once in a process.
-@functools.lru_cache(maxsize=8)
-def _programs(
-  policy: functional.Model,
-  optimizer: optimizer_lib.Optimizer,
-  mesh: jax.sharding.Mesh,
-  **options: Any,
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-  """Returns jitted functions: the state of weights and a key, and the update.
-
-  Args:
-    policy: the policy with its adapters.
-    optimizer: its optimiser.
-    mesh: the run's mesh.
-    **options: those of `preference_update.update`.
-  """
-  init = functools.partial(
-    state_lib.init,
-    policy=policy,
-    value=None,
-    policy_optimizer=optimizer,
-    value_optimizer=optimizer,
-  )
-  key = jax.random.key(0)
-  weights = policy.plain_policy.abstract_params
-  layout = sharding.param_shardings(jax.eval_shape(init, weights, key), mesh)
-  return (
-    jax.jit(init, donate_argnums=0, out_shardings=layout),
-    compilation.jit(
-      functools.partial(
-        preference_update.update,
-        policy=policy,
-        optimizer=optimizer,
-        **options,
-      ),
-      donate_argnums=0,
-      # Pinned, so that a restored state needs no other compiled program.
-      out_shardings=(layout.policy, None),
-      mesh=mesh,
-      dtype=policy.config.dtype,
-    ),
-  )
 
 
 def _check_unused_keys(config) -> None:
