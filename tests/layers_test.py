@@ -43,7 +43,7 @@ OURS = {
   'rollout': ('types', 'batch', 'envs', 'retrieval.protocol', 'rollout'),
   'learner': ('types', 'batch', 'rl', 'parallel', 'models', 'learner'),
   'records': ('types', 'streams', 'batch', 'envs.protocol', 'records'),
-  'report': ('settings', 'streams', 'records', 'report'),
+  'report': ('settings', 'streams', 'envs.protocol', 'records', 'report'),
   'training': _ALL,
   'analysis': _ALL,
   # Not each other: what they share is in `commands.flags`.
@@ -62,6 +62,8 @@ OURS = {
     'envs',
     'retrieval.address',
     'retrieval.dialects',
+    'sampling.lane_rules',
+    'data.kinds',
     'data.layout',
     'data.mixtures',
     'configs',

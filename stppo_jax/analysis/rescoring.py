@@ -53,8 +53,10 @@ def rescore(path: pathlib.Path, scope: str) -> Iterator[Rescored]:
       try:
         record = json.loads(line)
         missing = [name for name in _FIELDS if name not in record]
-        if missing or 'em' not in record['scores']:
-          raise ValueError(f'no "{(missing or ["scores.em"])[0]}"')
+        if not missing and rewards.EXACT_MATCH not in record['scores']:
+          missing = [f'scores.{rewards.EXACT_MATCH}']
+        if missing:
+          raise ValueError(f'no "{missing[0]}"')
       except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f'{where}: not a dialogue: {error}') from error
       if record['status'] != types.TrajectoryStatus.INFRA_ERROR.value:
@@ -75,5 +77,6 @@ def _rescored(where: str, record: Mapping[str, Any], scope: str) -> Rescored:
   )
   score = 0.0
   if answer is not None:
-    score = rewards.answer_scores(question, answer)['em']
-  return Rescored(where, record, answer, score, record['scores']['em'])
+    score = rewards.answer_scores(question, answer)[rewards.EXACT_MATCH]
+  saved = record['scores'][rewards.EXACT_MATCH]
+  return Rescored(where, record, answer, score, saved)

@@ -17,9 +17,10 @@ from typing import Self
 from stppo_jax import types
 from stppo_jax.retrieval import protocol as retrieval
 
-# The action of a turn without a valid action. An environment is free to choose
-# the names of all other actions.
+# The action of a turn without a valid action, and that of a turn which answers.
+# An environment is free to choose the names of its other actions.
 INVALID = 'invalid'
+ANSWER = 'answer'
 _LARGEST_REWARD = 3.4e38  # training stores rewards as float32
 
 
@@ -190,6 +191,11 @@ class Environment(Episode, Protocol):
   def prompt(self, question: types.Question) -> str:
     """Returns the user message that opens a trajectory."""
     ...
+
+
+def asks(action: str) -> bool:
+  """Returns whether turns with this action ask the environment anything."""
+  return action not in (ANSWER, INVALID)
 
 
 def mean_turns(trajectories: Sequence[types.Trajectory], action: str) -> float:

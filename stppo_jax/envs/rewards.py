@@ -15,6 +15,9 @@ from stppo_jax import types
 from stppo_jax.envs import actions
 from stppo_jax.envs import neutralisation
 
+# The name of the score that says whether an answer is right. It is the accuracy
+# of the choice if the question has options.
+EXACT_MATCH = 'em'
 _ARTICLES = re.compile(r'\b(a|an|the)\b')
 _DELETE_PUNCTUATION = str.maketrans('', '', string.punctuation)
 _ANSWER = re.compile('<answer>(.*?)</answer>', re.DOTALL)
@@ -134,7 +137,7 @@ def answer_scores(question: types.Question, answer: str) -> dict[str, float]:
   else:
     em = exact_match(answer, golden)
   return {
-    'em': em,
+    EXACT_MATCH: em,
     'f1': token_f1(answer, golden),
     'substring_match': substring_match(answer, golden),
   }

@@ -23,7 +23,12 @@ OUTCOME_NAMES = (
 )
 TURN_NAMES = ('turn_search', 'turn_answer_found')
 REWARD_NAMES = OUTCOME_NAMES + TURN_NAMES
-SCORE_NAMES: tuple[str, ...] = ('em', 'f1', 'substring_match', 'format')
+SCORE_NAMES: tuple[str, ...] = (
+  rewards_lib.EXACT_MATCH,
+  'f1',
+  'substring_match',
+  'format',
+)
 
 
 class SearchEnvironment(protocol.Environment):
@@ -34,7 +39,7 @@ class SearchEnvironment(protocol.Environment):
 
   stop_strings = actions.STOP_STRINGS
   tags = neutralisation.TAGS
-  main_score = 'em'
+  main_score = rewards_lib.EXACT_MATCH
   needs_retriever = True
   phrases = staticmethod(prompts.phrases)
 
@@ -115,8 +120,10 @@ class SearchEnvironment(protocol.Environment):
     with TRUNCATED_TURNS; a failed retrieval ends it with INFRA_ERROR.
     """
     action = actions.parse_action(text)
-    if action.kind == 'answer':
-      return protocol.Step('answer', None, types.TrajectoryStatus.COMPLETED)
+    if action.kind == protocol.ANSWER:
+      return protocol.Step(
+        protocol.ANSWER, None, types.TrajectoryStatus.COMPLETED
+      )
     if turn_index >= self._max_turns:
       return protocol.Step(
         action.kind, None, types.TrajectoryStatus.TRUNCATED_TURNS
@@ -163,7 +170,7 @@ class SearchEnvironment(protocol.Environment):
       scores |= rewards_lib.answer_scores(question, answer)
     scores['format'] = rewards_lib.format_reward(texts)
     measures = {
-      'exact_match': scores['em'],
+      'exact_match': scores[rewards_lib.EXACT_MATCH],
       'substring_match': scores['substring_match'],
       'f1': scores['f1'],
       'format': scores['format'],

@@ -21,7 +21,12 @@ from stppo_jax.retrieval import protocol as retrieval
 TOOLS = {'calculator': calculator.Calculator}
 
 REWARD_NAMES = ('exact_match', 'substring_match', 'f1', 'format')
-SCORE_NAMES: tuple[str, ...] = ('em', 'f1', 'substring_match', 'format')
+SCORE_NAMES: tuple[str, ...] = (
+  rewards_lib.EXACT_MATCH,
+  'f1',
+  'substring_match',
+  'format',
+)
 
 _TAG_NAMES = ('think', 'answer', 'tool_call', 'tool_response')
 _RESPONSE = ('\n<tool_response>\n', '\n</tool_response>\n')
@@ -55,7 +60,7 @@ class ToolsEnvironment(protocol.Environment):
 
   stop_strings = tool_calls.STOP_STRINGS
   tags = tuple(f'<{slash}{n}>' for n in _TAG_NAMES for slash in ('', '/'))
-  main_score = 'em'
+  main_score = rewards_lib.EXACT_MATCH
   needs_retriever = False
 
   def __init__(
@@ -191,7 +196,7 @@ class ToolsEnvironment(protocol.Environment):
       scores |= rewards_lib.answer_scores(question, str(turns[-1][1]))
       kinds = {action for action, _ in turns[:-1]}
       scores['format'] = float(kinds <= {'tool'})
-    measures = {'exact_match': scores['em'], **scores}
+    measures = {'exact_match': scores[rewards_lib.EXACT_MATCH], **scores}
     return {n: self._weights[n] * measures[n] for n in REWARD_NAMES}, scores
 
 

@@ -6,6 +6,7 @@ import json
 import pathlib
 from typing import Any
 
+from stppo_jax.records import later_keys
 from stppo_jax.report import run_files
 
 # Keys in which the runs of one experiment may differ: how long it is, where it
@@ -71,7 +72,7 @@ def problems(groups: Sequence[Group]) -> list[str]:
   found = []
   for other in (members.runs[0] for members in groups[1:]):
     start = f'{first.folder} and {other.folder}: cannot be compared: '
-    tasks = [run.recorded.get('env.name', 'search') for run in (first, other)]
+    tasks = [_environment(run) for run in (first, other)]
     scores = [_scores(run) for run in (first, other)]
     if tasks[0] != tasks[1]:
       found.append(f'{start}env.name is {tasks[0]} and {tasks[1]}')
@@ -90,6 +91,10 @@ def names(runs: Sequence[run_files.Run]) -> list[str]:
       break
     depth += 1
   return ['/'.join(part[-depth:]) for part in parts]
+
+
+def _environment(run: run_files.Run) -> str:
+  return {**later_keys.LATER_KEYS, **run.recorded}['env.name']
 
 
 def _scores(run: run_files.Run) -> list[str]:

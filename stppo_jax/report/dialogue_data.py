@@ -12,11 +12,10 @@ import pathlib
 from typing import Any
 from typing import NamedTuple
 
+from stppo_jax.envs import protocol
 from stppo_jax.report import packing
 from stppo_jax.report import run_files
 
-# Actions that ask the environment nothing.
-_SILENT = ('answer', 'invalid')
 COLUMNS = (
   'run',
   'step',
@@ -175,7 +174,7 @@ def measures(
     the log of a turn ratio from 0. None where no token has numbers.
   """
   turns = record['turns']
-  searches = sum(turn['action'] not in _SILENT for turn in turns)
+  searches = sum(protocol.asks(turn['action']) for turn in turns)
   tokens = [t['tokens'] for t in turns if isinstance(t.get('tokens'), dict)]
   count = sum(len(numbers.get('ratio', ())) for numbers in tokens)
   clipped = distance = None

@@ -23,6 +23,7 @@ import uuid
 
 from stppo_jax import settings
 from stppo_jax.records import atomic_files
+from stppo_jax.records import later_keys
 from stppo_jax.records import run_folder
 from stppo_jax.training.building import assembly
 
@@ -79,43 +80,6 @@ _FIXED = (
 _PRODUCTS = ('start', 'metrics.jsonl', 'checkpoints/*')
 _ABSENT = '(absent)'
 _ALLOW = '--config.resume.allow_change'
-# Keys that are younger than some runs, with the value that those runs had.
-_LATER_KEYS = {
-  'init_from': '',
-  'env.name': 'search',
-  'env.reward_function': '',
-  'model.eos_token_ids': [],
-  'env.rewards.overlong': 0.0,
-  'env.overlong_fraction': 0.2,  # not read if overlong is 0
-  'retrieval.record': '',
-  'retrieval.replay': '',
-  'retrieval.faults.rate': 0.0,
-  'retrieval.faults.seed': 0,
-  'mesh.collect_fraction': 0.0,
-  'rollout.tensor': 0,
-  'rollout.cache_dtype': 'model',
-  'profile.steps': [0, 0],
-  'updates.kl_stop': 0.0,
-  'policy_optimizer.skip_grad_norm': 0.0,
-  'value_optimizer.skip_grad_norm': 0.0,
-  'sft.optimizer.skip_grad_norm': 0.0,
-  # Not read with the data and the environments that those runs have.
-  'data.arithmetic.max_number': 20,
-  'env.tools.names': ['calculator'],
-  'env.tools.mcp_servers': [],
-  'env.tools.timeout': 10.0,
-  'data.games.count': 0,
-  'env.rewards.solved': 1.0,
-  'env.rewards.turn_progress': 0.0,
-  'env.textworld.rooms': 2,
-  'env.textworld.objects': 4,
-  'env.textworld.quest_length': 2,
-  'env.textworld.list_commands': True,
-  'env.gymnasium.make': '',
-  'env.gymnasium.timeout': 60.0,
-  'algorithm.advantage.critic_tokens': 'policy',
-  'algorithm.advantage.outcome_counts': 'per_trajectory',
-}
 
 
 class OtherRun(Exception):
@@ -254,10 +218,11 @@ def _digest(config: Mapping[str, Any]) -> str:
   A later key with the value that earlier runs had counts as absent: so the
   digest of a run is the same in versions without that key.
   """
+  later = later_keys.LATER_KEYS.items()
   values = {
     key: value
     for key, value in settings.flatten(config).items()
-    if not _is_in(key, _FREE) and (key, value) not in _LATER_KEYS.items()
+    if not _is_in(key, _FREE) and (key, value) not in later
   }
   text = json.dumps(values, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()
@@ -270,8 +235,8 @@ def _is_in(key: str, names: Sequence[str]) -> bool:
 
 def _differences(config, recorded) -> dict[str, tuple[Any, Any]]:
   """Returns the keys that are not free and differ, with both values."""
-  ours = _LATER_KEYS | settings.flatten(config)
-  theirs = _LATER_KEYS | settings.flatten(recorded)
+  ours = later_keys.LATER_KEYS | settings.flatten(config)
+  theirs = later_keys.LATER_KEYS | settings.flatten(recorded)
   return {
     key: (ours.get(key, _ABSENT), theirs.get(key, _ABSENT))
     for key in sorted(ours.keys() | theirs.keys())

@@ -25,6 +25,7 @@ import jax
 from stppo_jax import settings
 from stppo_jax import types
 from stppo_jax.analysis import score_report
+from stppo_jax.envs import protocol
 from stppo_jax.envs import rewards
 from stppo_jax.learner import keys as keys_lib
 from stppo_jax.learner import learner as learner_lib
@@ -40,6 +41,7 @@ from stppo_jax.training import collection
 from stppo_jax.training import run_record
 from stppo_jax.training.building import assembly
 from stppo_jax.training.building import engines
+from stppo_jax.training.checks import batch_sizes
 from stppo_jax.training.evaluating import evaluation_folder
 
 _TRY_AGAIN = 75
@@ -230,8 +232,7 @@ def _collect_all(
   key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
   row_keys = keys_lib.row_keys(key, 0, len(rows))
   record = functools.partial(record_of, config, services, tokenizer)
-  rollout = config.rollout
-  size = _BATCHES * (rollout.slots or rollout.trajectories_per_step)
+  size = _BATCHES * batch_sizes.num_slots(config, 1)
   for first in range(0, len(left), size):
     part = left[first : first + size]
     asked = [rows[n][0] for n in part]
@@ -270,7 +271,7 @@ def record_of(
     'sample': sample,
     'answer': find_answer(services.environment.prompt(question), texts),
     'options': dict(question.options),
-    'searches': sum(turn.action == 'search' for turn in trajectory.turns),
+    'searches': sum(protocol.asks(turn.action) for turn in trajectory.turns),
     'passages': [list(turn.passages) for turn in trajectory.turns],
     'gold_passages': list(question.gold_passages),
   }

@@ -2,11 +2,17 @@
 
 import json
 import os
+from typing import Any
 
 import pytest
 
 from stppo_jax import __main__
+from stppo_jax import types
 from stppo_jax.envs import rewards
+from stppo_jax.envs import tools
+from stppo_jax.training.building import assembly
+from stppo_jax.training.evaluating import set_evaluation
+from tests.rollout import dialogues
 from tests.training import question_files
 from tests.training import runs
 
@@ -83,6 +89,28 @@ def test_a_directory_that_no_run_of_this_folder_trained(evaluated):
   ]
   page = (evaluated / 'results.md').read_text()
   assert f'| two_hop | {_COUNT} |' in page and 'majority |' in page
+
+
+def test_calls_of_tools_count_as_searches():
+  config = runs.config(env__name='tools', env__max_turns=3)
+  environment = tools.ToolsEnvironment.from_options(config.env.to_dict(), None)
+  call = '{"name": "calculator", "arguments": {"expression": "6 * 7"}}'
+  call = f'<tool_call>{call}</tool_call>'
+  (trajectory,) = dialogues.collect_scripts(
+    [[call, 'well', call, '<answer>42</answer>']],
+    environment,
+    [types.Question('q', '6 times 7?', ('42',), 'arithmetic')],
+    max_length=3000,
+  )
+  unread: Any = None
+  record = set_evaluation.record_of(
+    config,
+    assembly.Services(unread, environment, None, unread),
+    dialogues.Letters(),
+    trajectory,
+    0,
+  )
+  assert (record['searches'], record['answer']) == (2, '42')
 
 
 def test_an_interrupted_evaluation_goes_on(data, evaluated, tmp_path, capsys):
