@@ -15,6 +15,7 @@ from stppo_jax.configs import alarms
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
 from stppo_jax.configs import relations
+from stppo_jax.data import kinds
 from stppo_jax.envs import environments
 from stppo_jax.envs import rewards
 from stppo_jax.envs import tools
@@ -120,9 +121,7 @@ RULES: Mapping[str, settings.Rule] = {
   'mesh.fsdp': _AXIS,
   'mesh.tensor': _AXIS,
   'mesh.collect_fraction': _BELOW_1,
-  'data.name': _one_of(
-    'synthetic_wiki', 'jsonl', 'tfds', 'arithmetic', 'games'
-  ),
+  'data.name': _one_of(*kinds.KINDS),
   'data.tokenizer_vocab_size': settings.Rule(
     lambda x: x > 256, 'greater than 256, the number of bytes'
   ),

@@ -20,8 +20,8 @@ import jax
 from stppo_jax.data import arithmetic
 from stppo_jax.data import demonstrations
 from stppo_jax.data import games
+from stppo_jax.data import kinds
 from stppo_jax.data import questions as questions_lib
-from stppo_jax.data import synthetic_wiki
 from stppo_jax.envs import environments
 from stppo_jax.envs import protocol
 from stppo_jax.envs import reward_function
@@ -122,25 +122,7 @@ def build_components(config) -> Components:
 
 def build_questions(config) -> questions_lib.Questions:
   """Returns the data set of a config."""
-  if config.data.name == 'synthetic_wiki':
-    options = config.data.synthetic_wiki
-    return questions_lib.SyntheticQuestions(
-      seed=config.seed,
-      world_seed=options.seed,
-      hops=tuple(options.hops),
-      world_options={
-        'entities_per_type': options.entities_per_type,
-        'name_pieces': options.name_pieces,
-        'distractors': options.distractors,
-      },
-    )
-  if config.data.name == 'arithmetic':
-    return arithmetic.ArithmeticQuestions(
-      seed=config.seed, max_number=config.data.arithmetic.max_number
-    )
-  if config.data.name == 'games':
-    return games.GameQuestions(seed=config.seed, count=config.data.games.count)
-  return questions_lib.load(config.data, seed=config.seed)
+  return kinds.KINDS[config.data.name].load(config.data, seed=config.seed)
 
 
 def build_demonstrations(
@@ -232,14 +214,10 @@ def build_tokenizer(
   if path:
     return model_files.load_tokenizer(path)
   environment = environments.find(config.env.name)
-  if config.data.name == 'synthetic_wiki':
-    phrases = environment.phrases(synthetic_wiki.vocabulary())
+  vocabulary = kinds.KINDS[config.data.name].vocabulary
+  if vocabulary is not None:
+    phrases = environment.phrases(vocabulary(config.data))
     return tokenizer_lib.phrase_tokenizer(phrases)
-  if config.data.name == 'arithmetic':
-    numbers = arithmetic.vocabulary(config.data.arithmetic.max_number)
-    return tokenizer_lib.phrase_tokenizer(environment.phrases(numbers))
-  if config.data.name == 'games':
-    return tokenizer_lib.phrase_tokenizer(environment.phrases([]))
   assert questions is not None, 'there is no directory with a tokenizer'
   passages = questions.passages()
   assert passages is not None  # files have a corpus
