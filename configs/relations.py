@@ -11,6 +11,7 @@ import functools
 
 from stppo_jax.configs import external
 from stppo_jax.rl import estimator_needs
+from stppo_jax.sampling import lane_rules
 
 Relation = tuple[tuple[str, ...], Callable[..., Iterator[str]]]
 
@@ -62,16 +63,14 @@ def _groups_vary(rounds, group_size) -> Iterator[str]:
 def _lanes_divide_slots(
   lanes, slots, trajectories, group_size, engine
 ) -> Iterator[str]:
-  """Every lane has the same number of slots, a multiple of the group size."""
   if engine != 'local' or lanes == 1:
     return
-  divisors = f'rollout.lanes={lanes}', f'rollout.group_size={group_size}'
   key = 'slots' if slots else 'trajectories_per_step'
-  if (slots or trajectories) % (lanes * group_size):
-    yield (
-      f'rollout.{key}={slots or trajectories}: must be a multiple of '
-      f'{lanes * group_size}, which is {" times ".join(divisors)}'
-    )
+  problem = lane_rules.slots_problem(
+    slots or trajectories, lanes=lanes, group_size=group_size, prefix='rollout.'
+  )
+  if problem:
+    yield f'rollout.{key}={slots or trajectories}: {problem}'
 
 
 def _no_warmup_of_shared_values(warmup, backbone) -> Iterator[str]:

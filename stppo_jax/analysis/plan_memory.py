@@ -16,7 +16,6 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish
 from stppo_jax.parallel import sharding
 from stppo_jax.training.building import engines
-from stppo_jax.training.checks import batch_sizes
 
 Tree = Any
 
@@ -33,18 +32,13 @@ def engine_sizes(
   These are its part of the weights, in the dtype of the computation, and its
   part of the keys and values of the slots of a host.
   """
-  rollout = config.rollout
   weights = jax.eval_shape(
     functools.partial(precision.cast, dtype=policy.config.dtype),
     policy.abstract_params,
   )
-  blocks = rollout.cache_blocks
+  options = engines.options(config, mesh_lib.num_hosts(placement.training))
   cache = jax.eval_shape(
-    lambda: cache_lib.empty(
-      policy.config,
-      batch_sizes.num_slots(config, mesh_lib.num_hosts(placement.training)),
-      (-(-config.env.max_length // blocks),) * blocks,
-    )
+    lambda: cache_lib.empty(policy.config, options.slots, options.blocks)
   )
   layouts = {
     WEIGHTS: (
@@ -53,7 +47,7 @@ def engine_sizes(
     ),
     CACHE: (
       cache,
-      cache_lib.shardings(policy.config, placement.mesh, blocks),
+      cache_lib.shardings(policy.config, placement.mesh, options.cache_blocks),
     ),
   }
   return {

@@ -10,6 +10,7 @@ from stppo_jax.analysis import plan as plan_lib
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import topology as topology_lib
 from stppo_jax.training.building import assembly
+from stppo_jax.training.checks import batch_sizes
 
 # Returns the plan of a config.
 Planner = Callable[[Any], plan_lib.Plan]
@@ -151,8 +152,7 @@ def _candidates(config, plan: plan_lib.Plan) -> Iterator[tuple[str, Any]]:
   """Yields changes that save memory, those first that cost the least time."""
   updates, rollout = config.updates, config.rollout
   shards = plan.axes['data'] * plan.axes['fsdp']
-  slots = rollout.slots or rollout.trajectories_per_step
-  slots //= plan.num_hosts if not rollout.slots else 1
+  slots = batch_sizes.num_slots(config, plan.num_hosts)
   if rollout.engine == 'local':
     for part in (2, 4, 8):
       if slots % part == 0:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from stppo_jax.sampling import lane_rules
 from stppo_jax.sampling import sampler
 
 
@@ -48,10 +49,7 @@ class EngineOptions:
   return_expert_ids: bool = False
 
   def __post_init__(self):
-    if self.slots % self.lanes:
-      raise ValueError(
-        f'slots={self.slots}: must be a multiple of lanes={self.lanes}'
-      )
+    self.check_group_size(1)
 
   @property
   def slots_per_lane(self) -> int:
@@ -108,22 +106,14 @@ class EngineOptions:
     return 0 if part % 2 else part // 2
 
   def check_devices(self, num_devices: int) -> None:
-    """Raises ValueError if lanes cannot run on this number of devices.
-
-    The threads of two lanes could start their programs in another order on each
-    device, and collectives of the two programs would then wait for each other
-    for ever.
-    """
-    if self.lanes > 1 and num_devices > 1:
-      raise ValueError(
-        f'lanes={self.lanes}: must be 1 on {num_devices} devices'
-      )
+    """Raises ValueError if lanes cannot run on this number of devices."""
+    if problem := lane_rules.devices_problem(self.lanes, num_devices):
+      raise ValueError(f'lanes={self.lanes}: {problem}')
 
   def check_group_size(self, group_size: int) -> None:
     """Raises ValueError if whole groups do not fill the slots of a lane."""
-    if self.slots_per_lane % group_size:
-      lanes = f' in {self.lanes} lanes' if self.lanes > 1 else ''
-      raise ValueError(
-        f'slots={self.slots}{lanes}: the slots of a lane must be a multiple of '
-        f'group_size={group_size}'
-      )
+    problem = lane_rules.slots_problem(
+      self.slots, lanes=self.lanes, group_size=group_size
+    )
+    if problem:
+      raise ValueError(f'slots={self.slots}: {problem}')

@@ -8,6 +8,7 @@ from stppo_jax.models import cache as cache_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import publish as publish_lib
+from stppo_jax.sampling import lane_rules
 
 
 def check(
@@ -63,12 +64,9 @@ def check(
         f'rollout.{slots}={rollout[slots]}: must be a multiple of {shards}: '
         'the engine divides slots over so many devices of this host'
       )
-    if rollout.lanes > 1 and placement.mesh.size > 1:
-      lines['rollout.lanes'] = (
-        f'rollout.lanes={rollout.lanes}: must be 1 on the '
-        f'{placement.mesh.size} devices of this host, on which the engine '
-        'decodes'
-      )
+    problem = lane_rules.devices_problem(rollout.lanes, placement.mesh.size)
+    if problem:
+      lines['rollout.lanes'] = f'rollout.lanes={rollout.lanes}: {problem}'
   if lines:
     raise ValueError('\n'.join(lines.values()))
 
