@@ -4,6 +4,7 @@ Text of others can hold commands to the terminal. A stream is lost when nobody
 reads it any more, as after `train | head`.
 """
 
+from collections.abc import Sequence
 import contextlib
 import io
 import os
@@ -25,6 +26,23 @@ def escape(text: str) -> str:
     else char.encode('unicode_escape', 'surrogatepass').decode()
     for char in text
   )
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: bool = False) -> list[str]:
+  """Returns the lines of a table whose columns are aligned.
+
+  Args:
+    rows: the cells, equally many in each row.
+    right: whether all columns but the first are aligned on the right.
+  """
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  lines = []
+  for row in rows:
+    cells = [cell.ljust(width) for cell, width in zip(row, widths)]
+    if right:
+      cells[1:] = [cell.rjust(n) for cell, n in zip(row[1:], widths[1:])]
+    lines.append('  '.join(cells))
+  return lines if right else [line.rstrip() for line in lines]
 
 
 def silence_lost(*, flush: bool = True) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from stppo_jax import streams
 from stppo_jax.envs import rewards
 
 Record = Mapping[str, Any]
@@ -93,7 +94,7 @@ def report(name: str, records: Sequence[Record], main_score: str) -> SetReport:
       for k in _powers(samples)
     },
     means=means,
-    baseline=majority(groups) if main_score == 'em' else None,
+    baseline=majority(groups) if main_score == rewards.EXACT_MATCH else None,
   )
 
 
@@ -190,13 +191,7 @@ def rows(reports: Sequence[SetReport]) -> list[list[str]]:
 
 def as_text(table: Sequence[Sequence[str]]) -> str:
   """Returns a table with aligned columns, for a terminal."""
-  widths = [max(map(len, column)) for column in zip(*table)]
-  lines = []
-  for row in table:
-    cells = [row[0].ljust(widths[0])]
-    cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
-    lines.append('  '.join(cells))
-  return '\n'.join(lines)
+  return '\n'.join(streams.aligned(table, right=True))
 
 
 def as_markdown(table: Sequence[Sequence[str]]) -> str:

@@ -21,6 +21,7 @@ import pathlib
 import time
 
 from stppo_jax import settings
+from stppo_jax import streams
 from stppo_jax.commands.flags import configuration
 from stppo_jax.records import run_folder
 from stppo_jax.records.checkpoints import saved_steps
@@ -57,12 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 def table(found: Sequence[saved_steps.SavedStep]) -> list[str]:
   """Returns the lines of a table of checkpoints."""
-  rows = [_TITLES, *map(_row, found)]
-  widths = [max(map(len, column)) for column in zip(*rows)]
-  return [
-    '  '.join(word.ljust(width) for word, width in zip(row, widths)).rstrip()
-    for row in rows
-  ]
+  return streams.aligned([_TITLES, *map(_row, found)])
 
 
 def _problems(workdir: pathlib.Path) -> Iterator[str]:

@@ -38,20 +38,12 @@ import sys
 from typing import Any
 
 from stppo_jax.commands.flags import configuration
+from stppo_jax.commands.flags import usage
 from stppo_jax.http import client as http_client
 from stppo_jax.records import run_folder
 from stppo_jax.retrieval import address
 from stppo_jax.retrieval import dialects
 from stppo_jax.retrieval import examination
-
-
-class _UsageError(Exception):
-  """A flag is wrong; the message is one line."""
-
-
-class _Parser(argparse.ArgumentParser):
-  def error(self, message: str):
-    raise _UsageError(message)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -127,9 +119,11 @@ def _examine_server(argv: Sequence[str]) -> int:
   try:
     flags = _parser().parse_args(argv)
     if not 0 < flags.timeout < float('inf'):
-      raise _UsageError(f'--timeout={flags.timeout:g}: must be greater than 0')
+      raise usage.UsageError(
+        f'--timeout={flags.timeout:g}: must be greater than 0'
+      )
     address.check_corpus(flags.corpus)
-  except (_UsageError, ValueError) as error:
+  except (usage.UsageError, ValueError) as error:
     print(f'doctor: {error}', file=sys.stderr)
     return 2
   asked = examination.Examination(
@@ -149,7 +143,7 @@ def _examine_server(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-  parser = _Parser(prog='python -m stppo_jax doctor', allow_abbrev=False)
+  parser = usage.Parser('doctor')
   parser.add_argument('patient', choices=['retriever'])
   parser.add_argument('--url', required=True)
   parser.add_argument('--dialect', default='', choices=['', *dialects.DIALECTS])

@@ -23,18 +23,10 @@ import argparse
 from collections.abc import Sequence
 import sys
 
+from stppo_jax.commands.flags import usage
 from stppo_jax.retrieval.indexes import backends
 from stppo_jax.retrieval.indexes import corpus
 from stppo_jax.retrieval.indexes import index_folder
-
-
-class _UsageError(Exception):
-  """A flag is wrong; the message is one line."""
-
-
-class _Parser(argparse.ArgumentParser):
-  def error(self, message: str):
-    raise _UsageError(message)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,14 +34,14 @@ def main(argv: Sequence[str]) -> int:
   try:
     flags = _parser().parse_args(argv)
     if flags.k1 < 0 or not 0 <= flags.b <= 1:
-      raise _UsageError(
+      raise usage.UsageError(
         f'--k1={flags.k1:g} --b={flags.b:g}: k1 must be 0 or greater, and b '
         'from 0 to 1'
       )
     if (flags.backend == 'dense') != bool(flags.encoder):
-      raise _UsageError('--backend=dense and --encoder belong together')
+      raise usage.UsageError('--backend=dense and --encoder belong together')
     _build(flags)
-  except (_UsageError, ValueError, OSError) as error:
+  except (usage.UsageError, ValueError, OSError) as error:
     print(f'index: {" ".join(str(error).split())}', file=sys.stderr)
     return 2
   return 0
@@ -72,7 +64,7 @@ def _build(flags: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-  parser = _Parser(prog='python -m stppo_jax index', allow_abbrev=False)
+  parser = usage.Parser('index')
   parser.add_argument('--corpus', required=True)
   parser.add_argument('--out', required=True)
   parser.add_argument('--backend', choices=['bm25', 'dense'], default='bm25')

@@ -50,6 +50,7 @@ import sys
 from typing import Any
 
 from stppo_jax import types
+from stppo_jax.commands.flags import usage
 from stppo_jax.configs import base
 from stppo_jax.data import synthetic_wiki
 from stppo_jax.http import server as http_server
@@ -67,15 +68,6 @@ from stppo_jax.retrieval.indexes import index_folder
 
 _SHUTDOWN_TIMEOUT = 10.0  # seconds for the requests in flight at the end
 _WORLD_OPTIONS = ('entities_per_type', 'name_pieces', 'distractors')
-
-
-class _UsageError(Exception):
-  """A flag is wrong; the message is one line."""
-
-
-class _Parser(argparse.ArgumentParser):
-  def error(self, message: str):
-    raise _UsageError(message)
 
 
 def main(
@@ -99,31 +91,31 @@ def main(
     return asyncio.run(_serve(_app(flags, make_passages), flags))
   except workers.WorkerFailed as failed:
     return failed.exit_code
-  except (_UsageError, ValueError, OSError) as error:
+  except (usage.UsageError, ValueError, OSError) as error:
     print(f'serve: {" ".join(str(error).split())}', file=sys.stderr)
     return 2
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Returns the flags; raises _UsageError or ValueError."""
+  """Returns the flags; raises UsageError or ValueError."""
   flags = _parser().parse_args(argv)
   sources = ('index', 'corpus', 'synthetic_seed', 'replay')
   given = [name for name in sources if getattr(flags, name) is not None]
   if not given:
-    raise _UsageError(f'one of --{", --".join(sources)} is required')
+    raise usage.UsageError(f'one of --{", --".join(sources)} is required')
   if len(given) > 1 and given != ['index', 'corpus']:
-    raise _UsageError(f'--{given[1]}: not allowed with --{given[0]}')
+    raise usage.UsageError(f'--{given[1]}: not allowed with --{given[0]}')
   if not 0 <= flags.port <= 65535:
-    raise _UsageError(f'--port: {flags.port} is not in 0..65535')
+    raise usage.UsageError(f'--port: {flags.port} is not in 0..65535')
   if flags.backend != 'bm25' and flags.index is None:
-    raise _UsageError(f'--backend={flags.backend}: needs --index')
+    raise usage.UsageError(f'--backend={flags.backend}: needs --index')
   if flags.backend != 'bm25' and not flags.encoder:
-    raise _UsageError(f'--backend={flags.backend}: needs --encoder')
+    raise usage.UsageError(f'--backend={flags.backend}: needs --encoder')
   if flags.backend == 'faiss' and not flags.faiss:
-    raise _UsageError('--backend=faiss: needs --faiss')
+    raise usage.UsageError('--backend=faiss: needs --faiss')
   shared = flags.index is not None and flags.backend == 'bm25'
   if flags.workers < 1 or (flags.workers > 1 and not shared):
-    raise _UsageError(
+    raise usage.UsageError(
       f'--workers={flags.workers}: must be 1, or with --index and BM25 1 or '
       'greater'
     )
@@ -178,11 +170,7 @@ def _open_index(flags: argparse.Namespace) -> protocol.Index:
 
 
 def _parser() -> argparse.ArgumentParser:
-  parser = _Parser(
-    prog='python -m stppo_jax serve',
-    description='Serve passages over HTTP (the protocol of Search-R1).',
-    allow_abbrev=False,
-  )
+  parser = usage.Parser('serve')
   parser.add_argument('--index', help='folder that `index` wrote')
   parser.add_argument('--backend', choices=backends.BACKENDS, default='bm25')
   parser.add_argument('--encoder', default='')

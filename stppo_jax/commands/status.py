@@ -83,11 +83,7 @@ def table(states: Sequence[run_state.RunState]) -> list[str]:
   """Returns the lines of a table of runs, and those of notes and alarms."""
   rows = [_TITLES]
   rows += [tuple(map(_line, _row(state))) for state in states]
-  widths = [max(map(len, column)) for column in zip(*rows)]
-  lines = [
-    '  '.join(word.ljust(width) for word, width in zip(row, widths)).rstrip()
-    for row in rows
-  ]
+  lines = streams.aligned(rows)
   for state in states:
     notes = [state.note] if state.note else []
     lines += [_line(f'{state.folder}: {x}') for x in notes + state.alarms]

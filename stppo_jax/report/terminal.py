@@ -49,7 +49,7 @@ def table(records: Mapping[int, Mapping[str, Any]]) -> list[str]:
         question,
       )
     )
-  return _aligned(rows)
+  return streams.aligned(rows)
 
 
 def text(record: Mapping[str, Any], *, colour: bool, tokens: bool) -> str:
@@ -85,16 +85,8 @@ def _token_table(turn: Mapping[str, Any]) -> list[str]:
         'clipped' if place in clipped else '',
       )
     )
-  return _aligned(rows)
+  return streams.aligned(rows)
 
 
 def _shown(value: float | None) -> str:
   return '' if value is None else f'{value:.4g}'
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-  widths = [max(map(len, column)) for column in zip(*rows)]
-  return [
-    '  '.join(word.ljust(width) for word, width in zip(row, widths)).rstrip()
-    for row in rows
-  ]
