@@ -1,0 +1,302 @@
+"""What `additions_test` adds: environments, dialects, models and keys."""
+
+import pathlib
+import textwrap
+from typing import NamedTuple
+
+from tests import adding_an_algorithm_test
+from tests import adding_an_environment_test
+
+
+class Insertion(NamedTuple):
+  """Code that goes behind a line of a file; a new file if there is no line.
+
+  It is indented like the line, or one level more if the line opens a table.
+  """
+
+  path: str
+  line: str
+  code: str
+
+  def apply(self, root: pathlib.Path) -> None:
+    path = root / self.path
+    code = textwrap.dedent(self.code).strip() + '\n'
+    if not self.line:
+      assert not path.exists(), f'{self.path} exists already'
+      path.write_text(code, encoding='utf-8')
+      return
+    lines = path.read_text(encoding='utf-8').splitlines(keepends=True)
+    (found,) = [i for i, x in enumerate(lines) if x.strip() == self.line]
+    line = lines[found]
+    indent = len(line) - len(line.lstrip()) + 2 * line.endswith('{\n')
+    lines.insert(found + 1, textwrap.indent(code, ' ' * indent))
+    path.write_text(''.join(lines), encoding='utf-8')
+
+
+class Addition(NamedTuple):
+  """Code that a person inserts, and a program that uses it.
+
+  Attributes:
+    insertions: the code that a person writes.
+    program: a program that raises unless the addition works.
+    documented: whether `make docs` has to be run.
+  """
+
+  insertions: tuple[
+    Insertion | adding_an_algorithm_test.Step | adding_an_environment_test.Step,
+    ...,
+  ]
+  program: str
+  documented: bool = False
+
+
+ENVIRONMENT = Addition(
+  tuple(adding_an_environment_test.steps('stppo_jax')),
+  """
+  from stppo_jax import types
+  from stppo_jax.commands.flags import configuration
+  from stppo_jax.envs import environments
+  from tests.rollout import dialogues
+
+  flags = ['--config=configs/base.py', '--config.env.name=guess']
+  flags.append('--config.env.max_turns=2')
+  config = configuration.parse(flags, workdir=False).config
+  kind = environments.find(config.env.name)
+  say = lambda *texts: [f'<answer>{text}</answer>' for text in texts]
+  trajectories = dialogues.collect_scripts(
+    [say('5', '9', '7'), say('x', '8', '8')],
+    kind.from_options(config.env.to_dict(), None),
+    [types.Question('1', 'Below ten.', ('7',), 'numbers')],
+    group_size=2,
+    max_length=300,
+  )
+  assert [t.rewards['guessed'] for t in trajectories] == [1.0, 0.0]
+  hints = [dialogues.Letters().decode(turn.observation_ids)
+           for turn in trajectories[0].turns]
+  assert hints == ['\\nIt is larger.\\n', '\\nIt is smaller.\\n', '']
+  assert trajectories[1].turns[0].action == 'invalid'
+  assert kind.statistics(trajectories) == {'env/number_of_guesses': 3.0}
+  """,
+)
+
+ENVIRONMENT_WITH_OPTIONS = Addition(
+  (
+    Insertion(
+      'stppo_jax/envs/echo.py',
+      '',
+      '''
+        """Says again what the policy says, some times."""
+
+        from stppo_jax import types
+        from stppo_jax.envs import protocol
+
+
+        class EchoEnvironment(protocol.Environment):
+          """Answers `rounds` turns."""
+
+          stop_strings = ('.',)
+          tags = ()
+          main_score = 'turns'
+          needs_retriever = False
+
+          def __init__(self, rounds):
+            self._rounds = rounds
+
+          @classmethod
+          def from_options(cls, options, retriever):
+            del retriever
+            return cls(options['echo']['rounds'])
+
+          def prompt(self, question):
+            return question.text
+
+          async def step(self, question, turn_index, text):
+            if turn_index >= self._rounds:
+              return protocol.Step(
+                protocol.ANSWER, None, types.TrajectoryStatus.COMPLETED
+              )
+            return protocol.Step(
+              'say', protocol.Observation('', text, ''), None
+            )
+
+          def rewards(self, question, prompt, texts, status):
+            return {'turns': len(texts)}, {'turns': len(texts)}
+      ''',
+    ),
+    Insertion(
+      'stppo_jax/envs/environments.py',
+      'from stppo_jax.envs import gymnasium',
+      'from stppo_jax.envs import echo\n',
+    ),
+    Insertion(
+      'stppo_jax/envs/environments.py',
+      'ENVIRONMENTS: dict[str, type[protocol.Environment]] = {',
+      "'echo': echo.EchoEnvironment,\n",
+    ),
+    Insertion(
+      'configs/base.py',
+      "'name': 'search',  # a key of ENVIRONMENTS in envs/environments.py",
+      "'echo': {'rounds': 1},  # how often it says something\n",
+    ),
+    Insertion(
+      'configs/schema.py',
+      "'env.name': _one_of(*environments.ENVIRONMENTS),",
+      "'env.echo.rounds': _POSITIVE,\n",
+    ),
+  ),
+  """
+  from stppo_jax import types
+  from stppo_jax.commands.flags import configuration
+  from stppo_jax.envs import environments
+  from tests.rollout import dialogues
+
+  flags = ['--config=configs/base.py', '--config.env.name=echo']
+  parse = lambda *more: configuration.parse([*flags, *more], workdir=False)
+  config = parse('--config.env.echo.rounds=2').config
+  (trajectory,) = dialogues.collect_scripts(
+    [['a.', 'b.', 'c.']],
+    environments.find('echo').from_options(config.env.to_dict(), None),
+    [types.Question('1', 'Speak.', (), 'speech')],
+  )
+  assert trajectory.rewards == {'turns': 3}
+  try:
+    parse('--config.env.echo.rounds=0')
+  except configuration.ConfigurationError as error:
+    assert 'env.echo.rounds=0: must be' in str(error)
+  else:
+    raise AssertionError('the rule was not checked')
+  """,
+)
+
+DIALECT = Addition(
+  (
+    Insertion(
+      'stppo_jax/retrieval/dialects.py',
+      'DIALECTS: Mapping[str, Dialect] = {',
+      """
+        'find': dataclasses.replace(
+          _SEARCH_R1, path='/find', queries='find', topk='at_most', scores=''
+        ),
+      """,
+    ),
+  ),
+  """
+  import json
+  from stppo_jax.commands.flags import configuration
+  from stppo_jax.retrieval import dialects
+
+  flags = ['--config=configs/base.py', '--config.retrieval.dialect=find']
+  flags.append('--config.retrieval.url=http://localhost:1')
+  config = configuration.parse(flags, workdir=False).config
+  dialect = dialects.DIALECTS[config.retrieval.dialect]
+  assert dialect.body(['lake 7'], 2) == {'find': ['lake 7'], 'at_most': 2}
+  document = {'id': '7', 'contents': '"Lake 7"\\nIt is 7 km long.'}
+  reply = json.dumps({'result': [[{'document': document, 'score': 0.5}]]})
+  ((passage,),) = dialect.read(reply.encode(), 1)
+  assert (passage.title, passage.score) == ('Lake 7', 0.5)
+  """,
+)
+
+MODEL = Addition(
+  (
+    Insertion(
+      'stppo_jax/models/config.py',
+      'ARCHITECTURES: Mapping[str, _Architecture] = {',
+      "'plain_moe': _Architecture('PlainMoe', False, False, True),\n",
+    ),
+  ),
+  """
+  from stppo_jax.models import config as model_config
+  from stppo_jax.models.hf import names
+
+  hf = {
+    'model_type': 'plain_moe',
+    'vocab_size': 16,
+    'hidden_size': 8,
+    'intermediate_size': 16,
+    'num_hidden_layers': 1,
+    'num_attention_heads': 2,
+    'num_experts': 4,
+    'num_experts_per_tok': 2,
+    'moe_intermediate_size': 8,
+  }
+  config = model_config.ModelConfig.from_hf(
+    hf, dtype='float32', remat='none', scan_unroll=1
+  )
+  assert hf.items() <= config.to_hf().items()
+  tensors = {entry.hf_name for entry in names.entries(config)}
+  assert 'model.layers.0.mlp.experts.3.up_proj.weight' in tensors
+  assert 'model.layers.0.self_attn.q_norm.weight' not in tensors
+  """,
+)
+
+MODEL_WITH_NAMES = Addition(
+  (
+    *MODEL.insertions,
+    Insertion(
+      'stppo_jax/models/hf/fields.py',
+      '_SUPPORTED: Mapping[str, tuple[Any, ...]] = {',
+      "'residual_scale': (1.0,),\n",
+    ),
+    Insertion(
+      'stppo_jax/models/hf/names.py',
+      '} | (_ROUTER if config.num_experts else _DENSE)',
+      """
+        if config.architecture == 'plain_moe':
+          names['attention_norm/scale'] = 'norm_1.weight'
+      """,
+    ),
+  ),
+  MODEL.program
+  + """
+  assert 'model.layers.0.norm_1.weight' in tensors
+  assert 'model.layers.0.input_layernorm.weight' not in tensors
+  hf['residual_scale'] = 0.5
+  try:
+    model_config.ModelConfig.from_hf(
+      hf, dtype='float32', remat='none', scan_unroll=1
+    )
+  except ValueError as error:
+    assert 'residual_scale=0.5 is not supported' in str(error)
+  else:
+    raise AssertionError('the field was not checked')
+  """,
+)
+
+KEY = Addition(
+  (
+    Insertion(
+      'configs/base.py',
+      "'name': 'search',  # a key of ENVIRONMENTS in envs/environments.py",
+      "'greeting': '',  # printed before the configuration\n",
+    ),
+    Insertion(
+      'configs/schema.py',
+      "'env.name': _one_of(*environments.ENVIRONMENTS),",
+      "'env.greeting': settings.Rule(str.islower, 'lower case'),\n",
+    ),
+    Insertion(
+      'stppo_jax/commands/config.py',
+      'arguments = configuration.parse(argv, workdir=False)',
+      'print(arguments.config.env.greeting)\n',
+    ),
+  ),
+  """
+  import contextlib
+  import io
+  from stppo_jax.commands import config
+  from stppo_jax.commands.flags import configuration
+
+  flags = ['--config=configs/base.py', '--config.env.greeting=hello']
+  with contextlib.redirect_stdout(io.StringIO()) as output:
+    config.main(flags)
+  lines = output.getvalue().splitlines()
+  assert lines[0] == 'hello' and "env.greeting = 'hello'" in lines
+  try:
+    config.main([*flags, '--config.env.greeting=GOOD'])
+  except configuration.ConfigurationError as error:
+    assert 'env.greeting' in str(error) and 'lower case' in str(error)
+  else:
+    raise AssertionError('the rule was not checked')
+  """,
+)

@@ -1,0 +1,284 @@
+"""What `additions_test` adds to the algorithms and their functions."""
+
+from tests import adding_an_algorithm_test
+from tests import additions
+
+ALGORITHM = additions.Addition(
+  (
+    additions.Insertion(
+      'configs/algorithms.py',
+      'ALGORITHMS = {',
+      """
+        'turn_cispo': _algorithm(
+          ratio={'level': 'turn'},
+          objective=choice('objective', 'detached'),
+          **_GROUP,
+          **_NO_KL,
+        ),
+      """,
+    ),
+    additions.Insertion(
+      'docs/texts/algorithms.py',
+      'ALGORITHMS = {',
+      """
+        'turn_cispo': entry.Description(
+          'loss = mean over policy tokens of -A sg(r_k) l',
+          'Nobody: made by a test.',
+          entry.OURS,
+          'A test uses it.',
+        ),
+      """,
+    ),
+    additions.Insertion(
+      'README.md',
+      '| PPO | token | yes | `token_ppo`, `s_ppo`, `bilevel_ppo` |',
+      '| Turn CISPO | turn | no | `turn_cispo` |\n',
+    ),
+  ),
+  """
+  from stppo_jax.commands.flags import configuration
+  from stppo_jax.rl import algorithm
+
+  config = configuration.parse(
+    ['--config=configs/quickstart.py:turn_cispo'], workdir=False
+  ).config
+  built = algorithm.build_algorithm(config.algorithm.to_dict())
+  assert not built.uses_values and built.objective.name == 'detached'
+  assert config.rollout.group_size == 8
+  """,
+  documented=True,
+)
+
+CLIP_RULE = additions.Addition(
+  tuple(adding_an_algorithm_test.steps()),
+  """
+  from stppo_jax.commands.flags import configuration
+  from stppo_jax.rl import algorithm
+
+  config = configuration.parse(
+    ['--config=configs/quickstart.py:log_ppo'], workdir=False
+  ).config
+  built = algorithm.build_algorithm(config.algorithm.to_dict())
+  assert built.bounds.name == 'logarithmic'
+  assert config.algorithm.bounds.width == 0.2
+  """,
+  documented=True,
+)
+
+
+def _algorithm(name, entry):
+  """Returns the insertions of an algorithm that uses what was added."""
+  return (
+    additions.Insertion(
+      'configs/algorithms.py', 'ALGORITHMS = {', f'{name!r}: {entry},'
+    ),
+    additions.Insertion(
+      'docs/texts/algorithms.py',
+      'ALGORITHMS = {',
+      f"""
+        {name!r}: entry.Description(
+          'loss = mean over policy tokens of -A sg(r) l',
+          'Nobody: made by a test.',
+          entry.OURS,
+          'A test uses it.',
+        ),
+      """,
+    ),
+    additions.Insertion(
+      'README.md',
+      '| PPO | token | yes | `token_ppo`, `s_ppo`, `bilevel_ppo` |',
+      f'| Made by a test | token | no | `{name}` |\n',
+    ),
+  )
+
+
+def _described(path, table, name, equation):
+  """Returns the insertion of the description of a choice."""
+  return additions.Insertion(
+    path,
+    f'{table} = {{',
+    f"""
+      {name!r}: entry.Description(
+        {equation!r}, '—', entry.OURS, 'A test uses it.'
+      ),
+    """,
+  )
+
+
+OBJECTIVE = additions.Addition(
+  (
+    additions.Insertion(
+      'stppo_jax/rl/objectives.py',
+      'sg = jax.lax.stop_gradient',
+      """
+        def rising(ratio_BL, logprobs_BL, advantages_BL, low, high):
+          del low, high
+          weight_BL = sg(jnp.where(advantages_BL > 0, ratio_BL, 0))
+          term_BL = _weighted(weight_BL, logprobs_BL, advantages_BL)
+          return term_BL, advantages_BL < 0
+      """,
+    ),
+    additions.Insertion(
+      'stppo_jax/rl/objectives.py',
+      'OBJECTIVES = {',
+      "'rising': options_lib.Choice(rising),",
+    ),
+    additions.Insertion(
+      'configs/algorithms.py', "'objective': {", "'rising': {},"
+    ),
+    _described(
+      'docs/texts/policy.py', '_OBJECTIVE', 'rising', 'term = -sg(r) A l, A > 0'
+    ),
+    additions.Insertion(
+      'tests/rl/loss_twin.py',
+      'weights = {',
+      "'rising': w if a > 0 else 0.0,",
+    ),
+    additions.Insertion(
+      'tests/rl/loss_twin.py',
+      "cut[t] = name == 'masked' and harmful",
+      "cut[t] |= name == 'rising' and a < 0",
+    ),
+    additions.Insertion(
+      'tests/rl/objectives_test.py',
+      'LOGPROBS = np.array([[-1.0, -2.0, -3.0, -1.0, -2.0, -3.0]])',
+      """
+        def test_rising_by_hand():
+          _, cut = _of('rising')(RATIO, LOGPROBS)
+          np.testing.assert_array_equal(cut, ADVANTAGES < 0)
+      """,
+    ),
+    *_algorithm(
+      'rising', "_algorithm(objective=choice('objective', 'rising'), **_GROUP)"
+    ),
+  ),
+  """
+  import pytest
+
+  files = ['tests/rl/losses_test.py', 'tests/rl/objectives_test.py']
+  chosen = 'rising and (value_is_the_loop or by_hand)'
+  assert pytest.main(['-qp', 'no:cacheprovider', '-k', chosen, *files]) == 0
+  """,
+  documented=True,
+)
+
+CORRECTION = additions.Addition(
+  (
+    additions.Insertion(
+      'stppo_jax/rl/mismatch.py',
+      "LEVELS = ('token', 'sequence')",
+      """
+        @options_lib.dataclass
+        class Scaled(options_lib.Options):
+          factor: float = options_lib.number()
+
+        def scaled(context, low, high, statistics, *, factor):
+          del low, high, statistics
+          return loss_context_lib.policy_weights(_one(context) * factor)
+      """,
+    ),
+    additions.Insertion(
+      'stppo_jax/rl/mismatch.py',
+      'CORRECTIONS = {',
+      "'scaled': options_lib.Choice(scaled, Scaled),",
+    ),
+    additions.Insertion(
+      'configs/algorithms.py', "'correction': {", "'scaled': {'factor': 0.5},"
+    ),
+    _described(
+      'docs/texts/corrections.py', '_NAMES', 'scaled', 'term * factor'
+    ),
+    additions.Insertion(
+      'tests/rl/loss_twin.py',
+      '_CORRECTIONS = {',
+      """
+        'scaled': lambda row, ratio_at, batch, low, high: np.full(
+          batch.loss_mask_BL.shape, row['correction']['scaled']['factor']
+        ),
+      """,
+    ),
+    additions.Insertion(
+      'tests/rl/mismatch_test.py',
+      'from tests.rl import batches',
+      """
+        def test_scaled_by_hand():
+          assert all(_weights('scaled', factor=0.5) == 0.5)
+      """,
+    ),
+    *_algorithm('scaled_ppo', "_algorithm(correction={'names': ('scaled',)})"),
+  ),
+  """
+  import pytest
+
+  files = ['tests/rl/losses_test.py', 'tests/rl/mismatch_test.py']
+  chosen = 'scaled and (value_is_the_loop or by_hand)'
+  assert pytest.main(['-qp', 'no:cacheprovider', '-k', chosen, *files]) == 0
+  """,
+  documented=True,
+)
+
+ESTIMATOR = additions.Addition(
+  (
+    additions.Insertion(
+      'stppo_jax/rl/group_advantages.py',
+      'Array = jax.Array',
+      """
+        def group_signs(rewards_BL, batch):
+          total_B, _ = _differences(*_rows(rewards_BL, batch))
+          return _to_tokens(jnp.sign(total_B), batch)
+      """,
+    ),
+    additions.Insertion(
+      'stppo_jax/rl/advantages.py',
+      'ADVANTAGES = {',
+      """
+        'group_signs': _without_critic(
+          group_advantages.group_signs, group_advantages.Group
+        ),
+      """,
+    ),
+    additions.Insertion(
+      'stppo_jax/rl/estimator_needs.py', "'group_centered',", "'group_signs',"
+    ),
+    additions.Insertion(
+      'configs/algorithms.py',
+      "'advantage': {",
+      "'group_signs': {'whiten': 'none'},",
+    ),
+    _described(
+      'docs/texts/advantages.py', '_NAMES', 'group_signs', 'A = sign(R - mean)'
+    ),
+    additions.Insertion(
+      'tests/rl/group_advantages_test.py', 'OPTIONS = {', "'group_signs': {},"
+    ),
+    additions.Insertion(
+      'tests/rl/group_advantages_test.py',
+      'TWINS = {',
+      """
+        'group_signs': lambda batch: np.sign(
+          advantage_twins.over_rows(batch, None)
+        ),
+      """,
+    ),
+    *_algorithm(
+      'sign_grpo', "_algorithm(advantage=choice('advantage', 'group_signs'))"
+    ),
+  ),
+  """
+  import pytest
+  from stppo_jax.commands.flags import configuration
+
+  files = ['tests/rl/group_advantages_test.py']
+  chosen = 'twin and group_signs'
+  assert pytest.main(['-qp', 'no:cacheprovider', '-k', chosen, *files]) == 0
+  flags = ['--config=configs/quickstart.py:sign_grpo']
+  flags.append('--config.rollout.group_size=1')
+  try:
+    configuration.parse(flags, workdir=False)
+  except configuration.ConfigurationError as error:
+    assert 'group_signs, which compares trajectories' in str(error)
+  else:
+    raise AssertionError('the group was not needed')
+  """,
+  documented=True,
+)
