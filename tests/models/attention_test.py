@@ -237,3 +237,8 @@ def test_an_implementation_that_does_not_run_here_is_refused(
   message = rf'^model.attention={name}: .*; choices here: {choices}$'
   with pytest.raises(ValueError, match=message):
     attention.choose(name, dtype=dtype, head_dim=64, platform=platform)
+
+
+def test_an_unknown_implementation_is_an_error_that_lists_the_choices():
+  with pytest.raises(ValueError, match="attention='flash'; choices: xla, cud"):
+    attention.causal_attention('flash', 9, lengths_B=None, mesh=None)

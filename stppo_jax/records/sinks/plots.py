@@ -82,6 +82,25 @@ def learning_curve(
   *,
   title: str = '',
 ) -> None:
+  """Writes the picture of `draw`.
+
+  Args:
+    metrics_path: the file of the metrics.
+    png_path: the picture, which is replaced.
+    title: the text above the panels.
+
+  Raises:
+    ValueError: the metrics have no line.
+  """
+  page = draw(metrics_path, title=title)
+  target = pathlib.Path(png_path)
+  partial = target.with_name(target.name + '.part')
+  with matplotlib.rc_context(STYLE):
+    page.savefig(partial, format='png')
+  os.replace(partial, target)
+
+
+def draw(metrics_path: str | pathlib.Path, *, title: str = '') -> figure.Figure:
   """Draws score, clip fraction and KL over steps, one below the other.
 
   The top panel has the training score of each step (dots), its mean of five
@@ -91,7 +110,6 @@ def learning_curve(
 
   Args:
     metrics_path: the file of the metrics.
-    png_path: the picture, which is replaced.
     title: the text above the panels.
 
   Raises:
@@ -114,10 +132,7 @@ def learning_curve(
     for axes in (score, clip, kl):
       if axes.get_legend_handles_labels()[0]:
         axes.legend(loc='upper left', bbox_to_anchor=(1.0, 1.0))
-    target = pathlib.Path(png_path)
-    partial = target.with_name(target.name + '.part')
-    page.savefig(partial, format='png')
-    os.replace(partial, target)
+  return page
 
 
 def _draw_score(axes, metrics: Mapping[str, np.ndarray]):
