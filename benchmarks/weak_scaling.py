@@ -98,7 +98,7 @@ def count(name: str) -> Counted:
   sent = {
     program: (
       sum(c.sent for c in plan.programs[program].collectives),
-      sum(plan.parts[program].traffic.values()),
+      sum(plan.phases[program].traffic.values()),
     )
     for program in ('update', 'publish')
   }

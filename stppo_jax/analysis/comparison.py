@@ -6,11 +6,11 @@ if its gradient is exactly 0 although its advantage is not.
 """
 
 from collections.abc import Mapping
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from stppo_jax import streams
 from stppo_jax.analysis import lab
 from stppo_jax.analysis import saved_batch
 from stppo_jax.rl import algorithm as algorithm_lib
@@ -22,7 +22,7 @@ class Comparison(NamedTuple):
   """The result of a comparison; all keys are labels of algorithms.
 
   Attributes:
-    metrics: label to the metrics of `lab.score` and `silenced`.
+    metrics: label to the metrics of `lab.loss_and_gradient`, and `silenced`.
     cosines: label to label to the cosine of their gradients; 0 where a
       gradient is 0 everywhere.
     levels: label to the level of the algorithm's ratio.
@@ -52,12 +52,12 @@ def compare(
   metrics, directions = {}, {}
   for label, algorithm in algorithms.items():
     try:
-      score = lab.score(algorithm, arrays, entropy_coefficient=0.0)
+      found = lab.loss_and_gradient(algorithm, arrays, entropy_coefficient=0.0)
     except saved_batch.NotFinite as error:
       raise saved_batch.NotFinite(f'{label}: {error}') from error
-    gradient_BL = score.arrays['dloss_dlogprobs_BL'].astype(np.float64)
+    gradient_BL = found.arrays['dloss_dlogprobs_BL'].astype(np.float64)
     share = _silenced_share(gradient_BL, arrays)
-    metrics[label] = score.metrics | {SILENCED: share}
+    metrics[label] = found.metrics | {SILENCED: share}
     directions[label] = _direction(gradient_BL)
   cosines = {
     a: {b: float(np.vdot(directions[a], directions[b])) for b in directions}
@@ -105,21 +105,12 @@ def table(comparison: Comparison) -> str:
   for a in labels:
     cosines = (comparison.cosines[a][b] for b in labels)
     matrix.append((a, *(f'{x:.4f}' for x in cosines)))
+  summary, agreement = (
+    '\n'.join(streams.aligned(rows, right=True)) for rows in (lines, matrix)
+  )
   return (
-    f'{_aligned(lines)}\n'
+    f'{summary}\n'
     'cut: tokens whose gradient the objective cut; below, above: tokens whose '
     "ratio\nat the algorithm's level is outside the band; silenced: policy "
-    f'tokens with an\nadvantage but without a gradient\n\n{_aligned(matrix)}'
-  )
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
-  """Returns a table with its first column left-, the others right-aligned."""
-  widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-  return '\n'.join(
-    '  '.join(
-      cell.rjust(width) if n else cell.ljust(width)
-      for n, (cell, width) in enumerate(zip(line, widths, strict=True))
-    )
-    for line in lines
+    f'tokens with an\nadvantage but without a gradient\n\n{agreement}'
   )

@@ -38,7 +38,7 @@ _ALWAYS_REQUIRED = (
 OPTIONAL_ARRAYS = ('entropy_BL', 'sentence_ids_BL', 'sampler_logprobs_BL')
 
 
-class Score(NamedTuple):
+class LossAndGradient(NamedTuple):
   """Loss, gradient and metrics of an algorithm on a saved batch.
 
   Attributes:
@@ -56,19 +56,19 @@ class Score(NamedTuple):
 def required_arrays(
   algorithm: algorithm_lib.Algorithm, *, entropy_coefficient: float
 ) -> frozenset[str]:
-  """Returns the names of the arrays that `score` reads for an algorithm."""
+  """Returns the arrays, by name, that `loss_and_gradient` reads."""
   names = algorithm.needs | set(_ALWAYS_REQUIRED)
   if entropy_coefficient:
     names |= {'entropy_BL'}
   return frozenset(names)
 
 
-def score(
+def loss_and_gradient(
   algorithm: algorithm_lib.Algorithm,
   arrays: saved_batch.Arrays,
   *,
   entropy_coefficient: float,
-) -> Score:
+) -> LossAndGradient:
   """Returns loss, gradient and metrics of an algorithm.
 
   Args:
@@ -88,7 +88,7 @@ def score(
   zeros_BL = np.zeros_like(padded['logprobs_BL'])
   has_entropy = 'entropy_BL' in padded
   results, diagnostics, metrics = jax.device_get(
-    _score(
+    _differentiate(
       algorithm,
       saved_batch.token_batch(padded),
       padded['logprobs_BL'],
@@ -113,13 +113,13 @@ def score(
       for name in corrections.CORRECTIONS[correction].metrics
     }
   )
-  return Score(
+  return LossAndGradient(
     metrics, {name: saved_batch.unpad(x, shape) for name, x in results.items()}
   )
 
 
 @functools.partial(jax.jit, static_argnames='num_turns')
-def _score(
+def _differentiate(
   algorithm, batch, logprobs_BL, entropy_BL, entropy_coefficient, *, num_turns
 ):
   """Returns (arrays, diagnostics, scalar metrics), all on the device."""

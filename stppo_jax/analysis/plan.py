@@ -54,7 +54,7 @@ class Plan:
     estimated: name to bytes of the temporaries of an update, by formula.
     programs: the programs that were compiled, by name.
     work: the sizes of a step.
-    parts: the parts of a step by name, see `roofline.parts`.
+    phases: the phases of a step by name, see `roofline.phases`.
     num_steps: the steps of the run.
     limit: the bytes of a device's memory.
   """
@@ -68,7 +68,7 @@ class Plan:
   estimated: Mapping[str, int]
   programs: Mapping[str, plan_programs.Cost]
   work: roofline.Work
-  parts: Mapping[str, roofline.Part]
+  phases: Mapping[str, roofline.Phase]
   num_steps: int
   limit: float
 
@@ -116,10 +116,10 @@ class Plan:
   def seconds(self) -> tuple[float, float]:
     """The seconds of a step: at the limits of the devices, and expected."""
     sides = {True: [0.0, 0.0], False: [0.0, 0.0]}  # collecting, learning
-    for name, part in self.parts.items():
+    for name, phase in self.phases.items():
       side = sides[name in roofline.COLLECTING]
-      side[0] += part.bound
-      side[1] += part.expected
+      side[0] += phase.bound
+      side[1] += phase.expected
     joined = max if self.collecting else lambda *both: sum(both)
     bound, expected = zip(*sides.values())
     return joined(*bound), joined(*expected)
@@ -222,7 +222,7 @@ def make(
     ),
     programs=costs,
     work=work,
-    parts=roofline.parts(work, topology),
+    phases=roofline.phases(work, topology),
     num_steps=config.num_steps,
     limit=(memory or topology.limits.memory) * topology_lib.GIB,
   )

@@ -55,17 +55,17 @@ def summary(plan: plan_lib.Plan, *, price: float = 0.0) -> dict[str, Any]:
       'losses': work.losses,
       'parts': {
         name: {
-          'operations': part.operations,
-          'computed': part.computed,
-          'read': part.read,
+          'operations': phase.operations,
+          'computed': phase.computed,
+          'read': phase.read,
           'sent': [
             {'kind': kind, 'axis': axis, 'bytes': size}
-            for (kind, axis), size in part.traffic.items()
+            for (kind, axis), size in phase.traffic.items()
           ],
-          'seconds_at_least': part.bound,
-          'seconds': part.expected,
+          'seconds_at_least': phase.bound,
+          'seconds': phase.expected,
         }
-        for name, part in plan.parts.items()
+        for name, phase in plan.phases.items()
       },
       'seconds_at_least': at_least,
       'seconds': seconds,

@@ -3,8 +3,8 @@
 The operations, the bytes that are read and the bytes that devices send follow
 from formulas. `bound` is the time at the limits that the makers of a device
 publish, which no program can beat. `expected` uses the shares of these limits
-that one device has reached, see `SHARES`. In both, what a part computes, reads
-and sends overlaps, so the slowest of the three counts; the parts follow one
+that one device has reached, see `SHARES`. In both, what a phase computes, reads
+and sends overlaps, so the slowest of the three counts; the phases follow one
 another, but for devices that only collect. Waiting for the retriever,
 evaluations and checkpoints are left out.
 """
@@ -37,7 +37,7 @@ SHARES: Mapping[str, float] = {
   'annotate': 0.73 * _PRODUCT,
   'update': 0.73 * _PRODUCT,
 }
-# The parts of a step in which devices collect.
+# The phases of a step in which devices collect.
 COLLECTING = ('extend', 'decode')
 BESIDE = (
   'the devices that only collect do so while the others annotate, update and '
@@ -49,14 +49,14 @@ ASSUMPTIONS = (
   f'annotate and update {SHARES["update"]:.0%} of the operations, recomputed '
   f'ones included, extend {SHARES["extend"]:.0%}, decode '
   f"{SHARES['decode']:.0%} of the memory's bandwidth",
-  'products, reads and exchanges between devices of a part overlap, and parts '
-  'follow one another; waiting for the retriever, evaluations, checkpoints and '
-  'compiling are left out',
+  'products, reads and exchanges between devices of a phase overlap, and '
+  'phases follow one another; waiting for the retriever, evaluations, '
+  'checkpoints and compiling are left out',
 )
 
 
-class Part(NamedTuple):
-  """The work of one device in a part of a step, and its time.
+class Phase(NamedTuple):
+  """The work of one device in a phase of a step, and its time.
 
   Attributes:
     operations: multiplications and additions that the formulas need.
@@ -77,7 +77,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-  """The sizes of a step that its parts depend on.
+  """The sizes of a step that its phases depend on.
 
   Attributes:
     shape: the shape of policy and value model.
@@ -140,8 +140,8 @@ class Work:
     return self.microbatch / shards
 
 
-def parts(work: Work, topology: topology_lib.Topology) -> dict[str, Part]:
-  """Returns the parts of a step by name, in their order.
+def phases(work: Work, topology: topology_lib.Topology) -> dict[str, Phase]:
+  """Returns the phases of a step by name, in their order.
 
   Args:
     work: the sizes of the step.
@@ -166,7 +166,7 @@ def parts(work: Work, topology: topology_lib.Topology) -> dict[str, Part]:
     )
     limits = topology.limits
     times = [computed / limits.operations, read / limits.bandwidth]
-    timed[name] = Part(
+    timed[name] = Phase(
       needed,
       computed,
       read,

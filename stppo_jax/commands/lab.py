@@ -121,10 +121,12 @@ def _score(argv: Sequence[str]) -> int:
 
     algorithm = options.build(algorithm_lib.build_algorithm)
     required = lab.required_arrays(algorithm, entropy_coefficient=coefficient)
-    arrays = _arrays_to_score(flags, dict.fromkeys(sorted(required), name))
+    arrays = _arrays_of_algorithms(flags, dict.fromkeys(sorted(required), name))
     with lab_flags.errors_name(f'--algorithm={name}', (saved_batch.NotFinite,)):
-      score = lab.score(algorithm, arrays, entropy_coefficient=coefficient)
-  return _finish(flags, score.metrics, score.arrays)
+      found = lab.loss_and_gradient(
+        algorithm, arrays, entropy_coefficient=coefficient
+      )
+  return _finish(flags, found.metrics, found.arrays)
 
 
 def _advantages(argv: Sequence[str]) -> int:
@@ -205,7 +207,7 @@ def _compare(argv: Sequence[str]) -> int:
         lab.required_arrays(algorithm, entropy_coefficient=0.0)
       )
     }
-    arrays = _arrays_to_score(flags, readers)
+    arrays = _arrays_of_algorithms(flags, readers)
     with lab_flags.errors_name('--algorithms', (saved_batch.NotFinite,)):
       result = comparison.compare(compared, arrays)
   if 'json' in flags.switches:
@@ -259,8 +261,10 @@ def _load(flags: configuration.Flags):
     return batch_file.load(flags.values['batch'])
 
 
-def _arrays_to_score(flags: configuration.Flags, readers: Mapping[str, str]):
-  """Returns the checked arrays on which algorithms are scored.
+def _arrays_of_algorithms(
+  flags: configuration.Flags, readers: Mapping[str, str]
+):
+  """Returns the checked arrays that algorithms are computed on.
 
   Optional arrays only add metrics; one that is not valid is left out, with a
   warning.

@@ -25,9 +25,9 @@ import numpy as np
 
 from stppo_jax import types
 
-# Every block of this many questions is divided in proportion to the weights,
+# Every cycle of this many questions is divided in proportion to the weights,
 # rounded to whole questions.
-_BLOCK = 1000
+_CYCLE = 1000
 
 FIELDS: dict[str, Callable[[types.Question], int | str]] = {
   'dataset': lambda question: question.data_set,
@@ -170,21 +170,21 @@ class Mixture:
   """Questions of several data sets, one after the other, and their order.
 
   Without weights, every epoch is a permutation of all questions. With weights,
-  each data set has epochs of its own, and every block of 1,000 places is
+  each data set has epochs of its own, and every cycle of 1,000 places is
   divided among them by their weights.
 
   Args:
-    parts: the questions of each element.
+    elements: the questions of each element.
     weights: the weight of each element; None for no weights.
   """
 
   def __init__(
     self,
-    parts: Sequence[Sequence[types.Question]],
+    elements: Sequence[Sequence[types.Question]],
     weights: Sequence[float] | None = None,
   ):
-    self._parts = parts
-    self._sizes = [len(part) for part in parts]
+    self._elements = elements
+    self._sizes = [len(element) for element in elements]
     self._starts = np.cumsum([0, *self._sizes])
     self._quotas = None if weights is None else _quotas(weights)
 
@@ -192,8 +192,8 @@ class Mixture:
     return int(self._starts[-1])
 
   def __getitem__(self, index: int) -> types.Question:
-    part = int(np.searchsorted(self._starts, index, side='right')) - 1
-    return self._parts[part][index - int(self._starts[part])]
+    number = int(np.searchsorted(self._starts, index, side='right')) - 1
+    return self._elements[number][index - int(self._starts[number])]
 
   def order(self, seeds: Sequence[int], start: int, count: int) -> list[int]:
     """Returns `count` indices of an endless order of the questions.
@@ -207,24 +207,24 @@ class Mixture:
       return _epochs(seeds, len(self), start, count)
     indices = []
     while len(indices) < count:
-      block, first = divmod(start + len(indices), _BLOCK)
-      last = min(_BLOCK, first + count - len(indices))
-      indices += self._block(seeds, block)[first:last]
+      cycle, first = divmod(start + len(indices), _CYCLE)
+      last = min(_CYCLE, first + count - len(indices))
+      indices += self._cycle(seeds, cycle)[first:last]
     return indices
 
-  def _block(self, seeds: Sequence[int], block: int) -> list[int]:
-    """Returns the indices of a block of places."""
+  def _cycle(self, seeds: Sequence[int], cycle: int) -> list[int]:
+    """Returns the indices of a cycle of places."""
     assert self._quotas is not None
     # numpy fills up short seeds with zeros. The 1 at the end keeps these seeds
-    # apart from those of the parts' epochs.
-    rng = np.random.default_rng((*seeds, block, len(self._sizes), 1))
+    # apart from those of the elements' epochs.
+    rng = np.random.default_rng((*seeds, cycle, len(self._sizes), 1))
     turns = rng.permutation(
       np.repeat(np.arange(len(self._sizes)), self._quotas)
     )
-    indices = np.zeros(_BLOCK, int)
-    for part, (size, quota) in enumerate(zip(self._sizes, self._quotas)):
-      places = _epochs((*seeds, part), size, block * quota, quota)
-      indices[turns == part] = self._starts[part] + np.asarray(places)
+    indices = np.zeros(_CYCLE, int)
+    for number, (size, quota) in enumerate(zip(self._sizes, self._quotas)):
+      places = _epochs((*seeds, number), size, cycle * quota, quota)
+      indices[turns == number] = self._starts[number] + np.asarray(places)
     return indices.tolist()
 
 
@@ -242,18 +242,18 @@ def _epochs(
 
 
 def _quotas(weights: Sequence[float]) -> list[int]:
-  """Returns the number of places of each element in a block, at least one.
+  """Returns the number of places of each element in a cycle, at least one.
 
   Raises:
     ValueError: if a weight is too small for one place.
   """
-  shares = np.asarray(weights) / np.sum(weights) * _BLOCK
+  shares = np.asarray(weights) / np.sum(weights) * _CYCLE
   if shares.min() < 1:
     raise ValueError(
-      f'a weight is less than 1/{_BLOCK} of their sum; leave the data set out'
+      f'a weight is less than 1/{_CYCLE} of their sum; leave the data set out'
     )
   # The places that are left over by rounding down go to the largest remainders.
   quotas = np.floor(shares).astype(int)
   most = np.argsort(quotas - shares, kind='stable')
-  quotas[most[: _BLOCK - quotas.sum()]] += 1
+  quotas[most[: _CYCLE - quotas.sum()]] += 1
   return quotas.tolist()

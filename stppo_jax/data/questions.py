@@ -266,7 +266,7 @@ def load(data: Data, *, seed: int) -> StoredQuestions:
   notes: list[str] = []
   root = pathlib.Path(data.root)
   read = functools.partial(sources, data.name, root, note=notes.append)
-  parts = read(data.train, splits=('train',))
+  elements = read(data.train, splits=('train',))
   evaluated = []
   if data.evaluation:
     for part in read(data.evaluation, splits=('test', 'validation')):
@@ -274,7 +274,7 @@ def load(data: Data, *, seed: int) -> StoredQuestions:
   weights = [e.weight for e in mixtures.parse(data.train) if e.weight]
   return StoredQuestions(
     seed=seed,
-    train=mixtures.Mixture(parts, weights or None),
+    train=mixtures.Mixture(elements, weights or None),
     evaluation=evaluated,
     corpus=root / data.corpus if data.corpus else None,
     notes=notes,

@@ -104,12 +104,12 @@ def _exchanged_forward(mesh, table_VD, tokens_BL):
 def _exchanged_backward(mesh, residuals, gradient_BLD):
   empty, tokens_BL = residuals
   (entries, width), dtype = empty.shape[1:], empty.dtype
-  block = entries // mesh.shape[_TENSOR], width // mesh.shape[_FSDP]
+  shard = entries // mesh.shape[_TENSOR], width // mesh.shape[_FSDP]
 
   def local(tokens_bL, gradient_bLD):
     gradient_BLd = jax.lax.all_to_all(gradient_bLD, _FSDP, 2, 0, tiled=True)
-    places_BL = _places(_all_rows(tokens_bL), block[0])
-    sums_Wd = _sums(jnp.zeros((0, *block), dtype), places_BL, gradient_BLd)
+    places_BL = _places(_all_rows(tokens_bL), shard[0])
+    sums_Wd = _sums(jnp.zeros((0, *shard), dtype), places_BL, gradient_BLd)
     return jax.lax.psum(sums_Wd.astype(dtype), _DATA)
 
   gradient_VD = _spread(local, mesh, (_ROWS, _ROWS), _TABLE)(

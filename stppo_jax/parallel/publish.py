@@ -29,11 +29,11 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import sharding
 
 Tree = Any
-# Each axis of training in two parts: the part that decoding cuts rows along,
-# and the part that it cuts weights along.
+# Each axis of training is split in two. Decoding cuts rows along `_ROWS`, and
+# weights along `_COLUMNS`.
 _ROWS = ('data_rows', 'fsdp_rows', 'tensor_rows')
 _COLUMNS = ('tensor_columns', 'data_columns', 'fsdp_columns')
-_PARTS = (
+_SPLIT_AXES = (
   *('data_rows', 'data_columns', 'fsdp_rows', 'fsdp_columns'),
   *('tensor_columns', 'tensor_rows'),
 )
@@ -68,8 +68,8 @@ class Placement:
           'engine over several hosts is not supported'
         )
     trained = self.training.shape['tensor']
-    parts = self._parts
-    if math.prod(parts[name] for name in _COLUMNS) != self.tensor:
+    sizes = self._split_sizes
+    if math.prod(sizes[name] for name in _COLUMNS) != self.tensor:
       raise ValueError(
         f'must divide mesh.tensor={trained}, or be a multiple of it by a '
         f'divisor of mesh.fsdp={self.training.shape["fsdp"]} and mesh.data='
@@ -95,8 +95,8 @@ class Placement:
     )
 
   @functools.cached_property
-  def _parts(self) -> dict[str, int]:
-    """The size of each part of the axes of training."""
+  def _split_sizes(self) -> dict[str, int]:
+    """The size of each of `_SPLIT_AXES`."""
     data, fsdp, tensor = self.training.devices.shape
     columns = math.gcd(tensor, self.tensor)
     more = self.tensor // columns if columns == tensor else 1
@@ -113,20 +113,22 @@ class Placement:
 
   @functools.cached_property
   def _everywhere(self) -> jax.sharding.Mesh:
-    """The mesh of training with its axes in two parts each.
+    """The mesh of training with each axis split in two.
 
     A program can only mix meshes that have their devices in the same order.
     """
     return jax.sharding.Mesh(
-      self.training.devices.reshape([self._parts[name] for name in _PARTS]),
-      _PARTS,
-      axis_types=(jax.sharding.AxisType.Auto,) * len(_PARTS),
+      self.training.devices.reshape(
+        [self._split_sizes[name] for name in _SPLIT_AXES]
+      ),
+      _SPLIT_AXES,
+      axis_types=(jax.sharding.AxisType.Auto,) * len(_SPLIT_AXES),
     )
 
   @functools.cached_property
   def _groups(self) -> np.ndarray:
     """Devices [groups, tensor]: each group holds all weights."""
-    order = [_PARTS.index(name) for name in (*_ROWS, *_COLUMNS)]
+    order = [_SPLIT_AXES.index(name) for name in (*_ROWS, *_COLUMNS)]
     devices = self._everywhere.devices.transpose(order)
     return devices.reshape(-1, self.tensor)
 

@@ -101,16 +101,16 @@ def contents(groups: Sequence[comparison.Group]) -> dict[str, Any]:
     ],
     'summary': [
       {
-        'name': row.name,
-        'note': row.note,
-        'digits': row.digits,
+        'name': line.name,
+        'note': line.note,
+        'digits': line.digits,
         'groups': [
-          summary.spread([row.value(run) for run in members.runs])
+          summary.spread([line.value(run) for run in members.runs])
           for members in groups
         ],
-        'runs': [row.value(run) for run in runs],
+        'runs': [line.value(run) for run in runs],
       }
-      for row in summary.rows(runs)
+      for line in summary.lines(runs)
     ],
     'evaluation': summary.evaluation_table(groups),
     'alarms': [alarm._asdict() for alarm in summary.alarms(runs)],

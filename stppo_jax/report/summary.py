@@ -43,8 +43,8 @@ _NON_FINITE = 'writer/non_finite'
 Pairs = Sequence[tuple[int, float]]
 
 
-class Row(NamedTuple):
-  """A row of the summary.
+class Line(NamedTuple):
+  """A line of the summary.
 
   Attributes:
     name: what it shows.
@@ -75,10 +75,10 @@ class Alarm(NamedTuple):
   worst: float | None
 
 
-def rows(runs: Sequence[run_files.Run]) -> list[Row]:
-  """Returns the rows of the summary for which some run has a number."""
+def lines(runs: Sequence[run_files.Run]) -> list[Line]:
+  """Returns the lines of the summary for which some run has a number."""
   return [
-    row for row in _ROWS if any(row.value(run) is not None for run in runs)
+    line for line in _LINES if any(line.value(run) is not None for run in runs)
   ]
 
 
@@ -265,66 +265,66 @@ def _hours(run: run_files.Run) -> float | None:
   return sum(seconds) / 3600 if seconds else None
 
 
-_ROWS = (
-  Row('steps done', _steps, 0, 'the step of the last line'),
-  Row(
+_LINES = (
+  Line('steps done', _steps, 0, 'the step of the last line'),
+  Line(
     'last evaluation',
     lambda run: _last(evaluations(run), 1),
     3,
     'mean over the evaluation sets, at the last evaluation',
   ),
-  Row(
+  Line(
     'best evaluation',
     lambda run: _best(evaluations(run)),
     3,
     'the same at the best one',
   ),
-  Row('best at step', _best_step, 0, 'the step of the best evaluation'),
-  Row('last reward', _last_of(_REWARD), 3, 'mean of the last ten steps'),
-  Row(
+  Line('best at step', _best_step, 0, 'the step of the best evaluation'),
+  Line('last reward', _last_of(_REWARD), 3, 'mean of the last ten steps'),
+  Line(
     'collapsed at step',
     _collapse,
     0,
     'from here on, every mean over five steps is below half of the best; '
     'there are at least five such means',
   ),
-  Row(
+  Line(
     'clipped tokens',
     _last_of('actor/pg_clipfrac'),
     4,
     'share of policy tokens whose gradient is cut, mean of the last ten steps',
   ),
-  Row(
+  Line(
     'most clipped tokens',
     _largest_of('actor/pg_clipfrac'),
     4,
     'the same in the worst step',
   ),
-  Row(
+  Line(
     'largest ratio',
     _largest_ratio,
     3,
     'the largest ratio of any step, at the level of the algorithm',
   ),
-  Row(
+  Line(
     'correction triggered',
     _triggered,
     3,
     'share of steps in which the corrections lowered the weight of tokens',
   ),
-  Row('last entropy', _last_of('actor/entropy'), 3, 'nats per policy token'),
-  Row(
+  Line('last entropy', _last_of('actor/entropy'), 3, 'nats per policy token'),
+  Line(
     'last KL to the reference',
     _last_of('critic/kl'),
     4,
     'nats per policy token, mean of the last ten steps',
   ),
-  Row(
+  Line(
     'last explained variance',
     _last_of('critic/vf_explained_var'),
     3,
     'of the value model, mean of the last ten steps',
   ),
-  Row('seconds per step', _median_seconds, 2, 'median over the steps'),
-  Row('hours', _hours, 2, 'all steps and checkpoints together'),
+  Line('seconds per step', _median_seconds, 2, 'median over the steps'),
+  Line('hours', _hours, 2, 'all steps and checkpoints together'),
 )

@@ -43,7 +43,7 @@ def compared():
 def test_cosines_are_those_of_the_gradients(compared):
   found, arrays, _, _ = compared
   gradients = {
-    name: lab.score(
+    name: lab.loss_and_gradient(
       batches.algorithm(name), _rollouts(arrays), entropy_coefficient=0.0
     ).arrays['dloss_dlogprobs_BL']
     for name in _NAMES

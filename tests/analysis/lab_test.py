@@ -40,7 +40,9 @@ def _select(arrays, algorithm, coefficient=_ENTROPY):
 def _score(arrays, row, coefficient=_ENTROPY):
   algorithm = algorithm_lib.build_algorithm(row)
   rollouts = _select(arrays, algorithm, coefficient)
-  return lab.score(algorithm, rollouts, entropy_coefficient=coefficient)
+  return lab.loss_and_gradient(
+    algorithm, rollouts, entropy_coefficient=coefficient
+  )
 
 
 @pytest.mark.parametrize('poison', [np.nan, np.inf])

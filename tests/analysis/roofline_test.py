@@ -46,7 +46,7 @@ def test_formulas_agree_with_compiled_programs(name):
   assert held / _GIB == pytest.approx(state, abs=0.06)  # as it is printed
   estimated = sum(plan.estimated.values())
   assert estimated / _GIB == pytest.approx(update - state, rel=0.25)
-  work, (part,) = plan.work, [plan.parts['update']]
+  work, (part,) = plan.work, [plan.phases['update']]
   assert work.updates == 2  # of which the table has one
   # The compiled number leaves out attention: four passes of two models, and
   # one more of the policy.
@@ -68,19 +68,19 @@ def _work(**changes):
   return dataclasses.replace(_plan_of_one_host().work, **changes)
 
 
-def _parts(name='v5e:2x4', **changes):
-  return roofline.parts(_work(**changes), topology.find(name))
+def _phases(name='v5e:2x4', **changes):
+  return roofline.phases(_work(**changes), topology.find(name))
 
 
 def test_a_step_takes_longer_than_the_limits_allow():
-  for name, part in _parts().items():
+  for name, part in _phases().items():
     assert 0 < part.bound <= part.expected, name
     assert part.computed >= part.operations
 
 
 def test_recomputation_costs_operations_but_counts_for_none():
   parts = {
-    remat: _parts(shape=dataclasses.replace(_work().shape, remat=remat))
+    remat: _phases(shape=dataclasses.replace(_work().shape, remat=remat))
     for remat in ('none', 'dots', 'full')
   }
   needed = {x['update'].operations for x in parts.values()}
@@ -90,14 +90,14 @@ def test_recomputation_costs_operations_but_counts_for_none():
 
 
 def test_an_own_value_model_costs_what_a_shared_one_saves():
-  own, shared = _parts(), _parts(values='shared')
+  own, shared = _phases(), _phases(values='shared')
   assert own['update'].operations > 1.8 * shared['update'].operations
   assert own['annotate'].operations > 1.3 * shared['annotate'].operations
 
 
 def test_one_device_sends_nothing():
   one = {'data': 1, 'fsdp': 1, 'tensor': 1}
-  for part in _parts('v5e:1x1', axes=one, engine_tensor=1).values():
+  for part in _phases('v5e:1x1', axes=one, engine_tensor=1).values():
     assert not part.traffic
 
 
@@ -106,7 +106,7 @@ def test_axes_that_leave_a_host_are_slower():
   inside = {'data': 2, 'fsdp': 8, 'tensor': 1}
   across = {'data': 8, 'fsdp': 2, 'tensor': 1}
   slow, fast = (
-    _parts('gpu:h100:16', axes=axes, microbatch=16)['update']
+    _phases('gpu:h100:16', axes=axes, microbatch=16)['update']
     for axes in (across, inside)
   )
   sent = slow.traffic['all-reduce', 'data']
@@ -117,4 +117,4 @@ def test_axes_that_leave_a_host_are_slower():
 
 
 def test_a_remote_engine_decodes_elsewhere():
-  assert list(_parts(engine_tensor=0)) == ['annotate', 'update']
+  assert list(_phases(engine_tensor=0)) == ['annotate', 'update']

@@ -78,11 +78,11 @@ def test_devices_that_only_collect_hold_the_engine_and_the_next_weights(capsys):
     'keys and values of the engine': 2 * cache,  # on half the devices
   }
   # They collect while the others learn.
-  collect = sum(found.parts[name].expected for name in ('extend', 'decode'))
-  learn = sum(part.expected for part in found.parts.values()) - collect
+  collect = sum(found.phases[name].expected for name in ('extend', 'decode'))
+  learn = sum(part.expected for part in found.phases.values()) - collect
   assert found.seconds[1] == pytest.approx(max(collect, learn))
-  assert found.parts['update'].computed == pytest.approx(
-    2 * together.parts['update'].computed
+  assert found.phases['update'].computed == pytest.approx(
+    2 * together.phases['update'].computed
   )
   flags = [f'--config.{k.replace("__", ".")}={x}' for k, x in divided.items()]
   code, out, _ = _plan(capsys, *flags, '--compile=False')

@@ -201,10 +201,10 @@ def _tiles(vectors_PD: np.ndarray, mesh: jax.sharding.Mesh, tile: int) -> Array:
 
   def read(place: Any) -> np.ndarray:
     begin, end, _ = place[0].indices(num_tiles)
-    block = np.zeros(((end - begin) * tile, size), vectors_PD.dtype)
+    shard = np.zeros(((end - begin) * tile, size), vectors_PD.dtype)
     rows = vectors_PD[begin * tile : end * tile]
-    block[: len(rows)] = rows
-    return block.reshape(end - begin, tile, size)
+    shard[: len(rows)] = rows
+    return shard.reshape(end - begin, tile, size)
 
   sharding = jax.sharding.NamedSharding(
     mesh, jax.sharding.PartitionSpec('rows')
