@@ -2,6 +2,7 @@
 
     WORKDIR/config.json    the config that the run was started with
            /run.json       the run's id, see `records.run_folder`
+           /files.json     checksums of the files that the config names
            /start          the policy that it starts from, if the run makes it:
                            see `building.origin`
            /config_changes.jsonl    what later starts were allowed to change
@@ -9,7 +10,8 @@
 A run is a function of its config. A run that is resumed with another config
 is a mixture that no config describes, so it is refused, with a line for each
 key that differs. There are three classes of keys: free ones may differ, guarded
-ones if `resume.allow_change` names them, fixed ones never.
+ones if `resume.allow_change` names them, fixed ones never. A file that a key
+names is guarded as its key is.
 """
 
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from stppo_jax.records import atomic_files
 from stppo_jax.records import later_keys
 from stppo_jax.records import run_folder
 from stppo_jax.training.building import assembly
+from stppo_jax.training.checks import read_files
 
 # Keys that may change between two starts: the length and the title of a run,
 # what is evaluated, written and kept, the devices, and how servers are reached.
@@ -78,6 +81,7 @@ _FIXED = (
 # A run has begun when it has left one of these. Before that, a config that was
 # wrong (its weights did not fit, say) may be corrected.
 _PRODUCTS = ('start', 'metrics.jsonl', 'checkpoints/*')
+_FILES = 'files.json'
 _ABSENT = '(absent)'
 _ALLOW = '--config.resume.allow_change'
 
@@ -99,7 +103,7 @@ def record_config(
   workdir: str | pathlib.Path,
   say: Callable[[str], None] = print,
 ) -> None:
-  """Records the config and the id of a run that starts or resumes.
+  """Records the config, its files and the id of a run that starts or resumes.
 
   Makes the folder. Keys that may change between two starts are rewritten.
 
@@ -118,7 +122,8 @@ def record_config(
   # Parsed again, because JSON turns tuples into lists.
   config = json.loads(text)
   has_begun = any(any(workdir.glob(p)) for p in _PRODUCTS)
-  changes = {}
+  checksums, known = _checksums(config), {}
+  changes, changed = {}, {}
   if path.is_file() and has_begun:
     allowed = config['resume']['allow_change']
     changes = _differences(config, _read(path))
@@ -127,16 +132,35 @@ def record_config(
       for key, values in changes.items()
       if _is_in(key, _FIXED) or not _is_in(key, allowed)
     ]
+    # Those of a run that an earlier version has begun are not known.
+    files = workdir / _FILES
+    known = _read(files) if files.is_file() else {}
+    changed = {
+      name: (ours, known[name])
+      for name, ours in checksums.items()
+      if known.get(name, ours) != ours
+    }
+    lines += [
+      f'{name}: changed since the run in {workdir} was started; bring it back, '
+      f'use another --workdir, or allow it: {_ALLOW}={_key(name)}'
+      for name in changed
+      if not _is_in(_key(name), allowed)
+    ]
     if lines:
       raise OtherRun('\n'.join(lines))
-    _note_changes(changes, workdir)
+    _note_changes(changes | changed, workdir)
   workdir.mkdir(parents=True, exist_ok=True)
   if not has_begun or run_folder.read(workdir) is None:
     command = run_folder.command_of_record(config)
     record_run(config, workdir, command, has_older_checkpoints=has_begun)
   atomic_files.replace(path, text.encode())
+  if checksums:
+    content = json.dumps(known | checksums, indent=2) + '\n'
+    atomic_files.replace(workdir / _FILES, content.encode())
   for key, (ours, theirs) in changes.items():
     say(f'note: {key}={ours} from now on; it was {theirs}')
+  for name in changed:
+    say(f'note: {name}: as it is now from now on; it has changed')
 
 
 def record_run(
@@ -226,6 +250,24 @@ def _digest(config: Mapping[str, Any]) -> str:
   }
   text = json.dumps(values, sort_keys=True)
   return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _checksums(config: Mapping[str, Any]) -> dict[str, str]:
+  """Returns the checksums of the files that a config names, by `key=path`.
+
+  With another value of its key, a file has no record under its name: then the
+  line is about the key alone.
+  """
+  found = {
+    f'{name.partition(":")[0]}={path}': read_files.checksum(path)
+    for name, path in read_files.find(config)
+  }
+  return {name: checksum for name, checksum in found.items() if checksum}
+
+
+def _key(name: str) -> str:
+  """Returns the config key of the name of a file in `_checksums`."""
+  return name.partition('=')[0]
 
 
 def _is_in(key: str, names: Sequence[str]) -> bool:

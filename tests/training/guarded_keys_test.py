@@ -36,3 +36,30 @@ def test_a_guarded_key_is_refused_unless_it_is_allowed(run, finished, capsys):
   recorded = json.loads((run / 'config.json').read_text())
   assert recorded['model']['path'] == str(finished / 'policy')
   assert run_folder.read(run) == identity
+
+
+def test_a_file_that_has_changed_is_refused_unless_it_is_allowed(run, capsys):
+  tokenizer = shutil.copytree(run / 'policy', run.parent / 'tokenizer')
+  named = {'model.tokenizer_path': tokenizer}
+  allowed = {'resume.allow_change': "('model.tokenizer_path',)"}
+  assert runs.train(run, **named, **allowed) == 0
+  path = tokenizer / 'tokenizer.json'
+  path.write_text(json.dumps(json.loads(path.read_text())))  # other bytes
+  capsys.readouterr()
+  assert runs.train(run, **named) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line == (
+    f'model.tokenizer_path={tokenizer}: changed since the run in {run} was '
+    'started; bring it back, use another --workdir, or allow it: '
+    '--config.resume.allow_change=model.tokenizer_path'
+  )
+  assert runs.train(run, **named, **allowed) == 0
+  assert runs.train(run, **named) == 0  # from now on
+  change = json.loads(
+    (run / 'config_changes.jsonl').read_text().splitlines()[-1]
+  )
+  assert change['key'] == f'model.tokenizer_path={tokenizer}'
+  # A run of an earlier version has no checksums, and has them from now on.
+  (run / 'files.json').unlink()
+  assert runs.train(run, **named) == 0
+  assert (run / 'files.json').exists()

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 
 import pytest
 
@@ -10,6 +11,7 @@ from stppo_jax.configs import base
 from stppo_jax.records import run_folder
 from stppo_jax.training import run_record
 from stppo_jax.training.building import assembly
+from stppo_jax.training.checks import read_files
 
 
 def _config():
@@ -253,9 +255,58 @@ def test_a_start_counts_once_it_is_complete(tmp_path):
 
 
 def test_an_infinite_number_is_recorded_and_compared(tmp_path):
-  config = {'tau': math.inf, 'resume': {'allow_change': ()}}
+  config = _config() | {'tau': math.inf}
   run_record.record_config(config, tmp_path)
   (tmp_path / 'metrics.jsonl').touch()
   run_record.record_config(config, tmp_path)
   with pytest.raises(run_record.OtherRun, match='tau=3.0: .* with inf'):
     run_record.record_config(config | {'tau': 3.0}, tmp_path)
+
+
+def test_any_file_that_a_config_names_is_guarded_with_its_key(tmp_path):
+  workdir, root = tmp_path / 'run', tmp_path / 'data'
+  names = ('a.jsonl', 'b.jsonl', 'test.jsonl', 'corpus.jsonl', 'answers')
+  model = root / 'model'
+  model.mkdir(parents=True)
+  files = [root / name for name in names] + [model / 'model.safetensors']
+  for file in files:
+    file.write_text('before')
+  config = _config()
+  config['data'] |= {
+    'name': 'jsonl',
+    'root': str(root),
+    'train': 'a.jsonl weight=1, b.jsonl weight=2',
+    'evaluation': 'test.jsonl',
+    'corpus': 'corpus.jsonl',
+  }
+  config['retrieval']['replay'] = str(root / 'answers')
+  config['model']['path'] = str(model)
+  _begin(workdir, config)
+  keys = ('train', 'train', 'evaluation', 'corpus')
+  keys = [f'data.{key}' for key in keys] + ['retrieval.replay', 'model.path']
+  for file, key in zip(files, keys, strict=True):
+    file.write_text('after')
+    with pytest.raises(run_record.OtherRun) as caught:
+      run_record.record_config(config, workdir)
+    (line,) = str(caught.value).splitlines()
+    named = model if key == 'model.path' else file
+    assert line.startswith(f'{key}={named}: changed since the run in {workdir}')
+    file.write_text('before')
+  (model / '.hidden').touch()  # such as what a file browser leaves
+  files[0].unlink()  # whoever reads it says that it is missing
+  run_record.record_config(config, workdir)
+
+
+def test_large_weights_are_compared_in_pieces(tmp_path):
+  weights = tmp_path / 'model.safetensors'
+  size = 300 << 20  # without blocks on the disk
+  checksums = set()
+  for place in (0, size // 2 + 5, size - size // 64):
+    with open(weights, 'wb') as file:
+      file.truncate(size)
+      file.seek(place)
+      file.write(b'x')
+    checksums.add(read_files.checksum(tmp_path))
+  os.truncate(weights, size + 1)
+  checksums.add(read_files.checksum(tmp_path))
+  assert len(checksums) == 4

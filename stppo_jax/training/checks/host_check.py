@@ -6,8 +6,6 @@ other in different programs. So everything that a step depends on is compared
 before the first program, and each difference is named with its hosts.
 """
 
-from collections.abc import Iterator
-from collections.abc import Mapping
 import hashlib
 import importlib.util
 import os
@@ -20,18 +18,14 @@ import uuid
 import jax
 
 from stppo_jax import settings
-from stppo_jax.data import layout
-from stppo_jax.data import mixtures
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import run_folder
 from stppo_jax.training.building import assembly
+from stppo_jax.training.checks import read_files
 
 # Every host asks its own retriever.
 _OWN_KEYS = ('retrieval.url',)
 _PACKAGE = pathlib.Path(__file__).parents[2]
-# Files of at most so many bytes are compared as they are; of larger ones, which
-# are weights, the size.
-_MAX_BYTES = 1 << 28
 # Seconds that a file system may take to show a new file to other machines.
 _PROBE_PATIENCE = 10.0
 _PROBE_PAUSE = 0.1
@@ -161,7 +155,10 @@ def _facts(config) -> dict[str, str]:
     'the version of jax': jax.__version__,
     'the version of Python': platform.python_version(),
     'the devices': f'{len(devices)} {devices[0].device_kind}',
-    **{key: _fingerprint(path) for key, path in _files(config)},
+    **{
+      name: read_files.checksum(path) or 'no such file'
+      for name, path in read_files.find(config)
+    },
     **{
       f'the source of {key}={name}': _source(name)
       for key, name in (
@@ -171,29 +168,6 @@ def _facts(config) -> dict[str, str]:
       if name
     },
   }
-
-
-def _files(config) -> Iterator[tuple[str, pathlib.Path]]:
-  """Yields the files and folders that a config names, by key."""
-  model, data = config.model, config.data
-  for key in ('path', 'reference_path', 'tokenizer_path'):
-    if model[key]:
-      yield f'model.{key}', pathlib.Path(model[key])
-  if data.name in ('jsonl', 'tfds'):
-    root = pathlib.Path(data.root)
-    for key in ('train', 'evaluation'):
-      for element in mixtures.parse(data[key]) if data[key] else ():
-        path = root / element.name
-        if data.name == 'tfds':
-          # It has the checksums of the questions.
-          path = layout.folder(root, element.name) / 'metadata.json'
-        yield f'data.{key}: {element.name}', path
-    if data.corpus:
-      yield 'data.corpus', root / data.corpus
-  if config.retrieval.replay:
-    yield 'retrieval.replay', pathlib.Path(config.retrieval.replay)
-  if config.env.prompt_template:
-    yield 'env.prompt_template', pathlib.Path(config.env.prompt_template)
 
 
 def _source(name: str) -> str:
@@ -212,24 +186,7 @@ def _source(name: str) -> str:
     found = None
   if found is None or found.origin is None:
     return 'no such module'
-  return _fingerprint(pathlib.Path(found.origin))
-
-
-def _fingerprint(path: pathlib.Path) -> str:
-  """Returns the checksum of a file, or of the files of a folder."""
-  if not path.exists():
-    return 'no such file'
-  if path.is_file():
-    with open(path, 'rb') as file:
-      return hashlib.file_digest(file, 'sha256').hexdigest()[:12]
-  contents: Mapping[str, Any] = {
-    other.name: _fingerprint(other)
-    if other.stat().st_size <= _MAX_BYTES
-    else other.stat().st_size
-    for other in sorted(path.iterdir())
-    if other.is_file()
-  }
-  return _digest(repr(contents))
+  return read_files.checksum(pathlib.Path(found.origin)) or 'no such file'
 
 
 def _digest(text: str) -> str:

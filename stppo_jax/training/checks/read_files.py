@@ -1,0 +1,77 @@
+"""The files that a config names, and their checksums."""
+
+from collections.abc import Iterator
+import hashlib
+import pathlib
+from typing import Any
+
+from stppo_jax.data import layout
+from stppo_jax.data import mixtures
+
+# Larger files of a folder are weights: of these, some pieces count, which are
+# spread over the file, because reading all of it would take too long.
+_MAX_BYTES = 1 << 28
+_NUM_PIECES, _PIECE = 64, 1 << 20
+
+
+def find(config: Any) -> Iterator[tuple[str, pathlib.Path]]:
+  """Yields the files and folders that a config names, each with its key.
+
+  Behind the key of a mixture stand a colon and the name of the data set.
+
+  Args:
+    config: the config, or its record, which is a nested mapping.
+  """
+  model, data = config['model'], config['data']
+  for key in ('path', 'reference_path', 'tokenizer_path'):
+    if model[key]:
+      yield f'model.{key}', pathlib.Path(model[key])
+  if data['name'] in ('jsonl', 'tfds'):
+    root = pathlib.Path(data['root'])
+    for key in ('train', 'evaluation'):
+      for element in mixtures.parse(data[key]) if data[key] else ():
+        path = root / element.name
+        if data['name'] == 'tfds':
+          # It has the checksums of the questions.
+          path = layout.folder(root, element.name) / 'metadata.json'
+        yield f'data.{key}: {element.name}', path
+    if data['corpus']:
+      yield 'data.corpus', root / data['corpus']
+  if config['retrieval']['replay']:
+    yield 'retrieval.replay', pathlib.Path(config['retrieval']['replay'])
+  if config['env']['prompt_template']:
+    yield 'env.prompt_template', pathlib.Path(config['env']['prompt_template'])
+
+
+def checksum(path: pathlib.Path) -> str:
+  """Returns the checksum of a file, or of the files of a folder; '' if none.
+
+  Hidden files of a folder do not count.
+  """
+  if not path.exists():
+    return ''
+  if path.is_file():
+    return _of_file(path)
+  contents = {
+    other.name: _of_pieces(other)
+    if other.stat().st_size > _MAX_BYTES
+    else _of_file(other)
+    for other in sorted(path.iterdir())
+    if other.is_file() and not other.name.startswith('.')
+  }
+  return hashlib.sha256(repr(contents).encode()).hexdigest()[:12]
+
+
+def _of_file(path: pathlib.Path) -> str:
+  with open(path, 'rb') as file:
+    return hashlib.file_digest(file, 'sha256').hexdigest()[:12]
+
+
+def _of_pieces(path: pathlib.Path) -> str:
+  size = path.stat().st_size
+  digest = hashlib.sha256(str(size).encode())
+  with open(path, 'rb') as file:
+    for number in range(_NUM_PIECES):
+      file.seek(number * size // _NUM_PIECES)
+      digest.update(file.read(_PIECE))
+  return digest.hexdigest()[:12]
