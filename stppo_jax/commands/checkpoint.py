@@ -1,9 +1,10 @@
 """List the checkpoints of a run, or verify them all; nothing is changed.
 
-python -m stppo_jax checkpoint list --workdir=DIR
-python -m stppo_jax checkpoint verify --workdir=DIR
+python -m stppo_jax checkpoint list DIR
+python -m stppo_jax checkpoint verify DIR
 
-  --workdir=DIR  the folder of the run, which may still be in progress
+  DIR  the folder of the run, which may still be in progress; --workdir=DIR
+       means the same
 
 list prints a line for each checkpoint: its step, when it was saved, its size,
 its score if it was evaluated, and whether it is the newest or the best. It
@@ -37,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
   action, rest = argv[0] if argv else '', argv[1:]
   if action.startswith('-'):
     action, rest = '', argv
+  if rest and not rest[0].startswith('-'):
+    rest = [f'--workdir={rest[0]}', *rest[1:]]
   given = configuration.split(rest, ('workdir',))
   errors = list(given.errors)
   if action not in _ACTIONS:
@@ -46,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
   if given.values.get('workdir'):
     errors += [f'--workdir={workdir}: {x}' for x in _problems(workdir)]
   elif 'workdir' not in given.meant:
-    errors.append('--workdir: missing')
+    errors.append('DIR: missing; give the folder of a run')
   if errors:
     raise configuration.ConfigurationError(errors)
   found = saved_steps.find(workdir)

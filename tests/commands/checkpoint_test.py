@@ -56,7 +56,7 @@ def _save(folder, scores):
 def _call(capsys, action, folder):
   """Returns the exit code and the lines; asserts that nothing has changed."""
   before = _listing(folder)
-  code = __main__.main(['checkpoint', action, f'--workdir={folder}'])
+  code = __main__.main(['checkpoint', action, str(folder)])
   out, err = capsys.readouterr()
   assert not err and _listing(folder) == before
   return code, out.splitlines()
@@ -187,7 +187,7 @@ def test_a_run_without_checkpoints_has_lost_them_or_none(capsys, tmp_path):
   for action in ('list', 'verify'):
     assert _call(capsys, action, run) == (0, [f'{run}: no checkpoints'])
   (run / 'metrics.jsonl').touch()
-  assert __main__.main(['checkpoint', 'verify', f'--workdir={run}']) == 3
+  assert __main__.main(['checkpoint', 'verify', str(run)]) == 3
   assert 'has no checkpoint: is it' in capsys.readouterr().err
 
 
@@ -197,9 +197,11 @@ def test_a_run_without_checkpoints_has_lost_them_or_none(capsys, tmp_path):
     ([], 'missing; choices: list, verify'),
     (['--workdir=.'], 'missing; choices: list, verify'),
     (['lst', '--workdir={}'], 'lst: unknown; did you mean list?'),
-    (['list'], '--workdir: missing'),
+    (['list'], 'DIR: missing; give the folder of a run'),
     (['list', '--wrkdir={}'], '--wrkdir={}: unknown flag; did you mean'),
+    (['list', '{}/no'], '--workdir={}/no: no such folder'),
     (['list', '--workdir={}/no'], '--workdir={}/no: no such folder'),
+    (['list', '{}', 'no'], 'no: not a flag; flags start with --'),
     (['verify', '--workdir={}'], '--workdir={}: not the folder of a run'),
   ],
 )
