@@ -6,6 +6,7 @@ Each has two virtual devices; collectives go over loopback.
 import json
 import os
 import pathlib
+import shutil
 import socket
 import subprocess
 import sys
@@ -236,11 +237,23 @@ def test_trajectories_do_not_depend_on_the_number_of_hosts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  'count, mesh', [(1, {}), (2, {}), (1, {'mesh__data': 2, 'mesh__fsdp': 4})]
+  'before, count, mesh',
+  [
+    (4, 1, {}),
+    (4, 2, {}),
+    (4, 1, {'mesh__data': 2, 'mesh__fsdp': 4}),
+    (1, 2, {}),
+  ],
 )
-def test_a_checkpoint_of_four_hosts_resumes(tmp_path, finished, count, mesh):
+def test_a_checkpoint_resumes_on_another_number_of_hosts(
+  tmp_path, finished, before, count, mesh
+):
   run = tmp_path / 'run'
-  _train(run, 4, num_steps=2)
+  if before == 1:
+    shutil.copytree(finished, run)
+    shutil.rmtree(run / 'checkpoints' / '3')
+  else:
+    _train(run, before, num_steps=2)
   # What is restored is what was saved, bit for bit on every mesh; a checkpoint
   # has checksums of the latter.
   jax.tree.map(
