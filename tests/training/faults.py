@@ -31,15 +31,17 @@ Moment = tuple[str, int]
 
 
 @contextlib.contextmanager
-def at(settings, act: Callable[[Moment], float | None]):
+def at(settings, act: Callable[[Moment], float | None], *, num_hosts: int = 1):
   """Calls `act` at the moments of a run inside this context.
 
   Args:
     settings: the config of the run.
     act: may raise, send signals, or return which share of the trajectories of a
       collection that the infrastructure shall fail.
+    num_hosts: the hosts of the run. The moments are those of this host, which
+      collects and evaluates one of as many equal parts.
   """
-  watch = _Watch(settings, act)
+  watch = _Watch(settings, act, num_hosts)
   base = environments.find(settings.env.name)
 
   class Environment(base):
@@ -148,7 +150,7 @@ class _Watch:
     failing: ids of the questions whose trajectories fail now.
   """
 
-  def __init__(self, settings, act):
+  def __init__(self, settings, act, num_hosts):
     self._act = act
     self._counts: dict[str, int] = {}
     self.failing: set[str] = set()
@@ -159,9 +161,10 @@ class _Watch:
     groups = questions.evaluation(settings.evaluate.num_questions)
     self._evaluation = {q.id for group in groups.values() for q in group}
     rollout = settings.rollout
+    num_groups = rollout.trajectories_per_step // rollout.group_size
     self._sizes = {
-      'collect': rollout.trajectories_per_step // rollout.group_size,
-      'evaluate': len(self._evaluation),
+      'collect': num_groups // num_hosts,
+      'evaluate': len(self._evaluation) // num_hosts,
     }
     self._share = 0.0
 

@@ -376,19 +376,19 @@ def test_a_signal_outside_of_a_run_has_its_exit_code_on_all():
   assert 'failed: Interrupted: by a signal' in text
 
 
-# The first collection is that of the evaluation before the first step.
+# The second evaluation is that after step 2.
 @pytest.mark.slow
-@pytest.mark.parametrize('kind, number', [('collect', 3), ('updated', 2)])
+@pytest.mark.parametrize('kind', ['collect', 'updated', 'evaluate'])
 @pytest.mark.parametrize('culprit', [0, 1])
 def test_a_signal_on_one_host_saves_the_same_step_on_all(
-  tmp_path, finished, kind, number, culprit
+  tmp_path, finished, kind, culprit
 ):
   run = tmp_path / 'run'
-  faults = {culprit: ('stop', kind, str(number))}
+  faults = {culprit: ('stop', kind, '2')}
   options = {'num_steps': runs.STEPS, 'checkpoint__every': 99}
   ends = _ends(_start(run, faults=faults, **options))
   assert [code for code, _ in ends] == [75, 75]
-  saved = number - 2 if kind == 'collect' else number
+  saved = 1 if kind == 'collect' else 2
   for _, text in ends:
     assert f'interrupted after step {saved}, saved' in text
   assert [p.name for p in (run / 'checkpoints').iterdir()] == [str(saved)]
@@ -447,7 +447,7 @@ def test_a_host_that_cannot_save_ends_all_at_once(tmp_path, finished, culprit):
 def test_a_slow_host_is_named_and_the_others_do_not_wait_in_collecting(
   tmp_path,
 ):
-  faults = {1: ('slow', 'collect', '3')}  # that of the second step
+  faults = {1: ('slow', 'collect', '2')}
   assert _ends(_start(tmp_path / 'run', faults=faults, num_steps=2))
   line = runs.metrics(tmp_path / 'run')[-1]
   assert line['hosts/slowest'] == 1

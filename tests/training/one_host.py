@@ -4,7 +4,7 @@
 
 At a moment of the run, see `faults`, the process raises an error, kills itself,
 sends itself SIGTERM, sleeps for five seconds, or has a full disk from then on.
-Each of two hosts collects half of a step.
+It is one of two hosts, each of which collects half of a step.
 
     python -m tests.training.one_host WHAT printed TEXT train FLAGS
 
@@ -40,10 +40,7 @@ def main(what: str, kind: str, number: str, *argv: str) -> int:
   if kind == 'printed':
     with faults.printed(number, act((kind, 1))):
       return __main__.main(argv)
-  half = runs.config(
-    rollout__trajectories_per_step=8, evaluate__num_questions=4
-  )
-  with faults.at(half, act((kind, int(number)))):
+  with faults.at(runs.config(), act((kind, int(number))), num_hosts=2):
     return __main__.main(argv)
 
 
