@@ -17,6 +17,7 @@ from typing import Any
 from stppo_jax import settings
 from stppo_jax.records import run_folder
 from stppo_jax.records import run_state
+from stppo_jax.records import scrubbing
 
 SAMPLED, EVALUATED = 'trajectories', 'evaluation'
 _DIALOGUES = re.compile(
@@ -46,7 +47,8 @@ class Run:
 
   Attributes:
     folder: the folder, as it was named.
-    recorded: the config, dotted key to value; {} if the file is missing.
+    recorded: the config, dotted key to value, without the secrets in its texts,
+      because reports are passed on; {} if the file is missing.
     lines: the lines of metrics.jsonl in order; the first may be of step 0.
     state: what `status` says of it.
     losses: what could not be read, one line each.
@@ -212,7 +214,8 @@ def _config(folder: pathlib.Path, losses: list[str]) -> dict[str, Any]:
   """Returns the flat config of a run; {} if it cannot be read."""
   path = folder / 'config.json'
   try:
-    return settings.flatten(json.loads(path.read_text('utf-8')))
+    config = settings.flatten(json.loads(path.read_text('utf-8')))
+    return scrubbing.scrubbed_values(config)
   except (OSError, ValueError, AttributeError, RecursionError) as error:
     losses.append(f'{path}: cannot be read: {error}')
     return {}

@@ -230,6 +230,25 @@ def test_the_page_names_no_other_file(made_page):
   assert "default-src 'none'" in program
 
 
+def test_a_report_has_no_secrets_of_the_config(tmp_path, capsys):
+  runs = [
+    made_runs.make(
+      tmp_path / name,
+      dialogues=0,
+      config={
+        'retrieval.url': 'http://me:hush@host/',
+        'env.tools.mcp_servers': [f'run --token hush --name={name}'],
+      },
+    )
+    for name in 'ab'
+  ]
+  code, errors, data = _reported(capsys, tmp_path, *runs)
+  assert (code, errors) == (0, [])
+  text = json.dumps(data)
+  assert 'hush' not in text
+  assert 'http://***@host/' in text and 'run --token *** --name=a' in text
+
+
 def test_experiments_are_what_differs_in_more_than_the_seed(made, tmp_path):
   runs = [run_files.read(str(folder)) for folder in made]
   longer = made_runs.make(tmp_path / 'a', seed=5, steps=31, dialogues=0)

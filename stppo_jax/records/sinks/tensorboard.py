@@ -19,6 +19,7 @@ from tensorboardX.proto import event_pb2 as _event_pb2
 from tensorboardX.proto import summary_pb2 as _summary_pb2
 
 from stppo_jax.records import atomic_files
+from stppo_jax.records import scrubbing
 
 # The classes of these modules are made at run time, so type checkers do not
 # find them.
@@ -61,6 +62,8 @@ class EventFile:
   def write_hparams(self, hparams: Mapping[str, Any]) -> None:
     """Appends the hyperparameters of the run, which TensorBoard compares.
 
+    Event files are passed on, so secrets in texts are left out.
+
     Raises:
       OSError: nothing was written.
     """
@@ -69,7 +72,7 @@ class EventFile:
     # The plugin knows numbers, texts and truth values.
     values = {
       name: x if isinstance(x, bool | int | float | str) else str(x)
-      for name, x in hparams.items()
+      for name, x in scrubbing.scrubbed_values(hparams).items()
     }
     frames = [
       _frame(event_pb2.Event(summary=part, wall_time=time.time()))
