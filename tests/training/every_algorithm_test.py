@@ -18,10 +18,18 @@ def _leaves(workdir):
   return json.loads(path.read_text('utf-8'))['leaves']
 
 
-# Two processes trace the programs of each. In `make test`, signals end runs of
-# st_ppo, in interruption_test.py.
-@pytest.mark.slow
-@pytest.mark.parametrize('algorithm', algorithms.ALGORITHMS)
+# Two processes trace the programs of each algorithm, which takes long. Of these
+# two, others of `make test` compile the first; the second has no value model.
+_IN_MAKE_TEST = ('st_ppo', 'grpo')
+
+
+@pytest.mark.parametrize(
+  'algorithm',
+  [
+    pytest.param(name, marks=() if name in _IN_MAKE_TEST else pytest.mark.slow)
+    for name in algorithms.ALGORITHMS
+  ],
+)
 def test_four_steps_a_kill_and_four_steps_are_eight_steps(tmp_path, algorithm):
   flags = runs.flags(algorithm, num_steps=_STEPS, evaluate__every=0)
   killed, whole = tmp_path / 'killed', tmp_path / 'whole'
