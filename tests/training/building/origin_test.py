@@ -56,6 +56,18 @@ def test_a_run_starts_from_another_one_and_then_needs_it_no_more(
   assert runs.metrics(run)[-1]['goodput/origin'] == 1
 
 
+def test_random_numbers_and_a_directory_are_said_and_counted(tmp_path, capsys):
+  first, second = tmp_path / 'first', tmp_path / 'second'
+  changes = {'num_steps': 1, 'evaluate__every': 0}
+  assert runs.train(first, **changes) == 0
+  assert 'start: random numbers\n' in capsys.readouterr().out
+  assert runs.metrics(first)[-1]['goodput/origin'] == 4
+  model = first / 'policy'
+  assert runs.train(second, model__path=model, **changes) == 0
+  assert f'start: model.path={model}\n' in capsys.readouterr().out
+  assert runs.metrics(second)[-1]['goodput/origin'] == 3
+
+
 def test_a_value_model_that_is_not_there_is_said(tmp_path):
   learner = runs.learner(runs.config())
   start = learner.start()
