@@ -1,6 +1,7 @@
 """A run that is cut in two is compared with the run in one piece."""
 
 import json
+import re
 
 import jax.numpy as jnp
 import pytest
@@ -57,3 +58,32 @@ def test_a_run_of_ones_own_config_resumes_bit_for_bit(tmp_path, monkeypatch):
   whole = tmp_path / 'run' / 'whole' / 'checkpoints' / '2' / 'manifest'
   manifest = json.loads((whole / 'metadata').read_text())
   assert f' {len(manifest["leaves"])} arrays' in out.splitlines()[-1]
+
+
+_FORGETFUL = """
+calls = 0
+
+
+def reward(question, texts, scores):
+  global calls
+  calls += 1  # a process that resumes begins again
+  return calls % 7
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_resume_bit_for_bit_is_named(tmp_path, monkeypatch):
+  monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '1')
+  monkeypatch.setenv('PYTHONPATH', str(tmp_path))
+  (tmp_path / 'forgetful.py').write_text(_FORGETFUL)
+  flags = runs.flags(
+    num_steps=2, evaluate__every=0, env__reward_function='forgetful:reward'
+  )
+  command = [*flags, f'--workdir={tmp_path / "run"}', '--verify_resume=1']
+  process = runs.start('train', *command)
+  out, errors = process.communicate()
+  assert process.returncode == 3, errors
+  assert '\nok     ' not in out
+  differs = re.findall('^WRONG  step 2: (.*)$', out, re.MULTILINE)
+  assert any(name.startswith('policy.params.') for name in differs)
+  assert len(differs) == len(set(differs))
