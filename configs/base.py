@@ -337,6 +337,8 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'token_details': 4,
         'evaluation': 16,  # dialogues that each host writes per evaluation
         'samples': 2,  # dialogues printed per evaluation
+        # Files of dialogues of each kind that are kept, the newest; 0 = all.
+        'keep_files': 0,
       },
       # What the metrics of a step are compared with, to warn of a run that is
       # going wrong: configs/alarms.py.

@@ -49,6 +49,7 @@ class Writer:
     num_steps: int,
     tensorboard: bool,
     trajectories: int,
+    keep_files: int = 0,
     hparams: Mapping[str, Any] | None = None,
     trackers: Sequence[trackers_lib.Tracker] = (),
     display: progress.Progress | None = None,
@@ -60,6 +61,8 @@ class Writer:
       num_steps: the length of the run, for the progress display.
       tensorboard: whether to write for TensorBoard too.
       trajectories: the number of dialogues that are written of each step.
+      keep_files: the number of files of dialogues that are kept of each kind,
+        the newest; 0: all.
       hparams: the values of the config by key, for TensorBoard.
       trackers: experiment trackers that get the metrics, too.
       display: the progress display; by default one on standard output.
@@ -69,6 +72,7 @@ class Writer:
     self._metrics = self._workdir / METRICS
     self._tensorboard = tensorboard
     self._trajectories = trajectories
+    self._keep_files = keep_files
     self._hparams = hparams or {}
     self._trackers = trackers
     self._display = display or progress.Progress(num_steps)
@@ -169,16 +173,11 @@ class Writer:
 
   def write_trajectories(self, step: int, records: Sequence[Mapping]) -> None:
     """Writes the first dialogues of a step, as many as the run keeps."""
-    name = f'trajectories-{step:06d}.jsonl'
-    kept = records[: self._trajectories]
-    self._counted(
-      'trajectories', lambda: _write_lines(self._workdir / name, kept)
-    )
+    self._write_dialogues('trajectories', step, records[: self._trajectories])
 
   def write_evaluation(self, step: int, records: Sequence[Mapping]) -> None:
     """Writes dialogues of the evaluation after a step."""
-    path = self._workdir / f'evaluation-{step:06d}.jsonl'
-    self._counted('evaluation', lambda: _write_lines(path, records))
+    self._write_dialogues('evaluation', step, records)
 
   def enter_phase(self, phase: str) -> None:
     """Shows in the progress display what the run does from now on."""
@@ -193,6 +192,14 @@ class Writer:
     self._display.close()
     for tracker in self._trackers:
       tracker.close()
+
+  def _write_dialogues(
+    self, kind: str, step: int, records: Sequence[Mapping]
+  ) -> None:
+    write = lambda: _write_dialogues(
+      self._workdir, kind, step, records, keep_files=self._keep_files
+    )
+    self._counted(kind, write)
 
   def _append(self, line: str) -> None:
     """Appends a line of metrics."""
@@ -224,7 +231,12 @@ class OtherHostWriter:
   """Writes the dialogues of a host that is not the first; see `Writer`."""
 
   def __init__(
-    self, workdir: str | pathlib.Path, *, host: int, trajectories: int
+    self,
+    workdir: str | pathlib.Path,
+    *,
+    host: int,
+    trajectories: int,
+    keep_files: int = 0,
   ):
     """Writes nothing yet.
 
@@ -232,10 +244,13 @@ class OtherHostWriter:
       workdir: the run's folder.
       host: the number of the host.
       trajectories: the number of dialogues that are written of each step.
+      keep_files: the number of this host's files of dialogues that are kept of
+        each kind, the newest; 0: all.
     """
     self._workdir = pathlib.Path(workdir)
     self._host = host
     self._trajectories = trajectories
+    self._keep_files = keep_files
 
   def rewind(self, step: int, *, saved: int) -> None:
     """Leaves it to the first host to drop what was written after a step."""
@@ -250,11 +265,11 @@ class OtherHostWriter:
 
   def write_trajectories(self, step: int, records: Sequence[Mapping]) -> None:
     """Writes the first dialogues of this host, as many as the run keeps."""
-    self._write(f'trajectories-{step:06d}', records[: self._trajectories])
+    self._write('trajectories', step, records[: self._trajectories])
 
   def write_evaluation(self, step: int, records: Sequence[Mapping]) -> None:
     """Writes this host's dialogues of the evaluation after a step."""
-    self._write(f'evaluation-{step:06d}', records)
+    self._write('evaluation', step, records)
 
   def enter_phase(self, phase: str) -> None:
     """Leaves it to the first host to show what the run does."""
@@ -266,20 +281,56 @@ class OtherHostWriter:
   def close(self) -> None:
     """Does nothing: everything is in its files already."""
 
-  def _write(self, name: str, records: Sequence[Mapping]) -> None:
-    path = self._workdir / f'{name}-host{self._host}.jsonl'
+  def _write(self, kind: str, step: int, records: Sequence[Mapping]) -> None:
     try:
-      _write_lines(path, records)
+      _write_dialogues(
+        self._workdir,
+        kind,
+        step,
+        records,
+        keep_files=self._keep_files,
+        suffix=f'-host{self._host}',
+      )
     except OSError as error:
-      _log.warning('cannot write %s, the run goes on: %r', path.name, error)
+      _log.warning('cannot write %s, the run goes on: %r', kind, error)
 
 
-def _write_lines(path: pathlib.Path, records: Sequence[Mapping]) -> None:
-  """Writes records as lines, in place of an earlier file; none leave none."""
-  if records:
-    lines = b''.join(json.dumps(record).encode() + b'\n' for record in records)
-    path.unlink(missing_ok=True)
-    atomic_files.append(path, lines)
+def _write_dialogues(
+  workdir: pathlib.Path,
+  kind: str,
+  step: int,
+  records: Sequence[Mapping],
+  *,
+  keep_files: int,
+  suffix: str = '',
+) -> None:
+  """Writes dialogues of a step, and removes the files that are not kept.
+
+  They replace an earlier file of the step; without dialogues, nothing changes.
+
+  Args:
+    workdir: the run's folder.
+    kind: the beginning of the names of the files.
+    step: the number of the step.
+    records: the dialogues, one for each line.
+    keep_files: the number of files that are kept, the newest; 0: all.
+    suffix: the end of the names of this host's files.
+  """
+  if not records:
+    return
+  path = workdir / f'{kind}-{step:06d}{suffix}.jsonl'
+  lines = b''.join(json.dumps(record).encode() + b'\n' for record in records)
+  path.unlink(missing_ok=True)
+  atomic_files.append(path, lines)
+  if keep_files:
+    name = re.compile(rf'{kind}-(\d+){suffix}\.jsonl')
+    written = sorted(
+      (int(match[1]), other)
+      for other in workdir.iterdir()
+      if (match := name.fullmatch(other.name))
+    )
+    for _, other in written[:-keep_files]:
+      other.unlink(missing_ok=True)
 
 
 def _step_of(line: bytes) -> float:

@@ -16,7 +16,9 @@ from stppo_jax.records import writer as writer_lib
 from stppo_jax.records.sinks import progress
 
 
-def _writer(workdir, *, tensorboard=False, trajectories=2, hparams=None):
+def _writer(
+  workdir, *, tensorboard=False, trajectories=2, hparams=None, keep_files=0
+):
   console = rich.console.Console(file=io.StringIO())
   return writer_lib.Writer(
     workdir,
@@ -24,6 +26,7 @@ def _writer(workdir, *, tensorboard=False, trajectories=2, hparams=None):
     tensorboard=tensorboard,
     trajectories=trajectories,
     hparams=hparams,
+    keep_files=keep_files,
     display=progress.Progress(10, console=console),
   )
 
@@ -149,6 +152,27 @@ def test_other_hosts_write_dialogues_of_their_own(tmp_path):
   assert aside is not None and len(list(aside.iterdir())) == 2
 
 
+def test_only_the_newest_dialogues_are_kept(tmp_path):
+  first = _writer(tmp_path, keep_files=2)
+  other = writer_lib.OtherHostWriter(
+    tmp_path, host=3, trajectories=1, keep_files=1
+  )
+  for writer in (first, other):
+    for step in range(99, 103):
+      writer.write_trajectories(step, [{'n': step}])
+    for step in (0, 50, 100):
+      writer.write_evaluation(step, [{'n': step}])
+    writer.write_evaluation(150, [])  # nothing is written
+  assert sorted(path.name for path in tmp_path.iterdir()) == [
+    'evaluation-000050.jsonl',
+    'evaluation-000100-host3.jsonl',
+    'evaluation-000100.jsonl',
+    'trajectories-000101.jsonl',
+    'trajectories-000102-host3.jsonl',
+    'trajectories-000102.jsonl',
+  ]
+
+
 def test_tensorboard_has_the_scalars_and_drops_some_on_resume(tmp_path):
   writer = _writer(tmp_path, tensorboard=True)
   writer.rewind(4, saved=4)
@@ -209,3 +233,15 @@ def test_tensorboard_has_the_hyperparameters(tmp_path):
         for name, one in data.session_start_info.hparams.items():
           found[name] = getattr(one, one.WhichOneof('kind'))
   assert found == hparams | {'hops': '(1, 2)'}
+
+
+def test_tensorboard_gets_no_secrets_of_the_config(tmp_path):
+  hparams = {
+    'url': 'http://me:hush@host/',
+    'servers': ('run --token hush', 'run -x'),
+  }
+  _writer(tmp_path, tensorboard=True, hparams=hparams).write(1, {'a': 0.5})
+  (path,) = (tmp_path / 'tensorboard').iterdir()
+  written = path.read_bytes()
+  assert b'hush' not in written
+  assert b'http://***@host/' in written and b'run --token ***' in written

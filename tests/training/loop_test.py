@@ -365,3 +365,14 @@ def test_a_run_of_groups_is_the_same_when_cut_in_two(tmp_path, capsys):
     assert line['rollout/resample_rounds'] == 1
     assert line['rollout/resampled_groups'] == 0
     assert line['reward/overlong/mean'] == 0
+
+
+@pytest.mark.slow
+def test_a_run_keeps_as_many_files_of_dialogues_as_its_config_says(tmp_path):
+  assert runs.train(tmp_path, writer__keep_files=2) == 0
+  names = sorted(path.name for path in tmp_path.glob('*-*.jsonl'))
+  assert names == [
+    f'{kind}-{step:06d}.jsonl'
+    for kind in ('evaluation', 'trajectories')
+    for step in (runs.STEPS - 1, runs.STEPS)
+  ]

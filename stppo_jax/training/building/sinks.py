@@ -28,7 +28,10 @@ def build_writer(
   """
   if not hosts.is_first:
     return writer_lib.OtherHostWriter(
-      workdir, host=hosts.index, trajectories=trajectories
+      workdir,
+      host=hosts.index,
+      trajectories=trajectories,
+      keep_files=config.writer.keep_files,
     )
   values = settings.flatten(config)
   recorded = run_folder.read(workdir)
@@ -43,6 +46,7 @@ def build_writer(
     num_steps=num_steps,
     tensorboard=config.writer.tensorboard,
     trajectories=trajectories,
+    keep_files=config.writer.keep_files,
     hparams=values,
     trackers=[
       trackers.Tracker(name, identity) for name in config.writer.trackers

@@ -4,6 +4,7 @@ import http.client
 import json
 from urllib import parse
 
+import jax
 import pytest
 
 from stppo_jax.http import server as http_server
@@ -136,6 +137,45 @@ def test_a_link_out_of_the_root_is_not_followed(url, root, tmp_path):
     body = {'model_path': str(root / name), 'weight_version': 'v2'}
     status, reply = _post(url, '/update_weights_from_disk', body)
     assert status == 400 and reply['detail'] == line
+
+
+@pytest.mark.slow
+def test_clients_cannot_fill_the_memory(root):
+  model = model_server.ModelServer(
+    'tiny',
+    fake_servers.MODEL,
+    fake_servers.PARAMS,
+    token_bytes=fake_servers.TOKENS,
+    max_length=fake_servers.MAX_LENGTH,
+    weights_root=root,
+  )
+  compiled = []
+
+  def listen(event, seconds, **details):
+    del seconds, details
+    if event == '/jax/core/compile/backend_compile_duration':
+      compiled.append(event)
+
+  def programs(url, count):
+    """Returns how many programs are compiled for so many temperatures."""
+    compiled.clear()
+    for number in range(1, count + 1):
+      asked = _ASKED | {'max_tokens': 1, 'temperature': number / 16}
+      assert _post(url, '/v1/completions', asked)[0] == 200
+    return len(compiled)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    with http_server.EmbeddedServer(model.app) as server:
+      assert programs(server.url, 16) >= 16
+      assert programs(server.url, 16) == 0  # all are kept
+      programs(server.url, 17)
+      assert programs(server.url, 1) == 1  # one more was too many
+      model.completions.extend(list(model.completions) * 100)
+      programs(server.url, 1)
+      assert len(model.completions) == 4096
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_posts_need_the_content_type_of_json(url):

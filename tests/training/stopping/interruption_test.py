@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -245,7 +246,39 @@ def test_no_error_loses_a_finished_step(finished, tmp_path, capsys):
   assert line.startswith(f'{tmp_path}/policy')
   assert line.endswith('; step 3 is saved; the same command resumes')
   (tmp_path / 'policy').unlink()
+  curve = tmp_path / 'learning_curve.png'
+  curve.mkdir()
+  assert _train(tmp_path) == 75
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith(str(curve))
+  assert line.endswith('; step 3 is saved; the same command resumes')
+  curve.rmdir()
   assert _train(tmp_path) == 0
+  _assert_same_run(tmp_path, finished)
+
+
+@pytest.mark.slow
+def test_a_save_that_fails_beside_the_loop_ends_the_run(
+  finished, tmp_path, capsys
+):
+  """The disk is full from the second step on, whose save threads write."""
+  limit = resource.RLIMIT_FSIZE
+  soft, hard = resource.getrlimit(limit)
+
+  def act(moment):
+    if moment == ('updated', 2):
+      resource.setrlimit(limit, (1024, hard))
+
+  try:
+    assert _train(tmp_path, act, checkpoint__every=1) == 75
+  finally:
+    resource.setrlimit(limit, (soft, hard))
+  out, err = capsys.readouterr()
+  assert f'step 2 could not be saved in {tmp_path}/checkpoints' in err
+  assert 'Traceback' not in out + err
+  assert run_state.read(tmp_path).checkpoint == 1
+  assert __main__.main(['checkpoint', 'verify', f'--workdir={tmp_path}']) == 0
+  assert _train(tmp_path, checkpoint__every=1) == 0  # there is room again
   _assert_same_run(tmp_path, finished)
 
 
@@ -263,7 +296,7 @@ def test_an_interrupted_start_is_made_again(tmp_path, capsys):
   assert _train(tmp_path, send, **changes) == 130
   assert 'interrupted before the first step' in capsys.readouterr().out
   left = {path.name for path in tmp_path.iterdir()}
-  assert left == {'config.json', 'run.json', 'heartbeat.json'}
+  assert left == {'config.json', 'files.json', 'run.json', 'heartbeat.json'}
   state = run_state.read(tmp_path)
   assert (state.state, state.step) == (run_state.INTERRUPTED, 0)
   # As if killed while it was written.
