@@ -166,12 +166,11 @@ class Learner:
         If it is None, there are `updates.num_epochs` epochs.
     """
     updates = self._config.updates
-    if num_updates is None:
-      num_updates = updates.num_epochs * num_rows // updates.minibatch_size
+    of_epochs = updates.num_epochs * num_rows // updates.minibatch_size
     return minibatches_lib.minibatch_rows(
       num_rows,
       size=updates.minibatch_size,
-      count=num_updates,
+      count=of_epochs if num_updates is None else num_updates,
       seed=self._config.seed,
       step=step,
     )

@@ -228,6 +228,7 @@ def apply_gradients(
   metrics |= {f'actor/{name}': x for name, x in report.items()}
   new_value = None
   if gradient.value is not None:
+    assert state.value is not None  # both come from one config
     new_value, value_sound, report = state_lib.take_step(
       spec.value_optimizer,
       state.value,
