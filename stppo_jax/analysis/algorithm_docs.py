@@ -62,7 +62,7 @@ TITLES = {
 }
 
 
-def rules(algorithm: Algorithm) -> dict[str, options_lib.Rule]:
+def rules(algorithm: Algorithm) -> dict[str, options_lib.OptionRule]:
   """Returns the rule of every option of an algorithm, by its dotted key."""
   return dict(options_lib.rules(algorithm_lib.Algorithm, algorithm))
 

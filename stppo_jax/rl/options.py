@@ -181,7 +181,7 @@ class Number:
     return float(value)
 
 
-Rule = OneOf | SomeOf | Number
+OptionRule = OneOf | SomeOf | Number
 
 
 def one_of(names: Iterable[str]) -> Any:
@@ -243,7 +243,9 @@ def _chosen(section: Section, values: Any) -> type[Options]:
   return section
 
 
-def _entries(section: Section, cls: type[Options]) -> dict[str, Rule | Section]:
+def _entries(
+  section: Section, cls: type[Options]
+) -> dict[str, OptionRule | Section]:
   """Returns the rule, or the section, of every option of a class."""
   fields = dataclasses.fields(typing.cast(Any, cls))
   entries: dict[str, Any] = {x.name: x.metadata.get('rule') for x in fields}
@@ -294,7 +296,7 @@ def _check_options(section, values, key) -> Iterator[str]:
     dotted = f'{key}.{name}'
     if name not in values.keys():
       problems = [f'{dotted}: missing']
-    elif isinstance(entry, Rule):
+    elif isinstance(entry, OptionRule):
       problem = entry.problem(values[name])
       problems = [f'{dotted}={values[name]!r}: {problem}'] if problem else []
     else:
@@ -318,14 +320,16 @@ def build(section: Section, values: Any) -> Any:
   cls = _chosen(section, values)
   options = {
     name: entry.build(values[name])
-    if isinstance(entry, Rule)
+    if isinstance(entry, OptionRule)
     else build(entry, values[name])
     for name, entry in _entries(section, cls).items()
   }
   return cls(**options)
 
 
-def rules(section: Section, values: Any = None) -> Iterator[tuple[str, Rule]]:
+def rules(
+  section: Section, values: Any = None
+) -> Iterator[tuple[str, OptionRule]]:
   """Yields the dotted key of every option, with its rule.
 
   Args:
@@ -340,7 +344,7 @@ def rules(section: Section, values: Any = None) -> Iterator[tuple[str, Rule]]:
     classes = [_chosen(section, values)]
   for cls in classes:
     for name, entry in _entries(section, cls).items():
-      if isinstance(entry, Rule):
+      if isinstance(entry, OptionRule):
         yield name, entry
       else:
         inner = None if values is None else values[name]
