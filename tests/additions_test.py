@@ -47,6 +47,8 @@ def _changed(root: pathlib.Path) -> set[str]:
     name = path.relative_to(root)
     if name.parts[:2] == ('stppo_jax', 'configs'):
       continue  # a link
+    if name.parts[0].startswith('.'):
+      continue  # such as .pytest_cache
     original = _ROOT / name
     if not original.exists() or original.read_bytes() != path.read_bytes():
       found.add(str(name))

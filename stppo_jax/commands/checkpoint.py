@@ -3,8 +3,8 @@
 python -m stppo_jax checkpoint list DIR
 python -m stppo_jax checkpoint verify DIR
 
-  DIR  the folder of the run, which may still be in progress; --workdir=DIR
-       means the same
+  DIR            the folder of the run, which may still be in progress
+  --workdir=DIR  means the same
 
 list prints a line for each checkpoint: its step, when it was saved, its size,
 its score if it was evaluated, and whether it is the newest or the best. It

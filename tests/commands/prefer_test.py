@@ -86,7 +86,7 @@ def test_a_file_that_cannot_be_read_is_one_line_and_2(tmp_path, capsys):
     ('', '--batch: missing'),
     (tmp_path / 'absent', f'{tmp_path}/absent: No such file or directory\n'),
     (tmp_path, f'{tmp_path}: Is a directory\n'),
-    (tmp_path / 'text', f'{tmp_path}/text: not a sound npz file'),
+    (tmp_path / 'text', f'{tmp_path}/text: not an npz file'),
   ):
     assert _prefer(tmp_path / 'run', file) == 2
     out, err = capsys.readouterr()
