@@ -248,8 +248,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'retries': 4,  # attempts per query after the first
         # Seconds to wait for the server, at the start and in an outage.
         'start_grace': 60.0,
-        # If more than this share of the last 6 requests found no server, all
-        # wait until it is ready, for at most start_grace seconds; 1 = never.
+        # If more than this share of the last 6 requests, and at least 3 of them,
+        # found no server, all searches wait until it is ready, for at most
+        # start_grace seconds; 1 = never.
         'max_failure_rate': 0.5,
         'max_queries_per_request': 64,  # more become several requests
         # A file to which the first answer to each query is written; '' = none.
@@ -278,9 +279,10 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # gradients of its own. It has no effect if the scope of a correction is
         # the microbatch. 0 = off.
         'core_rows': 0,
-        # The run ends with exit code 76 after this many updates in a row that
-        # were skipped because a gradient or a new weight was not finite.
-        # 0 = never.
+        # The run ends with exit code 76 after this many skipped updates in a
+        # row; 0 = never. An update is skipped if its loss, its gradient, a new
+        # weight or a new moment is not finite, or if the norm of a gradient is
+        # above skip_grad_norm.
         'max_skipped': 8,
         # Tokens per device whose logits are held at once, at least one per
         # trajectory; 0 = all tokens. A few arrays of 4 bytes x vocabulary

@@ -78,17 +78,19 @@ def section() -> dict[str, Any]:
     # with which there are at most 8 lengths up to env.max_length: 256
     # becomes 512 with an env.max_length of 4096.
     'length_bucket': 256,
-    # A step or an evaluation is collected again if fewer than this share of
-    # its trajectories, or of their searches, succeeded: the others failed
-    # because of the infrastructure (INFRA_ERROR).
+    # A step or an evaluation is collected again if the infrastructure failed
+    # too much of it (INFRA_ERROR). This is the least share that must have
+    # succeeded: of the trajectories, and, if two or more turns failed, of the
+    # turns with the same action (such as the searches).
     'min_valid_fraction': 0.5,
     # Trajectories of a step that still ended in INFRA_ERROR are collected again
     # with the same keys, in at most this many extra collections. 0 = never:
     # they weigh nothing in the update.
     'refill_rounds': 0,
-    # Step n is collected with the policy after n - steps_ahead steps, while the
-    # steps before it are trained on; on several devices, only if
-    # mesh.collect_fraction divides them. 0 = with the newest policy.
+    # Step n is collected with the policy after n - steps_ahead steps. On one
+    # device, or with mesh.collect_fraction, this happens while the steps before
+    # it are trained on; otherwise the two take turns. 0 = each step is
+    # collected with the newest policy.
     'steps_ahead': 0,
     # How much the log-probabilities of engine and trainer may differ by
     # rounding: the mean over the tokens; 99% of the tokens may differ by 10

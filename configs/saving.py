@@ -21,8 +21,8 @@ def resume() -> dict[str, Any]:
   return {
     # Keys or sections that may differ from those that the run was started with,
     # such as ('policy_optimizer.learning_rate', 'seed'). Keys that change
-    # nothing of what a step computes may always differ, and the shape of the
-    # model never.
+    # nothing of what a step computes may always differ. Keys that set the shape
+    # of what is saved, such as model.num_layers, may never differ.
     'allow_change': (),
   }
 
@@ -32,7 +32,8 @@ def preemption() -> dict[str, Any]:
   return {
     # Seconds from the signal that ends a run until the process is killed, such
     # as terminationGracePeriodSeconds of Kubernetes. No save is begun if the
-    # last one took longer than what is left, and no update is waited for any
-    # longer; 0 = a save is always begun, and an update is waited for.
+    # last one took longer than the time that is left, and an update is waited
+    # for only until then. 0 = the run always waits for the update in progress,
+    # and then always saves.
     'grace': 0.0,
   }
