@@ -248,8 +248,8 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'retries': 4,  # attempts per query after the first
         # Seconds to wait for the server, at the start and in an outage.
         'start_grace': 60.0,
-        # If more than this share of the last 6 requests, and at least 3 of them,
-        # found no server, all searches wait until it is ready, for at most
+        # If more than this share of the last 6 requests, and at least 3, found
+        # no server, all searches wait until it is ready, for at most
         # start_grace seconds; 1 = never.
         'max_failure_rate': 0.5,
         'max_queries_per_request': 64,  # more become several requests
