@@ -155,18 +155,26 @@ class Learner:
     )
 
   def minibatches(
-    self, num_rows: int, step: int, *, num_updates: int | None = None
+    self,
+    num_rows: int,
+    step: int,
+    *,
+    num_epochs: int | None = None,
+    num_updates: int | None = None,
   ) -> list[np.ndarray]:
     """Returns the rows of each minibatch of a step, epoch by epoch.
 
     Args:
       num_rows: rows of the batch.
       step: the training step.
-      num_updates: the number of minibatches, from as many epochs as necessary.
-        If it is None, there are `updates.num_epochs` epochs.
+      num_epochs: the number of epochs; by default `updates.num_epochs`.
+      num_updates: the number of minibatches, from as many epochs as necessary;
+        by default those of all epochs.
     """
     updates = self._config.updates
-    of_epochs = updates.num_epochs * num_rows // updates.minibatch_size
+    if num_epochs is None:
+      num_epochs = updates.num_epochs
+    of_epochs = num_epochs * num_rows // updates.minibatch_size
     return minibatches_lib.minibatch_rows(
       num_rows,
       size=updates.minibatch_size,

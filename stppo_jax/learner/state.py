@@ -1,8 +1,8 @@
 """The state that training changes: weights and optimiser states.
 
 Under LoRA a run holds one copy of the base weights. It is the frozen base of
-the policy and of the value model, which train adapters (and the value head),
-and it is the reference policy.
+the policy and of the value model, which train adapters (and the value head). It
+is also the reference policy, unless `model.reference_path` names another.
 """
 
 import dataclasses
@@ -127,7 +127,7 @@ def take_step(
     model: the model before the step.
     gradient: float32, in the structure of the weights.
     hyperparameters: may be traced.
-    loss: the loss, or its terms, which must be finite.
+    loss: scalars that must be finite, such as the terms of the loss.
 
   Returns:
     The model after the step, whether the step is sound (`optimizer.is_sound`),

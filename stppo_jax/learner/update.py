@@ -1,15 +1,16 @@
 """One optimiser step of the policy and the value model.
 
-`update` takes `jax.value_and_grad` of `loss.loss`, sums it over the
-microbatches and applies the optimisers. Two options have variants beside this
-path:
+`update` takes `jax.value_and_grad` of `loss.loss`, sums the gradients of the
+microbatches and applies the optimisers. Two properties of an algorithm add to
+this:
 
-  - `algorithm.uses_minibatch_statistics`: a forward pass over all microbatches
+  - `uses_minibatch_statistics`: a forward pass over all microbatches comes
     first, from which `loss.minibatch_context` forms the statistics;
-  - `algorithm.divides_by_bias_norm`: three gradients instead of one, combined
-    after the sum by `rl/gradients.py`.
+  - `divides_by_bias_norm`: three gradients are taken instead of one, and
+    `rl/gradients.py` combines them after the sum.
 
-The order is always: clipping-bias correction, global-norm clip, Adam.
+A gradient is divided by the bias norm, if at all, then clipped by its global
+norm, then given to Adam.
 """
 
 from typing import Any
@@ -216,7 +217,10 @@ def apply_gradients(
   *,
   spec: loss_lib.UpdateSpec,
 ) -> tuple[state_lib.TrainState, loss_lib.LossOutputs]:
-  """Takes a step of both optimisers, unless one of them must be skipped."""
+  """Takes a step with both optimisers, or with neither if one is not sound.
+
+  The policy also stays as it is if `policy_learns` is false.
+  """
   metrics = dict(outputs.metrics)
   new_policy, sound, report = state_lib.take_step(
     spec.policy_optimizer,

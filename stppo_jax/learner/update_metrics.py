@@ -22,8 +22,9 @@ def summarize(outputs: Sequence[loss_lib.LossOutputs]) -> dict[str, float]:
 
 
 def exceeds_kl(update: loss_lib.LossOutputs, limit: float) -> bool:
-  """Returns whether an update's KL estimate is above a limit; 0: there is none.
+  """Returns whether an update's KL estimate is above a limit.
 
-  The estimate is the metric `actor/ppo_kl`, in nats per token.
+  The estimate is the metric `actor/ppo_kl`, in nats per token. A limit of 0 is
+  no limit.
   """
   return 0 < limit < summarize([update])['actor/ppo_kl']

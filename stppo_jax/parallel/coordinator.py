@@ -31,6 +31,7 @@ from collections.abc import Sequence
 import contextlib
 import json
 import socket
+import time
 from typing import Any
 from typing import NamedTuple
 
@@ -52,6 +53,26 @@ RETRY = 0.1  # seconds between two attempts to connect
 _KEEPALIVE = {'TCP_KEEPIDLE': 5, 'TCP_KEEPINTVL': 5, 'TCP_KEEPCNT': 3}
 
 Message = dict[str, Any]
+
+
+class AwakeClock:
+  """Counts the seconds in which this process was awake.
+
+  A process that was stopped for hours must not take these hours for a silence
+  of the others.
+
+  Attributes:
+    now: the seconds so far, up to the last `tick`.
+  """
+
+  def __init__(self):
+    self.now = 0.0
+    self._last = time.monotonic()
+
+  def tick(self) -> None:
+    """Adds the time since the last call, which is due every `PAUSE` seconds."""
+    elapsed, self._last = time.monotonic() - self._last, time.monotonic()
+    self.now += min(elapsed, 4 * PAUSE)
 
 
 class _Member(NamedTuple):
@@ -93,6 +114,7 @@ class Coordinator:
     self._given: dict[str, tuple[float, dict[int, Any]]] = {}
     self._asked: dict[int, float] = {}  # since when processes owe an answer
     self._said: dict[str, float] = {}  # when a wait is said again
+    self._clock = AwakeClock()
     self._failed = False
     self._all_left = asyncio.Event()
 
@@ -174,8 +196,7 @@ class Coordinator:
   def _give(self, process: int, message: Message) -> None:
     """Adds the part of a process to an exchange, which ends with the last."""
     key = message['give']
-    now = asyncio.get_running_loop().time()
-    _, parts = self._given.setdefault(key, (now, {}))
+    _, parts = self._given.setdefault(key, (self._clock.now, {}))
     parts[process] = message['value']
     if len(parts) == self._count:
       del self._given[key]
@@ -214,21 +235,20 @@ class Coordinator:
 
   async def _watch(self) -> None:
     """Says for whom the others wait, and gives up hosts that are too late."""
-    clock = asyncio.get_running_loop().time
-    started = asked = clock()
+    clock = self._clock
+    started = asked = clock.now
     while not self._failed:
       await asyncio.sleep(PAUSE)
-      if clock() - asked > ASK_EVERY:
-        asked = clock()
+      clock.tick()
+      if clock.now - asked > ASK_EVERY:
+        asked = clock.now
         self._ask(asked)
-      waits = []
       shortest = min(FIRST_WAIT, self._patience)
-      if silent := [
-        n for n, since in self._asked.items() if clock() - since > shortest
-      ]:
-        since = min(self._asked[n] for n in silent)
-        late = ', '.join(self.describe(n) for n in silent)
-        waits.append((since, self._patience, 'to answer', late))
+      waits = [
+        (since, self._patience, 'to answer', self.describe(process))
+        for process, since in self._asked.items()
+        if clock.now - since > shortest
+      ]
       if missing := self._missing(self._members):
         line = f'to come to {self._address}'
         waits.append((started, self._start_timeout, line, missing))
@@ -236,13 +256,14 @@ class Coordinator:
         line = f'to come to the others ({key.rpartition("/")[0]})'
         waits.append((since, self._patience, line, self._missing(parts)))
       for since, patience, line, late in waits:
-        waited = clock() - since
+        waited = clock.now - since
         if waited > patience:
           self._fail(f'{late} failed {line} within {patience:.0f} s', TRY_AGAIN)
           break
+        line = f'{late} {line}'
         if waited > self._said.get(line, FIRST_WAIT):
           self._said[line] = waited + NEXT_WAIT
-          self._broadcast({'waiting': f'for {late} {line}'})
+          self._broadcast({'waiting': f'for {line}'})
       if not waits:
         self._said.clear()
 

@@ -257,7 +257,8 @@ class ConnectedHosts(Hosts):
     name = socket.gethostname()
     hello = {'process': self.index, 'count': self.count, 'name': name}
     coordinator_lib.send(writer, hello)
-    self._heard = loop.time()  # something of the coordinator
+    self._clock = coordinator_lib.AwakeClock()
+    self._heard = self._clock.now  # the last message of the coordinator
     self._listener = loop.create_task(self._receive_all(reader))
     if self._server is None:
       self._watching = loop.create_task(self._watch())
@@ -279,11 +280,11 @@ class ConnectedHosts(Hosts):
 
   async def _watch(self) -> None:
     """Names a coordinator that asks nothing any more, and gives it up."""
-    clock = asyncio.get_running_loop().time
     said = coordinator_lib.FIRST_WAIT
     while self._failure is None and not self._ending:
       await asyncio.sleep(coordinator_lib.PAUSE)
-      silent = clock() - self._heard - coordinator_lib.ASK_EVERY
+      self._clock.tick()
+      silent = self._clock.now - self._heard - coordinator_lib.ASK_EVERY
       if silent > self._patience:
         line = f'{self._coordinator} failed to answer within '
         self._end(
@@ -301,7 +302,7 @@ class ConnectedHosts(Hosts):
     return f'host 0{name}, the coordinator,'
 
   def _receive(self, message: coordinator_lib.Message) -> None:
-    self._heard = self._loop.time()
+    self._heard = self._clock.now
     if 'ask' in message:
       coordinator_lib.send(self._writer, {'answer': True})
     elif 'hosts' in message:

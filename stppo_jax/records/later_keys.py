@@ -18,6 +18,7 @@ LATER_KEYS: dict[str, Any] = {
   'retrieval.faults.rate': 0.0,
   'retrieval.faults.seed': 0,
   'mesh.collect_fraction': 0.0,
+  'rollout.refill_rounds': 0,
   'rollout.tensor': 0,
   'rollout.cache_dtype': 'model',
   'profile.steps': [0, 0],

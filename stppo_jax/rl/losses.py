@@ -275,18 +275,18 @@ def policy_loss(
   value_scale_BL = jnp.ones_like(term_BL)
   bias_BL = jnp.zeros_like(term_BL)
   for name, choice, options in _corrections(algorithm):
-    weights = choice.function(
+    factors = choice.function(
       context,
       low,
       high,
       statistics.corrections[name],
       **options.arguments(),
     )
-    scale_BL = scale_BL * weights.policy_BL
-    value_scale_BL = value_scale_BL * weights.value_BL
-    bias_BL = bias_BL + weights.bias_BL
+    scale_BL = scale_BL * factors.policy_BL
+    value_scale_BL = value_scale_BL * factors.value_BL
+    bias_BL = bias_BL + factors.bias_BL
 
-  weights_BL, own_count = aggregation.aggregate_weights(
+  aggregate_BL, own_count = aggregation.aggregate_weights(
     batch,
     logprobs_BL.dtype,
     name=algorithm.aggregate.name,
@@ -297,7 +297,7 @@ def policy_loss(
 
   def aggregate(x_BL):
     return masking.divide(
-      jnp.sum(weights_BL * masking.select(x_BL, mask_BL)), count
+      jnp.sum(aggregate_BL * masking.select(x_BL, mask_BL)), count
     )
 
   policy = aggregate(scale_BL * term_BL)

@@ -82,7 +82,8 @@ class Choice(typing.NamedTuple):
       no statistics after all.
     arrays: the names of the arrays that `function` reads and that not every
       loss reads.
-    metrics: the names of the metrics whose numbers `function` uses.
+    metrics: the names of the metrics whose numbers `function` uses, and which
+      must therefore be finite.
   """
 
   function: Callable[..., Any]

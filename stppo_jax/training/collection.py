@@ -1,8 +1,8 @@
-"""Collects a step: waits for outages, refills failed rows, replaces groups.
+"""Collects a step: sits out outages, refills failed rows, replaces groups.
 
-A trajectory that the infrastructure failed weighs nothing in the update. With
-`rollout.refill_rounds` it is collected again with the same keys, so that it
-becomes what it would have been without the failure.
+A trajectory that failed because of the infrastructure has no weight in the
+update. With `rollout.refill_rounds` it is collected again with the same keys,
+so that it becomes what it would have been without the failure.
 
 A group whose rewards are all equal has advantages of 0. With
 `rollout.resample_rounds` such groups are replaced by groups of further
@@ -10,9 +10,9 @@ questions (dynamic sampling of DAPO, arXiv 2503.14476). Shapes are static: every
 round collects as many groups as the step has. If too few of them have variance,
 the other places get groups without variance from the same round.
 
-Each of several hosts collects a part of every step: whole groups, the same ones
-whenever the step is collected by as many hosts. It replaces its own groups, and
-collects again what its own retriever failed. No host waits for another here;
+Each of several hosts collects some whole groups of every step; which ones
+depends only on the number of hosts. It replaces its own groups, and collects
+its own failed rows again. No host waits for another here;
 `measured` later describes what all of them have collected.
 """
 
@@ -109,7 +109,6 @@ class StepCollector:
     # Step -> its groups, until they are measured. A later step may be collected
     # before that.
     self._first_groups: dict[int, Groups] = {}
-    self._refilled_rows = 0  # of the step that is being collected
 
   def collect(
     self, step: int
@@ -128,11 +127,9 @@ class StepCollector:
     """
     # An evaluation uses the same retriever: drop what it has counted.
     self._statistics()
-    self._refilled_rows = 0
-    groups = self._collect_round(step, 0)
+    groups, refilled = self._collect_round(step, 0)
     first = list(groups)
-    counts = self._replace_groups(groups, step)
-    counts['rollout/refilled_rows'] = float(self._refilled_rows)
+    counts = self._replace_groups(groups, step, refilled=refilled)
     rows = _rows(groups)
     counts |= trajectory_metrics.count_tokens(_rows(first))
     counts |= self._statistics()
@@ -168,15 +165,21 @@ class StepCollector:
     counted = {} if retriever is None else retriever.statistics()
     return {**counted, **self._collector.statistics()}
 
-  def _replace_groups(self, groups: Groups, step: int) -> dict[str, float]:
-    """Replaces groups without variance, in place; returns how many."""
+  def _replace_groups(
+    self, groups: Groups, step: int, *, refilled: int
+  ) -> dict[str, float]:
+    """Replaces groups without variance, in place; returns what was done.
+
+    `refilled` is the number of rows that were refilled before.
+    """
     places = [n for n, g in enumerate(groups) if _lacks_variance(g)]
     rounds = replaced = 0
     while places and rounds < self._config.resample_rounds:
       rounds += 1
-      further = self._collect_round(step, rounds)
-      uniform = [group for group in further if _lacks_variance(group)]
-      varied = [group for group in further if not _lacks_variance(group)]
+      new_groups, new_refilled = self._collect_round(step, rounds)
+      refilled += new_refilled
+      uniform = [group for group in new_groups if _lacks_variance(group)]
+      varied = [group for group in new_groups if not _lacks_variance(group)]
       # A round has as many groups as the step: enough for every place.
       for place, group in zip(places, [*varied, *reversed(uniform)]):
         groups[place] = group
@@ -185,10 +188,15 @@ class StepCollector:
     return {
       'rollout/resample_rounds': float(rounds),
       'rollout/resampled_groups': float(replaced),
+      'rollout/refilled_rows': float(refilled),
     }
 
-  def _collect_round(self, step: int, further: int) -> Groups:
-    """Returns the groups of a round of questions; round 0 is the step's own.
+  def _collect_round(
+    self, step: int, resample_round: int
+  ) -> tuple[Groups, int]:
+    """Returns the groups of a round, and the number of refilled rows.
+
+    Round 0 has the step's own questions.
 
     If the infrastructure failed too many trajectories, the same questions are
     collected again, with the same keys, once the retriever is ready.
@@ -196,12 +204,12 @@ class StepCollector:
     config = self._config
     size = config.group_size
     questions = self._services.questions.train(
-      step, config.trajectories_per_step // size, resample_round=further
+      step, config.trajectories_per_step // size, resample_round=resample_round
     )
     share = self._hosts.share(len(questions))
     questions = questions[share]
     row_keys = keys.row_keys(
-      self._key(step, further), share.start * size, len(questions) * size
+      self._key(step, resample_round), share.start * size, len(questions) * size
     )
     trajectories = collect_until_valid(
       lambda: self._collector.collect(questions, row_keys),
@@ -210,10 +218,13 @@ class StepCollector:
       what=f'step {step + 1}',
       show=self._show,
     )
-    trajectories = self._refill(trajectories, questions, row_keys, step)
-    return [
+    trajectories, refilled = self._refill(
+      trajectories, questions, row_keys, step
+    )
+    groups = [
       trajectories[n : n + size] for n in range(0, len(trajectories), size)
     ]
+    return groups, refilled
 
   def _refill(
     self,
@@ -221,8 +232,8 @@ class StepCollector:
     questions: Sequence[types.Question],
     row_keys: jax.Array,
     step: int,
-  ) -> list[types.Trajectory]:
-    """Returns the trajectories, failed ones collected again where that helps.
+  ) -> tuple[list[types.Trajectory], int]:
+    """Returns all trajectories, and how many of them were refilled.
 
     The engine begins whole groups, so the other rows of a group are generated
     once more, too. They stay what they were.
@@ -242,19 +253,18 @@ class StepCollector:
         if filled[row].status is _INFRA_ERROR:
           filled[row] = trajectory
     refilled = num_failed - _num_failed(filled)
-    self._refilled_rows += refilled
     if num_failed and self._config.refill_rounds:
       self._show(
         f'step {step + 1}: {refilled} of {num_failed} failed trajectories were '
         'refilled'
       )
-    return filled
+    return filled, refilled
 
-  def _key(self, step: int, further: int) -> jax.Array:
-    if not further:
+  def _key(self, step: int, resample_round: int) -> jax.Array:
+    if not resample_round:
       return keys.step_key(self._seed, step, keys.Purpose.COLLECT)
     key = keys.step_key(self._seed, step, keys.Purpose.RESAMPLE)
-    return jax.random.fold_in(key, further)
+    return jax.random.fold_in(key, resample_round)
 
 
 def build_sentences(config, tokenizer) -> sentences.SentenceSplitter | None:

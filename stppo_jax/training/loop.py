@@ -56,30 +56,28 @@ def train(
   host_check.check(hosts, config)
   with run_lib.start(workdir, hosts=hosts) as run:
     trainer = trainer_lib.build(config, run, restart=restart, source=source)
-    learner, collector, state = (
-      trainer.learner,
-      trainer.collector,
-      trainer.state,
-    )
+    learner, prefetcher = trainer.learner, trainer.prefetcher
+    state = trainer.state
     meter = step_metrics.StepMetrics(config, learner, run)
     watch = alarms.Alarms(config, hosts, run.show)
     skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
     for step in range(run.first_step, run.num_steps):
       timer = run.timer('wait', step=step + 1)
-      collector.schedule(step, state)  # publishes the policy that collects
+      # Publishes the policy that the step is collected with.
+      prefetcher.schedule(step, state)
       # A signal may end this early, because a collection can be made again.
       with run.abandonable():
-        collected = collector.result(step)
+        collected = prefetcher.result(step)
 
       timer.begin('annotate')
       packed = trainer.pack(collected.trajectories)
       host_check.check_program(hosts, 'annotate and update', step, packed)
       totals = meter.totals(packed, collected.seconds)
-      old = collector.old_policy(step)
+      old = prefetcher.old_policy(step)
       batch, annotated = learner.annotate(
         state, packed, reference=trainer.reference, old=old
       )
-      metrics = trainer.steps.measured(collected.metrics, step)
+      metrics = trainer.step_collector.measured(collected.metrics, step)
       metrics |= {k: float(x) for k, x in jax.device_get(annotated).items()}
       if step == 0:
         mismatch_check.check(config, metrics)
@@ -101,13 +99,10 @@ def train(
       run.finish_step(
         step + 1, state, metrics, collected.trajectories, details=details
       )
-      skips.check(
-        [update.metrics for update in updates],
-        functools.partial(
-          *(crash.write, run, config, learner, state, batch),
-          kl_coefficient=metrics['critic/kl_coef'],
-        ),
-      )
+      dump = functools.partial(crash.write, run, config, learner, state, batch)
+      # The coefficient of this step: `adapt_kl` has set that of the next one.
+      dump = functools.partial(dump, kl_coefficient=metrics['critic/kl_coef'])
+      skips.check([update.metrics for update in updates], dump)
       watch.check(step + 1)
     run.finish(learner.policy, learner.merged_params(run.state), curve=True)
   return run.exit_code

@@ -124,7 +124,7 @@ class Prefetcher:
     send: copies weights to the devices that collect, for `publish`, in the call
       of `schedule`: if several hosts learn, they do it together, in the order
       of their other programs. None: `publish` copies them.
-    samples_old: with steps ahead, whether the denominator of ratios is the
+    old_is_sampled: with steps ahead, whether the denominator of ratios is the
       policy that collected a step, and not the one before its updates.
   """
 
@@ -138,7 +138,7 @@ class Prefetcher:
     num_steps: int,
     loop: StoppableLoop | None,
     send: Callable[[functional.Params], functional.Params] | None = None,
-    samples_old: bool = False,
+    old_is_sampled: bool = False,
   ):
     self._collect = collect
     self._publish = publish
@@ -147,7 +147,7 @@ class Prefetcher:
     self._num_steps = num_steps
     self._loop = loop
     self._send = send
-    self._samples_old = samples_old
+    self._old_is_sampled = old_is_sampled
     self._sent: tuple[int, functional.Params] | None = None
     self._thread = None
     if loop is not None:
@@ -214,7 +214,7 @@ class Prefetcher:
 
     None: they are those of the state before the step's updates.
     """
-    if self._steps_ahead and self._samples_old:
+    if self._steps_ahead and self._old_is_sampled:
       return self.policy(step)
     return None
 

@@ -132,7 +132,7 @@ def record_config(
       for key, values in changes.items()
       if _is_in(key, _FIXED) or not _is_in(key, allowed)
     ]
-    # Those of a run that an earlier version has begun are not known.
+    # A run that an earlier version has begun has no checksums.
     files = workdir / _FILES
     known = _read(files) if files.is_file() else {}
     changed = {
@@ -153,14 +153,14 @@ def record_config(
   if not has_begun or run_folder.read(workdir) is None:
     command = run_folder.command_of_record(config)
     record_run(config, workdir, command, has_older_checkpoints=has_begun)
-  atomic_files.replace(path, text.encode())
   if checksums:
     content = json.dumps(known | checksums, indent=2) + '\n'
     atomic_files.replace(workdir / _FILES, content.encode())
+  atomic_files.replace(path, text.encode())
   for key, (ours, theirs) in changes.items():
     say(f'note: {key}={ours} from now on; it was {theirs}')
   for name in changed:
-    say(f'note: {name}: as it is now from now on; it has changed')
+    say(f'note: {name}: has changed, and is used as it is from now on')
 
 
 def record_run(
@@ -255,8 +255,8 @@ def _digest(config: Mapping[str, Any]) -> str:
 def _checksums(config: Mapping[str, Any]) -> dict[str, str]:
   """Returns the checksums of the files that a config names, by `key=path`.
 
-  With another value of its key, a file has no record under its name: then the
-  line is about the key alone.
+  The path is in the name, so that another path is a difference of the key
+  alone.
   """
   found = {
     f'{name.partition(":")[0]}={path}': read_files.checksum(path)

@@ -48,6 +48,13 @@ def _npy(array, **options):
   return file.getvalue()
 
 
+def _with_header(old, new):
+  """Returns the bytes of a .npy file whose header has other text in a place."""
+  whole = _npy(np.ones((2, 3), bool))
+  end, start = whole.index(b'\n'), whole.index(old)
+  return whole[:start] + new.ljust(end - start) + whole[end:]
+
+
 _NO_FILE = 'not an npz file'
 _CUT_OFF = 'not a sound npz file: cut off or damaged'
 _NO_ARRAY = (
@@ -68,6 +75,19 @@ _NO_ARRAY = (
     (_zip(loss_mask_BL=b'no array'), _NO_ARRAY),
     (_zip(loss_mask_BL=_npy(np.ones((2, 2)))[:-4]), _NO_ARRAY),
     (_zip(loss_mask_BL=_npy(np.array([[{}]]), allow_pickle=True)), _NO_ARRAY),
+    # Numpy raises a different kind of error for each of these headers.
+    (_zip(loss_mask_BL=_with_header(b"'shape'", b"'shape': (8")), _NO_ARRAY),
+    (_zip(loss_mask_BL=_with_header(b'{', b'{[]: 1}')), _NO_ARRAY),
+    (
+      _zip(loss_mask_BL=_with_header(b"'shape'", b"'shape': (10**32,)}")),
+      _NO_ARRAY,
+    ),
+    (
+      _zip(
+        loss_mask_BL=_with_header(b"'shape'", b"'shape': (%d,), }" % 10**32)
+      ),
+      _NO_ARRAY,
+    ),
   ],
 )
 def test_a_file_that_is_not_sound_is_one_line(tmp_path, content, expected):
@@ -98,11 +118,7 @@ def test_a_small_file_cannot_fill_the_memory(tmp_path, name):
     archive.getinfo(name).file_size = 5 << 30
   with pytest.raises(ValueError, match='^its compressed arrays take 536870912'):
     batch_file.load(path)
-  shape = b"'shape': (999999999999,), }"
-  whole = _npy(np.ones((2, 3), bool))
-  end = whole.index(b'\n')
-  start = whole.index(b"'shape'")
-  lies = whole[:start] + shape.ljust(end - start) + whole[end:]
+  lies = _with_header(b"'shape'", b"'shape': (999999999999,), }")
   path.write_bytes(_zip(loss_mask_BL=lies))
   with pytest.raises(ValueError) as caught:
     batch_file.load(path)

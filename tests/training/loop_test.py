@@ -160,12 +160,6 @@ def test_metrics_have_their_names_and_are_finite(finished):
     assert line['timing_s/total'] == pytest.approx(seconds)
     assert 0 < line['goodput/fraction'] <= 1
     assert line['goodput/restarts'] == line['goodput/lost_steps'] == 0
-  # Hardly any is in none that has a name.
-  other, total = (
-    sum(line[f'timing_s/{phase}'] for line in lines[1:])
-    for phase in ('other', 'total')
-  )
-  assert other < total / 2
   # The save of a step is timed in the line of the next.
   assert lines[1]['timing_s/checkpoint'] == 0
   assert lines[2]['timing_s/checkpoint'] > 0

@@ -1,17 +1,25 @@
 """A folder has the run of one config."""
 
 import copy
+import functools
 import json
 import math
 import os
+import pathlib
 
 import pytest
 
+from stppo_jax import settings
 from stppo_jax.configs import base
 from stppo_jax.records import run_folder
 from stppo_jax.training import run_record
 from stppo_jax.training.building import assembly
 from stppo_jax.training.checks import read_files
+
+# The keys that the records of runs before the newest version have.
+_RECORDED_KEYS = (
+  pathlib.Path(__file__).parents[1] / 'configs/golden/recorded_keys.txt'
+)
 
 
 def _config():
@@ -161,6 +169,21 @@ def test_a_run_of_0_1_0_was_a_run_of_the_search_environment(tmp_path):
     run_record.record_config(other, tmp_path)
 
 
+def test_a_run_from_before_the_newest_keys_resumes(tmp_path):
+  """A new key that is not free needs a line in `records/later_keys.py`."""
+  recorded = set(_RECORDED_KEYS.read_text('utf-8').split())
+  older, dropped = _config(), 0
+  for key in settings.flatten(older):
+    if key not in recorded:
+      *sections, name = key.split('.')
+      section = functools.reduce(lambda x, part: x[part], sections, older)
+      del section[name]
+      dropped += 1
+  assert dropped
+  _begin(tmp_path, older)
+  run_record.record_config(_config(), tmp_path)
+
+
 def test_a_run_of_0_2_0_counted_outcomes_once_a_trajectory(tmp_path):
   older = base.get_config('gigpo').to_dict()
   del older['algorithm']['advantage']['outcome_counts']
@@ -300,13 +323,19 @@ def test_any_file_that_a_config_names_is_guarded_with_its_key(tmp_path):
 def test_large_weights_are_compared_in_pieces(tmp_path):
   weights = tmp_path / 'model.safetensors'
   size = 300 << 20  # without blocks on the disk
-  checksums = set()
-  for place in (0, size // 2 + 5, size - size // 64):
+
+  def checksum(place, byte=b'x'):
     with open(weights, 'wb') as file:
       file.truncate(size)
       file.seek(place)
-      file.write(b'x')
-    checksums.add(read_files.checksum(tmp_path))
+      file.write(byte)
+    assert read_files.checksum(weights)
+    return read_files.checksum(tmp_path)
+
+  inside = [checksum(x) for x in (0, size // 2 + 5, size - size // 64)]
+  untouched = checksum(0, b'\0')
+  assert len({*inside, untouched}) == 4
+  # A piece of 1 MiB begins at every 64th part of the file.
+  assert checksum(2 << 20) == untouched
   os.truncate(weights, size + 1)
-  checksums.add(read_files.checksum(tmp_path))
-  assert len(checksums) == 4
+  assert read_files.checksum(tmp_path) not in {*inside, untouched}

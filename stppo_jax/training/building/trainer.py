@@ -1,6 +1,7 @@
 """Builds what the training loop works with, and resumes the run.
 
-A run that must not begin is refused before anything is written.
+A config that does not fit its files or devices is refused before anything is
+written, where this can be seen without reading weights.
 """
 
 from collections.abc import Callable
@@ -39,16 +40,16 @@ class Trainer(NamedTuple):
 
   Attributes:
     learner: annotates and updates.
-    steps: describes what was collected.
-    collector: samples trajectories from published policies.
+    step_collector: collects one step, and completes its metrics.
+    prefetcher: schedules the collections of steps and returns their results.
     pack: turns trajectories into the arrays of a batch.
     state: the state to go on from.
     reference: weights of the frozen reference; None if the state has them.
   """
 
   learner: learner_lib.Learner
-  steps: collection.StepCollector
-  collector: prefetch.Prefetcher
+  step_collector: collection.StepCollector
+  prefetcher: prefetch.Prefetcher
   pack: Callable[[Sequence[types.Trajectory]], batch_lib.TokenBatch]
   state: state_lib.TrainState
   reference: functional.Params | None
@@ -66,10 +67,10 @@ def build(config, run: run_lib.Run, *, restart: bool, source: Any) -> Trainer:
     Exceptions with an `exit_code`, see `loop.train`.
   """
   with run.abandonable():
-    # Before anything is written.
-    model = origin.expected(config, source, run.workdir)
-    components = assembly.build_components(model)
-    memory_check.check(model, memory_check.device_memory())
+    # These checks come first: they must refuse the run before it writes.
+    expected = origin.expected(config, source, run.workdir)
+    components = assembly.build_components(expected)
+    memory_check.check(expected, memory_check.device_memory())
     for line in [*components.notes, *_notes(config, components, run)]:
       print(f'note: {line}', flush=True)
     run.record_config(config, restart=restart)
@@ -106,34 +107,35 @@ def build(config, run: run_lib.Run, *, restart: bool, source: Any) -> Trainer:
     ends = model_files.end_token_ids(config, tokenizer)
     names = ', '.join(f'{i} {tokenizer.decode([i])!r}' for i in ends)
     run.show(f'a turn ends at a stop string or at token {names}')
-    steps, collector = _build_prefetcher(
+    step_collector, prefetcher = _build_prefetcher(
       config, collecting, components, engine, run
     )
-    run.at_end(collector.close)
-    checkpoints = checkpoint_state.TrainCheckpoints(learner, collector)
+    run.at_end(prefetcher.close)
+    checkpoints = checkpoint_state.TrainCheckpoints(learner, prefetcher)
     state = run.resume(state, checkpoints, note=note)
 
   def evaluate(state: state_lib.TrainState) -> run_lib.Evaluation:
     def publish():
       # Wait for the collections in flight: they use the same engine, and their
       # counts of the retriever would contain the evaluation's queries.
-      collector.drain()
+      prefetcher.drain()
       engines.publish(engine, learner, state, 0)
 
     is_alone = run.hosts.count == 1
-    if not is_alone:  # all of them publish, even if one must then stop
+    # All hosts publish together, even if one of them must stop afterwards.
+    if not is_alone:
       publish()
 
-    def evaluates():
+    def run_evaluation():
       if is_alone:
         publish()
       scores, trajectories = evaluator.run()
       return evaluator.metrics(scores, trajectories), trajectories
 
-    return evaluates
+    return run_evaluation
 
-  evaluates = config.evaluate.every > 0 and evaluator.has_questions
-  run.begin(evaluate, prints_samples=not evaluates)
+  has_evaluations = config.evaluate.every > 0 and evaluator.has_questions
+  run.begin(evaluate, prints_samples=not has_evaluations)
   pack = functools.partial(
     pack_lib.pack,
     length_bucket=assembly.length_unit(config),
@@ -141,7 +143,7 @@ def build(config, run: run_lib.Run, *, restart: bool, source: Any) -> Trainer:
     with_expert_ids=config.updates.routing_replay == 'sampler',
     hosts=run.hosts,
   )
-  return Trainer(learner, steps, collector, pack, state, reference)
+  return Trainer(learner, step_collector, prefetcher, pack, state, reference)
 
 
 def _notes(
@@ -214,7 +216,7 @@ def _build_prefetcher(
     steps_ahead=rollout.steps_ahead,
     num_steps=config.num_steps,
     loop=loop if isinstance(loop, prefetch.StoppableLoop) else None,
-    samples_old=config.updates.old_policy == 'sampled',
+    old_is_sampled=config.updates.old_policy == 'sampled',
   )
   if placement := _apart(components):
 

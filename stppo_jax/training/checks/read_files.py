@@ -8,8 +8,8 @@ from typing import Any
 from stppo_jax.data import layout
 from stppo_jax.data import mixtures
 
-# Larger files of a folder are weights: of these, some pieces count, which are
-# spread over the file, because reading all of it would take too long.
+# Of larger files, such as weights and corpora, some pieces count, which are
+# spread over the file: reading all of it at each start would take too long.
 _MAX_BYTES = 1 << 28
 _NUM_PIECES, _PIECE = 64, 1 << 20
 
@@ -46,16 +46,15 @@ def find(config: Any) -> Iterator[tuple[str, pathlib.Path]]:
 def checksum(path: pathlib.Path) -> str:
   """Returns the checksum of a file, or of the files of a folder; '' if none.
 
-  Hidden files of a folder do not count.
+  Hidden files of a folder do not count, and of a file above 256 MiB only its
+  size and 64 pieces.
   """
   if not path.exists():
     return ''
   if path.is_file():
     return _of_file(path)
   contents = {
-    other.name: _of_pieces(other)
-    if other.stat().st_size > _MAX_BYTES
-    else _of_file(other)
+    other.name: _of_file(other)
     for other in sorted(path.iterdir())
     if other.is_file() and not other.name.startswith('.')
   }
@@ -63,14 +62,11 @@ def checksum(path: pathlib.Path) -> str:
 
 
 def _of_file(path: pathlib.Path) -> str:
-  with open(path, 'rb') as file:
-    return hashlib.file_digest(file, 'sha256').hexdigest()[:12]
-
-
-def _of_pieces(path: pathlib.Path) -> str:
   size = path.stat().st_size
-  digest = hashlib.sha256(str(size).encode())
   with open(path, 'rb') as file:
+    if size <= _MAX_BYTES:
+      return hashlib.file_digest(file, 'sha256').hexdigest()[:12]
+    digest = hashlib.sha256(str(size).encode())
     for number in range(_NUM_PIECES):
       file.seek(number * size // _NUM_PIECES)
       digest.update(file.read(_PIECE))

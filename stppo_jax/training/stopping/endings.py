@@ -170,7 +170,7 @@ def _rescue(
   if run.has_unsaved:
     if not run.is_intact and interrupt.is_overdue:
       run.show(
-        f'interrupted in the updates after {run.last}, which did not end '
+        f'interrupted in the updates after {run.last}, which do not end '
         f'within preemption.grace={interrupt.grace:g} s: what was done since '
         f'the newest checkpoint is lost; {_RESUMES}'
       )

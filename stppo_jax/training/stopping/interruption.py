@@ -171,10 +171,14 @@ class Interruption:
 
   @property
   def is_overdue(self) -> bool:
-    """Whether the process has had all of its seconds since the signal."""
+    """Whether the seconds since the signal are about to be over.
+
+    A rescue that looks every second must act before the process is killed.
+    """
     if not self.grace or self.signalled is None:
       return False
-    return time.monotonic() - self.signalled >= self.grace
+    used = time.monotonic() - self.signalled
+    return used >= self.grace - 2 * _PATIENCE
 
   @property
   def _is_interrupted(self) -> bool:
