@@ -172,9 +172,8 @@ class Learner:
         by default those of all epochs.
     """
     updates = self._config.updates
-    if num_epochs is None:
-      num_epochs = updates.num_epochs
-    of_epochs = num_epochs * num_rows // updates.minibatch_size
+    epochs = updates.num_epochs if num_epochs is None else num_epochs
+    of_epochs = epochs * num_rows // updates.minibatch_size
     return minibatches_lib.minibatch_rows(
       num_rows,
       size=updates.minibatch_size,
