@@ -17,9 +17,7 @@ from stppo_jax.training.building import assembly
 from stppo_jax.training.checks import read_files
 
 # The keys that the records of runs before the newest version have.
-_RECORDED_KEYS = (
-  pathlib.Path(__file__).parents[1] / 'configs/golden/recorded_keys.txt'
-)
+_RECORDED_KEYS = pathlib.Path(__file__).with_name('recorded_keys.txt')
 
 
 def _config():
