@@ -6,6 +6,7 @@ from collections.abc import Coroutine
 from collections.abc import Sequence
 import concurrent.futures
 import contextlib
+import itertools
 import threading
 from typing import Any
 from typing import TypeVar
@@ -53,7 +54,10 @@ class EventLoop:
     """
     waiting = collections.deque(coroutines)
     try:
-      futures = [concurrent.futures.Future() for _ in coroutines]
+      # No comprehension: Python 3.12 does not reach the handler below from an
+      # interrupt inside of one.
+      nothing = itertools.repeat((), len(coroutines))
+      futures = list(itertools.starmap(concurrent.futures.Future, nothing))
 
       def start():
         for future in futures:
