@@ -172,7 +172,10 @@ def main(argv: Sequence[str]) -> int:
   )
   parser.add_argument('--faults', type=int, default=100)
   parser.add_argument(
-    '--minutes', type=float, default=60.0, help='after these, no more strike'
+    '--minutes',
+    type=float,
+    default=60.0,
+    help='no fault is injected after them',
   )
   parser.add_argument(
     '--pace', type=float, default=4.0, help='mean seconds between two faults'

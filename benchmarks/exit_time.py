@@ -125,10 +125,11 @@ def measure(name: str, folder: pathlib.Path, flags: Sequence[str] = ()) -> End:
   if (folder / _SENT).exists():
     sent = map(float, (folder / _SENT).read_text('ascii').split())
     seconds, computed = (end - then for end, then in zip(ended, sent))
+  # An export may be finished first, and with it the run.
+  is_done = process.returncode == 0 and '\ndone. ' in output
+  expected = 0 if name == 'export' and is_done else _TRY_AGAIN
   problem = ''
-  if name == 'export' and process.returncode == 0 and '\ndone. ' in output:
-    pass  # The export was finished first, and with it the run.
-  elif process.returncode != _TRY_AGAIN or 'Traceback' in output:
+  if process.returncode != expected or 'Traceback' in output:
     problem = f'exit code {process.returncode}: {output[-2000:]}'
   elif 'interrupted' not in output and 'SIGTERM: ending' not in output:
     problem = f'it does not say that it was interrupted: {output[-2000:]}'

@@ -1,4 +1,4 @@
-"""What `additions_test` adds: environments, dialects, models and keys."""
+"""Additions of environments, dialects, models and keys that tests make."""
 
 import pathlib
 import textwrap

@@ -1,4 +1,4 @@
-"""What `additions_test` adds to the algorithms and their functions."""
+"""Additions to the algorithms and their functions that tests make."""
 
 from tests import adding_an_algorithm_test
 from tests import additions
@@ -64,6 +64,16 @@ CLIP_RULE = additions.Addition(
   """,
   documented=True,
 )
+
+
+def _passes(files: list[str], chosen: str) -> str:
+  """Returns a program that runs the chosen tests of some files."""
+  return f"""
+  import pytest
+
+  options = ['-qp', 'no:cacheprovider', '-k', {chosen!r}]
+  assert pytest.main([*options, *{files!r}]) == 0
+  """
 
 
 def _algorithm(name, entry):
@@ -152,13 +162,10 @@ OBJECTIVE = additions.Addition(
       'rising', "_algorithm(objective=choice('objective', 'rising'), **_GROUP)"
     ),
   ),
-  """
-  import pytest
-
-  files = ['tests/rl/losses_test.py', 'tests/rl/objectives_test.py']
-  chosen = 'rising and (value_is_the_loop or by_hand)'
-  assert pytest.main(['-qp', 'no:cacheprovider', '-k', chosen, *files]) == 0
-  """,
+  _passes(
+    ['tests/rl/losses_test.py', 'tests/rl/objectives_test.py'],
+    'rising and (value_is_the_loop or by_hand)',
+  ),
   documented=True,
 )
 
@@ -207,13 +214,10 @@ CORRECTION = additions.Addition(
     ),
     *_algorithm('scaled_ppo', "_algorithm(correction={'names': ('scaled',)})"),
   ),
-  """
-  import pytest
-
-  files = ['tests/rl/losses_test.py', 'tests/rl/mismatch_test.py']
-  chosen = 'scaled and (value_is_the_loop or by_hand)'
-  assert pytest.main(['-qp', 'no:cacheprovider', '-k', chosen, *files]) == 0
-  """,
+  _passes(
+    ['tests/rl/losses_test.py', 'tests/rl/mismatch_test.py'],
+    'scaled and (value_is_the_loop or by_hand)',
+  ),
   documented=True,
 )
 

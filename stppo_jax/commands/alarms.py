@@ -19,10 +19,10 @@ alarms would have rung with them:
   --kl                  the largest divergence from the reference, in nats
   --infrastructure      the largest share of trajectories that fail
 
-Success is averaged over five steps. A run has collapsed if the last five of
-these means, or more, are all below half of the best one (docs/collapse.md). A
-finished run that has not collapsed is healthy; a run that has neither finished
-nor collapsed is left out.
+Success is averaged over five steps. A run has collapsed if, from some step to
+the end and for at least five steps, this mean stays below half of its best
+(docs/collapse.md). A finished run that has not collapsed is healthy; a run that
+has neither finished nor collapsed is left out.
 
 The alarms are computed from the metrics that were written, so nothing is
 trained. A table has the metrics of entropy, turn_ratio, explained_variance and

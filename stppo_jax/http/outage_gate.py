@@ -26,7 +26,8 @@ class OutageGate:
   It works in one event loop at a time.
 
   Args:
-    max_failure_rate: the share of the last six requests that may fail.
+    max_failure_rate: the share of the last six requests that may fail; at
+      least three must have failed for the gate to close.
     signals_outage: returns whether an error of a request means that the server
       is away; requests with other errors count as answered.
     until_ready: returns when the server is ready; raises an error when the wait

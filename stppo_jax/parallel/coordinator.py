@@ -26,6 +26,7 @@ it through the same port, by relays that stay open when process 0 is gone.
 """
 
 import asyncio
+from collections.abc import Callable
 from collections.abc import Container
 from collections.abc import Sequence
 import contextlib
@@ -61,18 +62,21 @@ class AwakeClock:
   A process that was stopped for hours must not take these hours for a silence
   of the others.
 
+  Args:
+    clock: returns seconds.
+
   Attributes:
     now: the seconds so far, up to the last `tick`.
   """
 
-  def __init__(self):
+  def __init__(self, clock: Callable[[], float] = time.monotonic):
     self.now = 0.0
-    self._last = time.monotonic()
+    self._clock, self._last = clock, clock()
 
   def tick(self) -> None:
     """Adds the time since the last call, which is due every `PAUSE` seconds."""
-    elapsed, self._last = time.monotonic() - self._last, time.monotonic()
-    self.now += min(elapsed, 4 * PAUSE)
+    last, self._last = self._last, self._clock()
+    self.now += min(self._last - last, 4 * PAUSE)
 
 
 class _Member(NamedTuple):

@@ -21,8 +21,8 @@ class Curve(NamedTuple):
     area: its mean over all steps, the area under the curve per step.
     best: the largest mean of five steps.
     final: the mean of the last five steps.
-    collapsed: whether the last five means of five steps, or more, are all below
-      half of the best one.
+    collapsed: whether, from some step to the end and for at least five steps,
+      the mean of five steps stays below half of its best.
     collapsed_at: the last step of the first of those means; nan if it did not
       collapse.
   """

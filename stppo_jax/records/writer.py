@@ -40,7 +40,7 @@ _DIALOGUES = re.compile(
 
 
 class Writer:
-  """Writes the metrics and dialogues of a run: the only door out of it."""
+  """Writes the metrics and dialogues of a run."""
 
   def __init__(
     self,

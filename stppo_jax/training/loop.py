@@ -99,9 +99,11 @@ def train(
       run.finish_step(
         step + 1, state, metrics, collected.trajectories, details=details
       )
-      dump = functools.partial(crash.write, run, config, learner, state, batch)
-      # The coefficient of this step: `adapt_kl` has set that of the next one.
-      dump = functools.partial(dump, kl_coefficient=metrics['critic/kl_coef'])
+      dump = functools.partial(
+        *(crash.write, run, config, learner, state, batch),
+        # The coefficient of this step: `adapt_kl` has set that of the next one.
+        kl_coefficient=metrics['critic/kl_coef'],
+      )
       skips.check([update.metrics for update in updates], dump)
       watch.check(step + 1)
     run.finish(learner.policy, learner.merged_params(run.state), curve=True)

@@ -60,3 +60,15 @@ def test_the_end_of_process_0_is_passed_on_when_it_is_expected():
     assert await asyncio.wait_for(client[0].read(), 10) == b''
 
   asyncio.run(_relayed(check))
+
+
+def test_the_time_of_a_process_that_was_stopped_does_not_count():
+  times = [100.0, 100.5, 101.0, 101.5 + 3600, 102.0 + 3600]
+  clock = coordinator.AwakeClock(iter(times).__next__)
+  counted = []
+  for _ in times[1:]:
+    clock.tick()
+    counted.append(clock.now)
+  assert counted[:2] == [0.5, 1.0]
+  assert counted[2] < 5  # and not an hour
+  assert counted[3] == counted[2] + 0.5

@@ -26,14 +26,24 @@ from tests.retrieval import fake_servers
       body=gzip.compress(b'{"result": []}'),
       headers={'Content-Encoding': 'gzip'},
     ),
-    lambda body: web.Response(
-      body=b'{"result"', headers={'Content-Length': '500'}
-    ),
   ],
 )
 def test_a_failed_request_is_repeated(failure):
+  _assert_repeated(failure, timeout=30.0)
+
+
+def test_a_request_whose_reply_does_not_end_is_repeated():
+  def cut_off(body):
+    del body
+    headers = {'Content-Length': '500'}
+    return web.Response(body=b'{"result"', headers=headers)
+
+  _assert_repeated(cut_off, timeout=0.5)
+
+
+def _assert_repeated(failure, *, timeout):
   fake = fake_servers.Server(fake_servers.fail_once(failure))
-  results, statistics = fake_servers.retrieve(fake, ['a', 'b'], timeout=0.5)
+  results, statistics = fake_servers.retrieve(fake, ['a', 'b'], timeout=timeout)
   assert results == [[fake_servers.passage('a')], [fake_servers.passage('b')]]
   assert statistics['retrieval/ok'] == 2.0
   assert statistics['retrieval/retries'] == 2.0

@@ -21,9 +21,8 @@ def root(tmp_path_factory):
   return tmp_path_factory.mktemp('weights')
 
 
-@pytest.fixture(scope='module')
-def url(root):
-  model = model_server.ModelServer(
+def _model(root):
+  return model_server.ModelServer(
     'tiny',
     fake_servers.MODEL,
     fake_servers.PARAMS,
@@ -31,6 +30,11 @@ def url(root):
     max_length=fake_servers.MAX_LENGTH,
     weights_root=root,
   )
+
+
+@pytest.fixture(scope='module')
+def url(root):
+  model = _model(root)
   with http_server.EmbeddedServer(model.app) as server:
     yield server.url
 
@@ -141,14 +145,7 @@ def test_a_link_out_of_the_root_is_not_followed(url, root, tmp_path):
 
 @pytest.mark.slow
 def test_clients_cannot_fill_the_memory(root):
-  model = model_server.ModelServer(
-    'tiny',
-    fake_servers.MODEL,
-    fake_servers.PARAMS,
-    token_bytes=fake_servers.TOKENS,
-    max_length=fake_servers.MAX_LENGTH,
-    weights_root=root,
-  )
+  model = _model(root)
   compiled = []
 
   def listen(event, seconds, **details):
