@@ -50,6 +50,8 @@ os.environ['HF_HUB_OFFLINE'] = '1'
 os.environ['HF_MODULES_CACHE'] = str(_ROOT / '.cache' / 'hf_modules')
 # Under `nohup` it is ignored, and every process of a test would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+# A shell lets jobs in the background ignore SIGINT; run.sh could not trap it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 for _name in ('http_proxy', 'https_proxy', 'all_proxy', 'no_proxy'):
   os.environ.pop(_name, None)
   os.environ.pop(_name.upper(), None)
