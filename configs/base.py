@@ -341,6 +341,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'samples': 2,  # dialogues printed per evaluation
         # Files of dialogues of each kind that are kept, the newest; 0 = all.
         'keep_files': 0,
+        # metrics.jsonl has the lines of so many steps, the newest, and at most
+        # of twice as many; 0 = all.
+        'keep_lines': 0,
       },
       # What the metrics of a step are compared with, to warn of a run that is
       # going wrong: configs/alarms.py.

@@ -246,6 +246,7 @@ RULES: Mapping[str, settings.Rule] = {
   'writer.evaluation': _NOT_NEGATIVE,
   'writer.samples': _NOT_NEGATIVE,
   'writer.keep_files': _NOT_NEGATIVE,
+  'writer.keep_lines': _NOT_NEGATIVE,
   **{f'alarms.{name}': _NUMBER for name in alarms.THRESHOLDS},
   'alarms.stop': settings.Rule(
     lambda names: set(names) <= set(alarms.THRESHOLDS),

@@ -50,6 +50,7 @@ class Writer:
     tensorboard: bool,
     trajectories: int,
     keep_files: int = 0,
+    keep_lines: int = 0,
     hparams: Mapping[str, Any] | None = None,
     trackers: Sequence[trackers_lib.Tracker] = (),
     display: progress.Progress | None = None,
@@ -63,6 +64,8 @@ class Writer:
       trajectories: the number of dialogues that are written of each step.
       keep_files: the number of files of dialogues that are kept of each kind,
         the newest; 0: all.
+      keep_lines: the number of steps whose metrics are kept at least, the
+        newest; twice as many are kept at most. 0: all.
       hparams: the values of the config by key, for TensorBoard.
       trackers: experiment trackers that get the metrics, too.
       display: the progress display; by default one on standard output.
@@ -73,6 +76,7 @@ class Writer:
     self._tensorboard = tensorboard
     self._trajectories = trajectories
     self._keep_files = keep_files
+    self._keep_lines = keep_lines
     self._hparams = hparams or {}
     self._trackers = trackers
     self._display = display or progress.Progress(num_steps)
@@ -97,9 +101,7 @@ class Writer:
       The folder with the files as they were; None if nothing was written after
       the newest checkpoint.
     """
-    lines = []
-    if self._metrics.exists():
-      lines = self._metrics.read_bytes().splitlines(keepends=True)
+    lines = self._lines()
     dialogues = [
       (int(match[1]), path)
       for path in self._workdir.iterdir()
@@ -115,8 +117,7 @@ class Writer:
         if number > saved:
           path.rename(aside / path.name)
     if lines:
-      kept = [line for line in lines if _step_of(line) <= step]
-      atomic_files.replace(self._metrics, b''.join(kept))
+      self._keep(lines, last=step)
     self._purge_step = step + 1
     return aside
 
@@ -133,10 +134,7 @@ class Writer:
     Returns:
       Whether it was written.
     """
-    lines = []
-    if self._metrics.exists():
-      lines = self._metrics.read_bytes().splitlines(keepends=True)
-    if not line or any(_step_of(each) == step for each in lines):
+    if not line or any(_step_of(each) == step for each in self._lines()):
       return False
     self._append(line)
     return True
@@ -168,6 +166,8 @@ class Writer:
       record[_NON_FINITE] = non_finite
     line = json.dumps(record, allow_nan=False)
     self._append(line)
+    if self._keep_lines and step % self._keep_lines == 0:
+      self._counted('metrics', lambda: self._keep(self._lines(), last=step))
     self._display.update(step, finite)
     return line
 
@@ -200,6 +200,28 @@ class Writer:
       self._workdir, kind, step, records, keep_files=self._keep_files
     )
     self._counted(kind, write)
+
+  def _lines(self) -> list[bytes]:
+    """Returns the lines of metrics; the last one may be incomplete."""
+    if not self._metrics.exists():
+      return []
+    return self._metrics.read_bytes().splitlines(keepends=True)
+
+  def _keep(self, lines: Sequence[bytes], *, last: int) -> None:
+    """Replaces the lines of metrics by those of them that are kept.
+
+    Which steps are kept depends on the last one alone. So a run that was
+    interrupted ends with the same lines as one that was not.
+
+    Args:
+      lines: the lines.
+      last: the last step whose line is kept.
+    """
+    first = 0
+    if self._keep_lines:
+      first = (last // self._keep_lines - 1) * self._keep_lines + 1
+    kept = [line for line in lines if first <= _step_of(line) <= last]
+    atomic_files.replace(self._metrics, b''.join(kept))
 
   def _append(self, line: str) -> None:
     """Appends a line of metrics."""

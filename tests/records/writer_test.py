@@ -17,7 +17,13 @@ from stppo_jax.records.sinks import progress
 
 
 def _writer(
-  workdir, *, tensorboard=False, trajectories=2, hparams=None, keep_files=0
+  workdir,
+  *,
+  tensorboard=False,
+  trajectories=2,
+  hparams=None,
+  keep_files=0,
+  keep_lines=0,
 ):
   console = rich.console.Console(file=io.StringIO())
   return writer_lib.Writer(
@@ -27,6 +33,7 @@ def _writer(
     trajectories=trajectories,
     hparams=hparams,
     keep_files=keep_files,
+    keep_lines=keep_lines,
     display=progress.Progress(10, console=console),
   )
 
@@ -150,6 +157,30 @@ def test_other_hosts_write_dialogues_of_their_own(tmp_path):
   assert len(list(tmp_path.iterdir())) == 2
   aside = _writer(tmp_path).rewind(11, saved=11)
   assert aside is not None and len(list(aside.iterdir())) == 2
+
+
+def test_only_the_newest_lines_are_kept(tmp_path):
+  whole, broken = tmp_path / 'whole', tmp_path / 'broken'
+  held = []
+  for step in range(11):
+    _writer(whole, keep_lines=3).write(step, {'a': step})
+    held.append([line['step'] for line in _lines(whole)])
+  assert held[2] == [0, 1, 2] and held[5] == [1, 2, 3, 4, 5]
+  assert held[6] == [4, 5, 6]
+  assert held[10] == [7, 8, 9, 10]
+  assert all(len(steps) <= 6 for steps in held)
+  # A run that goes on after a kill has the same lines in the end, also where
+  # the kill came before the first lines were dropped.
+  for step in range(8):
+    _writer(broken).write(step, {'a': step})
+  writer = _writer(broken, keep_lines=3)
+  writer.rewind(7, saved=7)
+  assert [line['step'] for line in _lines(broken)] == held[7]
+  for saved in (7, 5):
+    writer.rewind(saved, saved=saved)
+    for step in range(saved + 1, 11):
+      writer.write(step, {'a': step})
+  assert _lines(broken) == _lines(whole)
 
 
 def test_only_the_newest_dialogues_are_kept(tmp_path):

@@ -362,8 +362,11 @@ def test_a_run_of_groups_is_the_same_when_cut_in_two(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_keeps_as_many_files_of_dialogues_as_its_config_says(tmp_path):
-  assert runs.train(tmp_path, writer__keep_files=2) == 0
+def test_a_run_keeps_as_many_files_and_lines_as_its_config_says(tmp_path):
+  kept = {'writer__keep_files': 2, 'writer__keep_lines': 1}
+  assert runs.train(tmp_path, **kept) == 0
+  (line,) = runs.metrics(tmp_path)
+  assert line['step'] == runs.STEPS
   names = sorted(path.name for path in tmp_path.glob('*-*.jsonl'))
   assert names == [
     f'{kind}-{step:06d}.jsonl'

@@ -75,7 +75,8 @@ class Kept(NamedTuple):
   """The steps of a run, as a file of metrics records them.
 
   Attributes:
-    seconds: the duration of the steps that are kept.
+    seconds: the duration of the steps that are kept; those whose lines were
+      dropped to keep the file small count, too.
     last_step: the last step that was written, kept or not.
   """
 
@@ -100,7 +101,7 @@ def read(path: pathlib.Path, step: int) -> Kept:
       record = json.loads(line)
       last = max(last, record['step'])
       if 0 < record['step'] <= step:
-        seconds += record[_STEP]
+        seconds = record['goodput/fraction'] * record['goodput/wall_s']
     except (ValueError, KeyError, TypeError, RecursionError):
       continue
   return Kept(seconds, last)

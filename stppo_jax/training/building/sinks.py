@@ -47,6 +47,7 @@ def build_writer(
     tensorboard=config.writer.tensorboard,
     trajectories=trajectories,
     keep_files=config.writer.keep_files,
+    keep_lines=config.writer.keep_lines,
     hparams=values,
     trackers=[
       trackers.Tracker(name, identity) for name in config.writer.trackers

@@ -46,8 +46,16 @@ def test_seconds_are_accounted_for_line_by_line():
 def test_only_steps_that_are_kept_are_productive(tmp_path):
   path = tmp_path / 'metrics.jsonl'
   assert goodput.read(path, 9) == (0.0, 0)
-  lines = [{'step': 0, 'timing_s/step': 99.0}, {'step': 2, 'sft/loss': 1.0}]
-  lines += [{'step': n, 'timing_s/step': 2.0**n} for n in range(1, 6)]
-  text = ''.join(json.dumps(line) + '\n' for line in lines)
-  path.write_text(text + '[1]\n{"step": 3, "timi', 'utf-8')
-  assert goodput.read(path, 3) == (2 + 4 + 8, 5)
+  account = goodput.Goodput(
+    began=0.0, restarts=0, lost_steps=0, productive=3.0, origin=3
+  )
+  lines = [{'step': 0, **account.measure({})}, {'step': 2, 'sft/loss': 1.0}]
+  for n in range(1, 6):
+    metrics = {'timing_s/step': 2.0**n}
+    lines.append({'step': n, **metrics, **account.measure(metrics)})
+  rest = '[1]\n{"step": 3, "timi'
+  # Lines of the first steps may have been dropped to keep the file small.
+  for kept in (lines, lines[-3:]):
+    path.write_text('\n'.join(map(json.dumps, kept)) + '\n' + rest, 'utf-8')
+    expected = pytest.approx(3 + 2 + 4 + 8)
+    assert goodput.read(path, 3) == (expected, 5)

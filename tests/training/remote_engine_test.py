@@ -1,0 +1,72 @@
+"""A run whose turns a server writes."""
+
+import contextlib
+import shutil
+
+import pytest
+
+from stppo_jax.http import server as http_server
+from stppo_jax.models import functional
+from stppo_jax.sampling.remote import server as model_server
+from stppo_jax.training.building import assembly
+from tests.models import tiny
+from tests.training import faults
+from tests.training import runs
+
+# Orbax reads the leaves concurrently; see checkpoint_test.py.
+pytestmark = pytest.mark.filterwarnings(
+  'ignore::pytest.PytestUnraisableExceptionWarning'
+)
+
+
+@contextlib.contextmanager
+def _served(root):
+  """Serves a model of a run's shape, which loads weights below a folder."""
+  settings = runs.config()
+  questions = assembly.build_questions(settings)
+  tokenizer = assembly.build_tokenizer(settings, questions)
+  policy = functional.Model(runs.shape(settings), 'vocabulary')
+  model = model_server.ModelServer(
+    'tiny',
+    policy,
+    tiny.params(policy),
+    token_bytes=tokenizer.token_bytes(),
+    max_length=settings.env.max_length,
+    weights_root=root,
+  )
+  with http_server.EmbeddedServer(model.app) as server:
+    yield {
+      'rollout__engine': 'remote',
+      'rollout__remote__url': server.url,
+      'rollout__remote__model': 'tiny',
+    }
+
+
+@pytest.mark.slow
+def test_weights_that_cannot_be_published_end_a_saved_run(
+  tmp_path, monkeypatch, capsys
+):
+  temporary, workdir = tmp_path / 'temporary', tmp_path / 'run'
+  temporary.mkdir()
+  monkeypatch.setattr('tempfile.tempdir', str(temporary))
+
+  def act(moment):
+    if moment == ('updated', 2):
+      # The folder of the weights is gone, and cannot be made again.
+      (folder,) = temporary.iterdir()
+      shutil.rmtree(folder)
+      folder.touch()
+
+  with _served(temporary) as changes:
+    changes |= {'checkpoint__every': 100, 'evaluate__every': 0}
+    with faults.at(runs.config(**changes), act):
+      assert runs.train(workdir, **changes) == 75
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f'{temporary}/stppo_jax-weights-')
+    assert line.endswith(
+      'Not a directory; step 2 is saved; the same command resumes'
+    )
+    for left in temporary.iterdir():
+      left.unlink()
+    assert runs.train(workdir, **changes) == 0
+  assert [line['step'] for line in runs.metrics(workdir)] == [1, 2, 3]
