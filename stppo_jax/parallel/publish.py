@@ -48,6 +48,7 @@ class Placement:
     tensor: the number of devices that the weights of a host are cut over.
     collecting: the devices of this host that decode, if they are not those that
       train.
+    host: the number of this host; None: that of this process.
 
   Raises:
     ValueError: weights cannot be cut over so many devices of each host.
@@ -56,9 +57,10 @@ class Placement:
   training: jax.sharding.Mesh
   tensor: int
   collecting: tuple[Any, ...] = ()
+  host: int | None = None
 
   def __post_init__(self):
-    local = [d for d in self.training.devices.flat if _is_here(d)]
+    local = [d for d in self.training.devices.flat if self._is_here(d)]
     learning = ' that learn' if self.collecting else ''
     counts = {learning: len(local), ' that collect': len(self.collecting)}
     for which, count in counts.items():
@@ -88,11 +90,15 @@ class Placement:
     """The mesh of this host, with the axes of training; `fsdp` has 1 device."""
     devices = list(self.collecting)
     if not devices:
-      groups = [group for group in self._groups if _is_here(group[0])]
+      groups = [group for group in self._groups if self._is_here(group[0])]
       devices = list(np.concatenate(groups))
     return mesh_lib.make_mesh(
       data=-1, fsdp=1, tensor=self.tensor, devices=devices
     )
+
+  def _is_here(self, device: Any) -> bool:
+    host = jax.process_index() if self.host is None else self.host
+    return device.process_index == host
 
   @functools.cached_property
   def _split_sizes(self) -> dict[str, int]:
@@ -258,7 +264,3 @@ def _moved(x: jax.Array, layout: NamedSharding) -> list[jax.Array]:
 def _bounds(index: Any, shape: tuple[int, ...]) -> tuple:
   """Returns the ends of a piece in each dimension; slices have no hash."""
   return tuple(s.indices(size)[:2] for s, size in zip(index, shape))
-
-
-def _is_here(device) -> bool:
-  return device.process_index == jax.process_index()

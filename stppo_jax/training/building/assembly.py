@@ -307,9 +307,13 @@ def build_placement(
   _, collecting = mesh_lib.divide(
     devices or jax.devices(), config.mesh.collect_fraction
   )
-  here = tuple(d for d in collecting if d.process_index == jax.process_index())
+  # If programs are only compiled, they are those of the last host: libtpu 0.0.42
+  # fails with an internal error on the first host of v5e and v6e slices that
+  # have several, and not on the others.
+  host = devices[-1].process_index if devices else jax.process_index()
+  here = tuple(d for d in collecting if d.process_index == host)
   try:
-    placement = publish_lib.Placement(mesh, tensor, here)
+    placement = publish_lib.Placement(mesh, tensor, here, host)
     functional.Model(shape, 'vocabulary', mesh=placement.mesh)
   except ValueError as error:
     raise ValueError(f'rollout.tensor={tensor}: {error}') from error
