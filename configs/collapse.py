@@ -63,6 +63,7 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.checkpoint.keep = 1
   config.writer.tensorboard = False
   config.writer.samples = 0
+  config.writer.token_details = 0
   # A run that collapses is what is looked for: it must not end early, or the
   # study would lack it.
   config.alarms.stop = ()

@@ -26,11 +26,11 @@ from stppo_jax import batch as batch_lib
 from stppo_jax.analysis import plan_memory
 from stppo_jax.analysis import plan_programs
 from stppo_jax.analysis import roofline
+from stppo_jax.analysis import step_work
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import topology as topology_lib
-from stppo_jax.rl import algorithm as algorithm_lib
 from stppo_jax.training.building import assembly
 from stppo_jax.training.checks import batch_sizes
 
@@ -199,7 +199,14 @@ def make(
     sizes[f'{name} parameters'] for name, m in models.items() if m is not None
   )
   axes = dict(mesh.shape)
-  work = _work(config, learner, shape, axes, placement, engine, packed)
+  work = step_work.build(
+    config,
+    learner,
+    placement,
+    engine,
+    length=packed.tokens_BL.shape[1],
+    losses=packed.loss_positions_BM.shape[1],
+  )
   with assembly.config_errors():
     costs = plan_programs.compile_all(
       programs,
@@ -225,60 +232,6 @@ def make(
     phases=roofline.phases(work, topology),
     num_steps=config.num_steps,
     limit=(memory or topology.limits.memory) * topology_lib.GIB,
-  )
-
-
-def _work(
-  config, learner, shape, axes, placement, engine, packed
-) -> roofline.Work:
-  """Returns the sizes of a step; see `make` for the arguments."""
-  rollout, updates = config.rollout, config.updates
-  algorithm = algorithm_lib.build_algorithm(config.algorithm)
-  values = 'none'
-  if algorithm.uses_values:
-    values = config.model.value_backbone
-  losses = packed.loss_positions_BM.shape[1]
-  length = packed.tokens_BL.shape[1]
-  weights = sum(
-    x.size for x in jax.tree.leaves(learner.policy.abstract_params['layers'])
-  )
-  trained = weights
-  if config.model.lora.rank:
-    state, _ = learner.abstract_start()
-    trained = sum(x.size for x in jax.tree.leaves(state.policy.params))
-  steps = rows = read = 0.0
-  hosts = 1
-  if placement is not None:
-    hosts = mesh_lib.num_hosts(placement.training)
-    slots = batch_sizes.num_slots(config, hosts)
-    waves = math.ceil(rollout.trajectories_per_step / hosts / slots)
-    rows = slots / placement.mesh.shape['data']
-    steps = float(waves * losses)
-    # While it grows, a row is half as long as in the end.
-    filled = min(length / config.env.max_length, 1.0) / 2
-    read = engine[plan_memory.WEIGHTS] + filled * engine[plan_memory.CACHE]
-  return roofline.Work(
-    shape=shape,
-    axes=axes,
-    trajectories=rollout.trajectories_per_step,
-    group_size=rollout.group_size,
-    minibatch=updates.minibatch_size,
-    microbatch=updates.microbatch_size or updates.minibatch_size,
-    updates=updates.num_epochs
-    * (rollout.trajectories_per_step // updates.minibatch_size),
-    length=length,
-    losses=losses,
-    values=values,
-    adapters=config.model.lora.rank > 0,
-    statistics=algorithm.uses_minibatch_statistics,
-    weights=weights,
-    trained=trained,
-    itemsize=jnp.dtype(shape.dtype).itemsize,
-    decode_steps=steps,
-    decode_bytes=read,
-    decode_rows=rows,
-    engine_tensor=placement.tensor if placement is not None else 0,
-    collectors=0 if placement is None else len(placement.collecting) * hosts,
   )
 
 

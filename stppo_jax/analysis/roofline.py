@@ -95,8 +95,10 @@ class Work:
       the output matrix.
     itemsize: the bytes of a number in the computations.
     decode_steps: calls of the model on a device to decode all its rows.
-    decode_bytes: the bytes that such a call reads.
     decode_rows: the rows of a device in such a call.
+    engine_weights: the bytes of the engine's weights on a device.
+    engine_cache: the bytes of its keys and values on a device.
+    engine_length: the tokens of a row that the keys and values have room for.
     engine_tensor: the devices that a copy of the engine is cut over; 0 with a
       remote engine.
     collectors: the devices that only collect; 0: all devices do both.
@@ -118,8 +120,10 @@ class Work:
   trained: int
   itemsize: int
   decode_steps: float
-  decode_bytes: float
   decode_rows: float
+  engine_weights: int
+  engine_cache: int
+  engine_length: int
   engine_tensor: int
   collectors: int = 0
 
@@ -127,6 +131,13 @@ class Work:
   def learners(self) -> int:
     """The devices that learn."""
     return math.prod(self.axes.values())
+
+  @property
+  def decode_bytes(self) -> float:
+    """The bytes of its memory that a device reads in a call of decode."""
+    # While it grows, a row is half as long as in the end.
+    filled = min(self.length / self.engine_length, 1.0) / 2
+    return self.engine_weights + filled * self.engine_cache
 
   @property
   def output(self) -> int:
@@ -177,6 +188,17 @@ def phases(work: Work, topology: topology_lib.Topology) -> dict[str, Phase]:
   return timed
 
 
+def update_sent(work: Work) -> float:
+  """Returns the bytes that a device sends in the updates of a step."""
+  *_, traffic = _update(work)
+  return sum(traffic.values())
+
+
+def decode_read(work: Work) -> float:
+  """Returns the bytes that a device reads to decode its rows of a step."""
+  return work.decode_steps * work.decode_bytes
+
+
 _Counts = tuple[float, float, float, dict[tuple[str, str], float]]
 
 
@@ -197,7 +219,7 @@ def _decode(work: Work) -> _Counts:
   hidden = work.decode_rows * shape.hidden_size * work.itemsize
   sums = 2 * shape.num_layers * work.decode_steps * hidden
   traffic = {('all-reduce', 'tensor'): _all_reduce(sums, tensor)}
-  return count, count, work.decode_steps * work.decode_bytes, traffic
+  return count, count, decode_read(work), traffic
 
 
 def _publish(work: Work) -> _Counts:

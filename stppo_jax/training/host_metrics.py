@@ -34,6 +34,8 @@ class Totals(NamedTuple):
 
   Attributes:
     rows: rows of the batch.
+    length: tokens of a row with its padding.
+    losses: tokens of a row that carry loss, with their padding.
     tokens: tokens of the batch.
     sampled: tokens of it that the policy wrote.
     trained: rows that are trained on.
@@ -42,6 +44,8 @@ class Totals(NamedTuple):
   """
 
   rows: int
+  length: int
+  losses: int
   tokens: float
   sampled: float
   trained: int
@@ -64,20 +68,27 @@ def totals(
     shape: the shape of policy and value model.
   """
   lengths = packed.lengths_B.tolist()
-  losses = float(packed.loss_mask_BL.sum())
+  num_losses = float(packed.loss_mask_BL.sum())
   mine = (
     len(lengths),
     float(packed.lengths_B.sum()),
     float((packed.turn_ids_BL > 0).sum()),
     int(packed.loss_mask_BL.any(axis=1).sum()),
-    *operations.forward_operations(shape, lengths, losses),
-    *operations.recomputed_operations(shape, lengths, losses),
+    *operations.forward_operations(shape, lengths, num_losses),
+    *operations.recomputed_operations(shape, lengths, num_losses),
     seconds,
   )
   *counts, collected = zip(*hosts.exchange('totals', mine))
   rows, tokens, sampled, trained, *done = map(sum, counts)
   return Totals(
-    rows, tokens, sampled, trained, utilization.Counts(*done), list(collected)
+    rows=rows,
+    length=packed.tokens_BL.shape[1],
+    losses=packed.loss_positions_BM.shape[1],
+    tokens=tokens,
+    sampled=sampled,
+    trained=trained,
+    operations=utilization.Counts(*done),
+    collect_seconds=list(collected),
   )
 
 

@@ -58,7 +58,7 @@ def train(
     trainer = trainer_lib.build(config, run, restart=restart, source=source)
     learner, prefetcher = trainer.learner, trainer.prefetcher
     state = trainer.state
-    meter = step_metrics.StepMetrics(config, learner, run)
+    meter = step_metrics.StepMetrics(config, learner, trainer.placement, run)
     watch = alarms.Alarms(config, hosts, run.show)
     skips = skipped_updates.SkippedUpdates(config.updates.max_skipped)
     for step in range(run.first_step, run.num_steps):

@@ -6,16 +6,22 @@ devices were.
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import dataclasses
 
 from stppo_jax import batch as batch_lib
+from stppo_jax.analysis import plan_memory
+from stppo_jax.analysis import roofline
+from stppo_jax.analysis import step_work
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import loss as loss_lib
 from stppo_jax.learner import update_metrics
 from stppo_jax.parallel import compile_time
 from stppo_jax.parallel import peaks
+from stppo_jax.parallel import publish
 from stppo_jax.records.liveness import timing
 from stppo_jax.training import host_metrics
 from stppo_jax.training import run as run_lib
+from stppo_jax.training.checks import batch_sizes
 
 
 class StepMetrics:
@@ -24,12 +30,28 @@ class StepMetrics:
   Args:
     config: the config of the run.
     learner: annotates and updates.
+    placement: the devices that decode; None with a remote engine.
     run: the run; what is compiled until it ends is measured.
   """
 
-  def __init__(self, config, learner: learner_lib.Learner, run: run_lib.Run):
+  def __init__(
+    self,
+    config,
+    learner: learner_lib.Learner,
+    placement: publish.Placement | None,
+    run: run_lib.Run,
+  ):
     self._config = config
     self._learner = learner
+    engine = {}
+    if placement is not None:
+      engine = plan_memory.engine_sizes(config, learner.policy, placement)
+    # Each step has rows of its own length.
+    longest = config.env.max_length
+    self._work = step_work.build(
+      config, learner, placement, engine, length=longest, losses=longest
+    )
+    self._slots = batch_sizes.num_slots(config, run.hosts.count)
     self._run = run
     self._compile_seconds = run.enter(compile_time.measured())
 
@@ -76,5 +98,41 @@ class StepMetrics:
     metrics |= self._learner.utilization(
       totals.operations, seconds=laps['timing_s/update'], epochs=epochs
     )
+    metrics |= self._bytes_per_second(
+      totals, len(updates), laps['timing_s/update']
+    )
     metrics['timing_s/compile'] = self._compile_seconds()
+    return metrics
+
+  def _bytes_per_second(
+    self, totals: host_metrics.Totals, num_updates: int, seconds: float
+  ) -> dict[str, float]:
+    """Returns what a device sends and reads, by the formulas of `roofline`.
+
+    Args:
+      totals: the numbers of the step's batch.
+      num_updates: the number of its updates.
+      seconds: their duration.
+    """
+    metrics = {}
+    work = dataclasses.replace(
+      self._work,
+      updates=num_updates,
+      length=totals.length,
+      losses=totals.losses,
+    )
+    if sent := roofline.update_sent(work):
+      metrics['perf/update_gb_sent_per_second'] = sent / seconds / 1e9
+    # Every call writes a token into each slot, if all slots are in use.
+    slots = self._slots * len(totals.collect_seconds)
+    read = roofline.decode_read(
+      dataclasses.replace(
+        self._work,
+        length=totals.tokens / totals.rows,
+        decode_steps=totals.sampled / slots,
+      )
+    )
+    if read:  # there is none with a remote engine
+      longest = max(totals.collect_seconds)
+      metrics['perf/decode_gb_read_per_second'] = read / longest / 1e9
     return metrics

@@ -101,6 +101,24 @@ def test_one_device_sends_nothing():
     assert not part.traffic
 
 
+def test_what_updates_send_follows_from_the_weights():
+  work = _work(axes={'data': 1, 'fsdp': 4, 'tensor': 1}, values='none')
+  work = dataclasses.replace(
+    work, minibatch=8, microbatch=4, updates=3, statistics=False
+  )
+  width, tokens = work.shape.hidden_size, 1 * work.length  # a row per device
+  # Two microbatches gather the layers twice and scatter their gradients once;
+  # the output matrix is gathered once, and its gradient scattered each time.
+  layers = 2 * (2 + 1) * work.weights
+  head = (1 + 2) * work.output
+  # Each microbatch exchanges embedded tokens forward and backward.
+  exchanged = 2 * 2 * tokens * width
+  numbers = layers + head + exchanged
+  assert roofline.update_sent(work) == pytest.approx(
+    3 * numbers * 3 / 4 * work.itemsize
+  )
+
+
 def test_axes_that_leave_a_host_are_slower():
   # 16 devices are two hosts of GPUs.
   inside = {'data': 2, 'fsdp': 8, 'tensor': 1}

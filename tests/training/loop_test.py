@@ -243,6 +243,34 @@ def test_tensorboard_has_the_config_and_metrics_what_a_step_used(finished):
   assert 0 < peaks[0] <= peaks[-1]
 
 
+def test_bytes_per_second_follow_from_tokens_and_weights(finished):
+  config = load.read_config(
+    finished / 'policy', dtype='float32', remat='none', scan_unroll=1
+  )
+  params = load.read_params(finished / 'policy', config)
+  weights = sum(x.nbytes for x in jax.tree.leaves(params))
+  layers = sum(x.nbytes for x in jax.tree.leaves(params['layers']))
+  output = 4 * config.hidden_size * config.vocab_size
+  devices = jax.device_count()  # each has all weights, and a part of the rows
+  # Keys and values of a token, in one layer with one head of 8 numbers.
+  per_token = 2 * 8 * 4
+  for line in runs.metrics(finished)[1:]:
+    seconds = sum(
+      line[f'timing_s/{phase}']
+      for phase in ('wait', 'annotate', 'update', 'token_details')
+    )
+    length = line['perf/throughput'] * seconds / 16
+    calls = line['perf/collect_tokens_per_second'] / 16
+    read = calls * (weights + 16 / devices * per_token * length / 2)
+    measured = line['perf/decode_gb_read_per_second']
+    assert measured == pytest.approx(read / 1e9)
+    # The gradients of the layers of both models, and of the output matrix.
+    summed = line['update/count'] * (2 * layers + output)
+    sent = 2 * summed * (devices - 1) / devices / line['timing_s/update']
+    measured = line['perf/update_gb_sent_per_second']
+    assert measured == pytest.approx(sent / 1e9)
+
+
 def test_the_exported_policy_is_the_trained_one(finished):
   tokens_BL = np.arange(24).reshape(2, 12) * 7 % 290
   state = _final_state(finished)

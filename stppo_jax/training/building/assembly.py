@@ -307,9 +307,9 @@ def build_placement(
   _, collecting = mesh_lib.divide(
     devices or jax.devices(), config.mesh.collect_fraction
   )
-  # If programs are only compiled, they are those of the last host: libtpu 0.0.42
-  # fails with an internal error on the first host of v5e and v6e slices that
-  # have several, and not on the others.
+  # Programs that are only compiled are those of the last host: libtpu 0.0.42
+  # fails with an internal error for the first host of v5e and v6e slices that
+  # have several, and not for the others.
   host = devices[-1].process_index if devices else jax.process_index()
   here = tuple(d for d in collecting if d.process_index == host)
   try:

@@ -43,6 +43,7 @@ class Trainer(NamedTuple):
     step_collector: collects one step, and completes its metrics.
     prefetcher: schedules the collections of steps and returns their results.
     pack: turns trajectories into the arrays of a batch.
+    placement: the devices that decode; None with rollout.engine=remote.
     state: the state to go on from.
     reference: weights of the frozen reference; None if the state has them.
   """
@@ -51,6 +52,7 @@ class Trainer(NamedTuple):
   step_collector: collection.StepCollector
   prefetcher: prefetch.Prefetcher
   pack: Callable[[Sequence[types.Trajectory]], batch_lib.TokenBatch]
+  placement: publish_lib.Placement | None
   state: state_lib.TrainState
   reference: functional.Params | None
 
@@ -143,7 +145,15 @@ def build(config, run: run_lib.Run, *, restart: bool, source: Any) -> Trainer:
     with_expert_ids=config.updates.routing_replay == 'sampler',
     hosts=run.hosts,
   )
-  return Trainer(learner, step_collector, prefetcher, pack, state, reference)
+  return Trainer(
+    learner,
+    step_collector,
+    prefetcher,
+    pack,
+    components.placement,
+    state,
+    reference,
+  )
 
 
 def _notes(
