@@ -344,6 +344,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # metrics.jsonl has the lines of so many steps, the newest, and at most
         # of twice as many; 0 = all.
         'keep_lines': 0,
+        # An address such as gs://bucket/run, to which the run's folder is
+        # copied while it runs; see docs/commands.md. '' = nowhere.
+        'copy_to': '',
       },
       # What the metrics of a step are compared with, to warn of a run that is
       # going wrong: configs/alarms.py.

@@ -7,6 +7,7 @@ Each function takes the values of keys and yields the errors, one line each.
 from collections.abc import Iterator
 import pathlib
 
+from stppo_jax import buckets
 from stppo_jax.data import layout
 from stppo_jax.data import mixtures
 from stppo_jax.envs import environments
@@ -62,9 +63,13 @@ def data_exist(
   """Checks that the files or data sets exist and lie under the root."""
   if name not in ('jsonl', 'tfds'):
     return
-  folder = pathlib.Path(root).resolve()
   if not root:
     yield f"data.root='': must name a folder when data.name={name}"
+    return
+  try:
+    folder = buckets.local_folder(root).resolve()
+  except buckets.BucketError as error:
+    yield f'data.root: {error}'
     return
   if not folder.is_dir():
     yield f'data.root={root!r}: {_not_there(folder, "folder")}'
@@ -97,7 +102,7 @@ def data_exist(
 
 
 def _file_exists(key, text, file, root) -> Iterator[str]:
-  folder = pathlib.Path(root).resolve()
+  folder = buckets.local_folder(root).resolve()
   path = (folder / file).resolve()
   if not path.is_relative_to(folder):
     yield f'data.{key}={text!r}: must lie under data.root={root}'

@@ -10,6 +10,7 @@ import math
 import re
 from typing import Any
 
+from stppo_jax import buckets
 from stppo_jax import settings
 from stppo_jax.configs import alarms
 from stppo_jax.configs import algorithms
@@ -247,6 +248,10 @@ RULES: Mapping[str, settings.Rule] = {
   'writer.samples': _NOT_NEGATIVE,
   'writer.keep_files': _NOT_NEGATIVE,
   'writer.keep_lines': _NOT_NEGATIVE,
+  'writer.copy_to': settings.Rule(
+    lambda place: not place or buckets.is_address(place),
+    "an address such as gs://bucket/run, or ''",
+  ),
   **{f'alarms.{name}': _NUMBER for name in alarms.THRESHOLDS},
   'alarms.stop': settings.Rule(
     lambda names: set(names) <= set(alarms.THRESHOLDS),

@@ -233,7 +233,10 @@ def _workdir_problems(workdir: str, mount: str) -> list[str]:
   """Returns why the machines of a run cannot share its folder."""
   start, path = f'--workdir={workdir}: ', pathlib.PurePosixPath(workdir)
   if '://' in workdir:
-    return [f'{start}a bucket; mount a file system that all workers share']
+    return [
+      f'{start}a bucket; mount a file system that all workers share, and copy '
+      'the folder to the bucket with --config.writer.copy_to'
+    ]
   if not path.is_absolute():
     return [f'{start}must be absolute, because workers start elsewhere']
   if any(path.is_relative_to(own) for own in _OWN_FOLDERS):

@@ -38,12 +38,14 @@ import sys
 
 import numpy as np
 
+from stppo_jax import buckets
 from stppo_jax import settings
 from stppo_jax.analysis import score_report
 from stppo_jax.analysis.ablation import alarm_power
 from stppo_jax.analysis.ablation import results
 from stppo_jax.configs import alarms as thresholds_lib
 from stppo_jax.records import alarms as alarms_lib
+from stppo_jax.records import bucket_copy
 from stppo_jax.records import run_state
 from stppo_jax.records import success
 from stppo_jax.report import run_files
@@ -74,8 +76,9 @@ def main(argv: Sequence[str]) -> int:
   folders = [word for word in words if word not in tables]
   for folder in dict.fromkeys(x for name in folders for x in _runs(name)):
     try:
-      run = run_files.read(folder)
-    except run_files.Unreadable as error:
+      with bucket_copy.downloaded(folder) as path:
+        run = run_files.read(str(path))
+    except (run_files.Unreadable, buckets.BucketError) as error:
       losses.append(str(error))
       continue
     losses += run.losses

@@ -3,7 +3,8 @@
 python -m stppo_jax checkpoint list DIR
 python -m stppo_jax checkpoint verify DIR
 
-  DIR            the folder of the run, which may still be in progress
+  DIR            the folder of the run, which may still be in progress, or the
+                 address of its copy in a bucket (writer.copy_to)
   --workdir=DIR  means the same
 
 list prints a line for each checkpoint: its step, when it was saved, its size,
@@ -24,6 +25,7 @@ import time
 from stppo_jax import settings
 from stppo_jax import streams
 from stppo_jax.commands.flags import configuration
+from stppo_jax.records import bucket_copy
 from stppo_jax.records import run_folder
 from stppo_jax.records.checkpoints import saved_steps
 
@@ -45,11 +47,24 @@ def main(argv: Sequence[str]) -> int:
   if action not in _ACTIONS:
     problem = f'{action}: unknown' if action else 'missing'
     errors.insert(0, problem + settings.closest(action, _ACTIONS))
-  workdir = pathlib.Path(given.values.get('workdir', ''))
-  if given.values.get('workdir'):
-    errors += [f'--workdir={workdir}: {x}' for x in _problems(workdir)]
-  elif 'workdir' not in given.meant:
+  place = given.values.get('workdir', '')
+  if not place and 'workdir' not in given.meant:
     errors.append('DIR: missing; give the folder of a run')
+  if errors:
+    raise configuration.ConfigurationError(errors)
+  with bucket_copy.downloaded(place, arrays=action == 'verify') as workdir:
+    return _act(action, workdir, place)
+
+
+def _act(action: str, workdir: pathlib.Path, place: str) -> int:
+  """Lists or verifies; returns the exit code.
+
+  Args:
+    action: one of `_ACTIONS`.
+    workdir: the folder of the run.
+    place: what the command line names: the folder, or the address of its copy.
+  """
+  errors = [f'--workdir={place}: {x}' for x in _problems(workdir)]
   if errors:
     raise configuration.ConfigurationError(errors)
   found = saved_steps.find(workdir)

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 import pathlib
 from typing import Any
 
+from stppo_jax import buckets
 from stppo_jax.commands.flags import configuration
 from stppo_jax.commands.flags import evaluated_config
 from stppo_jax.data import mixtures
@@ -105,7 +106,8 @@ def _choose_sets(config: Any, sets: str) -> None:
     # The names of the files are relative to this folder, not to data.root.
     data.name = 'jsonl'
     if data.corpus:
-      data.corpus = str(pathlib.Path(data.root, data.corpus).resolve())
+      root = buckets.local_folder(data.root)
+      data.corpus = str((root / data.corpus).resolve())
     data.root = pathlib.Path.cwd().anchor
     sets = ','.join(map(_with_whole_path, sets.split(',')))
   data.evaluation = sets

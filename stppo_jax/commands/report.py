@@ -16,12 +16,16 @@ line that was cut off when a run was killed) is named in one line, everything
 else is shown, and the exit code is 2. docs/report.md explains the page.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import pathlib
 import sys
 
+from stppo_jax import buckets
 from stppo_jax import settings
 from stppo_jax.records import atomic_files
+from stppo_jax.records import bucket_copy
 from stppo_jax.report import comparison
 from stppo_jax.report import output
 from stppo_jax.report import page
@@ -49,7 +53,21 @@ def main(argv: Sequence[str]) -> int:
   if problems:
     print('\n'.join(problems), file=sys.stderr)
     return 2
-  runs, losses = _read(folders)
+  with contextlib.ExitStack() as stack:
+    runs, losses = _read(folders, stack)
+    _write(out, flags, runs, losses)
+  for loss in losses:
+    print(loss, file=sys.stderr)
+  return 2 if losses else 0
+
+
+def _write(
+  out: pathlib.Path,
+  flags: Mapping[str, str],
+  runs: Sequence[run_files.Run],
+  losses: list[str],
+) -> None:
+  """Writes the report, if there is a run; adds to what could not be shown."""
   if runs:
     groups = comparison.group(runs)
     losses += comparison.problems(groups)
@@ -69,9 +87,6 @@ def main(argv: Sequence[str]) -> int:
     size = out.stat().st_size / _MEGABYTE
     count = f'{len(runs)} run' + 's' * (len(runs) != 1)
     print(f'{out}: {count}, {size:.1f} MB')
-  for loss in losses:
-    print(loss, file=sys.stderr)
-  return 2 if losses else 0
 
 
 def _flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -91,13 +106,21 @@ def _flags(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
   return flags, problems
 
 
-def _read(folders: Sequence[str]) -> tuple[list[run_files.Run], list[str]]:
-  """Returns the runs that can be shown, and what could not be read."""
+def _read(
+  folders: Sequence[str], stack: contextlib.ExitStack
+) -> tuple[list[run_files.Run], list[str]]:
+  """Returns the runs that can be shown, and what could not be read.
+
+  Args:
+    folders: their folders, or the addresses of copies of them.
+    stack: keeps the files of copies until it is closed.
+  """
   runs, losses = [], []
   for folder in dict.fromkeys(folders):
     try:
-      run = run_files.read(folder)
-    except run_files.Unreadable as error:
+      copy = bucket_copy.downloaded(folder, dialogues=True)
+      run = run_files.read(str(stack.enter_context(copy)))
+    except (run_files.Unreadable, buckets.BucketError) as error:
       losses.append(str(error))
     else:
       runs.append(run)

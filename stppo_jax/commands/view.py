@@ -27,7 +27,9 @@ import pathlib
 import sys
 from typing import Any
 
+from stppo_jax import buckets
 from stppo_jax import settings
+from stppo_jax.records import bucket_copy
 from stppo_jax.report import dialogue_data
 from stppo_jax.report import run_files
 from stppo_jax.report import terminal
@@ -58,9 +60,10 @@ def main(argv: Sequence[str]) -> int:
   (folder,) = folders
   losses: list[str] = []
   try:
-    run_files.read(folder)
-    lines = _lines(folder, flags, losses)
-  except run_files.Unreadable as error:
+    with bucket_copy.downloaded(folder, dialogues=True) as path:
+      run_files.read(str(path))
+      lines = _lines(str(path), flags, losses)
+  except (run_files.Unreadable, buckets.BucketError) as error:
     print(error, file=sys.stderr)
     return 2
   print('\n'.join(lines))

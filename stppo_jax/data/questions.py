@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from stppo_jax import buckets
 from stppo_jax import types
 from stppo_jax.data import mixtures
 from stppo_jax.data import readers
@@ -240,7 +241,8 @@ class Data(Protocol):
 
   Attributes:
     name: jsonl for files, tfds for data sets that were built.
-    root: the folder of the files or of the data sets.
+    root: the folder of the files or of the data sets, or an address such as
+      gs://bucket/data.
     train, evaluation: mixtures, see `data/mixtures.py`; `evaluation` may be ''.
     corpus: a file of passages, relative to root; '' if a server has them.
   """
@@ -262,9 +264,10 @@ def load(data: Data, *, seed: int) -> StoredQuestions:
   Raises:
     FileNotFoundError, ValueError: if a file or a data set is missing or
       malformed; the message is one line.
+    BucketError: if root is in a bucket that cannot be read.
   """
   notes: list[str] = []
-  root = pathlib.Path(data.root)
+  root = buckets.local_folder(data.root)
   read = functools.partial(sources, data.name, root, note=notes.append)
   elements = read(data.train, splits=('train',))
   evaluated = []

@@ -66,7 +66,10 @@ def bucket_problem(folder: str | pathlib.Path) -> str:
   first = pathlib.PurePath(folder).parts[:1]
   if not first or not first[0].endswith(':'):
     return ''
-  return 'a bucket; mount a file system and name a folder in it'
+  return (
+    'a bucket; name a folder of this machine, and copy it to the bucket with '
+    '--config.writer.copy_to'
+  )
 
 
 def problems(

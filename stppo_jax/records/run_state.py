@@ -13,7 +13,9 @@ import pathlib
 import time
 from typing import Any
 
+from stppo_jax import buckets
 from stppo_jax.records import alarms
+from stppo_jax.records import bucket_copy
 from stppo_jax.records import run_folder
 from stppo_jax.records.liveness import heartbeat
 from stppo_jax.records.liveness import lock
@@ -26,9 +28,8 @@ _RESUMABLE = (75, 130)
 # Seconds without a heartbeat until a run on another machine counts as dead.
 # The clocks of machines differ, and shared file systems show changes late.
 _SILENCE = 120.0
-_TAIL = (
-  1 << 20
-)  # bytes at the end of metrics.jsonl in which lines are looked for
+# The bytes at the end of metrics.jsonl in which lines are looked for.
+_TAIL = 1 << 20
 _PACE = 20  # steps whose mean duration is the pace
 # The errors of reading a line or a file that is damaged, or not ours.
 _UNREADABLE = (ValueError, KeyError, TypeError, RecursionError)
@@ -83,10 +84,22 @@ def read(folder: str | pathlib.Path) -> RunState:
   Raises:
     NoRun: the folder is missing, or not that of a run.
   """
-  path = pathlib.Path(folder)
+  try:
+    with bucket_copy.downloaded(str(folder)) as path:
+      return _read(path, str(folder))
+  except buckets.BucketError as error:
+    raise NoRun(str(error)) from error
+
+
+def _read(path: pathlib.Path, folder: str) -> RunState:
+  """Returns the state of the run of a folder on this machine.
+
+  Args:
+    path: the folder.
+    folder: the name by which it is shown.
+  """
   if not path.is_dir():
-    problem = run_folder.bucket_problem(folder) or 'no such folder'
-    raise NoRun(f'{folder}: {problem}')
+    raise NoRun(f'{folder}: no such folder')
   command = run_folder.command_of(path)
   if command not in _COMMANDS:
     reason = f'it was written by {command}' if command else 'no run.json'
@@ -96,11 +109,16 @@ def read(folder: str | pathlib.Path) -> RunState:
   beat = heartbeat.read(path)
   num_steps = (beat.num_steps if beat else 0) or _num_steps(path, command)
   step = max([line['step'] for line in lines[:1]] + [beat.step if beat else 0])
-  state, note = _state(path, beat, is_complete=0 < num_steps <= step)
+  state, note = _state(
+    path,
+    beat,
+    is_complete=0 < num_steps <= step,
+    is_copy=buckets.is_address(folder),
+  )
   pace = _pace(steps)
   is_running = state == RUNNING
   return RunState(
-    folder=str(folder),
+    folder=folder,
     command=command,
     state=state,
     step=step,
@@ -117,7 +135,11 @@ def read(folder: str | pathlib.Path) -> RunState:
 
 
 def _state(
-  folder: pathlib.Path, beat: heartbeat.Beat | None, *, is_complete: bool
+  folder: pathlib.Path,
+  beat: heartbeat.Beat | None,
+  *,
+  is_complete: bool,
+  is_copy: bool,
 ) -> tuple[str, str]:
   """Returns the state of a run and the reason for it.
 
@@ -125,6 +147,7 @@ def _state(
     folder: the run's folder.
     beat: its last heartbeat; earlier versions wrote none.
     is_complete: whether all of its steps are done.
+    is_copy: whether the folder was copied to a bucket, without its lock.
   """
   silence = time.time() - beat.time if beat else 0.0
   held = lock.holder(folder)
@@ -142,6 +165,10 @@ def _state(
     return DEAD, f'{holder}: that process is gone; the same command resumes'
   if beat is None:
     return (FINISHED if is_complete else INTERRUPTED), ''
+  if beat.exit_code is None and is_copy:
+    if silence < _SILENCE:
+      return RUNNING, ''
+    return DEAD, f'host {beat.host}: no sign of life for {silence:.0f} s'
   if beat.exit_code is None:
     return DEAD, f'process {beat.pid} on host {beat.host} left no exit code'
   if beat.exit_code == 0:

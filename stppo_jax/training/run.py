@@ -17,9 +17,7 @@
     return run.exit_code
 
 A step's metrics and dialogues are written before its checkpoint. A run that is
-killed in between writes them again, and none is ever missing. A step whose
-evaluation was interrupted is saved together with its unwritten metrics, and
-the next start evaluates and writes it first.
+killed in between writes them again, and none is ever missing.
 """
 
 from collections.abc import Callable
@@ -38,6 +36,7 @@ from stppo_jax.learner import weights
 from stppo_jax.models import functional
 from stppo_jax.parallel import compile_time
 from stppo_jax.parallel import hosts as hosts_lib
+from stppo_jax.records import bucket_copy
 from stppo_jax.records import products
 from stppo_jax.records import run_folder
 from stppo_jax.records import trajectory_metrics
@@ -180,9 +179,7 @@ class Run:
     self._stack.callback(close)
 
   def claim(self, *, restart: bool = False) -> None:
-    """Locks the folder; nothing may be written there before.
-
-    From here on it also keeps the programs that are compiled.
+    """Locks the folder, which keeps compiled programs and all else from now on.
 
     Args:
       restart: whether to move aside what the folder holds.
@@ -202,19 +199,23 @@ class Run:
     """Claims the folder; records the config and what else defines the run.
 
     Raises:
-      Misconfigured: the folder cannot be written.
-      Locked: another process writes there.
-      OtherRun: the folder belongs to the run of another config.
+      Misconfigured, Locked: see `claim`.
+      OtherRun: the folder or its copy has the run of another config.
+      BucketError: the copy cannot be read.
       CheckpointsMissing: the run's checkpoints are gone.
     """
     self.claim(restart=restart)
     self.enter(self._watch.phases_watched(self.workdir, self.hosts.index))
     if not self.hosts.is_first:
       return
+    bucket = config.writer.copy_to
+    bucket_copy.fetch(bucket, self.workdir, self.show)
     run_record.check_checkpoints(self.workdir)
     with assembly.config_errors(str(self.workdir)):
       run_record.record_config({**config.to_dict(), **also}, self.workdir)
     # Not earlier: until here the folder may be that of another run.
+    left = self._interrupt.seconds_left
+    self.enter(bucket_copy.copying(bucket, self.workdir, self.show, left))
     names, steps = self.hosts.names, config.profile.steps
     self.enter(self._watch.started(self.workdir, names, steps, self._claim))
 
@@ -272,8 +273,7 @@ class Run:
     if self.steps_done < self.num_steps:
       self._saver.check_room()
     self.first_step = self.steps_done
-    self._watch.count(self.steps_done, self.num_steps)
-    self._watch.resume(self.steps_done, number)
+    self._watch.resume(self.steps_done, self.num_steps, number)
     saving.rewind(
       self._writer, self.steps_done, self._extra, what=self.last, show=self.show
     )

@@ -88,13 +88,15 @@ class Watch:
     """
     return self._watchdog.watching(folder / 'stacks' / f'host{host}')
 
-  def resume(self, step: int, origin: int) -> None:
+  def resume(self, step: int, num_steps: int, origin: int) -> None:
     """Says after how many steps the run goes on.
 
     Args:
       step: the number of steps that are kept.
+      num_steps: the length of the run.
       origin: the number of the place that its weights come from.
     """
+    self.count(step, num_steps)
     if self._folder is None:
       return
     kept = goodput.read(self._folder / writer.METRICS, step)

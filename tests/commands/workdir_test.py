@@ -57,12 +57,13 @@ def test_a_bucket_is_no_workdir(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   line = _refused(capsys, 'train', *runs.flags(), '--workdir=gs://mine/run')
   assert line == (
-    '--workdir=gs://mine/run: a bucket; mount a file system and name a folder '
-    'in it\n'
+    '--workdir=gs://mine/run: a bucket; name a folder of this machine, and '
+    'copy it to the bucket with --config.writer.copy_to\n'
   )
-  for command in ('status', 'report'):
-    line = _refused(capsys, command, 'gs://mine/run')
-    assert line.startswith('gs://mine/run: a bucket; mount a file system')
+  # Here the package for Amazon's buckets is missing.
+  for command in ('status', 'report', 'view', 'alarms'):
+    line = _refused(capsys, command, 's3://mine/run')
+    assert line.startswith('s3://mine/run: ') and 's3fs' in line
   assert not _files(tmp_path)
 
 

@@ -95,6 +95,32 @@ def test_a_step_on_parquet_files_of_three_others(tmp_path):
   assert 'val/em/flashrag' in metrics
 
 
+@pytest.mark.slow
+def test_a_step_on_questions_in_a_bucket(tmp_path, monkeypatch):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+  rows = ''.join(
+    f'{{"question": "how deep is lake {n}", "answers": ["{n} metres"]}}\n'
+    for n in range(20)
+  )
+  (tmp_path / 'data').mkdir()
+  (tmp_path / 'data' / 'lakes.jsonl').write_text(rows)
+  line = '{"pid": "p", "title": "Lake 3", "text": "Lake 3 is deep."}\n'
+  (tmp_path / 'data' / 'corpus.jsonl').write_text(line)
+  changes = {
+    'data__name': 'jsonl',
+    'data__root': f'file://{tmp_path}/data',
+    'data__train': 'lakes.jsonl',
+    'data__evaluation': 'lakes.jsonl limit=4',
+    'data__corpus': 'corpus.jsonl',
+    **_TOKENIZER,
+  }
+  assert _train('base', tmp_path / 'run', changes) == 0
+  assert 'val/em/lakes' in runs.metrics(tmp_path / 'run')[-1]
+  # Nothing but the bucket was read, and its content defines the run.
+  (tmp_path / 'data' / 'lakes.jsonl').write_text(rows.replace('3', '4') + rows)
+  assert _train('base', tmp_path / 'run', changes) == 2
+
+
 @pytest.fixture(scope='module')
 def root(tmp_path_factory):
   """Returns a folder with the data sets of the packaged configs."""

@@ -17,6 +17,7 @@ import typing
 
 import jax
 
+from stppo_jax import buckets
 from stppo_jax.data import arithmetic
 from stppo_jax.data import demonstrations
 from stppo_jax.data import games
@@ -54,9 +55,15 @@ def config_errors(subject: str = '') -> Iterator[None]:
   """Raises `Misconfigured` for a ValueError or OSError of the body.
 
   The line begins with the file of an OSError, or the subject if it has none.
+
+  Raises:
+    Misconfigured: see above.
+    BucketError: the body has raised it.
   """
   try:
     yield
+  except buckets.BucketError:  # it may be in reach later
+    raise
   except (ValueError, OSError) as error:
     reason = getattr(error, 'strerror', None)
     name = getattr(error, 'filename', None) or subject

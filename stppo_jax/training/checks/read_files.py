@@ -5,6 +5,7 @@ import hashlib
 import pathlib
 from typing import Any
 
+from stppo_jax import buckets
 from stppo_jax.data import layout
 from stppo_jax.data import mixtures
 
@@ -27,7 +28,7 @@ def find(config: Any) -> Iterator[tuple[str, pathlib.Path]]:
     if model[key]:
       yield f'model.{key}', pathlib.Path(model[key])
   if data['name'] in ('jsonl', 'tfds'):
-    root = pathlib.Path(data['root'])
+    root = buckets.local_folder(data['root'])
     for key in ('train', 'evaluation'):
       for element in mixtures.parse(data[key]) if data[key] else ():
         path = root / element.name

@@ -22,6 +22,7 @@ This module imports little, so that signals are handled from the beginning.
 from collections.abc import Callable
 from collections.abc import Iterator
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -169,16 +170,19 @@ class Interruption:
       assert main is not None  # it has been started
       signal.pthread_kill(main, _REQUEST)
 
+  def seconds_left(self) -> float:
+    """Returns the seconds until a kill; infinity if none is to be expected."""
+    if not self.grace or self.signalled is None:
+      return math.inf
+    return self.grace - (time.monotonic() - self.signalled)
+
   @property
   def is_overdue(self) -> bool:
     """Whether the seconds since the signal are about to be over.
 
     A rescue that looks every second must act before the process is killed.
     """
-    if not self.grace or self.signalled is None:
-      return False
-    used = time.monotonic() - self.signalled
-    return used >= self.grace - 2 * _PATIENCE
+    return self.seconds_left() <= 2 * _PATIENCE
 
   @property
   def _is_interrupted(self) -> bool:

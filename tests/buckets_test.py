@@ -1,0 +1,86 @@
+"""Buckets, whose requests a file system of fsspec answers here."""
+
+import pathlib
+
+import fsspec
+import pytest
+
+from stppo_jax import buckets
+
+
+@pytest.fixture
+def address():
+  """The address of an empty folder that lives in memory."""
+  yield 'memory://bucket/data'
+  fsspec.filesystem('memory').rm('/bucket', recursive=True)
+
+
+@pytest.mark.parametrize(
+  ('place', 'expected'),
+  [
+    ('gs://bucket/run', True),
+    ('memory://a', True),
+    ('runs/7', False),
+    ('/runs/7', False),
+    ('', False),
+    ('C://', False),
+    ('gs:/bucket', False),
+  ],
+)
+def test_an_address_has_a_protocol(place, expected):
+  assert buckets.is_address(place) == expected
+
+
+def test_objects_are_files(address, tmp_path):
+  bucket = buckets.Bucket(address)
+  bucket.write('a.json', b'{}')
+  source = tmp_path / 'source'
+  source.write_bytes(b'abc')
+  bucket.upload(source, 'deep/er/b')
+  assert bucket.sizes() == {'a.json': 2, 'deep/er/b': 3}
+  assert bucket.read('a.json') == b'{}' and bucket.read('none') == b''
+  bucket.download('deep/er/b', tmp_path / 'new' / 'c')
+  assert (tmp_path / 'new' / 'c').read_bytes() == b'abc'
+  bucket.remove('a.json')
+  bucket.remove('a.json')
+  assert bucket.sizes() == {'deep/er/b': 3}
+
+
+@pytest.mark.parametrize(
+  ('address', 'reason'),
+  [('nowhere://a/b', 'Protocol not known: nowhere'), ('s3://a/b', 'install')],
+)
+def test_a_bucket_that_this_machine_cannot_read_is_one_line(address, reason):
+  with pytest.raises(buckets.BucketError) as error:
+    buckets.Bucket(address)
+  line = str(error.value)
+  assert line.startswith(f'{address}: ') and reason in line.lower() + line
+  assert '\n' not in line and error.value.exit_code == 2
+
+
+def test_a_failed_request_names_the_bucket(address, tmp_path):
+  bucket = buckets.Bucket(address)
+  bucket.write('a', b'')
+  with pytest.raises(buckets.BucketError, match=f'^{address}: ') as error:
+    bucket.download('missing', tmp_path / 'x')
+  assert error.value.exit_code == 75
+
+
+def test_a_folder_of_a_bucket_is_downloaded_once(
+  address, tmp_path, monkeypatch
+):
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
+  bucket = buckets.Bucket(address)
+  bucket.write('nq/test.jsonl', b'one\n')
+  bucket.write('nq/train.jsonl', b'two\n')
+  folder = buckets.local_folder(address)
+  kept = folder / 'nq' / 'train.jsonl'
+  assert kept.read_bytes() == b'two\n'
+  before = kept.stat().st_mtime_ns
+  bucket.write('nq/test.jsonl', b'longer\n')
+  assert buckets.local_folder(address) == folder
+  assert (folder / 'nq' / 'test.jsonl').read_bytes() == b'longer\n'
+  assert kept.stat().st_mtime_ns == before
+  assert buckets.local_folder('some/folder') == pathlib.Path('some/folder')
+  with pytest.raises(buckets.BucketError, match='nothing in the bucket'):
+    buckets.local_folder(f'{address}/none')

@@ -1,0 +1,244 @@
+"""The folder of a run and its copy in a bucket."""
+
+import json
+import os
+import threading
+
+import fsspec
+import pytest
+
+from stppo_jax import buckets
+from stppo_jax.records import bucket_copy
+from stppo_jax.records import run_folder
+
+_ADDRESS = 'memory://bucket/run'
+
+
+@pytest.fixture(autouse=True)
+def _emptied():
+  yield
+  files = fsspec.filesystem('memory')
+  if files.exists('/bucket'):
+    files.rm('/bucket', recursive=True)
+
+
+def _write(folder, files):
+  for name, text in files.items():
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def _run(folder, *, steps, run_id='r1', **files):
+  """Makes the folder of a run with checkpoints of some steps."""
+  files = {f'{name}.json': text for name, text in files.items()}
+  for step in steps:
+    files[f'checkpoints/{step}/state/d'] = f'arrays of {step}'
+    files[f'checkpoints/{step}/manifest/metadata'] = '{}'
+  config = '{"algorithm": {}, "model": {}, "rollout": {}}'  # of train
+  _write(folder, {'config.json': config, 'metrics.jsonl': 'lines', **files})
+  run_folder.write(folder, run_folder.Run('train', run_id, 'digest'))
+
+
+def _content(folder):
+  return {
+    str(path.relative_to(folder)): path.read_text()
+    for path in folder.rglob('*')
+    if path.is_file()
+  }
+
+
+def _copy(folder, lines=None):
+  """Copies a run once, as a run that ends at once does."""
+  lines = [] if lines is None else lines
+  with bucket_copy.copying(_ADDRESS, folder, lines.append):
+    pass
+  return lines
+
+
+def test_a_run_goes_to_a_bucket_and_back(tmp_path):
+  first, second = tmp_path / 'first', tmp_path / 'second'
+  _run(first, steps=(2, 4), heartbeat='{}')
+  ours = _content(first)
+  _write(
+    first,
+    {
+      'lock': 'pid',
+      'compiled/program': 'x',
+      'aside-1/metrics.jsonl': 'x',
+      'metrics.jsonl.new': 'x',
+      'checkpoints/6.orbax-checkpoint-tmp/state/d': 'x',
+      'checkpoints/2.corrupt/state/d': 'x',
+    },
+  )
+  assert _copy(first) == []
+  bucket = buckets.Bucket(_ADDRESS)
+  assert bucket.sizes().keys() == ours.keys() | {'copied.json'}
+  second.mkdir()
+  lines = []
+  bucket_copy.fetch(_ADDRESS, second, lines.append)
+  assert _content(second) == ours
+  assert lines == [f'{second}: brought here from {_ADDRESS}, step 4']
+
+
+def test_only_what_has_changed_is_copied_again(tmp_path, monkeypatch):
+  folder = tmp_path / 'run'
+  _run(folder, steps=(2,))
+  uploaded = []
+  upload = buckets.Bucket.upload
+
+  def recorded(self, path, name):
+    uploaded.append(name)
+    upload(self, path, name)
+
+  monkeypatch.setattr(buckets.Bucket, 'upload', recorded)
+  monkeypatch.setattr(bucket_copy, '_EVERY', 0.05)
+  rounds = threading.Semaphore(0)
+  write = buckets.Bucket.write
+
+  def counted(self, name, data):
+    write(self, name, data)
+    rounds.release()
+
+  monkeypatch.setattr(buckets.Bucket, 'write', counted)
+  with bucket_copy.copying(_ADDRESS, folder, pytest.fail):
+    assert rounds.acquire(timeout=20)
+    first, uploaded[:] = list(uploaded), []
+    # Metrics before the checkpoint, all before the record of what is complete.
+    assert first.index('metrics.jsonl') < first.index('checkpoints/2/state/d')
+    _run(folder, steps=(4,))
+    for name in ('state/d', 'manifest/metadata'):
+      (folder / 'checkpoints' / '2' / name).unlink()
+    for name in ('state', 'manifest', ''):
+      (folder / 'checkpoints' / '2' / name).rmdir()
+    with open(folder / 'metrics.jsonl', 'a') as file:
+      file.write('more')
+    assert rounds.acquire(timeout=20) and rounds.acquire(timeout=20)
+  names = set(buckets.Bucket(_ADDRESS).sizes())
+  assert 'checkpoints/4/state/d' in names
+  assert not any(name.startswith('checkpoints/2/') for name in names)
+  assert 'checkpoints/2/state/d' not in uploaded
+  # A checkpoint that an earlier start has copied is not copied again.
+  uploaded.clear()
+  _copy(folder)
+  assert not any(name.startswith('checkpoints/') for name in uploaded)
+  assert 'metrics.jsonl' in uploaded
+
+
+def test_a_checkpoint_that_is_not_complete_in_the_bucket_is_left_there(
+  tmp_path,
+):
+  first, second = tmp_path / 'first', tmp_path / 'second'
+  _run(first, steps=(2,))
+  _copy(first)
+  # As if this machine had been lost while it copied the next one.
+  buckets.Bucket(_ADDRESS).write('checkpoints/4/state/d', b'arr')
+  second.mkdir()
+  bucket_copy.fetch(_ADDRESS, second, print)
+  assert os.listdir(second / 'checkpoints') == ['2']
+
+
+def test_the_side_that_is_ahead_wins(tmp_path):
+  first, second = tmp_path / 'first', tmp_path / 'second'
+  _run(first, steps=(2, 4))
+  _copy(first)
+  _run(second, steps=(2, 6))
+  before, lines = _content(second), []
+  bucket_copy.fetch(_ADDRESS, second, lines.append)
+  assert _content(second) == before and lines == []
+  third = tmp_path / 'third'
+  _run(third, steps=(2,))
+  bucket_copy.fetch(_ADDRESS, third, lines.append)
+  assert lines == [
+    f'{third}: brought here from {_ADDRESS}, step 4; what the folder held is '
+    f'in {third}/aside-1'
+  ]
+  assert sorted(os.listdir(third / 'checkpoints')) == ['2', '4']
+
+
+def test_the_copy_of_another_run_is_refused(tmp_path):
+  first, second = tmp_path / 'first', tmp_path / 'second'
+  _run(first, steps=(2,))
+  _copy(first)
+  _run(second, steps=(), run_id='r2')
+  before = _content(second)
+  with pytest.raises(bucket_copy.OtherRun) as error:
+    bucket_copy.fetch(_ADDRESS, second, print)
+  assert str(error.value).startswith(
+    f'writer.copy_to={_ADDRESS}: holds another run than {second}; '
+  )
+  assert error.value.exit_code == 2 and _content(second) == before
+
+
+@pytest.mark.parametrize('moved', [0, 1, 2, 3])
+def test_a_fetch_that_was_killed_is_made_again(tmp_path, monkeypatch, moved):
+  first, second = tmp_path / 'first', tmp_path / 'second'
+  _run(first, steps=(2,))
+  _copy(first)
+  second.mkdir()
+  rename, count = type(second).rename, iter(range(9))
+
+  def killed(path, target):
+    if next(count) == moved:
+      raise KeyboardInterrupt
+    return rename(path, target)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(type(second), 'rename', killed)
+    with pytest.raises(KeyboardInterrupt):
+      bucket_copy.fetch(_ADDRESS, second, print)
+  assert not (second / 'run.json').exists()
+  # The checks of the command let such a folder pass.
+  found = run_folder.problems(second, flag='-', command='train', reads={})
+  assert found == []
+  bucket_copy.fetch(_ADDRESS, second, print)
+  kept = {n: x for n, x in _content(second).items() if 'aside-' not in n}
+  assert kept == _content(first)
+
+
+def test_names_that_lead_out_of_the_folder_are_left_alone(tmp_path):
+  first, second = tmp_path / 'first', tmp_path / 'second'
+  _run(first, steps=())
+  _copy(first)
+  assert not bucket_copy._is_wanted('../x', set())
+  assert not bucket_copy._is_wanted('/x', set())
+  second.mkdir()
+  bucket_copy.fetch(_ADDRESS, second, print)
+  assert set(os.listdir(second)) == set(os.listdir(first))
+
+
+def test_a_bucket_out_of_reach_stops_nothing(tmp_path, monkeypatch):
+  folder = tmp_path / 'run'
+  _run(folder, steps=(2,))
+
+  def fail(self, path, name):
+    raise buckets.BucketError(f'{_ADDRESS}: no network')
+
+  monkeypatch.setattr(bucket_copy, '_EVERY', 0.01)
+  with monkeypatch.context() as patch:
+    patch.setattr(buckets.Bucket, 'upload', fail)
+    lines = _copy(folder)
+  assert lines == [
+    f'not copied, will be tried again: {_ADDRESS}: no network',
+    f'{folder} was not copied completely to {_ADDRESS}: {_ADDRESS}: no '
+    'network; the same command copies the rest',
+  ]
+  assert buckets.Bucket(_ADDRESS).read('copied.json') == b''
+  assert _copy(folder) == []
+  record = json.loads(buckets.Bucket(_ADDRESS).read('copied.json'))
+  assert record == {'checkpoints': [2]}
+
+
+def test_a_slow_bucket_does_not_hold_up_the_end(tmp_path, monkeypatch):
+  folder, lines = tmp_path / 'run', []
+  _run(folder, steps=(2,))
+  free = threading.Event()
+  monkeypatch.setattr(
+    buckets.Bucket, 'upload', lambda self, path, name: free.wait(60)
+  )
+  with bucket_copy.copying(
+    _ADDRESS, folder, lines.append, seconds_left=lambda: 2.2
+  ):
+    pass
+  free.set()
+  assert lines[-1].endswith('no time is left; the same command copies the rest')
