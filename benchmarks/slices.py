@@ -62,7 +62,7 @@ SETTINGS = {
   'qwen2_5_1_5b@v6e:4x4': Setting(2, 8, 1, 64, 2),
   'qwen2_5_3b@v5e:2x4': Setting(1, 8, 1, 16, 2),
   'qwen2_5_3b@v5e:4x4': Setting(1, 8, 2, 16, 2),
-  'qwen2_5_3b@v5e:8x8': Setting(4, 16, 1, 16, 2),
+  'qwen2_5_3b@v5e:8x8': Setting(4, 8, 2, 16, 2),
   'qwen2_5_3b@v5p:2x2x4': Setting(2, 8, 1, 64, 1),
   'qwen2_5_3b@v6e:4x4': Setting(2, 8, 1, 32, 2),
   'qwen2_5_7b@v5e:8x8': Setting(1, 32, 2, 16, 4),
