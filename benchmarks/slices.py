@@ -15,17 +15,17 @@ in a forward pass. The slots of the engine are chosen by hand.
 
 import argparse
 import pathlib
-import re
 import subprocess
 import sys
 from typing import NamedTuple
+
+from benchmarks import page_tables
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _MODELS = _ROOT / 'tests' / 'models' / 'published'
 _PAGE = _ROOT / 'docs' / 'sharding.md'
 _GIB = 2**30
 _LENGTH, _LOSS_FRACTION = 4096, 0.5
-_BEGIN, _END = '<!-- slices -->', '<!-- end of slices -->'
 _HEADER = (
   '| model and slice | data, fsdp, tensor | state | annotate | update | sent |'
   ' products | kernels | slots, tensor | engine | extend | decode | publish |'
@@ -138,16 +138,8 @@ def line(name: str) -> str:
 
 def write(lines: list[str], page: pathlib.Path) -> None:
   """Puts lines into the table of a page, in the order of `SETTINGS`."""
-  text = page.read_text(encoding='utf-8')
-  before, _, rest = text.partition(_BEGIN)
-  table, _, after = rest.partition(_END)
-  found = {}
-  for row in [*table.splitlines()[2:], *lines]:
-    if match := re.match(r'\| (\S+) (\S+) \|', row):
-      found['@'.join(match.groups())] = row
-  rows = [found[name] for name in SETTINGS if name in found]
-  table = '\n'.join(['', *_HEADER, *rows, ''])
-  page.write_text(before + _BEGIN + table + _END + after, encoding='utf-8')
+  names = [name.replace('@', ' ') for name in SETTINGS]
+  page_tables.put(page, 'slices', _HEADER, lines, names=names)
 
 
 def main() -> None:

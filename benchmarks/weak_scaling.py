@@ -8,8 +8,8 @@ along `fsdp`. Only the bytes of the sums of gradients along `data` grow, up to
 twice the size of the gradients. The update and the copy of the weights to the
 engine (publish) are compiled, and their products and their sent bytes are
 counted in the compiled text. The table shows the results of the formulas of
-`plan` beside them. Each slice takes some minutes. `--write` writes the table of
-docs/sharding.md again.
+`plan` beside them. Each slice takes some minutes. `--write` puts the lines
+into the table of docs/sharding.md, and keeps the other lines.
 
 The model has few layers, all of the same kind, and small matrices, because the
 compiler takes longer for larger ones. Its embeddings are not tied.
@@ -21,9 +21,10 @@ import pathlib
 import tempfile
 from typing import NamedTuple
 
+from benchmarks import page_tables
+
 _PAGE = pathlib.Path(__file__).resolve().parents[1] / 'docs' / 'sharding.md'
 _MIB = 2**20
-_BEGIN, _END = '<!-- weak scaling -->', '<!-- end of weak scaling -->'
 _HEADER = (
   '| slice | data, fsdp | products of a chip | update sends | by formula |'
   ' publish sends | by formula |',
@@ -120,15 +121,6 @@ def line(counted: Counted) -> str:
   return f'| {" | ".join(cells)} |'
 
 
-def write(lines: list[str], page: pathlib.Path) -> None:
-  """Puts the table into a page."""
-  text = page.read_text(encoding='utf-8')
-  before, _, rest = text.partition(_BEGIN)
-  _, _, after = rest.partition(_END)
-  table = '\n'.join(['', *_HEADER, *lines, ''])
-  page.write_text(before + _BEGIN + table + _END + after, encoding='utf-8')
-
-
 def main() -> None:
   """Prints the line of each slice."""
   parser = argparse.ArgumentParser(
@@ -148,8 +140,8 @@ def main() -> None:
     if arguments.only in ('', name):
       lines.append(line(count(name)))
       print(lines[-1], flush=True)
-  if arguments.write and not arguments.only:
-    write(lines, _PAGE)
+  if arguments.write:
+    page_tables.put(_PAGE, 'weak scaling', _HEADER, lines, names=SLICES)
 
 
 if __name__ == '__main__':
