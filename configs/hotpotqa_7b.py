@@ -16,7 +16,7 @@ docs/algorithms.md describes.
 needs no data. If half of the tokens are trained on, it estimates (no run on a
 TPU has confirmed it yet):
 
-    10.9 of 15.75 GiB of a chip
+    11.7 of 15.75 GiB of a chip
     119 seconds a step, at least 44
     17 hours and 1,057 chip-hours for 500 steps
 """

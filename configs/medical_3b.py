@@ -16,7 +16,7 @@ questions, a minibatch 128 trajectories, and a dialogue at most 6 searches.
 needs no data. If half of the tokens are trained on, it estimates (no run on a
 TPU has confirmed it yet):
 
-    11.2 of 15.75 GiB of a chip
+    11.8 of 15.75 GiB of a chip
     38 seconds a step, at least 13
     2 hours and 134 chip-hours for 200 steps
 """

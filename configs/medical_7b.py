@@ -16,7 +16,7 @@ questions, a minibatch 128 trajectories, and a dialogue at most 6 searches.
 needs no data. If half of the tokens are trained on, it estimates (no run on a
 TPU has confirmed it yet):
 
-    10.9 of 15.75 GiB of a chip
+    11.7 of 15.75 GiB of a chip
     59 seconds a step, at least 22
     3 hours and 212 chip-hours for 200 steps
 """

@@ -16,7 +16,7 @@ docs/algorithms.md describes.
 needs no data. If half of the tokens are trained on, it estimates (no run on a
 TPU has confirmed it yet):
 
-    11.2 of 15.75 GiB of a chip
+    11.8 of 15.75 GiB of a chip
     75 seconds a step, at least 27
     10 hours and 670 chip-hours for 500 steps
 """

@@ -140,11 +140,13 @@ def estimate_temporaries(
   chunk = min(head_chunk, losses) if head_chunk else losses
   # Logits and their gradient in float32, the gathered matrix and its gradient.
   vocabulary = shape.vocab_size / tensor
+  # The compiler computes both models forward before it goes back.
+  models = 2 if work.values == 'own' else 1
   estimated = {
     'gradients': trained,
     f'weights in {shape.dtype}': trained * size // 4 if size < 4 else 0,
     'kept for the backward pass': (
-      shape.num_layers * tokens * kept[shape.remat] * size
+      models * shape.num_layers * tokens * kept[shape.remat] * size
     ),
     'a layer': layer,
     'logits and the output matrix': (

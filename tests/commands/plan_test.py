@@ -351,6 +351,7 @@ _LARGE = (
 def test_a_plan_says_with_which_changes_a_run_fits(capsys, monkeypatch):
   monkeypatch.chdir(runs.REPO)
   large = [*_LARGE, '--compile=False', '--config.mesh.fsdp=8']
+  large.append('--config.rollout.slots=64')
   assert __main__.main(large) == 2
   *_, fits, advice = capsys.readouterr().out.splitlines()
   assert fits == 'does not fit in 15.75 GiB'
