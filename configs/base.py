@@ -341,11 +341,11 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         'samples': 2,  # dialogues printed per evaluation
         # Files of dialogues of each kind that are kept, the newest; 0 = all.
         'keep_files': 0,
-        # metrics.jsonl has the lines of so many steps, the newest, and at most
-        # of twice as many; 0 = all.
+        # The lines of at least so many of the newest steps are kept in
+        # metrics.jsonl, and of at most twice as many; 0 = all.
         'keep_lines': 0,
         # An address such as gs://bucket/run, to which the run's folder is
-        # copied while it runs; see docs/commands.md. '' = nowhere.
+        # copied while it runs; docs/commands.md explains it. '' = nowhere.
         'copy_to': '',
       },
       # What the metrics of a step are compared with, to warn of a run that is

@@ -40,6 +40,15 @@ def template_is_readable(path) -> Iterator[str]:
     yield f'env.{error}'
 
 
+def bucket_is_usable(place) -> Iterator[str]:
+  """Checks that this machine has what the bucket of the copy needs."""
+  if buckets.is_address(place):
+    try:
+      buckets.Bucket(place)
+    except buckets.BucketError as error:
+      yield f'writer.copy_to: {error}'
+
+
 def reward_function_exists(name) -> Iterator[str]:
   """Checks that the reward function of the user, if any, can be imported."""
   try:
@@ -69,6 +78,8 @@ def data_exist(
   try:
     folder = buckets.local_folder(root).resolve()
   except buckets.BucketError as error:
+    if error.exit_code != 2:  # it may be in reach later
+      raise
     yield f'data.root: {error}'
     return
   if not folder.is_dir():

@@ -245,6 +245,7 @@ RELATIONS: tuple[Relation, ...] = (
   ),
   (('model.tokenizer_path',), external.tokenizer_exists),
   (('env.prompt_template',), external.template_is_readable),
+  (('writer.copy_to',), external.bucket_is_usable),
   (('env.reward_function',), external.reward_function_exists),
   (('env.gymnasium.make', 'env.name'), external.gymnasium_is_made),
   (

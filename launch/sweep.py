@@ -44,6 +44,7 @@ from launch import submit
 from stppo_jax import settings
 from stppo_jax.commands import status
 from stppo_jax.commands.flags import configuration
+from stppo_jax.commands.flags import overrides
 from stppo_jax.records import run_state
 from stppo_jax.records.liveness import lock
 from stppo_jax.training import parallel_runs
@@ -93,10 +94,11 @@ def _main(argv: Sequence[str]) -> int:
   if errors:
     raise submit.UsageError('\n'.join(errors))
   out = pathlib.Path(values['out'])
-  runs = {
-    name: [*flags, *submit.flags_of(given.overrides), f'--workdir={out / name}']
-    for name, flags in grid(values['config']).items()
-  }
+  runs = {}
+  for name, flags in grid(values['config']).items():
+    flags = [*flags, *submit.flags_of(given.overrides)]
+    flags += overrides.own_copy(flags, name)
+    runs[name] = [*flags, f'--workdir={out / name}']
   _check(runs)
   if 'status' in given.switches:
     print('\n'.join(_table(out, runs)))

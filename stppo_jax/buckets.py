@@ -8,12 +8,21 @@ fsspec needs a package for each kind of bucket: gcsfs for gs://, s3fs for s3://.
 
 from collections.abc import Iterator
 import contextlib
+import functools
 import hashlib
 import os
 import pathlib
 import re
+import tempfile
+from typing import Any
 
-_ADDRESS = re.compile(r'[a-z][a-z0-9+.-]*://.')
+_ADDRESS = re.compile(r'([a-z][a-z0-9+.-]*)://[^?@]+')
+_EXTRAS = {'gs': 'gcs', 'gcs': 'gcs', 's3': 's3'}  # of pip install '.[EXTRA]'
+
+
+# What fsspec tells of an object that changes with its content, by the kind of
+# bucket.
+_VERSION = ('size', 'etag', 'ETag', 'generation', 'updated', 'mtime', 'created')
 
 
 class BucketError(OSError):
@@ -30,12 +39,19 @@ class BucketError(OSError):
 
 
 def is_address(place: object) -> bool:
-  """Returns whether text is an address such as gs://bucket/run."""
-  return _ADDRESS.match(str(place)) is not None
+  """Returns whether text is an address such as gs://bucket/run.
+
+  One with a user, a password or a query is none: it would be printed and kept.
+  """
+  return _ADDRESS.fullmatch(str(place)) is not None
 
 
 class Bucket:
-  """The objects below an address, by their names relative to it."""
+  """The objects below an address, by their names relative to it.
+
+  Attributes:
+    address: the address.
+  """
 
   def __init__(self, address: str):
     """Sends no request.
@@ -49,13 +65,19 @@ class Bucket:
     # Late, because few runs use buckets.
     import fsspec
 
-    self._address = address.rstrip('/')
+    self.address = address.rstrip('/')
     try:
       # Without the cache of listings, which hides what others write.
       self._files, root = fsspec.core.url_to_fs(
-        self._address, use_listings_cache=False
+        self.address, use_listings_cache=False
       )
-    except (ImportError, ValueError, TypeError) as error:
+    except ImportError as error:
+      kind = address.partition(':')[0]
+      extra = _EXTRAS.get(kind)
+      advice = f"pip install '.[{extra}]' in the clone" if extra else str(error)
+      line = f'{address}: needs a package for {kind}://: {advice}'
+      raise BucketError(line, 2) from error
+    except (ValueError, TypeError) as error:
       reason = str(error).partition('\n')[0]
       raise BucketError(f'{address}: {reason}', 2) from error
     self._root = root.rstrip('/')
@@ -66,11 +88,18 @@ class Bucket:
     Raises:
       BucketError: the bucket cannot be read.
     """
-    found = {}
-    with self._errors(), contextlib.suppress(FileNotFoundError):
-      found = self._files.find(self._root, detail=True)
-    start = len(self._root) + 1
-    return {path[start:]: entry['size'] or 0 for path, entry in found.items()}
+    return {name: entry['size'] or 0 for name, entry in self._find().items()}
+
+  def versions(self) -> dict[str, str]:
+    """Returns text for each object that changes when its content does.
+
+    Raises:
+      BucketError: the bucket cannot be read.
+    """
+    return {
+      name: ' '.join(str(entry.get(key, '')) for key in _VERSION)
+      for name, entry in self._find().items()
+    }
 
   def read(self, name: str) -> bytes:
     """Returns an object; b'' if there is none.
@@ -135,6 +164,22 @@ class Bucket:
     with self._errors(), contextlib.suppress(FileNotFoundError):
       self._files.rm_file(self._path(name))
 
+  def _find(self) -> dict[str, dict[str, Any]]:
+    """Returns what is known of each object.
+
+    Names that would lead out of a folder are left out.
+    """
+    found = {}
+    with self._errors(), contextlib.suppress(FileNotFoundError):
+      found = self._files.find(self._root, detail=True)
+    start = len(self._root) + 1
+    names = {path[start:]: entry for path, entry in found.items()}
+    return {
+      name: entry
+      for name, entry in names.items()
+      if name and not name.startswith('/') and '..' not in name.split('/')
+    }
+
   def _path(self, name: str) -> str:
     return f'{self._root}/{name}'
 
@@ -146,15 +191,17 @@ class Bucket:
       yield
     except Exception as error:
       reason = str(error).strip().partition('\n')[0] or type(error).__name__
-      raise BucketError(f'{self._address}: {reason}') from error
+      raise BucketError(f'{self.address}: {reason}') from error
 
 
+@functools.cache
 def local_folder(place: str) -> pathlib.Path:
   """Returns a folder of this machine with the content of a folder.
 
   A folder of this machine is returned as it is. What is in a bucket is
-  downloaded into ~/.cache/stppo_jax (or $XDG_CACHE_HOME/stppo_jax); objects
-  whose size is the same as at the last download are not downloaded again.
+  downloaded into ~/.cache/stppo_jax (or $XDG_CACHE_HOME/stppo_jax), once in a
+  process; objects that have not changed since the last download are not
+  downloaded again.
 
   Args:
     place: a path, or an address.
@@ -168,14 +215,23 @@ def local_folder(place: str) -> pathlib.Path:
   digest = hashlib.sha256(place.encode()).hexdigest()[:16]
   folder = caches.expanduser() / 'stppo_jax' / digest
   bucket = Bucket(place)
-  sizes = bucket.sizes()
-  if not sizes:
-    raise BucketError(f'{place}: there is nothing in the bucket', 2)
-  for name, size in sizes.items():
-    path = folder / name
-    if not path.is_file() or path.stat().st_size != size:
-      # Other processes may download the same object, and must not see a part.
-      part = path.with_name(f'{path.name}.{os.getpid()}.part')
+  versions = bucket.versions()
+  if not versions:
+    raise BucketError(
+      f'{place}: nothing is stored at this address; check its spelling', 2
+    )
+  for name, version in versions.items():
+    path = folder / 'content' / name
+    # Not beside the file: whoever reads the folder must not find it.
+    known = folder / 'versions' / name
+    if path.is_file() and known.is_file() and known.read_text() == version:
+      continue
+    for parent in (path.parent, known.parent):
+      parent.mkdir(parents=True, exist_ok=True)
+    # Other processes may download the same object, and must not see a part.
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+      part = pathlib.Path(temporary, 'part')
       bucket.download(name, part)
       part.replace(path)
-  return folder
+    known.write_text(version)
+  return folder / 'content'

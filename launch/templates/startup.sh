@@ -18,7 +18,7 @@ if [ ! -d /opt/stppo_jax ]; then
   git clone --quiet {{repository}} /opt/stppo_jax
   git -C /opt/stppo_jax checkout --quiet {{revision}}
   {{worker_python}} -m venv /opt/stppo_jax/.venv
-  /opt/stppo_jax/.venv/bin/pip install --quiet '/opt/stppo_jax[tpu]'
+  /opt/stppo_jax/.venv/bin/pip install --quiet '/opt/stppo_jax[tpu,gcs]'
 fi
 cd /opt/stppo_jax
 trap - ERR

@@ -1,4 +1,4 @@
-"""The sizes of a step of a config, from which its work follows."""
+"""Collects the sizes from which `roofline` computes the work of a step."""
 
 from collections.abc import Mapping
 import math

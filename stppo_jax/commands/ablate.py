@@ -44,6 +44,7 @@ import uuid
 
 from stppo_jax.analysis.ablation import study as study_lib
 from stppo_jax.commands.flags import ablation_flags
+from stppo_jax.commands.flags import overrides
 from stppo_jax.records import run_folder
 from stppo_jax.records import run_state
 
@@ -150,6 +151,7 @@ def _command(
   # As in launch/run.sh, PYTHON names the interpreter.
   python = os.environ.get('PYTHON', sys.executable)
   words = [python, '-m', 'stppo_jax', name, *flags]
+  words += overrides.own_copy(flags, folder.name)
   return [*words, f'--workdir={folder}']
 
 

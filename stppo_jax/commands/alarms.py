@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
   for folder in dict.fromkeys(x for name in folders for x in _runs(name)):
     try:
       with bucket_copy.downloaded(folder) as path:
-        run = run_files.read(str(path))
+        run = run_files.read(str(path), folder)
     except (run_files.Unreadable, buckets.BucketError) as error:
       losses.append(str(error))
       continue

@@ -69,9 +69,9 @@ def _act(action: str, workdir: pathlib.Path, place: str) -> int:
     raise configuration.ConfigurationError(errors)
   found = saved_steps.find(workdir)
   if action == 'list':
-    print('\n'.join(table(found)) if found else f'{workdir}: no checkpoints')
+    print('\n'.join(table(found)) if found else f'{place}: no checkpoints')
     return 0
-  return _verify(workdir, found)
+  return _verify(workdir, place, found)
 
 
 def table(found: Sequence[saved_steps.SavedStep]) -> list[str]:
@@ -99,7 +99,7 @@ def _row(saved: saved_steps.SavedStep) -> tuple[str, ...]:
 
 
 def _verify(
-  workdir: pathlib.Path, found: Sequence[saved_steps.SavedStep]
+  workdir: pathlib.Path, place: str, found: Sequence[saved_steps.SavedStep]
 ) -> int:
   """Verifies the checkpoints of a run; returns the exit code."""
   # Imported late: a wrong flag is answered before jax is loaded.
@@ -124,5 +124,5 @@ def _verify(
       size = saved_steps.describe_size(saved.size)
       print(f'ok     step {saved.step}: {size}', flush=True)
   if not checked:
-    print(f'{workdir}: no checkpoints')
+    print(f'{place}: no checkpoints')
   return exit_code

@@ -119,7 +119,7 @@ def _read(
   for folder in dict.fromkeys(folders):
     try:
       copy = bucket_copy.downloaded(folder, dialogues=True)
-      run = run_files.read(str(stack.enter_context(copy)))
+      run = run_files.read(str(stack.enter_context(copy)), folder)
     except (run_files.Unreadable, buckets.BucketError) as error:
       losses.append(str(error))
     else:

@@ -2,9 +2,14 @@
 
 The run itself works on a folder of its machine. A thread copies what is new to
 `writer.copy_to`, every few seconds; it holds up nothing, and its errors stop
-nothing. An object replaces its predecessor at once. A checkpoint is many
-objects, so `copied.json` names those that are complete; it is written after
-their last object, and before the first object of a removed one is removed.
+nothing. A reader of an object sees the old content or the new one. A checkpoint
+is many objects, and so are `start/`, `start_value/` and `policy/`. Therefore
+`copied.json` names such folders that are complete: it is written after all
+files of a new one are there, and before any file of an old one is removed.
+
+An address belongs to one run, by the id in `run.json`. A checkpoint is removed
+from the bucket only after the run has removed it here, and only if a newer one
+is complete there.
 """
 
 from collections.abc import Callable
@@ -14,29 +19,45 @@ import json
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 import threading
 import time
 
 from stppo_jax import buckets
+from stppo_jax.records import bucket_layout
 from stppo_jax.records import run_folder
 from stppo_jax.records.checkpoints import manifest
 
-_COMPLETE = 'copied.json'
+_HEARTBEAT = 'heartbeat.json'
 _EVERY = 15.0  # seconds between two rounds of copying
 _TO_END = 2.0  # seconds that a process needs after the last round
 _LONGEST = 600.0  # seconds that a run waits at its end for the last round
-_CHECKPOINTS = 'checkpoints/'
-# Folders and files that only this machine needs.
-_OWN = (run_folder.COMPILED, 'aside-', run_folder.PROBE, 'lock')
-_UNFINISHED = ('.new', '.part', '.partial')
+_AFTER_ERROR = 10.0  # the same if an error ends it: other hosts wait for it
+_DIALOGUES = ('trajectories-', 'evaluation-')
 _FETCHED = 'aside-fetched'  # a name that no check of the folder minds
+
+_Files = dict[str, tuple[int, int]]  # size and time by name
 
 
 class OtherRun(ValueError):
   """The bucket has another run than the folder; one line."""
 
   exit_code = 2
+
+
+def check_restart(address: str, is_restart: bool) -> None:
+  """Checks that a run that begins anew takes the place of no other.
+
+  Raises:
+    OtherRun: the address holds a run.
+    BucketError: the bucket cannot be read.
+  """
+  if is_restart and address and bucket_layout.run_id(buckets.Bucket(address)):
+    raise OtherRun(
+      f'writer.copy_to={address}: holds a run already; a run that --restart '
+      'begins needs another address'
+    )
 
 
 def fetch(
@@ -50,7 +71,7 @@ def fetch(
     show: prints what was done.
 
   Raises:
-    OtherRun: folder and bucket belong to different runs.
+    OtherRun: the address holds another run, or other files.
     BucketError: the bucket cannot be read.
   """
   if not address:
@@ -58,33 +79,42 @@ def fetch(
   bucket = buckets.Bucket(address)
   # What a start that was killed here has left.
   shutil.rmtree(workdir / _FETCHED, ignore_errors=True)
-  theirs = _json(bucket.read('run.json')).get('run_id')
-  if theirs is None:
+  names, theirs = bucket.sizes(), bucket_layout.run_id(bucket)
+  if not names:
     return
-  complete = _complete(bucket)
-  ours, here = run_folder.read(workdir), _steps(workdir)
-  if ours is not None:
-    if ours.run_id != theirs:
-      raise OtherRun(
-        f'writer.copy_to={address}: holds another run than {workdir}; name '
-        'another address, or begin in a new --workdir to go on with that run'
-      )
-    if max(complete, default=0) <= max(here, default=0):
-      return
-  for name in bucket.sizes():
-    if _is_wanted(name, complete):
+  if theirs is None:
+    raise OtherRun(
+      f'writer.copy_to={address}: holds files that are no run, such as '
+      f'{min(names)}; name another address'
+    )
+  complete = bucket_layout.complete_folders(bucket)
+  newest, ours = bucket_layout.newest(complete), run_folder.read(workdir)
+  if newest is None:
+    # That run can be made again by whoever began it, and this one needs it not.
+    if ours is None or ours.run_id != theirs:
+      show(f'{address}: a run without a checkpoint, whose place this one takes')
+    return
+  if ours is not None and ours.run_id != theirs:
+    raise OtherRun(
+      f'writer.copy_to={address}: holds a different run from {workdir}; to go '
+      'on with the one in the folder, name another address; to go on with the '
+      'one in the bucket, give an empty --workdir'
+    )
+  if ours is not None and newest <= _newest_of(workdir):
+    return
+  for name in names:
+    if bucket_layout.is_wanted(name, complete):
       bucket.download(name, workdir / _FETCHED / name)
   aside = run_folder.move_all_aside(workdir)
   # A folder with a config is known as a run's, and one without an identity is
   # fetched again. So a start may be killed between any two of these moves.
-  rank = {'config.json': 0, 'run.json': 2}
-  names = os.listdir(workdir / _FETCHED)
-  for name in sorted(names, key=lambda name: rank.get(name, 1)):
+  rank = {'config.json': 0, bucket_layout.IDENTITY: 2}
+  brought = os.listdir(workdir / _FETCHED)
+  for name in sorted(brought, key=lambda name: rank.get(name, 1)):
     (workdir / _FETCHED / name).rename(workdir / name)
   (workdir / _FETCHED).rmdir()
-  newest = f'step {max(complete)}' if complete else 'no checkpoint'
   before = '' if aside is None else f'; what the folder held is in {aside}'
-  show(f'{workdir}: brought here from {address}, {newest}{before}')
+  show(f'{workdir}: brought here from {address}, step {newest}{before}')
 
 
 @contextlib.contextmanager
@@ -98,8 +128,8 @@ def copying(
 
   Args:
     address: the address of the run; '' = nothing is copied.
-    workdir: its folder.
-    show: prints the first error, and what is left at the end.
+    workdir: its folder, with an identity.
+    show: prints errors, and what is left at the end.
     seconds_left: returns the seconds until the process is killed.
   """
   if not address:
@@ -110,19 +140,27 @@ def copying(
   told: list[str] = []
 
   def copy_round() -> None:
+    # Packages for buckets raise errors of many kinds.
     try:
       copy.round()
-    except OSError as error:
-      if not told:
-        show(f'not copied, will be tried again: {error}')
-      told[:] = [str(error)]
+    except Exception as error:
+      line = str(error) or type(error).__name__
+      if told != [line]:
+        show(
+          f'writer.copy_to: cannot copy to {line}; the run goes on, and tries '
+          f'again every {_EVERY:.0f} s'
+        )
+      told[:] = [line]
     else:
+      if told:
+        show('writer.copy_to: copied again')
       told.clear()
 
   def copy_rounds() -> None:
     while not stopped.wait(_EVERY):
       copy_round()
-    copy_round()
+    if not copy.abandoned.is_set():
+      copy_round()
 
   thread = threading.Thread(target=copy_rounds, name='bucket', daemon=True)
   thread.start()
@@ -130,18 +168,37 @@ def copying(
     yield
   finally:
     stopped.set()
-    # In two parts, so that whoever waits long learns why.
-    limit = time.monotonic() + min(seconds_left() - _TO_END, _LONGEST)
-    thread.join(min(5.0, max(limit - time.monotonic(), 0.0)))
-    if thread.is_alive():
-      show(f'copying the last files to {address}')
-      thread.join(max(limit - time.monotonic(), 0.0))
-    if thread.is_alive() or told:
+    longest = _LONGEST if sys.exc_info()[0] is None else _AFTER_ERROR
+    is_done = _joined(thread, longest, seconds_left, address, show)
+    copy.abandoned.set()
+    if told or not is_done:
       reason = told[0] if told else 'no time is left'
       show(
-        f'{workdir} was not copied completely to {address}: {reason}; the same '
-        'command copies the rest'
+        f'some files of {workdir} are not in {address} ({reason}); run the '
+        'same command on this machine again to copy them'
       )
+
+
+def _joined(
+  thread: threading.Thread,
+  longest: float,
+  seconds_left: Callable[[], float],
+  address: str,
+  show: Callable[[str], None],
+) -> bool:
+  """Waits for the last round; returns whether it has ended."""
+  since, is_told = time.monotonic(), False
+  while thread.is_alive():
+    waited = time.monotonic() - since
+    # A signal may come while this waits.
+    left = min(longest - waited, seconds_left() - _TO_END)
+    if left <= 0:
+      return False
+    if waited > 5 and not is_told:
+      show(f'copying the last files to {address}')
+      is_told = True
+    thread.join(min(left, 0.5))
+  return True
 
 
 @contextlib.contextmanager
@@ -150,7 +207,7 @@ def downloaded(
 ) -> Iterator[pathlib.Path]:
   """Yields the folder of a run, downloaded from its bucket if it is in one.
 
-  What is downloaded is gone after the body.
+  The downloaded files are deleted when the body ends.
 
   Args:
     place: the folder, or the address of its copy.
@@ -164,25 +221,23 @@ def downloaded(
   if not buckets.is_address(place):
     yield pathlib.Path(place)
     return
-  address = place
-  bucket = buckets.Bucket(address)
+  bucket = buckets.Bucket(place)
   sizes = bucket.sizes()
   if not sizes:
-    raise buckets.BucketError(f'{address}: there is nothing in the bucket', 2)
+    raise buckets.BucketError(
+      f'{place}: nothing is stored at this address; check its spelling, or '
+      'whether the run has copied something yet',
+      2,
+    )
   with tempfile.TemporaryDirectory(prefix='stppo_jax-run-') as temporary:
-    folder = pathlib.Path(temporary) / address.rstrip('/').rpartition('/')[2]
+    folder = pathlib.Path(temporary) / place.rstrip('/').rpartition('/')[2]
     folder.mkdir()
-    complete = _complete(bucket)
+    complete = bucket_layout.complete_folders(bucket)
     for name, size in sizes.items():
       path = folder / name
-      is_shown = name.endswith(('.json', '.jsonl')) and '/' not in name
-      if name.startswith(('trajectories-', 'evaluation-')):
-        is_shown = dialogues
-      if not _is_wanted(name, complete):
+      if not bucket_layout.is_wanted(name, complete):
         continue
-      if _step(name) is None and is_shown:
-        bucket.download(name, path)
-      elif _step(name) is not None:
+      if bucket_layout.step(bucket_layout.whole_folder(name)) is not None:
         if arrays or name.endswith(f'/{manifest.FILE}'):
           bucket.download(name, path)
         else:
@@ -191,118 +246,166 @@ def downloaded(
           os.truncate(path, size)
         saved = bucket.modified(name)
         os.utime(path, (saved, saved))
+      elif '/' not in name and name.endswith(('.json', '.jsonl')):
+        if dialogues or not name.startswith(_DIALOGUES):
+          bucket.download(name, path)
     yield folder
 
 
 class _Copy:
-  """Knows which files of a run are in a bucket, and copies the others."""
+  """Knows which files of a run are in a bucket, and copies the others.
+
+  Attributes:
+    abandoned: set if nobody waits for the rest of a round.
+  """
 
   def __init__(self, bucket: buckets.Bucket, workdir: pathlib.Path):
+    self.abandoned = threading.Event()
     self._bucket = bucket
     self._workdir = workdir
-    # The size and the time of the files that are there; None: not known yet.
-    self._copied: dict[str, tuple[int, int]] | None = None
+    run = run_folder.read(workdir)
+    self._run_id = run.run_id if run is not None else None
+    self._is_ours = False  # whether the bucket has the identity of this run
+    self._copied: _Files = {}
+    self._complete: set[str] = set()
+    self._seen = 0.0  # when the heartbeat was copied last
 
   def round(self) -> None:
     """Copies what is new, and removes what the run has removed.
 
     Raises:
-      OSError: something could not be copied; the rest is left for later.
+      OSError, OtherRun: something could not be copied; the rest was.
     """
     files = self._files()
-    if self._copied is None:
-      # Checkpoints never change, so those of an earlier start count as copied.
-      complete = _complete(self._bucket)
-      there = self._bucket.sizes()
-      self._copied = {name: (-1, -1) for name in there}
-      self._copied |= {
-        name: files[name]
-        for name, size in there.items()
-        if _step(name) in complete and files.get(name, (0, 0))[0] == size
-      }
-    # Checkpoints come last: the metrics of a step are there before its state.
-    for name in sorted(files, key=lambda name: (_step(name) or 0, name)):
-      if self._copied.get(name) == files[name]:
-        continue
-      path = self._workdir / name
-      try:
-        self._bucket.upload(path, name)
-      except buckets.BucketError:
-        if path.exists():
-          raise
-        continue  # it was removed meanwhile
-      self._copied[name] = files[name]
-    steps = {_step(name) for name in files} - {None}
-    record = json.dumps({'checkpoints': sorted(map(int, steps))})
-    self._bucket.write(_COMPLETE, record.encode())
-    for name in sorted(self._copied.keys() - files.keys() - {_COMPLETE}):
-      if _is_removed(name):
-        self._bucket.remove(name)
-      del self._copied[name]
+    self._own(files)
+    errors = []
+    # Folders that must be complete come last: the metrics of a step are there
+    # before its state.
+    for name in sorted(
+      files, key=lambda name: (bucket_layout.whole_folder(name), name)
+    ):
+      if self.abandoned.is_set():
+        return
+      if name in files and self._needs_copy(name, files):
+        try:
+          self._upload(name, files)
+        except buckets.BucketError as error:
+          errors.append(error)
+    self._record(files)
+    self._remove(files)
+    if errors:
+      raise errors[0]
 
-  def _files(self) -> dict[str, tuple[int, int]]:
+  def _own(self, files: _Files) -> None:
+    """Makes sure that the address belongs to this run."""
+    theirs = bucket_layout.run_id(self._bucket)
+    if self._is_ours:
+      if theirs != self._run_id:
+        raise OtherRun(f'{self._bucket.address}: another run copies there now')
+      return
+    there = self._bucket.sizes()
+    complete = bucket_layout.complete_folders(self._bucket)
+    if theirs != self._run_id and bucket_layout.newest(complete) is not None:
+      raise OtherRun(f'{self._bucket.address}: holds another run')
+    if theirs == self._run_id:
+      self._complete = complete
+    self._copied = {name: (-1, -1) for name in there}
+    # Folders that are complete do not change any more.
+    self._copied |= {
+      name: files[name]
+      for name, size in there.items()
+      if bucket_layout.whole_folder(name) in self._complete
+      and files.get(name, (-1,))[0] == size
+    }
+    self._upload(bucket_layout.IDENTITY, files)
+    self._is_ours = True
+
+  def _needs_copy(self, name: str, files: _Files) -> bool:
+    folder = bucket_layout.whole_folder(name)
+    if bucket_layout.step(folder) is not None and folder in self._complete:
+      # A checkpoint that was damaged here must not replace the sound one, but
+      # one that was set aside and made again does.
+      return (
+        self._is_set_aside(folder) and self._copied.get(name) != files[name]
+      )
+    return self._copied.get(name) != files[name]
+
+  def _upload(self, name: str, files: _Files) -> None:
+    """Copies a file, if it is still there, and the heartbeat now and then."""
+    now = time.monotonic()
+    if name != _HEARTBEAT and now - self._seen > _EVERY:
+      self._seen = now
+      if _HEARTBEAT in files:
+        self._upload(_HEARTBEAT, files)
+    path = self._workdir / name
+    try:
+      self._bucket.upload(path, name)
+    except buckets.BucketError:
+      if path.exists():
+        raise
+      files.pop(name)  # it was removed meanwhile
+    else:
+      self._copied[name] = files[name]
+
+  def _record(self, files: _Files) -> None:
+    """Writes which folders are complete."""
+    folders: dict[str, set[str]] = {}
+    for name in files:
+      folders.setdefault(bucket_layout.whole_folder(name), set()).add(name)
+    folders.pop('', None)
+    now = self._files()
+    complete = {
+      folder
+      for folder, names in folders.items()
+      if folder in self._complete
+      or all(self._copied.get(n) == files[n] == now.get(n) for n in names)
+    }
+    # What the run has removed stays until a newer checkpoint is complete.
+    newest = bucket_layout.newest(complete) or 0
+    for folder in self._complete - complete:
+      step = bucket_layout.step(folder)
+      if step is None or step >= newest or self._is_set_aside(folder):
+        complete.add(folder)
+    record = {'folders': sorted(complete)}
+    self._bucket.write(bucket_layout.COMPLETE, json.dumps(record).encode())
+    self._complete = complete
+
+  def _remove(self, files: _Files) -> None:
+    """Removes what the run has removed."""
+    for name in sorted(self._copied.keys() - files.keys()):
+      folder = bucket_layout.whole_folder(name)
+      if bucket_layout.step(folder) is not None:
+        is_removed = folder not in self._complete
+      else:
+        is_removed = name.startswith(_DIALOGUES)
+      if is_removed:
+        self._bucket.remove(name)
+        del self._copied[name]
+
+  def _is_set_aside(self, folder: str) -> bool:
+    """Returns whether a checkpoint of this step was found to be damaged."""
+    path = self._workdir / folder
+    return any(path.parent.glob(f'{path.name}.corrupt*'))
+
+  def _files(self) -> _Files:
     """Returns size and time of each file of the run, by name."""
     found = {}
     for parent, folders, names in os.walk(self._workdir):
       below = pathlib.Path(parent).relative_to(self._workdir)
-      folders[:] = [name for name in folders if _is_part(below / name)]
+      folders[:] = [
+        name for name in folders if bucket_layout.is_part(below / name)
+      ]
       for name in names:
         path = pathlib.Path(parent, name)
-        if _is_part(below / name):
+        if bucket_layout.is_part(below / name):
           with contextlib.suppress(OSError):  # it was removed meanwhile
             status = path.stat()
             found[str(below / name)] = (status.st_size, status.st_mtime_ns)
     return found
 
 
-def _is_part(path: pathlib.PurePath) -> bool:
-  """Returns whether a file or folder of a workdir is copied."""
-  if path.parts[0].startswith(_OWN) or path.name.endswith(_UNFINISHED):
-    return False
-  # What is no number is a checkpoint that is being written, or was set aside.
-  in_checkpoints = len(path.parts) > 1 and path.parts[0] == 'checkpoints'
-  return not in_checkpoints or path.parts[1].isdecimal()
-
-
-def _is_wanted(name: str, complete: set[int]) -> bool:
-  """Returns whether an object belongs to the folder of a run."""
-  path = pathlib.PurePosixPath(name)
-  # The names come from elsewhere, and must stay inside of the folder.
-  if name == _COMPLETE or path.is_absolute() or '..' in path.parts:
-    return False
-  if not name.startswith(_CHECKPOINTS):
-    return True
-  return _step(name) in complete
-
-
-def _is_removed(name: str) -> bool:
-  """Returns whether an object goes when its file does."""
-  return name.startswith((_CHECKPOINTS, 'trajectories-', 'evaluation-'))
-
-
-def _step(name: str) -> int | None:
-  """Returns the step of the checkpoint that a file belongs to, if any."""
-  parts = name.split('/')
-  if len(parts) > 2 and parts[0] == 'checkpoints' and parts[1].isdecimal():
-    return int(parts[1])
-  return None
-
-
-def _steps(workdir: pathlib.Path) -> set[int]:
+def _newest_of(workdir: pathlib.Path) -> int:
+  """Returns the step of the newest checkpoint of a run; 0 if it has none."""
   folder = workdir / 'checkpoints'
   names = os.listdir(folder) if folder.is_dir() else []
-  return {int(name) for name in names if name.isdecimal()}
-
-
-def _complete(bucket: buckets.Bucket) -> set[int]:
-  """Returns the steps whose checkpoints are complete in a bucket."""
-  steps = _json(bucket.read(_COMPLETE)).get('checkpoints')
-  return {n for n in steps if type(n) is int} if type(steps) is list else set()
-
-
-def _json(data: bytes) -> dict:
-  try:
-    content = json.loads(data)
-  except (ValueError, RecursionError):
-    return {}
-  return content if isinstance(content, dict) else {}
+  return max((int(name) for name in names if name.isdecimal()), default=0)

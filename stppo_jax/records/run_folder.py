@@ -67,8 +67,8 @@ def bucket_problem(folder: str | pathlib.Path) -> str:
   if not first or not first[0].endswith(':'):
     return ''
   return (
-    'a bucket; name a folder of this machine, and copy it to the bucket with '
-    '--config.writer.copy_to'
+    'an address, not a folder; name a folder of this machine (train, sft and '
+    'prefer can copy it: --config.writer.copy_to=ADDRESS)'
   )
 
 

@@ -86,17 +86,20 @@ def read(folder: str | pathlib.Path) -> RunState:
   """
   try:
     with bucket_copy.downloaded(str(folder)) as path:
-      return _read(path, str(folder))
+      return read_from(path, str(folder))
   except buckets.BucketError as error:
     raise NoRun(str(error)) from error
 
 
-def _read(path: pathlib.Path, folder: str) -> RunState:
-  """Returns the state of the run of a folder on this machine.
+def read_from(path: pathlib.Path, folder: str) -> RunState:
+  """Returns the state of a run whose files are here, perhaps as a copy.
 
   Args:
-    path: the folder.
-    folder: the name by which it is shown.
+    path: the folder with the files.
+    folder: what the state names: this folder, or the address of the copy.
+
+  Raises:
+    NoRun: the folder is missing, or not that of a run.
   """
   if not path.is_dir():
     raise NoRun(f'{folder}: no such folder')
@@ -168,7 +171,10 @@ def _state(
   if beat.exit_code is None and is_copy:
     if silence < _SILENCE:
       return RUNNING, ''
-    return DEAD, f'host {beat.host}: no sign of life for {silence:.0f} s'
+    return DEAD, (
+      f'host {beat.host}: no sign of life for {silence:.0f} s; if that machine '
+      'is gone, the same command resumes on another one'
+    )
   if beat.exit_code is None:
     return DEAD, f'process {beat.pid} on host {beat.host} left no exit code'
   if beat.exit_code == 0:

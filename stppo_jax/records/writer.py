@@ -64,8 +64,8 @@ class Writer:
       trajectories: the number of dialogues that are written of each step.
       keep_files: the number of files of dialogues that are kept of each kind,
         the newest; 0: all.
-      keep_lines: the number of steps whose metrics are kept at least, the
-        newest; twice as many are kept at most. 0: all.
+      keep_lines: the least number of the newest steps whose metrics are kept;
+        of more than twice as many none are. 0: all are kept.
       hparams: the values of the config by key, for TensorBoard.
       trackers: experiment trackers that get the metrics, too.
       display: the progress display; by default one on standard output.

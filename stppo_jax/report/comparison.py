@@ -71,7 +71,7 @@ def problems(groups: Sequence[Group]) -> list[str]:
   first = groups[0].runs[0]
   found = []
   for other in (members.runs[0] for members in groups[1:]):
-    start = f'{first.folder} and {other.folder}: cannot be compared: '
+    start = f'{first.place} and {other.place}: cannot be compared: '
     tasks = [_environment(run) for run in (first, other)]
     scores = [_scores(run) for run in (first, other)]
     if tasks[0] != tasks[1]:
@@ -84,7 +84,7 @@ def problems(groups: Sequence[Group]) -> list[str]:
 
 def names(runs: Sequence[run_files.Run]) -> list[str]:
   """Returns a short name of each run, different ones where folders differ."""
-  parts = [pathlib.Path(run.folder).resolve().parts for run in runs]
+  parts = [pathlib.Path(run.place).resolve().parts for run in runs]
   depth = 1
   while depth < max(map(len, parts)):
     if len({part[-depth:] for part in parts}) == len(set(parts)):
@@ -104,7 +104,7 @@ def _scores(run: run_files.Run) -> list[str]:
 def _settings(run: run_files.Run) -> str:
   """Returns what the runs of one experiment have in common, as text."""
   if not run.recorded:  # then nothing is known of it
-    return run.folder
+    return run.place
   return _text({k: v for k, v in run.recorded.items() if not _is_free(k)})
 
 

@@ -89,7 +89,7 @@ def contents(groups: Sequence[comparison.Group]) -> dict[str, Any]:
     'runs': [
       {
         'name': name,
-        'folder': run.folder,
+        'folder': run.place,
         'group': number,
         'seed': run.seed,
         'state': run.state.state,

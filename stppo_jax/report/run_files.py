@@ -46,7 +46,8 @@ class Run:
   """A run as its files describe it.
 
   Attributes:
-    folder: the folder, as it was named.
+    folder: the folder with its files.
+    place: the folder as it was named, or the address of which it is a copy.
     recorded: the config, dotted key to value, without the secrets in its texts,
       because reports are passed on; {} if the file is missing.
     lines: the lines of metrics.jsonl in order; the first may be of step 0.
@@ -55,6 +56,7 @@ class Run:
   """
 
   folder: str
+  place: str
   recorded: Mapping[str, Any]
   lines: list[dict[str, Any]]
   state: run_state.RunState
@@ -63,7 +65,7 @@ class Run:
   @property
   def title(self) -> str:
     """The title of the run, or the name of its folder."""
-    return str(self.recorded.get('title') or pathlib.Path(self.folder).name)
+    return str(self.recorded.get('title') or pathlib.Path(self.place).name)
 
   @property
   def seed(self) -> Any:
@@ -98,26 +100,31 @@ def is_number(value: Any) -> bool:
     return False
 
 
-def read(folder: str) -> Run:
+def read(folder: str, place: str = '') -> Run:
   """Reads a run.
+
+  Args:
+    folder: its folder.
+    place: the address, if the folder was downloaded from a bucket.
 
   Raises:
     Unreadable: the folder is not that of a run of `train`, or has another
       schema, or has no line of metrics yet.
   """
+  place = place or folder
   try:
-    state = run_state.read(folder)
+    state = run_state.read_from(pathlib.Path(folder), place)
   except run_state.NoRun as error:
     raise Unreadable(str(error)) from error
   if state.command != _COMMAND:
     raise Unreadable(
-      f'{folder}: a run of {state.command}; a report shows runs of {_COMMAND}'
+      f'{place}: a run of {state.command}; a report shows runs of {_COMMAND}'
     )
   path = pathlib.Path(folder)
   schema = run_folder.schema(path)
   if schema != run_folder.SCHEMA:
     raise Unreadable(
-      f'{folder}: its files have schema {schema}, and this version reads '
+      f'{place}: its files have schema {schema}, and this version reads '
       f'schema {run_folder.SCHEMA}; use the version that wrote them'
     )
   losses: list[str] = []
@@ -127,8 +134,8 @@ def read(folder: str) -> Run:
     if isinstance(line.get('step'), int) and is_number(line['step'])
   ]
   if not lines:
-    raise Unreadable('\n'.join([f'{folder}: no step is written yet', *losses]))
-  return Run(folder, _config(path, losses), lines, state, losses)
+    raise Unreadable('\n'.join([f'{place}: no step is written yet', *losses]))
+  return Run(folder, place, _config(path, losses), lines, state, losses)
 
 
 def dialogue_files(

@@ -179,7 +179,7 @@ class Run:
     self._stack.callback(close)
 
   def claim(self, *, restart: bool = False) -> None:
-    """Locks the folder, which keeps compiled programs and all else from now on.
+    """Locks the folder; nothing may be written there before.
 
     Args:
       restart: whether to move aside what the folder holds.
@@ -200,15 +200,16 @@ class Run:
 
     Raises:
       Misconfigured, Locked: see `claim`.
-      OtherRun: the folder or its copy has the run of another config.
-      BucketError: the copy cannot be read.
+      OtherRun, BucketError: see `bucket_copy`; or the folder has another run.
       CheckpointsMissing: the run's checkpoints are gone.
     """
+    bucket = config.writer.copy_to
+    bucket_copy.check_restart(bucket, restart)
+    self._interrupt.grace = config.preemption.grace
     self.claim(restart=restart)
     self.enter(self._watch.phases_watched(self.workdir, self.hosts.index))
     if not self.hosts.is_first:
       return
-    bucket = config.writer.copy_to
     bucket_copy.fetch(bucket, self.workdir, self.show)
     run_record.check_checkpoints(self.workdir)
     with assembly.config_errors(str(self.workdir)):
@@ -238,7 +239,6 @@ class Run:
     self._config = config
     self.num_steps = num_steps
     self._tokenizer = tokenizer
-    self._interrupt.grace = config.preemption.grace
     self._saver = saving.Saver(config, self.workdir, self.hosts, self._claim)
     self._stack.callback(self._saver.checkpointer.close)
     self._writer = sinks.build_writer(

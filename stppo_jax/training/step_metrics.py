@@ -46,7 +46,7 @@ class StepMetrics:
     engine = {}
     if placement is not None:
       engine = plan_memory.engine_sizes(config, learner.policy, placement)
-    # Each step has rows of its own length.
+    # `_bytes_per_second` puts in the lengths of each step.
     longest = config.env.max_length
     self._work = step_work.build(
       config, learner, placement, engine, length=longest, losses=longest

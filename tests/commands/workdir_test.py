@@ -1,6 +1,7 @@
 """No command replaces a model, a tokenizer, data, or files of others."""
 
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -57,13 +58,14 @@ def test_a_bucket_is_no_workdir(tmp_path, monkeypatch, capsys):
   monkeypatch.chdir(tmp_path)
   line = _refused(capsys, 'train', *runs.flags(), '--workdir=gs://mine/run')
   assert line == (
-    '--workdir=gs://mine/run: a bucket; name a folder of this machine, and '
-    'copy it to the bucket with --config.writer.copy_to\n'
+    '--workdir=gs://mine/run: an address, not a folder; name a folder of this '
+    'machine (train, sft and prefer can copy it: '
+    '--config.writer.copy_to=ADDRESS)\n'
   )
-  # Here the package for Amazon's buckets is missing.
+  monkeypatch.setitem(sys.modules, 's3fs', None)
   for command in ('status', 'report', 'view', 'alarms'):
     line = _refused(capsys, command, 's3://mine/run')
-    assert line.startswith('s3://mine/run: ') and 's3fs' in line
+    assert line.startswith('s3://mine/run: needs a package for s3://: pip ')
   assert not _files(tmp_path)
 
 

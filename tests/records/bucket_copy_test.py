@@ -1,8 +1,11 @@
 """The folder of a run and its copy in a bucket."""
 
+import contextlib
 import json
 import os
+import shutil
 import threading
+import time
 
 import fsspec
 import pytest
@@ -107,10 +110,7 @@ def test_only_what_has_changed_is_copied_again(tmp_path, monkeypatch):
     # Metrics before the checkpoint, all before the record of what is complete.
     assert first.index('metrics.jsonl') < first.index('checkpoints/2/state/d')
     _run(folder, steps=(4,))
-    for name in ('state/d', 'manifest/metadata'):
-      (folder / 'checkpoints' / '2' / name).unlink()
-    for name in ('state', 'manifest', ''):
-      (folder / 'checkpoints' / '2' / name).rmdir()
+    shutil.rmtree(folder / 'checkpoints' / '2')
     with open(folder / 'metrics.jsonl', 'a') as file:
       file.write('more')
     assert rounds.acquire(timeout=20) and rounds.acquire(timeout=20)
@@ -165,7 +165,7 @@ def test_the_copy_of_another_run_is_refused(tmp_path):
   with pytest.raises(bucket_copy.OtherRun) as error:
     bucket_copy.fetch(_ADDRESS, second, print)
   assert str(error.value).startswith(
-    f'writer.copy_to={_ADDRESS}: holds another run than {second}; '
+    f'writer.copy_to={_ADDRESS}: holds a different run from {second}; '
   )
   assert error.value.exit_code == 2 and _content(second) == before
 
@@ -196,49 +196,175 @@ def test_a_fetch_that_was_killed_is_made_again(tmp_path, monkeypatch, moved):
   assert kept == _content(first)
 
 
-def test_names_that_lead_out_of_the_folder_are_left_alone(tmp_path):
+def test_only_what_a_copy_has_is_brought(tmp_path):
   first, second = tmp_path / 'first', tmp_path / 'second'
-  _run(first, steps=())
+  _run(first, steps=(2,))
   _copy(first)
-  assert not bucket_copy._is_wanted('../x', set())
-  assert not bucket_copy._is_wanted('/x', set())
+  files = fsspec.filesystem('memory')
+  strange = ('lock', 'compiled/x', 'aside-1/x', 'checkpoints/x/y', '../evil')
+  for name in (*strange, 'start/config.json'):  # `start` is not complete
+    files.store[f'/bucket/run/{name}'] = files.store['/bucket/run/run.json']
   second.mkdir()
   bucket_copy.fetch(_ADDRESS, second, print)
-  assert set(os.listdir(second)) == set(os.listdir(first))
+  assert _content(second) == _content(first)
+  assert sorted(os.listdir(tmp_path)) == ['first', 'second']
+
+
+def test_files_that_are_no_run_are_left_alone(tmp_path):
+  folder, bucket = tmp_path / 'run', buckets.Bucket(_ADDRESS)
+  _run(folder, steps=(2,))
+  bucket.write('checkpoints/900/state/d', b'precious')
+  with pytest.raises(bucket_copy.OtherRun) as error:
+    bucket_copy.fetch(_ADDRESS, folder, print)
+  assert str(error.value) == (
+    f'writer.copy_to={_ADDRESS}: holds files that are no run, such as '
+    'checkpoints/900/state/d; name another address'
+  )
+  assert bucket.sizes().keys() == {'checkpoints/900/state/d'}
+
+
+def test_a_run_without_a_checkpoint_gives_way(tmp_path):
+  first, second, third = (tmp_path / name for name in ('a', 'b', 'c'))
+  _run(first, steps=())
+  _copy(first)
+  second.mkdir()
+  lines = []
+  bucket_copy.fetch(_ADDRESS, second, lines.append)
+  assert os.listdir(second) == [] and 'without a checkpoint' in lines[0]
+  _run(second, steps=(2,), run_id='r2')  # begins anew there
+  assert _copy(second) == []
+  third.mkdir()
+  bucket_copy.fetch(_ADDRESS, third, print)
+  assert _content(third) == _content(second)
+  # The first one is not mixed with it when it comes back.
+  lines = _copy(first)
+  assert lines[-1].startswith(f'some files of {first} are not in {_ADDRESS} (')
+  assert 'holds another run' in lines[-1]
+
+
+def test_a_restart_needs_another_address(tmp_path):
+  folder = tmp_path / 'run'
+  bucket_copy.check_restart(_ADDRESS, True)
+  _run(folder, steps=())
+  _copy(folder)
+  bucket_copy.check_restart(_ADDRESS, False)
+  bucket_copy.check_restart('', True)
+  with pytest.raises(bucket_copy.OtherRun, match='holds a run already'):
+    bucket_copy.check_restart(_ADDRESS, True)
+
+
+def test_damage_here_removes_nothing_there(tmp_path):
+  folder, other = tmp_path / 'run', tmp_path / 'other'
+  _run(folder, steps=(2, 4))
+  _copy(folder)
+  whole = _content(folder)
+  checkpoints = folder / 'checkpoints'
+  (checkpoints / '2').rename(checkpoints / '2.corrupt')
+  (checkpoints / '4' / 'state' / 'd').write_text('damaged')
+  _copy(folder)
+  (checkpoints / '4').rename(checkpoints / '4.corrupt')
+  _copy(folder)
+  other.mkdir()
+  bucket_copy.fetch(_ADDRESS, other, print)
+  assert _content(other) == whole
+
+
+def test_a_checkpoint_that_goes_while_it_is_copied_is_not_complete(
+  tmp_path, monkeypatch
+):
+  folder, other = tmp_path / 'run', tmp_path / 'other'
+  _run(folder, steps=(2,))
+  _copy(folder)
+  _run(folder, steps=(4,))
+  shutil.rmtree(folder / 'checkpoints' / '2')
+  upload = buckets.Bucket.upload
+
+  def slow(self, path, name):
+    if name == 'checkpoints/4/state/d':  # the run has removed it
+      shutil.rmtree(folder / 'checkpoints' / '4')
+    upload(self, path, name)
+
+  monkeypatch.setattr(buckets.Bucket, 'upload', slow)
+  assert _copy(folder) == []
+  other.mkdir()
+  bucket_copy.fetch(_ADDRESS, other, print)
+  assert os.listdir(other / 'checkpoints') == ['2']
+
+
+def test_a_file_that_cannot_be_copied_holds_up_no_other(tmp_path, monkeypatch):
+  folder = tmp_path / 'run'
+  _run(folder, steps=(2,))
+  upload = buckets.Bucket.upload
+
+  def fail(self, path, name):
+    if name == 'config.json':
+      raise buckets.BucketError(f'{_ADDRESS}: too large')
+    upload(self, path, name)
+
+  monkeypatch.setattr(buckets.Bucket, 'upload', fail)
+  lines = _copy(folder)
+  assert lines[-1].startswith(f'some files of {folder} are not in {_ADDRESS} (')
+  assert 'checkpoints/2/state/d' in buckets.Bucket(_ADDRESS).sizes()
 
 
 def test_a_bucket_out_of_reach_stops_nothing(tmp_path, monkeypatch):
   folder = tmp_path / 'run'
   _run(folder, steps=(2,))
+  failing = threading.Event()
+  failing.set()
+  upload = buckets.Bucket.upload
 
   def fail(self, path, name):
-    raise buckets.BucketError(f'{_ADDRESS}: no network')
+    if failing.is_set():
+      raise buckets.BucketError(f'{_ADDRESS}: no network')
+    upload(self, path, name)
 
-  monkeypatch.setattr(bucket_copy, '_EVERY', 0.01)
-  with monkeypatch.context() as patch:
-    patch.setattr(buckets.Bucket, 'upload', fail)
-    lines = _copy(folder)
-  assert lines == [
-    f'not copied, will be tried again: {_ADDRESS}: no network',
-    f'{folder} was not copied completely to {_ADDRESS}: {_ADDRESS}: no '
-    'network; the same command copies the rest',
+  monkeypatch.setattr(buckets.Bucket, 'upload', fail)
+  problem = f'{_ADDRESS}: no network'
+  told = (
+    f'writer.copy_to: cannot copy to {problem}; the run goes on, and tries '
+  )
+  assert _copy(folder) == [
+    f'{told}again every 15 s',
+    f'some files of {folder} are not in {_ADDRESS} ({problem}); run the same '
+    'command on this machine again to copy them',
   ]
   assert buckets.Bucket(_ADDRESS).read('copied.json') == b''
-  assert _copy(folder) == []
+  monkeypatch.setattr(bucket_copy, '_EVERY', 0.01)
+  lines, again = [], threading.Event()
+
+  def show(line):
+    lines.append(line)
+    failing.clear()
+    if len(lines) == 2:
+      again.set()
+
+  with bucket_copy.copying(_ADDRESS, folder, show):
+    assert again.wait(20)
+  assert lines == [f'{told}again every 0 s', 'writer.copy_to: copied again']
   record = json.loads(buckets.Bucket(_ADDRESS).read('copied.json'))
-  assert record == {'checkpoints': [2]}
+  assert record == {'folders': ['checkpoints/2']}
 
 
-def test_a_slow_bucket_does_not_hold_up_the_end(tmp_path, monkeypatch):
+@pytest.mark.parametrize('limit', ['grace', 'error'])
+def test_a_slow_bucket_does_not_hold_up_the_end(tmp_path, monkeypatch, limit):
   folder, lines = tmp_path / 'run', []
   _run(folder, steps=(2,))
   free = threading.Event()
+  monkeypatch.setattr(bucket_copy, '_AFTER_ERROR', 0.2)
   monkeypatch.setattr(
     buckets.Bucket, 'upload', lambda self, path, name: free.wait(60)
   )
-  with bucket_copy.copying(
-    _ADDRESS, folder, lines.append, seconds_left=lambda: 2.2
-  ):
-    pass
+  end = time.monotonic() + {'grace': 2.5, 'error': 60.0}[limit]
+  left = lambda: end - time.monotonic()
+  with contextlib.suppress(KeyError):
+    with bucket_copy.copying(_ADDRESS, folder, lines.append, left):
+      if limit == 'error':
+        raise KeyError
   free.set()
-  assert lines[-1].endswith('no time is left; the same command copies the rest')
+  for thread in threading.enumerate():
+    if thread.name == 'bucket':
+      thread.join(20)
+  assert 'no time is left' in lines[-1]
+  # What nobody waits for does not go on.
+  assert buckets.Bucket(_ADDRESS).sizes() == {}

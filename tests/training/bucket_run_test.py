@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import socket
+import sys
 
 import pytest
 
@@ -88,18 +89,21 @@ def test_a_run_goes_on_from_its_bucket(finished, tmp_path, capsys):
   assert __main__.main(['view', address]) == 0
   assert 'step 3: 16 of 16 dialogues' in capsys.readouterr().out
 
-  # A new run must not take the place of this one.
-  assert _train(tmp_path / 'new', f'{address}/') == 0  # it is brought here
-  shutil.rmtree(tmp_path / 'new')
-  (tmp_path / 'new').mkdir()
-  other_seed = runs.flags(seed=5, writer__copy_to=address)
-  command = ['train', *other_seed, f'--workdir={tmp_path / "new"}']
-  assert __main__.main(command) == 2
+  # Another run must not take the place of this one.
+  begins = ['train', *runs.flags(seed=5, writer__copy_to=address)]
+  assert __main__.main([*begins, f'--workdir={tmp_path / "new"}']) == 2
   assert 'seed=5: the run in' in capsys.readouterr().err
+  assert __main__.main([*begins, f'--workdir={other}', '--restart']) == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line.startswith(f'writer.copy_to={address}: holds a run already; ')
 
 
-def test_a_bucket_without_its_package_is_one_line(tmp_path, capsys):
+def test_a_bucket_without_its_package_is_one_line(
+  tmp_path, capsys, monkeypatch
+):
+  monkeypatch.setitem(sys.modules, 's3fs', None)
   flags = runs.flags(writer__copy_to='s3://bucket/run')
   assert __main__.main(['train', *flags, f'--workdir={tmp_path}/run']) == 2
   (line,) = capsys.readouterr().err.splitlines()
-  assert line.startswith('s3://bucket/run: ') and 's3fs' in line.lower()
+  assert line.startswith('config.writer.copy_to: s3://bucket/run: needs a pack')
+  assert not list(tmp_path.iterdir())

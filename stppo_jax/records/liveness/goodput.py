@@ -75,8 +75,8 @@ class Kept(NamedTuple):
   """The steps of a run, as a file of metrics records them.
 
   Attributes:
-    seconds: the duration of the steps that are kept; those whose lines were
-      dropped to keep the file small count, too.
+    seconds: the duration of all steps that are not lost, with those whose
+      lines `writer.keep_lines` has removed.
     last_step: the last step that was written, kept or not.
   """
 

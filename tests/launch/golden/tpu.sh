@@ -26,7 +26,7 @@ if [ ! -d /opt/stppo_jax ]; then
   git clone --quiet https://example.com/stppo_jax.git /opt/stppo_jax
   git -C /opt/stppo_jax checkout --quiet main
   python3.11 -m venv /opt/stppo_jax/.venv
-  /opt/stppo_jax/.venv/bin/pip install --quiet '/opt/stppo_jax[tpu]'
+  /opt/stppo_jax/.venv/bin/pip install --quiet '/opt/stppo_jax[tpu,gcs]'
 fi
 cd /opt/stppo_jax
 trap - ERR
