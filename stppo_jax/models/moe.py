@@ -13,6 +13,7 @@ Experts have no capacity limit, so no token is dropped.
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
+import functools
 
 from flax import nnx
 import jax
@@ -21,9 +22,13 @@ from jax.sharding import PartitionSpec as P
 
 from stppo_jax.models import config as model_config
 from stppo_jax.models import layers
+from stppo_jax.models import ragged
 from stppo_jax.parallel import activations
+from stppo_jax.parallel import mesh as mesh_lib
 
 Array = jax.Array
+# (rows, matrices, rows of each matrix) -> products, see `ragged.dot`.
+Product = Callable[[Array, Array, Array], Array]
 
 
 @jax.tree_util.register_dataclass
@@ -174,34 +179,52 @@ def dense(x_BLD, ids_BLE, weights_BLE, kernels, mesh) -> Array:
   return (gated_BLFX.reshape(-1, F * X) @ down).reshape(x_BLD.shape)
 
 
-def grouped(x_BLD, ids_BLE, weights_BLE, kernels, mesh) -> Array:
+def grouped(
+  x_BLD, ids_BLE, weights_BLE, kernels, mesh, *, product: Product | None = None
+) -> Array:
   """Returns the mixture by computing visited experts only.
 
   On a mesh every device sorts the tokens of its own rows and holds a slice of F
   of all experts: no token moves to another device.
+
+  Args:
+    x_BLD, ids_BLE, weights_BLE, kernels, mesh: see `MixtureOfExperts`.
+    product: the product of sorted visits and their experts' matrices, if it is
+      one of kernels; None: `ragged.dot` on a TPU, `jax.lax.ragged_dot`
+      elsewhere.
   """
-  rows = x_BLD.shape[0]
+  if product is None and mesh_lib.platform(mesh) == 'tpu':
+    product = ragged.dot
+  local = functools.partial(_grouped, product or jax.lax.ragged_dot)
   if mesh is None or mesh.size == 1:
-    return _grouped(x_BLD, ids_BLE, weights_BLE, *kernels)
-  divides = rows % activations.extent(mesh, activations.ROWS) == 0
-  row = P(activations.ROWS if divides else None)
+    return local(x_BLD, ids_BLE, weights_BLE, *kernels)
+  divides = x_BLD.shape[0] % activations.extent(mesh, activations.ROWS) == 0
+  rows = activations.ROWS if divides else None
   divides = kernels[0].shape[2] % mesh.shape[activations.TENSOR] == 0
   axis = activations.TENSOR if divides else None
-
-  def local(*args):
-    y_BLD = _grouped(*args)
-    return jax.lax.psum(y_BLD, axis) if axis else y_BLD
-
   wide, narrow = P(None, None, axis), P(None, axis)
-  return jax.shard_map(
-    local,
+  specs = (P(rows), P(rows), P(rows), wide, wide, narrow)
+  on_mesh = functools.partial(jax.shard_map, mesh=mesh, out_specs=P(rows))
+  total = lambda y_BLD: jax.lax.psum(y_BLD, axis) if axis else y_BLD
+  if product is None:
+    summed = on_mesh(lambda *args: total(local(*args)), in_specs=specs)
+    return summed(x_BLD, ids_BLE, weights_BLE, *kernels)
+  # The sum is apart from the kernels, because these do not declare which axes
+  # vary, and without that JAX sums gradients over `axis` which are equal there.
+  parts = jax.shard_map(
+    lambda *args: local(*args)[None],
     mesh=mesh,
-    in_specs=(row, row, row, wide, wide, narrow),
-    out_specs=row,
-  )(x_BLD, ids_BLE, weights_BLE, *kernels)
+    in_specs=specs,
+    out_specs=P(axis, rows),
+    check_vma=False,
+  )
+  summed = on_mesh(lambda y_1BLD: total(y_1BLD[0]), in_specs=P(axis, rows))
+  return summed(parts(x_BLD, ids_BLE, weights_BLE, *kernels))
 
 
-def _grouped(x_BLD, ids_BLE, weights_BLE, gate_XDF, up_XDF, down_XFD):
+def _grouped(
+  product, x_BLD, ids_BLE, weights_BLE, gate_XDF, up_XDF, down_XFD
+) -> Array:
   """Returns the mixture [B, L, D] on one device.
 
   Each token is repeated for its E visits, and visits are sorted by expert, so
@@ -215,9 +238,9 @@ def _grouped(x_BLD, ids_BLE, weights_BLE, gate_XDF, up_XDF, down_XFD):
   sizes_X = jnp.bincount(ids_U, length=num_experts).astype(jnp.int32)
   visits = jnp.broadcast_to(x_BLD[:, :, None], (B, L, E, D)).reshape(-1, D)
   x_UD = _permuted(visits, order_U, place_U)
-  gated_UF = jax.nn.silu(jax.lax.ragged_dot(x_UD, gate_XDF, sizes_X))
-  gated_UF = gated_UF * jax.lax.ragged_dot(x_UD, up_XDF, sizes_X)
-  y_UD = jax.lax.ragged_dot(gated_UF, down_XFD, sizes_X)
+  gated_UF = jax.nn.silu(product(x_UD, gate_XDF, sizes_X))
+  gated_UF = gated_UF * product(x_UD, up_XDF, sizes_X)
+  y_UD = product(gated_UF, down_XFD, sizes_X)
   y_BLED = _permuted(y_UD, place_U, order_U).reshape(B, L, E, D)
   return jnp.einsum('bled,ble->bld', y_BLED, weights_BLE)
 

@@ -43,8 +43,12 @@ _CALLED = re.compile(
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CHANNEL = re.compile(r'\bchannel_id=(\d+)')
 # The compiler for TPU estimates how long a kernel computes; it does not count
-# waits for other devices, nor kernels that it did not make itself.
+# waits for other devices, nor kernels that it did not make itself. Of some that
+# it cannot estimate it writes the largest integer.
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_NO_ESTIMATE = 2**63 - 1
+# A kernel that the compiler did not make may say how much it computes.
+_KERNEL_COST = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 # How the compiler for TPU names a kernel that is a reduce-scatter; inside, the
 # text has an all-reduce, of whose result a part is kept.
 _REDUCE_SCATTER_KERNEL = 'all-reduce-scatter'
@@ -194,7 +198,11 @@ def collectives(text: str) -> list[Collective]:
 
 
 def operations(text: str) -> int:
-  """Returns the multiplications and additions of all matrix products."""
+  """Returns the multiplications and additions of all matrix products.
+
+  Of kernels that the compiler did not make, it is what they say that they
+  compute. Products of rows and experts say it; attention does not.
+  """
   total = 0
   for line in instructions(text):
     if line.opcode == 'dot':
@@ -219,6 +227,8 @@ def operations(text: str) -> int:
         # Products with padding are left out.
         pairs *= min(left[axis], result[axis]) * right[axis]
       total += 2 * line.times * pairs
+    elif cost := _KERNEL_COST.search(line.rest):
+      total += line.times * int(cost[1])
   return total
 
 
@@ -232,7 +242,7 @@ def estimated_cycles(text: str) -> int:
   total = 0
   for line in instructions(text):
     cycles = None if line.kernel else _CYCLES.search(line.rest)
-    if cycles:
+    if cycles and int(cycles[1]) != _NO_ESTIMATE:
       total += line.times * int(cycles[1])
   return total
 

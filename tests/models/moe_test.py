@@ -4,6 +4,7 @@ B rows, L tokens, D width, X experts, E visited experts, F width of an expert.
 """
 
 import dataclasses
+import functools
 
 from flax import nnx
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from stppo_jax.models import moe
+from stppo_jax.models import ragged
 from stppo_jax.parallel import mesh as mesh_lib
 from tests.models import tiny
 
@@ -102,27 +104,60 @@ def test_grouped_equals_dense_with_its_gradient(visited):
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), *found)
 
 
+def _with_balance(mesh, **changes):
+  """Returns the loss and the gradients of a mixture with its load balance."""
+  apply, weights = _parts(mesh, **changes)
+
+  def loss(weights, tokens):
+    y, routing = apply(weights, tokens)
+    balance = moe.load_balance(
+      jnp.sum(routing.visits_BX, axis=0),
+      jnp.sum(routing.probs_BX, axis=0),
+      jnp.float32(B * L),
+    )
+    return jnp.mean(jnp.square(y - 1.0)) + balance
+
+  value_and_grad = jax.value_and_grad(loss, argnums=(0, 1))
+  return jax.jit(value_and_grad)(weights, TOKENS)
+
+
+def _assert_close(found, expected):
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-5),
+    found,
+    expected,
+  )
+
+
 @pytest.mark.parametrize('name', tuple(moe.IMPLEMENTATIONS))
 def test_eight_devices_are_one(name):
   eight = mesh_lib.make_mesh(data=2, fsdp=2, tensor=2)
-  found = []
-  for mesh in (None, eight):
-    apply, weights = _parts(mesh, moe=name)
+  found = _with_balance(eight, moe=name)
+  _assert_close(found, _with_balance(None, moe=name))
 
-    def loss(weights, tokens, apply=apply):
-      y, routing = apply(weights, tokens)
-      balance = moe.load_balance(
-        jnp.sum(routing.visits_BX, axis=0),
-        jnp.sum(routing.probs_BX, axis=0),
-        jnp.float32(B * L),
-      )
-      return jnp.mean(jnp.square(y - 1.0)) + balance
 
-    value_and_grad = jax.value_and_grad(loss, argnums=(0, 1))
-    found.append(jax.jit(value_and_grad)(weights, TOKENS))
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-5), *found
+@pytest.mark.parametrize(
+  ('axes', 'width'),
+  [
+    (None, F),
+    ((2, 2, 2), F),
+    # Neither the rows nor the width are divided.
+    ((1, 1, 8), 12),
+    ((1, 8, 1), F),
+  ],
+)
+def test_the_kernel_for_tpu_changes_no_gradient(monkeypatch, axes, width):
+  mesh = axes and mesh_lib.make_mesh(**dict(zip(mesh_lib.AXES, axes)))
+  changes = dict(moe='grouped', moe_intermediate_size=width)
+  expected = _with_balance(None, **changes)
+  monkeypatch.setitem(
+    moe.IMPLEMENTATIONS,
+    'grouped',
+    functools.partial(
+      moe.grouped, product=functools.partial(ragged.dot, interpret=True)
+    ),
   )
+  _assert_close(_with_balance(mesh, **changes), expected)
 
 
 @pytest.mark.parametrize('name', tuple(moe.IMPLEMENTATIONS))

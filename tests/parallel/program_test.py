@@ -125,6 +125,8 @@ ENTRY %main (p: bf16[1,8]) -> bf16[1,8] {
   %loop = (s32[], bf16[1,8]{1,0}) while(%p), condition=%condition, body=%body
   %heads = bf16[4,2,3]{2,1,0} convolution(%q, %k), window={size=2 \
 pad=1_1 rhs_reversal=1}, dim_labels=bf0_0oi->b0f
+  %sum.3 = f32[8]{0} fusion(%p), kind=kCustom, calls=%scatter, \
+backend_config={"estimated_cycles":"9223372036854775807"}
   ROOT %copy = bf16[1,8]{1,0} copy(%p), backend_config={"estimated_cycles":"5"}
 }
 """
@@ -139,6 +141,7 @@ def test_programs_for_tpu_are_counted():
     ('reduce-scatter', 16 * 8 * 2, 16, 28),
     ('reduce-scatter', 32 * 8 * 2, 16, 28),
   ]
+  # Of the scatter there is no estimate.
   assert program.estimated_cycles(_TPU_TEXT) == 28 * 250 + 5
   assert program.estimated_cycles(_TEXT) == 0
 
@@ -153,6 +156,17 @@ def test_convolutions_that_are_products_are_counted():
   # which the window adds padding.
   expected = 28 * 2 * 4 * 16 * 8 + 2 * 4 * 5 * 3 * 2
   assert program.operations(text) == expected
+
+
+def test_kernels_that_say_what_they_compute_are_counted():
+  kernel = (
+    '  %%y = bf16[4,8]{1,0} custom-call(%%x), custom_call_target='
+    '"tpu_custom_call", backend_config={"custom_call_config":{%s}}\n'
+  )
+  cost = '"cost_estimate":{"flops":"70","transcendentals":"0"}'
+  kernels = kernel % cost + kernel % '"body":""'
+  text = _TEXT.replace('  %whole', kernels + '  %whole')
+  assert program.operations(text) == 5 * 70
 
 
 def _compiled(function, mesh, *arrays):

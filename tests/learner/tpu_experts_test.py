@@ -1,0 +1,103 @@
+"""The update of a mixture of experts as it is compiled for TPU.
+
+It needs the compiler for TPU, `pip install libtpu`, and is skipped without it.
+"""
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.models import config as model_config
+from stppo_jax.models import operations
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import program
+from stppo_jax.parallel import topology
+from tests.training import runs
+
+pytestmark = [
+  pytest.mark.slow,
+  # A program for chips that are not there is kept, but cannot be read again.
+  pytest.mark.filterwarnings('ignore:Error reading persistent compilation'),
+  pytest.mark.skipif(
+    importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed'
+  ),
+]
+
+_ROWS, _LENGTH, _LOSSES = 8, 512, 256
+_EXPERTS, _VISITED, _FSDP, _TENSOR = 16, 2, 2, 2
+_SHAPE = model_config.ModelConfig(
+  vocab_size=1024,
+  hidden_size=256,
+  intermediate_size=512,
+  num_layers=2,
+  num_heads=2,
+  num_kv_heads=2,
+  head_dim=128,
+  rope_theta=1e4,
+  rms_norm_eps=1e-6,
+  qkv_bias=False,
+  qk_norm=True,
+  tie_embeddings=False,
+  num_experts=_EXPERTS,
+  num_experts_per_tok=_VISITED,
+  moe_intermediate_size=512,
+  dtype='bfloat16',
+  remat='full',
+  attention='splash',
+  moe='grouped',
+)
+
+
+@functools.cache
+def _text() -> str:
+  devices = topology.devices(topology.find('v5p:2x2x1'))
+  mesh = mesh_lib.make_mesh(data=1, fsdp=2, tensor=_TENSOR, devices=devices)
+  config = runs.config(
+    'turn_ppo',
+    rollout__trajectories_per_step=2 * _ROWS,
+    updates__minibatch_size=_ROWS,
+    updates__microbatch_size=_FSDP,
+  )
+  learner = learner_lib.Learner(config, _SHAPE, mesh)
+  return topology.compiled(learner.lower_update(_batch())).as_text()
+
+
+def _batch():
+  of = lambda dtype, *shape: jax.ShapeDtypeStruct((2 * _ROWS, *shape), dtype)
+  ids_BL, numbers_BL = of(jnp.int32, _LENGTH), of(jnp.float32, _LENGTH)
+  return batch_lib.TokenBatch(
+    tokens_BL=ids_BL,
+    lengths_B=of(jnp.int32),
+    turn_ids_BL=ids_BL,
+    loss_mask_BL=of(jnp.bool_, _LENGTH),
+    sampler_logprobs_BL=numbers_BL,
+    rewards_BL=numbers_BL,
+    group_ids_B=of(jnp.int32),
+    loss_positions_BM=of(jnp.int32, _LOSSES),
+  )
+
+
+def test_only_visited_experts_are_computed():
+  # The kernel of attention does not say how much it computes.
+  layers = 3 * operations.layer_operations(_SHAPE, 0)
+  layers += operations.recomputed_layer_operations(_SHAPE, 0)
+  logits = 4 * operations.logit_operations(_SHAPE)
+  both = _ROWS * (2 * _LENGTH * layers + _LOSSES * logits)
+  found = program.operations(_text())
+  assert found == pytest.approx(both / _FSDP / _TENSOR, rel=0.1)
+
+
+def test_rows_are_not_copied_for_every_expert():
+  visits = _LENGTH * _VISITED
+  sizes = [
+    dims
+    for line in program.instructions(_text())
+    for _, dims in line.arrays
+    if {_EXPERTS, visits} <= set(dims) and len(dims) > 2
+  ]
+  assert not sizes

@@ -1,0 +1,82 @@
+"""The gradient by the kernel for TPU, run without a TPU, and JAX's own.
+
+U rows, X matrices with K rows and N columns each.
+"""
+
+import functools
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from stppo_jax.models import ragged
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import program
+from stppo_jax.parallel import sharding
+from stppo_jax.parallel import topology
+
+
+def _results(product, dtype, sizes, K, N):
+  rng = np.random.default_rng(0)
+  normal = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)
+  U = sum(sizes)
+  x_UK, w_XKN, dy_UN = normal(U, K), normal(len(sizes), K, N), normal(U, N)
+  sizes_X = jnp.asarray(sizes, jnp.int32)
+  run = jax.jit(lambda x, w: jax.vjp(lambda x, w: product(x, w, sizes_X), x, w))
+  y_UN, backward = run(x_UK, w_XKN)
+  return y_UN, *jax.jit(backward)(dy_UN)
+
+
+@pytest.mark.parametrize(
+  ('sizes', 'K', 'N'),
+  [
+    ((3, 0, 5, 0), 6, 4),
+    ((0, 0, 7), 5, 3),
+    ((300, 0, 1, 211), 16, 8),  # two tiles of rows, one of them for three
+    ((5, 4, 0), 520, 1100),  # tiles of columns that are not full
+  ],
+)
+def test_gradients_of_uneven_and_empty_groups(sizes, K, N):
+  dot = functools.partial(ragged.dot, interpret=True)
+  for found, expected in zip(
+    _results(dot, jnp.float32, sizes, K, N),
+    _results(jax.lax.ragged_dot, jnp.float32, sizes, K, N),
+  ):
+    bound = 1e-6 * np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=bound)
+
+
+def test_sums_of_bfloat16_are_rounded_once():
+  sizes = (40, 0, 23)
+  dot = functools.partial(ragged.dot, interpret=True)
+  *_, found = _results(dot, jnp.bfloat16, sizes, 6, 4)
+  *_, expected = _results(jax.lax.ragged_dot, jnp.float32, sizes, 6, 4)
+  assert found.dtype == jnp.bfloat16
+  np.testing.assert_allclose(found.astype(np.float32), expected, atol=0.15)
+
+
+# A program for chips that are not there is kept, but cannot be read again.
+@pytest.mark.filterwarnings('ignore:Error reading persistent compilation')
+@pytest.mark.skipif(
+  importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed'
+)
+@pytest.mark.parametrize('name', ['v5e:2x2', 'v6e:2x2'])
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float32])
+def test_the_largest_tiles_fit_on_a_chip(name, dtype):
+  U, K, N, X = 1000, 2048, 2000, 8
+  devices = topology.devices(topology.find(name))[:1]
+  mesh = mesh_lib.make_mesh(data=1, fsdp=1, tensor=1, devices=devices)
+  of = lambda dtype, *shape: jax.ShapeDtypeStruct(
+    shape, dtype, sharding=sharding.replicated(mesh)
+  )
+
+  def gradient(x_UK, w_XKN, sizes_X, dy_UN):
+    _, backward = jax.vjp(lambda w: ragged.dot(x_UK, w, sizes_X), w_XKN)
+    return backward(dy_UN)
+
+  arrays = of(dtype, U, K), of(dtype, X, K, N), of(jnp.int32, X)
+  lowered = jax.jit(gradient).lower(*arrays, of(dtype, U, N))
+  found = program.operations(topology.compiled(lowered).as_text())
+  assert found == 2 * 1024 * K * N
