@@ -68,9 +68,9 @@ SETTINGS = {
   'qwen2_5_7b@v5e:8x8': Setting(1, 32, 2, 16, 4),
   'qwen2_5_7b@v5p:2x2x4': Setting(2, 8, 1, 64, 1),
   'qwen2_5_7b@v6e:4x4': Setting(1, 8, 2, 16, 4),
-  'qwen3_8b@v5e:8x8': Setting(1, 32, 2, 8, 4),
+  'qwen3_8b@v5e:8x8': Setting(1, 16, 4, 8, 4),
   'qwen3_8b@v5p:2x2x4': Setting(2, 8, 1, 32, 1),
-  'qwen3_8b@v6e:4x4': Setting(1, 8, 2, 16, 4),
+  'qwen3_8b@v6e:4x4': Setting(1, 8, 2, 8, 4),
   'qwen3_30b_a3b@v5p:2x2x4': Setting(1, 8, 2, 32, 4),
 }
 

@@ -3,7 +3,8 @@
 python -m stppo_jax view DIR [--evaluation] [--step=N] [--number=N] [--tokens]
                         [FILTERS]
 
-  DIR           the folder of a run of train, its --workdir
+  DIR           the folder of a run of train, its --workdir, or the address of
+                its copy, its writer.copy_to
   --evaluation  the dialogues of evaluations, not those that were trained on
   --step        the step; by default the last one that has dialogues
   --number      shows that dialogue of the step; without it, a list of them
