@@ -82,4 +82,8 @@ def test_nothing_grows_from_step_to_step(tmp_path, record_property):
   record_property('KiB per step', growth)
   print(f'steps {first} to {last}: {growth:.1f} KiB per step, {after}')
   assert growth < _KIB_PER_STEP, used
-  assert after._replace(memory=0) == before._replace(memory=0), used
+  # A file may be open for a moment, such as that of the heartbeat.
+  early = [used[number] for number in numbers[: len(numbers) // 2]]
+  for name in ('threads', 'files', 'sockets', 'compiled'):
+    most = max(getattr(use, name) for use in early)
+    assert getattr(after, name) <= most, used

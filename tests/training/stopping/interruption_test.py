@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -269,6 +270,10 @@ def test_a_save_that_fails_beside_the_loop_ends_the_run(
 
   def act(moment):
     if moment == ('updated', 2):
+      deadline = time.monotonic() + 60  # threads write the first checkpoint
+      while run_state.read(tmp_path).checkpoint != 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
       resource.setrlimit(limit, (1024, hard))
 
   try:
