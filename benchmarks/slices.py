@@ -72,6 +72,7 @@ SETTINGS = {
   'qwen3_8b@v5p:2x2x4': Setting(2, 8, 1, 32, 1),
   'qwen3_8b@v6e:4x4': Setting(1, 8, 2, 8, 4),
   'qwen3_30b_a3b@v5p:2x2x4': Setting(1, 8, 2, 32, 4),
+  'qwen3_30b_a3b@v5p:2x4x4': Setting(1, 16, 2, 32, 4),
 }
 
 

@@ -109,8 +109,7 @@ def estimate_temporaries(
 ) -> dict[str, int]:
   """Returns the bytes of an update's temporaries on one device, by formula.
 
-  They are within 30 % of what the compiler for TPU plans, mostly below it. The
-  temporaries of experts are missing.
+  They are within 30 % of what the compiler for TPU plans, mostly below it.
 
   Args:
     work: the sizes of a step.
@@ -146,6 +145,10 @@ def estimate_temporaries(
   estimated = {
     'gradients': trained,
     f'weights in {shape.dtype}': trained * size // 4 if size < 4 else 0,
+    # The kernel's gradients of all layers are in the dtype of the computation.
+    f'gradients of experts in {shape.dtype}': (
+      trained * size // 4 if shape.num_experts and size < 4 else 0
+    ),
     'kept for the backward pass': (
       models * shape.num_layers * tokens * kept[shape.remat] * size
     ),

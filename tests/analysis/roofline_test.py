@@ -54,7 +54,9 @@ def test_formulas_agree_with_compiled_programs(name):
   attention = (
     9 * tokens * operations.attention_operations(work.shape, work.length)
   )
-  assert (part.computed - attention) / 2e12 == pytest.approx(products, rel=0.03)
+  # Kernels of experts compute tiles with rows of two experts twice.
+  rel = 0.05 if work.shape.num_experts else 0.03
+  assert (part.computed - attention) / 2e12 == pytest.approx(products, rel=rel)
   formula = sum(part.traffic.values()) / 2 / _GIB
   assert 0.85 * sent < formula < 1.05 * sent
 
