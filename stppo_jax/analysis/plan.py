@@ -199,6 +199,7 @@ def make(
     sizes[f'{name} parameters'] for name, m in models.items() if m is not None
   )
   axes = dict(mesh.shape)
+  assert packed.loss_positions_BM is not None  # `packed_shapes` has them
   work = step_work.build(
     config,
     learner,

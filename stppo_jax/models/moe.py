@@ -14,6 +14,7 @@ from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
 import functools
+from typing import Any
 
 from flax import nnx
 import jax
@@ -28,7 +29,7 @@ from stppo_jax.parallel import mesh as mesh_lib
 
 Array = jax.Array
 # (rows, matrices, rows of each matrix) -> products, see `ragged.dot`.
-Product = Callable[[Array, Array, Array], Array]
+Product = Callable[..., Any]
 
 
 @jax.tree_util.register_dataclass

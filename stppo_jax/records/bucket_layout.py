@@ -32,8 +32,8 @@ def is_part(path: pathlib.PurePath) -> bool:
   if any(part.endswith(_UNFINISHED) for part in path.parts):
     return False
   # What is no number is a checkpoint that is being written, or was set aside.
-  in_checkpoints = len(path.parts) > 1 and path.parts[0] == _CHECKPOINTS
-  return not in_checkpoints or path.parts[1].isdecimal()
+  first, *rest = path.parts
+  return first != _CHECKPOINTS or not rest or rest[0].isdecimal()
 
 
 def is_wanted(name: str, complete: Set[str]) -> bool:

@@ -80,6 +80,7 @@ def totals(
   )
   *counts, collected = zip(*hosts.exchange('totals', mine))
   rows, tokens, sampled, trained, *done = map(sum, counts)
+  assert packed.loss_positions_BM is not None  # `pack` returns them
   return Totals(
     rows=rows,
     length=packed.tokens_BL.shape[1],
