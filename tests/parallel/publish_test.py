@@ -15,6 +15,7 @@ from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import program
 from stppo_jax.parallel import publish
 from stppo_jax.parallel import sharding
+from stppo_jax.parallel import topology
 
 _LAYERS = 2
 # Data, fsdp and tensor of training, and tensor of decoding.
@@ -188,3 +189,12 @@ def test_every_host_gets_a_copy_on_its_own_devices():
   for worker, output in zip(workers, outputs, strict=True):
     assert worker.returncode == 0, output
     assert output.endswith('published\n')
+
+
+def test_a_plan_places_the_engine_on_the_last_host():
+  chips = topology.virtual(topology.find('v5e:4x4'))
+  mesh = mesh_lib.make_mesh(data=2, fsdp=8, tensor=1, devices=chips)
+  for host in (0, 3):
+    placement = publish.Placement(mesh, 2, host=host)
+    hosts = {chip.process_index for chip in placement.mesh.devices.flat}
+    assert hosts == {host} and placement.mesh.shape['tensor'] == 2
