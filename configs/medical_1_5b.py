@@ -16,7 +16,7 @@ questions, a minibatch 128 trajectories, and a dialogue at most 6 searches.
 needs no data. If half of the tokens are trained on, it estimates (no run on a
 TPU has confirmed it yet):
 
-    12.9 of 15.75 GiB of a chip
+    13.0 of 15.75 GiB of a chip
     54 seconds a step, at least 20
     3 hours and 48 chip-hours for 200 steps
 """

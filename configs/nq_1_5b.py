@@ -16,7 +16,7 @@ docs/algorithms.md describes.
 needs no data. If half of the tokens are trained on, it estimates (no run on a
 TPU has confirmed it yet):
 
-    12.9 of 15.75 GiB of a chip
+    13.0 of 15.75 GiB of a chip
     108 seconds a step, at least 40
     15 hours and 241 chip-hours for 500 steps
 """
