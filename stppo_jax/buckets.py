@@ -18,8 +18,6 @@ from typing import Any
 
 _ADDRESS = re.compile(r'([a-z][a-z0-9+.-]*)://[^?@]+')
 _EXTRAS = {'gs': 'gcs', 'gcs': 'gcs', 's3': 's3'}  # of pip install '.[EXTRA]'
-
-
 # What fsspec tells of an object that changes with its content, by the kind of
 # bucket.
 _VERSION = ('size', 'etag', 'ETag', 'generation', 'updated', 'mtime', 'created')
@@ -234,4 +232,8 @@ def local_folder(place: str) -> pathlib.Path:
       bucket.download(name, part)
       part.replace(path)
     known.write_text(version)
-  return folder / 'content'
+  content = folder / 'content'
+  for path in content.rglob('*'):
+    if path.is_file() and str(path.relative_to(content)) not in versions:
+      path.unlink(missing_ok=True)  # the bucket no longer has it
+  return content

@@ -92,10 +92,12 @@ def test_a_folder_of_a_bucket_is_downloaded_once(
   assert kept.read_bytes() == b'two\n'
   before = kept.stat().st_mtime_ns
   bucket.write('nq/test.jsonl', b'two\n')  # of the same size
+  (folder / 'old.jsonl').write_text('the bucket had it once')
   assert buckets.local_folder(address) == folder
   buckets.local_folder.cache_clear()  # as in another process
   assert buckets.local_folder(address) == folder
   assert (folder / 'nq' / 'test.jsonl').read_bytes() == b'two\n'
+  assert not (folder / 'old.jsonl').exists()
   assert kept.stat().st_mtime_ns == before
   assert buckets.local_folder('some/folder') == pathlib.Path('some/folder')
   with pytest.raises(buckets.BucketError, match='nothing is stored'):

@@ -41,13 +41,17 @@ _Files = dict[str, tuple[int, int]]  # size and time by name
 
 
 class OtherRun(ValueError):
-  """The bucket has another run than the folder; one line."""
+  """An address holds something else than the run of the folder; one line."""
 
   exit_code = 2
 
 
 def check_restart(address: str, is_restart: bool) -> None:
   """Checks that a run that begins anew takes the place of no other.
+
+  Args:
+    address: the address of the new run; '' = there is none.
+    is_restart: whether a run begins anew; if not, nothing is checked.
 
   Raises:
     OtherRun: the address holds a run.
@@ -90,9 +94,9 @@ def fetch(
   complete = bucket_layout.complete_folders(bucket)
   newest, ours = bucket_layout.newest(complete), run_folder.read(workdir)
   if newest is None:
-    # That run can be made again by whoever began it, and this one needs it not.
+    # Without a checkpoint, that run would have to begin anew.
     if ours is None or ours.run_id != theirs:
-      show(f'{address}: a run without a checkpoint, whose place this one takes')
+      show(f'{address}: holds a run without a checkpoint; this one replaces it')
     return
   if ours is not None and ours.run_id != theirs:
     raise OtherRun(
@@ -186,7 +190,13 @@ def _joined(
   address: str,
   show: Callable[[str], None],
 ) -> bool:
-  """Waits for the last round; returns whether it has ended."""
+  """Waits for the last round; returns whether it has ended.
+
+  Args:
+    thread: copies the last round.
+    longest: the most seconds to wait.
+    seconds_left, address, show: see `copying`.
+  """
   since, is_told = time.monotonic(), False
   while thread.is_alive():
     waited = time.monotonic() - since

@@ -77,7 +77,8 @@ def draw(
       page = _page(study, groups, by_arm, rows, height)
       for suffix in formats:
         paths.append(folder / f'{study.name}_{name}.{suffix}')
-        page.savefig(paths[-1], **_SAVED[suffix])
+        # Names of arms and titles may be wider than the room that they have.
+        page.savefig(paths[-1], bbox_inches='tight', **_SAVED[suffix])
   return paths
 
 

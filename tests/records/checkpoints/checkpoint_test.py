@@ -538,6 +538,7 @@ def test_a_kill_at_any_moment_leaves_only_complete_steps(tmp_path, kills):
     saver.close()
   saver = checkpoint.Checkpointer(tmp_path, keep=2)
   saver.save(saved + 1, state, {})  # first, what the kill has left is removed
+  saver.close()
   names = [p.name for p in (tmp_path / 'checkpoints').iterdir()]
   assert not [name for name in names if not name.isdigit()], names
 
