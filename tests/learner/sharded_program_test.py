@@ -10,14 +10,13 @@ import re
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import pytest
 
-from stppo_jax import batch as batch_lib
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import program
+from tests.learner import abstract_batch
 from tests.training import runs
 
 # Weights are large beside everything else, as in models that need sharding. The
@@ -74,24 +73,11 @@ def _compiled(axes, num_microbatches=1, remat='none') -> _Compiled:
   shape = dataclasses.replace(_SHAPE, remat=remat)
   learner = learner_lib.Learner(config, shape, mesh)
   state, _ = learner.abstract_start()
-  lowered = learner.lower_update(_packed(rows))
+  lowered = learner.lower_update(
+    abstract_batch.packed(rows, _LENGTH, _NUM_LOSSES)
+  )
   compiled = lowered.compile(compiler_options=_COMPILER_OPTIONS)
   return _Compiled(state, compiled, compiled.as_text())
-
-
-def _packed(rows):
-  of = lambda dtype, *shape: jax.ShapeDtypeStruct((rows, *shape), dtype)
-  ids_BL, numbers_BL = of(jnp.int32, _LENGTH), of(jnp.float32, _LENGTH)
-  return batch_lib.TokenBatch(
-    tokens_BL=ids_BL,
-    lengths_B=of(jnp.int32),
-    turn_ids_BL=ids_BL,
-    loss_mask_BL=of(jnp.bool_, _LENGTH),
-    sampler_logprobs_BL=numbers_BL,
-    rewards_BL=numbers_BL,
-    group_ids_B=of(jnp.int32),
-    loss_positions_BM=of(jnp.int32, _NUM_LOSSES),
-  )
 
 
 def _bytes(tree, only=''):

@@ -4,29 +4,20 @@ It needs the compiler for TPU, `pip install libtpu`, and is skipped without it.
 """
 
 import functools
-import importlib.util
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-from stppo_jax import batch as batch_lib
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.models import operations
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import program
 from stppo_jax.parallel import topology
+from tests.learner import abstract_batch
+from tests.parallel import tpu_compiler
 from tests.training import runs
 
-pytestmark = [
-  pytest.mark.slow,
-  # A program for chips that are not there is kept, but cannot be read again.
-  pytest.mark.filterwarnings('ignore:Error reading persistent compilation'),
-  pytest.mark.skipif(
-    importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed'
-  ),
-]
+pytestmark = tpu_compiler.MARKS
 
 _ROWS, _LENGTH, _LOSSES = 8, 512, 256
 _EXPERTS, _VISITED, _FSDP, _TENSOR = 16, 2, 2, 2
@@ -64,22 +55,9 @@ def _text() -> str:
     updates__microbatch_size=_FSDP,
   )
   learner = learner_lib.Learner(config, _SHAPE, mesh)
-  return topology.compiled(learner.lower_update(_batch())).as_text()
-
-
-def _batch():
-  of = lambda dtype, *shape: jax.ShapeDtypeStruct((2 * _ROWS, *shape), dtype)
-  ids_BL, numbers_BL = of(jnp.int32, _LENGTH), of(jnp.float32, _LENGTH)
-  return batch_lib.TokenBatch(
-    tokens_BL=ids_BL,
-    lengths_B=of(jnp.int32),
-    turn_ids_BL=ids_BL,
-    loss_mask_BL=of(jnp.bool_, _LENGTH),
-    sampler_logprobs_BL=numbers_BL,
-    rewards_BL=numbers_BL,
-    group_ids_B=of(jnp.int32),
-    loss_positions_BM=of(jnp.int32, _LOSSES),
-  )
+  return topology.compiled(
+    learner.lower_update(abstract_batch.packed(2 * _ROWS, _LENGTH, _LOSSES))
+  ).as_text()
 
 
 def test_only_visited_experts_are_computed():

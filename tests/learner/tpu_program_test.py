@@ -4,30 +4,21 @@ It needs the compiler for TPU, `pip install libtpu`, and is skipped without it.
 """
 
 import functools
-import importlib.util
 import re
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import pytest
 
-from stppo_jax import batch as batch_lib
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.parallel import mesh as mesh_lib
 from stppo_jax.parallel import program
 from stppo_jax.parallel import topology
+from tests.learner import abstract_batch
+from tests.parallel import tpu_compiler
 from tests.training import runs
 
-pytestmark = [
-  pytest.mark.slow,
-  # A program for chips that are not there is kept, but cannot be read again.
-  pytest.mark.filterwarnings('ignore:Error reading persistent compilation'),
-  pytest.mark.skipif(
-    importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed'
-  ),
-]
+pytestmark = tpu_compiler.MARKS
 
 _V, _D, _LENGTH, _NUM_MICROBATCHES = 8192, 512, 512, 4
 _DATA, _FSDP = 2, 8
@@ -71,25 +62,12 @@ def _compiled() -> _Compiled:
   )
   learner = learner_lib.Learner(config, _SHAPE, mesh)
   state, _ = learner.abstract_start()
-  compiled = topology.compiled(learner.lower_update(_packed(2 * rows)))
+  compiled = topology.compiled(
+    learner.lower_update(abstract_batch.packed(2 * rows, _LENGTH, _LENGTH // 2))
+  )
   text = compiled.as_text()
   params = state.policy.params, state.value.params
   return _Compiled(params, program.collectives(text), text)
-
-
-def _packed(rows):
-  of = lambda dtype, *shape: jax.ShapeDtypeStruct((rows, *shape), dtype)
-  ids_BL, numbers_BL = of(jnp.int32, _LENGTH), of(jnp.float32, _LENGTH)
-  return batch_lib.TokenBatch(
-    tokens_BL=ids_BL,
-    lengths_B=of(jnp.int32),
-    turn_ids_BL=ids_BL,
-    loss_mask_BL=of(jnp.bool_, _LENGTH),
-    sampler_logprobs_BL=numbers_BL,
-    rewards_BL=numbers_BL,
-    group_ids_B=of(jnp.int32),
-    loss_positions_BM=of(jnp.int32, _LENGTH // 2),
-  )
 
 
 def _size(params, name):

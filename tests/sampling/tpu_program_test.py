@@ -6,7 +6,6 @@ it. The model is Qwen2.5-1.5B with few layers, on a host with four chips.
 
 import dataclasses
 import functools
-import importlib.util
 import math
 from typing import Any
 from typing import NamedTuple
@@ -23,17 +22,11 @@ from stppo_jax.parallel import sharding
 from stppo_jax.parallel import topology
 from stppo_jax.sampling import lowering
 from stppo_jax.training.building import model_files
+from tests.parallel import tpu_compiler
 from tests.sampling import tiny_engine
 from tests.training import runs
 
-pytestmark = [
-  pytest.mark.slow,
-  # A program for chips that are not there is kept, but cannot be read again.
-  pytest.mark.filterwarnings('ignore:Error reading persistent compilation'),
-  pytest.mark.skipif(
-    importlib.util.find_spec('libtpu') is None, reason='libtpu is not installed'
-  ),
-]
+pytestmark = tpu_compiler.MARKS
 
 _LAYERS, _SLOTS, _LENGTH, _CHUNK = 4, 64, 4096, 16
 _CHIPS, _TENSOR = 4, 2
