@@ -7,7 +7,7 @@ from stppo_jax import batch as batch_lib
 
 
 def packed(rows: int, length: int, losses: int) -> batch_lib.TokenBatch:
-  """Returns the shapes of rows, and of the `losses` tokens of each with loss."""
+  """Returns the shapes of rows, of whose tokens `losses` have a loss."""
   of = lambda dtype, *shape: jax.ShapeDtypeStruct((rows, *shape), dtype)
   ids_BL, numbers_BL = of(jnp.int32, length), of(jnp.float32, length)
   return batch_lib.TokenBatch(
