@@ -79,6 +79,16 @@ class TokenBatch:
     """Returns a copy with some arrays replaced."""
     return dataclasses.replace(self, **arrays)
 
+  def first_tokens(self, count: int) -> 'TokenBatch':
+    """Returns a copy without the tokens from number `count` on."""
+    return self.replace(
+      **{
+        name: x[:, :count]
+        for name, x in vars(self).items()
+        if x is not None and (name.endswith('_BL') or name == 'expert_ids')
+      }
+    )
+
 
 class TokenDetails(NamedTuple):
   """The numbers of the tokens of some rows after the updates of a step.

@@ -7,6 +7,10 @@ compute. Here every core runs a whole program on its share of the microbatches,
 and the cores are joined only for numbers of the whole minibatch: its statistics
 and the sum of its gradients.
 
+The rows of a minibatch are sorted by length, and each microbatch is cut off
+behind its longest row, so that short rows are not computed at the length of
+long ones.
+
 The result is that of `update.update` up to the order of the float32 sums. A
 mesh of several devices splits the rows itself and does not use this module.
 """
@@ -26,7 +30,6 @@ import numpy as np
 from stppo_jax import batch as batch_lib
 from stppo_jax.learner import forward
 from stppo_jax.learner import loss as loss_lib
-from stppo_jax.learner import microbatches as microbatches_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.learner import update as update_lib
 from stppo_jax.models import functional
@@ -80,7 +83,7 @@ class Updater:
     self._num_workers = num_workers
     self._pool = futures.ThreadPoolExecutor(num_workers, 'update')
     self._compiled = set()
-    self._select = jax.jit(self._select_rows)
+    self._select = jax.jit(_select_rows, static_argnames='width')
     self._cast = jax.jit(
       functools.partial(forward.cast_params, dtype=spec.policy.config.dtype)
     )
@@ -89,6 +92,10 @@ class Updater:
     )
     self._context = jax.jit(self._join_context)
     self._sums = jax.jit(functools.partial(update_lib.sum_gradients, spec=spec))
+    self._add = jax.jit(
+      lambda total, summand: jax.tree.map(jnp.add, total, summand),
+      donate_argnums=0,
+    )
     self._apply = jax.jit(
       self._join_and_apply,
       donate_argnums=0,
@@ -111,59 +118,87 @@ class Updater:
       state, batch, algorithm, hyperparameters, frozen: see `update.update`.
       rows: int32, the rows of the batch that form the minibatch.
     """
-    minibatch, shares = self._select(batch, rows)
+    minibatch, microbatches = self._split(batch, rows)
     params, frozen = self._cast(state, frozen=frozen)
     outputs = None
     if algorithm.uses_minibatch_statistics:
+      compute = functools.partial(self._outputs, params, frozen=frozen)
       outputs = self._map(
-        lambda share: self._outputs(params, share, frozen=frozen),
-        shares,
+        lambda share: [compute(microbatch) for microbatch in share],
+        microbatches,
         'outputs',
       )
     context = self._context(minibatch, algorithm, outputs)
     sums = self._map(
-      lambda share: self._sums(
-        params,
+      lambda share: self._sum_share(
         share,
-        context,
-        algorithm,
-        hyperparameters.loss,
-        frozen=frozen,
+        lambda microbatch: self._sums(
+          params,
+          microbatch,
+          context,
+          algorithm,
+          hyperparameters.loss,
+          frozen=frozen,
+        ),
       ),
-      shares,
+      microbatches,
       ('sums', jax.tree.structure(algorithm)),
     )
     return self._apply(state, sums, algorithm, hyperparameters)
 
+  def _split(self, batch, rows):
+    """Returns the minibatch and its microbatches, from short rows to long ones.
+
+    Each microbatch has a leading axis of length 1. The rows of the minibatch
+    are laid out as `microbatches.join` lays out those of the microbatches.
+    """
+    lengths = np.asarray(batch.lengths_B)[rows]
+    order = np.argsort(lengths, kind='stable')
+    rows_nB = np.asarray(rows)[order].reshape(self._spec.num_microbatches, -1)
+    longest = lengths[order].reshape(rows_nB.shape)[:, -1]
+    width = batch.tokens_BL.shape[1]
+    microbatches = [
+      self._select(batch, rows_1B, width=microbatch_width(length, width))
+      for rows_1B, length in zip(rows_nB[:, None], longest)
+    ]
+    return self._select(batch, rows_nB.T.reshape(-1), width=width), microbatches
+
+  def _sum_share(self, share, sums):
+    """Returns the sums and the diagnostics of one worker's microbatches."""
+    total, diagnostics = sums(share[0])
+    diagnostics = [diagnostics]
+    for microbatch in share[1:]:
+      summand, of_microbatch = sums(microbatch)
+      total = self._add(total, summand)
+      diagnostics.append(of_microbatch)
+    return total, diagnostics
+
   def _map(
-    self, function: Callable[[Tree], Tree], shares: Sequence[Tree], kind: Any
+    self, function: Callable[[Tree], Tree], microbatches: Tree, kind: Any
   ) -> list[Tree]:
-    """Applies a program to every share, each on a thread of its own.
+    """Applies a function to every worker's microbatches, on a thread each.
+
+    Which worker gets which microbatch does not depend on time, so equal calls
+    give equal bits. Every worker gets short and long microbatches.
 
     Calls from one thread would run one after the other. The first call for
-    given shapes does run that way, so that the program is compiled once and
-    not by all threads at the same time.
+    given shapes does run that way, so that a program is compiled once and not
+    by all threads at the same time.
     """
-    kind = (kind, *(x.shape for x in jax.tree.leaves(shares[0])))
-    if kind in self._compiled:
+    workers = range(self._num_workers)
+    shares = [microbatches[n :: self._num_workers] for n in workers]
+    kinds = {(kind, m.tokens_BL.shape) for m in microbatches}
+    if kinds <= self._compiled:
       return list(self._pool.map(function, shares))
-    self._compiled.add(kind)
+    self._compiled |= kinds
     return [function(share) for share in shares]
-
-  def _select_rows(self, batch, rows):
-    """Returns the minibatch, and one share of its microbatches per worker."""
-    minibatch = jax.tree.map(lambda x: x[rows], batch)
-    num_microbatches = self._spec.num_microbatches
-    microbatches = microbatches_lib.split(minibatch, num_microbatches)
-    size = num_microbatches // self._num_workers
-    return minibatch, [
-      jax.tree.map(lambda x: x[n * size : (n + 1) * size], microbatches)
-      for n in range(self._num_workers)
-    ]
 
   def _join_context(self, minibatch, algorithm, outputs):
     if outputs is not None:
-      outputs = _concatenate(outputs)
+      length = minibatch.tokens_BL.shape[1]
+      pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2])))
+      in_order = [pair for pairs in zip(*outputs) for pair in pairs]
+      outputs = _concatenate(jax.tree.map(pad, in_order))
     return loss_lib.minibatch_context(
       minibatch, algorithm, outputs=outputs, spec=self._spec
     )
@@ -172,11 +207,29 @@ class Updater:
     summands, diagnostics = zip(*sums)
     total = jax.tree.map(lambda *x: functools.reduce(jnp.add, x), *summands)
     gradient, outputs = update_lib.finish_gradients(
-      algorithm, total, _concatenate(diagnostics)
+      algorithm, total, _concatenate(sum(diagnostics, []))
     )
     return update_lib.apply_gradients(
       state, gradient, outputs, hyperparameters, spec=self._spec
     )
+
+
+def microbatch_width(longest: int, width: int) -> int:
+  """Returns the tokens of a microbatch's rows: a few quarters of the batch's.
+
+  Four widths are enough to save most of the padding, and each has programs of
+  its own, which must be compiled.
+
+  Args:
+    longest: tokens of the longest row.
+    width: tokens of the batch's rows with padding.
+  """
+  quarter = math.ceil(width / 4)
+  return min(width, quarter * max(1, math.ceil(longest / quarter)))
+
+
+def _select_rows(batch, rows, *, width):
+  return jax.tree.map(lambda x: x[rows], batch.first_tokens(width))
 
 
 def _concatenate(trees: Sequence[Tree]) -> Tree:

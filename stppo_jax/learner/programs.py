@@ -96,10 +96,11 @@ def build(
     out_shardings=(updated, None),
   )
   update_minibatch = update
-  num_workers = cpu_parallel.num_workers(spec.num_microbatches)
-  if uses_cores and num_workers > 1:
+  if uses_cores:
     update_minibatch = cpu_parallel.Updater(
-      spec, num_workers=num_workers, out_shardings=updated
+      spec,
+      num_workers=cpu_parallel.num_workers(spec.num_microbatches),
+      out_shardings=updated,
     ).update
   return Programs(
     layout=layout,

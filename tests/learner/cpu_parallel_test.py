@@ -21,6 +21,14 @@ from tests.training import runs
 _ALL_ROWS = np.arange(updates.B)
 
 
+def _batch(models):
+  """Returns a batch whose shortest rows have less than half of its tokens."""
+  batch = updates.batch(models)
+  positions = np.arange(1, updates.L + 1)
+  lengths_B = np.max(positions * batch.loss_mask_BL, axis=1)
+  return batch.replace(lengths_B=lengths_B.astype(np.int32))
+
+
 @functools.cache
 def _updater(models, num_microbatches=4):
   return cpu_parallel.Updater(
@@ -57,7 +65,7 @@ def _update(models, algorithm, batch, rows=_ALL_ROWS, num_microbatches=4):
 def test_the_numbers_are_those_of_one_program(name, changes):
   algorithm = batches.algorithm(name, **changes)
   models = updates.sums() if name != 'grpo' else updates.policy_alone()
-  batch = updates.batch(models)
+  batch = _batch(models)
   # All rows in one microbatch: that program compiles fastest.
   expected = updates.update(algorithm, batch, models)
   # The first call runs the shares one after the other, the second at the same
@@ -70,13 +78,39 @@ def test_the_numbers_are_those_of_one_program(name, changes):
 @pytest.mark.slow
 def test_only_the_rows_of_the_minibatch_count():
   models, algorithm = updates.sums(), batches.algorithm('st_ppo')
-  batch = updates.batch(models)
+  batch = _batch(models)
   rows = _ALL_ROWS[::-2].copy()
   result = _update(
     models, algorithm, jax.device_put(batch), rows, num_microbatches=2
   )
   expected = updates.update(algorithm, updates.rows(batch, rows), models)
   updates.assert_same(result, expected, models)
+
+
+def test_microbatches_end_behind_their_longest_row():
+  widths = []
+
+  class Recording(type(updates.sums().policy)):
+    def hidden_and_routing(self, params, tokens_BL, **arrays):
+      widths.append(tokens_BL.shape[1])
+      return super().hidden_and_routing(params, tokens_BL, **arrays)
+
+  models = updates.sums()
+  config, head = models.policy.config, models.policy.head
+  models = models._replace(policy=Recording(config, head))
+  batch = _batch(models)
+  widths.clear()
+  _update(models, batches.algorithm('token_ppo'), batch)
+  # The longest of each two rows have 7, 12, 12 and 12 tokens.
+  assert sorted(set(widths)) == [9, 12]
+
+
+@pytest.mark.parametrize(
+  ('longest', 'width', 'expected'),
+  [(0, 192, 48), (48, 192, 48), (49, 192, 96), (192, 192, 192), (9, 10, 9)],
+)
+def test_widths_are_quarters_of_that_of_the_batch(longest, width, expected):
+  assert cpu_parallel.microbatch_width(longest, width) == expected
 
 
 def test_the_state_is_donated():

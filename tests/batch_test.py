@@ -1,0 +1,20 @@
+"""Batches are cut token by token."""
+
+import numpy as np
+
+from tests.learner import updates
+
+
+def test_first_tokens_cut_what_has_a_token_axis():
+  batch = updates.batch(updates.sums())
+  positions_BM = np.tile(np.arange(1, 6), (updates.B, 1))
+  expert_ids = np.arange(updates.B * updates.L * 6).reshape(-1, updates.L, 2, 3)
+  batch = batch.replace(loss_positions_BM=positions_BM, expert_ids=expert_ids)
+  cut = batch.first_tokens(4)
+  for name, array in vars(batch).items():
+    if array is None:
+      assert getattr(cut, name) is None
+      continue
+    has_tokens = array.shape[1:2] == (updates.L,)
+    expected = array[:, :4] if has_tokens else array
+    np.testing.assert_array_equal(getattr(cut, name), expected, err_msg=name)
