@@ -51,6 +51,7 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.updates.minibatch_size = 8
   config.updates.num_epochs = 8
   config.rollout.length_bucket = 64  # fewer programs to compile
+  config.updates.core_lengths = 4  # runs share what is compiled
   config.policy_optimizer.learning_rate = _STRESS_RATE
   config.value_optimizer.learning_rate = 5e-4
   # Without a warm-up, the first updates of Adam look like a collapse.

@@ -206,6 +206,7 @@ RULES: Mapping[str, settings.Rule] = {
   'updates.kl_stop': _NOT_NEGATIVE,
   'updates.microbatch_size': _NOT_NEGATIVE,
   'updates.core_rows': _NOT_NEGATIVE,
+  'updates.core_lengths': _POSITIVE,
   'updates.max_skipped': _NOT_NEGATIVE,
   'updates.head_chunk': _NOT_NEGATIVE,
   'updates.remat': _one_of('none', 'all_dots', 'dots', 'full'),

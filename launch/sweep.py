@@ -45,6 +45,7 @@ from stppo_jax import settings
 from stppo_jax.commands import status
 from stppo_jax.commands.flags import configuration
 from stppo_jax.commands.flags import overrides
+from stppo_jax.records import run_folder
 from stppo_jax.records import run_state
 from stppo_jax.records.liveness import lock
 from stppo_jax.training import parallel_runs
@@ -230,6 +231,9 @@ def _run_here(
     jobs: how many there are at once.
     runs: all runs, for the table at the end.
   """
+  # Many runs differ in numbers only, and then their programs are the same.
+  compiled = (out / run_folder.COMPILED).absolute()
+  os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(compiled))
   script = launchers.ROOT / 'launch' / 'run.sh'  # it writes a log of each run
   exit_code = parallel_runs.run(
     {name: [script, *flags] for name, flags in left.items()}, jobs=jobs

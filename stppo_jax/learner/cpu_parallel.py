@@ -7,7 +7,7 @@ compute. Here every core runs a whole program on its share of the microbatches,
 and the cores are joined only for numbers of the whole minibatch: its statistics
 and the sum of its gradients.
 
-The rows of a minibatch are sorted by length, and each microbatch is cut off
+The rows of a minibatch are sorted by length, and each microbatch may be cut off
 behind its longest row, so that short rows are not computed at the length of
 long ones.
 
@@ -69,6 +69,7 @@ class Updater:
   Args:
     spec: static; `num_workers` divides its `num_microbatches`.
     num_workers: programs that run at the same time.
+    num_lengths: different lengths that microbatches may have.
     out_shardings: layout of the state.
   """
 
@@ -77,13 +78,15 @@ class Updater:
     spec: loss_lib.UpdateSpec,
     *,
     num_workers: int,
+    num_lengths: int,
     out_shardings: Tree,
   ):
     self._spec = spec
     self._num_workers = num_workers
+    self._num_lengths = num_lengths
     self._pool = futures.ThreadPoolExecutor(num_workers, 'update')
     self._compiled = set()
-    self._select = jax.jit(_select_rows, static_argnames='width')
+    self._select = jax.jit(_select_rows, static_argnames='length')
     self._cast = jax.jit(
       functools.partial(forward.cast_params, dtype=spec.policy.config.dtype)
     )
@@ -155,13 +158,18 @@ class Updater:
     lengths = np.asarray(batch.lengths_B)[rows]
     order = np.argsort(lengths, kind='stable')
     rows_nB = np.asarray(rows)[order].reshape(self._spec.num_microbatches, -1)
-    longest = lengths[order].reshape(rows_nB.shape)[:, -1]
-    width = batch.tokens_BL.shape[1]
+    longest_n = lengths[order].reshape(rows_nB.shape)[:, -1]
+    padded = batch.tokens_BL.shape[1]
     microbatches = [
-      self._select(batch, rows_1B, width=microbatch_width(length, width))
-      for rows_1B, length in zip(rows_nB[:, None], longest)
+      self._select(
+        batch,
+        rows_1B,
+        length=microbatch_length(longest, padded, self._num_lengths),
+      )
+      for rows_1B, longest in zip(rows_nB[:, None], longest_n)
     ]
-    return self._select(batch, rows_nB.T.reshape(-1), width=width), microbatches
+    minibatch = self._select(batch, rows_nB.T.reshape(-1), length=padded)
+    return minibatch, microbatches
 
   def _sum_share(self, share, sums):
     """Returns the sums and the diagnostics of one worker's microbatches."""
@@ -214,22 +222,20 @@ class Updater:
     )
 
 
-def microbatch_width(longest: int, width: int) -> int:
-  """Returns the tokens of a microbatch's rows: a few quarters of the batch's.
-
-  Four widths are enough to save most of the padding, and each has programs of
-  its own, which must be compiled.
+def microbatch_length(longest: int, padded: int, num_lengths: int) -> int:
+  """Returns the tokens that a microbatch keeps of each row.
 
   Args:
-    longest: tokens of the longest row.
-    width: tokens of the batch's rows with padding.
+    longest: tokens of its longest row without padding.
+    padded: tokens of a row of the batch with padding.
+    num_lengths: different results for the microbatches of a batch.
   """
-  quarter = math.ceil(width / 4)
-  return min(width, quarter * max(1, math.ceil(longest / quarter)))
+  unit = math.ceil(padded / num_lengths)
+  return min(padded, unit * max(1, math.ceil(longest / unit)))
 
 
-def _select_rows(batch, rows, *, width):
-  return jax.tree.map(lambda x: x[rows], batch.first_tokens(width))
+def _select_rows(batch, rows, *, length):
+  return jax.tree.map(lambda x: x[rows], batch.first_tokens(length))
 
 
 def _concatenate(trees: Sequence[Tree]) -> Tree:

@@ -107,7 +107,7 @@ class Learner:
       mesh,
       microbatch_size=microbatch_size,
       routing_replay=updates.routing_replay,
-      uses_cores=core_rows > 0,
+      core_lengths=updates.core_lengths if core_rows else 0,
     )
 
   def start(self) -> state_lib.TrainState:

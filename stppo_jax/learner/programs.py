@@ -61,7 +61,7 @@ def build(
   *,
   microbatch_size: int,
   routing_replay: str,
-  uses_cores: bool,
+  core_lengths: int,
 ) -> Programs:
   """Returns the programs for these static values.
 
@@ -70,7 +70,8 @@ def build(
     mesh: the mesh of training.
     microbatch_size: rows that are annotated at once.
     routing_replay: see `annotate.annotate`.
-    uses_cores: whether the cores of a CPU share the microbatches.
+    core_lengths: different lengths of the microbatches that the cores of a CPU
+      share; 0: they share none.
 
   Raises:
     ValueError: the targets of the adapters match no layer.
@@ -96,10 +97,11 @@ def build(
     out_shardings=(updated, None),
   )
   update_minibatch = update
-  if uses_cores:
+  if core_lengths:
     update_minibatch = cpu_parallel.Updater(
       spec,
       num_workers=cpu_parallel.num_workers(spec.num_microbatches),
+      num_lengths=core_lengths,
       out_shardings=updated,
     ).update
   return Programs(

@@ -23,6 +23,7 @@ LATER_KEYS: dict[str, Any] = {
   'rollout.cache_dtype': 'model',
   'profile.steps': [0, 0],
   'updates.kl_stop': 0.0,
+  'updates.core_lengths': 1,
   'policy_optimizer.skip_grad_norm': 0.0,
   'value_optimizer.skip_grad_norm': 0.0,
   'sft.optimizer.skip_grad_norm': 0.0,

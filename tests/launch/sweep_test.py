@@ -37,6 +37,8 @@ signal.signal(signal.SIGHUP, end)
 with open(workdir.parent / 'starts', 'a') as file:
   cores = sorted(os.sched_getaffinity(0))
   file.write(f'{{workdir.name}} {{cores}}\\n')
+compiled = os.environ['JAX_COMPILATION_CACHE_DIR']
+(workdir / 'compiled').write_text(compiled)
 go = workdir.parent / 'go'
 while not go.exists():
   time.sleep(0.01)
@@ -68,6 +70,7 @@ def python(tmp_path, monkeypatch):
   path.chmod(0o755)
   monkeypatch.setenv('PYTHON', str(path))
   monkeypatch.setenv('DELAY', '0')
+  monkeypatch.delenv('JAX_COMPILATION_CACHE_DIR', raising=False)
 
 
 @pytest.fixture
@@ -127,6 +130,9 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path, config, start, capsys):
   started = [line.split()[0] for line in _starts(tmp_path)]
   # Twice where it was interrupted, and never after the end.
   assert sorted(started) == sorted([*_NAMES[:2], *_NAMES])
+  out = tmp_path / 'out'
+  for name in _NAMES:
+    assert (out / name / 'compiled').read_text() == str(out / 'compiled')
   capsys.readouterr()
   assert sweep.main([*flags, '--status']) == 0
   assert capsys.readouterr().out.count('finished') == 4

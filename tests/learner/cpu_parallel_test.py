@@ -32,7 +32,10 @@ def _batch(models):
 @functools.cache
 def _updater(models, num_microbatches=4):
   return cpu_parallel.Updater(
-    updates.spec(models, num_microbatches), num_workers=2, out_shardings=None
+    updates.spec(models, num_microbatches),
+    num_workers=2,
+    num_lengths=4,
+    out_shardings=None,
   )
 
 
@@ -88,29 +91,40 @@ def test_only_the_rows_of_the_minibatch_count():
 
 
 def test_microbatches_end_behind_their_longest_row():
-  widths = []
+  lengths = []
 
   class Recording(type(updates.sums().policy)):
     def hidden_and_routing(self, params, tokens_BL, **arrays):
-      widths.append(tokens_BL.shape[1])
+      lengths.append(tokens_BL.shape[1])
       return super().hidden_and_routing(params, tokens_BL, **arrays)
 
   models = updates.sums()
   config, head = models.policy.config, models.policy.head
   models = models._replace(policy=Recording(config, head))
   batch = _batch(models)
-  widths.clear()
+  lengths.clear()
   _update(models, batches.algorithm('token_ppo'), batch)
   # The longest of each two rows have 7, 12, 12 and 12 tokens.
-  assert sorted(set(widths)) == [9, 12]
+  assert sorted(set(lengths)) == [9, 12]
 
 
 @pytest.mark.parametrize(
-  ('longest', 'width', 'expected'),
-  [(0, 192, 48), (48, 192, 48), (49, 192, 96), (192, 192, 192), (9, 10, 9)],
+  ('longest', 'padded', 'num_lengths', 'expected'),
+  [
+    (0, 192, 4, 48),
+    (48, 192, 4, 48),
+    (49, 192, 4, 96),
+    (192, 192, 4, 192),
+    (9, 10, 4, 9),
+    (10, 10, 4, 10),
+    (1, 192, 1, 192),
+  ],
 )
-def test_widths_are_quarters_of_that_of_the_batch(longest, width, expected):
-  assert cpu_parallel.microbatch_width(longest, width) == expected
+def test_lengths_are_shares_of_the_padded_one(
+  longest, padded, num_lengths, expected
+):
+  length = cpu_parallel.microbatch_length(longest, padded, num_lengths)
+  assert length == expected
 
 
 def test_the_state_is_donated():

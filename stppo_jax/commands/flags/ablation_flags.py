@@ -27,6 +27,7 @@ _NOT_COMPARED = (
   'profile',
   'mesh',
   'updates.max_skipped',
+  'updates.core_lengths',
 )
 # Of a path, only the name is the same on another machine.
 _PATHS = ('model.path', 'env.prompt_template')
