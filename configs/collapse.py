@@ -26,7 +26,7 @@ _REWARDS = {
     'env.rewards.turn_answer_found': 0.1,
   },
 }
-# The second environment, see configs/calculator.py.
+# The task of configs/calculator.py, under the same stress.
 _CALCULATOR = {
   'data.name': 'arithmetic',
   'data.arithmetic.max_number': 12,
@@ -51,17 +51,18 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.updates.minibatch_size = 8
   config.updates.num_epochs = 8
   config.rollout.length_bucket = 64  # fewer programs to compile
-  config.updates.core_lengths = 4  # runs share what is compiled
+  # It pays although each length is compiled, because runs share programs.
+  config.updates.core_lengths = 4
   config.policy_optimizer.learning_rate = _STRESS_RATE
   config.value_optimizer.learning_rate = 5e-4
   # Without a warm-up, the first updates of Adam look like a collapse.
   config.policy_optimizer.warmup_updates = 80
   config.value_optimizer.warmup_updates = 80
-  # The studies read the metrics; the rest would only take time.
   config.evaluate.every = 20
   config.evaluate.num_questions = 128
   config.checkpoint.every = 10
   config.checkpoint.keep = 1
+  # The studies read the metrics; the rest would only take time.
   config.writer.tensorboard = False
   config.writer.samples = 0
   config.writer.token_details = 0
@@ -73,11 +74,11 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
 
 
 def _long_turns(words):
-  """Returns what lets a <think> begin with so many words."""
+  """Returns changes with which a <think> begins with so many filler words."""
   return {
     'data.synthetic_wiki.think_words': words,
     'env.max_turn_tokens': 16 + words,
-    'env.max_length': 192 + 4 * words,  # of the four turns
+    'env.max_length': 192 + 4 * words,  # three searches and the answer
   }
 
 
@@ -94,12 +95,14 @@ def _corrections(algorithm):
   }
   for name, changes in arms.items():
     if name.startswith('microbatch'):
+      # `core_rows` has no effect with this scope.
       changes |= {'updates.core_rows': 0, 'updates.microbatch_size': 4}
   gradient = {'algorithm': algorithm, f'{_BIAS}.norm': 'gradient'}
   return {**arms, 'norm of the gradient': gradient}
 
 
 def studies():
+  """Returns the studies by name; analysis/ablation/study.py has their form."""
   return {
     'levels': {
       'title': 'Level of the ratio, and correction',

@@ -123,18 +123,17 @@ def _block(study: study_lib.Study) -> str:
   )
   if copied := _copied(study):
     command += f' --reuse=docs/collapse/{_FIRST}.csv'
-    copies = f' ({copied} of them are those of study 1)'
+    copies = f'; {copied} of those planned are in study 1'
   if not runs:
     return (
       f'Not run yet: {planned} runs are planned{copies}. The command is\n\n'
       f'```text\n{command}\n```'
     )
-  state = f'{len(runs)} of {planned} planned runs{copies} have been made.'
-  if len(runs) == planned:
-    state = f'All {planned} planned runs{copies} have been made.'
+  made = 'All' if len(runs) == planned else f'{len(runs)} of'
   found = verdict.tables(study, runs)
   return (
-    f'{state} The command is\n\n```text\n{command}\n```\n\n'
+    f'{made} {planned} planned runs have been made{copies}. The command is\n\n'
+    f'```text\n{command}\n```\n\n'
     f'{verdict.as_markdown(found)}\n'
     f'![Success over steps](collapse/{study.name}_success.png)\n\n'
     f'![Ratios, entropy, KL and critic](collapse/{study.name}_inside.png)'

@@ -231,12 +231,12 @@ def _run_here(
     jobs: how many there are at once.
     runs: all runs, for the table at the end.
   """
-  # Many runs differ in numbers only, and then their programs are the same.
-  compiled = (out / run_folder.COMPILED).absolute()
-  os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(compiled))
   script = launchers.ROOT / 'launch' / 'run.sh'  # it writes a log of each run
   exit_code = parallel_runs.run(
-    {name: [script, *flags] for name, flags in left.items()}, jobs=jobs
+    {name: [script, *flags] for name, flags in left.items()},
+    jobs=jobs,
+    # Many runs differ in numbers only, and then their programs are the same.
+    compiled=out / f'.{run_folder.COMPILED}',
   )
   print('\n'.join(_table(out, runs)), flush=True)
   return exit_code or _unfinished(out, runs)

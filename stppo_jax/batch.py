@@ -38,7 +38,7 @@ class TokenBatch:
       (same question, same latest observation); 0: the policy did not write the
       token.
     loss_positions_BM: int32, the positions of the loss mask in order, filled up
-      with L. None: results are wanted at all positions.
+      with a number of at least L. None: results are wanted at all positions.
     expert_ids: int [B, L, layers, E], the experts that the policy must visit in
       an update (routing replay); negative where its router chooses. Those
       of the sampler come with the packed batch, those of the old policy from
@@ -80,12 +80,14 @@ class TokenBatch:
     return dataclasses.replace(self, **arrays)
 
   def first_tokens(self, count: int) -> 'TokenBatch':
-    """Returns a copy without the tokens from number `count` on."""
+    """Returns a copy with the first `count` tokens of each row."""
+    # A row has no more loss positions than tokens, and its filler comes last.
+    others = ('expert_ids', 'loss_positions_BM')
     return self.replace(
       **{
         name: x[:, :count]
         for name, x in vars(self).items()
-        if x is not None and (name.endswith('_BL') or name == 'expert_ids')
+        if x is not None and (name.endswith('_BL') or name in others)
       }
     )
 

@@ -69,7 +69,7 @@ class Updater:
   Args:
     spec: static; `num_workers` divides its `num_microbatches`.
     num_workers: programs that run at the same time.
-    num_lengths: different lengths that microbatches may have.
+    unit: microbatches are cut off at multiples of so many tokens; 0: never.
     out_shardings: layout of the state.
   """
 
@@ -78,12 +78,12 @@ class Updater:
     spec: loss_lib.UpdateSpec,
     *,
     num_workers: int,
-    num_lengths: int,
+    unit: int,
     out_shardings: Tree,
   ):
     self._spec = spec
     self._num_workers = num_workers
-    self._num_lengths = num_lengths
+    self._unit = unit
     self._pool = futures.ThreadPoolExecutor(num_workers, 'update')
     self._compiled = set()
     self._select = jax.jit(_select_rows, static_argnames='length')
@@ -132,20 +132,18 @@ class Updater:
         'outputs',
       )
     context = self._context(minibatch, algorithm, outputs)
+    sum_microbatch = lambda microbatch: self._sums(
+      params,
+      microbatch,
+      context,
+      algorithm,
+      hyperparameters.loss,
+      frozen=frozen,
+    )
     sums = self._map(
-      lambda share: self._sum_share(
-        share,
-        lambda microbatch: self._sums(
-          params,
-          microbatch,
-          context,
-          algorithm,
-          hyperparameters.loss,
-          frozen=frozen,
-        ),
-      ),
+      lambda share: self._sum_share(share, sum_microbatch),
       microbatches,
-      ('sums', jax.tree.structure(algorithm)),
+      ('sums', jax.tree.structure((algorithm, context))),
     )
     return self._apply(state, sums, algorithm, hyperparameters)
 
@@ -153,7 +151,7 @@ class Updater:
     """Returns the minibatch and its microbatches, from short rows to long ones.
 
     Each microbatch has a leading axis of length 1. The rows of the minibatch
-    are laid out as `microbatches.join` lays out those of the microbatches.
+    have the order that `microbatches.join` gives to those of the microbatches.
     """
     lengths = np.asarray(batch.lengths_B)[rows]
     order = np.argsort(lengths, kind='stable')
@@ -164,19 +162,19 @@ class Updater:
       self._select(
         batch,
         rows_1B,
-        length=microbatch_length(longest, padded, self._num_lengths),
+        length=microbatch_length(longest, padded, self._unit),
       )
       for rows_1B, longest in zip(rows_nB[:, None], longest_n)
     ]
     minibatch = self._select(batch, rows_nB.T.reshape(-1), length=padded)
     return minibatch, microbatches
 
-  def _sum_share(self, share, sums):
+  def _sum_share(self, share, sum_microbatch):
     """Returns the sums and the diagnostics of one worker's microbatches."""
-    total, diagnostics = sums(share[0])
-    diagnostics = [diagnostics]
+    total, first = sum_microbatch(share[0])
+    diagnostics = [first]
     for microbatch in share[1:]:
-      summand, of_microbatch = sums(microbatch)
+      summand, of_microbatch = sum_microbatch(microbatch)
       total = self._add(total, summand)
       diagnostics.append(of_microbatch)
     return total, diagnostics
@@ -187,7 +185,8 @@ class Updater:
     """Applies a function to every worker's microbatches, on a thread each.
 
     Which worker gets which microbatch does not depend on time, so equal calls
-    give equal bits. Every worker gets short and long microbatches.
+    give equal bits. With n workers, each gets every n-th microbatch, because
+    the first ones are short and the last ones long.
 
     Calls from one thread would run one after the other. The first call for
     given shapes does run that way, so that a program is compiled once and not
@@ -195,7 +194,8 @@ class Updater:
     """
     workers = range(self._num_workers)
     shares = [microbatches[n :: self._num_workers] for n in workers]
-    kinds = {(kind, m.tokens_BL.shape) for m in microbatches}
+    shapes = lambda m: tuple(x.shape for x in jax.tree.leaves(m))
+    kinds = {(kind, shapes(microbatch)) for microbatch in microbatches}
     if kinds <= self._compiled:
       return list(self._pool.map(function, shares))
     self._compiled |= kinds
@@ -205,11 +205,17 @@ class Updater:
     if outputs is not None:
       length = minibatch.tokens_BL.shape[1]
       pad = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2])))
+      # Undoes the distribution to the workers.
       in_order = [pair for pairs in zip(*outputs) for pair in pairs]
       outputs = _concatenate(jax.tree.map(pad, in_order))
-    return loss_lib.minibatch_context(
+    context = loss_lib.minibatch_context(
       minibatch, algorithm, outputs=outputs, spec=self._spec
     )
+    if self._spec.policy.config.num_experts:
+      return context
+    # The minibatch is read for the load of experts only. Without it, its length
+    # does not matter to the program that sums.
+    return context._replace(batch=None)
 
   def _join_and_apply(self, state, sums, algorithm, hyperparameters):
     summands, diagnostics = zip(*sums)
@@ -222,15 +228,16 @@ class Updater:
     )
 
 
-def microbatch_length(longest: int, padded: int, num_lengths: int) -> int:
+def microbatch_length(longest: int, padded: int, unit: int) -> int:
   """Returns the tokens that a microbatch keeps of each row.
 
   Args:
     longest: tokens of its longest row without padding.
     padded: tokens of a row of the batch with padding.
-    num_lengths: different results for the microbatches of a batch.
+    unit: the result is a multiple of it, or `padded`; 0: it is `padded`.
   """
-  unit = math.ceil(padded / num_lengths)
+  if not unit:
+    return padded
   return min(padded, unit * max(1, math.ceil(longest / unit)))
 
 

@@ -1,6 +1,7 @@
 """The device side of a run: layouts, and the jitted annotate and update."""
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -107,7 +108,8 @@ class Learner:
       mesh,
       microbatch_size=microbatch_size,
       routing_replay=updates.routing_replay,
-      core_lengths=updates.core_lengths if core_rows else 0,
+      uses_cores=core_rows > 0,
+      core_unit=_core_unit(config),
     )
 
   def start(self) -> state_lib.TrainState:
@@ -444,3 +446,9 @@ def _with_shardings(shapes, layouts):
     shapes,
     layouts,
   )
+
+
+def _core_unit(config) -> int:
+  """Returns the unit of the lengths of microbatches on the cores of a CPU."""
+  count = config.updates.core_lengths
+  return math.ceil(config.env.max_length / count) if count > 1 else 0

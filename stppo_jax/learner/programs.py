@@ -61,7 +61,8 @@ def build(
   *,
   microbatch_size: int,
   routing_replay: str,
-  core_lengths: int,
+  uses_cores: bool,
+  core_unit: int,
 ) -> Programs:
   """Returns the programs for these static values.
 
@@ -70,8 +71,8 @@ def build(
     mesh: the mesh of training.
     microbatch_size: rows that are annotated at once.
     routing_replay: see `annotate.annotate`.
-    core_lengths: different lengths of the microbatches that the cores of a CPU
-      share; 0: they share none.
+    uses_cores: whether the cores of a CPU share the microbatches.
+    core_unit: see `cpu_parallel.Updater`, to which it is the unit.
 
   Raises:
     ValueError: the targets of the adapters match no layer.
@@ -97,12 +98,12 @@ def build(
     out_shardings=(updated, None),
   )
   update_minibatch = update
-  if core_lengths:
+  num_workers = cpu_parallel.num_workers(spec.num_microbatches)
+  # One core gains only if it saves padding.
+  gains = num_workers > 1 or core_unit > 0
+  if uses_cores and spec.num_microbatches > 1 and gains:
     update_minibatch = cpu_parallel.Updater(
-      spec,
-      num_workers=cpu_parallel.num_workers(spec.num_microbatches),
-      num_lengths=core_lengths,
-      out_shardings=updated,
+      spec, num_workers=num_workers, unit=core_unit, out_shardings=updated
     ).update
   return Programs(
     layout=layout,

@@ -89,7 +89,7 @@ def train(
         updates.append(update)
         if update_metrics.exceeds_kl(update, config.updates.kl_stop):
           break
-      # Devices may not be done yet, and their time is that of the updates.
+      # Devices may still compute, and that time belongs to the updates.
       jax.block_until_ready(updates)
       timer.begin('token_details')
       details = learner.token_details(state, batch, hosts)

@@ -19,6 +19,7 @@ def run(
   commands: Mapping[str, Sequence[str | pathlib.Path]],
   *,
   jobs: int,
+  compiled: pathlib.Path | None = None,
   logs: pathlib.Path | None = None,
   on_end: Callable[[str, int], None] = lambda name, exit_code: None,
 ) -> int:
@@ -30,6 +31,8 @@ def run(
   Args:
     commands: name to the words of a command.
     jobs: the number of commands that run at once.
+    compiled: the folder in which all commands keep compiled programs, unless
+      JAX_COMPILATION_CACHE_DIR names one.
     logs: the folder to which the output of each command is appended, in a file
       of its name; None drops the output.
     on_end: called with the name and the exit code of a command that has ended.
@@ -41,6 +44,12 @@ def run(
   cores = sorted(os.sched_getaffinity(0))
   each = max(len(cores) // jobs, 1)
   waiting, worst = list(commands.items()), 0
+  # run.sh starts the Python that PYTHON names.
+  environment = {'PYTHON': sys.executable, **os.environ}
+  if compiled is not None:
+    environment.setdefault(
+      'JAX_COMPILATION_CACHE_DIR', str(compiled.absolute())
+    )
   running: dict[int, tuple[str, subprocess.Popen]] = {}
   are_told = False
   with interruption.Interruption() as interrupt:
@@ -52,7 +61,8 @@ def run(
             continue
           name, words = waiting.pop(0)
           print(f'{name}: starts', flush=True)
-          process = _start(words, logs / f'{name}.log' if logs else None)
+          log = logs / f'{name}.log' if logs else None
+          process = _start(words, environment, log)
           running[place] = name, process
           first = place * each % len(cores)
           os.sched_setaffinity(process.pid, cores[first : first + each])
@@ -78,11 +88,11 @@ def run(
 
 
 def _start(
-  words: Sequence[str | pathlib.Path], log: pathlib.Path | None
+  words: Sequence[str | pathlib.Path],
+  environment: Mapping[str, str],
+  log: pathlib.Path | None,
 ) -> subprocess.Popen:
   """Starts a command in a session where only this process signals to it."""
-  # run.sh starts the Python that PYTHON names.
-  environment = {'PYTHON': sys.executable, **os.environ}
   with open(log or os.devnull, 'ab') as output:
     return subprocess.Popen(
       words,

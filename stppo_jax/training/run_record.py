@@ -56,6 +56,7 @@ _FREE = (
   'model.allow_beyond_max_position_embeddings',
   'rollout.mismatch_limit',
   'updates.max_skipped',
+  'updates.core_lengths',
 )
 # Keys that decide the shape of the state, or which command runs. No checkpoint
 # fits others. All keys that are neither free nor fixed are guarded.

@@ -165,6 +165,7 @@ def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
   outcome = {row[0].strip('| '): row for row in reversed(rows[2:])}
   # The first mean under half of the best is that of steps 14 to 18.
   assert outcome['token_ppo'][2:] == [
+    '0.50 (0.50..0.50)',
     '0.32 (0.30..0.35)',
     '0.65 (0.60..0.70)',
     '0.00 (0.00..0.00)',
@@ -172,7 +173,7 @@ def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
     '2/2 (0.34..1.00)',
     '18 |',
   ]
-  assert outcome['mine'][6].startswith('0/2')
+  assert outcome['mine'][7].startswith('0/2')
   assert re.search(r'\| mine \| token_ppo \| 2 \| \+0\.32 .* \| 2/2 \|', page)
   # From step 13 on, five before step 18, and in 18 of 30 steps of the others.
   assert '| kl | 2/2 | 5 | 2/2 | 60% |' in page

@@ -37,8 +37,7 @@ signal.signal(signal.SIGHUP, end)
 with open(workdir.parent / 'starts', 'a') as file:
   cores = sorted(os.sched_getaffinity(0))
   file.write(f'{{workdir.name}} {{cores}}\\n')
-compiled = os.environ['JAX_COMPILATION_CACHE_DIR']
-(workdir / 'compiled').write_text(compiled)
+(workdir / 'cache').write_text(os.environ['JAX_COMPILATION_CACHE_DIR'])
 go = workdir.parent / 'go'
 while not go.exists():
   time.sleep(0.01)
@@ -132,7 +131,7 @@ def test_a_sweep_that_was_stopped_goes_on(tmp_path, config, start, capsys):
   assert sorted(started) == sorted([*_NAMES[:2], *_NAMES])
   out = tmp_path / 'out'
   for name in _NAMES:
-    assert (out / name / 'compiled').read_text() == str(out / 'compiled')
+    assert (out / name / 'cache').read_text() == str(out / '.compiled')
   capsys.readouterr()
   assert sweep.main([*flags, '--status']) == 0
   assert capsys.readouterr().out.count('finished') == 4

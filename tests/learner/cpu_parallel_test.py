@@ -13,8 +13,10 @@ import pytest
 from stppo_jax.configs import quickstart
 from stppo_jax.learner import cpu_parallel
 from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.rollout import pack
 from stppo_jax.training.checks import batch_sizes
 from tests.learner import updates
+from tests.models import tiny
 from tests.rl import batches
 from tests.training import runs
 
@@ -22,25 +24,28 @@ _ALL_ROWS = np.arange(updates.B)
 
 
 def _batch(models):
-  """Returns a batch whose shortest rows have less than half of its tokens."""
+  """Returns a batch with rows of 5 to 12 tokens and with loss positions."""
   batch = updates.batch(models)
   positions = np.arange(1, updates.L + 1)
   lengths_B = np.max(positions * batch.loss_mask_BL, axis=1)
-  return batch.replace(lengths_B=lengths_B.astype(np.int32))
+  return batch.replace(
+    lengths_B=lengths_B.astype(np.int32),
+    loss_positions_BM=pack.loss_positions(batch.loss_mask_BL),
+  )
 
 
 @functools.cache
-def _updater(models, num_microbatches=4):
+def _updater(models, num_microbatches=4, num_workers=2):
   return cpu_parallel.Updater(
     updates.spec(models, num_microbatches),
-    num_workers=2,
-    num_lengths=4,
+    num_workers=num_workers,
+    unit=3,
     out_shardings=None,
   )
 
 
-def _update(models, algorithm, batch, rows=_ALL_ROWS, num_microbatches=4):
-  state, outputs = _updater(models, num_microbatches).update(
+def _update(models, algorithm, batch, rows=_ALL_ROWS, **sizes):
+  state, outputs = _updater(models, **sizes).update(
     jax.device_put(updates.train_state(models)),
     batch,
     rows,
@@ -79,6 +84,18 @@ def test_the_numbers_are_those_of_one_program(name, changes):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('experts', [False, True])
+def test_one_worker_gives_the_same_numbers(experts):
+  models = updates.transformers(**(tiny.MIXTURE if experts else {}))
+  algorithm, batch = batches.algorithm('st_ppo'), _batch(models)
+  if experts:  # a number that reads the whole minibatch
+    visits_BX = np.arange(6.0 * updates.B, dtype=np.float32).reshape(-1, 6)
+    batch = batch.replace(expert_visits_BX=visits_BX)
+  result = _update(models, algorithm, batch, num_workers=1)
+  updates.assert_same(result, updates.update(algorithm, batch, models), models)
+
+
+@pytest.mark.slow
 def test_only_the_rows_of_the_minibatch_count():
   models, algorithm = updates.sums(), batches.algorithm('st_ppo')
   batch = _batch(models)
@@ -109,22 +126,19 @@ def test_microbatches_end_behind_their_longest_row():
 
 
 @pytest.mark.parametrize(
-  ('longest', 'padded', 'num_lengths', 'expected'),
+  ('longest', 'padded', 'unit', 'expected'),
   [
-    (0, 192, 4, 48),
-    (48, 192, 4, 48),
-    (49, 192, 4, 96),
-    (192, 192, 4, 192),
-    (9, 10, 4, 9),
-    (10, 10, 4, 10),
-    (1, 192, 1, 192),
+    (0, 192, 48, 48),
+    (48, 192, 48, 48),
+    (49, 192, 48, 96),
+    (192, 192, 48, 192),
+    (60, 64, 48, 64),
+    (20, 32, 48, 32),
+    (1, 192, 0, 192),
   ],
 )
-def test_lengths_are_shares_of_the_padded_one(
-  longest, padded, num_lengths, expected
-):
-  length = cpu_parallel.microbatch_length(longest, padded, num_lengths)
-  assert length == expected
+def test_lengths_are_multiples_of_the_unit(longest, padded, unit, expected):
+  assert cpu_parallel.microbatch_length(longest, padded, unit) == expected
 
 
 def test_the_state_is_donated():
@@ -203,7 +217,10 @@ def test_a_resumed_run_on_one_cpu_device_is_the_same_run(tmp_path):
 
   def train(name, num_steps):
     flags = runs.flags(
-      num_steps=num_steps, evaluate__every=0, updates__core_rows=2
+      num_steps=num_steps,
+      evaluate__every=0,
+      updates__core_rows=2,
+      updates__core_lengths=4,
     )
     command = [sys.executable, '-m', 'stppo_jax', 'train', *flags]
     subprocess.run(

@@ -100,6 +100,12 @@ def average(values: np.ndarray) -> float:
   return float(found.mean()) if len(found) else math.nan
 
 
+def middle(values: np.ndarray) -> float:
+  """Returns the median of the numbers that are not nan; else nan."""
+  found = values[~np.isnan(values)]
+  return float(np.median(found)) if len(found) else math.nan
+
+
 def largest(values: np.ndarray) -> float:
   """Returns the largest number; nan if there is none."""
   found = values[~np.isnan(values)]

@@ -16,6 +16,7 @@ from stppo_jax.records import success as success_lib
 
 Table = list[list[str]]
 _OUTCOMES = (
+  'start, greedy',
   'area',
   'best',
   'final',
@@ -35,7 +36,7 @@ _INSIDE: Mapping[str, tuple[str, Callable[[np.ndarray], float], str]] = {
   'spread inside': ('spread_unclipped', statistics.average, '.2f'),
   'entropy at the end': ('entropy', statistics.last, '.2f'),
   'KL at the end': ('kl_reference', statistics.last, '.2f'),
-  'explained variance': ('explained_variance', statistics.average, '.2f'),
+  'explained variance': ('explained_variance', statistics.middle, '.2f'),
   'turn length': ('turn_length', statistics.average, '.1f'),
 }
 
@@ -83,7 +84,9 @@ def _outcomes(runs: Sequence[results.Run]) -> list[str]:
   steps = [c.collapsed_at for c in curves if c.collapsed]
   count = len(steps)
   share = statistics.rate(count, len(runs))
+  starts = [run.columns['greedy'][0] for run in runs]
   return [
+    _estimate(starts),
     _estimate([c.area for c in curves]),
     _estimate([c.best for c in curves]),
     _estimate([c.final for c in curves]),
@@ -107,7 +110,8 @@ def _inside(runs: Sequence[results.Run]) -> list[str]:
 def _differences(study, by_arm, has_groups) -> Table:
   table = [
     ['group'] * has_groups
-    + ['arm', 'minus', 'seeds', 'area', 'larger', 'p', 'final', 'larger', 'p']
+    + ['arm', 'minus', 'seeds']
+    + ['area', 'area larger', 'area p', 'final', 'final larger', 'final p']
   ]
   for arm, other in study.pairs():
     pairs = statistics.common(

@@ -53,7 +53,7 @@ def test_a_table_that_is_changed_by_hand_is_found():
 def test_a_command_reuses_runs_of_study_1_where_it_has_some():
   for name in _STUDIES:
     (block,) = re.findall(f'<!-- study {name} -->(.*?)<!--', _TEXT, re.DOTALL)
-    found = re.search(r'\((\d+) of them are those of study 1\)', block)
+    found = re.search(r'; (\d+) of those planned are in study 1', block)
     assert ('--reuse=' in block) == (found is not None)
     shared = {'correction': 12, 'controls': 9, 'staleness': 12}
     assert found is None or int(found[1]) == shared[name]
@@ -61,11 +61,11 @@ def test_a_command_reuses_runs_of_study_1_where_it_has_some():
 
 def test_alarms_computed_from_a_table_are_those_that_runs_recorded():
   default = {name: alarms.section()[name] for name in alarm_power.MEASURED}
-  # A table keeps five digits, so a number may lie on the other side of a
-  # threshold than the number that the run had.
+  # A table keeps five digits, so a number that equals the threshold may have
+  # been on either side of it.
   one_side, other_side = (
-    {name: rounding * x for name, x in default.items()}
-    for rounding in (1 - 1e-5, 1 + 1e-5)
+    {name: factor * x for name, x in default.items()}
+    for factor in (1 - 1e-5, 1 + 1e-5)
   )
   for path in make_collapse.TABLES.glob('*.csv'):
     for run in results.read(path):
@@ -75,8 +75,8 @@ def test_alarms_computed_from_a_table_are_those_that_runs_recorded():
       assert one.curve == other.curve == recorded.curve
       assert one.counts == other.counts == recorded.counts
       for name, steps in recorded.steps.items():
-        rang = set(one.steps[name]), set(other.steps[name])
-        assert set.intersection(*rang) <= set(steps) <= set.union(*rang)
+        either = set(one.steps[name]), set(other.steps[name])
+        assert set.intersection(*either) <= set(steps) <= set.union(*either)
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path):

@@ -76,10 +76,11 @@ def test_missing_numbers_are_left_out():
   values = np.array([1.0, math.nan, 3.0, math.nan])
   assert statistics.average(values) == 2
   assert statistics.last(values) == 3
+  assert statistics.middle(np.append(values, [100.0, 101.0])) == 51.5
   assert statistics.largest(values) == 3
   nothing = np.array([math.nan])
-  for reduce in (statistics.average, statistics.last, statistics.largest):
-    assert math.isnan(reduce(nothing))
+  for name in ('average', 'last', 'middle', 'largest'):
+    assert math.isnan(getattr(statistics, name)(nothing))
 
 
 def test_without_a_number_there_is_no_p_value():
