@@ -16,7 +16,7 @@ _RATE = 'policy_optimizer.learning_rate'
 _STRESS_RATE = 4e-4
 _BIAS = 'algorithm.correction.clipping_bias'
 _SCOPES = ('minibatch', 'microbatch', 'sequence', 'turn')
-_THINK_WORDS = (0, 20, 50)  # with the other tokens: turns of some 10, 30, 60
+_THINK_WORDS = (20, 50)  # with the other tokens: turns of some 30 and 60
 # The steps of `sft` -> those of `train`, in about the same time together.
 _BUDGETS = {1000: 76, 1300: 68, 1600: 60}
 _REWARDS = {
@@ -52,7 +52,7 @@ def get_config(algorithm: str = 'st_ppo') -> base.Config:
   config.updates.num_epochs = 8
   config.rollout.length_bucket = 64  # fewer programs to compile
   # It pays although each length is compiled, because runs share programs.
-  config.updates.core_lengths = 4
+  config.updates.core_lengths = 8
   config.policy_optimizer.learning_rate = _STRESS_RATE
   config.value_optimizer.learning_rate = 5e-4
   # Without a warm-up, the first updates of Adam look like a collapse.
@@ -116,11 +116,14 @@ def studies():
       'title': 'Turns of some 10, 30 and 60 tokens',
       'seeds': 3,
       'arms': {
-        f'{words + 10} tokens': {
-          name: {**_long_turns(words), 'start': f'{words} words'}
-          for name in _LEVELS
-        }
-        for words in _THINK_WORDS
+        '10 tokens': {name: {} for name in _LEVELS},
+        **{
+          f'{words + 10} tokens': {
+            name: {**_long_turns(words), 'start': f'{words} words'}
+            for name in _LEVELS
+          }
+          for words in _THINK_WORDS
+        },
       },
       'starts': {
         f'{words} words': _long_turns(words) for words in _THINK_WORDS
