@@ -63,6 +63,16 @@ def num_workers(num_microbatches: int, cores: int | None = None) -> int:
   return math.gcd(num_microbatches, cores)
 
 
+def unit(max_length: int, num_lengths: int) -> int:
+  """Returns the unit of an `Updater` with so many lengths.
+
+  Args:
+    max_length: tokens of the longest trajectory.
+    num_lengths: `updates.core_lengths`; 1 cuts nothing off.
+  """
+  return math.ceil(max_length / num_lengths) if num_lengths > 1 else 0
+
+
 class Updater:
   """Updates like `update.update`, on one device and several cores.
 

@@ -1,7 +1,6 @@
 """The device side of a run: layouts, and the jitted annotate and update."""
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -109,7 +108,7 @@ class Learner:
       microbatch_size=microbatch_size,
       routing_replay=updates.routing_replay,
       uses_cores=core_rows > 0,
-      core_unit=_core_unit(config),
+      core_unit=cpu_parallel.unit(config.env.max_length, updates.core_lengths),
     )
 
   def start(self) -> state_lib.TrainState:
@@ -446,9 +445,3 @@ def _with_shardings(shapes, layouts):
     shapes,
     layouts,
   )
-
-
-def _core_unit(config) -> int:
-  """Returns the unit of the lengths of microbatches on the cores of a CPU."""
-  count = config.updates.core_lengths
-  return math.ceil(config.env.max_length / count) if count > 1 else 0

@@ -141,6 +141,11 @@ def test_lengths_are_multiples_of_the_unit(longest, padded, unit, expected):
   assert cpu_parallel.microbatch_length(longest, padded, unit) == expected
 
 
+def test_one_length_cuts_nothing_off():
+  assert cpu_parallel.unit(192, 1) == 0
+  assert cpu_parallel.unit(190, 8) == 24
+
+
 def test_the_state_is_donated():
   models = updates.sums()
   state = jax.device_put(updates.train_state(models))
