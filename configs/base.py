@@ -279,10 +279,9 @@ def get_config(algorithm: str = 'st_ppo') -> Config:
         # gradients of its own. It has no effect if the scope of a correction is
         # the microbatch. 0 = off.
         'core_rows': 0,
-        # With core_rows: above 1, rows of similar length come into one
-        # microbatch, and their common padding is cut off at multiples of
-        # env.max_length / core_lengths tokens. Each length has programs of its
-        # own to compile.
+        # Above 1, the padding that all rows of a microbatch of core_rows share
+        # is cut off, at multiples of env.max_length / core_lengths tokens. Each
+        # length has programs of its own to compile.
         'core_lengths': 1,
         # The run ends with exit code 76 after this many skipped updates in a
         # row; 0 = never. An update is skipped if its loss, its gradient, a new

@@ -162,7 +162,7 @@ def studies():
       'title': 'Steps between the policy that collects and the one that trains',
       'seeds': 3,
       'arms': {
-        f'{steps} steps': {
+        f'staleness {steps}': {
           name: {'rollout.steps_ahead': steps} for name in _LEVELS
         }
         for steps in range(5)

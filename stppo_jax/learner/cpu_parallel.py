@@ -105,10 +105,6 @@ class Updater:
     )
     self._context = jax.jit(self._join_context)
     self._sums = jax.jit(functools.partial(update_lib.sum_gradients, spec=spec))
-    self._add = jax.jit(
-      lambda total, summand: jax.tree.map(jnp.add, total, summand),
-      donate_argnums=0,
-    )
     self._apply = jax.jit(
       self._join_and_apply,
       donate_argnums=0,
@@ -151,7 +147,7 @@ class Updater:
       frozen=frozen,
     )
     sums = self._map(
-      lambda share: self._sum_share(share, sum_microbatch),
+      lambda share: _sum_share(share, sum_microbatch),
       microbatches,
       ('sums', jax.tree.structure((algorithm, context))),
     )
@@ -178,16 +174,6 @@ class Updater:
     ]
     minibatch = self._select(batch, rows_nB.T.reshape(-1), length=padded)
     return minibatch, microbatches
-
-  def _sum_share(self, share, sum_microbatch):
-    """Returns the sums and the diagnostics of one worker's microbatches."""
-    total, first = sum_microbatch(share[0])
-    diagnostics = [first]
-    for microbatch in share[1:]:
-      summand, of_microbatch = sum_microbatch(microbatch)
-      total = self._add(total, summand)
-      diagnostics.append(of_microbatch)
-    return total, diagnostics
 
   def _map(
     self, function: Callable[[Tree], Tree], microbatches: Tree, kind: Any
@@ -253,6 +239,22 @@ def microbatch_length(longest: int, padded: int, unit: int) -> int:
 
 def _select_rows(batch, rows, *, length):
   return jax.tree.map(lambda x: x[rows], batch.first_tokens(length))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _add(total, summand):
+  return jax.tree.map(jnp.add, total, summand)
+
+
+def _sum_share(share, sum_microbatch):
+  """Returns the sums and the diagnostics of one worker's microbatches."""
+  total, first = sum_microbatch(share[0])
+  diagnostics = [first]
+  for microbatch in share[1:]:
+    summand, of_microbatch = sum_microbatch(microbatch)
+    total = _add(total, summand)
+    diagnostics.append(of_microbatch)
+  return total, diagnostics
 
 
 def _concatenate(trees: Sequence[Tree]) -> Tree:

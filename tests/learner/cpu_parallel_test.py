@@ -107,22 +107,27 @@ def test_only_the_rows_of_the_minibatch_count():
   updates.assert_same(result, expected, models)
 
 
-def test_microbatches_end_behind_their_longest_row():
-  lengths = []
+def _with_hook(hook):
+  """Returns models whose policy calls a function of its tokens when traced."""
+  models = updates.sums()
 
-  class Recording(type(updates.sums().policy)):
+  class Policy(type(models.policy)):
     def hidden_and_routing(self, params, tokens_BL, **arrays):
-      lengths.append(tokens_BL.shape[1])
+      hook(tokens_BL)
       return super().hidden_and_routing(params, tokens_BL, **arrays)
 
-  models = updates.sums()
-  config, head = models.policy.config, models.policy.head
-  models = models._replace(policy=Recording(config, head))
-  batch = _batch(models)
+  policy = Policy(models.policy.config, models.policy.head)
+  return models._replace(policy=policy)
+
+
+def test_microbatches_end_behind_their_longest_row():
+  lengths = []
+  models = _with_hook(lambda tokens_BL: lengths.append(tokens_BL.shape[1]))
+  algorithm, batch = batches.algorithm('token_ppo'), _batch(models)
   lengths.clear()
-  _update(models, batches.algorithm('token_ppo'), batch)
+  _update(models, algorithm, batch)
   # The longest of each two rows have 7, 12, 12 and 12 tokens.
-  assert sorted(set(lengths)) == [9, 12]
+  assert set(lengths) == {9, 12}
 
 
 @pytest.mark.parametrize(
@@ -165,23 +170,13 @@ def test_shares_are_computed_at_the_same_time():
   together = threading.Barrier(2, timeout=60)
   waits = []
 
-  class Waiting(type(updates.sums().policy)):
-    def hidden_and_routing(self, params, tokens_BL, **arrays):
-      hidden_BLD, routing = super().hidden_and_routing(
-        params, tokens_BL, **arrays
-      )
+  def wait():
+    if waits:
+      together.wait()
 
-      def wait():
-        if waits:
-          together.wait()
-
-      jax.debug.callback(wait)
-      return hidden_BLD, routing
-
-  models = updates.sums()
-  config, head = models.policy.config, models.policy.head
-  waiting = models._replace(policy=Waiting(config, head))
-  algorithm, batch = batches.algorithm('token_ppo'), updates.batch(models)
+  waiting = _with_hook(lambda tokens_BL: jax.debug.callback(wait))
+  algorithm = batches.algorithm('token_ppo')
+  batch = updates.batch(updates.sums())
   _update(waiting, algorithm, batch, num_microbatches=2)  # it compiles
   jax.effects_barrier()
   waits.append(True)

@@ -57,10 +57,10 @@ def draw(
   """
   found = {run.key for run in runs}
   groups = {
-    group: [arm for arm in arms if arm.key in found]
+    group: arms
     for group, arms in study.groups.items()
+    if any(arm.key in found for arm in arms)
   }
-  groups = {group: arms for group, arms in groups.items() if arms}
   by_arm = {
     arm.key: [run for run in runs if run.key == arm.key] for arm in study.arms
   }
@@ -109,22 +109,32 @@ def _page(
       'wspace': 0.08,
     },
   )
+  # Name to the line and the numbers of seeds of the arms of that name.
+  legend: dict[str, tuple[Any, list[int]]] = {}
   for row, (title, (column, is_log)) in enumerate(rows.items()):
     for place, (group, arms) in enumerate(groups.items()):
       axes = grid[row][place]
       words = [title] * (place == 0) + [group] * (row == 0 and bool(group))
       axes.set_title(': '.join(words) if row == 0 else title)
       for number, arm in enumerate(arms):
-        _draw(axes, [r.per_step(column) for r in by_arm[arm.key]], number, arm)
+        curves = [run.per_step(column) for run in by_arm[arm.key]]
+        if not curves:
+          continue
+        line = _draw(axes, curves, number)
+        if row == 0:
+          legend.setdefault(arm.name, (line, []))[1].append(len(curves))
       if is_log:
         axes.set_yscale('log')
       if column in _LEAST:
         axes.set_ylim(_LEAST[column], 1.0)
   for axes in grid[-1]:
     axes.set_xlabel('step')
-  for place in range(len(groups)):
-    if place == len(groups) - 1:
-      grid[0][place].legend(loc='upper left', bbox_to_anchor=(1.0, 1.0))
+  grid[0][-1].legend(
+    [line for line, _ in legend.values()],
+    [f'{name}, {_seeds(counts)}' for name, (_, counts) in legend.items()],
+    loc='upper left',
+    bbox_to_anchor=(1.0, 1.0),
+  )
   title = f'{study.title}: means of {success_lib.WINDOW} steps'
   page.suptitle(
     title.replace('$', r'\$'),
@@ -136,8 +146,19 @@ def _page(
   return page
 
 
-def _draw(axes, curves: Sequence[np.ndarray], number: int, arm) -> None:
-  """Draws a thin line for each seed, and a thick one for their mean."""
+def _seeds(counts: Sequence[int]) -> str:
+  """Returns how many seeds the arms of one name have."""
+  if min(counts) < max(counts):
+    return f'{min(counts)} to {max(counts)} seeds'
+  return f'{counts[0]} seed' + 's' * (counts[0] > 1)
+
+
+def _draw(axes, curves: Sequence[np.ndarray], number: int) -> Any:
+  """Draws a thin line for each seed, and a thick one for their mean.
+
+  Returns:
+    The thick line.
+  """
   colour = plots.COLOURS[number % len(plots.COLOURS)]
   line = _STYLES[number // len(plots.COLOURS) % len(_STYLES)]
   smooth = [
@@ -157,6 +178,5 @@ def _draw(axes, curves: Sequence[np.ndarray], number: int, arm) -> None:
   for row, values in zip(table, smooth):
     row[: len(values)] = values
   means = [statistics.average(column) for column in table.T]
-  seeds = f'{len(curves)} seed' + 's' * (len(curves) > 1)
-  label = f'{arm.name}, {seeds}'
-  axes.plot(np.arange(1, length + 1), means, line, color=colour, label=label)
+  (thick,) = axes.plot(np.arange(1, length + 1), means, line, color=colour)
+  return thick

@@ -101,7 +101,7 @@ def average(values: np.ndarray) -> float:
 
 
 def middle(values: np.ndarray) -> float:
-  """Returns the median of the numbers that are not nan; else nan."""
+  """Returns the median of the numbers that are not nan; nan without any."""
   found = values[~np.isnan(values)]
   return float(np.median(found)) if len(found) else math.nan
 
