@@ -26,6 +26,7 @@ def make(
   tokens: int = 8,
   detailed: int = 2,
   questions: int = 3,
+  evaluated: int = 0,
   collapses: bool = False,
   algorithm: str = 'st_ppo',
   config: Mapping[str, Any] | None = None,
@@ -39,7 +40,9 @@ def make(
     dialogues: the number of dialogues of a step.
     tokens: the number of policy tokens of a turn.
     detailed: the number of dialogues of a step whose tokens have numbers.
-    questions: the number of different questions.
+    questions: the number of different questions of training.
+    evaluated: the number of dialogues of an evaluation, each about a question
+      of its own, which is the same in all evaluations.
     collapses: whether the reward falls to 0 in the second half.
     algorithm: an entry of the table of algorithms.
     config: config keys that differ, by dotted name.
@@ -66,23 +69,24 @@ def make(
     if step % 2 == 0:
       lines[-1] |= _evaluation(rng, level)
     if dialogues:
-      text = ''.join(
-        json.dumps(
-          dialogue(
-            rng,
-            question=int(rng.integers(questions)),
-            level=level,
-            tokens=tokens,
-            detailed=number < detailed,
-          )
+      records = [
+        dialogue(
+          rng,
+          question=int(rng.integers(questions)),
+          level=level,
+          tokens=tokens,
+          detailed=number < detailed,
         )
-        + '\n'
         for number in range(dialogues)
-      )
-      path = folder / f'trajectories-{step:06d}.jsonl'
-      path.write_text(text, 'utf-8')
-  text = ''.join(json.dumps(line) + '\n' for line in lines)
-  (folder / 'metrics.jsonl').write_text(text, 'utf-8')
+      ]
+      _write_lines(folder / f'trajectories-{step:06d}.jsonl', records)
+    if evaluated and step % 2 == 0:
+      records = [
+        dialogue(rng, question=questions + number, level=level, detailed=False)
+        for number in range(evaluated)
+      ]
+      _write_lines(folder / f'evaluation-{step:06d}.jsonl', records)
+  _write_lines(folder / 'metrics.jsonl', lines)
   return folder
 
 
@@ -206,11 +210,22 @@ def _metrics(rng, step, level, steps):
       line[name] = noise(0.03)
       for turn in (1, 2):
         line[f'{name}/turn_{turn}'] = noise(0.03)
+    for turn in (1, 2):
+      line[f'ratio/{level_name}/std/turn_{turn}'] = 0.03 * turn
   for phase in _PHASES:
     line[f'timing_s/{phase}'] = 1 + noise(0.2)
   line['timing_s/step'] = 4 + noise(0.2)
+  line['timing_s/other'] = 0.25
+  line['goodput/fraction'] = 1 - 0.1 * step / steps
+  line['goodput/restarts'] = float(step > steps / 2)
+  line['goodput/lost_steps'] = 3 * line['goodput/restarts']
   return line
 
 
 def _write(path, value):
-  path.write_text(json.dumps(value) + '\n', 'utf-8')
+  _write_lines(path, [value])
+
+
+def _write_lines(path, values):
+  text = ''.join(json.dumps(value) + '\n' for value in values)
+  path.write_text(text, 'utf-8')

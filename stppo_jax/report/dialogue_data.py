@@ -1,8 +1,9 @@
 """Encodes the dialogues of runs for the viewer: an index, and packed steps.
 
 The index has a row for each dialogue: what filters, sorting and the list read.
-The dialogues of a step are one packed part, the lines of their file. So a page
-with thousands of them opens at once and unpacks those that are looked at.
+The dialogues of a step that were trained on are one packed part, the lines of
+their file, and those of its evaluation are another one. So a page with
+thousands of dialogues opens at once and unpacks those that are looked at.
 """
 
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from stppo_jax.report import run_files
 COLUMNS = (
   'run',
   'step',
+  'kind',
   'part',
   'place',
   'question',
@@ -31,6 +33,8 @@ COLUMNS = (
   'tokens',
   'spread',
 )
+# The column `kind` has the places of these.
+KINDS = (run_files.SAMPLED, run_files.EVALUATED)
 
 
 class Encoded(NamedTuple):
@@ -48,11 +52,12 @@ class Encoded(NamedTuple):
   notes: list[str]
 
 
-class _Step(NamedTuple):
-  """The dialogues of a step of a run, and their lines, packed."""
+class _Part(NamedTuple):
+  """The dialogues of one kind of a step of a run, and their lines, packed."""
 
   run: int
   step: int
+  kind: int
   records: list[Mapping[str, Any]]
   packed: str
 
@@ -72,14 +77,24 @@ def encode(
     most_bytes: the largest size of all parts together.
     losses: gets a line for each dialogue that cannot be read.
   """
-  files: dict[tuple[int, int], list[pathlib.Path]] = {}
+  # By run and step, then by kind.
+  files: dict[tuple[int, int], dict[int, list[pathlib.Path]]] = {}
   for number, run in enumerate(runs):
-    for step, path in run_files.dialogue_files(run.folder):
-      files.setdefault((number, step), []).append(path)
-  counts = [sum(map(_count, paths)) for paths in files.values()]
-  chosen = _thin(list(files.items()), counts, most)
-  steps = [_read(key, paths, losses) for key, paths in chosen]
-  kept = _thin(steps, [len(step.packed) for step in steps], most_bytes)
+    for kind, name in enumerate(KINDS):
+      for step, path in run_files.dialogue_files(run.folder, kind=name):
+        by_kind = files.setdefault((number, step), {})
+        by_kind.setdefault(kind, []).append(path)
+  found = sorted(files.items())
+  counts = [
+    sum(_count(path) for paths in by_kind.values() for path in paths)
+    for _, by_kind in found
+  ]
+  steps = [
+    [_read(*key, kind, paths, losses) for kind, paths in by_kind.items()]
+    for key, by_kind in _thin(found, counts, most)
+  ]
+  sizes = [sum(len(part.packed) for part in parts) for parts in steps]
+  kept = _thin(steps, sizes, most_bytes)
   notes = []
   if len(kept) < len(files):
     limit = f'{most:,} dialogues' if kept == steps else 'the size of the page'
@@ -87,11 +102,16 @@ def encode(
       f'dialogues of {len(kept)} of {len(files)} steps, evenly spread: '
       f'more would exceed {limit}'
     )
-  return Encoded(_index(kept), [step.packed for step in kept], notes)
+  parts = [part for step in kept for part in step]
+  return Encoded(_index(parts), [part.packed for part in parts], notes)
 
 
 def _count(path: pathlib.Path) -> int:
-  return path.read_bytes().count(b'\n')
+  """Returns the number of dialogues; 0 if the run has removed the file."""
+  try:
+    return path.read_bytes().count(b'\n')
+  except OSError:
+    return 0
 
 
 def _thin(items: Sequence[Any], sizes: Sequence[int], most: int) -> list[Any]:
@@ -107,29 +127,35 @@ def _thin(items: Sequence[Any], sizes: Sequence[int], most: int) -> list[Any]:
 
 
 def _read(
-  key: tuple[int, int], paths: Sequence[pathlib.Path], losses: list[str]
-) -> _Step:
+  run: int,
+  step: int,
+  kind: int,
+  paths: Sequence[pathlib.Path],
+  losses: list[str],
+) -> _Part:
   """Reads the dialogues of a step, those of all hosts."""
   pairs = [pair for path in paths for pair in run_files.dialogues(path, losses)]
   lines = b'\n'.join(line for line, _ in pairs)
-  return _Step(*key, [record for _, record in pairs], packing.pack(lines))
+  records = [record for _, record in pairs]
+  return _Part(run, step, kind, records, packing.pack(lines))
 
 
-def _index(steps: Sequence[_Step]) -> dict[str, Any]:
+def _index(parts: Sequence[_Part]) -> dict[str, Any]:
   """Returns the columns of the index, and the texts that they number."""
   questions: dict[str, int] = {}
   keys: dict[tuple[str, str], int] = {}
   statuses: dict[str, int] = {}
   rows = []
-  for part, step in enumerate(steps):
-    for place, record in enumerate(step.records):
+  for number, part in enumerate(parts):
+    for place, record in enumerate(part.records):
       question, status = record['question'], record['status']
       key = str(record.get('data_set', '')), str(record.get('id', question))
       rows.append(
         (
-          step.run,
-          step.step,
-          part,
+          part.run,
+          part.step,
+          part.kind,
+          number,
           place,
           questions.setdefault(question, len(questions)),
           keys.setdefault(key, len(keys)),

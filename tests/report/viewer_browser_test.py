@@ -224,6 +224,38 @@ def test_the_same_question_stands_side_by_side(opened, records):
   assert 'compare=1' in page.url
 
 
+def test_evaluations_show_the_same_questions_at_several_steps(
+  browser, tmp_path
+):
+  folder = made_runs.make(tmp_path / 'run', questions=10**6, evaluated=3)
+  out = tmp_path / 'report.html'
+  assert conftest.report(folder, f'--out={out}') == 0
+  opened = conftest.Opened(browser, out, 'tab=dialogues')
+  opened.shown(0)
+  page = opened.page
+  # Four of training in each of six steps, three of evaluation in every second.
+  assert _count(opened) == 6 * 4 + 3 * 3
+  assert page.locator('#compare').is_disabled()
+  page.select_option('#filter-kind', '0')
+  page.get_by_text('24 of 33 dialogues', exact=True).wait_for()
+  page.select_option('#filter-kind', '1')
+  page.get_by_text('9 of 33 dialogues', exact=True).wait_for()
+  page.click('.row >> nth=1')
+  page.wait_for_function("location.hash.includes('d=0.2.1.e')")
+  page.locator('#compare').click()
+  page.wait_for_selector('.columns')
+  places = page.locator('.columns .where').all_inner_texts()
+  for place, step in zip(places, (2, 4, 6), strict=True):
+    assert f'evaluation at step {step}, dialogue 2' in place
+  titles = page.locator('.columns .question').all_inner_texts()
+  assert set(titles) == {'Who built bridge number 1000001?'}
+  # The address names the dialogue of the evaluation, not one of training.
+  opened.open(page.url.partition('#')[2])
+  page.wait_for_selector('.columns')
+  assert page.locator('.columns .where').all_inner_texts() == places
+  opened.close()
+
+
 _HOSTILE = (
   '<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1">'
   '</script><!-- --><b>bold</b> & &lt; \x1b[31m\x07 \u202egnp\u202c \u200b '

@@ -73,7 +73,7 @@ const ORDERS = {
   question: ['question', (c, n) => index.questions[c.question[n]]],
 };
 
-const FILTERS = ['run', 'step', 'status', 'least', 'most', 'clip', 'searches',
+const FILTERS = ['run', 'step', 'kind', 'status', 'least', 'most', 'clip', 'searches',
   'text'];
 
 // The numbers of the dialogues that pass all filters but that of the text.
@@ -84,6 +84,7 @@ function filtered() {
     get(name) === '' ? otherwise : Number(get(name)));
   const run = limit('run', null);
   const step = limit('step', null);
+  const kind = limit('kind', null);
   const status = get('status');
   const least = limit('least', -Infinity);
   const most = limit('most', Infinity);
@@ -94,6 +95,7 @@ function filtered() {
     if (run !== null && c.run[n] !== run) continue;
     if (isHidden(data.runs[c.run[n]].group)) continue;
     if (step !== null && c.step[n] !== step) continue;
+    if (kind !== null && c.kind[n] !== kind) continue;
     if (status && index.statuses[c.status[n]] !== status) continue;
     if (c.reward[n] < least || c.reward[n] > most) continue;
     if (clip !== null && !(c.clipped[n] !== null
@@ -309,7 +311,18 @@ function rewardBadge(reward) {
 function where(n) {
   const c = index.columns;
   const run = data.runs.length > 1 ? `${data.runs[c.run[n]].name}, ` : '';
-  return `${run}step ${c.step[n]}, dialogue ${c.place[n] + 1}`;
+  return `${run}${stepOf(n)}, dialogue ${c.place[n] + 1}`;
+}
+
+function stepOf(n) {
+  const c = index.columns;
+  return `${c.kind[n] ? 'evaluation at ' : ''}step ${c.step[n]}`;
+}
+
+// What the address calls a dialogue.
+function nameOf(n) {
+  const c = index.columns;
+  return `${c.run[n]}.${c.step[n]}.${c.place[n]}${c.kind[n] ? '.e' : ''}`;
 }
 
 function turnBlock(turn, number_, name, scale) {
@@ -371,7 +384,8 @@ function dialogueView(n, record, name) {
 function viewer() {
   if (!index.count) {
     return [showNotes(), make('p', {class: 'empty'},
-      'The runs have written no dialogues (writer.trajectories).')];
+      'The runs have written no dialogues (writer.trajectories, '
+      + 'writer.evaluation).')];
   }
   const c = index.columns;
   const state = {shown: [], place: 0};
@@ -403,6 +417,9 @@ function viewer() {
       ...data.runs.map((run, n) => [String(n), run.name])]), 'run') : null,
     field('step', choices([['', 'all steps'], ...steps.map((step) => (
       [String(step), `step ${step}`]))]), 'step'),
+    c.kind.some((kind) => kind !== c.kind[0]) ? field('kind', choices([
+      ['', 'training and evaluation'], ['0', 'training'],
+      ['1', 'evaluation']]), 'what the dialogue was for') : null,
     field('status', choices([['', 'any ending'], ...index.statuses.map((s) => (
       [s, s]))]), 'how the dialogue ended'),
     numberField('least', 'reward ≥', 'least reward'),
@@ -431,7 +448,7 @@ function viewer() {
 
   const row = (place) => {
     const n = state.shown[place];
-    const facts = [`step ${c.step[n]}`, plural(c.turns[n], 'turn'),
+    const facts = [stepOf(n), plural(c.turns[n], 'turn'),
       plural(c.searches[n], 'search')];
     if (c.clipped[n] !== null) {
       facts.push(`${(c.clipped[n] * 100).toFixed(1)} % clipped`);
@@ -527,7 +544,7 @@ function viewer() {
     state.place = Math.max(0, Math.min(place, state.shown.length - 1));
     const n = state.shown[state.place];
     if (n !== undefined && !keep) {
-      address.set({d: `${c.run[n]}.${c.step[n]}.${c.place[n]}`});
+      address.set({d: nameOf(n)});
     }
     const top = state.place * ROW;
     if (top < box.scrollTop) box.scrollTop = top;
@@ -543,8 +560,7 @@ function viewer() {
   const show = (numbers, share) => {
     state.shown = sorted(numbers);
     const wanted = address.get('d', '');
-    const place = state.shown.findIndex((n) => (
-      `${c.run[n]}.${c.step[n]}.${c.place[n]}` === wanted));
+    const place = state.shown.findIndex((n) => nameOf(n) === wanted);
     count.textContent = `${state.shown.length.toLocaleString('en')} of ${
       index.count.toLocaleString('en')} dialogues`
       + (share < 1 ? `, searching ${Math.round(share * 100)} %` : '');
