@@ -153,6 +153,8 @@ def _open_wandb(identity: Identity) -> Experiment:
   except Exception as error:
     reason, folder = str(error).partition('\n')[0], identity.folder / 'wandb'
     _log.warning('wandb cannot be reached, it writes to %s: %s', folder, reason)
+    # Its background process holds the id of the run that was not opened.
+    wandb.teardown()
     return init('offline')
 
 
