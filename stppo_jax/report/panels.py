@@ -94,6 +94,16 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
       'Standard deviation over policy tokens, by level.',
     ),
     Panel(
+      'Spread by turn, turn level',
+      ('ratio/turn/std/turn_*',),
+      'The same within the first, second, ... turn of a dialogue.',
+    ),
+    Panel(
+      'Spread by turn, token level',
+      ('ratio/token/std/turn_*',),
+      'The same with ratios of tokens.',
+    ),
+    Panel(
       'Effective sample size',
       tuple(f'ratio/{level}/ess' for level in summary.LEVELS),
       'As a share of the policy tokens: 1 if all ratios are equal.',
@@ -183,7 +193,18 @@ SECTIONS: dict[str, tuple[Panel, ...]] = {
     Panel(
       'Seconds of a step by phase',
       tuple(f'timing_s/{phase}' for phase in summary.PHASES),
-      'Where the time of each step goes.',
+      'Where the time of each step goes; "other" lies between the steps.',
+    ),
+    Panel(
+      'Goodput',
+      ('goodput/fraction',),
+      'Share of the time since the first start in which the run made steps '
+      'that were not lost.',
+    ),
+    Panel(
+      'Restarts and lost steps',
+      ('goodput/restarts', 'goodput/lost_steps'),
+      'How often the run was started again, and steps it had to make again.',
     ),
     Panel(
       'Tokens per second',

@@ -29,6 +29,7 @@ PHASES = (
   'token_details',
   'evaluate',
   'checkpoint',
+  'other',
 )
 _ALARM = 'alarm/'
 # Metrics that stand for something that went wrong wherever they are not 0.
@@ -259,6 +260,14 @@ def _median_seconds(run: run_files.Run) -> float | None:
   return statistics.median(seconds) if seconds else None
 
 
+def _goodput(run: run_files.Run) -> float | None:
+  return _last(run.column('goodput/fraction'), 1)
+
+
+def _lost_steps(run: run_files.Run) -> float | None:
+  return _last(run.column('goodput/lost_steps'), 1)
+
+
 def _hours(run: run_files.Run) -> float | None:
   seconds = [value for _, value in run.column('timing_s/step')]
   seconds += [value for _, value in run.column('timing_s/checkpoint')]
@@ -327,4 +336,17 @@ _LINES = (
   ),
   Line('seconds per step', _median_seconds, 2, 'median over the steps'),
   Line('hours', _hours, 2, 'all steps and checkpoints together'),
+  Line(
+    'goodput',
+    _goodput,
+    3,
+    'share of the time since the first start in which the run made steps that '
+    'were not lost',
+  ),
+  Line(
+    'steps made again',
+    _lost_steps,
+    0,
+    'steps that were lost when the run ended early, and made again',
+  ),
 )

@@ -10,11 +10,12 @@ sentence where the batch has its ids. Ratios are measured before any
 normalisation, whichever level is optimised:
 
   ratio/{level}/{mean,std,min,max}
+  ratio/{level}/std/turn_{k}   the standard deviation in turn k = 1, 2, ...;
+                               absent where no row has that turn
   ratio/{level}/ess            (sum r)^2 / (n sum r^2), 1 if all are equal
   clipfrac/{level}/{low,high}  share of tokens below, above the bounds, whatever
                                the sign of A
-  clipfrac/{level}/{low,high}/turn_{k}  the same in turn k = 1, 2, ...; absent
-                               where no row has that turn
+  clipfrac/{level}/{low,high}/turn_{k}  the same in turn k; absent like that
   actor/pg_clipfrac            share of tokens whose gradient was cut
   actor/ppo_kl                 mean of log pi_old - log pi
   actor/entropy                mean entropy in nats
@@ -144,8 +145,11 @@ def policy_diagnostics(
     )
     # Sums of r - 1: from sums of r the variance of ratios near 1 would be lost
     # to cancellation in float32.
-    sums[f'{level}/excess'] = total(ratio_BL - 1)
-    sums[f'{level}/excess_squared'] = total(jnp.square(ratio_BL - 1))
+    excess_BL = ratio_BL - 1
+    sums[f'{level}/excess_T'] = by_turn(excess_BL)
+    sums[f'{level}/excess_squared_T'] = by_turn(jnp.square(excess_BL))
+    sums[f'{level}/excess'] = total(excess_BL)
+    sums[f'{level}/excess_squared'] = total(jnp.square(excess_BL))
     minima[level] = jnp.min(jnp.where(mask_BL, ratio_BL, jnp.inf))
     maxima[level] = jnp.max(jnp.where(mask_BL, ratio_BL, -jnp.inf))
     outside = {'low': ratio_BL < low, 'high': ratio_BL > high}
@@ -172,6 +176,12 @@ def _share(total: float, count: float) -> float:
   return float(total / count) if count else 0.0
 
 
+def _moments(total: float, squares: float, count: float) -> tuple[float, float]:
+  """Returns mean and variance from a sum and a sum of squares; 0 of nothing."""
+  mean = _share(total, count)
+  return mean, max(_share(squares, count) - mean**2, 0.0)
+
+
 def summarize(diagnostics: Diagnostics) -> dict[str, float]:
   """Returns the metrics as Python numbers; all are 0 without tokens."""
   sums, minima, maxima = jax.tree.map(
@@ -181,16 +191,24 @@ def summarize(diagnostics: Diagnostics) -> dict[str, float]:
   tokens, tokens_T = float(sums['tokens']), sums['tokens_T']
   metrics = {}
   for level in minima:
-    excess = _share(sums[f'{level}/excess'], tokens)
-    squared = _share(sums[f'{level}/excess_squared'], tokens)
+    excess, variance = _moments(
+      sums[f'{level}/excess'], sums[f'{level}/excess_squared'], tokens
+    )
     mean = 1 + excess if tokens else 0.0
-    variance = max(squared - excess**2, 0.0)
     name = f'ratio/{level}'
     metrics[f'{name}/mean'] = mean
     metrics[f'{name}/std'] = float(np.sqrt(variance))
     metrics[f'{name}/min'] = float(minima[level]) if tokens else 0.0
     metrics[f'{name}/max'] = float(maxima[level]) if tokens else 0.0
     metrics[f'{name}/ess'] = _share(mean**2, mean**2 + variance)
+    for turn, count in enumerate(tokens_T, start=1):
+      if count:
+        _, own = _moments(
+          sums[f'{level}/excess_T'][turn - 1],
+          sums[f'{level}/excess_squared_T'][turn - 1],
+          count,
+        )
+        metrics[f'{name}/std/turn_{turn}'] = float(np.sqrt(own))
     for side in ('low', 'high'):
       name = f'clipfrac/{level}/{side}'
       metrics[name] = _share(sums[f'{level}/{side}'], tokens)

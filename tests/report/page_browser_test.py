@@ -40,7 +40,53 @@ def test_the_tables_show_the_numbers_of_the_metrics(opened, made):
     round(x, 3)
     for x in (statistics.fmean(last[:2]), min(last[:2]), max(last[:2]))
   ]
-  assert 'alarm/entropy' in opened.page.locator('#alarms').inner_text()
+
+
+def test_the_table_of_alarms_has_every_step(opened, made):
+  rows = opened.page.locator('#alarms tbody tr').all_inner_texts()
+  shown = {tuple(row.split('\t')[:2]): row.split('\t')[2:] for row in rows}
+  for folder in made:
+    lines = made_runs.read_metrics(folder)[1:]
+    for name in ('alarm/entropy', 'update/skipped'):
+      ringing = [line['step'] for line in lines if line[name] > 0]
+      # All steps follow one another.
+      first, last = ringing[0], ringing[-1]
+      which = f'{first}–{last}' if last > first else f'{first}'
+      largest = max(line[name] for line in lines)
+      found = shown.pop((folder.name, name))
+      assert found == [str(len(ringing)), which, f'{largest:g}']
+  assert not shown
+
+
+def test_the_bars_show_the_means_and_shares_of_the_metrics(opened, made):
+  all_lines = [made_runs.read_metrics(folder)[1:] for folder in made]
+  for group, seeds in enumerate((all_lines[:2], all_lines[2:])):
+    for level in ('token', 'turn', 'sequence'):
+      for turn in (1, 2):
+        means = [
+          statistics.fmean(
+            line[f'clipfrac/{level}/low/turn_{turn}']
+            + line[f'clipfrac/{level}/high/turn_{turn}']
+            for line in lines
+          )
+          for lines in seeds
+        ]
+        bar = opened.page.locator(
+          f'[data-level="{level}"][data-turn="{turn}"][data-group="{group}"]'
+        )
+        shown = float(bar.inner_text().removesuffix(' %'))
+        assert shown == pytest.approx(100 * statistics.fmean(means), abs=0.006)
+  names = 'wait annotate update token_details checkpoint other'.split()
+  rows = opened.page.locator('.phases')
+  for place, lines in enumerate(all_lines):
+    seconds = [
+      sum(line[f'timing_s/{name}'] for line in lines) for name in names
+    ]
+    for name, spent in zip(names, seconds):
+      part = rows.nth(place).locator(f'[data-phase="{name}"]')
+      title = part.get_attribute('title')
+      share = float(re.search(r'([\d.]+) %', title)[1])
+      assert share == pytest.approx(100 * spent / sum(seconds), abs=0.06)
 
 
 def test_a_figure_shows_mean_and_band_under_the_pointer(opened, made):

@@ -73,6 +73,8 @@ _EXPECTED = {
     )
     / 3600
   ),
+  'goodput': lambda f: _column(f, 'goodput/fraction')[1][-1],
+  'steps made again': lambda f: _column(f, 'goodput/lost_steps')[1][-1],
 }
 
 
@@ -129,7 +131,7 @@ def test_clipping_by_turn_and_time_by_phase(contents, made):
           for side in ('low', 'high')
         )
         assert (mean, most) == pytest.approx((shares.mean(), shares.max()))
-    names = ['wait', 'annotate', 'update', 'token_details', 'checkpoint']
+    names = 'wait annotate update token_details checkpoint other'.split()
     assert phases == pytest.approx(
       {name: _column(folder, f'timing_s/{name}')[1].sum() for name in names}
     )

@@ -51,6 +51,9 @@ def _twin(logprobs, entropy, batch, scales):
     out[f'ratio/{level}/min'] = r.min()
     out[f'ratio/{level}/max'] = r.max()
     out[f'ratio/{level}/ess'] = r.sum() ** 2 / (r.size * (r**2).sum())
+    for turn in range(1, batches.T + 1):
+      own = mask & (turn_ids == turn)
+      out[f'ratio/{level}/std/turn_{turn}'] = ratio[own].std()
     sides = {'low': ratio < low, 'high': ratio > high}
     for side, outside in sides.items():
       name = f'clipfrac/{level}/{side}'

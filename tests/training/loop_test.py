@@ -90,6 +90,9 @@ _NAMES = {
     for statistic in ('mean', 'std', 'min', 'max', 'ess')
   ),
   *(
+    f'ratio/{level}/std/turn_{turn}' for level in _LEVELS for turn in (1, 2, 3)
+  ),
+  *(
     f'clipfrac/{level}/{side}{turn}'
     for level in _LEVELS
     for side in ('low', 'high')
