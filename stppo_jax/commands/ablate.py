@@ -165,19 +165,26 @@ def _carry_out(plan: ablation_flags.Plan, runs: list[Any]) -> int:
   from stppo_jax.analysis.ablation import results
   from stppo_jax.training import parallel_runs
 
+  damaged: dict[str, str] = {}  # the name of a run -> what is wrong with it
+
   def gather(*_) -> None:
     """Adds the runs that have finished to the table."""
-    found = [
-      results.from_folder(
-        plan.run_folder(arm, seed),
-        group=arm.group,
-        arm=arm.name,
-        seed=seed,
-        digest=plan.digests[arm.key],
-      )
-      for arm, seed in _missing(plan, runs)
-      if _state(plan.run_folder(arm, seed)) == run_state.FINISHED
-    ]
+    found = []
+    for arm, seed in _missing(plan, runs):
+      folder = plan.run_folder(arm, seed)
+      if _state(folder) == run_state.FINISHED:
+        try:
+          run = results.from_folder(
+            folder,
+            group=arm.group,
+            arm=arm.name,
+            seed=seed,
+            digest=plan.digests[arm.key],
+          )
+        except results.BadTable as error:
+          damaged[arm.run_name(seed)] = str(error)
+        else:
+          found.append(run)
     if found:
       runs[:] = results.add(plan.table, found, plan.digests)
 
@@ -190,12 +197,14 @@ def _carry_out(plan: ablation_flags.Plan, runs: list[Any]) -> int:
         commands, jobs=plan.jobs, logs=plan.folder, on_end=gather
       )
   gather()
-  missing = _missing(plan, runs)
-  _report(plan, runs, draws=not missing)
-  if missing:
-    names = ', '.join(arm.run_name(seed) for arm, seed in missing)
-    print(f'not finished: {names}', file=sys.stderr)
-  return exit_code or (_TRY_AGAIN if missing else 0)
+  names = [arm.run_name(seed) for arm, seed in _missing(plan, runs)]
+  _report(plan, runs, draws=not names)
+  if going := [name for name in names if name not in damaged]:
+    print(f'not finished: {", ".join(going)}', file=sys.stderr)
+    exit_code = exit_code or _TRY_AGAIN
+  if damaged:
+    print('\n'.join(damaged.values()), file=sys.stderr)
+  return 2 if damaged else exit_code
 
 
 def _report(

@@ -47,6 +47,7 @@ from stppo_jax.analysis.ablation import results
 from stppo_jax.configs import alarms as thresholds_lib
 from stppo_jax.records import alarms as alarms_lib
 from stppo_jax.records import bucket_copy
+from stppo_jax.records import run_folder
 from stppo_jax.records import run_state
 from stppo_jax.records import success
 from stppo_jax.report import run_files
@@ -141,8 +142,11 @@ def _runs(folder: str) -> list[str]:
   path = pathlib.Path(folder)
   if (path / 'metrics.jsonl').exists() or not path.is_dir():
     return [folder]
-  found = sorted(str(x.parent) for x in path.glob('*/metrics.jsonl'))
-  return found or [folder]
+  found = sorted(x.parent for x in path.glob('*/metrics.jsonl'))
+  # A study has its supervised starts beside its runs.
+  return [str(x) for x in found if run_folder.command_of(x) != 'sft'] or [
+    folder
+  ]
 
 
 def _rings(run: run_files.Run, thresholds: dict[str, float]):

@@ -49,7 +49,8 @@ def main(argv: Sequence[str]) -> int:
   if not folders:
     problems.append('DIR: missing; give the folder of a run, or several')
   out = pathlib.Path(flags['--out'] or f'report.{flags["--format"]}')
-  if not problems and (problem := output.problem(out)):
+  has_figures = flags['--format'] == 'md'
+  if not problems and (problem := output.problem(out, has_figures=has_figures)):
     problems.append(f'--out={problem}')
   if problems:
     print('\n'.join(problems), file=sys.stderr)

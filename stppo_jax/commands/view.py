@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
   losses: list[str] = []
   try:
     with bucket_copy.downloaded(folder, dialogues=True) as path:
-      run_files.read(str(path), folder)
+      run_files.check(str(path), folder)
       lines = _lines(str(path), flags, losses)
   except (run_files.Unreadable, buckets.BucketError) as error:
     print(error, file=sys.stderr)

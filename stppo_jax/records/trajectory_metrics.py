@@ -128,9 +128,12 @@ def count_tokens(trajectories: Sequence[types.Trajectory]) -> dict[str, float]:
 def measure_groups(
   groups: Sequence[Sequence[types.Trajectory]],
 ) -> dict[str, float]:
-  """Returns the share of groups of two or more without variance."""
+  """Returns the share of groups of two or more without variance.
+
+  It is absent if no group has two valid trajectories.
+  """
   uniform = [zero_variance(g) for g in groups if len(_valid(g)) >= 2]
-  return {'rollout/zero_variance_groups': _mean(uniform)}
+  return {'rollout/zero_variance_groups': _mean(uniform)} if uniform else {}
 
 
 def measure_staleness(

@@ -31,7 +31,7 @@ def write(
     losses: what could not be read, which the report says.
   """
   contents = page.contents(groups)
-  folder = out.with_name(f'{out.stem}-figures')
+  folder = output.figures(out)
   folder.mkdir(exist_ok=True)
   labels = contents['groups']
   lines = [f'<!-- {output.MARK} -->', '', f'# {escape(", ".join(labels))}', '']

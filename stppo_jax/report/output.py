@@ -8,8 +8,18 @@ MARK = 'stppo_jax report'
 _BEGINNING = 1000  # bytes
 
 
-def problem(path: pathlib.Path) -> str:
-  """Returns why a report must not be written there; '' if it may."""
+def figures(path: pathlib.Path) -> pathlib.Path:
+  """Returns the folder of the figures of a report in Markdown."""
+  return path.with_name(f'{path.stem}-figures')
+
+
+def problem(path: pathlib.Path, *, has_figures: bool = False) -> str:
+  """Returns why a report must not be written there; '' if it may.
+
+  Args:
+    path: the file.
+    has_figures: whether there is a folder of figures beside it.
+  """
   try:
     if path.is_dir():
       return f'{path}: is a folder; give a file'
@@ -21,6 +31,13 @@ def problem(path: pathlib.Path) -> str:
       with open(path, 'rb') as file:
         if MARK.encode() not in file.read(_BEGINNING):
           return f'{path}: exists and is no report; give another file'
+    folder = figures(path)
+    is_own = path.exists() and folder.is_dir()
+    if has_figures and folder.exists() and not is_own:
+      return (
+        f'{path}: its figures would be written to {folder}, which exists; '
+        'give another file'
+      )
   except OSError as error:
     return f'{path}: {error.strerror}'
   return ''

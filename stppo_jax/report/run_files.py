@@ -100,8 +100,8 @@ def is_number(value: Any) -> bool:
     return False
 
 
-def read(folder: str, place: str = '') -> Run:
-  """Reads a run.
+def check(folder: str, place: str = '') -> run_state.RunState:
+  """Returns the state of a run that this version can read.
 
   Args:
     folder: its folder.
@@ -109,7 +109,7 @@ def read(folder: str, place: str = '') -> Run:
 
   Raises:
     Unreadable: the folder is not that of a run of `train`, or has another
-      schema, or has no line of metrics yet.
+      schema.
   """
   place = place or folder
   try:
@@ -120,13 +120,28 @@ def read(folder: str, place: str = '') -> Run:
     raise Unreadable(
       f'{place}: a run of {state.command}; a report shows runs of {_COMMAND}'
     )
-  path = pathlib.Path(folder)
-  schema = run_folder.schema(path)
+  schema = run_folder.schema(pathlib.Path(folder))
   if schema != run_folder.SCHEMA:
     raise Unreadable(
       f'{place}: its files have schema {schema}, and this version reads '
       f'schema {run_folder.SCHEMA}; use the version that wrote them'
     )
+  return state
+
+
+def read(folder: str, place: str = '') -> Run:
+  """Reads a run.
+
+  Args:
+    folder: its folder.
+    place: the address, if the folder was downloaded from a bucket.
+
+  Raises:
+    Unreadable: see `check`; or no line of metrics is written yet.
+  """
+  place = place or folder
+  state = check(folder, place)
+  path = pathlib.Path(folder)
   losses: list[str] = []
   lines = [
     line

@@ -213,6 +213,24 @@ def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
   table.write_text('a,b\n')
   assert _ablate(another, *flags) == 2
   assert 'not a table of ablate' in capsys.readouterr().err
+  assert _ablate(folder.parent / 'new', f'--table={folder.parent}') == 2
+  assert capsys.readouterr().err == f'{folder.parent}: Is a directory\n'
+
+
+def test_a_damaged_run_is_named_and_the_others_compared(folder, capsys):
+  assert _ablate(folder, '--seeds=1') == 0
+  (folder / 'pair.csv').unlink()
+  capsys.readouterr()
+  with open(folder / 'mine-seed0' / 'metrics.jsonl', 'a') as file:
+    file.write('{"step"')
+  assert _ablate(folder, '--seeds=1') == 2
+  out, err = capsys.readouterr()
+  assert err == (
+    f'{folder}/mine-seed0/metrics.jsonl: damaged; to make the run again, '
+    'delete its folder\n'
+  )
+  assert 'token_ppo' in out
+  assert [run.arm for run in results.read(folder / 'pair.csv')] == ['token_ppo']
 
 
 @pytest.mark.slow

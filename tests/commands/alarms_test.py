@@ -1,5 +1,7 @@
 """`alarms` says how long before a collapse each alarm rang."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,10 @@ def study(tmp_path_factory):
   folder = tmp_path_factory.mktemp('study')
   for name, collapses in (('healthy', False), ('fallen', True)):
     made_runs.make(folder / name, steps=30, dialogues=0, collapses=collapses)
+  # A supervised start, as ablate makes it beside the runs.
+  start = made_runs.make(folder / 'start-x', steps=3, dialogues=0)
+  identity = json.loads((start / 'run.json').read_text())
+  (start / 'run.json').write_text(json.dumps(identity | {'command': 'sft'}))
   return folder
 
 
@@ -84,3 +90,7 @@ def test_thresholds_are_tried_on_the_table_of_a_study(study, tmp_path, capsys):
   )
   _, _, err = _alarms(capsys, tmp_path / 'no.csv', exit_code=2)
   assert err == f'{tmp_path}/no.csv: no such file\n'
+  (tmp_path / 'binary.csv').write_bytes(b'\xff\x00')
+  _, _, err = _alarms(capsys, tmp_path / 'binary.csv', exit_code=2)
+  assert err.startswith(f'{tmp_path}/binary.csv: not a table of ablate: ')
+  assert err.count('\n') == 1

@@ -325,6 +325,33 @@ def test_the_index_of_dialogues(run):
     assert row['spread'] == pytest.approx(spread, rel=1e-5)
 
 
+def test_a_file_that_the_run_removes_meanwhile_is_left_out(
+  run, tmp_path, capsys
+):
+  # As after listing: the name is there, the file is not.
+  (run / 'trajectories-000002.jsonl').unlink()
+  (run / 'trajectories-000002.jsonl').symlink_to(run / 'gone')
+  code, errors, data = _reported(capsys, tmp_path, run)
+  assert (code, errors) == (0, []) and data['runs'][0]['step'] == 6
+
+
+@pytest.mark.parametrize('kind', ['file', 'folder'])
+def test_figures_of_others_are_not_replaced(run, tmp_path, capsys, kind):
+  out = tmp_path / 'paper.md'
+  figures = tmp_path / 'paper-figures'
+  figures.touch() if kind == 'file' else figures.mkdir()
+  words = [run, '--format=md', f'--out={out}']
+  assert conftest.report(*words) == 2
+  assert capsys.readouterr().err == (
+    f'--out={out}: its figures would be written to {figures}, which exists; '
+    'give another file\n'
+  )
+  assert not out.exists()
+  # Those of a report are.
+  figures.unlink() if kind == 'file' else figures.rmdir()
+  assert conftest.report(*words) == 0 == conftest.report(*words)
+
+
 def test_markdown_has_the_same_numbers_and_pictures(run, tmp_path):
   hostile = '<b>|`x`|</b>\x1b'
   config = json.loads((run / 'config.json').read_text())
@@ -445,6 +472,12 @@ def test_view_escapes_what_would_reach_the_terminal(run, capsys):
 def test_view_refuses_what_is_not_there(run, capsys, words, line):
   code, out, err = _view(capsys, run, *words)
   assert (code, out) == (2, '') and line in err
+
+
+def test_view_needs_no_metrics(run, capsys):
+  (run / 'metrics.jsonl').write_text('')
+  assert __main__.main(['view', str(run)]) == 0
+  assert capsys.readouterr().out.startswith('step 6: 4 of 4 dialogues\n')
 
 
 def test_view_of_a_run_without_dialogues(tmp_path, capsys):

@@ -113,10 +113,20 @@ def from_folder(
     arm: the name of its arm.
     seed: its seed.
     digest: the digest of its arm's config.
+
+  Raises:
+    BadTable: the metrics of the run cannot be read.
   """
-  metrics = plots.read_metrics(folder / 'metrics.jsonl')
-  count = int(metrics['step'].max()) + 1
-  places = metrics['step'].astype(int)
+  try:
+    metrics = plots.read_metrics(folder / 'metrics.jsonl')
+    steps = metrics['step']
+  except (OSError, ValueError, KeyError) as error:
+    raise BadTable(
+      f'{folder}/metrics.jsonl: damaged; to make the run again, delete its '
+      'folder'
+    ) from error
+  count = int(steps.max()) + 1
+  places = steps.astype(int)
   nothing = np.full(len(places), math.nan)
 
   def column(values: np.ndarray) -> np.ndarray:
@@ -148,10 +158,20 @@ def read(path: pathlib.Path) -> list[Run]:
   """Returns the runs of a table; [] if there is no such file.
 
   Raises:
-    BadTable: the file has other columns, or a line that is damaged.
+    BadTable: the file cannot be read, has other columns, or a line that is
+      damaged.
   """
-  if not path.exists():
+  try:
+    return _read(path)
+  except FileNotFoundError:
     return []
+  except OSError as error:
+    raise BadTable(f'{path}: {error.strerror}') from error
+  except (UnicodeDecodeError, csv.Error) as error:
+    raise BadTable(f'{path}: not a table of ablate: {error}') from error
+
+
+def _read(path: pathlib.Path) -> list[Run]:
   lines: dict[tuple[str, str, int, str], list[list[float]]] = {}
   with open(path, encoding='utf-8', newline='') as file:
     reader = csv.reader(file)
