@@ -108,3 +108,12 @@ def test_a_run_without_success_has_no_difference():
   ]
   _, row = verdict.tables(study, runs)['Paired differences']
   assert row == ['st_ppo', 'token_ppo', '2', *[''] * 6]
+
+
+@pytest.mark.parametrize(('seeds', 'expected'), [(3, 0.75), (8, 0.9)])
+def test_how_often_an_interval_of_few_seeds_contains_the_mean(seeds, expected):
+  # docs/collapse.md says so.
+  rng = np.random.default_rng(0)
+  found = [statistics.mean(rng.normal(size=seeds)) for _ in range(400)]
+  share = np.mean([low <= 0 <= high for _, low, high in found])
+  assert share == pytest.approx(expected, abs=0.04)
