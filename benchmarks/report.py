@@ -4,33 +4,46 @@
 
 A run of 500 steps with 5,000 dialogues is made up, whose tokens all have
 numbers. Its report is written, and opened in Chromium if that and the package
-playwright are installed. Then the quickstart trains some steps. The time that
-its records take (numbers of tokens, dialogues, metrics) is compared with the
-duration of its steps; the first two, which compile, are left out.
+playwright are installed.
+
+Then the quickstart trains some steps and writes all of its dialogues. What
+records cost is compared with the median step; the first two steps, which
+compile, are left out. The records are the numbers of tokens, the files of
+dialogues and metrics, and the measures of ratios and clipping at all levels.
+The last ones are part of the updates: the policy loss of a microbatch of random
+numbers is timed with and without them.
 """
 
 import argparse
 from collections.abc import Sequence
 import contextlib
+import functools
 import io
 import json
+import os
 import pathlib
 import statistics
 import tempfile
 import time
 from typing import Any
 
+import jax
 import numpy as np
 
+from benchmarks import batches
 from benchmarks import chromium
 from benchmarks import made_runs
 from benchmarks import measure
 from stppo_jax import __main__
 from stppo_jax import batch as batch_lib
 from stppo_jax import types
+from stppo_jax.configs import quickstart
 from stppo_jax.records import trajectory_metrics
 from stppo_jax.records import writer as writer_lib
 from stppo_jax.records.sinks import progress
+from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.rl import diagnostics
+from stppo_jax.rl import losses
 from stppo_jax.sampling import tokenizer as tokenizer_lib
 
 _MEGABYTE = 1e6
@@ -82,6 +95,54 @@ def recording_share(
   step = statistics.median(line['timing_s/step'] for line in lines)
   tokens = statistics.median(line['timing_s/token_details'] for line in lines)
   return step, tokens, writing_seconds(folder / 'again', workdir, lines[-1])
+
+
+def measuring_seconds(config: Any) -> float:
+  """Returns the seconds of a step in which its updates measure ratios.
+
+  Args:
+    config: the config of a run on the cores of a CPU (`updates.core_rows`).
+  """
+  rows = config.updates.core_rows
+  batch, logprobs_BL, entropy_BL = batches.token_batch(
+    rows=rows, length=config.env.max_length, num_turns=config.env.max_turns
+  )
+  algorithm = algorithm_lib.build_algorithm(config.algorithm)
+  num_turns = config.env.max_turns + 1
+
+  def gradient(measures, logprobs_BL, entropy_BL, batch):
+    def loss(logprobs_BL):
+      result = losses.policy_loss(
+        algorithm,
+        logprobs_BL,
+        entropy_BL,
+        batch,
+        statistics=None,
+        count=None,
+        entropy_coefficient=0.0,
+        num_turns=num_turns,
+      )
+      if not measures:
+        return result.loss, None
+      return result.loss, diagnostics.policy_diagnostics(
+        algorithm, result, logprobs_BL, entropy_BL, batch, num_turns=num_turns
+      )
+
+    return jax.value_and_grad(loss, has_aux=True)(logprobs_BL)
+
+  arguments = jax.device_put((logprobs_BL, entropy_BL, batch))
+  cases = {
+    name: measure.compiled(
+      functools.partial(gradient, name == 'with'), *arguments
+    ).case(*arguments)
+    for name in ('with', 'without')
+  }
+  seconds = measure.interleave(cases, repeats=measure.MIN_REPEATS)
+  extra = float(np.median(seconds['with']) - np.median(seconds['without']))
+  microbatches = (
+    config.rollout.trajectories_per_step * config.updates.num_epochs / rows
+  )
+  return extra * microbatches / len(os.sched_getaffinity(0))
 
 
 def writing_seconds(
@@ -211,11 +272,19 @@ def records(words: Sequence[str]) -> str:
   """
   with tempfile.TemporaryDirectory() as name:
     step, tokens, writing = recording_share(pathlib.Path(name), words)
+  measures = measuring_seconds(quickstart.get_config())
+  parts = {
+    'numbers of tokens': tokens,
+    'writing': writing,
+    'measures of all levels': measures,
+  }
+  texts = [
+    f'{name} {1e3 * seconds:.1f} ms ({seconds / step:.1%})'
+    for name, seconds in parts.items()
+  ]
   return (
-    f'a step of {step:.2f} s: numbers of tokens {1e3 * tokens:.1f} ms '
-    f'({tokens / step:.1%}), writing {1e3 * writing:.1f} ms '
-    f'({writing / step:.1%}); together {(tokens + writing) / step:.1%} '
-    f'(goal {_GOALS["records"]:.0%})'
+    f'a step of {step:.2f} s: {", ".join(texts)}; together '
+    f'{sum(parts.values()) / step:.1%} (goal {_GOALS["records"]:.0%})'
   )
 
 
@@ -235,6 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     '--config=configs/quickstart.py',
     f'--config.num_steps={flags.train_steps}',
     '--config.evaluate.every=0',
+    '--config.writer.trajectories=128',  # all
   ]
   print(records(words))
 

@@ -39,6 +39,7 @@ import os
 import pathlib
 import shlex
 import sys
+import time
 from typing import Any
 import uuid
 
@@ -189,7 +190,7 @@ def _carry_out(plan: ablation_flags.Plan, runs: list[Any]) -> int:
       runs[:] = results.add(plan.table, found, plan.digests)
 
   gather()
-  exit_code = 0
+  exit_code, before, start = 0, len(runs), time.monotonic()
   for make in (_start_commands, _run_commands):
     commands = make(plan, runs)
     if commands and not exit_code:
@@ -197,6 +198,9 @@ def _carry_out(plan: ablation_flags.Plan, runs: list[Any]) -> int:
         commands, jobs=plan.jobs, logs=plan.folder, on_end=gather
       )
   gather()
+  if made := len(runs) - before:
+    minutes = (time.monotonic() - start) / 60
+    print(f'{made} runs in {minutes:.0f} minutes, {plan.jobs} at once')
   names = [arm.run_name(seed) for arm, seed in _missing(plan, runs)]
   _report(plan, runs, draws=not names)
   if going := [name for name in names if name not in damaged]:

@@ -20,4 +20,5 @@ def test_a_page_is_written_and_measured():
 def test_the_cost_of_records_is_measured():
   changes = {'num_steps': 4, 'writer__token_details': 4, 'evaluate__every': 0}
   line = report.records(runs.flags(**changes))
-  assert re.search(r'numbers of tokens \d+\.\d ms \(\d+\.\d%\)', line)
+  for part in ('numbers of tokens', 'writing', 'measures of all levels'):
+    assert re.search(rf'{part} -?\d+\.\d ms \(-?\d+\.\d%\)', line)

@@ -39,7 +39,6 @@ def studies():
         'one': {'sft.num_steps': 1}, 'two': {'sft.num_steps': 2}
       },
     },
-    'single': {'seeds': 2, 'arms': {'': {'st_ppo': {}}}},
     'copy': {
       'seeds': 1, 'arms': {'': {'base': {'algorithm': 'token_ppo'}, 'gspo': {}}}
     },
@@ -185,6 +184,7 @@ def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
   ]
   out = capsys.readouterr().out
   assert 'Paired differences' in out and '2/2 (0.34..1.00)' in out
+  assert '\n2 runs in 0 minutes, 1 at once\n' in out
   assert _ablate(folder, '--dry_run') == 0
   assert not capsys.readouterr().out
 
@@ -375,28 +375,28 @@ def test_no_number_of_skipped_updates_ends_a_run_of_a_study(tmp_path):
 def test_a_study_of_runs_is_killed_and_goes_on(tmp_path):
   (tmp_path / 'studies.py').write_text(_STUDIES)
   folder = tmp_path / 'study'
-  table = folder / 'single.csv'
-  # Two seeds of one arm: the second run finds the programs of the first.
-  sizes = runs.flags(num_steps=3, evaluate__every=3)[1:]
-  flags = _flags(folder, 'single', '--jobs=1', *sizes)
+  table = folder / 'pair.csv'
+  sizes = runs.flags(num_steps=5, evaluate__every=5)[1:]
+  flags = _flags(folder, 'pair', '--jobs=1', '--seeds=1', *sizes)
   process = runs.start('ablate', *flags)
   _wait(lambda: table.exists() or process.poll() is not None, seconds=600)
   process.send_signal(signal.SIGTERM)
   out, err = process.communicate(timeout=600)
   assert process.returncode == 75, out + err
   (done,) = results.read(table)
-  assert done.seed == 0
+  assert done.arm == 'token_ppo'
   files = {
-    path: path.stat().st_mtime_ns for path in folder.glob('st_ppo-seed0/*')
+    path: path.stat().st_mtime_ns for path in folder.glob('token_ppo-seed0/*')
   }
   process = runs.start('ablate', *flags)
   out, err = process.communicate(timeout=600)
   assert process.returncode == 0, out + err
   found = results.read(table)
-  assert [run.seed for run in found] == [0, 1]
+  assert [run.arm for run in found] == ['token_ppo', 'mine']
+  assert '| mine | token_ppo | 1 |' in (folder / 'pair.md').read_text()
   assert files and files == {path: path.stat().st_mtime_ns for path in files}
   for run in found:
-    assert len(run.per_step('success')) == 3
+    assert len(run.per_step('success')) == 5
     for column in ('success', 'clip_token', 'clip_turn', 'entropy', 'rho'):
       assert np.isfinite(run.per_step(column)).all(), column
-    assert np.isfinite(run.columns['greedy'][[0, 3]]).all()
+    assert np.isfinite(run.columns['greedy'][[0, 5]]).all()
