@@ -17,7 +17,7 @@ _STRESS_RATE = 4e-4
 _BIAS = 'algorithm.correction.clipping_bias'
 _SCOPES = ('minibatch', 'microbatch', 'sequence', 'turn')
 _THINK_WORDS = (20, 50)  # with the other tokens: turns of some 30 and 60
-# The steps of `sft` -> those of `train`, in about the same time together.
+# The steps of `sft` -> those of `train`.
 _BUDGETS = {1000: 76, 1300: 68, 1600: 60}
 _REWARDS = {
   'sparse rewards': {},
@@ -82,15 +82,15 @@ def _long_turns(words):
   }
 
 
-def _corrections(algorithm):
-  """Returns an arm for each definition, threshold and scope."""
+def _corrections(algorithm, scopes):
+  """Returns an arm for each scope and threshold, and the other definition."""
   arms = {
     f'{scope}, tau {tau:g}': {
       'algorithm': algorithm,
       f'{_BIAS}.tau': tau,
       f'{_BIAS}.scope': scope,
     }
-    for scope in _SCOPES
+    for scope in scopes
     for tau in (1.5, 3.0, 5.0)
   }
   for name, changes in arms.items():
@@ -133,8 +133,11 @@ def studies():
       'title': 'Definition, threshold and scope of the correction',
       'seeds': 3,
       'arms': {
-        'token ratio': {'token_ppo': {}, **_corrections('s_ppo')},
-        'turn ratio': {'turn_ppo': {}, **_corrections('st_ppo')},
+        'turn ratio': {'turn_ppo': {}, **_corrections('st_ppo', _SCOPES)},
+        'token ratio': {
+          'token_ppo': {},
+          **_corrections('s_ppo', ('minibatch',)),
+        },
       },
     },
     'controls': {

@@ -119,8 +119,7 @@ _NAMES = {
   *(
     f'rollout/{name}'
     for name in (
-      'zero_variance_groups resampled_groups resample_rounds refilled_rows '
-      'staleness'.split()
+      'resampled_groups resample_rounds refilled_rows staleness'.split()
     )
   ),
   'reward/turns/mean',
