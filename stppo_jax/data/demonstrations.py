@@ -22,6 +22,7 @@ Demonstration = tuple[types.Question, list[str]]
 # The errors of a turn that searches. The last one is impossible in the first
 # turn, because no passage has been read yet.
 _SEARCH_ERRORS = ('no_search', 'partial_query', 'wrong_fact')
+_RANDOM_FILLER = 1 / 8  # the share of filler words that are random
 
 
 class Demonstrations(Protocol):
@@ -194,5 +195,17 @@ def _answer(name: str, rng: np.random.Generator, think_words: int) -> str:
 
 
 def _filler(rng: np.random.Generator, count: int) -> str:
-  """Returns `count` filler words."""
-  return ''.join(rng.choice(synthetic_wiki.FILLER_WORDS, size=count))
+  """Returns `count` filler words.
+
+  Most words follow the one before in a fixed order and some are random, because
+  most tokens of a text are easy to predict, too. A small model that has to
+  imitate random words alone does not learn to search.
+  """
+  words = synthetic_wiki.FILLER_WORDS
+  place, filler = 0, ''
+  for number in range(count):
+    if number == 0 or rng.random() < _RANDOM_FILLER:
+      place = int(rng.integers(len(words)))
+    filler += words[place]
+    place = (place + 1) % len(words)
+  return filler
