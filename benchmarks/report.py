@@ -20,7 +20,6 @@ import contextlib
 import functools
 import io
 import json
-import os
 import pathlib
 import statistics
 import tempfile
@@ -38,6 +37,7 @@ from stppo_jax import __main__
 from stppo_jax import batch as batch_lib
 from stppo_jax import types
 from stppo_jax.configs import quickstart
+from stppo_jax.learner import cpu_parallel
 from stppo_jax.records import trajectory_metrics
 from stppo_jax.records import writer as writer_lib
 from stppo_jax.records.sinks import progress
@@ -142,7 +142,8 @@ def measuring_seconds(config: Any) -> float:
   microbatches = (
     config.rollout.trajectories_per_step * config.updates.num_epochs / rows
   )
-  return extra * microbatches / len(os.sched_getaffinity(0))
+  workers = cpu_parallel.num_workers(config.updates.minibatch_size // rows)
+  return extra * microbatches / workers
 
 
 def writing_seconds(
@@ -268,7 +269,7 @@ def records(words: Sequence[str]) -> str:
   """Returns the line about the cost of records.
 
   Args:
-    words: flags of `train`.
+    words: flags of `train`, for the quickstart.
   """
   with tempfile.TemporaryDirectory() as name:
     step, tokens, writing = recording_share(pathlib.Path(name), words)

@@ -167,6 +167,7 @@ def _carry_out(plan: ablation_flags.Plan, runs: list[Any]) -> int:
   from stppo_jax.training import parallel_runs
 
   damaged: dict[str, str] = {}  # the name of a run -> what is wrong with it
+  made: set[str] = set()
 
   def gather(*_) -> None:
     """Adds the runs that have finished to the table."""
@@ -186,11 +187,13 @@ def _carry_out(plan: ablation_flags.Plan, runs: list[Any]) -> int:
           damaged[arm.run_name(seed)] = str(error)
         else:
           found.append(run)
+          made.add(folder.name)
     if found:
       runs[:] = results.add(plan.table, found, plan.digests)
 
   gather()
-  exit_code, before, start = 0, len(runs), time.monotonic()
+  made.clear()  # Those were made before.
+  exit_code, start = 0, time.monotonic()
   for make in (_start_commands, _run_commands):
     commands = make(plan, runs)
     if commands and not exit_code:
@@ -198,9 +201,11 @@ def _carry_out(plan: ablation_flags.Plan, runs: list[Any]) -> int:
         commands, jobs=plan.jobs, logs=plan.folder, on_end=gather
       )
   gather()
-  if made := len(runs) - before:
+  if made:
     minutes = (time.monotonic() - start) / 60
-    print(f'{made} runs in {minutes:.0f} minutes, {plan.jobs} at once')
+    print(
+      f'runs made: {len(made)} in {minutes:.0f} minutes, {plan.jobs} at once'
+    )
   names = [arm.run_name(seed) for arm, seed in _missing(plan, runs)]
   _report(plan, runs, draws=not names)
   if going := [name for name in names if name not in damaged]:
@@ -208,7 +213,7 @@ def _carry_out(plan: ablation_flags.Plan, runs: list[Any]) -> int:
     exit_code = exit_code or _TRY_AGAIN
   if damaged:
     print('\n'.join(damaged.values()), file=sys.stderr)
-  return 2 if damaged else exit_code
+  return exit_code or (2 if damaged else 0)
 
 
 def _report(

@@ -35,6 +35,7 @@ COLUMNS = (
 )
 # The column `kind` has the places of these.
 KINDS = (run_files.SAMPLED, run_files.EVALUATED)
+TRAINING, EVALUATION = range(2)
 
 
 class Encoded(NamedTuple):
@@ -73,37 +74,56 @@ def encode(
 
   Args:
     runs: the runs.
-    most: the largest number of dialogues.
+    most: the largest number of dialogues; evaluations get at most half of it.
     most_bytes: the largest size of all parts together.
     losses: gets a line for each dialogue that cannot be read.
   """
-  # By run and step, then by kind.
-  files: dict[tuple[int, int], dict[int, list[pathlib.Path]]] = {}
+  parts: list[_Part] = []
+  notes: list[str] = []
+  # Evaluations are few and far between, and comparing them needs several.
+  for kind, share in ((EVALUATION, 0.5), (TRAINING, 1.0)):
+    count = sum(len(part.records) for part in parts)
+    size = sum(len(part.packed) for part in parts)
+    parts += _encode(
+      runs,
+      kind,
+      most=int(share * (most - count)),
+      most_bytes=int(share * (most_bytes - size)),
+      notes=notes,
+      losses=losses,
+    )
+  parts.sort(key=lambda part: (part.run, part.step, part.kind))
+  return Encoded(_index(parts), [part.packed for part in parts], notes)
+
+
+def _encode(
+  runs: Sequence[run_files.Run],
+  kind: int,
+  *,
+  most: int,
+  most_bytes: int,
+  notes: list[str],
+  losses: list[str],
+) -> list[_Part]:
+  """Encodes the dialogues of one kind; see `encode`."""
+  files: dict[tuple[int, int], list[pathlib.Path]] = {}
   for number, run in enumerate(runs):
-    for kind, name in enumerate(KINDS):
-      for step, path in run_files.dialogue_files(run.folder, kind=name):
-        by_kind = files.setdefault((number, step), {})
-        by_kind.setdefault(kind, []).append(path)
-  found = sorted(files.items())
-  counts = [
-    sum(_count(path) for paths in by_kind.values() for path in paths)
-    for _, by_kind in found
+    for step, path in run_files.dialogue_files(run.folder, kind=KINDS[kind]):
+      files.setdefault((number, step), []).append(path)
+  counts = [sum(map(_count, paths)) for paths in files.values()]
+  parts = [
+    _read(*key, kind, paths, losses)
+    for key, paths in _thin(list(files.items()), counts, most)
   ]
-  steps = [
-    [_read(*key, kind, paths, losses) for kind, paths in by_kind.items()]
-    for key, by_kind in _thin(found, counts, most)
-  ]
-  sizes = [sum(len(part.packed) for part in parts) for parts in steps]
-  kept = _thin(steps, sizes, most_bytes)
-  notes = []
+  kept = _thin(parts, [len(part.packed) for part in parts], most_bytes)
   if len(kept) < len(files):
-    limit = f'{most:,} dialogues' if kept == steps else 'the size of the page'
+    limit = f'{most:,} dialogues' if kept == parts else 'the size of the page'
+    what = ('dialogues', 'evaluations')[kind]
     notes.append(
-      f'dialogues of {len(kept)} of {len(files)} steps, evenly spread: '
+      f'{what} of {len(kept)} of {len(files)} steps, evenly spread: '
       f'more would exceed {limit}'
     )
-  parts = [part for step in kept for part in step]
-  return Encoded(_index(parts), [part.packed for part in parts], notes)
+  return kept
 
 
 def _count(path: pathlib.Path) -> int:
@@ -143,13 +163,15 @@ def _read(
 def _index(parts: Sequence[_Part]) -> dict[str, Any]:
   """Returns the columns of the index, and the texts that they number."""
   questions: dict[str, int] = {}
-  keys: dict[tuple[str, str], int] = {}
+  keys: dict[tuple[str, str, str], int] = {}
   statuses: dict[str, int] = {}
   rows = []
   for number, part in enumerate(parts):
     for place, record in enumerate(part.records):
       question, status = record['question'], record['status']
-      key = str(record.get('data_set', '')), str(record.get('id', question))
+      # Files without ids number their rows, so ids alone are not unique.
+      data_set, identity = record.get('data_set', ''), record.get('id', '')
+      key = str(data_set), str(identity), question
       rows.append(
         (
           part.run,

@@ -32,7 +32,6 @@ def write(
   """
   contents = page.contents(groups)
   folder = output.figures(out)
-  folder.mkdir(exist_ok=True)
   labels = contents['groups']
   lines = [f'<!-- {output.MARK} -->', '', f'# {escape(", ".join(labels))}', '']
   lines += [f'> {escape(loss)}\n>' for loss in losses]
@@ -101,14 +100,19 @@ def write(
     figures.Curves(members.label, [panels.columns(run) for run in members.runs])
     for members in groups
   ]
+  drawn = {}
   for section in contents['sections']:
     lines += ['', f'## {section["title"]}', '']
     for number, panel in enumerate(section['panels'], start=1):
       name = f'{section["title"]}-{number}.png'.replace(' ', '-').lower()
-      figures.draw(panel, curves, folder / name)
+      drawn[name] = panel
       lines += [f'![{panel["title"]}]({folder.name}/{name})', '']
       lines += [f'*{panel["title"]}.* {escape(panel["note"])}', '']
+  # The text is first: if drawing is interrupted, it says whose the folder is.
   atomic_files.replace(out, ('\n'.join(lines) + '\n').encode())
+  folder.mkdir(exist_ok=True)
+  for name, panel in drawn.items():
+    figures.draw(panel, curves, folder / name)
 
 
 def escape(text: Any) -> str:

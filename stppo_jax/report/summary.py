@@ -218,8 +218,10 @@ def _best(column: Pairs) -> float | None:
   return max((value for _, value in column), default=None)
 
 
-def _last_of(name: str) -> Callable[[run_files.Run], float | None]:
-  return lambda run: _last(run.column(name), _LAST)
+def _last_of(
+  name: str, steps: int = _LAST
+) -> Callable[[run_files.Run], float | None]:
+  return lambda run: _last(run.column(name), steps)
 
 
 def _largest_of(name: str) -> Callable[[run_files.Run], float | None]:
@@ -258,14 +260,6 @@ def _triggered(run: run_files.Run) -> float | None:
 def _median_seconds(run: run_files.Run) -> float | None:
   seconds = [value for _, value in run.column('timing_s/step')]
   return statistics.median(seconds) if seconds else None
-
-
-def _goodput(run: run_files.Run) -> float | None:
-  return _last(run.column('goodput/fraction'), 1)
-
-
-def _lost_steps(run: run_files.Run) -> float | None:
-  return _last(run.column('goodput/lost_steps'), 1)
 
 
 def _hours(run: run_files.Run) -> float | None:
@@ -338,14 +332,14 @@ _LINES = (
   Line('hours', _hours, 2, 'all steps and checkpoints together'),
   Line(
     'goodput',
-    _goodput,
+    _last_of('goodput/fraction', 1),
     3,
     'share of the time since the first start in which the run made steps that '
     'were not lost',
   ),
   Line(
     'steps made again',
-    _lost_steps,
+    _last_of('goodput/lost_steps', 1),
     0,
     'steps that were lost when the run ended early, and made again',
   ),

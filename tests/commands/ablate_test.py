@@ -184,7 +184,7 @@ def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
   ]
   out = capsys.readouterr().out
   assert 'Paired differences' in out and '2/2 (0.34..1.00)' in out
-  assert '\n2 runs in 0 minutes, 1 at once\n' in out
+  assert '\nruns made: 2 in 0 minutes, 1 at once\n' in out
   assert _ablate(folder, '--dry_run') == 0
   assert not capsys.readouterr().out
 
@@ -217,12 +217,13 @@ def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
   assert capsys.readouterr().err == f'{folder.parent}: Is a directory\n'
 
 
-def test_a_damaged_run_is_named_and_the_others_compared(folder, capsys):
+@pytest.mark.parametrize('line', ['{"step"', 'null', '{}', '{"step": -1}'])
+def test_a_damaged_run_is_named_and_the_others_compared(folder, line, capsys):
   assert _ablate(folder, '--seeds=1') == 0
   (folder / 'pair.csv').unlink()
   capsys.readouterr()
   with open(folder / 'mine-seed0' / 'metrics.jsonl', 'a') as file:
-    file.write('{"step"')
+    file.write(line)
   assert _ablate(folder, '--seeds=1') == 2
   out, err = capsys.readouterr()
   assert err == (
@@ -231,6 +232,12 @@ def test_a_damaged_run_is_named_and_the_others_compared(folder, capsys):
   )
   assert 'token_ppo' in out
   assert [run.arm for run in results.read(folder / 'pair.csv')] == ['token_ppo']
+  # What is not finished decides the exit code: the same command goes on.
+  (folder / 'fail').write_text('seed1')
+  assert _ablate(folder, '--jobs=1') == 70
+  assert (
+    f'{folder}/mine-seed0/metrics.jsonl: damaged' in capsys.readouterr().err
+  )
 
 
 @pytest.mark.slow

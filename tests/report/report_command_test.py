@@ -11,6 +11,7 @@ from benchmarks import made_runs
 from stppo_jax import __main__
 from stppo_jax.report import comparison
 from stppo_jax.report import dialogue_data
+from stppo_jax.report import markdown
 from stppo_jax.report import run_files
 from tests.report import conftest
 
@@ -297,6 +298,38 @@ def test_dialogues_are_thinned_by_whole_steps(tmp_path):
   assert steps(most=3)[0] == steps(most_bytes=-1)[0] == []
 
 
+def test_evaluations_are_thinned_apart_from_training(tmp_path):
+  folder = made_runs.make(tmp_path / 'run', steps=60, dialogues=4, evaluated=2)
+  runs = [run_files.read(str(folder))]
+  encoded = dialogue_data.encode(runs, most=80, most_bytes=10**9, losses=[])
+  columns = encoded.index['columns']
+  steps = {
+    kind: {s for s, k in zip(columns['step'], columns['kind']) if k == kind}
+    for kind in (dialogue_data.TRAINING, dialogue_data.EVALUATION)
+  }
+  # Half of 80 are 20 evaluations of two dialogues; 40 are left for training.
+  assert len(steps[dialogue_data.EVALUATION]) == 20
+  assert steps[dialogue_data.TRAINING] == set(range(6, 61, 6))
+  assert [note.split(',')[0] for note in encoded.notes] == [
+    'evaluations of 20 of 30 steps',
+    'dialogues of 10 of 60 steps',
+  ]
+  order = list(zip(columns['step'], columns['kind'], columns['place']))
+  assert order == sorted(order)
+
+
+def test_equal_ids_of_other_questions_are_not_the_same(run):
+  path = run / 'trajectories-000006.jsonl'
+  records = [json.loads(line) for line in path.read_text().splitlines()]
+  for record, question in zip(records, ('a', 'b', 'a', 'b'), strict=True):
+    record |= {'id': '1', 'data_set': 'nq', 'question': question}
+  path.write_text(''.join(json.dumps(record) + '\n' for record in records))
+  runs = [run_files.read(str(run))]
+  encoded = dialogue_data.encode(runs, most=100, most_bytes=10**9, losses=[])
+  one, two, three, four = encoded.index['columns']['key'][-4:]
+  assert one == three != two == four
+
+
 def test_the_index_of_dialogues(run):
   runs = [run_files.read(str(run))]
   encoded = dialogue_data.encode(runs, most=100, most_bytes=10**9, losses=[])
@@ -336,7 +369,9 @@ def test_a_file_that_the_run_removes_meanwhile_is_left_out(
 
 
 @pytest.mark.parametrize('kind', ['file', 'folder'])
-def test_figures_of_others_are_not_replaced(run, tmp_path, capsys, kind):
+def test_figures_of_others_are_not_replaced(
+  run, tmp_path, capsys, monkeypatch, kind
+):
   out = tmp_path / 'paper.md'
   figures = tmp_path / 'paper-figures'
   figures.touch() if kind == 'file' else figures.mkdir()
@@ -347,9 +382,17 @@ def test_figures_of_others_are_not_replaced(run, tmp_path, capsys, kind):
     'give another file\n'
   )
   assert not out.exists()
-  # Those of a report are.
+  # Those of a report are, even if its drawing was interrupted.
   figures.unlink() if kind == 'file' else figures.rmdir()
-  assert conftest.report(*words) == 0 == conftest.report(*words)
+  with monkeypatch.context() as patch:
+    patch.setattr(markdown.figures, 'draw', _interrupt)
+    assert conftest.report(*words) == 130
+  assert conftest.report(*words) == 0
+  assert list(figures.glob('*.png'))
+
+
+def _interrupt(*_):
+  raise KeyboardInterrupt
 
 
 def test_markdown_has_the_same_numbers_and_pictures(run, tmp_path):

@@ -119,14 +119,15 @@ def from_folder(
   """
   try:
     metrics = plots.read_metrics(folder / 'metrics.jsonl')
-    steps = metrics['step']
-  except (OSError, ValueError, KeyError) as error:
+    if not (metrics['step'] >= 0).all():  # nan is not, either
+      raise ValueError
+    places = metrics['step'].astype(int)
+  except (OSError, ValueError, KeyError, AttributeError) as error:
     raise BadTable(
       f'{folder}/metrics.jsonl: damaged; to make the run again, delete its '
       'folder'
     ) from error
-  count = int(steps.max()) + 1
-  places = steps.astype(int)
+  count = int(places.max()) + 1
   nothing = np.full(len(places), math.nan)
 
   def column(values: np.ndarray) -> np.ndarray:

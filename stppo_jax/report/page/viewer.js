@@ -73,8 +73,8 @@ const ORDERS = {
   question: ['question', (c, n) => index.questions[c.question[n]]],
 };
 
-const FILTERS = ['run', 'step', 'kind', 'status', 'least', 'most', 'clip', 'searches',
-  'text'];
+const FILTERS = ['run', 'step', 'kind', 'status', 'least', 'most', 'clip',
+  'searches', 'text'];
 
 // The numbers of the dialogues that pass all filters but that of the text.
 function filtered() {

@@ -40,6 +40,9 @@ def test_the_runs_of_a_file_are_those_of_its_study(name):
   for run in runs:
     success = run.per_step('success')
     assert np.all((success >= 0) & (success <= 1))
+    # Only runs with groups of dialogues have an alarm about them.
+    measured = ~np.isnan(run.per_step('alarm_zero_variance'))
+    assert measured.all() if name == 'groups' else not measured.any()
 
 
 def test_a_table_that_is_changed_by_hand_is_found():

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 
@@ -96,6 +97,32 @@ def test_a_package_that_is_missing_is_an_error_of_the_tracker(monkeypatch):
 def _identity(folder):
   folder.mkdir()
   return dataclasses.replace(_IDENTITY, folder=folder)
+
+
+def test_wandb_is_shut_down_before_it_goes_offline(monkeypatch, caplog):
+  calls = []
+
+  def init(*, mode, **_):
+    # As wandb does: the id of a run that failed to open stays in use.
+    calls.append(mode)
+    if mode == 'online' or calls[-2:] == ['online', 'offline']:
+      raise ConnectionError('out of reach')
+    return _Experiment()
+
+  fake = types.SimpleNamespace(
+    init=init,
+    teardown=lambda: calls.append('teardown'),
+    Settings=lambda **_: None,
+  )
+  monkeypatch.setitem(sys.modules, 'wandb', fake)
+  monkeypatch.setenv('WANDB_API_KEY', 'x')
+  monkeypatch.delenv('WANDB_MODE', raising=False)
+  tracker = trackers.Tracker('wandb', _IDENTITY)
+  tracker.write(1, {})
+  tracker.close()
+  tracker.write(2, {})  # It would raise an error of the tracker.
+  assert calls == ['online', 'teardown', 'offline']
+  assert 'wandb cannot be reached' in caplog.text
 
 
 @pytest.mark.slow
