@@ -100,6 +100,12 @@ def average(values: np.ndarray) -> float:
   return float(found.mean()) if len(found) else math.nan
 
 
+def share_below_one(values: np.ndarray) -> float:
+  """Returns the share of the numbers that are below 1; nan without any."""
+  found = values[~np.isnan(values)]
+  return float((found < 1).mean()) if len(found) else math.nan
+
+
 def middle(values: np.ndarray) -> float:
   """Returns the median of the numbers that are not nan; nan without any."""
   found = values[~np.isnan(values)]

@@ -34,6 +34,8 @@ _INSIDE: Mapping[str, tuple[str, Callable[[np.ndarray], float], str]] = {
   'largest turn ratio': ('ratio_max_turn', statistics.largest, '.3g'),
   'spread outside': ('spread_clipped', statistics.average, '.2f'),
   'spread inside': ('spread_unclipped', statistics.average, '.2f'),
+  'corrected': ('scale', statistics.share_below_one, '.2f'),
+  'factor': ('scale', statistics.average, '.2f'),
   'entropy at the end': ('entropy', statistics.last, '.2f'),
   'KL at the end': ('kl_reference', statistics.last, '.2f'),
   'explained variance': ('explained_variance', statistics.middle, '.2f'),
