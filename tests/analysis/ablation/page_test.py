@@ -45,6 +45,15 @@ def test_the_runs_of_a_file_are_those_of_its_study(name):
     assert measured.all() if name == 'groups' else not measured.any()
 
 
+def test_each_seed_has_a_larger_area_with_two_to_four_steps_of_staleness():
+  # The tables have no differences between groups.
+  runs = results.read(make_collapse.TABLES / 'staleness.csv')
+  areas = {(*run.key, run.seed): run.per_step('success').mean() for run in runs}
+  for (group, arm, seed), area in areas.items():
+    if group in ('staleness 2', 'staleness 3', 'staleness 4'):
+      assert area > areas['staleness 0', arm, seed]
+
+
 def test_a_table_that_is_changed_by_hand_is_found():
   changed = _TEXT.replace('have been made', 'are there', 1)
   assert changed != _TEXT
