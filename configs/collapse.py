@@ -125,8 +125,17 @@ def studies():
           for words in _THINK_WORDS
         },
       },
+      # They go on from the start of the quickstart: from random weights, it takes
+      # much longer to learn to search within so many words.
       'starts': {
-        f'{words} words': _long_turns(words) for words in _THINK_WORDS
+        f'{words} words': {
+          **_long_turns(words),
+          'model.path': quickstart.get_config().model.path,
+          'sft.num_steps': 300,
+          'sft.clean_one_hop_steps': 0,
+          'sft.clean_steps': 0,
+        }
+        for words in _THINK_WORDS
       },
     },
     'correction': {

@@ -198,8 +198,7 @@ def _filler(rng: np.random.Generator, count: int) -> str:
   """Returns `count` filler words.
 
   Most words follow the one before in a fixed order and some are random, because
-  most tokens of a text are easy to predict, too. A small model that has to
-  imitate random words alone does not learn to search.
+  most tokens of a text are easy to predict, too.
   """
   words = synthetic_wiki.FILLER_WORDS
   place, filler = 0, ''

@@ -307,6 +307,22 @@ def test_starts_are_made_before_the_runs_that_need_them(folder, capsys):
   assert 'start-one' not in capsys.readouterr().out
 
 
+def test_a_start_may_go_on_from_a_policy_wherever_it_lies(folder, capsys):
+  studies = folder.parent / 'studies.py'
+  digests = []
+  for path in ('/one/policy', '/two/policy', '/two/other'):
+    text = _STUDIES.replace("'sft.num_steps': 1", f"'model.path': '{path}'")
+    studies.write_text(text)
+    assert _ablate(folder, '--dry_run', study='started') == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert ' sft ' in first and f'--config.model.path={path}' in first
+    digests.append(ablation_flags.parse(_flags(folder, 'started')).digests)
+  one, moved, other = digests
+  assert one == moved
+  changed = [key for key in one if one[key] != other[key]]
+  assert changed == [('a', 'token_ppo')]
+
+
 @pytest.mark.parametrize(
   ('study', 'flags', 'expected'),
   [

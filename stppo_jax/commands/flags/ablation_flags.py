@@ -233,11 +233,11 @@ def _digest(plan: Plan, arm: study_lib.Arm) -> str:
     if not f'{key}.'.startswith(tuple(f'{name}.' for name in _NOT_COMPARED))
     and (key not in usual or usual[key] != value)
   }
-  for key in _PATHS:
-    if key in values:
-      values[key] = pathlib.Path(values[key]).name
-  if arm.start:
-    values['start'] = dict(plan.whole.starts[arm.start])
+  start = dict(plan.whole.starts[arm.start]) if arm.start else {}
+  for found in (values, start):
+    found |= {x: pathlib.Path(found[x]).name for x in _PATHS if x in found}
+  if start:
+    values['start'] = start
   text = json.dumps(values, sort_keys=True, default=str)
   return hashlib.sha256(text.encode()).hexdigest()[:8]
 
