@@ -125,8 +125,8 @@ def studies():
           for words in _THINK_WORDS
         },
       },
-      # They go on from the quickstart's start: from random weights, it takes much
-      # longer to learn to search within so many words.
+      # They go on from the quickstart's start. From random weights, it takes
+      # much longer to learn to search within so many words.
       'starts': {
         f'{words} words': {
           **_long_turns(words),
