@@ -59,7 +59,7 @@ class _Part(NamedTuple):
   run: int
   step: int
   kind: int
-  records: list[Mapping[str, Any]]
+  records: Sequence[Mapping[str, Any]]
   packed: str
 
 
@@ -112,8 +112,8 @@ def _encode(
       files.setdefault((number, step), []).append(path)
   counts = [sum(map(_count, paths)) for paths in files.values()]
   parts = [
-    _read(*key, kind, paths, losses)
-    for key, paths in _thin(list(files.items()), counts, most)
+    _read(run, step, kind, paths, losses)
+    for (run, step), paths in _thin(list(files.items()), counts, most)
   ]
   kept = _thin(parts, [len(part.packed) for part in parts], most_bytes)
   if len(kept) < len(files):
