@@ -273,7 +273,8 @@ def records(words: Sequence[str]) -> str:
   """
   with tempfile.TemporaryDirectory() as name:
     step, tokens, writing = recording_share(pathlib.Path(name), words)
-  measures = measuring_seconds(quickstart.get_config())
+    # Here, because its programs are kept in the folder of the run.
+    measures = measuring_seconds(quickstart.get_config())
   parts = {
     'numbers of tokens': tokens,
     'writing': writing,
