@@ -29,7 +29,8 @@ finished runs. DIR holds them as STUDY.md, and pictures in the folder figures.
 
 The same command goes on: finished runs are not repeated, interrupted ones are
 resumed. Ctrl-C and SIGTERM are passed on to the runs, which save. The exit code
-is 0 once all runs are finished.
+is 0 once all runs are finished, and 2 if the metrics of one of them cannot be
+read; the tables then lack that run.
 """
 
 from collections.abc import Sequence

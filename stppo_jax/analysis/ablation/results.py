@@ -119,7 +119,7 @@ def from_folder(
   """
   try:
     metrics = plots.read_metrics(folder / 'metrics.jsonl')
-    if not (metrics['step'] >= 0).all():  # nan is not, either
+    if not (np.isfinite(metrics['step']) & (metrics['step'] >= 0)).all():
       raise ValueError
     places = metrics['step'].astype(int)
   except (OSError, ValueError, KeyError, AttributeError) as error:
