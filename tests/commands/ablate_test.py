@@ -188,6 +188,12 @@ def test_each_run_is_made_once_and_the_arms_are_compared(folder, capsys):
   assert _ablate(folder, '--dry_run') == 0
   assert not capsys.readouterr().out
 
+  # Finished runs that the table lacks are added, and were not made now.
+  (folder / 'pair.csv').unlink()
+  assert _ablate(folder) == 0
+  out = capsys.readouterr().out
+  assert 'Paired differences' in out and 'runs made' not in out
+
   # Another folder goes on with its table.
   table, another = folder / 'pair.csv', folder.parent / 'another'
   before, flags = table.read_text(), [f'--table={folder}/pair.csv']

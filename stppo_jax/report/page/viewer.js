@@ -84,7 +84,9 @@ function filtered() {
     get(name) === '' ? otherwise : Number(get(name)));
   const run = limit('run', null);
   const step = limit('step', null);
-  const kind = limit('kind', null);
+  // Only tokens of training have colours, so it is what is shown at first.
+  const kind = get('kind') === 'all' || !c.kind.includes(0) ? null
+    : limit('kind', 0);
   const status = get('status');
   const least = limit('least', -Infinity);
   const most = limit('most', Infinity);
@@ -418,8 +420,8 @@ function viewer() {
     field('step', choices([['', 'all steps'], ...steps.map((step) => (
       [String(step), `step ${step}`]))]), 'step'),
     c.kind.some((kind) => kind !== c.kind[0]) ? field('kind', choices([
-      ['', 'training and evaluation'], ['0', 'training'],
-      ['1', 'evaluation']]), 'what the dialogue was for') : null,
+      ['', 'training'], ['1', 'evaluation'],
+      ['all', 'training and evaluation']]), 'what the dialogue was for') : null,
     field('status', choices([['', 'any ending'], ...index.statuses.map((s) => (
       [s, s]))]), 'how the dialogue ended'),
     numberField('least', 'reward ≥', 'least reward'),
