@@ -24,8 +24,9 @@ _OUTCOMES = (
   'collapsed',
   'median step',
 )
-# Heading -> column, how the steps of a run become a number, format.
-_INSIDE: Mapping[str, tuple[str, Callable[[np.ndarray], float], str]] = {
+# Column, how the steps of a run become a number, format.
+_Column = tuple[str, Callable[[np.ndarray], float], str]
+_INSIDE: Mapping[str, _Column] = {
   'outside, token': ('clip_token', statistics.average, '.3f'),
   'outside, turn': ('clip_turn', statistics.average, '.3f'),
   'outside, sequence': ('clip_sequence', statistics.average, '.3f'),
@@ -40,6 +41,18 @@ _INSIDE: Mapping[str, tuple[str, Callable[[np.ndarray], float], str]] = {
   'KL at the end': ('kl_reference', statistics.last, '.2f'),
   'explained variance': ('explained_variance', statistics.middle, '.2f'),
   'turn length': ('turn_length', statistics.average, '.1f'),
+}
+# Before a collapse: what clipping does to a policy that still works.
+_FIRST_STEPS = 5
+_AT_FIRST = {
+  heading: _INSIDE[heading]
+  for heading in (
+    'outside, token',
+    'outside, turn',
+    'outside, sequence',
+    'cut',
+    'turn length',
+  )
 }
 
 
@@ -61,12 +74,18 @@ def tables(
   has_groups = len(study.groups) > 1
   head = ['group'] * has_groups + ['arm', 'seeds']
   outcomes, inside = [[*head, *_OUTCOMES]], [[*head, *_INSIDE]]
+  at_first = [[*head, *_AT_FIRST]]
   for arm in arms:
     of_arm = by_arm[arm.key]
     start = [arm.group] * has_groups + [arm.name, str(len(of_arm))]
     outcomes.append(start + _outcomes(of_arm))
-    inside.append(start + _inside(of_arm))
-  found = {'Success': outcomes, 'What happened in the updates': inside}
+    inside.append(start + _inside(of_arm, _INSIDE))
+    at_first.append(start + _inside(of_arm, _AT_FIRST, _FIRST_STEPS))
+  found = {
+    'Success': outcomes,
+    'What happened in the updates': inside,
+    'In the first five steps': at_first,
+  }
   differences = _differences(study, by_arm, has_groups)
   if len(differences) > 1:
     found['Paired differences'] = differences
@@ -98,10 +117,14 @@ def _outcomes(runs: Sequence[results.Run]) -> list[str]:
   ]
 
 
-def _inside(runs: Sequence[results.Run]) -> list[str]:
+def _inside(
+  runs: Sequence[results.Run],
+  columns: Mapping[str, _Column],
+  steps: int | None = None,
+) -> list[str]:
   cells = []
-  for column, reduce, form in _INSIDE.values():
-    values = np.array([reduce(run.per_step(column)) for run in runs])
+  for column, reduce, form in columns.values():
+    values = np.array([reduce(run.per_step(column)[:steps]) for run in runs])
     value = statistics.average(values)
     if reduce is statistics.largest:  # one run can have a ratio of 1e9
       value = float(np.median(values))

@@ -110,6 +110,27 @@ def test_a_run_without_success_has_no_difference():
   assert row == ['st_ppo', 'token_ppo', '2', *[''] * 6]
 
 
+def test_the_first_five_steps_have_a_table_of_their_own():
+  study = study_lib.parse('one', {'seeds': 2, 'arms': {'': {'token_ppo': {}}}})
+  # Step 0 has evaluations only; the numbers after step 5 are far away.
+  columns = [
+    {name: np.array([math.nan, *first, *[9.0] * 5]) for name in results.COLUMNS}
+    for first in ([0.1, 0.2, 0.3, 0.4, 0.5], [0.5, 0.6, 0.7, 0.8, 0.9])
+  ]
+  runs = [
+    results.Run('', 'token_ppo', seed, 'x', columns[seed]) for seed in (0, 1)
+  ]
+  tables = verdict.tables(study, runs)
+  head, row = tables['In the first five steps']
+  assert head[2:] == [
+    *('outside, token', 'outside, turn', 'outside, sequence', 'cut'),
+    'turn length',
+  ]
+  assert row[2:] == ['0.500'] * 4 + ['0.5']
+  head, row = tables['What happened in the updates']
+  assert row[head.index('cut')] == '4.750'
+
+
 @pytest.mark.parametrize(('seeds', 'expected'), [(3, 0.75), (8, 0.9)])
 def test_how_often_an_interval_of_few_seeds_contains_the_mean(seeds, expected):
   # docs/collapse.md says so.
