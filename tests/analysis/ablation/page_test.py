@@ -54,6 +54,20 @@ def test_each_seed_has_a_larger_area_with_two_to_four_steps_of_staleness():
       assert area > areas['staleness 0', arm, seed]
 
 
+def test_turn_ratios_outside_become_rare_if_token_ratios_are_trained():
+  # The tables have means over seeds only.
+  runs = results.read(make_collapse.TABLES / 'turn_length.csv')
+  at_first = {
+    (*run.key, run.seed): run.per_step('clip_turn')[:5].mean() for run in runs
+  }
+  for arm in ('token_ppo', 's_ppo'):
+    for seed in range(3):
+      short, middle, long = (
+        at_first[f'{length} tokens', arm, seed] for length in (10, 30, 60)
+      )
+      assert short > middle > long
+
+
 def test_a_table_that_is_changed_by_hand_is_found():
   changed = _TEXT.replace('have been made', 'are there', 1)
   assert changed != _TEXT
