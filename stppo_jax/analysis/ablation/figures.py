@@ -109,6 +109,8 @@ def _page(
       'wspace': 0.08,
     },
   )
+  # Arms of one name look the same in all groups, and others do not.
+  names = list(dict.fromkeys(arm.name for arm in study.arms))
   # Name to the line and the numbers of seeds of the arms of that name.
   legend: dict[str, tuple[Any, list[int]]] = {}
   for row, (title, (column, is_log)) in enumerate(rows.items()):
@@ -116,11 +118,11 @@ def _page(
       axes = grid[row][place]
       words = [title] * (place == 0) + [group] * (row == 0 and bool(group))
       axes.set_title(': '.join(words) if row == 0 else title)
-      for number, arm in enumerate(arms):
+      for arm in arms:
         curves = [run.per_step(column) for run in by_arm[arm.key]]
         if not curves:
           continue
-        line = _draw(axes, curves, number)
+        line = _draw(axes, curves, names.index(arm.name))
         if row == 0:
           legend.setdefault(arm.name, (line, []))[1].append(len(curves))
       if is_log:

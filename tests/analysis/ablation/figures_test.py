@@ -27,3 +27,15 @@ def test_the_legend_has_the_arms_of_all_groups(tmp_path):
   runs += [_run('y', 'one', 0)]
   path, _ = figures.draw(study, runs, tmp_path, formats=('svg',))
   assert '>one, 1 to 2 seeds<' in path.read_text()
+
+
+def test_arms_of_other_names_have_other_colours(tmp_path):
+  keys = [('x', 'one'), ('x', 'two'), ('y', 'three'), ('y', 'two')]
+  arms = [study_lib.Arm(g, a, 'st_ppo', '', {}) for g, a in keys]
+  study = study_lib.Study('pair', 'A pair', 1, arms, {})
+  path, _ = figures.draw(
+    study, [_run(*key, 0) for key in keys], tmp_path, formats=('svg',)
+  )
+  picture = path.read_text().lower()
+  assert all(colour.lower() in picture for colour in plots.COLOURS[:3])
+  assert plots.COLOURS[3].lower() not in picture

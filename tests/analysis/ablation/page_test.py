@@ -81,7 +81,7 @@ def test_a_command_reuses_runs_of_study_1_where_it_has_some():
     (block,) = re.findall(f'<!-- study {name} -->(.*?)<!--', _TEXT, re.DOTALL)
     found = re.search(r'; (\d+) of those planned are in study 1', block)
     assert ('--reuse=' in block) == (found is not None)
-    shared = {'turn_length': 12, 'correction': 12}
+    shared = {'turn_length': 12, 'correction': 21, 'correction_seeds': 16}
     shared |= {'controls': 9, 'staleness': 12}
     assert found is None or int(found[1]) == shared[name]
 
