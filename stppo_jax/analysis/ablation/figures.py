@@ -109,7 +109,7 @@ def _page(
       'wspace': 0.08,
     },
   )
-  # Arms of one name look the same in all groups, and others do not.
+  # Arms of one name have one colour in all groups, and others have another.
   names = list(dict.fromkeys(arm.name for arm in study.arms))
   # Name to the line and the numbers of seeds of the arms of that name.
   legend: dict[str, tuple[Any, list[int]]] = {}

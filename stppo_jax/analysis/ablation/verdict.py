@@ -24,9 +24,10 @@ _OUTCOMES = (
   'collapsed',
   'median step',
 )
-# Column, how the steps of a run become a number, format.
-_Column = tuple[str, Callable[[np.ndarray], float], str]
-_INSIDE: Mapping[str, _Column] = {
+# A column, how its steps become the number of a run, the format.
+_Measure = tuple[str, Callable[[np.ndarray], float], str]
+# Heading -> measure.
+_INSIDE: Mapping[str, _Measure] = {
   'outside, token': ('clip_token', statistics.average, '.3f'),
   'outside, turn': ('clip_turn', statistics.average, '.3f'),
   'outside, sequence': ('clip_sequence', statistics.average, '.3f'),
@@ -42,7 +43,7 @@ _INSIDE: Mapping[str, _Column] = {
   'explained variance': ('explained_variance', statistics.middle, '.2f'),
   'turn length': ('turn_length', statistics.average, '.1f'),
 }
-# Before a collapse: what clipping does to a policy that still works.
+# Most policies still work then; a collapsed one has other ratios.
 _FIRST_STEPS = 5
 _AT_FIRST = {
   heading: _INSIDE[heading]
@@ -84,7 +85,7 @@ def tables(
   found = {
     'Success': outcomes,
     'What happened in the updates': inside,
-    'In the first five steps': at_first,
+    f'In the first {_FIRST_STEPS} steps': at_first,
   }
   differences = _differences(study, by_arm, has_groups)
   if len(differences) > 1:
@@ -119,12 +120,14 @@ def _outcomes(runs: Sequence[results.Run]) -> list[str]:
 
 def _inside(
   runs: Sequence[results.Run],
-  columns: Mapping[str, _Column],
-  steps: int | None = None,
+  measures: Mapping[str, _Measure],
+  first_steps: int | None = None,
 ) -> list[str]:
   cells = []
-  for column, reduce, form in columns.values():
-    values = np.array([reduce(run.per_step(column)[:steps]) for run in runs])
+  for column, reduce, form in measures.values():
+    values = np.array(
+      [reduce(run.per_step(column)[:first_steps]) for run in runs]
+    )
     value = statistics.average(values)
     if reduce is statistics.largest:  # one run can have a ratio of 1e9
       value = float(np.median(values))

@@ -54,35 +54,50 @@ def test_each_seed_has_a_larger_area_with_two_to_four_steps_of_staleness():
       assert area > areas['staleness 0', arm, seed]
 
 
-def test_turn_ratios_outside_become_rare_if_token_ratios_are_trained():
+def test_what_the_page_says_of_each_seed_of_the_length_of_turns():
   # The tables have means over seeds only.
   runs = results.read(make_collapse.TABLES / 'turn_length.csv')
-  at_first = {
-    (*run.key, run.seed): run.per_step('clip_turn')[:5].mean() for run in runs
-  }
-  for arm in ('token_ppo', 's_ppo'):
-    for seed in range(3):
+  lengths = ('10 tokens', '30 tokens', '60 tokens')
+  by_key = {(*run.key, run.seed): run for run in runs}
+
+  def at_first(column, length, arm, seed, steps=5):
+    run = by_key[length, arm, seed]
+    return run.per_step(column)[:steps].mean()
+
+  for seed in range(3):
+    for token in ('token_ppo', 's_ppo'):
       short, middle, long = (
-        at_first[f'{length} tokens', arm, seed] for length in (10, 30, 60)
+        at_first('clip_turn', length, token, seed) for length in lengths
       )
       assert short > middle > long
+      for turn in ('turn_ppo', 'st_ppo'):
+        for length in lengths:
+          cut = [at_first('cut', length, arm, seed) for arm in (turn, token)]
+          assert cut[0] > cut[1]
+  token, s, turn, st = (
+    np.mean([at_first('cut', lengths[2], arm, i, 1) for i in range(3)])
+    for arm in ('token_ppo', 's_ppo', 'turn_ppo', 'st_ppo')
+  )
+  assert max(turn, st) < min(token, s)
 
 
 @pytest.mark.parametrize(
-  ('arm', 'larger'),
+  ('arm', 'mean', 'larger'),
   [
-    ('minibatch, tau 1.5', 3),
-    ('microbatch, tau 1.5', 3),
-    ('sequence, tau 3', 1),
+    ('minibatch, tau 1.5', -0.02, 3),
+    ('microbatch, tau 1.5', 0.02, 3),
+    ('sequence, tau 3', -0.15, 1),
   ],
 )
-def test_how_many_of_the_five_new_seeds_have_a_larger_area(arm, larger):
+def test_the_areas_of_the_five_seeds_that_were_not_chosen_by(arm, mean, larger):
   # The tables have the three seeds of the choice, too.
   runs = results.read(make_collapse.TABLES / 'correction_seeds.csv')
   areas = {(run.arm, run.seed): run.per_step('success').mean() for run in runs}
-  new = range(3, 8)
-  found = [areas[arm, seed] > areas['turn_ppo', seed] for seed in new]
-  assert sum(found) == larger
+  found = np.array(
+    [areas[arm, seed] - areas['turn_ppo', seed] for seed in range(3, 8)]
+  )
+  assert found.mean() == pytest.approx(mean, abs=0.005)
+  assert (found > 0).sum() == larger
 
 
 def test_a_table_that_is_changed_by_hand_is_found():

@@ -121,7 +121,7 @@ def test_the_first_five_steps_have_a_table_of_their_own():
     results.Run('', 'token_ppo', seed, 'x', columns[seed]) for seed in (0, 1)
   ]
   tables = verdict.tables(study, runs)
-  head, row = tables['In the first five steps']
+  head, row = tables['In the first 5 steps']
   assert head[2:] == [
     *('outside, token', 'outside, turn', 'outside, sequence', 'cut'),
     'turn length',
