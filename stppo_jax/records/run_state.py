@@ -101,6 +101,8 @@ def read_from(path: pathlib.Path, folder: str) -> RunState:
   Raises:
     NoRun: the folder is missing, or not that of a run.
   """
+  if path.is_file():
+    raise NoRun(f'{folder}: not the folder of a run: it is a file')
   if not path.is_dir():
     raise NoRun(f'{folder}: no such folder')
   command = run_folder.command_of(path)

@@ -140,7 +140,8 @@ def test_what_cannot_be_shown_is_named_and_the_rest_shown(
   young = tmp_path / 'young'
   shutil.copytree(run, young)
   (young / 'metrics.jsonl').write_text('')
-  others = ['missing', 'empty', 'sft', 'newer', 'young']
+  (tmp_path / 'run.log').write_text('step 1\n')
+  others = ['missing', 'empty', 'run.log', 'sft', 'newer', 'young']
   code, errors, data = _reported(
     capsys, tmp_path, *(tmp_path / name for name in others), run
   )
@@ -148,6 +149,7 @@ def test_what_cannot_be_shown_is_named_and_the_rest_shown(
   assert [error.removeprefix(f'{tmp_path}/') for error in errors] == [
     'missing: no such folder',
     'empty: not the folder of a run: no run.json',
+    'run.log: not the folder of a run: it is a file',
     'sft: a run of sft; a report shows runs of train',
     'newer: its files have schema 2, and this version reads schema 1; use the '
     'version that wrote them',
