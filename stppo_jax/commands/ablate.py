@@ -77,14 +77,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _copied(plan: ablation_flags.Plan, runs: Sequence[Any]) -> list[Any]:
-  """Returns runs of other studies that are equal to some that are missing."""
+  """Returns copies of runs, for those that are missing and equal to one.
+
+  Args:
+    plan: names the tables of other studies.
+    runs: the finished runs of this study.
+  """
   from stppo_jax.analysis.ablation import results
 
-  found = {
-    (run.settings, run.seed): run
-    for path in plan.reuse
-    for run in results.read(path)
-  }
+  others = [run for path in plan.reuse for run in results.read(path)]
+  found = {(run.settings, run.seed): run for run in [*others, *runs]}
   return [
     dataclasses.replace(
       found[plan.digests[arm.key], seed], group=arm.group, arm=arm.name
@@ -136,11 +138,20 @@ def _start_commands(plan: ablation_flags.Plan, runs) -> dict[str, list[str]]:
 
 
 def _run_commands(plan: ablation_flags.Plan, runs) -> dict[str, list[str]]:
-  """Returns the commands of the runs that are to be made or to go on."""
+  """Returns the commands of the runs that are to be made or to go on.
+
+  Of equal runs, only the first one is made; `_copied` has the others.
+  """
   commands = {}
+  begun: set[tuple[str, int]] = set()
   for arm, seed in _missing(plan, runs):
     folder = plan.run_folder(arm, seed)
-    if _state(folder) not in (run_state.FINISHED, run_state.RUNNING):
+    state, equal = _state(folder), (plan.digests[arm.key], seed)
+    # If it has finished, it is missing because it is damaged.
+    if state == run_state.FINISHED or equal in begun:
+      continue
+    begun.add(equal)
+    if state != run_state.RUNNING:
       path = plan.start_folder(arm.start) / 'policy'
       flags = [*plan.train_flags(arm, str(path)), f'--config.seed={seed}']
       commands[folder.name] = _command('train', flags, folder)
@@ -190,6 +201,7 @@ def _carry_out(plan: ablation_flags.Plan, runs: list[Any]) -> int:
           found.append(run)
           made.add(folder.name)
     if found:
+      found += _copied(plan, [*runs, *found])
       runs[:] = results.add(plan.table, found, plan.digests)
 
   gather()
@@ -212,9 +224,9 @@ def _carry_out(plan: ablation_flags.Plan, runs: list[Any]) -> int:
   if going := [name for name in names if name not in damaged]:
     print(f'not finished: {", ".join(going)}', file=sys.stderr)
     exit_code = exit_code or _TRY_AGAIN
-  if damaged:
-    print('\n'.join(damaged.values()), file=sys.stderr)
-  return exit_code or (2 if damaged else 0)
+  if wrong := [damaged[name] for name in names if name in damaged]:
+    print('\n'.join(wrong), file=sys.stderr)
+  return exit_code or (2 if wrong else 0)
 
 
 def _report(

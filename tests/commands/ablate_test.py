@@ -42,6 +42,13 @@ def studies():
     'copy': {
       'seeds': 1, 'arms': {'': {'base': {'algorithm': 'token_ppo'}, 'gspo': {}}}
     },
+    'equal': {
+      'seeds': 2,
+      'arms': {
+        'a': {'token_ppo': {}},
+        'b': {'base': {'algorithm': 'token_ppo'}, 'gspo': {}},
+      },
+    },
     'empty': {'seeds': 1, 'arms': {}},
     'typo': {'seeds': 1, 'arm': {}},
     'none': {'seeds': 0, 'arms': {'': {'token_ppo': {}}}},
@@ -264,6 +271,39 @@ def test_equal_runs_of_another_study_are_not_made_again(folder, capsys):
   assert (copied.arm, copied.settings) == ('base', made.settings)
   for name, column in copied.columns.items():
     np.testing.assert_array_equal(column, made.columns[name])
+
+
+def test_equal_runs_of_a_study_are_made_once(folder, capsys):
+  assert _ablate(folder, '--dry_run', study='equal') == 0
+  planned = [
+    line.split(':')[0] for line in capsys.readouterr().out.splitlines()
+  ]
+  assert _ablate(folder, study='equal') == 0
+  made = {
+    f'{name}-seed{seed}'
+    for name in ('a-token_ppo', 'b-gspo')
+    for seed in (0, 1)
+  }
+  assert set(planned) == set(_starts(folder)) == made
+  assert len(planned) == len(_starts(folder)) == 4
+  assert 'runs made: 4 ' in capsys.readouterr().out
+  runs_by_key = {
+    (*run.key, run.seed): run for run in results.read(folder / 'equal.csv')
+  }
+  assert len(runs_by_key) == 6
+  for seed in (0, 1):
+    one, other = (
+      runs_by_key['a', 'token_ppo', seed],
+      runs_by_key['b', 'base', seed],
+    )
+    for name, column in one.columns.items():
+      np.testing.assert_array_equal(column, other.columns[name])
+  # An equal run is made in the place of a damaged one.
+  (folder / 'equal.csv').unlink()
+  (folder / 'a-token_ppo-seed0' / 'metrics.jsonl').write_text('null\n' * 2)
+  assert _ablate(folder, study='equal') == 0
+  assert _starts(folder)[4:] == ['b-base-seed0']
+  assert len(results.read(folder / 'equal.csv')) == 6
 
 
 @pytest.mark.slow

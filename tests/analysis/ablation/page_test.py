@@ -89,7 +89,9 @@ def test_what_the_page_says_of_each_seed_of_the_length_of_turns():
     ('sequence, tau 3', -0.15, 1),
   ],
 )
-def test_the_areas_of_the_five_seeds_that_were_not_chosen_by(arm, mean, larger):
+def test_the_areas_of_the_seeds_that_played_no_part_in_the_choice(
+  arm, mean, larger
+):
   # The tables have the three seeds of the choice, too.
   runs = results.read(make_collapse.TABLES / 'correction_seeds.csv')
   areas = {(run.arm, run.seed): run.per_step('success').mean() for run in runs}
