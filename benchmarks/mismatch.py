@@ -20,9 +20,9 @@ import sys
 import jax
 
 from benchmarks import measure
-from stppo_jax.analysis import lab_collection
 from stppo_jax.commands.flags import configuration
 from stppo_jax.rl import mismatch_metrics
+from stppo_jax.tools.lab import collection
 
 _CONFIG = pathlib.Path(__file__).parents[1] / 'configs' / 'quickstart.py'
 _DTYPES = ('float32', 'bfloat16')
@@ -59,7 +59,7 @@ def differences(flags: Sequence[str]) -> tuple[float, ...]:
   # An algorithm without a value model, which a collection does not need.
   flags = (f'--config={_CONFIG}:reinforce', *flags)
   config = configuration.parse(flags, workdir=False).config
-  arrays = lab_collection.collect(config, workdir=None, num_updates=0)
+  arrays = collection.collect(config, workdir=None, num_updates=0)
   metrics = jax.jit(mismatch_metrics.measure)(
     arrays['old_logprobs_BL'],
     arrays['sampler_logprobs_BL'],

@@ -94,16 +94,16 @@ def config(name: str):
 
 def line(name: str) -> str:
   """Returns the line of a pair, after compiling its programs."""
-  from stppo_jax.analysis import plan as plan_lib
-  from stppo_jax.analysis import plan_programs
   from stppo_jax.parallel import topology
+  from stppo_jax.tools.plan import plan as plan_lib
+  from stppo_jax.tools.plan import programs
 
   model, _, chips = name.partition('@')
   plan = plan_lib.make(
     config(name),
     length=_LENGTH,
     loss_fraction=_LOSS_FRACTION,
-    programs=list(plan_programs.PROGRAMS)[::-1],
+    programs=list(programs.PROGRAMS)[::-1],
     topology=topology.find(chips),
   )
   engine = sum(size for n, size in plan.sizes.items() if 'engine' in n)

@@ -67,9 +67,9 @@ class Counted(NamedTuple):
 
 def count(name: str) -> Counted:
   """Compiles the programs for a slice, and returns the work of a chip."""
-  from stppo_jax.analysis import plan as plan_lib
   from stppo_jax.configs import base
   from stppo_jax.parallel import topology as topology_lib
+  from stppo_jax.tools.plan import plan as plan_lib
 
   topology = topology_lib.find(name)
   # This algorithm needs no statistics of the minibatch, which would cost one

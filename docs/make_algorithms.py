@@ -4,10 +4,10 @@ import pathlib
 from typing import Any
 
 from docs import texts
-from stppo_jax.analysis import algorithm_docs
 from stppo_jax.configs import algorithms
 from stppo_jax.configs import base
 from stppo_jax.configs import sources
+from stppo_jax.tools import algorithm_docs
 
 FOLDER = pathlib.Path(__file__).parent
 

@@ -14,13 +14,13 @@ import re
 from typing import Any
 
 from stppo_jax import settings
-from stppo_jax.analysis import score_report
-from stppo_jax.analysis.ablation import alarm_power
-from stppo_jax.analysis.ablation import figures
-from stppo_jax.analysis.ablation import results
-from stppo_jax.analysis.ablation import study as study_lib
-from stppo_jax.analysis.ablation import verdict
 from stppo_jax.configs import collapse
+from stppo_jax.tools import score_report
+from stppo_jax.tools.ablation import alarm_power
+from stppo_jax.tools.ablation import figures
+from stppo_jax.tools.ablation import results
+from stppo_jax.tools.ablation import study as study_lib
+from stppo_jax.tools.ablation import verdict
 
 _FOLDER = pathlib.Path(__file__).parent
 PAGE, TABLES = _FOLDER / 'collapse.md', _FOLDER / 'collapse'

@@ -46,9 +46,9 @@ from stppo_jax.commands import status
 from stppo_jax.commands.flags import configuration
 from stppo_jax.commands.flags import overrides
 from stppo_jax.records import run_folder
-from stppo_jax.records import run_state
 from stppo_jax.records.liveness import lock
-from stppo_jax.training import parallel_runs
+from stppo_jax.tools import run_state
+from stppo_jax.tools.ablation import parallel_runs
 
 _LAUNCHERS = ('local', 'slurm', 'jobset', 'xpk', 'sky')
 _ALGORITHM = 'algorithm'

@@ -74,7 +74,7 @@ _MANY_PIECES = 45_000
 
 # They train, or collect as a run does, with programs that take long to compile.
 _OF_RUNS = (
-  'tests/analysis/',
+  'tests/tools/',
   'tests/commands/',
   'tests/docs_test.py',
   'tests/learner/learner_test.py',

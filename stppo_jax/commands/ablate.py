@@ -44,11 +44,11 @@ import time
 from typing import Any
 import uuid
 
-from stppo_jax.analysis.ablation import study as study_lib
 from stppo_jax.commands.flags import ablation_flags
 from stppo_jax.commands.flags import overrides
 from stppo_jax.records import run_folder
-from stppo_jax.records import run_state
+from stppo_jax.tools import run_state
+from stppo_jax.tools.ablation import study as study_lib
 
 _TRY_AGAIN = 75
 
@@ -57,8 +57,8 @@ def main(argv: Sequence[str]) -> int:
   """Trains what a study lacks and compares its runs; returns the exit code."""
   plan = ablation_flags.parse(argv)
   # Imported late: a wrong flag is answered before numpy and others are loaded.
-  from stppo_jax.analysis.ablation import results
   from stppo_jax.records.liveness import lock
+  from stppo_jax.tools.ablation import results
 
   runs = results.read(plan.table)
   results.check(runs, plan.digests, plan.table)
@@ -83,7 +83,7 @@ def _copied(plan: ablation_flags.Plan, runs: Sequence[Any]) -> list[Any]:
     plan: names the tables of other studies.
     runs: the finished runs of this study.
   """
-  from stppo_jax.analysis.ablation import results
+  from stppo_jax.tools.ablation import results
 
   others = [run for path in plan.reuse for run in results.read(path)]
   found = {(run.settings, run.seed): run for run in [*others, *runs]}
@@ -175,8 +175,8 @@ def _carry_out(plan: ablation_flags.Plan, runs: list[Any]) -> int:
     plan: what is to be done.
     runs: the runs of the table; new ones are added.
   """
-  from stppo_jax.analysis.ablation import results
-  from stppo_jax.training import parallel_runs
+  from stppo_jax.tools.ablation import parallel_runs
+  from stppo_jax.tools.ablation import results
 
   damaged: dict[str, str] = {}  # the name of a run -> what is wrong with it
   made: set[str] = set()
@@ -243,7 +243,7 @@ def _report(
   if not runs:
     print('no run has finished yet')
     return
-  from stppo_jax.analysis.ablation import verdict
+  from stppo_jax.tools.ablation import verdict
 
   study = plan.whole
   tables = verdict.tables(study, runs) | verdict.alarms(runs)
@@ -254,7 +254,7 @@ def _report(
   )
   written = [plan.table, page]
   if draws:
-    from stppo_jax.analysis.ablation import figures
+    from stppo_jax.tools.ablation import figures
 
     written.append(plan.folder / 'figures')
     figures.draw(study, runs, written[-1])

@@ -41,16 +41,16 @@ import numpy as np
 
 from stppo_jax import buckets
 from stppo_jax import settings
-from stppo_jax.analysis import score_report
-from stppo_jax.analysis.ablation import alarm_power
-from stppo_jax.analysis.ablation import results
 from stppo_jax.configs import alarms as thresholds_lib
 from stppo_jax.records import alarms as alarms_lib
 from stppo_jax.records import bucket_copy
 from stppo_jax.records import run_folder
-from stppo_jax.records import run_state
 from stppo_jax.records import success
-from stppo_jax.report import run_files
+from stppo_jax.tools import run_state
+from stppo_jax.tools import score_report
+from stppo_jax.tools.ablation import alarm_power
+from stppo_jax.tools.ablation import results
+from stppo_jax.tools.report import run_files
 
 _REWARD = 'critic/score/mean'
 

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
   if errors:
     raise configuration.ConfigurationError(errors)
   # Imported late: a wrong flag is answered before jax is loaded.
-  from stppo_jax.training.evaluating import chat
+  from stppo_jax.tools import chat
 
   if isinstance(sys.stdin, io.TextIOWrapper):
     sys.stdin.reconfigure(errors='replace')

@@ -73,7 +73,7 @@ def _findings(config: Any, workdir: str) -> Iterator[tuple[str, str]]:
     workdir: the folder of the run; '' if it is not known.
   """
   # Imported late: a wrong flag is answered before jax is loaded.
-  from stppo_jax.analysis import machine
+  from stppo_jax.tools import machine
 
   yield from machine.versions(*machine.declared())
   yield from machine.clock()

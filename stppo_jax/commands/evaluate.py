@@ -75,9 +75,9 @@ def main(argv: Sequence[str]) -> int:
   if errors:
     raise configuration.ConfigurationError(errors)
   # Imported late: a wrong flag is answered before jax is loaded.
-  from stppo_jax.training.evaluating import set_evaluation
+  from stppo_jax.tools import evaluation
 
-  return set_evaluation.evaluate(
+  return evaluation.evaluate(
     config.lock(),
     checkpoint,
     samples=int(samples or 0),

@@ -87,9 +87,9 @@ def _collect(argv: Sequence[str]) -> int:
   ):
     errors.append(f'--updates={num_updates}: must be an integer, 0 or greater')
   lab_flags.raise_if(errors)
-  from stppo_jax.analysis import lab_collection
+  from stppo_jax.tools.lab import collection
 
-  arrays = lab_collection.collect(
+  arrays = collection.collect(
     arguments.config, workdir=arguments.workdir, num_updates=num_updates
   )
   _save(options['out'], arrays)
@@ -115,9 +115,9 @@ def _score(argv: Sequence[str]) -> int:
     name, flags.lists['set'], config=flags.values['config']
   )
   with _on_cpu(flags):
-    from stppo_jax.analysis import lab
-    from stppo_jax.analysis import saved_batch
     from stppo_jax.rl import algorithm as algorithm_lib
+    from stppo_jax.tools.lab import lab
+    from stppo_jax.tools.lab import saved_batch
 
     algorithm = options.build(algorithm_lib.build_algorithm)
     required = lab.required_arrays(algorithm, entropy_coefficient=coefficient)
@@ -145,8 +145,8 @@ def _advantages(argv: Sequence[str]) -> int:
     values['estimator'], flags.lists['set'], config=values['config']
   )
   with _on_cpu(flags):
-    from stppo_jax.analysis import estimates
-    from stppo_jax.analysis import saved_batch
+    from stppo_jax.tools.lab import estimates
+    from stppo_jax.tools.lab import saved_batch
 
     estimator = options.build(estimates.build_estimator)
     loaded = _load(flags)
@@ -190,10 +190,10 @@ def _compare(argv: Sequence[str]) -> int:
       errors += error.lines
   lab_flags.raise_if(errors)
   with _on_cpu(flags):
-    from stppo_jax.analysis import comparison
-    from stppo_jax.analysis import lab
-    from stppo_jax.analysis import saved_batch
     from stppo_jax.rl import algorithm as algorithm_lib
+    from stppo_jax.tools.lab import comparison
+    from stppo_jax.tools.lab import lab
+    from stppo_jax.tools.lab import saved_batch
 
     compared = {
       label: chosen.build(algorithm_lib.build_algorithm)
@@ -255,7 +255,7 @@ def _errors_name_batch(flags: configuration.Flags):
 
 def _load(flags: configuration.Flags):
   """Returns the arrays of the file `--batch`, unchecked."""
-  from stppo_jax.analysis import batch_file
+  from stppo_jax.rollout import batch_file
 
   with _errors_name_batch(flags):
     return batch_file.load(flags.values['batch'])
@@ -273,9 +273,9 @@ def _arrays_of_algorithms(
     flags: the flags of the command.
     readers: name of each required array to the algorithm that reads it.
   """
-  from stppo_jax.analysis import batch_file
-  from stppo_jax.analysis import lab
-  from stppo_jax.analysis import saved_batch
+  from stppo_jax.rollout import batch_file
+  from stppo_jax.tools.lab import lab
+  from stppo_jax.tools.lab import saved_batch
 
   loaded, dtype = _load(flags), _dtype(flags)
   path = flags.values['advantages']
@@ -330,7 +330,7 @@ def _json(values) -> str:
 
 
 def _save(out: str, arrays: Mapping[str, Any]) -> None:
-  from stppo_jax.analysis import batch_file
+  from stppo_jax.rollout import batch_file
 
   with lab_flags.errors_name(f'--out={out}'):
     batch_file.save(out, arrays)

@@ -107,9 +107,9 @@ def main(argv: Sequence[str]) -> int:
   if topology.platform == 'tpu' and programs:
     # A program for chips that are not there can be kept, but not read again.
     jax.config.update('jax_enable_compilation_cache', False)
-  from stppo_jax.analysis import plan as plan_lib
-  from stppo_jax.analysis import plan_search
-  from stppo_jax.analysis import plan_summary
+  from stppo_jax.tools.plan import plan as plan_lib
+  from stppo_jax.tools.plan import search
+  from stppo_jax.tools.plan import summary as summary_lib
 
   def planner(config, programs=()) -> plan_lib.Plan:
     return plan_lib.make(
@@ -123,21 +123,21 @@ def main(argv: Sequence[str]) -> int:
 
   as_json = 'json' in arguments.switches
   if 'sweep_mesh' in arguments.switches:
-    found = plan_search.sweep_meshes(config, topology, planner)
+    found = search.sweep_meshes(config, topology, planner)
     best = options['compile_best'] if programs else 0
     for n in range(len(found) if best < 0 else min(best, len(found))):
       if found[n].plan is not None:
         changes = found[n].changes
-        plan = planner(plan_search.changed(config, changes), programs)
-        found[n] = plan_search.Tried(changes, plan)
-    rows = [plan_summary.row(tried) for tried in found]
+        plan = planner(search.changed(config, changes), programs)
+        found[n] = search.Tried(changes, plan)
+    rows = [summary_lib.row(tried) for tried in found]
     print(json.dumps(rows, indent=2) if as_json else _table(rows))
     return 0 if any(row['fits'] for row in rows) else 2
   plan = planner(config, programs)
-  summary = plan_summary.summary(plan, price=options['price'])
+  summary = summary_lib.summary(plan, price=options['price'])
   if not plan.fits:
     compiler = (lambda other: planner(other, programs)) if programs else None
-    summary['advice'] = plan_search.advice(
+    summary['advice'] = search.advice(
       config, planner, plan.limit, compiler=compiler
     )
   if as_json:

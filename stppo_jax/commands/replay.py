@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
   # The devices may belong to another run.
   jax.config.update('jax_platforms', 'cpu')
-  from stppo_jax.training.stopping import replay
+  from stppo_jax.tools import replay
 
   if replay.replay(config, folder):
     print('reproduced: the update is skipped here, too')

@@ -27,10 +27,10 @@ from stppo_jax import buckets
 from stppo_jax import settings
 from stppo_jax.records import atomic_files
 from stppo_jax.records import bucket_copy
-from stppo_jax.report import comparison
-from stppo_jax.report import output
-from stppo_jax.report import page
-from stppo_jax.report import run_files
+from stppo_jax.tools.report import comparison
+from stppo_jax.tools.report import output
+from stppo_jax.tools.report import page
+from stppo_jax.tools.report import run_files
 
 _DEFAULTS = {
   '--out': '',
@@ -75,7 +75,7 @@ def _write(
     losses += comparison.problems(groups)
     if flags['--format'] == 'md':
       # Late, because it loads the library that draws.
-      from stppo_jax.report import markdown
+      from stppo_jax.tools.report import markdown
 
       markdown.write(out, groups, losses=losses)
     else:

@@ -18,9 +18,9 @@ import pathlib
 
 from stppo_jax import settings
 from stppo_jax import streams
-from stppo_jax.analysis import rescoring
 from stppo_jax.commands.flags import configuration
 from stppo_jax.envs import rewards
+from stppo_jax.tools import rescoring
 
 _FLAGS = ('trajectories', 'scope', 'shown')
 

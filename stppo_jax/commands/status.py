@@ -35,7 +35,7 @@ import sys
 
 from stppo_jax import settings
 from stppo_jax import streams
-from stppo_jax.records import run_state
+from stppo_jax.tools import run_state
 
 _TITLES = (
   'run',

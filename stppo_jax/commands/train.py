@@ -30,7 +30,7 @@ from typing import Any
 
 from stppo_jax.commands.flags import configuration
 from stppo_jax.commands.flags import recorded_config
-from stppo_jax.training.checks import resume_check
+from stppo_jax.tools import resume_check
 
 
 def main(argv: Sequence[str]) -> int:

@@ -31,9 +31,9 @@ from typing import Any
 from stppo_jax import buckets
 from stppo_jax import settings
 from stppo_jax.records import bucket_copy
-from stppo_jax.report import dialogue_data
-from stppo_jax.report import run_files
-from stppo_jax.report import terminal
+from stppo_jax.tools.report import dialogue_data
+from stppo_jax.tools.report import run_files
+from stppo_jax.tools.report import terminal
 
 _TYPES: dict[str, Callable[[str], Any]] = {
   '--evaluation': str,

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import numpy as np
 
 from stppo_jax import batch as batch_lib
-from stppo_jax.analysis import batch_file
+from stppo_jax.rollout import batch_file
 from stppo_jax.rollout import pack
 
 # Field of a `TokenBatch` -> (its contents, the kinds of its dtype).

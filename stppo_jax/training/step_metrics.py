@@ -9,18 +9,18 @@ from collections.abc import Sequence
 import dataclasses
 
 from stppo_jax import batch as batch_lib
-from stppo_jax.analysis import plan_memory
-from stppo_jax.analysis import roofline
-from stppo_jax.analysis import step_work
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import loss as loss_lib
 from stppo_jax.learner import update_metrics
+from stppo_jax.models import roofline
 from stppo_jax.parallel import compile_time
 from stppo_jax.parallel import peaks
 from stppo_jax.parallel import publish
 from stppo_jax.records.liveness import timing
+from stppo_jax.tools.plan import memory
 from stppo_jax.training import host_metrics
 from stppo_jax.training import run as run_lib
+from stppo_jax.training import step_work
 from stppo_jax.training.checks import batch_sizes
 
 
@@ -45,7 +45,7 @@ class StepMetrics:
     self._learner = learner
     engine = {}
     if placement is not None:
-      engine = plan_memory.engine_sizes(config, learner.policy, placement)
+      engine = memory.engine_sizes(config, learner.policy, placement)
     # `_bytes_per_second` puts in the lengths of each step.
     longest = config.env.max_length
     self._work = step_work.build(

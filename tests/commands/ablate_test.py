@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from stppo_jax import __main__
-from stppo_jax.analysis.ablation import results
 from stppo_jax.commands.flags import ablation_flags
 from stppo_jax.configs import collapse
 from stppo_jax.records import run_folder
+from stppo_jax.tools.ablation import results
 from tests.training import runs
 
 _CONFIG = f'{runs.REPO}/configs/collapse.py'

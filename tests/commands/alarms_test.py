@@ -7,8 +7,8 @@ import pytest
 
 from benchmarks import made_runs
 from stppo_jax import __main__
-from stppo_jax.analysis.ablation import results
 from stppo_jax.records import success
+from stppo_jax.tools.ablation import results
 
 
 @pytest.fixture(scope='module')

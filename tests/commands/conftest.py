@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.analysis import batch_arrays
 from tests.commands import lab_calls
+from tests.tools.lab import batch_arrays
 
 
 @pytest.fixture(scope='session')

@@ -12,7 +12,6 @@ from aiohttp import web
 import pytest
 
 from stppo_jax import types
-from stppo_jax.analysis import machine
 from stppo_jax.commands import doctor
 from stppo_jax.commands.flags import configuration
 from stppo_jax.http import server as http_server
@@ -20,6 +19,7 @@ from stppo_jax.records.liveness import lock
 from stppo_jax.retrieval import address
 from stppo_jax.retrieval import server
 from stppo_jax.retrieval.indexes import bm25
+from stppo_jax.tools import machine
 from stppo_jax.training.building import assembly
 from tests.training import runs
 

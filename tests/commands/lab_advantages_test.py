@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from stppo_jax.analysis import batch_file
-from tests.analysis import batch_arrays
+from stppo_jax.rollout import batch_file
 from tests.commands import lab_calls
+from tests.tools.lab import batch_arrays
 
 
 def test_advantages_are_those_computed_by_hand(tmp_path, capsys):

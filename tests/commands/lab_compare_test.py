@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from tests.analysis import batch_arrays
 from tests.commands import lab_calls
+from tests.tools.lab import batch_arrays
 
 
 def test_compare_prints_a_table_or_json(file, capsys):

@@ -8,10 +8,10 @@ import sys
 import numpy as np
 import pytest
 
-from tests.analysis import batch_arrays
 from tests.commands import lab_calls
 from tests.rl import batches
 from tests.rl import loss_twin
+from tests.tools.lab import batch_arrays
 from tests.training import runs
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from stppo_jax import __main__
-from stppo_jax.analysis import saved_batch
+from stppo_jax.tools.lab import saved_batch
 from tests.commands import lab_calls
 from tests.training import runs
 

@@ -6,8 +6,8 @@ CPU are a guess.
 
 import pytest
 
-from stppo_jax.analysis import plan
 from stppo_jax.parallel import topology
+from stppo_jax.tools.plan import plan
 from tests.training import runs
 
 # The second one only makes more updates, the third one also decodes and

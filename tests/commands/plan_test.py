@@ -10,9 +10,9 @@ import jax
 import pytest
 
 from stppo_jax import __main__
-from stppo_jax.analysis import plan
-from stppo_jax.analysis import plan_memory
 from stppo_jax.models import functional
+from stppo_jax.tools.plan import memory as memory_lib
+from stppo_jax.tools.plan import plan
 from stppo_jax.training.building import model_files
 from tests.models import tiny
 from tests.sampling import tiny_engine
@@ -120,7 +120,7 @@ def test_a_copy_inside_the_compiled_decode_is_counted_once():
     config = runs.config(
       rollout__deterministic=False, rollout__batch_rows=batch_rows
     )
-    return plan_memory.copied(
+    return memory_lib.copied(
       config, tiny.model(), placement, 1600, is_compiled=is_compiled
     )
 
@@ -133,11 +133,11 @@ def test_a_copy_inside_the_compiled_decode_is_counted_once():
 
 def test_an_engine_computes_with_weights_of_its_dtype():
   config, placement = runs.config(), tiny_engine.placement(8)
-  whole = plan_memory.engine_sizes(config, tiny.model(), placement)
+  whole = memory_lib.engine_sizes(config, tiny.model(), placement)
   # Two rows a device, of two layers with one key/value head of 8.
   assert whole['weights of the engine'] == 4 * _size(tiny.model())
   assert whole['keys and values of the engine'] == 2 * 2 * 2 * 128 * 8 * 4
-  halved = plan_memory.engine_sizes(
+  halved = memory_lib.engine_sizes(
     config, tiny.model(dtype='bfloat16'), placement
   )
   assert halved == {name: size / 2 for name, size in whole.items()}
@@ -166,7 +166,7 @@ def test_an_engine_is_cut_over_the_devices_of_a_host(name, devices, tensor):
   config = runs.config(model__path=str(_PUBLISHED / name))
   shape = model_files.shape(config, None)
   one, cut = (
-    plan_memory.engine_sizes(
+    memory_lib.engine_sizes(
       config, functional.Model(shape, 'vocabulary'), where
     )
     for where in (

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from stppo_jax import __main__
-from stppo_jax.records import run_state
+from stppo_jax.tools import run_state
 from tests.training import runs
 
 _GONE = 4_000_000  # above the largest process id of Linux

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from stppo_jax import settings
-from stppo_jax.analysis import plan as plan_lib
 from stppo_jax.configs import slices
 from stppo_jax.parallel import topology
+from stppo_jax.tools.plan import plan as plan_lib
 
 _PUBLISHED = pathlib.Path(__file__).parents[1] / 'models' / 'published'
 

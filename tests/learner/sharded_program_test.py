@@ -15,7 +15,7 @@ import pytest
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.models import config as model_config
 from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.parallel import program
+from stppo_jax.tools.plan import program
 from tests.learner import abstract_batch
 from tests.training import runs
 

@@ -11,7 +11,7 @@ import pytest
 from stppo_jax.models import attention
 from stppo_jax.models import splash
 from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.parallel import program
+from stppo_jax.tools.plan import program
 from tests.models import tiny
 
 _H = 8

@@ -13,7 +13,7 @@ from stppo_jax.models import attention
 from stppo_jax.models import blockwise
 from stppo_jax.parallel import activations
 from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.parallel import program
+from stppo_jax.tools.plan import program
 
 _H = 8
 _ROWS, _HEADS = activations.ROWS, activations.TENSOR

@@ -13,9 +13,9 @@ import pytest
 
 from stppo_jax.models import ragged
 from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.parallel import program
 from stppo_jax.parallel import sharding
 from stppo_jax.parallel import topology
+from stppo_jax.tools.plan import program
 
 
 def _results(product, dtype, sizes, K, N):

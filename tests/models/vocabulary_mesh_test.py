@@ -15,8 +15,8 @@ import pytest
 
 from stppo_jax.models import heads
 from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.parallel import program
 from stppo_jax.parallel import sharding
+from stppo_jax.tools.plan import program
 from tests.models import shapes
 
 _B, _L, _M, _D, _V, _CHUNK = 8, 33, 32, 8, 512, 32

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.parallel import program
 from stppo_jax.parallel import publish
 from stppo_jax.parallel import sharding
 from stppo_jax.parallel import topology
+from stppo_jax.tools.plan import program
 
 _LAYERS = 2
 # Data, fsdp and tensor of training, and tensor of decoding.

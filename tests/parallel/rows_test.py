@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.parallel import program
 from stppo_jax.parallel import rows
 from stppo_jax.parallel import sharding
+from stppo_jax.tools.plan import program
 
 _ROWS, _LENGTH = 32, 5
 

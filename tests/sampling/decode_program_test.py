@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from stppo_jax.models import cache as cache_lib
-from stppo_jax.parallel import program
 from stppo_jax.parallel import sharding
 from stppo_jax.sampling import engine_options
 from stppo_jax.sampling import lowering
 from stppo_jax.sampling import slot_driver
+from stppo_jax.tools.plan import program
 from tests.models import tiny
 from tests.sampling import tiny_engine
 

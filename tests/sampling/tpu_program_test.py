@@ -14,13 +14,13 @@ import jax
 import pytest
 
 from stppo_jax.models import functional
-from stppo_jax.parallel import accesses
 from stppo_jax.parallel import mesh as mesh_lib
-from stppo_jax.parallel import program
 from stppo_jax.parallel import publish
 from stppo_jax.parallel import sharding
 from stppo_jax.parallel import topology
 from stppo_jax.sampling import lowering
+from stppo_jax.tools.plan import accesses
+from stppo_jax.tools.plan import program
 from stppo_jax.training.building import model_files
 from tests.parallel import tpu_compiler
 from tests.sampling import tiny_engine

@@ -17,8 +17,8 @@ from stppo_jax import __main__
 from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import hosts as hosts_lib
 from stppo_jax.records import run_folder
-from stppo_jax.records import run_state
 from stppo_jax.records.checkpoints import manifest as manifest_lib
+from stppo_jax.tools import run_state
 from stppo_jax.training import run as run_lib
 from stppo_jax.training.building import assembly
 from stppo_jax.training.stopping import voting

@@ -10,11 +10,11 @@ import pathlib
 from typing import Any
 
 from stppo_jax import settings
-from stppo_jax.analysis.ablation import study as study_lib
 from stppo_jax.commands.flags import config_file
 from stppo_jax.commands.flags import configuration
 from stppo_jax.configs import base
 from stppo_jax.records import run_folder
+from stppo_jax.tools.ablation import study as study_lib
 
 _FLAGS = ('config', 'workdir', 'seeds', 'groups', 'jobs', 'table', 'reuse')
 # They change nothing that a run computes, or differ between seeds or machines.

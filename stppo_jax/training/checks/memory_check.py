@@ -1,6 +1,6 @@
 """Checks, before anything is loaded, that a run fits its devices' memory.
 
-The count is the plan's (`analysis/plan.py`) of weights, moments, gradients, the
+The count is the plan's (`tools/plan/plan.py`) of weights, moments, gradients, the
 reference, the engine, and what decoding copies of it. Programs need more than
 that, so what is refused here would have failed later, after everything was
 loaded. What is advised counts the temporaries of an update too, by the plan's
@@ -9,8 +9,8 @@ estimate.
 
 import jax
 
-from stppo_jax.analysis import plan as plan_lib
-from stppo_jax.analysis import plan_search
+from stppo_jax.tools.plan import plan as plan_lib
+from stppo_jax.tools.plan import search
 from stppo_jax.training.building import assembly
 
 
@@ -42,11 +42,11 @@ def check(config, limit: int | None) -> None:
     return
   held = {**plan.sizes, **plan.collecting}
   parts = sorted(held.items(), key=lambda part: -part[1])
-  gib = plan_search.gib
+  gib = search.gib
   largest = ', '.join(f'{gib(size)} for {name}' for name, size in parts[:3])
   raise assembly.Misconfigured(
     f'the run needs {gib(_bytes(plan))} of each device or more ({largest}), '
-    f'and there are {gib(limit)}; {plan_search.advice(config, _plan, limit)}'
+    f'and there are {gib(limit)}; {search.advice(config, _plan, limit)}'
   )
 
 

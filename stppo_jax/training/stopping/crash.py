@@ -8,7 +8,7 @@
 
 A skipped update changes nothing, so the state before it is the one that the run
 saves as it ends, if no sound update followed in the step.
-`training/stopping/replay.py` makes the update again from both.
+`tools/replay.py` makes the update again from both.
 """
 
 from collections.abc import Mapping
@@ -28,11 +28,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from stppo_jax import batch as batch_lib
-from stppo_jax.analysis import batch_file
 from stppo_jax.learner import learner as learner_lib
 from stppo_jax.learner import state as state_lib
 from stppo_jax.parallel import distributed
 from stppo_jax.records import scrubbing
+from stppo_jax.rollout import batch_file
 from stppo_jax.training import run as run_lib
 
 RECORD, CONFIG = 'crash.json', 'config.json'

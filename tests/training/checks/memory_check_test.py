@@ -2,7 +2,7 @@
 
 import pytest
 
-from stppo_jax.analysis import plan
+from stppo_jax.tools.plan import plan
 from stppo_jax.training.building import assembly
 from stppo_jax.training.checks import memory_check
 from tests.training import runs

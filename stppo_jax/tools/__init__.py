@@ -1,0 +1,1 @@
+"""Programs that look at what runs do or have done; the core imports none."""

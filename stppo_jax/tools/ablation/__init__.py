@@ -1,0 +1,1 @@
+"""Studies of `ablate`: runs, statistics, verdicts, figures."""

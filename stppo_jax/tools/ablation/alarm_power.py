@@ -1,0 +1,122 @@
+"""Counts how often alarms ring before a collapse, and in healthy runs."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from stppo_jax.records import alarms as alarms_lib
+from stppo_jax.records import success as success_lib
+from stppo_jax.tools.ablation import results
+
+# Metric -> the column of a table that holds it.
+_COLUMNS = {
+  metrics[0]: column
+  for column, metrics in results.METRICS.items()
+  if len(metrics) == 1
+}
+# The alarms whose metric a table holds, so that any threshold can be tried. For
+# the others it only says when they rang.
+MEASURED = tuple(
+  name
+  for name, alarm in alarms_lib.ALARMS.items()
+  if alarm.number(dict.fromkeys(_COLUMNS, 0.0)) is not None
+)
+
+
+class Rings(NamedTuple):
+  """The alarms of a run, and what became of it.
+
+  Attributes:
+    curve: its success.
+    steps: alarm to the steps in which it rang.
+    counts: alarm to the number of steps in which it could ring. An alarm that
+      has no number in this run, as that of the critic in a run without one, is
+      in neither of the two.
+  """
+
+  curve: success_lib.Curve
+  steps: Mapping[str, Sequence[float]]
+  counts: Mapping[str, int]
+
+
+def of_table(
+  run: results.Run, thresholds: Mapping[str, float] | None = None
+) -> Rings:
+  """Returns the alarms of a run in the table of a study.
+
+  Args:
+    run: the run.
+    thresholds: thresholds for alarms of `MEASURED`. The other alarms rang when
+      the run recorded it, with the thresholds of its config.
+  """
+  rang = {name: run.per_step(f'alarm_{name}') for name in results.ALARMS}
+  for name, threshold in (thresholds or {}).items():
+    rang[name] = _rang(run, name, threshold)
+  rang = {name: x for name, x in rang.items() if not np.isnan(x).all()}
+  return Rings(
+    curve=success_lib.curve(run.per_step('success')),
+    # Step n is at place n - 1.
+    steps={n: (1.0 + np.flatnonzero(x == 1)).tolist() for n, x in rang.items()},
+    counts={n: int((~np.isnan(x)).sum()) for n, x in rang.items()},
+  )
+
+
+def _rang(run: results.Run, name: str, threshold: float) -> np.ndarray:
+  """Returns for each step 1 if the alarm rings, 0 if not, nan if unknown."""
+  # The thresholds of the other alarms are nan, so these never ring.
+  thresholds = dict.fromkeys(alarms_lib.ALARMS, float('nan'))
+  thresholds[name] = threshold
+  columns = {metric: run.per_step(x) for metric, x in _COLUMNS.items()}
+  return np.array(
+    [
+      alarms_lib.check(dict(zip(columns, numbers)), thresholds).get(
+        name, float('nan')
+      )
+      for numbers in zip(*columns.values())
+    ]
+  )
+
+
+def title(runs: Sequence[Rings]) -> str:
+  """Returns how many runs there are, and how many of them collapsed."""
+  collapsed = sum(run.curve.collapsed for run in runs)
+  return f'{len(runs)} run{"s" * (len(runs) != 1)}, {collapsed} collapsed'
+
+
+_HEAD = (
+  'alarm',
+  'rang before a collapse',
+  'steps before',
+  'healthy runs in which it rang',
+  'share of their steps',
+)
+
+
+def table(runs: Sequence[Rings], names: Sequence[str]) -> list[list[str]]:
+  """Returns a table with a row for each alarm that some run could have."""
+  rows: list[list[str]] = [list(_HEAD)]
+  for name in names:
+    able = [run for run in runs if run.counts.get(name)]
+    collapsed = [run for run in able if run.curve.collapsed]
+    healthy = [run for run in able if not run.curve.collapsed]
+    # In the step of the collapse or earlier.
+    leads = [
+      run.curve.collapsed_at - min(run.steps[name])
+      for run in collapsed
+      if len(run.steps[name]) and min(run.steps[name]) <= run.curve.collapsed_at
+    ]
+    rang = sum(len(run.steps[name]) > 0 for run in healthy)
+    shares = [len(run.steps[name]) / run.counts[name] for run in healthy]
+    if able:
+      rows.append(
+        [
+          name,
+          f'{len(leads)}/{len(collapsed)}',
+          f'{np.median(leads):.0f}' if leads else '',
+          f'{rang}/{len(healthy)}',
+          f'{np.mean(shares):.0%}' if healthy else '',
+        ]
+      )
+  return rows

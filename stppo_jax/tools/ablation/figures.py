@@ -1,0 +1,184 @@
+"""Pictures of a study: success over steps, and what happened in the updates."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import math
+import pathlib
+from typing import Any
+
+import matplotlib
+from matplotlib import figure
+import numpy as np
+
+from stppo_jax.records import success as success_lib
+from stppo_jax.records.sinks import plots
+from stppo_jax.tools.ablation import results
+from stppo_jax.tools.ablation import statistics
+from stppo_jax.tools.ablation import study as study_lib
+
+# Inches of a panel, and of what is around all panels.
+_WIDTH, _HEIGHT = 3.4, 1.8
+_LEFT, _RIGHT, _TOP, _BOTTOM = 0.6, 2.0, 0.6, 0.5
+# Title -> column, whether its axis is logarithmic.
+_INSIDE = {
+  'Share outside, token ratio': ('clip_token', False),
+  'Share outside, turn ratio': ('clip_turn', False),
+  'Largest turn ratio': ('ratio_max_turn', True),
+  'Entropy (nats)': ('entropy', False),
+  'KL to the reference': ('kl_reference', False),
+  'Explained variance': ('explained_variance', False),
+}
+# Where an axis begins: a critic can be wrong by any factor.
+_LEAST = {'explained_variance': -1.0}
+_STYLES = ('-', '--', ':', '-.')
+_SAVED: Mapping[str, dict[str, Any]] = {
+  'png': {'format': 'png', 'dpi': 110},
+  'svg': {'format': 'svg', 'metadata': {'Date': None}},
+}
+
+
+def draw(
+  study: study_lib.Study,
+  runs: Sequence[results.Run],
+  folder: pathlib.Path,
+  *,
+  formats: Sequence[str] = tuple(_SAVED),
+) -> list[pathlib.Path]:
+  """Draws the figures of a study.
+
+  Args:
+    study: the study.
+    runs: its finished runs, at least one.
+    folder: where the pictures are written.
+    formats: some of png and svg.
+
+  Returns:
+    The pictures.
+  """
+  found = {run.key for run in runs}
+  groups = {
+    group: arms
+    for group, arms in study.groups.items()
+    if any(arm.key in found for arm in arms)
+  }
+  by_arm = {
+    arm.key: [run for run in runs if run.key == arm.key] for arm in study.arms
+  }
+  panels = {'Success': ('success', False)}
+  folder.mkdir(parents=True, exist_ok=True)
+  paths = []
+  # Equal numbers give equal bytes, and text stays text.
+  svg: dict[Any, Any] = {'svg.hashsalt': study.name, 'svg.fonttype': 'none'}
+  with matplotlib.rc_context(plots.STYLE | svg):
+    for name, rows, height in (
+      ('success', panels, 1.4 * _HEIGHT),
+      ('inside', _INSIDE, _HEIGHT),
+    ):
+      page = _page(study, groups, by_arm, rows, height)
+      for suffix in formats:
+        paths.append(folder / f'{study.name}_{name}.{suffix}')
+        # Names of arms and titles may be wider than the room that they have.
+        page.savefig(paths[-1], bbox_inches='tight', **_SAVED[suffix])
+  return paths
+
+
+def _page(
+  study: study_lib.Study,
+  groups: Mapping[str, Sequence[study_lib.Arm]],
+  by_arm: Mapping[tuple[str, str], Sequence[results.Run]],
+  rows: Mapping[str, tuple[str, bool]],
+  height: float,
+) -> figure.Figure:
+  """Returns a page with a column for each group and a row for each number."""
+  # Placed by hand: an automatic layout takes as long as the drawing.
+  width = _LEFT + _WIDTH * len(groups) + _RIGHT
+  tall = _TOP + height * len(rows) + _BOTTOM
+  page = figure.Figure(figsize=(width, tall))
+  grid = page.subplots(
+    len(rows),
+    len(groups),
+    squeeze=False,
+    sharex=True,
+    sharey='row',
+    gridspec_kw={
+      'left': _LEFT / width,
+      'right': 1 - _RIGHT / width,
+      'bottom': _BOTTOM / tall,
+      'top': 1 - _TOP / tall,
+      'hspace': 0.3,
+      'wspace': 0.08,
+    },
+  )
+  # Arms of one name have one colour in all groups, and others have another.
+  names = list(dict.fromkeys(arm.name for arm in study.arms))
+  # Name to the line and the numbers of seeds of the arms of that name.
+  legend: dict[str, tuple[Any, list[int]]] = {}
+  for row, (title, (column, is_log)) in enumerate(rows.items()):
+    for place, (group, arms) in enumerate(groups.items()):
+      axes = grid[row][place]
+      words = [title] * (place == 0) + [group] * (row == 0 and bool(group))
+      axes.set_title(': '.join(words) if row == 0 else title)
+      for arm in arms:
+        curves = [run.per_step(column) for run in by_arm[arm.key]]
+        if not curves:
+          continue
+        line = _draw(axes, curves, names.index(arm.name))
+        if row == 0:
+          legend.setdefault(arm.name, (line, []))[1].append(len(curves))
+      if is_log:
+        axes.set_yscale('log')
+      if column in _LEAST:
+        axes.set_ylim(_LEAST[column], 1.0)
+  for axes in grid[-1]:
+    axes.set_xlabel('step')
+  grid[0][-1].legend(
+    [line for line, _ in legend.values()],
+    [f'{name}, {_seeds(counts)}' for name, (_, counts) in legend.items()],
+    loc='upper left',
+    bbox_to_anchor=(1.0, 1.0),
+  )
+  title = f'{study.title}: means of {success_lib.WINDOW} steps'
+  page.suptitle(
+    title.replace('$', r'\$'),
+    x=_LEFT / width,
+    y=1 - 0.1 / tall,
+    ha='left',
+    va='top',
+  )
+  return page
+
+
+def _seeds(counts: Sequence[int]) -> str:
+  """Returns how many seeds the arms of one name have."""
+  if min(counts) < max(counts):
+    return f'{min(counts)} to {max(counts)} seeds'
+  return f'{counts[0]} seed' + 's' * (counts[0] > 1)
+
+
+def _draw(axes, curves: Sequence[np.ndarray], number: int) -> Any:
+  """Draws a thin line for each seed, and a thick one for their mean.
+
+  Returns:
+    The thick line.
+  """
+  colour = plots.COLOURS[number % len(plots.COLOURS)]
+  line = _STYLES[number // len(plots.COLOURS) % len(_STYLES)]
+  smooth = [
+    plots.trailing_mean(values, success_lib.WINDOW) for values in curves
+  ]
+  for values in smooth:
+    axes.plot(
+      np.arange(1, len(values) + 1),
+      values,
+      line,
+      color=colour,
+      alpha=0.3,
+      linewidth=0.6,
+    )
+  length = max(map(len, smooth))
+  table = np.full((len(smooth), length), math.nan)
+  for row, values in zip(table, smooth):
+    row[: len(values)] = values
+  means = [statistics.average(column) for column in table.T]
+  (thick,) = axes.plot(np.arange(1, length + 1), means, line, color=colour)
+  return thick

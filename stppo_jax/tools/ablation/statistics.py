@@ -1,0 +1,126 @@
+"""The statistics of a study: intervals, differences, numbers of a column."""
+
+from collections.abc import Sequence
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from stppo_jax.tools import score_report
+from stppo_jax.tools.ablation import results
+
+# All signs of so many differences are tried, more are drawn.
+_MAX_EXACT = 12
+_DRAWS = 10_000
+_Z = 1.959964  # 97.5 % of a normal distribution lie below
+
+
+class Estimate(NamedTuple):
+  """A mean over seeds with its 95 % interval."""
+
+  mean: float
+  low: float
+  high: float
+
+
+def mean(values: Sequence[float]) -> Estimate:
+  """Returns a mean with its percentile bootstrap interval over seeds."""
+  array = np.asarray(values, np.float64)
+  return Estimate(float(array.mean()), *score_report.bootstrap(array))
+
+
+def rate(count: int, total: int) -> Estimate:
+  """Returns a share with its Wilson interval.
+
+  The bootstrap would say that a share of 0 or 1 is certain.
+  """
+  share = count / total
+  spread = _Z * math.sqrt(share * (1 - share) / total + (_Z / (2 * total)) ** 2)
+  middle, width = share + _Z**2 / (2 * total), 1 + _Z**2 / total
+  return Estimate(
+    share,
+    max((middle - spread) / width, 0.0),
+    min((middle + spread) / width, 1.0),
+  )
+
+
+class Difference(NamedTuple):
+  """A difference of two arms over the seeds that both have.
+
+  Attributes:
+    seeds: the number of these seeds.
+    larger: the number of them in which it is positive.
+    estimate: its mean with the bootstrap interval over seeds.
+    p: the probability of a mean this far from 0, on either side, if the sign
+      of each seed's difference were random; with n seeds at least 2 / 2^n.
+      It is nan if a difference is.
+  """
+
+  seeds: int
+  larger: int
+  estimate: Estimate
+  p: float
+
+
+def difference(values: Sequence[float], others: Sequence[float]) -> Difference:
+  """Returns the paired difference of two samples; equal places are pairs."""
+  deltas = np.asarray(values, np.float64) - np.asarray(others, np.float64)
+  return Difference(
+    seeds=len(deltas),
+    larger=int((deltas > 0).sum()),
+    estimate=mean(deltas.tolist()),
+    p=_sign_flip(deltas),
+  )
+
+
+def _sign_flip(deltas: np.ndarray) -> float:
+  """Returns the p-value of a mean of differences; see `Difference`."""
+  if np.isnan(deltas).any():  # all comparisons with nan are false: p were 0
+    return math.nan
+  if len(deltas) <= _MAX_EXACT:
+    signs = np.array(list(itertools.product((1, -1), repeat=len(deltas))))
+  else:
+    signs = np.random.default_rng(0).choice((1, -1), (_DRAWS, len(deltas)))
+    signs[0] = 1
+  totals = np.abs(signs @ deltas)
+  # Sums of the same numbers in another order differ by rounding.
+  return float(np.mean(totals >= abs(deltas.sum()) - 1e-12))
+
+
+def last(values: np.ndarray) -> float:
+  """Returns the last number that is not nan; nan if there is none."""
+  found = values[~np.isnan(values)]
+  return float(found[-1]) if len(found) else math.nan
+
+
+def average(values: np.ndarray) -> float:
+  """Returns the mean of the numbers that are not nan; nan if there is none."""
+  found = values[~np.isnan(values)]
+  return float(found.mean()) if len(found) else math.nan
+
+
+def share_below_one(values: np.ndarray) -> float:
+  """Returns the share of the numbers that are below 1; nan without any."""
+  found = values[~np.isnan(values)]
+  return float((found < 1).mean()) if len(found) else math.nan
+
+
+def middle(values: np.ndarray) -> float:
+  """Returns the median of the numbers that are not nan; nan without any."""
+  found = values[~np.isnan(values)]
+  return float(np.median(found)) if len(found) else math.nan
+
+
+def largest(values: np.ndarray) -> float:
+  """Returns the largest number; nan if there is none."""
+  found = values[~np.isnan(values)]
+  return float(found.max()) if len(found) else math.nan
+
+
+def common(
+  runs: Sequence[results.Run], others: Sequence[results.Run]
+) -> list[tuple[results.Run, results.Run]]:
+  """Returns the pairs of runs of two arms that have the same seed."""
+  by_seed = {run.seed: run for run in others}
+  return [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed]

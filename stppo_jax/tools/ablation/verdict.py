@@ -1,0 +1,202 @@
+"""The tables of a study: success of its arms, and how they differ."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import math
+
+import numpy as np
+
+from stppo_jax.records import success as success_lib
+from stppo_jax.tools import score_report
+from stppo_jax.tools.ablation import alarm_power
+from stppo_jax.tools.ablation import results
+from stppo_jax.tools.ablation import statistics
+from stppo_jax.tools.ablation import study as study_lib
+
+Table = list[list[str]]
+_OUTCOMES = (
+  'start, greedy',
+  'area',
+  'best',
+  'final',
+  'final, greedy',
+  'collapsed',
+  'median step',
+)
+# A column, how its steps become the number of a run, the format.
+_Measure = tuple[str, Callable[[np.ndarray], float], str]
+# Heading -> measure.
+_INSIDE: Mapping[str, _Measure] = {
+  'outside, token': ('clip_token', statistics.average, '.3f'),
+  'outside, turn': ('clip_turn', statistics.average, '.3f'),
+  'outside, sequence': ('clip_sequence', statistics.average, '.3f'),
+  'cut': ('cut', statistics.average, '.3f'),
+  'largest token ratio': ('ratio_max_token', statistics.largest, '.3g'),
+  'largest turn ratio': ('ratio_max_turn', statistics.largest, '.3g'),
+  'spread outside': ('spread_clipped', statistics.average, '.2f'),
+  'spread inside': ('spread_unclipped', statistics.average, '.2f'),
+  'corrected': ('scale', statistics.share_below_one, '.2f'),
+  'factor': ('scale', statistics.average, '.2f'),
+  'entropy at the end': ('entropy', statistics.last, '.2f'),
+  'KL at the end': ('kl_reference', statistics.last, '.2f'),
+  'explained variance': ('explained_variance', statistics.middle, '.2f'),
+  'turn length': ('turn_length', statistics.average, '.1f'),
+}
+# Most policies still work then; a collapsed one has other ratios.
+_FIRST_STEPS = 5
+_AT_FIRST = {
+  heading: _INSIDE[heading]
+  for heading in (
+    'outside, token',
+    'outside, turn',
+    'outside, sequence',
+    'cut',
+    'turn length',
+  )
+}
+
+
+def tables(
+  study: study_lib.Study, runs: Sequence[results.Run]
+) -> dict[str, Table]:
+  """Returns title to table of what became of the arms.
+
+  Args:
+    study: the study.
+    runs: its finished runs. Arms without a run are left out.
+  """
+  by_arm: dict[tuple[str, str], list[results.Run]] = {}
+  for run in sorted(runs, key=lambda run: run.seed):
+    by_arm.setdefault(run.key, []).append(run)
+  arms = [arm for arm in study.arms if arm.key in by_arm]
+  if not arms:
+    return {}
+  has_groups = len(study.groups) > 1
+  head = ['group'] * has_groups + ['arm', 'seeds']
+  outcomes, inside = [[*head, *_OUTCOMES]], [[*head, *_INSIDE]]
+  at_first = [[*head, *_AT_FIRST]]
+  for arm in arms:
+    of_arm = by_arm[arm.key]
+    start = [arm.group] * has_groups + [arm.name, str(len(of_arm))]
+    outcomes.append(start + _outcomes(of_arm))
+    inside.append(start + _inside(of_arm, _INSIDE))
+    at_first.append(start + _inside(of_arm, _AT_FIRST, _FIRST_STEPS))
+  found = {
+    'Success': outcomes,
+    'What happened in the updates': inside,
+    f'In the first {_FIRST_STEPS} steps': at_first,
+  }
+  differences = _differences(study, by_arm, has_groups)
+  if len(differences) > 1:
+    found['Paired differences'] = differences
+  return found
+
+
+def alarms(runs: Sequence[results.Run]) -> dict[str, Table]:
+  """Returns title to table of when alarms rang; {} if no run has any."""
+  rings = [alarm_power.of_table(run) for run in runs]
+  table = alarm_power.table(rings, results.ALARMS)
+  return {'Alarms': table} if len(table) > 1 else {}
+
+
+def _outcomes(runs: Sequence[results.Run]) -> list[str]:
+  curves = [success_lib.curve(run.per_step('success')) for run in runs]
+  greedy = [statistics.last(run.columns['greedy']) for run in runs]
+  steps = [c.collapsed_at for c in curves if c.collapsed]
+  count = len(steps)
+  share = statistics.rate(count, len(runs))
+  starts = [run.columns['greedy'][0] for run in runs]
+  return [
+    _estimate(starts),
+    _estimate([c.area for c in curves]),
+    _estimate([c.best for c in curves]),
+    _estimate([c.final for c in curves]),
+    _estimate(greedy),
+    f'{count}/{len(runs)} ({share.low:.2f}..{share.high:.2f})',
+    f'{np.median(steps):.0f}' if steps else '',
+  ]
+
+
+def _inside(
+  runs: Sequence[results.Run],
+  measures: Mapping[str, _Measure],
+  first_steps: int | None = None,
+) -> list[str]:
+  cells = []
+  for column, reduce, form in measures.values():
+    values = np.array(
+      [reduce(run.per_step(column)[:first_steps]) for run in runs]
+    )
+    value = statistics.average(values)
+    if reduce is statistics.largest:  # one run can have a ratio of 1e9
+      value = float(np.median(values))
+    cells.append('' if math.isnan(value) else f'{value:{form}}')
+  return cells
+
+
+def _differences(study, by_arm, has_groups) -> Table:
+  table = [
+    ['group'] * has_groups
+    + ['arm', 'minus', 'seeds']
+    + ['area', 'area larger', 'area p', 'final', 'final larger', 'final p']
+  ]
+  for arm, other in study.pairs():
+    pairs = statistics.common(
+      by_arm.get(arm.key, []), by_arm.get(other.key, [])
+    )
+    if not pairs:
+      continue
+    row = [arm.group] * has_groups + [arm.name, other.name, str(len(pairs))]
+    for name in ('area', 'final'):
+      values, others = (
+        [
+          getattr(success_lib.curve(pair[i].per_step('success')), name)
+          for pair in pairs
+        ]
+        for i in range(2)
+      )
+      found = statistics.difference(values, others)
+      if math.isnan(found.p):
+        row += ['', '', '']
+        continue
+      row += [
+        _signed(found),
+        f'{found.larger}/{found.seeds}',
+        f'{found.p:.3f}' if found.seeds > 1 else '',
+      ]
+    table.append(row)
+  return table
+
+
+def _estimate(values: Sequence[float]) -> str:
+  """Returns a mean and its interval, which one seed does not have."""
+  if any(map(math.isnan, values)):
+    return ''
+  found = statistics.mean(values)
+  if len(values) == 1:
+    return f'{found.mean:.2f}'
+  return f'{found.mean:.2f} ({found.low:.2f}..{found.high:.2f})'
+
+
+def _signed(difference: statistics.Difference) -> str:
+  """Returns a mean difference and its interval, unless it has one seed."""
+  mean, low, high = difference.estimate
+  if difference.seeds == 1:
+    return f'{mean:+.2f}'
+  return f'{mean:+.2f} ({low:+.2f}..{high:+.2f})'
+
+
+def as_text(found: Mapping[str, Table]) -> str:
+  """Returns titles and tables for a terminal."""
+  return '\n\n'.join(
+    f'{title}\n{score_report.as_text(table)}' for title, table in found.items()
+  )
+
+
+def as_markdown(found: Mapping[str, Table]) -> str:
+  """Returns titles and tables in Markdown."""
+  return '\n'.join(
+    f'{title}:\n\n{score_report.as_markdown(table)}'
+    for title, table in found.items()
+  )

@@ -1,0 +1,93 @@
+"""Answers questions that a person asks, by searching as in training."""
+
+from collections.abc import Iterator
+import contextlib
+import functools
+import pathlib
+import sys
+from typing import TextIO
+
+import jax
+
+from stppo_jax import streams
+from stppo_jax import types
+from stppo_jax.learner import keys as keys_lib
+from stppo_jax.parallel import compile_time
+from stppo_jax.records import dialogues
+from stppo_jax.tools import evaluation
+from stppo_jax.training.building import assembly
+from stppo_jax.training.building import engines
+
+_INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
+
+
+def chat(config, checkpoint: pathlib.Path, questions: TextIO) -> int:
+  """Answers the lines of a stream, greedily, until it ends.
+
+  Prints of each question what was searched, found and answered. Changes nothing
+  in the folder of a run, so that the run may be going on.
+
+  Args:
+    config: the config of the run, or for a Hugging Face directory one whose
+      model it is.
+    checkpoint: the folder of a run of `train`, or a Hugging Face directory.
+    questions: where questions are read, one on each line.
+
+  Returns:
+    The exit code 0.
+
+  Raises:
+    Exceptions with an `exit_code`, see `loop.train`.
+  """
+  say = functools.partial(print, file=sys.stderr, flush=True)
+  config, run = evaluation.of_checkpoint(config, checkpoint)
+  config = config.copy_and_resolve_references()
+  # Nothing is learned here, so all devices may collect. Questions come one at a
+  # time, but each device decodes one row; only one of these rows is used.
+  config.mesh.collect_fraction = 0.0
+  config.rollout.slots = jax.local_device_count()
+  config.rollout.lanes = 1
+  components = assembly.build_components(config)
+  tokenizer, learner = components.tokenizer, components.learner
+  example = components.questions.train(0, 1, resample_round=0)[0]
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(compile_time.announced(say))
+    services = stack.enter_context(
+      assembly.build_services(config, components.questions)
+    )
+    with assembly.config_errors():
+      step, params = evaluation.load_weights(config, run, learner)
+    engine = engines.build(
+      config, services, tokenizer, learner.policy, components.placement
+    )
+    engine.publish(params, 0)
+    collector = engines.build_collector(config, services, tokenizer, engine)
+    after = f', step {step}' if run else ''
+    say(f'{checkpoint}{after}; one question a line, Ctrl-D ends')
+    say(f'for example: {streams.escape(example.text)}')
+    # Greedy decoding reads no random numbers.
+    keys = keys_lib.row_keys(jax.random.key(config.seed), 0, 1)
+    for number, text in enumerate(_lines(questions)):
+      question = types.Question(
+        str(number), text, (), 'chat', corpus=example.corpus
+      )
+      (trajectory,) = collector.collect([question], keys, greedy=True)
+      if trajectory.status is _INFRA_ERROR:
+        say(f'the infrastructure failed: {streams.escape(trajectory.cause)}')
+        continue
+      record = evaluation.record_of(config, services, tokenizer, trajectory, 0)
+      colour = sys.stdout.isatty()
+      print(dialogues.render_reply(record, colour=colour), flush=True)
+  return 0
+
+
+def _lines(stream: TextIO) -> Iterator[str]:
+  """Yields the lines of a stream that are not empty; asks for them first."""
+  while True:
+    if stream.isatty():
+      print('? ', end='', flush=True)
+    line = stream.readline()
+    if not line:
+      return
+    if line.strip():
+      yield line.strip()

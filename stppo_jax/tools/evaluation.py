@@ -1,0 +1,316 @@
+"""Evaluates a run, or any Hugging Face directory, on sets of questions.
+
+    OUT/evaluation.json    what is evaluated: checkpoint, samples, settings
+       /dialogues.jsonl    a record of each dialogue, written as they end
+       /answers.jsonl      the answer and the scores of each
+       /results.json       the statistics of each data set
+       /results.md         the same as a table
+
+The dialogues of a few hundred questions are written at a time. The same command
+continues after the last of them.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import contextlib
+import functools
+import json
+import pathlib
+import sys
+from typing import Any
+
+import jax
+
+from stppo_jax import settings
+from stppo_jax import types
+from stppo_jax.envs import protocol
+from stppo_jax.envs import rewards
+from stppo_jax.learner import keys as keys_lib
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import weights as weights_lib
+from stppo_jax.models import functional
+from stppo_jax.parallel import compile_time
+from stppo_jax.records import run_folder
+from stppo_jax.records import trajectory_metrics
+from stppo_jax.records.checkpoints import checkpoint as checkpoint_lib
+from stppo_jax.records.checkpoints import fingerprint
+from stppo_jax.tools import evaluation_folder
+from stppo_jax.tools import score_report
+from stppo_jax.training import checkpoint_state
+from stppo_jax.training import collection
+from stppo_jax.training import run_record
+from stppo_jax.training.building import assembly
+from stppo_jax.training.building import engines
+from stppo_jax.training.checks import batch_sizes
+
+_TRY_AGAIN = 75
+# Dialogues that are collected between two writes, for each slot of the engine.
+_BATCHES = 4
+# The dialogues depend on the config keys that begin so, on the weights, and on
+# the number of samples.
+_READ_KEYS = (
+  'data.',
+  'env.',
+  'evaluate.num_questions',
+  'model.dtype',
+  'retrieval.dialect',
+  'retrieval.topk',
+  'rollout.cache_dtype',
+  'rollout.min_p',
+  'rollout.temperature',
+  'rollout.top_k',
+  'rollout.top_p',
+  'seed',
+)
+_INFRA_ERROR = types.TrajectoryStatus.INFRA_ERROR
+_ANSWER_FIELDS = (
+  'data_set',
+  'id',
+  'sample',
+  'question',
+  'golden_answers',
+  'answer',
+  'scores',
+  'searches',
+  'status',
+)
+
+
+def evaluate(
+  config,
+  checkpoint: pathlib.Path,
+  *,
+  samples: int,
+  out: pathlib.Path | None,
+) -> int:
+  """Evaluates a checkpoint on the evaluation questions of a config.
+
+  Changes nothing in the folder of a run, so that the run may be alive.
+
+  Args:
+    config: the config of the run, or for a Hugging Face directory one whose
+      model it is.
+    checkpoint: the folder of a run of `train`, or a Hugging Face directory.
+    samples: the number of dialogues that are sampled for each question; 0 for
+      a single one, decoded greedily.
+    out: the folder of the results; None to print them only.
+
+  Returns:
+    The exit code: 0, or 75 if the infrastructure failed some dialogues.
+
+  Raises:
+    Exceptions with an `exit_code`, see `loop.train`.
+  """
+  say = functools.partial(print, file=sys.stderr, flush=True)
+  config, run = of_checkpoint(config, checkpoint)
+  components = assembly.build_components(config)
+  groups = components.questions.evaluation(config.evaluate.num_questions)
+  questions = [question for group in groups.values() for question in group]
+  if not questions:
+    raise assembly.Misconfigured(
+      "data.evaluation='': there are no questions to evaluate on"
+    )
+  learner = components.learner
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(compile_time.announced(say))
+    services = stack.enter_context(
+      assembly.build_services(config, components.questions)
+    )
+    with assembly.config_errors():
+      done, params = load_weights(config, run, learner)
+    identity = {
+      'checkpoint': str(checkpoint.resolve()),
+      'step': done,
+      'weights': fingerprint.fingerprints(jax.tree.leaves(params)),
+      'samples': samples,
+      **_read_settings(config),
+    }
+    folder = evaluation_folder.EvaluationFolder(out, identity)
+    stack.enter_context(folder.held())
+    records = _collect_all(
+      config, services, components, params, questions, samples, folder, say
+    )
+  missing = len(questions) * max(samples, 1) - len(records)
+  decoding = f'{samples} samples each' if samples else 'greedy'
+  _report(
+    f'{checkpoint}, step {done}, {decoding}'
+    if run
+    else f'{checkpoint}, {decoding}',
+    records,
+    services.environment.main_score,
+    folder,
+  )
+  if missing:
+    say(
+      f'the infrastructure failed {missing} dialogues, which count nowhere'
+      + ('; the same command collects them' if out else '')
+    )
+    return _TRY_AGAIN
+  return 0
+
+
+def of_checkpoint(
+  config, checkpoint: pathlib.Path
+) -> tuple[Any, pathlib.Path | None]:
+  """Returns the config with its start, and the folder of the run, if any.
+
+  Args:
+    config: the config of a run, or for a Hugging Face directory one whose model
+      it is.
+    checkpoint: the folder of a run of `train`, or a Hugging Face directory.
+
+  Raises:
+    Misconfigured, CheckpointsMissing: the run has nothing to read.
+  """
+  if run_folder.command_of(checkpoint) != 'train':
+    return config, None
+  run_record.check_checkpoints(checkpoint)
+  return run_record.with_start(config, checkpoint), checkpoint
+
+
+def load_weights(
+  config, run: pathlib.Path | None, learner: learner_lib.Learner
+) -> tuple[int, functional.Params]:
+  """Returns the steps done and the weights: the newest, or the start."""
+  load = functools.partial(
+    weights_lib.load_or_init,
+    config,
+    config.model.path,
+    learner.policy,
+    learner.mesh,
+  )
+  if run is None:
+    return 0, load()
+  frozen = None
+  if config.model.lora.rank:
+    frozen = weights_lib.load_frozen(
+      config, config.model.path, learner.policy, learner.mesh
+    )
+  with contextlib.closing(
+    checkpoint_lib.Checkpointer(run, read_only=True)
+  ) as checkpoints:
+    restored = checkpoint_state.policy_params(
+      checkpoints, learner, frozen, step=None
+    )
+  return restored or (0, load())
+
+
+def _collect_all(
+  config,
+  services: assembly.Services,
+  components: assembly.Components,
+  params: functional.Params,
+  questions: Sequence[types.Question],
+  samples: int,
+  folder: evaluation_folder.EvaluationFolder,
+  say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+  """Returns a record of each dialogue that the infrastructure did not fail."""
+  rows = [
+    (question, sample)
+    for question in questions
+    for sample in range(max(samples, 1))
+  ]
+  records = folder.records()
+  known = {(r['data_set'], r['id'], r['sample']) for r in records}
+  left = [
+    n
+    for n, (question, sample) in enumerate(rows)
+    if (question.data_set, question.id, sample) not in known
+  ]
+  if not left:
+    return records
+  tokenizer = components.tokenizer
+  policy = components.learner.policy
+  engine = engines.build(
+    config, services, tokenizer, policy, components.placement
+  )
+  engine.publish(params, 0)
+  collector = engines.build_collector(config, services, tokenizer, engine)
+  # A row has its key whatever was collected before.
+  key = keys_lib.step_key(config.seed, 0, keys_lib.Purpose.EVALUATE)
+  row_keys = keys_lib.row_keys(key, 0, len(rows))
+  record = functools.partial(record_of, config, services, tokenizer)
+  size = _BATCHES * batch_sizes.num_slots(config, 1)
+  for first in range(0, len(left), size):
+    part = left[first : first + size]
+    asked = [rows[n][0] for n in part]
+    part_keys = row_keys[jax.numpy.asarray(part)]
+    trajectories = collection.collect_until_valid(
+      lambda: collector.collect(asked, part_keys, greedy=not samples),
+      services,
+      min_valid_fraction=config.rollout.min_valid_fraction,
+      what='evaluation',
+      show=say,
+    )
+    new = [
+      record(trajectory, rows[n][1])
+      for n, trajectory in zip(part, trajectories)
+      if trajectory.status is not _INFRA_ERROR
+    ]
+    folder.append(new)
+    records += new
+    say(f'{len(records):,} of {len(rows):,} dialogues')
+  return records
+
+
+def record_of(
+  config,
+  services: assembly.Services,
+  tokenizer,
+  trajectory: types.Trajectory,
+  sample: int,
+) -> dict[str, Any]:
+  """Returns a trajectory as plain data, with what the statistics read."""
+  question = trajectory.question
+  texts = [tokenizer.decode(turn.token_ids) for turn in trajectory.turns]
+  find_answer = rewards.SCOPES[config.env.reward_scope]
+  return {
+    **trajectory_metrics.record(trajectory, tokenizer),
+    'sample': sample,
+    'answer': find_answer(services.environment.prompt(question), texts),
+    'options': dict(question.options),
+    'searches': sum(protocol.asks(turn.action) for turn in trajectory.turns),
+    'passages': [list(turn.passages) for turn in trajectory.turns],
+    'gold_passages': list(question.gold_passages),
+  }
+
+
+def _report(
+  title: str,
+  records: Sequence[Mapping[str, Any]],
+  main_score: str,
+  folder: evaluation_folder.EvaluationFolder,
+) -> None:
+  """Prints and writes the statistics of all records."""
+  by_set: dict[str, list[Mapping[str, Any]]] = {}
+  for record in records:
+    by_set.setdefault(record['data_set'], []).append(record)
+  reports = [
+    score_report.report(name, group, main_score)
+    for name, group in by_set.items()
+  ]
+  if not reports:
+    return
+  table = score_report.rows(reports)
+  print(title)
+  print(score_report.as_text(table))
+  folder.write('results.md', f'{title}\n\n{score_report.as_markdown(table)}')
+  content = {'title': title, 'sets': score_report.as_json(reports)}
+  folder.write('results.json', json.dumps(content, indent=2) + '\n')
+  lines = [
+    json.dumps({key: r[key] for key in _ANSWER_FIELDS}, ensure_ascii=False)
+    for r in records
+  ]
+  folder.write('answers.jsonl', '\n'.join(lines) + '\n')
+
+
+def _read_settings(config) -> dict[str, Any]:
+  """Returns the config keys on which the dialogues depend, as JSON has them."""
+  values = {
+    key: value
+    for key, value in settings.flatten(config).items()
+    if key.startswith(_READ_KEYS)
+  }
+  return json.loads(json.dumps(values))

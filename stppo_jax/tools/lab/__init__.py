@@ -1,0 +1,1 @@
+"""The lab: algorithms on the tokens of one saved batch."""

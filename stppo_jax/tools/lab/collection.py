@@ -1,0 +1,192 @@
+"""Collects, annotates and updates once, and returns the arrays for the lab.
+
+B trajectories, L tokens. Trajectories are sampled and annotated, then some
+updates change the models, so that ratios differ from 1, and the updated models
+compute log-probabilities, entropies and values of the same tokens. The
+collection is the one that a step of a run from the same weights would make,
+with the same random numbers.
+"""
+
+import contextlib
+import dataclasses
+import pathlib
+import sys
+
+import jax
+import numpy as np
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.learner import state as state_lib
+from stppo_jax.parallel import compile_time
+from stppo_jax.parallel import distributed
+from stppo_jax.parallel import sharding
+from stppo_jax.records.checkpoints import checkpoint
+from stppo_jax.rollout import pack
+from stppo_jax.rollout import sentences
+from stppo_jax.tools.lab import saved_batch
+from stppo_jax.training import checkpoint_state
+from stppo_jax.training import collection
+from stppo_jax.training import run_record
+from stppo_jax.training.building import assembly
+from stppo_jax.training.building import engines
+
+# Fields of a `TokenBatch` that have another name in the file.
+_NAMES_IN_FILE = {'values_BL': 'old_values_BL'}
+
+
+def collect(
+  config, *, workdir: str | pathlib.Path | None, num_updates: int | None
+) -> dict[str, np.ndarray]:
+  """Returns the arrays of a new saved batch, see `tools.lab.saved_batch`.
+
+  There are values only if the algorithm has a value model. The ids of sentences
+  and states are always there. So is the coefficient of the KL penalty, which an
+  adaptive controller changes during a run.
+
+  Args:
+    config: the config of a run.
+    workdir: the folder of a run, whose newest checkpoint samples (the folder is
+      not changed); None = the start of the config.
+    num_updates: the number of optimiser steps after annotating; None = as many
+      as a step of the run makes.
+
+  Raises:
+    Exceptions with an `exit_code`, see `loop.train`.
+  """
+  with compile_time.announced(_show):
+    return _collect(config, workdir=workdir, num_updates=num_updates)
+
+
+def _collect(
+  config, *, workdir: str | pathlib.Path | None, num_updates: int | None
+) -> dict[str, np.ndarray]:
+  """See `collect`; prints what it does."""
+  config = _with_start(config, workdir)
+  components = assembly.build_components(_one_epoch(config))
+  tokenizer, learner = components.tokenizer, components.learner
+  with assembly.build_services(config, components.questions) as services:
+    with assembly.config_errors():
+      state = learner.start()
+      reference = learner.reference()
+    engine = engines.build(
+      config, services, tokenizer, learner.decoded, components.placement
+    )
+    collector = engines.build_collector(
+      config,
+      services,
+      tokenizer,
+      engine,
+      group_size=config.rollout.group_size,
+    )
+    step = 0
+    if workdir is not None:
+      step, state = _newest(learner, state, workdir)
+    engines.publish(engine, learner, state, step)
+    step_collector = collection.StepCollector(
+      config, services, collector, _show
+    )
+    number = config.rollout.trajectories_per_step
+    _show(f'collecting {number} trajectories with the policy after step {step}')
+    trajectories, _ = step_collector.collect(step)
+  packed = pack.pack(
+    trajectories,
+    length_bucket=assembly.length_unit(config),
+    sentences=sentences.SentenceSplitter(tokenizer.token_bytes()),
+    with_expert_ids=config.updates.routing_replay == 'sampler',
+  )
+  _show('annotating them')
+  annotated, _ = learner.annotate(state, packed, reference=reference)
+  kl_coefficient = np.asarray(learner.kl_coefficient)
+  batch = jax.device_get(annotated)
+  chosen = learner.minibatches(
+    len(batch.lengths_B),
+    step,
+    num_epochs=config.updates.num_epochs,
+    num_updates=num_updates,
+  )
+  for number, rows in enumerate(chosen, 1):
+    _show(f'update {number}')
+    # Each minibatch is a batch of its own with one epoch, see `_one_epoch`. A
+    # call of `learner.update` with the whole batch and these rows would do the
+    # same update by another compiled program, whose rounding differs: saved
+    # files would not have the same bits any more.
+    minibatch = jax.tree.map(lambda x: x[rows], batch)
+    state, _ = learner.update_epochs(state, minibatch, step)
+  arrays = _arrays(batch) | _updated(learner, state, batch)
+  arrays['kl_coefficient'] = kl_coefficient
+  return {
+    name: arrays[name] for name in saved_batch.ARRAY_KINDS if name in arrays
+  }
+
+
+def _show(text: str) -> None:
+  """Prints a line about the progress, beside the command's own output."""
+  print(text, file=sys.stderr, flush=True)
+
+
+def _with_start(config, workdir):
+  """Returns the config with the path of the weights that it starts from.
+
+  Raises:
+    Misconfigured: there are no such weights yet, or no such workdir.
+  """
+  if workdir is None:
+    if run_record.start_folder(config, pathlib.Path()) is not None:
+      raise assembly.Misconfigured(
+        '--workdir: missing; the start of this config is made by its run'
+      )
+    return config
+  workdir = pathlib.Path(workdir)
+  run_record.check_run(workdir)
+  run_record.check_checkpoints(workdir)
+  return run_record.with_start(config, workdir)
+
+
+def _one_epoch(config):
+  """Returns the config for a learner that gets one minibatch at a time.
+
+  `update_epochs` makes `num_epochs` passes over what it gets, and here it gets
+  one minibatch after the other.
+  """
+  config = config.copy_and_resolve_references()
+  config.updates.num_epochs = 1
+  return config
+
+
+def _newest(
+  learner: learner_lib.Learner, state: state_lib.TrainState, workdir
+) -> tuple[int, state_lib.TrainState]:
+  """Returns (steps done, state) of the newest checkpoint, or of the start."""
+  with contextlib.closing(
+    checkpoint.Checkpointer(workdir, read_only=True)
+  ) as checkpoints:
+    restored = checkpoint_state.newest(checkpoints, learner, state)
+  if restored is None:
+    return 0, state
+  step, state, host = restored
+  learner.kl_coefficient = host['kl_coefficient']
+  return step, dataclasses.replace(state, published=())
+
+
+def _arrays(batch: batch_lib.TokenBatch) -> dict[str, np.ndarray]:
+  """Returns the arrays of an annotated batch by their names in the file."""
+  arrays = {
+    _NAMES_IN_FILE.get(name, name): getattr(batch, name)
+    for name in batch.__dataclass_fields__
+  }
+  return {name: np.asarray(x) for name, x in arrays.items() if x is not None}
+
+
+def _updated(
+  learner: learner_lib.Learner, state: state_lib.TrainState, batch
+) -> dict[str, np.ndarray]:
+  """Returns the token outputs of a state's models on a batch."""
+  tokens_BL, expert_ids = distributed.from_local_rows(
+    (batch.tokens_BL, batch.expert_ids),
+    sharding.batch_sharding(learner.mesh),
+  )
+  outputs = jax.device_get(
+    learner.token_outputs(state, tokens_BL, expert_ids=expert_ids)
+  )
+  return {name: x for name, x in outputs._asdict().items() if x is not None}

@@ -1,0 +1,116 @@
+"""Compares several algorithms on the same saved batch.
+
+B trajectories, L tokens. The agreement of two algorithms is the cosine between
+their gradients with respect to logprobs_BL. A policy token counts as silenced
+if its gradient is exactly 0 although its advantage is not.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from stppo_jax import streams
+from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.tools.lab import lab
+from stppo_jax.tools.lab import saved_batch
+
+SILENCED = 'silenced'
+
+
+class Comparison(NamedTuple):
+  """The result of a comparison; all keys are labels of algorithms.
+
+  Attributes:
+    metrics: label to the metrics of `lab.loss_and_gradient`, and `silenced`.
+    cosines: label to label to the cosine of their gradients; 0 where a
+      gradient is 0 everywhere.
+    levels: label to the level of the algorithm's ratio.
+  """
+
+  metrics: dict[str, dict[str, float]]
+  cosines: dict[str, dict[str, float]]
+  levels: dict[str, str]
+
+
+def compare(
+  algorithms: Mapping[str, algorithm_lib.Algorithm],
+  arrays: saved_batch.Arrays,
+) -> Comparison:
+  """Scores every algorithm, without an entropy bonus.
+
+  Args:
+    algorithms: label to algorithm; an algorithm may have several labels, with
+      other settings under each.
+    arrays: the result of `saved_batch.select`, with the `lab.required_arrays`
+      of each algorithm.
+
+  Raises:
+    saved_batch.NotFinite: a result is too large for the precision; the message
+      begins with the label.
+  """
+  metrics, directions = {}, {}
+  for label, algorithm in algorithms.items():
+    try:
+      found = lab.loss_and_gradient(algorithm, arrays, entropy_coefficient=0.0)
+    except saved_batch.NotFinite as error:
+      raise saved_batch.NotFinite(f'{label}: {error}') from error
+    gradient_BL = found.arrays['dloss_dlogprobs_BL'].astype(np.float64)
+    share = _silenced_share(gradient_BL, arrays)
+    metrics[label] = found.metrics | {SILENCED: share}
+    directions[label] = _direction(gradient_BL)
+  cosines = {
+    a: {b: float(np.vdot(directions[a], directions[b])) for b in directions}
+    for a in directions
+  }
+  levels = {label: x.ratio.level for label, x in algorithms.items()}
+  return Comparison(metrics, cosines, levels)
+
+
+def _silenced_share(
+  gradient_BL: np.ndarray, arrays: saved_batch.Arrays
+) -> float:
+  mask_BL = arrays['loss_mask_BL']
+  silent_BL = (gradient_BL == 0) & (arrays['advantages_BL'] != 0) & mask_BL
+  return float(silent_BL.sum() / max(mask_BL.sum(), 1))
+
+
+def _direction(x: np.ndarray) -> np.ndarray:
+  """Returns x / |x|, or 0 where x is 0 everywhere."""
+  largest = np.abs(x).max(initial=0.0)
+  if not largest:
+    return x
+  x = x / largest  # otherwise the squares of small entries underflow
+  return x / np.linalg.norm(x)
+
+
+def table(comparison: Comparison) -> str:
+  """Returns two tables as text: metrics per algorithm, and the cosines."""
+  head = ('algorithm', 'loss', 'grad norm', 'cut', 'below', 'above', SILENCED)
+  lines: list[tuple[str, ...]] = [head]
+  for label, metrics in comparison.metrics.items():
+    band = f'clipfrac/{comparison.levels[label]}'
+    shares = (
+      metrics['actor/pg_clipfrac'],
+      metrics[f'{band}/low'],
+      metrics[f'{band}/high'],
+      metrics[SILENCED],
+    )
+    numbers = metrics['loss'], metrics['actor/grad_norm']
+    lines.append(
+      (label, *(f'{x:.6g}' for x in numbers), *(f'{x:.2%}' for x in shares))
+    )
+  labels = list(comparison.metrics)
+  matrix: list[tuple[str, ...]] = [('cosine', *labels)]
+  for a in labels:
+    cosines = (comparison.cosines[a][b] for b in labels)
+    matrix.append((a, *(f'{x:.4f}' for x in cosines)))
+  summary, agreement = (
+    '\n'.join(streams.aligned(rows, right=True)) for rows in (lines, matrix)
+  )
+  return (
+    f'{summary}\n'
+    'cut: tokens whose gradient the objective cut; below, above: tokens whose '
+    "ratio\nat the algorithm's level is outside the band; silenced: policy "
+    f'tokens with an\nadvantage but without a gradient\n\n{agreement}'
+  )

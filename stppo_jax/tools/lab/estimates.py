@@ -1,0 +1,200 @@
+"""Computes the advantages of an estimator on a saved batch.
+
+B trajectories, L tokens. Nothing is random and nothing is trained. The rewards
+are read from the file; `penalized` subtracts the KL penalty in the same way as
+a run with `kl.where` = 'reward'.
+"""
+
+from collections.abc import Mapping
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stppo_jax.rl import advantages as advantages_lib
+from stppo_jax.rl import diagnostics as diagnostics_lib
+from stppo_jax.rl import estimator_needs
+from stppo_jax.rl import gae
+from stppo_jax.rl import kl as kl_lib
+from stppo_jax.rl import masking
+from stppo_jax.rl import options as options_lib
+from stppo_jax.tools.lab import saved_batch
+
+# The arrays of which `penalized` computes the KL penalty.
+PENALTY_ARRAYS = ('old_logprobs_BL', 'ref_logprobs_BL')
+# Estimators that sum the rewards of a turn, to which a penalty on every token
+# would be added; a run refuses the combination too.
+_READ_TURN_REWARDS = frozenset({'turn_group'})
+_VALUES = frozenset({'old_values_BL', 'values_BL'})
+
+
+class Estimate(NamedTuple):
+  """Advantages and returns of a saved batch.
+
+  Attributes:
+    metrics: {advantages,returns}/{mean,std,min,max} over the loss mask; std is
+      the root of the unbiased variance. A metric is not finite where it is too
+      large for the precision.
+    arrays: advantages_BL, returns_BL and value_mask_BL.
+  """
+
+  metrics: dict[str, float]
+  arrays: dict[str, np.ndarray]
+
+
+def build_estimator(options: Mapping) -> Any:
+  """Returns the estimator that options describe, see `rl.advantages`.
+
+  Raises:
+    ValueError: every option that is wrong, one line each.
+  """
+  lines = options_lib.check(advantages_lib.ADVANTAGES, options, 'advantage')
+  if lines:
+    raise ValueError('\n'.join(lines))
+  return options_lib.build(advantages_lib.ADVANTAGES, options)
+
+
+def required_arrays(
+  estimator: Any, arrays: saved_batch.Arrays
+) -> frozenset[str]:
+  """Returns the names of the arrays that an estimator reads.
+
+  Args:
+    estimator: the result of `build_estimator`.
+    arrays: the contents of a batch file, see `batch_file.load`. Values are
+      those before the first update; only a file without them is read for the
+      values after the updates.
+  """
+  names = {'rewards_BL', 'loss_mask_BL', 'turn_ids_BL'}
+  if estimator.name in estimator_needs.VALUES:
+    only_new = 'values_BL' in arrays and 'old_values_BL' not in arrays
+    names.add('values_BL' if only_new else 'old_values_BL')
+  if estimator.name in estimator_needs.STATES:
+    names.add('state_ids_BL')
+  if estimator.name in estimator_needs.GROUPS:
+    names.add('group_ids_B')
+  return frozenset(names)
+
+
+def check(estimator: Any, arrays: saved_batch.Arrays) -> None:
+  """Checks the rules of an estimator, beyond those of `saved_batch.select`.
+
+  Raises:
+    ValueError: one line each for turn ids that decrease within a row (its turns
+      would have no beginning), and for values of observation tokens that the
+      estimator reads and that are not finite.
+  """
+  lines = []
+  ids_BL = arrays['turn_ids_BL']  # 0 off the loss mask
+  highest_BL = np.maximum.accumulate(ids_BL, axis=1)
+  wrong_BL = (ids_BL > 0) & (ids_BL < highest_BL)
+  if wrong_BL.any():
+    rule = 'turn_ids_BL: must not decrease in a row'
+    lines.append(saved_batch.locate(rule, wrong_BL))
+  options = estimator.arguments()
+  if 'observation_tokens' in options:
+    reads = gae.OBSERVATION_TOKENS[options['observation_tokens']]
+    reads_BL = np.asarray(reads(arrays['loss_mask_BL']))
+    for name in _VALUES & arrays.keys():
+      lines += saved_batch.not_finite(name, arrays[name], reads_BL)
+  if lines:
+    raise ValueError('\n'.join(lines))
+
+
+def check_penalty(estimator: Any, kl: str) -> None:
+  """Checks that an estimator of the KL goes with an estimator of advantages.
+
+  Raises:
+    ValueError: there is no such estimator of the KL, or the penalty would
+      count as a reward of the turns.
+  """
+  if kl not in kl_lib.KL_ESTIMATORS:
+    raise ValueError(f'must be one of {", ".join(kl_lib.KL_ESTIMATORS)}')
+  if estimator.name in _READ_TURN_REWARDS:
+    raise ValueError(
+      f'would count as a reward of the turns in {estimator.name}'
+    )
+
+
+def penalized(
+  arrays: saved_batch.Arrays, *, estimator: str, coefficient: float
+) -> saved_batch.Arrays:
+  """Returns the arrays with the KL penalty subtracted from the rewards.
+
+    rewards_BL - coefficient * KL(old policy, reference)      (see `rl.kl`)
+
+  Args:
+    arrays: the result of `saved_batch.select`, with `PENALTY_ARRAYS`.
+    estimator: a key of `kl.KL_ESTIMATORS`.
+    coefficient: the penalty's coefficient when the batch was collected.
+  """
+  mask_BL = jnp.asarray(arrays['loss_mask_BL'])
+  kl_BL = kl_lib.kl_estimate(
+    jnp.asarray(arrays['old_logprobs_BL']),
+    jnp.asarray(arrays['ref_logprobs_BL']),
+    mask_BL,
+    estimator=estimator,
+  )
+  rewards_BL = kl_lib.penalized_rewards(
+    jnp.asarray(arrays['rewards_BL']),
+    kl_BL,
+    mask_BL,
+    coefficient=coefficient,
+  )
+  return {**arrays, 'rewards_BL': np.asarray(rewards_BL)}
+
+
+def estimate(estimator: Any, arrays: saved_batch.Arrays) -> Estimate:
+  """Returns the advantages and returns of a saved batch.
+
+  Args:
+    estimator: the result of `build_estimator`.
+    arrays: the result of `saved_batch.select`, with the `required_arrays`, and
+      checked; their rewards are used as they are (see `penalized`).
+
+  Raises:
+    saved_batch.NotFinite: a result is too large for the precision.
+  """
+  shape = arrays['loss_mask_BL'].shape
+  padded = saved_batch.pad_empty(arrays)
+  if 'values_BL' in padded and 'old_values_BL' not in padded:
+    padded['old_values_BL'] = padded['values_BL']
+  results, metrics = jax.device_get(
+    _estimate(
+      estimator,
+      saved_batch.token_batch(padded),
+      num_turns=saved_batch.num_turns(padded),
+    )
+  )
+  saved_batch.check_finite(results)
+  return Estimate(
+    {name: float(x) for name, x in metrics.items()},
+    {name: saved_batch.unpad(x, shape) for name, x in results.items()},
+  )
+
+
+@functools.partial(jax.jit, static_argnames='num_turns')
+def _estimate(estimator, batch, *, num_turns):
+  """Returns (arrays, scalar metrics), both on the device."""
+  estimated = advantages_lib.estimate_advantages(
+    batch.rewards_BL,
+    batch,
+    num_turns=num_turns,
+    name=estimator.name,
+    **estimator.arguments(),
+  )
+  metrics = {}
+  for name in ('advantages', 'returns'):
+    x_BL = getattr(estimated, f'{name}_BL')
+    _, variance = masking.masked_moments(x_BL, batch.loss_mask_BL)
+    metrics |= diagnostics_lib.describe(name, x_BL, batch.loss_mask_BL)
+    metrics[f'{name}/std'] = jnp.sqrt(variance)
+  arrays = {
+    'advantages_BL': estimated.advantages_BL,
+    'returns_BL': estimated.returns_BL,
+    'value_mask_BL': estimated.value_mask_BL,
+  }
+  return arrays, metrics

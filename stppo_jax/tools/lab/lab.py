@@ -1,0 +1,179 @@
+"""Computes the loss and the gradient of an algorithm on a saved batch.
+
+B trajectories, L tokens. The whole file is one minibatch and one microbatch,
+and the parameters are the log-probabilities themselves: the gradient is
+d loss / d logprobs_BL, what backpropagation would pass on to a model's weights.
+With a clipping bias of norm 'gradient' it is divided by the norm of the bias as
+an update does it (see `rl.gradients`), where the norm is taken over the
+log-probabilities instead of the weights.
+
+Nothing is random and nothing is trained. An algorithm takes one compilation and
+then milliseconds.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.rl import corrections
+from stppo_jax.rl import diagnostics as diagnostics_lib
+from stppo_jax.rl import gradients as gradients_lib
+from stppo_jax.rl import losses
+from stppo_jax.rl import masking
+from stppo_jax.rl import mismatch_metrics
+from stppo_jax.tools.lab import saved_batch
+
+_ALWAYS_REQUIRED = (
+  'turn_ids_BL',
+  'loss_mask_BL',
+  'logprobs_BL',
+  'old_logprobs_BL',
+  'advantages_BL',
+)
+# With these there are more metrics; the loss is the same without them.
+OPTIONAL_ARRAYS = ('entropy_BL', 'sentence_ids_BL', 'sampler_logprobs_BL')
+
+
+class LossAndGradient(NamedTuple):
+  """Loss, gradient and metrics of an algorithm on a saved batch.
+
+  Attributes:
+    metrics: the loss and all diagnostics by name. A metric that the algorithm
+      does not use is not finite where it is too large for the precision.
+    arrays: loss, dloss_dlogprobs_BL, ratio_BL (at the algorithm's level),
+      weights_BL (the corrections' multipliers) and clipped_BL (tokens whose
+      gradient the objective cut); off the loss mask they are 0, 1, 1 and False.
+  """
+
+  metrics: dict[str, float]
+  arrays: dict[str, np.ndarray]
+
+
+def required_arrays(
+  algorithm: algorithm_lib.Algorithm, *, entropy_coefficient: float
+) -> frozenset[str]:
+  """Returns the arrays, by name, that `loss_and_gradient` reads."""
+  names = algorithm.needs | set(_ALWAYS_REQUIRED)
+  if entropy_coefficient:
+    names |= {'entropy_BL'}
+  return frozenset(names)
+
+
+def loss_and_gradient(
+  algorithm: algorithm_lib.Algorithm,
+  arrays: saved_batch.Arrays,
+  *,
+  entropy_coefficient: float,
+) -> LossAndGradient:
+  """Returns loss, gradient and metrics of an algorithm.
+
+  Args:
+    algorithm: the algorithm.
+    arrays: the result of `saved_batch.select`, with the `required_arrays`; a
+      batch without any row, token or loss position gives zeros.
+    entropy_coefficient: the coefficient of the entropy bonus. It changes the
+      loss but not the gradient, because the entropy does not depend on
+      `logprobs_BL` here.
+
+  Raises:
+    saved_batch.NotFinite: the loss, its gradient or a number that a correction
+      uses is too large for the precision.
+  """
+  shape = arrays['loss_mask_BL'].shape
+  padded = saved_batch.pad_empty(arrays)
+  zeros_BL = np.zeros_like(padded['logprobs_BL'])
+  has_entropy = 'entropy_BL' in padded
+  results, diagnostics, metrics = jax.device_get(
+    _differentiate(
+      algorithm,
+      saved_batch.token_batch(padded),
+      padded['logprobs_BL'],
+      padded['entropy_BL'] if has_entropy else zeros_BL,
+      entropy_coefficient,
+      num_turns=saved_batch.num_turns(padded),
+    )
+  )
+  metrics = {name: float(x) for name, x in metrics.items()}
+  # A metric may overflow; the caller leaves out metrics that are not finite.
+  with np.errstate(over='ignore', invalid='ignore'):
+    metrics |= diagnostics_lib.summarize(diagnostics)
+  if not has_entropy:
+    del metrics['actor/entropy']  # it is unknown, not 0
+  metrics = {'loss': float(results['loss'])} | metrics  # printed in this order
+  saved_batch.check_finite(
+    results
+    | {
+      name: np.asarray(metrics[name], zeros_BL.dtype)
+      # What a correction uses must be finite, unlike what only describes it.
+      for correction in algorithm.correction.names
+      for name in corrections.CORRECTIONS[correction].metrics
+    }
+  )
+  return LossAndGradient(
+    metrics, {name: saved_batch.unpad(x, shape) for name, x in results.items()}
+  )
+
+
+@functools.partial(jax.jit, static_argnames='num_turns')
+def _differentiate(
+  algorithm, batch, logprobs_BL, entropy_BL, entropy_coefficient, *, num_turns
+):
+  """Returns (arrays, diagnostics, scalar metrics), all on the device."""
+
+  def loss_terms(logprobs_BL):
+    loss = losses.policy_loss(
+      algorithm,
+      logprobs_BL,
+      entropy_BL,
+      batch,
+      statistics=None,
+      count=None,
+      entropy_coefficient=entropy_coefficient,
+      num_turns=num_turns,
+    )
+    return gradients_lib.LossTerms(loss.policy, loss.bias, loss.other), loss
+
+  def total(logprobs_BL):
+    terms, loss = loss_terms(logprobs_BL)
+    return terms.policy + terms.other, loss
+
+  bias_norm = jnp.zeros(())
+  if algorithm.divides_by_bias_norm:
+    gradients, loss = gradients_lib.term_gradients(loss_terms, logprobs_BL)
+    gradient_BL, bias_norm = gradients_lib.divide_by_bias_norm(
+      gradients, floor=algorithm.correction.clipping_bias.floor
+    )
+  else:
+    gradient_BL, loss = jax.grad(total, has_aux=True)(logprobs_BL)
+  diagnostics = diagnostics_lib.policy_diagnostics(
+    algorithm, loss, logprobs_BL, entropy_BL, batch, num_turns=num_turns
+  )
+  metrics = {
+    'actor/pg_loss': loss.policy,
+    'actor/kl_loss': loss.kl,
+    'actor/grad_norm': _norm(gradient_BL),
+    'stab/bias_grad_norm': bias_norm,
+  }
+  if batch.sampler_logprobs_BL is not None:
+    metrics |= mismatch_metrics.measure(
+      batch.old_logprobs_BL, batch.sampler_logprobs_BL, batch.loss_mask_BL
+    )
+  arrays = {
+    'loss': loss.loss,
+    'dloss_dlogprobs_BL': gradient_BL,
+    'ratio_BL': loss.ratio_BL,
+    'weights_BL': loss.weights_BL,
+    'clipped_BL': loss.cut_BL,
+  }
+  return arrays, diagnostics, metrics
+
+
+def _norm(x: jax.Array) -> jax.Array:
+  """Returns |x|_2 of an array."""
+  largest = jnp.max(jnp.abs(x))
+  # Without the division, squares would overflow where the norm does not.
+  return largest * jnp.sqrt(jnp.sum(jnp.square(masking.divide(x, largest))))

@@ -1,0 +1,204 @@
+"""Compiles the programs of a run for the devices of a plan."""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+import concurrent.futures
+import functools
+import os
+from typing import Any
+from typing import NamedTuple
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.envs import environments
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import publish as publish_lib
+from stppo_jax.parallel import topology as topology_lib
+from stppo_jax.sampling import lowering
+from stppo_jax.sampling import stops
+from stppo_jax.tools.plan import accesses
+from stppo_jax.tools.plan import memory as memory_lib
+from stppo_jax.tools.plan import program
+from stppo_jax.training.building import engines
+
+# The compiler for TPU takes up to 3 GB for each program.
+_MOST_AT_ONCE = 4
+
+
+class Subject:
+  """The sizes and devices of a run, from which its programs are lowered.
+
+  Args:
+    config: the config of a run.
+    learner: its learner.
+    placement: the devices that decode; None with rollout.engine=remote.
+    packed: shapes of a packed batch.
+  """
+
+  def __init__(
+    self,
+    config,
+    learner: learner_lib.Learner,
+    placement: publish_lib.Placement | None,
+    packed: batch_lib.TokenBatch,
+  ):
+    self._config = config
+    self.learner = learner
+    self.placement = placement
+    self.packed = packed
+
+  @functools.cached_property
+  def engine(self) -> lowering.Lowering:
+    """The programs of the engine of a host."""
+    assert self.placement is not None
+    state, _ = self.learner.abstract_start()
+    environment = environments.find(self._config.env.name)
+    return lowering.Lowering(
+      self.learner.decoded,
+      placement=self.placement,
+      options=engines.options(
+        self._config, mesh_lib.num_hosts(self.placement.training)
+      ),
+      num_states=stops.num_states(environment.stop_strings),
+      trained=engines.decoded_weights(state.policy.params),
+      base=state.frozen,
+    )
+
+
+class Cost(NamedTuple):
+  """The memory, traffic and work of a compiled program on one device.
+
+  Attributes:
+    arguments: the bytes of its arguments, as the compiler lays them out.
+    counted: the names by which a plan counts arguments too.
+    in_place: the bytes of arguments that its results take the place of.
+    temporaries: the bytes that it needs beside its arguments.
+    accessed: the bytes that it reads from the device's memory and writes to it,
+      see `accesses`; 0 if not known, as for other platforms than TPU.
+    axes: the sizes of the axes of the mesh that it runs on.
+    collectives: its collectives.
+    operations: the multiplications and additions of its matrix products.
+    seconds: the time that the compiler for TPU estimates for its kernels, which
+      is good for comparing programs; 0 on other platforms.
+    problem: why it does not fit; '' if it does. The other numbers are then 0.
+  """
+
+  arguments: int = 0
+  counted: frozenset[str] = frozenset()
+  in_place: int = 0
+  temporaries: int = 0
+  accessed: int = 0
+  axes: Mapping[str, int] = {}
+  collectives: tuple[program.Collective, ...] = ()
+  operations: int = 0
+  seconds: float = 0.0
+  problem: str = ''
+
+  def beside(self, sizes: Mapping[str, int]) -> int:
+    """Returns the bytes that it needs beside what a plan counts by name.
+
+    Args:
+      sizes: the bytes of weights, moments and the engine, see `plan.Plan`.
+    """
+    counted = sum(size for name, size in sizes.items() if name in self.counted)
+    return self.temporaries + max(self.arguments - counted, 0)
+
+  @property
+  def sent(self) -> list[dict[str, Any]]:
+    """The bytes that a device sends, by kind and axes of the mesh."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for collective in self.collectives:
+      axes = ' x '.join(collective.axes(self.axes))
+      if not axes:  # a group of one device, which sends nothing
+        continue
+      entry = found.setdefault((collective.kind, axes), [0.0, 0])
+      entry[0] += collective.sent
+      entry[1] += collective.times
+    return [
+      {'kind': kind, 'axes': axes, 'bytes': size, 'times': times}
+      for (kind, axes), (size, times) in sorted(found.items())
+    ]
+
+
+# The programs that a plan may compile, by name, and how they are lowered. Of
+# each it is the largest that a run compiles.
+PROGRAMS: Mapping[str, Callable[[Subject], Any]] = {
+  'extend': lambda subject: subject.engine.extend(),
+  'decode': lambda subject: subject.engine.decode(),
+  'publish': lambda subject: subject.engine.publish(),
+  'annotate': lambda subject: subject.learner.lower_annotate(subject.packed),
+  'update': lambda subject: subject.learner.lower_update(subject.packed),
+}
+# By program, the arguments that a plan counts by name. What a program does not
+# read, such as the moments in annotate, is no argument of the compiled program.
+_WEIGHTS = frozenset({'policy parameters', 'value parameters', 'frozen base'})
+_ENGINE = frozenset({memory_lib.WEIGHTS, memory_lib.CACHE})
+_COUNTED: Mapping[str, frozenset[str]] = {
+  'extend': _ENGINE,
+  'decode': _ENGINE,
+  'publish': frozenset({'policy parameters'}),
+  'annotate': _WEIGHTS | {'reference'},
+  'update': _WEIGHTS | {'policy optimizer', 'value optimizer'},
+}
+# Those that run on the devices of one host, and those of the engine.
+_OF_A_HOST = frozenset({'extend', 'decode'})
+_OF_THE_ENGINE = _OF_A_HOST | {'publish'}
+
+
+def compile_all(
+  names: Sequence[str], subject: Subject, *, clock: float
+) -> dict[str, Cost]:
+  """Returns the costs of programs by name, after compiling them in parallel.
+
+  Args:
+    names: keys of `PROGRAMS`; those of the engine are left out where it is not
+      on these devices.
+    subject: the run.
+    clock: cycles of a device per second.
+
+  Raises:
+    Rejected: one does not compile; one line.
+  """
+  if subject.placement is None:
+    names = [name for name in names if name not in _OF_THE_ENGINE]
+  workers = min(os.cpu_count() or 1, _MOST_AT_ONCE)
+  with concurrent.futures.ThreadPoolExecutor(workers) as threads:
+    # Lowering is work of Python; a program is compiled while the next one is
+    # lowered.
+    compiling = {
+      name: threads.submit(_cost, name, PROGRAMS[name](subject), subject, clock)
+      for name in names
+    }
+    return {name: future.result() for name, future in compiling.items()}
+
+
+def _cost(name: str, lowered, subject: Subject, clock: float) -> Cost:
+  """Returns the cost of a lowered program; see `compile_all`."""
+  try:
+    compiled = topology_lib.compiled(lowered)
+  except topology_lib.DoesNotFit as error:
+    return Cost(problem=str(error))
+  except topology_lib.Rejected as error:
+    raise topology_lib.Rejected(f'{name}: {error}') from error
+  memory = compiled.memory_analysis()
+  text = compiled.as_text()
+  temporaries = memory.temp_size_in_bytes
+  if name != 'publish':  # its results take the place of the old weights
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    temporaries += results
+  mesh = subject.learner.mesh
+  if name in _OF_A_HOST:
+    assert subject.placement is not None
+    mesh = subject.placement.mesh
+  return Cost(
+    arguments=memory.argument_size_in_bytes,
+    counted=_COUNTED[name],
+    in_place=memory.alias_size_in_bytes,
+    temporaries=temporaries,
+    accessed=accesses.count(text) if mesh_lib.platform(mesh) == 'tpu' else 0,
+    axes=dict(mesh.shape),
+    collectives=tuple(program.collectives(text)),
+    operations=program.operations(text),
+    seconds=program.estimated_cycles(text) / clock,
+  )

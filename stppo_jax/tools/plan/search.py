@@ -1,0 +1,212 @@
+"""Tries other settings of a plan: changes that make it fit, and all meshes."""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from typing import Any
+from typing import NamedTuple
+
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.parallel import topology as topology_lib
+from stppo_jax.tools.plan import plan as plan_lib
+from stppo_jax.training.building import assembly
+from stppo_jax.training.checks import batch_sizes
+
+# Returns the plan of a config.
+Planner = Callable[[Any], plan_lib.Plan]
+Changes = Mapping[str, Any]
+
+
+class Tried(NamedTuple):
+  """A plan with other settings.
+
+  Attributes:
+    changes: the config keys that differ, and their values.
+    plan: the plan; None if the settings are refused.
+    problem: why they are refused.
+  """
+
+  changes: Changes
+  plan: plan_lib.Plan | None
+  problem: str = ''
+
+
+def changed(config, changes: Changes) -> Any:
+  """Returns a copy of a config with other values."""
+  copy = config.copy_and_resolve_references()
+  with copy.unlocked():
+    copy.update_from_flattened_dict(dict(changes))
+  return copy.lock()
+
+
+def sweep_meshes(
+  config, topology: topology_lib.Topology, planner: Planner
+) -> list[Tried]:
+  """Returns the plans of all meshes, the best first.
+
+  Those that fit come first, the fastest of them at the top. Each device keeps
+  its number of rows in a forward pass, so `updates.microbatch_size` changes
+  with the mesh.
+
+  Args:
+    config: the config of a run; its mesh may have one axis of -1.
+    topology: the devices.
+    planner: estimates a plan.
+
+  Raises:
+    Misconfigured: the devices do not fill whole hosts; one line.
+  """
+  with assembly.config_errors():
+    learning, _ = mesh_lib.divide(
+      topology_lib.virtual(topology), config.mesh.collect_fraction
+    )
+  num_devices = len(learning)
+  updates = config.updates
+  mesh = {axis: config.mesh[axis] for axis in mesh_lib.AXES}
+  microbatch = updates.microbatch_size or updates.minibatch_size
+  known = [size for size in mesh.values() if size != -1]
+  rest = num_devices
+  for size in known:
+    rest //= size
+  data, fsdp = (rest if mesh[a] == -1 else mesh[a] for a in ('data', 'fsdp'))
+  rows = max(microbatch // max(data * fsdp, 1), 1)
+  found = []
+  for data, fsdp, tensor in _factors(num_devices):
+    changes = {
+      'mesh.data': data,
+      'mesh.fsdp': fsdp,
+      'mesh.tensor': tensor,
+      'updates.microbatch_size': min(
+        rows * data * fsdp, updates.minibatch_size
+      ),
+    }
+    found.append(_tried(config, changes, planner))
+  return sorted(found, key=_rank)
+
+
+def advise(config, planner: Planner, memory: float) -> Tried | None:
+  """Returns changes with which a run fits; None if none are found.
+
+  Changes are tried one after the other, those first that cost least, and those
+  are dropped that are not needed.
+
+  Args:
+    config: the config of a run that does not fit, by the estimate or by the
+      compiler, which may need more.
+    planner: estimates a plan.
+    memory: bytes of a device that may be used.
+  """
+  changes: Changes = {}
+  best = planner(config)
+  for key, value in _candidates(config, best):
+    tried = _tried(config, {**changes, key: value}, planner)
+    if tried.plan is not None and tried.plan.total < 0.99 * best.total:
+      changes, best = tried.changes, tried.plan
+    if changes and best.total <= memory:
+      break
+  else:
+    return None
+  for key in list(changes):
+    fewer = {k: x for k, x in changes.items() if k != key}
+    tried = _tried(config, fewer, planner)
+    if fewer and tried.plan is not None and tried.plan.total <= memory:
+      changes, best = tried.changes, tried.plan
+  return Tried(changes, best)
+
+
+def advice(
+  config,
+  planner: Planner,
+  memory: float,
+  *,
+  compiler: Planner | None = None,
+) -> str:
+  """Returns a sentence about changes with which a run fits.
+
+  Args:
+    config: the config of a run that does not fit.
+    planner: estimates a plan.
+    memory: bytes of a device.
+    compiler: makes a plan with compiled programs, which then has to fit too.
+  """
+  limit = memory
+  # If the compiler needs more than the estimate, the second try asks for less.
+  for _ in range(2):
+    tried = advise(config, planner, limit)
+    if tried is None or tried.plan is None:
+      break
+    flags = ' '.join(f'--config.{k}={x}' for k, x in tried.changes.items())
+    if compiler is None:
+      needs = gib(tried.plan.total)
+      return f'by the estimate it fits, in {needs}, with {flags}'
+    compiled = compiler(changed(config, tried.changes))
+    if compiled.fits:
+      return f'it fits, compiled in {gib(compiled.total)}, with {flags}'
+    limit -= max(compiled.total - memory, 0.1 * memory)
+  return (
+    'no change of the config was found with which it fits; use more devices'
+  )
+
+
+def _candidates(config, plan: plan_lib.Plan) -> Iterator[tuple[str, Any]]:
+  """Yields changes that save memory, those first that cost the least time."""
+  updates, rollout = config.updates, config.rollout
+  shards = plan.axes['data'] * plan.axes['fsdp']
+  slots = batch_sizes.num_slots(config, plan.num_hosts)
+  if rollout.engine == 'local':
+    for part in (2, 4, 8):
+      if slots % part == 0:
+        yield 'rollout.slots', slots // part
+  if updates.remat != 'full':
+    yield 'updates.remat', 'full'
+  microbatch = updates.microbatch_size or updates.minibatch_size
+  while microbatch % 2 == 0 and microbatch > shards:
+    microbatch //= 2
+    yield 'updates.microbatch_size', microbatch
+  if config.model.dtype != 'bfloat16' and plan.topology.platform != 'cpu':
+    yield 'model.dtype', 'bfloat16'
+  if updates.head_chunk == 0 or updates.head_chunk > 1024:
+    yield 'updates.head_chunk', 1024
+  if plan.axes['data'] > 1:
+    yield 'mesh.data', 1
+  if not config.model.lora.rank:
+    yield 'model.reference_memory', 'host'
+  if rollout.engine == 'local':
+    tensor = 2 * (rollout.tensor or plan.axes['tensor'])
+    while tensor <= plan.topology.per_host:
+      yield 'rollout.tensor', tensor
+      tensor *= 2
+
+
+def _tried(config, changes: Changes, planner: Planner) -> Tried:
+  """Returns the plan of a config with changes, or why it is refused."""
+  changes = dict(changes)
+  if changes.get('mesh.data') == 1 and 'mesh.fsdp' not in changes:
+    changes['mesh.fsdp'] = -1  # it takes the devices of `data`
+  try:
+    return Tried(changes, planner(changed(config, changes)))
+  except assembly.Misconfigured as error:
+    return Tried(changes, None, str(error).partition('\n')[0])
+
+
+def _factors(number: int) -> Iterator[tuple[int, int, int]]:
+  """Yields all triples of positive numbers with that product."""
+  divisors = [n for n in range(1, number + 1) if number % n == 0]
+  for a in divisors:
+    for b in divisors:
+      if number % (a * b) == 0:
+        yield a, b, number // (a * b)
+
+
+def _rank(tried: Tried) -> tuple:
+  """Returns the key that sorts plans: refused last, then by fit and time."""
+  if tried.plan is None:
+    return 2, 0.0
+  plan = tried.plan
+  return (0, plan.seconds[1]) if plan.fits else (1, plan.total)
+
+
+def gib(size: float) -> str:
+  """Returns bytes in GiB, as plans print them."""
+  number = size / topology_lib.GIB
+  return f'{number:.1f} GiB' if number >= 1 else f'{number:.2g} GiB'

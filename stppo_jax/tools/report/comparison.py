@@ -1,0 +1,150 @@
+"""Groups runs that differ only in their seed, and says how groups differ."""
+
+from collections.abc import Sequence
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from stppo_jax.records import later_keys
+from stppo_jax.tools.report import run_files
+
+# Keys in which the runs of one experiment may differ: how long it is, where it
+# runs, what is written, kept and watched.
+_OF_A_RUN = (
+  'seed',
+  'title',
+  'num_steps',
+  'checkpoint',
+  'writer',
+  'profile',
+  'alarms',
+  'mesh',
+  'evaluate.every',
+  'retrieval.url',
+  'retrieval.record',
+)
+_ABSENT = '(absent)'
+_LABEL_KEYS = 3  # most keys in a label
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+  """The runs of one experiment, which differ only in their seed.
+
+  Attributes:
+    label: what tells it from the other groups, for legends.
+    runs: at least one.
+  """
+
+  label: str
+  runs: list[run_files.Run]
+
+
+def group(runs: Sequence[run_files.Run]) -> list[Group]:
+  """Returns the groups of runs, in the order in which they come first."""
+  by_settings: dict[str, list[run_files.Run]] = {}
+  for run in runs:
+    by_settings.setdefault(_settings(run), []).append(run)
+  groups = list(by_settings.values())
+  labels = _labels([members[0] for members in groups])
+  return [Group(label, members) for label, members in zip(labels, groups)]
+
+
+def differences(
+  runs: Sequence[run_files.Run],
+) -> list[tuple[str, list[Any]]]:
+  """Returns (key, the value of each run) of each key that differs."""
+  keys = sorted({key for run in runs for key in run.recorded})
+  rows = [
+    (key, [run.recorded.get(key, _ABSENT) for run in runs]) for key in keys
+  ]
+  return [row for row in rows if len({_text(x) for x in row[1]}) > 1]
+
+
+def problems(groups: Sequence[Group]) -> list[str]:
+  """Returns a line for each group that cannot be compared with the first.
+
+  Runs can be compared if they have the same environment and, where both were
+  evaluated, a score in common.
+  """
+  first = groups[0].runs[0]
+  found = []
+  for other in (members.runs[0] for members in groups[1:]):
+    start = f'{first.place} and {other.place}: cannot be compared: '
+    tasks = [_environment(run) for run in (first, other)]
+    scores = [_scores(run) for run in (first, other)]
+    if tasks[0] != tasks[1]:
+      found.append(f'{start}env.name is {tasks[0]} and {tasks[1]}')
+    elif all(scores) and not set(scores[0]) & set(scores[1]):
+      texts = ' and '.join(map(', '.join, scores))
+      found.append(f'{start}they have no evaluation in common: {texts}')
+  return found
+
+
+def names(runs: Sequence[run_files.Run]) -> list[str]:
+  """Returns a short name of each run, different ones where folders differ."""
+  parts = [pathlib.Path(run.place).resolve().parts for run in runs]
+  depth = 1
+  while depth < max(map(len, parts)):
+    if len({part[-depth:] for part in parts}) == len(set(parts)):
+      break
+    depth += 1
+  return ['/'.join(part[-depth:]) for part in parts]
+
+
+def _environment(run: run_files.Run) -> str:
+  return {**later_keys.LATER_KEYS, **run.recorded}['env.name']
+
+
+def _scores(run: run_files.Run) -> list[str]:
+  return [name for name in run.names() if name.startswith('val/')]
+
+
+def _settings(run: run_files.Run) -> str:
+  """Returns what the runs of one experiment have in common, as text."""
+  if not run.recorded:  # then nothing is known of it
+    return run.place
+  return _text({k: v for k, v in run.recorded.items() if not _is_free(k)})
+
+
+def _is_free(key: str) -> bool:
+  return any(key == k or key.startswith(f'{k}.') for k in _OF_A_RUN)
+
+
+def _labels(runs: Sequence[run_files.Run]) -> list[str]:
+  """Returns titles; where these are equal, with the keys that differ."""
+  titles = [run.title for run in runs]
+  labels = []
+  for run, title in zip(runs, titles):
+    namesakes = [r for r, t in zip(runs, titles) if t == title]
+    keys = [key for key, _ in differences(namesakes) if not _is_free(key)]
+    words = [title]
+    for key in keys[:_LABEL_KEYS]:
+      value = _shown(run.recorded.get(key, _ABSENT))
+      words.append(f'{key.rpartition(".")[2]}={value}')
+    labels.append(' '.join(words))
+  # Runs without a config, and those that differ in many keys.
+  return [
+    label if labels.count(label) == 1 else f'{label} ({name})'
+    for label, name in zip(labels, names(runs))
+  ]
+
+
+def _shown(value: Any) -> str:
+  return value if isinstance(value, str) else json.dumps(value)
+
+
+def _text(value: Any) -> str:
+  return json.dumps(value, sort_keys=True, default=str)
+
+
+def config_rows(
+  runs: Sequence[run_files.Run],
+) -> list[tuple[str, list[str]]]:
+  """Returns (key, the value of each run as text) of all keys."""
+  keys = sorted({key for run in runs for key in run.recorded})
+  return [
+    (key, [_shown(run.recorded.get(key, _ABSENT)) for run in runs])
+    for key in keys
+  ]

@@ -1,0 +1,139 @@
+"""Writes a report for papers: Markdown with tables, and its figures as PNG."""
+
+from collections.abc import Sequence
+import pathlib
+from typing import Any
+
+from stppo_jax import streams
+from stppo_jax.records import atomic_files
+from stppo_jax.tools.report import comparison
+from stppo_jax.tools.report import figures
+from stppo_jax.tools.report import output
+from stppo_jax.tools.report import page
+from stppo_jax.tools.report import panels
+
+# Characters that would end a cell, or begin a tag or another mark.
+_MARKS = '\\`*_{}[]<>#|!~'
+_KINDS = ('last', 'best')
+
+
+def write(
+  out: pathlib.Path,
+  groups: Sequence[comparison.Group],
+  *,
+  losses: Sequence[str],
+) -> None:
+  """Writes a report as Markdown, with its figures in a folder beside it.
+
+  Args:
+    out: the file; the figures are in the folder NAME-figures.
+    groups: the runs, by experiment.
+    losses: what could not be read, which the report says.
+  """
+  contents = page.contents(groups)
+  folder = output.figures(out)
+  labels = contents['groups']
+  lines = [f'<!-- {output.MARK} -->', '', f'# {escape(", ".join(labels))}', '']
+  lines += [f'> {escape(loss)}\n>' for loss in losses]
+  lines += ['', '## Runs', '']
+  lines += _table(
+    ['run', 'experiment', 'seed', 'state', 'steps'],
+    [
+      [
+        run['name'],
+        labels[run['group']],
+        run['seed'],
+        run['state'],
+        f'{run["step"]} of {run["num_steps"] or "?"}',
+      ]
+      for run in contents['runs']
+    ],
+  )
+  lines += ['', '## Summary', '']
+  lines += [
+    'Means over seeds; in brackets the least and the largest seed.',
+    '',
+  ]
+  lines += _table(
+    ['', *labels],
+    [
+      [row['name'], *(_spread(x, row['digits']) for x in row['groups'])]
+      for row in contents['summary']
+    ],
+  )
+  if contents['evaluation']:
+    lines += ['', '## Evaluation', '']
+    lines += _table(
+      ['', *(f'{label}, {what}' for label in labels for what in _KINDS)],
+      [
+        [
+          row['name'],
+          *(
+            _spread(row[what][n], 3)
+            for n in range(len(labels))
+            for what in _KINDS
+          ),
+        ]
+        for row in contents['evaluation']
+      ],
+    )
+  lines += ['', '## Alarms', '']
+  alarms = [
+    [
+      contents['runs'][alarm['run']]['name'],
+      alarm['name'],
+      len(alarm['steps']),
+      alarm['steps'][0],
+      alarm['steps'][-1],
+    ]
+    for alarm in contents['alarms']
+  ]
+  titles = ['run', 'metric', 'steps', 'first', 'last']
+  lines += _table(titles, alarms) if alarms else ['No alarm in any step.']
+  if contents['differences']:
+    lines += ['', '## Differences of the configurations', '']
+    rows = [
+      row for row in contents['config'] if row[0] in contents['differences']
+    ]
+    lines += _table(['key', *labels], [[key, *values] for key, values in rows])
+  curves = [
+    figures.Curves(members.label, [panels.columns(run) for run in members.runs])
+    for members in groups
+  ]
+  drawn = {}
+  for section in contents['sections']:
+    lines += ['', f'## {section["title"]}', '']
+    for number, panel in enumerate(section['panels'], start=1):
+      name = f'{section["title"]}-{number}.png'.replace(' ', '-').lower()
+      drawn[name] = panel
+      lines += [f'![{panel["title"]}]({folder.name}/{name})', '']
+      lines += [f'*{panel["title"]}.* {escape(panel["note"])}', '']
+  # The text is first: if drawing is interrupted, it says whose the folder is.
+  atomic_files.replace(out, ('\n'.join(lines) + '\n').encode())
+  folder.mkdir(exist_ok=True)
+  for name, panel in drawn.items():
+    figures.draw(panel, curves, folder / name)
+
+
+def escape(text: Any) -> str:
+  """Returns text that Markdown and HTML show as it is, on one line."""
+  text = streams.escape(str(text)).replace('\n', ' ')
+  text = text.replace('&', '&amp;')
+  return ''.join(f'\\{c}' if c in _MARKS else c for c in text)
+
+
+def _table(titles: Sequence[Any], rows: Sequence[Sequence[Any]]) -> list[str]:
+  lines = [titles, ['---'] * len(titles), *rows]
+  return [
+    '| ' + ' | '.join(x if x == '---' else escape(x) for x in line) + ' |'
+    for line in lines
+  ]
+
+
+def _spread(spread: dict[str, Any] | None, digits: int) -> str:
+  if spread is None:
+    return '–'
+  text = f'{spread["mean"]:.{digits}f}'
+  if spread['count'] > 1:
+    text += f' [{spread["min"]:.{digits}f}, {spread["max"]:.{digits}f}]'
+  return text

@@ -1,0 +1,165 @@
+"""Makes the HTML page: one file, which opens from disk and loads nothing.
+
+The page has its data as JSON in a script element, its program and its style.
+A content security policy with the digest of the program keeps everything else
+from running, and lets nothing be loaded.
+"""
+
+import base64
+from collections.abc import Mapping
+from collections.abc import Sequence
+import hashlib
+import importlib.resources
+from typing import Any
+
+from stppo_jax.tools.report import comparison
+from stppo_jax.tools.report import dialogue_data
+from stppo_jax.tools.report import output
+from stppo_jax.tools.report import packing
+from stppo_jax.tools.report import panels
+from stppo_jax.tools.report import run_files
+from stppo_jax.tools.report import summary
+
+# Not a language of scripts, so the browser only keeps it.
+_PART = 'application/octet-stream'
+_FILES = 'page'
+_PROGRAMS = ('base.js', 'charts.js', 'tables.js', 'viewer.js', 'page.js')
+_HEAD_ROOM = 1 << 20  # bytes for program, tables and the index
+
+
+def html(
+  groups: Sequence[comparison.Group],
+  *,
+  losses: list[str],
+  most_dialogues: int,
+  most_bytes: int,
+) -> str:
+  """Returns the page of some runs.
+
+  Args:
+    groups: the runs, by experiment.
+    losses: what could not be read, which the page shows at its top; gets a line
+      for each dialogue that cannot be read.
+    most_dialogues: the largest number of dialogues.
+    most_bytes: about the largest size of the page.
+  """
+  runs = [run for members in groups for run in members.runs]
+  content = contents(groups)
+  packed = [packing.pack_json(metrics(run)) for run in runs]
+  encoded = dialogue_data.encode(
+    runs,
+    most=most_dialogues,
+    most_bytes=most_bytes - sum(map(len, packed)) - _HEAD_ROOM,
+    losses=losses,
+  )
+  content |= {
+    'notes': [*losses, *encoded.notes],
+    'metrics': packed,
+    'index': packing.pack_json(encoded.index),
+  }
+  program = '\n'.join(map(_file, _PROGRAMS))
+  page = _file('template.html')
+  for name, text in {
+    'MARK': output.MARK,
+    'DIGEST': _digest(f'\n{program}\n'),
+    'STYLE': _file('page.css'),
+    'PROGRAM': program,
+    # Behind the program, and read one by one: most of them are never shown.
+    'PARTS': '\n'.join(
+      f'<script type="{_PART}" id="part-{number}">{packed}</script>'
+      for number, packed in enumerate(encoded.parts)
+    ),
+    'DATA': packing.script_json(content),
+  }.items():
+    page = page.replace(f'[[{name}]]', text)
+  return page
+
+
+def contents(groups: Sequence[comparison.Group]) -> dict[str, Any]:
+  """Returns what the page shows, without metrics and dialogues, as plain data.
+
+  Lists are by run or by group in the order of the page; spreads are those of
+  `summary.spread`.
+  """
+  runs = [run for members in groups for run in members.runs]
+  numbers = [n for n, members in enumerate(groups) for _ in members.runs]
+  names = dict.fromkeys(n for run in runs for n in panels.columns(run))
+  return {
+    'groups': [members.label for members in groups],
+    'runs': [
+      {
+        'name': name,
+        'folder': run.place,
+        'group': number,
+        'seed': run.seed,
+        'state': run.state.state,
+        'note': run.state.note,
+        'step': run.lines[-1]['step'],
+        'num_steps': run.state.num_steps,
+      }
+      for run, name, number in zip(runs, comparison.names(runs), numbers)
+    ],
+    'summary': [
+      {
+        'name': line.name,
+        'note': line.note,
+        'digits': line.digits,
+        'groups': [
+          summary.spread([line.value(run) for run in members.runs])
+          for members in groups
+        ],
+        'runs': [line.value(run) for run in runs],
+      }
+      for line in summary.lines(runs)
+    ],
+    'evaluation': summary.evaluation_table(groups),
+    'alarms': [alarm._asdict() for alarm in summary.alarms(runs)],
+    'by_turn': [summary.outside_by_turn(run) for run in runs],
+    'phases': [summary.phases(run) for run in runs],
+    'sections': panels.layout(list(names)),
+    'lines': [_lines(members.runs[0]) for members in groups],
+    'config': comparison.config_rows([g.runs[0] for g in groups]),
+    'differences': [
+      key
+      for key, _ in comparison.differences(
+        [members.runs[0] for members in groups]
+      )
+    ],
+  }
+
+
+def metrics(run: run_files.Run) -> dict[str, Any]:
+  """Returns the steps of a run and a column for each metric, null for none."""
+  steps = [line['step'] for line in run.lines]
+  return {
+    'steps': steps,
+    'columns': {
+      name: [packing.rounded(column.get(step)) for step in steps]
+      for name, column in panels.columns(run).items()
+    },
+  }
+
+
+def _lines(run: run_files.Run) -> Mapping[str, Any]:
+  """Returns the values of the config that figures draw as lines."""
+  keys = {
+    panel.line
+    for section in panels.SECTIONS.values()
+    for panel in section
+    if panel.line
+  }
+  return {
+    key: run.recorded[key]
+    for key in sorted(keys)
+    if run_files.is_number(run.recorded.get(key))
+  }
+
+
+def _file(name: str) -> str:
+  folder = importlib.resources.files('stppo_jax.tools.report') / _FILES
+  return (folder / name).read_text('utf-8')
+
+
+def _digest(program: str) -> str:
+  """Returns the digest by which a security policy allows a script."""
+  return base64.b64encode(hashlib.sha256(program.encode()).digest()).decode()

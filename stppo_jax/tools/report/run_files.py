@@ -1,0 +1,275 @@
+"""Reads what a run of `train` has left in its folder, whole or not.
+
+A run may still be going, may have been killed in the middle of a line, or may
+have numbers that are not finite. What cannot be read is left out and said.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Mapping
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import re
+from typing import Any
+
+from stppo_jax import settings
+from stppo_jax.records import run_folder
+from stppo_jax.records import scrubbing
+from stppo_jax.tools import run_state
+
+SAMPLED, EVALUATED = 'trajectories', 'evaluation'
+_DIALOGUES = re.compile(
+  rf'({SAMPLED}|{EVALUATED})-(\d{{6,}})(-host\d+)?\.jsonl'
+)
+_COMMAND = 'train'
+# What `tokens` of a turn may have for each token; records/token_records.py.
+_TOKEN_LISTS = (
+  'old_logprob',
+  'ratio',
+  'entropy',
+  'advantage',
+  'value',
+  'weight',
+)
+
+
+class Unreadable(Exception):
+  """A folder cannot be reported on; the message is one line."""
+
+  exit_code = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """A run as its files describe it.
+
+  Attributes:
+    folder: the folder with its files.
+    place: the folder as it was named, or the address of which it is a copy.
+    recorded: the config, dotted key to value, without the secrets in its texts,
+      because reports are passed on; {} if the file is missing.
+    lines: the lines of metrics.jsonl in order; the first may be of step 0.
+    state: what `status` says of it.
+    losses: what could not be read, one line each.
+  """
+
+  folder: str
+  place: str
+  recorded: Mapping[str, Any]
+  lines: list[dict[str, Any]]
+  state: run_state.RunState
+  losses: list[str]
+
+  @property
+  def title(self) -> str:
+    """The title of the run, or the name of its folder."""
+    return str(self.recorded.get('title') or pathlib.Path(self.place).name)
+
+  @property
+  def seed(self) -> Any:
+    """The seed; None if it is not known."""
+    return self.recorded.get('seed')
+
+  @functools.cached_property
+  def columns(self) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) of each finite value, by metric."""
+    columns: dict[str, list[tuple[int, float]]] = {}
+    for line in self.lines:
+      for name, value in line.items():
+        if name != 'step' and is_number(value):
+          columns.setdefault(name, []).append((line['step'], value))
+    return columns
+
+  def column(self, name: str) -> list[tuple[int, float]]:
+    """Returns (step, value) of each finite value of a metric."""
+    return self.columns.get(name, [])
+
+  def names(self) -> list[str]:
+    """Returns the names of all metrics, in the order in which they come."""
+    return list(self.columns)
+
+
+def is_number(value: Any) -> bool:
+  """Returns whether a value of a line is a finite number."""
+  is_real = isinstance(value, int | float) and not isinstance(value, bool)
+  try:
+    return is_real and math.isfinite(value)
+  except OverflowError:  # a whole number of 400 digits, in a damaged line
+    return False
+
+
+def check(folder: str, place: str = '') -> run_state.RunState:
+  """Returns the state of a run that this version can read.
+
+  Args:
+    folder: its folder.
+    place: the address, if the folder was downloaded from a bucket.
+
+  Raises:
+    Unreadable: the folder is not that of a run of `train`, or has another
+      schema.
+  """
+  place = place or folder
+  try:
+    state = run_state.read_from(pathlib.Path(folder), place)
+  except run_state.NoRun as error:
+    raise Unreadable(str(error)) from error
+  if state.command != _COMMAND:
+    raise Unreadable(
+      f'{place}: a run of {state.command}; a report shows runs of {_COMMAND}'
+    )
+  schema = run_folder.schema(pathlib.Path(folder))
+  if schema != run_folder.SCHEMA:
+    raise Unreadable(
+      f'{place}: its files have schema {schema}, and this version reads '
+      f'schema {run_folder.SCHEMA}; use the version that wrote them'
+    )
+  return state
+
+
+def read(folder: str, place: str = '') -> Run:
+  """Reads a run.
+
+  Args:
+    folder: its folder.
+    place: the address, if the folder was downloaded from a bucket.
+
+  Raises:
+    Unreadable: see `check`; or no line of metrics is written yet.
+  """
+  place = place or folder
+  state = check(folder, place)
+  path = pathlib.Path(folder)
+  losses: list[str] = []
+  lines = [
+    line
+    for _, line in _objects(path / 'metrics.jsonl', losses)
+    if isinstance(line.get('step'), int) and is_number(line['step'])
+  ]
+  if not lines:
+    raise Unreadable('\n'.join([f'{place}: no step is written yet', *losses]))
+  return Run(folder, place, _config(path, losses), lines, state, losses)
+
+
+def dialogue_files(
+  folder: str, *, kind: str = SAMPLED
+) -> list[tuple[int, pathlib.Path]]:
+  """Returns (step, file) of the dialogues of a run, in order.
+
+  Args:
+    folder: the folder of the run.
+    kind: SAMPLED, those that were trained on, or EVALUATED, those of its
+      evaluations.
+  """
+  return sorted(
+    (int(match[2]), path)
+    for path in pathlib.Path(folder).iterdir()
+    if (match := _DIALOGUES.fullmatch(path.name)) and match[1] == kind
+  )
+
+
+def dialogues(
+  path: pathlib.Path, losses: list[str]
+) -> list[tuple[bytes, dict[str, Any]]]:
+  """Returns (line, dialogue) of a file; `losses` gets what was left out."""
+  found = []
+  for line, record in _objects(path, losses):
+    if _is_dialogue(record):
+      found.append((line, record))
+    else:
+      losses.append(f'{path}: a line is no dialogue; it was dropped')
+  return found
+
+
+def _is_dialogue(record: Mapping[str, Any]) -> bool:
+  """Returns whether a record has what every dialogue has."""
+  texts = [record.get(name) for name in ('question', 'prompt', 'status')]
+  turns, golden = record.get('turns'), record.get('golden_answers')
+  return (
+    all(isinstance(text, str) for text in texts)
+    and isinstance(record.get('rewards'), dict)
+    and all(is_number(reward) for reward in record['rewards'].values())
+    and isinstance(golden, list)
+    and all(isinstance(answer, str) for answer in golden)
+    and isinstance(turns, list)
+    and all(_is_turn(turn) for turn in turns)
+  )
+
+
+def _is_turn(turn: Any) -> bool:
+  if not isinstance(turn, dict):
+    return False
+  texts = [turn.get(name) for name in ('text', 'observation', 'action')]
+  return all(isinstance(text, str) for text in texts) and (
+    'tokens' not in turn or _is_tokens(turn['tokens'])
+  )
+
+
+def _is_tokens(tokens: Any) -> bool:
+  """Returns whether a turn's numbers are as many as it has tokens."""
+  if not isinstance(tokens, dict):
+    return False
+  characters = tokens.get('characters')
+  places = tokens.get('clipped')
+  if not isinstance(characters, list) or not isinstance(places, list):
+    return False
+  lists = [tokens[name] for name in _TOKEN_LISTS if name in tokens]
+  return (
+    all(isinstance(x, int) and is_number(x) for x in characters + places)
+    and _is_number_or_none(tokens.get('turn_ratio'))
+    and all(
+      isinstance(values, list)
+      and len(values) == len(characters)
+      and all(map(_is_number_or_none, values))
+      for values in lists
+    )
+  )
+
+
+def _is_number_or_none(value: Any) -> bool:
+  return value is None or is_number(value)
+
+
+def _config(folder: pathlib.Path, losses: list[str]) -> dict[str, Any]:
+  """Returns the flat config of a run; {} if it cannot be read."""
+  path = folder / 'config.json'
+  try:
+    config = settings.flatten(json.loads(path.read_text('utf-8')))
+    return scrubbing.scrubbed_values(config)
+  except (OSError, ValueError, AttributeError, RecursionError) as error:
+    losses.append(f'{path}: cannot be read: {error}')
+    return {}
+
+
+def _objects(
+  path: pathlib.Path, losses: list[str]
+) -> Iterator[tuple[bytes, dict[str, Any]]]:
+  """Yields (line, object) of a file with one object a line.
+
+  The lines are strict JSON: numbers that are not finite are null.
+  """
+  try:
+    text = path.read_bytes()
+  except FileNotFoundError:
+    return
+  except OSError as error:
+    losses.append(f'{path}: {error.strerror}')
+    return
+  # What follows the last line break is empty, or a line that is cut off.
+  *lines, rest = text.split(b'\n')
+  for number, line in enumerate(lines, start=1):
+    try:
+      value = json.loads(line, parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+      value = None
+    if not isinstance(value, dict):
+      losses.append(f'{path}: line {number} is no JSON object; it was dropped')
+    elif b'NaN' in line or b'Infinity' in line:
+      yield json.dumps(value).encode(), value
+    else:
+      yield line, value
+  if rest:
+    number = len(lines) + 1
+    losses.append(f'{path}: line {number} is cut off and was dropped')

@@ -1,0 +1,205 @@
+"""Statistics of evaluated dialogues, and their tables.
+
+A record is a line of `dialogues.jsonl`, see
+`tools/evaluation.py`.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from stppo_jax import streams
+from stppo_jax.envs import rewards
+
+Record = Mapping[str, Any]
+_RESAMPLES = 1000
+_INTERVAL = (2.5, 97.5)  # percentiles
+
+
+@dataclasses.dataclass(frozen=True)
+class SetReport:
+  """The statistics of a data set; means are over questions.
+
+  Attributes:
+    name: the data set.
+    questions: the number of questions.
+    samples: the number of dialogues of each.
+    main_score: the name of the score that decides.
+    scores: the mean of each score.
+    intervals: the 95 % bootstrap interval of each mean.
+    pass_at: k to the probability that one of k dialogues has the main score 1.
+    means: other means: searches, turns, answered, and where gold passages are
+      known `recall`, the share of them that the searches of a dialogue found,
+      and `all_gold`, the share of dialogues that found all.
+    baseline: the main score of the best constant answer; None where answers
+      are not compared.
+  """
+
+  name: str
+  questions: int
+  samples: int
+  main_score: str
+  scores: Mapping[str, float]
+  intervals: Mapping[str, tuple[float, float]]
+  pass_at: Mapping[int, float]
+  means: Mapping[str, float]
+  baseline: float | None
+
+
+def report(name: str, records: Sequence[Record], main_score: str) -> SetReport:
+  """Returns the statistics of the records of a data set.
+
+  Questions of which a sample is missing, because the infrastructure failed it,
+  are left out.
+
+  Args:
+    name: the data set.
+    records: at least one.
+    main_score: the score that decides.
+  """
+  by_question: dict[str, list[Record]] = {}
+  for record in records:
+    by_question.setdefault(record['id'], []).append(record)
+  samples = max(map(len, by_question.values()))
+  groups = [group for group in by_question.values() if len(group) == samples]
+  records = [record for group in groups for record in group]
+  # Each array is [questions, samples].
+  scores = {
+    key: np.array([[r['scores'][key] for r in group] for group in groups])
+    for key in records[0]['scores']
+  }
+  right = (scores[main_score] >= 1).sum(axis=1)
+  found = [_found(r) for r in records if r['gold_passages']]
+  means = {
+    'searches': _mean(r['searches'] for r in records),
+    'turns': _mean(len(r['turns']) for r in records),
+    'answered': _mean(r['answer'] is not None for r in records),
+  }
+  if found:
+    means['recall'] = _mean(found)
+    means['all_gold'] = _mean(share == 1 for share in found)
+  return SetReport(
+    name=name,
+    questions=len(groups),
+    samples=samples,
+    main_score=main_score,
+    scores={key: float(x.mean()) for key, x in scores.items()},
+    intervals={key: bootstrap(x.mean(axis=1)) for key, x in scores.items()},
+    pass_at={
+      k: _mean(pass_at_k(samples, int(count), k) for count in right)
+      for k in _powers(samples)
+    },
+    means=means,
+    baseline=majority(groups) if main_score == rewards.EXACT_MATCH else None,
+  )
+
+
+def bootstrap(values: np.ndarray) -> tuple[float, float]:
+  """Returns the 95 % percentile interval of the mean over questions."""
+  rng = np.random.default_rng(0)
+  count = len(values)
+  means = [
+    values[rng.integers(count, size=count)].mean() for _ in range(_RESAMPLES)
+  ]
+  low, high = np.percentile(means, _INTERVAL)
+  return float(low), float(high)
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+  """Returns the probability that one of k of the samples is right.
+
+  It is 1 - C(samples - right, k) / C(samples, k). (arXiv 2107.03374)
+  """
+  return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def majority(groups: Sequence[Sequence[Record]]) -> float:
+  """Returns the share of questions that the best constant answer gets right.
+
+  The constant is a golden answer of some question or, for questions with
+  options, a letter.
+  """
+  counts: dict[str, int] = {}
+  for group in groups:
+    for answer in _golden(group[0]):
+      counts[answer] = counts.get(answer, 0) + 1
+  return max(counts.values()) / len(groups)
+
+
+def _golden(record: Record) -> set[str]:
+  """Returns the normalised answers that are right, letters included."""
+  golden, options = record['golden_answers'], record['options']
+  if not options:
+    return {rewards.normalise(answer) for answer in golden}
+  letters = rewards.golden_choices(options, golden)
+  texts = {rewards.normalise(options[letter]) for letter in letters}
+  return texts | {f'{letter})' for letter in letters}
+
+
+def _found(record: Record) -> float:
+  """Returns the share of the gold passages that a dialogue's searches found."""
+  seen = {passage for ids in record['passages'] for passage in ids}
+  gold = set(record['gold_passages'])
+  return len(gold & seen) / len(gold)
+
+
+def _powers(samples: int) -> list[int]:
+  """Returns 1, 2, 4, ... and the number of samples."""
+  powers = [2**n for n in range(samples.bit_length()) if 2**n < samples]
+  return [*powers, samples]
+
+
+def _mean(values) -> float:
+  return float(np.mean(list(values)))
+
+
+def as_json(reports: Sequence[SetReport]) -> dict[str, Any]:
+  """Returns the statistics as plain data, by data set."""
+  return {entry.name: dataclasses.asdict(entry) for entry in reports}
+
+
+def rows(reports: Sequence[SetReport]) -> list[list[str]]:
+  """Returns a table as text: a row of names, and one for each data set."""
+  names = list(dict.fromkeys(key for entry in reports for key in entry.means))
+  # Where the infrastructure failed samples, data sets differ in their number.
+  ks = sorted({k for entry in reports for k in entry.pass_at if k > 1})
+  main = reports[0].main_score
+  scores = [key for key in reports[0].scores if key != main]
+  has_baseline = any(entry.baseline is not None for entry in reports)
+  head = ['set', 'questions', main, '95 %', *scores]
+  head += [f'pass@{k}' for k in ks] + names
+  head += ['majority'] if has_baseline else []
+  table = [head]
+  for entry in reports:
+    low, high = entry.intervals[main]
+    row = [
+      entry.name,
+      f'{entry.questions:,}',
+      _text(entry.scores[main]),
+      f'{_text(low)}-{_text(high)}',
+      *(_text(entry.scores[key]) for key in scores),
+      *(_text(entry.pass_at.get(k)) for k in ks),
+      *(_text(entry.means.get(key)) for key in names),
+    ]
+    table.append(row + ([_text(entry.baseline)] if has_baseline else []))
+  return table
+
+
+def as_text(table: Sequence[Sequence[str]]) -> str:
+  """Returns a table with aligned columns, for a terminal."""
+  return '\n'.join(streams.aligned(table, right=True))
+
+
+def as_markdown(table: Sequence[Sequence[str]]) -> str:
+  """Returns a table in Markdown."""
+  head, *body = [f'| {" | ".join(row)} |' for row in table]
+  rule = '| --- |' + ' ---: |' * (len(table[0]) - 1)
+  return '\n'.join([head, rule, *body]) + '\n'
+
+
+def _text(value: float | None) -> str:
+  return '' if value is None else f'{value:.3f}'

@@ -1,0 +1,140 @@
+"""Formulas of a step against programs that were compiled for TPU slices.
+
+The table of docs/sharding.md has what the compiler has counted; nothing is
+compiled here.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import re
+
+import pytest
+
+from benchmarks import slices
+from stppo_jax.models import operations
+from stppo_jax.models import roofline
+from stppo_jax.parallel import topology
+from stppo_jax.tools.plan import plan as plan_lib
+
+_PAGE = pathlib.Path(slices.__file__).parents[1] / 'docs' / 'sharding.md'
+_GIB = 2**30
+_ROW = re.compile(
+  r'\| (\w+) (v\S+) \| [\d, ]+ \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| (\d+) '
+  r'\| (\d+) \|'
+)
+_COMPILED = {
+  f'{model}@{chips}': tuple(map(float, numbers))
+  for model, chips, *numbers in _ROW.findall(_PAGE.read_text('utf-8'))
+}
+
+
+def _plan(name):
+  return plan_lib.make(
+    slices.config(name),
+    length=4096,
+    loss_fraction=0.5,
+    topology=topology.find(name.partition('@')[2]),
+  )
+
+
+@pytest.mark.parametrize('name', _COMPILED)
+def test_formulas_agree_with_compiled_programs(name):
+  state, _, update, sent, products = _COMPILED[name]
+  plan = _plan(name)
+  held = sum(x for n, x in plan.sizes.items() if 'engine' not in n)
+  assert held / _GIB == pytest.approx(state, abs=0.06)  # as it is printed
+  estimated = sum(plan.estimated.values())
+  assert estimated / _GIB == pytest.approx(update - state, rel=0.25)
+  work, (part,) = plan.work, [plan.phases['update']]
+  assert work.updates == 2  # of which the table has one
+  # The compiled number leaves out attention: four passes of two models, and
+  # one more of the policy.
+  tokens = work.trajectories * work.length / plan.topology.num_devices
+  attention = (
+    9 * tokens * operations.attention_operations(work.shape, work.length)
+  )
+  # Kernels of experts compute tiles with rows of two experts twice.
+  rel = 0.05 if work.shape.num_experts else 0.03
+  assert (part.computed - attention) / 2e12 == pytest.approx(products, rel=rel)
+  formula = sum(part.traffic.values()) / 2 / _GIB
+  assert 0.85 * sent < formula < 1.05 * sent
+
+
+@functools.cache
+def _plan_of_one_host():
+  return _plan('qwen2_5_1_5b@v5e:2x4')
+
+
+def _work(**changes):
+  return dataclasses.replace(_plan_of_one_host().work, **changes)
+
+
+def _phases(name='v5e:2x4', **changes):
+  return roofline.phases(_work(**changes), topology.find(name))
+
+
+def test_a_step_takes_longer_than_the_limits_allow():
+  for name, part in _phases().items():
+    assert 0 < part.bound <= part.expected, name
+    assert part.computed >= part.operations
+
+
+def test_recomputation_costs_operations_but_counts_for_none():
+  parts = {
+    remat: _phases(shape=dataclasses.replace(_work().shape, remat=remat))
+    for remat in ('none', 'dots', 'full')
+  }
+  needed = {x['update'].operations for x in parts.values()}
+  assert len(needed) == 1
+  computed = [parts[x]['update'].computed for x in ('none', 'dots', 'full')]
+  assert computed == sorted(computed) and computed[0] < computed[2]
+
+
+def test_an_own_value_model_costs_what_a_shared_one_saves():
+  own, shared = _phases(), _phases(values='shared')
+  assert own['update'].operations > 1.8 * shared['update'].operations
+  assert own['annotate'].operations > 1.3 * shared['annotate'].operations
+
+
+def test_one_device_sends_nothing():
+  one = {'data': 1, 'fsdp': 1, 'tensor': 1}
+  for part in _phases('v5e:1x1', axes=one, engine_tensor=1).values():
+    assert not part.traffic
+
+
+def test_what_updates_send_follows_from_the_weights():
+  work = _work(axes={'data': 1, 'fsdp': 4, 'tensor': 1}, values='none')
+  work = dataclasses.replace(
+    work, minibatch=8, microbatch=4, updates=3, statistics=False
+  )
+  width, tokens = work.shape.hidden_size, 1 * work.length  # a row per device
+  # Two microbatches gather the layers twice and scatter their gradients once;
+  # the output matrix is gathered once, and its gradient scattered each time.
+  layers = 2 * (2 + 1) * work.weights
+  head = (1 + 2) * work.output
+  # Each microbatch exchanges embedded tokens forward and backward.
+  exchanged = 2 * 2 * tokens * width
+  numbers = layers + head + exchanged
+  assert roofline.update_sent(work) == pytest.approx(
+    3 * numbers * 3 / 4 * work.itemsize
+  )
+
+
+def test_axes_that_leave_a_host_are_slower():
+  # 16 devices are two hosts of GPUs.
+  inside = {'data': 2, 'fsdp': 8, 'tensor': 1}
+  across = {'data': 8, 'fsdp': 2, 'tensor': 1}
+  slow, fast = (
+    _phases('gpu:h100:16', axes=axes, microbatch=16)['update']
+    for axes in (across, inside)
+  )
+  sent = slow.traffic['all-reduce', 'data']
+  limits = topology.find('gpu:h100:16').limits
+  assert slow.bound >= sent / limits.network
+  key = 'all-gather', 'fsdp'
+  assert fast.traffic[key] / limits.links < fast.bound
+
+
+def test_a_remote_engine_decodes_elsewhere():
+  assert list(_phases(engine_tensor=0)) == ['annotate', 'update']

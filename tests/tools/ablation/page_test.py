@@ -1,0 +1,180 @@
+"""docs/collapse.md has the numbers of the CSV files, and nothing else."""
+
+from concurrent import futures
+import re
+
+import numpy as np
+import pytest
+
+from docs import make_collapse
+from stppo_jax.configs import alarms
+from stppo_jax.tools.ablation import alarm_power
+from stppo_jax.tools.ablation import results
+
+_STUDIES = make_collapse.studies()
+_TEXT = make_collapse.PAGE.read_text(encoding='utf-8')
+
+
+def test_the_page_has_the_tables_of_the_files():
+  assert make_collapse.page(_TEXT) == _TEXT, 'run `make docs`'
+
+
+def test_every_file_is_the_table_of_a_study():
+  files = {path.stem for path in make_collapse.TABLES.glob('*.csv')}
+  assert files <= set(_STUDIES)
+  pictures = {path.name for path in make_collapse.TABLES.glob('*.png')}
+  kinds = ('success', 'inside')
+  assert pictures == {f'{name}_{kind}.png' for name in files for kind in kinds}
+
+
+@pytest.mark.parametrize('name', _STUDIES)
+def test_the_runs_of_a_file_are_those_of_its_study(name):
+  study = _STUDIES[name]
+  path = make_collapse.TABLES / f'{name}.csv'
+  runs = results.read(path)
+  digests = {run.key: run.settings for run in runs}
+  assert set(digests) <= {arm.key for arm in study.arms}
+  results.check(runs, digests, path)
+  keys = [(*run.key, run.seed) for run in runs]
+  assert len(set(keys)) == len(keys)
+  for run in runs:
+    success = run.per_step('success')
+    assert np.all((success >= 0) & (success <= 1))
+    # Only runs with groups of dialogues have an alarm about them.
+    measured = ~np.isnan(run.per_step('alarm_zero_variance'))
+    assert measured.all() if name == 'groups' else not measured.any()
+
+
+def test_each_seed_has_a_larger_area_with_two_to_four_steps_of_staleness():
+  # The tables have no differences between groups.
+  runs = results.read(make_collapse.TABLES / 'staleness.csv')
+  areas = {(*run.key, run.seed): run.per_step('success').mean() for run in runs}
+  for (group, arm, seed), area in areas.items():
+    if group in ('staleness 2', 'staleness 3', 'staleness 4'):
+      assert area > areas['staleness 0', arm, seed]
+
+
+def test_what_the_page_says_of_each_seed_of_the_length_of_turns():
+  # The tables have means over seeds only.
+  runs = results.read(make_collapse.TABLES / 'turn_length.csv')
+  lengths = ('10 tokens', '30 tokens', '60 tokens')
+  by_key = {(*run.key, run.seed): run for run in runs}
+
+  def at_first(column, length, arm, seed, steps=5):
+    run = by_key[length, arm, seed]
+    return run.per_step(column)[:steps].mean()
+
+  for seed in range(3):
+    for token in ('token_ppo', 's_ppo'):
+      short, middle, long = (
+        at_first('clip_turn', length, token, seed) for length in lengths
+      )
+      assert short > middle > long
+      for turn in ('turn_ppo', 'st_ppo'):
+        for length in lengths:
+          cut = [at_first('cut', length, arm, seed) for arm in (turn, token)]
+          assert cut[0] > cut[1]
+  token, s, turn, st = (
+    np.mean([at_first('cut', lengths[2], arm, i, 1) for i in range(3)])
+    for arm in ('token_ppo', 's_ppo', 'turn_ppo', 'st_ppo')
+  )
+  assert max(turn, st) < min(token, s)
+
+
+@pytest.mark.parametrize(
+  ('arm', 'mean', 'larger'),
+  [
+    ('minibatch, tau 1.5', -0.02, 3),
+    ('microbatch, tau 1.5', 0.02, 3),
+    ('sequence, tau 3', -0.15, 1),
+  ],
+)
+def test_the_areas_of_the_seeds_that_played_no_part_in_the_choice(
+  arm, mean, larger
+):
+  # The tables have the three seeds of the choice, too.
+  runs = results.read(make_collapse.TABLES / 'correction_seeds.csv')
+  areas = {(run.arm, run.seed): run.per_step('success').mean() for run in runs}
+  found = np.array(
+    [areas[arm, seed] - areas['turn_ppo', seed] for seed in range(3, 8)]
+  )
+  assert found.mean() == pytest.approx(mean, abs=0.005)
+  assert (found > 0).sum() == larger
+
+
+def test_a_table_that_is_changed_by_hand_is_found():
+  changed = _TEXT.replace('have been made', 'are there', 1)
+  assert changed != _TEXT
+  assert make_collapse.page(changed) == _TEXT
+  with pytest.raises(ValueError, match='one block of study levels'):
+    make_collapse.page(_TEXT.replace('<!-- study levels -->', ''))
+
+
+def test_a_command_reuses_runs_of_study_1_where_it_has_some():
+  for name in _STUDIES:
+    (block,) = re.findall(f'<!-- study {name} -->(.*?)<!--', _TEXT, re.DOTALL)
+    found = re.search(r'; (\d+) of those planned are in study 1', block)
+    assert ('--reuse=' in block) == (found is not None)
+    shared = {'turn_length': 12, 'correction': 21, 'correction_seeds': 16}
+    shared |= {'controls': 9, 'staleness': 12}
+    assert found is None or int(found[1]) == shared[name]
+
+
+def test_alarms_computed_from_a_table_are_those_that_runs_recorded():
+  default = {name: alarms.section()[name] for name in alarm_power.MEASURED}
+  # A table keeps five digits, so a number that equals the threshold may have
+  # been on either side of it.
+  one_side, other_side = (
+    {name: factor * x for name, x in default.items()}
+    for factor in (1 - 1e-5, 1 + 1e-5)
+  )
+  for path in make_collapse.TABLES.glob('*.csv'):
+    for run in results.read(path):
+      recorded = alarm_power.of_table(run)
+      one = alarm_power.of_table(run, one_side)
+      other = alarm_power.of_table(run, other_side)
+      assert one.curve == other.curve == recorded.curve
+      assert one.counts == other.counts == recorded.counts
+      for name, steps in recorded.steps.items():
+        either = set(one.steps[name]), set(other.steps[name])
+        assert set.intersection(*either) <= set(steps) <= set.union(*either)
+
+
+def test_a_table_is_read_as_it_was_written(tmp_path):
+  values = np.array([np.nan, 0.25, 1 / 3, np.inf, 1e-12])
+  columns = {name: results.rounded(values) for name in results.COLUMNS}
+  run = results.Run('a, b', 'st_ppo', 7, 'x', columns)
+  path = tmp_path / 'table.csv'
+  results.write(path, [run])
+  (found,) = results.read(path)
+  assert (*found.key, found.seed, found.settings) == ('a, b', 'st_ppo', 7, 'x')
+  expected = [np.nan, 0.25, 0.33333, np.nan, 1e-12]
+  for column in found.columns.values():
+    np.testing.assert_array_equal(column, expected)
+  # One line is missing: the run is damaged.
+  lines = path.read_text().splitlines(keepends=True)
+  path.write_text(''.join([*lines[:3], *lines[4:]]))
+  with pytest.raises(results.BadTable, match='table.csv, line 4: damaged'):
+    results.read(path)
+  # A file with fewer columns is that of an earlier version.
+  path.write_text('group,arm,seed,settings,step,success\n,a,0,x,0,\n')
+  (old,) = results.read(path)
+  assert set(old.columns) == set(results.COLUMNS)
+
+
+def test_no_run_is_lost_where_several_add_to_a_table(tmp_path):
+  path = tmp_path / 'table.csv'
+  columns = {name: np.array([np.nan, 0.5]) for name in results.COLUMNS}
+  digests = {('', name): 'x' for name in 'abcd'}
+
+  def add(name):
+    for seed in range(6):
+      run = results.Run('', name, seed, 'x', columns)
+      results.add(path, [run], digests)
+      results.add(path, [run], digests)  # it is there by now
+
+  with futures.ThreadPoolExecutor() as pool:
+    list(pool.map(add, 'abcd'))
+  found = [(run.seed, run.arm) for run in results.read(path)]
+  assert found == [(seed, name) for seed in range(6) for name in 'abcd']
+  assert [x.name for x in tmp_path.iterdir()] == ['table.csv']

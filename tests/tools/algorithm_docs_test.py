@@ -1,0 +1,223 @@
+"""The pages in docs are those made from the table, and complete."""
+
+import copy
+import inspect
+import re
+
+import pytest
+
+from docs import make_algorithms
+from docs import texts
+from stppo_jax import settings
+from stppo_jax.configs import algorithms
+from stppo_jax.configs import sources
+from stppo_jax.rl import preferences
+from stppo_jax.tools import algorithm_docs
+
+_PAGES = {
+  path.relative_to(make_algorithms.FOLDER).as_posix(): path.read_text('utf-8')
+  for path in (
+    make_algorithms.FOLDER / 'algorithms.md',
+    *(make_algorithms.FOLDER / 'choices').glob('*.md'),
+  )
+}
+_OVERVIEW = _PAGES['algorithms.md']
+
+
+def _pages(table=algorithms.ALGORITHMS, texts=texts):
+  return algorithm_docs.pages(
+    table,
+    algorithms.DEFAULTS,
+    {'name': 'tdpo2', 'beta': 0.1, 'alpha': 0.5},
+    texts,
+    sources,
+  )
+
+
+def _entry(name, text=_OVERVIEW, heading='###'):
+  """Returns the text under a heading of a page."""
+  return text.split(f'\n{heading} {name}\n')[1].split('\n##')[0]
+
+
+def _choices(key):
+  """Returns the section of an option on the page of its axis."""
+  page = _PAGES[f'choices/{key.split(".")[0]}.md']
+  return page.split(f'\n## {key}\n')[1].split('\n## ')[0]
+
+
+def _bullet(key, entry):
+  """Returns the text of a bullet without line breaks."""
+  (found,) = re.findall(
+    rf'^- \*\*{re.escape(key)}:\*\* (.*?)(?=\n- |\n*\Z)', entry, re.M | re.S
+  )
+  return ' '.join(found.split())
+
+
+def _settings(flat):
+  return ', '.join(f'`{key}={value}`' for key, value in flat.items()) + '.'
+
+
+def test_the_pages_are_made_from_the_table():
+  made = make_algorithms.pages()
+  found = {make_algorithms.FOLDER / path: text for path, text in _PAGES.items()}
+  assert found == made, 'out of date: make docs'
+
+
+def test_links_between_the_pages_exist():
+  for path, text in _PAGES.items():
+    folder = (make_algorithms.FOLDER / path).parent
+    for target in re.findall(r'\]\((?!https:)([^)#]+)', text):
+      assert (folder / target).is_file(), (path, target)
+
+
+def test_every_algorithm_has_a_description_and_the_other_way_round():
+  assert list(texts.ALGORITHMS) == list(algorithms.ALGORITHMS)
+  assert list(texts.PREFERENCES) == list(preferences.PREFERENCES)
+
+
+def test_every_choice_has_a_description_and_the_other_way_round():
+  described = {key: list(names) for key, names in texts.CHOICES.items()}
+  assert described == algorithm_docs.choices()
+  assert list(algorithm_docs.QUESTIONS) == list(algorithm_docs.choices())
+
+
+@pytest.mark.parametrize('missing', ['algorithm', 'choice'])
+def test_a_missing_description_is_an_error(missing):
+  table = dict(algorithms.ALGORITHMS)
+  changed = copy.copy(texts.__dict__)
+  if missing == 'algorithm':
+    table['mine'] = table['st_ppo']
+  else:
+    changed['CHOICES'] = copy.deepcopy(texts.CHOICES)
+    del changed['CHOICES']['bounds.name']['fixed']
+  namespace = type('Texts', (), changed)
+  name = 'mine' if missing == 'algorithm' else 'fixed'
+  with pytest.raises(KeyError, match=name):
+    _pages(table, namespace)
+
+
+def _all_texts():
+  yield from texts.ALGORITHMS.items()
+  yield from texts.PREFERENCES.items()
+  for key, choices in texts.CHOICES.items():
+    for name, text in choices.items():
+      yield f'{key}={name}', text
+
+
+def test_every_entry_says_how_sure_and_says_something():
+  for name, text in _all_texts():
+    assert text.sure.startswith(tuple(texts.SURE)), name
+    assert all(text) and len(text.equation) > 5, name
+    assert text.when.endswith('.') and text.sure.endswith('.'), name
+    widest = max(map(len, inspect.cleandoc(text.equation).splitlines()))
+    assert widest <= 79, name
+
+
+def test_every_arxiv_id_becomes_a_link():
+  for name, text in _all_texts():
+    ids = re.findall(r'arXiv:? ?(\S+)', text.source)
+    assert all(re.match(r'\d{4}\.\d{5}\b', x) for x in ids), name
+
+
+def test_equations_name_every_number_of_their_options():
+  for kind, choices in algorithms.DEFAULTS.items():
+    for name, options in choices.items():
+      equation = texts.CHOICES[f'{kind}.name'][name].equation
+      for key, value in options.items():
+        if not isinstance(value, str):
+          assert re.search(rf'\b{key}\b', equation), (kind, name, key)
+  corrections = algorithms.ALGORITHMS['token_ppo']['correction']
+  for name, text in texts.CHOICES['correction.names'].items():
+    for key, value in corrections[name].items():
+      if not isinstance(value, str | tuple):
+        assert re.search(rf'\b{key}\b', text.equation), (name, key)
+
+
+@pytest.mark.parametrize('kind', algorithms.DEFAULTS)
+def test_options_of_a_choice_are_those_of_the_table(kind):
+  for name, options in algorithms.DEFAULTS[kind].items():
+    entry = _entry(f'`{name}`', _choices(f'{kind}.name'))
+    if options:
+      assert _bullet('Options', entry) == _settings(options)
+    else:
+      assert '**Options' not in entry
+
+
+def test_options_of_a_correction_are_those_of_the_table():
+  options = algorithms.ALGORITHMS['token_ppo']['correction']
+  for name in texts.CHOICES['correction.names']:
+    entry = _entry(f'`{name}`', _choices('correction.names'))
+    assert _bullet('Options', entry) == _settings(options[name])
+
+
+def test_every_default_is_that_of_the_table():
+  table = _entry('Every option of `token_ppo`', heading='##')
+  listed = dict(re.findall(r'^\| `(\S+)` \| `(.*?)` \|', table, re.M))
+  flat = settings.flatten(algorithms.ALGORITHMS['token_ppo'])
+  assert listed == {key: str(value) for key, value in flat.items()}
+
+
+def test_allowed_values_follow_the_rule_of_the_chosen_option():
+  algorithm = copy.deepcopy(algorithms.ALGORITHMS['token_ppo'])
+  algorithm['objective'] = algorithms.choice('objective', 'dual_clip')
+  rules = algorithm_docs.rules(algorithm)
+  assert list(rules) == list(settings.flatten(algorithm))
+  assert rules['objective.c'].problem(1.0) == 'must be a finite number > 1'
+  assert rules['advantage.whiten'].names == ('none', 'policy', 'all')
+  table = _entry('Every option of `token_ppo`', heading='##')
+  assert '| `bounds.clip_low` | `0.2` | a finite number >= 0 |' in table
+  assert '| `kl.controller` | `fixed` | `fixed`, `adaptive` |' in table
+
+
+def test_an_entry_lists_the_options_that_differ():
+  base = algorithms.ALGORITHMS['token_ppo']
+  assert algorithm_docs.differences(base, base) == {}
+  assert _bullet('Differs from `token_ppo`', _entry('`st_ppo`')) == (
+    "`ratio.level=turn`, `correction.names=('clipping_bias',)`."
+  )
+  # Of another choice all options are listed, those with equal values too.
+  for name, bounds in {'bapo': 'balanced', 'sspo': 'entropy_scaled'}.items():
+    listed = _bullet('Differs from `token_ppo`', _entry(f'`{name}`'))
+    for key, value in algorithms.DEFAULTS['bounds'][bounds].items():
+      assert f'`bounds.{key}={value}`' in listed
+  assert 'Differs' not in _entry('`token_ppo`')
+  twice = dict(algorithms.ALGORITHMS, so_ppo=base)
+  entry = _entry('`so_ppo`', _pages(twice)['algorithms.md'])
+  assert _bullet('Differs from `token_ppo`', entry) == 'nothing.'
+
+
+def test_a_changed_default_changes_the_page():
+  table = copy.deepcopy(algorithms.ALGORITHMS)
+  table['token_ppo']['kl']['coefficient'] = 0.007
+  changed = _pages(table)['algorithms.md']
+  assert '| `kl.coefficient` | `0.007` |' in changed
+  # All other algorithms differ in it now.
+  assert changed.count('`kl.coefficient=0.001`') == len(table) - 1
+
+
+def test_an_entry_lists_the_needs_of_its_algorithm():
+  assert _bullet('Needs', _entry('`st_ppo`')) == 'a value model.'
+  assert _bullet('Needs', _entry('`reinforce`')) == 'no value model.'
+  assert _bullet('Needs', _entry('`sspo`')) == (
+    'no value model, several trajectories of a question, `entropy_BL` in the '
+    'loss, `sentence_ids_BL` in the loss.'
+  )
+
+
+@pytest.mark.parametrize('name', sources.SOURCES)
+def test_every_difference_from_a_source_is_a_line(name):
+  entry = ' '.join(_entry(f'`{name}`').split())
+  lines = sources.lines(name)
+  assert len(lines) >= len(sources.differences(name))
+  for line in lines:
+    assert f'- {line}' in entry
+  assert f'({sources.SOURCES[name].sure}) are ours' in entry
+
+
+def test_an_algorithm_without_a_source_has_no_lines():
+  assert 'are ours' not in _entry('`sspo`')
+
+
+def test_options_of_the_preference_losses():
+  assert _bullet('Options', _entry('`tdpo1`')) == '`beta=0.1`.'
+  assert _bullet('Options', _entry('`tdpo2`')) == '`beta=0.1`, `alpha=0.5`.'

@@ -1,0 +1,240 @@
+"""`evaluate` on a directory of weights and on a run, continued and repeated."""
+
+import json
+import os
+from typing import Any
+
+import pytest
+
+from stppo_jax import __main__
+from stppo_jax import types
+from stppo_jax.envs import rewards
+from stppo_jax.envs import tools
+from stppo_jax.tools import evaluation
+from stppo_jax.training.building import assembly
+from tests.rollout import dialogues
+from tests.training import question_files
+from tests.training import runs
+
+_COUNT = 8  # questions of each number of hops
+_QUICKSTART = runs.REPO / 'assets' / 'quickstart'
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory):
+  """Returns a folder with questions and their passages."""
+  folder = tmp_path_factory.mktemp('data')
+  question_files.write(folder, _COUNT)
+  return folder
+
+
+def _evaluate(*flags):
+  return __main__.main(['evaluate', *map(str, flags)])
+
+
+def _flags(data, **changes):
+  """Returns the flags that evaluate the model of the quickstart."""
+  changes = {
+    'data.root': data,
+    'data.corpus': 'corpus.jsonl',
+    'rollout.slots': 8,
+    'model.scan_unroll': 1,
+    **changes,
+  }
+  return [
+    f'--checkpoint={_QUICKSTART}',
+    f'--config={runs.REPO}/configs/quickstart.py',
+    f'--sets={data}/questions.jsonl',
+    *(f'--config.{key}={value}' for key, value in changes.items()),
+  ]
+
+
+def _lines(path):
+  return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope='module')
+def evaluated(data, tmp_path_factory):
+  """Returns the results of the model of the quickstart, decoded greedily."""
+  out = tmp_path_factory.mktemp('results')
+  assert _evaluate(*_flags(data), f'--out={out}') == 0
+  return out
+
+
+def test_a_directory_that_no_run_of_this_folder_trained(evaluated):
+  results = json.loads((evaluated / 'results.json').read_text())['sets']
+  dialogues = _lines(evaluated / 'dialogues.jsonl')
+  assert len(dialogues) == 2 * _COUNT
+  for name, hops in (('one_hop', 1), ('two_hop', 2)):
+    report = results[name]
+    own = [row for row in dialogues if row['data_set'] == name]
+    assert report['questions'] == len(own) == _COUNT
+    # Greedy, this model answers some four in five; chance is one in forty.
+    scores = [
+      rewards.exact_match(row['answer'] or '', row['golden_answers'])
+      for row in own
+    ]
+    assert report['scores']['em'] == pytest.approx(sum(scores) / _COUNT)
+    assert report['scores']['em'] > 0.5
+    low, high = report['intervals']['em']
+    assert 0 <= low <= report['scores']['em'] <= high <= 1
+    assert report['pass_at'] == {'1': report['scores']['em']}
+    assert abs(report['means']['searches'] - hops) < 0.6
+    # Every search names an entity, whose passage is the best of all.
+    assert report['means']['recall'] > 0.6
+    assert 0 < report['baseline'] < 0.5
+  answers = _lines(evaluated / 'answers.jsonl')
+  assert [row['answer'] for row in answers] == [
+    row['answer'] for row in dialogues
+  ]
+  page = (evaluated / 'results.md').read_text()
+  assert f'| two_hop | {_COUNT} |' in page and 'majority |' in page
+
+
+def test_calls_of_tools_count_as_searches():
+  config = runs.config(env__name='tools', env__max_turns=3)
+  environment = tools.ToolsEnvironment.from_options(config.env.to_dict(), None)
+  call = '{"name": "calculator", "arguments": {"expression": "6 * 7"}}'
+  call = f'<tool_call>{call}</tool_call>'
+  (trajectory,) = dialogues.collect_scripts(
+    [[call, 'well', call, '<answer>42</answer>']],
+    environment,
+    [types.Question('q', '6 times 7?', ('42',), 'arithmetic')],
+    max_length=3000,
+  )
+  unread: Any = None
+  record = evaluation.record_of(
+    config,
+    assembly.Services(unread, environment, None, unread),
+    dialogues.Letters(),
+    trajectory,
+    0,
+  )
+  assert (record['searches'], record['answer']) == (2, '42')
+
+
+def test_an_interrupted_evaluation_goes_on(data, evaluated, tmp_path, capsys):
+  """Half of the dialogues, and half a line of the next one, are there."""
+  whole = (evaluated / 'dialogues.jsonl').read_bytes().splitlines(keepends=True)
+  (tmp_path / 'run.json').write_bytes((evaluated / 'run.json').read_bytes())
+  identity = (evaluated / 'evaluation.json').read_bytes()
+  (tmp_path / 'evaluation.json').write_bytes(identity)
+  path = tmp_path / 'dialogues.jsonl'
+  path.write_bytes(b''.join(whole[:9]) + whole[9][:40])
+  assert _evaluate(*_flags(data), f'--out={tmp_path}') == 0
+  lines = path.read_bytes().splitlines(keepends=True)
+  assert lines[:9] == whole[:9] and sorted(lines) == sorted(whole)
+  for name in ('results.json', 'results.md', 'answers.jsonl'):
+    assert (tmp_path / name).read_bytes() == (evaluated / name).read_bytes()
+  # Complete, it is only reported again.
+  capsys.readouterr()
+  assert _evaluate(*_flags(data), f'--out={tmp_path}') == 0
+  out, err = capsys.readouterr()
+  assert 'two_hop' in out and 'dialogues' not in err
+
+
+def test_samples_and_another_evaluation_in_the_same_folder(
+  data, evaluated, tmp_path, capsys
+):
+  assert _evaluate(*_flags(data), '--samples=3', f'--out={tmp_path}') == 0
+  results = json.loads((tmp_path / 'results.json').read_text())['sets']
+  for report in results.values():
+    assert report['samples'] == 3 and list(report['pass_at']) == ['1', '2', '3']
+    passes = list(report['pass_at'].values())
+    assert passes == sorted(passes)
+    assert passes[0] == pytest.approx(report['scores']['em'])
+  by_question = {}
+  for row in _lines(tmp_path / 'dialogues.jsonl'):
+    by_question.setdefault(row['id'], []).append(row['turns'])
+  # The samples of a question differ.
+  assert all(len(turns) == 3 for turns in by_question.values())
+  assert any(turns[0] != turns[1] for turns in by_question.values())
+  capsys.readouterr()
+  before = sorted(os.listdir(evaluated))
+  assert _evaluate(*_flags(data), '--samples=3', f'--out={evaluated}') == 2
+  assert capsys.readouterr().err.splitlines() == [
+    f'--out={evaluated}: has an evaluation with samples=0, not 3; give another '
+    'folder'
+  ]
+  assert sorted(os.listdir(evaluated)) == before
+
+
+def test_a_run_has_the_scores_of_its_own_evaluation(finished, capsys):
+  assert _evaluate(f'--checkpoint={finished}') == 0
+  out, _ = capsys.readouterr()
+  title, head, *table = out.splitlines()
+  assert title == f'{finished}, step 3, greedy'
+  assert head.split()[:3] == ['set', 'questions', 'em']
+  metrics = runs.metrics(finished)[-1]
+  for line in table:
+    name, count, em, *_ = line.split()
+    assert count == '8'
+    assert em == f'{metrics[f"val/em/{name}"]:.3f}'
+  assert {line.split()[0] for line in table} == {'one_hop', 'two_hop'}
+  # The former flags mean the same.
+  assert _evaluate(*runs.flags(num_steps=3), f'--workdir={finished}') == 0
+  assert capsys.readouterr().out == out
+
+
+@pytest.mark.parametrize(
+  ('flags', 'message'),
+  [
+    ([], '--checkpoint: missing'),
+    (['--checkpoint=away'], '--checkpoint=away: no such folder'),
+    (['--checkpoint=empty'], '--checkpoint=empty: neither a run, which train'),
+    (
+      ['--checkpoint=imitated'],
+      '--checkpoint=imitated: a run of sft: its policy is in imitated/policy',
+    ),
+    (
+      ['--checkpoint=M', '--samples=0'],
+      '--samples=0: must be an integer, 1 or greater',
+    ),
+    (
+      ['--checkpoint=M', '--sets=nq', '--config.data.root=empty'],
+      "config.data.train='nq': nq: not built in ",
+    ),
+    (
+      ['--checkpoint=M', '--sets=nq,q.jsonl', '--config.data.root=empty'],
+      '--sets=nq,q.jsonl: must be data sets or files, not both',
+    ),
+    (
+      ['--checkpoint=M', '--sets=nq size=3'],
+      "--sets=nq size=3: 'size=3': expected weight=W, limit=N or a filter",
+    ),
+    (
+      ['--checkpoint=M', '--out=M'],
+      '--out=M: is M, the folder of model.path; ',
+    ),
+    (
+      ['--checkpoint=M', '--config.rollout.temperature=0'],
+      'config.rollout.temperature=0.0: must be greater than 0',
+    ),
+  ],
+)
+def test_wrong_arguments_are_named(
+  flags, message, tmp_path, monkeypatch, capsys
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'empty').mkdir()
+  (tmp_path / 'imitated').mkdir()
+  (tmp_path / 'imitated' / 'run.json').write_text(
+    '{"command": "sft", "run_id": "1", "config_digest": "2"}'
+  )
+  (tmp_path / 'M').symlink_to(_QUICKSTART)
+  assert _evaluate(*flags) == 2
+  out, err = capsys.readouterr()
+  assert err.startswith(message) and out == ''
+  assert sorted(os.listdir(tmp_path)) == ['M', 'empty', 'imitated']
+
+
+def test_a_run_without_later_options_has_no_other_errors(tmp_path, capsys):
+  config = runs.config().to_dict()
+  del config['algorithm']['advantage']['critic_tokens']
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  (tmp_path / 'run.json').write_text(
+    '{"command": "train", "run_id": "1", "config_digest": "2"}'
+  )
+  assert _evaluate(f'--checkpoint={tmp_path}', '--samples=0') == 2
+  (line,) = capsys.readouterr().err.splitlines()
+  assert line == '--samples=0: must be an integer, 1 or greater'

@@ -1,0 +1,160 @@
+"""The lab collects, annotates and updates like a step of a run."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.learner import learner as learner_lib
+from stppo_jax.records.checkpoints import checkpoint
+from stppo_jax.tools.lab import collection
+from stppo_jax.tools.lab import estimates
+from stppo_jax.tools.lab import saved_batch
+from stppo_jax.training import run_record
+from stppo_jax.training.building import assembly
+from tests.training import runs
+
+_COEFFICIENT = 0.5  # of the KL penalty, in the checkpoint
+_OF_VALUES = {'values_BL', 'old_values_BL'}
+
+
+@pytest.fixture(scope='module')
+def config():
+  return runs.config()
+
+
+@pytest.fixture(scope='module')
+def collected(config):
+  """Returns the saved batch of the first step of a run."""
+  return collection.collect(config, workdir=None, num_updates=None)
+
+
+@pytest.fixture(scope='module')
+def learner(config):
+  """Returns the learner of that run."""
+  questions = assembly.build_questions(config)
+  tokenizer = assembly.build_tokenizer(config, questions)
+  mesh = assembly.build_mesh(config)
+  shape = assembly.build_model_config(config, tokenizer, mesh)
+  return learner_lib.Learner(config, shape, mesh)
+
+
+def _files(folder):
+  return {
+    str(path): (path.stat().st_mtime_ns, path.is_file() and path.read_bytes())
+    for path in folder.rglob('*')
+  }
+
+
+def test_a_collection_has_every_array_of_the_file(collected):
+  assert list(collected) == list(saved_batch.ARRAY_KINDS)
+  needs = dict.fromkeys(saved_batch.ARRAY_KINDS, 'it')
+  chosen = saved_batch.select(collected, needs, dtype=np.float32)
+  mask, ids = collected['loss_mask_BL'], collected['turn_ids_BL']
+  assert mask.sum() > 100
+  np.testing.assert_array_equal(mask, ids > 0)  # nothing has failed
+  for name in ('sentence_ids_BL', 'state_ids_BL'):
+    np.testing.assert_array_equal(collected[name] > 0, mask)
+  assert saved_batch.num_turns(chosen) <= 3
+  sampled = collected['sampler_logprobs_BL'] - collected['old_logprobs_BL']
+  assert np.abs(sampled[mask]).max() < 1e-4
+  assert _moved(collected, 'logprobs') > 1e-4
+  assert collected['lengths_B'].shape == collected['group_ids_B'].shape == (16,)
+
+
+@pytest.mark.slow
+def test_a_collection_is_annotated_and_updated_like_a_step(
+  config, collected, learner
+):
+  names = [f.name for f in dataclasses.fields(batch_lib.TokenBatch)[:9]]
+  packed = batch_lib.TokenBatch(**{name: collected[name] for name in names})
+  state = learner.start()
+  batch, _ = learner.annotate(state, packed, reference=learner.reference())
+  state, _ = learner.update_epochs(state, batch, 0)
+  batch = jax.device_get(batch)
+  for name in ('old_logprobs_BL', 'ref_logprobs_BL', 'advantages_BL'):
+    np.testing.assert_array_equal(collected[name], getattr(batch, name))
+  np.testing.assert_array_equal(collected['old_values_BL'], batch.values_BL)
+  params = jax.device_get(state).policy.params
+  logprobs, entropy = learner.policy.logprobs_and_entropy(
+    params, collected['tokens_BL'], temperature=config.rollout.temperature
+  )
+  mask = collected['loss_mask_BL']
+  for name, expected in (('logprobs_BL', logprobs), ('entropy_BL', entropy)):
+    np.testing.assert_allclose(
+      collected[name][mask], np.asarray(expected)[mask], atol=2e-6
+    )
+  # The update changed them by more than that.
+  assert _moved(collected, 'logprobs') > 1e-4
+
+
+def _moved(arrays, name):
+  moved = arrays[f'{name}_BL'] - arrays[f'old_{name}_BL']
+  return np.abs(moved[arrays['loss_mask_BL']]).max()
+
+
+def test_the_newest_checkpoint_samples_and_no_file_is_changed(
+  config, collected, learner, tmp_path
+):
+  start = learner.start()
+  params = jax.tree.map(lambda x: 1.1 * x, start.policy.params)
+  policy = dataclasses.replace(start.policy, params=params)
+  state = dataclasses.replace(start, policy=policy)
+  run_record.record_config(config.to_dict(), tmp_path)
+  saved = checkpoint.Checkpointer(tmp_path)
+  saved.save(1, state, {'kl_coefficient': _COEFFICIENT})
+  saved.close()
+  before = _files(tmp_path)
+  later = collection.collect(config, workdir=tmp_path, num_updates=1)
+  assert _files(tmp_path) == before
+  assert not np.array_equal(later['tokens_BL'], collected['tokens_BL'])
+  # The reference is the start, not the sampling policy; so there is a KL
+  # penalty, which the returns contain.
+  mask = later['loss_mask_BL']
+  apart = later['old_logprobs_BL'] - later['ref_logprobs_BL']
+  assert np.abs(apart[mask]).max() > 1e-4
+  assert later['kl_coefficient'] == np.float64(_COEFFICIENT)
+  assert collected['kl_coefficient'] == config.algorithm.kl.coefficient
+  assert config.algorithm.kl.where == 'reward'
+  penalized = estimates.penalized(
+    later,
+    estimator=config.algorithm.kl.estimator,
+    coefficient=float(later['kl_coefficient']),
+  )
+  estimator = estimates.build_estimator(config.algorithm.advantage)
+  found = estimates.estimate(estimator, penalized)
+  for name in ('advantages_BL', 'returns_BL'):
+    assert np.abs(later[name]).max() > 0
+    np.testing.assert_allclose(found.arrays[name], later[name], atol=1e-5)
+  assert _moved(later, 'logprobs') > 1e-4 and _moved(later, 'values') > 1e-6
+
+
+@pytest.mark.slow
+def test_an_algorithm_without_values_has_none_in_the_file():
+  config = runs.config('so_grpo', rollout__group_size=4)
+  found = collection.collect(config, workdir=None, num_updates=0)
+  assert set(saved_batch.ARRAY_KINDS) - set(found) == _OF_VALUES
+  assert np.bincount(found['group_ids_B']).tolist() == [4] * 4
+  mask = found['loss_mask_BL']
+  assert _moved(found, 'logprobs') < 2e-6  # no update, no step
+  assert all(
+    np.isfinite(x[mask]).all() for n, x in found.items() if n[-3:] == '_BL'
+  )
+
+
+def test_a_start_that_does_not_exist_yet_is_one_line(tmp_path):
+  config, begun = runs.config(sft__before_training=True), tmp_path / 'begun'
+  run_record.record_config(config.to_dict(), begun)
+  for workdir, expected in (
+    (None, '--workdir: missing; the start of this config is made by its run'),
+    (tmp_path / 'absent', f'--workdir={tmp_path}/absent: no such folder'),
+    (tmp_path, f'no run in {tmp_path}: train has made none'),
+    (begun, f'{begun}/start: missing, the run has not begun'),
+  ):
+    with pytest.raises(assembly.Misconfigured) as caught:
+      collection.collect(config, workdir=workdir, num_updates=math.inf)
+    assert str(caught.value) == expected
+    assert caught.value.exit_code == 2

@@ -1,0 +1,134 @@
+"""Comparing algorithms: cosines, silenced tokens, and the table."""
+
+import jax
+import numpy as np
+import pytest
+
+from stppo_jax.tools.lab import comparison
+from stppo_jax.tools.lab import lab
+from stppo_jax.tools.lab import saved_batch
+from tests.rl import batches
+from tests.tools.lab import batch_arrays
+
+_NAMES = ('token_ppo', 's_ppo', 'turn_ppo')
+
+
+@pytest.fixture(autouse=True)
+def _double_precision():
+  with jax.enable_x64(True):
+    yield
+
+
+def _rollouts(arrays):
+  needs = lab.required_arrays(
+    batches.algorithm('st_ppo'), entropy_coefficient=0.0
+  )
+  return saved_batch.select(
+    arrays, dict.fromkeys(needs, 'it'), dtype=np.float64
+  )
+
+
+def _compare(arrays, names=_NAMES):
+  rows = {name: batches.algorithm(name) for name in names}
+  return comparison.compare(rows, _rollouts(arrays))
+
+
+@pytest.fixture(scope='module')
+def compared():
+  with jax.enable_x64(True):
+    arrays, batch, logprobs, _ = batch_arrays.arrays()
+    return _compare(arrays), arrays, batch, logprobs
+
+
+def test_cosines_are_those_of_the_gradients(compared):
+  found, arrays, _, _ = compared
+  gradients = {
+    name: lab.loss_and_gradient(
+      batches.algorithm(name), _rollouts(arrays), entropy_coefficient=0.0
+    ).arrays['dloss_dlogprobs_BL']
+    for name in _NAMES
+  }
+  for a, x in gradients.items():
+    assert found.cosines[a][a] == pytest.approx(1, rel=1e-12)
+    for b, y in gradients.items():
+      expected = (x * y).sum() / np.sqrt((x**2).sum() * (y**2).sum())
+      assert found.cosines[a][b] == pytest.approx(expected, rel=1e-12)
+  assert found.cosines['token_ppo']['turn_ppo'] < 0.99
+  # A common factor changes no direction.
+  assert found.cosines['token_ppo']['s_ppo'] == pytest.approx(1, rel=1e-12)
+
+
+def test_a_silenced_token_has_an_advantage_and_no_gradient(compared):
+  found, _, batch, logprobs = compared
+  mask, advantages = batch.loss_mask_BL, batch.advantages_BL
+  ratio = np.exp(logprobs - batch.old_logprobs_BL)
+  cut = (ratio > 1.2) & (advantages > 0) | (ratio < 0.8) & (advantages < 0)
+  share = (cut & mask).sum() / mask.sum()
+  assert found.metrics['token_ppo']['silenced'] == pytest.approx(share)
+  assert found.metrics['token_ppo']['actor/pg_clipfrac'] == pytest.approx(share)
+  # A token that is cut still moves the ratio of those of its turn.
+  turn = found.metrics['turn_ppo']
+  assert 0 < turn['silenced'] < turn['actor/pg_clipfrac']
+
+
+def test_a_token_without_advantage_is_not_silenced():
+  arrays, *_ = batch_arrays.arrays()
+  arrays['advantages_BL'] = np.zeros_like(arrays['advantages_BL'])
+  found = _compare(arrays, ('token_ppo', 'turn_ppo'))
+  for a in found.metrics:
+    assert (
+      found.metrics[a]['silenced'] == found.metrics[a]['actor/grad_norm'] == 0
+    )
+    assert set(found.cosines[a].values()) == {0.0}  # no direction, no NaN
+
+
+def test_the_smallest_gradients_have_a_direction():
+  arrays, *_ = batch_arrays.arrays()
+  arrays['advantages_BL'] = arrays['advantages_BL'] * 1e-250
+  found = _compare(arrays, ('token_ppo', 'turn_ppo'))
+  assert found.cosines['turn_ppo']['turn_ppo'] == pytest.approx(1)
+
+
+def test_the_table_has_a_line_for_each_algorithm_and_the_cosines(compared):
+  found, *_ = compared
+  upper, lower = comparison.table(found).split('\n\n')
+  head, *lines = (line.split() for line in upper.splitlines())
+  assert head == [
+    'algorithm',
+    'loss',
+    'grad',
+    'norm',
+    'cut',
+    'below',
+    'above',
+  ] + ['silenced']
+  for name, line in zip(_NAMES, lines):
+    metrics = found.metrics[name]
+    band = 'turn' if name == 'turn_ppo' else 'token'
+    assert line == [
+      name,
+      f'{metrics["loss"]:.6g}',
+      f'{metrics["actor/grad_norm"]:.6g}',
+      f'{metrics["actor/pg_clipfrac"]:.2%}',
+      f'{metrics[f"clipfrac/{band}/low"]:.2%}',
+      f'{metrics[f"clipfrac/{band}/high"]:.2%}',
+      f'{metrics["silenced"]:.2%}',
+    ]
+  head, *lines = (line.split() for line in lower.splitlines())
+  assert head == ['cosine', *_NAMES]
+  for a, line in zip(_NAMES, lines, strict=True):
+    assert line == [a, *(f'{found.cosines[a][b]:.4f}' for b in _NAMES)]
+
+
+def test_an_overflow_is_named_with_its_algorithm():
+  arrays, *_ = batch_arrays.arrays()
+  arrays['advantages_BL'] = arrays['advantages_BL'] * 1e200
+  rows = {n: batches.algorithm(n) for n in ('token_ppo', 's_ppo')}
+  with pytest.raises(
+    saved_batch.NotFinite, match='^s_ppo: stab/norm_clipped, '
+  ):
+    comparison.compare(rows, _rollouts(arrays))
+  del rows['s_ppo']
+  assert 'nan' not in comparison.table(
+    comparison.compare(rows, _rollouts(arrays))
+  )

@@ -1,0 +1,175 @@
+"""Estimators on saved batches, against plain loops in float64."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from stppo_jax.configs import algorithms
+from stppo_jax.rl import estimator_needs
+from stppo_jax.tools.lab import estimates
+from stppo_jax.tools.lab import saved_batch
+from tests.rl import batches
+from tests.rl import twins
+from tests.tools.lab import batch_arrays
+
+
+@pytest.fixture(autouse=True)
+def _double_precision():
+  with jax.enable_x64(True):
+    yield
+
+
+def _estimate(arrays, name, **options):
+  estimator = estimates.build_estimator(
+    algorithms.choice('advantage', name, **options)
+  )
+  needs = estimates.required_arrays(estimator, arrays)
+  rollouts = saved_batch.select(
+    arrays, dict.fromkeys(needs, 'it'), dtype=np.float64
+  )
+  estimates.check(estimator, rollouts)
+  return estimates.estimate(estimator, rollouts)
+
+
+def test_gae_gives_the_numbers_of_the_plain_loop():
+  arrays, batch, *_ = batch_arrays.arrays()
+  found = _estimate(arrays, 'gae', gamma=0.9, lambda_=0.8, whiten='none')
+  mask = batch.loss_mask_BL
+  advantages = np.zeros(mask.shape)
+  for b in range(len(mask)):
+    at = mask[b]
+    advantages[b, at] = twins.gae(
+      list(batch.rewards_BL[b, at]), list(batch.values_BL[b, at]), 0.9, 0.8
+    )
+  returns = np.where(mask, advantages + batch.values_BL, 0)
+  for name, expected in (('advantages', advantages), ('returns', returns)):
+    np.testing.assert_allclose(found.arrays[f'{name}_BL'], expected, atol=1e-12)
+    on = expected[mask]
+    for key, number in (
+      ('mean', on.mean()),
+      ('std', on.std(ddof=1)),
+      ('min', on.min()),
+      ('max', on.max()),
+    ):
+      assert found.metrics[f'{name}/{key}'] == pytest.approx(number)
+  np.testing.assert_array_equal(found.arrays['value_mask_BL'], mask)
+
+
+def test_old_values_are_preferred_to_new_ones():
+  arrays, *_ = batch_arrays.arrays()
+  old = _estimate(arrays, 'gae')
+  arrays['values_BL'] = arrays['old_values_BL'] + 1
+  both = _estimate(arrays, 'gae')
+  assert both.metrics == old.metrics
+  del arrays['old_values_BL']
+  new = _estimate(arrays, 'gae')
+  assert new.metrics != old.metrics
+  arrays['old_values_BL'] = arrays.pop('values_BL')
+  assert _estimate(arrays, 'gae').metrics == new.metrics
+
+
+def test_groups_are_compared_and_a_group_of_one_gives_zeros():
+  arrays, batch, *_ = batch_arrays.arrays()
+  mask = batch.loss_mask_BL
+  alone = _estimate(arrays, 'group_normalized')
+  assert not alone.arrays['advantages_BL'].any()
+  assert set(alone.metrics.values()) == {0.0}
+  arrays['group_ids_B'] = np.array([5, 5, 5, 5, -9, -9])
+  found = _estimate(arrays, 'group_centered')
+  totals = np.where(mask, batch.rewards_BL, 0).sum(axis=1)
+  expected = np.zeros(len(totals))
+  expected[:3] = totals[:3] - totals[:3].mean()  # row 3 has failed
+  expected[4:] = totals[4:] - totals[4:].mean()
+  np.testing.assert_allclose(
+    found.arrays['advantages_BL'],
+    np.where(mask, expected[:, None], 0),
+    atol=1e-12,
+  )
+  assert not found.arrays['returns_BL'].any()
+  assert not found.arrays['value_mask_BL'].any()
+
+
+@pytest.mark.parametrize('name', algorithms.DEFAULTS['advantage'])
+def test_the_required_arrays_of_an_estimator_suffice(name):
+  arrays, batch, *_ = batch_arrays.arrays()
+  arrays['state_ids_BL'] = batch.turn_ids_BL
+  estimator = estimates.build_estimator(algorithms.choice('advantage', name))
+  needs = estimates.required_arrays(estimator, arrays)
+  assert ('group_ids_B' in needs) == (name in estimator_needs.GROUPS)
+  found = _estimate({n: arrays[n] for n in needs}, name)
+  assert all(math.isfinite(x) for x in found.metrics.values())
+
+
+def test_an_empty_batch_gives_empty_estimates():
+  arrays, *_ = batch_arrays.arrays()
+  empty = {name: x[:0] for name, x in arrays.items()}
+  found = _estimate(empty, 'group_normalized')
+  assert set(found.metrics.values()) == {0.0}
+  assert found.arrays['advantages_BL'].shape == (0, batches.L)
+
+
+def test_turns_out_of_order_and_missing_values_are_refused():
+  arrays, batch, *_ = batch_arrays.arrays()
+  mask = batch.loss_mask_BL
+  response = {'observation_tokens': 'included', 'whiten': 'all'}
+  with pytest.raises(
+    ValueError, match='^old_values_BL: not finite in float64; '
+  ):
+    _estimate(arrays, 'gae', **response)
+  fine = arrays | {'old_values_BL': batch.values_BL}
+  assert _estimate(fine, 'gae', **response).metrics
+  slot = tuple(np.argwhere(mask & (batch.turn_ids_BL == 1))[0])
+  arrays['turn_ids_BL'][slot] = 3
+  with pytest.raises(
+    ValueError, match='^turn_ids_BL: must not decrease in a r'
+  ):
+    _estimate(arrays, 'gae')
+
+
+@pytest.mark.parametrize('poison', [np.nan, np.inf])
+@pytest.mark.parametrize('kl', ['k1', 'k2', 'k3'])
+def test_the_penalty_is_that_of_a_run(kl, poison):
+  arrays, batch, *_ = batch_arrays.arrays(poison=poison)
+  names = ('rewards_BL', 'loss_mask_BL', *estimates.PENALTY_ARRAYS)
+  rollouts = saved_batch.select(
+    arrays, dict.fromkeys(names, 'it'), dtype=np.float64
+  )
+  found = estimates.penalized(rollouts, estimator=kl, coefficient=0.3)
+  expected = np.zeros(batch.rewards_BL.shape)
+  for at in map(tuple, np.argwhere(batch.loss_mask_BL)):
+    x = batch.old_logprobs_BL[at] - batch.ref_logprobs_BL[at]
+    of = {'k1': x, 'k2': x**2 / 2, 'k3': math.exp(-x) - 1 + x}[kl]
+    expected[at] = batch.rewards_BL[at] - 0.3 * of
+  np.testing.assert_allclose(found['rewards_BL'], expected, atol=1e-12)
+  assert (
+    np.abs(expected - np.where(batch.loss_mask_BL, batch.rewards_BL, 0)).max()
+    > 1e-3
+  )
+  for name in names[1:]:
+    assert found[name] is rollouts[name]
+
+
+def test_a_penalty_that_a_run_cannot_have_is_refused():
+  options = lambda name: algorithms.choice('advantage', name)
+  gae = estimates.build_estimator(options('gae'))
+  estimates.check_penalty(gae, 'k1')
+  with pytest.raises(ValueError, match='must be one of k1, k2, k3'):
+    estimates.check_penalty(gae, 'k4')
+  turns = estimates.build_estimator(options('turn_group'))
+  with pytest.raises(ValueError, match='would count as a reward of the turns'):
+    estimates.check_penalty(turns, 'k1')
+
+
+def test_advantages_that_are_too_large_are_refused_and_a_metric_is_not():
+  arrays, batch, *_ = batch_arrays.arrays()
+  arrays['rewards_BL'] = np.where(batch.loss_mask_BL, 1e200, np.nan)
+  found = _estimate(arrays, 'monte_carlo', whiten='none')
+  assert found.metrics['advantages/max'] < math.inf
+  assert found.metrics['advantages/std'] == math.inf
+  arrays['rewards_BL'] = np.where(batch.loss_mask_BL, 1.7e308, np.nan)
+  with pytest.raises(
+    saved_batch.NotFinite, match='^advantages_BL: not finite in fl'
+  ):
+    _estimate(arrays, 'monte_carlo', whiten='none')

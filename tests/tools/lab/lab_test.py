@@ -1,0 +1,199 @@
+"""Algorithms on saved batches, against plain loops in float64."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from stppo_jax.rl import algorithm as algorithm_lib
+from stppo_jax.tools.lab import lab
+from stppo_jax.tools.lab import saved_batch
+from tests.rl import batches
+from tests.rl import loss_twin
+from tests.rl import twins
+from tests.tools.lab import batch_arrays
+
+_ENTROPY = 0.01
+_TAU = 'correction__clipping_bias__tau'
+_NORM = 'correction__clipping_bias__norm'
+
+
+@pytest.fixture(autouse=True)
+def _double_precision():
+  with jax.enable_x64(True):
+    yield
+
+
+def _select(arrays, algorithm, coefficient=_ENTROPY):
+  needs = lab.required_arrays(algorithm, entropy_coefficient=coefficient)
+  found = saved_batch.select(
+    arrays, dict.fromkeys(needs, 'it'), dtype=np.float64
+  )
+  more, problems = saved_batch.select_optional(
+    arrays, lab.OPTIONAL_ARRAYS, dtype=np.float64
+  )
+  assert not problems
+  return found | more
+
+
+def _score(arrays, row, coefficient=_ENTROPY):
+  algorithm = algorithm_lib.build_algorithm(row)
+  rollouts = _select(arrays, algorithm, coefficient)
+  return lab.loss_and_gradient(
+    algorithm, rollouts, entropy_coefficient=coefficient
+  )
+
+
+@pytest.mark.parametrize('poison', [np.nan, np.inf])
+@pytest.mark.parametrize(
+  ('name', 'changes'),
+  [
+    ('st_ppo', {_TAU: 1.1}),
+    # Reads every array that an algorithm can read.
+    (
+      'sspo',
+      {
+        'correction__names': ('clipping_bias', 'tis'),
+        'kl__where': 'loss',
+        'kl__coefficient': 0.3,
+      },
+    ),
+  ],
+)
+def test_loss_and_gradient_are_those_of_the_plain_loops(name, changes, poison):
+  row = batches.algorithm_options(name, **changes)
+  arrays, batch, logprobs, entropy = batch_arrays.arrays(poison=poison)
+  found = _score(arrays, row)
+  twin = loss_twin.policy_loss(row, logprobs, entropy, batch, _ENTROPY)
+  assert found.metrics['loss'] == pytest.approx(twin.loss, rel=1e-12)
+  assert found.arrays['loss'] == found.metrics['loss']
+  mask = batch.loss_mask_BL
+  level = row['ratio']['level']
+  ratio = twins.ratios(logprobs, batch.old_logprobs_BL, batch, level)
+  for key, expected in (
+    ('ratio_BL', ratio),
+    ('weights_BL', twin.scales),
+    ('clipped_BL', twin.cut),
+  ):
+    np.testing.assert_allclose(found.arrays[key], expected, rtol=1e-12)
+  assert found.metrics['actor/pg_clipfrac'] == twin.cut[mask].mean()
+  gradient = found.arrays['dloss_dlogprobs_BL']
+  np.testing.assert_array_equal(gradient[~mask], 0)
+  slots = np.argwhere(mask)[::3]
+  differences = twins.differences(
+    lambda x: (
+      loss_twin.policy_loss(
+        row, x, entropy, batch, _ENTROPY, frozen=logprobs
+      ).loss
+    ),
+    logprobs,
+    slots,
+  )
+  at = tuple(slots.T)
+  np.testing.assert_allclose(gradient[at], differences[at], atol=1e-8)
+  norm = math.sqrt((gradient**2).sum())
+  assert found.metrics['actor/grad_norm'] == pytest.approx(norm, rel=1e-12)
+
+
+@pytest.mark.slow
+def test_norm_gradient_divides_by_the_norm_over_logprobs():
+  arrays, batch, logprobs, entropy = batch_arrays.arrays(spread=0.6)
+  row = batches.algorithm_options('s_ppo', **{_NORM: 'gradient'})
+  row['correction']['clipping_bias']['floor'] = 1e-6
+  found = _score(arrays, row)
+  mask, advantages = batch.loss_mask_BL, batch.advantages_BL
+  ratio = np.exp(logprobs - batch.old_logprobs_BL)
+  outside = mask & ((ratio < 0.8) | (ratio > 1.2))
+  norm = np.linalg.norm((ratio * advantages)[outside]) / mask.sum()
+  assert norm > 1e-3
+  plain = batches.algorithm_options('token_ppo')
+  whole = _score(arrays, plain).arrays['dloss_dlogprobs_BL']
+  np.testing.assert_allclose(
+    found.arrays['dloss_dlogprobs_BL'], whole / norm, rtol=1e-10
+  )
+  assert found.metrics['stab/bias_grad_norm'] == pytest.approx(norm, rel=1e-10)
+
+
+def test_equal_algorithms_have_equal_scores():
+  arrays, *_ = batch_arrays.arrays()
+  a = _score(arrays, batches.algorithm_options('s_ppo', **{_TAU: math.inf}))
+  b = _score(arrays, batches.algorithm_options('token_ppo'))
+  assert a.metrics == pytest.approx(b.metrics, rel=1e-12, abs=1e-12)
+  for name in a.arrays:
+    np.testing.assert_allclose(a.arrays[name], b.arrays[name], rtol=1e-12)
+  tight = _score(arrays, batches.algorithm_options('s_ppo', **{_TAU: 1.1}))
+  assert tight.metrics['stab/scale'] < 1
+  assert tight.metrics['loss'] != b.metrics['loss']
+
+
+def test_a_file_with_five_arrays_is_enough():
+  arrays, *_ = batch_arrays.arrays()
+  whole = _score(arrays, batches.algorithm_options('st_ppo'), 0.0)
+  needs = lab.required_arrays(
+    batches.algorithm('st_ppo'), entropy_coefficient=0.0
+  )
+  assert len(needs) == 5
+  few = _score(
+    {n: arrays[n] for n in needs}, batches.algorithm_options('st_ppo'), 0.0
+  )
+  for name in few.arrays:
+    np.testing.assert_allclose(few.arrays[name], whole.arrays[name], rtol=1e-12)
+  said = set(whole.metrics) - set(few.metrics)
+  assert said and not set(few.metrics) - set(whole.metrics)
+  for name in said:  # what is not measured is left out
+    assert name == 'actor/entropy' or name.startswith(
+      ('mismatch/', 'ratio/sentence/', 'clipfrac/sentence/')
+    )
+  for name, value in few.metrics.items():
+    assert value == pytest.approx(whole.metrics[name], rel=1e-12)
+
+
+def test_the_required_arrays_are_those_an_algorithm_reads():
+  needs = lambda name, coefficient=0.0: lab.required_arrays(
+    batches.algorithm(name), entropy_coefficient=coefficient
+  )
+  five = needs('st_ppo')
+  assert needs('sspo') == five | {'sentence_ids_BL', 'entropy_BL'}
+  assert needs('minirl') == five | {'sampler_logprobs_BL'}
+  assert needs('so_grpo') == five | {'ref_logprobs_BL'}
+  assert needs('st_ppo', 0.1) == five | {'entropy_BL'}
+
+
+@pytest.mark.parametrize('shape', [(0, 7), (1, 0), (1, 7)])
+def test_a_batch_without_a_trained_token_gives_zeros(shape):
+  arrays = {
+    name: np.zeros(shape, int if 'ids' in name or 'mask' in name else float)
+    for name in lab.required_arrays(
+      batches.algorithm('st_ppo'), entropy_coefficient=0.0
+    )
+  }
+  found = _score(arrays, batches.algorithm_options('st_ppo'), 0.0)
+  assert set(found.metrics.values()) <= {0.0, 1.0}  # rho's scale is 1
+  assert found.metrics['loss'] == 0
+  for name, x in found.arrays.items():
+    if name != 'loss':
+      assert x.shape == shape
+  assert not found.arrays['dloss_dlogprobs_BL'].any()
+
+
+def test_only_a_metric_that_the_algorithm_does_not_use_may_overflow():
+  """Squares of 1e200 overflow; the loss and its gradient do not."""
+  arrays, batch, *_ = batch_arrays.arrays()
+  arrays['advantages_BL'] = arrays['advantages_BL'] * 1e200
+  found = _score(arrays, batches.algorithm_options('token_ppo'), 0.0)
+  assert found.metrics['stab/norm_clipped'] == math.inf
+  assert not np.isfinite(found.metrics['stab/rho'])
+  gradient = found.arrays['dloss_dlogprobs_BL']
+  norm = np.linalg.norm(gradient / 1e200) * 1e200
+  assert found.metrics['actor/grad_norm'] == pytest.approx(norm, rel=1e-12)
+  # s_ppo divides its loss by the same numbers.
+  with pytest.raises(
+    saved_batch.NotFinite, match='^stab/norm_clipped, stab/norm_un'
+  ):
+    _score(arrays, batches.algorithm_options('s_ppo'), 0.0)
+  arrays['advantages_BL'][batch.loss_mask_BL] = 1.7e308
+  with pytest.raises(
+    saved_batch.NotFinite, match='^loss: not finite in float64'
+  ):
+    _score(arrays, batches.algorithm_options('token_ppo'), 0.0)

@@ -1,0 +1,240 @@
+"""Saved batches: the arrays that are selected, and those refused."""
+
+import math
+
+import numpy as np
+import pytest
+
+from stppo_jax import batch as batch_lib
+from stppo_jax.tools.lab import saved_batch
+from tests.tools.lab import batch_arrays
+
+_NEEDS = {
+  'loss_mask_BL': 'it',
+  'turn_ids_BL': 'it',
+  'logprobs_BL': 'it',
+  'group_ids_B': 'it',
+}
+
+
+def _select(arrays, needs=None, dtype=np.float64):
+  return saved_batch.select(arrays, needs or _NEEDS, dtype=dtype)
+
+
+def _refused(arrays, *lines, **options):
+  with pytest.raises(ValueError) as caught:
+    _select(arrays, **options)
+  found = str(caught.value).splitlines()
+  assert len(found) == len(lines)
+  for line, start in zip(found, lines):
+    assert line.startswith(start), line
+
+
+def test_every_array_has_its_place_in_a_batch():
+  fields = set(batch_lib.TokenBatch.__dataclass_fields__)
+  ours = {'logprobs_BL', 'entropy_BL', 'old_values_BL', 'kl_coefficient'}
+  of_models = {'loss_positions_BM', 'expert_ids', 'expert_visits_BX'}
+  assert set(saved_batch.ARRAY_KINDS) == fields - of_models | ours
+
+
+@pytest.mark.parametrize(
+  ('changes', 'lines'),
+  [
+    (
+      {'logprobs_BL': np.zeros((6, 9)), 'group_ids_B': np.zeros(5, int)},
+      [
+        'group_ids_B has shape (5,), expected (6,), as loss_mask_BL has',
+        'logprobs_BL has shape (6, 9), expected (6, 16), as loss_mask_BL has',
+      ],
+    ),
+    (
+      {'loss_mask_BL': np.zeros(6, int)},
+      ['loss_mask_BL has shape (6,), expected'],
+    ),
+    (
+      {'loss_mask_BL': np.zeros((6, 1), int)},
+      ['turn_ids_BL has shape (6, 16), ex'],
+    ),
+  ],
+)
+def test_shapes_that_do_not_fit_are_named(changes, lines):
+  arrays, *_ = batch_arrays.arrays()
+  needs = {name: 'it' for name in _NEEDS}
+  if 'loss_mask_BL' in changes:
+    needs = {name: 'it' for name in ('loss_mask_BL', 'turn_ids_BL')}
+  _refused(arrays | changes, *lines, needs=needs)
+  _select(arrays | {'advantages_BL': np.zeros(3)})  # not read by the command
+
+
+def test_selected_arrays_have_the_dtypes_of_the_computation():
+  arrays, batch, logprobs, _ = batch_arrays.arrays()
+  arrays['state_ids_BL'] = np.where(batch.loss_mask_BL, 2**40, -(2**50))
+  more = dict.fromkeys(('state_ids_BL', 'old_values_BL'), 'it')
+  found = _select(arrays, _NEEDS | more)
+  assert found.keys() == _NEEDS.keys() | more.keys()
+  mask = batch.loss_mask_BL
+  assert found['loss_mask_BL'].dtype == bool
+  np.testing.assert_array_equal(found['loss_mask_BL'], mask)
+  np.testing.assert_array_equal(
+    found['turn_ids_BL'], np.where(mask, batch.turn_ids_BL, 0)
+  )
+  for name in ('turn_ids_BL', 'group_ids_B', 'state_ids_BL'):
+    assert found[name].dtype == np.int32
+  # Equal where they were equal, though not the same numbers.
+  np.testing.assert_array_equal(found['group_ids_B'], batch.group_ids_B)
+  np.testing.assert_array_equal(found['state_ids_BL'] > 0, mask)
+  assert len(np.unique(found['state_ids_BL'][mask])) == 1
+  np.testing.assert_array_equal(found['logprobs_BL'][mask], logprobs[mask])
+  small = _select(arrays, dtype=np.float32)
+  assert small['logprobs_BL'].dtype == np.float32
+  assert saved_batch.num_turns(found) == batch.turn_ids_BL[mask].max()
+
+
+def test_a_missing_array_is_named_with_its_reader():
+  arrays, *_ = batch_arrays.arrays()
+  del arrays['logprobs_BL'], arrays['group_ids_B']
+  _refused(
+    arrays,
+    'lacks logprobs_BL, which it reads',
+    'lacks group_ids_B, which it reads',
+  )
+
+
+@pytest.mark.parametrize(
+  ('name', 'dtype', 'line'),
+  [
+    ('turn_ids_BL', float, 'turn_ids_BL is float64, expected integers'),
+    ('loss_mask_BL', float, 'loss_mask_BL is float64, expected booleans, or 0'),
+    ('logprobs_BL', complex, 'logprobs_BL is complex128, expected real numb'),
+    ('group_ids_B', 'U3', 'group_ids_B is <U3, expected integers'),
+  ],
+)
+def test_another_kind_of_number_is_named(name, dtype, line):
+  arrays, *_ = batch_arrays.arrays(poison=0.0)
+  arrays[name] = arrays[name].astype(dtype)
+  _refused(arrays, line)
+
+
+@pytest.mark.parametrize('value', [np.nan, np.inf, -np.inf])
+def test_a_number_that_is_not_finite_is_found_on_the_mask(value):
+  arrays, batch, *_ = batch_arrays.arrays(poison=value)
+  _select(arrays)  # off the mask it may be anything
+  slots = np.argwhere(batch.loss_mask_BL)
+  arrays['logprobs_BL'][tuple(slots[4])] = value
+  arrays['logprobs_BL'][tuple(slots[9])] = value
+  place = [int(x) for x in slots[4]]
+  _refused(
+    arrays,
+    f'logprobs_BL: not finite in float64; 2 entries, the first at {place}',
+  )
+  other = {name: x for name, x in _NEEDS.items() if name != 'logprobs_BL'}
+  _select(arrays, other)  # not read by the command
+
+
+def test_a_number_too_large_for_the_precision_is_refused():
+  arrays, batch, *_ = batch_arrays.arrays()
+  arrays['logprobs_BL'][tuple(np.argwhere(batch.loss_mask_BL)[0])] = -1e300
+  _select(arrays)
+  _refused(arrays, 'logprobs_BL: not finite in float32; 1', dtype=np.float32)
+
+
+@pytest.mark.parametrize('number', [0, -1, 17, 2**40])
+def test_a_trained_token_needs_a_turn_id(number):
+  arrays, batch, *_ = batch_arrays.arrays()
+  slot = np.argwhere(batch.loss_mask_BL)[3]
+  arrays['turn_ids_BL'][tuple(slot)] = number
+  _refused(
+    arrays,
+    'turn_ids_BL: must be in 1..16 where loss_mask_BL is true; 1 entries, the '
+    f'first at {[int(x) for x in slot]}',
+  )
+
+
+def test_a_mask_has_two_values():
+  arrays, *_ = batch_arrays.arrays()
+  arrays['loss_mask_BL'][2, 3] = 2
+  _refused(
+    arrays, 'loss_mask_BL: neither 0 nor 1; 1 entries, the first at [2, 3'
+  )
+
+
+def test_an_empty_batch_is_padded_by_a_token_off_the_mask():
+  for shape in ((0, 0), (0, 5), (5, 0), (2, 3)):
+    arrays = {
+      'loss_mask_BL': np.ones(shape, bool),
+      'logprobs_BL': np.ones(shape),
+      'turn_ids_BL': np.ones(shape, np.int32),
+      'group_ids_B': np.ones(shape[0], np.int32),
+    }
+    found = saved_batch.pad_empty(arrays)
+    rows, tokens = max(shape[0], 1), max(shape[1], 1)
+    assert found['logprobs_BL'].shape == (rows, tokens)
+    assert found['group_ids_B'].shape == (rows,)
+    assert found['loss_mask_BL'].sum() == arrays['loss_mask_BL'].sum()
+    assert saved_batch.num_turns(arrays) == 1
+
+
+def test_optional_arrays_are_read_where_they_are_valid():
+  arrays, batch, *_ = batch_arrays.arrays()
+  uses = (
+    'entropy_BL',
+    'sentence_ids_BL',
+    'sampler_logprobs_BL',
+    'state_ids_BL',
+  )
+  needs = dict.fromkeys(('loss_mask_BL', *uses[:3]), 'it')
+  found, lines = saved_batch.select_optional(arrays, uses, dtype=np.float32)
+  assert not lines and found.keys() == set(uses[:3])
+  for name, x in _select(arrays, needs, np.float32).items():
+    if name in found:
+      np.testing.assert_array_equal(found[name], x)
+  arrays['sampler_logprobs_BL'][:] = np.nan
+  arrays['sentence_ids_BL'][:] = 0
+  arrays['entropy_BL'] = np.zeros((2, 2))
+  found, lines = saved_batch.select_optional(arrays, uses, dtype=np.float32)
+  assert not found
+  number = batch.loss_mask_BL.sum()
+  for line, start in zip(
+    lines,
+    (
+      'entropy_BL has shape (2, 2), expected (6, 16)',
+      'sentence_ids_BL: must be in 1..16 where loss_mask_BL is true; '
+      f'{number} entries',
+      f'sampler_logprobs_BL: not finite in float32; {number} entries',
+    ),
+    strict=True,
+  ):
+    assert line.startswith(start)
+
+
+def test_a_single_number_has_no_axes():
+  arrays, *_ = batch_arrays.arrays()
+  needs = _NEEDS | {'kl_coefficient': 'it'}
+  arrays['kl_coefficient'] = np.asarray(0.25)
+  found = _select(arrays, needs)
+  assert found['kl_coefficient'] == 0.25
+  assert saved_batch.pad_empty(found)['kl_coefficient'].shape == ()
+  assert saved_batch.token_batch(found | {'rewards_BL': None})
+  for value, line in (
+    (math.nan, 'kl_coefficient: not finite in float64'),
+    ([0.25], 'kl_coefficient has shape (1,), expected (), as loss_mask_BL'),
+    ('high', 'kl_coefficient is <U4, expected real numbers'),
+  ):
+    arrays['kl_coefficient'] = np.asarray(value)
+    _refused(arrays, line, needs=needs)
+
+
+def test_padding_is_undone_and_overflow_is_named():
+  arrays = {
+    'loss_mask_BL': np.ones((0, 3), bool),
+    'turn_ids_BL': np.ones((0, 3)),
+  }
+  for x in saved_batch.pad_empty(arrays).values():
+    assert saved_batch.unpad(x, (0, 3)).shape == (0, 3)
+  saved_batch.check_finite(arrays)
+  with pytest.raises(
+    saved_batch.NotFinite, match='^b: not finite in float32, the'
+  ):
+    saved_batch.check_finite(
+      {'a': np.ones(2), 'b': np.array([1, np.inf], np.float32)}
+    )

@@ -1,0 +1,194 @@
+"""Bytes and operations of programs, compared with counts by hand."""
+
+import jax
+from jax.sharding import PartitionSpec as P
+import numpy as np
+
+from stppo_jax.parallel import mesh as mesh_lib
+from stppo_jax.tools.plan import program
+
+_TEXT = """HloModule jit_f, is_scheduled=true, num_partitions=8
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%body (arg: (s32[], f32[4,6])) -> (s32[], f32[4,6]) {
+  %part = f32[4,6]{1,0:T(8,128)} get-tuple-element(%arg), index=1
+  %both = (f32[4,6]{1,0}, /*index=1*/bf16[2]{0}) all-reduce(%part, %small), \
+replica_groups=[2,4]<=[8], to_apply=%add
+  %whole = f32[8,6]{1,0} all-gather(%part), replica_groups={{0,1},{2,3}}
+}
+
+%cond (arg: (s32[], f32[4,6])) -> pred[] {
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+
+ENTRY %main (p: f32[4,6]) -> f32[4,6] {
+  %p = f32[4,6]{1,0} parameter(0)
+  %loop = (s32[], f32[4,6]{1,0}) while(%p), condition=%cond, body=%body, \
+backend_config={"known_trip_count":{"n":"5"}}
+  %piece = f32[1,6]{1,0} reduce-scatter(%p), \
+replica_groups=mesh['axis_0'=4,'axis_1'=1,'axis_2'=2] {'axis_0'}, use_ids=true
+  %some = f32[4,6]{1,0} all-reduce(%p), \
+replica_groups=mesh['axis_0'=8], device_ids=([2,4]T(1,0)) {'axis_0':(1)2}, \
+to_apply=%add
+  %begun = (f32[4,6]{1,0}, f32[32,6]{1,0}) all-gather-start(%p)
+  ROOT %moved = f32[4,6]{1,0} collective-permute(%p), pairs={{0,1}}
+}
+"""
+
+
+def test_collectives_of_a_program_are_counted():
+  found = [
+    (c.kind, c.size, c.devices, c.times, c.sent)
+    for c in program.collectives(_TEXT)
+  ]
+  assert found == [
+    ('all-reduce', 100, 4, 5, 5 * 2 * 100 * 3 / 4),
+    ('all-gather', 192, 2, 5, 5 * 192 / 2),
+    ('reduce-scatter', 96, 4, 1, 96 * 3 / 4),
+    ('all-reduce', 96, 2, 1, 96),
+    ('all-gather', 768, 8, 1, 768 * 7 / 8),
+    ('collective-permute', 96, 8, 1, 96),
+  ]
+
+
+def test_collectives_are_along_axes_of_the_mesh():
+  mesh = {'data': 2, 'fsdp': 2, 'tensor': 2}
+  found = [(c.group, c.axes(mesh)) for c in program.collectives(_TEXT)]
+  assert found == [
+    ((0, 1, 2, 3), ('fsdp', 'tensor')),
+    ((0, 1), ('tensor',)),
+    # Every second device of 4 x 1 x 2; half of [2, 4] transposed.
+    ((0, 2, 4, 6), ('data', 'fsdp')),
+    ((0, 2), ('fsdp',)),
+    (tuple(range(8)), ('data', 'fsdp', 'tensor')),
+    (tuple(range(8)), ('data', 'fsdp', 'tensor')),
+  ]
+
+
+# The compiler for TPU does not tell how often a loop iterates; it divides a
+# gather into kernels that run beside others; and it writes a reduce-scatter as
+# a kernel with an all-reduce, whose channel another one may have too.
+_TPU_TEXT = """HloModule jit_f, is_scheduled=true, num_partitions=16
+
+%begin (p: bf16[1,8]) -> (bf16[1,8], bf16[16,8]) {
+  %part = bf16[1,8]{1,0} parameter(0)
+  %all-gather.1 = bf16[16,8]{1,0} all-gather(%part), channel_id=7, \
+replica_groups=[1,16]<=[16], dimensions={0}
+  ROOT %begun = (bf16[1,8]{1,0}, bf16[16,8]{1,0}) custom-call(%all-gather.1)
+}
+
+%beside (p: bf16[1,8], x: bf16[4,16], w: bf16[16,8]) -> bf16[4,8] {
+  %part.2 = bf16[1,8]{1,0} parameter(0)
+  %all-gather.2 = bf16[16,8]{1,0} all-gather(%part.2), channel_id=7, \
+replica_groups=[1,16]<=[16], dimensions={0}
+  %x = bf16[4,16]{1,0} parameter(1)
+  %w = bf16[16,8]{1,0} parameter(2)
+  ROOT %product = bf16[4,8]{1,0} convolution(%x, %w), dim_labels=bf_io->bf
+}
+
+%all-reduce-scatter.3 (p: bf16[16,8]) -> bf16[1,8] {
+  %whole = bf16[16,8]{1,0} parameter(0)
+  %sum = bf16[16,8]{1,0} all-reduce(%whole), channel_id=9, \
+replica_groups=[1,16]<=[16], to_apply=%add
+  ROOT %piece = bf16[1,8]{1,0} dynamic-slice(%sum, %at, %zero)
+}
+
+%all-reduce-scatter.4 (p: bf16[32,8]) -> bf16[2,8] {
+  %whole.2 = bf16[32,8]{1,0} parameter(0)
+  %sum.2 = bf16[32,8]{1,0} all-reduce(%whole.2), channel_id=9, \
+replica_groups=[1,16]<=[16], to_apply=%add
+  ROOT %piece.2 = bf16[2,8]{1,0} dynamic-slice(%sum.2, %at, %zero)
+}
+
+%body (arg: (s32[], bf16[1,8])) -> (s32[], bf16[1,8]) {
+  %start = (bf16[1,8]{1,0}, bf16[16,8]{1,0}) fusion(%mine), kind=kCustom, \
+calls=%begin
+  %fusion.1 = bf16[4,8]{1,0} fusion(%start, %a, %b), kind=kOutput, \
+calls=%beside, backend_config={"window_config":{"estimated_cycles":"250"}}
+  %fusion.2 = bf16[1,8]{1,0} fusion(%c), kind=kCustom, \
+calls=%all-reduce-scatter.3
+  %fusion.3 = bf16[2,8]{1,0} fusion(%d), kind=kCustom, \
+calls=%all-reduce-scatter.4
+}
+
+%condition (arg: (s32[], bf16[1,8])) -> pred[] {
+  %constant.4 = s32[]{:T(128)} constant(28)
+  ROOT %less = pred[] compare(%at, %constant.4), direction=LT
+}
+
+ENTRY %main (p: bf16[1,8]) -> bf16[1,8] {
+  %p = bf16[1,8]{1,0} parameter(0)
+  %loop = (s32[], bf16[1,8]{1,0}) while(%p), condition=%condition, body=%body
+  %heads = bf16[4,2,3]{2,1,0} convolution(%q, %k), window={size=2 \
+pad=1_1 rhs_reversal=1}, dim_labels=bf0_0oi->b0f
+  %sum.3 = f32[8]{0} fusion(%p), kind=kCustom, calls=%scatter, \
+backend_config={"estimated_cycles":"9223372036854775807"}
+  ROOT %copy = bf16[1,8]{1,0} copy(%p), backend_config={"estimated_cycles":"5"}
+}
+"""
+
+
+def test_programs_for_tpu_are_counted():
+  found = [
+    (c.kind, c.size, c.devices, c.times) for c in program.collectives(_TPU_TEXT)
+  ]
+  assert found == [
+    ('all-gather', 16 * 8 * 2, 16, 28),
+    ('reduce-scatter', 16 * 8 * 2, 16, 28),
+    ('reduce-scatter', 32 * 8 * 2, 16, 28),
+  ]
+  # Of the scatter there is no estimate.
+  assert program.estimated_cycles(_TPU_TEXT) == 28 * 250 + 5
+  assert program.estimated_cycles(_TEXT) == 0
+
+
+def test_convolutions_that_are_products_are_counted():
+  text = _TPU_TEXT.replace(
+    '  %heads',
+    '  %q = bf16[4,5,1]{2,1,0} parameter(1)\n'
+    '  %k = bf16[2,3,5]{2,1,0} parameter(2)\n  %heads',
+  )
+  # [4, 16] x [16, 8] in the loop; [4, 5] x [5, 3] for each of two heads, of
+  # which the window adds padding.
+  expected = 28 * 2 * 4 * 16 * 8 + 2 * 4 * 5 * 3 * 2
+  assert program.operations(text) == expected
+
+
+def test_kernels_that_say_what_they_compute_are_counted():
+  kernel = (
+    '  %%y = bf16[4,8]{1,0} custom-call(%%x), custom_call_target='
+    '"tpu_custom_call", backend_config={"custom_call_config":{%s}}\n'
+  )
+  cost = '"cost_estimate":{"flops":"70","transcendentals":"0"}'
+  kernels = kernel % cost + kernel % '"body":""'
+  text = _TEXT.replace('  %whole', kernels + '  %whole')
+  assert program.operations(text) == 5 * 70
+
+
+def _compiled(function, mesh, *arrays):
+  columns, whole = (
+    jax.sharding.NamedSharding(mesh, s) for s in (P(None, 'fsdp'), P())
+  )
+  jitted = jax.jit(function, in_shardings=(columns, whole), out_shardings=whole)
+  return jitted.lower(*arrays).compile().as_text()
+
+
+def test_products_in_a_loop_are_counted():
+  mesh = mesh_lib.make_mesh(data=1, fsdp=8, tensor=1)
+
+  def seven_products(x_AB, w_BC):
+    step = lambda _, w_BC: (None, x_AB @ w_BC)
+    return jax.lax.scan(step, None, w_BC + np.zeros((7, 1, 1)))[1]
+
+  arrays = np.ones((5, 16), np.float32), np.ones((1, 16, 6), np.float32)
+  text = _compiled(seven_products, mesh, *arrays)
+  (found,) = program.collectives(text)
+  assert (found.kind, found.devices) == ('all-reduce', 8)
+  # [5, 6] float32 are 120 bytes: each device has one term of every sum.
+  assert found.sent == 7 * 2 * 120 * 7 / 8
+  # Two of the sixteen columns are on a device.
+  assert program.operations(text) == 7 * 2 * 5 * 2 * 6

@@ -1,0 +1,45 @@
+"""The advice of a plan goes on where the compiler needs more than it says."""
+
+from stppo_jax.configs import quickstart
+from stppo_jax.parallel import topology
+from stppo_jax.tools.plan import plan as plan_lib
+from stppo_jax.tools.plan import search
+from stppo_jax.training.building import assembly
+
+
+def _planner(config):
+  return plan_lib.make(
+    config,
+    length=config.env.max_length,
+    loss_fraction=0.5,
+    programs=(),
+    topology=topology.find('cpu:8'),
+    memory=0.0,
+  )
+
+
+def test_a_run_that_fits_by_the_estimate_alone_gets_a_change():
+  config = quickstart.get_config('st_ppo').lock()
+  needs = _planner(config).total
+  tried = search.advise(config, _planner, memory=2 * needs)
+  assert tried is not None and tried.plan is not None
+  assert tried.changes and tried.plan.total < needs
+
+
+def test_a_change_that_is_refused_is_no_advice():
+  config = quickstart.get_config('st_ppo').lock()
+
+  def planner(other):
+    if other.rollout.slots != config.rollout.slots:
+      raise assembly.Misconfigured('no')
+    return _planner(other)
+
+  needs = _planner(config).total
+  tried = search.advise(config, planner, memory=2 * needs)
+  assert tried is not None and tried.changes
+  assert 'rollout.slots' not in tried.changes
+
+
+def test_nothing_that_fits_is_nothing():
+  config = quickstart.get_config('st_ppo').lock()
+  assert search.advise(config, _planner, memory=1.0) is None

@@ -1,0 +1,196 @@
+"""The page in a real browser: figures, tables, switches, and nothing loaded."""
+
+import json
+import re
+import statistics
+
+import pytest
+
+from benchmarks import made_runs
+from tests.tools.report import conftest
+
+
+@pytest.fixture
+def opened(made_opened):
+  made_opened.open()
+  yield made_opened
+  made_opened.check()
+
+
+def _numbers(text):
+  return [float(word) for word in re.findall(r'-?\d+\.?\d*(?:e-?\d+)?', text)]
+
+
+def test_the_tables_show_the_numbers_of_the_metrics(opened, made):
+  row = opened.page.locator('#summary tr[data-row="last reward"] td')
+  for place, folders in enumerate((made[:2], made[2:])):
+    means = [
+      statistics.fmean([line['critic/score/mean'] for line in lines[-10:]])
+      for lines in map(made_runs.read_metrics, folders)
+    ]
+    shown = _numbers(row.nth(place).inner_text())
+    expected = [statistics.fmean(means), min(means), max(means)]
+    assert shown == [round(x, 3) for x in expected]
+  row = opened.page.locator('#evaluation tr[data-row="val/em/one_hop"] td')
+  last = [
+    lines[-1]['val/em/one_hop'] for lines in map(made_runs.read_metrics, made)
+  ]
+  shown = _numbers(row.nth(0).inner_text())[:3]
+  assert shown == [
+    round(x, 3)
+    for x in (statistics.fmean(last[:2]), min(last[:2]), max(last[:2]))
+  ]
+
+
+def test_the_table_of_alarms_has_every_step(opened, made):
+  rows = opened.page.locator('#alarms tbody tr').all_inner_texts()
+  shown = {tuple(row.split('\t')[:2]): row.split('\t')[2:] for row in rows}
+  for folder in made:
+    lines = made_runs.read_metrics(folder)[1:]
+    for name in ('alarm/entropy', 'update/skipped'):
+      ringing = [line['step'] for line in lines if line[name] > 0]
+      # All steps follow one another.
+      first, last = ringing[0], ringing[-1]
+      which = f'{first}–{last}' if last > first else f'{first}'
+      largest = max(line[name] for line in lines)
+      found = shown.pop((folder.name, name))
+      assert found == [str(len(ringing)), which, f'{largest:g}']
+  assert not shown
+
+
+def test_the_bars_show_the_means_and_shares_of_the_metrics(opened, made):
+  all_lines = [made_runs.read_metrics(folder)[1:] for folder in made]
+  for group, seeds in enumerate((all_lines[:2], all_lines[2:])):
+    for level in ('token', 'turn', 'sequence'):
+      for turn in (1, 2):
+        means = [
+          statistics.fmean(
+            line[f'clipfrac/{level}/low/turn_{turn}']
+            + line[f'clipfrac/{level}/high/turn_{turn}']
+            for line in lines
+          )
+          for lines in seeds
+        ]
+        bar = opened.page.locator(
+          f'[data-level="{level}"][data-turn="{turn}"][data-group="{group}"]'
+        )
+        shown = float(bar.inner_text().removesuffix(' %'))
+        assert shown == pytest.approx(100 * statistics.fmean(means), abs=0.006)
+  names = 'wait annotate update token_details checkpoint other'.split()
+  rows = opened.page.locator('.phases')
+  for place, lines in enumerate(all_lines):
+    seconds = [
+      sum(line[f'timing_s/{name}'] for line in lines) for name in names
+    ]
+    for name, spent in zip(names, seconds):
+      part = rows.nth(place).locator(f'[data-phase="{name}"]')
+      title = part.get_attribute('title')
+      share = float(re.search(r'([\d.]+) %', title)[1])
+      assert share == pytest.approx(100 * spent / sum(seconds), abs=0.06)
+
+
+def test_a_figure_shows_mean_and_band_under_the_pointer(opened, made):
+  opened.open('tab=curves')
+  figure = opened.page.locator('figure[data-title="Reward"]')
+  figure.locator('svg .curve').first.wait_for()
+  assert figure.locator('svg .curve').count() == 2
+  assert figure.locator('svg .band').count() == 2
+  box = figure.locator('.plot svg').bounding_box()
+  opened.page.mouse.move(box['x'] + 0.6 * box['width'], box['y'] + 60)
+  values = figure.locator('.value')
+  step = int(values.first.get_attribute('data-step'))
+  assert 10 < step < 25
+  for group, folders in enumerate((made[:2], made[2:])):
+    rewards = [
+      made_runs.read_metrics(folder)[step]['critic/score/mean']
+      for folder in folders
+    ]
+    shown = _numbers(values.nth(group).inner_text())
+    expected = [statistics.fmean(rewards), min(rewards), max(rewards)]
+    assert shown == pytest.approx(expected, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_zoom_and_smoothing_are_in_the_address(opened):
+  opened.open('tab=curves')
+  page = opened.page
+  figure = page.locator('figure[data-title="Reward"]')
+  figure.locator('svg').first.wait_for()
+  box = figure.locator('.plot svg').bounding_box()
+  page.mouse.move(box['x'] + 0.4 * box['width'], box['y'] + 50)
+  page.mouse.down()
+  page.mouse.move(box['x'] + 0.8 * box['width'], box['y'] + 50)
+  page.mouse.up()
+  low, high = map(int, re.search(r'x=(\d+)-(\d+)', page.url).groups())
+  assert 5 < low < high < 28
+  page.select_option('#smooth', '5')
+  assert 'smooth=5' in page.url
+  fragment = page.url.split('#')[1]
+  curve = figure.locator('.curve').first.get_attribute('d')
+  opened.open(fragment)
+  figure.locator('.curve').first.wait_for()
+  assert figure.locator('.curve').first.get_attribute('d') == curve
+
+
+@pytest.mark.slow
+def test_an_experiment_can_be_hidden(opened):
+  page = opened.page
+  page.locator('#legend button').nth(1).click()
+  assert 'hide=1' in page.url
+  assert page.locator('#summary thead th').count() == 3
+  figure = page.locator('figure[data-title="Reward"]')
+  figure.locator('svg').first.wait_for()
+  assert figure.locator('.curve').count() == 1
+
+
+@pytest.mark.slow
+def test_differences_of_configurations_are_shown(opened):
+  opened.open('tab=config')
+  page = opened.page
+  rows = page.locator('#config tbody tr')
+  keys = rows.locator('th').all_inner_texts()
+  assert 'algorithm.ratio.level' in keys and 'seed' not in keys
+  page.uncheck('#only-differences')
+  assert page.locator('#config tbody tr').count() > 100
+  page.fill('#config-filter', 'ratio.level')
+  assert rows.all_inner_texts() == ['algorithm.ratio.level\tturn\ttoken']
+
+
+@pytest.mark.parametrize(
+  'scheme', ['dark', pytest.param('light', marks=pytest.mark.slow)]
+)
+def test_light_dark_and_narrow(browser, made_page, scheme):
+  opened = conftest.Opened(
+    browser,
+    made_page,
+    color_scheme=scheme,
+    viewport={'width': 400, 'height': 800},
+  )
+  page = opened.page
+  colour = 'getComputedStyle(document.body).backgroundColor'
+  system = page.evaluate(colour)
+  for tab in ('overview', 'curves', 'dialogues', 'config'):
+    page.click(f'#tab-{tab}')
+    page.wait_for_selector(f'main.{tab}')
+    # Nothing is wider than the screen.
+    assert page.evaluate('document.documentElement.scrollWidth') <= 400
+  page.click('#theme')
+  page.click('#theme')  # auto, light, dark
+  assert (page.evaluate(colour) == system) == (scheme == 'dark')
+  opened.close()
+
+
+def test_every_metric_gets_to_the_page_as_it_is(opened, made):
+  """The columns that figures are drawn from, against metrics.jsonl."""
+  columns = json.loads(opened.page.evaluate('JSON.stringify(metricsOfRun)'))
+  for folder, run in zip(made, columns):
+    lines = made_runs.read_metrics(folder)
+    assert run['steps'] == [line['step'] for line in lines]
+    names = {name for line in lines for name in line} - {'step'}
+    assert names <= set(run['columns'])
+    for name in names:
+      expected = [line.get(name) for line in lines]
+      assert run['columns'][name] == [
+        None if x is None else pytest.approx(x, rel=1e-5, abs=1e-12)
+        for x in expected
+      ]

@@ -1,0 +1,531 @@
+"""The commands report and view: what they read, write, leave out and refuse."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+from benchmarks import made_runs
+from stppo_jax import __main__
+from stppo_jax.tools.report import comparison
+from stppo_jax.tools.report import dialogue_data
+from stppo_jax.tools.report import markdown
+from stppo_jax.tools.report import run_files
+from tests.tools.report import conftest
+
+_NESTED = '[' * 100_000 + '\n'
+
+
+@pytest.fixture
+def run(tmp_path):
+  return made_runs.make(tmp_path / 'run')
+
+
+def _data(page):
+  """Returns the JSON of a page."""
+  text = page.read_text('utf-8')
+  (found,) = re.findall(
+    r'<script type="application/json"[^>]*>(.*)</script>', text
+  )
+  return json.loads(found)
+
+
+def _reported(capsys, tmp_path, *words):
+  """Returns exit code, lines of errors and data of a report."""
+  out = tmp_path / 'page.html'
+  code = conftest.report(*words, f'--out={out}')
+  errors = capsys.readouterr().err.splitlines()
+  return code, errors, _data(out) if out.exists() else None
+
+
+def test_a_cut_off_line_is_dropped_and_said(run, tmp_path, capsys):
+  with open(run / 'metrics.jsonl', 'ab') as file:
+    file.write(b'{"step": 7, "critic/sc')
+  with open(run / 'trajectories-000006.jsonl', 'ab') as file:
+    file.write(b'{"question"')
+  code, errors, data = _reported(capsys, tmp_path, run)
+  assert code == 2
+  assert errors == [
+    f'{run}/metrics.jsonl: line 8 is cut off and was dropped',
+    f'{run}/trajectories-000006.jsonl: line 5 is cut off and was dropped',
+  ]
+  assert data['runs'][0]['step'] == 6 and data['notes'] == errors
+
+
+@pytest.mark.parametrize(
+  ('name', 'content', 'line'),
+  [
+    (
+      'metrics.jsonl',
+      '[1]\n{"step": 1, "a": 2.0}\n',
+      'line 1 is no JSON object',
+    ),
+    ('metrics.jsonl', 'x\n{"step": 1, "a": NaN}\n', 'line 1 is no JSON object'),
+    ('config.json', '{', 'config.json: cannot be read'),
+    ('config.json', '[]', 'config.json: cannot be read'),
+    ('trajectories-000002.jsonl', '{"turns": 3}\n', 'a line is no dialogue'),
+    ('trajectories-000002.jsonl', '\xff\n', 'is no JSON object'),
+    ('trajectories-000002.jsonl', _NESTED, 'is no JSON object'),
+  ],
+)
+def test_what_is_damaged_is_left_out(
+  run, tmp_path, capsys, name, content, line
+):
+  (run / name).write_text(content, 'latin-1')
+  code, errors, data = _reported(capsys, tmp_path, run)
+  assert code == 2 and len(errors) == 1 and line in errors[0]
+  assert data['runs'][0]['folder'] == str(run)
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    lambda record, turn: turn.update(tokens=None),
+    lambda record, turn: turn['tokens'].update(ratio=None),
+    lambda record, turn: turn['tokens'].update(turn_ratio=10**400),
+    lambda record, turn: turn['tokens'].update(clipped=[[]]),
+    lambda record, turn: turn['tokens']['value'].pop(),
+    lambda record, turn: turn['tokens']['entropy'].insert(0, 'x'),
+    lambda record, turn: turn['tokens']['characters'].insert(0, None),
+    lambda record, turn: turn['tokens'].pop('clipped'),
+    lambda record, turn: record['rewards'].update(em=None),
+  ],
+)
+def test_a_dialogue_with_damaged_numbers_is_left_out(
+  run, tmp_path, capsys, change
+):
+  path = run / 'trajectories-000006.jsonl'
+  lines = path.read_text().splitlines(keepends=True)
+  records = list(map(json.loads, lines))
+  place, turn = next(
+    (n, turn)
+    for n, record in enumerate(records)
+    for turn in record['turns']
+    if 'tokens' in turn
+  )
+  change(records[place], turn)
+  lines[place] = json.dumps(records[place]) + '\n'
+  path.write_text(''.join(lines))
+  code, errors, data = _reported(capsys, tmp_path, run)
+  assert code == 2 and data['runs'][0]['step'] == 6
+  assert errors == [f'{path}: a line is no dialogue; it was dropped']
+  for words in ([], ['--number=1', '--tokens']):
+    code, out, err = _view(capsys, run, *words)
+    assert code == 2 and out and err.splitlines() == errors
+
+
+def test_a_number_that_is_too_large_is_no_number(run, tmp_path, capsys):
+  with open(run / 'metrics.jsonl', 'a') as file:
+    for line in ({'step': 7, 'critic/kl': 10**400}, {'step': 10**400}):
+      file.write(json.dumps(line) + '\n')
+  code, errors, data = _reported(capsys, tmp_path, run)
+  assert (code, errors, data['runs'][0]['step']) == (0, [], 7)
+
+
+def test_what_cannot_be_shown_is_named_and_the_rest_shown(
+  run, tmp_path, capsys
+):
+  (tmp_path / 'empty').mkdir()
+  sft = tmp_path / 'sft'
+  shutil.copytree(run, sft)
+  (sft / 'run.json').write_text(
+    json.dumps({'command': 'sft', 'run_id': 'x', 'config_digest': 'x'})
+  )
+  newer = tmp_path / 'newer'
+  shutil.copytree(run, newer)
+  content = json.loads((newer / 'run.json').read_text())
+  (newer / 'run.json').write_text(json.dumps({**content, 'schema': 2}))
+  young = tmp_path / 'young'
+  shutil.copytree(run, young)
+  (young / 'metrics.jsonl').write_text('')
+  (tmp_path / 'run.log').write_text('step 1\n')
+  others = ['missing', 'empty', 'run.log', 'sft', 'newer', 'young']
+  code, errors, data = _reported(
+    capsys, tmp_path, *(tmp_path / name for name in others), run
+  )
+  assert code == 2
+  assert [error.removeprefix(f'{tmp_path}/') for error in errors] == [
+    'missing: no such folder',
+    'empty: not the folder of a run: no run.json',
+    'run.log: not the folder of a run: it is a file',
+    'sft: a run of sft; a report shows runs of train',
+    'newer: its files have schema 2, and this version reads schema 1; use the '
+    'version that wrote them',
+    'young: no step is written yet',
+  ]
+  assert [shown['name'] for shown in data['runs']] == ['run']
+  assert data['notes'] == errors
+
+
+def test_nothing_to_show_writes_nothing(tmp_path, capsys):
+  code, errors, data = _reported(capsys, tmp_path, tmp_path / 'missing')
+  assert (code, len(errors), data) == (2, 1, None)
+
+
+def test_runs_of_other_tasks_cannot_be_compared(run, tmp_path, capsys):
+  other = made_runs.make(
+    tmp_path / 'other', dialogues=0, config={'env.name': 'tools'}
+  )
+  code, errors, data = _reported(capsys, tmp_path, run, other)
+  assert code == 2 and len(data['groups']) == 2
+  assert errors == [
+    f'{run} and {other}: cannot be compared: env.name is search and tools'
+  ]
+  third = made_runs.make(tmp_path / 'third', dialogues=0, algorithm='grpo')
+  text = (third / 'metrics.jsonl').read_text()
+  (third / 'metrics.jsonl').write_text(text.replace('val/em/', 'val/f1/'))
+  code, (error,), _ = _reported(capsys, tmp_path, run, third)
+  assert code == 2 and 'no evaluation in common: val/em/one_hop' in error
+
+
+def test_a_run_that_goes_on_is_shown(run, tmp_path, capsys):
+  config = json.loads((run / 'config.json').read_text())
+  (run / 'config.json').write_text(json.dumps({**config, 'num_steps': 40}))
+  code, errors, data = _reported(capsys, tmp_path, run)
+  assert (code, errors) == (0, [])
+  shown = data['runs'][0]
+  assert (shown['step'], shown['num_steps']) == (6, 40)
+  assert shown['state'] == 'interrupted'  # it holds no lock
+
+
+@pytest.mark.parametrize(
+  ('words', 'line'),
+  [
+    ([], 'DIR: missing'),
+    (['--format=pdf'], '--format=pdf: must be one of html, md'),
+    (['--dialogues=-1'], '--dialogues=-1: must be a whole number'),
+    (['--oout=x'], '--oout=x: unknown flag; did you mean --out?'),
+    (['--out=no/where.html'], '--out=no/where.html: no such folder: no'),
+    (['--out=.'], '--out=.: is a folder'),
+    (['--out=thesis.html'], 'thesis.html: exists and is no report'),
+  ],
+)
+def test_wrong_flags_change_nothing(
+  run, words, line, capsys, tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'thesis.html').write_text('<p>mine')
+  before = sorted(tmp_path.iterdir())
+  assert conftest.report(*([run] if words else []), *words) == 2
+  assert line in capsys.readouterr().err
+  assert sorted(tmp_path.iterdir()) == before
+  assert (tmp_path / 'thesis.html').read_text() == '<p>mine'
+
+
+def test_a_report_is_replaced(run, tmp_path, capsys):
+  for _ in range(2):
+    assert _reported(capsys, tmp_path, run)[0] == 0
+  assert [p.name for p in tmp_path.iterdir() if 'page' in p.name] == [
+    'page.html'
+  ]
+
+
+def test_the_page_names_no_other_file(made_page):
+  """The page in Chromium asks for nothing; this holds for other browsers."""
+  text = made_page.read_text('utf-8')
+  begin = text.index('<script type="application/json"')
+  program = text[:begin] + text[text.index('</script>', begin) :]
+  addresses = re.findall(r'(?:https?:)?//[\w.-]+\.\w+[^\s\'"]*', program)
+  assert set(addresses) <= {'http://www.w3.org/2000/svg'}
+  assert not re.search(r'\b(?:src|href)="(?!#|data:)', program)
+  assert "default-src 'none'" in program
+
+
+def test_a_report_has_no_secrets_of_the_config(tmp_path, capsys):
+  runs = [
+    made_runs.make(
+      tmp_path / name,
+      dialogues=0,
+      config={
+        'retrieval.url': 'http://me:hush@host/',
+        'env.tools.mcp_servers': [f'run --token hush --name={name}'],
+      },
+    )
+    for name in 'ab'
+  ]
+  code, errors, data = _reported(capsys, tmp_path, *runs)
+  assert (code, errors) == (0, [])
+  text = json.dumps(data)
+  assert 'hush' not in text
+  assert 'http://***@host/' in text and 'run --token *** --name=a' in text
+
+
+def test_experiments_are_what_differs_in_more_than_the_seed(made, tmp_path):
+  runs = [run_files.read(str(folder)) for folder in made]
+  longer = made_runs.make(tmp_path / 'a', seed=5, steps=31, dialogues=0)
+  wider = made_runs.make(
+    tmp_path / 'b',
+    dialogues=0,
+    config={'algorithm.bounds.clip_high': 0.3, 'writer.samples': 0},
+  )
+  runs += [run_files.read(str(folder)) for folder in (longer, wider)]
+  groups = comparison.group(runs)
+  assert [[run.folder for run in group.runs] for group in groups] == [
+    [str(made[0]), str(made[1]), str(longer)],
+    [str(made[2]), str(made[3])],
+    [str(wider)],
+  ]
+  labels = [group.label for group in groups]
+  assert len(set(labels)) == 3
+  assert labels[0].endswith(' clip_high=0.2')
+  assert labels[2].endswith(' clip_high=0.3')
+
+
+def test_dialogues_are_thinned_by_whole_steps(tmp_path):
+  folder = made_runs.make(tmp_path / 'run', steps=20, dialogues=4)
+  runs = [run_files.read(str(folder))]
+
+  def steps(**limits):
+    options = {'most': 10**6, 'most_bytes': 10**9} | limits
+    encoded = dialogue_data.encode(runs, losses=[], **options)
+    columns = encoded.index['columns']
+    assert len(encoded.parts) == len(set(columns['part']))
+    return sorted(set(columns['step'])), encoded
+
+  everything, encoded = steps()
+  assert everything == list(range(1, 21)) and not encoded.notes
+  size = sum(map(len, encoded.parts))
+  few, encoded = steps(most=20)
+  assert few == [4, 8, 12, 16, 20]
+  assert encoded.notes == [
+    'dialogues of 5 of 20 steps, evenly spread: more would exceed 20 dialogues'
+  ]
+  half, encoded = steps(most_bytes=size // 2)
+  assert 8 <= len(half) <= 10 and half[-1] == 20
+  assert sum(map(len, encoded.parts)) <= size // 2
+  assert 'the size of the page' in encoded.notes[0]
+  # No step fits.
+  assert steps(most=3)[0] == steps(most_bytes=-1)[0] == []
+
+
+def test_evaluations_are_thinned_apart_from_training(tmp_path):
+  folder = made_runs.make(tmp_path / 'run', steps=60, dialogues=4, evaluated=2)
+  runs = [run_files.read(str(folder))]
+  encoded = dialogue_data.encode(runs, most=80, most_bytes=10**9, losses=[])
+  columns = encoded.index['columns']
+  steps = {
+    kind: {s for s, k in zip(columns['step'], columns['kind']) if k == kind}
+    for kind in (dialogue_data.TRAINING, dialogue_data.EVALUATION)
+  }
+  # Half of 80 are 20 evaluations of two dialogues; 40 are left for training.
+  assert len(steps[dialogue_data.EVALUATION]) == 20
+  assert steps[dialogue_data.TRAINING] == set(range(6, 61, 6))
+  assert [note.split(',')[0] for note in encoded.notes] == [
+    'evaluations of 20 of 30 steps',
+    'dialogues of 10 of 60 steps',
+  ]
+  order = list(zip(columns['step'], columns['kind'], columns['place']))
+  assert order == sorted(order)
+
+
+def test_equal_ids_of_other_questions_are_not_the_same(run):
+  path = run / 'trajectories-000006.jsonl'
+  records = [json.loads(line) for line in path.read_text().splitlines()]
+  for record, question in zip(records, ('a', 'b', 'a', 'b'), strict=True):
+    record |= {'id': '1', 'data_set': 'nq', 'question': question}
+  path.write_text(''.join(json.dumps(record) + '\n' for record in records))
+  runs = [run_files.read(str(run))]
+  encoded = dialogue_data.encode(runs, most=100, most_bytes=10**9, losses=[])
+  one, two, three, four = encoded.index['columns']['key'][-4:]
+  assert one == three != two == four
+
+
+def test_the_index_of_dialogues(run):
+  runs = [run_files.read(str(run))]
+  encoded = dialogue_data.encode(runs, most=100, most_bytes=10**9, losses=[])
+  rows = zip(*encoded.index['columns'].values())
+  for row, (step, place) in zip(
+    rows, ((step, place) for step in range(1, 7) for place in range(4))
+  ):
+    row = dict(zip(dialogue_data.COLUMNS, row))
+    path = run / f'trajectories-{step:06d}.jsonl'
+    record = json.loads(path.read_text().splitlines()[place])
+    tokens = [t['tokens'] for t in record['turns'] if 'tokens' in t]
+    count = sum(len(t['ratio']) for t in tokens)
+    assert (row['step'], row['place']) == (step, place)
+    assert encoded.index['questions'][row['question']] == record['question']
+    assert encoded.index['statuses'][row['status']] == record['status']
+    assert row['reward'] == record['rewards']['exact_match']
+    assert row['turns'] == len(record['turns'])
+    assert row['searches'] == len(record['turns']) - 1
+    assert row['tokens'] == (count or None)
+    if place >= 2:
+      assert row['clipped'] is None and row['spread'] is None
+      continue
+    cut = sum(len(t['clipped']) for t in tokens)
+    assert row['clipped'] == pytest.approx(cut / count, rel=1e-5)
+    spread = max(abs(np.log(t['turn_ratio'])) for t in tokens)
+    assert row['spread'] == pytest.approx(spread, rel=1e-5)
+
+
+def test_a_file_that_the_run_removes_meanwhile_is_left_out(
+  run, tmp_path, capsys
+):
+  # As after listing: the name is there, the file is not.
+  (run / 'trajectories-000002.jsonl').unlink()
+  (run / 'trajectories-000002.jsonl').symlink_to(run / 'gone')
+  code, errors, data = _reported(capsys, tmp_path, run)
+  assert (code, errors) == (0, []) and data['runs'][0]['step'] == 6
+
+
+@pytest.mark.parametrize('kind', ['file', 'folder'])
+def test_figures_of_others_are_not_replaced(
+  run, tmp_path, capsys, monkeypatch, kind
+):
+  out = tmp_path / 'paper.md'
+  figures = tmp_path / 'paper-figures'
+  figures.touch() if kind == 'file' else figures.mkdir()
+  words = [run, '--format=md', f'--out={out}']
+  assert conftest.report(*words) == 2
+  assert capsys.readouterr().err == (
+    f'--out={out}: its figures would be written to {figures}, which exists; '
+    'give another file\n'
+  )
+  assert not out.exists()
+  # Those of a report are, even if its drawing was interrupted.
+  figures.unlink() if kind == 'file' else figures.rmdir()
+  with monkeypatch.context() as patch:
+    patch.setattr(markdown.figures, 'draw', _interrupt)
+    assert conftest.report(*words) == 130
+  assert conftest.report(*words) == 0
+  assert list(figures.glob('*.png'))
+
+
+def _interrupt(*_):
+  raise KeyboardInterrupt
+
+
+def test_markdown_has_the_same_numbers_and_pictures(run, tmp_path):
+  hostile = '<b>|`x`|</b>\x1b'
+  config = json.loads((run / 'config.json').read_text())
+  (run / 'config.json').write_text(json.dumps({**config, 'title': hostile}))
+  # Few metrics, because each figure takes a while to draw.
+  names = ('step', 'critic/score/mean', 'val/em/one_hop')
+  lines = [
+    {name: line[name] for name in names if name in line}
+    for line in made_runs.read_metrics(run)
+  ]
+  text = ''.join(json.dumps(line) + '\n' for line in lines)
+  (run / 'metrics.jsonl').write_text(text)
+  out = tmp_path / 'paper.md'
+  assert conftest.report(run, '--format=md', f'--out={out}') == 0
+  text = out.read_text('utf-8')
+  assert '<b>' not in text and '\x1b' not in text
+  mean = np.mean(
+    [line['critic/score/mean'] for line in lines[-10:] if line['step']]
+  )
+  assert f'| last reward | {mean:.3f} |' in text
+  pictures = re.findall(r'!\[.*\]\((.*)\)', text)
+  assert pictures == [f'paper-figures/learning-{n}.png' for n in (1, 2)]
+  for picture in pictures:
+    assert (tmp_path / picture).read_bytes().startswith(b'\x89PNG')
+
+
+def _view(capsys, *words):
+  code = __main__.main(['view', *map(str, words)])
+  return code, *capsys.readouterr()
+
+
+def test_view_lists_the_last_step(run, capsys):
+  code, out, _ = _view(capsys, run)
+  title, head, *rows = out.splitlines()
+  assert (code, title) == (0, 'step 6: 4 of 4 dialogues')
+  assert head.split() == [
+    'no.',
+    'reward',
+    'status',
+    'turns',
+    'searches',
+    'clipped',
+    'question',
+  ]
+  assert [row.split()[0] for row in rows] == ['1', '2', '3', '4']
+  assert '%' in rows[0] and '%' not in rows[3]
+
+
+def test_view_shows_the_dialogues_of_evaluations(run, capsys):
+  code, _, err = _view(capsys, run, '--evaluation')
+  assert (code, err) == (
+    2,
+    f'{run}: no dialogue is written (writer.evaluation)\n',
+  )
+  path = run / 'evaluation-000004.jsonl'
+  lines = (run / 'trajectories-000003.jsonl').read_text().splitlines()
+  path.write_text(f'{lines[0]}\n')
+  code, out, _ = _view(capsys, run, '--evaluation')
+  assert code == 0 and out.startswith('step 4: 1 of 1 dialogues')
+  path.unlink()
+
+
+def test_view_filters(run, capsys):
+  path = run / 'trajectories-000003.jsonl'
+  records = [json.loads(line) for line in path.read_text().splitlines()]
+  for flag, passes in (
+    ('--least=0.5', lambda r: r['rewards']['exact_match'] >= 0.5),
+    ('--most=0.5', lambda r: r['rewards']['exact_match'] <= 0.5),
+    ('--searches=1', lambda r: len(r['turns']) == 2),
+    ('--status=completed', lambda r: r['status'] == 'completed'),
+    ('--text=BRIDGE', lambda r: True),
+    ('--text=nowhere', lambda r: False),
+  ):
+    code, out, _ = _view(capsys, run, '--step=3', flag)
+    count = sum(map(passes, records))
+    assert code == 0 and out.startswith(f'step 3: {count} of 4 dialogues'), flag
+
+
+def test_view_shows_a_dialogue_and_its_tokens(run, capsys):
+  path = run / 'trajectories-000003.jsonl'
+  record = json.loads(path.read_text().splitlines()[0])
+  code, out, _ = _view(capsys, run, '--step=3', '--number=1')
+  assert code == 0 and record['turns'][0]['text'] in out
+  assert 'old logprob' not in out
+  _, out, _ = _view(capsys, run, '--step=3', '--number=1', '--tokens')
+  tokens = record['turns'][0]['tokens']
+  assert f'turn 1, ratio {tokens["turn_ratio"]:.4g}' in out
+  assert f'{tokens["ratio"][0]:.4g}' in out
+
+
+def test_view_escapes_what_would_reach_the_terminal(run, capsys):
+  path = run / 'trajectories-000006.jsonl'
+  record = json.loads(path.read_text().splitlines()[0])
+  hostile = '\x1b]0;x\x07 \u202e \x9b2J'
+  record['question'] = record['turns'][0]['text'] = hostile
+  record['status'] = record['turns'][0]['action'] = hostile
+  path.write_text(json.dumps(record) + '\n')
+  for words in ([], ['--number=1', '--tokens']):
+    code, out, _ = _view(capsys, run, *words)
+    assert code == 0 and r'\x1b]0;x\x07 \u202e \x9b2J' in out
+    assert not set(out) & set(hostile) - set(']0;x 2J')
+
+
+@pytest.mark.parametrize(
+  ('words', 'line'),
+  [
+    (['--step=9'], '--step=9: must be one of the steps with dialogues, 1 to 6'),
+    (
+      ['--number=5'],
+      '--number=5: must be from 1 to 4, the dialogues of step 6',
+    ),
+    (['--least=x'], '--least=x: must be a number'),
+    (['--step='], '--step=: must be a whole number'),
+    (['--nmber=1'], '--nmber=1: unknown flag; did you mean --number?'),
+    (['another'], 'DIR: give the folder of one run'),
+  ],
+)
+def test_view_refuses_what_is_not_there(run, capsys, words, line):
+  code, out, err = _view(capsys, run, *words)
+  assert (code, out) == (2, '') and line in err
+
+
+def test_view_needs_no_metrics(run, capsys):
+  (run / 'metrics.jsonl').write_text('')
+  assert __main__.main(['view', str(run)]) == 0
+  assert capsys.readouterr().out.startswith('step 6: 4 of 4 dialogues\n')
+
+
+def test_view_of_a_run_without_dialogues(tmp_path, capsys):
+  folder = made_runs.make(tmp_path / 'run', dialogues=0)
+  code, _, err = _view(capsys, folder)
+  assert code == 2 and 'no dialogue is written' in err
